@@ -1,0 +1,41 @@
+# Everything works from a fresh clone: each target first makes .venv as lock/dev.txt says.
+PYTHON ?= python3
+BIN := .venv/bin
+STAMP := .venv/.installed
+
+.PHONY: demo test check fmt bench lock clean
+
+demo: $(STAMP)        ## round robin against Homing behind a real Envoy, at most three minutes
+	@$(BIN)/python -m sim.demo
+
+test: $(STAMP)        ## every test, with coverage
+	$(BIN)/coverage run -m pytest
+	$(BIN)/coverage report --format=total | xargs printf 'branch coverage: %s %%\n'
+
+check: $(STAMP)       ## format, lint, types, architecture
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+fmt: $(STAMP)         ## format and fix what can be fixed
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+bench: $(STAMP)       ## the figures of the README
+	@$(BIN)/python -m bench
+
+lock: $(STAMP)        ## write the lock files anew from pyproject.toml
+	$(BIN)/python -m pip install --quiet uv
+	$(BIN)/uv pip compile --quiet --upgrade --universal --generate-hashes --no-emit-index-url --no-emit-find-links --no-header --all-extras --group dev pyproject.toml -o lock/dev.txt
+	$(BIN)/uv pip compile --quiet --upgrade --universal --generate-hashes --no-emit-index-url --no-emit-find-links --no-header --all-extras -c lock/dev.txt pyproject.toml -o lock/runtime.txt
+
+clean:
+	rm -rf .venv .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache .coverage demo
+
+$(STAMP): lock/dev.txt pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit("Homing needs Python 3.11 or newer, found " + sys.version.split()[0])'
+	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --require-hashes -r lock/dev.txt
+	$(BIN)/python -m pip install --quiet --no-deps --no-build-isolation -e .
+	@touch $@

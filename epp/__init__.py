@@ -1,0 +1,5 @@
+"""Homing, the endpoint picker."""
+
+from typing import Final
+
+__version__: Final = "0.1.0"

@@ -1,0 +1,1 @@
+"""Composition root of `epp serve`."""

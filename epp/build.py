@@ -1,0 +1,1 @@
+"""Configuration to scheduler: the one wiring that production and simulation share."""

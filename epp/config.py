@@ -1,0 +1,1 @@
+"""`EndpointPickerConfig`: bytes to typed settings, or one sentence a problem."""

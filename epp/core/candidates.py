@@ -1,0 +1,301 @@
+"""What plugins see: the candidates of one decision as read-only numpy columns.
+
+The pool keeps one array a signal, indexed by endpoint slot, and updates it in place. `Candidates`
+is a view of some of those slots at one instant; a column is gathered when it is asked for.
+"""
+
+import math
+from collections.abc import Mapping
+from typing import Final, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from epp.core.types import AdapterReport, Endpoint, Seconds
+
+Floats: TypeAlias = npt.NDArray[np.float64]
+Ints: TypeAlias = npt.NDArray[np.int64]
+Bools: TypeAlias = npt.NDArray[np.bool_]
+
+_NO_ADAPTERS: Final = AdapterReport()
+
+
+class Affinity:
+    """What an affinity index answers: `matched[i]` of `total`, in the index's own unit.
+
+    From an index, `matched` is int64 by endpoint slot; from `Candidates`, by candidate.
+    """
+
+    __slots__ = ("matched", "total")
+
+    def __init__(self, matched: Ints, total: int) -> None:
+        self.matched = matched
+        self.total = total
+
+
+class Columns:
+    """One array a signal, by endpoint slot; an empty slot holds what an unknown endpoint would.
+
+    Grown by doubling, so a view of an array must not be kept across a change of the pool.
+    """
+
+    def __init__(self) -> None:
+        self.endpoints: list[Endpoint | None] = []
+        self.adapters: list[AdapterReport | None] = []
+        self.waiting_requests: Floats = np.empty(0)
+        self.running_requests: Floats = np.empty(0)
+        self.kv_cache_usage: Floats = np.empty(0)
+        self.observed_at_s: Floats = np.empty(0)
+        """-inf: never."""
+        self.saturated: Bools = np.empty(0, dtype=np.bool_)
+        """The engine itself refused a request (503) since the last good scrape."""
+        self.inflight_requests: Ints = np.empty(0, dtype=np.int64)
+        self.prefill_backlog_tokens: Floats = np.empty(0)
+        """Uncached prefill tokens ahead, as of `prefill_drained_at_s`."""
+        self.prefill_drained_at_s: Floats = np.empty(0)
+        self.adapter_generation: Ints = np.empty(0, dtype=np.int64)
+        self.adapter_slots_max: Ints = np.empty(0, dtype=np.int64)
+        self.adapters_active: Ints = np.empty(0, dtype=np.int64)
+        self.adapters_resident: Ints = np.empty(0, dtype=np.int64)
+        self.adapters_idle: Ints = np.empty(0, dtype=np.int64)
+
+    def __len__(self) -> int:
+        return len(self.endpoints)
+
+    def add_slot(self) -> int:
+        """Make room for one more endpoint and return its slot."""
+        slot = len(self.endpoints)
+        if slot == len(self.waiting_requests):
+            self._grow(max(8, 2 * slot))
+        self.endpoints.append(None)
+        self.adapters.append(None)
+        self.clear(slot)
+        return slot
+
+    def clear(self, slot: int) -> None:
+        """Forget everything about `slot`: scrapes and work in flight."""
+        self.endpoints[slot] = None
+        self.forget_observations(slot)
+        self.inflight_requests[slot] = 0
+        self.prefill_backlog_tokens[slot] = 0.0
+        self.prefill_drained_at_s[slot] = 0.0
+
+    def forget_observations(self, slot: int) -> None:
+        """Forget what scrapes said of `slot`; work in flight stays."""
+        self.waiting_requests[slot] = math.nan
+        self.running_requests[slot] = math.nan
+        self.kv_cache_usage[slot] = math.nan
+        self.observed_at_s[slot] = -math.inf
+        self.saturated[slot] = False
+        self.set_adapters(slot, None)
+
+    def set_adapters(self, slot: int, report: AdapterReport | None) -> None:
+        """Keep what a scrape said of adapters, counted once here and not at every decision."""
+        self.adapters[slot] = report
+        if report is None:
+            self.adapter_generation[slot] = 0
+            report = AdapterReport()
+        else:
+            self.adapter_generation[slot] = 2 if report.resident_known else 1
+        self.adapter_slots_max[slot] = report.slots_max
+        self.adapters_active[slot] = len(report.active)
+        self.adapters_resident[slot] = len(report.gpu)
+        self.adapters_idle[slot] = len(report.gpu - report.active - report.pinned)
+
+    def _grow(self, capacity: int) -> None:
+        for name, array in vars(self).items():
+            if isinstance(array, np.ndarray):
+                grown = np.zeros(capacity, dtype=array.dtype)
+                grown[: len(array)] = array
+                setattr(self, name, grown)
+
+
+class AdapterColumns:
+    """LoRA state of n candidates."""
+
+    __slots__ = ("_columns", "_slot")
+
+    def __init__(self, columns: Columns, slot: Ints) -> None:
+        self._columns = columns
+        self._slot = slot
+
+    @property
+    def generation(self) -> Ints:
+        """0: nothing is reported; 1: `lora_requests_info`; 2: residency is reported too."""
+        return self._columns.adapter_generation[self._slot]
+
+    @property
+    def slots_max(self) -> Ints:
+        """How many adapters the engine can run at once."""
+        return self._columns.adapter_slots_max[self._slot]
+
+    @property
+    def active_count(self) -> Ints:
+        """Adapters with a running or waiting request."""
+        return self._columns.adapters_active[self._slot]
+
+    @property
+    def resident_count(self) -> Ints:
+        """Adapters in GPU memory (generation 2)."""
+        return self._columns.adapters_resident[self._slot]
+
+    @property
+    def idle_count(self) -> Ints:
+        """Adapters in GPU memory that are neither active nor pinned: they can be evicted."""
+        return self._columns.adapters_idle[self._slot]
+
+    def active(self, adapter: str) -> Bools:
+        """bool[n]: `adapter` has a running or waiting request."""
+        return np.array([adapter in report.active for report in self._reports()], dtype=np.bool_)
+
+    def on_gpu(self, adapter: str) -> Bools:
+        """bool[n]: `adapter` is in GPU memory (generation 2)."""
+        return np.array([adapter in report.gpu for report in self._reports()], dtype=np.bool_)
+
+    def on_cpu(self, adapter: str) -> Bools:
+        """bool[n]: `adapter` is in CPU memory (generation 2)."""
+        return np.array([adapter in report.cpu for report in self._reports()], dtype=np.bool_)
+
+    def _reports(self) -> list[AdapterReport]:
+        adapters = self._columns.adapters
+        return [adapters[slot] or _NO_ADAPTERS for slot in self._slot.tolist()]
+
+
+class Candidates:
+    """n endpoints that may serve one request, as columns of length n.
+
+    `slot` is each candidate's slot in the pool, ascending. Every array is a fresh gather: a plugin
+    may use it as scratch, the pool does not see it.
+    """
+
+    __slots__ = (
+        "_affinities",
+        "_columns",
+        "_now",
+        "_prefix",
+        "block_tokens",
+        "prefill_tokens_per_s",
+        "prompt_tokens",
+        "slot",
+    )
+
+    def __init__(
+        self,
+        columns: Columns,
+        slot: Ints,
+        now: Seconds,
+        *,
+        affinities: Mapping[str, Affinity],
+        prefix: str = "",
+        block_tokens: int = 1,
+        prompt_tokens: int = 0,
+        prefill_tokens_per_s: float = math.inf,
+    ) -> None:
+        """`affinities` by the name of the index, by slot; `prefix` names the one for prefixes."""
+        self.slot = slot
+        self.block_tokens = block_tokens
+        """Tokens in one block of `matched_blocks`."""
+        self.prompt_tokens = prompt_tokens
+        self.prefill_tokens_per_s = prefill_tokens_per_s
+        """How fast an endpoint prefills, as far as is known."""
+        self._columns = columns
+        self._now = now
+        self._affinities = affinities
+        self._prefix = prefix
+
+    def __len__(self) -> int:
+        return len(self.slot)
+
+    def take(self, keep: Bools | Ints) -> "Candidates":
+        """The candidates at `keep`: a mask or positions."""
+        return Candidates(
+            self._columns,
+            self.slot[keep],
+            self._now,
+            affinities=self._affinities,
+            prefix=self._prefix,
+            block_tokens=self.block_tokens,
+            prompt_tokens=self.prompt_tokens,
+            prefill_tokens_per_s=self.prefill_tokens_per_s,
+        )
+
+    @property
+    def waiting_requests(self) -> Floats:
+        """float64[n], requests in the engine's queue; NaN: unknown."""
+        return self._columns.waiting_requests[self.slot]
+
+    @property
+    def running_requests(self) -> Floats:
+        """float64[n], requests in the engine's batch; NaN: unknown."""
+        return self._columns.running_requests[self.slot]
+
+    @property
+    def kv_cache_usage(self) -> Floats:
+        """float64[n] in [0, 1], KV blocks referenced by requests; NaN: unknown."""
+        return self._columns.kv_cache_usage[self.slot]
+
+    @property
+    def metrics_age_s(self) -> Floats:
+        """float64[n], seconds since the last good scrape; inf: never."""
+        return self._now - self._columns.observed_at_s[self.slot]
+
+    @property
+    def saturated(self) -> Bools:
+        """bool[n], the engine refused a request (503) since its last good scrape."""
+        return self._columns.saturated[self.slot]
+
+    @property
+    def inflight_requests(self) -> Ints:
+        """int64[n], requests that this picker sent there and that have not ended."""
+        return self._columns.inflight_requests[self.slot]
+
+    @property
+    def inflight_prefill_tokens(self) -> Floats:
+        """float64[n], uncached prompt tokens sent there and, by estimate, not yet prefilled."""
+        columns = self._columns
+        elapsed_s = self._now - columns.prefill_drained_at_s[self.slot]
+        ahead: Floats = (
+            columns.prefill_backlog_tokens[self.slot] - elapsed_s * self.prefill_tokens_per_s
+        )
+        left: Floats = np.maximum(ahead, 0.0)
+        return left
+
+    @property
+    def matched_blocks(self) -> Ints:
+        """int64[n], leading full blocks of the prompt that each holds, by the prefix index."""
+        return self.affinity(self._prefix).matched
+
+    @property
+    def total_blocks(self) -> Ints:
+        """int64[n], full blocks of the prompt: the same number for all."""
+        return np.full(len(self.slot), self.affinity(self._prefix).total, dtype=np.int64)
+
+    @property
+    def uncached_tokens(self) -> Floats:
+        """float64[n], tokens of this prompt that each would have to compute."""
+        cached = self.matched_blocks * float(self.block_tokens)
+        uncached: Floats = np.maximum(self.prompt_tokens - cached, 0.0)
+        return uncached
+
+    @property
+    def adapter_state(self) -> AdapterColumns:
+        """LoRA adapters, as the last good scrape told."""
+        return AdapterColumns(self._columns, self.slot)
+
+    @property
+    def endpoints(self) -> tuple[Endpoint, ...]:
+        """The candidates themselves, for what no column tells."""
+        found = [self._columns.endpoints[slot] for slot in self.slot.tolist()]
+        return tuple(endpoint for endpoint in found if endpoint is not None)
+
+    @property
+    def labels(self) -> tuple[Mapping[str, str], ...]:
+        """One mapping a candidate."""
+        return tuple(endpoint.labels for endpoint in self.endpoints)
+
+    def affinity(self, name: str) -> Affinity:
+        """What the index `name` knows, int64[n]; nothing, if there is no such index."""
+        known = self._affinities.get(name)
+        if known is None:
+            return Affinity(np.zeros(len(self.slot), dtype=np.int64), 0)
+        return Affinity(known.matched[self.slot], known.total)

@@ -1,0 +1,95 @@
+"""The whole extension surface: four small protocols.
+
+A plugin is a frozen `msgspec.Struct`. Its fields are its parameters, spelt as in the
+`EndpointPickerConfig` and checked on construction; `type_name` is its name there. It is a pure
+function of its arguments: no clock, no dice, no files. State that outlives a request belongs to an
+affinity index, which the scheduler owns and plugins only see as a column.
+
+n is the number of candidates. Arrays that a plugin gets are read-only.
+"""
+
+from random import Random
+from typing import ClassVar, Protocol
+
+from epp.core.candidates import Affinity, Bools, Candidates, Floats, Ints
+from epp.core.types import InferenceRequest, Seconds
+
+
+class Plugin(Protocol):
+    type_name: ClassVar[str]
+
+
+class Filter(Plugin, Protocol):
+    """Says who may serve."""
+
+    sheds_load: ClassVar[bool]
+    """True: when this filter leaves nobody the client is told 429, come back; false: 503."""
+
+    def keep(self, request: InferenceRequest, candidates: Candidates, /) -> Bools:
+        """Return bool[n], true for each candidate that stays. Never called with n = 0."""
+        ...
+
+
+class Scorer(Plugin, Protocol):
+    """Says how much it prefers each."""
+
+    def score(self, request: InferenceRequest, candidates: Candidates, /) -> Floats:
+        """Return float64[n] in [0, 1]; NaN where the column it needs is unknown.
+
+        Never called with n = 0. The framework clamps, and gives an unknown candidate the median of
+        the known ones, or 0.5 when none is known: a scorer only lets NaN through.
+        """
+        ...
+
+
+class Picker(Plugin, Protocol):
+    """Chooses from the weighted sums."""
+
+    def pick(
+        self, scores: Floats, candidates: Candidates, random: Random, rotation: int, /
+    ) -> Ints:
+        """Return int[k], k >= 1: positions among the candidates, the destination first.
+
+        `scores` is float64[n] without NaN. `rotation` counts decisions; ties rotate by it.
+        """
+        ...
+
+
+class AffinityIndex(Protocol):
+    """State that a strategy keeps about which endpoint has seen what (design D12)."""
+
+    def match(self, request: InferenceRequest, slots: int, now: Seconds) -> Affinity:
+        """How much of `request` each of the endpoint slots 0..`slots`-1 holds; changes nothing."""
+        ...
+
+    def record(self, request: InferenceRequest, slot: int, now: Seconds) -> None:
+        """Assume from `now` on that `slot` holds `request`."""
+        ...
+
+    def retract(self, request: InferenceRequest, slot: int, kept: int, now: Seconds) -> None:
+        """Take back what `record` added beyond the `kept` units that `slot` held before it."""
+        ...
+
+    def forget(self, slot: int) -> None:
+        """The endpoint in `slot` left or restarted: drop all that is known of it."""
+        ...
+
+    def expire(self, now: Seconds) -> None:
+        """Bounded housekeeping; called about once a second."""
+        ...
+
+    def resize(self, slot: int, blocks_total: int, block_size_tokens: int) -> None:
+        """The engine in `slot` says how large its cache is; ignore it if it does not matter."""
+        ...
+
+
+class AffinityIndexSettings(Plugin, Protocol):
+    """A frozen struct that is configured like a plugin and opens the index it describes."""
+
+    def open(self) -> AffinityIndex:
+        """A new, empty index."""
+        ...
+
+    def adopt(self, index: AffinityIndex) -> bool:
+        """Apply these settings to a running index and keep what it knows; False: it cannot."""
+        ...

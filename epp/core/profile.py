@@ -1,0 +1,106 @@
+"""A scheduling profile: which filters, which scorers with which weights, which picker."""
+
+import math
+from random import Random
+
+import numpy as np
+from msgspec import Struct
+
+from epp.core.candidates import Bools, Candidates, Floats, Ints
+from epp.core.plugin import Filter, Picker, Scorer
+from epp.core.types import InferenceRequest
+
+
+class NamedFilter(Struct, frozen=True):
+    """A filter under the name it has in the configuration."""
+
+    name: str
+    plugin: Filter
+
+
+class WeightedScorer(Struct, frozen=True):
+    """A scorer under its name in the configuration, with its weight."""
+
+    name: str
+    plugin: Scorer
+    weight: float
+
+    def __post_init__(self) -> None:
+        if not (math.isfinite(self.weight) and self.weight >= 0):
+            raise ValueError(
+                f"the weight of scorer {self.name} must be finite and at least 0, is {self.weight}"
+            )
+
+
+class Kept(Struct, frozen=True):
+    """What the filters left, and how many each of them dropped."""
+
+    candidates: Candidates
+    eliminated: dict[str, int]
+    shed_by: str = ""
+    """The filter that left nobody and sheds load, if one did."""
+
+
+class Scored(Struct, frozen=True):
+    """Scores of n candidates. `parts` is float64[scorers, n], weighted, in profile order."""
+
+    total: Floats
+    parts: Floats
+
+
+class SchedulingProfile(Struct, frozen=True, kw_only=True):
+    """Filters run in order, scores are added up weighted, the picker chooses.
+
+    Raises `ValueError` when no scorer has a weight above 0: such a profile prefers nobody.
+    """
+
+    name: str
+    filters: tuple[NamedFilter, ...]
+    scorers: tuple[WeightedScorer, ...]
+    picker_name: str
+    picker: Picker
+
+    def __post_init__(self) -> None:
+        if self.scorers and not any(scorer.weight > 0 for scorer in self.scorers):
+            raise ValueError(f"the weights of profile {self.name} are all 0: no scorer counts")
+
+    def filter(self, request: InferenceRequest, candidates: Candidates) -> Kept:
+        """Run the filters; stop when nobody is left."""
+        eliminated: dict[str, int] = {}
+        for named in self.filters:
+            keep = named.plugin.keep(request, candidates)
+            dropped = len(candidates) - int(np.count_nonzero(keep))
+            if not dropped:
+                continue
+            eliminated[named.name] = eliminated.get(named.name, 0) + dropped
+            candidates = candidates.take(keep)
+            if not len(candidates):
+                shed_by = named.name if named.plugin.sheds_load else ""
+                return Kept(candidates, eliminated, shed_by)
+        return Kept(candidates, eliminated)
+
+    def score(self, request: InferenceRequest, candidates: Candidates) -> Scored:
+        """Clamp each score to [0, 1], give the unknown the median of the known, weigh, add up."""
+        parts = np.empty((len(self.scorers), len(candidates)))
+        for row, scorer in enumerate(self.scorers):
+            scores = scorer.plugin.score(request, candidates)
+            assert scores.shape == (len(candidates),), f"{scorer.name} returned {scores.shape}"
+            np.clip(scores, 0.0, 1.0, out=parts[row])
+            # A sum is NaN if one member is: one cheap test for the usual case of none.
+            if math.isnan(float(parts[row].sum())):
+                fill_unknown(parts[row])
+            parts[row] *= scorer.weight
+        return Scored(parts.sum(axis=0), parts)
+
+    def pick(self, scores: Floats, candidates: Candidates, random: Random, rotation: int) -> Ints:
+        """Positions among the candidates, the destination first."""
+        picked = self.picker.pick(scores, candidates, random, rotation)
+        assert len(picked) > 0, f"{self.picker_name} picked nobody"
+        return picked
+
+
+def fill_unknown(scores: Floats) -> None:
+    """Replace NaN in place by the median of the rest; by 0.5 if there is no rest."""
+    unknown: Bools = np.isnan(scores)
+    known = scores[~unknown]
+    scores[unknown] = float(np.median(known)) if len(known) else 0.5

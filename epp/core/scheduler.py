@@ -1,0 +1,28 @@
+"""The straight line, and the verbs that both shells drive."""
+
+from collections.abc import Mapping
+
+from msgspec import Struct, field
+
+from epp.core.plugin import AffinityIndexSettings
+from epp.core.profile import SchedulingProfile
+from epp.core.saturation import UtilizationDetector
+from epp.core.types import Seconds
+
+
+class SchedulerSettings(Struct, frozen=True, kw_only=True):
+    """All that decides. Replaced as a whole by `Scheduler.configure`."""
+
+    profile: SchedulingProfile
+    indexes: Mapping[str, AffinityIndexSettings] = field(default_factory=dict)
+    """By the name of the producer in the configuration, in the order in which they match."""
+    prefix: str = ""
+    """Which of `indexes` fills `matched_blocks`; "" if none does."""
+    block_tokens: int = 64
+    """Tokens in a block of that index."""
+    saturation: UtilizationDetector = field(default_factory=UtilizationDetector)
+    metrics_staleness_s: Seconds = 2.0
+    """Endpoints with older metrics rank below every fresh one."""
+    prefill_tokens_per_s: float = 15_928.0
+    """`peakPrefillThroughput` of the field, until better is known."""
+    fallback_endpoints_max: int = 0

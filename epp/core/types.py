@@ -1,0 +1,152 @@
+"""The nouns: what the shells hand to the core and what the core hands back."""
+
+import math
+from collections.abc import Mapping
+from enum import StrEnum
+from typing import TypeAlias
+
+from msgspec import Struct, field
+
+from epp.core.blocks import chain_seed, hash_blocks
+
+Seconds: TypeAlias = float
+"""Monotonic seconds since any origin; the core never asks for the time, it is told."""
+
+BYTES_PER_TOKEN = 4
+"""Without a tokenizer four bytes of prompt count as one token, as in the reference picker."""
+
+
+class ApiKind(StrEnum):
+    """Which API a prompt came through. Part of the hash seed: prompts of two kinds never share."""
+
+    CHAT = "chat"
+    COMPLETIONS = "completions"
+    TOKENS = "tokens"
+    EMBEDDINGS = "embeddings"
+    RESPONSES = "responses"
+    MESSAGES = "messages"
+    OPAQUE = "opaque"
+    """Not understood, or not looked at: routed by load alone."""
+
+
+class InferenceRequest(Struct, kw_only=True):
+    """One request, parsed once.
+
+    `prompts` are canonical bytes (`core/parse`), one item a prompt; `drop_prompts` lets them go
+    once their chains are known, because the request outlives them inside its lease.
+    """
+
+    request_id: str
+    api: ApiKind = ApiKind.OPAQUE
+    model: str = ""
+    """The model or adapter that is to serve, after any rewrite."""
+    prompts: tuple[bytes, ...] = ()
+    prompt_tokens: int = 0
+    """Estimate: prompt bytes / 4, or the exact number of token ids."""
+    cache_salt: str = ""
+    headers: Mapping[str, str] = field(default_factory=dict)
+    """Lower-case names."""
+    subset: tuple[str, ...] | None = None
+    """Addresses the gateway allows: "ip:port" or a bare ip. None: no hint; (): nothing allowed."""
+    priority: int = 0
+    stream: bool = False
+    output_tokens_max: int | None = None
+    session_id: str = ""
+    chains: dict[int, tuple[bytes, ...]] = field(default_factory=dict)
+    """Block size in bytes -> one chain a prompt. A replayed trace fills it instead of `prompts`."""
+    cold: bool = True
+    """Set by the scheduler when it matches: no endpoint holds the head of any prompt."""
+
+    def chains_of(self, block_bytes: int, blocks_max: int) -> tuple[bytes, ...]:
+        """Chained hashes of the full blocks of each prompt, 8 bytes a block, computed once."""
+        known = self.chains.get(block_bytes)
+        if known is None:
+            seed = chain_seed(self.api, self.model, self.cache_salt)
+            known = tuple(
+                hash_blocks(prompt, seed=seed, block_bytes=block_bytes, blocks_max=blocks_max)
+                for prompt in self.prompts
+            )
+            self.chains[block_bytes] = known
+        return known
+
+    def drop_prompts(self) -> None:
+        """Let the prompt bytes go; the chains stay."""
+        self.prompts = ()
+
+
+class MetricsTarget(Struct, frozen=True, kw_only=True):
+    """Where the shell scrapes an endpoint; the core does not look."""
+
+    port: int
+    scheme: str = "http"
+    path: str = "/metrics"
+
+
+class Endpoint(Struct, frozen=True, kw_only=True):
+    """A place that serves requests: one pod and port."""
+
+    endpoint_id: str
+    """Identity: (pod UID, port), or (name, port) without Kubernetes."""
+    name: str
+    address: str
+    """"ip:port", IPv6 in brackets: exactly what the gateway is told."""
+    incarnation: str = ""
+    """Changes when the container restarts; what was known of the old one is forgotten."""
+    labels: Mapping[str, str] = field(default_factory=dict)
+    metrics: MetricsTarget | None = None
+    ready_after_s: float = 0.0
+    """Ready this long after it joined even if it was never scraped (static endpoints: 5 s)."""
+
+
+class AdapterReport(Struct, frozen=True, kw_only=True):
+    """What one scrape says of LoRA adapters (vLLM; both metric generations).
+
+    `lora_requests_info` (old) gives `active` and `slots_max`. `lora_adapter_loaded` and its
+    companions (new) give `gpu`, `cpu`, `pinned`; then `resident_known` is true.
+    """
+
+    active: frozenset[str] = frozenset()
+    """Adapters with a running or waiting request."""
+    slots_max: int = 0
+    resident_known: bool = False
+    gpu: frozenset[str] = frozenset()
+    cpu: frozenset[str] = frozenset()
+    pinned: frozenset[str] = frozenset()
+
+
+class EndpointMetrics(Struct, frozen=True, kw_only=True):
+    """One good scrape. NaN and None: the page does not tell."""
+
+    waiting_requests: float = math.nan
+    running_requests: float = math.nan
+    kv_cache_usage: float = math.nan
+    """0 to 1; blocks referenced by running requests, not how full the prefix cache is."""
+    adapters: AdapterReport | None = None
+    block_size_tokens: int | None = None
+    blocks_total: int | None = None
+    process_started_at_s: float | None = None
+    """Wall clock, `process_start_time_seconds`; a change means a restart."""
+    requests_total: float | None = None
+    """Sum of a counter that only a restart can lower."""
+
+
+class RefusalReason(StrEnum):
+    BAD_REQUEST = "bad-request"
+    BODY_TOO_LARGE = "body-too-large"
+    NO_ENDPOINTS = "rejected-no-endpoints"
+    SATURATED = "rejected-saturated"
+    SHUTTING_DOWN = "rejected-shutting-down"
+
+
+class Refusal(Struct, frozen=True, kw_only=True):
+    """Why a request is not routed. A value: refusing is ordinary, exceptions are bugs or I/O."""
+
+    reason: RefusalReason
+    status: int
+    """HTTP status: 400, 413, 429 or 503."""
+    message: str
+    """One sentence for the client: what, where, what was expected."""
+    param: str | None = None
+    """The member of the body that is at fault, if one is."""
+    eliminated: Mapping[str, int] = field(default_factory=dict)
+    """Name of the step or filter -> how many endpoints it dropped."""

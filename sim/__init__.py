@@ -1,0 +1,1 @@
+"""A second shell round the same core: simulated pods, replayed traffic."""

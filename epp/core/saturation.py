@@ -6,6 +6,7 @@ import numpy as np
 from msgspec import Meta, Struct
 
 from epp.core.candidates import Bools, Candidates, Floats
+from epp.core.duration import Duration
 from epp.core.types import InferenceRequest
 
 
@@ -25,7 +26,7 @@ class UtilizationDetector(
 
     queue_depth_threshold: Annotated[float, Meta(gt=0)] = 5
     kv_cache_util_threshold: Annotated[float, Meta(gt=0, le=1)] = 0.8
-    metrics_staleness_threshold_s: Annotated[float, Meta(gt=0)] = 1.0
+    metrics_staleness_threshold: Duration = Duration(1.0)
     headroom: Annotated[float, Meta(ge=0)] = 0.0
 
     def utilization(self, candidates: Candidates) -> Floats:
@@ -35,7 +36,7 @@ class UtilizationDetector(
         worse: Floats = np.fmax(queue, cache)
         # Neither known although scraped: an engine without these signals is not thereby full.
         worse[np.isnan(worse)] = 0.0
-        stale = candidates.metrics_age_s > self.metrics_staleness_threshold_s
+        stale = candidates.metrics_age_s > self.metrics_staleness_threshold
         worse[stale] = np.fmax(worse[stale], 1.0)
         full = candidates.saturated
         worse[full] = np.fmax(worse[full], 1.0)

@@ -4,10 +4,12 @@ from collections.abc import Mapping
 
 from msgspec import Struct, field
 
+from epp.core.candidates import Candidates
+from epp.core.inflight import Lease
 from epp.core.plugin import AffinityIndexSettings
-from epp.core.profile import SchedulingProfile
+from epp.core.profile import SchedulingProfile, Scored
 from epp.core.saturation import UtilizationDetector
-from epp.core.types import Seconds
+from epp.core.types import Endpoint, Seconds
 
 
 class SchedulerSettings(Struct, frozen=True, kw_only=True):
@@ -26,3 +28,30 @@ class SchedulerSettings(Struct, frozen=True, kw_only=True):
     prefill_tokens_per_s: float = 15_928.0
     """`peakPrefillThroughput` of the field, until better is known."""
     fallback_endpoints_max: int = 0
+
+
+class Decision(Struct, frozen=True, kw_only=True):
+    """Where a request goes, and why."""
+
+    number: int
+    """Counts decisions of this scheduler from 1."""
+    endpoint: Endpoint
+    fallbacks: tuple[Endpoint, ...]
+    lease: Lease
+    matched_blocks: int
+    """Leading full blocks of the prompt that `endpoint` is believed to hold."""
+    total_blocks: int
+    block_tokens: int
+    ready: int
+    """Endpoints that were ready and in the subset, before filters."""
+    eliminated: Mapping[str, int]
+    """Name of the filter -> how many endpoints it dropped."""
+    candidates: Candidates
+    """Those that were scored."""
+    picked: int
+    """Position of `endpoint` among them."""
+    scorers: tuple[str, ...]
+    scored: Scored
+    """`scored.parts[i, j]`: weighted score of candidate j by scorer i."""
+    response_headers: Mapping[str, str]
+    """To be set on the response, e.g. the session token."""

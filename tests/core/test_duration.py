@@ -1,0 +1,20 @@
+import pytest
+
+from epp.core.duration import Duration, parse_duration
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"),
+    [("0", 0.0), ("50ms", 0.05), ("1m30s", 90.0), ("2h", 7200.0), ("1.5s", 1.5), ("-1s", -1.0)],
+)
+def test_go_durations_are_read(text, seconds):
+    """A Go duration becomes seconds."""
+    assert parse_duration(text) == pytest.approx(seconds)
+    assert isinstance(parse_duration(text), Duration)
+
+
+@pytest.mark.parametrize("text", ["", "5", "s", "5 s", "5x", "1s2", "١s"])
+def test_anything_else_is_refused_in_one_sentence(text):
+    """The sentence repeats what was written and says what was expected."""
+    with pytest.raises(ValueError, match="is not a duration such as"):
+        parse_duration(text)

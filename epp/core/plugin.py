@@ -8,11 +8,12 @@ affinity index, which the scheduler owns and plugins only see as a column.
 n is the number of candidates. Arrays that a plugin gets are read-only.
 """
 
+from collections.abc import Mapping
 from random import Random
-from typing import ClassVar, Protocol
+from typing import ClassVar, Protocol, runtime_checkable
 
 from epp.core.candidates import Affinity, Bools, Candidates, Floats, Ints
-from epp.core.types import InferenceRequest, Seconds
+from epp.core.types import Endpoint, InferenceRequest, Seconds
 
 
 class Plugin(Protocol):
@@ -39,6 +40,17 @@ class Scorer(Plugin, Protocol):
         Never called with n = 0. The framework clamps, and gives an unknown candidate the median of
         the known ones, or 0.5 when none is known: a scorer only lets NaN through.
         """
+        ...
+
+
+@runtime_checkable
+class MarksResponses(Protocol):
+    """A scorer that wants headers on the response, by which the client comes back."""
+
+    def response_headers(
+        self, request: InferenceRequest, endpoint: Endpoint, /
+    ) -> Mapping[str, str]:
+        """Headers to set on the response that `endpoint` gives."""
         ...
 
 

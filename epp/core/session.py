@@ -100,7 +100,7 @@ class Exchange:
         "request_bytes",
         "response_bytes",
         "response_started_at_s",
-        "routed_at_s",
+        "answered_at_s",
         "started_at_s",
         "status",
         "unseen_body",
@@ -115,7 +115,8 @@ class Exchange:
         self.decision: Decision | None = None
         self.unseen_body: BodyMode | None = None
         """The mode that made the picker schedule without having seen the body."""
-        self.routed_at_s: Seconds | None = None
+        self.answered_at_s = started_at_s
+        """When the message came that the decision or refusal answers."""
         self.response_started_at_s: Seconds | None = None
         self.first_output_at_s: Seconds | None = None
         self.status: int | None = None
@@ -189,11 +190,6 @@ class Session:
         decision = self._exchange.decision
         where = decision.endpoint.address if decision else "nowhere"
         return f"<Session [{self._phase.value}, to {where}, {self._body_bytes} body bytes held]>"
-
-    @property
-    def routed(self) -> bool:
-        """The request has its destination."""
-        return self._exchange.decision is not None
 
     def receive(self, event: Event, now: Seconds) -> list[Answer]:
         """Take the next message; return the answers to send, in order."""
@@ -436,11 +432,11 @@ class Session:
         )
         exchange = self._exchange
         exchange.request = request
+        exchange.answered_at_s = now
         decision = self._scheduler.schedule(request, now)
         if isinstance(decision, Refusal):
             return decision
         exchange.decision = decision
-        exchange.routed_at_s = now
         self._phase = Phase.ROUTED
         self._request_ended = True
         self._observer.decided(exchange)

@@ -25,10 +25,6 @@ class StreamObserver(Protocol):
 
     def stream_opened(self) -> None: ...
     def stream_closed(self, code: str, duration_s: float) -> None: ...
-    def scheduled(self, duration_s: float) -> None:
-        """`duration_s`: from the last message of the request to its answer, transport excluded."""
-        ...
-
     def drain_cut(self, streams: int) -> None: ...
 
 
@@ -114,15 +110,10 @@ class ExtProcServer:
         session: Session,
     ) -> None:
         write = context.write
-        routed = False
         async for message in messages:
             now = time.monotonic()
-            answers = [encode(answer) for answer in session.receive(decode(message), now)]
-            if session.routed is not routed:
-                routed = session.routed
-                self._observer.scheduled(time.monotonic() - now)
-            for answer in answers:
-                await write(answer)
+            for answer in session.receive(decode(message), now):
+                await write(encode(answer))
             if session.finished or (self._draining and session.may_end_for_drain()):
                 return
         for last in session.half_closed(time.monotonic()):

@@ -1,0 +1,219 @@
+"""A gateway's side of an ext_proc stream, through a codec that is not ours (envoy-data-plane)."""
+
+import json
+
+from envoy_data_plane.envoy.config.core.v3 import HeaderMap, HeaderValue, Metadata
+from envoy_data_plane.envoy.extensions.filters.http.ext_proc.v3 import ProcessingModeBodySendMode
+from envoy_data_plane.envoy.service.ext_proc import v3
+from envoy_data_plane.google.protobuf import ListValue, Struct, Value
+
+from epp.core.session import Gateway, Session, SessionSettings
+from epp.shell.codec import decode, encode
+
+FULL_DUPLEX = ProcessingModeBodySendMode.FULL_DUPLEX_STREAMED
+BUFFERED = ProcessingModeBodySendMode.BUFFERED
+BUFFERED_PARTIAL = ProcessingModeBodySendMode.BUFFERED_PARTIAL
+STREAMED = ProcessingModeBodySendMode.STREAMED
+NONE = ProcessingModeBodySendMode.NONE
+
+CHAT = {":method": "POST", ":path": "/v1/chat/completions", "content-type": "application/json"}
+COMPLETIONS = CHAT | {":path": "/v1/completions"}
+
+
+def headers(fields, *, in_value=False):
+    """`in_value`: the way of gateways that do not use `raw_value`."""
+    return HeaderMap(
+        headers=[
+            HeaderValue(key=name, value=value)
+            if in_value
+            else HeaderValue(key=name, raw_value=value.encode())
+            for name, value in fields.items()
+        ]
+    )
+
+
+def metadata(namespace, key, value):
+    return Metadata(filter_metadata={namespace: Struct(fields={key: value})})
+
+
+def string(text):
+    return Value(string_value=text)
+
+
+def strings(*texts):
+    return Value(list_value=ListValue(values=[string(text) for text in texts]))
+
+
+def subset(value):
+    return metadata("envoy.lb.subset_hint", "x-gateway-destination-endpoint-subset", value)
+
+
+def served(address):
+    return metadata("envoy.lb", "x-gateway-destination-endpoint-served", string(address))
+
+
+def protocol(request=FULL_DUPLEX, response=FULL_DUPLEX):
+    return v3.ProtocolConfiguration(request_body_mode=request, response_body_mode=response)
+
+
+def request_headers(fields=CHAT, *, end=False, modes=None, hint=None, in_value=False):
+    return bytes(
+        v3.ProcessingRequest(
+            request_headers=v3.HttpHeaders(
+                headers=headers(fields, in_value=in_value), end_of_stream=end
+            ),
+            protocol_config=modes,
+            metadata_context=hint,
+        )
+    )
+
+
+def request_body(body=b"", *, end=True, hint=None):
+    return bytes(
+        v3.ProcessingRequest(
+            request_body=v3.HttpBody(body=body, end_of_stream=end), metadata_context=hint
+        )
+    )
+
+
+def request_trailers():
+    return bytes(v3.ProcessingRequest(request_trailers=v3.HttpTrailers()))
+
+
+def response_headers(status=200, *, end=False, modes=None, by="", **fields):
+    named = {name.replace("_", "-"): value for name, value in fields.items()}
+    return bytes(
+        v3.ProcessingRequest(
+            response_headers=v3.HttpHeaders(
+                headers=headers({":status": str(status)} | named), end_of_stream=end
+            ),
+            protocol_config=modes,
+            metadata_context=served(by) if by else None,
+        )
+    )
+
+
+def response_body(body=b"", *, end=True):
+    return bytes(v3.ProcessingRequest(response_body=v3.HttpBody(body=body, end_of_stream=end)))
+
+
+def response_trailers():
+    return bytes(v3.ProcessingRequest(response_trailers=v3.HttpTrailers()))
+
+
+def prompt(text="test1", model="my-model", **fields):
+    return json.dumps({"max_tokens": 100, "model": model, "prompt": text} | fields).encode()
+
+
+class Told:
+    """An observer that keeps what it is told."""
+
+    def __init__(self):
+        self.events = []
+        self.exchange = None
+
+    def decided(self, exchange):
+        self.exchange = exchange
+        self.events.append("decided")
+
+    def refused(self, exchange, refusal):
+        self.events.append(f"refused {refusal.status}")
+
+    def response_started(self, exchange):
+        self.events.append("response started")
+
+    def completed(self, exchange, outcome, now):
+        self.events.append(f"completed {outcome.ending.value}")
+
+    def unknown_body_mode(self):
+        self.events.append("unknown body mode")
+
+    def protocol_violated(self, phase, event):
+        self.events.append(f"violated: {event} in {phase}")
+
+
+class Stream:
+    """One stream through the codec and the session, without a socket."""
+
+    def __init__(self, scheduler, *, settings=None, gateway=None, now=0.0):
+        self.told = Told()
+        self.now = now
+        self.scheduler = scheduler
+        self.session = Session(
+            scheduler,
+            settings or SessionSettings(),
+            gateway or Gateway(),
+            self.told,
+            lambda: "generated-id",
+        )
+
+    def send(self, *messages):
+        """Send the messages; return every answer, decoded by the other codec."""
+        answers = []
+        for message in messages:
+            for answer in self.session.receive(decode(message), self.now):
+                answers.append(v3.ProcessingResponse.parse(encode(answer)))
+        return answers
+
+    def close(self):
+        self.session.closed(self.now)
+
+
+def kind(answer):
+    """Which phase the answer is for, e.g. "request_body"."""
+    names = (
+        "request_headers", "request_body", "request_trailers",
+        "response_headers", "response_body", "response_trailers", "immediate_response",
+    )  # fmt: skip
+    (found,) = [name for name in names if getattr(answer, name) is not None]
+    return found
+
+
+def kinds(answers):
+    return [kind(answer) for answer in answers]
+
+
+def destination(answer):
+    """The destination, which must be the same in the header and in the metadata."""
+    mutated = set_headers(answer)["x-gateway-destination-endpoint"]
+    told = answer.dynamic_metadata.fields["envoy.lb"].struct_value.fields
+    assert told["x-gateway-destination-endpoint"].string_value == mutated
+    assert common(answer).clear_route_cache
+    return mutated
+
+
+def common(answer):
+    return getattr(answer, kind(answer)).response
+
+
+def set_headers(answer):
+    mutation = (
+        answer.immediate_response.headers
+        if kind(answer) == "immediate_response"
+        else common(answer).header_mutation
+    )
+    assert all(option.header.value == "" for option in mutation.set_headers)
+    return {
+        option.header.key: option.header.raw_value.decode() for option in mutation.set_headers
+    }
+
+
+def removed_headers(answer):
+    return set(common(answer).header_mutation.remove_headers)
+
+
+def streamed(answers):
+    """The body that the streamed chunks among the answers carry, and where the stream ends."""
+    chunks = [
+        common(answer).body_mutation.streamed_response
+        for answer in answers
+        if kind(answer) in {"request_body", "response_body"}
+    ]
+    assert all(len(chunk.body) <= 62_000 for chunk in chunks)
+    return b"".join(chunk.body for chunk in chunks), [chunk.end_of_stream for chunk in chunks]
+
+
+def refusal(answer):
+    """Status and error object of an immediate response."""
+    immediate = answer.immediate_response
+    return int(immediate.status.code), json.loads(immediate.body)["error"]

@@ -263,12 +263,12 @@ class Candidates:
     @property
     def matched_blocks(self) -> Ints:
         """int64[n], leading full blocks of the prompt that each holds, by the prefix index."""
-        return self.affinity(self._prefix).matched
+        return self.affinity("").matched
 
     @property
     def total_blocks(self) -> Ints:
         """int64[n], full blocks of the prompt: the same number for all."""
-        return np.full(len(self.slot), self.affinity(self._prefix).total, dtype=np.int64)
+        return np.full(len(self.slot), self.affinity("").total, dtype=np.int64)
 
     @property
     def uncached_tokens(self) -> Floats:
@@ -294,8 +294,11 @@ class Candidates:
         return tuple(endpoint.labels for endpoint in self.endpoints)
 
     def affinity(self, name: str) -> Affinity:
-        """What the index `name` knows, int64[n]; nothing, if there is no such index."""
-        known = self._affinities.get(name)
+        """What the index `name` knows, int64[n]; nothing, if there is no such index.
+
+        "" is the default prefix index.
+        """
+        known = self._affinities.get(name or self._prefix)
         if known is None:
             return Affinity(np.zeros(len(self.slot), dtype=np.int64), 0)
         return Affinity(known.matched[self.slot], known.total)

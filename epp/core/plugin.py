@@ -1,4 +1,4 @@
-"""The whole extension surface: four small protocols.
+"""The whole extension surface: a few small protocols.
 
 A plugin is a frozen `msgspec.Struct`. Its fields are its parameters, spelt as in the
 `EndpointPickerConfig` and checked on construction; `type_name` is its name there. It is a pure
@@ -12,8 +12,17 @@ from collections.abc import Mapping
 from random import Random
 from typing import ClassVar, Protocol, runtime_checkable
 
+from msgspec import Struct
+
 from epp.core.candidates import Affinity, Bools, Candidates, Floats, Ints
 from epp.core.types import Endpoint, InferenceRequest, Seconds
+
+
+class Parameters(Struct, frozen=True, kw_only=True, rename="camel", forbid_unknown_fields=True):
+    """What plugins are made of: fields are parameters, spelt as in the configuration, checked.
+
+    A subclass says `frozen=True` again, which only type checkers need.
+    """
 
 
 class Plugin(Protocol):
@@ -64,6 +73,19 @@ class Picker(Plugin, Protocol):
 
         `scores` is float64[n] without NaN. `rotation` counts decisions; ties rotate by it.
         """
+        ...
+
+
+@runtime_checkable
+class ReadsIndex(Protocol):
+    """A filter or scorer that needs an affinity index; one that is missing is made for it."""
+
+    producer_type: ClassVar[str]
+    """The type to make it of."""
+
+    @property
+    def producer(self) -> str | None:
+        """Name of the index, "" for the default prefix index; None: these parameters need none."""
         ...
 
 

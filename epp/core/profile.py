@@ -69,6 +69,9 @@ class SchedulingProfile(Struct, frozen=True, kw_only=True):
         eliminated: dict[str, int] = {}
         for named in self.filters:
             keep = named.plugin.keep(request, candidates)
+            # Of another type it would be taken for positions.
+            assert keep.shape == (len(candidates),), f"{named.name} returned {keep.shape}"
+            assert keep.dtype == np.bool_, f"{named.name} returned {keep.dtype}"
             dropped = len(candidates) - int(np.count_nonzero(keep))
             if not dropped:
                 continue

@@ -1,0 +1,49 @@
+"""Opinions: which endpoints may serve, how good each is, and which one it will be.
+
+Every plugin that configurations can name, one row each. Others join these tables in `epp.build`.
+"""
+
+from collections.abc import Mapping
+from typing import Final
+
+from epp.core.plugin import Filter, Picker, Scorer
+from epp.core.saturation import UtilizationDetector
+from epp.plugins import filters, pickers, scorers
+
+FILTERS: Final[Mapping[str, type[Filter]]] = {
+    "label-selector-filter": filters.LabelSelector,
+    "by-label-selector": filters.LabelSelector,
+    "by-label": filters.LabelValues,
+    "decode-filter": filters.DecodeRole,
+    "prefill-filter": filters.PrefillRole,
+    "encode-filter": filters.EncodeRole,
+    "fresh-metrics-filter": filters.FreshMetrics,
+    "lora-capacity-filter": filters.LoraCapacity,
+    "prefix-cache-affinity-filter": filters.PrefixCacheAffinity,
+    "utilization-detector": UtilizationDetector,
+}
+
+SCORERS: Final[Mapping[str, type[Scorer]]] = {
+    "prefix-cache-scorer": scorers.PrefixCache,
+    "queue-scorer": scorers.Queue,
+    "kv-cache-utilization-scorer": scorers.KVCacheUtilization,
+    "running-requests-size-scorer": scorers.RunningRequests,
+    "active-request-scorer": scorers.ActiveRequests,
+    "token-load-scorer": scorers.TokenLoad,
+    "load-aware-scorer": scorers.LoadAware,
+    "lora-affinity-scorer": scorers.LoraAffinity,
+    "no-hit-lru-scorer": scorers.NoHitLru,
+    "session-affinity-scorer": scorers.SessionAffinity,
+}
+
+PICKERS: Final[Mapping[str, type[Picker]]] = {
+    "max-score-picker": pickers.MaxScore,
+    "weighted-random-picker": pickers.WeightedRandom,
+    "random-picker": pickers.UniformRandom,
+}
+
+DEPRECATED: Final[Mapping[str, str]] = {
+    "by-label": "label-selector-filter",
+    "by-label-selector": "label-selector-filter",
+}
+"""Old type name -> the one to use instead. The old ones keep working."""

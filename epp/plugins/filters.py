@@ -1,0 +1,262 @@
+"""Filters: who may serve. Formulas and parameters are those of llm-d-router v0.10 where it has any.
+
+Only a label filter can leave nobody, and that is not load: the client is told 503.
+"""
+
+from collections.abc import Mapping
+from collections.abc import Set as AbstractSet
+from enum import StrEnum
+from typing import Annotated, ClassVar, Final
+
+import numpy as np
+import xxhash
+from msgspec import Meta, field
+
+from epp.core.candidates import Bools, Candidates
+from epp.core.duration import Duration
+from epp.core.plugin import Parameters
+from epp.core.types import InferenceRequest
+
+ROLE_LABEL: Final = "llm-d.ai/role"
+_DRAWS: Final = 1 << 64
+
+
+def _all(candidates: Candidates) -> Bools:
+    return np.ones(len(candidates), dtype=np.bool_)
+
+
+def _labelled(candidates: Candidates, label: str, accepted: AbstractSet[str | None]) -> Bools:
+    """bool[n]: the value of `label`, None where there is none, is among `accepted`."""
+    return np.array([labels.get(label) in accepted for labels in candidates.labels], dtype=np.bool_)
+
+
+class LabelOperator(StrEnum):
+    IN = "In"
+    NOT_IN = "NotIn"
+    EXISTS = "Exists"
+    DOES_NOT_EXIST = "DoesNotExist"
+
+
+class LabelExpression(Parameters, frozen=True):
+    """One requirement of a Kubernetes label selector.
+
+    As in Kubernetes, `NotIn` also accepts an endpoint without the label. Raises `ValueError` when
+    `values` is missing where the operator needs it, or given where it takes none.
+    """
+
+    key: Annotated[str, Meta(min_length=1)]
+    operator: LabelOperator
+    values: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        needed = self.operator in {LabelOperator.IN, LabelOperator.NOT_IN}
+        if needed != bool(self.values):
+            expected = "at least one" if needed else "none"
+            raise ValueError(
+                f"matchExpressions: {self.operator} of label {self.key} takes {expected} of "
+                f"`values`, has {len(self.values)}"
+            )
+
+    def matches(self, labels: Mapping[str, str]) -> bool:
+        match self.operator:
+            case LabelOperator.IN:
+                return labels.get(self.key) in self.values
+            case LabelOperator.NOT_IN:
+                return labels.get(self.key) not in self.values
+            case LabelOperator.EXISTS:
+                return self.key in labels
+            case LabelOperator.DOES_NOT_EXIST:
+                return self.key not in labels
+
+
+class LabelSelector(Parameters, frozen=True):
+    """Keep what a Kubernetes label selector selects; an empty selector selects everything."""
+
+    type_name: ClassVar[str] = "label-selector-filter"
+    sheds_load: ClassVar[bool] = False
+
+    match_labels: dict[str, str] = field(default_factory=dict)
+    match_expressions: tuple[LabelExpression, ...] = ()
+
+    def keep(self, request: InferenceRequest, candidates: Candidates, /) -> Bools:
+        wanted = self.match_labels.items()
+        return np.array(
+            [
+                wanted <= labels.items()
+                and all(expression.matches(labels) for expression in self.match_expressions)
+                for labels in candidates.labels
+            ],
+            dtype=np.bool_,
+        )
+
+
+class LabelValues(Parameters, frozen=True):
+    """Keep endpoints whose `label` has one of `valid_values`, or has none if that is allowed."""
+
+    type_name: ClassVar[str] = "by-label"
+    sheds_load: ClassVar[bool] = False
+
+    label: Annotated[str, Meta(min_length=1)]
+    valid_values: tuple[str, ...] = ()
+    allows_no_label: bool = False
+
+    def __post_init__(self) -> None:
+        if not self.valid_values and not self.allows_no_label:
+            raise ValueError(
+                f"by-label: no value of label {self.label} is valid and it may not be missing, "
+                "so nobody would be left; give validValues or allowsNoLabel"
+            )
+
+    def keep(self, request: InferenceRequest, candidates: Candidates, /) -> Bools:
+        accepted: set[str | None] = set(self.valid_values)
+        if self.allows_no_label:
+            accepted.add(None)
+        return _labelled(candidates, self.label, accepted)
+
+
+class DecodeRole(Parameters, frozen=True):
+    """Keep endpoints that decode, by label `llm-d.ai/role`; one without the label does."""
+
+    type_name: ClassVar[str] = "decode-filter"
+    sheds_load: ClassVar[bool] = False
+    roles: ClassVar[AbstractSet[str | None]] = frozenset(
+        {"decode", "prefill-decode", "both", "encode-prefill-decode", None}
+    )
+
+    def keep(self, request: InferenceRequest, candidates: Candidates, /) -> Bools:
+        return _labelled(candidates, ROLE_LABEL, self.roles)
+
+
+class PrefillRole(Parameters, frozen=True):
+    """Keep endpoints that prefill, by label `llm-d.ai/role`, which must be there."""
+
+    type_name: ClassVar[str] = "prefill-filter"
+    sheds_load: ClassVar[bool] = False
+    roles: ClassVar[AbstractSet[str | None]] = frozenset(
+        {"prefill", "encode-prefill", "prefill-decode", "both", "encode-prefill-decode"}
+    )
+
+    def keep(self, request: InferenceRequest, candidates: Candidates, /) -> Bools:
+        return _labelled(candidates, ROLE_LABEL, self.roles)
+
+
+class EncodeRole(Parameters, frozen=True):
+    """Keep endpoints that encode, by label `llm-d.ai/role`, which must be there."""
+
+    type_name: ClassVar[str] = "encode-filter"
+    sheds_load: ClassVar[bool] = False
+    roles: ClassVar[AbstractSet[str | None]] = frozenset(
+        {"encode", "encode-prefill", "encode-prefill-decode"}
+    )
+
+    def keep(self, request: InferenceRequest, candidates: Candidates, /) -> Bools:
+        return _labelled(candidates, ROLE_LABEL, self.roles)
+
+
+class FreshMetrics(Parameters, frozen=True):
+    """Keep endpoints scraped at most `max_age` ago; all, if there is none."""
+
+    type_name: ClassVar[str] = "fresh-metrics-filter"
+    sheds_load: ClassVar[bool] = False
+
+    max_age: Duration = Duration(2.0)
+
+    def __post_init__(self) -> None:
+        if not self.max_age > 0:
+            raise ValueError(f"maxAge must be more than 0s, is {self.max_age:g}s")
+
+    def keep(self, request: InferenceRequest, candidates: Candidates, /) -> Bools:
+        fresh: Bools = candidates.metrics_age_s <= self.max_age
+        return fresh if fresh.any() else _all(candidates)
+
+
+class LoraCapacity(Parameters, frozen=True):
+    """Drop endpoints that would have to swap an adapter in use for this one.
+
+    That is: as many adapters have requests as there are slots, and this one is not among them. Keeps
+    all if that would leave nobody, and keeps endpoints that report nothing. A model that no
+    candidate reports as an adapter may be the base model, which needs no slot: then all stay, and
+    `lora-affinity-scorer` looks for a free slot.
+    """
+
+    type_name: ClassVar[str] = "lora-capacity-filter"
+    sheds_load: ClassVar[bool] = False
+
+    def keep(self, request: InferenceRequest, candidates: Candidates, /) -> Bools:
+        adapters = candidates.adapter_state
+        slots_max = adapters.slots_max
+        # No adapter slots reported is not known, rather than none.
+        full = (slots_max > 0) & (adapters.active_count >= slots_max)
+        if not full.any():
+            return _all(candidates)
+        active = adapters.active(request.model)
+        if not (
+            active.any()
+            or adapters.on_gpu(request.model).any()
+            or adapters.on_cpu(request.model).any()
+        ):
+            return _all(candidates)
+        keep: Bools = active | ~full
+        return keep if keep.any() else _all(candidates)
+
+
+class TTFTSource(StrEnum):
+    PREFILL_THROUGHPUT = "prefillThroughput"
+    LATENCY_PREDICTOR = "latencyPredictor"
+
+
+class PrefixCacheAffinity(Parameters, frozen=True):
+    """Keep only endpoints that hold the prompt, unless they are too busy with others'.
+
+    Warm: matched / total blocks >= `affinity_threshold`. All stay if nobody is warm, or if the best
+    warm endpoint's time to first token exceeds the best cold one's by more than
+    `max_ttft_penalty_ms` (0: never), where that time is the uncached tokens in flight there divided
+    by `peak_prefill_throughput` (tokens/s).
+
+    With `exploration_probability` all stay too. Plugins have no dice: the draw is a hash of the
+    request id, so that a request replayed under its id is treated alike, and so that two such
+    filters explore on the same requests.
+    """
+
+    type_name: ClassVar[str] = "prefix-cache-affinity-filter"
+    sheds_load: ClassVar[bool] = False
+    producer_type: ClassVar[str] = "approx-prefix-cache-producer"
+
+    affinity_threshold: Annotated[float, Meta(ge=0, le=1)] = 0.8
+    exploration_probability: Annotated[float, Meta(ge=0, le=1)] = 0.0
+    max_ttft_penalty_ms: Annotated[float, Meta(ge=0)] = field(
+        default=18_000.0, name="maxTTFTPenaltyMs"
+    )
+    ttft_source: TTFTSource = TTFTSource.PREFILL_THROUGHPUT
+    peak_prefill_throughput: Annotated[float, Meta(gt=0)] = 15_928.0
+    prefix_match_info_producer_name: str = ""
+
+    def __post_init__(self) -> None:
+        if self.ttft_source is not TTFTSource.PREFILL_THROUGHPUT:
+            raise ValueError(
+                f"ttftSource {self.ttft_source} is not supported, there is no latency predictor: "
+                "use prefillThroughput"
+            )
+
+    @property
+    def producer(self) -> str | None:
+        return self.prefix_match_info_producer_name
+
+    def keep(self, request: InferenceRequest, candidates: Candidates, /) -> Bools:
+        affinity = candidates.affinity(self.prefix_match_info_producer_name)
+        if self.affinity_threshold == 0 or not affinity.total or self._explores(request):
+            return _all(candidates)
+        warm: Bools = affinity.matched / affinity.total >= self.affinity_threshold
+        if not warm.any() or warm.all():
+            return _all(candidates)
+        if self.max_ttft_penalty_ms:
+            tokens = candidates.inflight_prefill_tokens
+            ahead_tokens = float(tokens[warm].min() - tokens[~warm].min())
+            penalty_ms = ahead_tokens / self.peak_prefill_throughput * 1000.0
+            if penalty_ms > self.max_ttft_penalty_ms:
+                return _all(candidates)
+        return warm
+
+    def _explores(self, request: InferenceRequest) -> bool:
+        draw = xxhash.xxh64_intdigest(request.request_id.encode("utf-8", "surrogatepass"))
+        return draw < self.exploration_probability * _DRAWS

@@ -1,0 +1,69 @@
+"""Pickers: which one it will be, and in what order others follow as fallbacks."""
+
+from random import Random
+from typing import Annotated, ClassVar, Final
+
+import numpy as np
+from msgspec import Meta
+
+from epp.core.candidates import Candidates, Floats, Ints
+from epp.core.plugin import Parameters
+
+_TIE: Final = 1.0 - 1e-9
+"""Sums closer than this to the best are the same preference: they differ by rounding."""
+
+_SCORE_MIN: Final = 1e-300
+"""Stands for 0 where a score divides: below any other, and equal among themselves."""
+
+
+class MaxScore(Parameters, frozen=True):
+    """The highest sum. Those that tie for it take turns by `rotation`, so that a burst spreads."""
+
+    type_name: ClassVar[str] = "max-score-picker"
+
+    max_num_of_endpoints: Annotated[int, Meta(ge=1)] = 1
+
+    def pick(
+        self, scores: Floats, candidates: Candidates, random: Random, rotation: int, /
+    ) -> Ints:
+        tied = np.flatnonzero(scores >= scores.max() * _TIE)
+        first = rotation % len(tied)
+        if self.max_num_of_endpoints == 1:
+            return tied[first : first + 1]
+        rest = np.argsort(-scores, kind="stable")[len(tied) :]
+        order: Ints = np.concatenate((tied[first:], tied[:first], rest))
+        return order[: self.max_num_of_endpoints]
+
+
+class WeightedRandom(Parameters, frozen=True):
+    """Drawn in proportion to the sums, without replacement; in equal parts if all are 0.
+
+    Efraimidis and Spirakis' A-Res: the greatest keys U^(1/score) win; here their logarithms.
+    """
+
+    type_name: ClassVar[str] = "weighted-random-picker"
+
+    max_num_of_endpoints: Annotated[int, Meta(ge=1)] = 1
+
+    def pick(
+        self, scores: Floats, candidates: Candidates, random: Random, rotation: int, /
+    ) -> Ints:
+        # 1 - U is in (0, 1], where the logarithm is finite.
+        draws = np.array([1.0 - random.random() for _ in range(len(scores))])
+        keys = np.log(draws) / np.maximum(scores, _SCORE_MIN)
+        order: Ints = np.argsort(-keys, kind="stable")
+        return order[: self.max_num_of_endpoints]
+
+
+class UniformRandom(Parameters, frozen=True):
+    """Any, whatever the sums."""
+
+    type_name: ClassVar[str] = "random-picker"
+
+    max_num_of_endpoints: Annotated[int, Meta(ge=1)] = 1
+
+    def pick(
+        self, scores: Floats, candidates: Candidates, random: Random, rotation: int, /
+    ) -> Ints:
+        count = min(self.max_num_of_endpoints, len(scores))
+        return np.array(random.sample(range(len(scores)), count), dtype=np.int64)

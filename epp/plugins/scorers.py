@@ -1,0 +1,275 @@
+"""Scorers: how good each candidate is, float64[n] in [0, 1]; NaN where its column is unknown.
+
+Formulas and parameters are those of llm-d-router v0.10, except where a docstring says otherwise.
+"""
+
+import base64
+from collections.abc import Mapping
+from enum import StrEnum
+from typing import Annotated, ClassVar
+
+import numpy as np
+from msgspec import Meta
+
+from epp.core.candidates import AdapterColumns, Candidates, Floats
+from epp.core.plugin import Parameters
+from epp.core.types import Endpoint, InferenceRequest
+
+
+class PrefixCache(Parameters, frozen=True):
+    """Prefer who holds the longest leading part of the prompt.
+
+    (1 - w) * matched / total + w * min(1, matched tokens / S)^2, with w = `match_length_weight` and
+    S = `match_length_scale_tokens`; 0 for a prompt without a full block.
+    """
+
+    type_name: ClassVar[str] = "prefix-cache-scorer"
+    producer_type: ClassVar[str] = "approx-prefix-cache-producer"
+
+    prefix_match_info_producer_name: str = ""
+    match_length_weight: Annotated[float, Meta(ge=0, le=1)] = 0.0
+    match_length_scale_tokens: Annotated[float, Meta(gt=0)] = 8192.0
+
+    @property
+    def producer(self) -> str | None:
+        return self.prefix_match_info_producer_name
+
+    def score(self, request: InferenceRequest, candidates: Candidates, /) -> Floats:
+        affinity = candidates.affinity(self.prefix_match_info_producer_name)
+        share: Floats = affinity.matched / max(affinity.total, 1)
+        if not self.match_length_weight:
+            return share
+        tokens_per_scale = candidates.block_tokens / self.match_length_scale_tokens
+        length = np.minimum(affinity.matched * tokens_per_scale, 1.0)
+        weight = self.match_length_weight
+        scores: Floats = (1.0 - weight) * share + weight * length * length
+        return scores
+
+
+def _least_first(load: Floats) -> Floats:
+    """The least loaded 1, the most loaded 0, linear between; all equal: 1. NaN stays NaN."""
+    least = float(np.fmin.reduce(load))
+    most = float(np.fmax.reduce(load))
+    if not most > least:
+        return load - least + 1.0
+    np.subtract(most, load, out=load)
+    load /= most - least
+    return load
+
+
+class Queue(Parameters, frozen=True):
+    """Prefer short waiting queues, from 1 for the shortest to 0 for the longest."""
+
+    type_name: ClassVar[str] = "queue-scorer"
+
+    def score(self, request: InferenceRequest, candidates: Candidates, /) -> Floats:
+        return _least_first(candidates.waiting_requests)
+
+
+class KVCacheUtilization(Parameters, frozen=True):
+    """Prefer a free KV cache: 1 - usage."""
+
+    type_name: ClassVar[str] = "kv-cache-utilization-scorer"
+
+    def score(self, request: InferenceRequest, candidates: Candidates, /) -> Floats:
+        usage = candidates.kv_cache_usage
+        return np.subtract(1.0, usage, out=usage)
+
+
+class RunningRequests(Parameters, frozen=True):
+    """Prefer small running batches, from 1 for the smallest to 0 for the largest."""
+
+    type_name: ClassVar[str] = "running-requests-size-scorer"
+
+    def score(self, request: InferenceRequest, candidates: Candidates, /) -> Floats:
+        return _least_first(candidates.running_requests)
+
+
+class ActiveRequests(Parameters, frozen=True):
+    """Prefer who has few requests in flight from this picker; known at once, never scraped.
+
+    1 up to `idle_threshold`, else (most - own) / most * `max_busy_score`.
+    """
+
+    type_name: ClassVar[str] = "active-request-scorer"
+
+    idle_threshold: Annotated[int, Meta(ge=0)] = 0
+    max_busy_score: Annotated[float, Meta(ge=0, le=1)] = 1.0
+
+    def score(self, request: InferenceRequest, candidates: Candidates, /) -> Floats:
+        inflight = candidates.inflight_requests
+        most = int(inflight.max())
+        if most <= self.idle_threshold:
+            return np.ones(len(inflight))
+        scores: Floats = (most - inflight).astype(np.float64)
+        scores *= self.max_busy_score / most
+        scores[inflight <= self.idle_threshold] = 1.0
+        return scores
+
+
+class TokenLoad(Parameters, frozen=True):
+    """Prefer who would have the fewest prompt tokens to compute, this request's own included.
+
+    1 - min(1, (in flight + own uncached) / `queue_threshold_tokens`).
+    """
+
+    type_name: ClassVar[str] = "token-load-scorer"
+
+    queue_threshold_tokens: Annotated[float, Meta(gt=0)] = 4_194_304.0
+
+    def score(self, request: InferenceRequest, candidates: Candidates, /) -> Floats:
+        load = candidates.inflight_prefill_tokens
+        load += candidates.uncached_tokens
+        load /= -self.queue_threshold_tokens
+        load += 1.0
+        return np.maximum(load, 0.0, out=load)
+
+
+class LoadAware(Parameters, frozen=True):
+    """Prefer short waiting queues by their absolute length.
+
+    0.5 * (1 - min(waiting, threshold) / threshold), so 0.5 for an empty queue.
+    """
+
+    type_name: ClassVar[str] = "load-aware-scorer"
+
+    threshold: Annotated[float, Meta(gt=0)] = 128.0
+
+    def score(self, request: InferenceRequest, candidates: Candidates, /) -> Floats:
+        waiting = candidates.waiting_requests
+        np.minimum(waiting, self.threshold, out=waiting)
+        waiting *= -0.5 / self.threshold
+        waiting += 0.5
+        return waiting
+
+
+class LoraAffinity(Parameters, frozen=True):
+    """Prefer who can serve this adapter at the least cost; NaN where nothing is reported.
+
+    An engine that reports residency: adapter on the GPU 1.0, in CPU memory 0.7, a free GPU slot 0.6,
+    a slot whose adapter is idle 0.3, else 0.0 (llm-d-router #2792). One with `lora_requests_info`
+    only: adapter has a running or waiting request 1.0, a free slot 0.8, else 0.0; vLLM's two lists
+    are one set (llm-d-router #2605), so the reference's 0.6 for "waiting" would never apply.
+    """
+
+    type_name: ClassVar[str] = "lora-affinity-scorer"
+
+    def score(self, request: InferenceRequest, candidates: Candidates, /) -> Floats:
+        adapters = candidates.adapter_state
+        generation = adapters.generation
+        scores = np.full(len(candidates), np.nan)
+        newest = int(generation.max())
+        if newest == 0:
+            return scores
+        by_activity = generation == 1
+        if by_activity.any():
+            scores[by_activity] = _by_activity(adapters, request.model)[by_activity]
+        if newest > 1:
+            by_residency = generation > 1
+            scores[by_residency] = _by_residency(adapters, request.model)[by_residency]
+        return scores
+
+
+def _by_activity(adapters: AdapterColumns, adapter: str) -> Floats:
+    scores: Floats = np.where(adapters.active_count < adapters.slots_max, 0.8, 0.0)
+    scores[adapters.active(adapter)] = 1.0
+    return scores
+
+
+def _by_residency(adapters: AdapterColumns, adapter: str) -> Floats:
+    scores: Floats = np.where(adapters.idle_count > 0, 0.3, 0.0)
+    scores[adapters.resident_count < adapters.slots_max] = 0.6
+    scores[adapters.on_cpu(adapter)] = 0.7
+    scores[adapters.on_gpu(adapter)] = 1.0
+    return scores
+
+
+class NoHitLru(Parameters, frozen=True):
+    """Spread prompts that nobody knows: prefer who got such a prompt the longest ago.
+
+    A known prompt: 0.5 for all. Else 1 - rank / (n - 1): first those that never got one, as they
+    come, then the others, least recent first. The rank is among the candidates; the reference
+    counts endpoints that are not, too, which is the same when none was filtered out.
+    """
+
+    type_name: ClassVar[str] = "no-hit-lru-scorer"
+    producer_type: ClassVar[str] = "no-hit-lru-producer"
+
+    lru_size: Annotated[int, Meta(ge=1)] = 1024
+    prefix_match_info_producer_name: str = ""
+    prefix_plugin_type: str = ""
+    """Like `prefix_plugin_name`: accepted so that old configurations load, and without effect."""
+    prefix_plugin_name: str = ""
+
+    @property
+    def producer(self) -> str | None:
+        return self.producer_type
+
+    @property
+    def producer_parameters(self) -> Mapping[str, int]:
+        """Parameters of the index, should it have to be made."""
+        return {"lruSize": self.lru_size}
+
+    def score(self, request: InferenceRequest, candidates: Candidates, /) -> Floats:
+        n = len(candidates)
+        if not self._cold(request, candidates):
+            return np.full(n, 0.5)
+        recency = candidates.affinity(self.producer_type).matched
+        scores = np.empty(n)
+        scores[np.argsort(recency, kind="stable")] = np.linspace(1.0, 0.0, n)
+        return scores
+
+    def _cold(self, request: InferenceRequest, candidates: Candidates) -> bool:
+        if not self.prefix_match_info_producer_name:
+            return request.cold
+        return not candidates.affinity(self.prefix_match_info_producer_name).matched.any()
+
+
+class SessionStrategy(StrEnum):
+    ENCODED_ENDPOINT_HEADER = "encoded_endpoint_header"
+    SESSION_ID = "session_id"
+
+
+class SessionAffinity(Parameters, frozen=True):
+    """1 for the endpoint that served this session before, 0 for the others; all 0 if none did.
+
+    `encoded_endpoint_header`: the client sends back, in `header_name`, the token that the response
+    gave it: base64 of the endpoint's name. A token that is none, or of an endpoint that is not a
+    candidate, prefers nobody. `session_id`: an affinity index remembers where each session went.
+    """
+
+    type_name: ClassVar[str] = "session-affinity-scorer"
+    producer_type: ClassVar[str] = "session-id-producer"
+
+    strategy: SessionStrategy = SessionStrategy.ENCODED_ENDPOINT_HEADER
+    header_name: Annotated[str, Meta(min_length=1)] = "x-session-token"
+
+    @property
+    def producer(self) -> str | None:
+        return self.producer_type if self.strategy is SessionStrategy.SESSION_ID else None
+
+    def score(self, request: InferenceRequest, candidates: Candidates, /) -> Floats:
+        if self.strategy is SessionStrategy.SESSION_ID:
+            matched = candidates.affinity(self.producer_type).matched
+            return (matched > 0).astype(np.float64)
+        name = _endpoint_name(request.headers.get(self.header_name.lower(), ""))
+        if not name:
+            return np.zeros(len(candidates))
+        return np.array([float(endpoint.name == name) for endpoint in candidates.endpoints])
+
+    def response_headers(
+        self, request: InferenceRequest, endpoint: Endpoint, /
+    ) -> Mapping[str, str]:
+        """The token of `endpoint`, to be sent back with the session's next request."""
+        if self.strategy is SessionStrategy.SESSION_ID:
+            return {}
+        token = base64.b64encode(endpoint.name.encode()).decode("ascii")
+        return {self.header_name.lower(): token}
+
+
+def _endpoint_name(token: str) -> str:
+    """The name that `token` encodes; "" if it encodes none, for clients may send anything."""
+    try:
+        return base64.b64decode(token, validate=True).decode()
+    except ValueError:
+        return ""

@@ -189,7 +189,7 @@ class Candidates:
         prefix: str = "",
         block_tokens: int = 1,
         prompt_tokens: int = 0,
-        prefill_tokens_per_s: float = math.inf,
+        prefill_tokens_per_s: float = 0.0,
     ) -> None:
         """`affinities` by the name of the index, by slot; `prefix` names the one for prefixes."""
         self.slot = slot
@@ -197,7 +197,7 @@ class Candidates:
         """Tokens in one block of `matched_blocks`."""
         self.prompt_tokens = prompt_tokens
         self.prefill_tokens_per_s = prefill_tokens_per_s
-        """How fast an endpoint prefills, as far as is known."""
+        """How fast an endpoint prefills, as far as is known; 0: not known, no work is done."""
         self._columns = columns
         self._now = now
         self._affinities = affinities

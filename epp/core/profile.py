@@ -106,4 +106,10 @@ def fill_unknown(scores: Floats) -> None:
     """Replace NaN in place by the median of the rest; by 0.5 if there is no rest."""
     unknown: Bools = np.isnan(scores)
     known = scores[~unknown]
-    scores[unknown] = float(np.median(known)) if len(known) else 0.5
+    if not len(known):
+        scores[unknown] = 0.5
+        return
+    # numpy's median costs twenty times as much at this length.
+    known.sort()
+    middle = len(known) // 2
+    scores[unknown] = (known[middle] + known[-1 - middle]) / 2

@@ -285,13 +285,14 @@ class Candidates:
     @property
     def endpoints(self) -> tuple[Endpoint, ...]:
         """The candidates themselves, for what no column tells."""
-        found = [self._columns.endpoints[slot] for slot in self.slot.tolist()]
-        return tuple(endpoint for endpoint in found if endpoint is not None)
+        known = self._columns.endpoints
+        found = [known[slot] for slot in self.slot.tolist()]
+        return tuple([endpoint for endpoint in found if endpoint is not None])
 
     @property
     def labels(self) -> tuple[Mapping[str, str], ...]:
         """One mapping a candidate."""
-        return tuple(endpoint.labels for endpoint in self.endpoints)
+        return tuple([endpoint.labels for endpoint in self.endpoints])
 
     def affinity(self, name: str) -> Affinity:
         """What the index `name` knows, int64[n]; nothing, if there is no such index.

@@ -29,6 +29,13 @@ class UtilizationDetector(
     metrics_staleness_threshold: Duration = Duration(1.0)
     headroom: Annotated[float, Meta(ge=0)] = 0.0
 
+    def __post_init__(self) -> None:
+        if not self.metrics_staleness_threshold > 0:
+            raise ValueError(
+                "metricsStalenessThreshold must be more than 0s, is "
+                f"{self.metrics_staleness_threshold:g}s"
+            )
+
     def utilization(self, candidates: Candidates) -> Floats:
         """float64[n], 1.0 at a threshold, more beyond it."""
         queue = candidates.waiting_requests / self.queue_depth_threshold

@@ -26,7 +26,7 @@ class MaxScore(Parameters, frozen=True):
     def pick(
         self, scores: Floats, candidates: Candidates, random: Random, rotation: int, /
     ) -> Ints:
-        tied = np.flatnonzero(scores >= scores.max() * _TIE)
+        tied: Ints = (scores >= np.maximum.reduce(scores) * _TIE).nonzero()[0]
         first = rotation % len(tied)
         if self.max_num_of_endpoints == 1:
             return tied[first : first + 1]

@@ -98,7 +98,7 @@ class ActiveRequests(Parameters, frozen=True):
 
     def score(self, request: InferenceRequest, candidates: Candidates, /) -> Floats:
         inflight = candidates.inflight_requests
-        most = int(inflight.max())
+        most = int(np.maximum.reduce(inflight))
         if most <= self.idle_threshold:
             return np.ones(len(inflight))
         scores: Floats = (most - inflight).astype(np.float64)
@@ -157,16 +157,15 @@ class LoraAffinity(Parameters, frozen=True):
     def score(self, request: InferenceRequest, candidates: Candidates, /) -> Floats:
         adapters = candidates.adapter_state
         generation = adapters.generation
-        scores = np.full(len(candidates), np.nan)
-        newest = int(generation.max())
+        newest = int(np.maximum.reduce(generation))
         if newest == 0:
-            return scores
-        by_activity = generation == 1
-        if by_activity.any():
-            scores[by_activity] = _by_activity(adapters, request.model)[by_activity]
-        if newest > 1:
-            by_residency = generation > 1
-            scores[by_residency] = _by_residency(adapters, request.model)[by_residency]
+            return np.full(len(candidates), np.nan)
+        scores = (_by_activity if newest == 1 else _by_residency)(adapters, request.model)
+        if int(np.minimum.reduce(generation)) < newest:
+            scores[generation == 0] = np.nan
+            if newest > 1:
+                by_activity = generation == 1
+                scores[by_activity] = _by_activity(adapters, request.model)[by_activity]
         return scores
 
 
@@ -215,8 +214,8 @@ class NoHitLru(Parameters, frozen=True):
         if not self._cold(request, candidates):
             return np.full(n, 0.5)
         recency = candidates.affinity(self.producer_type).matched
-        scores = np.empty(n)
-        scores[np.argsort(recency, kind="stable")] = np.linspace(1.0, 0.0, n)
+        scores = np.ones(n)
+        scores[recency.argsort(kind="stable")] -= np.arange(n) / max(n - 1, 1)
         return scores
 
     def _cold(self, request: InferenceRequest, candidates: Candidates) -> bool:

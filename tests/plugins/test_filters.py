@@ -1,6 +1,7 @@
 import pytest
 from msgspec import ValidationError, convert
 
+from epp.core.duration import Duration
 from epp.core.saturation import UtilizationDetector
 from epp.plugins import FILTERS, filters
 from tests.builders import affinity, candidates, lora, request, resident
@@ -255,4 +256,4 @@ def test_parameters_that_make_no_sense_are_refused(type_name, parameters, proble
 def test_an_age_limit_that_nothing_meets_is_refused():
     """0 s would call every endpoint stale."""
     with pytest.raises(ValueError, match="maxAge must be more than 0s, is 0s"):
-        filters.FreshMetrics(max_age=0.0)
+        filters.FreshMetrics(max_age=Duration(0))

@@ -164,8 +164,8 @@ class AdapterColumns:
 class Candidates:
     """n endpoints that may serve one request, as columns of length n.
 
-    `slot` is each candidate's slot in the pool, ascending. Every array is a fresh gather: a plugin
-    may use it as scratch, the pool does not see it.
+    `slot` is each candidate's slot in the pool, ascending. Every other array is a fresh gather: a
+    plugin may use it as scratch, the pool does not see it.
     """
 
     __slots__ = (

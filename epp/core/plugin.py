@@ -5,7 +5,8 @@ A plugin is a frozen `msgspec.Struct`. Its fields are its parameters, spelt as i
 function of its arguments: no clock, no dice, no files. State that outlives a request belongs to an
 affinity index, which the scheduler owns and plugins only see as a column.
 
-n is the number of candidates. Arrays that a plugin gets are read-only.
+n is the number of candidates. A column that a plugin asks for is its own, to use as scratch;
+`candidates.slot` and the sums that a picker gets are not.
 """
 
 from collections.abc import Mapping

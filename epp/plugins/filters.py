@@ -80,10 +80,11 @@ class LabelSelector(Parameters, frozen=True):
 
     def keep(self, request: InferenceRequest, candidates: Candidates, /) -> Bools:
         wanted = self.match_labels.items()
+        expressions = self.match_expressions
         return np.array(
             [
                 wanted <= labels.items()
-                and all(expression.matches(labels) for expression in self.match_expressions)
+                and (not expressions or all(each.matches(labels) for each in expressions))
                 for labels in candidates.labels
             ],
             dtype=np.bool_,

@@ -1,1 +1,417 @@
-"""Composition root of `epp serve`."""
+"""Composition root of `epp serve`: builds everything in order, by hand, and owns every task."""
+
+import asyncio
+import contextlib
+import secrets
+import signal
+import time
+from collections.abc import Callable, Coroutine
+from pathlib import Path
+from random import Random
+from typing import Any, Final, TypeVar
+
+import grpc
+import grpc.aio
+import msgspec
+import numpy as np
+import structlog
+from prometheus_client import CollectorRegistry
+
+from epp.build import build_settings, plugin_tables, settings_warnings
+from epp.config import (
+    CONFIG_MAX_BYTES,
+    DEFAULT_CONFIG,
+    DEFAULT_SOURCE,
+    ConfigError,
+    PickerConfig,
+    config_hash,
+    diff_configs,
+    load_config,
+)
+from epp.core.candidates import Candidates
+from epp.core.prefix import PrefixIndex
+from epp.core.scheduler import Scheduler, SchedulerSettings
+from epp.core.session import Gateway, Session, SessionSettings
+from epp.core.types import Endpoint, EndpointMetrics
+from epp.flags import ServeFlags
+from epp.shell.endpoints_file import EndpointsFile, EndpointsFileError, load_endpoints
+from epp.shell.health import Health
+from epp.shell.logs import DecisionLog, configure_logging
+from epp.shell.metrics_server import MetricsServer
+from epp.shell.observation import Observation
+from epp.shell.scrape import Scraper
+from epp.shell.server import ExtProcServer, grpc_server
+from epp.shell.telemetry import IndexSnapshot, PoolSnapshot, Telemetry
+from epp.shell.tls import ServerCertificate
+from epp.shell.watch import FileWatcher
+
+TICK_S: Final = 1.0
+POLL_S: Final = 1.0
+"""How often mounted files are looked at; a change is in force within about two of these."""
+CERTIFICATE_POLL_S: Final = 10.0
+STOP_S: Final = 0.5
+"""What stopping takes once nothing is left to wait for."""
+ENDPOINTS_BYTES_MAX: Final = 16 * 1024 * 1024
+
+T = TypeVar("T")
+
+_log = structlog.get_logger(__name__)
+
+
+class StartError(Exception):
+    """Why the picker cannot start: one sentence a line."""
+
+
+def run(flags: ServeFlags) -> int:
+    """`epp serve`: until SIGTERM or SIGINT, then drain. 0 when all went well, 1 if it cannot start."""
+    configure_logging(flags.log_format.value, flags.log_level)
+    for warning in flags.warnings:
+        _log.warning(warning)
+    try:
+        picker = EndpointPicker(flags)
+        asyncio.run(_until_signal(picker))
+    except StartError as error:
+        for line in str(error).splitlines():
+            _log.error(line)
+        return 1
+    return 0
+
+
+async def _until_signal(picker: "EndpointPicker") -> None:
+    stop, hurry = asyncio.Event(), asyncio.Event()
+
+    def received() -> None:
+        # The first signal drains, a second one does not wait for it.
+        (hurry if stop.is_set() else stop).set()
+
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, received)
+    await picker.serve(stop, hurry)
+
+
+class EndpointPicker:
+    """One picker process. `serve` runs it; `scheduler` is what it decides with."""
+
+    def __init__(self, flags: ServeFlags) -> None:
+        """Read the configuration and the endpoints. Raises `StartError`."""
+        self.flags = flags
+        seed = secrets.randbits(32) if flags.seed is None else flags.seed
+        self._tables = _or_start_error(plugin_tables)
+        self._config = self._read_config()
+        self._generation = 1
+        endpoints = self._read_endpoints()
+        settings = self._settings(self._config, len(endpoints.endpoints))
+        self.scheduler = Scheduler(settings, seed=seed)
+        self.registry = CollectorRegistry()
+        self.telemetry = Telemetry(self.registry, self._snapshot)
+        decisions = DecisionLog(structlog.get_logger("decisions"), level=flags.log_level)
+        self._observation = Observation(self.telemetry, decisions)
+        self._request_ids = Random(f"{seed}:request-id")  # noqa: S311  names, not secrets
+        self._session_settings = SessionSettings(
+            request_body_bytes_max=flags.request_body_max_bytes,
+            parsers=self._config.parsers,
+            parse_response_usage=flags.parse_response_usage,
+            subset_filter=not flags.disable_endpoint_subset_filter,
+        )
+        self.ext_proc = ExtProcServer(self._new_session, self._observation)
+        self.health = Health()
+        self._scraper = Scraper(
+            self._observe,
+            self._scrape_failed,
+            interval_s=flags.refresh_interval_s,
+            metric_names=self._config.metric_names,
+            seed=seed,
+        )
+        self._replace(endpoints)
+        self.telemetry.config_applied(
+            settings, config_hash=config_hash(self._config), generation=self._generation
+        )
+        _log.info(
+            "configured",
+            seed=seed,
+            config=self._config.source,
+            hash=config_hash(self._config),
+            endpoints=len(endpoints.endpoints),
+        )
+
+    async def serve(self, stop: asyncio.Event, hurry: asyncio.Event | None = None) -> None:
+        """Serve until `stop` is set, then drain; `hurry` cuts the drain short.
+
+        Raises `StartError` when a port cannot be had or the certificate cannot be used.
+        """
+        flags = self.flags
+        server = grpc_server(flags.receive_message_max_bytes)
+        self.ext_proc.add_to(server)
+        self.health.add_to(server)
+        certificate = self._bind(server)
+        health_server = grpc.aio.server()
+        self.health.add_to(health_server)
+        _listen(health_server, flags.grpc_health_port)
+        metrics = MetricsServer(
+            self.registry, lambda: self.health.ready, port=flags.metrics_port
+        )
+        try:
+            await metrics.__aenter__()
+        except OSError as error:
+            raise StartError(f"--metrics-port {flags.metrics_port}: {error.strerror}") from error
+        try:
+            await server.start()
+            await health_server.start()
+            async with asyncio.TaskGroup() as tasks:
+                owned = [
+                    tasks.create_task(loop, name=name)
+                    for name, loop in self._loops(certificate).items()
+                ]
+                self.health.set_ready(True)
+                _log.info("serving", grpc_port=flags.grpc_port, secure=flags.secure_serving)
+                await stop.wait()
+                await self._drain(server, hurry or asyncio.Event())
+                for task in owned:
+                    task.cancel()
+        finally:
+            await server.stop(None)
+            await health_server.stop(None)
+            await metrics.__aexit__()
+            _log.info("stopped", decisions=self.scheduler.decisions)
+
+    def _loops(self, certificate: ServerCertificate | None) -> dict[str, Coroutine[Any, Any, None]]:
+        """Everything that runs beside the server, by the name of its task."""
+        flags = self.flags
+        loops: dict[str, Coroutine[Any, Any, None]] = {
+            "tick": self._tick(),
+            "scrape": self._scraper.run(),
+            "endpoints": FileWatcher(
+                Path(flags.endpoints_file), self._endpoints_changed, poll_s=POLL_S
+            ).run(),
+        }
+        if flags.config_file:
+            loops["config"] = FileWatcher(
+                Path(flags.config_file), self._config_changed, poll_s=POLL_S
+            ).run()
+        if certificate is not None and flags.enable_cert_reload:
+            loops["certificate"] = certificate.watch(CERTIFICATE_POLL_S, _report_certificate)
+        return loops
+
+    async def _tick(self) -> None:
+        while True:
+            await asyncio.sleep(TICK_S)
+            self.scheduler.tick(time.monotonic())
+
+    async def _drain(self, server: grpc.aio.Server, hurry: asyncio.Event) -> None:
+        """Not ready; new streams for `drain_grace`; then end what can end, wait for the rest."""
+        flags = self.flags
+        ends_at_s = time.monotonic() + flags.drain_timeout
+        self.health.close()
+        _log.info("draining", streams=self.ext_proc.open_streams)
+        await _wait(hurry, min(flags.drain_grace, flags.drain_timeout))
+        self.ext_proc.end_bypassed()
+        left_s = 0.0 if hurry.is_set() else max(0.0, ends_at_s - time.monotonic() - STOP_S)
+        # From here on new streams are refused; those that are open go on.
+        stopping = asyncio.create_task(server.stop(left_s + STOP_S), name="stop")
+        hurried = asyncio.create_task(hurry.wait(), name="hurry")
+        await asyncio.wait(
+            {stopping, hurried}, timeout=left_s, return_when=asyncio.FIRST_COMPLETED
+        )
+        hurried.cancel()
+        cut = self.ext_proc.open_streams
+        if cut:
+            self._observation.drain_cut(cut)
+            _log.warning("streams were cut by the end of the drain", streams=cut)
+        await server.stop(None)
+        await stopping
+
+    def _bind(self, server: grpc.aio.Server) -> ServerCertificate | None:
+        flags = self.flags
+        if not flags.secure_serving:
+            _listen(server, flags.grpc_port)
+            return None
+        directory = Path(flags.cert_path) if flags.cert_path else None
+        try:
+            certificate = ServerCertificate.open(directory)
+        except ValueError as error:
+            raise StartError(f"--cert-path: {error}") from error
+        _listen(server, flags.grpc_port, certificate.credentials)
+        return certificate
+
+    # Configuration and endpoints: at start a problem is fatal, later the last good state stays.
+
+    def _read_config(self) -> PickerConfig:
+        flags = self.flags
+        if flags.config_file:
+            text: bytes | str = _read(Path(flags.config_file), CONFIG_MAX_BYTES)
+            source = flags.config_file
+        elif flags.config_text:
+            text, source = flags.config_text, "--config-text"
+        else:
+            text, source = DEFAULT_CONFIG, DEFAULT_SOURCE
+        return _or_start_error(lambda: load_config(text, source, self._tables))
+
+    def _read_endpoints(self) -> EndpointsFile:
+        path = Path(self.flags.endpoints_file)
+        content = _read(path, ENDPOINTS_BYTES_MAX)
+        try:
+            return load_endpoints(content, str(path))
+        except EndpointsFileError as error:
+            raise StartError("\n".join(error.problems)) from error
+
+    def _settings(self, config: PickerConfig, endpoints: int) -> SchedulerSettings:
+        """What decides; warnings of `config` are logged."""
+        flags = self.flags
+        with_flags = {
+            "metrics_staleness_s": flags.metrics_staleness_threshold,
+            "refresh_interval_s": flags.refresh_interval_s(endpoints),
+            "fallback_endpoints_max": flags.fallback_endpoints_max,
+        }
+        for warning in (*config.warnings, *settings_warnings(config, **with_flags)):
+            _log.warning(warning)
+        return msgspec.structs.replace(
+            build_settings(config, **with_flags),
+            lease_ttl_without_response_phase_s=flags.lease_ttl_without_response_phase,
+        )
+
+    def _config_changed(self, content: bytes) -> None:
+        try:
+            config = load_config(content, self.flags.config_file, self._tables)
+        except ConfigError as error:
+            self.telemetry.config_rejected()
+            for problem in error.problems:
+                _log.error("configuration refused, the last good one stays", problem=problem)
+            return
+        changes = diff_configs(self._config, config)
+        settings = self._settings(config, len(self.scheduler.pool))
+        restarted = self.scheduler.configure(settings, time.monotonic())
+        self._session_settings = msgspec.structs.replace(
+            self._session_settings, parsers=config.parsers
+        )
+        self._scraper.configure(config.metric_names)
+        self._config = config
+        self._generation += 1
+        self.telemetry.config_applied(
+            settings, config_hash=config_hash(config), generation=self._generation
+        )
+        _log.info(
+            "configured anew",
+            hash=config_hash(config),
+            generation=self._generation,
+            changes=changes,
+            indexes_started_anew=restarted,
+        )
+
+    def _endpoints_changed(self, content: bytes) -> None:
+        try:
+            endpoints = load_endpoints(content, self.flags.endpoints_file)
+        except EndpointsFileError as error:
+            for problem in error.problems:
+                _log.error("endpoints refused, the last good ones stay", problem=problem)
+            return
+        self._replace(endpoints)
+        _log.info("endpoints replaced", endpoints=len(endpoints.endpoints))
+
+    def _replace(self, found: EndpointsFile) -> None:
+        self.scheduler.replace(found.endpoints, time.monotonic())
+        self._scraper.replace(found.endpoints)
+        self.telemetry.endpoints_replaced(found.endpoints)
+        self._session_settings = msgspec.structs.replace(
+            self._session_settings, priorities=found.objectives
+        )
+
+    # What others call back.
+
+    def _new_session(self, gateway: Gateway) -> Session:
+        return Session(
+            self.scheduler,
+            self._session_settings,
+            gateway,
+            self._observation,
+            lambda: f"{self._request_ids.getrandbits(128):032x}",
+        )
+
+    def _observe(self, endpoint: Endpoint, metrics: EndpointMetrics) -> None:
+        slot = self.scheduler.pool.slot_of(endpoint)
+        if slot is not None:
+            self.scheduler.observe(slot, metrics, time.monotonic())
+
+    def _scrape_failed(self, endpoint: Endpoint, kind: str, sentence: str) -> None:
+        self.telemetry.scrape_failed(kind)
+        _log.debug("scrape failed", endpoint=endpoint.name, kind=kind, problem=sentence)
+
+    def _snapshot(self) -> PoolSnapshot:
+        scheduler, now = self.scheduler, time.monotonic()
+        pool = scheduler.pool
+        slots = np.array([slot for slot, _ in pool.endpoints()], dtype=np.int64)
+        return PoolSnapshot(
+            pool=self.flags.pool_name,
+            candidates=Candidates(
+                pool.columns,
+                slots,
+                now,
+                affinities={},
+                prefill_tokens_per_s=scheduler.settings.prefill_tokens_per_s,
+            ),
+            ready=len(pool.ready(None, now)),
+            set_aside=pool.set_aside_count(),
+            indexes={
+                name: _index_snapshot(index)
+                for name, index in scheduler.indexes.items()
+                if isinstance(index, PrefixIndex)
+            },
+        )
+
+
+def _index_snapshot(index: PrefixIndex) -> IndexSnapshot:
+    told = index.statistics
+    return IndexSnapshot(
+        entries=index.entries,
+        memory_bytes=index.bytes_estimated,
+        lookups={"full": told.full_hits, "partial": told.partial_hits, "none": told.no_hits},
+        evictions={
+            "capacity": told.evicted_capacity,
+            "ttl": told.evicted_ttl,
+            "memory": told.evicted_memory,
+            "forgotten": told.evicted_forgotten,
+        },
+    )
+
+
+def _listen(
+    server: grpc.aio.Server, port: int, credentials: grpc.ServerCredentials | None = None
+) -> None:
+    """Take `port` on all interfaces. Raises `StartError` if another process has it."""
+    address = f"[::]:{port}"
+    try:
+        if credentials is None:
+            server.add_insecure_port(address)
+        else:
+            server.add_secure_port(address, credentials)
+    except RuntimeError as error:
+        raise StartError(f"port {port} cannot be listened on: is it in use?") from error
+
+
+def _read(path: Path, bytes_max: int) -> bytes:
+    """The content of a file that must be there at start."""
+    try:
+        with path.open("rb") as file:
+            content = file.read(bytes_max + 1)
+    except OSError as error:
+        raise StartError(f"{path}: cannot be read: {error.strerror}") from error
+    if len(content) > bytes_max:
+        raise StartError(f"{path}: is longer than {bytes_max} bytes")
+    return content
+
+
+def _or_start_error(make: Callable[[], T]) -> T:
+    try:
+        return make()
+    except ConfigError as error:
+        raise StartError("\n".join(error.problems)) from error
+
+
+async def _wait(event: asyncio.Event, timeout_s: float) -> None:
+    """Until `event` or for `timeout_s`, whichever is first."""
+    with contextlib.suppress(TimeoutError):
+        await asyncio.wait_for(event.wait(), timeout_s)
+
+
+def _report_certificate(sentence: str, good: bool) -> None:  # noqa: FBT001  a callback's shape
+    (_log.info if good else _log.error)(sentence)

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Mapping
 from enum import StrEnum
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 from msgspec import Struct, field
 
@@ -54,6 +54,8 @@ class InferenceRequest(Struct, kw_only=True):
     session_id: str = ""
     chains: dict[int, tuple[bytes, ...]] = field(default_factory=dict)
     """Block size in bytes -> one chain a prompt. A replayed trace fills it instead of `prompts`."""
+    recorded: dict[object, Any] = field(default_factory=dict)
+    """What an affinity index noted when it recorded this request, to take exactly that back."""
     cold: bool = True
     """Set by the scheduler when it matches: no endpoint holds the head of any prompt."""
 

@@ -56,7 +56,7 @@ def protocol(request=FULL_DUPLEX, response=FULL_DUPLEX):
     return v3.ProtocolConfiguration(request_body_mode=request, response_body_mode=response)
 
 
-def request_headers(fields=CHAT, *, end=False, modes=None, hint=None, in_value=False):
+def request_headers(fields=COMPLETIONS, *, end=False, modes=None, hint=None, in_value=False):
     return bytes(
         v3.ProcessingRequest(
             request_headers=v3.HttpHeaders(
@@ -165,7 +165,7 @@ def kind(answer):
         "request_headers", "request_body", "request_trailers",
         "response_headers", "response_body", "response_trailers", "immediate_response",
     )  # fmt: skip
-    (found,) = [name for name in names if getattr(answer, name) is not None]
+    (found,) = [name for name in names if getattr(answer, name, None) is not None]
     return found
 
 

@@ -67,7 +67,7 @@ class Stage:
             prefix=PREFIX,
             lease_ttl_without_response_phase_s=ttl_s,
         )
-        if self.scheduler is None:
+        if self.scheduler is None or not self.endpoints:
             self.scheduler = Scheduler(settings, seed=1)
             return []
         restarted = self.scheduler.configure(settings, self.now)

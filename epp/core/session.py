@@ -64,7 +64,6 @@ from epp.core.parse import (
     ParserSet,
     opaque_request,
     parse_request,
-    request_path,
 )
 from epp.core.scheduler import Decision, Scheduler
 from epp.core.types import InferenceRequest, Refusal, RefusalReason, Seconds
@@ -409,7 +408,7 @@ class Session:
     def _parse(self, body: bytes) -> Parsed | Refusal:
         self._exchange.request_bytes = len(body)
         parsed = parse_request(
-            path=request_path(self._headers),
+            path=self._headers.get(":path", ""),
             headers=self._headers,
             body=body,
             request_id=self._request_id(),

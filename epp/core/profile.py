@@ -84,16 +84,20 @@ class SchedulingProfile(Struct, frozen=True, kw_only=True):
 
     def score(self, request: InferenceRequest, candidates: Candidates) -> Scored:
         """Clamp each score to [0, 1], give the unknown the median of the known, weigh, add up."""
-        parts = np.empty((len(self.scorers), len(candidates)))
-        for row, scorer in zip(parts, self.scorers, strict=True):
+        n = len(candidates)
+        if not self.scorers:
+            return Scored(np.zeros(n), np.empty((0, n)))
+        rows = []
+        for scorer in self.scorers:
             scores = scorer.plugin.score(request, candidates)
-            assert scores.shape == row.shape, f"{scorer.name} returned {scores.shape}"
-            row[:] = scores
+            assert scores.shape == (n,), f"{scorer.name} returned {scores.shape}"
+            rows.append(scores)
+        parts: Floats = np.concatenate(rows, dtype=np.float64).reshape(len(rows), n)
         np.clip(parts, 0.0, 1.0, out=parts)
         # A sum is NaN if one member is: one cheap test of every row.
-        for row, known in zip(parts, np.add.reduce(parts, axis=1).tolist(), strict=True):
+        for row, known in enumerate(np.add.reduce(parts, axis=1).tolist()):
             if math.isnan(known):
-                fill_unknown(row)
+                fill_unknown(parts[row])
         parts *= np.array([scorer.weight for scorer in self.scorers]).reshape(-1, 1)
         return Scored(np.add.reduce(parts, axis=0), parts)
 

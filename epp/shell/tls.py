@@ -1,0 +1,173 @@
+"""The certificate that the gRPC server shows: made in memory, or read and re-read from files.
+
+gRPC itself negotiates ALPN h2. Gateways do not verify the picker's certificate by default.
+"""
+
+import asyncio
+import datetime as dt
+import ipaddress
+import socket
+from collections.abc import Callable
+from pathlib import Path
+from typing import Final
+
+import grpc
+from cryptography import x509
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.hazmat.primitives.hashes import SHA256
+from cryptography.hazmat.primitives.serialization import (
+    Encoding,
+    NoEncryption,
+    PrivateFormat,
+    PublicFormat,
+    load_pem_private_key,
+)
+from cryptography.x509.oid import NameOID
+from msgspec import Struct
+
+CERTIFICATE_FILE: Final = "tls.crt"
+KEY_FILE: Final = "tls.key"
+"""As Kubernetes names them in a TLS secret."""
+PEM_BYTES_MAX: Final = 1 << 20
+SELF_SIGNED_DAYS: Final = 3650
+
+
+class CertificatePair(Struct, frozen=True):
+    """PEM: a chain, leaf first, and the private key of the leaf."""
+
+    certificate_chain: bytes
+    private_key: bytes
+
+
+def self_signed(host_name: str, now: dt.datetime) -> CertificatePair:
+    """A P-256 certificate for localhost and `host_name`, valid for ten years from `now`."""
+    key = ec.generate_private_key(ec.SECP256R1())
+    name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "homing")])
+    names = [x509.DNSName(dns_name) for dns_name in dict.fromkeys(("localhost", host_name))]
+    addresses = [x509.IPAddress(ipaddress.ip_address(address)) for address in ("127.0.0.1", "::1")]
+    certificate = (
+        x509.CertificateBuilder()
+        .subject_name(name)
+        .issuer_name(name)
+        .public_key(key.public_key())
+        .serial_number(x509.random_serial_number())
+        # Clocks of a cluster differ: a minute early is valid everywhere at once.
+        .not_valid_before(now - dt.timedelta(minutes=1))
+        .not_valid_after(now + dt.timedelta(days=SELF_SIGNED_DAYS))
+        .add_extension(x509.SubjectAlternativeName([*names, *addresses]), critical=False)
+        .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
+        .sign(key, SHA256())
+    )
+    return CertificatePair(
+        certificate.public_bytes(Encoding.PEM),
+        key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption()),
+    )
+
+
+def read_pair(directory: Path) -> CertificatePair:
+    """Read and check `tls.crt` and `tls.key`. Raises `ValueError`, one sentence, if unusable."""
+    pair = CertificatePair(_read(directory / CERTIFICATE_FILE), _read(directory / KEY_FILE))
+    check_pair(pair, directory)
+    return pair
+
+
+def check_pair(pair: CertificatePair, directory: Path) -> None:
+    """Raises `ValueError` when either does not parse, or the key is not the certificate's."""
+    try:
+        leaf = x509.load_pem_x509_certificates(pair.certificate_chain)[0]
+    except ValueError as problem:
+        raise ValueError(
+            f"{directory / CERTIFICATE_FILE}: expected PEM certificates: {problem}"
+        ) from problem
+    try:
+        key = load_pem_private_key(pair.private_key, password=None)
+    except (ValueError, TypeError) as problem:
+        raise ValueError(
+            f"{directory / KEY_FILE}: expected an unencrypted PEM private key: {problem}"
+        ) from problem
+    form = (Encoding.DER, PublicFormat.SubjectPublicKeyInfo)
+    if key.public_key().public_bytes(*form) != leaf.public_key().public_bytes(*form):
+        raise ValueError(
+            f"{directory}: {KEY_FILE} must be the private key of the first certificate in "
+            f"{CERTIFICATE_FILE}, and is not"
+        )
+
+
+def _read(path: Path) -> bytes:
+    try:
+        with path.open("rb") as file:
+            content = file.read(PEM_BYTES_MAX + 1)
+    except OSError as problem:
+        raise ValueError(f"{path}: cannot be read: {problem.strerror}") from problem
+    if len(content) > PEM_BYTES_MAX:
+        raise ValueError(f"{path}: is longer than {PEM_BYTES_MAX} bytes, expected a PEM file")
+    return content
+
+
+class ServerCertificate:
+    """What new connections are shown, and the gRPC credentials that show it.
+
+    Keep it for as long as the server lives: gRPC calls back into it at every handshake.
+    """
+
+    def __init__(self, pair: CertificatePair, directory: Path | None = None) -> None:
+        """`directory` is where newer pairs may appear; None: never."""
+        self._directory = directory
+        self._pair = pair
+        self._rejected = ""
+        # Assigned on the event loop, read by gRPC's handshake threads: one reference, no lock.
+        self._configuration = _configuration(pair)
+        self.credentials = grpc.dynamic_ssl_server_credentials(
+            self._configuration, lambda: self._configuration
+        )
+
+    @classmethod
+    def open(cls, directory: Path | None) -> "ServerCertificate":
+        """From `directory`, or self-signed. Raises `ValueError` if the files are unusable."""
+        if directory is not None:
+            return cls(read_pair(directory), directory)
+        return cls(self_signed(socket.gethostname(), dt.datetime.now(dt.UTC)))
+
+    @property
+    def pair(self) -> CertificatePair:
+        """What new connections are shown."""
+        return self._pair
+
+    def reload(self) -> bool:
+        """Take a changed pair; true if there was one.
+
+        Raises `ValueError` if the files are unusable; the last good pair stays in force.
+        """
+        if self._directory is None:
+            return False
+        pair = read_pair(self._directory)
+        if pair == self._pair:
+            return False
+        self._configuration = _configuration(pair)
+        self._pair = pair
+        return True
+
+    async def watch(self, interval_s: float, report: Callable[[str, bool], None]) -> None:
+        """Reload every `interval_s` until cancelled.
+
+        `report(sentence, good)` is called once for each pair taken, and once for each new reason
+        why one was not; a reason that stays the same is not repeated.
+        """
+        if self._directory is None:
+            return
+        while True:
+            await asyncio.sleep(interval_s)
+            try:
+                taken = self.reload()
+            except ValueError as problem:
+                if str(problem) != self._rejected:
+                    self._rejected = str(problem)
+                    report(f"{problem}; the last good certificate stays in force", False)
+                continue
+            self._rejected = ""
+            if taken:
+                report(f"{self._directory}: the changed certificate is in force", True)
+
+
+def _configuration(pair: CertificatePair) -> grpc.ServerCertificateConfiguration:
+    return grpc.ssl_server_certificate_configuration([(pair.private_key, pair.certificate_chain)])

@@ -1,0 +1,138 @@
+"""The HTTP port of operators: /metrics, /healthz, /readyz, and routes that others add."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator
+from typing import Final, Self
+
+from aiohttp import hdrs, web
+from prometheus_client import CollectorRegistry
+from prometheus_client.core import Metric
+from prometheus_client.exposition import choose_encoder
+from prometheus_client.registry import Collector
+
+SAMPLES_PER_SLICE_MAX: Final = 250
+"""About 1 ms of encoding, the longest that a page keeps the event loop from deciding."""
+WAITING_MAX: Final = 8
+"""Pages are made one at a time; whoever comes when this many wait is told 503."""
+KEEPALIVE_S: Final = 75.0
+SHUTDOWN_S: Final = 1.0
+_OPENMETRICS_END: Final = b"# EOF\n"
+
+
+class MetricsServer:
+    """Async context manager: listens inside `async with`. Writes no access log."""
+
+    def __init__(
+        self,
+        registry: CollectorRegistry,
+        ready: Callable[[], bool],
+        *,
+        host: str | None = None,
+        port: int = 9090,
+        routes: Iterable[web.RouteDef] = (),
+    ) -> None:
+        """`host` None: all interfaces. `port` 0: any free one. `routes`: /debug/... and the like."""
+        self._registry = registry
+        self._ready = ready
+        self._host = host
+        self._port = port
+        self._routes = tuple(routes)
+        self._runner: web.AppRunner | None = None
+        self._page = asyncio.Lock()
+        self._waiting = 0
+
+    @property
+    def port(self) -> int:
+        """The port that is listened on; inside `async with` only."""
+        assert self._runner is not None, "the port is known once the server listens"
+        return int(self._runner.addresses[0][1])
+
+    async def __aenter__(self) -> Self:
+        """Raises `OSError` if the port is taken."""
+        application = web.Application(client_max_size=1024)
+        application.add_routes(
+            [
+                web.get("/metrics", self._metrics),
+                web.get("/healthz", self._healthz),
+                web.get("/readyz", self._readyz),
+                *self._routes,
+            ]
+        )
+        runner = web.AppRunner(application, access_log=None, keepalive_timeout=KEEPALIVE_S)
+        await runner.setup()
+        try:
+            await web.TCPSite(runner, self._host, self._port, reuse_address=True).start()
+        except OSError:
+            await runner.cleanup()
+            raise
+        self._runner = runner
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        runner, self._runner = self._runner, None
+        assert runner is not None, "the server was entered"
+        await runner.cleanup()
+
+    async def _healthz(self, _: web.Request) -> web.Response:
+        return web.Response(text="ok\n")
+
+    async def _readyz(self, _: web.Request) -> web.Response:
+        if self._ready():
+            return web.Response(text="ready\n")
+        return web.Response(status=503, text="not ready\n")
+
+    async def _metrics(self, request: web.Request) -> web.Response:
+        if self._waiting >= WAITING_MAX:
+            return web.Response(
+                status=503,
+                headers={hdrs.RETRY_AFTER: "1"},
+                text=f"{WAITING_MAX} scrapes wait for their page; expected fewer at once\n",
+            )
+        accept = ",".join(request.headers.getall(hdrs.ACCEPT, []))
+        encode, content_type = choose_encoder(accept)
+        self._waiting += 1
+        try:
+            async with self._page:
+                slices = [part async for part in encode_in_slices(self._registry, encode)]
+        finally:
+            self._waiting -= 1
+        return web.Response(body=b"".join(slices), headers={hdrs.CONTENT_TYPE: content_type})
+
+
+async def encode_in_slices(
+    registry: Collector, encode: Callable[[Collector], bytes]
+) -> AsyncIterator[bytes]:
+    """The page that `encode` makes of `registry`, without the `_created` series.
+
+    Between two slices of at most `SAMPLES_PER_SLICE_MAX` samples the event loop does other work.
+    A thread instead would compete with the loop for the interpreter for as long as the page takes.
+    """
+    ended = False
+    for family in registry.collect():
+        header = encode(_Only(_with_samples(family, 0, 0)))
+        ended = header.endswith(_OPENMETRICS_END)
+        header = header.removesuffix(_OPENMETRICS_END)
+        yield header
+        for start in range(0, len(family.samples), SAMPLES_PER_SLICE_MAX):
+            part = _with_samples(family, start, start + SAMPLES_PER_SLICE_MAX)
+            yield encode(_Only(part)).removesuffix(_OPENMETRICS_END).removeprefix(header)
+            await asyncio.sleep(0)
+    if ended:
+        yield _OPENMETRICS_END
+
+
+def _with_samples(family: Metric, start: int, stop: int) -> Metric:
+    part = Metric(family.name, family.documentation, family.type, family.unit)
+    created = f"{family.name}_created"
+    part.samples = [sample for sample in family.samples[start:stop] if sample.name != created]
+    return part
+
+
+class _Only(Collector):
+    """A registry of one family."""
+
+    def __init__(self, family: Metric) -> None:
+        self._family = family
+
+    def collect(self) -> Iterator[Metric]:
+        yield self._family

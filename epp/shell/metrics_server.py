@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator
+from itertools import islice
 from typing import Final, Self
 
 from aiohttp import hdrs, web
@@ -9,6 +10,7 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.core import Metric
 from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import Collector
+from prometheus_client.samples import Sample
 
 SAMPLES_PER_SLICE_MAX: Final = 250
 """About 1 ms of encoding, the longest that a page keeps the event loop from deciding."""
@@ -109,22 +111,22 @@ async def encode_in_slices(
     """
     ended = False
     for family in registry.collect():
-        header = encode(_Only(_with_samples(family, 0, 0)))
+        header = encode(_Only(_with_samples(family, [])))
         ended = header.endswith(_OPENMETRICS_END)
         header = header.removesuffix(_OPENMETRICS_END)
         yield header
-        for start in range(0, len(family.samples), SAMPLES_PER_SLICE_MAX):
-            part = _with_samples(family, start, start + SAMPLES_PER_SLICE_MAX)
-            yield encode(_Only(part)).removesuffix(_OPENMETRICS_END).removeprefix(header)
+        samples = (sample for sample in family.samples if sample.name != f"{family.name}_created")
+        while part := list(islice(samples, SAMPLES_PER_SLICE_MAX)):
+            lines = encode(_Only(_with_samples(family, part)))
+            yield lines.removesuffix(_OPENMETRICS_END).removeprefix(header)
             await asyncio.sleep(0)
     if ended:
         yield _OPENMETRICS_END
 
 
-def _with_samples(family: Metric, start: int, stop: int) -> Metric:
+def _with_samples(family: Metric, samples: list[Sample]) -> Metric:
     part = Metric(family.name, family.documentation, family.type, family.unit)
-    created = f"{family.name}_created"
-    part.samples = [sample for sample in family.samples[start:stop] if sample.name != created]
+    part.samples = samples
     return part
 
 

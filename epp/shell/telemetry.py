@@ -6,11 +6,12 @@ scheduler when it is asked for (`PoolSnapshot`) costs nothing per request.
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
 from typing import Final, Generic, TypeAlias, TypeVar
 
 import numpy as np
 from msgspec import Struct, field
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
@@ -19,6 +20,7 @@ from epp.core.candidates import Candidates
 from epp.core.inflight import Ending, Outcome
 from epp.core.scheduler import Decision, SchedulerSettings
 from epp.core.types import BYTES_PER_TOKEN, Endpoint, InferenceRequest, Refusal, Seconds
+from epp.shell.counting import Child, Distribution, Family, Number
 from epp.shell.metric_table import METRICS
 
 CHILDREN_MAX: Final = 1_000
@@ -27,7 +29,6 @@ LABEL_CHARACTERS_MAX: Final = 128
 OTHER: Final = "other"
 
 _Child = TypeVar("_Child")
-_Metric = TypeVar("_Metric", Counter, Gauge, Histogram)
 _Labels: TypeAlias = tuple[str, ...]
 
 
@@ -108,14 +109,12 @@ def endpoint_labels(endpoint: Endpoint) -> tuple[str, str, str]:
 class _Requests(Struct, frozen=True):
     """Children of one model, target model and priority."""
 
-    total: Counter
-    running: Gauge
-    size_bytes: Histogram
-    input_tokens: Histogram
-    duration_s: Histogram
-    ttft_s: Histogram
-    output_tokens: Histogram
-    cached_tokens: Histogram
+    total: Number
+    running: Number
+    size_bytes: Distribution
+    input_tokens: Distribution
+    labels: _Labels
+    """As bounded, for the metrics that not every request has."""
 
 
 class Telemetry:
@@ -126,41 +125,43 @@ class Telemetry:
     ) -> None:
         """`pool` is called once a page, on the thread that makes it."""
         made = _Counted(registry)
-        counters, gauges, histograms = made.counters, made.gauges, made.histograms
+        numbers, distributions = made.numbers, made.distributions
         self._requests = Children(_request_children(made))
-        self._errors = Children(_labelled(counters["homing_request_error_total"]))
-        self._processing_s = histograms["homing_request_processing_duration_seconds"]
-        self._headers_s = histograms["homing_response_headers_seconds"]
-        self._decision_s = histograms["homing_scheduler_e2e_duration_seconds"]
-        self._attempts_metric = counters["homing_scheduler_attempts_total"]
+        self._duration_s = distributions["homing_request_duration_seconds"]
+        self._ttft_s = distributions["homing_request_ttft_seconds"]
+        self._output_tokens = distributions["homing_request_output_tokens"]
+        self._cached_tokens = distributions["homing_request_cached_tokens"]
+        self._errors = Children(_labelled(numbers["homing_request_error_total"]))
+        self._processing_s = distributions["homing_request_processing_duration_seconds"].labels()
+        self._headers_s = distributions["homing_response_headers_seconds"].labels()
+        self._decision_s = distributions["homing_scheduler_e2e_duration_seconds"].labels()
+        self._attempts_metric = numbers["homing_scheduler_attempts_total"]
         self._attempts = Children(
-            _labelled(counters["homing_scheduler_attempts_total"]), 5 * CHILDREN_MAX
+            _labelled(numbers["homing_scheduler_attempts_total"]), 5 * CHILDREN_MAX
         )
-        self._refusals = Children(_labelled(counters["homing_refusals_total"]))
-        self._eliminated = Children(_labelled(counters["homing_filter_eliminated_total"]))
-        self._contribution = Children(_labelled(histograms["homing_scorer_contribution"]))
-        self._contributions: tuple[tuple[str, ...], list[Histogram]] = ((), [])
-        self._without_prefix = Children(
-            _labelled(counters["homing_scheduled_without_prefix_total"])
-        )
-        self._unknown_mode = Children(_labelled(counters["homing_unknown_body_mode_total"]), 32)
-        self._hit_ratio = histograms["homing_prefix_indexer_hit_ratio"]
-        self._hit_bytes = histograms["homing_prefix_indexer_hit_bytes"]
-        self._hit_tokens = counters["homing_predicted_hit_tokens_total"]
-        self._compared_tokens = Children(_labelled(counters["homing_prefix_hit_tokens_total"]))
-        self._set_aside_metric = counters["homing_set_aside_total"]
-        self._set_aside = Children(_labelled(counters["homing_set_aside_total"]))
-        self._scrape_s = histograms["homing_scrape_duration_seconds"]
-        self._scrape_errors = Children(_labelled(counters["homing_scrape_errors_total"]), 64)
-        self._reload_ok = gauges["homing_config_last_reload_successful"]
-        self._reloads = Children(_labelled(counters["homing_config_reloads_total"]))
-        self._config_info = gauges["homing_config_info"]
-        self._weights = gauges["homing_scorer_weight"]
-        self._streams = gauges["homing_extproc_streams_inflight"]
-        self._streams_ended = Children(_labelled(counters["homing_extproc_streams_total"]), 32)
-        self._stream_s = histograms["homing_extproc_stream_duration_seconds"]
-        self._drain_cut = counters["homing_drain_cut_streams_total"]
-        gauges["homing_info"].labels(__version__).set(1)
+        self._refusals = Children(_labelled(numbers["homing_refusals_total"]))
+        self._eliminated = Children(_labelled(numbers["homing_filter_eliminated_total"]))
+        self._contribution = Children(_labelled(distributions["homing_scorer_contribution"]))
+        self._contributions: tuple[tuple[str, ...], list[Distribution]] = ((), [])
+        self._without_prefix = Children(_labelled(numbers["homing_scheduled_without_prefix_total"]))
+        self._unknown_mode = Children(_labelled(numbers["homing_unknown_body_mode_total"]), 32)
+        self._hit_ratio = distributions["homing_prefix_indexer_hit_ratio"].labels()
+        self._hit_bytes = distributions["homing_prefix_indexer_hit_bytes"].labels()
+        self._hit_tokens = numbers["homing_predicted_hit_tokens_total"].labels()
+        self._compared_tokens = Children(_labelled(numbers["homing_prefix_hit_tokens_total"]))
+        self._set_aside_metric = numbers["homing_set_aside_total"]
+        self._set_aside = Children(_labelled(numbers["homing_set_aside_total"]))
+        self._scrape_s = distributions["homing_scrape_duration_seconds"].labels()
+        self._scrape_errors = Children(_labelled(numbers["homing_scrape_errors_total"]), 64)
+        self._reload_ok = numbers["homing_config_last_reload_successful"].labels()
+        self._reloads = Children(_labelled(numbers["homing_config_reloads_total"]))
+        self._config_info = numbers["homing_config_info"]
+        self._weights = numbers["homing_scorer_weight"]
+        self._streams = numbers["homing_extproc_streams_inflight"].labels()
+        self._streams_ended = Children(_labelled(numbers["homing_extproc_streams_total"]), 32)
+        self._stream_s = distributions["homing_extproc_stream_duration_seconds"].labels()
+        self._drain_cut = numbers["homing_drain_cut_streams_total"].labels()
+        numbers["homing_info"].labels(__version__).set(1)
         if pool is not None:
             registry.register(PoolCollector(pool))
 
@@ -222,7 +223,8 @@ class Telemetry:
 
     def first_output(self, decision: Decision, *, elapsed_s: Seconds, model_name: str = "") -> None:
         """The first output token was seen; only where the response is parsed."""
-        self._of(decision.lease.request, model_name).ttft_s.observe(elapsed_s)
+        labels = self._of(decision.lease.request, model_name).labels
+        self._ttft_s.labels(*labels).observe(elapsed_s)
 
     def completed(
         self,
@@ -238,11 +240,11 @@ class Telemetry:
         request = decision.lease.request
         children = self._of(request, model_name)
         children.running.dec()
-        children.duration_s.observe(elapsed_s)
+        self._duration_s.labels(*children.labels).observe(elapsed_s)
         if output_tokens is not None:
-            children.output_tokens.observe(output_tokens)
+            self._output_tokens.labels(*children.labels).observe(output_tokens)
         if cached_tokens is not None:
-            children.cached_tokens.observe(cached_tokens)
+            self._cached_tokens.labels(*children.labels).observe(cached_tokens)
             predicted = decision.matched_blocks * decision.block_tokens
             self._compared_tokens("predicted").inc(predicted)
             self._compared_tokens("served").inc(cached_tokens)
@@ -314,7 +316,7 @@ class Telemetry:
     def _of(self, request: InferenceRequest, model_name: str) -> _Requests:
         return self._requests(model_name or request.model, request.model, str(request.priority))
 
-    def _scorers(self, names: tuple[str, ...]) -> list[Histogram]:
+    def _scorers(self, names: tuple[str, ...]) -> list[Distribution]:
         # The scorers change with the configuration only.
         if self._contributions[0] != names:
             self._contributions = (names, [self._contribution(name) for name in names])
@@ -334,42 +336,32 @@ class _Counted:
     """The metrics of the table that are counted as things happen, registered once."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
-        rows = [row for row in METRICS if not row.sampled]
-        self.counters = {
-            row.name: Counter(row.name, row.help, row.labels, registry=registry)
-            for row in rows
-            if row.kind == "counter"
-        }
-        self.gauges = {
-            row.name: Gauge(row.name, row.help, row.labels, registry=registry)
-            for row in rows
-            if row.kind == "gauge"
-        }
-        self.histograms = {
-            row.name: Histogram(
-                row.name, row.help, row.labels, registry=registry, buckets=row.buckets
-            )
-            for row in rows
-            if row.kind == "histogram"
-        }
+        self.numbers: dict[str, Family[Number]] = {}
+        self.distributions: dict[str, Family[Distribution]] = {}
+        for row in METRICS:
+            if row.sampled:
+                continue
+            if row.kind == "histogram":
+                made = Family(row, partial(Distribution, row.buckets))
+                self.distributions[row.name] = made
+                registry.register(made)
+                continue
+            registry.register(self.numbers.setdefault(row.name, Family(row, Number)))
 
 
-def _labelled(metric: _Metric) -> Callable[[_Labels], _Metric]:
-    return lambda labels: metric.labels(*labels)
+def _labelled(family: Family[Child]) -> Callable[[_Labels], Child]:
+    return lambda labels: family.labels(*labels)
 
 
 def _request_children(made: _Counted) -> Callable[[_Labels], _Requests]:
     def make(labels: _Labels) -> _Requests:
-        histograms = made.histograms
+        numbers, distributions = made.numbers, made.distributions
         return _Requests(
-            total=made.counters["homing_request_total"].labels(*labels),
-            running=made.gauges["homing_request_running"].labels(*labels),
-            size_bytes=histograms["homing_request_size_bytes"].labels(*labels),
-            input_tokens=histograms["homing_request_input_tokens"].labels(*labels),
-            duration_s=histograms["homing_request_duration_seconds"].labels(*labels),
-            ttft_s=histograms["homing_request_ttft_seconds"].labels(*labels),
-            output_tokens=histograms["homing_request_output_tokens"].labels(*labels),
-            cached_tokens=histograms["homing_request_cached_tokens"].labels(*labels),
+            total=numbers["homing_request_total"].labels(*labels),
+            running=numbers["homing_request_running"].labels(*labels),
+            size_bytes=distributions["homing_request_size_bytes"].labels(*labels),
+            input_tokens=distributions["homing_request_input_tokens"].labels(*labels),
+            labels=labels,
         )
 
     return make

@@ -111,6 +111,8 @@ class Health:
                 if status != told:
                     yield health_pb2.HealthCheckResponse(status=status)
                     told = status
+                    # It may have changed while it was being sent.
+                    continue
                 if self._closed:
                     return
                 await changed.wait()

@@ -185,7 +185,13 @@ METRICS: Final[tuple[MetricSpec, ...]] = (
         "counter",
         "streams",
         "Streams whose gateway announced a body mode that the picker does not know.",
-        ("mode",),
+    ),
+    MetricSpec(
+        "homing_protocol_violations_total",
+        "counter",
+        "streams",
+        "Streams ended because the gateway sent what their phase does not allow.",
+        ("phase", "event"),
     ),
     # Prefix.
     MetricSpec(

@@ -18,6 +18,7 @@ WAITING_MAX: Final = 8
 """Pages are made one at a time; whoever comes when this many wait is told 503."""
 KEEPALIVE_S: Final = 75.0
 SHUTDOWN_S: Final = 1.0
+"""How long a page that is being sent may hold up the end."""
 _OPENMETRICS_END: Final = b"# EOF\n"
 
 
@@ -60,7 +61,12 @@ class MetricsServer:
                 *self._routes,
             ]
         )
-        runner = web.AppRunner(application, access_log=None, keepalive_timeout=KEEPALIVE_S)
+        runner = web.AppRunner(
+            application,
+            access_log=None,
+            keepalive_timeout=KEEPALIVE_S,
+            shutdown_timeout=SHUTDOWN_S,
+        )
         await runner.setup()
         try:
             await web.TCPSite(runner, self._host, self._port, reuse_address=True).start()

@@ -72,7 +72,7 @@ def make_decision(
         number=number,
         endpoint=candidates.endpoints[picked],
         fallbacks=(),
-        lease=Lease(request or make_request(), picked, picked, 1000.0),
+        lease=Lease(request or make_request(), picked, 0, picked, 1000.0),
         matched_blocks=picked,
         total_blocks=10,
         block_tokens=64,

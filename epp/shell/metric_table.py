@@ -185,6 +185,7 @@ METRICS: Final[tuple[MetricSpec, ...]] = (
         "counter",
         "streams",
         "Streams whose gateway announced a body mode that the picker does not know.",
+        ("mode",),
     ),
     MetricSpec(
         "homing_protocol_violations_total",

@@ -144,7 +144,7 @@ class Telemetry:
         self._contribution = Children(_labelled(distributions["homing_scorer_contribution"]))
         self._contributions: tuple[tuple[str, ...], list[Distribution]] = ((), [])
         self._without_prefix = Children(_labelled(numbers["homing_scheduled_without_prefix_total"]))
-        self._unknown_mode = numbers["homing_unknown_body_mode_total"].labels()
+        self._unknown_mode = Children(_labelled(numbers["homing_unknown_body_mode_total"]), 32)
         self._violations = Children(_labelled(numbers["homing_protocol_violations_total"]))
         self._hit_ratio = distributions["homing_prefix_indexer_hit_ratio"].labels()
         self._hit_bytes = distributions["homing_prefix_indexer_hit_bytes"].labels()
@@ -259,9 +259,9 @@ class Telemetry:
         """A request was scheduled at its headers; `mode` is its body mode or "headers-only"."""
         self._without_prefix(mode).inc()
 
-    def unknown_body_mode(self) -> None:
+    def unknown_body_mode(self, mode: int) -> None:
         """A gateway announced a body mode that the picker does not know."""
-        self._unknown_mode.inc()
+        self._unknown_mode(str(mode)).inc()
 
     def protocol_violated(self, phase: str, event: str) -> None:
         """A gateway sent `event` in a `phase` of the stream that does not allow it."""
@@ -309,11 +309,11 @@ class Telemetry:
     def stream_opened(self) -> None:
         self._streams.inc()
 
-    def stream_closed(self, code: str, duration_s: Seconds) -> None:
+    def stream_closed(self, code: str, *, elapsed_s: Seconds) -> None:
         """An ext_proc stream ended with the gRPC status `code` ("OK", "CANCELLED", ...)."""
         self._streams.dec()
         self._streams_ended(code).inc()
-        self._stream_s.observe(duration_s)
+        self._stream_s.observe(elapsed_s)
 
     def drain_cut(self, streams: int) -> None:
         """`streams` were still open when the drain timed out."""

@@ -81,7 +81,7 @@ def exercise(exported):
         decision, Outcome(status=502), elapsed_s=1.0, output_tokens=9, cached_tokens=128
     )
     telemetry.scheduled_without_prefix("streamed")
-    telemetry.unknown_body_mode()
+    telemetry.unknown_body_mode(5)
     telemetry.protocol_violated("ended", "RequestBody")
     telemetry.set_aside(make_endpoints(1)[0])
     telemetry.scraped(elapsed_s=0.01)
@@ -89,7 +89,7 @@ def exercise(exported):
     telemetry.config_applied(profile_settings(2.0), config_hash="abc", generation=1)
     telemetry.config_rejected()
     telemetry.stream_opened()
-    telemetry.stream_closed("OK", 1.0)
+    telemetry.stream_closed("OK", elapsed_s=1.0)
     telemetry.drain_cut(2)
 
 
@@ -395,7 +395,7 @@ def test_streams_are_counted_by_code(exported):
     """Open streams are a gauge, ended ones a counter by gRPC code."""
     exported.telemetry.stream_opened()
     exported.telemetry.stream_opened()
-    exported.telemetry.stream_closed("CANCELLED", 2.0)
+    exported.telemetry.stream_closed("CANCELLED", elapsed_s=2.0)
     assert exported("homing_extproc_streams_inflight") == 1
     assert exported("homing_extproc_streams_total", code="CANCELLED") == 1
     assert exported("homing_extproc_stream_duration_seconds_sum") == 2.0

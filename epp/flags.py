@@ -1,0 +1,486 @@
+"""Command line -> frozen flags. Go's spelling: one or two dashes, `--flag=value`, `--flag value`.
+
+A boolean takes its value after `=` only. Of a flag given twice the last counts. What cannot be
+obeyed is an error; what the reference picker has and Homing does not warns and does nothing.
+"""
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from difflib import get_close_matches
+from enum import StrEnum
+from typing import Annotated, Any, Final, TypeAlias, TypeVar
+
+import msgspec
+from msgspec import Meta, Struct
+
+from epp.core.duration import Duration, parse_duration
+
+Port: TypeAlias = Annotated[int, Meta(ge=1, le=65_535)]
+
+
+class ByteCount(int):
+    """Bytes, written as a number or as a Kubernetes quantity: 4194304, 4Mi, 4M."""
+
+    __slots__ = ()
+
+
+class Transport(StrEnum):
+    GRPCIO = "grpcio"
+
+
+class LogFormat(StrEnum):
+    JSON = "json"
+    CONSOLE = "console"
+
+
+class BodyMode(StrEnum):
+    """How Envoy shows a body to the picker, in Envoy's spelling."""
+
+    NONE = "NONE"
+    STREAMED = "STREAMED"
+    BUFFERED = "BUFFERED"
+    BUFFERED_PARTIAL = "BUFFERED_PARTIAL"
+    FULL_DUPLEX_STREAMED = "FULL_DUPLEX_STREAMED"
+
+
+_RECEIVE_MARGIN_BYTES: Final = 65_536
+"""Room for headers and metadata beside a body of the greatest size."""
+_REFRESH_MIN_S: Final = 0.2
+_REFRESH_PER_ENDPOINT_S: Final = 0.000_5
+"""At 1,000 endpoints one scrape every 0.5 ms."""
+
+
+class ServeFlags(Struct, frozen=True, kw_only=True):
+    """What `epp serve` is told, checked. Field `grpc_port` is flag `--grpc-port`, and so on."""
+
+    grpc_port: Port = 9002
+    grpc_health_port: Port = 9003
+    metrics_port: Port = 9090
+    transport: Transport = Transport.GRPCIO
+    secure_serving: bool = True
+    cert_path: str = ""
+    enable_cert_reload: bool = False
+    grpc_max_recv_msg_size: ByteCount | None = None
+    request_body_max_bytes: ByteCount = ByteCount(33_554_432)
+
+    endpoints_file: str = ""
+    pool_name: str = ""
+    pool_namespace: str = ""
+    pool_group: str = "inference.networking.k8s.io"
+    endpoint_selector: str = ""
+    endpoint_target_ports: Annotated[tuple[Port, ...], Meta(max_length=8)] = ()
+
+    config_file: str = ""
+    config_text: str = ""
+    fallback_endpoints_max: Annotated[int, Meta(ge=0, le=64)] = 0
+    disable_endpoint_subset_filter: bool = False
+    seed: int | None = None
+
+    refresh_metrics_interval: Duration | None = None
+    metrics_staleness_threshold: Duration = Duration(2.0)
+
+    parse_response_usage: bool = False
+    lease_ttl_without_response_phase: Duration = Duration(60.0)
+    drain_grace: Duration = Duration(5.0)
+    drain_timeout: Duration = Duration(30.0)
+
+    log_format: LogFormat = LogFormat.JSON
+    v: Annotated[int, Meta(ge=0)] = 2
+
+    warnings: tuple[str, ...] = ()
+    """Flags that do nothing, one sentence each. No flag of its own."""
+
+    @property
+    def receive_message_max_bytes(self) -> int:
+        """Largest message that the gRPC server takes."""
+        given = self.grpc_max_recv_msg_size
+        return self.request_body_max_bytes + _RECEIVE_MARGIN_BYTES if given is None else given
+
+    @property
+    def log_level(self) -> str:
+        """One of "warning", "info" and "debug"; the reference picker's decisions are at 4 and 5 too."""
+        return "warning" if self.v == 0 else "info" if self.v < 4 else "debug"
+
+    def refresh_interval_s(self, endpoints: int) -> float:
+        """Time between two scrapes of each of `endpoints`; an explicit flag is the minimum."""
+        given = self.refresh_metrics_interval
+        least_s = _REFRESH_MIN_S if given is None else float(given)
+        return max(least_s, _REFRESH_PER_ENDPOINT_S * endpoints)
+
+
+class EnvoyFlags(Struct, frozen=True, kw_only=True):
+    """What `epp envoy-config` is told; all but `out` are options of `shell.bootstrap`."""
+
+    out: str = ""
+    listen_host: str = "0.0.0.0"  # noqa: S104 - it is a gateway
+    listen_port: Port = 8081
+    admin_port: Port = 19_000
+    readiness_port: Port = 19_001
+    picker_address: str = "127.0.0.1:9002"
+    plaintext: bool = False
+    request_body_mode: BodyMode = BodyMode.FULL_DUPLEX_STREAMED
+    response_body_mode: BodyMode = BodyMode.NONE
+    fail_open: bool = False
+    message_timeout: Duration = Duration(10.0)
+    request_body_max_bytes: ByteCount = ByteCount(33_554_432)
+
+
+class CheckFlags(Struct, frozen=True, kw_only=True):
+    """What `epp check-config` is told."""
+
+    file: str = ""
+    """The one argument that is no flag; "-": standard input; "": the built-in default."""
+    diff: str = ""
+    explain: bool = False
+
+
+class FlagError(Exception):
+    """A command line that cannot be obeyed: one sentence."""
+
+
+Groups: TypeAlias = Mapping[str, Mapping[str, str]]
+
+SERVE_HELP: Final[Groups] = {
+    "Serving": {
+        "grpc-port": "port of ext_proc and of gRPC health",
+        "grpc-health-port": "port of gRPC health in plaintext",
+        "metrics-port": "port of our own metrics",
+        "transport": "what carries gRPC: grpcio",
+        "secure-serving": "TLS on --grpc-port; false: plaintext",
+        "cert-path": "directory with tls.crt and tls.key; without: a self-signed certificate",
+        "enable-cert-reload": "read the certificate again when it changes",
+        "request-body-max-bytes": "longest request body; a longer one gets 413",
+        "grpc-max-recv-msg-size": "longest gRPC message (default: body limit + 64Ki)",
+    },
+    "Endpoints": {
+        "endpoints-file": "YAML or JSON list of endpoints, watched",
+        "pool-name": "InferencePool to serve",
+        "pool-namespace": "its namespace (default: $NAMESPACE, else default)",
+        "pool-group": "its API group",
+        "endpoint-selector": "label selector of pods, instead of a pool",
+        "endpoint-target-ports": "their ports, 1 to 8, separated by commas",
+    },
+    "Scheduling": {
+        "config-file": "EndpointPickerConfig, watched; without: the built-in default",
+        "config-text": "the EndpointPickerConfig itself",
+        "fallback-endpoints-max": "endpoints to name besides the destination, for retries",
+        "disable-endpoint-subset-filter": "ignore the gateway's subset hint",
+        "seed": "of all dice; logged at start (default: drawn)",
+    },
+    "Metrics of endpoints": {
+        "refresh-metrics-interval": (
+            "least time between two scrapes of one endpoint (default: the greater of 200ms and "
+            "0.5ms for each endpoint)"
+        ),
+        "metrics-staleness-threshold": "older metrics rank an endpoint below every fresh one",
+    },
+    "Requests": {
+        "parse-response-usage": "read response chunks for token usage and time to first token",
+        "lease-ttl-without-response-phase": (
+            "longest time to count a request where the gateway does not show responses"
+        ),
+        "drain-grace": "on SIGTERM, take new streams for this long",
+        "drain-timeout": "on SIGTERM, wait for open streams at most this long",
+    },
+    "Logs": {
+        "log-format": "json or console",
+        "v": "verbosity: 0 warnings, 1 to 3 information, 4 and more every decision",
+    },
+}
+
+ENVOY_HELP: Final[Groups] = {
+    "Output": {"out": "file to write (default: standard output)"},
+    "Listening": {
+        "listen-host": "address of the gateway's listener",
+        "listen-port": "its port",
+        "admin-port": "port of Envoy's admin interface, on loopback",
+        "readiness-port": "port of /ready and /stats/prometheus",
+    },
+    "Picker": {
+        "picker-address": "host:port of `epp serve`",
+        "plaintext": "speak to it without TLS (`epp serve --secure-serving=false`)",
+        "fail-open": "let requests pass when it is down",
+        "message-timeout": "how long it may take for one answer",
+        "request-body-mode": "how request bodies reach it",
+        "response-body-mode": "how response bodies reach it",
+        "request-body-max-bytes": "as of `epp serve`",
+    },
+}
+
+CHECK_HELP: Final[Groups] = {
+    "Output": {
+        "diff": "another configuration; say what FILE changes in it",
+        "explain": "print what is in effect, defaults filled in",
+    }
+}
+
+
+class Foreign(Struct, frozen=True):
+    """A flag of the reference picker that does nothing here."""
+
+    sentence: str
+    ours: str | None = None
+    """The value that says what we do anyhow; it is no reason to warn."""
+    boolean: bool = False
+
+
+FOREIGN: Final[Mapping[str, Foreign]] = {
+    "emit-endpoint-scores": Foreign(
+        "scores are in the log of decisions (--v 4)", "false", boolean=True
+    ),
+    "refresh-prometheus-metrics-interval": Foreign("our metrics are computed when they are read"),
+    "health-checking": Foreign("gRPC health is always served", "true", boolean=True),
+    "enable-grpc-stream-metrics": Foreign("streams are always counted", "true", boolean=True),
+    "metrics-endpoint-auth": Foreign(
+        "our metrics are served without authentication", "false", boolean=True
+    ),
+    "metrics-client-ca-file": Foreign("our metrics are served without TLS", ""),
+    "metrics-cert-dir": Foreign("our metrics are served without TLS", ""),
+    "enable-pprof": Foreign(
+        "there is no profiler of Go in a Python process", "false", boolean=True
+    ),
+    "tls-min-version": Foreign("gRPC takes TLS 1.2 and newer", ""),
+    "tls-cipher-suites": Foreign("gRPC chooses them", ""),
+    "grpc-max-send-msg-size": Foreign("our messages stay below 64 KiB", ""),
+    "ha-enable-leader-election": Foreign(
+        "there is no leader, every replica serves", "false", boolean=True
+    ),
+    "allow-experimental-plugins": Foreign("every plugin may be used", "true", boolean=True),
+    "tracing": Foreign("no traces are sent", "false", boolean=True),
+    "zap-devel": Foreign("use --log-format console", "false", boolean=True),
+    "zap-stacktrace-level": Foreign("an unexpected error is always logged with its traceback"),
+    "zap-time-encoding": Foreign("times are logged in ISO 8601", "iso8601"),
+}
+
+REMOVED: Final = dict.fromkeys(
+    (
+        "total-queued-requests-metric",
+        "total-running-requests-metric",
+        "kv-cache-usage-percentage-metric",
+        "lora-info-metric",
+        "cache-info-metric",
+    ),
+    "was removed: name metrics in engineConfigs of core-metrics-extractor, in the configuration",
+)
+
+_ZAP: Final = ("zap-encoder", "zap-log-level")
+_ZAP_LEVELS: Final = {"debug": 4, "info": 2, "error": 0, "panic": 0}
+
+_UNITS: Final = {
+    "": 1,
+    "k": 10**3,
+    "M": 10**6,
+    "G": 10**9,
+    "Ki": 2**10,
+    "Mi": 2**20,
+    "Gi": 2**30,
+}
+_QUANTITY: Final = re.compile(r"(\d{1,12})(|k|M|G|Ki|Mi|Gi)", re.ASCII)
+_BYTES_MAX: Final = 2**31 - 1
+"""What gRPC can be told."""
+
+_NO_FLAGS: Final = ("file", "warnings")
+"""Fields that no flag sets."""
+
+F = TypeVar("F", bound=Struct)
+
+
+def parse_byte_count(text: str) -> ByteCount:
+    """Read a quantity of at least one byte and less than 2 GiB; `ValueError` for anything else."""
+    match = _QUANTITY.fullmatch(text)
+    if not match:
+        raise ValueError(f"{text!r} is not a number of bytes such as 4194304 or 4Mi")
+    count = int(match[1]) * _UNITS[match[2]]
+    if not 0 < count <= _BYTES_MAX:
+        raise ValueError(f"{text!r} is not one of 1 to {_BYTES_MAX} bytes")
+    return ByteCount(count)
+
+
+def parse_serve(arguments: Sequence[str], environment: Mapping[str, str]) -> ServeFlags:
+    """Read the command line of `epp serve`. Raises `FlagError`."""
+    foreign = {name: flag.boolean for name, flag in FOREIGN.items()}
+    foreign |= dict.fromkeys((*REMOVED, *_ZAP), False)
+    given, rest = _split(arguments, ServeFlags, foreign)
+    if rest:
+        raise FlagError(f"unexpected argument {rest[0]!r}, expected flags only")
+    for name in given:
+        if name in REMOVED:
+            raise FlagError(f"--{name} {REMOVED[name]}")
+    warnings = [
+        f"--{name} has no effect: {flag.sentence}"
+        for name, flag in FOREIGN.items()
+        if name in given and given.pop(name) != flag.ours
+    ]
+    _translate_zap(given, warnings)
+    given.setdefault("pool-namespace", environment.get("NAMESPACE") or "default")
+    flags = _convert(given, ServeFlags)
+    _check_serve(flags)
+    if flags.endpoints_file:
+        unused = [name for name in ("pool-name", "endpoint-selector") if given.get(name)]
+        warnings += [f"--{name} has no effect: --endpoints-file is given" for name in unused]
+    return msgspec.structs.replace(flags, warnings=tuple(warnings))
+
+
+def parse_envoy(arguments: Sequence[str]) -> EnvoyFlags:
+    """Read the command line of `epp envoy-config`. Raises `FlagError`."""
+    given, rest = _split(arguments, EnvoyFlags, {})
+    if rest:
+        raise FlagError(f"unexpected argument {rest[0]!r}, expected flags only")
+    return _convert(given, EnvoyFlags)
+
+
+def parse_check(arguments: Sequence[str]) -> CheckFlags:
+    """Read the command line of `epp check-config`. Raises `FlagError`."""
+    given, rest = _split(arguments, CheckFlags, {})
+    if len(rest) > 1:
+        raise FlagError(f"unexpected argument {rest[1]!r}, expected one FILE")
+    flags = _convert(given | {"file": rest[0] if rest else ""}, CheckFlags)
+    if not flags.file and not flags.explain:
+        raise FlagError("expected FILE, - for standard input, or --explain for the default")
+    return flags
+
+
+def wants_help(arguments: Iterable[str]) -> bool:
+    return any(argument in {"-h", "-help", "--help"} for argument in arguments)
+
+
+def help_text(usage: str, groups: Groups, kind: type[Struct]) -> str:
+    """Every flag with its default and one line, by group."""
+    defaults = {field.encode_name: field.default for field in _fields(kind)}
+    lines = [f"usage: {usage}"]
+    for title, flags in groups.items():
+        lines += ["", f"{title}:"]
+        for name, sentence in flags.items():
+            default = defaults[name.replace("-", "_")]
+            shown = "" if default in (None, "", ()) else f" (default: {_shown(default)})"
+            lines.append(f"  --{name}")
+            lines.append(f"      {sentence}{shown}")
+    return "\n".join(lines) + "\n"
+
+
+def _shown(default: Any) -> str:
+    if isinstance(default, bool):
+        return str(default).lower()
+    return f"{float(default):g}s" if isinstance(default, Duration) else str(default)
+
+
+def _fields(kind: type[Struct]) -> tuple[msgspec.structs.FieldInfo, ...]:
+    return tuple(field for field in msgspec.structs.fields(kind) if field.name not in _NO_FLAGS)
+
+
+def _split(
+    arguments: Sequence[str], kind: type[Struct], foreign: Mapping[str, bool]
+) -> tuple[dict[str, str], list[str]]:
+    """Flags with their values, the last of each; and what is no flag."""
+    booleans = {field.name.replace("_", "-"): field.type is bool for field in _fields(kind)}
+    booleans |= foreign
+    given: dict[str, str] = {}
+    rest: list[str] = []
+    pending = list(reversed(arguments))
+    while pending:
+        argument = pending.pop()
+        if argument == "--":
+            return given, rest + pending[::-1]
+        if not argument.startswith("-") or argument == "-":
+            rest.append(argument)
+            continue
+        dashes = 2 if argument.startswith("--") else 1
+        name, equals, value = argument[dashes:].partition("=")
+        if name not in booleans:
+            near = get_close_matches(name, booleans, n=1)
+            hint = f", did you mean --{near[0]}?" if near else ""
+            raise FlagError(f"unknown flag {'-' * dashes + name!r}{hint}")
+        if booleans[name]:
+            value = _boolean(name, value) if equals else "true"
+        elif not equals:
+            if not pending:
+                raise FlagError(f"--{name} needs a value")
+            value = pending.pop()
+        given[name] = value
+    return given, rest
+
+
+def _boolean(name: str, text: str) -> str:
+    """Go's spellings of a boolean."""
+    if text in {"1", "t", "T", "true", "TRUE", "True"}:
+        return "true"
+    if text in {"0", "f", "F", "false", "FALSE", "False"}:
+        return "false"
+    raise FlagError(f"--{name}: expected true or false, got {text!r}")
+
+
+def _translate_zap(given: dict[str, str], warnings: list[str]) -> None:
+    """The reference picker's log flags, in terms of ours."""
+    encoder, level = given.pop("zap-encoder", ""), given.pop("zap-log-level", "")
+    if encoder not in {"", "json", "console"}:
+        raise FlagError(f"--zap-encoder: expected json or console, got {encoder!r}")
+    if encoder:
+        given.setdefault("log-format", encoder)
+    if not level:
+        return
+    if level not in _ZAP_LEVELS and not level.isdecimal():
+        known = ", ".join(_ZAP_LEVELS)
+        raise FlagError(f"--zap-log-level: expected {known} or a number, got {level!r}")
+    given.setdefault("v", str(_ZAP_LEVELS.get(level, level)))
+
+
+def _convert(given: Mapping[str, str], kind: type[F]) -> F:
+    values: dict[str, Any] = {name: given[name] for name in _NO_FLAGS if name in given}
+    for field in _fields(kind):
+        name = field.name.replace("_", "-")
+        if name in given:
+            values[field.name] = _read(name, given[name], field.type)
+    return kind(**values)
+
+
+def _read(name: str, text: str, kind: Any) -> Any:
+    """The value of flag `name` as a `kind`."""
+    value: Any = text
+    if name == "endpoint-target-ports":
+        value = [port.strip() for port in text.split(",") if port.strip()]
+    if isinstance(kind, type) and issubclass(kind, StrEnum) and text not in list(kind):
+        raise FlagError(f"--{name}: expected {' or '.join(kind)}, got {text!r}")
+    try:
+        return msgspec.convert(value, kind, strict=False, dec_hook=_decode)
+    except msgspec.ValidationError as error:
+        sentence = str(error).partition(" - at `$")[0].removesuffix(", got `str`")
+        if sentence.startswith("Expected"):
+            sentence = f"e{sentence[1:]}, got {text!r}"
+        raise FlagError(f"--{name}: {sentence}") from error
+
+
+def _decode(kind: type[Any], text: str) -> Any:
+    return parse_duration(text) if kind is Duration else parse_byte_count(text)
+
+
+def _check_serve(flags: ServeFlags) -> None:
+    """What only several flags together tell."""
+    if flags.config_file and flags.config_text:
+        raise FlagError("--config-file and --config-text are both given, expected one")
+    if flags.pool_name and flags.endpoint_selector:
+        raise FlagError("--pool-name and --endpoint-selector are both given, expected one")
+    ports = (flags.grpc_port, flags.grpc_health_port, flags.metrics_port)
+    if len(set(ports)) < len(ports):
+        names = "--grpc-port, --grpc-health-port and --metrics-port"
+        raise FlagError(f"{names} are {ports[0]}, {ports[1]} and {ports[2]}, expected three")
+    for name, duration in (
+        ("refresh-metrics-interval", flags.refresh_metrics_interval),
+        ("metrics-staleness-threshold", flags.metrics_staleness_threshold),
+    ):
+        if duration is not None and duration <= 0:
+            raise FlagError(f"--{name}: expected more than 0s, got {float(duration):g}s")
+    for name, duration in (
+        ("lease-ttl-without-response-phase", flags.lease_ttl_without_response_phase),
+        ("drain-grace", flags.drain_grace),
+        ("drain-timeout", flags.drain_timeout),
+    ):
+        if duration < 0:
+            raise FlagError(f"--{name}: expected at least 0s, got {float(duration):g}s")
+    if flags.endpoints_file:
+        return
+    if flags.pool_name or flags.endpoint_selector:
+        raise FlagError(
+            "endpoints are not discovered in Kubernetes yet, that comes with the chart: give "
+            "--endpoints-file"
+        )
+    raise FlagError("no endpoints: give --endpoints-file")

@@ -148,9 +148,7 @@ class EndpointPicker:
         health_server = grpc.aio.server()
         self.health.add_to(health_server)
         _listen(health_server, flags.grpc_health_port)
-        metrics = MetricsServer(
-            self.registry, lambda: self.health.ready, port=flags.metrics_port
-        )
+        metrics = MetricsServer(self.registry, lambda: self.health.ready, port=flags.metrics_port)
         try:
             await metrics.__aenter__()
         except OSError as error:
@@ -210,9 +208,7 @@ class EndpointPicker:
         # From here on new streams are refused; those that are open go on.
         stopping = asyncio.create_task(server.stop(left_s + STOP_S), name="stop")
         hurried = asyncio.create_task(hurry.wait(), name="hurry")
-        await asyncio.wait(
-            {stopping, hurried}, timeout=left_s, return_when=asyncio.FIRST_COMPLETED
-        )
+        await asyncio.wait({stopping, hurried}, timeout=left_s, return_when=asyncio.FIRST_COMPLETED)
         hurried.cancel()
         cut = self.ext_proc.open_streams
         if cut:

@@ -125,7 +125,10 @@ class Told:
     def completed(self, exchange, outcome, now):
         self.events.append(f"completed {outcome.ending.value}")
 
-    def unknown_body_mode(self):
+    def set_aside(self, endpoint):
+        self.events.append(f"set aside {endpoint.name}")
+
+    def unknown_body_mode(self, mode):
         self.events.append("unknown body mode")
 
     def protocol_violated(self, phase, event):
@@ -193,9 +196,7 @@ def set_headers(answer):
         else common(answer).header_mutation
     )
     assert all(option.header.value == "" for option in mutation.set_headers)
-    return {
-        option.header.key: option.header.raw_value.decode() for option in mutation.set_headers
-    }
+    return {option.header.key: option.header.raw_value.decode() for option in mutation.set_headers}
 
 
 def removed_headers(answer):

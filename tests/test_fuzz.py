@@ -31,8 +31,10 @@ BODIES = [
     ("/v1/responses", b'{"model":"m","instructions":"i","input":[{"role":"user","content":"x"}]}'),
     (
         "/v1/messages",
-        b'{"model":"m","max_tokens":1,"system":[{"type":"text","text":"s"}],"messages":'
-        b'[{"role":"user","content":[{"type":"tool_result","tool_use_id":"t","content":"r"}]}]}',
+        (
+            b'{"model":"m","max_tokens":1,"system":[{"type":"text","text":"s"}],"messages":[{"role"'
+            b':"user","content":[{"type":"tool_result","tool_use_id":"t","content":"r"}]}]}'
+        ),
     ),
 ]
 
@@ -106,10 +108,8 @@ def test_50_000_mutated_messages_get_legal_answers(part):
         path = [originals[start], *random.choices(originals, k=random.randint(1, 5))]
         for message in path:
             sent += 1
-            if random.random() < 0.7:
-                message = mutated(random, message)
             try:
-                event = decode(message)
+                event = decode(mutated(random, message) if random.random() < 0.7 else message)
             except MalformedMessageError:
                 malformed += 1
                 break

@@ -157,9 +157,7 @@ class Stage:
 def blocks(part):
     word, _, times = part.partition("*")
     block = (word.encode() + b" ") * BLOCK_BYTES
-    return b"".join(
-        f"{i:04d}".encode() + block[: BLOCK_BYTES - 4] for i in range(int(times or 1))
-    )
+    return b"".join(f"{i:04d}".encode() + block[: BLOCK_BYTES - 4] for i in range(int(times or 1)))
 
 
 def table(decision):

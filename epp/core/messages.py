@@ -54,6 +54,8 @@ class BodyModes(Struct, frozen=True):
 
     request: BodyMode
     response: BodyMode
+    unknown: int | None = None
+    """The number of a mode that is not known, if there is one."""
 
 
 class RequestHeaders(Struct, frozen=True):

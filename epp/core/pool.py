@@ -132,21 +132,22 @@ class EndpointPool:
             columns.set_adapters(slot, metrics.adapters)
         return restarted
 
-    def responded(self, slot: int, status: int, now: Seconds) -> None:
-        """Take note of a response's status: failures in a row set the endpoint aside."""
+    def responded(self, slot: int, status: int, now: Seconds) -> bool:
+        """Take note of a response's status; True if its failures now set the endpoint aside."""
         member = self._member(slot)
         if status not in UPSTREAM_FAILURES:
             member.failures = 0
-            return
+            return False
         member.failures += 1
         # vLLM answers 503 when its admission limits are reached; Envoy, when it cannot connect.
         self.columns.saturated[slot] |= status == 503
         if member.failures < FAILURES_BEFORE_SET_ASIDE or member.set_aside_at_s is not None:
-            return
+            return False
         if 2 * (self.set_aside_count() + 1) > len(self):
-            return
+            return False
         member.set_aside_at_s = now
         self._ready_until_s = -math.inf
+        return True
 
     def set_aside_count(self) -> int:
         """How many endpoints are set aside."""

@@ -159,16 +159,25 @@ class Scheduler:
         uncached = max(0.0, request.prompt_tokens - matched * self.settings.block_tokens)
         self.ledger.move(lease, slot, uncached, now)
 
-    def complete(self, lease: Lease, outcome: Outcome, now: Seconds) -> None:
-        """The request ended, one way or another; a second call does nothing."""
+    def complete(self, lease: Lease, outcome: Outcome, now: Seconds) -> Endpoint | None:
+        """The request ended, one way or another; a second call does nothing.
+
+        Returns the endpoint if this outcome is one failure too many and sets it aside.
+        """
         if lease.slot < 0:
-            return
-        if outcome.status is not None and self.ledger.is_live(lease):
-            self.pool.responded(lease.slot, outcome.status, now)
+            return None
+        set_aside = None
+        if (
+            outcome.status is not None
+            and self.ledger.is_live(lease)
+            and self.pool.responded(lease.slot, outcome.status, now)
+        ):
+            set_aside = self._endpoint(lease.slot)
         if outcome.ending is Ending.UNSEEN:
             self.ledger.close_later(lease, now, self.settings.lease_ttl_without_response_phase_s)
-            return
-        self.ledger.close(lease, now)
+        else:
+            self.ledger.close(lease, now)
+        return set_aside
 
     def configure(self, settings: SchedulerSettings, now: Seconds) -> list[str]:
         """Decide by `settings` from the next request on.

@@ -66,7 +66,7 @@ from epp.core.parse import (
     parse_request,
 )
 from epp.core.scheduler import Decision, Scheduler
-from epp.core.types import InferenceRequest, Refusal, RefusalReason, Seconds
+from epp.core.types import Endpoint, InferenceRequest, Refusal, RefusalReason, Seconds
 from epp.core.usage import Usage, UsageReader
 
 
@@ -130,7 +130,11 @@ class Observer(Protocol):
     def refused(self, exchange: Exchange, refusal: Refusal) -> None: ...
     def response_started(self, exchange: Exchange) -> None: ...
     def completed(self, exchange: Exchange, outcome: Outcome, now: Seconds) -> None: ...
-    def unknown_body_mode(self) -> None: ...
+    def set_aside(self, endpoint: Endpoint) -> None: ...
+    def unknown_body_mode(self, mode: int) -> None:
+        """`mode`: the number of it."""
+        ...
+
     def protocol_violated(self, phase: str, event: str) -> None: ...
 
 
@@ -357,8 +361,8 @@ class Session:
             return
         self._modes = modes
         self._announced = True
-        if BodyMode.UNKNOWN in (modes.request, modes.response):
-            self._observer.unknown_body_mode()
+        if modes.unknown is not None:
+            self._observer.unknown_body_mode(modes.unknown)
 
     def _hint(self, subset: tuple[str, ...] | None) -> None:
         """The latest message that carries a hint counts."""
@@ -479,7 +483,9 @@ class Session:
         decision = self._exchange.decision
         assert decision is not None
         outcome = Outcome(ending=ending, status=self._exchange.status)
-        self._scheduler.complete(decision.lease, outcome, now)
+        set_aside = self._scheduler.complete(decision.lease, outcome, now)
+        if set_aside is not None:
+            self._observer.set_aside(set_aside)
         self._observer.completed(self._exchange, outcome, now)
 
 

@@ -50,6 +50,7 @@ SUBSET_KEY: Final = "x-gateway-destination-endpoint-subset"
 ENDPOINT_NAMESPACE: Final = "envoy.lb"
 SERVED_KEY: Final = "x-gateway-destination-endpoint-served"
 
+_MODES: Final = {mode.value: mode for mode in BodyMode if mode is not BodyMode.UNKNOWN}
 _OVERWRITE: Final = HeaderValueOption.HeaderAppendAction.OVERWRITE_IF_EXISTS_OR_ADD
 _ERROR_TYPES: Final = {
     400: "invalid_request_error",
@@ -167,15 +168,10 @@ def _headers(message: HeaderMap) -> dict[str, str]:
 def _modes(request: ProcessingRequest) -> BodyModes | None:
     if not request.HasField("protocol_config"):
         return None
-    config = request.protocol_config
-    return BodyModes(_mode(config.request_body_mode), _mode(config.response_body_mode))
-
-
-def _mode(value: int) -> BodyMode:
-    try:
-        return BodyMode(value)
-    except ValueError:
-        return BodyMode.UNKNOWN
+    numbers = request.protocol_config.request_body_mode, request.protocol_config.response_body_mode
+    request_mode, response_mode = (_MODES.get(number, BodyMode.UNKNOWN) for number in numbers)
+    unknown = next((number for number in numbers if number not in _MODES), None)
+    return BodyModes(request_mode, response_mode, unknown)
 
 
 def _subset(request: ProcessingRequest) -> tuple[str, ...] | None:

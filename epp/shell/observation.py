@@ -2,12 +2,16 @@
 
 import time
 
+import structlog
+
 from epp.core.inflight import Outcome
 from epp.core.messages import BodyMode
 from epp.core.session import Exchange
-from epp.core.types import Refusal, Seconds
+from epp.core.types import Endpoint, Refusal, Seconds
 from epp.shell.logs import DecisionLog
 from epp.shell.telemetry import Telemetry
+
+_log = structlog.get_logger(__name__)
 
 
 class Observation:
@@ -65,6 +69,10 @@ class Observation:
             cached_tokens=usage.cached_tokens if usage else None,
             model_name=exchange.incoming_model,
         )
+
+    def set_aside(self, endpoint: Endpoint) -> None:
+        self._telemetry.set_aside(endpoint)
+        _log.warning("endpoint set aside until its next good scrape", endpoint=endpoint.name)
 
     def unknown_body_mode(self, mode: int) -> None:
         self._telemetry.unknown_body_mode(mode)

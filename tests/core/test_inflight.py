@@ -74,7 +74,9 @@ def test_leases_of_a_forgotten_endpoint_never_make_its_successor_negative():
     assert (columns.inflight_requests[0], columns.prefill_backlog_tokens[0]) == (0, 0.0)
 
 
-@pytest.mark.parametrize(("output_tokens_max", "ends_at_s"), [(40, 2.0), (4_000, 10.0), (None, 7.4)])
+@pytest.mark.parametrize(
+    ("output_tokens_max", "ends_at_s"), [(40, 2.0), (4_000, 10.0), (None, 7.4)]
+)
 def test_an_unseen_request_is_closed_at_its_estimated_end_or_at_the_limit(
     output_tokens_max, ends_at_s
 ):

@@ -271,7 +271,9 @@ def test_only_a_bypassed_response_lets_the_stream_end_early(request_mode, respon
     assert stream.session.may_end_for_drain() is may_end
 
 
-@pytest.mark.parametrize("first", [gw.request_body(BODY), gw.request_trailers(), gw.response_body()])
+@pytest.mark.parametrize(
+    "first", [gw.request_body(BODY), gw.request_trailers(), gw.response_body()]
+)
 def test_a_message_that_the_phase_does_not_allow_ends_the_stream(first):
     """No answer would be right; later messages get none either."""
     stream = stream_of()

@@ -1,17 +1,14 @@
 """A metrics page of a model server -> `EndpointMetrics`. Pure.
 
-A vLLM page is 50 to 80 KB and a scheduler wants ten of its six hundred series, so nothing is
-parsed that is not wanted: the page is searched for a line that starts with the name, and only
-that line, and those of the same name that follow it, are read. The text format promises that the
-series of one name stand together (Prometheus, "Exposition formats").
-
-What is read, for each engine, is data: `MetricNames`. The tables below are the engines' own names.
+A vLLM page is 50 to 80 KB and a scheduler wants ten of its six hundred series. One regular
+expression of the wanted names walks the page from line to line; only what it finds is read.
+What is wanted from each engine is data: `MetricNames`. The tables below are the engines' own names.
 """
 
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Final
+from collections.abc import Mapping, Sequence
+from typing import Final, TypeAlias
 
 from msgspec import Struct
 
@@ -34,7 +31,6 @@ _ESCAPE: Final = re.compile(rb"\\(.)")
 _ESCAPED: Final = {b"n": b"\n", b'"': b'"', b"\\": b"\\"}
 _SELECTOR: Final = re.compile(r"([A-Za-z_:][A-Za-z0-9_:]*)(?:\{([^{}]*)\})?")
 _PAIR: Final = re.compile(r'\s*([A-Za-z_][A-Za-z0-9_]*)\s*=\s*"?([^",]*?)"?\s*')
-_NAME_ENDS: Final = (b"{", b" ", b"\t")
 _SHOWN_BYTES: Final = 80
 _DIGITS_MAX: Final = 15
 """A count with more digits than this is not a count of blocks or tokens."""
@@ -163,71 +159,110 @@ ENGINES: Final[Mapping[str, MetricNames]] = {
 ENGINE_LABELS: Final = ("llm-d.ai/engine-type", "inference.networking.k8s.io/engine-type")
 """Labels of an endpoint that name its engine type; the second is the legacy spelling."""
 
-_PROCESS_STARTED: Final = _selectors("process_start_time_seconds")
+_PROCESS_STARTED: Final = b"process_start_time_seconds"
+
+_Found: TypeAlias = dict[bytes, list[tuple[bytes, float]]]
+"""Name -> (text between the braces, value) of each of its series on one page."""
 
 
-def choose_names(
-    labels: Mapping[str, str], engines: Mapping[str, MetricNames] = ENGINES
-) -> tuple[MetricNames, ...]:
-    """What to look for on the page of an endpoint with these labels, in order.
+class PageReader:
+    """Reads the pages of endpoints, whatever engine they run.
 
-    An engine type that `engines` does not have is no reason to be blind: all are tried.
+    `engines`: engine type -> names, in the order in which a page is tried whose endpoint's labels
+    do not name one of them.
     """
-    for label in ENGINE_LABELS:
-        names = engines.get(labels.get(label, ""))
-        if names is not None:
-            return (names,)
-    return tuple(engines.values())
 
+    def __init__(self, engines: Mapping[str, MetricNames] = ENGINES) -> None:
+        self._engines = {
+            engine: (names, _pattern(_names_wanted(names))) for engine, names in engines.items()
+        }
 
-def read_metrics(page: bytes, engines: Sequence[MetricNames]) -> EndpointMetrics:
-    """Read one page with the first of `engines` (at least one) of which it has a load gauge.
+    def read(self, page: bytes, labels: Mapping[str, str]) -> EndpointMetrics:
+        """Read the page of an endpoint with these labels.
 
-    A value that is NaN, infinite or negative is unknown. Raises `ExpositionError` when the page
-    has no load gauge of any engine, or when a series that is wanted is not well-formed.
-    """
-    for names in engines:
-        waiting = _sum(page, names.waiting)
-        running = _sum(page, names.running)
-        usage = _first(page, names.kv_cache_usage)
-        if waiting is not None or running is not None or usage:
-            break
-    else:
-        wanted = ", ".join(names.waiting[0].name.decode() for names in engines)
+        A value that is NaN, infinite or negative is unknown. Raises `ExpositionError` when the
+        page has no load gauge of the engine (of any, where the labels name none), or when a series
+        that is wanted is malformed.
+        """
+        if not page.startswith(b"#"):
+            page = b"\n" + page  # each line begins after a newline, the first too
+        engines = self._engines_of(labels)
+        for names, pattern in engines:
+            found: _Found = {}
+            for name, rest in pattern.findall(page):
+                found.setdefault(name, []).append(_sample(name, rest))
+            metrics = _metrics(names, found)
+            if metrics is not None:
+                return metrics
+        wanted = ", ".join(names.waiting[0].name.decode() for names, _ in engines)
         raise ExpositionError(
             f"the page of {len(page)} bytes has no load gauge, expected one of {wanted}"
         )
-    block_size_tokens, blocks_total = _cache_size(page, names)
-    started_at_s = [value for _, value in _first(page, _PROCESS_STARTED)]
-    awake = [value for _, value in _first(page, names.awake)]
+
+    def _engines_of(
+        self, labels: Mapping[str, str]
+    ) -> Sequence[tuple[MetricNames, re.Pattern[bytes]]]:
+        """An engine type that is not in the table is no reason to be blind: all are tried."""
+        for label in ENGINE_LABELS:
+            engine = self._engines.get(labels.get(label, ""))
+            if engine is not None:
+                return (engine,)
+        return tuple(self._engines.values())
+
+
+def _names_wanted(names: MetricNames) -> list[bytes]:
+    every = (
+        *names.waiting, *names.running, *names.kv_cache_usage, *names.requests_total,
+        *names.block_size_tokens, *names.blocks_total, *names.awake,
+    )  # fmt: skip
+    infos = (names.cache_info, names.adapter_requests, names.adapter_loaded, names.adapter_slots)
+    return sorted({selector.name for selector in every} | {name for name in infos if name})
+
+
+def _pattern(names: Sequence[bytes]) -> re.Pattern[bytes]:
+    """(name, the rest of the line) of each line that begins with exactly one of `names`."""
+    # The inner group lets the compiler see that the engine's names begin alike: twice as fast.
+    engine = b"|".join(re.escape(name) for name in names)
+    return re.compile(rb"\n(" + _PROCESS_STARTED + rb"|(?:" + engine + rb"))([{ \t][^\n]*)")
+
+
+def _metrics(names: MetricNames, found: _Found) -> EndpointMetrics | None:
+    """None: none of this engine's load gauges is on the page."""
+    waiting, running = _values(found, names.waiting), _values(found, names.running)
+    usage = _values(found, names.kv_cache_usage)
+    if not (waiting or running or usage):
+        return None
+    awake = _values(found, names.awake)
+    block_size_tokens, blocks_total = _cache_size(names, found)
     return EndpointMetrics(
-        waiting_requests=math.nan if waiting is None else waiting,
-        running_requests=math.nan if running is None else running,
-        # min() gives back its first argument when the second is NaN, so NaN comes first.
-        kv_cache_usage=min(sum(v for _, v in usage) / len(usage), 1.0) if usage else math.nan,
-        adapters=_adapters(page, names),
+        waiting_requests=sum(waiting) if waiting else math.nan,
+        running_requests=sum(running) if running else math.nan,
+        # min() gives back its first argument when either is NaN.
+        kv_cache_usage=min(sum(usage) / len(usage), 1.0) if usage else math.nan,
+        adapters=_adapters(names, found),
         block_size_tokens=block_size_tokens,
         blocks_total=blocks_total,
-        process_started_at_s=_known(max(started_at_s, default=math.nan)),
-        requests_total=_known(_sum(page, names.requests_total)),
+        process_started_at_s=_known([value for _, value in found.get(_PROCESS_STARTED, ())][:1]),
+        requests_total=_known(_values(found, names.requests_total)),
         asleep=bool(awake) and not any(awake),
     )
 
 
-def _known(value: float | None) -> float | None:
-    return None if value is None or math.isnan(value) else value
+def _known(values: Sequence[float]) -> float | None:
+    total = sum(values)
+    return None if not values or math.isnan(total) else total
 
 
-def _first(page: bytes, selectors: Sequence[Selector]) -> list[tuple[bytes, float]]:
-    """(labels, value) of each series of the first selector that the page has; [] if of none."""
+def _values(found: _Found, selectors: Sequence[Selector]) -> list[float]:
+    """The value of each series of the first selector that the page has; [] if of none."""
     for wanted in selectors:
-        found = [
-            (labels, value)
-            for labels, value in _samples(page, wanted.name)
+        values = [
+            value
+            for labels, value in found.get(wanted.name, ())
             if not wanted.labels or _carries(labels, wanted.labels)
         ]
-        if found:
-            return found
+        if values:
+            return values
     return []
 
 
@@ -238,57 +273,24 @@ def _carries(text: bytes, wanted: Sequence[tuple[bytes, bytes]]) -> bool:
     return all(labels.get(name) == value for name, value in wanted)
 
 
-def _sum(page: bytes, selectors: Sequence[Selector]) -> float | None:
-    """Sum over the series; NaN if one of them is unknown, None if there is none."""
-    found = _first(page, selectors)
-    return sum(value for _, value in found) if found else None
-
-
-def _samples(page: bytes, name: bytes) -> Iterator[tuple[bytes, float]]:
-    """Yield (text between the braces, value) of each series called exactly `name`."""
-    at = _line_of(page, name)
-    while at >= 0:
-        stop = page.find(b"\n", at)
-        line = page[at:stop] if stop >= 0 else page[at:]
-        yield _sample(line, len(name))
-        at = stop + 1 if stop >= 0 and _is_at(page, name, stop + 1) else -1
-
-
-def _line_of(page: bytes, name: bytes) -> int:
-    """Where the first series called exactly `name` begins; -1: there is none."""
-    if _is_at(page, name, 0):
-        return 0
-    needle = b"\n" + name
-    at = page.find(needle)
-    while at >= 0 and not _is_at(page, name, at + 1):  # a longer name that starts alike
-        at = page.find(needle, at + 1)
-    return at + 1 if at >= 0 else -1
-
-
-def _is_at(page: bytes, name: bytes, at: int) -> bool:
-    end = at + len(name)
-    return page.startswith(name, at) and page[end : end + 1] in _NAME_ENDS
-
-
-def _sample(line: bytes, name_bytes: int) -> tuple[bytes, float]:
-    """Labels and value of one line, whose name is `name_bytes` long."""
-    text = line[name_bytes:]
+def _sample(name: bytes, text: bytes) -> tuple[bytes, float]:
+    """Labels, unread, and value of a line of the series `name`, which goes on with `text`."""
     if b"\\" in text or b"#" in text:
         whole = _SAMPLE.fullmatch(text)
         if whole is None:
-            raise _malformed(line)
-        return whole[1] or b"", _number(line, whole[2])
+            raise _malformed(name, text)
+        return whole[1] or b"", _number(name, text, whole[2])
     # Without escapes and exemplars the last brace ends the labels: five times faster.
     labels, brace, rest = text.rpartition(b"}")
     labels = labels.lstrip(b" \t")
     fields = rest.split()
     if not 1 <= len(fields) <= 2 or (brace and labels[:1] != b"{") or labels.count(b'"') % 2:
-        raise _malformed(line)
-    return labels[1:], _number(line, fields[0])
+        raise _malformed(name, text)
+    return labels[1:], _number(name, text, fields[0])
 
 
-def _malformed(line: bytes) -> ExpositionError:
-    return ExpositionError(f"{_shown(line)} is not a name, labels and a value")
+def _malformed(name: bytes, text: bytes) -> ExpositionError:
+    return ExpositionError(f"{_shown(name + text)} is not a name, labels and a value")
 
 
 def _shown(line: bytes) -> str:
@@ -296,13 +298,13 @@ def _shown(line: bytes) -> str:
     return repr(line[:_SHOWN_BYTES].decode(errors="replace"))
 
 
-def _number(line: bytes, text: bytes) -> float:
+def _number(name: bytes, line: bytes, text: bytes) -> float:
     """NaN for what no gauge here can be: NaN itself, infinite, below zero."""
     try:
         # float() takes digit groups, the format does not.
         value = float(text.replace(b"_", b"x"))
     except ValueError:
-        raise ExpositionError(f"{_shown(line)} has no number as its value") from None
+        raise ExpositionError(f"{_shown(name + line)} has no number as its value") from None
     return value if 0 <= value < math.inf else math.nan
 
 
@@ -328,12 +330,11 @@ def _count(text: bytes) -> int | None:
     return int(text) or None if text.isdigit() and len(text) <= _DIGITS_MAX else None
 
 
-def _cache_size(page: bytes, names: MetricNames) -> tuple[int | None, int | None]:
+def _cache_size(names: MetricNames, found: _Found) -> tuple[int | None, int | None]:
     """Tokens a block, and blocks of all ranks together."""
-    sizes = [value for _, value in _first(page, names.block_size_tokens)]
-    blocks = [value for _, value in _first(page, names.blocks_total)]
+    sizes, blocks = _values(found, names.block_size_tokens), _values(found, names.blocks_total)
     if names.cache_info and not (sizes and blocks):
-        rows = [_labels(labels) for labels, _ in _samples(page, names.cache_info)]
+        rows = [_labels(labels) for labels, _ in found.get(names.cache_info, ())]
         sizes = [_count(row.get(names.block_size_label, b"")) or math.nan for row in rows]
         blocks = [_count(row.get(names.blocks_total_label, b"")) or math.nan for row in rows]
     size = max(sizes, default=math.nan)
@@ -341,15 +342,13 @@ def _cache_size(page: bytes, names: MetricNames) -> tuple[int | None, int | None
     return int(size) if size > 0 else None, int(total) if total > 0 else None
 
 
-def _adapters(page: bytes, names: MetricNames) -> AdapterReport | None:
+def _adapters(names: MetricNames, found: _Found) -> AdapterReport | None:
     """Both generations; None if the page has neither (LoRA is off, or no step has run yet)."""
-    if not names.adapter_requests:
+    states = found.get(names.adapter_requests, ())
+    slots = [value for _, value in found.get(names.adapter_slots, ())]
+    loaded = [_labels(labels) for labels, held in found.get(names.adapter_loaded, ()) if held > 0]
+    if not (states or slots or loaded):
         return None
-    states = list(_samples(page, names.adapter_requests))
-    slots = [value for _, value in _samples(page, names.adapter_slots)]
-    if not states and not slots:
-        return None
-    loaded = [_labels(labels) for labels, held in _samples(page, names.adapter_loaded) if held > 0]
     # Old states are never removed: the one with the greatest value, its instant, is true now.
     state = _labels(max(states, key=lambda row: row[1] if row[1] > 0 else 0.0)[0]) if states else {}
     slots_max = [int(value) for value in slots if value >= 0]

@@ -8,25 +8,23 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
 
 from epp.shell.exposition import (
     ENGINE_LABELS,
-    ENGINES,
     ExpositionError,
     MetricNames,
-    choose_names,
-    read_metrics,
+    PageReader,
     selector,
 )
 
-ANY = choose_names({})
+READER = PageReader()
 
 
-def read(text, engines=ANY):
-    return read_metrics(text.encode(), engines)
+def read(text, labels=None):
+    return READER.read(text.encode(), labels or {})
 
 
 def test_a_real_page_is_read(shared_data):
     """The recorded page of vLLM 0.32 gives its gauges, its cache size and its start."""
     page = (shared_data / "truth" / "vllm-0.32-cpu" / "metrics.txt").read_bytes()
-    metrics = read_metrics(page, ANY)
+    metrics = READER.read(page, {})
     assert (metrics.waiting_requests, metrics.running_requests) == (0.0, 0.0)
     assert metrics.kv_cache_usage == 0.0
     assert (metrics.block_size_tokens, metrics.blocks_total) == (32, 200)
@@ -238,8 +236,7 @@ PAGES = {
 @pytest.mark.parametrize("labelled", [True, False])
 def test_other_engines_are_read_by_label_and_by_their_names(engine, labelled):
     """An engine type label chooses the names; without one the page tells."""
-    engines = choose_names({ENGINE_LABELS[1]: engine} if labelled else {"app": "x"})
-    metrics = read(PAGES[engine], engines)
+    metrics = read(PAGES[engine], {ENGINE_LABELS[1]: engine} if labelled else {"app": "x"})
     assert (metrics.waiting_requests, metrics.running_requests) == (2.0, 3.0)
     assert metrics.kv_cache_usage == 0.5
     assert (metrics.block_size_tokens, metrics.blocks_total) == (16, 40)
@@ -273,17 +270,18 @@ def test_a_cache_size_that_is_no_count_is_unknown(text):
 def test_a_label_chooses_and_an_unknown_one_tries_all():
     """The newer label wins; a type without a table is no reason to be blind."""
     both = {ENGINE_LABELS[0]: "sglang", ENGINE_LABELS[1]: "vllm"}
-    assert choose_names(both) == (ENGINES["sglang"],)
-    assert choose_names({ENGINE_LABELS[0]: "unheard-of"}) == tuple(ENGINES.values())
     with pytest.raises(ExpositionError, match=r"expected one of sglang:num_queue_reqs$"):
-        read("vllm:num_requests_running 0\n", choose_names(both))
+        read("vllm:num_requests_running 3\n", both)
+    metrics = read("vllm:num_requests_running 3\n", {ENGINE_LABELS[0]: "unheard-of"})
+    assert metrics.running_requests == 3.0
 
 
 def test_names_can_be_overridden():
     """Any metric, with or without label filters, can stand for a gauge."""
     names = MetricNames(waiting=(selector('my_queue{kind="batch", x=y}'),))
     page = 'my_queue{kind="batch",x="z"} 1\nmy_queue{kind="batch",x="y"} 6\n'
-    assert read(page, [names]).waiting_requests == 6.0
+    reader = PageReader({"mine": names})
+    assert reader.read(page.encode(), {}).waiting_requests == 6.0
 
 
 @pytest.mark.parametrize("text", ["", "a b", "a{b}", "a{b=c", "a{b=c}}", "1a", 'a{b="c"d}'])
@@ -325,7 +323,7 @@ def test_what_prometheus_client_writes_is_read_back(ranks, started_at_s, adapter
     lora.labels(",".join(sorted(adapters))).set(2)
     lora.labels("other").set(1)
 
-    metrics = read_metrics(generate_latest(registry), ANY)
+    metrics = READER.read(generate_latest(registry), {})
 
     assert metrics.waiting_requests == pytest.approx(sum(load for _, load, _ in ranks))
     assert metrics.requests_total == metrics.waiting_requests

@@ -70,7 +70,9 @@ class ResponseReader:
         if self._chunks is not None:
             self._read_chunks(self._chunks)
         elif self._length is not None and len(self._wire) >= self._at + self._length:
-            self._finish(bytes(self._wire[self._at : self._at + self._length]), self._length)
+            with memoryview(self._wire) as wire:  # one copy, not two
+                body = bytes(wire[self._at : self._at + self._length])
+            self._finish(body, self._length)
 
     def end(self) -> None:
         """The server closed: complete if the answer says that its end is its length."""

@@ -43,6 +43,7 @@ from envoy_data_plane.envoy.config.endpoint.v3 import (
     LocalityLbEndpoints,
 )
 from envoy_data_plane.envoy.config.listener.v3 import Filter, FilterChain, Listener
+from envoy_data_plane.envoy.config.overload.v3 import OverloadManager, ResourceMonitor
 from envoy_data_plane.envoy.config.route.v3 import (
     Route,
     RouteAction,
@@ -69,6 +70,9 @@ from envoy_data_plane.envoy.extensions.filters.network.http_connection_manager.v
     HttpConnectionManagerPathWithEscapedSlashesAction,
     HttpConnectionManagerServerHeaderTransformation,
     HttpFilter,
+)
+from envoy_data_plane.envoy.extensions.resource_monitors.downstream_connections.v3 import (
+    DownstreamConnectionsConfig,
 )
 from envoy_data_plane.envoy.extensions.transport_sockets.tls.v3 import (
     CertificateValidationContext,
@@ -203,7 +207,10 @@ def bootstrap(options: BootstrapOptions) -> Bootstrap:
         clusters.append(_static_cluster(_ADMIN, (f"127.0.0.1:{options.admin_port}",)))
     return Bootstrap(
         static_resources=BootstrapStaticResources(listeners=listeners, clusters=clusters),
-        admin=Admin(address=_address("127.0.0.1", options.admin_port)),
+        admin=Admin(
+            address=_address("127.0.0.1", options.admin_port), ignore_global_conn_limit=True
+        ),
+        overload_manager=OverloadManager(resource_monitors=[_connection_limit()]),
     )
 
 
@@ -259,7 +266,10 @@ def _readiness_listener(host: str, port: int) -> Listener:
         http_filters=[_http_filter("envoy.filters.http.router", Router())],
     )
     return Listener(
-        name="readiness", address=_address(host, port), filter_chains=[_chain(connections)]
+        name="readiness",
+        address=_address(host, port),
+        filter_chains=[_chain(connections)],
+        ignore_global_conn_limit=True,
     )
 
 
@@ -402,6 +412,14 @@ def _http2(streams_max: int | None = None) -> Http2ProtocolOptions:
         max_concurrent_streams=streams_max,
         initial_stream_window_size=_HTTP2_STREAM_WINDOW_BYTES,
         initial_connection_window_size=_HTTP2_CONNECTION_WINDOW_BYTES,
+    )
+
+
+def _connection_limit() -> ResourceMonitor:
+    limit = DownstreamConnectionsConfig(max_active_downstream_connections=_CONCURRENT_MAX)
+    return ResourceMonitor(
+        name="envoy.resource_monitors.global_downstream_max_connections",
+        typed_config=Any.pack(limit),
     )
 
 

@@ -1,0 +1,115 @@
+"""Stands between Envoy and the picker and notes what is said, without taking part.
+
+Messages pass as the bytes they are; they are read with `envoy-data-plane`, which shares no code
+with the codec of the picker.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import betterproto2
+import grpc
+import grpc.aio
+from envoy_data_plane.envoy.service.ext_proc.v3 import ProcessingRequest, ProcessingResponse
+
+PROCESS = "/envoy.service.ext_proc.v3.ExternalProcessor/Process"
+MESSAGE_BYTES_MAX = 64 * 1024 * 1024
+_OPTIONS = [
+    ("grpc.max_receive_message_length", MESSAGE_BYTES_MAX),
+    ("grpc.max_send_message_length", MESSAGE_BYTES_MAX),
+]
+
+
+class RecordedStream:
+    """One ext_proc stream: what Envoy asked, what the picker answered, in order."""
+
+    def __init__(self) -> None:
+        self.asked: list[ProcessingRequest] = []
+        self.answered: list[ProcessingResponse] = []
+        self.half_closed = False
+        """Envoy has said that it will send no more."""
+        self.cut = False
+        """Envoy reset the stream."""
+        self.status: grpc.StatusCode | None = None
+        """How the picker ended it."""
+
+    @property
+    def over(self) -> bool:
+        return self.half_closed or self.cut or self.status is not None
+
+    def kinds(self) -> list[str]:
+        """Which phases Envoy sent, e.g. ["request_headers", "request_body", ...]."""
+        return [betterproto2.which_one_of(message, "request")[0] for message in self.asked]
+
+    def answer_kinds(self) -> list[str]:
+        """Which phases the picker answered."""
+        return [betterproto2.which_one_of(message, "response")[0] for message in self.answered]
+
+
+class Recorder(grpc.GenericRpcHandler):
+    def __init__(self, channel: grpc.aio.Channel) -> None:
+        self._channel = channel
+        self.streams: list[RecordedStream] = []
+        self.port = 0
+
+    @property
+    def address(self) -> str:
+        return f"127.0.0.1:{self.port}"
+
+    def service(self, details: grpc.HandlerCallDetails) -> grpc.RpcMethodHandler:
+        if details.method == PROCESS:
+            return grpc.stream_stream_rpc_method_handler(self._process)
+
+        async def ask(message: bytes, context: Any) -> bytes:
+            answer: bytes = await self._channel.unary_unary(details.method)(message, timeout=5)
+            return answer
+
+        return grpc.unary_unary_rpc_method_handler(ask)
+
+    async def _process(self, requests: AsyncIterator[bytes], context: Any) -> AsyncIterator[bytes]:
+        stream = RecordedStream()
+        self.streams.append(stream)
+        call = self._channel.stream_stream(PROCESS)()
+        forwarding = asyncio.create_task(_forward(requests, call, stream))
+        try:
+            async for message in call:
+                stream.answered.append(ProcessingResponse.parse(message))
+                yield message
+            stream.status = await call.code()
+        except grpc.aio.AioRpcError as error:
+            stream.status = error.code()
+            await context.abort(error.code(), error.details() or "")
+        finally:
+            stream.cut = stream.status is None
+            forwarding.cancel()
+            call.cancel()
+            await asyncio.gather(forwarding, return_exceptions=True)
+
+
+async def _forward(requests: AsyncIterator[bytes], call: Any, stream: RecordedStream) -> None:
+    async for message in requests:
+        stream.asked.append(ProcessingRequest.parse(message))
+        try:
+            await call.write(message)
+        except asyncio.InvalidStateError:
+            # The picker has ended the stream; Envoy is told by its status.
+            return
+    stream.half_closed = True
+    await call.done_writing()
+
+
+@asynccontextmanager
+async def recording(picker_address: str) -> AsyncIterator[Recorder]:
+    """A recorder, plaintext on both sides, in front of the picker at `picker_address`."""
+    async with grpc.aio.insecure_channel(picker_address, options=_OPTIONS) as channel:
+        recorder = Recorder(channel)
+        server = grpc.aio.server(options=_OPTIONS)
+        server.add_generic_rpc_handlers((recorder,))
+        recorder.port = server.add_insecure_port("127.0.0.1:0")
+        await server.start()
+        try:
+            yield recorder
+        finally:
+            await server.stop(0)

@@ -1,6 +1,16 @@
-import pytest
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AsyncExitStack
 
-from tests.envoy.rig import ENVOY
+import aiohttp
+import pytest
+from msgspec import Struct
+
+from epp.core.session import SessionSettings
+from epp.shell.bootstrap import BootstrapOptions
+from tests.envoy.picker import Picker, running_picker
+from tests.envoy.recorder import RecordedStream, Recorder, recording
+from tests.envoy.rig import ENVOY, Envoy, running_envoy
+from tests.envoy.upstream import Pod, running_pods
 
 
 def pytest_collection_modifyitems(items):
@@ -9,3 +19,52 @@ def pytest_collection_modifyitems(items):
         for item in items:
             if item.get_closest_marker("envoy"):
                 item.add_marker(missing)
+
+
+class Wired(Struct):
+    """Client, Envoy, recorder, picker and pods in one line."""
+
+    pods: list[Pod]
+    picker: Picker
+    recorder: Recorder
+    envoy: Envoy
+    client: aiohttp.ClientSession
+
+    @property
+    def pod(self) -> Pod:
+        """The only one."""
+        (pod,) = self.pods
+        return pod
+
+    @property
+    def last_stream(self) -> RecordedStream:
+        return self.recorder.streams[-1]
+
+
+@pytest.fixture
+async def opened() -> AsyncIterator[AsyncExitStack]:
+    """What a test enters here is left when it ends, in reverse order."""
+    async with AsyncExitStack() as stack:
+        yield stack
+
+
+@pytest.fixture
+def wire(opened, tmp_path) -> Callable[..., Awaitable[Wired]]:
+    """Start pods, the picker, a recorder before it and an Envoy with the given options."""
+
+    async def start(
+        *,
+        pods: int = 1,
+        settings: SessionSettings | None = None,
+        edit: Callable[[dict], None] | None = None,
+        **options,
+    ) -> Wired:
+        served = await opened.enter_async_context(running_pods(pods))
+        picker = await opened.enter_async_context(running_picker(served, settings=settings))
+        recorder = await opened.enter_async_context(recording(picker.address))
+        chosen = BootstrapOptions(picker_address=recorder.address, plaintext=True, **options)
+        envoy = await opened.enter_async_context(running_envoy(chosen, tmp_path, edit))
+        client = await opened.enter_async_context(aiohttp.ClientSession(envoy.url))
+        return Wired(served, picker, recorder, envoy, client)
+
+    return start

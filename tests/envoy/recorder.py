@@ -14,6 +14,8 @@ import grpc
 import grpc.aio
 from envoy_data_plane.envoy.service.ext_proc.v3 import ProcessingRequest, ProcessingResponse
 
+from epp.core.messages import DESTINATION_HEADER
+
 PROCESS = "/envoy.service.ext_proc.v3.ExternalProcessor/Process"
 MESSAGE_BYTES_MAX = 64 * 1024 * 1024
 _OPTIONS = [
@@ -28,6 +30,8 @@ class RecordedStream:
     def __init__(self) -> None:
         self.asked: list[ProcessingRequest] = []
         self.answered: list[ProcessingResponse] = []
+        self.order: list[str] = []
+        """All of it: "> request_headers" is Envoy asking, "< request_headers" the answer."""
         self.half_closed = False
         """Envoy has said that it will send no more."""
         self.cut = False
@@ -39,13 +43,27 @@ class RecordedStream:
     def over(self) -> bool:
         return self.half_closed or self.cut or self.status is not None
 
-    def kinds(self) -> list[str]:
-        """Which phases Envoy sent, e.g. ["request_headers", "request_body", ...]."""
-        return [betterproto2.which_one_of(message, "request")[0] for message in self.asked]
+    def note_question(self, message: ProcessingRequest) -> None:
+        self.asked.append(message)
+        self.order.append(f"> {betterproto2.which_one_of(message, 'request')[0]}")
 
-    def answer_kinds(self) -> list[str]:
-        """Which phases the picker answered."""
-        return [betterproto2.which_one_of(message, "response")[0] for message in self.answered]
+    def note_answer(self, message: ProcessingResponse) -> None:
+        self.answered.append(message)
+        self.order.append(f"< {betterproto2.which_one_of(message, 'response')[0]}")
+
+    def count(self, entry: str) -> int:
+        """How often `entry` happened, e.g. "> response_body"."""
+        return self.order.count(entry)
+
+    def destination(self) -> str:
+        """What the picker put into the header that ORIGINAL_DST reads; "" if nothing."""
+        for answer in self.answered:
+            phase = answer.request_headers or answer.request_body
+            mutation = phase and phase.response and phase.response.header_mutation
+            for option in mutation.set_headers if mutation else ():
+                if option.header and option.header.key == DESTINATION_HEADER:
+                    return option.header.raw_value.decode()
+        return ""
 
 
 class Recorder(grpc.GenericRpcHandler):
@@ -75,7 +93,7 @@ class Recorder(grpc.GenericRpcHandler):
         forwarding = asyncio.create_task(_forward(requests, call, stream))
         try:
             async for message in call:
-                stream.answered.append(ProcessingResponse.parse(message))
+                stream.note_answer(ProcessingResponse.parse(message))
                 yield message
             stream.status = await call.code()
         except grpc.aio.AioRpcError as error:
@@ -90,7 +108,7 @@ class Recorder(grpc.GenericRpcHandler):
 
 async def _forward(requests: AsyncIterator[bytes], call: Any, stream: RecordedStream) -> None:
     async for message in requests:
-        stream.asked.append(ProcessingRequest.parse(message))
+        stream.note_question(ProcessingRequest.parse(message))
         try:
             await call.write(message)
         except asyncio.InvalidStateError:

@@ -3,6 +3,7 @@
 import asyncio
 import hashlib
 import json
+import random
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 
@@ -44,11 +45,17 @@ def sse_stream(count: int) -> bytes:
     return b"".join(map(sse_event, range(count))) + b"data: [DONE]\n\n"
 
 
+def large_body(size_bytes: int) -> bytes:
+    """A body of which no two stretches are alike."""
+    return random.Random(size_bytes).randbytes(size_bytes)
+
+
 class Pod:
     """One model server on loopback. `x-test-*` request headers say how it answers:
 
     `events`: that many server-sent events; `pause-after`: having sent that many, wait for `resume`;
-    `status`: answer with it. Otherwise JSON that tells what arrived.
+    `status`: answer with it; `response-bytes`: a body of that size; `hold`: wait for `resume` before
+    the response starts. Otherwise JSON that tells what arrived.
     """
 
     def __init__(self, name: str) -> None:
@@ -56,8 +63,8 @@ class Pod:
         self.port = 0
         self.received: list[Received] = []
         self.resume = asyncio.Event()
-        self.streams_open = 0
-        """Event streams that are being sent right now."""
+        self.serving = 0
+        """Requests that are being answered right now."""
         self.waiting_requests = 0
         self.running_requests = 0
         self.kv_cache_usage = 0.0
@@ -120,12 +127,20 @@ class Pod:
 
     async def _answer(self, request: web.Request) -> web.StreamResponse:
         received = await self._note(request)
-        events = request.headers.get("x-test-events")
-        if events is not None:
-            pause_after = request.headers.get("x-test-pause-after")
-            return await self._stream(
-                request, int(events), None if pause_after is None else int(pause_after)
-            )
+        self.serving += 1
+        try:
+            if "x-test-hold" in request.headers:
+                await self.resume.wait()
+            if "x-test-events" in request.headers:
+                return await self._stream(request)
+            return self._whole(request, received)
+        finally:
+            self.serving -= 1
+
+    def _whole(self, request: web.Request, received: Received) -> web.Response:
+        size_bytes = request.headers.get("x-test-response-bytes")
+        if size_bytes is not None:
+            return web.Response(body=large_body(int(size_bytes)))
         return web.Response(
             status=int(request.headers.get("x-test-status", "200")),
             content_type="application/json",
@@ -138,25 +153,20 @@ class Pod:
             ),
         )
 
-    async def _stream(
-        self, request: web.Request, events: int, pause_after: int | None
-    ) -> web.StreamResponse:
+    async def _stream(self, request: web.Request) -> web.StreamResponse:
+        pause_after = int(request.headers.get("x-test-pause-after", "-1"))
         response = web.StreamResponse(headers={"content-type": "text/event-stream"})
-        self.streams_open += 1
-        try:
-            # The client may leave at any time.
-            with suppress(ConnectionResetError):
-                await response.prepare(request)
-                for number in range(events):
-                    if number == pause_after:
-                        await self.resume.wait()
-                    await response.write(sse_event(number))
-                    # Without a turn of the loop many events would travel as one chunk.
-                    await asyncio.sleep(0)
-                await response.write(b"data: [DONE]\n\n")
-                await response.write_eof()
-        finally:
-            self.streams_open -= 1
+        # The client may leave at any time.
+        with suppress(ConnectionResetError):
+            await response.prepare(request)
+            for number in range(int(request.headers["x-test-events"])):
+                if number == pause_after:
+                    await self.resume.wait()
+                await response.write(sse_event(number))
+                # Without a turn of the loop many events would travel as one chunk.
+                await asyncio.sleep(0)
+            await response.write(b"data: [DONE]\n\n")
+            await response.write_eof()
         return response
 
 

@@ -1,0 +1,153 @@
+"""The picker in the event loop of the test: real session, codec and gRPC pump, visible state."""
+
+import time
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from random import Random
+from typing import ClassVar
+
+import numpy as np
+from epp.shell.health import Health
+from epp.shell.tls import ServerCertificate
+from msgspec import Struct
+
+from epp.core.candidates import Candidates, Floats, Ints
+from epp.core.inflight import Outcome
+from epp.core.profile import SchedulingProfile
+from epp.core.scheduler import Scheduler, SchedulerSettings
+from epp.core.session import Exchange, Session, SessionSettings
+from epp.core.types import Endpoint, EndpointMetrics, Refusal, Seconds
+from epp.shell.server import ExtProcServer, grpc_server
+from tests.envoy.upstream import REQUEST_BYTES_MAX, Pod
+
+
+class InTurn(Struct, frozen=True):
+    """Decision number n goes to candidate n: what is tested here is the way, not the choice."""
+
+    type_name: ClassVar[str] = "in-turn-picker"
+
+    def pick(
+        self, scores: Floats, candidates: Candidates, random: Random, rotation: int, /
+    ) -> Ints:
+        return np.array([rotation % len(candidates)], dtype=np.int64)
+
+
+IN_TURN = SchedulingProfile(
+    name="in-turn", filters=(), scorers=(), picker_name="in-turn", picker=InTurn()
+)
+
+
+class Witness:
+    """Notes what the picker reports of its requests and streams."""
+
+    def __init__(self) -> None:
+        self.decisions: list[Exchange] = []
+        self.refusals: list[Refusal] = []
+        self.outcomes: list[Outcome] = []
+        self.violations: list[tuple[str, str]] = []
+        self.stream_codes: list[str] = []
+
+    def decided(self, exchange: Exchange) -> None:
+        self.decisions.append(exchange)
+
+    def refused(self, exchange: Exchange, refusal: Refusal) -> None:
+        self.refusals.append(refusal)
+
+    def response_started(self, exchange: Exchange) -> None:
+        pass
+
+    def completed(self, exchange: Exchange, outcome: Outcome, now: Seconds) -> None:
+        self.outcomes.append(outcome)
+
+    def unknown_body_mode(self) -> None:
+        pass
+
+    def protocol_violated(self, phase: str, event: str) -> None:
+        self.violations.append((phase, event))
+
+    def stream_opened(self) -> None:
+        pass
+
+    def stream_closed(self, code: str, duration_s: float) -> None:
+        self.stream_codes.append(code)
+
+    def scheduled(self, duration_s: float) -> None:
+        pass
+
+    def drain_cut(self, streams: int) -> None:
+        pass
+
+
+class Picker:
+    """A running picker that chooses in turn."""
+
+    def __init__(self, settings: SessionSettings) -> None:
+        self.scheduler = Scheduler(SchedulerSettings(profile=IN_TURN), seed=1)
+        self.witness = Witness()
+        self.server = ExtProcServer(
+            lambda gateway: Session(
+                self.scheduler, settings, gateway, self.witness, lambda: "generated"
+            ),
+            self.witness,
+        )
+        self.address = ""
+        self._health = Health()
+        self._grpc = grpc_server(REQUEST_BYTES_MAX)
+        # gRPC calls back into it at every handshake.
+        self._certificate = ServerCertificate.open(None)
+
+    async def start(self, *, tls: bool) -> None:
+        self.server.add_to(self._grpc)
+        self._health.add_to(self._grpc)
+        self._health.set_ready(True)
+        if tls:
+            port = self._grpc.add_secure_port("127.0.0.1:0", self._certificate.credentials)
+        else:
+            port = self._grpc.add_insecure_port("127.0.0.1:0")
+        self.address = f"127.0.0.1:{port}"
+        await self._grpc.start()
+
+    async def stop(self) -> None:
+        """Cut what is still open."""
+        self._health.close()
+        await self._grpc.stop(0)
+
+    @property
+    def open_leases(self) -> int:
+        return self.scheduler.ledger.open_leases
+
+    def serve(self, pods: Sequence[Pod]) -> None:
+        """The pool is now `pods`, all ready, none scraped."""
+        self.serve_addresses({pod.name: pod.address for pod in pods})
+
+    def serve_addresses(self, addresses: dict[str, str]) -> None:
+        """The pool is now these, name to "ip:port"."""
+        endpoints = [
+            Endpoint(endpoint_id=name, name=name, address=address)
+            for name, address in addresses.items()
+        ]
+        self.scheduler.replace(endpoints, time.monotonic())
+
+    def saturate(self) -> None:
+        """As if every endpoint had just reported a long queue."""
+        full = EndpointMetrics(waiting_requests=1_000, running_requests=1_000, kv_cache_usage=1.0)
+        for slot, _ in self.scheduler.pool.endpoints():
+            self.scheduler.observe(slot, full, time.monotonic())
+
+
+@asynccontextmanager
+async def running_picker(
+    pods: Sequence[Pod],
+    *,
+    tls: bool = False,
+    settings: SessionSettings | None = None,
+) -> AsyncIterator[Picker]:
+    """Serve ext_proc and health on a free port of loopback until the end of the block."""
+    picker = Picker(settings or SessionSettings())
+    picker.serve(pods)
+    await picker.start(tls=tls)
+    try:
+        yield picker
+    finally:
+        await picker.stop()
+        assert picker.witness.violations == []

@@ -1,0 +1,166 @@
+"""Requests reach the pod byte for byte, in every mode that a gateway may choose."""
+
+import hashlib
+import io
+
+import pytest
+
+from epp.core.messages import BODY_CHUNK_BYTES_MAX, DESTINATION_HEADER
+from epp.shell.bootstrap import BodyMode
+from tests.envoy.rig import RawConnection, until
+
+pytestmark = pytest.mark.envoy
+
+SIZES_BYTES = (20, 8_192, 1_000_000, 8_000_000)
+PATH = "/v1/completions"
+
+
+def body_of(size_bytes):
+    """A completions body of exactly that size, with text beyond ASCII."""
+    head, tail = b'{"model":"m","prompt":"', b'"}'
+    room = size_bytes - len(head) - len(tail)
+    if room < 0:
+        return b'{"model":"m"}'.ljust(size_bytes)
+    text = ("prompt é ü 漢 " * (room // 16 + 1)).encode()[:room]
+    return head + text.decode(errors="ignore").encode().ljust(room) + tail
+
+
+async def post(client, body):
+    async with client.post(PATH, data=io.BytesIO(body)) as response:
+        await response.read()
+        return response.status
+
+
+def assert_arrived(pod, body):
+    received = pod.received[-1]
+    assert received.body_bytes == len(body)
+    assert received.body_sha256 == hashlib.sha256(body).hexdigest()
+
+
+def streamed_pieces(stream):
+    return [
+        answer.request_body.response.body_mutation.streamed_response
+        for answer in stream.answered
+        if answer.request_body is not None
+    ]
+
+
+@pytest.mark.parametrize("size_bytes", SIZES_BYTES)
+def test_the_bodies_of_these_tests_have_the_size_they_say(size_bytes):
+    """Otherwise the tests below would show less than they claim."""
+    assert len(body_of(size_bytes)) == size_bytes
+
+
+async def test_full_duplex_bodies_arrive_byte_for_byte(wire):
+    """From 20 bytes to 8 MB; nothing is answered before the last chunk has come."""
+    wired = await wire()
+    for size_bytes in SIZES_BYTES:
+        body = body_of(size_bytes)
+        assert await post(wired.client, body) == 200
+        assert_arrived(wired.pod, body)
+        stream = wired.last_stream
+        asked_last = max(i for i, entry in enumerate(stream.order) if entry == "> request_body")
+        assert stream.order.index("< request_headers") > asked_last
+        pieces = streamed_pieces(stream)
+        assert b"".join(piece.body for piece in pieces) == body
+        assert max(len(piece.body) for piece in pieces) <= BODY_CHUNK_BYTES_MAX
+        assert [piece.end_of_stream for piece in pieces] == [False] * (len(pieces) - 1) + [True]
+
+
+async def test_buffered_bodies_arrive_byte_for_byte(wire):
+    """Headers are answered at once, the one body message with the destination."""
+    wired = await wire(request_body_mode=BodyMode.BUFFERED)
+    for size_bytes in SIZES_BYTES:
+        body = body_of(size_bytes)
+        assert await post(wired.client, body) == 200
+        assert_arrived(wired.pod, body)
+        assert wired.last_stream.order[:4] == [
+            "> request_headers",
+            "< request_headers",
+            "> request_body",
+            "< request_body",
+        ]
+        assert wired.last_stream.destination() == wired.pod.address
+
+
+async def test_a_body_beyond_the_partial_buffer_arrives_byte_for_byte(wire):
+    """BUFFERED_PARTIAL shows the picker a part; the pod gets the whole."""
+    wired = await wire(request_body_mode=BodyMode.BUFFERED_PARTIAL)
+    for size_bytes in (8_192, 1_000_000):
+        body = body_of(size_bytes)
+        assert await post(wired.client, body) == 200
+        assert_arrived(wired.pod, body)
+        assert wired.last_stream.count("> request_body") == 1
+
+
+async def test_a_streamed_body_may_come_long_after_its_headers(wire):
+    """STREAMED: the destination is in the header answer, before any byte of the body is sent."""
+    wired = await wire(request_body_mode=BodyMode.STREAMED)
+    body = body_of(200_000)
+    async with RawConnection.open(wired.envoy.port) as connection:
+        await connection.send_head("POST", PATH, content_length=len(body))
+        await until(
+            lambda: wired.recorder.streams and wired.last_stream.destination(),
+            "the picker to answer the headers",
+        )
+        assert wired.last_stream.order == ["> request_headers", "< request_headers"]
+        assert wired.last_stream.destination() == wired.pod.address
+        await connection.send(body)
+        status, _ = await connection.read_head()
+    assert status == 200
+    assert_arrived(wired.pod, body)
+
+
+async def test_a_body_that_the_picker_never_sees_arrives(wire):
+    """NONE: scheduled at the headers, the body passes by."""
+    wired = await wire(request_body_mode=BodyMode.NONE)
+    body = body_of(200_000)
+    assert await post(wired.client, body) == 200
+    assert_arrived(wired.pod, body)
+    assert wired.last_stream.count("> request_body") == 0
+
+
+@pytest.mark.parametrize("mode", BodyMode)
+async def test_a_request_without_a_body_is_served_in_every_mode(mode, wire):
+    """GET /v1/models has nothing to wait for: it is answered at its headers."""
+    wired = await wire(request_body_mode=mode)
+    async with wired.client.get("/v1/models") as response:
+        assert response.status == 200
+        assert (await response.json())["pod"] == wired.pod.name
+    assert wired.last_stream.order[:2] == ["> request_headers", "< request_headers"]
+    await until(lambda: not wired.picker.open_leases, "the lease to be released")
+
+
+async def test_a_body_without_its_length_arrives(wire):
+    """Chunked transfer encoding, one chunk at a time."""
+    wired = await wire()
+    body = body_of(100_000)
+    async with RawConnection.open(wired.envoy.port) as connection:
+        await connection.send_head("POST", PATH, transfer_encoding="chunked")
+        for start in range(0, len(body), 10_000):
+            await connection.send(b"%x\r\n%b\r\n" % (10_000, body[start : start + 10_000]))
+        await connection.send(b"0\r\n\r\n")
+        status, _ = await connection.read_head()
+    assert status == 200
+    assert_arrived(wired.pod, body)
+
+
+async def test_the_pod_sees_the_clients_headers_and_no_control_headers(wire):
+    """Ordinary headers pass once and unchanged, repeated ones stay repeated; ours are removed."""
+    wired = await wire()
+    headers = [
+        ("x-custom", "kept"),
+        ("cookie", "a=1"),
+        ("x-llm-d-inference-objective", "interactive"),
+        ("x-prefiller-host-port", "10.0.0.1:1"),
+        ("x-request-id", "from-the-client"),
+    ]
+    async with wired.client.post(PATH, data=b'{"model":"m"}', headers=headers) as response:
+        assert response.status == 200
+    received = wired.pod.received[-1].headers
+    assert received["x-custom"] == "kept"
+    assert received["cookie"] == "a=1"
+    assert received["x-request-id"] == "from-the-client"
+    assert received[DESTINATION_HEADER] == wired.pod.address
+    assert "x-llm-d-inference-objective" not in received
+    assert "x-prefiller-host-port" not in received

@@ -1,0 +1,96 @@
+"""Text to simulated tokens and back: four bytes a token, so token sequences are plain bytes.
+
+A tokenizer keeps messages apart with special tokens, so each text is cut on its own: a text of n
+bytes is ceil(n / 4) tokens, the last one padded. Every generated token is exactly four bytes of
+text. An answer that comes back as the content of the next turn is therefore cut as it was
+generated, and its blocks are found again. The picker counts 4 bytes a token too, but of its own
+rendering: the two agree about the scale, not about every token.
+"""
+
+import math
+from collections.abc import Iterable, Sequence
+from random import Random
+from typing import Final
+
+import xxhash
+
+TOKEN_BYTES: Final = 4
+
+_START: Final = b"\xff\x01\x00\x00"
+_END: Final = b"\xff\x02\x00\x00"
+"""UTF-8 has no byte 0xFF: no text can spell these."""
+
+_WORDS: Final = (
+    "theandyouforarebutnotallcanherwasoneouroutdayhadhashimhishowmannew"
+    "nowoldseetwowhoboydiditsletputsayshetoouseairaskbadbigboxcarcatcut"
+    "dogdryeatendeyefarfewflyfungothotjobkeylawlaylegliemaymixoilownpay"
+    "perredrunseasetsitsixskysonsuntentoptrywarwetwhywinyesyetaddageago"
+)
+_VOCABULARY: Final = tuple(_WORDS[at : at + 3] + " " for at in range(0, len(_WORDS), 3))
+"""What answers are made of: three letters and a space are one token."""
+_WORDS_MEDIAN: Final = 129
+_WORDS_SIGMA: Final = 0.93
+_WORDS_MAX: Final = 1000
+"""Lengths of answers as in the Azure 2023 conversation trace: p50 129, p90 424, longest 1,000."""
+
+
+def encode_text(text: str) -> bytes:
+    """The tokens of one text, 4 bytes each."""
+    encoded = text.encode("utf-8", "surrogatepass")
+    return encoded + bytes(-len(encoded) % TOKEN_BYTES)
+
+
+def encode_ids(token_ids: Iterable[int]) -> bytes:
+    """Given token ids, 4 little-endian bytes each; ValueError outside 0 to 2**32 - 1."""
+    try:
+        return b"".join(token_id.to_bytes(TOKEN_BYTES, "little") for token_id in token_ids)
+    except OverflowError:
+        raise ValueError("A token id is an integer from 0 to 4294967295.") from None
+
+
+def render_chat(messages: Sequence[tuple[str, str]], preamble: str = "") -> bytes:
+    """The chat template: (role, text) each framed, then the head of the answer.
+
+    `preamble` (tool definitions) comes before all of them.
+    """
+    parts = [_START, encode_text(preamble), _END] if preamble else []
+    for role, text in messages:
+        parts += (_START, encode_text(role), encode_text(text), _END)
+    parts += (_START, encode_text("assistant"))
+    return b"".join(parts)
+
+
+def hash_chain(tokens: bytes, *, block_size_tokens: int, seed: int = 0) -> list[int]:
+    """The chained hash of each full block."""
+    xxh64 = xxhash.xxh64_intdigest
+    size = block_size_tokens * TOKEN_BYTES
+    chain: list[int] = []
+    for end in range(size, len(tokens) + 1, size):
+        seed = xxh64(tokens[end - size : end], seed)
+        chain.append(seed)
+    return chain
+
+
+def chain_seed(adapter: str, cache_salt: str) -> int:
+    """What the first block is hashed with: caches of two adapters or salts share nothing."""
+    return xxhash.xxh64_intdigest(f"{len(adapter)}:{adapter}{cache_salt}".encode(errors="replace"))
+
+
+class Answer:
+    """The text that follows a prompt: always the same for the same prompt, limit and seed."""
+
+    __slots__ = ("stopped", "text", "tokens")
+
+    def __init__(self, prompt: bytes, *, tokens_max: int, ignore_eos: bool, seed: int) -> None:
+        """`tokens_max` words, or fewer if the answer comes to its natural end before."""
+        random = Random(xxhash.xxh64_intdigest(prompt, seed))
+        natural = round(random.lognormvariate(math.log(_WORDS_MEDIAN), _WORDS_SIGMA))
+        natural = max(1, min(natural, _WORDS_MAX))
+        self.stopped = not ignore_eos and natural <= tokens_max
+        """The answer ended by itself (`stop`), not at its limit (`length`)."""
+        self.tokens = natural if self.stopped else tokens_max
+        self.text = "".join(random.choices(_VOCABULARY, k=self.tokens))
+
+    def part(self, start: int, end: int) -> str:
+        """The text of tokens `start` to `end`."""
+        return self.text[start * TOKEN_BYTES : end * TOKEN_BYTES]

@@ -414,7 +414,8 @@ def listen(host: str, port: int, pods: int) -> list[socket.socket]:
         except (OSError, OverflowError) as problem:
             for opened in sockets:
                 opened.close()
-            reason = problem.strerror if isinstance(problem, OSError) else str(problem)
+            known = isinstance(problem, OSError) and problem.errno is not None
+            reason = os.strerror(problem.errno) if known else str(problem)
             raise OSError(f"Cannot listen on {host} port {wanted}: {reason}.") from None
     return sockets
 

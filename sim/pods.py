@@ -45,6 +45,7 @@ from sim.tokens import TOKEN_BYTES, Answer, chain_seed, hash_chain
 _BODY_BYTES_MAX: Final = 64 * 1024 * 1024
 _STOP_S: Final = 0.5
 """How long open answers may take to notice that the server stops."""
+_PORT_MAX: Final = 65535
 _JSON: Final = "application/json"
 
 log = structlog.get_logger("sim")
@@ -405,17 +406,18 @@ def listen(host: str, port: int, pods: int) -> list[socket.socket]:
 
     OSError with one sentence if an address cannot be had; then none is kept.
     """
+    if port + pods - 1 > _PORT_MAX:
+        raise OSError(f"{pods} pods from port {port} need ports above {_PORT_MAX}.")
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     sockets: list[socket.socket] = []
     for index in range(pods):
         wanted = port + index if port else 0
         try:
             sockets.append(socket.create_server((host, wanted), family=family, backlog=1024))
-        except (OSError, OverflowError) as problem:
+        except OSError as problem:
             for opened in sockets:
                 opened.close()
-            known = isinstance(problem, OSError) and problem.errno is not None
-            reason = os.strerror(problem.errno) if known else str(problem)
+            reason = os.strerror(problem.errno) if problem.errno else str(problem)
             raise OSError(f"Cannot listen on {host} port {wanted}: {reason}.") from None
     return sockets
 

@@ -332,6 +332,14 @@ async def test_a_port_in_use_is_one_sentence():
     assert stderr.decode() == sentence
 
 
+async def test_ports_beyond_the_last_are_one_sentence():
+    """Consecutive ports must exist."""
+    async with sim_serve("--port", "65535", "--pods", "2") as process:
+        _, stderr = await process.communicate()
+        assert process.returncode == 1
+    assert stderr.decode() == "sim: 2 pods from port 65535 need ports above 65535.\n"
+
+
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [

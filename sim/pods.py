@@ -1,6 +1,6 @@
 """Simulated vLLM pods as real HTTP servers: the engine in step with the clock, OpenAI in front.
 
-The only module of the simulator that reads the clock. All pods of a process share one event loop;
+The engine is told the time; this module reads the clock. All pods of a process share one event loop;
 each has its own engine, port, metrics registry and task. Simulated time runs `speed` times as fast
 as real time. A step that the loop finished late is not made longer for it: the next one begins when
 the last should have ended, so a busy event loop does not slow the simulated engine down.

@@ -76,6 +76,11 @@ def chain_seed(adapter: str, cache_salt: str) -> int:
     return xxhash.xxh64_intdigest(f"{len(adapter)}:{adapter}{cache_salt}".encode(errors="replace"))
 
 
+def draw_words(random: Random, tokens: int) -> str:
+    """Text of exactly `tokens` tokens."""
+    return "".join(random.choices(_VOCABULARY, k=tokens))
+
+
 class Answer:
     """The text that follows a prompt: always the same for the same prompt, limit and seed."""
 
@@ -89,7 +94,7 @@ class Answer:
         self.stopped = not ignore_eos and natural <= tokens_max
         """The answer ended by itself (`stop`), not at its limit (`length`)."""
         self.tokens = natural if self.stopped else tokens_max
-        self.text = "".join(random.choices(_VOCABULARY, k=self.tokens))
+        self.text = draw_words(random, self.tokens)
 
     def part(self, start: int, end: int) -> str:
         """The text of tokens `start` to `end`."""

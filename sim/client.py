@@ -154,9 +154,9 @@ class _Reader:
                     continue
                 chunk = self._decoder.decode(line[6:])
                 content = "".join(choice.delta.content or "" for choice in chunk.choices)
-                if content and not parts:
-                    outcome.ttft_s = self._clock() - sent_at
-                parts.append(content)
+                if content:
+                    outcome.ttft_s = outcome.ttft_s or self._clock() - sent_at
+                    parts.append(content)
                 if chunk.usage is not None:
                     outcome.prompt_tokens = chunk.usage.prompt_tokens
                     outcome.output_tokens = chunk.usage.completion_tokens

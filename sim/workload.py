@@ -19,14 +19,14 @@ from sim.tokens import draw_words
 class WorkloadSettings(Struct, frozen=True, kw_only=True):
     """Counts, tokens and seconds. Lengths are drawn around their medians, as lognormals."""
 
-    arrival_window_s: float = 20.0
+    arrival_window_s: float = 18.0
     conversations_per_s: float = 3.5
-    tenants: int = 40
+    tenants: int = 32
     """Each has its own system prompt; some are busier than others (Zipf)."""
     tenant_skew: float = 0.7
-    system_tokens: int = 3000
+    system_tokens: int = 5000
     question_tokens: int = 200
-    answer_tokens: int = 80
+    answer_tokens: int = 100
     turns_min: int = 2
     turns_max: int = 5
     think_s_mean: float = 1.5

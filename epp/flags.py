@@ -117,6 +117,7 @@ class EnvoyFlags(Struct, frozen=True, kw_only=True):
     admin_port: Port = 19_000
     readiness_port: Port = 19_001
     picker_address: str = "127.0.0.1:9002"
+    round_robin: tuple[str, ...] = ()
     plaintext: bool = False
     request_body_mode: BodyMode = BodyMode.FULL_DUPLEX_STREAMED
     response_body_mode: BodyMode = BodyMode.NONE
@@ -198,6 +199,7 @@ ENVOY_HELP: Final[Groups] = {
     },
     "Picker": {
         "picker-address": "host:port of `epp serve`",
+        "round-robin": "serve these ip:port in turn without a picker, separated by commas",
         "plaintext": "speak to it without TLS (`epp serve --secure-serving=false`)",
         "fail-open": "let requests pass when it is down",
         "message-timeout": "how long it may take for one answer",
@@ -281,6 +283,9 @@ _BYTES_MAX: Final = 2**31 - 1
 
 _NO_FLAGS: Final = ("file", "warnings")
 """Fields that no flag sets."""
+
+_LISTS: Final = ("endpoint-target-ports", "round-robin")
+"""Flags that take several values, separated by commas."""
 
 F = TypeVar("F", bound=Struct)
 
@@ -436,8 +441,8 @@ def _convert(given: Mapping[str, str], kind: type[F]) -> F:
 def _read(name: str, text: str, kind: Any) -> Any:
     """The value of flag `name` as a `kind`."""
     value: Any = text
-    if name == "endpoint-target-ports":
-        value = [port.strip() for port in text.split(",") if port.strip()]
+    if name in _LISTS:
+        value = [item.strip() for item in text.split(",") if item.strip()]
     if isinstance(kind, type) and issubclass(kind, StrEnum) and text not in list(kind):
         raise FlagError(f"--{name}: expected {' or '.join(kind)}, got {text!r}")
     try:

@@ -283,6 +283,8 @@ def test_envoy_flags_parse():
     assert flags.plaintext
     assert flags.request_body_mode is BodyMode.BUFFERED
     assert flags.message_timeout == 3.0
+    in_turn = parse_envoy(["--round-robin", "10.0.0.1:8000, [::1]:8000"]).round_robin
+    assert in_turn == ("10.0.0.1:8000", "[::1]:8000")
     with pytest.raises(FlagError, match="--request-body-mode: expected NONE or STREAMED or"):
         parse_envoy(["--request-body-mode=buffered"])
     with pytest.raises(FlagError, match="unexpected argument 'x'"):

@@ -29,12 +29,14 @@ from epp.config import (
     load_config,
 )
 from epp.core.candidates import Candidates
+from epp.core.parse import ParserName, ParserSet
 from epp.core.prefix import PrefixIndex
 from epp.core.scheduler import Scheduler, SchedulerSettings
 from epp.core.session import Gateway, Session, SessionSettings
 from epp.core.types import Endpoint, EndpointMetrics
 from epp.flags import ServeFlags
 from epp.shell.endpoints_file import EndpointsFile, EndpointsFileError, load_endpoints
+from epp.shell.engines import page_reader
 from epp.shell.health import Health
 from epp.shell.logs import DecisionLog, configure_logging
 from epp.shell.metrics_server import MetricsServer
@@ -46,12 +48,9 @@ from epp.shell.tls import ServerCertificate
 from epp.shell.watch import FileWatcher
 
 TICK_S: Final = 1.0
-POLL_S: Final = 1.0
-"""How often mounted files are looked at; a change is in force within about two of these."""
 CERTIFICATE_POLL_S: Final = 10.0
 STOP_S: Final = 0.5
 """What stopping takes once nothing is left to wait for."""
-ENDPOINTS_BYTES_MAX: Final = 16 * 1024 * 1024
 
 T = TypeVar("T")
 
@@ -98,6 +97,12 @@ class EndpointPicker:
         self.flags = flags
         seed = secrets.randbits(32) if flags.seed is None else flags.seed
         self._tables = _or_start_error(plugin_tables)
+        self._config_watcher = FileWatcher(
+            Path(flags.config_file), self._config_changed, _report_file, bytes_max=CONFIG_MAX_BYTES
+        )
+        self._endpoints_watcher = FileWatcher(
+            Path(flags.endpoints_file), self._endpoints_changed, _report_file
+        )
         self._config = self._read_config()
         self._generation = 1
         endpoints = self._read_endpoints()
@@ -110,7 +115,7 @@ class EndpointPicker:
         self._request_ids = Random(f"{seed}:request-id")  # noqa: S311  names, not secrets
         self._session_settings = SessionSettings(
             request_body_bytes_max=flags.request_body_max_bytes,
-            parsers=self._config.parsers,
+            parsers=parser_set(self._config),
             parse_response_usage=flags.parse_response_usage,
             subset_filter=not flags.disable_endpoint_subset_filter,
         )
@@ -119,9 +124,9 @@ class EndpointPicker:
         self._scraper = Scraper(
             self._observe,
             self._scrape_failed,
-            interval_s=flags.refresh_interval_s,
-            metric_names=self._config.metric_names,
-            seed=seed,
+            reader=page_reader(self._config.metrics),
+            random=Random(f"{seed}:scrape"),  # noqa: S311  jitter, not secrets
+            interval_s_min=flags.refresh_interval_s(0),
         )
         self._replace(endpoints)
         self.telemetry.config_applied(
@@ -179,14 +184,10 @@ class EndpointPicker:
         loops: dict[str, Coroutine[Any, Any, None]] = {
             "tick": self._tick(),
             "scrape": self._scraper.run(),
-            "endpoints": FileWatcher(
-                Path(flags.endpoints_file), self._endpoints_changed, poll_s=POLL_S
-            ).run(),
+            "endpoints": self._endpoints_watcher.run(),
         }
         if flags.config_file:
-            loops["config"] = FileWatcher(
-                Path(flags.config_file), self._config_changed, poll_s=POLL_S
-            ).run()
+            loops["config"] = self._config_watcher.run()
         if certificate is not None and flags.enable_cert_reload:
             loops["certificate"] = certificate.watch(CERTIFICATE_POLL_S, _report_certificate)
         return loops
@@ -235,7 +236,7 @@ class EndpointPicker:
     def _read_config(self) -> PickerConfig:
         flags = self.flags
         if flags.config_file:
-            text: bytes | str = _read(Path(flags.config_file), CONFIG_MAX_BYTES)
+            text: bytes | str = _first_read(self._config_watcher)
             source = flags.config_file
         elif flags.config_text:
             text, source = flags.config_text, "--config-text"
@@ -244,17 +245,16 @@ class EndpointPicker:
         return _or_start_error(lambda: load_config(text, source, self._tables))
 
     def _read_endpoints(self) -> EndpointsFile:
-        path = Path(self.flags.endpoints_file)
-        content = _read(path, ENDPOINTS_BYTES_MAX)
+        content = _first_read(self._endpoints_watcher)
         try:
-            return load_endpoints(content, str(path))
+            return load_endpoints(content, self.flags.endpoints_file)
         except EndpointsFileError as error:
             raise StartError("\n".join(error.problems)) from error
 
     def _settings(self, config: PickerConfig, endpoints: int) -> SchedulerSettings:
         """What decides; warnings of `config` are logged."""
         flags = self.flags
-        with_flags = {
+        with_flags: dict[str, Any] = {
             "metrics_staleness_s": flags.metrics_staleness_threshold,
             "refresh_interval_s": flags.refresh_interval_s(endpoints),
             "fallback_endpoints_max": flags.fallback_endpoints_max,
@@ -278,9 +278,9 @@ class EndpointPicker:
         settings = self._settings(config, len(self.scheduler.pool))
         restarted = self.scheduler.configure(settings, time.monotonic())
         self._session_settings = msgspec.structs.replace(
-            self._session_settings, parsers=config.parsers
+            self._session_settings, parsers=parser_set(config)
         )
-        self._scraper.configure(config.metric_names)
+        self._scraper.configure(page_reader(config.metrics))
         self._config = config
         self._generation += 1
         self.telemetry.config_applied(
@@ -384,16 +384,12 @@ def _listen(
         raise StartError(f"port {port} cannot be listened on: is it in use?") from error
 
 
-def _read(path: Path, bytes_max: int) -> bytes:
+def _first_read(watcher: FileWatcher) -> bytes:
     """The content of a file that must be there at start."""
     try:
-        with path.open("rb") as file:
-            content = file.read(bytes_max + 1)
+        return watcher.read()
     except OSError as error:
-        raise StartError(f"{path}: cannot be read: {error.strerror}") from error
-    if len(content) > bytes_max:
-        raise StartError(f"{path}: is longer than {bytes_max} bytes")
-    return content
+        raise StartError(f"cannot be read: {error}") from error
 
 
 def _or_start_error(make: Callable[[], T]) -> T:
@@ -403,11 +399,20 @@ def _or_start_error(make: Callable[[], T]) -> T:
         raise StartError("\n".join(error.problems)) from error
 
 
+def parser_set(config: PickerConfig) -> ParserSet:
+    """The parsers that the configuration names."""
+    return frozenset(ParserName(name) for name in config.parsers)
+
+
+def _report_file(problem: str) -> None:
+    _log.error("a watched file cannot be read, its last content stays in force", problem=problem)
+
+
 async def _wait(event: asyncio.Event, timeout_s: float) -> None:
     """Until `event` or for `timeout_s`, whichever is first."""
     with contextlib.suppress(TimeoutError):
         await asyncio.wait_for(event.wait(), timeout_s)
 
 
-def _report_certificate(sentence: str, good: bool) -> None:  # noqa: FBT001  a callback's shape
+def _report_certificate(sentence: str, good: bool) -> None:
     (_log.info if good else _log.error)(sentence)

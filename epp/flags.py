@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from difflib import get_close_matches
 from enum import StrEnum
-from typing import Annotated, Any, Final, TypeAlias, TypeVar
+from typing import Annotated, Any, Final, Literal, TypeAlias, TypeVar
 
 import msgspec
 from msgspec import Meta, Struct
@@ -97,7 +97,7 @@ class ServeFlags(Struct, frozen=True, kw_only=True):
         return self.request_body_max_bytes + _RECEIVE_MARGIN_BYTES if given is None else given
 
     @property
-    def log_level(self) -> str:
+    def log_level(self) -> Literal["warning", "info", "debug"]:
         """One of "warning", "info" and "debug"; the reference picker's decisions are at 4 and 5 too."""
         return "warning" if self.v == 0 else "info" if self.v < 4 else "debug"
 

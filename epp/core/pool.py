@@ -21,6 +21,7 @@ class _Member:
     """What the pool remembers of one endpoint besides its columns."""
 
     __slots__ = (
+        "asleep",
         "failures",
         "joined_at_s",
         "process_started_at_s",
@@ -34,12 +35,13 @@ class _Member:
         self.set_aside_at_s: Seconds | None = None
         self.process_started_at_s: float | None = None
         self.requests_total: float | None = None
+        self.asleep = False
 
 
 class EndpointPool:
     """Endpoints by slot. A slot is reused once its endpoint has left.
 
-    An endpoint is *ready* once it was scraped, or `ready_after_s` after it joined, unless it is set
+    An endpoint is *ready* while its engine is awake, once it was scraped, or `ready_after_s` after it joined, unless it is set
     aside: after two upstream failures in a row without a good scrape between them it gets no work
     until its next good scrape, as long as no more than half the pool is set aside.
     """
@@ -119,8 +121,13 @@ class EndpointPool:
         member.process_started_at_s = metrics.process_started_at_s
         member.requests_total = metrics.requests_total
         columns = self.columns
-        if columns.observed_at_s[slot] == -math.inf or member.set_aside_at_s is not None:
+        if (
+            columns.observed_at_s[slot] == -math.inf
+            or member.set_aside_at_s is not None
+            or member.asleep is not metrics.asleep
+        ):
             self._ready_until_s = -math.inf
+        member.asleep = metrics.asleep
         member.failures = 0
         member.set_aside_at_s = None
         columns.saturated[slot] = False
@@ -178,7 +185,7 @@ class EndpointPool:
         ready: list[int] = []
         until_s = math.inf
         for slot, member in enumerate(self._members):
-            if member is None:
+            if member is None or member.asleep:
                 continue
             endpoint = self.columns.endpoints[slot]
             assert endpoint is not None

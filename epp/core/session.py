@@ -92,6 +92,7 @@ class Exchange:
     """The record of one request and its response, for whoever observes."""
 
     __slots__ = (
+        "answered_at_s",
         "decision",
         "first_output_at_s",
         "incoming_model",
@@ -99,7 +100,6 @@ class Exchange:
         "request_bytes",
         "response_bytes",
         "response_started_at_s",
-        "answered_at_s",
         "started_at_s",
         "status",
         "unseen_body",

@@ -172,7 +172,12 @@ class PageReader:
     do not name one of them.
     """
 
-    def __init__(self, engines: Mapping[str, MetricNames] = ENGINES) -> None:
+    def __init__(
+        self,
+        engines: Mapping[str, MetricNames] = ENGINES,
+        engine_labels: tuple[str, ...] = ENGINE_LABELS,
+    ) -> None:
+        self._engine_labels = engine_labels
         self._engines = {
             engine: (names, _pattern(_names_wanted(names))) for engine, names in engines.items()
         }
@@ -203,7 +208,7 @@ class PageReader:
         self, labels: Mapping[str, str]
     ) -> Sequence[tuple[MetricNames, re.Pattern[bytes]]]:
         """An engine type that is not in the table is no reason to be blind: all are tried."""
-        for label in ENGINE_LABELS:
+        for label in self._engine_labels:
             engine = self._engines.get(labels.get(label, ""))
             if engine is not None:
                 return (engine,)

@@ -5,7 +5,6 @@ import time
 import structlog
 
 from epp.core.inflight import Outcome
-from epp.core.messages import BodyMode
 from epp.core.session import Exchange
 from epp.core.types import Endpoint, Refusal, Seconds
 from epp.shell.logs import DecisionLog

@@ -48,8 +48,7 @@ class Scraper:
     """Keeps `observe` fed with the metrics of every endpoint that serves some.
 
     `observe(endpoint, metrics)` after each good scrape, `failed(endpoint, kind, sentence)` after
-    each other one; both run on the loop and must not block. `interval_s` None: as the design says,
-    by the number of endpoints. `random` is for the jitter alone.
+    each other one; both run on the loop and must not block. `random` is for the jitter alone.
     """
 
     def __init__(  # noqa: PLR0913 - two listeners and five limits
@@ -59,7 +58,7 @@ class Scraper:
         *,
         reader: PageReader,
         random: Random,
-        interval_s: Seconds | None = None,
+        interval_s_min: Seconds = INTERVAL_S_MIN,
         timeout_s: Seconds = 1.0,
         backoff_s_max: Seconds = 5.0,
         concurrency_max: int = 256,
@@ -69,7 +68,7 @@ class Scraper:
         self._failed = failed
         self._reader = reader
         self._random = random
-        self._interval_s = interval_s
+        self._interval_s_min = interval_s_min
         self._timeout_s = timeout_s
         self._backoff_s_max = backoff_s_max
         self._page_bytes_max = page_bytes_max
@@ -81,9 +80,11 @@ class Scraper:
     @property
     def interval_s(self) -> Seconds:
         """Mean time between two scrapes of one endpoint that answers."""
-        if self._interval_s is not None:
-            return self._interval_s
-        return max(INTERVAL_S_MIN, INTERVAL_S_PER_ENDPOINT * len(self._targets))
+        return max(self._interval_s_min, INTERVAL_S_PER_ENDPOINT * len(self._targets))
+
+    def configure(self, reader: PageReader) -> None:
+        """Read pages by other names from now on."""
+        self._reader = reader
 
     def replace(self, endpoints: Sequence[Endpoint]) -> None:
         """From now on the endpoints are these; what is on its way from others is dropped."""

@@ -108,6 +108,15 @@ def test_an_endpoint_without_metrics_comes_back_by_itself():
     assert ready(pool, 11.0) == ["pod-0", "pod-1"]
 
 
+def test_a_sleeping_engine_gets_no_work_until_it_wakes():
+    """It answers /health while its weights are offloaded."""
+    pool = pool_of(endpoint(0), endpoint(1))
+    pool.observe(0, scraped(asleep=True), 1.0)
+    assert ready(pool, 1.0) == ["pod-1"]
+    pool.observe(0, scraped(), 2.0)
+    assert ready(pool, 2.0) == ["pod-0", "pod-1"]
+
+
 def test_a_503_marks_the_engine_as_full_until_it_is_scraped():
     """vLLM refuses with 503 when its queue limits are reached."""
     pool = pool_of(endpoint(0), endpoint(1))

@@ -7,8 +7,6 @@ from random import Random
 from typing import ClassVar
 
 import numpy as np
-from epp.shell.health import Health
-from epp.shell.tls import ServerCertificate
 from msgspec import Struct
 
 from epp.core.candidates import Candidates, Floats, Ints
@@ -17,7 +15,9 @@ from epp.core.profile import SchedulingProfile
 from epp.core.scheduler import Scheduler, SchedulerSettings
 from epp.core.session import Exchange, Session, SessionSettings
 from epp.core.types import Endpoint, EndpointMetrics, Refusal, Seconds
+from epp.shell.health import Health
 from epp.shell.server import ExtProcServer, grpc_server
+from epp.shell.tls import ServerCertificate
 from tests.envoy.upstream import REQUEST_BYTES_MAX, Pod
 
 

@@ -86,7 +86,7 @@ class Running:
     def __init__(self, **limits):
         self.observed = asyncio.Queue()
         self.failures = asyncio.Queue()
-        settings = {"interval_s": 0.005, "backoff_s_max": 0.02, "timeout_s": 5.0} | limits
+        settings = {"interval_s_min": 0.005, "backoff_s_max": 0.02, "timeout_s": 5.0} | limits
         self.scraper = Scraper(
             lambda endpoint, metrics: self.observed.put_nowait((endpoint, metrics)),
             lambda endpoint, kind, sentence: self.failures.put_nowait((endpoint, kind, sentence)),
@@ -240,7 +240,7 @@ async def test_a_pod_that_comes_back_is_seen():
 
 def test_backoff_doubles_to_its_cap_and_is_jittered():
     """The first failure costs nothing: one lost packet must not make metrics stale."""
-    running = Running(interval_s=0.5, backoff_s_max=5.0)
+    running = Running(interval_s_min=0.5, backoff_s_max=5.0)
     for failures, mean_s in [
         (0, 0.5),
         (1, 0.5),
@@ -256,11 +256,11 @@ def test_backoff_doubles_to_its_cap_and_is_jittered():
 
 def test_the_interval_grows_with_the_pool():
     """max(200 ms, 0.5 ms an endpoint), unless it is given."""
-    running = Running(interval_s=None)
+    running = Running(interval_s_min=0.2)
     for count, interval_s in [(0, 0.2), (100, 0.2), (400, 0.2), (1000, 0.5)]:
         running.scraper.replace([endpoint(1, name=f"p{i}") for i in range(count)])
         assert running.scraper.interval_s == pytest.approx(interval_s)
-    assert Running(interval_s=3.0).scraper.interval_s == 3.0
+    assert Running(interval_s_min=3.0).scraper.interval_s == 3.0
 
 
 @pytest.mark.parametrize("gone", [True, False])

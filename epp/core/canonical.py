@@ -1,0 +1,290 @@
+r"""Messages to canonical prompt bytes: what block hashes are computed from (design D4).
+
+Every field *ends* with a terminator, a byte that UTF-8 cannot contain, and none is preceded by its
+length. So the bytes split into fields in one way only, and the terminator says what a field is:
+
+    prompt  := (label LABEL json JSON)* system? message*    label: tools, documents, ...
+    system  := "system" LABEL field* MESSAGE                also the instructions of Responses
+    message := role ROLE field* MESSAGE | field             a bare field: other Responses items
+    field   := text TEXT
+             | label LABEL text VALUE                       name, tool_call_id, reasoning, ...
+             | label LABEL digest DIGEST                    image, audio, file: by content
+             | "tool_call" LABEL id VALUE name VALUE (arguments VALUE | json JSON)
+             | "tool_result" LABEL id VALUE flag VALUE field* CLOSE
+             | json JSON                                    anything that is not understood
+
+Hence different conversations have different bytes, the first k messages of a conversation are a
+prefix of the first k + 1, and two prompts equal up to byte n share every full block before n.
+
+Alike by definition: content given as a string and as one text part; a field that is null and one
+that is missing; members that do not reach the model (`cache_control`, `detail`, ids and states of
+Responses items). A tool call or result without an id or arguments has empty ones.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Final, TypeAlias
+
+import xxhash
+from msgspec import Raw, Struct, json
+
+TEXT: Final = b"\xf8"
+ROLE: Final = b"\xf9"
+LABEL: Final = b"\xfa"
+VALUE: Final = b"\xfb"
+JSON: Final = b"\xfc"
+DIGEST: Final = b"\xfd"
+CLOSE: Final = b"\xfe"
+MESSAGE: Final = b"\xff"
+
+Item: TypeAlias = dict[str, Any]
+"""A part, block, tool call or Responses item, decoded but not checked."""
+Content: TypeAlias = str | list[Any] | None
+"""One text, or parts: items, or texts."""
+
+_BILLING: Final = "x-anthropic-billing-header"
+"""A system block that begins so changes with each request and is no part of the prompt."""
+_TEXT_TYPES: Final = frozenset({"text", "input_text", "output_text"})
+_MEDIA_TYPES: Final = frozenset(
+    {
+        *("image_url", "image_embeds", "video_url", "audio_url", "input_audio", "file"),  # chat
+        *("input_image", "input_file", "input_video"),  # Responses
+        *("image", "document"),  # Anthropic
+    }
+)
+_NOT_CONTENT: Final = frozenset({"type", "cache_control", "detail"})
+"""Members of a media part that do not change what is shown to the model."""
+_EMPTY: Final = frozenset({b"null", b"[]", b"{}"})
+
+NO_JSON: Final = Raw(b"")
+"""Stands for a member that a body does not have."""
+
+_encode = json.Encoder().encode
+
+
+class Message(Struct, gc=False):
+    """One message of a chat, or of an Anthropic conversation. Other members are skipped."""
+
+    role: str
+    content: Content = None
+    name: str | None = None
+    tool_call_id: str | None = None
+    reasoning: str | None = None
+    reasoning_content: str | None = None
+    refusal: str | None = None
+    audio: Item | None = None
+    tool_calls: list[Item] | None = None
+    function_call: Item | None = None
+
+
+def text_prompt(text: str) -> bytes:
+    """The canonical bytes of a prompt that is one plain text."""
+    return text.encode() + TEXT
+
+
+def chat_prompt(
+    messages: Sequence[Message], *, preamble: Mapping[bytes, Raw], system: Content = None
+) -> bytes:
+    """The canonical bytes of a conversation.
+
+    `preamble` holds, by label, JSON that applications put before the first message: the tools.
+    `system` is a system prompt outside the messages. Raises `UnicodeDecodeError` if `preamble` is
+    not UTF-8, and `RecursionError` if a part is nested too deep.
+    """
+    fields = _open(preamble, system)
+    for message in messages:
+        _write_message(fields, message)
+    return b"".join(fields)
+
+
+def responses_prompt(
+    items: str | Sequence[Item], *, preamble: Mapping[bytes, Raw], instructions: str | None
+) -> bytes:
+    """The canonical bytes of a Responses input; errors as `chat_prompt`."""
+    fields = _open(preamble, instructions)
+    if isinstance(items, str):
+        # The API defines a string as one message of the user.
+        items = [{"role": "user", "content": items}]
+    for item in items:
+        _write_item(fields, item)
+    return b"".join(fields)
+
+
+def _open(preamble: Mapping[bytes, Raw], system: Content) -> list[bytes]:
+    fields: list[bytes] = []
+    for label, raw in preamble.items():
+        if raw is NO_JSON:
+            continue
+        value = bytes(raw)
+        if value not in _EMPTY:
+            # What is kept as raw JSON was not decoded, so nobody has checked yet that it is UTF-8.
+            value.decode()
+            fields += (label, LABEL, value, JSON)
+    if system is not None:
+        fields += (b"system", LABEL)
+        if isinstance(system, list):
+            system = [block for block in system if not _is_billing(block)]
+        _write_content(fields, system)
+        fields.append(MESSAGE)
+    return fields
+
+
+def _is_billing(block: Any) -> bool:
+    text = block.get("text") if isinstance(block, dict) else block
+    return isinstance(text, str) and text.startswith(_BILLING)
+
+
+def _write_message(fields: list[bytes], message: Message) -> None:
+    content = message.content
+    if isinstance(content, str) and not _has_more(message):
+        # Nearly every message: in one step, because a long conversation has hundreds.
+        fields += (message.role.encode(), ROLE, content.encode(), TEXT, MESSAGE)
+        return
+    fields += (message.role.encode(), ROLE)
+    _write_value(fields, b"name", message.name)
+    _write_value(fields, b"tool_call_id", message.tool_call_id)
+    _write_value(fields, b"reasoning", message.reasoning)
+    _write_value(fields, b"reasoning_content", message.reasoning_content)
+    _write_content(fields, content)
+    _write_value(fields, b"refusal", message.refusal)
+    if message.audio is not None:
+        _write_media(fields, b"audio", message.audio)
+    for call in message.tool_calls or ():
+        match call:
+            case {"function": {"name": str(name)} as function}:
+                _write_call(fields, call.get("id"), name, function.get("arguments"))
+            case _:
+                _write_json(fields, call)
+    match message.function_call:
+        case None:
+            pass
+        case {"name": str(name)} as function:
+            _write_call(fields, None, name, function.get("arguments"))
+        case call:
+            _write_json(fields, call)
+    fields.append(MESSAGE)
+
+
+def _has_more(message: Message) -> bool:
+    """Whether anything but role and content is there."""
+    return not (
+        message.name is None
+        and message.tool_call_id is None
+        and message.reasoning is None
+        and message.reasoning_content is None
+        and message.refusal is None
+        and message.audio is None
+        and message.tool_calls is None
+        and message.function_call is None
+    )
+
+
+def _write_item(fields: list[bytes], item: Item) -> None:
+    match item:
+        case {"role": str(role), "content": str() | list() as content}:
+            fields += (role.encode(), ROLE)
+            _write_content(fields, content)
+            fields.append(MESSAGE)
+        case {"type": "function_call", "name": str(name)}:
+            _write_call(fields, item.get("call_id"), name, item.get("arguments"))
+        case {"type": "function_call_output", "output": str() | list() as output}:
+            _write_result(fields, item.get("call_id"), None, output)
+        case _:
+            _write_json(fields, item)
+
+
+def _write_content(fields: list[bytes], content: Content) -> None:
+    if isinstance(content, str):
+        fields += (content.encode(), TEXT)
+        return
+    for part in content or ():
+        if isinstance(part, dict):
+            _write_part(fields, part)
+        elif isinstance(part, str):
+            fields += (part.encode(), TEXT)
+        else:
+            _write_json(fields, part)
+
+
+def _write_part(fields: list[bytes], part: Item) -> None:
+    kind = part.get("type")
+    if not isinstance(kind, str):
+        _write_json(fields, part)
+    elif kind in _TEXT_TYPES and isinstance(text := part.get("text"), str):
+        fields += (text.encode(), TEXT)
+    elif kind in _MEDIA_TYPES:
+        _write_media(fields, kind.encode(), part)
+    else:
+        _write_block(fields, part)
+
+
+def _write_block(fields: list[bytes], block: Item) -> None:
+    """Blocks of Anthropic that are neither text nor media."""
+    match block:
+        case {"type": "thinking", "thinking": str(thinking)}:
+            _write_value(fields, b"thinking", thinking)
+        case {"type": "tool_use", "name": str(name)}:
+            _write_call(fields, block.get("id"), name, block.get("input"))
+        case {"type": "tool_result"} if isinstance(block.get("content"), str | list | None):
+            _write_result(
+                fields, block.get("tool_use_id"), block.get("is_error"), block.get("content")
+            )
+        case _:
+            _write_json(fields, block)
+
+
+def _write_call(fields: list[bytes], call_id: Any, name: str, arguments: Any) -> None:
+    fields += (b"tool_call", LABEL, _id(call_id), VALUE, name.encode(), VALUE)
+    if isinstance(arguments, str):
+        fields += (arguments.encode(), VALUE)
+    elif arguments is None:
+        fields += (b"", VALUE)
+    else:
+        fields += (_encode(arguments), JSON)
+
+
+def _write_result(fields: list[bytes], call_id: Any, is_error: Any, content: Content) -> None:
+    flag = b"error" if is_error is True else b""
+    fields += (b"tool_result", LABEL, _id(call_id), VALUE, flag, VALUE)
+    _write_content(fields, content)
+    fields.append(CLOSE)
+
+
+def _write_value(fields: list[bytes], label: bytes, text: str | None) -> None:
+    if text is not None:
+        fields += (label, LABEL, text.encode(), VALUE)
+
+
+def _write_json(fields: list[bytes], value: Any) -> None:
+    if isinstance(value, dict):
+        # Moves from block to block as a conversation grows, and is no part of the prompt.
+        value = {name: member for name, member in value.items() if name != "cache_control"}
+    fields += (_encode(value), JSON)
+
+
+def _write_media(fields: list[bytes], label: bytes, part: Item) -> None:
+    digest = xxhash.xxh3_128()
+    for name in sorted(part.keys() - _NOT_CONTENT):
+        _digest(digest, name)
+        _digest(digest, part[name])
+    fields += (label, LABEL, digest.hexdigest().encode(), DIGEST)
+
+
+def _digest(digest: xxhash.xxh3_128, value: Any) -> None:
+    """Feed `value` without building its JSON: an image is megabytes of base64 text."""
+    if isinstance(value, str):
+        digest.update(value.encode())
+        digest.update(VALUE)
+    elif isinstance(value, dict):
+        for name in sorted(value.keys() - _NOT_CONTENT):
+            _digest(digest, name)
+            _digest(digest, value[name])
+        digest.update(CLOSE)
+    else:
+        digest.update(_encode(value))
+        digest.update(JSON)
+
+
+def _id(call_id: Any) -> bytes:
+    if isinstance(call_id, str):
+        return call_id.encode()
+    return b"" if call_id is None else _encode(call_id)

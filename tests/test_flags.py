@@ -230,8 +230,7 @@ def test_the_namespace_comes_from_the_flag_then_the_environment_then_default():
         ("now", "unexpected argument 'now', expected flags only"),
         (
             "--metrics-port=9002",
-            "--grpc-port, --grpc-health-port and --metrics-port are 9002, 9003 and 9002, "
-            "expected three",
+            "--grpc-port, --grpc-health-port and --metrics-port are 9002, 9003 and 9002, expected three",
         ),
     ],
 )
@@ -252,7 +251,7 @@ def test_two_sources_of_one_thing_are_refused():
 
 def test_endpoints_have_to_come_from_somewhere():
     """Kubernetes discovery is refused by its own sentence."""
-    with pytest.raises(FlagError, match="^no endpoints: give --endpoints-file"):
+    with pytest.raises(FlagError, match=r"^no endpoints: give --endpoints-file"):
         parse_serve([], {})
     with pytest.raises(FlagError, match=r"^endpoints are not discovered in Kubernetes yet"):
         parse_serve(["--pool-name=vllm"], {})
@@ -297,9 +296,9 @@ def test_check_flags_take_one_file():
     assert parse_check(["--explain", "-"]) == CheckFlags(file="-", explain=True)
     assert parse_check(["--", "--odd"]) == CheckFlags(file="--odd")
     assert parse_check(["--explain"]).explain
-    with pytest.raises(FlagError, match="^expected FILE"):
+    with pytest.raises(FlagError, match=r"^expected FILE"):
         parse_check([])
-    with pytest.raises(FlagError, match="^unexpected argument 'b', expected one FILE"):
+    with pytest.raises(FlagError, match=r"^unexpected argument 'b', expected one FILE"):
         parse_check(["a", "b"])
 
 
@@ -315,8 +314,9 @@ def test_byte_counts_are_numbers_or_quantities(text, count):
 @given(st.lists(st.text(max_size=12) | st.sampled_from([f"--{flag}" for flag in REFERENCE_FLAGS])))
 def test_any_command_line_parses_or_is_refused_in_one_line(arguments):
     """Never another exception, never a sentence of two lines."""
+    refusal = ""
     try:
         parse_serve(arguments, {})
     except FlagError as error:
-        assert str(error)
-        assert len(str(error).splitlines()) == 1
+        refusal = str(error)
+    assert len(refusal.splitlines()) <= 1

@@ -1,0 +1,96 @@
+"""The command `epp`: serve, check-config, envoy-config.
+
+What a subcommand needs is imported when it runs, so that checking a file starts at once.
+"""
+
+import os
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+from pathlib import Path
+from typing import Final
+
+import msgspec
+
+from epp import flags as command_line
+
+USAGE: Final = """\
+usage: epp serve [flags]                                       pick endpoints over ext_proc
+       epp check-config [FILE|-] [--diff OLD] [--explain]      check an EndpointPickerConfig
+       epp envoy-config [--out FILE] [flags]                   print an Envoy bootstrap
+
+`epp COMMAND --help` lists the flags.
+"""
+SUCCESS: Final = 0
+FAILURE: Final = 1
+USAGE_ERROR: Final = 2
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a subcommand; return its exit code, 2 for a command line that cannot be obeyed."""
+    command, *rest = list(sys.argv[1:] if arguments is None else arguments) or [""]
+    run = {"serve": serve, "check-config": check, "envoy-config": envoy}.get(command)
+    if run is None:
+        asked = command_line.wants_help([command])
+        problem = "" if asked or not command else f"epp: unknown command {command!r}\n"
+        (sys.stdout if asked else sys.stderr).write(problem + USAGE)
+        return SUCCESS if asked else USAGE_ERROR
+    try:
+        return run(rest)
+    except command_line.FlagError as error:
+        print(f"epp {command}: {error}", file=sys.stderr)
+        return USAGE_ERROR
+
+
+def serve(arguments: Sequence[str]) -> int:
+    if command_line.wants_help(arguments):
+        return _help("epp serve [flags]", command_line.SERVE_HELP, command_line.ServeFlags)
+    flags = command_line.parse_serve(arguments, os.environ)
+    code: int = import_module("epp.app").run(flags)
+    return code
+
+
+def check(arguments: Sequence[str]) -> int:
+    if command_line.wants_help(arguments):
+        usage = "epp check-config [FILE|-] [--diff OLD] [--explain]"
+        return _help(usage, command_line.CHECK_HELP, command_line.CheckFlags)
+    flags = command_line.parse_check(arguments)
+    code: int = import_module("epp.check_config").check_config(flags, sys.stdout, sys.stderr)
+    return code
+
+
+def envoy(arguments: Sequence[str]) -> int:
+    if command_line.wants_help(arguments):
+        usage = "epp envoy-config [--out FILE] [flags]"
+        return _help(usage, command_line.ENVOY_HELP, command_line.EnvoyFlags)
+    flags = command_line.parse_envoy(arguments)
+    bootstrap = import_module("epp.shell.bootstrap")
+    options = msgspec.structs.asdict(flags)
+    out, timeout = options.pop("out"), options.pop("message_timeout")
+    try:
+        # Field by field the same names; conversion checks them once more.
+        text: str = bootstrap.render(
+            msgspec.convert(
+                options | {"message_timeout_s": float(timeout)}, bootstrap.BootstrapOptions
+            )
+        )
+    except (ValueError, msgspec.ValidationError) as error:
+        raise command_line.FlagError(str(error)) from error
+    if not out:
+        sys.stdout.write(text)
+        return SUCCESS
+    try:
+        Path(out).write_text(text, encoding="utf-8")
+    except OSError as error:
+        print(f"epp envoy-config: {out} cannot be written: {error.strerror}", file=sys.stderr)
+        return FAILURE
+    return SUCCESS
+
+
+def _help(usage: str, groups: command_line.Groups, kind: type[msgspec.Struct]) -> int:
+    sys.stdout.write(command_line.help_text(usage, groups, kind))
+    return SUCCESS
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -5,7 +5,6 @@ The pods are one process that sends a page of vLLM's layout and size; it does no
 
 import asyncio
 import multiprocessing
-import random
 import resource
 import time
 from collections import Counter as Tally
@@ -97,7 +96,7 @@ async def _cpu_share(port: int, endpoints: int) -> str:
         lambda endpoint, metrics: told.update(["good"]),
         lambda endpoint, kind, sentence: told.update([kind]),
         reader=PageReader(),
-        random=random.Random(1),
+        seed=1,
     )
     scraper.replace(
         [

@@ -55,7 +55,7 @@ class MetricNames(Struct, frozen=True, kw_only=True):
     share of the KV cache in use is averaged.
     """
 
-    waiting: tuple[Selector, ...]
+    waiting: tuple[Selector, ...] = ()
     running: tuple[Selector, ...] = ()
     kv_cache_usage: tuple[Selector, ...] = ()
     """0 to 1; a value above 1 counts as 1."""
@@ -64,9 +64,7 @@ class MetricNames(Struct, frozen=True, kw_only=True):
     block_size_tokens: tuple[Selector, ...] = ()
     blocks_total: tuple[Selector, ...] = ()
     cache_info: bytes = b""
-    """A series that carries both as the labels named below; used where the gauges are missing."""
-    block_size_label: bytes = b"block_size"
-    blocks_total_label: bytes = b"num_gpu_blocks"
+    """A series that carries both as labels; used where the gauges are missing."""
     adapter_requests: bytes = b""
     """`lora_requests_info`: a series a state, its value the instant it was true."""
     adapter_loaded: bytes = b""
@@ -91,7 +89,32 @@ def selector(text: str) -> Selector:
 
 
 def _selectors(*texts: str) -> tuple[Selector, ...]:
-    return tuple(selector(text) for text in texts)
+    return tuple(selector(text) for text in texts if text)
+
+
+def metric_names(
+    *,
+    waiting: str = "",
+    running: str = "",
+    kv_cache_usage: str = "",
+    adapter_requests: str = "",
+    cache_info: str = "",
+    block_size_tokens: str = "",
+    blocks_total: str = "",
+) -> MetricNames:
+    """Names as a configuration spells them, each for `selector`; "": the engine does not tell.
+
+    Raises `ValueError`, in one sentence, for a malformed one.
+    """
+    return MetricNames(
+        waiting=_selectors(waiting),
+        running=_selectors(running),
+        kv_cache_usage=_selectors(kv_cache_usage),
+        adapter_requests=selector(adapter_requests).name if adapter_requests else b"",
+        cache_info=selector(cache_info).name if cache_info else b"",
+        block_size_tokens=_selectors(block_size_tokens),
+        blocks_total=_selectors(blocks_total),
+    )
 
 
 ENGINES: Final[Mapping[str, MetricNames]] = {
@@ -117,8 +140,6 @@ ENGINES: Final[Mapping[str, MetricNames]] = {
         block_size_tokens=_selectors("sglang:page_size"),
         blocks_total=_selectors("sglang:num_pages"),
         cache_info=b"sglang:cache_config_info",
-        block_size_label=b"page_size",
-        blocks_total_label=b"num_pages",
     ),
     "trtllm-serve": MetricNames(
         waiting=_selectors("trtllm_num_requests_waiting"),
@@ -159,6 +180,8 @@ ENGINES: Final[Mapping[str, MetricNames]] = {
 ENGINE_LABELS: Final = ("llm-d.ai/engine-type", "inference.networking.k8s.io/engine-type")
 """Labels of an endpoint that name its engine type; the second is the legacy spelling."""
 
+_BLOCK_SIZE_LABELS: Final = (b"block_size", b"page_size")
+_BLOCKS_TOTAL_LABELS: Final = (b"num_gpu_blocks", b"num_pages")
 _PROCESS_STARTED: Final = b"process_start_time_seconds"
 
 _Found: TypeAlias = dict[bytes, list[tuple[bytes, float]]]
@@ -168,18 +191,22 @@ _Found: TypeAlias = dict[bytes, list[tuple[bytes, float]]]
 class PageReader:
     """Reads the pages of endpoints, whatever engine they run.
 
-    `engines`: engine type -> names, in the order in which a page is tried whose endpoint's labels
-    do not name one of them.
+    `engines`: engine type -> names. `engine_labels`: labels of an endpoint that may name its
+    engine type. Where they name none of `engines`, the page is tried with `default_engine` first,
+    then with the others in order.
     """
 
     def __init__(
         self,
         engines: Mapping[str, MetricNames] = ENGINES,
-        engine_labels: tuple[str, ...] = ENGINE_LABELS,
+        *,
+        engine_labels: Sequence[str] = ENGINE_LABELS,
+        default_engine: str = "vllm",
     ) -> None:
-        self._engine_labels = engine_labels
+        self._labels = tuple(engine_labels)
         self._engines = {
-            engine: (names, _pattern(_names_wanted(names))) for engine, names in engines.items()
+            engine: (names, _pattern(_names_wanted(names)))
+            for engine, names in sorted(engines.items(), key=lambda row: row[0] != default_engine)
         }
 
     def read(self, page: bytes, labels: Mapping[str, str]) -> EndpointMetrics:
@@ -199,7 +226,8 @@ class PageReader:
             metrics = _metrics(names, found)
             if metrics is not None:
                 return metrics
-        wanted = ", ".join(names.waiting[0].name.decode() for names, _ in engines)
+        gauges = [(*names.waiting, *names.running, *names.kv_cache_usage) for names, _ in engines]
+        wanted = ", ".join(gauge[0].name.decode() for gauge in gauges if gauge)
         raise ExpositionError(
             f"the page of {len(page)} bytes has no load gauge, expected one of {wanted}"
         )
@@ -208,7 +236,7 @@ class PageReader:
         self, labels: Mapping[str, str]
     ) -> Sequence[tuple[MetricNames, re.Pattern[bytes]]]:
         """An engine type that is not in the table is no reason to be blind: all are tried."""
-        for label in self._engine_labels:
+        for label in self._labels:
             engine = self._engines.get(labels.get(label, ""))
             if engine is not None:
                 return (engine,)
@@ -227,7 +255,7 @@ def _names_wanted(names: MetricNames) -> list[bytes]:
 def _pattern(names: Sequence[bytes]) -> re.Pattern[bytes]:
     """(name, the rest of the line) of each line that begins with exactly one of `names`."""
     # The inner group lets the compiler see that the engine's names begin alike: twice as fast.
-    engine = b"|".join(re.escape(name) for name in names)
+    engine = b"|".join(re.escape(name) for name in names) or _PROCESS_STARTED
     return re.compile(rb"\n(" + _PROCESS_STARTED + rb"|(?:" + engine + rb"))([{ \t][^\n]*)")
 
 
@@ -330,6 +358,11 @@ def _unescaped(escape: re.Match[bytes]) -> bytes:
     return _ESCAPED.get(escape[1], escape[0])
 
 
+def _label_count(row: Mapping[bytes, bytes], labels: Sequence[bytes]) -> float:
+    """The first of `labels` that is a count; NaN: none is."""
+    return next((count for label in labels if (count := _count(row.get(label, b"")))), math.nan)
+
+
 def _count(text: bytes) -> int | None:
     """A positive whole number; engines write "None" for what they do not know."""
     return int(text) or None if text.isdigit() and len(text) <= _DIGITS_MAX else None
@@ -340,8 +373,8 @@ def _cache_size(names: MetricNames, found: _Found) -> tuple[int | None, int | No
     sizes, blocks = _values(found, names.block_size_tokens), _values(found, names.blocks_total)
     if names.cache_info and not (sizes and blocks):
         rows = [_labels(labels) for labels, _ in found.get(names.cache_info, ())]
-        sizes = [_count(row.get(names.block_size_label, b"")) or math.nan for row in rows]
-        blocks = [_count(row.get(names.blocks_total_label, b"")) or math.nan for row in rows]
+        sizes = [_label_count(row, _BLOCK_SIZE_LABELS) for row in rows]
+        blocks = [_label_count(row, _BLOCKS_TOTAL_LABELS) for row in rows]
     size = max(sizes, default=math.nan)
     total = sum(blocks) if blocks else math.nan
     return int(size) if size > 0 else None, int(total) if total > 0 else None

@@ -9,15 +9,20 @@ import ssl
 from collections.abc import Callable, Sequence
 from enum import StrEnum
 from random import Random
+from typing import Final
 
 from epp.core.types import Endpoint, EndpointMetrics, Seconds
 from epp.shell.exposition import ExpositionError, PageReader
 from epp.shell.page_client import BadResponseError, PageClient
 
-INTERVAL_S_MIN = 0.2
-INTERVAL_S_PER_ENDPOINT = 0.0005
-"""Design section 4: scraping costs the same share of a core at 400 endpoints and at 4,000."""
-JITTER = 0.1
+INTERVAL_S_MIN: Final = 0.2
+INTERVAL_S_PER_ENDPOINT: Final = 0.0005
+JITTER: Final = 0.1
+
+
+def interval_s_by_pool(endpoints: int) -> Seconds:
+    """Design section 4: the cost is bounded, 4,000 endpoints cost no more of a core than 400."""
+    return max(INTERVAL_S_MIN, INTERVAL_S_PER_ENDPOINT * endpoints)
 
 
 class ScrapeFailure(StrEnum):
@@ -48,7 +53,8 @@ class Scraper:
     """Keeps `observe` fed with the metrics of every endpoint that serves some.
 
     `observe(endpoint, metrics)` after each good scrape, `failed(endpoint, kind, sentence)` after
-    each other one; both run on the loop and must not block. `random` is for the jitter alone.
+    each other one; both run on the loop and must not block. `interval_s(endpoints)` is the mean time
+    between two scrapes of an endpoint that answers. `seed` is for the jitter alone.
     """
 
     def __init__(  # noqa: PLR0913 - two listeners and five limits
@@ -57,8 +63,8 @@ class Scraper:
         failed: Callable[[Endpoint, ScrapeFailure, str], None],
         *,
         reader: PageReader,
-        random: Random,
-        interval_s_min: Seconds = INTERVAL_S_MIN,
+        seed: int,
+        interval_s: Callable[[int], Seconds] = interval_s_by_pool,
         timeout_s: Seconds = 1.0,
         backoff_s_max: Seconds = 5.0,
         concurrency_max: int = 256,
@@ -67,8 +73,8 @@ class Scraper:
         self._observe = observe
         self._failed = failed
         self._reader = reader
-        self._random = random
-        self._interval_s_min = interval_s_min
+        self._random = Random(f"{seed}:scrape")  # noqa: S311  jitter, not secrets
+        self._interval_s = interval_s
         self._timeout_s = timeout_s
         self._backoff_s_max = backoff_s_max
         self._page_bytes_max = page_bytes_max
@@ -80,10 +86,10 @@ class Scraper:
     @property
     def interval_s(self) -> Seconds:
         """Mean time between two scrapes of one endpoint that answers."""
-        return max(self._interval_s_min, INTERVAL_S_PER_ENDPOINT * len(self._targets))
+        return self._interval_s(len(self._targets))
 
     def configure(self, reader: PageReader) -> None:
-        """Read pages by other names from now on."""
+        """Read pages with `reader` from the next one on."""
         self._reader = reader
 
     def replace(self, endpoints: Sequence[Endpoint]) -> None:

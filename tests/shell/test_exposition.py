@@ -9,8 +9,8 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
 from epp.shell.exposition import (
     ENGINE_LABELS,
     ExpositionError,
-    MetricNames,
     PageReader,
+    metric_names,
     selector,
 )
 
@@ -278,10 +278,26 @@ def test_a_label_chooses_and_an_unknown_one_tries_all():
 
 def test_names_can_be_overridden():
     """Any metric, with or without label filters, can stand for a gauge."""
-    names = MetricNames(waiting=(selector('my_queue{kind="batch", x=y}'),))
+    names = metric_names(waiting='my_queue{kind="batch", x=y}', cache_info="mine")
     page = 'my_queue{kind="batch",x="z"} 1\nmy_queue{kind="batch",x="y"} 6\n'
     reader = PageReader({"mine": names})
     assert reader.read(page.encode(), {}).waiting_requests == 6.0
+    with pytest.raises(ExpositionError, match=r"expected one of my_queue$"):
+        reader.read(b"process_start_time_seconds 1\n", {})
+
+
+def test_an_engine_that_tells_nothing_is_never_recognised():
+    """No name at all must not mean every name."""
+    with pytest.raises(ExpositionError, match="no load gauge"):
+        PageReader({"mute": metric_names()}).read(b"{} 1\n 2\nprocess_start_time_seconds 1\n", {})
+
+
+def test_the_default_engine_is_tried_first():
+    """A page may have the gauges of two engines; the label key can be another one."""
+    page = b"vllm:num_requests_waiting 1\nsglang:num_queue_reqs 2\n"
+    reader = PageReader(default_engine="sglang", engine_labels=["engine"])
+    assert reader.read(page, {ENGINE_LABELS[0]: "vllm"}).waiting_requests == 2.0
+    assert reader.read(page, {"engine": "vllm"}).waiting_requests == 1.0
 
 
 @pytest.mark.parametrize("text", ["", "a b", "a{b}", "a{b=c", "a{b=c}}", "1a", 'a{b="c"d}'])

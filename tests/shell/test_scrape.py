@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import random
 import re
 import ssl
 from datetime import UTC, datetime, timedelta
@@ -15,7 +14,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 
 from epp.core.types import Endpoint, MetricsTarget
 from epp.shell.exposition import PageReader
-from epp.shell.scrape import Scraper
+from epp.shell.scrape import Scraper, interval_s_by_pool
 
 
 def page(waiting):
@@ -86,12 +85,12 @@ class Running:
     def __init__(self, **limits):
         self.observed = asyncio.Queue()
         self.failures = asyncio.Queue()
-        settings = {"interval_s_min": 0.005, "backoff_s_max": 0.02, "timeout_s": 5.0} | limits
+        settings = {"interval_s": lambda _: 0.005, "backoff_s_max": 0.02, "timeout_s": 5.0} | limits
         self.scraper = Scraper(
             lambda endpoint, metrics: self.observed.put_nowait((endpoint, metrics)),
             lambda endpoint, kind, sentence: self.failures.put_nowait((endpoint, kind, sentence)),
             reader=PageReader(),
-            random=random.Random(1),
+            seed=1,
             **settings,
         )
 
@@ -240,7 +239,7 @@ async def test_a_pod_that_comes_back_is_seen():
 
 def test_backoff_doubles_to_its_cap_and_is_jittered():
     """The first failure costs nothing: one lost packet must not make metrics stale."""
-    running = Running(interval_s_min=0.5, backoff_s_max=5.0)
+    running = Running(interval_s=lambda _: 0.5, backoff_s_max=5.0)
     for failures, mean_s in [
         (0, 0.5),
         (1, 0.5),
@@ -255,12 +254,11 @@ def test_backoff_doubles_to_its_cap_and_is_jittered():
 
 
 def test_the_interval_grows_with_the_pool():
-    """max(200 ms, 0.5 ms an endpoint), unless it is given."""
-    running = Running(interval_s_min=0.2)
+    """max(200 ms, 0.5 ms an endpoint)."""
+    running = Running(interval_s=interval_s_by_pool)
     for count, interval_s in [(0, 0.2), (100, 0.2), (400, 0.2), (1000, 0.5)]:
         running.scraper.replace([endpoint(1, name=f"p{i}") for i in range(count)])
         assert running.scraper.interval_s == pytest.approx(interval_s)
-    assert Running(interval_s_min=3.0).scraper.interval_s == 3.0
 
 
 @pytest.mark.parametrize("gone", [True, False])
@@ -360,7 +358,7 @@ async def test_a_bug_in_a_reader_is_contained_and_told():
             raise ZeroDivisionError
 
     running = Running()
-    running.scraper._reader = Broken()
+    running.scraper.configure(Broken())
     async with pod(GOOD) as served:
         running.scraper.replace([endpoint(served.port)])
         task = asyncio.create_task(running.scraper.run())

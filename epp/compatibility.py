@@ -114,11 +114,30 @@ class EngineMetrics(Parameters, frozen=True):
     custom_metrics: tuple[ExtraMetric, ...] = ()
     tiered_offloading_specs: tuple[ExtraMetric, ...] = ()
 
+    def __post_init__(self) -> None:
+        if not self.queued_requests_spec:
+            raise ValueError(
+                f"engine {self.name} has no queuedRequestsSpec, by which its page is recognised"
+            )
+
+
+ENGINE_LABELS: Final = ("llm-d.ai/engine-type", "inference.networking.k8s.io/engine-type")
+"""Labels that name an endpoint's engine; the second is deprecated."""
+
+BUILT_IN_ENGINES: Final = (
+    "vllm",
+    "sglang",
+    "trtllm-serve",
+    "triton-tensorrt-llm",
+    "triton",
+    "llama.cpp",
+)
+
 
 class CoreMetricsExtractor(Parameters, frozen=True):
     """`core-metrics-extractor`: which engine each endpoint runs, and its metric names."""
 
-    engine_label_key: Annotated[str, Meta(min_length=1)] = "llm-d.ai/engine-type"
+    engine_label_key: Annotated[str, Meta(min_length=1)] = ENGINE_LABELS[0]
     default_engine: Annotated[str, Meta(min_length=1)] = "vllm"
     engine_configs: tuple[EngineMetrics, ...] = ()
 
@@ -133,15 +152,6 @@ class CoreMetricsExtractor(Parameters, frozen=True):
                 f"defaultEngine {self.default_engine} is not one of {', '.join(sorted(known))}"
             )
 
-
-BUILT_IN_ENGINES: Final = (
-    "vllm",
-    "sglang",
-    "trtllm-serve",
-    "triton-tensorrt-llm",
-    "triton",
-    "llama.cpp",
-)
 
 HANDLERS: Final[Mapping[str, type[Parameters]]] = {
     "single-profile-handler": NoParameters,

@@ -144,3 +144,25 @@ def test_standard_input_is_a_file_named_minus():
     assert done.stderr == b""
     assert done.stdout.startswith(b"standard input: valid, hash ")
     assert done.returncode == 0
+
+
+def test_envoy_config_prints_a_bootstrap_or_writes_it(capsys, tmp_path):
+    """Every flag is an option of the bootstrap; one that it refuses exits 2."""
+    arguments = [
+        "envoy-config",
+        "--plaintext",
+        "--listen-port=8085",
+        "--request-body-mode=BUFFERED",
+    ]
+    assert main(arguments) == 0
+    printed = capsys.readouterr().out
+    assert "port_value: 8085" in printed
+    out = tmp_path / "envoy.yaml"
+    assert main([*arguments, "--out", str(out)]) == 0
+    assert out.read_text() == printed
+    assert main(["envoy-config", "--picker-address=nowhere"]) == 2
+    assert capsys.readouterr().err.startswith(
+        "epp envoy-config: address 'nowhere' is not host:port"
+    )
+    assert main([*arguments, "--out", str(tmp_path / "none" / "envoy.yaml")]) == 1
+    assert "cannot be written" in capsys.readouterr().err

@@ -231,6 +231,10 @@ def test_json_is_read_like_yaml():
             "plugins[0] (model-server-protocol-metrics): type model-server-protocol-metrics is deprecated, use core-metrics-extractor",
         ),
         (
+            {"type": "core-metrics-extractor", "parameters": {"engineLabelKey": "engine"}},
+            "plugins[0] (core-metrics-extractor): engineLabelKey engine has no effect, engines are told by label llm-d.ai/engine-type or by their page",
+        ),
+        (
             {"type": "by-label-selector"},
             "plugins[0] (by-label-selector): type by-label-selector is deprecated, use label-selector-filter",
         ),
@@ -358,6 +362,10 @@ def test_guides_that_need_more_than_there_is_are_refused_as_a_whole(name, count)
         (
             {"type": "core-metrics-extractor", "parameters": {"defaultEngine": "tgi"}},
             "plugins[0] (core-metrics-extractor): parameters: defaultEngine tgi is not one of llama.cpp, sglang, triton, triton-tensorrt-llm, trtllm-serve, vllm",
+        ),
+        (
+            {"type": "core-metrics-extractor", "parameters": {"engineConfigs": [{"name": "a"}]}},
+            "plugins[0] (core-metrics-extractor): parameters.engineConfigs[0]: engine a has no queuedRequestsSpec, by which its page is recognised",
         ),
         (
             {"type": "metrics-data-source", "parameters": {"port": 0}},

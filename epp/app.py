@@ -36,7 +36,7 @@ from epp.core.session import Gateway, Session, SessionSettings
 from epp.core.types import Endpoint, EndpointMetrics
 from epp.flags import ServeFlags
 from epp.shell.endpoints_file import EndpointsFile, EndpointsFileError, load_endpoints
-from epp.shell.engines import page_reader
+from epp.shell.engines import page_reader, scraped_from
 from epp.shell.health import Health
 from epp.shell.logs import DecisionLog, configure_logging
 from epp.shell.metrics_server import MetricsServer
@@ -124,9 +124,9 @@ class EndpointPicker:
         self._scraper = Scraper(
             self._observe,
             self._scrape_failed,
-            reader=page_reader(self._config.metrics),
-            random=Random(f"{seed}:scrape"),  # noqa: S311  jitter, not secrets
-            interval_s_min=flags.refresh_interval_s(0),
+            reader=page_reader(self._config.metrics.extractor),
+            seed=seed,
+            interval_s=flags.refresh_interval_s,
         )
         self._replace(endpoints)
         self.telemetry.config_applied(
@@ -280,7 +280,7 @@ class EndpointPicker:
         self._session_settings = msgspec.structs.replace(
             self._session_settings, parsers=parser_set(config)
         )
-        self._scraper.configure(page_reader(config.metrics))
+        self._scraper.configure(page_reader(config.metrics.extractor))
         self._config = config
         self._generation += 1
         self.telemetry.config_applied(
@@ -305,9 +305,10 @@ class EndpointPicker:
         _log.info("endpoints replaced", endpoints=len(endpoints.endpoints))
 
     def _replace(self, found: EndpointsFile) -> None:
-        self.scheduler.replace(found.endpoints, time.monotonic())
-        self._scraper.replace(found.endpoints)
-        self.telemetry.endpoints_replaced(found.endpoints)
+        endpoints = scraped_from(found.endpoints, self._config.metrics.source)
+        self.scheduler.replace(endpoints, time.monotonic())
+        self._scraper.replace(endpoints)
+        self.telemetry.endpoints_replaced(endpoints)
         self._session_settings = msgspec.structs.replace(
             self._session_settings, priorities=found.objectives
         )

@@ -154,8 +154,8 @@ class Stream:
         """Send the messages; return every answer, decoded by the other codec."""
         answers = []
         for message in messages:
-            for answer in self.session.receive(decode(message), self.now):
-                answers.append(v3.ProcessingResponse.parse(encode(answer)))
+            answered = self.session.receive(decode(message), self.now)
+            answers += [v3.ProcessingResponse.parse(encode(answer)) for answer in answered]
         return answers
 
     def close(self):

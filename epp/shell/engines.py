@@ -5,15 +5,29 @@ from typing import Final
 
 import msgspec
 
-from epp.compatibility import CoreMetricsExtractor, EngineMetrics, MetricsDataSource, MetricSpec
+from epp.compatibility import (
+    ENGINE_LABELS,
+    CoreMetricsExtractor,
+    EngineMetrics,
+    MetricsDataSource,
+    MetricSpec,
+)
 from epp.core.types import Endpoint, MetricsTarget
-from epp.shell.exposition import ENGINES, MetricNames, Selector, selector
+from epp.shell.exposition import ENGINES, MetricNames, PageReader, Selector, selector
 
 _UNKNOWN: Final = MetricNames(waiting=())
 
 
+def page_reader(extractor: CoreMetricsExtractor) -> PageReader:
+    """Reads pages by the configured names, where a configured label or the page tells the engine."""
+    labels = tuple(dict.fromkeys((extractor.engine_label_key, *ENGINE_LABELS)))
+    return PageReader(
+        engines_of(extractor), engine_labels=labels, default_engine=extractor.default_engine
+    )
+
+
 def engines_of(extractor: CoreMetricsExtractor) -> dict[str, MetricNames]:
-    """Engine type -> names, the default engine first, as `PageReader` takes them.
+    """Engine type -> names, as `PageReader` takes them.
 
     A configured engine replaces the gauges of the built-in one of its name. What the document
     cannot express (counters that tell a restart, adapter residency) stays that of the built-in.
@@ -21,8 +35,7 @@ def engines_of(extractor: CoreMetricsExtractor) -> dict[str, MetricNames]:
     engines: dict[str, MetricNames] = dict(ENGINES)
     for configured in extractor.engine_configs:
         engines[configured.name] = _names(configured, ENGINES)
-    default = extractor.default_engine
-    return {default: engines[default], **engines}
+    return engines
 
 
 def _names(configured: EngineMetrics, built_in: Mapping[str, MetricNames]) -> MetricNames:

@@ -12,6 +12,7 @@ from typing import Final, TypeAlias
 
 from msgspec import Struct
 
+from epp.compatibility import ENGINE_LABELS
 from epp.core.types import AdapterReport, EndpointMetrics
 
 _SAMPLE: Final = re.compile(
@@ -176,9 +177,6 @@ ENGINES: Final[Mapping[str, MetricNames]] = {
     ),
 }
 """Engine type -> names, in the order in which an unlabelled endpoint's page is tried."""
-
-ENGINE_LABELS: Final = ("llm-d.ai/engine-type", "inference.networking.k8s.io/engine-type")
-"""Labels of an endpoint that name its engine type; the second is the legacy spelling."""
 
 _BLOCK_SIZE_LABELS: Final = (b"block_size", b"page_size")
 _BLOCKS_TOTAL_LABELS: Final = (b"num_gpu_blocks", b"num_pages")

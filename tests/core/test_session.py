@@ -1,5 +1,6 @@
 """The phases of a stream, driven through both codecs so that what is asserted is on the wire."""
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -284,8 +285,6 @@ def test_a_message_that_the_phase_does_not_allow_ends_the_stream(first):
 
 def test_several_destinations_are_named_only_where_fallbacks_are_configured():
     """ORIGINAL_DST clusters and Rust gateways reject a list."""
-    import msgspec
-
     pool = pods((0, 0.1), (5, 0.5), (9, 0.9))
     pool.settings = msgspec.structs.replace(pool.settings, fallback_endpoints_max=1)
     answers = stream_of(pool).send(gw.request_headers(), gw.request_body(BODY))

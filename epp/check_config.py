@@ -135,7 +135,7 @@ def _parameters(plugin: Any) -> list[str]:
     return [
         f"  {name} = {value if isinstance(value, str) else msgspec.json.encode(value).decode()}"
         for name, value in plain_parameters(plugin).items()
-        if value not in (None, "", [], {})
+        if value not in (None, "", (), [], {})
     ]
 
 

@@ -8,7 +8,7 @@ import hashlib
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from enum import StrEnum
-from typing import Any, Final, TypeVar, cast
+from typing import Any, Final, TypeVar
 
 import msgspec
 from msgspec import Struct, field
@@ -737,11 +737,14 @@ def describe(config: PickerConfig) -> dict[str, dict[str, Any]]:
     for named in profile.filters:
         lines[f"filter {named.name}"] = _plain(named.plugin)
     for scorer in profile.scorers:
-        lines[f"scorer {scorer.name}"] = {"weight": scorer.weight, **_plain(scorer.plugin)}
+        weight = {"weight": _whole(scorer.weight)}
+        lines[f"scorer {scorer.name}"] = weight | _plain(scorer.plugin)
     lines[f"picker {profile.picker_name}"] = _plain(profile.picker)
     for name, index in config.indexes.items():
         lines[f"index {name}"] = _plain(index)
-    lines["saturation"] = {**_plain(config.saturation), "stalenessGiven": config.staleness_given}
+    lines["saturation"] = _plain(config.saturation)
+    if not config.staleness_given:
+        lines["saturation"]["metricsStalenessThreshold"] = "by refresh interval"
     lines["requestHandler"] = {"parsers": list(config.parsers)}
     lines["metrics"] = {**_plain(config.metrics.source), **_plain(config.metrics.extractor)}
     return lines
@@ -753,7 +756,13 @@ def _plain(plugin: Any) -> dict[str, Any]:
 
 def plain_parameters(plugin: Any) -> dict[str, Any]:
     """Every parameter of a plugin under its name in the document, as plain values."""
-    return cast("dict[str, Any]", msgspec.to_builtins(plugin, enc_hook=_encode))
+    parameters: dict[str, Any] = msgspec.to_builtins(plugin, enc_hook=_encode)
+    return {name: _whole(value) for name, value in parameters.items()}
+
+
+def _whole(value: Any) -> Any:
+    """A float without fraction as an integer: 5 and 5.0 are one weight."""
+    return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
 def _encode(value: Any) -> Any:

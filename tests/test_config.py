@@ -625,7 +625,8 @@ def test_the_hash_tells_what_decides_and_nothing_else():
     spelled = load(
         DEFAULT_CONFIG.replace(
             "- type: prefix-cache-scorer",
-            "- type: approx-prefix-cache-producer\n- type: prefix-cache-scorer",
+            "- type: approx-prefix-cache-producer\n- type: prefix-cache-scorer\n"
+            "- {type: utilization-detector, parameters: {queueDepthThreshold: 5.0}}",
         )
     )
     assert config_hash(plain) == config_hash(same) == config_hash(spelled)

@@ -18,7 +18,6 @@ from epp.compatibility import (
     API_VERSION,
     API_VERSION_DEPRECATED,
     DEPRECATED,
-    ENGINE_LABELS,
     FEATURE_GATES,
     HANDLERS,
     MOVED_TO_INDEX,
@@ -470,12 +469,7 @@ class _Loader:
                     f"{where}: addEstimatedOutputTokens has no effect, load in flight is requests "
                     "and uncached prompt tokens"
                 )
-            case CoreMetricsExtractor(engine_configs=engines, engine_label_key=label):
-                if label not in ENGINE_LABELS:
-                    self.warn(
-                        f"{where}: engineLabelKey {label} has no effect, engines are told by label "
-                        f"{ENGINE_LABELS[0]} or by their page"
-                    )
+            case CoreMetricsExtractor(engine_configs=engines):
                 for engine in engines:
                     if engine.custom_metrics or engine.tiered_offloading_specs:
                         self.warn(

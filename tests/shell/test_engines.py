@@ -1,6 +1,7 @@
 import pytest
 
 from epp.compatibility import (
+    BUILT_IN_ENGINES,
     CoreMetricsExtractor,
     EngineMetrics,
     MetricsDataSource,
@@ -8,8 +9,8 @@ from epp.compatibility import (
     MetricsScheme,
 )
 from epp.core.types import Endpoint, MetricsTarget
-from epp.shell.engines import engines_of, scraped_from
-from epp.shell.exposition import ENGINES, PageReader
+from epp.shell.engines import engines_of, page_reader, scraped_from
+from epp.shell.exposition import ENGINES
 
 ATOM = EngineMetrics(
     name="atom",
@@ -38,13 +39,18 @@ def test_without_configuration_the_built_in_engines_are_read_vllm_first():
     assert next(iter(engines)) == "vllm"
 
 
+def test_the_configuration_knows_the_engines_that_the_reader_has():
+    """`defaultEngine` is checked against the one table and looked up in the other."""
+    assert set(BUILT_IN_ENGINES) == set(ENGINES)
+
+
 def test_a_configured_engine_is_read_by_its_own_names():
-    """By label, or as the default engine without one."""
-    extractor = CoreMetricsExtractor(default_engine="atom", engine_configs=(ATOM,))
-    engines = engines_of(extractor)
-    assert next(iter(engines)) == "atom"
-    reader = PageReader(engines)
-    for labels in ({}, {"llm-d.ai/engine-type": "atom"}):
+    """By either label, or as the default engine without one."""
+    extractor = CoreMetricsExtractor(
+        default_engine="atom", engine_label_key="engine", engine_configs=(ATOM,)
+    )
+    reader = page_reader(extractor)
+    for labels in ({}, {"engine": "atom"}, {"llm-d.ai/engine-type": "atom"}):
         metrics = reader.read(PAGE, labels)
         assert (metrics.waiting_requests, metrics.kv_cache_usage) == (3, 0.25)
         assert (metrics.block_size_tokens, metrics.blocks_total) == (16, 100)

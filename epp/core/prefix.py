@@ -180,7 +180,7 @@ class PrefixIndex:
     """
 
     def __init__(self, settings: PrefixIndexSettings, *, sweep_holdings_max: int = 4_096) -> None:
-        """`sweep_holdings_max`: runs that `expire` takes from slots in one call, about 1 us each."""
+        """`sweep_holdings_max`: runs that `expire` takes from slots in one call, about 2 us each."""
         self.block_tokens: Final = settings.block_tokens
         self.statistics: Final = PrefixStatistics()
         self.entries = 0

@@ -292,8 +292,19 @@ def _conditions(options: Options, workload: Sequence[Conversation]) -> list[tupl
         ("Gateway", "Envoy, the same bootstrap; in turn: a ROUND_ROBIN cluster and no picker"),
         ("Homing", "epp serve with its default profile"),
         ("Measured", "by the client, over all requests; caches are cold at the start of each arm"),
-        ("Again", f"python -m sim.demo --seed {options.seed}"),
+        ("Again", "python -m sim.demo " + _arguments(options)),
     ]
+
+
+def _arguments(options: Options) -> str:
+    """The command line that runs the same workload."""
+    default, shape = WorkloadSettings(), options.workload
+    words = [f"--seed {options.seed}"]
+    if shape.arrival_window_s != default.arrival_window_s:
+        words.append(f"--seconds {shape.arrival_window_s:g}")
+    if shape.turns_max != default.turns_max:
+        words.append(f"--turns-max {shape.turns_max}")
+    return " ".join(words)
 
 
 def _write_results(out: Path, summary: Summary, page: str) -> list[Path]:
@@ -464,10 +475,17 @@ def _parse(arguments: Sequence[str] | None) -> Options:
         default=default.arrival_window_s,
         help="how long conversations arrive, in each arm",
     )
+    parser.add_argument(
+        "--turns-max", type=int, default=default.turns_max, help="longest conversation"
+    )
     given = parser.parse_args(arguments)
     if not 0 < given.seconds <= 3600:
         parser.error(f"--seconds {given.seconds:g} is not above 0 and at most 3600")
-    workload = msgspec.structs.replace(default, arrival_window_s=given.seconds)
+    if not default.turns_min <= given.turns_max <= 100:
+        parser.error(f"--turns-max {given.turns_max} is not one of {default.turns_min} to 100")
+    workload = msgspec.structs.replace(
+        default, arrival_window_s=given.seconds, turns_max=given.turns_max
+    )
     return Options(seed=given.seed, out=given.out, workload=workload)
 
 

@@ -1,0 +1,77 @@
+"""A simulated pod behind a loopback server, for tests that talk HTTP to it."""
+
+import asyncio
+import contextlib
+import json
+import re
+
+from aiohttp import ClientSession
+from aiohttp.test_utils import TestServer
+
+from sim.engine import EngineSettings
+from sim.pods import Pod, PodServer, PodSettings
+from sim.profiles import DEFAULT_PROFILE, PROFILES
+
+MODEL = "base-model"
+
+
+class Running:
+    """A pod behind a loopback server, and a client for it."""
+
+    def __init__(self, pod, server, client):
+        self.pod = pod
+        self.server = server
+        self.client = client
+
+    def url(self, path):
+        return self.server.make_url(path)
+
+    async def post(self, path, body):
+        """(status, parsed body)."""
+        async with self.client.post(self.url(path), json=body) as response:
+            return response.status, await response.json()
+
+    async def completion(self, **body):
+        status, answer = await self.post("/v1/completions", {"model": MODEL, **body})
+        assert status == 200, answer
+        return answer
+
+    async def events(self, path, body):
+        """The data of each server-sent event."""
+        async with self.client.post(self.url(path), json={**body, "stream": True}) as response:
+            assert response.status == 200
+            assert response.content_type == "text/event-stream"
+            lines = (await response.text()).split("\n\n")
+        assert lines.pop() == ""
+        assert lines.pop() == "data: [DONE]"
+        return [json.loads(line.removeprefix("data: ")) for line in lines]
+
+    async def metric(self, series):
+        async with self.client.get(self.url("/metrics")) as response:
+            page = await response.text()
+        found = re.search(rf"^vllm:{re.escape(series)} (\S+)$", page, re.MULTILINE)
+        assert found, f"{series} is not on the page"
+        return float(found[1])
+
+
+@contextlib.asynccontextmanager
+async def running_pod(*, speed=200.0, max_num_queued_reqs=0, **engine):
+    settings = PodSettings(
+        profile=PROFILES[DEFAULT_PROFILE],
+        engine=EngineSettings(**{"blocks_total": 2000, "max_loras": 2, **engine}),
+        model=MODEL,
+        adapters=("sql",),
+        speed=speed,
+        max_num_queued_reqs=max_num_queued_reqs,
+    )
+    pod = Pod("pod-0", settings)
+    server = TestServer(PodServer(pod).application())
+    pump = asyncio.create_task(pod.run())
+    await server.start_server()
+    try:
+        async with ClientSession() as client:
+            yield Running(pod, server, client)
+    finally:
+        pump.cancel()
+        await asyncio.gather(pump, return_exceptions=True)
+        await server.close()

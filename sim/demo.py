@@ -98,16 +98,19 @@ class Child:
 
     @classmethod
     @contextlib.asynccontextmanager
-    async def running(cls, name: str, command: Sequence[str], log: Path) -> AsyncIterator["Child"]:
+    async def running(
+        cls, name: str, command: Sequence[str], log: Path, *, announces: bool = False
+    ) -> AsyncIterator["Child"]:
         """Started on entry; the whole group is gone on exit, whatever happened inside.
 
-        Errors go to the file `log`, standard output to whoever calls `announcement`.
+        What it says goes to the file `log`; if it `announces`, its standard output does not, and
+        `announcement` reads the first line of it.
         """
         with log.open("wb") as output:
             process = await asyncio.create_subprocess_exec(
                 *command,
                 stdin=asyncio.subprocess.DEVNULL,
-                stdout=asyncio.subprocess.PIPE,
+                stdout=asyncio.subprocess.PIPE if announces else output,
                 stderr=output,
                 start_new_session=True,
             )
@@ -118,8 +121,8 @@ class Child:
             await child._stop()
 
     async def announcement(self) -> bytes:
-        """The first line it prints."""
-        assert self._process.stdout is not None
+        """The first line that a child which `announces` prints."""
+        assert self._process.stdout is not None, "started with announces"
         return await self._process.stdout.readline()
 
     async def ended(self) -> DemoError:
@@ -168,7 +171,9 @@ class Arm:
     async def _start(self, stack: contextlib.AsyncExitStack) -> tuple[str, list[str]]:
         """Start everything; the gateway's address and those of the pods."""
         ports = _free_ports()
-        servers = await self._run(stack, "sim serve", _pods_command(self._endpoints, self._seed))
+        servers = await self._run(
+            stack, "sim serve", _pods_command(self._endpoints, self._seed), announces=True
+        )
         pods = json.loads(await self._unless_ended(servers.announcement()))["pods"]
         addresses = [f"{pod['address']}:{pod['port']}" for pod in pods]
         if self.name == HOMING:
@@ -182,10 +187,16 @@ class Arm:
         return gateway, [pod["url"] for pod in pods]
 
     async def _run(
-        self, stack: contextlib.AsyncExitStack, name: str, command: Sequence[str]
+        self,
+        stack: contextlib.AsyncExitStack,
+        name: str,
+        command: Sequence[str],
+        *,
+        announces: bool = False,
     ) -> Child:
         log = self._folder / f"{self.name}-{name.replace(' ', '-')}.log"
-        child = await stack.enter_async_context(Child.running(name, command, log))
+        running = Child.running(name, command, log, announces=announces)
+        child = await stack.enter_async_context(running)
         self._children.append(child)
         return child
 

@@ -134,7 +134,7 @@ async def test_a_program_that_ignores_the_signal_is_killed_with_its_children(tmp
     mark = uuid.uuid4().hex
     monkeypatch.setenv(MARK, mark)
     command = [sys.executable, "-c", script]
-    async with demo.Child.running("stubborn", command, tmp_path / "log") as child:
+    async with demo.Child.running("stubborn", command, tmp_path / "log", announces=True) as child:
         assert await child.announcement() == b"ready\n"
         assert len([line for line in marked(mark) if "-c" in line]) == 2
     while marked(mark):

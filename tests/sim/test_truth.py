@@ -1,13 +1,16 @@
 """The engine against the recording of a real vLLM 0.32.0 (shared/truth/vllm-0.32-cpu)."""
 
+import base64
 import json
 import os
 import re
 import tomllib
 from pathlib import Path
 
+import msgspec
 import pytest
 
+from sim.blocks import BlockPool
 from sim.engine import Engine, EngineRequest, EngineSettings
 from sim.exposition import MetricsPage
 from sim.profiles import DEFAULT_PROFILE, PROFILES
@@ -27,62 +30,115 @@ def truth():
     return folder
 
 
-@pytest.fixture(scope="module")
-def replayed(truth):
-    """The recorded requests through the engine, one at a time: (requests, recorded, page)."""
-    shape = tomllib.loads((truth / "engine.toml").read_text())
-    settings = EngineSettings(
-        blocks_total=shape["num_gpu_blocks"],
-        block_size_tokens=shape["block_size_tokens"],
-        max_num_seqs=shape["max_num_seqs"],
-        max_num_batched_tokens=2048,
-    )
-    engine = Engine(settings, PROFILES[DEFAULT_PROFILE])
-    page = MetricsPage(model="tiny", settings=settings, max_model_len_tokens=MAX_MODEL_LEN_TOKENS)
-    recorded = [json.loads(line) for line in (truth / "sequential.jsonl").read_text().splitlines()]
-    requests = []
-    now = 0.0
-    for row in recorded:
-        tokens = encode_ids(row["prompt_token_ids"] + row["output_token_ids"])
-        request = EngineRequest(
-            str(row["request"]),
-            prompt_tokens=len(row["prompt_token_ids"]),
-            output_tokens=len(row["output_token_ids"]),
-            chain=hash_chain(tokens, block_size_tokens=settings.block_size_tokens),
+class WatchedPool(BlockPool):
+    """A pool that writes down what vLLM tells in its KV events."""
+
+    __slots__ = ("events",)
+
+    def __init__(self, blocks_total):
+        super().__init__(blocks_total)
+        self.events = []
+
+    def register(self, blocks, hashes):
+        super().register(blocks, hashes)
+        self.events.append(("stored", list(hashes)))
+
+    def _evict(self, block):
+        self.events.append(("removed", [self._hash_of[block]]))
+        super()._evict(block)
+
+
+class Replay:
+    """The recorded requests through the engine, one at a time."""
+
+    def __init__(self, truth):
+        shape = tomllib.loads((truth / "engine.toml").read_text())
+        settings = EngineSettings(
+            blocks_total=shape["num_gpu_blocks"],
+            block_size_tokens=shape["block_size_tokens"],
+            max_num_seqs=shape["max_num_seqs"],
+            max_num_batched_tokens=2048,
         )
-        engine.submit(request, now)
-        while (step := engine.step(now)) is not None:
-            now = step.ends_at
-            page.observe(step, now)
-        page.finish(request, "length", request.output_tokens)
-        requests.append(request)
-    return requests, recorded, page.render().decode()
+        engine = Engine(settings, PROFILES[DEFAULT_PROFILE])
+        engine.pool = self.pool = WatchedPool(settings.blocks_total)
+        page = MetricsPage(
+            model="tiny", settings=settings, max_model_len_tokens=MAX_MODEL_LEN_TOKENS
+        )
+        lines = (truth / "sequential.jsonl").read_text().splitlines()
+        self.recorded = [json.loads(line) for line in lines]
+        self.requests = []
+        now = 0.0
+        for row in self.recorded:
+            tokens = encode_ids(row["prompt_token_ids"] + row["output_token_ids"])
+            request = EngineRequest(
+                str(row["request"]),
+                prompt_tokens=len(row["prompt_token_ids"]),
+                output_tokens=len(row["output_token_ids"]),
+                chain=hash_chain(tokens, block_size_tokens=settings.block_size_tokens),
+            )
+            engine.submit(request, now)
+            while (step := engine.step(now)) is not None:
+                now = step.ends_at
+                page.observe(step, now)
+            page.finish(request, "length", request.output_tokens)
+            self.requests.append(request)
+        self.page = page.render().decode()
 
 
-def test_cached_tokens_equal_the_recorded_ones(replayed):
+@pytest.fixture(scope="module")
+def replay(truth):
+    """Everything the engine did with the recorded requests."""
+    return Replay(truth)
+
+
+def recorded_events(truth, block_size_tokens):
+    """The KV events of the real engine, with our hashes in the place of its own."""
+    ours = {None: 0}
+    for line in (truth / "kv_events.jsonl").read_text().splitlines():
+        _, events, _ = msgspec.msgpack.decode(base64.b64decode(json.loads(line)[2]))
+        for event in events:
+            hashes = event["block_hashes"]
+            if event["type"] == "BlockRemoved":
+                yield "removed", [ours[block] for block in hashes]
+                continue
+            chain = hash_chain(
+                encode_ids(event["token_ids"]),
+                block_size_tokens=block_size_tokens,
+                seed=ours[event.get("parent_block_hash")],
+            )
+            ours.update(zip(hashes, chain, strict=True))
+            yield "stored", chain
+
+
+def test_blocks_are_stored_and_removed_as_recorded(truth, replay):
+    """The KV events of the run: the same blocks, stored and evicted in the same order."""
+    expected = list(recorded_events(truth, 32))
+    assert sum(kind == "removed" for kind, _ in expected) > 1000
+    assert replay.pool.events == expected
+
+
+def test_cached_tokens_equal_the_recorded_ones(replay):
     """All 300 requests report the cached tokens that the real engine reported."""
-    requests, recorded, _ = replayed
-    assert len(recorded) == 300
-    assert [request.cached_tokens for request in requests] == [
-        row["cached_tokens"] for row in recorded
-    ]
+    assert len(replay.recorded) == 300
+    ours = [request.cached_tokens for request in replay.requests]
+    assert ours == [row["cached_tokens"] for row in replay.recorded]
 
 
 def vllm_lines(page):
     return [line for line in page.splitlines() if "vllm:" in line]
 
 
-def test_the_page_has_the_lines_of_the_real_page(truth, replayed):
+def test_the_page_has_the_lines_of_the_real_page(truth, replay):
     """Every vLLM line of the real page is on ours: HELP, TYPE, name, labels, order."""
     values = re.compile(r" [0-9.e+-]+$|(?<=\{).*(?=\} 1\.0$)")
 
     def shape(page):
         return [line if line.startswith("#") else values.sub("", line) for line in vllm_lines(page)]
 
-    assert shape(replayed[2]) == shape((truth / "metrics.txt").read_text())
+    assert shape(replay.page) == shape((truth / "metrics.txt").read_text())
 
 
-def test_what_does_not_depend_on_time_has_the_real_values(truth, replayed):
+def test_what_does_not_depend_on_time_has_the_real_values(truth, replay):
     """Tokens, hits, steps and requests are counted as the real engine counted them."""
 
     def counted(page):
@@ -97,17 +153,17 @@ def test_what_does_not_depend_on_time_has_the_real_values(truth, replayed):
 
     real = counted((truth / "metrics.txt").read_text())
     assert len(real) > 100
-    assert without_config(counted(replayed[2])) == without_config(real)
+    assert without_config(counted(replay.page)) == without_config(real)
 
 
-def test_the_cache_configuration_has_the_real_labels(truth, replayed):
+def test_the_cache_configuration_has_the_real_labels(truth, replay):
     """`cache_config_info` names the same labels and gives the sizes of this engine."""
 
     def labels(page):
         line = next(line for line in page.splitlines() if line.startswith("vllm:cache_config_info"))
         return dict(re.findall(r'(\w+)="([^"]*)"', line))
 
-    real, ours = labels((truth / "metrics.txt").read_text()), labels(replayed[2])
+    real, ours = labels((truth / "metrics.txt").read_text()), labels(replay.page)
     assert list(ours) == list(real)
     for name in ("block_size", "num_gpu_blocks", "kv_cache_size_tokens", "enable_prefix_caching"):
         assert ours[name] == real[name]

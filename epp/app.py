@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import resource
 import secrets
 import signal
 import time
@@ -64,6 +65,7 @@ class StartError(Exception):
 def run(flags: ServeFlags) -> int:
     """`epp serve`: until SIGTERM or SIGINT, then drain. 0 when all went well, 1 if it cannot start."""
     configure_logging(flags.log_format.value, flags.log_level)
+    _raise_open_files_limit()
     for warning in flags.warnings:
         _log.warning(warning)
     try:
@@ -74,6 +76,12 @@ def run(flags: ServeFlags) -> int:
             _log.error(line)
         return 1
     return 0
+
+
+def _raise_open_files_limit() -> None:
+    """Allow as many open files as the hard limit: each endpoint's scrape keeps a connection."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 async def _until_signal(picker: "EndpointPicker") -> None:

@@ -151,7 +151,8 @@ def error_body(refusal: Refusal) -> bytes:
     error = {
         "message": refusal.message,
         "type": _ERROR_TYPES.get(refusal.status, "service_unavailable"),
-        "param": refusal.param,
+        # As the API spells it: without the root of the path.
+        "param": refusal.param and refusal.param.removeprefix("$."),
         "code": refusal.reason.value,
     }
     return json.dumps({"error": error}).encode()

@@ -14,7 +14,8 @@ from typing import Final
 import structlog
 
 from sim.engine import EngineSettings
-from sim.pods import PodAddress, PodSettings, listen, serve, write_endpoints
+from sim.pod_server import PodAddress, listen, serve, write_endpoints
+from sim.pods import PodSettings
 from sim.profiles import DEFAULT_PROFILE, PROFILES
 
 _PODS_MAX: Final = 1000

@@ -9,7 +9,8 @@ from aiohttp import ClientSession
 from aiohttp.test_utils import TestServer
 
 from sim.engine import EngineSettings
-from sim.pods import Pod, PodServer, PodSettings
+from sim.pod_server import PodServer
+from sim.pods import Pod, PodSettings
 from sim.profiles import DEFAULT_PROFILE, PROFILES
 
 MODEL = "base-model"

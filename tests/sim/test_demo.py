@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from sim import demo
+from sim import demo, demo_arm
+from sim.client import RequestOutcome
 
 MARK = "HOMING_DEMO_TEST"
 SHORT = ["--seconds", "1.5", "--turns-max", "2", "--seed", "3"]
@@ -116,14 +117,14 @@ def test_a_wrong_command_line_exits_2(arguments):
 async def test_a_program_that_ends_is_an_error_with_its_last_words(tmp_path):
     """What a program said last is in the sentence that ends the demo."""
     command = [sys.executable, "-c", "import sys; sys.exit('no configuration')"]
-    async with demo.Child.running("picker", command, tmp_path / "log") as child:
+    async with demo_arm.Child.running("picker", command, tmp_path / "log") as child:
         problem = await child.ended()
     assert str(problem) == "picker ended with code 1: no configuration"
 
 
 async def test_a_program_that_ignores_the_signal_is_killed_with_its_children(tmp_path, monkeypatch):
     """A group that does not stop when asked is gone anyway."""
-    monkeypatch.setattr(demo, "_STOP_S_MAX", 0.2)
+    monkeypatch.setattr(demo_arm, "_STOP_S_MAX", 0.2)
     script = (
         "import signal, subprocess, sys\n"
         "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
@@ -134,7 +135,9 @@ async def test_a_program_that_ignores_the_signal_is_killed_with_its_children(tmp
     mark = uuid.uuid4().hex
     monkeypatch.setenv(MARK, mark)
     command = [sys.executable, "-c", script]
-    async with demo.Child.running("stubborn", command, tmp_path / "log", announces=True) as child:
+    async with demo_arm.Child.running(
+        "stubborn", command, tmp_path / "log", announces=True
+    ) as child:
         assert await child.announcement() == b"ready\n"
         assert len([line for line in marked(mark) if "-c" in line]) == 2
     while marked(mark):
@@ -143,15 +146,15 @@ async def test_a_program_that_ignores_the_signal_is_killed_with_its_children(tmp
 
 async def test_a_failed_request_is_an_error(capsys):
     """The verdict is 1 and names the first reason."""
-    outcome = demo.RequestOutcome(conversation=0, turn=0, sent_at_s=0.0, error="status 503: full")
-    result = demo.ArmResult(outcomes=[outcome], summary=demo.summarise([outcome], [0]))
-    assert demo._verdict({demo.HOMING: result}, 1, Console()) == 1
+    outcome = RequestOutcome(conversation=0, turn=0, sent_at_s=0.0, error="status 503: full")
+    result = demo_arm.ArmResult(outcomes=[outcome], requests_per_pod=[0])
+    assert demo._verdict({demo_arm.HOMING: result}, 1, Console()) == 1
     assert "status 503: full" in capsys.readouterr().out
 
 
 async def test_a_request_that_no_pod_counted_is_an_error(capsys):
     """What the client sent and what the pods served must agree."""
-    outcome = demo.RequestOutcome(conversation=0, turn=0, sent_at_s=0.0)
-    result = demo.ArmResult(outcomes=[outcome], summary=demo.summarise([outcome], [0]))
-    assert demo._verdict({demo.HOMING: result}, 1, Console()) == 1
+    outcome = RequestOutcome(conversation=0, turn=0, sent_at_s=0.0)
+    result = demo_arm.ArmResult(outcomes=[outcome], requests_per_pod=[0])
+    assert demo._verdict({demo_arm.HOMING: result}, 1, Console()) == 1
     assert "the pods counted 0" in capsys.readouterr().out

@@ -47,7 +47,7 @@ class EngineRequest:
     """One request inside the engine; the caller makes it, the engine fills in what happens to it.
 
     `chain` holds the hash of every full block of prompt and answer together. Times are the `now`
-    of the engine's caller, NaN-free: None until it happened.
+    of the engine's caller; None: not yet.
     """
 
     __slots__ = (
@@ -63,6 +63,7 @@ class EngineRequest:
         "output_tokens",
         "preemptions",
         "prompt_tokens",
+        "queued_at",
         "registered_blocks",
         "request_id",
         "scheduled_at",
@@ -86,7 +87,9 @@ class EngineRequest:
         self.output_tokens = output_tokens
         self.chain = chain
         self.adapter = adapter
-        self.arrived_at: Seconds = 0.0
+        self.arrived_at: Seconds | None = None
+        """At the server, before its front end; the engine sets it if the caller did not."""
+        self.queued_at: Seconds = 0.0
         self.scheduled_at: Seconds | None = None
         self.first_token_at: Seconds | None = None
         self.last_token_at: Seconds | None = None
@@ -169,7 +172,9 @@ class Engine:
                 f"Request {request.request_id} names adapter {request.adapter!r}, the engine has "
                 "no adapter slots."
             )
-        request.arrived_at = now
+        request.queued_at = now
+        if request.arrived_at is None:
+            request.arrived_at = now
         self.waiting.append(request)
 
     def abort(self, request_id: str) -> bool:

@@ -220,15 +220,12 @@ class MetricsPage:
         observe["request_params_n"].observe(1)
         observe["request_params_max_tokens"].observe(tokens_max)
         observe["request_num_preemptions"].observe(request.preemptions)
-        scheduled, first, last = (
-            request.scheduled_at,
-            request.first_token_at,
-            request.last_token_at,
-        )
-        if scheduled is None or first is None or last is None:
+        arrived, scheduled = request.arrived_at, request.scheduled_at
+        first, last = request.first_token_at, request.last_token_at
+        if arrived is None or scheduled is None or first is None or last is None:
             return
-        observe["e2e_request_latency_seconds"].observe(last - request.arrived_at)
-        observe["request_queue_time_seconds"].observe(scheduled - request.arrived_at)
+        observe["e2e_request_latency_seconds"].observe(last - arrived)
+        observe["request_queue_time_seconds"].observe(scheduled - request.queued_at)
         observe["request_inference_time_seconds"].observe(last - scheduled)
         observe["request_prefill_time_seconds"].observe(first - scheduled)
         observe["request_decode_time_seconds"].observe(last - first)
@@ -255,6 +252,7 @@ class MetricsPage:
             source="local_compute",
         )
         self._add("prompt_tokens_by_source", request.cached_tokens, source="local_cache_hit")
+        assert request.arrived_at is not None
         self._histograms["time_to_first_token_seconds"].observe(step.ends_at - request.arrived_at)
 
     def _show_adapters(self, gauge: Gauge, adapters: tuple[str, ...], wall_s: Seconds) -> None:

@@ -180,9 +180,10 @@ class Pod:
         arrived_at = self.clock()
         tokens = sum(generation.request.prompt_tokens for generation in generations)
         await self._sleep_until(arrived_at + self.settings.profile.frontend_delay_s(tokens))
-        for generation in generations:
-            self.engine.submit(generation.request, arrived_at)
         self._submitted_at = self.clock()
+        for generation in generations:
+            generation.request.arrived_at = arrived_at
+            self.engine.submit(generation.request, self._submitted_at)
         self._work.set()
 
     def load_adapter(self, body: AdapterBody) -> str:

@@ -11,6 +11,7 @@ import sys
 import pytest
 from aiohttp import ClientSession
 
+from sim.profiles import DEFAULT_PROFILE, PROFILES
 from tests.sim.running import MODEL, running_pod
 
 
@@ -203,6 +204,18 @@ async def test_probes_answer():
             assert (await response.json())["version"] == "0.32.0"
         async with pod.client.get(pod.url("/metrics")) as response:
             assert "process_start_time_seconds 1." in await response.text()
+
+
+async def test_the_page_tells_the_front_end_from_the_queue():
+    """Time before the engine counts in the time to first token, not in the time queued."""
+    async with running_pod() as pod:
+        await pod.completion(prompt="x" * 40_000, max_tokens=1)
+        queued_s = await pod.metric(of_model("request_queue_time_seconds_sum"))
+        first_token_s = await pod.metric(of_model("time_to_first_token_seconds_sum"))
+        prefill_s = await pod.metric(of_model("request_prefill_time_seconds_sum"))
+    frontend_s = PROFILES[DEFAULT_PROFILE].frontend_delay_s(10_000)
+    assert 0 <= queued_s < first_token_s
+    assert first_token_s >= frontend_s + queued_s + prefill_s - 1e-6
 
 
 async def test_many_clients_are_served_at_once():

@@ -1,8 +1,10 @@
 """A real Envoy on free ports, the one way to wait, and a client that shows every byte."""
 
 import asyncio
+import ctypes
 import inspect
 import shutil
+import signal
 import socket
 import sys
 import time
@@ -89,6 +91,12 @@ class Envoy:
             return await response.text()
 
 
+def die_with_parent() -> None:
+    """Called in a child before it becomes its program: no process outlives a killed test run."""
+    killed_with_parent = 1
+    ctypes.CDLL(None).prctl(killed_with_parent, signal.SIGKILL)
+
+
 @asynccontextmanager
 async def running_envoy(
     options: BootstrapOptions,
@@ -121,6 +129,7 @@ async def running_envoy(
             *("--disable-hot-restart", "--drain-time-s", "1"),
             stdout=output,
             stderr=output,
+            preexec_fn=die_with_parent,
         )
     envoy = Envoy(port, admin_port, readiness_port)
     try:

@@ -1,0 +1,106 @@
+"""`epp serve` as a process of its own: what must survive a signal is tested with signals."""
+
+import asyncio
+import signal
+import sys
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import grpc
+import grpc.aio
+import yaml
+from grpc_health.v1 import health_pb2
+
+from tests.envoy.rig import die_with_parent, free_ports, until
+from tests.envoy.upstream import Pod
+
+
+class EppProcess:
+    """A running `epp serve`."""
+
+    def __init__(self, ports: Sequence[int], endpoints_file: Path, log: Path) -> None:
+        self.port, self.health_port, self.metrics_port = ports
+        self.address = f"127.0.0.1:{self.port}"
+        self.metrics_url = f"http://127.0.0.1:{self.metrics_port}/metrics"
+        self._endpoints_file = endpoints_file
+        self._log = log
+        self._process: asyncio.subprocess.Process | None = None
+
+    def write_endpoints(self, pods: Sequence[Pod]) -> None:
+        """The pool is `pods`, as soon as the process looks at its file again."""
+        endpoints = [{"name": pod.name, "address": "127.0.0.1", "port": pod.port} for pod in pods]
+        self._endpoints_file.write_text(yaml.safe_dump({"endpoints": endpoints}))
+
+    async def start(self, *flags: str) -> None:
+        """Serve, and return once the process says that it is ready."""
+        with self._log.open("ab") as output:
+            self._process = await asyncio.create_subprocess_exec(
+                *(sys.executable, "-m", "epp", "serve"),
+                *("--endpoints-file", str(self._endpoints_file)),
+                *("--grpc-port", str(self.port), "--grpc-health-port", str(self.health_port)),
+                *("--metrics-port", str(self.metrics_port), "--seed", "1"),
+                *flags,
+                stdout=output,
+                stderr=output,
+                preexec_fn=die_with_parent,
+            )
+        process = self._process
+        await until(
+            lambda: process.returncode is not None or self.is_ready(), "epp serve to be ready"
+        )
+        assert process.returncode is None, self.log_text()
+
+    async def is_ready(self) -> bool:
+        """The answer of gRPC health to "readiness"."""
+        request = health_pb2.HealthCheckRequest(service="readiness").SerializeToString()
+        async with grpc.aio.insecure_channel(f"127.0.0.1:{self.health_port}") as channel:
+            try:
+                answer = await channel.unary_unary("/grpc.health.v1.Health/Check")(
+                    request, timeout=1
+                )
+            except grpc.aio.AioRpcError:
+                return False
+        response = health_pb2.HealthCheckResponse.FromString(answer)
+        return bool(response.status == health_pb2.HealthCheckResponse.SERVING)
+
+    def terminate(self) -> None:
+        """Ask it to drain."""
+        self._running().send_signal(signal.SIGTERM)
+
+    async def kill(self) -> None:
+        """End it without a chance to do anything."""
+        self._running().kill()
+        await self._running().wait()
+
+    @property
+    def alive(self) -> bool:
+        return self._running().returncode is None
+
+    async def exit_code(self) -> int:
+        """Wait for it to end."""
+        async with asyncio.timeout(30):
+            return await self._running().wait()
+
+    def log_text(self) -> str:
+        return self._log.read_text()
+
+    def _running(self) -> asyncio.subprocess.Process:
+        assert self._process is not None, "the process was started"
+        return self._process
+
+
+@asynccontextmanager
+async def running_epp(
+    directory: Path, pods: Sequence[Pod], *flags: str
+) -> AsyncIterator[EppProcess]:
+    """`epp serve` for `pods` on free ports, killed in the end if nobody ended it before."""
+    epp = EppProcess(free_ports(3), directory / "endpoints.yaml", directory / "epp.log")
+    epp.write_endpoints(pods)
+    await epp.start(*flags)
+    try:
+        yield epp
+    finally:
+        if epp.alive:
+            await epp.kill()
+        print(f"--- end of the log of epp serve\n{epp.log_text()[-4000:]}")

@@ -45,6 +45,7 @@ class Witness:
         self.refusals: list[Refusal] = []
         self.outcomes: list[Outcome] = []
         self.violations: list[tuple[str, str]] = []
+        self.streams_opened = 0
         self.stream_codes: list[str] = []
 
     def decided(self, exchange: Exchange) -> None:
@@ -59,23 +60,29 @@ class Witness:
     def completed(self, exchange: Exchange, outcome: Outcome, now: Seconds) -> None:
         self.outcomes.append(outcome)
 
-    def unknown_body_mode(self) -> None:
+    def set_aside(self, endpoint: Endpoint) -> None:
         pass
+
+    def unknown_body_mode(self, mode: int) -> None:
+        self.violations.append(("any", f"body mode {mode}"))
 
     def protocol_violated(self, phase: str, event: str) -> None:
         self.violations.append((phase, event))
 
     def stream_opened(self) -> None:
-        pass
+        self.streams_opened += 1
 
     def stream_closed(self, code: str, duration_s: float) -> None:
         self.stream_codes.append(code)
 
-    def scheduled(self, duration_s: float) -> None:
-        pass
-
     def drain_cut(self, streams: int) -> None:
         pass
+
+    def assert_clean(self) -> None:
+        """The gateway kept to the protocol, and no stream of the picker failed."""
+        assert self.violations == []
+        assert len(self.stream_codes) == self.streams_opened
+        assert set(self.stream_codes) <= {"OK", "CANCELLED"}
 
 
 class Picker:
@@ -150,4 +157,4 @@ async def running_picker(
         yield picker
     finally:
         await picker.stop()
-        assert picker.witness.violations == []
+        picker.witness.assert_clean()

@@ -12,7 +12,7 @@ import grpc.aio
 import yaml
 from grpc_health.v1 import health_pb2
 
-from tests.envoy.rig import die_with_parent, free_ports, until
+from tests.envoy.rig import free_ports, start_process, until
 from tests.envoy.upstream import Pod
 
 
@@ -34,17 +34,14 @@ class EppProcess:
 
     async def start(self, *flags: str) -> None:
         """Serve, and return once the process says that it is ready."""
-        with self._log.open("ab") as output:
-            self._process = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-m", "epp", "serve"),
-                *("--endpoints-file", str(self._endpoints_file)),
-                *("--grpc-port", str(self.port), "--grpc-health-port", str(self.health_port)),
-                *("--metrics-port", str(self.metrics_port), "--seed", "1"),
-                *flags,
-                stdout=output,
-                stderr=output,
-                preexec_fn=die_with_parent,
-            )
+        self._process = await start_process(
+            *(sys.executable, "-m", "epp", "serve"),
+            *("--endpoints-file", self._endpoints_file),
+            *("--grpc-port", str(self.port), "--grpc-health-port", str(self.health_port)),
+            *("--metrics-port", str(self.metrics_port), "--seed", "1"),
+            *flags,
+            log=self._log,
+        )
         process = self._process
         await until(
             lambda: process.returncode is not None or self.is_ready(), "epp serve to be ready"

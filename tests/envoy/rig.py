@@ -1,10 +1,8 @@
 """A real Envoy on free ports, the one way to wait, and a client that shows every byte."""
 
 import asyncio
-import ctypes
 import inspect
 import shutil
-import signal
 import socket
 import sys
 import time
@@ -91,10 +89,27 @@ class Envoy:
             return await response.text()
 
 
-def die_with_parent() -> None:
-    """Called in a child before it becomes its program: no process outlives a killed test run."""
-    killed_with_parent = 1
-    ctypes.CDLL(None).prctl(killed_with_parent, signal.SIGKILL)
+_DIE_WITH_PARENT = """\
+import ctypes, os, signal, sys
+PR_SET_PDEATHSIG = 1
+ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+os.execv(sys.argv[1], sys.argv[1:])
+"""
+
+
+async def start_process(*command: str | Path, log: Path) -> asyncio.subprocess.Process:
+    """Run `command`, its output appended to `log`; it dies with the test run, however that ends.
+
+    A program in between sets that up, because a `preexec_fn` would make Python fork, and gRPC's
+    threads do not survive a fork.
+    """
+    with log.open("ab") as output:
+        return await asyncio.create_subprocess_exec(
+            *(sys.executable, "-I", "-S", "-c", _DIE_WITH_PARENT),
+            *map(str, command),
+            stdout=output,
+            stderr=output,
+        )
 
 
 @asynccontextmanager
@@ -122,15 +137,11 @@ async def running_envoy(
         edit(document)
     config, log = directory / f"envoy-{port}.yaml", directory / f"envoy-{port}.log"
     config.write_text(yaml.safe_dump(document))
-    with log.open("wb") as output:
-        process = await asyncio.create_subprocess_exec(
-            ENVOY,
-            *("--config-path", str(config), "--concurrency", "1", "--log-level", "warning"),
-            *("--disable-hot-restart", "--drain-time-s", "1"),
-            stdout=output,
-            stderr=output,
-            preexec_fn=die_with_parent,
-        )
+    process = await start_process(
+        *(ENVOY, "--config-path", config, "--concurrency", "1", "--log-level", "warning"),
+        *("--disable-hot-restart", "--drain-time-s", "1"),
+        log=log,
+    )
     envoy = Envoy(port, admin_port, readiness_port)
     try:
         # A process that has died ends the wait too.
@@ -144,10 +155,16 @@ async def running_envoy(
         print(f"--- end of {log}\n{log.read_text()[-4000:]}")
 
 
+def http_connections(document: dict[str, Any]) -> dict[str, Any]:
+    """The HTTP connection manager of the rendered bootstrap, to be edited in place."""
+    chain = document["static_resources"]["listeners"][0]["filter_chains"][0]
+    config: dict[str, Any] = chain["filters"][0]["typed_config"]
+    return config
+
+
 def http_filters(document: dict[str, Any]) -> list[dict[str, Any]]:
     """The HTTP filters of the rendered bootstrap, to be edited in place."""
-    chain = document["static_resources"]["listeners"][0]["filter_chains"][0]
-    filters: list[dict[str, Any]] = chain["filters"][0]["typed_config"]["http_filters"]
+    filters: list[dict[str, Any]] = http_connections(document)["http_filters"]
     return filters
 
 

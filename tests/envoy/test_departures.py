@@ -93,7 +93,11 @@ async def test_responses_through_the_picker_are_served_to_their_end(drain, behin
     )
     responses = await half_read(client, 100)
     epp.terminate()
-    await until(lambda: "draining" in epp.log_text(), "the drain to begin")
+
+    async def refused():
+        return await status_of(client) != 200
+
+    await until(refused, "the grace for new requests to be over")
     pod.resume.set()
     assert await rest_of(responses) == {REST: 100}
     assert await epp.exit_code() == 0

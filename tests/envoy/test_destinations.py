@@ -125,10 +125,11 @@ async def test_a_destination_that_the_client_names_is_ignored(edit, mode, opened
     assert {r.headers[DESTINATION_HEADER] for r in wired.pod.received} == {wired.pod.address}
 
 
-async def test_an_endpoint_that_refuses_connections_is_set_aside(opened, wire):
+@pytest.mark.parametrize("mode", [BodyMode.NONE, BodyMode.FULL_DUPLEX_STREAMED])
+async def test_an_endpoint_that_refuses_connections_is_set_aside(mode, opened, wire):
     """Two refusals in a row cost two requests, the rest is served; a good scrape ends it."""
     port = await opened.enter_async_context(refusing_port())
-    wired = await wire(pods=3)
+    wired = await wire(pods=3, response_body_mode=mode)
     refusing = f"127.0.0.1:{port}"
     wired.picker.serve_addresses(
         {"refusing": refusing} | {pod.name: pod.address for pod in wired.pods}

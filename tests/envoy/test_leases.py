@@ -2,6 +2,7 @@
 
 import time
 
+import aiohttp
 import pytest
 
 from epp.core.inflight import Ending
@@ -103,4 +104,18 @@ async def test_the_lease_of_a_live_stream_never_expires(wire):
         assert wired.picker.open_leases == 1
         wired.pod.resume.set()
         await response.read()
+    await until(lambda: not wired.picker.open_leases, "the lease", AT_ONCE_S)
+
+
+@pytest.mark.parametrize("mode", [BodyMode.NONE, BodyMode.FULL_DUPLEX_STREAMED])
+async def test_a_pod_that_dies_mid_stream_frees_its_lease_at_once(mode, wire):
+    """The client sees a cut response, the picker the end of the request."""
+    wired = await wire(response_body_mode=mode)
+    headers = {"x-test-events": "100", "x-test-pause-after": "10"}
+    async with wired.client.post(PATH, data=BODY, headers=headers) as response:
+        await response.content.readuntil(b'"index": 9')
+        assert wired.picker.open_leases == 1
+        await wired.pod.stop()
+        with pytest.raises(aiohttp.ClientPayloadError):
+            await response.read()
     await until(lambda: not wired.picker.open_leases, "the lease", AT_ONCE_S)

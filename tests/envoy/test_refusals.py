@@ -1,5 +1,7 @@
 """What the picker refuses reaches the client as the picker said it."""
 
+import io
+
 import pytest
 
 from epp.core.messages import DROP_REASON_HEADER
@@ -44,9 +46,10 @@ async def test_a_body_over_the_limit_is_413(mode, wire):
     )
     head, tail = b'{"model":"m","prompt":"', b'"}'
     fits = head + b"p" * (LIMIT_BYTES - len(head) - len(tail)) + tail
-    status, _, error = await refused(wired, fits + b" ")
-    assert status == 413
-    assert str(LIMIT_BYTES) in error["message"]
+    for beyond in (fits + b" ", fits * 50):
+        status, _, error = await refused(wired, io.BytesIO(beyond))
+        assert status == 413
+        assert str(LIMIT_BYTES) in error["message"]
     async with wired.client.post(PATH, data=fits) as response:
         assert response.status == 200
 

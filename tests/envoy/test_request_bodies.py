@@ -1,13 +1,15 @@
 """Requests reach the pod byte for byte, in every mode that a gateway may choose."""
 
+import asyncio
 import hashlib
 import io
 
+import grpc.aio
 import pytest
 
 from epp.core.messages import BODY_CHUNK_BYTES_MAX, DESTINATION_HEADER
 from epp.shell.bootstrap import BodyMode
-from tests.envoy.rig import RawConnection, until
+from tests.envoy.rig import RawConnection, http_connections, until
 
 pytestmark = pytest.mark.envoy
 
@@ -167,3 +169,73 @@ async def test_the_pod_sees_the_clients_headers_and_no_control_headers(wire):
     assert received[DESTINATION_HEADER] == wired.pod.address
     assert "x-llm-d-inference-objective" not in received
     assert "x-prefiller-host-port" not in received
+
+
+@pytest.mark.parametrize("mode", [BodyMode.FULL_DUPLEX_STREAMED, BodyMode.BUFFERED])
+@pytest.mark.parametrize("target", ["a", "a-model-with-a-much-longer-name"])
+async def test_a_rewritten_model_is_all_that_changes(mode, target, wire):
+    """The pod gets the new name, shorter or longer, and every other byte as it was."""
+    wired = await wire(request_body_mode=mode)
+    template = (
+        b'{ "prompt" : "h\\u00e9 <&> 1.50", "n":1.0,\n"model":  "%b" , "x": 12345678901234567890 }'
+    )
+    headers = {"x-llm-d-model-name-rewrite": target}
+    async with wired.client.post(PATH, data=template % b"asked-for", headers=headers) as response:
+        assert response.status == 200
+    assert_arrived(wired.pod, template % target.encode())
+
+
+async def test_a_client_that_expects_100_continue_is_told_to_go_on(wire):
+    """As curl does for large bodies: Envoy says so itself, the picker waits for the body."""
+    wired = await wire()
+    body = body_of(1_000_000)
+    async with RawConnection.open(wired.envoy.port) as connection:
+        await connection.send_head("POST", PATH, content_length=len(body), expect="100-continue")
+        assert (await connection.read_head())[0] == 100
+        await connection.send(body)
+        assert (await connection.read_head())[0] == 200
+    assert_arrived(wired.pod, body)
+
+
+def accept_http1_trailers(document):
+    connections = http_connections(document)
+    connections["http_protocol_options"] = {"enable_trailers": True}
+
+
+@pytest.mark.parametrize("mode", [m for m in BodyMode if m is not BodyMode.BUFFERED_PARTIAL])
+async def test_a_request_with_trailers_is_served(mode, wire):
+    """The end of the body comes in the trailers, not in a last chunk."""
+    wired = await wire(request_body_mode=mode, edit=accept_http1_trailers)
+    body = body_of(100_000)
+    async with RawConnection.open(wired.envoy.port) as connection:
+        await connection.send_head(
+            "POST", PATH, transfer_encoding="chunked", te="trailers", trailer="x-end"
+        )
+        await connection.send(b"%x\r\n%b\r\n0\r\nx-end: yes\r\n\r\n" % (len(body), body))
+        assert (await connection.read_head())[0] == 200
+    assert_arrived(wired.pod, body)
+    await until(lambda: not wired.picker.open_leases, "the lease to be released")
+
+
+async def test_a_body_over_http2_arrives(wire):
+    """The last chunk itself ends the stream there; gRPC's client sends it, framed its own way."""
+    wired = await wire()
+    message = b"m" * 300_000
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{wired.envoy.port}") as channel:
+        # The pod does not answer as a gRPC server would: what counts is what it got.
+        with pytest.raises(grpc.aio.AioRpcError):
+            await channel.unary_unary(OPAQUE_PATH)(message, timeout=10)
+    assert_arrived(wired.pod, b"\0" + len(message).to_bytes(4, "big") + message)
+    last = wired.last_stream.asked
+    bodies = [question.request_body for question in last if question.request_body is not None]
+    assert bodies[-1].end_of_stream
+
+
+async def test_bodies_that_come_at_the_same_time_do_not_mix(wire):
+    """Fifty clients at once, each body its own."""
+    wired = await wire()
+    bodies = [body_of(100_000 + number) for number in range(50)]
+    statuses = await asyncio.gather(*(post(wired.client, body) for body in bodies))
+    assert statuses == [200] * len(bodies)
+    arrived = {(received.body_bytes, received.body_sha256) for received in wired.pod.received}
+    assert arrived == {(len(body), hashlib.sha256(body).hexdigest()) for body in bodies}

@@ -11,6 +11,7 @@ from enum import StrEnum
 from ipaddress import ip_address
 from typing import Final
 
+import msgspec
 import yaml
 from betterproto2 import Casing, Message
 from envoy_data_plane.envoy.config.bootstrap.v3 import Admin, Bootstrap, BootstrapStaticResources
@@ -47,7 +48,6 @@ from envoy_data_plane.envoy.config.overload.v3 import OverloadManager, ResourceM
 from envoy_data_plane.envoy.config.route.v3 import (
     Route,
     RouteAction,
-    RouteActionUpgradeConfig,
     RouteConfiguration,
     RouteMatch,
     VirtualHost,
@@ -69,6 +69,7 @@ from envoy_data_plane.envoy.extensions.filters.network.http_connection_manager.v
     HttpConnectionManager,
     HttpConnectionManagerPathWithEscapedSlashesAction,
     HttpConnectionManagerServerHeaderTransformation,
+    HttpConnectionManagerUpgradeConfig,
     HttpFilter,
 )
 from envoy_data_plane.envoy.extensions.resource_monitors.downstream_connections.v3 import (
@@ -216,10 +217,10 @@ def bootstrap(options: BootstrapOptions) -> Bootstrap:
 
 def _listener(options: BootstrapOptions) -> Listener:
     buffered = options.request_body_mode is BodyMode.BUFFERED and not options.round_robin
-    filters = [_http_filter("envoy.filters.http.header_mutation", _strip_client_headers())]
-    if not options.round_robin:
-        filters.append(_http_filter("envoy.filters.http.ext_proc", _picker_filter(options)))
-    filters.append(_http_filter("envoy.filters.http.router", Router(suppress_envoy_headers=True)))
+    # What follows an upgrade has no end that could be waited for: the picker chooses by the headers.
+    upgraded = msgspec.structs.replace(
+        options, request_body_mode=BodyMode.NONE, response_body_mode=BodyMode.NONE
+    )
     connections = HttpConnectionManager(
         stat_prefix="inference",
         # The client's address and the path are facts from here on, not claims.
@@ -235,15 +236,15 @@ def _listener(options: BootstrapOptions) -> Listener:
         stream_idle_timeout=_STREAM_MAX,
         http2_protocol_options=_http2(streams_max=_HTTP2_STREAMS_PER_CONNECTION_MAX),
         route_config=_routes(
-            RouteAction(
-                cluster=_ENDPOINTS,
-                timeout=_STREAM_MAX,
-                idle_timeout=_STREAM_MAX,
-                upgrade_configs=[RouteActionUpgradeConfig(upgrade_type="websocket")],
-            ),
+            RouteAction(cluster=_ENDPOINTS, timeout=_STREAM_MAX, idle_timeout=_STREAM_MAX),
             RouteMatch(prefix="/"),
         ),
-        http_filters=filters,
+        http_filters=_http_filters(options),
+        upgrade_configs=[
+            HttpConnectionManagerUpgradeConfig(
+                upgrade_type="websocket", filters=_http_filters(upgraded)
+            )
+        ],
     )
     return Listener(
         name="inference",
@@ -253,6 +254,14 @@ def _listener(options: BootstrapOptions) -> Listener:
         ),
         filter_chains=[_chain(connections)],
     )
+
+
+def _http_filters(options: BootstrapOptions) -> list[HttpFilter]:
+    filters = [_http_filter("envoy.filters.http.header_mutation", _strip_client_headers())]
+    if not options.round_robin:
+        filters.append(_http_filter("envoy.filters.http.ext_proc", _picker_filter(options)))
+    filters.append(_http_filter("envoy.filters.http.router", Router(suppress_envoy_headers=True)))
+    return filters
 
 
 def _readiness_listener(host: str, port: int) -> Listener:

@@ -55,7 +55,7 @@ class Pod:
 
     `events`: that many server-sent events; `pause-after`: having sent that many, wait for `resume`;
     `status`: answer with it; `response-bytes`: a body of that size; `hold`: wait for `resume` before
-    the response starts. Otherwise JSON that tells what arrived.
+    the response starts. A WebSocket gets its messages back. Otherwise JSON that tells what arrived.
     """
 
     def __init__(self, name: str) -> None:
@@ -131,6 +131,8 @@ class Pod:
         try:
             if "x-test-hold" in request.headers:
                 await self.resume.wait()
+            if request.headers.get("upgrade") == "websocket":
+                return await _echo(request)
             if "x-test-events" in request.headers:
                 return await self._stream(request)
             return self._whole(request, received)
@@ -168,6 +170,14 @@ class Pod:
             await response.write(b"data: [DONE]\n\n")
             await response.write_eof()
         return response
+
+
+async def _echo(request: web.Request) -> web.WebSocketResponse:
+    socket = web.WebSocketResponse()
+    await socket.prepare(request)
+    async for message in socket:
+        await socket.send_str(message.data)
+    return socket
 
 
 @asynccontextmanager

@@ -37,10 +37,23 @@ def document(options):
     return yaml.safe_load(render(options))
 
 
-def http_filters(rendered):
+def connection_manager(rendered):
     chain = rendered["static_resources"]["listeners"][0]["filter_chains"][0]
-    filters = chain["filters"][0]["typed_config"]["http_filters"]
+    return chain["filters"][0]["typed_config"]
+
+
+def by_name(filters):
     return {entry["name"].rpartition(".")[2]: entry["typed_config"] for entry in filters}
+
+
+def http_filters(rendered):
+    return by_name(connection_manager(rendered)["http_filters"])
+
+
+def websocket_filters(rendered):
+    (upgrade,) = connection_manager(rendered)["upgrade_configs"]
+    assert upgrade["upgrade_type"] == "websocket"
+    return by_name(upgrade["filters"])
 
 
 def cluster(rendered, name):
@@ -88,12 +101,13 @@ def test_the_rendered_text_says_what_the_message_says(options):
     assert Bootstrap.from_dict(document(options)) == bootstrap(options)
 
 
-def test_clients_cannot_choose_a_destination():
+@pytest.mark.parametrize("filters_of", [http_filters, websocket_filters])
+def test_clients_cannot_choose_a_destination(filters_of):
     """Every address header is removed, ORIGINAL_DST's first of all, before the picker is asked."""
     rendered = document(BootstrapOptions())
-    names = list(http_filters(rendered))
-    assert names.index("header_mutation") < names.index("ext_proc")
-    mutations = http_filters(rendered)["header_mutation"]["mutations"]["request_mutations"]
+    filters = filters_of(rendered)
+    assert list(filters) == ["header_mutation", "ext_proc", "router"]
+    mutations = filters["header_mutation"]["mutations"]["request_mutations"]
     removed = {mutation["remove"] for mutation in mutations}
     assert removed == set(CLIENT_HEADERS_REMOVED)
     destination = cluster(rendered, "endpoints")["original_dst_lb_config"]["http_header_name"]
@@ -112,6 +126,17 @@ def test_the_picker_sees_the_end_of_every_response(request_mode, response_mode):
     assert mode.get("response_body_mode", "NONE") == response_mode
     full_duplex = request_mode is BodyMode.FULL_DUPLEX_STREAMED
     assert mode["request_trailer_mode"] == ("SEND" if full_duplex else "SKIP")
+
+
+@pytest.mark.parametrize("request_mode", BodyMode)
+def test_an_upgraded_connection_waits_for_no_body(request_mode):
+    """What follows a WebSocket handshake never ends, so the picker is shown headers only."""
+    options = BootstrapOptions(
+        request_body_mode=request_mode, response_body_mode=BodyMode.FULL_DUPLEX_STREAMED
+    )
+    picker = websocket_filters(document(options))["ext_proc"]
+    assert "request_body_mode" not in picker["processing_mode"]
+    assert "response_body_mode" not in picker["processing_mode"]
 
 
 def test_metadata_passes_both_ways():
@@ -183,14 +208,15 @@ def test_the_round_robin_arm_differs_in_the_choice_only():
     addresses = ("127.0.0.1:8000", "127.0.0.1:8001")
     ours = document(BootstrapOptions())
     other = document(BootstrapOptions(round_robin=addresses))
-    assert "ext_proc" not in http_filters(other)
     assert [c["name"] for c in other["static_resources"]["clusters"]] == ["endpoints", "admin"]
     turn, picked = cluster(other, "endpoints"), cluster(ours, "endpoints")
     assert turn["type"] == "STATIC"
     assert len(turn["load_assignment"]["endpoints"][0]["lb_endpoints"]) == len(addresses)
     for field in ("connect_timeout", "circuit_breakers", "typed_extension_protocol_options"):
         assert turn[field] == picked[field]
-    assert http_filters(other)["header_mutation"] == http_filters(ours)["header_mutation"]
+    for filters_of in (http_filters, websocket_filters):
+        assert "ext_proc" not in filters_of(other)
+        assert filters_of(other)["header_mutation"] == filters_of(ours)["header_mutation"]
 
 
 def test_ports_and_hosts_are_where_they_were_asked_for():

@@ -1,0 +1,48 @@
+"""WebSockets, as the realtime API uses them: picked by their headers, then left alone."""
+
+import asyncio
+
+import aiohttp
+import pytest
+
+from epp.shell.bootstrap import BodyMode, BootstrapOptions
+from tests.envoy.rig import running_envoy, until
+from tests.envoy.upstream import running_pods
+
+pytestmark = pytest.mark.envoy
+
+PATH = "/v1/realtime"
+
+
+async def echoed(socket, count):
+    """Send `count` messages, one after another, and return what comes back."""
+    received = []
+    for number in range(count):
+        await socket.send_str(f"message {number}")
+        async with asyncio.timeout(10):
+            received.append((await socket.receive()).data)
+    return received
+
+
+@pytest.mark.parametrize("mode", BodyMode)
+async def test_a_websocket_works_in_every_mode(mode, wire):
+    """Waiting for the end of its body would be waiting for ever; its lease ends when it closes."""
+    wired = await wire(request_body_mode=mode)
+    async with wired.client.ws_connect(PATH) as socket:
+        assert await echoed(socket, 3) == [f"message {number}" for number in range(3)]
+        assert wired.last_stream.destination() == wired.pod.address
+        assert wired.picker.open_leases == 1
+    await until(lambda: not wired.picker.open_leases, "the lease to be released")
+    assert wired.last_stream.count("> request_body") == 0
+
+
+async def test_a_websocket_works_in_the_round_robin_arm(tmp_path):
+    """There is no picker to ask, and nothing else is different."""
+    async with running_pods(1) as (pod,):
+        options = BootstrapOptions(round_robin=(pod.address,))
+        async with (
+            running_envoy(options, tmp_path) as envoy,
+            aiohttp.ClientSession(envoy.url) as client,
+            client.ws_connect(PATH) as socket,
+        ):
+            assert await echoed(socket, 2) == ["message 0", "message 1"]

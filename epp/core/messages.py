@@ -17,6 +17,7 @@ BODY_CHUNK_BYTES_MAX: Final = 62_000
 DESTINATION_HEADER: Final = "x-gateway-destination-endpoint"
 REQUEST_ID_HEADER: Final = "x-request-id"
 DROP_REASON_HEADER: Final = "x-llm-d-request-dropped-reason"
+UPGRADE_HEADER: Final = "upgrade"
 OBJECTIVE_HEADERS: Final = ("x-llm-d-inference-objective", "x-gateway-inference-objective")
 REWRITE_HEADERS: Final = ("x-llm-d-model-name-rewrite", "x-gateway-model-name-rewrite")
 CONTROL_HEADERS: Final = frozenset(

@@ -12,7 +12,9 @@ request phase is answered depends on the body mode that the first message announ
 * STREAMED, NONE, unknown: the destination must be in the header answer (Envoy 1.40 gives 503
   otherwise), so the request is scheduled without having seen its body.
 
-A request without a body, such as GET /v1/models, is scheduled at its headers in every mode.
+A request without a body, such as GET /v1/models, is scheduled at its headers in every mode. So is
+one that asks for another protocol (a WebSocket) in full duplex, because its body has no end; what
+follows is passed back as it comes. A gateway that buffers it has hung it up before we can tell.
 
 What ends a lease also lives here and nowhere else: the end of the response, or the end of the
 stream. A stream that ends before any response headers means that the client left, if this gateway
@@ -37,6 +39,7 @@ from epp.core.messages import (
     OBJECTIVE_HEADERS,
     REQUEST_ID_HEADER,
     REWRITE_HEADERS,
+    UPGRADE_HEADER,
     Answer,
     BodyMode,
     BodyModes,
@@ -245,7 +248,8 @@ class Session:
         mode = self._modes.request
         if event.end_of_stream:
             return self._route_headers(now)
-        if mode in _HOLDING:
+        endless = event.headers.get(UPGRADE_HEADER, "").lower() == "websocket"
+        if mode in _HOLDING and not endless:
             self._phase = Phase.COLLECTING
             return []
         if mode in _BUFFERING:
@@ -300,6 +304,10 @@ class Session:
             # Envoy may send the end of a large body twice (envoy#46237): it was answered once.
             return []
         self._request_ended = event.end_of_stream
+        if self._modes.request in _HOLDING:
+            return [
+                RequestBodyChunk(*piece) for piece in chunks(event.body, ends=event.end_of_stream)
+            ]
         return [RequestBodyAnswer()]
 
     def _pass_trailers(self, event: RequestTrailers, now: Seconds) -> list[Answer]:

@@ -6,7 +6,7 @@ import aiohttp
 import pytest
 
 from epp.shell.bootstrap import BodyMode, BootstrapOptions
-from tests.envoy.rig import running_envoy, until
+from tests.envoy.rig import http_connections, running_envoy, until
 from tests.envoy.upstream import running_pods
 
 pytestmark = pytest.mark.envoy
@@ -34,6 +34,21 @@ async def test_a_websocket_works_in_every_mode(mode, wire):
         assert wired.picker.open_leases == 1
     await until(lambda: not wired.picker.open_leases, "the lease to be released")
     assert wired.last_stream.count("> request_body") == 0
+
+
+def no_filters_of_its_own(document):
+    http_connections(document)["upgrade_configs"] = [{"upgrade_type": "websocket"}]
+
+
+@pytest.mark.parametrize("response_mode", [BodyMode.NONE, BodyMode.FULL_DUPLEX_STREAMED])
+async def test_a_websocket_works_through_a_full_duplex_gateway(response_mode, wire):
+    """Another gateway has one ext_proc for all: the picker chooses at once and echoes the rest."""
+    wired = await wire(edit=no_filters_of_its_own, response_body_mode=response_mode)
+    async with wired.client.ws_connect(PATH) as socket:
+        assert await echoed(socket, 3) == [f"message {number}" for number in range(3)]
+        assert wired.last_stream.order[:2] == ["> request_headers", "< request_headers"]
+        assert wired.last_stream.count("> request_body") >= 3
+    await until(lambda: not wired.picker.open_leases, "the lease to be released")
 
 
 async def test_a_websocket_works_in_the_round_robin_arm(tmp_path):

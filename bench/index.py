@@ -29,7 +29,13 @@ def request_of(*chains: bytes) -> InferenceRequest:
     return InferenceRequest(request_id="", chains={BLOCK_BYTES: chains})
 
 
-def fill(index: PrefixIndex, endpoints: int, run_blocks: tuple[int, int], random: Random) -> None:
+def fill(
+    index: PrefixIndex,
+    endpoints: int,
+    run_blocks: tuple[int, int],
+    random: Random,
+    now: float = 0.0,
+) -> None:
     """Fill each endpoint: a quarter of the blocks on eight endpoints, the rest on one.
 
     All prompts are distinct and `run_blocks` (from, to) long, so nothing is saved by sharing
@@ -40,7 +46,7 @@ def fill(index: PrefixIndex, endpoints: int, run_blocks: tuple[int, int], random
         chain = random.randbytes(8 * random.randint(*run_blocks))
         prompts += 1
         for _ in range(SHARED_BY if prompts % 4 == 0 else 1):
-            index.record(request_of(chain), turn % endpoints, prompts * 1e-4)
+            index.record(request_of(chain), turn % endpoints, now + prompts * 1e-4)
             turn += 1
 
 

@@ -1,0 +1,307 @@
+"""What a decision costs: `schedule()` alone, and a chat from its bytes to serialised answers.
+
+The scheduler is the one of `epp serve` without a configuration. Its endpoints were all scraped a
+moment ago, and none reports LoRA adapters. Every prompt is new: a system prompt that others share,
+a history that some have sent before, a question that nobody has asked. Transport is not included.
+"""
+
+import json
+import logging
+from collections.abc import Iterator
+from io import StringIO
+from random import Random
+
+import structlog
+from envoy.config.core.v3.base_pb2 import HeaderMap, HeaderValue
+from envoy.extensions.filters.http.ext_proc.v3.processing_mode_pb2 import ProcessingMode
+from envoy.service.ext_proc.v3.external_processor_pb2 import (
+    HttpBody,
+    HttpHeaders,
+    ProcessingRequest,
+    ProtocolConfiguration,
+)
+from prometheus_client import CollectorRegistry
+
+from bench.timing import best_us
+from epp.build import build_settings, default_config, plugin_tables
+from epp.core.inflight import Outcome
+from epp.core.messages import Event
+from epp.core.scheduler import Decision, Scheduler
+from epp.core.session import Gateway, Observer, Session, SessionSettings
+from epp.core.types import ApiKind, Endpoint, EndpointMetrics, InferenceRequest, Refusal
+from epp.shell.codec import decode, encode
+from epp.shell.logs import DecisionLog
+from epp.shell.observation import Observation
+from epp.shell.telemetry import Telemetry
+
+BLOCK_BYTES = 256
+POD_BLOCKS = 27_214
+"""16-token blocks of the KV cache of an 8B model on an 80 GB card."""
+BATCH = 100
+"""Decisions, of which the sampled log shows one."""
+
+_HEADERS = {
+    ":authority": "llm.example.com",
+    ":path": "/v1/chat/completions",
+    ":method": "POST",
+    ":scheme": "http",
+    "user-agent": "OpenAI/Python 1.99.0",
+    "accept": "application/json",
+    "content-type": "application/json",
+    "authorization": "Bearer sk-0123456789abcdef0123456789abcdef",
+    "x-forwarded-for": "10.1.2.3",
+    "x-forwarded-proto": "http",
+    "x-request-id": "7c9e6679-7425-40de-944b-e07fc1f90ae7",
+}
+
+
+class Pool:
+    """A scheduler whose endpoints are busy to different degrees."""
+
+    def __init__(self, endpoints: int, now: float = 1_000.0) -> None:
+        self.scheduler = Scheduler(build_settings(default_config(plugin_tables())), seed=1)
+        self.now = now
+        self._random = Random("bench:pool")
+        self.scheduler.replace(
+            [
+                Endpoint(
+                    endpoint_id=f"uid-{number}:8000",
+                    name=f"default/vllm-{number}",
+                    address=f"10.0.{number // 250}.{number % 250 + 1}:8000",
+                )
+                for number in range(endpoints)
+            ],
+            self.now,
+        )
+        self.scrape()
+
+    def scrape(self) -> None:
+        """Every endpoint answers."""
+        self.now += 0.2
+        for slot, _ in self.scheduler.pool.endpoints():
+            metrics = EndpointMetrics(
+                waiting_requests=float(self._random.randint(0, 9)),
+                running_requests=float(self._random.randint(0, 64)),
+                kv_cache_usage=self._random.random(),
+                block_size_tokens=16,
+                blocks_total=POD_BLOCKS,
+            )
+            self.scheduler.observe(slot, metrics, self.now)
+
+
+class Chats:
+    """Bodies of about `size_bytes`: a quarter system prompt, half history, a quarter question."""
+
+    def __init__(self, size_bytes: int, messages: int) -> None:
+        self._random = Random("bench:chats")
+        self._words = [
+            "".join(
+                self._random.choices("abcdefghijklmnopqrstuvwxyz", k=self._random.randint(2, 9))
+            )
+            for _ in range(4_000)
+        ]
+        self._question_bytes = size_bytes // 4
+        self._systems = [self._text(size_bytes // 4) for _ in range(16)]
+        each = size_bytes // 2 // (messages - 2)
+        self._histories = [[self._text(each) for _ in range(messages - 2)] for _ in range(64)]
+
+    def _text(self, size_bytes: int) -> str:
+        """Words, with a line break and a quotation now and then."""
+        words = self._random.choices(self._words, k=size_bytes // 6)
+        for at in range(0, len(words), 40):
+            words[at] = f'\n"{words[at]}"'
+        return " ".join(words)[:size_bytes]
+
+    def body(self) -> bytes:
+        """The next one."""
+        pick = self._random.randrange
+        texts = [
+            self._systems[pick(16)],
+            *self._histories[pick(64)],
+            self._text(self._question_bytes),
+        ]
+        roles = ("system", *("user", "assistant") * len(texts))
+        messages = [
+            {"role": role, "content": text} for role, text in zip(roles, texts, strict=False)
+        ]
+        return json.dumps({"model": "llama", "messages": messages, "stream": True}).encode()
+
+
+def headers_message(headers: dict[str, str] = _HEADERS) -> bytes:
+    """The first message of a stream: full duplex for the request, nothing of the response body."""
+    return ProcessingRequest(
+        request_headers=HttpHeaders(
+            headers=HeaderMap(
+                headers=[
+                    HeaderValue(key=name, raw_value=value.encode())
+                    for name, value in headers.items()
+                ]
+            )
+        ),
+        protocol_config=ProtocolConfiguration(
+            request_body_mode=ProcessingMode.FULL_DUPLEX_STREAMED,
+            response_body_mode=ProcessingMode.NONE,
+        ),
+    ).SerializeToString()
+
+
+def body_messages(body: bytes) -> list[bytes]:
+    """The body in chunks, as Envoy reads it with its buffer of 32 KB."""
+    pieces = [body[start : start + 32_768] for start in range(0, len(body), 32_768)]
+    return [
+        ProcessingRequest(
+            request_body=HttpBody(body=piece, end_of_stream=number == len(pieces))
+        ).SerializeToString()
+        for number, piece in enumerate(pieces, 1)
+    ]
+
+
+class Silent:
+    """An observer that does nothing."""
+
+    def ignore(self, *told: object) -> None:
+        pass
+
+    decided = refused = response_started = completed = ignore
+    set_aside = unknown_body_mode = protocol_violated = ignore
+
+
+def telemetry_observer() -> Observation:
+    """What `epp serve` observes with, its sampled log lines included; they go nowhere."""
+    logger = structlog.wrap_logger(
+        structlog.PrintLogger(StringIO()),
+        processors=[structlog.processors.JSONRenderer()],
+        wrapper_class=structlog.make_filtering_bound_logger(logging.INFO),
+    )
+    return Observation(Telemetry(CollectorRegistry()), DecisionLog(logger, level="info"))
+
+
+class Decisions:
+    """Streams of one size of chat over one pool, one batch after the other."""
+
+    def __init__(self, pool: Pool, chats: Chats, observer: Observer, batch: int) -> None:
+        self._pool = pool
+        self._chats = chats
+        self._observer = observer
+        self._batch = batch
+        self._settings = SessionSettings()
+        self._gateway = Gateway()
+        self._gateway.sends_response_headers = True
+        self._open: list[Session] = []
+
+    def new_session(self) -> Session:
+        """A session that `close` will close."""
+        session = Session(
+            self._pool.scheduler, self._settings, self._gateway, self._observer, lambda: "id"
+        )
+        self._open.append(session)
+        return session
+
+    def opened(self) -> Iterator[tuple[Session, list[Event]]]:
+        """Sessions that have seen their headers, and the events of their bodies."""
+        self._pool.scrape()
+        for _ in range(self._batch):
+            session = self.new_session()
+            session.receive(decode(headers_message()), self._pool.now)
+            yield session, [decode(message) for message in body_messages(self._chats.body())]
+
+    def messages(self) -> Iterator[list[bytes]]:
+        """All messages of the request phase."""
+        self._pool.scrape()
+        for _ in range(self._batch):
+            yield [headers_message(), *body_messages(self._chats.body())]
+
+    def decide(self, opened: tuple[Session, list[Event]]) -> None:
+        """Body in, serialised answers out."""
+        session, events = opened
+        for event in events:
+            for answer in session.receive(event, self._pool.now):
+                encode(answer)
+
+    def serve(self, messages: list[bytes]) -> None:
+        """The whole request phase of a stream, from bytes to bytes, and its end."""
+        session = self.new_session()
+        for message in messages:
+            for answer in session.receive(decode(message), self._pool.now):
+                encode(answer)
+
+    def close(self) -> None:
+        """End the streams; the requests are over."""
+        for session in self._open:
+            session.closed(self._pool.now)
+        self._open.clear()
+
+
+CHATS = {
+    "8 KB": (8_000, 5, BATCH),
+    "450 KB": (450_000, 288, 10),
+}
+"""Size -> bytes, messages, decisions a batch."""
+
+
+def chat_rows() -> list[tuple[str, str]]:
+    """A chat over 100 endpoints, from the bytes of its body to the serialised answers."""
+    rows = []
+    for size, (size_bytes, messages, batch) in CHATS.items():
+        for observed, observer in (
+            ("unobserved", Silent()),
+            ("with telemetry and log", telemetry_observer()),
+        ):
+            streams = Decisions(Pool(100), Chats(size_bytes, messages), observer, batch)
+            body_us = best_us(streams.decide, streams.opened, after=streams.close)
+            all_us = best_us(streams.serve, streams.messages, after=streams.close)
+            what = f"{size} chat over 100 endpoints, {observed}, "
+            rows.append((what + "body to answers", f"{body_us:.1f} µs"))
+            rows.append((what + "all messages to answers", f"{all_us:.1f} µs"))
+    return rows
+
+
+def schedule_us(endpoints: int, blocks: int) -> float:
+    """`schedule()` of prompts that share a quarter with others: hashing, index and choice."""
+    pool = Pool(endpoints)
+    scheduler = pool.scheduler
+    random = Random("bench:prompts")
+    heads = [random.randbytes(blocks // 4 * BLOCK_BYTES) for _ in range(16)]
+    decided: list[Decision | Refusal] = []
+
+    def requests() -> Iterator[InferenceRequest]:
+        pool.scrape()
+        for _ in range(max(4, min(BATCH, 10_000 // blocks))):
+            prompt = random.choice(heads) + random.randbytes((blocks - blocks // 4) * BLOCK_BYTES)
+            yield InferenceRequest(
+                request_id="bench",
+                api=ApiKind.CHAT,
+                model="llama",
+                prompts=(prompt,),
+                prompt_tokens=64 * blocks,
+            )
+
+    def complete() -> None:
+        for decision in decided:
+            assert isinstance(decision, Decision), decision
+            scheduler.complete(decision.lease, Outcome(), pool.now)
+        decided.clear()
+
+    return best_us(
+        lambda request: decided.append(scheduler.schedule(request, pool.now)),
+        requests,
+        after=complete,
+    )
+
+
+def run() -> list[tuple[str, str]]:
+    """Rows (what, how much) for the table of `make bench`."""
+    rows = [
+        (
+            f"schedule(), {endpoints:,} endpoints, {blocks:,} blocks",
+            f"{schedule_us(endpoints, blocks):.1f} µs",
+        )
+        for endpoints in (10, 100, 1_000)
+        for blocks in (8, 128, 1_024)
+    ]
+    return rows + chat_rows()
+
+
+if __name__ == "__main__":
+    for what, figure in run():
+        print(f"{what:80} {figure:>12}")

@@ -1,0 +1,159 @@
+"""What a request costs through grpcio: the picker's server on the loopback interface.
+
+`python -m bench.loopback` prints the table. Server and client are processes of their own. The
+server is that of `epp serve` without TLS, with its metrics and its sampled log; CPU is what the
+kernel counts for its process. Two patterns: the request phase alone (headers and an 8 KB body in,
+headers and body out), and with response headers after it. The client opens a stream a request, as
+Envoy does, and keeps `STREAMS` of them going. The best of some rounds counts.
+"""
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Iterator
+from multiprocessing import get_context
+from multiprocessing.connection import Connection
+
+import grpc
+import grpc.aio
+from envoy.config.core.v3.base_pb2 import HeaderMap, HeaderValue
+from envoy.service.ext_proc.v3.external_processor_pb2 import HttpHeaders, ProcessingRequest
+
+from bench.decision import (
+    Chats,
+    Pool,
+    body_messages,
+    headers_message,
+    telemetry_observer,
+)
+from epp.core.session import Session, SessionSettings
+from epp.shell.server import SERVICE, ExtProcServer, grpc_server
+
+STREAMS = 16
+ROUNDS = 6
+ROUND_REQUESTS = 1_000
+SCRAPE_S = 0.2
+
+PATTERNS = {"request phase": False, "request phase and response headers": True}
+
+
+def _response_headers() -> bytes:
+    status = HeaderValue(key=":status", raw_value=b"200")
+    return ProcessingRequest(
+        response_headers=HttpHeaders(headers=HeaderMap(headers=[status]))
+    ).SerializeToString()
+
+
+async def _serve(tell: Connection) -> None:
+    pool = Pool(100, time.monotonic())
+    observation = telemetry_observer()
+    ext_proc = ExtProcServer(
+        lambda gateway: Session(
+            pool.scheduler, SessionSettings(), gateway, observation, lambda: "id"
+        ),
+        observation,
+    )
+    server = grpc_server(32 * 1024 * 1024)
+    ext_proc.add_to(server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    tell.send(port)
+    loop = asyncio.get_running_loop()
+    while True:
+        # Answers how much CPU was used whenever asked; keeps metrics fresh meanwhile.
+        pool.now = time.monotonic()
+        pool.scrape()
+        if await loop.run_in_executor(None, tell.poll, SCRAPE_S):
+            if tell.recv() is None:
+                break
+            tell.send(time.process_time())
+    await server.stop(None)
+
+
+def serve(tell: Connection) -> None:
+    """The server's process, until it is sent None."""
+    asyncio.run(_serve(tell))
+
+
+class _Client:
+    """A gateway that asks for one request after the other on each of `STREAMS` streams."""
+
+    def __init__(self, port: int) -> None:
+        # A gateway of Envoy has a connection a worker thread.
+        self._channels = [
+            grpc.aio.insecure_channel(
+                f"127.0.0.1:{port}", options=(("grpc.use_local_subchannel_pool", 1),)
+            )
+            for _ in range(2)
+        ]
+        self._calls = [channel.stream_stream(f"/{SERVICE}/Process") for channel in self._channels]
+        chats = Chats(8_000, 5)
+        self._headers = headers_message()
+        self._bodies = [body_messages(chats.body())[0] for _ in range(ROUND_REQUESTS)]
+        self._response_headers = _response_headers()
+
+    async def round(self, *, responses: bool) -> None:
+        """`ROUND_REQUESTS` requests."""
+        left = iter(self._bodies)
+        await asyncio.gather(*(self._stream(left, number, responses) for number in range(STREAMS)))
+
+    async def _stream(self, left: Iterator[bytes], number: int, responses: bool) -> None:
+        for body in left:
+            call = self._calls[number % len(self._calls)]()
+            await call.write(self._headers)
+            await call.write(body)
+            for _ in range(2):
+                assert await call.read() is not grpc.aio.EOF, await call.details()
+            if responses:
+                await call.write(self._response_headers)
+                assert await call.read() is not grpc.aio.EOF, await call.details()
+            await call.done_writing()
+            assert await call.read() is grpc.aio.EOF
+
+    async def close(self) -> None:
+        for channel in self._channels:
+            await channel.close()
+
+
+async def _measure(server: Connection) -> list[tuple[str, str]]:
+    client = _Client(server.recv())
+
+    def cpu_s() -> float:
+        server.send("cpu")
+        return float(server.recv())
+
+    rows = []
+    for pattern, responses in PATTERNS.items():
+        await client.round(responses=responses)
+        best_s = best_cpu_s = float("inf")
+        for _ in range(ROUNDS):
+            before_s, started_s = cpu_s(), time.monotonic()
+            await client.round(responses=responses)
+            best_s = min(best_s, time.monotonic() - started_s)
+            best_cpu_s = min(best_cpu_s, cpu_s() - before_s)
+        what = f"grpcio loopback, 8 KB chat over 100 endpoints, {pattern}: "
+        rows.append((what + "CPU a request", f"{best_cpu_s / ROUND_REQUESTS * 1e6:.0f} µs"))
+        rows.append((what + "requests/s", f"{ROUND_REQUESTS / best_s:,.0f}"))
+    await client.close()
+    return rows
+
+
+def run() -> list[tuple[str, str]]:
+    """Rows (what, how much) for the table of `make bench`."""
+    spawn = get_context("spawn")
+    ours, theirs = spawn.Pipe()
+    server = spawn.Process(target=serve, args=(theirs,), daemon=True)
+    server.start()
+    try:
+        return asyncio.run(_measure(ours))
+    finally:
+        with contextlib.suppress(BrokenPipeError):
+            ours.send(None)
+        server.join(5)
+        server.terminate()
+        server.join()
+
+
+if __name__ == "__main__":
+    for what, figure in run():
+        print(f"{what:85} {figure:>10}")

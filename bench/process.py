@@ -1,0 +1,85 @@
+"""Memory of the whole process: `epp serve` with 100 endpoints and an index that is full.
+
+`python -m bench.process` prints the row. In a fresh process the picker is made as the command makes
+it, its index is filled up (every endpoint with all the blocks it may hold unless its engine says
+less), and it serves for a moment before it is weighed.
+"""
+
+import asyncio
+import json
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from random import Random
+
+from bench.index import ENDPOINTS, fill, resident_bytes
+from epp.app import EndpointPicker
+from epp.core.prefix import PrefixIndex
+from epp.flags import ServeFlags
+
+_SERVED_S = 2.0
+
+
+def _free_ports(count: int) -> list[int]:
+    held = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
+    ports: list[int] = [one.getsockname()[1] for one in held]
+    for one in held:
+        one.close()
+    return ports
+
+
+async def _weigh(picker: EndpointPicker) -> int:
+    stop = asyncio.Event()
+    serving = asyncio.create_task(picker.serve(stop))
+    await asyncio.sleep(_SERVED_S)
+    resident = resident_bytes()
+    serving.cancel()
+    await asyncio.gather(serving, return_exceptions=True)
+    return resident
+
+
+def full_picker() -> dict[str, int]:
+    """Bytes of this process, and (block, endpoint) pairs in its index."""
+    endpoints = [
+        {"name": f"pod-{number}", "address": f"127.0.1.{number}", "port": 9, "metrics": False}
+        for number in range(ENDPOINTS)
+    ]
+    ports = _free_ports(3)
+    with tempfile.TemporaryDirectory() as directory:
+        file = Path(directory) / "endpoints.json"
+        file.write_text(json.dumps({"endpoints": endpoints}))
+        picker = EndpointPicker(
+            ServeFlags(
+                endpoints_file=str(file),
+                grpc_port=ports[0],
+                grpc_health_port=ports[1],
+                metrics_port=ports[2],
+                v=0,
+            )
+        )
+        (index,) = picker.scheduler.indexes.values()
+        assert isinstance(index, PrefixIndex)
+        fill(index, ENDPOINTS, (32, 32), Random(1), time.monotonic())
+        resident = asyncio.run(_weigh(picker))
+        return {"resident": resident, "pairs": index.entries}
+
+
+def run() -> list[tuple[str, str]]:
+    """Rows (what, how much) for the table of `make bench`."""
+    root = Path(__file__).resolve().parent.parent
+    command = [sys.executable, "-m", "bench.process", "full"]
+    answer = subprocess.run(command, cwd=root, check=True, capture_output=True, text=True)
+    told = json.loads(answer.stdout.splitlines()[-1])
+    what = f"epp serve, {ENDPOINTS} endpoints, full index of {told['pairs'] / 1e6:.1f} M pairs"
+    return [(f"{what}: resident set", f"{told['resident'] / 1e6:.0f} MB")]
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["full"]:
+        print(json.dumps(full_picker()))
+    else:
+        for what, figure in run():
+            print(f"{what:80} {figure:>10}")

@@ -24,6 +24,8 @@ usage: epp serve [flags]                                       pick endpoints ov
 SUCCESS: Final = 0
 FAILURE: Final = 1
 USAGE_ERROR: Final = 2
+INTERRUPTED: Final = 130
+"""Ctrl-C where nothing waits for it, as shells count it."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -40,6 +42,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except command_line.FlagError as error:
         print(f"epp {command}: {error}", file=sys.stderr)
         return USAGE_ERROR
+    except KeyboardInterrupt:
+        return INTERRUPTED
 
 
 def serve(arguments: Sequence[str]) -> int:

@@ -96,6 +96,8 @@ def _serve(options: argparse.Namespace) -> int:
     if settings.adapters and not options.max_loras:
         return _fail("--lora needs --max-loras of at least 1.", code=2)
 
+    code = 0
+
     def ready(addresses: Sequence[PodAddress]) -> None:
         if options.endpoints_out is not None:
             write_endpoints(options.endpoints_out, addresses)
@@ -103,9 +105,9 @@ def _serve(options: argparse.Namespace) -> int:
 
     try:
         asyncio.run(serve(settings, listen(options.host, options.port, options.pods), ready))
-    except OSError as problem:
-        return _fail(str(problem), code=1)
-    return 0
+    except* OSError as problems:
+        code = _fail(str(problems.exceptions[0]), code=1)
+    return code
 
 
 def _announcement(model: str, addresses: Sequence[PodAddress], *, as_json: bool) -> str:

@@ -215,17 +215,26 @@ def listen(host: str, port: int, pods: int) -> list[socket.socket]:
         except OSError as problem:
             for opened in sockets:
                 opened.close()
-            reason = os.strerror(problem.errno) if problem.errno else str(problem)
+            # Numbers of the resolver are negative, and no errno.
+            number = problem.errno or 0
+            told = os.strerror(number) if number > 0 else problem.strerror or str(problem)
+            reason = told.partition(" (while")[0]
             raise OSError(f"Cannot listen on {host} port {wanted}: {reason}.") from None
     return sockets
 
 
 def write_endpoints(path: Path, addresses: Sequence[PodAddress]) -> None:
-    """The file that `epp serve --endpoints-file` reads, replaced in one go."""
+    """The file that `epp serve --endpoints-file` reads, replaced in one go.
+
+    OSError with one sentence if it cannot be written.
+    """
     content = {"endpoints": [msgspec.to_builtins(address) for address in addresses]}
     beside = path.with_name(f".{path.name}.{os.getpid()}")
-    beside.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-    beside.replace(path)
+    try:
+        beside.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+        beside.replace(path)
+    except OSError as problem:
+        raise OSError(f"{path} cannot be written: {problem.strerror}.") from problem
 
 
 async def serve(

@@ -2,9 +2,11 @@
 
 import asyncio
 import contextlib
+import os
 import resource
 import secrets
 import signal
+import socket
 import time
 from collections.abc import Callable, Coroutine
 from pathlib import Path
@@ -49,6 +51,7 @@ from epp.shell.tls import ServerCertificate
 from epp.shell.watch import FileWatcher
 
 TICK_S: Final = 1.0
+HEALTH_MESSAGE_BYTES_MAX: Final = 65_536
 CERTIFICATE_POLL_S: Final = 10.0
 STOP_S: Final = 0.5
 """What stopping takes once nothing is left to wait for."""
@@ -113,8 +116,8 @@ class EndpointPicker:
         )
         self._config = self._read_config()
         self._generation = 1
-        endpoints = self._read_endpoints()
-        settings = self._settings(self._config, len(endpoints.endpoints))
+        self._endpoints = self._read_endpoints()
+        settings = self._settings(self._config, self._endpoints)
         self.scheduler = Scheduler(settings, seed=seed)
         self.registry = CollectorRegistry()
         self.telemetry = Telemetry(self.registry, self._snapshot)
@@ -136,7 +139,7 @@ class EndpointPicker:
             seed=seed,
             interval_s=flags.refresh_interval_s,
         )
-        self._replace(endpoints)
+        self._replace(self._endpoints)
         self.telemetry.config_applied(
             settings, config_hash=config_hash(self._config), generation=self._generation
         )
@@ -145,7 +148,7 @@ class EndpointPicker:
             seed=seed,
             config=self._config.source,
             hash=config_hash(self._config),
-            endpoints=len(endpoints.endpoints),
+            endpoints=len(self._endpoints.endpoints),
         )
 
     async def serve(self, stop: asyncio.Event, hurry: asyncio.Event | None = None) -> None:
@@ -154,19 +157,25 @@ class EndpointPicker:
         Raises `StartError` when a port cannot be had or the certificate cannot be used.
         """
         flags = self.flags
-        server = grpc_server(flags.receive_message_max_bytes)
-        self.ext_proc.add_to(server)
-        self.health.add_to(server)
-        certificate = self._bind(server)
-        health_server = grpc.aio.server()
-        self.health.add_to(health_server)
-        _listen(health_server, flags.grpc_health_port)
-        metrics = MetricsServer(self.registry, lambda: self.health.ready, port=flags.metrics_port)
-        try:
-            await metrics.__aenter__()
-        except OSError as error:
-            raise StartError(f"--metrics-port {flags.metrics_port}: {error.strerror}") from error
-        try:
+        async with contextlib.AsyncExitStack() as opened:
+            server = grpc_server(flags.receive_message_max_bytes)
+            opened.push_async_callback(server.stop, None)
+            self.ext_proc.add_to(server)
+            self.health.add_to(server)
+            certificate = self._bind(server)
+            health_server = grpc_server(HEALTH_MESSAGE_BYTES_MAX)
+            opened.push_async_callback(health_server.stop, None)
+            self.health.add_to(health_server)
+            _listen(health_server, "--grpc-health-port", flags.grpc_health_port)
+            metrics = MetricsServer(
+                self.registry, lambda: self.health.ready, port=flags.metrics_port
+            )
+            try:
+                await opened.enter_async_context(metrics)
+            except OSError as error:
+                raise StartError(
+                    _cannot_listen("--metrics-port", flags.metrics_port, error)
+                ) from error
             await server.start()
             await health_server.start()
             async with asyncio.TaskGroup() as tasks:
@@ -180,11 +189,7 @@ class EndpointPicker:
                 await self._drain(server, hurry or asyncio.Event())
                 for task in owned:
                     task.cancel()
-        finally:
-            await server.stop(None)
-            await health_server.stop(None)
-            await metrics.__aexit__()
-            _log.info("stopped", decisions=self.scheduler.decisions)
+        _log.info("stopped", decisions=self.scheduler.decisions)
 
     def _loops(self, certificate: ServerCertificate | None) -> dict[str, Coroutine[Any, Any, None]]:
         """Everything that runs beside the server, by the name of its task."""
@@ -229,14 +234,14 @@ class EndpointPicker:
     def _bind(self, server: grpc.aio.Server) -> ServerCertificate | None:
         flags = self.flags
         if not flags.secure_serving:
-            _listen(server, flags.grpc_port)
+            _listen(server, "--grpc-port", flags.grpc_port)
             return None
         directory = Path(flags.cert_path) if flags.cert_path else None
         try:
             certificate = ServerCertificate.open(directory)
         except ValueError as error:
             raise StartError(f"--cert-path: {error}") from error
-        _listen(server, flags.grpc_port, certificate.credentials)
+        _listen(server, "--grpc-port", flags.grpc_port, certificate.credentials)
         return certificate
 
     # Configuration and endpoints: at start a problem is fatal, later the last good state stays.
@@ -244,7 +249,9 @@ class EndpointPicker:
     def _read_config(self) -> PickerConfig:
         flags = self.flags
         if flags.config_file:
-            text: bytes | str = _first_read(self._config_watcher)
+            text: bytes | str = _first_read(
+                self._config_watcher, f"--config-file {flags.config_file}"
+            )
             source = flags.config_file
         elif flags.config_text:
             text, source = flags.config_text, "--config-text"
@@ -253,18 +260,20 @@ class EndpointPicker:
         return _or_start_error(lambda: load_config(text, source, self._tables))
 
     def _read_endpoints(self) -> EndpointsFile:
-        content = _first_read(self._endpoints_watcher)
+        name = self.flags.endpoints_file
+        content = _first_read(self._endpoints_watcher, f"--endpoints-file {name}")
         try:
-            return load_endpoints(content, self.flags.endpoints_file)
+            return load_endpoints(content, name)
         except EndpointsFileError as error:
             raise StartError("\n".join(error.problems)) from error
 
-    def _settings(self, config: PickerConfig, endpoints: int) -> SchedulerSettings:
+    def _settings(self, config: PickerConfig, found: EndpointsFile) -> SchedulerSettings:
         """What decides; warnings of `config` are logged."""
         flags = self.flags
+        refresh_interval_s = flags.refresh_interval_s(len(found.endpoints))
         with_flags: dict[str, Any] = {
             "metrics_staleness_s": flags.metrics_staleness_threshold,
-            "refresh_interval_s": flags.refresh_interval_s(endpoints),
+            "refresh_interval_s": refresh_interval_s,
             "fallback_endpoints_max": flags.fallback_endpoints_max,
         }
         for warning in (*config.warnings, *settings_warnings(config, **with_flags)):
@@ -277,19 +286,24 @@ class EndpointPicker:
     def _config_changed(self, content: bytes) -> None:
         try:
             config = load_config(content, self.flags.config_file, self._tables)
+            settings = self._settings(config, self._endpoints)
+            restarted = self.scheduler.configure(settings, time.monotonic())
         except ConfigError as error:
             self.telemetry.config_rejected()
             for problem in error.problems:
                 _log.error("configuration refused, the last good one stays", problem=problem)
             return
+        except Exception:  # noqa: BLE001  the boundary of a reload: an installed plugin may fail
+            self.telemetry.config_rejected()
+            _log.exception("configuration not applied, the last good one stays")
+            return
         changes = diff_configs(self._config, config)
-        settings = self._settings(config, len(self.scheduler.pool))
-        restarted = self.scheduler.configure(settings, time.monotonic())
         self._session_settings = msgspec.structs.replace(
             self._session_settings, parsers=parser_set(config)
         )
         self._scraper.configure(page_reader(config.metrics.extractor))
         self._config = config
+        self._replace(self._endpoints)
         self._generation += 1
         self.telemetry.config_applied(
             settings, config_hash=config_hash(config), generation=self._generation
@@ -309,10 +323,16 @@ class EndpointPicker:
             for problem in error.problems:
                 _log.error("endpoints refused, the last good ones stay", problem=problem)
             return
+        interval_s = self.flags.refresh_interval_s
+        if interval_s(len(endpoints.endpoints)) != interval_s(len(self._endpoints.endpoints)):
+            # How old metrics may be depends on how often they can be read.
+            self.scheduler.configure(self._settings(self._config, endpoints), time.monotonic())
         self._replace(endpoints)
         _log.info("endpoints replaced", endpoints=len(endpoints.endpoints))
 
     def _replace(self, found: EndpointsFile) -> None:
+        """The pool is now `found`, scraped where the configuration says."""
+        self._endpoints = found
         endpoints = scraped_from(found.endpoints, self._config.metrics.source)
         self.scheduler.replace(endpoints, time.monotonic())
         self._scraper.replace(endpoints)
@@ -380,25 +400,39 @@ def _index_snapshot(index: PrefixIndex) -> IndexSnapshot:
 
 
 def _listen(
-    server: grpc.aio.Server, port: int, credentials: grpc.ServerCredentials | None = None
+    server: grpc.aio.Server, flag: str, port: int, credentials: grpc.ServerCredentials | None = None
 ) -> None:
-    """Take `port` on all interfaces. Raises `StartError` if another process has it."""
-    address = f"[::]:{port}"
+    """Take the `port` that `flag` names, on all interfaces. Raises `StartError` if it cannot be."""
     try:
+        # gRPC would tell the reason on standard error only, and not as a log line.
+        _try_port(port)
         if credentials is None:
-            server.add_insecure_port(address)
+            server.add_insecure_port(f"[::]:{port}")
         else:
-            server.add_secure_port(address, credentials)
-    except RuntimeError as error:
-        raise StartError(f"port {port} cannot be listened on: is it in use?") from error
+            server.add_secure_port(f"[::]:{port}", credentials)
+    except (OSError, RuntimeError) as error:
+        raise StartError(_cannot_listen(flag, port, error)) from error
 
 
-def _first_read(watcher: FileWatcher) -> bytes:
+def _try_port(port: int) -> None:
+    """Raises `OSError` if `port` cannot be listened on."""
+    if socket.has_dualstack_ipv6():
+        socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True).close()
+    else:
+        socket.create_server(("", port)).close()
+
+
+def _cannot_listen(flag: str, port: int, error: OSError | RuntimeError) -> str:
+    number = error.errno if isinstance(error, OSError) else None
+    return f"{flag} {port} cannot be listened on: {os.strerror(number) if number else error}"
+
+
+def _first_read(watcher: FileWatcher, name: str) -> bytes:
     """The content of a file that must be there at start."""
     try:
         return watcher.read()
     except OSError as error:
-        raise StartError(f"cannot be read: {error}") from error
+        raise StartError(f"{name} cannot be read: {error.strerror or error}") from error
 
 
 def _or_start_error(make: Callable[[], T]) -> T:

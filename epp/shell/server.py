@@ -29,12 +29,14 @@ class StreamObserver(Protocol):
 
 
 class _Stream:
-    __slots__ = ("ending", "session", "task")
+    __slots__ = ("ending", "session", "task", "writing")
 
     def __init__(self, session: Session, task: "asyncio.Task[Any]") -> None:
         self.session = session
         self.task = task
         self.ending = False
+        self.writing = False
+        """Answers are on their way out; the pump looks at the drain after them."""
 
 
 class ExtProcServer:
@@ -66,7 +68,7 @@ class ExtProcServer:
         """From now on end each stream with OK as soon as its response no longer needs it."""
         self._draining = True
         for stream in self._streams:
-            if stream.session.may_end_for_drain() and not stream.ending:
+            if stream.session.may_end_for_drain() and not (stream.ending or stream.writing):
                 stream.ending = True
                 stream.task.cancel()
 
@@ -82,7 +84,7 @@ class ExtProcServer:
         started_s = time.monotonic()
         code = "OK"
         try:
-            await self._pump(messages, context, session)
+            await self._pump(messages, context, stream)
             if session.violated:
                 code = self._fail(context, grpc.StatusCode.INVALID_ARGUMENT, _VIOLATION)
         except asyncio.CancelledError:
@@ -107,15 +109,18 @@ class ExtProcServer:
         self,
         messages: AsyncIterator[bytes],
         context: grpc.aio.ServicerContext[bytes, bytes],
-        session: Session,
+        stream: _Stream,
     ) -> None:
-        write = context.write
+        session, write = stream.session, context.write
         async for message in messages:
             now = time.monotonic()
+            stream.writing = True
             for answer in session.receive(decode(message), now):
                 await write(encode(answer))
+            stream.writing = False
             if session.finished or (self._draining and session.may_end_for_drain()):
                 return
+        stream.writing = True
         for last in session.half_closed(time.monotonic()):
             await write(encode(last))
 

@@ -1,7 +1,6 @@
 """The gRPC pump, with a real client on loopback."""
 
 import asyncio
-from contextlib import asynccontextmanager
 
 import grpc
 import pytest
@@ -16,11 +15,10 @@ from epp.shell.health import Health
 from epp.shell.server import ExtProcServer, grpc_server
 from tests import gateway as gw
 from tests.envoy.rig import until
+from tests.streams import TIMEOUT_S, Call, channel_to
 from tests.test_hermetic import pods
 
-PROCESS = "/envoy.service.ext_proc.v3.ExternalProcessor/Process"
 RECEIVE_BYTES_MAX = 32 * 1024 * 1024
-TIMEOUT_S = 15
 BYPASSED = gw.protocol(response=gw.NONE)
 
 
@@ -64,7 +62,7 @@ class Rig:
         return self.scheduler.ledger.open_leases
 
     def call(self, channel=None):
-        return Call((channel or self.channel).stream_stream(PROCESS)(timeout=TIMEOUT_S))
+        return Call(channel or self.channel)
 
     async def closed(self, streams):
         """Until so many streams have been closed, none being open."""
@@ -80,46 +78,6 @@ class Rig:
         await call.exchange(gw.response_headers(end=True), answers=1)
         assert await call.end() is grpc.StatusCode.OK
         await self.closed(len(self.told.codes) or 1)
-
-
-class Call:
-    """The gateway's side of one stream, its answers read by the other codec."""
-
-    def __init__(self, call):
-        self.grpc = call
-
-    async def send(self, *messages):
-        for message in messages:
-            await self.grpc.write(message)
-
-    async def answers(self, count):
-        return [v3.ProcessingResponse.parse(await self.grpc.read()) for _ in range(count)]
-
-    async def exchange(self, *messages, answers):
-        await self.send(*messages)
-        return await self.answers(answers)
-
-    async def end(self):
-        """Half-close; the status, which comes without another answer."""
-        await self.grpc.done_writing()
-        return await self.ended()
-
-    async def ended(self):
-        assert await self.grpc.read() is grpc.aio.EOF
-        return await self.grpc.code()
-
-    async def failed(self):
-        """(status, details) of a stream that ends with an error."""
-        with pytest.raises(grpc.aio.AioRpcError):
-            await self.grpc.read()
-        return await self.grpc.code(), await self.grpc.details()
-
-
-@asynccontextmanager
-async def channel_to(address, **options):
-    options = [(f"grpc.{name}", value) for name, value in options.items()]
-    async with grpc.aio.insecure_channel(address, options=options) as channel:
-        yield channel
 
 
 @pytest.fixture

@@ -1,0 +1,706 @@
+"""`epp serve` as a whole: in this process where its state is looked at, else as a child."""
+
+import asyncio
+import json
+import os
+import signal
+import ssl
+import sys
+import time
+from contextlib import asynccontextmanager
+
+import grpc
+import pytest
+import structlog
+from aiohttp import ClientSession, web
+from aiohttp.test_utils import TestServer
+from grpc_health.v1 import health_pb2
+
+from epp.app import EndpointPicker, StartError
+from epp.core.types import EndpointMetrics
+from epp.flags import parse_serve
+from tests import gateway as gw
+from tests.envoy.rig import free_ports, until
+from tests.streams import Call, channel_to
+
+CONFIG = """\
+apiVersion: llm-d.ai/v1alpha1
+kind: EndpointPickerConfig
+plugins:
+- type: prefix-cache-scorer
+- type: queue-scorer
+- type: max-score-picker
+schedulingProfiles:
+- name: default
+  plugins:
+  - pluginRef: prefix-cache-scorer
+    weight: {prefix}
+  - pluginRef: queue-scorer
+    weight: {queue}
+  - pluginRef: max-score-picker
+"""
+PREFIX_FIRST = CONFIG.format(prefix=3, queue=1)
+QUEUE_FIRST = CONFIG.format(prefix=1, queue=3)
+LONG = gw.prompt("once upon a time " * 100)
+TWO = [
+    {"name": "a", "address": "10.0.0.1", "port": 8000, "metrics": None},
+    {"name": "b", "address": "10.0.0.2", "port": 8000, "metrics": None},
+]
+
+
+# A picker in this process.
+
+
+class Running:
+    """A picker that serves, and one channel to it."""
+
+    def __init__(self, picker, channel, stop, hurry, lines):
+        self.picker = picker
+        self.scheduler = picker.scheduler
+        self.channel = channel
+        self.stop = stop
+        self.hurry = hurry
+        self.lines = lines
+
+    def metric(self, name, /, **labels):
+        return self.picker.registry.get_sample_value(f"homing_{name}", labels)
+
+    def logged(self, event):
+        return [line for line in self.lines if line["event"] == event]
+
+    async def answers(self, *messages, answers):
+        """Of a request whose response ends at its headers."""
+        call = Call(self.channel)
+        found = await call.exchange(*messages, answers=answers)
+        if gw.kind(found[0]) != "immediate_response":
+            await call.exchange(gw.response_headers(end=True), answers=1)
+        await call.grpc.done_writing()
+        return found
+
+    async def pick(self, body=LONG, **headers):
+        """The destination of a chat."""
+        named = gw.COMPLETIONS | {name.replace("_", "-"): at for name, at in headers.items()}
+        head, *_ = await self.answers(gw.request_headers(named), gw.request_body(body), answers=2)
+        return gw.destination(head)
+
+    async def refused(self, hint=None, **headers):
+        """(status, error object) of a chat."""
+        named = gw.COMPLETIONS | {name.replace("_", "-"): at for name, at in headers.items()}
+        head = gw.request_headers(named, hint=hint)
+        (answer,) = await self.answers(head, gw.request_body(LONG), answers=1)
+        return gw.refusal(answer)
+
+    def observe(self, **waiting):
+        """As if each endpoint had just reported so many waiting requests."""
+        for slot, endpoint in self.scheduler.pool.endpoints():
+            if endpoint.name in waiting:
+                found = EndpointMetrics(
+                    waiting_requests=waiting[endpoint.name], running_requests=0, kv_cache_usage=0
+                )
+                self.scheduler.observe(slot, found, time.monotonic())
+
+
+def arguments_for(tmp_path, endpoints, config=None, objectives=None):
+    """Files, free ports, and a drain that takes no time; the ports."""
+    write_endpoints(tmp_path, endpoints, objectives)
+    grpc_port, health_port, metrics_port = ports = free_ports(3)
+    given = [
+        f"--endpoints-file={tmp_path / 'endpoints.yaml'}",
+        f"--grpc-port={grpc_port}",
+        f"--grpc-health-port={health_port}",
+        f"--metrics-port={metrics_port}",
+        "--drain-grace=0s",
+        "--drain-timeout=1s",
+        "--seed=1",
+    ]
+    if config is not None:
+        replace(tmp_path / "config.yaml", config)
+        given.append(f"--config-file={tmp_path / 'config.yaml'}")
+    return given, ports
+
+
+def replace(path, text):
+    """In one go, as editors and `mv` do."""
+    beside = path.with_name(f"{path.name}.new")
+    beside.write_text(text)
+    beside.replace(path)
+
+
+def write_endpoints(tmp_path, endpoints, objectives=None):
+    document = {"endpoints": endpoints, "objectives": objectives or {}}
+    replace(tmp_path / "endpoints.yaml", json.dumps(document))
+
+
+@asynccontextmanager
+async def serving(tmp_path, endpoints, *more, config=None, objectives=None, tls=False):
+    given, (port, *_) = arguments_for(tmp_path, endpoints, config, objectives)
+    secure = [] if tls else ["--secure-serving=false"]
+    with structlog.testing.capture_logs() as lines:
+        picker = EndpointPicker(parse_serve([*given, *secure, *more], {}))
+        stop, hurry = asyncio.Event(), asyncio.Event()
+        served = asyncio.create_task(picker.serve(stop, hurry))
+        await until(lambda: served.done() or picker.health.ready, "the picker to serve")
+        assert not served.done(), await served
+        credentials = await trusting(port) if tls else None
+        try:
+            async with channel_to(f"localhost:{port}", credentials=credentials) as channel:
+                yield Running(picker, channel, stop, hurry, lines)
+        finally:
+            stop.set()
+            async with asyncio.timeout(15):
+                await served
+    assert picker.scheduler.ledger.open_leases == 0 or picker.ext_proc.open_streams == 0
+
+
+async def trusting(port):
+    """Credentials of a client that trusts what the port shows."""
+    shown = await asyncio.to_thread(ssl.get_server_certificate, ("127.0.0.1", port))
+    return grpc.ssl_channel_credentials(root_certificates=shown.encode())
+
+
+def ready_at_once(running):
+    """Let static endpoints without metrics not wait for their five seconds."""
+    names = [endpoint.name for _, endpoint in running.scheduler.pool.endpoints()]
+    running.observe(**dict.fromkeys(names, 0))
+
+
+@pytest.mark.parametrize("tls", [True, False], ids=["TLS", "plaintext"])
+async def test_a_request_over_grpc_is_decided(tls, tmp_path):
+    """Counted, logged, and its lease given back."""
+    async with serving(tmp_path, TWO, "--v=4", tls=tls) as running:
+        running.observe(a=10, b=0)
+        assert await running.pick() == "10.0.0.2:8000"
+        assert running.scheduler.decisions == 1
+        await until(lambda: not running.scheduler.ledger.open_leases, "the end of the lease")
+        (line,) = running.logged("decision")
+        assert (line["endpoint"], line["model"]) == ("b", "my-model")
+        labels = {"model_name": "my-model", "target_model_name": "my-model", "priority": "0"}
+        assert running.metric("request_total", **labels) == 1
+        assert running.metric("known_endpoints", name="") == 2
+
+
+async def test_health_is_on_both_ports_and_ends_with_the_drain(tmp_path):
+    """In plaintext on its own port; operators see the same on /readyz."""
+    given, (_, health_port, metrics_port) = arguments_for(tmp_path, [])
+    picker = EndpointPicker(parse_serve([*given, "--drain-grace=10m", "--drain-timeout=10m"], {}))
+    stop, hurry = asyncio.Event(), asyncio.Event()
+    served = asyncio.create_task(picker.serve(stop, hurry))
+    await until(lambda: picker.health.ready, "the picker to serve")
+    async with (
+        channel_to(f"localhost:{health_port}") as channel,
+        ClientSession(f"http://localhost:{metrics_port}") as http,
+    ):
+        check = channel.unary_unary(
+            "/grpc.health.v1.Health/Check",
+            request_serializer=health_pb2.HealthCheckRequest.SerializeToString,
+            response_deserializer=health_pb2.HealthCheckResponse.FromString,
+        )
+
+        async def told(service):
+            answer = await check(health_pb2.HealthCheckRequest(service=service), timeout=15)
+            async with http.get("/readyz") as response:
+                return answer.status, response.status
+
+        serving_now = health_pb2.HealthCheckResponse.SERVING
+        assert await told("readiness") == (serving_now, 200)
+        stop.set()
+        await until(lambda: not picker.health.ready, "the drain")
+        assert await told("readiness") == (health_pb2.HealthCheckResponse.NOT_SERVING, 503)
+        assert (await told("liveness"))[0] == serving_now
+        hurry.set()
+        async with asyncio.timeout(15):
+            await served
+
+
+async def test_new_weights_decide_without_forgetting_anything(tmp_path):
+    """Index, counters and leases stay; what changed is logged; a bad file changes nothing."""
+    path = tmp_path / "config.yaml"
+    async with serving(tmp_path, TWO, config=PREFIX_FIRST) as running:
+        scheduler = running.scheduler
+        running.observe(a=0, b=10)
+        assert await running.pick() == "10.0.0.1:8000"
+        running.observe(a=10, b=0)
+        assert await running.pick() == "10.0.0.1:8000", "the prefix weighs more"
+        (index,) = scheduler.indexes.values()
+        entries = index.entries
+        assert entries > 0
+
+        replace(path, QUEUE_FIRST)
+        await until(lambda: running.logged("configured anew"), "the new configuration")
+        (line,) = running.logged("configured anew")
+        assert line["changes"] == [
+            "scorer prefix-cache-scorer: weight 3 -> 1",
+            "scorer queue-scorer: weight 1 -> 3",
+        ]
+        assert line["indexes_started_anew"] == []
+        assert running.metric("scorer_weight", profile="default", scorer="queue-scorer") == 3
+        assert list(scheduler.indexes.values()) == [index]
+        assert index.entries == entries
+        running.observe(a=10, b=0)
+        assert await running.pick() == "10.0.0.2:8000", "the queue weighs more"
+        assert scheduler.decisions == 3
+
+        replace(path, QUEUE_FIRST.replace("weight: 3", "weight: -3").replace("kind:", "king:"))
+        await until(
+            lambda: running.metric("config_last_reload_successful") == 0,
+            "the refused configuration",
+        )
+        problems = [
+            line["problem"]
+            for line in running.logged("configuration refused, the last good one stays")
+        ]
+        assert len(problems) >= 2, "all of them at once"
+        assert all(problem.startswith(str(path)) for problem in problems)
+        assert running.metric("config_reloads_total", result="failure") == 1
+        assert running.metric("scorer_weight", profile="default", scorer="queue-scorer") == 3
+        running.observe(a=10, b=0)
+        assert await running.pick() == "10.0.0.2:8000"
+
+        replace(path, PREFIX_FIRST)
+        await until(lambda: running.metric("config_last_reload_successful") == 1, "the mended one")
+        assert len(running.logged("configured anew")) == 2
+
+
+async def test_the_symlink_swap_of_the_kubelet_is_a_reload(tmp_path):
+    """A mounted ConfigMap changes two links above the file."""
+    for name, text in (("one", PREFIX_FIRST), ("two", QUEUE_FIRST)):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.yaml").write_text(text)
+    (tmp_path / "..data").symlink_to("one")
+    (tmp_path / "mounted.yaml").symlink_to("..data/config.yaml")
+    config = f"--config-file={tmp_path / 'mounted.yaml'}"
+    async with serving(tmp_path, TWO, config) as running:
+        assert running.metric("scorer_weight", profile="default", scorer="queue-scorer") == 1
+        (tmp_path / "..data_tmp").symlink_to("two")
+        (tmp_path / "..data_tmp").replace(tmp_path / "..data")
+        await until(lambda: running.logged("configured anew"), "the new configuration")
+        assert running.metric("scorer_weight", profile="default", scorer="queue-scorer") == 3
+
+
+async def test_a_configuration_that_fails_to_apply_changes_nothing(tmp_path, monkeypatch):
+    """An installed plugin may raise anything; the picker goes on as before."""
+
+    def broken(*_):
+        raise ZeroDivisionError("the defect")
+
+    async with serving(tmp_path, TWO, config=PREFIX_FIRST) as running:
+        monkeypatch.setattr(running.scheduler, "configure", broken)
+        replace(tmp_path / "config.yaml", QUEUE_FIRST)
+        event = "configuration not applied, the last good one stays"
+        await until(lambda: running.logged(event), "the failure")
+        assert running.metric("config_last_reload_successful") == 0
+        assert running.metric("scorer_weight", profile="default", scorer="queue-scorer") == 1
+        running.observe(a=0, b=10)
+        assert await running.pick() == "10.0.0.1:8000"
+
+
+async def test_the_endpoints_file_adds_removes_and_gives_priorities(tmp_path):
+    """Who stays keeps what is known of it; a bad file changes nothing."""
+    async with serving(tmp_path, TWO) as running:
+        running.observe(a=0, b=10)
+        assert await running.pick() == "10.0.0.1:8000"
+        entries = [index.entries for index in running.scheduler.indexes.values()]
+
+        third = {"name": "c", "address": "fd00::3", "port": 8000, "metrics": None}
+        write_endpoints(tmp_path, [TWO[0], third], {"batch": -1})
+        await until(lambda: len(running.logged("endpoints replaced")) == 1, "the new endpoints")
+        assert [index.entries for index in running.scheduler.indexes.values()] == entries
+        running.observe(a=10, c=0)
+        assert await running.pick(gw.prompt("another")) == "[fd00::3]:8000"
+        assert await running.pick() == "10.0.0.1:8000", "its prefix was kept"
+
+        running.observe(a=1000, c=1000)
+        status, error = await running.refused(x_gateway_inference_objective="batch")
+        assert (status, error["code"]) == (429, "rejected-saturated")
+        assert await running.pick(x_gateway_inference_objective="unheard-of")
+
+        replace(tmp_path / "endpoints.yaml", '{"endpoints": [{"name": "d"}, 7]}')
+        event = "endpoints refused, the last good ones stay"
+        await until(lambda: running.logged(event), "the refused endpoints")
+        assert len(running.logged(event)) == 2, "all problems at once"
+        assert len(running.scheduler.pool) == 2
+
+        write_endpoints(tmp_path, [])
+        await until(lambda: not len(running.scheduler.pool), "the empty pool")
+        status, error = await running.refused()
+        assert (status, error["code"]) == (503, "rejected-no-endpoints")
+
+
+async def test_a_missing_file_changes_nothing_and_is_logged(tmp_path):
+    """Between two writes of a careless editor there may be none."""
+    async with serving(tmp_path, TWO, config=PREFIX_FIRST) as running:
+        (tmp_path / "config.yaml").unlink()
+        (tmp_path / "endpoints.yaml").unlink()
+        event = "a watched file cannot be read, its last content stays in force"
+        await until(lambda: len(running.logged(event)) == 2, "both reports")
+        running.observe(a=0, b=10)
+        assert await running.pick() == "10.0.0.1:8000"
+
+
+async def test_no_endpoints_are_a_valid_start_that_serves_503(tmp_path):
+    """The gateway is told at once, with the reason."""
+    async with serving(tmp_path, []) as running:
+        status, error = await running.refused()
+        assert (status, error["code"]) == (503, "rejected-no-endpoints")
+        assert running.metric("refusals_total", reason="rejected-no-endpoints") == 1
+
+
+@pytest.mark.parametrize("ignored", [False, True])
+async def test_the_subset_hint_is_obeyed_unless_a_flag_says_otherwise(ignored, tmp_path):
+    """`--disable-endpoint-subset-filter` ignores it."""
+    flag = ["--disable-endpoint-subset-filter"] if ignored else []
+    async with serving(tmp_path, TWO, *flag) as running:
+        running.observe(a=0, b=10)
+        hint = gw.subset(gw.string("10.0.0.2:8000"))
+        head, *_ = await running.answers(
+            gw.request_headers(hint=hint), gw.request_body(LONG), answers=2
+        )
+        assert gw.destination(head) == ("10.0.0.1:8000" if ignored else "10.0.0.2:8000")
+
+
+async def test_how_old_metrics_may_be_follows_the_number_of_endpoints(tmp_path):
+    """A large pool is read less often; the saturation detector must not take it for full."""
+    async with serving(tmp_path, TWO) as running:
+
+        def threshold_s():
+            return running.scheduler.settings.saturation.metrics_staleness_threshold
+
+        assert threshold_s() == 1.0
+        many = [
+            {"name": f"m{i}", "address": f"10.1.{i // 250}.{i % 250}", "port": 1, "metrics": None}
+            for i in range(1000)
+        ]
+        write_endpoints(tmp_path, many)
+        await until(lambda: running.logged("endpoints replaced"), "the large pool")
+        assert threshold_s() == 2.5
+
+
+# Pods that are scraped.
+
+
+class PodPage:
+    """A pod that serves nothing but its metrics, at any path, on one port for ever."""
+
+    def __init__(self, name):
+        self.name = name
+        self.waiting = 0
+        self.started = 1.0
+        self.paths = []
+        (self.port,) = free_ports(1)
+        self._server = None
+
+    async def start(self):
+        application = web.Application()
+        application.add_routes([web.get("/{path:.*}", self._page)])
+        self._server = TestServer(application, port=self.port)
+        await self._server.start_server()
+
+    async def stop(self):
+        if self._server is not None:
+            await self._server.close()
+            self._server = None
+
+    async def _page(self, request):
+        self.paths.append(request.path)
+        return web.Response(
+            text=f"vllm:num_requests_waiting {self.waiting}\n"
+            "vllm:num_requests_running 0\nvllm:kv_cache_usage_perc 0\n"
+            f"process_start_time_seconds {self.started}\n"
+        )
+
+    @property
+    def entry(self):
+        return {"name": self.name, "address": "127.0.0.1", "port": self.port}
+
+    @property
+    def address(self):
+        return f"127.0.0.1:{self.port}"
+
+
+@pytest.fixture
+async def three_pods():
+    pods = [PodPage(name) for name in "abc"]
+    for pod in pods:
+        await pod.start()
+    yield pods
+    for pod in pods:
+        await pod.stop()
+
+
+async def test_pods_that_die_are_left_and_used_again_when_they_are_back(three_pods, tmp_path):
+    """Two of three die: all goes to the third, busy as it is; back again, they are preferred."""
+    a, b, c = three_pods
+    c.waiting = 50
+    entries = [pod.entry for pod in three_pods]
+    flags = ("--refresh-metrics-interval=20ms", "--metrics-staleness-threshold=500ms")
+    async with serving(tmp_path, entries, *flags) as running:
+        number = 0
+
+        async def picked():
+            nonlocal number
+            number += 1
+            return await running.pick(gw.prompt(f"prompt {number}"))
+
+        def ready():
+            return running.metric("ready_endpoints", name="")
+
+        async def found(addresses):
+            return {await picked() for _ in range(6)} == addresses
+
+        await until(lambda: ready() == 3, "three ready pods")
+        await until(lambda: found({a.address, b.address}), "the idle pods to be used")
+        await asyncio.gather(a.stop(), b.stop())
+        await until(lambda: found({c.address}), "the busy pod to be used")
+        assert running.metric("scrape_errors_total", kind="refused") > 0
+        await asyncio.gather(a.start(), b.start())
+        await until(lambda: found({a.address, b.address}), "the idle pods to be used again")
+
+
+async def test_a_restarted_pod_is_known_by_its_metrics_and_forgotten(three_pods, tmp_path):
+    """What its cache held is gone with the process."""
+    a, *_ = three_pods
+    async with serving(tmp_path, [a.entry], "--refresh-metrics-interval=20ms") as running:
+        await until(lambda: running.metric("ready_endpoints", name="") == 1, "the pod")
+        await running.pick()
+        (index,) = running.scheduler.indexes.values()
+        assert index.entries > 0
+        a.started = 2.0
+        await until(lambda: index.entries == 0, "the index to forget it")
+
+
+async def test_a_new_source_of_metrics_is_read_at_once(three_pods, tmp_path):
+    """Also where the endpoints do not change."""
+    a, *_ = three_pods
+    plugin = "- type: metrics-data-source\n  parameters: {{path: {}}}\nschedulingProfiles:"
+
+    def config(path):
+        return PREFIX_FIRST.replace("schedulingProfiles:", plugin.format(path))
+
+    async with serving(tmp_path, [a.entry], config=config("/one")):
+        await until(lambda: "/one" in a.paths, "a scrape")
+        replace(tmp_path / "config.yaml", config("/two"))
+        await until(lambda: "/two" in a.paths, "a scrape of the new path")
+
+
+# The drain.
+
+
+async def test_what_the_drain_cuts_is_counted_and_logged(tmp_path):
+    """A full-duplex stream that does not end is served until the time is up."""
+    async with serving(tmp_path, TWO) as running:
+        ready_at_once(running)
+        stuck, done = Call(running.channel), Call(running.channel)
+        for call in (stuck, done):
+            await call.exchange(gw.request_headers(), gw.request_body(LONG), answers=2)
+        running.stop.set()
+        await until(lambda: running.logged("draining"), "the drain")
+        # Whoever ends in time is not cut.
+        await done.exchange(gw.response_headers(end=True), answers=1)
+        assert await done.end() is grpc.StatusCode.OK
+        await until(lambda: running.logged("stopped"), "the end")
+        assert running.metric("drain_cut_streams_total") == 1
+        (line,) = running.logged("streams were cut by the end of the drain")
+        assert line["streams"] == 1
+        assert running.metric("extproc_streams_inflight") == 0
+        assert (await stuck.failed())[0] is grpc.StatusCode.UNAVAILABLE
+
+
+async def test_streams_are_taken_while_the_grace_lasts(tmp_path):
+    """Gateways learn with a delay that this picker goes; bypassed streams end when it is over."""
+    flags = ("--drain-grace=10m", "--drain-timeout=10m")
+    async with serving(tmp_path, TWO, *flags) as running:
+        ready_at_once(running)
+        running.stop.set()
+        await until(lambda: running.logged("draining"), "the drain")
+        assert await running.pick()
+        bypassed = Call(running.channel)
+        await bypassed.exchange(
+            gw.request_headers(modes=gw.protocol(response=gw.NONE)),
+            gw.request_body(LONG),
+            answers=2,
+        )
+        running.hurry.set()
+        assert await bypassed.ended() is grpc.StatusCode.OK
+        await until(lambda: running.logged("stopped"), "the end")
+        assert running.metric("drain_cut_streams_total") == 0
+
+
+@pytest.mark.parametrize("which", range(3), ids=["grpc", "health", "metrics"])
+async def test_a_port_in_use_is_told_by_its_flag(which, tmp_path):
+    """Two pickers must not share a port, where each would see half of what is asked."""
+    given, ports = arguments_for(tmp_path, [])
+    flags = ("--grpc-port", "--grpc-health-port", "--metrics-port")
+    async with serving_on(ports[which]):
+        picker = EndpointPicker(parse_serve(given, {}))
+        with pytest.raises(StartError) as refused:
+            await picker.serve(asyncio.Event())
+    assert str(refused.value) == (
+        f"{flags[which]} {ports[which]} cannot be listened on: Address already in use"
+    )
+
+
+@asynccontextmanager
+async def serving_on(port):
+    server = await asyncio.start_server(lambda *_: None, "0.0.0.0", port)
+    async with server:
+        yield
+
+
+# A picker in a process of its own.
+
+
+class Child:
+    """`epp serve` as a child; what it wrote."""
+
+    def __init__(self, process):
+        self.process = process
+        self.lines = []
+
+    async def until_logged(self, event):
+        async with asyncio.timeout(20):
+            while True:
+                line = await self.process.stdout.readline()
+                assert line, f"the process ended without {event!r}: {self.lines}"
+                self.lines.append(line.decode())
+                if f'"event": "{event}"' in self.lines[-1]:
+                    return
+
+    async def end(self):
+        """(exit code, standard error)."""
+        async with asyncio.timeout(20):
+            rest, errors = await self.process.communicate()
+        self.lines += rest.decode().splitlines()
+        return self.process.returncode, errors.decode()
+
+    @property
+    def events(self):
+        return [json.loads(line)["event"] for line in self.lines]
+
+
+@asynccontextmanager
+async def child(*arguments):
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "epp", "serve", *arguments),
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+        env={**os.environ, "PYTHONPATH": os.getcwd()},
+    )
+    try:
+        yield Child(process)
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.communicate()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+async def test_a_signal_drains_and_ends_with_0(number, tmp_path):
+    """Every line is JSON, standard error is empty, and a second run finds its ports free."""
+    given, _ = arguments_for(tmp_path, TWO)
+    for _ in range(2):
+        async with child(*given) as epp:
+            await epp.until_logged("serving")
+            epp.process.send_signal(number)
+            assert await epp.end() == (0, "")
+            assert epp.events == ["configured", "serving", "draining", "stopped"]
+            assert all(json.loads(line)["timestamp"] for line in epp.lines)
+
+
+async def test_a_second_signal_hurries_and_a_stuck_stream_is_cut(tmp_path):
+    """The drain would take ten minutes."""
+    given, (port, *_) = arguments_for(tmp_path, TWO)
+    flags = ("--secure-serving=false", "--drain-grace=10m", "--drain-timeout=10m")
+    async with child(*given, *flags) as epp, channel_to(f"localhost:{port}") as channel:
+        await epp.until_logged("serving")
+        stuck = Call(channel)
+        await stuck.exchange(gw.request_headers(end=True), answers=1)
+        epp.process.send_signal(signal.SIGTERM)
+        await epp.until_logged("draining")
+        epp.process.send_signal(signal.SIGTERM)
+        assert await epp.end() == (0, "")
+        assert "streams were cut by the end of the drain" in epp.events
+
+
+async def test_logs_can_be_for_the_eye(tmp_path):
+    """`--log-format console`."""
+    given, _ = arguments_for(tmp_path, [])
+    async with child(*given, "--log-format=console", "--config-text=[") as epp:
+        code, errors = await epp.end()
+    assert (code, errors) == (1, "")
+    (line,) = epp.lines
+    assert "[error" in line
+    assert not line.startswith("{")
+
+
+@pytest.mark.parametrize(
+    ("flags", "code", "said"),
+    [
+        pytest.param(["--nonsense"], 2, ["unknown flag '--nonsense'"], id="unknown flag"),
+        pytest.param(["--grpc-port=70000"], 2, ["--grpc-port", "70000"], id="bad value"),
+        pytest.param(
+            ["--endpoints-file={tmp}/none.yaml"],
+            1,
+            ["--endpoints-file {tmp}/none.yaml cannot be read: No such file or directory"],
+            id="no endpoints file",
+        ),
+        pytest.param(
+            ["--config-file={tmp}/none.yaml"],
+            1,
+            ["--config-file {tmp}/none.yaml cannot be read: No such file or directory"],
+            id="no configuration",
+        ),
+        pytest.param(
+            ["--config-file={tmp}"],
+            1,
+            ["--config-file {tmp} cannot be read: Is a directory"],
+            id="a directory",
+        ),
+        pytest.param(
+            ["--config-text={{kind: a, apiVersion: b}}"],
+            1,
+            ["--config-text: kind is 'a'", "--config-text: apiVersion is 'b'"],
+            id="bad configuration",
+        ),
+        pytest.param(
+            ["--endpoints-file={tmp}/bad.yaml"],
+            1,
+            ["{tmp}/bad.yaml: endpoints[0]", "{tmp}/bad.yaml: endpoints[1].port"],
+            id="bad endpoints",
+        ),
+        pytest.param(
+            ["--cert-path={tmp}/none"],
+            1,
+            ["--cert-path: {tmp}/none/tls.crt: cannot be read: No such file or directory"],
+            id="no certificate",
+        ),
+        pytest.param(
+            ["--grpc-port={taken}"],
+            1,
+            ["--grpc-port {taken} cannot be listened on: Address already in use"],
+            id="port in use",
+        ),
+    ],
+)
+async def test_a_wrong_start_says_every_problem_in_one_sentence_each(flags, code, said, tmp_path):
+    """2 for the command line, 1 for what it names; no traceback, nothing else on standard error."""
+    given, _ = arguments_for(tmp_path, [])
+    (tmp_path / "bad.yaml").write_text(
+        "endpoints: [{name: a}, {name: b, address: 10.0.0.1, port: 99999}]"
+    )
+    (taken,) = free_ports(1)
+    values = {"tmp": tmp_path, "taken": taken}
+    async with serving_on(taken), child(*given, *(f.format(**values) for f in flags)) as epp:
+        ended, errors = await epp.end()
+    assert ended == code
+    if code == 2:
+        (line,) = errors.splitlines()
+        assert line.startswith("epp serve: ")
+        assert all(part in line for part in said)
+        assert epp.lines == []
+        return
+    assert errors == ""
+    told = [json.loads(line) for line in epp.lines]
+    problems = [line["event"] for line in told if line["level"] == "error"]
+    assert len(problems) == len(said)
+    for problem, part in zip(problems, said, strict=True):
+        assert problem.startswith(part.format(**values))

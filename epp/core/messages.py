@@ -128,7 +128,7 @@ class RequestBodyAnswer(Struct, frozen=True):
 class RequestBodyChunk(Struct, frozen=True):
     """A piece of a full-duplex request body."""
 
-    body: bytes
+    body: bytes | memoryview
     end_of_stream: bool
 
 
@@ -147,7 +147,7 @@ class ResponseBodyAnswer(Struct, frozen=True):
 class ResponseBodyChunk(Struct, frozen=True):
     """A piece of a full-duplex response body."""
 
-    body: bytes
+    body: bytes | memoryview
     end_of_stream: bool
 
 

@@ -524,8 +524,8 @@ _HANDLERS: Final[Mapping[tuple[Phase, type[Event]], _Handler]] = {
 }
 
 
-def chunks(body: bytes, *, ends: bool) -> Iterator[tuple[bytes, bool]]:
-    """Cut `body` into pieces that every gateway accepts; `ends` marks the last.
+def chunks(body: bytes, *, ends: bool) -> Iterator[tuple[bytes | memoryview, bool]]:
+    """Cut `body` into pieces that every gateway accepts, without copying; `ends` marks the last.
 
     An empty body is one empty piece if it ends the stream, and nothing otherwise.
     """
@@ -533,9 +533,10 @@ def chunks(body: bytes, *, ends: bool) -> Iterator[tuple[bytes, bool]]:
         if body or ends:
             yield body, ends
         return
+    view = memoryview(body)
     for start in range(0, len(body), BODY_CHUNK_BYTES_MAX):
         stop = start + BODY_CHUNK_BYTES_MAX
-        yield body[start:stop], ends and stop >= len(body)
+        yield view[start:stop], ends and stop >= len(body)
 
 
 def _changed(parsed: Parsed, body: bytes) -> bytes | None:

@@ -1,6 +1,7 @@
 """Envoy's protobuf messages to session events, and answers to messages. Nothing else knows them."""
 
 import json
+from functools import lru_cache
 from typing import Any, Final, assert_never
 
 from envoy.config.core.v3.base_pb2 import HeaderMap, HeaderValue, HeaderValueOption
@@ -17,8 +18,8 @@ from envoy.service.ext_proc.v3.external_processor_pb2 import (
     TrailersResponse,
 )
 from envoy.type.v3.http_status_pb2 import HttpStatus
-from google.protobuf.message import DecodeError
-from google.protobuf.struct_pb2 import Struct, Value
+from google.protobuf.message import DecodeError, Message
+from google.protobuf.struct_pb2 import Value
 
 from epp.core.messages import (
     DESTINATION_HEADER,
@@ -49,6 +50,9 @@ SUBSET_NAMESPACE: Final = "envoy.lb.subset_hint"
 SUBSET_KEY: Final = "x-gateway-destination-endpoint-subset"
 ENDPOINT_NAMESPACE: Final = "envoy.lb"
 SERVED_KEY: Final = "x-gateway-destination-endpoint-served"
+
+ROUTES_MAX: Final = 4_096
+"""Serialised header answers that are kept: more than the endpoints of most pools."""
 
 _MODES: Final = {mode.value: mode for mode in BodyMode if mode is not BodyMode.UNKNOWN}
 _OVERWRITE: Final = HeaderValueOption.HeaderAppendAction.OVERWRITE_IF_EXISTS_OR_ADD
@@ -105,21 +109,17 @@ def encode(answer: Answer) -> bytes:
     """Write the answer as one serialised ProcessingResponse."""
     match answer:
         case RequestHeadersAnswer(destination):
-            if destination is None:
-                return _REQUEST_HEADERS
-            return _routed(
-                destination, "request_headers", HeadersResponse(response=_common(destination))
-            )
+            return _REQUEST_HEADERS if destination is None else _routed_headers(destination)
         case RequestBodyAnswer(destination, body):
             if destination is None:
                 return _REQUEST_BODY
-            common = _common(destination)
+            response = ProcessingResponse()
+            _route(response, response.request_body.response, destination)
             if body is not None:
-                common.status = CommonResponse.ResponseStatus.CONTINUE
-                common.body_mutation.body = body
-            return _routed(destination, "request_body", BodyResponse(response=common))
+                response.request_body.response.body_mutation.body = body
+            return response.SerializeToString()  # type: ignore[no-any-return]
         case RequestBodyChunk(body, end_of_stream):
-            return _bytes(request_body=_chunk(body, end_of_stream=end_of_stream))
+            return _chunk(_REQUEST_CHUNK, body, end_of_stream=end_of_stream)
         case RequestTrailersAnswer():
             return _REQUEST_TRAILERS
         case ResponseHeadersAnswer(set_headers):
@@ -130,7 +130,7 @@ def encode(answer: Answer) -> bytes:
         case ResponseBodyAnswer():
             return _RESPONSE_BODY
         case ResponseBodyChunk(body, end_of_stream):
-            return _bytes(response_body=_chunk(body, end_of_stream=end_of_stream))
+            return _chunk(_RESPONSE_CHUNK, body, end_of_stream=end_of_stream)
         case ResponseTrailersAnswer():
             return _RESPONSE_TRAILERS
         case ImmediateAnswer(refusal, headers):
@@ -224,39 +224,81 @@ def _set(headers: tuple[tuple[str, str], ...]) -> list[HeaderValueOption]:
     ]
 
 
-def _common(destination: Destination) -> CommonResponse:
+def _route(response: ProcessingResponse, common: CommonResponse, destination: Destination) -> None:
+    """Write the destination into `response`, of which `common` is a part.
+
+    Once as a header and once as dynamic metadata: some gateways read only that. Filled in place,
+    because a message that is given to another one is copied.
+    """
     target = ",".join(destination.endpoints)
-    return CommonResponse(
-        clear_route_cache=True,
-        header_mutation=HeaderMutation(
-            set_headers=_set(((DESTINATION_HEADER, target), *destination.set_headers)),
-            remove_headers=destination.remove_headers,
-        ),
-    )
+    common.clear_route_cache = True
+    mutation = common.header_mutation
+    mutation.set_headers.extend(_set(((DESTINATION_HEADER, target), *destination.set_headers)))
+    mutation.remove_headers.extend(destination.remove_headers)
+    metadata = response.dynamic_metadata.fields[ENDPOINT_NAMESPACE].struct_value
+    metadata.fields[DESTINATION_HEADER].string_value = target
 
 
-def _routed(destination: Destination, phase: str, answer: HeadersResponse | BodyResponse) -> bytes:
-    """The destination again as dynamic metadata: some gateways read only that."""
-    response = ProcessingResponse(**{phase: answer})
-    metadata = Struct()
-    metadata.fields[DESTINATION_HEADER].string_value = ",".join(destination.endpoints)
-    response.dynamic_metadata.fields[ENDPOINT_NAMESPACE].struct_value.CopyFrom(metadata)
+@lru_cache(maxsize=ROUTES_MAX)
+def _routed_headers(destination: Destination) -> bytes:
+    """The header answer is the same for all requests to one endpoint, nearly all of the time."""
+    response = ProcessingResponse()
+    _route(response, response.request_headers.response, destination)
     return response.SerializeToString()  # type: ignore[no-any-return]
 
 
-def _chunk(body: bytes, *, end_of_stream: bool) -> BodyResponse:
-    return BodyResponse(
-        response=CommonResponse(
-            body_mutation=BodyMutation(
-                streamed_response=StreamedBodyResponse(body=body, end_of_stream=end_of_stream)
-            )
-        )
-    )
+def _chunk(fields: tuple[bytes, ...], body: bytes | memoryview, *, end_of_stream: bool) -> bytes:
+    """One piece of a body: `fields` are the keys of the messages round it, the innermost first.
+
+    Put together by hand because protobuf would copy a megabyte body three times on its way out.
+    """
+    length = len(body)
+    head = b""
+    tail = _CHUNK_ENDS if end_of_stream else b""
+    if length:
+        head = _CHUNK_BODY + _varint(length)
+    for key in fields:
+        head = key + _varint(len(head) + length + len(tail)) + head
+    return b"".join((head, body, tail))
+
+
+def _varint(number: int) -> bytes:
+    """Protobuf's integers: seven bits a byte, the lowest first."""
+    octets = bytearray()
+    while number > 0x7F:
+        octets.append(number & 0x7F | 0x80)
+        number >>= 7
+    octets.append(number)
+    return bytes(octets)
+
+
+def _key(message: type[Message], field: str, wire_type: int) -> bytes:
+    """What precedes the value of `field` on the wire."""
+    number: int = message.DESCRIPTOR.fields_by_name[field].number
+    return _varint(number << 3 | wire_type)
 
 
 def _bytes(**phase: Any) -> bytes:
     return ProcessingResponse(**phase).SerializeToString()  # type: ignore[no-any-return]
 
+
+_VARINT: Final = 0
+_LENGTH_DELIMITED: Final = 2
+_CHUNK_BODY: Final = _key(StreamedBodyResponse, "body", _LENGTH_DELIMITED)
+_CHUNK_ENDS: Final = _key(StreamedBodyResponse, "end_of_stream", _VARINT) + b"\x01"
+_ROUND_CHUNK: Final = (
+    _key(BodyMutation, "streamed_response", _LENGTH_DELIMITED),
+    _key(CommonResponse, "body_mutation", _LENGTH_DELIMITED),
+    _key(BodyResponse, "response", _LENGTH_DELIMITED),
+)
+_REQUEST_CHUNK: Final = (
+    *_ROUND_CHUNK,
+    _key(ProcessingResponse, "request_body", _LENGTH_DELIMITED),
+)
+_RESPONSE_CHUNK: Final = (
+    *_ROUND_CHUNK,
+    _key(ProcessingResponse, "response_body", _LENGTH_DELIMITED),
+)
 
 _REQUEST_HEADERS: Final = _bytes(request_headers=HeadersResponse())
 _REQUEST_BODY: Final = _bytes(request_body=BodyResponse())

@@ -240,6 +240,12 @@ class Candidates:
         return self._now - self._columns.observed_at_s[self.slot]
 
     @property
+    def metrics_age_max_s(self) -> Seconds:
+        """The greatest of `metrics_age_s`."""
+        observed_at_s = self._columns.observed_at_s[self.slot]
+        return self._now - float(observed_at_s[observed_at_s.argmin()])
+
+    @property
     def saturated(self) -> Bools:
         """bool[n], the engine refused a request (503) since its last good scrape."""
         return self._columns.saturated[self.slot]
@@ -293,6 +299,11 @@ class Candidates:
     def labels(self) -> tuple[Mapping[str, str], ...]:
         """One mapping a candidate."""
         return tuple([endpoint.labels for endpoint in self.endpoints])
+
+    def prefix_match(self, position: int) -> tuple[int, int]:
+        """`matched_blocks` and `total_blocks` of one candidate."""
+        known = self._affinities.get(self._prefix)
+        return (0, 0) if known is None else (int(known.matched[self.slot[position]]), known.total)
 
     def affinity(self, name: str) -> Affinity:
         """What the index `name` knows, int64[n]; nothing, if there is no such index.

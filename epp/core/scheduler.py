@@ -221,7 +221,7 @@ class Scheduler:
         now: Seconds,
     ) -> Candidates:
         prefix = affinities.get(self.settings.prefix)
-        request.cold = prefix is None or not prefix.matched.any()
+        request.cold = prefix is None or not prefix.matched[prefix.matched.argmax()]
         return Candidates(
             self.pool.columns,
             slots,
@@ -235,6 +235,8 @@ class Scheduler:
 
     def _fresh_first(self, kept: Kept) -> tuple[Candidates, dict[str, int]]:
         """Leave the stale out while anything is fresh: they rank below every fresh endpoint."""
+        if kept.candidates.metrics_age_max_s <= self.settings.metrics_staleness_s:
+            return kept.candidates, kept.eliminated
         fresh = kept.candidates.metrics_age_s <= self.settings.metrics_staleness_s
         count = int(np.count_nonzero(fresh))
         if count in (0, len(fresh)):
@@ -255,8 +257,7 @@ class Scheduler:
         """Record the choice in the same step that makes it, so that the next one sees it."""
         first = picked[0]
         slot = int(candidates.slot[first])
-        affinity = candidates.affinity(self.settings.prefix)
-        matched = int(affinity.matched[first])
+        matched, total = candidates.prefix_match(first)
         uncached = max(0.0, float(request.prompt_tokens - matched * self.settings.block_tokens))
         lease = self.ledger.open(
             request, slot, matched_blocks=matched, prefill_tokens=uncached, now=now
@@ -275,7 +276,7 @@ class Scheduler:
             fallbacks=self._fallbacks(candidates, scored, picked),
             lease=lease,
             matched_blocks=matched,
-            total_blocks=affinity.total,
+            total_blocks=total,
             block_tokens=self.settings.block_tokens,
             ready=ready,
             eliminated=eliminated,

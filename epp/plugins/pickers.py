@@ -26,7 +26,8 @@ class MaxScore(Parameters, frozen=True):
     def pick(
         self, scores: Floats, candidates: Candidates, random: Random, rotation: int, /
     ) -> Ints:
-        tied: Ints = (scores >= np.maximum.reduce(scores) * _TIE).nonzero()[0]
+        best = float(scores[scores.argmax()])
+        tied: Ints = (scores >= best * _TIE).nonzero()[0]
         first = rotation % len(tied)
         if self.max_num_of_endpoints == 1:
             return tied[first : first + 1]

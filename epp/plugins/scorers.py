@@ -4,6 +4,7 @@ Formulas and parameters are those of llm-d-router v0.10, except where a docstrin
 """
 
 import base64
+import math
 from collections.abc import Mapping
 from enum import StrEnum
 from typing import Annotated, ClassVar
@@ -48,8 +49,12 @@ class PrefixCache(Parameters, frozen=True):
 
 def _least_first(load: Floats) -> Floats:
     """The least loaded 1, the most loaded 0, linear between; all equal: 1. NaN stays NaN."""
-    least = float(np.fmin.reduce(load))
-    most = float(np.fmax.reduce(load))
+    # Positions are found three times as fast as values; where there is a NaN, they lead to it.
+    least = float(load[load.argmin()])
+    most = float(load[load.argmax()])
+    if math.isnan(most):
+        least = float(np.fmin.reduce(load))
+        most = float(np.fmax.reduce(load))
     if not most > least:
         return load - least + 1.0
     np.subtract(most, load, out=load)
@@ -98,11 +103,11 @@ class ActiveRequests(Parameters, frozen=True):
 
     def score(self, request: InferenceRequest, candidates: Candidates, /) -> Floats:
         inflight = candidates.inflight_requests
-        most = int(np.maximum.reduce(inflight))
+        most = int(inflight[inflight.argmax()])
         if most <= self.idle_threshold:
             return np.ones(len(inflight))
-        scores: Floats = (most - inflight).astype(np.float64)
-        scores *= self.max_busy_score / most
+        scale = self.max_busy_score / most
+        scores: Floats = np.multiply(most - inflight, scale, dtype=np.float64)
         scores[inflight <= self.idle_threshold] = 1.0
         return scores
 
@@ -157,9 +162,11 @@ class LoraAffinity(Parameters, frozen=True):
     def score(self, request: InferenceRequest, candidates: Candidates, /) -> Floats:
         adapters = candidates.adapter_state
         generation = adapters.generation
-        newest = int(np.maximum.reduce(generation))
+        newest = int(generation[generation.argmax()])
         if newest == 0:
-            return np.full(len(candidates), np.nan)
+            scores = np.empty(len(candidates))
+            scores.fill(np.nan)
+            return scores
         scores = (_by_activity if newest == 1 else _by_residency)(adapters, request.model)
         if int(np.minimum.reduce(generation)) < newest:
             scores[generation == 0] = np.nan

@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.installed
 
-.PHONY: demo test check fmt bench lock clean
+.PHONY: demo test check fmt bench docs lock clean
 
 demo: $(STAMP)        ## round robin against Homing behind a real Envoy, at most three minutes
 	@$(BIN)/python -m sim.demo
@@ -24,6 +24,9 @@ fmt: $(STAMP)         ## format and fix what can be fixed
 
 bench: $(STAMP)       ## the figures of the README
 	@$(BIN)/python -m bench
+
+docs: $(STAMP)        ## write the generated parts of docs/ anew
+	$(BIN)/python -m docs.reference
 
 lock: $(STAMP)        ## write the lock files anew from pyproject.toml
 	$(BIN)/python -m pip install --quiet uv

@@ -1,0 +1,300 @@
+"""Writes the generated parts of the documentation anew: `python -m docs.reference`.
+
+A generated part stands between `<!-- begin NAME -->` and `<!-- end NAME -->`; what is outside is
+written by hand. `tests/test_docs.py` fails when a part is not what the code says.
+"""  # noqa: INP001 - a program beside the pages that it writes
+
+import ast
+import inspect
+import re
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+from msgspec.inspect import (
+    BoolType,
+    CustomType,
+    DictType,
+    EnumType,
+    Field,
+    FloatType,
+    IntType,
+    ListType,
+    NoneType,
+    StrType,
+    StructType,
+    UnionType,
+    VarTupleType,
+    type_info,
+)
+
+from epp import flags
+from epp.build import INDEXES
+from epp.check_config import READS
+from epp.compatibility import ACCEPTED, DEPRECATED, FEATURE_GATES, REFUSED, REFUSED_SECTIONS
+from epp.core.duration import Duration
+from epp.plugins import DEPRECATED as DEPRECATED_PLUGINS
+from epp.plugins import FILTERS, PICKERS, SCORERS
+from epp.shell.metric_table import METRICS, MetricSpec
+
+FOLDER: Final = Path(__file__).parent
+
+TYPES: Final[Mapping[str, str]] = {
+    "approx-prefix-cache-producer": "Which endpoint holds which head of a prompt.",
+    "session-id-producer": "Which endpoint each session was sent to last.",
+    "no-hit-lru-producer": "In which order endpoints last got a prompt that nobody held.",
+    "single-profile-handler": "There is one profile anyhow.",
+    "openai-parser": (
+        "Reads paths that end in `chat/completions`, `completions`, `embeddings` and `responses`; "
+        "of `conversations` and `images/generations` the model only."
+    ),
+    "anthropic-parser": "Reads paths that end in `v1/messages`.",
+    "vllmhttp-parser": "Reads paths that end in `inference/v1/generate`: token ids.",
+    "passthrough-parser": "Anything else is forwarded unread and routed by load.",
+}
+"""Types of which the docstring of the class says too little, or what is for programmers."""
+
+PARAMETERS: Final[Mapping[str, str]] = {
+    "customMetrics": "Not read.",
+    "defaultEngine": "Engine of an endpoint without the label whose page does not tell.",
+    "engineConfigs": "Names of metrics by engine; one with a built-in name replaces that.",
+    "engineLabelKey": "Label of an endpoint that names its engine.",
+    "estimate": "No effect: a token is 4 bytes.",
+    "hf": "Refused.",
+    "insecureSkipVerify": "No effect: certificates of endpoints are not verified.",
+    "local": "Refused.",
+    "lruSize": "Endpoints that are remembered.",
+    "matchExpressions": "All must hold; operators `In`, `NotIn`, `Exists`, `DoesNotExist`.",
+    "matchLabels": "Label -> value; all must be there.",
+    "maxNumOfEndpoints": "See above.",
+    "metricsStalenessThreshold": (
+        "Older metrics count as full; not given: the greater of 1s and five scrape intervals."
+    ),
+    "modelName": "No effect.",
+    "outputRatio": "No effect.",
+    "path": "Of the metrics page.",
+    "prefixMatchInfoProducerName": "Name of the prefix index to ask; none: the first.",
+    "prefixPluginName": "No effect.",
+    "primaryPort": "No effect.",
+    "scheme": "Of the metrics page.",
+    "strategy": "See above.",
+    "threshold": "Waiting requests from which the score is 0.",
+    "tieredOffloadingSpecs": "Not read.",
+    "ttftSource": "Only `prefillThroughput` is supported.",
+    "udsTokenizerConfig": "Refused.",
+    "addEstimatedOutputTokens": "No effect.",
+    "allowsNoLabel": "Whether an endpoint without the label stays.",
+    "vllm": "Refused.",
+}
+"""Parameter -> its meaning, where neither the class nor a line below the field tells."""
+_PART: Final = re.compile(
+    r"(<!-- begin (?P<name>[\w-]+) -->\n).*?(<!-- end (?P=name) -->)", re.DOTALL
+)
+
+
+def main() -> int:
+    """Write every page whose generated parts changed, and say which."""
+    for page in sorted(FOLDER.glob("*.md")):
+        before = page.read_text(encoding="utf-8")
+        after = refreshed(before)
+        if after != before:
+            page.write_text(after, encoding="utf-8")
+            sys.stdout.write(f"{page.name} written\n")
+    return 0
+
+
+def refreshed(page: str) -> str:
+    """`page` with its generated parts as the code has them now."""
+    parts = {
+        "filters": lambda: _plugins(FILTERS),
+        "scorers": lambda: _plugins(SCORERS),
+        "pickers": lambda: _plugins(PICKERS),
+        "indexes": lambda: _plugins(INDEXES),
+        "accepted": lambda: _plugins(ACCEPTED),
+        "refused": _refused,
+        "refused-members": _refused_members,
+        "feature-gates": _feature_gates,
+        "metrics": _metrics,
+        "serve-flags": lambda: _flags(flags.SERVE_HELP, flags.ServeFlags),
+        "check-flags": lambda: _flags(flags.CHECK_HELP, flags.CheckFlags),
+        "envoy-flags": lambda: _flags(flags.ENVOY_HELP, flags.EnvoyFlags),
+        "foreign-flags": _foreign_flags,
+    }
+    return _PART.sub(lambda found: f"{found[1]}\n{parts[found['name']]()}\n\n{found[3]}", page)
+
+
+# --- plugins --------------------------------------------------------------------------------------
+
+
+def _plugins(table: Mapping[str, type[Any]]) -> str:
+    return "\n\n".join(_plugin(name, kind) for name, kind in table.items())
+
+
+def _plugin(name: str, kind: type[Any]) -> str:
+    lines = [f"### {name}", ""]
+    newer = DEPRECATED_PLUGINS.get(name) or DEPRECATED.get(name)
+    if newer:
+        lines += [f"Deprecated: use `{newer}`.", ""]
+    if newer and newer in {**FILTERS, **ACCEPTED} and _class(newer) is kind:
+        return "\n".join([*lines, "The same under its old name."])
+    lines.append(TYPES.get(name) or _prose(kind))
+    if name in READS:
+        lines += ["", f"Reads {READS[name]}."]
+    fields = _fields(kind)
+    if fields:
+        head = ("parameter", "type", "default", "meaning")
+        lines += ["", _table(head, _rows(kind, fields))]
+    return "\n".join(lines)
+
+
+def _class(name: str) -> type[Any]:
+    return FILTERS.get(name) or ACCEPTED[name]
+
+
+def _rows(kind: type[Any], fields: Sequence[Field]) -> Iterable[tuple[str, ...]]:
+    sentences = _sentences(kind)
+    prose = _prose(kind)
+    for field in fields:
+        name = f"`{field.encode_name}`"
+        above = "See above." if name in prose else ""
+        told = _spelt(sentences.get(field.name, ""), fields)
+        meaning = told or PARAMETERS.get(field.encode_name) or above
+        yield name, _type(field.type), _default(field), meaning
+
+
+def _fields(kind: type[Any]) -> tuple[Field, ...]:
+    described = type_info(kind)
+    assert isinstance(described, StructType)
+    return described.fields
+
+
+def _prose(kind: type[Any]) -> str:
+    """The docstring, its parameters spelt as in a document."""
+    text = re.sub(r"\A`[\w-]+`: ", "", inspect.cleandoc(kind.__doc__ or ""))
+    return _spelt(text[:1].upper() + text[1:], _fields(kind))
+
+
+def _spelt(text: str, fields: Sequence[Field]) -> str:
+    for field in fields:
+        text = text.replace(f"`{field.name}`", f"`{field.encode_name}`")
+    return text
+
+
+@cache
+def _sentences(kind: type[Any]) -> dict[str, str]:
+    """Field -> the docstring below it, in one line."""
+    body = ast.parse(inspect.getsource(kind)).body[0]
+    assert isinstance(body, ast.ClassDef)
+    found: dict[str, str] = {}
+    for field, below in zip(body.body, body.body[1:], strict=False):
+        if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name):
+            match below:
+                case ast.Expr(ast.Constant(str(text))):
+                    found[field.target.id] = " ".join(text.split())
+    return found
+
+
+def _default(field: Field) -> str:
+    if field.required:
+        return "required"
+    value: Any = field.default
+    if field.default_factory is not msgspec.NODEFAULT:
+        value = field.default_factory()
+    if value in (None, "", (), {}, []):
+        return "none"
+    if isinstance(value, Duration):
+        return f"`{float(value):g}s`"
+    if isinstance(value, bool):
+        return f"`{str(value).lower()}`"
+    whole = isinstance(value, float) and value.is_integer()
+    return f"`{int(value) if whole else value}`"
+
+
+def _type(kind: Any) -> str:  # noqa: PLR0911 - one case a type
+    match kind:
+        case BoolType():
+            return "boolean"
+        case IntType() | FloatType():
+            return ("integer" if isinstance(kind, IntType) else "number") + _range(kind)
+        case StrType():
+            return "text"
+        case EnumType(cls=cls):
+            return ", ".join(f"`{member.value}`" for member in cls)
+        case CustomType(cls=cls):
+            return "duration" if cls is Duration else "metric"
+        case DictType():
+            return "mapping"
+        case ListType(item_type=item) | VarTupleType(item_type=item):
+            return f"list of {_type(item)}"
+        case StructType(fields=fields):
+            return "{" + ", ".join(f"`{field.encode_name}`" for field in fields) + "}"
+        case UnionType(types=types):
+            return " or ".join(_type(one) for one in types if not isinstance(one, NoneType))
+        case _:
+            return "any"
+
+
+def _range(kind: IntType | FloatType) -> str:
+    if kind.ge is not None and kind.le is not None:
+        return f", {kind.ge:g} to {kind.le:g}"
+    if kind.ge is not None:
+        return f", at least {kind.ge:g}"
+    return "" if kind.gt is None else f", above {kind.gt:g}"
+
+
+def _refused() -> str:
+    by_reason = ((f"`{name}`", reason) for name, reason in sorted(REFUSED.items()))
+    multicluster = ("`multicluster-*`", "one picker serves one pool: remove it")
+    return _table(("type", "why, and what to use"), (*by_reason, multicluster))
+
+
+def _refused_members() -> str:
+    return _table(
+        ("member", "why"), ((f"`{name}`", reason) for name, reason in REFUSED_SECTIONS.items())
+    )
+
+
+def _feature_gates() -> str:
+    return _table(
+        ("gate", "why it has no effect"),
+        ((f"`{name}`", reason) for name, reason in FEATURE_GATES.items()),
+    )
+
+
+# --- metrics and flags ----------------------------------------------------------------------------
+
+
+def _metrics() -> str:
+    rows = ((f"`{spec.name}`", spec.kind, _labels(spec), spec.help) for spec in METRICS)
+    return _table(("metric", "kind", "labels", "meaning"), rows)
+
+
+def _labels(spec: MetricSpec) -> str:
+    return ", ".join(f"`{label}`" for label in spec.labels)
+
+
+def _flags(groups: flags.Groups, kind: type[msgspec.Struct]) -> str:
+    """The text of --help without its first line."""
+    text = flags.help_text("", groups, kind).partition("\n")[2].strip("\n")
+    return f"```text\n{text}\n```"
+
+
+def _foreign_flags() -> str:
+    ignored = ((f"`--{name}`", flag.sentence) for name, flag in flags.FOREIGN.items())
+    removed = (
+        (f"`--{name}`", f"refused: {why.removeprefix('was removed: ')}")
+        for name, why in flags.REMOVED.items()
+    )
+    return _table(("flag", "instead"), (*ignored, *removed))
+
+
+def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join("| " + " | ".join(row) + " |" for row in lines)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

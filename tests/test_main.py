@@ -1,0 +1,44 @@
+import epp.__main__
+from epp.__main__ import USAGE, main
+
+
+def test_without_a_command_the_usage_is_an_error(capsys):
+    """On standard error, so that a script's output stays empty."""
+    assert main([]) == 2
+    assert capsys.readouterr() == ("", USAGE)
+
+
+def test_an_unknown_command_is_named(capsys):
+    """Then come those that there are."""
+    assert main(["nonsense"]) == 2
+    assert capsys.readouterr() == ("", f"epp: unknown command 'nonsense'\n{USAGE}")
+
+
+def test_help_is_no_error(capsys):
+    """Of the command and of each of its commands, on standard output."""
+    for arguments in (["--help"], ["-h"], ["-help"]):
+        assert main(arguments) == 0
+        assert capsys.readouterr() == (USAGE, "")
+    for command in ("serve", "check-config", "envoy-config"):
+        assert main([command, "--help"]) == 0
+        shown, errors = capsys.readouterr()
+        assert shown.startswith(f"usage: epp {command} ")
+        assert errors == ""
+
+
+def test_a_wrong_flag_is_told_with_its_command(capsys):
+    """One line, exit code 2."""
+    assert main(["serve", "--grpc-prot=1"]) == 2
+    shown, errors = capsys.readouterr()
+    assert (shown, errors.count("\n")) == ("", 1)
+    assert errors.startswith("epp serve: unknown flag '--grpc-prot', did you mean --grpc-port?")
+
+
+def test_an_interrupt_is_no_traceback(monkeypatch):
+    """Ctrl-C before the server waits for it ends as shells expect."""
+
+    def interrupted(_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(epp.__main__, "serve", interrupted)
+    assert main(["serve"]) == 130

@@ -1,0 +1,93 @@
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+
+import pytest
+
+from sim.__main__ import main
+
+FREE = ["serve", "--port=0"]
+
+
+def refused(arguments, capsys):
+    """The last line on standard error of a command line that is wrong."""
+    with pytest.raises(SystemExit) as left:
+        main(arguments)
+    assert left.value.code == 2
+    shown, errors = capsys.readouterr()
+    assert shown == ""
+    return errors.splitlines()[-1]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ([], "COMMAND"),
+        (["nonsense"], "'nonsense'"),
+        (["serve", "--pods=0"], "'0' is not an integer from 1 to 1000"),
+        (["serve", "--port=x"], "'x' is not an integer from 0 to 65535"),
+        (["serve", "--speed=0"], "'0' is not a number above 0"),
+        (["serve", "--nonsense"], "--nonsense"),
+    ],
+)
+def test_a_wrong_command_line_is_told_in_its_last_line(arguments, said, capsys):
+    """After the usage, exit code 2."""
+    assert said in refused(arguments, capsys)
+
+
+def test_help_names_every_command(capsys):
+    """On standard output, exit code 0."""
+    with pytest.raises(SystemExit) as left:
+        main(["--help"])
+    assert left.value.code == 0
+    shown, errors = capsys.readouterr()
+    assert "serve" in shown
+    assert errors == ""
+
+
+def ended(*arguments):
+    """A process of its own, because it sets up logs and signals: (code, standard error)."""
+    done = subprocess.run(
+        [sys.executable, "-m", "sim", *arguments],
+        capture_output=True,
+        text=True,
+        timeout=30,
+        check=False,
+        env={**os.environ, "PYTHONPATH": os.getcwd()},
+    )
+    assert done.stdout == ""
+    return done.returncode, done.stderr
+
+
+def test_what_cannot_be_done_is_one_sentence_and_1(tmp_path):
+    """A port that is taken, an endpoints file that cannot be written; no traceback."""
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        said = f"sim: Cannot listen on 127.0.0.1 port {port}: Address already in use.\n"
+        assert ended("serve", f"--port={port}") == (1, said)
+    out = tmp_path / "none" / "endpoints.json"
+    code, errors = ended(*FREE, f"--endpoints-out={out}")
+    assert code == 1
+    assert errors.splitlines()[-1] == f"sim: {out} cannot be written: No such file or directory."
+    assert "Traceback" not in errors
+
+
+def test_pods_are_announced_and_end_with_a_signal(tmp_path):
+    """The announcement and the endpoints file name the same pods."""
+    out = tmp_path / "endpoints.json"
+    with subprocess.Popen(
+        [sys.executable, "-m", "sim", *FREE, "--pods=2", "--json", f"--endpoints-out={out}"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+        env={**os.environ, "PYTHONPATH": os.getcwd()},
+    ) as process:
+        pods = json.loads(process.stdout.readline())["pods"]
+        written = json.loads(out.read_text())["endpoints"]
+        process.send_signal(signal.SIGINT)
+        assert process.wait(timeout=30) == 0
+    assert [pod["port"] for pod in pods] == [endpoint["port"] for endpoint in written]
+    assert len(pods) == 2

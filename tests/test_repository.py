@@ -1,0 +1,193 @@
+"""What holds for the repository as a whole."""
+
+import ast
+import re
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+import epp
+
+ROOT = Path(__file__).parents[1]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+PACKAGES = ("epp", "sim")
+MODULES = sorted(
+    path.relative_to(ROOT) for name in PACKAGES for path in (ROOT / name).rglob("*.py")
+)
+
+COVERED_ELSEWHERE = {
+    "epp/compatibility.py": ("tests/test_config.py", "its types are read from configurations"),
+    "epp/core/messages.py": ("tests/core/test_session.py", "nouns"),
+    "epp/core/plugin.py": ("tests/plugins/test_contract.py", "protocols, held by every plugin"),
+    "epp/core/scheduler.py": ("tests/test_golden.py", "its verbs are what transcripts are made of"),
+    "epp/core/types.py": ("tests/core/test_pool.py", "nouns"),
+    "epp/document.py": ("tests/test_config.py", "the reading of configurations"),
+    "epp/shell/metric_table.py": ("tests/shell/test_telemetry.py", "the table is compared there"),
+    "sim/demo_arm.py": ("tests/sim/test_demo.py", "a run of the demo goes through it"),
+    "sim/exposition.py": ("tests/sim/test_truth.py", "compared with a page of a real engine"),
+    "sim/openai.py": ("tests/sim/test_pods.py", "what the pods speak"),
+    "sim/pod_server.py": ("tests/sim/test_pods.py", "the pods are asked over HTTP"),
+    "sim/profiles.py": ("tests/sim/test_engine.py", "the numbers that the engine runs by"),
+}
+"""Module -> where it is tested, and why there."""
+
+BUCKETS = {"util", "utils", "helper", "helpers", "common", "base", "manager", "constants", "misc"}
+NOT_FOR_SERVING = ("rich", "pyarrow", "matplotlib", "sim", "envoy_data_plane", "kubernetes")
+
+
+def mirror(module):
+    """`epp/core/prefix.py` -> `tests/core/test_prefix.py`, `sim/pods.py` -> `tests/sim/...`."""
+    package, *folders = module.parent.parts
+    folders = folders if package == "epp" else [package, *folders]
+    return Path("tests", *folders, f"test_{module.stem.strip('_')}.py")
+
+
+def run_python(code):
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        timeout=50,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.split()
+
+
+def dependencies():
+    """Names of what the distribution needs, extras included."""
+    project = PROJECT["project"]
+    wanted = [*project["dependencies"]]
+    for extra in project["optional-dependencies"].values():
+        wanted += extra
+    return [re.split(r"[<>=!~;\[ ]", each, maxsplit=1)[0] for each in wanted]
+
+
+@pytest.mark.parametrize("module", MODULES, ids=str)
+def test_every_module_has_its_tests(module):
+    """Beside it in the mirror, or where the table says; a package's own module only holds names."""
+    if module.name == "__init__.py":
+        return
+    told = COVERED_ELSEWHERE.get(module.as_posix())
+    own = (ROOT / mirror(module)).exists()
+    if told is None:
+        assert own, f"{mirror(module)} is missing"
+        return
+    where, reason = told
+    assert reason
+    assert (ROOT / where).exists()
+    assert not own, f"{mirror(module)} exists: the table need not name {module}"
+
+
+def test_the_table_of_exceptions_names_modules_that_exist():
+    """What was moved or removed leaves it."""
+    assert {ROOT / name for name in COVERED_ELSEWHERE} <= {ROOT / module for module in MODULES}
+
+
+def test_no_module_is_a_bucket():
+    """A name tells what is inside."""
+    names = {part for module in MODULES for part in (*module.parts[:-1], module.stem)}
+    assert not names & BUCKETS
+
+
+@pytest.mark.parametrize(
+    "module", [path for path in MODULES if path.parts[:2] in {("epp", "core"), ("epp", "plugins")}]
+)
+def test_nothing_that_decides_depends_on_the_hash_of_a_process(module):
+    """Neither by the built-in `hash`, nor by iterating over a set that was written there."""
+    for node in ast.walk(ast.parse((ROOT / module).read_text())):
+        called = isinstance(node, ast.Call) and isinstance(node.func, ast.Name)
+        assert not (called and node.func.id == "hash"), f"{module}:{node.lineno} calls hash()"
+        if isinstance(node, ast.For | ast.comprehension):
+            assert not isinstance(node.iter, ast.Set | ast.SetComp), f"{module}: order of a set"
+
+
+@pytest.mark.parametrize("name", ["runtime.txt", "dev.txt"])
+def test_lock_files_pin_by_hash_and_name_no_place(name):
+    """They work with any registry: no hosts, no paths, no links."""
+    text = (ROOT / "lock" / name).read_text()
+    assert not re.search(r"://|^\s*-(?!-hash=)|file:|(^|\s)\.{0,2}/\w| @ ", text, re.MULTILINE)
+    pinned = re.split(r"^(?=[A-Za-z0-9])", text, flags=re.MULTILINE)[1:]
+    for requirement in pinned:
+        head = requirement.splitlines()[0]
+        assert re.match(r"[\w.\-]+(\[[\w,]+\])?==[\w.+!]+( ;.*)? \\$", head), head
+        assert re.search(r"--hash=sha256:[0-9a-f]{64}", requirement), f"{head} has no hash"
+    locked = {re.match(r"[\w.\-]+", requirement)[0].lower() for requirement in pinned}
+    assert {name.lower() for name in dependencies()} <= locked
+
+
+def test_serving_needs_nothing_of_the_simulator():
+    """With all of it out of reach `epp serve` is imported all the same, and asks for none of it."""
+    # structlog itself takes rich where it is installed, and does without where it is not.
+    loaded = run_python(
+        f"import sys; sys.modules.update(dict.fromkeys({NOT_FOR_SERVING!r}[:3]));"
+        "import epp.app; print(*(name for name in sys.modules if sys.modules[name]))"
+    )
+    assert "epp.app" in loaded
+    assert not {name.partition(".")[0] for name in loaded} & set(NOT_FOR_SERVING)
+
+
+def test_importing_starts_nothing():
+    """No thread of ours, no handler of a signal, no file left open."""
+    (found,) = run_python(
+        "import os, signal, threading, asyncio;"
+        "files = len(os.listdir('/proc/self/fd')); handled = signal.getsignal(signal.SIGTERM);"
+        "import epp.app, epp.__main__, epp.check_config;"
+        "assert threading.active_count() == 1;"
+        "assert signal.getsignal(signal.SIGTERM) == handled;"
+        "assert len(os.listdir('/proc/self/fd')) <= files + 1;"
+        "print('nothing')"
+    )
+    assert found == "nothing"
+
+
+def test_the_commands_of_the_readme_exist():
+    """Every `make` target and every `epp` and `sim` command that it names."""
+    readme = (ROOT / "README.md").read_text()
+    targets = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    assert set(re.findall(r"\bmake ([a-z]+)\b", _code(readme))) <= targets
+    assert {"demo", "test", "check", "fmt", "bench"} <= targets
+    commands = run_python(
+        "from epp.__main__ import USAGE; import re; print(*re.findall(r'epp ([a-z-]+) ', USAGE))"
+    )
+    assert set(re.findall(r"\bepp ([a-z][a-z-]+)", _code(readme))) <= set(commands)
+
+
+def _code(markdown):
+    """What is between backticks."""
+    blocks = re.findall(r"```\w*\n(.*?)```", markdown, re.DOTALL)
+    return "\n".join([*blocks, *re.findall(r"`([^`\n]+)`", markdown)])
+
+
+def test_every_dependency_has_its_reason():
+    """One sentence in the section of the changelog, and none for what is not needed."""
+    changelog = (ROOT / "CHANGELOG.md").read_text()
+    section = re.search(r"^### Dependencies$(.*?)(^##|\Z)", changelog, re.DOTALL | re.MULTILINE)[1]
+    reasons = dict(re.findall(r"^- `([^`]+)` (.+)$", section, re.MULTILINE))
+    assert set(reasons) == set(dependencies())
+    assert all(reason.endswith(".") and len(reason) > 20 for reason in reasons.values())
+
+
+def test_the_version_is_one():
+    """What is installed says what the code says."""
+    assert PROJECT["project"]["version"] == epp.__version__
+
+
+def test_the_licence_is_there():
+    """Apache-2.0, as the metadata say, with its text."""
+    assert PROJECT["project"]["license"] == "Apache-2.0"
+    text = (ROOT / "LICENSE").read_text()
+    assert "Apache License" in text
+    assert "Version 2.0, January 2004" in text
+    assert "TERMS AND CONDITIONS FOR USE, REPRODUCTION, AND DISTRIBUTION" in text
+
+
+def test_ci_runs_what_developers_run():
+    """`make check` and `make test`, nothing that only exists there."""
+    script = (ROOT / ".ci" / "run").read_text()
+    assert "make check" in script
+    assert "make test" in script

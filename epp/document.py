@@ -50,8 +50,7 @@ def read_mapping(text: bytes | str, source: str) -> dict[str, Any]:
     if size > CONFIG_MAX_BYTES:
         raise ConfigError([f"{source}: has {size} bytes, expected at most {CONFIG_MAX_BYTES}"])
     try:
-        _check_shape(text)
-        document = yaml.load(text, Loader=_UniqueKeys)  # noqa: S506 - it is a safe loader
+        document = load_yaml(text)
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         line = f"line {mark.line + 1}: " if mark else ""
@@ -68,8 +67,20 @@ def read_mapping(text: bytes | str, source: str) -> dict[str, Any]:
     return document
 
 
+def load_yaml(text: bytes | str) -> Any:
+    """The one document in `text` as plain values.
+
+    Raises `yaml.YAMLError` or `ValueError`, also for what is valid YAML and refused here.
+    """
+    _check_shape(text)
+    return yaml.load(text, Loader=_UniqueKeys)  # noqa: S506 - it is a safe loader
+
+
 def _check_shape(text: bytes | str) -> None:
-    """Refuse what costs more to build than to read: aliases, and very deep nesting."""
+    """Refuse what costs more to build than to read: aliases, and very deep nesting.
+
+    Building a nest of 100,000 levels overflows the stack of libyaml, which ends the process.
+    """
     depth = 0
     for event in yaml.parse(text, Loader=_LOADER):
         if isinstance(event, yaml.AliasEvent):

@@ -19,11 +19,11 @@ import yaml
 from msgspec import UNSET, Meta, Struct, UnsetType, field
 
 from epp.core.types import Endpoint, MetricsTarget
+from epp.document import load_yaml
 
 READY_AFTER_S: Final = 5.0
 """An endpoint that serves no metrics is ready this long after it joined (design section 4)."""
 
-_LOADER: Final = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 _AT: Final = re.compile(r"(.*) - at `(?:\$|key in \$)?(.*)`", re.DOTALL)
 
 _Port = Annotated[int, Meta(ge=1, le=65535)]
@@ -101,7 +101,7 @@ def _parse(text: bytes) -> Any:
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         pass
     try:
-        document = yaml.load(text, Loader=_LOADER)  # noqa: S506 - it is a safe loader
+        document = load_yaml(text)
     except yaml.MarkedYAMLError as problem:
         where = f"line {problem.problem_mark.line + 1}: " if problem.problem_mark else ""
         raise ValueError(f"{where}{problem.problem or 'not understood'}, expected YAML") from None

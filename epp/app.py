@@ -135,6 +135,7 @@ class EndpointPicker:
         self._scraper = Scraper(
             self._observe,
             self._scrape_failed,
+            scraped=lambda elapsed_s: self.telemetry.scraped(elapsed_s=elapsed_s),
             reader=page_reader(self._config.metrics.extractor),
             seed=seed,
             interval_s=flags.refresh_interval_s,

@@ -452,6 +452,7 @@ async def test_pods_that_die_are_left_and_used_again_when_they_are_back(three_po
         await asyncio.gather(a.stop(), b.stop())
         await until(lambda: found({c.address}), "the busy pod to be used")
         assert running.metric("scrape_errors_total", kind="refused") > 0
+        assert running.metric("scrape_duration_seconds_count") > 0
         await asyncio.gather(a.start(), b.start())
         await until(lambda: found({a.address, b.address}), "the idle pods to be used again")
 

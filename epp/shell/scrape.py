@@ -53,17 +53,19 @@ class Scraper:
     """Keeps `observe` fed with the metrics of every endpoint that serves some.
 
     `observe(endpoint, metrics)` after each good scrape, `failed(endpoint, kind, sentence)` after
-    each other one; both run on the loop and must not block. `interval_s(endpoints)` is the mean time
-    between two scrapes of an endpoint that answers. `seed` is for the jitter alone.
+    each other one; `scraped(seconds)` is told how long a good one took. All run on the loop and must
+    not block. `interval_s(endpoints)` is the mean time between two scrapes of an endpoint that
+    answers. `seed` is for the jitter alone.
     """
 
-    def __init__(  # noqa: PLR0913 - two listeners and five limits
+    def __init__(  # noqa: PLR0913 - three listeners and five limits
         self,
         observe: Callable[[Endpoint, EndpointMetrics], None],
         failed: Callable[[Endpoint, ScrapeFailure, str], None],
         *,
         reader: PageReader,
         seed: int,
+        scraped: Callable[[Seconds], None] = lambda _: None,
         interval_s: Callable[[int], Seconds] = interval_s_by_pool,
         timeout_s: Seconds = 1.0,
         backoff_s_max: Seconds = 5.0,
@@ -72,6 +74,7 @@ class Scraper:
     ) -> None:
         self._observe = observe
         self._failed = failed
+        self._scraped = scraped
         self._reader = reader
         self._random = Random(f"{seed}:scrape")  # noqa: S311  jitter, not secrets
         self._interval_s = interval_s
@@ -164,6 +167,8 @@ class Scraper:
 
     async def _scrape(self, target: _Target) -> None:
         url = target.client.url
+        clock = asyncio.get_running_loop().time
+        started_s = clock()
         try:
             async with asyncio.timeout(self._timeout_s):
                 page = await target.client.fetch()
@@ -182,6 +187,7 @@ class Scraper:
             self._fail(target, ScrapeFailure.INTERNAL, f"{url} was not scraped: {bug!r}")
         else:
             target.failures = 0
+            self._scraped(clock() - started_s)
             if self._is_current(target):
                 self._observe(target.endpoint, metrics)
 

@@ -118,10 +118,11 @@ class SchedulingProfile(Struct, frozen=True, kw_only=True, dict=True):
 def fill_unknown(scores: Floats) -> None:
     """Replace NaN in place by the median of the rest; by 0.5 if there is no rest."""
     unknown: Bools = np.isnan(scores)
-    known = scores[~unknown]
-    if not len(known):
+    if unknown[unknown.argmin()]:
+        # Nobody is known: every decision comes here where no engine reports adapters.
         scores.fill(0.5)
         return
+    known = scores[~unknown]
     # At the length of a pool numpy's median costs twenty times as much.
     known.sort()
     middle = len(known) // 2

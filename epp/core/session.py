@@ -462,13 +462,14 @@ class Session:
             set_headers.append((REQUEST_ID_HEADER, request.request_id))
         if changed_body is not None:
             set_headers.append(("content-length", str(len(changed_body))))
+        remove_headers: tuple[str, ...] = ()
+        if not CONTROL_HEADERS.isdisjoint(headers):
+            remove_headers = tuple([name for name in headers if name in CONTROL_HEADERS])
+        chosen = (decision.endpoint, *decision.fallbacks)
         return Destination(
-            endpoints=(
-                decision.endpoint.address,
-                *(endpoint.address for endpoint in decision.fallbacks),
-            ),
+            endpoints=tuple([endpoint.address for endpoint in chosen]),
             set_headers=tuple(set_headers),
-            remove_headers=tuple(name for name in headers if name in CONTROL_HEADERS),
+            remove_headers=remove_headers,
         )
 
     def _refuse(self, refusal: Refusal) -> list[Answer]:

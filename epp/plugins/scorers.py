@@ -108,7 +108,8 @@ class ActiveRequests(Parameters, frozen=True):
             return np.ones(len(inflight))
         scale = self.max_busy_score / most
         scores: Floats = np.multiply(most - inflight, scale, dtype=np.float64)
-        scores[inflight <= self.idle_threshold] = 1.0
+        if self.idle_threshold or self.max_busy_score < 1.0:
+            scores[inflight <= self.idle_threshold] = 1.0
         return scores
 
 

@@ -21,11 +21,11 @@ that is missing; members that do not reach the model (`cache_control`, `detail`,
 Responses items). A tool call or result without an id or arguments has empty ones.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Final, TypeAlias
 
 import xxhash
-from msgspec import Raw, Struct, json
+from msgspec import Raw, Struct, ValidationError, json
 
 TEXT: Final = b"\xf8"
 ROLE: Final = b"\xf9"
@@ -58,6 +58,10 @@ _EMPTY: Final = frozenset({b"null", b"[]", b"{}"})
 NO_JSON: Final = Raw(b"")
 """Stands for a member that a body does not have."""
 
+FIELDS_MAX: Final = 200_000
+"""Fields of one prompt. What they cost is Python's, a microsecond each: a body of a few megabytes
+could hold millions of empty ones and stop everybody else for seconds."""
+
 _encode = json.Encoder().encode
 
 
@@ -88,9 +92,11 @@ def chat_prompt(
 
     `preamble` holds, by label, JSON that applications put before the first message: the tools.
     `system` is a system prompt outside the messages. Raises `UnicodeDecodeError` if `preamble` is
-    not UTF-8, and `RecursionError` if a part is nested too deep.
+    not UTF-8, `RecursionError` if a part is nested too deep, and `ValidationError` if there are more
+    than `FIELDS_MAX` fields.
     """
     fields = _open(preamble, system)
+    _admit(fields, messages)
     for message in messages:
         _write_message(fields, message)
     return b"".join(fields)
@@ -104,9 +110,16 @@ def responses_prompt(
     if isinstance(items, str):
         # The API defines a string as one message of the user.
         items = [{"role": "user", "content": items}]
+    _admit(fields, items)
     for item in items:
         _write_item(fields, item)
     return b"".join(fields)
+
+
+def _admit(fields: list[bytes], more: Collection[Any]) -> None:
+    """Called before each loop over what a client sent; each of `more` is at least one field."""
+    if len(fields) + len(more) > FIELDS_MAX:
+        raise ValidationError(f"Expected at most {FIELDS_MAX:,} messages, parts and their members")
 
 
 def _open(preamble: Mapping[bytes, Raw], system: Content) -> list[bytes]:
@@ -122,6 +135,7 @@ def _open(preamble: Mapping[bytes, Raw], system: Content) -> list[bytes]:
     if system is not None:
         fields += (b"system", LABEL)
         if isinstance(system, list):
+            _admit(fields, system)
             system = [block for block in system if not _is_billing(block)]
         _write_content(fields, system)
         fields.append(MESSAGE)
@@ -148,6 +162,7 @@ def _write_message(fields: list[bytes], message: Message) -> None:
     _write_value(fields, b"refusal", message.refusal)
     if message.audio is not None:
         _write_media(fields, b"audio", message.audio)
+    _admit(fields, message.tool_calls or ())
     for call in message.tool_calls or ():
         match call:
             case {"function": {"name": str(name)} as function}:
@@ -196,6 +211,7 @@ def _write_content(fields: list[bytes], content: Content) -> None:
     if isinstance(content, str):
         fields += (content.encode(), TEXT)
         return
+    _admit(fields, content or ())
     for part in content or ():
         if isinstance(part, dict):
             _write_part(fields, part)
@@ -263,21 +279,27 @@ def _write_json(fields: list[bytes], value: Any) -> None:
 
 def _write_media(fields: list[bytes], label: bytes, part: Item) -> None:
     digest = xxhash.xxh3_128()
-    for name in sorted(part.keys() - _NOT_CONTENT):
-        _digest(digest, name)
-        _digest(digest, part[name])
+    _digest_members(fields, digest, part)
     fields += (label, LABEL, digest.hexdigest().encode(), DIGEST)
 
 
-def _digest(digest: xxhash.xxh3_128, value: Any) -> None:
+def _digest_members(fields: list[bytes], digest: xxhash.xxh3_128, members: Item) -> None:
+    names = members.keys() - _NOT_CONTENT
+    _admit(fields, names)
+    # Members are no fields, but they cost as much and are counted with them.
+    fields += [b""] * len(names)
+    for name in sorted(names):
+        _digest(fields, digest, name)
+        _digest(fields, digest, members[name])
+
+
+def _digest(fields: list[bytes], digest: xxhash.xxh3_128, value: Any) -> None:
     """Feed `value` without building its JSON: an image is megabytes of base64 text."""
     if isinstance(value, str):
         digest.update(value.encode())
         digest.update(VALUE)
     elif isinstance(value, dict):
-        for name in sorted(value.keys() - _NOT_CONTENT):
-            _digest(digest, name)
-            _digest(digest, value[name])
+        _digest_members(fields, digest, value)
         digest.update(CLOSE)
     else:
         digest.update(_encode(value))

@@ -44,6 +44,10 @@ ParserSet: TypeAlias = frozenset[ParserName]
 ALL_PARSERS: Final[ParserSet] = frozenset(ParserName)
 
 
+PROMPTS_MAX: Final = 10_000
+"""Prompts of one request. Each has a chain of its own to be hashed, matched and recorded."""
+
+
 class Parsed(Struct, frozen=True, kw_only=True):
     """A request that may be scheduled."""
 
@@ -201,6 +205,8 @@ def _prompts(value: Any, text_api: ApiKind, where: str) -> tuple[ApiKind, tuple[
     if isinstance(value, str):
         return text_api, (text_prompt(value),)
     kinds = set(map(type, value))
+    if kinds != {int} and len(value) > PROMPTS_MAX:
+        raise msgspec.ValidationError(f"Expected at most {PROMPTS_MAX:,} prompts - at `{where}`")
     if kinds == {str}:
         return text_api, tuple(map(text_prompt, value))
     if kinds == {int}:

@@ -253,6 +253,55 @@ def test_bad_bodies_are_refused_with_their_place(path, body, param):
     assert "\n" not in refusal.message
 
 
+USER = {"role": "user", "content": "x"}
+MANY = 200_001
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        (CHAT, {"messages": [{"role": "user"}] * MANY}),
+        (CHAT, {"messages": [{"role": "user", "content": [{}] * MANY}]}),
+        (CHAT, {"messages": [{"role": "user", "content": [{}] * 1_000}] * 201}),
+        (CHAT, {"messages": [{"role": "user", "tool_calls": [{}] * MANY}]}),
+        (
+            CHAT,
+            {
+                "messages": [
+                    {
+                        "role": "user",
+                        "content": [{"type": "image_url", "image_url": dict.fromkeys(range(MANY))}],
+                    }
+                ]
+            },
+        ),
+        ("/v1/responses", {"input": [{}] * MANY}),
+        ("/v1/messages", {"messages": [USER], "system": [""] * MANY}),
+        (
+            "/v1/messages",
+            {
+                "messages": [
+                    {"role": "user", "content": [{"type": "tool_result", "content": [1] * MANY}]}
+                ]
+            },
+        ),
+        ("/v1/completions", {"prompt": [""] * 10_001}),
+        ("/v1/embeddings", {"input": [[1]] * 10_001}),
+    ],
+)
+def test_no_body_holds_more_pieces_than_can_be_read_in_time(path, body):
+    """A few megabytes could hold millions of empty ones, and everybody would wait for them."""
+    assert "Expected at most" in refused(path, {"model": "m"} | body).message
+
+
+def test_long_conversations_and_lists_of_token_ids_are_read():
+    """The limits are far from what engines take."""
+    chat = parsed(CHAT, {"model": "m", "messages": [USER] * 10_000})
+    assert chat.request.prompts[0] == chat_prompt([Message("user", "x")] * 10_000, preamble={})
+    completion = parsed("/v1/completions", {"model": "m", "prompt": [7] * 300_000})
+    assert completion.request.prompt_tokens == 300_000
+
+
 def test_refusals_do_not_repeat_the_prompt():
     """What a client wrote stays out of answers and logs."""
     secret = "swordfish"

@@ -12,6 +12,8 @@ import sys
 from importlib import import_module
 from pathlib import Path
 
+from bench.timing import BATCHES
+
 NAMES = ("decision", "loopback", "scoring", "parse", "index", "process", "scrape")
 _WIDTH = 92
 
@@ -40,7 +42,7 @@ def main(arguments: list[str]) -> int:
     unknown = sorted(set(options.names) - set(NAMES))
     if unknown:
         parser.error(f"no benchmark {unknown[0]!r}, expected one of {', '.join(NAMES)}")
-    where = machine()
+    where = machine() | {"times": f"CPU time, the best of {BATCHES} batches"}
     print(", ".join(f"{name} {value}" for name, value in where.items()))
     results: dict[str, dict[str, str]] = {}
     for name in options.names or NAMES:

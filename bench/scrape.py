@@ -12,6 +12,7 @@ from multiprocessing.connection import Connection
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
+from bench.timing import best_us
 from epp.core.types import Endpoint, MetricsTarget
 from epp.shell.exposition import PageReader
 from epp.shell.scrape import Scraper
@@ -126,13 +127,7 @@ async def _cpu_share(port: int, endpoints: int) -> str:
 
 def _read_us(page: bytes) -> float:
     reader = PageReader()
-    rounds = []
-    for _ in range(7):
-        started = time.perf_counter()
-        for _ in range(200):
-            reader.read(page, {})
-        rounds.append((time.perf_counter() - started) / 200 * 1e6)
-    return min(rounds)
+    return best_us(lambda labels: reader.read(page, labels), lambda: [{}] * 20)
 
 
 def run() -> list[tuple[str, str]]:

@@ -356,9 +356,22 @@ def _unescaped(escape: re.Match[bytes]) -> bytes:
     return _ESCAPED.get(escape[1], escape[0])
 
 
-def _label_count(row: Mapping[bytes, bytes], labels: Sequence[bytes]) -> float:
-    """The first of `labels` that is a count; NaN: none is."""
-    return next((count for label in labels if (count := _count(row.get(label, b"")))), math.nan)
+def _label_count(text: bytes, wanted: Sequence[bytes]) -> float:
+    """The first of the labels `wanted` that is a count; NaN: none is.
+
+    Looks for the first where it is most likely written as `,name="`: to read all forty labels of
+    vLLM's series takes an eighth of the whole page's time.
+    """
+    opening = wanted[0] + b'="'
+    at = 0 if text.startswith(opening) else text.find(b"," + opening) + 1
+    # An even number of quotes before it, or it stands inside of another label's value.
+    if (at or text.startswith(opening)) and b"\\" not in text and not text.count(b'"', 0, at) % 2:
+        start = at + len(opening)
+        count = _count(text[start : text.find(b'"', start)])
+        if count:
+            return count
+    row = _labels(text)
+    return next((count for label in wanted if (count := _count(row.get(label, b"")))), math.nan)
 
 
 def _count(text: bytes) -> int | None:
@@ -370,7 +383,7 @@ def _cache_size(names: MetricNames, found: _Found) -> tuple[int | None, int | No
     """Tokens a block, and blocks of all ranks together."""
     sizes, blocks = _values(found, names.block_size_tokens), _values(found, names.blocks_total)
     if names.cache_info and not (sizes and blocks):
-        rows = [_labels(labels) for labels, _ in found.get(names.cache_info, ())]
+        rows = [labels for labels, _ in found.get(names.cache_info, ())]
         sizes = [_label_count(row, _BLOCK_SIZE_LABELS) for row in rows]
         blocks = [_label_count(row, _BLOCKS_TOTAL_LABELS) for row in rows]
     size = max(sizes, default=math.nan)

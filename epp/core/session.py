@@ -230,13 +230,15 @@ class Session:
         self._complete(ending, now)
 
     def may_end_for_drain(self) -> bool:
-        """The stream can be ended with OK without losing a byte of the response.
+        """The stream can be ended with OK without losing a byte of request or response.
 
-        True once the request is routed and the response body bypasses the picker. In full duplex
-        ending early loses data in a race, whatever the phase.
+        True once the request is routed, all of it has come if we pass it back, and the response
+        body bypasses the picker. In full duplex ending early loses data in a race, whatever the
+        phase.
         """
+        passed = self._request_ended or self._modes.request not in _HOLDING
         bypassed = self._modes.response in {BodyMode.NONE, BodyMode.STREAMED}
-        return bypassed and self._phase in {Phase.ROUTED, Phase.RESPONDING}
+        return passed and bypassed and self._phase in {Phase.ROUTED, Phase.RESPONDING}
 
     # The request phase.
 

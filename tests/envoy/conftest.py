@@ -9,7 +9,7 @@ from epp.core.session import SessionSettings
 from epp.shell.bootstrap import BootstrapOptions
 from tests.envoy.picker import Picker, running_picker
 from tests.envoy.recorder import RecordedStream, Recorder, recording
-from tests.envoy.rig import ENVOY, Envoy, running_envoy
+from tests.envoy.rig import ENVOY, Envoy, http_client, running_envoy
 from tests.envoy.upstream import Pod, running_pods
 
 
@@ -64,7 +64,7 @@ def wire(opened, tmp_path) -> Callable[..., Awaitable[Wired]]:
         recorder = await opened.enter_async_context(recording(picker.address))
         chosen = BootstrapOptions(picker_address=recorder.address, plaintext=True, **options)
         envoy = await opened.enter_async_context(running_envoy(chosen, tmp_path, edit))
-        client = await opened.enter_async_context(aiohttp.ClientSession(envoy.url))
+        client = await opened.enter_async_context(http_client(envoy))
         return Wired(served, picker, recorder, envoy, client)
 
     return start

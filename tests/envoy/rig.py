@@ -175,6 +175,15 @@ def ext_proc(document: dict[str, Any]) -> dict[str, Any]:
     return config
 
 
+def http_client(envoy: Envoy) -> aiohttp.ClientSession:
+    """A client of `envoy` without a limit of connections, but with one of time."""
+    return aiohttp.ClientSession(
+        envoy.url,
+        connector=aiohttp.TCPConnector(limit=0),
+        timeout=aiohttp.ClientTimeout(total=30),
+    )
+
+
 class RawConnection:
     """HTTP/1.1 by hand: bodies in parts, reading in parts, leaving without a goodbye."""
 

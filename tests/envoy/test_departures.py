@@ -1,14 +1,17 @@
 """Pickers and pods that go away, asked to or not, and what that costs their clients."""
 
 import asyncio
+import hashlib
+import io
 from collections import Counter
 
 import aiohttp
 import pytest
 
 from epp.shell.bootstrap import BodyMode, BootstrapOptions
+from tests.envoy.picker import running_picker
 from tests.envoy.process import running_epp
-from tests.envoy.rig import ext_proc, running_envoy, until
+from tests.envoy.rig import RawConnection, ext_proc, http_client, running_envoy, until
 from tests.envoy.upstream import running_pods, sse_event, sse_stream
 
 pytestmark = pytest.mark.envoy
@@ -33,8 +36,7 @@ def behind_envoy(opened, tmp_path):
         epp = await opened.enter_async_context(running_epp(tmp_path, served, secure, *flags))
         chosen = BootstrapOptions(picker_address=epp.address, plaintext=plaintext, **options)
         envoy = await opened.enter_async_context(running_envoy(chosen, tmp_path, edit))
-        connector = aiohttp.TCPConnector(limit=0)
-        client = aiohttp.ClientSession(envoy.url, connector=connector)
+        client = http_client(envoy)
         return served, epp, await opened.enter_async_context(client)
 
     return start
@@ -101,6 +103,49 @@ async def test_responses_through_the_picker_are_served_to_their_end(drain, behin
     pod.resume.set()
     assert await rest_of(responses) == {REST: 100}
     assert await epp.exit_code() == 0
+
+
+async def test_a_body_on_its_way_through_a_draining_picker_arrives(opened, tmp_path):
+    """A pod that reads slowly holds up the 8 MB that the picker passes back: the drain waits."""
+    (pod,) = await opened.enter_async_context(running_pods(1))
+    picker = await opened.enter_async_context(running_picker([pod]))
+    options = BootstrapOptions(picker_address=picker.address, plaintext=True)
+    envoy = await opened.enter_async_context(running_envoy(options, tmp_path))
+    client = await opened.enter_async_context(http_client(envoy))
+    sent = body("p" * 8_000_000)
+
+    async def send():
+        headers = {"x-test-hold-body": "1"}
+        async with client.post(PATH, data=io.BytesIO(sent), headers=headers) as response:
+            await response.read()
+            return response.status
+
+    sending = asyncio.create_task(send())
+    await until(lambda: pod.serving, "the pod to have the headers")
+    picker.server.end_bypassed()
+    assert picker.server.open_streams == 1
+    pod.resume.set()
+    assert await asyncio.wait_for(sending, 10) == 200
+    assert pod.received[0].body_sha256 == hashlib.sha256(sent).hexdigest()
+    await until(lambda: not picker.server.open_streams, "the stream to end")
+
+
+@pytest.mark.parametrize("mode", [BodyMode.STREAMED, BodyMode.NONE])
+async def test_a_body_that_comes_after_the_drain_arrives(mode, wire):
+    """The destination is known since the headers: Envoy sends the rest on without the picker."""
+    wired = await wire(request_body_mode=mode)
+    sent = body("p" * 500_000)
+    async with RawConnection.open(wired.envoy.port) as connection:
+        await connection.send_head("POST", PATH, content_length=len(sent))
+        await connection.send(sent[:100_000])
+        await until(
+            lambda: wired.recorder.streams and wired.last_stream.destination(), "the destination"
+        )
+        wired.picker.server.end_bypassed()
+        await until(lambda: not wired.picker.server.open_streams, "the stream to end")
+        await connection.send(sent[100_000:])
+        assert (await connection.read_head())[0] == 200
+    assert wired.pod.received[0].body_sha256 == hashlib.sha256(sent).hexdigest()
 
 
 async def test_a_draining_picker_is_not_ready_but_still_serves(behind_envoy):

@@ -4,7 +4,6 @@ import base64
 import time
 from collections import Counter
 
-import aiohttp
 import pytest
 from google.protobuf.struct_pb2 import Value
 
@@ -12,7 +11,7 @@ from epp.core.messages import DESTINATION_HEADER, DROP_REASON_HEADER
 from epp.core.types import EndpointMetrics
 from epp.shell.bootstrap import BodyMode, BootstrapOptions
 from tests.envoy.picker import running_picker
-from tests.envoy.rig import http_filters, refusing_port, running_envoy, until
+from tests.envoy.rig import http_client, http_filters, refusing_port, running_envoy, until
 from tests.envoy.upstream import running_pods
 
 pytestmark = pytest.mark.envoy
@@ -161,7 +160,7 @@ async def test_envoy_reaches_the_picker_with_and_without_tls(tls, opened, tmp_pa
     picker = await opened.enter_async_context(running_picker([pod], tls=tls))
     options = BootstrapOptions(picker_address=picker.address, plaintext=not tls)
     envoy = await opened.enter_async_context(running_envoy(options, tmp_path))
-    client = await opened.enter_async_context(aiohttp.ClientSession(envoy.url))
+    client = await opened.enter_async_context(http_client(envoy))
     statuses, _ = await who_serves(client, {})
     assert statuses == {200: REQUESTS}
     assert await envoy.counter("cluster.ext_proc.health_check.success") >= 1

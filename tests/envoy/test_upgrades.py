@@ -2,11 +2,10 @@
 
 import asyncio
 
-import aiohttp
 import pytest
 
 from epp.shell.bootstrap import BodyMode, BootstrapOptions
-from tests.envoy.rig import http_connections, running_envoy, until
+from tests.envoy.rig import http_client, http_connections, running_envoy, until
 from tests.envoy.upstream import running_pods
 
 pytestmark = pytest.mark.envoy
@@ -48,6 +47,10 @@ async def test_a_websocket_works_through_a_full_duplex_gateway(response_mode, wi
         assert await echoed(socket, 3) == [f"message {number}" for number in range(3)]
         assert wired.last_stream.order[:2] == ["> request_headers", "< request_headers"]
         assert wired.last_stream.count("> request_body") >= 3
+        # What the picker passes back it also sees through when it drains.
+        wired.picker.server.end_bypassed()
+        assert wired.picker.server.open_streams == 1
+        assert await echoed(socket, 1) == ["message 0"]
     await until(lambda: not wired.picker.open_leases, "the lease to be released")
 
 
@@ -57,7 +60,7 @@ async def test_a_websocket_works_in_the_round_robin_arm(tmp_path):
         options = BootstrapOptions(round_robin=(pod.address,))
         async with (
             running_envoy(options, tmp_path) as envoy,
-            aiohttp.ClientSession(envoy.url) as client,
+            http_client(envoy) as client,
             client.ws_connect(PATH) as socket,
         ):
             assert await echoed(socket, 2) == ["message 0", "message 1"]

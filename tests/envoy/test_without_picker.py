@@ -2,11 +2,10 @@
 
 from collections import Counter
 
-import aiohttp
 import pytest
 
 from epp.shell.bootstrap import DESTINATION_HEADER, BootstrapOptions
-from tests.envoy.rig import http_filters, refusing_port, running_envoy
+from tests.envoy.rig import http_client, http_filters, refusing_port, running_envoy
 from tests.envoy.upstream import running_pods
 
 pytestmark = pytest.mark.envoy
@@ -17,9 +16,9 @@ def keep_client_headers(document):
     filters[:] = [f for f in filters if f["name"] != "envoy.filters.http.header_mutation"]
 
 
-async def ask(session, envoy, method, headers):
+async def ask(session, method, headers):
     data = b"{}" if method == "POST" else None
-    url = envoy.url + "/v1/models"
+    url = "/v1/models"
     async with session.request(method, url, data=data, headers=headers) as response:
         await response.read()
         return response.status
@@ -32,10 +31,10 @@ async def test_a_client_cannot_use_envoy_as_a_proxy_while_the_picker_is_down(fai
         options = BootstrapOptions(
             picker_address=f"127.0.0.1:{picker}", plaintext=True, fail_open=fail_open
         )
-        async with running_envoy(options, tmp_path) as envoy, aiohttp.ClientSession() as session:
+        async with running_envoy(options, tmp_path) as envoy, http_client(envoy) as session:
             headers = {DESTINATION_HEADER: victim.address}
             for method in ("GET", "POST"):
-                assert await ask(session, envoy, method, headers) in (500, 503)
+                assert await ask(session, method, headers) in (500, 503)
         assert victim.received == []
 
 
@@ -47,9 +46,9 @@ async def test_without_the_header_filter_a_client_could(tmp_path):
         )
         async with (
             running_envoy(options, tmp_path, keep_client_headers) as envoy,
-            aiohttp.ClientSession() as session,
+            http_client(envoy) as session,
         ):
-            assert await ask(session, envoy, "GET", {DESTINATION_HEADER: victim.address}) == 200
+            assert await ask(session, "GET", {DESTINATION_HEADER: victim.address}) == 200
         assert len(victim.received) == 1
 
 
@@ -57,16 +56,16 @@ async def test_round_robin_serves_the_pods_in_turn(tmp_path):
     """The comparison arm spreads requests evenly and needs no picker."""
     async with running_pods(4) as pods:
         options = BootstrapOptions(round_robin=tuple(pod.address for pod in pods))
-        async with running_envoy(options, tmp_path) as envoy, aiohttp.ClientSession() as session:
+        async with running_envoy(options, tmp_path) as envoy, http_client(envoy) as session:
             for _ in range(12):
-                assert await ask(session, envoy, "POST", {}) == 200
+                assert await ask(session, "POST", {}) == 200
         assert Counter(len(pod.received) for pod in pods) == {3: 4}
 
 
 async def test_the_readiness_listener_shows_readiness_and_metrics_and_nothing_else(tmp_path):
     """Probes and Prometheus get in; the rest of the admin interface does not exist there."""
     options = BootstrapOptions(round_robin=("127.0.0.1:9",))
-    async with running_envoy(options, tmp_path) as envoy, aiohttp.ClientSession() as session:
+    async with running_envoy(options, tmp_path) as envoy, http_client(envoy) as session:
         seen = {}
         for path in ("/ready", "/stats/prometheus", "/stats", "/config_dump", "/quitquitquit"):
             async with session.get(envoy.readiness_url + path) as response:

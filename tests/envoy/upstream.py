@@ -55,7 +55,7 @@ class Pod:
 
     `events`: that many server-sent events; `pause-after`: having sent that many, wait for `resume`;
     `status`: answer with it; `response-bytes`: a body of that size; `hold`: wait for `resume` before
-    the response starts. A WebSocket gets its messages back. Otherwise JSON that tells what arrived.
+    the response starts; `hold-body`: before the body is read. A WebSocket gets its messages back. Otherwise JSON that tells what arrived.
     """
 
     def __init__(self, name: str) -> None:
@@ -126,9 +126,11 @@ class Pod:
         return received
 
     async def _answer(self, request: web.Request) -> web.StreamResponse:
-        received = await self._note(request)
         self.serving += 1
         try:
+            if "x-test-hold-body" in request.headers:
+                await self.resume.wait()
+            received = await self._note(request)
             if "x-test-hold" in request.headers:
                 await self.resume.wait()
             if request.headers.get("upgrade") == "websocket":

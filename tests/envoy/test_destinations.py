@@ -164,5 +164,4 @@ async def test_envoy_reaches_the_picker_with_and_without_tls(tls, opened, tmp_pa
     statuses, _ = await who_serves(client, {})
     assert statuses == {200: REQUESTS}
     assert await envoy.counter("cluster.ext_proc.health_check.success") >= 1
-    assert await envoy.counter("cluster.ext_proc.health_check.failure") == 0
     assert (await envoy.counter("cluster.ext_proc.ssl.handshake") > 0) is tls

@@ -1,0 +1,243 @@
+"""Published traces: Mooncake, Azure, BurstGPT, Qwen-Bailian. Each is described where it is read."""
+
+import csv
+from collections import OrderedDict
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from typing import Annotated, Final
+
+import msgspec
+from msgspec import Meta, Struct
+
+from sim.traces.arrival import Arrival, FieldError
+from sim.traces.reading import LineFormat, Parse, ReadOptions
+
+Count = Annotated[int, Meta(ge=0)]
+Positive = Annotated[int, Meta(ge=1)]
+BlockId = Annotated[int, Meta(ge=0)]
+
+_CONVERSATIONS_MAX: Final = 1_000_000
+"""Bailian: conversations whose first request is remembered."""
+
+
+def check_blocks(blocks: Sequence[int], prompt_tokens: int, block_tokens: int, field: str) -> None:
+    """`FieldError` unless there is a block for every `block_tokens`, with or without the rest."""
+    whole, rest = divmod(prompt_tokens, block_tokens)
+    if whole <= len(blocks) <= whole + bool(rest):
+        return
+    raise FieldError(
+        field,
+        f"Expected {whole + bool(rest)} ids for {prompt_tokens} tokens in blocks of "
+        f"{block_tokens}, got {len(blocks)}",
+    )
+
+
+class _MooncakeLine(Struct, gc=False):
+    """`timestamp` in ms; one id for every 512 tokens, the rest at the end has one too.
+
+    kvcache-ai/Mooncake, FAST25-release/traces. Other tools write this format with other blocks.
+    """
+
+    timestamp: Annotated[float, Meta(ge=0)]
+    input_length: Positive
+    output_length: Count
+    hash_ids: tuple[BlockId, ...]
+
+
+def _mooncake(first: bytes, options: ReadOptions) -> Parse:
+    decode = msgspec.json.Decoder(_MooncakeLine).decode
+    size = options.block_tokens or 512
+
+    def parse(index: int, line: bytes) -> Arrival:
+        row = decode(line)
+        check_blocks(row.hash_ids, row.input_length, size, "hash_ids")
+        return Arrival(
+            index=index,
+            time_s=row.timestamp / 1000,
+            prompt_tokens=row.input_length,
+            output_tokens=max(1, row.output_length),
+            blocks=row.hash_ids,
+            block_tokens=size,
+        )
+
+    return parse
+
+
+class _BailianLine(Struct, gc=False):
+    """`timestamp` in s; one id for every 16 tokens, each block hashed without its predecessors.
+
+    alibaba-edu/qwen-bailian-usagetraces-anon. `parent_chat_id` is -1 for the first turn.
+    """
+
+    chat_id: int
+    timestamp: Annotated[float, Meta(ge=0)]
+    input_length: Positive
+    output_length: Count
+    hash_ids: tuple[BlockId, ...]
+    parent_chat_id: int = -1
+    turn: int = 1
+
+
+def _bailian(first: bytes, options: ReadOptions) -> Parse:
+    decode = msgspec.json.Decoder(_BailianLine).decode
+    size = options.block_tokens or 16
+    roots: OrderedDict[int, int] = OrderedDict()
+
+    def parse(index: int, line: bytes) -> Arrival:
+        row = decode(line)
+        check_blocks(row.hash_ids, row.input_length, size, "hash_ids")
+        root = roots.get(row.parent_chat_id, row.chat_id)
+        roots[row.chat_id] = root
+        if len(roots) > _CONVERSATIONS_MAX:
+            roots.popitem(last=False)
+        return Arrival(
+            index=index,
+            time_s=row.timestamp,
+            prompt_tokens=row.input_length,
+            output_tokens=max(1, row.output_length),
+            blocks=row.hash_ids,
+            block_tokens=size,
+            session=str(root),
+            turn=max(0, row.turn - 1),
+        )
+
+    return parse
+
+
+class _Columns:
+    """The columns of a CSV file, found by name."""
+
+    def __init__(self, header: bytes, needed: Sequence[str]) -> None:
+        names = [name.strip() for name in _cells(header.removeprefix(b"\xef\xbb\xbf"))]
+        missing = [name for name in needed if name not in names]
+        if missing:
+            raise FieldError("", f"Expected columns {', '.join(needed)}, missing {missing[0]}")
+        self._width = len(names)
+        self._at = {name: names.index(name) for name in names}
+
+    def row(self, line: bytes) -> dict[str, str]:
+        """The cells by column; `FieldError` if there are too few or too many."""
+        cells = _cells(line)
+        if len(cells) != self._width:
+            raise FieldError("", f"Expected {self._width} columns, got {len(cells)}")
+        return {name: cells[at].strip() for name, at in self._at.items()}
+
+
+def _cells(line: bytes) -> list[str]:
+    return next(csv.reader([line.decode().rstrip("\r\n")]))
+
+
+def _count(row: dict[str, str], name: str, lowest: int) -> int:
+    text = row[name]
+    # Some tables are written with floats throughout.
+    digits = text.removesuffix(".0")
+    if not (digits.isascii() and digits.isdecimal()) or int(digits) < lowest:
+        raise FieldError(name, f"Expected an integer of at least {lowest}, got {text[:40]!r}")
+    return int(digits)
+
+
+def _azure(header: bytes, options: ReadOptions) -> Parse:
+    """`TIMESTAMP` with up to seven decimals, lengths; nothing says what prompts share.
+
+    Azure/AzurePublicDataset, 2023 and 2024.
+    """
+    columns = _Columns(header, ("TIMESTAMP", "ContextTokens", "GeneratedTokens"))
+
+    def parse(index: int, line: bytes) -> Arrival:
+        row = columns.row(line)
+        return Arrival(
+            index=index,
+            time_s=_instant_s(row["TIMESTAMP"]),
+            prompt_tokens=_count(row, "ContextTokens", 1),
+            output_tokens=max(1, _count(row, "GeneratedTokens", 0)),
+        )
+
+    return parse
+
+
+_EPOCH: Final = datetime(2023, 1, 1, tzinfo=UTC)
+"""Near the data, so that a float keeps the microseconds."""
+
+
+def _instant_s(text: str) -> float:
+    try:
+        instant = datetime.fromisoformat(text)
+    except ValueError:
+        raise FieldError("TIMESTAMP", f"Expected a date and a time, got {text[:40]!r}") from None
+    if instant.tzinfo is None:
+        instant = instant.replace(tzinfo=UTC)
+    return (instant - _EPOCH).total_seconds()
+
+
+def _burstgpt(header: bytes, options: ReadOptions) -> Parse:
+    """`Timestamp` in s, lengths, in later versions a session; an answer of 0 tokens failed.
+
+    HPMLL/BurstGPT. A request that failed is no arrival: there was nothing to serve.
+    """
+    columns = _Columns(header, ("Timestamp", "Model", "Request tokens", "Response tokens"))
+
+    def parse(index: int, line: bytes) -> Arrival | None:
+        row = columns.row(line)
+        output_tokens = _count(row, "Response tokens", 0)
+        if not output_tokens:
+            return None
+        try:
+            time_s = float(row["Timestamp"])
+        except ValueError:
+            time_s = -1.0
+        if not 0 <= time_s < float("inf"):
+            raise FieldError(
+                "Timestamp", f"Expected seconds of at least 0, got {row['Timestamp'][:40]!r}"
+            )
+        return Arrival(
+            index=index,
+            time_s=time_s,
+            prompt_tokens=_count(row, "Request tokens", 1),
+            output_tokens=output_tokens,
+            model=row["Model"],
+            session=row.get("Session ID", ""),
+        )
+
+    return parse
+
+
+def _members(line: bytes) -> frozenset[str]:
+    """Names of the members of a JSON object; none if `line` is something else."""
+    try:
+        document = msgspec.json.decode(line)
+    except msgspec.DecodeError:
+        return frozenset()
+    return frozenset(document) if isinstance(document, dict) else frozenset()
+
+
+def _is_mooncake(line: bytes) -> bool:
+    members = _members(line)
+    return "hash_ids" in members and "chat_id" not in members
+
+
+MOONCAKE: Final = LineFormat(
+    name="mooncake",
+    says="Mooncake JSONL: timestamp (ms), input_length, output_length, hash_ids of 512 tokens",
+    recognises=_is_mooncake,
+    parser=_mooncake,
+)
+BAILIAN: Final = LineFormat(
+    name="bailian",
+    says="Qwen-Bailian JSONL: chat_id, timestamp (s), hash_ids of 16 tokens, not chained",
+    recognises=lambda line: {"hash_ids", "chat_id"} <= _members(line),
+    parser=_bailian,
+)
+AZURE: Final = LineFormat(
+    name="azure",
+    says="Azure LLM inference CSV: TIMESTAMP, ContextTokens, GeneratedTokens",
+    recognises=lambda line: b"ContextTokens" in line and b"," in line,
+    parser=_azure,
+    has_header=True,
+)
+BURSTGPT: Final = LineFormat(
+    name="burstgpt",
+    says="BurstGPT CSV: Timestamp (s), Model, Request tokens, Response tokens",
+    recognises=lambda line: b"Request tokens" in line and b"," in line,
+    parser=_burstgpt,
+    has_header=True,
+)

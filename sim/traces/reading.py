@@ -1,0 +1,214 @@
+"""A trace file to arrivals in order of time, one at a time: no file is held as a whole.
+
+Formats are told apart by the first line, never by the name of the file. Files that end in gzip's
+magic are read through it. A line that is malformed is named; it stops the reading, or is counted.
+"""
+
+import gzip
+import heapq
+import io
+import math
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import BinaryIO, Final, TypeAlias
+
+import msgspec
+from msgspec import Struct
+
+from epp.core.types import Seconds
+from sim.traces.arrival import Arrival, FieldError, TraceError
+
+PROBLEMS_MAX: Final = 10
+"""Bad lines that are remembered; all are counted."""
+_LINE_BYTES_MAX: Final = 64 * 1024 * 1024
+_HEAD_BYTES: Final = 65536
+_GZIP: Final = b"\x1f\x8b"
+_AT: Final = re.compile(r" - at `\$\.?([^`]*)`$")
+
+
+class ReadOptions(Struct, frozen=True, kw_only=True):
+    """How a trace is to be read."""
+
+    format: str = ""
+    """Name of a format; "": found by content."""
+    block_tokens: int | None = None
+    """Tokens in a block where the format does not say; None: what is usual for the format."""
+    skip_bad: bool = False
+    """Count malformed lines instead of stopping at the first."""
+    reorder_max: int = 10_000
+    """Lines by which an arrival may be out of order."""
+    seed: int = 1
+    """For formats that describe a workload instead of listing requests."""
+
+
+Parse: TypeAlias = Callable[[int, bytes], Arrival | None]
+"""(index, line) -> arrival, its time on any clock; None if the line is no request. May raise
+`FieldError`, `msgspec.ValidationError` or `msgspec.DecodeError`."""
+
+
+class LineFormat(Struct, frozen=True, kw_only=True):
+    """A format with one request a line."""
+
+    name: str
+    says: str
+    """What it is, for the help."""
+    recognises: Callable[[bytes], bool]
+    """By the first line that is not blank."""
+    parser: Callable[[bytes, ReadOptions], Parse]
+    """(first line, options) -> the parser of the others; may raise what a parser raises."""
+    has_header: bool = False
+    """The first line is no request."""
+
+
+class DocumentFormat(Struct, frozen=True, kw_only=True):
+    """A format that is one document and describes a workload."""
+
+    name: str
+    says: str
+    recognises: Callable[[bytes], bool]
+    """By its first 64 KiB."""
+    arrivals: Callable[[bytes, ReadOptions], Iterator[Arrival]]
+    """(document, options) -> arrivals in order; may raise `FieldError`."""
+
+
+Format: TypeAlias = LineFormat | DocumentFormat
+
+
+class Trace:
+    """A file that can be iterated again and again; counters tell of the latest iteration."""
+
+    def __init__(self, path: Path, trace_format: Format, options: ReadOptions) -> None:
+        """Use `open_trace`."""
+        self.path = path
+        self.format = trace_format
+        self.options = options
+        self.bad_lines = 0
+        self.problems: list[TraceError] = []
+        """The first few bad lines."""
+
+    def __iter__(self) -> Iterator[Arrival]:
+        """Arrivals in order of time, the first at 0.
+
+        Raises `TraceError` at a malformed line, unless those are skipped, and `OSError`.
+        """
+        self.bad_lines = 0
+        self.problems = []
+        origin_s: float | None = None
+        for arrival in self._in_order():
+            if origin_s is None:
+                origin_s = arrival.time_s
+            time_s = arrival.time_s - origin_s
+            yield msgspec.structs.replace(arrival, time_s=time_s) if origin_s else arrival
+
+    def _in_order(self) -> Iterator[Arrival]:
+        """Sorted by time over a window of `reorder_max` arrivals."""
+        window: list[tuple[Seconds, int, Arrival]] = []
+        latest_s = -math.inf
+        for line, arrival in self._arrivals():
+            if arrival.time_s < latest_s:
+                span = f"at most {self.options.reorder_max} lines out of order"
+                self._bad(TraceError(str(self.path), line, "", f"Expected arrivals {span}"))
+                continue
+            entry = (arrival.time_s, arrival.index, arrival)
+            if len(window) < self.options.reorder_max:
+                heapq.heappush(window, entry)
+                continue
+            latest_s, _, earliest = heapq.heappushpop(window, entry)
+            yield earliest
+        while window:
+            yield heapq.heappop(window)[2]
+
+    def _arrivals(self) -> Iterator[tuple[int, Arrival]]:
+        """(line, arrival) in the order of the file."""
+        trace_format = self.format
+        with open_bytes(self.path) as file:
+            if isinstance(trace_format, DocumentFormat):
+                try:
+                    yield from (
+                        (0, one) for one in trace_format.arrivals(file.read(), self.options)
+                    )
+                except FieldError as problem:
+                    raise self._named(0, problem) from None
+                return
+            yield from self._lines(file, trace_format)
+
+    def _lines(self, file: BinaryIO, trace_format: LineFormat) -> Iterator[tuple[int, Arrival]]:
+        parse: Parse | None = None
+        index = 0
+        for number, line in _numbered(file, str(self.path)):
+            if parse is None:
+                try:
+                    parse = trace_format.parser(line, self.options)
+                except (FieldError, msgspec.DecodeError, UnicodeDecodeError) as problem:
+                    raise self._named(number, problem) from None
+                if trace_format.has_header:
+                    continue
+            try:
+                arrival = parse(index, line)
+            except (FieldError, msgspec.DecodeError, UnicodeDecodeError) as problem:
+                self._bad(self._named(number, problem))
+                arrival = None
+            index += 1
+            if arrival is not None:
+                yield number, arrival
+
+    def _named(self, number: int, problem: Exception) -> TraceError:
+        if isinstance(problem, FieldError):
+            return TraceError(str(self.path), number, problem.field, problem.expected)
+        if isinstance(problem, UnicodeDecodeError):
+            return TraceError(str(self.path), number, "", "Expected UTF-8")
+        what = str(problem)
+        at = _AT.search(what)
+        field = at[1] if at else ""
+        if at:
+            what = what[: at.start()]
+        missing = re.search(r"missing required field `([^`]*)`", what)
+        if missing:
+            field = f"{field}.{missing[1]}".removeprefix(".")
+            what = "Expected this field, found none"
+        return TraceError(str(self.path), number, field, what)
+
+    def _bad(self, problem: TraceError) -> None:
+        if not self.options.skip_bad:
+            raise problem
+        self.bad_lines += 1
+        if len(self.problems) < PROBLEMS_MAX:
+            self.problems.append(problem)
+
+
+def open_bytes(path: Path) -> BinaryIO:
+    """The file, unpacked if it is gzip; may raise `OSError`."""
+    file = path.open("rb")
+    magic = file.read(len(_GZIP))
+    file.seek(0)
+    if magic == _GZIP:
+        file.close()
+        return io.BufferedReader(gzip.open(path))
+    return file
+
+
+def head(path: Path) -> bytes:
+    """The first 64 KiB, unpacked."""
+    with open_bytes(path) as file:
+        return file.read(_HEAD_BYTES)
+
+
+def first_line(path: Path) -> bytes:
+    """The first line that is not blank, at most 64 KiB of it; b"" if there is none."""
+    with open_bytes(path) as file:
+        while line := file.readline(_HEAD_BYTES):
+            if line.strip():
+                return line
+    return b""
+
+
+def _numbered(file: BinaryIO, path: str) -> Iterator[tuple[int, bytes]]:
+    """(number from 1, line) of the lines that are not blank."""
+    number = 0
+    while line := file.readline(_LINE_BYTES_MAX):
+        number += 1
+        if len(line) == _LINE_BYTES_MAX:
+            raise TraceError(path, number, "", f"Expected a line below {_LINE_BYTES_MAX} bytes")
+        if line.strip():
+            yield number, line

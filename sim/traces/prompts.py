@@ -1,0 +1,222 @@
+"""Block ids to prompts, in two ways that share in exactly the same places.
+
+Fast: hashes, without any text. The hash at the end of a block, with the id of the next one, makes
+the next one's base; the hash at any token is the base of its block plus an odd constant for each
+token from the start. So one list of ids gives hashes for blocks of any size, for the picker and
+for an engine, and blocks of one id and different lengths share the shorter's.
+
+Through bytes: a text of four bytes a token for `/v1/completions`, to be parsed and hashed as in
+production. A block's text begins with a token that no other place of a text has, and goes on with
+the rest of its id. The two ways agree because the text can be cut back into its blocks; a hash
+covers whole tokens, so it must cover the whole id of a block to tell it from another: with blocks
+of a multiple of 64 tokens, or of a divisor of 64, it always does.
+
+What follows the last block is the request's own, and so is the answer unless the trace gives it an
+id. Answers are no part of what the picker hashes.
+"""
+
+import sys
+from array import array
+from collections.abc import Iterator, Sequence
+from struct import iter_unpack
+from typing import Final
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+from epp.core.blocks import chain_seed
+from epp.core.parse import parse_request
+from epp.core.types import BYTES_PER_TOKEN, ApiKind, InferenceRequest, Refusal
+from sim.traces.arrival import Arrival
+
+COMPLETIONS_PATH: Final = "/v1/completions"
+DEFAULT_MODEL: Final = "trace"
+"""The model of a request whose trace names none."""
+PICKER_BLOCK_TOKENS: Final = 64
+
+_WORD: Final = 2**64 - 1
+_STRIDE: Final = 0x9E3779B97F4A7C15
+"""Odd, so that the hashes inside a block all differ."""
+_OWN_PROMPT: Final = b"prompt"
+_OWN_ANSWER: Final = b"answer"
+
+_SHARED_FIRST: Final = "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789-_"
+_OWN_FIRST: Final = "!#$%&()*+,;<=>?@"
+"""Neither has a blank: that begins all other tokens."""
+_DIGIT_BITS: Final = 6
+_FIRST_TOKEN_IDS: Final = 2**24
+_SECOND_TOKEN_IDS: Final = 2**42
+
+
+def model_of(arrival: Arrival) -> str:
+    """The name in the body: the adapter, else the model, else `DEFAULT_MODEL`."""
+    return arrival.adapter or arrival.model or DEFAULT_MODEL
+
+
+def request_of(
+    arrival: Arrival,
+    block_tokens: Sequence[int] = (PICKER_BLOCK_TOKENS,),
+    hashes: "PromptHashes | None" = None,
+) -> InferenceRequest:
+    """The request as the picker sees it, without text.
+
+    `block_tokens` are all the block sizes in which affinity indexes will look: for any other they
+    would find a prompt without blocks. `hashes`, if they are made already, are those of `arrival`.
+    """
+    hashes = hashes or PromptHashes(arrival)
+    return InferenceRequest(
+        request_id=str(arrival.index),
+        api=ApiKind.COMPLETIONS,
+        model=model_of(arrival),
+        prompt_tokens=arrival.prompt_tokens,
+        cache_salt=arrival.cache_salt,
+        priority=arrival.priority,
+        stream=True,
+        output_tokens_max=arrival.output_tokens,
+        session_id=arrival.session,
+        chains={size * BYTES_PER_TOKEN: (hashes.picker_chain(size),) for size in block_tokens},
+    )
+
+
+def engine_chain(arrival: Arrival, block_size_tokens: int) -> list[int]:
+    """The hash of every full block of prompt and answer together, as an engine wants them."""
+    return PromptHashes(arrival).engine_chain(block_size_tokens)
+
+
+def request_through_bytes(arrival: Arrival) -> InferenceRequest:
+    """The request as production reads it from the body; ValueError if it refuses the body."""
+    parsed = parse_request(
+        path=arrival.path or COMPLETIONS_PATH,
+        headers={},
+        body=body_of(arrival),
+        request_id=str(arrival.index),
+    )
+    if isinstance(parsed, Refusal):
+        # The type is right; it is the body that is not.
+        raise ValueError(  # noqa: TRY004
+            f"Request {arrival.index} is refused: {parsed.message}."
+        )
+    parsed.request.priority = arrival.priority
+    parsed.request.session_id = arrival.session
+    return parsed.request
+
+
+def body_of(arrival: Arrival) -> bytes:
+    """The body of the request: the raw one, else one for `COMPLETIONS_PATH`.
+
+    Raises ValueError if the ids are too large for the text to tell blocks apart.
+    """
+    if arrival.body:
+        return arrival.body
+    body: dict[str, object] = {
+        "model": model_of(arrival),
+        "prompt": prompt_text(arrival),
+        "max_tokens": arrival.output_tokens,
+        "stream": True,
+    }
+    if arrival.cache_salt:
+        body["cache_salt"] = arrival.cache_salt
+    return msgspec.json.encode(body)
+
+
+def prompt_text(arrival: Arrival) -> str:
+    """Four ASCII characters a token. Raises ValueError as `body_of` does."""
+    # A hash of the picker may end as early as this many tokens into a block.
+    shortest = 1 if arrival.lengths else arrival.block_tokens
+    limit = {1: _FIRST_TOKEN_IDS, 2: _SECOND_TOKEN_IDS}.get(shortest, _WORD + 1)
+    if arrival.blocks and max(arrival.blocks) >= limit:
+        raise ValueError(
+            f"Request {arrival.index} has a block id of {max(arrival.blocks)}; expected ids below "
+            f"{limit} where a block may be as short as {shortest} tokens."
+        )
+    parts: list[str] = []
+    left = arrival.prompt_tokens
+    for block, tokens in arrival.spans():
+        parts.append(_text(_SHARED_FIRST, block, tokens))
+        left -= tokens
+    if left:
+        parts.append(_text(_OWN_FIRST, arrival.index, left))
+    return "".join(parts)
+
+
+def _text(first: str, number: int, tokens: int) -> str:
+    """`tokens` tokens that say `number`: its low bits in the first, three digits in each other."""
+    low, high = divmod(number, len(first))[::-1]
+    word = first[low]
+    for _ in range(3):
+        word += _SHARED_FIRST[high & 63]
+        high >>= _DIGIT_BITS
+    others = ""
+    for _ in range(3):
+        others += " "
+        for _ in range(3):
+            others += _SHARED_FIRST[high & 63]
+            high >>= _DIGIT_BITS
+    rest = (tokens - 1) * BYTES_PER_TOKEN
+    return word + (others * (rest // len(others) + 1))[:rest]
+
+
+class PromptHashes:
+    """The hashes of one prompt and its answer, for blocks of any size; made once, asked often."""
+
+    __slots__ = ("_bases", "_ends", "prompt_tokens", "tokens")
+
+    def __init__(self, arrival: Arrival) -> None:
+        """Hash the ids; a hash at token t is the base of the block that holds t, plus t strides."""
+        self.prompt_tokens = arrival.prompt_tokens
+        self.tokens = arrival.prompt_tokens + arrival.output_tokens
+        self._bases = array("Q")
+        self._ends = array("q")
+        seed = chain_seed(ApiKind.COMPLETIONS, model_of(arrival), arrival.cache_salt)
+        xxh64, end, shift = xxhash.xxh64_intdigest, 0, 0
+        for identity, tokens in _parts(arrival):
+            # The seed is the hash at the end of the block before.
+            base = (xxh64(identity, seed) - shift) & _WORD
+            end += tokens
+            shift = end * _STRIDE
+            seed = (base + shift) & _WORD
+            self._bases.append(base)
+            self._ends.append(end)
+
+    def chain(self, block_tokens: int, tokens: int) -> npt.NDArray[np.uint64]:
+        """The hash at the end of each full block within the first `tokens` tokens."""
+        counts = np.minimum(np.frombuffer(self._ends, np.int64), tokens)
+        counts //= block_tokens
+        counts[1:] -= counts[:-1].copy()
+        hashes: npt.NDArray[np.uint64] = np.frombuffer(self._bases, np.uint64).repeat(counts)
+        ends = np.arange(1, len(hashes) + 1, dtype=np.uint64)
+        ends *= np.uint64(block_tokens * _STRIDE & _WORD)
+        hashes += ends
+        return hashes
+
+    def picker_chain(self, block_tokens: int) -> bytes:
+        """Of the prompt, as `InferenceRequest.chains` holds it: 8 bytes a block."""
+        return self.chain(block_tokens, self.prompt_tokens).tobytes()
+
+    def engine_chain(self, block_tokens: int) -> list[int]:
+        """Of prompt and answer together, as `EngineRequest` wants it."""
+        hashes: list[int] = self.chain(block_tokens, self.tokens).tolist()
+        return hashes
+
+
+def _parts(arrival: Arrival) -> Iterator[tuple[bytes, int]]:
+    """(what it is hashed as, tokens) of each part of the prompt, then of the answer."""
+    if arrival.lengths:
+        for block, tokens in arrival.spans():
+            yield _identity(block), tokens
+    elif arrival.blocks:
+        size = arrival.block_tokens
+        whole = array("Q", arrival.blocks[: arrival.prompt_tokens // size]).tobytes()
+        for (identity,) in iter_unpack("8s", whole):
+            yield identity, size
+    if own_tokens := arrival.prompt_tokens - arrival.shareable_tokens:
+        yield _OWN_PROMPT + _identity(arrival.index), own_tokens
+    answer = arrival.answer
+    own_answer = _OWN_ANSWER + _identity(arrival.index)
+    yield own_answer if answer is None else _identity(answer), arrival.output_tokens
+
+
+def _identity(number: int) -> bytes:
+    return number.to_bytes(8, sys.byteorder)

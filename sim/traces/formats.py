@@ -4,10 +4,17 @@ from pathlib import Path
 from typing import Final
 
 from sim.traces.arrival import TraceError
+from sim.traces.capture import CAPTURE
+from sim.traces.inference_perf import INFERENCE_PERF
+from sim.traces.litellm import LITELLM
+from sim.traces.openai_requests import OPENAI
 from sim.traces.published import AZURE, BAILIAN, BURSTGPT, MOONCAKE
 from sim.traces.reading import Format, LineFormat, ReadOptions, Trace, first_line, head
 
-FORMATS: Final[tuple[Format, ...]] = (MOONCAKE, BAILIAN, AZURE, BURSTGPT)
+FORMATS: Final[tuple[Format, ...]] = (
+    *(CAPTURE, MOONCAKE, BAILIAN, AZURE, BURSTGPT),
+    *(LITELLM, OPENAI, INFERENCE_PERF),
+)
 """In the order in which they are tried."""
 
 

@@ -10,6 +10,7 @@ import msgspec
 from msgspec import Meta, Struct
 
 from sim.traces.arrival import Arrival, FieldError
+from sim.traces.blocks import check_block_tokens, check_blocks
 from sim.traces.reading import LineFormat, Parse, ReadOptions
 
 Count = Annotated[int, Meta(ge=0)]
@@ -18,18 +19,6 @@ BlockId = Annotated[int, Meta(ge=0)]
 
 _CONVERSATIONS_MAX: Final = 1_000_000
 """Bailian: conversations whose first request is remembered."""
-
-
-def check_blocks(blocks: Sequence[int], prompt_tokens: int, block_tokens: int, field: str) -> None:
-    """`FieldError` unless there is a block for every `block_tokens`, with or without the rest."""
-    whole, rest = divmod(prompt_tokens, block_tokens)
-    if whole <= len(blocks) <= whole + bool(rest):
-        return
-    raise FieldError(
-        field,
-        f"Expected {whole + bool(rest)} ids for {prompt_tokens} tokens in blocks of "
-        f"{block_tokens}, got {len(blocks)}",
-    )
 
 
 class _MooncakeLine(Struct, gc=False):
@@ -47,6 +36,7 @@ class _MooncakeLine(Struct, gc=False):
 def _mooncake(first: bytes, options: ReadOptions) -> Parse:
     decode = msgspec.json.Decoder(_MooncakeLine).decode
     size = options.block_tokens or 512
+    check_block_tokens(size)
 
     def parse(index: int, line: bytes) -> Arrival:
         row = decode(line)
@@ -81,6 +71,7 @@ class _BailianLine(Struct, gc=False):
 def _bailian(first: bytes, options: ReadOptions) -> Parse:
     decode = msgspec.json.Decoder(_BailianLine).decode
     size = options.block_tokens or 16
+    check_block_tokens(size)
     roots: OrderedDict[int, int] = OrderedDict()
 
     def parse(index: int, line: bytes) -> Arrival:
@@ -201,30 +192,20 @@ def _burstgpt(header: bytes, options: ReadOptions) -> Parse:
     return parse
 
 
-def _members(line: bytes) -> frozenset[str]:
-    """Names of the members of a JSON object; none if `line` is something else."""
-    try:
-        document = msgspec.json.decode(line)
-    except msgspec.DecodeError:
-        return frozenset()
-    return frozenset(document) if isinstance(document, dict) else frozenset()
-
-
-def _is_mooncake(line: bytes) -> bool:
-    members = _members(line)
-    return "hash_ids" in members and "chat_id" not in members
+def _is_bailian(line: bytes) -> bool:
+    return b'"hash_ids"' in line and b'"chat_id"' in line
 
 
 MOONCAKE: Final = LineFormat(
     name="mooncake",
     says="Mooncake JSONL: timestamp (ms), input_length, output_length, hash_ids of 512 tokens",
-    recognises=_is_mooncake,
+    recognises=lambda line: b'"hash_ids"' in line and not _is_bailian(line),
     parser=_mooncake,
 )
 BAILIAN: Final = LineFormat(
     name="bailian",
     says="Qwen-Bailian JSONL: chat_id, timestamp (s), hash_ids of 16 tokens, not chained",
-    recognises=lambda line: {"hash_ids", "chat_id"} <= _members(line),
+    recognises=_is_bailian,
     parser=_bailian,
 )
 AZURE: Final = LineFormat(

@@ -38,6 +38,8 @@ class ReadOptions(Struct, frozen=True, kw_only=True):
     """Count malformed lines instead of stopping at the first."""
     reorder_max: int = 10_000
     """Lines by which an arrival may be out of order."""
+    rate_per_s: float = 1.0
+    """Arrivals a second where the format has no times."""
     seed: int = 1
     """For formats that describe a workload instead of listing requests."""
 
@@ -86,6 +88,8 @@ class Trace:
         self.bad_lines = 0
         self.problems: list[TraceError] = []
         """The first few bad lines."""
+        self._unread: set[int] = set()
+        """Indices of bad lines: nobody can wait for their answers."""
 
     def __iter__(self) -> Iterator[Arrival]:
         """Arrivals in order of time, the first at 0.
@@ -94,6 +98,7 @@ class Trace:
         """
         self.bad_lines = 0
         self.problems = []
+        self._unread = set()
         origin_s: float | None = None
         for arrival in self._in_order():
             if origin_s is None:
@@ -109,6 +114,7 @@ class Trace:
             if arrival.time_s < latest_s:
                 span = f"at most {self.options.reorder_max} lines out of order"
                 self._bad(TraceError(str(self.path), line, "", f"Expected arrivals {span}"))
+                self._unread.add(arrival.index)
                 continue
             entry = (arrival.time_s, arrival.index, arrival)
             if len(window) < self.options.reorder_max:
@@ -128,7 +134,7 @@ class Trace:
                     yield from (
                         (0, one) for one in trace_format.arrivals(file.read(), self.options)
                     )
-                except FieldError as problem:
+                except (FieldError, msgspec.ValidationError) as problem:
                     raise self._named(0, problem) from None
                 return
             yield from self._lines(file, trace_format)
@@ -148,10 +154,14 @@ class Trace:
                 arrival = parse(index, line)
             except (FieldError, msgspec.DecodeError, UnicodeDecodeError) as problem:
                 self._bad(self._named(number, problem))
+                self._unread.add(index)
                 arrival = None
             index += 1
-            if arrival is not None:
-                yield number, arrival
+            if arrival is None:
+                continue
+            if arrival.after in self._unread:
+                arrival = msgspec.structs.replace(arrival, after=None)
+            yield number, arrival
 
     def _named(self, number: int, problem: Exception) -> TraceError:
         if isinstance(problem, FieldError):

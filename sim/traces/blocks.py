@@ -1,0 +1,28 @@
+"""What the blocks of a trace must be like."""
+
+from collections.abc import Sequence
+
+from sim.traces.arrival import FieldError
+from sim.traces.prompts import PICKER_BLOCK_TOKENS
+
+
+def check_block_tokens(block_tokens: int) -> None:
+    """`FieldError` unless blocks and the picker's 64 tokens fit into each other."""
+    if PICKER_BLOCK_TOKENS % block_tokens and block_tokens % PICKER_BLOCK_TOKENS:
+        raise FieldError(
+            "",
+            f"Expected blocks of a multiple or a divisor of {PICKER_BLOCK_TOKENS} tokens, "
+            f"got {block_tokens}",
+        )
+
+
+def check_blocks(blocks: Sequence[int], prompt_tokens: int, block_tokens: int, field: str) -> None:
+    """`FieldError` unless there is an id for every block, with or without the rest at the end."""
+    whole, rest = divmod(prompt_tokens, block_tokens)
+    if whole <= len(blocks) <= whole + bool(rest):
+        return
+    raise FieldError(
+        field,
+        f"Expected {whole + bool(rest)} ids for {prompt_tokens} tokens in blocks of "
+        f"{block_tokens}, got {len(blocks)}",
+    )

@@ -1,0 +1,224 @@
+"""Homing's own capture format: who shares what with whom, and no text. See docs/capture-format.md.
+
+JSON lines: a header that says format, version and block size, then one object a request.
+"""
+
+import hashlib
+import sys
+from array import array
+from collections.abc import Iterable
+from typing import Annotated, BinaryIO, Final
+
+import msgspec
+from msgspec import Meta, Struct
+
+from sim.traces.arrival import Arrival, FieldError
+from sim.traces.blocks import check_block_tokens, check_blocks
+from sim.traces.reading import LineFormat, Parse, ReadOptions
+
+FORMAT_NAME: Final = "homing-capture"
+VERSION: Final = 1
+_ID_BYTES: Final = 8
+
+_Positive = Annotated[int, Meta(ge=1)]
+_Count = Annotated[int, Meta(ge=0)]
+_Duration = Annotated[float, Meta(ge=0)]
+
+
+class CaptureHeader(Struct, kw_only=True, omit_defaults=True):
+    """The first line."""
+
+    format: str
+    version: int
+    block_tokens: _Positive = 64
+    """Of the blocks in `blocks`."""
+    source: str = ""
+    """Free text: what was captured or converted."""
+
+
+class CaptureLine(Struct, kw_only=True, omit_defaults=True, gc=False):
+    """One request. Unknown members are skipped, so that a version may grow."""
+
+    time_s: float
+    prompt_tokens: _Positive
+    output_tokens: _Count
+    blocks: bytes = b""
+    """Eight bytes, little-endian, for each block; base64 in the file."""
+    parts: tuple[tuple[_Count, _Positive], ...] = ()
+    """Instead of `blocks`: (id, tokens) of stretches of different lengths."""
+    answer: _Count | None = None
+    model: str = ""
+    adapter: str = ""
+    cache_salt: str = ""
+    session: str = ""
+    turn: _Count = 0
+    priority: int = 0
+    after: _Count | None = None
+    think_s: _Duration = 0.0
+    first_token_s: _Duration | None = None
+    """Measured, from the arrival; nothing is replayed from these."""
+    end_s: _Duration | None = None
+    cached_tokens: _Count | None = None
+    status: int | None = None
+    endpoint: str = ""
+
+
+def pack_blocks(blocks: Iterable[int]) -> bytes:
+    """Unsigned 64-bit ids as `CaptureLine.blocks` holds them."""
+    words = array("Q", blocks)
+    if sys.byteorder == "big":
+        words.byteswap()
+    return words.tobytes()
+
+
+def unpack_blocks(packed: bytes) -> tuple[int, ...]:
+    """The ids; `FieldError` if they are not whole."""
+    if len(packed) % _ID_BYTES:
+        raise FieldError(
+            "blocks", f"Expected {_ID_BYTES} bytes for each block, got {len(packed)} bytes"
+        )
+    words = array("Q", packed)
+    if sys.byteorder == "big":
+        words.byteswap()
+    return tuple(words)
+
+
+class Salt:
+    """Keyed hashes instead of what could be guessed and looked up: ids of blocks, names."""
+
+    __slots__ = ("_key",)
+
+    def __init__(self, key: bytes) -> None:
+        """`key` is a secret of up to 64 bytes; lost, it makes the ids meaningless for good."""
+        self._key = key
+
+    def block(self, block: int) -> int:
+        """Keyed BLAKE2b, 64 bits."""
+        digest = hashlib.blake2b(block.to_bytes(8, "little"), digest_size=8, key=self._key)
+        return int.from_bytes(digest.digest(), "little")
+
+    def name(self, name: str) -> str:
+        """16 hexadecimal digits; "" stays ""."""
+        encoded = name.encode("utf-8", "surrogatepass")
+        digest = hashlib.blake2b(encoded, digest_size=8, key=self._key).hexdigest()
+        return digest if name else ""
+
+
+class CaptureWriter:
+    """Writes a capture line by line; the file stays the caller's."""
+
+    def __init__(self, file: BinaryIO, *, block_tokens: int = 64, source: str = "") -> None:
+        """Write the header at once."""
+        self._file = file
+        self._encode = msgspec.json.Encoder().encode
+        self._block_tokens = block_tokens
+        self._places = array("q")
+        """Index of an arrival -> its place in this file; -1: it is not here."""
+        self.lines = 0
+        header = CaptureHeader(
+            format=FORMAT_NAME, version=VERSION, block_tokens=block_tokens, source=source
+        )
+        # Format and version are never left out: they have no defaults.
+        self._file.write(self._encode(header) + b"\n")
+
+    def write(self, line: CaptureLine) -> None:
+        """Append one line."""
+        self._file.write(self._encode(line) + b"\n")
+        self.lines += 1
+
+    def write_arrival(self, arrival: Arrival, salt: Salt | None = None) -> None:
+        """Append an arrival, under the place that it has in this file."""
+        blocks: Iterable[int] = arrival.blocks
+        answer = arrival.answer
+        if salt is not None:
+            blocks = map(salt.block, blocks)
+            answer = None if answer is None else salt.block(answer)
+        same_size = not arrival.lengths and arrival.block_tokens == self._block_tokens
+        line = CaptureLine(
+            time_s=round(arrival.time_s, 6),
+            prompt_tokens=arrival.prompt_tokens,
+            output_tokens=arrival.output_tokens,
+            model=arrival.model,
+            adapter=arrival.adapter,
+            cache_salt=salt.name(arrival.cache_salt) if salt else arrival.cache_salt,
+            session=salt.name(arrival.session) if salt else arrival.session,
+            turn=arrival.turn,
+            priority=arrival.priority,
+            after=self._place(arrival.after),
+            think_s=arrival.think_s,
+            answer=answer,
+        )
+        if same_size:
+            line.blocks = pack_blocks(blocks)
+        else:
+            lengths = (tokens for _, tokens in arrival.spans())
+            line.parts = tuple(zip(blocks, lengths, strict=False))
+        self._remember(arrival.index)
+        self.write(line)
+
+    def _place(self, index: int | None) -> int | None:
+        if index is None or index >= len(self._places) or self._places[index] < 0:
+            return None
+        return self._places[index]
+
+    def _remember(self, index: int) -> None:
+        missing = index + 1 - len(self._places)
+        if missing > 0:
+            self._places.extend([-1] * missing)
+        self._places[index] = self.lines
+
+
+def _capture(first: bytes, options: ReadOptions) -> Parse:
+    header = msgspec.json.decode(first, type=CaptureHeader)
+    if header.format != FORMAT_NAME or header.version != VERSION:
+        raise FieldError(
+            "version",
+            f"Expected {FORMAT_NAME} version {VERSION}, got {header.format} {header.version}",
+        )
+    check_block_tokens(header.block_tokens)
+    decode = msgspec.json.Decoder(CaptureLine).decode
+
+    def parse(index: int, text: bytes) -> Arrival:
+        line = decode(text)
+        blocks = unpack_blocks(line.blocks)
+        lengths: tuple[int, ...] = ()
+        if line.parts:
+            if blocks:
+                raise FieldError("parts", "Expected either parts or blocks, got both")
+            blocks = tuple(block for block, _ in line.parts)
+            lengths = tuple(tokens for _, tokens in line.parts)
+            if sum(lengths) > line.prompt_tokens:
+                raise FieldError("parts", f"Expected at most {line.prompt_tokens} tokens in parts")
+        elif blocks:
+            check_blocks(blocks, line.prompt_tokens, header.block_tokens, "blocks")
+        if line.after is not None and line.after >= index:
+            raise FieldError("after", f"Expected an earlier line than {index}, got {line.after}")
+        return Arrival(
+            index=index,
+            time_s=line.time_s,
+            prompt_tokens=line.prompt_tokens,
+            output_tokens=max(1, line.output_tokens),
+            blocks=blocks,
+            block_tokens=header.block_tokens if blocks and not lengths else 0,
+            lengths=lengths,
+            answer=line.answer,
+            model=line.model,
+            adapter=line.adapter,
+            cache_salt=line.cache_salt,
+            session=line.session,
+            turn=line.turn,
+            priority=line.priority,
+            after=line.after,
+            think_s=line.think_s,
+        )
+
+    return parse
+
+
+CAPTURE: Final = LineFormat(
+    name="capture",
+    says="Homing's capture JSONL, docs/capture-format.md",
+    recognises=lambda line: FORMAT_NAME.encode() in line,
+    parser=_capture,
+    has_header=True,
+)

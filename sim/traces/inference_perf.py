@@ -1,0 +1,218 @@
+"""Workload files of kubernetes-sigs/inference-perf (YAML): its parameters become requests.
+
+Read are `data` of the types shared_prefix (also with `enable_multi_turn_chat`), conversation_replay,
+synthetic and random, and `load` of the types constant, poisson and concurrent with stages. Files
+with anything else that would change what is sent are refused by the name of the field. Texts are
+drawn anew, so lengths and sharing are the file's, the words are not.
+"""
+
+from collections.abc import Iterator
+from typing import Annotated, Any, Final, Literal
+
+import msgspec
+import yaml
+from msgspec import Meta, Struct, field
+
+from sim.traces.arrival import Arrival, FieldError
+from sim.traces.lengths import Kind, Spread, fixed
+from sim.traces.reading import DocumentFormat, ReadOptions
+from sim.traces.workloads import (
+    Adapters,
+    ClosedLoad,
+    Concurrency,
+    Content,
+    Conversations,
+    Lengths,
+    OpenLoad,
+    SharedPrefix,
+    Stage,
+    Workload,
+    arrivals,
+)
+
+_Positive = Annotated[int, Meta(ge=1)]
+_Count = Annotated[int, Meta(ge=0)]
+
+
+class _Distribution(Struct):
+    mean: float
+    type: Kind = "normal"
+    min: float = 0.0
+    max: float = float("inf")
+    std_dev: float = 0.0
+
+    def spread(self) -> Spread:
+        return Spread(
+            type=self.type, mean=self.mean, std_dev=self.std_dev, min=self.min, max=self.max
+        )
+
+
+class _SharedPrefix(Struct):
+    num_groups: _Positive = field(default=10)
+    num_prompts_per_group: _Positive = 10
+    num_unique_system_prompts: _Positive | None = None
+    """What `num_groups` and `num_prompts_per_group` are also called."""
+    num_users_per_system_prompt: _Positive | None = None
+    system_prompt_len: _Count | _Distribution = 100
+    question_len: _Positive = 50
+    output_len: _Positive = 50
+    question_distribution: _Distribution | None = None
+    output_distribution: _Distribution | None = None
+    enable_multi_turn_chat: bool = False
+    max_model_len: _Positive = 225_000
+
+
+class _Conversations(Struct):
+    num_conversations: _Positive = 100
+    seed: int | None = None
+    shared_system_prompt_len: _Count = 0
+    dynamic_system_prompt_len: _Distribution | None = None
+    turns_per_conversation: _Distribution | None = None
+    input_tokens_per_turn: _Distribution | None = None
+    output_tokens_per_turn: _Distribution | None = None
+    tool_call_latency_sec: _Distribution | None = None
+    max_model_len: _Positive = 225_000
+
+
+class _Data(Struct):
+    type: Literal["shared_prefix", "conversation_replay", "synthetic", "random"]
+    shared_prefix: _SharedPrefix | None = None
+    conversation_replay: _Conversations | None = None
+    input_distribution: _Distribution | None = None
+    output_distribution: _Distribution | None = None
+    multimodal: Any = None
+
+
+class _Stage(Struct):
+    rate: Annotated[float, Meta(gt=0)] | None = None
+    duration: Annotated[float, Meta(gt=0)] | None = None
+    concurrency_level: _Positive | None = None
+    num_requests: _Positive | None = None
+
+
+class _Split(Struct):
+    name: str
+    split: Annotated[float, Meta(ge=0)]
+
+
+class _Load(Struct):
+    type: Literal["constant", "poisson", "concurrent"] = "constant"
+    interval: Annotated[float, Meta(ge=0)] = 1.0
+    """Seconds between two stages."""
+    stages: list[_Stage] = []
+    sweep: Any = None
+    base_seed: int | None = None
+    lora_traffic_split: list[_Split] | None = None
+
+
+class _Document(Struct):
+    data: _Data
+    load: _Load
+
+
+def workload_of(document: bytes) -> tuple[Workload, int | None]:
+    """What the file describes, and the seed that it names. Raises `FieldError`."""
+    try:
+        tree = yaml.safe_load(document)
+    except yaml.YAMLError as problem:
+        raise FieldError("", f"Expected YAML: {problem}".replace("\n", " ")) from None
+    read = msgspec.convert(tree, _Document)
+    load, data = read.load, read.data
+    if load.sweep is not None:
+        raise FieldError("load.sweep", "Expected stages: a sweep depends on what is measured")
+    if not load.stages:
+        raise FieldError("load.stages", "Expected at least one stage")
+    if data.multimodal is not None:
+        raise FieldError("data.multimodal", "Expected text: media are not simulated")
+    stages = tuple(
+        _concurrency(stage, f"load.stages[{place}]")
+        if load.type == "concurrent"
+        else _rate(stage, f"load.stages[{place}]")
+        for place, stage in enumerate(load.stages)
+    )
+    splits = tuple((one.name, one.split) for one in load.lora_traffic_split or ())
+    seed = load.base_seed
+    if data.conversation_replay is not None and data.conversation_replay.seed is not None:
+        seed = data.conversation_replay.seed
+    return Workload(
+        content=_content(data),
+        load=_load(load, stages),
+        adapters=Adapters(weights=splits),
+        source="inference-perf",
+    ), seed
+
+
+def _load(load: _Load, stages: tuple[Stage | Concurrency, ...]) -> OpenLoad | ClosedLoad:
+    if load.type == "concurrent":
+        lanes = tuple(stage for stage in stages if isinstance(stage, Concurrency))
+        return ClosedLoad(stages=lanes, gap_s=load.interval)
+    rates = tuple(stage for stage in stages if isinstance(stage, Stage))
+    burstiness = 1.0 if load.type == "poisson" else 0.0
+    return OpenLoad(stages=rates, gap_s=load.interval, burstiness=burstiness)
+
+
+def _rate(stage: _Stage, where: str) -> Stage:
+    if stage.rate is None or stage.duration is None:
+        raise FieldError(where, "Expected rate and duration")
+    return Stage(rate_per_s=stage.rate, duration_s=stage.duration)
+
+
+def _concurrency(stage: _Stage, where: str) -> Concurrency:
+    if stage.concurrency_level is None or stage.num_requests is None:
+        raise FieldError(where, "Expected concurrency_level and num_requests")
+    return Concurrency(lanes=stage.concurrency_level, requests=stage.num_requests)
+
+
+def _content(data: _Data) -> Content:
+    if data.type == "shared_prefix":
+        if data.shared_prefix is None:
+            raise FieldError("data.shared_prefix", "Expected this field, found none")
+        return _shared_prefix(data.shared_prefix)
+    if data.type == "conversation_replay":
+        return _conversations(data.conversation_replay or _Conversations())
+    return Lengths(
+        prompt=_spread(data.input_distribution, 512), output=_spread(data.output_distribution, 128)
+    )
+
+
+def _shared_prefix(data: _SharedPrefix) -> SharedPrefix:
+    system = data.system_prompt_len
+    return SharedPrefix(
+        groups=data.num_unique_system_prompts or data.num_groups,
+        prompts_per_group=data.num_users_per_system_prompt or data.num_prompts_per_group,
+        system_tokens=system if isinstance(system, int) else round(system.mean),
+        question=_spread(data.question_distribution, data.question_len),
+        output=_spread(data.output_distribution, data.output_len),
+        multi_turn=data.enable_multi_turn_chat,
+        context_tokens_max=data.max_model_len,
+    )
+
+
+def _conversations(data: _Conversations) -> Conversations:
+    return Conversations(
+        conversations=data.num_conversations,
+        shared_tokens=data.shared_system_prompt_len,
+        own=_spread(data.dynamic_system_prompt_len, 0),
+        turns=_spread(data.turns_per_conversation, 5),
+        question=_spread(data.input_tokens_per_turn, 100),
+        output=_spread(data.output_tokens_per_turn, 100),
+        think_s=_spread(data.tool_call_latency_sec, 0),
+        context_tokens_max=data.max_model_len,
+    )
+
+
+def _spread(distribution: _Distribution | None, otherwise: float) -> Spread:
+    return fixed(otherwise) if distribution is None else distribution.spread()
+
+
+def _arrivals(document: bytes, options: ReadOptions) -> Iterator[Arrival]:
+    workload, seed = workload_of(document)
+    return arrivals(workload, options.seed if seed is None else seed)
+
+
+INFERENCE_PERF: Final = DocumentFormat(
+    name="inference-perf",
+    says="kubernetes-sigs/inference-perf YAML: requests are made from its parameters",
+    recognises=lambda head: b"\ndata:" in b"\n" + head and b"\nload:" in b"\n" + head,
+    arrivals=_arrivals,
+)

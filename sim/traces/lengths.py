@@ -1,0 +1,70 @@
+"""How lengths, counts and pauses are drawn: the distributions that inference-perf knows."""
+
+import math
+from random import Random
+from typing import Literal, TypeAlias
+
+from msgspec import Struct
+
+from sim.traces.arrival import FieldError
+
+Kind: TypeAlias = Literal["normal", "lognormal", "uniform", "fixed", "poisson"]
+_KNUTH_MEAN_MAX = 30.0
+
+
+class Spread(Struct, frozen=True, kw_only=True):
+    """A distribution, cut off (not drawn again) at `min` and `max`.
+
+    `mean` and `std_dev` are those of the variable itself, also where it is lognormal.
+    """
+
+    type: Kind = "normal"
+    mean: float
+    std_dev: float = 0.0
+    min: float = 0.0
+    max: float = math.inf
+
+    def __post_init__(self) -> None:
+        if not (0 <= self.min <= self.max and self.mean >= 0 and self.std_dev >= 0):
+            raise FieldError("", "Expected 0 <= min <= max, mean >= 0 and std_dev >= 0")
+
+    def draw(self, random: Random) -> float:
+        """One value."""
+        return min(max(self._draw(random), self.min), self.max)
+
+    def count(self, random: Random) -> int:
+        """One value as an integer of at least 1."""
+        return max(1, round(self.draw(random)))
+
+    def _draw(self, random: Random) -> float:
+        if self.type == "uniform":
+            return random.uniform(self.min, self.max)
+        if self.type == "poisson" and self.mean < _KNUTH_MEAN_MAX:
+            return _small_poisson(random, self.mean)
+        if self.type == "poisson":
+            return round(random.gauss(self.mean, math.sqrt(self.mean)))
+        if self.type == "fixed" or not self.std_dev:
+            return self.mean
+        if self.type == "normal":
+            return random.gauss(self.mean, self.std_dev)
+        variance = math.log1p((self.std_dev / self.mean) ** 2)
+        return random.lognormvariate(math.log(self.mean) - variance / 2, math.sqrt(variance))
+
+
+def fixed(value: float) -> Spread:
+    """Always `value`."""
+    return Spread(type="fixed", mean=value)
+
+
+def around(mean: float, share: float = 0.3) -> Spread:
+    """Evenly within `share` of `mean`, both ways."""
+    return Spread(type="uniform", mean=mean, min=mean * (1 - share), max=mean * (1 + share))
+
+
+def _small_poisson(random: Random, mean: float) -> int:
+    """Knuth's method: as many factors as keep the product above exp(-mean)."""
+    limit, product, count = math.exp(-mean), random.random(), 0
+    while product > limit:
+        product *= random.random()
+        count += 1
+    return count

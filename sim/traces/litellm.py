@@ -1,0 +1,123 @@
+"""LiteLLM spend logs with `prefix_block_hashes` (1.111 and later), one row a line.
+
+The callback writes 16 hexadecimal digits a block of tokens, chained, with one for the cut last
+block. The row has the provider's counts of tokens, the hashes LiteLLM's own: they need not agree to
+the token, so a surplus of either is not an error. Where in the row the hashes are depends on how it
+was exported (`metadata` is an object or a string of JSON), so they are looked for by name.
+"""
+
+from datetime import UTC, datetime
+from typing import Annotated, Any, Final
+
+import msgspec
+from msgspec import Meta, Struct, field
+
+from sim.traces.arrival import Arrival, FieldError
+from sim.traces.blocks import check_block_tokens
+from sim.traces.reading import LineFormat, Parse, ReadOptions
+
+HASHES: Final = "prefix_block_hashes"
+BLOCK_TOKENS_DEFAULT: Final = 512
+"""As in Mooncake's traces, where the row does not say."""
+_SIZES: Final = ("block_size", "block_size_tokens", "block_tokens")
+_LISTS: Final = ("hash_ids", "hashes", "block_hashes", "ids", HASHES)
+_HEX_DIGITS: Final = 16
+
+
+class _Row(Struct, rename={"started": "startTime"}):
+    started: datetime | float
+    prompt_tokens: Annotated[int, Meta(ge=0)]
+    completion_tokens: Annotated[int, Meta(ge=0)]
+    metadata: dict[str, Any] | str | None = None
+    hashes: Any = field(default=None, name=HASHES)
+    model: str = ""
+    session_id: str | None = None
+    end_user: str | None = None
+    status: str | None = None
+    cache_hit: str | bool | None = None
+
+    @property
+    def reached_the_model(self) -> bool:
+        """It did not fail, was not answered from LiteLLM's own cache, and was about tokens."""
+        cached = str(self.cache_hit).lower() == "true"
+        return bool(self.prompt_tokens) and self.status != "failure" and not cached
+
+
+def _parser(first: bytes, options: ReadOptions) -> Parse:
+    decode = msgspec.json.Decoder(_Row).decode
+    sizes: dict[int, None] = {}
+
+    def parse(index: int, line: bytes) -> Arrival | None:
+        row = decode(line)
+        if not row.reached_the_model:
+            return None
+        size, hashes = _hashes(row)
+        size = options.block_tokens or size or BLOCK_TOKENS_DEFAULT
+        if size not in sizes:
+            check_block_tokens(size)
+            sizes[size] = None
+        if isinstance(row.started, datetime):
+            started_s = row.started.replace(tzinfo=row.started.tzinfo or UTC).timestamp()
+        else:
+            started_s = row.started
+        return Arrival(
+            index=index,
+            time_s=started_s,
+            prompt_tokens=row.prompt_tokens,
+            output_tokens=max(1, row.completion_tokens),
+            blocks=hashes,
+            block_tokens=size if hashes else 0,
+            model=row.model,
+            session=row.session_id or row.end_user or "",
+        )
+
+    return parse
+
+
+def _hashes(row: _Row) -> tuple[int | None, tuple[int, ...]]:
+    """(block size if the row tells, ids); no ids if the row has no hashes."""
+    found = row.hashes
+    if found is None:
+        metadata = row.metadata
+        if isinstance(metadata, str):
+            metadata = msgspec.json.decode(metadata or "null", type=dict[str, Any] | None)
+        found = _find(metadata, HASHES)
+    size = None
+    if isinstance(found, dict):
+        size = next((found[name] for name in _SIZES if isinstance(found.get(name), int)), None)
+        found = next((found[name] for name in _LISTS if name in found), None)
+    if found is None:
+        return size, ()
+    if not isinstance(found, list):
+        raise FieldError(HASHES, f"Expected an array, got {type(found).__name__}")
+    return size, tuple(_identity(place, text) for place, text in enumerate(found))
+
+
+def _identity(place: int, text: object) -> int:
+    try:
+        if isinstance(text, str) and len(text) == _HEX_DIGITS:
+            return int(text, 16)
+    except ValueError:
+        pass
+    raise FieldError(f"{HASHES}[{place}]", f"Expected {_HEX_DIGITS} hexadecimal digits")
+
+
+def _find(document: object, name: str) -> Any:
+    """The first member called `name`, at any depth."""
+    if not isinstance(document, dict):
+        return None
+    if name in document:
+        return document[name]
+    for member in document.values():
+        found = _find(member, name)
+        if found is not None:
+            return found
+    return None
+
+
+LITELLM: Final = LineFormat(
+    name="litellm",
+    says="LiteLLM spend logs JSONL with prefix_block_hashes",
+    recognises=lambda line: b'"startTime"' in line and b'"prompt_tokens"' in line,
+    parser=_parser,
+)

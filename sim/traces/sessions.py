@@ -1,0 +1,104 @@
+"""Sessions of turns, merged into one trace in order of time; only those under way are held.
+
+A turn waits for the answer before it, then for its think time. A session may branch: its children
+begin when the answer to the turn that starts them is there.
+"""
+
+import heapq
+from collections.abc import Iterable, Iterator
+
+from msgspec import Struct
+
+from epp.core.types import Seconds
+from sim.traces.arrival import Arrival
+
+
+class Turn(Struct, frozen=True, gc=False):
+    """One request of a session."""
+
+    parts: tuple[tuple[int, int], ...]
+    """(id, tokens) of the stretches of the prompt, all of them shareable; at least one token."""
+    output_tokens: int
+    answer: int | None = None
+    think_s: Seconds = 0.0
+    adapter: str = ""
+    session: str = ""
+    number: int = 0
+    """Place in its session, from 0."""
+    children: tuple["Session", ...] = ()
+
+
+class Session(Struct, kw_only=True):
+    """Turns one after another."""
+
+    turns: Iterator[Turn]
+    start_s: Seconds = 0.0
+    """Of a child: after the answer that it waits for."""
+
+
+class _Next(Struct):
+    """The next turn of a session, and what it waits for."""
+
+    session: Session
+    turn: Turn
+    after: int | None
+    think_s: Seconds
+
+
+def arrival_of(
+    turn: Turn, *, index: int, time_s: Seconds, after: int | None, think_s: Seconds = 0.0
+) -> Arrival:
+    """A turn that has found its place."""
+    return Arrival(
+        index=index,
+        time_s=time_s,
+        prompt_tokens=sum(tokens for _, tokens in turn.parts),
+        output_tokens=turn.output_tokens,
+        blocks=tuple(part for part, _ in turn.parts),
+        lengths=tuple(tokens for _, tokens in turn.parts),
+        answer=turn.answer,
+        adapter=turn.adapter,
+        session=turn.session,
+        turn=turn.number,
+        after=after,
+        think_s=think_s,
+    )
+
+
+def merge(sessions: Iterable[Session], requests_max: int | None = None) -> Iterator[Arrival]:
+    """Arrivals of `sessions`, which come in order of `start_s`; at most `requests_max`.
+
+    Times are those that the requests would have if answers took no time.
+    """
+    coming = iter(sessions)
+    later = next(coming, None)
+    heap: list[tuple[Seconds, int, _Next]] = []
+    order = 0
+    index = 0
+
+    def begin(session: Session, at: Seconds, after: int | None, think_s: Seconds) -> None:
+        nonlocal order
+        turn = next(session.turns, None)
+        if turn is not None:
+            entry = _Next(session, turn, after, think_s)
+            heapq.heappush(heap, (at, order, entry))
+            order += 1
+
+    while heap or later is not None:
+        if later is not None and (not heap or later.start_s <= heap[0][0]):
+            begin(later, later.start_s, None, 0.0)
+            later = next(coming, None)
+            continue
+        if index == requests_max:
+            return
+        now, _, due = heapq.heappop(heap)
+        turn, session = due.turn, due.session
+        yield arrival_of(turn, index=index, time_s=now, after=due.after, think_s=due.think_s)
+        following = next(session.turns, None)
+        if following is not None:
+            entry = _Next(session, following, index, following.think_s)
+            heapq.heappush(heap, (now + following.think_s, order, entry))
+            order += 1
+        for child in turn.children:
+            begin(child, now + child.start_s, index, child.start_s)
+        index += 1

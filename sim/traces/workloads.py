@@ -1,0 +1,430 @@
+"""Workloads that are described instead of recorded: who shares what, and when requests come.
+
+Everything is drawn from one seed, each purpose from its own generator. Ids are counted up, so that
+prompts through bytes stay exact for 16 million stretches of text.
+"""
+
+import math
+from collections.abc import Callable, Iterator
+from itertools import accumulate, count, islice, repeat
+from random import Random
+
+from msgspec import Struct, structs
+
+from epp.core.types import Seconds
+from sim.traces.arrival import Arrival
+from sim.traces.lengths import Spread, fixed
+from sim.traces.sessions import Session, Turn, arrival_of, merge
+
+
+class Stage(Struct, frozen=True, kw_only=True):
+    """A stretch of time with one rate."""
+
+    rate_per_s: float
+    duration_s: Seconds
+
+
+class OpenLoad(Struct, frozen=True, kw_only=True):
+    """Requests come when they come, answered or not."""
+
+    stages: tuple[Stage, ...]
+    gap_s: Seconds = 0.0
+    """Between two stages."""
+    burstiness: float = 1.0
+    """Coefficient of variation of the gaps between arrivals: 0 even, 1 Poisson, above 1 bursts."""
+
+    def times(self, random: Random) -> Iterator[Seconds]:
+        """Moments of arrival, in order."""
+        begin = 0.0
+        for stage in self.stages:
+            end = begin + stage.duration_s
+            now = begin + self._gap_s(stage, random)
+            while now < end:
+                yield now
+                now += self._gap_s(stage, random)
+            begin = end + self.gap_s
+
+    def _gap_s(self, stage: Stage, random: Random) -> Seconds:
+        if not stage.rate_per_s:
+            return math.inf
+        if not self.burstiness:
+            return 1 / stage.rate_per_s
+        # A gamma with this shape has this coefficient of variation; 1 is the exponential.
+        shape = 1 / self.burstiness**2
+        return random.gammavariate(shape, 1 / (shape * stage.rate_per_s))
+
+
+class Concurrency(Struct, frozen=True, kw_only=True):
+    """So many requests of one stage, `lanes` of them at a time: each lane sends when answered."""
+
+    lanes: int
+    requests: int
+
+
+class ClosedLoad(Struct, frozen=True, kw_only=True):
+    """Stages of concurrency, one after another: a lane goes on when its last request is answered."""
+
+    stages: tuple[Concurrency, ...]
+    gap_s: Seconds = 0.0
+
+
+class Adapters(Struct, frozen=True, kw_only=True):
+    """Which LoRA adapter a request names: (name, weight); none: the base model."""
+
+    weights: tuple[tuple[str, float], ...] = ()
+
+    def draws(self, random: Random) -> Iterator[str]:
+        """Without end."""
+        if not self.weights:
+            yield from repeat("")
+        names = [name for name, _ in self.weights]
+        weights = list(accumulate(weight for _, weight in self.weights))
+        while True:
+            yield random.choices(names, cum_weights=weights)[0]
+
+
+class SharedPrefix(Struct, frozen=True, kw_only=True):
+    """Groups that share a system prompt, each with a number of questions that come again and again.
+
+    With `multi_turn` each question is a user, whose prompts grow by question and answer in turn.
+    """
+
+    groups: int
+    prompts_per_group: int
+    system_tokens: int
+    question: Spread
+    output: Spread
+    multi_turn: bool = False
+    context_tokens_max: int = 225_000
+    """A conversation that would grow beyond this begins anew."""
+    skew: float | None = None
+    """Zipf exponent of the groups' popularity; None: all prompts in turn, in shuffled order."""
+
+
+class Conversations(Struct, frozen=True, kw_only=True):
+    """Conversations below one system prompt, each with a context of its own, then turns."""
+
+    conversations: int
+    shared_tokens: int
+    own: Spread
+    turns: Spread
+    question: Spread
+    output: Spread
+    think_s: Spread = fixed(0)
+    context_tokens_max: int = 225_000
+
+
+class AgentTree(Struct, frozen=True, kw_only=True):
+    """Tasks below one system prompt and one of several tool schemas; a planner starts agents.
+
+    The planner's first answer starts the agents side by side; each sees the planner's prompt and
+    answer, then its own branch, and takes turns with tools.
+    """
+
+    root_tokens: int = 2000
+    toolsets: int = 8
+    toolset_tokens: int = 4000
+    task: Spread = Spread(type="lognormal", mean=800, std_dev=600, min=50, max=8000)
+    agents: Spread = Spread(type="uniform", mean=3, min=1, max=5)
+    branch: Spread = Spread(type="lognormal", mean=300, std_dev=200, min=20, max=2000)
+    turns: Spread = Spread(type="lognormal", mean=6, std_dev=5, min=1, max=30)
+    tool_result: Spread = Spread(type="lognormal", mean=1200, std_dev=1500, min=30, max=16000)
+    output: Spread = Spread(type="lognormal", mean=250, std_dev=200, min=20, max=2000)
+    tool_s: Spread = Spread(type="lognormal", mean=4, std_dev=6, min=0.1, max=60)
+    context_tokens_max: int = 120_000
+
+
+class Lengths(Struct, frozen=True, kw_only=True):
+    """Prompts that share nothing."""
+
+    prompt: Spread
+    output: Spread
+
+
+Content = SharedPrefix | Conversations | AgentTree | Lengths
+
+
+class Workload(Struct, frozen=True, kw_only=True):
+    """What is asked, and when."""
+
+    content: Content
+    load: OpenLoad | ClosedLoad
+    adapters: Adapters = Adapters()
+    source: str = ""
+    """Where the numbers are from."""
+
+
+def arrivals(workload: Workload, seed: int, requests_max: int | None = None) -> Iterator[Arrival]:
+    """The requests of `workload` in order of time, one at a time."""
+    content, load = workload.content, workload.load
+    source = _source(content, seed, workload.adapters)
+    if isinstance(load, ClosedLoad):
+        if isinstance(content, SharedPrefix) and content.multi_turn:
+            # One lane a user at most: nobody speaks twice at a time.
+            users = content.groups * content.prompts_per_group
+            stages = (structs.replace(one, lanes=min(one.lanes, users)) for one in load.stages)
+            load = structs.replace(load, stages=tuple(stages))
+        return merge(_lanes(load, source), requests_max)
+    times = load.times(Random(f"{seed}:arrivals"))
+    if isinstance(content, SharedPrefix) and content.multi_turn:
+        return islice(
+            _rounds(source, content.groups * content.prompts_per_group, times), requests_max
+        )
+    return merge((Session(start_s=at, turns=source(0, 1)) for at in times), requests_max)
+
+
+_Source = Callable[[int, int], Iterator[Turn]]
+"""(lane, number of lanes) -> the turns of one more session for this lane."""
+
+
+def _source(content: Content, seed: int, adapters: Adapters) -> _Source:
+    random = Random(f"{seed}:content")
+    drawn = adapters.draws(Random(f"{seed}:adapters"))
+    ids = count(1)
+    match content:
+        case SharedPrefix():
+            return _shared_prefix(content, random, ids, drawn)
+        case Conversations():
+            return _conversations(content, seed, ids, drawn)
+        case AgentTree():
+            return _agent_tree(content, random, ids, drawn)
+        case Lengths():
+            return _nothing_shared(content, random, ids, drawn)
+
+
+def _lanes(load: ClosedLoad, source: _Source) -> Iterator[Session]:
+    """The lanes of the first stage; those of each other stage are children of the one before."""
+
+    def lane(stage: int, number: int) -> Iterator[Turn]:
+        lanes, requests = load.stages[stage].lanes, load.stages[stage].requests
+        quota = requests // lanes + (number < requests % lanes)
+        turns = islice(_endless(source, number, lanes), quota)
+        last: Turn | None = None
+        for turn in turns:
+            if last is not None:
+                yield last
+            last = turn
+        if last is None:
+            return
+        following: tuple[Session, ...] = ()
+        if stage + 1 < len(load.stages):
+            following = tuple(
+                Session(start_s=load.gap_s, turns=lane(stage + 1, child))
+                for child in range(number, load.stages[stage + 1].lanes, min(lanes, requests))
+            )
+        yield structs.replace(last, children=(*last.children, *following))
+
+    if load.stages:
+        for number in range(load.stages[0].lanes):
+            yield Session(turns=lane(0, number))
+
+
+def _endless(source: _Source, lane: int, lanes: int) -> Iterator[Turn]:
+    """One session after another, as long as there are any."""
+    while True:
+        turn = None
+        for turn in source(lane, lanes):
+            yield turn
+        if turn is None:
+            return
+
+
+def _rounds(source: _Source, users: int, times: Iterator[Seconds]) -> Iterator[Arrival]:
+    """Users speak in turn, each after its last answer and not before the load says so."""
+    latest: dict[int, int] = {}
+    for index, at in enumerate(times):
+        user = index % users
+        [turn] = source(user, users)
+        yield arrival_of(turn, index=index, time_s=at, after=latest.get(user))
+        latest[user] = index
+
+
+def _nothing_shared(
+    content: Lengths, random: Random, ids: Iterator[int], adapters: Iterator[str]
+) -> _Source:
+    def source(lane: int, lanes: int) -> Iterator[Turn]:
+        parts = ((next(ids), content.prompt.count(random)),)
+        yield Turn(parts, content.output.count(random), adapter=next(adapters))
+
+    return source
+
+
+class _Prompt(Struct):
+    """A question of a group; with `multi_turn` also what was said before."""
+
+    name: str
+    system: tuple[int, int]
+    question: tuple[int, int]
+    output_tokens: int
+    history: tuple[tuple[int, int], ...] = ()
+    turns: int = 0
+
+
+def _shared_prefix(
+    content: SharedPrefix, random: Random, ids: Iterator[int], adapters: Iterator[str]
+) -> _Source:
+    groups: list[list[_Prompt]] = []
+    for group in range(content.groups):
+        system = (next(ids), content.system_tokens)
+        groups.append(
+            [
+                _Prompt(
+                    f"{group}.{number}",
+                    system,
+                    (next(ids), content.question.count(random)),
+                    content.output.count(random),
+                )
+                for number in range(content.prompts_per_group)
+            ]
+        )
+    prompts = [prompt for group in groups for prompt in group]
+    random.shuffle(prompts)
+    popularity = list(
+        accumulate(1 / rank ** (content.skew or 0) for rank in range(1, content.groups + 1))
+    )
+    turn_of_lane: dict[tuple[int, int], int] = {}
+
+    def draw(lane: int, lanes: int) -> _Prompt | None:
+        if content.skew is not None:
+            [group] = random.choices(groups, cum_weights=popularity)
+            return random.choice(group)
+        if not content.multi_turn:
+            lane, lanes = 0, 1
+        mine = prompts[lane::lanes]
+        if not mine:
+            return None
+        turn = turn_of_lane.get((lane, lanes), 0)
+        turn_of_lane[lane, lanes] = turn + 1
+        return mine[turn % len(mine)]
+
+    def source(lane: int, lanes: int) -> Iterator[Turn]:
+        prompt = draw(lane, lanes)
+        if prompt is None:
+            return
+        if not content.multi_turn:
+            parts: tuple[tuple[int, int], ...] = _with_tokens(prompt.system, prompt.question)
+            yield Turn(parts, prompt.output_tokens, adapter=next(adapters))
+            return
+        parts = (*prompt.history, prompt.question)
+        answer = next(ids)
+        size = sum(tokens for _, tokens in parts) + content.system_tokens + prompt.output_tokens
+        if size > content.context_tokens_max and prompt.history:
+            parts = (prompt.question,)
+        prompt.history = (*parts, (answer, prompt.output_tokens))
+        yield Turn(
+            _with_tokens(prompt.system, *parts),
+            prompt.output_tokens,
+            answer=answer,
+            adapter=next(adapters),
+            session=prompt.name,
+            number=prompt.turns,
+        )
+        prompt.turns += 1
+
+    return source
+
+
+def _with_tokens(*parts: tuple[int, int]) -> tuple[tuple[int, int], ...]:
+    """Without the parts that are empty."""
+    return tuple(part for part in parts if part[1])
+
+
+def _conversations(
+    content: Conversations, seed: int, ids: Iterator[int], adapters: Iterator[str]
+) -> _Source:
+    shared = (next(ids), content.shared_tokens)
+    texts: dict[tuple[int, int], int] = {}
+    """(conversation, turn) -> id, for conversations that come again; turn -1 is the context."""
+    numbers = count()
+
+    def text(conversation: int, turn: int) -> int:
+        if not content.conversations:
+            return next(ids)
+        known = texts.get((conversation, turn))
+        if known is None:
+            known = texts[conversation, turn] = next(ids)
+        return known
+
+    def source(lane: int, lanes: int) -> Iterator[Turn]:
+        number = next(numbers)
+        conversation = number % content.conversations if content.conversations else number
+        # Each time the same lengths, as the same text.
+        random = Random(f"{seed}:conversation:{conversation}")
+        adapter = next(adapters)
+        parts = _with_tokens(shared, (text(conversation, -1), round(content.own.draw(random))))
+        for turn in range(content.turns.count(random)):
+            think_s = content.think_s.draw(random)
+            parts += ((text(conversation, turn), content.question.count(random)),)
+            output_tokens = content.output.count(random)
+            if sum(tokens for _, tokens in parts) + output_tokens > content.context_tokens_max:
+                if turn:
+                    return
+                parts = _cut(parts, content.context_tokens_max - output_tokens)
+            answer = next(ids)
+            yield Turn(
+                parts,
+                output_tokens,
+                answer=answer,
+                think_s=think_s if turn else 0.0,
+                adapter=adapter,
+                session=str(number),
+                number=turn,
+            )
+            parts += ((answer, output_tokens),)
+
+    return source
+
+
+def _cut(parts: tuple[tuple[int, int], ...], tokens_max: int) -> tuple[tuple[int, int], ...]:
+    """The head of the prompt, at most `tokens_max` tokens and at least one."""
+    kept: list[tuple[int, int]] = []
+    left = max(1, tokens_max)
+    for part, tokens in parts:
+        if left:
+            kept.append((part, min(tokens, left)))
+            left -= min(tokens, left)
+    return tuple(kept)
+
+
+def _agent_tree(
+    content: AgentTree, random: Random, ids: Iterator[int], adapters: Iterator[str]
+) -> _Source:
+    root = (next(ids), content.root_tokens)
+    toolsets = [(next(ids), content.toolset_tokens) for _ in range(content.toolsets)]
+    numbers = count()
+
+    def agent(parts: tuple[tuple[int, int], ...], name: str, adapter: str) -> Iterator[Turn]:
+        parts += ((next(ids), content.branch.count(random)),)
+        for number in range(content.turns.count(random)):
+            output_tokens = content.output.count(random)
+            if sum(tokens for _, tokens in parts) + output_tokens > content.context_tokens_max:
+                return
+            answer = next(ids)
+            yield Turn(
+                parts,
+                output_tokens,
+                answer=answer,
+                think_s=content.tool_s.draw(random) if number else 0.0,
+                adapter=adapter,
+                session=name,
+                number=number,
+            )
+            parts += ((answer, output_tokens), (next(ids), content.tool_result.count(random)))
+
+    def source(lane: int, lanes: int) -> Iterator[Turn]:
+        name, adapter = str(next(numbers)), next(adapters)
+        parts = (root, random.choice(toolsets), (next(ids), content.task.count(random)))
+        output_tokens = content.output.count(random)
+        answer = next(ids)
+        planned = (*parts, (answer, output_tokens))
+        agents = tuple(
+            Session(
+                start_s=content.tool_s.draw(random), turns=agent(planned, f"{name}.{one}", adapter)
+            )
+            for one in range(content.agents.count(random))
+        )
+        yield Turn(
+            parts, output_tokens, answer=answer, adapter=adapter, session=name, children=agents
+        )
+
+    return source

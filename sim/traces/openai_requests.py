@@ -29,16 +29,16 @@ _PATHS: Final = {
 }
 
 
-class _Usage(Struct):
+class _Usage(Struct, frozen=True):
     completion_tokens: int = 0
     output_tokens: int = 0
 
 
-class _ResponseBody(Struct):
+class _ResponseBody(Struct, frozen=True):
     usage: _Usage = _Usage()
 
 
-class _Response(Struct):
+class _Response(Struct, frozen=True):
     usage: _Usage | None = None
     body: _ResponseBody = _ResponseBody()
 

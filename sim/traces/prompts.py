@@ -161,13 +161,16 @@ def _text(first: str, number: int, tokens: int) -> str:
 class PromptHashes:
     """The hashes of one prompt and its answer, for blocks of any size; made once, asked often."""
 
-    __slots__ = ("_bases", "_ends", "prompt_tokens", "tokens")
+    __slots__ = ("_ends", "bases", "prompt_tokens", "tokens")
 
     def __init__(self, arrival: Arrival) -> None:
-        """Hash the ids; a hash at token t is the base of the block that holds t, plus t strides."""
+        """Hash the ids; a hash at token t is the base of the part that holds t, plus t strides."""
         self.prompt_tokens = arrival.prompt_tokens
         self.tokens = arrival.prompt_tokens + arrival.output_tokens
-        self._bases = array("Q")
+        self.bases = array("Q")
+        """One for each of `Arrival.spans`, then the request's own part if there is one, then the
+        answer. Equal bases: equal text from the start to as far as the shorter of the parts goes.
+        """
         self._ends = array("q")
         seed = chain_seed(ApiKind.COMPLETIONS, model_of(arrival), arrival.cache_salt)
         xxh64, end, shift = xxhash.xxh64_intdigest, 0, 0
@@ -177,7 +180,7 @@ class PromptHashes:
             end += tokens
             shift = end * _STRIDE
             seed = (base + shift) & _WORD
-            self._bases.append(base)
+            self.bases.append(base)
             self._ends.append(end)
 
     def chain(self, block_tokens: int, tokens: int) -> npt.NDArray[np.uint64]:
@@ -185,7 +188,7 @@ class PromptHashes:
         counts = np.minimum(np.frombuffer(self._ends, np.int64), tokens)
         counts //= block_tokens
         counts[1:] -= counts[:-1].copy()
-        hashes: npt.NDArray[np.uint64] = np.frombuffer(self._bases, np.uint64).repeat(counts)
+        hashes: npt.NDArray[np.uint64] = np.frombuffer(self.bases, np.uint64).repeat(counts)
         ends = np.arange(1, len(hashes) + 1, dtype=np.uint64)
         ends *= np.uint64(block_tokens * _STRIDE & _WORD)
         hashes += ends

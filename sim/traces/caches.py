@@ -1,0 +1,44 @@
+"""Caches without an engine: what could be hit, and what room there is for it."""
+
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+
+
+class LruCache:
+    """Holds the most recently used parts, `tokens_max` tokens together, tails evicted first."""
+
+    __slots__ = ("_held_tokens", "_parts", "tokens_max")
+
+    def __init__(self, tokens_max: float) -> None:
+        """`tokens_max` may be infinite."""
+        self.tokens_max = tokens_max
+        self._held_tokens = 0
+        self._parts: OrderedDict[int, int] = OrderedDict()
+        """Hash of a part -> how many of its tokens are held; least recently used first."""
+
+    def match(self, parts: Sequence[int], tokens: Sequence[int]) -> int:
+        """Tokens of the longest held head of a prompt."""
+        held = self._parts
+        return head_tokens((held.get(part, 0) for part in parts), tokens)
+
+    def insert(self, parts: Sequence[int], tokens: Sequence[int]) -> None:
+        """Hold a prompt: its head becomes the most recently used."""
+        held = self._parts
+        for part, wanted in zip(reversed(parts), reversed(tokens), strict=True):
+            found = held.pop(part, 0)
+            held[part] = max(found, wanted)
+            if wanted > found:
+                self._held_tokens += wanted - found
+        while self._held_tokens > self.tokens_max:
+            _, evicted = held.popitem(last=False)
+            self._held_tokens -= evicted
+
+
+def head_tokens(found: Iterable[int], wanted: Iterable[int]) -> int:
+    """Tokens up to the first part of which fewer are `found` than `wanted`."""
+    matched = 0
+    for have, want in zip(found, wanted, strict=True):
+        if have < want:
+            return matched + have
+        matched += want
+    return matched

@@ -1,0 +1,463 @@
+"""What a trace is like: lengths, bursts, reuse, hit ceilings, and what routing can gain on it.
+
+One pass. Held are four bytes for each length, about 150 bytes for each distinct part of a prompt,
+and caches no larger than the pool's.
+
+Ceilings are shares of all prompt tokens. *One cache*: without end, for all requests. *Per pod*:
+caches without end, requests placed at random, in turn, or by affinity: by the hash of the first
+part of their prompt that is not common to too many. *At this capacity*: the same with
+least-recently-used eviction and the pool's size, a cut last block taking the room of a whole one,
+and answers none unless a later prompt contains them.
+"""
+
+import math
+from array import array
+from collections.abc import Iterable, Sequence
+from random import Random
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+from msgspec import Struct
+
+from epp.core.types import Seconds
+from sim.profiles import Profile, StepWork
+from sim.traces.arrival import Arrival
+from sim.traces.caches import LruCache, head_tokens
+from sim.traces.prompts import PromptHashes
+
+_COMMON_MIN = 16
+"""Uses of a part before it may count as common."""
+_GAPS_MAX = 1_000_000
+_WINDOW_S = 10.0
+_DECODE_BATCH = 64
+"""Requests decoding together, for the estimate of decode time."""
+_NO_SHARING = 0.05
+_MOSTLY_PREFILL = 0.6
+_SATURATED = 0.9
+_IDLE = 0.3
+
+
+class Pool(Struct, frozen=True, kw_only=True):
+    """The pods that the trace would be served by."""
+
+    pods: int
+    profile: Profile
+    kv_tokens: int
+    """Of each pod."""
+
+
+class Quantiles(Struct, frozen=True, kw_only=True):
+    """Of tokens or seconds; all 0 if there was nothing."""
+
+    mean: float
+    p50: float
+    p90: float
+    p99: float
+    max: float
+
+
+class PodCeilings(Struct, frozen=True, kw_only=True):
+    """Token hit ratios of one cache a pod, by how requests are placed."""
+
+    random: float
+    round_robin: float
+    affinity: float
+
+
+class Reuse(Struct, frozen=True, kw_only=True):
+    """How parts of prompts come again. A part is a block of the trace."""
+
+    references: int
+    distinct: int
+    used_once: float
+    """Share of the distinct ones."""
+    distinct_first: int
+    """Parts that prompts begin with: if few, the longest prefix alone decides nothing."""
+    gap_s: Quantiles
+    """Between two uses of one part."""
+    live_tokens_max: int
+    """At the peak, tokens of parts between their first and their last use: the working set."""
+
+
+class Ceilings(Struct, frozen=True, kw_only=True):
+    """Token hit ratios, see the module."""
+
+    one_cache: float
+    per_pod: PodCeilings
+    one_cache_at_capacity: float
+    """With all pods' room together."""
+    per_pod_at_capacity: PodCeilings
+    affinity_load_max_over_mean: float
+    """Requests of the busiest pod when placed by affinity."""
+
+
+class Place(Struct, frozen=True, kw_only=True):
+    """Where on the map the trace is for this pool, as estimates."""
+
+    regime: str
+    """no-sharing, fits-a-pod, fits-the-pool or exceeds-the-pool."""
+    working_set_over_pod: float
+    working_set_over_pool: float
+    prefill_share: float
+    """Of GPU time, when placed by affinity."""
+    utilisation: float
+    """GPU time needed over GPU time there is; above 1 the pool cannot keep up."""
+    sentences: tuple[str, ...]
+
+
+class Inspection(Struct, frozen=True, kw_only=True):
+    """All of it."""
+
+    requests: int
+    duration_s: Seconds
+    rate_per_s: float
+    waiting_for_answers: int
+    """Requests that wait for an answer: the times are those without that wait."""
+    models: int
+    adapters: int
+    sessions: int
+    gap_cv: float
+    """Coefficient of variation of the gaps between arrivals: 1 is Poisson."""
+    peak_over_mean: float
+    """Busiest 10 seconds."""
+    prompt_tokens: Quantiles
+    output_tokens: Quantiles
+    prompt_tokens_total: int
+    output_tokens_total: int
+    reuse: Reuse
+    ceilings: Ceilings
+    place: Place
+
+
+def inspect(arrivals: Iterable[Arrival], pool: Pool, seed: int = 1) -> Inspection:
+    """Read the trace to its end. ValueError if it has no requests."""
+    sharing = _Sharing(pool, seed)
+    timing = _Timing()
+    prompts, outputs = array("I"), array("I")
+    names: dict[str, set[str]] = {"model": set(), "adapter": set(), "session": set()}
+    waiting = 0
+    for arrival in arrivals:
+        prompts.append(arrival.prompt_tokens)
+        outputs.append(arrival.output_tokens)
+        timing.add(arrival.time_s)
+        sharing.add(arrival)
+        waiting += arrival.after is not None
+        for kind, seen in names.items():
+            seen.add(getattr(arrival, kind))
+    if not prompts:
+        raise ValueError("The trace has no requests.")
+    requests = len(prompts)
+    lengths = np.frombuffer(prompts, np.uint32)
+    answers = np.frombuffer(outputs, np.uint32)
+    prompt_tokens_total = int(lengths.sum(dtype=np.int64))
+    reuse = sharing.reuse()
+    ceilings = sharing.ceilings(prompt_tokens_total, requests)
+    work = _Work(
+        requests=requests,
+        duration_s=timing.latest_s,
+        prompt_tokens=prompt_tokens_total,
+        output_tokens=int(answers.sum(dtype=np.int64)),
+    )
+    return Inspection(
+        requests=requests,
+        duration_s=timing.latest_s,
+        rate_per_s=requests / timing.latest_s if timing.latest_s else math.inf,
+        waiting_for_answers=waiting,
+        models=len(names["model"] - {""}),
+        adapters=len(names["adapter"] - {""}),
+        sessions=len(names["session"] - {""}),
+        gap_cv=timing.gap_cv(),
+        peak_over_mean=timing.peak_over_mean(),
+        prompt_tokens=quantiles(lengths),
+        output_tokens=quantiles(answers),
+        prompt_tokens_total=work.prompt_tokens,
+        output_tokens_total=work.output_tokens,
+        reuse=reuse,
+        ceilings=ceilings,
+        place=_place(work, reuse, ceilings, pool),
+    )
+
+
+def quantiles(values: npt.NDArray[Any]) -> Quantiles:
+    """By the nearest rank."""
+    if not len(values):
+        return Quantiles(mean=0, p50=0, p90=0, p99=0, max=0)
+    p50, p90, p99 = np.percentile(values, (50, 90, 99), method="inverted_cdf").tolist()
+    mean = float(np.mean(values, dtype=np.float64))
+    return Quantiles(mean=mean, p50=p50, p90=p90, p99=p99, max=float(values.max()))
+
+
+class _Timing:
+    """Gaps between arrivals and the busiest window."""
+
+    def __init__(self) -> None:
+        self.latest_s: Seconds = 0.0
+        self._count = 0
+        self._gap_squares = 0.0
+        self._window = 0
+        self._in_window = 0
+        self._busiest = 0
+
+    def add(self, time_s: Seconds) -> None:
+        gap_s = time_s - self.latest_s
+        self._gap_squares += gap_s * gap_s
+        self._count += 1
+        self.latest_s = time_s
+        window = int(time_s // _WINDOW_S)
+        self._in_window = self._in_window + 1 if window == self._window else 1
+        self._window = window
+        self._busiest = max(self._busiest, self._in_window)
+
+    def gap_cv(self) -> float:
+        gaps = self._count - 1
+        if gaps < 1 or not self.latest_s:
+            return 0.0
+        mean_s = self.latest_s / gaps
+        return math.sqrt(max(0.0, self._gap_squares / gaps - mean_s * mean_s)) / mean_s
+
+    def peak_over_mean(self) -> float:
+        windows = self.latest_s / _WINDOW_S
+        return self._busiest * windows / self._count if windows >= 1 else 1.0
+
+
+class _Parts(Struct, frozen=True):
+    """Stretches of text: what each is known by, and its length in tokens."""
+
+    hashes: list[int]
+    tokens: list[int]
+
+
+def _parts(arrival: Arrival) -> tuple[_Parts, _Parts]:
+    """(the prompt as far as others may share it, what a cache holds of the request)."""
+    bases = PromptHashes(arrival).bases.tolist()
+    tokens = [size for _, size in arrival.spans()]
+    prompt = _Parts(bases[: len(tokens)], tokens)
+    held = _Parts(prompt.hashes.copy(), tokens.copy())
+    if own := arrival.prompt_tokens - arrival.shareable_tokens:
+        held.hashes.append(bases[len(tokens)])
+        # A cache of blocks spends a whole one on the rest.
+        held.tokens.append(
+            math.ceil(own / (arrival.block_tokens or 1)) * (arrival.block_tokens or 1)
+        )
+    if arrival.answer is not None:
+        held.hashes.append(bases[-1])
+        held.tokens.append(arrival.output_tokens)
+    return prompt, held
+
+
+class _Sharing:
+    """Every distinct part once, and the caches that the ceilings come from."""
+
+    def __init__(self, pool: Pool, seed: int) -> None:
+        self._pods = pool.pods
+        self._random = Random(f"{seed}:placement")
+        self._slot_of: dict[int, int] = {}
+        self._tokens, self._uses = array("I"), array("I")
+        self._first_s, self._last_s = array("d"), array("d")
+        self._first_parts: set[int] = set()
+        self._references = 0
+        self._requests = 0
+        self._gaps_s, self._gaps_seen = array("f"), 0
+        self._one_hit = 0
+        # At random, in turn, by affinity.
+        self._placements = [_Placement(pool) for _ in range(3)]
+        self._together = LruCache(pool.kv_tokens * pool.pods)
+        self._together_hit = 0
+        self._load = [0] * pool.pods
+
+    def add(self, arrival: Arrival) -> None:
+        prompt, held = _parts(arrival)
+        slots = [self._slot(part) for part in prompt.hashes]
+        affinity = self._key(slots, prompt, arrival.index) % self._pods
+        self._load[affinity] += 1
+        pods = (self._random.randrange(self._pods), self._requests % self._pods, affinity)
+        self._requests += 1
+        self._references += len(slots)
+        self._first_parts.update(slots[:1])
+        self._one_hit += head_tokens((self._tokens[slot] for slot in slots), prompt.tokens)
+        self._together_hit += self._together.match(prompt.hashes, prompt.tokens)
+        self._together.insert(held.hashes, held.tokens)
+        for placement, pod in zip(self._placements, pods, strict=True):
+            placement.match(pod, slots, prompt, self._tokens)
+        for slot, size in zip(slots, prompt.tokens, strict=True):
+            self._use(slot, size, arrival.time_s)
+        if arrival.answer is not None:
+            # A later prompt contains it, and who generated it holds it.
+            slots.append(self._slot(held.hashes[-1]))
+            self._use(slots[-1], arrival.output_tokens, arrival.time_s)
+        for placement, pod in zip(self._placements, pods, strict=True):
+            placement.hold(pod, slots, held)
+
+    def _key(self, slots: Sequence[int], prompt: _Parts, index: int) -> int:
+        """The first part that is not shared by more requests than half a pod should get."""
+        common = max(_COMMON_MIN, self._requests / (2 * self._pods))
+        for slot, part in zip(slots, prompt.hashes, strict=True):
+            if self._uses[slot] <= common:
+                return part
+        return xxhash.xxh64_intdigest(index.to_bytes(8, "little"))
+
+    def _slot(self, part: int) -> int:
+        slot = self._slot_of.setdefault(part, len(self._slot_of))
+        if slot == len(self._tokens):
+            self._tokens.append(0)
+            self._uses.append(0)
+            self._first_s.append(0.0)
+            self._last_s.append(0.0)
+            for placement in self._placements:
+                placement.masks.append(0)
+        return slot
+
+    def _use(self, slot: int, size: int, now: Seconds) -> None:
+        if self._uses[slot]:
+            self._gap(now - self._last_s[slot])
+        else:
+            self._first_s[slot] = now
+        self._uses[slot] += 1
+        self._last_s[slot] = now
+        self._tokens[slot] = max(self._tokens[slot], size)
+
+    def _gap(self, gap_s: Seconds) -> None:
+        """Keep a fair sample of the gaps."""
+        self._gaps_seen += 1
+        if len(self._gaps_s) < _GAPS_MAX:
+            self._gaps_s.append(gap_s)
+        elif (at := self._random.randrange(self._gaps_seen)) < _GAPS_MAX:
+            self._gaps_s[at] = gap_s
+
+    def reuse(self) -> Reuse:
+        uses = np.frombuffer(self._uses, np.uint32)
+        again = uses > 1
+        tokens = np.frombuffer(self._tokens, np.uint32)[again].astype(np.int64)
+        moments = np.concatenate(
+            (np.frombuffer(self._first_s)[again], np.frombuffer(self._last_s)[again])
+        )
+        order = np.argsort(moments, kind="stable")
+        live = np.cumsum(np.concatenate((tokens, -tokens))[order])
+        return Reuse(
+            references=self._references,
+            distinct=len(uses),
+            used_once=float(np.mean(~again)) if len(uses) else 0.0,
+            distinct_first=len(self._first_parts),
+            gap_s=quantiles(np.frombuffer(self._gaps_s, np.float32)),
+            live_tokens_max=int(live.max(initial=0)),
+        )
+
+    def ceilings(self, prompt_tokens: int, requests: int) -> Ceilings:
+        def of(hits: Iterable[int]) -> PodCeilings:
+            random, in_turn, affinity = (hit / prompt_tokens for hit in hits)
+            return PodCeilings(random=random, round_robin=in_turn, affinity=affinity)
+
+        return Ceilings(
+            one_cache=self._one_hit / prompt_tokens,
+            per_pod=of(placement.hit_tokens for placement in self._placements),
+            one_cache_at_capacity=self._together_hit / prompt_tokens,
+            per_pod_at_capacity=of(placement.lru_hit_tokens for placement in self._placements),
+            affinity_load_max_over_mean=max(self._load) * self._pods / requests,
+        )
+
+
+class _Placement:
+    """Pods under one way to place requests: caches without end, and caches of their size."""
+
+    def __init__(self, pool: Pool) -> None:
+        self.masks: list[int] = []
+        """Slot -> bit p says that pod p has seen the part."""
+        self.hit_tokens = 0
+        self.lru_hit_tokens = 0
+        self._lru = [LruCache(pool.kv_tokens) for _ in range(pool.pods)]
+
+    def match(self, pod: int, slots: Sequence[int], prompt: _Parts, known: Sequence[int]) -> None:
+        """Count what `pod` holds; `known` tokens of a part are held where it is held."""
+        masks, bit = self.masks, 1 << pod
+        held = (known[slot] if masks[slot] & bit else 0 for slot in slots)
+        self.hit_tokens += head_tokens(held, prompt.tokens)
+        self.lru_hit_tokens += self._lru[pod].match(prompt.hashes, prompt.tokens)
+
+    def hold(self, pod: int, slots: Sequence[int], held: _Parts) -> None:
+        """From now on `pod` holds these."""
+        bit = 1 << pod
+        for slot in slots:
+            self.masks[slot] |= bit
+        self._lru[pod].insert(held.hashes, held.tokens)
+
+
+class _Work(Struct, frozen=True, kw_only=True):
+    requests: int
+    duration_s: Seconds
+    prompt_tokens: int
+    output_tokens: int
+
+
+def _place(work: _Work, reuse: Reuse, ceilings: Ceilings, pool: Pool) -> Place:
+    hit = ceilings.per_pod_at_capacity.affinity
+    prefill_s, decode_s = _gpu_s(work, hit, pool.profile)
+    available_s = work.duration_s * pool.pods
+    prefill_share = prefill_s / (prefill_s + decode_s)
+    utilisation = (prefill_s + decode_s) / available_s if available_s else math.inf
+    over_pod = reuse.live_tokens_max / pool.kv_tokens
+    regime, sentence = _regime(over_pod, ceilings, pool)
+    return Place(
+        regime=regime,
+        working_set_over_pod=over_pod,
+        working_set_over_pool=over_pod / pool.pods,
+        prefill_share=prefill_share,
+        utilisation=utilisation,
+        sentences=(sentence, *_load_sentences(prefill_share, utilisation)),
+    )
+
+
+def _regime(over_pod: float, ceilings: Ceilings, pool: Pool) -> tuple[str, str]:
+    best, pods = ceilings.one_cache, f"{pool.pods} pods"
+    at_capacity = ceilings.per_pod_at_capacity
+    affinity, chance = at_capacity.affinity, at_capacity.random
+    if best < _NO_SHARING:
+        return "no-sharing", (
+            f"Prompts share almost nothing ({best:.1%} at best): route by load; a prefix policy "
+            "can only unbalance it."
+        )
+    if over_pod <= 1:
+        return "fits-a-pod", (
+            f"The working set fits into each pod's cache: any routing comes near the best hit "
+            f"rate ({chance:.1%} at random, {affinity:.1%} with affinity, {best:.1%} at best)."
+        )
+    if over_pod <= pool.pods:
+        return "fits-the-pool", (
+            f"The working set fits into the cache of {pods} together, not of one: this is where "
+            f"prefix routing pays ({affinity:.1%} with affinity, {chance:.1%} at random)."
+        )
+    return "exceeds-the-pool", (
+        f"The working set is {over_pod / pool.pods:.1f} times the cache of {pods}: capacity "
+        f"decides. Of {best:.1%} at best, affinity gets {affinity:.1%}, random {chance:.1%}."
+    )
+
+
+def _load_sentences(prefill_share: float, utilisation: float) -> list[str]:
+    sentences = []
+    if prefill_share >= _MOSTLY_PREFILL:
+        sentences.append("Most GPU time is prefill: hits turn into throughput.")
+    else:
+        sentences.append(
+            "Most GPU time is decode: hits shorten TTFT more than they add throughput."
+        )
+    if utilisation > _SATURATED:
+        sentences.append("The pool is at or past saturation: queues decide TTFT.")
+    elif utilisation < _IDLE:
+        sentences.append("The pool is lightly loaded: differences between policies will be small.")
+    return sentences
+
+
+def _gpu_s(work: _Work, hit: float, profile: Profile) -> tuple[Seconds, Seconds]:
+    """Estimates of (prefill, decode) time: mean prompt in full chunks, decodes in a fixed batch."""
+    context = work.prompt_tokens / work.requests
+    new = max(1.0, context * (1 - hit))
+    chunk = profile.max_num_batched_tokens
+    pairs = chunk * (context - new / 2)
+    prefill = StepWork(tokens=chunk, prefills=1, attention_pairs=pairs)
+    prefill_s = profile.step_s(prefill) * new * work.requests / chunk
+    held = round(_DECODE_BATCH * (context + work.output_tokens / work.requests / 2))
+    decode = StepWork(
+        tokens=_DECODE_BATCH, decodes=_DECODE_BATCH, decode_context_tokens=held, held_tokens=held
+    )
+    return prefill_s, profile.step_s(decode) * work.output_tokens / _DECODE_BATCH

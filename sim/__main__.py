@@ -17,6 +17,7 @@ from sim.engine import EngineSettings
 from sim.pod_server import PodAddress, listen, serve, write_endpoints
 from sim.pods import PodSettings
 from sim.profiles import DEFAULT_PROFILE, PROFILES
+from sim.traces import command as trace_command
 
 _PODS_MAX: Final = 1000
 
@@ -28,6 +29,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     _add_serve(commands)
+    trace_command.add_parser(commands)
     options = parser.parse_args(arguments)
     code: int = options.run(options)
     return code

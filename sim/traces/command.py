@@ -1,0 +1,425 @@
+"""`sim trace inspect`, `generate` and `convert`: flags to calls, results to a table or JSON."""
+
+import argparse
+import contextlib
+import gzip
+import secrets
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from itertools import islice
+from pathlib import Path
+from typing import BinaryIO, Final
+
+import msgspec
+from rich.console import Console
+from rich.table import Table
+
+from sim.profiles import DEFAULT_PROFILE, PROFILES
+from sim.traces.arrival import Arrival, TraceError
+from sim.traces.capture import CaptureWriter, Salt
+from sim.traces.formats import FORMATS, open_trace
+from sim.traces.inspection import Inspection, PodCeilings, Pool, Quantiles, inspect
+from sim.traces.mooncake import MooncakeWriter
+from sim.traces.openai_requests import OPENAI
+from sim.traces.reading import ReadOptions, Trace
+from sim.traces.standard import STANDARD
+from sim.traces.workloads import OpenLoad, Stage, Workload, arrivals
+
+_PODS_MAX: Final = 1000
+_FOREVER_S: Final = 1e9
+_SALT_BYTES: Final = 32
+
+
+def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    """Add `trace` with its three commands."""
+    trace = commands.add_parser(
+        "trace", help="inspect, generate and convert traces", allow_abbrev=False
+    )
+    kinds = trace.add_subparsers(required=True, metavar="COMMAND")
+    _add_inspect(kinds)
+    _add_generate(kinds)
+    _add_convert(kinds)
+
+
+def add_reading(parser: argparse.ArgumentParser) -> None:
+    """Flags that say how a trace is to be read; `read_options` takes them."""
+    add = parser.add_argument
+    add(
+        "--format",
+        default="",
+        choices=["", *(known.name for known in FORMATS)],
+        metavar="NAME",
+        help="format of the trace, else found by content: "
+        + ", ".join(known.name for known in FORMATS),
+    )
+    add(
+        "--block-tokens",
+        type=_positive,
+        metavar="N",
+        help="tokens in a block, where the format does not say",
+    )
+    add(
+        "--rate-per-s",
+        type=_rate,
+        default=1.0,
+        metavar="R",
+        help="arrivals a second, where the format has no times",
+    )
+    add("--skip-bad", action="store_true", help="count malformed lines instead of stopping")
+
+
+def read_options(options: argparse.Namespace, seed: int = 1) -> ReadOptions:
+    """What `add_reading` added, as the readers want it."""
+    return ReadOptions(
+        format=options.format,
+        block_tokens=options.block_tokens,
+        rate_per_s=options.rate_per_s,
+        skip_bad=options.skip_bad,
+        seed=seed,
+    )
+
+
+def _add_inspect(kinds: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    parser = kinds.add_parser(
+        "inspect",
+        help="lengths, bursts, reuse, hit ceilings, and what routing can gain",
+        allow_abbrev=False,
+    )
+    add = parser.add_argument
+    add("trace", type=Path, metavar="TRACE")
+    add_reading(parser)
+    add("--pods", type=_pods, default=8, metavar="N", help="pods of the pool (default: 8)")
+    add("--profile", choices=sorted(PROFILES), default=DEFAULT_PROFILE, help="model and GPU")
+    add("--kv-tokens", type=_positive, metavar="N", help="KV cache of a pod (default: profile)")
+    add("--seed", type=int, default=1, help="places requests at random")
+    add("--json", action="store_true", help="print JSON")
+    parser.set_defaults(run=_run(_inspect))
+
+
+def _add_generate(kinds: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    parser = kinds.add_parser(
+        "generate",
+        help="write a standard workload as a capture",
+        description="KIND is one of: " + ", ".join(sorted(STANDARD)) + ".",
+        allow_abbrev=False,
+    )
+    add = parser.add_argument
+    add("kind", choices=sorted(STANDARD), metavar="KIND")
+    add("--out", type=Path, required=True, metavar="FILE", help="gzip if it ends in .gz")
+    add("--force", action="store_true", help="replace FILE")
+    add("--requests", type=_positive, metavar="N", help="stop after so many")
+    add(
+        "--rate",
+        type=_rate,
+        metavar="R",
+        help="sessions or requests a second, in the place of the workload's own stages",
+    )
+    add(
+        "--burstiness",
+        type=_burstiness,
+        metavar="CV",
+        help="coefficient of variation of the gaps: 0 even, 1 Poisson, above 1 bursts",
+    )
+    add("--duration", type=_rate, metavar="S", help="with --rate: seconds (default: 300)")
+    add("--seed", type=int, default=1)
+    add("--json", action="store_true", help="print JSON")
+    parser.set_defaults(run=_run(_generate))
+
+
+def _add_convert(kinds: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    parser = kinds.add_parser(
+        "convert", help="read any format, write a capture or Mooncake's", allow_abbrev=False
+    )
+    add = parser.add_argument
+    add("trace", type=Path, metavar="IN")
+    add("out", type=Path, metavar="OUT", help="gzip if it ends in .gz")
+    add_reading(parser)
+    add("--to", choices=("capture", "mooncake"), required=True)
+    add("--limit", type=_positive, metavar="N", help="stop after so many")
+    add(
+        "--salt-file",
+        type=Path,
+        metavar="FILE",
+        help="secret of up to 64 bytes that hides ids and names in a capture; raw requests are "
+        "hidden under a random one without it",
+    )
+    add("--seed", type=int, default=1, help="for workloads that name none")
+    add("--force", action="store_true", help="replace OUT")
+    add("--json", action="store_true", help="print JSON")
+    parser.set_defaults(run=_run(_convert))
+
+
+def _run(
+    command: Callable[[argparse.Namespace, Console], int],
+) -> Callable[[argparse.Namespace], int]:
+    """What can be said in a sentence is said so, on stderr, and the exit code is 1."""
+
+    def run(options: argparse.Namespace) -> int:
+        try:
+            return command(options, Console())
+        except (TraceError, ValueError, OSError) as problem:
+            sys.stderr.write(f"sim: {problem}\n")
+            return 1
+
+    return run
+
+
+def _inspect(options: argparse.Namespace, console: Console) -> int:
+    trace = open_trace(options.trace, read_options(options, options.seed))
+    profile = PROFILES[options.profile]
+    kv_tokens = options.kv_tokens or profile.kv_tokens
+    pool = Pool(pods=options.pods, profile=profile, kv_tokens=kv_tokens)
+    found = inspect(trace, pool, options.seed)
+    if options.json:
+        document = {
+            "schema": 1,
+            "trace": str(options.trace),
+            "format": trace.format.name,
+            "bad_lines": trace.bad_lines,
+            "pool": {"pods": pool.pods, "profile": profile.name, "kv_tokens": kv_tokens},
+            **msgspec.to_builtins(found),
+        }
+        _write_json(document)
+        return 0
+    _print(console, trace, pool, found)
+    return 0
+
+
+def _generate(options: argparse.Namespace, console: Console) -> int:
+    workload = _adjusted(STANDARD[options.kind], options)
+    stream = arrivals(workload, options.seed, options.requests)
+    with _new_file(options.out, replace=options.force) as file:
+        source = f"sim trace generate {options.kind}, seed {options.seed}"
+        writer = CaptureWriter(file, source=source)
+        for arrival in stream:
+            writer.write_arrival(arrival)
+    _say_written(console, options, writer.lines, {"seed": options.seed, "kind": options.kind})
+    return 0
+
+
+def _adjusted(workload: Workload, options: argparse.Namespace) -> Workload:
+    load = workload.load
+    if options.duration and not options.rate:
+        raise ValueError("--duration needs --rate.")
+    if options.rate:
+        duration_s = options.duration or (_FOREVER_S if options.requests else 300.0)
+        load = OpenLoad(stages=(Stage(rate_per_s=options.rate, duration_s=duration_s),))
+    if options.burstiness is not None:
+        if not isinstance(load, OpenLoad):
+            raise ValueError(f"--burstiness needs --rate: {options.kind} waits for its answers.")
+        load = msgspec.structs.replace(load, burstiness=options.burstiness)
+    return msgspec.structs.replace(workload, load=load)
+
+
+def _convert(options: argparse.Namespace, console: Console) -> int:
+    trace = open_trace(options.trace, read_options(options, options.seed))
+    salt = _salt(options, trace)
+    stream: Iterable[Arrival] = islice(trace, options.limit)
+    with _new_file(options.out, replace=options.force) as file:
+        if options.to == "mooncake":
+            lines = _convert_mooncake(stream, file)
+        else:
+            lines = _convert_capture(stream, file, trace, salt)
+    extra = {"bad_lines": trace.bad_lines, "format": trace.format.name}
+    _say_written(console, options, lines, extra)
+    _say_problems(console, trace, quiet=options.json)
+    return 0
+
+
+def _salt(options: argparse.Namespace, trace: Trace) -> Salt | None:
+    if options.salt_file is not None:
+        key = options.salt_file.read_bytes().strip()
+        if not 0 < len(key) <= 64:
+            raise ValueError(f"{options.salt_file}: Expected 1 to 64 bytes, got {len(key)}.")
+        return Salt(key)
+    return Salt(secrets.token_bytes(_SALT_BYTES)) if trace.format is OPENAI else None
+
+
+def _convert_capture(
+    stream: Iterable[Arrival], file: BinaryIO, trace: Trace, salt: Salt | None
+) -> int:
+    # The header wants the block size of the trace, which the first request shows.
+    first, stream = _peek(stream)
+    block_tokens = first.block_tokens if first is not None and first.block_tokens else 64
+    writer = CaptureWriter(file, block_tokens=block_tokens, source=f"{trace.format.name} trace")
+    for arrival in stream:
+        writer.write_arrival(arrival, salt)
+    return writer.lines
+
+
+def _convert_mooncake(stream: Iterable[Arrival], file: BinaryIO) -> int:
+    writer = MooncakeWriter(file)
+    for arrival in stream:
+        writer.write(arrival)
+    return writer.lines
+
+
+def _peek(stream: Iterable[Arrival]) -> tuple[Arrival | None, Iterator[Arrival]]:
+    rest = iter(stream)
+    first = next(rest, None)
+
+    def whole() -> Iterator[Arrival]:
+        if first is not None:
+            yield first
+            yield from rest
+
+    return first, whole()
+
+
+@contextlib.contextmanager
+def _new_file(path: Path, *, replace: bool) -> Iterator[BinaryIO]:
+    """A file that appears under its name when it is complete, and not at all otherwise."""
+    if path.exists() and not replace:
+        raise ValueError(f"{path} exists; --force replaces it.")
+    partial = path.with_name(path.name + ".partial")
+    try:
+        with contextlib.ExitStack() as stack:
+            file: BinaryIO = stack.enter_context(partial.open("wb"))
+            if path.suffix == ".gz":
+                # No name and no time inside: the same trace is the same bytes.
+                packed = gzip.GzipFile(filename="", mode="wb", fileobj=file, mtime=0)
+                yield stack.enter_context(packed)  # type: ignore[misc]
+            else:
+                yield file
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def _say_written(
+    console: Console, options: argparse.Namespace, lines: int, extra: dict[str, object]
+) -> None:
+    if options.json:
+        _write_json({"schema": 1, "out": str(options.out), "requests": lines, **extra})
+        return
+    console.print(f"{lines:,} requests written to {options.out}", highlight=False, markup=False)
+
+
+def _say_problems(console: Console, trace: Trace, *, quiet: bool) -> None:
+    if quiet or not trace.bad_lines:
+        return
+    console.print(f"{trace.bad_lines:,} malformed lines skipped, of which:", markup=False)
+    for problem in trace.problems:
+        console.print(f"  {problem}", markup=False, highlight=False)
+
+
+def _write_json(document: object) -> None:
+    sys.stdout.write(msgspec.json.format(msgspec.json.encode(document)).decode() + "\n")
+
+
+def _print(console: Console, trace: Trace, pool: Pool, found: Inspection) -> None:
+    table = Table(title=f"{trace.path.name} ({trace.format.name})", show_header=False)
+    table.add_column(style="bold")
+    table.add_column()
+    for name, value in _rows(found):
+        table.add_row(name, value)
+    console.print(table)
+    console.print(_ceilings_table(pool, found))
+    for sentence in found.place.sentences:
+        console.print(sentence, markup=False, highlight=False)
+    _say_problems(console, trace, quiet=False)
+
+
+def _rows(found: Inspection) -> Iterator[tuple[str, str]]:
+    yield (
+        "requests",
+        (f"{found.requests:,} in {found.duration_s:,.0f} s, {found.rate_per_s:,.2f} a second"),
+    )
+    if found.waiting_for_answers:
+        yield (
+            "closed loop",
+            (f"{found.waiting_for_answers:,} wait for an answer; times are without that wait"),
+        )
+    yield (
+        "bursts",
+        (
+            f"gaps vary by {found.gap_cv:.2f} (1 is Poisson), busiest 10 s "
+            f"{found.peak_over_mean:.1f} times the mean"
+        ),
+    )
+    yield "prompt tokens", _spread(found.prompt_tokens)
+    yield "answer tokens", _spread(found.output_tokens)
+    yield "in all", f"{found.prompt_tokens_total:,} in, {found.output_tokens_total:,} out"
+    yield "names", f"{found.models} models, {found.adapters} adapters, {found.sessions} sessions"
+    reuse = found.reuse
+    if not reuse.references:
+        yield "reuse", "the trace does not say what prompts share"
+        return
+    yield (
+        "blocks",
+        (
+            f"{reuse.references:,} used, {reuse.distinct:,} distinct, {reuse.used_once:.1%} of them "
+            f"once; prompts begin with {reuse.distinct_first:,}"
+        ),
+    )
+    yield "used again after", f"p50 {reuse.gap_s.p50:,.0f} s, p90 {reuse.gap_s.p90:,.0f} s"
+    yield (
+        "working set",
+        (f"{reuse.live_tokens_max:,} tokens, {found.place.working_set_over_pod:.1f} pods"),
+    )
+    yield (
+        "GPU time (estimate)",
+        (f"{found.place.utilisation:.0%} of the pool's, {found.place.prefill_share:.0%} prefill"),
+    )
+
+
+def _spread(found: Quantiles) -> str:
+    return (
+        f"mean {found.mean:,.0f}, p50 {found.p50:,.0f}, p90 {found.p90:,.0f}, "
+        f"p99 {found.p99:,.0f}, longest {found.max:,.0f}"
+    )
+
+
+def _ceilings_table(pool: Pool, found: Inspection) -> Table:
+    ceilings = found.ceilings
+    table = Table(title="Hit ceilings, share of prompt tokens")
+    table.add_column("")
+    for heading in ("one cache", "random", "round robin", "affinity"):
+        table.add_column(heading, justify="right")
+
+    def row(name: str, one: float, pods: PodCeilings) -> None:
+        ratios = (one, pods.random, pods.round_robin, pods.affinity)
+        table.add_row(name, *(f"{ratio:.1%}" for ratio in ratios))
+
+    row(f"room for all, {pool.pods} pods", ceilings.one_cache, ceilings.per_pod)
+    row(
+        f"{pool.pods} x {pool.kv_tokens:,} tokens",
+        ceilings.one_cache_at_capacity,
+        ceilings.per_pod_at_capacity,
+    )
+    return table
+
+
+def _positive(text: str) -> int:
+    number = int(text) if text.isascii() and text.isdecimal() else 0
+    if not 0 < number <= 10**12:
+        raise argparse.ArgumentTypeError(f"{text!r} is not an integer from 1 to 10^12")
+    return number
+
+
+def _pods(text: str) -> int:
+    number = _positive(text)
+    if number > _PODS_MAX:
+        raise argparse.ArgumentTypeError(f"{text!r} is more than {_PODS_MAX} pods")
+    return number
+
+
+def _rate(text: str) -> float:
+    number = _number(text)
+    if not 0 < number <= 1e9:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0 and at most 10^9")
+    return number
+
+
+def _burstiness(text: str) -> float:
+    number = _number(text)
+    if not 0 <= number <= 100:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number from 0 to 100")
+    return number
+
+
+def _number(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        return -1.0

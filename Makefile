@@ -3,14 +3,17 @@ PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.installed
 
-.PHONY: demo test check fmt bench docs lock clean
+.PHONY: demo test coverage check fmt bench docs lock clean
 
 demo: $(STAMP)        ## round robin against Homing behind a real Envoy, at most three minutes
 	@$(BIN)/python -m sim.demo
 
-test: $(STAMP)        ## every test, with coverage
+test: $(STAMP)        ## every test
+	$(BIN)/python -m pytest
+
+coverage: $(STAMP)    ## every test, slower: which lines and branches they reach
 	$(BIN)/coverage run -m pytest
-	$(BIN)/coverage report --format=total | xargs printf 'branch coverage: %s %%\n'
+	$(BIN)/coverage report
 
 check: $(STAMP)       ## format, lint, types, architecture
 	$(BIN)/ruff format --check .

@@ -13,7 +13,7 @@ from epp.core.types import Seconds
 from sim.traces.arrival import Arrival
 
 
-class Turn(Struct, frozen=True, gc=False):
+class Turn(Struct, frozen=True):
     """One request of a session."""
 
     parts: tuple[tuple[int, int], ...]

@@ -224,7 +224,7 @@ STANDARD: Final[Mapping[str, Workload]] = MappingProxyType(
         "agent-tree": Workload(content=AgentTree(), load=_poisson(0.5)),
         "hot-spot": Workload(
             content=SharedPrefix(
-                groups=1000,
+                groups=200,
                 prompts_per_group=50,
                 system_tokens=3000,
                 question=around(300),

@@ -1,0 +1,152 @@
+"""`sim trace`: from the command line to files, tables, JSON and exit codes."""
+
+import json
+
+import pytest
+
+from sim.__main__ import main
+from sim.traces.formats import open_trace
+
+LINE = '{"timestamp": %d, "input_length": 1100, "output_length": 5, "hash_ids": [1, 2, %d]}\n'
+
+
+@pytest.fixture
+def mooncake(tmp_path):
+    path = tmp_path / "in.jsonl"
+    path.write_text("".join(LINE % (1000 * time, time + 3) for time in range(20)))
+    return path
+
+
+def run(*arguments):
+    return main(["trace", *map(str, arguments)])
+
+
+def test_inspect_prints_a_table_and_a_sentence(mooncake, capsys):
+    """What a reader wants to know first."""
+    assert run("inspect", mooncake) == 0
+    text = capsys.readouterr().out
+    for part in ("in.jsonl (mooncake)", "20 in 19 s", "Hit ceilings", "working set fits"):
+        assert part in text
+
+
+def test_inspect_prints_json(mooncake, capsys):
+    """One document with a schema."""
+    assert run("inspect", mooncake, "--json", "--pods", 2, "--kv-tokens", 1024) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert document["schema"] == 1
+    assert document["pool"] == {
+        "pods": 2,
+        "profile": "llama-3.1-8b-h100-tp1",
+        "kv_tokens": 1024,
+    }
+    # Two whole blocks of 1,100 tokens, in all but the first.
+    assert document["ceilings"]["one_cache"] == pytest.approx(19 * 1024 / (20 * 1100))
+
+
+def test_generate_writes_the_same_file_for_one_seed(tmp_path, capsys):
+    """Plain and packed; another seed writes another."""
+    outs = [tmp_path / name for name in ("a.jsonl", "b.jsonl", "c.jsonl", "a.gz", "b.gz")]
+    for out, seed in zip(outs, (1, 1, 2, 1, 1), strict=True):
+        assert run("generate", "agent-tree", "--requests", 50, "--seed", seed, "--out", out) == 0
+    first, again, other, packed, packed_again = (out.read_bytes() for out in outs)
+    assert first == again != other
+    assert packed == packed_again
+    assert list(open_trace(outs[0])) == list(open_trace(outs[3]))
+    assert "50 requests written" in capsys.readouterr().out
+
+
+def test_generate_takes_a_rate_and_bursts(tmp_path, capsys):
+    """In the place of the workload's own stages."""
+    out = tmp_path / "out.jsonl"
+    flags = ("--rate", 50, "--duration", 10, "--burstiness", 0)
+    assert run("generate", "code-generation", *flags, "--requests", 400, "--out", out) == 0
+    capsys.readouterr()
+    assert run("generate", "zero-reuse", *flags, "--out", out, "--force", "--json") == 0
+    assert json.loads(capsys.readouterr().out)["requests"] in {499, 500}
+
+
+def test_convert_keeps_what_prompts_share(mooncake, tmp_path, capsys):
+    """Mooncake to a capture and back: the same lengths, the same ceilings."""
+    capture, back = tmp_path / "capture.jsonl", tmp_path / "back.jsonl"
+    assert run("convert", mooncake, capture, "--to", "capture") == 0
+    assert run("convert", capture, back, "--to", "mooncake") == 0
+    capsys.readouterr()
+    found = []
+    for path in (mooncake, capture, back):
+        assert run("inspect", path, "--json") == 0
+        document = json.loads(capsys.readouterr().out)
+        found.append([document[name] for name in ("ceilings", "prompt_tokens", "reuse", "gap_cv")])
+    assert found[0] == found[1]
+    # Under new ids requests may be placed on other pods, but share the same.
+    assert found[0][0]["one_cache"] == found[2][0]["one_cache"]
+    assert found[0][1:] == found[2][1:]
+
+
+def test_raw_requests_leave_no_text_in_a_capture(tmp_path):
+    """And are hidden under a salt that nobody knows, or under the one that was given."""
+    raw = tmp_path / "raw.jsonl"
+    body = {"model": "m", "prompt": "The secret of the house. " * 40}
+    raw.write_text("\n".join(json.dumps({"body": body, "session": "alice"}) for _ in range(3)))
+    salt = tmp_path / "salt"
+    salt.write_text("pepper\n")
+    outs = [tmp_path / f"{number}.jsonl" for number in range(4)]
+    for number, out in enumerate(outs):
+        flags = ("--salt-file", salt) if number > 1 else ()
+        assert run("convert", raw, out, "--to", "capture", *flags) == 0
+    texts = [out.read_text() for out in outs]
+    assert not any("secret" in text or "alice" in text for text in texts)
+    assert texts[0] != texts[1] != texts[2] == texts[3]
+    assert all(one.shareable_tokens > 200 for one in open_trace(outs[0]))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "problem"),
+    [
+        (("inspect", "{missing}"), "No such file"),
+        (("inspect", "{bad}"), "bad.jsonl:2: hash_ids: Expected this field, found none"),
+        (("inspect", "{in}", "--format", "azure"), "in.jsonl:1: Expected columns TIMESTAMP"),
+        (("inspect", "{in}", "--block-tokens", "100"), "got 100"),
+        (("convert", "{in}", "{in}", "--to", "mooncake"), "in.jsonl exists; --force replaces it"),
+        (("convert", "{bad}", "{out}", "--to", "capture"), "bad.jsonl:2: hash_ids"),
+        (("generate", "rag", "--burstiness", "2", "--out", "{out}"), "--burstiness needs --rate"),
+        (("generate", "rag", "--duration", "2", "--out", "{out}"), "--duration needs --rate"),
+    ],
+)
+def test_what_cannot_be_done_is_said_in_a_sentence(mooncake, tmp_path, capsys, arguments, problem):
+    """On stderr, with exit code 1, and no half-written file is left."""
+    bad = tmp_path / "bad.jsonl"
+    bad.write_text(LINE % (0, 3) + '{"timestamp": 0, "input_length": 1, "output_length": 1}\n')
+    places = {"in": mooncake, "bad": bad, "missing": tmp_path / "none", "out": tmp_path / "out"}
+    before = mooncake.read_bytes()
+    assert run(*(argument.format(**places) for argument in arguments)) == 1
+    assert problem in capsys.readouterr().err
+    assert mooncake.read_bytes() == before
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["bad.jsonl", "in.jsonl"]
+
+
+def test_skipped_lines_are_counted_in_what_is_printed(mooncake, capsys):
+    """With the first few of them."""
+    with mooncake.open("a") as file:
+        file.write("{}\n")
+    assert run("inspect", mooncake, "--skip-bad") == 0
+    text = " ".join(capsys.readouterr().out.split())
+    assert "1 malformed lines skipped" in text
+    assert "in.jsonl:21" in text
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("generate", "no-such-kind", "--out", "x"),
+        ("inspect",),
+        ("inspect", "x", "--pods", "0"),
+        ("generate", "rag", "--out", "x", "--burstiness", "-1"),
+        ("generate", "rag", "--out", "x", "--rate", "nan"),
+        ("convert", "x", "y", "--to", "azure"),
+    ],
+)
+def test_a_wrong_command_line_exits_with_2(arguments):
+    """As every command does."""
+    with pytest.raises(SystemExit) as caught:
+        run(*arguments)
+    assert caught.value.code == 2

@@ -1,0 +1,180 @@
+"""What inspection finds: the published numbers of a published trace, and small cases by hand."""
+
+import math
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sim.profiles import DEFAULT_PROFILE, PROFILES
+from sim.traces.arrival import Arrival
+from sim.traces.caches import LruCache
+from sim.traces.formats import open_trace
+from sim.traces.inspection import Pool, inspect
+from sim.traces.standard import STANDARD
+from sim.traces.workloads import arrivals
+
+
+def pool(pods=8, kv_tokens=840 * 512):
+    return Pool(pods=pods, profile=PROFILES[DEFAULT_PROFILE], kv_tokens=kv_tokens)
+
+
+def asks(*prompts, gap_s=1.0):
+    return [
+        Arrival(
+            index=index,
+            time_s=index * gap_s,
+            prompt_tokens=64 * len(blocks),
+            output_tokens=10,
+            blocks=tuple(blocks),
+            block_tokens=64,
+        )
+        for index, blocks in enumerate(prompts)
+    ]
+
+
+def test_the_mooncake_conversation_trace_has_its_published_numbers(shared_data):
+    """Lengths, bursts and hit ceilings as the reference computed them on its own."""
+    found = inspect(open_trace(shared_data / "traces" / "mooncake_conversation.jsonl"), pool())
+    assert found.requests == 12_031
+    assert round(found.duration_s) == 3537
+    assert found.gap_cv == pytest.approx(3.03, abs=0.01)
+    prompt, answer = found.prompt_tokens, found.output_tokens
+    assert [round(prompt.mean), prompt.p50, prompt.p90, prompt.max] == [
+        12_035,
+        6909,
+        27_367,
+        126_195,
+    ]
+    assert prompt.p99 == pytest.approx(85_400, abs=1)
+    assert [round(answer.mean), answer.p50, answer.p90, answer.max] == [343, 350, 597, 2000]
+    assert found.prompt_tokens_total == pytest.approx(144.8e6, rel=1e-3)
+    assert found.reuse.distinct_first == 1
+    ceilings = found.ceilings
+    assert ceilings.one_cache == pytest.approx(0.374, abs=0.001)
+    assert 0.130 < ceilings.per_pod.random < 0.140
+    assert ceilings.per_pod.round_robin == pytest.approx(0.139, abs=0.0005)
+    assert ceilings.per_pod.affinity == pytest.approx(0.374, abs=0.002)
+    assert ceilings.affinity_load_max_over_mean == pytest.approx(1.05, abs=0.03)
+    at_capacity = ceilings.per_pod_at_capacity
+    assert at_capacity.random == pytest.approx(0.056, abs=0.004)
+    assert at_capacity.round_robin == pytest.approx(0.059, abs=0.0005)
+    assert at_capacity.affinity == pytest.approx(0.151, abs=0.007)
+    assert found.place.regime == "exceeds-the-pool"
+
+
+def test_the_azure_code_trace_has_its_published_numbers(shared_data):
+    """Bursts far from Poisson, and nothing known to be shared."""
+    found = inspect(open_trace(shared_data / "traces" / "azure_2023_code.csv"), pool())
+    assert found.requests == 8819
+    assert found.gap_cv == pytest.approx(13.2, abs=0.1)
+    assert [round(found.prompt_tokens.mean), found.prompt_tokens.p50] == [2048, 1469]
+    assert [round(found.output_tokens.mean), found.output_tokens.p99] == [28, 252]
+    assert found.ceilings.one_cache == 0
+    assert found.place.regime == "no-sharing"
+
+
+def test_a_trace_by_hand():
+    """Three prompts of two blocks: the second repeats one, the third both."""
+    found = inspect(asks([1, 2], [1, 3], [1, 2], gap_s=10.0), pool(pods=1))
+    assert found.ceilings.one_cache == pytest.approx(3 / 6)
+    assert found.ceilings.per_pod.random == found.ceilings.one_cache
+    assert found.reuse.references == 6
+    assert found.reuse.distinct == 3
+    assert found.reuse.used_once == pytest.approx(1 / 3)
+    assert found.reuse.live_tokens_max == 2 * 64
+    assert found.reuse.gap_s.p50 == 10
+    assert found.rate_per_s == pytest.approx(0.15)
+
+
+def test_an_answer_that_a_later_prompt_contains_can_be_hit():
+    """The first turn leaves its prompt and its answer behind."""
+    turns = [
+        Arrival(
+            index=0,
+            time_s=0.0,
+            prompt_tokens=100,
+            output_tokens=50,
+            blocks=(1,),
+            lengths=(100,),
+            answer=2,
+        ),
+        Arrival(
+            index=1,
+            time_s=1.0,
+            prompt_tokens=170,
+            output_tokens=5,
+            blocks=(1, 2, 3),
+            lengths=(100, 50, 20),
+            after=0,
+        ),
+    ]
+    found = inspect(turns, pool(pods=1))
+    assert found.ceilings.one_cache == pytest.approx(150 / 270)
+    assert found.ceilings.per_pod_at_capacity.affinity == pytest.approx(150 / 270)
+    assert found.waiting_for_answers == 1
+
+
+@settings(max_examples=40)
+@given(
+    prompts=st.lists(st.lists(st.integers(0, 5), min_size=1, max_size=5), min_size=1, max_size=40),
+    pods=st.integers(1, 5),
+    blocks=st.integers(1, 20),
+)
+def test_no_ceiling_is_above_a_higher_one(prompts, pods, blocks):
+    """Room for all hits no less than some room, one cache no less than many."""
+    found = inspect(asks(*prompts), pool(pods=pods, kv_tokens=64 * blocks)).ceilings
+    for name in ("random", "round_robin", "affinity"):
+        endless = getattr(found.per_pod, name)
+        assert getattr(found.per_pod_at_capacity, name) <= endless <= found.one_cache
+    assert found.one_cache_at_capacity <= found.one_cache
+
+
+@pytest.mark.parametrize(
+    ("kv_tokens", "regime"),
+    [(10_000_000, "fits-a-pod"), (400_000, "fits-the-pool"), (20_000, "exceeds-the-pool")],
+)
+def test_the_regime_follows_from_working_set_and_cache(kv_tokens, regime):
+    """150 system prompts of 6,000 tokens and their questions."""
+    trace = arrivals(STANDARD["b2b"], seed=1, requests_max=1500)
+    found = inspect(trace, pool(kv_tokens=kv_tokens))
+    assert found.place.regime == regime
+    assert len(found.place.sentences) >= 2
+
+
+def test_the_control_is_told_to_be_routed_by_load():
+    """No prefix policy can gain on it."""
+    found = inspect(arrivals(STANDARD["zero-reuse"], seed=1, requests_max=500), pool())
+    assert found.ceilings.one_cache == 0
+    assert "route by load" in found.place.sentences[0]
+
+
+def test_an_empty_trace_is_refused():
+    """There is nothing to say of it."""
+    with pytest.raises(ValueError, match="The trace has no requests"):
+        inspect([], pool())
+
+
+def test_a_single_request_has_no_rate_and_no_bursts():
+    """No division by nothing."""
+    found = inspect(asks([1]), pool())
+    assert found.rate_per_s == math.inf
+    assert found.gap_cv == 0
+
+
+def test_the_tail_of_a_prompt_is_evicted_before_its_head():
+    """And the least recently used prompt before the others."""
+    cache = LruCache(30)
+    cache.insert([1, 2, 3], [10, 10, 10])
+    cache.insert([1, 4], [10, 10])
+    assert cache.match([1, 2, 3], [10, 10, 10]) == 20
+    assert cache.match([1, 4], [10, 10]) == 20
+
+
+def test_parts_of_one_id_share_the_shorter_one():
+    """A longer one is held from then on."""
+    cache = LruCache(100)
+    cache.insert([1], [10])
+    assert cache.match([1, 2], [30, 5]) == 10
+    cache.insert([1], [30])
+    assert cache.match([1, 2], [20, 5]) == 20

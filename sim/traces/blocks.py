@@ -1,9 +1,28 @@
 """What the blocks of a trace must be like."""
 
-from collections.abc import Sequence
+from array import array
+from collections.abc import Iterable, Sequence
+from typing import Annotated, TypeAlias
+
+from msgspec import Meta
 
 from sim.traces.arrival import FieldError
 from sim.traces.prompts import PICKER_BLOCK_TOKENS
+
+Tokens: TypeAlias = Annotated[int, Meta(ge=1, le=10_000_000)]
+"""Length of a prompt; more is taken for a mistake."""
+TokenCount: TypeAlias = Annotated[int, Meta(ge=0, le=10_000_000)]
+"""A length as traces have it: 0 where a request failed or was not counted."""
+BlockId: TypeAlias = Annotated[int, Meta(ge=0)]
+"""To be held against `check_ids`, which knows the upper bound."""
+
+
+def check_ids(ids: Iterable[int], field: str) -> None:
+    """`FieldError` unless all are unsigned 64-bit numbers."""
+    try:
+        array("Q", ids)
+    except OverflowError:
+        raise FieldError(field, "Expected ids below 2^64") from None
 
 
 def check_block_tokens(block_tokens: int) -> None:
@@ -18,6 +37,7 @@ def check_block_tokens(block_tokens: int) -> None:
 
 def check_blocks(blocks: Sequence[int], prompt_tokens: int, block_tokens: int, field: str) -> None:
     """`FieldError` unless there is an id for every block, with or without the rest at the end."""
+    check_ids(blocks, field)
     whole, rest = divmod(prompt_tokens, block_tokens)
     if whole <= len(blocks) <= whole + bool(rest):
         return

@@ -23,15 +23,21 @@ class LruCache:
 
     def insert(self, parts: Sequence[int], tokens: Sequence[int]) -> None:
         """Hold a prompt: its head becomes the most recently used."""
-        held = self._parts
+        held, held_tokens = self._parts, self._held_tokens
+        get, move_to_end = held.get, held.move_to_end
         for part, wanted in zip(reversed(parts), reversed(tokens), strict=True):
-            found = held.pop(part, 0)
-            held[part] = max(found, wanted)
+            found = get(part)
+            if found is None:
+                held[part] = wanted
+                held_tokens += wanted
+                continue
+            move_to_end(part)
             if wanted > found:
-                self._held_tokens += wanted - found
-        while self._held_tokens > self.tokens_max:
-            _, evicted = held.popitem(last=False)
-            self._held_tokens -= evicted
+                held[part] = wanted
+                held_tokens += wanted - found
+        while held_tokens > self.tokens_max:
+            held_tokens -= held.popitem(last=False)[1]
+        self._held_tokens = held_tokens
 
 
 def head_tokens(found: Iterable[int], wanted: Iterable[int]) -> int:

@@ -13,7 +13,14 @@ import msgspec
 from msgspec import Meta, Struct
 
 from sim.traces.arrival import Arrival, FieldError
-from sim.traces.blocks import check_block_tokens, check_blocks
+from sim.traces.blocks import (
+    BlockId,
+    TokenCount,
+    Tokens,
+    check_block_tokens,
+    check_blocks,
+    check_ids,
+)
 from sim.traces.reading import LineFormat, Parse, ReadOptions
 
 FORMAT_NAME: Final = "homing-capture"
@@ -40,13 +47,13 @@ class CaptureLine(Struct, kw_only=True, omit_defaults=True, gc=False):
     """One request. Unknown members are skipped, so that a version may grow."""
 
     time_s: float
-    prompt_tokens: _Positive
-    output_tokens: _Count
+    prompt_tokens: Tokens
+    output_tokens: TokenCount
     blocks: bytes = b""
     """Eight bytes, little-endian, for each block; base64 in the file."""
-    parts: tuple[tuple[_Count, _Positive], ...] = ()
+    parts: tuple[tuple[BlockId, _Positive], ...] = ()
     """Instead of `blocks`: (id, tokens) of stretches of different lengths."""
-    answer: _Count | None = None
+    answer: BlockId | None = None
     model: str = ""
     adapter: str = ""
     cache_salt: str = ""
@@ -186,11 +193,14 @@ def _capture(first: bytes, options: ReadOptions) -> Parse:
             if blocks:
                 raise FieldError("parts", "Expected either parts or blocks, got both")
             blocks = tuple(block for block, _ in line.parts)
+            check_ids(blocks, "parts")
             lengths = tuple(tokens for _, tokens in line.parts)
             if sum(lengths) > line.prompt_tokens:
                 raise FieldError("parts", f"Expected at most {line.prompt_tokens} tokens in parts")
         elif blocks:
             check_blocks(blocks, line.prompt_tokens, header.block_tokens, "blocks")
+        if line.answer is not None:
+            check_ids((line.answer,), "answer")
         if line.after is not None and line.after >= index:
             raise FieldError("after", f"Expected an earlier line than {index}, got {line.after}")
         return Arrival(

@@ -1,9 +1,9 @@
 """Workload files of kubernetes-sigs/inference-perf (YAML): its parameters become requests.
 
 Read are `data` of the types shared_prefix (also with `enable_multi_turn_chat`), conversation_replay,
-synthetic and random, and `load` of the types constant, poisson and concurrent with stages. Files
-with anything else that would change what is sent are refused by the name of the field. Texts are
-drawn anew, so lengths and sharing are the file's, the words are not.
+synthetic and random, and `load` of the types constant, poisson and concurrent with stages. Other
+types, sweeps and media are refused by the name of the field. Texts are drawn anew: lengths and
+sharing are the file's, the words are not.
 """
 
 from collections.abc import Iterator
@@ -171,7 +171,8 @@ def _content(data: _Data) -> Content:
     if data.type == "conversation_replay":
         return _conversations(data.conversation_replay or _Conversations())
     return Lengths(
-        prompt=_spread(data.input_distribution, 512), output=_spread(data.output_distribution, 128)
+        prompt=_spread(data.input_distribution, 512, "input_distribution"),
+        output=_spread(data.output_distribution, 128, "output_distribution"),
     )
 
 
@@ -181,8 +182,12 @@ def _shared_prefix(data: _SharedPrefix) -> SharedPrefix:
         groups=data.num_unique_system_prompts or data.num_groups,
         prompts_per_group=data.num_users_per_system_prompt or data.num_prompts_per_group,
         system_tokens=system if isinstance(system, int) else round(system.mean),
-        question=_spread(data.question_distribution, data.question_len),
-        output=_spread(data.output_distribution, data.output_len),
+        question=_spread(
+            data.question_distribution, data.question_len, "shared_prefix.question_distribution"
+        ),
+        output=_spread(
+            data.output_distribution, data.output_len, "shared_prefix.output_distribution"
+        ),
         multi_turn=data.enable_multi_turn_chat,
         context_tokens_max=data.max_model_len,
     )
@@ -192,17 +197,28 @@ def _conversations(data: _Conversations) -> Conversations:
     return Conversations(
         conversations=data.num_conversations,
         shared_tokens=data.shared_system_prompt_len,
-        own=_spread(data.dynamic_system_prompt_len, 0),
-        turns=_spread(data.turns_per_conversation, 5),
-        question=_spread(data.input_tokens_per_turn, 100),
-        output=_spread(data.output_tokens_per_turn, 100),
-        think_s=_spread(data.tool_call_latency_sec, 0),
+        own=_spread(
+            data.dynamic_system_prompt_len, 0, "conversation_replay.dynamic_system_prompt_len"
+        ),
+        turns=_spread(data.turns_per_conversation, 5, "conversation_replay.turns_per_conversation"),
+        question=_spread(
+            data.input_tokens_per_turn, 100, "conversation_replay.input_tokens_per_turn"
+        ),
+        output=_spread(
+            data.output_tokens_per_turn, 100, "conversation_replay.output_tokens_per_turn"
+        ),
+        think_s=_spread(data.tool_call_latency_sec, 0, "conversation_replay.tool_call_latency_sec"),
         context_tokens_max=data.max_model_len,
     )
 
 
-def _spread(distribution: _Distribution | None, otherwise: float) -> Spread:
-    return fixed(otherwise) if distribution is None else distribution.spread()
+def _spread(distribution: _Distribution | None, otherwise: float, where: str) -> Spread:
+    if distribution is None:
+        return fixed(otherwise)
+    try:
+        return distribution.spread()
+    except FieldError as problem:
+        raise FieldError(f"data.{where}", problem.expected) from None
 
 
 def _arrivals(document: bytes, options: ReadOptions) -> Iterator[Arrival]:

@@ -7,13 +7,13 @@ was exported (`metadata` is an object or a string of JSON), so they are looked f
 """
 
 from datetime import UTC, datetime
-from typing import Annotated, Any, Final
+from typing import Any, Final
 
 import msgspec
-from msgspec import Meta, Struct, field
+from msgspec import Struct, field
 
 from sim.traces.arrival import Arrival, FieldError
-from sim.traces.blocks import check_block_tokens
+from sim.traces.blocks import TokenCount, check_block_tokens
 from sim.traces.reading import LineFormat, Parse, ReadOptions
 
 HASHES: Final = "prefix_block_hashes"
@@ -26,8 +26,8 @@ _HEX_DIGITS: Final = 16
 
 class _Row(Struct, rename={"started": "startTime"}):
     started: datetime | float
-    prompt_tokens: Annotated[int, Meta(ge=0)]
-    completion_tokens: Annotated[int, Meta(ge=0)]
+    prompt_tokens: TokenCount
+    completion_tokens: TokenCount
     metadata: dict[str, Any] | str | None = None
     hashes: Any = field(default=None, name=HASHES)
     model: str = ""

@@ -15,6 +15,7 @@ from msgspec import Meta, Raw, Struct
 from epp.core.parse import parse_request
 from epp.core.types import BYTES_PER_TOKEN, Refusal
 from sim.traces.arrival import Arrival, FieldError
+from sim.traces.blocks import Tokens
 from sim.traces.reading import LineFormat, Parse, ReadOptions
 
 BLOCK_TOKENS: Final = 16
@@ -49,7 +50,7 @@ class _Line(Struct):
     path: str = ""
     time_s: Annotated[float, Meta(ge=0)] | None = None
     timestamp: Annotated[float, Meta(ge=0)] | datetime | None = None
-    output_tokens: Annotated[int, Meta(ge=1)] | None = None
+    output_tokens: Tokens | None = None
     response: _Response | None = None
     session: str = ""
 

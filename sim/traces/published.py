@@ -10,13 +10,11 @@ import msgspec
 from msgspec import Meta, Struct
 
 from sim.traces.arrival import Arrival, FieldError
-from sim.traces.blocks import check_block_tokens, check_blocks
+from sim.traces.blocks import BlockId, TokenCount, Tokens, check_block_tokens, check_blocks
 from sim.traces.reading import LineFormat, Parse, ReadOptions
 
-Count = Annotated[int, Meta(ge=0)]
-Positive = Annotated[int, Meta(ge=1)]
-BlockId = Annotated[int, Meta(ge=0)]
-
+_DIGITS_MAX: Final = 7
+"""Of a number of tokens."""
 _CONVERSATIONS_MAX: Final = 1_000_000
 """Bailian: conversations whose first request is remembered."""
 
@@ -28,8 +26,8 @@ class _MooncakeLine(Struct, gc=False):
     """
 
     timestamp: Annotated[float, Meta(ge=0)]
-    input_length: Positive
-    output_length: Count
+    input_length: Tokens
+    output_length: TokenCount
     hash_ids: tuple[BlockId, ...]
 
 
@@ -61,8 +59,8 @@ class _BailianLine(Struct, gc=False):
 
     chat_id: int
     timestamp: Annotated[float, Meta(ge=0)]
-    input_length: Positive
-    output_length: Count
+    input_length: Tokens
+    output_length: TokenCount
     hash_ids: tuple[BlockId, ...]
     parent_chat_id: int = -1
     turn: int = 1
@@ -122,9 +120,11 @@ def _count(row: dict[str, str], name: str, lowest: int) -> int:
     text = row[name]
     # Some tables are written with floats throughout.
     digits = text.removesuffix(".0")
-    if not (digits.isascii() and digits.isdecimal()) or int(digits) < lowest:
-        raise FieldError(name, f"Expected an integer of at least {lowest}, got {text[:40]!r}")
-    return int(digits)
+    if digits.isascii() and digits.isdecimal() and len(digits) <= _DIGITS_MAX:
+        number = int(digits)
+        if lowest <= number:
+            return number
+    raise FieldError(name, f"Expected an integer of at least {lowest}, got {text[:40]!r}")
 
 
 def _azure(header: bytes, options: ReadOptions) -> Parse:

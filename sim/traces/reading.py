@@ -9,6 +9,7 @@ import heapq
 import io
 import math
 import re
+import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import BinaryIO, Final, TypeAlias
@@ -22,6 +23,7 @@ from sim.traces.arrival import Arrival, FieldError, TraceError
 PROBLEMS_MAX: Final = 10
 """Bad lines that are remembered; all are counted."""
 _LINE_BYTES_MAX: Final = 64 * 1024 * 1024
+_DOCUMENT_BYTES_MAX: Final = 16 * 1024 * 1024
 _HEAD_BYTES: Final = 65536
 _GZIP: Final = b"\x1f\x8b"
 _AT: Final = re.compile(r" - at `\$\.?([^`]*)`$")
@@ -127,17 +129,17 @@ class Trace:
 
     def _arrivals(self) -> Iterator[tuple[int, Arrival]]:
         """(line, arrival) in the order of the file."""
-        trace_format = self.format
         with open_bytes(self.path) as file:
-            if isinstance(trace_format, DocumentFormat):
-                try:
-                    yield from (
-                        (0, one) for one in trace_format.arrivals(file.read(), self.options)
-                    )
-                except (FieldError, msgspec.ValidationError) as problem:
-                    raise self._named(0, problem) from None
-                return
-            yield from self._lines(file, trace_format)
+            try:
+                if isinstance(self.format, DocumentFormat):
+                    document = file.read(_DOCUMENT_BYTES_MAX)
+                    yield from ((0, one) for one in self.format.arrivals(document, self.options))
+                else:
+                    yield from self._lines(file, self.format)
+            except (FieldError, msgspec.ValidationError) as problem:
+                raise self._named(0, problem) from None
+            except (EOFError, zlib.error):
+                raise TraceError(str(self.path), 0, "", "Expected a whole gzip file") from None
 
     def _lines(self, file: BinaryIO, trace_format: LineFormat) -> Iterator[tuple[int, Arrival]]:
         parse: Parse | None = None

@@ -226,7 +226,7 @@ data:
         ("num_groups: 3", "num_groups: 0", "data.shared_prefix.num_groups"),
         ("  stages:", "  sweep: {type: linear}\n  stages:", "load.sweep: Expected stages"),
         ("load:", "load: {", "Expected YAML"),
-        ("min: 10", "min: 30", "Expected 0 <= min <= max"),
+        ("min: 10", "min: 30", "data.shared_prefix.output_distribution: Expected 0 <= min <= max"),
     ],
 )
 def test_a_workload_file_that_cannot_be_followed_is_refused_by_field(trace_of, old, new, problem):

@@ -94,6 +94,13 @@ BAD_LINES = [
         "hash_ids",
         "Expected 2 ids for 600 tokens in blocks of 512, got 3",
     ),
+    (MOONCAKE % (0, 1, 2**64), 1, "hash_ids", "Expected ids below 2^64"),
+    (
+        AZURE + "2023-11-16 18:17:03,1,99999999999\n",
+        2,
+        "GeneratedTokens",
+        "an integer of at least 0",
+    ),
     (AZURE + "2023-11-16 18:17:03,1\n", 2, "", "Expected 3 columns, got 2"),
     (AZURE + "yesterday,1,1\n", 2, "TIMESTAMP", "Expected a date and a time, got 'yesterday'"),
     (AZURE + "2023-11-16 18:17:03,0,1\n", 2, "ContextTokens", "of at least 1, got '0'"),
@@ -148,6 +155,14 @@ def test_a_packed_file_is_read_through_gzip(trace_of):
     """By its magic, whatever its name."""
     trace = trace_of(gzip.compress((MOONCAKE % (0, 1, 2)).encode()))
     assert len(list(trace)) == 1
+
+
+def test_a_packed_file_that_was_cut_is_named(trace_of):
+    """As happens to a capture that is copied while it is written."""
+    lines = "\n".join(MOONCAKE % (time, time, time) for time in range(5000))
+    whole = gzip.compress(lines.encode())
+    with pytest.raises(TraceError, match="trace: Expected a whole gzip file"):
+        list(trace_of(whole[:-5000]))
 
 
 @pytest.mark.parametrize("text", ["", "hello\n", '{"a": 1}\n'])

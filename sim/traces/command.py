@@ -12,6 +12,7 @@ from typing import BinaryIO, Final
 
 import msgspec
 from rich.console import Console
+from rich.progress import track
 from rich.table import Table
 
 from sim.profiles import DEFAULT_PROFILE, PROFILES
@@ -169,7 +170,7 @@ def _inspect(options: argparse.Namespace, console: Console) -> int:
     profile = PROFILES[options.profile]
     kv_tokens = options.kv_tokens or profile.kv_tokens
     pool = Pool(pods=options.pods, profile=profile, kv_tokens=kv_tokens)
-    found = inspect(trace, pool, options.seed)
+    found = inspect(_shown(trace, "Reading"), pool, options.seed)
     if options.json:
         document = {
             "schema": 1,
@@ -191,7 +192,7 @@ def _generate(options: argparse.Namespace, console: Console) -> int:
     with _new_file(options.out, replace=options.force) as file:
         source = f"sim trace generate {options.kind}, seed {options.seed}"
         writer = CaptureWriter(file, source=source)
-        for arrival in stream:
+        for arrival in _shown(stream, "Writing", options.requests):
             writer.write_arrival(arrival)
     _say_written(console, options, writer.lines, {"seed": options.seed, "kind": options.kind})
     return 0
@@ -214,7 +215,7 @@ def _adjusted(workload: Workload, options: argparse.Namespace) -> Workload:
 def _convert(options: argparse.Namespace, console: Console) -> int:
     trace = open_trace(options.trace, read_options(options, options.seed))
     salt = _salt(options, trace)
-    stream: Iterable[Arrival] = islice(trace, options.limit)
+    stream = _shown(islice(trace, options.limit), "Converting", options.limit)
     with _new_file(options.out, replace=options.force) as file:
         if options.to == "mooncake":
             lines = _convert_mooncake(stream, file)
@@ -284,6 +285,13 @@ def _new_file(path: Path, *, replace: bool) -> Iterator[BinaryIO]:
         partial.replace(path)
     finally:
         partial.unlink(missing_ok=True)
+
+
+def _shown(stream: Iterable[Arrival], what: str, requests: int | None = None) -> Iterable[Arrival]:
+    """The stream, with a progress bar on a terminal; of `requests`, where that is known."""
+    console = Console(stderr=True)
+    disable = not console.is_terminal
+    return track(stream, what, total=requests, console=console, transient=True, disable=disable)
 
 
 def _say_written(

@@ -1,7 +1,7 @@
 """What a trace is like: lengths, bursts, reuse, hit ceilings, and what routing can gain on it.
 
-One pass. Held are four bytes for each length, about 150 bytes for each distinct part of a prompt,
-and caches no larger than the pool's.
+One pass. Held are eight bytes a request, about 250 bytes for each distinct part of a prompt, the
+names of sessions, and caches no larger than the pool's.
 
 Ceilings are shares of all prompt tokens. *One cache*: without end, for all requests. *Per pod*:
 caches without end, requests placed at random, in turn, or by affinity: by the hash of the first

@@ -8,6 +8,8 @@ from hypothesis import strategies as st
 
 from epp.core.blocks import HASH_BYTES
 from epp.core.types import BYTES_PER_TOKEN
+from sim.engine import Engine, EngineRequest, EngineSettings
+from sim.profiles import DEFAULT_PROFILE, PROFILES
 from sim.traces.arrival import Arrival
 from sim.traces.prompts import (
     body_of,
@@ -16,6 +18,8 @@ from sim.traces.prompts import (
     request_of,
     request_through_bytes,
 )
+from sim.traces.standard import STANDARD
+from sim.traces.workloads import arrivals as workload_arrivals
 
 
 def arrival(index=0, **fields):
@@ -112,6 +116,29 @@ def test_a_later_turn_matches_the_answer_that_the_trace_says_it_contains():
     first = arrival(0, prompt_tokens=160, output_tokens=80, blocks=(1,), lengths=(160,), answer=2)
     second = arrival(1, prompt_tokens=300, output_tokens=9, blocks=(1, 2, 3), lengths=(160, 80, 60))
     assert common(engine_chain(first, 16), engine_chain(second, 16)) == 240 // 16
+
+
+@pytest.mark.parametrize("name", ["multi-turn", "agent-tree", "b2b"])
+def test_an_engine_caches_what_the_trace_says_it_can(name):
+    """With room for all, a prompt hits the longest head of any prompt and answer before it."""
+    block, room = 16, 1_000_000
+    engine = Engine(EngineSettings(blocks_total=room), PROFILES[DEFAULT_PROFILE])
+    before = []
+    for one in workload_arrivals(STANDARD[name], seed=1, requests_max=40):
+        request = EngineRequest(
+            str(one.index),
+            prompt_tokens=one.prompt_tokens,
+            output_tokens=one.output_tokens,
+            chain=engine_chain(one, block),
+        )
+        engine.submit(request, 0.0)
+        while engine.step(0.0) is not None:
+            pass
+        prompt = tokens_of(one, answer=False)
+        shared = max((common(prompt, known) for known in before), default=0)
+        assert request.cached_tokens == min(shared, one.prompt_tokens - 1) // block * block
+        # The last token of an answer is never computed, so its block may not be full.
+        before.append(tokens_of(one, answer=True)[:-1])
 
 
 def test_an_answer_without_an_id_is_shared_with_nobody():

@@ -3,7 +3,8 @@
 The callback writes 16 hexadecimal digits a block of tokens, chained, with one for the cut last
 block. The row has the provider's counts of tokens, the hashes LiteLLM's own: they need not agree to
 the token, so a surplus of either is not an error. Where in the row the hashes are depends on how it
-was exported (`metadata` is an object or a string of JSON), so they are looked for by name.
+was exported (`metadata` is an object or a string of JSON), so they are looked for by name. An export
+that is one JSON array becomes lines with `jq -c '.[]'`.
 """
 
 from datetime import UTC, datetime
@@ -20,7 +21,6 @@ HASHES: Final = "prefix_block_hashes"
 BLOCK_TOKENS_DEFAULT: Final = 512
 """As in Mooncake's traces, where the row does not say."""
 _SIZES: Final = ("block_size", "block_size_tokens", "block_tokens")
-_LISTS: Final = ("hash_ids", "hashes", "block_hashes", "ids", HASHES)
 _HEX_DIGITS: Final = 16
 
 
@@ -85,7 +85,7 @@ def _hashes(row: _Row) -> tuple[int | None, tuple[int, ...]]:
     size = None
     if isinstance(found, dict):
         size = next((found[name] for name in _SIZES if isinstance(found.get(name), int)), None)
-        found = next((found[name] for name in _LISTS if name in found), None)
+        found = next((member for member in found.values() if isinstance(member, list)), None)
     if found is None:
         return size, ()
     if not isinstance(found, list):

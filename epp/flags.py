@@ -69,9 +69,12 @@ class ServeFlags(Struct, frozen=True, kw_only=True):
     pool_group: str = "inference.networking.k8s.io"
     endpoint_selector: str = ""
     endpoint_target_ports: Annotated[tuple[Port, ...], Meta(max_length=8)] = ()
+    ha_enable_leader_election: bool = False
 
     config_file: str = ""
     config_text: str = ""
+    config_map: str = ""
+    config_map_key: str = ""
     fallback_endpoints_max: Annotated[int, Meta(ge=0, le=64)] = 0
     disable_endpoint_subset_filter: bool = False
     seed: int | None = None
@@ -87,8 +90,14 @@ class ServeFlags(Struct, frozen=True, kw_only=True):
     log_format: LogFormat = LogFormat.JSON
     v: Annotated[int, Meta(ge=0)] = 2
 
+    # What follows is no flag of its own.
+
     warnings: tuple[str, ...] = ()
-    """Flags that do nothing, one sentence each. No flag of its own."""
+    """Flags that do nothing, one sentence each."""
+    own_namespace: str = "default"
+    """Of our own pod, `$NAMESPACE`; where it is not told, that of the pool."""
+    instance: str = ""
+    """Name of our own pod, `$POD_NAME`."""
 
     @property
     def receive_message_max_bytes(self) -> int:
@@ -160,10 +169,13 @@ SERVE_HELP: Final[Groups] = {
         "pool-group": "its API group",
         "endpoint-selector": "label selector of pods, instead of a pool",
         "endpoint-target-ports": "their ports, 1 to 8, separated by commas",
+        "ha-enable-leader-election": "of several replicas let one be ready, by a Lease",
     },
     "Scheduling": {
         "config-file": "EndpointPickerConfig, watched; without: the built-in default",
         "config-text": "the EndpointPickerConfig itself",
+        "config-map": "ConfigMap that --config-file is mounted from, to be watched by name too",
+        "config-map-key": "the key in it (default: the file name of --config-file)",
         "fallback-endpoints-max": "endpoints to name besides the destination, for retries",
         "disable-endpoint-subset-filter": "ignore the gateway's subset hint",
         "seed": "of all dice; logged at start (default: drawn)",
@@ -244,9 +256,6 @@ FOREIGN: Final[Mapping[str, Foreign]] = {
     "tls-min-version": Foreign("gRPC takes TLS 1.2 and newer", ""),
     "tls-cipher-suites": Foreign("gRPC chooses them", ""),
     "grpc-max-send-msg-size": Foreign("our messages stay below 64 KiB", ""),
-    "ha-enable-leader-election": Foreign(
-        "there is no leader, every replica serves", "false", boolean=True
-    ),
     "allow-experimental-plugins": Foreign("every plugin may be used", "true", boolean=True),
     "tracing": Foreign("no traces are sent", "false", boolean=True),
     "zap-devel": Foreign("use --log-format console", "false", boolean=True),
@@ -281,8 +290,14 @@ _QUANTITY: Final = re.compile(r"(\d{1,12})(|k|M|G|Ki|Mi|Gi)", re.ASCII)
 _BYTES_MAX: Final = 2**31 - 1
 """What gRPC can be told."""
 
-_NO_FLAGS: Final = ("file", "warnings")
+_NO_FLAGS: Final = ("file", "warnings", "own_namespace", "instance")
 """Fields that no flag sets."""
+
+_DISCOVERY: Final = (
+    *("pool-name", "endpoint-selector", "endpoint-target-ports"),
+    *("ha-enable-leader-election", "config-map"),
+)
+"""Flags that only mean something in Kubernetes."""
 
 _LISTS: Final = ("endpoint-target-ports", "round-robin")
 """Flags that take several values, separated by commas."""
@@ -318,10 +333,12 @@ def parse_serve(arguments: Sequence[str], environment: Mapping[str, str]) -> Ser
     ]
     _translate_zap(given, warnings)
     given.setdefault("pool-namespace", environment.get("NAMESPACE") or "default")
+    given["own_namespace"] = environment.get("NAMESPACE") or given["pool-namespace"]
+    given["instance"] = environment.get("POD_NAME", "")
     flags = _convert(given, ServeFlags)
     _check_serve(flags)
     if flags.endpoints_file:
-        unused = [name for name in ("pool-name", "endpoint-selector") if given.get(name)]
+        unused = [name for name in _DISCOVERY if name in given and given[name] != "false"]
         warnings += [f"--{name} has no effect: --endpoints-file is given" for name in unused]
     return msgspec.structs.replace(flags, warnings=tuple(warnings))
 
@@ -481,11 +498,17 @@ def _check_serve(flags: ServeFlags) -> None:
     ):
         if duration < 0:
             raise FlagError(f"--{name}: expected at least 0s, got {float(duration):g}s")
-    if flags.endpoints_file:
-        return
-    if flags.pool_name or flags.endpoint_selector:
+    if not flags.endpoints_file:
+        _check_discovery(flags)
+
+
+def _check_discovery(flags: ServeFlags) -> None:
+    if not (flags.pool_name or flags.endpoint_selector):
+        raise FlagError("no endpoints: give --pool-name, --endpoint-selector or --endpoints-file")
+    if flags.endpoint_selector and not flags.endpoint_target_ports:
+        raise FlagError("--endpoint-selector is given, expected --endpoint-target-ports too")
+    if flags.config_map and not flags.config_file:
         raise FlagError(
-            "endpoints are not discovered in Kubernetes yet, that comes with the chart: give "
-            "--endpoints-file"
+            "--config-map is given, expected --config-file too: it counts at start and whenever "
+            "the API server is away"
         )
-    raise FlagError("no endpoints: give --endpoints-file")

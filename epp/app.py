@@ -9,6 +9,7 @@ import signal
 import socket
 import time
 from collections.abc import Callable, Coroutine
+from functools import partial
 from pathlib import Path
 from random import Random
 from typing import Any, Final, TypeVar
@@ -16,7 +17,6 @@ from typing import Any, Final, TypeVar
 import grpc
 import grpc.aio
 import msgspec
-import numpy as np
 import structlog
 from prometheus_client import CollectorRegistry
 
@@ -31,28 +31,32 @@ from epp.config import (
     diff_configs,
     load_config,
 )
-from epp.core.candidates import Candidates
 from epp.core.parse import ParserName, ParserSet
-from epp.core.prefix import PrefixIndex
 from epp.core.scheduler import Scheduler, SchedulerSettings
 from epp.core.session import Gateway, Session, SessionSettings
 from epp.core.types import Endpoint, EndpointMetrics
 from epp.flags import ServeFlags
-from epp.shell.endpoints_file import EndpointsFile, EndpointsFileError, load_endpoints
+from epp.shell.api_errors import KubeConfigError
+from epp.shell.cluster import Cluster
+from epp.shell.endpoints_file import EndpointsFileError, load_endpoints
 from epp.shell.engines import page_reader, scraped_from
+from epp.shell.found import Found
 from epp.shell.health import Health
 from epp.shell.logs import DecisionLog, configure_logging
 from epp.shell.metrics_server import MetricsServer
 from epp.shell.observation import Observation
 from epp.shell.scrape import Scraper
 from epp.shell.server import ExtProcServer, grpc_server
-from epp.shell.telemetry import IndexSnapshot, PoolSnapshot, Telemetry
+from epp.shell.snapshot import pool_snapshot
+from epp.shell.telemetry import PoolSnapshot, Telemetry
 from epp.shell.tls import ServerCertificate
 from epp.shell.watch import FileWatcher
 
 TICK_S: Final = 1.0
 HEALTH_MESSAGE_BYTES_MAX: Final = 65_536
 CERTIFICATE_POLL_S: Final = 10.0
+INTERVAL_CHANGE_MIN: Final = 0.1
+"""By what share the interval between scrapes changes before its limits are set anew."""
 STOP_S: Final = 0.5
 """What stopping takes once nothing is left to wait for."""
 
@@ -109,21 +113,23 @@ class EndpointPicker:
         seed = secrets.randbits(32) if flags.seed is None else flags.seed
         self._tables = _or_start_error(plugin_tables)
         self._config_watcher = FileWatcher(
-            Path(flags.config_file), self._config_changed, _report_file, bytes_max=CONFIG_MAX_BYTES
+            Path(flags.config_file), self._file_changed, _report_file, bytes_max=CONFIG_MAX_BYTES
         )
         self._endpoints_watcher = FileWatcher(
             Path(flags.endpoints_file), self._endpoints_changed, _report_file
         )
+        self._cluster = None if flags.endpoints_file else self._open_cluster(seed)
         self._config = self._read_config()
         self._generation = 1
-        self._endpoints = self._read_endpoints()
-        settings = self._settings(self._config, self._endpoints)
+        self._found = self._read_endpoints() if flags.endpoints_file else Found()
+        settings = self._settings(self._config, self._found)
         self.scheduler = Scheduler(settings, seed=seed)
         self.registry = CollectorRegistry()
         self.telemetry = Telemetry(self.registry, self._snapshot)
         decisions = DecisionLog(structlog.get_logger("decisions"), level=flags.log_level)
         self._observation = Observation(self.telemetry, decisions)
         self._request_ids = Random(f"{seed}:request-id")  # noqa: S311  names, not secrets
+        self._rewrite_dice = Random(f"{seed}:rewrite")  # noqa: S311  weights, not secrets
         self._session_settings = SessionSettings(
             request_body_bytes_max=flags.request_body_max_bytes,
             parsers=parser_set(self._config),
@@ -140,7 +146,7 @@ class EndpointPicker:
             seed=seed,
             interval_s=flags.refresh_interval_s,
         )
-        self._replace(self._endpoints)
+        self._replace(self._found)
         self.telemetry.config_applied(
             settings, config_hash=config_hash(self._config), generation=self._generation
         )
@@ -149,7 +155,7 @@ class EndpointPicker:
             seed=seed,
             config=self._config.source,
             hash=config_hash(self._config),
-            endpoints=len(self._endpoints.endpoints),
+            endpoints=len(self._found.endpoints),
         )
 
     async def serve(self, stop: asyncio.Event, hurry: asyncio.Event | None = None) -> None:
@@ -177,6 +183,9 @@ class EndpointPicker:
                 raise StartError(
                     _cannot_listen("--metrics-port", flags.metrics_port, error)
                 ) from error
+            if self._cluster is not None:
+                opened.push_async_callback(self._cluster.close)
+                await _connect(self._cluster)
             await server.start()
             await health_server.start()
             async with asyncio.TaskGroup() as tasks:
@@ -184,7 +193,7 @@ class EndpointPicker:
                     tasks.create_task(loop, name=name)
                     for name, loop in self._loops(certificate).items()
                 ]
-                self.health.set_ready(True)
+                self._update_ready()
                 _log.info("serving", grpc_port=flags.grpc_port, secure=flags.secure_serving)
                 await stop.wait()
                 await self._drain(server, hurry or asyncio.Event())
@@ -198,7 +207,7 @@ class EndpointPicker:
         loops: dict[str, Coroutine[Any, Any, None]] = {
             "tick": self._tick(),
             "scrape": self._scraper.run(),
-            "endpoints": self._endpoints_watcher.run(),
+            "endpoints": (self._cluster or self._endpoints_watcher).run(),
         }
         if flags.config_file:
             loops["config"] = self._config_watcher.run()
@@ -216,6 +225,8 @@ class EndpointPicker:
         flags = self.flags
         ends_at_s = time.monotonic() + flags.drain_timeout
         self.health.close()
+        if self._cluster is not None:
+            self._cluster.retire()
         _log.info("draining", streams=self.ext_proc.open_streams)
         await _wait(hurry, min(flags.drain_grace, flags.drain_timeout))
         self.ext_proc.end_bypassed()
@@ -250,9 +261,10 @@ class EndpointPicker:
     def _read_config(self) -> PickerConfig:
         flags = self.flags
         if flags.config_file:
-            text: bytes | str = _first_read(
-                self._config_watcher, f"--config-file {flags.config_file}"
-            )
+            content = _first_read(self._config_watcher, f"--config-file {flags.config_file}")
+            if self._cluster is not None:
+                self._cluster.config.started(content)
+            text: bytes | str = content
             source = flags.config_file
         elif flags.config_text:
             text, source = flags.config_text, "--config-text"
@@ -260,7 +272,7 @@ class EndpointPicker:
             text, source = DEFAULT_CONFIG, DEFAULT_SOURCE
         return _or_start_error(lambda: load_config(text, source, self._tables))
 
-    def _read_endpoints(self) -> EndpointsFile:
+    def _read_endpoints(self) -> Found:
         name = self.flags.endpoints_file
         content = _first_read(self._endpoints_watcher, f"--endpoints-file {name}")
         try:
@@ -268,7 +280,7 @@ class EndpointPicker:
         except EndpointsFileError as error:
             raise StartError("\n".join(error.problems)) from error
 
-    def _settings(self, config: PickerConfig, found: EndpointsFile) -> SchedulerSettings:
+    def _settings(self, config: PickerConfig, found: Found) -> SchedulerSettings:
         """What decides; warnings of `config` are logged."""
         flags = self.flags
         refresh_interval_s = flags.refresh_interval_s(len(found.endpoints))
@@ -284,19 +296,28 @@ class EndpointPicker:
             lease_ttl_without_response_phase_s=flags.lease_ttl_without_response_phase,
         )
 
+    def _file_changed(self, content: bytes) -> None:
+        if self._cluster is not None:
+            # It knows whether the file or the watched ConfigMap counts.
+            self._cluster.config.file_changed(content)
+        else:
+            self._config_changed(content)
+
     def _config_changed(self, content: bytes) -> None:
         try:
             config = load_config(content, self.flags.config_file, self._tables)
-            settings = self._settings(config, self._endpoints)
+            settings = self._settings(config, self._found)
             restarted = self.scheduler.configure(settings, time.monotonic())
         except ConfigError as error:
             self.telemetry.config_rejected()
             for problem in error.problems:
                 _log.error("configuration refused, the last good one stays", problem=problem)
+            self._tell(applied=False, message="; ".join(error.problems))
             return
         except Exception:  # noqa: BLE001  the boundary of a reload: an installed plugin may fail
             self.telemetry.config_rejected()
             _log.exception("configuration not applied, the last good one stays")
+            self._tell(applied=False, message="a plugin failed while it was applied")
             return
         changes = diff_configs(self._config, config)
         self._session_settings = msgspec.structs.replace(
@@ -304,7 +325,7 @@ class EndpointPicker:
         )
         self._scraper.configure(page_reader(config.metrics.extractor))
         self._config = config
-        self._replace(self._endpoints)
+        self._replace(self._found)
         self._generation += 1
         self.telemetry.config_applied(
             settings, config_hash=config_hash(config), generation=self._generation
@@ -316,6 +337,12 @@ class EndpointPicker:
             changes=changes,
             indexes_started_anew=restarted,
         )
+        what = "; ".join(changes) or "no change in effect"
+        self._tell(applied=True, message=f"generation {self._generation}: {what}")
+
+    def _tell(self, *, applied: bool, message: str) -> None:
+        if self._cluster is not None:
+            self._cluster.tell(applied=applied, message=message)
 
     def _endpoints_changed(self, content: bytes) -> None:
         try:
@@ -324,23 +351,44 @@ class EndpointPicker:
             for problem in error.problems:
                 _log.error("endpoints refused, the last good ones stay", problem=problem)
             return
-        interval_s = self.flags.refresh_interval_s
-        if interval_s(len(endpoints.endpoints)) != interval_s(len(self._endpoints.endpoints)):
-            # How old metrics may be depends on how often they can be read.
-            self.scheduler.configure(self._settings(self._config, endpoints), time.monotonic())
-        self._replace(endpoints)
+        self._take(endpoints)
         _log.info("endpoints replaced", endpoints=len(endpoints.endpoints))
 
-    def _replace(self, found: EndpointsFile) -> None:
+    def _open_cluster(self, seed: int) -> Cluster:
+        return Cluster(
+            self.flags,
+            on_found=self._take,
+            on_ready=self._update_ready,
+            on_config=self._config_changed,
+            seed=seed,
+        )
+
+    def _take(self, found: Found) -> None:
+        """The file or the API server told of other endpoints, objectives or rewrites."""
+        interval_s = self.flags.refresh_interval_s
+        before_s = interval_s(len(self._found.endpoints))
+        if abs(interval_s(len(found.endpoints)) - before_s) > INTERVAL_CHANGE_MIN * before_s:
+            # How old metrics may be depends on how often they can be read.
+            self.scheduler.configure(self._settings(self._config, found), time.monotonic())
+        self._replace(found)
+
+    def _replace(self, found: Found) -> None:
         """The pool is now `found`, scraped where the configuration says."""
-        self._endpoints = found
+        self._found = found
         endpoints = scraped_from(found.endpoints, self._config.metrics.source)
         self.scheduler.replace(endpoints, time.monotonic())
         self._scraper.replace(endpoints)
         self.telemetry.endpoints_replaced(endpoints)
         self._session_settings = msgspec.structs.replace(
-            self._session_settings, priorities=found.objectives
+            self._session_settings,
+            priorities=found.objectives,
+            rewrite=partial(found.rewrites.target, random=self._rewrite_dice)
+            if found.rewrites
+            else None,
         )
+
+    def _update_ready(self) -> None:
+        self.health.set_ready(self._cluster is None or self._cluster.ready)
 
     # What others call back.
 
@@ -363,41 +411,8 @@ class EndpointPicker:
         _log.debug("scrape failed", endpoint=endpoint.name, kind=kind, problem=sentence)
 
     def _snapshot(self) -> PoolSnapshot:
-        scheduler, now = self.scheduler, time.monotonic()
-        pool = scheduler.pool
-        slots = np.array([slot for slot, _ in pool.endpoints()], dtype=np.int64)
-        return PoolSnapshot(
-            pool=self.flags.pool_name,
-            candidates=Candidates(
-                pool.columns,
-                slots,
-                now,
-                affinities={},
-                prefill_tokens_per_s=scheduler.settings.prefill_tokens_per_s,
-            ),
-            ready=len(pool.ready(None, now)),
-            set_aside=pool.set_aside_count(),
-            indexes={
-                name: _index_snapshot(index)
-                for name, index in scheduler.indexes.items()
-                if isinstance(index, PrefixIndex)
-            },
-        )
-
-
-def _index_snapshot(index: PrefixIndex) -> IndexSnapshot:
-    told = index.statistics
-    return IndexSnapshot(
-        entries=index.entries,
-        memory_bytes=index.bytes_estimated,
-        lookups={"full": told.full_hits, "partial": told.partial_hits, "none": told.no_hits},
-        evictions={
-            "capacity": told.evicted_capacity,
-            "ttl": told.evicted_ttl,
-            "memory": told.evicted_memory,
-            "forgotten": told.evicted_forgotten,
-        },
-    )
+        cluster = self._cluster.snapshot() if self._cluster is not None else None
+        return pool_snapshot(self.scheduler, self.flags.pool_name, cluster, time.monotonic())
 
 
 def _listen(
@@ -426,6 +441,13 @@ def _try_port(port: int) -> None:
 def _cannot_listen(flag: str, port: int, error: OSError | RuntimeError) -> str:
     number = error.errno if isinstance(error, OSError) else None
     return f"{flag} {port} cannot be listened on: {os.strerror(number) if number else error}"
+
+
+async def _connect(cluster: Cluster) -> None:
+    try:
+        await cluster.connect()
+    except KubeConfigError as error:
+        raise StartError(str(error)) from error
 
 
 def _first_read(watcher: FileWatcher, name: str) -> bytes:

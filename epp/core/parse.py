@@ -262,12 +262,14 @@ def parse_request(
     body: bytes,
     request_id: str,
     model_rewrite: str = "",
+    rewrite: Callable[[str], str | None] | None = None,
     parsers: ParserSet = ALL_PARSERS,
 ) -> Parsed | Refusal:
     """Read one request; never raises, whatever the bytes and headers are.
 
     `path` is `:path`, or "" if the gateway does not say. `model_rewrite`, unless it is "", replaces
-    the model of the body.
+    the model of the body; what `rewrite` makes of the model of the body, unless it is None, goes
+    before both.
     """
     suffix = _suffix(path, headers, parsers)
     claim = _CLAIMS.get(suffix)
@@ -286,6 +288,8 @@ def parse_request(
 
     incoming_model = reading.body.model or ""
     model = model_rewrite or incoming_model
+    if rewrite is not None and (incoming_model or claim.model_required):
+        model = rewrite(incoming_model) or model
     if claim.model_required and not model:
         return _refusal(f"The body for {suffix} names no model; expected a string", "$.model")
     if model != incoming_model:

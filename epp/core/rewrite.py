@@ -37,6 +37,9 @@ class ModelRewrites:
     def __repr__(self) -> str:
         return f"<ModelRewrites [{len(self._exact)} models, any: {bool(self._any)}]>"
 
+    def __bool__(self) -> bool:
+        return bool(self._exact or self._any)
+
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, ModelRewrites):
             return NotImplemented

@@ -89,6 +89,8 @@ class SessionSettings(Struct, frozen=True, kw_only=True):
     subset_filter: bool = True
     priorities: Mapping[str, int] = field(default_factory=dict)
     """Name of an objective -> priority; below 0 may be shed."""
+    rewrite: Callable[[str], str | None] | None = None
+    """Model of the body -> the model that is to serve it; None: no rule says."""
 
 
 class Exchange:
@@ -427,6 +429,7 @@ class Session:
             body=body,
             request_id=self._request_id(),
             model_rewrite=_first(self._headers, REWRITE_HEADERS),
+            rewrite=self._settings.rewrite,
             parsers=self._settings.parsers,
         )
         if not isinstance(parsed, Refusal):

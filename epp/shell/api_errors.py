@@ -45,6 +45,10 @@ class ApiError(Exception):
         self.retry_after_s = retry_after_s
 
 
+class KubeConfigError(Exception):
+    """There is no way to the API server: one sentence."""
+
+
 _BY_STATUS: Final[Mapping[int, ApiFailure]] = {
     HTTPStatus.GONE: ApiFailure.GONE,
     HTTPStatus.UNAUTHORIZED: ApiFailure.UNAUTHORIZED,

@@ -5,7 +5,7 @@ import socket
 from collections.abc import Callable
 from pathlib import PurePath
 from random import Random
-from typing import Final, Self
+from typing import Final
 from zlib import crc32
 
 import structlog
@@ -19,8 +19,9 @@ from epp.shell.kube_client import Credentials, KubeClient
 from epp.shell.kube_events import EventRecorder, Reason
 from epp.shell.kube_objects import Collection, config_map_reader
 from epp.shell.leader import ElectionTiming, LeaderElector
-from epp.shell.list_watch import Timing
-from epp.shell.reflector import Reflection, Reflector
+from epp.shell.list_watch import Reflection, Timing
+from epp.shell.reflector import Reflector
+from epp.shell.telemetry import ClusterSnapshot
 
 IN_TOUCH_POLL_S: Final[Seconds] = 1.0
 
@@ -35,7 +36,7 @@ class ClusterTiming(Struct, frozen=True, kw_only=True):
 
 
 class Cluster:
-    """Async context manager, to be entered before `run`.
+    """`connect`, then `run` as a task, then `close`.
 
     `on_change`: what `discovery` says is something else; `on_ready`: `ready` may be;
     `on_config(text)`: the ConfigMap, or the file it is mounted as, says something else.
@@ -99,23 +100,27 @@ class Cluster:
             found["configmaps"] = self._config_map.reflection()
         return found
 
-    @property
-    def events(self) -> dict[str, int]:
-        """Events by what became of them."""
-        return {"written": self._events.written, "dropped": self._events.dropped}
+    def snapshot(self) -> ClusterSnapshot:
+        """How it is with the API server, for a page of metrics."""
+        return ClusterSnapshot(
+            kinds=self.reflections(),
+            events={"written": self._events.written, "dropped": self._events.dropped},
+            leading=self.leading,
+        )
 
-    def tell(self, reason: Reason, message: str) -> None:
-        """Write an Event on the pool, if there is one and the rate allows it."""
+    def tell(self, *, applied: bool, message: str) -> None:
+        """Write an Event about a new configuration on the pool, if the rate allows it."""
         pool = self.discovery.pool
         if pool is not None:
+            reason = Reason.CONFIG_APPLIED if applied else Reason.CONFIG_REJECTED
             self._events.record(reason, message, pool)
 
-    async def __aenter__(self) -> Self:
-        """Raises `KubeConfigError`."""
+    async def connect(self) -> None:
+        """Find the API server; before `run`. Raises `KubeConfigError`."""
         await self._client.__aenter__()
-        return self
 
-    async def __aexit__(self, *_: object) -> None:
+    async def close(self) -> None:
+        """After `run`."""
         await self._client.__aexit__()
 
     async def run(self) -> None:

@@ -29,8 +29,8 @@ from epp.shell.kube_objects import (
     read_pool,
     rewrite_reader,
 )
-from epp.shell.list_watch import Timing
-from epp.shell.reflector import Reflection, Reflector
+from epp.shell.list_watch import Reflection, Timing
+from epp.shell.reflector import Reflector
 
 T = TypeVar("T")
 

@@ -47,8 +47,8 @@ class Health:
         return self._ready
 
     def set_ready(self, ready: bool) -> None:
-        """Tell every watcher, if it is news. Call it on the event loop."""
-        if ready != self._ready:
+        """Tell every watcher, if it is news; nothing is after `close`. Call it on the event loop."""
+        if ready != self._ready and not self._closed:
             self._ready = ready
             self._wake()
 

@@ -26,7 +26,7 @@ from kubernetes.aio.config.kube_config import KUBE_CONFIG_DEFAULT_LOCATION
 
 from epp import __version__
 from epp.core.types import Seconds
-from epp.shell.api_errors import ApiError, ApiFailure, failure_of_status
+from epp.shell.api_errors import ApiError, ApiFailure, KubeConfigError, failure_of_status
 
 ANSWER_BYTES_MAX: Final = 256 * 1024 * 1024
 """A page of a hundred pods of the greatest size that etcd stores."""
@@ -36,10 +36,6 @@ _REASON_BYTES_MAX: Final = 65_536
 # These have no types.
 _InClusterConfigLoader: Final[Any] = InClusterConfigLoader
 _load_kube_config: Final[Any] = load_kube_config
-
-
-class KubeConfigError(Exception):
-    """There is no way to the API server: one sentence."""
 
 
 class Credentials:

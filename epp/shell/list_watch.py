@@ -15,7 +15,7 @@ older API group. A source that is absent or forbidden yields to the next.
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from random import Random
 from typing import Final, Generic, TypeAlias, TypeVar
 
@@ -87,6 +87,20 @@ class Statistics:
         self.repairs = 0
         """Objects that the safety net found other than the watch had told."""
         self.errors: Counter[ApiFailure] = Counter()
+
+
+class Reflection(Struct, frozen=True, kw_only=True):
+    """How it is with one kind of object, for a page of metrics."""
+
+    objects: int
+    synced: bool
+    stale_s: Seconds
+    """Since the last page, event or bookmark; infinite before the first."""
+    lists: int
+    watches: int
+    repairs: int
+    errors: Mapping[str, int]
+    """By kind."""
 
 
 class _Metadata(Struct, frozen=True):

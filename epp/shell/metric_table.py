@@ -44,6 +44,7 @@ class MetricSpec(Struct, frozen=True):
 
 _REQUEST = ("model_name", "target_model_name", "priority")
 _ENDPOINT = ("endpoint_name", "namespace", "port")
+_RESOURCE = ("resource",)
 
 
 def _sampled(
@@ -341,6 +342,53 @@ METRICS: Final[tuple[MetricSpec, ...]] = (
         "scrapes",
         "Scrapes that failed, by kind of failure.",
         ("kind",),
+    ),
+    # Kubernetes.
+    _sampled(
+        "homing_kube_staleness_seconds",
+        "seconds",
+        "Since the API server last told of a kind of object; infinite before it first did.",
+        _RESOURCE,
+    ),
+    _sampled(
+        "homing_kube_synced",
+        "boolean",
+        "1: all objects of the kind were listed; 0: not yet, or its CRD is missing.",
+        _RESOURCE,
+    ),
+    _sampled(
+        "homing_kube_objects",
+        "objects",
+        "Objects held that concern the pool; of pods those that may serve.",
+        _RESOURCE,
+    ),
+    _sampled("homing_kube_lists_total", "lists", "Lists begun.", _RESOURCE, "counter"),
+    _sampled("homing_kube_watches_total", "watches", "Watches begun.", _RESOURCE, "counter"),
+    _sampled(
+        "homing_kube_repairs_total",
+        "objects",
+        "Objects that a periodic list found other than the watch had told; should stay 0.",
+        _RESOURCE,
+        "counter",
+    ),
+    _sampled(
+        "homing_kube_errors_total",
+        "steps",
+        "Lists and watches that failed, by kind of failure.",
+        ("resource", "kind"),
+        "counter",
+    ),
+    _sampled(
+        "homing_kube_events_total",
+        "events",
+        "Kubernetes Events that were written, or dropped by their rate or by an error.",
+        ("result",),
+        "counter",
+    ),
+    _sampled(
+        "homing_leader",
+        "boolean",
+        "1: this replica leads; 0: it follows; absent without leader election.",
     ),
     # Configuration.
     MetricSpec(

@@ -8,7 +8,6 @@ from random import Random
 from typing import Final, Generic, TypeVar
 
 import structlog
-from msgspec import Struct
 
 from epp.core.types import Seconds
 from epp.shell.api_errors import ApiError, ApiFailure
@@ -19,6 +18,7 @@ from epp.shell.list_watch import (
     ListPage,
     ListWatch,
     Pause,
+    Reflection,
     Statistics,
     Step,
     Timing,
@@ -33,20 +33,6 @@ REPEAT_S: Final[Seconds] = 300.0
 T = TypeVar("T")
 
 _log = structlog.get_logger(__name__)
-
-
-class Reflection(Struct, frozen=True, kw_only=True):
-    """How it is with one kind of object, for a page of metrics."""
-
-    objects: int
-    synced: bool
-    stale_s: Seconds
-    """Since the last page, event or bookmark; infinite before the first."""
-    lists: int
-    watches: int
-    repairs: int
-    errors: Mapping[str, int]
-    """By kind."""
 
 
 class Reflector(Generic[T]):

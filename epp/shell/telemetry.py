@@ -21,6 +21,7 @@ from epp.core.inflight import Ending, Outcome
 from epp.core.scheduler import Decision, SchedulerSettings
 from epp.core.types import BYTES_PER_TOKEN, Endpoint, InferenceRequest, Refusal, Seconds
 from epp.shell.counting import Child, Distribution, Family, Number
+from epp.shell.list_watch import Reflection
 from epp.shell.metric_table import METRICS
 
 CHILDREN_MAX: Final = 1_000
@@ -43,6 +44,17 @@ class IndexSnapshot(Struct, frozen=True, kw_only=True):
     """Cause ("ttl", "capacity", "memory", ...) -> entries."""
 
 
+class ClusterSnapshot(Struct, frozen=True, kw_only=True):
+    """What the API server told, and how it is with it."""
+
+    kinds: Mapping[str, Reflection]
+    """By resource ("pods", ...)."""
+    events: Mapping[str, int]
+    """Result ("written", "dropped") -> Kubernetes Events."""
+    leading: bool | None
+    """None: there is no election."""
+
+
 class PoolSnapshot(Struct, frozen=True, kw_only=True):
     """The scheduler's state as a page shows it. Read and dropped within one synchronous step."""
 
@@ -54,6 +66,8 @@ class PoolSnapshot(Struct, frozen=True, kw_only=True):
     set_aside: int = 0
     indexes: Mapping[str, IndexSnapshot] = field(default_factory=dict)
     """By the name of the producer in the configuration."""
+    cluster: ClusterSnapshot | None = None
+    """None: endpoints come from a file."""
 
 
 class Children(Generic[_Child]):
@@ -389,6 +403,8 @@ class PoolCollector(Collector):
         _add_pool(families, snapshot)
         _add_endpoints(families, snapshot)
         _add_indexes(families, snapshot)
+        if snapshot.cluster is not None:
+            _add_cluster(families, snapshot.cluster)
         return iter(families.values())
 
 
@@ -458,3 +474,22 @@ def _add_indexes(families: _Families, snapshot: PoolSnapshot) -> None:
             families["homing_prefix_indexer_lookups_total"].add_metric([index, result], lookups)
         for cause, entries in told.evictions.items():
             families["homing_prefix_indexer_evictions_total"].add_metric([index, cause], entries)
+
+
+def _add_cluster(families: _Families, cluster: ClusterSnapshot) -> None:
+    for resource, told in cluster.kinds.items():
+        for name, value in (
+            ("staleness_seconds", told.stale_s),
+            ("synced", float(told.synced)),
+            ("objects", told.objects),
+            ("lists_total", told.lists),
+            ("watches_total", told.watches),
+            ("repairs_total", told.repairs),
+        ):
+            families[f"homing_kube_{name}"].add_metric([resource], value)
+        for kind, errors in told.errors.items():
+            families["homing_kube_errors_total"].add_metric([resource, kind], errors)
+    for result, events in cluster.events.items():
+        families["homing_kube_events_total"].add_metric([result], events)
+    if cluster.leading is not None:
+        families["homing_leader"].add_metric([], float(cluster.leading))

@@ -1,0 +1,15 @@
+"""What discovery finds, be it in a file or in Kubernetes."""
+
+from collections.abc import Mapping
+
+from msgspec import Struct, field
+
+from epp.core.rewrite import ModelRewrites
+from epp.core.types import Endpoint
+
+
+class Found(Struct, frozen=True, kw_only=True):
+    endpoints: tuple[Endpoint, ...] = ()
+    objectives: Mapping[str, int] = field(default_factory=dict)
+    """Name of an objective -> its priority."""
+    rewrites: ModelRewrites = field(default_factory=ModelRewrites)

@@ -137,6 +137,14 @@ class FakeApiServer:
         """The next requests get these: a status, (status, headers), "reset", "silent", "garbage"."""
         self._faults[verb, path].extend(faults)
 
+    def faults(self, verb, path):
+        """How many are still to come."""
+        return len(self._faults[verb, path])
+
+    def heal(self):
+        """No more faults."""
+        self._faults.clear()
+
     def disturb(self, order):
         """Every open watch: "close", "reset", "silent", "half", "half-close", "garbage", "gone",
         "error", "duplicate" or "reorder"."""
@@ -318,7 +326,7 @@ class FakeApiServer:
             )
         if order in {"half", "half-close"}:
             await response.write(b'{"type": "ADDED", "object": {"metadata": {"na')
-        if order in {"half", "reset"}:
+        if order in {"half", "reset"} and request.transport is not None:
             request.transport.abort()
         return True
 

@@ -48,9 +48,9 @@ def pod(name, *, ip=None, uid=None, ready=True, labels=None, ports=(8000,), **fi
     }
 
 
-def pool(name="llama-pool", *, labels=None, ports=(8000,)):
+def pool(name="llama-pool", *, labels=None, ports=(8000,), uid=None):
     return {
-        "metadata": {"name": name, "namespace": "llm", "uid": f"uid-{name}"},
+        "metadata": {"name": name, "namespace": "llm", "uid": uid or f"uid-{name}"},
         "spec": {
             "selector": {"matchLabels": labels or {"app": "llama"}},
             "targetPorts": [{"number": port} for port in ports],

@@ -15,6 +15,7 @@ from epp.core.types import Seconds
 from epp.flags import ServeFlags
 from epp.shell.config_source import ConfigSource
 from epp.shell.discovery import Discovery, Scope
+from epp.shell.found import Found
 from epp.shell.kube_client import Credentials, KubeClient
 from epp.shell.kube_events import EventRecorder, Reason
 from epp.shell.kube_objects import Collection, config_map_reader
@@ -38,7 +39,7 @@ class ClusterTiming(Struct, frozen=True, kw_only=True):
 class Cluster:
     """`connect`, then `run` as a task, then `close`.
 
-    `on_change`: what `discovery` says is something else; `on_ready`: `ready` may be;
+    `on_found(found)`: endpoints, objectives or rewrites are others; `on_ready`: `ready` may be;
     `on_config(text)`: the ConfigMap, or the file it is mounted as, says something else.
     """
 
@@ -46,7 +47,7 @@ class Cluster:
         self,
         flags: ServeFlags,
         *,
-        on_change: Callable[[], None],
+        on_found: Callable[[Found], None],
         on_ready: Callable[[], None],
         on_config: Callable[[bytes], None],
         seed: int,
@@ -55,7 +56,7 @@ class Cluster:
     ) -> None:
         timing = timing or ClusterTiming()
         self._flags = flags
-        self._on_change = on_change
+        self._on_found = on_found
         self._on_ready = on_ready
         self._client = KubeClient(credentials or Credentials())
         self.discovery: Final = Discovery(
@@ -176,8 +177,15 @@ class Cluster:
             await asyncio.sleep(IN_TOUCH_POLL_S)
 
     def _discovered(self) -> None:
-        self._on_change()
+        found = self.discovery.found
+        self._on_found(found)
         self._on_ready()
+        _log.info(
+            "discovered",
+            endpoints=len(found.endpoints),
+            objectives=len(found.objectives),
+            synced=self.discovery.synced,
+        )
 
 
 def _scope(flags: ServeFlags) -> Scope:

@@ -6,15 +6,14 @@ endpoints of the old one serve.
 """
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from random import Random
 from typing import Any, TypeVar
 
 import structlog
 from msgspec import Struct
 
-from epp.core.rewrite import ModelRewrites
-from epp.core.types import Endpoint
+from epp.shell.found import Found
 from epp.shell.kube_client import KubeClient
 from epp.shell.kube_objects import (
     EXTENSION_GROUPS,
@@ -48,7 +47,7 @@ class Scope(Struct, frozen=True, kw_only=True):
 
 
 class Discovery:
-    """`on_change` is called on the loop whenever what the properties say is something else."""
+    """`on_change` is called on the loop whenever `found` or `synced` is something else."""
 
     def __init__(
         self,
@@ -74,10 +73,7 @@ class Discovery:
         self._selector = ""
         self._objectives = self._extension("inferenceobjectives", objective_reader)
         self._rewrites = self._extension("inferencemodelrewrites", rewrite_reader)
-        self.endpoints: tuple[Endpoint, ...] = ()
-        self.priorities: Mapping[str, int] = {}
-        """Name of an InferenceObjective -> its priority."""
-        self.rewrites: ModelRewrites = ModelRewrites()
+        self.found = Found()
         self.synced = False
         """The pool is there and its pods were listed once."""
 
@@ -217,10 +213,12 @@ class Discovery:
         ports = pool.target_ports if pool else self._scope.target_ports
         there = self._pods is not None and (pool is not None or self._pool is None)
         pods = self._pods.objects.values() if self._pods and there else ()
-        before = (self.endpoints, self.priorities, self.rewrites, self.synced)
-        self.endpoints = endpoints_of(pods, ports)
-        self.priorities = self._objectives.objects if self._objectives else {}
-        self.rewrites = model_rewrites(self._rewrites.objects if self._rewrites else {})
+        before = self.found, self.synced
+        self.found = Found(
+            endpoints=endpoints_of(pods, ports),
+            objectives=self._objectives.objects if self._objectives else {},
+            rewrites=model_rewrites(self._rewrites.objects if self._rewrites else {}),
+        )
         self.synced = there
-        if (self.endpoints, self.priorities, self.rewrites, self.synced) != before:
+        if (self.found, self.synced) != before:
             self._on_change()

@@ -10,7 +10,6 @@ YAML or JSON. An endpoint's metrics are at `/metrics` of its serving port unless
 """
 
 import re
-from collections.abc import Mapping
 from ipaddress import ip_address
 from typing import Annotated, Any, Final, Literal
 
@@ -20,6 +19,7 @@ from msgspec import UNSET, Meta, Struct, UnsetType, field
 
 from epp.core.types import Endpoint, MetricsTarget
 from epp.document import load_yaml
+from epp.shell.found import Found
 
 READY_AFTER_S: Final = 5.0
 """An endpoint that serves no metrics is ready this long after it joined (design section 4)."""
@@ -28,14 +28,6 @@ _AT: Final = re.compile(r"(.*) - at `(?:\$|key in \$)?(.*)`", re.DOTALL)
 
 _Port = Annotated[int, Meta(ge=1, le=65535)]
 _Name = Annotated[str, Meta(min_length=1, max_length=253)]
-
-
-class EndpointsFile(Struct, frozen=True, kw_only=True):
-    """What the file says, checked."""
-
-    endpoints: tuple[Endpoint, ...] = ()
-    objectives: Mapping[str, int] = field(default_factory=dict)
-    """Name of an objective -> its priority."""
 
 
 class EndpointsFileError(ValueError):
@@ -65,7 +57,7 @@ class _Document(Struct, frozen=True, forbid_unknown_fields=True):
     objectives: dict[_Name, int] = field(default_factory=dict)
 
 
-def load_endpoints(text: bytes, source: str) -> EndpointsFile:
+def load_endpoints(text: bytes, source: str) -> Found:
     """Read the text of an endpoints file; `source` is how errors call the file.
 
     Raises `EndpointsFileError` with every problem there is, so that one look mends them all.
@@ -91,7 +83,7 @@ def load_endpoints(text: bytes, source: str) -> EndpointsFile:
         endpoints.append(endpoint)
     if problems:
         raise EndpointsFileError(problems)
-    return EndpointsFile(endpoints=tuple(endpoints), objectives=document.objectives)
+    return Found(endpoints=tuple(endpoints), objectives=document.objectives)
 
 
 def _parse(text: bytes) -> Any:

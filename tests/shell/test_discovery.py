@@ -32,7 +32,7 @@ async def discovering(server, folder, scope=POOL):
 
 
 def names(discovery):
-    return [endpoint.name for endpoint in discovery.endpoints]
+    return [endpoint.name for endpoint in discovery.found.endpoints]
 
 
 async def test_a_pool_gives_one_endpoint_for_each_pod_and_port(tmp_path):
@@ -64,7 +64,7 @@ async def test_pods_come_and_go_and_a_terminating_one_goes_at_once(tmp_path):
         async with discovering(server, tmp_path) as discovery:
             await eventually(lambda: names(discovery) == ["llm/a"])
             server.put(PODS, pod("a", uid="two"))
-            await eventually(lambda: discovery.endpoints[0].endpoint_id == "two:8000")
+            await eventually(lambda: discovery.found.endpoints[0].endpoint_id == "two:8000")
             server.put(PODS, pod("b"))
             await eventually(lambda: names(discovery) == ["llm/a", "llm/b"])
             told = len(discovery.changes)
@@ -129,7 +129,7 @@ async def test_changed_ports_need_no_list(tmp_path):
         async with discovering(server, tmp_path) as discovery:
             await eventually(lambda: discovery.synced)
             server.put(POOLS, pool(ports=(9000,)))
-            await eventually(lambda: discovery.endpoints[0].address == "10.0.0.7:9000")
+            await eventually(lambda: discovery.found.endpoints[0].address == "10.0.0.7:9000")
             assert len(server.lists(PODS)) == 1
 
 
@@ -155,13 +155,13 @@ async def test_objectives_and_rewrites_of_the_pool_are_read_from_either_group(tm
         server.put(OLD_OBJECTIVES, objective("foreign", 5, pool_name="other"))
         server.put(REWRITES, rewrite("all", rules))
         async with discovering(server, tmp_path) as discovery:
-            await eventually(lambda: discovery.priorities == {"batch": -1})
-            await eventually(lambda: bool(discovery.rewrites))
-            assert discovery.rewrites.target("llama", Random(1)) == "tuned"
+            await eventually(lambda: discovery.found.objectives == {"batch": -1})
+            await eventually(lambda: bool(discovery.found.rewrites))
+            assert discovery.found.rewrites.target("llama", Random(1)) == "tuned"
             server.put(OLD_OBJECTIVES, objective("chat", 10))
-            await eventually(lambda: discovery.priorities == {"batch": -1, "chat": 10})
+            await eventually(lambda: discovery.found.objectives == {"batch": -1, "chat": 10})
             server.delete(REWRITES, "all")
-            await eventually(lambda: not discovery.rewrites)
+            await eventually(lambda: not discovery.found.rewrites)
 
 
 async def test_extensions_that_are_absent_or_forbidden_do_not_hold_us_up(tmp_path):

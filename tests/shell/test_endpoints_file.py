@@ -6,7 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from epp.core.types import MetricsTarget
-from epp.shell.endpoints_file import EndpointsFile, EndpointsFileError, load_endpoints
+from epp.shell.endpoints_file import EndpointsFileError, load_endpoints
+from epp.shell.found import Found
 
 
 def load(text):
@@ -46,8 +47,8 @@ def test_everything_the_file_can_say_is_read():
 
 def test_no_endpoints_is_a_valid_file():
     """An empty pool serves 503, it is not an error."""
-    assert load("endpoints: []") == EndpointsFile()
-    assert load('{"endpoints":\t[]}') == EndpointsFile()
+    assert load("endpoints: []") == Found()
+    assert load('{"endpoints":\t[]}') == Found()
 
 
 @pytest.mark.parametrize(

@@ -250,11 +250,44 @@ def test_two_sources_of_one_thing_are_refused():
 
 
 def test_endpoints_have_to_come_from_somewhere():
-    """Kubernetes discovery is refused by its own sentence."""
-    with pytest.raises(FlagError, match=r"^no endpoints: give --endpoints-file"):
+    """A pool, a selector with its ports, or a file."""
+    with pytest.raises(FlagError, match=r"^no endpoints: give --pool-name, --endpoint-selector or"):
         parse_serve([], {})
-    with pytest.raises(FlagError, match=r"^endpoints are not discovered in Kubernetes yet"):
-        parse_serve(["--pool-name=vllm"], {})
+    with pytest.raises(FlagError, match=r"^--endpoint-selector is given, expected --endpoint-targ"):
+        parse_serve(["--endpoint-selector=app=vllm"], {})
+    assert parse_serve(["--pool-name=vllm"], {}).pool_name == "vllm"
+    selected = parse_serve(["--endpoint-selector=app=vllm", "--endpoint-target-ports=8000"], {})
+    assert selected.endpoint_target_ports == (8000,)
+
+
+def test_a_watched_config_map_needs_its_mounted_file():
+    """The file counts at start and whenever the API server is away."""
+    with pytest.raises(FlagError, match=r"^--config-map is given, expected --config-file too"):
+        parse_serve(["--pool-name=vllm", "--config-map=homing"], {})
+    flags = parse_serve(
+        ["--pool-name=vllm", "--config-map=homing", "--config-file=/config/homing.yaml"], {}
+    )
+    assert flags.config_map == "homing"
+
+
+def test_flags_of_kubernetes_have_no_effect_beside_a_file():
+    """And say so."""
+    flags = serve("--ha-enable-leader-election", "--config-map=a", "--endpoint-target-ports=1")
+    assert [warning.split()[0] for warning in flags.warnings] == [
+        *("--endpoint-target-ports", "--ha-enable-leader-election", "--config-map"),
+    ]
+    assert serve("--ha-enable-leader-election=false").warnings == ()
+
+
+def test_our_own_pod_is_told_by_the_environment():
+    """The chart sets both; the pool may be elsewhere."""
+    flags = parse_serve(
+        ["--pool-name=vllm", "--pool-namespace=models"],
+        {"NAMESPACE": "gateway", "POD_NAME": "homing-0"},
+    )
+    assert (flags.pool_namespace, flags.own_namespace) == ("models", "gateway")
+    assert flags.instance == "homing-0"
+    assert parse_serve(["--pool-name=vllm", "--pool-namespace=a"], {}).own_namespace == "a"
 
 
 def test_help_names_every_flag_once():
@@ -265,7 +298,7 @@ def test_help_names_every_flag_once():
         (CHECK_HELP, CheckFlags),
     ):
         listed = [name for flags in groups.values() for name in flags]
-        hidden = {"warnings", "file"}
+        hidden = {"warnings", "file", "own_namespace", "instance"}
         fields = {name.replace("_", "-") for name in kind.__struct_fields__ if name not in hidden}
         assert sorted(listed) == sorted(fields)
         text = help_text("usage", groups, kind)

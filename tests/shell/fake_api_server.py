@@ -211,7 +211,7 @@ class FakeApiServer:
         if query.get("watch") == "true":
             verb = "WATCH"
         collection, _, name = path.rpartition("/")
-        if verb in {"LIST", "UPDATE"} and collection in {LEASES}:
+        if verb in {"LIST", "UPDATE"} and collection == LEASES:
             verb = "GET" if verb == "LIST" else verb
         else:
             collection, name = path, ""

@@ -123,6 +123,6 @@ async def test_a_watch_keeps_its_connection_alive(tmp_path):
         query = {"watch": "true", "resourceVersion": "100", "timeoutSeconds": "5"}
         async with client.stream("GET", PODS, query, silence_s_max=1.0) as chunks:
             await anext(chunks)
-            (connection,) = [transport for transport in client._session.connector._acquired]
+            (connection,) = list(client._session.connector._acquired)
             raw = connection.transport.get_extra_info("socket")
             assert raw.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)

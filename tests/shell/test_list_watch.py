@@ -1,3 +1,4 @@
+import itertools
 import json
 from random import Random
 
@@ -352,9 +353,7 @@ def test_whatever_goes_wrong_no_object_is_lost_and_none_is_made_up(schedule):
             _serve_watch(driven, world, step, fault, where)
     assert driven.objects == world.truth()
     assert driven.driver.statistics.repairs == 0
-    assert all(
-        later - before >= 0.999 for before, later in zip(listed_at, listed_at[1:], strict=False)
-    )
+    assert all(later - before >= 0.999 for before, later in itertools.pairwise(listed_at))
 
 
 def _serve_list(driven, world, step, fault, tokens):

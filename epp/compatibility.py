@@ -252,7 +252,7 @@ REFUSED: Final[Mapping[str, str]] = {
 }
 
 FEATURE_GATES: Final[Mapping[str, str]] = {
-    "haPopulateNonLeaderDatastore": "there is no leader, every replica knows all endpoints",
+    "haPopulateNonLeaderDatastore": "followers always know all endpoints",
     "prepareDataPlugins": "producers are always prepared",
     "dataLayer": "metrics are always collected by the data layer",
 }

@@ -372,6 +372,18 @@ def test_an_empty_object_gets_its_model_without_a_comma():
     assert parsed("/v1/images/generations", b" { } ", model_rewrite="n").body == b' {"model":"n" } '
 
 
+def test_a_rule_for_the_model_goes_before_the_header():
+    """A rule that has nothing to say leaves it to the header; without a model no rule is asked."""
+    body = json.dumps(HELLO).encode()
+    tuned = parsed(CHAT, body, rewrite={"m": "m-tuned"}.get, model_rewrite="header")
+    assert (tuned.request.model, tuned.incoming_model) == ("m-tuned", "m")
+    assert json.loads(tuned.body) == HELLO | {"model": "m-tuned"}
+    assert parsed(CHAT, body, rewrite={}.get, model_rewrite="header").request.model == "header"
+    assert parsed(CHAT, body, rewrite={}.get).body is body
+    silent = parsed("/v1/images/generations", b"{}", rewrite=lambda model: "tuned")
+    assert silent.request.model == ""
+
+
 def test_the_same_model_is_no_rewrite():
     """The body that comes out is the one that went in."""
     body = json.dumps(HELLO).encode()

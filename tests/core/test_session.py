@@ -79,6 +79,15 @@ def test_a_buffered_body_gets_its_new_model():
     assert gw.set_headers(answer)["content-length"] == str(len(body))
 
 
+def test_the_rules_of_the_cluster_rewrite_the_model():
+    """What the engine is asked for is what its affinity is kept under."""
+    stream = stream_of(settings=SessionSettings(rewrite={"my-model": "tuned"}.get))
+    head, body = stream.send(gw.request_headers(), gw.request_body(gw.prompt()))
+    assert gw.streamed([head, body])[0] == gw.prompt(model="tuned")
+    assert stream.told.exchange.request.model == "tuned"
+    assert stream.told.exchange.incoming_model == "my-model"
+
+
 def test_a_body_too_large_for_envoys_buffer_is_routed_without_prefix():
     """BUFFERED_PARTIAL hands over the head of the body: no JSON, but still a request."""
     stream = stream_of()

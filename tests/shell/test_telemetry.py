@@ -1,5 +1,6 @@
 from collections import Counter as Tally
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -14,10 +15,12 @@ from epp.core.inflight import Ending, Outcome
 from epp.core.profile import SchedulingProfile, WeightedScorer
 from epp.core.scheduler import SchedulerSettings
 from epp.core.types import Refusal, RefusalReason
+from epp.shell.list_watch import Reflection
 from epp.shell.metric_table import METRICS
 from epp.shell.telemetry import (
     LABEL_CHARACTERS_MAX,
     Children,
+    ClusterSnapshot,
     IndexSnapshot,
     PoolSnapshot,
     Telemetry,
@@ -62,6 +65,21 @@ def snapshot(count=4, **fields):
                 evictions={"ttl": 4, "capacity": 5},
             )
         },
+        cluster=ClusterSnapshot(
+            kinds={
+                "pods": Reflection(
+                    objects=7,
+                    synced=True,
+                    stale_s=1.5,
+                    lists=2,
+                    watches=3,
+                    repairs=1,
+                    errors={"gone": 4},
+                )
+            },
+            events={"written": 5, "dropped": 6},
+            leading=False,
+        ),
     )
 
 
@@ -413,3 +431,24 @@ def test_namespace_and_port_come_from_name_and_address(name, address, labels):
     [endpoint] = make_endpoints(1)
     endpoint = type(endpoint)(endpoint_id="e", name=name, address=address)
     assert endpoint_labels(endpoint) == labels
+
+
+def test_what_the_api_server_told_is_shown_by_kind():
+    """Without a cluster, or an election, nothing of it is there."""
+    exported = Exported(snapshot)
+    told = {
+        "staleness_seconds": 1.5,
+        "synced": 1.0,
+        "objects": 7.0,
+        "lists_total": 2.0,
+        "watches_total": 3.0,
+        "repairs_total": 1.0,
+    }
+    for name, value in told.items():
+        assert exported(f"homing_kube_{name}", resource="pods") == value
+    assert exported("homing_kube_errors_total", resource="pods", kind="gone") == 4
+    assert exported("homing_kube_events_total", result="dropped") == 6
+    assert exported("homing_leader") == 0
+    alone = Exported(lambda: msgspec.structs.replace(snapshot(), cluster=None))
+    assert alone("homing_leader") is None
+    assert alone("homing_kube_synced", resource="pods") is None

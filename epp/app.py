@@ -2,11 +2,9 @@
 
 import asyncio
 import contextlib
-import os
 import resource
 import secrets
 import signal
-import socket
 import time
 from collections.abc import Callable, Coroutine
 from functools import partial
@@ -47,6 +45,7 @@ from epp.shell.observation import Observation
 from epp.shell.scrape import Scraper
 from epp.shell.server import ExtProcServer, grpc_server
 from epp.shell.snapshot import pool_snapshot
+from epp.shell.starting import StartError, cannot_listen, first_read, listen
 from epp.shell.telemetry import PoolSnapshot, Telemetry
 from epp.shell.tls import ServerCertificate
 from epp.shell.watch import FileWatcher
@@ -65,10 +64,6 @@ STOP_S: Final = 0.5
 T = TypeVar("T")
 
 _log = structlog.get_logger(__name__)
-
-
-class StartError(Exception):
-    """Why the picker cannot start: one sentence a line."""
 
 
 def run(flags: ServeFlags) -> int:
@@ -175,16 +170,14 @@ class EndpointPicker:
             health_server = grpc_server(HEALTH_MESSAGE_BYTES_MAX)
             opened.push_async_callback(health_server.stop, None)
             self.health.add_to(health_server)
-            _listen(health_server, "--grpc-health-port", flags.grpc_health_port)
+            listen(health_server, "--grpc-health-port", flags.grpc_health_port)
             metrics = MetricsServer(
                 self.registry, lambda: self.health.ready, port=flags.metrics_port
             )
             try:
                 await opened.enter_async_context(metrics)
             except OSError as error:
-                raise StartError(
-                    _cannot_listen("--metrics-port", flags.metrics_port, error)
-                ) from error
+                raise cannot_listen("--metrics-port", flags.metrics_port, error) from error
             if self._cluster is not None:
                 opened.push_async_callback(self._cluster.close)
                 await _connect(self._cluster)
@@ -248,14 +241,14 @@ class EndpointPicker:
     def _bind(self, server: grpc.aio.Server) -> ServerCertificate | None:
         flags = self.flags
         if not flags.secure_serving:
-            _listen(server, "--grpc-port", flags.grpc_port)
+            listen(server, "--grpc-port", flags.grpc_port)
             return None
         directory = Path(flags.cert_path) if flags.cert_path else None
         try:
             certificate = ServerCertificate.open(directory)
         except ValueError as error:
             raise StartError(f"--cert-path: {error}") from error
-        _listen(server, "--grpc-port", flags.grpc_port, certificate.credentials)
+        listen(server, "--grpc-port", flags.grpc_port, certificate.credentials)
         return certificate
 
     # Configuration and endpoints: at start a problem is fatal, later the last good state stays.
@@ -263,7 +256,7 @@ class EndpointPicker:
     def _read_config(self) -> PickerConfig:
         flags = self.flags
         if flags.config_file:
-            content = _first_read(self._config_watcher, f"--config-file {flags.config_file}")
+            content = first_read(self._config_watcher, f"--config-file {flags.config_file}")
             if self._cluster is not None:
                 self._cluster.config.started(content)
             text: bytes | str = content
@@ -276,7 +269,7 @@ class EndpointPicker:
 
     def _read_endpoints(self) -> Found:
         name = self.flags.endpoints_file
-        content = _first_read(self._endpoints_watcher, f"--endpoints-file {name}")
+        content = first_read(self._endpoints_watcher, f"--endpoints-file {name}")
         try:
             return load_endpoints(content, name)
         except EndpointsFileError as error:
@@ -420,47 +413,11 @@ class EndpointPicker:
         return pool_snapshot(self.scheduler, self.flags.pool_name, cluster, time.monotonic())
 
 
-def _listen(
-    server: grpc.aio.Server, flag: str, port: int, credentials: grpc.ServerCredentials | None = None
-) -> None:
-    """Take the `port` that `flag` names, on all interfaces. Raises `StartError` if it cannot be."""
-    try:
-        # gRPC would tell the reason on standard error only, and not as a log line.
-        _try_port(port)
-        if credentials is None:
-            server.add_insecure_port(f"[::]:{port}")
-        else:
-            server.add_secure_port(f"[::]:{port}", credentials)
-    except (OSError, RuntimeError) as error:
-        raise StartError(_cannot_listen(flag, port, error)) from error
-
-
-def _try_port(port: int) -> None:
-    """Raises `OSError` if `port` cannot be listened on."""
-    if socket.has_dualstack_ipv6():
-        socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True).close()
-    else:
-        socket.create_server(("", port)).close()
-
-
-def _cannot_listen(flag: str, port: int, error: OSError | RuntimeError) -> str:
-    number = error.errno if isinstance(error, OSError) else None
-    return f"{flag} {port} cannot be listened on: {os.strerror(number) if number else error}"
-
-
 async def _connect(cluster: "Cluster") -> None:
     try:
         await cluster.connect()
     except KubeConfigError as error:
         raise StartError(str(error)) from error
-
-
-def _first_read(watcher: FileWatcher, name: str) -> bytes:
-    """The content of a file that must be there at start."""
-    try:
-        return watcher.read()
-    except OSError as error:
-        raise StartError(f"{name} cannot be read: {error.strerror or error}") from error
 
 
 def _or_start_error(make: Callable[[], T]) -> T:

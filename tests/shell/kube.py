@@ -10,15 +10,15 @@ FAST = Timing(
     page_objects=3,
     list_interval_s_min=0.05,
     watch_s=(5.0, 6.0),
-    silence_s_max=0.2,
+    silence_s_max=0.6,
     reconnect_s=(0.001, 0.01),
     backoff_s=(0.01, 0.05),
     healthy_s=0.2,
     refused_s=0.1,
     retry_after_s_max=0.05,
 )
-"""Bookmarks of the fake come every 0.05 s, silence is 0.2 s; the safety net never comes."""
-WAIT_S = 10.0
+"""Bookmarks of the fake come every 0.05 s, silence is 0.6 s; the safety net never comes."""
+WAIT_S = 20.0
 
 
 async def eventually(condition, what="the condition"):
@@ -35,7 +35,7 @@ async def eventually(condition, what="the condition"):
 async def connected(server, folder, **arguments):
     """A client of `server`, by a kubeconfig in `folder`."""
     credentials = Credentials({"KUBECONFIG": str(server.kubeconfig(folder))})
-    async with KubeClient(credentials, timeout_s=0.5, **arguments) as client:
+    async with KubeClient(credentials, timeout_s=0.6, **arguments) as client:
         yield client
 
 

@@ -56,7 +56,7 @@ async def test_silence_and_broken_connections_are_told_apart(tmp_path):
     """A server that takes the request and says nothing; one that hangs up; one that is not there."""
     async with FakeApiServer() as server, connected(server, tmp_path) as client:
         server.fail("LIST", PODS, "silent", "reset", "reset")
-        with pytest.raises(ApiError, match=r"no byte for 0.5 s") as error:
+        with pytest.raises(ApiError, match=r"no byte for 0.6 s") as error:
             await client.request("GET", PODS)
         assert error.value.kind is ApiFailure.SILENT
         with pytest.raises(ApiError) as error:

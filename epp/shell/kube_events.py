@@ -76,7 +76,9 @@ class EventRecorder:
             self.dropped += 1
             return
         self._allowed -= 1
-        self._pending.append(_Pending(reason, message[:MESSAGE_CHARACTERS_MAX], pool))
+        # What the text of a configuration can hold, UTF-8 cannot always.
+        shown = message[:MESSAGE_CHARACTERS_MAX].encode("utf-8", "replace").decode()
+        self._pending.append(_Pending(reason, shown, pool))
         self._news.set()
 
     async def run(self) -> None:

@@ -76,8 +76,10 @@ def rewrite(name, rules, *, created="2026-01-01T00:00:00Z", pool_name="llama-poo
 class FakeApiServer:
     """Async context manager; `port` stays the same over `stop` and `start`."""
 
-    def __init__(self, *, bookmark_s=0.05, absent=()):
+    def __init__(self, *, bookmark_s=0.05, absent=(), tls=None):
         self.bookmark_s = bookmark_s
+        self.tls = tls
+        """The server's `ssl.SSLContext`; None: plaintext."""
         self.absent = set(absent)
         """Paths of kinds whose CRD is missing."""
         self.tokens = None
@@ -171,7 +173,9 @@ class FakeApiServer:
         application.router.add_route("*", "/{path:.*}", self._handle)
         self._runner = web.AppRunner(application, access_log=None, shutdown_timeout=0.01)
         await self._runner.setup()
-        site = web.TCPSite(self._runner, "127.0.0.1", self.port, reuse_address=True)
+        site = web.TCPSite(
+            self._runner, "127.0.0.1", self.port, reuse_address=True, ssl_context=self.tls
+        )
         await site.start()
         self.port = self._runner.addresses[0][1]
 

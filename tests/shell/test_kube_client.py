@@ -1,7 +1,14 @@
+import datetime as dt
+import ipaddress
 import json
 import socket
+import ssl
 
 import pytest
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.x509.oid import NameOID
 
 from epp.shell.api_errors import ApiError, ApiFailure, KubeConfigError
 from epp.shell.kube_client import Credentials, KubeClient
@@ -96,6 +103,74 @@ async def test_in_a_pod_the_service_account_is_used_and_its_rotated_token_is_rea
     token.unlink()
     await credentials.renew()
     assert await credentials.header() == {"authorization": "bearer second"}
+
+
+async def test_a_token_that_cannot_be_read_is_an_error_of_the_api(tmp_path):
+    """The request fails, the process does not; the kubelet may be in the middle of replacing it."""
+    async with FakeApiServer() as server, connected(server, tmp_path) as client:
+
+        def unreadable(_):
+            raise FileNotFoundError(2, "No such file", "token")
+
+        client._credentials.configuration.refresh_api_key_hook = unreadable
+        with pytest.raises(ApiError, match="our own token cannot be read") as error:
+            await client.request("GET", PODS)
+        assert error.value.kind is ApiFailure.UNAUTHORIZED
+
+
+async def test_the_server_is_known_by_the_ca_of_the_service_account(tmp_path):
+    """As in a pod: TLS, the CA from a file. Another CA is not trusted."""
+    certificate, key = self_signed(tmp_path, "127.0.0.1")
+    (tmp_path / "token").write_text("first")
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(certificate, key)
+    async with FakeApiServer(tls=context) as server:
+        server.tokens = {"first"}
+        environment = {
+            "KUBERNETES_SERVICE_HOST": "127.0.0.1",
+            "KUBERNETES_SERVICE_PORT": str(server.port),
+        }
+        pod_s = {"environment": environment, "token_file": tmp_path / "token"}
+        async with KubeClient(Credentials(ca_file=certificate, **pod_s)) as client:
+            await client.request("GET", PODS)
+        (tmp_path / "other").mkdir()
+        other, _ = self_signed(tmp_path / "other", "127.0.0.1")
+        async with KubeClient(Credentials(ca_file=other, **pod_s)) as client:
+            with pytest.raises(ApiError, match="certificate verify failed") as error:
+                await client.request("GET", PODS)
+        assert error.value.kind is ApiFailure.UNREACHABLE
+
+
+def self_signed(folder, address):
+    """Paths of a certificate for `address`, its own CA, and of its key."""
+    key = ec.generate_private_key(ec.SECP256R1())
+    name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "test")])
+    now = dt.datetime.now(dt.UTC)
+    made = (
+        x509.CertificateBuilder()
+        .subject_name(name)
+        .issuer_name(name)
+        .public_key(key.public_key())
+        .serial_number(x509.random_serial_number())
+        .not_valid_before(now - dt.timedelta(hours=1))
+        .not_valid_after(now + dt.timedelta(hours=1))
+        .add_extension(x509.BasicConstraints(ca=True, path_length=None), critical=True)
+        .add_extension(
+            x509.SubjectAlternativeName([x509.IPAddress(ipaddress.ip_address(address))]),
+            critical=False,
+        )
+        .sign(key, hashes.SHA256())
+    )
+    certificate, key_file = folder / "ca.crt", folder / "tls.key"
+    certificate.write_bytes(made.public_bytes(serialization.Encoding.PEM))
+    key_file.write_bytes(
+        key.private_bytes(
+            serialization.Encoding.PEM,
+            serialization.PrivateFormat.PKCS8,
+            serialization.NoEncryption(),
+        )
+    )
+    return certificate, key_file
 
 
 async def test_without_a_cluster_the_error_says_what_was_expected(tmp_path):

@@ -26,7 +26,7 @@ async def test_an_event_is_about_the_pool(tmp_path):
         events = recorder(client)
         async with running(events.run()):
             events.record(Reason.CONFIG_APPLIED, "prefix 3 -> 5", POOL)
-            events.record(Reason.CONFIG_REJECTED, "x" * 2_000, POOL)
+            events.record(Reason.CONFIG_REJECTED, "\ud800" + "x" * 2_000, POOL)
             await eventually(lambda: events.written == 2)
         applied, rejected = server.objects[EVENTS].values()
         assert applied["involvedObject"] == {

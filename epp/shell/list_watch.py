@@ -177,7 +177,7 @@ class ListWatch(Generic[T]):
         self._continue_token = ""
         self._source = 0
         self._left_at = ""
-        """Where the watch was when the safety net took over; "" if the list is for another reason."""
+        """Where the watch was when the safety net took over at once; "" after anything else."""
         self._not_before_s: Seconds = 0.0
         self._relist_at_s: Seconds = 0.0
         self.listed_at_s = listed_at_s
@@ -281,7 +281,8 @@ class ListWatch(Generic[T]):
     def closed(self, now: Seconds) -> None:
         """The watch ended in good order: go on from the last version, but never at once."""
         self._succeeded(now)
-        self._not_before_s = now + self._random.uniform(*self._timing.reconnect_s)
+        if now < self._relist_at_s:
+            self._not_before_s = now + self._random.uniform(*self._timing.reconnect_s)
 
     def failed(self, error: ApiError, now: Seconds) -> None:
         """The step failed; the objects stay as they are."""
@@ -290,6 +291,8 @@ class ListWatch(Generic[T]):
         self._broken = True
         self._healthy_since_s = None
         listing = not self._resource_version
+        # The list will be late, and what vanished in between was not missed.
+        self._left_at = ""
         if kind not in _RESUMABLE:
             self._resource_version = self._continue_token = ""
         if kind in _REFUSED:

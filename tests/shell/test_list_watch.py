@@ -201,6 +201,19 @@ def test_the_safety_net_counts_what_the_watch_missed():
     assert driven.driver.statistics.repairs == 2, "a was missed, b vanished, d is new"
 
 
+def test_what_vanished_while_the_server_was_away_is_no_repair():
+    """The safety net came late: the watch could not have told."""
+    driven = Driven(Timing(relist_s=(5.0, 5.0)))
+    driven.listed(10, item("a", 5, spec=1), item("b", 6, spec=2))
+    driven.step()
+    driven.now += 5.0
+    driven.driver.closed(driven.now)
+    assert isinstance(driven.step(), ListPage)
+    driven.fail(ApiFailure.UNREACHABLE)
+    assert driven.listed(20, item("a", 5, spec=1))
+    assert driven.driver.statistics.repairs == 0
+
+
 def test_retry_after_is_obeyed_up_to_a_limit(driven):
     """With jitter, so that all clients do not come back at once."""
     driven.step()

@@ -65,6 +65,8 @@ class Credentials:
                 loader.load_and_set(self.configuration)
             else:
                 file = self._environment.get("KUBECONFIG") or KUBE_CONFIG_DEFAULT_LOCATION
+                if not any(Path(path).expanduser().is_file() for path in file.split(os.pathsep)):
+                    raise FileNotFoundError(f"there is no {file}")  # noqa: TRY301  one sentence
                 await _load_kube_config(
                     config_file=file,
                     client_configuration=self.configuration,

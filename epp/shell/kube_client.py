@@ -64,11 +64,8 @@ class Credentials:
                 )
                 loader.load_and_set(self.configuration)
             else:
-                file = self._environment.get("KUBECONFIG") or KUBE_CONFIG_DEFAULT_LOCATION
-                if not any(Path(path).expanduser().is_file() for path in file.split(os.pathsep)):
-                    raise FileNotFoundError(f"there is no {file}")  # noqa: TRY301  one sentence
                 await _load_kube_config(
-                    config_file=file,
+                    config_file=self._kubeconfig(),
                     client_configuration=self.configuration,
                     persist_config=False,
                 )
@@ -77,6 +74,13 @@ class Credentials:
                 f"the API server cannot be found: {problem}; expected to run in a pod with a "
                 "ServiceAccount, or a kubeconfig"
             ) from problem
+
+    def _kubeconfig(self) -> str:
+        """Path, or paths; the library would only log that there is none."""
+        paths = self._environment.get("KUBECONFIG") or KUBE_CONFIG_DEFAULT_LOCATION
+        if not any(Path(path).expanduser().is_file() for path in paths.split(os.pathsep)):
+            raise FileNotFoundError(f"there is no {paths}")
+        return paths
 
     async def header(self) -> dict[str, str]:
         """The header that says who we are; none where a client certificate does.

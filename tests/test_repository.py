@@ -31,6 +31,39 @@ COVERED_ELSEWHERE = {
     "sim/openai.py": ("tests/sim/test_pods.py", "what the pods speak"),
     "sim/pod_server.py": ("tests/sim/test_pods.py", "the pods are asked over HTTP"),
     "sim/profiles.py": ("tests/sim/test_engine.py", "the numbers that the engine runs by"),
+    "sim/traces/arrival.py": (
+        "tests/sim/traces/test_reading.py",
+        "the noun that every reader makes",
+    ),
+    "sim/traces/blocks.py": ("tests/sim/traces/test_prompts.py", "ids become hashes there"),
+    "sim/traces/caches.py": (
+        "tests/sim/traces/test_inspection.py",
+        "what the hit ceilings are counted with",
+    ),
+    "sim/traces/formats.py": (
+        "tests/sim/traces/test_reading.py",
+        "each format is read by its name and by its content",
+    ),
+    "sim/traces/inference_perf.py": (
+        "tests/sim/traces/test_workloads.py",
+        "its workloads are generated there",
+    ),
+    "sim/traces/lengths.py": (
+        "tests/sim/traces/test_workloads.py",
+        "lengths are drawn for workloads",
+    ),
+    "sim/traces/litellm.py": ("tests/sim/traces/test_reading.py", "one of the formats"),
+    "sim/traces/mooncake.py": ("tests/sim/traces/test_reading.py", "one of the formats"),
+    "sim/traces/openai_requests.py": (
+        "tests/sim/traces/test_formats_with_prompts.py",
+        "one of the formats",
+    ),
+    "sim/traces/published.py": ("tests/sim/traces/test_reading.py", "several formats"),
+    "sim/traces/sessions.py": ("tests/sim/traces/test_workloads.py", "closed loops of workloads"),
+    "sim/traces/standard.py": (
+        "tests/sim/traces/test_workloads.py",
+        "every standard workload is generated",
+    ),
 }
 """Module -> where it is tested, and why there."""
 

@@ -13,6 +13,7 @@ from typing import Final
 
 import structlog
 
+from sim import replay
 from sim.engine import EngineSettings
 from sim.pod_server import PodAddress, listen, serve, write_endpoints
 from sim.pods import PodSettings
@@ -30,6 +31,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     _add_serve(commands)
     trace_command.add_parser(commands)
+    replay.add_parser(commands)
     options = parser.parse_args(arguments)
     code: int = options.run(options)
     return code

@@ -1,0 +1,72 @@
+"""A trace's arrivals made ready for a run: spread, at another rate, or only the first of them."""
+
+import heapq
+from collections.abc import Iterable, Iterator
+from itertools import chain, islice, pairwise
+from random import Random
+from typing import Final
+
+import msgspec
+
+from epp.core.types import Seconds
+from sim.traces.arrival import Arrival
+
+_LOOKED_AT: Final = 1_000
+_GRID_S_MIN: Final = 0.5
+
+
+def grid_s(arrivals: Iterable[Arrival]) -> Seconds:
+    """How far apart the ticks of the trace's clock are, judged by its first 1,000 arrivals.
+
+    0 unless most requests share their tick with another and ticks are half a second apart or more:
+    other traces need not be spread. Mooncake's conversation trace ticks every 3 s.
+    """
+    times_s = [arrival.time_s for arrival in islice(arrivals, _LOOKED_AT)]
+    ticks = sorted(set(times_s))
+    gaps_s = sorted(later - tick for tick, later in pairwise(ticks))
+    coarse = bool(gaps_s) and gaps_s[0] >= _GRID_S_MIN and 2 * len(ticks) <= len(times_s)
+    return gaps_s[len(gaps_s) // 2] if coarse else 0.0
+
+
+def spread_out(arrivals: Iterable[Arrival], width_s: Seconds, seed: int) -> Iterator[Arrival]:
+    """Delay each arrival by a uniform draw from [0, `width_s`), and sort them anew.
+
+    What waits for an answer is left alone: its time only says when it cannot come earlier.
+    """
+    random = Random(f"{seed}:jitter")
+    waiting: list[tuple[Seconds, int, Arrival]] = []
+    for arrival in arrivals:
+        while waiting and waiting[0][0] <= arrival.time_s:
+            yield heapq.heappop(waiting)[2]
+        time_s = arrival.time_s
+        if arrival.after is None:
+            time_s += random.random() * width_s
+        moved = msgspec.structs.replace(arrival, time_s=time_s)
+        heapq.heappush(waiting, (time_s, arrival.index, moved))
+    while waiting:
+        yield heapq.heappop(waiting)[2]
+
+
+def faster(arrivals: Iterable[Arrival], factor: float) -> Iterator[Arrival]:
+    """The same requests `factor` times as fast; think times stay."""
+    for arrival in arrivals:
+        yield msgspec.structs.replace(arrival, time_s=arrival.time_s / factor)
+
+
+def made_ready(
+    arrivals: Iterable[Arrival],
+    *,
+    seed: int,
+    requests_max: int | None = None,
+    jitter_s: Seconds | None = None,
+    speed: float = 1.0,
+) -> Iterator[Arrival]:
+    """The first `requests_max`, spread over `jitter_s` (None: over the trace's grid), `speed` fast."""
+    some = iter(arrivals) if requests_max is None else islice(arrivals, requests_max)
+    if jitter_s is None:
+        head = list(islice(some, _LOOKED_AT))
+        jitter_s = grid_s(head)
+        some = chain(head, some)
+    if jitter_s:
+        some = spread_out(some, jitter_s, seed)
+    return some if speed == 1.0 else faster(some, speed)

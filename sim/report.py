@@ -1,0 +1,107 @@
+"""What a run or a comparison has shown, for people: tables as text and as Markdown."""
+
+from collections.abc import Sequence
+from typing import Any
+
+
+def table(rows: Sequence[Sequence[str]]) -> str:
+    """Plain columns, the first to the left, the others to the right."""
+    widths = [max(len(row[at]) for row in rows) for at in range(len(rows[0]))]
+    lines = []
+    for row in rows:
+        cells = [row[0].ljust(widths[0])]
+        cells += [cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True)]
+        lines.append("  ".join(cells).rstrip())
+    return "\n".join(lines)
+
+
+def markdown_table(rows: Sequence[Sequence[str]]) -> str:
+    """The first row is the head."""
+    head, *body = rows
+    rule = ["---", *["---:"] * (len(head) - 1)]
+    return "\n".join(f"| {' | '.join(row)} |" for row in (head, rule, *body))
+
+
+def seconds(value: float | None) -> str:
+    """Three significant digits, in ms below one second; a dash for nothing."""
+    if value is None:
+        return "-"
+    return f"{value * 1000:.3g} ms" if abs(value) < 1 else f"{value:,.3g} s"
+
+
+def share(value: float | None) -> str:
+    """A percentage; a dash for nothing."""
+    return "-" if value is None else f"{value:.1%}"
+
+
+def number(value: float | None) -> str:
+    """Three significant digits; a dash for nothing."""
+    return "-" if value is None else f"{value:,.4g}"
+
+
+def latency_rows(summary: dict[str, Any]) -> list[list[str]]:
+    """TTFT, TPOT, E2E and queue, a row each."""
+    ranks = ("mean", "p50", "p90", "p95", "p99")
+    rows = [["", *ranks]]
+    for name, label in (
+        ("ttft_s", "TTFT"),
+        ("tpot_s", "TPOT"),
+        ("e2e_s", "E2E"),
+        ("queue_s", "queue"),
+    ):
+        rows.append([label, *(seconds(summary[name][rank]) for rank in ranks)])
+    return rows
+
+
+def fact_rows(summary: dict[str, Any]) -> list[list[str]]:
+    """Everything else that is one number."""
+    counts = summary["requests"]
+    goodput = summary["goodput"]
+    ended = ", ".join(f"{counts[fate]:,} {fate}" for fate in list(counts)[1:] if counts[fate])
+    loads = summary["imbalance"]
+    return [
+        ["requests", f"{counts['sent']:,}: {ended}"],
+        ["hit rate", f"{share(summary['hit_rate'])} of prompt tokens"],
+        ["output", f"{number(summary['output_tokens_per_s'])} tokens/s"],
+        ["input", f"{number(summary['input_tokens_per_s'])} tokens/s"],
+        [
+            "goodput",
+            (
+                f"{share(goodput['share'])} with TTFT up to {seconds(goodput['ttft_target_s'])} "
+                f"and TPOT up to {seconds(goodput['tpot_target_s'])}"
+            ),
+        ],
+        ["requests, most loaded pod over mean", number(loads["requests"]["max_over_mean"])],
+        ["uncached tokens, likewise", number(loads["uncached_tokens"]["max_over_mean"])],
+        [
+            "the picker's estimate of the cache",
+            f"off by {number(summary['prediction']['mean_absolute_error_tokens'])} tokens",
+        ],
+        ["age of metrics at a decision", seconds(summary["metrics_age_s"])],
+        ["preemptions", f"{summary['preemptions']:,}"],
+        ["digest", summary["digest"]],
+    ]
+
+
+def run_table(summary: dict[str, Any]) -> str:
+    """For the terminal."""
+    facts = "\n".join(f"{name}: {value}" for name, value in fact_rows(summary))
+    return f"{table(latency_rows(summary))}\n\n{facts}\n"
+
+
+def run_report(summary: dict[str, Any]) -> str:
+    """report.md of one run."""
+    notes = "" if summary["complete"] else "**Interrupted: only what had ended is counted.**\n\n"
+    conditions = summary["conditions"]
+    rows = [["", ""], *fact_rows(summary)]
+    pods = [["pod", "requests", "hit rate", "output tokens"]]
+    for name, load in sorted(summary["pods"].items(), key=lambda item: (len(item[0]), item[0])):
+        requests, tokens = f"{load['requests']:,}", f"{load['output_tokens']:,}"
+        pods.append([name, requests, share(load["hit_rate"]), tokens])
+    return (
+        f"# {summary['config']} on {conditions['trace']}\n\n{notes}"
+        f"Seed {summary['seed']}, {conditions['pods']} pods.\n\n"
+        f"{markdown_table(latency_rows(summary))}\n\n{markdown_table(rows)}\n\n"
+        f"{markdown_table(pods)}\n\n## What was run\n\n"
+        f"{markdown_table([['', ''], *[[name, str(value)] for name, value in conditions.items()]])}\n"
+    )

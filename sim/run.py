@@ -1,0 +1,124 @@
+"""One run: a trace, a policy, a cluster and a seed in; what happened out."""
+
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+
+from msgspec import Struct, field
+
+from epp.core.types import InferenceRequest, Seconds
+from sim.arrivals import made_ready
+from sim.check import checker
+from sim.cluster import Cluster, ClusterSettings, SimulatedRequest
+from sim.faults import draw_faults
+from sim.measures import Measures, Targets
+from sim.policies import Policy, PolicySource
+from sim.timeline import Timeline
+from sim.traces.arrival import Arrival, TraceError
+from sim.traces.formats import open_trace
+from sim.traces.prompts import PICKER_BLOCK_TOKENS, request_of, request_through_bytes
+from sim.traces.reading import ReadOptions, Trace
+
+
+class RunSettings(Struct, frozen=True, kw_only=True):
+    """All that a run depends on; can be sent to another process."""
+
+    trace: str
+    policy: PolicySource
+    cluster: ClusterSettings
+    seed: int = 1
+    read: ReadOptions = field(default_factory=ReadOptions)
+    requests_max: int | None = None
+    jitter_s: Seconds | None = None
+    """None: as wide as the grid of the trace's clock."""
+    speed: float = 1.0
+    through_bytes: bool = False
+    """Have the production parser read and hash bodies instead of handing it hashes."""
+    fault_gap_s: Seconds | None = None
+    """Mean time between two faults; None: nothing goes wrong."""
+    targets: Targets = field(default_factory=Targets)
+    check: bool = False
+    """Check the invariants after every event."""
+
+
+class Run:
+    """A run that can be watched; `listeners` get each request as it ends."""
+
+    def __init__(
+        self,
+        settings: RunSettings,
+        listeners: Iterable[Callable[[SimulatedRequest], None]] = (),
+        *,
+        on_arrival: Callable[[Arrival], None] | None = None,
+    ) -> None:
+        """Raises `TraceError`, `OSError` and `ConfigError`."""
+        self.settings = settings
+        self.trace: Trace = open_trace(Path(settings.trace), settings.read)
+        self.measures = Measures(settings.targets)
+        self._listeners = (self.measures.add, *listeners)
+        open_policy = settings.policy.opener(settings.cluster.refresh_interval_s)
+        arrivals = made_ready(
+            self.trace,
+            seed=settings.seed,
+            requests_max=settings.requests_max,
+            jitter_s=settings.jitter_s,
+            speed=settings.speed,
+        )
+        if settings.through_bytes:
+            arrivals = refusing_odd_blocks(arrivals, settings.trace)
+        if on_arrival is not None:
+            arrivals = _observed(arrivals, on_arrival)
+        gap_s = settings.fault_gap_s
+        self.cluster = Cluster(
+            settings.cluster,
+            open_policy,
+            request_through_bytes if settings.through_bytes else _hashed(open_policy),
+            arrivals,
+            seed=settings.seed,
+            ended=self._ended,
+            faults=() if gap_s is None else draw_faults(settings.seed, mean_gap_s=gap_s),
+        )
+        self.timeline = Timeline(self.cluster.loop, self.cluster.pods)
+
+    def run(self) -> None:
+        """Until the last request has ended. KeyboardInterrupt leaves what is measured usable."""
+        self.cluster.run(checker(self.cluster) if self.settings.check else None)
+
+    def _ended(self, request: SimulatedRequest) -> None:
+        for listener in self._listeners:
+            listener(request)
+
+
+def _hashed(open_policy: Callable[[int], Policy]) -> Callable[[Arrival], InferenceRequest]:
+    """`request_of` for the block sizes in which this policy looks prompts up."""
+    settings = open_policy(0).settings
+    indexes = () if settings is None else settings.indexes.values()
+    sizes = {size for index in indexes if (size := getattr(index, "block_tokens", None))}
+    sizes_sorted = tuple(sorted(sizes))
+
+    def request(arrival: Arrival) -> InferenceRequest:
+        return request_of(arrival, sizes_sorted)
+
+    return request
+
+
+def refusing_odd_blocks(arrivals: Iterable[Arrival], path: str) -> Iterator[Arrival]:
+    """The same arrivals; `TraceError` at one whose blocks no text can tell apart for the picker."""
+    for arrival in arrivals:
+        for tokens in {arrival.block_tokens, *arrival.lengths} - {0}:
+            if tokens % PICKER_BLOCK_TOKENS and PICKER_BLOCK_TOKENS % tokens:
+                raise TraceError(
+                    path,
+                    0,
+                    f"request {arrival.index}",
+                    f"Expected blocks of a multiple or a divisor of {PICKER_BLOCK_TOKENS} tokens "
+                    f"for --through bytes, got {tokens}",
+                )
+        yield arrival
+
+
+def _observed(
+    arrivals: Iterable[Arrival], on_arrival: Callable[[Arrival], None]
+) -> Iterator[Arrival]:
+    for arrival in arrivals:
+        on_arrival(arrival)
+        yield arrival

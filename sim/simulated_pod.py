@@ -1,0 +1,170 @@
+"""One pod in simulated time: an engine, its page, and what can go wrong with it."""
+
+from collections.abc import Callable
+from typing import Any, Final
+
+from msgspec import Struct
+
+from epp.core.types import AdapterReport, Endpoint, EndpointMetrics, MetricsTarget
+from sim.engine import Engine, EngineRequest, EngineSettings, Step
+from sim.loop import Loop
+from sim.profiles import Profile
+
+_PORT: Final = 8000
+
+
+class PodKind(Struct, frozen=True, kw_only=True):
+    """What a pod runs on and how its engine was started."""
+
+    profile: Profile
+    engine: EngineSettings
+
+    @classmethod
+    def of(cls, profile: Profile, *, block_size_tokens: int = 16, max_loras: int = 0) -> "PodKind":
+        """The engine that `vllm serve` starts on that card without further options."""
+        return cls(
+            profile=profile,
+            engine=EngineSettings(
+                blocks_total=profile.kv_tokens // block_size_tokens + 1,
+                block_size_tokens=block_size_tokens,
+                max_num_seqs=profile.max_num_seqs,
+                max_num_batched_tokens=profile.max_num_batched_tokens,
+                max_loras=max_loras,
+            ),
+        )
+
+
+class SimulatedPod:
+    """Steps its engine in simulated time and tells `stepped` of each step when it ends.
+
+    A step that has begun is not interrupted: what is submitted meanwhile waits for its end.
+    """
+
+    def __init__(
+        self,
+        number: int,
+        kind: PodKind,
+        loop: Loop,
+        stepped: Callable[["SimulatedPod", Step], None],
+    ) -> None:
+        self.number = number
+        self.kind = kind
+        self.alive = True
+        self.restarts = 0
+        self.slowness = 1.0
+        """Steps take this many times as long."""
+        self.life = 0
+        """Changes when the engine is lost."""
+        self.requests: dict[str, Any] = {}
+        """What is in the engine, by request id; kept by the owner of the pod."""
+        self._loop = loop
+        self._stepped = stepped
+        self._frozen: EndpointMetrics | None = None
+        self._start()
+
+    def __repr__(self) -> str:
+        state = "alive" if self.alive else "dead"
+        return (
+            f"<SimulatedPod {self.name} [{state}, {self.running} running, {self.waiting} waiting]>"
+        )
+
+    @property
+    def name(self) -> str:
+        return f"pod-{self.number}"
+
+    @property
+    def endpoint(self) -> Endpoint:
+        """As discovery announces it."""
+        # 10.x.y.z holds a million pods, each with an address of its own.
+        high, low = divmod(self.number + 1, 250)
+        address = f"10.{high // 250}.{high % 250}.{low + 1}:{_PORT}"
+        return Endpoint(
+            endpoint_id=f"{self.name}:{_PORT}",
+            name=self.name,
+            address=address,
+            incarnation=str(self.restarts),
+            metrics=MetricsTarget(port=_PORT),
+        )
+
+    @property
+    def running(self) -> int:
+        return len(self.engine.running)
+
+    @property
+    def waiting(self) -> int:
+        return len(self.engine.waiting)
+
+    def submit(self, request: EngineRequest) -> None:
+        """Put `request` into the engine's queue. ValueError if it can never fit."""
+        self.engine.submit(request, self._loop.now)
+        self._requests += 1
+        self._begin_step()
+
+    def abort(self, request_id: str) -> None:
+        """The client has left: the engine lets the request go."""
+        self.engine.abort(request_id)
+
+    def page(self) -> EndpointMetrics | None:
+        """What a scrape reads now: the state at the end of the last step. None: no answer."""
+        if not self.alive:
+            return None
+        return self._frozen or self._metrics()
+
+    def freeze_page(self, frozen: bool) -> None:
+        """From now on show what the page says now, whatever happens; or stop doing so."""
+        self._frozen = self._metrics() if frozen else None
+
+    def die(self) -> None:
+        """The engine is gone with all that it held."""
+        self.alive = False
+        self._frozen = None
+        self.life += 1
+
+    def restart(self) -> None:
+        """A new process in the same pod: same name and address, an empty cache."""
+        self.restarts += 1
+        self.alive = True
+        self._start()
+
+    def _start(self) -> None:
+        self.engine = Engine(self.kind.engine, self.kind.profile)
+        self._shown = self.engine.snapshot()
+        self._started_at = self._loop.now
+        self._requests = 0
+        self._busy = False
+        self.life += 1
+
+    def _begin_step(self) -> None:
+        if self._busy:
+            return
+        step = self.engine.step(self._loop.now)
+        if step is None:
+            self._shown = self.engine.snapshot()
+            return
+        self._busy = True
+        self._loop.after(step.duration_s * self.slowness, self._end_step, step, self.life)
+
+    def _end_step(self, step: Step, life: int) -> None:
+        if life != self.life:
+            return
+        self._busy = False
+        self._shown = step.after
+        self._stepped(self, step)
+        self._begin_step()
+
+    def _metrics(self) -> EndpointMetrics:
+        shown = self._shown
+        settings = self.kind.engine
+        adapters = None
+        if settings.max_loras:
+            adapters = AdapterReport(active=frozenset(shown.adapters), slots_max=settings.max_loras)
+        return EndpointMetrics(
+            waiting_requests=shown.waiting,
+            running_requests=shown.running,
+            kv_cache_usage=shown.kv_cache_usage,
+            adapters=adapters,
+            block_size_tokens=settings.block_size_tokens,
+            blocks_total=settings.blocks_total,
+            process_started_at_s=self._started_at,
+            requests_total=self._requests,
+        )

@@ -13,7 +13,7 @@ from typing import Final
 
 import structlog
 
-from sim import replay
+from sim import compare, replay, sweep
 from sim.engine import EngineSettings
 from sim.pod_server import PodAddress, listen, serve, write_endpoints
 from sim.pods import PodSettings
@@ -32,6 +32,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     _add_serve(commands)
     trace_command.add_parser(commands)
     replay.add_parser(commands)
+    compare.add_parser(commands)
+    sweep.add_parser(commands)
     options = parser.parse_args(arguments)
     code: int = options.run(options)
     return code

@@ -70,3 +70,12 @@ def made_ready(
     if jitter_s:
         some = spread_out(some, jitter_s, seed)
     return some if speed == 1.0 else faster(some, speed)
+
+
+def mean_rate(arrivals: Iterable[Arrival], requests_max: int | None = None) -> float:
+    """Requests a second, from the first to the last; 1 if they all come at once."""
+    count, latest_s = 0, 0.0
+    for arrival in islice(arrivals, requests_max):
+        count += 1
+        latest_s = max(latest_s, arrival.time_s)
+    return count / latest_s if latest_s else 1.0

@@ -11,12 +11,11 @@ from typing import Any, Final
 import numpy as np
 from msgspec import Struct
 
+from sim.charts import BOTTOM, HEIGHT, LEFT, RIGHT, STYLE, TOP, WIDTH, below, chart, grid_line
 from sim.client import RequestOutcome
 
 SCHEMA: Final = 1
 
-_WIDTH, _HEIGHT = 640, 300
-_LEFT, _RIGHT, _TOP, _BOTTOM = 56, 16, 16, 44
 _COLOURS: Final = {"round_robin": "#b45309", "homing": "#0f766e"}
 _TITLES: Final = {"round_robin": "Round robin", "homing": "Homing"}
 
@@ -79,7 +78,7 @@ def render_report(
         f"<tr><th>{escape(name)}</th><td>{escape(value)}</td></tr>" for name, value in conditions
     )
     return _PAGE.format(
-        style=_STYLE,
+        style=STYLE,
         seed=summary.seed,
         cards="".join(_card(arm, numbers) for arm, numbers in summary.arms.items()),
         legend=_legend(summary.arms),
@@ -126,15 +125,15 @@ def _distribution(ttfts: Mapping[str, Sequence[float]]) -> str:
 
     def x(value: float) -> float:
         share = (math.log10(value) - lowest) / (highest - lowest)
-        return _LEFT + share * (_WIDTH - _LEFT - _RIGHT)
+        return LEFT + share * (WIDTH - LEFT - RIGHT)
 
     def y(share: float) -> float:
-        return _HEIGHT - _BOTTOM - share * (_HEIGHT - _TOP - _BOTTOM)
+        return HEIGHT - BOTTOM - share * (HEIGHT - TOP - BOTTOM)
 
-    parts = [_grid_line(y(share), f"{share:.0%}") for share in (0, 0.25, 0.5, 0.75, 0.9, 1)]
+    parts = [grid_line(y(share), f"{share:.0%}") for share in (0, 0.25, 0.5, 0.75, 0.9, 1)]
     marks = (step * 10**decade for decade in range(6) for step in (1, 2, 5))
     parts.extend(
-        _below(x(mark), f"{mark:,} ms") for mark in marks if 10**lowest <= mark <= 10**highest
+        below(x(mark), f"{mark:,} ms") for mark in marks if 10**lowest <= mark <= 10**highest
     )
     for arm, found in ttfts.items():
         if not found:
@@ -146,7 +145,7 @@ def _distribution(ttfts: Mapping[str, Sequence[float]]) -> str:
             f'<polyline points="{" ".join(points)}" fill="none" stroke="{_COLOURS[arm]}" '
             'stroke-width="2.5" stroke-linejoin="round"/>'
         )
-    return _chart(parts, "Time to first token: share of requests within a time, for both arms")
+    return chart(parts, "Time to first token: share of requests within a time, for both arms")
 
 
 def _pod_bars(counts: Mapping[str, Sequence[int]]) -> str:
@@ -168,67 +167,24 @@ def _hit_bars(rates: Mapping[str, float]) -> str:
 def _bars(
     groups: Sequence[tuple[str, Sequence[tuple[str, float, str]]]], highest: float, label: str
 ) -> str:
-    parts = [_grid_line(_HEIGHT - _BOTTOM, "")]
-    step = (_WIDTH - _LEFT - _RIGHT) / max(1, len(groups))
+    parts = [grid_line(HEIGHT - BOTTOM, "")]
+    step = (WIDTH - LEFT - RIGHT) / max(1, len(groups))
     for number, (name, bars) in enumerate(groups):
         width = min(56.0, step * 0.7 / len(bars))
-        middle = _LEFT + step * (number + 0.5)
-        parts.append(_below(middle, name))
+        middle = LEFT + step * (number + 0.5)
+        parts.append(below(middle, name))
         for index, (arm, value, text) in enumerate(bars):
-            height = value / highest * (_HEIGHT - _TOP - _BOTTOM - 18)
+            height = value / highest * (HEIGHT - TOP - BOTTOM - 18)
             left = middle + (index - len(bars) / 2) * width
-            top = _HEIGHT - _BOTTOM - height
+            top = HEIGHT - BOTTOM - height
             parts.append(
                 f'<rect x="{left + 2:.1f}" y="{top:.1f}" width="{width - 4:.1f}" '
                 f'height="{height:.1f}" rx="3" fill="{_COLOURS[arm]}"/>'
                 f'<text x="{left + width / 2:.1f}" y="{top - 5:.1f}" text-anchor="middle">'
                 f"{escape(text)}</text>"
             )
-    return _chart(parts, label)
+    return chart(parts, label)
 
-
-def _grid_line(y: float, text: str) -> str:
-    return (
-        f'<line x1="{_LEFT}" x2="{_WIDTH - _RIGHT}" y1="{y:.1f}" y2="{y:.1f}" class="grid"/>'
-        f'<text x="{_LEFT - 8}" y="{y + 4:.1f}" text-anchor="end">{text}</text>'
-    )
-
-
-def _below(x: float, text: str) -> str:
-    y = _HEIGHT - _BOTTOM + 20
-    return f'<text x="{x:.1f}" y="{y}" text-anchor="middle">{escape(text)}</text>'
-
-
-def _chart(parts: Sequence[str], label: str) -> str:
-    return (
-        f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" aria-label="{escape(label)}">'
-        f"{''.join(parts)}</svg>"
-    )
-
-
-_STYLE: Final = """
-:root { color-scheme: light; }
-body { margin: 0; background: #f7f7f4; color: #1f2933; line-height: 1.5;
-  font: 16px/1.5 system-ui, -apple-system, "Segoe UI", sans-serif; }
-main { max-width: 960px; margin: 0 auto; padding: 40px 20px 60px; }
-h1 { font-size: 28px; margin: 0 0 4px; } h2 { font-size: 18px; margin: 0 0 10px; }
-p { margin: 0 0 20px; color: #52606d; }
-.cards { display: grid; gap: 16px; grid-template-columns: repeat(auto-fit, minmax(280px, 1fr)); }
-.card, figure { background: #fff; border: 1px solid #e4e7eb; border-radius: 10px; padding: 18px; }
-.card { border-top-width: 4px; }
-dl { display: grid; grid-template-columns: repeat(3, 1fr); gap: 12px; margin: 0; }
-dt { font-size: 13px; color: #7b8794; } dd { margin: 0; font-size: 20px; font-weight: 600; }
-figure { margin: 16px 0 0; } figcaption { font-weight: 600; margin-bottom: 8px; }
-.pair { display: grid; gap: 16px; grid-template-columns: repeat(auto-fit, minmax(380px, 1fr)); }
-svg { width: 100%; height: auto; display: block; } svg text { font-size: 12px; fill: #52606d; }
-.grid { stroke: #e4e7eb; stroke-width: 1; }
-.legend span { margin-right: 18px; font-size: 14px; color: #52606d; }
-.legend i { display: inline-block; width: 12px; height: 12px; border-radius: 3px;
-  margin-right: 6px; vertical-align: -1px; }
-table { border-collapse: collapse; width: 100%; font-size: 15px; }
-th, td { text-align: left; padding: 6px 0; border-bottom: 1px solid #edf0f2; vertical-align: top; }
-th { font-weight: 500; color: #52606d; width: 34%; }
-"""
 
 _PAGE: Final = """<!doctype html>
 <html lang="en">

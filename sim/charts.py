@@ -1,0 +1,211 @@
+"""Charts and pages that open offline: inline SVG, one style, no fonts, no addresses."""
+
+import math
+from collections.abc import Mapping, Sequence
+from html import escape
+from typing import Final
+
+from msgspec import Struct
+
+WIDTH: Final = 640
+HEIGHT: Final = 300
+LEFT: Final = 56
+RIGHT: Final = 16
+TOP: Final = 16
+BOTTOM: Final = 44
+
+COLOURS: Final = (
+    "#0f766e", "#b45309", "#1d4ed8", "#be185d", "#4d7c0f", "#7c3aed", "#475569", "#c2410c",
+)  # fmt: skip
+"""Of series, in their order; counted round."""
+
+Points = Sequence[tuple[float, float]]
+
+
+class Axis(Struct, frozen=True, kw_only=True):
+    """Values to a place along one side of a chart."""
+
+    low: float
+    high: float
+    unit: str = ""
+    logarithmic: bool = False
+
+    @classmethod
+    def over(cls, values: Sequence[float], *, unit: str = "", logarithmic: bool = False) -> "Axis":
+        """An axis that holds `values`, from 0 unless it is logarithmic."""
+        known = [value for value in values if math.isfinite(value)]
+        if logarithmic:
+            positive = [value for value in known if value > 0] or [1.0]
+            low, high = min(positive) * 0.9, max(positive) * 1.1
+            return cls(low=low, high=max(high, low * 1.3), unit=unit, logarithmic=True)
+        return cls(low=0.0, high=max(known, default=0.0) * 1.05 or 1.0, unit=unit)
+
+    def share(self, value: float) -> float:
+        """0 at the low end, 1 at the high end."""
+        if self.logarithmic:
+            value = max(value, self.low)
+            return math.log(value / self.low) / math.log(self.high / self.low)
+        return (value - self.low) / (self.high - self.low)
+
+    def marks(self) -> list[float]:
+        """Round values between the ends, a handful."""
+        if self.logarithmic:
+            decades = range(math.floor(math.log10(self.low)), math.ceil(math.log10(self.high)) + 1)
+            steps = (1, 2, 5) if len(decades) < 4 else (1,)
+            found = [step * 10.0**decade for decade in decades for step in steps]
+            return [value for value in found if self.low <= value <= self.high]
+        raw = (self.high - self.low) / 5
+        power = 10.0 ** math.floor(math.log10(raw))
+        step = next(size * power for size in (1, 2, 5, 10) if size * power >= raw)
+        first = math.ceil(self.low / step)
+        return [at * step for at in range(first, math.floor(self.high / step) + 1)]
+
+    def label(self, value: float) -> str:
+        """A mark with its unit."""
+        return f"{value:,.6g}{' ' + self.unit if self.unit else ''}"
+
+
+def grid_line(y: float, text: str) -> str:
+    """A horizontal line with a label to its left."""
+    return (
+        f'<line x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y:.1f}" y2="{y:.1f}" class="grid"/>'
+        f'<text x="{LEFT - 8}" y="{y + 4:.1f}" text-anchor="end">{escape(text)}</text>'
+    )
+
+
+def below(x: float, text: str) -> str:
+    """A label under the chart."""
+    y = HEIGHT - BOTTOM + 20
+    return f'<text x="{x:.1f}" y="{y}" text-anchor="middle">{escape(text)}</text>'
+
+
+def chart(parts: Sequence[str], label: str) -> str:
+    """The drawing, with a label for those who cannot see it."""
+    return (
+        f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{escape(label)}">'
+        f"{''.join(parts)}</svg>"
+    )
+
+
+def line_chart(
+    series: Mapping[str, Points], *, x: Axis, y: Axis, label: str, dots: bool = False
+) -> str:
+    """One line a series, in the order of `COLOURS`; `dots` marks every point."""
+    parts = [grid_line(_up(y.share(mark)), y.label(mark)) for mark in y.marks()]
+    parts += [below(_across(x.share(mark)), x.label(mark)) for mark in x.marks()]
+    for number, points in enumerate(series.values()):
+        colour = colour_of(number)
+        places = [f"{_across(x.share(at)):.1f},{_up(y.share(value)):.1f}" for at, value in points]
+        parts.append(
+            f'<polyline points="{" ".join(places)}" fill="none" stroke="{colour}" '
+            'stroke-width="2" stroke-linejoin="round"/>'
+        )
+        if dots:
+            spots = (place.split(",") for place in places)
+            parts += [f'<circle cx="{cx}" cy="{cy}" r="3.5" fill="{colour}"/>' for cx, cy in spots]
+    return chart(parts, label)
+
+
+def bar_chart(values: Mapping[str, float], *, y: Axis, label: str) -> str:
+    """One bar a name, with its value above it."""
+    parts = [grid_line(_up(0.0), "")]
+    step = (WIDTH - LEFT - RIGHT) / max(1, len(values))
+    for number, (name, value) in enumerate(values.items()):
+        middle, top = LEFT + step * (number + 0.5), _up(y.share(value))
+        width = min(56.0, step * 0.7)
+        if step > 40 or number % math.ceil(40 / step) == 0:
+            parts.append(below(middle, name))
+        parts.append(
+            f'<rect x="{middle - width / 2:.1f}" y="{top:.1f}" width="{width:.1f}" '
+            f'height="{_up(0.0) - top:.1f}" rx="3" fill="{COLOURS[0]}"/>'
+        )
+        if step > 40:
+            parts.append(
+                f'<text x="{middle:.1f}" y="{top - 5:.1f}" text-anchor="middle">'
+                f"{escape(y.label(value))}</text>"
+            )
+    return chart(parts, label)
+
+
+def legend(names: Sequence[str]) -> str:
+    """Which colour is whose."""
+    return "".join(
+        f'<span><i style="background:{colour_of(number)}"></i>{escape(name)}</span>'
+        for number, name in enumerate(names)
+    )
+
+
+def figure(caption: str, drawing: str, names: Sequence[str] = ()) -> str:
+    """A chart with its caption, and a legend if it has several series."""
+    told = f'<div class="legend">{legend(names)}</div>' if names else ""
+    return f"<figure><figcaption>{escape(caption)}</figcaption>{told}{drawing}</figure>"
+
+
+def cards(facts: Sequence[tuple[str, str]]) -> str:
+    """A few numbers, large."""
+    items = "".join(
+        f"<div><dt>{escape(name)}</dt><dd>{escape(value)}</dd></div>" for name, value in facts
+    )
+    return f'<section class="card"><dl>{items}</dl></section>'
+
+
+def html_table(rows: Sequence[Sequence[str]]) -> str:
+    """Rows without a head; the first cell names the row."""
+    body = "".join(
+        f"<tr><th>{escape(row[0])}</th>{''.join(f'<td>{escape(cell)}</td>' for cell in row[1:])}</tr>"
+        for row in rows
+    )
+    return f"<table>{body}</table>"
+
+
+def page(title: str, introduction: str, body: str, *, script: str = "") -> str:
+    """A whole document."""
+    scripts = f"<script>{script}</script>" if script else ""
+    return (
+        '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
+        f"<title>{escape(title)}</title>\n<style>{STYLE}</style>\n</head>\n<body>\n<main>\n"
+        f"<h1>{escape(title)}</h1>\n<p>{escape(introduction)}</p>\n{body}\n</main>\n{scripts}"
+        "</body>\n</html>\n"
+    )
+
+
+def colour_of(number: int) -> str:
+    """The colour of series `number`."""
+    return COLOURS[number % len(COLOURS)]
+
+
+def _across(share: float) -> float:
+    return LEFT + share * (WIDTH - LEFT - RIGHT)
+
+
+def _up(share: float) -> float:
+    return HEIGHT - BOTTOM - share * (HEIGHT - TOP - BOTTOM)
+
+
+STYLE: Final = """
+:root { color-scheme: light; }
+body { margin: 0; background: #f7f7f4; color: #1f2933; line-height: 1.5;
+  font: 16px/1.5 system-ui, -apple-system, "Segoe UI", sans-serif; }
+main { max-width: 960px; margin: 0 auto; padding: 40px 20px 60px; }
+h1 { font-size: 28px; margin: 0 0 4px; } h2 { font-size: 18px; margin: 0 0 10px; }
+p { margin: 0 0 20px; color: #52606d; }
+.cards { display: grid; gap: 16px; grid-template-columns: repeat(auto-fit, minmax(280px, 1fr)); }
+.card, figure { background: #fff; border: 1px solid #e4e7eb; border-radius: 10px; padding: 18px; }
+.card { border-top-width: 4px; }
+dl { display: grid; grid-template-columns: repeat(3, 1fr); gap: 12px; margin: 0; }
+dt { font-size: 13px; color: #7b8794; } dd { margin: 0; font-size: 20px; font-weight: 600; }
+figure { margin: 16px 0 0; } figcaption { font-weight: 600; margin-bottom: 8px; }
+.pair { display: grid; gap: 16px; grid-template-columns: repeat(auto-fit, minmax(380px, 1fr)); }
+svg { width: 100%; height: auto; display: block; } svg text { font-size: 12px; fill: #52606d; }
+.grid { stroke: #e4e7eb; stroke-width: 1; }
+.legend span { margin-right: 18px; font-size: 14px; color: #52606d; }
+.legend i { display: inline-block; width: 12px; height: 12px; border-radius: 3px;
+  margin-right: 6px; vertical-align: -1px; }
+table { border-collapse: collapse; width: 100%; font-size: 15px; }
+th, td { text-align: left; padding: 6px 0; border-bottom: 1px solid #edf0f2; vertical-align: top; }
+th { font-weight: 500; color: #52606d; width: 34%; }
+.decisions td, .decisions th { width: auto; padding-right: 12px; font-size: 13px; }
+.decisions .chosen { background: #ecfdf5; } input { font: inherit; width: 8em; }
+.pods { display: grid; gap: 16px; grid-template-columns: repeat(auto-fit, minmax(260px, 1fr)); }
+"""

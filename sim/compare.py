@@ -167,8 +167,7 @@ def _compared(names: Sequence[str], runs: Sequence[Sequence[Result]]) -> dict[st
     told: dict[str, Any] = {}
     for at, name in enumerate(names):
         told[name] = {"mean": {}, "difference": {}}
-        for measure, function in MEASURES.items():
-            found = compare_runs(columns[0], columns[at], function)
+        for measure, found in compare_runs(columns[0], columns[at], MEASURES).items():
             told[name]["mean"][measure] = rounded(found.value)
             if at:
                 told[name]["difference"][measure] = _told(found)

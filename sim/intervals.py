@@ -6,15 +6,16 @@ against queues and answers.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from statistics import NormalDist
 from typing import Final
 
 import numpy as np
+import numpy.typing as npt
 from msgspec import Struct
 
 from epp.core.types import Seconds
-from sim.measures import Series
+from sim.measures import Floats, Series
 
 CONFIDENCE: Final = 0.95
 SEEDS_MIN: Final = 5
@@ -23,6 +24,9 @@ BLOCK_S: Final[Seconds] = 120.0
 BLOCKS_MIN: Final = 5
 BLOCKS_MAX: Final = 200
 """A trace of days has longer blocks instead of more."""
+
+_REPLICATES: Final = 200
+_BOOTSTRAP_SEED: Final = 1
 
 Measure = Callable[[Series], float]
 
@@ -46,27 +50,20 @@ class Difference(Struct, frozen=True, kw_only=True):
 
 
 def compare_runs(
-    reference: Sequence[Series], other: Sequence[Series], measure: Measure
-) -> Difference:
+    reference: Sequence[Series], other: Sequence[Series], measures: Mapping[str, Measure]
+) -> dict[str, Difference]:
     """`reference[k]` and `other[k]` have the same seed: the same requests at the same times."""
     assert len(reference) == len(other)
     assert reference
-    before = [measure(one) for one in reference]
-    after = [measure(one) for one in other]
-    if len(before) >= SEEDS_MIN:
-        gaps = np.array(after) - np.array(before)
-        error = float(gaps.std(ddof=1)) / math.sqrt(len(gaps))
-        return _difference(before, after, error, len(gaps), "seeds")
+    before = _told(reference, measures)
+    after = _told(other, measures)
+    if len(reference) >= SEEDS_MIN:
+        spread = np.std(after - before, axis=0, ddof=1)
+        return _differences(measures, before, after, spread / math.sqrt(len(before)), "seeds")
     # Each seed's blocks are units of their own: seeds differ, blocks of one seed hardly depend.
-    errors, blocks = [], 0
-    for one, two in zip(reference, other, strict=True):
-        error, count = _jackknife(one, two, measure)
-        errors.append(error)
-        blocks += count
-    if blocks < BLOCKS_MIN or any(math.isnan(error) for error in errors):
-        return _difference(before, after, math.nan, blocks, "blocks")
-    error = math.sqrt(sum(error**2 for error in errors)) / len(errors)
-    return _difference(before, after, error, blocks, "blocks")
+    found = [_bootstrap(one, two, measures) for one, two in zip(reference, other, strict=True)]
+    errors = np.sqrt(np.sum([error**2 for error, _ in found], axis=0)) / len(found)
+    return _differences(measures, before, after, errors, "blocks", sum(count for _, count in found))
 
 
 def student_t(confidence: float, freedom: int) -> float:
@@ -78,45 +75,72 @@ def student_t(confidence: float, freedom: int) -> float:
     return z + first / freedom + second / freedom**2 + third / freedom**3
 
 
-def _difference(
-    before: Sequence[float], after: Sequence[float], error: float, units: int, over: str
-) -> Difference:
-    reference, value = float(np.mean(before)), float(np.mean(after))
-    difference = value - reference
-    if math.isnan(error) or math.isnan(difference):
-        return Difference(
-            reference=reference, value=value, difference=difference, low=None, high=None,
+def _told(runs: Sequence[Series], measures: Mapping[str, Measure]) -> Floats:
+    """float64[runs, measures]."""
+    return np.array([[measure(one) for measure in measures.values()] for one in runs])
+
+
+def _differences(
+    measures: Mapping[str, Measure],
+    before: Floats,
+    after: Floats,
+    errors: Floats,
+    over: str,
+    units: int | None = None,
+) -> dict[str, Difference]:
+    """`errors`: standard errors, NaN where there is too little to tell from."""
+    units = len(before) if units is None else units
+    told: dict[str, Difference] = {}
+    for at, name in enumerate(measures):
+        reference, value = float(before[:, at].mean()), float(after[:, at].mean())
+        half = math.nan
+        if units >= BLOCKS_MIN:
+            half = student_t(CONFIDENCE, units - 1) * float(errors[at])
+        known = not math.isnan(half) and not math.isnan(value - reference)
+        told[name] = Difference(
+            reference=reference,
+            value=value,
+            difference=value - reference,
+            low=value - reference - half if known else None,
+            high=value - reference + half if known else None,
             over=f"{units} {over}",
-        )  # fmt: skip
-    half = student_t(CONFIDENCE, units - 1) * error
-    return Difference(
-        reference=reference,
-        value=value,
-        difference=difference,
-        low=difference - half,
-        high=difference + half,
-        over=f"{units} {over}",
-    )
+        )
+    return told
 
 
-def _jackknife(one: Series, other: Series, measure: Measure) -> tuple[float, int]:
-    """Standard error of the difference, each block of arrivals left out once; and the blocks.
+def _bootstrap(one: Series, other: Series, measures: Mapping[str, Measure]) -> tuple[Floats, int]:
+    """Standard errors of the differences when blocks of arrivals are drawn anew; and the blocks.
 
-    For a mean this is the usual linearisation; for percentiles a grouped jackknife.
+    Both runs draw the same blocks, so that what they have in common cancels out. (A jackknife over
+    blocks is as good for means but too sure of percentiles.)
     """
     latest_s = max((float(part.arrived_s.max()) for part in (one, other) if len(part)), default=0.0)
     block_s = max(BLOCK_S, latest_s / BLOCKS_MAX)
-    blocks_one = (one.arrived_s // block_s).astype(np.int64)
-    blocks_other = (other.arrived_s // block_s).astype(np.int64)
-    blocks = np.union1d(blocks_one, blocks_other)
+    members = [_members(part, block_s) for part in (one, other)]
+    blocks = np.union1d(*(list(found) for found in members))
     count = len(blocks)
     if count < BLOCKS_MIN:
-        return math.nan, count
-    left_out = np.array(
-        [
-            measure(other.take(blocks_other != block)) - measure(one.take(blocks_one != block))
-            for block in blocks
+        return np.full(len(measures), math.nan), count
+    random = np.random.default_rng(_BOOTSTRAP_SEED)
+    drawn = []
+    for _ in range(_REPLICATES):
+        chosen = random.choice(blocks, size=count)
+        told = [
+            _told([part.take(np.concatenate([found.get(at, _NOTHING) for at in chosen]))], measures)
+            for part, found in zip((one, other), members, strict=True)
         ]
-    )
-    variance = (count - 1) / count * float(((left_out - left_out.mean()) ** 2).sum())
-    return math.sqrt(variance), count
+        drawn.append(told[1][0] - told[0][0])
+    # Of `count` blocks drawn with replacement the variance is too small by 1 / count.
+    errors: Floats = np.std(drawn, axis=0, ddof=1) * math.sqrt(count / (count - 1))
+    return errors, count
+
+
+def _members(part: Series, block_s: Seconds) -> dict[int, npt.NDArray[np.int64]]:
+    """Block -> positions of the requests that arrived in it."""
+    number = (part.arrived_s // block_s).astype(np.int64)
+    order = np.argsort(number, kind="stable")
+    blocks, starts = np.unique(number[order], return_index=True)
+    return dict(zip(blocks.tolist(), np.split(order, starts[1:]), strict=True))
+
+
+_NOTHING: Final = np.empty(0, dtype=np.int64)

@@ -48,8 +48,8 @@ class Series(Struct, frozen=True, kw_only=True):
     def __len__(self) -> int:
         return len(self.arrived_s)
 
-    def take(self, keep: npt.NDArray[np.bool_]) -> "Series":
-        """Those at `keep`."""
+    def take(self, keep: npt.NDArray[np.bool_] | npt.NDArray[np.int64]) -> "Series":
+        """Those at `keep`: a mask or positions."""
         return Series(**{name: getattr(self, name)[keep] for name in self.__struct_fields__})
 
 

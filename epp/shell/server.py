@@ -10,6 +10,7 @@ import grpc
 import structlog
 
 from epp.core.session import Gateway, Session
+from epp.core.types import Seconds
 from epp.shell.codec import MalformedMessageError, decode, encode
 
 SERVICE: Final = "envoy.service.ext_proc.v3.ExternalProcessor"
@@ -43,12 +44,19 @@ class ExtProcServer:
     """Serves `ExternalProcessor/Process` on the gRPC server it is added to.
 
     `new_session(gateway)` makes the state machine of one stream. Gateways are told apart by the
-    host of their gRPC peer address; what is remembered of them is bounded.
+    host of their gRPC peer address; what is remembered of them is bounded. `clock` tells the `now`
+    of each message.
     """
 
-    def __init__(self, new_session: Callable[[Gateway], Session], observer: StreamObserver) -> None:
+    def __init__(
+        self,
+        new_session: Callable[[Gateway], Session],
+        observer: StreamObserver,
+        clock: Callable[[], Seconds] = time.monotonic,
+    ) -> None:
         self._new_session = new_session
         self._observer = observer
+        self._clock = clock
         self._gateways: OrderedDict[str, Gateway] = OrderedDict()
         self._streams: set[_Stream] = set()
         self._draining = False
@@ -81,7 +89,7 @@ class ExtProcServer:
         stream = _Stream(session, task)
         self._streams.add(stream)
         self._observer.stream_opened()
-        started_s = time.monotonic()
+        started_s = self._clock()
         code = "OK"
         try:
             await self._pump(messages, context, stream)
@@ -101,7 +109,7 @@ class ExtProcServer:
             code = self._fail(context, grpc.StatusCode.INTERNAL, "the picker failed")
         finally:
             self._streams.discard(stream)
-            now = time.monotonic()
+            now = self._clock()
             session.closed(now)
             self._observer.stream_closed(code, now - started_s)
 
@@ -113,7 +121,7 @@ class ExtProcServer:
     ) -> None:
         session, write = stream.session, context.write
         async for message in messages:
-            now = time.monotonic()
+            now = self._clock()
             stream.writing = True
             for answer in session.receive(decode(message), now):
                 await write(encode(answer))
@@ -121,7 +129,7 @@ class ExtProcServer:
             if session.finished or (self._draining and session.may_end_for_drain()):
                 return
         stream.writing = True
-        for last in session.half_closed(time.monotonic()):
+        for last in session.half_closed(self._clock()):
             await write(encode(last))
 
     def _gateway(self, peer: str) -> Gateway:

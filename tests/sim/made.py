@@ -1,0 +1,73 @@
+"""Arrivals and clusters for tests, small unless told otherwise."""
+
+from random import Random
+
+from msgspec import structs
+
+from sim.cluster import Cluster, ClusterSettings
+from sim.policies import policy_source
+from sim.profiles import DEFAULT_PROFILE, PROFILES
+from sim.simulated_pod import PodKind
+from sim.traces.arrival import Arrival
+from sim.traces.prompts import request_of
+
+BLOCK_TOKENS = 64
+
+
+def arrival(index=0, **fields):
+    """One request of 128 prompt tokens of its own and 4 output tokens."""
+    defaults = {"index": index, "time_s": 0.0, "prompt_tokens": 128, "output_tokens": 4}
+    return Arrival(**(defaults | fields))
+
+
+def arrivals(count, *, rate=20.0, groups=8, seed=1, blocks=(2, 12), output=(1, 24)):
+    """Prompts with a head that their group shares and a tail of their own, as a Poisson process."""
+    random = Random(f"{seed}:made")
+    time_s = 0.0
+    for index in range(count):
+        time_s += random.expovariate(rate)
+        group = random.randrange(groups)
+        shared = random.randint(*blocks)
+        own = random.randint(0, 3)
+        heads = tuple(1 + group * 1_000 + at for at in range(shared))
+        tails = tuple(1_000_000 + index * 10 + at for at in range(own))
+        yield arrival(
+            index,
+            time_s=time_s,
+            prompt_tokens=(shared + own) * BLOCK_TOKENS + random.randrange(BLOCK_TOKENS) + 1,
+            output_tokens=random.randint(*output),
+            blocks=heads + tails,
+            block_tokens=BLOCK_TOKENS,
+            session=f"session-{group}",
+        )
+
+
+def kind(*, blocks_total=None, profile=DEFAULT_PROFILE, **engine):
+    """A pod; `blocks_total` gives it a small cache."""
+    usual = PodKind.of(PROFILES[profile])
+    if blocks_total is not None:
+        engine["blocks_total"] = blocks_total
+    return structs.replace(usual, engine=structs.replace(usual.engine, **engine))
+
+
+def cluster(given, *, policy="default", pods=4, seed=1, ended=None, faults=(), **settings):
+    """A cluster that is about to run `given`; `pods`: how many, or their kinds."""
+    kinds = (kind(),) * pods if isinstance(pods, int) else pods
+    made = ClusterSettings(pods=kinds, **settings)
+    return Cluster(
+        made,
+        policy_source(policy).opener(made.refresh_interval_s),
+        request_of,
+        given,
+        seed=seed,
+        ended=ended or (lambda request: None),
+        faults=faults,
+    )
+
+
+def ran(given, **fields):
+    """Run it; the requests in the order of their arrival, and the cluster."""
+    requests = []
+    one = cluster(given, ended=requests.append, **fields)
+    one.run()
+    return sorted(requests, key=lambda request: request.sequence), one

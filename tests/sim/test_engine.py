@@ -98,7 +98,7 @@ def test_generated_tokens_are_cached_for_the_next_turn():
 
 def test_a_long_prompt_is_cut_into_chunks_of_the_budget():
     """No step computes more than the token budget; decodes go first."""
-    engine = engine_with(max_num_batched_tokens=256)
+    engine = engine_with(max_num_batched_tokens=256, max_num_seqs=256)
     engine.submit(request_of("a", 100, 4), 0.0)
     engine.submit(request_of("b", 600), 0.0)
     steps = run(engine)
@@ -117,7 +117,7 @@ def test_no_more_sequences_run_than_allowed():
 
 def test_a_prompt_is_admitted_whole_or_not_at_all():
     """A prompt that fits the budget but not the free blocks waits."""
-    engine = engine_with(blocks_total=31, max_num_batched_tokens=64)
+    engine = engine_with(blocks_total=31, max_num_batched_tokens=64, max_num_seqs=64)
     engine.submit(request_of("a", 320, 5), 0.0)
     engine.submit(request_of("b", 320, 5), 0.0)
     assert engine.step(0.0).after.waiting == 1

@@ -27,7 +27,7 @@ from sim.loop import Loop
 from sim.policies import Policy, Route
 from sim.simulated_pod import PodKind, SimulatedPod
 from sim.traces.arrival import Arrival
-from sim.traces.prompts import engine_chain
+from sim.traces.prompts import PromptHashes
 
 SCRAPE_INTERVAL_S_MIN: Final = 0.2
 SCRAPE_INTERVAL_S_PER_POD: Final = 0.0005
@@ -87,7 +87,7 @@ class SimulatedRequest:
     """One request and all that happened to it. Times are simulated seconds."""
 
     __slots__ = (
-        "arrival", "arrived_at", "ended_at", "engine", "fate", "finished_at", "first_token_at",
+        "arrival", "arrived_at", "ended_at", "engine", "fate", "finished_at", "first_token_at", "hashes",
         "life", "metrics_age_s", "pod", "predicted_cached_tokens", "refusal", "replica", "route", "routed_at",
         "sequence", "status", "submitted_at",
     )  # fmt: skip
@@ -107,6 +107,8 @@ class SimulatedRequest:
         self.metrics_age_s: Seconds = math.inf
         """How old the chosen pod's metrics were when it was chosen; infinite if unknown."""
         self.submitted_at: Seconds | None = None
+        self.hashes: PromptHashes | None = None
+        """From the picker to the engine."""
         self.engine: EngineRequest | None = None
         self.first_token_at: Seconds | None = None
         self.finished_at: Seconds | None = None
@@ -143,7 +145,7 @@ class Cluster:
         self,
         settings: ClusterSettings,
         open_policy: Callable[[int], Policy],
-        request_of: Callable[[Arrival], InferenceRequest],
+        request_of: Callable[[Arrival, PromptHashes], InferenceRequest],
         arrivals: Iterable[Arrival],
         *,
         seed: int,
@@ -279,7 +281,9 @@ class Cluster:
             return
         now = self.loop.now
         request.routed_at = now
-        routed = self.policies[request.replica].route(self._request_of(request.arrival), now)
+        request.hashes = PromptHashes(request.arrival)
+        parsed = self._request_of(request.arrival, request.hashes)
+        routed = self.policies[request.replica].route(parsed, now)
         if isinstance(routed, Refusal):
             request.refusal = routed
             request.status = routed.status
@@ -369,11 +373,15 @@ class Cluster:
         if not pod.alive or pod.life != request.life:
             self._fail(request, 503)
             return
+        assert request.hashes is not None
+        keys, ends = request.hashes.engine_pieces(pod.kind.engine.block_size_tokens)
+        request.hashes = None
         request.engine = EngineRequest(
             request.request_id,
             prompt_tokens=arrival.prompt_tokens,
             output_tokens=arrival.output_tokens,
-            chain=engine_chain(arrival, pod.kind.engine.block_size_tokens),
+            chain=keys,
+            chain_ends=ends,
             adapter=arrival.adapter,
         )
         request.submitted_at = self.loop.now
@@ -435,7 +443,7 @@ class Cluster:
                 self._kill(pod)
                 self.loop.after(fault.duration_s, self._restart, pod)
             case FaultKind.LAG:
-                pod.slowness = fault.factor
+                pod.slow_down(fault.factor)
                 self.loop.after(fault.duration_s, self._recover, pod)
                 announce = False
             case FaultKind.STALE:
@@ -462,7 +470,7 @@ class Cluster:
         self.loop.after(self.settings.discovery_delay_s, self._announce)
 
     def _recover(self, pod: SimulatedPod) -> None:
-        pod.slowness = 1.0
+        pod.slow_down(1.0)
 
 
 def _replica_seed(seed: int, replica: int) -> int:

@@ -261,6 +261,11 @@ class Engine:
         pending = self._pending
         return pending and pending.started_at + pending.until_pass_s(pending.passes)
 
+    @property
+    def passes(self) -> int:
+        """Of the step that has begun; 0: none has."""
+        return self._pending.passes if self._pending else 0
+
     def submit(self, request: EngineRequest, now: Seconds) -> None:
         """Queue `request`. ValueError if it can never fit; then nothing has changed."""
         needed = request.prompt_tokens + request.output_tokens
@@ -433,9 +438,7 @@ class Engine:
         )
         return self._pending
 
-    def _continue_running(
-        self, work: StepWork, chunks: list[EngineRequest]
-    ) -> tuple[int, bool]:
+    def _continue_running(self, work: StepWork, chunks: list[EngineRequest]) -> tuple[int, bool]:
         """Next tokens for the running requests: the budget left, and whether any was preempted."""
         size = self.settings.block_size_tokens
         before = self.preemptions
@@ -576,7 +579,11 @@ class Engine:
         due = self._due
         while due[0][2].due != due[0][0]:
             heappop(due)
-        size, free, decodes = self.settings.block_size_tokens, self.pool.blocks_free, len(self.running)
+        size, free, decodes = (
+            self.settings.block_size_tokens,
+            self.pool.blocks_free,
+            len(self.running),
+        )
         passes = due[0][0] - self._passes_done
         cycles = free // decodes
         if passes - 1 <= cycles * size:

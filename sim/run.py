@@ -15,7 +15,12 @@ from sim.policies import Policy, PolicySource
 from sim.timeline import Timeline
 from sim.traces.arrival import Arrival, TraceError
 from sim.traces.formats import open_trace
-from sim.traces.prompts import PICKER_BLOCK_TOKENS, request_of, request_through_bytes
+from sim.traces.prompts import (
+    PICKER_BLOCK_TOKENS,
+    PromptHashes,
+    request_of,
+    request_through_bytes,
+)
 from sim.traces.reading import ReadOptions, Trace
 
 
@@ -71,7 +76,7 @@ class Run:
         self.cluster = Cluster(
             settings.cluster,
             open_policy,
-            request_through_bytes if settings.through_bytes else _hashed(open_policy),
+            _parsed if settings.through_bytes else _hashed(open_policy),
             arrivals,
             seed=settings.seed,
             ended=self._ended,
@@ -88,17 +93,23 @@ class Run:
             listener(request)
 
 
-def _hashed(open_policy: Callable[[int], Policy]) -> Callable[[Arrival], InferenceRequest]:
+def _hashed(
+    open_policy: Callable[[int], Policy],
+) -> Callable[[Arrival, PromptHashes], InferenceRequest]:
     """`request_of` for the block sizes in which this policy looks prompts up."""
     settings = open_policy(0).settings
     indexes = () if settings is None else settings.indexes.values()
     sizes = {size for index in indexes if (size := getattr(index, "block_tokens", None))}
     sizes_sorted = tuple(sorted(sizes))
 
-    def request(arrival: Arrival) -> InferenceRequest:
-        return request_of(arrival, sizes_sorted)
+    def request(arrival: Arrival, hashes: PromptHashes) -> InferenceRequest:
+        return request_of(arrival, sizes_sorted, hashes)
 
     return request
+
+
+def _parsed(arrival: Arrival, hashes: PromptHashes) -> InferenceRequest:
+    return request_through_bytes(arrival)
 
 
 def refusing_odd_blocks(arrivals: Iterable[Arrival], path: str) -> Iterator[Arrival]:

@@ -5,7 +5,7 @@ from typing import Any, Final
 
 from msgspec import Struct
 
-from epp.core.types import AdapterReport, Endpoint, EndpointMetrics, MetricsTarget
+from epp.core.types import AdapterReport, Endpoint, EndpointMetrics, MetricsTarget, Seconds
 from sim.engine import Engine, EngineRequest, EngineSettings, Step
 from sim.loop import Loop
 from sim.profiles import Profile
@@ -35,9 +35,9 @@ class PodKind(Struct, frozen=True, kw_only=True):
 
 
 class SimulatedPod:
-    """Steps its engine in simulated time and tells `stepped` of each step when it ends.
+    """Runs its engine in simulated time and tells `stepped` of each step when it ends.
 
-    A step that has begun is not interrupted: what is submitted meanwhile waits for its end.
+    A pass that has begun is not interrupted: what is submitted meanwhile waits for its end.
     """
 
     def __init__(
@@ -51,12 +51,13 @@ class SimulatedPod:
         self.kind = kind
         self.alive = True
         self.restarts = 0
-        self.slowness = 1.0
-        """Steps take this many times as long."""
+        self._slowness = 1.0
         self.life = 0
         """Changes when the engine is lost."""
         self.requests: dict[str, Any] = {}
         """What is in the engine, by request id; kept by the owner of the pod."""
+        self.leaving: set[str] = set()
+        """Aborted in the pass that is in progress, to whose end they stay."""
         self._loop = loop
         self._stepped = stepped
         self._frozen: EndpointMetrics | None = None
@@ -98,17 +99,27 @@ class SimulatedPod:
         """Put `request` into the engine's queue. ValueError if it can never fit."""
         self.engine.submit(request, self._loop.now)
         self._requests += 1
-        self._begin_step()
+        self._follow()
 
     def abort(self, request_id: str) -> None:
         """The client has left: the engine lets the request go."""
-        self.engine.abort(request_id)
+        self.engine.cut(self._loop.now)
+        if self.engine.abort(request_id) and self.engine.passes:
+            self.leaving.add(request_id)
+        self._follow()
 
     def page(self) -> EndpointMetrics | None:
-        """What a scrape reads now: the state at the end of the last step. None: no answer."""
+        """What a scrape reads now: the state at the end of the last pass. None: no answer."""
         if not self.alive:
             return None
         return self._frozen or self._metrics()
+
+    def slow_down(self, factor: float) -> None:
+        """Passes that begin from now on take `factor` times as long as usual."""
+        self._slowness = factor
+        self.engine.cut(self._loop.now)
+        self.engine.slowness = factor
+        self._follow()
 
     def freeze_page(self, frozen: bool) -> None:
         """From now on show what the page says now, whatever happens; or stop doing so."""
@@ -128,32 +139,42 @@ class SimulatedPod:
 
     def _start(self) -> None:
         self.engine = Engine(self.kind.engine, self.kind.profile)
+        self.engine.slowness = self._slowness
         self._shown = self.engine.snapshot()
         self._started_at = self._loop.now
         self._requests = 0
-        self._busy = False
+        self._due: Seconds | None = None
+        self.leaving.clear()
         self.life += 1
 
-    def _begin_step(self) -> None:
-        if self._busy:
-            return
-        step = self.engine.step(self._loop.now)
-        if step is None:
-            self._shown = self.engine.snapshot()
-            return
-        self._busy = True
-        self._loop.after(step.duration_s * self.slowness, self._end_step, step, self.life)
+    def _follow(self) -> None:
+        """Be there when the step that has begun ends; begin one if there is work."""
+        ends_at = self.engine.ends_at
+        if ends_at is None:
+            ends_at = self.engine.begin(self._loop.now)
+            if ends_at is None:
+                self._due = None
+                self._shown = self.engine.snapshot()
+                return
+        if ends_at != self._due:
+            self._due = ends_at
+            self._loop.at(ends_at, self._end_step, ends_at, self.life)
 
-    def _end_step(self, step: Step, life: int) -> None:
-        if life != self.life:
+    def _end_step(self, due: Seconds, life: int) -> None:
+        if life != self.life or due != self._due:
             return
-        self._busy = False
+        step = self.engine.end()
+        self._due = None
+        self.leaving.clear()
         self._shown = step.after
         self._stepped(self, step)
-        self._begin_step()
+        self._follow()
 
     def _metrics(self) -> EndpointMetrics:
         shown = self._shown
+        if self.engine.passes > 1:
+            # Nobody came and nobody left, but the answers grew.
+            shown = self.engine.snapshot(self._loop.now)
         settings = self.kind.engine
         adapters = None
         if settings.max_loras:

@@ -57,7 +57,7 @@ def cluster(given, *, policy="default", pods=4, seed=1, ended=None, faults=(), *
     return Cluster(
         made,
         policy_source(policy).opener(made.refresh_interval_s),
-        request_of,
+        lambda one, hashes: request_of(one, hashes=hashes),
         given,
         seed=seed,
         ended=ended or (lambda request: None),

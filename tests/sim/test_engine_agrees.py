@@ -81,9 +81,7 @@ def events_of(told):
 
 def run_plain(shape, told):
     engine = PlainEngine(shape, PROFILE)
-    requests = [
-        PlainRequest(t.name, t.prompt, t.output, t.hashes, t.adapter) for _, _, t in told
-    ]
+    requests = [PlainRequest(t.name, t.prompt, t.output, t.hashes, t.adapter) for _, _, t in told]
     busy_until = 0.0
     events = [*events_of(told), (float("inf"), 0, "")]
     for at, number, what in events:

@@ -11,7 +11,9 @@ Several pickers do not see each other's decisions. With Homing's own Envoy confi
 bodies pass the picker by, so that it is told of first outputs only with `response_chunks`.
 """
 
+import heapq
 import math
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from enum import StrEnum
 from random import Random
@@ -154,6 +156,8 @@ class Cluster:
     ) -> None:
         self.settings = settings
         self.loop = Loop()
+        self._interval_s = settings.refresh_interval_s
+        self._scrape_delay_s = settings.scrape_delay_s
         self.policies = [open_policy(_replica_seed(seed, at)) for at in range(settings.replicas)]
         self.pods: list[SimulatedPod] = []
         self.requests: dict[int, SimulatedRequest] = {}
@@ -163,8 +167,15 @@ class Cluster:
         self._request_of = request_of
         self._arrivals: Iterator[Arrival] = iter(arrivals)
         self._pending_arrivals = 0
+        self._next_arrival_at: Seconds = 0.0
+        self._thinking: list[Seconds] = []
+        """Heap of the instants at which the next turns will be sent."""
+        self._routes: deque[Seconds] = deque()
+        """Instants at which requests on their way will reach a picker, in order."""
         self._tell_ended = ended
         self._faults = iter(faults)
+        self._calm = True
+        """Nothing has gone wrong and nothing will."""
         self._under_way: set[int] = set()
         """Indices of the requests that were sent, or are going to be, and have not ended."""
         self._waiting: dict[int, list[Arrival]] = {}
@@ -195,20 +206,20 @@ class Cluster:
 
     def run(self, after_event: Callable[[], None] | None = None) -> None:
         """Until the last request has ended. `after_event` is called after each event."""
-        step = self.loop.step
-        while not self.done:
-            step()
-            if after_event is not None:
-                after_event()
+        if not self.done:
+            self.loop.run(after_event)
 
     # Clients.
 
     def _pull(self) -> None:
         """Schedule the next arrival of the trace, if there is one."""
         arrival = next(self._arrivals, None)
-        if arrival is not None:
-            self._pending_arrivals += 1
-            self.loop.at(max(self.loop.now, arrival.time_s), self._arrive, arrival)
+        if arrival is None:
+            self._next_arrival_at = math.inf
+            return
+        self._pending_arrivals += 1
+        self._next_arrival_at = max(self.loop.now, arrival.time_s)
+        self.loop.at(self._next_arrival_at, self._arrive, arrival)
 
     def _arrive(self, arrival: Arrival) -> None:
         self._pending_arrivals -= 1
@@ -227,10 +238,13 @@ class Cluster:
     def _think(self, arrival: Arrival, until: Seconds) -> None:
         self._pending_arrivals += 1
         self._under_way.add(arrival.index)
-        self.loop.at(max(self.loop.now, until), self._send_turn, arrival)
+        send_at = max(self.loop.now, until)
+        heapq.heappush(self._thinking, send_at)
+        self.loop.at(send_at, self._send_turn, arrival)
 
     def _send_turn(self, arrival: Arrival) -> None:
         self._pending_arrivals -= 1
+        heapq.heappop(self._thinking)
         self._send(arrival)
 
     def _send(self, arrival: Arrival) -> None:
@@ -240,7 +254,9 @@ class Cluster:
         self.requests[request.sequence] = request
         self._under_way.add(arrival.index)
         self.arrived += 1
-        self.loop.after(self.settings.network_delay_s, self._route, request)
+        route_at = self.loop.now + self.settings.network_delay_s
+        self._routes.append(route_at)
+        self.loop.at(route_at, self._route, request)
         if self.settings.abort_share:
             leaves = self._random_abort.random() < self.settings.abort_share
             patience_s = self._random_abort.expovariate(1 / self.settings.abort_after_s)
@@ -273,10 +289,13 @@ class Cluster:
             self._pending_arrivals -= 1
             self._think(turn, self.loop.now + turn.think_s)
         self._tell_ended(request)
+        if self.done:
+            self.loop.stop()
 
     # Pickers.
 
     def _route(self, request: SimulatedRequest) -> None:
+        self._routes.popleft()
         if request.fate is not None:
             return
         now = self.loop.now
@@ -329,25 +348,35 @@ class Cluster:
             known.current = False
         follow = _Follow(replica, pod, endpoint)
         self._follows[replica, endpoint.endpoint_id] = follow
-        start_s = self._random_scrape[replica].random() * self.settings.refresh_interval_s
+        start_s = self._random_scrape[replica].random() * self._interval_s
         self.loop.after(start_s, self._scrape, follow)
 
     def _scrape(self, follow: _Follow) -> None:
         if not follow.current:
             return
-        page = follow.pod.page()
-        if page is None:
-            follow.failures += 1
-        else:
-            follow.failures = 0
-            self.loop.after(self.settings.scrape_delay_s, self._observe, follow, page)
-        interval_s = self.settings.refresh_interval_s
-        pause_s = interval_s
+        follow.failures = 0 if follow.pod.alive else follow.failures + 1
+        pause_s = interval_s = self._interval_s
         if follow.failures > 1:
             pause_s = interval_s * 2.0 ** min(follow.failures - 1, 16)
             pause_s = max(interval_s, min(pause_s, SCRAPE_BACKOFF_S_MAX))
-        jitter = self._random_scrape[follow.replica].uniform(1 - SCRAPE_JITTER, 1 + SCRAPE_JITTER)
-        self.loop.after(pause_s * jitter, self._scrape, follow)
+        draw = self._random_scrape[follow.replica].random()
+        next_at = self.loop.now + pause_s * (1 - SCRAPE_JITTER + 2 * SCRAPE_JITTER * draw)
+        self.loop.at(next_at, self._scrape, follow)
+        if self._calm and next_at + self._scrape_delay_s < self._next_decision_at():
+            # The next scrape will have replaced this one before anybody looks.
+            return
+        page = follow.pod.page()
+        if page is not None:
+            self.loop.at(self.loop.now + self._scrape_delay_s, self._observe, follow, page)
+
+    def _next_decision_at(self) -> Seconds:
+        """No picker decides before; without faults only decisions read what was scraped."""
+        if self._routes:
+            return self._routes[0]
+        if self._waiting:
+            return self.loop.now
+        sent_at = min(self._next_arrival_at, self._thinking[0] if self._thinking else math.inf)
+        return sent_at + self.settings.network_delay_s
 
     def _observe(self, follow: _Follow, page: EndpointMetrics) -> None:
         if follow.current:
@@ -428,6 +457,7 @@ class Cluster:
     def _pull_fault(self) -> None:
         fault = next(self._faults, None)
         if fault is not None:
+            self._calm = False
             self.loop.at(max(self.loop.now, fault.at_s), self._strike, fault)
 
     def _strike(self, fault: Fault) -> None:

@@ -381,10 +381,6 @@ class Engine:
 
         While a step of many passes is under way: at its first pass, or at the one of `now`.
         """
-        used = self.pool.blocks_used
-        if self._pending is not None and now is not None:
-            elapsed_s = now - self._pending.started_at
-            used += self._blocks_for(self._pending.passes_begun(elapsed_s))
         adapters: set[str] = set()
         if self.settings.max_loras:
             adapters = {request.adapter for request in (*self.running, *self.waiting)} - {""}
@@ -392,10 +388,18 @@ class Engine:
             running=len(self.running),
             waiting=len(self.waiting),
             deferred=min(self._deferred, len(self.waiting)),
-            kv_cache_usage=used / self.pool.blocks_usable,
+            kv_cache_usage=self.kv_cache_usage(now),
             adapters=tuple(sorted(adapters)),
             preemptions=self.preemptions,
         )
+
+    def kv_cache_usage(self, now: Seconds | None = None) -> float:
+        """The held share of the blocks, as `snapshot` tells it."""
+        used = self.pool.blocks_used
+        if self._pending is not None and now is not None:
+            elapsed_s = now - self._pending.started_at
+            used += self._blocks_for(self._pending.passes_begun(elapsed_s))
+        return used / self.pool.blocks_usable
 
     def check(self) -> None:
         """AssertionError if the books of blocks and requests do not agree."""
@@ -601,10 +605,12 @@ class Engine:
         """Blocks that the passes after the first take, of a step of `passes`."""
         size = self.settings.block_size_tokens
         cycles, rest = divmod(passes - 1, size)
-        first = -self._passes_done
-        return cycles * len(self.running) + sum(
-            len(self._phases[(first - index) % size]) for index in range(rest)
-        )
+        blocks = cycles * len(self.running)
+        phases, last = self._phases, -self._passes_done % size
+        for place in range(last, last - rest, -1):
+            # Places below 0 count from the end, as the phases go round.
+            blocks += len(phases[place])
+        return blocks
 
     def _fill_blocks(self, passes: int) -> None:
         """Take and register the blocks of all passes after the first of the pending step."""

@@ -20,6 +20,7 @@ class Loop:
         """Callbacks that have run."""
         self._heap: list[tuple[Seconds, int, Callable[..., None], tuple[Any, ...]]] = []
         self._sequence = 0
+        self._stopped = False
 
     def __len__(self) -> int:
         return len(self._heap)
@@ -47,3 +48,18 @@ class Loop:
         self.events += 1
         callback(*arguments)
         return True
+
+    def run(self, after_event: Callable[[], None] | None = None) -> None:
+        """Run callbacks until `stop` is called or none is left; `after_event` after each."""
+        self._stopped = False
+        heap, pop = self._heap, heapq.heappop
+        while heap and not self._stopped:
+            self.now, _, callback, arguments = pop(heap)
+            self.events += 1
+            callback(*arguments)
+            if after_event is not None:
+                after_event()
+
+    def stop(self) -> None:
+        """Let `run` return after the callback that runs."""
+        self._stopped = True

@@ -172,9 +172,10 @@ class SimulatedPod:
 
     def _metrics(self) -> EndpointMetrics:
         shown = self._shown
+        usage = shown.kv_cache_usage
         if self.engine.passes > 1:
             # Nobody came and nobody left, but the answers grew.
-            shown = self.engine.snapshot(self._loop.now)
+            usage = self.engine.kv_cache_usage(self._loop.now)
         settings = self.kind.engine
         adapters = None
         if settings.max_loras:
@@ -182,7 +183,7 @@ class SimulatedPod:
         return EndpointMetrics(
             waiting_requests=shown.waiting,
             running_requests=shown.running,
-            kv_cache_usage=shown.kv_cache_usage,
+            kv_cache_usage=usage,
             adapters=adapters,
             block_size_tokens=settings.block_size_tokens,
             blocks_total=settings.blocks_total,

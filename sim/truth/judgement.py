@@ -1,0 +1,97 @@
+"""What comparing the simulator with a recording says, and how a recording's description is read."""
+
+import tomllib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+from msgspec import Struct
+
+T = TypeVar("T")
+
+
+class TruthError(Exception):
+    """A truth folder cannot be used: one sentence with the file and what was expected."""
+
+
+class Judgement(Struct, frozen=True, kw_only=True):
+    """One number of a recording beside the simulator's."""
+
+    truth: str
+    """The folder's name."""
+    what: str
+    recorded: float
+    simulated: float
+    unit: str
+    error: float
+    """As a share of `recorded`, signed, or of the whole where `what` counts agreements."""
+    tolerance: float | None
+    """Most that `abs(error)` may be; None: shown, not judged."""
+
+    @property
+    def passed(self) -> bool:
+        return self.tolerance is None or abs(self.error) <= self.tolerance
+
+
+def against(
+    truth: str, what: str, values: tuple[float, float], unit: str, tolerance: float | None
+) -> Judgement:
+    """`values`: recorded, simulated."""
+    recorded, simulated = float(values[0]), float(values[1])
+    return Judgement(
+        truth=truth,
+        what=what,
+        recorded=recorded,
+        simulated=simulated,
+        unit=unit,
+        error=simulated / recorded - 1.0,
+        tolerance=tolerance,
+    )
+
+
+def all_of(truth: str, what: str, total: int, agreed: int) -> Judgement:
+    """All of `total` must agree."""
+    return Judgement(
+        truth=truth,
+        what=what,
+        recorded=total,
+        simulated=agreed,
+        unit="",
+        error=agreed / total - 1.0 if total else 1.0,
+        tolerance=0.0,
+    )
+
+
+def described(folder: Path) -> dict[str, Any]:
+    """The `engine.toml` of `folder`. Raises TruthError."""
+    file = folder / "engine.toml"
+    try:
+        return tomllib.loads(file.read_text())
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as problem:
+        raise TruthError(f"{file}: {problem}") from problem
+
+
+def converted(folder: Path, description: dict[str, Any], kind: type[T]) -> T:
+    """The description as `kind`; fields that `kind` does not have are for others. TruthError."""
+    try:
+        return msgspec.convert(description, kind)
+    except msgspec.ValidationError as problem:
+        raise TruthError(f"{folder / 'engine.toml'}: {problem}.") from problem
+
+
+def lines_of(file: Path, kind: type[T]) -> Sequence[T]:
+    """A JSON-lines file. Raises TruthError, with the line."""
+    rows: list[T] = []
+    try:
+        with file.open("rb") as lines:
+            for number, line in enumerate(lines, start=1):
+                try:
+                    rows.append(msgspec.json.decode(line, type=kind))
+                except msgspec.DecodeError as problem:
+                    raise TruthError(f"{file}:{number}: {problem}.") from problem
+    except OSError as problem:
+        raise TruthError(f"{file}: {problem}") from problem
+    if not rows:
+        raise TruthError(f"{file}: expected at least one line.")
+    return rows

@@ -1,0 +1,219 @@
+"""Kind `latency`: the arrivals of a run of one engine, and when each request was served.
+
+`requests.jsonl`: a request a line, with measured times. The engine's constants come from the
+kernel timings beside it (`sim/kernels.py`), or from the built-in `profile` that the description
+names. They are judged twice: with nothing of the run in them, and with host time and skew fitted to
+the requests that came first, judged on the others.
+"""
+
+from collections.abc import Iterator, Sequence
+from itertools import product
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+from msgspec import Struct
+
+from epp.core.types import Seconds
+from sim.engine import Engine, EngineRequest, EngineSettings
+from sim.kernels import Card, profile_of_kernels
+from sim.profiles import Profile, ProfileError, find_profile
+from sim.truth.judgement import Judgement, TruthError, against, converted, lines_of
+
+BLIND_TOLERANCES: Final = {"TTFT": 0.15, "TPOT": 0.08, "E2E": 0.08}
+FITTED_MEAN_TOLERANCE: Final = 0.08
+FITTED_P99_TOLERANCE: Final = 0.12
+FITTED_ON: Final = 150
+"""Requests, in order of arrival."""
+_FIT_ROUNDS: Final = 4
+_HOST_S_MAX: Final = 0.02
+_SKEW_MAX: Final = 0.5
+_MEASURES: Final = ("TTFT", "TPOT", "E2E")
+
+_Floats = npt.NDArray[np.float64]
+
+
+class Description(Struct, frozen=True, kw_only=True):
+    """`engine.toml`."""
+
+    model: str
+    num_gpu_blocks: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    layers: int = 0
+    block_size_tokens: int = 16
+    all_reduce_ms: float = 0.0
+    all_reduce_us_per_token: float = 0.0
+    profile: str | None = None
+
+    @property
+    def engine(self) -> EngineSettings:
+        return EngineSettings(
+            blocks_total=self.num_gpu_blocks,
+            block_size_tokens=self.block_size_tokens,
+            max_num_seqs=self.max_num_seqs,
+            max_num_batched_tokens=self.max_num_batched_tokens,
+        )
+
+
+class Served(Struct, frozen=True, kw_only=True):
+    """A line of `requests.jsonl`; seconds."""
+
+    arrival_s: Seconds
+    input_tokens: int
+    output_tokens: int
+    queued_s: Seconds
+    first_token_s: Seconds
+    last_token_s: Seconds
+
+
+def judge(folder: Path, description: dict[str, Any]) -> Iterator[Judgement]:
+    """Means without any fit; then host time and skew, means and 99th percentiles with them."""
+    shape = converted(folder, description, Description)
+    served = sorted(lines_of(folder / "requests.jsonl", Served), key=lambda row: row.arrival_s)
+    profile = _profile(folder, shape)
+    recorded = _recorded(served)
+    blind = simulate(profile, shape.engine, served)
+    for at, measure in enumerate(_MEASURES):
+        means = (recorded[at].mean(), blind[at].mean())
+        yield against(
+            folder.name, f"mean {measure}, nothing fitted", means, "s", BLIND_TOLERANCES[measure]
+        )
+    for at, measure in enumerate(_MEASURES):
+        tails = (np.percentile(recorded[at], 99), np.percentile(blind[at], 99))
+        yield against(folder.name, f"p99 {measure}, nothing fitted", tails, "s", None)
+    if len(served) <= FITTED_ON:
+        return
+    fitted = fit(profile, shape.engine, served)
+    yield against(folder.name, "host time, fitted", (profile.host_s, fitted.host_s), "s", None)
+    yield Judgement(
+        truth=folder.name, what="skew, fitted", recorded=profile.skew, simulated=fitted.skew,
+        unit="", error=0.0, tolerance=None,
+    )  # fmt: skip
+    rest = simulate(fitted, shape.engine, served)[:, FITTED_ON:]
+    recorded = recorded[:, FITTED_ON:]
+    for at, measure in enumerate(_MEASURES):
+        means = (recorded[at].mean(), rest[at].mean())
+        what = f"mean {measure} of the rest, fitted"
+        yield against(folder.name, what, means, "s", FITTED_MEAN_TOLERANCE)
+    for at, measure in enumerate(_MEASURES):
+        tails = (np.percentile(recorded[at], 99), np.percentile(rest[at], 99))
+        what = f"p99 {measure} of the rest, fitted"
+        yield against(folder.name, what, tails, "s", FITTED_P99_TOLERANCE)
+
+
+def simulate(profile: Profile, engine: EngineSettings, served: Sequence[Served]) -> _Floats:
+    """TTFT, TPOT, E2E in rows, a column a request; `served` in order of arrival.
+
+    Nothing is shared between prompts, and measured times begin in the engine's queue: no front end.
+    """
+    pod = Engine(engine, profile)
+    requests = [
+        EngineRequest(
+            str(number),
+            prompt_tokens=row.input_tokens,
+            output_tokens=row.output_tokens,
+            chain=[number],
+            chain_ends=[(row.input_tokens + row.output_tokens) // engine.block_size_tokens],
+        )
+        for number, row in enumerate(served)
+    ]
+    now: Seconds = 0.0
+    for request, row in zip(requests, served, strict=True):
+        while now < row.arrival_s and (ends_at := pod.begin(now)) is not None:
+            if ends_at >= row.arrival_s:
+                pod.cut(row.arrival_s)
+            now = pod.end().ends_at
+        now = max(now, row.arrival_s)
+        pod.submit(request, row.arrival_s)
+    while pod.begin(now) is not None:
+        now = pod.end().ends_at
+    return np.array([_measured(request) for request in requests]).T
+
+
+def fit(profile: Profile, engine: EngineSettings, served: Sequence[Served]) -> Profile:
+    """`profile` with the host time and the skew that suit the means of the first requests.
+
+    Gauss-Newton on the relative errors of mean TTFT, TPOT and E2E, with numerical slopes.
+    """
+    wanted = _recorded(served)[:, :FITTED_ON].mean(axis=1)
+    steps = np.array([2e-4, 0.01])
+    limits = np.array([_HOST_S_MAX, _SKEW_MAX])
+
+    def errors(at: _Floats) -> _Floats:
+        tried = msgspec.structs.replace(profile, host_s=float(at[0]), skew=float(at[1]))
+        means: _Floats = simulate(tried, engine, served)[:, :FITTED_ON].mean(axis=1)
+        return means / wanted - 1.0
+
+    at = np.array([profile.host_s, profile.skew])
+    for _ in range(_FIT_ROUNDS):
+        here = errors(at)
+        slopes = np.array([(errors(at + np.diag(steps)[k]) - here) / steps[k] for k in range(2)]).T
+        at = bounded_least_squares(slopes, slopes @ at - here, limits)
+    return msgspec.structs.replace(profile, host_s=float(at[0]), skew=float(at[1]))
+
+
+def bounded_least_squares(matrix: _Floats, wanted: _Floats, limits: _Floats) -> _Floats:
+    """The x with the least squares of `matrix @ x - wanted` where 0 <= x <= limits; few columns.
+
+    Every choice of free variables is tried, the others at either limit: exact, 3**n solutions.
+    """
+    best, least = np.zeros(len(limits)), np.inf
+    for states in product(("free", "low", "high"), repeat=len(limits)):
+        x = np.where(np.array(states) == "high", limits, 0.0)
+        free = np.array(states) == "free"
+        if free.any():
+            x[free] = np.linalg.lstsq(matrix[:, free], wanted - matrix @ x, rcond=None)[0]
+        squares = float(np.sum((matrix @ x - wanted) ** 2))
+        if squares < least and bool(np.all((x >= 0.0) & (x <= limits))):
+            best, least = x, squares
+    return best
+
+
+def _profile(folder: Path, shape: Description) -> Profile:
+    if shape.profile is not None:
+        try:
+            return find_profile(shape.profile)
+        except ProfileError as problem:
+            raise TruthError(f"{folder / 'engine.toml'}: profile: {problem}") from problem
+    card = Card(
+        name=folder.name,
+        model=shape.model,
+        layers=shape.layers,
+        kv_tokens=shape.engine.kv_tokens,
+        max_model_len_tokens=shape.engine.kv_tokens,
+        max_num_seqs=shape.max_num_seqs,
+        max_num_batched_tokens=shape.max_num_batched_tokens,
+        all_reduce_s=shape.all_reduce_ms / 1e3,
+        all_reduce_s_per_token=shape.all_reduce_us_per_token / 1e6,
+    )
+    try:
+        return profile_of_kernels(folder, card)
+    except (OSError, ValueError, KeyError) as problem:
+        raise TruthError(f"{folder}: the kernel timings cannot be read: {problem}") from problem
+
+
+def _recorded(served: Sequence[Served]) -> _Floats:
+    return np.array(
+        [
+            (
+                row.first_token_s - row.queued_s,
+                (row.last_token_s - row.first_token_s) / max(1, row.output_tokens - 1),
+                row.last_token_s - row.queued_s,
+            )
+            for row in served
+        ]
+    ).T
+
+
+def _measured(request: EngineRequest) -> tuple[float, float, float]:
+    first, last = request.first_token_at, request.last_token_at
+    assert first is not None
+    assert last is not None
+    return (
+        first - request.arrived_at,
+        (last - first) / max(1, request.output_tokens - 1),
+        last - request.arrived_at,
+    )

@@ -1,0 +1,120 @@
+"""Kind `prefix_cache`: requests one after the other; every hit and every block must be the same.
+
+`sequential.jsonl`: a request a line, with the tokens of prompt and answer and the `cached_tokens`
+that the server reported. `kv_events.jsonl`: the KV events of the run, one ZMQ message a line.
+"""
+
+import base64
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import msgspec
+from msgspec import Struct
+
+from epp.core.types import Seconds
+from sim.blocks import BlockPool, Holding, Run
+from sim.engine import Engine, EngineRequest, EngineSettings
+from sim.profiles import DEFAULT_PROFILE, PROFILES
+from sim.tokens import encode_ids, hash_chain
+from sim.truth.judgement import Judgement, TruthError, all_of, converted, lines_of
+
+Event: TypeAlias = tuple[str, list[int]]
+"""("stored" or "removed", the hashes of the blocks)."""
+
+
+class Description(Struct, frozen=True, kw_only=True):
+    """`engine.toml`."""
+
+    block_size_tokens: int
+    num_gpu_blocks: int
+    max_num_seqs: int
+    max_num_batched_tokens: int = 2048
+
+
+class Recorded(Struct, frozen=True, kw_only=True):
+    """A line of `sequential.jsonl`."""
+
+    request: int
+    prompt_token_ids: list[int]
+    output_token_ids: list[int]
+    cached_tokens: int
+
+
+class WatchedPool(BlockPool):
+    """A pool of one-block runs that writes down what vLLM tells in its KV events."""
+
+    def __init__(self, blocks_total: int) -> None:
+        super().__init__(blocks_total)
+        self.events: list[Event] = []
+
+    def register(
+        self, holding: Holding, keys: Any, ends: Any, upto: int
+    ) -> None:
+        stored = list(keys[holding.registered_blocks : upto])
+        super().register(holding, keys, ends, upto)
+        if stored:
+            self.events.append(("stored", stored))
+
+    def _evict(self, run: Run, blocks: int) -> None:
+        self.events.append(("removed", [run.key]))
+        super()._evict(run, blocks)
+
+
+def judge(folder: Path, description: dict[str, Any]) -> Iterator[Judgement]:
+    """`cached_tokens` of each request, then the KV events, all to agree. Raises TruthError."""
+    shape = converted(folder, description, Description)
+    recorded = lines_of(folder / "sequential.jsonl", Recorded)
+    settings = EngineSettings(
+        blocks_total=shape.num_gpu_blocks,
+        block_size_tokens=shape.block_size_tokens,
+        max_num_seqs=shape.max_num_seqs,
+        max_num_batched_tokens=shape.max_num_batched_tokens,
+    )
+    engine = Engine(settings, PROFILES[DEFAULT_PROFILE])
+    engine.pool = pool = WatchedPool(shape.num_gpu_blocks)
+    now: Seconds = 0.0
+    agreed = 0
+    for row in recorded:
+        tokens = encode_ids(row.prompt_token_ids + row.output_token_ids)
+        request = EngineRequest(
+            str(row.request),
+            prompt_tokens=len(row.prompt_token_ids),
+            output_tokens=len(row.output_token_ids),
+            chain=hash_chain(tokens, block_size_tokens=shape.block_size_tokens),
+        )
+        engine.submit(request, now)
+        # Pass by pass: a step of many passes evicts for all of them before it registers a block.
+        while (step := engine.step(now)) is not None:
+            now = step.ends_at
+        agreed += request.cached_tokens == row.cached_tokens
+    yield all_of(folder.name, "requests with the recorded cached_tokens", len(recorded), agreed)
+    events = folder / "kv_events.jsonl"
+    if events.exists():
+        expected = list(recorded_events(events, shape.block_size_tokens))
+        same = sum(ours == theirs for ours, theirs in zip(pool.events, expected, strict=False))
+        # Events too many are as wrong as events too few.
+        total = max(len(expected), len(pool.events))
+        yield all_of(folder.name, "blocks stored and removed, in order", total, same)
+
+
+def recorded_events(file: Path, block_size_tokens: int) -> Iterator[Event]:
+    """The recorded KV events, with our hashes in the place of the engine's. Raises TruthError."""
+    ours: dict[Any, int] = {None: 0}
+    for _, _, payload in lines_of(file, tuple[str, str, str]):
+        try:
+            _, events, *_ = msgspec.msgpack.decode(base64.b64decode(payload))
+            for event in events:
+                hashes = event["block_hashes"]
+                if event["type"] == "BlockRemoved":
+                    yield "removed", [ours[block] for block in hashes]
+                elif event["type"] == "BlockStored":
+                    chain = hash_chain(
+                        encode_ids(event["token_ids"]),
+                        block_size_tokens=block_size_tokens,
+                        seed=ours[event.get("parent_block_hash")],
+                    )
+                    ours.update(zip(hashes, chain, strict=True))
+                    yield "stored", chain
+        except (KeyError, TypeError, ValueError, msgspec.DecodeError) as problem:
+            raise TruthError(f"{file}: not the KV events that were expected: {problem!r}.") from problem

@@ -13,11 +13,11 @@ from typing import Final
 
 import structlog
 
-from sim import compare, replay, sweep
+from sim import calibrate, compare, replay, sweep, validate
 from sim.engine import EngineSettings
 from sim.pod_server import PodAddress, listen, serve, write_endpoints
 from sim.pods import PodSettings
-from sim.profiles import DEFAULT_PROFILE, PROFILES
+from sim.profiles import DEFAULT_PROFILE, find_profile
 from sim.traces import command as trace_command
 
 _PODS_MAX: Final = 1000
@@ -34,6 +34,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     replay.add_parser(commands)
     compare.add_parser(commands)
     sweep.add_parser(commands)
+    calibrate.add_parser(commands)
+    validate.add_parser(commands)
     options = parser.parse_args(arguments)
     code: int = options.run(options)
     return code
@@ -57,7 +59,12 @@ def _add_serve(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         metavar="P",
         help="port of the first pod, the others follow; 0: free ports",
     )
-    add("--profile", choices=sorted(PROFILES), default=DEFAULT_PROFILE, help="model and GPU")
+    add(
+        "--profile",
+        default=DEFAULT_PROFILE,
+        metavar="NAME",
+        help="model and GPU: a built-in profile, FILE.toml or FILE.toml:NAME",
+    )
     add("--model", metavar="NAME", help="served model name (default: the profile's)")
     add("--lora", action="append", default=[], metavar="NAME", help="an adapter; repeatable")
     add("--max-loras", type=_between(0, 10_000), default=4, metavar="N", help="adapter slots")
@@ -82,14 +89,17 @@ def _add_serve(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
 
 def _serve(options: argparse.Namespace) -> int:
     _configure_logs(options.log_format)
-    profile = PROFILES[options.profile]
-    engine = EngineSettings(
-        blocks_total=options.blocks or profile.kv_tokens // options.block_size + 1,
-        block_size_tokens=options.block_size,
-        max_num_seqs=options.max_num_seqs or profile.max_num_seqs,
-        max_num_batched_tokens=options.max_num_batched_tokens or profile.max_num_batched_tokens,
-        max_loras=options.max_loras,
-    )
+    try:
+        profile = find_profile(options.profile)
+        engine = EngineSettings(
+            blocks_total=options.blocks or profile.kv_tokens // options.block_size + 1,
+            block_size_tokens=options.block_size,
+            max_num_seqs=options.max_num_seqs or profile.max_num_seqs,
+            max_num_batched_tokens=options.max_num_batched_tokens or profile.max_num_batched_tokens,
+            max_loras=options.max_loras,
+        )
+    except ValueError as problem:
+        return _fail(str(problem), code=2)
     settings = PodSettings(
         profile=profile,
         engine=engine,

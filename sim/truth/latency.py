@@ -7,7 +7,6 @@ the requests that came first, judged on the others.
 """
 
 from collections.abc import Iterator, Sequence
-from itertools import product
 from pathlib import Path
 from typing import Any, Final
 
@@ -19,6 +18,7 @@ from msgspec import Struct
 from epp.core.types import Seconds
 from sim.engine import Engine, EngineRequest, EngineSettings
 from sim.kernels import Card, profile_of_kernels
+from sim.least_squares import bounded_least_squares
 from sim.profiles import Profile, ProfileError, find_profile
 from sim.truth.judgement import Judgement, TruthError, against, converted, lines_of
 
@@ -153,23 +153,6 @@ def fit(profile: Profile, engine: EngineSettings, served: Sequence[Served]) -> P
         slopes = np.array([(errors(at + np.diag(steps)[k]) - here) / steps[k] for k in range(2)]).T
         at = bounded_least_squares(slopes, slopes @ at - here, limits)
     return msgspec.structs.replace(profile, host_s=float(at[0]), skew=float(at[1]))
-
-
-def bounded_least_squares(matrix: _Floats, wanted: _Floats, limits: _Floats) -> _Floats:
-    """The x with the least squares of `matrix @ x - wanted` where 0 <= x <= limits; few columns.
-
-    Every choice of free variables is tried, the others at either limit: exact, 3**n solutions.
-    """
-    best, least = np.zeros(len(limits)), np.inf
-    for states in product(("free", "low", "high"), repeat=len(limits)):
-        x = np.where(np.array(states) == "high", limits, 0.0)
-        free = np.array(states) == "free"
-        if free.any():
-            x[free] = np.linalg.lstsq(matrix[:, free], wanted - matrix @ x, rcond=None)[0]
-        squares = float(np.sum((matrix @ x - wanted) ** 2))
-        if squares < least and bool(np.all((x >= 0.0) & (x <= limits))):
-            best, least = x, squares
-    return best
 
 
 def _profile(folder: Path, shape: Description) -> Profile:

@@ -159,7 +159,7 @@ class BlockPool:
         count -= blank
         while count:
             run = self._order.after
-            evicted = min(count, run.blocks)
+            evicted = run.blocks if run.blocks < count else count
             self._evict(run, evicted)
             count -= evicted
 
@@ -168,16 +168,43 @@ class BlockPool:
     ) -> None:
         """From now on the holding's blocks before `upto` can be hit: they are scheduled."""
         position, piece = holding.registered_blocks, holding.piece
+        if position >= upto:
+            return
         holding.open_blocks -= upto - position
         while position < upto:
-            while ends[piece] <= position:
+            end = ends[piece]
+            if end <= position:
                 piece += 1
-            begin = ends[piece - 1] if piece else 0
-            stop = min(upto, ends[piece])
-            self._register(holding, keys[piece], position - begin, stop - position)
+                continue
+            stop = end if end < upto else upto
+            place = position - ends[piece - 1] if piece else position
+            self._register(holding, keys[piece], place, stop - position)
             position = stop
         holding.registered_blocks = upto
         holding.piece = piece
+
+    def extend(
+        self, holding: Holding, keys: Sequence[int], ends: Sequence[int], upto: int
+    ) -> bool:
+        """`register`, if the blocks only make the holding's last run longer and nobody else has any
+        under its key; False, and nothing changed, otherwise.
+
+        What other holdings register meanwhile makes no difference then: whoever comes to the same
+        place of the key comes later.
+        """
+        piece = holding.piece
+        if not holding.runs or ends[piece] < upto:
+            return False
+        last, key = holding.runs[-1], keys[piece]
+        if last.key != key or last.holders != 1 or len(self._runs[key]) != 1:
+            return False
+        if last.start + last.blocks + (ends[piece - 1] if piece else 0) != holding.registered_blocks:
+            return False
+        count = upto - holding.registered_blocks
+        last.blocks += count
+        holding.open_blocks -= count
+        holding.registered_blocks = upto
+        return True
 
     def release(self, holding: Holding) -> None:
         """Let all blocks of a holding go, last block first."""
@@ -237,7 +264,7 @@ class BlockPool:
             last is not None
             and last.key == key
             and last.holders == 1
-            and last.end == start
+            and last.start + last.blocks == start
             and (len(runs) == 1 or not _any_within(runs, start, start + blocks))
         ):
             last.blocks += blocks

@@ -619,16 +619,23 @@ class Engine:
         self._context_tokens += len(self.running) * (passes - 1)
         due: list[int] = []
         for place, phase in enumerate(self._phases):
-            if phase:
-                # The first pass, counted from the step's, in which they take a block ...
-                taken = (1 - self._passes_done - place) % size or size
-                blocks = (passes - 1 - taken) // size + 1
-                for request in phase:
-                    request.holding.open_blocks += blocks
+            if not phase:
+                continue
+            # The first pass, counted from the step's, in which they take a block ...
+            taken = (1 - self._passes_done - place) % size or size
+            blocks = (passes - 1 - taken) // size + 1
+            alone = True
+            for request in phase:
+                holding = request.holding
+                holding.open_blocks += blocks
+                full = (request.lead + self._passes_done + passes - 1) // size
+                if full > holding.registered_blocks:
+                    alone &= self.pool.extend(holding, request.chain, request.chain_ends, full)
+            if not alone:
                 # ... and in which they fill one.
                 due.append((-self._passes_done - place) % size)
         due.sort()
-        for cycle in range(0, passes, size):
+        for cycle in range(0, passes if due else 0, size):
             for place in due:
                 if 0 < cycle + place < passes:
                     self._register_full(self._passes_done + cycle + place)
@@ -637,9 +644,10 @@ class Engine:
         """Register the blocks that are full with the pass after `passes_done` passes."""
         size = self.settings.block_size_tokens
         phase = self._phases[-passes_done % size]
+        register = self.pool.register
         for request in sorted(phase, key=_IN_ORDER) if len(phase) > 1 else phase:
             full = (request.lead + passes_done) // size
-            self.pool.register(request.holding, request.chain, request.chain_ends, full)
+            register(request.holding, request.chain, request.chain_ends, full)
 
     def _longest_context_tokens(self) -> int:
         if not self.profile.skew:

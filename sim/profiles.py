@@ -309,6 +309,56 @@ _LLAMA_8B_A100: Final = Profile(
     max_num_batched_tokens=2048,
 )
 
+# Both RTX tables: points of LLMServingSim's timings chosen so that no other is off by 3 %.
+_LLAMA_8B_RTX_4090: Final = Profile(
+    name="llama-3.1-8b-rtx-4090-tp1",
+    model="meta-llama/Llama-3.1-8B",
+    kv_tokens=41_392,  # 2,587 usable blocks of 16: `num_gpu_blocks` of the published run
+    max_model_len_tokens=32_768,
+    linear_tokens=(
+        *(1, 16, 20, 160, 208, 256, 272, 384, 400, 512, 528, 640, 656, 768, 784, 896, 912, 1024),
+        *(1040, 1280, 1296, 1408, 1424, 1536, 1552, 2048),
+    ),
+    linear_s=(
+        *(0.01522, 0.01574, 0.01673, 0.02005, 0.0237, 0.02393, 0.03435, 0.0358, 0.04179, 0.04587),
+        *(0.0567, 0.06022, 0.06488, 0.06878, 0.07798, 0.08066, 0.08844, 0.09089, 0.1024, 0.1139),
+        *(0.1235, 0.1259, 0.1338, 0.1364, 0.1466, 0.1811),
+    ),
+    linear_s_per_token=88.4e-6,
+    decode_s=0.407e-3,
+    decode_s_per_context_token=150.1e-9,
+    mixed_decode_factor=2.11,
+    prefill_s=0.368e-3,
+    pair_s=4.75e-9,
+    head_s=1.10e-3,
+    head_s_per_sequence=3.02e-6,
+    max_num_seqs=256,
+    max_num_batched_tokens=2048,
+)
+_LLAMA_8B_RTX_PRO_6000: Final = Profile(
+    name="llama-3.1-8b-rtx-pro-6000-tp1",
+    model="meta-llama/Llama-3.1-8B",
+    kv_tokens=551_000,
+    max_model_len_tokens=131_072,
+    linear_tokens=(
+        *(1, 128, 144, 256, 272, 384, 400, 512, 528, 640, 656, 768, 784, 896, 912, 1024, 1040),
+        *(1280, 1296, 1408, 1424, 1664, 1680, 1920, 1936, 2048),
+    ),
+    linear_s=(
+        *(0.01014, 0.01158, 0.01283, 0.0139, 0.01629, 0.01715, 0.02155, 0.02221, 0.0242, 0.02466),
+        *(0.03119, 0.03145, 0.03457, 0.03524, 0.03937, 0.03974, 0.04433, 0.04692, 0.05292, 0.05339),
+        *(0.06131, 0.0623, 0.06617, 0.06865, 0.0762, 0.07668),
+    ),
+    linear_s_per_token=37.4e-6,
+    decode_s=0.398e-3,
+    decode_s_per_context_token=93.8e-9,
+    mixed_decode_factor=1.68,
+    prefill_s=0.346e-3,
+    pair_s=2.58e-9,
+    head_s=0.703e-3,
+    head_s_per_sequence=1.09e-6,
+)
+
 PROFILES: Final = {
     profile.name: profile
     for profile in (
@@ -317,6 +367,8 @@ PROFILES: Final = {
         _LLAMA_70B_TP4,
         _LLAMA_70B_TP8,
         _LLAMA_8B_A100,
+        _LLAMA_8B_RTX_4090,
+        _LLAMA_8B_RTX_PRO_6000,
     )
 }
 DEFAULT_PROFILE: Final = _LLAMA_8B.name

@@ -1,4 +1,4 @@
-"""The block pool against a model that remembers everything."""
+"""The block pool in runs against one that numbers its blocks."""
 
 import pytest
 from hypothesis import settings
@@ -6,115 +6,130 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from sim.blocks import BlockPool
+from tests.sim.plain_engine import PlainPool
 
-PREFIXES = st.lists(st.integers(0, 2), min_size=1, max_size=6)
-"""Prompts over three block contents, so that prefixes are often shared."""
+PIECES = st.lists(st.tuples(st.integers(0, 2), st.integers(1, 4)), min_size=1, max_size=4)
+"""Prompts over three texts, so that prefixes are often shared: (text, blocks)."""
 
 
-def chain_of(contents):
-    """One distinct number for each prefix."""
-    chain, value = [], 1
-    for content in contents:
-        value = value * 4 + content
-        chain.append(value)
-    return chain
+class Chain:
+    """What a prompt is to both pools. Pieces of one text share up to the shorter one's end."""
+
+    def __init__(self, pieces):
+        self.keys, self.ends, self.hashes = [], [], []
+        state = 0
+        for text, blocks in pieces:
+            state = hash((state, text))
+            self.keys.append(state)
+            self.hashes += [hash((state, place)) for place in range(blocks)]
+            self.ends.append(len(self.hashes))
+            state = self.hashes[-1]
 
 
 class PoolMachine(RuleBasedStateMachine):
-    """Requests come and go; a plain list of (block, hash) says what must be free, in order."""
+    """Requests come, grow and go; both pools must always have the same hits and as many free."""
 
-    @initialize(blocks=st.integers(4, 16))
+    @initialize(blocks=st.integers(4, 24))
     def start(self, blocks):
-        self.pool = BlockPool(blocks)
-        self.order = [(block, None) for block in range(1, blocks)]
+        self.pool, self.plain = BlockPool(blocks), PlainPool(blocks)
         self.held = []
-        self.hash_of = dict(self.order)
 
-    def cached(self, block_hash):
-        return [block for block, known in self.hash_of.items() if known == block_hash]
-
-    @rule(contents=PREFIXES, partial=st.booleans())
-    def admit(self, contents, partial):
-        chain = chain_of(contents)
-        hit = self.pool.match(chain, len(chain) - 1)
-        expected = 0
-        while expected < len(chain) - 1 and self.cached(chain[expected]):
-            expected += 1
-        assert len(hit) == expected
-        for block, block_hash in zip(hit, chain, strict=False):
-            assert self.hash_of[block] == block_hash
-        missing = len(chain) - len(hit) + partial
-        if missing + self.pool.free_among(hit) > self.pool.blocks_free:
+    @rule(pieces=PIECES, partial=st.booleans(), spare=st.integers(0, 4))
+    def admit(self, pieces, partial, spare):
+        chain = Chain(pieces)
+        blocks = len(chain.hashes)
+        limit = max(0, blocks - spare)
+        hit = self.plain.match(chain.hashes, limit)
+        idle = sum(1 for block in hit if not self.plain.holders[block])
+        assert self.pool.match(chain.keys, chain.ends, limit) == (len(hit), idle)
+        missing = blocks + partial - len(hit)
+        if missing + idle > self.pool.blocks_free:
             return
-        self.pool.hold(hit)
-        self.order = [item for item in self.order if item[0] not in hit]
-        taken = self.pool.take(missing)
-        assert taken == [block for block, _ in self.order[:missing]]
-        self.order = self.order[missing:]
-        for block in taken:
-            self.hash_of[block] = None
-        full = len(chain) - len(hit)
-        self.pool.register(taken[:full], chain[len(hit) :])
-        self.hash_of.update(zip(taken[:full], chain[len(hit) :], strict=True))
-        self.held.append(hit + taken)
+        holding = self.pool.hold(chain.keys, chain.ends, len(hit))
+        self.pool.take(missing)
+        holding.open_blocks += missing
+        self.plain.hold(hit)
+        taken = self.plain.take(missing)
+        self.held.append([chain, holding, hit + taken, len(hit)])
+
+    @precondition(lambda self: self.held)
+    @rule(data=st.data())
+    def register(self, data):
+        request = data.draw(st.sampled_from(self.held))
+        chain, holding, blocks, registered = request
+        upto = data.draw(st.integers(registered, len(chain.hashes)))
+        self.pool.register(holding, chain.keys, chain.ends, upto)
+        self.plain.register(blocks[registered:upto], chain.hashes[registered:upto])
+        request[3] = upto
 
     @precondition(lambda self: self.held)
     @rule(data=st.data())
     def release(self, data):
-        blocks = self.held.pop(data.draw(st.integers(0, len(self.held) - 1)))
-        self.pool.release(blocks)
-        still = {block for others in self.held for block in others}
-        left = [block for block in reversed(blocks) if block not in still]
-        front = [(block, None) for block in left if self.hash_of[block] is None]
-        back = [(block, 0) for block in left if self.hash_of[block] is not None]
-        self.order = front + self.order + back
+        _, holding, blocks, _ = self.held.pop(data.draw(st.integers(0, len(self.held) - 1)))
+        self.pool.release(holding)
+        self.plain.release(blocks)
 
     @invariant()
     def nothing_is_lost(self):
         if not hasattr(self, "pool"):
             return
-        held = {block for blocks in self.held for block in blocks}
-        free = {block for block, _ in self.order}
-        assert not held & free
-        assert self.pool.blocks_used == len(held)
-        assert self.pool.blocks_free == len(free)
-        assert held | free == set(range(1, self.pool.blocks_total))
+        self.pool.check()
+        assert self.pool.blocks_free == len(self.plain.free)
+        assert self.pool.blocks_used == sum(1 for count in self.plain.holders if count)
+        twice = sum(count - 1 for count in self.plain.holders if count)
+        assert self.pool.duplicate_blocks == twice
 
 
-PoolMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+PoolMachine.TestCase.settings = settings(max_examples=80, stateful_step_count=40, deadline=None)
 TestPool = PoolMachine.TestCase
+
+
+def held(pool, chain, blocks):
+    """A holding of `blocks` new blocks of `chain`, all registered."""
+    holding = pool.hold(chain.keys, chain.ends, 0)
+    pool.take(blocks)
+    holding.open_blocks = blocks
+    pool.register(holding, chain.keys, chain.ends, blocks)
+    return holding
 
 
 def test_the_tail_of_a_prefix_is_evicted_before_its_head():
     """When blocks run short, a released prompt loses its last block first."""
-    pool = BlockPool(5)
-    chain = chain_of([0, 1, 2])
-    blocks = pool.take(3)
-    pool.register(blocks, chain)
-    pool.release(blocks)
-    pool.take(2)
-    assert pool.match(chain, 3) == blocks[:2]
+    pool, chain = BlockPool(5), Chain([(0, 3)])
+    pool.release(held(pool, chain, 3))
+    held(pool, Chain([(1, 2)]), 2)
+    assert pool.match(chain.keys, chain.ends, 3) == (2, 2)
 
 
 def test_a_twin_outlives_the_first_block_with_its_hash():
     """Two blocks with one hash: when one is evicted, the other can still be hit."""
-    pool = BlockPool(4)
-    first, second = pool.take(1), pool.take(1)
-    pool.register(first, [7])
-    pool.register(second, [7])
+    pool, chain = BlockPool(4), Chain([(0, 1)])
+    first = held(pool, chain, 1)
+    held(pool, chain, 1)
     pool.release(first)
-    pool.take(2)
-    assert pool.match([7], 1) == second
+    held(pool, Chain([(1, 2)]), 2)
+    assert pool.match(chain.keys, chain.ends, 1) == (1, 0)
 
 
 def test_usage_counts_held_blocks_only():
     """A warm cache that nobody uses reads 0."""
     pool = BlockPool(11)
-    blocks = pool.take(5)
-    pool.register(blocks, chain_of([0, 1, 2, 0, 1]))
+    holding = held(pool, Chain([(0, 5)]), 5)
     assert pool.usage == pytest.approx(0.5)
-    pool.release(blocks)
+    pool.release(holding)
     assert pool.usage == 0
+
+
+def test_a_long_piece_is_one_run_until_its_parts_differ():
+    """A prompt of one piece costs one run; a request that shares its head makes it two."""
+    pool, chain = BlockPool(100), Chain([(0, 40)])
+    holding = held(pool, chain, 40)
+    assert len(holding.runs) == 1
+    other = pool.hold(chain.keys, chain.ends, 10)
+    assert [run.blocks for run in holding.runs] == [10, 30]
+    assert pool.duplicate_blocks == 10
+    pool.release(other)
+    pool.check()
 
 
 def test_a_pool_of_one_block_is_refused():

@@ -1,20 +1,18 @@
 """The engine against the recording of a real vLLM 0.32.0 (shared/truth/vllm-0.32-cpu)."""
 
-import base64
 import json
 import os
 import re
 import tomllib
 from pathlib import Path
 
-import msgspec
 import pytest
 
-from sim.blocks import BlockPool
 from sim.engine import Engine, EngineRequest, EngineSettings
 from sim.exposition import MetricsPage
 from sim.profiles import DEFAULT_PROFILE, PROFILES
 from sim.tokens import encode_ids, hash_chain
+from sim.truth.prefix_cache import WatchedPool, recorded_events
 
 MAX_MODEL_LEN_TOKENS = 4096
 """The recorded server's; it decides the buckets of the token histograms."""
@@ -28,24 +26,6 @@ def truth():
     if not folder.is_dir():
         pytest.skip(f"the recorded truth is not at {folder} (set HOMING_SHARED)")
     return folder
-
-
-class WatchedPool(BlockPool):
-    """A pool that writes down what vLLM tells in its KV events."""
-
-    __slots__ = ("events",)
-
-    def __init__(self, blocks_total):
-        super().__init__(blocks_total)
-        self.events = []
-
-    def register(self, blocks, hashes):
-        super().register(blocks, hashes)
-        self.events.append(("stored", list(hashes)))
-
-    def _evict(self, block):
-        self.events.append(("removed", [self._hash_of[block]]))
-        super()._evict(block)
 
 
 class Replay:
@@ -91,28 +71,9 @@ def replay(truth):
     return Replay(truth)
 
 
-def recorded_events(truth, block_size_tokens):
-    """The KV events of the real engine, with our hashes in the place of its own."""
-    ours = {None: 0}
-    for line in (truth / "kv_events.jsonl").read_text().splitlines():
-        _, events, _ = msgspec.msgpack.decode(base64.b64decode(json.loads(line)[2]))
-        for event in events:
-            hashes = event["block_hashes"]
-            if event["type"] == "BlockRemoved":
-                yield "removed", [ours[block] for block in hashes]
-                continue
-            chain = hash_chain(
-                encode_ids(event["token_ids"]),
-                block_size_tokens=block_size_tokens,
-                seed=ours[event.get("parent_block_hash")],
-            )
-            ours.update(zip(hashes, chain, strict=True))
-            yield "stored", chain
-
-
 def test_blocks_are_stored_and_removed_as_recorded(truth, replay):
     """The KV events of the run: the same blocks, stored and evicted in the same order."""
-    expected = list(recorded_events(truth, 32))
+    expected = list(recorded_events(truth / "kv_events.jsonl", 32))
     assert sum(kind == "removed" for kind, _ in expected) > 1000
     assert replay.pool.events == expected
 

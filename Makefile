@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.installed
 
-.PHONY: demo test coverage check fmt bench docs lock clean
+.PHONY: demo test validate coverage check fmt bench docs lock clean
 
 demo: $(STAMP)        ## round robin against Homing behind a real Envoy, at most three minutes
 	@$(BIN)/python -m sim.demo
@@ -14,6 +14,9 @@ test: $(STAMP)        ## every test
 coverage: $(STAMP)    ## every test, slower: which lines and branches they reach
 	$(BIN)/coverage run -m pytest
 	$(BIN)/coverage report
+
+validate: $(STAMP)    ## the simulator against whole-hour traces, some minutes
+	$(BIN)/python -m pytest -m long tests/sim
 
 check: $(STAMP)       ## format, lint, types, architecture
 	$(BIN)/ruff format --check .

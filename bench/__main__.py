@@ -14,7 +14,7 @@ from pathlib import Path
 
 from bench.timing import BATCHES
 
-NAMES = ("decision", "loopback", "scoring", "parse", "index", "process", "scrape")
+NAMES = ("decision", "loopback", "scoring", "parse", "index", "process", "scrape", "replay")
 _WIDTH = 92
 
 

@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from epp.config import ConfigError
-from sim.cluster import SimulatedRequest
+from sim.cluster import Fate, SimulatedRequest
 from sim.measures import SCHEMA
 from sim.policies import DEFAULT_POLICY, policy_source
 from sim.report import run_report, run_table
@@ -26,6 +26,7 @@ from sim.run_options import (
     open_folder,
     run_settings,
 )
+from sim.run_report import run_page
 from sim.traces.arrival import TraceError
 from sim.traces.reading import open_bytes
 
@@ -55,7 +56,8 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
         "--decisions",
         action=argparse.BooleanOptionalAction,
         default=None,
-        help=f"write every decision (default: below {DECISIONS_BELOW:,} requests)",
+        help="write every decision, and find the hit ceilings; both cost time (default: below "
+        f"{DECISIONS_BELOW:,} requests)",
     )
     parser.set_defaults(run=run)
 
@@ -99,7 +101,12 @@ def replay(settings: RunSettings, options: argparse.Namespace) -> int:
     for problem in one.trace.problems:
         print(f"skipped: {problem}", file=sys.stderr)
     if folder is not None:
+        decisions = folder / "decisions.jsonl" if len(files) > 1 else None
+        if decisions is not None and complete and one.measures.fates[Fate.COMPLETE]:
+            summary["ceilings"] = one.ceilings()
         write_run(folder, summary)
+        page = run_page(summary, one.measures.series(), decisions)
+        (folder / "report.html").write_text(page)
         print(f"results are in {folder}")
     return 0 if complete else INTERRUPTED
 

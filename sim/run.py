@@ -15,6 +15,7 @@ from sim.policies import Policy, PolicySource
 from sim.timeline import Timeline
 from sim.traces.arrival import Arrival, TraceError
 from sim.traces.formats import open_trace
+from sim.traces.inspection import Pool, inspect
 from sim.traces.prompts import (
     PICKER_BLOCK_TOKENS,
     PromptHashes,
@@ -52,8 +53,6 @@ class Run:
         self,
         settings: RunSettings,
         listeners: Iterable[Callable[[SimulatedRequest], None]] = (),
-        *,
-        on_arrival: Callable[[Arrival], None] | None = None,
     ) -> None:
         """Raises `TraceError`, `OSError` and `ConfigError`."""
         self.settings = settings
@@ -61,17 +60,9 @@ class Run:
         self.measures = Measures(settings.targets)
         self._listeners = (self.measures.add, *listeners)
         open_policy = settings.policy.opener(settings.cluster.refresh_interval_s)
-        arrivals = made_ready(
-            self.trace,
-            seed=settings.seed,
-            requests_max=settings.requests_max,
-            jitter_s=settings.jitter_s,
-            speed=settings.speed,
-        )
+        arrivals = self._arrivals()
         if settings.through_bytes:
             arrivals = refusing_odd_blocks(arrivals, settings.trace)
-        if on_arrival is not None:
-            arrivals = _observed(arrivals, on_arrival)
         gap_s = settings.fault_gap_s
         self.cluster = Cluster(
             settings.cluster,
@@ -82,7 +73,33 @@ class Run:
             ended=self._ended,
             faults=() if gap_s is None else draw_faults(settings.seed, mean_gap_s=gap_s),
         )
-        self.timeline = Timeline(self.cluster.loop, self.cluster.pods)
+        self.timeline = Timeline(self.cluster.loop, self.cluster.pods, self.measures.pods)
+
+    def ceilings(self) -> dict[str, float]:
+        """The hit rates that these requests allow at most, from one more pass over the trace."""
+        kind = self.settings.cluster.pods[0]
+        pool = Pool(
+            pods=len(self.settings.cluster.pods),
+            profile=kind.profile,
+            kv_tokens=kind.engine.kv_tokens,
+        )
+        found = inspect(self._arrivals(), pool, self.settings.seed).ceilings
+        return {
+            "one_cache": found.one_cache,
+            "affinity": found.per_pod.affinity,
+            "affinity_at_capacity": found.per_pod_at_capacity.affinity,
+            "random_at_capacity": found.per_pod_at_capacity.random,
+        }
+
+    def _arrivals(self) -> Iterator[Arrival]:
+        settings = self.settings
+        return made_ready(
+            self.trace,
+            seed=settings.seed,
+            requests_max=settings.requests_max,
+            jitter_s=settings.jitter_s,
+            speed=settings.speed,
+        )
 
     def run(self) -> None:
         """Until the last request has ended. KeyboardInterrupt leaves what is measured usable."""
@@ -124,12 +141,4 @@ def refusing_odd_blocks(arrivals: Iterable[Arrival], path: str) -> Iterator[Arri
                     f"Expected blocks of a multiple or a divisor of {PICKER_BLOCK_TOKENS} tokens "
                     f"for --through bytes, got {tokens}",
                 )
-        yield arrival
-
-
-def _observed(
-    arrivals: Iterable[Arrival], on_arrival: Callable[[Arrival], None]
-) -> Iterator[Arrival]:
-    for arrival in arrivals:
-        on_arrival(arrival)
         yield arrival

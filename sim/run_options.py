@@ -7,7 +7,7 @@ from typing import Any, Final
 from sim.cluster import ClusterSettings
 from sim.measures import Targets
 from sim.policies import BASELINES, DEFAULT_POLICY, PolicySource, policy_source
-from sim.profiles import DEFAULT_PROFILE, PROFILES
+from sim.profiles import DEFAULT_PROFILE, Profile, ProfileError, find_profile
 from sim.run import RunSettings
 from sim.simulated_pod import PodKind
 from sim.traces.formats import FORMATS
@@ -42,8 +42,8 @@ def add_run_options(parser: argparse.ArgumentParser) -> None:
     add(
         "--profile",
         action="append",
-        choices=sorted(PROFILES),
-        metavar="NAME",
+        type=_profile,
+        metavar="NAME|FILE.toml",
         help=f"model and GPU, {DEFAULT_PROFILE} if none; of several, pods take turns",
     )
     add("--pods", type=_pods, default=8, metavar="N", help="how many pods (8)")
@@ -65,8 +65,8 @@ def add_run_options(parser: argparse.ArgumentParser) -> None:
 def run_settings(options: argparse.Namespace, policy: PolicySource, seed: int) -> RunSettings:
     """The run that the command line describes."""
     kinds = [
-        PodKind.of(PROFILES[name], max_loras=options.max_loras)
-        for name in options.profile or [DEFAULT_PROFILE]
+        PodKind.of(profile, max_loras=options.max_loras)
+        for profile in options.profile or [find_profile(DEFAULT_PROFILE)]
     ]
     faults_per_hour = options.faults_per_hour
     return RunSettings(
@@ -147,6 +147,13 @@ def open_folder(path: Path, *, force: bool) -> Path:
     if not force and any(path.iterdir()):
         raise OutputError(f"{path} is not empty; choose another --out or overwrite with --force")
     return path
+
+
+def _profile(text: str) -> Profile:
+    try:
+        return find_profile(text)
+    except ProfileError as problem:
+        raise argparse.ArgumentTypeError(str(problem)) from problem
 
 
 def _count(text: str) -> int:

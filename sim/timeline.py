@@ -1,12 +1,13 @@
 """What each pod was doing over time: samples for charts, as many as a chart can show."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 from msgspec import Struct
 
 from epp.core.types import Seconds
 from sim.loop import Loop
+from sim.measures import PodLoad
 from sim.simulated_pod import SimulatedPod
 
 SAMPLES_MAX: Final = 600
@@ -19,16 +20,22 @@ class PodSamples(Struct):
     running: list[int]
     waiting: list[int]
     kv_cache_usage: list[float]
+    hit_rate: list[float]
+    """Of all that the pod has completed so far."""
 
 
 class Timeline:
     """Looks at every pod once an interval, which doubles whenever there are too many samples."""
 
-    def __init__(self, loop: Loop, pods: Sequence[SimulatedPod]) -> None:
+    def __init__(
+        self, loop: Loop, pods: Sequence[SimulatedPod], loads: Mapping[str, PodLoad]
+    ) -> None:
+        """`loads`: what each pod has completed, by its name, kept by others."""
         self.time_s: list[Seconds] = []
         self.pods: dict[str, PodSamples] = {}
         self._loop = loop
         self._members = pods
+        self._loads = loads
         self._interval_s = _FIRST_INTERVAL_S
         loop.after(self._interval_s, self._sample)
 
@@ -41,6 +48,7 @@ class Timeline:
                     "running": samples.running,
                     "waiting": samples.waiting,
                     "kv_cache_usage": [round(usage, 4) for usage in samples.kv_cache_usage],
+                    "hit_rate": [round(rate, 4) for rate in samples.hit_rate],
                 }
                 for name, samples in self.pods.items()
             },
@@ -51,12 +59,14 @@ class Timeline:
             samples = self.pods.get(pod.name)
             if samples is None:
                 before = len(self.time_s)
-                samples = PodSamples([0] * before, [0] * before, [0.0] * before)
+                samples = PodSamples([0] * before, [0] * before, [0.0] * before, [0.0] * before)
                 self.pods[pod.name] = samples
             page = pod.page()
             samples.running.append(0 if page is None else int(page.running_requests))
             samples.waiting.append(0 if page is None else int(page.waiting_requests))
             samples.kv_cache_usage.append(0.0 if page is None else page.kv_cache_usage)
+            load = self._loads.get(pod.name)
+            samples.hit_rate.append(load.cached_tokens / load.prompt_tokens if load else 0.0)
         self.time_s.append(self._loop.now)
         if len(self.time_s) >= SAMPLES_MAX:
             self._halve()
@@ -66,4 +76,5 @@ class Timeline:
         self._interval_s *= 2
         del self.time_s[::2]
         for samples in self.pods.values():
-            del samples.running[::2], samples.waiting[::2], samples.kv_cache_usage[::2]
+            del samples.running[::2], samples.waiting[::2]
+            del samples.kv_cache_usage[::2], samples.hit_rate[::2]

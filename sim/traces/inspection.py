@@ -457,7 +457,5 @@ def _gpu_s(work: _Work, hit: float, profile: Profile) -> tuple[Seconds, Seconds]
     prefill = StepWork(tokens=chunk, prefills=1, attention_pairs=pairs)
     prefill_s = profile.step_s(prefill) * new * work.requests / chunk
     held = round(_DECODE_BATCH * (context + work.output_tokens / work.requests / 2))
-    decode = StepWork(
-        tokens=_DECODE_BATCH, decodes=_DECODE_BATCH, decode_context_tokens=held, held_tokens=held
-    )
+    decode = StepWork(tokens=_DECODE_BATCH, decodes=_DECODE_BATCH, decode_context_tokens=held)
     return prefill_s, profile.step_s(decode) * work.output_tokens / _DECODE_BATCH

@@ -10,7 +10,7 @@ from sim.faults import FaultKind, draw_faults
 from tests.sim.made import arrivals, cluster, kind
 
 SEEDS = 100
-REQUESTS = 120
+REQUESTS = 60
 """Of 4 pods, all within a simulated minute."""
 
 

@@ -1,0 +1,219 @@
+"""The page of one run: what clients saw, what pods did, and why each request went where it went."""
+
+import math
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+
+from sim.charts import (
+    Axis,
+    Points,
+    bar_chart,
+    cards,
+    figure,
+    html_table,
+    legend,
+    line_chart,
+    page,
+)
+from sim.measures import Floats, Series
+from sim.report import fact_rows, number, seconds, share
+
+_CDF_POINTS: Final = 200
+_WINDOWS: Final = 40
+_DECISIONS_SHOWN: Final = 2_000
+"""Lines of decisions.jsonl that the page carries: evenly spread over the run."""
+
+
+def run_page(summary: dict[str, Any], series: Series, decisions: Path | None) -> str:
+    """report.html. `decisions`: decisions.jsonl, if it was written."""
+    conditions = summary["conditions"]
+    rows = [(name, str(value)) for name, value in conditions.items()]
+    body = [
+        cards(_facts(summary)),
+        '<div class="pair">',
+        _cdf("Time to first token: share of requests within a time", series.ttft_s),
+        _cdf("Time per output token: share of requests within a time", series.tpot_s),
+        _cdf("Whole answer: share of requests within a time", series.e2e_s),
+        _ttft_over_rate(series),
+        "</div>",
+        _hit_rates(summary),
+        '<div class="pair">',
+        _loads(summary, "requests", "Requests that each pod completed"),
+        _uncached(summary),
+        "</div>",
+        _timelines(summary),
+        _explorer(decisions),
+        figure("In numbers", html_table([*fact_rows(summary)])),
+        figure("What was run", html_table(rows)),
+    ]
+    note = "" if summary["complete"] else " Interrupted: only what had ended is shown."
+    return page(
+        f"{summary['config']} on {conditions['trace']}",
+        f"{conditions['pods']} simulated pods, seed {summary['seed']}.{note}",
+        "\n".join(body),
+        script=_SCRIPT if decisions is not None else "",
+    )
+
+
+def _facts(summary: dict[str, Any]) -> list[tuple[str, str]]:
+    return [
+        ("TTFT mean", seconds(summary["ttft_s"]["mean"])),
+        ("TTFT p90", seconds(summary["ttft_s"]["p90"])),
+        ("TPOT mean", seconds(summary["tpot_s"]["mean"])),
+        ("hit rate", share(summary["hit_rate"])),
+        ("requests", f"{summary['requests']['sent']:,}"),
+        ("output tokens/s", number(summary["output_tokens_per_s"])),
+    ]
+
+
+def _cdf(caption: str, values: Floats) -> str:
+    known = np.sort(values[~np.isnan(values)])
+    if not len(known):
+        return figure(caption, "<p>Nothing was completed.</p>")
+    ranks = np.unique(np.linspace(0, len(known) - 1, _CDF_POINTS).astype(int))
+    points = [(float(known[rank]), (rank + 1) / len(known)) for rank in ranks]
+    x = Axis.over([at for at, _ in points], unit="s", logarithmic=True)
+    return figure(caption, line_chart({"": points}, x=x, y=Axis(low=0, high=1), label=caption))
+
+
+def _ttft_over_rate(series: Series) -> str:
+    """Windows of the run by how many requests arrived in them: does load hurt?"""
+    caption = "TTFT over the arrival rate, by window of the run"
+    if len(series) < _WINDOWS:
+        return figure(caption, "<p>Too few requests.</p>")
+    edges = np.linspace(0, float(series.arrived_s.max()) + 1e-9, _WINDOWS + 1)
+    window = np.digitize(series.arrived_s, edges) - 1
+    means, worst = [], []
+    for at in range(_WINDOWS):
+        ttfts = series.ttft_s[window == at]
+        if len(ttfts):
+            rate = len(ttfts) / float(edges[1])
+            means.append((rate, float(ttfts.mean())))
+            worst.append((rate, float(np.percentile(ttfts, 90))))
+    lines: dict[str, Points] = {"mean": sorted(means), "p90": sorted(worst)}
+    x = Axis.over([rate for rate, _ in means], unit="/s")
+    y = Axis.over([ttft for _, ttft in worst + means], unit="s", logarithmic=True)
+    return figure(caption, line_chart(lines, x=x, y=y, label=caption, dots=True), list(lines))
+
+
+def _hit_rates(summary: dict[str, Any]) -> str:
+    rates = {"this run": summary["hit_rate"] or 0.0}
+    ceilings = summary.get("ceilings")
+    if ceilings:
+        rates |= {
+            "ceiling: one endless cache": ceilings["one_cache"],
+            "endless, by affinity": ceilings["affinity"],
+            "at this size, by affinity": ceilings["affinity_at_capacity"],
+            "at this size, at random": ceilings["random_at_capacity"],
+        }
+    shares = {name: round(100 * rate, 1) for name, rate in rates.items()}
+    caption = "Share of prompt tokens served from the cache, against its ceilings"
+    return figure(caption, bar_chart(shares, y=Axis(low=0, high=100, unit="%"), label=caption))
+
+
+def _by_pod(summary: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:
+    return sorted(summary["pods"].items(), key=lambda item: (len(item[0]), item[0]))
+
+
+def _loads(summary: dict[str, Any], column: str, caption: str) -> str:
+    values = {name: float(load[column]) for name, load in _by_pod(summary)}
+    return figure(caption, bar_chart(values, y=Axis.over(list(values.values())), label=caption))
+
+
+def _uncached(summary: dict[str, Any]) -> str:
+    caption = "Prompt tokens that each pod had to compute, in thousands"
+    values = {
+        name: round((load["prompt_tokens"] - load["cached_tokens"]) / 1000, 1)
+        for name, load in _by_pod(summary)
+    }
+    return figure(caption, bar_chart(values, y=Axis.over(list(values.values())), label=caption))
+
+
+def _timelines(summary: dict[str, Any]) -> str:
+    """One small chart a pod: running, waiting and the KV cache in per cent, and hits over time."""
+    timeline = summary["timeline"]
+    times = timeline["time_s"]
+    if not times:
+        return ""
+    pods = timeline["pods"]
+    counts = [value for pod in pods.values() for value in (*pod["running"], *pod["waiting"])]
+    x = Axis.over(times, unit="s")
+    y = Axis.over([*counts, 100.0])
+    names = ("running", "waiting", "KV cache in use, %", "hit rate so far, %")
+    drawn = []
+    for name, pod in pods.items():
+        lines = {
+            names[0]: list(zip(times, pod["running"], strict=True)),
+            names[1]: list(zip(times, pod["waiting"], strict=True)),
+            names[2]: _per_cent(times, pod["kv_cache_usage"]),
+            names[3]: _per_cent(times, pod["hit_rate"]),
+        }
+        drawn.append(f"<div>{name}{line_chart(lines, x=x, y=y, label=f'{name} over time')}</div>")
+    told = f'<div class="legend">{legend(names)}</div>'
+    return figure("Every pod over time", f'{told}<div class="pods">{"".join(drawn)}</div>')
+
+
+def _per_cent(times: Sequence[float], shares: Iterable[float]) -> list[tuple[float, float]]:
+    return [(at, 100 * value) for at, value in zip(times, shares, strict=True)]
+
+
+def _explorer(decisions: Path | None) -> str:
+    """A search field, a table, and the decisions themselves as data of the page."""
+    if decisions is None:
+        return ""
+    with decisions.open("rb") as file:
+        total = sum(1 for _ in file)
+        file.seek(0)
+        every = max(1, math.ceil(total / _DECISIONS_SHOWN))
+        kept = [line.decode().strip() for at, line in enumerate(file) if at % every == 0]
+    # Nothing in it may end the element that holds it.
+    data = ",".join(kept).replace("<", "\\u003c")
+    which = "Every request" if every == 1 else f"One request in {every}"
+    return (
+        f"<figure><figcaption>Why this pod?</figcaption><p>{which} can be looked up by its line "
+        'in the trace. <input id="wanted" type="number" min="0" value="0"></p>'
+        '<p id="said"></p><table class="decisions" id="candidates"></table></figure>'
+        f'<script type="application/json" id="decisions">[{data}]</script>'
+    )
+
+
+_SCRIPT: Final = """
+const decisions = JSON.parse(document.getElementById("decisions").textContent);
+const wanted = document.getElementById("wanted");
+const said = document.getElementById("said");
+const table = document.getElementById("candidates");
+function row(cells, kind, chosen) {
+  const line = table.insertRow();
+  if (chosen) line.className = "chosen";
+  for (const text of cells) {
+    const cell = document.createElement(kind);
+    cell.textContent = text;
+    line.appendChild(cell);
+  }
+}
+function show() {
+  const line = Number(wanted.value);
+  let found = decisions[0];
+  for (const one of decisions)
+    if (Math.abs(one.request - line) < Math.abs(found.request - line)) found = one;
+  table.replaceChildren();
+  if (!found) return;
+  const where = found.endpoint === null ? "was refused: " + found.refusal : "went to " + found.endpoint;
+  said.textContent = "Request " + found.request + " at " + found.time_s.toFixed(3) + " s " + where +
+    "; the picker expected " + found.predicted_cached_tokens + " cached tokens, there were " +
+    found.cached_tokens + ".";
+  if (!found.candidates.length) return;
+  const scorers = Object.keys(found.candidates[0].parts);
+  row(["pod", "score", ...scorers], "th", false);
+  const ranked = [...found.candidates].sort((one, other) => other.score - one.score);
+  for (const candidate of ranked)
+    row([candidate.endpoint, candidate.score.toFixed(4),
+         ...scorers.map(name => candidate.parts[name].toFixed(4))],
+        "td", candidate.endpoint === found.endpoint);
+}
+wanted.addEventListener("input", show);
+show();
+"""

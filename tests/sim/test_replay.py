@@ -1,0 +1,224 @@
+"""`sim replay`, `sim compare` and `sim sweep`: what they print, write and refuse."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pyarrow.parquet as pq
+import pytest
+
+from epp.config import DEFAULT_CONFIG
+from sim.__main__ import main
+from tests.sim.made import BLOCK_TOKENS, arrivals
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def trace(tmp_path_factory):
+    """Two hundred requests in the format of Mooncake, with blocks of 64 tokens."""
+    return written(tmp_path_factory.mktemp("trace") / "made.jsonl", 200)
+
+
+def written(path, count, **fields):
+    with path.open("w") as file:
+        for one in arrivals(count, **fields):
+            ids = [*one.blocks, 9_000_000 + one.index]
+            line = {
+                "timestamp": one.time_s * 1000,
+                "input_length": one.prompt_tokens,
+                "output_length": one.output_tokens,
+                "hash_ids": ids[: -(-one.prompt_tokens // BLOCK_TOKENS)],
+            }
+            file.write(json.dumps(line) + "\n")
+    return path
+
+
+def sim(*arguments):
+    return main([str(argument) for argument in (*arguments, "--block-tokens", BLOCK_TOKENS)])
+
+
+def test_a_replay_fills_its_folder(trace, tmp_path, capsys):
+    """Everything that was promised is there, and the files agree with each other."""
+    out = tmp_path / "out"
+    assert sim("replay", trace, "--pods", "4", "--out", out) == 0
+    assert capsys.readouterr().out.startswith("seed 1\n")
+    summary = json.loads((out / "summary.json").read_bytes())
+    rows = pq.read_table(out / "requests.parquet").to_pylist()
+    decisions = [json.loads(line) for line in (out / "decisions.jsonl").read_text().splitlines()]
+    assert summary["requests"]["complete"] == len(rows) == len(decisions) == 200
+    assert summary["complete"]
+    assert [line["request"] for line in decisions] == list(range(200))
+    by_request = {row["request"]: row for row in rows}
+    for line in decisions:
+        row = by_request[line["request"]]
+        assert line["endpoint"] == row["pod"]
+        assert line["cached_tokens"] == row["cached_tokens"]
+        assert line["predicted_cached_tokens"] == row["predicted_cached_tokens"]
+        best = max(line["candidates"], key=lambda candidate: candidate["score"])
+        chosen = next(one for one in line["candidates"] if one["endpoint"] == line["endpoint"])
+        assert chosen["score"] == pytest.approx(best["score"])
+        assert sum(chosen["parts"].values()) == pytest.approx(chosen["score"])
+    total = sum(row["prompt_tokens"] for row in rows)
+    assert summary["hit_rate"] == pytest.approx(
+        sum(row["cached_tokens"] for row in rows) / total, rel=1e-5
+    )
+    mean = sum(row["ttft_s"] for row in rows) / 200
+    assert summary["ttft_s"]["mean"] == pytest.approx(mean, rel=1e-5)
+    assert "TTFT" in (out / "report.md").read_text()
+
+
+def test_the_page_opens_offline(trace, tmp_path):
+    """One file without addresses, with its charts and the explorer of decisions in it."""
+    out = tmp_path / "out"
+    assert sim("replay", trace, "--pods", "4", "--out", out) == 0
+    page = (out / "report.html").read_text()
+    assert "http" not in page
+    assert page.count("<svg") >= 8
+    for wanted in ("Time to first token", "ceiling", "Why this pod?", "pod-3"):
+        assert wanted in page
+
+
+def test_the_same_seed_writes_the_same_summary(trace, tmp_path):
+    """Byte by byte; another seed does not."""
+    for name, seed in (("one", "5"), ("again", "5"), ("other", "6")):
+        sim(
+            "replay",
+            trace,
+            "--pods",
+            "2",
+            "--seed",
+            seed,
+            "--out",
+            tmp_path / name,
+            "--jitter",
+            "1",
+        )
+    one, again, other = (
+        (tmp_path / name / "summary.json").read_bytes() for name in ("one", "again", "other")
+    )
+    assert one == again != other
+
+
+def test_bytes_give_the_decisions_of_hashes(trace, tmp_path):
+    """Production parsing and hashing on the way, or not: the same digest."""
+    digests = []
+    for through in ("hashes", "bytes"):
+        sim("replay", trace, "--through", through, "--out", tmp_path / through, "--no-decisions")
+        digests.append(json.loads((tmp_path / through / "summary.json").read_bytes())["digest"])
+        assert not (tmp_path / through / "decisions.jsonl").exists()
+    assert digests[0] == digests[1]
+
+
+def test_odd_blocks_are_refused_by_name(tmp_path, capsys):
+    """Blocks of 48 tokens cannot be told apart in bytes by a picker with blocks of 64."""
+    path = tmp_path / "odd.jsonl"
+    path.write_text(
+        '{"timestamp": 0, "input_length": 96, "output_length": 1, "hash_ids": [1, 2]}\n'
+    )
+    assert main(["replay", str(path), "--block-tokens", "48", "--through", "bytes"]) == 1
+    told = capsys.readouterr().err
+    assert "odd.jsonl" in told
+    assert "48" in told
+
+
+def test_a_folder_with_something_in_it_is_refused(trace, tmp_path, capsys):
+    """Unless forced."""
+    (tmp_path / "mine").write_text("")
+    assert sim("replay", trace, "--out", tmp_path) == 1
+    assert "not empty" in capsys.readouterr().err
+    assert sim("replay", trace, "--out", tmp_path, "--force") == 0
+
+
+def test_a_bad_line_stops_or_is_counted(tmp_path, capsys):
+    """It is named by file, line and field; with --skip-bad the rest runs."""
+    path = written(tmp_path / "bad.jsonl", 5)
+    path.write_text(path.read_text() + '{"timestamp": 900000, "input_length": "x"}\n')
+    assert sim("replay", path) == 1
+    assert "bad.jsonl:6: input_length" in capsys.readouterr().err
+    assert sim("replay", path, "--skip-bad", "--out", tmp_path / "out") == 0
+    assert json.loads((tmp_path / "out" / "summary.json").read_bytes())["bad_lines"] == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["--config", "nothing"], "neither a file nor one of"),
+        (["--pods", "0"], "not an integer from 1"),
+        (["--profile", "nothing"], "nothing"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(trace, arguments, told, capsys):
+    """In a sentence, with an exit code above 0."""
+    try:
+        code = sim("replay", trace, *arguments)
+    except SystemExit as stop:
+        code = stop.code
+    assert code in (1, 2)
+    assert told in capsys.readouterr().err
+
+
+def test_a_comparison_says_when_there_is_no_difference(trace, tmp_path, capsys):
+    """A configuration against itself: not significant; against random: it is, over five seeds."""
+    same = tmp_path / "same.yaml"
+    same.write_text(DEFAULT_CONFIG)
+    out = tmp_path / "out"
+    code = sim(
+        "compare", trace, "--config", "default", "--config", same, "--config", "random",
+        "--seeds", "5", "--jitter", "1", "--pods", "4", "--workers", "2", "--out", out,
+    )  # fmt: skip
+    assert code == 0
+    summary = json.loads((out / "summary.json").read_bytes())
+    assert len(summary["runs"]) == 15
+    alike = summary["configs"]["same"]["difference"]["ttft_mean_s"]
+    assert alike["value"] == 0
+    assert alike["verdict"] == "no significant difference"
+    worse = summary["configs"]["random"]["difference"]["hit_rate"]
+    assert worse["significant"]
+    assert worse["high"] < 0
+    assert worse["over"] == "5 seeds"
+    assert "no significant difference" in capsys.readouterr().out
+    assert "no significant difference" in (out / "report.md").read_text()
+
+
+def test_a_sweep_shows_that_load_costs(trace, tmp_path):
+    """TTFT rises with the rate, and the page has a line for each configuration."""
+    out = tmp_path / "out"
+    code = sim(
+        "sweep", trace, "--config", "default", "--config", "random", "--rates", "5,400",
+        "--pods", "2", "--out", out,
+    )  # fmt: skip
+    assert code == 0
+    points = json.loads((out / "summary.json").read_bytes())["points"]
+    ttft = {(point["config"], point["rate"]): point["ttft_s"]["mean"] for point in points}
+    for config in ("default", "random"):
+        assert ttft[config, 400.0] > ttft[config, 5.0]
+    assert "polyline" in (out / "report.html").read_text()
+
+
+def test_an_interrupted_replay_leaves_readable_results(tmp_path):
+    """Ctrl-C: exit code 130, a table with whole rows, and a summary that says what it is."""
+    path = written(tmp_path / "long.jsonl", 30_000)
+    out = tmp_path / "out"
+    command = [sys.executable, "-m", "sim", "replay", str(path), "--out", str(out)]
+    environment = dict(os.environ) | {"PYTHONPATH": ":".join([str(ROOT), *sys.path])}
+    process = subprocess.Popen(
+        [*command, "--block-tokens", str(BLOCK_TOKENS)],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment,
+    )  # fmt: skip
+    decisions = out / "decisions.jsonl"
+    while not (decisions.exists() and decisions.stat().st_size):
+        assert process.poll() is None, process.stderr.read()
+        time.sleep(0.02)
+    process.send_signal(signal.SIGINT)
+    process.communicate()
+    assert process.returncode == 130
+    summary = json.loads((out / "summary.json").read_bytes())
+    assert not summary["complete"]
+    rows = pq.read_table(out / "requests.parquet").num_rows
+    assert 0 < rows == summary["requests"]["sent"] < 30_000
+    assert all(json.loads(line) for line in decisions.read_text().splitlines())

@@ -91,18 +91,26 @@ def line_chart(
     series: Mapping[str, Points], *, x: Axis, y: Axis, label: str, dots: bool = False
 ) -> str:
     """One line a series, in the order of `COLOURS`; `dots` marks every point."""
-    parts = [grid_line(_up(y.share(mark)), y.label(mark)) for mark in y.marks()]
-    parts += [below(_across(x.share(mark)), x.label(mark)) for mark in x.marks()]
+    parts = _axes(x, y)
     for number, points in enumerate(series.values()):
         colour = colour_of(number)
-        places = [f"{_across(x.share(at)):.1f},{_up(y.share(value)):.1f}" for at, value in points]
+        places = " ".join(
+            f"{_across(x.share(at)):.1f},{_up(y.share(value)):.1f}" for at, value in points
+        )
         parts.append(
-            f'<polyline points="{" ".join(places)}" fill="none" stroke="{colour}" '
+            f'<polyline points="{places}" fill="none" stroke="{colour}" '
             'stroke-width="2" stroke-linejoin="round"/>'
         )
         if dots:
-            spots = (place.split(",") for place in places)
-            parts += [f'<circle cx="{cx}" cy="{cy}" r="3.5" fill="{colour}"/>' for cx, cy in spots]
+            parts += _dots(points, x, y, colour)
+    return chart(parts, label)
+
+
+def scatter_chart(series: Mapping[str, Points], *, x: Axis, y: Axis, label: str) -> str:
+    """Dots only: points without an order."""
+    parts = _axes(x, y)
+    for number, points in enumerate(series.values()):
+        parts += _dots(points, x, y, colour_of(number))
     return chart(parts, label)
 
 
@@ -173,6 +181,19 @@ def page(title: str, introduction: str, body: str, *, script: str = "") -> str:
 def colour_of(number: int) -> str:
     """The colour of series `number`."""
     return COLOURS[number % len(COLOURS)]
+
+
+def _axes(x: Axis, y: Axis) -> list[str]:
+    parts = [grid_line(_up(y.share(mark)), y.label(mark)) for mark in y.marks()]
+    return parts + [below(_across(x.share(mark)), x.label(mark)) for mark in x.marks()]
+
+
+def _dots(points: Points, x: Axis, y: Axis, colour: str) -> list[str]:
+    return [
+        f'<circle cx="{_across(x.share(at)):.1f}" cy="{_up(y.share(value)):.1f}" r="3.5" '
+        f'fill="{colour}"/>'
+        for at, value in points
+    ]
 
 
 def _across(share: float) -> float:

@@ -17,6 +17,7 @@ from sim.charts import (
     legend,
     line_chart,
     page,
+    scatter_chart,
 )
 from sim.measures import Floats, Series
 from sim.report import fact_rows, number, seconds, share
@@ -80,7 +81,7 @@ def _cdf(caption: str, values: Floats) -> str:
 
 
 def _ttft_over_rate(series: Series) -> str:
-    """Windows of the run by how many requests arrived in them: does load hurt?"""
+    """Windows of the run by how many requests arrived in them: whether load hurts."""
     caption = "TTFT over the arrival rate, by window of the run"
     if len(series) < _WINDOWS:
         return figure(caption, "<p>Too few requests.</p>")
@@ -96,7 +97,7 @@ def _ttft_over_rate(series: Series) -> str:
     lines: dict[str, Points] = {"mean": sorted(means), "p90": sorted(worst)}
     x = Axis.over([rate for rate, _ in means], unit="/s")
     y = Axis.over([ttft for _, ttft in worst + means], unit="s", logarithmic=True)
-    return figure(caption, line_chart(lines, x=x, y=y, label=caption, dots=True), list(lines))
+    return figure(caption, scatter_chart(lines, x=x, y=y, label=caption), list(lines))
 
 
 def _hit_rates(summary: dict[str, Any]) -> str:
@@ -104,14 +105,14 @@ def _hit_rates(summary: dict[str, Any]) -> str:
     ceilings = summary.get("ceilings")
     if ceilings:
         rates |= {
-            "ceiling: one endless cache": ceilings["one_cache"],
-            "endless, by affinity": ceilings["affinity"],
-            "at this size, by affinity": ceilings["affinity_at_capacity"],
-            "at this size, at random": ceilings["random_at_capacity"],
+            "one endless cache": ceilings["one_cache"],
+            "endless, affinity": ceilings["affinity"],
+            "this size, affinity": ceilings["affinity_at_capacity"],
+            "this size, random": ceilings["random_at_capacity"],
         }
     shares = {name: round(100 * rate, 1) for name, rate in rates.items()}
     caption = "Share of prompt tokens served from the cache, against its ceilings"
-    return figure(caption, bar_chart(shares, y=Axis(low=0, high=100, unit="%"), label=caption))
+    return figure(caption, bar_chart(shares, y=Axis.over([*shares.values(), 10.0], unit="%"), label=caption))
 
 
 def _by_pod(summary: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:

@@ -159,7 +159,7 @@ class BlockPool:
         count -= blank
         while count:
             run = self._order.after
-            evicted = run.blocks if run.blocks < count else count
+            evicted = min(count, run.blocks)
             self._evict(run, evicted)
             count -= evicted
 
@@ -176,16 +176,14 @@ class BlockPool:
             if end <= position:
                 piece += 1
                 continue
-            stop = end if end < upto else upto
+            stop = min(upto, end)
             place = position - ends[piece - 1] if piece else position
             self._register(holding, keys[piece], place, stop - position)
             position = stop
         holding.registered_blocks = upto
         holding.piece = piece
 
-    def extend(
-        self, holding: Holding, keys: Sequence[int], ends: Sequence[int], upto: int
-    ) -> bool:
+    def extend(self, holding: Holding, keys: Sequence[int], ends: Sequence[int], upto: int) -> bool:
         """`register`, if the blocks only make the holding's last run longer and nobody else has any
         under its key; False, and nothing changed, otherwise.
 
@@ -198,7 +196,10 @@ class BlockPool:
         last, key = holding.runs[-1], keys[piece]
         if last.key != key or last.holders != 1 or len(self._runs[key]) != 1:
             return False
-        if last.start + last.blocks + (ends[piece - 1] if piece else 0) != holding.registered_blocks:
+        if (
+            last.start + last.blocks + (ends[piece - 1] if piece else 0)
+            != holding.registered_blocks
+        ):
             return False
         count = upto - holding.registered_blocks
         last.blocks += count

@@ -131,20 +131,20 @@ def run(options: argparse.Namespace) -> int:
         points = points_in(options.points)
         profile, residuals = calibrate(points)
     except ProfileError as problem:
-        print(f"sim: {problem}", file=sys.stderr)
+        sys.stderr.write(f"sim: {problem}\n")
         return 2
     worst = max(abs(residual.error) for residual in residuals)
-    comments = {field: f"fitted to {options.points.name}" for field in FITTED}
+    comments = dict.fromkeys(FITTED, f"fitted to {options.points.name}")
     text = f"# Worst residual of {len(residuals)} points: {worst:.1%}.\n"
     text += profile_as_toml(profile, comments)
     _print_residuals(residuals)
     if options.out is None:
-        print(text, end="")
+        sys.stdout.write(text)
         return 0
     try:
         options.out.write_text(text)
     except OSError as problem:
-        print(f"sim: {options.out}: {problem}", file=sys.stderr)
+        sys.stderr.write(f"sim: {options.out}: {problem}\n")
         return 1
     return 0
 
@@ -168,7 +168,8 @@ def calibrate(points: Points) -> tuple[Profile, list[Residual]]:
         profile = msgspec.convert({**base, "name": points.name}, Profile)
     except (msgspec.ValidationError, TypeError) as problem:
         raise ProfileError(f"profile: {problem}.") from problem
-    measured = np.array([point.seconds for point in (*points.ttft, *points.itl)])
+    seconds = [p.seconds for p in points.ttft] + [p.seconds for p in points.itl]
+    measured = np.array(seconds)
     # In units of where the fit begins: the constants are of very different sizes.
     units = np.array([getattr(profile, field) or _UNITS[field] for field in FITTED])
 
@@ -177,7 +178,8 @@ def calibrate(points: Points) -> tuple[Profile, list[Residual]]:
         return msgspec.structs.replace(profile, **values)
 
     def errors(at: _Floats) -> _Floats:
-        return _predicted(points, with_constants(at)) / measured - 1.0
+        relative: _Floats = _predicted(points, with_constants(at)) / measured
+        return relative - 1.0
 
     at = np.ones(len(FITTED))
     for _ in range(_ROUNDS_MAX):
@@ -226,15 +228,12 @@ def _predicted(points: Points, profile: Profile) -> _Floats:
 def _print_residuals(residuals: Sequence[Residual]) -> None:
     width = max(len(residual.what) for residual in residuals)
     for residual in residuals:
-        print(
+        sys.stderr.write(
             f"{residual.what:<{width}}  measured {residual.measured_s * 1e3:9.2f} ms"
-            f"  fitted {residual.fitted_s * 1e3:9.2f} ms  {residual.error:+.1%}",
-            file=sys.stderr,
+            f"  fitted {residual.fitted_s * 1e3:9.2f} ms  {residual.error:+.1%}\n"
         )
-    free = len(residuals) - len(FITTED)
-    if free <= 0:
-        print(
+    if len(residuals) <= len(FITTED):
+        sys.stderr.write(
             f"{len(residuals)} points for {len(FITTED)} constants: the residuals say nothing of "
-            "how good the fit is.",
-            file=sys.stderr,
+            "how good the fit is.\n"
         )

@@ -259,7 +259,9 @@ class Engine:
     def ends_at(self) -> Seconds | None:
         """When the step that has begun ends; None: none has."""
         pending = self._pending
-        return pending and pending.started_at + pending.until_pass_s(pending.passes)
+        if pending is None:
+            return None
+        return pending.started_at + pending.until_pass_s(pending.passes)
 
     @property
     def passes(self) -> int:

@@ -117,7 +117,9 @@ def _linear_table(file: Path, layers: int) -> tuple[_Floats, _Floats]:
     """Tokens and seconds of all layers but attention, head and sampler."""
     rows = _rows(file, ("layer",))
     weights = {
-        row["layer"]: 1.0 if row["layer"] in _ONCE else layers * (1 + (row["layer"] in _TWICE_A_LAYER))
+        row["layer"]: 1.0
+        if row["layer"] in _ONCE
+        else layers * (1 + (row["layer"] in _TWICE_A_LAYER))
         for row in rows
     }
     tokens, time_us = _sum_by(rows, "tokens", weights)

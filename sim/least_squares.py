@@ -15,7 +15,9 @@ def bounded_least_squares(matrix: _Floats, wanted: _Floats, limits: _Floats) -> 
     and 3**n small solutions, so n is to be small.
     """
     best, least = np.zeros(len(limits)), np.inf
-    choices = [("free", "low", "high") if np.isfinite(limit) else ("free", "low") for limit in limits]
+    choices = [
+        ("free", "low", "high") if np.isfinite(limit) else ("free", "low") for limit in limits
+    ]
     for states in product(*choices):
         x = np.where(np.array(states) == "high", limits, 0.0)
         free = np.array(states) == "free"

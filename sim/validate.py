@@ -65,8 +65,8 @@ def run(options: argparse.Namespace) -> int:
             problems.append(str(problem))
     passed = not problems and all(judgement.passed for judgement in judgements)
     _print_table(judgements)
-    for problem in problems:
-        _fail(problem, code=1)
+    for sentence in problems:
+        _fail(sentence, code=1)
     if options.json is not None:
         try:
             options.json.write_bytes(as_json(judgements, problems, passed=passed))
@@ -86,11 +86,12 @@ def judge(folder: Path) -> Iterator[Judgement]:
     """All that is to be said of one recording. Raises TruthError."""
     description = described(folder)
     kind = description.get("kind")
-    if kind not in KINDS:
+    judges = KINDS.get(str(kind))
+    if judges is None:
         raise TruthError(
             f"{folder / 'engine.toml'}: kind: expected one of {', '.join(KINDS)}, got {kind!r}."
         )
-    yield from KINDS[kind](folder, description)
+    yield from judges(folder, description)
 
 
 def as_json(judgements: Sequence[Judgement], problems: Sequence[str], *, passed: bool) -> bytes:
@@ -135,7 +136,7 @@ def _print_table(judgements: Sequence[Judgement]) -> None:
         right = zip(row[2:], widths[2:], strict=True)
         cells = [f"{cell:<{width}}" for cell, width in left]
         cells += [f"{cell:>{width}}" for cell, width in right]
-        print("  ".join(cells).rstrip())
+        sys.stdout.write("  ".join(cells).rstrip() + "\n")
 
 
 def _print_rich(rows: Sequence[tuple[str, ...]]) -> None:
@@ -168,9 +169,9 @@ def _cells(judgement: Judgement) -> tuple[str, ...]:
 
 def _say(sentence: str) -> None:
     if sys.stderr.isatty():
-        print(sentence, file=sys.stderr)
+        sys.stderr.write(f"{sentence}\n")
 
 
 def _fail(sentence: str, *, code: int) -> int:
-    print(f"sim: {sentence}", file=sys.stderr)
+    sys.stderr.write(f"sim: {sentence}\n")
     return code

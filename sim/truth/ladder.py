@@ -10,7 +10,7 @@ two runs with a straight line between them for each row. The even rows are judge
 """
 
 import csv
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from heapq import heappop, heappush
 from pathlib import Path
 from random import Random
@@ -222,7 +222,11 @@ class Ladder:
             for pod in range(self._shape.pods):
                 offset_s = _SCRAPE_INTERVAL_S * pod / self._shape.pods
                 self._at(start + offset_s - _SCRAPE_INTERVAL_S, "scrape", pod, start + duration_s)
-        handlers = {"arrive": self._arrive, "submit": self._submit, "scrape": self._scrape}
+        handlers: dict[str, Callable[[int, Any], None]] = {
+            "arrive": self._arrive,
+            "submit": self._submit,
+            "scrape": self._scrape,
+        }
         tokens = 0
         while self._events:
             self._now, _, what, number, load = heappop(self._events)

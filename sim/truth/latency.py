@@ -145,7 +145,8 @@ def fit(profile: Profile, engine: EngineSettings, served: Sequence[Served]) -> P
     def errors(at: _Floats) -> _Floats:
         tried = msgspec.structs.replace(profile, host_s=float(at[0]), skew=float(at[1]))
         means: _Floats = simulate(tried, engine, served)[:, :FITTED_ON].mean(axis=1)
-        return means / wanted - 1.0
+        relative: _Floats = means / wanted
+        return relative - 1.0
 
     at = np.array([profile.host_s, profile.skew])
     for _ in range(_FIT_ROUNDS):

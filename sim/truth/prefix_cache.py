@@ -48,9 +48,7 @@ class WatchedPool(BlockPool):
         super().__init__(blocks_total)
         self.events: list[Event] = []
 
-    def register(
-        self, holding: Holding, keys: Any, ends: Any, upto: int
-    ) -> None:
+    def register(self, holding: Holding, keys: Any, ends: Any, upto: int) -> None:
         stored = list(keys[holding.registered_blocks : upto])
         super().register(holding, keys, ends, upto)
         if stored:
@@ -117,4 +115,6 @@ def recorded_events(file: Path, block_size_tokens: int) -> Iterator[Event]:
                     ours.update(zip(hashes, chain, strict=True))
                     yield "stored", chain
         except (KeyError, TypeError, ValueError, msgspec.DecodeError) as problem:
-            raise TruthError(f"{file}: not the KV events that were expected: {problem!r}.") from problem
+            raise TruthError(
+                f"{file}: not the KV events that were expected: {problem!r}."
+            ) from problem

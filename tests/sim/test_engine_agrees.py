@@ -6,10 +6,10 @@ import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.sim.plain_engine import PlainEngine, PlainRequest
 
 from sim.engine import Engine, EngineRequest, EngineSettings
 from sim.profiles import DEFAULT_PROFILE, PROFILES
+from tests.sim.plain_engine import PlainEngine, PlainRequest
 
 SIZE = 4
 PROFILE = msgspec.structs.replace(

@@ -115,10 +115,11 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     parser = commands.add_parser(
         "calibrate",
         help="a profile of your own from a few measured points",
-        description="Fit a profile to measured TTFT and inter-token latencies.",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    parser.add_argument("points", type=Path, metavar="POINTS.toml", help="see the documentation")
+    parser.add_argument("points", type=Path, metavar="POINTS.toml", help="as above")
     parser.add_argument(
         "--out", type=Path, metavar="FILE", help="write the profile there (default: stdout)"
     )

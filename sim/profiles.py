@@ -25,7 +25,7 @@ share of its peaks (70 % of 989 TFLOP/s, 89 % of 3.35 TB/s) at the peaks of the 
 RTX: `sim/kernels.py` over the kernel timings that casys-kaist/LLMServingSim publishes (MIT).
 `host_s`: fitted on two published vLLM 0.19 runs of the same project. `shared_context_factor` and
 the front-end terms: fitted on the llm-d guide `optimized-baseline` (8 x 2 H100, Qwen3-32B). KV
-tokens: `kv_tokens_of`, but where a number was published or recorded. Adapter factors: by rank as in
+tokens: `Memory`, but where a number was published or recorded. Adapter factors: by rank as in
 inference-sim's defaults. Adapter load: from disk, an assumption (0.3 to 5 s are seen).
 """
 
@@ -39,7 +39,6 @@ from msgspec import Struct
 
 ADAPTER_LINEAR_FACTORS: Final = {8: 1.02, 16: 1.035, 32: 1.06}
 """By LoRA rank: `defaults.yaml` of inference-sim/inference-sim."""
-GIB: Final = 2**30
 
 
 class StepWork(Struct):
@@ -145,22 +144,24 @@ class Profile(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         return self.frontend_s + self.frontend_s_per_token * prompt_tokens
 
 
-def kv_tokens_of(
-    *,
-    memory_bytes: int,
-    weight_bytes: float,
-    kv_bytes_per_token: int,
-    tensor_parallel: int = 1,
-    memory_share: float = 0.92,
-) -> int:
-    """KV tokens of a pod: what weights, activations and NCCL leave of `memory_share`.
+class Memory(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What decides how many tokens the KV cache of a pod holds."""
 
-    `memory_bytes` of one GPU, `weight_bytes` and `kv_bytes_per_token` of the whole model. 5.5 GiB of
-    activations (dense models), 0.15 GiB besides on one GPU and 0.6 GiB on more: inference-sim.
-    """
-    other = (5.5 + (0.15 if tensor_parallel == 1 else 0.6)) * GIB
-    left = memory_share * memory_bytes - weight_bytes / tensor_parallel - other
-    return int(left * tensor_parallel / kv_bytes_per_token)
+    bytes: float
+    """Of one GPU."""
+    weight_bytes: float
+    """Of the whole model, as `kv_bytes_per_token`."""
+    kv_bytes_per_token: int
+    tensor_parallel: int = 1
+    share: float = 0.92
+    """`--gpu-memory-utilization`."""
+
+    @property
+    def kv_tokens(self) -> int:
+        """What weights, activations and NCCL leave; those as inference-sim has them (dense)."""
+        other = (5.5 + (0.15 if self.tensor_parallel == 1 else 0.6)) * 2**30
+        left = self.share * self.bytes - self.weight_bytes / self.tensor_parallel - other
+        return int(left * self.tensor_parallel / self.kv_bytes_per_token)
 
 
 class ProfileError(ValueError):
@@ -191,8 +192,8 @@ def find_profile(text: str) -> Profile:
 def profiles_in(path: Path) -> dict[str, Profile]:
     """All profiles of a TOML file: `[name]`, then the fields of `Profile`.
 
-    `like = "..."` takes what is not said from a built-in profile or one before in the file. Raises
-    ProfileError.
+    `like = "..."` takes what is not said from a built-in profile or one before in the file; a table
+    `memory` with the fields of `Memory` stands for `kv_tokens`. Raises ProfileError.
     """
     try:
         tables = tomllib.loads(path.read_text())
@@ -210,6 +211,8 @@ def profiles_in(path: Path) -> dict[str, Profile]:
                 raise ProfileError(f"{path}: {name}: like: no profile {like!r} before it.")
             fields = {**msgspec.to_builtins(base), **fields}
         try:
+            if "memory" in fields:
+                fields["kv_tokens"] = msgspec.convert(fields.pop("memory"), Memory).kv_tokens
             profiles[name] = msgspec.convert(fields, Profile)
         except msgspec.ValidationError as problem:
             raise ProfileError(f"{path}: {name}: {problem}.") from problem

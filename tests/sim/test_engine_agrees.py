@@ -17,18 +17,18 @@ PROFILE = msgspec.structs.replace(
 )
 """The plain engine does not count shared tokens."""
 
-PIECES = st.lists(st.tuples(st.integers(0, 2), st.integers(1, 6)), min_size=1, max_size=6)
+PIECES = st.lists(st.tuples(st.integers(0, 3), st.integers(1, 6)), min_size=2, max_size=6)
 """A prompt and its answer: few texts, so that heads are shared, answers too. (text, blocks)."""
 SHAPES = st.lists(
     st.tuples(
         PIECES,
         st.integers(0, SIZE - 1),
-        st.floats(0.1, 0.9),
+        st.floats(0.05, 0.7),
         st.sampled_from(["", "", "x", "y"]),
         st.sampled_from([0.0, 0.0, 0.003, 0.04, 0.3]),
         st.sampled_from([None, None, None, 0.001, 0.05, 0.2]),
     ),
-    min_size=1,
+    min_size=3,
     max_size=14,
 )
 """(pieces, tokens behind the last block, share of the prompt, adapter, gap to the one before,
@@ -41,9 +41,9 @@ ENGINES = st.builds(
         max_num_batched_tokens=max(seqs, budget),
         max_loras=loras,
     ),
-    st.integers(38, 90),
-    st.integers(1, 8),
-    st.integers(4, 150),
+    st.integers(38, 60),
+    st.integers(1, 10),
+    st.integers(8, 150),
     st.integers(1, 2),
 )
 

@@ -193,11 +193,8 @@ def _recorded(served: Sequence[Served]) -> _Floats:
 
 
 def _measured(request: EngineRequest) -> tuple[float, float, float]:
-    first, last = request.first_token_at, request.last_token_at
+    arrived, first, last = request.arrived_at, request.first_token_at, request.last_token_at
+    assert arrived is not None
     assert first is not None
     assert last is not None
-    return (
-        first - request.arrived_at,
-        (last - first) / max(1, request.output_tokens - 1),
-        last - request.arrived_at,
-    )
+    return first - arrived, (last - first) / max(1, request.output_tokens - 1), last - arrived

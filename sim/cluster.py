@@ -37,6 +37,8 @@ SCRAPE_JITTER: Final = 0.1
 SCRAPE_BACKOFF_S_MAX: Final = 5.0
 """These four: as `epp/shell/scrape` has them."""
 
+_LOOK_AHEAD_S: Final = 60.0
+
 ENDED_MAX: Final = 65_536
 """Requests of which the end is remembered for the turns that come after them."""
 
@@ -127,20 +129,28 @@ class SimulatedRequest:
 class _Follow:
     """One picker scraping one incarnation of one pod."""
 
-    __slots__ = ("current", "endpoint", "failures", "pod", "replica")
+    __slots__ = ("current", "endpoint", "failures", "jitter", "pod", "random", "replica")
 
-    def __init__(self, replica: int, pod: SimulatedPod, endpoint: Endpoint) -> None:
+    def __init__(self, replica: int, pod: SimulatedPod, endpoint: Endpoint, random: Random) -> None:
         self.replica = replica
         self.pod = pod
         self.endpoint = endpoint
+        self.random = random
         self.failures = 0
         self.current = True
+        self.draw()
+
+    def draw(self) -> float:
+        """The factor of the next pause, which stays in `jitter`."""
+        self.jitter = 1 - SCRAPE_JITTER + 2 * SCRAPE_JITTER * self.random.random()
+        return self.jitter
 
 
 class Cluster:
     """Runs `arrivals` through pickers and pods; `ended` gets each request when it ends.
 
-    `open_policy(seed)` makes a picker, `request_of` the request as it has parsed it. `seed` decides everything that is drawn: nothing else does.
+    `open_policy(seed)` makes a picker, `request_of` the request as it has parsed it. `seed` decides
+    everything that is drawn: nothing else does.
     """
 
     def __init__(
@@ -156,6 +166,7 @@ class Cluster:
     ) -> None:
         self.settings = settings
         self.loop = Loop()
+        self._seed = seed
         self._interval_s = settings.refresh_interval_s
         self._scrape_delay_s = settings.scrape_delay_s
         self.policies = [open_policy(_replica_seed(seed, at)) for at in range(settings.replicas)]
@@ -184,7 +195,6 @@ class Cluster:
         """When the last ones ended, by index."""
         self._random_replica = Random(f"{seed}:replica")
         self._random_abort = Random(f"{seed}:abort")
-        self._random_scrape = [Random(f"{seed}:scrape:{at}") for at in range(settings.replicas)]
         self._follows: dict[tuple[int, str], _Follow] = {}
         self._by_endpoint: dict[str, SimulatedPod] = {}
         for kind in settings.pods:
@@ -346,10 +356,13 @@ class Cluster:
             if known.endpoint.incarnation == endpoint.incarnation:
                 return
             known.current = False
-        follow = _Follow(replica, pod, endpoint)
-        self._follows[replica, endpoint.endpoint_id] = follow
-        start_s = self._random_scrape[replica].random() * self._interval_s
-        self.loop.after(start_s, self._scrape, follow)
+        purpose = f"scrape:{replica}:{endpoint.endpoint_id}:{endpoint.incarnation}"
+        random = Random(f"{self._seed}:{purpose}")
+        # Spread, as in production, or all pods would be asked at one instant.
+        follow = self._follows[replica, endpoint.endpoint_id] = _Follow(
+            replica, pod, endpoint, random
+        )
+        self.loop.after(random.random() * self._interval_s, self._scrape, follow)
 
     def _scrape(self, follow: _Follow) -> None:
         if not follow.current:
@@ -359,12 +372,17 @@ class Cluster:
         if follow.failures > 1:
             pause_s = interval_s * 2.0 ** min(follow.failures - 1, 16)
             pause_s = max(interval_s, min(pause_s, SCRAPE_BACKOFF_S_MAX))
-        draw = self._random_scrape[follow.replica].random()
-        next_at = self.loop.now + pause_s * (1 - SCRAPE_JITTER + 2 * SCRAPE_JITTER * draw)
-        self.loop.at(next_at, self._scrape, follow)
-        if self._calm and next_at + self._scrape_delay_s < self._next_decision_at():
-            # The next scrape will have replaced this one before anybody looks.
+        next_at = self.loop.now + pause_s * follow.jitter
+        decision_at = self._next_decision_at() - self._scrape_delay_s if self._calm else 0.0
+        if next_at < decision_at:
+            # The next scrape will have replaced this one before anybody looks, and so on.
+            scrape_at = next_at
+            while (next_at := scrape_at + pause_s * follow.draw()) < decision_at:
+                scrape_at = next_at
+            self.loop.at(scrape_at, self._scrape, follow)
             return
+        follow.draw()
+        self.loop.at(next_at, self._scrape, follow)
         page = follow.pod.page()
         if page is not None:
             self.loop.at(self.loop.now + self._scrape_delay_s, self._observe, follow, page)
@@ -376,7 +394,7 @@ class Cluster:
         if self._waiting:
             return self.loop.now
         sent_at = min(self._next_arrival_at, self._thinking[0] if self._thinking else math.inf)
-        return sent_at + self.settings.network_delay_s
+        return min(sent_at + self.settings.network_delay_s, self.loop.now + _LOOK_AHEAD_S)
 
     def _observe(self, follow: _Follow, page: EndpointMetrics) -> None:
         if follow.current:

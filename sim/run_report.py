@@ -112,7 +112,9 @@ def _hit_rates(summary: dict[str, Any]) -> str:
         }
     shares = {name: round(100 * rate, 1) for name, rate in rates.items()}
     caption = "Share of prompt tokens served from the cache, against its ceilings"
-    return figure(caption, bar_chart(shares, y=Axis.over([*shares.values(), 10.0], unit="%"), label=caption))
+    return figure(
+        caption, bar_chart(shares, y=Axis.over([*shares.values(), 10.0], unit="%"), label=caption)
+    )
 
 
 def _by_pod(summary: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:

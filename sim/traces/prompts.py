@@ -207,15 +207,10 @@ class PromptHashes:
         """The same told shorter, as `EngineRequest` takes it: a key for all blocks that end in one
         part, and how many blocks there are up to the end of each.
         """
-        keys: list[int] = []
-        ends: list[int] = []
-        blocks = 0
-        for base, end in zip(self.bases, self._ends, strict=True):
-            if end // block_tokens > blocks:
-                blocks = end // block_tokens
-                keys.append(base)
-                ends.append(blocks)
-        return keys, ends
+        ends = np.frombuffer(self._ends, np.int64) // block_tokens
+        longer = ends > np.concatenate(((0,), ends[:-1]))
+        keys = np.frombuffer(self.bases, np.uint64)[longer]
+        return keys.tolist(), ends[longer].tolist()
 
 
 def _parts(arrival: Arrival) -> Iterator[tuple[bytes, int]]:

@@ -211,6 +211,25 @@ def test_first_outputs_are_told_only_where_the_gateway_shows_them(chunks):
     assert (backlogs[-1] == 0) is chunks
 
 
+@pytest.mark.parametrize("replicas", [1, 3])
+def test_leaving_out_scrapes_that_nobody_reads_changes_nothing(replicas):
+    """Without faults a scrape that is replaced before a decision is not done; all else is equal."""
+    digests, events = set(), []
+    turns = [
+        arrival(300 + at, time_s=at, after=at, think_s=at % 7, session="s") for at in range(30)
+    ]
+    given = sorted([*arrivals(120, rate=3.0), *turns], key=lambda one: one.time_s)
+    for calm in (True, False):
+        measures = Measures(Targets())
+        one = cluster(given, replicas=replicas, ended=measures.add)
+        one._calm = calm
+        one.run()
+        digests.add(measures.digest)
+        events.append(one.loop.events)
+    assert len(digests) == 1
+    assert events[0] < 0.9 * events[1]
+
+
 def test_the_same_seed_gives_the_same_digest_in_any_process():
     """Two processes with different hash seeds, faults and aborts included; another seed differs."""
     root = Path(__file__).parents[2]

@@ -464,9 +464,9 @@ class Engine:
             work.longest_context_tokens = self._longest_context_tokens()
             self._context_tokens += decodes
         work.sequences = decodes
-        work.with_adapter = bool(self._adapters_running)
         budget = self.settings.max_num_batched_tokens - decodes
-        if partial is not None and budget:
+        if partial is not None:
+            # There is budget left: it runs too, and no more than `max_num_seqs` do.
             tokens = min(partial.known_tokens - partial.computed_tokens, budget)
             if self._grow(partial, tokens):
                 self._schedule(partial, tokens, work)
@@ -474,6 +474,7 @@ class Engine:
                 budget -= tokens
             else:
                 self._preempt(partial)
+        work.with_adapter = bool(self._adapters_running)
         return budget, self.preemptions > before
 
     def _take_or_preempt(self, takers: Sequence[EngineRequest]) -> None:

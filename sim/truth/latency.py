@@ -193,8 +193,11 @@ def _recorded(served: Sequence[Served]) -> _Floats:
 
 
 def _measured(request: EngineRequest) -> tuple[float, float, float]:
-    arrived, first, last = request.arrived_at, request.first_token_at, request.last_token_at
-    assert arrived is not None
+    first, last = request.first_token_at, request.last_token_at
     assert first is not None
     assert last is not None
-    return first - arrived, (last - first) / max(1, request.output_tokens - 1), last - arrived
+    return (
+        first - request.queued_at,
+        (last - first) / max(1, request.output_tokens - 1),
+        last - request.queued_at,
+    )

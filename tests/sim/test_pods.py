@@ -291,7 +291,7 @@ async def test_ports_beyond_the_last_are_one_sentence():
     [
         (["--pods", "0"], "'0' is not an integer from 1 to 1000"),
         (["--speed", "0"], "'0' is not a number above 0"),
-        (["--profile", "none"], "invalid choice"),
+        (["--profile", "none"], "No profile 'none'"),
         (["--lora", "a", "--max-loras", "0"], "--lora needs --max-loras"),
         (["--nonsense"], "unrecognized arguments"),
     ],

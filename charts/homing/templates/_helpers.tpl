@@ -1,0 +1,172 @@
+{{- define "homing.name" -}}
+{{- .Values.nameOverride | default .Chart.Name | trunc 63 | trimSuffix "-" -}}
+{{- end -}}
+
+{{- define "homing.fullname" -}}
+{{- $name := include "homing.name" . -}}
+{{- if .Values.fullnameOverride -}}
+{{- .Values.fullnameOverride | trunc 63 | trimSuffix "-" -}}
+{{- else if contains $name .Release.Name -}}
+{{- .Release.Name | trunc 63 | trimSuffix "-" -}}
+{{- else -}}
+{{- printf "%s-%s" .Release.Name $name | trunc 63 | trimSuffix "-" -}}
+{{- end -}}
+{{- end -}}
+
+{{- define "homing.selectorLabels" -}}
+app.kubernetes.io/name: {{ include "homing.name" . }}
+app.kubernetes.io/instance: {{ .Release.Name }}
+{{- end -}}
+
+{{- define "homing.labels" -}}
+helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_" | trunc 63 | trimSuffix "-" }}
+{{ include "homing.selectorLabels" . }}
+app.kubernetes.io/version: {{ .Chart.AppVersion | quote }}
+app.kubernetes.io/managed-by: {{ .Release.Service }}
+{{- with .Values.commonLabels }}
+{{ toYaml . }}
+{{- end }}
+{{- end -}}
+
+{{/* Name, namespace and labels of an object. Takes the root context. */}}
+{{- define "homing.metadata" -}}
+name: {{ include "homing.fullname" . }}
+namespace: {{ .Release.Namespace }}
+labels:
+  {{- include "homing.labels" . | nindent 2 }}
+{{- end -}}
+
+{{- define "homing.serviceAccountName" -}}
+{{- if .Values.serviceAccount.create -}}
+{{- .Values.serviceAccount.name | default (include "homing.fullname" .) -}}
+{{- else -}}
+{{- .Values.serviceAccount.name | default "default" -}}
+{{- end -}}
+{{- end -}}
+
+{{/* Image of a `{repository, tag, digest}`: (list image defaultTag). */}}
+{{- define "homing.image" -}}
+{{- $image := index . 0 -}}
+{{- if $image.digest -}}
+{{- printf "%s@%s" $image.repository $image.digest -}}
+{{- else -}}
+{{- printf "%s:%s" $image.repository ($image.tag | default (index . 1)) -}}
+{{- end -}}
+{{- end -}}
+
+{{- define "homing.ownImage" -}}
+{{- $_ := required "image.repository is not set: name the image that deploy/Dockerfile was built and pushed as, without its tag, for example --set image.repository=registry.example.com/homing" .Values.image.repository -}}
+{{- include "homing.image" (list .Values.image .Chart.AppVersion) -}}
+{{- end -}}
+
+{{/* Name of the InferencePool; empty: there is none, pods are chosen by pool.matchLabels. */}}
+{{- define "homing.poolName" -}}
+{{- $pool := .Values.pool -}}
+{{- if $pool.create -}}
+{{- if not $pool.matchLabels -}}
+{{- fail "pool.create is true: name the labels of the model-server pods in pool.matchLabels" -}}
+{{- end -}}
+{{- $pool.name | default .Release.Name -}}
+{{- else if $pool.name -}}
+{{- if $pool.matchLabels -}}
+{{- fail "pool.matchLabels is given, but pool.name names an InferencePool that exists and has its own selector: set pool.create, or remove one of them" -}}
+{{- end -}}
+{{- $pool.name -}}
+{{- else if not $pool.matchLabels -}}
+{{- fail "there is nothing to serve: set pool.name to an InferencePool of this namespace, or pool.matchLabels to the labels of the model-server pods" -}}
+{{- end -}}
+{{- end -}}
+
+{{/* pool.matchLabels as a label selector. */}}
+{{- define "homing.labelSelector" -}}
+{{- $terms := list -}}
+{{- range $label, $value := .Values.pool.matchLabels -}}
+{{- $terms = append $terms (printf "%s=%s" $label $value) -}}
+{{- end -}}
+{{- join "," $terms -}}
+{{- end -}}
+
+{{- define "homing.configMapName" -}}
+{{- .Values.existingConfigMap | default (printf "%s-config" (include "homing.fullname" . | trunc 56 | trimSuffix "-")) -}}
+{{- end -}}
+
+{{- define "homing.drainGraceSeconds" -}}
+{{- /* As long as its Envoy takes requests, a picker must answer. */ -}}
+{{- ternary .Values.standalone.drainSeconds .Values.drainGraceSeconds .Values.standalone.enabled -}}
+{{- end -}}
+
+{{- define "homing.terminationGracePeriodSeconds" -}}
+{{- if kindIs "invalid" .Values.terminationGracePeriodSeconds -}}
+{{- add (include "homing.drainGraceSeconds" . | int) (int .Values.drainTimeoutSeconds) 10 -}}
+{{- else -}}
+{{- int .Values.terminationGracePeriodSeconds -}}
+{{- end -}}
+{{- end -}}
+
+{{/* Flags of `epp serve`, one a line. */}}
+{{- define "homing.arguments" -}}
+{{- $pool := include "homing.poolName" . -}}
+{{- if $pool }}
+- --pool-name={{ $pool }}
+- --pool-namespace={{ .Release.Namespace }}
+{{- else }}
+- --endpoint-selector={{ include "homing.labelSelector" . }}
+- --pool-namespace={{ .Release.Namespace }}
+- --endpoint-target-ports={{ range $index, $port := .Values.pool.targetPorts }}{{ if $index }},{{ end }}{{ int $port.number }}{{ end }}
+{{- end }}
+- --config-file=/config/{{ .Values.configMapKey }}
+{{- if .Values.configMapWatch.enabled }}
+- --config-map={{ include "homing.configMapName" . }}
+- --config-map-key={{ .Values.configMapKey }}
+{{- end }}
+- --grpc-port={{ int .Values.extProcPort }}
+- --grpc-health-port={{ int .Values.grpcHealthPort }}
+- --metrics-port={{ int .Values.metricsPort }}
+- --secure-serving={{ .Values.tls.enabled }}
+{{- if and .Values.tls.enabled .Values.tls.secretName }}
+- --cert-path=/tls
+- --enable-cert-reload=true
+{{- end }}
+{{- if .Values.leaderElection.enabled }}
+- --ha-enable-leader-election=true
+{{- end }}
+- --drain-grace={{ include "homing.drainGraceSeconds" . }}s
+- --drain-timeout={{ int .Values.drainTimeoutSeconds }}s
+- --log-format={{ .Values.logFormat }}
+- --v={{ int .Values.verbosity }}
+{{- range $name, $value := .Values.flags }}
+- {{ printf "--%s=%s" $name (include "homing.scalar" $value) | quote }}
+{{- end }}
+{{- end -}}
+
+{{/* A number as it was written: Helm reads every one as a float. */}}
+{{- define "homing.scalar" -}}
+{{- if kindIs "float64" . -}}
+{{- if eq (floor .) . -}}{{ printf "%.0f" . }}{{- else -}}{{ . }}{{- end -}}
+{{- else -}}
+{{- . -}}
+{{- end -}}
+{{- end -}}
+
+{{- define "homing.securityContext" -}}
+{{- $restricted := dict "allowPrivilegeEscalation" false "readOnlyRootFilesystem" true "capabilities" (dict "drop" (list "ALL")) -}}
+{{- toYaml (mergeOverwrite $restricted (deepCopy .Values.securityContext)) -}}
+{{- end -}}
+
+{{- define "homing.podSecurityContext" -}}
+{{- $restricted := dict "runAsNonRoot" true "runAsUser" 65532 "runAsGroup" 65532 "fsGroup" 65532 "seccompProfile" (dict "type" "RuntimeDefault") -}}
+{{- toYaml (mergeOverwrite $restricted (deepCopy .Values.podSecurityContext)) -}}
+{{- end -}}
+
+{{/* Non-empty if an object of a foreign API is wanted: (list root switch api). */}}
+{{- define "homing.wanted" -}}
+{{- $switch := index . 1 -}}
+{{- if eq (toString $switch) "auto" -}}
+{{- if (index . 0).Capabilities.APIVersions.Has (index . 2) -}}yes{{- end -}}
+{{- else if $switch -}}yes{{- end -}}
+{{- end -}}
+
+{{/* Several replicas that are all ready. */}}
+{{- define "homing.activeReplicas" -}}
+{{- if and (not .Values.leaderElection.enabled) (or .Values.autoscaling.enabled (gt (int .Values.replicas) 1)) -}}yes{{- end -}}
+{{- end -}}

@@ -1,0 +1,187 @@
+"""What the chart renders for many files of values, with both Helms, against golden outputs.
+
+`UPDATE_GOLDEN=1` writes them anew.
+"""
+
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+import yaml
+
+from epp import __version__, flags
+from epp.build import plugin_tables
+from epp.config import DEFAULT_CONFIG, load_config
+from tests.chart.rendering import CHART, VALUES, helm, objects, one, picker, rendered
+
+GOLDEN = Path(__file__).parent / "golden"
+
+each = pytest.mark.parametrize("values", VALUES, ids=lambda path: path.stem)
+
+
+@each
+def test_helm_4_renders_the_golden_output(helm_4, values):
+    """Byte for byte, twice the same."""
+    text = rendered(helm_4, values)
+    golden = GOLDEN / values.name
+    if os.environ.get("UPDATE_GOLDEN"):
+        golden.parent.mkdir(exist_ok=True)
+        golden.write_text(text, encoding="utf-8")
+    assert text == golden.read_text(encoding="utf-8")
+    assert text == rendered.__wrapped__(helm_4, values)
+
+
+@each
+def test_helm_3_renders_the_same_objects(helm_3, values):
+    golden = (GOLDEN / values.name).read_text(encoding="utf-8")
+    assert objects(rendered(helm_3, values)) == objects(golden)
+
+
+def test_every_golden_output_has_its_values():
+    assert [path.name for path in sorted(GOLDEN.glob("*"))] == [path.name for path in VALUES]
+    assert len(VALUES) >= 20
+
+
+@each
+def test_lint_finds_nothing(any_helm, values):
+    """Not even a warning."""
+    done = helm(any_helm, "lint", "--strict", "--values", values, CHART)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "[WARNING]" not in done.stdout
+    assert "[ERROR]" not in done.stdout
+
+
+def test_the_chart_is_in_step_with_the_image():
+    chart = yaml.safe_load((CHART / "Chart.yaml").read_text(encoding="utf-8"))
+    assert chart["appVersion"] == chart["version"] == __version__
+
+
+@each
+def test_the_picker_takes_its_flags(helm_4, values):
+    """Every flag is known, has a value that is taken, and does something."""
+    container = picker(objects(rendered(helm_4, values)))
+    command, *arguments = container["args"]
+    assert command == "serve"
+    told = flags.parse_serve(arguments, {"NAMESPACE": "models", "POD_NAME": "inference-homing-0"})
+    assert told.warnings == ()
+    assert told.pool_namespace == told.own_namespace == "models"
+    ports = {port["name"]: port["containerPort"] for port in container["ports"]}
+    assert told.grpc_port == ports["grpc-ext-proc"]
+    assert told.grpc_health_port == ports["grpc-health"]
+    assert told.metrics_port == ports["http-metrics"]
+    for probe in ("startupProbe", "livenessProbe", "readinessProbe"):
+        assert container[probe]["grpc"]["port"] == told.grpc_health_port
+
+
+@each
+def test_the_mounted_configuration_is_the_file_that_is_read(helm_4, values):
+    """A directory, never a subPath; the ConfigMap that is watched is the one that is mounted."""
+    documents = objects(rendered(helm_4, values))
+    container = picker(documents)
+    told = flags.parse_serve(container["args"][1:], {})
+    (mount,) = (m for m in container["volumeMounts"] if m["name"] == "config")
+    assert "subPath" not in mount
+    assert Path(told.config_file).parent == Path(mount["mountPath"])
+    pod = one(documents, "Deployment")["spec"]["template"]["spec"]
+    (volume,) = (v for v in pod["volumes"] if v["name"] == "config")
+    if told.config_map:
+        assert told.config_map == volume["configMap"]["name"]
+        assert told.config_map_key == Path(told.config_file).name
+    for document in documents:
+        if document["kind"] == "ConfigMap" and document["metadata"]["name"] == told.config_map:
+            assert "immutable" not in document
+            text = document["data"][Path(told.config_file).name]
+            assert load_config(text, values.name, plugin_tables()).warnings == ()
+
+
+@each
+def test_a_changed_configuration_does_not_restart_the_picker(helm_4, values):
+    """No checksum of the ConfigMap on the pod."""
+    template = one(objects(rendered(helm_4, values)), "Deployment")["spec"]["template"]
+    assert not [key for key in template["metadata"].get("annotations", {}) if "checksum" in key]
+
+
+def test_the_default_configuration_is_the_built_in_one():
+    """Spelt out, so that it can be edited where it is."""
+    text = (CHART / "files/default-config.yaml").read_text(encoding="utf-8")
+    assert text == DEFAULT_CONFIG
+
+
+@each
+def test_the_pod_is_given_the_time_that_its_drain_takes(helm_4, values):
+    documents = objects(rendered(helm_4, values))
+    told = flags.parse_serve(picker(documents)["args"][1:], {})
+    pod = one(documents, "Deployment")["spec"]["template"]["spec"]
+    assert pod["terminationGracePeriodSeconds"] >= told.drain_grace + told.drain_timeout
+    for container in pod["containers"]:
+        if container["name"] == "envoy":
+            # Envoy takes requests for as long as it sleeps.
+            assert container["lifecycle"]["preStop"]["sleep"]["seconds"] <= told.drain_grace
+
+
+def values_named(name):
+    (found,) = (path for path in VALUES if path.stem == name)
+    return found
+
+
+def test_a_monitor_that_is_left_to_the_cluster_follows_its_apis(helm_4):
+    """`auto` renders where the API is known, `true` everywhere."""
+    without = rendered(helm_4, values_named("monitored-by-pod"))
+    apis = ("--api-versions", "monitoring.coreos.com/v1")
+    with_api = rendered(helm_4, values_named("monitored-by-pod"), *apis)
+    kinds = [{document["kind"] for document in objects(text)} for text in (without, with_api)]
+    assert kinds[1] - kinds[0] == {"ServiceMonitor", "PrometheusRule"}
+    assert {"PodMonitor", "PodMonitoring"} <= kinds[0]
+
+
+def test_a_rollout_under_leader_election_does_not_wait_for_a_follower(helm_4):
+    """A follower is never ready while the old leader lives: the rollout must go without it."""
+    strategy = one(objects(rendered(helm_4, values_named("leader-election"))), "Deployment")
+    assert strategy["spec"]["strategy"]["rollingUpdate"]["maxUnavailable"] == "100%"
+
+
+def test_only_replicas_that_all_serve_have_a_disruption_budget(helm_4):
+    """Under leader election it would forbid the eviction of the leader for ever."""
+    has = {
+        path.stem: "kind: PodDisruptionBudget" in rendered(helm_4, path)
+        for path in map(values_named, ("existing-pool", "two-replicas", "leader-election"))
+    }
+    assert has == {"existing-pool": False, "two-replicas": True, "leader-election": False}
+
+
+@pytest.mark.parametrize(
+    ("name", "sentences"),
+    [
+        (
+            "existing-pool",
+            [
+                "kubectl patch inferencepools.inference.networking.k8s.io vllm-llama -n models "
+                """--type merge -p '{"spec":{"endpointPickerRef":{"group":"","kind":"Service","""
+                """"name":"inference-homing","port":{"number":9002},"failureMode":"FailOpen"}}}\'""",
+                "within about 2 seconds",
+                "up to 90 seconds",
+            ],
+        ),
+        ("no-config-map-watch", ["up to 90 seconds", "it would be 2 seconds"]),
+        ("created-pool", ["WARNING: pool.failureMode is FailClose and there is one replica"]),
+        ("standalone", ["port-forward -n models service/inference-homing 8081:8081"]),
+        ("two-replicas", ["2 replicas each learn from their own requests only"]),
+    ],
+)
+def test_notes_say_what_to_type_next(any_helm, tmp_path, name, sentences):
+    """Helm prints them with a cluster only; so they are rendered as an object of a copy."""
+    chart = tmp_path / "homing"
+    shutil.copytree(CHART, chart)
+    notes = (chart / "templates/NOTES.txt").read_text(encoding="utf-8")
+    shown = 'apiVersion: v1\nkind: Notes\nnotes: {{ include "notes" . | toJson }}\n'
+    template = f'{{{{- define "notes" -}}}}{notes}{{{{- end -}}}}\n{shown}'
+    (chart / "templates/notes.yaml").write_text(template, encoding="utf-8")
+    done = helm(
+        *(any_helm, "template", "inference", chart, "--namespace", "models"),
+        *("--values", values_named(name), "--show-only", "templates/notes.yaml"),
+    )
+    assert done.returncode == 0, done.stderr
+    text = one(objects(done.stdout), "Notes")["notes"]
+    for sentence in sentences:
+        assert sentence in text

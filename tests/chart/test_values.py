@@ -1,0 +1,104 @@
+"""What the chart refuses, and how it says so."""
+
+import json
+
+import pytest
+import yaml
+
+from tests.chart.rendering import CHART, VALUES, refusal
+from tests.chart.values_table import page
+
+BASE = ("--set", "image.repository=r.example.com/homing", "--set", "pool.name=vllm")
+EMPTY = "--set-json"
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        ("pool.failureMode=FailClosed", "FailClose"),
+        ("pool.failurMode=FailOpen", "failurMode"),
+        ("replica=2", "replica"),
+        ("image.repo=x", "repo"),
+        ("standalone.image.digst=x", "digst"),
+        ("pool.targetPorts[0].number=70000", "want 65,535"),
+        ("pool.targetPorts[0].name=http", "name"),
+        ("pool.appProtocol=grpc", "kubernetes.io/h2c"),
+        ("provider.name=aws", "provider"),
+        ("logFormat=text", "console"),
+        ("serviceMonitor.enabled=maybe", "auto"),
+        ("flags.grpc-port=1", "use the key extProcPort"),
+        ("flags.pool-name=x", "use the key pool.name"),
+        ("standalone.requestBodyMode=SOME", "FULL_DUPLEX_STREAMED"),
+        ("image.digest=sha256:12", "sha256"),
+        ("router.epp.replicas=2", "deploy/migrate-values"),
+        ("router.modelServers.matchLabels.app=x", "deploy/migrate-values"),
+        ("inferencePool.targetPortNumber=8000", "charts/homing/README.md"),
+        ("inferenceExtension.replicas=1", "charts/homing/README.md"),
+    ],
+)
+def test_the_schema_refuses_by_name(any_helm, change, expected):
+    """Misspelt keys, wrong values and the keys of other charts."""
+    message = refusal(any_helm, *BASE, "--set", change)
+    assert "schema" in message
+    assert expected in message
+
+
+def test_nine_ports_are_too_many(any_helm):
+    ports = json.dumps([{"number": 8000 + index} for index in range(9)])
+    assert "targetPorts" in refusal(any_helm, *BASE, EMPTY, f"pool.targetPorts={ports}")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (("--set", "pool.name=vllm"), "image.repository is not set: name the image"),
+        (("--set", "image.repository=r"), "there is nothing to serve: set pool.name"),
+        ((*BASE, "--set", "pool.create=true"), "pool.create is true: name the labels"),
+        ((*BASE, "--set", "pool.matchLabels.app=x"), "pool.matchLabels is given, but pool.name"),
+        (
+            (*BASE, "--set", "autoscaling.enabled=true,leaderElection.enabled=true"),
+            "only the leader serves",
+        ),
+        (
+            (*BASE, "--set", "pool.name=,pool.matchLabels.a=b,httpRoute.create=true"),
+            "no InferencePool to route to",
+        ),
+    ],
+)
+def test_what_cannot_be_is_one_sentence(any_helm, arguments, sentence):
+    """It says what to set."""
+    message = refusal(any_helm, *arguments)
+    assert sentence in message
+
+
+def test_the_schema_knows_every_value():
+    """Each default has its key in the schema, and each own object of the schema is closed."""
+    schema = json.loads((CHART / "values.schema.json").read_text(encoding="utf-8"))
+    values = yaml.safe_load((CHART / "values.yaml").read_text(encoding="utf-8"))
+
+    def compare(value, part, where):
+        if not isinstance(value, dict) or "properties" not in part:
+            return
+        assert part["additionalProperties"] is False, where
+        assert set(value) <= set(part["properties"]), where
+        for key, below in value.items():
+            compare(below, part["properties"][key], f"{where}.{key}")
+
+    compare(values, schema, "")
+    foreign = {"router", "inferenceExtension", "inferencePool", "global"}
+    assert set(schema["properties"]) - foreign == set(values)
+
+
+def test_files_of_values_together_set_every_switch():
+    """What no file of values touches is not tested: each top-level key is in one."""
+    values = yaml.safe_load((CHART / "values.yaml").read_text(encoding="utf-8"))
+    used = set()
+    for path in VALUES:
+        used |= set(yaml.safe_load(path.read_text(encoding="utf-8")))
+    assert set(values) - used == {"extraContainers", "nameOverride", "securityContext"}
+
+
+def test_the_readme_is_made_of_the_values():
+    """`python -m tests.chart.values_table` writes it anew."""
+    readme = (CHART / "README.md").read_text(encoding="utf-8")
+    assert readme == page(readme)

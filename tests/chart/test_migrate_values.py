@@ -124,7 +124,9 @@ def test_a_pool_that_is_not_created_means_pods_by_label(installed):
     documents = installed(STANDALONE)
     assert "InferencePool" not in {document["kind"] for document in documents}
     assert "--endpoint-selector=app=vllm" in picker(documents)["args"]
-    names = [c["name"] for c in one(documents, "Deployment")["spec"]["template"]["spec"]["containers"]]
+    names = [
+        c["name"] for c in one(documents, "Deployment")["spec"]["template"]["spec"]["containers"]
+    ]
     assert names == ["epp", "envoy"]
     assert one(documents, "PodMonitoring")
 

@@ -43,10 +43,14 @@ def test_every_golden_output_has_its_values():
     assert len(VALUES) >= 20
 
 
-@each
-def test_lint_finds_nothing(any_helm, values):
+@pytest.mark.parametrize(
+    ("version", "values"),
+    [("helm_3", VALUES[0]), *(("helm_4", values) for values in VALUES)],
+    ids=lambda given: given if isinstance(given, str) else given.stem,
+)
+def test_lint_finds_nothing(request, version, values):
     """Not even a warning."""
-    done = helm(any_helm, "lint", "--strict", "--values", values, CHART)
+    done = helm(request.getfixturevalue(version), "lint", "--strict", "--values", values, CHART)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "[WARNING]" not in done.stdout
     assert "[ERROR]" not in done.stdout

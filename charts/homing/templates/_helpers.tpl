@@ -108,10 +108,8 @@ labels:
 {{- $pool := include "homing.poolName" . -}}
 {{- if $pool }}
 - --pool-name={{ $pool }}
-- --pool-namespace={{ .Release.Namespace }}
 {{- else }}
 - --endpoint-selector={{ include "homing.labelSelector" . }}
-- --pool-namespace={{ .Release.Namespace }}
 - --endpoint-target-ports={{ range $index, $port := .Values.pool.targetPorts }}{{ if $index }},{{ end }}{{ int $port.number }}{{ end }}
 {{- end }}
 - --config-file=/config/{{ .Values.configMapKey }}

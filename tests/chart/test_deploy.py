@@ -1,0 +1,142 @@
+"""deploy/: manifests made of the chart, overlays that build, an image from the locks alone."""
+
+import re
+import subprocess
+from importlib.metadata import requires
+from pathlib import Path
+
+import pytest
+import yaml
+from packaging.requirements import Requirement
+
+from epp import flags
+from tests.chart.manifests import DEPLOY, generated
+from tests.chart.rendering import ROOT, objects, one, picker
+
+OVERLAYS = sorted(path for path in (DEPLOY / "overlays").iterdir() if path.is_dir())
+DOCKERFILE = (DEPLOY / "Dockerfile").read_text(encoding="utf-8")
+
+each = pytest.mark.parametrize("overlay", OVERLAYS, ids=lambda path: path.name)
+
+
+def build(kubectl, overlay):
+    done = subprocess.run(
+        [kubectl, "kustomize", overlay], check=False, capture_output=True, text=True, timeout=30
+    )
+    assert done.returncode == 0, done.stderr
+    return objects(done.stdout)
+
+
+def test_generated_manifests_are_what_the_chart_renders(helm_4):
+    """`python -m tests.chart.manifests` writes them anew."""
+    stale = [
+        str(file.relative_to(ROOT))
+        for file, text in generated(helm_4)
+        if file.read_text(encoding="utf-8") != text
+    ]
+    assert stale == []
+
+
+@each
+def test_overlays_build(kubectl, overlay):
+    """One namespace, one image, one picker whose flags parse, and nobody unknown is referred to."""
+    documents = build(kubectl, overlay)
+    assert {document["metadata"]["namespace"] for document in documents} == {"models"}
+    container = picker(documents)
+    assert container["image"].startswith("registry.example.com/homing:")
+    told = flags.parse_serve(container["args"][1:], {"NAMESPACE": "models"})
+    assert told.pool_namespace == "models"
+    (subject,) = one(documents, "RoleBinding")["subjects"]
+    assert subject["namespace"] == "models"
+    names = {(document["kind"], document["metadata"]["name"]) for document in documents}
+    for document in documents:
+        spec = document.get("spec", {})
+        for target in (*spec.get("targetRefs", ()), *filter(None, [spec.get("targetRef")])):
+            assert (target["kind"], target["name"]) in names
+        if document["kind"] == "InferencePool":
+            reference = spec["endpointPickerRef"]
+            assert ("Service", reference["name"]) in names
+            assert reference["port"]["number"] == told.grpc_port
+            assert document["metadata"]["name"] == told.pool_name
+        if document["kind"] == "HTTPRoute":
+            (gateway,) = spec["parentRefs"]
+            assert ("Gateway", gateway["name"]) in names
+
+
+@each
+def test_every_overlay_is_in_the_page(overlay):
+    page = (DEPLOY / "README.md").read_text(encoding="utf-8")
+    assert f"overlays/{overlay.name}" in page
+
+
+@each
+def test_what_clients_may_not_name_is_removed_or_the_gateway_s_business(kubectl, overlay):
+    """Where a header alone decides the destination, a client's own is removed before."""
+    documents = build(kubectl, overlay)
+    kinds = {document["kind"] for document in documents}
+    if "BackendTrafficPolicy" in kinds:
+        removed = one(documents, "ClientTrafficPolicy")["spec"]["headers"]["earlyRequestHeaders"]
+        assert "x-gateway-destination-endpoint" in removed["remove"]
+
+
+# The image. No engine builds it here: what can be read off the file is.
+
+
+def test_the_image_runs_as_nobody_in_particular():
+    """As the chart has it: 65532, and the program itself, not a shell, is process 1."""
+    final = DOCKERFILE.split("\nFROM ")[-1]
+    assert "USER 65532:65532" in final
+    assert 'ENTRYPOINT ["epp"]' in final
+    assert not re.search(r"^RUN", final, re.MULTILINE)
+
+
+def test_the_image_is_installed_from_the_locks_alone():
+    """Every installation asks for hashes, but that of the wheel made here, which asks nobody."""
+    for command in re.findall(r"pip install ([^\n]*)", DOCKERFILE):
+        assert "--require-hashes" in command or "--no-index" in command
+    assert "--no-build-isolation" in DOCKERFILE
+    locked = (ROOT / "lock/dev.txt").read_text(encoding="utf-8")
+    (names,) = re.findall(r"wanted = /\^\(([^)]*)\)==/", DOCKERFILE)
+    assert needs("hatchling") == set(names.split("|"))
+    for name in names.split("|"):
+        assert re.search(rf"^{name}==", locked, re.MULTILINE), name
+
+
+def needs(name):
+    """`name` and all that it requires, as installed here."""
+    found, pending = set(), [name]
+    while pending:
+        current = pending.pop()
+        if current not in found:
+            found.add(current)
+            wanted = [Requirement(text) for text in requires(current) or ()]
+            pending += [one.name for one in wanted if not one.marker or one.marker.evaluate()]
+    return found
+
+
+def test_the_image_gets_only_what_it_is_made_of():
+    """Each path that is copied is let in, and the rest of the tree is not."""
+    ignored = (ROOT / ".dockerignore").read_text(encoding="utf-8").splitlines()
+    assert ignored[0] == "*"
+    allowed = {line.removeprefix("!") for line in ignored if line.startswith("!")}
+    copied = {
+        Path(word).parts[0]
+        for line in re.findall(r"^COPY (?!--from)(.*)$", DOCKERFILE, re.MULTILINE)
+        for word in line.split()[:-1]
+    }
+    assert copied == allowed
+    assert all((ROOT / name).exists() for name in copied)
+
+
+def test_the_quick_start_names_files_that_exist():
+    page = (DEPLOY / "README.md").read_text(encoding="utf-8")
+    for name in re.findall(r"\bdeploy/[\w./-]+", page):
+        assert (ROOT / name.rstrip(".")).exists(), name
+
+
+def test_the_pods_of_the_quick_start_are_those_of_the_base():
+    """Label and port, so that the pool finds them."""
+    pods = objects((DEPLOY / "simulated-pods.yaml").read_text(encoding="utf-8"))
+    labels = one(pods, "Deployment")["spec"]["template"]["metadata"]["labels"]
+    base = yaml.safe_load((DEPLOY / "base/values.yaml").read_text(encoding="utf-8"))
+    assert base["pool"]["matchLabels"].items() <= labels.items()

@@ -32,6 +32,7 @@ READS: Final[Mapping[str, str]] = {
     "decode-filter": "labels",
     "encode-filter": "labels",
     "fresh-metrics-filter": "age of metrics",
+    "header-based-testing-filter": "headers that only tests send",
     "kv-cache-utilization-scorer": "KV-cache usage",
     "label-selector-filter": "labels",
     "load-aware-scorer": "waiting requests",

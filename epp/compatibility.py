@@ -226,7 +226,6 @@ REFUSED: Final[Mapping[str, str]] = {
         f"{_NO_QUEUE}, nor evicted from the engines: remove it"
     ),
     "session-affinity-filter": "use session-affinity-scorer with a high weight",
-    "header-based-testing-filter": "use label-selector-filter",
     "header-label-affinity-scorer": "use label-selector-filter",
     "endpoint-attribute-filter": "use label-selector-filter",
     "endpoint-attribute-scorer": "use queue-scorer or kv-cache-utilization-scorer",

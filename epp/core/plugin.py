@@ -55,12 +55,15 @@ class Scorer(Plugin, Protocol):
 
 @runtime_checkable
 class MarksResponses(Protocol):
-    """A scorer that wants headers on the response, by which the client comes back."""
+    """A filter or scorer that wants headers on the response."""
 
     def response_headers(
-        self, request: InferenceRequest, endpoint: Endpoint, /
+        self, request: InferenceRequest, endpoint: Endpoint, served: str, /
     ) -> Mapping[str, str]:
-        """Headers to set on the response that `endpoint` gives."""
+        """Headers to set on the response to `request`, which was sent to `endpoint`.
+
+        `served`: the address that the gateway says it is from, "" if it does not say.
+        """
         ...
 
 

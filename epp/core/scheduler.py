@@ -69,8 +69,18 @@ class Decision(Struct, frozen=True, kw_only=True):
     scorers: tuple[str, ...]
     scored: Scored
     """`scored.parts[i, j]`: weighted score of candidate j by scorer i."""
-    response_headers: Mapping[str, str]
-    """To be set on the response, e.g. the session token."""
+    marking: tuple[MarksResponses, ...] = ()
+    """The filters and scorers that set headers on the response."""
+
+    def response_headers(self, served: str) -> dict[str, str]:
+        """Headers to set on the response, e.g. the session token.
+
+        `served`: the address that the gateway says it is from, "" if it does not say.
+        """
+        found: dict[str, str] = {}
+        for plugin in self.marking:
+            found.update(plugin.response_headers(self.lease.request, self.endpoint, served))
+        return found
 
 
 class Scheduler:
@@ -207,11 +217,13 @@ class Scheduler:
 
     def _read_profile(self) -> None:
         """What every decision would otherwise ask the profile again."""
-        scorers = self.settings.profile.scorers
-        self._scorer_names = tuple(scorer.name for scorer in scorers)
-        self._marking = tuple(
-            scorer.plugin for scorer in scorers if isinstance(scorer.plugin, MarksResponses)
+        profile = self.settings.profile
+        self._scorer_names = tuple(scorer.name for scorer in profile.scorers)
+        asked = (
+            *(named.plugin for named in profile.filters),
+            *(scorer.plugin for scorer in profile.scorers),
         )
+        self._marking = tuple(plugin for plugin in asked if isinstance(plugin, MarksResponses))
 
     def _candidates(
         self,
@@ -266,13 +278,9 @@ class Scheduler:
             index.record(request, slot, now)
         request.drop_prompts()
         self.decisions += 1
-        endpoint = self._endpoint(slot)
-        response_headers: dict[str, str] = {}
-        for plugin in self._marking:
-            response_headers.update(plugin.response_headers(request, endpoint))
         return Decision(
             number=self.decisions,
-            endpoint=endpoint,
+            endpoint=self._endpoint(slot),
             fallbacks=self._fallbacks(candidates, scored, picked),
             lease=lease,
             matched_blocks=matched,
@@ -284,7 +292,7 @@ class Scheduler:
             picked=first,
             scorers=self._scorer_names,
             scored=scored,
-            response_headers=response_headers,
+            marking=self._marking,
         )
 
     def _fallbacks(

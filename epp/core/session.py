@@ -333,7 +333,7 @@ class Session:
         if decision is not None:
             if event.served:
                 self._scheduler.reschedule(decision.lease, event.served, now)
-            set_headers = tuple(decision.response_headers.items())
+            set_headers = tuple(decision.response_headers(event.served).items())
             self._observer.response_started(exchange)
         if self._settings.parse_response_usage:
             content_type = event.headers.get("content-type", "")

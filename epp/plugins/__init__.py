@@ -8,7 +8,7 @@ from typing import Final
 
 from epp.core.plugin import Filter, Picker, Scorer
 from epp.core.saturation import UtilizationDetector
-from epp.plugins import filters, pickers, scorers
+from epp.plugins import conformance, filters, pickers, scorers
 
 FILTERS: Final[Mapping[str, type[Filter]]] = {
     "label-selector-filter": filters.LabelSelector,
@@ -20,6 +20,7 @@ FILTERS: Final[Mapping[str, type[Filter]]] = {
     "fresh-metrics-filter": filters.FreshMetrics,
     "lora-capacity-filter": filters.LoraCapacity,
     "prefix-cache-affinity-filter": filters.PrefixCacheAffinity,
+    "header-based-testing-filter": conformance.HeaderBasedTesting,
     "utilization-detector": UtilizationDetector,
 }
 

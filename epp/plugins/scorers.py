@@ -265,7 +265,7 @@ class SessionAffinity(Parameters, frozen=True):
         return np.array([float(endpoint.name == name) for endpoint in candidates.endpoints])
 
     def response_headers(
-        self, request: InferenceRequest, endpoint: Endpoint, /
+        self, request: InferenceRequest, endpoint: Endpoint, served: str, /
     ) -> Mapping[str, str]:
         """The token of `endpoint`, to be sent back with the session's next request."""
         if self.strategy is SessionStrategy.SESSION_ID:

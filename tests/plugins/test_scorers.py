@@ -249,7 +249,7 @@ def test_the_lru_index_is_made_with_the_size_of_the_scorer():
 def test_a_session_returns_to_the_endpoint_in_its_token():
     """The token that a response sets is the token that a request is pinned by."""
     scorer = scorers.SessionAffinity()
-    headers = scorer.response_headers(request(), endpoint(1, name="default/pod-é"))
+    headers = scorer.response_headers(request(), endpoint(1, name="default/pod-é"), "")
     assert headers == {"x-session-token": base64.b64encode("default/pod-é".encode()).decode()}
     pool = candidates(names=["default/pod-a", "default/pod-é", "default/pod-c"])
     assert scored(scorer, pool, headers=headers) == [0.0, 1.0, 0.0]
@@ -267,7 +267,7 @@ def test_a_token_that_names_no_candidate_prefers_nobody(token):
 def test_the_session_header_has_the_name_it_is_given():
     """Header names are compared in lower case."""
     scorer = convert({"headerName": "X-Pin"}, scorers.SessionAffinity)
-    headers = scorer.response_headers(request(), endpoint(0))
+    headers = scorer.response_headers(request(), endpoint(0), "")
     assert list(headers) == ["x-pin"]
     assert scored(scorer, candidates(2), headers=headers) == [1.0, 0.0]
 
@@ -279,7 +279,7 @@ def test_a_session_id_is_looked_up_in_its_index():
     assert scored(scorer, pool) == [0.0, 1.0, 0.0]
     assert scored(scorer, candidates(2)) == [0.0, 0.0]
     assert scorer.producer == "session-id-producer"
-    assert scorer.response_headers(request(), endpoint()) == {}
+    assert scorer.response_headers(request(), endpoint(), "") == {}
 
 
 @pytest.mark.parametrize(

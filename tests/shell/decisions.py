@@ -82,5 +82,4 @@ def make_decision(
         picked=picked,
         scorers=SCORERS,
         scored=Scored(parts.sum(axis=0), parts),
-        response_headers={},
     )

@@ -35,6 +35,7 @@ from epp.core.session import Gateway, Session, SessionSettings
 from epp.core.types import Endpoint, EndpointMetrics
 from epp.flags import ServeFlags
 from epp.shell.api_errors import KubeConfigError
+from epp.shell.debug_pages import DebugPages, RecentDecisions
 from epp.shell.endpoints_file import EndpointsFileError, load_endpoints
 from epp.shell.engines import page_reader, scraped_from
 from epp.shell.found import Found
@@ -124,7 +125,9 @@ class EndpointPicker:
         self.registry = CollectorRegistry()
         self.telemetry = Telemetry(self.registry, self._snapshot)
         decisions = DecisionLog(structlog.get_logger("decisions"), level=flags.log_level)
-        self._observation = Observation(self.telemetry, decisions)
+        recent = RecentDecisions(self.scheduler.pool)
+        self._debug = DebugPages(self.scheduler, recent, lambda: (self._config, self._generation))
+        self._observation = Observation(self.telemetry, decisions, recent)
         self._request_ids = Random(f"{seed}:request-id")  # noqa: S311  names, not secrets
         self._rewrite_dice = Random(f"{seed}:rewrite")  # noqa: S311  weights, not secrets
         self._session_settings = SessionSettings(
@@ -172,7 +175,10 @@ class EndpointPicker:
             self.health.add_to(health_server)
             listen(health_server, "--grpc-health-port", flags.grpc_health_port)
             metrics = MetricsServer(
-                self.registry, lambda: self.health.ready, port=flags.metrics_port
+                self.registry,
+                lambda: self.health.ready,
+                port=flags.metrics_port,
+                routes=self._debug.routes(),
             )
             try:
                 await opened.enter_async_context(metrics)

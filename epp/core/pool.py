@@ -48,6 +48,8 @@ class EndpointPool:
 
     def __init__(self) -> None:
         self.columns = Columns()
+        self.generation = 0
+        """Counts replacements: the same number, the same endpoints."""
         self._slot_by_id: dict[str, int] = {}
         self._slot_by_address: dict[str, int] = {}
         self._slots_by_ip: dict[str, list[int]] = {}
@@ -87,6 +89,7 @@ class EndpointPool:
         An endpoint whose incarnation changed keeps its slot and starts anew; one whose labels or
         address changed keeps everything.
         """
+        self.generation += 1
         wanted = {endpoint.endpoint_id: endpoint for endpoint in endpoints}
         gone = [i for i in self._slot_by_id if i not in wanted]
         forgotten = [self._remove(endpoint_id) for endpoint_id in gone]
@@ -159,6 +162,19 @@ class EndpointPool:
     def set_aside_count(self) -> int:
         """How many endpoints are set aside."""
         return sum(m is not None and m.set_aside_at_s is not None for m in self._members)
+
+    def standings(self, now: Seconds) -> dict[int, str]:
+        """Slot -> whether its endpoint may be given work, and if not, why not; by slot."""
+        ready = set(self.ready(None, now).tolist())
+        return {
+            slot: "ready" if slot in ready else self._lacks(slot) for slot, _ in self.endpoints()
+        }
+
+    def _lacks(self, slot: int) -> str:
+        member = self._member(slot)
+        if member.asleep:
+            return "asleep"
+        return "never scraped" if member.set_aside_at_s is None else "set aside"
 
     def ready(self, subset: tuple[str, ...] | None, now: Seconds) -> Ints:
         """Ascending slots that may be given work; with a `subset`, only those that it names."""

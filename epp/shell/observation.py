@@ -7,6 +7,7 @@ import structlog
 from epp.core.inflight import Outcome
 from epp.core.session import Exchange
 from epp.core.types import Endpoint, Refusal, Seconds
+from epp.shell.debug_pages import RecentDecisions
 from epp.shell.logs import DecisionLog
 from epp.shell.telemetry import Telemetry
 
@@ -16,9 +17,16 @@ _log = structlog.get_logger(__name__)
 class Observation:
     """The observer of every session and of the server's streams."""
 
-    def __init__(self, telemetry: Telemetry, decisions: DecisionLog) -> None:
+    def __init__(
+        self,
+        telemetry: Telemetry,
+        decisions: DecisionLog,
+        recent: RecentDecisions | None = None,
+    ) -> None:
+        """`recent`: keeps the last decisions and refusals for who debugs."""
         self._telemetry = telemetry
         self._decisions = decisions
+        self._recent = recent
 
     def decided(self, exchange: Exchange) -> None:
         decision = exchange.decision
@@ -34,6 +42,8 @@ class Observation:
         if exchange.unseen_body is not None:
             self._telemetry.scheduled_without_prefix(exchange.unseen_body.name.lower())
         self._decisions.decided(decision)
+        if self._recent is not None:
+            self._recent.decided(decision)
 
     def refused(self, exchange: Exchange, refusal: Refusal) -> None:
         now = time.monotonic()
@@ -45,6 +55,8 @@ class Observation:
             model_name=exchange.incoming_model,
         )
         self._decisions.refused(refusal, now, request)
+        if self._recent is not None:
+            self._recent.refused(refusal, request)
 
     def response_started(self, exchange: Exchange) -> None:
         if exchange.response_started_at_s is not None:

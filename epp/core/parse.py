@@ -125,6 +125,17 @@ _decode_generate = Decoder(GenerateBody).decode
 _decode_body = Decoder(Body).decode
 
 
+class _Members(Struct, gc=False):
+    """By which a body tells what API it is for."""
+
+    prompt: Raw = NO_JSON
+    messages: Raw = NO_JSON
+    input: Raw = NO_JSON
+
+
+_decode_members = Decoder(_Members).decode
+
+
 class _Reading(Struct, gc=False):
     """What one API's function made of a body."""
 
@@ -267,11 +278,12 @@ def parse_request(
 ) -> Parsed | Refusal:
     """Read one request; never raises, whatever the bytes and headers are.
 
-    `path` is `:path`, or "" if the gateway does not say. `model_rewrite`, unless it is "", replaces
-    the model of the body; what `rewrite` makes of the model of the body, unless it is None, goes
-    before both.
+    `path` is `:path`, or "" if the gateway does not say; then what the body has decides.
+    `model_rewrite`, unless it is "", replaces the model of the body; what `rewrite` makes of the
+    model of the body, unless it is None, goes before both.
     """
-    suffix = _suffix(path, headers, parsers)
+    path = path or next(filter(None, map(headers.get, _PATH_HEADERS)), "") or _usual_path(body)
+    suffix = _suffix(path, parsers)
     claim = _CLAIMS.get(suffix)
     if claim is None and ParserName.PASSTHROUGH not in parsers:
         claimed = sorted(known for known in _CLAIMS if _CLAIMS[known].parser in parsers)
@@ -318,9 +330,26 @@ def opaque_request(
     return InferenceRequest(request_id=request_id, model=model, headers=headers)
 
 
-def _suffix(path: str, headers: Mapping[str, str], parsers: ParserSet) -> str:
+def _usual_path(body: bytes) -> str:
+    """Where a body like this usually goes: NGINX Gateway Fabric does not tell the path.
+
+    `input` may be that of responses or of embeddings, which are read in different ways: of either
+    only the model is.
+    """
+    try:
+        members = _decode_members(body)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        # Whoever reads it says what is wrong with it.
+        return _DEFAULT_PATH
+    if members.prompt is NO_JSON and members.messages is not NO_JSON:
+        return "/v1/chat/completions"
+    if members.prompt is NO_JSON and members.input is not NO_JSON:
+        return "/v1/conversations"
+    return _DEFAULT_PATH
+
+
+def _suffix(path: str, parsers: ParserSet) -> str:
     """The longest claimed suffix of the path; "" if no parser of `parsers` claims it."""
-    path = path or next(filter(None, map(headers.get, _PATH_HEADERS)), _DEFAULT_PATH)
     segments = path.partition("?")[0].rsplit("/", _SEGMENTS_MAX)[-_SEGMENTS_MAX:]
     for start in range(len(segments)):
         suffix = "/".join(segments[start:])

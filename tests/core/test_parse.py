@@ -190,9 +190,26 @@ def test_the_longest_suffix_of_the_path_decides(path, headers):
     assert parsed(path, HELLO, headers=headers).request.api == ApiKind.CHAT
 
 
-def test_without_a_path_it_is_a_completion():
-    """The field's default."""
-    assert parsed("", {"model": "m", "prompt": "x"}).request.api == ApiKind.COMPLETIONS
+@pytest.mark.parametrize(
+    ("members", "api"),
+    [
+        ({"prompt": "x"}, ApiKind.COMPLETIONS),
+        ({"prompt": "x", "messages": []}, ApiKind.COMPLETIONS),
+        ({"messages": HELLO["messages"]}, ApiKind.CHAT),
+        ({"input": [[1, 2]]}, ApiKind.OPAQUE),
+        ({"input": [{"role": "user", "content": "x"}]}, ApiKind.OPAQUE),
+    ],
+)
+def test_without_a_path_the_body_tells_what_it_is_for(members, api):
+    """NGINX Gateway Fabric sends none; a completion is the field's default."""
+    request = parsed("", {"model": "m", **members}).request
+    assert (request.api, request.model) == (api, "m")
+
+
+@pytest.mark.parametrize("body", [b"{", b"[]", b"\xff", b"[" * 100_000, {"model": "m"}])
+def test_without_a_path_a_body_that_tells_nothing_is_refused_as_a_completion(body):
+    """With what is wrong with it."""
+    assert "completions" in refused("", body).message
 
 
 def test_only_whole_segments_match():

@@ -14,7 +14,17 @@ from pathlib import Path
 
 from bench.timing import BATCHES
 
-NAMES = ("decision", "loopback", "scoring", "parse", "index", "process", "scrape", "replay")
+NAMES = (
+    "decision",
+    "loopback",
+    "scoring",
+    "parse",
+    "index",
+    "process",
+    "scrape",
+    "reload",
+    "replay",
+)
 _WIDTH = 92
 
 

@@ -160,9 +160,11 @@ def test_only_replicas_that_all_serve_have_a_disruption_budget(helm_4):
         (
             "existing-pool",
             [
-                "kubectl patch inferencepools.inference.networking.k8s.io vllm-llama -n models "
-                """--type merge -p '{"spec":{"endpointPickerRef":{"group":"","kind":"Service","""
-                """"name":"inference-homing","port":{"number":9002},"failureMode":"FailOpen"}}}\'""",
+                (
+                    "kubectl patch inferencepools.inference.networking.k8s.io vllm-llama -n models "
+                    """--type merge -p '{"spec":{"endpointPickerRef":{"group":"","kind":"Service","""
+                    """"name":"inference-homing","port":{"number":9002},"failureMode":"FailOpen"}}}\'"""
+                ),
                 "within about 2 seconds",
                 "up to 90 seconds",
             ],

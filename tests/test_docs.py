@@ -26,7 +26,7 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 EXAMPLES = sorted((ROOT / "docs/examples").glob("*.yaml"))
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 LINK = re.compile(r"\]\(([^)\s]+)\)")
-OTHERS = frozenset({".", "curl", "envoy"})
+OTHERS = frozenset({".", "curl", "envoy", "helm", "kubectl"})
 """Commands in fenced blocks that are not ours."""
 
 

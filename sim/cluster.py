@@ -200,6 +200,9 @@ class Cluster:
         for kind in settings.pods:
             self._add_pod(kind)
         self._announce()
+        # The pickers were there before the traffic: each has scraped every pod once.
+        for follow in self._follows.values():
+            self._observe(follow, follow.pod.page())
         self.loop.after(TICK_S, self._tick)
         self._pull()
         self._pull_fault()
@@ -384,8 +387,7 @@ class Cluster:
         follow.draw()
         self.loop.at(next_at, self._scrape, follow)
         page = follow.pod.page()
-        if page is not None:
-            self.loop.at(self.loop.now + self._scrape_delay_s, self._observe, follow, page)
+        self.loop.at(self.loop.now + self._scrape_delay_s, self._observe, follow, page)
 
     def _next_decision_at(self) -> Seconds:
         """No picker decides before; without faults only decisions read what was scraped."""
@@ -396,8 +398,8 @@ class Cluster:
         sent_at = min(self._next_arrival_at, self._thinking[0] if self._thinking else math.inf)
         return min(sent_at + self.settings.network_delay_s, self.loop.now + _LOOK_AHEAD_S)
 
-    def _observe(self, follow: _Follow, page: EndpointMetrics) -> None:
-        if follow.current:
+    def _observe(self, follow: _Follow, page: EndpointMetrics | None) -> None:
+        if follow.current and page is not None:
             self.policies[follow.replica].observe(follow.endpoint, page, self.loop.now)
 
     def _tick(self) -> None:

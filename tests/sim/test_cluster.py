@@ -75,6 +75,12 @@ def test_every_request_completes_and_hits_what_its_group_has_cached():
     assert 0 < told["metrics_age_s"] < 0.25
 
 
+def test_pickers_know_every_pod_before_the_first_request():
+    """No request finds a pool of which some pods are scraped and others are not."""
+    requests, _ = ran(arrivals(20, rate=500.0), replicas=2)
+    assert all(request.metrics_age_s <= 0.25 for request in requests)
+
+
 def test_a_turn_waits_for_the_answer_before_it():
     """Sent when the earlier answer has come and the user has thought, however long it took."""
     given = [

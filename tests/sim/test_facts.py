@@ -109,7 +109,7 @@ def test_two_good_weightings_are_within_five_per_cent_over_the_hour(conversation
 
 
 @pytest.mark.long
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1_800)
 def test_a_million_requests_stream_through_in_bounded_memory(tmp_path):
     """Less than 500 MB at the peak: neither the trace nor the requests are held."""
     trace = tmp_path / "million.jsonl"

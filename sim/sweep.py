@@ -58,7 +58,10 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
 
 
 def run(options: argparse.Namespace) -> int:
-    """0: done. 1: input or folder is no good. 130: interrupted, what is done is kept."""
+    """0: done. 1: input or folder is no good. 2: usage. 130: interrupted, what is done is kept."""
+    if options.speed != 1.0:
+        print("sim sweep: --rates says how fast requests arrive, not --speed", file=sys.stderr)
+        return 2
     print(f"seed {options.seed}", flush=True)
     try:
         policies = named_policies(options.config)

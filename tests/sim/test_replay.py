@@ -200,6 +200,12 @@ def test_a_sweep_shows_that_load_costs(trace, tmp_path):
     assert "polyline" in (out / "report.html").read_text()
 
 
+def test_a_sweep_has_rates_instead_of_a_speed(trace, capsys):
+    """Both at once would contradict each other."""
+    assert sim("sweep", trace, "--config", "default", "--rates", "5", "--speed", "2") == 2
+    assert "--rates" in capsys.readouterr().err
+
+
 def test_an_interrupted_replay_leaves_readable_results(tmp_path):
     """Ctrl-C: exit code 130, a table with whole rows, and a summary that says what it is."""
     path = written(tmp_path / "long.jsonl", 30_000)

@@ -38,9 +38,15 @@ COVERED_ELSEWHERE = {
     "sim/least_squares.py": ("tests/sim/test_validate.py", "fits the few unknowns of a recording"),
     "sim/measures.py": ("tests/sim/test_cluster.py", "what runs are judged by"),
     "sim/report.py": ("tests/sim/test_replay.py", "what a replay prints and writes"),
-    "sim/request_files.py": ("tests/sim/test_replay.py", "the files of a replay are read back there"),
+    "sim/request_files.py": (
+        "tests/sim/test_replay.py",
+        "the files of a replay are read back there",
+    ),
     "sim/run.py": ("tests/sim/test_facts.py", "one run"),
-    "sim/run_options.py": ("tests/sim/test_replay.py", "flags that make no sense are refused there"),
+    "sim/run_options.py": (
+        "tests/sim/test_replay.py",
+        "flags that make no sense are refused there",
+    ),
     "sim/run_report.py": ("tests/sim/test_replay.py", "the page is opened offline there"),
     "sim/simulated_pod.py": ("tests/sim/test_cluster.py", "the pods of every cluster"),
     "sim/sweep.py": ("tests/sim/test_replay.py", "the three commands are run there"),

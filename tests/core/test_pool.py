@@ -164,3 +164,25 @@ def test_addresses_have_one_spelling():
     assert canonical_address("2001:db8::1") == "2001:db8::1"
     assert canonical_address("10.0.0.1:80") == "10.0.0.1:80"
     assert canonical_address("host:80") == "host:80"
+
+
+def test_each_endpoint_is_told_to_be_ready_or_why_not():
+    """In the order of slots, as of now."""
+    scraped_at = MetricsTarget(port=9)
+    fields = {"metrics": scraped_at, "ready_after_s": math.inf}
+    pool = pool_of(*(endpoint(number, **fields) for number in range(4)))
+    for slot in (0, 1, 2):
+        pool.observe(slot, scraped(asleep=slot == 1), 1.0)
+    pool.responded(2, 503, 1.0)
+    pool.responded(2, 503, 1.0)
+    assert pool.standings(2.0) == {0: "ready", 1: "asleep", 2: "set aside", 3: "never scraped"}
+
+
+def test_the_generation_tells_whether_the_endpoints_may_be_others():
+    """Scrapes do not change it."""
+    pool = pool_of(endpoint(0))
+    before = pool.generation
+    pool.observe(0, scraped(), 1.0)
+    assert pool.generation == before
+    pool.replace([endpoint(1)], 2.0)
+    assert pool.generation > before

@@ -109,7 +109,7 @@ def test_what_each_filter_and_scorer_reads_is_known():
         (["--help"], 0, "out", "usage: epp serve"),
         (["fly"], 2, "err", "epp: unknown command 'fly'\nusage: "),
         (["serve", "--help"], 0, "out", "usage: epp serve [flags]\n\nServing:\n  --grpc-port\n"),
-        (["serve"], 2, "err", "epp serve: no endpoints: give --endpoints-file"),
+        (["serve"], 2, "err", "epp serve: no endpoints: give --pool-name, "),
         (["serve", "--grpc-prt"], 2, "err", "epp serve: unknown flag '--grpc-prt', did you mean"),
         (["check-config"], 2, "err", "epp check-config: expected FILE"),
         (["check-config", "-help"], 0, "out", "usage: epp check-config"),

@@ -8,6 +8,14 @@ import pytest
 from tests.chart import tools
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Whoever comes first waits for the downloads."""
+    here = Path(__file__).parent
+    for item in items:
+        if here in item.path.parents:
+            item.add_marker(pytest.mark.timeout(240))
+
+
 def _folder(package: tools.Package) -> Path:
     try:
         return tools.tools_of(package)

@@ -11,7 +11,7 @@ from packaging.requirements import Requirement
 
 from epp import flags
 from tests.chart.manifests import DEPLOY, generated
-from tests.chart.rendering import ROOT, objects, one, picker
+from tests.chart.rendering import CHART, ROOT, objects, one, picker
 
 OVERLAYS = sorted(path for path in (DEPLOY / "overlays").iterdir() if path.is_dir())
 DOCKERFILE = (DEPLOY / "Dockerfile").read_text(encoding="utf-8")
@@ -126,6 +126,12 @@ def test_the_image_gets_only_what_it_is_made_of():
     }
     assert copied == allowed
     assert all((ROOT / name).exists() for name in copied)
+
+
+@pytest.mark.parametrize("page", [DEPLOY / "README.md", CHART / "README.md"], ids=str)
+def test_links_lead_somewhere(page):
+    for link in re.findall(r"\]\(([^)#\s]+)", page.read_text(encoding="utf-8")):
+        assert link.startswith("https://") or (page.parent / link).exists(), link
 
 
 def test_the_quick_start_names_files_that_exist():

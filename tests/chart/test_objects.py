@@ -3,7 +3,6 @@
 from functools import cache
 from pathlib import Path
 
-import jsonschema
 import pytest
 import yaml
 
@@ -11,6 +10,9 @@ from tests.chart.rendering import objects, one
 
 kubernetes_validate = pytest.importorskip(
     "kubernetes_validate", reason="kubernetes-validate is not installed; the dev group has it"
+)
+jsonschema = pytest.importorskip(
+    "jsonschema", reason="jsonschema is not installed; the dev group has it"
 )
 
 GOLDEN = sorted((Path(__file__).parent / "golden").glob("*.yaml"))
@@ -199,5 +201,17 @@ def test_selectors_choose_the_pods_of_the_deployment(golden):
 @each
 def test_ports_of_services_are_those_of_containers(golden):
     names = {port["name"] for c in containers(golden) for port in c.get("ports", ())}
-    for port in one(documents(golden), "Service")["spec"]["ports"]:
-        assert port["targetPort"] in names
+    for document in documents(golden):
+        if document["kind"] == "Service":
+            assert {port["targetPort"] for port in document["spec"]["ports"]} <= names
+
+
+@each
+def test_only_envoy_can_be_seen_from_outside(golden):
+    """ext_proc and metrics are for the cluster alone."""
+    for document in documents(golden):
+        if (
+            document["kind"] == "Service"
+            and document["spec"].get("type", "ClusterIP") != "ClusterIP"
+        ):
+            assert [port["name"] for port in document["spec"]["ports"]] == ["http"]

@@ -17,6 +17,12 @@ from tests.chart.rendering import CHART, VALUES, helm, objects, one, picker, ren
 
 GOLDEN = Path(__file__).parent / "golden"
 
+PATCH = (
+    "kubectl patch inferencepools.inference.networking.k8s.io vllm-llama -n models --type merge "
+    """-p '{"spec":{"endpointPickerRef":{"group":"","kind":"Service","name":"inference-homing","""
+    """"port":{"number":9002},"failureMode":"FailOpen"}}}'"""
+)
+
 each = pytest.mark.parametrize("values", VALUES, ids=lambda path: path.stem)
 
 
@@ -160,18 +166,14 @@ def test_only_replicas_that_all_serve_have_a_disruption_budget(helm_4):
         (
             "existing-pool",
             [
-                (
-                    "kubectl patch inferencepools.inference.networking.k8s.io vllm-llama -n models "
-                    """--type merge -p '{"spec":{"endpointPickerRef":{"group":"","kind":"Service","""
-                    """"name":"inference-homing","port":{"number":9002},"failureMode":"FailOpen"}}}\'"""
-                ),
+                PATCH,
                 "within about 2 seconds",
                 "up to 90 seconds",
             ],
         ),
         ("no-config-map-watch", ["up to 90 seconds", "it would be 2 seconds"]),
         ("created-pool", ["WARNING: pool.failureMode is FailClose and there is one replica"]),
-        ("standalone", ["port-forward -n models service/inference-homing 8081:8081"]),
+        ("standalone", ["port-forward -n models service/inference-homing-envoy 8081:8081"]),
         ("two-replicas", ["2 replicas each learn from their own requests only"]),
     ],
 )

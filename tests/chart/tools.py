@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Final
 
 ROOT: Final = Path(__file__).parents[2]
-DOWNLOAD_MAX_S: Final = 180
+DOWNLOAD_MAX_S: Final = 100
 
 
 class ToolsError(Exception):

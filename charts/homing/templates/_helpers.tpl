@@ -13,6 +13,10 @@
 {{- end -}}
 {{- end -}}
 
+{{- define "homing.envoyName" -}}
+{{- printf "%s-envoy" (include "homing.fullname" . | trunc 57 | trimSuffix "-") -}}
+{{- end -}}
+
 {{- define "homing.selectorLabels" -}}
 app.kubernetes.io/name: {{ include "homing.name" . }}
 app.kubernetes.io/instance: {{ .Release.Name }}

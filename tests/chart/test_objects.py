@@ -6,7 +6,9 @@ from pathlib import Path
 import pytest
 import yaml
 
-from tests.chart.rendering import objects, one
+from epp.flags import parse_serve
+from epp.shell.cluster import _lease_name
+from tests.chart.rendering import ROOT, objects, one, picker
 
 kubernetes_validate = pytest.importorskip(
     "kubernetes_validate", reason="kubernetes-validate is not installed; the dev group has it"
@@ -16,6 +18,11 @@ jsonschema = pytest.importorskip(
 )
 
 GOLDEN = sorted((Path(__file__).parent / "golden").glob("*.yaml"))
+DEPLOYED = [
+    *sorted((ROOT / "deploy").glob("**/homing.yaml")),
+    ROOT / "deploy/simulated-pods.yaml",
+]
+FILES = [*GOLDEN, *DEPLOYED]
 VERSIONS = ("1.31", "1.32", "1.33", "1.34", "1.35", "1.36")
 FOREIGN = {
     "inference.networking.k8s.io",
@@ -28,7 +35,7 @@ FOREIGN = {
 }
 """API groups that Kubernetes itself has not."""
 
-each = pytest.mark.parametrize("golden", GOLDEN, ids=lambda path: path.stem)
+each = pytest.mark.parametrize("golden", FILES, ids=lambda path: f"{path.parent.name}/{path.stem}")
 
 
 @cache
@@ -67,7 +74,7 @@ def _schemas_are_read_once():
 def test_kubernetes_takes_every_object(version):
     """Strictly: an unknown field is an error. Each different object once."""
     seen = {}
-    for golden in GOLDEN:
+    for golden in FILES:
         for document in documents(golden):
             if group(document) not in FOREIGN:
                 seen[yaml.safe_dump(document)] = document
@@ -99,7 +106,7 @@ def crds(shared_data):
 def test_pools_and_objectives_are_as_their_crds_say(crds):
     """Against the published CRDs; unknown fields would be dropped there, so they are errors here."""
     checked = []
-    for golden in GOLDEN:
+    for golden in FILES:
         for document in documents(golden):
             if group(document) in {"inference.networking.k8s.io", "llm-d.ai"}:
                 schema = crds[document["apiVersion"], document["kind"]]
@@ -177,6 +184,23 @@ def test_rights_are_the_least(golden):
         if arguments[0] == "serve":
             watches = any(argument.startswith("--config-map=") for argument in arguments)
             assert (("", "configmaps") in granted) == watches
+
+
+def test_the_lease_that_is_granted_is_the_one_that_is_used():
+    """By name where there is a pool; without one the name is not known to Helm."""
+    for name, resource_names in (
+        ("leader-election", ["homing-vllm-llama"]),
+        ("leader-election-without-pool", None),
+    ):
+        (golden,) = (path for path in GOLDEN if path.stem == name)
+        told = parse_serve(picker(documents(golden))["args"][1:], {})
+        (rule,) = (
+            rule
+            for rule in one(documents(golden), "Role")["rules"]
+            if rule["resources"] == ["leases"] and "update" in rule["verbs"]
+        )
+        assert rule.get("resourceNames") == resource_names
+        assert resource_names is None or resource_names == [_lease_name(told)]
 
 
 @each

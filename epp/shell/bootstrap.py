@@ -7,7 +7,6 @@ know is a type error here and not a refusal there.
 """
 
 from datetime import timedelta
-from enum import StrEnum
 from ipaddress import ip_address
 from typing import Final
 
@@ -88,6 +87,8 @@ from envoy_data_plane.envoy.extensions.upstreams.http.v3 import (
 from envoy_data_plane.google.protobuf import Any
 from msgspec import Struct
 
+from epp.flags import BodyMode
+
 DESTINATION_HEADER: Final = "x-gateway-destination-endpoint"
 
 CLIENT_HEADERS_REMOVED: Final = (
@@ -135,16 +136,6 @@ _PICKER_SERVICE: Final = "envoy.service.ext_proc.v3.ExternalProcessor"
 _PICKER: Final = "ext_proc"
 _ENDPOINTS: Final = "endpoints"
 _ADMIN: Final = "admin"
-
-
-class BodyMode(StrEnum):
-    """How Envoy shows a body to the picker, in Envoy's spelling."""
-
-    NONE = "NONE"
-    STREAMED = "STREAMED"
-    BUFFERED = "BUFFERED"
-    BUFFERED_PARTIAL = "BUFFERED_PARTIAL"
-    FULL_DUPLEX_STREAMED = "FULL_DUPLEX_STREAMED"
 
 
 class BootstrapOptions(Struct, frozen=True, kw_only=True):

@@ -6,7 +6,7 @@ import aiohttp
 import pytest
 
 from epp.core.inflight import Ending
-from epp.shell.bootstrap import BodyMode
+from epp.flags import BodyMode
 from tests.envoy.rig import RawConnection, ext_proc, until
 
 pytestmark = pytest.mark.envoy

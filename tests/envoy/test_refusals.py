@@ -6,7 +6,7 @@ import pytest
 
 from epp.core.messages import DROP_REASON_HEADER
 from epp.core.session import SessionSettings
-from epp.shell.bootstrap import BodyMode
+from epp.flags import BodyMode
 
 pytestmark = pytest.mark.envoy
 

@@ -8,7 +8,7 @@ import grpc.aio
 import pytest
 
 from epp.core.messages import BODY_CHUNK_BYTES_MAX, DESTINATION_HEADER
-from epp.shell.bootstrap import BodyMode
+from epp.flags import BodyMode
 from tests.envoy.rig import RawConnection, http_connections, until
 
 pytestmark = pytest.mark.envoy

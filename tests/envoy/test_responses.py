@@ -3,7 +3,7 @@
 import pytest
 
 from epp.core.inflight import Ending
-from epp.shell.bootstrap import BodyMode
+from epp.flags import BodyMode
 from tests.envoy.rig import until
 from tests.envoy.upstream import large_body, sse_event, sse_stream
 

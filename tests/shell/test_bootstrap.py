@@ -5,10 +5,10 @@ import pytest
 import yaml
 from envoy_data_plane.envoy.config.bootstrap.v3 import Bootstrap
 
+from epp.flags import BodyMode
 from epp.shell.bootstrap import (
     CLIENT_HEADERS_REMOVED,
     DESTINATION_HEADER,
-    BodyMode,
     BootstrapOptions,
     bootstrap,
     render,

@@ -1,9 +1,11 @@
 """`sim replay`: one trace, one policy, one seed; numbers on the screen, everything in a folder."""
 
 import argparse
+import contextlib
+import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Final
 
@@ -84,16 +86,15 @@ def replay(settings: RunSettings, options: argparse.Namespace) -> int:
         if total < DECISIONS_BELOW if wanted is None else wanted:
             files.append(DecisionFile(folder / "decisions.jsonl"))
     started_s = time.perf_counter()
-    complete = True
     with _progress() as progress:
         one = Run(settings, (*(file.add for file in files), _shown(progress, total)))
         try:
-            one.run()
-        except KeyboardInterrupt:
-            complete = False
+            with _interrupts_call(one.stop):
+                one.run()
         finally:
             for file in files:
                 file.close()
+    complete = not one.stopped
     wall_s = time.perf_counter() - started_s
     summary = summary_of(one, complete=complete)
     print(run_table(summary))
@@ -109,6 +110,16 @@ def replay(settings: RunSettings, options: argparse.Namespace) -> int:
         (folder / "report.html").write_text(page)
         print(f"results are in {folder}")
     return 0 if complete else INTERRUPTED
+
+
+@contextlib.contextmanager
+def _interrupts_call(stop: Callable[[], None]) -> Iterator[None]:
+    """Ctrl-C calls `stop` and raises nothing."""
+    before = signal.signal(signal.SIGINT, lambda *_: stop())
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def summary_of(one: Run, *, complete: bool) -> dict[str, Any]:

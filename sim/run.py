@@ -56,6 +56,7 @@ class Run:
     ) -> None:
         """Raises `TraceError`, `OSError` and `ConfigError`."""
         self.settings = settings
+        self.stopped = False
         self.trace: Trace = open_trace(Path(settings.trace), settings.read)
         self.measures = Measures(settings.targets)
         self._listeners = (self.measures.add, *listeners)
@@ -102,8 +103,17 @@ class Run:
         )
 
     def run(self) -> None:
-        """Until the last request has ended. KeyboardInterrupt leaves what is measured usable."""
-        self.cluster.run(checker(self.cluster) if self.settings.check else None)
+        """Until the last request has ended, or until `stop`."""
+        if not self.stopped:
+            self.cluster.run(checker(self.cluster) if self.settings.check else None)
+
+    def stop(self) -> None:
+        """Let `run` return after the event that runs: what is measured by then is whole.
+
+        An exception in the middle of an event would leave half of it behind.
+        """
+        self.stopped = True
+        self.cluster.loop.stop()
 
     def _ended(self, request: SimulatedRequest) -> None:
         for listener in self._listeners:

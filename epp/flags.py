@@ -45,8 +45,8 @@ class BodyMode(StrEnum):
 
 _RECEIVE_MARGIN_BYTES: Final = 65_536
 """Room for headers and metadata beside a body of the greatest size."""
-_REFRESH_MIN_S: Final = 0.2
-_REFRESH_PER_ENDPOINT_S: Final = 0.000_5
+REFRESH_MIN_S: Final = 0.2
+REFRESH_PER_ENDPOINT_S: Final = 0.000_5
 """At 1,000 endpoints one scrape every 0.5 ms."""
 
 
@@ -113,8 +113,8 @@ class ServeFlags(Struct, frozen=True, kw_only=True):
     def refresh_interval_s(self, endpoints: int) -> float:
         """Time between two scrapes of each of `endpoints`; an explicit flag is the minimum."""
         given = self.refresh_metrics_interval
-        least_s = _REFRESH_MIN_S if given is None else float(given)
-        return max(least_s, _REFRESH_PER_ENDPOINT_S * endpoints)
+        least_s = REFRESH_MIN_S if given is None else float(given)
+        return max(least_s, REFRESH_PER_ENDPOINT_S * endpoints)
 
 
 class EnvoyFlags(Struct, frozen=True, kw_only=True):

@@ -23,6 +23,7 @@ from msgspec import Struct
 
 from epp.core.inflight import Ending, Outcome
 from epp.core.types import Endpoint, EndpointMetrics, InferenceRequest, Refusal, Seconds
+from epp.flags import REFRESH_MIN_S, REFRESH_PER_ENDPOINT_S
 from sim.engine import EngineRequest, Step
 from sim.faults import Fault, FaultKind
 from sim.loop import Loop
@@ -31,8 +32,8 @@ from sim.simulated_pod import PodKind, SimulatedPod
 from sim.traces.arrival import Arrival
 from sim.traces.prompts import PromptHashes
 
-SCRAPE_INTERVAL_S_MIN: Final = 0.2
-SCRAPE_INTERVAL_S_PER_POD: Final = 0.0005
+SCRAPE_INTERVAL_S_MIN: Final = REFRESH_MIN_S
+SCRAPE_INTERVAL_S_PER_POD: Final = REFRESH_PER_ENDPOINT_S
 SCRAPE_JITTER: Final = 0.1
 SCRAPE_BACKOFF_S_MAX: Final = 5.0
 """These four: as `epp/shell/scrape` has them."""

@@ -12,11 +12,12 @@ from random import Random
 from typing import Final
 
 from epp.core.types import Endpoint, EndpointMetrics, Seconds
+from epp.flags import REFRESH_MIN_S, REFRESH_PER_ENDPOINT_S
 from epp.shell.exposition import ExpositionError, PageReader
 from epp.shell.page_client import BadResponseError, PageClient
 
-INTERVAL_S_MIN: Final = 0.2
-INTERVAL_S_PER_ENDPOINT: Final = 0.0005
+INTERVAL_S_MIN: Final = REFRESH_MIN_S
+INTERVAL_S_PER_ENDPOINT: Final = REFRESH_PER_ENDPOINT_S
 JITTER: Final = 0.1
 
 

@@ -240,12 +240,6 @@ class Candidates:
         return self._now - self._columns.observed_at_s[self.slot]
 
     @property
-    def metrics_age_max_s(self) -> Seconds:
-        """The greatest of `metrics_age_s`."""
-        observed_at_s = self._columns.observed_at_s[self.slot]
-        return self._now - float(observed_at_s[observed_at_s.argmin()])
-
-    @property
     def saturated(self) -> Bools:
         """bool[n], the engine refused a request (503) since its last good scrape."""
         return self._columns.saturated[self.slot]

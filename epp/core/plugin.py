@@ -44,11 +44,12 @@ class Filter(Plugin, Protocol):
 class Scorer(Plugin, Protocol):
     """Says how much it prefers each."""
 
-    def score(self, request: InferenceRequest, candidates: Candidates, /) -> Floats:
+    def score(self, request: InferenceRequest, candidates: Candidates, /) -> Floats | None:
         """Return float64[n] in [0, 1]; NaN where the column it needs is unknown.
 
-        Never called with n = 0. The framework clamps, and gives an unknown candidate the median of
-        the known ones, or 0.5 when none is known: a scorer only lets NaN through.
+        None says the same as NaN for all, sooner. Never called with n = 0. The framework clamps,
+        and gives an unknown candidate the median of the known ones, or 0.5 when none is known: a
+        scorer only lets NaN through.
         """
         ...
 

@@ -57,6 +57,8 @@ class EndpointPool:
         self._free: list[int] = []
         self._ready: Ints = np.empty(0, dtype=np.int64)
         self._ready_until_s: Seconds = -math.inf
+        self._observed_since_s: Seconds = -math.inf
+        """A lower bound of when the ready were last observed; it can only rise while they stay."""
 
     def __len__(self) -> int:
         return len(self._slot_by_id)
@@ -188,6 +190,13 @@ class EndpointPool:
         allowed = np.fromiter(sorted(named), dtype=np.int64, count=len(named))
         return self._ready[np.isin(self._ready, allowed)]
 
+    def all_observed_since(self, cutoff_s: Seconds) -> bool:
+        """Whether all that are ready were last observed at `cutoff_s` or later."""
+        if self._observed_since_s < cutoff_s:
+            observed_at_s = self.columns.observed_at_s[self._ready]
+            self._observed_since_s = float(np.minimum.reduce(observed_at_s, initial=math.inf))
+        return self._observed_since_s >= cutoff_s
+
     def _named(self, entry: str) -> Iterable[int]:
         slot = self._slot_by_address.get(entry)
         if slot is not None:
@@ -221,6 +230,7 @@ class EndpointPool:
                 until_s = min(until_s, due_s)
         self._ready = np.array(ready, dtype=np.int64)
         self._ready_until_s = until_s
+        self._observed_since_s = -math.inf
 
     def _add(self, endpoint: Endpoint, now: Seconds) -> None:
         if self._free:

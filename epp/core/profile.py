@@ -3,6 +3,7 @@
 import math
 from functools import cached_property
 from random import Random
+from typing import Final
 
 import numpy as np
 from msgspec import Struct
@@ -10,6 +11,9 @@ from msgspec import Struct
 from epp.core.candidates import Bools, Candidates, Floats, Ints
 from epp.core.plugin import Filter, Picker, Scorer
 from epp.core.types import InferenceRequest
+
+UNKNOWN: Final = 0.5
+"""The score of everybody where a scorer knows nothing of anybody."""
 
 
 class NamedFilter(Struct, frozen=True):
@@ -43,10 +47,24 @@ class Kept(Struct, frozen=True):
 
 
 class Scored(Struct, frozen=True):
-    """Scores of n candidates. `parts` is float64[scorers, n], weighted, in profile order."""
+    """Scores of n candidates."""
 
     total: Floats
-    parts: Floats
+    """float64[n], the weighted sums."""
+    scores: Floats
+    """float64[scorers, n] in [0, 1], in profile order."""
+    weights: Floats
+    """float64[scorers]."""
+
+    @property
+    def parts(self) -> Floats:
+        """float64[scorers, n]: what each scorer adds to each sum."""
+        return self.scores * self.weights[:, np.newaxis]
+
+    def parts_of(self, position: int) -> list[float]:
+        """What each scorer adds to the sum of one candidate."""
+        parts: list[float] = (self.scores[:, position] * self.weights).tolist()
+        return parts
 
 
 class SchedulingProfile(Struct, frozen=True, kw_only=True, dict=True):
@@ -86,27 +104,32 @@ class SchedulingProfile(Struct, frozen=True, kw_only=True, dict=True):
     def score(self, request: InferenceRequest, candidates: Candidates) -> Scored:
         """Clamp each score to [0, 1], give the unknown the median of the known, weigh, add up."""
         n = len(candidates)
-        if not self.scorers:
-            return Scored(np.zeros(n), np.empty((0, n)))
-        rows = []
-        for scorer in self.scorers:
-            scores = scorer.plugin.score(request, candidates)
-            assert scores.shape == (n,), f"{scorer.name} returned {scores.shape}"
-            rows.append(scores)
-        parts: Floats = np.concatenate(rows, dtype=np.float64).reshape(len(rows), n)
+        scores = np.empty((len(self.scorers), n))
+        for row, scorer in enumerate(self.scorers):
+            found = scorer.plugin.score(request, candidates)
+            if found is None:
+                scores[row] = UNKNOWN
+            else:
+                assert found.shape == (n,), f"{scorer.name} returned {found.shape}"
+                scores[row] = found
         # The method: at the length of a pool the function np.clip costs twice as much.
-        parts.clip(0.0, 1.0, out=parts)
-        # A sum is NaN if one member is: one cheap test of every row.
-        for row, known in enumerate(np.add.reduce(parts, axis=1).tolist()):
-            if math.isnan(known):
-                fill_unknown(parts[row])
-        parts *= self._weights
-        return Scored(np.add.reduce(parts, axis=0), parts)
+        scores.clip(0.0, 1.0, out=scores)
+        total = self._add_up(scores)
+        # Where there is a NaN, argmax leads to it: one cheap test of every score.
+        if n and math.isnan(total[total.argmax()]):
+            for one in scores:
+                fill_unknown(one)
+            total = self._add_up(scores)
+        return Scored(total, scores, self._weights)
+
+    def _add_up(self, scores: Floats) -> Floats:
+        # Not a product of matrices: BLAS rounds differently from machine to machine.
+        total: Floats = np.einsum("i,ij->j", self._weights, scores)
+        return total
 
     @cached_property
     def _weights(self) -> Floats:
-        """float64[scorers, 1]."""
-        return np.array([scorer.weight for scorer in self.scorers]).reshape(-1, 1)
+        return np.array([scorer.weight for scorer in self.scorers])
 
     def pick(self, scores: Floats, candidates: Candidates, random: Random, rotation: int) -> Ints:
         """Positions among the candidates, the destination first."""
@@ -116,11 +139,10 @@ class SchedulingProfile(Struct, frozen=True, kw_only=True, dict=True):
 
 
 def fill_unknown(scores: Floats) -> None:
-    """Replace NaN in place by the median of the rest; by 0.5 if there is no rest."""
+    """Replace NaN in place by the median of the rest; by `UNKNOWN` if there is no rest."""
     unknown: Bools = np.isnan(scores)
     if unknown[unknown.argmin()]:
-        # Nobody is known: every decision comes here where no engine reports adapters.
-        scores.fill(0.5)
+        scores.fill(UNKNOWN)
         return
     known = scores[~unknown]
     # At the length of a pool numpy's median costs twenty times as much.

@@ -68,7 +68,7 @@ class Decision(Struct, frozen=True, kw_only=True):
     """Position of `endpoint` among them."""
     scorers: tuple[str, ...]
     scored: Scored
-    """`scored.parts[i, j]`: weighted score of candidate j by scorer i."""
+    """Its rows are those of `scorers`, its columns those of `candidates`."""
     marking: tuple[MarksResponses, ...] = ()
     """The filters and scorers that set headers on the response."""
 
@@ -135,7 +135,7 @@ class Scheduler:
         kept = profile.filter(request, candidates)
         if not len(kept.candidates):
             return _nobody_left(kept, len(slots))
-        ranked, eliminated = self._fresh_first(kept)
+        ranked, eliminated = self._fresh_first(kept, now)
         scored = profile.score(request, ranked)
         picked = profile.pick(scored.total, ranked, self._random, self.decisions)
         return self._assume(request, ranked, scored, picked.tolist(), len(slots), eliminated, now)
@@ -245,9 +245,9 @@ class Scheduler:
             prefill_tokens_per_s=self.settings.prefill_tokens_per_s,
         )
 
-    def _fresh_first(self, kept: Kept) -> tuple[Candidates, dict[str, int]]:
+    def _fresh_first(self, kept: Kept, now: Seconds) -> tuple[Candidates, dict[str, int]]:
         """Leave the stale out while anything is fresh: they rank below every fresh endpoint."""
-        if kept.candidates.metrics_age_max_s <= self.settings.metrics_staleness_s:
+        if self.pool.all_observed_since(now - self.settings.metrics_staleness_s):
             return kept.candidates, kept.eliminated
         fresh = kept.candidates.metrics_age_s <= self.settings.metrics_staleness_s
         count = int(np.count_nonzero(fresh))

@@ -150,7 +150,7 @@ class LoadAware(Parameters, frozen=True):
 
 
 class LoraAffinity(Parameters, frozen=True):
-    """Prefer who can serve this adapter at the least cost; NaN where nothing is reported.
+    """Prefer who can serve this adapter at the least cost; unknown where nothing is reported.
 
     An engine that reports residency: adapter on the GPU 1.0, in CPU memory 0.7, a free GPU slot 0.6,
     a slot whose adapter is idle 0.3, else 0.0 (llm-d-router #2792). One with `lora_requests_info`
@@ -160,14 +160,12 @@ class LoraAffinity(Parameters, frozen=True):
 
     type_name: ClassVar[str] = "lora-affinity-scorer"
 
-    def score(self, request: InferenceRequest, candidates: Candidates, /) -> Floats:
+    def score(self, request: InferenceRequest, candidates: Candidates, /) -> Floats | None:
         adapters = candidates.adapter_state
         generation = adapters.generation
         newest = int(generation[generation.argmax()])
         if newest == 0:
-            scores = np.empty(len(candidates))
-            scores.fill(np.nan)
-            return scores
+            return None
         scores = (_by_activity if newest == 1 else _by_residency)(adapters, request.model)
         if int(np.minimum.reduce(generation)) < newest:
             scores[generation == 0] = np.nan

@@ -19,6 +19,7 @@ from epp.check_config import explain
 from epp.config import PickerConfig, config_hash, describe
 from epp.core.candidates import Candidates, Floats, Ints
 from epp.core.pool import EndpointPool
+from epp.core.profile import Scored
 from epp.core.scheduler import Decision, Scheduler
 from epp.core.types import Endpoint, InferenceRequest, Refusal
 
@@ -56,11 +57,10 @@ class _Decided(Struct, frozen=True, gc=False):
     slot: Ints
     members: tuple[Endpoint | None, ...]
     scorers: tuple[str, ...]
-    total: Floats
-    parts: Floats
+    scored: Scored
 
     def row(self) -> Row:
-        order = np.argsort(-self.total, kind="stable")[:SCORES_SHOWN_MAX].tolist()
+        order = np.argsort(-self.scored.total, kind="stable")[:SCORES_SHOWN_MAX].tolist()
         if self.picked not in order:
             order[-1] = self.picked
         return {
@@ -83,10 +83,10 @@ class _Decided(Struct, frozen=True, gc=False):
 
     def _score(self, position: int) -> Row:
         member = self.members[int(self.slot[position])]
-        parts = self.parts[:, position].tolist()
+        parts = self.scored.parts_of(position)
         return {
             "endpoint": member.name if member is not None else "",
-            "total": round(float(self.total[position]), 4),
+            "total": round(float(self.scored.total[position]), 4),
             "parts": {name: round(part, 4) for name, part in zip(self.scorers, parts, strict=True)},
         }
 
@@ -147,8 +147,7 @@ class RecentDecisions:
                 decision.candidates.slot,
                 self._members,
                 decision.scorers,
-                decision.scored.total,
-                decision.scored.parts,
+                decision.scored,
             )
         )
 

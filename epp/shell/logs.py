@@ -160,7 +160,7 @@ class DecisionLog:
                     scorer: round(part, 4)
                     for scorer, part in zip(
                         decision.scorers,
-                        decision.scored.parts[:, position].tolist(),
+                        decision.scored.parts_of(position),
                         strict=True,
                     )
                 },

@@ -207,7 +207,7 @@ class Telemetry:
             self._hit_tokens.inc(hit_tokens)
         for name, dropped in decision.eliminated.items():
             self._eliminated(name).inc(dropped)
-        parts = decision.scored.parts[:, decision.picked].tolist()
+        parts = decision.scored.parts_of(decision.picked)
         for child, part in zip(self._scorers(decision.scorers), parts, strict=True):
             child.observe(part)
 

@@ -1,6 +1,8 @@
 import math
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from epp.core.pool import EndpointPool, canonical_address
 from epp.core.types import AdapterReport, EndpointMetrics, MetricsTarget
@@ -186,3 +188,32 @@ def test_the_generation_tells_whether_the_endpoints_may_be_others():
     assert pool.generation == before
     pool.replace([endpoint(1)], 2.0)
     assert pool.generation > before
+
+
+STEPS = st.lists(
+    st.tuples(
+        st.sampled_from(["observe", "restart", "replace", "ask"]),
+        st.integers(0, 3),
+        st.floats(0.0, 3.0),
+    ),
+    max_size=30,
+)
+
+
+@settings(max_examples=200, deadline=None)
+@given(STEPS)
+def test_all_are_observed_since_when_the_longest_unobserved_is(steps):
+    """Whatever joins, leaves and restarts between two questions."""
+    pool, now, starts = pool_of(endpoint(0), endpoint(1)), 0.0, 1.0
+    for verb, which, wait_s in steps:
+        now += wait_s
+        members = dict(pool.endpoints())
+        if verb == "replace":
+            pool.replace([endpoint(number, ready_after_s=1.0) for number in range(which)], now)
+        elif verb != "ask" and which in members:
+            starts += verb == "restart"
+            pool.observe(which, scraped(process_started_at_s=starts), now)
+        else:
+            slots = pool.ready(None, now)
+            oldest_s = min(pool.columns.observed_at_s[slots].tolist(), default=math.inf)
+            assert pool.all_observed_since(now - 2.0) == (oldest_s >= now - 2.0)

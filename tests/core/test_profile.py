@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec import structs
 
 from epp.core.plugin import Parameters
 from epp.core.profile import NamedFilter, SchedulingProfile, WeightedScorer, fill_unknown
@@ -16,10 +17,10 @@ class Fixed(Parameters, frozen=True):
     """Scores what it is told."""
 
     type_name: ClassVar[str] = "fixed"
-    scores: tuple[float, ...]
+    scores: tuple[float, ...] | None
 
     def score(self, request, candidates, /):
-        return np.array(self.scores, dtype=np.float64)
+        return None if self.scores is None else np.array(self.scores, dtype=np.float64)
 
 
 class KeepAt(Parameters, frozen=True):
@@ -93,6 +94,14 @@ def test_the_parts_are_kept_in_the_order_of_the_profile():
     """`parts[i, j]` is the weighted score of candidate j by scorer i."""
     scored = profile([([0.25, 1.0], 2.0), ([0.5, 0.0], 1.0)]).score(request(), candidates(2))
     assert scored.parts.tolist() == [[0.5, 2.0], [0.5, 0.0]]
+
+
+def test_none_is_unknown_for_all():
+    """Everybody gets 0.5, as where all are NaN."""
+    weighted = WeightedScorer("scorer", Fixed(scores=None), 2.0)
+    scored = structs.replace(profile(), scorers=(weighted,)).score(request(), candidates(3))
+    assert scored.total.tolist() == [1.0, 1.0, 1.0]
+    assert scored.parts_of(1) == [1.0]
 
 
 def test_a_score_out_of_bounds_is_clamped():

@@ -13,7 +13,8 @@ NAN = math.nan
 
 
 def scored(scorer, pool, **fields):
-    return scorer.score(request(**fields), pool).tolist()
+    found = scorer.score(request(**fields), pool)
+    return [NAN] * len(pool) if found is None else found.tolist()
 
 
 def approx(values):

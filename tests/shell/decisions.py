@@ -66,8 +66,9 @@ def make_decision(
 ) -> Decision:
     candidates = make_candidates(endpoints)
     random = Random(number)
-    parts = np.array([[random.random() for _ in range(endpoints)] for _ in SCORERS])
-    parts[:, picked] = (3.0, 0.25, 1.0)
+    scores = np.array([[random.random() for _ in range(endpoints)] for _ in SCORERS])
+    scores[:, picked] = (1.0, 0.25, 1.0)
+    weights = np.array([3.0, 1.0, 1.0])
     return Decision(
         number=number,
         endpoint=candidates.endpoints[picked],
@@ -81,5 +82,5 @@ def make_decision(
         candidates=candidates,
         picked=picked,
         scorers=SCORERS,
-        scored=Scored(parts.sum(axis=0), parts),
+        scored=Scored(weights @ scores, scores, weights),
     )

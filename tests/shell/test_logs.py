@@ -1,6 +1,5 @@
 import json
 
-import numpy as np
 import pytest
 import structlog
 
@@ -80,9 +79,9 @@ def test_the_chosen_endpoint_is_in_a_cut_table(log):
     """A long table is cut to the best; whoever was chosen is kept even if it is not among them."""
     decisions, lines = log("debug", candidates_max=3)
     decision = make_decision(endpoints=30, picked=20)
-    parts = decision.scored.parts.copy()
-    parts[:, 20] = 0.0
-    worst = Scored(np.asarray(parts.sum(axis=0)), parts)
+    scores, weights = decision.scored.scores.copy(), decision.scored.weights
+    scores[:, 20] = 0.0
+    worst = Scored(weights @ scores, scores, weights)
     fields = {name: getattr(decision, name) for name in decision.__struct_fields__}
     decisions.decided(type(decision)(**fields | {"scored": worst}))
     [line] = lines()

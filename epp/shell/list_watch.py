@@ -8,10 +8,15 @@ is not understood), the list is taken anew and replaces what is held in one go, 
 complete the old objects stay in force. As a safety net the list is taken anew now and then; what
 that finds wrong is counted, and should be nothing.
 
+A list is asked for as a stream of events, which costs the server no copy of it, and page by page
+from servers that do not know that (Kubernetes before 1.32, unless its gate `WatchList` is open) and
+whenever a stream has failed.
+
 A list may come from one of several sources, tried in order: the same kind in a newer and in an
 older API group. A source that is absent or forbidden yields to the next.
 
-`next` says what to do; what came of it is told to `page`, `line`, `closed` or `failed`.
+`next` says what to do; what came of it is told to `page`, `initial`, `line`, `closed`, `unstreamed`
+or `failed`.
 """
 
 from collections import Counter
@@ -37,6 +42,8 @@ class Timing(Struct, frozen=True, kw_only=True):
     page_objects: int = 100
     """A page of pods is about 1 MB: decoding it keeps the loop from deciding for some 5 ms."""
     list_interval_s_min: Seconds = 1.0
+    streamed_list_s_max: Seconds = 30.0
+    """A server that does not know streamed lists may never say that all is told. 0: ask for none."""
     watch_s: tuple[Seconds, Seconds] = (240.0, 300.0)
     silence_s_max: Seconds = 90.0
     """Longer than the server's interval between bookmarks, which is about a minute."""
@@ -63,6 +70,13 @@ class ListPage(Struct, frozen=True):
     objects_max: int
 
 
+class StreamedList(Struct, frozen=True):
+    """GET all objects as events, until a bookmark says that these were all, for `timeout_s` at most."""
+
+    source: int
+    timeout_s: Seconds
+
+
 class Watch(Struct, frozen=True):
     """GET the changes since `resource_version`, bookmarks included, for `timeout_s` at most."""
 
@@ -72,7 +86,7 @@ class Watch(Struct, frozen=True):
     silence_s_max: Seconds
 
 
-Step: TypeAlias = Pause | ListPage | Watch
+Step: TypeAlias = Pause | ListPage | StreamedList | Watch
 
 
 class Statistics:
@@ -128,6 +142,14 @@ class _Event(Struct, frozen=True):
     object: Raw
 
 
+class _BookmarkMetadata(Struct, frozen=True):
+    annotations: dict[str, str] | None = None
+
+
+class _Bookmark(Struct, frozen=True):
+    metadata: _BookmarkMetadata = _BookmarkMetadata()
+
+
 class _Status(Struct, frozen=True):
     code: int | None = 0
     message: str | None = ""
@@ -144,6 +166,7 @@ class _Held(Struct, Generic[T], frozen=True):
 _decode_identified = msgspec.json.Decoder(_Identified).decode
 _decode_page = msgspec.json.Decoder(_Page).decode
 _decode_event = msgspec.json.Decoder(_Event).decode
+_decode_bookmark = msgspec.json.Decoder(_Bookmark).decode
 _decode_status = msgspec.json.Decoder(_Status).decode
 
 
@@ -169,6 +192,7 @@ class ListWatch(Generic[T]):
         self._random = random
         self._timing = timing
         self._sources = sources
+        self._streamed = self._stream_next = timing.streamed_list_s_max > 0
         self.statistics: Final = statistics or Statistics()
         self._held: dict[str, _Held[T]] = {}
         self._pending: dict[str, _Held[T]] = {}
@@ -229,6 +253,8 @@ class ListWatch(Generic[T]):
             self.listed_at_s = now
             self.statistics.lists += 1
             self._pending = {}
+            if self._stream_next:
+                return StreamedList(self._source, self._timing.streamed_list_s_max)
         return ListPage(self._source, self._continue_token, self._timing.page_objects)
 
     def _watch(self, now: Seconds) -> Watch:
@@ -236,7 +262,7 @@ class ListWatch(Generic[T]):
         timeout_s = min(self._random.uniform(*self._timing.watch_s), self._relist_at_s - now)
         return Watch(self._source, self._resource_version, timeout_s, self._timing.silence_s_max)
 
-    # What came of it. `page` and `line` return whether `objects` or `synced` changed.
+    # What came of it. `page`, `initial` and `line` return whether `objects` or `synced` changed.
 
     def page(self, body: bytes, now: Seconds) -> bool:
         """Take in a page of a list. Raises `ApiError` if it is none."""
@@ -255,14 +281,25 @@ class ListWatch(Generic[T]):
             return False
         return self._replace(page.metadata.resource_version, now)
 
+    def initial(self, line: bytes, now: Seconds) -> bool | None:
+        """Take in a whole line of a streamed list; None: more is to come. Errors as `line`."""
+        event, metadata = _read_event(line)
+        self._heard(now)
+        if event.type in {"ADDED", "MODIFIED"}:
+            self._pending[metadata.name] = self._entry(metadata, event.object)
+        elif event.type == "DELETED":
+            self._pending.pop(metadata.name, None)
+        elif event.type == "BOOKMARK" and _ends_list(event.object):
+            return self._replace(metadata.resource_version, now)
+        return None
+
+    def unstreamed(self) -> None:
+        """The server does not stream lists: from now on they are read page by page."""
+        self._streamed = self._stream_next = False
+
     def line(self, line: bytes, now: Seconds) -> bool:
         """Take in a whole line of a watch. Raises `ApiError` if the list must be taken anew."""
-        try:
-            event, metadata = _read_event(line)
-        except ValueError as problem:
-            raise ApiError(
-                ApiFailure.UNREADABLE, f"a line of a watch is not understood: {problem}"
-            ) from problem
+        event, metadata = _read_event(line)
         self._heard(now)
         if event.type in {"ADDED", "MODIFIED"}:
             changed = self._put(metadata, event.object)
@@ -298,6 +335,7 @@ class ListWatch(Generic[T]):
         if kind in _REFUSED:
             self._refuse(now, listing=listing)
             return
+        self._stream_next = False
         self._failures += 1
         if self._failures == 1 and kind in _AT_ONCE:
             # What is wrong is known and mended by trying again: the version, or the token.
@@ -360,6 +398,7 @@ class ListWatch(Generic[T]):
         self._resource_version = resource_version
         self._relist_at_s = now + self._random.uniform(*self._timing.relist_s)
         self._left_at = ""
+        self._stream_next = self._streamed
         self.synced = True
         self.absent = False
         return news
@@ -433,19 +472,37 @@ def _read_page(body: bytes) -> _Page:
 
 
 def _read_event(line: bytes) -> tuple[_Event, _Metadata]:
-    event = _decode_event(line)
-    if event.type == "ERROR":
-        raise _watch_error(event.object)
-    metadata = _metadata(event.object, named=event.type != "BOOKMARK")
-    if not metadata.resource_version:
-        raise ValueError("it has no resourceVersion")
-    return event, metadata
+    try:
+        event = _decode_event(line)
+        if event.type == "ERROR":
+            raise _watch_error(event.object)
+        return event, _versioned(event)
+    except ValueError as problem:
+        raise ApiError(
+            ApiFailure.UNREADABLE, f"a line of a watch is not understood: {problem}"
+        ) from problem
+
+
+def _ends_list(bookmark: Raw) -> bool:
+    """As https://kubernetes.io/docs/reference/using-api/api-concepts/#streaming-lists has it."""
+    try:
+        annotations = _decode_bookmark(bookmark).metadata.annotations
+    except msgspec.ValidationError:
+        return False
+    return (annotations or {}).get("k8s.io/initial-events-end") == "true"
 
 
 def _metadata(raw: Raw, *, named: bool = True) -> _Metadata:
     metadata = _decode_identified(raw).metadata
     if named and not (metadata.name and metadata.uid):
         raise ValueError("an object has no name or no uid")
+    return metadata
+
+
+def _versioned(event: _Event) -> _Metadata:
+    metadata = _metadata(event.object, named=event.type != "BOOKMARK")
+    if not metadata.resource_version:
+        raise ValueError("it has no resourceVersion")
     return metadata
 
 

@@ -21,6 +21,7 @@ from epp.shell.list_watch import (
     Reflection,
     Statistics,
     Step,
+    StreamedList,
     Timing,
     Watch,
 )
@@ -124,6 +125,8 @@ class Reflector(Generic[T]):
             await asyncio.sleep(step.seconds)
         elif isinstance(step, ListPage):
             await self._list(step)
+        elif isinstance(step, StreamedList):
+            await self._stream_list(step)
         else:
             await self._watch(step)
 
@@ -134,10 +137,49 @@ class Reflector(Generic[T]):
             query["continue"] = step.continue_token
         body = await self._client.request("GET", source.path, query)
         changed = self._driver.page(body, time.monotonic())
-        if self._logged and not step.continue_token:
-            _log.info("listed again", resource=str(source))
+        if not step.continue_token:
+            self._log_listed(source)
         self._logged = None
         self._tell(changed)
+
+    async def _stream_list(self, step: StreamedList) -> None:
+        source = self._sources[step.source]
+        query = {
+            "watch": "true",
+            "allowWatchBookmarks": "true",
+            "sendInitialEvents": "true",
+            "resourceVersionMatch": "NotOlderThan",
+            "timeoutSeconds": str(math.ceil(step.timeout_s)),
+            **source.selectors,
+        }
+        splitter = LineSplitter(LINE_BYTES_MAX)
+        try:
+            async with (
+                asyncio.timeout(step.timeout_s),
+                self._client.stream(
+                    "GET", source.path, query, silence_s_max=step.timeout_s
+                ) as chunks,
+            ):
+                async for chunk in chunks:
+                    for line in splitter.feed(chunk):
+                        changed = self._driver.initial(line, time.monotonic())
+                        if changed is not None:
+                            self._log_listed(source)
+                            self._tell(changed)
+                            return
+        except TimeoutError:
+            pass
+        except ApiError as error:
+            # 400 and 422: what is asked for is not known, or not allowed, there.
+            if error.kind is not ApiFailure.STATUS:
+                raise
+        _log.info("no streamed list came, lists are read in pages", resource=str(source))
+        self._driver.unstreamed()
+
+    def _log_listed(self, source: Collection) -> None:
+        if self._logged:
+            _log.info("listed again", resource=str(source))
+        self._logged = None
 
     async def _watch(self, step: Watch) -> None:
         source = self._sources[step.source]

@@ -76,8 +76,10 @@ def rewrite(name, rules, *, created="2026-01-01T00:00:00Z", pool_name="llama-poo
 class FakeApiServer:
     """Async context manager; `port` stays the same over `stop` and `start`."""
 
-    def __init__(self, *, bookmark_s=0.05, absent=(), tls=None):
+    def __init__(self, *, bookmark_s=0.05, absent=(), tls=None, streams="yes"):
         self.bookmark_s = bookmark_s
+        self.streams = streams
+        """Whether lists are streamed: "yes"; "no": it says 422; "old": it does not know the word."""
         self.tls = tls
         """The server's `ssl.SSLContext`; None: plaintext."""
         self.absent = set(absent)
@@ -212,7 +214,7 @@ class FakeApiServer:
         path = request.path
         query = dict(request.query)
         verb = {"GET": "LIST", "POST": "CREATE", "PUT": "UPDATE"}[request.method]
-        if query.get("watch") == "true":
+        if query.get("watch") == "true" and "sendInitialEvents" not in query:
             verb = "WATCH"
         collection, _, name = path.rpartition("/")
         if verb in {"LIST", "UPDATE"} and collection == LEASES:
@@ -229,10 +231,11 @@ class FakeApiServer:
                 return answer
         if collection in self.absent:
             return _status(404, "the server could not find the requested resource")
-        if verb == "LIST":
+        if verb == "LIST" and "sendInitialEvents" not in query:
             return self._list(collection, query)
-        if verb == "WATCH":
-            return await self._watch(request, collection, query)
+        if verb in {"LIST", "WATCH"}:
+            answer = self._watch if verb == "WATCH" else self._stream_list
+            return await answer(request, collection, query)
         return await self._object(request, verb, collection, name)
 
     async def _fail(self, request, fault):
@@ -273,8 +276,25 @@ class FakeApiServer:
                     objects[name] = before
         return [objects[name] for name in sorted(objects)]
 
-    async def _watch(self, request, path, query):
-        version = int(query["resourceVersion"])
+    async def _stream_list(self, request, path, query):
+        if self.streams == "no":
+            return _status(422, "sendInitialEvents is forbidden for watch")
+        assert query["resourceVersionMatch"] == "NotOlderThan"
+        assert "resourceVersion" not in query
+        version = self.version
+        chosen = _chosen(self._at(path, version), query)
+        lines = [_line({"type": "ADDED", "object": item}) for item in chosen]
+        if self.streams == "yes":
+            mark = {
+                "resourceVersion": str(version),
+                "annotations": {"k8s.io/initial-events-end": "true"},
+            }
+            lines.append(_line({"type": "BOOKMARK", "object": {"metadata": mark}}))
+        return await self._watch(request, path, query, version, lines)
+
+    async def _watch(self, request, path, query, version=None, lines=()):
+        """From `version`, or the one asked for, on; `lines` come first."""
+        version = int(query["resourceVersion"]) if version is None else version
         if version < self.compacted:
             return _status(410, "too old resource version")
         orders = deque()
@@ -284,6 +304,8 @@ class FakeApiServer:
         await response.prepare(request)
         try:
             async with asyncio.timeout(float(query["timeoutSeconds"])):
+                for line in lines:
+                    await response.write(line)
                 await self._stream(request, response, path, query, version, orders)
         except (TimeoutError, ConnectionError):
             pass

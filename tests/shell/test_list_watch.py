@@ -2,15 +2,24 @@ import itertools
 import json
 from random import Random
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from epp.shell.api_errors import ApiError, ApiFailure
-from epp.shell.list_watch import LineSplitter, ListPage, ListWatch, Pause, Timing, Watch
+from epp.shell.list_watch import (
+    LineSplitter,
+    ListPage,
+    ListWatch,
+    Pause,
+    StreamedList,
+    Timing,
+    Watch,
+)
 
 NEVER_S = 1e9
-TIMING = Timing(page_objects=2, relist_s=(NEVER_S, NEVER_S))
+TIMING = Timing(page_objects=2, relist_s=(NEVER_S, NEVER_S), streamed_list_s_max=0)
 
 
 def item(name, version, uid=None, **fields):
@@ -104,6 +113,58 @@ def test_an_expired_page_token_starts_the_list_again():
     assert driven.objects == {"b": 2}
 
 
+STREAMED = msgspec.structs.replace(TIMING, streamed_list_s_max=30.0)
+END = {"annotations": {"k8s.io/initial-events-end": "true"}, "resourceVersion": "12"}
+
+
+def test_a_streamed_list_counts_only_when_a_bookmark_ends_it():
+    """Other bookmarks say nothing; what changes while it streams is part of it."""
+    driven = Driven(STREAMED)
+    assert driven.step() == StreamedList(0, 30.0)
+    for line in (
+        event("ADDED", item("a", 5, spec=1)),
+        event("ADDED", item("b", 6, spec=2)),
+        event("ADDED", item("c", 7, spec=3)),
+        bookmark(8),
+        event("BOOKMARK", {"metadata": END | {"annotations": {"k8s.io/initial-events-end": 7}}}),
+        event("MODIFIED", item("b", 10, spec=4)),
+        event("DELETED", item("c", 11, spec=3)),
+    ):
+        assert driven.driver.initial(line, driven.now) is None
+        assert not driven.driver.synced
+    assert driven.driver.initial(event("BOOKMARK", {"metadata": END}), driven.now) is True
+    assert driven.objects == {"a": 1, "b": 4}
+    assert driven.step().resource_version == "12"
+
+
+def test_a_server_that_streams_no_lists_is_asked_for_pages_from_then_on():
+    """Also when the list is taken again."""
+    driven = Driven(STREAMED)
+    assert isinstance(driven.step(), StreamedList)
+    driven.driver.unstreamed()
+    driven.listed(10, item("a", 5, spec=1))
+    driven.step()
+    driven.fail(ApiFailure.GONE)
+    assert isinstance(driven.step(), ListPage)
+
+
+@pytest.mark.parametrize("kind", [ApiFailure.UNREACHABLE, ApiFailure.GONE, ApiFailure.UNREADABLE])
+def test_a_streamed_list_that_failed_is_read_in_pages_and_the_next_is_streamed_again(kind):
+    """Half of a stream is not mixed with the pages."""
+    driven = Driven(STREAMED)
+    driven.step()
+    driven.driver.initial(event("ADDED", item("half", 5, spec=1)), driven.now)
+    driven.fail(kind)
+    driven.listed(10, item("a", 5, spec=1))
+    assert driven.objects == {"a": 1}
+    driven.step()
+    driven.fail(ApiFailure.GONE)
+    assert isinstance(driven.step(), ListPage)
+    driven.driver.page(page(20, item("a", 5, spec=1)), driven.now)
+    driven.now += NEVER_S
+    assert isinstance(driven.step(), StreamedList)
+
+
 @pytest.mark.parametrize(
     "kind", [ApiFailure.SERVER, ApiFailure.UNREACHABLE, ApiFailure.SILENT, ApiFailure.THROTTLED]
 )
@@ -191,7 +252,7 @@ def test_an_object_that_is_not_understood_is_left_out_and_named(driven):
 
 def test_the_safety_net_counts_what_the_watch_missed():
     """Not what changed after the watch was left."""
-    driven = Driven(Timing(relist_s=(5.0, 5.0)))
+    driven = Driven(Timing(relist_s=(5.0, 5.0), streamed_list_s_max=0))
     driven.listed(10, item("a", 5, spec=1), item("b", 6, spec=2), item("c", 7))
     assert driven.step().timeout_s == 5.0
     driven.now += 5.0
@@ -203,7 +264,7 @@ def test_the_safety_net_counts_what_the_watch_missed():
 
 def test_what_vanished_while_the_server_was_away_is_no_repair():
     """The safety net came late: the watch could not have told."""
-    driven = Driven(Timing(relist_s=(5.0, 5.0)))
+    driven = Driven(Timing(relist_s=(5.0, 5.0), streamed_list_s_max=0))
     driven.listed(10, item("a", 5, spec=1), item("b", 6, spec=2))
     driven.step()
     driven.now += 5.0
@@ -249,7 +310,7 @@ def test_the_back_off_grows_to_its_cap_and_resets_only_after_a_while(driven):
 
 def test_a_kind_that_is_absent_in_one_group_is_read_from_the_next():
     """And the first is tried again at every list."""
-    driven = Driven(Timing(relist_s=(100.0, 100.0)), sources=2)
+    driven = Driven(Timing(relist_s=(100.0, 100.0), streamed_list_s_max=0), sources=2)
     assert driven.step().source == 0
     driven.fail(ApiFailure.ABSENT)
     step = driven.step()

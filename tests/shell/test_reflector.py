@@ -4,6 +4,7 @@ import json
 from random import Random
 
 import pytest
+from msgspec import structs
 from structlog.testing import capture_logs
 
 from epp.shell.kube_objects import Collection
@@ -28,8 +29,12 @@ def uid(raw):
     return json.loads(raw)["metadata"]["uid"]
 
 
-def reflector(client, *sources, timing=FAST, seed=1, on_change=lambda: None, **arguments):
+def reflector(
+    client, *sources, timing=FAST, on_change=lambda: None, seed=1, streamed=False, **arguments
+):
     sources = sources or (PODS_OF_LLM,)
+    if not streamed:
+        timing = structs.replace(timing, streamed_list_s_max=0)
     return Reflector(
         client, sources, uid, on_change, random=Random(seed), timing=timing, **arguments
     )
@@ -46,9 +51,9 @@ def truth(server, path=PODS):
 class Watched:
     """A fake server, a client and a reflector that runs, for one test."""
 
-    def __init__(self, tmp_path, *sources, pods=5, **arguments):
+    def __init__(self, tmp_path, *sources, pods=5, streams="yes", **arguments):
         self.tmp_path = tmp_path
-        self.server = FakeApiServer()
+        self.server = FakeApiServer(streams=streams)
         for number in range(pods):
             self.server.put(PODS, pod(f"pod-{number}"))
         self.sources = sources
@@ -98,6 +103,23 @@ async def test_pages_then_changes(tmp_path):
         server.put(PODS, pod("other", labels={"app": "other"}))
         await watched.settled()
         assert watched.reflector.statistics.lists == 1
+
+
+@pytest.mark.parametrize(("streams", "asked"), [("yes", 1), ("no", 2), ("old", 2)])
+async def test_a_list_is_streamed_where_the_server_can_and_read_in_pages_elsewhere(
+    tmp_path, streams, asked
+):
+    """One that says no, and one that streams on without an end; neither is an error."""
+    timing = structs.replace(FAST, streamed_list_s_max=0.2)
+    async with Watched(tmp_path, timing=timing, streamed=True, streams=streams) as watched:
+        await watched.settled()
+        watched.server.put(PODS, pod("new"))
+        await watched.settled()
+        lists = [query for _, verb, _, query in watched.server.requests if verb == "LIST"]
+        assert [query.get("sendInitialEvents") for query in lists[:2]] == ["true", None][:asked]
+        assert all(query["labelSelector"] == "app=llama" for query in lists)
+        assert len(watched.server.lists(PODS)) == asked
+        assert watched.reflector.reflection().errors == {}
 
 
 @pytest.mark.parametrize(
@@ -317,11 +339,14 @@ REQUEST_FAULTS = [
 ]
 
 
-@pytest.mark.parametrize("seed", range(6))
-async def test_after_a_bad_day_of_the_api_server_the_objects_are_the_truth(tmp_path, seed):
+@pytest.mark.parametrize("streamed", [False, True])
+@pytest.mark.parametrize("seed", range(4))
+async def test_after_a_bad_day_of_the_api_server_the_objects_are_the_truth(
+    tmp_path, seed, streamed
+):
     """Random faults while pods come, go, change and are reborn under their names."""
     dice = Random(seed)
-    async with Watched(tmp_path, seed=seed) as watched:
+    async with Watched(tmp_path, seed=seed, streamed=streamed) as watched:
         server = watched.server
         for _ in range(25):
             name = f"pod-{dice.randrange(8)}"

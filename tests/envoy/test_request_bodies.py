@@ -15,22 +15,26 @@ pytestmark = pytest.mark.envoy
 
 SIZES_BYTES = (20, 8_192, 1_000_000, 8_000_000)
 PATH = "/v1/completions"
+TOKENS_PATH = "/inference/v1/generate"
+TOKENS_BODY = b'{"token_ids":[1, 2]}'
+"""The only prompt that fits into 20 bytes: completions need 25."""
 OPAQUE_PATH = "/tokenize"
 """Not an API that the picker reads: whatever the body is, it is passed on."""
+LATE_S = 0.5
 
 
 def body_of(size_bytes):
-    """A completions body of exactly that size, with text beyond ASCII; one below 25 bytes is none."""
+    """A completions body of exactly that size, with text beyond ASCII; token ids in 20 bytes."""
+    if size_bytes == len(TOKENS_BODY):
+        return TOKENS_BODY
     head, tail = b'{"model":"m","prompt":"', b'"}'
     room = size_bytes - len(head) - len(tail)
-    if room < 0:
-        return bytes(range(128, 128 + size_bytes))
     text = ("prompt é ü 漢 " * (room // 16 + 1)).encode()[:room]
     return head + text.decode(errors="ignore").encode().ljust(room) + tail
 
 
 async def post(client, body):
-    path = PATH if body.startswith(b"{") else OPAQUE_PATH
+    path = TOKENS_PATH if body == TOKENS_BODY else PATH
     async with client.post(path, data=io.BytesIO(body)) as response:
         await response.read()
         return response.status
@@ -99,7 +103,7 @@ async def test_a_body_beyond_the_partial_buffer_arrives_byte_for_byte(wire):
 
 
 async def test_a_streamed_body_may_come_long_after_its_headers(wire):
-    """STREAMED: the destination is in the header answer, before any byte of the body is sent."""
+    """STREAMED: the destination is in the header answer, the body comes 500 ms after that."""
     wired = await wire(request_body_mode=BodyMode.STREAMED)
     body = body_of(200_000)
     async with RawConnection.open(wired.envoy.port) as connection:
@@ -110,6 +114,8 @@ async def test_a_streamed_body_may_come_long_after_its_headers(wire):
         )
         assert wired.last_stream.order == ["> request_headers", "< request_headers"]
         assert wired.last_stream.destination() == wired.pod.address
+        # What a slow client does; nothing is waited for.
+        await asyncio.sleep(LATE_S)
         await connection.send(body)
         status, _ = await connection.read_head()
     assert status == 200

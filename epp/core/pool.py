@@ -52,6 +52,8 @@ class EndpointPool:
         """Counts replacements: the same number, the same endpoints."""
         self._slot_by_id: dict[str, int] = {}
         self._slot_by_address: dict[str, int] = {}
+        self._canonical: dict[str, str] = {}
+        """Address as an endpoint of the pool spells it -> its one spelling."""
         self._slots_by_ip: dict[str, list[int]] = {}
         self._members: list[_Member | None] = []
         self._free: list[int] = []
@@ -266,8 +268,11 @@ class EndpointPool:
     def _index_addresses(self) -> None:
         self._slot_by_address.clear()
         self._slots_by_ip.clear()
+        known, self._canonical = self._canonical, {}
         for slot, endpoint in self.endpoints():
-            address = canonical_address(endpoint.address)
+            # Reading an address takes 10 us, and most of a large pool stays as it is.
+            address = known.get(endpoint.address) or canonical_address(endpoint.address)
+            self._canonical[endpoint.address] = address
             self._slot_by_address[address] = slot
             ip = address.rpartition(":")[0].strip("[]")
             self._slots_by_ip.setdefault(ip, []).append(slot)

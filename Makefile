@@ -28,7 +28,7 @@ fmt: $(STAMP)         ## format and fix what can be fixed
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-bench: $(STAMP)       ## the figures of the README
+bench: $(STAMP)       ## the figures of the README; the last one takes 12 minutes
 	@$(BIN)/python -m bench
 
 docs: $(STAMP)        ## write the generated parts of docs/ anew

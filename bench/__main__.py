@@ -24,6 +24,7 @@ NAMES = (
     "scrape",
     "reload",
     "replay",
+    "million",
 )
 _WIDTH = 92
 

@@ -1,0 +1,86 @@
+"""Memory and time of `sim replay` over a million synthetic requests, read as they are needed.
+
+`python -m bench.million` prints the table. Each command runs in a process of its own, which tells
+the peak of its resident set. The trace is replayed twice, its beginning and all of it: what the
+second run needs more is what a request leaves behind, of which 64 bytes are the numbers that
+percentiles are taken of (`sim/measures.py`).
+"""
+
+import contextlib
+import io
+import json
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from time import perf_counter, process_time
+
+from sim.__main__ import main
+
+REQUESTS = 1_000_000
+BEGINNING = 100_000
+"""Requests, as many as are replayed without decisions unless they are asked for."""
+RATE = 50
+PODS = 8
+
+
+def _measured(arguments: list[str]) -> dict[str, float]:
+    """Run one command of `sim` in this process: seconds, and bytes of memory at the most."""
+    started_s, cpu_s = perf_counter(), process_time()
+    with contextlib.redirect_stdout(io.StringIO()):
+        code = main(arguments)
+    assert code == 0, arguments
+    status = Path("/proc/self/status").read_text().splitlines()
+    # Not ru_maxrss: that counts what this process was before it became another program.
+    peak_kb = next(int(line.split()[1]) for line in status if line.startswith("VmHWM"))
+    return {
+        "wall_s": perf_counter() - started_s,
+        "cpu_s": process_time() - cpu_s,
+        "peak_bytes": peak_kb * 1024,
+    }
+
+
+def _in_process(*arguments: object) -> dict[str, float]:
+    """The same in a fresh process."""
+    root = Path(__file__).resolve().parent.parent
+    command = [sys.executable, "-m", "bench.million", *map(str, arguments)]
+    answer = subprocess.run(command, cwd=root, check=True, capture_output=True, text=True)
+    told: dict[str, float] = json.loads(answer.stdout)
+    return told
+
+
+def _shown(told: dict[str, float]) -> str:
+    return (
+        f"{told['wall_s']:.1f} s ({told['cpu_s']:.1f} s of processor time), "
+        f"at most {told['peak_bytes'] / 2**20:.0f} MB"
+    )
+
+
+def run() -> Iterator[tuple[str, str]]:
+    """Rows (what, how much) for the table of `make bench`, each as soon as it is known."""
+    yield "the rows below take together about", "12 minutes"
+    with tempfile.TemporaryDirectory() as name:
+        trace = Path(name) / "hot-spot.jsonl"
+        counts = ("--requests", REQUESTS, "--rate", RATE)
+        told = _in_process("trace", "generate", "hot-spot", *counts, "--out", trace)
+        size_mb = trace.stat().st_size / 2**20
+        yield f"trace of {REQUESTS:,} requests generated, {size_mb:.0f} MB", _shown(told)
+        peaks = {}
+        for requests in (BEGINNING, REQUESTS):
+            out = Path(name) / f"{requests}"
+            given = ("--requests", requests, "--pods", PODS, "--out", out)
+            told = _in_process("replay", trace, *given)
+            peaks[requests] = told["peak_bytes"]
+            yield f"replay of {requests:,} of them over {PODS} pods", _shown(told)
+            yield "the same, requests a second", f"{requests / told['wall_s']:,.0f}"
+        grown = (peaks[REQUESTS] - peaks[BEGINNING]) / (REQUESTS - BEGINNING)
+        yield "peak memory that a further request adds", f"{grown:.0f} bytes"
+
+
+if __name__ == "__main__":
+    if sys.argv[1:]:
+        print(json.dumps(_measured(sys.argv[1:])))
+    else:
+        for what, figure in run():
+            print(f"{what:80} {figure:>40}", flush=True)

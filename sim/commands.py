@@ -13,17 +13,21 @@ from typing import Final
 
 import structlog
 
+from epp.config import ConfigError
 from sim import calibrate, compare, replay, sweep, validate
 from sim.engine import EngineSettings
+from sim.jobs import JobError
+from sim.output import OutputError
 from sim.pod_server import PodAddress, listen, serve, write_endpoints
 from sim.pods import PodSettings
-from sim.profiles import DEFAULT_PROFILE, find_profile
+from sim.profiles import DEFAULT_PROFILE, ProfileError, find_profile
 from sim.traces import command as trace_command
+from sim.traces.arrival import TraceError
 
 _PODS_MAX: Final = 1000
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def run(arguments: Sequence[str] | None) -> int:
     """Run one command of the simulator."""
     parser = argparse.ArgumentParser(
         prog="sim", description="Simulated vLLM pods for the endpoint picker.", allow_abbrev=False
@@ -37,7 +41,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     calibrate.add_parser(commands)
     validate.add_parser(commands)
     options = parser.parse_args(arguments)
-    code: int = options.run(options)
+    try:
+        code: int = options.run(options)
+    except (TraceError, ProfileError, ConfigError, OutputError, JobError) as problem:
+        return _fail(str(problem), code=1)
+    except OSError as problem:
+        named = problem.filename is not None
+        return _fail(f"{problem.filename}: {problem.strerror}" if named else str(problem), code=1)
     return code
 
 
@@ -184,7 +194,3 @@ def _speed(text: str) -> float:
     if not 0 < speed <= 10_000:
         raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0 and at most 10000")
     return speed
-
-
-if __name__ == "__main__":
-    sys.exit(main())

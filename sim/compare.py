@@ -3,30 +3,24 @@
 import argparse
 import sys
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any, Final
 
-import msgspec
 import numpy as np
 
-from epp.config import ConfigError
 from sim.intervals import Difference, Measure, compare_runs
-from sim.jobs import Result, cores, run_jobs
-from sim.measures import SCHEMA, Series, mean, percentile, rounded
-from sim.policies import PolicySource
+from sim.jobs import Experiment, Result, Results, add_experiment_options
+from sim.measures import Series, mean, percentile, rounded
+from sim.output import open_folder
 from sim.report import markdown_table, number, seconds, share, table
 from sim.run_options import (
     POLICY_HELP,
-    OutputError,
     add_run_options,
     conditions,
+    count,
     named_policies,
-    open_folder,
     run_settings,
 )
-from sim.traces.arrival import TraceError
 
-INTERRUPTED: Final = 130
 NO_DIFFERENCE: Final = "no significant difference"
 
 
@@ -81,82 +75,45 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
         metavar="FILE|NAME",
         help=f"repeat; the others are compared with the first. {POLICY_HELP}",
     )
-    add("--seeds", type=_seeds, default=5, metavar="K", help="how many, each a whole run (5)")
+    add("--seeds", type=count, default=5, metavar="K", help="how many, each a whole run (5)")
     add("--seed", type=int, default=1, help="the first of them (1)")
-    add("--workers", type=_seeds, default=cores(), metavar="N", help="processes (all cores)")
-    add("--out", type=Path, metavar="DIR", help="write the results there; must be empty")
-    add("--force", action="store_true", help="write into DIR even if it is not empty")
+    add_experiment_options(parser)
     parser.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> int:
-    """0: done. 1: input or folder is no good. 2: usage. 130: interrupted, what is done is kept."""
+    """0: done. 2: usage. 130: interrupted, what is done is kept. Raises what is told by `sim`."""
     print(f"seeds {options.seed} to {options.seed + options.seeds - 1}", flush=True)
     if len(options.config) < 2:
-        print("sim compare: --config is needed twice or more", file=sys.stderr)
+        print("sim: --config is needed twice or more", file=sys.stderr)
         return 2
-    try:
-        policies = named_policies(options.config)
-        folder = open_folder(options.out, force=options.force) if options.out else None
-        return compare(policies, options, folder)
-    except (TraceError, ConfigError, OutputError, OSError) as problem:
-        print(f"sim compare: {problem}", file=sys.stderr)
-        return 1
-
-
-def compare(
-    policies: Sequence[PolicySource], options: argparse.Namespace, folder: Path | None
-) -> int:
-    """Run every configuration under every seed; tell and write what is known after each run."""
+    policies = named_policies(options.config)
     seeds = range(options.seed, options.seed + options.seeds)
     # Seed by seed, so that an interrupted comparison has whole seeds.
     jobs = [run_settings(options, policy, seed) for seed in seeds for policy in policies]
-    results: dict[int, Result] = {}
+    starts = range(0, len(jobs), len(policies))
 
-    def done(result: Result) -> None:
-        results[result.number] = result
-        if folder is not None:
-            write_comparison(folder, told(complete=False))
-
-    def told(*, complete: bool) -> dict[str, Any]:
-        names = [policy.name for policy in policies]
-        whole = [
-            [results[at + offset] for offset in range(len(policies))]
-            for at in range(0, len(jobs), len(policies))
-            if all(at + offset in results for offset in range(len(policies)))
-        ]
+    def summary(results: Results) -> dict[str, Any]:
+        rows = [range(start, start + len(policies)) for start in starts]
+        whole = [[results[at] for at in row] for row in rows if all(at in results for at in row)]
         return {
-            "schema": SCHEMA,
-            "complete": complete,
             "first_seed": options.seed,
             "seeds": len(whole),
             "conditions": conditions(jobs[0]),
-            "configs": _compared(names, whole),
+            "configs": _compared([policy.name for policy in policies], whole),
             "runs": [
                 {"config": jobs[at].policy.name, "seed": jobs[at].seed, **results[at].summary}
                 for at in sorted(results)
             ],
         }
 
-    complete = run_jobs(jobs, "compare", done, workers=options.workers)
-    summary = told(complete=complete)
-    print(comparison_table(summary))
-    if folder is not None:
-        write_comparison(folder, summary)
-        print(f"results are in {folder}")
-    return 0 if complete else INTERRUPTED
-
-
-def write_comparison(folder: Path, summary: dict[str, Any]) -> None:
-    """summary.json and report.md: whole files at every moment."""
-    encoded = msgspec.json.format(msgspec.json.encode(summary), indent=1) + b"\n"
-    for name, content in (
-        ("summary.json", encoded),
-        ("report.md", comparison_report(summary).encode()),
-    ):
-        partial = folder / f".{name}"
-        partial.write_bytes(content)
-        partial.replace(folder / name)
+    return Experiment(
+        title="compare",
+        jobs=jobs,
+        summary=summary,
+        table=comparison_table,
+        reports={"report.md": comparison_report},
+    ).carry_out(open_folder(options), workers=options.workers)
 
 
 def _compared(names: Sequence[str], runs: Sequence[Sequence[Result]]) -> dict[str, Any]:
@@ -256,10 +213,3 @@ def _basis(summary: dict[str, Any]) -> str:
         f"Seeds from {summary['first_seed']}, {summary['seeds']} of them, the same requests at "
         f"the same times for every configuration. Intervals are paired over {over}."
     )
-
-
-def _seeds(text: str) -> int:
-    number_given = int(text) if text.isascii() and text.isdigit() else 0
-    if not 1 <= number_given <= 1_000:
-        raise argparse.ArgumentTypeError(f"{text!r} is not an integer from 1 to 1000")
-    return number_given

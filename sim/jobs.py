@@ -1,90 +1,186 @@
-"""Many runs over all cores, with a bar; what is done when one interrupts is kept."""
+"""Many runs that are told together, over all cores, with a bar; each is written when it ends."""
 
+import argparse
+import contextlib
 import multiprocessing
 import os
 import signal
 import sys
-from collections.abc import Callable, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from multiprocessing.connection import Connection, wait
+from multiprocessing.context import SpawnProcess
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Final, Self, cast
 
 from msgspec import Struct
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from sim.measures import Series
+from epp.config import ConfigError
+from sim.interrupts import INTERRUPTED, interrupts_call
+from sim.measures import SCHEMA, Series
+from sim.output import add_output_options, as_json, progress_bar, write_whole
 from sim.run import Run, RunSettings
+from sim.run_options import count
+from sim.traces.arrival import TraceError
+
+_JOIN_S: Final = 5.0
+
+
+class JobError(Exception):
+    """One of the runs cannot be done: one sentence."""
 
 
 class Result(Struct, frozen=True, kw_only=True):
     """What comes back from a run in another process."""
 
-    number: int
-    """Position of its settings among the jobs."""
     summary: dict[str, Any]
     series: Series
 
 
-def run_job(number: int, settings: RunSettings) -> Result:
+Results = Mapping[int, Result]
+"""By the position of their settings among the jobs."""
+
+
+class Experiment(Struct, frozen=True, kw_only=True):
+    """Runs, and how they are told: all of them, or those that had ended by a Ctrl-C."""
+
+    title: str
+    jobs: Sequence[RunSettings]
+    summary: Callable[[Results], dict[str, Any]]
+    """Of as many results as there are; `schema` and `complete` come before it."""
+    table: Callable[[dict[str, Any]], str]
+    reports: Mapping[str, Callable[[dict[str, Any]], str]]
+    """File name -> its content, made of the summary."""
+
+    def carry_out(self, folder: Path | None, *, workers: int) -> int:
+        """Run all, write what is known whenever one ends, print the table: the exit code.
+
+        Raises `JobError` and `OSError`; what had ended by then is written.
+        """
+        results: dict[int, Result] = {}
+
+        def told() -> dict[str, Any]:
+            complete = len(results) == len(self.jobs)
+            summary = {"schema": SCHEMA, "complete": complete} | self.summary(results)
+            if folder is not None:
+                write_whole(folder / "summary.json", as_json(summary))
+                for name, report in self.reports.items():
+                    write_whole(folder / name, report(summary).encode())
+            return summary
+
+        with Crew(min(workers, len(self.jobs))) as crew, interrupts_call(crew.stop):
+            with progress_bar(self.title) as bar:
+                for number, result in bar.track(crew.results(self.jobs), total=len(self.jobs)):
+                    results[number] = result
+                    told()
+            summary = told()
+        print(self.table(summary))
+        if folder is not None:
+            print(f"results are in {folder}")
+        if summary["complete"]:
+            return 0
+        print(
+            f"sim: interrupted, {len(results)} of {len(self.jobs)} runs are done", file=sys.stderr
+        )
+        return INTERRUPTED
+
+
+class Crew:
+    """Processes, each of which takes one run after the other. Leaving the context ends them."""
+
+    def __init__(self, size: int) -> None:
+        self._stopped = False
+        self._members: dict[Connection, SpawnProcess] = {}
+        # Forked children would inherit the bar's thread and its locks.
+        context = multiprocessing.get_context("spawn")
+        # Inherited: Ctrl-C reaches all processes of a terminal, and the parent alone answers it.
+        before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+        try:
+            for _ in range(size):
+                ours, theirs = context.Pipe()
+                process = context.Process(target=_work, args=(theirs,), daemon=True)
+                process.start()
+                theirs.close()
+                self._members[ours] = process
+        finally:
+            signal.signal(signal.SIGINT, before)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        problem: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.stop()
+        for pipe, process in self._members.items():
+            pipe.close()
+            process.join(_JOIN_S)
+            process.close()
+
+    def stop(self) -> None:
+        """Cut short what runs; `results` ends."""
+        self._stopped = True
+        for process in self._members.values():
+            process.terminate()
+
+    def results(self, jobs: Sequence[RunSettings]) -> Iterator[tuple[int, Result]]:
+        """(number, result) of each job in the order in which they end, until `stop`.
+
+        Raises `JobError` for one that cannot be done.
+        """
+        left = enumerate(jobs)
+        busy: dict[Connection, int] = {}
+
+        def occupy(pipe: Connection) -> None:
+            job = next(left, None)
+            if job is not None:
+                busy[pipe], settings = job
+                pipe.send(settings)
+
+        try:
+            for pipe in self._members:
+                occupy(pipe)
+            while busy:
+                for pipe in cast("list[Connection]", wait(list(busy))):
+                    outcome = pipe.recv()
+                    number = busy.pop(pipe)
+                    if isinstance(outcome, str):
+                        raise JobError(outcome)
+                    occupy(pipe)
+                    yield number, outcome
+        except (EOFError, OSError) as problem:
+            # The other end is gone.
+            if not self._stopped:
+                raise JobError("a process that replayed the trace has died") from problem
+
+
+def _work(pipe: Connection) -> None:
+    """Replay what comes through the pipe until that is closed; answer a result, or a sentence."""
+    with contextlib.suppress(EOFError, OSError):
+        while True:
+            settings = pipe.recv()
+            try:
+                outcome: Result | str = run_job(settings)
+            except (TraceError, ConfigError, OSError) as problem:
+                # Not as it is: an exception with arguments of its own cannot be sent.
+                outcome = str(problem)
+            pipe.send(outcome)
+
+
+def run_job(settings: RunSettings) -> Result:
     """One run, without files. Raises as `Run` does."""
     one = Run(settings)
     one.run()
-    return Result(number=number, summary=one.measures.summary(), series=one.measures.series())
+    return Result(summary=one.measures.summary(), series=one.measures.series())
 
 
-def run_jobs(
-    jobs: Sequence[RunSettings], title: str, done: Callable[[Result], None], *, workers: int
-) -> bool:
-    """Run all, tell `done` of each in the order in which they end; False if interrupted.
-
-    Raises what a run raises; what has begun is then cut short.
-    """
-    with _progress(title) as progress:
-        task = progress.add_task(title, total=len(jobs))
-        # Forked children would inherit the bar's thread and its locks.
-        context = multiprocessing.get_context("spawn")
-        executor = ProcessPoolExecutor(
-            min(workers, len(jobs)), mp_context=context, initializer=_leave_interrupts
-        )
-        try:
-            futures = [executor.submit(run_job, at, job) for at, job in enumerate(jobs)]
-            for future in as_completed(futures):
-                done(future.result())
-                progress.advance(task)
-        except KeyboardInterrupt:
-            _cut_short(executor)
-            return False
-        except BaseException:
-            _cut_short(executor)
-            raise
-        executor.shutdown()
-    return True
-
-
-def cores() -> int:
-    """Processors that this process may use."""
-    return len(os.sched_getaffinity(0))
-
-
-def _leave_interrupts() -> None:
-    """Ctrl-C reaches every process of the terminal: the parent alone decides what it means."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-
-
-def _cut_short(executor: ProcessPoolExecutor) -> None:
-    processes = list((executor._processes or {}).values())  # noqa: SLF001 - no public way before 3.14
-    executor.shutdown(wait=False, cancel_futures=True)
-    for process in processes:
-        process.terminate()
-
-
-def _progress(title: str) -> Progress:
-    return Progress(
-        TextColumn(title),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeRemainingColumn(),
-        console=Console(stderr=True),
-        transient=True,
-        disable=not sys.stderr.isatty(),
+def add_experiment_options(parser: argparse.ArgumentParser) -> None:
+    """How many processes, and where to write."""
+    cores = len(os.sched_getaffinity(0))
+    parser.add_argument(
+        "--workers", type=count, default=cores, metavar="N", help=f"processes (all cores: {cores})"
     )
+    add_output_options(parser)

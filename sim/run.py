@@ -1,6 +1,7 @@
 """One run: a trace, a policy, a cluster and a seed in; what happened out."""
 
 from collections.abc import Callable, Iterable, Iterator
+from itertools import chain, islice, takewhile
 from pathlib import Path
 
 from msgspec import Struct, field
@@ -76,15 +77,22 @@ class Run:
         )
         self.timeline = Timeline(self.cluster.loop, self.cluster.pods, self.measures.pods)
 
-    def ceilings(self) -> dict[str, float]:
-        """The hit rates that these requests allow at most, from one more pass over the trace."""
+    def ceilings(self) -> dict[str, float] | None:
+        """The hit rates that these requests allow at most, from one more pass over the trace.
+
+        None if `stop` is called on the way.
+        """
         kind = self.settings.cluster.pods[0]
         pool = Pool(
             pods=len(self.settings.cluster.pods),
             profile=kind.profile,
             kv_tokens=kind.engine.kv_tokens,
         )
-        found = inspect(self._arrivals(), pool, self.settings.seed).ceilings
+        arrivals = self._arrivals()
+        going_on = takewhile(lambda _: not self.stopped, arrivals)
+        found = inspect(chain(islice(arrivals, 1), going_on), pool, self.settings.seed).ceilings
+        if self.stopped:
+            return None
         return {
             "one_cache": found.one_cache,
             "affinity": found.per_pod.affinity,

@@ -6,6 +6,7 @@ from typing import Any, Final
 
 from sim.cluster import ClusterSettings
 from sim.measures import Targets
+from sim.output import OutputError
 from sim.policies import BASELINES, DEFAULT_POLICY, PolicySource, policy_source
 from sim.profiles import DEFAULT_PROFILE, Profile, ProfileError, find_profile
 from sim.run import RunSettings
@@ -19,18 +20,14 @@ POLICY_HELP: Final = "an EndpointPickerConfig in a file, or a built-in: " + ", "
 )
 
 
-class OutputError(Exception):
-    """The output folder cannot be used: one sentence."""
-
-
 def add_run_options(parser: argparse.ArgumentParser) -> None:
     """What is replayed, on what, and what separates the picker's view from the truth."""
     add = parser.add_argument
     add("trace", metavar="TRACE", help="a trace file; the format is found by its content")
     add("--trace-format", choices=sorted(known.name for known in FORMATS), help="do not guess")
-    add("--block-tokens", type=_count, metavar="N", help="tokens in a block of the trace")
+    add("--block-tokens", type=count, metavar="N", help="tokens in a block of the trace")
     add("--skip-bad", action="store_true", help="count malformed lines instead of stopping")
-    add("--requests", type=_count, metavar="N", help="only the first N requests")
+    add("--requests", type=count, metavar="N", help="only the first N requests")
     add(
         "--jitter",
         type=_seconds,
@@ -48,7 +45,7 @@ def add_run_options(parser: argparse.ArgumentParser) -> None:
     )
     add("--pods", type=_pods, default=8, metavar="N", help="how many pods (8)")
     add("--max-loras", type=_whole, default=0, metavar="N", help="adapter slots of a pod (0: off)")
-    add("--replicas", type=_count, default=1, metavar="N", help="pickers blind to each other (1)")
+    add("--replicas", type=count, default=1, metavar="N", help="pickers blind to each other (1)")
     add("--scrape-interval", type=_positive, metavar="S", help="(default: as production)")
     add("--scrape-delay", type=_seconds, default=0.001, metavar="S", help="age of a page (0.001)")
     add("--network-delay", type=_seconds, default=0.0005, metavar="S", help="one way (0.0005)")
@@ -138,17 +135,6 @@ def named_policies(names: list[str]) -> list[PolicySource]:
     return sources
 
 
-def open_folder(path: Path, *, force: bool) -> Path:
-    """An empty folder for results, made if need be. `force` takes a non-empty one too.
-
-    Raises `OutputError` and `OSError`.
-    """
-    path.mkdir(parents=True, exist_ok=True)
-    if not force and any(path.iterdir()):
-        raise OutputError(f"{path} is not empty; choose another --out or overwrite with --force")
-    return path
-
-
 def _profile(text: str) -> Profile:
     try:
         return find_profile(text)
@@ -156,7 +142,8 @@ def _profile(text: str) -> Profile:
         raise argparse.ArgumentTypeError(str(problem)) from problem
 
 
-def _count(text: str) -> int:
+def count(text: str) -> int:
+    """An integer of at least 1, for argparse."""
     return int(_number(text, lowest=1, highest=1e9, integer=True))
 
 

@@ -2,33 +2,26 @@
 
 import argparse
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
 
 import msgspec
 
-from epp.config import ConfigError
 from sim.arrivals import mean_rate
-from sim.jobs import Result, cores, run_jobs
-from sim.measures import SCHEMA
-from sim.policies import PolicySource
+from sim.jobs import Experiment, Results, add_experiment_options
+from sim.output import open_folder
 from sim.report import markdown_table, number, seconds, share, table
 from sim.run import RunSettings
 from sim.run_options import (
     POLICY_HELP,
-    OutputError,
     add_run_options,
     conditions,
     named_policies,
-    open_folder,
     run_settings,
 )
 from sim.sweep_report import sweep_page
-from sim.traces.arrival import TraceError
 from sim.traces.formats import open_trace
 
-INTERRUPTED: Final = 130
 _POINTS_MAX: Final = 1_000
 
 
@@ -51,49 +44,24 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
         help="requests per second; the trace's arrivals are moved closer or further apart",
     )
     add("--seed", type=int, default=1, help="decides everything that is drawn (1)")
-    add("--workers", type=int, default=cores(), metavar="N", help="processes (all cores)")
-    add("--out", type=Path, metavar="DIR", help="write the results there; must be empty")
-    add("--force", action="store_true", help="write into DIR even if it is not empty")
+    add_experiment_options(parser)
     parser.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> int:
-    """0: done. 1: input or folder is no good. 2: usage. 130: interrupted, what is done is kept."""
+    """0: done. 2: usage. 130: interrupted, what is done is kept. Raises what is told by `sim`."""
     if options.speed != 1.0:
-        print("sim sweep: --rates says how fast requests arrive, not --speed", file=sys.stderr)
+        print("sim: --rates says how fast requests arrive, not --speed", file=sys.stderr)
         return 2
     print(f"seed {options.seed}", flush=True)
-    try:
-        policies = named_policies(options.config)
-        folder = open_folder(options.out, force=options.force) if options.out else None
-        return sweep(policies, options, folder)
-    except (TraceError, ConfigError, OutputError, OSError) as problem:
-        print(f"sim sweep: {problem}", file=sys.stderr)
-        return 1
-
-
-def sweep(
-    policies: Sequence[PolicySource], options: argparse.Namespace, folder: Path | None
-) -> int:
-    """Run every configuration at every rate; write what is known after each run."""
+    policies = named_policies(options.config)
+    folder = open_folder(options)
     base = run_settings(options, policies[0], options.seed)
     trace_rate = mean_rate(open_trace(Path(base.trace), base.read), base.requests_max)
     points = [(rate, policy) for rate in options.rates for policy in policies]
-    jobs = [
-        msgspec.structs.replace(base, policy=policy, speed=rate / trace_rate)
-        for rate, policy in points
-    ]
-    results: dict[int, Result] = {}
 
-    def done(result: Result) -> None:
-        results[result.number] = result
-        if folder is not None:
-            write_sweep(folder, told(complete=False))
-
-    def told(*, complete: bool) -> dict[str, Any]:
+    def summary(results: Results) -> dict[str, Any]:
         return {
-            "schema": SCHEMA,
-            "complete": complete,
             "seed": options.seed,
             "trace_rate": trace_rate,
             "conditions": _conditions(base),
@@ -103,26 +71,16 @@ def sweep(
             ],
         }
 
-    complete = run_jobs(jobs, "sweep", done, workers=options.workers)
-    summary = told(complete=complete)
-    print(table(_rows(summary)))
-    if folder is not None:
-        write_sweep(folder, summary)
-        print(f"results are in {folder}")
-    return 0 if complete else INTERRUPTED
-
-
-def write_sweep(folder: Path, summary: dict[str, Any]) -> None:
-    """summary.json, report.md and report.html: whole files at every moment."""
-    contents = {
-        "summary.json": msgspec.json.format(msgspec.json.encode(summary), indent=1) + b"\n",
-        "report.md": _report(summary).encode(),
-        "report.html": sweep_page(summary).encode(),
-    }
-    for name, content in contents.items():
-        partial = folder / f".{name}"
-        partial.write_bytes(content)
-        partial.replace(folder / name)
+    return Experiment(
+        title="sweep",
+        jobs=[
+            msgspec.structs.replace(base, policy=policy, speed=rate / trace_rate)
+            for rate, policy in points
+        ],
+        summary=summary,
+        table=lambda told: table(_rows(told)),
+        reports={"report.md": _report, "report.html": sweep_page},
+    ).carry_out(folder, workers=options.workers)
 
 
 def _conditions(base: RunSettings) -> dict[str, Any]:

@@ -33,10 +33,13 @@ COVERED_ELSEWHERE = {
     "sim/arrivals.py": ("tests/sim/test_replay.py", "a replay reads its trace through it"),
     "sim/charts.py": ("tests/sim/test_replay.py", "its pages are opened there"),
     "sim/check.py": ("tests/sim/test_faults.py", "runs after every event of a hundred faulty runs"),
+    "sim/commands.py": ("tests/sim/test_main.py", "command lines are given to it"),
     "sim/compare.py": ("tests/sim/test_replay.py", "the three commands are run there"),
+    "sim/interrupts.py": ("tests/sim/test_replay.py", "Ctrl-C is sent to every command"),
     "sim/jobs.py": ("tests/sim/test_replay.py", "comparisons and sweeps run through it"),
     "sim/least_squares.py": ("tests/sim/test_validate.py", "fits the few unknowns of a recording"),
     "sim/measures.py": ("tests/sim/test_cluster.py", "what runs are judged by"),
+    "sim/output.py": ("tests/sim/test_replay.py", "the folders are looked into"),
     "sim/report.py": ("tests/sim/test_replay.py", "what a replay prints and writes"),
     "sim/request_files.py": (
         "tests/sim/test_replay.py",

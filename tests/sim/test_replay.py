@@ -1,7 +1,9 @@
 """`sim replay`, `sim compare` and `sim sweep`: what they print, write and refuse."""
 
+import argparse
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -13,6 +15,9 @@ import pytest
 
 from epp.config import DEFAULT_CONFIG
 from sim.__main__ import main
+from sim.jobs import Crew, JobError
+from sim.policies import policy_source
+from sim.run_options import add_run_options, run_settings
 from tests.sim.made import BLOCK_TOKENS, arrivals
 
 ROOT = Path(__file__).parents[2]
@@ -138,8 +143,16 @@ def test_a_bad_line_stops_or_is_counted(tmp_path, capsys):
     """It is named by file, line and field; with --skip-bad the rest runs."""
     path = written(tmp_path / "bad.jsonl", 5)
     path.write_text(path.read_text() + '{"timestamp": 900000, "input_length": "x"}\n')
-    assert sim("replay", path) == 1
-    assert "bad.jsonl:6: input_length" in capsys.readouterr().err
+    for command in (
+        ["replay"],
+        ["compare", "--config", "default", "--config", "random", "--seeds", "1"],
+        ["sweep", "--config", "default", "--rates", "5"],
+    ):
+        assert sim(command[0], path, *command[1:]) == 1
+        errors = capsys.readouterr().err
+        assert errors.startswith("sim: ")
+        assert "bad.jsonl:6: input_length" in errors
+        assert errors.count("\n") == 1
     assert sim("replay", path, "--skip-bad", "--out", tmp_path / "out") == 0
     assert json.loads((tmp_path / "out" / "summary.json").read_bytes())["bad_lines"] == 1
 
@@ -206,23 +219,76 @@ def test_a_sweep_has_rates_instead_of_a_speed(trace, capsys):
     assert "--rates" in capsys.readouterr().err
 
 
+def started(*arguments):
+    """`sim` in a process group of its own, as a terminal starts it."""
+    command = [sys.executable, "-m", "sim", *map(str, arguments)]
+    return subprocess.Popen(
+        [*command, "--block-tokens", str(BLOCK_TOKENS)],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
+        env=dict(os.environ) | {"PYTHONPATH": ":".join([str(ROOT), *sys.path])},
+    )  # fmt: skip
+
+
+def wait_for(process, file):
+    """Until it has written something there."""
+    while not (file.exists() and file.stat().st_size):
+        assert process.poll() is None, process.communicate()
+        time.sleep(0.02)
+
+
+@pytest.mark.parametrize("whom", ["the process", "its group", "its group, twice"])
+@pytest.mark.parametrize(
+    ("command", "told"),
+    [
+        (("compare", "--config", "default", "--config", "random", "--seeds", "9"), "runs"),
+        (("sweep", "--config", "default", "--config", "random", "--rates", "5,10,20"), "points"),
+    ],
+)
+def test_an_interrupted_experiment_leaves_readable_results(command, told, whom, tmp_path):
+    """Ctrl-C: 130, one sentence, what had ended by then, and no process that goes on."""
+    path = written(tmp_path / "trace.jsonl", 4_000)
+    out = tmp_path / "out"
+    name, *flags = command
+    process = started(name, path, *flags, "--workers", "2", "--out", out)
+    wait_for(process, out / "summary.json")
+    for _ in range(2 if "twice" in whom else 1):
+        (os.kill if whom == "the process" else os.killpg)(process.pid, signal.SIGINT)
+    # It returns when nobody is left that could write into these pipes.
+    _, errors = process.communicate(timeout=30)
+    assert process.returncode == 130
+    assert re.fullmatch(r"sim: interrupted, \d+ of \d+ runs are done\n", errors)
+    summary = json.loads((out / "summary.json").read_bytes())
+    assert not summary["complete"]
+    assert str(len(summary[told])) in errors
+    assert "ot complete" in (out / "report.md").read_text() or not summary.get("configs")
+
+
+def test_a_process_that_dies_ends_an_experiment(trace):
+    """Killed from outside, for memory say: an error in a sentence, no endless wait."""
+    options = argparse.ArgumentParser()
+    add_run_options(options)
+    given = options.parse_args([str(trace), "--block-tokens", str(BLOCK_TOKENS)])
+    jobs = [run_settings(given, policy_source("random"), seed) for seed in range(9)]
+    with Crew(2) as crew:
+        results = crew.results(jobs)
+        _, first = next(results)
+        assert first.summary["requests"]["complete"] == 200
+        for process in crew._members.values():
+            process.kill()
+        with pytest.raises(JobError, match="has died"):
+            list(results)
+
+
 def test_an_interrupted_replay_leaves_readable_results(tmp_path):
     """Ctrl-C: exit code 130, a table with whole rows, and a summary that says what it is."""
     path = written(tmp_path / "long.jsonl", 99_000)
     out = tmp_path / "out"
-    command = [sys.executable, "-m", "sim", "replay", str(path), "--out", str(out)]
-    environment = dict(os.environ) | {"PYTHONPATH": ":".join([str(ROOT), *sys.path])}
-    process = subprocess.Popen(
-        [*command, "--block-tokens", str(BLOCK_TOKENS)],
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment,
-    )  # fmt: skip
+    process = started("replay", path, "--out", out)
     decisions = out / "decisions.jsonl"
-    while not (decisions.exists() and decisions.stat().st_size):
-        assert process.poll() is None, process.stderr.read()
-        time.sleep(0.02)
+    wait_for(process, decisions)
     process.send_signal(signal.SIGINT)
-    process.communicate()
-    assert process.returncode == 130
+    _, errors = process.communicate()
+    assert (process.returncode, errors) == (130, "sim: interrupted\n")
     summary = json.loads((out / "summary.json").read_bytes())
     assert not summary["complete"]
     rows = pq.read_table(out / "requests.parquet").num_rows

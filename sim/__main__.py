@@ -1,0 +1,22 @@
+"""The command `sim`; what it is made of is in `sim/commands.py`."""
+
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+
+from sim.interrupts import INTERRUPTED
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command of the simulator; the exit code."""
+    try:
+        # Importing it takes a second, in which a Ctrl-C is no traceback either.
+        code: int = import_module("sim.commands").run(arguments)
+    except KeyboardInterrupt:
+        print("sim: interrupted", file=sys.stderr)
+        return INTERRUPTED
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -11,7 +11,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command of the simulator; the exit code."""
     try:
         # Importing it takes a second, in which a Ctrl-C is no traceback either.
-        code: int = import_module("sim.commands").run(arguments)
+        commands = import_module("sim.commands")
+        code: int = commands.run(arguments)
     except KeyboardInterrupt:
         print("sim: interrupted", file=sys.stderr)
         return INTERRUPTED

@@ -23,7 +23,6 @@ layers is the greater of two lines, so the fit is repeated until each point stay
 
 import argparse
 import sys
-import tomllib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
@@ -42,6 +41,7 @@ from sim.profiles import (
     StepWork,
     find_profile,
     profile_as_toml,
+    toml_in,
 )
 
 FITTED: Final = (
@@ -142,20 +142,14 @@ def run(options: argparse.Namespace) -> int:
     if options.out is None:
         sys.stdout.write(text)
         return 0
-    try:
-        options.out.write_text(text)
-    except OSError as problem:
-        sys.stderr.write(f"sim: {options.out}: {problem}\n")
-        return 1
+    options.out.write_text(text)
     return 0
 
 
 def points_in(path: Path) -> Points:
     """The points of a file. Raises ProfileError."""
     try:
-        return msgspec.convert(tomllib.loads(path.read_text()), Points)
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as problem:
-        raise ProfileError(f"{path}: {problem}") from problem
+        return msgspec.convert(toml_in(path), Points)
     except msgspec.ValidationError as problem:
         raise ProfileError(f"{path}: {problem}.") from problem
 

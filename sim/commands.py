@@ -21,6 +21,7 @@ from sim.output import OutputError
 from sim.pod_server import PodAddress, listen, serve, write_endpoints
 from sim.pods import PodSettings
 from sim.profiles import DEFAULT_PROFILE, ProfileError, find_profile
+from sim.sentences import sentence_of
 from sim.traces import command as trace_command
 from sim.traces.arrival import TraceError
 
@@ -43,11 +44,8 @@ def run(arguments: Sequence[str] | None) -> int:
     options = parser.parse_args(arguments)
     try:
         code: int = options.run(options)
-    except (TraceError, ProfileError, ConfigError, OutputError, JobError) as problem:
-        return _fail(str(problem), code=1)
-    except OSError as problem:
-        named = problem.filename is not None
-        return _fail(f"{problem.filename}: {problem.strerror}" if named else str(problem), code=1)
+    except (TraceError, ProfileError, ConfigError, OutputError, JobError, OSError) as problem:
+        return _fail(sentence_of(problem), code=1)
     return code
 
 
@@ -119,6 +117,8 @@ def _serve(options: argparse.Namespace) -> int:
         seed=options.seed,
         max_num_queued_reqs=options.max_num_queued_reqs,
     )
+    if settings.model in settings.adapters:
+        return _fail(f"--lora {settings.model} is the name of the model.", code=2)
     if settings.adapters and not options.max_loras:
         return _fail("--lora needs --max-loras of at least 1.", code=2)
 

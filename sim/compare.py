@@ -16,7 +16,7 @@ from sim.run_options import (
     POLICY_HELP,
     add_run_options,
     conditions,
-    count,
+    count_of_runs,
     named_policies,
     run_settings,
 )
@@ -75,7 +75,9 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
         metavar="FILE|NAME",
         help=f"repeat; the others are compared with the first. {POLICY_HELP}",
     )
-    add("--seeds", type=count, default=5, metavar="K", help="how many, each a whole run (5)")
+    add(
+        "--seeds", type=count_of_runs, default=5, metavar="K", help="how many, each a whole run (5)"
+    )
     add("--seed", type=int, default=1, help="the first of them (1)")
     add_experiment_options(parser)
     parser.set_defaults(run=run)

@@ -137,6 +137,8 @@ def _bootstrap(one: Series, other: Series, measures: Mapping[str, Measure]) -> t
 
 def _members(part: Series, block_s: Seconds) -> dict[int, npt.NDArray[np.int64]]:
     """Block -> positions of the requests that arrived in it."""
+    if not len(part):
+        return {}
     number = (part.arrived_s // block_s).astype(np.int64)
     order = np.argsort(number, kind="stable")
     blocks, starts = np.unique(number[order], return_index=True)

@@ -20,7 +20,8 @@ from sim.interrupts import INTERRUPTED, interrupts_call
 from sim.measures import SCHEMA, Series
 from sim.output import add_output_options, as_json, progress_bar, write_whole
 from sim.run import Run, RunSettings
-from sim.run_options import count
+from sim.run_options import count_of_runs
+from sim.sentences import sentence_of
 from sim.traces.arrival import TraceError
 
 _JOIN_S: Final = 5.0
@@ -166,7 +167,7 @@ def _work(pipe: Connection) -> None:
                 outcome: Result | str = run_job(settings)
             except (TraceError, ConfigError, OSError) as problem:
                 # Not as it is: an exception with arguments of its own cannot be sent.
-                outcome = str(problem)
+                outcome = sentence_of(problem)
             pipe.send(outcome)
 
 
@@ -181,6 +182,10 @@ def add_experiment_options(parser: argparse.ArgumentParser) -> None:
     """How many processes, and where to write."""
     cores = len(os.sched_getaffinity(0))
     parser.add_argument(
-        "--workers", type=count, default=cores, metavar="N", help=f"processes (all cores: {cores})"
+        "--workers",
+        type=count_of_runs,
+        default=cores,
+        metavar="N",
+        help=f"processes (all cores: {cores})",
     )
     add_output_options(parser)

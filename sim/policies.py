@@ -250,6 +250,10 @@ def policy_source(named: str) -> PolicySource:
         raise FileNotFoundError(f"{named} is neither a file nor one of {built_in}")
     if path.stat().st_size > CONFIG_MAX_BYTES:
         raise ConfigError([f"{named} is larger than {CONFIG_MAX_BYTES} bytes"])
-    source = PolicySource(name=path.stem, text=path.read_text(), source=named)
+    try:
+        text = path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as problem:
+        raise ConfigError([f"{named} is not UTF-8: {problem.reason}"]) from problem
+    source = PolicySource(name=path.stem, text=text, source=named)
     source.load()
     return source

@@ -37,6 +37,8 @@ from typing import Any, Final
 import msgspec
 from msgspec import Struct
 
+from sim.sentences import sentence_of
+
 ADAPTER_LINEAR_FACTORS: Final = {8: 1.02, 16: 1.035, 32: 1.06}
 """By LoRA rank: `defaults.yaml` of inference-sim/inference-sim."""
 
@@ -195,12 +197,8 @@ def profiles_in(path: Path) -> dict[str, Profile]:
     `like = "..."` takes what is not said from a built-in profile or one before in the file; a table
     `memory` with the fields of `Memory` stands for `kv_tokens`. Raises ProfileError.
     """
-    try:
-        tables = tomllib.loads(path.read_text())
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as problem:
-        raise ProfileError(f"{path}: {problem}") from problem
     profiles: dict[str, Profile] = {}
-    for name, table in tables.items():
+    for name, table in toml_in(path).items():
         if not isinstance(table, dict):
             raise ProfileError(f"{path}: {name}: expected a table, a profile.")
         fields: dict[str, Any] = {**table, "name": name}
@@ -219,6 +217,16 @@ def profiles_in(path: Path) -> dict[str, Profile]:
     if not profiles:
         raise ProfileError(f"{path}: expected at least one table, a profile.")
     return profiles
+
+
+def toml_in(path: Path) -> dict[str, Any]:
+    """What a TOML file says. Raises ProfileError."""
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as problem:
+        raise ProfileError(sentence_of(problem)) from problem
+    except (UnicodeDecodeError, tomllib.TOMLDecodeError) as problem:
+        raise ProfileError(f"{path}: {problem}") from problem
 
 
 def profile_as_toml(profile: Profile, comments: dict[str, str]) -> str:

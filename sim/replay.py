@@ -25,7 +25,7 @@ from sim.run_options import (
     run_settings,
 )
 from sim.run_report import run_page
-from sim.traces.reading import open_bytes
+from sim.traces.reading import lines_in
 
 DECISIONS_BELOW: Final = 100_000
 """Requests from which on decisions are only written when asked for."""
@@ -136,8 +136,7 @@ def write_run(folder: Path, summary: dict[str, Any]) -> None:
 
 def lines_of(settings: RunSettings) -> int:
     """About how many requests the trace has: its lines."""
-    with open_bytes(Path(settings.trace)) as file:
-        lines = sum(chunk.count(b"\n") for chunk in iter(lambda: file.read(1 << 20), b""))
+    lines = lines_in(Path(settings.trace))
     return lines if settings.requests_max is None else min(lines, settings.requests_max)
 
 

@@ -65,16 +65,20 @@ class Run:
         arrivals = self._arrivals()
         if settings.through_bytes:
             arrivals = refusing_odd_blocks(arrivals, settings.trace)
+        if not any(kind.engine.max_loras for kind in settings.cluster.pods):
+            arrivals = _refusing_adapters(arrivals, settings.trace)
         gap_s = settings.fault_gap_s
         self.cluster = Cluster(
             settings.cluster,
             open_policy,
-            _parsed if settings.through_bytes else _hashed(open_policy),
+            _parsed(settings.trace) if settings.through_bytes else _hashed(open_policy),
             arrivals,
             seed=settings.seed,
             ended=self._ended,
             faults=() if gap_s is None else draw_faults(settings.seed, mean_gap_s=gap_s),
         )
+        if self.cluster.done:
+            raise TraceError(settings.trace, 0, "", "Expected at least one request")
         self.timeline = Timeline(self.cluster.loop, self.cluster.pods, self.measures.pods)
 
     def ceilings(self) -> dict[str, float] | None:
@@ -143,8 +147,27 @@ def _hashed(
     return request
 
 
-def _parsed(arrival: Arrival, hashes: PromptHashes) -> InferenceRequest:
-    return request_through_bytes(arrival)
+def _parsed(path: str) -> Callable[[Arrival, PromptHashes], InferenceRequest]:
+    def request(arrival: Arrival, hashes: PromptHashes) -> InferenceRequest:
+        try:
+            return request_through_bytes(arrival)
+        except ValueError as problem:
+            raise TraceError(path, 0, "", str(problem)) from problem
+
+    return request
+
+
+def _refusing_adapters(arrivals: Iterable[Arrival], path: str) -> Iterator[Arrival]:
+    """The same arrivals; `TraceError` at one for an adapter, which no pod would serve."""
+    for arrival in arrivals:
+        if arrival.adapter:
+            raise TraceError(
+                path,
+                0,
+                f"request {arrival.index}",
+                f"Expected adapter slots for {arrival.adapter!r}; --max-loras gives pods some",
+            )
+        yield arrival
 
 
 def refusing_odd_blocks(arrivals: Iterable[Arrival], path: str) -> Iterator[Arrival]:

@@ -15,6 +15,8 @@ from sim.traces.formats import FORMATS
 from sim.traces.reading import ReadOptions
 
 PODS_MAX: Final = 1_000
+RUNS_MAX: Final = 1_000
+"""Of seeds, of points of a sweep, and of processes at once."""
 POLICY_HELP: Final = "an EndpointPickerConfig in a file, or a built-in: " + ", ".join(
     (DEFAULT_POLICY, *BASELINES)
 )
@@ -25,9 +27,9 @@ def add_run_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("trace", metavar="TRACE", help="a trace file; the format is found by its content")
     add("--trace-format", choices=sorted(known.name for known in FORMATS), help="do not guess")
-    add("--block-tokens", type=count, metavar="N", help="tokens in a block of the trace")
+    add("--block-tokens", type=_count, metavar="N", help="tokens in a block of the trace")
     add("--skip-bad", action="store_true", help="count malformed lines instead of stopping")
-    add("--requests", type=count, metavar="N", help="only the first N requests")
+    add("--requests", type=_count, metavar="N", help="only the first N requests")
     add(
         "--jitter",
         type=_seconds,
@@ -39,13 +41,13 @@ def add_run_options(parser: argparse.ArgumentParser) -> None:
     add(
         "--profile",
         action="append",
-        type=_profile,
+        type=profile_named,
         metavar="NAME|FILE.toml",
         help=f"model and GPU, {DEFAULT_PROFILE} if none; of several, pods take turns",
     )
     add("--pods", type=_pods, default=8, metavar="N", help="how many pods (8)")
     add("--max-loras", type=_whole, default=0, metavar="N", help="adapter slots of a pod (0: off)")
-    add("--replicas", type=count, default=1, metavar="N", help="pickers blind to each other (1)")
+    add("--replicas", type=_count, default=1, metavar="N", help="pickers blind to each other (1)")
     add("--scrape-interval", type=_positive, metavar="S", help="(default: as production)")
     add("--scrape-delay", type=_seconds, default=0.001, metavar="S", help="age of a page (0.001)")
     add("--network-delay", type=_seconds, default=0.0005, metavar="S", help="one way (0.0005)")
@@ -135,15 +137,20 @@ def named_policies(names: list[str]) -> list[PolicySource]:
     return sources
 
 
-def _profile(text: str) -> Profile:
+def profile_named(text: str) -> Profile:
+    """What `find_profile` finds, for argparse."""
     try:
         return find_profile(text)
     except ProfileError as problem:
         raise argparse.ArgumentTypeError(str(problem)) from problem
 
 
-def count(text: str) -> int:
-    """An integer of at least 1, for argparse."""
+def count_of_runs(text: str) -> int:
+    """An integer that a command of many runs takes, for argparse."""
+    return int(_number(text, lowest=1, highest=RUNS_MAX, integer=True))
+
+
+def _count(text: str) -> int:
     return int(_number(text, lowest=1, highest=1e9, integer=True))
 
 

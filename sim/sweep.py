@@ -3,7 +3,7 @@
 import argparse
 import sys
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 import msgspec
 
@@ -14,6 +14,7 @@ from sim.report import markdown_table, number, seconds, share, table
 from sim.run import RunSettings
 from sim.run_options import (
     POLICY_HELP,
+    RUNS_MAX,
     add_run_options,
     conditions,
     named_policies,
@@ -21,8 +22,6 @@ from sim.run_options import (
 )
 from sim.sweep_report import sweep_page
 from sim.traces.formats import open_trace
-
-_POINTS_MAX: Final = 1_000
 
 
 def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -122,6 +121,6 @@ def _rates(text: str) -> tuple[float, ...]:
         rates = tuple(float(part) for part in text.split(","))
     except ValueError:
         rates = ()
-    if not 1 <= len(rates) <= _POINTS_MAX or not all(0 < rate < 1e6 for rate in rates):
+    if not 1 <= len(rates) <= RUNS_MAX or not all(0 < rate < 1e6 for rate in rates):
         raise argparse.ArgumentTypeError(f"{text!r} is not a list of rates such as 2,4,8")
     return tuple(sorted(set(rates)))

@@ -15,6 +15,7 @@ from typing import Any, Final
 
 import msgspec
 
+from sim.sentences import sentence_of
 from sim.truth import ladder, latency, prefix_cache
 from sim.truth.judgement import Judgement, TruthError, described
 
@@ -71,7 +72,7 @@ def run(options: argparse.Namespace) -> int:
         try:
             options.json.write_bytes(as_json(judgements, problems, passed=passed))
         except OSError as problem:
-            return _fail(f"{options.json}: {problem}", code=1)
+            return _fail(sentence_of(problem), code=1)
     return 0 if passed else 1
 
 

@@ -51,6 +51,7 @@ COVERED_ELSEWHERE = {
         "flags that make no sense are refused there",
     ),
     "sim/run_report.py": ("tests/sim/test_replay.py", "the page is opened offline there"),
+    "sim/sentences.py": ("tests/sim/test_replay.py", "what is refused is told by it"),
     "sim/simulated_pod.py": ("tests/sim/test_cluster.py", "the pods of every cluster"),
     "sim/sweep.py": ("tests/sim/test_replay.py", "the three commands are run there"),
     "sim/sweep_report.py": ("tests/sim/test_replay.py", "the page of the sweep that is run there"),

@@ -15,8 +15,10 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from sim.profiles import DEFAULT_PROFILE, PROFILES
-from sim.traces.arrival import Arrival, TraceError
+from sim.profiles import DEFAULT_PROFILE, Profile
+from sim.run_options import profile_named
+from sim.sentences import sentence_of
+from sim.traces.arrival import Arrival
 from sim.traces.capture import CaptureWriter, Salt
 from sim.traces.formats import FORMATS, open_trace
 from sim.traces.inspection import Inspection, PodCeilings, Pool, Quantiles, inspect
@@ -90,7 +92,13 @@ def _add_inspect(kinds: "argparse._SubParsersAction[argparse.ArgumentParser]") -
     add("trace", type=Path, metavar="TRACE")
     add_reading(parser)
     add("--pods", type=_pods, default=8, metavar="N", help="pods of the pool (default: 8)")
-    add("--profile", choices=sorted(PROFILES), default=DEFAULT_PROFILE, help="model and GPU")
+    add(
+        "--profile",
+        type=profile_named,
+        default=DEFAULT_PROFILE,
+        metavar="NAME|FILE.toml",
+        help=f"model and GPU (default: {DEFAULT_PROFILE})",
+    )
     add("--kv-tokens", type=_positive, metavar="N", help="KV cache of a pod (default: profile)")
     add("--seed", type=int, default=1, help="places requests at random")
     add("--json", action="store_true", help="print JSON")
@@ -158,8 +166,8 @@ def _run(
     def run(options: argparse.Namespace) -> int:
         try:
             return command(options, Console())
-        except (TraceError, ValueError, OSError) as problem:
-            sys.stderr.write(f"sim: {problem}\n")
+        except (ValueError, OSError) as problem:
+            sys.stderr.write(f"sim: {sentence_of(problem)}\n")
             return 1
 
     return run
@@ -167,7 +175,7 @@ def _run(
 
 def _inspect(options: argparse.Namespace, console: Console) -> int:
     trace = open_trace(options.trace, read_options(options, options.seed))
-    profile = PROFILES[options.profile]
+    profile: Profile = options.profile
     kv_tokens = options.kv_tokens or profile.kv_tokens
     pool = Pool(pods=options.pods, profile=profile, kv_tokens=kv_tokens)
     found = inspect(_shown(trace, "Reading"), pool, options.seed)

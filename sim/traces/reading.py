@@ -4,6 +4,7 @@ Formats are told apart by the first line, never by the name of the file. Files t
 magic are read through it. A line that is malformed is named; it stops the reading, or is counted.
 """
 
+import contextlib
 import gzip
 import heapq
 import io
@@ -129,7 +130,7 @@ class Trace:
 
     def _arrivals(self) -> Iterator[tuple[int, Arrival]]:
         """(line, arrival) in the order of the file."""
-        with open_bytes(self.path) as file:
+        with _opened(self.path) as file:
             try:
                 if isinstance(self.format, DocumentFormat):
                     document = file.read(_DOCUMENT_BYTES_MAX)
@@ -138,8 +139,6 @@ class Trace:
                     yield from self._lines(file, self.format)
             except (FieldError, msgspec.ValidationError) as problem:
                 raise self._named(0, problem) from None
-            except (EOFError, zlib.error):
-                raise TraceError(str(self.path), 0, "", "Expected a whole gzip file") from None
 
     def _lines(self, file: BinaryIO, trace_format: LineFormat) -> Iterator[tuple[int, Arrival]]:
         parse: Parse | None = None
@@ -200,9 +199,24 @@ def open_bytes(path: Path) -> BinaryIO:
     return file
 
 
+def lines_in(path: Path) -> int:
+    """How many lines the file has. Raises `TraceError` and `OSError`."""
+    with _opened(path) as file:
+        return sum(part.count(b"\n") for part in iter(lambda: file.read(_HEAD_BYTES), b""))
+
+
+@contextlib.contextmanager
+def _opened(path: Path) -> Iterator[BinaryIO]:
+    with open_bytes(path) as file:
+        try:
+            yield file
+        except (EOFError, zlib.error):
+            raise TraceError(str(path), 0, "", "Expected a whole gzip file") from None
+
+
 def head(path: Path) -> bytes:
     """The first 64 KiB, unpacked."""
-    with open_bytes(path) as file:
+    with _opened(path) as file:
         return file.read(_HEAD_BYTES)
 
 

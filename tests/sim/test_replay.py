@@ -1,6 +1,7 @@
 """`sim replay`, `sim compare` and `sim sweep`: what they print, write and refuse."""
 
 import argparse
+import gzip
 import json
 import os
 import re
@@ -173,6 +174,71 @@ def test_what_makes_no_sense_is_refused(trace, arguments, told, capsys):
         code = stop.code
     assert code in (1, 2)
     assert told in capsys.readouterr().err
+
+
+HEADER = '{"format": "homing-capture", "version": 1}\n'
+ONE = '{"time_s": 0, "prompt_tokens": 65, "output_tokens": 1%s}\n'
+
+
+@pytest.mark.parametrize(
+    ("content", "arguments", "told"),
+    [
+        (HEADER.encode(), [], "Expected at least one request"),
+        (
+            gzip.compress((HEADER + (ONE % "") * 5_000).encode())[:-20],
+            [],
+            "Expected a whole gzip file",
+        ),
+        ((HEADER + ONE % ', "adapter": "sql"').encode(), [], "--max-loras gives pods some"),
+        (
+            (HEADER + ONE % ', "parts": [[99999999999, 1], [5, 64]]').encode(),
+            ["--through", "bytes"],
+            "expected ids below 16777216",
+        ),
+    ],
+)
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["replay"],
+        ["compare", "--config", "default", "--config", "random", "--seeds", "1"],
+        ["sweep", "--config", "default", "--rates", "5"],
+    ],
+    ids=lambda command: command[0],
+)
+def test_a_trace_that_cannot_be_replayed_is_one_sentence(
+    command, content, arguments, told, tmp_path, capsys
+):
+    """Which trace, and what was expected of it; exit code 1, also from another process."""
+    path = tmp_path / "trace"
+    path.write_bytes(content)
+    assert main([command[0], str(path), *command[1:], *arguments]) == 1
+    errors = capsys.readouterr().err
+    assert errors.startswith(f"sim: {path}: ")
+    assert told in errors
+    assert errors.count("\n") == 1
+
+
+def test_a_file_that_is_no_text_is_one_sentence(trace, tmp_path, capsys):
+    """A configuration, a profile and a trace that is not there: each is named."""
+    path = tmp_path / "odd.toml"
+    path.write_bytes(b"\xff\xfe")
+    assert sim("replay", trace, "--config", path) == 1
+    assert capsys.readouterr().err == f"sim: {path} is not UTF-8: invalid start byte\n"
+    with pytest.raises(SystemExit):
+        sim("replay", trace, "--profile", path)
+    assert "odd.toml: 'utf-8'" in capsys.readouterr().err
+    assert sim("replay", tmp_path / "none") == 1
+    assert capsys.readouterr().err == f"sim: {tmp_path / 'none'}: No such file or directory\n"
+
+
+def test_a_comparison_of_nothing_says_so(tmp_path, capsys):
+    """No request fits into the cache: there is nothing to tell a difference from."""
+    path = tmp_path / "large.jsonl"
+    path.write_text(HEADER + (ONE % "").replace("65", "5000000"))
+    code = main(["compare", str(path), "--config", "default", "--config", "random", "--seeds", "1"])
+    assert code == 0
+    assert "not enough to tell from: 0 blocks" in capsys.readouterr().out
 
 
 def test_a_comparison_says_when_there_is_no_difference(trace, tmp_path, capsys):

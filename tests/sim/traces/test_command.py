@@ -43,6 +43,19 @@ def test_inspect_prints_json(mooncake, capsys):
     assert document["ceilings"]["one_cache"] == pytest.approx(19 * 1024 / (20 * 1100))
 
 
+def test_inspect_takes_a_profile_of_ones_own(mooncake, tmp_path, capsys):
+    """As `sim replay` does: FILE.toml; one that is no good is told, exit code 2."""
+    path = tmp_path / "mine.toml"
+    path.write_text('[mine]\nlike = "llama-3.1-8b-h100-tp1"\nkv_tokens = 2048\n')
+    assert run("inspect", mooncake, "--json", "--profile", path) == 0
+    pool = json.loads(capsys.readouterr().out)["pool"]
+    assert (pool["profile"], pool["kv_tokens"]) == ("mine", 2048)
+    with pytest.raises(SystemExit) as left:
+        run("inspect", mooncake, "--profile", tmp_path / "none.toml")
+    assert left.value.code == 2
+    assert "none.toml: No such file or directory" in capsys.readouterr().err
+
+
 def test_generate_writes_the_same_file_for_one_seed(tmp_path, capsys):
     """Plain and packed; another seed writes another."""
     outs = [tmp_path / name for name in ("a.jsonl", "b.jsonl", "c.jsonl", "a.gz", "b.gz")]

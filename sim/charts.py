@@ -5,7 +5,10 @@ from collections.abc import Mapping, Sequence
 from html import escape
 from typing import Final
 
+import numpy as np
 from msgspec import Struct
+
+from sim.measures import Floats
 
 WIDTH: Final = 640
 HEIGHT: Final = 300
@@ -18,6 +21,8 @@ COLOURS: Final = (
     "#0f766e", "#b45309", "#1d4ed8", "#be185d", "#4d7c0f", "#7c3aed", "#475569", "#c2410c",
 )  # fmt: skip
 """Of series, in their order; counted round."""
+
+_CDF_POINTS: Final = 200
 
 Points = Sequence[tuple[float, float]]
 
@@ -133,6 +138,21 @@ def bar_chart(values: Mapping[str, float], *, y: Axis, label: str) -> str:
                 f"{escape(y.label(value))}</text>"
             )
     return chart(parts, label)
+
+
+def cdf_chart(caption: str, series: Mapping[str, Floats]) -> str:
+    """A figure: the share of values up to each value, a line a series; NaN is not counted."""
+    lines: dict[str, Points] = {}
+    for name, values in series.items():
+        known = np.sort(values[~np.isnan(values)])
+        ranks = np.unique(np.linspace(0, len(known) - 1, _CDF_POINTS).astype(int))
+        if len(known):
+            lines[name] = [(float(known[rank]), (rank + 1) / len(known)) for rank in ranks]
+    if not lines:
+        return figure(caption, "<p>Nothing was completed.</p>")
+    x = Axis.over([at for line in lines.values() for at, _ in line], unit="s", logarithmic=True)
+    drawing = line_chart(lines, x=x, y=Axis(low=0, high=1), label=caption)
+    return figure(caption, drawing, list(lines) if len(series) > 1 else ())
 
 
 def legend(names: Sequence[str]) -> str:

@@ -7,11 +7,11 @@ from typing import Any, Final
 
 import numpy as np
 
+from sim.compare_report import comparison_page, comparison_report, comparison_table
 from sim.intervals import Difference, Measure, compare_runs
-from sim.jobs import Experiment, Result, Results, add_experiment_options
+from sim.jobs import Experiment, Results, add_experiment_options
 from sim.measures import Series, mean, percentile, rounded
 from sim.output import open_folder
-from sim.report import markdown_table, number, seconds, share, table
 from sim.run_options import (
     POLICY_HELP,
     add_run_options,
@@ -45,16 +45,6 @@ MEASURES: Final[Mapping[str, Measure]] = {
     "e2e_mean_s": lambda series: mean(series.e2e_s),
     "hit_rate": _hit_rate,
     "output_tokens_per_s": _output_tokens_per_s,
-}
-_LABELS: Final = {
-    "ttft_mean_s": "TTFT mean",
-    "ttft_p50_s": "TTFT p50",
-    "ttft_p90_s": "TTFT p90",
-    "ttft_p99_s": "TTFT p99",
-    "tpot_mean_s": "TPOT mean",
-    "e2e_mean_s": "E2E mean",
-    "hit_rate": "hit rate",
-    "output_tokens_per_s": "output tokens/s",
 }
 
 
@@ -93,16 +83,22 @@ def run(options: argparse.Namespace) -> int:
     seeds = range(options.seed, options.seed + options.seeds)
     # Seed by seed, so that an interrupted comparison has whole seeds.
     jobs = [run_settings(options, policy, seed) for seed in seeds for policy in policies]
-    starts = range(0, len(jobs), len(policies))
+    names = [policy.name for policy in policies]
+    each = range(len(names))
+
+    def columns(results: Results) -> list[list[Series]]:
+        """Of each configuration, all seeds under which every configuration has run."""
+        starts = range(0, len(jobs), len(names))
+        whole = [start for start in starts if all(start + at in results for at in each)]
+        return [[results[start + at].series for start in whole] for at in each]
 
     def summary(results: Results) -> dict[str, Any]:
-        rows = [range(start, start + len(policies)) for start in starts]
-        whole = [[results[at] for at in row] for row in rows if all(at in results for at in row)]
+        found = columns(results)
         return {
             "first_seed": options.seed,
-            "seeds": len(whole),
+            "seeds": len(found[0]),
             "conditions": conditions(jobs[0]),
-            "configs": _compared([policy.name for policy in policies], whole),
+            "configs": _compared(names, found),
             "runs": [
                 {"config": jobs[at].policy.name, "seed": jobs[at].seed, **results[at].summary}
                 for at in sorted(results)
@@ -114,15 +110,17 @@ def run(options: argparse.Namespace) -> int:
         jobs=jobs,
         summary=summary,
         table=comparison_table,
-        reports={"report.md": comparison_report},
+        reports=lambda told, results: {
+            "report.md": comparison_report(told),
+            "report.html": comparison_page(told, columns(results)),
+        },
     ).carry_out(open_folder(options), workers=options.workers)
 
 
-def _compared(names: Sequence[str], runs: Sequence[Sequence[Result]]) -> dict[str, Any]:
+def _compared(names: Sequence[str], columns: Sequence[Sequence[Series]]) -> dict[str, Any]:
     """Every measure of every configuration, and its difference from the first one."""
-    if not runs:
+    if not columns[0]:
         return {}
-    columns = [[row[at].series for row in runs] for at in range(len(names))]
     told: dict[str, Any] = {}
     for at, name in enumerate(names):
         told[name] = {"mean": {}, "difference": {}}
@@ -153,65 +151,3 @@ def verdict(found: Difference) -> str:
         return NO_DIFFERENCE
     relative = found.difference / found.reference if found.reference else float(np.inf)
     return f"{relative:+.1%}"
-
-
-def _rows(summary: dict[str, Any]) -> list[list[str]]:
-    rows = [["", *summary["configs"]]]
-    for measure, label in _LABELS.items():
-        values = [
-            _shown(measure, config["mean"][measure]) for config in summary["configs"].values()
-        ]
-        rows.append([label, *values])
-    return rows
-
-
-def _difference_rows(summary: dict[str, Any]) -> list[list[str]]:
-    first = next(iter(summary["configs"]))
-    rows = [[f"against {first}", "difference", "95 % interval", "verdict"]]
-    for name, config in summary["configs"].items():
-        for measure, found in config["difference"].items():
-            low, high = _shown(measure, found["low"]), _shown(measure, found["high"])
-            value = _shown(measure, found["value"])
-            label = f"{name}: {_LABELS[measure]}"
-            rows.append([label, value, f"{low} to {high}", found["verdict"]])
-    return rows
-
-
-def _shown(measure: str, value: float | None) -> str:
-    if measure == "hit_rate":
-        return share(value)
-    return seconds(value) if measure.endswith("_s") and "tokens" not in measure else number(value)
-
-
-def comparison_table(summary: dict[str, Any]) -> str:
-    """For the terminal."""
-    if not summary["configs"]:
-        return "interrupted before every configuration had run once"
-    return f"{table(_rows(summary))}\n\n{table(_difference_rows(summary))}\n\n{_basis(summary)}\n"
-
-
-def comparison_report(summary: dict[str, Any]) -> str:
-    """report.md of a comparison."""
-    heading = f"# {' against '.join(summary['configs']) or 'Comparison'}\n\n"
-    if not summary["configs"]:
-        return heading + "Not every configuration has run once yet.\n"
-    notes = "" if summary["complete"] else "**Not complete: only whole seeds are counted.**\n\n"
-    told = [["", ""], *[[name, str(value)] for name, value in summary["conditions"].items()]]
-    return (
-        f"{heading}{notes}{markdown_table(_rows(summary))}\n\n"
-        f"{markdown_table(_difference_rows(summary))}\n\n{_basis(summary)}\n\n"
-        f"## What was run\n\n{markdown_table(told)}\n"
-    )
-
-
-def _basis(summary: dict[str, Any]) -> str:
-    differences = [
-        found["over"]
-        for config in summary["configs"].values()
-        for found in config["difference"].values()
-    ]
-    over = differences[0] if differences else "nothing"
-    return (
-        f"Seeds from {summary['first_seed']}, {summary['seeds']} of them, the same requests at "
-        f"the same times for every configuration. Intervals are paired over {over}."
-    )

@@ -50,8 +50,8 @@ class Experiment(Struct, frozen=True, kw_only=True):
     summary: Callable[[Results], dict[str, Any]]
     """Of as many results as there are; `schema` and `complete` come before it."""
     table: Callable[[dict[str, Any]], str]
-    reports: Mapping[str, Callable[[dict[str, Any]], str]]
-    """File name -> its content, made of the summary."""
+    reports: Callable[[dict[str, Any], Results], dict[str, str]]
+    """Of a summary and its results: file name -> content."""
 
     def carry_out(self, folder: Path | None, *, workers: int) -> int:
         """Run all, write what is known whenever one ends, print the table: the exit code.
@@ -65,8 +65,8 @@ class Experiment(Struct, frozen=True, kw_only=True):
             summary = {"schema": SCHEMA, "complete": complete} | self.summary(results)
             if folder is not None:
                 write_whole(folder / "summary.json", as_json(summary))
-                for name, report in self.reports.items():
-                    write_whole(folder / name, report(summary).encode())
+                for name, content in self.reports(summary, results).items():
+                    write_whole(folder / name, content.encode())
             return summary
 
         with Crew(min(workers, len(self.jobs))) as crew, interrupts_call(crew.stop):
@@ -175,7 +175,8 @@ def run_job(settings: RunSettings) -> Result:
     """One run, without files. Raises as `Run` does."""
     one = Run(settings)
     one.run()
-    return Result(summary=one.measures.summary(), series=one.measures.series())
+    summary = {"bad_lines": one.trace.bad_lines} | one.measures.summary()
+    return Result(summary=summary, series=one.measures.series())
 
 
 def add_experiment_options(parser: argparse.ArgumentParser) -> None:

@@ -59,6 +59,7 @@ def fact_rows(summary: dict[str, Any]) -> list[list[str]]:
     goodput = summary["goodput"]
     ended = ", ".join(f"{counts[fate]:,} {fate}" for fate in list(counts)[1:] if counts[fate])
     loads = summary["imbalance"]
+    bad_lines = summary["bad_lines"]
     return [
         ["requests", f"{counts['sent']:,}: {ended}"],
         ["hit rate", f"{share(summary['hit_rate'])} of prompt tokens"],
@@ -79,6 +80,7 @@ def fact_rows(summary: dict[str, Any]) -> list[list[str]]:
         ],
         ["age of metrics at a decision", seconds(summary["metrics_age_s"])],
         ["preemptions", f"{summary['preemptions']:,}"],
+        *([["malformed lines skipped", f"{bad_lines:,}"]] if bad_lines else []),
         ["digest", summary["digest"]],
     ]
 

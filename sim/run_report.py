@@ -12,6 +12,7 @@ from sim.charts import (
     Points,
     bar_chart,
     cards,
+    cdf_chart,
     figure,
     html_table,
     legend,
@@ -19,10 +20,9 @@ from sim.charts import (
     page,
     scatter_chart,
 )
-from sim.measures import Floats, Series
+from sim.measures import Series
 from sim.report import fact_rows, number, seconds, share
 
-_CDF_POINTS: Final = 200
 _WINDOWS: Final = 40
 _DECISIONS_SHOWN: Final = 2_000
 """Lines of decisions.jsonl that the page carries: evenly spread over the run."""
@@ -35,9 +35,9 @@ def run_page(summary: dict[str, Any], series: Series, decisions: Path | None) ->
     body = [
         cards(_facts(summary)),
         '<div class="pair">',
-        _cdf("Time to first token: share of requests within a time", series.ttft_s),
-        _cdf("Time per output token: share of requests within a time", series.tpot_s),
-        _cdf("Whole answer: share of requests within a time", series.e2e_s),
+        cdf_chart("Time to first token: share of requests within a time", {"": series.ttft_s}),
+        cdf_chart("Time per output token: share of requests within a time", {"": series.tpot_s}),
+        cdf_chart("Whole answer: share of requests within a time", {"": series.e2e_s}),
         _ttft_over_rate(series),
         "</div>",
         _hit_rates(summary),
@@ -68,16 +68,6 @@ def _facts(summary: dict[str, Any]) -> list[tuple[str, str]]:
         ("requests", f"{summary['requests']['sent']:,}"),
         ("output tokens/s", number(summary["output_tokens_per_s"])),
     ]
-
-
-def _cdf(caption: str, values: Floats) -> str:
-    known = np.sort(values[~np.isnan(values)])
-    if not len(known):
-        return figure(caption, "<p>Nothing was completed.</p>")
-    ranks = np.unique(np.linspace(0, len(known) - 1, _CDF_POINTS).astype(int))
-    points = [(float(known[rank]), (rank + 1) / len(known)) for rank in ranks]
-    x = Axis.over([at for at, _ in points], unit="s", logarithmic=True)
-    return figure(caption, line_chart({"": points}, x=x, y=Axis(low=0, high=1), label=caption))
 
 
 def _ttft_over_rate(series: Series) -> str:

@@ -78,7 +78,7 @@ def run(options: argparse.Namespace) -> int:
         ],
         summary=summary,
         table=lambda told: table(_rows(told)),
-        reports={"report.md": _report, "report.html": sweep_page},
+        reports=lambda told, _: {"report.md": _report(told), "report.html": sweep_page(told)},
     ).carry_out(folder, workers=options.workers)
 
 
@@ -106,13 +106,18 @@ def _rows(summary: dict[str, Any]) -> list[list[str]]:
     return rows
 
 
+def _skipped(summary: dict[str, Any]) -> str:
+    lines = max((point["bad_lines"] for point in summary["points"]), default=0)
+    return f"{lines:,} malformed lines of the trace were skipped.\n\n" if lines else ""
+
+
 def _report(summary: dict[str, Any]) -> str:
     notes = "" if summary["complete"] else "**Not complete.**\n\n"
     told = [["", ""], *[[name, str(value)] for name, value in summary["conditions"].items()]]
     return (
         f"# Sweep of {summary['conditions']['trace']}\n\n{notes}"
         f"Seed {summary['seed']}; the trace itself has {summary['trace_rate']:.3g} requests/s.\n\n"
-        f"{markdown_table(_rows(summary))}\n\n## What was run\n\n{markdown_table(told)}\n"
+        f"{_skipped(summary)}{markdown_table(_rows(summary))}\n\n## What was run\n\n{markdown_table(told)}\n"
     )
 
 

@@ -35,6 +35,7 @@ COVERED_ELSEWHERE = {
     "sim/check.py": ("tests/sim/test_faults.py", "runs after every event of a hundred faulty runs"),
     "sim/commands.py": ("tests/sim/test_main.py", "command lines are given to it"),
     "sim/compare.py": ("tests/sim/test_replay.py", "the three commands are run there"),
+    "sim/compare_report.py": ("tests/sim/test_replay.py", "its page is opened there"),
     "sim/interrupts.py": ("tests/sim/test_replay.py", "Ctrl-C is sent to every command"),
     "sim/jobs.py": ("tests/sim/test_replay.py", "comparisons and sweeps run through it"),
     "sim/least_squares.py": ("tests/sim/test_validate.py", "fits the few unknowns of a recording"),

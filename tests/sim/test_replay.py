@@ -154,8 +154,17 @@ def test_a_bad_line_stops_or_is_counted(tmp_path, capsys):
         assert errors.startswith("sim: ")
         assert "bad.jsonl:6: input_length" in errors
         assert errors.count("\n") == 1
-    assert sim("replay", path, "--skip-bad", "--out", tmp_path / "out") == 0
-    assert json.loads((tmp_path / "out" / "summary.json").read_bytes())["bad_lines"] == 1
+    for name, *flags in (
+        ["replay"],
+        ["compare", "--config", "default", "--config", "random", "--seeds", "1"],
+        ["sweep", "--config", "default", "--rates", "5"],
+    ):
+        out = tmp_path / name
+        assert sim(name, path, *flags, "--skip-bad", "--out", out) == 0
+        summary = json.loads((out / "summary.json").read_bytes())
+        runs = summary.get("runs") or summary.get("points") or [summary]
+        assert {run["bad_lines"] for run in runs} == {1}
+        assert re.search(r"malformed lines .*skipped", (out / "report.md").read_text())
 
 
 @pytest.mark.parametrize(
@@ -261,7 +270,12 @@ def test_a_comparison_says_when_there_is_no_difference(trace, tmp_path, capsys):
     assert worse["high"] < 0
     assert worse["over"] == "5 seeds"
     assert "no significant difference" in capsys.readouterr().out
-    assert "no significant difference" in (out / "report.md").read_text()
+    for report in ("report.md", "report.html"):
+        assert "no significant difference" in (out / report).read_text()
+    page = (out / "report.html").read_text()
+    assert "http" not in page
+    # A curve a configuration for each of TTFT, TPOT and E2E.
+    assert page.count("<polyline") == 9
 
 
 def test_a_sweep_shows_that_load_costs(trace, tmp_path):

@@ -8,7 +8,7 @@ from time import perf_counter, process_time
 
 from sim.cluster import ClusterSettings
 from sim.policies import DEFAULT_POLICY, policy_source
-from sim.profiles import DEFAULT_PROFILE, PROFILES
+from sim.profiles import DEFAULT_PROFILE, find_profile
 from sim.replay import summary_of, write_run
 from sim.request_files import RequestTable
 from sim.run import Run, RunSettings
@@ -26,7 +26,7 @@ def run() -> list[tuple[str, str]]:
     settings = RunSettings(
         trace=str(trace),
         policy=policy_source(DEFAULT_POLICY),
-        cluster=ClusterSettings(pods=(PodKind.of(PROFILES[DEFAULT_PROFILE]),) * 8),
+        cluster=ClusterSettings(pods=(PodKind.of(find_profile(DEFAULT_PROFILE)),) * 8),
     )
     started_s, cpu_s = perf_counter(), process_time()
     with tempfile.TemporaryDirectory() as name:

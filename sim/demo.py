@@ -49,6 +49,7 @@ from sim.demo_report import (
     summarise,
     title_of,
 )
+from sim.profiles import find_profile
 from sim.workload import Conversation, WorkloadSettings, conversations, requests_in
 
 
@@ -146,7 +147,7 @@ def _conditions(options: Options, workload: Sequence[Conversation]) -> list[tupl
     shape = options.workload
     cache_tokens = cache_blocks() * BLOCK_SIZE_TOKENS
     return [
-        ("Pods", f"{PODS} an arm, fresh, simulated: {PROFILE.name} ({PROFILE.model})"),
+        ("Pods", f"{PODS} an arm, fresh, simulated: {PROFILE} ({find_profile(PROFILE).model})"),
         ("KV cache", f"{cache_tokens:,} tokens a pod, {CACHE_SHARE:.0%} of the real one"),
         ("Why so small", "cache and traffic shrink together: a minute stands for a longer time"),
         ("Tenants", f"{shape.tenants}, system prompts of {shape.system_tokens:,} tokens (median)"),

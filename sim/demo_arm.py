@@ -22,7 +22,7 @@ from aiohttp import ClientError, ClientSession, ClientTimeout
 from msgspec import Struct
 
 from sim.client import RequestOutcome, drive
-from sim.profiles import PROFILES
+from sim.profiles import find_profile
 from sim.workload import Conversation
 
 _T = TypeVar("_T")
@@ -31,7 +31,7 @@ ROUND_ROBIN: Final = "round_robin"
 HOMING: Final = "homing"
 
 PODS: Final = 4
-PROFILE: Final = PROFILES["qwen3-32b-h100-tp2"]
+PROFILE: Final = "qwen3-32b-h100-tp2"
 CACHE_SHARE: Final = 0.25
 """Of the profile's KV cache. A real fleet has more tenants and hours to fill it; the demo has a
 minute, so cache and traffic are made smaller together."""
@@ -138,7 +138,9 @@ class Arm:
         """Serve the workload once. DemoError if a program fails."""
         async with contextlib.AsyncExitStack() as stack:
             gateway, pods = await self._start(stack)
-            outcomes = await self._unless_ended(drive(gateway, PROFILE.model, workload, answered))
+            outcomes = await self._unless_ended(
+                drive(gateway, find_profile(PROFILE).model, workload, answered)
+            )
             counted = [await _requests_served(url) for url in pods]
         return ArmResult(outcomes=outcomes, requests_per_pod=counted)
 
@@ -211,7 +213,7 @@ async def _write_bootstrap(path: Path, ports: Ports, in_turn: Sequence[str]) -> 
 def _pods_command(endpoints: Path, seed: int) -> list[str]:
     return [
         *(sys.executable, "-m", "sim", "serve", "--pods", str(PODS), "--port", "0"),
-        *("--profile", PROFILE.name, "--blocks", str(cache_blocks())),
+        *("--profile", PROFILE, "--blocks", str(cache_blocks())),
         *("--block-size", str(BLOCK_SIZE_TOKENS), "--seed", str(seed)),
         *("--endpoints-out", str(endpoints), "--log-format", "json", "--json"),
     ]
@@ -235,7 +237,7 @@ def _envoy_command(envoy: Path, bootstrap: Path) -> list[str]:
 
 
 def cache_blocks() -> int:
-    return round(PROFILE.kv_tokens * CACHE_SHARE) // BLOCK_SIZE_TOKENS + 1
+    return round(find_profile(PROFILE).kv_tokens * CACHE_SHARE) // BLOCK_SIZE_TOKENS + 1
 
 
 def find_envoy() -> Path:

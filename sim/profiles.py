@@ -14,23 +14,20 @@
     decode_per_context_token * C in steps that also compute chunks: kernels for both at once are
     slower at decoding on some GPUs.
 
-A user's own profiles are TOML, one table a profile, named as they are used; `like` names another to
-begin with. See `profiles_in`.
+The built-in profiles are in `profiles.toml`, each constant with its source; a user's own are TOML
+too, one table a profile, named as they are used; `like` names another to begin with. See
+`profiles_in`.
 
-Sources. H100: least squares over the vLLM kernel tables published in ai-dynamo/aiconfigurator (H100
-SXM, BF16; gemm, context attention, generation attention, all-reduce; Apache-2.0), `pair_s` being
-twice the fitted coefficient of n*n for a whole prompt. A100: no kernel table; the H100's measured
-share of its peaks (70 % of 989 TFLOP/s, 89 % of 3.35 TB/s) at the peaks of the A100's data sheet
-(312 TFLOP/s, 2.039 TB/s), attention at FlashAttention-2's published 230 TFLOP/s: expect less of it.
-RTX: `sim/kernels.py` over the kernel timings that casys-kaist/LLMServingSim publishes (MIT).
-`host_s`: fitted on two published vLLM 0.19 runs of the same project. `shared_context_factor` and
-the front-end terms: fitted on the llm-d guide `optimized-baseline` (8 x 2 H100, Qwen3-32B). KV
-tokens: `Memory`, but where a number was published or recorded. Adapter factors: by rank as in
-inference-sim's defaults. Adapter load: from disk, an assumption (0.3 to 5 s are seen).
+Sources of the defaults below: `host_s`, fitted on two published vLLM 0.19 runs of
+casys-kaist/LLMServingSim (MIT). `shared_context_factor` and the front-end terms: fitted on the llm-d
+guide `optimized-baseline` (8 x 2 H100, Qwen3-32B). Adapter factors: by rank as in inference-sim's
+defaults. Adapter load: from disk, an assumption (0.3 to 5 s are seen).
 """
 
 import tomllib
 from bisect import bisect_left
+from collections.abc import Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any, Final
 
@@ -39,6 +36,7 @@ from msgspec import Struct
 
 from sim.sentences import sentence_of
 
+DEFAULT_PROFILE: Final = "llama-3.1-8b-h100-tp1"
 ADAPTER_LINEAR_FACTORS: Final = {8: 1.02, 16: 1.035, 32: 1.06}
 """By LoRA rank: `defaults.yaml` of inference-sim/inference-sim."""
 
@@ -170,17 +168,24 @@ class ProfileError(ValueError):
     """A profile cannot be had: one sentence, with the file where there is one."""
 
 
+@cache
+def built_in_profiles() -> Mapping[str, Profile]:
+    """Those of `profiles.toml`, by name, in its order."""
+    return _profiles_of(Path(__file__).with_name("profiles.toml"), known={})
+
+
 def find_profile(text: str) -> Profile:
     """A built-in profile by its name, or FILE.toml, or FILE.toml:NAME where it holds several.
 
     Raises ProfileError.
     """
-    if text in PROFILES:
-        return PROFILES[text]
+    built_in = built_in_profiles()
+    if text in built_in:
+        return built_in[text]
     file, colon, name = text.partition(".toml:")
     if not colon and not text.endswith(".toml"):
         raise ProfileError(
-            f"No profile {text!r}; expected one of {', '.join(sorted(PROFILES))}, or FILE.toml."
+            f"No profile {text!r}; expected one of {', '.join(sorted(built_in))}, or FILE.toml."
         )
     path = Path(file + ".toml" if colon else text)
     profiles = profiles_in(path)
@@ -197,6 +202,11 @@ def profiles_in(path: Path) -> dict[str, Profile]:
     `like = "..."` takes what is not said from a built-in profile or one before in the file; a table
     `memory` with the fields of `Memory` stands for `kv_tokens`. Raises ProfileError.
     """
+    return _profiles_of(path, known=built_in_profiles())
+
+
+def _profiles_of(path: Path, *, known: Mapping[str, Profile]) -> dict[str, Profile]:
+    """`known`: what `like` may name besides those before it."""
     profiles: dict[str, Profile] = {}
     for name, table in toml_in(path).items():
         if not isinstance(table, dict):
@@ -204,7 +214,7 @@ def profiles_in(path: Path) -> dict[str, Profile]:
         fields: dict[str, Any] = {**table, "name": name}
         like = fields.pop("like", None)
         if like is not None:
-            base = profiles.get(like) or PROFILES.get(like)
+            base = profiles.get(like) or known.get(like)
             if base is None:
                 raise ProfileError(f"{path}: {name}: like: no profile {like!r} before it.")
             fields = {**msgspec.to_builtins(base), **fields}
@@ -247,139 +257,3 @@ def _toml(value: object) -> str:
     if isinstance(value, float):
         return f"{value:.6g}" if "." in f"{value:.6g}" or "e" in f"{value:.6g}" else f"{value:.1f}"
     return str(value)
-
-
-_LLAMA_8B: Final = Profile(
-    name="llama-3.1-8b-h100-tp1",
-    model="meta-llama/Llama-3.1-8B-Instruct",
-    kv_tokens=434_000,
-    max_model_len_tokens=131_072,
-    weight_read_s=5.4e-3,
-    linear_s_per_token=21.5e-6,
-    decode_s=0.46e-3,
-    decode_s_per_context_token=44.1e-9,
-    pair_s=2 * 0.343e-9,
-    head_s=0.4e-3,
-)
-_QWEN3_32B: Final = Profile(
-    name="qwen3-32b-h100-tp2",
-    model="Qwen/Qwen3-32B",
-    kv_tokens=307_328,
-    max_model_len_tokens=40_960,
-    weight_read_s=12.2e-3,
-    linear_s_per_token=48e-6,
-    all_reduce_s=0.57e-3,
-    all_reduce_s_per_token=8.6e-6,
-    decode_s=0.70e-3,
-    decode_s_per_context_token=45.4e-9,
-    pair_s=2 * 0.699e-9,
-    head_s=0.35e-3,
-    host_s=0.002,
-)
-_LLAMA_70B_TP4: Final = Profile(
-    name="llama-3.1-70b-h100-tp4",
-    model="meta-llama/Llama-3.1-70B-Instruct",
-    kv_tokens=450_000,
-    max_model_len_tokens=131_072,
-    weight_read_s=13.0e-3,
-    linear_s_per_token=50.2e-6,
-    all_reduce_s=0.78e-3,
-    all_reduce_s_per_token=22.3e-6,
-    decode_s=0.77e-3,
-    decode_s_per_context_token=30.6e-9,
-    pair_s=2 * 0.372e-9,
-    head_s=0.3e-3,
-)
-_LLAMA_70B_TP8: Final = Profile(
-    name="llama-3.1-70b-h100-tp8",
-    model="meta-llama/Llama-3.1-70B-Instruct",
-    kv_tokens=1_340_000,
-    max_model_len_tokens=131_072,
-    weight_read_s=7.05e-3,
-    linear_s_per_token=23.7e-6,
-    all_reduce_s=0.89e-3,
-    all_reduce_s_per_token=20.5e-6,
-    decode_s=0.77e-3,
-    decode_s_per_context_token=15.8e-9,
-    pair_s=2 * 0.128e-9,
-    head_s=0.3e-3,
-)
-
-_LLAMA_8B_A100: Final = Profile(
-    name="llama-3.1-8b-a100-tp1",
-    model="meta-llama/Llama-3.1-8B-Instruct",
-    kv_tokens=434_000,
-    max_model_len_tokens=131_072,
-    weight_read_s=8.9e-3,
-    linear_s_per_token=68e-6,
-    decode_s=0.46e-3,
-    decode_s_per_context_token=72.5e-9,
-    pair_s=2.27e-9,
-    head_s=0.65e-3,
-    max_num_seqs=256,
-    max_num_batched_tokens=2048,
-)
-
-# Both RTX tables: points of LLMServingSim's timings chosen so that no other is off by 3 %.
-_LLAMA_8B_RTX_4090: Final = Profile(
-    name="llama-3.1-8b-rtx-4090-tp1",
-    model="meta-llama/Llama-3.1-8B",
-    kv_tokens=41_392,  # 2,587 usable blocks of 16: `num_gpu_blocks` of the published run
-    max_model_len_tokens=32_768,
-    linear_tokens=(
-        *(1, 16, 20, 160, 208, 256, 272, 384, 400, 512, 528, 640, 656, 768, 784, 896, 912, 1024),
-        *(1040, 1280, 1296, 1408, 1424, 1536, 1552, 2048),
-    ),
-    linear_s=(
-        *(0.01522, 0.01574, 0.01673, 0.02005, 0.0237, 0.02393, 0.03435, 0.0358, 0.04179, 0.04587),
-        *(0.0567, 0.06022, 0.06488, 0.06878, 0.07798, 0.08066, 0.08844, 0.09089, 0.1024, 0.1139),
-        *(0.1235, 0.1259, 0.1338, 0.1364, 0.1466, 0.1811),
-    ),
-    linear_s_per_token=88.4e-6,
-    decode_s=0.407e-3,
-    decode_s_per_context_token=150.1e-9,
-    mixed_decode_factor=2.11,
-    prefill_s=0.368e-3,
-    pair_s=4.75e-9,
-    head_s=1.10e-3,
-    head_s_per_sequence=3.02e-6,
-    max_num_seqs=256,
-    max_num_batched_tokens=2048,
-)
-_LLAMA_8B_RTX_PRO_6000: Final = Profile(
-    name="llama-3.1-8b-rtx-pro-6000-tp1",
-    model="meta-llama/Llama-3.1-8B",
-    kv_tokens=551_000,
-    max_model_len_tokens=131_072,
-    linear_tokens=(
-        *(1, 128, 144, 256, 272, 384, 400, 512, 528, 640, 656, 768, 784, 896, 912, 1024, 1040),
-        *(1280, 1296, 1408, 1424, 1664, 1680, 1920, 1936, 2048),
-    ),
-    linear_s=(
-        *(0.01014, 0.01158, 0.01283, 0.0139, 0.01629, 0.01715, 0.02155, 0.02221, 0.0242, 0.02466),
-        *(0.03119, 0.03145, 0.03457, 0.03524, 0.03937, 0.03974, 0.04433, 0.04692, 0.05292, 0.05339),
-        *(0.06131, 0.0623, 0.06617, 0.06865, 0.0762, 0.07668),
-    ),
-    linear_s_per_token=37.4e-6,
-    decode_s=0.398e-3,
-    decode_s_per_context_token=93.8e-9,
-    mixed_decode_factor=1.68,
-    prefill_s=0.346e-3,
-    pair_s=2.58e-9,
-    head_s=0.703e-3,
-    head_s_per_sequence=1.09e-6,
-)
-
-PROFILES: Final = {
-    profile.name: profile
-    for profile in (
-        _LLAMA_8B,
-        _QWEN3_32B,
-        _LLAMA_70B_TP4,
-        _LLAMA_70B_TP8,
-        _LLAMA_8B_A100,
-        _LLAMA_8B_RTX_4090,
-        _LLAMA_8B_RTX_PRO_6000,
-    )
-}
-DEFAULT_PROFILE: Final = _LLAMA_8B.name

@@ -5,9 +5,11 @@ import re
 import subprocess
 import sys
 import tomllib
+import zipfile
 from pathlib import Path
 
 import pytest
+from hatchling.builders.wheel import WheelBuilder
 
 import epp
 
@@ -238,6 +240,15 @@ def test_every_dependency_has_its_reason():
 def test_the_version_is_one():
     """What is installed says what the code says."""
     assert PROJECT["project"]["version"] == epp.__version__
+
+
+def test_the_wheel_holds_what_the_packages_need(tmp_path):
+    """Every file of `epp` and `sim`, those that are no Python too."""
+    (wheel,) = WheelBuilder(str(ROOT)).build(directory=str(tmp_path))
+    held = set(zipfile.ZipFile(wheel).namelist())
+    files = [path for package in ("epp", "sim") for path in (ROOT / package).rglob("*.*")]
+    needed = {str(path.relative_to(ROOT)) for path in files if path.suffix != ".pyc"}
+    assert "sim/profiles.toml" in needed <= held
 
 
 def test_the_licence_is_there():

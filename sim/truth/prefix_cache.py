@@ -15,7 +15,7 @@ from msgspec import Struct
 from epp.core.types import Seconds
 from sim.blocks import BlockPool, Holding, Run
 from sim.engine import Engine, EngineRequest, EngineSettings
-from sim.profiles import DEFAULT_PROFILE, PROFILES
+from sim.profiles import DEFAULT_PROFILE, find_profile
 from sim.tokens import encode_ids, hash_chain
 from sim.truth.judgement import Judgement, TruthError, all_of, converted, lines_of
 
@@ -69,7 +69,7 @@ def judge(folder: Path, description: dict[str, Any]) -> Iterator[Judgement]:
         max_num_seqs=shape.max_num_seqs,
         max_num_batched_tokens=shape.max_num_batched_tokens,
     )
-    engine = Engine(settings, PROFILES[DEFAULT_PROFILE])
+    engine = Engine(settings, find_profile(DEFAULT_PROFILE))
     engine.pool = pool = WatchedPool(shape.num_gpu_blocks)
     now: Seconds = 0.0
     agreed = 0

@@ -6,7 +6,7 @@ from msgspec import structs
 
 from sim.cluster import Cluster, ClusterSettings
 from sim.policies import policy_source
-from sim.profiles import DEFAULT_PROFILE, PROFILES
+from sim.profiles import DEFAULT_PROFILE, find_profile
 from sim.simulated_pod import PodKind
 from sim.traces.arrival import Arrival
 from sim.traces.prompts import request_of
@@ -44,7 +44,7 @@ def arrivals(count, *, rate=20.0, groups=8, seed=1, blocks=(2, 12), output=(1, 2
 
 def kind(*, blocks_total=None, profile=DEFAULT_PROFILE, **engine):
     """A pod; `blocks_total` gives it a small cache."""
-    usual = PodKind.of(PROFILES[profile])
+    usual = PodKind.of(find_profile(profile))
     if blocks_total is not None:
         engine["blocks_total"] = blocks_total
     return structs.replace(usual, engine=structs.replace(usual.engine, **engine))

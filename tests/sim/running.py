@@ -11,7 +11,7 @@ from aiohttp.test_utils import TestServer
 from sim.engine import EngineSettings
 from sim.pod_server import PodServer
 from sim.pods import Pod, PodSettings
-from sim.profiles import DEFAULT_PROFILE, PROFILES
+from sim.profiles import DEFAULT_PROFILE, find_profile
 
 MODEL = "base-model"
 
@@ -58,7 +58,7 @@ class Running:
 @contextlib.asynccontextmanager
 async def running_pod(*, speed=200.0, max_num_queued_reqs=0, **engine):
     settings = PodSettings(
-        profile=PROFILES[DEFAULT_PROFILE],
+        profile=find_profile(DEFAULT_PROFILE),
         engine=EngineSettings(**{"blocks_total": 2000, "max_loras": 2, **engine}),
         model=MODEL,
         adapters=("sql",),

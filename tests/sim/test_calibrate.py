@@ -6,9 +6,9 @@ import pytest
 from sim.__main__ import main
 from sim.calibrate import FITTED, ItlPoint, Points, TtftPoint, calibrate
 from sim.engine import Engine, EngineRequest, EngineSettings
-from sim.profiles import PROFILES, find_profile
+from sim.profiles import find_profile
 
-TRUTH = PROFILES["llama-3.1-70b-h100-tp4"]
+TRUTH = find_profile("llama-3.1-70b-h100-tp4")
 LENGTHS = (64, 512, 2048, 8192, 20_000)
 BATCHES = ((1, 512), (16, 1024), (64, 2048), (128, 512))
 

@@ -5,9 +5,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sim.engine import Engine, EngineRequest, EngineSettings
-from sim.profiles import DEFAULT_PROFILE, PROFILES
+from sim.profiles import DEFAULT_PROFILE, find_profile
 
-PROFILE = PROFILES[DEFAULT_PROFILE]
+PROFILE = find_profile(DEFAULT_PROFILE)
 SIZE = 16
 
 

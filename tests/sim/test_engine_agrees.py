@@ -8,12 +8,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sim.engine import Engine, EngineRequest, EngineSettings
-from sim.profiles import DEFAULT_PROFILE, PROFILES
+from sim.profiles import DEFAULT_PROFILE, find_profile
 from tests.sim.plain_engine import PlainEngine, PlainRequest
 
 SIZE = 4
 PROFILE = msgspec.structs.replace(
-    PROFILES[DEFAULT_PROFILE], shared_context_factor=1.0, skew=0.07, head_s_per_sequence=1e-4
+    find_profile(DEFAULT_PROFILE), shared_context_factor=1.0, skew=0.07, head_s_per_sequence=1e-4
 )
 """The plain engine does not count shared tokens."""
 

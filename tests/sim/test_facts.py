@@ -13,7 +13,7 @@ import pytest
 from sim.cluster import ClusterSettings
 from sim.measures import mean
 from sim.policies import PolicySource
-from sim.profiles import DEFAULT_PROFILE, PROFILES
+from sim.profiles import DEFAULT_PROFILE, find_profile
 from sim.run import Run, RunSettings
 from sim.simulated_pod import PodKind
 
@@ -55,7 +55,7 @@ def ttft_mean_s(trace, weights, *, seed=1, requests=None):
         RunSettings(
             trace=str(trace),
             policy=PolicySource(name=":".join(map(str, weights)), text=text, source="test"),
-            cluster=ClusterSettings(pods=(PodKind.of(PROFILES[DEFAULT_PROFILE]),) * 8),
+            cluster=ClusterSettings(pods=(PodKind.of(find_profile(DEFAULT_PROFILE)),) * 8),
             seed=seed,
             requests_max=requests,
         )

@@ -11,7 +11,7 @@ import sys
 import pytest
 from aiohttp import ClientSession
 
-from sim.profiles import DEFAULT_PROFILE, PROFILES
+from sim.profiles import DEFAULT_PROFILE, find_profile
 from tests.sim.running import MODEL, running_pod
 
 
@@ -213,7 +213,7 @@ async def test_the_page_tells_the_front_end_from_the_queue():
         queued_s = await pod.metric(of_model("request_queue_time_seconds_sum"))
         first_token_s = await pod.metric(of_model("time_to_first_token_seconds_sum"))
         prefill_s = await pod.metric(of_model("request_prefill_time_seconds_sum"))
-    frontend_s = PROFILES[DEFAULT_PROFILE].frontend_delay_s(10_000)
+    frontend_s = find_profile(DEFAULT_PROFILE).frontend_delay_s(10_000)
     assert 0 <= queued_s < first_token_s
     assert first_token_s >= frontend_s + queued_s + prefill_s - 1e-6
 

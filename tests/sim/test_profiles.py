@@ -6,11 +6,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sim.profiles import (
-    PROFILES,
     Memory,
     Profile,
     ProfileError,
     StepWork,
+    built_in_profiles,
     find_profile,
     profile_as_toml,
     profiles_in,
@@ -18,7 +18,7 @@ from sim.profiles import (
 
 
 def prefill_s(name, tokens):
-    profile = PROFILES[name]
+    profile = find_profile(name)
     work = StepWork(tokens=tokens, prefills=1, attention_pairs=tokens**2 / 2, sequences=1)
     return profile.step_s(work)
 
@@ -30,7 +30,7 @@ def decode_s(name, requests, context):
         decode_context_tokens=requests * context,
         sequences=requests,
     )
-    return PROFILES[name].step_s(work)
+    return find_profile(name).step_s(work)
 
 
 @pytest.mark.parametrize(
@@ -63,7 +63,7 @@ def test_a_prefill_takes_what_was_measured(name, tokens, expected_ms):
 )
 def test_a_decode_takes_what_was_measured(name, requests, context, expected_ms):
     """Without the host's time a decode step is within 20 % of operator-level runs."""
-    ours_s = decode_s(name, requests, context) - PROFILES[name].host_s
+    ours_s = decode_s(name, requests, context) - find_profile(name).host_s
     assert ours_s * 1e3 == pytest.approx(expected_ms, rel=0.20)
 
 
@@ -87,19 +87,19 @@ def test_the_cache_is_what_the_memory_leaves(
         kv_bytes_per_token=kv_bytes_per_token,
         tensor_parallel=tensor_parallel,
     )
-    assert memory.kv_tokens == pytest.approx(PROFILES[name].kv_tokens, rel=0.02)
+    assert memory.kv_tokens == pytest.approx(find_profile(name).kv_tokens, rel=0.02)
 
 
-@given(st.sampled_from(sorted(PROFILES)), st.integers(1, 8192), st.integers(1, 500))
+@given(st.sampled_from(sorted(built_in_profiles())), st.integers(1, 8192), st.integers(1, 500))
 def test_more_tokens_take_no_less_time(name, tokens, more):
     """Linear layers grow with their tokens, in every profile, but for noise in measured tables."""
-    profile = PROFILES[name]
+    profile = find_profile(name)
     now, then = profile.linear_layers_s(tokens), profile.linear_layers_s(tokens + more)
     assert then >= now * 0.999
 
 
 def table(tokens, seconds, **fields):
-    base = msgspec.structs.replace(PROFILES["llama-3.1-8b-h100-tp1"], linear_s_per_token=1e-5)
+    base = msgspec.structs.replace(find_profile("llama-3.1-8b-h100-tp1"), linear_s_per_token=1e-5)
     return msgspec.structs.replace(base, linear_tokens=tokens, linear_s=seconds, **fields)
 
 
@@ -114,7 +114,7 @@ def test_a_table_is_read_between_its_points(tokens, expected_s):
 
 def test_skew_counts_the_longest_context_for_all():
     """With skew 1 a batch is as slow as if all had the longest context; with 0 the sum counts."""
-    base = PROFILES["llama-3.1-8b-h100-tp1"]
+    base = find_profile("llama-3.1-8b-h100-tp1")
     uneven = StepWork(
         tokens=2, decodes=2, decode_context_tokens=5000, longest_context_tokens=4000, sequences=2
     )
@@ -125,7 +125,7 @@ def test_skew_counts_the_longest_context_for_all():
 
 def test_decodes_beside_a_chunk_may_be_slower():
     """The factor counts only in steps that compute chunks too."""
-    base = PROFILES["llama-3.1-8b-h100-tp1"]
+    base = find_profile("llama-3.1-8b-h100-tp1")
     slow = msgspec.structs.replace(base, mixed_decode_factor=2.0)
     work = StepWork(tokens=9, decodes=8, decode_context_tokens=8000, sequences=8)
     assert slow.step_s(work) == base.step_s(work)
@@ -144,7 +144,7 @@ def test_a_profile_may_be_like_another(tmp_path):
     )
     profiles = profiles_in(file)
     assert profiles["one"] == msgspec.structs.replace(
-        PROFILES["llama-3.1-8b-h100-tp1"], name="one", host_s=0.004
+        find_profile("llama-3.1-8b-h100-tp1"), name="one", host_s=0.004
     )
     assert profiles["two"].host_s == 0.004
     assert 150_000 < profiles["two"].kv_tokens < 180_000
@@ -153,15 +153,15 @@ def test_a_profile_may_be_like_another(tmp_path):
         find_profile(str(file))
 
 
-@pytest.mark.parametrize("name", sorted(PROFILES))
+@pytest.mark.parametrize("name", sorted(built_in_profiles()))
 def test_a_profile_survives_its_file(tmp_path, name):
     """What is written is read back, to the digits that are written."""
     file = tmp_path / "profile.toml"
-    file.write_text(profile_as_toml(PROFILES[name], {"host_s": "a comment"}))
+    file.write_text(profile_as_toml(find_profile(name), {"host_s": "a comment"}))
     again = find_profile(str(file))
-    assert again.linear_tokens == PROFILES[name].linear_tokens
+    assert again.linear_tokens == find_profile(name).linear_tokens
     for field in Profile.__struct_fields__:
-        mine, theirs = getattr(again, field), getattr(PROFILES[name], field)
+        mine, theirs = getattr(again, field), getattr(find_profile(name), field)
         assert mine == (theirs if isinstance(theirs, str) else pytest.approx(theirs, rel=1e-5))
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from sim.engine import Engine, EngineRequest, EngineSettings
 from sim.exposition import MetricsPage
-from sim.profiles import DEFAULT_PROFILE, PROFILES
+from sim.profiles import DEFAULT_PROFILE, find_profile
 from sim.tokens import encode_ids, hash_chain
 from sim.truth.prefix_cache import WatchedPool, recorded_events
 
@@ -39,7 +39,7 @@ class Replay:
             max_num_seqs=shape["max_num_seqs"],
             max_num_batched_tokens=2048,
         )
-        engine = Engine(settings, PROFILES[DEFAULT_PROFILE])
+        engine = Engine(settings, find_profile(DEFAULT_PROFILE))
         engine.pool = self.pool = WatchedPool(settings.blocks_total)
         page = MetricsPage(
             model="tiny", settings=settings, max_model_len_tokens=MAX_MODEL_LEN_TOKENS

@@ -7,7 +7,7 @@ import pytest
 
 from sim.__main__ import main
 from sim.least_squares import bounded_least_squares
-from sim.profiles import PROFILES
+from sim.profiles import find_profile
 from sim.truth import ladder, latency
 from sim.truth.judgement import converted, described
 
@@ -71,7 +71,7 @@ def write_requests(folder, slowness):
     ]  # fmt: skip
     shape = converted(folder, described(folder), latency.Description)
     served = [latency.Served(**row) for row in rows]
-    profile = PROFILES["llama-3.1-8b-h100-tp1"]
+    profile = find_profile("llama-3.1-8b-h100-tp1")
     ttft, _, e2e = latency.simulate(profile, shape.engine, served) * slowness
     for row, first, last in zip(rows, ttft, e2e, strict=True):
         row["first_token_s"] = row["queued_s"] + first
@@ -150,7 +150,7 @@ STAGES = [
 @pytest.mark.parametrize("prefix_aware", [False, True])
 def test_a_ladder_repeats_itself(prefix_aware):
     """The same seed gives the same outcomes."""
-    profile = PROFILES[SMALL.profile]
+    profile = find_profile(SMALL.profile)
     runs = [
         ladder.Ladder(SMALL, profile, prefix_aware=prefix_aware).climb(STAGES) for _ in range(2)
     ]
@@ -160,7 +160,7 @@ def test_a_ladder_repeats_itself(prefix_aware):
 
 def test_prefix_aware_routing_shortens_the_first_token():
     """With more prefixes than one pod can hold, the scheduler's arm waits less than round robin."""
-    profile = PROFILES[SMALL.profile]
+    profile = find_profile(SMALL.profile)
     even, aware = (
         ladder.Ladder(SMALL, profile, prefix_aware=aware).climb(STAGES)[1].ttft_mean_s
         for aware in (False, True)

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sim.profiles import DEFAULT_PROFILE, PROFILES
+from sim.profiles import DEFAULT_PROFILE, find_profile
 from sim.traces.arrival import Arrival
 from sim.traces.caches import LruCache
 from sim.traces.formats import open_trace
@@ -16,7 +16,7 @@ from sim.traces.workloads import arrivals
 
 
 def pool(pods=8, kv_tokens=840 * 512):
-    return Pool(pods=pods, profile=PROFILES[DEFAULT_PROFILE], kv_tokens=kv_tokens)
+    return Pool(pods=pods, profile=find_profile(DEFAULT_PROFILE), kv_tokens=kv_tokens)
 
 
 def asks(*prompts, gap_s=1.0):

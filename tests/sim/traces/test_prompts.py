@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from epp.core.blocks import HASH_BYTES
 from epp.core.types import BYTES_PER_TOKEN
 from sim.engine import Engine, EngineRequest, EngineSettings
-from sim.profiles import DEFAULT_PROFILE, PROFILES
+from sim.profiles import DEFAULT_PROFILE, find_profile
 from sim.traces.arrival import Arrival
 from sim.traces.prompts import (
     body_of,
@@ -122,7 +122,7 @@ def test_a_later_turn_matches_the_answer_that_the_trace_says_it_contains():
 def test_an_engine_caches_what_the_trace_says_it_can(name):
     """With room for all, a prompt hits the longest head of any prompt and answer before it."""
     block, room = 16, 1_000_000
-    engine = Engine(EngineSettings(blocks_total=room), PROFILES[DEFAULT_PROFILE])
+    engine = Engine(EngineSettings(blocks_total=room), find_profile(DEFAULT_PROFILE))
     before = []
     for one in workload_arrivals(STANDARD[name], seed=1, requests_max=40):
         request = EngineRequest(

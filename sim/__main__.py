@@ -13,6 +13,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         # Importing it takes a second, in which a Ctrl-C is no traceback either.
         commands = import_module("sim.commands")
         code: int = commands.run(arguments)
+    except ModuleNotFoundError as problem:
+        print(f"sim: {problem.name} is missing; install homing-epp[sim]", file=sys.stderr)
+        return 1
     except KeyboardInterrupt:
         print("sim: interrupted", file=sys.stderr)
         return INTERRUPTED

@@ -48,6 +48,28 @@ def test_help_names_every_command(capsys):
     assert errors == ""
 
 
+@pytest.mark.parametrize(
+    ("problem", "code", "told"),
+    [
+        (KeyboardInterrupt(), 130, "sim: interrupted\n"),
+        (
+            ModuleNotFoundError(name="pyarrow"),
+            1,
+            "sim: pyarrow is missing; install homing-epp[sim]\n",
+        ),
+    ],
+)
+def test_what_ends_a_command_anywhere_is_no_traceback(problem, code, told, monkeypatch, capsys):
+    """Ctrl-C where nothing waits for it, and an installation without the extra."""
+
+    def ends(_):
+        raise problem
+
+    monkeypatch.setattr("sim.commands.run", ends)
+    assert main(["validate"]) == code
+    assert capsys.readouterr().err == told
+
+
 def ended(*arguments):
     """A process of its own, because it sets up logs and signals: (code, standard error)."""
     done = subprocess.run(

@@ -11,7 +11,7 @@ from multiprocessing.connection import Connection, wait
 from multiprocessing.context import SpawnProcess
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Final, Self, cast
+from typing import Any, Self, cast
 
 from msgspec import Struct
 
@@ -23,8 +23,6 @@ from sim.run import Run, RunSettings
 from sim.run_options import count_of_runs
 from sim.sentences import sentence_of
 from sim.traces.arrival import TraceError
-
-_JOIN_S: Final = 5.0
 
 
 class JobError(Exception):
@@ -118,14 +116,14 @@ class Crew:
         self.stop()
         for pipe, process in self._members.items():
             pipe.close()
-            process.join(_JOIN_S)
+            process.join()
             process.close()
 
     def stop(self) -> None:
         """Cut short what runs; `results` ends."""
         self._stopped = True
         for process in self._members.values():
-            process.terminate()
+            process.kill()
 
     def results(self, jobs: Sequence[RunSettings]) -> Iterator[tuple[int, Result]]:
         """(number, result) of each job in the order in which they end, until `stop`.

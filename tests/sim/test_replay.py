@@ -18,6 +18,7 @@ from epp.config import DEFAULT_CONFIG
 from sim.__main__ import main
 from sim.jobs import Crew, JobError
 from sim.policies import policy_source
+from sim.run import Run
 from sim.run_options import add_run_options, run_settings
 from tests.sim.made import BLOCK_TOKENS, arrivals
 
@@ -343,14 +344,27 @@ def test_an_interrupted_experiment_leaves_readable_results(command, told, whom, 
     assert "ot complete" in (out / "report.md").read_text() or not summary.get("configs")
 
 
-def test_a_process_that_dies_ends_an_experiment(trace):
-    """Killed from outside, for memory say: an error in a sentence, no endless wait."""
+def described(trace, seed=1):
+    """The run that `sim replay TRACE` would do."""
     options = argparse.ArgumentParser()
     add_run_options(options)
     given = options.parse_args([str(trace), "--block-tokens", str(BLOCK_TOKENS)])
-    jobs = [run_settings(given, policy_source("random"), seed) for seed in range(9)]
+    return run_settings(given, policy_source("random"), seed)
+
+
+def test_an_interrupt_ends_the_search_for_ceilings_too(trace):
+    """It is one more pass over the trace, and what the run has found is there without it."""
+    one = Run(described(trace))
+    one.run()
+    assert one.ceilings()["one_cache"] > 0
+    one.stop()
+    assert one.ceilings() is None
+
+
+def test_a_process_that_dies_ends_an_experiment(trace):
+    """Killed from outside, for memory say: an error in a sentence, no endless wait."""
     with Crew(2) as crew:
-        results = crew.results(jobs)
+        results = crew.results([described(trace, seed) for seed in range(9)])
         _, first = next(results)
         assert first.summary["requests"]["complete"] == 200
         for process in crew._members.values():

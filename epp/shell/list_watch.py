@@ -54,7 +54,7 @@ class Timing(Struct, frozen=True, kw_only=True):
     healthy_s: Seconds = 60.0
     """The back-off starts anew once nothing failed for this long."""
     refused_s: Seconds = 30.0
-    """Until a kind that is absent or forbidden is tried again."""
+    """Until a kind that is absent or forbidden is tried again; sooner if it was there before."""
     retry_after_s_max: Seconds = 60.0
 
 
@@ -206,6 +206,8 @@ class ListWatch(Generic[T]):
         self._relist_at_s: Seconds = 0.0
         self.listed_at_s = listed_at_s
         self._failures = 0
+        self._refusals = 0
+        self._tried_at_once: set[ApiFailure] = set()
         self._healthy_since_s: Seconds | None = None
         self._broken = True
         self.heard_at_s: Seconds | None = None
@@ -337,8 +339,10 @@ class ListWatch(Generic[T]):
             return
         self._stream_next = False
         self._failures += 1
-        if self._failures == 1 and kind in _AT_ONCE:
-            # What is wrong is known and mended by trying again: the version, or the token.
+        if kind in _AT_ONCE and kind not in self._tried_at_once:
+            # What is wrong is known and mended by trying again: the version, or the token. A
+            # server that restarted says so after an outage, whose back-off is not for this.
+            self._tried_at_once.add(kind)
             pause_s = self._random.uniform(*self._timing.reconnect_s)
         elif error.retry_after_s is not None:
             pause_s = min(error.retry_after_s, self._timing.retry_after_s_max)
@@ -356,8 +360,12 @@ class ListWatch(Generic[T]):
         if listing:
             self._source = 0
             self.absent = True
-        self._failures += 1
-        self._not_before_s = now + self._timing.refused_s * self._random.uniform(0.5, 1.0)
+        pause_s = self._timing.refused_s
+        if self.synced:
+            # It was granted before: a server that starts has not read its rules and kinds yet.
+            self._refusals += 1
+            pause_s = min(pause_s, self._timing.backoff_s[0] * 2.0 ** min(self._refusals, 16))
+        self._not_before_s = now + pause_s * self._random.uniform(0.5, 1.0)
 
     def _backoff_s(self) -> Seconds:
         """Full jitter over a span that doubles with each failure."""
@@ -375,7 +383,8 @@ class ListWatch(Generic[T]):
         if self._healthy_since_s is None:
             self._healthy_since_s = now
         if now - self._healthy_since_s >= self._timing.healthy_s:
-            self._failures = 0
+            self._failures = self._refusals = 0
+            self._tried_at_once.clear()
 
     def _replace(self, resource_version: str, now: Seconds) -> bool:
         """The list is whole: it is the truth."""

@@ -245,7 +245,10 @@ class Reflector(Generic[T]):
         self._logged = error.kind, now
         source = self._sources[0 if isinstance(step, Pause) else step.source]
         verb = "watch" if isinstance(step, Watch) else "list"
-        say = _log.info if off else _log.error if error.kind in _OURS_TO_MEND else _log.warning
+        # What was granted before may only be a server that starts: it is ours to mend if it lasts.
+        lasts = known or not self.synced or error.kind is ApiFailure.INTERNAL
+        ours = error.kind in _OURS_TO_MEND and lasts
+        say = _log.info if off else _log.error if ours else _log.warning
         say(_sentence(error, verb, source), resource=str(source), synced=self.synced)
 
 

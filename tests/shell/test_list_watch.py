@@ -308,6 +308,43 @@ def test_the_back_off_grows_to_its_cap_and_resets_only_after_a_while(driven):
     assert driven.now - before <= 1.0
 
 
+@pytest.mark.parametrize("kind", [ApiFailure.GONE, ApiFailure.WATCH, ApiFailure.UNAUTHORIZED])
+def test_after_an_outage_what_trying_again_mends_is_tried_again_at_once(driven, kind):
+    """An API server that restarted knows no old version: its 410 must not wait for the back-off."""
+    for _ in range(20):
+        driven.step()
+        driven.fail(ApiFailure.UNREACHABLE)
+    driven.step()
+    driven.driver.opened(driven.now)
+    before = driven.now
+    driven.fail(kind)
+    driven.step()
+    assert driven.now - before <= 1.0
+    pauses = []
+    for _ in range(20):
+        before = driven.now
+        driven.fail(kind)
+        driven.step()
+        pauses.append(driven.now - before)
+    assert max(pauses) > 10.0, "once, until all has been well for a while"
+
+
+@pytest.mark.parametrize("kind", [ApiFailure.FORBIDDEN, ApiFailure.ABSENT])
+def test_what_was_granted_before_is_asked_for_again_soon(driven, kind):
+    """A starting API server refuses until it has read its rules and kinds; the objects stay."""
+    pauses = []
+    for _ in range(10):
+        driven.step()
+        before = driven.now
+        driven.fail(kind)
+        driven.step()
+        pauses.append(driven.now - before)
+    assert pauses[0] <= 1.0
+    assert pauses[1] <= 2.0
+    assert all(15.0 <= pause <= 30.0 for pause in pauses[6:])
+    assert driven.objects == {"a": 1, "b": 2}
+
+
 def test_a_kind_that_is_absent_in_one_group_is_read_from_the_next():
     """And the first is tried again at every list."""
     driven = Driven(Timing(relist_s=(100.0, 100.0), streamed_list_s_max=0), sources=2)

@@ -276,6 +276,20 @@ async def test_a_missing_right_is_one_sentence_with_verb_and_resource(tmp_path):
     )
 
 
+async def test_a_right_that_is_missing_for_a_moment_is_a_warning(tmp_path):
+    """It was there before: an API server that starts has not read its rules yet."""
+    with capture_logs() as logs:
+        async with Watched(tmp_path) as watched:
+            await watched.settled()
+            watched.server.fail("WATCH", PODS, 403)
+            watched.server.disturb("close")
+            watched.server.put(PODS, pod("new"))
+            await watched.settled()
+            assert watched.reflector.reflection().errors == {"forbidden": 1}
+    (told,) = (line for line in logs if line["event"].startswith("forbidden to watch pods"))
+    assert told["log_level"] == "warning"
+
+
 async def test_a_kind_without_its_crd_is_off_and_comes_on_when_it_is_installed(tmp_path):
     """The newer group goes before the older; neither is an error."""
     with capture_logs() as logs:

@@ -203,6 +203,9 @@ class EndpointPicker:
                 _log.info("serving", grpc_port=flags.grpc_port, secure=flags.secure_serving)
                 await stop.wait()
                 await self._drain(server, hurry or asyncio.Event())
+                if self._cluster is not None:
+                    # Cut off, the next leader would wait for the Lease to run out.
+                    await self._cluster.retired()
                 for task in owned:
                     task.cancel()
         _log.info("stopped", decisions=self.scheduler.decisions)

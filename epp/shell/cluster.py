@@ -140,6 +140,11 @@ class Cluster:
         if self._election_task is not None:
             self._election_task.cancel()
 
+    async def retired(self) -> None:
+        """Wait after `retire` until the Lease is given back, or for as long as that may take."""
+        if self._election_task is not None:
+            await asyncio.wait({self._election_task})
+
     # The configuration.
 
     def _config_reflector(self, seed: int, timing: Timing) -> Reflector[bytes] | None:

@@ -138,7 +138,8 @@ class FakeApiServer:
     # Faults.
 
     def fail(self, verb, path, *faults):
-        """The next requests get these: a status, (status, headers), "reset", "silent", "garbage"."""
+        """The next requests get these: a status, (status, headers), "reset", "silent", "garbage",
+        or "pass" and "slow", which are answered, the latter after 0.2 s."""
         self._faults[verb, path].extend(faults)
 
     def faults(self, verb, path):
@@ -246,6 +247,9 @@ class FakeApiServer:
             await asyncio.sleep(30)
         if fault == "garbage":
             return web.Response(text='{"items": [')
+        if fault == "slow":
+            await asyncio.sleep(0.2)
+            return None
         if fault == "pass":
             return None
         status, headers = fault if isinstance(fault, tuple) else (fault, {})

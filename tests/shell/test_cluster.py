@@ -156,6 +156,19 @@ async def test_a_follower_keeps_warm_and_takes_over(tmp_path, monkeypatch):
         assert "holderIdentity" not in found, "given back at the end"
 
 
+async def test_the_lease_is_given_back_however_short_the_drain(tmp_path, monkeypatch):
+    """The process waits for that much: the next leader would wait for the Lease to run out."""
+    async with FakeApiServer() as server:
+        server.put(POOLS, pool())
+        more = ["--ha-enable-leader-election"]
+        async with serving(server, tmp_path, monkeypatch, *more) as picker:
+            await eventually(lambda: picker.health.ready)
+            server.fail("GET", LEASES, *["slow"] * 3)
+            server.fail("UPDATE", LEASES, *["slow"] * 3)
+        found = server.objects[LEASES]["homing-llama-pool"]["spec"]
+        assert "holderIdentity" not in found
+
+
 async def test_without_an_api_server_to_be_found_the_start_fails(tmp_path, monkeypatch):
     """By one sentence."""
     async with FakeApiServer() as server:

@@ -3,7 +3,7 @@
 import asyncio
 import signal
 import sys
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -19,34 +19,34 @@ from tests.envoy.upstream import Pod
 class EppProcess:
     """A running `epp serve`."""
 
-    def __init__(self, ports: Sequence[int], endpoints_file: Path, log: Path) -> None:
-        self.port, self.health_port, self.metrics_port = ports
+    def __init__(
+        self, log: Path, *flags: str, environment: Mapping[str, str] | None = None
+    ) -> None:
+        """On free ports, at each start with `flags`, and `environment` instead of ours."""
+        self.port, self.health_port, self.metrics_port = free_ports(3)
         self.address = f"127.0.0.1:{self.port}"
         self.metrics_url = f"http://127.0.0.1:{self.metrics_port}/metrics"
-        self._endpoints_file = endpoints_file
         self._log = log
+        self._flags = flags
+        self._environment = environment
         self._process: asyncio.subprocess.Process | None = None
 
-    def write_endpoints(self, pods: Sequence[Pod]) -> None:
-        """The pool is `pods`, as soon as the process looks at its file again."""
-        endpoints = [{"name": pod.name, "address": "127.0.0.1", "port": pod.port} for pod in pods]
-        self._endpoints_file.write_text(yaml.safe_dump({"endpoints": endpoints}))
+    async def launch(self, *flags: str) -> None:
+        """Begin to serve."""
+        self._process = await start_process(
+            *(sys.executable, "-m", "epp", "serve"),
+            *("--grpc-port", str(self.port), "--grpc-health-port", str(self.health_port)),
+            *("--metrics-port", str(self.metrics_port), "--seed", "1"),
+            *(*self._flags, *flags),
+            log=self._log,
+            environment=self._environment,
+        )
 
     async def start(self, *flags: str) -> None:
         """Serve, and return once the process says that it is ready."""
-        self._process = await start_process(
-            *(sys.executable, "-m", "epp", "serve"),
-            *("--endpoints-file", self._endpoints_file),
-            *("--grpc-port", str(self.port), "--grpc-health-port", str(self.health_port)),
-            *("--metrics-port", str(self.metrics_port), "--seed", "1"),
-            *flags,
-            log=self._log,
-        )
-        process = self._process
-        await until(
-            lambda: process.returncode is not None or self.is_ready(), "epp serve to be ready"
-        )
-        assert process.returncode is None, self.log_text()
+        await self.launch(*flags)
+        await until(lambda: not self.alive or self.is_ready(), "epp serve to be ready")
+        assert self.alive, self.log_text()
 
     async def is_ready(self) -> bool:
         """The answer of gRPC health to "readiness"."""
@@ -92,8 +92,10 @@ async def running_epp(
     directory: Path, pods: Sequence[Pod], *flags: str
 ) -> AsyncIterator[EppProcess]:
     """`epp serve` for `pods` on free ports, killed in the end if nobody ended it before."""
-    epp = EppProcess(free_ports(3), directory / "endpoints.yaml", directory / "epp.log")
-    epp.write_endpoints(pods)
+    endpoints = [{"name": pod.name, "address": "127.0.0.1", "port": pod.port} for pod in pods]
+    file = directory / "endpoints.yaml"
+    file.write_text(yaml.safe_dump({"endpoints": endpoints}))
+    epp = EppProcess(directory / "epp.log", f"--endpoints-file={file}")
     await epp.start(*flags)
     try:
         yield epp

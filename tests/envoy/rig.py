@@ -6,7 +6,7 @@ import shutil
 import socket
 import sys
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -97,18 +97,22 @@ os.execv(sys.argv[1], sys.argv[1:])
 """
 
 
-async def start_process(*command: str | Path, log: Path) -> asyncio.subprocess.Process:
-    """Run `command`, its output appended to `log`; it dies with the test run, however that ends.
+def dying_with_us(*command: str | Path) -> list[str]:
+    """`command`, so that it dies with the test run, however that ends.
 
     A program in between sets that up, because a `preexec_fn` would make Python fork, and gRPC's
-    threads do not survive a fork.
+    threads do not survive a fork. To be started by the main thread: it is the parent that counts.
     """
+    return [sys.executable, "-I", "-S", "-c", _DIE_WITH_PARENT, *map(str, command)]
+
+
+async def start_process(
+    *command: str | Path, log: Path, environment: Mapping[str, str] | None = None
+) -> asyncio.subprocess.Process:
+    """Run `command`, its output appended to `log`; it dies with the test run."""
     with log.open("ab") as output:
         return await asyncio.create_subprocess_exec(
-            *(sys.executable, "-I", "-S", "-c", _DIE_WITH_PARENT),
-            *map(str, command),
-            stdout=output,
-            stderr=output,
+            *dying_with_us(*command), stdout=output, stderr=output, env=environment
         )
 
 

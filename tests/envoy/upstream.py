@@ -58,9 +58,11 @@ class Pod:
     the response starts; `hold-body`: before the body is read. A WebSocket gets its messages back. Otherwise JSON that tells what arrived.
     """
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, host: str = "127.0.0.1", port: int = 0) -> None:
+        """`port` 0: any that is free."""
         self.name = name
-        self.port = 0
+        self.host = host
+        self.port = port
         self.received: list[Received] = []
         self.resume = asyncio.Event()
         self.serving = 0
@@ -74,7 +76,7 @@ class Pod:
 
     @property
     def address(self) -> str:
-        return f"127.0.0.1:{self.port}"
+        return f"{self.host}:{self.port}"
 
     async def start(self) -> None:
         """Listen; a second start takes the same port, and is a restart to whoever scrapes."""
@@ -86,7 +88,7 @@ class Pod:
             app, access_log=None, handler_cancellation=True, shutdown_timeout=0.01
         )
         await self._runner.setup()
-        site = web.TCPSite(self._runner, "127.0.0.1", self.port, reuse_address=True)
+        site = web.TCPSite(self._runner, self.host, self.port, reuse_address=True)
         await site.start()
         self.port = self._runner.addresses[0][1]
         self.started_at_s += 1

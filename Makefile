@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.installed
 
-.PHONY: demo test validate coverage check fmt bench docs lock clean
+.PHONY: demo test validate coverage check fmt bench docs lock apiserver clean
 
 demo: $(STAMP)        ## round robin against Homing behind a real Envoy, at most three minutes
 	@$(BIN)/python -m sim.demo
@@ -38,6 +38,9 @@ lock: $(STAMP)        ## write the lock files anew from pyproject.toml
 	$(BIN)/python -m pip install --quiet uv
 	$(BIN)/uv pip compile --quiet --upgrade --universal --generate-hashes --no-emit-index-url --no-emit-find-links --no-header --all-extras --group dev pyproject.toml -o lock/dev.txt
 	$(BIN)/uv pip compile --quiet --upgrade --universal --generate-hashes --no-emit-index-url --no-emit-find-links --no-header --all-extras -c lock/dev.txt pyproject.toml -o lock/runtime.txt
+
+apiserver: $(STAMP)   ## build kube-apiserver and etcd for the tests that need them, with Go, minutes
+	@$(BIN)/python -m tests.apiserver.binaries
 
 clean:
 	rm -rf .venv .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache .coverage demo

@@ -46,7 +46,8 @@ class Timing(Struct, frozen=True, kw_only=True):
     """A server that does not know streamed lists may never say that all is told. 0: ask for none."""
     watch_s: tuple[Seconds, Seconds] = (240.0, 300.0)
     silence_s_max: Seconds = 90.0
-    """Longer than the server's interval between bookmarks, which is about a minute."""
+    """Longer than the server's interval between bookmarks, which is about a minute; of a kind in
+    which nothing happens it may leave some out."""
     reconnect_s: tuple[Seconds, Seconds] = (0.1, 1.0)
     relist_s: tuple[Seconds, Seconds] = (300.0, 600.0)
     backoff_s: tuple[Seconds, Seconds] = (0.5, 30.0)
@@ -109,7 +110,7 @@ class Reflection(Struct, frozen=True, kw_only=True):
     objects: int
     synced: bool
     stale_s: Seconds
-    """Since the last page, event or bookmark; infinite before the first."""
+    """Since the last page, event, bookmark or beginning of a watch; infinite before the first."""
     lists: int
     watches: int
     repairs: int
@@ -211,7 +212,7 @@ class ListWatch(Generic[T]):
         self._healthy_since_s: Seconds | None = None
         self._broken = True
         self.heard_at_s: Seconds | None = None
-        """When the last page, event or bookmark came."""
+        """When the last page, event or bookmark came, or a watch was taken up."""
         self.synced = False
         """A whole list came in; from then on the objects are never given up for an error."""
         self.absent = False
@@ -314,8 +315,8 @@ class ListWatch(Generic[T]):
         return changed
 
     def opened(self, now: Seconds) -> None:
-        """The server accepted the watch."""
-        self._succeeded(now)
+        """The server took up the watch."""
+        self._heard(now)
 
     def closed(self, now: Seconds) -> None:
         """The watch ended in good order: go on from the last version, but never at once."""

@@ -347,7 +347,8 @@ METRICS: Final[tuple[MetricSpec, ...]] = (
     _sampled(
         "homing_kube_staleness_seconds",
         "seconds",
-        "Since the API server last told of a kind of object; infinite before it first did.",
+        "Since the API server last told of a kind of object or took up a watch of it; infinite "
+        "before it first did.",
         _RESOURCE,
     ),
     _sampled(

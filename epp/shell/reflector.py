@@ -191,6 +191,7 @@ class Reflector(Generic[T]):
             **source.selectors,
         }
         splitter = LineSplitter(LINE_BYTES_MAX)
+        opened = False
         try:
             async with (
                 asyncio.timeout(step.timeout_s),
@@ -198,12 +199,18 @@ class Reflector(Generic[T]):
                     "GET", source.path, query, silence_s_max=step.silence_s_max
                 ) as chunks,
             ):
+                opened = True
                 self._driver.opened(time.monotonic())
                 async for chunk in chunks:
                     self._take(splitter, chunk)
         except TimeoutError:
             # A server that does not keep to `timeoutSeconds`; the list is due.
             pass
+        except ApiError as error:
+            # A kind in which nothing happens may have no bookmarks for longer. Whether the server
+            # is still there, the next watch tells.
+            if not opened or error.kind is not ApiFailure.SILENT:
+                raise
         self._driver.closed(time.monotonic())
 
     def _take(self, splitter: LineSplitter, chunk: bytes) -> None:

@@ -127,7 +127,7 @@ async def test_a_list_is_streamed_where_the_server_can_and_read_in_pages_elsewhe
     [
         ("close", 1, None),
         ("reset", 1, "unreachable"),
-        ("silent", 1, "silent"),
+        ("silent", 1, None),
         ("half", 1, "unreachable"),
         ("half-close", 1, None),
         ("garbage", 2, "unreadable"),
@@ -224,8 +224,35 @@ async def test_two_megabyte_lines_are_read(tmp_path):
         assert watched.reflector.reflection().errors == {}
 
 
+async def test_a_kind_in_which_nothing_happens_is_in_order(tmp_path):
+    """API servers may send no bookmark there: the watch is begun anew, and that it can be is news."""
+    with capture_logs() as logs:
+        async with Watched(tmp_path) as watched:
+            await watched.settled()
+            server = watched.server
+            server.bookmark_s = 30.0
+            server.disturb("close")
+            await eventually(lambda: watched.reflector.statistics.watches >= 5)
+            assert watched.reflector.reflection().errors == {}
+            assert watched.reflector.in_touch
+            assert watched.reflector.reflection().stale_s < 2 * FAST.silence_s_max
+            assert len(server.lists(PODS)) == 1
+    assert not [line for line in logs if line["log_level"] in {"error", "warning"}]
+
+
+async def test_a_server_that_does_not_answer_a_watch_is_silent(tmp_path):
+    """That is a failure; the watch goes on once it answers."""
+    async with Watched(tmp_path) as watched:
+        await watched.settled()
+        watched.server.fail("WATCH", PODS, "silent")
+        watched.server.disturb("close")
+        watched.server.put(PODS, pod("new"))
+        await watched.settled()
+        assert watched.reflector.reflection().errors == {"silent": 1}
+
+
 async def test_a_silent_kind_is_stale_and_its_objects_stay(tmp_path):
-    """The gauge tells the time since the last page, event or bookmark."""
+    """The gauge tells the time since the last page, event, bookmark or beginning of a watch."""
     async with Watched(tmp_path, timing=Timing(reconnect_s=(0.001, 0.01))) as watched:
         await watched.settled()
         watched.server.bookmark_s = 30.0

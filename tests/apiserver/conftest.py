@@ -1,9 +1,11 @@
-"""One API server for all of these tests, and a namespace for each."""
+"""One API server for most of these tests, and a namespace for each."""
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from itertools import count
 from pathlib import Path
+from typing import TypeAlias
 
 import pytest
 import yaml
@@ -24,9 +26,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.timeout(240))
 
 
+ServerWith: TypeAlias = Callable[..., AbstractContextManager[ApiServer]]
+
+
 @pytest.fixture(scope="session")
-def api(tmp_path_factory: pytest.TempPathFactory, shared_data: Path) -> Iterator[ApiServer]:
-    """It knows the kinds of inference gateways."""
+def api_with(tmp_path_factory: pytest.TempPathFactory, shared_data: Path) -> ServerWith:
+    """API servers with these flags, which know the kinds of inference gateways."""
     try:
         found = binaries.find(os.environ)
     except binaries.BinariesError as error:
@@ -36,16 +41,27 @@ def api(tmp_path_factory: pytest.TempPathFactory, shared_data: Path) -> Iterator
     definitions = sorted((shared_data / "crds").glob("*.yaml"))
     if not definitions:
         pytest.skip(f"{shared_data}/crds has no definitions of InferencePool and its like")
-    server = ApiServer(found, tmp_path_factory.mktemp("api-server"))
-    try:
-        server.start()
-        server.wait()
-        for path in definitions:
-            server.define(yaml.safe_load(path.read_text(encoding="utf-8")))
+
+    @contextmanager
+    def serving(*flags: str) -> Iterator[ApiServer]:
+        server = ApiServer(found, tmp_path_factory.mktemp("api-server"), flags)
+        try:
+            server.start()
+            server.wait()
+            for path in definitions:
+                server.define(yaml.safe_load(path.read_text(encoding="utf-8")))
+            yield server
+        finally:
+            server.stop()
+            print(server.log_text())
+
+    return serving
+
+
+@pytest.fixture(scope="session")
+def api(api_with: ServerWith) -> Iterator[ApiServer]:
+    with api_with() as server:
         yield server
-    finally:
-        server.stop()
-        print(server.log_text())
 
 
 @pytest.fixture

@@ -37,9 +37,11 @@ AUDIT: Final = {
 class ApiServer:
     """`start`, then `kill` and `start` again as often as wanted, then `stop`."""
 
-    def __init__(self, binaries: Binaries, folder: Path) -> None:
+    def __init__(self, binaries: Binaries, folder: Path, flags: Sequence[str] = ()) -> None:
+        """`flags`: more of them for kube-apiserver."""
         self._binaries = binaries
         self._folder = folder
+        self._flags = flags
         self._etcd_port, self._peer_port, self.port = free_ports(3)
         self.url = f"https://127.0.0.1:{self.port}"
         self.certificate = folder / "certificates/apiserver.crt"
@@ -199,6 +201,7 @@ class ApiServer:
     def _server_command(self) -> list[str | Path]:
         return [
             self._binaries.kube_apiserver,
+            *self._flags,
             f"--etcd-servers=http://127.0.0.1:{self._etcd_port}",
             "--bind-address=127.0.0.1",
             "--advertise-address=127.0.0.1",

@@ -151,7 +151,7 @@ def test_the_token_is_mounted_where_it_is_used(golden):
 
 ALLOWED = {
     ("", "pods"): {"get", "list", "watch"},
-    ("", "events"): {"create", "patch"},
+    ("", "events"): {"create"},
     ("", "configmaps"): {"get", "list", "watch"},
     ("inference.networking.k8s.io", "inferencepools"): {"get", "list", "watch"},
     ("llm-d.ai", "inferenceobjectives"): {"get", "list", "watch"},

@@ -1,6 +1,10 @@
 """What scraping costs: CPU share of the scraper at two pool sizes, and of reading one page.
 
-The pods are one process that sends a page of vLLM's layout and size; it does not count.
+The pods are one process that does not count. They send the pages of a simulated engine under load,
+which have the layout of vLLM 0.32, one every half second of its time: from scrape to scrape gauges,
+counters and histograms change, and with them the lengths of lines. A page is as large as the
+engine's model name is long, which stands on each of its lines: 51 KB with the short name, as the
+recorded page of a real engine has it, and 60 KB with the long one.
 """
 
 import asyncio
@@ -8,56 +12,76 @@ import multiprocessing
 import resource
 import time
 from collections import Counter as Tally
+from collections.abc import Sequence
+from itertools import count, cycle, islice
 from multiprocessing.connection import Connection
-
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from random import Random
 
 from bench.timing import best_us
 from epp.core.types import Endpoint, MetricsTarget
 from epp.shell.exposition import PageReader
 from epp.shell.scrape import Scraper
+from sim.engine import Engine, EngineRequest, EngineSettings
+from sim.exposition import MetricsPage
+from sim.profiles import DEFAULT_PROFILE, PROFILES
 
 _WARM_UP_S = 1.5
 _MEASURED_S = 3.0
-_HISTOGRAMS = 22
-_BUCKETS = 20
 _OPEN_FILES = 4096
+_SHORT_NAME = "llama-3.1-8b"
+_LONG_NAME = "meta-llama/Llama-3.1-8B-Instruct"
+_PAGES = 64
+_PAGE_EVERY_S = 0.5
+_FIRST_PAGE_S = 30.0
+_REQUESTS_S = 12.0
 
 
-def vllm_page() -> bytes:
-    """A page with the names, labels, order and size of vLLM 0.32 (51 KB with one label value a histogram)."""
-    registry = CollectorRegistry()
-    own = {"engine": "0", "model_name": "meta-llama/Llama-3.1-8B-Instruct"}
-    Gauge("process_start_time_seconds", "Start.", registry=registry).set(1.79523034967e9)
-    for name, value in [("running", 37.0), ("waiting", 4.0)]:
-        gauge = Gauge(f"vllm:num_requests_{name}", "Requests.", own, registry=registry)
-        gauge.labels(**own).set(value)
-    reasons = Gauge("vllm:num_requests_waiting_by_reason", "x", [*own, "reason"], registry=registry)
-    sleep = Gauge("vllm:engine_sleep_state", "x", [*own, "sleep_state"], registry=registry)
-    for reason in ("capacity", "deferred"):
-        reasons.labels(**own, reason=reason).set(2)
-    for state in ("awake", "weights_offloaded", "discard_all"):
-        sleep.labels(**own, sleep_state=state).set(state == "awake")
-    Gauge("vllm:kv_cache_usage_perc", "x", own, registry=registry).labels(**own).set(0.4187)
-    for name in ("prefix_cache_queries", "prefix_cache_hits", "prompt_tokens", "generation_tokens"):
-        Counter(f"vllm:{name}", "x", own, registry=registry).labels(**own).inc(1.843712e6)
-    buckets = [float(bound) for bound in range(_BUCKETS)]
-    for number in range(_HISTOGRAMS):
-        name = f"vllm:request_{number}_time_seconds"
-        histogram = Histogram(name, "Time.", own, buckets=buckets, registry=registry).labels(**own)
-        for bound in buckets:
-            histogram.observe(bound)
-    config = {f"setting_number_{number}": "None" for number in range(38)}
-    config |= {"block_size": "16", "num_gpu_blocks": "27214", "engine": "0"}
-    Gauge("vllm:cache_config_info", "x", config, registry=registry).labels(**config).set(1)
-    return generate_latest(registry)
+def live_pages(model: str) -> list[bytes]:
+    """What one busy engine shows, scrape after scrape."""
+    random = Random(1)
+    settings = EngineSettings(blocks_total=27_214, block_size_tokens=16)
+    engine = Engine(settings, PROFILES[DEFAULT_PROFILE])
+    page = MetricsPage(model=model, settings=settings, max_model_len_tokens=131_072)
+    pages: list[bytes] = []
+    inside: list[EngineRequest] = []
+    arrives_at = now = 0.0
+    numbers = count()
+    while len(pages) < _PAGES:
+        while arrives_at <= now:
+            prompt_tokens, output_tokens = (
+                1 + int(random.lognormvariate(mean, 0.8)) for mean in (6.5, 4.8)
+            )
+            request = EngineRequest(
+                str(next(numbers)),
+                prompt_tokens=prompt_tokens,
+                output_tokens=output_tokens,
+                chain=[
+                    random.getrandbits(63) for _ in range((prompt_tokens + output_tokens) // 16)
+                ],
+            )
+            engine.submit(request, arrives_at)
+            inside.append(request)
+            arrives_at += random.expovariate(_REQUESTS_S)
+        step = engine.step(now)
+        if step is None:
+            now = arrives_at
+            continue
+        now = step.ends_at
+        page.observe(step, now)
+        for request in inside:
+            if request.finished:
+                page.finish(request, "length", request.output_tokens)
+        inside = [request for request in inside if not request.finished]
+        if now >= _FIRST_PAGE_S + len(pages) * _PAGE_EVERY_S:
+            pages.append(page.render())
+    return pages
 
 
 class _Pod(asyncio.Protocol):
-    """Answers each request on a connection with the same bytes."""
+    """Answers each request on a connection with the next of the answers, over and over."""
 
-    def __init__(self, answer: bytes) -> None:
-        self._answer = answer
+    def __init__(self, answers: Sequence[bytes], first: int) -> None:
+        self._answers = islice(cycle(answers), first % len(answers), None)
         self._asked = b""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -68,14 +92,24 @@ class _Pod(asyncio.Protocol):
         self._asked += data
         while b"\r\n\r\n" in self._asked:
             self._asked = self._asked.split(b"\r\n\r\n", 1)[1]
-            self._transport.write(self._answer)
+            self._transport.write(next(self._answers))
 
 
-def _serve(page: bytes, tell: Connection) -> None:
+def _answer(page: bytes) -> bytes:
+    """As the web server of vLLM answers."""
+    return (
+        b"HTTP/1.1 200 OK\r\ndate: Mon, 01 Jun 2026 12:00:00 GMT\r\nserver: uvicorn\r\n"
+        b"content-length: %d\r\ncontent-type: text/plain; version=0.0.4; charset=utf-8\r\n\r\n%s"
+        % (len(page), page)
+    )
+
+
+def _serve(pages: Sequence[bytes], tell: Connection) -> None:
     async def serve() -> None:
-        answer = b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n%s" % (len(page), page)
+        answers = [_answer(page) for page in pages]
+        connections = count()
         server = await asyncio.get_running_loop().create_server(
-            lambda: _Pod(answer), "127.0.0.1", 0, backlog=2048
+            lambda: _Pod(answers, next(connections)), "127.0.0.1", 0, backlog=2048
         )
         tell.send(server.sockets[0].getsockname()[1])
         await server.serve_forever()
@@ -118,36 +152,50 @@ async def _cpu_share(port: int, endpoints: int) -> str:
     cpu_s, wall_s = time.process_time() - cpu_s, time.monotonic() - wall_s
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)
-    failed = sum(count for kind, count in told.items() if kind != "good")
+    failed = sum(times for kind, times in told.items() if kind != "good")
     return (
         f"{cpu_s / wall_s:.0%} of a core, {told['good'] / wall_s:.0f} pages/s, "
         f"{cpu_s / max(told['good'], 1) * 1e6:.0f} µs a page, {failed} failed"
     )
 
 
-def _read_us(page: bytes) -> float:
+def _read_us(pages: Sequence[bytes]) -> float:
     reader = PageReader()
-    return best_us(lambda labels: reader.read(page, labels), lambda: [{}] * 20)
+    return best_us(lambda page: reader.read(page, {}), lambda: pages)
 
 
-def run() -> list[tuple[str, str]]:
-    """(what, how much) a row."""
-    page = vllm_page()
-    _allow_open_files()
+def _rows(model: str, pools: Sequence[tuple[int, int]]) -> list[tuple[str, str]]:
+    """One row for reading, one for each of `pools`: endpoints, and milliseconds between scrapes."""
+    pages = live_pages(model)
+    size = f"pages of {len(pages[0]) / 1000:.0f} KB"
     spawn = multiprocessing.get_context("spawn")
     ours, theirs = spawn.Pipe()
-    pods = spawn.Process(target=_serve, args=(page, theirs), daemon=True)
+    pods = spawn.Process(target=_serve, args=(pages, theirs), daemon=True)
     pods.start()
     try:
         port = ours.recv()
         return [
-            (f"read a metrics page of {len(page) // 1000} KB", f"{_read_us(page):.0f} µs"),
-            ("scrape 100 endpoints every 200 ms", asyncio.run(_cpu_share(port, 100))),
-            ("scrape 1,000 endpoints every 500 ms", asyncio.run(_cpu_share(port, 1000))),
+            (f"read metrics, {size}", f"{_read_us(pages):.0f} µs"),
+            *(
+                (
+                    f"scrape {endpoints:,} endpoints every {interval_ms} ms, {size}",
+                    asyncio.run(_cpu_share(port, endpoints)),
+                )
+                for endpoints, interval_ms in pools
+            ),
         ]
     finally:
         pods.terminate()
         pods.join()
+
+
+def run() -> list[tuple[str, str]]:
+    """(what, how much) a row."""
+    _allow_open_files()
+    return [
+        *_rows(_SHORT_NAME, [(100, 200), (1000, 500)]),
+        *_rows(_LONG_NAME, [(1000, 500)]),
+    ]
 
 
 if __name__ == "__main__":

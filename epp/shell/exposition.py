@@ -1,7 +1,8 @@
 """A metrics page of a model server -> `EndpointMetrics`. Pure.
 
 A vLLM page is 50 to 80 KB and a scheduler wants ten of its six hundred series. One regular
-expression of the wanted names walks the page from line to line; only what it finds is read.
+expression of the wanted names walks the page from line to line; only what it finds is read. Where
+an endpoint's last page is remembered, most of its pages need not even be walked: `page_layout`.
 What is wanted from each engine is data: `MetricNames`. The tables below are the engines' own names.
 """
 
@@ -11,9 +12,11 @@ from collections.abc import Mapping, Sequence
 from typing import Final, TypeAlias
 
 from msgspec import Struct
+from msgspec.structs import replace
 
 from epp.compatibility import ENGINE_LABELS
 from epp.core.types import AdapterReport, EndpointMetrics
+from epp.shell.page_layout import PAGES_MAX, PageLayout, headings_of, layout_of
 
 _SAMPLE: Final = re.compile(
     rb"""
@@ -186,6 +189,101 @@ _Found: TypeAlias = dict[bytes, list[tuple[bytes, float]]]
 """Name -> (text between the braces, value) of each of its series on one page."""
 
 
+class _Engine:
+    """What is wanted from an engine, and how it is found."""
+
+    def __init__(self, names: MetricNames) -> None:
+        self.names = names
+        load = (*names.waiting, *names.running, *names.kv_cache_usage, *names.requests_total)
+        seldom = (*names.block_size_tokens, *names.blocks_total, *names.awake)
+        infos = {
+            names.cache_info,
+            names.adapter_requests,
+            names.adapter_loaded,
+            names.adapter_slots,
+        }
+        rest = {selector.name for selector in seldom} | infos - {b""}
+        wanted = {selector.name for selector in load} | rest
+        self.load = frozenset(wanted - rest)
+        """Series that tell nothing but what changes from page to page."""
+        names_wanted = _alternatives(sorted(wanted))
+        self.lines = re.compile(rb"\n(" + names_wanted + rb")([{ \t][^\n]*)")
+        """(name, the rest of the line) of each line that begins with exactly a wanted name."""
+        self.headings = headings_of(names_wanted)
+
+
+class _Reading(Struct):
+    """A page that was read, and the next ones that are read by it."""
+
+    engines: tuple[_Engine, ...]
+    """Those that came into question."""
+    engine: _Engine
+    layout: PageLayout
+    found: _Found
+    metrics: EndpointMetrics
+
+    def read(self, page: bytes) -> EndpointMetrics | None:
+        """None: the page is that of a new process, or laid out in another way. Read it whole."""
+        changed = self.layout.changed(page)
+        if changed is None or _PROCESS_STARTED in changed:
+            return None
+        if changed:
+            for name, lines in changed.items():
+                self.found[name] = [_sample(name, line) for line in lines]
+            only_load = changed.keys() <= self.engine.load
+            rest = self.metrics if only_load else _without_load(self.engine.names, self.found)
+            metrics = _with_load(rest, self.engine.names, self.found)
+            if metrics is None:
+                return None
+            self.metrics = metrics
+        return self.metrics
+
+
+class PageMemory:
+    """What reading a page leaves behind for reading the next one of the same endpoint.
+
+    Whoever reads the pages of an endpoint keeps one for it and gives it to `PageReader.read`.
+    """
+
+    __slots__ = ("_pages_until_layout", "_reading")
+
+    def __init__(self) -> None:
+        self._reading: _Reading | None = None
+        self._pages_until_layout = 0
+
+    def read(self, page: bytes, engines: tuple[_Engine, ...]) -> EndpointMetrics | None:
+        """None: the page must be read whole."""
+        reading, self._reading = self._reading, None
+        if reading is None or reading.engines is not engines:
+            return None
+        try:
+            metrics = reading.read(page)
+        except ExpositionError:
+            return None  # the whole page tells the first of its errors
+        if metrics is not None:
+            self._reading = reading
+        return metrics
+
+    def keep(
+        self,
+        page: bytes,
+        engines: tuple[_Engine, ...],
+        engine: _Engine,
+        found: _Found,
+        metrics: EndpointMetrics,
+    ) -> None:
+        """Read the next page by this one, if the format's rules hold on it."""
+        if self._pages_until_layout:
+            self._pages_until_layout -= 1
+            return
+        lines = {name: len(samples) for name, samples in found.items()}
+        layout = layout_of(page, engine.headings, lines)
+        if layout is None:
+            self._pages_until_layout = PAGES_MAX  # a page without headings will have none soon
+        else:
+            self._reading = _Reading(engines, engine, layout, found, metrics)
+
+
 class PageReader:
     """Reads the pages of endpoints, whatever engine they run.
 
@@ -203,79 +301,93 @@ class PageReader:
     ) -> None:
         self._labels = tuple(engine_labels)
         self._engines = {
-            engine: (names, _pattern(_names_wanted(names)))
+            engine: (_Engine(names),)
             for engine, names in sorted(engines.items(), key=lambda row: row[0] != default_engine)
         }
+        self._every = tuple(engine for (engine,) in self._engines.values())
 
-    def read(self, page: bytes, labels: Mapping[str, str]) -> EndpointMetrics:
+    def read(
+        self, page: bytes, labels: Mapping[str, str], memory: PageMemory | None = None
+    ) -> EndpointMetrics:
         """Read the page of an endpoint with these labels.
+
+        With the `memory` of the endpoint's last page, what is new on this one may be seen some
+        pages later, as `page_layout` says; all else is the same.
 
         A value that is NaN, infinite or negative is unknown. Raises `ExpositionError` when the
         page has no load gauge of the engine (of any, where the labels name none), or when a series
         that is wanted is malformed.
         """
-        if not page.startswith(b"#"):
-            page = b"\n" + page  # each line begins after a newline, the first too
         engines = self._engines_of(labels)
-        for names, pattern in engines:
-            found: _Found = {}
-            for name, rest in pattern.findall(page):
-                found.setdefault(name, []).append(_sample(name, rest))
-            metrics = _metrics(names, found)
+        if memory is not None:
+            metrics = memory.read(page, engines)
             if metrics is not None:
                 return metrics
-        gauges = [(*names.waiting, *names.running, *names.kv_cache_usage) for names, _ in engines]
+        if not page.startswith(b"#"):
+            page = b"\n" + page  # each line begins after a newline, the first too
+        for engine in engines:
+            found: _Found = {}
+            for name, rest in engine.lines.findall(page):
+                found.setdefault(name, []).append(_sample(name, rest))
+            metrics = _metrics(engine.names, found)
+            if metrics is not None:
+                if memory is not None:
+                    memory.keep(page, engines, engine, found, metrics)
+                return metrics
+        every = [engine.names for engine in engines]
+        gauges = [(*names.waiting, *names.running, *names.kv_cache_usage) for names in every]
         wanted = ", ".join(gauge[0].name.decode() for gauge in gauges if gauge)
         raise ExpositionError(
             f"the page of {len(page)} bytes has no load gauge, expected one of {wanted}"
         )
 
-    def _engines_of(
-        self, labels: Mapping[str, str]
-    ) -> Sequence[tuple[MetricNames, re.Pattern[bytes]]]:
+    def _engines_of(self, labels: Mapping[str, str]) -> tuple[_Engine, ...]:
         """An engine type that is not in the table is no reason to be blind: all are tried."""
         for label in self._labels:
             engine = self._engines.get(labels.get(label, ""))
             if engine is not None:
-                return (engine,)
-        return tuple(self._engines.values())
+                return engine
+        return self._every
 
 
-def _names_wanted(names: MetricNames) -> list[bytes]:
-    every = (
-        *names.waiting, *names.running, *names.kv_cache_usage, *names.requests_total,
-        *names.block_size_tokens, *names.blocks_total, *names.awake,
-    )  # fmt: skip
-    infos = (names.cache_info, names.adapter_requests, names.adapter_loaded, names.adapter_slots)
-    return sorted({selector.name for selector in every} | {name for name in infos if name})
-
-
-def _pattern(names: Sequence[bytes]) -> re.Pattern[bytes]:
-    """(name, the rest of the line) of each line that begins with exactly one of `names`."""
+def _alternatives(names: Sequence[bytes]) -> bytes:
+    """An expression for the names, and for the start of the process."""
     # The inner group lets the compiler see that the engine's names begin alike: twice as fast.
     engine = b"|".join(re.escape(name) for name in names) or _PROCESS_STARTED
-    return re.compile(rb"\n(" + _PROCESS_STARTED + rb"|(?:" + engine + rb"))([{ \t][^\n]*)")
+    return _PROCESS_STARTED + rb"|(?:" + engine + rb")"
 
 
 def _metrics(names: MetricNames, found: _Found) -> EndpointMetrics | None:
     """None: none of this engine's load gauges is on the page."""
-    waiting, running = _values(found, names.waiting), _values(found, names.running)
-    usage = _values(found, names.kv_cache_usage)
-    if not (waiting or running or usage):
-        return None
+    return _with_load(_without_load(names, found), names, found)
+
+
+def _without_load(names: MetricNames, found: _Found) -> EndpointMetrics:
+    """What changes seldom."""
     awake = _values(found, names.awake)
     block_size_tokens, blocks_total = _cache_size(names, found)
     return EndpointMetrics(
-        waiting_requests=sum(waiting) if waiting else math.nan,
-        running_requests=sum(running) if running else math.nan,
-        # min() gives back its first argument when either is NaN.
-        kv_cache_usage=min(sum(usage) / len(usage), 1.0) if usage else math.nan,
         adapters=_adapters(names, found),
         block_size_tokens=block_size_tokens,
         blocks_total=blocks_total,
         process_started_at_s=_known([value for _, value in found.get(_PROCESS_STARTED, ())][:1]),
-        requests_total=_known(_values(found, names.requests_total)),
         asleep=bool(awake) and not any(awake),
+    )
+
+
+def _with_load(rest: EndpointMetrics, names: MetricNames, found: _Found) -> EndpointMetrics | None:
+    """`rest` with what changes from page to page; None: no load gauge is among `found`."""
+    waiting, running = _values(found, names.waiting), _values(found, names.running)
+    usage = _values(found, names.kv_cache_usage)
+    if not (waiting or running or usage):
+        return None
+    return replace(
+        rest,
+        waiting_requests=sum(waiting) if waiting else math.nan,
+        running_requests=sum(running) if running else math.nan,
+        # min() gives back its first argument when either is NaN.
+        kv_cache_usage=min(sum(usage) / len(usage), 1.0) if usage else math.nan,
+        requests_total=_known(_values(found, names.requests_total)),
     )
 
 

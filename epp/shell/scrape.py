@@ -13,7 +13,7 @@ from typing import Final
 
 from epp.core.types import Endpoint, EndpointMetrics, Seconds
 from epp.flags import REFRESH_MIN_S, REFRESH_PER_ENDPOINT_S
-from epp.shell.exposition import ExpositionError, PageReader
+from epp.shell.exposition import ExpositionError, PageMemory, PageReader
 from epp.shell.page_client import BadResponseError, PageClient
 
 INTERVAL_S_MIN: Final = REFRESH_MIN_S
@@ -41,11 +41,12 @@ class ScrapeFailure(StrEnum):
 class _Target:
     """One endpoint that is being scraped, and how that goes."""
 
-    __slots__ = ("client", "endpoint", "failures", "task")
+    __slots__ = ("client", "endpoint", "failures", "memory", "task")
 
     def __init__(self, endpoint: Endpoint, client: PageClient) -> None:
         self.endpoint = endpoint
         self.client = client
+        self.memory = PageMemory()
         self.failures = 0
         self.task: asyncio.Task[None] | None = None
 
@@ -173,7 +174,7 @@ class Scraper:
         try:
             async with asyncio.timeout(self._timeout_s):
                 page = await target.client.fetch()
-            metrics = self._reader.read(page, target.endpoint.labels)
+            metrics = self._reader.read(page, target.endpoint.labels, target.memory)
         except TimeoutError:
             self._fail(
                 target, ScrapeFailure.TIMEOUT, f"{url} gave no page within {self._timeout_s:g} s"

@@ -354,7 +354,7 @@ async def test_a_bug_in_a_reader_is_contained_and_told():
     """One page must not end the scraping of all the others."""
 
     class Broken(PageReader):
-        def read(self, page, labels):
+        def read(self, page, labels, memory=None):
             raise ZeroDivisionError
 
     running = Running()

@@ -26,6 +26,7 @@ from bench.decision import (
     headers_message,
     telemetry_observer,
 )
+from epp.app import loop_factory
 from epp.core.session import Session, SessionSettings
 from epp.shell.server import SERVICE, ExtProcServer, grpc_server
 
@@ -72,7 +73,8 @@ async def _serve(tell: Connection) -> None:
 
 def serve(tell: Connection) -> None:
     """The server's process, until it is sent None."""
-    asyncio.run(_serve(tell))
+    with asyncio.Runner(loop_factory=loop_factory()) as runner:
+        runner.run(_serve(tell))
 
 
 class _Client:

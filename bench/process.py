@@ -16,7 +16,7 @@ from pathlib import Path
 from random import Random
 
 from bench.index import ENDPOINTS, fill, resident_bytes
-from epp.app import EndpointPicker
+from epp.app import EndpointPicker, loop_factory
 from epp.core.prefix import PrefixIndex
 from epp.flags import ServeFlags
 
@@ -63,7 +63,8 @@ def full_picker() -> dict[str, int]:
         (index,) = picker.scheduler.indexes.values()
         assert isinstance(index, PrefixIndex)
         fill(index, ENDPOINTS, (32, 32), Random(1), time.monotonic())
-        resident = asyncio.run(_weigh(picker))
+        with asyncio.Runner(loop_factory=loop_factory()) as runner:
+            resident = runner.run(_weigh(picker))
         return {"resident": resident, "pairs": index.entries}
 
 

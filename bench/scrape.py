@@ -18,6 +18,7 @@ from multiprocessing.connection import Connection
 from random import Random
 
 from bench.timing import best_us
+from epp.app import loop_factory
 from epp.core.types import Endpoint, MetricsTarget
 from epp.shell.exposition import PageReader
 from epp.shell.scrape import Scraper
@@ -125,7 +126,13 @@ def _allow_open_files() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (_OPEN_FILES, hard))
 
 
-async def _cpu_share(port: int, endpoints: int) -> str:
+def _cpu_share(port: int, endpoints: int) -> str:
+    """On the event loop of `epp serve`."""
+    with asyncio.Runner(loop_factory=loop_factory()) as runner:
+        return runner.run(_scrape(port, endpoints))
+
+
+async def _scrape(port: int, endpoints: int) -> str:
     told: Tally[str] = Tally()
     scraper = Scraper(
         lambda endpoint, metrics: told.update(["good"]),
@@ -179,7 +186,7 @@ def _rows(model: str, pools: Sequence[tuple[int, int]]) -> list[tuple[str, str]]
             *(
                 (
                     f"scrape {endpoints:,} endpoints every {interval_ms} ms, {size}",
-                    asyncio.run(_cpu_share(port, endpoints)),
+                    _cpu_share(port, endpoints),
                 )
                 for endpoints, interval_ms in pools
             ),

@@ -80,12 +80,22 @@ def run(flags: ServeFlags) -> int:
         _log.warning(warning)
     try:
         picker = EndpointPicker(flags)
-        asyncio.run(_until_signal(picker))
+        with asyncio.Runner(loop_factory=loop_factory()) as runner:
+            runner.run(_until_signal(picker))
     except StartError as error:
         for line in str(error).splitlines():
             _log.error(line)
         return 1
     return 0
+
+
+def loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
+    """Makes uvloop's event loop; None, where it is not installed: asyncio's own."""
+    try:
+        from uvloop import new_event_loop  # noqa: PLC0415
+    except ImportError:
+        return None
+    return new_event_loop
 
 
 def _raise_open_files_limit() -> None:
@@ -200,7 +210,13 @@ class EndpointPicker:
                     for name, loop in self._loops(certificate).items()
                 ]
                 self._update_ready()
-                _log.info("serving", grpc_port=flags.grpc_port, secure=flags.secure_serving)
+                loop = type(asyncio.get_running_loop()).__module__.partition(".")[0]
+                _log.info(
+                    "serving",
+                    grpc_port=flags.grpc_port,
+                    secure=flags.secure_serving,
+                    event_loop=loop,
+                )
                 await stop.wait()
                 await self._drain(server, hurry or asyncio.Event())
                 if self._cluster is not None:

@@ -8,6 +8,7 @@ import ssl
 import sys
 import time
 from contextlib import asynccontextmanager
+from importlib.util import find_spec
 
 import grpc
 import pytest
@@ -16,7 +17,7 @@ from aiohttp import ClientSession, web
 from aiohttp.test_utils import TestServer
 from grpc_health.v1 import health_pb2
 
-from epp.app import EndpointPicker, StartError
+from epp.app import EndpointPicker, StartError, loop_factory
 from epp.core.types import EndpointMetrics
 from epp.flags import parse_serve
 from tests import gateway as gw
@@ -605,6 +606,21 @@ async def test_a_signal_drains_and_ends_with_0(number, tmp_path):
             assert await epp.end() == (0, "")
             assert epp.events == ["configured", "serving", "draining", "stopped"]
             assert all(json.loads(line)["timestamp"] for line in epp.lines)
+
+
+async def test_the_log_says_which_event_loop_serves(tmp_path):
+    """It is uvloop's wherever that is installed."""
+    given, _ = arguments_for(tmp_path, TWO)
+    async with child(*given) as epp:
+        await epp.until_logged("serving")
+    expected = "uvloop" if find_spec("uvloop") else "asyncio"
+    assert json.loads(epp.lines[-1])["event_loop"] == expected
+
+
+def test_without_uvloop_the_event_loop_is_that_of_asyncio(monkeypatch):
+    """It has no wheel for every platform."""
+    monkeypatch.setitem(sys.modules, "uvloop", None)
+    assert loop_factory() is None
 
 
 async def test_a_second_signal_hurries_and_a_stuck_stream_is_cut(tmp_path):

@@ -8,7 +8,7 @@ and this client about 155 µs, and a thousand endpoints at 0.5 s are 2,000 pages
 import asyncio
 import re
 import ssl
-from typing import Final, Literal
+from typing import Final, Literal, cast
 from urllib.parse import quote
 
 from epp.core.types import Endpoint, MetricsTarget
@@ -176,8 +176,8 @@ class _Connection(asyncio.Protocol):
         self._answered: asyncio.Future[bytes] | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        self.transport = transport
+        # What uvloop gives is one in all but its bases.
+        self.transport = cast("asyncio.Transport", transport)
 
     def ask(self, request: bytes, reader: ResponseReader) -> asyncio.Future[bytes]:
         """Send `request`; the future is the body, or the reason why there is none."""

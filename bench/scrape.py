@@ -24,7 +24,7 @@ from epp.shell.exposition import PageReader
 from epp.shell.scrape import Scraper
 from sim.engine import Engine, EngineRequest, EngineSettings
 from sim.exposition import MetricsPage
-from sim.profiles import DEFAULT_PROFILE, PROFILES
+from sim.profiles import DEFAULT_PROFILE, find_profile
 
 _WARM_UP_S = 1.5
 _MEASURED_S = 3.0
@@ -41,7 +41,7 @@ def live_pages(model: str) -> list[bytes]:
     """What one busy engine shows, scrape after scrape."""
     random = Random(1)
     settings = EngineSettings(blocks_total=27_214, block_size_tokens=16)
-    engine = Engine(settings, PROFILES[DEFAULT_PROFILE])
+    engine = Engine(settings, find_profile(DEFAULT_PROFILE))
     page = MetricsPage(model=model, settings=settings, max_model_len_tokens=131_072)
     pages: list[bytes] = []
     inside: list[EngineRequest] = []

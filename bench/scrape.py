@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from itertools import count, cycle, islice
 from multiprocessing.connection import Connection
 from random import Random
+from typing import cast
 
 from bench.timing import best_us
 from epp.app import loop_factory
@@ -86,8 +87,7 @@ class _Pod(asyncio.Protocol):
         self._asked = b""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        self._transport = transport
+        self._transport = cast("asyncio.Transport", transport)
 
     def data_received(self, data: bytes) -> None:
         self._asked += data
@@ -116,7 +116,8 @@ def _serve(pages: Sequence[bytes], tell: Connection) -> None:
         await server.serve_forever()
 
     _allow_open_files()
-    asyncio.run(serve())
+    with asyncio.Runner(loop_factory=loop_factory()) as runner:
+        runner.run(serve())
 
 
 def _allow_open_files() -> None:

@@ -229,7 +229,12 @@ class _Reading(Struct):
             return None
         if changed:
             for name, lines in changed.items():
-                self.found[name] = [_sample(name, line) for line in lines]
+                before = self.found.get(name, ())
+                if len(before) == len(lines):
+                    known = zip(lines, before, strict=True)
+                    self.found[name] = [_sample_like(name, line, sample) for line, sample in known]
+                else:
+                    self.found[name] = [_sample(name, line) for line in lines]
             only_load = changed.keys() <= self.engine.load
             rest = self.metrics if only_load else _without_load(self.engine.names, self.found)
             metrics = _with_load(rest, self.engine.names, self.found)
@@ -430,6 +435,16 @@ def _sample(name: bytes, text: bytes) -> tuple[bytes, float]:
     if not 1 <= len(fields) <= 2 or (brace and labels[:1] != b"{") or labels.count(b'"') % 2:
         raise _malformed(name, text)
     return labels[1:], _number(name, text, fields[0])
+
+
+def _sample_like(name: bytes, text: bytes, sample: tuple[bytes, float]) -> tuple[bytes, float]:
+    """`_sample` of a line that nearly always has the labels of `sample`: then twice as fast."""
+    labels = sample[0]
+    opening = b"{%b} " % labels if labels else b" "
+    value = text[len(opening) :]
+    if text.startswith(opening) and value.translate(None, b".e+").isdigit():
+        return labels, _number(name, text, value)
+    return _sample(name, text)
 
 
 def _malformed(name: bytes, text: bytes) -> ExpositionError:

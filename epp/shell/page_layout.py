@@ -20,7 +20,7 @@ NEAR_BYTES: Final = 256
 and shrink by some digits."""
 GROWTH_BYTES_MAX: Final = 48
 """From one page to the next. Less than heading and series of a metric of any engine have together."""
-PAGES_MAX: Final = 16
+PAGES_MAX: Final = 64
 """How many pages are read by one layout."""
 KEPT_BYTES_MAX: Final = 32 * 1024
 """Of wanted series of one page; a page with more of them is always read whole."""

@@ -11,10 +11,19 @@ import ssl
 from typing import Final, Literal, cast
 from urllib.parse import quote
 
-from epp.core.types import Endpoint, MetricsTarget
+from epp.core.types import Endpoint, MetricsTarget, Seconds
 
 HEAD_BYTES_MAX: Final = 16 * 1024
 _STATUS: Final = re.compile(rb"HTTP/1\.([01]) ([1-5][0-9]{2})(?: [^\r\n]*)?")
+_OTHER_HEADERS: Final = (
+    rb"(?:(?i:(?!content-|transfer-encoding|connection)|(?=content-type:))[^\r\n:]+:[^\r\n]*\r\n)*+"
+)
+_USUAL_HEAD: Final = re.compile(
+    rb"HTTP/1\.1 200 [^\r\n]*\r\n%b(?i:content-length): ([0-9]{1,12})\r\n%b\r\n"
+    % (_OTHER_HEADERS, _OTHER_HEADERS)
+)
+"""What nearly every answer begins with. Five times as fast as `ResponseReader._read_head`, which
+says the same of it and judges all others."""
 _LENGTH: Final = re.compile(rb"[0-9]{1,12}")
 _CHUNK_SIZE: Final = re.compile(rb"([0-9A-Fa-f]{1,8})[ \t]*(?:;[^\r\n]*)?")
 _CHUNK_LINE_BYTES_MAX: Final = 256
@@ -58,6 +67,8 @@ class ResponseReader:
 
     def feed(self, data: bytes) -> None:
         """Take what arrived; `body` is set when the answer is complete."""
+        if not self._wire and self._is_usual(data):
+            return
         self._wire += data
         if not self._headers_read:
             self._read_head()
@@ -73,6 +84,16 @@ class ResponseReader:
             with memoryview(self._wire) as wire:  # one copy, not two
                 body = bytes(wire[self._at : self._at + self._length])
             self._finish(body, self._length)
+
+    def _is_usual(self, data: bytes) -> bool:
+        """Whether `data` is a whole answer of the usual kind; then it is read."""
+        head = _USUAL_HEAD.match(data)
+        if head is None or head.end() > HEAD_BYTES_MAX:
+            return False
+        if len(data) != head.end() + int(head[1]) or int(head[1]) > self._page_bytes_max:
+            return False
+        self.body = data[head.end() :]
+        return True
 
     def end(self) -> None:
         """The server closed: complete if the answer says that its end is its length."""
@@ -179,13 +200,23 @@ class _Connection(asyncio.Protocol):
         # What uvloop gives is one in all but its bases.
         self.transport = cast("asyncio.Transport", transport)
 
-    def ask(self, request: bytes, reader: ResponseReader) -> asyncio.Future[bytes]:
-        """Send `request`; the future is the body, or the reason why there is none."""
+    async def ask(self, request: bytes, reader: ResponseReader, timeout_s: Seconds) -> bytes:
+        """Send `request` and return the body, or raise the reason why there is none."""
         assert self.transport is not None
+        loop = asyncio.get_running_loop()
         self._reader = reader
-        self._answered = asyncio.get_running_loop().create_future()
-        self.transport.write(request)
-        return self._answered
+        self._answered = loop.create_future()
+        # A tenth of what `asyncio.timeout` costs.
+        expiry = loop.call_later(timeout_s, self._expire)
+        try:
+            self.transport.write(request)
+            return await self._answered
+        finally:
+            expiry.cancel()
+
+    def _expire(self) -> None:
+        if self._answered is not None and not self._answered.done():
+            self._answered.set_exception(TimeoutError())
 
     def data_received(self, data: bytes) -> None:
         reader, answered = self._reader, self._answered
@@ -252,27 +283,30 @@ class PageClient:
         ).encode("ascii")
         self._connection: _Connection | None = None
 
-    async def fetch(self) -> bytes:
+    async def fetch(self, timeout_s: Seconds) -> bytes:
         """Return the page.
 
-        Raises `BadResponseError` for an answer that is none, `OSError` where there was no answer. When
-        it is left in the middle, by an error or a cancellation, the connection goes.
+        Raises `BadResponseError` for an answer that is none, `TimeoutError` after `timeout_s`, and
+        another `OSError` where there was no answer. When it is left in the middle, by an error or a
+        cancellation, the connection goes.
         """
         connection = self._connection
         if connection is not None and connection.transport is not None:
             try:
-                return await self._exchange(connection)
+                return await self._exchange(connection, timeout_s)
             except _StaleConnectionError:
                 pass  # an idle connection may close at any time; that is no failure
-        _, connection = await asyncio.get_running_loop().create_connection(
-            _Connection, self._host, self._port, ssl=self._tls
-        )
-        self._connection = connection
-        return await self._exchange(connection)
+        async with asyncio.timeout(timeout_s):
+            _, connection = await asyncio.get_running_loop().create_connection(
+                _Connection, self._host, self._port, ssl=self._tls
+            )
+            self._connection = connection
+            return await self._exchange(connection, timeout_s)
 
-    async def _exchange(self, connection: _Connection) -> bytes:
+    async def _exchange(self, connection: _Connection, timeout_s: Seconds) -> bytes:
+        reader = ResponseReader(self._page_bytes_max)
         try:
-            return await connection.ask(self._request, ResponseReader(self._page_bytes_max))
+            return await connection.ask(self._request, reader, timeout_s)
         except BaseException:
             self.close()
             raise

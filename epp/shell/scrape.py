@@ -172,8 +172,7 @@ class Scraper:
         clock = asyncio.get_running_loop().time
         started_s = clock()
         try:
-            async with asyncio.timeout(self._timeout_s):
-                page = await target.client.fetch()
+            page = await target.client.fetch(self._timeout_s)
             metrics = self._reader.read(page, target.endpoint.labels, target.memory)
         except TimeoutError:
             self._fail(

@@ -1,5 +1,5 @@
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from epp.shell.page_client import HEAD_BYTES_MAX, BadResponseError, ResponseReader
@@ -48,6 +48,50 @@ def test_where_the_bytes_are_cut_does_not_matter(wire, data):
     if reader.body is None:
         reader.end()
     assert reader.body == PAGE
+
+
+STATUS_LINES = [b"HTTP/1.1 200 OK", b"HTTP/1.1 200", b"HTTP/1.0 200 OK", b"http/1.1 200 OK"]
+HEADERS = [
+    b"date: today",
+    b"Content-Type: text/plain",
+    b"content-types: none",
+    b"Content-Length: 28",
+    b"content-length:28",
+    b"content-length: 29",
+    b"content-length: +28",
+    b"content-length : 28",
+    b"Content-Encoding: identity",
+    b"content-encoding: gzip",
+    b"connection: close",
+    b"Connection: keep-alive",
+    b"transfer-encoding: chunked",
+    b"no colon",
+    b"odd: \x00\n",
+    b"",
+]
+
+
+def outcome(*pieces):
+    """All that an answer that comes in these pieces leads to."""
+    reader = ResponseReader(1000)
+    try:
+        for piece in pieces:
+            reader.feed(piece)
+    except BadResponseError as bad:
+        return bad.kind, str(bad)
+    return reader.body, reader.keep_alive
+
+
+@given(
+    st.sampled_from(STATUS_LINES),
+    st.lists(st.sampled_from(HEADERS), max_size=6),
+    st.sampled_from([PAGE, PAGE[:-1], PAGE + b"x"]),
+)
+@settings(max_examples=500, deadline=None)
+def test_an_answer_in_one_piece_is_judged_like_one_in_two(status_line, headers, body):
+    """Nearly all come in one piece, and are read in a shorter way."""
+    wire = b"\r\n".join((status_line, *headers, b"", body))
+    assert outcome(wire) == outcome(wire[:1], wire[1:])
 
 
 @pytest.mark.parametrize(

@@ -302,7 +302,10 @@ class PrefixIndex:
         if not self._settings.auto_tune or blocks_total <= 0 or block_size_tokens <= 0:
             return
         tuned = self._slot(slot)
-        tuned.capacity_blocks = max(1, blocks_total * block_size_tokens // self.block_tokens)
+        capacity_blocks = max(1, blocks_total * block_size_tokens // self.block_tokens)
+        if tuned.tuned and tuned.capacity_blocks == capacity_blocks:
+            return  # every scrape says it again
+        tuned.capacity_blocks = capacity_blocks
         tuned.tuned = True
         self._fit(tuned)
 

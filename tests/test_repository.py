@@ -6,6 +6,7 @@ import subprocess
 import sys
 import tomllib
 import zipfile
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -249,6 +250,16 @@ def test_the_wheel_holds_what_the_packages_need(tmp_path):
     files = [path for package in ("epp", "sim") for path in (ROOT / package).rglob("*.*")]
     needed = {str(path.relative_to(ROOT)) for path in files if path.suffix != ".pyc"}
     assert "sim/profiles.toml" in needed <= held
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "bench").glob("*.py")), ids=lambda path: path.stem)
+def test_a_benchmark_asks_for_names_that_exist(path):
+    """Types are not checked there, and what is renamed elsewhere would be found by running it."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and node.module.split(".")[0] in {"bench", *PACKAGES}:
+            module = import_module(node.module)
+            missing = [name.name for name in node.names if not hasattr(module, name.name)]
+            assert missing == [], node.module
 
 
 def test_the_licence_is_there():

@@ -1,5 +1,6 @@
 """A run's requests on disk, written as they end: a table for tools, a file of decisions for eyes."""
 
+import math
 from pathlib import Path
 from typing import Any, BinaryIO, Final
 
@@ -138,4 +139,4 @@ def candidates_of(decision: Decision) -> list[dict[str, Any]]:
 
 
 def _known(value: float) -> float | None:
-    return None if value != value else value  # noqa: PLR0124 - only NaN differs from itself
+    return None if math.isnan(value) else value

@@ -10,7 +10,7 @@ that finds wrong is counted, and should be nothing.
 
 A list is asked for as a stream of events, which costs the server no copy of it, and page by page
 from servers that do not know that (Kubernetes before 1.32, unless its gate `WatchList` is open) and
-whenever a stream has failed.
+after any failure since the last list: pages are what every server knows.
 
 A list may come from one of several sources, tried in order: the same kind in a newer and in an
 older API group. A source that is absent or forbidden yields to the next.

@@ -145,12 +145,9 @@ class Reflector(Generic[T]):
     async def _stream_list(self, step: StreamedList) -> None:
         source = self._sources[step.source]
         query = {
-            "watch": "true",
-            "allowWatchBookmarks": "true",
             "sendInitialEvents": "true",
             "resourceVersionMatch": "NotOlderThan",
-            "timeoutSeconds": str(math.ceil(step.timeout_s)),
-            **source.selectors,
+            **_watch_query(source, step.timeout_s),
         }
         splitter = LineSplitter(LINE_BYTES_MAX)
         try:
@@ -184,11 +181,8 @@ class Reflector(Generic[T]):
     async def _watch(self, step: Watch) -> None:
         source = self._sources[step.source]
         query = {
-            "watch": "true",
-            "allowWatchBookmarks": "true",
             "resourceVersion": step.resource_version,
-            "timeoutSeconds": str(math.ceil(step.timeout_s)),
-            **source.selectors,
+            **_watch_query(source, step.timeout_s),
         }
         splitter = LineSplitter(LINE_BYTES_MAX)
         opened = False
@@ -257,6 +251,16 @@ class Reflector(Generic[T]):
         ours = error.kind in _OURS_TO_MEND and lasts
         say = _log.info if off else _log.error if ours else _log.warning
         say(_sentence(error, verb, source), resource=str(source), synced=self.synced)
+
+
+def _watch_query(source: Collection, timeout_s: Seconds) -> dict[str, str]:
+    """What every watch asks for, from a version on or from the beginning."""
+    return {
+        "watch": "true",
+        "allowWatchBookmarks": "true",
+        "timeoutSeconds": str(math.ceil(timeout_s)),
+        **source.selectors,
+    }
 
 
 _OURS_TO_MEND: Final = frozenset({ApiFailure.FORBIDDEN, ApiFailure.ABSENT, ApiFailure.INTERNAL})

@@ -285,7 +285,8 @@ def _new_file(path: Path, *, replace: bool) -> Iterator[BinaryIO]:
         with contextlib.ExitStack() as stack:
             file: BinaryIO = stack.enter_context(partial.open("wb"))
             if path.suffix == ".gz":
-                # No name and no time inside: the same trace is the same bytes.
+                # No name and no time inside: the same trace is the same bytes. To the type checker
+                # a GzipFile is no BinaryIO, though it is written to like one.
                 packed = gzip.GzipFile(filename="", mode="wb", fileobj=file, mtime=0)
                 yield stack.enter_context(packed)  # type: ignore[misc]
             else:

@@ -231,7 +231,7 @@ class _Parts(Struct, frozen=True):
 
 def _parts(arrival: Arrival) -> tuple[_Parts, _Parts]:
     """(the prompt as far as others may share it, what a cache holds of the request)."""
-    bases = PromptHashes(arrival).bases.tolist()
+    bases = PromptHashes(arrival).bases
     tokens = [size for _, size in arrival.spans()]
     prompt = _Parts(bases[: len(tokens)], tokens)
     held = _Parts(prompt.hashes.copy(), tokens.copy())

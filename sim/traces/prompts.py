@@ -1,9 +1,9 @@
 """Block ids to prompts, in two ways that share in exactly the same places.
 
-Fast: hashes, without any text. The hash at the end of a block, with the id of the next one, makes
-the next one's base; the hash at any token is the base of its block plus an odd constant for each
-token from the start. So one list of ids gives hashes for blocks of any size, for the picker and
-for an engine, and blocks of one id and different lengths share the shorter's.
+Fast: hashes, without any text. The base of a block is made of the base before it, of where it starts
+and of its id; the hash at any token is the base of its block plus an odd constant for each token
+from the start. So one list of ids gives hashes for blocks of any size, for the picker and for an
+engine, and blocks of one id and different lengths share the shorter's.
 
 Through bytes: a text of four bytes a token for `/v1/completions`, to be parsed and hashed as in
 production. A block's text begins with a token that no other place of a text has, and goes on with
@@ -15,10 +15,9 @@ What follows the last block is the request's own, and so is the answer unless th
 id. Answers are no part of what the picker hashes.
 """
 
-import sys
-from array import array
-from collections.abc import Iterator, Sequence
-from struct import iter_unpack
+from collections.abc import Sequence
+from itertools import accumulate
+from struct import Struct
 from typing import Final
 
 import msgspec
@@ -39,6 +38,8 @@ PICKER_BLOCK_TOKENS: Final = 64
 _WORD: Final = 2**64 - 1
 _STRIDE: Final = 0x9E3779B97F4A7C15
 """Odd, so that the hashes inside a block all differ."""
+_PART: Final = Struct("=QQ")
+"""Its number and its first token."""
 _OWN_PROMPT: Final = b"prompt"
 _OWN_ANSWER: Final = b"answer"
 
@@ -167,29 +168,26 @@ class PromptHashes:
         """Hash the ids; a hash at token t is the base of the part that holds t, plus t strides."""
         self.prompt_tokens = arrival.prompt_tokens
         self.tokens = arrival.prompt_tokens + arrival.output_tokens
-        self.bases = array("Q")
+        numbers, self._ends = _parts(arrival)
+        seed = chain_seed(ApiKind.COMPLETIONS, model_of(arrival), arrival.cache_salt)
+        xxh64, pack = xxhash.xxh64_intdigest, _PART.pack
+        self.bases = [
+            seed := xxh64(pack(number, start), seed)
+            for number, start in zip(numbers, (0, *self._ends), strict=False)
+        ]
         """One for each of `Arrival.spans`, then the request's own part if there is one, then the
         answer. Equal bases: equal text from the start to as far as the shorter of the parts goes.
         """
-        self._ends = array("q")
-        seed = chain_seed(ApiKind.COMPLETIONS, model_of(arrival), arrival.cache_salt)
-        xxh64, end, shift = xxhash.xxh64_intdigest, 0, 0
-        for identity, tokens in _parts(arrival):
-            # The seed is the hash at the end of the block before.
-            base = (xxh64(identity, seed) - shift) & _WORD
-            end += tokens
-            shift = end * _STRIDE
-            seed = (base + shift) & _WORD
-            self.bases.append(base)
-            self._ends.append(end)
 
     def chain(self, block_tokens: int, tokens: int) -> npt.NDArray[np.uint64]:
         """The hash at the end of each full block within the first `tokens` tokens."""
-        counts = np.minimum(np.frombuffer(self._ends, np.int64), tokens)
-        counts //= block_tokens
-        counts[1:] -= counts[:-1].copy()
-        hashes: npt.NDArray[np.uint64] = np.frombuffer(self.bases, np.uint64).repeat(counts)
-        ends = np.arange(1, len(hashes) + 1, dtype=np.uint64)
+        before, counts = 0, []
+        for end in self._ends:
+            blocks = min(end, tokens) // block_tokens
+            counts.append(blocks - before)
+            before = blocks
+        hashes: npt.NDArray[np.uint64] = np.array(self.bases, np.uint64).repeat(counts)
+        ends = np.arange(1, before + 1, dtype=np.uint64)
         ends *= np.uint64(block_tokens * _STRIDE & _WORD)
         hashes += ends
         return hashes
@@ -207,28 +205,38 @@ class PromptHashes:
         """The same told shorter, as `EngineRequest` takes it: a key for all blocks that end in one
         part, and how many blocks there are up to the end of each.
         """
-        ends = np.frombuffer(self._ends, np.int64) // block_tokens
-        longer = ends > np.concatenate(((0,), ends[:-1]))
-        keys = np.frombuffer(self.bases, np.uint64)[longer]
-        return keys.tolist(), ends[longer].tolist()
+        keys: list[int] = []
+        ends: list[int] = []
+        before = 0
+        for base, end_tokens in zip(self.bases, self._ends, strict=True):
+            end = end_tokens // block_tokens
+            if end > before:
+                keys.append(base)
+                ends.append(end)
+                before = end
+        return keys, ends
 
 
-def _parts(arrival: Arrival) -> Iterator[tuple[bytes, int]]:
-    """(what it is hashed as, tokens) of each part of the prompt, then of the answer."""
+def _parts(arrival: Arrival) -> tuple[list[int], list[int]]:
+    """What the parts of the prompt, then the answer, are known by, and where each ends in tokens."""
+    numbers: list[int] = []
+    ends: list[int] = []
     if arrival.lengths:
-        for block, tokens in arrival.spans():
-            yield _identity(block), tokens
+        numbers.extend(arrival.blocks)
+        ends.extend(accumulate(arrival.lengths))
     elif arrival.blocks:
         size = arrival.block_tokens
-        whole = array("Q", arrival.blocks[: arrival.prompt_tokens // size]).tobytes()
-        for (identity,) in iter_unpack("8s", whole):
-            yield identity, size
-    if own_tokens := arrival.prompt_tokens - arrival.shareable_tokens:
-        yield _OWN_PROMPT + _identity(arrival.index), own_tokens
+        numbers.extend(arrival.blocks[: arrival.prompt_tokens // size])
+        ends.extend(range(size, size * len(numbers) + 1, size))
+    if not ends or ends[-1] < arrival.prompt_tokens:
+        numbers.append(_own(_OWN_PROMPT, arrival.index))
+        ends.append(arrival.prompt_tokens)
     answer = arrival.answer
-    own_answer = _OWN_ANSWER + _identity(arrival.index)
-    yield own_answer if answer is None else _identity(answer), arrival.output_tokens
+    numbers.append(_own(_OWN_ANSWER, arrival.index) if answer is None else answer)
+    ends.append(arrival.prompt_tokens + arrival.output_tokens)
+    return numbers, ends
 
 
-def _identity(number: int) -> bytes:
-    return number.to_bytes(8, sys.byteorder)
+def _own(what: bytes, index: int) -> int:
+    """Stands for text that no other request has."""
+    return xxhash.xxh64_intdigest(what, index)

@@ -19,7 +19,7 @@ pieces of 512 tokens costs a 32nd of one that names every block of 16, and hits 
 numbers are the one thing that is not modelled, and nothing depends on them.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 
 class Run:
@@ -157,11 +157,20 @@ class BlockPool:
         blank = min(count, self._blank_blocks)
         self._blank_blocks -= blank
         count -= blank
-        while count:
-            run = self._order.after
-            evicted = min(count, run.blocks)
-            self._evict(run, evicted)
-            count -= evicted
+        if not count:
+            return
+        self._cached_blocks -= count
+        known, run = self._runs, self._order.after
+        while 0 < run.blocks <= count:
+            count -= run.blocks
+            twins = known[run.key]
+            if len(twins) == 1:
+                del known[run.key]
+            else:
+                twins.remove(run)
+            run = run.after
+        run.blocks -= count
+        run.before, self._order.after = self._order, run
 
     def register(
         self, holding: Holding, keys: Sequence[int], ends: Sequence[int], upto: int
@@ -171,17 +180,26 @@ class BlockPool:
         if position >= upto:
             return
         holding.open_blocks -= upto - position
-        while position < upto:
-            end = ends[piece]
-            if end <= position:
-                piece += 1
-                continue
-            stop = min(upto, end)
-            place = position - ends[piece - 1] if piece else position
-            self._register(holding, keys[piece], place, stop - position)
-            position = stop
         holding.registered_blocks = upto
-        holding.piece = piece
+        begin = ends[piece - 1] if piece else 0
+        known, runs = self._runs, holding.runs
+        while True:
+            end, key = ends[piece], keys[piece]
+            if position < end:
+                stop = min(upto, end)
+                twins = known.get(key)
+                if twins is None:
+                    run = Run(key, position - begin, stop - position, 1)
+                    known[key] = [run]
+                    runs.append(run)
+                else:
+                    _prolong(runs, twins, key, position - begin, stop - begin)
+                if stop == upto:
+                    holding.piece = piece
+                    return
+                position = stop
+            begin = end
+            piece += 1
 
     def extend(self, holding: Holding, keys: Sequence[int], ends: Sequence[int], upto: int) -> bool:
         """`register`, if the blocks only make the holding's last run longer and nobody else has any
@@ -226,17 +244,22 @@ class BlockPool:
         holding.runs = []
         holding.registered_blocks = holding.open_blocks = 0
 
+    def free_runs(self) -> Iterator[Run]:
+        """What is cached and without a holder, next to be evicted first."""
+        run = self._order.after
+        while run is not self._order:
+            yield run
+            run = run.after
+
     def check(self) -> None:
         """AssertionError if a block is lost or used twice: every count told in two ways."""
         free = 0
-        run = self._order.after
-        while run is not self._order:
+        for run in self.free_runs():
             assert not run.holders, "a free run has no holder"
             assert run.blocks > 0, "a run has blocks"
             assert run in self._runs[run.key], "a free run is cached"
             assert run.after.before is run, "the ring is whole"
             free += run.blocks
-            run = run.after
         assert free == self._cached_blocks, "the free list has the blocks that are counted"
         holders: dict[Run, int] = {}
         for holding in self._holdings:
@@ -251,28 +274,6 @@ class BlockPool:
         assert sum(run.blocks for run in everything) == held + free, "each run is held or free"
         twice = sum(run.blocks * (count - 1) for run, count in holders.items())
         assert twice == self.duplicate_blocks, "duplicates are counted"
-
-    def _register(self, holding: Holding, key: int, start: int, blocks: int) -> None:
-        """Make `blocks` blocks from place `start` of `key` a part of the holding's last run."""
-        runs = self._runs.get(key)
-        if runs is None:
-            run = Run(key, start, blocks, 1)
-            self._runs[key] = [run]
-            holding.runs.append(run)
-            return
-        last = holding.runs[-1] if holding.runs else None
-        if (
-            last is not None
-            and last.key == key
-            and last.holders == 1
-            and last.start + last.blocks == start
-            and (len(runs) == 1 or not _any_within(runs, start, start + blocks))
-        ):
-            last.blocks += blocks
-            return
-        run = Run(key, start, blocks, 1)
-        runs.append(run)
-        holding.runs.append(run)
 
     def _split(self, run: Run, place: int) -> Run:
         """Cut `run` before `place`: it keeps the head, the tail is returned."""
@@ -290,19 +291,6 @@ class BlockPool:
                 holding.runs.insert(holding.runs.index(run) + 1, tail)
         return tail
 
-    def _evict(self, run: Run, blocks: int) -> None:
-        """Forget the last `blocks` blocks of a free run."""
-        run.blocks -= blocks
-        self._cached_blocks -= blocks
-        if run.blocks:
-            return
-        _unlink(run)
-        runs = self._runs[run.key]
-        if len(runs) == 1:
-            del self._runs[run.key]
-        else:
-            runs.remove(run)
-
 
 def _find(runs: Sequence[Run], place: int, stop: int) -> tuple[Run | None, int]:
     """The oldest run that has block `place`, and up to where, at most `stop`, it is the oldest."""
@@ -312,6 +300,26 @@ def _find(runs: Sequence[Run], place: int, stop: int) -> tuple[Run | None, int]:
         elif place < run.start + run.blocks:
             return run, min(stop, run.start + run.blocks)
     return None, place
+
+
+def _prolong(runs: list[Run], twins: list[Run], key: int, start: int, end: int) -> None:
+    """Add blocks of `key` to a holding's `runs`: to the last if they follow it, else as a new one.
+
+    `twins`: all runs of that key.
+    """
+    last = runs[-1] if runs else None
+    if (
+        last is not None
+        and last.key == key
+        and last.holders == 1
+        and last.start + last.blocks == start
+        and (len(twins) == 1 or not _any_within(twins, start, end))
+    ):
+        last.blocks += end - start
+        return
+    run = Run(key, start, end - start, 1)
+    twins.append(run)
+    runs.append(run)
 
 
 def _any_within(runs: Sequence[Run], start: int, end: int) -> bool:

@@ -6,6 +6,7 @@ that the server reported. `kv_events.jsonl`: the KV events of the run, one ZMQ m
 
 import base64
 from collections.abc import Iterator
+from itertools import islice
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -13,7 +14,7 @@ import msgspec
 from msgspec import Struct
 
 from epp.core.types import Seconds
-from sim.blocks import BlockPool, Holding, Run
+from sim.blocks import BlockPool, Holding
 from sim.engine import Engine, EngineRequest, EngineSettings
 from sim.profiles import DEFAULT_PROFILE, find_profile
 from sim.tokens import encode_ids, hash_chain
@@ -54,9 +55,10 @@ class WatchedPool(BlockPool):
         if stored:
             self.events.append(("stored", stored))
 
-    def _evict(self, run: Run, blocks: int) -> None:
-        self.events.append(("removed", [run.key]))
-        super()._evict(run, blocks)
+    def take(self, count: int) -> None:
+        cached = max(0, count - self._blank_blocks)
+        self.events += [("removed", [run.key]) for run in islice(self.free_runs(), cached)]
+        super().take(count)
 
 
 def judge(folder: Path, description: dict[str, Any]) -> Iterator[Judgement]:

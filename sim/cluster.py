@@ -203,7 +203,7 @@ class Cluster:
         self._announce()
         # The pickers were there before the traffic: each has scraped every pod once.
         for follow in self._follows.values():
-            self._observe(follow, follow.pod.page())
+            self._observe(follow, follow.pod.page(), self.loop.now)
         self.loop.after(TICK_S, self._tick)
         self._pull()
         self._pull_fault()
@@ -388,7 +388,12 @@ class Cluster:
         follow.draw()
         self.loop.at(next_at, self._scrape, follow)
         page = follow.pod.page()
-        self.loop.at(self.loop.now + self._scrape_delay_s, self._observe, follow, page)
+        observed_at = self.loop.now + self._scrape_delay_s
+        if self.loop.now < decision_at:
+            # Nor does anybody look before the page is read, so that it may as well be now.
+            self._observe(follow, page, observed_at)
+        else:
+            self.loop.at(observed_at, self._observe, follow, page, observed_at)
 
     def _next_decision_at(self) -> Seconds:
         """No picker decides before; without faults only decisions read what was scraped."""
@@ -399,9 +404,9 @@ class Cluster:
         sent_at = min(self._next_arrival_at, self._thinking[0] if self._thinking else math.inf)
         return min(sent_at + self.settings.network_delay_s, self.loop.now + _LOOK_AHEAD_S)
 
-    def _observe(self, follow: _Follow, page: EndpointMetrics | None) -> None:
+    def _observe(self, follow: _Follow, page: EndpointMetrics | None, now: Seconds) -> None:
         if follow.current and page is not None:
-            self.policies[follow.replica].observe(follow.endpoint, page, self.loop.now)
+            self.policies[follow.replica].observe(follow.endpoint, page, now)
 
     def _tick(self) -> None:
         for policy in self.policies:

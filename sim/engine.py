@@ -31,6 +31,7 @@ from collections.abc import Sequence
 from heapq import heappop, heappush
 from math import sqrt
 from operator import attrgetter
+from typing import Final
 
 from msgspec import Struct
 
@@ -39,6 +40,8 @@ from sim.blocks import BlockPool, Holding
 from sim.profiles import Profile, StepWork
 
 _IN_ORDER = attrgetter("admission")
+_ROUNDING: Final = 1e-6
+"""So close to a whole number of passes it is summed up whether they have ended."""
 
 
 class EngineSettings(Struct, frozen=True, kw_only=True):
@@ -208,7 +211,10 @@ class _Pending(Struct):
         growth = self.growth_s / 2
         linear = self.first_s - growth
         root = sqrt(linear * linear + 4 * growth * elapsed_s)
-        number = min(self.passes, int(2 * elapsed_s / (linear + root)))
+        ended = 2 * elapsed_s / (linear + root)
+        number = min(self.passes, int(ended))
+        if number < self.passes and _ROUNDING < ended - number < 1 - _ROUNDING:
+            return number + 1
         while number < self.passes and self.until_pass_s(number) < elapsed_s:
             number += 1
         while number > 1 and self.until_pass_s(number - 1) >= elapsed_s:

@@ -1,8 +1,10 @@
 """One run: a trace, a policy, a cluster and a seed in; what happened out."""
 
+import gc
 from collections.abc import Callable, Iterable, Iterator
 from itertools import chain, islice, takewhile
 from pathlib import Path
+from typing import Final
 
 from msgspec import Struct, field
 
@@ -24,6 +26,9 @@ from sim.traces.prompts import (
     request_through_bytes,
 )
 from sim.traces.reading import ReadOptions, Trace
+
+GARBAGE_THRESHOLDS: Final = (50_000, 20, 20)
+"""A run makes hardly any cycles: looking for them as often as Python does takes an eighth of it."""
 
 
 class RunSettings(Struct, frozen=True, kw_only=True):
@@ -116,8 +121,14 @@ class Run:
 
     def run(self) -> None:
         """Until the last request has ended, or until `stop`."""
-        if not self.stopped:
+        if self.stopped:
+            return
+        thresholds = gc.get_threshold()
+        gc.set_threshold(*GARBAGE_THRESHOLDS)
+        try:
             self.cluster.run(checker(self.cluster) if self.settings.check else None)
+        finally:
+            gc.set_threshold(*thresholds)
 
     def stop(self) -> None:
         """Let `run` return after the event that runs: what is measured by then is whole.

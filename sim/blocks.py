@@ -13,32 +13,48 @@ a real engine in the tests checks it:
 
 What a block holds is told by a chain: keys that stand for all up to and with their blocks (see
 `sim/tokens.py`), and where the blocks of each key end. Two chains with the same key share its
-blocks as far as both have them. Blocks of one key that were taken together and are held together
-are one `Run`; a run is split where that ends to be true. So a trace that names its prompts in
-pieces of 512 tokens costs a 32nd of one that names every block of 16, and hits are the same: block
-numbers are the one thing that is not modelled, and nothing depends on them.
+blocks as far as both have them. Blocks of one chain that follow each other and are held together
+are one `Run`, however many keys they have; a run is split where that ends to be true. So a prompt
+costs as many runs as there are turns in its conversation, not as it has blocks, and hits are the
+same: block numbers are the one thing that is not modelled, and nothing depends on them.
 """
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
 
 
 class Run:
-    """`blocks` blocks of `key`, from the one `start`, with one set of holders."""
+    """Blocks `start` to `end` of a chain, in its pieces `first` to `last`, with one set of holders.
 
-    __slots__ = ("after", "before", "blocks", "holders", "key", "start")
+    A piece is one key's blocks. At least one block, and at least one of each piece, is in the run.
+    """
 
-    def __init__(self, key: int, start: int, blocks: int, holders: int) -> None:
-        self.key = key
+    __slots__ = ("after", "before", "end", "ends", "first", "holders", "keys", "last", "start")
+
+    def __init__(
+        self,
+        keys: Sequence[int],
+        ends: Sequence[int],
+        start: int,
+        end: int,
+        first: int,
+        last: int,
+        holders: int,
+    ) -> None:
+        self.keys = keys
+        self.ends = ends
         self.start = start
-        self.blocks = blocks
+        self.end = end
+        self.first = first
+        self.last = last
         self.holders = holders
         self.before = self
         self.after = self
 
     @property
-    def end(self) -> int:
-        """The block after the last."""
-        return self.start + self.blocks
+    def blocks(self) -> int:
+        """How many."""
+        return self.end - self.start
 
 
 class Holding:
@@ -74,10 +90,10 @@ class BlockPool:
         """Free with a hash."""
         self.duplicate_blocks = 0
         """Held blocks counted once for each holder but the first."""
-        self._order = Run(0, 0, 0, 0)
+        self._order = Run((), (), 0, 0, 0, 0, 0)
         """Head of the ring of free runs in the order of eviction; a run's last block goes first."""
-        self._runs: dict[int, list[Run]] = {}
-        """By key, each place of the key oldest first."""
+        self._runs: dict[int, tuple[Run, ...]] = {}
+        """Those with blocks of a key; of two with the same block the older comes first."""
         self._holdings: dict[Holding, None] = {}
 
     @property
@@ -101,50 +117,41 @@ class BlockPool:
         return self.blocks_used / self.blocks_usable
 
     def match(self, keys: Sequence[int], ends: Sequence[int], blocks_max: int) -> tuple[int, int]:
-        """The longest cached head, at most `blocks_max` blocks, and how many of them are free."""
-        position = free = begin = 0
-        for key, end in zip(keys, ends, strict=True):
-            runs = self._runs.get(key)
-            if runs is None or position >= blocks_max:
+        """The longest cached head, at most `blocks_max` blocks, and how many of them are free.
+
+        The chain has as many blocks, or more.
+        """
+        position = piece = free = 0
+        while position < blocks_max:
+            run, stop, piece = self._oldest(keys, ends, piece, position, blocks_max)
+            if run is None:
                 break
-            stop = min(end, blocks_max)
-            while position < stop:
-                run, place = _find(runs, position - begin, stop - begin)
-                if run is None:
-                    return position, free
-                if not run.holders:
-                    free += place + begin - position
-                position = place + begin
-            begin = end
+            if not run.holders:
+                free += stop - position
+            position = stop
         return position, free
 
     def hold(self, keys: Sequence[int], ends: Sequence[int], blocks: int) -> Holding:
         """A holding of the first `blocks` blocks, all of which `match` has found."""
         holding = Holding()
         self._holdings[holding] = None
-        position = begin = piece = 0
+        position = piece = 0
         while position < blocks:
-            end = ends[piece]
-            stop = min(end, blocks)
-            while position < stop:
-                runs = self._runs[keys[piece]]
-                run, place = _find(runs, position - begin, stop - begin)
-                assert run is not None, "the caller holds what was matched"
-                if run.start < position - begin:
-                    run = self._split(run, position - begin)
-                if run.end > place:
-                    self._split(run, place)
-                if run.holders:
-                    self.duplicate_blocks += run.blocks
-                else:
-                    _unlink(run)
-                    self._cached_blocks -= run.blocks
-                run.holders += 1
-                holding.runs.append(run)
-                position = place + begin
-            begin = end
-            piece += 1
-        holding.piece = max(0, piece - 1)
+            run, stop, piece = self._oldest(keys, ends, piece, position, blocks)
+            assert run is not None, "the caller holds what was matched"
+            if run.start < position:
+                run = self._split(run, position)
+            if run.end > stop:
+                self._split(run, stop)
+            if run.holders:
+                self.duplicate_blocks += stop - position
+            else:
+                _unlink(run)
+                self._cached_blocks -= stop - position
+            run.holders += 1
+            holding.runs.append(run)
+            position = stop
+        holding.piece = piece
         holding.registered_blocks = blocks
         return holding
 
@@ -160,69 +167,80 @@ class BlockPool:
         if not count:
             return
         self._cached_blocks -= count
-        known, run = self._runs, self._order.after
-        while 0 < run.blocks <= count:
-            count -= run.blocks
-            twins = known[run.key]
-            if len(twins) == 1:
-                del known[run.key]
-            else:
-                twins.remove(run)
+        run = self._order.after
+        while 0 < run.end - run.start <= count:
+            count -= run.end - run.start
+            self._forget(run, run.first)
             run = run.after
-        run.blocks -= count
+        if count:
+            run.end -= count
+            piece = run.last
+            while piece > run.first and run.ends[piece - 1] >= run.end:
+                piece -= 1
+            if piece < run.last:
+                self._forget(run, piece + 1)
+                run.last = piece
         run.before, self._order.after = self._order, run
 
     def register(
         self, holding: Holding, keys: Sequence[int], ends: Sequence[int], upto: int
     ) -> None:
         """From now on the holding's blocks before `upto` can be hit: they are scheduled."""
-        position, piece = holding.registered_blocks, holding.piece
+        position = holding.registered_blocks
         if position >= upto:
             return
         holding.open_blocks -= upto - position
         holding.registered_blocks = upto
-        begin = ends[piece - 1] if piece else 0
-        known, runs = self._runs, holding.runs
-        while True:
-            end, key = ends[piece], keys[piece]
-            if position < end:
-                stop = min(upto, end)
-                twins = known.get(key)
-                if twins is None:
-                    run = Run(key, position - begin, stop - position, 1)
-                    known[key] = [run]
-                    runs.append(run)
-                else:
-                    _prolong(runs, twins, key, position - begin, stop - begin)
-                if stop == upto:
-                    holding.piece = piece
-                    return
-                position = stop
-            begin = end
-            piece += 1
+        first = bisect_right(ends, position, holding.piece)
+        last = holding.piece = bisect_left(ends, upto, first)
+        runs = holding.runs
+        run = runs[-1] if runs else None
+        if (
+            run is not None
+            and run.keys is keys
+            and run.holders == 1
+            and run.end == position
+            and (run.last < first or not self._have_others(run, upto))
+        ):
+            run.end = upto
+            first, run.last = run.last + 1, last
+        else:
+            run = Run(keys, ends, position, upto, first, last, 1)
+            runs.append(run)
+        fresh = keys[first : last + 1]
+        known, alone = self._runs, (run,)
+        if known.keys().isdisjoint(fresh):
+            known.update(dict.fromkeys(fresh, alone))
+        else:
+            for key in fresh:
+                known[key] = known.get(key, ()) + alone
 
     def extend(self, holding: Holding, keys: Sequence[int], ends: Sequence[int], upto: int) -> bool:
         """`register`, if the blocks only make the holding's last run longer and nobody else has any
-        under its key; False, and nothing changed, otherwise.
+        under the last key of that run, nor under those that follow; False, and nothing changed,
+        otherwise.
 
         What other holdings register meanwhile makes no difference then: whoever comes to the same
-        place of the key comes later.
+        place of the chain comes later.
         """
-        piece = holding.piece
-        if not holding.runs or ends[piece] < upto:
-            return False
-        last, key = holding.runs[-1], keys[piece]
-        if last.key != key or last.holders != 1 or len(self._runs[key]) != 1:
-            return False
+        run = holding.runs[-1] if holding.runs else None
         if (
-            last.start + last.blocks + (ends[piece - 1] if piece else 0)
-            != holding.registered_blocks
+            run is None
+            or run.keys is not keys
+            or run.holders != 1
+            or run.end != holding.registered_blocks
+            or len(self._runs[keys[run.last]]) != 1
         ):
             return False
-        count = upto - holding.registered_blocks
-        last.blocks += count
-        holding.open_blocks -= count
-        holding.registered_blocks = upto
+        if ends[run.last] < upto:
+            last = bisect_left(ends, upto, run.last)
+            fresh = keys[run.last + 1 : last + 1]
+            if not self._runs.keys().isdisjoint(fresh):
+                return False
+            self._runs.update(dict.fromkeys(fresh, (run,)))
+            run.last = holding.piece = last
+        holding.open_blocks -= upto - run.end
+        run.end = holding.registered_blocks = upto
         return True
 
     def release(self, holding: Holding) -> None:
@@ -257,7 +275,6 @@ class BlockPool:
         for run in self.free_runs():
             assert not run.holders, "a free run has no holder"
             assert run.blocks > 0, "a run has blocks"
-            assert run in self._runs[run.key], "a free run is cached"
             assert run.after.before is run, "the ring is whole"
             free += run.blocks
         assert free == self._cached_blocks, "the free list has the blocks that are counted"
@@ -271,16 +288,80 @@ class BlockPool:
         opened = sum(holding.open_blocks for holding in self._holdings)
         assert held + opened + free + self._blank_blocks == self.blocks_usable, "free + used = all"
         everything = {run for runs in self._runs.values() for run in runs}
+        for run in everything:
+            for piece in range(run.first, run.last + 1):
+                assert run in self._runs[run.keys[piece]], "a run is known by all its keys"
+                begin = run.ends[piece - 1] if piece else 0
+                assert max(run.start, begin) < min(run.end, run.ends[piece]), "and by no other"
         assert sum(run.blocks for run in everything) == held + free, "each run is held or free"
         twice = sum(run.blocks * (count - 1) for run, count in holders.items())
         assert twice == self.duplicate_blocks, "duplicates are counted"
 
+    def _oldest(
+        self, keys: Sequence[int], ends: Sequence[int], piece: int, position: int, upto: int
+    ) -> tuple[Run | None, int, int]:
+        """The oldest run that has block `position` of the chain, in its piece `piece`, up to where,
+        at most `upto`, it is the oldest, and the piece of the block after that.
+        """
+        found: Run | None = None
+        while position < upto:
+            end = ends[piece]
+            stop = min(end, upto)
+            for run in self._runs.get(keys[piece], ()):
+                # Its own chain may have fewer blocks of this key, and more behind them.
+                run_end = min(run.end, run.ends[piece])
+                if run.start > position:
+                    stop = min(stop, run.start)
+                elif position < run_end:
+                    stop = min(stop, run_end)
+                    break
+            else:
+                break
+            if found is not None and run is not found:
+                break
+            found = run
+            position = stop
+            if stop < end:
+                break
+            piece += 1
+        return found, position, piece
+
+    def _have_others(self, run: Run, upto: int) -> bool:
+        """Whether other runs have blocks of the last key of `run`, from its end and before `upto`."""
+        piece = run.last
+        runs = self._runs[run.keys[piece]]
+        return len(runs) > 1 and any(
+            other.start < upto and run.end < min(other.end, other.ends[piece])
+            for other in runs
+            if other is not run
+        )
+
+    def _forget(self, run: Run, first: int) -> None:
+        """`run` has no blocks of the keys from piece `first` on any more."""
+        known = self._runs
+        for key in run.keys[first : run.last + 1]:
+            runs = known[key]
+            if len(runs) == 1:
+                del known[key]
+            else:
+                known[key] = tuple(other for other in runs if other is not run)
+
     def _split(self, run: Run, place: int) -> Run:
-        """Cut `run` before `place`: it keeps the head, the tail is returned."""
-        tail = Run(run.key, place, run.end - place, run.holders)
-        run.blocks = place - run.start
-        runs = self._runs[run.key]
-        runs.insert(runs.index(run) + 1, tail)
+        """Cut `run` before block `place`: it keeps the head, the tail is returned."""
+        keys, ends = run.keys, run.ends
+        piece = bisect_right(ends, place, run.first)
+        tail = Run(keys, ends, place, run.end, piece, run.last, run.holders)
+        run.end, run.last = place, piece
+        if piece > run.first and ends[piece - 1] == place:
+            run.last -= 1
+        else:
+            runs = self._runs[keys[piece]]
+            after = runs.index(run) + 1
+            self._runs[keys[piece]] = (*runs[:after], tail, *runs[after:])
+            piece += 1
+        for key in keys[piece : tail.last + 1]:
+            runs = self._runs[key]
+            self._runs[key] = tuple(tail if other is run else other for other in runs)
         if not run.holders:
             tail.before, tail.after = run.before, run
             run.before.after = tail
@@ -290,40 +371,6 @@ class BlockPool:
             if run in holding.runs:
                 holding.runs.insert(holding.runs.index(run) + 1, tail)
         return tail
-
-
-def _find(runs: Sequence[Run], place: int, stop: int) -> tuple[Run | None, int]:
-    """The oldest run that has block `place`, and up to where, at most `stop`, it is the oldest."""
-    for run in runs:
-        if run.start > place:
-            stop = min(stop, run.start)
-        elif place < run.start + run.blocks:
-            return run, min(stop, run.start + run.blocks)
-    return None, place
-
-
-def _prolong(runs: list[Run], twins: list[Run], key: int, start: int, end: int) -> None:
-    """Add blocks of `key` to a holding's `runs`: to the last if they follow it, else as a new one.
-
-    `twins`: all runs of that key.
-    """
-    last = runs[-1] if runs else None
-    if (
-        last is not None
-        and last.key == key
-        and last.holders == 1
-        and last.start + last.blocks == start
-        and (len(twins) == 1 or not _any_within(twins, start, end))
-    ):
-        last.blocks += end - start
-        return
-    run = Run(key, start, end - start, 1)
-    twins.append(run)
-    runs.append(run)
-
-
-def _any_within(runs: Sequence[Run], start: int, end: int) -> bool:
-    return any(run.start < end and start < run.start + run.blocks for run in runs)
 
 
 def _unlink(run: Run) -> None:

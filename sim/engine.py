@@ -29,6 +29,7 @@ found by it.
 from collections import deque
 from collections.abc import Sequence
 from heapq import heappop, heappush
+from itertools import accumulate, chain
 from math import sqrt
 from operator import attrgetter
 from typing import Final
@@ -260,6 +261,9 @@ class Engine:
             {} for _ in range(settings.block_size_tokens)
         ]
         """Those that decode by `lead` modulo the block size: when their blocks end."""
+        self._taken: list[int] | None = None
+        """Blocks that the passes after the first of the pending step take, by how many these are,
+        once somebody has asked."""
 
     @property
     def ends_at(self) -> Seconds | None:
@@ -362,7 +366,7 @@ class Engine:
         if passes > 1:
             before_s = pending.started_at + pending.until_pass_s(passes - 1)
             self._fill_blocks(passes)
-        self._pending = None
+        self._pending = self._taken = None
         self._ended_at = ends_at
         self._passes_done += passes
         outputs = self._finish_due(ends_at, before_s)
@@ -614,12 +618,11 @@ class Engine:
         """Blocks that the passes after the first take, of a step of `passes`."""
         size = self.settings.block_size_tokens
         cycles, rest = divmod(passes - 1, size)
-        blocks = cycles * len(self.running)
-        phases, last = self._phases, -self._passes_done % size
-        for place in range(last, last - rest, -1):
-            # Places below 0 count from the end, as the phases go round.
-            blocks += len(phases[place])
-        return blocks
+        if self._taken is None:
+            last = -self._passes_done % size
+            turn = chain(self._phases[last::-1], self._phases[:last:-1])
+            self._taken = [0, *accumulate(map(len, turn))]
+        return cycles * len(self.running) + self._taken[rest]
 
     def _fill_blocks(self, passes: int) -> None:
         """Take and register the blocks of all passes after the first of the pending step."""

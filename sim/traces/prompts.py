@@ -16,7 +16,8 @@ id. Answers are no part of what the picker hashes.
 """
 
 from collections.abc import Sequence
-from itertools import accumulate
+from itertools import accumulate, compress
+from operator import gt, sub
 from struct import Struct
 from typing import Final
 
@@ -181,13 +182,10 @@ class PromptHashes:
 
     def chain(self, block_tokens: int, tokens: int) -> npt.NDArray[np.uint64]:
         """The hash at the end of each full block within the first `tokens` tokens."""
-        before, counts = 0, []
-        for end in self._ends:
-            blocks = min(end, tokens) // block_tokens
-            counts.append(blocks - before)
-            before = blocks
+        blocks = [min(end, tokens) // block_tokens for end in self._ends]
+        counts = list(map(sub, blocks, (0, *blocks)))
         hashes: npt.NDArray[np.uint64] = np.array(self.bases, np.uint64).repeat(counts)
-        ends = np.arange(1, before + 1, dtype=np.uint64)
+        ends = np.arange(1, len(hashes) + 1, dtype=np.uint64)
         ends *= np.uint64(block_tokens * _STRIDE & _WORD)
         hashes += ends
         return hashes
@@ -205,16 +203,11 @@ class PromptHashes:
         """The same told shorter, as `EngineRequest` takes it: a key for all blocks that end in one
         part, and how many blocks there are up to the end of each.
         """
-        keys: list[int] = []
-        ends: list[int] = []
-        before = 0
-        for base, end_tokens in zip(self.bases, self._ends, strict=True):
-            end = end_tokens // block_tokens
-            if end > before:
-                keys.append(base)
-                ends.append(end)
-                before = end
-        return keys, ends
+        ends = [end // block_tokens for end in self._ends]
+        longer = list(map(gt, ends, (0, *ends)))
+        if all(longer):
+            return self.bases, ends
+        return list(compress(self.bases, longer)), list(compress(ends, longer))
 
 
 def _parts(arrival: Arrival) -> tuple[list[int], list[int]]:

@@ -43,7 +43,7 @@ class Recorded(Struct, frozen=True, kw_only=True):
 
 
 class WatchedPool(BlockPool):
-    """A pool of one-block runs that writes down what vLLM tells in its KV events."""
+    """A pool for chains with a key a block that writes down what vLLM tells in its KV events."""
 
     def __init__(self, blocks_total: int) -> None:
         super().__init__(blocks_total)
@@ -57,7 +57,10 @@ class WatchedPool(BlockPool):
 
     def take(self, count: int) -> None:
         cached = max(0, count - self._blank_blocks)
-        self.events += [("removed", [run.key]) for run in islice(self.free_runs(), cached)]
+        free = (
+            run.keys[at] for run in self.free_runs() for at in range(run.end - 1, run.start - 1, -1)
+        )
+        self.events += [("removed", [key]) for key in islice(free, cached)]
         super().take(count)
 
 

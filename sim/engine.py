@@ -393,15 +393,16 @@ class Engine:
 
         While a step of many passes is under way: at its first pass, or at the one of `now`.
         """
-        adapters: set[str] = set()
+        adapters: tuple[str, ...] = ()
         if self.settings.max_loras:
-            adapters = {request.adapter for request in (*self.running, *self.waiting)} - {""}
+            named = {request.adapter for request in (*self.running, *self.waiting)}
+            adapters = tuple(sorted(named - {""}))
         return EngineSnapshot(
             running=len(self.running),
             waiting=len(self.waiting),
             deferred=min(self._deferred, len(self.waiting)),
             kv_cache_usage=self.kv_cache_usage(now),
-            adapters=tuple(sorted(adapters)),
+            adapters=adapters,
             preemptions=self.preemptions,
         )
 
@@ -441,7 +442,9 @@ class Engine:
         if not preempted:
             self._admit(work, chunks, budget, admitted, now)
         assert work.tokens, "an engine with requests always makes progress"
-        shared = self.pool.duplicate_blocks - sum(request.shared_blocks for request in chunks)
+        shared = self.pool.duplicate_blocks
+        for request in chunks:
+            shared -= request.shared_blocks
         work.shared_tokens = max(0, shared) * self.settings.block_size_tokens
         slowness = self.slowness
         self._pending = _Pending(

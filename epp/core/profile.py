@@ -15,6 +15,9 @@ from epp.core.types import InferenceRequest
 UNKNOWN: Final = 0.5
 """The score of everybody where a scorer knows nothing of anybody."""
 
+_LEAST: Final = np.zeros(())
+_MOST: Final = np.ones(())
+
 
 class NamedFilter(Struct, frozen=True):
     """A filter under the name it has in the configuration."""
@@ -112,8 +115,8 @@ class SchedulingProfile(Struct, frozen=True, kw_only=True, dict=True):
             else:
                 assert found.shape == (n,), f"{scorer.name} returned {found.shape}"
                 scores[row] = found
-        # The method: at the length of a pool the function np.clip costs twice as much.
-        scores.clip(0.0, 1.0, out=scores)
+        # At the length of a pool np.clip, the function, costs four times as much, and floats twice.
+        scores.clip(_LEAST, _MOST, out=scores)
         total = self._add_up(scores)
         # Where there is a NaN, argmax leads to it: one cheap test of every score.
         if n and math.isnan(total[total.argmax()]):

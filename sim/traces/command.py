@@ -158,17 +158,23 @@ def _add_convert(kinds: "argparse._SubParsersAction[argparse.ArgumentParser]") -
     parser.set_defaults(run=_run(_convert))
 
 
+class _OptionsError(ValueError):
+    """Options that do not go together."""
+
+
 def _run(
     command: Callable[[argparse.Namespace, Console], int],
 ) -> Callable[[argparse.Namespace], int]:
-    """What can be said in a sentence is said so, on stderr, and the exit code is 1."""
+    """What can be said in a sentence is said so, on stderr; the exit code is 1, or 2 where options do
+    not go together.
+    """
 
     def run(options: argparse.Namespace) -> int:
         try:
             return command(options, Console())
         except (ValueError, OSError) as problem:
             sys.stderr.write(f"sim: {sentence_of(problem)}\n")
-            return 1
+            return 2 if isinstance(problem, _OptionsError) else 1
 
     return run
 
@@ -209,13 +215,13 @@ def _generate(options: argparse.Namespace, console: Console) -> int:
 def _adjusted(workload: Workload, options: argparse.Namespace) -> Workload:
     load = workload.load
     if options.duration and not options.rate:
-        raise ValueError("--duration needs --rate.")
+        raise _OptionsError("--duration needs --rate.")
     if options.rate:
         duration_s = options.duration or (_FOREVER_S if options.requests else 300.0)
         load = OpenLoad(stages=(Stage(rate_per_s=options.rate, duration_s=duration_s),))
     if options.burstiness is not None:
         if not isinstance(load, OpenLoad):
-            raise ValueError(f"--burstiness needs --rate: {options.kind} waits for its answers.")
+            raise _OptionsError(f"--burstiness needs --rate: {options.kind} waits for its answers.")
         load = msgspec.structs.replace(load, burstiness=options.burstiness)
     return msgspec.structs.replace(workload, load=load)
 

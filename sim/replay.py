@@ -30,6 +30,8 @@ from sim.traces.reading import lines_in
 DECISIONS_BELOW: Final = 100_000
 """Requests from which on decisions are only written when asked for."""
 _SHOWN_EVERY: Final = 64
+_REQUESTS: Final = "requests.parquet"
+_DECISIONS: Final = "decisions.jsonl"
 
 Listener = Callable[[SimulatedRequest], None]
 
@@ -73,12 +75,13 @@ def replay(settings: RunSettings, options: argparse.Namespace) -> int:
         listeners = [_shown(progress, total)]
         decisions = None
         if folder is not None:
-            requests = RequestTable(folder / "requests.parquet")
+            files.push(_nothing_half(folder))
+            requests = RequestTable(folder / _REQUESTS)
             files.callback(requests.close)
             listeners.append(requests.add)
             wanted = options.decisions
             if total < DECISIONS_BELOW if wanted is None else wanted:
-                decisions = folder / "decisions.jsonl"
+                decisions = folder / _DECISIONS
                 lines = DecisionFile(decisions)
                 files.callback(lines.close)
                 listeners.append(lines.add)
@@ -93,6 +96,17 @@ def replay(settings: RunSettings, options: argparse.Namespace) -> int:
         return 0
     print("sim: interrupted", file=sys.stderr)
     return INTERRUPTED
+
+
+def _nothing_half(folder: Path) -> Callable[..., None]:
+    """How to leave the folder: after an error without the files that only a whole run explains."""
+
+    def leave(error: type[BaseException] | None, *_: object) -> None:
+        if error is not None:
+            for name in (_REQUESTS, _DECISIONS):
+                (folder / name).unlink(missing_ok=True)
+
+    return leave
 
 
 def _tell(one: Run, wall_s: float, folder: Path | None, decisions: Path | None) -> None:

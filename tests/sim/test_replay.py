@@ -142,7 +142,7 @@ def test_a_folder_with_something_in_it_is_refused(trace, tmp_path, capsys):
 
 
 def test_a_bad_line_stops_or_is_counted(tmp_path, capsys):
-    """It is named by file, line and field; with --skip-bad the rest runs."""
+    """It is named by file, line and field, and nothing is written; with --skip-bad the rest runs."""
     path = written(tmp_path / "bad.jsonl", 5)
     path.write_text(path.read_text() + '{"timestamp": 900000, "input_length": "x"}\n')
     for command in (
@@ -150,7 +150,9 @@ def test_a_bad_line_stops_or_is_counted(tmp_path, capsys):
         ["compare", "--config", "default", "--config", "random", "--seeds", "1"],
         ["sweep", "--config", "default", "--rates", "5"],
     ):
-        assert sim(command[0], path, *command[1:]) == 1
+        out = tmp_path / "failed"
+        assert sim(command[0], path, *command[1:], "--out", out) == 1
+        assert not list(out.iterdir()), "the same call works once the line is mended"
         errors = capsys.readouterr().err
         assert errors.startswith("sim: ")
         assert "bad.jsonl:6: input_length" in errors

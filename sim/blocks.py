@@ -172,6 +172,8 @@ class BlockPool:
             count -= run.end - run.start
             self._forget(run, run.first)
             run = run.after
+            # Two runs that are gone must not keep each other alive.
+            run.before = self._order
         if count:
             run.end -= count
             piece = run.last
@@ -180,7 +182,7 @@ class BlockPool:
             if piece < run.last:
                 self._forget(run, piece + 1)
                 run.last = piece
-        run.before, self._order.after = self._order, run
+        self._order.after = run
 
     def register(
         self, holding: Holding, keys: Sequence[int], ends: Sequence[int], upto: int

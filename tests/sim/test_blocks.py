@@ -1,5 +1,7 @@
 """The block pool in runs against one that numbers its blocks."""
 
+import gc
+
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -136,3 +138,19 @@ def test_a_pool_of_one_block_is_refused():
     """One block is reserved, so a pool needs two."""
     with pytest.raises(ValueError, match="at least 2 blocks, got 1"):
         BlockPool(1)
+
+
+def test_what_was_evicted_is_no_work_for_the_garbage_collector():
+    """Runs that were neighbours in the free list must not keep each other alive: a run of a million
+    requests would drag them along until the collector looks at its oldest generation.
+    """
+    pool, chains = BlockPool(9), [Chain([(text, 2)]) for text in range(4)]
+    for chain in chains:
+        pool.release(held(pool, chain, 2))
+    gc.collect()
+    gc.disable()
+    try:
+        pool.take(8)
+        assert gc.collect() == 0
+    finally:
+        gc.enable()

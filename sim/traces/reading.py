@@ -109,6 +109,15 @@ class Trace:
             time_s = arrival.time_s - origin_s
             yield msgspec.structs.replace(arrival, time_s=time_s) if origin_s else arrival
 
+    def requests_expected(self) -> int:
+        """How many requests an iteration will give: exact for a document, which is read for it.
+
+        Else all lines but the header, whether blank, bad or failed. Raises `TraceError`, `OSError`.
+        """
+        if isinstance(self.format, DocumentFormat):
+            return sum(1 for _ in self._arrivals())
+        return max(0, lines_in(self.path) - self.format.has_header)
+
     def _in_order(self) -> Iterator[Arrival]:
         """Sorted by time over a window of `reorder_max` arrivals."""
         window: list[tuple[Seconds, int, Arrival]] = []
@@ -200,9 +209,16 @@ def open_bytes(path: Path) -> BinaryIO:
 
 
 def lines_in(path: Path) -> int:
-    """How many lines the file has. Raises `TraceError` and `OSError`."""
+    """How many lines the file has, a last one without its end too.
+
+    Raises `TraceError` and `OSError`.
+    """
+    lines, last = 0, b"\n"
     with _opened(path) as file:
-        return sum(part.count(b"\n") for part in iter(lambda: file.read(_HEAD_BYTES), b""))
+        while part := file.read(_HEAD_BYTES):
+            lines += part.count(b"\n")
+            last = part[-1:]
+    return lines + (last != b"\n")
 
 
 @contextlib.contextmanager

@@ -202,6 +202,29 @@ def test_a_trace_can_be_left_and_begun_anew(trace_of):
     assert len(list(trace)) == 10
 
 
+INFERENCE_PERF = """
+data: {type: random}
+load:
+  type: constant
+  stages: [{rate: 10, duration: 3}]
+"""
+
+
+@pytest.mark.parametrize(
+    ("text", "requests"),
+    [
+        ("\n".join(MOONCAKE % (time, 1, 2) for time in range(5)), 5),
+        (AZURE + "2023-11-16 18:17:03,1,1\n" * 3, 3),
+        (gzip.compress((MOONCAKE % (0, 1, 2) + "\n").encode()), 1),
+        (INFERENCE_PERF, 29),
+    ],
+)
+def test_how_many_requests_come_is_known_beforehand(trace_of, text, requests):
+    """By lines without a header, and for a workload by its parameters, however few its lines."""
+    trace = trace_of(text)
+    assert trace.requests_expected() == requests == len(list(trace))
+
+
 def test_every_format_says_what_it_is():
     """Names are unique, for `--format`."""
     assert len({known.name for known in FORMATS}) == len(FORMATS)

@@ -116,7 +116,7 @@ def _path_of(body: dict[str, Any]) -> str:
 def _recognises(line: bytes) -> bool:
     try:
         members = msgspec.json.decode(line, type=dict[str, Raw])
-    except msgspec.DecodeError:
+    except (msgspec.DecodeError, RecursionError):
         # Of a long first line only the head is looked at.
         return b'"model"' in line and any(f'"{name}"'.encode() in line for name in _PATHS)
     if "body" in members:

@@ -113,7 +113,11 @@ class _Columns:
 
 
 def _cells(line: bytes) -> list[str]:
-    return next(csv.reader([line.decode().rstrip("\r\n")]))
+    try:
+        return next(csv.reader([line.decode().rstrip("\r\n")]))
+    except csv.Error:
+        longest = f"cells of at most {csv.field_size_limit()} characters"
+        raise FieldError("", f"Expected a row without line breaks, {longest}") from None
 
 
 def _count(row: dict[str, str], name: str, lowest: int) -> int:

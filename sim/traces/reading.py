@@ -48,8 +48,10 @@ class ReadOptions(Struct, frozen=True, kw_only=True):
 
 
 Parse: TypeAlias = Callable[[int, bytes], Arrival | None]
-"""(index, line) -> arrival, its time on any clock; None if the line is no request. May raise
-`FieldError`, `msgspec.ValidationError` or `msgspec.DecodeError`."""
+"""(index, line) -> arrival, its time on any clock; None if the line is no request. May raise what
+`MALFORMED` holds."""
+MALFORMED: Final = (FieldError, msgspec.DecodeError, UnicodeDecodeError, RecursionError)
+"""What is raised for a line or a document that is not as expected."""
 
 
 class LineFormat(Struct, frozen=True, kw_only=True):
@@ -74,7 +76,7 @@ class DocumentFormat(Struct, frozen=True, kw_only=True):
     recognises: Callable[[bytes], bool]
     """By its first 64 KiB."""
     arrivals: Callable[[bytes, ReadOptions], Iterator[Arrival]]
-    """(document, options) -> arrivals in order; may raise `FieldError`."""
+    """(document, options) -> arrivals in order; may raise what a parser raises."""
 
 
 Format: TypeAlias = LineFormat | DocumentFormat
@@ -146,7 +148,7 @@ class Trace:
                     yield from ((0, one) for one in self.format.arrivals(document, self.options))
                 else:
                     yield from self._lines(file, self.format)
-            except (FieldError, msgspec.ValidationError) as problem:
+            except MALFORMED as problem:
                 raise self._named(0, problem) from None
 
     def _lines(self, file: BinaryIO, trace_format: LineFormat) -> Iterator[tuple[int, Arrival]]:
@@ -156,13 +158,13 @@ class Trace:
             if parse is None:
                 try:
                     parse = trace_format.parser(line, self.options)
-                except (FieldError, msgspec.DecodeError, UnicodeDecodeError) as problem:
+                except MALFORMED as problem:
                     raise self._named(number, problem) from None
                 if trace_format.has_header:
                     continue
             try:
                 arrival = parse(index, line)
-            except (FieldError, msgspec.DecodeError, UnicodeDecodeError) as problem:
+            except MALFORMED as problem:
                 self._bad(self._named(number, problem))
                 self._unread.add(index)
                 arrival = None
@@ -178,6 +180,10 @@ class Trace:
             return TraceError(str(self.path), number, problem.field, problem.expected)
         if isinstance(problem, UnicodeDecodeError):
             return TraceError(str(self.path), number, "", "Expected UTF-8")
+        if isinstance(problem, RecursionError):
+            syntax = "YAML" if isinstance(self.format, DocumentFormat) else "JSON"
+            expected = f"Expected {syntax} that is nested less deeply"
+            return TraceError(str(self.path), number, "", expected)
         what = str(problem)
         at = _AT.search(what)
         field = at[1] if at else ""

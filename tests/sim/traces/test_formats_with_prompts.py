@@ -66,6 +66,23 @@ def test_a_litellm_hash_that_is_none_is_named(trace_of):
         list(trace_of(rows))
 
 
+DEEP = "[" * 100_000 + "]" * 100_000
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        (json.dumps(ROW)[:-1] + f', "metadata": {{"a": {DEEP}}}}}', "trace:1: Expected JSON"),
+        (f'{{"model": "m", "messages": {DEEP}}}', "trace:1: Expected JSON"),
+        (f"data: {DEEP[99_000:101_000]}\nload: 1\n", "trace: Expected YAML"),
+    ],
+)
+def test_what_is_nested_too_deeply_is_malformed(trace_of, text, problem):
+    """In every format, also where the first line tells the format."""
+    with pytest.raises(TraceError, match=problem + " that is nested less deeply"):
+        list(trace_of(text))
+
+
 LONG = "Be brief. " * 200
 CHAT = {"model": "m", "messages": [{"role": "system", "content": LONG}], "max_tokens": 9}
 

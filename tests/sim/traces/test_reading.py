@@ -13,6 +13,7 @@ from sim.traces.reading import ReadOptions
 
 MOONCAKE = '{"timestamp": %d, "input_length": 600, "output_length": 5, "hash_ids": [%d, %d]}'
 AZURE = "TIMESTAMP,ContextTokens,GeneratedTokens\n"
+DEEP = "[" * 100_000 + "]" * 100_000 + "}"
 BURSTGPT = "Timestamp,Model,Request tokens,Response tokens,Total tokens,Log Type\n"
 
 
@@ -106,6 +107,11 @@ BAD_LINES = [
     (AZURE + "2023-11-16 18:17:03,0,1\n", 2, "ContextTokens", "of at least 1, got '0'"),
     (BURSTGPT + "nan,GPT-4,1,1,2,API log\n", 2, "Timestamp", "Expected seconds"),
     (BURSTGPT.encode() + b"1,\xff,1,1,2,API log\n", 2, "", "Expected UTF-8"),
+    (AZURE + "2023-11-16\r18:17:03,1,1\n", 2, "", "Expected a row without line breaks"),
+    (AZURE + "x" * 140_000 + ",1,1\n", 2, "", "cells of at most 131072 characters"),
+    (AZURE.replace("\n", "\r") + "2023-11-16,1,1\r", 1, "", "Expected a row without line breaks"),
+    (BURSTGPT + "1,a\rb,1,1,2,API log\n", 2, "", "Expected a row without line breaks"),
+    (MOONCAKE % (0, 1, 2) + '\n{"x": ' + DEEP, 2, "", "Expected JSON that is nested less deeply"),
 ]
 
 

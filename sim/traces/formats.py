@@ -9,7 +9,15 @@ from sim.traces.inference_perf import INFERENCE_PERF
 from sim.traces.litellm import LITELLM
 from sim.traces.openai_requests import OPENAI
 from sim.traces.published import AZURE, BAILIAN, BURSTGPT, MOONCAKE
-from sim.traces.reading import Format, LineFormat, ReadOptions, Trace, first_line, head
+from sim.traces.reading import (
+    DocumentFormat,
+    Format,
+    LineFormat,
+    ReadOptions,
+    Trace,
+    first_lines,
+    head,
+)
 
 FORMATS: Final[tuple[Format, ...]] = (
     *(CAPTURE, MOONCAKE, BAILIAN, AZURE, BURSTGPT),
@@ -21,17 +29,30 @@ FORMATS: Final[tuple[Format, ...]] = (
 def open_trace(path: Path, options: ReadOptions | None = None) -> Trace:
     """A trace to iterate, in the format that was asked for or that its beginning shows.
 
-    Raises `TraceError` if no format fits, and `OSError`.
+    Lines before the first that a format knows are malformed ones of it. Raises `TraceError` if no
+    format fits, and `OSError`.
     """
     options = options or ReadOptions()
-    for known in FORMATS:
-        if options.format:
-            fits = known.name == options.format
-        elif isinstance(known, LineFormat):
-            fits = known.recognises(first_line(path))
-        else:
-            fits = known.recognises(head(path))
-        if fits:
-            return Trace(path, known, options)
+    known = _named(options.format) if options.format else _found(path)
+    if known is not None:
+        return Trace(path, known, options)
+    line = next((number for number, _ in first_lines(path)), 0)
     names = ", ".join(known.name for known in FORMATS)
-    raise TraceError(str(path), 0, "", f"Expected one of the formats {names}")
+    raise TraceError(str(path), line, "", f"Expected one of the formats {names}")
+
+
+def _named(name: str) -> Format | None:
+    return next((known for known in FORMATS if known.name == name), None)
+
+
+def _found(path: Path) -> Format | None:
+    """By its beginning: a document, or the first line that some format knows."""
+    beginning = head(path)
+    for known in FORMATS:
+        if isinstance(known, DocumentFormat) and known.recognises(beginning):
+            return known
+    for _, line in first_lines(path):
+        for known in FORMATS:
+            if isinstance(known, LineFormat) and known.recognises(line):
+                return known
+    return None

@@ -1,7 +1,8 @@
 """A trace file to arrivals in order of time, one at a time: no file is held as a whole.
 
-Formats are told apart by the first line, never by the name of the file. Files that end in gzip's
-magic are read through it. A line that is malformed is named; it stops the reading, or is counted.
+Formats are told apart by the first line that any of them knows, never by the name of the file.
+Files that begin with gzip's magic are read through it. A line that is malformed is named; it stops
+the reading, or is counted.
 """
 
 import contextlib
@@ -10,8 +11,10 @@ import heapq
 import io
 import math
 import re
+import stat
 import zlib
 from collections.abc import Callable, Iterator
+from itertools import islice
 from pathlib import Path
 from typing import BinaryIO, Final, TypeAlias
 
@@ -23,6 +26,8 @@ from sim.traces.arrival import Arrival, FieldError, TraceError
 
 PROBLEMS_MAX: Final = 10
 """Bad lines that are remembered; all are counted."""
+BEGINNING_LINES_MAX: Final = 10
+"""Lines that may be bad before the one that tells the format."""
 _LINE_BYTES_MAX: Final = 64 * 1024 * 1024
 _DOCUMENT_BYTES_MAX: Final = 16 * 1024 * 1024
 _HEAD_BYTES: Final = 65536
@@ -61,11 +66,11 @@ class LineFormat(Struct, frozen=True, kw_only=True):
     says: str
     """What it is, for the help."""
     recognises: Callable[[bytes], bool]
-    """By the first line that is not blank."""
+    """By one line, its first 64 KiB."""
     parser: Callable[[bytes, ReadOptions], Parse]
     """(first line, options) -> the parser of the others; may raise what a parser raises."""
     has_header: bool = False
-    """The first line is no request."""
+    """The first line is no request; it is looked for among the first few."""
 
 
 class DocumentFormat(Struct, frozen=True, kw_only=True):
@@ -159,7 +164,11 @@ class Trace:
                 try:
                     parse = trace_format.parser(line, self.options)
                 except MALFORMED as problem:
-                    raise self._named(number, problem) from None
+                    named = self._named(number, problem)
+                    if not trace_format.has_header or number >= BEGINNING_LINES_MAX:
+                        raise named from None
+                    self._bad(named)
+                    continue
                 if trace_format.has_header:
                     continue
             try:
@@ -203,8 +212,11 @@ class Trace:
             self.problems.append(problem)
 
 
-def open_bytes(path: Path) -> BinaryIO:
-    """The file, unpacked if it is gzip; may raise `OSError`."""
+def _open_bytes(path: Path) -> BinaryIO:
+    """The file, unpacked if it is gzip; may raise `TraceError` and `OSError`."""
+    # A pipe is not even opened: that could wait for its writer.
+    if not stat.S_ISREG(path.stat().st_mode):
+        raise TraceError(str(path), 0, "", "Expected a regular file: a trace is read several times")
     file = path.open("rb")
     magic = file.read(len(_GZIP))
     file.seek(0)
@@ -229,10 +241,10 @@ def lines_in(path: Path) -> int:
 
 @contextlib.contextmanager
 def _opened(path: Path) -> Iterator[BinaryIO]:
-    with open_bytes(path) as file:
+    with _open_bytes(path) as file:
         try:
             yield file
-        except (EOFError, zlib.error):
+        except (EOFError, zlib.error, gzip.BadGzipFile):
             raise TraceError(str(path), 0, "", "Expected a whole gzip file") from None
 
 
@@ -242,13 +254,11 @@ def head(path: Path) -> bytes:
         return file.read(_HEAD_BYTES)
 
 
-def first_line(path: Path) -> bytes:
-    """The first line that is not blank, at most 64 KiB of it; b"" if there is none."""
-    with open_bytes(path) as file:
-        while line := file.readline(_HEAD_BYTES):
-            if line.strip():
-                return line
-    return b""
+def first_lines(path: Path) -> Iterator[tuple[int, bytes]]:
+    """(number, line) of the first ten lines that are not blank, at most 64 KiB of each."""
+    with _opened(path) as file:
+        for number, line in islice(_numbered(file, str(path)), BEGINNING_LINES_MAX):
+            yield number, line[:_HEAD_BYTES]
 
 
 def _numbered(file: BinaryIO, path: str) -> Iterator[tuple[int, bytes]]:

@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import os
 import tracemalloc
 from itertools import islice
 
@@ -169,6 +170,58 @@ def test_a_packed_file_that_was_cut_is_named(trace_of):
     whole = gzip.compress(lines.encode())
     with pytest.raises(TraceError, match="trace: Expected a whole gzip file"):
         list(trace_of(whole[:-5000]))
+
+
+PACKED = gzip.compress("\n".join(MOONCAKE % (7 * time, time, 1) for time in range(500)).encode())
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        PACKED[:15],
+        PACKED[:20] + b"\xff" * 40 + PACKED[60:],
+        PACKED[:-6] + b"????" + PACKED[-2:],
+        PACKED[:2] + b"\x07" + PACKED[3:],
+    ],
+)
+def test_a_packed_file_that_is_damaged_is_named(trace_of, text):
+    """Where its beginning is looked at too: cut, with bad data, sum or method."""
+    with pytest.raises(TraceError, match="trace: Expected a whole gzip file"):
+        list(trace_of(text))
+
+
+@pytest.mark.parametrize(
+    ("name", "lines", "indices"),
+    [
+        ("mooncake", ["{oops", MOONCAKE % (0, 1, 2), MOONCAKE % (5, 1, 2)], [1, 2]),
+        ("mooncake", ["", "null", "7", MOONCAKE % (0, 1, 2)], [2]),
+        ("azure", ["# made by hand", AZURE.strip(), "2023-11-16 18:17:03,1,1"], [0]),
+    ],
+)
+def test_the_format_shows_behind_bad_first_lines(trace_of, name, lines, indices):
+    """They are counted where bad lines are, else the first of them is named."""
+    trace = trace_of("\n".join(lines), skip_bad=True)
+    assert trace.format.name == name
+    assert [one.index for one in trace] == indices
+    first = next(number for number, line in enumerate(lines, 1) if line)
+    assert trace.problems[0].line == first
+    with pytest.raises(TraceError, match=f"trace:{first}: "):
+        list(trace_of("\n".join(lines)))
+
+
+def test_only_a_few_first_lines_may_be_bad(trace_of):
+    """A file of something else is not searched through."""
+    text = "oops\n" * 10 + MOONCAKE % (0, 1, 2)
+    with pytest.raises(TraceError, match="trace:1: Expected one of the formats"):
+        trace_of(text, skip_bad=True)
+
+
+def test_a_trace_must_be_a_file(tmp_path):
+    """A pipe could be read only once, and is not waited for."""
+    path = tmp_path / "pipe"
+    os.mkfifo(path)
+    with pytest.raises(TraceError, match="pipe: Expected a regular file"):
+        open_trace(path)
 
 
 @pytest.mark.parametrize("text", ["", "hello\n", '{"a": 1}\n'])

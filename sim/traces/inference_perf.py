@@ -32,14 +32,18 @@ from sim.traces.workloads import (
 
 _Positive = Annotated[int, Meta(ge=1)]
 _Count = Annotated[int, Meta(ge=0)]
+_NUMBER_MAX: Final = 1e9
+"""Of rates, seconds, tokens and weights: YAML knows an infinity, which no workload reaches."""
+_Above0 = Annotated[float, Meta(gt=0, le=_NUMBER_MAX)]
+_From0 = Annotated[float, Meta(ge=0, le=_NUMBER_MAX)]
 
 
 class _Distribution(Struct):
-    mean: float
+    mean: _From0
     type: Kind = "normal"
-    min: float = 0.0
+    min: _From0 = 0.0
     max: float = float("inf")
-    std_dev: float = 0.0
+    std_dev: _From0 = 0.0
 
     def spread(self) -> Spread:
         return Spread(
@@ -84,20 +88,20 @@ class _Data(Struct):
 
 
 class _Stage(Struct):
-    rate: Annotated[float, Meta(gt=0)] | None = None
-    duration: Annotated[float, Meta(gt=0)] | None = None
+    rate: _Above0 | None = None
+    duration: _Above0 | None = None
     concurrency_level: _Positive | None = None
     num_requests: _Positive | None = None
 
 
 class _Split(Struct):
     name: str
-    split: Annotated[float, Meta(ge=0)]
+    split: _From0
 
 
 class _Load(Struct):
     type: Literal["constant", "poisson", "concurrent"] = "constant"
-    interval: Annotated[float, Meta(ge=0)] = 1.0
+    interval: _From0 = 1.0
     """Seconds between two stages."""
     stages: list[_Stage] = []
     sweep: Any = None
@@ -114,7 +118,7 @@ def workload_of(document: bytes) -> tuple[Workload, int | None]:
     """What the file describes, and the seed that it names. Raises `FieldError`."""
     try:
         tree = yaml.safe_load(document)
-    except yaml.YAMLError as problem:
+    except (yaml.YAMLError, ValueError) as problem:  # ValueError: a day that no calendar has
         raise FieldError("", f"Expected YAML: {problem}".replace("\n", " ")) from None
     read = msgspec.convert(tree, _Document)
     load, data = read.load, read.data
@@ -131,6 +135,8 @@ def workload_of(document: bytes) -> tuple[Workload, int | None]:
         for place, stage in enumerate(load.stages)
     )
     splits = tuple((one.name, one.split) for one in load.lora_traffic_split or ())
+    if splits and not any(split for _, split in splits):
+        raise FieldError("load.lora_traffic_split", "Expected at least one split above 0")
     seed = load.base_seed
     if data.conversation_replay is not None and data.conversation_replay.seed is not None:
         seed = data.conversation_replay.seed

@@ -84,13 +84,24 @@ def _hashes(row: _Row) -> tuple[int | None, tuple[int, ...]]:
         found = _find(metadata, HASHES)
     size = None
     if isinstance(found, dict):
-        size = next((found[name] for name in _SIZES if isinstance(found.get(name), int)), None)
+        size = _size(found)
         found = next((member for member in found.values() if isinstance(member, list)), None)
     if found is None:
         return size, ()
     if not isinstance(found, list):
         raise FieldError(HASHES, f"Expected an array, got {type(found).__name__}")
     return size, tuple(_identity(place, text) for place, text in enumerate(found))
+
+
+def _size(found: dict[str, Any]) -> int | None:
+    name = next((name for name in _SIZES if found.get(name) is not None), None)
+    if name is None:
+        return None
+    size = found[name]
+    # To Python true and false are integers.
+    if type(size) is not int or size < 1:
+        raise FieldError(f"{HASHES}.{name}", f"Expected an integer of at least 1, got {size!r:.40}")
+    return size
 
 
 def _identity(place: int, text: object) -> int:

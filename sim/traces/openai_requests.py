@@ -23,6 +23,8 @@ BLOCK_TOKENS: Final = 16
 OUTPUT_TOKENS_DEFAULT: Final = 128
 """Where neither the line nor a limit in the body tells the length of the answer."""
 _BLOCKS_MAX: Final = 1_000_000
+_TERMINATOR_BYTES: Final = 1
+"""What production reads of an empty text: its end."""
 _PATHS: Final = {
     "messages": "/v1/chat/completions",
     "prompt": "/v1/completions",
@@ -84,15 +86,18 @@ def _parser(first: bytes, options: ReadOptions) -> Parse:
             field = (parsed.param or "").removeprefix("$").removeprefix(".")
             raise FieldError(field, parsed.message)
         request = parsed.request
-        if len(request.prompts) != 1 or not request.prompt_tokens:
-            raise FieldError("", f"Expected one prompt of text, got {len(request.prompts)}")
+        if len(request.prompts) != 1:
+            raise FieldError("prompt", f"Expected one prompt, got {len(request.prompts)}")
+        if len(request.prompts[0]) <= _TERMINATOR_BYTES:
+            raise FieldError("prompt", "Expected at least one token, got an empty prompt")
         [chain] = request.chains_of(BLOCK_TOKENS * BYTES_PER_TOKEN, _BLOCKS_MAX)
         arrival_s = line.arrival_s()
         limit = request.output_tokens_max or OUTPUT_TOKENS_DEFAULT
         return Arrival(
             index=index,
             time_s=index / options.rate_per_s if arrival_s is None else arrival_s,
-            prompt_tokens=request.prompt_tokens,
+            # Production counts tokens by bytes: of fewer than four there are none.
+            prompt_tokens=max(1, request.prompt_tokens),
             output_tokens=line.answered_tokens() or limit,
             blocks=tuple(array("Q", chain)),
             block_tokens=BLOCK_TOKENS,

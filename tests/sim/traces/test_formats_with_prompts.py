@@ -66,6 +66,16 @@ def test_a_litellm_hash_that_is_none_is_named(trace_of):
         list(trace_of(rows))
 
 
+@pytest.mark.parametrize("size", [-64, 0, True, "64", 1.5])
+def test_a_litellm_block_size_that_is_none_is_named(trace_of, size):
+    """Rather than taken for what is usual."""
+    found = {"block_size": size, "hashes": HASHES}
+    rows = [{**ROW, "metadata": {"prefix_block_hashes": found}}]
+    problem = "prefix_block_hashes.block_size: Expected an integer of at least 1, got"
+    with pytest.raises(TraceError, match=f"trace:1: {problem}"):
+        list(trace_of(rows))
+
+
 DEEP = "[" * 100_000 + "]" * 100_000
 
 
@@ -146,7 +156,8 @@ def test_bodies_without_times_come_at_the_rate_that_was_asked_for(trace_of):
     [
         ({"model": "m", "messages": [{"role": 1}]}, r"messages\[0\].role: The body for chat"),
         ({"model": "", "prompt": "x"}, "model: The body for completions names no model"),
-        ({"model": "m", "prompt": ["a", "b"]}, "Expected one prompt of text, got 2"),
+        ({"model": "m", "prompt": ["a", "b"]}, "prompt: Expected one prompt, got 2"),
+        ({"model": "m", "prompt": ""}, "prompt: Expected at least one token, got an empty prompt"),
         ({"model": "m", "temperature": 1}, "Expected one of the members messages, prompt, input"),
     ],
 )
@@ -154,6 +165,12 @@ def test_a_raw_request_that_cannot_be_replayed_is_named(trace_of, body, problem)
     """In production's own words where it refuses."""
     with pytest.raises(TraceError, match="trace:2: " + problem):
         list(trace_of([CHAT, body]))
+
+
+def test_the_shortest_raw_request_has_a_token(trace_of):
+    """Though production, which counts by bytes, sees none."""
+    [one] = trace_of([{"model": "m", "prompt": "hi"}])
+    assert (one.prompt_tokens, one.shareable_tokens) == (1, 0)
 
 
 SHARED_PREFIX = """
@@ -243,6 +260,10 @@ data:
         ("num_groups: 3", "num_groups: 0", "data.shared_prefix.num_groups"),
         ("  stages:", "  sweep: {type: linear}\n  stages:", "load.sweep: Expected stages"),
         ("load:", "load: {", "Expected YAML"),
+        ("load:", "when: 2026-02-30\nload:", "Expected YAML: day is out of range"),
+        ("split: 0.5", "split: 0", "load.lora_traffic_split: Expected at least one split above 0"),
+        ("rate: 20", "rate: .inf", r"load.stages\[0\].rate: Expected `float` <= "),
+        ("mean: 15", "mean: .nan", "output_distribution.mean: Expected `float` >= 0"),
         ("min: 10", "min: 30", "data.shared_prefix.output_distribution: Expected 0 <= min <= max"),
     ],
 )

@@ -18,7 +18,7 @@ from rich.table import Table
 from sim.profiles import DEFAULT_PROFILE, Profile
 from sim.run_options import profile_named
 from sim.sentences import sentence_of
-from sim.traces.arrival import Arrival
+from sim.traces.arrival import Arrival, TraceError
 from sim.traces.capture import CaptureWriter, Salt
 from sim.traces.formats import FORMATS, open_trace
 from sim.traces.inspection import Inspection, PodCeilings, Pool, Quantiles, inspect
@@ -180,14 +180,19 @@ def _run(
 
 
 def _inspect(options: argparse.Namespace, console: Console) -> int:
+    _say_seed(console, options)
     trace = open_trace(options.trace, read_options(options, options.seed))
     profile: Profile = options.profile
     kv_tokens = options.kv_tokens or profile.kv_tokens
     pool = Pool(pods=options.pods, profile=profile, kv_tokens=kv_tokens)
-    found = inspect(_shown(trace, "Reading"), pool, options.seed)
+    first, stream = _peek(_shown(trace, "Reading", trace.requests_expected))
+    if first is None:
+        raise _without_requests(trace)
+    found = inspect(stream, pool, options.seed)
     if options.json:
         document = {
             "schema": 1,
+            "seed": options.seed,
             "trace": str(options.trace),
             "format": trace.format.name,
             "bad_lines": trace.bad_lines,
@@ -202,11 +207,12 @@ def _inspect(options: argparse.Namespace, console: Console) -> int:
 
 def _generate(options: argparse.Namespace, console: Console) -> int:
     workload = _adjusted(STANDARD[options.kind], options)
+    _say_seed(console, options)
     stream = arrivals(workload, options.seed, options.requests)
     with _new_file(options.out, replace=options.force) as file:
         source = f"sim trace generate {options.kind}, seed {options.seed}"
         writer = CaptureWriter(file, source=source)
-        for arrival in _shown(stream, "Writing", options.requests):
+        for arrival in _shown(stream, "Writing", lambda: options.requests):
             writer.write_arrival(arrival)
     _say_written(console, options, writer.lines, {"seed": options.seed, "kind": options.kind})
     return 0
@@ -228,14 +234,23 @@ def _adjusted(workload: Workload, options: argparse.Namespace) -> Workload:
 
 def _convert(options: argparse.Namespace, console: Console) -> int:
     trace = open_trace(options.trace, read_options(options, options.seed))
+    extra: dict[str, object] = {}
+    if trace.drawn_by_seed():
+        _say_seed(console, options)
+        extra["seed"] = options.seed
     salt = _salt(options, trace)
-    stream = _shown(islice(trace, options.limit), "Converting", options.limit)
+    limit = options.limit
+    stream = _shown(
+        islice(trace, limit),
+        "Converting",
+        lambda: min(trace.requests_expected(), limit or sys.maxsize),
+    )
     with _new_file(options.out, replace=options.force) as file:
         if options.to == "mooncake":
             lines = _convert_mooncake(stream, file)
         else:
             lines = _convert_capture(stream, file, trace, salt)
-    extra = {"bad_lines": trace.bad_lines, "format": trace.format.name}
+    extra |= {"bad_lines": trace.bad_lines, "format": trace.format.name}
     _say_written(console, options, lines, extra)
     _say_problems(console, trace, quiet=options.json)
     return 0
@@ -298,15 +313,35 @@ def _new_file(path: Path, *, replace: bool) -> Iterator[BinaryIO]:
             else:
                 yield file
         partial.replace(path)
+    except OSError as problem:
+        # Only the name that was given says something to who gave it.
+        if problem.filename == str(partial):
+            problem.filename = str(path)
+        raise
     finally:
         partial.unlink(missing_ok=True)
 
 
-def _shown(stream: Iterable[Arrival], what: str, requests: int | None = None) -> Iterable[Arrival]:
-    """The stream, with a progress bar on a terminal; of `requests`, where that is known."""
+def _shown(
+    stream: Iterable[Arrival], what: str, requests: Callable[[], int | None]
+) -> Iterable[Arrival]:
+    """The stream, with a progress bar on a terminal; only there it is asked how many `requests`."""
     console = Console(stderr=True)
-    disable = not console.is_terminal
-    return track(stream, what, total=requests, console=console, transient=True, disable=disable)
+    if not console.is_terminal:
+        return stream
+    return track(stream, what, total=requests(), console=console, transient=True)
+
+
+def _say_seed(console: Console, options: argparse.Namespace) -> None:
+    """First of all; JSON holds it as a member."""
+    if not options.json:
+        console.print(f"seed {options.seed}", highlight=False, markup=False)
+
+
+def _without_requests(trace: Trace) -> TraceError:
+    """Why there are none: the first of the lines that were skipped, if any."""
+    expected = "Expected at least one request"
+    return trace.problems[0] if trace.problems else TraceError(str(trace.path), 0, "", expected)
 
 
 def _say_written(

@@ -237,4 +237,5 @@ INFERENCE_PERF: Final = DocumentFormat(
     says="kubernetes-sigs/inference-perf YAML: requests are made from its parameters",
     recognises=lambda head: b"\ndata:" in b"\n" + head and b"\nload:" in b"\n" + head,
     arrivals=_arrivals,
+    names_seed=lambda document: workload_of(document)[1] is not None,
 )

@@ -82,6 +82,8 @@ class DocumentFormat(Struct, frozen=True, kw_only=True):
     """By its first 64 KiB."""
     arrivals: Callable[[bytes, ReadOptions], Iterator[Arrival]]
     """(document, options) -> arrivals in order; may raise what a parser raises."""
+    names_seed: Callable[[bytes], bool]
+    """Whether the document says itself which seed draws it; may raise the same."""
 
 
 Format: TypeAlias = LineFormat | DocumentFormat
@@ -124,6 +126,20 @@ class Trace:
         if isinstance(self.format, DocumentFormat):
             return sum(1 for _ in self._arrivals())
         return max(0, lines_in(self.path) - self.format.has_header)
+
+    def drawn_by_seed(self) -> bool:
+        """Whether the seed of the options decides what an iteration gives.
+
+        Not where requests are listed, nor where the file names its own. Raises as iterating does.
+        """
+        if not isinstance(self.format, DocumentFormat):
+            return False
+        with _opened(self.path) as file:
+            document = file.read(_DOCUMENT_BYTES_MAX)
+        try:
+            return not self.format.names_seed(document)
+        except MALFORMED as problem:
+            raise self._named(0, problem) from None
 
     def _in_order(self) -> Iterator[Arrival]:
         """Sorted by time over a window of `reorder_max` arrivals."""

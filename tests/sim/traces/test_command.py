@@ -95,6 +95,41 @@ def test_convert_keeps_what_prompts_share(mooncake, tmp_path, capsys):
     assert found[0][1:] == found[2][1:]
 
 
+WORKLOAD = """
+data: {type: random}
+load:
+  type: poisson
+  stages: [{rate: 10, duration: 3}]
+"""
+
+
+def test_the_seed_is_told_first_where_it_decides(mooncake, tmp_path, capsys):
+    """As text the first line, as JSON a member; requests that are listed do not depend on it."""
+    described, seeded, out = tmp_path / "w.yaml", tmp_path / "s.yaml", tmp_path / "out.jsonl"
+    described.write_text(WORKLOAD)
+    seeded.write_text(WORKLOAD + "  base_seed: 4\n")
+    written = ("--out", out, "--force")
+    converted = (out, "--to", "capture", "--force")
+    for call, told in [
+        (("inspect", mooncake), True),
+        (("generate", "rag", "--requests", 5, *written), True),
+        (("convert", described, *converted), True),
+        (("convert", seeded, *converted), False),
+        (("convert", mooncake, *converted), False),
+    ]:
+        assert run(*call, "--seed", 7) == 0
+        assert capsys.readouterr().out.startswith("seed 7\n") == told
+        assert run(*call, "--seed", 7, "--json") == 0
+        assert json.loads(capsys.readouterr().out).get("seed") == (7 if told else None)
+
+
+def test_a_bar_knows_how_much_there_is_to_read(mooncake, capsys, monkeypatch):
+    """On a terminal it ends at all of it, which a bar without an end does not show."""
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    assert run("inspect", mooncake, "--json") == 0
+    assert "100%" in capsys.readouterr().err
+
+
 def test_raw_requests_leave_no_text_in_a_capture(tmp_path):
     """And are hidden under a salt that nobody knows, or under the one that was given."""
     raw = tmp_path / "raw.jsonl"
@@ -121,18 +156,28 @@ def test_raw_requests_leave_no_text_in_a_capture(tmp_path):
         (("inspect", "{in}", "--block-tokens", "100"), "got 100"),
         (("convert", "{in}", "{in}", "--to", "mooncake"), "in.jsonl exists; --force replaces it"),
         (("convert", "{bad}", "{out}", "--to", "capture"), "bad.jsonl:2: hash_ids"),
+        (("generate", "rag", "--out", "{missing}/out"), "none/out: No such file or directory"),
+        (("generate", "rag", "--out", "{folder}", "--force"), "{folder}: Is a directory"),
+        (("inspect", "{worse}", "--format", "mooncake", "--skip-bad"), "worse.jsonl:1: JSON is"),
+        (("inspect", "{empty}", "--format", "mooncake"), "empty: Expected at least one request"),
     ],
 )
 def test_what_cannot_be_done_is_said_in_a_sentence(mooncake, tmp_path, capsys, arguments, problem):
     """On stderr, with exit code 1, and no half-written file is left."""
     bad = tmp_path / "bad.jsonl"
     bad.write_text(LINE % (0, 3) + '{"timestamp": 0, "input_length": 1, "output_length": 1}\n')
+    worse, empty, folder = tmp_path / "worse.jsonl", tmp_path / "empty", tmp_path / "folder"
+    worse.write_text("{oops\n{oops\n")
+    empty.touch()
+    folder.mkdir()
     places = {"in": mooncake, "bad": bad, "missing": tmp_path / "none", "out": tmp_path / "out"}
+    places |= {"worse": worse, "empty": empty, "folder": folder}
+    names = sorted(path.name for path in tmp_path.iterdir())
     before = mooncake.read_bytes()
     assert run(*(argument.format(**places) for argument in arguments)) == 1
-    assert problem in capsys.readouterr().err
+    assert problem.format(**places) in capsys.readouterr().err
     assert mooncake.read_bytes() == before
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["bad.jsonl", "in.jsonl"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == names
 
 
 @pytest.mark.parametrize("option", ["--burstiness", "--duration"])

@@ -10,6 +10,6 @@
 | `published`, `litellm`, `openai_requests`, `inference_perf`, `capture` | the formats |
 | `prompts` | block ids -> hashes or bytes that share in the same places |
 | `workloads` | generated traces |
-| `inspection` | lengths, bursts, reuse, hit ceilings |
+| `inspection` | lengths, bursts, reuse, the hit ceiling, what placements reach |
 | `command` | `sim trace inspect`, `generate`, `convert` |
 """

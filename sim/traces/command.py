@@ -85,7 +85,7 @@ def read_options(options: argparse.Namespace, seed: int = 1) -> ReadOptions:
 def _add_inspect(kinds: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     parser = kinds.add_parser(
         "inspect",
-        help="lengths, bursts, reuse, hit ceilings, and what routing can gain",
+        help="lengths, bursts, reuse, how much can be hit, and what routing can gain",
         allow_abbrev=False,
     )
     add = parser.add_argument
@@ -379,22 +379,23 @@ def _print(console: Console, trace: Trace, pool: Pool, found: Inspection) -> Non
 
 
 def _rows(found: Inspection) -> Iterator[tuple[str, str]]:
-    yield (
-        "requests",
-        (f"{found.requests:,} in {found.duration_s:,.0f} s, {found.rate_per_s:,.2f} a second"),
-    )
+    span = "at one instant"
+    if found.duration_s:
+        span = f"in {_figure(found.duration_s)} s, {_figure(found.rate_per_s)} a second"
+    yield "requests", f"{found.requests:,} {span}"
     if found.waiting_for_answers:
         yield (
             "closed loop",
             (f"{found.waiting_for_answers:,} wait for an answer; times are without that wait"),
         )
-    yield (
-        "bursts",
-        (
-            f"gaps vary by {found.gap_cv:.2f} (1 is Poisson), busiest 10 s "
-            f"{found.peak_over_mean:.1f} times the mean"
-        ),
-    )
+    if found.duration_s:
+        yield (
+            "bursts",
+            (
+                f"gaps vary by {found.gap_cv:.2f} (1 is Poisson), busiest 10 s "
+                f"{found.peak_over_mean:.1f} times the mean"
+            ),
+        )
     yield "prompt tokens", _spread(found.prompt_tokens)
     yield "answer tokens", _spread(found.output_tokens)
     yield "in all", f"{found.prompt_tokens_total:,} in, {found.output_tokens_total:,} out"
@@ -410,15 +411,19 @@ def _rows(found: Inspection) -> Iterator[tuple[str, str]]:
             f"once; prompts begin with {reuse.distinct_first:,}"
         ),
     )
-    yield "used again after", f"p50 {reuse.gap_s.p50:,.0f} s, p90 {reuse.gap_s.p90:,.0f} s"
+    yield "used again after", f"p50 {_figure(reuse.gap_s.p50)} s, p90 {_figure(reuse.gap_s.p90)} s"
     yield (
         "working set",
-        (f"{reuse.live_tokens_max:,} tokens, {found.place.working_set_over_pod:.1f} pods"),
+        (f"{reuse.live_tokens_max:,} tokens, {_figure(found.place.working_set_over_pod)} pods"),
     )
-    yield (
-        "GPU time (estimate)",
-        (f"{found.place.utilisation:.0%} of the pool's, {found.place.prefill_share:.0%} prefill"),
-    )
+    prefill = f"{found.place.prefill_share:.0%} prefill"
+    used = f"{found.place.utilisation:.0%} of the pool's, " if found.duration_s else ""
+    yield "GPU time (estimate)", used + prefill
+
+
+def _figure(value: float) -> str:
+    """Three digits, or more where they are whole."""
+    return f"{value:.3g}" if value < 100 else f"{value:,.0f}"
 
 
 def _spread(found: Quantiles) -> str:
@@ -430,7 +435,13 @@ def _spread(found: Quantiles) -> str:
 
 def _ceilings_table(pool: Pool, found: Inspection) -> Table:
     ceilings = found.ceilings
-    table = Table(title="Hit ceilings, share of prompt tokens")
+    table = Table(
+        title="Hit ceiling, and what placements reach: shares of prompt tokens",
+        caption="Only one cache with room for all is a bound that no run can beat. The others are "
+        "what requests hit that are placed at random, in turn, or by a hash of the first part of "
+        "their prompt that is not common (affinity); a scheduler may do better.",
+        caption_justify="left",
+    )
     table.add_column("")
     for heading in ("one cache", "random", "round robin", "affinity"):
         table.add_column(heading, justify="right")

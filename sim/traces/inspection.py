@@ -1,13 +1,15 @@
-"""What a trace is like: lengths, bursts, reuse, hit ceilings, and what routing can gain on it.
+"""What a trace is like: lengths, bursts, reuse, how much can be hit, what routing can gain on it.
 
 One pass. Held are eight bytes a request, about 250 bytes for each distinct part of a prompt, the
 names of sessions, and caches no larger than the pool's.
 
-Ceilings are shares of all prompt tokens. *One cache*: without end, for all requests. *Per pod*:
+Hits are shares of all prompt tokens. *One cache*, without end, for all requests: the ceiling, which
+no run can beat. All else is what a simple scheme reaches, and a scheduler may do better. *Per pod*:
 caches without end, requests placed at random, in turn, or by affinity: by the hash of the first
-part of their prompt that is not common to too many. *At this capacity*: the same with
-least-recently-used eviction and the pool's size, a cut last block taking the room of a whole one,
-and answers none unless a later prompt contains them.
+part of their prompt that is not common to too many, which is a rule of thumb of ours and looks at
+no cache. *At this capacity*: the same, and one cache, with least-recently-used eviction and the
+pool's size, a cut last block taking the room of a whole one, and answers none unless a later prompt
+contains them.
 """
 
 import math
@@ -34,7 +36,9 @@ _WINDOW_S = 10.0
 _DECODE_BATCH = 64
 """Requests decoding together, for the estimate of decode time."""
 _NO_SHARING = 0.05
-_MOSTLY_PREFILL = 0.6
+_NEAR = 0.05
+"""Hit ratios that differ by less are called the same."""
+_MOSTLY = 0.6
 _SATURATED = 0.9
 _IDLE = 0.3
 
@@ -59,7 +63,7 @@ class Quantiles(Struct, frozen=True, kw_only=True):
 
 
 class PodCeilings(Struct, frozen=True, kw_only=True):
-    """Token hit ratios of one cache a pod, by how requests are placed."""
+    """Token hit ratios that one cache a pod reaches, by how requests are placed: no bounds."""
 
     random: float
     round_robin: float
@@ -85,6 +89,7 @@ class Ceilings(Struct, frozen=True, kw_only=True):
     """Token hit ratios, see the module."""
 
     one_cache: float
+    """Without end: no run is above it, as runs may be above all others."""
     per_pod: PodCeilings
     one_cache_at_capacity: float
     """With all pods' room together."""
@@ -159,6 +164,7 @@ def inspect(arrivals: Iterable[Arrival], pool: Pool, seed: int = 1) -> Inspectio
         duration_s=timing.latest_s,
         prompt_tokens=prompt_tokens_total,
         output_tokens=int(answers.sum(dtype=np.int64)),
+        waiting=waiting,
     )
     return Inspection(
         requests=requests,
@@ -248,7 +254,7 @@ def _parts(arrival: Arrival) -> tuple[_Parts, _Parts]:
 
 
 class _Sharing:
-    """Every distinct part once, and the caches that the ceilings come from."""
+    """Every distinct part once, and the caches that the hit ratios come from."""
 
     def __init__(self, pool: Pool, seed: int) -> None:
         self._pods = pool.pods
@@ -388,6 +394,7 @@ class _Work(Struct, frozen=True, kw_only=True):
     duration_s: Seconds
     prompt_tokens: int
     output_tokens: int
+    waiting: int
 
 
 def _place(work: _Work, reuse: Reuse, ceilings: Ceilings, pool: Pool) -> Place:
@@ -397,55 +404,95 @@ def _place(work: _Work, reuse: Reuse, ceilings: Ceilings, pool: Pool) -> Place:
     prefill_share = prefill_s / (prefill_s + decode_s)
     utilisation = (prefill_s + decode_s) / available_s if available_s else math.inf
     over_pod = reuse.live_tokens_max / pool.kv_tokens
-    regime, sentence = _regime(over_pod, ceilings, pool)
+    shares = ceilings.one_cache >= _NO_SHARING
+    regime = _regime(over_pod, pool) if shares else "no-sharing"
     return Place(
         regime=regime,
         working_set_over_pod=over_pod,
         working_set_over_pool=over_pod / pool.pods,
         prefill_share=prefill_share,
         utilisation=utilisation,
-        sentences=(sentence, *_load_sentences(prefill_share, utilisation)),
+        sentences=(
+            _sharing_sentence(regime, reuse, ceilings, over_pod, pool),
+            _prefill_sentence(prefill_share, shares=shares),
+            *_load_sentences(work, utilisation, ceilings),
+        ),
     )
 
 
-def _regime(over_pod: float, ceilings: Ceilings, pool: Pool) -> tuple[str, str]:
+def _regime(over_pod: float, pool: Pool) -> str:
+    if over_pod <= 1:
+        return "fits-a-pod"
+    return "fits-the-pool" if over_pod <= pool.pods else "exceeds-the-pool"
+
+
+def _sharing_sentence(
+    regime: str, reuse: Reuse, ceilings: Ceilings, over_pod: float, pool: Pool
+) -> str:
+    """What the sizes are, what follows from the hit ratios, and those."""
     best, pods = ceilings.one_cache, f"{pool.pods} pods"
-    at_capacity = ceilings.per_pod_at_capacity
-    affinity, chance = at_capacity.affinity, at_capacity.random
-    if best < _NO_SHARING:
-        return "no-sharing", (
-            f"Prompts share almost nothing ({best:.1%} at best): route by load; a prefix policy "
+    if not reuse.references:
+        return "The trace does not say what prompts share: it tells load policies apart, no others."
+    if regime == "no-sharing":
+        return (
+            f"Prompts share almost nothing ({best:.1%} at most): route by load; a prefix policy "
             "can only unbalance it."
         )
-    if over_pod <= 1:
-        return "fits-a-pod", (
-            f"The working set fits into each pod's cache: any routing comes near the best hit "
-            f"rate ({chance:.1%} at random, {affinity:.1%} with affinity, {best:.1%} at best)."
-        )
-    if over_pod <= pool.pods:
-        return "fits-the-pool", (
-            f"The working set fits into the cache of {pods} together, not of one: this is where "
-            f"prefix routing pays ({affinity:.1%} with affinity, {chance:.1%} at random)."
-        )
-    return "exceeds-the-pool", (
-        f"The working set is {over_pod / pool.pods:.1f} times the cache of {pods}: capacity "
-        f"decides. Of {best:.1%} at best, affinity gets {affinity:.1%}, random {chance:.1%}."
+    size = {
+        "fits-a-pod": "fits into each pod's cache",
+        "fits-the-pool": f"fits into the cache of {pods} together, not of one",
+        "exceeds-the-pool": (
+            f"is larger than the cache of {pods} together ({over_pod / pool.pods:.2f} times)"
+        ),
+    }[regime]
+    at_capacity = ceilings.per_pod_at_capacity
+    return (
+        f"The working set {size}: {_conclusion(regime, ceilings)} ({at_capacity.random:.1%} hit at "
+        f"random, {at_capacity.affinity:.1%} by affinity, {best:.1%} at most)."
     )
 
 
-def _load_sentences(prefill_share: float, utilisation: float) -> list[str]:
-    sentences = []
-    if prefill_share >= _MOSTLY_PREFILL:
-        sentences.append("Most GPU time is prefill: hits turn into throughput.")
-    else:
-        sentences.append(
-            "Most GPU time is decode: hits shorten TTFT more than they add throughput."
-        )
+def _conclusion(regime: str, ceilings: Ceilings) -> str:
+    """What routing and room do for the hit ratio, whatever the working set leads one to expect."""
+    affinity = ceilings.per_pod_at_capacity.affinity
+    chance = ceilings.per_pod_at_capacity.random
+    room_pays = ceilings.per_pod.affinity - affinity >= _NEAR
+    if affinity - chance >= _NEAR:
+        if room_pays:
+            return "prefix routing pays, and so would more room"
+        if regime == "fits-a-pod":
+            return "prefix routing still pays, as a pod hits only what it has met before"
+        return "prefix routing pays"
+    if chance - affinity >= _NEAR:
+        return "placing by a hash of the prefix loses to chance"
+    if ceilings.one_cache - min(affinity, chance) < _NEAR:
+        return "any routing comes near the best hit rate"
+    return "capacity decides" if room_pays else "a hash of the prefix gains little"
+
+
+def _prefill_sentence(prefill_share: float, *, shares: bool) -> str:
+    where, gain = "Prefill and decode take about the same GPU time", "add some throughput"
+    if prefill_share >= _MOSTLY:
+        where, gain = "Most GPU time is prefill", "turn into throughput"
+    elif prefill_share <= 1 - _MOSTLY:
+        where, gain = "Most GPU time is decode", "shorten TTFT more than they add throughput"
+    return f"{where}: hits {gain}." if shares else f"{where}."
+
+
+def _load_sentences(work: _Work, utilisation: float, ceilings: Ceilings) -> list[str]:
+    """At most one."""
+    at_capacity = ceilings.per_pod_at_capacity
+    if utilisation < _IDLE:
+        if at_capacity.affinity - at_capacity.random >= _NEAR:
+            return ["The pool is lightly loaded: policies differ by hits, hardly by queues."]
+        return ["The pool is lightly loaded: differences between policies will be small."]
+    if 2 * work.waiting > work.requests:
+        return ["Most requests wait for an answer: the load adapts to what the pool can serve."]
+    if not work.duration_s:
+        return ["All requests come at one instant: what load they are cannot be told."]
     if utilisation > _SATURATED:
-        sentences.append("The pool is at or past saturation: queues decide TTFT.")
-    elif utilisation < _IDLE:
-        sentences.append("The pool is lightly loaded: differences between policies will be small.")
-    return sentences
+        return ["The pool is at or past saturation: queues decide TTFT."]
+    return []
 
 
 def _gpu_s(work: _Work, hit: float, profile: Profile) -> tuple[Seconds, Seconds]:

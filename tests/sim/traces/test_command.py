@@ -25,8 +25,26 @@ def test_inspect_prints_a_table_and_a_sentence(mooncake, capsys):
     """What a reader wants to know first."""
     assert run("inspect", mooncake) == 0
     text = capsys.readouterr().out
-    for part in ("in.jsonl (mooncake)", "20 in 19 s", "Hit ceilings", "working set fits"):
+    for part in ("in.jsonl (mooncake)", "20 in 19 s", "Hit ceiling", "working set fits"):
         assert part in text
+
+
+def test_inspect_calls_only_what_no_run_can_beat_a_bound(mooncake, capsys):
+    """Placement by affinity is a rule of thumb, and a scheduler may do better."""
+    assert run("inspect", mooncake) == 0
+    text = " ".join(capsys.readouterr().out.split())
+    assert "Only one cache with room for all is a bound" in text
+    assert "(affinity); a scheduler may do better" in text
+
+
+def test_inspect_of_requests_at_one_instant_has_no_rate(tmp_path, capsys):
+    """No number is divided by no time."""
+    path = tmp_path / "instant.jsonl"
+    path.write_text(LINE % (0, 3) * 3)
+    assert run("inspect", path) == 0
+    text = capsys.readouterr().out
+    assert "3 at one instant" in text
+    assert "inf" not in text
 
 
 def test_inspect_prints_json(mooncake, capsys):

@@ -5,6 +5,7 @@ import math
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec import structs
 
 from sim.profiles import DEFAULT_PROFILE, find_profile
 from sim.traces.arrival import Arrival
@@ -140,6 +141,76 @@ def test_the_regime_follows_from_working_set_and_cache(kv_tokens, regime):
     found = inspect(trace, pool(kv_tokens=kv_tokens))
     assert found.place.regime == regime
     assert len(found.place.sentences) >= 2
+
+
+def conclusions(found):
+    """What is said of the hit ratios, each with whether the numbers are so."""
+    best, endless = found.ceilings.one_cache, found.ceilings.per_pod.affinity
+    at_capacity = found.ceilings.per_pod_at_capacity
+    gain, room = at_capacity.affinity - at_capacity.random, endless - at_capacity.affinity
+    claims = {
+        "share almost nothing": best < 0.05,
+        "does not say what prompts share": not found.reuse.references,
+        "any routing comes near": best - min(at_capacity.affinity, at_capacity.random) < 0.05,
+        "pays": gain >= 0.05,
+        "more room": room >= 0.05,
+        "capacity decides": gain < 0.05 <= room,
+        "loses to chance": gain <= -0.05,
+        "gains little": abs(gain) < 0.05,
+    }
+    return {claim: so for claim, so in claims.items() if claim in found.place.sentences[0]}
+
+
+@settings(max_examples=60)
+@given(
+    prompts=st.lists(st.lists(st.integers(0, 5), min_size=1, max_size=5), min_size=1, max_size=40),
+    pods=st.integers(1, 5),
+    blocks=st.integers(1, 20),
+)
+def test_what_is_said_of_hits_follows_from_their_numbers(prompts, pods, blocks):
+    """Always something, and never against a number beside it."""
+    said = conclusions(inspect(asks(*prompts), pool(pods=pods, kv_tokens=64 * blocks)))
+    assert said
+    assert all(said.values())
+
+
+@pytest.mark.parametrize("kind", sorted(STANDARD))
+@pytest.mark.parametrize("pods", [1, 4])
+def test_what_is_said_of_a_standard_workload_follows_from_its_numbers(kind, pods):
+    """Also where the working set alone leads one to expect the opposite."""
+    found = inspect(arrivals(STANDARD[kind], seed=1, requests_max=300), pool(pods=pods))
+    said = conclusions(found)
+    assert said
+    assert all(said.values())
+
+
+def test_a_working_set_that_fits_a_pod_is_not_all_that_decides():
+    """Adapters come back too seldom for every pod to have met them."""
+    found = inspect(arrivals(STANDARD["lora-mix"], seed=1, requests_max=1000), pool())
+    assert found.place.regime == "fits-a-pod"
+    assert "prefix routing still pays" in found.place.sentences[0]
+
+
+def test_a_working_set_just_above_the_pool_still_rewards_affinity():
+    """The cliff is not at its edge."""
+    found = inspect(arrivals(STANDARD["b2b"], seed=1, requests_max=2000), pool(pods=4))
+    assert found.place.regime == "exceeds-the-pool"
+    assert "(1.05 times): prefix routing pays" in found.place.sentences[0]
+
+
+def test_a_trace_without_blocks_is_not_said_to_share_nothing():
+    """Nobody knows."""
+    lengths = [structs.replace(one, blocks=(), block_tokens=0) for one in asks([1], [1])]
+    assert "does not say what prompts share" in inspect(lengths, pool()).place.sentences[0]
+
+
+def test_a_load_that_cannot_be_told_is_not_called_saturation():
+    """At one instant there is no rate, and who waits for answers sends no faster than they come."""
+    instant = asks([1], [1], gap_s=0.0)
+    assert "at one instant" in inspect(instant, pool()).place.sentences[-1]
+    waiting = [structs.replace(one, after=one.index - 1 if one.index else None) for one in instant]
+    closed = [*waiting, structs.replace(waiting[-1], index=2, after=1, time_s=1e-6)]
+    assert "wait for an answer" in inspect(closed, pool()).place.sentences[-1]
 
 
 def test_the_control_is_told_to_be_routed_by_load():

@@ -224,7 +224,8 @@ def _spread(distribution: _Distribution | None, otherwise: float, where: str) ->
     try:
         return distribution.spread()
     except FieldError as problem:
-        raise FieldError(f"data.{where}", problem.expected) from None
+        field = f"data.{where}.{problem.field}".removesuffix(".")
+        raise FieldError(field, problem.expected) from None
 
 
 def _arrivals(document: bytes, options: ReadOptions) -> Iterator[Arrival]:

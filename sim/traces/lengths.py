@@ -27,6 +27,10 @@ class Spread(Struct, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         if not (0 <= self.min <= self.max and self.mean >= 0 and self.std_dev >= 0):
             raise FieldError("", "Expected 0 <= min <= max, mean >= 0 and std_dev >= 0")
+        if self.type == "uniform" and self.max == math.inf:
+            raise FieldError("max", "Expected an end of what is uniform, found none")
+        if self.type == "lognormal" and self.std_dev and not self.mean:
+            raise FieldError("mean", "Expected above 0 for a lognormal, got 0")
 
     def draw(self, random: Random) -> float:
         """One value."""

@@ -16,7 +16,7 @@ from epp.core.parse import parse_request
 from epp.core.types import BYTES_PER_TOKEN, Refusal
 from sim.traces.arrival import Arrival, FieldError
 from sim.traces.blocks import Tokens
-from sim.traces.reading import LineFormat, Parse, ReadOptions
+from sim.traces.reading import MALFORMED, LineFormat, Parse, ReadOptions
 
 BLOCK_TOKENS: Final = 16
 """Fine enough for the picker's blocks and for those of most engines."""
@@ -121,7 +121,7 @@ def _path_of(body: dict[str, Any]) -> str:
 def _recognises(line: bytes) -> bool:
     try:
         members = msgspec.json.decode(line, type=dict[str, Raw])
-    except (msgspec.DecodeError, RecursionError):
+    except MALFORMED:
         # Of a long first line only the head is looked at.
         return b'"model"' in line and any(f'"{name}"'.encode() in line for name in _PATHS)
     if "body" in members:

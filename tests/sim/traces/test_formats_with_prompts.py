@@ -263,6 +263,12 @@ data:
         ("load:", "when: 2026-02-30\nload:", "Expected YAML: day is out of range"),
         ("split: 0.5", "split: 0", "load.lora_traffic_split: Expected at least one split above 0"),
         ("rate: 20", "rate: .inf", r"load.stages\[0\].rate: Expected `float` <= "),
+        ("max: 20, ", "", "data.shared_prefix.output_distribution.max: Expected an end"),
+        (
+            "uniform, min: 10, max: 20, mean: 15",
+            "lognormal, std_dev: 2, mean: 0",
+            "data.shared_prefix.output_distribution.mean: Expected above 0 for a lognormal",
+        ),
         ("mean: 15", "mean: .nan", "output_distribution.mean: Expected `float` >= 0"),
         ("min: 10", "min: 30", "data.shared_prefix.output_distribution: Expected 0 <= min <= max"),
     ],

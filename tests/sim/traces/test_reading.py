@@ -195,18 +195,20 @@ def test_a_packed_file_that_is_damaged_is_named(trace_of, text):
     [
         ("mooncake", ["{oops", MOONCAKE % (0, 1, 2), MOONCAKE % (5, 1, 2)], [1, 2]),
         ("mooncake", ["", "null", "7", MOONCAKE % (0, 1, 2)], [2]),
+        ("mooncake", ['{"\udcff": 1}', MOONCAKE % (0, 1, 2)], [1]),
         ("azure", ["# made by hand", AZURE.strip(), "2023-11-16 18:17:03,1,1"], [0]),
     ],
 )
 def test_the_format_shows_behind_bad_first_lines(trace_of, name, lines, indices):
     """They are counted where bad lines are, else the first of them is named."""
-    trace = trace_of("\n".join(lines), skip_bad=True)
+    text = "\n".join(lines).encode(errors="surrogateescape")
+    trace = trace_of(text, skip_bad=True)
     assert trace.format.name == name
     assert [one.index for one in trace] == indices
     first = next(number for number, line in enumerate(lines, 1) if line)
     assert trace.problems[0].line == first
     with pytest.raises(TraceError, match=f"trace:{first}: "):
-        list(trace_of("\n".join(lines)))
+        list(trace_of(text))
 
 
 def test_only_a_few_first_lines_may_be_bad(trace_of):

@@ -30,10 +30,10 @@ from sim.traces.workloads import (
     arrivals,
 )
 
-_Positive = Annotated[int, Meta(ge=1)]
-_Count = Annotated[int, Meta(ge=0)]
-_NUMBER_MAX: Final = 1e9
-"""Of rates, seconds, tokens and weights: YAML knows an infinity, which no workload reaches."""
+_NUMBER_MAX: Final = 1_000_000_000
+"""Of all counts, lengths, rates, seconds and weights: YAML knows an infinity, workloads do not."""
+_Positive = Annotated[int, Meta(ge=1, le=_NUMBER_MAX)]
+_Count = Annotated[int, Meta(ge=0, le=_NUMBER_MAX)]
 _Above0 = Annotated[float, Meta(gt=0, le=_NUMBER_MAX)]
 _From0 = Annotated[float, Meta(ge=0, le=_NUMBER_MAX)]
 

@@ -262,6 +262,11 @@ data:
         ("load:", "load: {", "Expected YAML"),
         ("load:", "when: 2026-02-30\nload:", "Expected YAML: day is out of range"),
         ("split: 0.5", "split: 0", "load.lora_traffic_split: Expected at least one split above 0"),
+        (
+            "num_groups: 3",
+            f"num_groups: {10**20}",
+            "data.shared_prefix.num_groups: Expected `int` <= ",
+        ),
         ("rate: 20", "rate: .inf", r"load.stages\[0\].rate: Expected `float` <= "),
         ("max: 20, ", "", "data.shared_prefix.output_distribution.max: Expected an end"),
         (

@@ -49,7 +49,7 @@ class EngineSettings(Struct, frozen=True, kw_only=True):
     """What `vllm serve` is started with."""
 
     blocks_total: int
-    """`num_gpu_blocks`: one of them is reserved."""
+    """`num_gpu_blocks`, of which one is reserved: at least 2, or ValueError."""
     block_size_tokens: int = 16
     max_num_seqs: int = 1024
     max_num_batched_tokens: int = 8192
@@ -58,6 +58,8 @@ class EngineSettings(Struct, frozen=True, kw_only=True):
     """Adapter slots; 0: LoRA is off."""
 
     def __post_init__(self) -> None:
+        if self.blocks_total < 2:
+            raise ValueError(f"blocks_total is {self.blocks_total}; expected at least 2.")
         if self.max_num_batched_tokens < self.max_num_seqs:
             raise ValueError(
                 f"max_num_batched_tokens is {self.max_num_batched_tokens}; expected at least "

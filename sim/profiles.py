@@ -29,16 +29,28 @@ from bisect import bisect_left
 from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
-from typing import Any, Final
+from typing import Annotated, Any, Final, TypeAlias
 
 import msgspec
-from msgspec import Struct
+from msgspec import Meta, Struct
 
 from sim.sentences import sentence_of
 
 DEFAULT_PROFILE: Final = "llama-3.1-8b-h100-tp1"
 ADAPTER_LINEAR_FACTORS: Final = {8: 1.02, 16: 1.035, 32: 1.06}
 """By LoRA rank: `defaults.yaml` of inference-sim/inference-sim."""
+KV_TOKENS_MIN: Final = 256
+"""Sixteen of vLLM's usual blocks: less serves nothing."""
+
+_Count: TypeAlias = Annotated[int, Meta(ge=1, le=10**9)]
+# No range holds nan.
+_StepTime: TypeAlias = Annotated[float, Meta(ge=0.0, le=60.0)]
+"""Seconds that a step or a request takes whatever is in it: no engine needs a minute."""
+_TokenTime: TypeAlias = Annotated[float, Meta(ge=0.0, le=0.1)]
+"""Seconds for each token, or pair of tokens."""
+_Share: TypeAlias = Annotated[float, Meta(ge=0.0, le=1.0)]
+_Factor: TypeAlias = Annotated[float, Meta(ge=0.0, le=100.0)]
+_Bytes: TypeAlias = Annotated[float, Meta(ge=0.0, le=1e15)]
 
 
 class StepWork(Struct):
@@ -65,34 +77,35 @@ class Profile(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     name: str
     model: str
-    kv_tokens: int
-    max_model_len_tokens: int
-    decode_s: float
-    decode_s_per_context_token: float
-    pair_s: float
-    head_s: float
-    weight_read_s: float = 0.0
-    linear_base_s: float = 0.0
-    linear_s_per_token: float = 0.0
-    linear_tokens: tuple[int, ...] = ()
+    kv_tokens: Annotated[int, Meta(ge=KV_TOKENS_MIN, le=10**10)]
+    max_model_len_tokens: _Count
+    """Prompt and answer together, as the model allows them."""
+    decode_s: _StepTime
+    decode_s_per_context_token: _TokenTime
+    pair_s: _TokenTime
+    head_s: _StepTime
+    weight_read_s: _StepTime = 0.0
+    linear_base_s: _StepTime = 0.0
+    linear_s_per_token: _TokenTime = 0.0
+    linear_tokens: tuple[_Count, ...] = ()
     """Ascending: where the table has its points. Beyond the last, `linear_s_per_token` goes on."""
-    linear_s: tuple[float, ...] = ()
+    linear_s: tuple[Annotated[float, Meta(gt=0.0, le=60.0)], ...] = ()
     """Seconds at `linear_tokens`, for all layers."""
-    prefill_s: float = 0.0
-    head_s_per_sequence: float = 0.0
-    all_reduce_s: float = 0.0
-    all_reduce_s_per_token: float = 0.0
-    host_s: float = 0.0015
-    shared_context_factor: float = 0.5
-    skew: float = 0.0
-    mixed_decode_factor: float = 1.0
-    adapter_linear_factor: float = ADAPTER_LINEAR_FACTORS[16]
-    adapter_load_s: float = 0.3
-    frontend_s: float = 0.010
+    prefill_s: _StepTime = 0.0
+    head_s_per_sequence: _TokenTime = 0.0
+    all_reduce_s: _StepTime = 0.0
+    all_reduce_s_per_token: _TokenTime = 0.0
+    host_s: _StepTime = 0.0015
+    shared_context_factor: _Share = 0.5
+    skew: _Share = 0.0
+    mixed_decode_factor: _Factor = 1.0
+    adapter_linear_factor: _Factor = ADAPTER_LINEAR_FACTORS[16]
+    adapter_load_s: _StepTime = 0.3
+    frontend_s: _StepTime = 0.010
     """Tokenising, HTTP and output processing of a request, before the engine sees it."""
-    frontend_s_per_token: float = 10e-6
-    max_num_seqs: int = 1024
-    max_num_batched_tokens: int = 8192
+    frontend_s_per_token: _TokenTime = 10e-6
+    max_num_seqs: _Count = 1024
+    max_num_batched_tokens: _Count = 8192
     """Both: the defaults of `vllm serve` on a GPU of at least 70 GiB (not A100)."""
 
     def __post_init__(self) -> None:
@@ -102,6 +115,11 @@ class Profile(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
             raise ValueError("linear_tokens do not ascend")
         if not (self.linear_s or self.weight_read_s or self.linear_s_per_token):
             raise ValueError("neither a table nor constants for the linear layers")
+        if self.max_num_batched_tokens < self.max_num_seqs:
+            raise ValueError(
+                f"max_num_batched_tokens is {self.max_num_batched_tokens}; expected at least "
+                f"max_num_seqs, {self.max_num_seqs}"
+            )
 
     def step_s(self, work: StepWork) -> float:
         """How long a step with this work takes."""
@@ -147,14 +165,21 @@ class Profile(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 class Memory(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What decides how many tokens the KV cache of a pod holds."""
 
-    bytes: float
+    bytes: _Bytes
     """Of one GPU."""
-    weight_bytes: float
+    weight_bytes: _Bytes
     """Of the whole model, as `kv_bytes_per_token`."""
-    kv_bytes_per_token: int
-    tensor_parallel: int = 1
-    share: float = 0.92
+    kv_bytes_per_token: _Count
+    tensor_parallel: _Count = 1
+    share: _Share = 0.92
     """`--gpu-memory-utilization`."""
+
+    def __post_init__(self) -> None:
+        if self.kv_tokens < KV_TOKENS_MIN:
+            raise ValueError(
+                f"leaves {self.kv_tokens} tokens for the KV cache; expected at least "
+                f"{KV_TOKENS_MIN}"
+            )
 
     @property
     def kv_tokens(self) -> int:
@@ -191,6 +216,10 @@ def find_profile(text: str) -> Profile:
     profiles = profiles_in(path)
     if not colon and len(profiles) == 1:
         return next(iter(profiles.values()))
+    if not name:
+        raise ProfileError(
+            f"{path} has several profiles; expected {path}:NAME with one of {', '.join(profiles)}."
+        )
     if name not in profiles:
         raise ProfileError(f"{path}: no profile {name!r}; expected one of {', '.join(profiles)}.")
     return profiles[name]
@@ -214,16 +243,18 @@ def _profiles_of(path: Path, *, known: Mapping[str, Profile]) -> dict[str, Profi
         fields: dict[str, Any] = {**table, "name": name}
         like = fields.pop("like", None)
         if like is not None:
-            base = profiles.get(like) or known.get(like)
+            base = profiles.get(str(like)) or known.get(str(like))
             if base is None:
                 raise ProfileError(f"{path}: {name}: like: no profile {like!r} before it.")
             fields = {**msgspec.to_builtins(base), **fields}
+        place = f"{path}: {name}: memory"
         try:
             if "memory" in fields:
                 fields["kv_tokens"] = msgspec.convert(fields.pop("memory"), Memory).kv_tokens
+            place = f"{path}: {name}"
             profiles[name] = msgspec.convert(fields, Profile)
         except msgspec.ValidationError as problem:
-            raise ProfileError(f"{path}: {name}: {problem}.") from problem
+            raise ProfileError(f"{place}: {problem}.") from problem
     if not profiles:
         raise ProfileError(f"{path}: expected at least one table, a profile.")
     return profiles

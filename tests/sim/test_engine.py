@@ -234,3 +234,9 @@ def test_every_request_ends_and_every_block_comes_back(shapes, blocks, budget, s
     assert tokens == sum(output for _, output, _, _ in shapes)
     assert all(request.finished and request.last_token_at <= now for request in requests)
     assert engine.pool.blocks_used == 0
+
+
+def test_an_engine_without_a_block_of_its_own_is_refused():
+    """One block is reserved, so that it takes two."""
+    with pytest.raises(ValueError, match="blocks_total is 1; expected at least 2"):
+        engine_with(blocks_total=1)

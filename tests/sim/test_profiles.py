@@ -149,7 +149,9 @@ def test_a_profile_may_be_like_another(tmp_path):
     assert profiles["two"].host_s == 0.004
     assert 150_000 < profiles["two"].kv_tokens < 180_000
     assert find_profile(f"{file}:two") == profiles["two"]
-    with pytest.raises(ProfileError, match="expected one of one, two"):
+    with pytest.raises(ProfileError, match="no profile 'three'; expected one of one, two"):
+        find_profile(f"{file}:three")
+    with pytest.raises(ProfileError, match=r"expected .*mine\.toml:NAME with one of one, two"):
         find_profile(str(file))
 
 
@@ -170,6 +172,7 @@ def test_a_profile_survives_its_file(tmp_path, name):
     [
         ("", "at least one table"),
         ("a = 1", "expected a table"),
+        ("[a]\nlike = [1]", "like: no profile"),
         ('[a]\nlike = "nobody"', "no profile 'nobody' before it"),
         ("[a]\nhost_s = 1.0", "missing required field"),
         ('[a]\nlike = "llama-3.1-8b-h100-tp1"\nhots_s = 1.0', "unknown field `hots_s`"),
@@ -188,6 +191,46 @@ def test_a_bad_file_is_refused_with_a_sentence(tmp_path, text, sentence):
     with pytest.raises(ProfileError, match=sentence) as caught:
         profiles_in(file)
     assert str(file) in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("line", "sentence"),
+    [
+        ("kv_tokens = -5", r"`int` >= 256 - at `\$\.kv_tokens`"),
+        ("kv_tokens = 10", r"`int` >= 256 - at `\$\.kv_tokens`"),
+        ("max_model_len_tokens = 0", r">= 1 - at `\$\.max_model_len_tokens`"),
+        ("max_num_seqs = 0", r"`int` >= 1 - at `\$\.max_num_seqs`"),
+        ("max_num_batched_tokens = 0", r">= 1 - at `\$\.max_num_batched_tokens`"),
+        ("max_num_seqs = 9000", "max_num_batched_tokens is 8192; expected at least max_num_seqs"),
+        ("pair_s = nan", r"`float` >= 0\.0 - at `\$\.pair_s`"),
+        ("pair_s = -1.0", r"`float` >= 0\.0 - at `\$\.pair_s`"),
+        ("host_s = inf", r"`float` <= 60\.0 - at `\$\.host_s`"),
+        ("shared_context_factor = 1.5", r"<= 1\.0 - at `\$\.shared_context_factor`"),
+        ("linear_tokens = [1, 2]\nlinear_s = [0.1, nan]", r"- at `\$\.linear_s\["),
+        ("linear_tokens = [1]\nlinear_s = [0.0]", r"- at `\$\.linear_s\["),
+        (
+            "memory = {bytes = 1, weight_bytes = 2, kv_bytes_per_token = 0}",
+            r"memory: .*>= 1 - at `\$\.kv_bytes_per_token`",
+        ),
+        (
+            "memory = {bytes = 1, weight_bytes = 2, kv_bytes_per_token = 8}",
+            "memory: leaves -.* tokens for the KV cache; expected at least 256",
+        ),
+        (
+            "memory = {bytes = nan, weight_bytes = 2, kv_bytes_per_token = 8}",
+            r"memory: .*at `\$\.bytes`",
+        ),
+        ("memory = 5", "memory: Expected `object`"),
+    ],
+)
+def test_a_number_that_no_engine_has_is_refused(tmp_path, line, sentence):
+    """File, profile, field and what was expected of it."""
+    file = tmp_path / "bad.toml"
+    file.write_text(f'[mine]\nlike = "llama-3.1-8b-h100-tp1"\n{line}\n')
+    with pytest.raises(ProfileError, match=sentence) as caught:
+        find_profile(str(file))
+    assert str(caught.value).startswith(f"{file}: mine: ")
+    assert "\n" not in str(caught.value)
 
 
 def test_an_unknown_profile_is_refused_with_those_there_are():

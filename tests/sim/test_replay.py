@@ -188,6 +188,17 @@ def test_what_makes_no_sense_is_refused(trace, arguments, told, capsys):
     assert told in capsys.readouterr().err
 
 
+def test_a_profile_that_no_engine_has_is_a_wrong_call(trace, tmp_path, capsys):
+    """Exit code 2, and the file, the profile and the field by name."""
+    path = tmp_path / "mine.toml"
+    path.write_text('[x]\nlike = "llama-3.1-8b-h100-tp1"\nmax_num_seqs = 0\n')
+    with pytest.raises(SystemExit) as stop:
+        sim("replay", trace, "--profile", path)
+    assert stop.value.code == 2
+    told = capsys.readouterr().err.splitlines()[-1]
+    assert "mine.toml: x: Expected `int` >= 1 - at `$.max_num_seqs`" in told
+
+
 HEADER = '{"format": "homing-capture", "version": 1}\n'
 ONE = '{"time_s": 0, "prompt_tokens": 65, "output_tokens": 1%s}\n'
 

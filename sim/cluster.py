@@ -88,11 +88,20 @@ class Fate(StrEnum):
     """The client left."""
 
 
+class Failure(StrEnum):
+    """Why a pod did not serve a request."""
+
+    CONTEXT = "longer than the model's context"
+    KV_CACHE = "longer than the KV cache"
+    ADAPTER = "for an adapter, without adapter slots"
+    POD_DIED = "the pod died"
+
+
 class SimulatedRequest:
     """One request and all that happened to it. Times are simulated seconds."""
 
     __slots__ = (
-        "arrival", "arrived_at", "ended_at", "engine", "fate", "finished_at", "first_token_at", "hashes",
+        "arrival", "arrived_at", "ended_at", "engine", "failure", "fate", "finished_at", "first_token_at", "hashes",
         "life", "metrics_age_s", "pod", "predicted_cached_tokens", "refusal", "replica", "route", "routed_at",
         "sequence", "status", "submitted_at",
     )  # fmt: skip
@@ -119,6 +128,7 @@ class SimulatedRequest:
         self.finished_at: Seconds | None = None
         self.ended_at: Seconds | None = None
         self.fate: Fate | None = None
+        self.failure: Failure | None = None
         self.status = 0
         """HTTP status, 0 until there is one."""
 
@@ -426,7 +436,12 @@ class Cluster:
         pod, arrival = request.pod, request.arrival
         assert pod is not None
         if not pod.alive or pod.life != request.life:
-            self._fail(request, 503)
+            self._fail(request, Failure.POD_DIED, 503)
+            return
+        failure = _unfit(pod.kind, arrival)
+        if failure is not None:
+            # The server says so before it computes anything.
+            self._fail(request, failure, 400)
             return
         assert request.hashes is not None
         keys, ends = request.hashes.engine_pieces(pod.kind.engine.block_size_tokens)
@@ -441,12 +456,7 @@ class Cluster:
         )
         request.submitted_at = self.loop.now
         pod.requests[request.request_id] = request
-        try:
-            pod.submit(request.engine)
-        except ValueError:
-            # It can never fit into this engine, which says so before it computes anything.
-            del pod.requests[request.request_id]
-            self._fail(request, 400)
+        pod.submit(request.engine)
 
     def _stepped(self, pod: SimulatedPod, step: Step) -> None:
         for engine in step.outputs:
@@ -470,7 +480,8 @@ class Cluster:
         self._complete(request, Ending.COMPLETE, 200)
         self._end(request, Fate.COMPLETE)
 
-    def _fail(self, request: SimulatedRequest, status: int) -> None:
+    def _fail(self, request: SimulatedRequest, failure: Failure, status: int) -> None:
+        request.failure = failure
         self.loop.after(self.settings.network_delay_s, self._failed, request, status)
 
     def _failed(self, request: SimulatedRequest, status: int) -> None:
@@ -517,7 +528,7 @@ class Cluster:
         pod.requests.clear()
         for request in cut:
             # The client has seen the head of a response, and then the connection broke.
-            self._fail(request, 200)
+            self._fail(request, Failure.POD_DIED, 200)
 
     def _restart(self, pod: SimulatedPod) -> None:
         if pod.alive:
@@ -527,6 +538,18 @@ class Cluster:
 
     def _recover(self, pod: SimulatedPod) -> None:
         pod.slow_down(1.0)
+
+
+def _unfit(kind: PodKind, arrival: Arrival) -> Failure | None:
+    """Why a server of this kind answers 400: as `sim/pods` and the engine decide it."""
+    tokens = arrival.prompt_tokens + arrival.output_tokens
+    if tokens > kind.profile.max_model_len_tokens:
+        return Failure.CONTEXT
+    if tokens > kind.engine.kv_tokens:
+        return Failure.KV_CACHE
+    if arrival.adapter and not kind.engine.max_loras:
+        return Failure.ADAPTER
+    return None
 
 
 def _replica_seed(seed: int, replica: int) -> int:

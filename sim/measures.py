@@ -94,6 +94,8 @@ class Measures:
         self.targets = targets
         self.fates: dict[Fate, int] = dict.fromkeys(Fate, 0)
         self.refusals: dict[str, int] = {}
+        """By reason, as `failures`."""
+        self.failures: dict[str, int] = {}
         self.pods: dict[str, PodLoad] = {}
         self.preemptions = 0
         self._columns = {name: array("d") for name in Series.__struct_fields__}
@@ -112,6 +114,9 @@ class Measures:
         if request.refusal is not None:
             reason = request.refusal.reason.value
             self.refusals[reason] = self.refusals.get(reason, 0) + 1
+        if fate is Fate.FAILED and request.failure is not None:
+            failure = request.failure.value
+            self.failures[failure] = self.failures.get(failure, 0) + 1
         cached = engine.cached_tokens if engine else 0
         ttft_s = math.nan if request.first_token_at is None else ttft_of(request)
         pod = -1 if request.pod is None else request.pod.number
@@ -156,6 +161,7 @@ class Measures:
             "digest": self.digest,
             "requests": {"sent": sent} | {fate.value: count for fate, count in self.fates.items()},
             "refusals": self.refusals,
+            "failures": self.failures,
             "duration_s": rounded(span_s),
             "ttft_s": distribution(series.ttft_s),
             "tpot_s": distribution(series.tpot_s),

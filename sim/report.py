@@ -62,6 +62,8 @@ def fact_rows(summary: dict[str, Any]) -> list[list[str]]:
     bad_lines = summary["bad_lines"]
     return [
         ["requests", f"{counts['sent']:,}: {ended}"],
+        *([["refused", _reasons(summary["refusals"])]] if summary["refusals"] else []),
+        *([["failed", _reasons(summary["failures"])]] if summary["failures"] else []),
         ["hit rate", f"{share(summary['hit_rate'])} of prompt tokens"],
         ["output", f"{number(summary['output_tokens_per_s'])} tokens/s"],
         ["input", f"{number(summary['input_tokens_per_s'])} tokens/s"],
@@ -83,6 +85,10 @@ def fact_rows(summary: dict[str, Any]) -> list[list[str]]:
         *([["malformed lines skipped", f"{bad_lines:,}"]] if bad_lines else []),
         ["digest", summary["digest"]],
     ]
+
+
+def _reasons(counts: dict[str, int]) -> str:
+    return ", ".join(f"{count:,} {reason}" for reason, count in counts.items())
 
 
 def run_table(summary: dict[str, Any]) -> str:

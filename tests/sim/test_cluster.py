@@ -9,9 +9,11 @@ import pytest
 
 from epp.shell import scrape
 from sim import cluster as simulated
-from sim.cluster import ClusterSettings, Fate
+from sim.cluster import ClusterSettings, Failure, Fate
 from sim.faults import Fault, FaultKind
 from sim.measures import Measures, Targets, ttft_of
+from sim.profiles import find_profile
+from sim.report import fact_rows
 from tests.sim.made import arrival, arrivals, cluster, kind, ran
 
 DIGEST = """
@@ -196,8 +198,48 @@ def test_what_can_never_fit_is_refused_by_the_pod():
     given = [arrival(0, prompt_tokens=10_000), arrival(1, time_s=0.1)]
     (large, small), one = ran(given, pods=(kind(blocks_total=100),))
     assert (large.fate, large.status) == (Fate.FAILED, 400)
+    assert large.failure is Failure.KV_CACHE
     assert small.fate is Fate.COMPLETE
     assert one.policies[0].open_requests == 0
+
+
+def test_what_is_longer_than_the_model_allows_is_refused_by_the_pod():
+    """Prompt and answer together, to the token; it reaches no engine."""
+    limit = find_profile("qwen3-32b-h100-tp2").max_model_len_tokens
+    given = [
+        arrival(0, prompt_tokens=limit - 4, output_tokens=4),
+        arrival(1, time_s=60.0, prompt_tokens=limit - 4, output_tokens=5),
+        arrival(2, time_s=60.0, prompt_tokens=limit, output_tokens=1),
+    ]
+    pods = (kind(profile="qwen3-32b-h100-tp2"),)
+    (fits, *longer), one = ran(given, pods=pods)
+    assert fits.fate is Fate.COMPLETE
+    for request in longer:
+        assert (request.fate, request.status) == (Fate.FAILED, 400)
+        assert request.failure is Failure.CONTEXT
+        assert request.engine is None
+    assert one.policies[0].open_requests == 0
+
+
+def test_a_request_for_an_adapter_fails_where_there_are_no_slots():
+    """As the engine says it: 400."""
+    ((request,), _) = ran([arrival(0, adapter="sql")], pods=1)
+    assert (request.status, request.failure) == (400, Failure.ADAPTER)
+
+
+def test_failures_are_counted_by_reason():
+    """In the summary and in the table, as refusals are."""
+    measures = Measures(Targets())
+    given = [arrival(0, prompt_tokens=10_000), arrival(1, output_tokens=500)]
+    pods = (kind(blocks_total=100),)
+    restart = fault(FaultKind.RESTART, 1.0)
+    cluster(given, pods=pods, faults=[restart], ended=measures.add).run()
+    told = measures.summary()
+    assert told["failures"] == {"longer than the KV cache": 1, "the pod died": 1}
+    assert told["requests"]["failed"] == 2
+    row = dict(fact_rows(told | {"bad_lines": 0}))
+    assert row["failed"] == "1 longer than the KV cache, 1 the pod died"
+    assert "refused" not in row
 
 
 @pytest.mark.parametrize("chunks", [False, True])

@@ -90,8 +90,14 @@ class PodLoad(Struct):
 class Measures:
     """Takes each request as it ends. Memory: 64 bytes a completed request."""
 
-    def __init__(self, targets: Targets) -> None:
+    def __init__(
+        self, targets: Targets, *, predicting: bool = True, by_session: bool = False
+    ) -> None:
+        """`predicting`: the policy estimates caches. `by_session`: it goes by sessions alone."""
         self.targets = targets
+        self._predicting = predicting
+        self._by_session = by_session
+        self._with_session = 0
         self.fates: dict[Fate, int] = dict.fromkeys(Fate, 0)
         self.refusals: dict[str, int] = {}
         """By reason, as `failures`."""
@@ -132,6 +138,7 @@ class Measures:
                 request.predicted_cached_tokens,
             )
         )
+        self._with_session += bool(request.arrival.session)
         self._count_age(request)
         if fate is Fate.COMPLETE and engine is not None and request.pod is not None:
             self._count_complete(request, ttft_s, cached)
@@ -157,8 +164,13 @@ class Measures:
         completed = max(1, len(series))
         sent = sum(self.fates.values())
         loads = list(self.pods.values())
+        predicted = (self._predicted - cached_tokens, self._prediction_error)
+        bias, error = (
+            rounded(tokens / completed) if self._predicting else None for tokens in predicted
+        )
         return {
             "digest": self.digest,
+            "warnings": self._warnings(sent),
             "requests": {"sent": sent} | {fate.value: count for fate, count in self.fates.items()},
             "refusals": self.refusals,
             "failures": self.failures,
@@ -182,14 +194,17 @@ class Measures:
                     [load.prompt_tokens - load.cached_tokens for load in loads]
                 ),
             },
-            "prediction": {
-                "bias_tokens": rounded((self._predicted - cached_tokens) / completed),
-                "mean_absolute_error_tokens": rounded(self._prediction_error / completed),
-            },
+            "prediction": {"bias_tokens": bias, "mean_absolute_error_tokens": error},
             "metrics_age_s": rounded(self._age_s_sum / self._ages) if self._ages else None,
             "preemptions": self.preemptions,
             "pods": {name: _load(self.pods[name]) for name in self.pods},
         }
+
+    def _warnings(self, sent: int) -> list[str]:
+        """What would mislead whoever reads the other numbers: sentences."""
+        if self._by_session and sent and not self._with_session:
+            return ["No request named a session: session affinity chose at random."]
+        return []
 
     def _count_complete(self, request: SimulatedRequest, ttft_s: Seconds, cached: int) -> None:
         engine, pod, arrival = request.engine, request.pod, request.arrival

@@ -25,6 +25,7 @@ from epp.core.types import (
     Seconds,
 )
 
+_SESSION_AFFINITY: Final = "session-affinity"
 DEFAULT_POLICY: Final = "default"
 """The scheduler with the configuration that `epp serve` has when it is given none."""
 
@@ -208,7 +209,7 @@ BASELINES: Final[Mapping[str, Choose]] = {
     "round-robin": _round_robin,
     "least-requests": _least_requests,
     "power-of-two": _power_of_two,
-    "session-affinity": _session_affinity,
+    _SESSION_AFFINITY: _session_affinity,
 }
 
 
@@ -221,6 +222,11 @@ class PolicySource(Struct, frozen=True, kw_only=True):
     """An `EndpointPickerConfig`; "" for a baseline."""
     source: str = ""
     """Where the text is from, for messages."""
+
+    @property
+    def by_session(self) -> bool:
+        """It goes by the session of a request and by nothing else."""
+        return not self.text and self.name == _SESSION_AFFINITY
 
     def load(self) -> PickerConfig:
         """The configuration. Raises `ConfigError` with all that is wrong with it."""

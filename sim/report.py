@@ -76,15 +76,20 @@ def fact_rows(summary: dict[str, Any]) -> list[list[str]]:
         ],
         ["requests, most loaded pod over mean", number(loads["requests"]["max_over_mean"])],
         ["uncached tokens, likewise", number(loads["uncached_tokens"]["max_over_mean"])],
-        [
-            "the picker's estimate of the cache",
-            f"off by {number(summary['prediction']['mean_absolute_error_tokens'])} tokens",
-        ],
+        *_estimate_rows(summary["prediction"]["mean_absolute_error_tokens"]),
         ["age of metrics at a decision", seconds(summary["metrics_age_s"])],
         ["preemptions", f"{summary['preemptions']:,}"],
+        *[["warning", warning] for warning in summary["warnings"]],
         *([["malformed lines skipped", f"{bad_lines:,}"]] if bad_lines else []),
         ["digest", summary["digest"]],
     ]
+
+
+def _estimate_rows(error_tokens: float | None) -> list[list[str]]:
+    """None for a policy that estimates nothing."""
+    if error_tokens is None:
+        return []
+    return [["the picker's estimate of the cache", f"off by {number(error_tokens)} tokens"]]
 
 
 def _reasons(counts: dict[str, int]) -> str:
@@ -100,6 +105,7 @@ def run_table(summary: dict[str, Any]) -> str:
 def run_report(summary: dict[str, Any]) -> str:
     """report.md of one run."""
     notes = "" if summary["complete"] else "**Interrupted: only what had ended is counted.**\n\n"
+    notes += "".join(f"**{warning}**\n\n" for warning in summary["warnings"])
     conditions = summary["conditions"]
     rows = [["", ""], *fact_rows(summary)]
     pods = [["pod", "requests", "hit rate", "output tokens"]]

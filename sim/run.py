@@ -8,13 +8,14 @@ from typing import Final
 
 from msgspec import Struct, field
 
+from epp.core.scheduler import SchedulerSettings
 from epp.core.types import InferenceRequest, Seconds
 from sim.arrivals import made_ready
 from sim.check import checker
 from sim.cluster import Cluster, ClusterSettings, SimulatedRequest
 from sim.faults import draw_faults
 from sim.measures import Measures, Targets
-from sim.policies import Policy, PolicySource
+from sim.policies import PolicySource
 from sim.timeline import Timeline
 from sim.traces.arrival import Arrival, TraceError
 from sim.traces.formats import open_trace
@@ -64,9 +65,14 @@ class Run:
         self.settings = settings
         self.stopped = False
         self.trace: Trace = open_trace(Path(settings.trace), settings.read)
-        self.measures = Measures(settings.targets)
-        self._listeners = (self.measures.add, *listeners)
         open_policy = settings.policy.opener(settings.cluster.refresh_interval_s)
+        scheduler = open_policy(0).settings
+        self.measures = Measures(
+            settings.targets,
+            predicting=scheduler is not None and bool(scheduler.prefix),
+            by_session=settings.policy.by_session,
+        )
+        self._listeners = (self.measures.add, *listeners)
         arrivals = self._arrivals()
         if settings.through_bytes:
             arrivals = refusing_odd_blocks(arrivals, settings.trace)
@@ -76,7 +82,7 @@ class Run:
         self.cluster = Cluster(
             settings.cluster,
             open_policy,
-            _parsed(settings.trace) if settings.through_bytes else _hashed(open_policy),
+            _parsed(settings.trace) if settings.through_bytes else _hashed(scheduler),
             arrivals,
             seed=settings.seed,
             ended=self._ended,
@@ -144,10 +150,9 @@ class Run:
 
 
 def _hashed(
-    open_policy: Callable[[int], Policy],
+    settings: SchedulerSettings | None,
 ) -> Callable[[Arrival, PromptHashes], InferenceRequest]:
     """`request_of` for the block sizes in which this policy looks prompts up."""
-    settings = open_policy(0).settings
     indexes = () if settings is None else settings.indexes.values()
     sizes = {size for index in indexes if (size := getattr(index, "block_tokens", None))}
     sizes_sorted = tuple(sorted(sizes))

@@ -79,6 +79,40 @@ def test_a_replay_fills_its_folder(trace, tmp_path, capsys):
     assert "TTFT" in (out / "report.md").read_text()
 
 
+@pytest.mark.parametrize("policy", ["default", "random", "file"])
+def test_only_who_has_a_prefix_index_is_judged_by_its_estimate(trace, tmp_path, capsys, policy):
+    """A baseline, or a configuration that goes by load alone, estimates nothing."""
+    config = policy
+    if policy == "file":
+        config = tmp_path / "queue.yaml"
+        config.write_text(
+            "apiVersion: llm-d.ai/v1alpha1\nkind: EndpointPickerConfig\n"
+            "plugins: [{type: queue-scorer}]\n"
+            "schedulingProfiles: [{name: default, plugins: [{pluginRef: queue-scorer}]}]\n"
+        )
+    out = tmp_path / "out"
+    assert sim("replay", trace, "--config", config, "--pods", "4", "--out", out) == 0
+    prediction = json.loads((out / "summary.json").read_bytes())["prediction"]
+    told = capsys.readouterr().out + (out / "report.md").read_text()
+    assert (prediction["bias_tokens"] is None) is (policy != "default")
+    assert (prediction["mean_absolute_error_tokens"] is None) is (policy != "default")
+    assert ("estimate of the cache" in told) is (policy == "default")
+
+
+def test_session_affinity_without_sessions_is_warned_of(trace, tmp_path, capsys):
+    """It is random then: the table, the summary and the report say so; with sessions they do not."""
+    sentence = "No request named a session: session affinity chose at random."
+    out = tmp_path / "out"
+    assert sim("replay", trace, "--config", "session-affinity", "--pods", "2", "--out", out) == 0
+    assert sentence in capsys.readouterr().out
+    assert json.loads((out / "summary.json").read_bytes())["warnings"] == [sentence]
+    assert f"**{sentence}**" in (out / "report.md").read_text()
+    path = tmp_path / "sessions.jsonl"
+    path.write_text(HEADER + ONE % ', "session": "a"')
+    assert main(["replay", str(path), "--config", "session-affinity"]) == 0
+    assert sentence not in capsys.readouterr().out
+
+
 def test_the_page_opens_offline(trace, tmp_path):
     """One file without addresses, with its charts and the explorer of decisions in it."""
     out = tmp_path / "out"

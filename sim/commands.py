@@ -20,6 +20,7 @@ from sim.jobs import JobError
 from sim.output import OutputError
 from sim.pod_server import PodAddress, listen, serve, write_endpoints
 from sim.pods import PodSettings
+from sim.policies import PolicyNameError
 from sim.profiles import DEFAULT_PROFILE, ProfileError, find_profile
 from sim.sentences import sentence_of
 from sim.traces import command as trace_command
@@ -44,6 +45,8 @@ def run(arguments: Sequence[str] | None) -> int:
     options = parser.parse_args(arguments)
     try:
         code: int = options.run(options)
+    except PolicyNameError as problem:
+        return _fail(str(problem), code=2)
     except (TraceError, ProfileError, ConfigError, OutputError, JobError, OSError) as problem:
         return _fail(sentence_of(problem), code=1)
     return code

@@ -213,6 +213,10 @@ BASELINES: Final[Mapping[str, Choose]] = {
 }
 
 
+class PolicyNameError(ValueError):
+    """The command line names a policy that there is not, or one name twice: one sentence."""
+
+
 class PolicySource(Struct, frozen=True, kw_only=True):
     """What `--config` names, read once; small enough to be sent to another process."""
 
@@ -244,7 +248,8 @@ class PolicySource(Struct, frozen=True, kw_only=True):
 def policy_source(named: str) -> PolicySource:
     """The built-in `named`, or the configuration in the file `named`, checked.
 
-    Raises `ConfigError` if the configuration is no good and `OSError` if there is no such file.
+    Raises `PolicyNameError` if there is neither, `ConfigError` if the configuration is no good and
+    `OSError` if the file cannot be read.
     """
     if named == DEFAULT_POLICY:
         return PolicySource(name=named, text=DEFAULT_CONFIG, source="built-in default")
@@ -253,7 +258,7 @@ def policy_source(named: str) -> PolicySource:
     path = Path(named)
     if not path.exists():
         built_in = ", ".join((DEFAULT_POLICY, *BASELINES))
-        raise FileNotFoundError(f"{named} is neither a file nor one of {built_in}")
+        raise PolicyNameError(f"{named} is neither a file nor one of {built_in}")
     if path.stat().st_size > CONFIG_MAX_BYTES:
         raise ConfigError([f"{named} is larger than {CONFIG_MAX_BYTES} bytes"])
     try:

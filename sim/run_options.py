@@ -6,8 +6,7 @@ from typing import Any, Final
 
 from sim.cluster import ClusterSettings
 from sim.measures import Targets
-from sim.output import OutputError
-from sim.policies import BASELINES, DEFAULT_POLICY, PolicySource, policy_source
+from sim.policies import BASELINES, DEFAULT_POLICY, PolicyNameError, PolicySource, policy_source
 from sim.profiles import DEFAULT_PROFILE, Profile, ProfileError, find_profile
 from sim.run import RunSettings
 from sim.simulated_pod import PodKind
@@ -124,12 +123,12 @@ def conditions(settings: RunSettings) -> dict[str, Any]:
 
 
 def named_policies(names: list[str]) -> list[PolicySource]:
-    """The policies, each under a name of its own. Raises as `policy_source` does."""
+    """The policies, each under a name of its own, or `PolicyNameError`, and as `policy_source`."""
     sources = [policy_source(name) for name in names]
     taken: dict[str, str] = {}
     for name, source in zip(names, sources, strict=True):
         if source.name in taken:
-            raise OutputError(
+            raise PolicyNameError(
                 f"--config {name} and --config {taken[source.name]} are both called "
                 f"{source.name}; give each file a name of its own"
             )

@@ -213,13 +213,39 @@ def test_a_bad_line_stops_or_is_counted(tmp_path, capsys):
     ],
 )
 def test_what_makes_no_sense_is_refused(trace, arguments, told, capsys):
-    """In a sentence, with an exit code above 0."""
+    """In a sentence, with exit code 2."""
     try:
         code = sim("replay", trace, *arguments)
     except SystemExit as stop:
         code = stop.code
-    assert code in (1, 2)
+    assert code == 2
     assert told in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", [["compare"], ["sweep", "--rates", "5"]])
+@pytest.mark.parametrize(
+    ("configs", "told"),
+    [
+        (["default", "nothing"], "sim: nothing is neither a file nor one of default, random"),
+        (["random", "random"], "sim: --config random and --config random are both called random"),
+    ],
+)
+def test_policies_that_are_not_there_or_there_twice_are_a_wrong_call(
+    trace, command, configs, told, capsys
+):
+    """Exit code 2 and a sentence, as for a profile that is not there."""
+    flags = [part for config in configs for part in ("--config", config)]
+    assert sim(command[0], trace, *command[1:], *flags) == 2
+    assert capsys.readouterr().err.startswith(told)
+
+
+def test_a_configuration_that_is_no_good_is_not_a_wrong_call(trace, tmp_path, capsys):
+    """The call is right, the file is not: exit code 1."""
+    broken = tmp_path / "broken.yaml"
+    broken.write_text("kind: Nothing\n")
+    assert sim("replay", trace, "--config", broken) == 1
+    assert "broken.yaml" in capsys.readouterr().err
+    assert sim("replay", trace, "--config", tmp_path) == 1
 
 
 def test_a_profile_that_no_engine_has_is_a_wrong_call(trace, tmp_path, capsys):

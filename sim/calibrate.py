@@ -23,14 +23,14 @@ layers is the greater of two lines, so the fit is repeated until each point stay
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import Annotated, Any, Final, TypeAlias
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
-from msgspec import Struct
+from msgspec import Meta, Struct
 
 from epp.core.types import Seconds
 from sim.least_squares import bounded_least_squares
@@ -60,22 +60,25 @@ _STEP: Final = 1e-4
 _UNITS: Final = dict(zip(FITTED, (1e-2, 1e-5, 1e-7, 1e-9, 1e-2), strict=True))
 """Where the profile to begin with has none."""
 
+_Tokens: TypeAlias = Annotated[int, Meta(ge=1, le=10_000_000)]
+_Measured: TypeAlias = Annotated[float, Meta(ge=1e-6, le=3_600.0)]
+"""Seconds: neither a microsecond nor an hour is a step of an engine, and no range holds nan."""
 _Floats = npt.NDArray[np.float64]
 
 
 class TtftPoint(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One measured first token."""
 
-    prompt_tokens: int
-    seconds: Seconds
+    prompt_tokens: _Tokens
+    seconds: _Measured
 
 
 class ItlPoint(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One measured inter-token latency."""
 
-    requests: int
-    context_tokens: int
-    seconds: Seconds
+    requests: _Tokens
+    context_tokens: _Tokens
+    seconds: _Measured
 
 
 class Points(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -92,10 +95,6 @@ class Points(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
             raise ValueError(f"ttft: expected at least {LENGTHS_MIN} different prompt lengths")
         if len({point.requests * point.context_tokens for point in self.itl}) < BATCHES_MIN:
             raise ValueError(f"itl: expected at least {BATCHES_MIN} different decode contexts")
-        numbers = [(point.prompt_tokens, point.seconds) for point in self.ttft]
-        numbers += [(min(at.requests, at.context_tokens), at.seconds) for at in self.itl]
-        if any(count < 1 or seconds <= 0 for count, seconds in numbers):
-            raise ValueError("expected tokens and requests of at least 1 and seconds above 0")
 
 
 class Residual(Struct, frozen=True, kw_only=True):
@@ -176,14 +175,14 @@ def calibrate(points: Points) -> tuple[Profile, list[Residual]]:
         relative: _Floats = _predicted(points, with_constants(at)) / measured
         return relative - 1.0
 
-    at = np.ones(len(FITTED))
-    for _ in range(_ROUNDS_MAX):
-        here, before = errors(at), at
-        slopes = np.array([errors(at + step) - here for step in np.eye(len(FITTED)) * _STEP]).T
-        at = bounded_least_squares(slopes / _STEP, slopes @ at / _STEP - here, np.full(5, np.inf))
-        if np.allclose(at, before, rtol=1e-6, atol=1e-9):
-            break
-    profile = with_constants(at)
+    try:
+        profile = with_constants(_least_squares(errors))
+        # What cannot be read back is no profile either.
+        msgspec.convert(msgspec.to_builtins(profile), Profile)
+    except ValueError as problem:
+        raise ProfileError(
+            f"{points.name}: the points are those of no engine: {problem}."
+        ) from problem
     names = [f"TTFT of {point.prompt_tokens} tokens" for point in points.ttft]
     names += [f"ITL of {p.requests} requests, {p.context_tokens} tokens each" for p in points.itl]
     residuals = [
@@ -193,6 +192,18 @@ def calibrate(points: Points) -> tuple[Profile, list[Residual]]:
         )
     ]
     return profile, residuals
+
+
+def _least_squares(errors: Callable[[_Floats], _Floats]) -> _Floats:
+    """The constants, in their units, with the least squares of `errors`: lines between its bends."""
+    at = np.ones(len(FITTED))
+    for _ in range(_ROUNDS_MAX):
+        here, before = errors(at), at
+        slopes = np.array([errors(at + step) - here for step in np.eye(len(FITTED)) * _STEP]).T
+        at = bounded_least_squares(slopes / _STEP, slopes @ at / _STEP - here, np.full(5, np.inf))
+        if np.allclose(at, before, rtol=1e-6, atol=1e-9):
+            break
+    return at
 
 
 def _predicted(points: Points, profile: Profile) -> _Floats:

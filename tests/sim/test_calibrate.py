@@ -1,5 +1,7 @@
 """`sim calibrate`: what is measured on an engine of known constants gives those constants."""
 
+import math
+
 import msgspec
 import pytest
 
@@ -116,3 +118,40 @@ def test_too_few_points_are_refused(tmp_path, exact, capsys, change, sentence):
     (tmp_path / "points.toml").write_text(toml_of(*change(*exact)))
     assert main(["calibrate", str(tmp_path / "points.toml")]) == 2
     assert sentence in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("wrong", "sentence"),
+    [
+        ({"seconds": math.nan}, "at `$.ttft[3].seconds`"),
+        ({"seconds": math.inf}, "Expected `float` <= 3600.0 - at `$.ttft[3].seconds`"),
+        ({"seconds": 0.0}, "at `$.ttft[3].seconds`"),
+        ({"prompt_tokens": 0}, "Expected `int` >= 1 - at `$.ttft[3].prompt_tokens`"),
+    ],
+)
+def test_a_point_that_nobody_measured_is_refused(tmp_path, exact, capsys, wrong, sentence):
+    """Exit code 2, one sentence with file, point and field, and nothing on stdout."""
+    ttft, itl = exact
+    ttft = [*ttft[:3], msgspec.structs.replace(ttft[3], **wrong), *ttft[4:]]
+    path = tmp_path / "points.toml"
+    path.write_text(toml_of(ttft, itl))
+    assert main(["calibrate", str(path)]) == 2
+    shown, told = capsys.readouterr()
+    assert shown == ""
+    assert told.startswith(f"sim: {path}: ")
+    assert sentence in told
+    assert told.count("\n") == 1
+
+
+def test_points_of_no_engine_are_refused(tmp_path, exact, capsys):
+    """Longer prompts that take no time at all: a sentence, as for other bad points."""
+    ttft, itl = exact
+    ttft = [msgspec.structs.replace(point, seconds=1e-6) for point in ttft]
+    itl = [msgspec.structs.replace(point, seconds=1e-6) for point in itl]
+    path = tmp_path / "points.toml"
+    path.write_text(toml_of(ttft, itl))
+    assert main(["calibrate", str(path)]) == 2
+    shown, told = capsys.readouterr()
+    assert shown == ""
+    assert told.startswith("sim: mine: the points are those of no engine: ")
+    assert told.count("\n") == 1

@@ -13,7 +13,14 @@ import xxhash
 from msgspec import Struct
 
 from epp.build import build_settings, plugin_tables
-from epp.config import CONFIG_MAX_BYTES, DEFAULT_CONFIG, ConfigError, PickerConfig, load_config
+from epp.config import (
+    CONFIG_MAX_BYTES,
+    DEFAULT_CONFIG,
+    ConfigError,
+    PickerConfig,
+    config_hash,
+    load_config,
+)
 from epp.core.inflight import Lease, Outcome
 from epp.core.scheduler import Decision, Scheduler, SchedulerSettings
 from epp.core.types import (
@@ -231,6 +238,11 @@ class PolicySource(Struct, frozen=True, kw_only=True):
     def by_session(self) -> bool:
         """It goes by the session of a request and by nothing else."""
         return not self.text and self.name == _SESSION_AFFINITY
+
+    @property
+    def hash(self) -> str | None:
+        """As `epp check-config` tells it; None for a baseline. Raises as `load`."""
+        return config_hash(self.load()) if self.text else None
 
     def load(self) -> PickerConfig:
         """The configuration. Raises `ConfigError` with all that is wrong with it."""

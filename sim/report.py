@@ -1,7 +1,15 @@
 """What a run or a comparison has shown, for people: tables as text and as Markdown."""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Final
+
+_NOTHING_SAID: Final = {
+    "trace_format": "found by content",
+    "block_tokens": "as the trace or its format says",
+    "requests_max": "all",
+    "config_hashes": "a baseline",
+}
+"""What it means that a condition is not there."""
 
 
 def table(rows: Sequence[Sequence[str]]) -> str:
@@ -117,5 +125,24 @@ def run_report(summary: dict[str, Any]) -> str:
         f"Seed {summary['seed']}, {conditions['pods']} pods.\n\n"
         f"{markdown_table(latency_rows(summary))}\n\n{markdown_table(rows)}\n\n"
         f"{markdown_table(pods)}\n\n## What was run\n\n"
-        f"{markdown_table([['', ''], *[[name, str(value)] for name, value in conditions.items()]])}\n"
+        f"{markdown_table([['', ''], *condition_rows(conditions)])}\n"
     )
+
+
+def condition_rows(conditions: dict[str, Any]) -> list[list[str]]:
+    """What was run, in words: name and value."""
+    return [[name, _words(name, value)] for name, value in conditions.items()]
+
+
+def _words(name: str, value: object) -> str:
+    match value:
+        case None:
+            return _NOTHING_SAID.get(name, "-")
+        case bool():
+            return "yes" if value else "no"
+        case float():
+            return f"{value:g}"
+        case dict():
+            return ", ".join(f"{key}: {_words(name, item)}" for key, item in value.items())
+        case _:
+            return str(value)

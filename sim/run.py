@@ -2,15 +2,16 @@
 
 import gc
 from collections.abc import Callable, Iterable, Iterator
-from itertools import chain, islice, takewhile
+from itertools import chain, islice, takewhile, tee
 from pathlib import Path
 from typing import Final
 
 from msgspec import Struct, field
+from msgspec.structs import replace
 
 from epp.core.scheduler import SchedulerSettings
 from epp.core.types import InferenceRequest, Seconds
-from sim.arrivals import made_ready
+from sim.arrivals import grid_s, made_ready
 from sim.check import checker
 from sim.cluster import Cluster, ClusterSettings, SimulatedRequest
 from sim.faults import draw_faults
@@ -63,6 +64,7 @@ class Run:
     ) -> None:
         """Raises `TraceError`, `OSError` and `ConfigError`."""
         self.settings = settings
+        """With the width of the jitter that is in effect."""
         self.stopped = False
         self.trace: Trace = open_trace(Path(settings.trace), settings.read)
         open_policy = settings.policy.opener(settings.cluster.refresh_interval_s)
@@ -117,12 +119,12 @@ class Run:
 
     def _arrivals(self) -> Iterator[Arrival]:
         settings = self.settings
+        arrivals: Iterator[Arrival] = islice(self.trace, settings.requests_max)
+        if settings.jitter_s is None:
+            looked_at, arrivals = tee(arrivals)
+            self.settings = settings = replace(settings, jitter_s=grid_s(looked_at))
         return made_ready(
-            self.trace,
-            seed=settings.seed,
-            requests_max=settings.requests_max,
-            jitter_s=settings.jitter_s,
-            speed=settings.speed,
+            arrivals, seed=settings.seed, jitter_s=settings.jitter_s, speed=settings.speed
         )
 
     def run(self) -> None:
@@ -147,6 +149,14 @@ class Run:
     def _ended(self, request: SimulatedRequest) -> None:
         for listener in self._listeners:
             listener(request)
+
+
+def jitter_in_effect_s(settings: RunSettings) -> Seconds:
+    """How wide a run spreads its arrivals; reads the beginning of the trace if that decides."""
+    if settings.jitter_s is not None:
+        return settings.jitter_s
+    trace = open_trace(Path(settings.trace), settings.read)
+    return grid_s(islice(trace, settings.requests_max))
 
 
 def _hashed(

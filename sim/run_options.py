@@ -8,7 +8,7 @@ from sim.cluster import ClusterSettings
 from sim.measures import Targets
 from sim.policies import BASELINES, DEFAULT_POLICY, PolicyNameError, PolicySource, policy_source
 from sim.profiles import DEFAULT_PROFILE, Profile, ProfileError, find_profile
-from sim.run import RunSettings
+from sim.run import RunSettings, jitter_in_effect_s
 from sim.simulated_pod import PodKind
 from sim.traces.formats import FORMATS
 from sim.traces.reading import ReadOptions
@@ -27,6 +27,13 @@ def add_run_options(parser: argparse.ArgumentParser) -> None:
     add("trace", metavar="TRACE", help="a trace file; the format is found by its content")
     add("--trace-format", choices=sorted(known.name for known in FORMATS), help="do not guess")
     add("--block-tokens", type=_count, metavar="N", help="tokens in a block of the trace")
+    add(
+        "--rate-per-s",
+        type=_positive,
+        default=1.0,
+        metavar="R",
+        help="arrivals a second, where the trace has no times (1)",
+    )
     add("--skip-bad", action="store_true", help="count malformed lines instead of stopping")
     add("--requests", type=_count, metavar="N", help="only the first N requests")
     add(
@@ -86,6 +93,7 @@ def run_settings(options: argparse.Namespace, policy: PolicySource, seed: int) -
             format=options.trace_format or "",
             block_tokens=options.block_tokens,
             skip_bad=options.skip_bad,
+            rate_per_s=options.rate_per_s,
             seed=seed,
         ),
         requests_max=options.requests,
@@ -98,19 +106,28 @@ def run_settings(options: argparse.Namespace, policy: PolicySource, seed: int) -
     )
 
 
-def conditions(settings: RunSettings) -> dict[str, Any]:
-    """What was run, for reports."""
-    cluster = settings.cluster
+def conditions(settings: RunSettings, *others: RunSettings) -> dict[str, Any]:
+    """What was run, for reports; of several runs that differ in nothing but policy, seed and speed.
+
+    `report.condition_rows` has it for people. Raises as the reading of the trace does.
+    """
+    cluster, read = settings.cluster, settings.read
     profiles = [kind.profile.name for kind in cluster.pods]
     return {
         "trace": Path(settings.trace).name,
-        "pods": len(cluster.pods),
-        "profiles": {name: profiles.count(name) for name in dict.fromkeys(profiles)},
-        "replicas": cluster.replicas,
+        "trace_format": read.format or None,
+        "block_tokens": read.block_tokens,
+        "rate_per_s": read.rate_per_s,
+        "skip_bad": read.skip_bad,
         "requests_max": settings.requests_max,
-        "jitter_s": settings.jitter_s,
+        "jitter_s": jitter_in_effect_s(settings),
         "speed": settings.speed,
         "through": "bytes" if settings.through_bytes else "hashes",
+        "config_hashes": {run.policy.name: run.policy.hash for run in (settings, *others)},
+        "pods": len(cluster.pods),
+        "profiles": {name: profiles.count(name) for name in dict.fromkeys(profiles)},
+        "max_loras": cluster.pods[0].engine.max_loras,
+        "replicas": cluster.replicas,
         "scrape_interval_s": cluster.refresh_interval_s,
         "scrape_delay_s": cluster.scrape_delay_s,
         "network_delay_s": cluster.network_delay_s,
@@ -119,6 +136,7 @@ def conditions(settings: RunSettings) -> dict[str, Any]:
         "abort_share": cluster.abort_share,
         "abort_after_s": cluster.abort_after_s,
         "faults_per_hour": 3600 / settings.fault_gap_s if settings.fault_gap_s else 0,
+        "check": settings.check,
     }
 
 

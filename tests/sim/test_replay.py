@@ -14,12 +14,13 @@ from pathlib import Path
 import pyarrow.parquet as pq
 import pytest
 
-from epp.config import DEFAULT_CONFIG
+from epp.build import plugin_tables
+from epp.config import DEFAULT_CONFIG, config_hash, load_config
 from sim.__main__ import main
 from sim.jobs import Crew, JobError
 from sim.policies import policy_source
 from sim.run import Run
-from sim.run_options import add_run_options, run_settings
+from sim.run_options import add_run_options, conditions, run_settings
 from tests.sim.made import BLOCK_TOKENS, arrivals
 
 ROOT = Path(__file__).parents[2]
@@ -111,6 +112,67 @@ def test_session_affinity_without_sessions_is_warned_of(trace, tmp_path, capsys)
     path.write_text(HEADER + ONE % ', "session": "a"')
     assert main(["replay", str(path), "--config", "session-affinity"]) == 0
     assert sentence not in capsys.readouterr().out
+
+
+def test_all_that_a_run_depends_on_is_among_its_conditions(trace, tmp_path):
+    """Its configuration by hash, what is in effect by default, and every flag."""
+    out = tmp_path / "out"
+    flags = ["--max-loras", "2", "--skip-bad", "--check", "--requests", "20"]
+    assert sim("replay", trace, "--pods", "2", *flags, "--out", out) == 0
+    told = json.loads((out / "summary.json").read_bytes())["conditions"]
+    hashed = config_hash(load_config(DEFAULT_CONFIG, "", plugin_tables()))
+    assert told["config_hashes"] == {"default": hashed}
+    assert (told["max_loras"], told["skip_bad"], told["check"]) == (2, True, True)
+    assert (told["block_tokens"], told["jitter_s"]) == (BLOCK_TOKENS, 0)
+
+
+def test_a_baseline_has_no_hash_and_several_runs_have_theirs(trace):
+    """By the name of each configuration."""
+    one, other = (described(trace, policy=policy) for policy in ("random", "default"))
+    hashes = conditions(one, other)["config_hashes"]
+    assert hashes["random"] is None
+    assert re.fullmatch("[0-9a-f]{12}", hashes["default"])
+
+
+@pytest.mark.parametrize(("given", "in_effect_s"), [([], 3.0), (["--jitter", "0"], 0.0)])
+def test_the_jitter_that_is_told_is_the_one_in_effect(tmp_path, given, in_effect_s):
+    """A trace whose clock ticks every three seconds is spread over them unless told otherwise."""
+    path = tmp_path / "ticks.jsonl"
+    path.write_text(
+        HEADER + "".join(ONE.replace('": 0', f'": {3 * (at // 4)}', 1) % "" for at in range(40))
+    )
+    assert main(["replay", str(path), *given, "--out", str(tmp_path / "out")]) == 0
+    assert json.loads((tmp_path / "out" / "summary.json").read_bytes())["conditions"][
+        "jitter_s"
+    ] == (in_effect_s)
+
+
+def test_the_report_tells_conditions_in_words(trace, tmp_path):
+    """No Python: nothing of None, of False or of braces."""
+    out = tmp_path / "out"
+    assert sim("replay", trace, "--config", "random", "--pods", "4", "--out", out) == 0
+    told = (out / "report.md").read_text().split("## What was run")[1]
+    assert not re.search("None|True|False|[{}'\\[\\]]", told)
+    for row in (
+        "| profiles | llama-3.1-8b-h100-tp1: 4 |", "| requests_max | all |",
+        "| response_chunks | no |", "| config_hashes | random: a baseline |",
+    ):  # fmt: skip
+        assert row in told
+
+
+def test_a_trace_without_times_is_replayed_at_the_rate_asked_for(tmp_path):
+    """Raw requests, eleven of them: at ten a second they arrive within one."""
+    path = tmp_path / "raw.jsonl"
+    body = {"model": "m", "messages": [{"role": "user", "content": "word " * 100}], "max_tokens": 2}
+    path.write_text((json.dumps(body) + "\n") * 11)
+    last_s = {}
+    for rate in ("1", "10"):
+        out = tmp_path / rate
+        flags = ["--trace-format", "openai", "--rate-per-s", rate]
+        assert main(["replay", str(path), *flags, "--out", str(out)]) == 0
+        rows = pq.read_table(out / "requests.parquet").to_pylist()
+        last_s[rate] = max(row["arrival_s"] for row in rows)
+    assert last_s == {"1": pytest.approx(10.0), "10": pytest.approx(1.0)}
 
 
 def test_the_page_opens_offline(trace, tmp_path):
@@ -417,12 +479,12 @@ def test_an_interrupted_experiment_leaves_readable_results(command, told, whom, 
     assert "ot complete" in (out / "report.md").read_text() or not summary.get("configs")
 
 
-def described(trace, seed=1):
+def described(trace, seed=1, policy="random"):
     """The run that `sim replay TRACE` would do."""
     options = argparse.ArgumentParser()
     add_run_options(options)
     given = options.parse_args([str(trace), "--block-tokens", str(BLOCK_TOKENS)])
-    return run_settings(given, policy_source("random"), seed)
+    return run_settings(given, policy_source(policy), seed)
 
 
 def test_an_interrupt_ends_the_search_for_ceilings_too(trace):

@@ -40,6 +40,10 @@ SCRAPE_BACKOFF_S_MAX: Final = 5.0
 
 _LOOK_AHEAD_S: Final = 60.0
 
+REST_S_MIN: Final = 600.0
+"""So long without a request nothing is asked and told until `_LOOK_AHEAD_S` before the next: of a
+scrape or a tick in between nothing would be left by then."""
+
 ENDED_MAX: Final = 65_536
 """Requests of which the end is remembered for the turns that come after them."""
 
@@ -196,6 +200,8 @@ class Cluster:
         """Instants at which requests on their way will reach a picker, in order."""
         self._tell_ended = ended
         self._faults = iter(faults)
+        self._resting = False
+        """Nobody is scraped or told anything until `_wake`."""
         self._calm = True
         """Nothing has gone wrong and nothing will."""
         self._under_way: set[int] = set()
@@ -353,6 +359,8 @@ class Cluster:
 
     def _announce(self) -> None:
         """Discovery tells every picker which pods there are now."""
+        if self._resting:
+            return
         alive = [pod for pod in self.pods if pod.alive]
         endpoints = [pod.endpoint for pod in alive]
         now = self.loop.now
@@ -421,7 +429,24 @@ class Cluster:
     def _tick(self) -> None:
         for policy in self.policies:
             policy.tick(self.loop.now)
+        if not self.requests:
+            sent_at = min(self._next_arrival_at, self._thinking[0] if self._thinking else math.inf)
+            if self.loop.now + REST_S_MIN < sent_at < math.inf:
+                self._rest(sent_at - _LOOK_AHEAD_S)
+                return
         self.loop.after(TICK_S, self._tick)
+
+    def _rest(self, until: Seconds) -> None:
+        self._resting = True
+        for follow in self._follows.values():
+            follow.current = False
+        self._follows.clear()
+        self.loop.at(until, self._wake)
+
+    def _wake(self) -> None:
+        self._resting = False
+        self._announce()
+        self._tick()
 
     # Pods.
 

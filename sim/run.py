@@ -32,6 +32,9 @@ from sim.traces.reading import ReadOptions, Trace
 GARBAGE_THRESHOLDS: Final = (50_000, 20, 20)
 """A run makes hardly any cycles: looking for them as often as Python does takes an eighth of it."""
 
+SPAN_S_MAX: Final = 366 * 86_400.0
+"""Of the arrivals: more is a clock that was set on the way, and of microseconds a float keeps few."""
+
 
 class RunSettings(Struct, frozen=True, kw_only=True):
     """All that a run depends on; can be sent to another process."""
@@ -76,6 +79,7 @@ class Run:
         )
         self._listeners = (self.measures.add, *listeners)
         arrivals = self._arrivals()
+        arrivals = _refusing_ages(arrivals, settings)
         if settings.through_bytes:
             arrivals = refusing_odd_blocks(arrivals, settings.trace)
         if not any(kind.engine.max_loras for kind in settings.cluster.pods):
@@ -181,6 +185,21 @@ def _parsed(path: str) -> Callable[[Arrival, PromptHashes], InferenceRequest]:
             raise TraceError(path, 0, "", str(problem)) from problem
 
     return request
+
+
+def _refusing_ages(arrivals: Iterable[Arrival], settings: RunSettings) -> Iterator[Arrival]:
+    """The same arrivals; `TraceError` at one that nobody would wait for."""
+    for arrival in arrivals:
+        wait_s = max(arrival.time_s, arrival.think_s)
+        if wait_s > SPAN_S_MAX:
+            raise TraceError(
+                settings.trace,
+                0,
+                f"request {arrival.index}",
+                f"Expected it at most {SPAN_S_MAX / 86_400:.0f} days after the first, got "
+                f"{wait_s / 86_400:,.0f} days (--speed {settings.speed:g})",
+            )
+        yield arrival
 
 
 def _refusing_adapters(arrivals: Iterable[Arrival], path: str) -> Iterator[Arrival]:

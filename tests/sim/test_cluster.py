@@ -259,6 +259,28 @@ def test_first_outputs_are_told_only_where_the_gateway_shows_them(chunks):
     assert (backlogs[-1] == 0) is chunks
 
 
+@pytest.mark.parametrize("faults", [(), (fault(FaultKind.RESTART, 5_000.0),)])
+def test_a_gap_of_months_costs_what_minutes_do(faults):
+    """Nobody ticks or scrapes when nothing is under way; both are back before the next request."""
+    gaps_s, events = (1_000.0, 1e7), []
+    for gap_s in gaps_s:
+        given = [arrival(0), arrival(1, time_s=gap_s), arrival(2, after=1, think_s=gap_s)]
+        requests, one = ran(given, pods=2, replicas=2, faults=faults)
+        assert [request.fate for request in requests] == [Fate.COMPLETE] * 3
+        assert all(request.metrics_age_s <= 0.25 for request in requests)
+        assert requests[2].arrived_at == pytest.approx(requests[1].ended_at + gap_s)
+        events.append(one.loop.events)
+    assert events[1] < 1.1 * events[0] < 10_000
+
+
+def test_a_pod_that_was_lost_while_nothing_was_under_way_is_known_to_be():
+    """Discovery tells it to the pickers when they look again."""
+    given = [arrival(0), *(arrival(at, time_s=5_000.0 + at) for at in range(1, 9))]
+    requests, _ = ran(given, pods=2, policy="round-robin", faults=[fault(FaultKind.DIE, 2_000.0)])
+    assert all(request.fate is Fate.COMPLETE for request in requests)
+    assert {request.pod.name for request in requests[1:]} == {"pod-1"}
+
+
 @pytest.mark.parametrize("replicas", [1, 3])
 def test_leaving_out_scrapes_that_nobody_reads_changes_nothing(replicas):
     """Without faults a scrape that is replaced before a decision is not done; all else is equal."""

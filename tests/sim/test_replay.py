@@ -364,6 +364,20 @@ def test_a_trace_that_cannot_be_replayed_is_one_sentence(
     assert errors.count("\n") == 1
 
 
+@pytest.mark.parametrize(
+    ("later_s", "speed", "days"), [("1.7e9", "1", "19,676"), ("100", "1e-6", "1,157")]
+)
+def test_a_trace_of_years_is_refused_at_once(tmp_path, later_s, speed, days, capsys):
+    """A clock that was set on the way, or a speed too slow: which request, and how late it is."""
+    path = tmp_path / "years.jsonl"
+    path.write_text(HEADER + ONE % "" + (ONE % "").replace('": 0', f'": {later_s}', 1))
+    assert main(["replay", str(path), "--speed", speed]) == 1
+    assert capsys.readouterr().err == (
+        f"sim: {path}: request 1: Expected it at most 366 days after the first, got {days} days "
+        f"(--speed {float(speed):g})\n"
+    )
+
+
 def test_a_file_that_is_no_text_is_one_sentence(trace, tmp_path, capsys):
     """A configuration, a profile and a trace that is not there: each is named."""
     path = tmp_path / "odd.toml"

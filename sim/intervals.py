@@ -2,7 +2,8 @@
 
 Requests of one run depend on each other through queues and caches, so that an interval over single
 requests would be far too narrow. Seeds are independent; blocks of 120 s nearly are, being long
-against queues and answers.
+against queues and answers. One block under several seeds is one unit: it is the same requests each
+time, and what they make of a difference is much alike.
 """
 
 import math
@@ -41,7 +42,9 @@ class Difference(Struct, frozen=True, kw_only=True):
     """Ends of the 95 % interval; None: there is too little to tell from."""
     high: float | None
     over: str
-    """"seeds" or "blocks", and how many of them."""
+    """The units of the interval and how many there are: "5 seeds", "30 blocks of 120 s"."""
+    lacking: str = ""
+    """Why there is no interval; "": there is one."""
 
     @property
     def significant(self) -> bool:
@@ -57,13 +60,18 @@ def compare_runs(
     assert reference
     before = _told(reference, measures)
     after = _told(other, measures)
-    if len(reference) >= SEEDS_MIN:
+    seeds = len(reference)
+    if seeds >= SEEDS_MIN and not (_alike(before) and _alike(after)):
         spread = np.std(after - before, axis=0, ddof=1)
-        return _differences(measures, before, after, spread / math.sqrt(len(before)), "seeds")
-    # Each seed's blocks are units of their own: seeds differ, blocks of one seed hardly depend.
-    found = [_bootstrap(one, two, measures) for one, two in zip(reference, other, strict=True)]
-    errors = np.sqrt(np.sum([error**2 for error, _ in found], axis=0)) / len(found)
-    return _differences(measures, before, after, errors, "blocks", sum(count for _, count in found))
+        return _differences(
+            measures, before, after, spread / math.sqrt(seeds), seeds, f"{seeds} seeds"
+        )
+    errors, blocks, block_s = _bootstrap(reference, other, measures)
+    over = f"{blocks} block{'' if blocks == 1 else 's'} of {block_s:.4g} s"
+    if seeds >= SEEDS_MIN:
+        # Nothing was drawn in these runs, so that they are one run.
+        over += ", all seeds being alike"
+    return _differences(measures, before, after, errors, blocks, over)
 
 
 def student_t(confidence: float, freedom: int) -> float:
@@ -80,59 +88,76 @@ def _told(runs: Sequence[Series], measures: Mapping[str, Measure]) -> Floats:
     return np.array([[measure(one) for measure in measures.values()] for one in runs])
 
 
+def _alike(told: Floats) -> bool:
+    """Every row is the same."""
+    return np.array_equal(told, told[:1].repeat(len(told), axis=0), equal_nan=True)
+
+
 def _differences(
     measures: Mapping[str, Measure],
     before: Floats,
     after: Floats,
     errors: Floats,
+    units: int,
     over: str,
-    units: int | None = None,
 ) -> dict[str, Difference]:
     """`errors`: standard errors, NaN where there is too little to tell from."""
-    units = len(before) if units is None else units
     told: dict[str, Difference] = {}
     for at, name in enumerate(measures):
         reference, value = float(before[:, at].mean()), float(after[:, at].mean())
-        half = math.nan
-        if units >= BLOCKS_MIN:
-            half = student_t(CONFIDENCE, units - 1) * float(errors[at])
-        known = not math.isnan(half) and not math.isnan(value - reference)
+        difference, error = value - reference, float(errors[at])
+        lacking = ""
+        if math.isnan(difference):
+            lacking = "not every run has it"
+        elif units < BLOCKS_MIN:
+            lacking = f"{over}, {BLOCKS_MIN} are needed"
+        elif math.isnan(error):
+            lacking = "too few blocks have it"
+        half = math.nan if lacking else student_t(CONFIDENCE, units - 1) * error
         told[name] = Difference(
             reference=reference,
             value=value,
-            difference=value - reference,
-            low=value - reference - half if known else None,
-            high=value - reference + half if known else None,
-            over=f"{units} {over}",
+            difference=difference,
+            low=None if lacking else difference - half,
+            high=None if lacking else difference + half,
+            over=over,
+            lacking=lacking,
         )
     return told
 
 
-def _bootstrap(one: Series, other: Series, measures: Mapping[str, Measure]) -> tuple[Floats, int]:
-    """Standard errors of the differences when blocks of arrivals are drawn anew; and the blocks.
+def _bootstrap(
+    reference: Sequence[Series], other: Sequence[Series], measures: Mapping[str, Measure]
+) -> tuple[Floats, int, Seconds]:
+    """Standard errors of the differences when blocks of arrivals are drawn anew.
 
-    Both runs draw the same blocks, so that what they have in common cancels out. (A jackknife over
-    blocks is as good for means but too sure of percentiles.)
+    Besides, how many blocks there are, and their length. All runs draw the same blocks, so that
+    what they have in common cancels out between the two sides, and does not between seeds. (A
+    jackknife over blocks is as good for means but too sure of percentiles.)
     """
-    latest_s = max((float(part.arrived_s.max()) for part in (one, other) if len(part)), default=0.0)
+    runs = [*reference, *other]
+    latest_s = max((float(part.arrived_s.max()) for part in runs if len(part)), default=0.0)
     block_s = max(BLOCK_S, latest_s / BLOCKS_MAX)
-    members = [_members(part, block_s) for part in (one, other)]
-    blocks = np.union1d(*(list(found) for found in members))
+    members = [_members(part, block_s) for part in runs]
+    blocks = sorted(set().union(*members))
     count = len(blocks)
     if count < BLOCKS_MIN:
-        return np.full(len(measures), math.nan), count
+        return np.full(len(measures), math.nan), count, block_s
     random = np.random.default_rng(_BOOTSTRAP_SEED)
     drawn = []
     for _ in range(_REPLICATES):
         chosen = random.choice(blocks, size=count)
-        told = [
-            _told([part.take(np.concatenate([found.get(at, _NOTHING) for at in chosen]))], measures)
-            for part, found in zip((one, other), members, strict=True)
-        ]
-        drawn.append(told[1][0] - told[0][0])
+        told = _told(
+            [
+                part.take(np.concatenate([found.get(at, _NOTHING) for at in chosen]))
+                for part, found in zip(runs, members, strict=True)
+            ],
+            measures,
+        )
+        drawn.append((told[len(reference) :] - told[: len(reference)]).mean(axis=0))
     # Of `count` blocks drawn with replacement the variance is too small by 1 / count.
     errors: Floats = np.std(drawn, axis=0, ddof=1) * math.sqrt(count / (count - 1))
-    return errors, count
+    return errors, count, block_s
 
 
 def _members(part: Series, block_s: Seconds) -> dict[int, npt.NDArray[np.int64]]:

@@ -70,7 +70,7 @@ def test_a_mean_over_blocks_has_the_textbook_error():
     found = compared([series([0.0] * 2_400)], [series(values)])
     blocks = np.array(values).reshape(20, 120).mean(axis=1)
     half = 2.093 * blocks.std(ddof=1) / math.sqrt(20)
-    assert found.over == "20 blocks"
+    assert found.over == "20 blocks of 120 s"
     assert found.high - found.low == pytest.approx(2 * half, rel=0.15)
 
 
@@ -84,9 +84,51 @@ def test_equal_configurations_are_rarely_called_different():
     assert all(count <= 4 for count in wrong.values()), wrong
 
 
+def test_one_pair_of_runs_told_often_is_no_surer():
+    """The blocks of the trace are what the interval is over, however many seeds repeat them."""
+    reference, other = (series(noisy(arm, 1.0)) for arm in (0, 1))
+    once = compare_runs([reference], [other], MEASURES)
+    for seeds in (3, 5):
+        found = compare_runs([reference] * seeds, [other] * seeds, MEASURES)
+        for name in MEASURES:
+            assert found[name].low == pytest.approx(once[name].low)
+            assert found[name].high == pytest.approx(once[name].high)
+            assert found[name].over.startswith("20 blocks of 120 s")
+
+
+def test_what_differs_between_seeds_is_averaged():
+    """Noise of their own makes four seeds surer than one."""
+    reference = [series([1.0] * 2_400) for _ in range(4)]
+    other = [series(noisy(seed, 1.0)) for seed in range(4)]
+    one, four = (compared(reference[:seeds], other[:seeds]) for seeds in (1, 4))
+    assert four.high - four.low < 0.7 * (one.high - one.low)
+
+
+def test_blocks_that_seeds_share_are_counted_once():
+    """Of 40 traces without a difference on average, at most a tenth is called different."""
+    wrong = 0
+    for trace in range(40):
+        # What a block does to the difference it does under every seed; seeds hardly differ.
+        one, other = (np.array(noisy(f"{trace}:{arm}", 1.0)) for arm in (0, 1))
+        nudges = [Random(seed).uniform(-0.01, 0.01) for seed in range(4)]
+        nudged = [series(other + nudge) for nudge in nudges]
+        found = compare_runs([series(one)] * 4, nudged, {"mean": MEASURES["mean"]})
+        wrong += found["mean"].significant
+    assert wrong <= 4
+
+
 def test_a_short_trace_gives_no_interval():
-    """Fewer than five blocks: there is too little to tell from, and it says so."""
-    found = compared([series([1.0] * 100)], [series([2.0] * 100)])
+    """Fewer than five blocks: there is too little to tell from, and it says how much is needed."""
+    found = compared([series([1.0] * 100)] * 4, [series([2.0] * 100)] * 4)
     assert found.low is None
     assert not found.significant
-    assert found.over == "1 blocks"
+    assert found.over == "1 block of 120 s"
+    assert found.lacking == "1 block of 120 s, 5 are needed"
+
+
+def test_a_measure_that_a_run_lacks_has_no_difference():
+    """Nothing was completed under one seed: there is no mean over seeds, and it says so."""
+    runs = [series(noisy(seed, 1.0)) for seed in range(5)]
+    found = compared(runs, [*runs[:4], series([])])
+    assert found.low is None
+    assert found.lacking == "not every run has it"

@@ -57,6 +57,7 @@ class Experiment(Struct, frozen=True, kw_only=True):
         Raises `JobError` and `OSError`; what had ended by then is written.
         """
         results: dict[int, Result] = {}
+        summary: dict[str, Any] | None = None
 
         def told() -> dict[str, Any]:
             complete = len(results) == len(self.jobs)
@@ -71,8 +72,11 @@ class Experiment(Struct, frozen=True, kw_only=True):
             with progress_bar(self.title) as bar:
                 for number, result in bar.track(crew.results(self.jobs), total=len(self.jobs)):
                     results[number] = result
-                    told()
-            summary = told()
+                    # Nobody would read it without a folder, and telling takes seconds.
+                    summary = None if folder is None else told()
+            # A Ctrl-C waits for this: nothing is told twice.
+            if summary is None:
+                summary = told()
         print(self.table(summary))
         if folder is not None:
             print(f"results are in {folder}")

@@ -17,7 +17,7 @@ import pytest
 from epp.build import plugin_tables
 from epp.config import DEFAULT_CONFIG, config_hash, load_config
 from sim.__main__ import main
-from sim.jobs import Crew, JobError
+from sim.jobs import Crew, Experiment, JobError
 from sim.policies import policy_source
 from sim.run import Run
 from sim.run_options import add_run_options, conditions, run_settings
@@ -520,6 +520,27 @@ def test_a_process_that_dies_ends_an_experiment(trace):
             process.kill()
         with pytest.raises(JobError, match="has died"):
             list(results)
+
+
+@pytest.mark.parametrize(("folder", "times"), [(None, [2]), ("out", [1, 2])])
+def test_an_experiment_tells_no_results_twice(folder, times, trace, tmp_path, capsys):
+    """With a folder after each run, else once at the end: a Ctrl-C waits for no other telling."""
+    told = []
+
+    def summary(results):
+        told.append(len(results))
+        return {}
+
+    experiment = Experiment(
+        title="test",
+        jobs=[described(trace, seed) for seed in (1, 2)],
+        summary=summary,
+        table=str,
+        reports=lambda *_: {},
+    )
+    assert experiment.carry_out(folder and tmp_path, workers=1) == 0
+    assert told == times
+    assert "'complete': True" in capsys.readouterr().out
 
 
 def test_an_interrupted_replay_leaves_readable_results(tmp_path):

@@ -1,16 +1,17 @@
 """`sim compare`: configurations on the same requests, with honest uncertainty."""
 
 import argparse
+import math
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, Final
 
 import numpy as np
 
 from sim.compare_report import comparison_page, comparison_report, comparison_table
-from sim.intervals import Difference, Measure, compare_runs
+from sim.intervals import Difference, compare_runs, means_of
 from sim.jobs import Experiment, Results, add_experiment_options
-from sim.measures import Series, mean, percentile, rounded
+from sim.measures import Series, mean, rounded
 from sim.output import open_folder
 from sim.run_options import (
     POLICY_HELP,
@@ -24,28 +25,24 @@ from sim.run_options import (
 NO_DIFFERENCE: Final = "no significant difference"
 
 
-def _hit_rate(series: Series) -> float:
-    prompt = series.prompt_tokens.sum()
-    return float(series.cached_tokens.sum() / prompt) if prompt else float("nan")
-
-
-def _output_tokens_per_s(series: Series) -> float:
-    if not len(series):
-        return float("nan")
-    span_s = float((series.arrived_s + series.e2e_s).max() - series.arrived_s.min())
-    return float(series.output_tokens.sum()) / span_s
-
-
-MEASURES: Final[Mapping[str, Measure]] = {
-    "ttft_mean_s": lambda series: mean(series.ttft_s),
-    "ttft_p50_s": lambda series: percentile(series.ttft_s, 50),
-    "ttft_p90_s": lambda series: percentile(series.ttft_s, 90),
-    "ttft_p99_s": lambda series: percentile(series.ttft_s, 99),
-    "tpot_mean_s": lambda series: mean(series.tpot_s),
-    "e2e_mean_s": lambda series: mean(series.e2e_s),
-    "hit_rate": _hit_rate,
-    "output_tokens_per_s": _output_tokens_per_s,
-}
+def measured(series: Series) -> dict[str, float]:
+    """What configurations are compared by; NaN where nothing was completed."""
+    ttft_s = series.ttft_s[~np.isnan(series.ttft_s)]
+    p50, p90, p99 = np.percentile(ttft_s, (50, 90, 99)) if len(ttft_s) else [math.nan] * 3
+    prompt_tokens = series.prompt_tokens.sum()
+    span_s = math.nan
+    if len(series):
+        span_s = (series.arrived_s + series.e2e_s).max() - series.arrived_s.min()
+    return {
+        "ttft_mean_s": mean(ttft_s),
+        "ttft_p50_s": p50,
+        "ttft_p90_s": p90,
+        "ttft_p99_s": p99,
+        "tpot_mean_s": mean(series.tpot_s),
+        "e2e_mean_s": mean(series.e2e_s),
+        "hit_rate": series.cached_tokens.sum() / prompt_tokens if prompt_tokens else math.nan,
+        "output_tokens_per_s": series.output_tokens.sum() / span_s,
+    }
 
 
 def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -123,11 +120,12 @@ def _compared(names: Sequence[str], columns: Sequence[Sequence[Series]]) -> dict
         return {}
     told: dict[str, Any] = {}
     for at, name in enumerate(names):
-        told[name] = {"mean": {}, "difference": {}}
-        for measure, found in compare_runs(columns[0], columns[at], MEASURES).items():
-            told[name]["mean"][measure] = rounded(found.value)
-            if at:
-                told[name]["difference"][measure] = _told(found)
+        differences = compare_runs(columns[0], columns[at], measured) if at else {}
+        means = means_of(columns[at], measured)
+        told[name] = {
+            "mean": {measure: rounded(value) for measure, value in means.items()},
+            "difference": {measure: _told(found) for measure, found in differences.items()},
+        }
     return told
 
 

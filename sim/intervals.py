@@ -29,7 +29,8 @@ BLOCKS_MAX: Final = 200
 _REPLICATES: Final = 200
 _BOOTSTRAP_SEED: Final = 1
 
-Measure = Callable[[Series], float]
+Measure = Callable[[Series], Mapping[str, float]]
+"""All measures of one run, the same names for every run; NaN: it has none. Called often."""
 
 
 class Difference(Struct, frozen=True, kw_only=True):
@@ -53,25 +54,31 @@ class Difference(Struct, frozen=True, kw_only=True):
 
 
 def compare_runs(
-    reference: Sequence[Series], other: Sequence[Series], measures: Mapping[str, Measure]
+    reference: Sequence[Series], other: Sequence[Series], measure: Measure
 ) -> dict[str, Difference]:
     """`reference[k]` and `other[k]` have the same seed: the same requests at the same times."""
     assert len(reference) == len(other)
     assert reference
-    before = _told(reference, measures)
-    after = _told(other, measures)
+    names = list(measure(reference[0]))
+    before = _told(reference, measure)
+    after = _told(other, measure)
     seeds = len(reference)
     if seeds >= SEEDS_MIN and not (_alike(before) and _alike(after)):
         spread = np.std(after - before, axis=0, ddof=1)
         return _differences(
-            measures, before, after, spread / math.sqrt(seeds), seeds, f"{seeds} seeds"
+            names, before, after, spread / math.sqrt(seeds), seeds, f"{seeds} seeds"
         )
-    errors, blocks, block_s = _bootstrap(reference, other, measures)
+    errors, blocks, block_s = _bootstrap(reference, other, measure)
     over = f"{blocks} block{'' if blocks == 1 else 's'} of {block_s:.4g} s"
     if seeds >= SEEDS_MIN:
         # Nothing was drawn in these runs, so that they are one run.
         over += ", all seeds being alike"
-    return _differences(measures, before, after, errors, blocks, over)
+    return _differences(names, before, after, errors, blocks, over)
+
+
+def means_of(runs: Sequence[Series], measure: Measure) -> dict[str, float]:
+    """Each measure's mean over runs; NaN if one of them does not have it."""
+    return dict(zip(measure(runs[0]), _told(runs, measure).mean(axis=0).tolist(), strict=True))
 
 
 def student_t(confidence: float, freedom: int) -> float:
@@ -83,9 +90,9 @@ def student_t(confidence: float, freedom: int) -> float:
     return z + first / freedom + second / freedom**2 + third / freedom**3
 
 
-def _told(runs: Sequence[Series], measures: Mapping[str, Measure]) -> Floats:
+def _told(runs: Sequence[Series], measure: Measure) -> Floats:
     """float64[runs, measures]."""
-    return np.array([[measure(one) for measure in measures.values()] for one in runs])
+    return np.array([list(measure(one).values()) for one in runs])
 
 
 def _alike(told: Floats) -> bool:
@@ -94,16 +101,17 @@ def _alike(told: Floats) -> bool:
 
 
 def _differences(
-    measures: Mapping[str, Measure],
+    names: Sequence[str],
     before: Floats,
     after: Floats,
     errors: Floats,
     units: int,
     over: str,
 ) -> dict[str, Difference]:
-    """`errors`: standard errors, NaN where there is too little to tell from."""
+    """`errors`: standard errors, NaN where there is too little to tell from; or one for all."""
+    errors = np.broadcast_to(errors, len(names))
     told: dict[str, Difference] = {}
-    for at, name in enumerate(measures):
+    for at, name in enumerate(names):
         reference, value = float(before[:, at].mean()), float(after[:, at].mean())
         difference, error = value - reference, float(errors[at])
         lacking = ""
@@ -127,7 +135,7 @@ def _differences(
 
 
 def _bootstrap(
-    reference: Sequence[Series], other: Sequence[Series], measures: Mapping[str, Measure]
+    reference: Sequence[Series], other: Sequence[Series], measure: Measure
 ) -> tuple[Floats, int, Seconds]:
     """Standard errors of the differences when blocks of arrivals are drawn anew.
 
@@ -142,7 +150,7 @@ def _bootstrap(
     blocks = sorted(set().union(*members))
     count = len(blocks)
     if count < BLOCKS_MIN:
-        return np.full(len(measures), math.nan), count, block_s
+        return np.array(math.nan), count, block_s
     random = np.random.default_rng(_BOOTSTRAP_SEED)
     drawn = []
     for _ in range(_REPLICATES):
@@ -152,7 +160,7 @@ def _bootstrap(
                 part.take(np.concatenate([found.get(at, _NOTHING) for at in chosen]))
                 for part, found in zip(runs, members, strict=True)
             ],
-            measures,
+            measure,
         )
         drawn.append((told[len(reference) :] - told[: len(reference)]).mean(axis=0))
     # Of `count` blocks drawn with replacement the variance is too small by 1 / count.

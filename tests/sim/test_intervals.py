@@ -23,14 +23,16 @@ def series(ttft_s, *, every_s=1.0):
     )
 
 
-MEASURES = {
-    "mean": lambda one: mean(one.ttft_s),
-    "p90": lambda one: percentile(one.ttft_s, 90),
-}
+def both(one):
+    return {"mean": mean(one.ttft_s), "p90": percentile(one.ttft_s, 90)}
 
 
-def compared(reference, other, measure="mean"):
-    return compare_runs(reference, other, MEASURES)[measure]
+def mean_alone(one):
+    return {"mean": mean(one.ttft_s)}
+
+
+def compared(reference, other):
+    return compare_runs(reference, other, mean_alone)["mean"]
 
 
 def noisy(seed, level, *, count=2_400, busy_s=60):
@@ -76,10 +78,10 @@ def test_a_mean_over_blocks_has_the_textbook_error():
 
 def test_equal_configurations_are_rarely_called_different():
     """Of 40 pairs without a difference, at most a tenth: dependence inside a run is respected."""
-    wrong = dict.fromkeys(MEASURES, 0)
+    wrong = {"mean": 0, "p90": 0}
     for seed in range(40):
         one, other = (series(noisy(f"{seed}:{arm}", 1.0)) for arm in (0, 1))
-        for name, found in compare_runs([one], [other], MEASURES).items():
+        for name, found in compare_runs([one], [other], both).items():
             wrong[name] += found.significant
     assert all(count <= 4 for count in wrong.values()), wrong
 
@@ -87,10 +89,10 @@ def test_equal_configurations_are_rarely_called_different():
 def test_one_pair_of_runs_told_often_is_no_surer():
     """The blocks of the trace are what the interval is over, however many seeds repeat them."""
     reference, other = (series(noisy(arm, 1.0)) for arm in (0, 1))
-    once = compare_runs([reference], [other], MEASURES)
+    once = compare_runs([reference], [other], both)
     for seeds in (3, 5):
-        found = compare_runs([reference] * seeds, [other] * seeds, MEASURES)
-        for name in MEASURES:
+        found = compare_runs([reference] * seeds, [other] * seeds, both)
+        for name in once:
             assert found[name].low == pytest.approx(once[name].low)
             assert found[name].high == pytest.approx(once[name].high)
             assert found[name].over.startswith("20 blocks of 120 s")
@@ -112,8 +114,7 @@ def test_blocks_that_seeds_share_are_counted_once():
         one, other = (np.array(noisy(f"{trace}:{arm}", 1.0)) for arm in (0, 1))
         nudges = [Random(seed).uniform(-0.01, 0.01) for seed in range(4)]
         nudged = [series(other + nudge) for nudge in nudges]
-        found = compare_runs([series(one)] * 4, nudged, {"mean": MEASURES["mean"]})
-        wrong += found["mean"].significant
+        wrong += compared([series(one)] * 4, nudged).significant
     assert wrong <= 4
 
 

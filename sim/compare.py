@@ -4,13 +4,13 @@ import argparse
 import math
 import sys
 from collections.abc import Sequence
-from typing import Any, Final
+from typing import Any
 
 import numpy as np
 
-from sim.compare_report import comparison_page, comparison_report, comparison_table
+from sim.compare_report import comparison_page, comparison_report, comparison_table, verdict
 from sim.intervals import Difference, compare_runs, means_of
-from sim.jobs import Experiment, Results, add_experiment_options
+from sim.jobs import Experiment, Result, Results, add_experiment_options
 from sim.measures import Series, mean, rounded
 from sim.output import open_folder
 from sim.run_options import (
@@ -21,8 +21,6 @@ from sim.run_options import (
     named_policies,
     run_settings,
 )
-
-NO_DIFFERENCE: Final = "no significant difference"
 
 
 def measured(series: Series) -> dict[str, float]:
@@ -72,25 +70,28 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
 
 def run(options: argparse.Namespace) -> int:
     """0: done. 2: usage. 130: interrupted, what is done is kept. Raises what is told by `sim`."""
-    print(f"seeds {options.seed} to {options.seed + options.seeds - 1}", flush=True)
     if len(options.config) < 2:
         print("sim: --config is needed twice or more", file=sys.stderr)
         return 2
     policies = named_policies(options.config)
+    print(f"seeds {options.seed} to {options.seed + options.seeds - 1}", flush=True)
     seeds = range(options.seed, options.seed + options.seeds)
     # Seed by seed, so that an interrupted comparison has whole seeds.
     jobs = [run_settings(options, policy, seed) for seed in seeds for policy in policies]
     names = [policy.name for policy in policies]
     each = range(len(names))
 
-    def columns(results: Results) -> list[list[Series]]:
+    def whole(results: Results) -> list[list[Result]]:
         """Of each configuration, all seeds under which every configuration has run."""
         starts = range(0, len(jobs), len(names))
-        whole = [start for start in starts if all(start + at in results for at in each)]
-        return [[results[start + at].series for start in whole] for at in each]
+        ended = [start for start in starts if all(start + at in results for at in each)]
+        return [[results[start + at] for start in ended] for at in each]
+
+    def columns(results: Results) -> list[list[Series]]:
+        return [[one.series for one in found] for found in whole(results)]
 
     def summary(results: Results) -> dict[str, Any]:
-        found = columns(results)
+        found = whole(results)
         return {
             "first_seed": options.seed,
             "seeds": len(found[0]),
@@ -114,22 +115,32 @@ def run(options: argparse.Namespace) -> int:
     ).carry_out(open_folder(options), workers=options.workers)
 
 
-def _compared(names: Sequence[str], columns: Sequence[Sequence[Series]]) -> dict[str, Any]:
+def _compared(names: Sequence[str], runs: Sequence[Sequence[Result]]) -> dict[str, Any]:
     """Every measure of every configuration, and its difference from the first one."""
-    if not columns[0]:
+    if not runs[0]:
         return {}
+    columns = [[one.series for one in found] for found in runs]
     told: dict[str, Any] = {}
     for at, name in enumerate(names):
         differences = compare_runs(columns[0], columns[at], measured) if at else {}
         means = means_of(columns[at], measured)
         told[name] = {
+            "requests": _requests(runs[at]),
             "mean": {measure: rounded(value) for measure, value in means.items()},
-            "difference": {measure: _told(found) for measure, found in differences.items()},
+            "difference": {
+                measure: _told(measure, found) for measure, found in differences.items()
+            },
         }
     return told
 
 
-def _told(found: Difference) -> dict[str, Any]:
+def _requests(runs: Sequence[Result]) -> dict[str, int]:
+    """How many were sent, and how they ended, over all runs."""
+    counts = [one.summary["requests"] for one in runs]
+    return {fate: sum(count[fate] for count in counts) for fate in counts[0]}
+
+
+def _told(measure: str, found: Difference) -> dict[str, Any]:
     return {
         "value": rounded(found.difference),
         "relative": rounded(found.difference / found.reference) if found.reference else None,
@@ -137,15 +148,5 @@ def _told(found: Difference) -> dict[str, Any]:
         "high": None if found.high is None else rounded(found.high),
         "over": found.over,
         "significant": found.significant,
-        "verdict": verdict(found),
+        "verdict": verdict(measure, found),
     }
-
-
-def verdict(found: Difference) -> str:
-    """In words: how large the difference is, or that there is none that one could be sure of."""
-    if found.low is None:
-        return f"not enough to tell from: {found.over}"
-    if not found.significant:
-        return NO_DIFFERENCE
-    relative = found.difference / found.reference if found.reference else float(np.inf)
-    return f"{relative:+.1%}"

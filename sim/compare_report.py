@@ -6,6 +6,7 @@ from typing import Any, Final
 import numpy as np
 
 from sim.charts import cdf_chart, figure, html_table, page
+from sim.intervals import BLOCK_S, BLOCKS_MIN, SEEDS_MIN, Difference
 from sim.measures import Series
 from sim.report import markdown_table, number, seconds, share, table
 
@@ -19,6 +20,22 @@ _LABELS: Final = {
     "hit_rate": "hit rate",
     "output_tokens_per_s": "output tokens/s",
 }
+_HIGHER_IS_BETTER: Final = frozenset({"hit_rate", "output_tokens_per_s"})
+"""Of the other measures lower is."""
+
+_BETTER: Final = "better"
+_WORSE: Final = "worse"
+_NO_DIFFERENCE: Final = "no significant difference"
+_UNKNOWN: Final = "not enough to tell from"
+
+
+def verdict(measure: str, found: Difference) -> str:
+    """In words: better or worse than the reference, or why one cannot be sure of either."""
+    if found.lacking:
+        return f"{_UNKNOWN}: {found.lacking}"
+    if not found.significant:
+        return _NO_DIFFERENCE
+    return _BETTER if (found.difference > 0) == (measure in _HIGHER_IS_BETTER) else _WORSE
 
 
 def _rows(summary: dict[str, Any]) -> list[list[str]]:
@@ -28,18 +45,30 @@ def _rows(summary: dict[str, Any]) -> list[list[str]]:
             _shown(measure, config["mean"][measure]) for config in summary["configs"].values()
         ]
         rows.append([label, *values])
+    rows.append(["not complete", *map(_not_complete, summary["configs"].values())])
     return rows
+
+
+def _not_complete(config: dict[str, Any]) -> str:
+    sent, complete = config["requests"]["sent"], config["requests"]["complete"]
+    return f"{sent - complete:,} of {sent:,}"
 
 
 def _difference_rows(summary: dict[str, Any]) -> list[list[str]]:
     first = next(iter(summary["configs"]))
-    rows = [[f"against {first}", "difference", "95 % interval", "verdict"]]
+    rows = [[f"against {first}", "difference", "95 % interval", "relative", "verdict"]]
     for name, config in summary["configs"].items():
         for measure, found in config["difference"].items():
-            low, high = _shown(measure, found["low"]), _shown(measure, found["high"])
-            value = _shown(measure, found["value"])
-            label = f"{name}: {_LABELS[measure]}"
-            rows.append([label, value, f"{low} to {high}", found["verdict"]])
+            low, high = _signed(measure, found["low"]), _signed(measure, found["high"])
+            rows.append(
+                [
+                    f"{name}: {_LABELS[measure]}",
+                    _signed(measure, found["value"]),
+                    "-" if found["low"] is None else f"{low} to {high}",
+                    _relative(found["relative"]),
+                    found["verdict"],
+                ]
+            )
     return rows
 
 
@@ -49,11 +78,77 @@ def _shown(measure: str, value: float | None) -> str:
     return seconds(value) if measure.endswith("_s") and "tokens" not in measure else number(value)
 
 
+def _signed(measure: str, value: float | None) -> str:
+    """A difference in the unit of its measure: points of per cent for a share."""
+    if value is None:
+        return "-"
+    shown = f"{100 * value:.1f} points" if measure == "hit_rate" else _shown(measure, value)
+    return f"+{shown}" if value > 0 else shown
+
+
+def _relative(value: float | None) -> str:
+    return "-" if value is None else f"{value:+,.1%}"
+
+
+def _conclusions(summary: dict[str, Any]) -> list[str]:
+    """A sentence for each configuration but the first."""
+    configs = summary["configs"]
+    first = next(iter(configs))
+    told = [
+        _conclusion(name, first, config["difference"])
+        for name, config in configs.items()
+        if name != first
+    ]
+    return told + _lost(configs)
+
+
+def _conclusion(name: str, first: str, differences: dict[str, dict[str, Any]]) -> str:
+    by_verdict: dict[str, list[str]] = {}
+    for measure, found in differences.items():
+        word, _, _ = found["verdict"].partition(":")
+        label = _LABELS[measure]
+        if word in (_BETTER, _WORSE):
+            known = found["relative"] is not None
+            size = _relative(found["relative"]) if known else _signed(measure, found["value"])
+            label = f"{label} ({size})"
+        by_verdict.setdefault(word, []).append(label)
+    sure = [word for word in (_BETTER, _WORSE) if word in by_verdict]
+    parts: list[str] = []
+    for word in (*sure, _NO_DIFFERENCE, _UNKNOWN):
+        if labels := by_verdict.get(word):
+            every = "every measure" if word in sure else "any measure"
+            where = every if len(by_verdict) == 1 else ", ".join(labels)
+            parts.append(f"{word}{'' if parts or not sure else f' than {first}'} in {where}")
+    return f"{name} {'is' if sure else f'against {first}:'} {'; '.join(parts)}."
+
+
+def _lost(configs: dict[str, dict[str, Any]]) -> list[str]:
+    """Who lost requests, and how: what is measured leaves them out."""
+    sentences = []
+    for name, config in configs.items():
+        counts = config["requests"]
+        fates = ", ".join(
+            f"{count:,} {fate}"
+            for fate, count in counts.items()
+            if count and fate not in ("sent", "complete")
+        )
+        if fates and not counts["complete"]:
+            sentences.append(f"{name} completed nothing ({fates}): there is nothing to compare.")
+        elif fates:
+            lost = 1 - counts["complete"] / counts["sent"]
+            sentences.append(
+                f"{name} left {share(lost)} of its requests not complete ({fates}), "
+                "which no other measure counts."
+            )
+    return sentences
+
+
 def comparison_table(summary: dict[str, Any]) -> str:
     """For the terminal."""
     if not summary["configs"]:
         return "interrupted before every configuration had run once"
-    return f"{table(_rows(summary))}\n\n{table(_difference_rows(summary))}\n\n{_basis(summary)}\n"
+    said = "\n".join([_basis(summary), *_conclusions(summary)])
+    return f"{table(_rows(summary))}\n\n{table(_difference_rows(summary))}\n\n{said}\n"
 
 
 def comparison_report(summary: dict[str, Any]) -> str:
@@ -63,9 +158,10 @@ def comparison_report(summary: dict[str, Any]) -> str:
         return heading + "Not every configuration has run once yet.\n"
     notes = "" if summary["complete"] else "**Not complete: only whole seeds are counted.**\n\n"
     told = [["", ""], *[[name, str(value)] for name, value in summary["conditions"].items()]]
+    conclusions = "\n".join(f"- {sentence}" for sentence in _conclusions(summary))
     return (
         f"{heading}{notes}{markdown_table(_rows(summary))}\n\n"
-        f"{markdown_table(_difference_rows(summary))}\n\n{_basis(summary)}\n\n"
+        f"{markdown_table(_difference_rows(summary))}\n\n{conclusions}\n\n{_basis(summary)}\n\n"
         f"## What was run\n\n{markdown_table(told)}\n"
     )
 
@@ -93,7 +189,7 @@ def comparison_page(summary: dict[str, Any], columns: Sequence[Sequence[Series]]
     note = "" if summary["complete"] else " Not complete: only whole seeds are counted."
     return page(
         " against ".join(names),
-        f"{_basis(summary)}{note}",
+        " ".join([*_conclusions(summary), f"{_basis(summary)}{note}"]),
         figure("Differences", html_table(_difference_rows(summary)))
         + f'<div class="pair">{"".join(figures)}</div>'
         + figure("Every configuration", html_table(_rows(summary)))
@@ -103,14 +199,18 @@ def comparison_page(summary: dict[str, Any], columns: Sequence[Sequence[Series]]
 
 def _basis(summary: dict[str, Any]) -> str:
     differences = [
-        found["over"]
-        for config in summary["configs"].values()
-        for found in config["difference"].values()
+        found for config in summary["configs"].values() for found in config["difference"].values()
     ]
-    over = differences[0] if differences else "nothing"
+    over = dict.fromkeys(found["over"] for found in differences if found["low"] is not None)
+    intervals = (
+        f"Intervals are paired over {', or '.join(over)}."
+        if over
+        else f"There are no intervals: they need {SEEDS_MIN} seeds (--seeds {SEEDS_MIN}) "
+        f"or {BLOCKS_MIN} blocks of {BLOCK_S:g} s of the trace."
+    )
     bad_lines = summary["runs"][0]["bad_lines"]
     skipped = f" {bad_lines:,} malformed lines of the trace were skipped." if bad_lines else ""
     return (
         f"Seeds from {summary['first_seed']}, {summary['seeds']} of them, the same requests at "
-        f"the same times for every configuration. Intervals are paired over {over}.{skipped}"
+        f"the same times for every configuration. {intervals}{skipped}"
     )

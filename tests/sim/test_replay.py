@@ -392,12 +392,45 @@ def test_a_file_that_is_no_text_is_one_sentence(trace, tmp_path, capsys):
 
 
 def test_a_comparison_of_nothing_says_so(tmp_path, capsys):
-    """No request fits into the cache: there is nothing to tell a difference from."""
+    """No request fits into the cache: nothing was completed, and that is said of each."""
     path = tmp_path / "large.jsonl"
     path.write_text(HEADER + (ONE % "").replace("65", "5000000"))
     code = main(["compare", str(path), "--config", "default", "--config", "random", "--seeds", "1"])
     assert code == 0
-    assert "not enough to tell from: 0 blocks" in capsys.readouterr().out
+    told = capsys.readouterr().out
+    assert "random: TTFT mean" in told
+    assert "not enough to tell from: not every run has it" in told
+    for name in ("default", "random"):
+        assert f"{name} completed nothing (1 failed): there is nothing to compare." in told
+
+
+def test_a_short_comparison_says_how_much_it_lacks(trace, capsys):
+    """How many blocks there are, and how many, or seeds, there must be."""
+    assert sim("compare", trace, "--config", "default", "--config", "random", "--seeds", "2") == 0
+    told = capsys.readouterr().out
+    assert "not enough to tell from: 1 block of 120 s, 5 are needed" in told
+    assert "they need 5 seeds (--seeds 5) or 5 blocks of 120 s of the trace." in told
+    assert "random against default: not enough to tell from in any measure." in told
+
+
+def test_a_comparison_counts_what_was_not_complete(trace, tmp_path, capsys):
+    """In the table, the reports and the summary, since every other measure leaves it out."""
+    out = tmp_path / "out"
+    code = sim(
+        "compare", trace, "--config", "default", "--config", "random", "--seeds", "2",
+        "--abort-share", "0.5", "--abort-after", "0.1", "--out", out,
+    )  # fmt: skip
+    assert code == 0
+    summary = json.loads((out / "summary.json").read_bytes())
+    requests = summary["configs"]["random"]["requests"]
+    assert requests["sent"] == 400
+    assert 0 < requests["aborted"] == 400 - requests["complete"]
+    aborted = f"{requests['aborted']} of 400"
+    sentence = f"of its requests not complete ({requests['aborted']} aborted)"
+    for text in (capsys.readouterr().out, *map(Path.read_text, out.glob("report.*"))):
+        assert "not complete" in text
+        assert aborted in text
+        assert f"random left {requests['aborted'] / 400:.1%} {sentence}" in text
 
 
 def test_a_comparison_says_when_there_is_no_difference(trace, tmp_path, capsys):
@@ -419,9 +452,13 @@ def test_a_comparison_says_when_there_is_no_difference(trace, tmp_path, capsys):
     assert worse["significant"]
     assert worse["high"] < 0
     assert worse["over"] == "5 seeds"
-    assert "no significant difference" in capsys.readouterr().out
-    for report in ("report.md", "report.html"):
-        assert "no significant difference" in (out / report).read_text()
+    assert worse["verdict"] == "worse"
+    assert summary["configs"]["random"]["difference"]["ttft_mean_s"]["verdict"] == "worse"
+    for text in (capsys.readouterr().out, *map(Path.read_text, out.glob("report.*"))):
+        assert "same against default: no significant difference in any measure." in text
+        assert re.search(r"random is worse than default in TTFT mean \(\+[\d.]+%\), ", text)
+        assert re.search(r"-[\d.]+ points to -[\d.]+ points", text)
+        assert "Intervals are paired over 5 seeds." in text
     page = (out / "report.html").read_text()
     assert "http" not in page
     # A curve a configuration for each of TTFT, TPOT and E2E.

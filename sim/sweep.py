@@ -9,7 +9,7 @@ import msgspec
 
 from sim.arrivals import mean_rate
 from sim.jobs import Experiment, Results, add_experiment_options
-from sim.output import open_folder
+from sim.output import OutputError, open_folder
 from sim.report import markdown_table, number, seconds, share, table
 from sim.run import RunSettings
 from sim.run_options import (
@@ -52,8 +52,12 @@ def run(options: argparse.Namespace) -> int:
     if options.speed != 1.0:
         print("sim: --rates says how fast requests arrive, not --speed", file=sys.stderr)
         return 2
+    try:
+        policies = named_policies(options.config)
+    except OutputError as problem:
+        print(f"sim: {problem}", file=sys.stderr)
+        return 2
     print(f"seed {options.seed}", flush=True)
-    policies = named_policies(options.config)
     folder = open_folder(options)
     base = run_settings(options, policies[0], options.seed)
     trace_rate = mean_rate(open_trace(Path(base.trace), base.read), base.requests_max)

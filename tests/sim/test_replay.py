@@ -433,6 +433,15 @@ def test_a_comparison_counts_what_was_not_complete(trace, tmp_path, capsys):
         assert f"random left {requests['aborted'] / 400:.1%} {sentence}" in text
 
 
+def test_a_comparison_of_two_alike_names_is_a_wrong_call(trace, capsys):
+    """Exit code 2, before anything runs; likewise a sweep, and a comparison of one."""
+    same = ["--config", "random"] * 2
+    for command in (["compare"], ["sweep", "--rates", "5"]):
+        assert sim(command[0], trace, *command[1:], *same) == 2
+        assert "both called random" in capsys.readouterr().err
+    assert sim("compare", trace, "--config", "random") == 2
+
+
 def test_a_comparison_says_when_there_is_no_difference(trace, tmp_path, capsys):
     """A configuration against itself: not significant; against random: it is, over five seeds."""
     same = tmp_path / "same.yaml"

@@ -45,13 +45,8 @@ def _rows(summary: dict[str, Any]) -> list[list[str]]:
             _shown(measure, config["mean"][measure]) for config in summary["configs"].values()
         ]
         rows.append([label, *values])
-    rows.append(["not complete", *map(_not_complete, summary["configs"].values())])
-    return rows
-
-
-def _not_complete(config: dict[str, Any]) -> str:
-    sent, complete = config["requests"]["sent"], config["requests"]["complete"]
-    return f"{sent - complete:,} of {sent:,}"
+    lost = [not_complete(config["requests"]) for config in summary["configs"].values()]
+    return [*rows, ["not complete", *lost]]
 
 
 def _difference_rows(summary: dict[str, Any]) -> list[list[str]]:
@@ -141,6 +136,11 @@ def _lost(configs: dict[str, dict[str, Any]]) -> list[str]:
                 "which no other measure counts."
             )
     return sentences
+
+
+def not_complete(requests: dict[str, int]) -> str:
+    """`requests`: how many were sent, were complete, and ended otherwise."""
+    return f"{requests['sent'] - requests['complete']:,} of {requests['sent']:,}"
 
 
 def comparison_table(summary: dict[str, Any]) -> str:

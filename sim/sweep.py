@@ -10,7 +10,6 @@ import msgspec
 from sim.arrivals import mean_rate
 from sim.jobs import Experiment, Results, add_experiment_options
 from sim.output import OutputError, open_folder
-from sim.report import markdown_table, number, seconds, share, table
 from sim.run import RunSettings
 from sim.run_options import (
     POLICY_HELP,
@@ -20,7 +19,7 @@ from sim.run_options import (
     named_policies,
     run_settings,
 )
-from sim.sweep_report import sweep_page
+from sim.sweep_report import sweep_page, sweep_report, sweep_table
 from sim.traces.formats import open_trace
 
 
@@ -81,8 +80,8 @@ def run(options: argparse.Namespace) -> int:
             for rate, policy in points
         ],
         summary=summary,
-        table=lambda told: table(_rows(told)),
-        reports=lambda told, _: {"report.md": _report(told), "report.html": sweep_page(told)},
+        table=sweep_table,
+        reports=lambda told, _: {"report.md": sweep_report(told), "report.html": sweep_page(told)},
     ).carry_out(folder, workers=options.workers)
 
 
@@ -90,39 +89,6 @@ def _conditions(base: RunSettings) -> dict[str, Any]:
     told = conditions(base)
     del told["speed"]
     return told
-
-
-def _rows(summary: dict[str, Any]) -> list[list[str]]:
-    rows = [["requests/s", "config", "TTFT mean", "p90", "TPOT mean", "output/s", "hit", "good"]]
-    rows.extend(
-        [
-            f"{point['rate']:g}",
-            point["config"],
-            seconds(point["ttft_s"]["mean"]),
-            seconds(point["ttft_s"]["p90"]),
-            seconds(point["tpot_s"]["mean"]),
-            number(point["output_tokens_per_s"]),
-            share(point["hit_rate"]),
-            share(point["goodput"]["share"]),
-        ]
-        for point in summary["points"]
-    )
-    return rows
-
-
-def _skipped(summary: dict[str, Any]) -> str:
-    lines = max((point["bad_lines"] for point in summary["points"]), default=0)
-    return f"{lines:,} malformed lines of the trace were skipped.\n\n" if lines else ""
-
-
-def _report(summary: dict[str, Any]) -> str:
-    notes = "" if summary["complete"] else "**Not complete.**\n\n"
-    told = [["", ""], *[[name, str(value)] for name, value in summary["conditions"].items()]]
-    return (
-        f"# Sweep of {summary['conditions']['trace']}\n\n{notes}"
-        f"Seed {summary['seed']}; the trace itself has {summary['trace_rate']:.3g} requests/s.\n\n"
-        f"{_skipped(summary)}{markdown_table(_rows(summary))}\n\n## What was run\n\n{markdown_table(told)}\n"
-    )
 
 
 def _rates(text: str) -> tuple[float, ...]:

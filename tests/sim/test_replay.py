@@ -486,7 +486,47 @@ def test_a_sweep_shows_that_load_costs(trace, tmp_path):
     ttft = {(point["config"], point["rate"]): point["ttft_s"]["mean"] for point in points}
     for config in ("default", "random"):
         assert ttft[config, 400.0] > ttft[config, 5.0]
-    assert "polyline" in (out / "report.html").read_text()
+    page = (out / "report.html").read_text()
+    assert "polyline" in page
+    for point in points:
+        assert f"<td>{point['hit_rate']:.1%}</td>" in page
+
+
+def test_a_sweep_tells_the_rate_that_was_sent(tmp_path, capsys):
+    """Sessions that wait for answers cannot be hurried: asked and sent stand side by side."""
+    path = tmp_path / "session.jsonl"
+    turns = [ONE % "", *(ONE % f', "after": {turn}' for turn in range(49))]
+    times = [turn.replace('"time_s": 0', f'"time_s": {at}') for at, turn in enumerate(turns)]
+    path.write_text(HEADER + "".join(times))
+    out = tmp_path / "out"
+    flags = ("--config", "random", "--rates", "1,500", "--out", out)
+    assert main(["sweep", *map(str, (path, *flags))]) == 0
+    slow, fast = json.loads((out / "summary.json").read_bytes())["points"]
+    assert (slow["rate"], fast["rate"]) == (1.0, 500.0)
+    assert fast["requests_per_s"] < 200
+    for text in (capsys.readouterr().out, *map(Path.read_text, out.glob("report.*"))):
+        assert "Not reached: 500 requests/s, because requests" in text
+        assert f"{fast['requests_per_s']:,.4g}" in text
+        assert "one seed" in text
+
+
+def test_a_sweep_of_a_trace_that_waits_for_nothing_reaches_its_rates(trace, tmp_path, capsys):
+    """Requests that are lost count as sent, and in a column of their own."""
+    out = tmp_path / "out"
+    code = sim(
+        "sweep", trace, "--config", "random", "--rates", "5,400", "--out", out,
+        "--abort-share", "1", "--abort-after", "0.01",
+    )  # fmt: skip
+    assert code == 0
+    points = json.loads((out / "summary.json").read_bytes())["points"]
+    for point in points:
+        assert point["requests_per_s"] == pytest.approx(point["rate"], rel=0.01)
+        lost = point["requests"]["sent"] - point["requests"]["complete"]
+        assert lost > 100
+        assert f"{lost} of 200" in (out / "report.html").read_text()
+    told = capsys.readouterr().out
+    assert "not complete" in told
+    assert "Not reached" not in told
 
 
 def test_a_sweep_has_rates_instead_of_a_speed(trace, capsys):

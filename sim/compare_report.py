@@ -23,6 +23,10 @@ _LABELS: Final = {
 _HIGHER_IS_BETTER: Final = frozenset({"hit_rate", "output_tokens_per_s"})
 """Of the other measures lower is."""
 
+_MULTIPLE_MIN: Final = 10
+_SHARE_MIN: Final = 0.001
+"""Below, a percentage needs more than one place."""
+
 _BETTER: Final = "better"
 _WORSE: Final = "worse"
 _NO_DIFFERENCE: Final = "no significant difference"
@@ -82,7 +86,12 @@ def _signed(measure: str, value: float | None) -> str:
 
 
 def _relative(value: float | None) -> str:
-    return "-" if value is None else f"{value:+,.1%}"
+    """A difference as a share of the reference; from ten times on as a multiple of it."""
+    if value is None:
+        return "-"
+    if value >= _MULTIPLE_MIN - 1:
+        return f"{value + 1:,.3g} times"
+    return f"{value:+.1%}" if abs(value) >= _SHARE_MIN or not value else f"{value:+.3%}"
 
 
 def _conclusions(summary: dict[str, Any]) -> list[str]:
@@ -111,8 +120,7 @@ def _conclusion(name: str, first: str, differences: dict[str, dict[str, Any]]) -
     parts: list[str] = []
     for word in (*sure, _NO_DIFFERENCE, _UNKNOWN):
         if labels := by_verdict.get(word):
-            every = "every measure" if word in sure else "any measure"
-            where = every if len(by_verdict) == 1 else ", ".join(labels)
+            where = ", ".join(labels) if word in sure or len(by_verdict) > 1 else "any measure"
             parts.append(f"{word}{'' if parts or not sure else f' than {first}'} in {where}")
     return f"{name} {'is' if sure else f'against {first}:'} {'; '.join(parts)}."
 

@@ -9,14 +9,18 @@ import signal
 import subprocess
 import sys
 import time
+from collections import defaultdict
 from pathlib import Path
 
+import msgspec
 import pyarrow.parquet as pq
 import pytest
 
 from epp.build import plugin_tables
 from epp.config import DEFAULT_CONFIG, config_hash, load_config
 from sim.__main__ import main
+from sim.compare_report import comparison_table, verdict
+from sim.intervals import Difference
 from sim.jobs import Crew, Experiment, JobError
 from sim.policies import policy_source
 from sim.run import Run
@@ -402,6 +406,58 @@ def test_a_comparison_of_nothing_says_so(tmp_path, capsys):
     assert "not enough to tell from: not every run has it" in told
     for name in ("default", "random"):
         assert f"{name} completed nothing (1 failed): there is nothing to compare." in told
+
+
+@pytest.mark.parametrize(
+    ("measure", "difference", "told"),
+    [
+        ("ttft_mean_s", 1.0, "worse"),
+        ("ttft_mean_s", -1.0, "better"),
+        ("hit_rate", 1.0, "better"),
+        ("output_tokens_per_s", -1.0, "worse"),
+    ],
+)
+def test_more_is_better_or_worse_by_the_measure(measure, difference, told):
+    """Latencies are better low, hit rates and throughput high; near 0 is neither."""
+    one = Difference(
+        reference=2.0,
+        value=2.0 + difference,
+        difference=difference,
+        low=difference - 0.5,
+        high=difference + 0.5,
+        over="5 seeds",
+    )
+    assert verdict(measure, one) == told
+    near = msgspec.structs.replace(one, low=difference - 2.0, high=difference + 2.0)
+    assert verdict(measure, near) == "no significant difference"
+
+
+def test_sizes_of_differences_can_be_read():
+    """A multiple where a percentage would have five digits, three places where it has none."""
+    differences = {
+        "ttft_mean_s": {"value": 56.7, "relative": 245.2, "low": 56.0, "high": 57.0},
+        "hit_rate": {"value": -0.5, "relative": -0.625, "low": -0.6, "high": -0.4},
+        "output_tokens_per_s": {"value": -0.1, "relative": -0.0001, "low": -0.2, "high": -0.05},
+    }
+    shared = {"over": "5 seeds", "verdict": "worse"}
+    config = {"requests": {"sent": 5, "complete": 5}, "mean": defaultdict(lambda: 1.0)}
+    told = comparison_table(
+        {
+            "configs": {
+                "one": config | {"difference": {}},
+                "other": config
+                | {"difference": {name: one | shared for name, one in differences.items()}},
+            },
+            "runs": [{"bad_lines": 0}],
+            "first_seed": 1,
+            "seeds": 5,
+        }
+    )
+    assert (
+        "other is worse than one in TTFT mean (246 times), hit rate (-62.5%), "
+        "output tokens/s (-0.010%)." in told
+    )
+    assert "-60.0 points to -40.0 points" in told
 
 
 def test_a_short_comparison_says_how_much_it_lacks(trace, capsys):

@@ -74,7 +74,10 @@ class Columns:
 
     def clear(self, slot: int) -> None:
         """Forget everything about `slot`: scrapes and work in flight."""
-        self.endpoints[slot] = None
+        if self.endpoints[slot] is not None:
+            # Another list: candidates that are looked at later know who was in the slot.
+            self.endpoints = [*self.endpoints]
+            self.endpoints[slot] = None
         self.forget_observations(slot)
         self.inflight_requests[slot] = 0
         self.prefill_backlog_tokens[slot] = 0.0
@@ -171,6 +174,7 @@ class Candidates:
     __slots__ = (
         "_affinities",
         "_columns",
+        "_endpoints",
         "_now",
         "_prefix",
         "block_tokens",
@@ -199,6 +203,7 @@ class Candidates:
         self.prefill_tokens_per_s = prefill_tokens_per_s
         """How fast an endpoint prefills, as far as is known; 0: not known, no work is done."""
         self._columns = columns
+        self._endpoints = columns.endpoints
         self._now = now
         self._affinities = affinities
         self._prefix = prefix
@@ -284,8 +289,8 @@ class Candidates:
 
     @property
     def endpoints(self) -> tuple[Endpoint, ...]:
-        """The candidates themselves, for what no column tells."""
-        known = self._columns.endpoints
+        """The candidates themselves, for what no column tells; also after some have left."""
+        known = self._endpoints
         found = [known[slot] for slot in self.slot.tolist()]
         return tuple([endpoint for endpoint in found if endpoint is not None])
 

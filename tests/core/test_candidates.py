@@ -191,3 +191,14 @@ def test_endpoints_are_those_of_the_slots():
     pool = candidates(3).take(np.array([2, 0]))
     assert [found.address for found in pool.endpoints] == ["192.168.1.3:8000", "192.168.1.1:8000"]
     assert NOW_S - pool.metrics_age_s[0] == NOW_S
+
+
+def test_candidates_know_who_they_were_after_one_has_left():
+    """A slot that was emptied and taken by another endpoint still has its name of then."""
+    columns = Columns()
+    for number in (1, 2):
+        columns.endpoints[columns.add_slot()] = endpoint(number)
+    pool = Candidates(columns, np.array([0, 1]), NOW_S, affinities={})
+    columns.clear(0)
+    columns.endpoints[0] = endpoint(3)
+    assert [one.name for one in pool.endpoints] == ["pod-1", "pod-2"]

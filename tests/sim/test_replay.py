@@ -211,6 +211,18 @@ def test_the_same_seed_writes_the_same_summary(trace, tmp_path):
     assert one == again != other
 
 
+def test_decisions_name_candidates_that_have_died_since(tmp_path):
+    """Pods that die while an answer is under way keep their names in what was decided before."""
+    path, out = written(tmp_path / "long.jsonl", 200, output=(200, 400)), tmp_path / "out"
+    assert sim("replay", path, "--pods", "3", "--faults-per-hour", "3000", "--out", out) == 0
+    lines = [json.loads(line) for line in (out / "decisions.jsonl").read_text().splitlines()]
+    for line in lines:
+        if line["endpoint"] is not None:
+            names = [candidate["endpoint"] for candidate in line["candidates"]]
+            assert line["endpoint"] in names
+            assert len(set(names)) == len(names)
+
+
 def test_bytes_give_the_decisions_of_hashes(trace, tmp_path):
     """Production parsing and hashing on the way, or not: the same digest."""
     digests = []

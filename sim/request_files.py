@@ -88,7 +88,9 @@ class RequestTable:
 class DecisionFile:
     """`decisions.jsonl`: one line a request, in the order of their arrival.
 
-    A line is known when its request has ended, and waits until all before it have.
+    A line is known when its request has ended, and waits until all before it have. `time_s` is null
+    for one that never got to the picker, `matched_blocks` and `total_blocks` count full blocks of
+    the picker's index, and `candidates` is empty for a policy that scores none.
     """
 
     def __init__(self, path: Path) -> None:
@@ -104,8 +106,10 @@ class DecisionFile:
         line = {
             "request": request.arrival.index,
             "time_s": request.routed_at,
+            "outcome": request.fate,
             "endpoint": route.endpoint.name if route is not None else None,
             "refusal": request.refusal.message if request.refusal is not None else None,
+            "total_blocks": 0 if decision is None else decision.total_blocks,
             "candidates": [] if decision is None else candidates_of(decision),
             "predicted_cached_tokens": request.predicted_cached_tokens,
             "cached_tokens": 0 if request.engine is None else request.engine.cached_tokens,
@@ -124,16 +128,21 @@ class DecisionFile:
 
 
 def candidates_of(decision: Decision) -> list[dict[str, Any]]:
-    """Those that were scored, each with its sum and what every scorer added to it."""
-    columns = decision.scored.parts.T.tolist()
+    """Those that were scored: what each held, its sum, and what every scorer added to it."""
+    candidates, scored = decision.candidates, decision.scored
     return [
         {
             "endpoint": endpoint.name,
+            "matched_blocks": matched,
             "score": score,
             "parts": dict(zip(decision.scorers, parts, strict=True)),
         }
-        for endpoint, score, parts in zip(
-            decision.candidates.endpoints, decision.scored.total.tolist(), columns, strict=True
+        for endpoint, matched, score, parts in zip(
+            candidates.endpoints,
+            candidates.matched_blocks.tolist(),
+            scored.total.tolist(),
+            scored.parts.T.tolist(),
+            strict=True,
         )
     ]
 

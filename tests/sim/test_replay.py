@@ -75,6 +75,9 @@ def test_a_replay_fills_its_folder(trace, tmp_path, capsys):
         chosen = next(one for one in line["candidates"] if one["endpoint"] == line["endpoint"])
         assert chosen["score"] == pytest.approx(best["score"])
         assert sum(chosen["parts"].values()) == pytest.approx(chosen["score"])
+        assert chosen["matched_blocks"] * 64 == line["predicted_cached_tokens"]
+        assert all(one["matched_blocks"] <= line["total_blocks"] for one in line["candidates"])
+    assert any(line["predicted_cached_tokens"] for line in decisions)
     total = sum(row["prompt_tokens"] for row in rows)
     assert summary["hit_rate"] == pytest.approx(
         sum(row["cached_tokens"] for row in rows) / total, rel=1e-5
@@ -216,6 +219,7 @@ def test_decisions_name_candidates_that_have_died_since(tmp_path):
     path, out = written(tmp_path / "long.jsonl", 200, output=(200, 400)), tmp_path / "out"
     assert sim("replay", path, "--pods", "3", "--faults-per-hour", "3000", "--out", out) == 0
     lines = [json.loads(line) for line in (out / "decisions.jsonl").read_text().splitlines()]
+    assert {line["outcome"] for line in lines} > {"complete"}
     for line in lines:
         if line["endpoint"] is not None:
             names = [candidate["endpoint"] for candidate in line["candidates"]]

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
+from msgspec.json import decode, encode
 
 from sim.charts import (
     Axis,
@@ -20,12 +21,18 @@ from sim.charts import (
     page,
     scatter_chart,
 )
+from sim.cluster import Fate
 from sim.measures import Series
 from sim.report import fact_rows, number, seconds, share
 
 _WINDOWS: Final = 40
 _DECISIONS_SHOWN: Final = 2_000
 """Lines of decisions.jsonl that the page carries: evenly spread over the run."""
+_CANDIDATES_SHOWN: Final = 16
+_ENDED: Final = {
+    Fate.FAILED: ", which could not serve it",
+    Fate.ABORTED: "; its client left before the end",
+}
 
 
 def run_page(summary: dict[str, Any], series: Series, decisions: Path | None) -> str:
@@ -161,51 +168,84 @@ def _explorer(decisions: Path | None) -> str:
         total = sum(1 for _ in file)
         file.seek(0)
         every = max(1, math.ceil(total / _DECISIONS_SHOWN))
-        kept = [line.decode().strip() for at, line in enumerate(file) if at % every == 0]
+        kept = [explained(decode(line)) for at, line in enumerate(file) if at % every == 0]
+    which = f"All {total:,} requests are on this page"
+    if every > 1:
+        first = ", ".join(str(one["request"]) for one in kept[:3])
+        which = (
+            f"{len(kept):,} of {total:,} requests are on this page, one in {every} ({first}, …); "
+            "decisions.jsonl has all of them"
+        )
     # Nothing in it may end the element that holds it.
-    data = ",".join(kept).replace("<", "\\u003c")
-    which = "Every request" if every == 1 else f"One request in {every}"
+    data = encode(kept).decode().replace("<", "\\u003c")
     return (
-        f"<figure><figcaption>Why this pod?</figcaption><p>{which} can be looked up by its line "
-        'in the trace. <input id="wanted" type="number" min="0" value="0"></p>'
-        '<p id="said"></p><table class="decisions" id="candidates"></table></figure>'
-        f'<script type="application/json" id="decisions">[{data}]</script>'
+        f"<figure><figcaption>Why this pod?</figcaption><p>{which}. Line of the trace, from 0: "
+        '<input id="wanted" type="number" min="0" value="0"></p>'
+        '<p id="missing"></p><p id="said"></p><table class="decisions" id="candidates"></table>'
+        f'</figure><script type="application/json" id="decisions">{data}</script>'
     )
+
+
+def explained(line: dict[str, Any]) -> dict[str, Any]:
+    """A line of decisions.jsonl in words: `request`, `said`, `rows` of a table, `chosen` of them.
+
+    The first row is the head; the best candidates come first.
+    """
+    scored = sorted(line["candidates"], key=lambda candidate: -candidate["score"])
+    rows: list[list[str]] = []
+    chosen = None
+    if scored:
+        total = line["total_blocks"]
+        rows.append(["pod", "score", f"matched blocks of {total:,}", *scored[0]["parts"]])
+    for candidate in scored[:_CANDIDATES_SHOWN]:
+        if candidate["endpoint"] == line["endpoint"]:
+            chosen = len(rows)
+        parts = [f"{part:.4f}" for part in candidate["parts"].values()]
+        score, matched = f"{candidate['score']:.4f}", f"{candidate['matched_blocks']:,}"
+        rows.append([candidate["endpoint"], score, matched, *parts])
+    if len(scored) > _CANDIDATES_SHOWN:
+        rows.append([f"and {len(scored) - _CANDIDATES_SHOWN:,} more"])
+    return {"request": line["request"], "said": _said(line), "rows": rows, "chosen": chosen}
+
+
+def _said(line: dict[str, Any]) -> str:
+    request = f"Request {line['request']}"
+    if line["time_s"] is None:
+        return f"{request} never got to the picker: its client left before."
+    request += f" at {line['time_s']:.3f} s"
+    if line["endpoint"] is None:
+        return f"{request} was refused: {line['refusal'].rstrip('.')}."
+    found = f"{line['cached_tokens']:,} prompt tokens were in the cache"
+    ended = _ENDED.get(line["outcome"], f"; {found}")
+    expected = f"The picker expected {line['predicted_cached_tokens']:,} cached tokens."
+    if not line["candidates"]:
+        expected = "This policy scores no pods, so that there is nothing to compare."
+    return f"{request} went to {line['endpoint']}{ended}. {expected}"
 
 
 _SCRIPT: Final = """
 const decisions = JSON.parse(document.getElementById("decisions").textContent);
 const wanted = document.getElementById("wanted");
-const said = document.getElementById("said");
 const table = document.getElementById("candidates");
-function row(cells, kind, chosen) {
-  const line = table.insertRow();
-  if (chosen) line.className = "chosen";
-  for (const text of cells) {
-    const cell = document.createElement(kind);
-    cell.textContent = text;
-    line.appendChild(cell);
-  }
-}
 function show() {
   const line = Number(wanted.value);
   let found = decisions[0];
   for (const one of decisions)
     if (Math.abs(one.request - line) < Math.abs(found.request - line)) found = one;
-  table.replaceChildren();
   if (!found) return;
-  const where = found.endpoint === null ? "was refused: " + found.refusal : "went to " + found.endpoint;
-  said.textContent = "Request " + found.request + " at " + found.time_s.toFixed(3) + " s " + where +
-    "; the picker expected " + found.predicted_cached_tokens + " cached tokens, there were " +
-    found.cached_tokens + ".";
-  if (!found.candidates.length) return;
-  const scorers = Object.keys(found.candidates[0].parts);
-  row(["pod", "score", ...scorers], "th", false);
-  const ranked = [...found.candidates].sort((one, other) => other.score - one.score);
-  for (const candidate of ranked)
-    row([candidate.endpoint, candidate.score.toFixed(4),
-         ...scorers.map(name => candidate.parts[name].toFixed(4))],
-        "td", candidate.endpoint === found.endpoint);
+  document.getElementById("missing").textContent = found.request === line ? "" :
+    "Request " + line + " is not on this page; the nearest one that is:";
+  document.getElementById("said").textContent = found.said;
+  table.replaceChildren();
+  found.rows.forEach((cells, at) => {
+    const row = table.insertRow();
+    if (at === found.chosen) row.className = "chosen";
+    for (const text of cells) {
+      const cell = document.createElement(at ? "td" : "th");
+      cell.textContent = text;
+      row.appendChild(cell);
+    }
+  });
 }
 wanted.addEventListener("input", show);
 show();

@@ -25,6 +25,7 @@ from sim.jobs import Crew, Experiment, JobError
 from sim.policies import policy_source
 from sim.run import Run
 from sim.run_options import add_run_options, conditions, run_settings
+from sim.run_report import explained
 from tests.sim.made import BLOCK_TOKENS, arrivals
 
 ROOT = Path(__file__).parents[2]
@@ -191,6 +192,60 @@ def test_the_page_opens_offline(trace, tmp_path):
     assert page.count("<svg") >= 8
     for wanted in ("Time to first token", "ceiling", "Why this pod?", "pod-3"):
         assert wanted in page
+
+
+LINE = {
+    "request": 5, "time_s": 1.5, "outcome": "complete", "endpoint": "pod-1", "refusal": None,
+    "total_blocks": 4, "predicted_cached_tokens": 192, "cached_tokens": 176,
+    "candidates": [
+        {"endpoint": f"pod-{at}", "matched_blocks": 3 * at, "score": float(at), "parts": {"a": at}}
+        for at in range(2)
+    ],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({}, "at 1.500 s went to pod-1; 176 prompt tokens were in the cache. The picker expected"),
+        ({"outcome": "failed"}, "went to pod-1, which could not serve it. The picker expected 192"),
+        ({"outcome": "aborted"}, "went to pod-1; its client left before the end."),
+        ({"outcome": "aborted", "time_s": None, "endpoint": None, "candidates": []}, "client left"),
+        ({"endpoint": None, "refusal": "0 of 2", "candidates": []}, "was refused: 0 of 2."),
+        ({"candidates": []}, "in the cache. This policy scores no pods"),
+    ],
+)
+def test_a_decision_is_explained_by_what_happened(changes, told):
+    """Served, failed, left by its client before or after it was routed, refused, or not scored."""
+    found = explained(LINE | changes)
+    assert found["said"].startswith("Request 5 ")
+    assert told in found["said"]
+    assert "None" not in found["said"]
+    assert bool(found["rows"]) == bool((LINE | changes)["candidates"])
+
+
+def test_the_best_candidate_of_a_decision_comes_first():
+    """With the blocks that each matched; a large pool is cut, and says so."""
+    found = explained(LINE)
+    assert found["rows"][1:] == [
+        ["pod-1", "1.0000", "3", "1.0000"],
+        ["pod-0", "0.0000", "0", "0.0000"],
+    ]
+    assert found["chosen"] == 1
+    assert "matched blocks of 4" in found["rows"][0]
+    many = [LINE["candidates"][0] | {"endpoint": f"pod-{at}"} for at in range(100)]
+    assert explained(LINE | {"candidates": many})["rows"][-1] == ["and 84 more"]
+
+
+def test_a_page_says_which_decisions_it_has(tmp_path):
+    """Of many requests one in some, with the name of the file that has them all."""
+    path, out = written(tmp_path / "long.jsonl", 2_001), tmp_path / "out"
+    assert sim("replay", path, "--config", "round-robin", "--out", out) == 0
+    page = (out / "report.html").read_text()
+    assert "1,001 of 2,001 requests are on this page, one in 2 (0, 2, 4, …)" in page
+    assert "decisions.jsonl has all of them" in page
+    assert sim("replay", path, "--requests", "9", "--out", tmp_path / "few") == 0
+    assert "All 9 requests are on this page" in (tmp_path / "few" / "report.html").read_text()
 
 
 def test_the_same_seed_writes_the_same_summary(trace, tmp_path):

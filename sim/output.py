@@ -3,11 +3,16 @@
 import argparse
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import msgspec
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+REQUESTS: Final = "requests.parquet"
+DECISIONS: Final = "decisions.jsonl"
+_WRITTEN: Final = ("summary.json", "report.md", "report.html", REQUESTS, DECISIONS)
+"""What the commands write; no command writes all of it."""
 
 
 class OutputError(Exception):
@@ -18,21 +23,24 @@ def add_output_options(parser: argparse.ArgumentParser) -> None:
     """Where to write; `open_folder` takes them."""
     add = parser.add_argument
     add("--out", type=Path, metavar="DIR", help="write the results there; must be empty")
-    add("--force", action="store_true", help="write into DIR even if it is not empty")
+    add("--force", action="store_true", help="replace the results that are in DIR already")
 
 
 def open_folder(options: argparse.Namespace) -> Path | None:
     """An empty folder for results, made if need be; None: none is wanted.
 
-    `--force` takes a non-empty one too. Raises `OutputError` and `OSError`.
+    `--force` takes a non-empty one too, and removes what earlier runs have written there: nothing
+    of two runs stands side by side. Raises `OutputError` and `OSError`.
     """
     path: Path | None = options.out
-    if path is not None:
-        path.mkdir(parents=True, exist_ok=True)
-        if not options.force and any(path.iterdir()):
-            raise OutputError(
-                f"{path} is not empty; choose another --out or overwrite with --force"
-            )
+    if path is None:
+        return None
+    path.mkdir(parents=True, exist_ok=True)
+    if options.force:
+        for name in _WRITTEN:
+            (path / name).unlink(missing_ok=True)
+    elif any(path.iterdir()):
+        raise OutputError(f"{path} is not empty; choose another --out or overwrite with --force")
     return path
 
 

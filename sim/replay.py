@@ -13,7 +13,15 @@ from rich.progress import Progress
 from sim.cluster import Fate, SimulatedRequest
 from sim.interrupts import INTERRUPTED, interrupts_call
 from sim.measures import SCHEMA
-from sim.output import add_output_options, as_json, open_folder, progress_bar, write_whole
+from sim.output import (
+    DECISIONS,
+    REQUESTS,
+    add_output_options,
+    as_json,
+    open_folder,
+    progress_bar,
+    write_whole,
+)
 from sim.policies import DEFAULT_POLICY, policy_source
 from sim.report import run_report, run_table
 from sim.request_files import DecisionFile, RequestTable
@@ -30,8 +38,6 @@ from sim.traces.reading import lines_in
 DECISIONS_BELOW: Final = 100_000
 """Requests from which on decisions are only written when asked for."""
 _SHOWN_EVERY: Final = 64
-_REQUESTS: Final = "requests.parquet"
-_DECISIONS: Final = "decisions.jsonl"
 
 Listener = Callable[[SimulatedRequest], None]
 
@@ -76,12 +82,12 @@ def replay(settings: RunSettings, options: argparse.Namespace) -> int:
         decisions = None
         if folder is not None:
             files.push(_nothing_half(folder))
-            requests = RequestTable(folder / _REQUESTS)
+            requests = RequestTable(folder / REQUESTS)
             files.callback(requests.close)
             listeners.append(requests.add)
             wanted = options.decisions
             if total < DECISIONS_BELOW if wanted is None else wanted:
-                decisions = folder / _DECISIONS
+                decisions = folder / DECISIONS
                 lines = DecisionFile(decisions)
                 files.callback(lines.close)
                 listeners.append(lines.add)
@@ -103,7 +109,7 @@ def _nothing_half(folder: Path) -> Callable[..., None]:
 
     def leave(error: type[BaseException] | None, *_: object) -> None:
         if error is not None:
-            for name in (_REQUESTS, _DECISIONS):
+            for name in (REQUESTS, DECISIONS):
                 (folder / name).unlink(missing_ok=True)
 
     return leave

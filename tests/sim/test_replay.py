@@ -312,6 +312,21 @@ def test_a_folder_with_something_in_it_is_refused(trace, tmp_path, capsys):
     assert sim("replay", trace, "--out", tmp_path, "--force") == 0
 
 
+def test_a_forced_replay_leaves_nothing_of_the_run_before(trace, tmp_path):
+    """Its files go even if this run writes none by that name; what is not ours stays."""
+    (tmp_path / "mine").write_text("")
+    assert sim("replay", trace, "--requests", "9", "--out", tmp_path, "--force") == 0
+    assert (tmp_path / "decisions.jsonl").exists()
+    assert sim("replay", trace, "--out", tmp_path, "--force", "--no-decisions") == 0
+    names = {file.name for file in tmp_path.iterdir()}
+    assert names == {"mine", "summary.json", "report.md", "report.html", "requests.parquet"}
+    assert (
+        sim("sweep", trace, "--config", "default", "--rates", "5", "--out", tmp_path, "--force")
+        == 0
+    )
+    assert not (tmp_path / "requests.parquet").exists()
+
+
 def test_a_bad_line_stops_or_is_counted(tmp_path, capsys):
     """It is named by file, line and field, and nothing is written; with --skip-bad the rest runs."""
     path = written(tmp_path / "bad.jsonl", 5)

@@ -33,7 +33,7 @@ from sim.run_options import (
     run_settings,
 )
 from sim.run_report import run_page
-from sim.traces.reading import lines_in
+from sim.traces.formats import open_trace
 
 DECISIONS_BELOW: Final = 100_000
 """Requests from which on decisions are only written when asked for."""
@@ -74,8 +74,8 @@ def run(options: argparse.Namespace) -> int:
 
 def replay(settings: RunSettings, options: argparse.Namespace) -> int:
     """Run it, show it, write it."""
+    total = requests_expected(settings)
     folder = open_folder(options)
-    total = lines_of(settings)
     progress = progress_bar("replay")
     with contextlib.ExitStack() as files:
         listeners = [_shown(progress, total)]
@@ -97,7 +97,13 @@ def replay(settings: RunSettings, options: argparse.Namespace) -> int:
             with files, progress:
                 one.run()
             wall_s = time.perf_counter() - started_s
-            _tell(one, wall_s, folder, decisions)
+            summary = summary_of(one, complete=not one.stopped)
+            print(run_table(summary))
+            print(f"{summary['requests']['sent']:,} requests replayed in {wall_s:.1f} s")
+            for problem in one.trace.problems:
+                print(f"skipped: {problem}", file=sys.stderr)
+            if folder is not None:
+                _write(one, summary, folder, decisions)
     if not one.stopped:
         return 0
     print("sim: interrupted", file=sys.stderr)
@@ -115,22 +121,19 @@ def _nothing_half(folder: Path) -> Callable[..., None]:
     return leave
 
 
-def _tell(one: Run, wall_s: float, folder: Path | None, decisions: Path | None) -> None:
-    """Print the table and write the reports; the other files are there."""
-    complete = not one.stopped
-    summary = summary_of(one, complete=complete)
-    print(run_table(summary))
-    print(f"{sum(one.measures.fates.values()):,} requests in {wall_s:.1f} s")
-    for problem in one.trace.problems:
-        print(f"skipped: {problem}", file=sys.stderr)
-    if folder is None:
-        return
-    if decisions is not None and complete and one.measures.fates[Fate.COMPLETE]:
-        summary["ceilings"] = one.ceilings()
+def _write(one: Run, summary: dict[str, Any], folder: Path, decisions: Path | None) -> None:
+    """Find the hit ceilings, write the summary and the reports; the other files are there."""
+    started_s = time.perf_counter()
+    what = "reports"
+    if decisions is not None and summary["complete"] and one.measures.fates[Fate.COMPLETE]:
+        what = "hit ceilings and reports"
+        with progress_bar("hit ceilings") as bar:
+            sent = summary["requests"]["sent"]
+            summary["ceilings"] = one.ceilings(lambda given: iter(bar.track(given, total=sent)))
     write_run(folder, summary)
     page = run_page(summary, one.measures.series(), decisions)
     write_whole(folder / "report.html", page.encode())
-    print(f"results are in {folder}")
+    print(f"{what} took {time.perf_counter() - started_s:.1f} s; results are in {folder}")
 
 
 def summary_of(one: Run, *, complete: bool) -> dict[str, Any]:
@@ -154,10 +157,10 @@ def write_run(folder: Path, summary: dict[str, Any]) -> None:
     write_whole(folder / "report.md", run_report(summary).encode())
 
 
-def lines_of(settings: RunSettings) -> int:
-    """About how many requests the trace has: its lines."""
-    lines = lines_in(Path(settings.trace))
-    return lines if settings.requests_max is None else min(lines, settings.requests_max)
+def requests_expected(settings: RunSettings) -> int:
+    """How many requests the run will have, about. Raises `TraceError` and `OSError`."""
+    expected = open_trace(Path(settings.trace), settings.read).requests_expected()
+    return expected if settings.requests_max is None else min(expected, settings.requests_max)
 
 
 def _shown(progress: Progress, total: int) -> Listener:

@@ -98,10 +98,12 @@ class Run:
             raise TraceError(settings.trace, 0, "", "Expected at least one request")
         self.timeline = Timeline(self.cluster.loop, self.cluster.pods, self.measures.pods)
 
-    def ceilings(self) -> dict[str, float] | None:
+    def ceilings(
+        self, watched: Callable[[Iterator[Arrival]], Iterator[Arrival]] = iter
+    ) -> dict[str, float] | None:
         """The hit rates that these requests allow at most, from one more pass over the trace.
 
-        None if `stop` is called on the way.
+        `watched` gets the arrivals and hands them on. None if `stop` is called on the way.
         """
         kind = self.settings.cluster.pods[0]
         pool = Pool(
@@ -109,7 +111,7 @@ class Run:
             profile=kind.profile,
             kv_tokens=kind.engine.kv_tokens,
         )
-        arrivals = self._arrivals()
+        arrivals = watched(self._arrivals())
         going_on = takewhile(lambda _: not self.stopped, arrivals)
         found = inspect(chain(islice(arrivals, 1), going_on), pool, self.settings.seed).ceilings
         if self.stopped:

@@ -27,6 +27,7 @@ from sim.run import Run
 from sim.run_options import add_run_options, conditions, run_settings
 from sim.run_report import explained
 from tests.sim.made import BLOCK_TOKENS, arrivals
+from tests.sim.terminal import on_a_terminal
 
 ROOT = Path(__file__).parents[2]
 
@@ -325,6 +326,48 @@ def test_a_forced_replay_leaves_nothing_of_the_run_before(trace, tmp_path):
         == 0
     )
     assert not (tmp_path / "requests.parquet").exists()
+
+
+WORKLOAD = """
+load: {type: constant, interval: 1, stages: [{rate: 20, duration: 10}]}
+data:
+  type: shared_prefix
+  shared_prefix: {num_groups: 2, num_prompts_per_group: 4, system_prompt_len: 640,
+    question_len: 100, output_len: 5}
+"""
+
+
+@pytest.mark.parametrize(("below", "written"), [(150, False), (250, True)])
+def test_decisions_depend_on_the_requests_of_a_workload(tmp_path, monkeypatch, below, written):
+    """Not on how many lines describe them: about 200 are below 250 and above 150."""
+    path, out = tmp_path / "workload.yaml", tmp_path / "out"
+    path.write_text(WORKLOAD)
+    monkeypatch.setattr("sim.replay.DECISIONS_BELOW", below)
+    assert main(["replay", str(path), "--out", str(out)]) == 0
+    assert json.loads((out / "summary.json").read_bytes())["requests"]["sent"] in range(190, 211)
+    assert (out / "decisions.jsonl").exists() == written
+
+
+def test_a_replay_says_what_took_how_long(trace, tmp_path, capsys):
+    """The replay for itself, and what comes after it."""
+    assert sim("replay", trace, "--out", tmp_path / "all") == 0
+    told = capsys.readouterr().out
+    assert re.search(r"^200 requests replayed in [\d.]+ s$", told, re.MULTILINE)
+    assert re.search(
+        r"^hit ceilings and reports took [\d.]+ s; results are in ", told, re.MULTILINE
+    )
+    assert sim("replay", trace, "--out", tmp_path / "few", "--no-decisions") == 0
+    assert re.search(r"^reports took [\d.]+ s; results", capsys.readouterr().out, re.MULTILINE)
+
+
+def test_a_terminal_shows_a_bar_for_the_replay_and_one_for_the_ceilings(trace, tmp_path):
+    """Each with as many steps as there are requests."""
+    code, _, shown = on_a_terminal(
+        "replay", trace, "--out", tmp_path / "out", "--block-tokens", BLOCK_TOKENS
+    )
+    assert code == 0
+    assert re.search(r"replay .*/200\b", shown)
+    assert re.search(r"hit ceilings .*/200\b", shown)
 
 
 def test_a_bad_line_stops_or_is_counted(tmp_path, capsys):

@@ -3,7 +3,8 @@
 A recording is a folder with an `engine.toml` of which `kind` names a module of `sim/truth`; new
 recordings of a known kind need no code.
 
-Exit codes: 0 all within the tolerances, 1 not, or a recording cannot be read, 2 none was found.
+Exit codes: 0 all within the tolerances, 1 not, or a recording cannot be read, 2 none was found,
+130 interrupted: the recordings that were done by then are told.
 """
 
 import argparse
@@ -11,21 +12,36 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NoReturn
 
 import msgspec
+from msgspec import Struct
+from rich.console import Console
+from rich.table import Table
 
+from sim.interrupts import INTERRUPTED, interrupts_call
+from sim.output import progress_bar
 from sim.sentences import sentence_of
 from sim.truth import ladder, latency, prefix_cache
-from sim.truth.judgement import Judgement, TruthError, described
+from sim.truth.judgement import Judgement, Told, TruthError, described
 
-KINDS: Final[Mapping[str, Callable[[Path, dict[str, Any]], Iterator[Judgement]]]] = {
-    "prefix_cache": prefix_cache.judge,
-    "latency": latency.judge,
-    "ladder": ladder.judge,
+
+class Kind(Struct, frozen=True):
+    """What is done with the recordings of one kind."""
+
+    judge: Callable[[Path, dict[str, Any], Told], Iterator[Judgement]]
+    work: float
+    """How long one takes, about, beside those of other kinds."""
+
+
+KINDS: Final[Mapping[str, Kind]] = {
+    "prefix_cache": Kind(prefix_cache.judge, 1.0),
+    "latency": Kind(latency.judge, 1.0),
+    "ladder": Kind(ladder.judge, 25.0),
 }
 """In the order in which they are run: the quick ones first."""
 
+_NOT_JUDGED: Final = "not judged"
 _HEADINGS: Final = ("truth", "what", "recorded", "simulated", "error", "tolerance", "")
 
 
@@ -56,24 +72,77 @@ def run(options: argparse.Namespace) -> int:
     if not folders:
         places = ", ".join(str(root) for root in roots)
         return _fail(f"No recording in {places}; expected folders with an engine.toml.", code=2)
-    judgements: list[Judgement] = []
-    problems: list[str] = []
-    for folder in _quick_first(folders, problems):
-        _say(f"{folder.name} ...")
-        try:
-            judgements.extend(judge(folder))
-        except TruthError as problem:
-            problems.append(str(problem))
-    passed = not problems and all(judgement.passed for judgement in judgements)
-    _print_table(judgements)
-    for sentence in problems:
+    findings = Findings()
+    try:
+        with interrupts_call(_interrupt):
+            findings.judge_all(folders)
+    except KeyboardInterrupt:
+        # What is left to do is to tell what is done.
+        pass
+    _print_table(findings.judgements)
+    for sentence in findings.problems:
         _fail(sentence, code=1)
+    complete = findings.done == len(folders)
     if options.json is not None:
         try:
-            options.json.write_bytes(as_json(judgements, problems, passed=passed))
+            options.json.write_bytes(as_json(findings, complete=complete))
         except OSError as problem:
             return _fail(sentence_of(problem), code=1)
-    return 0 if passed else 1
+    if not complete:
+        sentence = f"interrupted, {findings.done} of {len(folders)} recordings are done"
+        return _fail(sentence, code=INTERRUPTED)
+    return 0 if findings.passed else 1
+
+
+class Findings:
+    """What is known of the recordings that are done."""
+
+    def __init__(self) -> None:
+        self.judgements: list[Judgement] = []
+        self.problems: list[str] = []
+        self.done = 0
+        """Recordings, also those that cannot be read."""
+
+    @property
+    def passed(self) -> bool:
+        return not self.problems and all(judgement.passed for judgement in self.judgements)
+
+    def judge_all(self, folders: Sequence[Path]) -> None:
+        """One after the other, the quick ones first, with a bar."""
+        order = list(KINDS)
+        ranked: list[tuple[int, float, Path]] = []
+        for folder in folders:
+            try:
+                kind = str(described(folder).get("kind"))
+            except TruthError as problem:
+                self.problems.append(str(problem))
+                self.done += 1
+                continue
+            known = kind in KINDS
+            work = KINDS[kind].work if known else 0.0
+            ranked.append((order.index(kind) if known else len(order), work, folder))
+        whole = sum(work for _, work, _ in ranked) or 1.0
+        before = 0.0
+        with progress_bar("{task.description}") as bar:
+            task = bar.add_task("validate", total=100.0)
+            for _, work, folder in sorted(ranked):
+                # Shown at once: the bar's own pace would miss the quick ones.
+                bar.update(task, description=folder.name, refresh=True)
+
+                def told(share: float, start: float = before, work: float = work) -> None:
+                    bar.update(task, completed=100.0 * (start + share * work) / whole)
+
+                try:
+                    self.judgements += list(judge(folder, told))
+                except TruthError as problem:
+                    self.problems.append(str(problem))
+                told(1.0)
+                self.done += 1
+                before += work
+
+
+def _interrupt() -> NoReturn:
+    raise KeyboardInterrupt
 
 
 def folders_in(root: Path) -> list[Path]:
@@ -83,38 +152,34 @@ def folders_in(root: Path) -> list[Path]:
     return sorted(file.parent for file in root.glob("*/engine.toml"))
 
 
-def judge(folder: Path) -> Iterator[Judgement]:
+def judge(folder: Path, told: Told) -> Iterator[Judgement]:
     """All that is to be said of one recording. Raises TruthError."""
     description = described(folder)
     kind = description.get("kind")
-    judges = KINDS.get(str(kind))
-    if judges is None:
+    known = KINDS.get(str(kind))
+    if known is None:
         raise TruthError(
             f"{folder / 'engine.toml'}: kind: expected one of {', '.join(KINDS)}, got {kind!r}."
         )
-    yield from judges(folder, description)
+    yield from known.judge(folder, description, told)
 
 
-def as_json(judgements: Sequence[Judgement], problems: Sequence[str], *, passed: bool) -> bytes:
-    """`{schema, passed, problems, judgements: [{..., passed}]}`."""
-    rows = [
-        {**msgspec.to_builtins(judgement), "passed": judgement.passed} for judgement in judgements
-    ]
-    document = {"schema": 1, "passed": passed, "problems": list(problems), "judgements": rows}
+def as_json(findings: Findings, *, complete: bool) -> bytes:
+    """`{schema, complete, passed, problems, judgements: [{..., passed}]}`.
+
+    `complete`: all recordings are in it; only then can it have passed.
+    """
+    document = {
+        "schema": 1,
+        "complete": complete,
+        "passed": complete and findings.passed,
+        "problems": findings.problems,
+        "judgements": [
+            {**msgspec.to_builtins(judgement), "passed": judgement.passed}
+            for judgement in findings.judgements
+        ],
+    }
     return msgspec.json.format(msgspec.json.encode(document)) + b"\n"
-
-
-def _quick_first(folders: Sequence[Path], problems: list[str]) -> list[Path]:
-    order = list(KINDS)
-    ranked: list[tuple[int, Path]] = []
-    for folder in folders:
-        try:
-            kind = described(folder).get("kind")
-        except TruthError as problem:
-            problems.append(str(problem))
-            continue
-        ranked.append((order.index(kind) if kind in order else len(order), folder))
-    return [folder for _, folder in sorted(ranked)]
 
 
 def _default_root() -> Path:
@@ -125,12 +190,22 @@ def _default_root() -> Path:
 def _print_table(judgements: Sequence[Judgement]) -> None:
     rows = [_cells(judgement) for judgement in judgements]
     if sys.stdout.isatty():
-        try:
-            _print_rich(rows)
-        except ImportError:
-            pass
-        else:
-            return
+        table = Table(*_HEADINGS[:2])
+        for heading in _HEADINGS[2:]:
+            table.add_column(heading, justify="right")
+        for row in rows:
+            table.add_row(*row, style="bold red" if row[-1] == "FAILED" else None)
+        Console().print(table)
+    else:
+        _print_plain(rows)
+    if any(row[-1] == _NOT_JUDGED for row in rows):
+        sys.stdout.write(
+            f"{_NOT_JUDGED}: no tolerance is promised for it. Judged are the means of a run, its "
+            "tails once fitted, and over the rates of a ladder the mean error and the cliff.\n"
+        )
+
+
+def _print_plain(rows: Sequence[tuple[str, ...]]) -> None:
     widths = [max(map(len, column)) for column in zip(_HEADINGS, *rows, strict=True)]
     for row in (_HEADINGS, *rows):
         left = zip(row[:2], widths, strict=False)
@@ -140,37 +215,24 @@ def _print_table(judgements: Sequence[Judgement]) -> None:
         sys.stdout.write("  ".join(cells).rstrip() + "\n")
 
 
-def _print_rich(rows: Sequence[tuple[str, ...]]) -> None:
-    # Of the extra `sim`: the command works without it.
-    from rich.console import Console  # noqa: PLC0415
-    from rich.table import Table  # noqa: PLC0415
-
-    table = Table(*_HEADINGS[:2])
-    for heading in _HEADINGS[2:]:
-        table.add_column(heading, justify="right")
-    for row in rows:
-        table.add_row(*row, style="bold red" if row[-1] == "FAILED" else None)
-    Console().print(table)
-
-
 def _cells(judgement: Judgement) -> tuple[str, ...]:
-    tolerance = judgement.tolerance
+    tolerance, recorded, error = judgement.tolerance, judgement.recorded, judgement.error
     unit = f" {judgement.unit}" if judgement.unit else ""
-    verdict = "" if tolerance is None else "ok" if judgement.passed else "FAILED"
+    if recorded is None:
+        verdict = "fitted"
+    elif tolerance is None:
+        verdict = _NOT_JUDGED
+    else:
+        verdict = "ok" if judgement.passed else "FAILED"
     return (
         judgement.truth,
         judgement.what,
-        f"{judgement.recorded:.5g}{unit}",
+        "" if recorded is None else f"{recorded:.5g}{unit}",
         f"{judgement.simulated:.5g}{unit}",
-        f"{judgement.error:+.1%}",
+        "" if error is None else f"{error:+.1%}",
         "" if tolerance is None else f"{tolerance:.0%}",
         verdict,
     )
-
-
-def _say(sentence: str) -> None:
-    if sys.stderr.isatty():
-        sys.stderr.write(f"{sentence}\n")
 
 
 def _fail(sentence: str, *, code: int) -> int:

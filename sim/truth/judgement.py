@@ -1,14 +1,17 @@
 """What comparing the simulator with a recording says, and how a recording's description is read."""
 
 import tomllib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import msgspec
 from msgspec import Struct
 
 T = TypeVar("T")
+
+Told: TypeAlias = Callable[[float], None]
+"""Hears from a judge, now and then, which share of its work is done."""
 
 
 class TruthError(Exception):
@@ -16,22 +19,25 @@ class TruthError(Exception):
 
 
 class Judgement(Struct, frozen=True, kw_only=True):
-    """One number of a recording beside the simulator's."""
+    """One number of a recording beside the simulator's, or one that was fitted to it."""
 
     truth: str
     """The folder's name."""
     what: str
-    recorded: float
+    recorded: float | None
+    """None: fitted, no recording has it."""
     simulated: float
     unit: str
-    error: float
+    error: float | None
     """As a share of `recorded`, signed, or of the whole where `what` counts agreements."""
     tolerance: float | None
     """Most that `abs(error)` may be; None: shown, not judged."""
 
     @property
     def passed(self) -> bool:
-        return self.tolerance is None or abs(self.error) <= self.tolerance
+        if self.tolerance is None or self.error is None:
+            return True
+        return abs(self.error) <= self.tolerance
 
 
 def against(
@@ -47,6 +53,19 @@ def against(
         unit=unit,
         error=simulated / recorded - 1.0,
         tolerance=tolerance,
+    )
+
+
+def fitted(truth: str, what: str, value: float, unit: str, *, profile: float) -> Judgement:
+    """A constant that was fitted, and what the profile has: nothing that could be right or wrong."""
+    return Judgement(
+        truth=truth,
+        what=f"{what} ({profile:.5g}{f' {unit}' if unit else ''} in the profile)",
+        recorded=None,
+        simulated=value,
+        unit=unit,
+        error=None,
+        tolerance=None,
     )
 
 

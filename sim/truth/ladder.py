@@ -33,7 +33,7 @@ from epp.core.types import (
 )
 from sim.engine import Engine, EngineRequest, EngineSettings
 from sim.profiles import Profile, ProfileError, find_profile
-from sim.truth.judgement import Judgement, TruthError, against, converted
+from sim.truth.judgement import Judgement, Told, TruthError, against, converted, fitted
 
 ROUND_ROBIN_TOLERANCE: Final = 0.15
 PREFIX_AWARE_TOLERANCE: Final = 0.07
@@ -99,7 +99,7 @@ class Outcomes(Struct, frozen=True, kw_only=True):
     ttft_mean_s: Seconds
 
 
-def judge(folder: Path, description: dict[str, Any]) -> Iterator[Judgement]:
+def judge(folder: Path, description: dict[str, Any], told: Told) -> Iterator[Judgement]:
     """The fit, then both arms. Raises TruthError."""
     shape = converted(folder, description, Description)
     stages = _stages(folder / "rates.csv")
@@ -108,15 +108,22 @@ def judge(folder: Path, description: dict[str, Any]) -> Iterator[Judgement]:
     except ProfileError as problem:
         raise TruthError(f"{folder / 'engine.toml'}: profile: {problem}") from problem
     profile = msgspec.structs.replace(found, host_s=shape.host_ms / 1e3)
-    factor = fit_shared_context_factor(shape, profile, stages[::2])
-    yield Judgement(
-        truth=folder.name, what="shared_context_factor, fitted on odd rows",
-        recorded=profile.shared_context_factor, simulated=factor, unit="", error=0.0,
-        tolerance=None,
+    requests = 2 * (_requests(shape, stages[::2]) + _requests(shape, stages))
+    done = 0.0
+
+    def ended(count: float) -> None:
+        nonlocal done
+        done += count
+        told(done / requests)
+
+    factor = fit_shared_context_factor(shape, profile, stages[::2], ended)
+    yield fitted(
+        folder.name, "shared_context_factor, fitted on odd rows", factor, "",
+        profile=profile.shared_context_factor,
     )  # fmt: skip
     profile = msgspec.structs.replace(profile, shared_context_factor=factor)
-    round_robin = Ladder(shape, profile, prefix_aware=False).climb(stages)
-    prefix_aware = Ladder(shape, profile, prefix_aware=True).climb(stages)
+    round_robin = Ladder(shape, profile, prefix_aware=False).climb(stages, ended)
+    prefix_aware = Ladder(shape, profile, prefix_aware=True).climb(stages, ended)
     yield from _rows(folder.name, stages, round_robin, prefix_aware)
     yield _mean_error(
         f"{folder.name}", "round robin, output tokens/s, even rows",
@@ -132,9 +139,12 @@ def judge(folder: Path, description: dict[str, Any]) -> Iterator[Judgement]:
 
 
 def fit_shared_context_factor(
-    shape: Description, profile: Profile, stages: Sequence[Stage]
+    shape: Description, profile: Profile, stages: Sequence[Stage], ended: Callable[[float], None]
 ) -> float:
-    """The factor with the least squares of the relative errors of prefix-aware tokens/s."""
+    """The factor with the least squares of the relative errors of prefix-aware tokens/s.
+
+    `ended` is called as by `Ladder.climb`.
+    """
     low, high = (
         np.array(
             [
@@ -145,7 +155,7 @@ def fit_shared_context_factor(
                         shape,
                         msgspec.structs.replace(profile, shared_context_factor=factor),
                         prefix_aware=True,
-                    ).climb(stages),
+                    ).climb(stages, ended),
                     strict=True,
                 )
             ]
@@ -204,10 +214,16 @@ class Ladder:
         self._sequence = 0
         self._now: Seconds = 0.0
 
-    def climb(self, stages: Sequence[Stage]) -> list[Outcomes]:
-        """The warm-up, then all stages."""
-        self.stage(self._shape.warm_up_rate_per_s, self._shape.warm_up_s)
-        return [self.stage(stage.rate_per_s, stage.duration_s) for stage in stages]
+    def climb(self, stages: Sequence[Stage], ended: Callable[[float], None]) -> list[Outcomes]:
+        """The warm-up, then all stages; `ended` hears of how many requests, about, after each."""
+        shape = self._shape
+        self.stage(shape.warm_up_rate_per_s, shape.warm_up_s)
+        ended(_requests(shape, ()))
+        outcomes = []
+        for stage in stages:
+            outcomes.append(self.stage(stage.rate_per_s, stage.duration_s))
+            ended(stage.rate_per_s * stage.duration_s)
+        return outcomes
 
     def stage(self, rate_per_s: float, duration_s: Seconds) -> Outcomes:
         """Arrivals for `duration_s`, and on until all are answered."""
@@ -325,6 +341,12 @@ class Ladder:
                 self._scheduler.complete(sent.lease, _DONE, self._now)
             yield sent
         self._await_end(pod)
+
+
+def _requests(shape: Description, stages: Sequence[Stage]) -> float:
+    """Of a climb, as many as are expected."""
+    counts = [stage.rate_per_s * stage.duration_s for stage in stages]
+    return shape.warm_up_rate_per_s * shape.warm_up_s + sum(counts)
 
 
 def _prompts(shape: Description) -> list[_Prompt]:

@@ -20,7 +20,15 @@ from sim.engine import Engine, EngineRequest, EngineSettings
 from sim.kernels import Card, profile_of_kernels
 from sim.least_squares import bounded_least_squares
 from sim.profiles import Profile, ProfileError, find_profile
-from sim.truth.judgement import Judgement, TruthError, against, converted, lines_of
+from sim.truth.judgement import (
+    Judgement,
+    Told,
+    TruthError,
+    against,
+    converted,
+    fitted,
+    lines_of,
+)
 
 BLIND_TOLERANCES: Final = {"TTFT": 0.15, "TPOT": 0.08, "E2E": 0.08}
 FITTED_MEAN_TOLERANCE: Final = 0.08
@@ -28,6 +36,8 @@ FITTED_P99_TOLERANCE: Final = 0.12
 FITTED_ON: Final = 150
 """Requests, in order of arrival."""
 _FIT_ROUNDS: Final = 4
+_SIMULATIONS: Final = 2 + 3 * _FIT_ROUNDS
+"""Without a fit, three a round of it, and with what was fitted."""
 _HOST_S_MAX: Final = 0.02
 _SKEW_MAX: Final = 0.5
 _MEASURES: Final = ("TTFT", "TPOT", "E2E")
@@ -69,13 +79,17 @@ class Served(Struct, frozen=True, kw_only=True):
     last_token_s: Seconds
 
 
-def judge(folder: Path, description: dict[str, Any]) -> Iterator[Judgement]:
-    """Means without any fit; then host time and skew, means and 99th percentiles with them."""
+def judge(folder: Path, description: dict[str, Any], told: Told) -> Iterator[Judgement]:
+    """Means without any fit; then host time and skew, means and 99th percentiles with them.
+
+    Raises TruthError.
+    """
     shape = converted(folder, description, Description)
     served = sorted(lines_of(folder / "requests.jsonl", Served), key=lambda row: row.arrival_s)
     profile = _profile(folder, shape)
     recorded = _recorded(served)
     blind = simulate(profile, shape.engine, served)
+    told(1 / _SIMULATIONS)
     for at, measure in enumerate(_MEASURES):
         means = (recorded[at].mean(), blind[at].mean())
         yield against(
@@ -86,13 +100,10 @@ def judge(folder: Path, description: dict[str, Any]) -> Iterator[Judgement]:
         yield against(folder.name, f"p99 {measure}, nothing fitted", tails, "s", None)
     if len(served) <= FITTED_ON:
         return
-    fitted = fit(profile, shape.engine, served)
-    yield against(folder.name, "host time, fitted", (profile.host_s, fitted.host_s), "s", None)
-    yield Judgement(
-        truth=folder.name, what="skew, fitted", recorded=profile.skew, simulated=fitted.skew,
-        unit="", error=0.0, tolerance=None,
-    )  # fmt: skip
-    rest = simulate(fitted, shape.engine, served)[:, FITTED_ON:]
+    suited = fit(profile, shape.engine, served, told)
+    yield fitted(folder.name, "host time, fitted", suited.host_s, "s", profile=profile.host_s)
+    yield fitted(folder.name, "skew, fitted", suited.skew, "", profile=profile.skew)
+    rest = simulate(suited, shape.engine, served)[:, FITTED_ON:]
     recorded = recorded[:, FITTED_ON:]
     for at, measure in enumerate(_MEASURES):
         means = (recorded[at].mean(), rest[at].mean())
@@ -133,7 +144,7 @@ def simulate(profile: Profile, engine: EngineSettings, served: Sequence[Served])
     return np.array([_measured(request) for request in requests]).T
 
 
-def fit(profile: Profile, engine: EngineSettings, served: Sequence[Served]) -> Profile:
+def fit(profile: Profile, engine: EngineSettings, served: Sequence[Served], told: Told) -> Profile:
     """`profile` with the host time and the skew that suit the means of the first requests.
 
     Gauss-Newton on the relative errors of mean TTFT, TPOT and E2E, with numerical slopes.
@@ -149,10 +160,11 @@ def fit(profile: Profile, engine: EngineSettings, served: Sequence[Served]) -> P
         return relative - 1.0
 
     at = np.array([profile.host_s, profile.skew])
-    for _ in range(_FIT_ROUNDS):
+    for done in range(_FIT_ROUNDS):
         here = errors(at)
         slopes = np.array([(errors(at + np.diag(steps)[k]) - here) / steps[k] for k in range(2)]).T
         at = bounded_least_squares(slopes, slopes @ at - here, limits)
+        told((4 + 3 * done) / _SIMULATIONS)
     return msgspec.structs.replace(profile, host_s=float(at[0]), skew=float(at[1]))
 
 

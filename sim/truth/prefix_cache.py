@@ -18,7 +18,7 @@ from sim.blocks import BlockPool, Holding
 from sim.engine import Engine, EngineRequest, EngineSettings
 from sim.profiles import DEFAULT_PROFILE, find_profile
 from sim.tokens import encode_ids, hash_chain
-from sim.truth.judgement import Judgement, TruthError, all_of, converted, lines_of
+from sim.truth.judgement import Judgement, Told, TruthError, all_of, converted, lines_of
 
 Event: TypeAlias = tuple[str, list[int]]
 """("stored" or "removed", the hashes of the blocks)."""
@@ -64,7 +64,7 @@ class WatchedPool(BlockPool):
         super().take(count)
 
 
-def judge(folder: Path, description: dict[str, Any]) -> Iterator[Judgement]:
+def judge(folder: Path, description: dict[str, Any], told: Told) -> Iterator[Judgement]:
     """`cached_tokens` of each request, then the KV events, all to agree. Raises TruthError."""
     shape = converted(folder, description, Description)
     recorded = lines_of(folder / "sequential.jsonl", Recorded)
@@ -78,7 +78,8 @@ def judge(folder: Path, description: dict[str, Any]) -> Iterator[Judgement]:
     engine.pool = pool = WatchedPool(shape.num_gpu_blocks)
     now: Seconds = 0.0
     agreed = 0
-    for row in recorded:
+    for number, row in enumerate(recorded):
+        told(number / len(recorded))
         tokens = encode_ids(row.prompt_token_ids + row.output_token_ids)
         request = EngineRequest(
             str(row.request),

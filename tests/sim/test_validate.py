@@ -1,6 +1,7 @@
 """`sim validate`: passes on the recordings, fails on what is off, and says what it cannot read."""
 
 import json
+import shutil
 
 import numpy as np
 import pytest
@@ -10,6 +11,7 @@ from sim.least_squares import bounded_least_squares
 from sim.profiles import find_profile
 from sim.truth import ladder, latency
 from sim.truth.judgement import converted, described
+from tests.sim.terminal import on_a_terminal
 
 BUILT_IN = """kind = "latency"
 model = "m"
@@ -48,6 +50,14 @@ def test_the_simulator_agrees_with_the_recording(shared_data, tmp_path, capsys, 
     assert [row["what"] for row in rows if not row["passed"]] == []
     assert (code, document["passed"]) == (0, True)
     assert all(row["what"] in printed for row in rows)
+    # A fitted constant is neither recorded nor off by anything.
+    constants = [row for row in rows if "fitted" in row["what"] and "in the profile" in row["what"]]
+    assert all((row["recorded"], row["error"]) == (None, None) for row in constants)
+    lines = [line for line in printed.splitlines() if line.startswith(f"{name} ")]
+    assert sum(line.endswith("  fitted") for line in lines) == len(constants)
+    unjudged = sum(row["tolerance"] is None for row in rows) - len(constants)
+    assert sum(line.endswith("  not judged") for line in lines) == unjudged
+    assert ("not judged: no tolerance is promised" in printed) == bool(unjudged)
 
 
 @pytest.fixture
@@ -94,6 +104,31 @@ def test_a_slower_engine_fails(tmp_path, recording, capsys):
     code, document = validated(tmp_path, recording)
     assert (code, document["passed"]) == (1, False)
     assert "FAILED" in capsys.readouterr().out
+
+
+def test_an_interrupt_tells_what_is_done(tmp_path, recording):
+    """Ctrl-C in the second of three recordings: 130, the first one's rows, and JSON that says so."""
+    for name in ("b-second", "c-third"):
+        shutil.copytree(recording, recording.with_name(name))
+    first, out = recording.rename(tmp_path / "a-first"), tmp_path / "found.json"
+    code, printed, shown = on_a_terminal(
+        "validate", "--truth", tmp_path, "--json", out, interrupt_at="b-second"
+    )
+    assert code == 130
+    assert "sim: interrupted, 1 of 3 recordings are done" in shown
+    document = json.loads(out.read_bytes())
+    assert (document["complete"], document["passed"]) == (False, False)
+    assert {row["truth"] for row in document["judgements"]} == {first.name}
+    assert f"{first.name}  mean TTFT, nothing fitted" in printed
+
+
+def test_a_judge_tells_how_far_it_is(recording):
+    """From little to nearly all, and never back, so that a bar can tell when it will end."""
+    shares = []
+    list(latency.judge(recording, described(recording), shares.append))
+    assert shares == sorted(shares)
+    assert 0 < shares[0] < 0.2
+    assert 0.8 < shares[-1] <= 1
 
 
 def test_nothing_found_is_no_success(tmp_path, capsys):
@@ -152,7 +187,8 @@ def test_a_ladder_repeats_itself(prefix_aware):
     """The same seed gives the same outcomes."""
     profile = find_profile(SMALL.profile)
     runs = [
-        ladder.Ladder(SMALL, profile, prefix_aware=prefix_aware).climb(STAGES) for _ in range(2)
+        ladder.Ladder(SMALL, profile, prefix_aware=prefix_aware).climb(STAGES, lambda _: None)
+        for _ in range(2)
     ]
     assert runs[0] == runs[1]
     assert all(outcome.output_tokens_per_s > 0 for outcome in runs[0])
@@ -162,7 +198,9 @@ def test_prefix_aware_routing_shortens_the_first_token():
     """With more prefixes than one pod can hold, the scheduler's arm waits less than round robin."""
     profile = find_profile(SMALL.profile)
     even, aware = (
-        ladder.Ladder(SMALL, profile, prefix_aware=aware).climb(STAGES)[1].ttft_mean_s
+        ladder.Ladder(SMALL, profile, prefix_aware=aware)
+        .climb(STAGES, lambda _: None)[1]
+        .ttft_mean_s
         for aware in (False, True)
     )
     assert aware < even

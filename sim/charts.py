@@ -3,6 +3,7 @@
 import math
 from collections.abc import Mapping, Sequence
 from html import escape
+from itertools import pairwise
 from typing import Final
 
 import numpy as np
@@ -10,12 +11,34 @@ from msgspec import Struct
 
 from sim.measures import Floats
 
-WIDTH: Final = 640
-HEIGHT: Final = 300
 LEFT: Final = 56
 RIGHT: Final = 16
-TOP: Final = 16
-BOTTOM: Final = 44
+TOP: Final = 30
+BOTTOM: Final = 46
+
+
+class Size(Struct, frozen=True):
+    """Of a drawing, pixels; what is shown smaller is drawn smaller, or no one could read it."""
+
+    width: int
+    height: int
+
+    def across(self, share: float) -> float:
+        """From the left end of the plot to its right end."""
+        return LEFT + share * (self.width - LEFT - RIGHT)
+
+    def up(self, share: float) -> float:
+        """From the bottom of the plot to its top."""
+        return self.height - BOTTOM - share * (self.height - TOP - BOTTOM)
+
+
+FULL: Final = Size(640, 300)
+HALF: Final = Size(400, 270)
+"""Of two that stand beside each other."""
+SMALL: Final = Size(300, 170)
+"""Of many."""
+WIDTH: Final = FULL.width
+HEIGHT: Final = FULL.height
 
 COLOURS: Final = (
     "#0f766e", "#b45309", "#1d4ed8", "#be185d", "#4d7c0f", "#7c3aed", "#475569", "#c2410c",
@@ -23,6 +46,10 @@ COLOURS: Final = (
 """Of series, in their order; counted round."""
 
 _CDF_POINTS: Final = 200
+_LOGARITHMIC_STEPS: Final = ((1, 1.5, 2, 3, 4, 5, 7), (1, 2, 5), (1, 3), (1,))
+_GAP_MIN: Final = 0.11
+"""Between two marks, of the length of their axis: labels must not touch."""
+_BAR_LABEL_PX: Final = 44
 
 Points = Sequence[tuple[float, float]]
 
@@ -33,17 +60,27 @@ class Axis(Struct, frozen=True, kw_only=True):
     low: float
     high: float
     unit: str = ""
+    title: str = ""
+    """What it measures: the unit is told there, else at every mark."""
     logarithmic: bool = False
 
     @classmethod
-    def over(cls, values: Sequence[float], *, unit: str = "", logarithmic: bool = False) -> "Axis":
+    def over(
+        cls,
+        values: Sequence[float],
+        *,
+        unit: str = "",
+        title: str = "",
+        logarithmic: bool = False,
+    ) -> "Axis":
         """An axis that holds `values`, from 0 unless it is logarithmic."""
         known = [value for value in values if math.isfinite(value)]
         if logarithmic:
             positive = [value for value in known if value > 0] or [1.0]
             low, high = min(positive) * 0.9, max(positive) * 1.1
-            return cls(low=low, high=max(high, low * 1.3), unit=unit, logarithmic=True)
-        return cls(low=0.0, high=max(known, default=0.0) * 1.05 or 1.0, unit=unit)
+            high = max(high, low * 1.3)
+            return cls(low=low, high=high, unit=unit, title=title, logarithmic=True)
+        return cls(low=0.0, high=max(known, default=0.0) * 1.05 or 1.0, unit=unit, title=title)
 
     def share(self, value: float) -> float:
         """0 at the low end, 1 at the high end."""
@@ -56,9 +93,14 @@ class Axis(Struct, frozen=True, kw_only=True):
         """Round values between the ends, a handful."""
         if self.logarithmic:
             decades = range(math.floor(math.log10(self.low)), math.ceil(math.log10(self.high)) + 1)
-            steps = (1, 2, 5) if len(decades) < 4 else (1,)
-            found = [step * 10.0**decade for decade in decades for step in steps]
-            return [value for value in found if self.low <= value <= self.high]
+            for steps in _LOGARITHMIC_STEPS:
+                every = (step * 10.0**decade for decade in decades for step in steps)
+                found = [value for value in every if self.low <= value <= self.high]
+                shares = [self.share(value) for value in found]
+                gaps = [after - before for before, after in pairwise(shares)]
+                if len(found) > 2 and (min(gaps) >= _GAP_MIN or steps == (1,)):
+                    return found
+            # Less than a factor of two or so, which is nearly straight.
         raw = (self.high - self.low) / 5
         power = 10.0 ** math.floor(math.log10(raw))
         step = next(size * power for size in (1, 2, 5, 10) if size * power >= raw)
@@ -66,92 +108,108 @@ class Axis(Struct, frozen=True, kw_only=True):
         return [at * step for at in range(first, math.floor(self.high / step) + 1)]
 
     def label(self, value: float) -> str:
-        """A mark with its unit."""
-        return f"{value:,.6g}{' ' + self.unit if self.unit else ''}"
+        """A value, with its unit if no title tells that."""
+        text = f"{value:,.0f}" if abs(value) >= 100 else f"{value:.4g}"
+        return f"{text} {self.unit}" if self.unit and not self.title else text
+
+    @property
+    def told(self) -> str:
+        """The title with its unit."""
+        return f"{self.title} ({self.unit})" if self.title and self.unit else self.title
 
 
-def grid_line(y: float, text: str) -> str:
+def grid_line(y: float, text: str, size: Size = FULL) -> str:
     """A horizontal line with a label to its left."""
     return (
-        f'<line x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y:.1f}" y2="{y:.1f}" class="grid"/>'
+        f'<line x1="{LEFT}" x2="{size.width - RIGHT}" y1="{y:.1f}" y2="{y:.1f}" class="grid"/>'
         f'<text x="{LEFT - 8}" y="{y + 4:.1f}" text-anchor="end">{escape(text)}</text>'
     )
 
 
-def below(x: float, text: str) -> str:
+def below(x: float, text: str, size: Size = FULL) -> str:
     """A label under the chart."""
-    y = HEIGHT - BOTTOM + 20
+    y = size.height - BOTTOM + 18
     return f'<text x="{x:.1f}" y="{y}" text-anchor="middle">{escape(text)}</text>'
 
 
-def chart(parts: Sequence[str], label: str) -> str:
+def chart(parts: Sequence[str], label: str, size: Size = FULL) -> str:
     """The drawing, with a label for those who cannot see it."""
     return (
-        f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{escape(label)}">'
+        f'<svg viewBox="0 0 {size.width} {size.height}" role="img" aria-label="{escape(label)}">'
         f"{''.join(parts)}</svg>"
     )
 
 
 def line_chart(
-    series: Mapping[str, Points], *, x: Axis, y: Axis, label: str, dots: bool = False
+    series: Mapping[str, Points],
+    *,
+    x: Axis,
+    y: Axis,
+    label: str,
+    dots: bool = False,
+    size: Size = HALF,
+    first_colour: int = 0,
 ) -> str:
     """One line a series, in the order of `COLOURS`; `dots` marks every point."""
-    parts = _axes(x, y)
-    for number, points in enumerate(series.values()):
+    parts = _axes(x, y, size)
+    for number, points in enumerate(series.values(), start=first_colour):
         colour = colour_of(number)
         places = " ".join(
-            f"{_across(x.share(at)):.1f},{_up(y.share(value)):.1f}" for at, value in points
+            f"{size.across(x.share(at)):.1f},{size.up(y.share(value)):.1f}" for at, value in points
         )
         parts.append(
             f'<polyline points="{places}" fill="none" stroke="{colour}" '
             'stroke-width="2" stroke-linejoin="round"/>'
         )
         if dots:
-            parts += _dots(points, x, y, colour)
-    return chart(parts, label)
+            parts += _dots(points, x, y, colour, size)
+    return chart(parts, label, size)
 
 
 def scatter_chart(series: Mapping[str, Points], *, x: Axis, y: Axis, label: str) -> str:
     """Dots only: points without an order."""
-    parts = _axes(x, y)
+    parts = _axes(x, y, HALF)
     for number, points in enumerate(series.values()):
-        parts += _dots(points, x, y, colour_of(number))
-    return chart(parts, label)
+        parts += _dots(points, x, y, colour_of(number), HALF)
+    return chart(parts, label, HALF)
 
 
-def bar_chart(values: Mapping[str, float], *, y: Axis, label: str) -> str:
-    """One bar a name, with its value above it."""
-    parts = [grid_line(_up(0.0), "")]
-    step = (WIDTH - LEFT - RIGHT) / max(1, len(values))
+def bar_chart(values: Mapping[str, float], *, y: Axis, label: str, size: Size = HALF) -> str:
+    """One bar a name, with its value above it; of very many bars, names and values of some."""
+    bottom = size.up(0.0)
+    step = (size.width - 2 * RIGHT) / max(1, len(values))
+    named = math.ceil(_BAR_LABEL_PX / step)
+    parts = []
     for number, (name, value) in enumerate(values.items()):
-        middle, top = LEFT + step * (number + 0.5), _up(y.share(value))
+        middle, top = RIGHT + step * (number + 0.5), size.up(y.share(value))
         width = min(56.0, step * 0.7)
-        if step > 40 or number % math.ceil(40 / step) == 0:
-            parts.append(below(middle, name))
         parts.append(
             f'<rect x="{middle - width / 2:.1f}" y="{top:.1f}" width="{width:.1f}" '
-            f'height="{_up(0.0) - top:.1f}" rx="3" fill="{COLOURS[0]}"/>'
+            f'height="{bottom - top:.1f}" rx="{min(3.0, width / 3):.1f}" fill="{COLOURS[0]}"/>'
         )
-        if step > 40:
+        if number % named == 0:
+            parts.append(below(middle, name, size))
             parts.append(
                 f'<text x="{middle:.1f}" y="{top - 5:.1f}" text-anchor="middle">'
                 f"{escape(y.label(value))}</text>"
             )
-    return chart(parts, label)
+    return chart(parts, label, size)
 
 
 def cdf_chart(caption: str, series: Mapping[str, Floats]) -> str:
-    """A figure: the share of values up to each value, a line a series; NaN is not counted."""
+    """A figure: the share of seconds up to each value, a line a series; NaN is not counted."""
     lines: dict[str, Points] = {}
     for name, values in series.items():
         known = np.sort(values[~np.isnan(values)])
         ranks = np.unique(np.linspace(0, len(known) - 1, _CDF_POINTS).astype(int))
         if len(known):
-            lines[name] = [(float(known[rank]), (rank + 1) / len(known)) for rank in ranks]
+            lines[name] = [(float(known[rank]), 100 * (rank + 1) / len(known)) for rank in ranks]
     if not lines:
         return figure(caption, "<p>Nothing was completed.</p>")
-    x = Axis.over([at for line in lines.values() for at, _ in line], unit="s", logarithmic=True)
-    drawing = line_chart(lines, x=x, y=Axis(low=0, high=1), label=caption)
+    times = [at for line in lines.values() for at, _ in line]
+    x = Axis.over(times, unit="s", title="time", logarithmic=True)
+    y = Axis(low=0, high=100, unit="%", title="share of requests")
+    drawing = line_chart(lines, x=x, y=y, label=caption)
     return figure(caption, drawing, list(lines) if len(series) > 1 else ())
 
 
@@ -203,25 +261,22 @@ def colour_of(number: int) -> str:
     return COLOURS[number % len(COLOURS)]
 
 
-def _axes(x: Axis, y: Axis) -> list[str]:
-    parts = [grid_line(_up(y.share(mark)), y.label(mark)) for mark in y.marks()]
-    return parts + [below(_across(x.share(mark)), x.label(mark)) for mark in x.marks()]
-
-
-def _dots(points: Points, x: Axis, y: Axis, colour: str) -> list[str]:
+def _axes(x: Axis, y: Axis, size: Size) -> list[str]:
+    middle, bottom = size.across(0.5), size.height - 6
     return [
-        f'<circle cx="{_across(x.share(at)):.1f}" cy="{_up(y.share(value)):.1f}" r="3.5" '
-        f'fill="{colour}"/>'
-        for at, value in points
+        *(grid_line(size.up(y.share(mark)), y.label(mark), size) for mark in y.marks()),
+        *(below(size.across(x.share(mark)), x.label(mark), size) for mark in x.marks()),
+        f'<text x="4" y="14">{escape(y.told)}</text>',
+        f'<text x="{middle:.1f}" y="{bottom}" text-anchor="middle">{escape(x.told)}</text>',
     ]
 
 
-def _across(share: float) -> float:
-    return LEFT + share * (WIDTH - LEFT - RIGHT)
-
-
-def _up(share: float) -> float:
-    return HEIGHT - BOTTOM - share * (HEIGHT - TOP - BOTTOM)
+def _dots(points: Points, x: Axis, y: Axis, colour: str, size: Size) -> list[str]:
+    return [
+        f'<circle cx="{size.across(x.share(at)):.1f}" cy="{size.up(y.share(value)):.1f}" r="3.5" '
+        f'fill="{colour}"/>'
+        for at, value in points
+    ]
 
 
 STYLE: Final = """
@@ -238,7 +293,7 @@ dl { display: grid; grid-template-columns: repeat(3, 1fr); gap: 12px; margin: 0;
 dt { font-size: 13px; color: #7b8794; } dd { margin: 0; font-size: 20px; font-weight: 600; }
 figure { margin: 16px 0 0; } figcaption { font-weight: 600; margin-bottom: 8px; }
 .pair { display: grid; gap: 16px; grid-template-columns: repeat(auto-fit, minmax(380px, 1fr)); }
-svg { width: 100%; height: auto; display: block; } svg text { font-size: 12px; fill: #52606d; }
+svg { width: 100%; height: auto; display: block; } svg text { font-size: 13px; fill: #52606d; }
 .grid { stroke: #e4e7eb; stroke-width: 1; }
 .legend span { margin-right: 18px; font-size: 14px; color: #52606d; }
 .legend i { display: inline-block; width: 12px; height: 12px; border-radius: 3px;
@@ -247,6 +302,7 @@ table { border-collapse: collapse; width: 100%; font-size: 15px; }
 th, td { text-align: left; padding: 6px 0; border-bottom: 1px solid #edf0f2; vertical-align: top; }
 th { font-weight: 500; color: #52606d; width: 34%; }
 .decisions td, .decisions th { width: auto; padding-right: 12px; font-size: 13px; }
+.decisions td:first-child { white-space: nowrap; } .pods polyline { stroke-width: 1.2; }
 .decisions .chosen { background: #ecfdf5; } input { font: inherit; width: 8em; }
 .pods { display: grid; gap: 16px; grid-template-columns: repeat(auto-fit, minmax(260px, 1fr)); }
 """

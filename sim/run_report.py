@@ -9,6 +9,8 @@ import numpy as np
 from msgspec.json import decode, encode
 
 from sim.charts import (
+    FULL,
+    SMALL,
     Axis,
     Points,
     bar_chart,
@@ -16,7 +18,6 @@ from sim.charts import (
     cdf_chart,
     figure,
     html_table,
-    legend,
     line_chart,
     page,
     scatter_chart,
@@ -29,6 +30,7 @@ _WINDOWS: Final = 40
 _DECISIONS_SHOWN: Final = 2_000
 """Lines of decisions.jsonl that the page carries: evenly spread over the run."""
 _CANDIDATES_SHOWN: Final = 16
+_PODS_SHOWN: Final = 32
 _ENDED: Final = {
     Fate.FAILED: ", which could not serve it",
     Fate.ABORTED: "; its client left before the end",
@@ -92,8 +94,8 @@ def _ttft_over_rate(series: Series) -> str:
             means.append((rate, float(ttfts.mean())))
             worst.append((rate, float(np.percentile(ttfts, 90))))
     lines: dict[str, Points] = {"mean": sorted(means), "p90": sorted(worst)}
-    x = Axis.over([rate for rate, _ in means], unit="/s")
-    y = Axis.over([ttft for _, ttft in worst + means], unit="s", logarithmic=True)
+    x = Axis.over([rate for rate, _ in means], unit="requests/s", title="arrival rate")
+    y = Axis.over([at for _, at in worst + means], unit="s", title="TTFT", logarithmic=True)
     return figure(caption, scatter_chart(lines, x=x, y=y, label=caption), list(lines))
 
 
@@ -109,9 +111,8 @@ def _hit_rates(summary: dict[str, Any]) -> str:
         }
     shares = {name: round(100 * rate, 1) for name, rate in rates.items()}
     caption = "Share of prompt tokens served from the cache, against its ceilings"
-    return figure(
-        caption, bar_chart(shares, y=Axis.over([*shares.values(), 10.0], unit="%"), label=caption)
-    )
+    y = Axis.over([*shares.values(), 10.0], unit="%")
+    return figure(caption, bar_chart(shares, y=y, label=caption, size=FULL))
 
 
 def _by_pod(summary: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:
@@ -133,27 +134,31 @@ def _uncached(summary: dict[str, Any]) -> str:
 
 
 def _timelines(summary: dict[str, Any]) -> str:
-    """One small chart a pod: running, waiting and the KV cache in per cent, and hits over time."""
+    """Two small charts a pod: its requests, and its cache in per cent, over time."""
     timeline = summary["timeline"]
     times = timeline["time_s"]
     if not times:
         return ""
-    pods = timeline["pods"]
+    pods = dict(list(timeline["pods"].items())[:_PODS_SHOWN])
     counts = [value for pod in pods.values() for value in (*pod["running"], *pod["waiting"])]
-    x = Axis.over(times, unit="s")
-    y = Axis.over([*counts, 100.0])
-    names = ("running", "waiting", "KV cache in use, %", "hit rate so far, %")
+    x = Axis.over(times, unit="s", title="time")
+    requests = Axis.over([*counts, 1.0], title="requests")
+    shares = Axis(low=0, high=100, unit="%", title="share")
+    names = ("running", "waiting", "KV cache in use", "hit rate so far")
     drawn = []
     for name, pod in pods.items():
-        lines = {
-            names[0]: list(zip(times, pod["running"], strict=True)),
-            names[1]: list(zip(times, pod["waiting"], strict=True)),
-            names[2]: _per_cent(times, pod["kv_cache_usage"]),
-            names[3]: _per_cent(times, pod["hit_rate"]),
-        }
-        drawn.append(f"<div>{name}{line_chart(lines, x=x, y=y, label=f'{name} over time')}</div>")
-    told = f'<div class="legend">{legend(names)}</div>'
-    return figure("Every pod over time", f'{told}<div class="pods">{"".join(drawn)}</div>')
+        load = {key: list(zip(times, pod[key], strict=True)) for key in ("running", "waiting")}
+        cache = {key: _per_cent(times, pod[key]) for key in ("kv_cache_usage", "hit_rate")}
+        label = f"{name} over time"
+        drawn.append(
+            f"<div><b>{name}</b>"
+            f"{line_chart(load, x=x, y=requests, label=label, size=SMALL)}"
+            f"{line_chart(cache, x=x, y=shares, label=label, size=SMALL, first_colour=2)}</div>"
+        )
+    caption = "Every pod over time"
+    if len(drawn) < len(timeline["pods"]):
+        caption = f"The first {len(drawn)} of {len(timeline['pods']):,} pods over time"
+    return figure(caption, f'<div class="pods">{"".join(drawn)}</div>', names)
 
 
 def _per_cent(times: Sequence[float], shares: Iterable[float]) -> list[tuple[float, float]]:

@@ -34,7 +34,6 @@ COVERED_ELSEWHERE = {
     "sim/openai.py": ("tests/sim/test_pods.py", "what the pods speak"),
     "sim/pod_server.py": ("tests/sim/test_pods.py", "the pods are asked over HTTP"),
     "sim/arrivals.py": ("tests/sim/test_replay.py", "a replay reads its trace through it"),
-    "sim/charts.py": ("tests/sim/test_replay.py", "its pages are opened there"),
     "sim/check.py": ("tests/sim/test_faults.py", "runs after every event of a hundred faulty runs"),
     "sim/commands.py": ("tests/sim/test_main.py", "command lines are given to it"),
     "sim/compare.py": ("tests/sim/test_replay.py", "the three commands are run there"),

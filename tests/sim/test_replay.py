@@ -195,6 +195,16 @@ def test_the_page_opens_offline(trace, tmp_path):
         assert wanted in page
 
 
+def test_a_page_tells_counts_and_shares_apart(trace, tmp_path):
+    """Of each pod two charts over time, each with an axis that says what it measures."""
+    out = tmp_path / "out"
+    assert sim("replay", trace, "--pods", "40", "--no-decisions", "--out", out) == 0
+    page = (out / "report.html").read_text()
+    assert "The first 32 of 40 pods over time" in page
+    assert page.count(">requests</text>") == page.count(">share (%)</text>") == 32
+    assert page.count(">TTFT (s)</text>") == page.count(">arrival rate (requests/s)</text>") == 1
+
+
 LINE = {
     "request": 5, "time_s": 1.5, "outcome": "complete", "endpoint": "pod-1", "refusal": None,
     "total_blocks": 4, "predicted_cached_tokens": 192, "cached_tokens": 176,

@@ -110,7 +110,9 @@ def _hit_rates(summary: dict[str, Any]) -> str:
             "this size, random": ceilings["random_at_capacity"],
         }
     shares = {name: round(100 * rate, 1) for name, rate in rates.items()}
-    caption = "Share of prompt tokens served from the cache, against its ceilings"
+    caption = "Share of prompt tokens served from the cache"
+    if ceilings:
+        caption += ", against its ceiling (one endless cache) and other ways to place them"
     y = Axis.over([*shares.values(), 10.0], unit="%")
     return figure(caption, bar_chart(shares, y=y, label=caption, size=FULL))
 

@@ -12,7 +12,7 @@ from sim.compare_report import comparison_page, comparison_report, comparison_ta
 from sim.intervals import Difference, compare_runs, means_of
 from sim.jobs import Experiment, Result, Results, add_experiment_options
 from sim.measures import Series, mean, rounded
-from sim.output import OutputError, open_folder
+from sim.output import open_folder
 from sim.run_options import (
     POLICY_HELP,
     add_run_options,
@@ -73,17 +73,14 @@ def run(options: argparse.Namespace) -> int:
     if len(options.config) < 2:
         print("sim: --config is needed twice or more", file=sys.stderr)
         return 2
-    try:
-        policies = named_policies(options.config)
-    except OutputError as problem:
-        print(f"sim: {problem}", file=sys.stderr)
-        return 2
+    policies = named_policies(options.config)
     print(f"seeds {options.seed} to {options.seed + options.seeds - 1}", flush=True)
     seeds = range(options.seed, options.seed + options.seeds)
     # Seed by seed, so that an interrupted comparison has whole seeds.
     jobs = [run_settings(options, policy, seed) for seed in seeds for policy in policies]
     names = [policy.name for policy in policies]
     each = range(len(names))
+    what_was_run = conditions(*jobs[: len(names)])
 
     def whole(results: Results) -> list[list[Result]]:
         """Of each configuration, all seeds under which every configuration has run."""
@@ -99,7 +96,7 @@ def run(options: argparse.Namespace) -> int:
         return {
             "first_seed": options.seed,
             "seeds": len(found[0]),
-            "conditions": conditions(jobs[0]),
+            "conditions": what_was_run,
             "configs": _compared(names, found),
             "runs": [
                 {"config": jobs[at].policy.name, "seed": jobs[at].seed, **results[at].summary}

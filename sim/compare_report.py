@@ -8,7 +8,7 @@ import numpy as np
 from sim.charts import cdf_chart, figure, html_table, page
 from sim.intervals import BLOCK_S, BLOCKS_MIN, SEEDS_MIN, Difference
 from sim.measures import Series
-from sim.report import markdown_table, number, seconds, share, table
+from sim.report import condition_rows, markdown_table, number, seconds, share, table
 
 _LABELS: Final = {
     "ttft_mean_s": "TTFT mean",
@@ -165,7 +165,7 @@ def comparison_report(summary: dict[str, Any]) -> str:
     if not summary["configs"]:
         return heading + "Not every configuration has run once yet.\n"
     notes = "" if summary["complete"] else "**Not complete: only whole seeds are counted.**\n\n"
-    told = [["", ""], *[[name, str(value)] for name, value in summary["conditions"].items()]]
+    told = [["", ""], *condition_rows(summary["conditions"])]
     conclusions = "\n".join(f"- {sentence}" for sentence in _conclusions(summary))
     return (
         f"{heading}{notes}{markdown_table(_rows(summary))}\n\n"
@@ -193,7 +193,7 @@ def comparison_page(summary: dict[str, Any], columns: Sequence[Sequence[Series]]
             ("Whole answer", "e2e_s"),
         )
     ]
-    conditions = [(name, str(value)) for name, value in summary["conditions"].items()]
+    conditions = condition_rows(summary["conditions"])
     note = "" if summary["complete"] else " Not complete: only whole seeds are counted."
     return page(
         " against ".join(names),

@@ -24,7 +24,7 @@ from sim.charts import (
 )
 from sim.cluster import Fate
 from sim.measures import Series
-from sim.report import fact_rows, number, seconds, share
+from sim.report import condition_rows, fact_rows, number, seconds, share
 
 _WINDOWS: Final = 40
 _DECISIONS_SHOWN: Final = 2_000
@@ -40,7 +40,7 @@ _ENDED: Final = {
 def run_page(summary: dict[str, Any], series: Series, decisions: Path | None) -> str:
     """report.html. `decisions`: decisions.jsonl, if it was written."""
     conditions = summary["conditions"]
-    rows = [(name, str(value)) for name, value in conditions.items()]
+    rows = condition_rows(conditions)
     body = [
         cards(_facts(summary)),
         '<div class="pair">',

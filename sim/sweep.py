@@ -9,8 +9,7 @@ import msgspec
 
 from sim.arrivals import mean_rate
 from sim.jobs import Experiment, Results, add_experiment_options
-from sim.output import OutputError, open_folder
-from sim.run import RunSettings
+from sim.output import open_folder
 from sim.run_options import (
     POLICY_HELP,
     RUNS_MAX,
@@ -51,22 +50,21 @@ def run(options: argparse.Namespace) -> int:
     if options.speed != 1.0:
         print("sim: --rates says how fast requests arrive, not --speed", file=sys.stderr)
         return 2
-    try:
-        policies = named_policies(options.config)
-    except OutputError as problem:
-        print(f"sim: {problem}", file=sys.stderr)
-        return 2
+    policies = named_policies(options.config)
     print(f"seed {options.seed}", flush=True)
     folder = open_folder(options)
     base = run_settings(options, policies[0], options.seed)
     trace_rate = mean_rate(open_trace(Path(base.trace), base.read), base.requests_max)
+    runs = [msgspec.structs.replace(base, policy=policy) for policy in policies]
+    what_was_run = conditions(*runs)
+    del what_was_run["speed"]
     points = [(rate, policy) for rate in options.rates for policy in policies]
 
     def summary(results: Results) -> dict[str, Any]:
         return {
             "seed": options.seed,
             "trace_rate": trace_rate,
-            "conditions": _conditions(base),
+            "conditions": what_was_run,
             "points": [
                 {"rate": points[at][0], "config": points[at][1].name, **results[at].summary}
                 for at in sorted(results)
@@ -83,12 +81,6 @@ def run(options: argparse.Namespace) -> int:
         table=sweep_table,
         reports=lambda told, _: {"report.md": sweep_report(told), "report.html": sweep_page(told)},
     ).carry_out(folder, workers=options.workers)
-
-
-def _conditions(base: RunSettings) -> dict[str, Any]:
-    told = conditions(base)
-    del told["speed"]
-    return told
 
 
 def _rates(text: str) -> tuple[float, ...]:

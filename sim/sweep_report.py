@@ -5,7 +5,7 @@ from typing import Any, Final
 
 from sim.charts import Axis, Points, figure, html_table, line_chart, page
 from sim.compare_report import not_complete
-from sim.report import markdown_table, number, seconds, share, table
+from sim.report import condition_rows, markdown_table, number, seconds, share, table
 
 _REACHED: Final = 0.95
 """Share of the asked rate from which on it counts as reached: a last turn may come late."""
@@ -19,7 +19,7 @@ def sweep_table(summary: dict[str, Any]) -> str:
 def sweep_report(summary: dict[str, Any]) -> str:
     """report.md of a sweep."""
     notes = "" if summary["complete"] else "**Not complete.**\n\n"
-    told = [["", ""], *[[name, str(value)] for name, value in summary["conditions"].items()]]
+    told = [["", ""], *condition_rows(summary["conditions"])]
     return (
         f"# Sweep of {summary['conditions']['trace']}\n\n{notes}{_basis(summary)}\n\n"
         f"{markdown_table(_rows(summary))}\n\n## What was run\n\n{markdown_table(told)}\n"
@@ -38,7 +38,7 @@ def sweep_page(summary: dict[str, Any]) -> str:
         _over_rate(points, names, ("hit_rate",), "Share of prompt tokens from the cache", ""),
         _over_rate(points, names, ("goodput", "share"), "Share of requests within targets", ""),
     ]
-    rows = [(name, str(value)) for name, value in summary["conditions"].items()]
+    rows = condition_rows(summary["conditions"])
     note = "" if summary["complete"] else " Not complete."
     return page(
         f"Sweep of {summary['conditions']['trace']}",

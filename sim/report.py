@@ -43,8 +43,10 @@ def share(value: float | None) -> str:
 
 
 def number(value: float | None) -> str:
-    """Three significant digits; a dash for nothing."""
-    return "-" if value is None else f"{value:,.4g}"
+    """Four significant digits, and whole above; a dash for nothing."""
+    if value is None:
+        return "-"
+    return f"{value:,.0f}" if abs(value) >= 1_000 else f"{value:.4g}"
 
 
 def latency_rows(summary: dict[str, Any]) -> list[list[str]]:

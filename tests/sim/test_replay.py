@@ -23,6 +23,7 @@ from sim.compare_report import comparison_table, verdict
 from sim.intervals import Difference
 from sim.jobs import Crew, Experiment, JobError
 from sim.policies import policy_source
+from sim.report import number
 from sim.run import Run
 from sim.run_options import add_run_options, conditions, run_settings
 from sim.run_report import explained
@@ -839,3 +840,12 @@ def test_an_interrupted_replay_leaves_readable_results(tmp_path):
     rows = pq.read_table(out / "requests.parquet").num_rows
     assert 0 < rows == summary["requests"]["sent"] < 99_000
     assert all(json.loads(line) for line in decisions.read_text().splitlines())
+
+
+@pytest.mark.parametrize(
+    ("value", "shown"),
+    [(None, "-"), (0.0, "0"), (0.123456, "0.1235"), (999.96, "1000"), (12_826.4, "12,826")],
+)
+def test_a_number_is_never_shown_as_a_power_of_ten(value, shown):
+    """Four digits, or all before the point: people compare them by eye."""
+    assert number(value) == shown

@@ -1,8 +1,8 @@
-"""A trace's arrivals made ready for a run: spread, at another rate, or only the first of them."""
+"""A trace's arrivals made ready for a run: spread, at another rate."""
 
 import heapq
 from collections.abc import Iterable, Iterator
-from itertools import chain, islice, pairwise
+from itertools import islice, pairwise
 from random import Random
 from typing import Final
 
@@ -54,21 +54,10 @@ def faster(arrivals: Iterable[Arrival], factor: float) -> Iterator[Arrival]:
 
 
 def made_ready(
-    arrivals: Iterable[Arrival],
-    *,
-    seed: int,
-    requests_max: int | None = None,
-    jitter_s: Seconds | None = None,
-    speed: float = 1.0,
+    arrivals: Iterable[Arrival], *, seed: int, jitter_s: Seconds, speed: float
 ) -> Iterator[Arrival]:
-    """The first `requests_max`, spread over `jitter_s` (None: over the trace's grid), `speed` fast."""
-    some = iter(arrivals) if requests_max is None else islice(arrivals, requests_max)
-    if jitter_s is None:
-        head = list(islice(some, _LOOKED_AT))
-        jitter_s = grid_s(head)
-        some = chain(head, some)
-    if jitter_s:
-        some = spread_out(some, jitter_s, seed)
+    """The same requests, spread over `jitter_s`, then `speed` times as fast."""
+    some = spread_out(arrivals, jitter_s, seed) if jitter_s else iter(arrivals)
     return some if speed == 1.0 else faster(some, speed)
 
 

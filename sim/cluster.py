@@ -419,8 +419,12 @@ class Cluster:
             return self._routes[0]
         if self._waiting:
             return self.loop.now
-        sent_at = min(self._next_arrival_at, self._thinking[0] if self._thinking else math.inf)
+        sent_at = self._next_sent_at()
         return min(sent_at + self.settings.network_delay_s, self.loop.now + _LOOK_AHEAD_S)
+
+    def _next_sent_at(self) -> Seconds:
+        """When the next request that is known of will be sent."""
+        return min(self._next_arrival_at, self._thinking[0] if self._thinking else math.inf)
 
     def _observe(self, follow: _Follow, page: EndpointMetrics | None, now: Seconds) -> None:
         if follow.current and page is not None:
@@ -430,7 +434,7 @@ class Cluster:
         for policy in self.policies:
             policy.tick(self.loop.now)
         if not self.requests:
-            sent_at = min(self._next_arrival_at, self._thinking[0] if self._thinking else math.inf)
+            sent_at = self._next_sent_at()
             if self.loop.now + REST_S_MIN < sent_at < math.inf:
                 self._rest(sent_at - _LOOK_AHEAD_S)
                 return

@@ -126,12 +126,12 @@ class Run:
     def _arrivals(self) -> Iterator[Arrival]:
         settings = self.settings
         arrivals: Iterator[Arrival] = islice(self.trace, settings.requests_max)
-        if settings.jitter_s is None:
+        jitter_s = settings.jitter_s
+        if jitter_s is None:
             looked_at, arrivals = tee(arrivals)
-            self.settings = settings = replace(settings, jitter_s=grid_s(looked_at))
-        return made_ready(
-            arrivals, seed=settings.seed, jitter_s=settings.jitter_s, speed=settings.speed
-        )
+            jitter_s = grid_s(looked_at)
+            self.settings = replace(settings, jitter_s=jitter_s)
+        return made_ready(arrivals, seed=settings.seed, jitter_s=jitter_s, speed=settings.speed)
 
     def run(self) -> None:
         """Until the last request has ended, or until `stop`."""

@@ -15,6 +15,9 @@ from sim.traces.inspection import Pool, inspect
 from sim.traces.standard import STANDARD
 from sim.traces.workloads import arrivals
 
+PROMPTS = st.lists(st.lists(st.integers(0, 5), min_size=1, max_size=5), min_size=1, max_size=40)
+"""A few blocks each, of a few texts."""
+
 
 def pool(pods=8, kv_tokens=840 * 512):
     return Pool(pods=pods, profile=find_profile(DEFAULT_PROFILE), kv_tokens=kv_tokens)
@@ -117,11 +120,7 @@ def test_an_answer_that_a_later_prompt_contains_can_be_hit():
 
 
 @settings(max_examples=40)
-@given(
-    prompts=st.lists(st.lists(st.integers(0, 5), min_size=1, max_size=5), min_size=1, max_size=40),
-    pods=st.integers(1, 5),
-    blocks=st.integers(1, 20),
-)
+@given(prompts=PROMPTS, pods=st.integers(1, 5), blocks=st.integers(1, 20))
 def test_no_ceiling_is_above_a_higher_one(prompts, pods, blocks):
     """Room for all hits no less than some room, one cache no less than many."""
     found = inspect(asks(*prompts), pool(pods=pods, kv_tokens=64 * blocks)).ceilings
@@ -162,11 +161,7 @@ def conclusions(found):
 
 
 @settings(max_examples=60)
-@given(
-    prompts=st.lists(st.lists(st.integers(0, 5), min_size=1, max_size=5), min_size=1, max_size=40),
-    pods=st.integers(1, 5),
-    blocks=st.integers(1, 20),
-)
+@given(prompts=PROMPTS, pods=st.integers(1, 5), blocks=st.integers(1, 20))
 def test_what_is_said_of_hits_follows_from_their_numbers(prompts, pods, blocks):
     """Always something, and never against a number beside it."""
     said = conclusions(inspect(asks(*prompts), pool(pods=pods, kv_tokens=64 * blocks)))

@@ -23,16 +23,17 @@ from envoy.service.ext_proc.v3.external_processor_pb2 import (
 from prometheus_client import CollectorRegistry
 
 from bench.timing import best_us
-from epp.build import build_settings, default_config, plugin_tables
-from epp.core.inflight import Outcome
-from epp.core.messages import Event
-from epp.core.scheduler import Decision, Scheduler
-from epp.core.session import Gateway, Observer, Session, SessionSettings
-from epp.core.types import ApiKind, Endpoint, EndpointMetrics, InferenceRequest, Refusal
-from epp.shell.codec import decode, encode
-from epp.shell.logs import DecisionLog
-from epp.shell.observation import Observation
-from epp.shell.telemetry import Telemetry
+from epp.configuration.build import build_settings, default_config, plugin_tables
+from epp.core.decision.scheduler import Decision, Scheduler
+from epp.core.knowledge.inflight import Outcome
+from epp.core.prompt.request import InferenceRequest
+from epp.core.protocol.messages import Event
+from epp.core.protocol.session import Gateway, Observer, Session, SessionSettings
+from epp.core.types import ApiKind, Endpoint, EndpointMetrics, Refusal
+from epp.shell.gateway.codec import decode, encode
+from epp.shell.operators.logs import DecisionLog
+from epp.shell.operators.observation import Observation
+from epp.shell.operators.telemetry import Telemetry
 
 BLOCK_BYTES = 256
 POD_BLOCKS = 27_214

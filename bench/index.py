@@ -15,8 +15,8 @@ from pathlib import Path
 from random import Random
 from statistics import median
 
-from epp.core.prefix import PrefixIndex, PrefixIndexSettings
-from epp.core.types import InferenceRequest
+from epp.core.knowledge.prefix import PrefixIndex, PrefixIndexSettings
+from epp.core.prompt.request import InferenceRequest
 
 ENDPOINTS = 100
 CAPACITY_BLOCKS = 31_250

@@ -27,8 +27,8 @@ from bench.decision import (
     telemetry_observer,
 )
 from epp.app import loop_factory
-from epp.core.session import Session, SessionSettings
-from epp.shell.server import SERVICE, ExtProcServer, grpc_server
+from epp.core.protocol.session import Session, SessionSettings
+from epp.shell.gateway.server import SERVICE, ExtProcServer, grpc_server
 
 STREAMS = 16
 ROUNDS = 6

@@ -3,7 +3,7 @@
 `python -m bench.million` prints the table. Each command runs in a process of its own, which tells
 the peak of its resident set. The trace is replayed twice, its beginning and all of it: what the
 second run needs more is what a request leaves behind, of which 64 bytes are the numbers that
-percentiles are taken of (`sim/measures.py`).
+percentiles are taken of (`sim/measurement/measures.py`).
 """
 
 import contextlib

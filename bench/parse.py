@@ -4,7 +4,7 @@ import json
 from collections.abc import Callable
 from time import perf_counter
 
-from epp.core.parse import Parsed, parse_request
+from epp.core.prompt.parse import Parsed, parse_request
 
 _MESSAGE = (
     'The quick brown fox jumps over the lazy dog; it says: "again".\nAnd so on, and on. ' * 19

@@ -17,8 +17,8 @@ from random import Random
 
 from bench.index import ENDPOINTS, fill, resident_bytes
 from epp.app import EndpointPicker, loop_factory
-from epp.core.prefix import PrefixIndex
-from epp.flags import ServeFlags
+from epp.configuration.flags import ServeFlags
+from epp.core.knowledge.prefix import PrefixIndex
 
 _SERVED_S = 2.0
 

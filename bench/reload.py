@@ -19,7 +19,7 @@ from pathlib import Path
 from aiohttp import ClientError, ClientSession, ClientTimeout, TCPConnector, web
 
 from bench.process import _free_ports
-from sim.demo_arm import Child, find_envoy
+from sim.demo.arm import Child, find_envoy
 
 REQUESTS_PER_S = 500
 LASTS_S = 10

@@ -6,13 +6,13 @@ import tempfile
 from pathlib import Path
 from time import perf_counter, process_time
 
-from sim.cluster import ClusterSettings
-from sim.policies import DEFAULT_POLICY, policy_source
-from sim.profiles import DEFAULT_PROFILE, find_profile
-from sim.replay import summary_of, write_run
-from sim.request_files import RequestTable
-from sim.run import Run, RunSettings
-from sim.simulated_pod import PodKind
+from sim.cluster.cluster import ClusterSettings
+from sim.cluster.policies import DEFAULT_POLICY, policy_source
+from sim.cluster.simulated_pod import PodKind
+from sim.engine.profiles import DEFAULT_PROFILE, find_profile
+from sim.experiments.replay import summary_of, write_run
+from sim.experiments.request_files import RequestTable
+from sim.experiments.run import Run, RunSettings
 
 _TRACE = "traces/mooncake_conversation.jsonl"
 

@@ -6,9 +6,10 @@ from random import Random
 import numpy as np
 
 from bench.timing import best_us
-from epp.core.candidates import Affinity, Candidates, Columns
-from epp.core.profile import SchedulingProfile, WeightedScorer
-from epp.core.types import AdapterReport, Endpoint, InferenceRequest
+from epp.core.decision.profile import SchedulingProfile, WeightedScorer
+from epp.core.knowledge.candidates import Affinity, Candidates, Columns
+from epp.core.prompt.request import InferenceRequest
+from epp.core.types import AdapterReport, Endpoint
 from epp.plugins import FILTERS, PICKERS, SCORERS, filters, pickers
 
 ENDPOINTS = 100

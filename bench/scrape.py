@@ -21,11 +21,11 @@ from typing import cast
 from bench.timing import best_us
 from epp.app import loop_factory
 from epp.core.types import Endpoint, MetricsTarget
-from epp.shell.exposition import PageReader
-from epp.shell.scrape import Scraper
-from sim.engine import Engine, EngineRequest, EngineSettings
-from sim.exposition import MetricsPage
-from sim.profiles import DEFAULT_PROFILE, find_profile
+from epp.shell.engines.exposition import PageReader
+from epp.shell.engines.scrape import Scraper
+from sim.engine.engine import Engine, EngineRequest, EngineSettings
+from sim.engine.profiles import DEFAULT_PROFILE, find_profile
+from sim.pods.exposition import MetricsPage
 
 _WARM_UP_S = 1.5
 _MEASURED_S = 3.0

@@ -31,14 +31,20 @@ from msgspec.inspect import (
     type_info,
 )
 
-from epp import flags
-from epp.build import INDEXES
-from epp.check_config import READS
-from epp.compatibility import ACCEPTED, DEPRECATED, FEATURE_GATES, REFUSED, REFUSED_SECTIONS
+from epp.configuration import flags
+from epp.configuration.build import INDEXES
+from epp.configuration.check_config import READS
+from epp.configuration.compatibility import (
+    ACCEPTED,
+    DEPRECATED,
+    FEATURE_GATES,
+    REFUSED,
+    REFUSED_SECTIONS,
+)
 from epp.core.duration import Duration
 from epp.plugins import DEPRECATED as DEPRECATED_PLUGINS
 from epp.plugins import FILTERS, PICKERS, SCORERS
-from epp.shell.metric_table import METRICS, MetricSpec
+from epp.shell.operators.metric_table import METRICS, MetricSpec
 
 FOLDER: Final = Path(__file__).parent
 

@@ -12,7 +12,7 @@ from typing import Final
 
 import msgspec
 
-from epp import flags as command_line
+from epp.configuration import flags as command_line
 
 USAGE: Final = """\
 usage: epp serve [flags]                                       pick endpoints over ext_proc
@@ -59,7 +59,9 @@ def check(arguments: Sequence[str]) -> int:
         usage = "epp check-config [FILE|-] [--diff OLD] [--explain]"
         return _help(usage, command_line.CHECK_HELP, command_line.CheckFlags)
     flags = command_line.parse_check(arguments)
-    code: int = import_module("epp.check_config").check_config(flags, sys.stdout, sys.stderr)
+    code: int = import_module("epp.configuration.check_config").check_config(
+        flags, sys.stdout, sys.stderr
+    )
     return code
 
 
@@ -68,7 +70,7 @@ def envoy(arguments: Sequence[str]) -> int:
         usage = "epp envoy-config [--out FILE] [flags]"
         return _help(usage, command_line.ENVOY_HELP, command_line.EnvoyFlags)
     flags = command_line.parse_envoy(arguments)
-    bootstrap = import_module("epp.shell.bootstrap")
+    bootstrap = import_module("epp.shell.gateway.bootstrap")
     options = msgspec.structs.asdict(flags)
     out, timeout = options.pop("out"), options.pop("message_timeout")
     try:

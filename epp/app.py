@@ -19,8 +19,8 @@ import msgspec
 import structlog
 from prometheus_client import CollectorRegistry
 
-from epp.build import build_settings, plugin_tables, settings_warnings
-from epp.config import (
+from epp.configuration.build import build_settings, plugin_tables, settings_warnings
+from epp.configuration.config import (
     CONFIG_MAX_BYTES,
     DEFAULT_CONFIG,
     DEFAULT_SOURCE,
@@ -30,30 +30,31 @@ from epp.config import (
     diff_configs,
     load_config,
 )
-from epp.core.parse import ParserName, ParserSet
-from epp.core.scheduler import Scheduler, SchedulerSettings
-from epp.core.session import Gateway, Session, SessionSettings
+from epp.configuration.flags import ServeFlags
+from epp.core.decision.scheduler import Scheduler, SchedulerSettings
+from epp.core.prompt.parse import ParserName, ParserSet
+from epp.core.protocol.session import Gateway, Session, SessionSettings
 from epp.core.types import Endpoint, EndpointMetrics
-from epp.flags import ServeFlags
-from epp.shell.api_errors import KubeConfigError
-from epp.shell.debug_pages import DebugPages, RecentDecisions
-from epp.shell.endpoints_file import EndpointsFileError, load_endpoints
-from epp.shell.engines import page_reader, scraped_from
+from epp.shell.engines.scrape import Scraper
+from epp.shell.engines.sources import page_reader, scraped_from
+from epp.shell.files.endpoints_file import EndpointsFileError, load_endpoints
+from epp.shell.files.watch import FileWatcher, first_read
 from epp.shell.found import Found
-from epp.shell.health import Health
-from epp.shell.logs import DecisionLog, configure_logging
-from epp.shell.metrics_server import MetricsServer
-from epp.shell.observation import Observation
-from epp.shell.scrape import Scraper
-from epp.shell.server import ExtProcServer, grpc_server
-from epp.shell.snapshot import pool_snapshot
-from epp.shell.starting import StartError, cannot_listen, first_read, listen
-from epp.shell.telemetry import PoolSnapshot, Telemetry
-from epp.shell.tls import ServerCertificate
-from epp.shell.watch import FileWatcher
+from epp.shell.gateway.health import Health
+from epp.shell.gateway.listening import listen
+from epp.shell.gateway.server import ExtProcServer, grpc_server
+from epp.shell.gateway.tls import ServerCertificate
+from epp.shell.kubernetes.api_errors import KubeConfigError
+from epp.shell.operators.debug_pages import DebugPages, RecentDecisions
+from epp.shell.operators.logs import DecisionLog, configure_logging
+from epp.shell.operators.metrics_server import MetricsServer
+from epp.shell.operators.observation import Observation
+from epp.shell.operators.snapshot import pool_snapshot
+from epp.shell.operators.telemetry import PoolSnapshot, Telemetry
+from epp.shell.starting import StartError, cannot_listen
 
 if TYPE_CHECKING:
-    from epp.shell.cluster import Cluster
+    from epp.shell.kubernetes.cluster import Cluster
 
 TICK_S: Final = 1.0
 HEALTH_MESSAGE_BYTES_MAX: Final = 65_536
@@ -381,7 +382,7 @@ class EndpointPicker:
 
     def _open_cluster(self, seed: int) -> "Cluster":
         # Imported where it is needed: it takes 0.4 s and 18 MB.
-        from epp.shell.cluster import Cluster  # noqa: PLC0415
+        from epp.shell.kubernetes.cluster import Cluster  # noqa: PLC0415
 
         return Cluster(
             self.flags,

@@ -13,18 +13,20 @@ from typing import Final
 
 import structlog
 
-from epp.config import ConfigError
-from sim import calibrate, compare, replay, sweep, validate
-from sim.engine import EngineSettings
-from sim.jobs import JobError
+from epp.configuration.config import ConfigError
+from sim.cluster.policies import PolicyNameError
+from sim.engine import calibrate
+from sim.engine.engine import EngineSettings
+from sim.engine.profiles import DEFAULT_PROFILE, ProfileError, find_profile
+from sim.experiments import compare, replay, sweep
+from sim.experiments.jobs import JobError
 from sim.output import OutputError
-from sim.pod_server import PodAddress, listen, serve, write_endpoints
-from sim.pods import PodSettings
-from sim.policies import PolicyNameError
-from sim.profiles import DEFAULT_PROFILE, ProfileError, find_profile
+from sim.pods.pods import PodSettings
+from sim.pods.server import PodAddress, listen, serve, write_endpoints
 from sim.sentences import sentence_of
 from sim.traces import command as trace_command
 from sim.traces.arrival import TraceError
+from sim.truth import validate
 
 _PODS_MAX: Final = 1000
 

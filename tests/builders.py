@@ -5,8 +5,9 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from epp.core.candidates import Affinity, Candidates, Columns
-from epp.core.types import AdapterReport, Endpoint, InferenceRequest
+from epp.core.knowledge.candidates import Affinity, Candidates, Columns
+from epp.core.prompt.request import InferenceRequest
+from epp.core.types import AdapterReport, Endpoint
 
 NOW_S = 1_000.0
 PREFIX = "approx-prefix-cache-producer"

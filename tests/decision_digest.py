@@ -9,12 +9,13 @@ import json
 import sys
 from random import Random
 
-from epp.build import build_settings, plugin_tables
-from epp.config import load_config
-from epp.core.inflight import Ending, Outcome
-from epp.core.scheduler import Decision, Scheduler
-from epp.core.types import AdapterReport, ApiKind, EndpointMetrics, InferenceRequest
-from epp.shell.logs import DecisionLog
+from epp.configuration.build import build_settings, plugin_tables
+from epp.configuration.config import load_config
+from epp.core.decision.scheduler import Decision, Scheduler
+from epp.core.knowledge.inflight import Ending, Outcome
+from epp.core.prompt.request import InferenceRequest
+from epp.core.types import AdapterReport, ApiKind, EndpointMetrics
+from epp.shell.operators.logs import DecisionLog
 from tests.builders import endpoint
 
 REQUESTS = 400

@@ -7,8 +7,8 @@ from envoy_data_plane.envoy.extensions.filters.http.ext_proc.v3 import Processin
 from envoy_data_plane.envoy.service.ext_proc import v3
 from envoy_data_plane.google.protobuf import ListValue, Struct, Value
 
-from epp.core.session import Gateway, Session, SessionSettings
-from epp.shell.codec import decode, encode
+from epp.core.protocol.session import Gateway, Session, SessionSettings
+from epp.shell.gateway.codec import decode, encode
 
 FULL_DUPLEX = ProcessingModeBodySendMode.FULL_DUPLEX_STREAMED
 BUFFERED = ProcessingModeBodySendMode.BUFFERED

@@ -18,8 +18,8 @@ from aiohttp.test_utils import TestServer
 from grpc_health.v1 import health_pb2
 
 from epp.app import EndpointPicker, StartError, loop_factory
+from epp.configuration.flags import parse_serve
 from epp.core.types import EndpointMetrics
-from epp.flags import parse_serve
 from tests import gateway as gw
 from tests.envoy.rig import free_ports, until
 from tests.streams import Call, channel_to

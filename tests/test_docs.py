@@ -12,13 +12,14 @@ import yaml
 
 from docs.reference import refreshed
 from epp import __main__ as epp_command
-from epp import flags
-from epp.build import ENTRY_POINTS, build_settings, plugin_tables
-from epp.check_config import explain
-from epp.config import load_config
-from epp.core.scheduler import Decision, Scheduler
-from epp.core.types import Endpoint, EndpointMetrics, InferenceRequest
-from epp.shell.endpoints_file import load_endpoints
+from epp.configuration import flags
+from epp.configuration.build import ENTRY_POINTS, build_settings, plugin_tables
+from epp.configuration.check_config import explain
+from epp.configuration.config import load_config
+from epp.core.decision.scheduler import Decision, Scheduler
+from epp.core.prompt.request import InferenceRequest
+from epp.core.types import Endpoint, EndpointMetrics
+from epp.shell.files.endpoints_file import load_endpoints
 from sim import __main__ as sim_command
 
 ROOT = Path(__file__).parent.parent

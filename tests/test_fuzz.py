@@ -4,10 +4,10 @@ from random import Random
 
 import pytest
 
-from epp.core.parse import parse_request
-from epp.core.session import Gateway, Session, SessionSettings
+from epp.core.prompt.parse import parse_request
+from epp.core.protocol.session import Gateway, Session, SessionSettings
 from epp.core.types import Refusal
-from epp.shell.codec import MalformedMessageError, decode, encode
+from epp.shell.gateway.codec import MalformedMessageError, decode, encode
 from tests import gateway as gw
 from tests.test_hermetic import pods
 

@@ -37,16 +37,16 @@ from envoy_data_plane.envoy.extensions.filters.http.ext_proc.v3 import (
 )
 from envoy_data_plane.envoy.service.ext_proc import v3
 
-from epp.build import build_settings, plugin_tables
-from epp.config import DEFAULT_CONFIG, load_config
-from epp.core.scheduler import Scheduler
-from epp.core.session import Session, SessionSettings
+from epp.configuration.build import build_settings, plugin_tables
+from epp.configuration.config import DEFAULT_CONFIG, load_config
+from epp.core.decision.scheduler import Scheduler
+from epp.core.protocol.session import Session, SessionSettings
 from epp.core.types import Endpoint, EndpointMetrics
-from epp.shell.server import ExtProcServer, grpc_server
-from epp.shell.tls import ServerCertificate
+from epp.shell.gateway.server import ExtProcServer, grpc_server
+from epp.shell.gateway.tls import ServerCertificate
 from tests import gateway as gw
 from tests.envoy.rig import until
-from tests.shell.test_server import Told
+from tests.shell.gateway.test_server import Told
 from tests.streams import Call, channel_to
 
 TRANSCRIPTS = sorted((Path(__file__).parent / "conformance").glob("*.yaml"))

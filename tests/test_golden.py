@@ -17,11 +17,12 @@ from pathlib import Path
 
 import pytest
 
-from epp.core.inflight import Ending, Outcome
-from epp.core.prefix import PrefixIndexSettings
-from epp.core.profile import NamedFilter, SchedulingProfile, WeightedScorer
-from epp.core.scheduler import Decision, Scheduler, SchedulerSettings
-from epp.core.types import AdapterReport, ApiKind, Endpoint, EndpointMetrics, InferenceRequest
+from epp.core.decision.profile import NamedFilter, SchedulingProfile, WeightedScorer
+from epp.core.decision.scheduler import Decision, Scheduler, SchedulerSettings
+from epp.core.knowledge.inflight import Ending, Outcome
+from epp.core.knowledge.prefix import PrefixIndexSettings
+from epp.core.prompt.request import InferenceRequest
+from epp.core.types import AdapterReport, ApiKind, Endpoint, EndpointMetrics
 from epp.plugins import FILTERS, PICKERS, SCORERS
 
 GOLDEN = Path(__file__).parent / "golden"

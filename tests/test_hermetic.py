@@ -9,10 +9,10 @@ import json
 
 import pytest
 
-from epp.core.prefix import PrefixIndexSettings
-from epp.core.profile import SchedulingProfile, WeightedScorer
-from epp.core.scheduler import Scheduler, SchedulerSettings
-from epp.core.session import SessionSettings
+from epp.core.decision.profile import SchedulingProfile, WeightedScorer
+from epp.core.decision.scheduler import Scheduler, SchedulerSettings
+from epp.core.knowledge.prefix import PrefixIndexSettings
+from epp.core.protocol.session import SessionSettings
 from epp.core.types import AdapterReport, EndpointMetrics
 from epp.plugins import PICKERS, SCORERS
 from tests import gateway as gw

@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 
 from epp.app import EndpointPicker
-from epp.core.session import Session
-from epp.flags import parse_serve
-from epp.shell.server import SERVICE, ExtProcServer, grpc_server
-from sim.policies import SchedulerPolicy, policy_source
+from epp.configuration.flags import parse_serve
+from epp.core.protocol.session import Session
+from epp.shell.gateway.server import SERVICE, ExtProcServer, grpc_server
+from sim.cluster.policies import SchedulerPolicy, policy_source
 from sim.traces.prompts import body_of
 from tests import gateway as gw
 from tests.sim.made import arrivals, cluster

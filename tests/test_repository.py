@@ -22,47 +22,109 @@ MODULES = sorted(
 )
 
 COVERED_ELSEWHERE = {
-    "epp/compatibility.py": ("tests/test_config.py", "its types are read from configurations"),
-    "epp/core/messages.py": ("tests/core/test_session.py", "nouns"),
-    "epp/core/plugin.py": ("tests/plugins/test_contract.py", "protocols, held by every plugin"),
-    "epp/core/scheduler.py": ("tests/test_golden.py", "its verbs are what transcripts are made of"),
-    "epp/core/types.py": ("tests/core/test_pool.py", "nouns"),
-    "epp/document.py": ("tests/test_config.py", "the reading of configurations"),
-    "epp/shell/metric_table.py": ("tests/shell/test_telemetry.py", "the table is compared there"),
-    "sim/demo_arm.py": ("tests/sim/test_demo.py", "a run of the demo goes through it"),
-    "sim/exposition.py": ("tests/sim/test_truth.py", "compared with a page of a real engine"),
-    "sim/openai.py": ("tests/sim/test_pods.py", "what the pods speak"),
-    "sim/pod_server.py": ("tests/sim/test_pods.py", "the pods are asked over HTTP"),
-    "sim/arrivals.py": ("tests/sim/test_replay.py", "a replay reads its trace through it"),
-    "sim/check.py": ("tests/sim/test_faults.py", "runs after every event of a hundred faulty runs"),
+    "epp/core/knowledge/index.py": ("tests/plugins/test_contract.py", "protocols"),
+    "epp/core/parameters.py": ("tests/plugins/test_contract.py", "what every plugin is made of"),
+    "epp/core/prompt/request.py": ("tests/core/prompt/test_parse.py", "what bodies become"),
+    "epp/shell/kubernetes/state.py": ("tests/shell/operators/test_telemetry.py", "nouns"),
+    "sim/demo/__main__.py": ("tests/sim/demo/test_command.py", "the demo is run by it"),
+    "epp/configuration/compatibility.py": (
+        "tests/configuration/test_config.py",
+        "its types are read from configurations",
+    ),
+    "epp/core/protocol/messages.py": ("tests/core/protocol/test_session.py", "nouns"),
+    "epp/core/decision/plugin.py": (
+        "tests/plugins/test_contract.py",
+        "protocols, held by every plugin",
+    ),
+    "epp/core/decision/scheduler.py": (
+        "tests/test_golden.py",
+        "its verbs are what transcripts are made of",
+    ),
+    "epp/core/types.py": ("tests/core/knowledge/test_pool.py", "nouns"),
+    "epp/configuration/document.py": (
+        "tests/configuration/test_config.py",
+        "the reading of configurations",
+    ),
+    "epp/shell/operators/metric_table.py": (
+        "tests/shell/operators/test_telemetry.py",
+        "the table is compared there",
+    ),
+    "sim/demo/arm.py": ("tests/sim/demo/test_command.py", "a run of the demo goes through it"),
+    "sim/pods/exposition.py": (
+        "tests/sim/truth/test_truth.py",
+        "compared with a page of a real engine",
+    ),
+    "sim/pods/openai.py": ("tests/sim/pods/test_pods.py", "what the pods speak"),
+    "sim/pods/server.py": ("tests/sim/pods/test_pods.py", "the pods are asked over HTTP"),
+    "sim/cluster/arrivals.py": (
+        "tests/sim/experiments/test_replay.py",
+        "a replay reads its trace through it",
+    ),
+    "sim/cluster/check.py": (
+        "tests/sim/cluster/test_faults.py",
+        "runs after every event of a hundred faulty runs",
+    ),
     "sim/commands.py": ("tests/sim/test_main.py", "command lines are given to it"),
-    "sim/compare.py": ("tests/sim/test_replay.py", "the three commands are run there"),
-    "sim/compare_report.py": ("tests/sim/test_replay.py", "its page is opened there"),
-    "sim/interrupts.py": ("tests/sim/test_replay.py", "Ctrl-C is sent to every command"),
-    "sim/jobs.py": ("tests/sim/test_replay.py", "comparisons and sweeps run through it"),
-    "sim/least_squares.py": ("tests/sim/test_validate.py", "fits the few unknowns of a recording"),
-    "sim/measures.py": ("tests/sim/test_cluster.py", "what runs are judged by"),
-    "sim/output.py": ("tests/sim/test_replay.py", "the folders are looked into"),
-    "sim/report.py": ("tests/sim/test_replay.py", "what a replay prints and writes"),
-    "sim/request_files.py": (
-        "tests/sim/test_replay.py",
+    "sim/experiments/compare.py": (
+        "tests/sim/experiments/test_replay.py",
+        "the three commands are run there",
+    ),
+    "sim/reports/compare_report.py": (
+        "tests/sim/experiments/test_replay.py",
+        "its page is opened there",
+    ),
+    "sim/interrupts.py": (
+        "tests/sim/experiments/test_replay.py",
+        "Ctrl-C is sent to every command",
+    ),
+    "sim/experiments/jobs.py": (
+        "tests/sim/experiments/test_replay.py",
+        "comparisons and sweeps run through it",
+    ),
+    "sim/engine/least_squares.py": (
+        "tests/sim/truth/test_validate.py",
+        "fits the few unknowns of a recording",
+    ),
+    "sim/measurement/measures.py": ("tests/sim/cluster/test_cluster.py", "what runs are judged by"),
+    "sim/output.py": ("tests/sim/experiments/test_replay.py", "the folders are looked into"),
+    "sim/reports/report.py": (
+        "tests/sim/experiments/test_replay.py",
+        "what a replay prints and writes",
+    ),
+    "sim/experiments/request_files.py": (
+        "tests/sim/experiments/test_replay.py",
         "the files of a replay are read back there",
     ),
-    "sim/run.py": ("tests/sim/test_facts.py", "one run"),
-    "sim/run_options.py": (
-        "tests/sim/test_replay.py",
+    "sim/experiments/run.py": ("tests/sim/experiments/test_facts.py", "one run"),
+    "sim/experiments/run_options.py": (
+        "tests/sim/experiments/test_replay.py",
         "flags that make no sense are refused there",
     ),
-    "sim/run_report.py": ("tests/sim/test_replay.py", "the page is opened offline there"),
-    "sim/sentences.py": ("tests/sim/test_replay.py", "what is refused is told by it"),
-    "sim/simulated_pod.py": ("tests/sim/test_cluster.py", "the pods of every cluster"),
-    "sim/sweep.py": ("tests/sim/test_replay.py", "the three commands are run there"),
-    "sim/sweep_report.py": ("tests/sim/test_replay.py", "the page of the sweep that is run there"),
-    "sim/timeline.py": ("tests/sim/test_replay.py", "part of the page of a replay"),
-    "sim/truth/judgement.py": ("tests/sim/test_validate.py", "what every kind returns"),
-    "sim/truth/ladder.py": ("tests/sim/test_validate.py", "one of the kinds"),
-    "sim/truth/latency.py": ("tests/sim/test_validate.py", "one of the kinds"),
-    "sim/truth/prefix_cache.py": ("tests/sim/test_validate.py", "one of the kinds"),
+    "sim/reports/run_report.py": (
+        "tests/sim/experiments/test_replay.py",
+        "the page is opened offline there",
+    ),
+    "sim/sentences.py": ("tests/sim/experiments/test_replay.py", "what is refused is told by it"),
+    "sim/cluster/simulated_pod.py": (
+        "tests/sim/cluster/test_cluster.py",
+        "the pods of every cluster",
+    ),
+    "sim/experiments/sweep.py": (
+        "tests/sim/experiments/test_replay.py",
+        "the three commands are run there",
+    ),
+    "sim/reports/sweep_report.py": (
+        "tests/sim/experiments/test_replay.py",
+        "the page of the sweep that is run there",
+    ),
+    "sim/measurement/timeline.py": (
+        "tests/sim/experiments/test_replay.py",
+        "part of the page of a replay",
+    ),
+    "sim/truth/judgement.py": ("tests/sim/truth/test_validate.py", "what every kind returns"),
+    "sim/truth/ladder.py": ("tests/sim/truth/test_validate.py", "one of the kinds"),
+    "sim/truth/latency.py": ("tests/sim/truth/test_validate.py", "one of the kinds"),
+    "sim/truth/prefix_cache.py": ("tests/sim/truth/test_validate.py", "one of the kinds"),
     "sim/traces/arrival.py": (
         "tests/sim/traces/test_reading.py",
         "the noun that every reader makes",
@@ -104,7 +166,7 @@ NOT_FOR_SERVING = ("rich", "pyarrow", "matplotlib", "sim", "envoy_data_plane", "
 
 
 def mirror(module):
-    """`epp/core/prefix.py` -> `tests/core/test_prefix.py`, `sim/pods.py` -> `tests/sim/...`."""
+    """`epp/core/knowledge/prefix.py` -> `tests/core/test_prefix.py`, `sim/pods/pods.py` -> `tests/sim/...`."""
     package, *folders = module.parent.parts
     folders = folders if package == "epp" else [package, *folders]
     return Path("tests", *folders, f"test_{module.stem.strip('_')}.py")
@@ -201,7 +263,7 @@ def test_importing_starts_nothing():
     (found,) = run_python(
         "import os, signal, threading, asyncio;"
         "files = len(os.listdir('/proc/self/fd')); handled = signal.getsignal(signal.SIGTERM);"
-        "import epp.app, epp.__main__, epp.check_config;"
+        "import epp.app, epp.__main__, epp.configuration.check_config;"
         "assert threading.active_count() == 1;"
         "assert signal.getsignal(signal.SIGTERM) == handled;"
         "assert len(os.listdir('/proc/self/fd')) <= files + 1;"
@@ -248,7 +310,7 @@ def test_the_wheel_holds_what_the_packages_need(tmp_path):
     held = set(zipfile.ZipFile(wheel).namelist())
     files = [path for package in ("epp", "sim") for path in (ROOT / package).rglob("*.*")]
     needed = {str(path.relative_to(ROOT)) for path in files if path.suffix != ".pyc"}
-    assert "sim/profiles.toml" in needed <= held
+    assert "sim/engine/profiles.toml" in needed <= held
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "bench").glob("*.py")), ids=lambda path: path.stem)

@@ -2,19 +2,23 @@
 
 The life of one request, a row a step:
 
-| step                          | function                         | module          |
-|-------------------------------|----------------------------------|-----------------|
-| protobuf message to event     | `decode`                         | `shell/codec`   |
-| phases, buffering, limits     | `Session.receive`                | `core/session`  |
-| bytes to request              | `parse_request`                  | `core/parse`    |
-| who may serve, is there room  | `EndpointPool.ready`, `saturation` | `core/pool`, `core/saturation` |
-| prompt to chained hashes      | `InferenceRequest.chains_of`     | `core/blocks`   |
-| who holds the prefix          | `AffinityIndex.match`            | `core/prefix`, `core/affinity` |
-| who is left                   | `SchedulingProfile.filter`       | `core/profile`, `plugins/filters` |
-| how good is each              | `SchedulingProfile.score`        | `core/profile`, `plugins/scorers` |
-| which one                     | `Picker.pick`                    | `plugins/pickers` |
-| remember it                   | `AffinityIndex.record`, `InflightLedger.open` | `core/prefix`, `core/inflight` |
-| answer to protobuf            | `encode`                         | `shell/codec`   |
+| step                         | function                                      | module                                             |
+| ---------------------------- | --------------------------------------------- | -------------------------------------------------- |
+| protobuf message to event    | `decode`                                      | `shell/gateway/codec`                              |
+| phases, buffering, limits    | `Session.receive`                             | `core/protocol/session`                            |
+| bytes to request             | `parse_request`                               | `core/prompt/parse`                                |
+| who may serve, is there room | `EndpointPool.ready`, `saturation`            | `core/knowledge/pool`, `core/knowledge/saturation` |
+| prompt to chained hashes     | `InferenceRequest.chains_of`                  | `core/prompt/blocks`                               |
+| who holds the prefix         | `AffinityIndex.match`                         | `core/knowledge/prefix`, `core/knowledge/affinity` |
+| who is left                  | `SchedulingProfile.filter`                    | `core/decision/profile`, `plugins/filters`         |
+| how good is each             | `SchedulingProfile.score`                     | `core/decision/profile`, `plugins/scorers`         |
+| which one                    | `Picker.pick`                                 | `plugins/pickers`                                  |
+| remember it                  | `AffinityIndex.record`, `InflightLedger.open` | `core/knowledge/prefix`, `core/knowledge/inflight` |
+| answer to protobuf           | `encode`                                      | `shell/gateway/codec`                              |
 
-`Scheduler.schedule` in `core/scheduler` is the middle of that table in one function.
+Four wings, each of which imports only those below it: `protocol` (one stream) over `decision` (one
+request to one endpoint) over `knowledge` (what is believed of each endpoint) over `prompt` (a body
+to a request and its chains), all over the nouns in `types`, `duration` and `parameters`.
+
+`Scheduler.schedule` in `core/decision/scheduler` is the middle of that table in one function.
 """

@@ -3,11 +3,9 @@
 import math
 from collections.abc import Mapping
 from enum import StrEnum
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 from msgspec import Struct, field
-
-from epp.core.blocks import chain_seed, hash_blocks
 
 Seconds: TypeAlias = float
 """Monotonic seconds since any origin; the core never asks for the time, it is told."""
@@ -27,53 +25,6 @@ class ApiKind(StrEnum):
     MESSAGES = "messages"
     OPAQUE = "opaque"
     """Not understood, or not looked at: routed by load alone."""
-
-
-class InferenceRequest(Struct, kw_only=True):
-    """One request, parsed once.
-
-    `prompts` are canonical bytes (`core/parse`), one item a prompt; `drop_prompts` lets them go
-    once their chains are known, because the request outlives them inside its lease.
-    """
-
-    request_id: str
-    api: ApiKind = ApiKind.OPAQUE
-    model: str = ""
-    """The model or adapter that is to serve, after any rewrite."""
-    prompts: tuple[bytes, ...] = ()
-    prompt_tokens: int = 0
-    """Estimate: prompt bytes / 4, or the exact number of token ids."""
-    cache_salt: str = ""
-    headers: Mapping[str, str] = field(default_factory=dict)
-    """Lower-case names."""
-    subset: tuple[str, ...] | None = None
-    """Addresses the gateway allows: "ip:port" or a bare ip. None: no hint; (): nothing allowed."""
-    priority: int = 0
-    stream: bool = False
-    output_tokens_max: int | None = None
-    session_id: str = ""
-    chains: dict[int, tuple[bytes, ...]] = field(default_factory=dict)
-    """Block size in bytes -> one chain a prompt. A replayed trace fills it instead of `prompts`."""
-    recorded: dict[object, Any] = field(default_factory=dict)
-    """What an affinity index noted when it recorded this request, to take exactly that back."""
-    cold: bool = True
-    """Set by the scheduler when it matches: no endpoint holds the head of any prompt."""
-
-    def chains_of(self, block_bytes: int, blocks_max: int) -> tuple[bytes, ...]:
-        """Chained hashes of the full blocks of each prompt, 8 bytes a block, computed once."""
-        known = self.chains.get(block_bytes)
-        if known is None:
-            seed = chain_seed(self.api, self.model, self.cache_salt)
-            known = tuple(
-                hash_blocks(prompt, seed=seed, block_bytes=block_bytes, blocks_max=blocks_max)
-                for prompt in self.prompts
-            )
-            self.chains[block_bytes] = known
-        return known
-
-    def drop_prompts(self) -> None:
-        """Let the prompt bytes go; the chains stay."""
-        self.prompts = ()
 
 
 class MetricsTarget(Struct, frozen=True, kw_only=True):

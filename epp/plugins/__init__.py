@@ -1,13 +1,13 @@
 """Opinions: which endpoints may serve, how good each is, and which one it will be.
 
-Every plugin that configurations can name, one row each. Others join these tables in `epp.build`.
+Every plugin that configurations can name, one row each. Others join these tables in `epp.configuration.build`.
 """
 
 from collections.abc import Mapping
 from typing import Final
 
-from epp.core.plugin import Filter, Picker, Scorer
-from epp.core.saturation import UtilizationDetector
+from epp.core.decision.plugin import Filter, Picker, Scorer
+from epp.core.knowledge.saturation import UtilizationDetector
 from epp.plugins import conformance, filters, pickers, scorers
 
 FILTERS: Final[Mapping[str, type[Filter]]] = {

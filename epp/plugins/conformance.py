@@ -10,10 +10,8 @@ from typing import ClassVar, Final
 
 import numpy as np
 
-from epp.core.candidates import Bools, Candidates
-from epp.core.plugin import Parameters
-from epp.core.pool import canonical_address
-from epp.core.types import Endpoint, InferenceRequest
+from epp.core.knowledge.pool import canonical_address
+from epp.plugins.contract import Bools, Candidates, Endpoint, InferenceRequest, Parameters
 
 SELECTION_HEADER: Final = "test-epp-endpoint-selection"
 SERVED_HEADER: Final = "x-conformance-test-served-endpoint"

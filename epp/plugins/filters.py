@@ -12,10 +12,7 @@ import numpy as np
 import xxhash
 from msgspec import Meta, field
 
-from epp.core.candidates import Bools, Candidates
-from epp.core.duration import Duration
-from epp.core.plugin import Parameters
-from epp.core.types import InferenceRequest
+from epp.plugins.contract import Bools, Candidates, Duration, InferenceRequest, Parameters
 
 ROLE_LABEL: Final = "llm-d.ai/role"
 _DRAWS: Final = 1 << 64

@@ -6,8 +6,7 @@ from typing import Annotated, ClassVar, Final
 import numpy as np
 from msgspec import Meta
 
-from epp.core.candidates import Candidates, Floats, Ints
-from epp.core.plugin import Parameters
+from epp.plugins.contract import Candidates, Floats, Ints, Parameters
 
 _TIE: Final = 1.0 - 1e-9
 """Sums closer than this to the best are the same preference: they differ by rounding."""

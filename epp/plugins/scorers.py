@@ -12,9 +12,14 @@ from typing import Annotated, ClassVar
 import numpy as np
 from msgspec import Meta
 
-from epp.core.candidates import AdapterColumns, Candidates, Floats
-from epp.core.plugin import Parameters
-from epp.core.types import Endpoint, InferenceRequest
+from epp.plugins.contract import (
+    AdapterColumns,
+    Candidates,
+    Endpoint,
+    Floats,
+    InferenceRequest,
+    Parameters,
+)
 
 
 class PrefixCache(Parameters, frozen=True):

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 
 from msgspec import Struct, field
 
-from epp.core.rewrite import ModelRewrites
+from epp.core.prompt.rewrite import ModelRewrites
 from epp.core.types import Endpoint
 
 

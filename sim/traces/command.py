@@ -15,8 +15,7 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from sim.profiles import DEFAULT_PROFILE, Profile
-from sim.run_options import profile_named
+from sim.engine.profiles import DEFAULT_PROFILE, Profile, profile_named
 from sim.sentences import sentence_of
 from sim.traces.arrival import Arrival, TraceError
 from sim.traces.capture import CaptureWriter, Salt

@@ -24,7 +24,7 @@ import xxhash
 from msgspec import Struct
 
 from epp.core.types import Seconds
-from sim.profiles import Profile, StepWork
+from sim.engine.profiles import Profile, StepWork
 from sim.traces.arrival import Arrival
 from sim.traces.caches import LruCache, head_tokens
 from sim.traces.prompts import PromptHashes

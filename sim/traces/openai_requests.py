@@ -12,7 +12,7 @@ from typing import Annotated, Any, Final
 import msgspec
 from msgspec import Meta, Raw, Struct
 
-from epp.core.parse import parse_request
+from epp.core.prompt.parse import parse_request
 from epp.core.types import BYTES_PER_TOKEN, Refusal
 from sim.traces.arrival import Arrival, FieldError
 from sim.traces.blocks import Tokens

@@ -26,9 +26,10 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from epp.core.blocks import chain_seed
-from epp.core.parse import parse_request
-from epp.core.types import BYTES_PER_TOKEN, ApiKind, InferenceRequest, Refusal
+from epp.core.prompt.blocks import chain_seed
+from epp.core.prompt.parse import parse_request
+from epp.core.prompt.request import InferenceRequest
+from epp.core.types import BYTES_PER_TOKEN, ApiKind, Refusal
 from sim.traces.arrival import Arrival
 
 COMPLETIONS_PATH: Final = "/v1/completions"

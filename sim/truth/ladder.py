@@ -20,19 +20,13 @@ import msgspec
 import numpy as np
 from msgspec import Struct
 
-from epp.build import build_settings, default_config, plugin_tables
-from epp.core.inflight import Ending, Lease, Outcome
-from epp.core.scheduler import Decision, Scheduler
-from epp.core.types import (
-    BYTES_PER_TOKEN,
-    ApiKind,
-    Endpoint,
-    EndpointMetrics,
-    InferenceRequest,
-    Seconds,
-)
-from sim.engine import Engine, EngineRequest, EngineSettings
-from sim.profiles import Profile, ProfileError, find_profile
+from epp.configuration.build import build_settings, default_config, plugin_tables
+from epp.core.decision.scheduler import Decision, Scheduler
+from epp.core.knowledge.inflight import Ending, Lease, Outcome
+from epp.core.prompt.request import InferenceRequest
+from epp.core.types import BYTES_PER_TOKEN, ApiKind, Endpoint, EndpointMetrics, Seconds
+from sim.engine.engine import Engine, EngineRequest, EngineSettings
+from sim.engine.profiles import Profile, ProfileError, find_profile
 from sim.truth.judgement import Judgement, Told, TruthError, against, converted, fitted
 
 ROUND_ROBIN_TOLERANCE: Final = 0.15

@@ -1,7 +1,7 @@
 """Kind `latency`: the arrivals of a run of one engine, and when each request was served.
 
 `requests.jsonl`: a request a line, with measured times. The engine's constants come from the
-kernel timings beside it (`sim/kernels.py`), or from the built-in `profile` that the description
+kernel timings beside it (`sim/engine/kernels.py`), or from the built-in `profile` that the description
 names. They are judged twice: with nothing of the run in them, and with host time and skew fitted to
 the requests that came first, judged on the others.
 """
@@ -16,10 +16,10 @@ import numpy.typing as npt
 from msgspec import Struct
 
 from epp.core.types import Seconds
-from sim.engine import Engine, EngineRequest, EngineSettings
-from sim.kernels import Card, profile_of_kernels
-from sim.least_squares import bounded_least_squares
-from sim.profiles import Profile, ProfileError, find_profile
+from sim.engine.engine import Engine, EngineRequest, EngineSettings
+from sim.engine.kernels import Card, profile_of_kernels
+from sim.engine.least_squares import bounded_least_squares
+from sim.engine.profiles import Profile, ProfileError, find_profile
 from sim.truth.judgement import (
     Judgement,
     Told,

@@ -14,10 +14,10 @@ import msgspec
 from msgspec import Struct
 
 from epp.core.types import Seconds
-from sim.blocks import BlockPool, Holding
-from sim.engine import Engine, EngineRequest, EngineSettings
-from sim.profiles import DEFAULT_PROFILE, find_profile
-from sim.tokens import encode_ids, hash_chain
+from sim.engine.blocks import BlockPool, Holding
+from sim.engine.engine import Engine, EngineRequest, EngineSettings
+from sim.engine.profiles import DEFAULT_PROFILE, find_profile
+from sim.pods.tokens import encode_ids, hash_chain
 from sim.truth.judgement import Judgement, Told, TruthError, all_of, converted, lines_of
 
 Event: TypeAlias = tuple[str, list[int]]

@@ -2,8 +2,8 @@
 
 import pytest
 
-from epp.shell.api_errors import ApiError, ApiFailure
-from epp.shell.kube_client import Credentials, KubeClient
+from epp.shell.kubernetes.api_errors import ApiError, ApiFailure
+from epp.shell.kubernetes.client import Credentials, KubeClient
 from tests.apiserver.cluster import Release
 from tests.chart.rendering import ROOT
 

@@ -9,7 +9,7 @@ import pytest
 import yaml
 from packaging.requirements import Requirement
 
-from epp import flags
+from epp.configuration import flags
 from tests.chart.manifests import DEPLOY, generated
 from tests.chart.rendering import CHART, ROOT, objects, one, picker
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from epp.shell.metric_table import METRICS
+from epp.shell.operators.metric_table import METRICS
 from tests.chart.rendering import CHART
 
 RULES = CHART / "files/rules.yaml"

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from epp.flags import parse_serve
-from epp.shell.cluster import _lease_name
+from epp.configuration.flags import parse_serve
+from epp.shell.kubernetes.cluster import _lease_name
 from tests.chart.rendering import ROOT, objects, one, picker
 
 kubernetes_validate = pytest.importorskip(

@@ -10,9 +10,10 @@ from pathlib import Path
 import pytest
 import yaml
 
-from epp import __version__, flags
-from epp.build import plugin_tables
-from epp.config import DEFAULT_CONFIG, load_config
+from epp import __version__
+from epp.configuration import flags
+from epp.configuration.build import plugin_tables
+from epp.configuration.config import DEFAULT_CONFIG, load_config
 from tests.chart.rendering import CHART, VALUES, helm, objects, one, picker, rendered
 
 GOLDEN = Path(__file__).parent / "golden"

@@ -5,8 +5,8 @@ import aiohttp
 import pytest
 from msgspec import Struct
 
-from epp.core.session import SessionSettings
-from epp.shell.bootstrap import BootstrapOptions
+from epp.core.protocol.session import SessionSettings
+from epp.shell.gateway.bootstrap import BootstrapOptions
 from tests.envoy.picker import Picker, running_picker
 from tests.envoy.recorder import RecordedStream, Recorder, recording
 from tests.envoy.rig import ENVOY, Envoy, http_client, running_envoy

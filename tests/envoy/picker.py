@@ -9,15 +9,15 @@ from typing import ClassVar
 import numpy as np
 from msgspec import Struct
 
-from epp.core.candidates import Candidates, Floats, Ints
-from epp.core.inflight import Outcome
-from epp.core.profile import SchedulingProfile
-from epp.core.scheduler import Scheduler, SchedulerSettings
-from epp.core.session import Exchange, Session, SessionSettings
+from epp.core.decision.profile import SchedulingProfile
+from epp.core.decision.scheduler import Scheduler, SchedulerSettings
+from epp.core.knowledge.candidates import Candidates, Floats, Ints
+from epp.core.knowledge.inflight import Outcome
+from epp.core.protocol.session import Exchange, Session, SessionSettings
 from epp.core.types import Endpoint, EndpointMetrics, Refusal, Seconds
-from epp.shell.health import Health
-from epp.shell.server import ExtProcServer, grpc_server
-from epp.shell.tls import ServerCertificate
+from epp.shell.gateway.health import Health
+from epp.shell.gateway.server import ExtProcServer, grpc_server
+from epp.shell.gateway.tls import ServerCertificate
 from tests.envoy.upstream import REQUEST_BYTES_MAX, Pod
 
 

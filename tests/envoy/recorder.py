@@ -14,7 +14,7 @@ import grpc
 import grpc.aio
 from envoy_data_plane.envoy.service.ext_proc.v3 import ProcessingRequest, ProcessingResponse
 
-from epp.core.messages import DESTINATION_HEADER
+from epp.core.protocol.messages import DESTINATION_HEADER
 
 PROCESS = "/envoy.service.ext_proc.v3.ExternalProcessor/Process"
 MESSAGE_BYTES_MAX = 64 * 1024 * 1024

@@ -15,7 +15,7 @@ import aiohttp
 import msgspec
 import yaml
 
-from epp.shell.bootstrap import BootstrapOptions, render
+from epp.shell.gateway.bootstrap import BootstrapOptions, render
 
 
 def _find_envoy() -> Path | None:

@@ -8,8 +8,8 @@ from collections import Counter
 import aiohttp
 import pytest
 
-from epp.flags import BodyMode
-from epp.shell.bootstrap import BootstrapOptions
+from epp.configuration.flags import BodyMode
+from epp.shell.gateway.bootstrap import BootstrapOptions
 from tests.envoy.picker import running_picker
 from tests.envoy.process import running_epp
 from tests.envoy.rig import RawConnection, ext_proc, http_client, running_envoy, until

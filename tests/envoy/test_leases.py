@@ -5,8 +5,8 @@ import time
 import aiohttp
 import pytest
 
-from epp.core.inflight import Ending
-from epp.flags import BodyMode
+from epp.configuration.flags import BodyMode
+from epp.core.knowledge.inflight import Ending
 from tests.envoy.rig import RawConnection, ext_proc, until
 
 pytestmark = pytest.mark.envoy

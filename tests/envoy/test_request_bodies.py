@@ -7,8 +7,8 @@ import io
 import grpc.aio
 import pytest
 
-from epp.core.messages import BODY_CHUNK_BYTES_MAX, DESTINATION_HEADER
-from epp.flags import BodyMode
+from epp.configuration.flags import BodyMode
+from epp.core.protocol.messages import BODY_CHUNK_BYTES_MAX, DESTINATION_HEADER
 from tests.envoy.rig import RawConnection, http_connections, until
 
 pytestmark = pytest.mark.envoy

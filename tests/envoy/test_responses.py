@@ -2,8 +2,8 @@
 
 import pytest
 
-from epp.core.inflight import Ending
-from epp.flags import BodyMode
+from epp.configuration.flags import BodyMode
+from epp.core.knowledge.inflight import Ending
 from tests.envoy.rig import until
 from tests.envoy.upstream import large_body, sse_event, sse_stream
 

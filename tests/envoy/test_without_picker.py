@@ -4,7 +4,7 @@ from collections import Counter
 
 import pytest
 
-from epp.shell.bootstrap import DESTINATION_HEADER, BootstrapOptions
+from epp.shell.gateway.bootstrap import DESTINATION_HEADER, BootstrapOptions
 from tests.envoy.rig import http_client, http_filters, refusing_port, running_envoy
 from tests.envoy.upstream import running_pods
 

@@ -3,7 +3,7 @@
 import msgspec
 import pytest
 
-from epp.build import default_config, plugin_tables
+from epp.configuration.build import default_config, plugin_tables
 from epp.plugins import FILTERS
 from tests.builders import candidates, endpoint, request
 

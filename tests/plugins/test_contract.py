@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from epp.core.plugin import ReadsIndex
+from epp.core.decision.plugin import ReadsIndex
 from epp.plugins import DEPRECATED, FILTERS, PICKERS, SCORERS
 from tests.builders import affinity, candidates, request, resident
 from tests.builders import lora as activity

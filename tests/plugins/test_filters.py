@@ -2,7 +2,7 @@ import pytest
 from msgspec import ValidationError, convert
 
 from epp.core.duration import Duration
-from epp.core.saturation import UtilizationDetector
+from epp.core.knowledge.saturation import UtilizationDetector
 from epp.plugins import FILTERS, filters
 from tests.builders import affinity, candidates, lora, request, resident
 

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 from msgspec import ValidationError, convert
 
-from epp.core.profile import SchedulingProfile, WeightedScorer
+from epp.core.decision.profile import SchedulingProfile, WeightedScorer
 from epp.plugins import pickers, scorers
 from tests.builders import affinity, candidates, endpoint, lora, request, resident
 

@@ -1,4 +1,4 @@
-from epp.core.rewrite import ModelRewrites, RewriteRule, Target
+from epp.core.prompt.rewrite import ModelRewrites, RewriteRule, Target
 from epp.shell.found import Found
 
 

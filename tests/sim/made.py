@@ -4,10 +4,10 @@ from random import Random
 
 from msgspec import structs
 
-from sim.cluster import Cluster, ClusterSettings
-from sim.policies import policy_source
-from sim.profiles import DEFAULT_PROFILE, find_profile
-from sim.simulated_pod import PodKind
+from sim.cluster.cluster import Cluster, ClusterSettings
+from sim.cluster.policies import policy_source
+from sim.cluster.simulated_pod import PodKind
+from sim.engine.profiles import DEFAULT_PROFILE, find_profile
 from sim.traces.arrival import Arrival
 from sim.traces.prompts import request_of
 

@@ -8,10 +8,10 @@ import re
 from aiohttp import ClientSession
 from aiohttp.test_utils import TestServer
 
-from sim.engine import EngineSettings
-from sim.pod_server import PodServer
-from sim.pods import Pod, PodSettings
-from sim.profiles import DEFAULT_PROFILE, find_profile
+from sim.engine.engine import EngineSettings
+from sim.engine.profiles import DEFAULT_PROFILE, find_profile
+from sim.pods.pods import Pod, PodSettings
+from sim.pods.server import PodServer
 
 MODEL = "base-model"
 

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec import structs
 
-from sim.profiles import DEFAULT_PROFILE, find_profile
+from sim.engine.profiles import DEFAULT_PROFILE, find_profile
 from sim.traces.arrival import Arrival
 from sim.traces.caches import LruCache
 from sim.traces.formats import open_trace

@@ -6,10 +6,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from epp.core.blocks import HASH_BYTES
+from epp.core.prompt.blocks import HASH_BYTES
 from epp.core.types import BYTES_PER_TOKEN
-from sim.engine import Engine, EngineRequest, EngineSettings
-from sim.profiles import DEFAULT_PROFILE, find_profile
+from sim.engine.engine import Engine, EngineRequest, EngineSettings
+from sim.engine.profiles import DEFAULT_PROFILE, find_profile
 from sim.traces.arrival import Arrival
 from sim.traces.prompts import (
     body_of,

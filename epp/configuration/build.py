@@ -1,0 +1,170 @@
+"""Configuration -> what the scheduler is made of: the one wiring of server, check and simulator."""
+
+from collections.abc import Callable, Mapping
+from importlib.metadata import EntryPoint, entry_points
+from typing import Any, Final
+
+import msgspec
+
+from epp.configuration.compatibility import ACCEPTED
+from epp.configuration.config import (
+    DEFAULT_CONFIG,
+    DEFAULT_SOURCE,
+    ConfigError,
+    PickerConfig,
+    PluginTables,
+    load_config,
+)
+from epp.core.decision.plugin import Picker
+from epp.core.decision.scheduler import SchedulerSettings
+from epp.core.knowledge.affinity import NoHitLruSettings, SessionIndexSettings
+from epp.core.knowledge.index import AffinityIndexSettings
+from epp.core.knowledge.prefix import PrefixIndexSettings
+from epp.core.types import Seconds
+from epp.plugins import DEPRECATED, FILTERS, PICKERS, SCORERS
+
+ENTRY_POINTS: Final = "homing.plugins"
+"""Group in which other distributions offer their plugins, one class an entry point (D13)."""
+
+INDEXES: Final[Mapping[str, type[AffinityIndexSettings]]] = {
+    "approx-prefix-cache-producer": PrefixIndexSettings,
+    "session-id-producer": SessionIndexSettings,
+    "no-hit-lru-producer": NoHitLruSettings,
+}
+
+REFRESH_INTERVAL_S: Final = 0.2
+"""Between two scrapes of an endpoint, in a pool of up to 400."""
+METRICS_STALENESS_S: Final = 2.0
+_SATURATION_STALENESS_MIN_S: Final = 1.0
+_SATURATION_STALENESS_INTERVALS: Final = 5
+_PREFILL_TOKENS_PER_S: Final = 15_928.0
+
+
+def plugin_tables() -> PluginTables:
+    """The plugins of this distribution and those that installed ones offer.
+
+    Raises `ConfigError` when an installed one cannot be imported, is no plugin, or takes a name
+    that is in use.
+    """
+    tables: dict[str, dict[str, Any]] = {
+        "keep": dict(FILTERS),
+        "score": dict(SCORERS),
+        "pick": dict(PICKERS),
+        "open": dict(INDEXES),
+    }
+    problems: list[str] = []
+    for entry in sorted(entry_points(group=ENTRY_POINTS), key=lambda entry: entry.name):
+        problem = _add(entry, tables)
+        if problem:
+            problems.append(f"entry point {entry.name} ({entry.value}) {problem}")
+    if problems:
+        raise ConfigError(problems)
+    return PluginTables(
+        filters=tables["keep"],
+        scorers=tables["score"],
+        pickers=tables["pick"],
+        indexes=tables["open"],
+        deprecated=DEPRECATED,
+    )
+
+
+def _add(entry: EntryPoint, tables: Mapping[str, dict[str, Any]]) -> str | None:
+    """Put the class behind `entry` into the table of the verb it has; say what hinders."""
+    try:
+        kind = entry.load()
+    except (ImportError, AttributeError) as error:
+        return f"cannot be imported: {error}"
+    type_name = getattr(kind, "type_name", None)
+    if not (isinstance(kind, type) and issubclass(kind, msgspec.Struct) and type_name):
+        return "is no plugin, expected a msgspec.Struct with a type_name"
+    verbs = [verb for verb in tables if callable(getattr(kind, verb, None))]
+    if len(verbs) != 1:
+        return f"has {len(verbs)} of the verbs {', '.join(tables)}, expected one"
+    if type_name in ACCEPTED or any(type_name in table for table in tables.values()):
+        return f"is of type {type_name}, which is taken"
+    tables[verbs[0]][type_name] = kind
+    return None
+
+
+def default_config(plugins: PluginTables) -> PickerConfig:
+    """What decides when no configuration is given."""
+    return load_config(DEFAULT_CONFIG, DEFAULT_SOURCE, plugins)
+
+
+def build_settings(
+    config: PickerConfig,
+    *,
+    metrics_staleness_s: Seconds = METRICS_STALENESS_S,
+    refresh_interval_s: Seconds = REFRESH_INTERVAL_S,
+    fallback_endpoints_max: int = 0,
+) -> SchedulerSettings:
+    """All that decides, for `Scheduler.configure`.
+
+    `refresh_interval_s` is the time between two scrapes of one endpoint. The saturation detector's
+    threshold is max(1 s, 5 of those) unless the configuration gives one (design section 4).
+    """
+    profile = config.profile
+    picker = _picking(profile.picker, 1 + fallback_endpoints_max)
+    saturation = config.saturation
+    if not config.staleness_given:
+        threshold_s = saturation_staleness_s(refresh_interval_s)
+        saturation = msgspec.structs.replace(
+            saturation,
+            metrics_staleness_threshold=type(saturation.metrics_staleness_threshold)(threshold_s),
+        )
+    rates = (getattr(named.plugin, "peak_prefill_throughput", None) for named in profile.filters)
+    prefix: Any = config.indexes.get(config.prefix)
+    return SchedulerSettings(
+        profile=msgspec.structs.replace(profile, picker=picker),
+        indexes=config.indexes,
+        prefix=config.prefix,
+        block_tokens=prefix.block_tokens if prefix else 64,
+        saturation=saturation,
+        metrics_staleness_s=metrics_staleness_s,
+        prefill_tokens_per_s=next((rate for rate in rates if rate), _PREFILL_TOKENS_PER_S),
+        fallback_endpoints_max=fallback_endpoints_max,
+    )
+
+
+def saturation_staleness_s(refresh_interval_s: Seconds) -> Seconds:
+    """Age from which the saturation detector takes an endpoint for full, unless configured."""
+    return max(_SATURATION_STALENESS_MIN_S, _SATURATION_STALENESS_INTERVALS * refresh_interval_s)
+
+
+def settings_warnings(
+    config: PickerConfig,
+    *,
+    metrics_staleness_s: Seconds = METRICS_STALENESS_S,
+    refresh_interval_s: Seconds = REFRESH_INTERVAL_S,
+    fallback_endpoints_max: int = 0,
+) -> list[str]:
+    """What in `config` does not go with these flags, one sentence each."""
+    warnings: list[str] = []
+    threshold_s = float(config.saturation.metrics_staleness_threshold)
+    expected_s = saturation_staleness_s(refresh_interval_s)
+    if config.staleness_given and threshold_s < expected_s:
+        warnings.append(
+            f"{config.source}: metricsStalenessThreshold {threshold_s:g}s of the saturation "
+            f"detector is less than {expected_s:g}s, endpoints scraped every "
+            f"{refresh_interval_s:g}s will count as full now and then"
+        )
+    if metrics_staleness_s < 2 * refresh_interval_s:
+        warnings.append(
+            f"--metrics-staleness-threshold {metrics_staleness_s:g}s is less than two refresh "
+            f"intervals of {refresh_interval_s:g}s, fresh endpoints will rank as stale"
+        )
+    picks = getattr(config.profile.picker, "max_num_of_endpoints", 1)
+    if picks > 1 + fallback_endpoints_max:
+        warnings.append(
+            f"{config.source}: maxNumOfEndpoints {picks} of {config.profile.picker_name} has no "
+            f"effect, fallbacks are sent with --fallback-endpoints-max only"
+        )
+    return warnings
+
+
+def _picking(picker: Picker, count: int) -> Picker:
+    """`picker`, choosing `count` endpoints where it can be told how many."""
+    if not hasattr(picker, "max_num_of_endpoints"):
+        return picker
+    replace: Callable[..., Any] = msgspec.structs.replace
+    return replace(picker, max_num_of_endpoints=count)  # type: ignore[no-any-return]

@@ -1,0 +1,152 @@
+"""`epp check-config`: the server's own reading of a configuration, told to a person."""
+
+import inspect
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Final, TextIO
+
+import msgspec
+
+from epp.configuration.build import (
+    build_settings,
+    default_config,
+    plugin_tables,
+    settings_warnings,
+)
+from epp.configuration.config import (
+    CONFIG_MAX_BYTES,
+    ConfigError,
+    PickerConfig,
+    PluginTables,
+    config_hash,
+    diff_configs,
+    load_config,
+    plain_parameters,
+)
+from epp.configuration.flags import CheckFlags
+
+VALID: Final = 0
+INVALID: Final = 1
+UNREADABLE: Final = 2
+
+READS: Final[Mapping[str, str]] = {
+    "active-request-scorer": "requests in flight from here",
+    "by-label": "labels",
+    "by-label-selector": "labels",
+    "decode-filter": "labels",
+    "encode-filter": "labels",
+    "fresh-metrics-filter": "age of metrics",
+    "header-based-testing-filter": "headers that only tests send",
+    "kv-cache-utilization-scorer": "KV-cache usage",
+    "label-selector-filter": "labels",
+    "load-aware-scorer": "waiting requests",
+    "lora-affinity-scorer": "LoRA adapters",
+    "lora-capacity-filter": "LoRA adapters",
+    "no-hit-lru-scorer": "prefix index, index of cold prompts",
+    "prefill-filter": "labels",
+    "prefix-cache-affinity-filter": "prefix index, prompt tokens in flight from here",
+    "prefix-cache-scorer": "prefix index",
+    "queue-scorer": "waiting requests",
+    "running-requests-size-scorer": "running requests",
+    "session-affinity-scorer": "session token, or index of sessions",
+    "token-load-scorer": "prefix index, prompt tokens in flight from here",
+    "utilization-detector": "waiting requests, KV-cache usage, age of metrics",
+}
+"""Type of filter or scorer -> what it looks at."""
+
+
+def check_config(flags: CheckFlags, out: TextIO, err: TextIO) -> int:
+    """Exit code: 0 valid, 1 invalid or unsupported, 2 unreadable.
+
+    Warnings and problems go to `err`, what was asked for to `out`.
+    """
+    try:
+        plugins = plugin_tables()
+        config = _load(flags.file, plugins) if flags.file else default_config(plugins)
+        old = _load(flags.diff, plugins) if flags.diff else None
+    except ConfigError as error:
+        for problem in error.problems:
+            print(problem, file=err)
+        return INVALID
+    except OSError as error:
+        print(f"{error.filename}: cannot be read: {error.strerror}", file=err)
+        return UNREADABLE
+    for warning in (*config.warnings, *settings_warnings(config)):
+        print(f"warning: {warning}", file=err)
+    if flags.explain:
+        out.write(explain(config))
+    elif old is None:
+        print(f"{config.source}: valid, hash {config_hash(config)}", file=out)
+    if old is not None:
+        for line in diff_configs(old, config) or [f"{old.source} and {config.source} are equal"]:
+            print(line, file=out)
+    return VALID
+
+
+def _load(file: str, plugins: PluginTables) -> PickerConfig:
+    """The configuration in `file`, "-" for standard input; at most one byte too much is read."""
+    if file == "-":
+        return load_config(sys.stdin.buffer.read(CONFIG_MAX_BYTES + 1), "standard input", plugins)
+    with Path(file).open("rb") as stream:
+        return load_config(stream.read(CONFIG_MAX_BYTES + 1), file, plugins)
+
+
+def explain(config: PickerConfig) -> str:
+    """What `config` does, defaults filled in, for reading on a terminal."""
+    settings = build_settings(config)
+    profile = settings.profile
+    lines = [f"configuration  {config.source}", f"hash           {config_hash(config)}", ""]
+    lines.append(f"profile {profile.name}")
+    for number, named in enumerate(profile.filters, 1):
+        lines += _member(f"filter {number}", named.name, named.plugin)
+    if not profile.filters:
+        lines.append("  no filters: every ready endpoint is a candidate")
+    total = sum(scorer.weight for scorer in profile.scorers)
+    for scorer in profile.scorers:
+        share = f"weight {scorer.weight:g} of {total:g}, {scorer.weight / total:.0%}"
+        lines += _member("scorer", scorer.name, scorer.plugin, share)
+    if not profile.scorers:
+        lines.append("  no scorers: all candidates are equal")
+    lines += _member("picker", profile.picker_name, profile.picker)
+    lines += ["", "indexes"]
+    for name, index in config.indexes.items():
+        default = "default prefix index" if name == config.prefix else ""
+        lines += _member("index", name, index, default)
+    if not config.indexes:
+        lines.append("  none: nothing is remembered of where prompts went")
+    lines += ["", "saturation: a request of negative priority is refused from 1.0 on"]
+    lines += _member("detector", settings.saturation.type_name, settings.saturation)
+    lines += ["", "parsers, in order", f"  {', '.join(config.parsers)}"]
+    lines += ["", "metrics of endpoints"]
+    lines += _parameters(config.metrics.source) + _parameters(config.metrics.extractor)
+    return "\n".join(lines) + "\n"
+
+
+def _member(kind: str, name: str, plugin: Any, note: str = "") -> list[str]:
+    heading = f"  {kind:<9} {name}"
+    type_name = plugin.type_name
+    if type_name != name:
+        heading += f" (type {type_name})"
+    if note:
+        heading += f": {note}"
+    lines = [heading, f"      {_first_sentence(plugin)}"]
+    if type_name in READS:
+        lines.append(f"      reads {READS[type_name]}")
+    return lines + [f"    {line}" for line in _parameters(plugin)]
+
+
+def _parameters(plugin: Any) -> list[str]:
+    """A line for each parameter that has a value."""
+    return [
+        f"  {name} = {value if isinstance(value, str) else msgspec.json.encode(value).decode()}"
+        for name, value in plain_parameters(plugin).items()
+        if value not in (None, "", (), [], {})
+    ]
+
+
+def _first_sentence(plugin: Any) -> str:
+    """Of the docstring."""
+    document = inspect.cleandoc(type(plugin).__doc__ or "No description.")
+    paragraph = " ".join(document.partition("\n\n")[0].split())
+    return paragraph.partition(". ")[0].rstrip(".") + "."

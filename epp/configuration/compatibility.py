@@ -1,0 +1,282 @@
+"""Names that configurations of the field carry and that mean little or nothing here.
+
+A type in `ACCEPTED` loads, with its parameters checked, so that an existing ConfigMap works
+unchanged; one in `REFUSED` is refused with what to use instead. Names and parameters are those of
+llm-d-router v0.10 and of gateway-api-inference-extension v1.
+"""
+
+import re
+from collections.abc import Mapping
+from enum import StrEnum
+from typing import Annotated, Any, ClassVar, Final
+
+from msgspec import Meta, field
+
+from epp.core.parameters import Parameters
+
+API_VERSION: Final = "llm-d.ai/v1alpha1"
+API_VERSION_DEPRECATED: Final = "inference.networking.x-k8s.io/v1alpha1"
+
+PARSERS: Final = ("openai-parser", "anthropic-parser", "vllmhttp-parser", "passthrough-parser")
+"""All of them, in the order in which the field tries them."""
+
+_SPEC: Final = re.compile(r"[A-Za-z_:][\w:]*(?:\{([^{}]*)\})?", re.ASCII)
+_LABEL: Final = re.compile(r"\s*[A-Za-z_]\w*\s*=\s*(?:\"[^\",]*\"|[^\",]*)", re.ASCII)
+
+
+class MetricSpec(str):
+    """Which series of a metrics page: `name` or `name{label=value,...}`; "" for none."""
+
+    __slots__ = ()
+
+
+def parse_metric_spec(text: str) -> MetricSpec:
+    """Raises `ValueError`, in one sentence, if `text` names no series."""
+    spec = _SPEC.fullmatch(text)
+    labels = (spec[1] or "").split(",") if spec else []
+    if text and not (spec and all(_LABEL.fullmatch(label) for label in labels if label)):
+        raise ValueError(f"{text!r} is not a metric such as name or name{{label=value}}")
+    return MetricSpec(text)
+
+
+class NoParameters(Parameters, frozen=True):
+    """A type that takes no parameters."""
+
+
+class DataParallelHandler(Parameters, frozen=True):
+    """`data-parallel-profile-handler`: each rank is an endpoint of its own anyhow."""
+
+    primary_port: Annotated[int, Meta(ge=1, le=65_535)] | None = None
+
+
+class TokenProducer(Parameters, frozen=True):
+    """`token-producer`: prompts are measured by their bytes, 4 a token; nothing else is there."""
+
+    backends: ClassVar[tuple[str, ...]] = ("vllm", "uds_tokenizer_config", "local", "hf")
+
+    model_name: str = ""
+    estimate: dict[str, Any] = field(default_factory=dict)
+    vllm: Any = None
+    uds_tokenizer_config: Any = None
+    local: Any = None
+    hf: Any = None
+
+    def __post_init__(self) -> None:
+        for backend in self.backends:
+            if getattr(self, backend) is not None:
+                spelling = "udsTokenizerConfig" if "_" in backend else backend
+                raise ValueError(
+                    f"the {spelling} tokenizer backend is not supported, prompts are measured by "
+                    f"their bytes: remove `{spelling}` or use `estimate`"
+                )
+
+
+class InflightLoadProducer(Parameters, frozen=True):
+    """`inflight-load-producer`: the ledger always counts requests and uncached prompt tokens."""
+
+    add_estimated_output_tokens: bool = False
+    output_ratio: Annotated[float, Meta(ge=0)] = 1.5
+
+
+class MetricsScheme(StrEnum):
+    HTTP = "http"
+    HTTPS = "https"
+
+
+class MetricsDataSource(Parameters, frozen=True):
+    """`metrics-data-source`: where each endpoint serves its metrics."""
+
+    scheme: MetricsScheme = MetricsScheme.HTTP
+    path: Annotated[str, Meta(pattern="^/")] = "/metrics"
+    port: Annotated[int, Meta(ge=1, le=65_535)] | None = None
+    """None: the port that serves requests."""
+    insecure_skip_verify: bool = True
+
+
+class ExtraMetric(Parameters, frozen=True):
+    """A series that the reference picker would show to attribute plugins."""
+
+    attribute_key: str
+    metric_spec: MetricSpec
+
+
+class EngineMetrics(Parameters, frozen=True):
+    """What an engine calls its metrics. A configured engine replaces the built-in one as a whole."""
+
+    name: Annotated[str, Meta(min_length=1)]
+    queued_requests_spec: MetricSpec = MetricSpec("")
+    running_requests_spec: MetricSpec = MetricSpec("")
+    kv_usage_spec: MetricSpec = MetricSpec("")
+    lora_spec: MetricSpec = MetricSpec("")
+    cache_info_spec: MetricSpec = MetricSpec("")
+    cache_block_size_spec: MetricSpec = MetricSpec("")
+    cache_num_blocks_spec: MetricSpec = MetricSpec("")
+    custom_metrics: tuple[ExtraMetric, ...] = ()
+    tiered_offloading_specs: tuple[ExtraMetric, ...] = ()
+
+    def __post_init__(self) -> None:
+        if not self.queued_requests_spec:
+            raise ValueError(
+                f"engine {self.name} has no queuedRequestsSpec, by which its page is recognised"
+            )
+
+
+ENGINE_LABELS: Final = ("llm-d.ai/engine-type", "inference.networking.k8s.io/engine-type")
+"""Labels that name an endpoint's engine; the second is deprecated."""
+
+BUILT_IN_ENGINES: Final = (
+    "vllm",
+    "sglang",
+    "trtllm-serve",
+    "triton-tensorrt-llm",
+    "triton",
+    "llama.cpp",
+)
+
+
+class CoreMetricsExtractor(Parameters, frozen=True):
+    """`core-metrics-extractor`: which engine each endpoint runs, and its metric names."""
+
+    engine_label_key: Annotated[str, Meta(min_length=1)] = ENGINE_LABELS[0]
+    default_engine: Annotated[str, Meta(min_length=1)] = "vllm"
+    engine_configs: tuple[EngineMetrics, ...] = ()
+
+    def __post_init__(self) -> None:
+        names = [engine.name for engine in self.engine_configs]
+        for name in names:
+            if names.count(name) > 1:
+                raise ValueError(f"engineConfigs has engine {name} {names.count(name)} times")
+        known = {*BUILT_IN_ENGINES, *names}
+        if self.default_engine not in known:
+            raise ValueError(
+                f"defaultEngine {self.default_engine} is not one of {', '.join(sorted(known))}"
+            )
+
+
+HANDLERS: Final[Mapping[str, type[Parameters]]] = {
+    "single-profile-handler": NoParameters,
+    "data-parallel-profile-handler": DataParallelHandler,
+}
+
+ACCEPTED: Final[Mapping[str, type[Parameters]]] = {
+    **HANDLERS,
+    "token-producer": TokenProducer,
+    "inflight-load-producer": InflightLoadProducer,
+    "metrics-data-source": MetricsDataSource,
+    "core-metrics-extractor": CoreMetricsExtractor,
+    "model-server-protocol-metrics": CoreMetricsExtractor,
+    **dict.fromkeys(PARSERS, NoParameters),
+}
+
+DEPRECATED: Final[Mapping[str, str]] = {"model-server-protocol-metrics": "core-metrics-extractor"}
+"""Old type name -> the one to use instead. The old ones keep working."""
+
+MOVED_TO_INDEX: Final = (
+    "autoTune",
+    "blockSize",
+    "blockSizeTokens",
+    "hashBlockSize",
+    "lruCapacityPerServer",
+    "maxPrefixBlocksToMatch",
+    "maxPrefixTokensToMatch",
+)
+"""Parameters that `prefix-cache-scorer` had before the index became a plugin of its own."""
+
+_NO_EVENTS: Final = "there are no KV-cache events here"
+_NO_DISAGGREGATION: Final = "prefill and decode are not disaggregated here"
+_NO_QUEUE: Final = "requests are not queued in the picker"
+_NO_PREDICTOR: Final = "there is no latency predictor"
+
+REFUSED: Final[Mapping[str, str]] = {
+    "precise-prefix-cache-scorer": f"{_NO_EVENTS}: use prefix-cache-scorer",
+    "precise-prefix-cache-producer": f"{_NO_EVENTS}: use approx-prefix-cache-producer",
+    "burst-prefix-cache-producer": (
+        "requests are not held back: use approx-prefix-cache-producer, which counts each decision "
+        "at once"
+    ),
+    "tokenizer": "there is no tokenizer: use token-producer with `estimate`, or remove it",
+    "disagg-profile-handler": f"{_NO_DISAGGREGATION}: use single-profile-handler with one profile",
+    "pd-profile-handler": f"{_NO_DISAGGREGATION}: use single-profile-handler with one profile",
+    "header-profile-handler": "there is one profile: use single-profile-handler",
+    "prefill-header-handler": f"{_NO_DISAGGREGATION}: remove it",
+    "disagg-headers-handler": f"{_NO_DISAGGREGATION}: remove it",
+    "prefix-based-pd-decider": f"{_NO_DISAGGREGATION}: remove it",
+    "always-disagg-pd-decider": f"{_NO_DISAGGREGATION}: remove it",
+    "always-disagg-multimodal-decider": f"{_NO_DISAGGREGATION}: remove it",
+    "disaggregatedset-rollout-screener": f"{_NO_DISAGGREGATION}: remove it",
+    "latency-scorer": f"{_NO_PREDICTOR}: use token-load-scorer",
+    "predicted-latency-producer": f"{_NO_PREDICTOR}: use inflight-load-producer",
+    "predicted-latency-scorer": f"{_NO_PREDICTOR}: use token-load-scorer",
+    "slo-headroom-tier-filter": f"{_NO_PREDICTOR}: use prefix-cache-affinity-filter",
+    "latency-slo-admitter": f"{_NO_PREDICTOR}: use utilization-detector",
+    "probabilistic-admitter": "requests are shed by priority: use utilization-detector",
+    "concurrency-detector": "saturation is read from the engines: use utilization-detector",
+    "utilization-filter": "use utilization-detector as a filter",
+    "fcfs-ordering-policy": f"{_NO_QUEUE}: remove it",
+    "edf-ordering-policy": f"{_NO_QUEUE}: remove it",
+    "slo-deadline-ordering-policy": f"{_NO_QUEUE}: remove it",
+    "global-strict-fairness-policy": f"{_NO_QUEUE}: remove it",
+    "round-robin-fairness-policy": f"{_NO_QUEUE}: remove it",
+    "program-aware-fairness": f"{_NO_QUEUE}: remove it",
+    "static-usage-limit-policy": f"{_NO_QUEUE}: use utilization-detector",
+    "priority-holdback-policy": f"{_NO_QUEUE}: use utilization-detector",
+    "soft-reflective-ceiling-policy": f"{_NO_QUEUE}: use utilization-detector",
+    "sheddable-eviction-filter": f"{_NO_QUEUE}, nor evicted from the engines: remove it",
+    "priority-then-time-eviction-order-policy": (
+        f"{_NO_QUEUE}, nor evicted from the engines: remove it"
+    ),
+    "session-affinity-filter": "use session-affinity-scorer with a high weight",
+    "header-label-affinity-scorer": "use label-selector-filter",
+    "endpoint-attribute-filter": "use label-selector-filter",
+    "endpoint-attribute-scorer": "use queue-scorer or kv-cache-utilization-scorer",
+    "topology-affinity-filter": "use label-selector-filter",
+    "topology-affinity-scorer": "use label-selector-filter",
+    "context-length-aware": "use token-load-scorer",
+    "mm-embeddings-cache-scorer": "there is no encoder-cache index: use prefix-cache-scorer",
+    "mm-embeddings-cache-producer": (
+        "there is no encoder-cache index: use approx-prefix-cache-producer"
+    ),
+    "p2p-source-producer": "KV blocks are not moved between engines: remove it",
+    "request-attribute-reporter": "nothing is computed from usage: use --parse-response-usage",
+    "agent-identity": "there is no fairness between agents: remove it",
+    "models-data-source": "models are not listed by endpoint: use metrics-data-source",
+    "dcgm-data-source": "GPUs are not read: use metrics-data-source",
+    "endpoint-notification-source": "changes of endpoints always arrive: remove it",
+    "k8s-notification-source": "changes of endpoints always arrive: remove it",
+    "file-discovery": "endpoints are given with --endpoints-file: remove it",
+    "round-robin-picker": "use max-score-picker, which takes turns among equal scores",
+    "sglanghttp-parser": "this API is not read: use passthrough-parser",
+    "vllmgrpc-parser": "gRPC requests are not read: use passthrough-parser",
+    "vertexai-parser": "gRPC requests are not read: use passthrough-parser",
+}
+
+FEATURE_GATES: Final[Mapping[str, str]] = {
+    "haPopulateNonLeaderDatastore": "followers always know all endpoints",
+    "prepareDataPlugins": "producers are always prepared",
+    "dataLayer": "metrics are always collected by the data layer",
+}
+"""Gates that have no effect -> why. `flowControl` is refused when it is on."""
+
+REFUSED_SECTIONS: Final[Mapping[str, str]] = {
+    "dataLayer.discovery": "endpoints are given with --endpoints-file",
+    "dataLayer.peerDiscovery": "replicas do not share state",
+    "dataLayer.crossReplicaSyncerPluginRef": "replicas do not share state",
+    "dataLayer.crossReplicaSyncInterval": "replicas do not share state",
+    "flowControl.maxBytes": _NO_QUEUE,
+    "flowControl.maxRequests": _NO_QUEUE,
+    "flowControl.defaultRequestTTL": _NO_QUEUE,
+    "flowControl.noEndpointRequestTTL": _NO_QUEUE,
+    "flowControl.defaultPriorityBand": _NO_QUEUE,
+    "flowControl.defaultNegativePriorityBand": _NO_QUEUE,
+    "flowControl.priorityBands": _NO_QUEUE,
+    "flowControl.usageLimitPolicyPluginRef": _NO_QUEUE,
+    "discovery": "endpoints are given with --endpoints-file",
+}
+"""Members of the document that cannot be obeyed -> why. They are to be removed."""
+
+
+def refusal_of(type_name: str) -> str | None:
+    """Why a known type of the field is not here, and what is nearest to it; None: not known."""
+    if type_name.startswith("multicluster-"):
+        return "one picker serves one pool: remove it"
+    return REFUSED.get(type_name)

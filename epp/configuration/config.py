@@ -1,0 +1,795 @@
+"""Bytes of an `EndpointPickerConfig` -> one typed configuration, or every problem it has.
+
+Nothing here is read from the world, and nothing is opened: `load_config` is a function of its
+arguments, used alike by the server, by `epp check-config`, by hot reload and by the simulator.
+"""
+
+import hashlib
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from enum import StrEnum
+from typing import Any, Final, TypeVar
+
+import msgspec
+from msgspec import Struct, field
+
+from epp.configuration.compatibility import (
+    ACCEPTED,
+    API_VERSION,
+    API_VERSION_DEPRECATED,
+    DEPRECATED,
+    FEATURE_GATES,
+    HANDLERS,
+    MOVED_TO_INDEX,
+    PARSERS,
+    REFUSED_SECTIONS,
+    CoreMetricsExtractor,
+    DataParallelHandler,
+    InflightLoadProducer,
+    MetricsDataSource,
+    TokenProducer,
+    refusal_of,
+)
+from epp.configuration.document import (
+    CONFIG_MAX_BYTES,
+    ConfigError,
+    decode,
+    nearest,
+    read_mapping,
+    sentence_of,
+)
+from epp.core.decision.plugin import Filter, Picker, ReadsIndex, Scorer
+from epp.core.decision.profile import NamedFilter, SchedulingProfile, WeightedScorer
+from epp.core.duration import Duration
+from epp.core.knowledge.index import AffinityIndexSettings
+from epp.core.knowledge.saturation import UtilizationDetector
+from epp.core.parameters import Parameters
+
+__all__ = [
+    "CONFIG_MAX_BYTES",
+    "DEFAULT_CONFIG",
+    "DEFAULT_SOURCE",
+    "ConfigError",
+    "ConfiguredPlugin",
+    "MetricsSettings",
+    "PickerConfig",
+    "PluginTables",
+    "Role",
+    "config_hash",
+    "describe",
+    "diff_configs",
+    "load_config",
+    "plain_parameters",
+]
+
+_WEIGHT: Final = 1.0
+"""Of a scorer without one, as in the reference picker."""
+
+PREFIX_INDEX: Final = "approx-prefix-cache-producer"
+_PICKER: Final = "max-score-picker"
+_DETECTOR: Final = "utilization-detector"
+_BLOCK_TOKENS_MIN: Final = 64
+
+DEFAULT_CONFIG: Final = f"""\
+apiVersion: {API_VERSION}
+kind: EndpointPickerConfig
+plugins:
+- type: prefix-cache-scorer
+- type: queue-scorer
+- type: kv-cache-utilization-scorer
+- type: lora-affinity-scorer
+- type: active-request-scorer
+- type: max-score-picker
+schedulingProfiles:
+- name: default
+  plugins:
+  - pluginRef: prefix-cache-scorer
+    weight: 3
+  - pluginRef: queue-scorer
+    weight: 2
+  - pluginRef: kv-cache-utilization-scorer
+    weight: 2
+  - pluginRef: lora-affinity-scorer
+    weight: 1
+  - pluginRef: active-request-scorer
+    weight: 1
+  - pluginRef: max-score-picker
+"""
+"""What decides when no configuration is given."""
+DEFAULT_SOURCE: Final = "built-in default"
+
+T = TypeVar("T")
+
+
+class PluginTables(Struct, frozen=True, kw_only=True):
+    """Type name -> class, of all that a configuration can name (made in `epp.configuration.build`)."""
+
+    filters: Mapping[str, type[Filter]]
+    scorers: Mapping[str, type[Scorer]]
+    pickers: Mapping[str, type[Picker]]
+    indexes: Mapping[str, type[AffinityIndexSettings]]
+    deprecated: Mapping[str, str] = field(default_factory=dict)
+    """Old type name -> the one to use instead."""
+
+
+class Role(StrEnum):
+    """What a plugin is to a profile."""
+
+    FILTER = "filter"
+    SCORER = "scorer"
+    PICKER = "picker"
+    INDEX = "index"
+    HANDLER = "profile handler"
+    PARSER = "parser"
+    SOURCE = "data source"
+    EXTRACTOR = "extractor"
+    PRODUCER = "producer"
+
+
+class ConfiguredPlugin(Struct, frozen=True, kw_only=True):
+    """A plugin under its name in the configuration."""
+
+    name: str
+    type_name: str
+    role: Role
+    where: str
+    """Its place in the document, for messages."""
+    plugin: Any
+    """Filter, scorer, picker, index settings, or a struct of `epp.configuration.compatibility`."""
+    given: frozenset[str] = frozenset()
+    """Parameters that the document spells out."""
+
+
+class MetricsSettings(Struct, frozen=True, kw_only=True):
+    """What the scraper is told."""
+
+    source: MetricsDataSource = field(default_factory=MetricsDataSource)
+    extractor: CoreMetricsExtractor = field(default_factory=CoreMetricsExtractor)
+
+
+class PickerConfig(Struct, frozen=True, kw_only=True):
+    """A whole, valid configuration, with every default filled in."""
+
+    source: str
+    profile: SchedulingProfile
+    indexes: Mapping[str, AffinityIndexSettings]
+    """By the name under which filters and scorers ask for them."""
+    prefix: str = ""
+    """Which of `indexes` is the default prefix index; "" if there is none."""
+    saturation: UtilizationDetector = field(default_factory=UtilizationDetector)
+    staleness_given: bool = False
+    """Whether the document spells out the detector's staleness threshold."""
+    parsers: tuple[str, ...] = PARSERS
+    """Types, in the order in which they are tried."""
+    metrics: MetricsSettings = field(default_factory=MetricsSettings)
+    warnings: tuple[str, ...] = ()
+
+
+def load_config(text: bytes | str, source: str, plugins: PluginTables) -> PickerConfig:
+    """Read a configuration; `source` names it in messages.
+
+    Raises `ConfigError` with every problem that can be told from the document.
+    """
+    return _Loader(source, plugins).load(read_mapping(text, source))
+
+
+# --- the document -------------------------------------------------------------------------------
+
+
+class _PluginSpec(Parameters, frozen=True):
+    type: str
+    name: str | None = None
+    parameters: dict[str, Any] | None = None
+
+
+class _ProfilePlugin(Parameters, frozen=True):
+    plugin_ref: str
+    weight: float | None = None
+
+
+class _ProfileSpec(Parameters, frozen=True):
+    name: str
+    plugins: tuple[_ProfilePlugin, ...] = ()
+
+
+class _Reference(Parameters, frozen=True):
+    plugin_ref: str
+
+
+class _RequestHandler(Parameters, frozen=True):
+    parsers: tuple[_Reference, ...] | None = None
+
+
+class _Source(Parameters, frozen=True):
+    plugin_ref: str
+    extractors: tuple[_Reference, ...] = ()
+
+
+class _DataLayer(Parameters, frozen=True):
+    inject_defaults: bool = True
+    sources: tuple[_Source, ...] = ()
+
+
+class _FlowControl(Parameters, frozen=True):
+    saturation_detector: _Reference | None = None
+    enable_eviction: bool = False
+
+
+# --- the configuration --------------------------------------------------------------------------
+
+_SECTIONS: Final = (
+    "apiVersion",
+    "kind",
+    "featureGates",
+    "plugins",
+    "schedulingProfiles",
+    "requestHandler",
+    "dataLayer",
+    "flowControl",
+    "saturationDetector",
+    "parser",
+)
+
+_ROLES: Final[Mapping[str, Role]] = {
+    **dict.fromkeys(HANDLERS, Role.HANDLER),
+    **dict.fromkeys(PARSERS, Role.PARSER),
+    "metrics-data-source": Role.SOURCE,
+    "core-metrics-extractor": Role.EXTRACTOR,
+    "model-server-protocol-metrics": Role.EXTRACTOR,
+}
+
+
+class _Loader:
+    """Collects problems and warnings while it goes through one document."""
+
+    def __init__(self, source: str, tables: PluginTables) -> None:
+        self.source = source
+        self.tables = tables
+        self.problems: list[str] = []
+        self.warnings: list[str] = []
+        self.plugins: dict[str, ConfiguredPlugin] = {}
+        self.broken: set[str] = set()
+        """Names of plugins that have a problem of their own: not missing when referred to."""
+        self.for_index: dict[str, Any] = {}
+        """Parameters of the index that old configurations give to `prefix-cache-scorer`."""
+
+    def problem(self, sentence: str) -> None:
+        self.problems.append(f"{self.source}: {sentence}")
+
+    def warn(self, sentence: str) -> None:
+        self.warnings.append(f"{self.source}: {sentence}")
+
+    def load(self, document: dict[str, Any]) -> PickerConfig:
+        self._check_head(document)
+        self._read_plugins(document.get("plugins"))
+        profile = self._read_profile(document.get("schedulingProfiles"))
+        detector = self._read_saturation(document)
+        parsers = self._read_parsers(document)
+        metrics = self._read_metrics(document.get("dataLayer"))
+        if self.problems or profile is None:
+            raise ConfigError(self.problems)
+        indexes, prefix = self._indexes(profile)
+        if self.problems:
+            raise ConfigError(self.problems)
+        self._warn_of_unused(profile, indexes, detector)
+        return PickerConfig(
+            source=self.source,
+            profile=profile,
+            indexes=indexes,
+            prefix=prefix,
+            saturation=detector.plugin if detector else UtilizationDetector(),
+            staleness_given=bool(detector and "metricsStalenessThreshold" in detector.given),
+            parsers=parsers,
+            metrics=metrics,
+            warnings=tuple(self.warnings),
+        )
+
+    def convert(self, value: Any, kind: type[T], where: str) -> T | None:
+        """`value` as a `kind`; None after a problem."""
+        before = len(self.problems)
+        if isinstance(value, dict) and issubclass(kind, Struct):
+            value = self._without_unknown(value, kind, where)
+        try:
+            converted = msgspec.convert(value, kind, dec_hook=decode)
+        except (msgspec.ValidationError, TypeError) as error:
+            self.problem(sentence_of(where, error))
+            return None
+        return converted if len(self.problems) == before else None
+
+    def _without_unknown(
+        self, value: dict[str, Any], kind: type[Struct], where: str
+    ) -> dict[str, Any]:
+        """Name every unknown field at once, where msgspec would name the first."""
+        known = kind.__struct_encode_fields__
+        for name in value:
+            why = REFUSED_SECTIONS.get(f"{where}.{name}")
+            if why:
+                self.problem(f"{where}.{name} is not supported, {why}: remove it")
+            elif name not in known:
+                self.problem(f"{where} has unknown field `{name}`{nearest(str(name), known)}")
+        return {name: member for name, member in value.items() if name in known}
+
+    def _check_head(self, document: dict[str, Any]) -> None:
+        version, kind = document.get("apiVersion"), document.get("kind")
+        if kind != "EndpointPickerConfig":
+            self.problem(f"kind is {kind!r}, expected 'EndpointPickerConfig'")
+        if version == API_VERSION_DEPRECATED:
+            self.warn(f"apiVersion {version} is deprecated, use {API_VERSION}")
+        elif version != API_VERSION:
+            self.problem(f"apiVersion is {version!r}, expected '{API_VERSION}'")
+        for name in document:
+            if name in REFUSED_SECTIONS:
+                self.problem(f"{name} is not supported, {REFUSED_SECTIONS[name]}: remove it")
+            elif name not in _SECTIONS:
+                self.problem(f"has unknown field `{name}`{nearest(str(name), _SECTIONS)}")
+        gates = document.get("featureGates")
+        for index, gate in enumerate(self._items(gates, "featureGates")):
+            self._check_gate(f"featureGates[{index}]", gate)
+
+    def _check_gate(self, where: str, gate: Any) -> None:
+        name, _, value = str(gate).partition("=")
+        if value not in {"", "true", "false"}:
+            self.problem(f"{where}: {gate!r} is neither a gate nor gate=true nor gate=false")
+        elif name == "flowControl":
+            if value != "false":
+                self.problem(
+                    f"{where}: flowControl is not supported, requests are not queued in the "
+                    "picker: remove it, requests of negative priority are shed when saturated"
+                )
+        elif name in FEATURE_GATES:
+            self.warn(f"{where}: {name} has no effect, {FEATURE_GATES[name]}")
+        else:
+            known = ("flowControl", *FEATURE_GATES)
+            self.problem(f"{where}: feature gate {name!r} is unknown{nearest(name, known)}")
+
+    def _items(self, value: Any, where: str) -> Sequence[Any]:
+        if value is None:
+            return ()
+        if not isinstance(value, list):
+            self.problem(f"{where}: expected a list, got {type(value).__name__}")
+            return ()
+        return value
+
+    # --- plugins ---
+
+    def _read_plugins(self, value: Any) -> None:
+        names: Counter[str] = Counter()
+        for index, item in enumerate(self._items(value, "plugins")):
+            where = f"plugins[{index}]"
+            spec = self.convert(item, _PluginSpec, where)
+            if spec is None:
+                if isinstance(item, dict):
+                    self.broken.add(str(item.get("name") or item.get("type")))
+                continue
+            name = spec.name or spec.type
+            where = f"{where} ({name})"
+            names[name] += 1
+            if names[name] > 1:
+                self.problem(f"{where}: the name {name} is taken by an earlier plugin")
+                continue
+            plugin = self._plugin(where, name, spec.type, spec.parameters or {})
+            if plugin is None:
+                self.broken.add(name)
+            else:
+                self.plugins[name] = plugin
+
+    def _find(self, type_name: str) -> tuple[Role, type[Any]] | None:
+        tables: tuple[tuple[Role, Mapping[str, type[Any]]], ...] = (
+            (Role.FILTER, self.tables.filters),
+            (Role.SCORER, self.tables.scorers),
+            (Role.PICKER, self.tables.pickers),
+            (Role.INDEX, self.tables.indexes),
+        )
+        for role, table in tables:
+            if type_name in table:
+                return role, table[type_name]
+        if type_name in ACCEPTED:
+            return _ROLES.get(type_name, Role.PRODUCER), ACCEPTED[type_name]
+        return None
+
+    def _plugin(
+        self, where: str, name: str, type_name: str, parameters: dict[str, Any]
+    ) -> ConfiguredPlugin | None:
+        found = self._find(type_name)
+        if found is None:
+            why = refusal_of(type_name)
+            if why:
+                self.problem(f"{where}: type {type_name} is not supported: {why}")
+            else:
+                hint = nearest(type_name, self._known_types())
+                self.problem(f"{where}: type {type_name} is unknown{hint}")
+            return None
+        newer = self.tables.deprecated.get(type_name) or DEPRECATED.get(type_name)
+        if newer:
+            self.warn(f"{where}: type {type_name} is deprecated, use {newer}")
+        if type_name == "prefix-cache-scorer":
+            parameters = self._move_to_index(where, parameters)
+        role, kind = found
+        plugin = self.convert(parameters, kind, f"{where}: parameters")
+        if plugin is None:
+            return None
+        self._warn_of_parameters(where, plugin, parameters)
+        return ConfiguredPlugin(
+            name=name,
+            type_name=type_name,
+            role=role,
+            where=where,
+            plugin=plugin,
+            given=frozenset(parameters),
+        )
+
+    def _known_types(self) -> list[str]:
+        tables = self.tables
+        return [*tables.filters, *tables.scorers, *tables.pickers, *tables.indexes, *ACCEPTED]
+
+    def _move_to_index(self, where: str, parameters: dict[str, Any]) -> dict[str, Any]:
+        moved: dict[str, Any] = {
+            name: parameters[name] for name in MOVED_TO_INDEX if name in parameters
+        }
+        if not moved:
+            return parameters
+        self.warn(
+            f"{where}: {', '.join(moved)} of prefix-cache-scorer moved to {PREFIX_INDEX}: give "
+            "them there"
+        )
+        characters = moved.pop("hashBlockSize", None)
+        if isinstance(characters, int):
+            moved.setdefault("blockSizeTokens", max(1, characters // 4))
+        self.for_index.update(moved)
+        return {name: value for name, value in parameters.items() if name not in MOVED_TO_INDEX}
+
+    def _warn_of_parameters(self, where: str, plugin: Any, parameters: dict[str, Any]) -> None:
+        """Parameters that are accepted and do less, or other, than they say."""
+        if "blockSize" in parameters and hasattr(plugin, "block_tokens"):
+            self.warn(f"{where}: blockSize is deprecated, use blockSizeTokens")
+        for name in ("blockSizeTokens", "blockSize"):
+            tokens = parameters.get(name)
+            if hasattr(plugin, "block_tokens") and tokens and tokens < _BLOCK_TOKENS_MIN:
+                self.warn(f"{where}: {name} {tokens} is below {_BLOCK_TOKENS_MIN} and becomes it")
+        limit_tokens = getattr(plugin, "max_prefix_tokens_to_match", 0)
+        if "maxPrefixBlocksToMatch" in parameters and limit_tokens:
+            self.warn(
+                f"{where}: maxPrefixBlocksToMatch has no effect, maxPrefixTokensToMatch is "
+                f"{limit_tokens} and not 0"
+            )
+        match plugin:
+            case DataParallelHandler():
+                self.warn(
+                    f"{where}: has no effect, each data-parallel rank is an endpoint of its own"
+                )
+            case TokenProducer(estimate=estimate) if estimate:
+                self.warn(f"{where}: parameters of `estimate` have no effect, a token is 4 bytes")
+            case InflightLoadProducer(add_estimated_output_tokens=True):
+                self.warn(
+                    f"{where}: addEstimatedOutputTokens has no effect, load in flight is requests "
+                    "and uncached prompt tokens"
+                )
+            case CoreMetricsExtractor(engine_configs=engines):
+                for engine in engines:
+                    if engine.custom_metrics or engine.tiered_offloading_specs:
+                        self.warn(
+                            f"{where}: customMetrics and tieredOffloadingSpecs of engine "
+                            f"{engine.name} are not read, no plugin uses them"
+                        )
+
+    def _refer(self, where: str, name: str, *roles: Role) -> ConfiguredPlugin | None:
+        """The plugin `name`, which has one of `roles`; None after a problem."""
+        plugin = self.plugins.get(name)
+        if plugin is None:
+            if name not in self.broken:
+                hint = nearest(name, self.plugins)
+                self.problem(f"{where}: pluginRef {name} names no plugin{hint}")
+            return None
+        if plugin.role not in roles:
+            expected = " or ".join(roles)
+            self.problem(f"{where}: {name} is a {plugin.role}, expected a {expected}")
+            return None
+        return plugin
+
+    def _built_in(self, type_name: str, table: Mapping[str, type[T]]) -> T:
+        return msgspec.convert({}, table[type_name])
+
+    # --- profile ---
+
+    def _read_profile(self, value: Any) -> SchedulingProfile | None:
+        items = self._items(value, "schedulingProfiles")
+        if len(items) > 1:
+            self.problem(
+                f"schedulingProfiles has {len(items)} profiles, expected one: every request is "
+                "scheduled once, prefill and decode are not disaggregated here"
+            )
+            return None
+        if not items:
+            return self._profile_of_all()
+        where = "schedulingProfiles[0]"
+        spec = self.convert(items[0], _ProfileSpec, where)
+        if spec is None:
+            return None
+        entries: list[tuple[ConfiguredPlugin, float]] = []
+        seen: set[str] = set()
+        for index, entry in enumerate(spec.plugins):
+            place = f"{where}.plugins[{index}]"
+            if entry.plugin_ref in seen:
+                self.problem(f"{place}: {entry.plugin_ref} is already in this profile")
+                continue
+            seen.add(entry.plugin_ref)
+            plugin = self._refer(place, entry.plugin_ref, Role.FILTER, Role.SCORER, Role.PICKER)
+            if plugin is None:
+                continue
+            if entry.weight is not None and plugin.role is not Role.SCORER:
+                self.warn(f"{place}: the weight of {plugin.role} {plugin.name} has no effect")
+            weight = _WEIGHT if entry.weight is None else entry.weight
+            entries.append((plugin, weight))
+        return self._profile(spec.name, where, entries)
+
+    def _profile_of_all(self) -> SchedulingProfile | None:
+        """Without profiles: one, of every filter, scorer and picker, as declared."""
+        in_profile = {Role.FILTER, Role.SCORER, Role.PICKER}
+        entries = [
+            (plugin, _WEIGHT)
+            for plugin in self.plugins.values()
+            if plugin.role in in_profile and plugin.type_name != _DETECTOR
+        ]
+        return self._profile("default", "plugins", entries)
+
+    def _profile(
+        self, name: str, where: str, entries: Sequence[tuple[ConfiguredPlugin, float]]
+    ) -> SchedulingProfile | None:
+        pickers = [plugin for plugin, _ in entries if plugin.role is Role.PICKER]
+        if len(pickers) > 1:
+            names = ", ".join(plugin.name for plugin in pickers)
+            self.problem(f"{where} has {len(pickers)} pickers, expected at most one: {names}")
+            return None
+        scorers: list[WeightedScorer] = []
+        for plugin, weight in entries:
+            if plugin.role is Role.SCORER:
+                try:
+                    scorers.append(WeightedScorer(plugin.name, plugin.plugin, weight))
+                except ValueError as error:
+                    self.problem(f"{where}: {error}")
+        if self.problems:
+            return None
+        picker_name, picker = self._picker(pickers)
+        filters = [plugin for plugin, _ in entries if plugin.role is Role.FILTER]
+        try:
+            return SchedulingProfile(
+                name=name,
+                filters=tuple(NamedFilter(plugin.name, plugin.plugin) for plugin in filters),
+                scorers=tuple(scorers),
+                picker_name=picker_name,
+                picker=picker,
+            )
+        except ValueError as error:
+            self.problem(f"{where}: {error}")
+            return None
+
+    def _picker(self, pickers: Sequence[ConfiguredPlugin]) -> tuple[str, Picker]:
+        for plugin in (*pickers, *self.plugins.values()):
+            if plugin in pickers or plugin.type_name == _PICKER:
+                return plugin.name, plugin.plugin
+        return _PICKER, self._built_in(_PICKER, self.tables.pickers)
+
+    # --- indexes ---
+
+    def _indexes(self, profile: SchedulingProfile) -> tuple[dict[str, AffinityIndexSettings], str]:
+        """Those declared, and those that the profile needs besides."""
+        indexes: dict[str, AffinityIndexSettings] = {}
+        named: dict[str, str] = {}
+        for plugin in self.plugins.values():
+            if plugin.role is Role.INDEX:
+                # What asks for an index by its type means the first of that type.
+                lookup = plugin.name
+                if not _is_prefix(plugin.plugin) and plugin.type_name not in named:
+                    lookup = plugin.type_name
+                named.setdefault(plugin.type_name, lookup)
+                indexes[lookup] = plugin.plugin
+        members: list[NamedFilter | WeightedScorer] = [*profile.filters, *profile.scorers]
+        for member in members:
+            reader = member.plugin
+            if isinstance(reader, ReadsIndex) and reader.producer is not None:
+                self._need_index(self._where(member.name), reader, indexes, named)
+        if self.for_index and PREFIX_INDEX in {p.type_name for p in self.plugins.values()}:
+            self.warn(
+                f"{', '.join(self.for_index)} of prefix-cache-scorer have no effect, "
+                f"{PREFIX_INDEX} is declared"
+            )
+        prefix = next((name for name, index in indexes.items() if _is_prefix(index)), "")
+        return indexes, prefix
+
+    def _need_index(
+        self,
+        where: str,
+        reader: ReadsIndex,
+        indexes: dict[str, AffinityIndexSettings],
+        named: dict[str, str],
+    ) -> None:
+        wanted, type_name = reader.producer, reader.producer_type
+        if wanted in indexes or (not wanted and type_name in named):
+            return
+        if wanted and wanted != type_name:
+            if why := refusal_of(wanted):
+                self.problem(f"{where}: producer {wanted} is not supported: {why}")
+            else:
+                hint = nearest(wanted, indexes)
+                self.problem(f"{where}: producer {wanted} names no plugin{hint}")
+            return
+        kind = self.tables.indexes.get(type_name)
+        if kind is None:
+            self.problem(f"{where}: there is no index of type {type_name} to make for it")
+            return
+        parameters = dict(getattr(reader, "producer_parameters", {}))
+        if type_name == PREFIX_INDEX:
+            parameters.update(self.for_index)
+        settings = self.convert(parameters, kind, f"{where}: parameters")
+        if settings is not None:
+            self._warn_of_parameters(where, settings, parameters)
+            indexes[type_name] = settings
+            named[type_name] = type_name
+
+    def _where(self, name: str) -> str:
+        plugin = self.plugins.get(name)
+        return plugin.where if plugin else name
+
+    # --- the rest ---
+
+    def _read_saturation(self, document: dict[str, Any]) -> ConfiguredPlugin | None:
+        flow, reference = document.get("flowControl"), None
+        if flow is not None:
+            spec = self.convert(flow, _FlowControl, "flowControl")
+            if spec is not None:
+                reference = spec.saturation_detector
+                if spec.enable_eviction:
+                    self.problem("flowControl.enableEviction is not supported: remove it")
+        where = "flowControl.saturationDetector"
+        old = document.get("saturationDetector")
+        if old is not None:
+            where = "saturationDetector"
+            self.warn(f"{where} is deprecated, use flowControl.saturationDetector")
+            if isinstance(old, dict) and "pluginRef" not in old:
+                return self._plugin(where, _DETECTOR, _DETECTOR, old)
+            reference = reference or self.convert(old, _Reference, where)
+        if reference is not None:
+            plugin = self._refer(where, reference.plugin_ref, Role.FILTER)
+            if plugin is not None and not isinstance(plugin.plugin, UtilizationDetector):
+                self.problem(f"{where}: {plugin.name} is a filter, expected a {_DETECTOR}")
+            return plugin
+        detectors = (p for p in self.plugins.values() if p.type_name == _DETECTOR)
+        return next(detectors, None)
+
+    def _read_parsers(self, document: dict[str, Any]) -> tuple[str, ...]:
+        references: list[tuple[str, str]] = []
+        handler = document.get("requestHandler")
+        if handler is not None:
+            spec = self.convert(handler, _RequestHandler, "requestHandler")
+            for index, entry in enumerate((spec and spec.parsers) or ()):
+                references.append((f"requestHandler.parsers[{index}]", entry.plugin_ref))
+        old = document.get("parser")
+        if old is not None:
+            self.warn("parser is deprecated, use requestHandler.parsers")
+            reference = self.convert(old, _Reference, "parser")
+            if reference is not None and not references:
+                references.append(("parser", reference.plugin_ref))
+        plugins = [self._refer(where, name, Role.PARSER) for where, name in references]
+        types = tuple(dict.fromkeys(plugin.type_name for plugin in plugins if plugin))
+        return types or PARSERS
+
+    def _read_metrics(self, value: Any) -> MetricsSettings:
+        layer = _DataLayer()
+        if value is not None:
+            layer = self.convert(value, _DataLayer, "dataLayer") or layer
+        found: dict[Role, ConfiguredPlugin] = {}
+        for plugin in self.plugins.values():
+            if plugin.role in {Role.SOURCE, Role.EXTRACTOR}:
+                if plugin.role in found:
+                    first = found[plugin.role].name
+                    self.problem(f"{plugin.where}: there is one {plugin.role}, {first} is taken")
+                found.setdefault(plugin.role, plugin)
+        for index, source in enumerate(layer.sources):
+            where = f"dataLayer.sources[{index}]"
+            self._refer(where, source.plugin_ref, Role.SOURCE)
+            for number, extractor in enumerate(source.extractors):
+                self._refer(f"{where}.extractors[{number}]", extractor.plugin_ref, Role.EXTRACTOR)
+        if not layer.inject_defaults and not layer.sources:
+            self.warn("dataLayer.injectDefaults has no effect, metrics are always collected")
+        given = {role.name.lower(): plugin.plugin for role, plugin in found.items()}
+        return MetricsSettings(**given)
+
+    def _warn_of_unused(
+        self,
+        profile: SchedulingProfile,
+        indexes: Mapping[str, AffinityIndexSettings],
+        detector: ConfiguredPlugin | None,
+    ) -> None:
+        used = {profile.picker_name, detector.name if detector else ""}
+        used |= {member.name for member in profile.filters}
+        used |= {member.name for member in profile.scorers}
+        in_profile = {Role.FILTER, Role.SCORER, Role.PICKER}
+        for plugin in self.plugins.values():
+            if plugin.role in in_profile and plugin.name not in used:
+                self.warn(f"{plugin.where}: is in no profile and has no effect")
+
+
+def _is_prefix(index: AffinityIndexSettings) -> bool:
+    """Whether an index can be the one behind `matched_blocks`: it counts blocks of tokens."""
+    return hasattr(index, "block_tokens")
+
+
+# --- comparing two --------------------------------------------------------------------------------
+
+
+def describe(config: PickerConfig) -> dict[str, dict[str, Any]]:
+    """The canonical form: what decides, as plain values; equal if and only if the effect is."""
+    profile = config.profile
+    lines: dict[str, dict[str, Any]] = {
+        "profile": {"filters": [named.name for named in profile.filters]}
+    }
+    for named in profile.filters:
+        lines[f"filter {named.name}"] = _plain(named.plugin)
+    for scorer in profile.scorers:
+        weight = {"weight": _whole(scorer.weight)}
+        lines[f"scorer {scorer.name}"] = weight | _plain(scorer.plugin)
+    lines[f"picker {profile.picker_name}"] = _plain(profile.picker)
+    for name, index in config.indexes.items():
+        lines[f"index {name}"] = _plain(index)
+    lines["saturation"] = _plain(config.saturation)
+    if not config.staleness_given:
+        lines["saturation"]["metricsStalenessThreshold"] = "by refresh interval"
+    lines["requestHandler"] = {"parsers": list(config.parsers)}
+    lines["metrics"] = {**_plain(config.metrics.source), **_plain(config.metrics.extractor)}
+    return lines
+
+
+def _plain(plugin: Any) -> dict[str, Any]:
+    return {"type": getattr(plugin, "type_name", ""), **plain_parameters(plugin)}
+
+
+def plain_parameters(plugin: Any) -> dict[str, Any]:
+    """Every parameter of a plugin under its name in the document, as plain values."""
+    parameters: dict[str, Any] = msgspec.to_builtins(plugin, enc_hook=_encode)
+    return {name: _whole(value) for name, value in parameters.items()}
+
+
+def _whole(value: Any) -> Any:
+    """A float without fraction as an integer: 5 and 5.0 are one weight."""
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+def _encode(value: Any) -> Any:
+    if isinstance(value, Duration):
+        return f"{float(value):g}s"
+    return str(value)
+
+
+def config_hash(config: PickerConfig) -> str:
+    """12 hexadecimal digits; the same for configurations that decide alike."""
+    encoded = msgspec.json.encode(describe(config), order="deterministic")
+    return hashlib.sha256(encoded).hexdigest()[:12]
+
+
+def diff_configs(old: PickerConfig, new: PickerConfig) -> list[str]:
+    """What changes from `old` to `new`, one line a parameter; empty if nothing that decides."""
+    before, after = describe(old), describe(new)
+    lines: list[str] = []
+    lines.extend(f"{name}: removed" for name in before if name not in after)
+    for name in after:
+        if name not in before:
+            weight = after[name].get("weight")
+            lines.append(f"{name}: added" + ("" if weight is None else f" with weight {weight:g}"))
+            continue
+        for member in dict.fromkeys([*before[name], *after[name]]):
+            was, now = before[name].get(member), after[name].get(member)
+            if was != now:
+                lines.append(f"{name}: {member} {_shown(was)} -> {_shown(now)}")
+    return lines
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, float):
+        return f"{value:g}"
+    if isinstance(value, list) and all(isinstance(item, str) for item in value):
+        return ", ".join(value) or "none"
+    return "unset" if value is None else value if isinstance(value, str) else _json(value)
+
+
+def _json(value: Any) -> str:
+    return msgspec.json.encode(value).decode()

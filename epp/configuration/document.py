@@ -1,0 +1,132 @@
+"""Text of a configuration -> plain values, and what is wrong with it in one sentence.
+
+YAML as Kubernetes users write it (JSON is a part of it): a key that stands twice, aliases and deep
+nesting are refused, because each of them is a mistake or an attack.
+"""
+
+import re
+from collections.abc import Iterable
+from difflib import get_close_matches
+from typing import Any, Final, cast
+
+import yaml
+
+from epp.configuration.compatibility import MetricSpec, parse_metric_spec
+from epp.core.duration import Duration, parse_duration
+
+CONFIG_MAX_BYTES: Final = 1_048_576
+"""What a ConfigMap can hold."""
+_DEPTH_MAX: Final = 32
+_LOADER: Final[Any] = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+"""In C where PyYAML was built with it."""
+
+
+class ConfigError(Exception):
+    """A configuration that cannot be used. Each problem is one sentence: where, what, expected."""
+
+    def __init__(self, problems: Iterable[str]) -> None:
+        self.problems = tuple(problems)
+        super().__init__("\n".join(self.problems))
+
+
+class _UniqueKeys(_LOADER):  # type: ignore[misc]
+    """Refuses a mapping that has a key twice, of which YAML would silently keep the last."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen = set()
+        for key, _ in node.value:
+            if isinstance(key, yaml.ScalarNode):
+                if (key.tag, key.value) in seen:
+                    raise yaml.constructor.ConstructorError(
+                        problem=f"key `{key.value}` stands twice in one mapping",
+                        problem_mark=key.start_mark,
+                    )
+                seen.add((key.tag, key.value))
+        return cast("dict[Any, Any]", super().construct_mapping(node, deep=deep))
+
+
+def read_mapping(text: bytes | str, source: str) -> dict[str, Any]:
+    size = len(text)
+    if size > CONFIG_MAX_BYTES:
+        raise ConfigError([f"{source}: has {size} bytes, expected at most {CONFIG_MAX_BYTES}"])
+    try:
+        document = load_yaml(text)
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        line = f"line {mark.line + 1}: " if mark else ""
+        what = error.problem or error.context
+        if error.context and error.context.startswith("expected"):
+            what = f"{error.context}, {error.problem}"
+        raise ConfigError([f"{source}: {line}{what}"]) from error
+    except (yaml.YAMLError, ValueError) as error:
+        reason = " ".join(str(error).split())
+        raise ConfigError([f"{source}: is not YAML: {reason}"]) from error
+    if not isinstance(document, dict):
+        found = "is empty" if document is None else "is not a mapping"
+        raise ConfigError([f"{source}: {found}, expected an EndpointPickerConfig"])
+    return document
+
+
+def load_yaml(text: bytes | str) -> Any:
+    """The one document in `text` as plain values.
+
+    Raises `yaml.YAMLError` or `ValueError`, also for what is valid YAML and refused here.
+    """
+    _check_shape(text)
+    return yaml.load(text, Loader=_UniqueKeys)  # noqa: S506 - it is a safe loader
+
+
+def _check_shape(text: bytes | str) -> None:
+    """Refuse what costs more to build than to read: aliases, and very deep nesting.
+
+    Building a nest of 100,000 levels overflows the stack of libyaml, which ends the process.
+    """
+    depth = 0
+    for event in yaml.parse(text, Loader=_LOADER):
+        if isinstance(event, yaml.AliasEvent):
+            raise _refused(
+                f"alias *{event.anchor} is not supported, expected the value itself", event
+            )
+        if isinstance(event, yaml.CollectionStartEvent):
+            depth += 1
+            if depth > _DEPTH_MAX:
+                raise _refused(f"is nested more than {_DEPTH_MAX} levels deep", event)
+        elif isinstance(event, yaml.CollectionEndEvent):
+            depth -= 1
+
+
+def _refused(problem: str, event: yaml.Event) -> yaml.MarkedYAMLError:
+    mark: Any = event.start_mark
+    return yaml.MarkedYAMLError(problem=problem, problem_mark=mark)
+
+
+_PATH: Final = re.compile(r"(?P<what>.*?)(?: - at `(?:key in )?\$(?P<path>.*)`)?", re.DOTALL)
+_FIELD: Final = re.compile(r"Object (?:contains (unknown)|missing (required)) field (`.*`)")
+
+
+def decode(kind: type[Any], value: Any) -> Any:
+    """What msgspec does not know: durations and metric specs, both written as text."""
+    if not isinstance(value, str):
+        raise ValueError(f"expected a text, got {value!r}")  # noqa: TRY004 - msgspec adds the path
+    if kind is Duration:
+        return parse_duration(value)
+    if kind is MetricSpec:
+        return parse_metric_spec(value)
+    raise ValueError(f"a parameter of type {kind.__name__} cannot be read from a configuration")
+
+
+def sentence_of(where: str, error: Exception) -> str:
+    """`where`, the path within it, and what is wrong there."""
+    parts = _PATH.fullmatch(str(error))
+    assert parts is not None
+    what, place = parts["what"], where + (parts["path"] or "")
+    if missing := _FIELD.fullmatch(what):
+        return f"{place} {'has unknown' if missing[1] else 'needs'} field {missing[3]}"
+    if what.startswith("Expected "):
+        what = "e" + what[1:]
+    return f"{place}: {what}"
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    near = get_close_matches(name, known, n=1)
+    return f", did you mean `{near[0]}`?" if near else ""

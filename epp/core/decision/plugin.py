@@ -1,0 +1,83 @@
+"""The whole extension surface: a few small protocols.
+
+A plugin is a frozen `msgspec.Struct`. Its fields are its parameters, spelt as in the
+`EndpointPickerConfig` and checked on construction; `type_name` is its name there. It is a pure
+function of its arguments: no clock, no dice, no files. State that outlives a request belongs to an
+affinity index, which the scheduler owns and plugins only see as a column.
+
+n is the number of candidates. A column that a plugin asks for is its own, to use as scratch;
+`candidates.slot` and the sums that a picker gets are not.
+"""
+
+from collections.abc import Mapping
+from random import Random
+from typing import ClassVar, Protocol, runtime_checkable
+
+from epp.core.knowledge.candidates import Bools, Candidates, Floats, Ints
+from epp.core.parameters import Plugin
+from epp.core.prompt.request import InferenceRequest
+from epp.core.types import Endpoint
+
+
+class Filter(Plugin, Protocol):
+    """Says who may serve."""
+
+    sheds_load: ClassVar[bool]
+    """True: when this filter leaves nobody the client is told 429, come back; false: 503."""
+
+    def keep(self, request: InferenceRequest, candidates: Candidates, /) -> Bools:
+        """Return bool[n], true for each candidate that stays. Never called with n = 0."""
+        ...
+
+
+class Scorer(Plugin, Protocol):
+    """Says how much it prefers each."""
+
+    def score(self, request: InferenceRequest, candidates: Candidates, /) -> Floats | None:
+        """Return float64[n] in [0, 1]; NaN where the column it needs is unknown.
+
+        None says the same as NaN for all, sooner. Never called with n = 0. The framework clamps,
+        and gives an unknown candidate the median of the known ones, or 0.5 when none is known: a
+        scorer only lets NaN through.
+        """
+        ...
+
+
+@runtime_checkable
+class MarksResponses(Protocol):
+    """A filter or scorer that wants headers on the response."""
+
+    def response_headers(
+        self, request: InferenceRequest, endpoint: Endpoint, served: str, /
+    ) -> Mapping[str, str]:
+        """Headers to set on the response to `request`, which was sent to `endpoint`.
+
+        `served`: the address that the gateway says it is from, "" if it does not say.
+        """
+        ...
+
+
+class Picker(Plugin, Protocol):
+    """Chooses from the weighted sums."""
+
+    def pick(
+        self, scores: Floats, candidates: Candidates, random: Random, rotation: int, /
+    ) -> Ints:
+        """Return int[k], k >= 1: positions among the candidates, the destination first.
+
+        `scores` is float64[n] without NaN. `rotation` counts decisions; ties rotate by it.
+        """
+        ...
+
+
+@runtime_checkable
+class ReadsIndex(Protocol):
+    """A filter or scorer that needs an affinity index; one that is missing is made for it."""
+
+    producer_type: ClassVar[str]
+    """The type to make it of."""
+
+    @property
+    def producer(self) -> str | None:
+        """Name of the index, "" for the default prefix index; None: these parameters need none."""
+        ...

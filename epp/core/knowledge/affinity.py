@@ -1,0 +1,187 @@
+"""Two small affinity indexes: where a session went last, and who got cold prompts least recently."""
+
+import math
+from collections import OrderedDict
+from typing import Annotated, ClassVar
+
+import numpy as np
+from msgspec import Meta, Struct
+
+from epp.core.duration import Duration
+from epp.core.knowledge.candidates import Affinity
+from epp.core.knowledge.index import AffinityIndex
+from epp.core.prompt.request import InferenceRequest
+from epp.core.types import Seconds
+
+
+class SessionIndexSettings(
+    Struct, frozen=True, kw_only=True, rename="camel", forbid_unknown_fields=True
+):
+    """`session-id-producer`: the strategy `session_id` of the field's session affinity.
+
+    `headerName` and `ttl` with its 300 s are the reference picker's; `sessionsMax` is ours.
+    """
+
+    type_name: ClassVar[str] = "session-id-producer"
+
+    header_name: Annotated[str, Meta(min_length=1)] = "x-session-id"
+    """Request header with the session id, used where the request has no `session_id` of its own."""
+    ttl: Duration = Duration(300.0)
+    """A session is forgotten this long after its last request."""
+    sessions_max: Annotated[int, Meta(ge=1)] = 65_536
+    """Above it the least recently used session is forgotten."""
+
+    def __post_init__(self) -> None:
+        if not (math.isfinite(self.ttl) and self.ttl > 0):
+            raise ValueError(f"ttl must be a duration above 0s, is {float(self.ttl)}s")
+
+    def open(self) -> AffinityIndex:
+        """A new, empty index."""
+        return SessionIndex(self)
+
+    def adopt(self, index: AffinityIndex) -> bool:
+        """Apply everything to a running index."""
+        return isinstance(index, SessionIndex) and index.configure(self)
+
+
+class SessionIndex:
+    """Which slot each session was last sent to; the unit is the session: 1 of 1, or 0.
+
+    A request without a session id gets 0 of 0.
+    """
+
+    def __init__(self, settings: SessionIndexSettings) -> None:
+        self._sessions: OrderedDict[str, tuple[int, Seconds]] = OrderedDict()
+        """Session id -> (slot, when it was last sent there); the longest unused first."""
+        self.configure(settings)
+
+    def configure(self, settings: SessionIndexSettings) -> bool:
+        """Adopt `settings`; what is too much for them goes at once."""
+        self._header_name = settings.header_name.lower()
+        self._ttl_s = float(settings.ttl)
+        self._sessions_max = settings.sessions_max
+        self._fit()
+        return True
+
+    def __len__(self) -> int:
+        return len(self._sessions)
+
+    def match(self, request: InferenceRequest, slots: int, now: Seconds) -> Affinity:
+        """1 for the slot that the session of `request` was last sent to."""
+        matched = np.zeros(slots, dtype=np.int64)
+        session = self._session_of(request)
+        slot, sent_at = self._sessions.get(session, (-1, -math.inf))
+        if 0 <= slot < slots and sent_at >= now - self._ttl_s:
+            matched[slot] = 1
+        return Affinity(matched, 1 if session else 0)
+
+    def record(self, request: InferenceRequest, slot: int, now: Seconds) -> None:
+        """From now on the session of `request` belongs to `slot`."""
+        session = self._session_of(request)
+        if not session:
+            return
+        self._sessions[session] = (slot, now)
+        self._sessions.move_to_end(session)
+        self._fit()
+
+    def retract(self, request: InferenceRequest, slot: int, kept: int, now: Seconds) -> None:
+        """The session did not go to `slot` after all; unless `kept`: it was there before."""
+        session = self._session_of(request)
+        if not kept and self._sessions.get(session, (-1, now))[0] == slot:
+            del self._sessions[session]
+
+    def forget(self, slot: int) -> None:
+        """Drop the sessions of `slot`."""
+        gone = [session for session, (at, _) in self._sessions.items() if at == slot]
+        for session in gone:
+            del self._sessions[session]
+
+    def expire(self, now: Seconds) -> None:
+        """Drop sessions that have been silent for the TTL, at most 4,096 a call."""
+        for _ in range(4_096):
+            oldest = next(iter(self._sessions.values()), None)
+            if oldest is None or oldest[1] >= now - self._ttl_s:
+                return
+            self._sessions.popitem(last=False)
+
+    def resize(self, slot: int, blocks_total: int, block_size_tokens: int) -> None:
+        """The size of an engine's cache does not matter here."""
+
+    def _session_of(self, request: InferenceRequest) -> str:
+        return request.session_id or request.headers.get(self._header_name, "")
+
+    def _fit(self) -> None:
+        while len(self._sessions) > self._sessions_max:
+            self._sessions.popitem(last=False)
+
+
+class NoHitLruSettings(
+    Struct, frozen=True, kw_only=True, rename="camel", forbid_unknown_fields=True
+):
+    """The memory behind `no-hit-lru-scorer`; not written in a configuration by hand."""
+
+    type_name: ClassVar[str] = "no-hit-lru-producer"
+
+    lru_size: Annotated[int, Meta(ge=1)] = 1_024
+    """Endpoints that are remembered."""
+
+    def open(self) -> AffinityIndex:
+        """A new, empty index."""
+        return NoHitLru(self)
+
+    def adopt(self, index: AffinityIndex) -> bool:
+        """Apply everything to a running index."""
+        return isinstance(index, NoHitLru) and index.configure(self)
+
+
+class NoHitLru:
+    """In which order the endpoints last got a prompt that nobody held.
+
+    The unit is a rank: 0 for never, 1 for the least recently used, up to the number remembered,
+    which is the total.
+    """
+
+    def __init__(self, settings: NoHitLruSettings) -> None:
+        self._slots: OrderedDict[int, None] = OrderedDict()
+        """Least recently used first."""
+        self.configure(settings)
+
+    def configure(self, settings: NoHitLruSettings) -> bool:
+        """Adopt `settings`; what is too much for them goes at once."""
+        self._lru_size = settings.lru_size
+        self._fit()
+        return True
+
+    def match(self, request: InferenceRequest, slots: int, now: Seconds) -> Affinity:
+        """The rank of each slot."""
+        ranks = np.zeros(max(slots, max(self._slots, default=0) + 1), dtype=np.int64)
+        if self._slots:
+            ranks[list(self._slots)] = np.arange(1, len(self._slots) + 1)
+        return Affinity(ranks[:slots], len(self._slots))
+
+    def record(self, request: InferenceRequest, slot: int, now: Seconds) -> None:
+        """A cold request makes `slot` the most recently used; a warm one changes nothing."""
+        if not request.cold:
+            return
+        self._slots[slot] = None
+        self._slots.move_to_end(slot)
+        self._fit()
+
+    def retract(self, request: InferenceRequest, slot: int, kept: int, now: Seconds) -> None:
+        """`slot` did not get this cold request: it becomes the least recently used."""
+        if request.cold and slot in self._slots:
+            self._slots.move_to_end(slot, last=False)
+
+    def forget(self, slot: int) -> None:
+        """As if `slot` had never been used."""
+        self._slots.pop(slot, None)
+
+    def expire(self, now: Seconds) -> None:
+        """Nothing here grows old."""
+
+    def resize(self, slot: int, blocks_total: int, block_size_tokens: int) -> None:
+        """The size of an engine's cache does not matter here."""
+
+    def _fit(self) -> None:
+        while len(self._slots) > self._lru_size:
+            self._slots.popitem(last=False)

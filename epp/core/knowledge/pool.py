@@ -1,0 +1,306 @@
+"""The endpoints, what is known of each, and which of them may be given work now."""
+
+import ipaddress
+import math
+from collections.abc import Iterable, Sequence
+from typing import Final
+
+import numpy as np
+
+from epp.core.knowledge.candidates import Columns, Ints
+from epp.core.types import Endpoint, EndpointMetrics, Seconds
+
+FAILURES_BEFORE_SET_ASIDE: Final = 2
+"""502, 503 or 504 in a row, without a good scrape between them."""
+UPSTREAM_FAILURES: Final = frozenset({502, 503, 504})
+SET_ASIDE_UNSCRAPED_S: Final = 10.0
+"""How long an endpoint that serves no metrics stays set aside: no scrape can bring it back."""
+
+
+class _Member:
+    """What the pool remembers of one endpoint besides its columns."""
+
+    __slots__ = (
+        "asleep",
+        "failures",
+        "joined_at_s",
+        "process_started_at_s",
+        "requests_total",
+        "set_aside_at_s",
+    )
+
+    def __init__(self, joined_at_s: Seconds) -> None:
+        self.joined_at_s = joined_at_s
+        self.failures = 0
+        self.set_aside_at_s: Seconds | None = None
+        self.process_started_at_s: float | None = None
+        self.requests_total: float | None = None
+        self.asleep = False
+
+
+class EndpointPool:
+    """Endpoints by slot. A slot is reused once its endpoint has left.
+
+    An endpoint is *ready* while its engine is awake, once it was scraped, or `ready_after_s` after it joined, unless it is set
+    aside: after two upstream failures in a row without a good scrape between them it gets no work
+    until its next good scrape, as long as no more than half the pool is set aside.
+    """
+
+    def __init__(self) -> None:
+        self.columns = Columns()
+        self.generation = 0
+        """Counts replacements: the same number, the same endpoints."""
+        self._slot_by_id: dict[str, int] = {}
+        self._slot_by_address: dict[str, int] = {}
+        self._canonical: dict[str, str] = {}
+        """Address as an endpoint of the pool spells it -> its one spelling."""
+        self._slots_by_ip: dict[str, list[int]] = {}
+        self._members: list[_Member | None] = []
+        self._free: list[int] = []
+        self._ready: Ints = np.empty(0, dtype=np.int64)
+        self._ready_until_s: Seconds = -math.inf
+        self._observed_since_s: Seconds = -math.inf
+        """A lower bound of when the ready were last observed; it can only rise while they stay."""
+
+    def __len__(self) -> int:
+        return len(self._slot_by_id)
+
+    def __repr__(self) -> str:
+        return f"<EndpointPool [{len(self)} endpoints, {self.set_aside_count()} set aside]>"
+
+    def endpoints(self) -> list[tuple[int, Endpoint]]:
+        """Slot and endpoint of all members, by slot."""
+        columns = self.columns
+        return [(slot, at) for slot, at in enumerate(columns.endpoints) if at is not None]
+
+    def slot_of(self, endpoint: Endpoint) -> int | None:
+        """The slot of this very incarnation of `endpoint`; None if it left or restarted."""
+        slot = self._slot_by_id.get(endpoint.endpoint_id)
+        if slot is None:
+            return None
+        present = self.columns.endpoints[slot]
+        assert present is not None
+        return slot if present.incarnation == endpoint.incarnation else None
+
+    def slot_at(self, address: str) -> int | None:
+        """The slot that serves at `address` ("ip:port")."""
+        slot = self._slot_by_address.get(address)
+        return self._slot_by_address.get(canonical_address(address)) if slot is None else slot
+
+    def replace(self, endpoints: Sequence[Endpoint], now: Seconds) -> list[int]:
+        """The pool is now `endpoints`; return the slots whose past must be forgotten.
+
+        An endpoint whose incarnation changed keeps its slot and starts anew; one whose labels or
+        address changed keeps everything.
+        """
+        self.generation += 1
+        wanted = {endpoint.endpoint_id: endpoint for endpoint in endpoints}
+        gone = [i for i in self._slot_by_id if i not in wanted]
+        forgotten = [self._remove(endpoint_id) for endpoint_id in gone]
+        for endpoint in wanted.values():
+            slot = self._slot_by_id.get(endpoint.endpoint_id)
+            if slot is None:
+                self._add(endpoint, now)
+                continue
+            present = self.columns.endpoints[slot]
+            assert present is not None
+            if present.incarnation != endpoint.incarnation:
+                forgotten.append(slot)
+                self._restart(slot, now)
+            self.columns.endpoints[slot] = endpoint
+        self._index_addresses()
+        self._ready_until_s = -math.inf
+        return forgotten
+
+    def observe(self, slot: int, metrics: EndpointMetrics, now: Seconds) -> bool:
+        """Take in a good scrape; True if it shows that the engine restarted.
+
+        A restart is a changed process start time or a counter that fell: the container may have
+        restarted inside its pod, which keeps the pod's UID (design D5).
+        """
+        member = self._member(slot)
+        restarted = _changed(member.process_started_at_s, metrics.process_started_at_s) or _fell(
+            member.requests_total, metrics.requests_total
+        )
+        if restarted:
+            self._restart(slot, now)
+            member = self._member(slot)
+        member.process_started_at_s = metrics.process_started_at_s
+        member.requests_total = metrics.requests_total
+        columns = self.columns
+        if (
+            columns.observed_at_s[slot] == -math.inf
+            or member.set_aside_at_s is not None
+            or member.asleep is not metrics.asleep
+        ):
+            self._ready_until_s = -math.inf
+        member.asleep = metrics.asleep
+        member.failures = 0
+        member.set_aside_at_s = None
+        columns.saturated[slot] = False
+        columns.observed_at_s[slot] = now
+        columns.waiting_requests[slot] = metrics.waiting_requests
+        columns.running_requests[slot] = metrics.running_requests
+        columns.kv_cache_usage[slot] = metrics.kv_cache_usage
+        if columns.adapters[slot] != metrics.adapters:
+            columns.set_adapters(slot, metrics.adapters)
+        return restarted
+
+    def responded(self, slot: int, status: int, now: Seconds) -> bool:
+        """Take note of a response's status; True if its failures now set the endpoint aside."""
+        member = self._member(slot)
+        if status not in UPSTREAM_FAILURES:
+            member.failures = 0
+            return False
+        member.failures += 1
+        # vLLM answers 503 when its admission limits are reached; Envoy, when it cannot connect.
+        self.columns.saturated[slot] |= status == 503
+        if member.failures < FAILURES_BEFORE_SET_ASIDE or member.set_aside_at_s is not None:
+            return False
+        if 2 * (self.set_aside_count() + 1) > len(self):
+            return False
+        member.set_aside_at_s = now
+        self._ready_until_s = -math.inf
+        return True
+
+    def set_aside_count(self) -> int:
+        """How many endpoints are set aside."""
+        return sum(m is not None and m.set_aside_at_s is not None for m in self._members)
+
+    def standings(self, now: Seconds) -> dict[int, str]:
+        """Slot -> whether its endpoint may be given work, and if not, why not; by slot."""
+        ready = set(self.ready(None, now).tolist())
+        return {
+            slot: "ready" if slot in ready else self._lacks(slot) for slot, _ in self.endpoints()
+        }
+
+    def _lacks(self, slot: int) -> str:
+        member = self._member(slot)
+        if member.asleep:
+            return "asleep"
+        return "never scraped" if member.set_aside_at_s is None else "set aside"
+
+    def ready(self, subset: tuple[str, ...] | None, now: Seconds) -> Ints:
+        """Ascending slots that may be given work; with a `subset`, only those that it names."""
+        if now >= self._ready_until_s:
+            self._find_ready(now)
+        if subset is None:
+            return self._ready
+        named: set[int] = set()
+        for entry in subset:
+            named.update(self._named(entry))
+        allowed = np.fromiter(sorted(named), dtype=np.int64, count=len(named))
+        return self._ready[np.isin(self._ready, allowed)]
+
+    def all_observed_since(self, cutoff_s: Seconds) -> bool:
+        """Whether all that are ready were last observed at `cutoff_s` or later."""
+        if self._observed_since_s < cutoff_s:
+            observed_at_s = self.columns.observed_at_s[self._ready]
+            self._observed_since_s = float(np.minimum.reduce(observed_at_s, initial=math.inf))
+        return self._observed_since_s >= cutoff_s
+
+    def _named(self, entry: str) -> Iterable[int]:
+        slot = self._slot_by_address.get(entry)
+        if slot is not None:
+            return (slot,)
+        canonical = canonical_address(entry)
+        slot = self._slot_by_address.get(canonical)
+        return (slot,) if slot is not None else self._slots_by_ip.get(canonical, ())
+
+    def _find_ready(self, now: Seconds) -> None:
+        """Find who is ready, and until when that holds if nothing is observed."""
+        ready: list[int] = []
+        until_s = math.inf
+        for slot, member in enumerate(self._members):
+            if member is None or member.asleep:
+                continue
+            endpoint = self.columns.endpoints[slot]
+            assert endpoint is not None
+            observed = self.columns.observed_at_s[slot] != -math.inf
+            if member.set_aside_at_s is not None:
+                back_at_s = member.set_aside_at_s + SET_ASIDE_UNSCRAPED_S
+                if endpoint.metrics is not None or now < back_at_s:
+                    if endpoint.metrics is None:
+                        until_s = min(until_s, back_at_s)
+                    continue
+                member.set_aside_at_s = None
+                member.failures = 0
+            due_s = member.joined_at_s + endpoint.ready_after_s
+            if observed or now >= due_s:
+                ready.append(slot)
+            else:
+                until_s = min(until_s, due_s)
+        self._ready = np.array(ready, dtype=np.int64)
+        self._ready_until_s = until_s
+        self._observed_since_s = -math.inf
+
+    def _add(self, endpoint: Endpoint, now: Seconds) -> None:
+        if self._free:
+            slot = self._free.pop()
+            self.columns.clear(slot)
+        else:
+            slot = self.columns.add_slot()
+            self._members.append(None)
+        self.columns.endpoints[slot] = endpoint
+        self._members[slot] = _Member(now)
+        self._slot_by_id[endpoint.endpoint_id] = slot
+
+    def _remove(self, endpoint_id: str) -> int:
+        slot = self._slot_by_id.pop(endpoint_id)
+        self._members[slot] = None
+        self.columns.clear(slot)
+        self._free.append(slot)
+        return slot
+
+    def _restart(self, slot: int, now: Seconds) -> None:
+        """Same endpoint, new process: what was observed is void, and so is work in flight."""
+        endpoint = self.columns.endpoints[slot]
+        self.columns.clear(slot)
+        self.columns.endpoints[slot] = endpoint
+        self._members[slot] = _Member(now)
+        self._ready_until_s = -math.inf
+
+    def _member(self, slot: int) -> _Member:
+        member = self._members[slot]
+        assert member is not None, f"slot {slot} is empty"
+        return member
+
+    def _index_addresses(self) -> None:
+        self._slot_by_address.clear()
+        self._slots_by_ip.clear()
+        known, self._canonical = self._canonical, {}
+        for slot, endpoint in self.endpoints():
+            # Reading an address takes 10 us, and most of a large pool stays as it is.
+            address = known.get(endpoint.address) or canonical_address(endpoint.address)
+            self._canonical[endpoint.address] = address
+            self._slot_by_address[address] = slot
+            ip = address.rpartition(":")[0].strip("[]")
+            self._slots_by_ip.setdefault(ip, []).append(slot)
+
+
+def canonical_address(text: str) -> str:
+    """Spell "ip:port" or a bare ip in one way; IPv6 shortest, in brackets if a port follows.
+
+    What is neither comes back as it was: it will equal no endpoint's address.
+    """
+    host, port = text.strip(), ""
+    if host.startswith("["):
+        host, _, port = host[1:].partition("]")
+        port = port.removeprefix(":")
+    elif host.count(":") == 1:
+        host, _, port = host.partition(":")
+    try:
+        ip = ipaddress.ip_address(host)
+    except ValueError:
+        return text
+    if not port:
+        return str(ip)
+    return f"[{ip}]:{port}" if ip.version == 6 else f"{ip}:{port}"
+
+
+def _changed(before: float | None, after: float | None) -> bool:
+    return before is not None and after is not None and before != after
+
+
+def _fell(before: float | None, after: float | None) -> bool:
+    return before is not None and after is not None and after < before

@@ -1,0 +1,58 @@
+"""How full the pool is: whether to admit what may be shed, and which endpoints are too full."""
+
+from typing import Annotated, ClassVar
+
+import numpy as np
+from msgspec import Meta, Struct
+
+from epp.core.duration import Duration
+from epp.core.knowledge.candidates import Bools, Candidates, Floats
+from epp.core.prompt.request import InferenceRequest
+
+
+class UtilizationDetector(
+    Struct, frozen=True, kw_only=True, rename="camel", forbid_unknown_fields=True
+):
+    """An endpoint is as full as the worse of its queue and its KV cache, 1.0 at the thresholds.
+
+    max(waiting / `queue_depth_threshold`, KV usage / `kv_cache_util_threshold`), the reference
+    picker's formula and defaults; stale or never scraped counts as full, and so does an endpoint
+    whose engine refused a request since its last good scrape. As a filter it drops what is fuller
+    than 1 + `headroom`, and keeps all when that would leave nobody.
+    """
+
+    type_name: ClassVar[str] = "utilization-detector"
+    sheds_load: ClassVar[bool] = True
+
+    queue_depth_threshold: Annotated[float, Meta(gt=0)] = 5
+    kv_cache_util_threshold: Annotated[float, Meta(gt=0, le=1)] = 0.8
+    metrics_staleness_threshold: Duration = Duration(1.0)
+    headroom: Annotated[float, Meta(ge=0)] = 0.0
+
+    def __post_init__(self) -> None:
+        if not self.metrics_staleness_threshold > 0:
+            raise ValueError(
+                "metricsStalenessThreshold must be more than 0s, is "
+                f"{self.metrics_staleness_threshold:g}s"
+            )
+
+    def utilization(self, candidates: Candidates) -> Floats:
+        """float64[n], 1.0 at a threshold, more beyond it."""
+        queue = candidates.waiting_requests / self.queue_depth_threshold
+        cache = candidates.kv_cache_usage / self.kv_cache_util_threshold
+        worse: Floats = np.fmax(queue, cache)
+        # Neither known although scraped: an engine without these signals is not thereby full.
+        worse[np.isnan(worse)] = 0.0
+        stale = candidates.metrics_age_s > self.metrics_staleness_threshold
+        worse[stale] = np.fmax(worse[stale], 1.0)
+        full = candidates.saturated
+        worse[full] = np.fmax(worse[full], 1.0)
+        return worse
+
+    def saturation(self, candidates: Candidates) -> float:
+        """Mean utilization of the pool; 1.0 for an empty one."""
+        return float(self.utilization(candidates).mean()) if len(candidates) else 1.0
+
+    def keep(self, request: InferenceRequest, candidates: Candidates) -> Bools:
+        keep: Bools = self.utilization(candidates) <= 1.0 + self.headroom
+        return keep if keep.any() else np.ones(len(candidates), dtype=np.bool_)

@@ -1,0 +1,1 @@
+"""A body to a request, a prompt to chained block hashes."""

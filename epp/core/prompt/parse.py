@@ -1,0 +1,461 @@
+"""Path and bytes to a request, or a refusal. JSON is decoded once, by decoders built once.
+
+What routing does not need is skipped or taken as it is: the engine judges it. Refused (400) are
+invalid JSON, an unpaired surrogate, a wrong type where we look, nothing to complete, and no model
+where the API needs one. The body is forwarded byte for byte; a rewrite of the model changes that
+one value.
+"""
+
+import re
+import sys
+from array import array
+from collections.abc import Callable, Mapping
+from enum import StrEnum
+from typing import Annotated, Any, Final, TypeAlias
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+from msgspec import UNSET, Meta, Raw, Struct, UnsetType
+from msgspec.json import Decoder
+
+from epp.core.prompt.canonical import (
+    NO_JSON,
+    Content,
+    Item,
+    Message,
+    chat_prompt,
+    responses_prompt,
+    text_prompt,
+)
+from epp.core.prompt.request import InferenceRequest
+from epp.core.types import BYTES_PER_TOKEN, ApiKind, Refusal, RefusalReason
+
+
+class ParserName(StrEnum):
+    """The parsers that an `EndpointPickerConfig` may name."""
+
+    OPENAI = "openai-parser"
+    ANTHROPIC = "anthropic-parser"
+    VLLM_HTTP = "vllmhttp-parser"
+    PASSTHROUGH = "passthrough-parser"
+
+
+ParserSet: TypeAlias = frozenset[ParserName]
+ALL_PARSERS: Final[ParserSet] = frozenset(ParserName)
+
+
+PROMPTS_MAX: Final = 10_000
+"""Prompts of one request. Each has a chain of its own to be hashed, matched and recorded."""
+
+
+class Parsed(Struct, frozen=True, kw_only=True):
+    """A request that may be scheduled."""
+
+    request: InferenceRequest
+    body: bytes
+    """What to forward: the very object that came in unless the model was rewritten."""
+    incoming_model: str
+    """The model as the body spells it; "" if it names none."""
+
+
+# Bodies. Only members that matter here; the others are skipped by the decoder.
+
+TokenId: TypeAlias = Annotated[int, Meta(ge=0, le=2**32 - 1)]
+Prompts: TypeAlias = str | Annotated[list[str | TokenId | list[TokenId]], Meta(min_length=1)]
+Messages: TypeAlias = Annotated[list[Message], Meta(min_length=1)]
+
+
+class Body(Struct, gc=False):
+    """Members that the APIs share. `Any`: the engine's business if it is of another type."""
+
+    model: str | UnsetType | None = UNSET
+    cache_salt: str | None = None
+    stream: Any = None
+    max_tokens: Any = None
+
+
+class ChatBody(Body, kw_only=True, gc=False):
+    messages: Messages
+    tools: Raw = NO_JSON
+    documents: Raw = NO_JSON
+    chat_template_kwargs: Raw = NO_JSON
+    max_completion_tokens: Any = None
+
+
+class CompletionsBody(Body, kw_only=True, gc=False):
+    prompt: Prompts | None = None
+    prompt_embeds: Raw = NO_JSON
+
+
+class EmbeddingsBody(Body, kw_only=True, gc=False):
+    input: Prompts | None = None
+    messages: Messages | None = None
+    """vLLM also embeds conversations."""
+
+
+class ResponsesBody(Body, kw_only=True, gc=False):
+    input: str | list[Item]
+    instructions: str | None = None
+    tools: Raw = NO_JSON
+    previous_response_id: Raw = NO_JSON
+    max_output_tokens: Any = None
+
+
+class AnthropicBody(Body, kw_only=True, gc=False):
+    messages: Messages
+    system: Content = None
+    tools: Raw = NO_JSON
+
+
+class SamplingParams(Struct, gc=False):
+    max_tokens: Any = None
+
+
+class GenerateBody(Body, kw_only=True, gc=False):
+    token_ids: list[TokenId]
+    sampling_params: SamplingParams | None = None
+
+
+_decode_chat = Decoder(ChatBody).decode
+_decode_completions = Decoder(CompletionsBody).decode
+_decode_embeddings = Decoder(EmbeddingsBody).decode
+_decode_responses = Decoder(ResponsesBody).decode
+_decode_anthropic = Decoder(AnthropicBody).decode
+_decode_generate = Decoder(GenerateBody).decode
+_decode_body = Decoder(Body).decode
+
+
+class _Members(Struct, gc=False):
+    """By which a body tells what API it is for."""
+
+    prompt: Raw = NO_JSON
+    messages: Raw = NO_JSON
+    input: Raw = NO_JSON
+
+
+_decode_members = Decoder(_Members).decode
+
+
+class _Reading(Struct, gc=False):
+    """What one API's function made of a body."""
+
+    body: Body
+    api: ApiKind = ApiKind.OPAQUE
+    prompts: tuple[bytes, ...] = ()
+    output_tokens_max: Any = None
+
+
+def _read_chat(body: bytes) -> _Reading:
+    chat = _decode_chat(body)
+    preamble = {
+        b"tools": chat.tools,
+        b"documents": chat.documents,
+        b"chat_template_kwargs": chat.chat_template_kwargs,
+    }
+    prompt = chat_prompt(chat.messages, preamble=preamble)
+    output_tokens_max = chat.max_completion_tokens
+    if output_tokens_max is None:
+        output_tokens_max = chat.max_tokens
+    return _Reading(chat, ApiKind.CHAT, (prompt,), output_tokens_max)
+
+
+def _read_completions(body: bytes) -> _Reading:
+    completions = _decode_completions(body)
+    if completions.prompt is not None:
+        api, prompts = _prompts(completions.prompt, ApiKind.COMPLETIONS, "$.prompt")
+        return _Reading(completions, api, prompts, completions.max_tokens)
+    if completions.prompt_embeds is NO_JSON:
+        raise msgspec.ValidationError("Expected `str | array`, got nothing - at `$.prompt`")
+    return _Reading(completions, output_tokens_max=completions.max_tokens)
+
+
+def _read_embeddings(body: bytes) -> _Reading:
+    embeddings = _decode_embeddings(body)
+    if embeddings.input is not None:
+        api, prompts = _prompts(embeddings.input, ApiKind.EMBEDDINGS, "$.input")
+        return _Reading(embeddings, api, prompts)
+    if embeddings.messages is None:
+        raise msgspec.ValidationError("Expected `str | array`, got nothing - at `$.input`")
+    prompt = chat_prompt(embeddings.messages, preamble={})
+    return _Reading(embeddings, ApiKind.EMBEDDINGS, (prompt,))
+
+
+def _read_responses(body: bytes) -> _Reading:
+    responses = _decode_responses(body)
+    preamble = {
+        b"previous_response_id": responses.previous_response_id,
+        b"tools": responses.tools,
+    }
+    prompt = responses_prompt(
+        responses.input, preamble=preamble, instructions=responses.instructions
+    )
+    return _Reading(responses, ApiKind.RESPONSES, (prompt,), responses.max_output_tokens)
+
+
+def _read_anthropic(body: bytes) -> _Reading:
+    anthropic = _decode_anthropic(body)
+    prompt = chat_prompt(
+        anthropic.messages, preamble={b"tools": anthropic.tools}, system=anthropic.system
+    )
+    return _Reading(anthropic, ApiKind.MESSAGES, (prompt,), anthropic.max_tokens)
+
+
+def _read_generate(body: bytes) -> _Reading:
+    generate = _decode_generate(body)
+    limit = generate.sampling_params.max_tokens if generate.sampling_params else None
+    return _Reading(generate, ApiKind.TOKENS, (_token_bytes(generate.token_ids),), limit)
+
+
+def _read_model(body: bytes) -> _Reading:
+    """A JSON body that names a model and whose prompt, if there is one, leaves no prefix behind."""
+    return _Reading(_decode_body(body))
+
+
+def _prompts(value: Any, text_api: ApiKind, where: str) -> tuple[ApiKind, tuple[bytes, ...]]:
+    """`value` is `Prompts`: one text, texts, the ids of one prompt, or of several."""
+    if isinstance(value, str):
+        return text_api, (text_prompt(value),)
+    kinds = set(map(type, value))
+    if kinds != {int} and len(value) > PROMPTS_MAX:
+        raise msgspec.ValidationError(f"Expected at most {PROMPTS_MAX:,} prompts - at `{where}`")
+    if kinds == {str}:
+        return text_api, tuple(map(text_prompt, value))
+    if kinds == {int}:
+        return ApiKind.TOKENS, (_token_bytes(value),)
+    if kinds == {list}:
+        return ApiKind.TOKENS, tuple(map(_token_bytes, value))
+    raise msgspec.ValidationError(
+        f"Expected only strings, only token ids or only arrays of token ids - at `{where}`"
+    )
+
+
+def _token_bytes(token_ids: list[int]) -> bytes:
+    """Four little-endian bytes an id."""
+    words = array("I", token_ids)
+    if sys.byteorder == "big":
+        words.byteswap()
+    return words.tobytes()
+
+
+class _Claim(Struct, frozen=True):
+    """A parser's claim on the paths that end in some suffix."""
+
+    parser: ParserName
+    read: Callable[[bytes], _Reading] | None
+    """None: forwarded unread."""
+    model_required: bool = True
+
+
+_CLAIMS: Final[Mapping[str, _Claim]] = {
+    "chat/completions": _Claim(ParserName.OPENAI, _read_chat),
+    "completions": _Claim(ParserName.OPENAI, _read_completions),
+    "embeddings": _Claim(ParserName.OPENAI, _read_embeddings),
+    "responses": _Claim(ParserName.OPENAI, _read_responses),
+    "conversations": _Claim(ParserName.OPENAI, _read_model, model_required=False),
+    "images/generations": _Claim(ParserName.OPENAI, _read_model, model_required=False),
+    # Rendering computes a prompt without running it: the pod holds nothing of it afterwards.
+    "chat/completions/render": _Claim(ParserName.OPENAI, _read_model, model_required=False),
+    "completions/render": _Claim(ParserName.OPENAI, _read_model, model_required=False),
+    "v1/messages": _Claim(ParserName.ANTHROPIC, _read_anthropic),
+    "v1/messages/count_tokens": _Claim(ParserName.ANTHROPIC, None),
+    "inference/v1/generate": _Claim(ParserName.VLLM_HTTP, _read_generate, model_required=False),
+}
+"""Suffix of the path, in whole segments -> who reads it; the longest suffix wins."""
+_SEGMENTS_MAX: Final = max(suffix.count("/") for suffix in _CLAIMS) + 1
+_PATH_HEADERS: Final = ("x-original-path", "x-forwarded-path")
+_DEFAULT_PATH: Final = "/v1/completions"
+
+
+def parse_request(
+    *,
+    path: str,
+    headers: Mapping[str, str],
+    body: bytes,
+    request_id: str,
+    model_rewrite: str = "",
+    rewrite: Callable[[str], str | None] | None = None,
+    parsers: ParserSet = ALL_PARSERS,
+) -> Parsed | Refusal:
+    """Read one request; never raises, whatever the bytes and headers are.
+
+    `path` is `:path`, or "" if the gateway does not say; then what the body has decides.
+    `model_rewrite`, unless it is "", replaces the model of the body; what `rewrite` makes of the
+    model of the body, unless it is None, goes before both.
+    """
+    path = path or next(filter(None, map(headers.get, _PATH_HEADERS)), "") or _usual_path(body)
+    suffix = _suffix(path, parsers)
+    claim = _CLAIMS.get(suffix)
+    if claim is None and ParserName.PASSTHROUGH not in parsers:
+        claimed = sorted(known for known in _CLAIMS if _CLAIMS[known].parser in parsers)
+        return _refusal(
+            f"No parser takes this path; expected one that ends in {', '.join(claimed) or 'none'}"
+        )
+    if claim is None or claim.read is None:
+        request = opaque_request(headers=headers, request_id=request_id)
+        return Parsed(request=request, body=body, incoming_model="")
+    try:
+        reading = claim.read(body)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as problem:
+        return _invalid(suffix, problem)
+
+    incoming_model = reading.body.model or ""
+    model = model_rewrite or incoming_model
+    if rewrite is not None and (incoming_model or claim.model_required):
+        model = rewrite(incoming_model) or model
+    if claim.model_required and not model:
+        return _refusal(f"The body for {suffix} names no model; expected a string", "$.model")
+    if model != incoming_model:
+        rewritten = rewrite_model(body, model, present=reading.body.model is not UNSET)
+        if rewritten is None:
+            return _refusal("The model that is to replace the requested one is not valid Unicode")
+        body = rewritten
+    request = InferenceRequest(
+        request_id=request_id,
+        api=reading.api,
+        model=model,
+        prompts=reading.prompts,
+        prompt_tokens=sum(map(len, reading.prompts)) // BYTES_PER_TOKEN,
+        cache_salt=reading.body.cache_salt or "",
+        headers=headers,
+        stream=reading.body.stream is True,
+        output_tokens_max=_limit(reading.output_tokens_max),
+    )
+    return Parsed(request=request, body=body, incoming_model=incoming_model)
+
+
+def opaque_request(
+    *, headers: Mapping[str, str], request_id: str, model: str = ""
+) -> InferenceRequest:
+    """A request whose body is not looked at: routed by load alone."""
+    return InferenceRequest(request_id=request_id, model=model, headers=headers)
+
+
+def _usual_path(body: bytes) -> str:
+    """Where a body like this usually goes: NGINX Gateway Fabric does not tell the path.
+
+    `input` may be that of responses or of embeddings, which are read in different ways: of either
+    only the model is.
+    """
+    try:
+        members = _decode_members(body)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        # Whoever reads it says what is wrong with it.
+        return _DEFAULT_PATH
+    if members.prompt is NO_JSON and members.messages is not NO_JSON:
+        return "/v1/chat/completions"
+    if members.prompt is NO_JSON and members.input is not NO_JSON:
+        return "/v1/conversations"
+    return _DEFAULT_PATH
+
+
+def _suffix(path: str, parsers: ParserSet) -> str:
+    """The longest claimed suffix of the path; "" if no parser of `parsers` claims it."""
+    segments = path.partition("?")[0].rsplit("/", _SEGMENTS_MAX)[-_SEGMENTS_MAX:]
+    for start in range(len(segments)):
+        suffix = "/".join(segments[start:])
+        claim = _CLAIMS.get(suffix)
+        if claim is not None and claim.parser in parsers:
+            return suffix
+    return ""
+
+
+def _limit(output_tokens_max: Any) -> int | None:
+    is_count = type(output_tokens_max) is int and output_tokens_max >= 0
+    return output_tokens_max if is_count else None
+
+
+# Refusals.
+
+_AT: Final = re.compile(r" - at `([^`]*)`$")
+_MISSING: Final = re.compile(r"missing required field `([^`]*)`")
+
+
+def _refusal(message: str, param: str | None = None) -> Refusal:
+    return Refusal(reason=RefusalReason.BAD_REQUEST, status=400, message=message, param=param)
+
+
+def _invalid(suffix: str, problem: Exception) -> Refusal:
+    """Say what is wrong and where, without repeating anything of the body.
+
+    msgspec names types, paths and offsets, never values. Other errors would quote the body.
+    """
+    begin = f"The body for {suffix} is not valid"
+    if isinstance(problem, RecursionError):
+        return _refusal(f"{begin}: expected JSON that is nested less deep")
+    if not isinstance(problem, msgspec.DecodeError):
+        return _refusal(f"{begin}: expected UTF-8")
+    what = str(problem)
+    at = _AT.search(what)
+    param = at[1] if at else None
+    if missing := _MISSING.search(what):
+        param = f"{param or '$'}.{missing[1]}"
+    return _refusal(f"{begin}: {what}", param)
+
+
+# Rewriting the model.
+
+_BLANK: Final = rb"[ \t\n\r]*"
+# The first quote of a member's name never follows a backslash; the quotes inside of texts always
+# do. The look-behind comes second because a pattern that begins with a byte is searched faster.
+_MODEL_MEMBER: Final = re.compile(
+    rb'"(?<!\\")(?:m|\\u006[dD])(?:o|\\u006[fF])(?:d|\\u0064)(?:e|\\u0065)(?:l|\\u006[cC])"'
+    + (_BLANK + rb":" + _BLANK)
+    + rb'("(?:[^"\\]|\\.)*+"|null)'
+)
+_OPENING: Final = re.compile(_BLANK + rb"\{" + _BLANK + rb"(\}?)")
+
+
+def rewrite_model(body: bytes, model: str, *, present: bool) -> bytes | None:
+    """`body` with the value of each top-level member `model` replaced, all else byte for byte.
+
+    `body` is a valid JSON object. `present` says that it has such a member; otherwise one is put
+    first. Returns None if `model` has unpaired surrogates.
+    """
+    try:
+        value = msgspec.json.encode(model)
+    except UnicodeEncodeError:
+        return None
+    view = memoryview(body)
+    if not present:
+        opening = _OPENING.match(body)
+        assert opening is not None, "a JSON object begins with a brace"
+        first = body.index(b"{") + 1
+        comma = b"" if opening[1] else b","
+        return b"".join((view[:first], b'"model":', value, comma, view[first:]))
+    pieces: list[bytes | memoryview] = []
+    done = 0
+    for start, end in _top_level_models(body):
+        pieces += (view[done:start], value)
+        done = end
+    pieces.append(view[done:])
+    return b"".join(pieces)
+
+
+def _top_level_models(body: bytes) -> list[tuple[int, int]]:
+    """Where the values of top-level members `model` begin and end."""
+    spans = [member.span(1) for member in _MODEL_MEMBER.finditer(body)]
+    if len(spans) == 1:
+        # The decoder has seen one at the top level.
+        return spans
+    depths = _depths(body, np.array([start for start, _ in spans]))
+    return [span for span, depth in zip(spans, depths, strict=True) if depth == 1]
+
+
+def _depths(body: bytes, positions: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    """In how many objects and arrays of the valid JSON `body` each of `positions` stands.
+
+    By counting opened and closed brackets outside of texts, without a step in Python for each
+    bracket: a client may send millions.
+    """
+    masked = body.replace(rb"\\", b"__").replace(rb"\"", b"__")
+    symbols = np.frombuffer(masked, np.uint8)
+    quotes = np.flatnonzero(symbols == ord('"'))
+
+    def before(bracket: str) -> npt.NDArray[np.int64]:
+        # Bit 5 is all that tells "[" from "{" and "]" from "}".
+        found = np.flatnonzero((symbols | 0x20) == ord(bracket))
+        outside = found[np.searchsorted(quotes, found) % 2 == 0]
+        return np.searchsorted(outside, positions)
+
+    return before("{") - before("}")

@@ -1,0 +1,561 @@
+"""One ext_proc stream as a state machine: events in, answers out. No I/O, no clock.
+
+Theory. Envoy opens one stream for each HTTP request and sends request headers, request body
+chunks, request trailers, then the same of the response; each kind only if the gateway is configured
+to send it. Every message but a full-duplex body chunk is owed exactly one answer, in order. How the
+request phase is answered depends on the body mode that the first message announces:
+
+* FULL_DUPLEX_STREAMED, or nothing announced: Envoy has let the body go. The header answer is held
+  until the body is whole; then headers, then the body again in chunks, then trailers.
+* BUFFERED, BUFFERED_PARTIAL: headers are answered at once; the one body message is answered with
+  the destination.
+* STREAMED, NONE, unknown: the destination must be in the header answer (Envoy 1.40 gives 503
+  otherwise), so the request is scheduled without having seen its body.
+
+A request without a body, such as GET /v1/models, is scheduled at its headers in every mode. So is
+one that asks for another protocol (a WebSocket) in full duplex, because its body has no end; what
+follows is passed back as it comes. A gateway that buffers it has hung it up before we can tell.
+
+What ends a lease also lives here and nowhere else: the end of the response, or the end of the
+stream. A stream that ends before any response headers means that the client left, if this gateway
+is known to send response headers; otherwise nothing more will ever be heard of the request, and the
+scheduler keeps the lease for as long as the request probably takes.
+
+`_HANDLERS` is the whole of what is legal: (phase, event) to the method that answers it. Whatever is
+not in it ends the stream: the gateway broke the protocol.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from enum import Enum
+from typing import Final, Protocol, TypeAlias
+
+from msgspec import Struct, field
+
+from epp.core.decision.scheduler import Decision, Scheduler
+from epp.core.knowledge.inflight import Ending, Outcome
+from epp.core.prompt.parse import ALL_PARSERS, Parsed, ParserSet, opaque_request, parse_request
+from epp.core.prompt.request import InferenceRequest
+from epp.core.protocol.messages import (
+    BODY_CHUNK_BYTES_MAX,
+    CONTROL_HEADERS,
+    DROP_REASON_HEADER,
+    OBJECTIVE_HEADERS,
+    REQUEST_ID_HEADER,
+    REWRITE_HEADERS,
+    UPGRADE_HEADER,
+    Answer,
+    BodyMode,
+    BodyModes,
+    Destination,
+    Event,
+    ImmediateAnswer,
+    RequestBody,
+    RequestBodyAnswer,
+    RequestBodyChunk,
+    RequestHeaders,
+    RequestHeadersAnswer,
+    RequestTrailers,
+    RequestTrailersAnswer,
+    ResponseBody,
+    ResponseBodyAnswer,
+    ResponseBodyChunk,
+    ResponseHeaders,
+    ResponseHeadersAnswer,
+    ResponseTrailers,
+    ResponseTrailersAnswer,
+)
+from epp.core.protocol.usage import Usage, UsageReader
+from epp.core.types import Endpoint, Refusal, RefusalReason, Seconds
+
+
+class Gateway:
+    """What is remembered of one gateway between its streams."""
+
+    __slots__ = ("sends_response_headers",)
+
+    def __init__(self) -> None:
+        self.sends_response_headers = False
+
+
+class SessionSettings(Struct, frozen=True, kw_only=True):
+    request_body_bytes_max: int = 32 * 1024 * 1024
+    parsers: ParserSet = ALL_PARSERS
+    parse_response_usage: bool = False
+    subset_filter: bool = True
+    priorities: Mapping[str, int] = field(default_factory=dict)
+    """Name of an objective -> priority; below 0 may be shed."""
+    rewrite: Callable[[str], str | None] | None = None
+    """Model of the body -> the model that is to serve it; None: no rule says."""
+
+
+class Exchange:
+    """The record of one request and its response, for whoever observes."""
+
+    __slots__ = (
+        "answered_at_s",
+        "decision",
+        "first_output_at_s",
+        "incoming_model",
+        "request",
+        "request_bytes",
+        "response_bytes",
+        "response_started_at_s",
+        "started_at_s",
+        "status",
+        "unseen_body",
+        "usage",
+    )
+
+    def __init__(self, started_at_s: Seconds) -> None:
+        self.started_at_s = started_at_s
+        self.incoming_model = ""
+        self.request: InferenceRequest | None = None
+        self.request_bytes = 0
+        self.decision: Decision | None = None
+        self.unseen_body: BodyMode | None = None
+        """The mode that made the picker schedule without having seen the body."""
+        self.answered_at_s = started_at_s
+        """When the message came that the decision or refusal answers."""
+        self.response_started_at_s: Seconds | None = None
+        self.first_output_at_s: Seconds | None = None
+        self.status: int | None = None
+        self.response_bytes = 0
+        self.usage: Usage | None = None
+
+
+class Observer(Protocol):
+    """Is told what happened, after it happened; must not raise."""
+
+    def decided(self, exchange: Exchange) -> None: ...
+    def refused(self, exchange: Exchange, refusal: Refusal) -> None: ...
+    def response_started(self, exchange: Exchange) -> None: ...
+    def completed(self, exchange: Exchange, outcome: Outcome, now: Seconds) -> None: ...
+    def set_aside(self, endpoint: Endpoint) -> None: ...
+    def unknown_body_mode(self, mode: int) -> None:
+        """`mode`: the number of it."""
+        ...
+
+    def protocol_violated(self, phase: str, event: str) -> None: ...
+
+
+class Phase(Enum):
+    START = "start"
+    COLLECTING = "collecting"
+    """Full duplex: the body comes in, nothing is answered yet."""
+    BUFFERED = "buffered"
+    """Headers are answered, the body will come in one message."""
+    ROUTED = "routed"
+    """The gateway knows the destination; what is left of the request is let through."""
+    RESPONDING = "responding"
+    ENDED = "ended"
+
+
+_HOLDING: Final = frozenset({BodyMode.FULL_DUPLEX_STREAMED})
+_BUFFERING: Final = frozenset({BodyMode.BUFFERED, BodyMode.BUFFERED_PARTIAL})
+_FULL_DUPLEX: Final = BodyModes(BodyMode.FULL_DUPLEX_STREAMED, BodyMode.FULL_DUPLEX_STREAMED)
+
+
+class Session:
+    """One stream. Feed every message to `receive`, send what it returns, and when the stream ends,
+    however it ends, call `closed` once. When `finished` is true the stream is to be ended with OK.
+    """
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        settings: SessionSettings,
+        gateway: Gateway,
+        observer: Observer,
+        new_request_id: Callable[[], str],
+    ) -> None:
+        """`new_request_id` names requests that come without `x-request-id`."""
+        self._scheduler = scheduler
+        self._settings = settings
+        self._gateway = gateway
+        self._observer = observer
+        self._new_request_id = new_request_id
+        self._phase = Phase.START
+        self._modes = _FULL_DUPLEX
+        self._headers: Mapping[str, str] = {}
+        self._subset: tuple[str, ...] | None = None
+        self._body: list[bytes] = []
+        self._body_bytes = 0
+        self._exchange = Exchange(0.0)
+        self._usage_reader: UsageReader | None = None
+        self._announced = False
+        self._request_ended = False
+        self._completed = False
+        self.finished = False
+        self.violated = False
+        """The gateway broke the protocol; the stream is to be ended with an error."""
+
+    def __repr__(self) -> str:
+        decision = self._exchange.decision
+        where = decision.endpoint.address if decision else "nowhere"
+        return f"<Session [{self._phase.value}, to {where}, {self._body_bytes} body bytes held]>"
+
+    def receive(self, event: Event, now: Seconds) -> list[Answer]:
+        """Take the next message; return the answers to send, in order."""
+        if self.finished:
+            return []
+        handler = _HANDLERS.get((self._phase, type(event)))
+        if handler is None:
+            self._observer.protocol_violated(self._phase.value, type(event).__name__)
+            self.violated = self.finished = True
+            return []
+        return handler(self, event, now)
+
+    def half_closed(self, now: Seconds) -> list[Answer]:
+        """The gateway will send no more. Some half-close right after the body: answer them."""
+        if self._phase is Phase.COLLECTING and self._body and not self._announced:
+            return self._route_full_duplex(now, trailers=False)
+        return []
+
+    def closed(self, now: Seconds) -> None:
+        """The stream is over, in whatever way; give back what it holds."""
+        self._phase = Phase.ENDED
+        self._body.clear()
+        if self._exchange.decision is None or self._completed:
+            return
+        if self._exchange.status is not None:
+            shown = self._modes.response is not BodyMode.NONE
+            ending = Ending.CLIENT_LEFT if shown else Ending.COMPLETE
+        elif self._gateway.sends_response_headers:
+            ending = Ending.CLIENT_LEFT
+        else:
+            ending = Ending.UNSEEN
+        self._complete(ending, now)
+
+    def may_end_for_drain(self) -> bool:
+        """The stream can be ended with OK without losing a byte of request or response.
+
+        True once the request is routed, all of it has come if we pass it back, and the response
+        body bypasses the picker. In full duplex ending early loses data in a race, whatever the
+        phase.
+        """
+        passed = self._request_ended or self._modes.request not in _HOLDING
+        bypassed = self._modes.response in {BodyMode.NONE, BodyMode.STREAMED}
+        return passed and bypassed and self._phase in {Phase.ROUTED, Phase.RESPONDING}
+
+    # The request phase.
+
+    def _open(self, event: RequestHeaders, now: Seconds) -> list[Answer]:
+        self._exchange = Exchange(now)
+        self._headers = event.headers
+        self._learn_modes(event.modes)
+        self._hint(event.subset)
+        mode = self._modes.request
+        if event.end_of_stream:
+            return self._route_headers(now)
+        endless = event.headers.get(UPGRADE_HEADER, "").lower() == "websocket"
+        if mode in _HOLDING and not endless:
+            self._phase = Phase.COLLECTING
+            return []
+        if mode in _BUFFERING:
+            self._phase = Phase.BUFFERED
+            return [RequestHeadersAnswer()]
+        self._exchange.unseen_body = mode
+        answers = self._route_headers(now)
+        self._request_ended = False
+        return answers
+
+    def _collect(self, event: RequestBody, now: Seconds) -> list[Answer]:
+        self._hint(event.subset)
+        refused = self._hold(event.body)
+        if refused:
+            return refused
+        return self._route_full_duplex(now, trailers=False) if event.end_of_stream else []
+
+    def _collect_trailers(self, event: RequestTrailers, now: Seconds) -> list[Answer]:
+        self._hint(event.subset)
+        return self._route_full_duplex(now, trailers=True)
+
+    def _buffered_body(self, event: RequestBody, now: Seconds) -> list[Answer]:
+        self._hint(event.subset)
+        refused = self._hold(event.body)
+        if refused:
+            return refused
+        partial = self._modes.request is BodyMode.BUFFERED_PARTIAL and not event.end_of_stream
+        if partial:
+            # The body did not fit into Envoy's buffer: what is here is no whole JSON document.
+            self._exchange.unseen_body = self._modes.request
+            return self._route_body(self._opaque(), None, now)
+        self._body.clear()
+        parsed = self._parse(event.body)
+        if isinstance(parsed, Refusal):
+            return self._refuse(parsed)
+        return self._route_body(parsed.request, _changed(parsed, event.body), now)
+
+    def _route_body(
+        self, request: InferenceRequest, changed: bytes | None, now: Seconds
+    ) -> list[Answer]:
+        destination = self._schedule(request, changed, now)
+        if isinstance(destination, Refusal):
+            return self._refuse(destination)
+        return [RequestBodyAnswer(destination, changed)]
+
+    def _buffered_trailers(self, event: RequestTrailers, now: Seconds) -> list[Answer]:
+        """Trailers and no body at all: too late for a destination, there is nothing to serve."""
+        return self._refuse(_bad_request("the request has trailers but no body", None))
+
+    def _pass_body(self, event: RequestBody, now: Seconds) -> list[Answer]:
+        if self._request_ended:
+            # Envoy may send the end of a large body twice (envoy#46237): it was answered once.
+            return []
+        self._request_ended = event.end_of_stream
+        if self._modes.request in _HOLDING:
+            return [
+                RequestBodyChunk(*piece) for piece in chunks(event.body, ends=event.end_of_stream)
+            ]
+        return [RequestBodyAnswer()]
+
+    def _pass_trailers(self, event: RequestTrailers, now: Seconds) -> list[Answer]:
+        self._request_ended = True
+        return [RequestTrailersAnswer()]
+
+    # The response phase.
+
+    def _respond(self, event: ResponseHeaders, now: Seconds) -> list[Answer]:
+        self._gateway.sends_response_headers = True
+        self._learn_modes(event.modes)
+        self._phase = Phase.RESPONDING
+        self._body.clear()
+        exchange = self._exchange
+        exchange.response_started_at_s = now
+        exchange.status = _status(event.headers)
+        decision = exchange.decision
+        set_headers: tuple[tuple[str, str], ...] = ()
+        if decision is not None:
+            if event.served:
+                self._scheduler.reschedule(decision.lease, event.served, now)
+            set_headers = tuple(decision.response_headers(event.served).items())
+            self._observer.response_started(exchange)
+        if self._settings.parse_response_usage:
+            content_type = event.headers.get("content-type", "")
+            streamed = content_type.startswith("text/event-stream")
+            self._usage_reader = UsageReader(event_stream=streamed)
+        if event.end_of_stream:
+            self._end_response(now)
+        return [ResponseHeadersAnswer(set_headers)]
+
+    def _response_body(self, event: ResponseBody, now: Seconds) -> list[Answer]:
+        exchange = self._exchange
+        exchange.response_bytes += len(event.body)
+        if exchange.first_output_at_s is None and event.body:
+            exchange.first_output_at_s = now
+            if exchange.decision is not None:
+                self._scheduler.first_output(exchange.decision.lease, now)
+        if self._usage_reader is not None:
+            self._usage_reader.feed(event.body, end=event.end_of_stream)
+            exchange.usage = self._usage_reader.usage
+        if event.end_of_stream:
+            self._end_response(now)
+        if self._modes.response is not BodyMode.FULL_DUPLEX_STREAMED:
+            return [ResponseBodyAnswer()]
+        return [
+            ResponseBodyChunk(piece, last)
+            for piece, last in chunks(event.body, ends=event.end_of_stream)
+        ]
+
+    def _response_trailers(self, event: ResponseTrailers, now: Seconds) -> list[Answer]:
+        self._end_response(now)
+        return [ResponseTrailersAnswer()]
+
+    # What the handlers share.
+
+    def _learn_modes(self, modes: BodyModes | None) -> None:
+        if modes is None:
+            return
+        self._modes = modes
+        self._announced = True
+        if modes.unknown is not None:
+            self._observer.unknown_body_mode(modes.unknown)
+
+    def _hint(self, subset: tuple[str, ...] | None) -> None:
+        """The latest message that carries a hint counts."""
+        if subset is not None and self._settings.subset_filter:
+            self._subset = subset
+
+    def _hold(self, body: bytes) -> list[Answer]:
+        self._body_bytes += len(body)
+        limit = self._settings.request_body_bytes_max
+        if self._body_bytes > limit:
+            self._body.clear()
+            return self._refuse(
+                Refusal(
+                    reason=RefusalReason.BODY_TOO_LARGE,
+                    status=413,
+                    message=f"the request body is larger than {limit} bytes",
+                )
+            )
+        self._body.append(body)
+        return []
+
+    def _route_headers(self, now: Seconds) -> list[Answer]:
+        """Schedule at the headers: there is no body, or none that the picker will see in time."""
+        destination = self._schedule(self._opaque(), None, now)
+        if isinstance(destination, Refusal):
+            return self._refuse(destination)
+        return [RequestHeadersAnswer(destination)]
+
+    def _route_full_duplex(self, now: Seconds, *, trailers: bool) -> list[Answer]:
+        body = self._body[0] if len(self._body) == 1 else b"".join(self._body)
+        self._body.clear()
+        parsed = self._parse(body)
+        if isinstance(parsed, Refusal):
+            return self._refuse(parsed)
+        destination = self._schedule(parsed.request, _changed(parsed, body), now)
+        if isinstance(destination, Refusal):
+            return self._refuse(destination)
+        answers: list[Answer] = [RequestHeadersAnswer(destination)]
+        answers += [RequestBodyChunk(*piece) for piece in chunks(parsed.body, ends=not trailers)]
+        if trailers:
+            answers.append(RequestTrailersAnswer())
+        return answers
+
+    def _opaque(self) -> InferenceRequest:
+        return opaque_request(headers=self._headers, request_id=self._request_id())
+
+    def _parse(self, body: bytes) -> Parsed | Refusal:
+        self._exchange.request_bytes = len(body)
+        parsed = parse_request(
+            path=self._headers.get(":path", ""),
+            headers=self._headers,
+            body=body,
+            request_id=self._request_id(),
+            model_rewrite=_first(self._headers, REWRITE_HEADERS),
+            rewrite=self._settings.rewrite,
+            parsers=self._settings.parsers,
+        )
+        if not isinstance(parsed, Refusal):
+            self._exchange.incoming_model = parsed.incoming_model
+        return parsed
+
+    def _request_id(self) -> str:
+        return self._headers.get(REQUEST_ID_HEADER) or self._new_request_id()
+
+    def _schedule(
+        self, request: InferenceRequest, changed_body: bytes | None, now: Seconds
+    ) -> Destination | Refusal:
+        request.subset = self._subset
+        request.priority = self._settings.priorities.get(
+            _first(self._headers, OBJECTIVE_HEADERS), 0
+        )
+        exchange = self._exchange
+        exchange.request = request
+        exchange.answered_at_s = now
+        decision = self._scheduler.schedule(request, now)
+        if isinstance(decision, Refusal):
+            return decision
+        exchange.decision = decision
+        self._phase = Phase.ROUTED
+        self._request_ended = True
+        self._observer.decided(exchange)
+        return self._destination(decision, request, changed_body)
+
+    def _destination(
+        self, decision: Decision, request: InferenceRequest, changed_body: bytes | None
+    ) -> Destination:
+        headers = self._headers
+        set_headers: list[tuple[str, str]] = []
+        if headers.get(REQUEST_ID_HEADER) != request.request_id:
+            set_headers.append((REQUEST_ID_HEADER, request.request_id))
+        if changed_body is not None:
+            set_headers.append(("content-length", str(len(changed_body))))
+        remove_headers: tuple[str, ...] = ()
+        if not CONTROL_HEADERS.isdisjoint(headers):
+            remove_headers = tuple([name for name in headers if name in CONTROL_HEADERS])
+        chosen = (decision.endpoint, *decision.fallbacks)
+        return Destination(
+            endpoints=tuple([endpoint.address for endpoint in chosen]),
+            set_headers=tuple(set_headers),
+            remove_headers=remove_headers,
+        )
+
+    def _refuse(self, refusal: Refusal) -> list[Answer]:
+        self._phase = Phase.ENDED
+        self.finished = True
+        self._observer.refused(self._exchange, refusal)
+        headers = [("content-type", "application/json")]
+        if refusal.status in (429, 503):
+            headers.append((DROP_REASON_HEADER, refusal.reason.value))
+        if refusal.status == 429:
+            headers.append(("retry-after", "1"))
+        return [ImmediateAnswer(refusal, tuple(headers))]
+
+    def _end_response(self, now: Seconds) -> None:
+        if self._exchange.decision is not None and not self._completed:
+            self._complete(Ending.COMPLETE, now)
+
+    def _complete(self, ending: Ending, now: Seconds) -> None:
+        self._completed = True
+        decision = self._exchange.decision
+        assert decision is not None
+        outcome = Outcome(ending=ending, status=self._exchange.status)
+        set_aside = self._scheduler.complete(decision.lease, outcome, now)
+        if set_aside is not None:
+            self._observer.set_aside(set_aside)
+        self._observer.completed(self._exchange, outcome, now)
+
+
+_REQUEST_PHASES: Final = (
+    Phase.START,
+    Phase.COLLECTING,
+    Phase.BUFFERED,
+    Phase.ROUTED,
+)
+
+_Handler: TypeAlias = Callable[..., list[Answer]]
+
+_HANDLERS: Final[Mapping[tuple[Phase, type[Event]], _Handler]] = {
+    (Phase.START, RequestHeaders): Session._open,
+    (Phase.COLLECTING, RequestBody): Session._collect,
+    (Phase.COLLECTING, RequestTrailers): Session._collect_trailers,
+    (Phase.BUFFERED, RequestBody): Session._buffered_body,
+    (Phase.BUFFERED, RequestTrailers): Session._buffered_trailers,
+    **{(phase, RequestBody): Session._pass_body for phase in (Phase.ROUTED, Phase.RESPONDING)},
+    **{
+        (phase, RequestTrailers): Session._pass_trailers
+        for phase in (Phase.ROUTED, Phase.RESPONDING)
+    },
+    # A gateway may show only responses, and a local reply may cut the request phase short.
+    **{(phase, ResponseHeaders): Session._respond for phase in _REQUEST_PHASES},
+    (Phase.RESPONDING, ResponseBody): Session._response_body,
+    (Phase.RESPONDING, ResponseTrailers): Session._response_trailers,
+}
+
+
+def chunks(body: bytes, *, ends: bool) -> Iterator[tuple[bytes | memoryview, bool]]:
+    """Cut `body` into pieces that every gateway accepts, without copying; `ends` marks the last.
+
+    An empty body is one empty piece if it ends the stream, and nothing otherwise.
+    """
+    if len(body) <= BODY_CHUNK_BYTES_MAX:
+        if body or ends:
+            yield body, ends
+        return
+    view = memoryview(body)
+    for start in range(0, len(body), BODY_CHUNK_BYTES_MAX):
+        stop = start + BODY_CHUNK_BYTES_MAX
+        yield view[start:stop], ends and stop >= len(body)
+
+
+def _changed(parsed: Parsed, body: bytes) -> bytes | None:
+    """The new body if the model was rewritten; None if every byte is as it was."""
+    return None if parsed.body is body else parsed.body
+
+
+def _first(headers: Mapping[str, str], names: tuple[str, ...]) -> str:
+    for name in names:
+        if name in headers:
+            return headers[name]
+    return ""
+
+
+def _status(headers: Mapping[str, str]) -> int | None:
+    status = headers.get(":status") or headers.get("status", "")
+    return int(status) if status.isascii() and status.isdigit() else None
+
+
+def _bad_request(message: str, param: str | None) -> Refusal:
+    return Refusal(reason=RefusalReason.BAD_REQUEST, status=400, message=message, param=param)

@@ -1,0 +1,43 @@
+"""All that a plug-in needs, in one place whose path stays.
+
+`docs/plugins.md` is the guide. The protocols and nouns live where the core uses them; a plug-in,
+built in or installed, names them by this module.
+"""
+
+from epp.core.decision.plugin import Filter, MarksResponses, Picker, ReadsIndex, Scorer
+from epp.core.duration import Duration
+from epp.core.knowledge.candidates import (
+    AdapterColumns,
+    Affinity,
+    Bools,
+    Candidates,
+    Floats,
+    Ints,
+)
+from epp.core.knowledge.index import AffinityIndex, AffinityIndexSettings
+from epp.core.parameters import Parameters, Plugin
+from epp.core.prompt.request import InferenceRequest
+from epp.core.types import ApiKind, Endpoint, Seconds
+
+__all__ = [
+    "AdapterColumns",
+    "Affinity",
+    "AffinityIndex",
+    "AffinityIndexSettings",
+    "ApiKind",
+    "Bools",
+    "Candidates",
+    "Duration",
+    "Endpoint",
+    "Filter",
+    "Floats",
+    "InferenceRequest",
+    "Ints",
+    "MarksResponses",
+    "Parameters",
+    "Picker",
+    "Plugin",
+    "ReadsIndex",
+    "Scorer",
+    "Seconds",
+]

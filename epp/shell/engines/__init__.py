@@ -1,0 +1,1 @@
+"""Touches the model servers: reads their metrics pages."""

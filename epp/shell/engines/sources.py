@@ -1,0 +1,82 @@
+"""What the configuration says of metrics -> what the scraper looks for, and where."""
+
+from collections.abc import Iterable, Mapping
+from typing import Final
+
+import msgspec
+
+from epp.configuration.compatibility import (
+    ENGINE_LABELS,
+    CoreMetricsExtractor,
+    EngineMetrics,
+    MetricsDataSource,
+    MetricSpec,
+)
+from epp.core.types import Endpoint, MetricsTarget
+from epp.shell.engines.exposition import ENGINES, MetricNames, PageReader, Selector, selector
+
+_UNKNOWN: Final = MetricNames(waiting=())
+
+
+def page_reader(extractor: CoreMetricsExtractor) -> PageReader:
+    """Reads pages by the configured names, where a configured label or the page tells the engine."""
+    labels = tuple(dict.fromkeys((extractor.engine_label_key, *ENGINE_LABELS)))
+    return PageReader(
+        engines_of(extractor), engine_labels=labels, default_engine=extractor.default_engine
+    )
+
+
+def engines_of(extractor: CoreMetricsExtractor) -> dict[str, MetricNames]:
+    """Engine type -> names, as `PageReader` takes them.
+
+    A configured engine replaces the gauges of the built-in one of its name. What the document
+    cannot express (counters that tell a restart, adapter residency) stays that of the built-in.
+    """
+    engines: dict[str, MetricNames] = dict(ENGINES)
+    for configured in extractor.engine_configs:
+        engines[configured.name] = _names(configured, ENGINES)
+    return engines
+
+
+def _names(configured: EngineMetrics, built_in: Mapping[str, MetricNames]) -> MetricNames:
+    base = built_in.get(configured.name, _UNKNOWN)
+    lora = _name(configured.lora_spec)
+    return msgspec.structs.replace(
+        base,
+        waiting=_selectors(configured.queued_requests_spec),
+        running=_selectors(configured.running_requests_spec),
+        kv_cache_usage=_selectors(configured.kv_usage_spec),
+        block_size_tokens=_selectors(configured.cache_block_size_spec),
+        blocks_total=_selectors(configured.cache_num_blocks_spec),
+        cache_info=_name(configured.cache_info_spec),
+        adapter_requests=lora,
+        adapter_loaded=base.adapter_loaded if lora else b"",
+        adapter_slots=base.adapter_slots if lora else b"",
+    )
+
+
+def _selectors(spec: MetricSpec) -> tuple[Selector, ...]:
+    return (selector(spec),) if spec else ()
+
+
+def _name(spec: MetricSpec) -> bytes:
+    """The series alone: all its labels are read."""
+    return selector(spec).name if spec else b""
+
+
+def scraped_from(endpoints: Iterable[Endpoint], source: MetricsDataSource) -> tuple[Endpoint, ...]:
+    """`endpoints` with the target that `source` gives to all that have no target of their own.
+
+    A target is an endpoint's own if it differs from http, its serving port and /metrics.
+    """
+    return tuple(_scraped_from(endpoint, source) for endpoint in endpoints)
+
+
+def _scraped_from(endpoint: Endpoint, source: MetricsDataSource) -> Endpoint:
+    serving_port = int(endpoint.address.rpartition(":")[2])
+    if endpoint.metrics != MetricsTarget(port=serving_port):
+        return endpoint
+    target = MetricsTarget(
+        port=source.port or serving_port, scheme=source.scheme.value, path=source.path
+    )
+    return msgspec.structs.replace(endpoint, metrics=target)

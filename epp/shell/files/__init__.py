@@ -1,0 +1,1 @@
+"""Touches files: watches the configuration and the endpoints."""

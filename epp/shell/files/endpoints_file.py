@@ -1,0 +1,137 @@
+"""The endpoints file: discovery without Kubernetes. Pure: bytes -> endpoints and objectives.
+
+    endpoints:
+    - {name: pod-0, address: 10.0.0.7, port: 8000, labels: {app: llama}}
+    - {name: pod-1, address: "fd00::8", port: 8000, metrics: {port: 9000, path: /m, scheme: https}}
+    objectives: {interactive: 10, batch: -1}
+
+YAML or JSON. An endpoint's metrics are at `/metrics` of its serving port unless said otherwise;
+`metrics: null` or `false`: it serves none.
+"""
+
+import re
+from ipaddress import ip_address
+from typing import Annotated, Any, Final, Literal
+
+import msgspec
+import yaml
+from msgspec import UNSET, Meta, Struct, UnsetType, field
+
+from epp.configuration.document import load_yaml
+from epp.core.types import Endpoint, MetricsTarget
+from epp.shell.found import Found
+
+READY_AFTER_S: Final = 5.0
+"""An endpoint that serves no metrics is ready this long after it joined (design section 4)."""
+
+_AT: Final = re.compile(r"(.*) - at `(?:\$|key in \$)?(.*)`", re.DOTALL)
+
+_Port = Annotated[int, Meta(ge=1, le=65535)]
+_Name = Annotated[str, Meta(min_length=1, max_length=253)]
+
+
+class EndpointsFileError(ValueError):
+    """The file is not used. `problems`: one sentence each, with file and path."""
+
+    def __init__(self, problems: list[str]) -> None:
+        super().__init__("\n".join(problems))
+        self.problems: Final = tuple(problems)
+
+
+class _Metrics(Struct, frozen=True, forbid_unknown_fields=True):
+    port: _Port | None = None
+    path: Annotated[str, Meta(pattern="^/[!-~]*$", max_length=1024)] = "/metrics"
+    scheme: Literal["http", "https"] = "http"
+
+
+class _Entry(Struct, frozen=True, forbid_unknown_fields=True):
+    name: _Name
+    address: str
+    port: _Port
+    labels: dict[str, str] = field(default_factory=dict)
+    metrics: _Metrics | bool | UnsetType | None = UNSET
+
+
+class _Document(Struct, frozen=True, forbid_unknown_fields=True):
+    endpoints: list[Any]
+    objectives: dict[_Name, int] = field(default_factory=dict)
+
+
+def load_endpoints(text: bytes, source: str) -> Found:
+    """Read the text of an endpoints file; `source` is how errors call the file.
+
+    Raises `EndpointsFileError` with every problem there is, so that one look mends them all.
+    """
+    try:
+        document = msgspec.convert(_parse(text), _Document)
+    except (msgspec.ValidationError, ValueError) as problem:
+        raise EndpointsFileError([_sentence(source, "", problem)]) from None
+    endpoints: list[Endpoint] = []
+    problems: list[str] = []
+    seen: dict[tuple[str, str], str] = {}
+    for position, raw in enumerate(document.endpoints):
+        path = f"endpoints[{position}]"
+        try:
+            endpoint = _endpoint(msgspec.convert(raw, _Entry))
+        except (msgspec.ValidationError, ValueError) as problem:
+            problems.append(_sentence(source, path, problem))
+            continue
+        for kind, key in (("name", endpoint.endpoint_id), ("address", endpoint.address)):
+            first = seen.setdefault((kind, key), path)
+            if first != path:
+                problems.append(f"{source}: {path}: {key} is already {first}, expected it once")
+        endpoints.append(endpoint)
+    if problems:
+        raise EndpointsFileError(problems)
+    return Found(endpoints=tuple(endpoints), objectives=document.objectives)
+
+
+def _parse(text: bytes) -> Any:
+    try:
+        # JSON is read as such first: YAML refuses its tabs, and is a hundred times slower.
+        return msgspec.json.decode(text)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        pass
+    try:
+        document = load_yaml(text)
+    except yaml.MarkedYAMLError as problem:
+        where = f"line {problem.problem_mark.line + 1}: " if problem.problem_mark else ""
+        raise ValueError(f"{where}{problem.problem or 'not understood'}, expected YAML") from None
+    except (yaml.YAMLError, UnicodeDecodeError, RecursionError, ValueError):
+        raise ValueError("not UTF-8 text in YAML or JSON") from None
+    if document is None:
+        raise ValueError("empty, expected `endpoints: [...]`")
+    return document
+
+
+def _endpoint(entry: _Entry) -> Endpoint:
+    try:
+        address = ip_address(entry.address)
+        scoped = "%" in entry.address
+    except ValueError:
+        scoped = True
+    if scoped:
+        raise ValueError(f"address {entry.address!r} is not an IP address such as 10.0.0.7 or ::1")
+    host = f"[{address}]" if address.version == 6 else str(address)
+    target = None
+    if entry.metrics is not None and entry.metrics is not False:
+        told = entry.metrics if isinstance(entry.metrics, _Metrics) else _Metrics()
+        target = MetricsTarget(port=told.port or entry.port, scheme=told.scheme, path=told.path)
+    return Endpoint(
+        endpoint_id=f"{entry.name}:{entry.port}",
+        name=entry.name,
+        address=f"{host}:{entry.port}",
+        labels=entry.labels,
+        metrics=target,
+        ready_after_s=READY_AFTER_S,
+    )
+
+
+def _sentence(source: str, path: str, problem: Exception) -> str:
+    """`Expected X, got Y - at $.a` at endpoints[0] -> `file: endpoints[0].a: Expected X, got Y`."""
+    what, inner = str(problem), ""
+    told = _AT.fullmatch(what)
+    if told is not None:
+        what, inner = told[1], told[2]
+    where = (path + inner).lstrip(".")
+    return f"{source}: {where}: {what}" if where else f"{source}: {what}"

@@ -1,0 +1,1 @@
+"""Touches the gateway: gRPC, protobuf, TLS, health, the bootstrap for Envoy."""

@@ -1,0 +1,472 @@
+"""The Envoy bootstrap for standalone use: what `epp envoy-config` prints.
+
+A laptop, a virtual machine or a pod without a gateway controller needs one Envoy in front of the
+endpoints, wired to the picker over ext_proc. Each value that differs from Envoy's default has its
+reason beside it. The messages are built with `envoy-data-plane`, so that a field Envoy does not
+know is a type error here and not a refusal there.
+"""
+
+from datetime import timedelta
+from ipaddress import ip_address
+from typing import Final
+
+import msgspec
+import yaml
+from betterproto2 import Casing, Message
+from envoy_data_plane.envoy.config.bootstrap.v3 import Admin, Bootstrap, BootstrapStaticResources
+from envoy_data_plane.envoy.config.cluster.v3 import (
+    CircuitBreakers,
+    CircuitBreakersThresholds,
+    Cluster,
+    ClusterDiscoveryType,
+    ClusterLbPolicy,
+    ClusterOriginalDstLbConfig,
+)
+from envoy_data_plane.envoy.config.common.mutation_rules.v3 import HeaderMutation as HeaderRule
+from envoy_data_plane.envoy.config.core.v3 import (
+    Address,
+    GrpcService,
+    GrpcServiceEnvoyGrpc,
+    HealthCheck,
+    HealthCheckGrpcHealthCheck,
+    HealthCheckTlsOptions,
+    Http1ProtocolOptions,
+    Http2ProtocolOptions,
+    SocketAddress,
+    TransportSocket,
+)
+from envoy_data_plane.envoy.config.core.v3 import HttpProtocolOptions as CommonHttpOptions
+from envoy_data_plane.envoy.config.endpoint.v3 import (
+    ClusterLoadAssignment,
+    Endpoint,
+    LbEndpoint,
+    LocalityLbEndpoints,
+)
+from envoy_data_plane.envoy.config.listener.v3 import Filter, FilterChain, Listener
+from envoy_data_plane.envoy.config.overload.v3 import OverloadManager, ResourceMonitor
+from envoy_data_plane.envoy.config.route.v3 import (
+    Route,
+    RouteAction,
+    RouteConfiguration,
+    RouteMatch,
+    VirtualHost,
+)
+from envoy_data_plane.envoy.extensions.filters.http.ext_proc.v3 import (
+    ExternalProcessor,
+    MetadataOptions,
+    MetadataOptionsMetadataNamespaces,
+    ProcessingMode,
+    ProcessingModeBodySendMode,
+    ProcessingModeHeaderSendMode,
+)
+from envoy_data_plane.envoy.extensions.filters.http.header_mutation.v3 import (
+    HeaderMutation,
+    Mutations,
+)
+from envoy_data_plane.envoy.extensions.filters.http.router.v3 import Router
+from envoy_data_plane.envoy.extensions.filters.network.http_connection_manager.v3 import (
+    HttpConnectionManager,
+    HttpConnectionManagerPathWithEscapedSlashesAction,
+    HttpConnectionManagerServerHeaderTransformation,
+    HttpConnectionManagerUpgradeConfig,
+    HttpFilter,
+)
+from envoy_data_plane.envoy.extensions.resource_monitors.downstream_connections.v3 import (
+    DownstreamConnectionsConfig,
+)
+from envoy_data_plane.envoy.extensions.transport_sockets.tls.v3 import (
+    CertificateValidationContext,
+    CertificateValidationContextTrustChainVerification,
+    CommonTlsContext,
+    UpstreamTlsContext,
+)
+from envoy_data_plane.envoy.extensions.upstreams.http.v3 import (
+    HttpProtocolOptions,
+    HttpProtocolOptionsExplicitHttpConfig,
+)
+from envoy_data_plane.google.protobuf import Any
+from msgspec import Struct
+
+from epp.configuration.flags import BodyMode
+
+DESTINATION_HEADER: Final = "x-gateway-destination-endpoint"
+
+CLIENT_HEADERS_REMOVED: Final = (
+    DESTINATION_HEADER,
+    f"{DESTINATION_HEADER}-subset",
+    f"{DESTINATION_HEADER}-served",
+    f"{DESTINATION_HEADER}-scores",
+    f"{DESTINATION_HEADER}-fallback",
+    "x-prefiller-host-port",
+    "x-encoder-hosts-ports",
+    "x-data-parallel-host-port",
+    "x-kv-cache-source-host-port",
+)
+"""Addresses that only the picker may set: with it down and failing open, ORIGINAL_DST would send
+a client's request wherever the client says."""
+
+_STREAM_MAX: Final = timedelta(days=1)
+"""A long generation is not a stuck one; Envoy's own limits (15 s, 5 min) end it."""
+
+_ENDPOINT_CONNECT_TIMEOUT: Final = timedelta(seconds=5)
+_PICKER_CONNECT_TIMEOUT: Final = timedelta(seconds=1)
+
+_ENDPOINT_IDLE_MAX: Final = timedelta(seconds=4)
+"""Below the 5 s after which uvicorn, hence vLLM, closes an idle connection: a request that is sent
+into the close would fail with 503."""
+
+_HEALTH_INTERVAL: Final = timedelta(seconds=2)
+_HEALTH_TIMEOUT: Final = timedelta(seconds=1)
+_HEALTH_FAILURES_MAX: Final = 2
+"""With the interval: a draining picker is left alone within its default --drain-grace of 5 s."""
+
+_CONCURRENT_MAX: Final = 40_000
+"""Envoy's default of 1,024 is reached by 1,024 open generations, each of which also holds one
+stream to the picker."""
+
+_PER_CONNECTION_BUFFER_BYTES: Final = 32_768
+"""What a slow peer can make Envoy hold; the reference configuration's value."""
+
+_HTTP2_STREAM_WINDOW_BYTES: Final = 65_536
+_HTTP2_CONNECTION_WINDOW_BYTES: Final = 1_048_576
+_HTTP2_STREAMS_PER_CONNECTION_MAX: Final = 100
+"""Envoy's advice for an edge proxy."""
+
+_PICKER_SERVICE: Final = "envoy.service.ext_proc.v3.ExternalProcessor"
+_PICKER: Final = "ext_proc"
+_ENDPOINTS: Final = "endpoints"
+_ADMIN: Final = "admin"
+
+
+class BootstrapOptions(Struct, frozen=True, kw_only=True):
+    """What a user may choose. Raises `ValueError`, in one sentence, for an impossible value."""
+
+    listen_host: str = "0.0.0.0"  # noqa: S104 - it is a gateway
+    listen_port: int = 8081
+    admin_port: int = 19000
+    """On loopback only: the admin interface can stop Envoy."""
+    readiness_port: int | None = 19001
+    """Serves nothing but /ready and /stats/prometheus, on `listen_host`; None: not at all."""
+    picker_address: str = "127.0.0.1:9002"
+    """"host:port", IPv6 in brackets; a name is resolved by DNS again and again."""
+    plaintext: bool = False
+    """Speak h2c to the picker. Otherwise TLS, whoever signed its certificate."""
+    request_body_mode: BodyMode = BodyMode.FULL_DUPLEX_STREAMED
+    response_body_mode: BodyMode = BodyMode.NONE
+    """NONE: no message a chunk; the picker still learns when the response ends."""
+    fail_open: bool = False
+    """Let requests pass unpicked when the picker is down. Without another source of destinations
+    they find no endpoint: 503 instead of 500."""
+    message_timeout_s: float = 10.0
+    """How long the picker may take for one answer; not enforced in full duplex (Envoy 1.40)."""
+    request_body_max_bytes: int = 33_554_432
+    """Buffered a connection where the body mode is BUFFERED; as --request-body-max-bytes."""
+    round_robin: tuple[str, ...] = ()
+    """Addresses "ip:port" to serve in turn without any picker: what to compare Homing with."""
+
+    def __post_init__(self) -> None:
+        ports = (self.listen_port, self.admin_port, self.readiness_port)
+        for port in ports:
+            if port is not None and not 0 < port <= 65_535:
+                raise ValueError(f"port {port} is not one of 1 to 65535")
+        for address in (self.picker_address, *self.round_robin):
+            _split(address)
+        if self.message_timeout_s <= 0:
+            raise ValueError(f"message timeout {self.message_timeout_s} s is not above 0")
+        if not 0 < self.request_body_max_bytes < 2**32:
+            raise ValueError(
+                f"request body limit of {self.request_body_max_bytes} bytes is not one of "
+                "1 to 4294967295"
+            )
+
+
+def render(options: BootstrapOptions) -> str:
+    """The bootstrap as YAML, ready for `envoy --config-path`."""
+    return yaml.safe_dump(
+        bootstrap(options).to_dict(casing=Casing.SNAKE), sort_keys=False, width=100
+    )
+
+
+def bootstrap(options: BootstrapOptions) -> Bootstrap:
+    """The bootstrap as a message."""
+    listeners = [_listener(options)]
+    if options.round_robin:
+        clusters = [_round_robin_cluster(options.round_robin)]
+    else:
+        clusters = [_destination_cluster(), _picker_cluster(options)]
+    if options.readiness_port is not None:
+        listeners.append(_readiness_listener(options.listen_host, options.readiness_port))
+        clusters.append(_static_cluster(_ADMIN, (f"127.0.0.1:{options.admin_port}",)))
+    return Bootstrap(
+        static_resources=BootstrapStaticResources(listeners=listeners, clusters=clusters),
+        admin=Admin(
+            address=_address("127.0.0.1", options.admin_port), ignore_global_conn_limit=True
+        ),
+        overload_manager=OverloadManager(resource_monitors=[_connection_limit()]),
+    )
+
+
+def _listener(options: BootstrapOptions) -> Listener:
+    buffered = options.request_body_mode is BodyMode.BUFFERED and not options.round_robin
+    # What follows an upgrade has no end that could be waited for: the picker chooses by the headers.
+    upgraded = msgspec.structs.replace(
+        options, request_body_mode=BodyMode.NONE, response_body_mode=BodyMode.NONE
+    )
+    connections = HttpConnectionManager(
+        stat_prefix="inference",
+        # The client's address and the path are facts from here on, not claims.
+        use_remote_address=True,
+        normalize_path=True,
+        merge_slashes=True,
+        path_with_escaped_slashes_action=(
+            HttpConnectionManagerPathWithEscapedSlashesAction.UNESCAPE_AND_REDIRECT
+        ),
+        # A client finds its request again in the logs of Envoy, picker and engine.
+        preserve_external_request_id=True,
+        server_header_transformation=HttpConnectionManagerServerHeaderTransformation.PASS_THROUGH,
+        stream_idle_timeout=_STREAM_MAX,
+        http2_protocol_options=_http2(streams_max=_HTTP2_STREAMS_PER_CONNECTION_MAX),
+        route_config=_routes(
+            RouteAction(cluster=_ENDPOINTS, timeout=_STREAM_MAX, idle_timeout=_STREAM_MAX),
+            RouteMatch(prefix="/"),
+        ),
+        http_filters=_http_filters(options),
+        upgrade_configs=[
+            HttpConnectionManagerUpgradeConfig(
+                upgrade_type="websocket", filters=_http_filters(upgraded)
+            )
+        ],
+    )
+    return Listener(
+        name="inference",
+        address=_address(options.listen_host, options.listen_port),
+        per_connection_buffer_limit_bytes=(
+            options.request_body_max_bytes if buffered else _PER_CONNECTION_BUFFER_BYTES
+        ),
+        filter_chains=[_chain(connections)],
+    )
+
+
+def _http_filters(options: BootstrapOptions) -> list[HttpFilter]:
+    filters = [_http_filter("envoy.filters.http.header_mutation", _strip_client_headers())]
+    if not options.round_robin:
+        filters.append(_http_filter("envoy.filters.http.ext_proc", _picker_filter(options)))
+    filters.append(_http_filter("envoy.filters.http.router", Router(suppress_envoy_headers=True)))
+    return filters
+
+
+def _readiness_listener(host: str, port: int) -> Listener:
+    connections = HttpConnectionManager(
+        stat_prefix="readiness",
+        route_config=_routes(
+            RouteAction(cluster=_ADMIN),
+            RouteMatch(path="/ready"),
+            RouteMatch(path="/stats/prometheus"),
+        ),
+        http_filters=[_http_filter("envoy.filters.http.router", Router())],
+    )
+    return Listener(
+        name="readiness",
+        address=_address(host, port),
+        filter_chains=[_chain(connections)],
+        ignore_global_conn_limit=True,
+    )
+
+
+def _strip_client_headers() -> HeaderMutation:
+    rules = [HeaderRule(remove=name) for name in CLIENT_HEADERS_REMOVED]
+    return HeaderMutation(mutations=Mutations(request_mutations=rules))
+
+
+def _picker_filter(options: BootstrapOptions) -> ExternalProcessor:
+    send, skip = ProcessingModeHeaderSendMode.SEND, ProcessingModeHeaderSendMode.SKIP
+    full_duplex = options.request_body_mode is BodyMode.FULL_DUPLEX_STREAMED
+    return ExternalProcessor(
+        grpc_service=GrpcService(
+            envoy_grpc=GrpcServiceEnvoyGrpc(cluster_name=_PICKER, authority=options.picker_address)
+        ),
+        failure_mode_allow=options.fail_open,
+        message_timeout=timedelta(seconds=options.message_timeout_s),
+        processing_mode=ProcessingMode(
+            request_header_mode=send,
+            request_body_mode=ProcessingModeBodySendMode[options.request_body_mode],
+            # Envoy refuses full duplex without them.
+            request_trailer_mode=send if full_duplex else skip,
+            response_header_mode=send,
+            response_body_mode=ProcessingModeBodySendMode[options.response_body_mode],
+            # Keeps the stream open to the end of the response, without a message a chunk: that
+            # is how the picker learns that the request is over.
+            response_trailer_mode=send,
+        ),
+        metadata_options=MetadataOptions(
+            forwarding_namespaces=MetadataOptionsMetadataNamespaces(
+                untyped=["envoy.lb", "envoy.lb.subset_hint"]
+            ),
+            receiving_namespaces=MetadataOptionsMetadataNamespaces(untyped=["envoy.lb"]),
+        ),
+    )
+
+
+def _destination_cluster() -> Cluster:
+    """Goes where the picker says, and only there: a retry would reach the same address."""
+    return Cluster(
+        name=_ENDPOINTS,
+        type=ClusterDiscoveryType.ORIGINAL_DST,
+        lb_policy=ClusterLbPolicy.CLUSTER_PROVIDED,
+        connect_timeout=_ENDPOINT_CONNECT_TIMEOUT,
+        original_dst_lb_config=ClusterOriginalDstLbConfig(
+            use_http_header=True, http_header_name=DESTINATION_HEADER
+        ),
+        circuit_breakers=_circuit_breakers(),
+        typed_extension_protocol_options=_endpoint_http(),
+    )
+
+
+def _round_robin_cluster(addresses: tuple[str, ...]) -> Cluster:
+    cluster = _static_cluster(_ENDPOINTS, addresses)
+    cluster.connect_timeout = _ENDPOINT_CONNECT_TIMEOUT
+    cluster.lb_policy = ClusterLbPolicy.ROUND_ROBIN
+    cluster.circuit_breakers = _circuit_breakers()
+    cluster.typed_extension_protocol_options = _endpoint_http()
+    return cluster
+
+
+def _picker_cluster(options: BootstrapOptions) -> Cluster:
+    cluster = _static_cluster(_PICKER, (options.picker_address,))
+    cluster.connect_timeout = _PICKER_CONNECT_TIMEOUT
+    cluster.lb_policy = ClusterLbPolicy.LEAST_REQUEST
+    cluster.circuit_breakers = _circuit_breakers()
+    cluster.typed_extension_protocol_options = _http_options(
+        HttpProtocolOptions(
+            explicit_http_config=HttpProtocolOptionsExplicitHttpConfig(
+                http2_protocol_options=_http2()
+            )
+        )
+    )
+    check = HealthCheck(
+        timeout=_HEALTH_TIMEOUT,
+        interval=_HEALTH_INTERVAL,
+        # Without it a picker that has served nothing yet is asked once a minute only.
+        no_traffic_interval=_HEALTH_INTERVAL,
+        unhealthy_threshold=_HEALTH_FAILURES_MAX,
+        healthy_threshold=1,
+        reuse_connection=True,
+        grpc_health_check=HealthCheckGrpcHealthCheck(service_name=_PICKER_SERVICE),
+    )
+    if not options.plaintext:
+        check.tls_options = HealthCheckTlsOptions(alpn_protocols=["h2"])
+        cluster.transport_socket = _accept_any_certificate()
+    cluster.health_checks = [check]
+    return cluster
+
+
+def _accept_any_certificate() -> TransportSocket:
+    context = UpstreamTlsContext(
+        common_tls_context=CommonTlsContext(
+            alpn_protocols=["h2"],
+            validation_context=CertificateValidationContext(
+                trust_chain_verification=(
+                    CertificateValidationContextTrustChainVerification.ACCEPT_UNTRUSTED
+                )
+            ),
+        )
+    )
+    return TransportSocket(name="envoy.transport_sockets.tls", typed_config=Any.pack(context))
+
+
+def _static_cluster(name: str, addresses: tuple[str, ...]) -> Cluster:
+    """Fixed addresses, or names of which DNS is asked again and again if any is not an IP."""
+    places = [_split(address) for address in addresses]
+    kind = ClusterDiscoveryType.STATIC
+    if not all(_is_ip(host) for host, _ in places):
+        kind = ClusterDiscoveryType.STRICT_DNS
+    endpoints = [
+        LbEndpoint(endpoint=Endpoint(address=_address(host, port))) for host, port in places
+    ]
+    return Cluster(
+        name=name,
+        type=kind,
+        load_assignment=ClusterLoadAssignment(
+            cluster_name=name, endpoints=[LocalityLbEndpoints(lb_endpoints=endpoints)]
+        ),
+    )
+
+
+def _endpoint_http() -> dict[str, Any]:
+    return _http_options(
+        HttpProtocolOptions(
+            common_http_protocol_options=CommonHttpOptions(idle_timeout=_ENDPOINT_IDLE_MAX),
+            explicit_http_config=HttpProtocolOptionsExplicitHttpConfig(
+                http_protocol_options=Http1ProtocolOptions()
+            ),
+        )
+    )
+
+
+def _http_options(options: HttpProtocolOptions) -> dict[str, Any]:
+    return {"envoy.extensions.upstreams.http.v3.HttpProtocolOptions": Any.pack(options)}
+
+
+def _http2(streams_max: int | None = None) -> Http2ProtocolOptions:
+    return Http2ProtocolOptions(
+        max_concurrent_streams=streams_max,
+        initial_stream_window_size=_HTTP2_STREAM_WINDOW_BYTES,
+        initial_connection_window_size=_HTTP2_CONNECTION_WINDOW_BYTES,
+    )
+
+
+def _connection_limit() -> ResourceMonitor:
+    limit = DownstreamConnectionsConfig(max_active_downstream_connections=_CONCURRENT_MAX)
+    return ResourceMonitor(
+        name="envoy.resource_monitors.global_downstream_max_connections",
+        typed_config=Any.pack(limit),
+    )
+
+
+def _circuit_breakers() -> CircuitBreakers:
+    return CircuitBreakers(
+        thresholds=[
+            CircuitBreakersThresholds(
+                max_connections=_CONCURRENT_MAX,
+                max_pending_requests=_CONCURRENT_MAX,
+                max_requests=_CONCURRENT_MAX,
+            )
+        ]
+    )
+
+
+def _routes(action: RouteAction, *matches: RouteMatch) -> RouteConfiguration:
+    routes = [Route(match=match, route=action) for match in matches]
+    return RouteConfiguration(virtual_hosts=[VirtualHost(name="all", domains=["*"], routes=routes)])
+
+
+def _chain(connections: HttpConnectionManager) -> FilterChain:
+    name = "envoy.filters.network.http_connection_manager"
+    return FilterChain(filters=[Filter(name=name, typed_config=Any.pack(connections))])
+
+
+def _http_filter(name: str, config: Message) -> HttpFilter:
+    return HttpFilter(name=name, typed_config=Any.pack(config))
+
+
+def _address(host: str, port: int) -> Address:
+    return Address(socket_address=SocketAddress(address=host, port_value=port))
+
+
+def _split(address: str) -> tuple[str, int]:
+    """Host without brackets, and port."""
+    host, colon, port = address.rpartition(":")
+    bracketed = host.startswith("[") and host.endswith("]")
+    if not colon or not host or (":" in host and not bracketed):
+        raise ValueError(f"address {address!r} is not host:port, an IPv6 host in brackets")
+    if not (port.isascii() and port.isdigit() and 0 < int(port) <= 65_535):
+        raise ValueError(f"address {address!r} does not end in a port of 1 to 65535")
+    return host.removeprefix("[").removesuffix("]"), int(port)
+
+
+def _is_ip(host: str) -> bool:
+    try:
+        ip_address(host)
+    except ValueError:
+        return False
+    return True

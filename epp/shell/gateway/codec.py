@@ -1,0 +1,311 @@
+"""Envoy's protobuf messages to session events, and answers to messages. Nothing else knows them."""
+
+import json
+from functools import lru_cache
+from typing import Any, Final, assert_never
+
+from envoy.config.core.v3.base_pb2 import HeaderMap, HeaderValue, HeaderValueOption
+from envoy.service.ext_proc.v3.external_processor_pb2 import (
+    BodyMutation,
+    BodyResponse,
+    CommonResponse,
+    HeaderMutation,
+    HeadersResponse,
+    ImmediateResponse,
+    ProcessingRequest,
+    ProcessingResponse,
+    StreamedBodyResponse,
+    TrailersResponse,
+)
+from envoy.type.v3.http_status_pb2 import HttpStatus
+from google.protobuf.message import DecodeError, Message
+from google.protobuf.struct_pb2 import Value
+
+from epp.core.protocol.messages import (
+    DESTINATION_HEADER,
+    Answer,
+    BodyMode,
+    BodyModes,
+    Destination,
+    Event,
+    ImmediateAnswer,
+    RequestBody,
+    RequestBodyAnswer,
+    RequestBodyChunk,
+    RequestHeaders,
+    RequestHeadersAnswer,
+    RequestTrailers,
+    RequestTrailersAnswer,
+    ResponseBody,
+    ResponseBodyAnswer,
+    ResponseBodyChunk,
+    ResponseHeaders,
+    ResponseHeadersAnswer,
+    ResponseTrailers,
+    ResponseTrailersAnswer,
+)
+from epp.core.types import Refusal
+
+SUBSET_NAMESPACE: Final = "envoy.lb.subset_hint"
+SUBSET_KEY: Final = "x-gateway-destination-endpoint-subset"
+ENDPOINT_NAMESPACE: Final = "envoy.lb"
+SERVED_KEY: Final = "x-gateway-destination-endpoint-served"
+
+ROUTES_MAX: Final = 4_096
+"""Serialised header answers that are kept: more than the endpoints of most pools."""
+
+_MODES: Final = {mode.value: mode for mode in BodyMode if mode is not BodyMode.UNKNOWN}
+_OVERWRITE: Final = HeaderValueOption.HeaderAppendAction.OVERWRITE_IF_EXISTS_OR_ADD
+_ERROR_TYPES: Final = {
+    400: "invalid_request_error",
+    413: "invalid_request_error",
+    429: "rate_limit_error",
+}
+
+
+class MalformedMessageError(Exception):
+    """Bytes that are no ProcessingRequest, or one that carries nothing."""
+
+
+def decode(message: bytes) -> Event:
+    """Read one ProcessingRequest.
+
+    Raises `MalformedMessageError` in one sentence.
+    """
+    try:
+        request = ProcessingRequest.FromString(message)
+    except DecodeError as error:
+        raise MalformedMessageError("the message is not an ext_proc ProcessingRequest") from error
+    kind = request.WhichOneof("request")
+    match kind:
+        case "request_headers":
+            return RequestHeaders(
+                headers=_headers(request.request_headers.headers),
+                end_of_stream=request.request_headers.end_of_stream,
+                modes=_modes(request),
+                subset=_subset(request),
+            )
+        case "request_body":
+            body = request.request_body
+            return RequestBody(body.body, body.end_of_stream, _subset(request))
+        case "request_trailers":
+            return RequestTrailers(_subset(request))
+        case "response_headers":
+            return ResponseHeaders(
+                headers=_headers(request.response_headers.headers),
+                end_of_stream=request.response_headers.end_of_stream,
+                modes=_modes(request),
+                served=_served(request),
+            )
+        case "response_body":
+            return ResponseBody(request.response_body.body, request.response_body.end_of_stream)
+        case "response_trailers":
+            return ResponseTrailers()
+        case _:
+            raise MalformedMessageError("the ProcessingRequest carries no phase that is known")
+
+
+def encode(answer: Answer) -> bytes:
+    """Write the answer as one serialised ProcessingResponse."""
+    match answer:
+        case RequestHeadersAnswer(destination):
+            return _REQUEST_HEADERS if destination is None else _routed_headers(destination)
+        case RequestBodyAnswer(destination, body):
+            if destination is None:
+                return _REQUEST_BODY
+            response = ProcessingResponse()
+            _route(response, response.request_body.response, destination)
+            if body is not None:
+                response.request_body.response.body_mutation.body = body
+            return response.SerializeToString()  # type: ignore[no-any-return]
+        case RequestBodyChunk(body, end_of_stream):
+            return _chunk(_REQUEST_CHUNK, body, end_of_stream=end_of_stream)
+        case RequestTrailersAnswer():
+            return _REQUEST_TRAILERS
+        case ResponseHeadersAnswer(set_headers):
+            if not set_headers:
+                return _RESPONSE_HEADERS
+            common = CommonResponse(header_mutation=HeaderMutation(set_headers=_set(set_headers)))
+            return _bytes(response_headers=HeadersResponse(response=common))
+        case ResponseBodyAnswer():
+            return _RESPONSE_BODY
+        case ResponseBodyChunk(body, end_of_stream):
+            return _chunk(_RESPONSE_CHUNK, body, end_of_stream=end_of_stream)
+        case ResponseTrailersAnswer():
+            return _RESPONSE_TRAILERS
+        case ImmediateAnswer(refusal, headers):
+            return _bytes(
+                immediate_response=ImmediateResponse(
+                    status=HttpStatus(code=refusal.status),
+                    headers=HeaderMutation(set_headers=_set(headers)),
+                    body=error_body(refusal),
+                    details=refusal.reason.value,
+                )
+            )
+        case _:
+            assert_never(answer)
+
+
+def error_body(refusal: Refusal) -> bytes:
+    """The refusal as the JSON error object of the OpenAI API."""
+    error = {
+        "message": refusal.message,
+        "type": _ERROR_TYPES.get(refusal.status, "service_unavailable"),
+        # As the API spells it: without the root of the path.
+        "param": refusal.param and refusal.param.removeprefix("$."),
+        "code": refusal.reason.value,
+    }
+    return json.dumps({"error": error}).encode()
+
+
+def _headers(message: HeaderMap) -> dict[str, str]:
+    """Lower-case names; the value is in `raw_value` or, from some gateways, in `value`."""
+    return {
+        header.key.lower(): header.raw_value.decode("utf-8", "replace") or header.value
+        for header in message.headers
+    }
+
+
+def _modes(request: ProcessingRequest) -> BodyModes | None:
+    if not request.HasField("protocol_config"):
+        return None
+    numbers = request.protocol_config.request_body_mode, request.protocol_config.response_body_mode
+    request_mode, response_mode = (_MODES.get(number, BodyMode.UNKNOWN) for number in numbers)
+    unknown = next((number for number in numbers if number not in _MODES), None)
+    return BodyModes(request_mode, response_mode, unknown)
+
+
+def _subset(request: ProcessingRequest) -> tuple[str, ...] | None:
+    """The subset hint: a list of strings or one comma-separated string; malformed allows nobody."""
+    if not request.HasField("metadata_context"):
+        return None
+    metadata = request.metadata_context.filter_metadata
+    if SUBSET_NAMESPACE not in metadata:
+        return None
+    fields = metadata[SUBSET_NAMESPACE].fields
+    if SUBSET_KEY not in fields:
+        return None
+    return _addresses(fields[SUBSET_KEY])
+
+
+def _addresses(value: Value) -> tuple[str, ...]:
+    match value.WhichOneof("kind"):
+        case "string_value":
+            parts = value.string_value.split(",")
+        case "list_value":
+            values = value.list_value.values
+            if any(item.WhichOneof("kind") != "string_value" for item in values):
+                return ()
+            parts = [item.string_value for item in values]
+        case _:
+            return ()
+    return tuple(part.strip() for part in parts if part.strip())
+
+
+def _served(request: ProcessingRequest) -> str:
+    if not request.HasField("metadata_context"):
+        return ""
+    metadata = request.metadata_context.filter_metadata
+    if ENDPOINT_NAMESPACE not in metadata:
+        return ""
+    fields = metadata[ENDPOINT_NAMESPACE].fields
+    served = _addresses(fields[SERVED_KEY]) if SERVED_KEY in fields else ()
+    # Several: the list of what was tried, the last of which served.
+    return served[-1] if served else ""
+
+
+def _set(headers: tuple[tuple[str, str], ...]) -> list[HeaderValueOption]:
+    return [
+        HeaderValueOption(
+            header=HeaderValue(key=name, raw_value=value.encode("utf-8", "surrogateescape")),
+            append_action=_OVERWRITE,
+        )
+        for name, value in headers
+    ]
+
+
+def _route(response: ProcessingResponse, common: CommonResponse, destination: Destination) -> None:
+    """Write the destination into `response`, of which `common` is a part.
+
+    Once as a header and once as dynamic metadata: some gateways read only that. Filled in place,
+    because a message that is given to another one is copied.
+    """
+    target = ",".join(destination.endpoints)
+    common.clear_route_cache = True
+    mutation = common.header_mutation
+    mutation.set_headers.extend(_set(((DESTINATION_HEADER, target), *destination.set_headers)))
+    mutation.remove_headers.extend(destination.remove_headers)
+    metadata = response.dynamic_metadata.fields[ENDPOINT_NAMESPACE].struct_value
+    metadata.fields[DESTINATION_HEADER].string_value = target
+
+
+@lru_cache(maxsize=ROUTES_MAX)
+def _routed_headers(destination: Destination) -> bytes:
+    """The header answer is the same for all requests to one endpoint, nearly all of the time."""
+    response = ProcessingResponse()
+    _route(response, response.request_headers.response, destination)
+    return response.SerializeToString()  # type: ignore[no-any-return]
+
+
+def _chunk(fields: tuple[bytes, ...], body: bytes | memoryview, *, end_of_stream: bool) -> bytes:
+    """One piece of a body: `fields` are the keys of the messages round it, the innermost first.
+
+    Put together by hand because protobuf would copy a megabyte body three times on its way out.
+    """
+    length = len(body)
+    head = b""
+    tail = _CHUNK_ENDS if end_of_stream else b""
+    if length:
+        head = _CHUNK_BODY + _varint(length)
+    for key in fields:
+        head = key + _varint(len(head) + length + len(tail)) + head
+    return b"".join((head, body, tail))
+
+
+def _varint(number: int) -> bytes:
+    """Protobuf's integers below 2^21: seven bits a byte, the lowest first.
+
+    Without a loop: five to a piece of a body took a third of what it costs.
+    """
+    if number < 1 << 7:
+        return bytes((number,))
+    if number < 1 << 14:
+        return bytes((number & 0x7F | 0x80, number >> 7))
+    assert number < 1 << 21, f"no piece of a body has {number} bytes"
+    return bytes((number & 0x7F | 0x80, number >> 7 & 0x7F | 0x80, number >> 14))
+
+
+def _key(message: type[Message], field: str, wire_type: int) -> bytes:
+    """What precedes the value of `field` on the wire."""
+    number: int = message.DESCRIPTOR.fields_by_name[field].number
+    return _varint(number << 3 | wire_type)
+
+
+def _bytes(**phase: Any) -> bytes:
+    return ProcessingResponse(**phase).SerializeToString()  # type: ignore[no-any-return]
+
+
+_VARINT: Final = 0
+_LENGTH_DELIMITED: Final = 2
+_CHUNK_BODY: Final = _key(StreamedBodyResponse, "body", _LENGTH_DELIMITED)
+_CHUNK_ENDS: Final = _key(StreamedBodyResponse, "end_of_stream", _VARINT) + b"\x01"
+_ROUND_CHUNK: Final = (
+    _key(BodyMutation, "streamed_response", _LENGTH_DELIMITED),
+    _key(CommonResponse, "body_mutation", _LENGTH_DELIMITED),
+    _key(BodyResponse, "response", _LENGTH_DELIMITED),
+)
+_REQUEST_CHUNK: Final = (
+    *_ROUND_CHUNK,
+    _key(ProcessingResponse, "request_body", _LENGTH_DELIMITED),
+)
+_RESPONSE_CHUNK: Final = (
+    *_ROUND_CHUNK,
+    _key(ProcessingResponse, "response_body", _LENGTH_DELIMITED),
+)
+
+_REQUEST_HEADERS: Final = _bytes(request_headers=HeadersResponse())
+_REQUEST_BODY: Final = _bytes(request_body=BodyResponse())
+_REQUEST_TRAILERS: Final = _bytes(request_trailers=TrailersResponse())
+_RESPONSE_HEADERS: Final = _bytes(response_headers=HeadersResponse())
+_RESPONSE_BODY: Final = _bytes(response_body=BodyResponse())
+_RESPONSE_TRAILERS: Final = _bytes(response_trailers=TrailersResponse())

@@ -1,0 +1,170 @@
+"""The ext_proc server: pumps messages of each gRPC stream through its session."""
+
+import asyncio
+import time
+from collections import OrderedDict
+from collections.abc import AsyncIterator, Callable
+from typing import Any, Final, Protocol
+
+import grpc
+import structlog
+
+from epp.core.protocol.session import Gateway, Session
+from epp.core.types import Seconds
+from epp.shell.gateway.codec import MalformedMessageError, decode, encode
+
+SERVICE: Final = "envoy.service.ext_proc.v3.ExternalProcessor"
+GATEWAYS_MAX: Final = 10_000
+STREAMS_MAX: Final = 100_000
+"""HTTP/2 streams a connection may have open; Envoy multiplexes all requests on a few."""
+
+_log = structlog.get_logger(__name__)
+
+
+class StreamObserver(Protocol):
+    """Is told how streams begin and end; must not raise."""
+
+    def stream_opened(self) -> None: ...
+    def stream_closed(self, code: str, duration_s: float) -> None: ...
+    def drain_cut(self, streams: int) -> None: ...
+
+
+class _Stream:
+    __slots__ = ("ending", "session", "task", "writing")
+
+    def __init__(self, session: Session, task: "asyncio.Task[Any]") -> None:
+        self.session = session
+        self.task = task
+        self.ending = False
+        self.writing = False
+        """Answers are on their way out; the pump looks at the drain after them."""
+
+
+class ExtProcServer:
+    """Serves `ExternalProcessor/Process` on the gRPC server it is added to.
+
+    `new_session(gateway)` makes the state machine of one stream. Gateways are told apart by the
+    host of their gRPC peer address; what is remembered of them is bounded. `clock` tells the `now`
+    of each message.
+    """
+
+    def __init__(
+        self,
+        new_session: Callable[[Gateway], Session],
+        observer: StreamObserver,
+        clock: Callable[[], Seconds] = time.monotonic,
+    ) -> None:
+        self._new_session = new_session
+        self._observer = observer
+        self._clock = clock
+        self._gateways: OrderedDict[str, Gateway] = OrderedDict()
+        self._streams: set[_Stream] = set()
+        self._draining = False
+
+    def add_to(self, server: grpc.aio.Server) -> None:
+        """Register the service."""
+        # No (de)serialisers: the session's codec works on the bytes themselves.
+        process: Any = grpc.stream_stream_rpc_method_handler(self._process)
+        handler = grpc.method_handlers_generic_handler(SERVICE, {"Process": process})
+        server.add_generic_rpc_handlers((handler,))
+
+    @property
+    def open_streams(self) -> int:
+        return len(self._streams)
+
+    def end_bypassed(self) -> None:
+        """From now on end each stream with OK as soon as its response no longer needs it."""
+        self._draining = True
+        for stream in self._streams:
+            if stream.session.may_end_for_drain() and not (stream.ending or stream.writing):
+                stream.ending = True
+                stream.task.cancel()
+
+    async def _process(
+        self, messages: AsyncIterator[bytes], context: grpc.aio.ServicerContext[bytes, bytes]
+    ) -> None:
+        session = self._new_session(self._gateway(context.peer()))
+        task = asyncio.current_task()
+        assert task is not None
+        stream = _Stream(session, task)
+        self._streams.add(stream)
+        self._observer.stream_opened()
+        started_s = self._clock()
+        code = "OK"
+        try:
+            await self._pump(messages, context, stream)
+            if session.violated:
+                code = self._fail(context, grpc.StatusCode.INVALID_ARGUMENT, _VIOLATION)
+        except asyncio.CancelledError:
+            if not stream.ending:
+                # Envoy also resets streams whose request went well: this is an ordinary end.
+                code = "CANCELLED"
+                raise
+            # Ours: returning now ends the stream with OK.
+            task.uncancel()
+        except MalformedMessageError as error:
+            code = self._fail(context, grpc.StatusCode.INVALID_ARGUMENT, str(error))
+        except Exception:  # noqa: BLE001  the boundary of a request: a defect costs one stream
+            _log.exception("a stream failed", session=repr(session))
+            code = self._fail(context, grpc.StatusCode.INTERNAL, "the picker failed")
+        finally:
+            self._streams.discard(stream)
+            now = self._clock()
+            session.closed(now)
+            self._observer.stream_closed(code, now - started_s)
+
+    async def _pump(
+        self,
+        messages: AsyncIterator[bytes],
+        context: grpc.aio.ServicerContext[bytes, bytes],
+        stream: _Stream,
+    ) -> None:
+        session, write = stream.session, context.write
+        async for message in messages:
+            now = self._clock()
+            stream.writing = True
+            for answer in session.receive(decode(message), now):
+                await write(encode(answer))
+            stream.writing = False
+            if session.finished or (self._draining and session.may_end_for_drain()):
+                return
+        stream.writing = True
+        for last in session.half_closed(self._clock()):
+            await write(encode(last))
+
+    def _gateway(self, peer: str) -> Gateway:
+        host = peer.rpartition(":")[0]
+        gateway = self._gateways.get(host)
+        if gateway is None:
+            gateway = self._gateways[host] = Gateway()
+            if len(self._gateways) > GATEWAYS_MAX:
+                self._gateways.popitem(last=False)
+        else:
+            self._gateways.move_to_end(host)
+        return gateway
+
+    @staticmethod
+    def _fail(
+        context: grpc.aio.ServicerContext[bytes, bytes], code: grpc.StatusCode, sentence: str
+    ) -> str:
+        context.set_code(code)
+        context.set_details(sentence)
+        return code.name
+
+
+_VIOLATION: Final = "the gateway sent a message that the phase of the stream does not allow"
+
+
+def grpc_server(receive_bytes_max: int) -> grpc.aio.Server:
+    """A gRPC server with the options that gateways need."""
+    return grpc.aio.server(
+        options=(
+            ("grpc.max_receive_message_length", receive_bytes_max),
+            ("grpc.max_send_message_length", -1),
+            ("grpc.max_concurrent_streams", STREAMS_MAX),
+            # Envoy pings on its own schedule; the default would close its connection for it.
+            ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
+            ("grpc.keepalive_permit_without_calls", 1),
+            ("grpc.so_reuseport", 0),
+        )
+    )

@@ -1,0 +1,1 @@
+"""Touches the API server: lists, watches, the Lease, Events."""

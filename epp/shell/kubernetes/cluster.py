@@ -1,0 +1,208 @@
+"""All that the picker does with the API server of its cluster, as one object and one task."""
+
+import asyncio
+import socket
+from collections.abc import Callable
+from pathlib import PurePath
+from random import Random
+from typing import Final
+from zlib import crc32
+
+import structlog
+from msgspec import Struct
+
+from epp.configuration.flags import ServeFlags
+from epp.core.types import Seconds
+from epp.shell.found import Found
+from epp.shell.kubernetes.client import Credentials, KubeClient
+from epp.shell.kubernetes.config_source import ConfigSource
+from epp.shell.kubernetes.discovery import Discovery, Scope
+from epp.shell.kubernetes.events import EventRecorder, Reason
+from epp.shell.kubernetes.leader import ElectionTiming, LeaderElector
+from epp.shell.kubernetes.list_watch import Timing
+from epp.shell.kubernetes.objects import Collection, config_map_reader
+from epp.shell.kubernetes.reflector import Reflector
+from epp.shell.kubernetes.state import ClusterSnapshot, Reflection
+
+IN_TOUCH_POLL_S: Final[Seconds] = 1.0
+
+_log = structlog.get_logger(__name__)
+
+
+class ClusterTiming(Struct, frozen=True, kw_only=True):
+    """Every wait there is, short in tests."""
+
+    watch: Timing = Timing()
+    election: ElectionTiming = ElectionTiming()
+
+
+class Cluster:
+    """`connect`, then `run` as a task, then `close`.
+
+    `on_found(found)`: endpoints, objectives or rewrites are others; `on_ready`: `ready` may be;
+    `on_config(text)`: the ConfigMap, or the file it is mounted as, says something else.
+    """
+
+    def __init__(
+        self,
+        flags: ServeFlags,
+        *,
+        on_found: Callable[[Found], None],
+        on_ready: Callable[[], None],
+        on_config: Callable[[bytes], None],
+        seed: int,
+        timing: ClusterTiming | None = None,
+        credentials: Credentials | None = None,
+    ) -> None:
+        timing = timing or ClusterTiming()
+        self._flags = flags
+        self._on_found = on_found
+        self._on_ready = on_ready
+        self._client = KubeClient(credentials or Credentials())
+        self.discovery: Final = Discovery(
+            self._client, _scope(flags), self._discovered, seed=seed, timing=timing.watch
+        )
+        self.config: Final = ConfigSource(on_config)
+        self._config_map = self._config_reflector(seed, timing.watch)
+        instance = flags.instance or socket.gethostname()
+        self._events = EventRecorder(
+            self._client,
+            namespace=flags.pool_namespace,
+            pool_group=flags.pool_group,
+            instance=instance,
+        )
+        self._elector: LeaderElector | None = None
+        if flags.ha_enable_leader_election:
+            self._elector = LeaderElector(
+                self._client,
+                namespace=flags.own_namespace,
+                name=_lease_name(flags),
+                identity=instance,
+                on_change=on_ready,
+                random=Random(f"{seed}:kube:lease"),  # noqa: S311  jitter, not secrets
+                timing=timing.election,
+            )
+        self._election_task: asyncio.Task[None] | None = None
+
+    @property
+    def ready(self) -> bool:
+        """Pool and pods are known, and we are the leader if there must be one."""
+        return self.discovery.synced and self.leading is not False
+
+    @property
+    def leading(self) -> bool | None:
+        """None: there is no election."""
+        return self._elector.leading if self._elector else None
+
+    def reflections(self) -> dict[str, Reflection]:
+        """How it is with each kind of object, by resource."""
+        found = self.discovery.reflections()
+        if self._config_map is not None:
+            found["configmaps"] = self._config_map.reflection()
+        return found
+
+    def snapshot(self) -> ClusterSnapshot:
+        """How it is with the API server, for a page of metrics."""
+        return ClusterSnapshot(
+            kinds=self.reflections(),
+            events={"written": self._events.written, "dropped": self._events.dropped},
+            leading=self.leading,
+        )
+
+    def tell(self, *, applied: bool, message: str) -> None:
+        """Write an Event about a new configuration on the pool, if the rate allows it."""
+        pool = self.discovery.pool
+        if pool is not None:
+            reason = Reason.CONFIG_APPLIED if applied else Reason.CONFIG_REJECTED
+            self._events.record(reason, message, pool)
+
+    async def connect(self) -> None:
+        """Find the API server; before `run`. Raises `KubeConfigError`."""
+        await self._client.__aenter__()
+
+    async def close(self) -> None:
+        """After `run`."""
+        await self._client.__aexit__()
+
+    async def run(self) -> None:
+        """Until cancelled; owns every task."""
+        async with asyncio.TaskGroup() as group:
+            group.create_task(self.discovery.run(), name="discovery")
+            group.create_task(self._events.run(), name="events")
+            if self._config_map is not None:
+                group.create_task(self._config_map.run(), name="watch config")
+                group.create_task(self._watch_touch(self._config_map), name="config in touch")
+            if self._elector is not None:
+                self._election_task = group.create_task(self._elector.run(), name="election")
+
+    def retire(self) -> None:
+        """Lead no more and let another replica take over, but go on discovering."""
+        if self._election_task is not None:
+            self._election_task.cancel()
+
+    async def retired(self) -> None:
+        """Wait after `retire` until the Lease is given back, or for as long as that may take."""
+        if self._election_task is not None:
+            await asyncio.wait({self._election_task})
+
+    # The configuration.
+
+    def _config_reflector(self, seed: int, timing: Timing) -> Reflector[bytes] | None:
+        flags = self._flags
+        if not flags.config_map:
+            return None
+        source = Collection(
+            resource="configmaps",
+            namespace=flags.own_namespace,
+            field_selector=f"metadata.name={flags.config_map}",
+        )
+        return Reflector(
+            self._client,
+            (source,),
+            config_map_reader(flags.config_map_key or PurePath(flags.config_file).name),
+            self._config_map_changed,
+            random=Random(f"{seed}:kube:config"),  # noqa: S311  jitter, not secrets
+            timing=timing,
+        )
+
+    def _config_map_changed(self) -> None:
+        assert self._config_map is not None
+        text = self._config_map.objects.get(self._flags.config_map)
+        if text is None:
+            _log.error(
+                f"ConfigMap {self._flags.config_map} is not there or has not the key of the "
+                "configuration, the last good one stays"
+            )
+            return
+        self.config.watch_told(text)
+
+    async def _watch_touch(self, reflector: Reflector[bytes]) -> None:
+        while True:
+            self.config.watch_in_touch(reflector.in_touch)
+            await asyncio.sleep(IN_TOUCH_POLL_S)
+
+    def _discovered(self) -> None:
+        found = self.discovery.found
+        self._on_found(found)
+        self._on_ready()
+        _log.info(
+            "discovered",
+            endpoints=len(found.endpoints),
+            objectives=len(found.objectives),
+            synced=self.discovery.synced,
+        )
+
+
+def _scope(flags: ServeFlags) -> Scope:
+    return Scope(
+        namespace=flags.pool_namespace,
+        pool_name=flags.pool_name,
+        pool_group=flags.pool_group,
+        label_selector=flags.endpoint_selector,
+        target_ports=tuple(flags.endpoint_target_ports),
+    )
+
+
+def _lease_name(flags: ServeFlags) -> str:
+    """The same in all replicas of one installation, another in every other one."""
+    return f"homing-{flags.pool_name or f'{crc32(flags.endpoint_selector.encode()):08x}'}"

@@ -1,0 +1,225 @@
+"""The pool and its pods, as the API server has them -> endpoints, priorities and model rewrites.
+
+With a pool its InferencePool gives the selector and the ports; without one they are given. A
+selector that changes starts a new list and watch of pods, and until its first list is in, the
+endpoints of the old one serve.
+"""
+
+import asyncio
+from collections.abc import Callable
+from random import Random
+from typing import Any, TypeVar
+
+import structlog
+from msgspec import Struct
+
+from epp.shell.found import Found
+from epp.shell.kubernetes.client import KubeClient
+from epp.shell.kubernetes.list_watch import Timing
+from epp.shell.kubernetes.objects import (
+    EXTENSION_GROUPS,
+    EXTENSION_VERSION,
+    Collection,
+    Pod,
+    Pool,
+    endpoints_of,
+    model_rewrites,
+    objective_reader,
+    read_pod,
+    read_pool,
+    rewrite_reader,
+)
+from epp.shell.kubernetes.reflector import Reflector
+from epp.shell.kubernetes.state import Reflection
+
+T = TypeVar("T")
+
+_log = structlog.get_logger(__name__)
+
+
+class Scope(Struct, frozen=True, kw_only=True):
+    """What to discover: the pods of a pool, or of a selector with these ports."""
+
+    namespace: str
+    pool_name: str = ""
+    pool_group: str = "inference.networking.k8s.io"
+    label_selector: str = ""
+    target_ports: tuple[int, ...] = ()
+
+
+class Discovery:
+    """`on_change` is called on the loop whenever `found` or `synced` is something else."""
+
+    def __init__(
+        self,
+        client: KubeClient,
+        scope: Scope,
+        on_change: Callable[[], None],
+        *,
+        seed: int,
+        timing: Timing,
+    ) -> None:
+        self._client = client
+        self._scope = scope
+        self._on_change = on_change
+        self._seed = seed
+        self._timing = timing
+        self._group: asyncio.TaskGroup | None = None
+        self._pool = None if not scope.pool_name else self._pool_reflector()
+        self._pods: Reflector[Pod] | None = None
+        """Whose pods serve; None until a list of pods is in."""
+        self._coming: Reflector[Pod] | None = None
+        """Whose first list is on its way."""
+        self._coming_task: asyncio.Task[None] | None = None
+        self._selector = ""
+        self._objectives = self._extension("inferenceobjectives", objective_reader)
+        self._rewrites = self._extension("inferencemodelrewrites", rewrite_reader)
+        self.found = Found()
+        self.synced = False
+        """The pool is there and its pods were listed once."""
+
+    @property
+    def pool(self) -> Pool | None:
+        """The InferencePool; None while there is none, or without one."""
+        found = self._pool.objects if self._pool else {}
+        return found.get(self._scope.pool_name)
+
+    def reflections(self) -> dict[str, Reflection]:
+        """How it is with each kind of object, by resource."""
+        reflectors: dict[str, Reflector[Any] | None] = {
+            "inferencepools": self._pool,
+            "pods": self._coming or self._pods,
+            "inferenceobjectives": self._objectives,
+            "inferencemodelrewrites": self._rewrites,
+        }
+        return {name: kept.reflection() for name, kept in reflectors.items() if kept is not None}
+
+    async def run(self) -> None:
+        """Discover until cancelled; owns every task."""
+        async with asyncio.TaskGroup() as group:
+            self._group = group
+            for name, reflector in (
+                ("pool", self._pool),
+                ("objectives", self._objectives),
+                ("rewrites", self._rewrites),
+            ):
+                if reflector is not None:
+                    group.create_task(reflector.run(), name=f"watch {name}")
+            if self._pool is None:
+                self._select(self._scope.label_selector)
+            await asyncio.Event().wait()
+
+    # How the watches are made.
+
+    def _random(self, purpose: str) -> Random:
+        return Random(f"{self._seed}:kube:{purpose}")  # noqa: S311  jitter, not secrets
+
+    def _pool_reflector(self) -> Reflector[Pool]:
+        scope = self._scope
+        source = Collection(
+            group=scope.pool_group,
+            resource="inferencepools",
+            namespace=scope.namespace,
+            field_selector=f"metadata.name={scope.pool_name}",
+        )
+        return Reflector(
+            self._client,
+            (source,),
+            read_pool,
+            self._pool_changed,
+            random=self._random("pool"),
+            timing=self._timing,
+        )
+
+    def _extension(
+        self, resource: str, reader: Callable[[str, str], Callable[[bytes], T | None]]
+    ) -> Reflector[T] | None:
+        """The watch of a kind that belongs to a pool and that a cluster may be without."""
+        scope = self._scope
+        if not scope.pool_name:
+            return None
+        return Reflector(
+            self._client,
+            [
+                Collection(
+                    group=group,
+                    version=EXTENSION_VERSION,
+                    resource=resource,
+                    namespace=scope.namespace,
+                )
+                for group in EXTENSION_GROUPS
+            ],
+            reader(scope.pool_name, scope.pool_group),
+            self._update,
+            random=self._random(resource),
+            timing=self._timing,
+            optional=True,
+        )
+
+    # What changed.
+
+    def _pool_changed(self) -> None:
+        pool = self.pool
+        if pool is None:
+            _log.error(
+                f"there is no InferencePool {self._scope.pool_name} in namespace "
+                f"{self._scope.namespace}: there are no endpoints and we are not ready"
+            )
+        else:
+            _log.info(
+                "pool",
+                selector=pool.label_selector,
+                target_ports=pool.target_ports,
+                app_protocol=pool.app_protocol,
+            )
+            self._select(pool.label_selector)
+        self._update()
+
+    def _select(self, label_selector: str) -> None:
+        """Watch the pods that `label_selector` chooses, from their list on."""
+        if label_selector == self._selector:
+            return
+        self._selector = label_selector
+        assert self._group is not None, "watches run inside `run`"
+        before = self._coming or self._pods
+        if self._coming_task is not None:
+            # What it holds goes on serving, but no late event of it is heard any more.
+            self._coming_task.cancel()
+        coming: Reflector[Pod] = Reflector(
+            self._client,
+            [
+                Collection(
+                    resource="pods",
+                    namespace=self._scope.namespace,
+                    label_selector=label_selector,
+                )
+            ],
+            read_pod,
+            self._pods_changed,
+            random=self._random("pods"),
+            timing=self._timing,
+            predecessor=before,
+        )
+        self._coming = coming
+        self._coming_task = self._group.create_task(coming.run(), name="watch pods")
+
+    def _pods_changed(self) -> None:
+        if self._coming is not None and self._coming.synced:
+            self._pods, self._coming = self._coming, None
+        self._update()
+
+    def _update(self) -> None:
+        """Work out what there is now, and tell if it is something else."""
+        pool = self.pool
+        ports = pool.target_ports if pool else self._scope.target_ports
+        there = self._pods is not None and (pool is not None or self._pool is None)
+        pods = self._pods.objects.values() if self._pods and there else ()
+        before = self.found, self.synced
+        self.found = Found(
+            endpoints=endpoints_of(pods, ports),
+            objectives=self._objectives.objects if self._objectives else {},
+            rewrites=model_rewrites(self._rewrites.objects if self._rewrites else {}),
+        )
+        self.synced = there
+        if (self.found, self.synced) != before:
+            self._on_change()

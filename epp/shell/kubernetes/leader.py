@@ -1,0 +1,247 @@
+"""Leader election by a Lease: at any time at most one replica acts.
+
+`Election` is the state machine: told what the Lease says and when a write of ours was sent and went
+well, it says whether to write, and until when we may act. Clocks of two machines are never
+compared: a Lease of another counts as expired once we have *seen* it unchanged for its duration.
+Our own counts from the moment before the write was *sent*, and we stop acting at the renew
+deadline, which is earlier than the moment anybody else may take it; no request that hangs can make
+us overstay.
+"""
+
+import asyncio
+import time
+from collections.abc import Callable
+from datetime import UTC, datetime
+from random import Random
+from typing import Any, Final
+
+import msgspec
+import structlog
+from msgspec import Struct, field
+
+from epp.core.types import Seconds
+from epp.shell.kubernetes.api_errors import ApiError, ApiFailure
+from epp.shell.kubernetes.client import KubeClient
+from epp.shell.kubernetes.objects import Collection
+
+LEASE_GROUP: Final = "coordination.k8s.io"
+
+_log = structlog.get_logger(__name__)
+
+
+class ElectionTiming(Struct, frozen=True, kw_only=True):
+    """Defaults as those of the field's controllers."""
+
+    lease_s: int = 15
+    """Whole seconds, as the Lease says it."""
+    renew_deadline_s: Seconds = 10.0
+    retry_s: Seconds = 2.0
+
+    def __post_init__(self) -> None:
+        if not 0 < self.retry_s < self.renew_deadline_s < self.lease_s:
+            raise ValueError("expected retry_s < renew_deadline_s < lease_s")
+
+
+class LeaseSpec(Struct, frozen=True, kw_only=True, rename="camel", omit_defaults=True):
+    holder_identity: str | None = None
+    lease_duration_seconds: int | None = None
+    acquire_time: str | None = None
+    renew_time: str | None = None
+    lease_transitions: int | None = None
+
+
+class Election:
+    """Who holds the Lease, as one candidate sees it."""
+
+    def __init__(self, identity: str, timing: ElectionTiming) -> None:
+        self._identity = identity
+        self._timing = timing
+        self._seen: LeaseSpec | None = None
+        self._seen_at_s: Seconds = 0.0
+        self.lead_until_s: Seconds | None = None
+        """We may act until then; None: we are a follower."""
+
+    def leads(self, now: Seconds) -> bool:
+        return self.lead_until_s is not None and now < self.lead_until_s
+
+    def observe(self, spec: LeaseSpec, now: Seconds) -> bool:
+        """Take note of the Lease; True if we may write ourselves into it."""
+        if spec != self._seen:
+            self._seen, self._seen_at_s = spec, now
+        if not spec.holder_identity or spec.holder_identity == self._identity:
+            return True
+        self.lead_until_s = None
+        lease_s = spec.lease_duration_seconds or self._timing.lease_s
+        return now >= self._seen_at_s + lease_s
+
+    def written(self, sent_at_s: Seconds) -> None:
+        """A write that names us holder went well."""
+        self.lead_until_s = sent_at_s + self._timing.renew_deadline_s
+
+    def lost(self) -> None:
+        """Somebody else wrote, or the deadline passed."""
+        self.lead_until_s = None
+
+    def claim(self, before: LeaseSpec | None, wall: datetime) -> LeaseSpec:
+        """What to write: ours from now on, or ours still."""
+        at = f"{wall.astimezone(UTC):%Y-%m-%dT%H:%M:%S.%f}Z"
+        ours = before is not None and before.holder_identity == self._identity
+        transitions = before.lease_transitions or 0 if before else 0
+        return LeaseSpec(
+            holder_identity=self._identity,
+            lease_duration_seconds=self._timing.lease_s,
+            acquire_time=before.acquire_time if ours and before else at,
+            renew_time=at,
+            lease_transitions=transitions + (not ours and before is not None),
+        )
+
+
+class _Metadata(Struct, frozen=True):
+    resource_version: str = field(name="resourceVersion")
+
+
+class _Lease(Struct, frozen=True):
+    metadata: _Metadata
+    spec: LeaseSpec = LeaseSpec()
+
+
+class LeaderElector:
+    """Keeps trying to hold the Lease `name`; `on_change` is called when `leading` changes."""
+
+    def __init__(
+        self,
+        client: KubeClient,
+        *,
+        namespace: str,
+        name: str,
+        identity: str,
+        on_change: Callable[[], None],
+        random: Random,
+        timing: ElectionTiming | None = None,
+    ) -> None:
+        self._client = client
+        self._collection = Collection(group=LEASE_GROUP, resource="leases", namespace=namespace)
+        self._name = name
+        self._on_change = on_change
+        self._random = random
+        self._timing = timing or ElectionTiming()
+        self._identity = identity
+        self._election = Election(identity, self._timing)
+        self._problem: ApiFailure | None = None
+        self.leading = False
+
+    async def run(self) -> None:
+        """Stand for election until cancelled; then give the Lease back, if we hold it."""
+        try:
+            while True:
+                await self._attempt()
+                self._update()
+                await self._pause()
+        finally:
+            await self._release()
+
+    async def _attempt(self) -> None:
+        """Read and, if we may, write the Lease; as a leader never beyond our deadline."""
+        until_s = self._election.lead_until_s
+        limit_s = self._timing.renew_deadline_s
+        if until_s is not None:
+            limit_s = max(0.0, until_s - time.monotonic())
+        try:
+            async with asyncio.timeout(limit_s):
+                await self._acquire_or_renew()
+        except TimeoutError:
+            self._report(ApiFailure.SILENT, f"no answer within {limit_s:.3g} s")
+        except ApiError as error:
+            if error.kind is ApiFailure.CONFLICT:
+                # Another candidate was faster; the next look tells who.
+                self._election.lost()
+            else:
+                self._report(error.kind, str(error))
+        except ValueError as problem:
+            self._report(ApiFailure.UNREADABLE, f"the Lease is not understood: {problem}")
+        else:
+            self._problem = None
+
+    async def _acquire_or_renew(self) -> None:
+        path = f"{self._collection.path}/{self._name}"
+        try:
+            raw = await self._client.request("GET", path)
+        except ApiError as error:
+            if error.kind is not ApiFailure.ABSENT:
+                raise
+            await self._write("POST", self._collection.path, None)
+            return
+        lease = msgspec.json.decode(raw, type=_Lease)
+        if self._election.observe(lease.spec, time.monotonic()):
+            await self._write("PUT", path, lease)
+
+    async def _write(self, method: str, path: str, before: _Lease | None) -> None:
+        sent_at_s = time.monotonic()
+        spec = self._election.claim(before.spec if before else None, datetime.now(UTC))
+        await self._client.request(method, path, body=self._body(spec, before))
+        self._election.written(sent_at_s)
+
+    def _body(self, spec: LeaseSpec, before: _Lease | None) -> dict[str, Any]:
+        # With its resource version the write fails if another came in between.
+        known = {"resourceVersion": before.metadata.resource_version} if before else {}
+        metadata = {"name": self._name, "namespace": self._collection.namespace, **known}
+        return {
+            "apiVersion": f"{LEASE_GROUP}/v1",
+            "kind": "Lease",
+            "metadata": metadata,
+            "spec": spec,
+        }
+
+    async def _pause(self) -> None:
+        """Until the next attempt, but wake at the deadline: then we are leader no more."""
+        pause_s = self._timing.retry_s * self._random.uniform(1.0, 1.2)
+        until_s = self._election.lead_until_s
+        if until_s is not None:
+            left_s = until_s - time.monotonic()
+            if left_s <= pause_s:
+                await asyncio.sleep(max(0.0, left_s))
+                self._update()
+                return
+        await asyncio.sleep(pause_s)
+
+    def _update(self) -> None:
+        leading = self._election.leads(time.monotonic())
+        if not leading:
+            self._election.lost()
+        if leading != self.leading:
+            self.leading = leading
+            _log.info("leading" if leading else "following", lease=self._name, us=self._identity)
+            self._on_change()
+
+    async def _release(self) -> None:
+        """Let another take over at once instead of after the Lease's duration."""
+        held = self._election.leads(time.monotonic())
+        self._election.lost()
+        self._update()
+        if not held:
+            return
+        path = f"{self._collection.path}/{self._name}"
+        try:
+            async with asyncio.timeout(self._timing.retry_s):
+                lease = msgspec.json.decode(await self._client.request("GET", path), type=_Lease)
+                if lease.spec.holder_identity == self._identity:
+                    # No holder at all: the API server refuses an empty name.
+                    free = msgspec.structs.replace(
+                        lease.spec, holder_identity=None, lease_duration_seconds=1
+                    )
+                    await self._client.request("PUT", path, body=self._body(free, lease))
+        except (TimeoutError, ApiError, ValueError) as problem:
+            _log.warning("the Lease was not given back, it expires", problem=str(problem))
+
+    def _report(self, kind: ApiFailure, sentence: str) -> None:
+        """Once, until it went well or something else is wrong."""
+        if kind is self._problem:
+            return
+        self._problem = kind
+        if kind is ApiFailure.FORBIDDEN:
+            sentence = (
+                f"forbidden to use {self._collection}: the Role of our ServiceAccount needs the "
+                f"verbs get, create and update on resource leases of apiGroup {LEASE_GROUP!r} "
+                f"({sentence})"
+            )
+        _log.error(sentence, lease=self._name)

@@ -1,0 +1,369 @@
+"""Objects of the API server -> our nouns. Pure: JSON in, values out; only the members we need.
+
+A member that is missing is taken as the API server defaults it; one of a wrong type is a
+`msgspec.ValidationError`, which names its path.
+"""
+
+from collections.abc import Callable, Iterable, Mapping
+from ipaddress import ip_address
+from typing import Annotated, Final
+
+import msgspec
+from msgspec import Meta, Struct, field
+
+from epp.core.prompt.rewrite import ModelRewrites, RewriteRule, Target
+from epp.core.types import Endpoint, MetricsTarget, Seconds
+
+READY_AFTER_S: Final[Seconds] = 5.0
+"""A Ready pod is used once it was scraped, or this long after it was first seen."""
+POOL_GROUP: Final = "inference.networking.k8s.io"
+EXTENSION_GROUPS: Final = ("llm-d.ai", "inference.networking.x-k8s.io")
+"""Groups of InferenceObjective and InferenceModelRewrite; the first that is there is read."""
+EXTENSION_VERSION: Final = "v1alpha2"
+ACTIVE_PORTS: Final = ("llm-d.ai/active-ports", "inference.networking.k8s.io/active-ports")
+
+Port = Annotated[int, Meta(ge=1, le=65_535)]
+
+
+class Collection(Struct, frozen=True, kw_only=True):
+    """The objects of one kind in one namespace, or those of them that the selectors choose."""
+
+    group: str = ""
+    """"": the core group."""
+    version: str = "v1"
+    resource: str
+    """Plural, as in a Role: "pods"."""
+    namespace: str
+    label_selector: str = ""
+    field_selector: str = ""
+
+    @property
+    def path(self) -> str:
+        root = f"/apis/{self.group}/{self.version}" if self.group else f"/api/{self.version}"
+        return f"{root}/namespaces/{self.namespace}/{self.resource}"
+
+    @property
+    def selectors(self) -> dict[str, str]:
+        """As query parameters."""
+        selectors = {"labelSelector": self.label_selector, "fieldSelector": self.field_selector}
+        return {name: value for name, value in selectors.items() if value}
+
+    def __str__(self) -> str:
+        group = f".{self.group}" if self.group else ""
+        return f"{self.resource}{group} in namespace {self.namespace}"
+
+
+# InferencePool.
+
+
+class Pool(Struct, frozen=True, kw_only=True):
+    """What an InferencePool says of its endpoints."""
+
+    name: str
+    uid: str
+    label_selector: str
+    """As the API takes it: "a=b,c=d", in order of names."""
+    target_ports: tuple[int, ...]
+    app_protocol: str
+
+
+class _Metadata(Struct, frozen=True):
+    name: str = ""
+    namespace: str = ""
+    uid: str = ""
+    labels: dict[str, str] | None = None
+    annotations: dict[str, str] | None = None
+    created: str | None = field(default=None, name="creationTimestamp")
+    deleted: str | None = field(default=None, name="deletionTimestamp")
+
+
+class _Selector(Struct, frozen=True):
+    match_labels: Annotated[dict[str, str], Meta(min_length=1)] = field(name="matchLabels")
+
+
+class _TargetPort(Struct, frozen=True):
+    number: Port
+
+
+class _PoolSpec(Struct, frozen=True):
+    selector: _Selector
+    target_ports: Annotated[list[_TargetPort], Meta(min_length=1, max_length=8)] = field(
+        name="targetPorts"
+    )
+    app_protocol: str | None = field(default=None, name="appProtocol")
+
+
+class _PoolObject(Struct, frozen=True):
+    metadata: _Metadata
+    spec: _PoolSpec
+
+
+_decode_pool = msgspec.json.Decoder(_PoolObject).decode
+
+
+def read_pool(raw: bytes) -> Pool:
+    """Read an InferencePool of v1."""
+    pool = _decode_pool(raw)
+    labels = pool.spec.selector.match_labels
+    return Pool(
+        name=pool.metadata.name,
+        uid=pool.metadata.uid,
+        label_selector=",".join(f"{name}={labels[name]}" for name in sorted(labels)),
+        target_ports=tuple(dict.fromkeys(port.number for port in pool.spec.target_ports)),
+        app_protocol=pool.spec.app_protocol or "http",
+    )
+
+
+# Pod.
+
+
+class Pod(Struct, frozen=True, kw_only=True):
+    """A pod that may serve: Ready, not terminating, with an address."""
+
+    uid: str
+    name: str
+    """"namespace/name"."""
+    host: str
+    """IPv6 in brackets."""
+    labels: Mapping[str, str]
+    active_ports: frozenset[int] | None
+    """None: all."""
+    incarnations: Mapping[int, str]
+    """Port -> the life of the container that declares it; 0 -> the lives of all containers."""
+
+
+class _Condition(Struct, frozen=True):
+    type: str = ""
+    status: str = ""
+
+
+class _ContainerStatus(Struct, frozen=True):
+    name: str = ""
+    container_id: str | None = field(default="", name="containerID")
+    restart_count: int = field(default=0, name="restartCount")
+
+
+class _PodStatus(Struct, frozen=True):
+    phase: str | None = None
+    pod_ip: str | None = field(default=None, name="podIP")
+    conditions: list[_Condition] | None = None
+    container_statuses: list[_ContainerStatus] | None = field(
+        default=None, name="containerStatuses"
+    )
+
+
+class _ContainerPort(Struct, frozen=True):
+    container_port: int = field(default=0, name="containerPort")
+
+
+class _Container(Struct, frozen=True):
+    name: str = ""
+    ports: list[_ContainerPort] | None = None
+
+
+class _PodSpec(Struct, frozen=True):
+    containers: list[_Container] | None = None
+
+
+class _PodObject(Struct, frozen=True):
+    metadata: _Metadata
+    spec: _PodSpec = _PodSpec()
+    status: _PodStatus = _PodStatus()
+
+
+_decode_pod = msgspec.json.Decoder(_PodObject).decode
+
+
+def read_pod(raw: bytes) -> Pod | None:
+    """Read a Pod; None while it cannot serve."""
+    pod = _decode_pod(raw)
+    metadata, status = pod.metadata, pod.status
+    ready = any(
+        condition.type == "Ready" and condition.status == "True"
+        for condition in status.conditions or ()
+    )
+    ended = status.phase in {"Succeeded", "Failed"}
+    if not ready or ended or metadata.deleted or not status.pod_ip:
+        return None
+    address = ip_address(status.pod_ip)
+    return Pod(
+        uid=metadata.uid,
+        name=f"{metadata.namespace}/{metadata.name}",
+        host=f"[{address}]" if address.version == 6 else str(address),
+        labels=metadata.labels or {},
+        active_ports=_active_ports(metadata.annotations or {}),
+        incarnations=_incarnations(pod.spec.containers or (), status.container_statuses or ()),
+    )
+
+
+def _active_ports(annotations: Mapping[str, str]) -> frozenset[int] | None:
+    """What is no number is left out; the ports that are left are the ones that serve."""
+    for name in ACTIVE_PORTS:
+        if name in annotations:
+            told = (part.strip() for part in annotations[name].split(","))
+            return frozenset(int(part) for part in told if part.isascii() and part.isdigit())
+    return None
+
+
+def _incarnations(
+    containers: Iterable[_Container], statuses: Iterable[_ContainerStatus]
+) -> dict[int, str]:
+    # A sidecar that restarts leaves the engine's cache alone, so each port has its own container.
+    lives = {status.name: f"{status.restart_count}:{status.container_id}" for status in statuses}
+    by_port = {
+        port.container_port: lives.get(container.name, "")
+        for container in containers
+        for port in container.ports or ()
+    }
+    return {**by_port, 0: " ".join(lives[name] for name in sorted(lives))}
+
+
+def endpoints_of(pods: Iterable[Pod], target_ports: tuple[int, ...]) -> tuple[Endpoint, ...]:
+    """One endpoint for each pod and each of its active target ports.
+
+    Of several ports an endpoint bears its rank, the position of its port, in its name.
+    """
+    return tuple(
+        Endpoint(
+            endpoint_id=f"{pod.uid}:{port}",
+            name=pod.name if len(target_ports) == 1 else f"{pod.name}-rank-{rank}",
+            address=f"{pod.host}:{port}",
+            incarnation=pod.incarnations.get(port, pod.incarnations[0]),
+            labels=pod.labels,
+            metrics=MetricsTarget(port=port),
+            ready_after_s=READY_AFTER_S,
+        )
+        for pod in pods
+        for rank, port in enumerate(target_ports)
+        if pod.active_ports is None or port in pod.active_ports
+    )
+
+
+# InferenceObjective and InferenceModelRewrite.
+
+
+class _PoolRef(Struct, frozen=True):
+    name: str = ""
+    group: str | None = POOL_GROUP
+    kind: str | None = "InferencePool"
+
+    def means(self, pool_name: str, pool_group: str) -> bool:
+        return (self.group or POOL_GROUP, self.kind or "InferencePool", self.name) == (
+            pool_group,
+            "InferencePool",
+            pool_name,
+        )
+
+
+class _ObjectiveSpec(Struct, frozen=True):
+    pool_ref: _PoolRef = field(name="poolRef")
+    priority: int | None = 0
+
+
+class _ObjectiveObject(Struct, frozen=True):
+    metadata: _Metadata
+    spec: _ObjectiveSpec
+
+
+_decode_objective = msgspec.json.Decoder(_ObjectiveObject).decode
+
+
+def objective_reader(pool_name: str, pool_group: str) -> Callable[[bytes], int | None]:
+    """Reads an InferenceObjective: its priority, or None if it is of another pool."""
+
+    def read(raw: bytes) -> int | None:
+        spec = _decode_objective(raw).spec
+        return (spec.priority or 0) if spec.pool_ref.means(pool_name, pool_group) else None
+
+    return read
+
+
+class _ModelMatch(Struct, frozen=True):
+    value: Annotated[str, Meta(min_length=1)]
+    type: str | None = "Exact"
+
+
+class _Match(Struct, frozen=True):
+    model: _ModelMatch
+
+
+class _TargetModel(Struct, frozen=True):
+    model: Annotated[str, Meta(min_length=1)] = field(name="modelRewrite")
+    weight: Annotated[int, Meta(ge=1, le=1_000_000)] | None = None
+
+
+class _Rule(Struct, frozen=True):
+    targets: Annotated[list[_TargetModel], Meta(min_length=1)]
+    matches: list[_Match] | None = None
+
+
+class _RewriteSpec(Struct, frozen=True):
+    pool_ref: _PoolRef = field(name="poolRef")
+    rules: list[_Rule]
+
+
+class _RewriteObject(Struct, frozen=True):
+    metadata: _Metadata
+    spec: _RewriteSpec
+
+
+class Rewrite(Struct, frozen=True, kw_only=True):
+    """An InferenceModelRewrite."""
+
+    created: str
+    """RFC 3339 in UTC, so that texts order as times do."""
+    rules: tuple[RewriteRule, ...]
+
+
+_decode_rewrite = msgspec.json.Decoder(_RewriteObject).decode
+
+
+def rewrite_reader(pool_name: str, pool_group: str) -> Callable[[bytes], Rewrite | None]:
+    """Reads an InferenceModelRewrite; None if it is of another pool."""
+
+    def read(raw: bytes) -> Rewrite | None:
+        rewrite = _decode_rewrite(raw)
+        if not rewrite.spec.pool_ref.means(pool_name, pool_group):
+            return None
+        return Rewrite(
+            created=rewrite.metadata.created or "",
+            rules=tuple(map(_rule, rewrite.spec.rules)),
+        )
+
+    return read
+
+
+def _rule(rule: _Rule) -> RewriteRule:
+    for match in rule.matches or ():
+        if match.model.type not in {None, "Exact"}:
+            raise ValueError(f"a model is matched by {match.model.type!r}, expected 'Exact'")
+    return RewriteRule(
+        models=tuple(match.model.value for match in rule.matches or ()),
+        targets=tuple(Target(target.model, target.weight or 1) for target in rule.targets),
+    )
+
+
+def model_rewrites(rewrites: Mapping[str, Rewrite]) -> ModelRewrites:
+    """The rules of all objects (by name), those of the oldest first; of equal age by name."""
+    oldest_first = sorted(rewrites.items(), key=lambda item: (item[1].created, item[0]))
+    return ModelRewrites(rule for _, rewrite in oldest_first for rule in rewrite.rules)
+
+
+# ConfigMap.
+
+
+class _ConfigMapObject(Struct, frozen=True):
+    data: dict[str, str] | None = None
+
+
+_decode_config_map = msgspec.json.Decoder(_ConfigMapObject).decode
+
+
+def config_map_reader(key: str) -> Callable[[bytes], bytes | None]:
+    """Reads a ConfigMap: the text under `key`, or None if it has none."""
+
+    def read(raw: bytes) -> bytes | None:
+        text = (_decode_config_map(raw).data or {}).get(key)
+        return None if text is None else text.encode()
+
+    return read

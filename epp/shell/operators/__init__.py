@@ -1,0 +1,1 @@
+"""Touches those who run it: metrics, logs, debug pages."""

@@ -1,0 +1,184 @@
+"""Log set-up, and the line that explains a decision. Prompts never reach a log.
+
+Lines go to standard output: it is where a container's logs are collected, and `epp serve` prints
+nothing else there.
+"""
+
+import logging
+import sys
+from typing import Final, Literal, TypeAlias
+
+import numpy as np
+import structlog
+from structlog.typing import FilteringBoundLogger, Processor
+
+from epp.core.decision.scheduler import Decision
+from epp.core.prompt.request import InferenceRequest
+from epp.core.types import Refusal, Seconds
+
+LogFormat: TypeAlias = Literal["json", "console"]
+LogLevel: TypeAlias = Literal["debug", "info", "warning", "error"]
+
+_LEVELS: Final = {
+    "debug": logging.DEBUG,
+    "info": logging.INFO,
+    "warning": logging.WARNING,
+    "error": logging.ERROR,
+}
+_TEXT_CHARACTERS_MAX: Final = 256
+"""What a client can write into a line, a model name or a request id, is cut here."""
+
+
+def configure_logging(log_format: LogFormat, level: LogLevel) -> None:
+    """Set up structlog, once, at start: one line an event, UTC timestamps, below `level` nothing.
+
+    Loggers are cached at first use, so that a filtered line costs one call of an empty function;
+    a logger that was used before this call keeps the old set-up.
+    """
+    structlog.configure(
+        processors=_processors(log_format),
+        wrapper_class=structlog.make_filtering_bound_logger(_LEVELS[level]),
+        context_class=dict,
+        logger_factory=structlog.PrintLoggerFactory(sys.stdout),
+        cache_logger_on_first_use=True,
+    )
+
+
+def _processors(log_format: LogFormat) -> list[Processor]:
+    shared: list[Processor] = [
+        structlog.processors.add_log_level,
+        structlog.processors.TimeStamper(fmt="iso", utc=True),
+        structlog.processors.StackInfoRenderer(),
+    ]
+    if log_format == "console":
+        return [*shared, structlog.dev.ConsoleRenderer(colors=sys.stdout.isatty())]
+    exceptions = structlog.processors.dict_tracebacks
+    return [*shared, exceptions, structlog.processors.JSONRenderer(ensure_ascii=True)]
+
+
+class DecisionLog:
+    """Explains decisions and refusals, at a bounded rate.
+
+    At debug every decision is a line. At info every `sample_every`-th is, by its number, so that
+    two runs with the same decisions log the same ones, beginning with the first. Refusals are
+    logged at info, at most `refusals_per_second_max`; the next line tells how many were left out.
+    """
+
+    def __init__(
+        self,
+        logger: FilteringBoundLogger,
+        *,
+        level: LogLevel,
+        sample_every: int = 100,
+        refusals_per_second_max: int = 10,
+        candidates_max: int = 16,
+    ) -> None:
+        """`level` as given to `configure_logging`. At most `candidates_max` rows in a table."""
+        assert sample_every >= 1, f"sample_every must be at least 1, is {sample_every}"
+        assert candidates_max >= 1, f"candidates_max must be at least 1, is {candidates_max}"
+        self._logger = logger
+        self._debug = level == "debug"
+        self._info = self._debug or level == "info"
+        self._sample_every = sample_every
+        self._refusals_per_second_max = refusals_per_second_max
+        self._candidates_max = candidates_max
+        self._second = 0
+        self._refusals_in_second = 0
+        self._refusals_left_out = 0
+
+    def decided(self, decision: Decision) -> None:
+        """Log where a request goes and the best candidates' scores by scorer."""
+        if self._debug:
+            self._logger.debug("decision", **self._line(decision))
+            return
+        # Numbers count from 1.
+        if self._info and (decision.number - 1) % self._sample_every == 0:
+            self._logger.info("decision", sample_every=self._sample_every, **self._line(decision))
+
+    def refused(
+        self, refusal: Refusal, now: Seconds, request: InferenceRequest | None = None
+    ) -> None:
+        """Log why a request was refused.
+
+        Not the sentence for the client: it may quote what the client sent.
+        """
+        if not self._info:
+            return
+        if not self._debug and not self._admit(now):
+            self._refusals_left_out += 1
+            return
+        line: dict[str, object] = {
+            "reason": refusal.reason.value,
+            "status": refusal.status,
+            "eliminated": dict(refusal.eliminated),
+        }
+        if refusal.param is not None:
+            line["param"] = _cut(refusal.param)
+        if request is not None:
+            line |= _identity(request)
+        if self._refusals_left_out:
+            line["left_out"] = self._refusals_left_out
+            self._refusals_left_out = 0
+        self._logger.info("refusal", **line)
+
+    def _admit(self, now: Seconds) -> bool:
+        second = int(now)
+        if second != self._second:
+            self._second = second
+            self._refusals_in_second = 0
+        self._refusals_in_second += 1
+        return self._refusals_in_second <= self._refusals_per_second_max
+
+    def _line(self, decision: Decision) -> dict[str, object]:
+        return {
+            "number": decision.number,
+            **_identity(decision.lease.request),
+            "endpoint": decision.endpoint.name,
+            "address": decision.endpoint.address,
+            "fallbacks": [endpoint.address for endpoint in decision.fallbacks],
+            "prompt_tokens": decision.lease.request.prompt_tokens,
+            "matched_blocks": decision.matched_blocks,
+            "total_blocks": decision.total_blocks,
+            "ready": decision.ready,
+            "eliminated": dict(decision.eliminated),
+            "candidates": len(decision.candidates),
+            "scores": self._scores(decision),
+        }
+
+    def _scores(self, decision: Decision) -> list[dict[str, object]]:
+        """The best candidates, best first; the chosen one is always among them."""
+        total = decision.scored.total
+        order = (-total).argsort(kind="stable")[: self._candidates_max].tolist()
+        if decision.picked not in order:
+            order[-1] = decision.picked
+        shown = decision.candidates.take(np.array(order, dtype=np.int64))
+        return [
+            {
+                "endpoint": endpoint.name,
+                "total": round(float(total[position]), 4),
+                "matched_blocks": matched,
+                "parts": {
+                    scorer: round(part, 4)
+                    for scorer, part in zip(
+                        decision.scorers,
+                        decision.scored.parts_of(position),
+                        strict=True,
+                    )
+                },
+            }
+            for position, endpoint, matched in zip(
+                order, shown.endpoints, shown.matched_blocks.tolist(), strict=True
+            )
+        ]
+
+
+def _identity(request: InferenceRequest) -> dict[str, object]:
+    return {
+        "request_id": _cut(request.request_id),
+        "model": _cut(request.model),
+        "priority": request.priority,
+    }
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= _TEXT_CHARACTERS_MAX else text[:_TEXT_CHARACTERS_MAX] + "…"

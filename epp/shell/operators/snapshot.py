@@ -1,0 +1,51 @@
+"""The scheduler's state -> what a page of metrics shows of it."""
+
+import numpy as np
+
+from epp.core.decision.scheduler import Scheduler
+from epp.core.knowledge.candidates import Candidates
+from epp.core.knowledge.prefix import PrefixIndex
+from epp.core.types import Seconds
+from epp.shell.kubernetes.state import ClusterSnapshot
+from epp.shell.operators.telemetry import IndexSnapshot, PoolSnapshot
+
+
+def pool_snapshot(
+    scheduler: Scheduler, pool_name: str, cluster: ClusterSnapshot | None, now: Seconds
+) -> PoolSnapshot:
+    """To be read and dropped within one synchronous step."""
+    pool = scheduler.pool
+    slots = np.array([slot for slot, _ in pool.endpoints()], dtype=np.int64)
+    return PoolSnapshot(
+        pool=pool_name,
+        candidates=Candidates(
+            pool.columns,
+            slots,
+            now,
+            affinities={},
+            prefill_tokens_per_s=scheduler.settings.prefill_tokens_per_s,
+        ),
+        ready=len(pool.ready(None, now)),
+        set_aside=pool.set_aside_count(),
+        indexes={
+            name: _index_snapshot(index)
+            for name, index in scheduler.indexes.items()
+            if isinstance(index, PrefixIndex)
+        },
+        cluster=cluster,
+    )
+
+
+def _index_snapshot(index: PrefixIndex) -> IndexSnapshot:
+    told = index.statistics
+    return IndexSnapshot(
+        entries=index.entries,
+        memory_bytes=index.bytes_estimated,
+        lookups={"full": told.full_hits, "partial": told.partial_hits, "none": told.no_hits},
+        evictions={
+            "capacity": told.evicted_capacity,
+            "ttl": told.evicted_ttl,
+            "memory": told.evicted_memory,
+            "forgotten": told.evicted_forgotten,
+        },
+    )

@@ -1,0 +1,1 @@
+"""Pods, pickers and clients in simulated time."""

@@ -1,0 +1,97 @@
+"""What must hold after every event of a run, one function each. AssertionError says what does not.
+
+`sim replay --check` and the tests run all of them; they look at everything there is, so a run takes
+many times as long.
+"""
+
+from collections import Counter
+from collections.abc import Callable
+from typing import Final
+
+from epp.core.types import Seconds
+from sim.cluster.cluster import Cluster
+
+
+def no_block_used_twice(cluster: Cluster) -> None:
+    """A KV block has as many holders as requests use it, and no request is in two places."""
+    for pod in cluster.pods:
+        pod.engine.check()
+
+
+def free_and_used_are_all(cluster: Cluster) -> None:
+    """Free and used blocks together are all blocks but the reserved one."""
+    for pod in cluster.pods:
+        pool = pod.engine.pool
+        assert pool.blocks_free >= 0, f"{pod.name}: {pool.blocks_free} free blocks"
+        holdings = [request.holding for request in pod.engine.running]
+        used = sum(holding.blocks for holding in holdings) - pool.duplicate_blocks
+        both = pool.blocks_free + used
+        assert both == pool.blocks_usable, f"{pod.name}: {both} of {pool.blocks_usable} blocks"
+
+
+def no_request_lost(cluster: Cluster) -> None:
+    """Each request that arrived is under way or has ended in one way; each is in one engine."""
+    ended = sum(cluster.ended.values())
+    under_way = len(cluster.requests)
+    assert cluster.arrived == ended + under_way, (
+        f"{cluster.arrived} requests arrived, {ended} ended, {under_way} are under way"
+    )
+    for pod in cluster.pods:
+        if not pod.alive:
+            assert not pod.requests, f"{pod.name} is dead and has {len(pod.requests)} requests"
+            continue
+        inside = Counter(
+            request.request_id for request in (*pod.engine.running, *pod.engine.waiting)
+        )
+        assert not inside or max(inside.values()) == 1, f"{pod.name} has a request twice"
+        known = set(pod.requests)
+        assert set(inside) <= known | pod.leaving, f"{pod.name} runs requests that nobody waits for"
+        finishing = {key for key, request in pod.requests.items() if request.engine.finished}
+        assert known - finishing <= set(inside), f"{pod.name} has lost a request"
+
+
+def leases_return_to_zero(cluster: Cluster) -> None:
+    """A picker holds a lease for each request that it routed and that has not ended: no other."""
+    routed = Counter(
+        request.replica for request in cluster.requests.values() if request.route is not None
+    )
+    for replica, policy in enumerate(cluster.policies):
+        told = policy.open_requests
+        assert told == routed[replica], (
+            f"picker {replica} has {told} open leases for {routed[replica]} requests"
+        )
+        if told:
+            continue
+        counts = policy.inflight_counts()
+        assert not any(counts), f"picker {replica} counts {counts} requests in flight, has none"
+
+
+class TimeNeverRunsBack:
+    """Simulated time does not fall from one event to the next."""
+
+    def __init__(self) -> None:
+        self._latest_s: Seconds = 0.0
+
+    def __call__(self, cluster: Cluster) -> None:
+        now = cluster.loop.now
+        assert now >= self._latest_s, f"time ran from {self._latest_s} s back to {now} s"
+        self._latest_s = now
+
+
+CHECKS: Final = (
+    no_block_used_twice,
+    free_and_used_are_all,
+    no_request_lost,
+    leases_return_to_zero,
+)
+
+
+def checker(cluster: Cluster) -> Callable[[], None]:
+    """All checks of `cluster`, to be called after each event."""
+    checks = (*CHECKS, TimeNeverRunsBack())
+
+    def check() -> None:
+        for one in checks:
+            one(cluster)
+
+    return check

@@ -1,0 +1,587 @@
+"""A pool of pods, the pickers that route to it and the clients that use it, in simulated time.
+
+The life of a request: it arrives at a client, reaches a picker after the network delay, is routed
+by the production scheduler (`sim/cluster/policies`), reaches its pod after the network delay and what the
+server's front end takes, waits and runs in the engine, and its answer comes back after the network
+delay. The picker is told of the end when the client is.
+
+Pickers see pods only as production does: announced by discovery some time after they change, and
+through pages scraped one by one, with the interval, jitter and back-off of `epp/shell/engines/scrape`.
+Several pickers do not see each other's decisions. With Homing's own Envoy configuration response
+bodies pass the picker by, so that it is told of first outputs only with `response_chunks`.
+"""
+
+import heapq
+import math
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from enum import StrEnum
+from random import Random
+from typing import Final
+
+from msgspec import Struct
+
+from epp.configuration.flags import REFRESH_MIN_S, REFRESH_PER_ENDPOINT_S
+from epp.core.knowledge.inflight import Ending, Outcome
+from epp.core.prompt.request import InferenceRequest
+from epp.core.types import Endpoint, EndpointMetrics, Refusal, Seconds
+from sim.cluster.faults import Fault, FaultKind
+from sim.cluster.loop import Loop
+from sim.cluster.policies import Policy, Route
+from sim.cluster.simulated_pod import PodKind, SimulatedPod
+from sim.engine.engine import EngineRequest, Step
+from sim.traces.arrival import Arrival
+from sim.traces.prompts import PromptHashes
+
+SCRAPE_INTERVAL_S_MIN: Final = REFRESH_MIN_S
+SCRAPE_INTERVAL_S_PER_POD: Final = REFRESH_PER_ENDPOINT_S
+SCRAPE_JITTER: Final = 0.1
+SCRAPE_BACKOFF_S_MAX: Final = 5.0
+"""These four: as `epp/shell/engines/scrape` has them."""
+
+_LOOK_AHEAD_S: Final = 60.0
+
+REST_S_MIN: Final = 600.0
+"""So long without a request nothing is asked and told until `_LOOK_AHEAD_S` before the next: of a
+scrape or a tick in between nothing would be left by then."""
+
+ENDED_MAX: Final = 65_536
+"""Requests of which the end is remembered for the turns that come after them."""
+
+TICK_S: Final = 1.0
+"""As `epp serve` calls `Scheduler.tick`."""
+
+
+class ClusterSettings(Struct, frozen=True, kw_only=True):
+    """The pool and all that separates the picker's view from the truth."""
+
+    pods: tuple[PodKind, ...]
+    replicas: int = 1
+    """Pickers, each blind to what the others decide."""
+    scrape_interval_s: Seconds | None = None
+    """Mean time between two scrapes of a pod; None: as production, by the number of pods."""
+    scrape_delay_s: Seconds = 0.001
+    """From the instant that a page shows to the picker that has read it."""
+    network_delay_s: Seconds = 0.0005
+    """One way, client to picker and picker to pod alike."""
+    discovery_delay_s: Seconds = 1.0
+    """From a change of the pool to the pickers that know of it."""
+    response_chunks: bool = False
+    """The gateway shows response bodies to the picker, which thus knows of first tokens."""
+    abort_share: float = 0.0
+    """Share of the requests whose client leaves if the answer takes too long."""
+    abort_after_s: Seconds = 10.0
+    """Mean of the exponentially distributed patience of those clients."""
+
+    @property
+    def refresh_interval_s(self) -> Seconds:
+        """Mean time between two scrapes of a pod, in effect."""
+        if self.scrape_interval_s is not None:
+            return self.scrape_interval_s
+        return max(SCRAPE_INTERVAL_S_MIN, SCRAPE_INTERVAL_S_PER_POD * len(self.pods))
+
+
+class Fate(StrEnum):
+    """How a request ended for its client. Each has exactly one."""
+
+    COMPLETE = "complete"
+    REFUSED = "refused"
+    """By the picker."""
+    FAILED = "failed"
+    """The pod could not serve it, or died."""
+    ABORTED = "aborted"
+    """The client left."""
+
+
+class Failure(StrEnum):
+    """Why a pod did not serve a request."""
+
+    CONTEXT = "longer than the model's context"
+    KV_CACHE = "longer than the KV cache"
+    ADAPTER = "for an adapter, without adapter slots"
+    POD_DIED = "the pod died"
+
+
+class SimulatedRequest:
+    """One request and all that happened to it. Times are simulated seconds."""
+
+    __slots__ = (
+        "arrival", "arrived_at", "ended_at", "engine", "failure", "fate", "finished_at", "first_token_at", "hashes",
+        "life", "metrics_age_s", "pod", "predicted_cached_tokens", "refusal", "replica", "route", "routed_at",
+        "sequence", "status", "submitted_at",
+    )  # fmt: skip
+
+    def __init__(self, sequence: int, arrival: Arrival, arrived_at: Seconds, replica: int) -> None:
+        self.sequence = sequence
+        """Counts requests from 0, in the order of their arrival."""
+        self.arrival = arrival
+        self.arrived_at = arrived_at
+        self.replica = replica
+        self.routed_at: Seconds | None = None
+        self.route: Route | None = None
+        self.refusal: Refusal | None = None
+        self.pod: SimulatedPod | None = None
+        self.life = 0
+        self.predicted_cached_tokens = 0
+        self.metrics_age_s: Seconds = math.inf
+        """How old the chosen pod's metrics were when it was chosen; infinite if unknown."""
+        self.submitted_at: Seconds | None = None
+        self.hashes: PromptHashes | None = None
+        """From the picker to the engine."""
+        self.engine: EngineRequest | None = None
+        self.first_token_at: Seconds | None = None
+        self.finished_at: Seconds | None = None
+        self.ended_at: Seconds | None = None
+        self.fate: Fate | None = None
+        self.failure: Failure | None = None
+        self.status = 0
+        """HTTP status, 0 until there is one."""
+
+    @property
+    def request_id(self) -> str:
+        return str(self.sequence)
+
+
+class _Follow:
+    """One picker scraping one incarnation of one pod."""
+
+    __slots__ = ("current", "endpoint", "failures", "jitter", "pod", "random", "replica")
+
+    def __init__(self, replica: int, pod: SimulatedPod, endpoint: Endpoint, random: Random) -> None:
+        self.replica = replica
+        self.pod = pod
+        self.endpoint = endpoint
+        self.random = random
+        self.failures = 0
+        self.current = True
+        self.draw()
+
+    def draw(self) -> float:
+        """The factor of the next pause, which stays in `jitter`."""
+        self.jitter = 1 - SCRAPE_JITTER + 2 * SCRAPE_JITTER * self.random.random()
+        return self.jitter
+
+
+class Cluster:
+    """Runs `arrivals` through pickers and pods; `ended` gets each request when it ends.
+
+    `open_policy(seed)` makes a picker, `request_of` the request as it has parsed it. `seed` decides
+    everything that is drawn: nothing else does.
+    """
+
+    def __init__(
+        self,
+        settings: ClusterSettings,
+        open_policy: Callable[[int], Policy],
+        request_of: Callable[[Arrival, PromptHashes], InferenceRequest],
+        arrivals: Iterable[Arrival],
+        *,
+        seed: int,
+        ended: Callable[[SimulatedRequest], None],
+        faults: Iterable[Fault] = (),
+    ) -> None:
+        self.settings = settings
+        self.loop = Loop()
+        self._seed = seed
+        self._interval_s = settings.refresh_interval_s
+        self._scrape_delay_s = settings.scrape_delay_s
+        self.policies = [open_policy(_replica_seed(seed, at)) for at in range(settings.replicas)]
+        self.pods: list[SimulatedPod] = []
+        self.requests: dict[int, SimulatedRequest] = {}
+        """What has arrived and not ended, by sequence number."""
+        self.arrived = 0
+        self.ended: dict[Fate, int] = dict.fromkeys(Fate, 0)
+        self._request_of = request_of
+        self._arrivals: Iterator[Arrival] = iter(arrivals)
+        self._pending_arrivals = 0
+        self._next_arrival_at: Seconds = 0.0
+        self._thinking: list[Seconds] = []
+        """Heap of the instants at which the next turns will be sent."""
+        self._routes: deque[Seconds] = deque()
+        """Instants at which requests on their way will reach a picker, in order."""
+        self._tell_ended = ended
+        self._faults = iter(faults)
+        self._resting = False
+        """Nobody is scraped or told anything until `_wake`."""
+        self._calm = True
+        """Nothing has gone wrong and nothing will."""
+        self._under_way: set[int] = set()
+        """Indices of the requests that were sent, or are going to be, and have not ended."""
+        self._waiting: dict[int, list[Arrival]] = {}
+        """Index of a request under way -> the turns that wait for its answer."""
+        self._ended_at: dict[int, Seconds] = {}
+        """When the last ones ended, by index."""
+        self._random_replica = Random(f"{seed}:replica")
+        self._random_abort = Random(f"{seed}:abort")
+        self._follows: dict[tuple[int, str], _Follow] = {}
+        self._by_endpoint: dict[str, SimulatedPod] = {}
+        for kind in settings.pods:
+            self._add_pod(kind)
+        self._announce()
+        # The pickers were there before the traffic: each has scraped every pod once.
+        for follow in self._follows.values():
+            self._observe(follow, follow.pod.page(), self.loop.now)
+        self.loop.after(TICK_S, self._tick)
+        self._pull()
+        self._pull_fault()
+
+    def __repr__(self) -> str:
+        return (
+            f"<Cluster [{len(self.pods)} pods, {len(self.requests)} requests, {self.loop.now} s]>"
+        )
+
+    @property
+    def done(self) -> bool:
+        """No request is under way and none will arrive."""
+        return not self.requests and not self._pending_arrivals
+
+    def run(self, after_event: Callable[[], None] | None = None) -> None:
+        """Until the last request has ended. `after_event` is called after each event."""
+        if not self.done:
+            self.loop.run(after_event)
+
+    # Clients.
+
+    def _pull(self) -> None:
+        """Schedule the next arrival of the trace, if there is one."""
+        arrival = next(self._arrivals, None)
+        if arrival is None:
+            self._next_arrival_at = math.inf
+            return
+        self._pending_arrivals += 1
+        self._next_arrival_at = max(self.loop.now, arrival.time_s)
+        self.loop.at(self._next_arrival_at, self._arrive, arrival)
+
+    def _arrive(self, arrival: Arrival) -> None:
+        self._pending_arrivals -= 1
+        self._pull()
+        first = arrival.after
+        if first is None:
+            self._send(arrival)
+        elif first in self._under_way:
+            self._pending_arrivals += 1
+            self._under_way.add(arrival.index)
+            self._waiting.setdefault(first, []).append(arrival)
+        else:
+            # Its answer is there already, unless the trace has lost it.
+            self._think(arrival, self._ended_at.get(first, -arrival.think_s) + arrival.think_s)
+
+    def _think(self, arrival: Arrival, until: Seconds) -> None:
+        self._pending_arrivals += 1
+        self._under_way.add(arrival.index)
+        send_at = max(self.loop.now, until)
+        heapq.heappush(self._thinking, send_at)
+        self.loop.at(send_at, self._send_turn, arrival)
+
+    def _send_turn(self, arrival: Arrival) -> None:
+        self._pending_arrivals -= 1
+        heapq.heappop(self._thinking)
+        self._send(arrival)
+
+    def _send(self, arrival: Arrival) -> None:
+        replicas = self.settings.replicas
+        replica = self._random_replica.randrange(replicas) if replicas > 1 else 0
+        request = SimulatedRequest(self.arrived, arrival, self.loop.now, replica)
+        self.requests[request.sequence] = request
+        self._under_way.add(arrival.index)
+        self.arrived += 1
+        route_at = self.loop.now + self.settings.network_delay_s
+        self._routes.append(route_at)
+        self.loop.at(route_at, self._route, request)
+        if self.settings.abort_share:
+            leaves = self._random_abort.random() < self.settings.abort_share
+            patience_s = self._random_abort.expovariate(1 / self.settings.abort_after_s)
+            if leaves:
+                self.loop.after(patience_s, self._leave, request)
+
+    def _leave(self, request: SimulatedRequest) -> None:
+        """The client hangs up, unless its answer is already on the way."""
+        if request.fate is not None or request.finished_at is not None:
+            return
+        pod = request.pod
+        if pod is not None and pod.requests.pop(request.request_id, None) is not None:
+            pod.abort(request.request_id)
+        self._complete(request, Ending.CLIENT_LEFT, 200 if request.submitted_at is not None else 0)
+        self._end(request, Fate.ABORTED)
+
+    def _end(self, request: SimulatedRequest, fate: Fate) -> None:
+        if request.fate is not None:
+            return
+        request.fate = fate
+        request.ended_at = self.loop.now
+        self.ended[fate] += 1
+        del self.requests[request.sequence]
+        index = request.arrival.index
+        self._under_way.discard(index)
+        self._ended_at[index] = self.loop.now
+        if len(self._ended_at) > ENDED_MAX:
+            del self._ended_at[next(iter(self._ended_at))]
+        for turn in self._waiting.pop(index, ()):
+            self._pending_arrivals -= 1
+            self._think(turn, self.loop.now + turn.think_s)
+        self._tell_ended(request)
+        if self.done:
+            self.loop.stop()
+
+    # Pickers.
+
+    def _route(self, request: SimulatedRequest) -> None:
+        self._routes.popleft()
+        if request.fate is not None:
+            return
+        now = self.loop.now
+        request.routed_at = now
+        request.hashes = PromptHashes(request.arrival)
+        parsed = self._request_of(request.arrival, request.hashes)
+        routed = self.policies[request.replica].route(parsed, now)
+        if isinstance(routed, Refusal):
+            request.refusal = routed
+            request.status = routed.status
+            self.loop.after(self.settings.network_delay_s, self._end, request, Fate.REFUSED)
+            return
+        request.route = routed
+        request.predicted_cached_tokens = routed.predicted_cached_tokens
+        if routed.decision is not None:
+            ages_s = routed.decision.candidates.metrics_age_s
+            request.metrics_age_s = float(ages_s[routed.decision.picked])
+        pod = self._by_endpoint[routed.endpoint.endpoint_id]
+        request.pod = pod
+        request.life = pod.life
+        frontend_s = pod.kind.profile.frontend_delay_s(request.arrival.prompt_tokens)
+        self.loop.after(self.settings.network_delay_s + frontend_s, self._submit, request)
+
+    def _complete(self, request: SimulatedRequest, ending: Ending, status: int) -> None:
+        """Tell the picker, to which the response has been visible, that it is over."""
+        request.status = status
+        if request.route is not None:
+            outcome = Outcome(ending=ending, status=status or None)
+            policy = self.policies[request.replica]
+            policy.complete(request.route, outcome, self.loop.now)
+
+    def _announce(self) -> None:
+        """Discovery tells every picker which pods there are now."""
+        if self._resting:
+            return
+        alive = [pod for pod in self.pods if pod.alive]
+        endpoints = [pod.endpoint for pod in alive]
+        now = self.loop.now
+        for replica, policy in enumerate(self.policies):
+            policy.replace(endpoints, now)
+            wanted = {(replica, endpoint.endpoint_id) for endpoint in endpoints}
+            for key in [key for key in self._follows if key[0] == replica and key not in wanted]:
+                self._follows.pop(key).current = False
+            for pod, endpoint in zip(alive, endpoints, strict=True):
+                self._follow(replica, pod, endpoint)
+
+    def _follow(self, replica: int, pod: SimulatedPod, endpoint: Endpoint) -> None:
+        known = self._follows.get((replica, endpoint.endpoint_id))
+        if known is not None:
+            if known.endpoint.incarnation == endpoint.incarnation:
+                return
+            known.current = False
+        purpose = f"scrape:{replica}:{endpoint.endpoint_id}:{endpoint.incarnation}"
+        random = Random(f"{self._seed}:{purpose}")
+        # Spread, as in production, or all pods would be asked at one instant.
+        follow = self._follows[replica, endpoint.endpoint_id] = _Follow(
+            replica, pod, endpoint, random
+        )
+        self.loop.after(random.random() * self._interval_s, self._scrape, follow)
+
+    def _scrape(self, follow: _Follow) -> None:
+        if not follow.current:
+            return
+        follow.failures = 0 if follow.pod.alive else follow.failures + 1
+        pause_s = interval_s = self._interval_s
+        if follow.failures > 1:
+            pause_s = interval_s * 2.0 ** min(follow.failures - 1, 16)
+            pause_s = max(interval_s, min(pause_s, SCRAPE_BACKOFF_S_MAX))
+        next_at = self.loop.now + pause_s * follow.jitter
+        decision_at = self._next_decision_at() - self._scrape_delay_s if self._calm else 0.0
+        if next_at < decision_at:
+            # The next scrape will have replaced this one before anybody looks, and so on.
+            scrape_at = next_at
+            while (next_at := scrape_at + pause_s * follow.draw()) < decision_at:
+                scrape_at = next_at
+            self.loop.at(scrape_at, self._scrape, follow)
+            return
+        follow.draw()
+        self.loop.at(next_at, self._scrape, follow)
+        page = follow.pod.page()
+        observed_at = self.loop.now + self._scrape_delay_s
+        if self.loop.now < decision_at:
+            # Nor does anybody look before the page is read, so that it may as well be now.
+            self._observe(follow, page, observed_at)
+        else:
+            self.loop.at(observed_at, self._observe, follow, page, observed_at)
+
+    def _next_decision_at(self) -> Seconds:
+        """No picker decides before; without faults only decisions read what was scraped."""
+        if self._routes:
+            return self._routes[0]
+        if self._waiting:
+            return self.loop.now
+        sent_at = self._next_sent_at()
+        return min(sent_at + self.settings.network_delay_s, self.loop.now + _LOOK_AHEAD_S)
+
+    def _next_sent_at(self) -> Seconds:
+        """When the next request that is known of will be sent."""
+        return min(self._next_arrival_at, self._thinking[0] if self._thinking else math.inf)
+
+    def _observe(self, follow: _Follow, page: EndpointMetrics | None, now: Seconds) -> None:
+        if follow.current and page is not None:
+            self.policies[follow.replica].observe(follow.endpoint, page, now)
+
+    def _tick(self) -> None:
+        for policy in self.policies:
+            policy.tick(self.loop.now)
+        if not self.requests:
+            sent_at = self._next_sent_at()
+            if self.loop.now + REST_S_MIN < sent_at < math.inf:
+                self._rest(sent_at - _LOOK_AHEAD_S)
+                return
+        self.loop.after(TICK_S, self._tick)
+
+    def _rest(self, until: Seconds) -> None:
+        self._resting = True
+        for follow in self._follows.values():
+            follow.current = False
+        self._follows.clear()
+        self.loop.at(until, self._wake)
+
+    def _wake(self) -> None:
+        self._resting = False
+        self._announce()
+        self._tick()
+
+    # Pods.
+
+    def _add_pod(self, kind: PodKind) -> None:
+        pod = SimulatedPod(len(self.pods), kind, self.loop, self._stepped)
+        self.pods.append(pod)
+        self._by_endpoint[pod.endpoint.endpoint_id] = pod
+
+    def _submit(self, request: SimulatedRequest) -> None:
+        if request.fate is not None:
+            return
+        pod, arrival = request.pod, request.arrival
+        assert pod is not None
+        if not pod.alive or pod.life != request.life:
+            self._fail(request, Failure.POD_DIED, 503)
+            return
+        failure = _unfit(pod.kind, arrival)
+        if failure is not None:
+            # The server says so before it computes anything.
+            self._fail(request, failure, 400)
+            return
+        assert request.hashes is not None
+        keys, ends = request.hashes.engine_pieces(pod.kind.engine.block_size_tokens)
+        request.hashes = None
+        request.engine = EngineRequest(
+            request.request_id,
+            prompt_tokens=arrival.prompt_tokens,
+            output_tokens=arrival.output_tokens,
+            chain=keys,
+            chain_ends=ends,
+            adapter=arrival.adapter,
+        )
+        request.submitted_at = self.loop.now
+        pod.requests[request.request_id] = request
+        pod.submit(request.engine)
+
+    def _stepped(self, pod: SimulatedPod, step: Step) -> None:
+        for engine in step.outputs:
+            request = pod.requests.get(engine.request_id)
+            if request is None or request.engine is not engine:
+                continue
+            if request.first_token_at is None:
+                request.first_token_at = self.loop.now
+                if self.settings.response_chunks:
+                    self.loop.after(self.settings.network_delay_s, self._first_output, request)
+            if engine.finished:
+                request.finished_at = self.loop.now
+                del pod.requests[engine.request_id]
+                self.loop.after(self.settings.network_delay_s, self._answer, request)
+
+    def _first_output(self, request: SimulatedRequest) -> None:
+        if request.fate is None and request.route is not None:
+            self.policies[request.replica].first_output(request.route, self.loop.now)
+
+    def _answer(self, request: SimulatedRequest) -> None:
+        self._complete(request, Ending.COMPLETE, 200)
+        self._end(request, Fate.COMPLETE)
+
+    def _fail(self, request: SimulatedRequest, failure: Failure, status: int) -> None:
+        request.failure = failure
+        self.loop.after(self.settings.network_delay_s, self._failed, request, status)
+
+    def _failed(self, request: SimulatedRequest, status: int) -> None:
+        if request.fate is None:
+            self._complete(request, Ending.ERROR, status)
+            self._end(request, Fate.FAILED)
+
+    # Faults.
+
+    def _pull_fault(self) -> None:
+        fault = next(self._faults, None)
+        if fault is not None:
+            self._calm = False
+            self.loop.at(max(self.loop.now, fault.at_s), self._strike, fault)
+
+    def _strike(self, fault: Fault) -> None:
+        self._pull_fault()
+        announce = True
+        pod = self.pods[fault.pod % len(self.pods)]
+        match fault.kind:
+            case FaultKind.JOIN:
+                self._add_pod(pod.kind)
+            case FaultKind.DIE if pod.alive and sum(other.alive for other in self.pods) > 1:
+                self._kill(pod)
+            case FaultKind.RESTART:
+                self._kill(pod)
+                self.loop.after(fault.duration_s, self._restart, pod)
+            case FaultKind.LAG:
+                pod.slow_down(fault.factor)
+                self.loop.after(fault.duration_s, self._recover, pod)
+                announce = False
+            case FaultKind.STALE:
+                pod.freeze_page(True)
+                self.loop.after(fault.duration_s, pod.freeze_page, False)
+                announce = False
+            case _:
+                announce = False
+        if announce:
+            self.loop.after(self.settings.discovery_delay_s, self._announce)
+
+    def _kill(self, pod: SimulatedPod) -> None:
+        pod.die()
+        cut = list(pod.requests.values())
+        pod.requests.clear()
+        for request in cut:
+            # The client has seen the head of a response, and then the connection broke.
+            self._fail(request, Failure.POD_DIED, 200)
+
+    def _restart(self, pod: SimulatedPod) -> None:
+        if pod.alive:
+            return
+        pod.restart()
+        self.loop.after(self.settings.discovery_delay_s, self._announce)
+
+    def _recover(self, pod: SimulatedPod) -> None:
+        pod.slow_down(1.0)
+
+
+def _unfit(kind: PodKind, arrival: Arrival) -> Failure | None:
+    """Why a server of this kind answers 400: as `sim/pods/pods` and the engine decide it."""
+    tokens = arrival.prompt_tokens + arrival.output_tokens
+    if tokens > kind.profile.max_model_len_tokens:
+        return Failure.CONTEXT
+    if tokens > kind.engine.kv_tokens:
+        return Failure.KV_CACHE
+    if arrival.adapter and not kind.engine.max_loras:
+        return Failure.ADAPTER
+    return None
+
+
+def _replica_seed(seed: int, replica: int) -> int:
+    """The first picker has the seed itself, as `epp serve --seed` would."""
+    return seed if replica == 0 else Random(f"{seed}:replica:{replica}").getrandbits(32)

@@ -1,0 +1,192 @@
+"""One pod in simulated time: an engine, its page, and what can go wrong with it."""
+
+from collections.abc import Callable
+from typing import Any, Final
+
+from msgspec import Struct
+
+from epp.core.types import AdapterReport, Endpoint, EndpointMetrics, MetricsTarget, Seconds
+from sim.cluster.loop import Loop
+from sim.engine.engine import Engine, EngineRequest, EngineSettings, Step
+from sim.engine.profiles import Profile
+
+_PORT: Final = 8000
+
+
+class PodKind(Struct, frozen=True, kw_only=True):
+    """What a pod runs on and how its engine was started."""
+
+    profile: Profile
+    engine: EngineSettings
+
+    @classmethod
+    def of(cls, profile: Profile, *, block_size_tokens: int = 16, max_loras: int = 0) -> "PodKind":
+        """The engine that `vllm serve` starts on that card without further options."""
+        return cls(
+            profile=profile,
+            engine=EngineSettings(
+                blocks_total=profile.kv_tokens // block_size_tokens + 1,
+                block_size_tokens=block_size_tokens,
+                max_num_seqs=profile.max_num_seqs,
+                max_num_batched_tokens=profile.max_num_batched_tokens,
+                max_loras=max_loras,
+            ),
+        )
+
+
+class SimulatedPod:
+    """Runs its engine in simulated time and tells `stepped` of each step when it ends.
+
+    A pass that has begun is not interrupted: what is submitted meanwhile waits for its end.
+    """
+
+    def __init__(
+        self,
+        number: int,
+        kind: PodKind,
+        loop: Loop,
+        stepped: Callable[["SimulatedPod", Step], None],
+    ) -> None:
+        self.number = number
+        self.kind = kind
+        self.alive = True
+        self.restarts = 0
+        self._slowness = 1.0
+        self.life = 0
+        """Changes when the engine is lost."""
+        self.requests: dict[str, Any] = {}
+        """What is in the engine, by request id; kept by the owner of the pod."""
+        self.leaving: set[str] = set()
+        """Aborted in the pass that is in progress, to whose end they stay."""
+        self._loop = loop
+        self._stepped = stepped
+        self._frozen: EndpointMetrics | None = None
+        self._start()
+
+    def __repr__(self) -> str:
+        state = "alive" if self.alive else "dead"
+        return (
+            f"<SimulatedPod {self.name} [{state}, {self.running} running, {self.waiting} waiting]>"
+        )
+
+    @property
+    def name(self) -> str:
+        return f"pod-{self.number}"
+
+    @property
+    def endpoint(self) -> Endpoint:
+        """As discovery announces it."""
+        # 10.x.y.z holds a million pods, each with an address of its own.
+        high, low = divmod(self.number + 1, 250)
+        address = f"10.{high // 250}.{high % 250}.{low + 1}:{_PORT}"
+        return Endpoint(
+            endpoint_id=f"{self.name}:{_PORT}",
+            name=self.name,
+            address=address,
+            incarnation=str(self.restarts),
+            metrics=MetricsTarget(port=_PORT),
+        )
+
+    @property
+    def running(self) -> int:
+        return len(self.engine.running)
+
+    @property
+    def waiting(self) -> int:
+        return len(self.engine.waiting)
+
+    def submit(self, request: EngineRequest) -> None:
+        """Put `request` into the engine's queue. ValueError if it can never fit."""
+        self.engine.submit(request, self._loop.now)
+        self._requests += 1
+        self._follow()
+
+    def abort(self, request_id: str) -> None:
+        """The client has left: the engine lets the request go."""
+        self.engine.cut(self._loop.now)
+        if self.engine.abort(request_id) and self.engine.passes:
+            self.leaving.add(request_id)
+        self._follow()
+
+    def page(self) -> EndpointMetrics | None:
+        """What a scrape reads now: the state at the end of the last pass. None: no answer."""
+        if not self.alive:
+            return None
+        return self._frozen or self._metrics()
+
+    def slow_down(self, factor: float) -> None:
+        """Passes that begin from now on take `factor` times as long as usual."""
+        self._slowness = factor
+        self.engine.cut(self._loop.now)
+        self.engine.slowness = factor
+        self._follow()
+
+    def freeze_page(self, frozen: bool) -> None:
+        """From now on show what the page says now, whatever happens; or stop doing so."""
+        self._frozen = self._metrics() if frozen else None
+
+    def die(self) -> None:
+        """The engine is gone with all that it held."""
+        self.alive = False
+        self._frozen = None
+        self.life += 1
+
+    def restart(self) -> None:
+        """A new process in the same pod: same name and address, an empty cache."""
+        self.restarts += 1
+        self.alive = True
+        self._start()
+
+    def _start(self) -> None:
+        self.engine = Engine(self.kind.engine, self.kind.profile)
+        self.engine.slowness = self._slowness
+        self._shown = self.engine.snapshot()
+        self._started_at = self._loop.now
+        self._requests = 0
+        self._due: Seconds | None = None
+        self.leaving.clear()
+        self.life += 1
+
+    def _follow(self) -> None:
+        """Be there when the step that has begun ends; begin one if there is work."""
+        ends_at = self.engine.ends_at
+        if ends_at is None:
+            ends_at = self.engine.begin(self._loop.now)
+            if ends_at is None:
+                self._due = None
+                self._shown = self.engine.snapshot()
+                return
+        if ends_at != self._due:
+            self._due = ends_at
+            self._loop.at(ends_at, self._end_step, ends_at, self.life)
+
+    def _end_step(self, due: Seconds, life: int) -> None:
+        if life != self.life or due != self._due:
+            return
+        step = self.engine.end()
+        self._due = None
+        self.leaving.clear()
+        self._shown = step.after
+        self._stepped(self, step)
+        self._follow()
+
+    def _metrics(self) -> EndpointMetrics:
+        shown = self._shown
+        usage = shown.kv_cache_usage
+        if self.engine.passes > 1:
+            # Nobody came and nobody left, but the answers grew.
+            usage = self.engine.kv_cache_usage(self._loop.now)
+        settings = self.kind.engine
+        adapters = None
+        if settings.max_loras:
+            adapters = AdapterReport(active=frozenset(shown.adapters), slots_max=settings.max_loras)
+        return EndpointMetrics(
+            waiting_requests=shown.waiting,
+            running_requests=shown.running,
+            kv_cache_usage=usage,
+            adapters=adapters,
+            block_size_tokens=settings.block_size_tokens,
+            blocks_total=settings.blocks_total,
+            process_started_at_s=self._started_at,
+            requests_total=self._requests,
+        )

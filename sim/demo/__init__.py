@@ -1,0 +1,1 @@
+"""`make demo`: round robin against Homing through a real Envoy."""

@@ -1,0 +1,169 @@
+"""The demo's reader side: sends the workload to one gateway and measures what a client sees."""
+
+import asyncio
+from collections.abc import Callable, Sequence
+from typing import Final
+
+import msgspec
+from aiohttp import ClientError, ClientSession, ClientTimeout, TCPConnector
+from msgspec import Struct
+
+from epp.core.types import Seconds
+from sim.demo.workload import Conversation
+
+_REQUEST_S_MAX: Final = 60.0
+_ERROR_TEXT_MAX: Final = 200
+
+
+class RequestOutcome(Struct, kw_only=True):
+    """One request as its client saw it."""
+
+    conversation: int
+    turn: int
+    sent_at_s: Seconds
+    """After the start of the run."""
+    ttft_s: Seconds = 0.0
+    """From sending to the first chunk with text in it."""
+    duration_s: Seconds = 0.0
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    output_tokens: int = 0
+    error: str = ""
+    """Why there is no whole answer; "" if there is."""
+
+
+class _Delta(Struct):
+    content: str | None = None
+
+
+class _Choice(Struct):
+    delta: _Delta
+    finish_reason: str | None = None
+
+
+class _CachedTokens(Struct):
+    cached_tokens: int = 0
+
+
+class _Usage(Struct):
+    prompt_tokens: int
+    completion_tokens: int
+    prompt_tokens_details: _CachedTokens
+
+
+class _Chunk(Struct):
+    choices: list[_Choice]
+    usage: _Usage | None = None
+
+
+class _AnswerError(Exception):
+    """An answer that is not the expected stream."""
+
+
+async def drive(
+    gateway: str,
+    model: str,
+    workload: Sequence[Conversation],
+    answered: Callable[[RequestOutcome], None],
+) -> list[RequestOutcome]:
+    """Send the whole workload; the outcomes in the order in which the requests ended.
+
+    A request without a whole answer ends its conversation: the next turn would not be the same.
+    """
+    outcomes: list[RequestOutcome] = []
+    started_at = asyncio.get_running_loop().time()
+
+    def ended(outcome: RequestOutcome) -> None:
+        outcomes.append(outcome)
+        answered(outcome)
+
+    async with (
+        ClientSession(
+            gateway,
+            connector=TCPConnector(limit=0),
+            timeout=ClientTimeout(total=_REQUEST_S_MAX),
+        ) as session,
+        asyncio.TaskGroup() as readers,
+    ):
+        for index, conversation in enumerate(workload):
+            reader = _Reader(session, model, index, conversation, started_at, ended)
+            readers.create_task(reader.run(), name=f"conversation-{index}")
+    return outcomes
+
+
+class _Reader:
+    """One conversation, turn after turn."""
+
+    def __init__(
+        self,
+        session: ClientSession,
+        model: str,
+        index: int,
+        conversation: Conversation,
+        started_at: Seconds,
+        ended: Callable[[RequestOutcome], None],
+    ) -> None:
+        self._session = session
+        self._model = model
+        self._index = index
+        self._conversation = conversation
+        self._started_at = started_at
+        self._ended = ended
+        self._clock = asyncio.get_running_loop().time
+        self._decoder = msgspec.json.Decoder(_Chunk)
+
+    async def run(self) -> None:
+        messages = [{"role": "system", "content": self._conversation.system}]
+        await asyncio.sleep(self._started_at + self._conversation.arrives_s - self._clock())
+        for number, turn in enumerate(self._conversation.turns):
+            await asyncio.sleep(turn.think_s)
+            messages.append({"role": "user", "content": turn.question})
+            body = {
+                "model": self._model,
+                "messages": messages,
+                "max_tokens": turn.answer_tokens,
+                "ignore_eos": True,
+                "stream": True,
+                "stream_options": {"include_usage": True},
+            }
+            sent_at = self._clock()
+            outcome = RequestOutcome(
+                conversation=self._index, turn=number, sent_at_s=sent_at - self._started_at
+            )
+            try:
+                answer = await self._ask(body, outcome, sent_at)
+            except (ClientError, TimeoutError, msgspec.DecodeError, _AnswerError) as problem:
+                outcome.error = str(problem) or type(problem).__name__
+            self._ended(outcome)
+            if outcome.error:
+                return
+            messages.append({"role": "assistant", "content": answer})
+
+    async def _ask(self, body: dict[str, object], outcome: RequestOutcome, sent_at: Seconds) -> str:
+        parts: list[str] = []
+        whole = False
+        async with self._session.post("/v1/chat/completions", json=body) as response:
+            if response.status != 200:
+                text = (await response.text())[:_ERROR_TEXT_MAX]
+                raise _AnswerError(f"status {response.status}: {text}")
+            async for line in response.content:
+                if not line.startswith(b"data: "):
+                    continue
+                if line.startswith(b"data: [DONE]"):
+                    whole = True
+                    continue
+                chunk = self._decoder.decode(line[6:])
+                content = "".join(choice.delta.content or "" for choice in chunk.choices)
+                if content:
+                    outcome.ttft_s = outcome.ttft_s or self._clock() - sent_at
+                    parts.append(content)
+                if chunk.usage is not None:
+                    outcome.prompt_tokens = chunk.usage.prompt_tokens
+                    outcome.output_tokens = chunk.usage.completion_tokens
+                    outcome.cached_tokens = chunk.usage.prompt_tokens_details.cached_tokens
+        outcome.duration_s = self._clock() - sent_at
+        if not whole or outcome.output_tokens != body["max_tokens"]:
+            raise _AnswerError(
+                f"the stream ended after {outcome.output_tokens} of {body['max_tokens']} tokens"
+            )
+        return "".join(parts)

@@ -1,0 +1,248 @@
+"""`make demo`: the same conversations through the same Envoy, in turn and where Homing sends them.
+
+Exit codes: 0 done, 1 an error anywhere, 2 the packaged Envoy does not run here (or a wrong command
+line), 130 interrupted.
+"""
+
+import argparse
+import asyncio
+import platform
+import signal
+import sys
+import tempfile
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+
+import msgspec
+from msgspec import Struct
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TaskID,
+    TextColumn,
+    TimeElapsedColumn,
+)
+from rich.table import Table
+
+from sim.demo.arm import (
+    BLOCK_SIZE_TOKENS,
+    CACHE_SHARE,
+    HOMING,
+    PODS,
+    PROFILE,
+    ROUND_ROBIN,
+    Arm,
+    ArmResult,
+    DemoError,
+    cache_blocks,
+    find_envoy,
+)
+from sim.demo.client import RequestOutcome
+from sim.demo.report import SCHEMA, Summary, milliseconds, render_report, summarise, title_of
+from sim.demo.workload import Conversation, WorkloadSettings, conversations, requests_in
+from sim.engine.profiles import find_profile
+
+
+class Options(Struct, frozen=True, kw_only=True):
+    """What the command line says."""
+
+    seed: int
+    out: Path
+    workload: WorkloadSettings
+
+
+async def run_demo(options: Options, console: Console) -> int:
+    """Both arms, the table and the files; the exit code."""
+    console.print(f"seed {options.seed}", highlight=False)
+    envoy = find_envoy()
+    workload = conversations(options.workload, options.seed)
+    total = requests_in(workload)
+    results: dict[str, ArmResult] = {}
+    with (
+        tempfile.TemporaryDirectory(prefix="homing-demo-") as folder,
+        Progress(
+            TextColumn("{task.description:<12}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TextColumn("requests"),
+            TimeElapsedColumn(),
+            console=console,
+        ) as progress,
+    ):
+        for name in (ROUND_ROBIN, HOMING):
+            task = progress.add_task(title_of(name), total=total)
+            arm = Arm(name, envoy=envoy, seed=options.seed, folder=Path(folder))
+            results[name] = await arm.run(workload, partial(_advance, progress, task))
+    summary = Summary(
+        schema=SCHEMA,
+        seed=options.seed,
+        arms={
+            name: summarise(result.outcomes, result.requests_per_pod)
+            for name, result in results.items()
+        },
+    )
+    console.print(_table(summary))
+    page = render_report(
+        summary,
+        {name: result.outcomes for name, result in results.items()},
+        _conditions(options, workload),
+    )
+    written = _write_results(options.out, summary, page)
+    console.print("\n".join(f"wrote {path}" for path in written), highlight=False)
+    return _verdict(results, total, console)
+
+
+def _advance(progress: Progress, task: TaskID, _: RequestOutcome) -> None:
+    progress.advance(task)
+
+
+def _verdict(results: dict[str, ArmResult], total: int, console: Console) -> int:
+    """0 if every request was answered and counted by a pod; otherwise say what was not, and 1."""
+    code = 0
+    for name, result in results.items():
+        wrong = [outcome.error for outcome in result.outcomes if outcome.error]
+        if wrong:
+            console.print(
+                f"{title_of(name)}: {len(wrong)} requests failed, the first: {wrong[0]}",
+                style="red",
+                markup=False,
+            )
+            code = 1
+        served = sum(result.requests_per_pod)
+        if not wrong and not len(result.outcomes) == served == total:
+            console.print(
+                f"{title_of(name)}: {total} requests were to be sent, {len(result.outcomes)} were, "
+                f"the pods counted {served}",
+                style="red",
+            )
+            code = 1
+    return code
+
+
+def _table(summary: Summary) -> Table:
+    table = Table("", "TTFT p50", "TTFT p90", "prefix hits", "requests a pod", "errors")
+    for name, numbers in summary.arms.items():
+        table.add_row(
+            title_of(name),
+            milliseconds(numbers.ttft_ms["p50"]),
+            milliseconds(numbers.ttft_ms["p90"]),
+            f"{numbers.prefix_hit_rate:.1%}",
+            " ".join(str(count) for count in numbers.requests_per_pod),
+            str(numbers.errors),
+        )
+    return table
+
+
+def _conditions(options: Options, workload: Sequence[Conversation]) -> list[tuple[str, str]]:
+    shape = options.workload
+    cache_tokens = cache_blocks() * BLOCK_SIZE_TOKENS
+    return [
+        ("Pods", f"{PODS} an arm, fresh, simulated: {PROFILE} ({find_profile(PROFILE).model})"),
+        ("KV cache", f"{cache_tokens:,} tokens a pod, {CACHE_SHARE:.0%} of the real one"),
+        ("Why so small", "cache and traffic shrink together: a minute stands for a longer time"),
+        ("Tenants", f"{shape.tenants}, system prompts of {shape.system_tokens:,} tokens (median)"),
+        ("Conversations", f"{len(workload)}, {requests_in(workload)} requests"),
+        ("Arrivals", f"Poisson, {shape.conversations_per_s:g}/s for {shape.arrival_window_s:g} s"),
+        ("Turns", f"{shape.turns_min} to {shape.turns_max}, {shape.think_s_mean:g} s between them"),
+        ("Question, answer", f"{shape.question_tokens} and {shape.answer_tokens} tokens (median)"),
+        ("Gateway", "Envoy, the same bootstrap; in turn: a ROUND_ROBIN cluster and no picker"),
+        ("Homing", "epp serve with its default profile"),
+        ("Measured", "by the client, over all requests; caches are cold at the start of each arm"),
+        ("Again", "python -m sim.demo.command " + _arguments(options)),
+    ]
+
+
+def _arguments(options: Options) -> str:
+    """The command line that runs the same workload."""
+    default, shape = WorkloadSettings(), options.workload
+    words = [f"--seed {options.seed}"]
+    if shape.arrival_window_s != default.arrival_window_s:
+        words.append(f"--seconds {shape.arrival_window_s:g}")
+    if shape.turns_max != default.turns_max:
+        words.append(f"--turns-max {shape.turns_max}")
+    return " ".join(words)
+
+
+def _write_results(out: Path, summary: Summary, page: str) -> list[Path]:
+    out.mkdir(parents=True, exist_ok=True)
+    content = msgspec.json.format(msgspec.json.encode(summary), indent=2) + b"\n"
+    files = {out / "summary.json": content, out / "report.html": page.encode()}
+    for path, text in files.items():
+        beside = path.with_name(f".{path.name}.new")
+        beside.write_bytes(text)
+        beside.replace(path)
+    return list(files)
+
+
+def runs_here() -> bool:
+    """Whether the packaged Envoy runs on this machine."""
+    return sys.platform == "linux" and platform.machine() in {"x86_64", "AMD64"}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the demo; see the module for the exit codes."""
+    options = _parse(arguments)
+    console = Console()
+    if not runs_here():
+        console.print("The demo needs Linux x86-64: the packaged Envoy is built for it only.")
+        return 2
+    try:
+        return asyncio.run(_until_interrupted(options, console))
+    except KeyboardInterrupt:
+        return 130
+
+
+async def _until_interrupted(options: Options, console: Console) -> int:
+    """`run_demo`, stopped in order by SIGINT, SIGTERM or SIGHUP; further signals are ignored."""
+    demo = asyncio.ensure_future(run_demo(options, console))
+    received: list[int] = []
+
+    def stop(number: int) -> None:
+        received.append(number)
+        if len(received) == 1:
+            demo.cancel()
+
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        loop.add_signal_handler(number, stop, number)
+    try:
+        return await demo
+    except asyncio.CancelledError:
+        console.print("interrupted; everything is stopped")
+        return 128 + received[0]
+    except (DemoError, OSError) as problem:
+        console.print(f"demo: {problem}", style="red", markup=False, highlight=False)
+        return 1
+
+
+def _parse(arguments: Sequence[str] | None) -> Options:
+    default = WorkloadSettings()
+    parser = argparse.ArgumentParser(
+        prog="python -m sim.demo.command",
+        description="Round robin against Homing behind a real Envoy.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("--seed", type=int, default=1, help="decides the whole workload")
+    parser.add_argument("--out", type=Path, default=Path("demo"), help="where the results go")
+    parser.add_argument(
+        "--seconds",
+        type=float,
+        default=default.arrival_window_s,
+        help="how long conversations arrive, in each arm",
+    )
+    parser.add_argument(
+        "--turns-max", type=int, default=default.turns_max, help="longest conversation"
+    )
+    given = parser.parse_args(arguments)
+    if not 0 < given.seconds <= 3600:
+        parser.error(f"--seconds {given.seconds:g} is not above 0 and at most 3600")
+    if not default.turns_min <= given.turns_max <= 100:
+        parser.error(f"--turns-max {given.turns_max} is not one of {default.turns_min} to 100")
+    workload = msgspec.structs.replace(
+        default, arrival_window_s=given.seconds, turns_max=given.turns_max
+    )
+    return Options(seed=given.seed, out=given.out, workload=workload)

@@ -1,0 +1,104 @@
+"""Chat traffic: many tenants, each with its system prompt, conversations of several turns.
+
+Conversations arrive by themselves (a Poisson process), whatever the servers do; inside one, the
+next turn is sent when the answer is there and its reader has thought about it. The real answer goes
+into the next turn. Everything else is drawn beforehand from one seed, so that two runs send the
+same conversations at the same moments, word for word.
+"""
+
+import math
+from collections.abc import Sequence
+from itertools import accumulate
+from random import Random
+
+from msgspec import Struct
+
+from sim.pods.tokens import draw_words
+
+
+class WorkloadSettings(Struct, frozen=True, kw_only=True):
+    """Counts, tokens and seconds. Lengths are drawn around their medians, as lognormals."""
+
+    arrival_window_s: float = 18.0
+    conversations_per_s: float = 3.5
+    tenants: int = 32
+    """Each has its own system prompt; some are busier than others (Zipf)."""
+    tenant_skew: float = 0.7
+    system_tokens: int = 5000
+    question_tokens: int = 200
+    answer_tokens: int = 100
+    turns_min: int = 2
+    turns_max: int = 5
+    think_s_mean: float = 1.5
+    think_s_max: float = 4.0
+
+
+class Turn(Struct, frozen=True):
+    """One question; `think_s` passes between the answer before it and its sending."""
+
+    question: str
+    answer_tokens: int
+    think_s: float
+
+
+class Conversation(Struct, frozen=True, kw_only=True):
+    """What one reader asks of one tenant's assistant."""
+
+    arrives_s: float
+    """Seconds after the start of the run."""
+    tenant: int
+    system: str
+    turns: tuple[Turn, ...]
+
+
+def conversations(settings: WorkloadSettings, seed: int) -> list[Conversation]:
+    """The whole workload, in order of arrival."""
+    systems = _systems(settings, seed)
+    popularity = list(
+        accumulate(1 / (rank + 1) ** settings.tenant_skew for rank in range(settings.tenants))
+    )
+    arrivals = Random(f"{seed}:arrivals")
+    shapes = Random(f"{seed}:conversations")
+    found: list[Conversation] = []
+    now = arrivals.expovariate(settings.conversations_per_s)
+    while now < settings.arrival_window_s:
+        [tenant] = shapes.choices(range(settings.tenants), cum_weights=popularity)
+        turns = range(shapes.randint(settings.turns_min, settings.turns_max))
+        found.append(
+            Conversation(
+                arrives_s=now,
+                tenant=tenant,
+                system=systems[tenant],
+                turns=tuple(_turn(settings, shapes, first=turn == 0) for turn in turns),
+            )
+        )
+        now += arrivals.expovariate(settings.conversations_per_s)
+    return found
+
+
+def requests_in(workload: Sequence[Conversation]) -> int:
+    """How many requests the workload sends when every one is answered."""
+    return sum(len(conversation.turns) for conversation in workload)
+
+
+def _systems(settings: WorkloadSettings, seed: int) -> list[str]:
+    systems = Random(f"{seed}:systems")
+    return [
+        f"You are the assistant of tenant {tenant}. "
+        + draw_words(systems, _length(systems, settings.system_tokens))
+        for tenant in range(settings.tenants)
+    ]
+
+
+def _turn(settings: WorkloadSettings, random: Random, *, first: bool) -> Turn:
+    think_s = min(random.expovariate(1 / settings.think_s_mean), settings.think_s_max)
+    return Turn(
+        question=draw_words(random, _length(random, settings.question_tokens)),
+        answer_tokens=_length(random, settings.answer_tokens),
+        think_s=0.0 if first else think_s,
+    )
+
+
+def _length(random: Random, median_tokens: int) -> int:
+    """Around the median: nine of ten between its half and its double."""
+    return max(1, round(random.lognormvariate(math.log(median_tokens), 0.4)))

@@ -1,0 +1,1 @@
+"""A simulated vLLM engine: blocks, batches, and how long a step takes."""

@@ -1,0 +1,743 @@
+"""One vLLM V1 engine, sans-IO: requests and `now` go in, steps come out.
+
+A pass is what vLLM's scheduler does once for each forward pass (`v1/core/sched/scheduler.py`):
+
+1. Running requests get their next tokens inside the token budget: a chunk of prompt, or one token.
+   One that finds no block preempts the youngest running request, which gives up its blocks, is to
+   be computed anew and goes to the head of the queue.
+2. Unless something was preempted, waiting requests are admitted in order while the budget, the
+   number of sequences, the blocks for the *whole* prompt and the adapter slots allow. Each takes
+   the longest cached head of at most `tokens - 1`. One that only lacks an adapter slot is passed
+   over; the others behind it are not.
+3. Full blocks are registered as they are scheduled, those of generated tokens too.
+4. Each request computed up to its last known token gets one token at the end of the pass.
+
+The engine knows no text: a request brings the chained hashes of its prompt *and* its answer.
+
+Two ways to drive it. `step(now)` does one pass; the state is then that at its end, `Step.ends_at`,
+and the next pass starts no earlier. `begin(now)` and `end()` do as many passes as must follow each
+other whatever comes from outside: while all running requests decode, nobody can be admitted and
+none is done, the passes are one step, and cost about as much as one. `submit` and `cut` shorten
+such a step to the pass in progress: look at `ends_at` again after them. Both ways give the same
+times (up to rounding), hits, evictions and preemptions.
+
+Requests in decode move in lockstep, one token a pass. So what a pass does to them is one count,
+`_passes_done`; what falls due at a certain pass (a new block, a full block, the last token) is
+found by it.
+"""
+
+from collections import deque
+from collections.abc import Sequence
+from heapq import heappop, heappush
+from itertools import accumulate, chain
+from math import sqrt
+from operator import attrgetter
+from typing import Final
+
+from msgspec import Struct
+
+from epp.core.types import Seconds
+from sim.engine.blocks import BlockPool, Holding
+from sim.engine.profiles import Profile, StepWork
+
+_IN_ORDER = attrgetter("admission")
+_ROUNDING: Final = 1e-6
+"""So close to a whole number of passes it is summed up whether they have ended."""
+
+
+class EngineSettings(Struct, frozen=True, kw_only=True):
+    """What `vllm serve` is started with."""
+
+    blocks_total: int
+    """`num_gpu_blocks`, of which one is reserved: at least 2, or ValueError."""
+    block_size_tokens: int = 16
+    max_num_seqs: int = 1024
+    max_num_batched_tokens: int = 8192
+    """At least `max_num_seqs`, as vLLM demands it, or ValueError."""
+    max_loras: int = 0
+    """Adapter slots; 0: LoRA is off."""
+
+    def __post_init__(self) -> None:
+        if self.blocks_total < 2:
+            raise ValueError(f"blocks_total is {self.blocks_total}; expected at least 2.")
+        if self.max_num_batched_tokens < self.max_num_seqs:
+            raise ValueError(
+                f"max_num_batched_tokens is {self.max_num_batched_tokens}; expected at least "
+                f"max_num_seqs, {self.max_num_seqs}."
+            )
+
+    @property
+    def kv_tokens(self) -> int:
+        """What the usable blocks hold."""
+        return (self.blocks_total - 1) * self.block_size_tokens
+
+
+class EngineRequest:
+    """One request inside the engine; the caller makes it, the engine fills in what happens to it.
+
+    `chain` has a key for every piece of prompt and answer together, in whole blocks: the hash of
+    each full block, or, with `chain_ends`, of longer pieces (see `sim/engine/blocks.py`); `chain_ends`
+    says, for each piece, how many blocks there are up to its end. Times are the `now` of the
+    engine's caller, NaN-free: None until it happened.
+
+    While it decodes in a step of many passes, `generated_tokens`, `computed_tokens`,
+    `last_token_at` and `token_gap_s` are those at its first token; they are right again when it is
+    done, preempted or gone, and after every `Engine.step`.
+    """
+
+    __slots__ = (
+        "adapter",
+        "admission",
+        "arrived_at",
+        "cached_tokens",
+        "chain",
+        "chain_ends",
+        "computed_tokens",
+        "due",
+        "first_token_at",
+        "generated_tokens",
+        "holding",
+        "last_token_at",
+        "lead",
+        "output_tokens",
+        "preemptions",
+        "prompt_tokens",
+        "queued_at",
+        "request_id",
+        "scheduled_at",
+        "shared_blocks",
+        "token_gap_s",
+    )
+
+    def __init__(
+        self,
+        request_id: str,
+        *,
+        prompt_tokens: int,
+        output_tokens: int,
+        chain: Sequence[int],
+        chain_ends: Sequence[int] | None = None,
+        adapter: str = "",
+    ) -> None:
+        """`output_tokens` are generated, no more and no fewer; at least one of each kind."""
+        assert prompt_tokens > 0
+        assert output_tokens > 0
+        self.request_id = request_id
+        self.prompt_tokens = prompt_tokens
+        self.output_tokens = output_tokens
+        self.chain = chain
+        self.chain_ends = range(1, len(chain) + 1) if chain_ends is None else chain_ends
+        self.adapter = adapter
+        self.arrived_at: Seconds | None = None
+        """At the server, before its front end; the engine sets it if the caller did not."""
+        self.queued_at: Seconds = 0.0
+        self.scheduled_at: Seconds | None = None
+        self.first_token_at: Seconds | None = None
+        self.last_token_at: Seconds | None = None
+        self.token_gap_s: Seconds = 0.0
+        """Between the last two tokens."""
+        self.generated_tokens = 0
+        self.computed_tokens = 0
+        self.cached_tokens = 0
+        """Prompt tokens found in the cache at the first admission, as `usage` reports them."""
+        self.preemptions = 0
+        # The engine's own.
+        self.holding = Holding()
+        self.admission = 0
+        self.shared_blocks = 0
+        self.lead = 0
+        self.due = -1
+
+    @property
+    def known_tokens(self) -> int:
+        """Prompt and what was generated so far."""
+        return self.prompt_tokens + self.generated_tokens
+
+    @property
+    def finished(self) -> bool:
+        return self.generated_tokens >= self.output_tokens
+
+
+class EngineSnapshot(Struct, frozen=True, kw_only=True):
+    """What the metrics page says of the engine at the end of a step."""
+
+    running: int
+    waiting: int
+    deferred: int
+    """Of `waiting`: those that only lack an adapter slot."""
+    kv_cache_usage: float
+    adapters: tuple[str, ...]
+    """Adapters with a running or waiting request, in order of their name."""
+    preemptions: int
+    """Since the engine started."""
+
+
+class Step(Struct, kw_only=True):
+    """One pass of the scheduler and the forward pass that it set off, or many alike."""
+
+    started_at: Seconds
+    duration_s: Seconds
+    passes: int
+    work: StepWork
+    """Of the first pass."""
+    admitted: list[EngineRequest]
+    """Admitted for the first time, `cached_tokens` set."""
+    outputs: list[EngineRequest]
+    """Each has one token more at `ends_at`; the finished ones have left the engine. From `end` only
+    those with their first token since they were admitted, or their last."""
+    after: EngineSnapshot
+
+    @property
+    def ends_at(self) -> Seconds:
+        return self.started_at + self.duration_s
+
+
+class _Pending(Struct):
+    """A step that has begun. Pass j of it, from 0, takes `first_s + j * growth_s`."""
+
+    started_at: Seconds
+    work: StepWork
+    admitted: list[EngineRequest]
+    chunks: list[EngineRequest]
+    first_s: Seconds
+    growth_s: Seconds
+    passes: int = 1
+
+    def until_pass_s(self, number: int) -> Seconds:
+        """From the start of the step to that of pass `number`."""
+        return number * self.first_s + self.growth_s * (number * (number - 1) // 2)
+
+    def passes_begun(self, elapsed_s: Seconds) -> int:
+        """How many passes start in less than `elapsed_s`: at least one, no more than there are."""
+        if self.passes == 1 or elapsed_s <= self.first_s:
+            return 1
+        growth = self.growth_s / 2
+        linear = self.first_s - growth
+        root = sqrt(linear * linear + 4 * growth * elapsed_s)
+        ended = 2 * elapsed_s / (linear + root)
+        number = min(self.passes, int(ended))
+        if number < self.passes and _ROUNDING < ended - number < 1 - _ROUNDING:
+            return number + 1
+        while number < self.passes and self.until_pass_s(number) < elapsed_s:
+            number += 1
+        while number > 1 and self.until_pass_s(number - 1) >= elapsed_s:
+            number -= 1
+        return number
+
+
+class Engine:
+    """Queues, blocks and adapter slots of one engine."""
+
+    def __init__(self, settings: EngineSettings, profile: Profile) -> None:
+        self.settings = settings
+        self.profile = profile
+        self.pool = BlockPool(settings.blocks_total)
+        self.running: dict[EngineRequest, None] = {}
+        """Oldest admission first."""
+        self.waiting: deque[EngineRequest] = deque()
+        self.preemptions = 0
+        self.slowness = 1.0
+        """Steps that begin from now on take this many times as long."""
+        self._pending: _Pending | None = None
+        self._aborted: list[EngineRequest] = []
+        """While a step is pending."""
+        self._deferred = 0
+        self._resident: dict[str, None] = {}
+        """Adapters in slots, least recently used first."""
+        self._adapters_running: dict[str, int] = {}
+        self._admissions = 0
+        self._ended_at: Seconds = 0.0
+        """The end of the last pass."""
+        self._partial: EngineRequest | None = None
+        """The running request whose prompt is not computed yet: the youngest. All others decode."""
+        self._blocked_on: int | None = None
+        """The first key that the cache lacks of the request for which there are too few blocks."""
+        self._passes_done = 0
+        self._context_tokens = 0
+        """Known tokens of all that decode."""
+        self._due: list[tuple[int, int, EngineRequest]] = []
+        """(pass after which it is done, admission, request); void if that is not its `due`."""
+        self._longest: list[tuple[int, int, EngineRequest]] = []
+        """(minus `lead`, admission, request), void likewise; kept if the profile has a skew."""
+        self._phases: list[dict[EngineRequest, None]] = [
+            {} for _ in range(settings.block_size_tokens)
+        ]
+        """Those that decode by `lead` modulo the block size: when their blocks end."""
+        self._taken: list[int] | None = None
+        """Blocks that the passes after the first of the pending step take, by how many these are,
+        once somebody has asked."""
+
+    @property
+    def ends_at(self) -> Seconds | None:
+        """When the step that has begun ends; None: none has."""
+        pending = self._pending
+        if pending is None:
+            return None
+        return pending.started_at + pending.until_pass_s(pending.passes)
+
+    @property
+    def passes(self) -> int:
+        """Of the step that has begun; 0: none has."""
+        return self._pending.passes if self._pending else 0
+
+    def submit(self, request: EngineRequest, now: Seconds) -> None:
+        """Queue `request`. ValueError if it can never fit; then nothing has changed."""
+        needed = request.prompt_tokens + request.output_tokens
+        if needed > self.settings.kv_tokens:
+            raise ValueError(
+                f"Request {request.request_id} needs {needed} tokens of KV cache, the engine has "
+                f"{self.settings.kv_tokens}."
+            )
+        if request.adapter and not self.settings.max_loras:
+            raise ValueError(
+                f"Request {request.request_id} names adapter {request.adapter!r}, the engine has "
+                "no adapter slots."
+            )
+        request.queued_at = now
+        if request.arrived_at is None:
+            request.arrived_at = now
+        self.waiting.append(request)
+        self.cut(now)
+
+    def abort(self, request_id: str) -> bool:
+        """Forget a request and let its blocks go; False if it is not here (any more).
+
+        One that runs in a step that has begun goes at its end, unless it is done then: `cut` first.
+        """
+        for request in self.running:
+            if request.request_id == request_id:
+                if self._pending is None:
+                    self._withdraw(request)
+                elif request in self._aborted:
+                    return False
+                else:
+                    self._aborted.append(request)
+                return True
+        for request in self.waiting:
+            if request.request_id == request_id:
+                self.waiting.remove(request)
+                return True
+        return False
+
+    def forget_adapter(self, adapter: str) -> None:
+        """Free the slot of an adapter that was unloaded; the next use loads it again."""
+        self._resident.pop(adapter, None)
+
+    def step(self, now: Seconds) -> Step | None:
+        """Do one pass at `now`; None when there is nothing to do."""
+        decoding = dict.fromkeys(self.running)
+        if self._partial is not None:
+            del decoding[self._partial]
+        before_s = self._ended_at
+        if self._begin_pass(now) is None:
+            return None
+        step = self.end()
+        for request in decoding:
+            if request.due >= 0:
+                self._settle(request, step.ends_at, before_s)
+        begun = [request for request in step.outputs if request not in decoding]
+        # Without those that were preempted.
+        outputs = [request for request in decoding if request.due >= 0 or request.finished]
+        step.outputs = outputs + begun
+        return step
+
+    def begin(self, now: Seconds) -> Seconds | None:
+        """Begin a step at `now`: when it ends; None when there is nothing to do."""
+        preemptions = self.preemptions
+        pending = self._begin_pass(now)
+        if pending is None:
+            return None
+        if not pending.chunks and self._partial is None and self.preemptions == preemptions:
+            pending.passes = self._passes_alike()
+        return self.ends_at
+
+    def cut(self, now: Seconds) -> None:
+        """Let the step that has begun, if any, end with the pass in progress at `now`."""
+        pending = self._pending
+        if pending is not None:
+            pending.passes = pending.passes_begun(now - pending.started_at)
+
+    def end(self) -> Step:
+        """The step that has begun is over: what came out of it."""
+        pending = self._pending
+        assert pending is not None, "a step has begun"
+        passes = pending.passes
+        duration_s = pending.until_pass_s(passes)
+        ends_at = pending.started_at + duration_s
+        before_s = self._ended_at
+        if passes > 1:
+            before_s = pending.started_at + pending.until_pass_s(passes - 1)
+            self._fill_blocks(passes)
+        self._pending = self._taken = None
+        self._ended_at = ends_at
+        self._passes_done += passes
+        outputs = self._finish_due(ends_at, before_s)
+        for request in pending.chunks:
+            if request is not self._partial:
+                self._give_token(request, ends_at)
+                outputs.append(request)
+        for request in self._aborted:
+            if request in self.running:
+                self._withdraw(request)
+        self._aborted.clear()
+        return Step(
+            started_at=pending.started_at,
+            duration_s=duration_s,
+            passes=passes,
+            work=pending.work,
+            admitted=pending.admitted,
+            outputs=outputs,
+            after=self.snapshot(),
+        )
+
+    def snapshot(self, now: Seconds | None = None) -> EngineSnapshot:
+        """The engine as its metrics page shows it.
+
+        While a step of many passes is under way: at its first pass, or at the one of `now`.
+        """
+        adapters: tuple[str, ...] = ()
+        if self.settings.max_loras:
+            named = {request.adapter for request in (*self.running, *self.waiting)}
+            adapters = tuple(sorted(named - {""}))
+        return EngineSnapshot(
+            running=len(self.running),
+            waiting=len(self.waiting),
+            deferred=min(self._deferred, len(self.waiting)),
+            kv_cache_usage=self.kv_cache_usage(now),
+            adapters=adapters,
+            preemptions=self.preemptions,
+        )
+
+    def kv_cache_usage(self, now: Seconds | None = None) -> float:
+        """The held share of the blocks, as `snapshot` tells it."""
+        used = self.pool.blocks_used
+        if self._pending is not None and now is not None:
+            elapsed_s = now - self._pending.started_at
+            used += self._blocks_for(self._pending.passes_begun(elapsed_s))
+        return used / self.pool.blocks_usable
+
+    def check(self) -> None:
+        """AssertionError if the books of blocks and requests do not agree."""
+        self.pool.check()
+        size = self.settings.block_size_tokens
+        decoding = [request for request in self.running if request is not self._partial]
+        if self._pending is None:
+            assert sum(len(phase) for phase in self._phases) == len(decoding)
+            known = sum(request.lead + self._passes_done for request in decoding)
+            assert known == self._context_tokens, "the context is that of all that decode"
+            for request in decoding:
+                computed = request.lead + self._passes_done - 1
+                assert request.holding.blocks == -(-computed // size), "blocks for all tokens"
+        assert not any(request.holding.blocks for request in self.waiting), "who waits holds none"
+        held = sum(request.holding.blocks for request in self.running)
+        assert held == self.pool.blocks_used + self.pool.duplicate_blocks, "all holders run"
+
+    def _begin_pass(self, now: Seconds) -> _Pending | None:
+        assert self._pending is None, "the last step has ended"
+        if not self.running and not self.waiting:
+            return None
+        work = StepWork()
+        admitted: list[EngineRequest] = []
+        chunks: list[EngineRequest] = []
+        budget, preempted = self._continue_running(work, chunks)
+        self._blocked_on = None
+        if not preempted:
+            self._admit(work, chunks, budget, admitted, now)
+        assert work.tokens, "an engine with requests always makes progress"
+        shared = self.pool.duplicate_blocks
+        for request in chunks:
+            shared -= request.shared_blocks
+        work.shared_tokens = max(0, shared) * self.settings.block_size_tokens
+        slowness = self.slowness
+        self._pending = _Pending(
+            started_at=now,
+            work=work,
+            admitted=admitted,
+            chunks=chunks,
+            first_s=self.profile.step_s(work) * slowness,
+            growth_s=self.profile.decode_s_per_context_token * work.decodes * slowness,
+        )
+        return self._pending
+
+    def _continue_running(self, work: StepWork, chunks: list[EngineRequest]) -> tuple[int, bool]:
+        """Next tokens for the running requests: the budget left, and whether any was preempted."""
+        size = self.settings.block_size_tokens
+        before = self.preemptions
+        takers = self._phases[(1 - self._passes_done) % size]
+        if len(takers) <= self.pool.blocks_free:
+            self.pool.take(len(takers))
+            for request in takers:
+                request.holding.open_blocks += 1
+        else:
+            self._take_or_preempt(sorted(takers, key=_IN_ORDER))
+        self._register_full(self._passes_done)
+        partial = self._partial
+        decodes = len(self.running) - (partial is not None)
+        if decodes:
+            work.decodes = work.tokens = decodes
+            work.decode_context_tokens = self._context_tokens
+            work.longest_context_tokens = self._longest_context_tokens()
+            self._context_tokens += decodes
+        work.sequences = decodes
+        budget = self.settings.max_num_batched_tokens - decodes
+        if partial is not None:
+            # There is budget left: it runs too, and no more than `max_num_seqs` do.
+            tokens = min(partial.known_tokens - partial.computed_tokens, budget)
+            if self._grow(partial, tokens):
+                self._schedule(partial, tokens, work)
+                chunks.append(partial)
+                budget -= tokens
+            else:
+                self._preempt(partial)
+        work.with_adapter = bool(self._adapters_running)
+        return budget, self.preemptions > before
+
+    def _take_or_preempt(self, takers: Sequence[EngineRequest]) -> None:
+        """A block for each, oldest first, while the youngest of all give way."""
+        for request in takers:
+            while request in self.running:
+                if self.pool.blocks_free:
+                    self.pool.take(1)
+                    request.holding.open_blocks += 1
+                    break
+                self._preempt(next(reversed(self.running)))
+
+    def _admit(
+        self,
+        work: StepWork,
+        chunks: list[EngineRequest],
+        budget: int,
+        admitted: list[EngineRequest],
+        now: Seconds,
+    ) -> None:
+        size = self.settings.block_size_tokens
+        active = self._adapters_running
+        passed_over: list[EngineRequest] = []
+        while self.waiting and budget and len(self.running) < self.settings.max_num_seqs:
+            request = self.waiting[0]
+            no_slot = request.adapter not in active and len(active) >= self.settings.max_loras
+            if request.adapter and no_slot:
+                passed_over.append(self.waiting.popleft())
+                continue
+            known = request.known_tokens
+            chain, ends = request.chain, request.chain_ends
+            hit, hit_free = self.pool.match(chain, ends, (known - 1) // size)
+            if -(-known // size) - hit + hit_free > self.pool.blocks_free:
+                self._blocked_on = next(
+                    (key for key, end in zip(chain, ends, strict=True) if end > hit), None
+                )
+                break
+            self.waiting.popleft()
+            request.holding = self.pool.hold(chain, ends, hit)
+            request.shared_blocks = hit - hit_free
+            request.computed_tokens = hit * size
+            if request.scheduled_at is None:
+                request.scheduled_at = now
+                request.cached_tokens = request.computed_tokens
+                admitted.append(request)
+            self._admissions += 1
+            request.admission = self._admissions
+            self.running[request] = None
+            if request.adapter:
+                active[request.adapter] = active.get(request.adapter, 0) + 1
+                work.adapters_loaded += self._occupy_slot(request.adapter)
+                work.with_adapter = True
+            tokens = min(known - request.computed_tokens, budget)
+            grown = self._grow(request, tokens)
+            assert grown, "blocks for the whole prompt were counted"
+            self._schedule(request, tokens, work)
+            chunks.append(request)
+            budget -= tokens
+        self._deferred = len(passed_over)
+        self.waiting.extendleft(reversed(passed_over))
+
+    def _grow(self, request: EngineRequest, tokens: int) -> bool:
+        """Blocks for `tokens` more; False, and nothing changed, if there are too few."""
+        size = self.settings.block_size_tokens
+        missing = -(-(request.computed_tokens + tokens) // size) - request.holding.blocks
+        if missing > self.pool.blocks_free:
+            return False
+        if missing > 0:
+            self.pool.take(missing)
+            request.holding.open_blocks += missing
+        return True
+
+    def _schedule(self, request: EngineRequest, tokens: int, work: StepWork) -> None:
+        """Count a chunk as computed: add it to the work, register the blocks that it fills."""
+        context = request.computed_tokens
+        work.tokens += tokens
+        if tokens == 1 and request.generated_tokens:
+            work.decodes += 1
+            work.decode_context_tokens += context + 1
+            work.longest_context_tokens = max(work.longest_context_tokens, context + 1)
+        else:
+            work.prefills += 1
+            work.attention_pairs += tokens * (context + tokens / 2)
+        request.computed_tokens = context + tokens
+        whole = request.computed_tokens == request.known_tokens
+        work.sequences += whole
+        self._partial = None if whole else request
+        full = request.computed_tokens // self.settings.block_size_tokens
+        self.pool.register(request.holding, request.chain, request.chain_ends, full)
+
+    def _occupy_slot(self, adapter: str) -> int:
+        """Make `adapter` resident; 1 if it had to be loaded, in the place of an idle one."""
+        resident = self._resident
+        loaded = adapter not in resident
+        resident.pop(adapter, None)
+        if loaded and len(resident) >= self.settings.max_loras:
+            idle = next(name for name in resident if name not in self._adapters_running)
+            del resident[idle]
+        resident[adapter] = None
+        return int(loaded)
+
+    def _passes_alike(self) -> int:
+        """How many passes the step that has begun may have: at least one."""
+        if self._blocked_on is not None and any(
+            self._blocked_on in request.chain[request.holding.piece :] for request in self.running
+        ):
+            # What is about to be generated is the prefix that the head of the queue waits for.
+            return 1
+        due = self._due
+        while due[0][2].due != due[0][0]:
+            heappop(due)
+        size, free, decodes = (
+            self.settings.block_size_tokens,
+            self.pool.blocks_free,
+            len(self.running),
+        )
+        passes = due[0][0] - self._passes_done
+        cycles = free // decodes
+        if passes - 1 <= cycles * size:
+            return passes
+        free -= cycles * decodes
+        most = cycles * size + 1
+        while most < passes:
+            free -= len(self._phases[(1 - self._passes_done - most) % size])
+            if free < 0:
+                break
+            most += 1
+        return most
+
+    def _blocks_for(self, passes: int) -> int:
+        """Blocks that the passes after the first take, of a step of `passes`."""
+        size = self.settings.block_size_tokens
+        cycles, rest = divmod(passes - 1, size)
+        if self._taken is None:
+            last = -self._passes_done % size
+            turn = chain(self._phases[last::-1], self._phases[:last:-1])
+            self._taken = [0, *accumulate(map(len, turn))]
+        return cycles * len(self.running) + self._taken[rest]
+
+    def _fill_blocks(self, passes: int) -> None:
+        """Take and register the blocks of all passes after the first of the pending step."""
+        size = self.settings.block_size_tokens
+        self.pool.take(self._blocks_for(passes))
+        self._context_tokens += len(self.running) * (passes - 1)
+        due: list[int] = []
+        for place, phase in enumerate(self._phases):
+            if not phase:
+                continue
+            # The first pass, counted from the step's, in which they take a block ...
+            taken = (1 - self._passes_done - place) % size or size
+            blocks = (passes - 1 - taken) // size + 1
+            alone = True
+            for request in phase:
+                holding = request.holding
+                holding.open_blocks += blocks
+                full = (request.lead + self._passes_done + passes - 1) // size
+                if full > holding.registered_blocks:
+                    alone &= self.pool.extend(holding, request.chain, request.chain_ends, full)
+            if not alone:
+                # ... and in which they fill one.
+                due.append((-self._passes_done - place) % size)
+        due.sort()
+        for cycle in range(0, passes if due else 0, size):
+            for place in due:
+                if 0 < cycle + place < passes:
+                    self._register_full(self._passes_done + cycle + place)
+
+    def _register_full(self, passes_done: int) -> None:
+        """Register the blocks that are full with the pass after `passes_done` passes."""
+        size = self.settings.block_size_tokens
+        phase = self._phases[-passes_done % size]
+        register = self.pool.register
+        for request in sorted(phase, key=_IN_ORDER) if len(phase) > 1 else phase:
+            full = (request.lead + passes_done) // size
+            register(request.holding, request.chain, request.chain_ends, full)
+
+    def _longest_context_tokens(self) -> int:
+        if not self.profile.skew:
+            return 0
+        longest = self._longest
+        while longest[0][2].due < 0 or longest[0][2].lead != -longest[0][0]:
+            heappop(longest)
+        return self._passes_done - longest[0][0]
+
+    def _finish_due(self, at: Seconds, before: Seconds) -> list[EngineRequest]:
+        finished: list[EngineRequest] = []
+        due = self._due
+        while due and due[0][0] <= self._passes_done:
+            passes, _, request = heappop(due)
+            if request.due != passes:
+                continue
+            self._settle(request, at, before)
+            self._leave(request)
+            finished.append(request)
+        return finished
+
+    def _give_token(self, request: EngineRequest, at: Seconds) -> None:
+        """A token for a request whose last chunk has run: it decodes from now on, or is done."""
+        request.generated_tokens += 1
+        if request.last_token_at is None:
+            request.first_token_at = at
+        else:
+            request.token_gap_s = at - request.last_token_at
+        request.last_token_at = at
+        if request.finished:
+            self._leave(request)
+            return
+        size = self.settings.block_size_tokens
+        request.lead = request.known_tokens - self._passes_done
+        request.due = self._passes_done + request.output_tokens - request.generated_tokens
+        self._phases[request.lead % size][request] = None
+        self._context_tokens += request.known_tokens
+        heappush(self._due, (request.due, request.admission, request))
+        if self.profile.skew:
+            heappush(self._longest, (-request.lead, request.admission, request))
+
+    def _settle(self, request: EngineRequest, at: Seconds, before: Seconds) -> None:
+        """Tell a request that decodes how far it is: its last tokens came at `before` and `at`."""
+        known = request.lead + self._passes_done
+        request.generated_tokens = known - request.prompt_tokens
+        request.computed_tokens = known - 1
+        request.last_token_at = at
+        request.token_gap_s = at - before
+
+    def _leave(self, request: EngineRequest) -> None:
+        """Take a request out of the running ones; its blocks go."""
+        del self.running[request]
+        if request is self._partial:
+            self._partial = None
+        if request.due >= 0:
+            self._context_tokens -= request.lead + self._passes_done
+            del self._phases[request.lead % self.settings.block_size_tokens][request]
+            request.due = -1
+        if request.adapter:
+            self._adapters_running[request.adapter] -= 1
+            if not self._adapters_running[request.adapter]:
+                del self._adapters_running[request.adapter]
+        self.pool.release(request.holding)
+
+    def _withdraw(self, request: EngineRequest) -> None:
+        """Let a request leave between two passes, unfinished."""
+        if request.due >= 0:
+            self._settle(request, self._ended_at, self._ended_at - request.token_gap_s)
+        self._leave(request)
+
+    def _preempt(self, request: EngineRequest) -> None:
+        self._withdraw(request)
+        request.computed_tokens = 0
+        request.preemptions += 1
+        self.preemptions += 1
+        self.waiting.appendleft(request)

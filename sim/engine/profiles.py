@@ -1,0 +1,299 @@
+"""How long one step of a vLLM engine takes: constants for each model, GPU and degree.
+
+    m = tokens computed in the step: prompt chunks and one for each decoding request
+    t = linear(m) * adapter factor                             linear layers
+      + all_reduce + all_reduce_per_token * m                  tensor parallel only
+      + [decodes] decode + decode_per_context_token * C        C = context of all decoding requests
+      + [chunks]  chunk + pair * sum(n*c + n*n/2)              chunk of n tokens after c tokens
+      + head + head_per_sequence * sequences + host + loading of adapters
+    linear(m) is read from a table of kernel times where there is one, with straight lines between
+    its points, else max(weight_read, linear_base + linear_per_token * m).
+    C counts tokens that several decoding requests share once in full and `shared_context_factor`
+    of each further copy. It grows by `skew` of what it falls short of (decodes * longest context):
+    some attention kernels wait for the longest. `mixed_decode_factor` multiplies
+    decode_per_context_token * C in steps that also compute chunks: kernels for both at once are
+    slower at decoding on some GPUs.
+
+The built-in profiles are in `profiles.toml`, each constant with its source; a user's own are TOML
+too, one table a profile, named as they are used; `like` names another to begin with. See
+`profiles_in`.
+
+Sources of the defaults below: `host_s`, fitted on two published vLLM 0.19 runs of
+casys-kaist/LLMServingSim (MIT). `shared_context_factor` and the front-end terms: fitted on the llm-d
+guide `optimized-baseline` (8 x 2 H100, Qwen3-32B). Adapter factors: by rank as in inference-sim's
+defaults. Adapter load: from disk, an assumption (0.3 to 5 s are seen).
+"""
+
+import argparse
+import tomllib
+from bisect import bisect_left
+from collections.abc import Mapping
+from functools import cache
+from pathlib import Path
+from typing import Annotated, Any, Final, TypeAlias
+
+import msgspec
+from msgspec import Meta, Struct
+
+from sim.sentences import sentence_of
+
+DEFAULT_PROFILE: Final = "llama-3.1-8b-h100-tp1"
+ADAPTER_LINEAR_FACTORS: Final = {8: 1.02, 16: 1.035, 32: 1.06}
+"""By LoRA rank: `defaults.yaml` of inference-sim/inference-sim."""
+KV_TOKENS_MIN: Final = 256
+"""Sixteen of vLLM's usual blocks: less serves nothing."""
+
+_Count: TypeAlias = Annotated[int, Meta(ge=1, le=10**9)]
+# No range holds nan.
+_StepTime: TypeAlias = Annotated[float, Meta(ge=0.0, le=60.0)]
+"""Seconds that a step or a request takes whatever is in it: no engine needs a minute."""
+_TokenTime: TypeAlias = Annotated[float, Meta(ge=0.0, le=0.1)]
+"""Seconds for each token, or pair of tokens."""
+_Share: TypeAlias = Annotated[float, Meta(ge=0.0, le=1.0)]
+_Factor: TypeAlias = Annotated[float, Meta(ge=0.0, le=100.0)]
+_Bytes: TypeAlias = Annotated[float, Meta(ge=0.0, le=1e15)]
+
+
+class StepWork(Struct):
+    """What one step computes."""
+
+    tokens: int = 0
+    decodes: int = 0
+    decode_context_tokens: int = 0
+    longest_context_tokens: int = 0
+    """Of a decoding request; told only to profiles with a skew."""
+    shared_tokens: int = 0
+    """Context that other decoding requests hold too: counted for each of them but one."""
+    prefills: int = 0
+    attention_pairs: float = 0.0
+    """Sum of n*c + n*n/2 over the chunks: n tokens after c tokens of context."""
+    sequences: int = 0
+    """Requests that get a token."""
+    with_adapter: bool = False
+    adapters_loaded: int = 0
+
+
+class Profile(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One model on one kind of GPU. Seconds and tokens."""
+
+    name: str
+    model: str
+    kv_tokens: Annotated[int, Meta(ge=KV_TOKENS_MIN, le=10**10)]
+    max_model_len_tokens: _Count
+    """Prompt and answer together, as the model allows them."""
+    decode_s: _StepTime
+    decode_s_per_context_token: _TokenTime
+    pair_s: _TokenTime
+    head_s: _StepTime
+    weight_read_s: _StepTime = 0.0
+    linear_base_s: _StepTime = 0.0
+    linear_s_per_token: _TokenTime = 0.0
+    linear_tokens: tuple[_Count, ...] = ()
+    """Ascending: where the table has its points. Beyond the last, `linear_s_per_token` goes on."""
+    linear_s: tuple[Annotated[float, Meta(gt=0.0, le=60.0)], ...] = ()
+    """Seconds at `linear_tokens`, for all layers."""
+    prefill_s: _StepTime = 0.0
+    head_s_per_sequence: _TokenTime = 0.0
+    all_reduce_s: _StepTime = 0.0
+    all_reduce_s_per_token: _TokenTime = 0.0
+    host_s: _StepTime = 0.0015
+    shared_context_factor: _Share = 0.5
+    skew: _Share = 0.0
+    mixed_decode_factor: _Factor = 1.0
+    adapter_linear_factor: _Factor = ADAPTER_LINEAR_FACTORS[16]
+    adapter_load_s: _StepTime = 0.3
+    frontend_s: _StepTime = 0.010
+    """Tokenising, HTTP and output processing of a request, before the engine sees it."""
+    frontend_s_per_token: _TokenTime = 10e-6
+    max_num_seqs: _Count = 1024
+    max_num_batched_tokens: _Count = 8192
+    """Both: the defaults of `vllm serve` on a GPU of at least 70 GiB (not A100)."""
+
+    def __post_init__(self) -> None:
+        if len(self.linear_tokens) != len(self.linear_s):
+            raise ValueError("linear_tokens and linear_s differ in length")
+        if list(self.linear_tokens) != sorted(set(self.linear_tokens)):
+            raise ValueError("linear_tokens do not ascend")
+        if not (self.linear_s or self.weight_read_s or self.linear_s_per_token):
+            raise ValueError("neither a table nor constants for the linear layers")
+        if self.max_num_batched_tokens < self.max_num_seqs:
+            raise ValueError(
+                f"max_num_batched_tokens is {self.max_num_batched_tokens}; expected at least "
+                f"max_num_seqs, {self.max_num_seqs}"
+            )
+
+    def step_s(self, work: StepWork) -> float:
+        """How long a step with this work takes."""
+        linear = self.linear_layers_s(work.tokens)
+        if work.with_adapter:
+            linear *= self.adapter_linear_factor
+        total = linear + self.all_reduce_s + self.all_reduce_s_per_token * work.tokens
+        if work.decodes:
+            context = work.decode_context_tokens - (
+                (1.0 - self.shared_context_factor) * work.shared_tokens
+            )
+            if self.skew:
+                even = work.decodes * work.longest_context_tokens
+                context += self.skew * (even - work.decode_context_tokens)
+            attention = self.decode_s_per_context_token * context
+            if work.prefills:
+                attention *= self.mixed_decode_factor
+            total += self.decode_s + attention
+        if work.prefills:
+            total += self.prefill_s + self.pair_s * work.attention_pairs
+        total += self.head_s + self.head_s_per_sequence * work.sequences + self.host_s
+        return total + self.adapter_load_s * work.adapters_loaded
+
+    def linear_layers_s(self, tokens: int) -> float:
+        """All layers but attention, for `tokens` tokens together."""
+        points = self.linear_tokens
+        if not points:
+            by_tokens = self.linear_base_s + self.linear_s_per_token * tokens
+            return max(self.weight_read_s, by_tokens)
+        at = bisect_left(points, tokens)
+        if at == len(points):
+            return self.linear_s[-1] + self.linear_s_per_token * (tokens - points[-1])
+        if at == 0:
+            return self.linear_s[0]
+        share = (tokens - points[at - 1]) / (points[at] - points[at - 1])
+        return self.linear_s[at - 1] + share * (self.linear_s[at] - self.linear_s[at - 1])
+
+    def frontend_delay_s(self, prompt_tokens: int) -> float:
+        """From the arrival of a request to its place in the engine's queue."""
+        return self.frontend_s + self.frontend_s_per_token * prompt_tokens
+
+
+class Memory(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What decides how many tokens the KV cache of a pod holds."""
+
+    bytes: _Bytes
+    """Of one GPU."""
+    weight_bytes: _Bytes
+    """Of the whole model, as `kv_bytes_per_token`."""
+    kv_bytes_per_token: _Count
+    tensor_parallel: _Count = 1
+    share: _Share = 0.92
+    """`--gpu-memory-utilization`."""
+
+    def __post_init__(self) -> None:
+        if self.kv_tokens < KV_TOKENS_MIN:
+            raise ValueError(
+                f"leaves {self.kv_tokens} tokens for the KV cache; expected at least "
+                f"{KV_TOKENS_MIN}"
+            )
+
+    @property
+    def kv_tokens(self) -> int:
+        """What weights, activations and NCCL leave; those as inference-sim has them (dense)."""
+        other = (5.5 + (0.15 if self.tensor_parallel == 1 else 0.6)) * 2**30
+        left = self.share * self.bytes - self.weight_bytes / self.tensor_parallel - other
+        return int(left * self.tensor_parallel / self.kv_bytes_per_token)
+
+
+class ProfileError(ValueError):
+    """A profile cannot be had: one sentence, with the file where there is one."""
+
+
+@cache
+def built_in_profiles() -> Mapping[str, Profile]:
+    """Those of `profiles.toml`, by name, in its order."""
+    return _profiles_of(Path(__file__).with_name("profiles.toml"), known={})
+
+
+def find_profile(text: str) -> Profile:
+    """A built-in profile by its name, or FILE.toml, or FILE.toml:NAME where it holds several.
+
+    Raises ProfileError.
+    """
+    built_in = built_in_profiles()
+    if text in built_in:
+        return built_in[text]
+    file, colon, name = text.partition(".toml:")
+    if not colon and not text.endswith(".toml"):
+        raise ProfileError(
+            f"No profile {text!r}; expected one of {', '.join(sorted(built_in))}, or FILE.toml."
+        )
+    path = Path(file + ".toml" if colon else text)
+    profiles = profiles_in(path)
+    if not colon and len(profiles) == 1:
+        return next(iter(profiles.values()))
+    if not name:
+        raise ProfileError(
+            f"{path} has several profiles; expected {path}:NAME with one of {', '.join(profiles)}."
+        )
+    if name not in profiles:
+        raise ProfileError(f"{path}: no profile {name!r}; expected one of {', '.join(profiles)}.")
+    return profiles[name]
+
+
+def profiles_in(path: Path) -> dict[str, Profile]:
+    """All profiles of a TOML file: `[name]`, then the fields of `Profile`.
+
+    `like = "..."` takes what is not said from a built-in profile or one before in the file; a table
+    `memory` with the fields of `Memory` stands for `kv_tokens`. Raises ProfileError.
+    """
+    return _profiles_of(path, known=built_in_profiles())
+
+
+def _profiles_of(path: Path, *, known: Mapping[str, Profile]) -> dict[str, Profile]:
+    """`known`: what `like` may name besides those before it."""
+    profiles: dict[str, Profile] = {}
+    for name, table in toml_in(path).items():
+        if not isinstance(table, dict):
+            raise ProfileError(f"{path}: {name}: expected a table, a profile.")
+        fields: dict[str, Any] = {**table, "name": name}
+        like = fields.pop("like", None)
+        if like is not None:
+            base = profiles.get(str(like)) or known.get(str(like))
+            if base is None:
+                raise ProfileError(f"{path}: {name}: like: no profile {like!r} before it.")
+            fields = {**msgspec.to_builtins(base), **fields}
+        place = f"{path}: {name}: memory"
+        try:
+            if "memory" in fields:
+                fields["kv_tokens"] = msgspec.convert(fields.pop("memory"), Memory).kv_tokens
+            place = f"{path}: {name}"
+            profiles[name] = msgspec.convert(fields, Profile)
+        except msgspec.ValidationError as problem:
+            raise ProfileError(f"{place}: {problem}.") from problem
+    if not profiles:
+        raise ProfileError(f"{path}: expected at least one table, a profile.")
+    return profiles
+
+
+def toml_in(path: Path) -> dict[str, Any]:
+    """What a TOML file says. Raises ProfileError."""
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as problem:
+        raise ProfileError(sentence_of(problem)) from problem
+    except (UnicodeDecodeError, tomllib.TOMLDecodeError) as problem:
+        raise ProfileError(f"{path}: {problem}") from problem
+
+
+def profile_as_toml(profile: Profile, comments: dict[str, str]) -> str:
+    """The text of a profile for `profiles_in`, a comment behind the fields that have one."""
+    lines = [f"[{_toml(profile.name)}]"]
+    for field, value in msgspec.to_builtins(profile).items():
+        if field != "name" and value not in ((), []):
+            comment = f"  # {comments[field]}" if field in comments else ""
+            lines.append(f"{field} = {_toml(value)}{comment}")
+    return "\n".join(lines) + "\n"
+
+
+def _toml(value: object) -> str:
+    if isinstance(value, str):
+        return msgspec.json.encode(value).decode()
+    if isinstance(value, (list, tuple)):
+        return "[" + ", ".join(_toml(item) for item in value) + "]"
+    if isinstance(value, float):
+        return f"{value:.6g}" if "." in f"{value:.6g}" or "e" in f"{value:.6g}" else f"{value:.1f}"
+    return str(value)
+
+
+def profile_named(text: str) -> Profile:
+    """What `find_profile` finds, for argparse."""
+    try:
+        return find_profile(text)
+    except ProfileError as problem:
+        raise argparse.ArgumentTypeError(str(problem)) from problem

@@ -1,0 +1,1 @@
+"""Runs, comparisons and sweeps: the commands that replay traces."""

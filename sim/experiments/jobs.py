@@ -1,0 +1,204 @@
+"""Many runs that are told together, over all cores, with a bar; each is written when it ends."""
+
+import argparse
+import contextlib
+import multiprocessing
+import os
+import signal
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from multiprocessing.connection import Connection, wait
+from multiprocessing.context import SpawnProcess
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self, cast
+
+from msgspec import Struct
+
+from epp.configuration.config import ConfigError
+from sim.cluster.cluster import SimulatedRequest
+from sim.experiments.run import Run, RunSettings
+from sim.experiments.run_options import count_of_runs
+from sim.interrupts import INTERRUPTED, interrupts_call
+from sim.measurement.measures import SCHEMA, Series, rounded
+from sim.output import add_output_options, as_json, progress_bar, write_whole
+from sim.sentences import sentence_of
+from sim.traces.arrival import TraceError
+
+
+class JobError(Exception):
+    """One of the runs cannot be done: one sentence."""
+
+
+class Result(Struct, frozen=True, kw_only=True):
+    """What comes back from a run in another process."""
+
+    summary: dict[str, Any]
+    series: Series
+
+
+Results = Mapping[int, Result]
+"""By the position of their settings among the jobs."""
+
+
+class Experiment(Struct, frozen=True, kw_only=True):
+    """Runs, and how they are told: all of them, or those that had ended by a Ctrl-C."""
+
+    title: str
+    jobs: Sequence[RunSettings]
+    summary: Callable[[Results], dict[str, Any]]
+    """Of as many results as there are; `schema` and `complete` come before it."""
+    table: Callable[[dict[str, Any]], str]
+    reports: Callable[[dict[str, Any], Results], dict[str, str]]
+    """Of a summary and its results: file name -> content."""
+
+    def carry_out(self, folder: Path | None, *, workers: int) -> int:
+        """Run all, write what is known whenever one ends, print the table: the exit code.
+
+        Raises `JobError` and `OSError`; what had ended by then is written.
+        """
+        results: dict[int, Result] = {}
+        summary: dict[str, Any] | None = None
+
+        def told() -> dict[str, Any]:
+            complete = len(results) == len(self.jobs)
+            summary = {"schema": SCHEMA, "complete": complete} | self.summary(results)
+            if folder is not None:
+                write_whole(folder / "summary.json", as_json(summary))
+                for name, content in self.reports(summary, results).items():
+                    write_whole(folder / name, content.encode())
+            return summary
+
+        with Crew(min(workers, len(self.jobs))) as crew, interrupts_call(crew.stop):
+            with progress_bar(self.title) as bar:
+                for number, result in bar.track(crew.results(self.jobs), total=len(self.jobs)):
+                    results[number] = result
+                    # Nobody would read it without a folder, and telling takes seconds.
+                    summary = None if folder is None else told()
+            # A Ctrl-C waits for this: nothing is told twice.
+            if summary is None:
+                summary = told()
+        print(self.table(summary))
+        if folder is not None:
+            print(f"results are in {folder}")
+        if summary["complete"]:
+            return 0
+        print(
+            f"sim: interrupted, {len(results)} of {len(self.jobs)} runs are done", file=sys.stderr
+        )
+        return INTERRUPTED
+
+
+class Crew:
+    """Processes, each of which takes one run after the other. Leaving the context ends them."""
+
+    def __init__(self, size: int) -> None:
+        self._stopped = False
+        self._members: dict[Connection, SpawnProcess] = {}
+        # Forked children would inherit the bar's thread and its locks.
+        context = multiprocessing.get_context("spawn")
+        # Inherited: Ctrl-C reaches all processes of a terminal, and the parent alone answers it.
+        before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+        try:
+            for _ in range(size):
+                ours, theirs = context.Pipe()
+                process = context.Process(target=_work, args=(theirs,), daemon=True)
+                process.start()
+                theirs.close()
+                self._members[ours] = process
+        finally:
+            signal.signal(signal.SIGINT, before)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        problem: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.stop()
+        for pipe, process in self._members.items():
+            pipe.close()
+            process.join()
+            process.close()
+
+    def stop(self) -> None:
+        """Cut short what runs; `results` ends."""
+        self._stopped = True
+        for process in self._members.values():
+            process.kill()
+
+    def results(self, jobs: Sequence[RunSettings]) -> Iterator[tuple[int, Result]]:
+        """(number, result) of each job in the order in which they end, until `stop`.
+
+        Raises `JobError` for one that cannot be done.
+        """
+        left = enumerate(jobs)
+        busy: dict[Connection, int] = {}
+
+        def occupy(pipe: Connection) -> None:
+            job = next(left, None)
+            if job is not None:
+                busy[pipe], settings = job
+                pipe.send(settings)
+
+        try:
+            for pipe in self._members:
+                occupy(pipe)
+            while busy:
+                for pipe in cast("list[Connection]", wait(list(busy))):
+                    outcome = pipe.recv()
+                    number = busy.pop(pipe)
+                    if isinstance(outcome, str):
+                        raise JobError(outcome)
+                    occupy(pipe)
+                    yield number, outcome
+        except (EOFError, OSError) as problem:
+            # The other end is gone.
+            if not self._stopped:
+                raise JobError("a process that replayed the trace has died") from problem
+
+
+def _work(pipe: Connection) -> None:
+    """Replay what comes through the pipe until that is closed; answer a result, or a sentence."""
+    with contextlib.suppress(EOFError, OSError):
+        while True:
+            settings = pipe.recv()
+            try:
+                outcome: Result | str = run_job(settings)
+            except (TraceError, ConfigError, OSError) as problem:
+                # Not as it is: an exception with arguments of its own cannot be sent.
+                outcome = sentence_of(problem)
+            pipe.send(outcome)
+
+
+def run_job(settings: RunSettings) -> Result:
+    """One run, without files. Raises as `Run` does."""
+    latest_s = 0.0
+
+    def ended(request: SimulatedRequest) -> None:
+        nonlocal latest_s
+        latest_s = max(latest_s, request.arrived_at)
+
+    one = Run(settings, [ended])
+    one.run()
+    told = one.measures.summary()
+    # What waits for answers comes later than its trace says, and other than completes counts too.
+    rate = rounded(told["requests"]["sent"] / latest_s) if latest_s else None
+    summary = {"bad_lines": one.trace.bad_lines, "requests_per_s": rate} | told
+    return Result(summary=summary, series=one.measures.series())
+
+
+def add_experiment_options(parser: argparse.ArgumentParser) -> None:
+    """How many processes, and where to write."""
+    cores = len(os.sched_getaffinity(0))
+    parser.add_argument(
+        "--workers",
+        type=count_of_runs,
+        default=cores,
+        metavar="N",
+        help=f"processes (all cores: {cores})",
+    )
+    add_output_options(parser)

@@ -1,0 +1,172 @@
+"""`sim replay`: one trace, one policy, one seed; numbers on the screen, everything in a folder."""
+
+import argparse
+import contextlib
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Final
+
+from rich.progress import Progress
+
+from sim.cluster.cluster import Fate, SimulatedRequest
+from sim.cluster.policies import DEFAULT_POLICY, policy_source
+from sim.experiments.request_files import DecisionFile, RequestTable
+from sim.experiments.run import Run, RunSettings
+from sim.experiments.run_options import POLICY_HELP, add_run_options, conditions, run_settings
+from sim.interrupts import INTERRUPTED, interrupts_call
+from sim.measurement.measures import SCHEMA
+from sim.output import (
+    DECISIONS,
+    REQUESTS,
+    add_output_options,
+    as_json,
+    open_folder,
+    progress_bar,
+    write_whole,
+)
+from sim.reports.report import run_report, run_table
+from sim.reports.run_report import run_page
+from sim.traces.formats import open_trace
+
+DECISIONS_BELOW: Final = 100_000
+"""Requests from which on decisions are only written when asked for."""
+_SHOWN_EVERY: Final = 64
+
+Listener = Callable[[SimulatedRequest], None]
+
+
+def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    """The command line of `sim replay`."""
+    parser = subparsers.add_parser(
+        "replay",
+        help="a trace through the production scheduler, in simulated time",
+        description="Replay TRACE through a scheduling configuration over simulated vLLM pods.",
+        allow_abbrev=False,
+    )
+    add_run_options(parser)
+    add = parser.add_argument
+    add("--config", default=DEFAULT_POLICY, metavar="FILE|NAME", help=POLICY_HELP)
+    add("--seed", type=int, default=1, help="decides everything that is drawn (1)")
+    add_output_options(parser)
+    add(
+        "--decisions",
+        action=argparse.BooleanOptionalAction,
+        default=None,
+        help="write every decision, and find the hit ceilings; both cost time (default: below "
+        f"{DECISIONS_BELOW:,} requests)",
+    )
+    parser.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> int:
+    """0: done. 130: interrupted, what is done is written. Raises what is told by `sim`."""
+    print(f"seed {options.seed}", flush=True)
+    policy = policy_source(options.config)
+    return replay(run_settings(options, policy, options.seed), options)
+
+
+def replay(settings: RunSettings, options: argparse.Namespace) -> int:
+    """Run it, show it, write it."""
+    total = requests_expected(settings)
+    folder = open_folder(options)
+    progress = progress_bar("replay")
+    with contextlib.ExitStack() as files:
+        listeners = [_shown(progress, total)]
+        decisions = None
+        if folder is not None:
+            files.push(_nothing_half(folder))
+            requests = RequestTable(folder / REQUESTS)
+            files.callback(requests.close)
+            listeners.append(requests.add)
+            wanted = options.decisions
+            if total < DECISIONS_BELOW if wanted is None else wanted:
+                decisions = folder / DECISIONS
+                lines = DecisionFile(decisions)
+                files.callback(lines.close)
+                listeners.append(lines.add)
+        started_s = time.perf_counter()
+        one = Run(settings, listeners)
+        with interrupts_call(one.stop):
+            with files, progress:
+                one.run()
+            wall_s = time.perf_counter() - started_s
+            summary = summary_of(one, complete=not one.stopped)
+            print(run_table(summary))
+            print(f"{summary['requests']['sent']:,} requests replayed in {wall_s:.1f} s")
+            for problem in one.trace.problems:
+                print(f"skipped: {problem}", file=sys.stderr)
+            if folder is not None:
+                _write(one, summary, folder, decisions)
+    if not one.stopped:
+        return 0
+    print("sim: interrupted", file=sys.stderr)
+    return INTERRUPTED
+
+
+def _nothing_half(folder: Path) -> Callable[..., None]:
+    """How to leave the folder: after an error without the files that only a whole run explains."""
+
+    def leave(error: type[BaseException] | None, *_: object) -> None:
+        if error is not None:
+            for name in (REQUESTS, DECISIONS):
+                (folder / name).unlink(missing_ok=True)
+
+    return leave
+
+
+def _write(one: Run, summary: dict[str, Any], folder: Path, decisions: Path | None) -> None:
+    """Find the hit ceilings, write the summary and the reports; the other files are there."""
+    started_s = time.perf_counter()
+    what = "reports"
+    if decisions is not None and summary["complete"] and one.measures.fates[Fate.COMPLETE]:
+        what = "hit ceilings and reports"
+        with progress_bar("hit ceilings") as bar:
+            sent = summary["requests"]["sent"]
+            summary["ceilings"] = one.ceilings(lambda given: iter(bar.track(given, total=sent)))
+    write_run(folder, summary)
+    page = run_page(summary, one.measures.series(), decisions)
+    write_whole(folder / "report.html", page.encode())
+    print(f"{what} took {time.perf_counter() - started_s:.1f} s; results are in {folder}")
+
+
+def summary_of(one: Run, *, complete: bool) -> dict[str, Any]:
+    """summary.json. The same settings and seed give the same bytes."""
+    settings = one.settings
+    return {
+        "schema": SCHEMA,
+        "complete": complete,
+        "seed": settings.seed,
+        "config": settings.policy.name,
+        "conditions": conditions(settings),
+        "bad_lines": one.trace.bad_lines,
+        **one.measures.summary(),
+        "timeline": one.timeline.as_json(),
+    }
+
+
+def write_run(folder: Path, summary: dict[str, Any]) -> None:
+    """summary.json and the report made of it."""
+    write_whole(folder / "summary.json", as_json(summary))
+    write_whole(folder / "report.md", run_report(summary).encode())
+
+
+def requests_expected(settings: RunSettings) -> int:
+    """How many requests the run will have, about. Raises `TraceError` and `OSError`."""
+    expected = open_trace(Path(settings.trace), settings.read).requests_expected()
+    return expected if settings.requests_max is None else min(expected, settings.requests_max)
+
+
+def _shown(progress: Progress, total: int) -> Listener:
+    """A listener that moves the bar."""
+    task = progress.add_task("replay", total=total or None)
+    ended = 0
+
+    def count(request: SimulatedRequest) -> None:
+        nonlocal ended
+        ended += 1
+        if ended % _SHOWN_EVERY == 0:
+            progress.update(task, completed=ended)
+
+    return count

@@ -1,0 +1,151 @@
+"""A run's requests on disk, written as they end: a table for tools, a file of decisions for eyes."""
+
+import math
+from pathlib import Path
+from typing import Any, BinaryIO, Final
+
+import msgspec
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from epp.core.decision.scheduler import Decision
+from sim.cluster.cluster import SimulatedRequest
+from sim.measurement.measures import queue_of, tpot_of, ttft_of
+
+ROWS_PER_BATCH: Final = 16_384
+
+_SCHEMA: Final = pa.schema(
+    [
+        ("request", pa.int64()),
+        ("arrival_s", pa.float64()),
+        ("session", pa.string()),
+        ("replica", pa.int32()),
+        ("pod", pa.string()),
+        ("outcome", pa.string()),
+        ("status", pa.int32()),
+        ("prompt_tokens", pa.int64()),
+        ("output_tokens", pa.int64()),
+        ("predicted_cached_tokens", pa.int64()),
+        ("cached_tokens", pa.int64()),
+        ("queue_s", pa.float64()),
+        ("ttft_s", pa.float64()),
+        ("tpot_s", pa.float64()),
+        ("e2e_s", pa.float64()),
+        ("preemptions", pa.int32()),
+    ]
+)
+
+
+class RequestTable:
+    """`requests.parquet`: one row a request, in the order in which they ended.
+
+    Times that there were not are null: `pod` of a refused request, `tpot_s` of a one-token answer.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._writer = pq.ParquetWriter(path, _SCHEMA, compression="snappy")
+        self._columns: list[list[Any]] = [[] for _ in _SCHEMA]
+
+    def add(self, request: SimulatedRequest) -> None:
+        """Append one request that has ended."""
+        arrival, engine = request.arrival, request.engine
+        assert request.fate is not None
+        assert request.ended_at is not None
+        row = (
+            arrival.index,
+            request.arrived_at,
+            arrival.session or None,
+            request.replica,
+            None if request.pod is None else request.pod.name,
+            request.fate.value,
+            request.status or None,
+            arrival.prompt_tokens,
+            arrival.output_tokens if engine is None else engine.generated_tokens,
+            request.predicted_cached_tokens,
+            0 if engine is None else engine.cached_tokens,
+            _known(queue_of(request)),
+            _known(ttft_of(request)),
+            _known(tpot_of(request)),
+            request.ended_at - request.arrived_at,
+            0 if engine is None else engine.preemptions,
+        )
+        for column, value in zip(self._columns, row, strict=True):
+            column.append(value)
+        if len(self._columns[0]) >= ROWS_PER_BATCH:
+            self._flush()
+
+    def close(self) -> None:
+        """Write the rest; the file is readable from now on."""
+        self._flush()
+        self._writer.close()
+
+    def _flush(self) -> None:
+        if self._columns[0]:
+            self._writer.write_batch(pa.record_batch(self._columns, schema=_SCHEMA))
+            self._columns = [[] for _ in _SCHEMA]
+
+
+class DecisionFile:
+    """`decisions.jsonl`: one line a request, in the order of their arrival.
+
+    A line is known when its request has ended, and waits until all before it have. `time_s` is null
+    for one that never got to the picker, `matched_blocks` and `total_blocks` count full blocks of
+    the picker's index, and `candidates` is empty for a policy that scores none.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._file: BinaryIO = path.open("wb")
+        self._encode = msgspec.json.Encoder().encode
+        self._waiting: dict[int, bytes] = {}
+        self._next = 0
+
+    def add(self, request: SimulatedRequest) -> None:
+        """Write one request that has ended, and what waited for it."""
+        route = request.route
+        decision = route.decision if route is not None else None
+        line = {
+            "request": request.arrival.index,
+            "time_s": request.routed_at,
+            "outcome": request.fate,
+            "endpoint": route.endpoint.name if route is not None else None,
+            "refusal": request.refusal.message if request.refusal is not None else None,
+            "total_blocks": 0 if decision is None else decision.total_blocks,
+            "candidates": [] if decision is None else candidates_of(decision),
+            "predicted_cached_tokens": request.predicted_cached_tokens,
+            "cached_tokens": 0 if request.engine is None else request.engine.cached_tokens,
+        }
+        self._waiting[request.sequence] = self._encode(line)
+        while (waiting := self._waiting.pop(self._next, None)) is not None:
+            self._file.write(waiting + b"\n")
+            self._next += 1
+
+    def close(self) -> None:
+        """Write what still waits: after an interrupted run some requests have not ended."""
+        for sequence in sorted(self._waiting):
+            self._file.write(self._waiting[sequence] + b"\n")
+        self._waiting.clear()
+        self._file.close()
+
+
+def candidates_of(decision: Decision) -> list[dict[str, Any]]:
+    """Those that were scored: what each held, its sum, and what every scorer added to it."""
+    candidates, scored = decision.candidates, decision.scored
+    return [
+        {
+            "endpoint": endpoint.name,
+            "matched_blocks": matched,
+            "score": score,
+            "parts": dict(zip(decision.scorers, parts, strict=True)),
+        }
+        for endpoint, matched, score, parts in zip(
+            candidates.endpoints,
+            candidates.matched_blocks.tolist(),
+            scored.total.tolist(),
+            scored.parts.T.tolist(),
+            strict=True,
+        )
+    ]
+
+
+def _known(value: float) -> float | None:
+    return None if math.isnan(value) else value

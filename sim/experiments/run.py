@@ -1,0 +1,233 @@
+"""One run: a trace, a policy, a cluster and a seed in; what happened out."""
+
+import gc
+from collections.abc import Callable, Iterable, Iterator
+from itertools import chain, islice, takewhile, tee
+from pathlib import Path
+from typing import Final
+
+from msgspec import Struct, field
+from msgspec.structs import replace
+
+from epp.core.decision.scheduler import SchedulerSettings
+from epp.core.prompt.request import InferenceRequest
+from epp.core.types import Seconds
+from sim.cluster.arrivals import grid_s, made_ready
+from sim.cluster.check import checker
+from sim.cluster.cluster import Cluster, ClusterSettings, SimulatedRequest
+from sim.cluster.faults import draw_faults
+from sim.cluster.policies import PolicySource
+from sim.measurement.measures import Measures, Targets
+from sim.measurement.timeline import Timeline
+from sim.traces.arrival import Arrival, TraceError
+from sim.traces.formats import open_trace
+from sim.traces.inspection import Pool, inspect
+from sim.traces.prompts import (
+    PICKER_BLOCK_TOKENS,
+    PromptHashes,
+    request_of,
+    request_through_bytes,
+)
+from sim.traces.reading import ReadOptions, Trace
+
+GARBAGE_THRESHOLDS: Final = (50_000, 20, 20)
+"""A run makes hardly any cycles: looking for them as often as Python does takes an eighth of it."""
+
+SPAN_S_MAX: Final = 366 * 86_400.0
+"""Of the arrivals: more is a clock that was set on the way, and of microseconds a float keeps few."""
+
+
+class RunSettings(Struct, frozen=True, kw_only=True):
+    """All that a run depends on; can be sent to another process."""
+
+    trace: str
+    policy: PolicySource
+    cluster: ClusterSettings
+    seed: int = 1
+    read: ReadOptions = field(default_factory=ReadOptions)
+    requests_max: int | None = None
+    jitter_s: Seconds | None = None
+    """None: as wide as the grid of the trace's clock."""
+    speed: float = 1.0
+    through_bytes: bool = False
+    """Have the production parser read and hash bodies instead of handing it hashes."""
+    fault_gap_s: Seconds | None = None
+    """Mean time between two faults; None: nothing goes wrong."""
+    targets: Targets = field(default_factory=Targets)
+    check: bool = False
+    """Check the invariants after every event."""
+
+
+class Run:
+    """A run that can be watched; `listeners` get each request as it ends."""
+
+    def __init__(
+        self,
+        settings: RunSettings,
+        listeners: Iterable[Callable[[SimulatedRequest], None]] = (),
+    ) -> None:
+        """Raises `TraceError`, `OSError` and `ConfigError`."""
+        self.settings = settings
+        """With the width of the jitter that is in effect."""
+        self.stopped = False
+        self.trace: Trace = open_trace(Path(settings.trace), settings.read)
+        open_policy = settings.policy.opener(settings.cluster.refresh_interval_s)
+        scheduler = open_policy(0).settings
+        self.measures = Measures(
+            settings.targets,
+            predicting=scheduler is not None and bool(scheduler.prefix),
+            by_session=settings.policy.by_session,
+        )
+        self._listeners = (self.measures.add, *listeners)
+        arrivals = self._arrivals()
+        arrivals = _refusing_ages(arrivals, settings)
+        if settings.through_bytes:
+            arrivals = refusing_odd_blocks(arrivals, settings.trace)
+        if not any(kind.engine.max_loras for kind in settings.cluster.pods):
+            arrivals = _refusing_adapters(arrivals, settings.trace)
+        gap_s = settings.fault_gap_s
+        self.cluster = Cluster(
+            settings.cluster,
+            open_policy,
+            _parsed(settings.trace) if settings.through_bytes else _hashed(scheduler),
+            arrivals,
+            seed=settings.seed,
+            ended=self._ended,
+            faults=() if gap_s is None else draw_faults(settings.seed, mean_gap_s=gap_s),
+        )
+        if self.cluster.done:
+            raise TraceError(settings.trace, 0, "", "Expected at least one request")
+        self.timeline = Timeline(self.cluster.loop, self.cluster.pods, self.measures.pods)
+
+    def ceilings(
+        self, watched: Callable[[Iterator[Arrival]], Iterator[Arrival]] = iter
+    ) -> dict[str, float] | None:
+        """The hit rates that these requests allow at most, from one more pass over the trace.
+
+        `watched` gets the arrivals and hands them on. None if `stop` is called on the way.
+        """
+        kind = self.settings.cluster.pods[0]
+        pool = Pool(
+            pods=len(self.settings.cluster.pods),
+            profile=kind.profile,
+            kv_tokens=kind.engine.kv_tokens,
+        )
+        arrivals = watched(self._arrivals())
+        going_on = takewhile(lambda _: not self.stopped, arrivals)
+        found = inspect(chain(islice(arrivals, 1), going_on), pool, self.settings.seed).ceilings
+        if self.stopped:
+            return None
+        return {
+            "one_cache": found.one_cache,
+            "affinity": found.per_pod.affinity,
+            "affinity_at_capacity": found.per_pod_at_capacity.affinity,
+            "random_at_capacity": found.per_pod_at_capacity.random,
+        }
+
+    def _arrivals(self) -> Iterator[Arrival]:
+        settings = self.settings
+        arrivals: Iterator[Arrival] = islice(self.trace, settings.requests_max)
+        jitter_s = settings.jitter_s
+        if jitter_s is None:
+            looked_at, arrivals = tee(arrivals)
+            jitter_s = grid_s(looked_at)
+            self.settings = replace(settings, jitter_s=jitter_s)
+        return made_ready(arrivals, seed=settings.seed, jitter_s=jitter_s, speed=settings.speed)
+
+    def run(self) -> None:
+        """Until the last request has ended, or until `stop`."""
+        if self.stopped:
+            return
+        thresholds = gc.get_threshold()
+        gc.set_threshold(*GARBAGE_THRESHOLDS)
+        try:
+            self.cluster.run(checker(self.cluster) if self.settings.check else None)
+        finally:
+            gc.set_threshold(*thresholds)
+
+    def stop(self) -> None:
+        """Let `run` return after the event that runs: what is measured by then is whole.
+
+        An exception in the middle of an event would leave half of it behind.
+        """
+        self.stopped = True
+        self.cluster.loop.stop()
+
+    def _ended(self, request: SimulatedRequest) -> None:
+        for listener in self._listeners:
+            listener(request)
+
+
+def jitter_in_effect_s(settings: RunSettings) -> Seconds:
+    """How wide a run spreads its arrivals; reads the beginning of the trace if that decides."""
+    if settings.jitter_s is not None:
+        return settings.jitter_s
+    trace = open_trace(Path(settings.trace), settings.read)
+    return grid_s(islice(trace, settings.requests_max))
+
+
+def _hashed(
+    settings: SchedulerSettings | None,
+) -> Callable[[Arrival, PromptHashes], InferenceRequest]:
+    """`request_of` for the block sizes in which this policy looks prompts up."""
+    indexes = () if settings is None else settings.indexes.values()
+    sizes = {size for index in indexes if (size := getattr(index, "block_tokens", None))}
+    sizes_sorted = tuple(sorted(sizes))
+
+    def request(arrival: Arrival, hashes: PromptHashes) -> InferenceRequest:
+        return request_of(arrival, sizes_sorted, hashes)
+
+    return request
+
+
+def _parsed(path: str) -> Callable[[Arrival, PromptHashes], InferenceRequest]:
+    def request(arrival: Arrival, hashes: PromptHashes) -> InferenceRequest:
+        try:
+            return request_through_bytes(arrival)
+        except ValueError as problem:
+            raise TraceError(path, 0, "", str(problem)) from problem
+
+    return request
+
+
+def _refusing_ages(arrivals: Iterable[Arrival], settings: RunSettings) -> Iterator[Arrival]:
+    """The same arrivals; `TraceError` at one that nobody would wait for."""
+    for arrival in arrivals:
+        wait_s = max(arrival.time_s, arrival.think_s)
+        if wait_s > SPAN_S_MAX:
+            raise TraceError(
+                settings.trace,
+                0,
+                f"request {arrival.index}",
+                f"Expected it at most {SPAN_S_MAX / 86_400:.0f} days after the first, got "
+                f"{wait_s / 86_400:,.0f} days (--speed {settings.speed:g})",
+            )
+        yield arrival
+
+
+def _refusing_adapters(arrivals: Iterable[Arrival], path: str) -> Iterator[Arrival]:
+    """The same arrivals; `TraceError` at one for an adapter, which no pod would serve."""
+    for arrival in arrivals:
+        if arrival.adapter:
+            raise TraceError(
+                path,
+                0,
+                f"request {arrival.index}",
+                f"Expected adapter slots for {arrival.adapter!r}; --max-loras gives pods some",
+            )
+        yield arrival
+
+
+def refusing_odd_blocks(arrivals: Iterable[Arrival], path: str) -> Iterator[Arrival]:
+    """The same arrivals; `TraceError` at one whose blocks no text can tell apart for the picker."""
+    for arrival in arrivals:
+        for tokens in {arrival.block_tokens, *arrival.lengths} - {0}:
+            if tokens % PICKER_BLOCK_TOKENS and PICKER_BLOCK_TOKENS % tokens:
+                raise TraceError(
+                    path,
+                    0,
+                    f"request {arrival.index}",
+                    f"Expected blocks of a multiple or a divisor of {PICKER_BLOCK_TOKENS} tokens "
+                    f"for --through bytes, got {tokens}",
+                )
+        yield arrival

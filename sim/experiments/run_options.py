@@ -1,0 +1,200 @@
+"""The flags that `sim replay`, `compare` and `sweep` share, and the runs that they describe."""
+
+import argparse
+from pathlib import Path
+from typing import Any, Final
+
+from sim.cluster.cluster import ClusterSettings
+from sim.cluster.policies import (
+    BASELINES,
+    DEFAULT_POLICY,
+    PolicyNameError,
+    PolicySource,
+    policy_source,
+)
+from sim.cluster.simulated_pod import PodKind
+from sim.engine.profiles import DEFAULT_PROFILE, find_profile, profile_named
+from sim.experiments.run import RunSettings, jitter_in_effect_s
+from sim.measurement.measures import Targets
+from sim.traces.formats import FORMATS
+from sim.traces.reading import ReadOptions
+
+PODS_MAX: Final = 1_000
+RUNS_MAX: Final = 1_000
+"""Of seeds, of points of a sweep, and of processes at once."""
+POLICY_HELP: Final = "an EndpointPickerConfig in a file, or a built-in: " + ", ".join(
+    (DEFAULT_POLICY, *BASELINES)
+)
+
+
+def add_run_options(parser: argparse.ArgumentParser) -> None:
+    """What is replayed, on what, and what separates the picker's view from the truth."""
+    add = parser.add_argument
+    add("trace", metavar="TRACE", help="a trace file; the format is found by its content")
+    add("--trace-format", choices=sorted(known.name for known in FORMATS), help="do not guess")
+    add("--block-tokens", type=_count, metavar="N", help="tokens in a block of the trace")
+    add(
+        "--rate-per-s",
+        type=_positive,
+        default=1.0,
+        metavar="R",
+        help="arrivals a second, where the trace has no times (1)",
+    )
+    add("--skip-bad", action="store_true", help="count malformed lines instead of stopping")
+    add("--requests", type=_count, metavar="N", help="only the first N requests")
+    add(
+        "--jitter",
+        type=_seconds,
+        metavar="S",
+        help="spread arrivals over so many seconds (default: the grid of the trace's clock)",
+    )
+    add("--speed", type=_positive, default=1.0, metavar="X", help="requests arrive X times as fast")
+    add("--through", choices=("hashes", "bytes"), default="hashes", help="bytes: parse bodies too")
+    add(
+        "--profile",
+        action="append",
+        type=profile_named,
+        metavar="NAME|FILE.toml",
+        help=f"model and GPU, {DEFAULT_PROFILE} if none; of several, pods take turns",
+    )
+    add("--pods", type=_pods, default=8, metavar="N", help="how many pods (8)")
+    add("--max-loras", type=_whole, default=0, metavar="N", help="adapter slots of a pod (0: off)")
+    add("--replicas", type=_count, default=1, metavar="N", help="pickers blind to each other (1)")
+    add("--scrape-interval", type=_positive, metavar="S", help="(default: as production)")
+    add("--scrape-delay", type=_seconds, default=0.001, metavar="S", help="age of a page (0.001)")
+    add("--network-delay", type=_seconds, default=0.0005, metavar="S", help="one way (0.0005)")
+    add("--discovery-delay", type=_seconds, default=1.0, metavar="S", help="of pod changes (1)")
+    add("--response-chunks", action="store_true", help="the picker sees first tokens")
+    add("--abort-share", type=_share, default=0.0, metavar="P", help="impatient clients (0)")
+    add("--abort-after", type=_positive, default=10.0, metavar="S", help="mean patience (10)")
+    add("--faults-per-hour", type=_seconds, default=0.0, metavar="N", help="deaths, lags, ... (0)")
+    add("--target-ttft", type=_positive, default=2.0, metavar="S", help="for goodput (2)")
+    add("--target-tpot", type=_positive, default=0.05, metavar="S", help="for goodput (0.05)")
+    add("--check", action="store_true", help="check all invariants after every event: slow")
+
+
+def run_settings(options: argparse.Namespace, policy: PolicySource, seed: int) -> RunSettings:
+    """The run that the command line describes."""
+    kinds = [
+        PodKind.of(profile, max_loras=options.max_loras)
+        for profile in options.profile or [find_profile(DEFAULT_PROFILE)]
+    ]
+    faults_per_hour = options.faults_per_hour
+    return RunSettings(
+        trace=options.trace,
+        policy=policy,
+        cluster=ClusterSettings(
+            pods=tuple(kinds[number % len(kinds)] for number in range(options.pods)),
+            replicas=options.replicas,
+            scrape_interval_s=options.scrape_interval,
+            scrape_delay_s=options.scrape_delay,
+            network_delay_s=options.network_delay,
+            discovery_delay_s=options.discovery_delay,
+            response_chunks=options.response_chunks,
+            abort_share=options.abort_share,
+            abort_after_s=options.abort_after,
+        ),
+        seed=seed,
+        read=ReadOptions(
+            format=options.trace_format or "",
+            block_tokens=options.block_tokens,
+            skip_bad=options.skip_bad,
+            rate_per_s=options.rate_per_s,
+            seed=seed,
+        ),
+        requests_max=options.requests,
+        jitter_s=options.jitter,
+        speed=options.speed,
+        through_bytes=options.through == "bytes",
+        fault_gap_s=3600 / faults_per_hour if faults_per_hour else None,
+        targets=Targets(ttft_s=options.target_ttft, tpot_s=options.target_tpot),
+        check=options.check,
+    )
+
+
+def conditions(settings: RunSettings, *others: RunSettings) -> dict[str, Any]:
+    """What was run, for reports; of several runs that differ in nothing but policy, seed and speed.
+
+    `report.condition_rows` has it for people. Raises as the reading of the trace does.
+    """
+    cluster, read = settings.cluster, settings.read
+    profiles = [kind.profile.name for kind in cluster.pods]
+    return {
+        "trace": Path(settings.trace).name,
+        "trace_format": read.format or None,
+        "block_tokens": read.block_tokens,
+        "rate_per_s": read.rate_per_s,
+        "skip_bad": read.skip_bad,
+        "requests_max": settings.requests_max,
+        "jitter_s": jitter_in_effect_s(settings),
+        "speed": settings.speed,
+        "through": "bytes" if settings.through_bytes else "hashes",
+        "config_hashes": {run.policy.name: run.policy.hash for run in (settings, *others)},
+        "pods": len(cluster.pods),
+        "profiles": {name: profiles.count(name) for name in dict.fromkeys(profiles)},
+        "max_loras": cluster.pods[0].engine.max_loras,
+        "replicas": cluster.replicas,
+        "scrape_interval_s": cluster.refresh_interval_s,
+        "scrape_delay_s": cluster.scrape_delay_s,
+        "network_delay_s": cluster.network_delay_s,
+        "discovery_delay_s": cluster.discovery_delay_s,
+        "response_chunks": cluster.response_chunks,
+        "abort_share": cluster.abort_share,
+        "abort_after_s": cluster.abort_after_s,
+        "faults_per_hour": 3600 / settings.fault_gap_s if settings.fault_gap_s else 0,
+        "check": settings.check,
+    }
+
+
+def named_policies(names: list[str]) -> list[PolicySource]:
+    """The policies, each under a name of its own, or `PolicyNameError`, and as `policy_source`."""
+    sources = [policy_source(name) for name in names]
+    taken: dict[str, str] = {}
+    for name, source in zip(names, sources, strict=True):
+        if source.name in taken:
+            raise PolicyNameError(
+                f"--config {name} and --config {taken[source.name]} are both called "
+                f"{source.name}; give each file a name of its own"
+            )
+        taken[source.name] = name
+    return sources
+
+
+def count_of_runs(text: str) -> int:
+    """An integer that a command of many runs takes, for argparse."""
+    return int(_number(text, lowest=1, highest=RUNS_MAX, integer=True))
+
+
+def _count(text: str) -> int:
+    return int(_number(text, lowest=1, highest=1e9, integer=True))
+
+
+def _pods(text: str) -> int:
+    return int(_number(text, lowest=1, highest=PODS_MAX, integer=True))
+
+
+def _whole(text: str) -> int:
+    return int(_number(text, lowest=0, highest=1e9, integer=True))
+
+
+def _seconds(text: str) -> float:
+    return _number(text, lowest=0.0, highest=1e9)
+
+
+def _share(text: str) -> float:
+    return _number(text, lowest=0.0, highest=1.0)
+
+
+def _positive(text: str) -> float:
+    return _number(text, lowest=1e-6, highest=1e9)
+
+
+def _number(text: str, *, lowest: float, highest: float, integer: bool = False) -> float:
+    try:
+        number = int(text) if integer else float(text)
+    except ValueError:
+        number = lowest - 1
+    if not lowest <= number <= highest:
+        kind = "an integer" if integer else "a number"
+        raise argparse.ArgumentTypeError(f"{text!r} is not {kind} from {lowest:g} to {highest:g}")
+    return number

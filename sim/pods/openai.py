@@ -1,0 +1,236 @@
+"""The OpenAI API as a vLLM server speaks it: typed bodies in, JSON values out. No I/O.
+
+Sampling parameters are accepted and ignored: the answer depends on the prompt alone.
+"""
+
+from typing import Any, Final, TypeAlias
+
+import msgspec
+from msgspec import Struct
+
+from sim.pods.tokens import encode_ids, encode_text, render_chat
+
+Json: TypeAlias = dict[str, Any]
+
+_MAX_TOKENS_DEFAULT: Final = 16
+"""Of /v1/completions, by the API's definition."""
+
+
+class ApiError(Exception):
+    """A request that is answered with an error object."""
+
+    def __init__(
+        self, status: int, message: str, *, kind: str = "BadRequestError", param: str | None = None
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.body: Json = {
+            "error": {"message": message, "type": kind, "param": param, "code": status}
+        }
+
+
+class StreamOptions(Struct):
+    include_usage: bool = False
+
+
+class _Part(Struct):
+    type: str
+    text: str = ""
+
+
+class _Message(Struct):
+    role: str
+    content: str | list[_Part] | None = None
+    tool_calls: msgspec.Raw = msgspec.Raw()
+
+    def text(self) -> str:
+        """Everything that the template shows of it."""
+        content = self.content or ""
+        if not isinstance(content, str):
+            content = "\n".join(part.text or f"<{part.type}>" for part in content)
+        return content + bytes(self.tool_calls).decode()
+
+
+class _Body(Struct, kw_only=True):
+    model: str
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    ignore_eos: bool = False
+    cache_salt: str = ""
+    n: int = 1
+
+
+class CompletionBody(_Body, kw_only=True):
+    """POST /v1/completions."""
+
+    prompt: str | list[str | int | list[int]]
+    max_tokens: int | None = None
+
+    def prompts(self) -> list[bytes]:
+        """One token sequence a prompt."""
+        prompt = self.prompt
+        if isinstance(prompt, str):
+            return [encode_text(prompt)]
+        ids = [item for item in prompt if isinstance(item, int)]
+        if ids:
+            if len(ids) != len(prompt):
+                raise ApiError(
+                    400,
+                    "`prompt` mixes token ids with prompts; expected one kind.",
+                    param="prompt",
+                )
+            return [_ids(ids)]
+        return [
+            encode_text(item) if isinstance(item, str) else _ids(item)
+            for item in prompt
+            if not isinstance(item, int)
+        ]
+
+    def tokens_max(self) -> int | None:
+        return _MAX_TOKENS_DEFAULT if self.max_tokens is None else self.max_tokens
+
+
+class ChatBody(_Body, kw_only=True):
+    """POST /v1/chat/completions."""
+
+    messages: list[_Message]
+    max_tokens: int | None = None
+    max_completion_tokens: int | None = None
+    tools: msgspec.Raw = msgspec.Raw()
+
+    def prompts(self) -> list[bytes]:
+        """The rendered conversation, as the only one."""
+        if not self.messages:
+            raise ApiError(
+                400, "`messages` is empty; expected at least one message.", param="messages"
+            )
+        turns = [(message.role, message.text()) for message in self.messages]
+        return [render_chat(turns, preamble=bytes(self.tools).decode())]
+
+    def tokens_max(self) -> int | None:
+        """None: as many as the context allows."""
+        if self.max_completion_tokens is not None:
+            return self.max_completion_tokens
+        return self.max_tokens
+
+
+class AdapterBody(Struct):
+    """POST /v1/load_lora_adapter and /v1/unload_lora_adapter."""
+
+    lora_name: str
+    lora_path: str = ""
+
+
+Body: TypeAlias = CompletionBody | ChatBody
+
+
+def decode_body(raw: bytes, kind: type[CompletionBody] | type[ChatBody]) -> Body:
+    """The typed body of a request for a completion, or ApiError 400."""
+    try:
+        body = msgspec.json.decode(raw, type=kind)
+    except (msgspec.DecodeError, UnicodeDecodeError) as problem:
+        raise ApiError(400, f"The request body is not valid: {problem}.") from None
+    if body.n != 1:
+        raise ApiError(
+            400, f"`n` is {body.n}; the simulated server makes 1 answer a prompt.", param="n"
+        )
+    tokens_max = body.tokens_max()
+    if tokens_max is not None and tokens_max < 1:
+        raise ApiError(
+            400, f"`max_tokens` is {tokens_max}; expected at least 1.", param="max_tokens"
+        )
+    return body
+
+
+def decode_adapter(raw: bytes) -> AdapterBody:
+    """The typed body of a request about an adapter, or ApiError 400."""
+    try:
+        body = msgspec.json.decode(raw, type=AdapterBody)
+    except (msgspec.DecodeError, UnicodeDecodeError) as problem:
+        raise ApiError(400, f"The request body is not valid: {problem}.") from None
+    if not body.lora_name:
+        raise ApiError(400, "`lora_name` is empty; expected the adapter's name.", param="lora_name")
+    return body
+
+
+class Dialect:
+    """How one endpoint spells its answers: chat or plain completions."""
+
+    def __init__(self, *, chat: bool, model: str, created: int, answer_id: str) -> None:
+        self._chat = chat
+        self._model = model
+        self._created = created
+        self._id = answer_id
+
+    def opening(self, index: int) -> Json | None:
+        """The chunk that comes before the first text, if there is one."""
+        if not self._chat:
+            return None
+        return self._envelope([_choice(index, {"delta": {"role": "assistant", "content": ""}})])
+
+    def chunk(self, index: int, text: str, finish_reason: str | None) -> Json:
+        """A piece of an answer; `finish_reason` with the last."""
+        part: Json = {"delta": {"content": text}} if self._chat else {"text": text}
+        return self._envelope([_choice(index, part, finish_reason)])
+
+    def usage_chunk(self, usage: Json) -> Json:
+        """What follows the last piece when usage was asked for."""
+        return self._envelope([]) | {"usage": usage}
+
+    def whole(self, answers: list[tuple[str, str]], usage: Json) -> Json:
+        """The answer to a request that does not stream: (text, finish reason) a prompt."""
+        choices = []
+        for index, (text, finish_reason) in enumerate(answers):
+            part: Json = {"text": text}
+            if self._chat:
+                part = {"message": {"role": "assistant", "content": text}}
+            choices.append(_choice(index, part, finish_reason))
+        answer = self._envelope(choices) | {"usage": usage}
+        if self._chat:
+            answer["object"] = "chat.completion"
+        return answer
+
+    def _envelope(self, choices: list[Json]) -> Json:
+        return {
+            "id": self._id,
+            "object": "chat.completion.chunk" if self._chat else "text_completion",
+            "created": self._created,
+            "model": self._model,
+            "choices": choices,
+        }
+
+
+def usage_of(prompt_tokens: int, output_tokens: int, cached_tokens: int) -> Json:
+    """The `usage` member, always with the cached tokens."""
+    return {
+        "prompt_tokens": prompt_tokens,
+        "total_tokens": prompt_tokens + output_tokens,
+        "completion_tokens": output_tokens,
+        "prompt_tokens_details": {"cached_tokens": cached_tokens},
+    }
+
+
+def model_card(
+    name: str, *, created: int, root: str, parent: str | None, max_model_len_tokens: int
+) -> Json:
+    """One entry of GET /v1/models."""
+    return {
+        "id": name,
+        "object": "model",
+        "created": created,
+        "owned_by": "vllm",
+        "root": root,
+        "parent": parent,
+        "max_model_len": None if parent else max_model_len_tokens,
+    }
+
+
+def _choice(index: int, part: Json, finish_reason: str | None = None) -> Json:
+    return {"index": index, **part, "logprobs": None, "finish_reason": finish_reason}
+
+
+def _ids(token_ids: list[int]) -> bytes:
+    try:
+        return encode_ids(token_ids)
+    except ValueError as problem:
+        raise ApiError(400, str(problem), param="prompt") from None

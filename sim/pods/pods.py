@@ -1,0 +1,220 @@
+"""Simulated vLLM pods: engines in step with the clock.
+
+The engine is told the time; this module reads the clock. All pods of a process share one event loop;
+each has its own engine, metrics registry and task. Simulated time runs `speed` times as fast as real
+time. A step that the loop finished late is not made longer for it: the next one begins when the last
+should have ended, so a busy event loop does not slow the simulated engine down.
+"""
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncIterator, Iterator, Sequence
+
+from msgspec import Struct
+
+from epp.core.types import Seconds
+from sim.engine.engine import Engine, EngineRequest, EngineSettings, Step
+from sim.engine.profiles import Profile
+from sim.pods.exposition import MetricsPage
+from sim.pods.openai import AdapterBody, ApiError, Body
+from sim.pods.tokens import TOKEN_BYTES, Answer, chain_seed, hash_chain
+
+
+class PodSettings(Struct, frozen=True, kw_only=True):
+    """What all pods of one `sim serve` have in common."""
+
+    profile: Profile
+    engine: EngineSettings
+    model: str
+    adapters: tuple[str, ...] = ()
+    speed: float = 1.0
+    seed: int = 1
+    """Decides the answers, together with the prompt."""
+    max_num_queued_reqs: int = 0
+    """Requests inside the server, waiting or running, before it answers 503; 0: no limit."""
+
+    @property
+    def max_model_len_tokens(self) -> int:
+        """The model's context, or less if the cache could not hold one such request."""
+        return min(self.profile.max_model_len_tokens, self.engine.kv_tokens)
+
+
+class Generation:
+    """One answer on its way: the engine's pump says how far it is, the HTTP handler follows."""
+
+    __slots__ = ("answer", "produced", "progress", "request", "tokens_max")
+
+    def __init__(self, request: EngineRequest, answer: Answer, tokens_max: int) -> None:
+        self.request = request
+        self.answer = answer
+        self.tokens_max = tokens_max
+        self.produced = 0
+        self.progress = asyncio.Event()
+
+    @property
+    def finish_reason(self) -> str:
+        return "stop" if self.answer.stopped else "length"
+
+    @property
+    def done(self) -> bool:
+        return self.produced >= self.answer.tokens
+
+    async def parts(self) -> AsyncIterator[str]:
+        """The text as it is produced; what came while the reader was busy comes as one part."""
+        sent = 0
+        while not self.done or sent < self.produced:
+            await self.progress.wait()
+            self.progress.clear()
+            until = self.produced
+            if until > sent:
+                yield self.answer.part(sent, until)
+                sent = until
+
+
+class Pod:
+    """One engine with its page, in step with the clock."""
+
+    def __init__(self, name: str, settings: PodSettings) -> None:
+        self.name = name
+        self.settings = settings
+        self.engine = Engine(settings.engine, settings.profile)
+        self.page = MetricsPage(
+            model=settings.model,
+            settings=settings.engine,
+            max_model_len_tokens=settings.max_model_len_tokens,
+        )
+        self.adapters: dict[str, str] = dict.fromkeys(settings.adapters, "")
+        """Name -> path, in the order of loading."""
+        self._generations: dict[str, Generation] = {}
+        self._work = asyncio.Event()
+        self._started_at = time.monotonic()
+        self._submitted_at = 0.0
+        self._requests = 0
+
+    def clock(self) -> Seconds:
+        """Simulated seconds since the pod was made."""
+        return (time.monotonic() - self._started_at) * self.settings.speed
+
+    def wall_clock(self) -> Seconds:
+        """Unix time."""
+        return time.time()
+
+    async def run(self) -> None:
+        """Step the engine while there is work, for ever."""
+        ended_at = 0.0
+        while True:
+            await self._work.wait()
+            self._work.clear()
+            ended_at = max(ended_at, self.clock())
+            # A step never begins before what it may admit was submitted.
+            while (step := self.engine.step(max(ended_at, self._submitted_at))) is not None:
+                ended_at = step.ends_at
+                await self._sleep_until(ended_at)
+                self._publish(step)
+            self.page.show(self.engine.snapshot(), self.wall_clock())
+
+    def check_room(self) -> None:
+        """ApiError 503 when the server already has as many requests as it may."""
+        limit = self.settings.max_num_queued_reqs
+        if limit and len(self._generations) >= limit:
+            self.page.reject("max_num_queued_reqs")
+            raise ApiError(
+                503,
+                f"The server has {len(self._generations)} unfinished requests, its limit is "
+                f"{limit}; try again later.",
+                kind="ServiceUnavailableError",
+            )
+
+    def prepare(self, body: Body, prompt: bytes) -> Generation:
+        """The answer that `prompt` will get; ApiError 400 if it does not fit the context."""
+        prompt_tokens = len(prompt) // TOKEN_BYTES
+        context = self.settings.max_model_len_tokens
+        wanted = body.tokens_max()
+        if not prompt_tokens:
+            raise ApiError(400, "The prompt is empty; expected at least one token.", param="prompt")
+        if prompt_tokens + (wanted or 1) > context:
+            raise ApiError(
+                400,
+                f"This model's maximum context length is {context} tokens; the request has "
+                f"{prompt_tokens} in the prompt and asks for {wanted or 1}.",
+                param="max_tokens",
+            )
+        tokens_max = wanted or context - prompt_tokens
+        answer = Answer(
+            prompt, tokens_max=tokens_max, ignore_eos=body.ignore_eos, seed=self.settings.seed
+        )
+        adapter = body.model if body.model in self.adapters else ""
+        self._requests += 1
+        request = EngineRequest(
+            f"{self.name}-{self._requests}",
+            prompt_tokens=prompt_tokens,
+            output_tokens=answer.tokens,
+            chain=hash_chain(
+                prompt + answer.text.encode(),
+                block_size_tokens=self.settings.engine.block_size_tokens,
+                seed=chain_seed(adapter, body.cache_salt),
+            ),
+            adapter=adapter,
+        )
+        return Generation(request, answer, tokens_max)
+
+    @contextlib.contextmanager
+    def following(self, generations: Sequence[Generation]) -> Iterator[None]:
+        """Inside, the pod tells `generations` how far they are; what is unfinished is aborted."""
+        for generation in generations:
+            self._generations[generation.request.request_id] = generation
+        try:
+            yield
+        finally:
+            for generation in generations:
+                request = generation.request
+                del self._generations[request.request_id]
+                reason = generation.finish_reason if generation.done else "abort"
+                if not generation.done:
+                    self.engine.abort(request.request_id)
+                self.page.finish(request, reason, generation.tokens_max)
+
+    async def submit(self, generations: Sequence[Generation]) -> None:
+        """Into the engine's queue, after what the front end of a real server takes."""
+        arrived_at = self.clock()
+        tokens = sum(generation.request.prompt_tokens for generation in generations)
+        await self._sleep_until(arrived_at + self.settings.profile.frontend_delay_s(tokens))
+        self._submitted_at = self.clock()
+        for generation in generations:
+            generation.request.arrived_at = arrived_at
+            self.engine.submit(generation.request, self._submitted_at)
+        self._work.set()
+
+    def load_adapter(self, body: AdapterBody) -> str:
+        """Serve `lora_name` from now on."""
+        if not self.settings.engine.max_loras:
+            raise ApiError(400, "LoRA is off; start with --max-loras of at least 1.")
+        if body.lora_name in self.adapters or body.lora_name == self.settings.model:
+            raise ApiError(400, f"The lora adapter '{body.lora_name}' has already been loaded.")
+        self.adapters[body.lora_name] = body.lora_path
+        return f"Success: LoRA adapter '{body.lora_name}' added successfully."
+
+    def unload_adapter(self, body: AdapterBody) -> str:
+        """Do not serve `lora_name` any more; requests that have begun are finished."""
+        if body.lora_name not in self.adapters:
+            raise ApiError(
+                404,
+                f"The lora adapter '{body.lora_name}' cannot be found.",
+                kind="NotFoundError",
+            )
+        del self.adapters[body.lora_name]
+        self.engine.forget_adapter(body.lora_name)
+        return f"Success: LoRA adapter '{body.lora_name}' removed successfully."
+
+    def _publish(self, step: Step) -> None:
+        self.page.observe(step, self.wall_clock())
+        for request in step.outputs:
+            generation = self._generations.get(request.request_id)
+            if generation is not None:
+                generation.produced += 1
+                generation.progress.set()
+
+    async def _sleep_until(self, at: Seconds) -> None:
+        # Even a deadline that has passed gives way to the other pods and handlers.
+        await asyncio.sleep(max(0.0, at - self.clock()) / self.settings.speed)

@@ -1,0 +1,307 @@
+"""Simulated pods as HTTP servers: the OpenAI API of vLLM, its metrics page, its probes.
+
+One process serves any number of pods, each on a port of its own.
+"""
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import socket
+from collections.abc import Awaitable, Callable, Sequence
+from pathlib import Path
+from typing import Final
+
+import msgspec
+import structlog
+from aiohttp import web
+from msgspec import Struct
+
+from epp import __version__
+from sim.pods.openai import (
+    ApiError,
+    Body,
+    ChatBody,
+    CompletionBody,
+    Dialect,
+    Json,
+    decode_adapter,
+    decode_body,
+    model_card,
+    usage_of,
+)
+from sim.pods.pods import Generation, Pod, PodSettings
+
+_BODY_BYTES_MAX: Final = 64 * 1024 * 1024
+_VLLM_VERSION: Final = "0.32.0"
+"""Whose metrics page and errors these are."""
+_STOP_S: Final = 0.5
+"""How long open answers may take to notice that the server stops."""
+_PORT_MAX: Final = 65535
+
+log = structlog.get_logger("sim")
+
+
+class PodServer:
+    """The HTTP side of one pod."""
+
+    def __init__(self, pod: Pod) -> None:
+        self.pod = pod
+        self._created = int(pod.wall_clock())
+
+    def application(self) -> web.Application:
+        """All routes of the pod."""
+        application = web.Application(
+            client_max_size=_BODY_BYTES_MAX, middlewares=[_errors_as_objects]
+        )
+        application.add_routes(
+            [
+                web.post("/v1/completions", self.completions),
+                web.post("/v1/chat/completions", self.chat),
+                web.get("/v1/models", self.models),
+                web.post("/v1/load_lora_adapter", self.load_adapter),
+                web.post("/v1/unload_lora_adapter", self.unload_adapter),
+                web.get("/metrics", self.metrics),
+                web.get("/health", self.health),
+                web.get("/ping", self.health),
+                web.get("/version", self.version),
+            ]
+        )
+        return application
+
+    async def completions(self, request: web.Request) -> web.StreamResponse:
+        return await self._answer(request, CompletionBody)
+
+    async def chat(self, request: web.Request) -> web.StreamResponse:
+        return await self._answer(request, ChatBody)
+
+    async def models(self, request: web.Request) -> web.Response:
+        pod = self.pod
+        length = pod.settings.max_model_len_tokens
+        base = pod.settings.model
+        cards = [
+            model_card(
+                base, created=self._created, root=base, parent=None, max_model_len_tokens=length
+            ),
+            *(
+                model_card(
+                    name,
+                    created=self._created,
+                    root=path or name,
+                    parent=base,
+                    max_model_len_tokens=length,
+                )
+                for name, path in pod.adapters.items()
+            ),
+        ]
+        return _json({"object": "list", "data": cards})
+
+    async def load_adapter(self, request: web.Request) -> web.Response:
+        return web.Response(text=self.pod.load_adapter(decode_adapter(await request.read())))
+
+    async def unload_adapter(self, request: web.Request) -> web.Response:
+        return web.Response(text=self.pod.unload_adapter(decode_adapter(await request.read())))
+
+    async def metrics(self, request: web.Request) -> web.Response:
+        return web.Response(
+            body=self.pod.page.render(),
+            headers={"content-type": "text/plain; version=0.0.4; charset=utf-8"},
+        )
+
+    async def health(self, request: web.Request) -> web.Response:
+        return web.Response()
+
+    async def version(self, request: web.Request) -> web.Response:
+        return _json({"version": _VLLM_VERSION, "simulator": f"homing-epp {__version__}"})
+
+    async def _answer(
+        self, request: web.Request, kind: type[CompletionBody] | type[ChatBody]
+    ) -> web.StreamResponse:
+        pod = self.pod
+        body = decode_body(await request.read(), kind)
+        if body.model != pod.settings.model and body.model not in pod.adapters:
+            raise ApiError(
+                404,
+                f"The model `{body.model}` does not exist.",
+                kind="NotFoundError",
+                param="model",
+            )
+        pod.check_room()
+        generations = [pod.prepare(body, prompt) for prompt in body.prompts()]
+        if not generations:
+            raise ApiError(400, "`prompt` is empty; expected at least one prompt.", param="prompt")
+        chat = kind is ChatBody
+        dialect = Dialect(
+            chat=chat,
+            model=body.model,
+            created=int(pod.wall_clock()),
+            answer_id=("chatcmpl-" if chat else "cmpl-") + generations[0].request.request_id,
+        )
+        if body.stream:
+            return await self._stream(request, body, generations, dialect)
+        with pod.following(generations):
+            await pod.submit(generations)
+            answers = [
+                ("".join([part async for part in generation.parts()]), generation.finish_reason)
+                for generation in generations
+            ]
+        return _json(dialect.whole(answers, _usage(generations)))
+
+    async def _stream(
+        self,
+        request: web.Request,
+        body: Body,
+        generations: Sequence[Generation],
+        dialect: Dialect,
+    ) -> web.StreamResponse:
+        """Server-sent events, one prompt after the other.
+
+        The headers go at once, before the engine has seen the request.
+        """
+        response = web.StreamResponse(headers={"content-type": "text/event-stream; charset=utf-8"})
+        # A client that leaves while we write is no error; `following` aborts its request.
+        with contextlib.suppress(ConnectionResetError), self.pod.following(generations):
+            await response.prepare(request)
+            await self.pod.submit(generations)
+            for index, generation in enumerate(generations):
+                await _write_parts(response, dialect, index, generation)
+            if body.stream_options is not None and body.stream_options.include_usage:
+                await response.write(_event(dialect.usage_chunk(_usage(generations))))
+            await response.write(b"data: [DONE]\n\n")
+            await response.write_eof()
+        return response
+
+
+async def _write_parts(
+    response: web.StreamResponse, dialect: Dialect, index: int, generation: Generation
+) -> None:
+    opening = dialect.opening(index)
+    async for part in generation.parts():
+        if opening is not None:
+            await response.write(_event(opening))
+            opening = None
+        finish_reason = generation.finish_reason if generation.done else None
+        await response.write(_event(dialect.chunk(index, part, finish_reason)))
+
+
+class PodAddress(Struct, frozen=True, kw_only=True):
+    """Where one pod listens."""
+
+    name: str
+    address: str
+    """An ip, without brackets; the loopback one where all were bound."""
+    port: int
+
+    @property
+    def url(self) -> str:
+        host = f"[{self.address}]" if ":" in self.address else self.address
+        return f"http://{host}:{self.port}"
+
+
+def listen(host: str, port: int, pods: int) -> list[socket.socket]:
+    """Listening sockets on `pods` consecutive ports, or free ones for port 0.
+
+    OSError with one sentence if an address cannot be had; then none is kept.
+    """
+    if port + pods - 1 > _PORT_MAX:
+        raise OSError(f"{pods} pods from port {port} need ports above {_PORT_MAX}.")
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    sockets: list[socket.socket] = []
+    for index in range(pods):
+        wanted = port + index if port else 0
+        try:
+            sockets.append(socket.create_server((host, wanted), family=family, backlog=1024))
+        except OSError as problem:
+            for opened in sockets:
+                opened.close()
+            # Numbers of the resolver are negative, and no errno.
+            number = problem.errno or 0
+            told = os.strerror(number) if number > 0 else problem.strerror or str(problem)
+            reason = told.partition(" (while")[0]
+            raise OSError(f"Cannot listen on {host} port {wanted}: {reason}.") from None
+    return sockets
+
+
+def write_endpoints(path: Path, addresses: Sequence[PodAddress]) -> None:
+    """The file that `epp serve --endpoints-file` reads, replaced in one go.
+
+    OSError with one sentence if it cannot be written.
+    """
+    content = {"endpoints": [msgspec.to_builtins(address) for address in addresses]}
+    beside = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        beside.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+        beside.replace(path)
+    except OSError as problem:
+        raise OSError(f"{path} cannot be written: {problem.strerror}.") from problem
+
+
+async def serve(
+    settings: PodSettings,
+    sockets: Sequence[socket.socket],
+    ready: Callable[[Sequence[PodAddress]], None],
+) -> None:
+    """Serve one pod a socket until SIGINT or SIGTERM; `ready` is called once all listen."""
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, stop.set)
+    pods = [Pod(f"pod-{index}", settings) for index in range(len(sockets))]
+    async with asyncio.TaskGroup() as tasks, contextlib.AsyncExitStack() as open_servers:
+        addresses = []
+        for pod, listener in zip(pods, sockets, strict=True):
+            pump = tasks.create_task(pod.run(), name=pod.name)
+            open_servers.callback(pump.cancel)
+            runner = web.AppRunner(
+                PodServer(pod).application(),
+                access_log=None,
+                handler_cancellation=True,
+                shutdown_timeout=_STOP_S,
+            )
+            await runner.setup()
+            open_servers.push_async_callback(runner.cleanup)
+            await web.SockSite(runner, listener).start()
+            addresses.append(_address(pod.name, listener))
+        ready(addresses)
+        log.info("pods are listening", pods=len(pods), first=addresses[0].url)
+        await stop.wait()
+        log.info("stopping")
+
+
+def _address(name: str, listener: socket.socket) -> PodAddress:
+    host, port = listener.getsockname()[:2]
+    everywhere = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # noqa: S104
+    return PodAddress(name=name, address=everywhere.get(host, host), port=port)
+
+
+@web.middleware
+async def _errors_as_objects(
+    request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
+) -> web.StreamResponse:
+    try:
+        return await handler(request)
+    except ApiError as problem:
+        return _json(problem.body, status=problem.status)
+    except web.HTTPException as problem:
+        kind = "NotFoundError" if problem.status == web.HTTPNotFound.status_code else "Error"
+        return _json(ApiError(problem.status, problem.reason, kind=kind).body, problem.status)
+
+
+def _usage(generations: Sequence[Generation]) -> Json:
+    requests = [generation.request for generation in generations]
+    return usage_of(
+        sum(request.prompt_tokens for request in requests),
+        sum(request.output_tokens for request in requests),
+        sum(request.cached_tokens for request in requests),
+    )
+
+
+def _event(value: Json) -> bytes:
+    return b"data: " + msgspec.json.encode(value) + b"\n\n"
+
+
+def _json(value: Json, status: int = 200) -> web.Response:
+    return web.Response(
+        body=msgspec.json.encode(value), status=status, content_type="application/json"
+    )

@@ -1,0 +1,224 @@
+"""How a comparison is told: a table, report.md, and a page with the curves of all."""
+
+from collections.abc import Sequence
+from typing import Any, Final
+
+import numpy as np
+
+from sim.measurement.intervals import BLOCK_S, BLOCKS_MIN, SEEDS_MIN, Difference
+from sim.measurement.measures import Series
+from sim.reports.charts import cdf_chart, figure, html_table, page
+from sim.reports.report import condition_rows, markdown_table, number, seconds, share, table
+
+_LABELS: Final = {
+    "ttft_mean_s": "TTFT mean",
+    "ttft_p50_s": "TTFT p50",
+    "ttft_p90_s": "TTFT p90",
+    "ttft_p99_s": "TTFT p99",
+    "tpot_mean_s": "TPOT mean",
+    "e2e_mean_s": "E2E mean",
+    "hit_rate": "hit rate",
+    "output_tokens_per_s": "output tokens/s",
+}
+_HIGHER_IS_BETTER: Final = frozenset({"hit_rate", "output_tokens_per_s"})
+"""Of the other measures lower is."""
+
+_MULTIPLE_MIN: Final = 10
+_SHARE_MIN: Final = 0.001
+"""Below, a percentage needs more than one place."""
+
+_BETTER: Final = "better"
+_WORSE: Final = "worse"
+_NO_DIFFERENCE: Final = "no significant difference"
+_UNKNOWN: Final = "not enough to tell from"
+
+
+def verdict(measure: str, found: Difference) -> str:
+    """In words: better or worse than the reference, or why one cannot be sure of either."""
+    if found.lacking:
+        return f"{_UNKNOWN}: {found.lacking}"
+    if not found.significant:
+        return _NO_DIFFERENCE
+    return _BETTER if (found.difference > 0) == (measure in _HIGHER_IS_BETTER) else _WORSE
+
+
+def _rows(summary: dict[str, Any]) -> list[list[str]]:
+    rows = [["", *summary["configs"]]]
+    for measure, label in _LABELS.items():
+        values = [
+            _shown(measure, config["mean"][measure]) for config in summary["configs"].values()
+        ]
+        rows.append([label, *values])
+    lost = [not_complete(config["requests"]) for config in summary["configs"].values()]
+    return [*rows, ["not complete", *lost]]
+
+
+def _difference_rows(summary: dict[str, Any]) -> list[list[str]]:
+    first = next(iter(summary["configs"]))
+    rows = [[f"against {first}", "difference", "95 % interval", "relative", "verdict"]]
+    for name, config in summary["configs"].items():
+        for measure, found in config["difference"].items():
+            low, high = _signed(measure, found["low"]), _signed(measure, found["high"])
+            rows.append(
+                [
+                    f"{name}: {_LABELS[measure]}",
+                    _signed(measure, found["value"]),
+                    "-" if found["low"] is None else f"{low} to {high}",
+                    _relative(found["relative"]),
+                    found["verdict"],
+                ]
+            )
+    return rows
+
+
+def _shown(measure: str, value: float | None) -> str:
+    if measure == "hit_rate":
+        return share(value)
+    return seconds(value) if measure.endswith("_s") and "tokens" not in measure else number(value)
+
+
+def _signed(measure: str, value: float | None) -> str:
+    """A difference in the unit of its measure: points of per cent for a share."""
+    if value is None:
+        return "-"
+    shown = f"{100 * value:.1f} points" if measure == "hit_rate" else _shown(measure, value)
+    return f"+{shown}" if value > 0 else shown
+
+
+def _relative(value: float | None) -> str:
+    """A difference as a share of the reference; from ten times on as a multiple of it."""
+    if value is None:
+        return "-"
+    if value >= _MULTIPLE_MIN - 1:
+        return f"{value + 1:,.3g} times"
+    return f"{value:+.1%}" if abs(value) >= _SHARE_MIN or not value else f"{value:+.3%}"
+
+
+def _conclusions(summary: dict[str, Any]) -> list[str]:
+    """A sentence for each configuration but the first."""
+    configs = summary["configs"]
+    first = next(iter(configs))
+    told = [
+        _conclusion(name, first, config["difference"])
+        for name, config in configs.items()
+        if name != first
+    ]
+    return told + _lost(configs)
+
+
+def _conclusion(name: str, first: str, differences: dict[str, dict[str, Any]]) -> str:
+    by_verdict: dict[str, list[str]] = {}
+    for measure, found in differences.items():
+        word, _, _ = found["verdict"].partition(":")
+        label = _LABELS[measure]
+        if word in (_BETTER, _WORSE):
+            known = found["relative"] is not None
+            size = _relative(found["relative"]) if known else _signed(measure, found["value"])
+            label = f"{label} ({size})"
+        by_verdict.setdefault(word, []).append(label)
+    sure = [word for word in (_BETTER, _WORSE) if word in by_verdict]
+    parts: list[str] = []
+    for word in (*sure, _NO_DIFFERENCE, _UNKNOWN):
+        if labels := by_verdict.get(word):
+            where = ", ".join(labels) if word in sure or len(by_verdict) > 1 else "any measure"
+            parts.append(f"{word}{'' if parts or not sure else f' than {first}'} in {where}")
+    return f"{name} {'is' if sure else f'against {first}:'} {'; '.join(parts)}."
+
+
+def _lost(configs: dict[str, dict[str, Any]]) -> list[str]:
+    """Who lost requests, and how: what is measured leaves them out."""
+    sentences = []
+    for name, config in configs.items():
+        counts = config["requests"]
+        fates = ", ".join(
+            f"{count:,} {fate}"
+            for fate, count in counts.items()
+            if count and fate not in ("sent", "complete")
+        )
+        if fates and not counts["complete"]:
+            sentences.append(f"{name} completed nothing ({fates}): there is nothing to compare.")
+        elif fates:
+            lost = 1 - counts["complete"] / counts["sent"]
+            sentences.append(
+                f"{name} left {share(lost)} of its requests not complete ({fates}), "
+                "which no other measure counts."
+            )
+    return sentences
+
+
+def not_complete(requests: dict[str, int]) -> str:
+    """`requests`: how many were sent, were complete, and ended otherwise."""
+    return f"{requests['sent'] - requests['complete']:,} of {requests['sent']:,}"
+
+
+def comparison_table(summary: dict[str, Any]) -> str:
+    """For the terminal."""
+    if not summary["configs"]:
+        return "interrupted before every configuration had run once"
+    said = "\n".join([_basis(summary), *_conclusions(summary)])
+    return f"{table(_rows(summary))}\n\n{table(_difference_rows(summary))}\n\n{said}\n"
+
+
+def comparison_report(summary: dict[str, Any]) -> str:
+    """report.md of a comparison."""
+    heading = f"# {' against '.join(summary['configs']) or 'Comparison'}\n\n"
+    if not summary["configs"]:
+        return heading + "Not every configuration has run once yet.\n"
+    notes = "" if summary["complete"] else "**Not complete: only whole seeds are counted.**\n\n"
+    told = [["", ""], *condition_rows(summary["conditions"])]
+    conclusions = "\n".join(f"- {sentence}" for sentence in _conclusions(summary))
+    return (
+        f"{heading}{notes}{markdown_table(_rows(summary))}\n\n"
+        f"{markdown_table(_difference_rows(summary))}\n\n{conclusions}\n\n{_basis(summary)}\n\n"
+        f"## What was run\n\n{markdown_table(told)}\n"
+    )
+
+
+def comparison_page(summary: dict[str, Any], columns: Sequence[Sequence[Series]]) -> str:
+    """report.html. `columns`: of each configuration of the summary, the runs of all its seeds."""
+    names = list(summary["configs"])
+    if not names:
+        return page("Comparison", "Not every configuration has run once yet.", "")
+    figures = [
+        cdf_chart(
+            f"{what}: share of requests within a time",
+            {
+                name: np.concatenate([getattr(series, field) for series in runs])
+                for name, runs in zip(names, columns, strict=True)
+            },
+        )
+        for what, field in (
+            ("Time to first token", "ttft_s"),
+            ("Time per output token", "tpot_s"),
+            ("Whole answer", "e2e_s"),
+        )
+    ]
+    conditions = condition_rows(summary["conditions"])
+    note = "" if summary["complete"] else " Not complete: only whole seeds are counted."
+    return page(
+        " against ".join(names),
+        " ".join([*_conclusions(summary), f"{_basis(summary)}{note}"]),
+        figure("Differences", html_table(_difference_rows(summary)))
+        + f'<div class="pair">{"".join(figures)}</div>'
+        + figure("Every configuration", html_table(_rows(summary)))
+        + figure("What was run", html_table(conditions)),
+    )
+
+
+def _basis(summary: dict[str, Any]) -> str:
+    differences = [
+        found for config in summary["configs"].values() for found in config["difference"].values()
+    ]
+    over = dict.fromkeys(found["over"] for found in differences if found["low"] is not None)
+    intervals = (
+        f"Intervals are paired over {', or '.join(over)}."
+        if over
+        else f"There are no intervals: they need {SEEDS_MIN} seeds (--seeds {SEEDS_MIN}) "
+        f"or {BLOCKS_MIN} blocks of {BLOCK_S:g} s of the trace."
+    )
+    bad_lines = summary["runs"][0]["bad_lines"]
+    skipped = f" {bad_lines:,} malformed lines of the trace were skipped." if bad_lines else ""
+    return (
+        f"Seeds from {summary['first_seed']}, {summary['seeds']} of them, the same requests at "
+        f"the same times for every configuration. {intervals}{skipped}"
+    )

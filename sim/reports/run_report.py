@@ -1,0 +1,259 @@
+"""The page of one run: what clients saw, what pods did, and why each request went where it went."""
+
+import math
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+from msgspec.json import decode, encode
+
+from sim.cluster.cluster import Fate
+from sim.measurement.measures import Series
+from sim.reports.charts import (
+    FULL,
+    SMALL,
+    Axis,
+    Points,
+    bar_chart,
+    cards,
+    cdf_chart,
+    figure,
+    html_table,
+    line_chart,
+    page,
+    scatter_chart,
+)
+from sim.reports.report import condition_rows, fact_rows, number, seconds, share
+
+_WINDOWS: Final = 40
+_DECISIONS_SHOWN: Final = 2_000
+"""Lines of decisions.jsonl that the page carries: evenly spread over the run."""
+_CANDIDATES_SHOWN: Final = 16
+_PODS_SHOWN: Final = 32
+_ENDED: Final = {
+    Fate.FAILED: ", which could not serve it",
+    Fate.ABORTED: "; its client left before the end",
+}
+
+
+def run_page(summary: dict[str, Any], series: Series, decisions: Path | None) -> str:
+    """report.html. `decisions`: decisions.jsonl, if it was written."""
+    conditions = summary["conditions"]
+    rows = condition_rows(conditions)
+    body = [
+        cards(_facts(summary)),
+        '<div class="pair">',
+        cdf_chart("Time to first token: share of requests within a time", {"": series.ttft_s}),
+        cdf_chart("Time per output token: share of requests within a time", {"": series.tpot_s}),
+        cdf_chart("Whole answer: share of requests within a time", {"": series.e2e_s}),
+        _ttft_over_rate(series),
+        "</div>",
+        _hit_rates(summary),
+        '<div class="pair">',
+        _loads(summary, "requests", "Requests that each pod completed"),
+        _uncached(summary),
+        "</div>",
+        _timelines(summary),
+        _explorer(decisions),
+        figure("In numbers", html_table([*fact_rows(summary)])),
+        figure("What was run", html_table(rows)),
+    ]
+    note = "" if summary["complete"] else " Interrupted: only what had ended is shown."
+    return page(
+        f"{summary['config']} on {conditions['trace']}",
+        f"{conditions['pods']} simulated pods, seed {summary['seed']}.{note}",
+        "\n".join(body),
+        script=_SCRIPT if decisions is not None else "",
+    )
+
+
+def _facts(summary: dict[str, Any]) -> list[tuple[str, str]]:
+    return [
+        ("TTFT mean", seconds(summary["ttft_s"]["mean"])),
+        ("TTFT p90", seconds(summary["ttft_s"]["p90"])),
+        ("TPOT mean", seconds(summary["tpot_s"]["mean"])),
+        ("hit rate", share(summary["hit_rate"])),
+        ("requests", f"{summary['requests']['sent']:,}"),
+        ("output tokens/s", number(summary["output_tokens_per_s"])),
+    ]
+
+
+def _ttft_over_rate(series: Series) -> str:
+    """Windows of the run by how many requests arrived in them: whether load hurts."""
+    caption = "TTFT over the arrival rate, by window of the run"
+    if len(series) < _WINDOWS:
+        return figure(caption, "<p>Too few requests.</p>")
+    edges = np.linspace(0, float(series.arrived_s.max()) + 1e-9, _WINDOWS + 1)
+    window = np.digitize(series.arrived_s, edges) - 1
+    means, worst = [], []
+    for at in range(_WINDOWS):
+        ttfts = series.ttft_s[window == at]
+        if len(ttfts):
+            rate = len(ttfts) / float(edges[1])
+            means.append((rate, float(ttfts.mean())))
+            worst.append((rate, float(np.percentile(ttfts, 90))))
+    lines: dict[str, Points] = {"mean": sorted(means), "p90": sorted(worst)}
+    x = Axis.over([rate for rate, _ in means], unit="requests/s", title="arrival rate")
+    y = Axis.over([at for _, at in worst + means], unit="s", title="TTFT", logarithmic=True)
+    return figure(caption, scatter_chart(lines, x=x, y=y, label=caption), list(lines))
+
+
+def _hit_rates(summary: dict[str, Any]) -> str:
+    rates = {"this run": summary["hit_rate"] or 0.0}
+    ceilings = summary.get("ceilings")
+    if ceilings:
+        rates |= {
+            "one endless cache": ceilings["one_cache"],
+            "endless, affinity": ceilings["affinity"],
+            "this size, affinity": ceilings["affinity_at_capacity"],
+            "this size, random": ceilings["random_at_capacity"],
+        }
+    shares = {name: round(100 * rate, 1) for name, rate in rates.items()}
+    caption = "Share of prompt tokens served from the cache"
+    if ceilings:
+        caption += ", against its ceiling (one endless cache) and other ways to place them"
+    y = Axis.over([*shares.values(), 10.0], unit="%")
+    return figure(caption, bar_chart(shares, y=y, label=caption, size=FULL))
+
+
+def _by_pod(summary: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:
+    return sorted(summary["pods"].items(), key=lambda item: (len(item[0]), item[0]))
+
+
+def _loads(summary: dict[str, Any], column: str, caption: str) -> str:
+    values = {name: float(load[column]) for name, load in _by_pod(summary)}
+    return figure(caption, bar_chart(values, y=Axis.over(list(values.values())), label=caption))
+
+
+def _uncached(summary: dict[str, Any]) -> str:
+    caption = "Prompt tokens that each pod had to compute, in thousands"
+    values = {
+        name: round((load["prompt_tokens"] - load["cached_tokens"]) / 1000, 1)
+        for name, load in _by_pod(summary)
+    }
+    return figure(caption, bar_chart(values, y=Axis.over(list(values.values())), label=caption))
+
+
+def _timelines(summary: dict[str, Any]) -> str:
+    """Two small charts a pod: its requests, and its cache in per cent, over time."""
+    timeline = summary["timeline"]
+    times = timeline["time_s"]
+    if not times:
+        return ""
+    pods = dict(list(timeline["pods"].items())[:_PODS_SHOWN])
+    counts = [value for pod in pods.values() for value in (*pod["running"], *pod["waiting"])]
+    x = Axis.over(times, unit="s", title="time")
+    requests = Axis.over([*counts, 1.0], title="requests")
+    shares = Axis(low=0, high=100, unit="%", title="share")
+    names = ("running", "waiting", "KV cache in use", "hit rate so far")
+    drawn = []
+    for name, pod in pods.items():
+        load = {key: list(zip(times, pod[key], strict=True)) for key in ("running", "waiting")}
+        cache = {key: _per_cent(times, pod[key]) for key in ("kv_cache_usage", "hit_rate")}
+        label = f"{name} over time"
+        drawn.append(
+            f"<div><b>{name}</b>"
+            f"{line_chart(load, x=x, y=requests, label=label, size=SMALL)}"
+            f"{line_chart(cache, x=x, y=shares, label=label, size=SMALL, first_colour=2)}</div>"
+        )
+    caption = "Every pod over time"
+    if len(drawn) < len(timeline["pods"]):
+        caption = f"The first {len(drawn)} of {len(timeline['pods']):,} pods over time"
+    return figure(caption, f'<div class="pods">{"".join(drawn)}</div>', names)
+
+
+def _per_cent(times: Sequence[float], shares: Iterable[float]) -> list[tuple[float, float]]:
+    return [(at, 100 * value) for at, value in zip(times, shares, strict=True)]
+
+
+def _explorer(decisions: Path | None) -> str:
+    """A search field, a table, and the decisions themselves as data of the page."""
+    if decisions is None:
+        return ""
+    with decisions.open("rb") as file:
+        total = sum(1 for _ in file)
+        file.seek(0)
+        every = max(1, math.ceil(total / _DECISIONS_SHOWN))
+        kept = [explained(decode(line)) for at, line in enumerate(file) if at % every == 0]
+    which = f"All {total:,} requests are on this page"
+    if every > 1:
+        first = ", ".join(str(one["request"]) for one in kept[:3])
+        which = (
+            f"{len(kept):,} of {total:,} requests are on this page, one in {every} ({first}, …); "
+            "decisions.jsonl has all of them"
+        )
+    # Nothing in it may end the element that holds it.
+    data = encode(kept).decode().replace("<", "\\u003c")
+    return (
+        f"<figure><figcaption>Why this pod?</figcaption><p>{which}. Line of the trace, from 0: "
+        '<input id="wanted" type="number" min="0" value="0"></p>'
+        '<p id="missing"></p><p id="said"></p><table class="decisions" id="candidates"></table>'
+        f'</figure><script type="application/json" id="decisions">{data}</script>'
+    )
+
+
+def explained(line: dict[str, Any]) -> dict[str, Any]:
+    """A line of decisions.jsonl in words: `request`, `said`, `rows` of a table, `chosen` of them.
+
+    The first row is the head; the best candidates come first.
+    """
+    scored = sorted(line["candidates"], key=lambda candidate: -candidate["score"])
+    rows: list[list[str]] = []
+    chosen = None
+    if scored:
+        total = line["total_blocks"]
+        rows.append(["pod", "score", f"matched blocks of {total:,}", *scored[0]["parts"]])
+    for candidate in scored[:_CANDIDATES_SHOWN]:
+        if candidate["endpoint"] == line["endpoint"]:
+            chosen = len(rows)
+        parts = [f"{part:.4f}" for part in candidate["parts"].values()]
+        score, matched = f"{candidate['score']:.4f}", f"{candidate['matched_blocks']:,}"
+        rows.append([candidate["endpoint"], score, matched, *parts])
+    if len(scored) > _CANDIDATES_SHOWN:
+        rows.append([f"and {len(scored) - _CANDIDATES_SHOWN:,} more"])
+    return {"request": line["request"], "said": _said(line), "rows": rows, "chosen": chosen}
+
+
+def _said(line: dict[str, Any]) -> str:
+    request = f"Request {line['request']}"
+    if line["time_s"] is None:
+        return f"{request} never got to the picker: its client left before."
+    request += f" at {line['time_s']:.3f} s"
+    if line["endpoint"] is None:
+        return f"{request} was refused: {line['refusal'].rstrip('.')}."
+    found = f"{line['cached_tokens']:,} prompt tokens were in the cache"
+    ended = _ENDED.get(line["outcome"], f"; {found}")
+    expected = f"The picker expected {line['predicted_cached_tokens']:,} cached tokens."
+    if not line["candidates"]:
+        expected = "This policy scores no pods, so that there is nothing to compare."
+    return f"{request} went to {line['endpoint']}{ended}. {expected}"
+
+
+_SCRIPT: Final = """
+const decisions = JSON.parse(document.getElementById("decisions").textContent);
+const wanted = document.getElementById("wanted");
+const table = document.getElementById("candidates");
+function show() {
+  const line = Number(wanted.value);
+  let found = decisions[0];
+  for (const one of decisions)
+    if (Math.abs(one.request - line) < Math.abs(found.request - line)) found = one;
+  if (!found) return;
+  document.getElementById("missing").textContent = found.request === line ? "" :
+    "Request " + line + " is not on this page; the nearest one that is:";
+  document.getElementById("said").textContent = found.said;
+  table.replaceChildren();
+  found.rows.forEach((cells, at) => {
+    const row = table.insertRow();
+    if (at === found.chosen) row.className = "chosen";
+    for (const text of cells) {
+      const cell = document.createElement(at ? "td" : "th");
+      cell.textContent = text;
+      row.appendChild(cell);
+    }
+  });
+}
+wanted.addEventListener("input", show);
+show();
+"""

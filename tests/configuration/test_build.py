@@ -1,0 +1,234 @@
+import sys
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from epp.configuration.build import (
+    INDEXES,
+    build_settings,
+    default_config,
+    plugin_tables,
+    settings_warnings,
+)
+from epp.configuration.config import ConfigError, load_config
+from epp.core.decision.scheduler import Scheduler, SchedulerSettings
+from epp.core.prompt.request import InferenceRequest
+from epp.core.types import Endpoint
+from epp.plugins import FILTERS, PICKERS, SCORERS
+
+SAMPLES = Path(__file__).parent / "config_samples"
+TABLES = plugin_tables()
+
+HEAD = "apiVersion: llm-d.ai/v1alpha1\nkind: EndpointPickerConfig\n"
+
+
+def sample(name):
+    return load_config((SAMPLES / f"{name}.yaml").read_bytes(), f"{name}.yaml", TABLES)
+
+
+@pytest.mark.parametrize("path", sorted(SAMPLES.glob("*.yaml")), ids=lambda path: path.stem)
+def test_a_scheduler_runs_on_every_sample(path):
+    """What loads also decides: two requests, two endpoints, and the picked one is recorded."""
+    scheduler = Scheduler(build_settings(sample(path.stem)), seed=1)
+    scheduler.replace(
+        [
+            Endpoint(
+                endpoint_id=name,
+                name=name,
+                address=f"10.0.0.{number}:8000",
+                labels={"accelerator": "h100"},
+            )
+            for number, name in enumerate(("a", "b"))
+        ],
+        0.0,
+    )
+    for number in range(2):
+        request = InferenceRequest(
+            request_id=str(number), model="m", prompts=(b"x" * 1024,), prompt_tokens=256
+        )
+        decision = scheduler.schedule(request, 0.1)
+        assert decision.endpoint.name in {"a", "b"}
+
+
+def test_the_default_settings_are_those_of_the_design():
+    """Block size, prefill speed, staleness and saturation when nothing is said."""
+    settings = build_settings(default_config(TABLES))
+    assert isinstance(settings, SchedulerSettings)
+    assert settings.prefix == "approx-prefix-cache-producer"
+    assert settings.block_tokens == 64
+    assert settings.metrics_staleness_s == 2.0
+    assert settings.prefill_tokens_per_s == 15_928.0
+    assert settings.saturation.metrics_staleness_threshold == 1.0
+    assert settings.fallback_endpoints_max == 0
+
+
+def test_the_block_size_is_that_of_the_default_prefix_index():
+    """Scorers turn blocks into tokens with it."""
+    text = f"""{HEAD}plugins:
+- type: approx-prefix-cache-producer
+  parameters: {{blockSizeTokens: 128}}
+- type: prefix-cache-scorer
+"""
+    assert build_settings(load_config(text, "c", TABLES)).block_tokens == 128
+
+
+def test_the_detectors_threshold_follows_the_refresh_interval_unless_given():
+    """max(1 s, 5 intervals); what the document says stays, and warns if it is smaller."""
+    default = default_config(TABLES)
+    settings = build_settings(default, refresh_interval_s=0.5)
+    assert settings.saturation.metrics_staleness_threshold == 2.5
+    assert settings_warnings(default, refresh_interval_s=0.5) == []
+    given = sample("first-generation")
+    assert build_settings(given).saturation.metrics_staleness_threshold == pytest.approx(0.2)
+    (warning,) = settings_warnings(given)
+    assert warning.startswith(
+        "first-generation.yaml: metricsStalenessThreshold 0.2s of the saturation detector is less"
+    )
+
+
+def test_metrics_that_age_faster_than_they_are_read_warn():
+    """Below two intervals every endpoint would be stale half of the time."""
+    (warning,) = settings_warnings(
+        default_config(TABLES), metrics_staleness_s=0.3, refresh_interval_s=0.2
+    )
+    assert warning.startswith("--metrics-staleness-threshold 0.3s is less than two refresh")
+
+
+def test_the_prefill_speed_is_that_of_the_affinity_filter():
+    """One number for what drains the ledger and what the filter expects."""
+    assert build_settings(sample("sticky-until-busy")).prefill_tokens_per_s == 21_000.0
+
+
+def test_the_picker_chooses_as_many_as_are_sent():
+    """`maxNumOfEndpoints` alone sends no fallbacks, the flag alone does."""
+    text = f"""{HEAD}plugins:
+- type: max-score-picker
+  parameters: {{maxNumOfEndpoints: 3}}
+"""
+    config = load_config(text, "c", TABLES)
+    assert build_settings(config).profile.picker.max_num_of_endpoints == 1
+    assert build_settings(config, fallback_endpoints_max=4).profile.picker.max_num_of_endpoints == 5
+    (warning,) = settings_warnings(config)
+    assert warning.startswith("c: maxNumOfEndpoints 3 of max-score-picker has no effect")
+    assert settings_warnings(config, fallback_endpoints_max=2) == []
+
+
+# --- plugins of other distributions ---
+
+PLUGIN = '''
+from typing import ClassVar
+import numpy as np
+from epp.plugins.contract import Parameters
+
+class Alphabetical(Parameters, frozen=True):
+    """Prefer names that come early. Nobody needs it."""
+
+    type_name: ClassVar[str] = "{type_name}"
+    first: str = "a"
+
+    def {verb}(self, request, candidates, /):
+        return np.ones(len(candidates))
+'''
+
+
+@pytest.fixture
+def offer(tmp_path, monkeypatch):
+    """Install a distribution that offers one class; import it under a name of its own."""
+    monkeypatch.syspath_prepend(str(tmp_path))
+
+    def install(module, source, value=None):
+        (tmp_path / f"{module}.py").write_text(source)
+        information = tmp_path / f"{module}-1.0.dist-info"
+        information.mkdir()
+        (information / "METADATA").write_text(
+            f"Metadata-Version: 2.1\nName: {module}\nVersion: 1.0\n"
+        )
+        (information / "entry_points.txt").write_text(
+            f"[homing.plugins]\nentry = {value or module + ':Alphabetical'}\n"
+        )
+        monkeypatch.delitem(sys.modules, module, raising=False)
+
+    return install
+
+
+def test_without_other_distributions_the_tables_are_our_own():
+    """Filters, scorers, pickers and indexes."""
+    assert dict(TABLES.filters) == dict(FILTERS)
+    assert dict(TABLES.scorers) == dict(SCORERS)
+    assert dict(TABLES.pickers) == dict(PICKERS)
+    assert dict(TABLES.indexes) == dict(INDEXES)
+
+
+@pytest.mark.parametrize(
+    ("verb", "table"),
+    [("keep", "filters"), ("score", "scorers"), ("pick", "pickers"), ("open", "indexes")],
+)
+def test_an_installed_plugin_joins_the_table_of_its_verb(offer, verb, table):
+    """By entry point, without a line of ours (D13)."""
+    offer(f"plugin_that_{verb}s", PLUGIN.format(type_name="alphabetical", verb=verb))
+    kind = getattr(plugin_tables(), table)["alphabetical"]
+    assert issubclass(kind, msgspec.Struct)
+    assert kind(first="b").first == "b"
+
+
+def test_an_installed_scorer_is_configured_and_checked_like_ours(offer):
+    """Parameters, unknown fields and weights."""
+    offer("plugin_in_use", PLUGIN.format(type_name="alphabetical", verb="score"))
+    tables = plugin_tables()
+    text = f"{HEAD}plugins: [{{type: alphabetical, parameters: {{first: k}}}}]"
+    (scorer,) = load_config(text, "c", tables).profile.scorers
+    assert scorer.plugin.first == "k"
+    with pytest.raises(ConfigError, match="parameters has unknown field `frist`, did you mean"):
+        load_config(text.replace("first", "frist"), "c", tables)
+
+
+@pytest.mark.parametrize(
+    ("module", "source", "value", "problem"),
+    [
+        (
+            "plugin_clash",
+            PLUGIN.format(type_name="queue-scorer", verb="score"),
+            None,
+            "entry point entry (plugin_clash:Alphabetical) is of type queue-scorer, which is taken",
+        ),
+        (
+            "plugin_refused_name",
+            PLUGIN.format(type_name="openai-parser", verb="score"),
+            None,
+            "entry point entry (plugin_refused_name:Alphabetical) is of type openai-parser, which is taken",
+        ),
+        (
+            "plugin_verbless",
+            PLUGIN.format(type_name="alphabetical", verb="rank"),
+            None,
+            "entry point entry (plugin_verbless:Alphabetical) has 0 of the verbs keep, score, pick, open, expected one",
+        ),
+        (
+            "plugin_function",
+            "def Alphabetical(): ...",
+            None,
+            "entry point entry (plugin_function:Alphabetical) is no plugin, expected a msgspec.Struct with a type_name",
+        ),
+        (
+            "plugin_missing",
+            "",
+            "plugin_nowhere:Scorer",
+            "entry point entry (plugin_nowhere:Scorer) cannot be imported: No module named 'plugin_nowhere'",
+        ),
+        (
+            "plugin_without_class",
+            "",
+            "plugin_without_class:Scorer",
+            "entry point entry (plugin_without_class:Scorer) cannot be imported: module 'plugin_without_class' has no attribute 'Scorer'",
+        ),
+    ],
+)  # fmt: skip
+def test_an_installed_plugin_that_cannot_be_used_is_a_problem(
+    offer, module, source, value, problem
+):
+    """Named by its entry point; nothing is silently left out."""
+    offer(module, source, value)
+    with pytest.raises(ConfigError) as error:
+        plugin_tables()
+    assert error.value.problems == (problem,)

@@ -1,0 +1,168 @@
+import io
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from epp.__main__ import main
+from epp.configuration.build import plugin_tables
+from epp.configuration.check_config import READS, check_config, explain
+from epp.configuration.config import DEFAULT_CONFIG, load_config
+from epp.configuration.flags import CheckFlags
+from epp.plugins import FILTERS, SCORERS
+
+SAMPLES = Path(__file__).parent / "config_samples"
+CHART = str(SAMPLES / "chart-default.yaml")
+OLD = str(SAMPLES / "first-generation.yaml")
+REFUSED = str(SAMPLES / "refused" / "flow-control.yaml")
+
+
+def check(**flags):
+    out, err = io.StringIO(), io.StringIO()
+    code = check_config(CheckFlags(**flags), out, err)
+    return code, out.getvalue(), err.getvalue()
+
+
+def test_a_valid_file_exits_0_and_names_its_hash():
+    """One line, nothing on stderr."""
+    code, out, err = check(file=CHART)
+    assert (code, err) == (0, "")
+    assert out.startswith(f"{CHART}: valid, hash ")
+    assert len(out.splitlines()) == 1
+
+
+def test_warnings_go_to_stderr_and_do_not_fail():
+    """Those of the document, and those that the default flags give it."""
+    code, out, err = check(file=OLD)
+    assert code == 0
+    assert out.startswith(f"{OLD}: valid")
+    assert all(line.startswith(f"warning: {OLD}: ") for line in err.splitlines())
+    assert "metricsStalenessThreshold 0.2s" in err
+
+
+def test_an_invalid_file_exits_1_with_every_problem_on_stderr():
+    """And says nothing else."""
+    code, out, err = check(file=REFUSED, explain=True)
+    assert (code, out) == (1, "")
+    assert len(err.splitlines()) == 4
+
+
+@pytest.mark.parametrize("file", ["/nowhere/config.yaml", str(SAMPLES)])
+def test_an_unreadable_file_exits_2(file):
+    """Missing, or a directory."""
+    code, out, err = check(file=file)
+    assert (code, out) == (2, "")
+    assert err.startswith(f"{file}: cannot be read: ")
+    assert check(file=CHART, diff=file)[0] == 2
+
+
+def test_a_difference_is_told_line_by_line(tmp_path):
+    """From OLD to FILE; equal ones say so."""
+    new = tmp_path / "new.yaml"
+    new.write_text(Path(CHART).read_text().replace("weight: 3", "weight: 5"))
+    code, out, err = check(file=str(new), diff=CHART)
+    assert (code, out, err) == (0, "scorer prefix-cache-scorer: weight 3 -> 5\n", "")
+    assert check(file=CHART, diff=CHART)[1] == f"{CHART} and {CHART} are equal\n"
+    assert check(file=CHART, diff=REFUSED)[0] == 1
+
+
+def test_the_default_is_explained_without_a_file():
+    """Profile with weights and shares, what each reads, index, saturation, parsers."""
+    code, out, err = check(explain=True)
+    assert (code, err) == (0, "")
+    for line in (
+        "profile default",
+        "  scorer    prefix-cache-scorer: weight 3 of 9, 33%",
+        "      Prefer short waiting queues, from 1 for the shortest to 0 for the longest.",
+        "      reads waiting requests",
+        "  picker    max-score-picker",
+        "  index     approx-prefix-cache-producer: default prefix index",
+        "      lruCapacityPerServer = 31250",
+        "      ttl = 300s",
+        "      metricsStalenessThreshold = 1s",
+        "  openai-parser, anthropic-parser, vllmhttp-parser, passthrough-parser",
+        "  defaultEngine = vllm",
+    ):
+        assert f"{line}\n" in out
+
+
+@pytest.mark.parametrize("path", sorted(SAMPLES.glob("*.yaml")), ids=lambda path: path.stem)
+def test_every_sample_is_explained(path):
+    """Each filter and scorer is in it; nothing is assigned nothing."""
+    config = load_config(path.read_bytes(), path.name, plugin_tables())
+    text = explain(config)
+    for member in (*config.profile.filters, *config.profile.scorers):
+        assert f" {member.name}" in text
+    assert all(line == line.rstrip() for line in text.splitlines())
+
+
+def test_what_each_filter_and_scorer_reads_is_known():
+    """A new one without a row fails here."""
+    assert set(READS) == {*FILTERS, *SCORERS}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "stream", "start"),
+    [
+        ([], 2, "err", "usage: epp serve"),
+        (["--help"], 0, "out", "usage: epp serve"),
+        (["fly"], 2, "err", "epp: unknown command 'fly'\nusage: "),
+        (["serve", "--help"], 0, "out", "usage: epp serve [flags]\n\nServing:\n  --grpc-port\n"),
+        (["serve"], 2, "err", "epp serve: no endpoints: give --pool-name, "),
+        (["serve", "--grpc-prt"], 2, "err", "epp serve: unknown flag '--grpc-prt', did you mean"),
+        (["check-config"], 2, "err", "epp check-config: expected FILE"),
+        (["check-config", "-help"], 0, "out", "usage: epp check-config"),
+        (["check-config", CHART], 0, "out", f"{CHART}: valid"),
+        (["check-config", REFUSED], 1, "err", f"{REFUSED}: "),
+        (["envoy-config", "--help"], 0, "out", "usage: epp envoy-config"),
+        (["envoy-config", "x"], 2, "err", "epp envoy-config: unexpected argument 'x'"),
+    ],
+)  # fmt: skip
+def test_the_command_exits_as_the_design_says(capsys, arguments, code, stream, start):
+    """0, 1 or 2, and where the words go."""
+    assert main(arguments) == code
+    captured = capsys.readouterr()
+    written = {"out": captured.out, "err": captured.err}
+    assert written.pop(stream).startswith(start)
+    assert list(written.values()) == [""]
+
+
+def test_standard_input_is_a_file_named_minus():
+    """As a process: the exit code and the streams are real, and no server module is imported."""
+    script = (
+        "import sys; from epp.__main__ import main; code = main(['check-config', '-']);"
+        "assert not {'grpc', 'envoy', 'aiohttp', 'kubernetes'} & set(sys.modules); sys.exit(code)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script],
+        input=DEFAULT_CONFIG.encode(),
+        capture_output=True,
+        check=False,
+        timeout=30,
+    )
+    assert done.stderr == b""
+    assert done.stdout.startswith(b"standard input: valid, hash ")
+    assert done.returncode == 0
+
+
+def test_envoy_config_prints_a_bootstrap_or_writes_it(capsys, tmp_path):
+    """Every flag is an option of the bootstrap; one that it refuses exits 2."""
+    arguments = [
+        "envoy-config",
+        "--plaintext",
+        "--listen-port=8085",
+        "--request-body-mode=BUFFERED",
+    ]
+    assert main(arguments) == 0
+    printed = capsys.readouterr().out
+    assert "port_value: 8085" in printed
+    out = tmp_path / "envoy.yaml"
+    assert main([*arguments, "--out", str(out)]) == 0
+    assert out.read_text() == printed
+    assert main(["envoy-config", "--picker-address=nowhere"]) == 2
+    assert capsys.readouterr().err.startswith(
+        "epp envoy-config: address 'nowhere' is not host:port"
+    )
+    assert main([*arguments, "--out", str(tmp_path / "none" / "envoy.yaml")]) == 1
+    assert "cannot be written" in capsys.readouterr().err

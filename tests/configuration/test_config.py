@@ -1,0 +1,678 @@
+import json
+from pathlib import Path
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from epp.configuration.build import default_config, plugin_tables
+from epp.configuration.compatibility import ACCEPTED, PARSERS, REFUSED
+from epp.configuration.config import (
+    CONFIG_MAX_BYTES,
+    DEFAULT_CONFIG,
+    ConfigError,
+    PickerConfig,
+    config_hash,
+    diff_configs,
+    load_config,
+)
+from epp.core.knowledge.prefix import PrefixIndexSettings
+from epp.plugins import DEPRECATED, FILTERS, PICKERS, SCORERS
+
+SAMPLES = Path(__file__).parent / "config_samples"
+TABLES = plugin_tables()
+
+HEAD = "apiVersion: llm-d.ai/v1alpha1\nkind: EndpointPickerConfig\n"
+
+
+def load(text, source="config.yaml"):
+    return load_config(text, source, TABLES)
+
+
+def load_parts(**sections):
+    head = {"apiVersion": "llm-d.ai/v1alpha1", "kind": "EndpointPickerConfig"}
+    return load(json.dumps(head | sections))
+
+
+def load_plugins(*plugins):
+    return load_parts(plugins=list(plugins))
+
+
+def problems(function, *arguments, **sections):
+    with pytest.raises(ConfigError) as error:
+        function(*arguments, **sections)
+    return [problem.removeprefix("config.yaml: ") for problem in error.value.problems]
+
+
+def warnings(config):
+    return [warning.removeprefix("config.yaml: ") for warning in config.warnings]
+
+
+def sample(name):
+    return load((SAMPLES / f"{name}.yaml").read_bytes(), f"{name}.yaml")
+
+
+# --- what loads ---
+
+
+@pytest.mark.parametrize("path", sorted(SAMPLES.glob("*.yaml")), ids=lambda path: path.stem)
+def test_configurations_in_the_words_of_the_field_load(path):
+    """An existing ConfigMap works unchanged (D10)."""
+    config = load(path.read_bytes(), path.name)
+    assert isinstance(config, PickerConfig)
+    assert all(warning.startswith(f"{path.name}: ") for warning in config.warnings)
+
+
+def test_the_default_is_the_profile_of_the_design():
+    """Section 4, with every missing part made."""
+    config = default_config(TABLES)
+    assert {scorer.name: scorer.weight for scorer in config.profile.scorers} == {
+        "prefix-cache-scorer": 3,
+        "queue-scorer": 2,
+        "kv-cache-utilization-scorer": 2,
+        "lora-affinity-scorer": 1,
+        "active-request-scorer": 1,
+    }
+    assert config.profile.filters == ()
+    assert config.profile.picker_name == "max-score-picker"
+    assert config.prefix == "approx-prefix-cache-producer"
+    assert config.indexes == {"approx-prefix-cache-producer": PrefixIndexSettings()}
+    assert config.parsers == PARSERS
+    assert config.warnings == ()
+
+
+def test_the_chart_default_weighs_two_two_three_without_warnings():
+    """reference/endpoint-pickers.md 2.4."""
+    config = sample("chart-default")
+    assert [scorer.weight for scorer in config.profile.scorers] == [2, 2, 3]
+    assert config.warnings == ()
+    assert config.parsers == ("openai-parser",)
+    assert config.metrics.source.path == "/metrics"
+
+
+def test_a_scorer_without_weight_weighs_one():
+    """As in the reference picker."""
+    assert {scorer.weight for scorer in sample("four-scorers").profile.scorers} == {1.0}
+
+
+def test_two_prefix_indexes_stay_apart_and_the_first_is_the_default():
+    """The guide for tiered caches declares one index a tier."""
+    config = sample("tiered-prefix-cache")
+    assert list(config.indexes) == ["gpu-prefix-cache", "cpu-prefix-cache"]
+    assert config.prefix == "gpu-prefix-cache"
+    assert config.indexes["cpu-prefix-cache"].lru_capacity_per_server == 41_000
+
+
+def test_index_parameters_of_the_old_scorer_go_to_the_index():
+    """First releases had the index inside `prefix-cache-scorer`."""
+    config = sample("first-generation")
+    index = config.indexes["approx-prefix-cache-producer"]
+    assert index.lru_capacity_per_server == 31_250
+    assert index.max_prefix_blocks_to_match == 256
+    assert index.block_tokens == 64
+    assert config.saturation.metrics_staleness_threshold == pytest.approx(0.2)
+    assert config.staleness_given
+    said = "\n".join(config.warnings)
+    for word in ("v1alpha1 is deprecated", "moved to", "blockSizeTokens 1 is below 64"):
+        assert word in said
+
+
+def test_a_session_index_is_found_by_its_type_whatever_its_name():
+    """The scorer asks for `session-id-producer`; the document calls it `sessions`."""
+    config = sample("sessions")
+    assert list(config.indexes) == ["session-id-producer"]
+    assert config.indexes["session-id-producer"].header_name == "x-claude-code-session-id"
+    assert config.indexes["session-id-producer"].ttl == 600.0
+    assert config.prefix == ""
+
+
+def test_a_missing_producer_is_made_with_the_parameters_that_its_reader_wants():
+    """`no-hit-lru-scorer` carries the size of its index."""
+    config = load_plugins({"type": "no-hit-lru-scorer", "parameters": {"lruSize": 7}})
+    assert config.indexes["no-hit-lru-producer"].lru_size == 7
+
+
+def test_a_detector_serves_as_saturation_detector_and_as_filter():
+    """One declaration, both uses."""
+    config = sample("sticky-until-busy")
+    names = [named.name for named in config.profile.filters]
+    assert names == ["prefix-cache-affinity-filter", "utilization-detector"]
+    assert config.saturation.queue_depth_threshold == 8
+    assert config.saturation.metrics_staleness_threshold == 3.0
+
+
+def test_metric_names_of_an_engine_are_read():
+    """`engineConfigs` replaces an engine's names; selectors are kept as written."""
+    config = sample("custom-engine")
+    assert config.metrics.source.port == 9400
+    extractor = config.metrics.extractor
+    assert extractor.default_engine == "atom"
+    (engine,) = extractor.engine_configs
+    assert engine.running_requests_spec == 'atom:requests{state="running",rank=0}'
+    assert engine.lora_spec == ""
+
+
+def test_without_profiles_everything_declared_is_one_profile_in_declared_order():
+    """Filters, scorers and the picker; a detector stays what it is."""
+    config = load_plugins(
+        {"type": "queue-scorer"},
+        {"type": "decode-filter"},
+        {"type": "utilization-detector"},
+        {"name": "fresh", "type": "fresh-metrics-filter", "parameters": {"maxAge": "500ms"}},
+        {"type": "random-picker"},
+    )
+    assert config.profile.name == "default"
+    assert [named.name for named in config.profile.filters] == ["decode-filter", "fresh"]
+    assert config.profile.filters[1].plugin.max_age == 0.5
+    assert config.profile.picker_name == "random-picker"
+
+
+def test_a_profile_without_picker_takes_the_best_score():
+    """The one that is declared, else one with the defaults."""
+    assert load_plugins({"type": "queue-scorer"}).profile.picker_name == "max-score-picker"
+    config = load_parts(
+        plugins=[{"type": "queue-scorer"}, {"name": "best", "type": "max-score-picker"}],
+        schedulingProfiles=[{"name": "p", "plugins": [{"pluginRef": "queue-scorer"}]}],
+    )
+    assert config.profile.picker_name == "best"
+    assert config.warnings == ()
+
+
+@pytest.mark.parametrize("type_name", sorted({*FILTERS, *SCORERS, *PICKERS, *ACCEPTED}))
+def test_every_type_loads_with_no_more_than_it_needs(type_name):
+    """Only `by-label` has a parameter that must be given."""
+    needed = {"by-label": {"label": "tier", "validValues": ["a"]}}
+    config = load_plugins({"type": type_name, "parameters": needed.get(type_name)})
+    assert config.profile.picker_name in {"max-score-picker", type_name}
+
+
+def test_json_is_read_like_yaml():
+    """JSON is a part of YAML; text and bytes are alike."""
+    text = json.dumps({"apiVersion": "llm-d.ai/v1alpha1", "kind": "EndpointPickerConfig"})
+    assert config_hash(load(text)) == config_hash(load(text.encode()))
+
+
+# --- what warns ---
+
+
+@pytest.mark.parametrize(
+    ("plugin", "sentence"),
+    [
+        (
+            {"type": "approx-prefix-cache-producer", "parameters": {"blockSizeTokens": 16}},
+            "plugins[0] (approx-prefix-cache-producer): blockSizeTokens 16 is below 64 and becomes it",
+        ),
+        (
+            {"type": "approx-prefix-cache-producer", "parameters": {"blockSize": 128}},
+            "plugins[0] (approx-prefix-cache-producer): blockSize is deprecated, use blockSizeTokens",
+        ),
+        (
+            {"type": "approx-prefix-cache-producer", "parameters": {"maxPrefixBlocksToMatch": 9}},
+            "plugins[0] (approx-prefix-cache-producer): maxPrefixBlocksToMatch has no effect, maxPrefixTokensToMatch is 131072 and not 0",
+        ),
+        (
+            {"type": "data-parallel-profile-handler"},
+            "plugins[0] (data-parallel-profile-handler): has no effect, each data-parallel rank is an endpoint of its own",
+        ),
+        (
+            {
+                "type": "inflight-load-producer",
+                "parameters": {"addEstimatedOutputTokens": True, "outputRatio": 2},
+            },
+            "plugins[0] (inflight-load-producer): addEstimatedOutputTokens has no effect, load in flight is requests and uncached prompt tokens",
+        ),
+        (
+            {"type": "token-producer", "parameters": {"estimate": {"image": {}}}},
+            "plugins[0] (token-producer): parameters of `estimate` have no effect, a token is 4 bytes",
+        ),
+        (
+            {"type": "model-server-protocol-metrics"},
+            "plugins[0] (model-server-protocol-metrics): type model-server-protocol-metrics is deprecated, use core-metrics-extractor",
+        ),
+        (
+            {"type": "by-label-selector"},
+            "plugins[0] (by-label-selector): type by-label-selector is deprecated, use label-selector-filter",
+        ),
+    ],
+)  # fmt: skip
+def test_what_does_less_than_it_says_warns(plugin, sentence):
+    """Accepted, with one sentence."""
+    assert sentence in warnings(load_plugins(plugin))
+
+
+def test_what_a_profile_leaves_out_warns():
+    """A plugin in no profile, and a weight of what is not weighed."""
+    config = load_parts(
+        plugins=[
+            {"type": "queue-scorer"},
+            {"type": "lora-affinity-scorer"},
+            {"type": "decode-filter"},
+        ],
+        schedulingProfiles=[
+            {
+                "name": "p",
+                "plugins": [
+                    {"pluginRef": "queue-scorer"},
+                    {"pluginRef": "decode-filter", "weight": 2},
+                ],
+            }
+        ],
+    )
+    assert warnings(config) == [
+        "schedulingProfiles[0].plugins[1]: the weight of filter decode-filter has no effect",
+        "plugins[1] (lora-affinity-scorer): is in no profile and has no effect",
+    ]
+
+
+@pytest.mark.parametrize(
+    "gate", ["dataLayer", "prepareDataPlugins=true", "haPopulateNonLeaderDatastore"]
+)
+def test_a_feature_gate_without_effect_warns(gate):
+    """Known gates of the field; flowControl may be given as off."""
+    config = load_parts(featureGates=[gate, "flowControl=false"])
+    assert len(config.warnings) == 1
+    assert "featureGates[0]" in config.warnings[0]
+
+
+# --- what is refused ---
+
+
+@pytest.mark.parametrize("type_name", sorted(REFUSED))
+def test_a_type_of_the_field_that_is_not_here_is_refused_with_what_to_do_instead(type_name):
+    """By name; what is named as substitute exists."""
+    (problem,) = problems(load_plugins, {"type": type_name})
+    start = f"plugins[0] ({type_name}): type {type_name} is not supported: "
+    assert problem.startswith(start)
+    instead = problem.removeprefix(start)
+    known = {*FILTERS, *SCORERS, *PICKERS, *ACCEPTED, "approx-prefix-cache-producer"}
+    assert any(name in instead for name in known) or "remove it" in instead or "--" in instead
+
+
+def test_no_type_is_both_known_and_refused():
+    """The tables do not contradict each other."""
+    known = {*FILTERS, *SCORERS, *PICKERS, *TABLES.indexes, *ACCEPTED}
+    assert not known & set(REFUSED)
+    assert set(DEPRECATED) <= known
+
+
+@pytest.mark.parametrize(
+    ("name", "count"), [("precise", 3), ("disaggregated", 3), ("flow-control", 4), ("latency", 3)]
+)
+def test_guides_that_need_more_than_there_is_are_refused_as_a_whole(name, count):
+    """Every problem at once, each in one line, none of them a consequence of another."""
+    with pytest.raises(ConfigError) as error:
+        load((SAMPLES / "refused" / f"{name}.yaml").read_bytes())
+    assert len(error.value.problems) == count
+    assert all("\n" not in problem for problem in error.value.problems)
+    assert str(error.value) == "\n".join(error.value.problems)
+
+
+@pytest.mark.parametrize(
+    ("plugin", "problem"),
+    [
+        (
+            {"type": "queue-scorer", "parameters": {"x": 1}},
+            "plugins[0] (queue-scorer): parameters has unknown field `x`",
+        ),
+        (
+            {"type": "load-aware-scorer", "parameters": {"treshold": 1}},
+            "plugins[0] (load-aware-scorer): parameters has unknown field `treshold`, did you mean `threshold`?",
+        ),
+        (
+            {"name": "mine", "type": "load-aware-scorer", "parameters": {"threshold": "many"}},
+            "plugins[0] (mine): parameters.threshold: expected `float`, got `str`",
+        ),
+        (
+            {"type": "load-aware-scorer", "parameters": {"threshold": 0}},
+            "plugins[0] (load-aware-scorer): parameters.threshold: expected `float` > 0.0",
+        ),
+        (
+            {"type": "fresh-metrics-filter", "parameters": {"maxAge": "2"}},
+            "plugins[0] (fresh-metrics-filter): parameters.maxAge: '2' is not a duration such as 300ms, 2s or 1m30s",
+        ),
+        (
+            {"type": "fresh-metrics-filter", "parameters": {"maxAge": 2}},
+            "plugins[0] (fresh-metrics-filter): parameters.maxAge: expected a text, got 2",
+        ),
+        (
+            {"type": "fresh-metrics-filter", "parameters": {"maxAge": "0s"}},
+            "plugins[0] (fresh-metrics-filter): parameters: maxAge must be more than 0s, is 0s",
+        ),
+        (
+            {"type": "by-label"},
+            "plugins[0] (by-label): parameters needs field `label`",
+        ),
+        (
+            {"type": "label-selector-filter", "parameters": {"matchExpressions": [{"key": "a", "operator": "Has"}]}},
+            "plugins[0] (label-selector-filter): parameters.matchExpressions[0].operator: Invalid enum value 'Has'",
+        ),
+        (
+            {"type": "token-producer", "parameters": {"vllm": {"url": "http://x"}}},
+            "plugins[0] (token-producer): parameters: the vllm tokenizer backend is not supported, prompts are measured by their bytes: remove `vllm` or use `estimate`",
+        ),
+        (
+            {"type": "core-metrics-extractor", "parameters": {"engineConfigs": [{"name": "a", "kvUsageSpec": "a{b"}]}},
+            "plugins[0] (core-metrics-extractor): parameters.engineConfigs[0].kvUsageSpec: 'a{b' is not a metric such as name or name{label=value}",
+        ),
+        (
+            {"type": "core-metrics-extractor", "parameters": {"defaultEngine": "tgi"}},
+            "plugins[0] (core-metrics-extractor): parameters: defaultEngine tgi is not one of llama.cpp, sglang, triton, triton-tensorrt-llm, trtllm-serve, vllm",
+        ),
+        (
+            {"type": "core-metrics-extractor", "parameters": {"engineConfigs": [{"name": "a"}]}},
+            "plugins[0] (core-metrics-extractor): parameters.engineConfigs[0]: engine a has no queuedRequestsSpec, by which its page is recognised",
+        ),
+        (
+            {"type": "metrics-data-source", "parameters": {"port": 0}},
+            "plugins[0] (metrics-data-source): parameters.port: expected `int` >= 1",
+        ),
+        (
+            {"type": "queue-scorr"},
+            "plugins[0] (queue-scorr): type queue-scorr is unknown, did you mean `queue-scorer`?",
+        ),
+        ({"type": "zzz"}, "plugins[0] (zzz): type zzz is unknown"),
+        ({"name": "a"}, "plugins[0] needs field `type`"),
+        ({"type": "queue-scorer", "weight": 2}, "plugins[0] has unknown field `weight`"),
+        ({"type": 3}, "plugins[0].type: expected `str`, got `int`"),
+        ("queue-scorer", "plugins[0]: expected `object`, got `str`"),
+        (
+            {"type": "prefix-cache-scorer", "parameters": {"prefixMatchInfoProducerName": "x"}},
+            "plugins[0] (prefix-cache-scorer): producer x names no plugin",
+        ),
+        (
+            {
+                "type": "prefix-cache-scorer",
+                "parameters": {"prefixMatchInfoProducerName": "precise-prefix-cache-producer"},
+            },
+            "plugins[0] (prefix-cache-scorer): producer precise-prefix-cache-producer is not supported: there are no KV-cache events here: use approx-prefix-cache-producer",
+        ),
+    ],
+)  # fmt: skip
+def test_a_bad_plugin_is_named_with_its_field(plugin, problem):
+    """File, plugin, path, and what was expected."""
+    assert problems(load_plugins, plugin) == [problem]
+
+
+def profile(*entries, **more):
+    plugins = [
+        {"type": "queue-scorer"},
+        {"type": "decode-filter"},
+        {"type": "max-score-picker"},
+        {"type": "random-picker"},
+        {"type": "openai-parser"},
+    ]
+    return load_parts(
+        plugins=plugins, schedulingProfiles=[{"name": "p", "plugins": list(entries)}], **more
+    )
+
+
+@pytest.mark.parametrize(
+    ("entries", "problem"),
+    [
+        (
+            [{"pluginRef": "queue-score"}],
+            "schedulingProfiles[0].plugins[0]: pluginRef queue-score names no plugin, did you mean `queue-scorer`?",
+        ),
+        (
+            [{"pluginRef": "openai-parser"}],
+            "schedulingProfiles[0].plugins[0]: openai-parser is a parser, expected a filter or scorer or picker",
+        ),
+        (
+            [{"pluginRef": "queue-scorer", "weight": -1}],
+            "schedulingProfiles[0]: the weight of scorer queue-scorer must be finite and at least 0, is -1.0",
+        ),
+        (
+            [{"pluginRef": "queue-scorer", "weight": "2"}],
+            "schedulingProfiles[0].plugins[0].weight: expected `float | null`, got `str`",
+        ),
+        (
+            [{"pluginRef": "queue-scorer", "weight": True}],
+            "schedulingProfiles[0].plugins[0].weight: expected `float | null`, got `bool`",
+        ),
+        (
+            [{"pluginRef": "queue-scorer", "weight": 0}],
+            "schedulingProfiles[0]: the weights of profile p are all 0: no scorer counts",
+        ),
+        (
+            [{"pluginRef": "queue-scorer"}, {"pluginRef": "queue-scorer"}],
+            "schedulingProfiles[0].plugins[1]: queue-scorer is already in this profile",
+        ),
+        (
+            [{"pluginRef": "max-score-picker"}, {"pluginRef": "random-picker"}],
+            "schedulingProfiles[0] has 2 pickers, expected at most one: max-score-picker, random-picker",
+        ),
+    ],
+)  # fmt: skip
+def test_a_bad_profile_says_which_entry_is_wrong(entries, problem):
+    """References, weights and pickers."""
+    assert problems(profile, *entries) == [problem]
+
+
+@pytest.mark.parametrize("weight", [".inf", ".nan", "-.inf"])
+def test_a_weight_is_finite(weight):
+    """YAML can say infinity and not a number."""
+    text = f"""{HEAD}plugins: [{{type: queue-scorer}}]
+schedulingProfiles: [{{name: p, plugins: [{{pluginRef: queue-scorer, weight: {weight}}}]}}]"""
+    (problem,) = problems(load, text)
+    assert "must be finite and at least 0" in problem
+
+
+def test_a_second_profile_is_refused():
+    """Disaggregation needs one profile a stage; there is one stage here."""
+    (problem,) = problems(load_parts, schedulingProfiles=[{"name": "a"}, {"name": "b"}])
+    assert problem.startswith("schedulingProfiles has 2 profiles, expected one")
+
+
+def test_two_plugins_of_one_name_are_refused():
+    """The name defaults to the type."""
+    twice = [{"type": "queue-scorer"}, {"name": "queue-scorer", "type": "load-aware-scorer"}]
+    assert problems(load_plugins, *twice) == [
+        "plugins[1] (queue-scorer): the name queue-scorer is taken by an earlier plugin"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("sections", "problem"),
+    [
+        ({"kind": "ConfigMap"}, "kind is 'ConfigMap', expected 'EndpointPickerConfig'"),
+        ({"apiVersion": "v1"}, "apiVersion is 'v1', expected 'llm-d.ai/v1alpha1'"),
+        ({"plugin": []}, "has unknown field `plugin`, did you mean `plugins`?"),
+        ({"plugins": {}}, "plugins: expected a list, got dict"),
+        (
+            {"flowControl": {"maxBytes": 1}},
+            "flowControl.maxBytes is not supported, requests are not queued in the picker: remove it",
+        ),
+        (
+            {"flowControl": {"enableEviction": True}},
+            "flowControl.enableEviction is not supported: remove it",
+        ),
+        (
+            {"dataLayer": {"discovery": {"pluginRef": "x"}}},
+            "dataLayer.discovery is not supported, endpoints are given with --endpoints-file: remove it",
+        ),
+        (
+            {"dataLayer": {"sources": [{"pluginRef": "x"}]}},
+            "dataLayer.sources[0]: pluginRef x names no plugin",
+        ),
+        (
+            {"requestHandler": {"parsers": [{"pluginRef": "x"}]}},
+            "requestHandler.parsers[0]: pluginRef x names no plugin",
+        ),
+        ({"parser": {}}, "parser needs field `pluginRef`"),
+        (
+            {"saturationDetector": {"queueDepthThreshold": 0}},
+            "saturationDetector: parameters.queueDepthThreshold: expected `float` > 0.0",
+        ),
+        (
+            {
+                "plugins": [{"type": "decode-filter"}],
+                "flowControl": {"saturationDetector": {"pluginRef": "decode-filter"}},
+            },
+            "flowControl.saturationDetector: decode-filter is a filter, expected a utilization-detector",
+        ),
+        ({"featureGates": ["flowContrl"]}, "featureGates[0]: feature gate 'flowContrl' is unknown, did you mean `flowControl`?"),
+        ({"featureGates": ["dataLayer=1"]}, "featureGates[0]: 'dataLayer=1' is neither a gate nor gate=true nor gate=false"),
+    ],
+)  # fmt: skip
+def test_a_bad_section_is_refused(sections, problem):
+    """The head, and what is beside plugins and profiles."""
+    assert problems(load_parts, **sections) == [problem]
+
+
+def test_all_problems_are_reported_together():
+    """One edit instead of one a try."""
+    found = problems(
+        load_parts,
+        plugins=[
+            {"type": "queue-scorer", "parameters": {"a": 1, "b": 2}},
+            {"type": "pd-profile-handler"},
+        ],
+        schedulingProfiles=[
+            {"name": "p", "plugins": [{"pluginRef": "queue-scorer"}, {"pluginRef": "x"}]}
+        ],
+        flowControl={"maxBytes": 1},
+    )
+    assert len(found) == 5
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        (b"", "is empty, expected an EndpointPickerConfig"),
+        (b"- a", "is not a mapping, expected an EndpointPickerConfig"),
+        (b"a: 1\na: 2", "line 2: key `a` stands twice in one mapping"),
+        (b"plugins:\n- {type: a, type: b}", "line 2: key `type` stands twice in one mapping"),
+        (b"a: &x 1\nb: *x", "line 2: alias *x is not supported, expected the value itself"),
+        (b"a: [" + b"[" * 100_000, "line 1: is nested more than 32 levels deep"),
+        (b"kind: }", "line 1: did not find expected node content"),
+        (b"a: 1\n---\nb: 2", "line 2: expected a single document in the stream, but found another document"),
+        (b"a: !!python/name:os.system x", "line 1: could not determine a constructor for the tag"),
+    ],
+)  # fmt: skip
+def test_what_is_no_configuration_says_where(text, problem):
+    """With the line where there is one."""
+    (found,) = problems(load, text)
+    assert found.startswith(problem)
+
+
+def test_what_is_not_text_or_too_long_is_refused():
+    """Bytes that are no UTF-8; a megabyte and one byte."""
+    (found,) = problems(load, b"\xff\xfe\x00")
+    assert found.startswith("is not YAML: ")
+    assert problems(load, b" " * (CONFIG_MAX_BYTES + 1)) == [
+        f"has {CONFIG_MAX_BYTES + 1} bytes, expected at most {CONFIG_MAX_BYTES}"
+    ]
+
+
+_NAMES = st.sampled_from(
+    ["apiVersion", "kind", "plugins", "type", "name", "parameters", "schedulingProfiles",
+     "pluginRef", "weight", "dataLayer", "sources", "extractors", "flowControl", "parsers",
+     "saturationDetector", "requestHandler", "featureGates", "parser", "maxAge", "estimate"]
+)  # fmt: skip
+_LEAVES = (
+    st.none()
+    | st.booleans()
+    | st.integers(-3, 3)
+    | st.floats()
+    | st.text(max_size=4)
+    | st.sampled_from(["queue-scorer", "prefix-cache-scorer", "fresh-metrics-filter", "1s"])
+)
+_VALUES = st.recursive(
+    _LEAVES,
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(_NAMES | st.text(max_size=3), inner, max_size=4)
+    ),
+    max_leaves=12,
+)
+
+
+@settings(max_examples=200)
+@given(st.dictionaries(_NAMES, _VALUES))
+def test_any_document_loads_or_is_refused_in_sentences(sections):
+    """Never another exception, never an empty refusal."""
+    try:
+        load_parts(**sections)
+    except ConfigError as error:
+        refusal = error.problems
+    else:
+        refusal = ("fine",)
+    assert refusal
+    assert all(sentence and "\n" not in sentence for sentence in refusal)
+
+
+@settings(max_examples=200)
+@given(st.binary(max_size=64) | st.text(max_size=64))
+def test_any_bytes_are_refused_in_one_sentence(text):
+    """No configuration is that short."""
+    with pytest.raises(ConfigError) as error:
+        load(text)
+    assert all(len(problem.splitlines()) == 1 for problem in error.value.problems)
+
+
+# --- comparing ---
+
+
+def test_the_hash_tells_what_decides_and_nothing_else():
+    """Comments, source and spelled-out defaults do not count; a weight does."""
+    plain = load(DEFAULT_CONFIG)
+    same = load("# tuned\n" + DEFAULT_CONFIG.replace("weight: 3", "weight: 3.0"), "other.yaml")
+    spelled = load(
+        DEFAULT_CONFIG.replace(
+            "- type: prefix-cache-scorer",
+            "- type: approx-prefix-cache-producer\n- type: prefix-cache-scorer\n"
+            "- {type: utilization-detector, parameters: {queueDepthThreshold: 5.0}}",
+        )
+    )
+    assert config_hash(plain) == config_hash(same) == config_hash(spelled)
+    assert diff_configs(plain, same) == []
+    assert len(config_hash(plain)) == 12
+    assert config_hash(plain) != config_hash(load(DEFAULT_CONFIG.replace("weight: 3", "weight: 4")))
+
+
+def test_a_difference_is_told_by_plugin_and_parameter():
+    """What hot reload logs."""
+    old = load(DEFAULT_CONFIG)
+    text = (
+        DEFAULT_CONFIG.replace(
+            "- type: prefix-cache-scorer\n",
+            "- type: prefix-cache-scorer\n  parameters: {matchLengthWeight: 0.5}\n"
+            "- type: fresh-metrics-filter\n- type: token-load-scorer\n",
+        )
+        .replace(
+            "  - pluginRef: queue-scorer\n    weight: 2\n", "  - pluginRef: fresh-metrics-filter\n"
+        )
+        .replace(
+            "  - pluginRef: lora-affinity-scorer\n    weight: 1\n",
+            "  - pluginRef: token-load-scorer\n    weight: 4\n",
+        )
+        .replace("weight: 3", "weight: 5")
+    )
+    lines = diff_configs(old, load(text))
+    assert lines == [
+        "scorer queue-scorer: removed",
+        "scorer lora-affinity-scorer: removed",
+        "profile: filters none -> fresh-metrics-filter",
+        "filter fresh-metrics-filter: added",
+        "scorer prefix-cache-scorer: weight 3 -> 5",
+        "scorer prefix-cache-scorer: matchLengthWeight 0 -> 0.5",
+        "scorer token-load-scorer: added with weight 4",
+    ]
+
+
+@pytest.mark.parametrize("name", [path.stem for path in sorted(SAMPLES.glob("*.yaml"))])
+def test_equal_hash_means_no_difference(name):
+    """And a difference from the default means another hash."""
+    config, default = sample(name), default_config(TABLES)
+    assert diff_configs(config, config) == []
+    assert bool(diff_configs(default, config)) == (config_hash(default) != config_hash(config))
+
+
+def test_a_configuration_is_a_value():
+    """Loaded twice it is equal; nothing in it can be assigned."""
+    config = sample("optimized-baseline")
+    assert config == sample("optimized-baseline")
+    with pytest.raises(AttributeError):
+        config.prefix = "x"
+    assert msgspec.structs.replace(config, prefix="") != config

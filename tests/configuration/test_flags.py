@@ -1,0 +1,355 @@
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from epp.configuration.flags import (
+    CHECK_HELP,
+    ENVOY_HELP,
+    SERVE_HELP,
+    BodyMode,
+    CheckFlags,
+    EnvoyFlags,
+    FlagError,
+    LogFormat,
+    ServeFlags,
+    help_text,
+    parse_byte_count,
+    parse_check,
+    parse_envoy,
+    parse_serve,
+)
+
+ENDPOINTS = ["--endpoints-file", "endpoints.yaml"]
+
+# Flags of the reference pickers with a value each (reference/endpoint-pickers.md, section 9).
+REFERENCE_FLAGS = [
+    "grpc-port=9012",
+    "grpc-health-port=9013",
+    "pool-group=inference.networking.k8s.io",
+    "pool-namespace=team-a",
+    "pool-name=vllm",
+    "endpoint-selector=app=vllm",
+    "endpoint-target-ports=8000,8001",
+    "disable-endpoint-subset-filter=true",
+    "emit-endpoint-scores=true",
+    "refresh-metrics-interval=50ms",
+    "refresh-prometheus-metrics-interval=5s",
+    "metrics-staleness-threshold=2s",
+    "health-checking=true",
+    "enable-grpc-stream-metrics=false",
+    "v=4",
+    "metrics-port=9091",
+    "metrics-endpoint-auth=false",
+    "metrics-client-ca-file=/ca.crt",
+    "metrics-cert-dir=/certs",
+    "enable-pprof=true",
+    "cert-path=/certs",
+    "enable-cert-reload=true",
+    "secure-serving=false",
+    "tls-min-version=VersionTLS13",
+    "tls-cipher-suites=TLS_AES_128_GCM_SHA256",
+    "grpc-max-recv-msg-size=4Mi",
+    "grpc-max-send-msg-size=4194304",
+    "ha-enable-leader-election=true",
+    "drain-timeout=30s",
+    "config-file=/config/default-plugins.yaml",
+    "config-text=kind: EndpointPickerConfig",
+    "allow-experimental-plugins=true",
+    "tracing=true",
+    "zap-encoder=json",
+    "zap-log-level=debug",
+    "zap-devel=false",
+    "zap-stacktrace-level=error",
+    "zap-time-encoding=rfc3339",
+]
+
+REMOVED_FLAGS = [
+    "total-queued-requests-metric",
+    "total-running-requests-metric",
+    "kv-cache-usage-percentage-metric",
+    "lora-info-metric",
+    "cache-info-metric",
+]
+
+
+def serve(*arguments, environment=None):
+    return parse_serve([*ENDPOINTS, *arguments], environment or {})
+
+
+@pytest.mark.parametrize("flag", REFERENCE_FLAGS)
+@pytest.mark.parametrize("dashes", ["-", "--"])
+def test_every_flag_of_the_reference_pickers_parses(flag, dashes):
+    """`--name=value` and `--name value`, with one dash or two, mean the same."""
+    name, _, value = flag.partition("=")
+    with_equals = serve(f"{dashes}{flag}")
+    assert isinstance(with_equals, ServeFlags)
+    if value not in {"true", "false"}:
+        assert serve(f"{dashes}{name}", value) == with_equals
+    elif value == "true":
+        assert serve(f"{dashes}{name}") == with_equals
+
+
+@pytest.mark.parametrize("name", REMOVED_FLAGS)
+def test_a_removed_flag_is_an_error_that_says_where_its_value_went(name):
+    """The reference rejects these too."""
+    with pytest.raises(FlagError, match=rf"^--{name} was removed: .*engineConfigs"):
+        serve(f"--{name}=x")
+
+
+def test_without_flags_the_defaults_are_those_of_the_design():
+    """What design section 3 and the reference pickers say."""
+    flags = serve()
+    assert (flags.grpc_port, flags.grpc_health_port, flags.metrics_port) == (9002, 9003, 9090)
+    assert flags.secure_serving
+    assert flags.request_body_max_bytes == 33_554_432
+    assert flags.receive_message_max_bytes == 33_554_432 + 65_536
+    assert flags.fallback_endpoints_max == 0
+    assert flags.lease_ttl_without_response_phase == 60.0
+    assert (flags.drain_grace, flags.drain_timeout) == (5.0, 30.0)
+    assert flags.metrics_staleness_threshold == 2.0
+    assert flags.refresh_metrics_interval is None
+    assert flags.log_format is LogFormat.JSON
+    assert flags.seed is None
+    assert flags.warnings == ()
+
+
+def test_the_arguments_that_the_chart_of_the_field_renders_are_understood():
+    """A drop-in image: warnings at most (reference/kubernetes.md 3.3)."""
+    flags = serve(
+        "--pool-name=vllm", "--pool-namespace=ns", "--zap-encoder", "json", "--config-file",
+        "/config/default-plugins.yaml", "--grpc-health-port", "9003", "--tracing=false",
+        "--metrics-endpoint-auth=false", "--secure-serving=false", "--v=2",
+    )  # fmt: skip
+    assert flags.config_file == "/config/default-plugins.yaml"
+    assert not flags.secure_serving
+    assert flags.warnings == ("--pool-name has no effect: --endpoints-file is given",)
+
+
+def test_a_flag_without_counterpart_warns_once_and_does_nothing():
+    """Unless its value asks for what Homing does anyhow."""
+    flags = serve("--tracing", "--enable-pprof=true", "--tracing=true", "--health-checking")
+    assert [warning.split()[0] for warning in flags.warnings] == ["--enable-pprof", "--tracing"]
+    assert flags == serve("--enable-pprof", "--tracing=1")
+
+
+def test_the_last_of_two_equal_flags_counts():
+    """As in Go."""
+    assert serve("--grpc-port=1", "-grpc-port", "2").grpc_port == 2
+
+
+def test_a_receive_limit_that_is_given_is_kept():
+    """Bytes or a quantity."""
+    flags = serve("--grpc-max-recv-msg-size=4Mi", "--request-body-max-bytes", "1048576")
+    assert flags.receive_message_max_bytes == 4_194_304
+    assert serve("--request-body-max-bytes=1Mi").receive_message_max_bytes == 1_114_112
+
+
+def test_the_refresh_interval_grows_with_the_pool_and_a_flag_is_its_minimum():
+    """max(200 ms, 0.5 ms an endpoint); the flag replaces the 200 ms."""
+    assert serve().refresh_interval_s(10) == pytest.approx(0.2)
+    assert serve().refresh_interval_s(1_000) == pytest.approx(0.5)
+    explicit = serve("--refresh-metrics-interval=50ms")
+    assert explicit.refresh_interval_s(10) == pytest.approx(0.05)
+    assert explicit.refresh_interval_s(1_000) == pytest.approx(0.5)
+    assert serve("--refresh-metrics-interval=1m").refresh_interval_s(1_000) == pytest.approx(60)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "level"),
+    [
+        (["--v=0"], "warning"),
+        ([], "info"),
+        (["-v", "3"], "info"),
+        (["--v=4"], "debug"),
+        (["--zap-log-level=debug"], "debug"),
+        (["--zap-log-level=error"], "warning"),
+        (["--zap-log-level=5"], "debug"),
+        (["--zap-log-level=debug", "--v=2"], "info"),
+    ],
+)
+def test_verbosity_becomes_a_log_level(arguments, level):
+    """--v, or the reference's zap flag if --v is not given."""
+    assert serve(*arguments).log_level == level
+
+
+def test_the_namespace_comes_from_the_flag_then_the_environment_then_default():
+    """As in the reference picker."""
+    assert serve().pool_namespace == "default"
+    assert serve(environment={"NAMESPACE": "team-b"}).pool_namespace == "team-b"
+    flags = serve("--pool-namespace=team-a", environment={"NAMESPACE": "team-b"})
+    assert flags.pool_namespace == "team-a"
+
+
+@pytest.mark.parametrize(
+    ("argument", "sentence"),
+    [
+        ("--grpc-prt=1", "unknown flag '--grpc-prt', did you mean --grpc-port?"),
+        ("--zzz", "unknown flag '--zzz'"),
+        ("--drain-timeout", "--drain-timeout needs a value"),
+        ("--grpc-port=http", "--grpc-port: expected `int`, got 'http'"),
+        ("--grpc-port=70000", "--grpc-port: expected `int` <= 65535, got '70000'"),
+        ("--grpc-port=0", "--grpc-port: expected `int` >= 1, got '0'"),
+        ("--log-format=xml", "--log-format: expected json or console, got 'xml'"),
+        ("--zap-encoder=xml", "--zap-encoder: expected json or console, got 'xml'"),
+        (
+            "--zap-log-level=loud",
+            "--zap-log-level: expected debug, info, error, panic or a number, got 'loud'",
+        ),
+        ("--transport=quic", "--transport: expected grpcio, got 'quic'"),
+        ("--secure-serving=maybe", "--secure-serving: expected true or false, got 'maybe'"),
+        (
+            "--drain-grace=5",
+            "--drain-grace: '5' is not a duration such as 300ms, 2s or 1m30s",
+        ),
+        ("--drain-grace=-5s", "--drain-grace: expected at least 0s, got -5s"),
+        (
+            "--metrics-staleness-threshold=0s",
+            "--metrics-staleness-threshold: expected more than 0s, got 0s",
+        ),
+        (
+            "--refresh-metrics-interval=0",
+            "--refresh-metrics-interval: expected more than 0s, got 0s",
+        ),
+        (
+            "--grpc-max-recv-msg-size=4x",
+            "--grpc-max-recv-msg-size: '4x' is not a number of bytes such as 4194304 or 4Mi",
+        ),
+        (
+            "--request-body-max-bytes=0",
+            "--request-body-max-bytes: '0' is not one of 1 to 2147483647 bytes",
+        ),
+        ("--fallback-endpoints-max=-1", "--fallback-endpoints-max: expected `int` >= 0, got '-1'"),
+        (
+            "--endpoint-target-ports=8000,x",
+            "--endpoint-target-ports: expected `int`, got '8000,x'",
+        ),
+        (
+            "--endpoint-target-ports=1,2,3,4,5,6,7,8,9",
+            "--endpoint-target-ports: expected `array` of length <= 8, got '1,2,3,4,5,6,7,8,9'",
+        ),
+        ("now", "unexpected argument 'now', expected flags only"),
+        (
+            "--metrics-port=9002",
+            "--grpc-port, --grpc-health-port and --metrics-port are 9002, 9003 and 9002, expected three",
+        ),
+    ],
+)
+def test_a_flag_that_cannot_be_obeyed_is_refused_in_one_sentence(argument, sentence):
+    """What, where, what was expected."""
+    with pytest.raises(FlagError) as error:
+        serve(argument)
+    assert str(error.value) == sentence
+
+
+def test_two_sources_of_one_thing_are_refused():
+    """A configuration from a file or from the text; pods from a pool or by selector."""
+    with pytest.raises(FlagError, match=r"^--config-file and --config-text are both given"):
+        serve("--config-file=a", "--config-text=b")
+    with pytest.raises(FlagError, match=r"^--pool-name and --endpoint-selector are both given"):
+        serve("--pool-name=a", "--endpoint-selector=b=c")
+
+
+def test_endpoints_have_to_come_from_somewhere():
+    """A pool, a selector with its ports, or a file."""
+    with pytest.raises(FlagError, match=r"^no endpoints: give --pool-name, --endpoint-selector or"):
+        parse_serve([], {})
+    with pytest.raises(FlagError, match=r"^--endpoint-selector is given, expected --endpoint-targ"):
+        parse_serve(["--endpoint-selector=app=vllm"], {})
+    assert parse_serve(["--pool-name=vllm"], {}).pool_name == "vllm"
+    selected = parse_serve(["--endpoint-selector=app=vllm", "--endpoint-target-ports=8000"], {})
+    assert selected.endpoint_target_ports == (8000,)
+
+
+def test_a_watched_config_map_needs_its_mounted_file():
+    """The file counts at start and whenever the API server is away."""
+    with pytest.raises(FlagError, match=r"^--config-map is given, expected --config-file too"):
+        parse_serve(["--pool-name=vllm", "--config-map=homing"], {})
+    flags = parse_serve(
+        ["--pool-name=vllm", "--config-map=homing", "--config-file=/config/homing.yaml"], {}
+    )
+    assert flags.config_map == "homing"
+
+
+def test_flags_of_kubernetes_have_no_effect_beside_a_file():
+    """And say so."""
+    flags = serve("--ha-enable-leader-election", "--config-map=a", "--endpoint-target-ports=1")
+    assert [warning.split()[0] for warning in flags.warnings] == [
+        *("--endpoint-target-ports", "--ha-enable-leader-election", "--config-map"),
+    ]
+    assert serve("--ha-enable-leader-election=false").warnings == ()
+
+
+def test_our_own_pod_is_told_by_the_environment():
+    """The chart sets both; the pool may be elsewhere."""
+    flags = parse_serve(
+        ["--pool-name=vllm", "--pool-namespace=models"],
+        {"NAMESPACE": "gateway", "POD_NAME": "homing-0"},
+    )
+    assert (flags.pool_namespace, flags.own_namespace) == ("models", "gateway")
+    assert flags.instance == "homing-0"
+    assert parse_serve(["--pool-name=vllm", "--pool-namespace=a"], {}).own_namespace == "a"
+
+
+def test_help_names_every_flag_once():
+    """A flag that is added without a line of help, or a line without its flag, fails here."""
+    for groups, kind in (
+        (SERVE_HELP, ServeFlags),
+        (ENVOY_HELP, EnvoyFlags),
+        (CHECK_HELP, CheckFlags),
+    ):
+        listed = [name for flags in groups.values() for name in flags]
+        hidden = {"warnings", "file", "own_namespace", "instance"}
+        fields = {name.replace("_", "-") for name in kind.__struct_fields__ if name not in hidden}
+        assert sorted(listed) == sorted(fields)
+        text = help_text("usage", groups, kind)
+        assert all(f"  --{name}\n" in text for name in listed)
+
+
+def test_envoy_flags_parse():
+    """The options of the bootstrap, and where to write it."""
+    flags = parse_envoy(
+        ["--out", "envoy.yaml", "--listen-port=8080", "--picker-address", "[::1]:9002",
+         "--plaintext", "--request-body-mode=BUFFERED", "--message-timeout=3s"]
+    )  # fmt: skip
+    assert flags.out == "envoy.yaml"
+    assert flags.plaintext
+    assert flags.request_body_mode is BodyMode.BUFFERED
+    assert flags.message_timeout == 3.0
+    in_turn = parse_envoy(["--round-robin", "10.0.0.1:8000, [::1]:8000"]).round_robin
+    assert in_turn == ("10.0.0.1:8000", "[::1]:8000")
+    with pytest.raises(FlagError, match="--request-body-mode: expected NONE or STREAMED or"):
+        parse_envoy(["--request-body-mode=buffered"])
+    with pytest.raises(FlagError, match="unexpected argument 'x'"):
+        parse_envoy(["x"])
+
+
+def test_check_flags_take_one_file():
+    """FILE may be anywhere, `-` is a file, and without one there is only --explain."""
+    assert parse_check(["a.yaml", "--diff", "b.yaml"]) == CheckFlags(file="a.yaml", diff="b.yaml")
+    assert parse_check(["--explain", "-"]) == CheckFlags(file="-", explain=True)
+    assert parse_check(["--", "--odd"]) == CheckFlags(file="--odd")
+    assert parse_check(["--explain"]).explain
+    with pytest.raises(FlagError, match=r"^expected FILE"):
+        parse_check([])
+    with pytest.raises(FlagError, match=r"^unexpected argument 'b', expected one FILE"):
+        parse_check(["a", "b"])
+
+
+@pytest.mark.parametrize(
+    ("text", "count"), [("1", 1), ("4k", 4_000), ("4Ki", 4_096), ("3M", 3_000_000), ("1Gi", 2**30)]
+)
+def test_byte_counts_are_numbers_or_quantities(text, count):
+    """As Kubernetes writes them."""
+    assert parse_byte_count(text) == count
+
+
+@settings(max_examples=300)
+@given(st.lists(st.text(max_size=12) | st.sampled_from([f"--{flag}" for flag in REFERENCE_FLAGS])))
+def test_any_command_line_parses_or_is_refused_in_one_line(arguments):
+    """Never another exception, never a sentence of two lines."""
+    refusal = ""
+    try:
+        parse_serve(arguments, {})
+    except FlagError as error:
+        refusal = str(error)
+    assert len(refusal.splitlines()) <= 1

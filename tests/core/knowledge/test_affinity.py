@@ -1,0 +1,170 @@
+import msgspec
+import pytest
+
+from epp.core.duration import Duration
+from epp.core.knowledge.affinity import (
+    NoHitLru,
+    NoHitLruSettings,
+    SessionIndex,
+    SessionIndexSettings,
+)
+from epp.core.knowledge.prefix import PrefixIndexSettings
+from epp.core.prompt.request import InferenceRequest
+
+
+def of_session(session: str, **headers: str) -> InferenceRequest:
+    return InferenceRequest(request_id="r", session_id=session, headers=headers)
+
+
+def sessions(**parameters: object) -> SessionIndex:
+    return SessionIndex(SessionIndexSettings(**parameters))
+
+
+def ranks(index: NoHitLru, slots: int = 3) -> list[int]:
+    return index.match(InferenceRequest(request_id="r"), slots, 0.0).matched.tolist()
+
+
+def test_a_session_matches_the_slot_it_was_last_sent_to():
+    """1 of 1 for the last slot, 0 for all others, earlier ones included."""
+    index = sessions()
+    index.record(of_session("s"), 0, 0.0)
+    index.record(of_session("s"), 2, 1.0)
+    answer = index.match(of_session("s"), 3, 2.0)
+    assert answer.matched.tolist() == [0, 0, 1]
+    assert answer.total == 1
+    assert index.match(of_session("other"), 3, 2.0).matched.tolist() == [0, 0, 0]
+
+
+def test_a_request_without_a_session_matches_nothing_and_is_not_kept():
+    """0 of 0, before and after it was recorded."""
+    index = sessions()
+    index.record(of_session(""), 1, 0.0)
+    answer = index.match(of_session(""), 2, 0.0)
+    assert (answer.matched.tolist(), answer.total, len(index)) == ([0, 0], 0, 0)
+
+
+def test_the_session_id_comes_from_the_configured_header_if_the_request_has_none():
+    """The header name is compared in lower case; `session_id` wins over the header."""
+    index = sessions(header_name="X-Chat")
+    index.record(of_session("", **{"x-chat": "s"}), 1, 0.0)
+    assert index.match(of_session("s"), 2, 0.0).matched.tolist() == [0, 1]
+    assert index.match(of_session("t", **{"x-chat": "s"}), 2, 0.0).matched.tolist() == [0, 0]
+
+
+def test_a_session_expires_after_the_ttl_since_its_last_request():
+    """A look-up refreshes nothing, a request does, and what expired is dropped."""
+    index = sessions(ttl=Duration(10))
+    index.record(of_session("s"), 0, 0.0)
+    index.record(of_session("s"), 0, 5.0)
+    assert index.match(of_session("s"), 1, 15.0).matched.tolist() == [1]
+    assert index.match(of_session("s"), 1, 15.5).matched.tolist() == [0]
+    assert len(index) == 1
+    index.expire(15.5)
+    assert len(index) == 0
+
+
+def test_above_the_bound_the_least_recently_used_session_goes():
+    """Being recorded again saves a session; a lowered bound takes effect at once."""
+    index = sessions(sessions_max=2)
+    for session in ("a", "b", "a", "c"):
+        index.record(of_session(session), 0, 0.0)
+    held = [s for s in "abc" if index.match(of_session(s), 1, 0.0).matched[0]]
+    assert held == ["a", "c"]
+    assert SessionIndexSettings(sessions_max=1).adopt(index)
+    assert len(index) == 1
+
+
+def test_forgetting_a_slot_drops_its_sessions_only():
+    """Sessions of other slots stay."""
+    index = sessions()
+    index.record(of_session("a"), 0, 0.0)
+    index.record(of_session("b"), 1, 0.0)
+    index.forget(0)
+    assert index.match(of_session("a"), 2, 0.0).matched.tolist() == [0, 0]
+    assert index.match(of_session("b"), 2, 0.0).matched.tolist() == [0, 1]
+
+
+def test_a_retracted_session_leaves_the_slot_unless_it_was_there_before():
+    """`kept` says that it was; a session that has moved on since is left alone."""
+    index = sessions()
+    index.record(of_session("s"), 0, 0.0)
+    index.retract(of_session("s"), 0, 1, 1.0)
+    assert len(index) == 1
+    index.retract(of_session("s"), 1, 0, 1.0)
+    assert len(index) == 1
+    index.retract(of_session("s"), 0, 0, 1.0)
+    assert len(index) == 0
+    index.retract(of_session("s"), 0, 0, 1.0)
+
+
+def test_a_slot_beyond_those_asked_for_is_not_matched():
+    """The answer has exactly as many slots as were asked for."""
+    index = sessions()
+    index.record(of_session("s"), 5, 0.0)
+    assert index.match(of_session("s"), 2, 0.0).matched.tolist() == [0, 0]
+    lru = NoHitLru(NoHitLruSettings())
+    lru.record(InferenceRequest(request_id="r"), 5, 0.0)
+    assert ranks(lru, 2) == [0, 0]
+
+
+def test_ranks_say_how_long_ago_a_slot_got_a_cold_prompt():
+    """0 is never; 1 the least recently used; the total is how many are remembered."""
+    index = NoHitLru(NoHitLruSettings())
+    cold = InferenceRequest(request_id="r", cold=True)
+    assert ranks(index) == [0, 0, 0]
+    for slot in (2, 0, 2):
+        index.record(cold, slot, 0.0)
+    assert ranks(index) == [1, 0, 2]
+    assert index.match(cold, 3, 0.0).total == 2
+
+
+def test_a_warm_request_does_not_count_as_use():
+    """Only prompts that nobody held move an endpoint back."""
+    index = NoHitLru(NoHitLruSettings())
+    index.record(InferenceRequest(request_id="r", cold=False), 1, 0.0)
+    assert ranks(index) == [0, 0, 0]
+
+
+def test_a_slot_that_another_served_for_becomes_the_least_recently_used():
+    """Taking back a cold request puts its slot first in line; a warm one changes nothing."""
+    index = NoHitLru(NoHitLruSettings())
+    cold = InferenceRequest(request_id="r", cold=True)
+    for slot in (0, 1):
+        index.record(cold, slot, 0.0)
+    index.retract(InferenceRequest(request_id="r", cold=False), 1, 0, 0.0)
+    assert ranks(index) == [1, 2, 0]
+    index.retract(cold, 1, 0, 0.0)
+    assert ranks(index) == [2, 1, 0]
+    index.retract(cold, 2, 0, 0.0)
+    assert ranks(index) == [2, 1, 0]
+
+
+def test_the_lru_is_bounded_and_forgets_slots():
+    """Above `lruSize` the least recently used is as if never used; so is a forgotten one."""
+    index = NoHitLru(NoHitLruSettings(lru_size=2))
+    cold = InferenceRequest(request_id="r", cold=True)
+    for slot in (0, 1, 2):
+        index.record(cold, slot, 0.0)
+    assert ranks(index) == [0, 1, 2]
+    index.forget(1)
+    index.forget(0)
+    assert ranks(index) == [0, 0, 1]
+
+
+def test_settings_open_and_adopt_their_own_kind_only():
+    """Spelt as in the field, unknown parameters refused, another index not adopted."""
+    session_settings = msgspec.convert(
+        {"headerName": "x-chat", "sessionsMax": 3}, SessionIndexSettings
+    )
+    lru_settings = msgspec.convert({"lruSize": 3}, NoHitLruSettings)
+    prefix_index = PrefixIndexSettings().open()
+    for settings in (session_settings, lru_settings):
+        index = settings.open()
+        assert settings.adopt(index)
+        assert not settings.adopt(prefix_index)
+        index.expire(0.0)
+        index.resize(0, 1, 1)
+        with pytest.raises(msgspec.ValidationError, match="unknown"):
+            msgspec.convert({"unknown": 1}, type(settings))
+    with pytest.raises(ValueError, match="ttl must be a duration above 0s"):
+        SessionIndexSettings(ttl=Duration(0))

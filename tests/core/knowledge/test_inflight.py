@@ -1,0 +1,133 @@
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from epp.core.knowledge.candidates import Columns
+from epp.core.knowledge.inflight import InflightLedger
+from tests.builders import request
+
+RATE = 100.0
+"""Prefill tokens a second in these tests."""
+
+
+def ledger_of(slots=2):
+    columns = Columns()
+    for _ in range(slots):
+        columns.add_slot()
+    return InflightLedger(columns, RATE), columns
+
+
+def lease(ledger, slot=0, tokens=100.0, now=0.0, **fields):
+    return ledger.open(request(**fields), slot, matched_blocks=0, prefill_tokens=tokens, now=now)
+
+
+def test_a_lease_counts_until_it_is_closed_and_only_once():
+    """The second close does nothing and says so."""
+    ledger, columns = ledger_of()
+    one, two = lease(ledger), lease(ledger)
+    assert columns.inflight_requests[0] == 2
+    assert ledger.close(one, 0.0)
+    assert not ledger.close(one, 0.0)
+    assert columns.inflight_requests[0] == 1
+    assert ledger.close(two, 0.0)
+    assert (columns.inflight_requests[0], columns.prefill_backlog_tokens[0]) == (0, 0.0)
+    assert ledger.open_leases == 0
+
+
+def test_prefill_tokens_drain_oldest_first_at_the_endpoints_speed():
+    """After 1.5 s at 100 tokens/s the first 100 of 300 are gone and the second is half done."""
+    ledger, columns = ledger_of()
+    leases = [lease(ledger) for _ in range(3)]
+    ledger.first_output(leases[2], 1.5)
+    assert [held.prefill_tokens for held in leases] == pytest.approx([0.0, 50.0, 0.0])
+    assert columns.prefill_backlog_tokens[0] == pytest.approx(50.0)
+
+
+def test_the_first_output_releases_the_rest_of_the_prompt_but_not_the_request():
+    """A first chunk proves that the prompt is prefilled."""
+    ledger, columns = ledger_of()
+    one = lease(ledger, tokens=1_000.0)
+    ledger.first_output(one, 1.0)
+    assert columns.prefill_backlog_tokens[0] == pytest.approx(0.0)
+    assert columns.inflight_requests[0] == 1
+
+
+def test_a_move_takes_everything_along():
+    """Served by another endpoint, the request counts there and nowhere else."""
+    ledger, columns = ledger_of()
+    one = lease(ledger, tokens=500.0)
+    ledger.move(one, 1, 300.0, 0.0)
+    assert columns.inflight_requests[:2].tolist() == [0, 1]
+    assert columns.prefill_backlog_tokens[:2].tolist() == [0.0, 300.0]
+    lease(ledger, slot=0, tokens=10.0, now=1.0)
+    assert columns.prefill_backlog_tokens[0] == 10.0
+
+
+def test_leases_of_a_forgotten_endpoint_never_make_its_successor_negative():
+    """A pod that flaps starts from nothing, and stays there when old streams end."""
+    ledger, columns = ledger_of()
+    old = lease(ledger)
+    ledger.forget(0)
+    columns.clear(0)
+    assert not ledger.is_live(old)
+    assert ledger.close(old, 1.0)
+    assert (columns.inflight_requests[0], columns.prefill_backlog_tokens[0]) == (0, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("output_tokens_max", "ends_at_s"), [(40, 2.0), (4_000, 10.0), (None, 7.4)]
+)
+def test_an_unseen_request_is_closed_at_its_estimated_end_or_at_the_limit(
+    output_tokens_max, ends_at_s
+):
+    """100 tokens at 100/s, then 25 ms an output token; at most 10 s."""
+    ledger, _ = ledger_of()
+    one = lease(ledger, output_tokens_max=output_tokens_max)
+    ledger.close_later(one, 0.0, at_most_s=10.0)
+    ledger.close_due(ends_at_s - 0.001)
+    assert ledger.open_leases == 1
+    ledger.close_due(ends_at_s + 0.001)
+    assert ledger.open_leases == 0
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    st.lists(
+        st.tuples(
+            st.sampled_from(["open", "first", "close", "move", "forget"]),
+            st.integers(0, 9),
+            st.floats(0, 1_000),
+            st.floats(0, 2),
+        ),
+        max_size=40,
+    )
+)
+def test_whatever_happens_the_sums_are_those_of_the_open_leases(steps):
+    """Columns equal what the live leases hold, and all is zero when every lease is closed."""
+    ledger, columns = ledger_of(3)
+    leases, now = [], 0.0
+    for verb, number, tokens, elapsed in steps:
+        now += elapsed
+        picked = leases[number % len(leases)] if leases else None
+        if verb == "open":
+            leases.append(lease(ledger, slot=number % 3, tokens=tokens, now=now))
+        elif verb == "forget":
+            ledger.forget(number % 3)
+            columns.clear(number % 3)
+        elif picked is not None and picked.slot >= 0:
+            if verb == "first":
+                ledger.first_output(picked, now)
+            elif verb == "close":
+                ledger.close(picked, now)
+            else:
+                ledger.move(picked, number % 3, tokens, now)
+        for slot in range(3):
+            live = [held for held in leases if held.slot == slot and ledger.is_live(held)]
+            assert columns.inflight_requests[slot] == len(live)
+            held_tokens = sum(held.prefill_tokens for held in live)
+            assert columns.prefill_backlog_tokens[slot] == pytest.approx(held_tokens, abs=1e-6)
+    for held in leases:
+        ledger.close(held, now)
+    assert columns.inflight_requests[:3].tolist() == [0, 0, 0]
+    assert columns.prefill_backlog_tokens[:3].tolist() == pytest.approx([0, 0, 0], abs=1e-6)
+    assert ledger.open_leases == 0

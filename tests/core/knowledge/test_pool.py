@@ -1,0 +1,219 @@
+import math
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from epp.core.knowledge.pool import EndpointPool, canonical_address
+from epp.core.types import AdapterReport, EndpointMetrics, MetricsTarget
+from tests.builders import endpoint
+
+
+def pool_of(*endpoints, now=0.0):
+    pool = EndpointPool()
+    pool.replace(endpoints, now)
+    return pool
+
+
+def ready(pool, now=0.0, subset=None):
+    return [pool.columns.endpoints[slot].name for slot in pool.ready(subset, now).tolist()]
+
+
+def scraped(**fields):
+    return EndpointMetrics(**({"waiting_requests": 1.0} | fields))
+
+
+def test_an_endpoint_that_leaves_frees_its_slot_and_is_forgotten():
+    """The slot of what left is returned, and the next newcomer gets it with clean columns."""
+    pool = pool_of(endpoint(0), endpoint(1))
+    pool.observe(0, scraped(waiting_requests=7.0), 1.0)
+    assert pool.replace([endpoint(1)], 2.0) == [0]
+    assert pool.replace([endpoint(1), endpoint(2)], 3.0) == []
+    assert [slot for slot, _ in pool.endpoints()] == [0, 1]
+    assert math.isnan(pool.columns.waiting_requests[0])
+
+
+def test_a_new_incarnation_keeps_the_slot_and_forgets_the_rest():
+    """A restarted container is the same endpoint with an empty cache."""
+    pool = pool_of(endpoint(0, incarnation="a"))
+    pool.observe(0, scraped(), 1.0)
+    assert pool.replace([endpoint(0, incarnation="b")], 2.0) == [0]
+    assert math.isnan(pool.columns.waiting_requests[0])
+    assert pool.slot_of(endpoint(0, incarnation="a")) is None
+    assert pool.slot_of(endpoint(0, incarnation="b")) == 0
+
+
+def test_changed_labels_forget_nothing():
+    """A label edit is no restart."""
+    pool = pool_of(endpoint(0))
+    pool.observe(0, scraped(), 1.0)
+    assert pool.replace([endpoint(0, labels={"zone": "b"})], 2.0) == []
+    assert pool.columns.waiting_requests[0] == 1.0
+    assert pool.columns.endpoints[0].labels == {"zone": "b"}
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "restarted"),
+    [
+        ({"process_started_at_s": 10.0}, {"process_started_at_s": 10.0}, False),
+        ({"process_started_at_s": 10.0}, {"process_started_at_s": 11.0}, True),
+        ({"requests_total": 5.0}, {"requests_total": 5.0}, False),
+        ({"requests_total": 5.0}, {"requests_total": 4.0}, True),
+        ({"requests_total": 5.0}, {}, False),
+    ],
+)
+def test_a_restart_shows_in_the_start_time_or_a_falling_counter(before, after, restarted):
+    """Either is enough; an absent value proves nothing."""
+    pool = pool_of(endpoint(0))
+    assert not pool.observe(0, scraped(**before), 1.0)
+    assert pool.observe(0, scraped(**after), 2.0) is restarted
+    assert pool.columns.observed_at_s[0] == 2.0
+
+
+def test_a_static_endpoint_is_ready_once_scraped_or_after_its_grace():
+    """Five seconds without metrics do not keep an endpoint out for ever."""
+    pool = pool_of(endpoint(0, ready_after_s=5.0), endpoint(1, ready_after_s=5.0))
+    assert ready(pool, 1.0) == []
+    pool.observe(1, scraped(), 2.0)
+    assert ready(pool, 2.0) == ["pod-1"]
+    assert ready(pool, 5.0) == ["pod-0", "pod-1"]
+
+
+def test_two_failures_in_a_row_set_an_endpoint_aside_until_its_next_good_scrape():
+    """One failure is an accident; a success or a scrape between two starts the count again."""
+    pool = pool_of(*(endpoint(i, metrics=MetricsTarget(port=8000)) for i in range(4)))
+    pool.responded(2, 503, 1.0)
+    pool.responded(2, 200, 1.0)
+    pool.responded(2, 503, 1.0)
+    assert len(ready(pool, 1.0)) == 4
+    pool.responded(2, 502, 1.0)
+    assert ready(pool, 1.0) == ["pod-0", "pod-1", "pod-3"]
+    pool.observe(2, scraped(), 2.0)
+    assert len(ready(pool, 2.0)) == 4
+
+
+def test_at_most_half_the_pool_is_set_aside():
+    """When everything fails, sending nothing anywhere helps nobody."""
+    pool = pool_of(*(endpoint(i, metrics=MetricsTarget(port=8000)) for i in range(4)))
+    for slot in range(4):
+        pool.responded(slot, 504, 1.0)
+        pool.responded(slot, 504, 1.0)
+    assert ready(pool, 1.0) == ["pod-2", "pod-3"]
+
+
+def test_an_endpoint_without_metrics_comes_back_by_itself():
+    """No scrape will ever clear it, so time does."""
+    pool = pool_of(endpoint(0), endpoint(1))
+    pool.responded(0, 502, 1.0)
+    pool.responded(0, 502, 1.0)
+    assert ready(pool, 10.9) == ["pod-1"]
+    assert ready(pool, 11.0) == ["pod-0", "pod-1"]
+
+
+def test_a_sleeping_engine_gets_no_work_until_it_wakes():
+    """It answers /health while its weights are offloaded."""
+    pool = pool_of(endpoint(0), endpoint(1))
+    pool.observe(0, scraped(asleep=True), 1.0)
+    assert ready(pool, 1.0) == ["pod-1"]
+    pool.observe(0, scraped(), 2.0)
+    assert ready(pool, 2.0) == ["pod-0", "pod-1"]
+
+
+def test_a_503_marks_the_engine_as_full_until_it_is_scraped():
+    """vLLM refuses with 503 when its queue limits are reached."""
+    pool = pool_of(endpoint(0), endpoint(1))
+    pool.responded(0, 503, 1.0)
+    assert pool.columns.saturated[:2].tolist() == [True, False]
+    pool.observe(0, scraped(), 2.0)
+    assert not pool.columns.saturated[0]
+
+
+@pytest.mark.parametrize(
+    ("subset", "names"),
+    [
+        (None, ["pod-0", "pod-1", "v6"]),
+        ((), []),
+        (("192.168.1.2:8000",), ["pod-1"]),
+        (("192.168.1.2",), ["pod-1"]),
+        (("192.168.1.2:9999",), []),
+        (("[fd00::1]:8000",), ["v6"]),
+        (("[fd00:0:0::1]:8000",), ["v6"]),
+        (("fd00::1",), ["v6"]),
+        (("[fd00::1]",), ["v6"]),
+        (("192.168.1.2:8000", "192.168.1.1"), ["pod-0", "pod-1"]),
+        (("not an address",), []),
+    ],
+)
+def test_a_subset_hint_names_ports_or_whole_hosts_and_never_means_all(subset, names):
+    """ "ip:port" restricts the port, a bare ip does not, and what is unknown matches nobody."""
+    v6 = endpoint(9, name="v6", address="[fd00::1]:8000")
+    assert ready(pool_of(endpoint(0), endpoint(1), v6), subset=subset) == names
+
+
+def test_an_unchanged_adapter_report_is_not_counted_again():
+    """Scrapes mostly repeat themselves; a changed report replaces the old one."""
+    pool = pool_of(endpoint(0))
+    pool.observe(0, scraped(adapters=AdapterReport(active=frozenset("ab"), slots_max=4)), 1.0)
+    pool.observe(0, scraped(adapters=AdapterReport(active=frozenset("ab"), slots_max=4)), 2.0)
+    assert pool.columns.adapters_active[0] == 2
+    pool.observe(0, scraped(adapters=None), 3.0)
+    assert pool.columns.adapter_generation[0] == 0
+
+
+def test_addresses_have_one_spelling():
+    """IPv6 is compressed and bracketed when a port follows; nonsense stays as it is."""
+    assert canonical_address(" [2001:DB8:0:0::1]:80 ") == "[2001:db8::1]:80"
+    assert canonical_address("2001:db8::1") == "2001:db8::1"
+    assert canonical_address("10.0.0.1:80") == "10.0.0.1:80"
+    assert canonical_address("host:80") == "host:80"
+
+
+def test_each_endpoint_is_told_to_be_ready_or_why_not():
+    """In the order of slots, as of now."""
+    scraped_at = MetricsTarget(port=9)
+    fields = {"metrics": scraped_at, "ready_after_s": math.inf}
+    pool = pool_of(*(endpoint(number, **fields) for number in range(4)))
+    for slot in (0, 1, 2):
+        pool.observe(slot, scraped(asleep=slot == 1), 1.0)
+    pool.responded(2, 503, 1.0)
+    pool.responded(2, 503, 1.0)
+    assert pool.standings(2.0) == {0: "ready", 1: "asleep", 2: "set aside", 3: "never scraped"}
+
+
+def test_the_generation_tells_whether_the_endpoints_may_be_others():
+    """Scrapes do not change it."""
+    pool = pool_of(endpoint(0))
+    before = pool.generation
+    pool.observe(0, scraped(), 1.0)
+    assert pool.generation == before
+    pool.replace([endpoint(1)], 2.0)
+    assert pool.generation > before
+
+
+STEPS = st.lists(
+    st.tuples(
+        st.sampled_from(["observe", "restart", "replace", "ask"]),
+        st.integers(0, 3),
+        st.floats(0.0, 3.0),
+    ),
+    max_size=30,
+)
+
+
+@settings(max_examples=200, deadline=None)
+@given(STEPS)
+def test_all_are_observed_since_when_the_longest_unobserved_is(steps):
+    """Whatever joins, leaves and restarts between two questions."""
+    pool, now, starts = pool_of(endpoint(0), endpoint(1)), 0.0, 1.0
+    for verb, which, wait_s in steps:
+        now += wait_s
+        members = dict(pool.endpoints())
+        if verb == "replace":
+            pool.replace([endpoint(number, ready_after_s=1.0) for number in range(which)], now)
+        elif verb != "ask" and which in members:
+            starts += verb == "restart"
+            pool.observe(which, scraped(process_started_at_s=starts), now)
+        else:
+            slots = pool.ready(None, now)
+            oldest_s = min(pool.columns.observed_at_s[slots].tolist(), default=math.inf)
+            assert pool.all_observed_since(now - 2.0) == (oldest_s >= now - 2.0)

@@ -1,0 +1,362 @@
+"""The phases of a stream, driven through both codecs so that what is asserted is on the wire."""
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from epp.core.protocol.messages import BODY_CHUNK_BYTES_MAX, BodyMode
+from epp.core.protocol.session import Gateway, SessionSettings, chunks
+from tests import gateway as gw
+from tests.builders import endpoint
+from tests.test_hermetic import pods
+
+BODY = gw.prompt("hello")
+
+
+def stream_of(pool=None, **fields):
+    return gw.Stream(pool or pods((0, 0.1), (5, 0.5)), **fields)
+
+
+def inflight(stream):
+    return stream.scheduler.pool.columns.inflight_requests[:2].tolist()
+
+
+@pytest.mark.parametrize("modes", [None, gw.protocol()], ids=["not announced", "full duplex"])
+def test_full_duplex_holds_the_headers_until_the_body_is_whole(modes):
+    """Then headers, then the body, the last chunk ending the stream."""
+    stream = stream_of()
+    assert stream.send(gw.request_headers(modes=modes)) == []
+    assert stream.send(gw.request_body(gw.prompt("x")[:9], end=False)) == []
+    answers = stream.send(gw.request_body(gw.prompt("x")[9:], end=False), gw.request_body(b""))
+    assert gw.kinds(answers) == ["request_headers", "request_body"]
+    assert gw.destination(answers[0]) == "192.168.1.1:8000"
+    assert gw.streamed(answers) == (gw.prompt("x"), [True])
+
+
+@pytest.mark.parametrize("size", [0, 1, 61_999, 62_000, 62_001, 124_000, 200_000])
+def test_bodies_are_cut_where_every_gateway_accepts_them(size):
+    """At most 62,000 bytes a chunk, whole, and only the last one ends the stream."""
+    body = bytes(size)
+    pieces = list(chunks(body, ends=True))
+    assert b"".join(piece for piece, _ in pieces) == body
+    assert [last for _, last in pieces] == [False] * (len(pieces) - 1) + [True]
+    assert all(len(piece) <= BODY_CHUNK_BYTES_MAX for piece, _ in pieces)
+    assert not any(last for _, last in chunks(body, ends=False))
+
+
+def test_full_duplex_with_trailers_ends_with_the_trailers():
+    """No chunk ends the stream; the trailers answer comes last."""
+    stream = stream_of()
+    answers = stream.send(
+        gw.request_headers(), gw.request_body(BODY, end=False), gw.request_trailers()
+    )
+    assert gw.kinds(answers) == ["request_headers", "request_body", "request_trailers"]
+    assert gw.streamed(answers) == (BODY, [False])
+
+
+@pytest.mark.parametrize("mode", [gw.BUFFERED, gw.BUFFERED_PARTIAL])
+def test_a_buffered_body_is_answered_with_the_destination(mode):
+    """Headers at once, or Envoy would wait for ever; the body stays with Envoy."""
+    stream = stream_of()
+    head = stream.send(gw.request_headers(modes=gw.protocol(mode, gw.NONE)))
+    assert gw.kinds(head) == ["request_headers"]
+    assert gw.common(head[0]) is None or not gw.set_headers(head[0])
+    (answer,) = stream.send(gw.request_body(BODY))
+    assert gw.destination(answer) == "192.168.1.1:8000"
+    assert gw.common(answer).body_mutation is None
+    assert stream.told.exchange.request.model == "my-model"
+
+
+def test_a_buffered_body_gets_its_new_model():
+    """The whole new body and its length."""
+    stream = stream_of()
+    fields = gw.COMPLETIONS | {"x-gateway-model-name-rewrite": "other"}
+    stream.send(gw.request_headers(fields, modes=gw.protocol(gw.BUFFERED, gw.NONE)))
+    (answer,) = stream.send(gw.request_body(gw.prompt()))
+    body = gw.common(answer).body_mutation.body
+    assert body == gw.prompt(model="other")
+    assert gw.set_headers(answer)["content-length"] == str(len(body))
+
+
+def test_the_rules_of_the_cluster_rewrite_the_model():
+    """What the engine is asked for is what its affinity is kept under."""
+    stream = stream_of(settings=SessionSettings(rewrite={"my-model": "tuned"}.get))
+    head, body = stream.send(gw.request_headers(), gw.request_body(gw.prompt()))
+    assert gw.streamed([head, body])[0] == gw.prompt(model="tuned")
+    assert stream.told.exchange.request.model == "tuned"
+    assert stream.told.exchange.incoming_model == "my-model"
+
+
+def test_a_body_too_large_for_envoys_buffer_is_routed_without_prefix():
+    """BUFFERED_PARTIAL hands over the head of the body: no JSON, but still a request."""
+    stream = stream_of()
+    modes = gw.protocol(gw.BUFFERED_PARTIAL, gw.NONE)
+    _, answer = stream.send(gw.request_headers(modes=modes), gw.request_body(BODY[:9], end=False))
+    assert gw.destination(answer) == "192.168.1.1:8000"
+    assert stream.told.exchange.unseen_body is BodyMode.BUFFERED_PARTIAL
+
+
+@pytest.mark.parametrize("mode", [gw.STREAMED, gw.NONE, 77], ids=["streamed", "none", "unknown"])
+def test_where_the_body_is_not_seen_in_time_the_headers_carry_the_destination(mode):
+    """Envoy gives 503 if the destination comes later."""
+    stream = stream_of()
+    (answer,) = stream.send(gw.request_headers(modes=gw.protocol(mode, gw.NONE)))
+    assert gw.destination(answer) == "192.168.1.1:8000"
+    assert stream.told.exchange.unseen_body is not None
+    assert ("unknown body mode" in stream.told.events) is (mode == 77)
+    passed = stream.send(gw.request_body(BODY, end=False), gw.request_body(b""))
+    assert gw.kinds(passed) == ["request_body", "request_body"]
+    assert all(gw.common(answer) is None for answer in passed)
+
+
+def test_body_messages_after_the_end_are_ignored():
+    """Envoy can send the end of a large body twice (envoy#46237)."""
+    stream = stream_of()
+    answers = stream.send(gw.request_headers(), gw.request_body(BODY), gw.request_body(BODY))
+    assert gw.streamed(answers) == (BODY, [True])
+    assert stream.told.events == ["decided"]
+
+
+def test_header_values_are_read_from_either_field():
+    """Some gateways fill `value`, Envoy fills `raw_value`."""
+    stream = stream_of()
+    fields = gw.COMPLETIONS | {"X-Request-Id": "mine"}
+    stream.send(gw.request_headers(fields, in_value=True), gw.request_body(BODY))
+    assert stream.told.exchange.request.request_id == "mine"
+
+
+def test_a_request_without_an_id_gets_one():
+    """It is set, so that the pod's logs carry the same."""
+    answers = stream_of().send(gw.request_headers(), gw.request_body(BODY))
+    assert gw.set_headers(answers[0])["x-request-id"] == "generated-id"
+
+
+def test_control_headers_of_the_client_do_not_reach_the_pod():
+    """They are removed; a spoofed destination is overwritten."""
+    fields = gw.COMPLETIONS | {
+        "x-gateway-destination-endpoint": "10.6.6.6:1",
+        "x-gateway-destination-endpoint-subset": "10.6.6.6:1",
+        "x-prefiller-host-port": "10.6.6.6:1",
+        "x-request-id": "r",
+    }
+    answers = stream_of().send(gw.request_headers(fields), gw.request_body(BODY))
+    assert gw.destination(answers[0]) == "192.168.1.1:8000"
+    assert gw.removed_headers(answers[0]) == {
+        "x-gateway-destination-endpoint-subset",
+        "x-prefiller-host-port",
+    }
+
+
+@pytest.mark.parametrize("mode", [gw.FULL_DUPLEX, gw.BUFFERED])
+def test_a_body_over_the_limit_is_refused_as_soon_as_it_is_over(mode):
+    """413, and nothing of it is kept."""
+    limit = SessionSettings(request_body_bytes_max=100)
+    stream = stream_of(settings=limit)
+    stream.send(gw.request_headers(modes=gw.protocol(mode, gw.NONE)))
+    (answer,) = stream.send(gw.request_body(b"x" * 101, end=mode == gw.BUFFERED))
+    status, error = gw.refusal(answer)
+    assert status == 413
+    assert "100 bytes" in error["message"]
+    assert stream.session.finished
+
+
+def test_shed_requests_are_told_when_to_come_back():
+    """429 with retry-after and the reason in a header."""
+    settings_ = SessionSettings(priorities={"batch": -1})
+    stream = stream_of(pods((50, 0.99)), settings=settings_)
+    fields = gw.COMPLETIONS | {"x-gateway-inference-objective": "batch"}
+    (answer,) = stream.send(gw.request_headers(fields), gw.request_body(BODY))
+    assert gw.refusal(answer)[0] == 429
+    told = gw.set_headers(answer)
+    assert told["retry-after"] == "1"
+    assert told["x-llm-d-request-dropped-reason"] == "rejected-saturated"
+
+
+def test_the_lease_ends_with_the_last_chunk_of_the_response():
+    """Not with its headers: vLLM sends those of a stream before the first token."""
+    stream = stream_of()
+    stream.send(gw.request_headers(modes=gw.protocol()), gw.request_body(BODY))
+    stream.send(gw.response_headers(200))
+    stream.send(gw.response_body(b"data: 1\n\n", end=False))
+    assert inflight(stream) == [1, 0]
+    stream.send(gw.response_body(b"", end=True))
+    assert inflight(stream) == [0, 0]
+    stream.close()
+    assert stream.told.events[-1] == "completed complete"
+    assert stream.told.events.count("completed complete") == 1
+
+
+@pytest.mark.parametrize(
+    ("response_mode", "ending"), [(gw.NONE, "complete"), (gw.FULL_DUPLEX, "client-disconnect")]
+)
+def test_the_end_of_the_stream_ends_the_lease_after_response_headers(response_mode, ending):
+    """With mode NONE the stream ends when the response does; otherwise its end was not seen."""
+    stream = stream_of()
+    modes = gw.protocol(gw.FULL_DUPLEX, response_mode)
+    stream.send(gw.request_headers(modes=modes), gw.request_body(BODY), gw.response_headers(200))
+    stream.close()
+    assert inflight(stream) == [0, 0]
+    assert stream.told.events[-1] == f"completed {ending}"
+
+
+def test_a_stream_that_ends_before_any_response_means_that_the_client_left_if_the_gateway_responds():
+    """Once a gateway has sent response headers it always does."""
+    gateway = Gateway()
+    pool = pods((0, 0.1), (5, 0.5))
+    first = stream_of(pool, gateway=gateway)
+    first.send(gw.request_headers(), gw.request_body(BODY), gw.response_headers(200, end=True))
+    second = stream_of(pool, gateway=gateway)
+    second.send(gw.request_headers(), gw.request_body(BODY))
+    second.close()
+    assert second.told.events[-1] == "completed client-disconnect"
+    assert inflight(second) == [0, 0]
+
+
+def test_a_gateway_without_a_response_phase_leaves_the_lease_for_its_estimate():
+    """The pod works on although nothing is heard of it; the estimate ends it."""
+    stream = stream_of()
+    stream.send(gw.request_headers(), gw.request_body(gw.prompt(max_tokens=100)))
+    stream.close()
+    assert stream.told.events[-1] == "completed unseen"
+    stream.scheduler.tick(2.4)
+    assert inflight(stream) == [1, 0]
+    stream.scheduler.tick(2.6)
+    assert inflight(stream) == [0, 0]
+
+
+def test_a_half_close_ends_the_body_of_a_gateway_that_announces_nothing():
+    """Some send the body in one message and close without marking its end."""
+    stream = stream_of()
+    stream.send(gw.request_headers(), gw.request_body(BODY, end=False))
+    assert len(stream.session.half_closed(0.0)) == 2
+    announced = stream_of()
+    announced.send(gw.request_headers(modes=gw.protocol()), gw.request_body(BODY, end=False))
+    assert announced.session.half_closed(0.0) == []
+
+
+def test_the_lease_follows_the_endpoint_that_served():
+    """The gateway fell back to another: load and prefix count there."""
+    stream = stream_of()
+    long = gw.prompt("x" * 2_000)
+    stream.send(gw.request_headers(gw.COMPLETIONS), gw.request_body(long))
+    assert inflight(stream) == [1, 0]
+    stream.send(gw.response_headers(200, by="192.168.1.2:8000"))
+    assert inflight(stream) == [0, 1]
+    again = stream_of(stream.scheduler)
+    again.send(gw.request_headers(gw.COMPLETIONS), gw.request_body(long))
+    matched = again.told.exchange.decision.candidates.matched_blocks.tolist()
+    assert matched[0] == 0
+    assert matched[1] > 0
+
+
+def test_two_failures_set_the_endpoint_aside():
+    """Envoy reports a refused connection as response headers with 503."""
+    pool = pods((0, 0.1), (5, 0.5))
+    for expected in ("192.168.1.1:8000", "192.168.1.1:8000", "192.168.1.2:8000"):
+        stream = stream_of(pool)
+        answers = stream.send(gw.request_headers(), gw.request_body(BODY))
+        assert gw.destination(answers[0]) == expected
+        stream.send(gw.response_headers(503, end=True))
+        stream.close()
+
+
+@pytest.mark.parametrize(
+    ("request_mode", "response_mode", "may_end"),
+    [
+        (gw.FULL_DUPLEX, gw.NONE, True),
+        (gw.BUFFERED, gw.STREAMED, True),
+        (gw.FULL_DUPLEX, gw.FULL_DUPLEX, False),
+        (gw.FULL_DUPLEX, gw.BUFFERED, False),
+    ],
+)
+def test_only_a_bypassed_response_lets_the_stream_end_early(request_mode, response_mode, may_end):
+    """In full duplex an early end loses bytes of the answer."""
+    stream = stream_of()
+    stream.send(gw.request_headers(modes=gw.protocol(request_mode, response_mode)))
+    assert not stream.session.may_end_for_drain()
+    stream.send(gw.request_body(BODY))
+    assert stream.session.may_end_for_drain() is may_end
+    stream.send(gw.response_headers(200))
+    assert stream.session.may_end_for_drain() is may_end
+
+
+@pytest.mark.parametrize(
+    "first", [gw.request_body(BODY), gw.request_trailers(), gw.response_body()]
+)
+def test_a_message_that_the_phase_does_not_allow_ends_the_stream(first):
+    """No answer would be right; later messages get none either."""
+    stream = stream_of()
+    assert stream.send(first) == []
+    assert stream.session.violated
+    assert stream.send(gw.request_headers()) == []
+
+
+def test_several_destinations_are_named_only_where_fallbacks_are_configured():
+    """ORIGINAL_DST clusters and Rust gateways reject a list."""
+    pool = pods((0, 0.1), (5, 0.5), (9, 0.9))
+    pool.settings = msgspec.structs.replace(pool.settings, fallback_endpoints_max=1)
+    answers = stream_of(pool).send(gw.request_headers(), gw.request_body(BODY))
+    assert gw.destination(answers[0]) == "192.168.1.1:8000,192.168.1.2:8000"
+
+
+MODES = st.sampled_from([gw.FULL_DUPLEX, gw.BUFFERED, gw.BUFFERED_PARTIAL, gw.STREAMED, gw.NONE])
+MESSAGES = st.one_of(
+    st.builds(gw.request_headers, end=st.booleans()),
+    st.builds(
+        lambda request, response, end: gw.request_headers(
+            modes=gw.protocol(request, response), end=end
+        ),
+        MODES,
+        MODES,
+        st.booleans(),
+    ),
+    st.builds(gw.request_body, st.sampled_from([b"", BODY, b"{", b"x" * 300]), end=st.booleans()),
+    st.just(gw.request_trailers()),
+    st.builds(gw.response_headers, st.sampled_from([200, 503]), end=st.booleans()),
+    st.builds(gw.response_body, st.sampled_from([b"", b"data: x\n\n"]), end=st.booleans()),
+    st.just(gw.response_trailers()),
+)
+ORDER = [
+    "request_headers",
+    "request_body",
+    "request_trailers",
+    "response_headers",
+    "response_body",
+    "response_trailers",
+]
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.lists(MESSAGES, max_size=12), st.integers(0, 12))
+def test_whatever_comes_the_answers_stay_in_order_and_the_lease_is_given_back(messages, cut):
+    """Headers before body before trailers, one headers answer, nothing after a refusal, no leak."""
+    limits = SessionSettings(request_body_bytes_max=500)
+    stream = stream_of(settings=limits)
+    for number, message in enumerate(messages):
+        if number == cut:
+            stream.close()
+            stream.close()
+        answers = stream.send(message)
+        found = gw.kinds(answers)
+        asked = gw.kind(gw.v3.ProcessingRequest.parse(message)) if found else ""
+        if "immediate_response" in found:
+            assert found == ["immediate_response"]
+            assert stream.session.finished
+            continue
+        assert found == sorted(found, key=ORDER.index)
+        assert found.count("request_headers") <= 1
+        # An answer belongs to the phase of what was sent; full duplex holds only requests back.
+        assert all(name.split("_")[0] == asked.split("_")[0] for name in found)
+    stream.close()
+    stream.scheduler.tick(1e9)
+    assert inflight(stream) == [0, 0]
+    assert stream.scheduler.ledger.open_leases == 0
+
+
+def test_the_repr_of_a_session_tells_its_state():
+    """One line for logs."""
+    stream = stream_of(pods((0, 0.1)))
+    stream.send(gw.request_headers(), gw.request_body(BODY[:5], end=False))
+    assert repr(stream.session) == "<Session [collecting, to nowhere, 5 body bytes held]>"
+    assert endpoint(0).address == "192.168.1.1:8000"

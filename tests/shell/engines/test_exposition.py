@@ -1,0 +1,362 @@
+import contextlib
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
+
+from epp.shell.engines.exposition import (
+    ENGINE_LABELS,
+    ExpositionError,
+    PageReader,
+    metric_names,
+    selector,
+)
+
+READER = PageReader()
+
+
+def read(text, labels=None):
+    return READER.read(text.encode(), labels or {})
+
+
+def test_a_real_page_is_read(shared_data):
+    """The recorded page of vLLM 0.32 gives its gauges, its cache size and its start."""
+    page = (shared_data / "truth" / "vllm-0.32-cpu" / "metrics.txt").read_bytes()
+    metrics = READER.read(page, {})
+    assert (metrics.waiting_requests, metrics.running_requests) == (0.0, 0.0)
+    assert metrics.kv_cache_usage == 0.0
+    assert (metrics.block_size_tokens, metrics.blocks_total) == (32, 200)
+    assert metrics.process_started_at_s == 1795230349.67
+    assert metrics.requests_total == 176887.0
+    assert metrics.adapters is None
+    assert not metrics.asleep
+
+
+def test_ranks_are_summed_and_their_kv_usage_averaged():
+    """Data-parallel ranks behind one port count as one endpoint."""
+    metrics = read(
+        'vllm:num_requests_running{engine="0"} 3.0\n'
+        'vllm:num_requests_running{engine="1"} 4.0\n'
+        'vllm:num_requests_waiting{engine="0"} 1.0\n'
+        'vllm:num_requests_waiting{engine="1"} 1e1\n'
+        'vllm:kv_cache_usage_perc{engine="0"} 0.5\n'
+        'vllm:kv_cache_usage_perc{engine="1"} 0.25\n'
+        'vllm:prompt_tokens_total{engine="0"} 1.5e+03\n'
+        'vllm:prompt_tokens_total{engine="1"} 500.0\n'
+        'vllm:cache_config_info{block_size="16",engine="0",num_gpu_blocks="100"} 1.0\n'
+        'vllm:cache_config_info{block_size="16",engine="1",num_gpu_blocks="100"} 1.0\n'
+    )
+    assert metrics.running_requests == 7.0
+    assert metrics.waiting_requests == 11.0
+    assert metrics.kv_cache_usage == 0.375
+    assert metrics.requests_total == 2000.0
+    assert (metrics.block_size_tokens, metrics.blocks_total) == (16, 200)
+
+
+@pytest.mark.parametrize(
+    ("page", "usage"),
+    [
+        ("vllm:gpu_cache_usage_perc 0.5\nvllm:kv_cache_usage_perc 0.25\n", 0.25),
+        ("vllm:gpu_cache_usage_perc 0.5\n", 0.5),
+    ],
+)
+def test_the_new_name_of_the_kv_usage_wins(page, usage):
+    """0.9 and 0.10 show both names, older engines only the old one."""
+    assert read(page).kv_cache_usage == usage
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_a_name_that_only_starts_alike_is_another_series(first):
+    """`num_requests_waiting_by_reason` never counts as `num_requests_waiting`, on either side."""
+    wanted = "vllm:num_requests_waiting 4\n"
+    other = 'vllm:num_requests_waiting_by_reason{reason="capacity"} 9\n'
+    assert read(wanted + other if first else other + wanted).waiting_requests == 4.0
+
+
+def test_help_text_and_label_values_are_not_series():
+    """A series name counts only at the start of a line."""
+    metrics = read(
+        "# HELP vllm:num_requests_running vllm:num_requests_waiting 7\n"
+        "# TYPE vllm:num_requests_running gauge\n"
+        'vllm:num_requests_running{m="vllm:num_requests_waiting 8"} 2\n'
+    )
+    assert metrics.running_requests == 2.0
+    assert math.isnan(metrics.waiting_requests)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "vllm:num_requests_waiting 5",
+        "vllm:num_requests_waiting 5.0e0\r\n",
+        "vllm:num_requests_waiting\t+5 1787260028703\n",
+        "vllm:num_requests_waiting { } 5\n",
+        'vllm:num_requests_waiting{a="x,y",b="}",c="{"} 5 -1\n',
+        'vllm:num_requests_waiting{a="say \\"hi\\"} 9",b="\\\\"} 5\n',
+        'vllm:num_requests_waiting{a="#"} 5 # {trace_id="}"} 0.5 1\n',
+        "vllm:num_requests_waiting 5 # {} 1\n",
+    ],
+)
+def test_every_way_to_write_a_sample_is_read(line):
+    """Escapes, braces in labels, timestamps, exemplars, CRLF and a missing last newline."""
+    assert read("# comment\n" + line).waiting_requests == 5.0
+    assert read(line).waiting_requests == 5.0
+
+
+@pytest.mark.parametrize("value", ["NaN", "+Inf", "-Inf", "-1", "Infinity"])
+def test_a_value_no_gauge_can_have_is_unknown(value):
+    """NaN, infinite and negative values are unknown, and the rest of the page still counts."""
+    metrics = read(
+        f"vllm:num_requests_running 3\nvllm:num_requests_waiting {value}\n"
+        f"vllm:kv_cache_usage_perc {value}\nvllm:prompt_tokens_total {value}\n"
+        f"process_start_time_seconds {value}\n"
+    )
+    assert metrics.running_requests == 3.0
+    assert math.isnan(metrics.waiting_requests)
+    assert math.isnan(metrics.kv_cache_usage)
+    assert metrics.requests_total is None
+    assert metrics.process_started_at_s is None
+
+
+def test_one_unknown_rank_makes_the_sum_unknown():
+    """A sum that leaves out a rank would look like less load."""
+    page = 'vllm:num_requests_waiting{engine="0"} 3\nvllm:num_requests_waiting{engine="1"} NaN\n'
+    assert math.isnan(read(page).waiting_requests)
+
+
+def test_a_kv_usage_above_one_is_full():
+    """Rounding may exceed one; a pool is never fuller than full."""
+    assert read("vllm:kv_cache_usage_perc 1.02\n").kv_cache_usage == 1.0
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "vllm:num_requests_waiting five",
+        "vllm:num_requests_waiting 1_0",
+        "vllm:num_requests_waiting ",
+        "vllm:num_requests_waiting 1 2 3",
+        'vllm:num_requests_waiting{a="x} 1',
+        'vllm:num_requests_waiting{a="x"',
+        'vllm:num_requests_waiting{a="\\"} 1',
+        'vllm:num_requests_waiting {a="#} 1',
+        'vllm:num_requests_waiting a="x"} 1',
+    ],
+)
+def test_a_malformed_line_is_refused_in_one_sentence(line):
+    """The sentence shows the line."""
+    with pytest.raises(ExpositionError, match=r"^'vllm:num_requests_waiting.* (is|has) n"):
+        read(line + "\n")
+
+
+@pytest.mark.parametrize("page", ["", "\n", "<html>vllm:num_requests_waiting</html>", "up 1\n"])
+def test_a_page_without_a_load_gauge_is_refused(page):
+    """The sentence says how large the page was and which names would have done."""
+    with pytest.raises(ExpositionError, match=r"bytes has no load gauge, expected one of vllm:"):
+        read(page)
+
+
+def test_the_newest_adapter_state_counts():
+    """States are never removed; the greatest value is now, and both lists are joined."""
+    adapters = read(
+        "vllm:num_requests_running 0\n"
+        'vllm:lora_requests_info{max_lora="4",running_lora_adapters="old",'
+        'waiting_lora_adapters=""} 1.7872679534e+09\n'
+        'vllm:lora_requests_info{max_lora="4",running_lora_adapters="sql, chat",'
+        'waiting_lora_adapters="sql,a\\"b"} 1.7872679801e+09\n'
+        'vllm:lora_requests_info{max_lora="4",running_lora_adapters="",'
+        'waiting_lora_adapters=""} NaN\n'
+    ).adapters
+    assert adapters.active == {"sql", "chat", 'a"b'}
+    assert adapters.slots_max == 4
+    assert not adapters.resident_known
+
+
+def test_the_new_adapter_gauges_tell_where_each_is_held():
+    """Levels, pins and slots of the new generation; a series at 0 is not held."""
+    adapters = read(
+        "vllm:num_requests_running 0\n"
+        'vllm:lora_adapter_loaded{adapter_name="a",level="gpu",pinned="True",rank="0"} 1.0\n'
+        'vllm:lora_adapter_loaded{adapter_name="b",level="cpu",pinned="false",rank="0"} 1.0\n'
+        'vllm:lora_adapter_loaded{adapter_name="c",level="gpu",pinned="false",rank="0"} 0.0\n'
+        'vllm:num_gpu_loaded_lora_adapters{engine="0"} 1.0\n'
+        'vllm:max_gpu_lora_adapters{engine="0"} 2.0\n'
+    ).adapters
+    assert adapters.resident_known
+    assert (adapters.gpu, adapters.cpu, adapters.pinned) == ({"a"}, {"b"}, {"a"})
+    assert adapters.slots_max == 2
+    assert adapters.active == frozenset()
+
+
+def test_nothing_loaded_is_known_from_the_slots_alone():
+    """An engine without a loaded adapter still tells that it has room."""
+    adapters = read("vllm:num_requests_running 0\nvllm:max_gpu_lora_adapters 2\n").adapters
+    assert adapters.resident_known
+    assert adapters.gpu == frozenset()
+    assert adapters.slots_max == 2
+
+
+@pytest.mark.parametrize(("awake", "asleep"), [("1.0", False), ("0.0", True)])
+def test_a_sleeping_engine_says_so(awake, asleep):
+    """`awake` at 0 means asleep."""
+    page = (
+        "vllm:num_requests_running 0\n"
+        f'vllm:engine_sleep_state{{engine="0",sleep_state="awake"}} {awake}\n'
+        'vllm:engine_sleep_state{engine="0",sleep_state="discard_all"} 0.0\n'
+    )
+    assert read(page).asleep is asleep
+
+
+PAGES = {
+    "sglang": (
+        'sglang:num_queue_reqs{m="x"} 2\nsglang:num_running_reqs{m="x"} 3\n'
+        'sglang:token_usage{m="x"} 0.5\nsglang:page_size{m="x"} 16\nsglang:num_pages{m="x"} 40\n'
+        'sglang:num_requests_total{m="x"} 9\n'
+    ),
+    "trtllm-serve": (
+        "trtllm_num_requests_waiting 2\ntrtllm_num_requests_running 3\n"
+        "trtllm_kv_cache_utilization 0.5\ntrtllm_kv_cache_tokens_per_block 16\n"
+        'trtllm_kv_cache_max_blocks 40\ntrtllm_request_success_total{finished_reason="stop"} 9\n'
+    ),
+    "triton-tensorrt-llm": (
+        'nv_inference_request_success{model="m"} 9\nnv_inference_pending_request_count 77\n'
+        'nv_trt_llm_request_metrics{model="m",request_type="waiting"} 2\n'
+        'nv_trt_llm_request_metrics{model="m",request_type="scheduled"} 3\n'
+        'nv_trt_llm_request_metrics{model="m",request_type="max"} 512\n'
+        'nv_trt_llm_kv_cache_block_metrics{kv_cache_block_type="fraction"} 0.5\n'
+        'nv_trt_llm_kv_cache_block_metrics{kv_cache_block_type="tokens_per"} 16\n'
+        'nv_trt_llm_kv_cache_block_metrics{kv_cache_block_type="max"} 40\n'
+    ),
+}
+
+
+@pytest.mark.parametrize("engine", PAGES)
+@pytest.mark.parametrize("labelled", [True, False])
+def test_other_engines_are_read_by_label_and_by_their_names(engine, labelled):
+    """An engine type label chooses the names; without one the page tells."""
+    metrics = read(PAGES[engine], {ENGINE_LABELS[1]: engine} if labelled else {"app": "x"})
+    assert (metrics.waiting_requests, metrics.running_requests) == (2.0, 3.0)
+    assert metrics.kv_cache_usage == 0.5
+    assert (metrics.block_size_tokens, metrics.blocks_total) == (16, 40)
+    assert metrics.requests_total == 9.0
+
+
+def test_engines_that_tell_less_leave_the_rest_unknown():
+    """Plain Triton has only a queue and a counter, llama.cpp has no KV usage any more."""
+    triton = read('nv_inference_pending_request_count{m="a"} 2\nnv_inference_exec_count 9\n')
+    assert (triton.waiting_requests, triton.requests_total) == (2.0, 9.0)
+    assert math.isnan(triton.running_requests)
+    llama = read("llamacpp:requests_processing 3\nllamacpp:requests_deferred 2\n")
+    assert (llama.waiting_requests, llama.running_requests) == (2.0, 3.0)
+    assert math.isnan(llama.kv_cache_usage)
+
+
+def test_old_sglang_tells_its_cache_size_in_labels():
+    """Before 0.5.11 page size and count were labels."""
+    page = 'sglang:num_queue_reqs 0\nsglang:cache_config_info{num_pages="40",page_size="1"} 1\n'
+    metrics = read(page)
+    assert (metrics.block_size_tokens, metrics.blocks_total) == (1, 40)
+
+
+@pytest.mark.parametrize("text", ["None", "", "0", "-5", "1.5", "9" * 5000])
+def test_a_cache_size_that_is_no_count_is_unknown(text):
+    """Engines write "None" for what they do not know."""
+    page = f'vllm:num_requests_running 0\nvllm:cache_config_info{{num_gpu_blocks="{text}"}} 1\n'
+    assert read(page).blocks_total is None
+
+
+def test_a_label_chooses_and_an_unknown_one_tries_all():
+    """The newer label wins; a type without a table is no reason to be blind."""
+    both = {ENGINE_LABELS[0]: "sglang", ENGINE_LABELS[1]: "vllm"}
+    with pytest.raises(ExpositionError, match=r"expected one of sglang:num_queue_reqs$"):
+        read("vllm:num_requests_running 3\n", both)
+    metrics = read("vllm:num_requests_running 3\n", {ENGINE_LABELS[0]: "unheard-of"})
+    assert metrics.running_requests == 3.0
+
+
+def test_names_can_be_overridden():
+    """Any metric, with or without label filters, can stand for a gauge."""
+    names = metric_names(waiting='my_queue{kind="batch", x=y}', cache_info="mine")
+    page = 'my_queue{kind="batch",x="z"} 1\nmy_queue{kind="batch",x="y"} 6\n'
+    reader = PageReader({"mine": names})
+    assert reader.read(page.encode(), {}).waiting_requests == 6.0
+    with pytest.raises(ExpositionError, match=r"expected one of my_queue$"):
+        reader.read(b"process_start_time_seconds 1\n", {})
+
+
+def test_an_engine_that_tells_nothing_is_never_recognised():
+    """No name at all must not mean every name."""
+    with pytest.raises(ExpositionError, match="no load gauge"):
+        PageReader({"mute": metric_names()}).read(b"{} 1\n 2\nprocess_start_time_seconds 1\n", {})
+
+
+def test_the_default_engine_is_tried_first():
+    """A page may have the gauges of two engines; the label key can be another one."""
+    page = b"vllm:num_requests_waiting 1\nsglang:num_queue_reqs 2\n"
+    reader = PageReader(default_engine="sglang", engine_labels=["engine"])
+    assert reader.read(page, {ENGINE_LABELS[0]: "vllm"}).waiting_requests == 2.0
+    assert reader.read(page, {"engine": "vllm"}).waiting_requests == 1.0
+
+
+@pytest.mark.parametrize("text", ["", "a b", "a{b}", "a{b=c", "a{b=c}}", "1a", 'a{b="c"d}'])
+def test_a_malformed_selector_is_refused_in_one_sentence(text):
+    """The sentence says how a selector looks."""
+    with pytest.raises(ValueError, match="is not a metric such as name"):
+        selector(text)
+
+
+RANKS = st.lists(
+    st.tuples(
+        st.text(st.characters(exclude_categories=["Cs"]), max_size=12),
+        st.floats(0, 1e9),
+        st.floats(0, 1),
+    ),
+    min_size=1,
+    max_size=5,
+    unique_by=lambda rank: rank[0],
+)
+
+
+@given(ranks=RANKS, started_at_s=st.floats(0, 1e10), adapters=st.sets(st.text("abc-_.é")))
+def test_what_prometheus_client_writes_is_read_back(ranks, started_at_s, adapters):
+    """Whatever the label values, the numbers written are the numbers read."""
+    registry = CollectorRegistry()
+    by_reason = Gauge("vllm:num_requests_waiting_by_reason", "x", ["m"], registry=registry)
+    waiting = Gauge("vllm:num_requests_waiting", 'say "\\ x\n', ["m"], registry=registry)
+    usage = Gauge("vllm:kv_cache_usage_perc", "x", ["m"], registry=registry)
+    tokens = Counter("vllm:prompt_tokens", "x", ["m"], registry=registry)
+    info = Gauge("vllm:cache_config_info", "x", ["a", "num_gpu_blocks"], registry=registry)
+    lora = Gauge("vllm:lora_requests_info", "x", ["running_lora_adapters"], registry=registry)
+    Gauge("process_start_time_seconds", "x", registry=registry).set(started_at_s)
+    for name, load, share in ranks:
+        by_reason.labels(name).set(1e12)
+        waiting.labels(name).set(load)
+        usage.labels(name).set(share)
+        tokens.labels(name).inc(load)
+        info.labels(name, "7").set(1)
+    lora.labels(",".join(sorted(adapters))).set(2)
+    lora.labels("other").set(1)
+
+    metrics = READER.read(generate_latest(registry), {})
+
+    assert metrics.waiting_requests == pytest.approx(sum(load for _, load, _ in ranks))
+    assert metrics.requests_total == metrics.waiting_requests
+    assert metrics.kv_cache_usage == pytest.approx(sum(s for _, _, s in ranks) / len(ranks))
+    assert metrics.blocks_total == 7 * len(ranks)
+    assert metrics.process_started_at_s == started_at_s
+    assert metrics.adapters.active == {name for name in adapters if name}
+
+
+PIECES = st.sampled_from(
+    ["vllm:num_requests_waiting", "vllm:lora_requests_info", "_x", "{", "}", '"', "\\", "a=", ",",
+     " ", "\n", "\r", "#", "1", "NaN", "\t", "é", "\x00"]
+)  # fmt: skip
+
+
+@given(st.lists(PIECES, max_size=30).map("".join))
+def test_no_page_breaks_the_reader(page):
+    """Any bytes give metrics or an `ExpositionError`, nothing else."""
+    with contextlib.suppress(ExpositionError):
+        read(page)

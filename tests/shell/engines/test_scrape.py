@@ -1,0 +1,415 @@
+"""Against servers on loopback; nothing sleeps to wait for anything, events and queues do."""
+
+import asyncio
+import contextlib
+import re
+import ssl
+from datetime import UTC, datetime, timedelta
+from ipaddress import ip_address
+
+import pytest
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+
+from epp.core.types import Endpoint, MetricsTarget
+from epp.shell.engines.exposition import PageReader
+from epp.shell.engines.scrape import Scraper, interval_s_by_pool
+
+
+def page(waiting):
+    return b"vllm:num_requests_waiting %d\n" % waiting
+
+
+def answer(body, *, headers=b"", status=b"200 OK"):
+    return b"HTTP/1.1 %s\r\n%sContent-Length: %d\r\n\r\n%s" % (status, headers, len(body), body)
+
+
+GOOD = answer(page(1))
+
+
+class Pod:
+    """A server whose `reply(number of the request, writer)` says what each request gets."""
+
+    def __init__(self, reply):
+        self.reply = reply
+        self.requests = 0
+        self.connections = 0
+        self.heads = []
+        self.asked = asyncio.Event()
+        self.port = 0
+
+    async def serve(self, reader, writer):
+        self.connections += 1
+        with contextlib.suppress(ConnectionError, asyncio.IncompleteReadError):
+            while not writer.is_closing():
+                self.heads.append(await reader.readuntil(b"\r\n\r\n"))
+                self.requests += 1
+                self.asked.set()
+                await self.reply(self.requests, writer)
+                await writer.drain()
+        writer.close()
+
+
+@contextlib.asynccontextmanager
+async def pod(reply, *, tls=None):
+    if isinstance(reply, bytes):
+        fixed = reply
+
+        async def reply(number, writer):
+            writer.write(fixed)
+
+    served = Pod(reply)
+    server = await asyncio.start_server(served.serve, "127.0.0.1", 0, ssl=tls)
+    served.port = server.sockets[0].getsockname()[1]
+    try:
+        yield served
+    finally:
+        server.close()
+
+
+def endpoint(port, *, incarnation="", labels=None, name="pod", **target):
+    return Endpoint(
+        endpoint_id=f"{name}:{port}",
+        name=name,
+        address=f"127.0.0.1:{port}",
+        incarnation=incarnation,
+        labels=labels or {},
+        metrics=MetricsTarget(port=port, **target),
+    )
+
+
+class Running:
+    """A scraper at work, and what it told."""
+
+    def __init__(self, **limits):
+        self.observed = asyncio.Queue()
+        self.failures = asyncio.Queue()
+        settings = {"interval_s": lambda _: 0.005, "backoff_s_max": 0.02, "timeout_s": 5.0} | limits
+        self.scraper = Scraper(
+            lambda endpoint, metrics: self.observed.put_nowait((endpoint, metrics)),
+            lambda endpoint, kind, sentence: self.failures.put_nowait((endpoint, kind, sentence)),
+            reader=PageReader(),
+            seed=1,
+            **settings,
+        )
+
+
+@contextlib.asynccontextmanager
+async def scraping(*endpoints, **limits):
+    running = Running(**limits)
+    running.scraper.replace(endpoints)
+    task = asyncio.create_task(running.scraper.run())
+    try:
+        yield running
+    finally:
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+
+async def test_a_page_is_observed_again_and_again_over_one_connection():
+    """Keep-alive: one connection, many scrapes, and a plain request."""
+    async with pod(GOOD) as served, scraping(endpoint(served.port, path="/m x")) as running:
+        for _ in range(5):
+            seen, metrics = await running.observed.get()
+            assert metrics.waiting_requests == 1.0
+        assert seen.name == "pod"
+        assert served.connections == 1
+    head = served.heads[0]
+    assert head.startswith(b"GET /m%%20x HTTP/1.1\r\nHost: 127.0.0.1:%d\r\n" % served.port)
+    assert running.failures.empty()
+
+
+async def test_an_endpoint_without_metrics_is_not_scraped():
+    """It is ready by time alone; nobody asks it."""
+    silent = Endpoint(endpoint_id="s:1", name="s", address="127.0.0.1:1", metrics=None)
+    async with pod(GOOD) as served, scraping(silent, endpoint(served.port)) as running:
+        for _ in range(3):
+            assert (await running.observed.get())[0].name == "pod"
+    assert running.failures.empty()
+
+
+def split(*parts, close=False):
+    async def reply(number, writer):
+        for part in parts:
+            writer.write(part)
+            await writer.drain()
+            await asyncio.sleep(0)
+        if close:
+            writer.close()
+
+    return reply
+
+
+@pytest.mark.parametrize(
+    "reply",
+    [
+        split(b"HTTP/1.0 200 OK\r\n\r\n", page(1), close=True),
+        split(GOOD, close=True),
+        split(GOOD[:10], GOOD[10:50], GOOD[50:]),
+        split(
+            b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n",
+            b"%x\r\n%s\r\n" % (len(page(1)), page(1)),
+            b"0\r\n\r\n",
+        ),
+    ],
+    ids=["to-the-end", "closing", "in-pieces", "chunked"],
+)
+async def test_every_way_to_serve_a_page_works(reply):
+    """Also servers that close after each page: that is no failure."""
+    async with pod(reply) as served, scraping(endpoint(served.port)) as running:
+        for _ in range(4):
+            assert (await running.observed.get())[1].waiting_requests == 1.0
+        assert running.failures.empty()
+
+
+@pytest.mark.parametrize(
+    ("reply", "kind", "words"),
+    [
+        (b"SSH-2.0-x\r\n", "page", "did not answer with HTTP/1"),
+        (answer(b"<html>hello</html>"), "page", "is not understood: .* has no load gauge"),
+        (answer(b"", status=b"500 Oops"), "status", "answered 500, expected 200"),
+        (answer(b"", status=b"302 Found", headers=b"Location: /x\r\n"), "status", "answered 302"),
+        (answer(b"x" * 5000), "page", "is larger than 1000 bytes"),
+        (split(GOOD[:-3], close=True), "page", "before the page ended"),
+        (split(close=True), "refused", "closed without an answer"),
+    ],
+    ids=["garbage", "no-metrics", "error", "redirect", "huge", "half-closed", "silent-close"],
+)
+async def test_a_failed_scrape_is_told_by_kind_and_observes_nothing(reply, kind, words):
+    """The sentence begins with the URL; values that were known are not touched."""
+    async with (
+        pod(reply) as served,
+        scraping(endpoint(served.port), page_bytes_max=1000) as running,
+    ):
+        failed, told, sentence = await running.failures.get()
+        await running.failures.get()
+    assert (failed.name, told) == ("pod", kind)
+    assert sentence.startswith(f"http://127.0.0.1:{served.port}/metrics ")
+    assert re.search(words, sentence)
+    assert running.observed.empty()
+
+
+async def test_a_refused_connection_is_told():
+    """Nobody listens there."""
+    async with pod(GOOD) as served:
+        port = served.port
+    async with scraping(endpoint(port)) as running:
+        _, kind, sentence = await running.failures.get()
+    assert kind == "refused"
+    assert "cannot be reached" in sentence
+
+
+async def test_a_slow_page_times_out_and_the_connection_is_not_used_again():
+    """What comes late must not be taken for the next answer."""
+    never = asyncio.Event()
+
+    async def reply(number, writer):
+        if number == 1:
+            writer.write(GOOD[:20])
+            await writer.drain()
+            await never.wait()
+        writer.write(answer(page(2)))
+
+    async with (
+        pod(reply) as served,
+        scraping(endpoint(served.port), timeout_s=0.05) as running,
+    ):
+        _, kind, sentence = await running.failures.get()
+        assert kind == "timeout"
+        assert sentence.endswith("gave no page within 0.05 s")
+        _, metrics = await running.observed.get()
+        assert metrics.waiting_requests == 2.0
+        assert served.connections == 2
+        never.set()
+
+
+async def test_a_pod_that_comes_back_is_seen():
+    """Failures make scrapes rarer, up to the cap, and the first good one ends that."""
+
+    async def reply(number, writer):
+        writer.write(GOOD if number > 6 else answer(b"", status=b"503 Starting"))
+
+    async with pod(reply) as served, scraping(endpoint(served.port)) as running:
+        for _ in range(3):
+            assert (await running.observed.get())[1].waiting_requests == 1.0
+        assert running.failures.qsize() == 6
+
+
+def test_backoff_doubles_to_its_cap_and_is_jittered():
+    """The first failure costs nothing: one lost packet must not make metrics stale."""
+    running = Running(interval_s=lambda _: 0.5, backoff_s_max=5.0)
+    for failures, mean_s in [
+        (0, 0.5),
+        (1, 0.5),
+        (2, 1.0),
+        (3, 2.0),
+        (4, 4.0),
+        (5, 5.0),
+        (999, 5.0),
+    ]:
+        pauses = [running.scraper._pause_s(failures) for _ in range(300)]
+        assert mean_s * 0.9 <= min(pauses) < mean_s < max(pauses) <= mean_s * 1.1
+
+
+def test_the_interval_grows_with_the_pool():
+    """max(200 ms, 0.5 ms an endpoint)."""
+    running = Running(interval_s=interval_s_by_pool)
+    for count, interval_s in [(0, 0.2), (100, 0.2), (400, 0.2), (1000, 0.5)]:
+        running.scraper.replace([endpoint(1, name=f"p{i}") for i in range(count)])
+        assert running.scraper.interval_s == pytest.approx(interval_s)
+
+
+@pytest.mark.parametrize("gone", [True, False])
+async def test_what_is_on_its_way_from_a_replaced_endpoint_is_dropped(gone):
+    """A page of the old container must not become the new one's metrics."""
+    release = asyncio.Event()
+
+    async def reply(number, writer):
+        if number == 1:
+            await release.wait()
+        writer.write(answer(page(number)))
+
+    async with pod(reply) as served, pod(answer(page(77))) as other:
+        old = endpoint(served.port, incarnation="1")
+        async with scraping(old) as running:
+            await served.asked.wait()
+            new = endpoint(other.port) if gone else endpoint(served.port, incarnation="2")
+            running.scraper.replace([new])
+            release.set()
+            seen, metrics = await running.observed.get()
+            assert seen is new
+            assert metrics.waiting_requests == (77.0 if gone else 2.0)
+
+
+async def test_a_relabelled_endpoint_keeps_its_connection():
+    """Labels change often; the observation carries the latest endpoint."""
+    async with pod(GOOD) as served, scraping(endpoint(served.port)) as running:
+        await running.observed.get()
+        relabelled = endpoint(served.port, labels={"a": "b"})
+        running.scraper.replace([relabelled])
+        while (await running.observed.get())[0] is not relabelled:
+            pass
+        assert served.connections == 1
+
+
+async def test_no_more_scrapes_at_once_than_allowed():
+    """Slow pods cannot take all connections at once."""
+    at_once = most = 0
+    turns = asyncio.Semaphore(0)
+
+    async def reply(number, writer):
+        nonlocal at_once, most
+        at_once += 1
+        most = max(most, at_once)
+        await turns.acquire()
+        at_once -= 1
+        writer.write(GOOD)
+
+    async with pod(reply) as served:
+        pods = [endpoint(served.port, name=f"p{i}") for i in range(8)]
+        async with scraping(*pods, concurrency_max=2) as running:
+            for _ in range(20):
+                while at_once < 2:
+                    await asyncio.sleep(0)
+                turns.release()
+                await running.observed.get()
+        assert most == 2
+        for _ in range(8):
+            turns.release()
+
+
+async def test_one_silent_pod_does_not_hold_up_the_others():
+    """Each endpoint has its own pace."""
+    never = asyncio.Event()
+
+    async def silent(number, writer):
+        await never.wait()
+
+    async with pod(silent) as bad, pod(GOOD) as good:
+        async with scraping(endpoint(bad.port, name="bad"), endpoint(good.port)) as running:
+            for _ in range(5):
+                assert (await running.observed.get())[0].name == "pod"
+            assert running.failures.empty()
+        never.set()
+
+
+async def test_nothing_is_left_when_it_is_cancelled():
+    """Every task and connection ends with `run`."""
+    async with pod(GOOD) as served:
+        async with scraping(endpoint(served.port), endpoint(served.port, name="b")) as running:
+            await running.observed.get()
+            assert scrape_tasks()
+        assert not scrape_tasks()
+        running.scraper.replace([endpoint(served.port, name="c")])
+        assert not scrape_tasks()
+
+
+def scrape_tasks():
+    return [task for task in asyncio.all_tasks() if task.get_name().startswith("scrape ")]
+
+
+async def test_a_bug_in_a_reader_is_contained_and_told():
+    """One page must not end the scraping of all the others."""
+
+    class Broken(PageReader):
+        def read(self, page, labels, memory=None):
+            raise ZeroDivisionError
+
+    running = Running()
+    running.scraper.configure(Broken())
+    async with pod(GOOD) as served:
+        running.scraper.replace([endpoint(served.port)])
+        task = asyncio.create_task(running.scraper.run())
+        for _ in range(2):
+            _, kind, sentence = await running.failures.get()
+            assert kind == "internal"
+            assert "ZeroDivisionError" in sentence
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+
+@pytest.fixture
+def self_signed(tmp_path):
+    """A server context with a certificate that nobody vouches for."""
+    key = ec.generate_private_key(ec.SECP256R1())
+    name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "pod")])
+    now = datetime.now(UTC)
+    certificate = (
+        x509.CertificateBuilder()
+        .subject_name(name)
+        .issuer_name(name)
+        .public_key(key.public_key())
+        .serial_number(1)
+        .not_valid_before(now - timedelta(days=2))
+        .not_valid_after(now + timedelta(days=2))
+        .add_extension(
+            x509.SubjectAlternativeName([x509.IPAddress(ip_address("10.9.9.9"))]), critical=False
+        )
+        .sign(key, hashes.SHA256())
+    )
+    file = tmp_path / "tls.pem"
+    file.write_bytes(
+        key.private_bytes(
+            serialization.Encoding.PEM,
+            serialization.PrivateFormat.PKCS8,
+            serialization.NoEncryption(),
+        )
+        + certificate.public_bytes(serialization.Encoding.PEM)
+    )
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(file)
+    return context
+
+
+async def test_https_is_scraped_without_verification(self_signed):
+    """Pods sign their own certificates, for other names."""
+    async with (
+        pod(GOOD, tls=self_signed) as served,
+        scraping(endpoint(served.port, scheme="https")) as running,
+    ):
+        for _ in range(2):
+            assert (await running.observed.get())[1].waiting_requests == 1.0
+        assert served.connections == 1

@@ -1,0 +1,176 @@
+import asyncio
+import datetime as dt
+import ssl
+from contextlib import asynccontextmanager
+
+import grpc.aio
+import pytest
+from cryptography import x509
+from cryptography.hazmat.primitives.asymmetric import ec
+
+from epp.shell.gateway.tls import (
+    PEM_BYTES_MAX,
+    CertificatePair,
+    ServerCertificate,
+    read_pair,
+    self_signed,
+)
+
+NOW = dt.datetime(2026, 1, 1, tzinfo=dt.UTC)
+
+
+def write(directory, pair):
+    (directory / "tls.crt").write_bytes(pair.certificate_chain)
+    (directory / "tls.key").write_bytes(pair.private_key)
+
+
+def der(pair):
+    return ssl.PEM_cert_to_DER_cert(pair.certificate_chain.decode())
+
+
+@asynccontextmanager
+async def serving(certificate):
+    server = grpc.aio.server()
+    port = server.add_secure_port("127.0.0.1:0", certificate.credentials)
+    await server.start()
+    try:
+        yield port
+    finally:
+        await server.stop(None)
+
+
+async def connect(port):
+    """What a gateway sees: (protocol negotiated, certificate in DER)."""
+    context = ssl.create_default_context()
+    context.check_hostname = False
+    context.verify_mode = ssl.CERT_NONE
+    context.set_alpn_protocols(["h2", "http/1.1"])
+    _, writer = await asyncio.open_connection("127.0.0.1", port, ssl=context)
+    tls = writer.get_extra_info("ssl_object")
+    seen = tls.selected_alpn_protocol(), tls.getpeercert(binary_form=True)
+    writer.close()
+    # gRPC may close first: the handshake is all that is asked for.
+    await asyncio.gather(writer.wait_closed(), return_exceptions=True)
+    return seen
+
+
+def test_the_self_signed_certificate_names_this_host_for_ten_years():
+    """P-256, localhost and the host name, valid from just before now for ten years."""
+    pair = self_signed("picker-0", NOW)
+    certificate = x509.load_pem_x509_certificate(pair.certificate_chain)
+    assert isinstance(certificate.public_key().curve, ec.SECP256R1)
+    names = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+    assert names.get_values_for_type(x509.DNSName) == ["localhost", "picker-0"]
+    assert certificate.not_valid_before_utc <= NOW
+    assert certificate.not_valid_after_utc == NOW + dt.timedelta(days=3650)
+
+
+async def test_grpc_negotiates_h2_with_the_self_signed_pair():
+    """A client that offers h2 and http/1.1 gets h2 and the certificate made in memory."""
+    certificate = ServerCertificate.open(None)
+    async with serving(certificate) as port:
+        assert await connect(port) == ("h2", der(certificate.pair))
+
+
+async def test_a_client_that_trusts_the_certificate_can_call():
+    """Verification works too, for gateways that do it: localhost is among the names."""
+    certificate = ServerCertificate.open(None)
+    credentials = grpc.ssl_channel_credentials(certificate.pair.certificate_chain)
+    async with (
+        serving(certificate) as port,
+        grpc.aio.secure_channel(f"localhost:{port}", credentials) as channel,
+    ):
+        with pytest.raises(grpc.aio.AioRpcError) as answered:
+            await channel.unary_unary("/no/Such")(b"")
+        assert answered.value.code() is grpc.StatusCode.UNIMPLEMENTED
+
+
+async def test_a_swapped_pair_is_served_to_new_connections(tmp_path):
+    """After a reload the next connection sees the new certificate; without, the old one."""
+    first, second = self_signed("a", NOW), self_signed("b", NOW)
+    write(tmp_path, first)
+    certificate = ServerCertificate.open(tmp_path)
+    async with serving(certificate) as port:
+        assert await connect(port) == ("h2", der(first))
+        assert not certificate.reload()
+        write(tmp_path, second)
+        assert await connect(port) == ("h2", der(first))
+        assert certificate.reload()
+        assert await connect(port) == ("h2", der(second))
+        assert await connect(port) == ("h2", der(second))
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "sentence"),
+    [
+        ("tls.crt", b"garbage", "tls.crt: expected PEM certificates"),
+        ("tls.key", b"garbage", "tls.key: expected an unencrypted PEM private key"),
+        ("tls.key", b"x" * (PEM_BYTES_MAX + 1), "tls.key: is longer than"),
+        ("tls.key", self_signed("other", NOW).private_key, "must be the private key of"),
+        ("tls.key", None, "tls.key: cannot be read: No such file"),
+    ],
+)
+async def test_a_bad_pair_is_refused_in_a_sentence_and_the_last_good_one_served(
+    tmp_path, file, content, sentence
+):
+    """Whatever is wrong with the files, connections still see the last good pair."""
+    good = self_signed("a", NOW)
+    write(tmp_path, good)
+    certificate = ServerCertificate.open(tmp_path)
+    async with serving(certificate) as port:
+        if content is None:
+            (tmp_path / file).unlink()
+        else:
+            (tmp_path / file).write_bytes(content)
+        with pytest.raises(ValueError, match=sentence) as refused:
+            certificate.reload()
+        assert "\n" not in str(refused.value)
+        assert await connect(port) == ("h2", der(good))
+        write(tmp_path, self_signed("b", NOW))
+        assert certificate.reload()
+
+
+def test_a_bad_pair_at_start_is_an_error(tmp_path):
+    """There is no last good pair at start: the command must fail, not make up a certificate."""
+    with pytest.raises(ValueError, match=r"tls\.crt: cannot be read"):
+        ServerCertificate.open(tmp_path)
+
+
+def test_a_chain_is_read_leaf_first(tmp_path):
+    """The key must belong to the first certificate; what follows it is kept."""
+    leaf, issuer = self_signed("a", NOW), self_signed("ca", NOW)
+    chained = CertificatePair(leaf.certificate_chain + issuer.certificate_chain, leaf.private_key)
+    write(tmp_path, chained)
+    assert read_pair(tmp_path) == chained
+
+
+async def test_watching_reports_each_change_once(tmp_path):
+    """A bad pair is one sentence however often it is read; the good one after it is another."""
+    write(tmp_path, self_signed("a", NOW))
+    certificate = ServerCertificate.open(tmp_path)
+    reports = asyncio.Queue()
+    reads = []
+
+    def reload():
+        reads.append(None)
+        return original()
+
+    original, certificate.reload = certificate.reload, reload
+    async with asyncio.timeout(20), asyncio.TaskGroup() as tasks:
+        watching = tasks.create_task(
+            certificate.watch(0.001, lambda *report: reports.put_nowait(report))
+        )
+        (tmp_path / "tls.crt").write_bytes(b"garbage")
+        sentence, good = await reports.get()
+        assert "the last good certificate stays in force" in sentence
+        assert not good
+        seen = len(reads)
+        while len(reads) < seen + 3:
+            await asyncio.sleep(0)
+        assert reports.empty()
+        replacement = self_signed("b", NOW)
+        # As a volume of Kubernetes changes: both files between two reads.
+        write(tmp_path, replacement)
+        assert (await reports.get())[1]
+        assert certificate.pair == replacement
+        watching.cancel()

@@ -1,0 +1,68 @@
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from prometheus_client import CollectorRegistry, Counter, Histogram
+from prometheus_client.openmetrics.exposition import generate_latest
+from prometheus_client.openmetrics.parser import text_string_to_metric_families
+
+from epp.shell.operators.counting import Distribution, Family, Number
+from epp.shell.operators.metric_table import MetricSpec
+
+BOUNDS = (0.0, 0.25, 1.0, 4096.0)
+
+
+def page(registry):
+    """Sample -> value, without the library's `_created`."""
+    return {
+        (sample.name, tuple(sorted(sample.labels.items()))): sample.value
+        for family in text_string_to_metric_families(generate_latest(registry).decode())
+        for sample in family.samples
+        if not sample.name.endswith("_created")
+    }
+
+
+events = st.lists(
+    st.tuples(st.sampled_from(["a", "b"]), st.sampled_from(BOUNDS) | st.floats(0, 1e6)),
+    max_size=30,
+)
+
+
+@given(events)
+@settings(max_examples=100, deadline=None)
+def test_distributions_and_numbers_count_as_the_library_does(observed):
+    """The same events make the same page, on the bucket bounds too."""
+    ours, theirs = CollectorRegistry(), CollectorRegistry()
+    row = MetricSpec("size_bytes", "histogram", "bytes", "S.", ("n",), BOUNDS)
+    sizes = Family(row, lambda: Distribution(BOUNDS))
+    totals = Family(MetricSpec("seen_total", "counter", "events", "T.", ("n",)), Number)
+    ours.register(sizes)
+    ours.register(totals)
+    histogram = Histogram("size_bytes", "S.", ["n"], buckets=BOUNDS, registry=theirs)
+    counter = Counter("seen_total", "T.", ["n"], registry=theirs)
+    for label, value in observed:
+        sizes.labels(label).observe(value)
+        totals.labels(label).inc(value)
+        histogram.labels(label).observe(value)
+        counter.labels(label).inc(value)
+    assert page(ours) == page(theirs)
+
+
+def test_two_metrics_of_one_name_cannot_be_registered():
+    """The registry refuses the second, as with the library's own."""
+    registry = CollectorRegistry()
+    row = MetricSpec("seen_total", "counter", "events", "T.")
+    registry.register(Family(row, Number))
+    with pytest.raises(ValueError, match="Duplicated timeseries"):
+        registry.register(Family(row, Number))
+
+
+def test_children_may_leave_while_a_page_is_written():
+    """A page shows the children that were there when its family began."""
+    family = Family(MetricSpec("seen_total", "counter", "events", "T.", ("n",)), Number)
+    family.labels("a").inc()
+    family.labels("b").inc()
+    samples = iter(family)
+    next(samples)
+    family.remove("b")
+    assert next(samples).labels == {"n": "b"}
+    assert [sample.labels["n"] for sample in family] == ["a"]

@@ -1,0 +1,223 @@
+"""What operators see of a running picker."""
+
+import gc
+import json
+import math
+from typing import NamedTuple
+
+import pytest
+from prometheus_client import CollectorRegistry
+
+from epp.configuration.build import default_config, plugin_tables
+from epp.core.prompt.request import InferenceRequest
+from epp.core.types import EndpointMetrics, Refusal, RefusalReason
+from epp.shell.operators.debug_pages import KEPT_MAX, DebugPages, RecentDecisions, table
+from epp.shell.operators.metrics_server import MetricsServer
+from tests.builders import endpoint
+from tests.builders import request as make_request
+from tests.envoy.rig import until
+from tests.shell.operators.test_metrics_server import get
+from tests.test_app import LONG, PREFIX_FIRST, QUEUE_FIRST, TWO, ready_at_once, replace, serving
+from tests.test_hermetic import pods
+
+
+class On(NamedTuple):
+    """A server elsewhere, for `get`."""
+
+    port: int
+
+
+class Picker:
+    """A scheduler with two scraped endpoints, and the pages of it."""
+
+    def __init__(self):
+        self.scheduler = pods((0, 0.1), (3, 0.2))
+        self.recent = RecentDecisions(self.scheduler.pool)
+        config = default_config(plugin_tables())
+        pages = DebugPages(self.scheduler, self.recent, lambda: (config, 7))
+        self.server = MetricsServer(
+            CollectorRegistry(), lambda: True, host="127.0.0.1", port=0, routes=pages.routes()
+        )
+
+    def decide(self, **fields):
+        decision = self.scheduler.schedule(make_request(**fields), 1.0)
+        self.recent.decided(decision)
+        return decision
+
+    async def page(self, path, **headers):
+        async with self.server:
+            return await get(self.server, path, **headers)
+
+    async def json(self, path):
+        status, headers, body = await self.page(path, Accept="application/json")
+        assert (status, headers["content-type"]) == (200, "application/json")
+        return json.loads(body)
+
+
+@pytest.fixture
+def picker():
+    return Picker()
+
+
+async def test_decisions_are_explained_newest_first(picker):
+    """Where to, and the score of each candidate by scorer."""
+    first, second = picker.decide(model="a"), picker.decide(model="b", prompt_tokens=9)
+    newest, older = (await picker.json("/debug/decisions"))["decisions"]
+    assert [newest["number"], older["number"]] == [2, 1]
+    assert newest["model"] == "b"
+    assert newest["prompt_tokens"] == 9
+    assert older["address"] == first.endpoint.address
+    scores = {score["endpoint"]: score for score in newest["scores"]}
+    assert set(scores) == {at.name for _, at in picker.scheduler.pool.endpoints()}
+    chosen = scores[second.endpoint.name]
+    assert chosen["total"] == round(float(second.scored.total[second.picked]), 4)
+    assert list(chosen["parts"]) == list(second.scorers)
+    assert sum(chosen["parts"].values()) == pytest.approx(chosen["total"], abs=1e-3)
+
+
+async def test_refusals_stand_among_the_decisions(picker):
+    """With their reason, without the sentence, which may quote what the client sent."""
+    picker.decide()
+    refusal = Refusal(
+        reason=RefusalReason.NO_ENDPOINTS,
+        status=503,
+        message="secret",
+        eliminated={"fresh-metrics-filter": 2},
+    )
+    picker.recent.refused(refusal, make_request(request_id="r-2"))
+    picker.recent.refused(refusal, None)
+    unread, refused, _ = (await picker.json("/debug/decisions"))["decisions"]
+    assert refused["refused"] == "rejected-no-endpoints"
+    assert refused["status"] == 503
+    assert refused["request_id"] == "r-2"
+    assert refused["eliminated"] == {"fresh-metrics-filter": 2}
+    assert unread["request_id"] == ""
+    _, _, text = await picker.page("/debug/decisions")
+    assert "2 by fresh-metrics-filter" in text
+    assert "secret" not in text
+
+
+async def test_only_the_last_decisions_are_kept_and_only_as_many_shown_as_asked_for(picker):
+    """Bounded whatever happens."""
+    for _ in range(KEPT_MAX + 5):
+        picker.decide()
+    kept = (await picker.json(f"/debug/decisions?n={KEPT_MAX}"))["decisions"]
+    assert [kept[0]["number"], kept[-1]["number"], len(kept)] == [KEPT_MAX + 5, 6, KEPT_MAX]
+    assert len((await picker.json("/debug/decisions"))["decisions"]) == 50
+    _, _, text = await picker.page("/debug/decisions?n=3")
+    assert len(text.splitlines()) == 1 + 3
+
+
+@pytest.mark.parametrize(
+    "query", ["n=0", "n=101", "n=-1", "n=", "n=many", "n=²", f"n={'9' * 5000}", "format=xml"]
+)
+async def test_a_question_that_makes_no_sense_is_refused(picker, query):
+    """400 and what was expected."""
+    status, _, text = await picker.page(f"/debug/decisions?{query}")
+    assert status == 400
+    assert "must be" in text
+
+
+async def test_what_is_kept_holds_no_request(picker):
+    """Neither prompts nor leases nor headers live on because a page may ask."""
+    asked = make_request(prompts=(b"once upon a time" * 100,), headers={"authorization": "secret"})
+    decision = picker.scheduler.schedule(asked, 1.0)
+    picker.recent.decided(decision)
+    reached, seen = [picker.recent._kept], set()
+    while reached:
+        at = reached.pop()
+        if id(at) in seen or at is picker.scheduler.pool:
+            continue
+        seen.add(id(at))
+        assert not isinstance(at, InferenceRequest)
+        assert at is not decision.lease
+        fields = getattr(at, "__struct_fields__", ())
+        reached += [getattr(at, name) for name in fields] or gc.get_referents(at)
+
+
+async def test_endpoints_that_left_keep_their_name_in_old_decisions(picker):
+    """A slot that was given to another pod does not rename the past."""
+    decision = picker.decide()
+    before = {at.name for _, at in picker.scheduler.pool.endpoints()}
+    picker.scheduler.replace([endpoint(8, name="new"), endpoint(9, name="newer")], 2.0)
+    (kept,) = (await picker.json("/debug/decisions"))["decisions"]
+    assert kept["endpoint"] == decision.endpoint.name
+    assert {score["endpoint"] for score in kept["scores"]} == before
+
+
+async def test_what_clients_write_cannot_break_a_page(picker):
+    """Long names are cut, control characters and what is no text are replaced."""
+    picker.decide(model="m" * 100_000, request_id="a\nb\x1b[2J\ud800")
+    (kept,) = (await picker.json("/debug/decisions"))["decisions"]
+    assert len(kept["model"]) == 256
+    assert kept["request_id"] == "a\nb\x1b[2J?"
+    _, _, text = await picker.page("/debug/decisions")
+    assert len(text.splitlines()) == 2
+    assert "a?b?[2J?" in text
+
+
+async def test_endpoints_are_listed_with_their_state(picker):
+    """As last scraped and as counted here; what is not known is null and a dash."""
+    picker.decide()
+    pool = picker.scheduler.pool
+    members = [at for _, at in pool.endpoints()]
+    picker.scheduler.replace([*members, endpoint(7, name="silent", ready_after_s=math.inf)], 1.0)
+    picker.scheduler.observe(1, EndpointMetrics(asleep=True, waiting_requests=2.0), 1.0)
+    first, second, silent = (await picker.json("/debug/endpoints"))["endpoints"]
+    assert first["state"] == "ready"
+    assert first["inflight_requests"] == 1
+    assert second["state"] == "asleep"
+    assert second["waiting"] == 2.0
+    assert second["kv_cache_usage"] is None
+    assert silent["state"] == "never scraped"
+    assert silent["metrics_age_s"] is None
+    status, headers, text = await picker.page("/debug/endpoints")
+    assert (status, headers["content-type"]) == (200, "text/plain; charset=utf-8")
+    assert text.splitlines()[3].split()[0] == "silent"
+    assert " - " in text.splitlines()[3]
+
+
+async def test_the_configuration_in_force_is_shown(picker):
+    """As check-config explains it, or as JSON by scorer with weights, hash and generation."""
+    shown = await picker.json("/debug/config")
+    assert shown["generation"] == 7
+    assert shown["config"]["scorer prefix-cache-scorer"]["weight"] == 3
+    _, _, text = await picker.page("/debug/config")
+    assert "prefix-cache-scorer: weight 3 of 9" in text
+    assert shown["hash"] in text
+
+
+async def test_the_format_asked_for_wins_over_the_one_accepted(picker):
+    """So that a browser can have either."""
+    _, headers, _ = await picker.page("/debug/config?format=json")
+    assert headers["content-type"] == "application/json"
+    _, headers, _ = await picker.page("/debug/config?format=text", Accept="application/json")
+    assert headers["content-type"].startswith("text/plain")
+
+
+def test_a_table_of_nothing_says_so():
+    """No traffic and no endpoints are ordinary."""
+    assert table([]) == "none\n"
+
+
+async def test_a_running_picker_shows_itself(tmp_path):
+    """`epp serve` has the pages on its metrics port, and they follow a reload."""
+    async with serving(tmp_path, TWO, config=PREFIX_FIRST) as running:
+        picker = running.picker
+        ready_at_once(running)
+
+        async def shown(path):
+            _, _, body = await get(On(picker.flags.metrics_port), path, Accept="application/json")
+            return json.loads(body)
+
+        assert len((await shown("/debug/endpoints"))["endpoints"]) == 2
+        assert (await shown("/debug/config"))["generation"] == 1
+        replace(tmp_path / "config.yaml", QUEUE_FIRST)
+        await until(lambda: picker._generation == 2, "the reload")
+        changed = await shown("/debug/config")
+        assert changed["generation"] == 2
+        assert changed["config"]["scorer queue-scorer"]["weight"] == 3
+        destination = await running.pick(LONG)
+        (decision,) = (await shown("/debug/decisions"))["decisions"]
+        assert decision["address"] == destination
+        assert "once upon" not in json.dumps(decision)

@@ -1,0 +1,155 @@
+"""What sessions and streams tell, as numbers and lines."""
+
+import pytest
+import structlog
+from prometheus_client import CollectorRegistry
+
+from epp.core.knowledge.inflight import Ending, Outcome
+from epp.core.protocol.messages import BodyMode
+from epp.core.protocol.session import Exchange
+from epp.core.protocol.usage import Usage
+from epp.core.types import Refusal, RefusalReason
+from epp.shell.operators import observation
+from epp.shell.operators.logs import DecisionLog
+from epp.shell.operators.observation import Observation
+from epp.shell.operators.telemetry import Telemetry
+from tests.shell.operators.decisions import make_decision, make_endpoints, make_request
+
+LLAMA = {"model_name": "llama", "target_model_name": "llama", "priority": "0"}
+ALIAS = LLAMA | {"model_name": "alias"}
+NOW_S = 1_000.0
+
+
+class Observed:
+    """An observation, its metrics and its decision lines, at 1000.0 s."""
+
+    def __init__(self):
+        self.registry = CollectorRegistry()
+        self.lines = []
+        log = DecisionLog(self, level="debug")
+        self.observation = Observation(Telemetry(self.registry), log)
+
+    def debug(self, event, **line):
+        self.lines.append(event)
+
+    info = debug
+
+    def __call__(self, name, /, **labels):
+        return self.registry.get_sample_value(f"homing_{name}", labels)
+
+
+@pytest.fixture
+def observed(monkeypatch):
+    monkeypatch.setattr(observation.time, "monotonic", lambda: NOW_S)
+    return Observed()
+
+
+def exchange(*, decision=True, **fields):
+    """Began 3 s ago; what is answered now came 1 s ago."""
+    made = Exchange(NOW_S - 3)
+    made.answered_at_s = NOW_S - 1
+    if decision:
+        made.decision = make_decision()
+        made.request = made.decision.lease.request
+    for name, value in fields.items():
+        setattr(made, name, value)
+    return made
+
+
+def test_a_decision_is_counted_timed_and_logged(observed):
+    """Scheduling from the message that was answered, processing from the first."""
+    observed.observation.decided(exchange(request_bytes=700))
+    assert observed("request_total", **LLAMA) == 1
+    assert observed("scheduler_e2e_duration_seconds_sum") == 1
+    assert observed("request_processing_duration_seconds_sum") == 3
+    assert observed("request_size_bytes_sum", **LLAMA) == 700
+    assert observed.lines == ["decision"]
+
+
+def test_a_rewritten_model_is_counted_under_both_names(observed):
+    """What the client asked for, and what serves it."""
+    routed = exchange(incoming_model="alias")
+    observed.observation.decided(routed)
+    assert observed("request_running", **ALIAS) == 1
+    observed.observation.completed(routed, Outcome(), NOW_S)
+    assert observed("request_running", **ALIAS) == 0
+    assert observed("request_total", **ALIAS) == 1
+    assert observed("request_total", **LLAMA) is None
+
+
+def test_deciding_without_the_body_is_counted_by_its_mode(observed):
+    """An operator can see that the gateway hides bodies."""
+    observed.observation.decided(exchange(unseen_body=BodyMode.STREAMED))
+    observed.observation.decided(exchange())
+    assert observed("scheduled_without_prefix_total", mode="streamed") == 1
+
+
+@pytest.mark.parametrize("parsed", [False, True])
+def test_a_refusal_is_counted_with_what_is_known(observed, parsed):
+    """A body that cannot be read has no model, and took no scheduling."""
+    refusal = Refusal(reason=RefusalReason.SATURATED, status=429, message="no")
+    request = make_request() if parsed else None
+    observed.observation.refused(exchange(decision=False, request=request), refusal)
+    assert observed("refusals_total", reason="rejected-saturated") == 1
+    assert observed("scheduler_e2e_duration_seconds_count") == (1 if parsed else 0)
+    labels = LLAMA if parsed else dict.fromkeys(LLAMA, "") | {"priority": "0"}
+    assert observed("request_total", **labels) == 1
+    assert observed.lines == ["refusal"]
+
+
+def test_response_headers_are_timed_from_the_request(observed):
+    """Only where they were seen."""
+    observed.observation.response_started(exchange(response_started_at_s=NOW_S - 1))
+    observed.observation.response_started(exchange())
+    assert observed("response_headers_seconds_count") == 1
+    assert observed("response_headers_seconds_sum") == 2
+
+
+def test_what_ends_tells_what_was_seen_of_it(observed):
+    """Time to first token, tokens and duration of a response that was parsed."""
+    usage = Usage(prompt_tokens=700, completion_tokens=9, cached_tokens=128)
+    seen = exchange(first_output_at_s=NOW_S - 1, usage=usage)
+    observed.observation.decided(seen)
+    observed.observation.completed(seen, Outcome(status=200), NOW_S + 1)
+    assert observed("request_ttft_seconds_sum", **LLAMA) == 2
+    assert observed("request_output_tokens_sum", **LLAMA) == 9
+    assert observed("request_cached_tokens_sum", **LLAMA) == 128
+    assert observed("request_duration_seconds_sum", **LLAMA) == 4
+
+
+def test_what_was_not_seen_is_not_counted(observed):
+    """No zeros where nothing was measured; the duration is always known."""
+    unseen = exchange()
+    observed.observation.decided(unseen)
+    observed.observation.completed(unseen, Outcome(ending=Ending.UNSEEN), NOW_S)
+    assert observed("request_duration_seconds_count", **LLAMA) == 1
+    assert observed("request_ttft_seconds_count", **LLAMA) is None
+    assert observed("request_output_tokens_count", **LLAMA) is None
+
+
+def test_an_endpoint_that_is_set_aside_is_counted_and_logged(observed):
+    """By its name."""
+    (endpoint,) = make_endpoints(1)
+    with structlog.testing.capture_logs() as lines:
+        observed.observation.set_aside(endpoint)
+    ((line),) = lines
+    assert (line["endpoint"], line["log_level"]) == ("prod/vllm-0", "warning")
+    labels = {"endpoint_name": "vllm-0", "namespace": "prod", "port": "8000"}
+    assert observed("set_aside_total", **labels) == 1
+
+
+def test_streams_and_what_goes_wrong_in_them_are_counted(observed):
+    """Open ones, ended ones by their code, breaches of the protocol, unknown modes, the cut."""
+    told = observed.observation
+    told.stream_opened()
+    told.stream_opened()
+    told.stream_closed("CANCELLED", 2.5)
+    told.unknown_body_mode(9)
+    told.protocol_violated("routed", "RequestHeaders")
+    told.drain_cut(1)
+    assert observed("extproc_streams_inflight") == 1
+    assert observed("extproc_streams_total", code="CANCELLED") == 1
+    assert observed("extproc_stream_duration_seconds_sum") == 2.5
+    assert observed("unknown_body_mode_total", mode="9") == 1
+    assert observed("protocol_violations_total", phase="routed", event="RequestHeaders") == 1
+    assert observed("drain_cut_streams_total") == 1

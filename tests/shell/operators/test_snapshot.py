@@ -1,0 +1,19 @@
+from epp.core.decision.scheduler import Scheduler, SchedulerSettings
+from epp.shell.operators.snapshot import pool_snapshot
+from tests.builders import endpoint
+from tests.test_hermetic import pods
+
+
+def test_a_snapshot_counts_what_is_known_and_what_is_ready():
+    """Indexes with an account of their memory are shown by name."""
+    scheduler = pods((0, 0.1), (3, 0.5))
+    assert isinstance(scheduler, Scheduler)
+    assert isinstance(scheduler.settings, SchedulerSettings)
+    scheduler.replace([endpoint(0), endpoint(1), endpoint(2, ready_after_s=60.0)], 1.0)
+    shown = pool_snapshot(scheduler, "llama-pool", None, 1.0)
+    assert shown.pool == "llama-pool"
+    assert len(shown.candidates) == 3
+    assert shown.ready == 2
+    assert shown.set_aside == 0
+    assert set(shown.indexes) == set(scheduler.indexes)
+    assert shown.cluster is None

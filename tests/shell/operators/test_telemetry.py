@@ -1,0 +1,458 @@
+from collections import Counter as Tally
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.openmetrics.exposition import generate_latest as generate_openmetrics
+from prometheus_client.openmetrics.parser import (
+    text_string_to_metric_families as parse_openmetrics,
+)
+from prometheus_client.parser import text_string_to_metric_families
+
+from epp.core.decision.profile import SchedulingProfile, WeightedScorer
+from epp.core.decision.scheduler import SchedulerSettings
+from epp.core.knowledge.inflight import Ending, Outcome
+from epp.core.types import Refusal, RefusalReason
+from epp.shell.kubernetes.state import ClusterSnapshot, Reflection
+from epp.shell.operators.metric_table import METRICS
+from epp.shell.operators.telemetry import (
+    LABEL_CHARACTERS_MAX,
+    Children,
+    IndexSnapshot,
+    PoolSnapshot,
+    Telemetry,
+    endpoint_labels,
+)
+from tests.shell.operators.decisions import (
+    make_candidates,
+    make_decision,
+    make_endpoints,
+    make_request,
+)
+
+LLAMA = {"model_name": "llama", "target_model_name": "llama", "priority": "0"}
+
+
+class Exported:
+    """A registry with its telemetry, and how to read it."""
+
+    def __init__(self, pool=None):
+        self.registry = CollectorRegistry()
+        self.telemetry = Telemetry(self.registry, pool)
+
+    def __call__(self, name, /, **labels):
+        return self.registry.get_sample_value(name, labels)
+
+    def decide(self, decision, **fields):
+        arguments = {"scheduling_s": 4e-5, "processing_s": 2e-4, "request_bytes": 8192} | fields
+        self.telemetry.decided(decision, **arguments)
+
+
+@pytest.fixture
+def exported():
+    return Exported()
+
+
+def snapshot(count=4, **fields):
+    return PoolSnapshot(
+        pool="llama-pool",
+        candidates=make_candidates(count, **fields),
+        ready=3,
+        set_aside=1,
+        indexes={
+            "approx": IndexSnapshot(
+                entries=12,
+                memory_bytes=768,
+                lookups={"full": 1, "partial": 2, "none": 3},
+                evictions={"ttl": 4, "capacity": 5},
+            )
+        },
+        cluster=ClusterSnapshot(
+            kinds={
+                "pods": Reflection(
+                    objects=7,
+                    synced=True,
+                    stale_s=1.5,
+                    lists=2,
+                    watches=3,
+                    repairs=1,
+                    errors={"gone": 4},
+                )
+            },
+            events={"written": 5, "dropped": 6},
+            leading=False,
+        ),
+    )
+
+
+def exercise(exported):
+    """Let everything that can be counted happen at least once."""
+    telemetry = exported.telemetry
+    decision = make_decision()
+    exported.decide(decision)
+    telemetry.refused(
+        Refusal(reason=RefusalReason.SATURATED, status=429, message="full", eliminated={"f": 2}),
+        scheduling_s=1e-5,
+        request=make_request(),
+    )
+    telemetry.response_started(elapsed_s=0.2)
+    telemetry.first_output(decision, elapsed_s=0.3)
+    telemetry.completed(
+        decision, Outcome(status=502), elapsed_s=1.0, output_tokens=9, cached_tokens=128
+    )
+    telemetry.scheduled_without_prefix("streamed")
+    telemetry.unknown_body_mode(5)
+    telemetry.protocol_violated("ended", "RequestBody")
+    telemetry.set_aside(make_endpoints(1)[0])
+    telemetry.scraped(elapsed_s=0.01)
+    telemetry.scrape_failed("timeout")
+    telemetry.config_applied(profile_settings(2.0), config_hash="abc", generation=1)
+    telemetry.config_rejected()
+    telemetry.stream_opened()
+    telemetry.stream_closed("OK", elapsed_s=1.0)
+    telemetry.drain_cut(2)
+
+
+def profile_settings(weight):
+    class Nothing:
+        type_name = "nothing"
+
+    profile = SchedulingProfile(
+        name="default",
+        filters=(),
+        scorers=(WeightedScorer("queue-scorer", Nothing(), weight),),
+        picker_name="max-score-picker",
+        picker=Nothing(),
+    )
+    return SchedulerSettings(profile=profile)
+
+
+def samples_of(families):
+    return [
+        (sample.name, tuple(sorted(sample.labels.items())))
+        for family in families
+        for sample in family.samples
+    ]
+
+
+def test_every_metric_of_the_table_is_exported_and_no_other():
+    """The table and the page list the same names, with the same type, help and labels."""
+    exported = Exported(snapshot)
+    exercise(exported)
+    page = {
+        family.name + ("_total" if family.type == "counter" else ""): family
+        for family in exported.registry.collect()
+    }
+    assert set(page) == {row.name for row in METRICS}
+    for row in METRICS:
+        family = page[row.name]
+        assert (family.type, family.documentation) == (row.kind, row.help)
+        labels = {
+            frozenset(sample.labels) - {"le"}
+            for sample in family.samples
+            if not sample.name.endswith("_created")
+        }
+        assert labels == {frozenset(row.labels)}, row.name
+
+
+def test_table_names_are_unique_prefixed_and_documented():
+    """No name is listed twice; each begins with homing_, has a sentence and a unit."""
+    assert [name for name, count in Tally(row.name for row in METRICS).items() if count > 1] == []
+    for row in METRICS:
+        assert row.name.startswith("homing_")
+        assert row.help.endswith(".")
+        assert row.unit
+        assert (row.kind == "counter") == row.name.endswith("_total")
+        assert (row.kind == "histogram") == bool(row.buckets)
+        assert list(row.buckets) == sorted(set(row.buckets))
+
+
+@pytest.mark.parametrize(
+    ("encode", "parse"),
+    [
+        (generate_latest, text_string_to_metric_families),
+        (generate_openmetrics, parse_openmetrics),
+    ],
+)
+def test_the_page_parses_and_no_series_appears_twice(encode, parse):
+    """Both exposition formats are valid, with hostile label values too."""
+    exported = Exported(snapshot)
+    exercise(exported)
+    hostile = make_request('a"b\\c\nd\ud800é{}', priority=-1)
+    exported.decide(make_decision(hostile))
+    series = samples_of(parse(encode(exported.registry).decode()))
+    assert len(series) == len(set(series)) > 100
+
+
+def test_a_decision_is_counted_by_model_endpoint_and_scorer(exported):
+    """One decision: one attempt at its endpoint, its prediction, each scorer's contribution."""
+    exported.decide(make_decision())
+    assert exported("homing_request_total", **LLAMA) == 1
+    assert exported("homing_request_running", **LLAMA) == 1
+    assert exported("homing_request_size_bytes_sum", **LLAMA) == 8192
+    assert exported("homing_request_input_tokens_sum", **LLAMA) == 700
+    assert exported("homing_scheduler_e2e_duration_seconds_bucket", le="5e-05") == 1
+    assert exported("homing_scheduler_e2e_duration_seconds_bucket", le="2e-05") == 0
+    attempt = {
+        "status": "success",
+        "target_model_name": "llama",
+        "endpoint_name": "vllm-3",
+        "namespace": "prod",
+        "port": "8000",
+    }
+    assert exported("homing_scheduler_attempts_total", **attempt) == 1
+    assert exported("homing_prefix_indexer_hit_ratio_sum") == pytest.approx(0.3)
+    assert exported("homing_predicted_hit_tokens_total") == 3 * 64
+    assert exported("homing_prefix_indexer_hit_bytes_sum") == 3 * 64 * 4
+    contribution = "homing_scorer_contribution_sum"
+    assert exported(contribution, scorer="prefix-cache-scorer") == 3.0
+    assert exported(contribution, scorer="queue-scorer") == 0.25
+    assert exported("homing_filter_eliminated_total", filter="fresh-metrics-filter") == 1
+
+
+def test_changed_scorers_are_counted_under_their_new_names(exported):
+    """After a reload with other scorers each contribution goes to its own name."""
+    decision = make_decision()
+    exported.decide(decision)
+    renamed = make_decision()
+    renamed = type(renamed)(
+        **{name: getattr(renamed, name) for name in renamed.__struct_fields__}
+        | {"scorers": ("a", "b", "c")}
+    )
+    exported.decide(renamed)
+    exported.decide(decision)
+    assert exported("homing_scorer_contribution_sum", scorer="a") == 3.0
+    assert exported("homing_scorer_contribution_sum", scorer="prefix-cache-scorer") == 6.0
+
+
+def test_a_rewritten_model_is_counted_under_both_names(exported):
+    """model_name is what the client asked for, target_model_name what serves."""
+    exported.decide(make_decision(), model_name="gpt")
+    labels = LLAMA | {"model_name": "gpt"}
+    assert exported("homing_request_total", **labels) == 1
+    assert exported("homing_request_total", **LLAMA) is None
+
+
+def test_running_returns_to_zero_when_all_have_ended(exported):
+    """Whatever ends a request, one completion undoes one decision."""
+    endings = [Outcome(), Outcome(ending=Ending.CLIENT_LEFT), Outcome(status=503)]
+    for number in range(len(endings)):
+        exported.decide(make_decision(number=number + 1))
+    assert exported("homing_request_running", **LLAMA) == 3
+    for outcome in endings:
+        exported.telemetry.completed(make_decision(), outcome, elapsed_s=1.0)
+    assert exported("homing_request_running", **LLAMA) == 0
+    assert exported("homing_request_duration_seconds_count", **LLAMA) == 3
+
+
+@pytest.mark.parametrize(
+    ("outcome", "error_code"),
+    [
+        (Outcome(), None),
+        (Outcome(status=200), None),
+        (Outcome(status=404), "404"),
+        (Outcome(status=503), "503"),
+        (Outcome(status=4711), "other"),
+        (Outcome(ending=Ending.ERROR), "error"),
+        (Outcome(ending=Ending.CLIENT_LEFT, status=200), "client-disconnect"),
+    ],
+)
+def test_failures_are_counted_by_what_went_wrong(exported, outcome, error_code):
+    """Success adds no error; a failure adds one, under one code."""
+    decision = make_decision()
+    exported.decide(decision)
+    exported.telemetry.completed(decision, outcome, elapsed_s=1.0)
+    errors = [
+        sample.labels["error_code"]
+        for family in exported.registry.collect()
+        for sample in family.samples
+        if sample.name == "homing_request_error_total"
+    ]
+    assert errors == ([error_code] if error_code else [])
+
+
+def test_parsed_usage_shows_how_good_the_prediction_was(exported):
+    """Predicted and served tokens are added up over the same requests."""
+    decision = make_decision()
+    exported.decide(decision)
+    exported.decide(decision)
+    exported.telemetry.completed(decision, Outcome(), elapsed_s=1.0)
+    exported.telemetry.completed(decision, Outcome(), elapsed_s=1.0, cached_tokens=128)
+    assert exported("homing_prefix_hit_tokens_total", source="predicted") == 192
+    assert exported("homing_prefix_hit_tokens_total", source="served") == 128
+    assert exported("homing_request_cached_tokens_count", **LLAMA) == 1
+
+
+def test_a_refusal_before_parsing_is_counted_without_a_model(exported):
+    """Bad JSON has no model and made no attempt to schedule."""
+    refusal = Refusal(reason=RefusalReason.BAD_REQUEST, status=400, message="bad")
+    exported.telemetry.refused(refusal)
+    nameless = {"model_name": "", "target_model_name": "", "priority": "0"}
+    assert exported("homing_refusals_total", reason="bad-request") == 1
+    assert exported("homing_request_total", **nameless) == 1
+    assert exported("homing_request_error_total", error_code="bad-request", **nameless) == 1
+    assert exported("homing_scheduler_e2e_duration_seconds_count") == 0
+
+
+def test_client_chosen_models_cannot_grow_the_page(exported):
+    """Past 1,000 label combinations all new models count as "other"; known ones stay apart."""
+    for number in range(1500):
+        request = make_request(f"model-{number}")
+        exported.telemetry.refused(
+            Refusal(reason=RefusalReason.NO_ENDPOINTS, status=503, message="none"),
+            request=request,
+        )
+    totals = {
+        sample.labels["model_name"]: sample.value
+        for family in exported.registry.collect()
+        for sample in family.samples
+        if sample.name == "homing_request_total"
+    }
+    assert len(totals) == 1001
+    assert totals["other"] == 500
+    assert totals["model-0"] == 1
+
+
+@given(st.lists(st.tuples(st.text(max_size=300), st.text(max_size=3)), max_size=60))
+@settings(max_examples=100, deadline=None)
+def test_children_are_bounded_and_every_event_is_counted(events):
+    """Whatever the labels, children and label lengths are bounded and nothing is lost."""
+    counts = {}
+
+    def make(labels):
+        counts[labels] = [0]
+        return counts[labels]
+
+    children = Children(make, children_max=5)
+    for labels in events:
+        children(*labels)[0] += 1
+    assert sum(count for [count] in counts.values()) == len(events)
+    assert len(children) == len(counts) <= 6
+    assert all(len(value) <= LABEL_CHARACTERS_MAX for labels in counts for value in labels)
+
+
+def test_endpoints_that_left_take_their_counters_with_them(exported):
+    """Pods come and go for months; only those that are there keep series."""
+    exported.decide(make_decision(picked=3))
+    exported.decide(make_decision(picked=2))
+    exported.telemetry.set_aside(make_endpoints(4)[3])
+    exported.telemetry.endpoints_replaced(make_endpoints(3))
+    left = {
+        sample.labels["endpoint_name"]
+        for family in exported.registry.collect()
+        for sample in family.samples
+        if sample.name in {"homing_scheduler_attempts_total", "homing_set_aside_total"}
+    }
+    assert left == {"vllm-2"}
+    exported.decide(make_decision(picked=3))
+    labels = {"endpoint_name": "vllm-3", "namespace": "prod", "port": "8000"}
+    labels |= {"status": "success", "target_model_name": "llama"}
+    assert exported("homing_scheduler_attempts_total", **labels) == 1
+
+
+def test_the_pool_is_read_when_the_page_is_made():
+    """Gauges are those of the scheduler at that moment."""
+    exported = Exported(snapshot)
+    pool = {"name": "llama-pool"}
+    place = {"endpoint_name": "vllm-2", "namespace": "prod", "port": "8000"}
+    assert exported("homing_ready_endpoints", **pool) == 3
+    assert exported("homing_endpoints_set_aside", **pool) == 1
+    assert exported("homing_average_queue_size", **pool) == 1.5
+    assert exported("homing_average_running_requests", **pool) == 3.0
+    assert exported("homing_average_kv_cache_utilization", **pool) == pytest.approx(0.375)
+    queue = {"model_server_endpoint": "prod/vllm-2", "port": "8000", **pool}
+    assert exported("homing_per_endpoint_queue_size", **queue) == 2
+    assert exported("homing_per_endpoint_metrics_age_seconds", **place) == 2.0
+    assert exported("homing_inflight_requests", **place) == 3
+    assert exported("homing_inflight_tokens", **place) == 128
+    assert exported("homing_prefix_indexer_size", index="approx") == 12
+    evicted = exported("homing_prefix_indexer_evictions_total", index="approx", cause="ttl")
+    assert evicted == 4
+
+
+def test_what_is_unknown_is_absent_not_zero():
+    """Endpoints that were never scraped have no queue, no age and no average."""
+    exported = Exported(lambda: snapshot(scraped=False))
+    assert exported("homing_average_queue_size", name="llama-pool") is None
+    assert exported("homing_known_endpoints", name="llama-pool") == 4
+    names = {name for name, _ in samples_of(exported.registry.collect())}
+    assert "homing_per_endpoint_metrics_age_seconds" not in names
+    assert "homing_per_endpoint_queue_size" not in names
+
+
+def test_an_empty_pool_makes_a_valid_page():
+    """No endpoints, no indexes: 0 known, no averages, nothing raised."""
+    exported = Exported(lambda: PoolSnapshot(candidates=make_candidates(0)))
+    assert exported("homing_known_endpoints", name="") == 0
+    generate_latest(exported.registry)
+
+
+def test_registering_does_not_read_the_scheduler():
+    """Telemetry is built before there is a scheduler to read."""
+
+    def too_early():
+        raise AssertionError
+
+    Telemetry(CollectorRegistry(), too_early)
+
+
+def test_only_the_configuration_in_force_is_shown(exported):
+    """A reload replaces hash and weights; a rejected one leaves them and lowers the flag."""
+    exported.telemetry.config_applied(profile_settings(2.0), config_hash="aa", generation=1)
+    exported.telemetry.config_applied(profile_settings(5.0), config_hash="bb", generation=2)
+    weight = {"profile": "default", "scorer": "queue-scorer"}
+    assert exported("homing_scorer_weight", **weight) == 5.0
+    assert exported("homing_config_info", hash="aa", generation="1") is None
+    assert exported("homing_config_last_reload_successful") == 1
+    exported.telemetry.config_rejected()
+    assert exported("homing_config_last_reload_successful") == 0
+    assert exported("homing_config_info", hash="bb", generation="2") == 1
+    assert exported("homing_scorer_weight", **weight) == 5.0
+    assert exported("homing_config_reloads_total", result="failure") == 1
+
+
+def test_streams_are_counted_by_code(exported):
+    """Open streams are a gauge, ended ones a counter by gRPC code."""
+    exported.telemetry.stream_opened()
+    exported.telemetry.stream_opened()
+    exported.telemetry.stream_closed("CANCELLED", elapsed_s=2.0)
+    assert exported("homing_extproc_streams_inflight") == 1
+    assert exported("homing_extproc_streams_total", code="CANCELLED") == 1
+    assert exported("homing_extproc_stream_duration_seconds_sum") == 2.0
+
+
+@pytest.mark.parametrize(
+    ("name", "address", "labels"),
+    [
+        ("prod/vllm-0", "10.0.0.1:8000", ("vllm-0", "prod", "8000")),
+        ("vllm-0", "[fd00::1]:8001", ("vllm-0", "", "8001")),
+    ],
+)
+def test_namespace_and_port_come_from_name_and_address(name, address, labels):
+    """A name without a namespace has an empty one; IPv6 keeps its port."""
+    [endpoint] = make_endpoints(1)
+    endpoint = type(endpoint)(endpoint_id="e", name=name, address=address)
+    assert endpoint_labels(endpoint) == labels
+
+
+def test_what_the_api_server_told_is_shown_by_kind():
+    """Without a cluster, or an election, nothing of it is there."""
+    exported = Exported(snapshot)
+    told = {
+        "staleness_seconds": 1.5,
+        "synced": 1.0,
+        "objects": 7.0,
+        "lists_total": 2.0,
+        "watches_total": 3.0,
+        "repairs_total": 1.0,
+    }
+    for name, value in told.items():
+        assert exported(f"homing_kube_{name}", resource="pods") == value
+    assert exported("homing_kube_errors_total", resource="pods", kind="gone") == 4
+    assert exported("homing_kube_events_total", result="dropped") == 6
+    assert exported("homing_leader") == 0
+    alone = Exported(lambda: msgspec.structs.replace(snapshot(), cluster=None))
+    assert alone("homing_leader") is None
+    assert alone("homing_kube_synced", resource="pods") is None

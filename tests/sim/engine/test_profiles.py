@@ -1,0 +1,239 @@
+"""Profiles: step times against measured anchors, and profiles of one's own."""
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sim.engine.profiles import (
+    Memory,
+    Profile,
+    ProfileError,
+    StepWork,
+    built_in_profiles,
+    find_profile,
+    profile_as_toml,
+    profiles_in,
+)
+
+
+def prefill_s(name, tokens):
+    profile = find_profile(name)
+    work = StepWork(tokens=tokens, prefills=1, attention_pairs=tokens**2 / 2, sequences=1)
+    return profile.step_s(work)
+
+
+def decode_s(name, requests, context):
+    work = StepWork(
+        tokens=requests,
+        decodes=requests,
+        decode_context_tokens=requests * context,
+        sequences=requests,
+    )
+    return find_profile(name).step_s(work)
+
+
+@pytest.mark.parametrize(
+    ("name", "tokens", "expected_ms"),
+    [
+        ("llama-3.1-8b-h100-tp1", 2048, 43.5),
+        ("llama-3.1-8b-h100-tp1", 8192, 200),
+        ("qwen3-32b-h100-tp2", 2048, 107),
+        ("qwen3-32b-h100-tp2", 8192, 514),
+        ("llama-3.1-70b-h100-tp4", 2048, 130),
+        ("llama-3.1-70b-h100-tp4", 8192, 577),
+        ("llama-3.1-70b-h100-tp8", 8192, 344),
+    ],
+)
+def test_a_prefill_takes_what_was_measured(name, tokens, expected_ms):
+    """One chunk is within 20 % of operator-level runs, or of the published 15,928 tokens/s."""
+    assert prefill_s(name, tokens) * 1e3 == pytest.approx(expected_ms, rel=0.20)
+
+
+@pytest.mark.parametrize(
+    ("name", "requests", "context", "expected_ms"),
+    [
+        ("llama-3.1-8b-h100-tp1", 8, 1024, 6.6),
+        ("llama-3.1-8b-h100-tp1", 64, 1024, 10.4),
+        ("llama-3.1-8b-h100-tp1", 32, 4096, 12.4),
+        ("qwen3-32b-h100-tp2", 8, 1024, 15.7),
+        ("qwen3-32b-h100-tp2", 32, 4096, 22.0),
+        ("llama-3.1-70b-h100-tp4", 1, 1024, 15.1),
+    ],
+)
+def test_a_decode_takes_what_was_measured(name, requests, context, expected_ms):
+    """Without the host's time a decode step is within 20 % of operator-level runs."""
+    ours_s = decode_s(name, requests, context) - find_profile(name).host_s
+    assert ours_s * 1e3 == pytest.approx(expected_ms, rel=0.20)
+
+
+@pytest.mark.parametrize(
+    ("name", "weight_bytes", "kv_bytes_per_token", "tensor_parallel"),
+    [
+        ("llama-3.1-8b-h100-tp1", 16.06e9, 131_072, 1),
+        ("llama-3.1-8b-a100-tp1", 16.06e9, 131_072, 1),
+        ("qwen3-32b-h100-tp2", 65.5e9, 262_144, 2),
+        ("llama-3.1-70b-h100-tp4", 141.1e9, 327_680, 4),
+        ("llama-3.1-70b-h100-tp8", 141.1e9, 327_680, 8),
+    ],
+)
+def test_the_cache_is_what_the_memory_leaves(
+    name, weight_bytes, kv_bytes_per_token, tensor_parallel
+):
+    """The KV tokens of the 80 GB profiles are those of the formula, within 2 %."""
+    memory = Memory(
+        bytes=80 * 2**30,
+        weight_bytes=weight_bytes,
+        kv_bytes_per_token=kv_bytes_per_token,
+        tensor_parallel=tensor_parallel,
+    )
+    assert memory.kv_tokens == pytest.approx(find_profile(name).kv_tokens, rel=0.02)
+
+
+@given(st.sampled_from(sorted(built_in_profiles())), st.integers(1, 8192), st.integers(1, 500))
+def test_more_tokens_take_no_less_time(name, tokens, more):
+    """Linear layers grow with their tokens, in every profile, but for noise in measured tables."""
+    profile = find_profile(name)
+    now, then = profile.linear_layers_s(tokens), profile.linear_layers_s(tokens + more)
+    assert then >= now * 0.999
+
+
+def table(tokens, seconds, **fields):
+    base = msgspec.structs.replace(find_profile("llama-3.1-8b-h100-tp1"), linear_s_per_token=1e-5)
+    return msgspec.structs.replace(base, linear_tokens=tokens, linear_s=seconds, **fields)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "expected_s"), [(1, 0.01), (10, 0.01), (15, 0.015), (20, 0.02), (120, 0.021)]
+)
+def test_a_table_is_read_between_its_points(tokens, expected_s):
+    """Straight lines between the points, the first before them, the slope behind them."""
+    profile = table((10, 20), (0.01, 0.02))
+    assert profile.linear_layers_s(tokens) == pytest.approx(expected_s)
+
+
+def test_skew_counts_the_longest_context_for_all():
+    """With skew 1 a batch is as slow as if all had the longest context; with 0 the sum counts."""
+    base = find_profile("llama-3.1-8b-h100-tp1")
+    uneven = StepWork(
+        tokens=2, decodes=2, decode_context_tokens=5000, longest_context_tokens=4000, sequences=2
+    )
+    even = msgspec.structs.replace(uneven, decode_context_tokens=8000)
+    skewed = msgspec.structs.replace(base, skew=1.0)
+    assert skewed.step_s(uneven) == pytest.approx(base.step_s(even))
+
+
+def test_decodes_beside_a_chunk_may_be_slower():
+    """The factor counts only in steps that compute chunks too."""
+    base = find_profile("llama-3.1-8b-h100-tp1")
+    slow = msgspec.structs.replace(base, mixed_decode_factor=2.0)
+    work = StepWork(tokens=9, decodes=8, decode_context_tokens=8000, sequences=8)
+    assert slow.step_s(work) == base.step_s(work)
+    mixed = msgspec.structs.replace(work, prefills=1)
+    more_s = slow.step_s(mixed) - base.step_s(mixed)
+    assert more_s == pytest.approx(8000 * base.decode_s_per_context_token)
+
+
+def test_a_profile_may_be_like_another(tmp_path):
+    """What a file does not say is taken from the profile that it names; memory gives KV tokens."""
+    file = tmp_path / "mine.toml"
+    file.write_text(
+        '[one]\nlike = "llama-3.1-8b-h100-tp1"\nhost_s = 0.004\n'
+        '[two]\nlike = "one"\nmemory = {bytes = 48e9, weight_bytes = 16e9, '
+        "kv_bytes_per_token = 131072}\n"
+    )
+    profiles = profiles_in(file)
+    assert profiles["one"] == msgspec.structs.replace(
+        find_profile("llama-3.1-8b-h100-tp1"), name="one", host_s=0.004
+    )
+    assert profiles["two"].host_s == 0.004
+    assert 150_000 < profiles["two"].kv_tokens < 180_000
+    assert find_profile(f"{file}:two") == profiles["two"]
+    with pytest.raises(ProfileError, match="no profile 'three'; expected one of one, two"):
+        find_profile(f"{file}:three")
+    with pytest.raises(ProfileError, match=r"expected .*mine\.toml:NAME with one of one, two"):
+        find_profile(str(file))
+
+
+@pytest.mark.parametrize("name", sorted(built_in_profiles()))
+def test_a_profile_survives_its_file(tmp_path, name):
+    """What is written is read back, to the digits that are written."""
+    file = tmp_path / "profile.toml"
+    file.write_text(profile_as_toml(find_profile(name), {"host_s": "a comment"}))
+    again = find_profile(str(file))
+    assert again.linear_tokens == find_profile(name).linear_tokens
+    for field in Profile.__struct_fields__:
+        mine, theirs = getattr(again, field), getattr(find_profile(name), field)
+        assert mine == (theirs if isinstance(theirs, str) else pytest.approx(theirs, rel=1e-5))
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ("", "at least one table"),
+        ("a = 1", "expected a table"),
+        ("[a]\nlike = [1]", "like: no profile"),
+        ('[a]\nlike = "nobody"', "no profile 'nobody' before it"),
+        ("[a]\nhost_s = 1.0", "missing required field"),
+        ('[a]\nlike = "llama-3.1-8b-h100-tp1"\nhots_s = 1.0', "unknown field `hots_s`"),
+        ('[a]\nlike = "llama-3.1-8b-h100-tp1"\nlinear_tokens = [2, 1]', "differ in length"),
+        (
+            '[a]\nlike = "llama-3.1-8b-h100-tp1"\nlinear_tokens = [2, 1]\nlinear_s = [1.0, 2.0]',
+            "do not ascend",
+        ),
+        ("[a", "Expected ']' at the end of a table"),
+    ],
+)
+def test_a_bad_file_is_refused_with_a_sentence(tmp_path, text, sentence):
+    """File, profile and what was expected are named."""
+    file = tmp_path / "bad.toml"
+    file.write_text(text)
+    with pytest.raises(ProfileError, match=sentence) as caught:
+        profiles_in(file)
+    assert str(file) in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("line", "sentence"),
+    [
+        ("kv_tokens = -5", r"`int` >= 256 - at `\$\.kv_tokens`"),
+        ("kv_tokens = 10", r"`int` >= 256 - at `\$\.kv_tokens`"),
+        ("max_model_len_tokens = 0", r">= 1 - at `\$\.max_model_len_tokens`"),
+        ("max_num_seqs = 0", r"`int` >= 1 - at `\$\.max_num_seqs`"),
+        ("max_num_batched_tokens = 0", r">= 1 - at `\$\.max_num_batched_tokens`"),
+        ("max_num_seqs = 9000", "max_num_batched_tokens is 8192; expected at least max_num_seqs"),
+        ("pair_s = nan", r"`float` >= 0\.0 - at `\$\.pair_s`"),
+        ("pair_s = -1.0", r"`float` >= 0\.0 - at `\$\.pair_s`"),
+        ("host_s = inf", r"`float` <= 60\.0 - at `\$\.host_s`"),
+        ("shared_context_factor = 1.5", r"<= 1\.0 - at `\$\.shared_context_factor`"),
+        ("linear_tokens = [1, 2]\nlinear_s = [0.1, nan]", r"- at `\$\.linear_s\["),
+        ("linear_tokens = [1]\nlinear_s = [0.0]", r"- at `\$\.linear_s\["),
+        (
+            "memory = {bytes = 1, weight_bytes = 2, kv_bytes_per_token = 0}",
+            r"memory: .*>= 1 - at `\$\.kv_bytes_per_token`",
+        ),
+        (
+            "memory = {bytes = 1, weight_bytes = 2, kv_bytes_per_token = 8}",
+            "memory: leaves -.* tokens for the KV cache; expected at least 256",
+        ),
+        (
+            "memory = {bytes = nan, weight_bytes = 2, kv_bytes_per_token = 8}",
+            r"memory: .*at `\$\.bytes`",
+        ),
+        ("memory = 5", "memory: Expected `object`"),
+    ],
+)
+def test_a_number_that_no_engine_has_is_refused(tmp_path, line, sentence):
+    """File, profile, field and what was expected of it."""
+    file = tmp_path / "bad.toml"
+    file.write_text(f'[mine]\nlike = "llama-3.1-8b-h100-tp1"\n{line}\n')
+    with pytest.raises(ProfileError, match=sentence) as caught:
+        find_profile(str(file))
+    assert str(caught.value).startswith(f"{file}: mine: ")
+    assert "\n" not in str(caught.value)
+
+
+def test_an_unknown_profile_is_refused_with_those_there_are():
+    """A name that is no profile and no file."""
+    with pytest.raises(ProfileError, match=r"No profile 'h100'; expected one of .*rtx-4090"):
+        find_profile("h100")

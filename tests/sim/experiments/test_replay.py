@@ -1,0 +1,851 @@
+"""`sim replay`, `sim compare` and `sim sweep`: what they print, write and refuse."""
+
+import argparse
+import gzip
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections import defaultdict
+from pathlib import Path
+
+import msgspec
+import pyarrow.parquet as pq
+import pytest
+
+from epp.configuration.build import plugin_tables
+from epp.configuration.config import DEFAULT_CONFIG, config_hash, load_config
+from sim.__main__ import main
+from sim.cluster.policies import policy_source
+from sim.experiments.jobs import Crew, Experiment, JobError
+from sim.experiments.run import Run
+from sim.experiments.run_options import add_run_options, conditions, run_settings
+from sim.measurement.intervals import Difference
+from sim.reports.compare_report import comparison_table, verdict
+from sim.reports.report import number
+from sim.reports.run_report import explained
+from tests.sim.made import BLOCK_TOKENS, arrivals
+from tests.sim.terminal import on_a_terminal
+
+ROOT = Path(__file__).parents[3]
+
+
+@pytest.fixture(scope="module")
+def trace(tmp_path_factory):
+    """Two hundred requests in the format of Mooncake, with blocks of 64 tokens."""
+    return written(tmp_path_factory.mktemp("trace") / "made.jsonl", 200)
+
+
+def written(path, count, **fields):
+    with path.open("w") as file:
+        for one in arrivals(count, **fields):
+            ids = [*one.blocks, 9_000_000 + one.index]
+            line = {
+                "timestamp": one.time_s * 1000,
+                "input_length": one.prompt_tokens,
+                "output_length": one.output_tokens,
+                "hash_ids": ids[: -(-one.prompt_tokens // BLOCK_TOKENS)],
+            }
+            file.write(json.dumps(line) + "\n")
+    return path
+
+
+def sim(*arguments):
+    return main([str(argument) for argument in (*arguments, "--block-tokens", BLOCK_TOKENS)])
+
+
+def test_a_replay_fills_its_folder(trace, tmp_path, capsys):
+    """Everything that was promised is there, and the files agree with each other."""
+    out = tmp_path / "out"
+    assert sim("replay", trace, "--pods", "4", "--out", out) == 0
+    assert capsys.readouterr().out.startswith("seed 1\n")
+    summary = json.loads((out / "summary.json").read_bytes())
+    rows = pq.read_table(out / "requests.parquet").to_pylist()
+    decisions = [json.loads(line) for line in (out / "decisions.jsonl").read_text().splitlines()]
+    assert summary["requests"]["complete"] == len(rows) == len(decisions) == 200
+    assert summary["complete"]
+    assert [line["request"] for line in decisions] == list(range(200))
+    by_request = {row["request"]: row for row in rows}
+    for line in decisions:
+        row = by_request[line["request"]]
+        assert line["endpoint"] == row["pod"]
+        assert line["cached_tokens"] == row["cached_tokens"]
+        assert line["predicted_cached_tokens"] == row["predicted_cached_tokens"]
+        best = max(line["candidates"], key=lambda candidate: candidate["score"])
+        chosen = next(one for one in line["candidates"] if one["endpoint"] == line["endpoint"])
+        assert chosen["score"] == pytest.approx(best["score"])
+        assert sum(chosen["parts"].values()) == pytest.approx(chosen["score"])
+        assert chosen["matched_blocks"] * 64 == line["predicted_cached_tokens"]
+        assert all(one["matched_blocks"] <= line["total_blocks"] for one in line["candidates"])
+    assert any(line["predicted_cached_tokens"] for line in decisions)
+    total = sum(row["prompt_tokens"] for row in rows)
+    assert summary["hit_rate"] == pytest.approx(
+        sum(row["cached_tokens"] for row in rows) / total, rel=1e-5
+    )
+    mean = sum(row["ttft_s"] for row in rows) / 200
+    assert summary["ttft_s"]["mean"] == pytest.approx(mean, rel=1e-5)
+    assert "TTFT" in (out / "report.md").read_text()
+
+
+@pytest.mark.parametrize("policy", ["default", "random", "file"])
+def test_only_who_has_a_prefix_index_is_judged_by_its_estimate(trace, tmp_path, capsys, policy):
+    """A baseline, or a configuration that goes by load alone, estimates nothing."""
+    config = policy
+    if policy == "file":
+        config = tmp_path / "queue.yaml"
+        config.write_text(
+            "apiVersion: llm-d.ai/v1alpha1\nkind: EndpointPickerConfig\n"
+            "plugins: [{type: queue-scorer}]\n"
+            "schedulingProfiles: [{name: default, plugins: [{pluginRef: queue-scorer}]}]\n"
+        )
+    out = tmp_path / "out"
+    assert sim("replay", trace, "--config", config, "--pods", "4", "--out", out) == 0
+    prediction = json.loads((out / "summary.json").read_bytes())["prediction"]
+    told = capsys.readouterr().out + (out / "report.md").read_text()
+    assert (prediction["bias_tokens"] is None) is (policy != "default")
+    assert (prediction["mean_absolute_error_tokens"] is None) is (policy != "default")
+    assert ("estimate of the cache" in told) is (policy == "default")
+
+
+def test_session_affinity_without_sessions_is_warned_of(trace, tmp_path, capsys):
+    """It is random then: the table, the summary and the report say so; with sessions they do not."""
+    sentence = "No request named a session: session affinity chose at random."
+    out = tmp_path / "out"
+    assert sim("replay", trace, "--config", "session-affinity", "--pods", "2", "--out", out) == 0
+    assert sentence in capsys.readouterr().out
+    assert json.loads((out / "summary.json").read_bytes())["warnings"] == [sentence]
+    assert f"**{sentence}**" in (out / "report.md").read_text()
+    path = tmp_path / "sessions.jsonl"
+    path.write_text(HEADER + ONE % ', "session": "a"')
+    assert main(["replay", str(path), "--config", "session-affinity"]) == 0
+    assert sentence not in capsys.readouterr().out
+
+
+def test_all_that_a_run_depends_on_is_among_its_conditions(trace, tmp_path):
+    """Its configuration by hash, what is in effect by default, and every flag."""
+    out = tmp_path / "out"
+    flags = ["--max-loras", "2", "--skip-bad", "--check", "--requests", "20"]
+    assert sim("replay", trace, "--pods", "2", *flags, "--out", out) == 0
+    told = json.loads((out / "summary.json").read_bytes())["conditions"]
+    hashed = config_hash(load_config(DEFAULT_CONFIG, "", plugin_tables()))
+    assert told["config_hashes"] == {"default": hashed}
+    assert (told["max_loras"], told["skip_bad"], told["check"]) == (2, True, True)
+    assert (told["block_tokens"], told["jitter_s"]) == (BLOCK_TOKENS, 0)
+
+
+def test_a_baseline_has_no_hash_and_several_runs_have_theirs(trace):
+    """By the name of each configuration."""
+    one, other = (described(trace, policy=policy) for policy in ("random", "default"))
+    hashes = conditions(one, other)["config_hashes"]
+    assert hashes["random"] is None
+    assert re.fullmatch("[0-9a-f]{12}", hashes["default"])
+
+
+@pytest.mark.parametrize(("given", "in_effect_s"), [([], 3.0), (["--jitter", "0"], 0.0)])
+def test_the_jitter_that_is_told_is_the_one_in_effect(tmp_path, given, in_effect_s):
+    """A trace whose clock ticks every three seconds is spread over them unless told otherwise."""
+    path = tmp_path / "ticks.jsonl"
+    path.write_text(
+        HEADER + "".join(ONE.replace('": 0', f'": {3 * (at // 4)}', 1) % "" for at in range(40))
+    )
+    assert main(["replay", str(path), *given, "--out", str(tmp_path / "out")]) == 0
+    assert json.loads((tmp_path / "out" / "summary.json").read_bytes())["conditions"][
+        "jitter_s"
+    ] == (in_effect_s)
+
+
+def test_the_report_tells_conditions_in_words(trace, tmp_path):
+    """No Python: nothing of None, of False or of braces."""
+    out = tmp_path / "out"
+    assert sim("replay", trace, "--config", "random", "--pods", "4", "--out", out) == 0
+    told = (out / "report.md").read_text().split("## What was run")[1]
+    assert not re.search("None|True|False|[{}'\\[\\]]", told)
+    for row in (
+        "| profiles | llama-3.1-8b-h100-tp1: 4 |", "| requests_max | all |",
+        "| response_chunks | no |", "| config_hashes | random: a baseline |",
+    ):  # fmt: skip
+        assert row in told
+
+
+def test_a_trace_without_times_is_replayed_at_the_rate_asked_for(tmp_path):
+    """Raw requests, eleven of them: at ten a second they arrive within one."""
+    path = tmp_path / "raw.jsonl"
+    body = {"model": "m", "messages": [{"role": "user", "content": "word " * 100}], "max_tokens": 2}
+    path.write_text((json.dumps(body) + "\n") * 11)
+    last_s = {}
+    for rate in ("1", "10"):
+        out = tmp_path / rate
+        flags = ["--trace-format", "openai", "--rate-per-s", rate]
+        assert main(["replay", str(path), *flags, "--out", str(out)]) == 0
+        rows = pq.read_table(out / "requests.parquet").to_pylist()
+        last_s[rate] = max(row["arrival_s"] for row in rows)
+    assert last_s == {"1": pytest.approx(10.0), "10": pytest.approx(1.0)}
+
+
+def test_the_page_opens_offline(trace, tmp_path):
+    """One file without addresses, with its charts and the explorer of decisions in it."""
+    out = tmp_path / "out"
+    assert sim("replay", trace, "--pods", "4", "--out", out) == 0
+    page = (out / "report.html").read_text()
+    assert "http" not in page
+    assert page.count("<svg") >= 8
+    for wanted in ("Time to first token", "ceiling", "Why this pod?", "pod-3"):
+        assert wanted in page
+
+
+def test_a_page_tells_counts_and_shares_apart(trace, tmp_path):
+    """Of each pod two charts over time, each with an axis that says what it measures."""
+    out = tmp_path / "out"
+    assert sim("replay", trace, "--pods", "40", "--no-decisions", "--out", out) == 0
+    page = (out / "report.html").read_text()
+    assert "The first 32 of 40 pods over time" in page
+    assert page.count(">requests</text>") == page.count(">share (%)</text>") == 32
+    assert page.count(">TTFT (s)</text>") == page.count(">arrival rate (requests/s)</text>") == 1
+
+
+LINE = {
+    "request": 5, "time_s": 1.5, "outcome": "complete", "endpoint": "pod-1", "refusal": None,
+    "total_blocks": 4, "predicted_cached_tokens": 192, "cached_tokens": 176,
+    "candidates": [
+        {"endpoint": f"pod-{at}", "matched_blocks": 3 * at, "score": float(at), "parts": {"a": at}}
+        for at in range(2)
+    ],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({}, "at 1.500 s went to pod-1; 176 prompt tokens were in the cache. The picker expected"),
+        ({"outcome": "failed"}, "went to pod-1, which could not serve it. The picker expected 192"),
+        ({"outcome": "aborted"}, "went to pod-1; its client left before the end."),
+        ({"outcome": "aborted", "time_s": None, "endpoint": None, "candidates": []}, "client left"),
+        ({"endpoint": None, "refusal": "0 of 2", "candidates": []}, "was refused: 0 of 2."),
+        ({"candidates": []}, "in the cache. This policy scores no pods"),
+    ],
+)
+def test_a_decision_is_explained_by_what_happened(changes, told):
+    """Served, failed, left by its client before or after it was routed, refused, or not scored."""
+    found = explained(LINE | changes)
+    assert found["said"].startswith("Request 5 ")
+    assert told in found["said"]
+    assert "None" not in found["said"]
+    assert bool(found["rows"]) == bool((LINE | changes)["candidates"])
+
+
+def test_the_best_candidate_of_a_decision_comes_first():
+    """With the blocks that each matched; a large pool is cut, and says so."""
+    found = explained(LINE)
+    assert found["rows"][1:] == [
+        ["pod-1", "1.0000", "3", "1.0000"],
+        ["pod-0", "0.0000", "0", "0.0000"],
+    ]
+    assert found["chosen"] == 1
+    assert "matched blocks of 4" in found["rows"][0]
+    many = [LINE["candidates"][0] | {"endpoint": f"pod-{at}"} for at in range(100)]
+    assert explained(LINE | {"candidates": many})["rows"][-1] == ["and 84 more"]
+
+
+def test_a_page_says_which_decisions_it_has(tmp_path):
+    """Of many requests one in some, with the name of the file that has them all."""
+    path, out = written(tmp_path / "long.jsonl", 2_001), tmp_path / "out"
+    assert sim("replay", path, "--config", "round-robin", "--out", out) == 0
+    page = (out / "report.html").read_text()
+    assert "1,001 of 2,001 requests are on this page, one in 2 (0, 2, 4, …)" in page
+    assert "decisions.jsonl has all of them" in page
+    assert sim("replay", path, "--requests", "9", "--out", tmp_path / "few") == 0
+    assert "All 9 requests are on this page" in (tmp_path / "few" / "report.html").read_text()
+
+
+def test_the_same_seed_writes_the_same_summary(trace, tmp_path):
+    """Byte by byte; another seed does not."""
+    for name, seed in (("one", "5"), ("again", "5"), ("other", "6")):
+        sim(
+            "replay",
+            trace,
+            "--pods",
+            "2",
+            "--seed",
+            seed,
+            "--out",
+            tmp_path / name,
+            "--jitter",
+            "1",
+        )
+    one, again, other = (
+        (tmp_path / name / "summary.json").read_bytes() for name in ("one", "again", "other")
+    )
+    assert one == again != other
+
+
+def test_decisions_name_candidates_that_have_died_since(tmp_path):
+    """Pods that die while an answer is under way keep their names in what was decided before."""
+    path, out = written(tmp_path / "long.jsonl", 200, output=(200, 400)), tmp_path / "out"
+    assert sim("replay", path, "--pods", "3", "--faults-per-hour", "3000", "--out", out) == 0
+    lines = [json.loads(line) for line in (out / "decisions.jsonl").read_text().splitlines()]
+    assert {line["outcome"] for line in lines} > {"complete"}
+    for line in lines:
+        if line["endpoint"] is not None:
+            names = [candidate["endpoint"] for candidate in line["candidates"]]
+            assert line["endpoint"] in names
+            assert len(set(names)) == len(names)
+
+
+def test_bytes_give_the_decisions_of_hashes(trace, tmp_path):
+    """Production parsing and hashing on the way, or not: the same digest."""
+    digests = []
+    for through in ("hashes", "bytes"):
+        sim("replay", trace, "--through", through, "--out", tmp_path / through, "--no-decisions")
+        digests.append(json.loads((tmp_path / through / "summary.json").read_bytes())["digest"])
+        assert not (tmp_path / through / "decisions.jsonl").exists()
+    assert digests[0] == digests[1]
+
+
+def test_odd_blocks_are_refused_by_name(tmp_path, capsys):
+    """Blocks of 48 tokens cannot be told apart in bytes by a picker with blocks of 64."""
+    path = tmp_path / "odd.jsonl"
+    path.write_text(
+        '{"timestamp": 0, "input_length": 96, "output_length": 1, "hash_ids": [1, 2]}\n'
+    )
+    assert main(["replay", str(path), "--block-tokens", "48", "--through", "bytes"]) == 1
+    told = capsys.readouterr().err
+    assert "odd.jsonl" in told
+    assert "48" in told
+
+
+def test_a_folder_with_something_in_it_is_refused(trace, tmp_path, capsys):
+    """Unless forced."""
+    (tmp_path / "mine").write_text("")
+    assert sim("replay", trace, "--out", tmp_path) == 1
+    assert "not empty" in capsys.readouterr().err
+    assert sim("replay", trace, "--out", tmp_path, "--force") == 0
+
+
+def test_a_forced_replay_leaves_nothing_of_the_run_before(trace, tmp_path):
+    """Its files go even if this run writes none by that name; what is not ours stays."""
+    (tmp_path / "mine").write_text("")
+    assert sim("replay", trace, "--requests", "9", "--out", tmp_path, "--force") == 0
+    assert (tmp_path / "decisions.jsonl").exists()
+    assert sim("replay", trace, "--out", tmp_path, "--force", "--no-decisions") == 0
+    names = {file.name for file in tmp_path.iterdir()}
+    assert names == {"mine", "summary.json", "report.md", "report.html", "requests.parquet"}
+    assert (
+        sim("sweep", trace, "--config", "default", "--rates", "5", "--out", tmp_path, "--force")
+        == 0
+    )
+    assert not (tmp_path / "requests.parquet").exists()
+
+
+WORKLOAD = """
+load: {type: constant, interval: 1, stages: [{rate: 20, duration: 10}]}
+data:
+  type: shared_prefix
+  shared_prefix: {num_groups: 2, num_prompts_per_group: 4, system_prompt_len: 640,
+    question_len: 100, output_len: 5}
+"""
+
+
+@pytest.mark.parametrize(("below", "written"), [(150, False), (250, True)])
+def test_decisions_depend_on_the_requests_of_a_workload(tmp_path, monkeypatch, below, written):
+    """Not on how many lines describe them: about 200 are below 250 and above 150."""
+    path, out = tmp_path / "workload.yaml", tmp_path / "out"
+    path.write_text(WORKLOAD)
+    monkeypatch.setattr("sim.experiments.replay.DECISIONS_BELOW", below)
+    assert main(["replay", str(path), "--out", str(out)]) == 0
+    assert json.loads((out / "summary.json").read_bytes())["requests"]["sent"] in range(190, 211)
+    assert (out / "decisions.jsonl").exists() == written
+
+
+def test_a_replay_says_what_took_how_long(trace, tmp_path, capsys):
+    """The replay for itself, and what comes after it."""
+    assert sim("replay", trace, "--out", tmp_path / "all") == 0
+    told = capsys.readouterr().out
+    assert re.search(r"^200 requests replayed in [\d.]+ s$", told, re.MULTILINE)
+    assert re.search(
+        r"^hit ceilings and reports took [\d.]+ s; results are in ", told, re.MULTILINE
+    )
+    assert sim("replay", trace, "--out", tmp_path / "few", "--no-decisions") == 0
+    assert re.search(r"^reports took [\d.]+ s; results", capsys.readouterr().out, re.MULTILINE)
+
+
+def test_a_terminal_shows_a_bar_for_the_replay_and_one_for_the_ceilings(trace, tmp_path):
+    """Each with as many steps as there are requests."""
+    code, _, shown = on_a_terminal(
+        "replay", trace, "--out", tmp_path / "out", "--block-tokens", BLOCK_TOKENS
+    )
+    assert code == 0
+    assert re.search(r"replay .*/200\b", shown)
+    assert re.search(r"hit ceilings .*/200\b", shown)
+
+
+def test_a_bad_line_stops_or_is_counted(tmp_path, capsys):
+    """It is named by file, line and field, and nothing is written; with --skip-bad the rest runs."""
+    path = written(tmp_path / "bad.jsonl", 5)
+    path.write_text(path.read_text() + '{"timestamp": 900000, "input_length": "x"}\n')
+    for command in (
+        ["replay"],
+        ["compare", "--config", "default", "--config", "random", "--seeds", "1"],
+        ["sweep", "--config", "default", "--rates", "5"],
+    ):
+        out = tmp_path / "failed"
+        assert sim(command[0], path, *command[1:], "--out", out) == 1
+        assert not list(out.iterdir()), "the same call works once the line is mended"
+        errors = capsys.readouterr().err
+        assert errors.startswith("sim: ")
+        assert "bad.jsonl:6: input_length" in errors
+        assert errors.count("\n") == 1
+    for name, *flags in (
+        ["replay"],
+        ["compare", "--config", "default", "--config", "random", "--seeds", "1"],
+        ["sweep", "--config", "default", "--rates", "5"],
+    ):
+        out = tmp_path / name
+        assert sim(name, path, *flags, "--skip-bad", "--out", out) == 0
+        summary = json.loads((out / "summary.json").read_bytes())
+        runs = summary.get("runs") or summary.get("points") or [summary]
+        assert {run["bad_lines"] for run in runs} == {1}
+        assert re.search(r"malformed lines .*skipped", (out / "report.md").read_text())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["--config", "nothing"], "neither a file nor one of"),
+        (["--pods", "0"], "not an integer from 1"),
+        (["--profile", "nothing"], "nothing"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(trace, arguments, told, capsys):
+    """In a sentence, with exit code 2."""
+    try:
+        code = sim("replay", trace, *arguments)
+    except SystemExit as stop:
+        code = stop.code
+    assert code == 2
+    assert told in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", [["compare"], ["sweep", "--rates", "5"]])
+@pytest.mark.parametrize(
+    ("configs", "told"),
+    [
+        (["default", "nothing"], "sim: nothing is neither a file nor one of default, random"),
+        (["random", "random"], "sim: --config random and --config random are both called random"),
+    ],
+)
+def test_policies_that_are_not_there_or_there_twice_are_a_wrong_call(
+    trace, command, configs, told, capsys
+):
+    """Exit code 2 and a sentence, as for a profile that is not there."""
+    flags = [part for config in configs for part in ("--config", config)]
+    assert sim(command[0], trace, *command[1:], *flags) == 2
+    assert capsys.readouterr().err.startswith(told)
+
+
+def test_a_configuration_that_is_no_good_is_not_a_wrong_call(trace, tmp_path, capsys):
+    """The call is right, the file is not: exit code 1."""
+    broken = tmp_path / "broken.yaml"
+    broken.write_text("kind: Nothing\n")
+    assert sim("replay", trace, "--config", broken) == 1
+    assert "broken.yaml" in capsys.readouterr().err
+    assert sim("replay", trace, "--config", tmp_path) == 1
+
+
+def test_a_profile_that_no_engine_has_is_a_wrong_call(trace, tmp_path, capsys):
+    """Exit code 2, and the file, the profile and the field by name."""
+    path = tmp_path / "mine.toml"
+    path.write_text('[x]\nlike = "llama-3.1-8b-h100-tp1"\nmax_num_seqs = 0\n')
+    with pytest.raises(SystemExit) as stop:
+        sim("replay", trace, "--profile", path)
+    assert stop.value.code == 2
+    told = capsys.readouterr().err.splitlines()[-1]
+    assert "mine.toml: x: Expected `int` >= 1 - at `$.max_num_seqs`" in told
+
+
+HEADER = '{"format": "homing-capture", "version": 1}\n'
+ONE = '{"time_s": 0, "prompt_tokens": 65, "output_tokens": 1%s}\n'
+
+
+@pytest.mark.parametrize(
+    ("content", "arguments", "told"),
+    [
+        (HEADER.encode(), [], "Expected at least one request"),
+        (
+            gzip.compress((HEADER + (ONE % "") * 5_000).encode())[:-20],
+            [],
+            "Expected a whole gzip file",
+        ),
+        ((HEADER + ONE % ', "adapter": "sql"').encode(), [], "--max-loras gives pods some"),
+        (
+            (HEADER + ONE % ', "parts": [[99999999999, 1], [5, 64]]').encode(),
+            ["--through", "bytes"],
+            "expected ids below 16777216",
+        ),
+    ],
+)
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["replay"],
+        ["compare", "--config", "default", "--config", "random", "--seeds", "1"],
+        ["sweep", "--config", "default", "--rates", "5"],
+    ],
+    ids=lambda command: command[0],
+)
+def test_a_trace_that_cannot_be_replayed_is_one_sentence(
+    command, content, arguments, told, tmp_path, capsys
+):
+    """Which trace, and what was expected of it; exit code 1, also from another process."""
+    path = tmp_path / "trace"
+    path.write_bytes(content)
+    assert main([command[0], str(path), *command[1:], *arguments]) == 1
+    errors = capsys.readouterr().err
+    assert errors.startswith(f"sim: {path}: ")
+    assert told in errors
+    assert errors.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("later_s", "speed", "days"), [("1.7e9", "1", "19,676"), ("100", "1e-6", "1,157")]
+)
+def test_a_trace_of_years_is_refused_at_once(tmp_path, later_s, speed, days, capsys):
+    """A clock that was set on the way, or a speed too slow: which request, and how late it is."""
+    path = tmp_path / "years.jsonl"
+    path.write_text(HEADER + ONE % "" + (ONE % "").replace('": 0', f'": {later_s}', 1))
+    assert main(["replay", str(path), "--speed", speed]) == 1
+    assert capsys.readouterr().err == (
+        f"sim: {path}: request 1: Expected it at most 366 days after the first, got {days} days "
+        f"(--speed {float(speed):g})\n"
+    )
+
+
+def test_a_file_that_is_no_text_is_one_sentence(trace, tmp_path, capsys):
+    """A configuration, a profile and a trace that is not there: each is named."""
+    path = tmp_path / "odd.toml"
+    path.write_bytes(b"\xff\xfe")
+    assert sim("replay", trace, "--config", path) == 1
+    assert capsys.readouterr().err == f"sim: {path} is not UTF-8: invalid start byte\n"
+    with pytest.raises(SystemExit):
+        sim("replay", trace, "--profile", path)
+    assert "odd.toml: 'utf-8'" in capsys.readouterr().err
+    assert sim("replay", tmp_path / "none") == 1
+    assert capsys.readouterr().err == f"sim: {tmp_path / 'none'}: No such file or directory\n"
+
+
+def test_a_comparison_of_nothing_says_so(tmp_path, capsys):
+    """No request fits into the cache: nothing was completed, and that is said of each."""
+    path = tmp_path / "large.jsonl"
+    path.write_text(HEADER + (ONE % "").replace("65", "5000000"))
+    code = main(["compare", str(path), "--config", "default", "--config", "random", "--seeds", "1"])
+    assert code == 0
+    told = capsys.readouterr().out
+    assert "random: TTFT mean" in told
+    assert "not enough to tell from: not every run has it" in told
+    for name in ("default", "random"):
+        assert f"{name} completed nothing (1 failed): there is nothing to compare." in told
+
+
+@pytest.mark.parametrize(
+    ("measure", "difference", "told"),
+    [
+        ("ttft_mean_s", 1.0, "worse"),
+        ("ttft_mean_s", -1.0, "better"),
+        ("hit_rate", 1.0, "better"),
+        ("output_tokens_per_s", -1.0, "worse"),
+    ],
+)
+def test_more_is_better_or_worse_by_the_measure(measure, difference, told):
+    """Latencies are better low, hit rates and throughput high; near 0 is neither."""
+    one = Difference(
+        reference=2.0,
+        value=2.0 + difference,
+        difference=difference,
+        low=difference - 0.5,
+        high=difference + 0.5,
+        over="5 seeds",
+    )
+    assert verdict(measure, one) == told
+    near = msgspec.structs.replace(one, low=difference - 2.0, high=difference + 2.0)
+    assert verdict(measure, near) == "no significant difference"
+
+
+def test_sizes_of_differences_can_be_read():
+    """A multiple where a percentage would have five digits, three places where it has none."""
+    differences = {
+        "ttft_mean_s": {"value": 56.7, "relative": 245.2, "low": 56.0, "high": 57.0},
+        "hit_rate": {"value": -0.5, "relative": -0.625, "low": -0.6, "high": -0.4},
+        "output_tokens_per_s": {"value": -0.1, "relative": -0.0001, "low": -0.2, "high": -0.05},
+    }
+    shared = {"over": "5 seeds", "verdict": "worse"}
+    config = {"requests": {"sent": 5, "complete": 5}, "mean": defaultdict(lambda: 1.0)}
+    told = comparison_table(
+        {
+            "configs": {
+                "one": config | {"difference": {}},
+                "other": config
+                | {"difference": {name: one | shared for name, one in differences.items()}},
+            },
+            "runs": [{"bad_lines": 0}],
+            "first_seed": 1,
+            "seeds": 5,
+        }
+    )
+    assert (
+        "other is worse than one in TTFT mean (246 times), hit rate (-62.5%), "
+        "output tokens/s (-0.010%)." in told
+    )
+    assert "-60.0 points to -40.0 points" in told
+
+
+def test_a_short_comparison_says_how_much_it_lacks(trace, capsys):
+    """How many blocks there are, and how many, or seeds, there must be."""
+    assert sim("compare", trace, "--config", "default", "--config", "random", "--seeds", "2") == 0
+    told = capsys.readouterr().out
+    assert "not enough to tell from: 1 block of 120 s, 5 are needed" in told
+    assert "they need 5 seeds (--seeds 5) or 5 blocks of 120 s of the trace." in told
+    assert "random against default: not enough to tell from in any measure." in told
+
+
+def test_a_comparison_counts_what_was_not_complete(trace, tmp_path, capsys):
+    """In the table, the reports and the summary, since every other measure leaves it out."""
+    out = tmp_path / "out"
+    code = sim(
+        "compare", trace, "--config", "default", "--config", "random", "--seeds", "2",
+        "--abort-share", "0.5", "--abort-after", "0.1", "--out", out,
+    )  # fmt: skip
+    assert code == 0
+    summary = json.loads((out / "summary.json").read_bytes())
+    requests = summary["configs"]["random"]["requests"]
+    assert requests["sent"] == 400
+    assert 0 < requests["aborted"] == 400 - requests["complete"]
+    aborted = f"{requests['aborted']} of 400"
+    sentence = f"of its requests not complete ({requests['aborted']} aborted)"
+    for text in (capsys.readouterr().out, *map(Path.read_text, out.glob("report.*"))):
+        assert "not complete" in text
+        assert aborted in text
+        assert f"random left {requests['aborted'] / 400:.1%} {sentence}" in text
+
+
+def test_a_comparison_of_two_alike_names_is_a_wrong_call(trace, capsys):
+    """Exit code 2, before anything runs; likewise a sweep, and a comparison of one."""
+    same = ["--config", "random"] * 2
+    for command in (["compare"], ["sweep", "--rates", "5"]):
+        assert sim(command[0], trace, *command[1:], *same) == 2
+        assert "both called random" in capsys.readouterr().err
+    assert sim("compare", trace, "--config", "random") == 2
+
+
+def test_a_comparison_says_when_there_is_no_difference(trace, tmp_path, capsys):
+    """A configuration against itself: not significant; against random: it is, over five seeds."""
+    same = tmp_path / "same.yaml"
+    same.write_text(DEFAULT_CONFIG)
+    out = tmp_path / "out"
+    code = sim(
+        "compare", trace, "--config", "default", "--config", same, "--config", "random",
+        "--seeds", "5", "--jitter", "1", "--pods", "4", "--workers", "2", "--out", out,
+    )  # fmt: skip
+    assert code == 0
+    summary = json.loads((out / "summary.json").read_bytes())
+    assert len(summary["runs"]) == 15
+    alike = summary["configs"]["same"]["difference"]["ttft_mean_s"]
+    assert alike["value"] == 0
+    assert alike["verdict"] == "no significant difference"
+    worse = summary["configs"]["random"]["difference"]["hit_rate"]
+    assert worse["significant"]
+    assert worse["high"] < 0
+    assert worse["over"] == "5 seeds"
+    assert worse["verdict"] == "worse"
+    assert summary["configs"]["random"]["difference"]["ttft_mean_s"]["verdict"] == "worse"
+    for text in (capsys.readouterr().out, *map(Path.read_text, out.glob("report.*"))):
+        assert "same against default: no significant difference in any measure." in text
+        assert re.search(r"random is worse than default in TTFT mean \(\+[\d.]+%\), ", text)
+        assert re.search(r"-[\d.]+ points to -[\d.]+ points", text)
+        assert "Intervals are paired over 5 seeds." in text
+    page = (out / "report.html").read_text()
+    assert "http" not in page
+    # A curve a configuration for each of TTFT, TPOT and E2E.
+    assert page.count("<polyline") == 9
+
+
+def test_a_sweep_shows_that_load_costs(trace, tmp_path):
+    """TTFT rises with the rate, and the page has a line for each configuration."""
+    out = tmp_path / "out"
+    code = sim(
+        "sweep", trace, "--config", "default", "--config", "random", "--rates", "5,400",
+        "--pods", "2", "--out", out,
+    )  # fmt: skip
+    assert code == 0
+    points = json.loads((out / "summary.json").read_bytes())["points"]
+    ttft = {(point["config"], point["rate"]): point["ttft_s"]["mean"] for point in points}
+    for config in ("default", "random"):
+        assert ttft[config, 400.0] > ttft[config, 5.0]
+    page = (out / "report.html").read_text()
+    assert "polyline" in page
+    for point in points:
+        assert f"<td>{point['hit_rate']:.1%}</td>" in page
+
+
+def test_a_sweep_tells_the_rate_that_was_sent(tmp_path, capsys):
+    """Sessions that wait for answers cannot be hurried: asked and sent stand side by side."""
+    path = tmp_path / "session.jsonl"
+    turns = [ONE % "", *(ONE % f', "after": {turn}' for turn in range(49))]
+    times = [turn.replace('"time_s": 0', f'"time_s": {at}') for at, turn in enumerate(turns)]
+    path.write_text(HEADER + "".join(times))
+    out = tmp_path / "out"
+    flags = ("--config", "random", "--rates", "1,500", "--out", out)
+    assert main(["sweep", *map(str, (path, *flags))]) == 0
+    slow, fast = json.loads((out / "summary.json").read_bytes())["points"]
+    assert (slow["rate"], fast["rate"]) == (1.0, 500.0)
+    assert fast["requests_per_s"] < 200
+    for text in (capsys.readouterr().out, *map(Path.read_text, out.glob("report.*"))):
+        assert "Not reached: 500 requests/s, because requests" in text
+        assert f"{fast['requests_per_s']:,.4g}" in text
+        assert "one seed" in text
+
+
+def test_a_sweep_of_a_trace_that_waits_for_nothing_reaches_its_rates(trace, tmp_path, capsys):
+    """Requests that are lost count as sent, and in a column of their own."""
+    out = tmp_path / "out"
+    code = sim(
+        "sweep", trace, "--config", "random", "--rates", "5,400", "--out", out,
+        "--abort-share", "1", "--abort-after", "0.01",
+    )  # fmt: skip
+    assert code == 0
+    points = json.loads((out / "summary.json").read_bytes())["points"]
+    for point in points:
+        assert point["requests_per_s"] == pytest.approx(point["rate"], rel=0.01)
+        lost = point["requests"]["sent"] - point["requests"]["complete"]
+        assert lost > 100
+        assert f"{lost} of 200" in (out / "report.html").read_text()
+    told = capsys.readouterr().out
+    assert "not complete" in told
+    assert "Not reached" not in told
+
+
+def test_a_sweep_has_rates_instead_of_a_speed(trace, capsys):
+    """Both at once would contradict each other."""
+    assert sim("sweep", trace, "--config", "default", "--rates", "5", "--speed", "2") == 2
+    assert "--rates" in capsys.readouterr().err
+
+
+def started(*arguments):
+    """`sim` in a process group of its own, as a terminal starts it."""
+    command = [sys.executable, "-m", "sim", *map(str, arguments)]
+    return subprocess.Popen(
+        [*command, "--block-tokens", str(BLOCK_TOKENS)],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
+        env=dict(os.environ) | {"PYTHONPATH": ":".join([str(ROOT), *sys.path])},
+    )  # fmt: skip
+
+
+def wait_for(process, file):
+    """Until it has written something there."""
+    while not (file.exists() and file.stat().st_size):
+        assert process.poll() is None, process.communicate()
+        time.sleep(0.02)
+
+
+@pytest.mark.parametrize("whom", ["the process", "its group", "its group, twice"])
+@pytest.mark.parametrize(
+    ("command", "told"),
+    [
+        (("compare", "--config", "default", "--config", "random", "--seeds", "9"), "runs"),
+        (("sweep", "--config", "default", "--config", "random", "--rates", "5,10,20"), "points"),
+    ],
+)
+def test_an_interrupted_experiment_leaves_readable_results(command, told, whom, tmp_path):
+    """Ctrl-C: 130, one sentence, what had ended by then, and no process that goes on."""
+    path = written(tmp_path / "trace.jsonl", 4_000)
+    out = tmp_path / "out"
+    name, *flags = command
+    process = started(name, path, *flags, "--workers", "2", "--out", out)
+    wait_for(process, out / "summary.json")
+    for _ in range(2 if "twice" in whom else 1):
+        (os.kill if whom == "the process" else os.killpg)(process.pid, signal.SIGINT)
+    # It returns when nobody is left that could write into these pipes.
+    _, errors = process.communicate(timeout=30)
+    assert process.returncode == 130
+    assert re.fullmatch(r"sim: interrupted, \d+ of \d+ runs are done\n", errors)
+    summary = json.loads((out / "summary.json").read_bytes())
+    assert not summary["complete"]
+    assert str(len(summary[told])) in errors
+    assert "ot complete" in (out / "report.md").read_text() or not summary.get("configs")
+
+
+def described(trace, seed=1, policy="random"):
+    """The run that `sim replay TRACE` would do."""
+    options = argparse.ArgumentParser()
+    add_run_options(options)
+    given = options.parse_args([str(trace), "--block-tokens", str(BLOCK_TOKENS)])
+    return run_settings(given, policy_source(policy), seed)
+
+
+def test_an_interrupt_ends_the_search_for_ceilings_too(trace):
+    """It is one more pass over the trace, and what the run has found is there without it."""
+    one = Run(described(trace))
+    one.run()
+    assert one.ceilings()["one_cache"] > 0
+    one.stop()
+    assert one.ceilings() is None
+
+
+def test_a_process_that_dies_ends_an_experiment(trace):
+    """Killed from outside, for memory say: an error in a sentence, no endless wait."""
+    with Crew(2) as crew:
+        results = crew.results([described(trace, seed) for seed in range(9)])
+        _, first = next(results)
+        assert first.summary["requests"]["complete"] == 200
+        for process in crew._members.values():
+            process.kill()
+        with pytest.raises(JobError, match="has died"):
+            list(results)
+
+
+@pytest.mark.parametrize(("folder", "times"), [(None, [2]), ("out", [1, 2])])
+def test_an_experiment_tells_no_results_twice(folder, times, trace, tmp_path, capsys):
+    """With a folder after each run, else once at the end: a Ctrl-C waits for no other telling."""
+    told = []
+
+    def summary(results):
+        told.append(len(results))
+        return {}
+
+    experiment = Experiment(
+        title="test",
+        jobs=[described(trace, seed) for seed in (1, 2)],
+        summary=summary,
+        table=str,
+        reports=lambda *_: {},
+    )
+    assert experiment.carry_out(folder and tmp_path, workers=1) == 0
+    assert told == times
+    assert "'complete': True" in capsys.readouterr().out
+
+
+def test_an_interrupted_replay_leaves_readable_results(tmp_path):
+    """Ctrl-C: exit code 130, a table with whole rows, and a summary that says what it is."""
+    path = written(tmp_path / "long.jsonl", 99_000)
+    out = tmp_path / "out"
+    process = started("replay", path, "--out", out)
+    decisions = out / "decisions.jsonl"
+    wait_for(process, decisions)
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate()
+    assert (process.returncode, errors) == (130, "sim: interrupted\n")
+    summary = json.loads((out / "summary.json").read_bytes())
+    assert not summary["complete"]
+    rows = pq.read_table(out / "requests.parquet").num_rows
+    assert 0 < rows == summary["requests"]["sent"] < 99_000
+    assert all(json.loads(line) for line in decisions.read_text().splitlines())
+
+
+@pytest.mark.parametrize(
+    ("value", "shown"),
+    [(None, "-"), (0.0, "0"), (0.123456, "0.1235"), (999.96, "1000"), (12_826.4, "12,826")],
+)
+def test_a_number_is_never_shown_as_a_power_of_ten(value, shown):
+    """Four digits, or all before the point: people compare them by eye."""
+    assert number(value) == shown

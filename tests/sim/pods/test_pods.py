@@ -1,0 +1,304 @@
+"""Simulated pods over real HTTP, and the command that starts them."""
+
+import asyncio
+import contextlib
+import json
+import re
+import signal
+import socket
+import sys
+
+import pytest
+from aiohttp import ClientSession
+
+from sim.engine.profiles import DEFAULT_PROFILE, find_profile
+from tests.sim.running import MODEL, running_pod
+
+
+def of_model(name, extra=""):
+    return f'{name}{{engine="0",{extra}model_name="{MODEL}"}}'
+
+
+async def until(condition):
+    """Let the event loop run until `condition` holds; the test's timeout bounds it."""
+    while not condition():
+        await asyncio.sleep(0.001)
+
+
+async def test_a_repeated_prompt_reports_cached_tokens():
+    """The second time all full blocks but the last come from the cache, and usage says so."""
+    async with running_pod() as pod:
+        first = await pod.completion(prompt="a" * 640, max_tokens=4)
+        second = await pod.completion(prompt="a" * 640, max_tokens=4)
+        assert first["usage"]["prompt_tokens"] == 160
+        assert first["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
+        assert second["usage"]["prompt_tokens_details"]["cached_tokens"] == 144
+        assert first["choices"][0]["text"] == second["choices"][0]["text"]
+        assert await pod.metric(of_model("prefix_cache_hits_total")) == 144
+        assert await pod.metric(of_model("prefix_cache_queries_total")) == 320
+
+
+async def test_the_next_turn_of_a_chat_hits_prompt_and_answer():
+    """The generated answer, sent back, is found in the cache with the prompt before it."""
+    async with running_pod() as pod:
+        messages = [{"role": "user", "content": "x" * 400}]
+        body = {"model": MODEL, "messages": messages, "max_tokens": 64, "ignore_eos": True}
+        _, answer = await pod.post("/v1/chat/completions", body)
+        said = answer["choices"][0]["message"]
+        assert said["role"] == "assistant"
+        grown = [*messages, said, {"role": "user", "content": "go on"}]
+        _, answer = await pod.post("/v1/chat/completions", {**body, "messages": grown})
+        cached = answer["usage"]["prompt_tokens_details"]["cached_tokens"]
+        assert cached == (answer_tokens := 104 + 64) // 16 * 16
+        assert answer_tokens <= answer["usage"]["prompt_tokens"]
+
+
+async def test_a_stream_has_the_text_of_the_whole_answer():
+    """Streamed or not, a chat says the same; usage comes last and only if asked for."""
+    async with running_pod() as pod:
+        body = {
+            "model": MODEL,
+            "messages": [{"role": "user", "content": [{"type": "text", "text": "hello"}]}],
+            "max_tokens": 20,
+            "ignore_eos": True,
+        }
+        _, whole = await pod.post("/v1/chat/completions", body)
+        with_usage = {**body, "stream_options": {"include_usage": True}}
+        events = await pod.events("/v1/chat/completions", with_usage)
+        *chunks, last = events
+        assert chunks[0]["choices"][0]["delta"] == {"role": "assistant", "content": ""}
+        text = "".join(chunk["choices"][0]["delta"]["content"] for chunk in chunks)
+        assert text == whole["choices"][0]["message"]["content"]
+        assert chunks[-1]["choices"][0]["finish_reason"] == "length"
+        assert last["choices"] == []
+        assert last["usage"]["completion_tokens"] == 20
+        plain = await pod.events("/v1/chat/completions", body)
+        assert all("usage" not in event for event in plain)
+
+
+async def test_the_headers_of_a_stream_come_before_its_first_token():
+    """A client has the response headers while the engine still computes the prompt."""
+    async with running_pod(speed=1.0) as pod:
+        body = {"model": MODEL, "prompt": "x" * 100_000, "max_tokens": 1, "stream": True}
+        async with pod.client.post(pod.url("/v1/completions"), json=body) as response:
+            assert response.status == 200
+            assert pod.pod.engine.snapshot().running == 0
+            assert await pod.metric(of_model("generation_tokens_total")) == 0
+            assert b"[DONE]" in await response.read()
+
+
+@pytest.mark.parametrize(
+    ("prompt", "choices", "tokens"),
+    [("abcd" * 3, 1, 3), (["abcd", "abcdefgh"], 2, 3), ([1, 2, 3], 1, 3), ([[1], [2, 3]], 2, 3)],
+)
+async def test_every_kind_of_prompt_is_answered(prompt, choices, tokens):
+    """A string, a list of them, token ids, a list of those: one choice a prompt."""
+    async with running_pod() as pod:
+        answer = await pod.completion(prompt=prompt, max_tokens=2)
+        assert [choice["index"] for choice in answer["choices"]] == list(range(choices))
+        assert answer["usage"]["prompt_tokens"] == tokens
+        events = await pod.events(
+            "/v1/completions", {"model": MODEL, "prompt": prompt, "max_tokens": 2}
+        )
+        assert {event["choices"][0]["index"] for event in events} == set(range(choices))
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "says"),
+    [
+        ({"model": "other", "prompt": "x"}, 404, "The model `other` does not exist."),
+        ({"model": MODEL}, 400, "missing required field `prompt`"),
+        ({"model": MODEL, "prompt": 5}, 400, "at least|Expected"),
+        ({"model": MODEL, "prompt": ""}, 400, "The prompt is empty"),
+        ({"model": MODEL, "prompt": []}, 400, "expected at least one prompt"),
+        ({"model": MODEL, "prompt": [1, "x"]}, 400, "mixes token ids with prompts"),
+        ({"model": MODEL, "prompt": [-1]}, 400, "A token id is an integer"),
+        ({"model": MODEL, "prompt": "x", "max_tokens": 0}, 400, "expected at least 1"),
+        ({"model": MODEL, "prompt": "x", "n": 2}, 400, "`n` is 2"),
+        ({"model": MODEL, "prompt": "x" * 200_000}, 400, "maximum context length is 31984"),
+    ],
+)
+async def test_a_bad_request_gets_an_error_object(body, status, says):
+    """The status is in the body as well, with one sentence; nothing reaches the engine."""
+    async with running_pod() as pod:
+        got, answer = await pod.post("/v1/completions", body)
+        assert got == status
+        assert re.search(says, answer["error"]["message"])
+        assert answer["error"]["code"] == status
+        assert set(answer["error"]) == {"message", "type", "param", "code"}
+        assert pod.pod.engine.step(0.0) is None
+
+
+async def test_bytes_that_are_no_json_get_an_error_object():
+    """A body that cannot be decoded is a 400, an unknown path a 404, both as JSON."""
+    async with running_pod() as pod:
+        for path, status in [("/v1/chat/completions", 400), ("/nowhere", 404)]:
+            async with pod.client.post(pod.url(path), data=b'{"model"') as response:
+                assert response.status == status
+                assert (await response.json())["error"]["code"] == status
+
+
+async def test_a_client_that_leaves_frees_its_blocks():
+    """Disconnecting aborts the request in the engine and counts it as aborted."""
+    async with running_pod(speed=1.0) as pod:
+        body = {"model": MODEL, "prompt": "x" * 4000, "max_tokens": 5000, "ignore_eos": True}
+        response = await pod.client.post(pod.url("/v1/completions"), json={**body, "stream": True})
+        assert await response.content.readline()
+        assert pod.pod.engine.pool.blocks_used > 0
+        response.close()
+        await until(lambda: pod.pod.engine.pool.blocks_used == 0)
+        aborted = of_model("request_success_total", 'finished_reason="abort",')
+        assert await pod.metric(aborted) == 1
+
+
+async def test_a_full_server_answers_503():
+    """Beyond `max_num_queued_reqs` unfinished requests the next is turned away and counted."""
+    async with running_pod(speed=1.0, max_num_queued_reqs=1) as pod:
+        body = {"model": MODEL, "prompt": "x", "max_tokens": 5000, "ignore_eos": True}
+        first = await pod.client.post(pod.url("/v1/completions"), json={**body, "stream": True})
+        status, answer = await pod.post("/v1/completions", body)
+        assert status == 503
+        assert "its limit is 1" in answer["error"]["message"]
+        first.close()
+        rejected = (
+            f'admission_rejections_total{{model_name="{MODEL}",reason="max_num_queued_reqs"}}'
+        )
+        assert await pod.metric(rejected) == 1
+
+
+async def test_adapters_are_loaded_listed_served_and_unloaded():
+    """An adapter is a model with a parent, with a cache of its own."""
+    async with running_pod() as pod:
+        adapter = {"lora_name": "chat", "lora_path": "/adapters/chat"}
+
+        async def change(verb, body):
+            url = pod.url(f"/v1/{verb}_lora_adapter")
+            async with pod.client.post(url, json=body) as response:
+                return response.status
+
+        assert await change("load", adapter) == 200
+        assert await change("load", adapter) == 400
+        async with pod.client.get(pod.url("/v1/models")) as response:
+            models = (await response.json())["data"]
+        parents = {model["id"]: model["parent"] for model in models}
+        assert parents == {MODEL: None, "sql": MODEL, "chat": MODEL}
+        await pod.completion(prompt="y" * 640)
+        answer = await pod.completion(model="chat", prompt="y" * 640)
+        assert answer["model"] == "chat"
+        assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
+        async with pod.client.get(pod.url("/metrics")) as response:
+            page = await response.text()
+        assert 'running_lora_adapters="chat",waiting_lora_adapters="chat"} 1.' in page
+        assert await change("unload", adapter) == 200
+        assert await change("unload", adapter) == 404
+        status, _ = await pod.post("/v1/completions", {"model": "chat", "prompt": "y"})
+        assert status == 404
+
+
+async def test_probes_answer():
+    """Health is 200, the version has the layout's number, the page says how it started."""
+    async with running_pod() as pod:
+        async with pod.client.get(pod.url("/health")) as response:
+            assert response.status == 200
+        async with pod.client.get(pod.url("/version")) as response:
+            assert (await response.json())["version"] == "0.32.0"
+        async with pod.client.get(pod.url("/metrics")) as response:
+            assert "process_start_time_seconds 1." in await response.text()
+
+
+async def test_the_page_tells_the_front_end_from_the_queue():
+    """Time before the engine counts in the time to first token, not in the time queued."""
+    async with running_pod() as pod:
+        await pod.completion(prompt="x" * 40_000, max_tokens=1)
+        queued_s = await pod.metric(of_model("request_queue_time_seconds_sum"))
+        first_token_s = await pod.metric(of_model("time_to_first_token_seconds_sum"))
+        prefill_s = await pod.metric(of_model("request_prefill_time_seconds_sum"))
+    frontend_s = find_profile(DEFAULT_PROFILE).frontend_delay_s(10_000)
+    assert 0 <= queued_s < first_token_s
+    assert first_token_s >= frontend_s + queued_s + prefill_s - 1e-6
+
+
+async def test_many_clients_are_served_at_once():
+    """Concurrent requests all end, and the engine is empty and its gauges 0 afterwards."""
+    async with running_pod(max_num_seqs=4) as pod:
+        answers = await asyncio.gather(
+            *(pod.completion(prompt=f"{index} " * 200, max_tokens=20) for index in range(20))
+        )
+        assert len({answer["id"] for answer in answers}) == 20
+        await until(lambda: pod.pod.engine.pool.blocks_used == 0)
+        for gauge in ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc"):
+            assert await pod.metric(of_model(gauge)) == 0
+
+
+@contextlib.asynccontextmanager
+async def sim_serve(*arguments):
+    """`sim serve` as a child process; killed if the test leaves it running."""
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "sim", "serve", *arguments),
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+    )
+    try:
+        yield process
+    finally:
+        if process.returncode is None:
+            process.kill()
+        await process.communicate()
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+async def test_the_command_serves_and_stops_on_a_signal(number, tmp_path):
+    """It prints the addresses, writes the endpoints file, and ends with 0 with a stream open."""
+    endpoints = tmp_path / "endpoints.yaml"
+    arguments = ["--pods", "2", "--port", "0", "--json", "--endpoints-out", str(endpoints)]
+    async with sim_serve(*arguments, "--log-format", "json") as process, ClientSession() as client:
+        ready = json.loads(await process.stdout.readline())
+        assert [pod["name"] for pod in ready["pods"]] == ["pod-0", "pod-1"]
+        written = json.loads(endpoints.read_text())["endpoints"]
+        assert [(pod["address"], pod["port"]) for pod in written] == [
+            (pod["address"], pod["port"]) for pod in ready["pods"]
+        ]
+        body = {"model": ready["model"], "prompt": "x", "max_tokens": 9000, "ignore_eos": True}
+        url = ready["pods"][1]["url"] + "/v1/completions"
+        async with client.post(url, json={**body, "stream": True}) as response:
+            assert await response.content.readline()
+            process.send_signal(number)
+            assert await process.wait() == 0
+    assert not list(tmp_path.glob(".*"))
+
+
+async def test_a_port_in_use_is_one_sentence():
+    """The sentence names the port, and the exit code is 1."""
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        async with sim_serve("--port", str(port)) as process:
+            _, stderr = await process.communicate()
+            assert process.returncode == 1
+    sentence = f"sim: Cannot listen on 127.0.0.1 port {port}: Address already in use.\n"
+    assert stderr.decode() == sentence
+
+
+async def test_ports_beyond_the_last_are_one_sentence():
+    """Consecutive ports must exist."""
+    async with sim_serve("--port", "65535", "--pods", "2") as process:
+        _, stderr = await process.communicate()
+        assert process.returncode == 1
+    assert stderr.decode() == "sim: 2 pods from port 65535 need ports above 65535.\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--pods", "0"], "'0' is not an integer from 1 to 1000"),
+        (["--speed", "0"], "'0' is not a number above 0"),
+        (["--profile", "none"], "No profile 'none'"),
+        (["--lora", "a", "--max-loras", "0"], "--lora needs --max-loras"),
+        (["--nonsense"], "unrecognized arguments"),
+    ],
+)
+async def test_a_wrong_command_line_exits_2(arguments, says):
+    """Usage errors are told on stderr."""
+    async with sim_serve(*arguments) as process:
+        _, stderr = await process.communicate()
+        assert process.returncode == 2
+    assert says in stderr.decode()

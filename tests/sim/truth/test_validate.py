@@ -1,0 +1,206 @@
+"""`sim validate`: passes on the recordings, fails on what is off, and says what it cannot read."""
+
+import json
+import shutil
+
+import numpy as np
+import pytest
+
+from sim.__main__ import main
+from sim.engine.least_squares import bounded_least_squares
+from sim.engine.profiles import find_profile
+from sim.truth import ladder, latency
+from sim.truth.judgement import converted, described
+from tests.sim.terminal import on_a_terminal
+
+BUILT_IN = """kind = "latency"
+model = "m"
+profile = "llama-3.1-8b-h100-tp1"
+num_gpu_blocks = 5000
+max_num_seqs = 64
+max_num_batched_tokens = 2048
+"""
+
+
+def validated(tmp_path, *folders):
+    """Exit code and what `--json` wrote."""
+    out = tmp_path / "judgements.json"
+    options = [option for folder in folders for option in ("--truth", str(folder))]
+    code = main(["validate", *options, "--json", str(out)])
+    return code, json.loads(out.read_bytes())
+
+
+@pytest.mark.parametrize(
+    ("name", "judged"),
+    [
+        ("vllm-0.32-cpu", 2),
+        ("rtx4090-llama-3.1-8b", 9),
+        ("rtxpro6000-llama-3.1-8b", 9),
+        ("llm-d-ladder", 3),
+    ],
+)
+@pytest.mark.timeout(400)
+def test_the_simulator_agrees_with_the_recording(shared_data, tmp_path, capsys, name, judged):
+    """Every judged number is within its tolerance, and all of them are printed."""
+    code, document = validated(tmp_path, shared_data / "truth" / name)
+    printed = capsys.readouterr().out
+    print(printed)
+    rows = document["judgements"]
+    assert sum(row["tolerance"] is not None for row in rows) == judged
+    assert [row["what"] for row in rows if not row["passed"]] == []
+    assert (code, document["passed"]) == (0, True)
+    assert all(row["what"] in printed for row in rows)
+    # A fitted constant is neither recorded nor off by anything.
+    constants = [row for row in rows if "fitted" in row["what"] and "in the profile" in row["what"]]
+    assert all((row["recorded"], row["error"]) == (None, None) for row in constants)
+    lines = [line for line in printed.splitlines() if line.startswith(f"{name} ")]
+    assert sum(line.endswith("  fitted") for line in lines) == len(constants)
+    unjudged = sum(row["tolerance"] is None for row in rows) - len(constants)
+    assert sum(line.endswith("  not judged") for line in lines) == unjudged
+    assert ("not judged: no tolerance is promised" in printed) == bool(unjudged)
+
+
+@pytest.fixture
+def recording(tmp_path):
+    """A recording that the simulator made of itself, so that it fits to the last digit."""
+    folder = tmp_path / "self"
+    folder.mkdir()
+    (folder / "engine.toml").write_text(BUILT_IN)
+    write_requests(folder, 1.0)
+    return folder
+
+
+def write_requests(folder, slowness):
+    random = np.random.default_rng(1)
+    rows = [
+        {
+            "arrival_s": 0.1 * number, "queued_s": 0.1 * number, "input_tokens": int(tokens),
+            "output_tokens": int(tokens) % 300 + 2, "first_token_s": 0.0, "last_token_s": 0.0,
+        }
+        for number, tokens in enumerate(random.integers(50, 3000, 160))
+    ]  # fmt: skip
+    shape = converted(folder, described(folder), latency.Description)
+    served = [latency.Served(**row) for row in rows]
+    profile = find_profile("llama-3.1-8b-h100-tp1")
+    ttft, _, e2e = latency.simulate(profile, shape.engine, served) * slowness
+    for row, first, last in zip(rows, ttft, e2e, strict=True):
+        row["first_token_s"] = row["queued_s"] + first
+        row["last_token_s"] = row["queued_s"] + last
+    (folder / "requests.jsonl").write_text("\n".join(json.dumps(row) for row in rows))
+
+
+def test_a_recording_of_its_own_fits(tmp_path, recording):
+    """What the simulator recorded of itself has no error, and the fit changes nothing."""
+    code, document = validated(tmp_path, recording)
+    assert code == 0
+    errors = [row["error"] for row in document["judgements"] if row["tolerance"] is not None]
+    assert len(errors) == 9
+    assert max(map(abs, errors)) < 1e-6
+
+
+def test_a_slower_engine_fails(tmp_path, recording, capsys):
+    """An engine that is a third slower than its constants say is outside the tolerances."""
+    write_requests(recording, 1.33)
+    code, document = validated(tmp_path, recording)
+    assert (code, document["passed"]) == (1, False)
+    assert "FAILED" in capsys.readouterr().out
+
+
+def test_an_interrupt_tells_what_is_done(tmp_path, recording):
+    """Ctrl-C in the second of three recordings: 130, the first one's rows, and JSON that says so."""
+    for name in ("b-second", "c-third"):
+        shutil.copytree(recording, recording.with_name(name))
+    first, out = recording.rename(tmp_path / "a-first"), tmp_path / "found.json"
+    code, printed, shown = on_a_terminal(
+        "validate", "--truth", tmp_path, "--json", out, interrupt_at="b-second"
+    )
+    assert code == 130
+    assert "sim: interrupted, 1 of 3 recordings are done" in shown
+    document = json.loads(out.read_bytes())
+    assert (document["complete"], document["passed"]) == (False, False)
+    assert {row["truth"] for row in document["judgements"]} == {first.name}
+    assert f"{first.name}  mean TTFT, nothing fitted" in printed
+
+
+def test_a_judge_tells_how_far_it_is(recording):
+    """From little to nearly all, and never back, so that a bar can tell when it will end."""
+    shares = []
+    list(latency.judge(recording, described(recording), shares.append))
+    assert shares == sorted(shares)
+    assert 0 < shares[0] < 0.2
+    assert 0.8 < shares[-1] <= 1
+
+
+def test_nothing_found_is_no_success(tmp_path, capsys):
+    """An empty folder: exit code 2, and where it was looked."""
+    assert main(["validate", "--truth", str(tmp_path)]) == 2
+    assert str(tmp_path) in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        (lambda folder: (folder / "engine.toml").write_text("kind = 'dream'"), "got 'dream'"),
+        (lambda folder: (folder / "engine.toml").write_text("kind"), "engine.toml: Expected"),
+        (
+            lambda folder: (folder / "engine.toml").write_text("kind = 'latency'"),
+            "missing required",
+        ),
+        (lambda folder: (folder / "requests.jsonl").unlink(), "requests.jsonl"),
+        (lambda folder: (folder / "requests.jsonl").write_text("{}\n"), "requests.jsonl:1: "),
+    ],
+)
+def test_what_cannot_be_read_is_named(tmp_path, recording, capsys, change, sentence):
+    """A recording that is broken fails with a sentence, also in the JSON."""
+    change(recording)
+    code, document = validated(tmp_path, recording)
+    assert code == 1
+    assert sentence in capsys.readouterr().err
+    assert sentence in document["problems"][0]
+
+
+def test_bounds_hold_where_the_best_fit_lies_outside():
+    """A pull below zero leaves the unknown at zero, and the other one takes what is left."""
+    matrix = np.array([[1.0, 1.0], [1.0, 2.0], [1.0, 3.0]])
+    free = bounded_least_squares(matrix, np.array([1.0, 0.0, -1.0]), np.array([5.0, 5.0]))
+    assert free == pytest.approx([0.0, 0.0], abs=1e-12)
+    high = bounded_least_squares(matrix, np.array([9.0, 9.0, 9.0]), np.array([4.0, np.inf]))
+    assert high == pytest.approx([4.0, 5 * 6 / 14])
+
+
+SMALL = ladder.Description(
+    pods=2, profile="qwen3-32b-h100-tp2", kv_tokens_per_pod=60_000, max_num_batched_tokens=8192,
+    max_num_seqs=256, host_ms=2.0, warm_up_rate_per_s=2.0, warm_up_s=5.0, groups=10,
+    prompts_per_group=3, system_tokens=2000, question_tokens=300, output_tokens=100,
+)  # fmt: skip
+STAGES = [
+    ladder.Stage(
+        rate_per_s=rate, duration_s=10.0, round_robin_output_tokens_per_s=1.0,
+        round_robin_ttft_mean_s=1.0, prefix_output_tokens_per_s=1.0, prefix_ttft_mean_s=1.0,
+    )
+    for rate in (2.0, 8.0)
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("prefix_aware", [False, True])
+def test_a_ladder_repeats_itself(prefix_aware):
+    """The same seed gives the same outcomes."""
+    profile = find_profile(SMALL.profile)
+    runs = [
+        ladder.Ladder(SMALL, profile, prefix_aware=prefix_aware).climb(STAGES, lambda _: None)
+        for _ in range(2)
+    ]
+    assert runs[0] == runs[1]
+    assert all(outcome.output_tokens_per_s > 0 for outcome in runs[0])
+
+
+def test_prefix_aware_routing_shortens_the_first_token():
+    """With more prefixes than one pod can hold, the scheduler's arm waits less than round robin."""
+    profile = find_profile(SMALL.profile)
+    even, aware = (
+        ladder.Ladder(SMALL, profile, prefix_aware=aware)
+        .climb(STAGES, lambda _: None)[1]
+        .ttft_mean_s
+        for aware in (False, True)
+    )
+    assert aware < even

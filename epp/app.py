@@ -8,32 +8,18 @@ import secrets
 import signal
 import time
 from collections.abc import Callable, Coroutine
-from functools import partial
 from pathlib import Path
-from random import Random
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
-import grpc
-import grpc.aio
-import msgspec
 import structlog
 from prometheus_client import CollectorRegistry
 
-from epp.configuration.build import build_settings, plugin_tables, settings_warnings
-from epp.configuration.config import (
-    CONFIG_MAX_BYTES,
-    DEFAULT_CONFIG,
-    DEFAULT_SOURCE,
-    ConfigError,
-    PickerConfig,
-    config_hash,
-    diff_configs,
-    load_config,
-)
+from epp.configuration.build import plugin_tables
+from epp.configuration.config import CONFIG_MAX_BYTES, ConfigError
 from epp.configuration.flags import ServeFlags
+from epp.configuration.live import LiveConfiguration, Offer
 from epp.core.decision.scheduler import Scheduler, SchedulerSettings
-from epp.core.prompt.parse import ParserName, ParserSet
-from epp.core.protocol.session import Gateway, Session, SessionSettings
+from epp.core.protocol.session import SessionSettings
 from epp.core.types import Endpoint, EndpointMetrics
 from epp.shell.engines.scrape import Scraper
 from epp.shell.engines.sources import page_reader, scraped_from
@@ -41,9 +27,9 @@ from epp.shell.files.endpoints_file import EndpointsFileError, load_endpoints
 from epp.shell.files.watch import FileWatcher, first_read
 from epp.shell.found import Found
 from epp.shell.gateway.health import Health
-from epp.shell.gateway.listening import listen
-from epp.shell.gateway.server import ExtProcServer, grpc_server
-from epp.shell.gateway.tls import ServerCertificate
+from epp.shell.gateway.server import ExtProcServer
+from epp.shell.gateway.service import GatewayService
+from epp.shell.gateway.sessions import Sessions
 from epp.shell.kubernetes.api_errors import KubeConfigError
 from epp.shell.operators.debug_pages import DebugPages, RecentDecisions
 from epp.shell.operators.logs import DecisionLog, configure_logging
@@ -57,15 +43,11 @@ if TYPE_CHECKING:
     from epp.shell.kubernetes.cluster import Cluster
 
 TICK_S: Final = 1.0
-HEALTH_MESSAGE_BYTES_MAX: Final = 65_536
-CERTIFICATE_POLL_S: Final = 10.0
 INTERVAL_CHANGE_MIN: Final = 0.1
 """By what share the interval between scrapes changes before its limits are set anew."""
 GARBAGE_THRESHOLDS: Final = (50_000, 20, 20)
 """The collector looks when so many objects were added. With Python's 700 it goes through each large
 body several times while it is decoded: 8 MB of small arrays take twice as long."""
-STOP_S: Final = 0.5
-"""What stopping takes once nothing is left to wait for."""
 
 T = TypeVar("T")
 
@@ -125,7 +107,6 @@ class EndpointPicker:
         """Read the configuration and the endpoints. Raises `StartError`."""
         self.flags = flags
         seed = secrets.randbits(32) if flags.seed is None else flags.seed
-        self._tables = _or_start_error(plugin_tables)
         self._config_watcher = FileWatcher(
             Path(flags.config_file), self._file_changed, _report_file, bytes_max=CONFIG_MAX_BYTES
         )
@@ -133,44 +114,47 @@ class EndpointPicker:
             Path(flags.endpoints_file), self._endpoints_changed, _report_file
         )
         self._cluster = None if flags.endpoints_file else self._open_cluster(seed)
-        self._config = self._read_config()
-        self._generation = 1
+        self.live = self._read_config()
         self._found = self._read_endpoints() if flags.endpoints_file else Found()
-        settings = self._settings(self._config, self._found)
+        settings = _settings(self.live.current(len(self._found.endpoints)))
         self.scheduler = Scheduler(settings, seed=seed)
         self.registry = CollectorRegistry()
         self.telemetry = Telemetry(self.registry, self._snapshot)
         decisions = DecisionLog(structlog.get_logger("decisions"), level=flags.log_level)
         recent = RecentDecisions(self.scheduler.pool)
-        self._debug = DebugPages(self.scheduler, recent, lambda: (self._config, self._generation))
-        self._observation = Observation(self.telemetry, decisions, recent)
-        self._request_ids = Random(f"{seed}:request-id")  # noqa: S311  names, not secrets
-        self._rewrite_dice = Random(f"{seed}:rewrite")  # noqa: S311  weights, not secrets
-        self._session_settings = SessionSettings(
-            request_body_bytes_max=flags.request_body_max_bytes,
-            parsers=parser_set(self._config),
-            parse_response_usage=flags.parse_response_usage,
-            subset_filter=not flags.disable_endpoint_subset_filter,
+        self._debug = DebugPages(
+            self.scheduler, recent, lambda: (self.live.config, self.live.generation)
         )
-        self.ext_proc = ExtProcServer(self._new_session, self._observation)
+        self.observation = Observation(self.telemetry, decisions, recent)
+        self.sessions = Sessions(
+            self.scheduler,
+            SessionSettings(
+                request_body_bytes_max=flags.request_body_max_bytes,
+                parsers=self.live.parsers,
+                parse_response_usage=flags.parse_response_usage,
+                subset_filter=not flags.disable_endpoint_subset_filter,
+            ),
+            self.observation,
+            seed=seed,
+        )
+        self.ext_proc = ExtProcServer(self.sessions.open, self.observation)
         self.health = Health()
+        self._gateway = GatewayService(flags, self.ext_proc, self.health, self.observation)
         self._scraper = Scraper(
             self._observe,
             self._scrape_failed,
             scraped=lambda elapsed_s: self.telemetry.scraped(elapsed_s=elapsed_s),
-            reader=page_reader(self._config.metrics.extractor),
+            reader=page_reader(self.live.config.metrics.extractor),
             seed=seed,
             interval_s=flags.refresh_interval_s,
         )
         self._replace(self._found)
-        self.telemetry.config_applied(
-            settings, config_hash=config_hash(self._config), generation=self._generation
-        )
+        self._count_configured(settings)
         _log.info(
             "configured",
             seed=seed,
-            config=self._config.source,
-            hash=config_hash(self._config),
+            config=self.live.config.source,
+            hash=self.live.hash,
             endpoints=len(self._found.endpoints),
         )
 
@@ -181,15 +165,7 @@ class EndpointPicker:
         """
         flags = self.flags
         async with contextlib.AsyncExitStack() as opened:
-            server = grpc_server(flags.receive_message_max_bytes)
-            opened.push_async_callback(server.stop, None)
-            self.ext_proc.add_to(server)
-            self.health.add_to(server)
-            certificate = self._bind(server)
-            health_server = grpc_server(HEALTH_MESSAGE_BYTES_MAX)
-            opened.push_async_callback(health_server.stop, None)
-            self.health.add_to(health_server)
-            listen(health_server, "--grpc-health-port", flags.grpc_health_port)
+            await opened.enter_async_context(self._gateway)
             metrics = MetricsServer(
                 self.registry,
                 lambda: self.health.ready,
@@ -203,13 +179,9 @@ class EndpointPicker:
             if self._cluster is not None:
                 opened.push_async_callback(self._cluster.close)
                 await _connect(self._cluster)
-            await server.start()
-            await health_server.start()
+            await self._gateway.start()
             async with asyncio.TaskGroup() as tasks:
-                owned = [
-                    tasks.create_task(loop, name=name)
-                    for name, loop in self._loops(certificate).items()
-                ]
+                owned = [tasks.create_task(loop, name=name) for name, loop in self._loops().items()]
                 self._update_ready()
                 loop = type(asyncio.get_running_loop()).__module__.partition(".")[0]
                 _log.info(
@@ -219,7 +191,9 @@ class EndpointPicker:
                     event_loop=loop,
                 )
                 await stop.wait()
-                await self._drain(server, hurry or asyncio.Event())
+                if self._cluster is not None:
+                    self._cluster.retire()
+                await self._gateway.drain(hurry or asyncio.Event())
                 if self._cluster is not None:
                     # Cut off, the next leader would wait for the Lease to run out.
                     await self._cluster.retired()
@@ -227,18 +201,16 @@ class EndpointPicker:
                     task.cancel()
         _log.info("stopped", decisions=self.scheduler.decisions)
 
-    def _loops(self, certificate: ServerCertificate | None) -> dict[str, Coroutine[Any, Any, None]]:
+    def _loops(self) -> dict[str, Coroutine[Any, Any, None]]:
         """Everything that runs beside the server, by the name of its task."""
-        flags = self.flags
         loops: dict[str, Coroutine[Any, Any, None]] = {
             "tick": self._tick(),
             "scrape": self._scraper.run(),
             "endpoints": (self._cluster or self._endpoints_watcher).run(),
+            **self._gateway.loops(),
         }
-        if flags.config_file:
+        if self.flags.config_file:
             loops["config"] = self._config_watcher.run()
-        if certificate is not None and flags.enable_cert_reload:
-            loops["certificate"] = certificate.watch(CERTIFICATE_POLL_S, _report_certificate)
         return loops
 
     async def _tick(self) -> None:
@@ -246,57 +218,16 @@ class EndpointPicker:
             await asyncio.sleep(TICK_S)
             self.scheduler.tick(time.monotonic())
 
-    async def _drain(self, server: grpc.aio.Server, hurry: asyncio.Event) -> None:
-        """Not ready; new streams for `drain_grace`; then end what can end, wait for the rest."""
-        flags = self.flags
-        ends_at_s = time.monotonic() + flags.drain_timeout
-        self.health.close()
-        if self._cluster is not None:
-            self._cluster.retire()
-        _log.info("draining", streams=self.ext_proc.open_streams)
-        await _wait(hurry, min(flags.drain_grace, flags.drain_timeout))
-        self.ext_proc.end_bypassed()
-        left_s = 0.0 if hurry.is_set() else max(0.0, ends_at_s - time.monotonic() - STOP_S)
-        # From here on new streams are refused; those that are open go on.
-        stopping = asyncio.create_task(server.stop(left_s + STOP_S), name="stop")
-        hurried = asyncio.create_task(hurry.wait(), name="hurry")
-        await asyncio.wait({stopping, hurried}, timeout=left_s, return_when=asyncio.FIRST_COMPLETED)
-        hurried.cancel()
-        cut = self.ext_proc.open_streams
-        if cut:
-            self._observation.drain_cut(cut)
-            _log.warning("streams were cut by the end of the drain", streams=cut)
-        await server.stop(None)
-        await stopping
+    # At start a problem of the configuration or the endpoints is fatal.
 
-    def _bind(self, server: grpc.aio.Server) -> ServerCertificate | None:
+    def _read_config(self) -> LiveConfiguration:
         flags = self.flags
-        if not flags.secure_serving:
-            listen(server, "--grpc-port", flags.grpc_port)
-            return None
-        directory = Path(flags.cert_path) if flags.cert_path else None
-        try:
-            certificate = ServerCertificate.open(directory)
-        except ValueError as error:
-            raise StartError(f"--cert-path: {error}") from error
-        listen(server, "--grpc-port", flags.grpc_port, certificate.credentials)
-        return certificate
-
-    # Configuration and endpoints: at start a problem is fatal, later the last good state stays.
-
-    def _read_config(self) -> PickerConfig:
-        flags = self.flags
+        content: bytes | None = None
         if flags.config_file:
             content = first_read(self._config_watcher, f"--config-file {flags.config_file}")
             if self._cluster is not None:
                 self._cluster.config.started(content)
-            text: bytes | str = content
-            source = flags.config_file
-        elif flags.config_text:
-            text, source = flags.config_text, "--config-text"
-        else:
-            text, source = DEFAULT_CONFIG, DEFAULT_SOURCE
-        return _or_start_error(lambda: load_config(text, source, self._tables))
+        return _or_start_error(lambda: LiveConfiguration(flags, plugin_tables(), content))
 
     def _read_endpoints(self) -> Found:
         name = self.flags.endpoints_file
@@ -306,21 +237,7 @@ class EndpointPicker:
         except EndpointsFileError as error:
             raise StartError("\n".join(error.problems)) from error
 
-    def _settings(self, config: PickerConfig, found: Found) -> SchedulerSettings:
-        """What decides; warnings of `config` are logged."""
-        flags = self.flags
-        refresh_interval_s = flags.refresh_interval_s(len(found.endpoints))
-        with_flags: dict[str, Any] = {
-            "metrics_staleness_s": flags.metrics_staleness_threshold,
-            "refresh_interval_s": refresh_interval_s,
-            "fallback_endpoints_max": flags.fallback_endpoints_max,
-        }
-        for warning in (*config.warnings, *settings_warnings(config, **with_flags)):
-            _log.warning(warning)
-        return msgspec.structs.replace(
-            build_settings(config, **with_flags),
-            lease_ttl_without_response_phase_s=flags.lease_ttl_without_response_phase,
-        )
+    # Later the last good state stays.
 
     def _file_changed(self, content: bytes) -> None:
         if self._cluster is not None:
@@ -331,8 +248,8 @@ class EndpointPicker:
 
     def _config_changed(self, content: bytes) -> None:
         try:
-            config = load_config(content, self.flags.config_file, self._tables)
-            settings = self._settings(config, self._found)
+            offer = self.live.read(content, len(self._found.endpoints))
+            settings = _settings(offer)
             restarted = self.scheduler.configure(settings, time.monotonic())
         except ConfigError as error:
             self.telemetry.config_rejected()
@@ -345,26 +262,25 @@ class EndpointPicker:
             _log.exception("configuration not applied, the last good one stays")
             self._tell(applied=False, message="a plugin failed while it was applied")
             return
-        changes = diff_configs(self._config, config)
-        self._session_settings = msgspec.structs.replace(
-            self._session_settings, parsers=parser_set(config)
-        )
-        self._scraper.configure(page_reader(config.metrics.extractor))
-        self._config = config
+        self.live.accept(offer)
+        self.sessions.configure(self.live.parsers)
+        self._scraper.configure(page_reader(offer.config.metrics.extractor))
         self._replace(self._found)
-        self._generation += 1
-        self.telemetry.config_applied(
-            settings, config_hash=config_hash(config), generation=self._generation
-        )
+        self._count_configured(settings)
         _log.info(
             "configured anew",
-            hash=config_hash(config),
-            generation=self._generation,
-            changes=changes,
+            hash=self.live.hash,
+            generation=self.live.generation,
+            changes=list(offer.changes),
             indexes_started_anew=restarted,
         )
-        what = "; ".join(changes) or "no change in effect"
-        self._tell(applied=True, message=f"generation {self._generation}: {what}")
+        what = "; ".join(offer.changes) or "no change in effect"
+        self._tell(applied=True, message=f"generation {self.live.generation}: {what}")
+
+    def _count_configured(self, settings: SchedulerSettings) -> None:
+        self.telemetry.config_applied(
+            settings, config_hash=self.live.hash, generation=self.live.generation
+        )
 
     def _tell(self, *, applied: bool, message: str) -> None:
         if self._cluster is not None:
@@ -398,37 +314,23 @@ class EndpointPicker:
         before_s = interval_s(len(self._found.endpoints))
         if abs(interval_s(len(found.endpoints)) - before_s) > INTERVAL_CHANGE_MIN * before_s:
             # How old metrics may be depends on how often they can be read.
-            self.scheduler.configure(self._settings(self._config, found), time.monotonic())
+            settings = _settings(self.live.current(len(found.endpoints)))
+            self.scheduler.configure(settings, time.monotonic())
         self._replace(found)
 
     def _replace(self, found: Found) -> None:
         """The pool is now `found`, scraped where the configuration says."""
         self._found = found
-        endpoints = scraped_from(found.endpoints, self._config.metrics.source)
+        endpoints = scraped_from(found.endpoints, self.live.config.metrics.source)
         self.scheduler.replace(endpoints, time.monotonic())
         self._scraper.replace(endpoints)
         self.telemetry.endpoints_replaced(endpoints)
-        self._session_settings = msgspec.structs.replace(
-            self._session_settings,
-            priorities=found.objectives,
-            rewrite=partial(found.rewrites.target, random=self._rewrite_dice)
-            if found.rewrites
-            else None,
-        )
+        self.sessions.know(found)
 
     def _update_ready(self) -> None:
         self.health.set_ready(self._cluster is None or self._cluster.ready)
 
     # What others call back.
-
-    def _new_session(self, gateway: Gateway) -> Session:
-        return Session(
-            self.scheduler,
-            self._session_settings,
-            gateway,
-            self._observation,
-            lambda: f"{self._request_ids.getrandbits(128):032x}",
-        )
 
     def _observe(self, endpoint: Endpoint, metrics: EndpointMetrics) -> None:
         slot = self.scheduler.pool.slot_of(endpoint)
@@ -458,20 +360,12 @@ def _or_start_error(make: Callable[[], T]) -> T:
         raise StartError("\n".join(error.problems)) from error
 
 
-def parser_set(config: PickerConfig) -> ParserSet:
-    """The parsers that the configuration names."""
-    return frozenset(ParserName(name) for name in config.parsers)
+def _settings(offer: Offer) -> SchedulerSettings:
+    """What decides by `offer`; its warnings are logged."""
+    for warning in offer.warnings:
+        _log.warning(warning)
+    return offer.settings
 
 
 def _report_file(problem: str) -> None:
     _log.error("a watched file cannot be read, its last content stays in force", problem=problem)
-
-
-async def _wait(event: asyncio.Event, timeout_s: float) -> None:
-    """Until `event` or for `timeout_s`, whichever is first."""
-    with contextlib.suppress(TimeoutError):
-        await asyncio.wait_for(event.wait(), timeout_s)
-
-
-def _report_certificate(sentence: str, good: bool) -> None:
-    (_log.info if good else _log.error)(sentence)

@@ -92,11 +92,11 @@ class Server:
         self.scheduler = self.picker.scheduler
         self.clock = Clock()
         self.told = gw.Told()
-        self.ext_proc = ExtProcServer(self._session, self.picker._observation, clock=self.clock)
+        self.ext_proc = ExtProcServer(self._session, self.picker.observation, clock=self.clock)
         self.calls = {}
 
     def _session(self, gateway):
-        settings = self.picker._session_settings
+        settings = self.picker.sessions.settings
         return Session(self.scheduler, settings, gateway, self.told, lambda: "no-id")
 
     @contextlib.asynccontextmanager

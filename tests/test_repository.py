@@ -22,6 +22,9 @@ MODULES = sorted(
 )
 
 COVERED_ELSEWHERE = {
+    "epp/configuration/live.py": ("tests/test_app.py", "configurations are changed live there"),
+    "epp/shell/gateway/service.py": ("tests/test_app.py", "a whole picker is served and drained"),
+    "epp/shell/gateway/sessions.py": ("tests/test_app.py", "streams are opened through it"),
     "epp/core/knowledge/index.py": ("tests/plugins/test_contract.py", "protocols"),
     "epp/core/parameters.py": ("tests/plugins/test_contract.py", "what every plugin is made of"),
     "epp/core/prompt/request.py": ("tests/core/prompt/test_parse.py", "what bodies become"),

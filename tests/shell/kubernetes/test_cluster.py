@@ -80,14 +80,14 @@ async def test_a_pool_is_served_once_it_and_its_pods_are_known(tmp_path, monkeyp
             assert not picker.health.ready
             server.put(POOLS, pool())
             await eventually(lambda: picker.health.ready)
-            await eventually(lambda: picker._session_settings.rewrite is not None)
-            await eventually(lambda: picker._session_settings.priorities == {"batch": -1})
+            await eventually(lambda: picker.sessions.settings.rewrite is not None)
+            await eventually(lambda: picker.sessions.settings.priorities == {"batch": -1})
             ((slot, endpoint),) = picker.scheduler.pool.endpoints()
             assert endpoint.address == "10.0.0.7:8000"
             # Ready in the scheduler without a scrape: the pod is no process of ours.
             picker.scheduler.pool.columns.observed_at_s[slot] = 0.0
             picker.scheduler.pool._members[slot].joined_at_s = 0.0
-            stream = gw.Stream(picker.scheduler, settings=picker._session_settings, now=1_000_000.0)
+            stream = gw.Stream(picker.scheduler, settings=picker.sessions.settings, now=1_000_000.0)
             head, *_ = answers = stream.send(
                 gw.request_headers(), gw.request_body(gw.prompt(model="llama"))
             )

@@ -213,7 +213,7 @@ async def test_a_running_picker_shows_itself(tmp_path):
         assert len((await shown("/debug/endpoints"))["endpoints"]) == 2
         assert (await shown("/debug/config"))["generation"] == 1
         replace(tmp_path / "config.yaml", QUEUE_FIRST)
-        await until(lambda: picker._generation == 2, "the reload")
+        await until(lambda: picker.live.generation == 2, "the reload")
         changed = await shown("/debug/config")
         assert changed["generation"] == 2
         assert changed["config"]["scorer queue-scorer"]["weight"] == 3

@@ -1,0 +1,96 @@
+"""The configuration in force: read once at start, replaced as a whole by each text that is good."""
+
+from typing import Any
+
+import msgspec
+from msgspec import Struct
+
+from epp.configuration.build import build_settings, settings_warnings
+from epp.configuration.config import (
+    DEFAULT_CONFIG,
+    DEFAULT_SOURCE,
+    PickerConfig,
+    PluginTables,
+    config_hash,
+    diff_configs,
+    load_config,
+)
+from epp.configuration.flags import ServeFlags
+from epp.core.decision.scheduler import SchedulerSettings
+from epp.core.prompt.parse import ParserName, ParserSet
+
+
+class Offer(Struct, frozen=True, kw_only=True):
+    """A document that may come into force, and what it would change."""
+
+    config: PickerConfig
+    settings: SchedulerSettings
+    warnings: tuple[str, ...]
+    changes: tuple[str, ...] = ()
+    """Against the document in force, one sentence each."""
+
+
+class LiveConfiguration:
+    """What the flags and the last good document say. Reading a document changes nothing."""
+
+    def __init__(self, flags: ServeFlags, plugins: PluginTables, content: bytes | None) -> None:
+        """`content` of `--config-file`, None without one. Raises `ConfigError`."""
+        self._flags = flags
+        self._plugins = plugins
+        self.generation = 1
+        """Counts the documents that came into force, from 1."""
+        if content is not None:
+            text: bytes | str = content
+            source = flags.config_file
+        elif flags.config_text:
+            text, source = flags.config_text, "--config-text"
+        else:
+            text, source = DEFAULT_CONFIG, DEFAULT_SOURCE
+        self.config: PickerConfig = load_config(text, source, plugins)
+
+    @property
+    def hash(self) -> str:
+        """Tells documents apart by what they mean, not by how they are written."""
+        return config_hash(self.config)
+
+    @property
+    def parsers(self) -> ParserSet:
+        """The parsers that the document names."""
+        return parser_set(self.config)
+
+    def current(self, endpoints: int) -> Offer:
+        """What decides in a pool of so many `endpoints`, by the document in force."""
+        return self._offer(self.config, endpoints)
+
+    def read(self, content: bytes, endpoints: int) -> Offer:
+        """What would decide if `content` came into force. Raises `ConfigError`."""
+        config = load_config(content, self._flags.config_file, self._plugins)
+        return self._offer(config, endpoints)
+
+    def accept(self, offer: Offer) -> None:
+        """The document of `offer` is in force from now on."""
+        self.config = offer.config
+        self.generation += 1
+
+    def _offer(self, config: PickerConfig, endpoints: int) -> Offer:
+        flags = self._flags
+        with_flags: dict[str, Any] = {
+            "metrics_staleness_s": flags.metrics_staleness_threshold,
+            "refresh_interval_s": flags.refresh_interval_s(endpoints),
+            "fallback_endpoints_max": flags.fallback_endpoints_max,
+        }
+        settings = msgspec.structs.replace(
+            build_settings(config, **with_flags),
+            lease_ttl_without_response_phase_s=flags.lease_ttl_without_response_phase,
+        )
+        return Offer(
+            config=config,
+            settings=settings,
+            warnings=(*config.warnings, *settings_warnings(config, **with_flags)),
+            changes=tuple(diff_configs(self.config, config)),
+        )
+
+
+def parser_set(config: PickerConfig) -> ParserSet:
+    """The parsers that `config` names."""
+    return frozenset(ParserName(name) for name in config.parsers)

@@ -1,0 +1,48 @@
+"""Makes the session of each stream, by the settings that are in force when it opens."""
+
+from functools import partial
+from random import Random
+
+import msgspec
+
+from epp.core.decision.scheduler import Scheduler
+from epp.core.prompt.parse import ParserSet
+from epp.core.protocol.session import Gateway, Observer, Session, SessionSettings
+from epp.shell.found import Found
+
+
+class Sessions:
+    """`open` is what `ExtProcServer` calls; `settings` changes for streams that open later."""
+
+    def __init__(
+        self, scheduler: Scheduler, settings: SessionSettings, observer: Observer, *, seed: int
+    ) -> None:
+        """`seed` of the names of requests that have none, and of weighted rewrites."""
+        self._scheduler = scheduler
+        self._observer = observer
+        self._request_ids = Random(f"{seed}:request-id")  # noqa: S311  names, not secrets
+        self._rewrite_dice = Random(f"{seed}:rewrite")  # noqa: S311  weights, not secrets
+        self.settings = settings
+
+    def configure(self, parsers: ParserSet) -> None:
+        """The document names other parsers."""
+        self.settings = msgspec.structs.replace(self.settings, parsers=parsers)
+
+    def know(self, found: Found) -> None:
+        """Discovery found other objectives or rewrites."""
+        self.settings = msgspec.structs.replace(
+            self.settings,
+            priorities=found.objectives,
+            rewrite=partial(found.rewrites.target, random=self._rewrite_dice)
+            if found.rewrites
+            else None,
+        )
+
+    def open(self, gateway: Gateway) -> Session:
+        """The session of one more stream of `gateway`."""
+        return Session(
+            self._scheduler, self.settings, gateway, self._observer, self._new_request_id
+        )
+
+    def _new_request_id(self) -> str:
+        return f"{self._request_ids.getrandbits(128):032x}"

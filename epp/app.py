@@ -19,11 +19,13 @@ from epp.configuration.config import CONFIG_MAX_BYTES, ConfigError
 from epp.configuration.flags import ServeFlags
 from epp.configuration.live import LiveConfiguration, Offer
 from epp.core.decision.scheduler import Scheduler, SchedulerSettings
+from epp.core.protocol.budget import BodyBudget
 from epp.core.protocol.session import SessionSettings
 from epp.core.types import Endpoint, EndpointMetrics
 from epp.shell.engines.scrape import Scraper
 from epp.shell.engines.sources import page_reader, scraped_from
 from epp.shell.files.endpoints_file import EndpointsFileError, load_endpoints
+from epp.shell.files.memory import memory_limit_bytes
 from epp.shell.files.watch import FileWatcher, first_read
 from epp.shell.found import Found
 from epp.shell.gateway.health import Health
@@ -126,15 +128,18 @@ class EndpointPicker:
             self.scheduler, recent, lambda: (self.live.config, self.live.generation)
         )
         self.observation = Observation(self.telemetry, decisions, recent)
+        self.bodies = BodyBudget(flags.held_body_bytes_max(memory_limit_bytes()))
         self.sessions = Sessions(
             self.scheduler,
             SessionSettings(
                 request_body_bytes_max=flags.request_body_max_bytes,
+                trust_model_rewrite=flags.trust_model_rewrite_header,
                 parsers=self.live.parsers,
                 parse_response_usage=flags.parse_response_usage,
                 subset_filter=not flags.disable_endpoint_subset_filter,
             ),
             self.observation,
+            self.bodies,
             seed=seed,
         )
         self.ext_proc = ExtProcServer(self.sessions.open, self.observation)
@@ -343,7 +348,9 @@ class EndpointPicker:
 
     def _snapshot(self) -> PoolSnapshot:
         cluster = self._cluster.snapshot() if self._cluster is not None else None
-        return pool_snapshot(self.scheduler, self.flags.pool_name, cluster, time.monotonic())
+        return pool_snapshot(
+            self.scheduler, self.flags.pool_name, self.bodies, cluster, time.monotonic()
+        )
 
 
 async def _connect(cluster: "Cluster") -> None:

@@ -131,6 +131,9 @@ class Told:
     def unknown_body_mode(self, mode):
         self.events.append("unknown body mode")
 
+    def unknown_objective(self):
+        self.events.append("unknown objective")
+
     def protocol_violated(self, phase, event):
         self.events.append(f"violated: {event} in {phase}")
 
@@ -138,7 +141,7 @@ class Told:
 class Stream:
     """One stream through the codec and the session, without a socket."""
 
-    def __init__(self, scheduler, *, settings=None, gateway=None, now=0.0):
+    def __init__(self, scheduler, *, settings=None, gateway=None, now=0.0, budget=None):
         self.told = Told()
         self.now = now
         self.scheduler = scheduler
@@ -148,6 +151,7 @@ class Stream:
             gateway or Gateway(),
             self.told,
             lambda: "generated-id",
+            budget,
         )
 
     def send(self, *messages):
@@ -156,6 +160,7 @@ class Stream:
         for message in messages:
             answered = self.session.receive(decode(message), self.now)
             answers += [v3.ProcessingResponse.parse(encode(answer)) for answer in answered]
+            self.session.sent()
         return answers
 
     def close(self):

@@ -52,6 +52,10 @@ def pods(*rows):
     return scheduler
 
 
+TRUSTING = SessionSettings(trust_model_rewrite=True)
+"""The gateway of these cases says which model is to serve."""
+
+
 def request(body, *, model="", objective="", **fields):
     named = gw.COMPLETIONS | {"hi": "mom", "x-request-id": "test-request-id"}
     if model:
@@ -110,7 +114,7 @@ def routed(answers):
 )
 def test_cases_1_to_4_pick_the_best_sum_of_scores(rows, target, address, scores):
     """The target model is set in the body and nothing else of it changes; sums as published."""
-    stream = gw.Stream(pods(*rows))
+    stream = gw.Stream(pods(*rows), settings=TRUSTING)
     body = gw.prompt(temperature=0)
     answers = stream.send(*request(body, model=target))
     picked, forwarded = routed(answers)
@@ -149,7 +153,7 @@ def test_case_7_a_body_cut_inside_a_string_is_one_body():
     body = gw.prompt("test3", "sql-lora")
     cut = body.index(b"sql-lora") + 3
     rows = [(4, 0.2, "sql-lora-1fdg3"), (4, 0.85, "sql-lora-1fdg3")]
-    stream = gw.Stream(pods(*rows))
+    stream = gw.Stream(pods(*rows), settings=TRUSTING)
     picked, forwarded = routed(
         stream.send(*request([body[:cut], body[cut:]], model="sql-lora-1fdg3"))
     )
@@ -192,7 +196,7 @@ SUBSET_POOL = [(0, 0.2), (0, 0.1, "sql-lora-1fdg2"), (10, 0.2)]
 )
 def test_cases_10_and_11_stay_inside_the_subset(rows, hint, address):
     """The hint comes with every message; the latest counts."""
-    stream = gw.Stream(pods(*rows))
+    stream = gw.Stream(pods(*rows), settings=TRUSTING)
     body = gw.prompt("test2", "sql-lora-1fdg2")
     answers = stream.send(
         gw.request_headers(gw.COMPLETIONS), gw.request_body(body, hint=gw.subset(hint))
@@ -233,7 +237,7 @@ def test_case_13_the_objective_header_gives_the_priority():
 
 def test_case_14_a_rewritten_model_chooses_by_the_new_name():
     """The rewrite comes by header here; the InferenceModelRewrite object needs Kubernetes."""
-    stream = gw.Stream(pods((0, 0.1, "rewritten-model")))
+    stream = gw.Stream(pods((0, 0.1, "rewritten-model")), settings=TRUSTING)
     answers = stream.send(
         *request(gw.prompt("test", "model-to-be-rewritten"), model="rewritten-model")
     )

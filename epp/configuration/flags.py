@@ -45,6 +45,9 @@ class BodyMode(StrEnum):
 
 _RECEIVE_MARGIN_BYTES: Final = 65_536
 """Room for headers and metadata beside a body of the greatest size."""
+_HELD_BODIES_SHARE: Final = 4
+_HELD_BODIES_BYTES_MAX: Final = 512 * 2**20
+"""A quarter of the memory, because a body that is read takes two to three times its length."""
 REFRESH_MIN_S: Final = 0.2
 REFRESH_PER_ENDPOINT_S: Final = 0.000_5
 """At 1,000 endpoints one scrape every 0.5 ms."""
@@ -82,6 +85,9 @@ class ServeFlags(Struct, frozen=True, kw_only=True):
     refresh_metrics_interval: Duration | None = None
     metrics_staleness_threshold: Duration = Duration(2.0)
 
+    request_timeout: Duration = Duration(60.0)
+    held_bodies_max_bytes: ByteCount | None = None
+    trust_model_rewrite_header: bool = False
     parse_response_usage: bool = False
     lease_ttl_without_response_phase: Duration = Duration(60.0)
     drain_grace: Duration = Duration(5.0)
@@ -104,6 +110,13 @@ class ServeFlags(Struct, frozen=True, kw_only=True):
         """Largest message that the gRPC server takes."""
         given = self.grpc_max_recv_msg_size
         return self.request_body_max_bytes + _RECEIVE_MARGIN_BYTES if given is None else given
+
+    def held_body_bytes_max(self, memory_limit_bytes: int) -> int:
+        """What all streams together may hold of unfinished bodies, in so much memory."""
+        if self.held_bodies_max_bytes is not None:
+            return self.held_bodies_max_bytes
+        share_bytes = memory_limit_bytes // _HELD_BODIES_SHARE
+        return max(2 * self.request_body_max_bytes, min(share_bytes, _HELD_BODIES_BYTES_MAX))
 
     @property
     def log_level(self) -> Literal["warning", "info", "debug"]:
@@ -188,6 +201,14 @@ SERVE_HELP: Final[Groups] = {
         "metrics-staleness-threshold": "older metrics rank an endpoint below every fresh one",
     },
     "Requests": {
+        "request-timeout": "longest time for a request to become whole; a slower one gets 408",
+        "held-bodies-max-bytes": (
+            "unfinished bodies that all streams may hold; above it new ones get 503 "
+            "(default: a quarter of the memory limit, at most 512Mi, at least two bodies)"
+        ),
+        "trust-model-rewrite-header": (
+            "obey x-llm-d-model-name-rewrite; only where the gateway strips it from clients"
+        ),
         "parse-response-usage": "read response chunks for token usage and time to first token",
         "lease-ttl-without-response-phase": (
             "longest time to count a request where the gateway does not show responses"
@@ -488,6 +509,7 @@ def _check_serve(flags: ServeFlags) -> None:
     for name, duration in (
         ("refresh-metrics-interval", flags.refresh_metrics_interval),
         ("metrics-staleness-threshold", flags.metrics_staleness_threshold),
+        ("request-timeout", flags.request_timeout),
     ):
         if duration is not None and duration <= 0:
             raise FlagError(f"--{name}: expected more than 0s, got {float(duration):g}s")

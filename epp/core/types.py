@@ -91,6 +91,8 @@ class RefusalReason(StrEnum):
     NO_ENDPOINTS = "rejected-no-endpoints"
     SATURATED = "rejected-saturated"
     SHUTTING_DOWN = "rejected-shutting-down"
+    BODIES_HELD = "rejected-bodies-held"
+    REQUEST_TIMEOUT = "request-timeout"
 
 
 class Refusal(Struct, frozen=True, kw_only=True):
@@ -98,7 +100,7 @@ class Refusal(Struct, frozen=True, kw_only=True):
 
     reason: RefusalReason
     status: int
-    """HTTP status: 400, 413, 429 or 503."""
+    """HTTP status: 400, 408, 413, 429 or 503."""
     message: str
     """One sentence for the client: what, where, what was expected."""
     param: str | None = None

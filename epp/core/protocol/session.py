@@ -21,10 +21,16 @@ stream. A stream that ends before any response headers means that the client lef
 is known to send response headers; otherwise nothing more will ever be heard of the request, and the
 scheduler keeps the lease for as long as the request probably takes.
 
+What a stream may cost is bounded here too. The pieces of its body are counted against the limit of
+one body and against what all streams together may hold (`BodyBudget`); a body in ever smaller
+pieces is refused, because a piece costs the same whatever is in it; and whoever drives the stream
+calls `time_out` when a request is `incomplete` for too long.
+
 `_HANDLERS` is the whole of what is legal: (phase, event) to the method that answers it. Whatever is
 not in it ends the stream: the gateway broke the protocol.
 """
 
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from enum import Enum
 from typing import Final, Protocol, TypeAlias
@@ -35,6 +41,7 @@ from epp.core.decision.scheduler import Decision, Scheduler
 from epp.core.knowledge.inflight import Ending, Outcome
 from epp.core.prompt.parse import ALL_PARSERS, Parsed, ParserSet, opaque_request, parse_request
 from epp.core.prompt.request import InferenceRequest
+from epp.core.protocol.budget import PIECE_BYTES, BodyBudget
 from epp.core.protocol.messages import (
     BODY_CHUNK_BYTES_MAX,
     CONTROL_HEADERS,
@@ -77,6 +84,11 @@ class Gateway:
         self.sends_response_headers = False
 
 
+PIECES_FREE: Final = 1_024
+PIECE_MEAN_BYTES_MIN: Final = 256
+"""A body may come in `PIECES_FREE` pieces, and one more for so many bytes of it. Gateways send what one read of a socket gives: some kilobytes, in full duplex up to 64."""
+
+
 class SessionSettings(Struct, frozen=True, kw_only=True):
     request_body_bytes_max: int = 32 * 1024 * 1024
     parsers: ParserSet = ALL_PARSERS
@@ -84,6 +96,8 @@ class SessionSettings(Struct, frozen=True, kw_only=True):
     subset_filter: bool = True
     priorities: Mapping[str, int] = field(default_factory=dict)
     """Name of an objective -> priority; below 0 may be shed."""
+    trust_model_rewrite: bool = False
+    """The gateway strips `REWRITE_HEADERS` of clients, so that they may say which model serves."""
     rewrite: Callable[[str], str | None] | None = None
     """Model of the body -> the model that is to serve it; None: no rule says."""
 
@@ -135,6 +149,10 @@ class Observer(Protocol):
         """`mode`: the number of it."""
         ...
 
+    def unknown_objective(self) -> None:
+        """A request names an objective that is not known; it has priority 0."""
+        ...
+
     def protocol_violated(self, phase: str, event: str) -> None: ...
 
 
@@ -152,12 +170,14 @@ class Phase(Enum):
 
 _HOLDING: Final = frozenset({BodyMode.FULL_DUPLEX_STREAMED})
 _BUFFERING: Final = frozenset({BodyMode.BUFFERED, BodyMode.BUFFERED_PARTIAL})
+_COLLECTING: Final = frozenset({Phase.COLLECTING, Phase.BUFFERED})
 _FULL_DUPLEX: Final = BodyModes(BodyMode.FULL_DUPLEX_STREAMED, BodyMode.FULL_DUPLEX_STREAMED)
 
 
 class Session:
     """One stream. Feed every message to `receive`, send what it returns, and when the stream ends,
-    however it ends, call `closed` once. When `finished` is true the stream is to be ended with OK.
+    however it ends, call `closed` once. Call `sent` when the gateway has taken all that `receive`
+    returned. When `finished` is true the stream is to be ended with OK.
     """
 
     def __init__(
@@ -167,8 +187,12 @@ class Session:
         gateway: Gateway,
         observer: Observer,
         new_request_id: Callable[[], str],
+        budget: BodyBudget | None = None,
     ) -> None:
-        """`new_request_id` names requests that come without `x-request-id`."""
+        """`new_request_id` names requests that come without `x-request-id`.
+
+        `budget` is that of all streams; None: only the limit of one body holds.
+        """
         self._scheduler = scheduler
         self._settings = settings
         self._gateway = gateway
@@ -180,6 +204,12 @@ class Session:
         self._subset: tuple[str, ...] | None = None
         self._body: list[bytes] = []
         self._body_bytes = 0
+        self._pieces = 0
+        self._endless = False
+        """What follows the headers is another protocol, in pieces as it likes."""
+        self._budget = budget or BodyBudget(sys.maxsize)
+        self._taken_bytes = 0
+        """Of the budget, by this stream."""
         self._exchange = Exchange(0.0)
         self._usage_reader: UsageReader | None = None
         self._announced = False
@@ -200,21 +230,19 @@ class Session:
             return []
         handler = _HANDLERS.get((self._phase, type(event)))
         if handler is None:
-            self._observer.protocol_violated(self._phase.value, type(event).__name__)
-            self.violated = self.finished = True
-            return []
+            return self._violate(type(event).__name__)
         return handler(self, event, now)
 
     def half_closed(self, now: Seconds) -> list[Answer]:
         """The gateway will send no more. Some half-close right after the body: answer them."""
-        if self._phase is Phase.COLLECTING and self._body and not self._announced:
+        if self._phase is Phase.COLLECTING and self._pieces and not self._announced:
             return self._route_full_duplex(now, trailers=False)
         return []
 
     def closed(self, now: Seconds) -> None:
         """The stream is over, in whatever way; give back what it holds."""
         self._phase = Phase.ENDED
-        self._body.clear()
+        self._let_go()
         if self._exchange.decision is None or self._completed:
             return
         if self._exchange.status is not None:
@@ -225,6 +253,27 @@ class Session:
         else:
             ending = Ending.UNSEEN
         self._complete(ending, now)
+
+    def sent(self) -> None:
+        """The gateway has taken the answers: the body that they repeat is held no longer."""
+        if self._taken_bytes and self._phase not in _COLLECTING:
+            self._give_back()
+
+    @property
+    def incomplete(self) -> bool:
+        """The request is not whole yet, and nothing is answered that it could go on without."""
+        return self._phase is Phase.START or self._phase in _COLLECTING
+
+    def time_out(self, now: Seconds) -> list[Answer]:
+        """The request did not become whole in time: refuse it."""
+        self._exchange.answered_at_s = now
+        return self._refuse(
+            Refusal(
+                reason=RefusalReason.REQUEST_TIMEOUT,
+                status=408,
+                message="the request did not become whole in time",
+            )
+        )
 
     def may_end_for_drain(self) -> bool:
         """The stream can be ended with OK without losing a byte of request or response.
@@ -247,8 +296,8 @@ class Session:
         mode = self._modes.request
         if event.end_of_stream:
             return self._route_headers(now)
-        endless = event.headers.get(UPGRADE_HEADER, "").lower() == "websocket"
-        if mode in _HOLDING and not endless:
+        self._endless = event.headers.get(UPGRADE_HEADER, "").lower() == "websocket"
+        if mode in _HOLDING and not self._endless:
             self._phase = Phase.COLLECTING
             return []
         if mode in _BUFFERING:
@@ -299,6 +348,9 @@ class Session:
         return self._refuse(_bad_request("the request has trailers but no body", None))
 
     def _pass_body(self, event: RequestBody, now: Seconds) -> list[Answer]:
+        self._body_bytes += len(event.body)
+        if self._in_small_pieces() and not self._endless:
+            return self._violate("small pieces of a body")
         if self._request_ended:
             # Envoy may send the end of a large body twice (envoy#46237): it was answered once.
             return []
@@ -319,7 +371,7 @@ class Session:
         self._gateway.sends_response_headers = True
         self._learn_modes(event.modes)
         self._phase = Phase.RESPONDING
-        self._body.clear()
+        self._let_go()
         exchange = self._exchange
         exchange.response_started_at_s = now
         exchange.status = _status(event.headers)
@@ -378,18 +430,49 @@ class Session:
 
     def _hold(self, body: bytes) -> list[Answer]:
         self._body_bytes += len(body)
+        refusal = self._too_much(len(body) + PIECE_BYTES)
+        if refusal is not None:
+            return self._refuse(refusal)
+        if body:
+            self._body.append(body)
+        return []
+
+    def _too_much(self, more_bytes: int) -> Refusal | None:
+        """Why `more_bytes` of the body cannot be held; None: they are, from now on."""
         limit = self._settings.request_body_bytes_max
         if self._body_bytes > limit:
-            self._body.clear()
-            return self._refuse(
-                Refusal(
-                    reason=RefusalReason.BODY_TOO_LARGE,
-                    status=413,
-                    message=f"the request body is larger than {limit} bytes",
-                )
+            return Refusal(
+                reason=RefusalReason.BODY_TOO_LARGE,
+                status=413,
+                message=f"the request body is larger than {limit} bytes",
             )
-        self._body.append(body)
-        return []
+        if self._in_small_pieces():
+            return _bad_request(
+                f"the request body comes in pieces of less than {PIECE_MEAN_BYTES_MIN} bytes",
+                None,
+            )
+        if not self._budget.take(more_bytes):
+            return Refusal(
+                reason=RefusalReason.BODIES_HELD,
+                status=503,
+                message="the picker holds as many unfinished request bodies as it may",
+            )
+        self._taken_bytes += more_bytes
+        return None
+
+    def _in_small_pieces(self) -> bool:
+        """One more piece came; whether there are too many for what is in them."""
+        self._pieces += 1
+        return self._pieces > PIECES_FREE + self._body_bytes // PIECE_MEAN_BYTES_MIN
+
+    def _let_go(self) -> None:
+        """The body is not needed any more."""
+        self._body.clear()
+        self._give_back()
+
+    def _give_back(self) -> None:
+        self._budget.give_back(self._taken_bytes)
+        self._taken_bytes = 0
 
     def _route_headers(self, now: Seconds) -> list[Answer]:
         """Schedule at the headers: there is no body, or none that the picker will see in time."""
@@ -423,7 +506,9 @@ class Session:
             headers=self._headers,
             body=body,
             request_id=self._request_id(),
-            model_rewrite=_first(self._headers, REWRITE_HEADERS),
+            model_rewrite=_first(self._headers, REWRITE_HEADERS)
+            if self._settings.trust_model_rewrite
+            else "",
             rewrite=self._settings.rewrite,
             parsers=self._settings.parsers,
         )
@@ -438,9 +523,7 @@ class Session:
         self, request: InferenceRequest, changed_body: bytes | None, now: Seconds
     ) -> Destination | Refusal:
         request.subset = self._subset
-        request.priority = self._settings.priorities.get(
-            _first(self._headers, OBJECTIVE_HEADERS), 0
-        )
+        request.priority = self._priority()
         exchange = self._exchange
         exchange.request = request
         exchange.answered_at_s = now
@@ -452,6 +535,16 @@ class Session:
         self._request_ended = True
         self._observer.decided(exchange)
         return self._destination(decision, request, changed_body)
+
+    def _priority(self) -> int:
+        objective = _first(self._headers, OBJECTIVE_HEADERS)
+        if not objective:
+            return 0
+        priority = self._settings.priorities.get(objective)
+        if priority is None:
+            self._observer.unknown_objective()
+            return 0
+        return priority
 
     def _destination(
         self, decision: Decision, request: InferenceRequest, changed_body: bytes | None
@@ -472,14 +565,20 @@ class Session:
             remove_headers=remove_headers,
         )
 
+    def _violate(self, event: str) -> list[Answer]:
+        self._observer.protocol_violated(self._phase.value, event)
+        self.violated = self.finished = True
+        return []
+
     def _refuse(self, refusal: Refusal) -> list[Answer]:
         self._phase = Phase.ENDED
+        self._let_go()
         self.finished = True
         self._observer.refused(self._exchange, refusal)
         headers = [("content-type", "application/json")]
         if refusal.status in (429, 503):
             headers.append((DROP_REASON_HEADER, refusal.reason.value))
-        if refusal.status == 429:
+        if refusal.status == 429 or refusal.reason is RefusalReason.BODIES_HELD:
             headers.append(("retry-after", "1"))
         return [ImmediateAnswer(refusal, tuple(headers))]
 

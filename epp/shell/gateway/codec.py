@@ -51,9 +51,20 @@ SUBSET_KEY: Final = "x-gateway-destination-endpoint-subset"
 ENDPOINT_NAMESPACE: Final = "envoy.lb"
 SERVED_KEY: Final = "x-gateway-destination-endpoint-served"
 
+BESIDE_BODY_BYTES_MAX: Final = 2 * 1024 * 1024
+"""Of headers, metadata and attributes in one message. Envoy's headers end at 96 KiB by default, a
+hint that names 10,000 endpoints has 600 KB; what is read of it takes more time than it has bytes."""
+HEADERS_MAX: Final = 2_000
+"""Envoy passes 100 unless it is told otherwise."""
+SUBSET_ENTRIES_MAX: Final = 10_000
+"""A hint with more allows nobody: no pool has as many, and each entry is looked up."""
+SUBSET_CHARACTERS_MAX: Final = 64 * SUBSET_ENTRIES_MAX
+"""Of a hint that is one string; the longest ip:port has 47 characters."""
 ROUTES_MAX: Final = 4_096
 """Serialised header answers that are kept: more than the endpoints of most pools."""
 
+_BODY_TAGS: Final = frozenset({4 << 3 | 2, 5 << 3 | 2})
+"""Of `request_body` and `response_body` on the wire."""
 _MODES: Final = {mode.value: mode for mode in BodyMode if mode is not BodyMode.UNKNOWN}
 _OVERWRITE: Final = HeaderValueOption.HeaderAppendAction.OVERWRITE_IF_EXISTS_OR_ADD
 _ERROR_TYPES: Final = {
@@ -72,6 +83,10 @@ def decode(message: bytes) -> Event:
 
     Raises `MalformedMessageError` in one sentence.
     """
+    if len(message) > BESIDE_BODY_BYTES_MAX and _beside_body(message) > BESIDE_BODY_BYTES_MAX:
+        raise MalformedMessageError(
+            f"the message has more than {BESIDE_BODY_BYTES_MAX} bytes beside its body"
+        )
     try:
         request = ProcessingRequest.FromString(message)
     except DecodeError as error:
@@ -158,8 +173,28 @@ def error_body(refusal: Refusal) -> bytes:
     return json.dumps({"error": error}).encode()
 
 
+def _beside_body(message: bytes) -> int:
+    """How many bytes of `message` are not of the body that it begins with, if it does.
+
+    Fields come in the order of their numbers from every protobuf library (the wire format has no
+    such rule), and a body has the lowest of those that come with it.
+    """
+    if message[0] not in _BODY_TAGS:
+        return len(message)
+    length = shift = 0
+    for position in range(1, 6):
+        byte = message[position]
+        length |= (byte & 0x7F) << shift
+        if byte < 0x80:
+            return len(message) - length - position - 1
+        shift += 7
+    return len(message)
+
+
 def _headers(message: HeaderMap) -> dict[str, str]:
     """Lower-case names; the value is in `raw_value` or, from some gateways, in `value`."""
+    if len(message.headers) > HEADERS_MAX:
+        raise MalformedMessageError(f"the message has more than {HEADERS_MAX} headers")
     return {
         header.key.lower(): header.raw_value.decode("utf-8", "replace") or header.value
         for header in message.headers
@@ -191,14 +226,21 @@ def _subset(request: ProcessingRequest) -> tuple[str, ...] | None:
 def _addresses(value: Value) -> tuple[str, ...]:
     match value.WhichOneof("kind"):
         case "string_value":
-            parts = value.string_value.split(",")
+            text = value.string_value
+            if len(text) > SUBSET_CHARACTERS_MAX:
+                return ()
+            parts = text.split(",", SUBSET_ENTRIES_MAX)
         case "list_value":
             values = value.list_value.values
+            if len(values) > SUBSET_ENTRIES_MAX:
+                return ()
             if any(item.WhichOneof("kind") != "string_value" for item in values):
                 return ()
             parts = [item.string_value for item in values]
         case _:
             return ()
+    if len(parts) > SUBSET_ENTRIES_MAX:
+        return ()
     return tuple(part.strip() for part in parts if part.strip())
 
 

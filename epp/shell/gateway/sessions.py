@@ -7,6 +7,7 @@ import msgspec
 
 from epp.core.decision.scheduler import Scheduler
 from epp.core.prompt.parse import ParserSet
+from epp.core.protocol.budget import BodyBudget
 from epp.core.protocol.session import Gateway, Observer, Session, SessionSettings
 from epp.shell.found import Found
 
@@ -15,11 +16,18 @@ class Sessions:
     """`open` is what `ExtProcServer` calls; `settings` changes for streams that open later."""
 
     def __init__(
-        self, scheduler: Scheduler, settings: SessionSettings, observer: Observer, *, seed: int
+        self,
+        scheduler: Scheduler,
+        settings: SessionSettings,
+        observer: Observer,
+        budget: BodyBudget,
+        *,
+        seed: int,
     ) -> None:
-        """`seed` of the names of requests that have none, and of weighted rewrites."""
+        """`budget` of all streams; `seed` of the names of requests that have none, and of rewrites."""
         self._scheduler = scheduler
         self._observer = observer
+        self._budget = budget
         self._request_ids = Random(f"{seed}:request-id")  # noqa: S311  names, not secrets
         self._rewrite_dice = Random(f"{seed}:rewrite")  # noqa: S311  weights, not secrets
         self.settings = settings
@@ -41,7 +49,12 @@ class Sessions:
     def open(self, gateway: Gateway) -> Session:
         """The session of one more stream of `gateway`."""
         return Session(
-            self._scheduler, self.settings, gateway, self._observer, self._new_request_id
+            self._scheduler,
+            self.settings,
+            gateway,
+            self._observer,
+            self._new_request_id,
+            self._budget,
         )
 
     def _new_request_id(self) -> str:

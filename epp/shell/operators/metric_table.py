@@ -189,6 +189,18 @@ METRICS: Final[tuple[MetricSpec, ...]] = (
         ("mode",),
     ),
     MetricSpec(
+        "homing_unknown_objective_total",
+        "counter",
+        "requests",
+        "Requests that name an objective that is not known; they have priority 0.",
+    ),
+    _sampled("homing_held_body_bytes", "bytes", "Unfinished request bodies that are held."),
+    _sampled(
+        "homing_held_body_bytes_max",
+        "bytes",
+        "What they may take before new bodies are refused.",
+    ),
+    MetricSpec(
         "homing_protocol_violations_total",
         "counter",
         "streams",

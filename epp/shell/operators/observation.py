@@ -1,6 +1,8 @@
 """What sessions and streams tell, as metrics and log lines. The only reader of the clock for it."""
 
+import math
 import time
+from typing import Final
 
 import structlog
 
@@ -10,6 +12,9 @@ from epp.core.types import Endpoint, Refusal, Seconds
 from epp.shell.operators.debug_pages import RecentDecisions
 from epp.shell.operators.logs import DecisionLog
 from epp.shell.operators.telemetry import Telemetry
+
+OBJECTIVE_WARNING_S: Final = 60.0
+"""At most one warning in so many seconds; clients choose how often it happens."""
 
 _log = structlog.get_logger(__name__)
 
@@ -27,6 +32,7 @@ class Observation:
         self._telemetry = telemetry
         self._decisions = decisions
         self._recent = recent
+        self._objective_warned_at_s = -math.inf
 
     def decided(self, exchange: Exchange) -> None:
         decision = exchange.decision
@@ -87,6 +93,16 @@ class Observation:
 
     def unknown_body_mode(self, mode: int) -> None:
         self._telemetry.unknown_body_mode(mode)
+
+    def unknown_objective(self) -> None:
+        self._telemetry.unknown_objective()
+        now = time.monotonic()
+        if now >= self._objective_warned_at_s + OBJECTIVE_WARNING_S:
+            self._objective_warned_at_s = now
+            _log.warning(
+                "requests name an objective that is not known: they have priority 0; "
+                "homing_unknown_objective_total counts them"
+            )
 
     def protocol_violated(self, phase: str, event: str) -> None:
         self._telemetry.protocol_violated(phase, event)

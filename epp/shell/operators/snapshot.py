@@ -5,13 +5,18 @@ import numpy as np
 from epp.core.decision.scheduler import Scheduler
 from epp.core.knowledge.candidates import Candidates
 from epp.core.knowledge.prefix import PrefixIndex
+from epp.core.protocol.budget import BodyBudget
 from epp.core.types import Seconds
 from epp.shell.kubernetes.state import ClusterSnapshot
 from epp.shell.operators.telemetry import IndexSnapshot, PoolSnapshot
 
 
 def pool_snapshot(
-    scheduler: Scheduler, pool_name: str, cluster: ClusterSnapshot | None, now: Seconds
+    scheduler: Scheduler,
+    pool_name: str,
+    bodies: BodyBudget,
+    cluster: ClusterSnapshot | None,
+    now: Seconds,
 ) -> PoolSnapshot:
     """To be read and dropped within one synchronous step."""
     pool = scheduler.pool
@@ -32,6 +37,8 @@ def pool_snapshot(
             for name, index in scheduler.indexes.items()
             if isinstance(index, PrefixIndex)
         },
+        held_body_bytes=bodies.held_bytes,
+        held_body_bytes_max=bodies.bytes_max,
         cluster=cluster,
     )
 

@@ -56,6 +56,8 @@ class PoolSnapshot(Struct, frozen=True, kw_only=True):
     set_aside: int = 0
     indexes: Mapping[str, IndexSnapshot] = field(default_factory=dict)
     """By the name of the producer in the configuration."""
+    held_body_bytes: int = 0
+    held_body_bytes_max: int = 0
     cluster: ClusterSnapshot | None = None
     """None: endpoints come from a file."""
 
@@ -165,6 +167,7 @@ class Telemetry:
         self._streams = numbers["homing_extproc_streams_inflight"].labels()
         self._streams_ended = Children(_labelled(numbers["homing_extproc_streams_total"]), 32)
         self._stream_s = distributions["homing_extproc_stream_duration_seconds"].labels()
+        self._unknown_objective = numbers["homing_unknown_objective_total"].labels()
         self._drain_cut = numbers["homing_drain_cut_streams_total"].labels()
         numbers["homing_info"].labels(__version__).set(1)
         if pool is not None:
@@ -266,6 +269,10 @@ class Telemetry:
     def unknown_body_mode(self, mode: int) -> None:
         """A gateway announced a body mode that the picker does not know."""
         self._unknown_mode(str(mode)).inc()
+
+    def unknown_objective(self) -> None:
+        """A request named an objective that is not known."""
+        self._unknown_objective.inc()
 
     def protocol_violated(self, phase: str, event: str) -> None:
         """A gateway sent `event` in a `phase` of the stream that does not allow it."""
@@ -416,6 +423,8 @@ def _add_pool(families: _Families, snapshot: PoolSnapshot) -> None:
     families["homing_ready_endpoints"].add_metric(name, snapshot.ready)
     families["homing_known_endpoints"].add_metric(name, len(candidates))
     families["homing_endpoints_set_aside"].add_metric(name, snapshot.set_aside)
+    families["homing_held_body_bytes"].add_metric([], snapshot.held_body_bytes)
+    families["homing_held_body_bytes_max"].add_metric([], snapshot.held_body_bytes_max)
     for suffix, column in (
         ("kv_cache_utilization", candidates.kv_cache_usage),
         ("queue_size", candidates.waiting_requests),

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from epp.core.knowledge.pool import EndpointPool, canonical_address
+from epp.core.knowledge.pool import UNUSUAL_SPELLINGS_FREE, EndpointPool, canonical_address
 from epp.core.types import AdapterReport, EndpointMetrics, MetricsTarget
 from tests.builders import endpoint
 
@@ -148,6 +148,23 @@ def test_a_subset_hint_names_ports_or_whole_hosts_and_never_means_all(subset, na
     """ "ip:port" restricts the port, a bare ip does not, and what is unknown matches nobody."""
     v6 = endpoint(9, name="v6", address="[fd00::1]:8000")
     assert ready(pool_of(endpoint(0), endpoint(1), v6), subset=subset) == names
+
+
+def test_a_long_subset_hint_is_not_read_address_by_address(monkeypatch):
+    """Each reading takes 10 us: so many as the pool may need, and the rest names nobody."""
+    read = []
+
+    def counted(text):
+        read.append(text)
+        return canonical_address(text)
+
+    monkeypatch.setattr("epp.core.knowledge.pool.canonical_address", counted)
+    pool = pool_of(endpoint(0), endpoint(9, name="v6", address="[fd00::1]:8000"))
+    read.clear()
+    unknown = tuple(f"10.1.{number // 250}.{number % 250}:1" for number in range(10_000))
+    assert ready(pool, subset=("[fd00:0::1]:8000", *unknown, "192.168.1.1:8000")) == ["pod-0", "v6"]
+    assert len(read) == UNUSUAL_SPELLINGS_FREE + 4
+    assert ready(pool, subset=(*unknown, "[fd00:0::1]:8000")) == []
 
 
 def test_an_unchanged_adapter_report_is_not_counted_again():

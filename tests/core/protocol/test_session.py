@@ -5,8 +5,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from epp.core.protocol.budget import PIECE_BYTES, BodyBudget
 from epp.core.protocol.messages import BODY_CHUNK_BYTES_MAX, BodyMode
-from epp.core.protocol.session import Gateway, SessionSettings, chunks
+from epp.core.protocol.session import (
+    PIECE_MEAN_BYTES_MIN,
+    PIECES_FREE,
+    Gateway,
+    SessionSettings,
+    chunks,
+)
 from tests import gateway as gw
 from tests.builders import endpoint
 from tests.test_hermetic import pods
@@ -70,7 +77,7 @@ def test_a_buffered_body_is_answered_with_the_destination(mode):
 
 def test_a_buffered_body_gets_its_new_model():
     """The whole new body and its length."""
-    stream = stream_of()
+    stream = stream_of(settings=SessionSettings(trust_model_rewrite=True))
     fields = gw.COMPLETIONS | {"x-gateway-model-name-rewrite": "other"}
     stream.send(gw.request_headers(fields, modes=gw.protocol(gw.BUFFERED, gw.NONE)))
     (answer,) = stream.send(gw.request_body(gw.prompt()))
@@ -159,6 +166,122 @@ def test_a_body_over_the_limit_is_refused_as_soon_as_it_is_over(mode):
     assert status == 413
     assert "100 bytes" in error["message"]
     assert stream.session.finished
+
+
+def test_all_streams_together_hold_no_more_than_their_budget():
+    """Who comes when nothing is left is refused, what others hold goes on, and all is given back."""
+    budget = BodyBudget(3 * (100 + PIECE_BYTES))
+    streams = [stream_of(budget=budget) for _ in range(4)]
+    told = []
+    for stream in streams:
+        stream.send(gw.request_headers())
+        told.append(stream.send(gw.request_body(b" " * 100, end=False)))
+    assert told[:3] == [[], [], []]
+    (answer,) = told[3]
+    status, error = gw.refusal(answer)
+    assert (status, error["code"]) == (503, "rejected-bodies-held")
+    assert gw.set_headers(answer)["retry-after"] == "1"
+    assert budget.held_bytes == budget.bytes_max
+    streams[0].close()
+    assert streams[1].send(gw.request_body(BODY[:50], end=False)) == []
+    streams[1].close()
+    streams[2].close()
+    assert budget.held_bytes == 0
+
+
+@pytest.mark.parametrize("mode", [gw.FULL_DUPLEX, gw.BUFFERED])
+def test_a_body_is_held_until_the_gateway_has_taken_its_answer(mode):
+    """One that the gateway does not read is held by us; afterwards the stream holds nothing."""
+    budget = BodyBudget(10_000)
+    stream = stream_of(budget=budget)
+    stream.send(gw.request_headers(modes=gw.protocol(mode, gw.NONE)))
+    stream.session.sent()
+    answers = stream.session.receive(gw.decode(gw.request_body(BODY)), 0.0)
+    assert answers
+    assert budget.held_bytes == len(BODY) + PIECE_BYTES
+    stream.session.sent()
+    assert budget.held_bytes == 0
+    stream.close()
+    assert budget.held_bytes == 0
+
+
+def test_a_body_in_ever_smaller_pieces_is_refused():
+    """A piece costs what it costs, whatever is in it; large bodies come in as many as they like."""
+    stream = stream_of()
+    stream.send(gw.request_headers())
+    small = gw.request_body(b"x", end=False)
+    assert stream.send(*[small] * PIECES_FREE) == []
+    (answer,) = stream.send(*[small] * (2 * PIECES_FREE // PIECE_MEAN_BYTES_MIN))
+    assert gw.refusal(answer)[0] == 400
+    stream = stream_of()
+    stream.send(gw.request_headers())
+    pieces = [gw.request_body(b" " * PIECE_MEAN_BYTES_MIN, end=False)] * (2 * PIECES_FREE)
+    assert stream.send(*pieces) == []
+    assert gw.kinds(stream.send(gw.request_body(BODY)))[0] == "request_headers"
+
+
+def test_empty_pieces_are_not_answered_without_end():
+    """Neither before the end of a body nor after it."""
+    empty = gw.request_body(b"", end=False)
+    stream = stream_of()
+    stream.send(gw.request_headers(), *[empty] * PIECES_FREE)
+    assert gw.refusal(stream.send(empty)[0])[0] == 400
+    stream = stream_of()
+    stream.send(gw.request_headers(), gw.request_body(BODY), *[empty] * PIECES_FREE)
+    assert stream.session.violated
+    assert stream.told.events[-1] == "violated: small pieces of a body in routed"
+
+
+def test_a_websocket_sends_pieces_as_it_likes():
+    """What follows its headers is another protocol."""
+    fields = {":method": "GET", ":path": "/v1/realtime", "upgrade": "websocket"}
+    stream = stream_of()
+    stream.send(gw.request_headers(fields))
+    answers = stream.send(*[gw.request_body(b"x", end=False)] * (2 * PIECES_FREE))
+    assert len(answers) == 2 * PIECES_FREE
+
+
+def test_a_request_that_does_not_become_whole_is_refused():
+    """With 408, whatever part of it is missing; one that is routed is not asked for more."""
+    budget = BodyBudget(10_000)
+    for messages in (
+        [],
+        [gw.request_headers()],
+        [gw.request_headers(), gw.request_body(b"{", end=False)],
+        [gw.request_headers(modes=gw.protocol(gw.BUFFERED, gw.NONE))],
+    ):
+        stream = stream_of(budget=budget)
+        stream.send(*messages)
+        assert stream.session.incomplete
+        (answer,) = stream.session.time_out(5.0)
+        assert answer.refusal.status == 408
+        assert stream.told.events == ["refused 408"]
+        assert stream.session.finished
+        assert not stream.session.incomplete
+    assert budget.held_bytes == 0
+    stream = stream_of()
+    stream.send(gw.request_headers(), gw.request_body(BODY))
+    assert not stream.session.incomplete
+
+
+def test_only_a_gateway_that_is_trusted_may_name_the_model_to_serve():
+    """From anybody else the header is removed and does nothing."""
+    fields = gw.COMPLETIONS | {"x-gateway-model-name-rewrite": "expensive"}
+    head, body = stream_of().send(gw.request_headers(fields), gw.request_body(BODY))
+    assert gw.streamed([body]) == (BODY, [True])
+    assert gw.removed_headers(head) == {"x-gateway-model-name-rewrite"}
+    trusting = SessionSettings(trust_model_rewrite=True)
+    _, body = stream_of(settings=trusting).send(gw.request_headers(fields), gw.request_body(BODY))
+    assert gw.streamed([body]) == (gw.prompt("hello", model="expensive"), [True])
+
+
+def test_an_objective_that_nobody_knows_is_told():
+    """Its request goes on with priority 0."""
+    stream = stream_of(settings=SessionSettings(priorities={"batch": -1}))
+    fields = gw.COMPLETIONS | {"x-llm-d-inference-objective": "btach"}
+    stream.send(gw.request_headers(fields), gw.request_body(BODY))
+    assert stream.told.events == ["unknown objective", "decided"]
+    assert stream.told.exchange.request.priority == 0
 
 
 def test_shed_requests_are_told_when_to_come_back():
@@ -332,7 +455,8 @@ ORDER = [
 def test_whatever_comes_the_answers_stay_in_order_and_the_lease_is_given_back(messages, cut):
     """Headers before body before trailers, one headers answer, nothing after a refusal, no leak."""
     limits = SessionSettings(request_body_bytes_max=500)
-    stream = stream_of(settings=limits)
+    budget = BodyBudget(800)
+    stream = stream_of(settings=limits, budget=budget)
     for number, message in enumerate(messages):
         if number == cut:
             stream.close()
@@ -352,6 +476,7 @@ def test_whatever_comes_the_answers_stay_in_order_and_the_lease_is_given_back(me
     stream.scheduler.tick(1e9)
     assert inflight(stream) == [0, 0]
     assert stream.scheduler.ledger.open_leases == 0
+    assert budget.held_bytes == 0
 
 
 def test_the_repr_of_a_session_tells_its_state():

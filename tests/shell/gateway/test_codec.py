@@ -31,7 +31,14 @@ from epp.core.protocol.messages import (
     ResponseTrailersAnswer,
 )
 from epp.core.types import Refusal, RefusalReason
-from epp.shell.gateway.codec import MalformedMessageError, decode, encode
+from epp.shell.gateway.codec import (
+    BESIDE_BODY_BYTES_MAX,
+    HEADERS_MAX,
+    SUBSET_ENTRIES_MAX,
+    MalformedMessageError,
+    decode,
+    encode,
+)
 from tests import gateway as gw
 
 ADDRESS = "10.0.0.7:8000"
@@ -130,6 +137,41 @@ def test_the_number_of_an_unknown_body_mode_is_told(request_mode, response_mode,
     message.protocol_config.request_body_mode = request_mode
     message.protocol_config.response_body_mode = response_mode
     assert decode(message.SerializeToString()).modes == expected
+
+
+@pytest.mark.parametrize("count", [SUBSET_ENTRIES_MAX, SUBSET_ENTRIES_MAX + 1])
+def test_a_subset_hint_with_more_entries_than_any_pool_allows_nobody(count):
+    """As a list and as one string."""
+    many = [f"10.0.{number // 250}.{number % 250}:80" for number in range(count)]
+    expected = tuple(many) if count == SUBSET_ENTRIES_MAX else ()
+    for value in (gw.strings(*many), gw.string(",".join(many))):
+        assert decode(gw.request_headers(hint=gw.subset(value))).subset == expected
+    assert decode(gw.request_headers(hint=gw.subset(gw.string("1" * 700_000)))).subset == ()
+
+
+def test_what_is_beside_a_body_is_bounded():
+    """A body may be as long as the server takes it; headers and metadata are looked at one by one."""
+    long = b"x" * (2 * BESIDE_BODY_BYTES_MAX)
+    assert decode(gw.request_body(long)).body == long
+    assert decode(gw.response_body(long)).body == long
+    hint = gw.subset(gw.string("1" * (BESIDE_BODY_BYTES_MAX + 1)))
+    for message in (
+        gw.request_headers(hint=hint),
+        gw.request_body(b"", hint=hint),
+        gw.request_body(long, hint=hint),
+        gw.request_headers(gw.COMPLETIONS | {"x-long": "1" * (BESIDE_BODY_BYTES_MAX + 1)}),
+        b"\x22" + b"\xff" * (BESIDE_BODY_BYTES_MAX + 1),
+    ):
+        with pytest.raises(MalformedMessageError, match="beside its body"):
+            decode(message)
+
+
+def test_more_headers_than_a_gateway_passes_are_refused():
+    """Each would be decoded on its own."""
+    fields = {f"x-{number}": "" for number in range(HEADERS_MAX)}
+    assert len(decode(gw.request_headers(fields)).headers) == HEADERS_MAX
+    with pytest.raises(MalformedMessageError, match="headers"):
+        decode(gw.request_headers(fields | {"x-one-more": ""}))
 
 
 @pytest.mark.parametrize(

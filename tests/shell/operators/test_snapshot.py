@@ -1,4 +1,5 @@
 from epp.core.decision.scheduler import Scheduler, SchedulerSettings
+from epp.core.protocol.budget import BodyBudget
 from epp.shell.operators.snapshot import pool_snapshot
 from tests.builders import endpoint
 from tests.test_hermetic import pods
@@ -10,7 +11,10 @@ def test_a_snapshot_counts_what_is_known_and_what_is_ready():
     assert isinstance(scheduler, Scheduler)
     assert isinstance(scheduler.settings, SchedulerSettings)
     scheduler.replace([endpoint(0), endpoint(1), endpoint(2, ready_after_s=60.0)], 1.0)
-    shown = pool_snapshot(scheduler, "llama-pool", None, 1.0)
+    bodies = BodyBudget(100)
+    bodies.take(7)
+    shown = pool_snapshot(scheduler, "llama-pool", bodies, None, 1.0)
+    assert (shown.held_body_bytes, shown.held_body_bytes_max) == (7, 100)
     assert shown.pool == "llama-pool"
     assert len(shown.candidates) == 3
     assert shown.ready == 2

@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.installed
 
-.PHONY: demo test validate coverage check fmt bench docs lock apiserver clean
+.PHONY: demo test validate coverage check fmt bench attack soak docs lock apiserver clean
 
 demo: $(STAMP)        ## round robin against Homing behind a real Envoy, at most three minutes
 	@$(BIN)/python -m sim.demo.command
@@ -30,6 +30,12 @@ fmt: $(STAMP)         ## format and fix what can be fixed
 
 bench: $(STAMP)       ## the figures of the README; the last one takes 12 minutes
 	@$(BIN)/python -m bench
+
+attack: $(STAMP)      ## attack the picker, alone and behind a real Envoy, five minutes
+	@$(BIN)/python -m bench.attack
+
+soak: $(STAMP)        ## ten minutes of load while pods, pages, configuration and endpoints change
+	@$(BIN)/python -m bench.soak
 
 docs: $(STAMP)        ## write the generated parts of docs/ anew
 	$(BIN)/python -m docs.reference

@@ -7,7 +7,6 @@ less), and it serves for a moment before it is weighed.
 
 import asyncio
 import json
-import socket
 import subprocess
 import sys
 import tempfile
@@ -16,19 +15,12 @@ from pathlib import Path
 from random import Random
 
 from bench.index import ENDPOINTS, fill, resident_bytes
+from bench.place import free_ports
 from epp.app import EndpointPicker, loop_factory
 from epp.configuration.flags import ServeFlags
 from epp.core.knowledge.prefix import PrefixIndex
 
 _SERVED_S = 2.0
-
-
-def _free_ports(count: int) -> list[int]:
-    held = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    ports: list[int] = [one.getsockname()[1] for one in held]
-    for one in held:
-        one.close()
-    return ports
 
 
 async def _weigh(picker: EndpointPicker) -> int:
@@ -47,7 +39,7 @@ def full_picker() -> dict[str, int]:
         {"name": f"pod-{number}", "address": f"127.0.1.{number}", "port": 9, "metrics": False}
         for number in range(ENDPOINTS)
     ]
-    ports = _free_ports(3)
+    ports = free_ports(3)
     with tempfile.TemporaryDirectory() as directory:
         file = Path(directory) / "endpoints.json"
         file.write_text(json.dumps({"endpoints": endpoints}))

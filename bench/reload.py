@@ -18,7 +18,7 @@ from pathlib import Path
 
 from aiohttp import ClientError, ClientSession, ClientTimeout, TCPConnector, web
 
-from bench.process import _free_ports
+from bench.place import free_ports
 from sim.demo.arm import Child, find_envoy
 
 REQUESTS_PER_S = 500
@@ -130,7 +130,7 @@ def _mount(folder: Path, version: int, text: str) -> Path:
 @contextlib.asynccontextmanager
 async def _running(folder: Path, config: Path) -> AsyncIterator[tuple[str, list[str], str]]:
     """(URL of the gateway, ports of the pods, URL of the picker's pages), all serving."""
-    ports = _free_ports(8)
+    ports = free_ports(8)
     gateway, admin, readiness, picker, health, metrics, *pods = map(str, ports)
     endpoints = folder / "endpoints.json"
     endpoints.write_text(

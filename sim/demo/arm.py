@@ -96,6 +96,10 @@ class Child:
         finally:
             await child._stop()
 
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
     async def announcement(self) -> bytes:
         """The first line that a child which `announces` prints."""
         assert self._process.stdout is not None, "started with announces"

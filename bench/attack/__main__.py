@@ -1,0 +1,215 @@
+"""`make attack`: attack the picker, alone and behind the real Envoy, and look at the innocent.
+
+`python -m bench.attack [NAME...] [--seconds S] [--alone | --envoy]`. Beside each attack a probe
+asks 20 times a second for an ordinary completion. A row says what the attack did, how many of the
+probe's requests were lost, the probe's 99th percentile before and during, the most memory that the
+picker had, what it had 5 s after, and how soon the probe was served as before. Exit code 1 if
+anybody innocent was lost.
+"""
+
+import argparse
+import asyncio
+import contextlib
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from aiohttp import ClientError, ClientSession, ClientTimeout
+from msgspec import Struct
+from rich.console import Console
+from rich.table import Table
+
+from bench.attack import gateway as gw
+from bench.attack.attacks import ATTACKS, PROMPT, RAW_ONLY
+from bench.place import ROOT, Place, running
+
+PROBES_PER_S = 20
+BEFORE_S = 5.0
+RECOVERED_S_MAX = 60.0
+AFTER_S = 5.0
+CALM_PROBES = 20
+"""So many in a row must be as fast as before until the picker counts as recovered."""
+PROBE_S_MAX = 10.0
+PODS = 4
+
+
+class Probed(Struct, frozen=True):
+    asked_s: float
+    took_s: float
+    problem: str
+
+
+class Row(Struct, frozen=True, kw_only=True):
+    name: str
+    did: str
+    lost: list[str]
+    probes: int
+    p99_before_s: float
+    p99_during_s: float
+    resident_max_bytes: int
+    resident_after_bytes: int
+    recovered_s: float | None
+
+
+class Probe:
+    """Asks at its rate, whatever becomes of what it asked before."""
+
+    def __init__(self, place: Place) -> None:
+        self._place = place
+        self.done: list[Probed] = []
+        self.resident_bytes: list[tuple[float, int]] = []
+
+    async def run(self) -> None:
+        """Until cancelled."""
+        timeout = ClientTimeout(total=PROBE_S_MAX)
+        async with (
+            gw.channel(self._place.picker) as opened,
+            ClientSession(timeout=timeout) as session,
+            asyncio.TaskGroup() as asking,
+        ):
+            due_s = time.monotonic()
+            while True:
+                due_s += 1 / PROBES_PER_S
+                await asyncio.sleep(max(0.0, due_s - time.monotonic()))
+                self.resident_bytes.append((time.monotonic(), self._place.resident_bytes()))
+                asking.create_task(
+                    self._http(session) if self._place.gateway else self._raw(opened)
+                )
+
+    async def _raw(self, opened: "gw.grpc.aio.Channel") -> None:
+        asked_s = time.monotonic()
+        problem = await gw.ask(opened, PROMPT, timeout_s=PROBE_S_MAX)
+        self.done.append(Probed(asked_s, time.monotonic() - asked_s, problem))
+
+    async def _http(self, session: ClientSession) -> None:
+        asked_s = time.monotonic()
+        url = f"{self._place.gateway}/v1/completions"
+        try:
+            async with session.post(url, data=PROMPT) as response:
+                await response.read()
+                problem = "" if response.status == 200 else f"got {response.status}"
+        except (ClientError, TimeoutError) as error:
+            problem = type(error).__name__
+        self.done.append(Probed(asked_s, time.monotonic() - asked_s, problem))
+
+    def between(self, start_s: float, end_s: float) -> list[Probed]:
+        return [one for one in self.done if start_s <= one.asked_s < end_s]
+
+
+def _p99_s(probed: Sequence[Probed]) -> float:
+    return sorted(one.took_s for one in probed)[int(len(probed) * 0.99)]
+
+
+async def _attack(name: str, *, envoy: bool, seconds: float) -> Row:
+    with tempfile.TemporaryDirectory(prefix="homing-attack-") as folder:
+        async with running(Path(folder), pods=PODS, envoy=envoy) as place:
+            probe = Probe(place)
+            probing = asyncio.create_task(probe.run())
+            try:
+                return await _under(probe, place, name, seconds)
+            finally:
+                probing.cancel()
+                with contextlib.suppress(asyncio.CancelledError):
+                    await probing
+
+
+async def _under(probe: Probe, place: Place, name: str, seconds: float) -> Row:
+    await asyncio.sleep(1.0)
+    before_s = time.monotonic()
+    await asyncio.sleep(BEFORE_S)
+    started_s = time.monotonic()
+    before = probe.between(before_s, started_s)
+    attacker = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "bench.attack.attacks", name, place.picker, place.gateway),
+        *(str(seconds), *map(str, place.pods.ports)),
+        stdout=asyncio.subprocess.PIPE,
+        cwd=ROOT,
+    )
+    told, _ = await asyncio.wait_for(attacker.communicate(), seconds + 120)
+    ended_s = time.monotonic()
+    recovered_s = await _recovery(probe, ended_s, 2 * _p99_s(before))
+    await asyncio.sleep(AFTER_S)
+    during = probe.between(started_s, ended_s)
+    since = [one for one in probe.done if one.asked_s >= started_s]
+    return Row(
+        name=name,
+        did=told.decode().strip(),
+        lost=[one.problem for one in since if one.problem],
+        probes=len(since),
+        p99_before_s=_p99_s(before),
+        p99_during_s=_p99_s(during),
+        resident_max_bytes=max(count for _, count in probe.resident_bytes),
+        resident_after_bytes=probe.resident_bytes[-1][1],
+        recovered_s=recovered_s,
+    )
+
+
+async def _recovery(probe: Probe, since_s: float, calm_s: float) -> float | None:
+    """Seconds from `since_s` to the first of `CALM_PROBES` that took no longer than `calm_s`."""
+    while time.monotonic() < since_s + RECOVERED_S_MAX:
+        await asyncio.sleep(0.1)
+        after = [one for one in probe.done if one.asked_s >= since_s]
+        for start in range(len(after) - CALM_PROBES + 1):
+            row = after[start : start + CALM_PROBES]
+            # One of them may meet a scrape, or another process.
+            if sum(one.took_s > calm_s for one in row) <= 1:
+                return row[0].asked_s - since_s
+    return None
+
+
+def _table(title: str) -> Table:
+    table = Table(title=title)
+    for column in ("attack", "what it did"):
+        table.add_column(column)
+    for column in ("lost", "p99 before", "during", "memory at most", "5 s after", "recovered in"):
+        table.add_column(column, justify="right")
+    return table
+
+
+def _cells(row: Row) -> tuple[str, ...]:
+    why = f" ({row.lost[0]})" if row.lost else ""
+    return (
+        row.name,
+        row.did,
+        f"{len(row.lost)} of {row.probes}{why}",
+        f"{row.p99_before_s * 1e3:.0f} ms",
+        f"{row.p99_during_s * 1e3:.0f} ms",
+        f"{row.resident_max_bytes / 1e6:.0f} MB",
+        f"{row.resident_after_bytes / 1e6:.0f} MB",
+        "not" if row.recovered_s is None else f"{row.recovered_s:.1f} s",
+    )
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Print a table for each way in; 1 if anybody innocent was lost."""
+    parser = argparse.ArgumentParser(prog="python -m bench.attack", description=__doc__)
+    parser.add_argument("names", nargs="*", metavar="NAME", help=", ".join(ATTACKS))
+    parser.add_argument("--seconds", type=float, default=10.0, help="how long each attack lasts")
+    ways = parser.add_mutually_exclusive_group()
+    ways.add_argument("--alone", action="store_true", help="not behind Envoy")
+    ways.add_argument("--envoy", action="store_true", help="behind Envoy only")
+    options = parser.parse_args(arguments)
+    unknown = sorted(set(options.names) - set(ATTACKS))
+    if unknown:
+        parser.error(f"no attack {unknown[0]!r}, expected one of {', '.join(ATTACKS)}")
+    console = Console(width=180)
+    lost = 0
+    for envoy in (False, True):
+        if (options.envoy and not envoy) or (options.alone and envoy):
+            continue
+        table = _table("behind Envoy" if envoy else "the picker alone")
+        for name in options.names or ATTACKS:
+            if envoy and name in RAW_ONLY:
+                continue
+            row = asyncio.run(_attack(name, envoy=envoy, seconds=options.seconds))
+            lost += len(row.lost)
+            table.add_row(*_cells(row))
+            print(" | ".join(_cells(row)), file=sys.stderr, flush=True)
+        console.print(table)
+    return 1 if lost else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,252 @@
+"""A place to measure in: pods, `epp serve` and, if asked for, the real Envoy, each a process.
+
+The pods are plain HTTP servers (`python -m bench.place PORT`), because they are not what is
+measured: each answers a completion with its port, after as many seconds as the header `x-takes-s`
+says, and its metrics page is what `POST /page/KIND` chose last.
+"""
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import socket
+import sys
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Self
+
+from aiohttp import ClientError, ClientSession, web
+from msgspec import Struct
+
+from sim.demo.arm import Child, find_envoy
+
+READY_S_MAX = 30.0
+ROOT = Path(__file__).resolve().parents[1]
+PAGE = """\
+vllm:num_requests_waiting {waiting}
+vllm:num_requests_running 0
+vllm:kv_cache_usage_perc 0.1
+"""
+
+
+def free_ports(count: int) -> list[int]:
+    """Ports of loopback that nobody listens on; drawn together, so all different."""
+    held = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
+    ports: list[int] = [one.getsockname()[1] for one in held]
+    for one in held:
+        one.close()
+    return ports
+
+
+class Place(Struct, frozen=True, kw_only=True):
+    """Where everything is."""
+
+    folder: Path
+    picker: str
+    """ "host:port" of ext_proc, in plaintext."""
+    gateway: str
+    """URL of Envoy; "" if there is none."""
+    pages: str
+    """URL of the picker's metrics and debug pages."""
+    pods: "Pods"
+    picker_pid: int
+
+    @property
+    def endpoints_file(self) -> Path:
+        return self.folder / "endpoints.json"
+
+    @property
+    def config_file(self) -> Path:
+        return self.folder / "config.yaml"
+
+    def resident_bytes(self) -> int:
+        """Of the picker, now."""
+        for line in Path(f"/proc/{self.picker_pid}/status").read_text().splitlines():
+            if line.startswith("VmRSS:"):
+                return int(line.split()[1]) * 1024
+        raise AssertionError("the picker has ended")
+
+
+def write_endpoints(file: Path, ports: Sequence[int]) -> None:
+    """The endpoints file of pods at `ports`, replaced in one go."""
+    rows = [{"name": f"pod-{port}", "address": "127.0.0.1", "port": port} for port in ports]
+    beside = file.with_suffix(".new")
+    beside.write_text(json.dumps({"endpoints": rows}))
+    beside.replace(file)
+
+
+class Pods:
+    """Async context manager: a pod at each of `ports` runs inside, unless it is ended."""
+
+    def __init__(self, folder: Path, ports: Sequence[int]) -> None:
+        self.ports = tuple(ports)
+        self._folder = folder
+        self._running: dict[int, contextlib.AsyncExitStack] = {}
+        self._children: dict[int, Child] = {}
+
+    async def __aenter__(self) -> Self:
+        for port in self.ports:
+            await self.start(port)
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        for stack in self._running.values():
+            await stack.aclose()
+
+    async def start(self, port: int) -> None:
+        """Run the pod at `port`."""
+        command = (sys.executable, "-m", "bench.place", str(port))
+        stack = self._running[port] = contextlib.AsyncExitStack()
+        child = Child.running(f"pod {port}", command, self._folder / f"pod-{port}.log")
+        self._children[port] = await stack.enter_async_context(child)
+
+    async def kill(self, port: int) -> None:
+        """End it without a goodbye."""
+        os.killpg(self._children[port].pid, signal.SIGKILL)
+        await self._running.pop(port).aclose()
+
+
+@contextlib.asynccontextmanager
+async def running(
+    folder: Path, *, pods: int, envoy: bool, flags: Sequence[str] = (), config: str = ""
+) -> AsyncIterator[Place]:
+    """Everything serving; gone afterwards."""
+    gateway, admin, readiness, picker, health, metrics, *ports = free_ports(6 + pods)
+    endpoints = folder / "endpoints.json"
+    write_endpoints(endpoints, ports)
+    if config:
+        (folder / "config.yaml").write_text(config)
+        flags = (*flags, "--config-file", str(folder / "config.yaml"))
+    python = (sys.executable, "-m", "epp")
+    serve = (
+        *(*python, "serve", "--endpoints-file", str(endpoints), "--secure-serving=false"),
+        *("--grpc-port", str(picker), "--grpc-health-port", str(health)),
+        *("--metrics-port", str(metrics), "--seed", "1", *flags),
+    )
+    pages = f"http://127.0.0.1:{metrics}"
+    async with contextlib.AsyncExitStack() as started:
+        held = await started.enter_async_context(Pods(folder, ports))
+        log = folder / "epp.log"
+        child = await started.enter_async_context(Child.running("epp", serve, log))
+        if envoy:
+            bootstrap = folder / "envoy.yaml"
+            written = await asyncio.create_subprocess_exec(
+                *(*python, "envoy-config", "--out", str(bootstrap), "--plaintext"),
+                *("--listen-host", "127.0.0.1", "--listen-port", str(gateway)),
+                *("--admin-port", str(admin), "--readiness-port", str(readiness)),
+                *("--picker-address", f"127.0.0.1:{picker}"),
+            )
+            assert await written.wait() == 0, "epp envoy-config failed"
+            command = (
+                *(str(find_envoy()), "--config-path", str(bootstrap), "--concurrency", "1"),
+                *("--disable-hot-restart", "--log-level", "warning"),
+            )
+            await started.enter_async_context(Child.running("envoy", command, folder / "envoy.log"))
+        place = Place(
+            folder=folder,
+            picker=f"127.0.0.1:{picker}",
+            gateway=f"http://127.0.0.1:{gateway}" if envoy else "",
+            pages=pages,
+            pods=held,
+            picker_pid=child.pid,
+        )
+        await _until_ready(place)
+        yield place
+
+
+async def _until_ready(place: Place) -> None:
+    async with ClientSession() as session, asyncio.timeout(READY_S_MAX):
+        while True:
+            if await _is_ready(session, place):
+                return
+            await asyncio.sleep(0.05)
+
+
+async def _is_ready(session: ClientSession, place: Place) -> bool:
+    try:
+        async with session.get(f"{place.pages}/debug/endpoints?format=json") as response:
+            states = [row["state"] for row in (await response.json())["endpoints"]]
+        if states != ["ready"] * len(place.pods.ports):
+            return False
+        if not place.gateway:
+            return True
+        body = b'{"model": "m", "prompt": "ready?"}'
+        async with session.post(f"{place.gateway}/v1/completions", data=body) as response:
+            return response.status == 200
+    except ClientError:
+        return False
+
+
+# The process of a pod.
+
+
+async def _serve_pod(port: int, pages: Mapping[str, Callable[[], bytes]]) -> None:
+    runner = web.AppRunner(_pod(port, pages), access_log=None)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", port, reuse_address=True).start()
+    await asyncio.Event().wait()
+
+
+def _pod(port: int, pages: Mapping[str, Callable[[], bytes]]) -> web.Application:
+    page = PAGE.format(waiting=0).encode()
+    drips = False
+
+    async def say(request: web.Request) -> web.Response:
+        await request.read()
+        await asyncio.sleep(float(request.headers.get("x-takes-s", "0")))
+        return web.Response(text=str(port))
+
+    async def choose(request: web.Request) -> web.Response:
+        nonlocal page, drips
+        kind = request.match_info["kind"]
+        drips = kind == "drip"
+        page = pages.get(kind, lambda: PAGE.format(waiting=0).encode())()
+        return web.Response()
+
+    async def metrics(request: web.Request) -> web.StreamResponse:
+        if not drips:
+            return web.Response(body=page, content_type="text/plain")
+        response = web.StreamResponse()
+        response.enable_chunked_encoding()
+        await response.prepare(request)
+        for position in range(len(page)):
+            await response.write(page[position : position + 1])
+        await response.write_eof()
+        return response
+
+    application = web.Application(client_max_size=64 * 1024 * 1024)
+    application.add_routes(
+        [
+            web.get("/metrics", metrics),
+            web.post("/page/{kind}", choose),
+            web.route("*", "/{path:.*}", say),
+        ]
+    )
+    return application
+
+
+def _series() -> bytes:
+    lines = (
+        f'vllm:num_requests_waiting{{model_name="m",engine="{number}"}} 0'
+        for number in range(90_000)
+    )
+    return "\n".join(lines).encode()[: 4 * 2**20 - 1].rpartition(b"\n")[0] + b"\n"
+
+
+def _adapters() -> bytes:
+    names = ",".join(f"a{number}" for number in range(500_000))
+    line = f'vllm:lora_requests_info{{running_lora_adapters="{names}",waiting_lora_adapters="",max_lora="4"}} 1.0\n'
+    return PAGE.format(waiting=0).encode() + line.encode()[: 4 * 2**20 - 4096]
+
+
+PAGES: Mapping[str, Callable[[], bytes]] = {
+    "series": _series,
+    "adapters": _adapters,
+    "drip": lambda: PAGE.format(waiting=0).encode() * 200,
+}
+"""Kinds of pages that no engine has."""
+
+if __name__ == "__main__":
+    with contextlib.suppress(KeyboardInterrupt):
+        asyncio.run(_serve_pod(int(sys.argv[1]), PAGES))

@@ -1,0 +1,211 @@
+"""`make soak`: ten minutes of ordinary load through the real Envoy while everything changes.
+
+`python -m bench.soak [--minutes M] [--rate-per-s R]`. Pods are killed and come back, their metrics
+pages turn into none, the configuration and the endpoints file are replaced, by good ones and by
+broken ones, and requests go on meanwhile. What is lost is split by whose fault it is: an empty 500
+is the picker's, and so is a refusal; 502, 503 and 504 of Envoy and broken answers are those of pods
+that died under a request. Exit code 1 if the picker cost a request, or if its memory grew by 3 % or
+more after the first minute.
+"""
+
+import argparse
+import asyncio
+import itertools
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Awaitable, Callable, Sequence
+from pathlib import Path
+from random import Random
+
+from aiohttp import ClientError, ClientSession, ClientTimeout, TCPConnector
+
+from bench.place import PAGES, Place, running, write_endpoints
+
+PODS = 6
+CONVERSATIONS = 400
+PROMPT_WORDS = 300
+GROWTH_MAX = 0.03
+WARM_S = 60.0
+ASK_S_MAX = 30.0
+_CONFIG = """\
+apiVersion: llm-d.ai/v1alpha1
+kind: EndpointPickerConfig
+plugins:
+- type: prefix-cache-scorer
+- type: queue-scorer
+- type: active-request-scorer
+- type: max-score-picker
+schedulingProfiles:
+- name: default
+  plugins:
+  - pluginRef: prefix-cache-scorer
+    weight: {weight}
+  - pluginRef: queue-scorer
+  - pluginRef: active-request-scorer
+  - pluginRef: max-score-picker
+"""
+
+
+class Soak:
+    """What is under way, and what came of it."""
+
+    def __init__(self, place: Place, seed: int) -> None:
+        self.place = place
+        self.told: Counter[str] = Counter()
+        self.changes: Counter[str] = Counter()
+        self.resident: list[tuple[float, int]] = []
+        self._random = Random(seed)
+        words = [f"word{number}" for number in range(1000)]
+        system = " ".join(self._random.choices(words, k=PROMPT_WORDS))
+        self._prompts = [
+            system + " ".join(self._random.choices(words, k=PROMPT_WORDS))
+            for _ in range(CONVERSATIONS)
+        ]
+
+    async def ask(self, session: ClientSession) -> None:
+        """One request and whose fault it is if it fails."""
+        prompt = self._random.choice(self._prompts)
+        url = f"{self.place.gateway}/v1/completions"
+        headers = {"x-takes-s": f"{self._random.expovariate(1 / 0.1):.3f}"}
+        try:
+            async with session.post(
+                url, json={"model": "m", "prompt": prompt}, headers=headers
+            ) as response:
+                text = await response.text()
+                self.told[_fault(response.status, text)] += 1
+        except (ClientError, TimeoutError) as error:
+            self.told[f"pods: {type(error).__name__}"] += 1
+
+    async def every(self, mean_s: float, name: str, change: Callable[[], Awaitable[None]]) -> None:
+        """Change something again and again, until cancelled."""
+        while True:
+            await asyncio.sleep(self._random.uniform(0.5, 1.5) * mean_s)
+            await change()
+            self.changes[name] += 1
+
+    async def kill(self) -> None:
+        """A pod dies and comes back three seconds later."""
+        port = self._random.choice(self.place.pods.ports)
+        await self.place.pods.kill(port)
+        await asyncio.sleep(3.0)
+        await self.place.pods.start(port)
+
+    async def turn(self, session: ClientSession) -> None:
+        """A pod's metrics page is none for five seconds."""
+        port = self._random.choice(self.place.pods.ports)
+        for kind, wait_s in ((self._random.choice(list(PAGES)), 5.0), ("usual", 0.0)):
+            try:
+                async with session.post(f"http://127.0.0.1:{port}/page/{kind}") as response:
+                    await response.read()
+            except ClientError:
+                return
+            await asyncio.sleep(wait_s)
+
+    async def reconfigure(self) -> None:
+        """Other weights; one time in four a document that cannot be used."""
+        text = _CONFIG.format(weight=self._random.randint(1, 5))
+        self.place.config_file.write_text(text if self._random.random() < 0.75 else text[:-40])
+
+    async def rearrange(self) -> None:
+        """One endpoint less, and back; one time in four a file that cannot be used."""
+        file, ports = self.place.endpoints_file, self.place.pods.ports
+        if self._random.random() < 0.25:
+            file.write_text("endpoints: [")
+        else:
+            write_endpoints(file, self._random.sample(ports, len(ports) - 1))
+        await asyncio.sleep(3.0)
+        write_endpoints(file, ports)
+
+    async def weigh(self) -> None:
+        self.resident.append((time.monotonic(), self.place.resident_bytes()))
+
+
+def _fault(status: int, text: str) -> str:
+    if status == 200:
+        return "served"
+    if '"code"' in text:
+        return f"picker: refused with {status}"
+    if status == 500 and not text:
+        return "picker: empty 500"
+    return f"pods: {status}"
+
+
+async def _soak(minutes: float, rate_per_s: float) -> int:
+    with tempfile.TemporaryDirectory(prefix="homing-soak-") as name:
+        folder = Path(name)
+        config = _CONFIG.format(weight=3)
+        async with running(folder, pods=PODS, envoy=True, config=config) as place:
+            soak = Soak(place, seed=1)
+            await _load(soak, minutes * 60, rate_per_s)
+            return _tell(soak, folder / "epp.log")
+
+
+async def _load(soak: Soak, lasts_s: float, rate_per_s: float) -> None:
+    timeout = ClientTimeout(total=ASK_S_MAX)
+    connector = TCPConnector(limit=0)
+    async with (
+        ClientSession(connector=connector, timeout=timeout) as session,
+        asyncio.TaskGroup() as asking,
+    ):
+        changing = [
+            asyncio.create_task(soak.every(mean_s, name, change))
+            for mean_s, name, change in (
+                (15.0, "pod killed", soak.kill),
+                (11.0, "page", lambda: soak.turn(session)),
+                (7.0, "configuration", soak.reconfigure),
+                (9.0, "endpoints", soak.rearrange),
+                (1.0, "weighed", soak.weigh),
+            )
+        ]
+        started_s = time.monotonic()
+        for number in itertools.count():
+            due_s = started_s + number / rate_per_s
+            if due_s > started_s + lasts_s:
+                break
+            await asyncio.sleep(max(0.0, due_s - time.monotonic()))
+            asking.create_task(soak.ask(session))
+        for task in changing:
+            task.cancel()
+        ended = await asyncio.gather(*changing, return_exceptions=True)
+        for result in ended:
+            assert isinstance(result, asyncio.CancelledError), f"it ended by itself: {result!r}"
+
+
+def _tell(soak: Soak, log: Path) -> int:
+    started_s = soak.resident[0][0]
+    warm = [count for at_s, count in soak.resident if at_s >= started_s + WARM_S]
+    share = max(1, len(warm) // 10)
+    growth = sum(warm[-share:]) / sum(warm[:share]) - 1 if warm else 0.0
+    total = sum(soak.told.values())
+    print(
+        f"{total:,} requests; " + ", ".join(f"{what} {n} times" for what, n in soak.changes.items())
+    )
+    for what, count in sorted(soak.told.items()):
+        print(f"  {what:40} {count:>8,}")
+    mb = [count / 1e6 for _, count in soak.resident]
+    print(f"  resident: {mb[0]:.0f} MB at first, {mb[-1]:.0f} MB at last, at most {max(mb):.0f} MB")
+    print(f"  growth after the first minute: {growth:+.1%} (must be below {GROWTH_MAX:.0%})")
+    errors = Counter(
+        line.partition('"event": "')[2].partition('"')[0]
+        for line in log.read_text().splitlines()
+        if '"level": "error"' in line
+    )
+    for event, count in errors.most_common(10):
+        print(f"  logged {count} times: {event}")
+    cost = sum(count for what, count in soak.told.items() if what.startswith("picker"))
+    return 1 if cost or growth >= GROWTH_MAX else 0
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Soak and tell."""
+    parser = argparse.ArgumentParser(prog="python -m bench.soak", description=__doc__)
+    parser.add_argument("--minutes", type=float, default=10.0)
+    parser.add_argument("--rate-per-s", type=float, default=100.0)
+    options = parser.parse_args(arguments)
+    return asyncio.run(_soak(options.minutes, options.rate_per_s))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

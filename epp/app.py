@@ -25,7 +25,7 @@ from epp.core.types import Endpoint, EndpointMetrics
 from epp.shell.engines.scrape import Scraper
 from epp.shell.engines.sources import page_reader, scraped_from
 from epp.shell.files.endpoints_file import EndpointsFileError, load_endpoints
-from epp.shell.files.memory import memory_limit_bytes
+from epp.shell.files.memory import MemoryReturn, malloc_trim, memory_limit_bytes
 from epp.shell.files.watch import FileWatcher, first_read
 from epp.shell.found import Found
 from epp.shell.gateway.health import Health
@@ -210,6 +210,7 @@ class EndpointPicker:
         """Everything that runs beside the server, by the name of its task."""
         loops: dict[str, Coroutine[Any, Any, None]] = {
             "tick": self._tick(),
+            "memory": MemoryReturn(lambda: self.bodies.held_bytes, trim=malloc_trim()).run(),
             "scrape": self._scraper.run(),
             "endpoints": (self._cluster or self._endpoints_watcher).run(),
             **self._gateway.loops(),

@@ -1,12 +1,27 @@
-"""How much memory this process may use, as the kernel tells."""
+"""How much memory this process may use and does use, and giving back what it needs no more.
 
+The allocator keeps what is freed, for what comes next: after 66 clients had left half a gigabyte of
+bodies, all of it stayed with the process. `malloc_trim` of glibc gives it back, in 90 ms for half
+a gigabyte; another allocator has no such function, and nothing is done.
+"""
+
+import asyncio
+import ctypes
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Final
+
+from epp.core.types import Seconds
 
 _CONTROL_GROUP: Final = Path("/sys/fs/cgroup")
 _LIMITS: Final = ("memory.max", "memory/memory.limit_in_bytes")
 """Of version 2 and 1 of control groups; a container sees its own."""
+_RESIDENT: Final = Path("/proc/self/statm")
+
+TRIM_FROM_BYTES: Final = 64 * 2**20
+"""What must have come on top since the last time before it is worth a look."""
+TRIM_POLL_S: Final = 5.0
 
 
 def memory_limit_bytes(control_group: Path = _CONTROL_GROUP) -> int:
@@ -21,3 +36,65 @@ def memory_limit_bytes(control_group: Path = _CONTROL_GROUP) -> int:
         if told.isdecimal():
             limits.append(int(told))
     return min(limits)
+
+
+def resident_bytes() -> int:
+    """What this process holds of the machine's memory; 0 where the kernel does not tell."""
+    try:
+        pages = int(_RESIDENT.read_text(encoding="ascii").split()[1])
+    except OSError:
+        return 0
+    return pages * os.sysconf("SC_PAGE_SIZE")
+
+
+def malloc_trim() -> Callable[[], None] | None:
+    """Gives memory that is free back to the machine; None: the allocator has no such function."""
+    try:
+        function = ctypes.CDLL(None).malloc_trim
+    except (OSError, AttributeError):
+        return None
+    return lambda: function(0)
+
+
+class MemoryReturn:
+    """Gives memory back after a peak, in a thread: it takes time in proportion to the peak.
+
+    `held_bytes()` is what is in use now of all that comes and goes in bulk, so that memory in use
+    is not taken for memory that is free.
+    """
+
+    def __init__(
+        self,
+        held_bytes: Callable[[], int],
+        *,
+        resident: Callable[[], int] = resident_bytes,
+        trim: Callable[[], None] | None,
+        poll_s: Seconds = TRIM_POLL_S,
+    ) -> None:
+        self._held_bytes = held_bytes
+        self._resident = resident
+        self._trim = trim
+        self._poll_s = poll_s
+        self._settled_bytes = resident()
+        """What was left the last time, beside what was in use."""
+
+    async def run(self) -> None:
+        """Look now and then, until cancelled."""
+        if self._trim is None:
+            return
+        while True:
+            await asyncio.sleep(self._poll_s)
+            await self.look()
+
+    async def look(self) -> bool:
+        """Give back what is free if enough may be; whether that was done."""
+        if self._trim is None:
+            return False
+        beside_bytes = self._resident() - self._held_bytes()
+        if beside_bytes < self._settled_bytes + TRIM_FROM_BYTES:
+            # What has shrunk by itself is the measure of the next peak.
+            self._settled_bytes = min(self._settled_bytes, beside_bytes)
+            return False
+        await asyncio.to_thread(self._trim)
+        self._settled_bytes = self._resident() - self._held_bytes()
+        return True

@@ -2,7 +2,13 @@ import os
 
 import pytest
 
-from epp.shell.files.memory import memory_limit_bytes
+from epp.shell.files.memory import (
+    TRIM_FROM_BYTES,
+    MemoryReturn,
+    malloc_trim,
+    memory_limit_bytes,
+    resident_bytes,
+)
 
 MACHINE = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
@@ -23,3 +29,63 @@ def test_the_limit_of_the_container_counts(name, told, expected, tmp_path):
 def test_without_control_groups_it_is_what_the_machine_has(tmp_path):
     """No file is there to be read."""
     assert memory_limit_bytes(tmp_path / "none") == MACHINE
+
+
+class Process:
+    """A process whose memory we choose."""
+
+    def __init__(self):
+        self.resident = 100 * 2**20
+        self.held = 0
+        self.trimmed = 0
+
+    def trim(self):
+        self.trimmed += 1
+
+    def returning(self):
+        return MemoryReturn(
+            lambda: self.held, resident=lambda: self.resident, trim=self.trim, poll_s=0.0
+        )
+
+
+async def test_after_a_peak_memory_is_given_back_once():
+    """While it is in use there is nothing to give, and what stays is what the process needs."""
+    process = Process()
+    returning = process.returning()
+    assert not await returning.look()
+    process.resident += 10 * TRIM_FROM_BYTES
+    process.held = 10 * TRIM_FROM_BYTES
+    assert not await returning.look()
+    process.held = 0
+    assert await returning.look()
+    assert not await returning.look()
+    process.resident -= 9 * TRIM_FROM_BYTES
+    assert not await returning.look()
+    process.resident += TRIM_FROM_BYTES
+    assert await returning.look()
+    assert process.trimmed == 2
+
+
+async def test_where_the_allocator_cannot_nothing_is_done():
+    """The task ends at once."""
+    returning = MemoryReturn(lambda: 0, resident=lambda: 0, trim=None)
+    await returning.run()
+    assert not await returning.look()
+
+
+async def test_what_was_freed_really_goes_back_to_the_machine():
+    """Objects of the size of pieces of bodies, some of which stay."""
+    trim = malloc_trim()
+    if trim is None:
+        pytest.skip("the allocator of this machine has no malloc_trim")
+    trim()
+    returning = MemoryReturn(lambda: 0, trim=trim)
+    before = resident_bytes()
+    pieces = [b"x" * (62_000 + number % 7) for number in range(4_000)]
+    stays = pieces[::50]
+    held = resident_bytes() - before
+    assert held > 200 * 2**20
+    del pieces
+    assert await returning.look()
+    assert resident_bytes() - before < 0.2 * held
+    assert len(stays) == 80

@@ -17,7 +17,7 @@ from rich.table import Table
 
 from sim.engine.profiles import DEFAULT_PROFILE, Profile, profile_named
 from sim.sentences import sentence_of
-from sim.traces.arrival import Arrival, TraceError
+from sim.traces.arrival import Arrival
 from sim.traces.capture import CaptureWriter, Salt
 from sim.traces.formats import FORMATS, open_trace
 from sim.traces.inspection import Inspection, PodCeilings, Pool, Quantiles, inspect
@@ -186,7 +186,7 @@ def _inspect(options: argparse.Namespace, console: Console) -> int:
     pool = Pool(pods=options.pods, profile=profile, kv_tokens=kv_tokens)
     first, stream = _peek(_shown(trace, "Reading", trace.requests_expected))
     if first is None:
-        raise _without_requests(trace)
+        raise trace.without_requests()
     found = inspect(stream, pool, options.seed)
     if options.json:
         document = {
@@ -239,16 +239,26 @@ def _convert(options: argparse.Namespace, console: Console) -> int:
         extra["seed"] = options.seed
     salt = _salt(options, trace)
     limit = options.limit
-    stream = _shown(
-        islice(trace, limit),
-        "Converting",
-        lambda: min(trace.requests_expected(), limit or sys.maxsize),
+    first, stream = _peek(
+        _shown(
+            islice(trace, limit),
+            "Converting",
+            lambda: min(trace.requests_expected(), limit or sys.maxsize),
+        )
     )
+    if first is None:
+        raise trace.without_requests()
     with _new_file(options.out, replace=options.force) as file:
         if options.to == "mooncake":
             lines = _convert_mooncake(stream, file)
         else:
-            lines = _convert_capture(stream, file, trace, salt)
+            # The header wants the block size of the trace, which the first request shows.
+            writer = CaptureWriter(
+                file,
+                block_tokens=first.block_tokens or 64,
+                source=f"{trace.format.name} trace",
+            )
+            lines = _convert_capture(stream, writer, salt)
     extra |= {"bad_lines": trace.bad_lines, "format": trace.format.name}
     _say_written(console, options, lines, extra)
     _say_problems(console, trace, quiet=options.json)
@@ -264,13 +274,7 @@ def _salt(options: argparse.Namespace, trace: Trace) -> Salt | None:
     return Salt(secrets.token_bytes(_SALT_BYTES)) if trace.format is OPENAI else None
 
 
-def _convert_capture(
-    stream: Iterable[Arrival], file: BinaryIO, trace: Trace, salt: Salt | None
-) -> int:
-    # The header wants the block size of the trace, which the first request shows.
-    first, stream = _peek(stream)
-    block_tokens = first.block_tokens if first is not None and first.block_tokens else 64
-    writer = CaptureWriter(file, block_tokens=block_tokens, source=f"{trace.format.name} trace")
+def _convert_capture(stream: Iterable[Arrival], writer: CaptureWriter, salt: Salt | None) -> int:
     for arrival in stream:
         writer.write_arrival(arrival, salt)
     return writer.lines
@@ -335,12 +339,6 @@ def _say_seed(console: Console, options: argparse.Namespace) -> None:
     """First of all; JSON holds it as a member."""
     if not options.json:
         console.print(f"seed {options.seed}", highlight=False, markup=False)
-
-
-def _without_requests(trace: Trace) -> TraceError:
-    """Why there are none: the first of the lines that were skipped, if any."""
-    expected = "Expected at least one request"
-    return trace.problems[0] if trace.problems else TraceError(str(trace.path), 0, "", expected)
 
 
 def _say_written(

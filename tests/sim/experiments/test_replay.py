@@ -472,7 +472,8 @@ ONE = '{"time_s": 0, "prompt_tokens": 65, "output_tokens": 1%s}\n'
 @pytest.mark.parametrize(
     ("content", "arguments", "told"),
     [
-        (HEADER.encode(), [], "Expected at least one request"),
+        (HEADER.encode(), [], "The trace is empty, expected at least one request"),
+        (b"\n \n\n", [], "The trace is empty, expected at least one request"),
         (
             gzip.compress((HEADER + (ONE % "") * 5_000).encode())[:-20],
             [],

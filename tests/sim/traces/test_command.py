@@ -177,7 +177,10 @@ def test_raw_requests_leave_no_text_in_a_capture(tmp_path):
         (("generate", "rag", "--out", "{missing}/out"), "none/out: No such file or directory"),
         (("generate", "rag", "--out", "{folder}", "--force"), "{folder}: Is a directory"),
         (("inspect", "{worse}", "--format", "mooncake", "--skip-bad"), "worse.jsonl:1: JSON is"),
-        (("inspect", "{empty}", "--format", "mooncake"), "empty: Expected at least one request"),
+        (
+            ("inspect", "{empty}", "--format", "mooncake"),
+            "empty: The trace is empty, expected at least",
+        ),
     ],
 )
 def test_what_cannot_be_done_is_said_in_a_sentence(mooncake, tmp_path, capsys, arguments, problem):
@@ -196,6 +199,17 @@ def test_what_cannot_be_done_is_said_in_a_sentence(mooncake, tmp_path, capsys, a
     assert problem.format(**places) in capsys.readouterr().err
     assert mooncake.read_bytes() == before
     assert sorted(path.name for path in tmp_path.iterdir()) == names
+
+
+def test_convert_of_an_empty_trace_writes_nothing(tmp_path, capsys):
+    """A capture without requests would be no more use than the trace."""
+    trace, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    trace.write_text('{"format": "homing-capture", "version": 1}\n')
+    assert run("convert", trace, out, "--to", "capture") == 1
+    assert capsys.readouterr().err == (
+        f"sim: {trace}: The trace is empty, expected at least one request\n"
+    )
+    assert not out.exists()
 
 
 @pytest.mark.parametrize("option", ["--burstiness", "--duration"])

@@ -23,13 +23,22 @@ from sim.traces.formats import FORMATS, open_trace
 from sim.traces.inspection import Inspection, PodCeilings, Pool, Quantiles, inspect
 from sim.traces.mooncake import MooncakeWriter
 from sim.traces.openai_requests import OPENAI
-from sim.traces.reading import ReadOptions, Trace
+from sim.traces.reading import LineFormat, ReadOptions, Trace
 from sim.traces.standard import STANDARD
 from sim.traces.workloads import OpenLoad, Stage, Workload, arrivals
 
 _PODS_MAX: Final = 1000
 _FOREVER_S: Final = 1e9
 _SALT_BYTES: Final = 32
+_ESTIMATES: Final = (
+    *("ceilings.per_pod", "ceilings.one_cache_at_capacity", "ceilings.per_pod_at_capacity"),
+    *("ceilings.affinity_load_max_over_mean", "place"),
+)
+"""Members of what `inspect` finds; all others are counted."""
+_TOKEN_ESTIMATES: Final = (
+    *("prompt_tokens", "output_tokens", "prompt_tokens_total", "output_tokens_total"),
+)
+"""Likewise, where the trace has text instead of tokens."""
 
 
 def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -195,6 +204,7 @@ def _inspect(options: argparse.Namespace, console: Console) -> int:
             "trace": str(options.trace),
             "format": trace.format.name,
             "bad_lines": trace.bad_lines,
+            "estimates": [*_ESTIMATES, *(_TOKEN_ESTIMATES if _token_estimate(trace) else ())],
             "pool": {"pods": pool.pods, "profile": profile.name, "kv_tokens": kv_tokens},
             **msgspec.to_builtins(found),
         }
@@ -366,13 +376,22 @@ def _print(console: Console, trace: Trace, pool: Pool, found: Inspection) -> Non
     table = Table(title=f"{trace.path.name} ({trace.format.name})", show_header=False)
     table.add_column(style="bold")
     table.add_column()
+    token_estimate = _token_estimate(trace)
     for name, value in _rows(found):
         table.add_row(name, value)
     console.print(table)
+    console.print(_lengths_table(found, estimated=bool(token_estimate)))
+    if token_estimate:
+        console.print(token_estimate, markup=False, highlight=False)
     console.print(_ceilings_table(pool, found))
+    console.print("What follows from these estimates, by rules of thumb:")
     for sentence in found.place.sentences:
         console.print(sentence, markup=False, highlight=False)
     _say_problems(console, trace, quiet=False)
+
+
+def _token_estimate(trace: Trace) -> str:
+    return trace.format.token_estimate if isinstance(trace.format, LineFormat) else ""
 
 
 def _rows(found: Inspection) -> Iterator[tuple[str, str]]:
@@ -393,9 +412,6 @@ def _rows(found: Inspection) -> Iterator[tuple[str, str]]:
                 f"{found.peak_over_mean:.1f} times the mean"
             ),
         )
-    yield "prompt tokens", _spread(found.prompt_tokens)
-    yield "answer tokens", _spread(found.output_tokens)
-    yield "in all", f"{found.prompt_tokens_total:,} in, {found.output_tokens_total:,} out"
     yield "names", f"{found.models} models, {found.adapters} adapters, {found.sessions} sessions"
     reuse = found.reuse
     if not reuse.references:
@@ -423,20 +439,27 @@ def _figure(value: float) -> str:
     return f"{value:.3g}" if value < 100 else f"{value:,.0f}"
 
 
-def _spread(found: Quantiles) -> str:
-    return (
-        f"mean {found.mean:,.0f}, p50 {found.p50:,.0f}, p90 {found.p90:,.0f}, "
-        f"p99 {found.p99:,.0f}, longest {found.max:,.0f}"
-    )
+def _lengths_table(found: Inspection, *, estimated: bool) -> Table:
+    table = Table("tokens (estimate)" if estimated else "tokens")
+    for heading in ("mean", "p50", "p90", "p99", "longest", "in all"):
+        table.add_column(heading, justify="right")
+
+    def row(name: str, spread: Quantiles, total: int) -> None:
+        values = (spread.mean, spread.p50, spread.p90, spread.p99, spread.max, total)
+        table.add_row(name, *(f"{value:,.0f}" for value in values))
+
+    row("prompt", found.prompt_tokens, found.prompt_tokens_total)
+    row("answer", found.output_tokens, found.output_tokens_total)
+    return table
 
 
 def _ceilings_table(pool: Pool, found: Inspection) -> Table:
     ceilings = found.ceilings
     table = Table(
-        title="Hit ceiling, and what placements reach: shares of prompt tokens",
+        title="Hit ceiling, and estimates for placements: shares of prompt tokens",
         caption="Only one cache with room for all is a bound that no run can beat. The others are "
-        "what requests hit that are placed at random, in turn, or by a hash of the first part of "
-        "their prompt that is not common (affinity); a scheduler may do better.",
+        "estimates: what requests hit that are placed at random, in turn, or by a hash of the "
+        "first part of their prompt that is not common (affinity); a scheduler may do better.",
         caption_justify="left",
     )
     table.add_column("")

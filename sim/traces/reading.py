@@ -71,6 +71,8 @@ class LineFormat(Struct, frozen=True, kw_only=True):
     """(first line, options) -> the parser of the others; may raise what a parser raises."""
     has_header: bool = False
     """The first line is no request; it is looked for among the first few."""
+    token_estimate: str = ""
+    """How tokens are estimated, a sentence, where lines have text; "": they have counts."""
 
 
 class DocumentFormat(Struct, frozen=True, kw_only=True):

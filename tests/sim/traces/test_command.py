@@ -37,6 +37,38 @@ def test_inspect_calls_only_what_no_run_can_beat_a_bound(mooncake, capsys):
     assert "(affinity); a scheduler may do better" in text
 
 
+def test_inspect_calls_estimates_by_their_name(mooncake, capsys):
+    """What placements reach, GPU time, and what follows from them; not what the trace says."""
+    assert run("inspect", mooncake) == 0
+    text = " ".join(capsys.readouterr().out.split())
+    for told in (
+        "estimates for placements", "The others are estimates:", "GPU time (estimate)",
+        "What follows from these estimates, by rules of thumb: The working set fits",
+    ):  # fmt: skip
+        assert told in text
+    assert "tokens (estimate)" not in text
+    assert "prompt │ 1,100 │ 1,100 │ 1,100 │ 1,100 │ 1,100 │ 22,000" in text
+    assert run("inspect", mooncake, "--json") == 0
+    document = json.loads(capsys.readouterr().out)
+    assert "prompt_tokens" not in document["estimates"]
+    for path in document["estimates"]:
+        found = document
+        for name in path.split("."):
+            found = found[name]
+
+
+def test_inspect_calls_tokens_that_were_not_counted_estimates(tmp_path, capsys):
+    """Of raw requests: by the bytes of the prompt, and by the limit of the answer."""
+    raw = tmp_path / "raw.jsonl"
+    raw.write_text('{"model": "m", "prompt": "%s"}\n' % ("word " * 80))
+    assert run("inspect", raw) == 0
+    text = " ".join(capsys.readouterr().out.split())
+    assert "tokens (estimate)" in text
+    assert "Prompt tokens are estimated as one for every 4 bytes of text" in text
+    assert run("inspect", raw, "--json") == 0
+    assert "prompt_tokens" in json.loads(capsys.readouterr().out)["estimates"]
+
+
 def test_inspect_of_requests_at_one_instant_has_no_rate(tmp_path, capsys):
     """No number is divided by no time."""
     path = tmp_path / "instant.jsonl"

@@ -11,7 +11,6 @@ from msgspec import Struct
 
 from sim.demo.client import RequestOutcome
 from sim.reports.charts import (
-    FULL,
     HALF,
     RIGHT,
     Axis,
@@ -24,8 +23,8 @@ from sim.reports.charts import (
     facts_table,
     figure,
     grid_line,
-    line_chart,
     page,
+    wide_line_chart,
 )
 
 SCHEMA: Final = 1
@@ -133,12 +132,11 @@ def _distribution(outcomes: Mapping[str, Sequence[RequestOutcome]]) -> str:
     times_ms = [at for points in lines.values() for at, _ in points]
     if not times_ms:
         return "<p>No request was answered.</p>"
-    return line_chart(
+    return wide_line_chart(
         lines,
         x=Axis.over(times_ms, unit="ms", title="time", logarithmic=True),
         y=Axis(low=0, high=100, unit="%", title="share of requests"),
         label="Time to first token: share of requests within a time, for both arms",
-        size=FULL,
     )
 
 
@@ -162,4 +160,4 @@ def _pod_bars(counts: Mapping[str, Sequence[int]]) -> str:
                 f'<text x="{left + width / 2:.1f}" y="{top - 5:.1f}" text-anchor="middle">'
                 f"{found[pod]}</text>"
             )
-    return chart(parts, "Requests that each pod served, for both arms", HALF)
+    return chart(parts, "Requests that each pod served, for both arms", HALF.without_title)

@@ -32,11 +32,16 @@ class Size(Struct, frozen=True):
         """From the bottom of the plot to its top."""
         return self.height - BOTTOM - share * (self.height - TOP - BOTTOM)
 
+    @property
+    def without_title(self) -> "Size":
+        """Cut off below the labels of its marks: nothing is titled there."""
+        return Size(self.width, self.height - BOTTOM + 26)
+
 
 FULL: Final = Size(640, 300)
 """Of one in a row."""
 HALF: Final = Size(400, 270)
-"""Of two that stand beside each other."""
+"""Of two that stand beside each other, and of one in a row on a phone."""
 SMALL: Final = Size(300, 170)
 """Of many."""
 
@@ -135,10 +140,8 @@ def below(x: float, text: str, size: Size = FULL) -> str:
 
 def chart(parts: Sequence[str], label: str, size: Size = FULL) -> str:
     """The drawing, with a label for those who cannot see it."""
-    wide = ' class="full"' if size.width == FULL.width else ""
     return (
-        f'<svg{wide} viewBox="0 0 {size.width} {size.height}" role="img" '
-        f'aria-label="{escape(label)}">'
+        f'<svg viewBox="0 0 {size.width} {size.height}" role="img" aria-label="{escape(label)}">'
         f"{''.join(parts)}</svg>"
     )
 
@@ -163,6 +166,12 @@ def line_chart(
         if dots:
             parts += _dots(points, x, y, colour_of(number), size)
     return chart(parts, label, size)
+
+
+def wide_line_chart(series: Mapping[str, Points], *, x: Axis, y: Axis, label: str) -> str:
+    """One in a row, drawn twice: on a phone the narrow one is shown, or no one could read it."""
+    wide, narrow = (line_chart(series, x=x, y=y, label=label, size=size) for size in (FULL, HALF))
+    return f'<div class="wide">{wide}</div><div class="narrow">{narrow}</div>'
 
 
 def scatter_chart(series: Mapping[str, Points], *, x: Axis, y: Axis, label: str) -> str:
@@ -192,8 +201,7 @@ def bar_chart(values: Mapping[str, float], *, y: Axis, label: str, size: Size = 
                 f'<text x="{middle:.1f}" y="{top - 5:.1f}" text-anchor="middle">'
                 f"{escape(y.label(value))}</text>"
             )
-    # Nothing is titled below the names.
-    return chart(parts, label, Size(size.width, size.height - BOTTOM + 26))
+    return chart(parts, label, size.without_title)
 
 
 def bars(shares: Mapping[str, float], colours: Sequence[str] = ()) -> str:
@@ -340,21 +348,22 @@ p {{ margin: 0 0 8px; color: var(--quiet); }}
   padding: 18px; min-width: 0; }}
 .card {{ border-color: var(--colour, var(--line)); border-top-width: 4px; }}
 figure {{ margin: 16px 0 0; }} figcaption {{ font-weight: 600; margin-bottom: 8px; }}
-.cards, .pair, .pods {{ display: grid; gap: 16px; }}
+.cards, .pair, .pods {{ display: grid; gap: 16px; }} main > .card, .cards, .pair {{ margin-top: 16px; }}
 .cards {{ grid-template-columns: repeat(auto-fit, minmax(min(280px, 100%), 1fr)); }}
-.pair {{ grid-template-columns: repeat(auto-fit, minmax(min(380px, 100%), 1fr)); margin-top: 16px; }}
+.pair {{ grid-template-columns: repeat(auto-fit, minmax(min(380px, 100%), 1fr)); }}
 .pods {{ grid-template-columns: repeat(auto-fit, minmax(min(260px, 100%), 1fr)); margin-top: 8px; }}
 .pair > figure {{ margin: 0; }}
-.card dl {{ display: grid; grid-template-columns: repeat(auto-fit, minmax(92px, 1fr)); gap: 12px; }}
+.card dl {{ display: grid; grid-template-columns: repeat(auto-fit, minmax(102px, 1fr)); gap: 12px; }}
 dl {{ margin: 0; }} dt {{ font-size: 13px; color: var(--quiet); }} dd {{ margin: 0; }}
 .card dd {{ font-size: 20px; font-weight: 600; }}
 .bars div {{ display: grid; grid-template-columns: 1fr auto; margin-top: 10px; }}
 .bars dt, .bars dd {{ font-size: 15px; }}
 .bars i {{ grid-column: 1 / -1; height: 12px; border-radius: 3px; background: var(--colour); }}
+.pair .bars i {{ height: 32px; }}
 svg {{ width: 100%; height: auto; display: block; }}
 svg text {{ font-size: 13px; fill: var(--quiet); }}
 polyline {{ fill: none; stroke: var(--colour); stroke-width: 2; stroke-linejoin: round; }}
-.pods polyline {{ stroke-width: 1.2; }} .full polyline {{ stroke-width: 2.5; }}
+.pods polyline {{ stroke-width: 1.2; }} .narrow {{ display: none; }}
 rect, circle {{ fill: var(--colour); }}
 .grid {{ stroke: var(--line); stroke-width: 1; }}
 .legend {{ display: flex; flex-wrap: wrap; gap: 2px 18px; font-size: 14px; color: var(--quiet); }}
@@ -376,8 +385,9 @@ input {{ font: inherit; width: 8em; }}
 @media (max-width: 600px) {{
 main {{ padding: 24px 12px 40px; }} h1 {{ font-size: 24px; }}
 .card, figure {{ padding: 12px; }}
-svg text {{ font-size: 14px; }} .full text {{ font-size: 22px; }} .pods text {{ font-size: 12px; }}
+svg text {{ font-size: 14px; }} .pods text {{ font-size: 12px; }}
+.wide {{ display: none; }} .narrow {{ display: block; }}
 .numbers {{ font-size: 14px; }} .numbers tr > :first-child {{ white-space: normal; min-width: 7em; }}
 }}
-@media (min-width: 900px) {{ .full text {{ font-size: 10.5px; }} }}
+@media (min-width: 900px) {{ .wide text {{ font-size: 10.5px; }} }}
 """

@@ -2,6 +2,7 @@
 
 import msgspec
 import pytest
+import pytest_asyncio
 
 from epp.configuration.config import DEFAULT_CONFIG
 from sim.__main__ import main
@@ -19,6 +20,8 @@ TEXT_PX_MIN = 11
 TEXT_CONTRAST_MIN = 4.5
 """WCAG 2.2, 1.4.3; the other is its 1.4.11."""
 MARK_CONTRAST_MIN = 3.0
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
 PAGES = ("replay", "compare", "sweep", "demo")
 
 
@@ -59,29 +62,35 @@ def folder(tmp_path_factory):
     return folder
 
 
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def tab():
+    """One browser for all: to start it takes longer than to look."""
+    async with browser() as tab:
+        yield tab
+
+
 @pytest.mark.parametrize("name", PAGES)
 @pytest.mark.parametrize("size", [PHONE, SMALL_PHONE], ids=str)
-async def test_a_page_is_no_wider_than_a_phone(folder, name, size):
+async def test_a_page_is_no_wider_than_a_phone(folder, tab, name, size):
     """Nothing is to be pushed sideways but a table, inside its own box, where it is whole."""
-    async with browser() as tab:
-        await tab.show(folder / name / "report.html", size)
-        assert await tab.evaluate("innerWidth") == size[0]
-        assert await tab.evaluate("document.documentElement.scrollWidth") <= size[0]
-        cut = await tab.evaluate(
-            "[...document.querySelectorAll('main *')].filter(one => !one.closest('.scroll, svg')"
-            " && one.getBoundingClientRect().right > innerWidth).map(one => one.outerHTML)"
-        )
-        assert cut == []
-        boxes = await tab.evaluate(
-            "[...document.querySelectorAll('.scroll')].map(box =>"
-            " [box.tabIndex, getComputedStyle(box).overflowX])"
-        )
-        assert bool(boxes) == (name != "demo")
-        assert all(box == [0, "auto"] for box in boxes)
+    await tab.show(folder / name / "report.html", size)
+    assert await tab.evaluate("innerWidth") == size[0]
+    assert await tab.evaluate("document.documentElement.scrollWidth") <= size[0]
+    cut = await tab.evaluate(
+        "[...document.querySelectorAll('main *')].filter(one => !one.closest('.scroll, svg')"
+        " && one.getBoundingClientRect().right > innerWidth).map(one => one.outerHTML)"
+    )
+    assert cut == []
+    boxes = await tab.evaluate(
+        "[...document.querySelectorAll('.scroll')].map(box =>"
+        " [box.tabIndex, getComputedStyle(box).overflowX])"
+    )
+    assert bool(boxes) == (name != "demo")
+    assert all(box == [0, "auto"] for box in boxes)
 
 
 TEXTS = """
-[...document.querySelectorAll("svg")].flatMap(svg => {
+[...document.querySelectorAll("svg")].filter(svg => svg.checkVisibility()).flatMap(svg => {
   const scale = svg.getBoundingClientRect().width / svg.viewBox.baseVal.width;
   const texts = [...svg.querySelectorAll("text")].filter(one => one.textContent);
   const boxes = texts.map(one => one.getBoundingClientRect());
@@ -99,12 +108,11 @@ TEXTS = """
 
 @pytest.mark.parametrize("name", PAGES)
 @pytest.mark.parametrize("size", [PHONE, DESKTOP], ids=str)
-async def test_the_text_of_charts_can_be_read(folder, name, size):
+async def test_the_text_of_charts_can_be_read(folder, tab, name, size):
     """It is large enough as it is shown, and no label covers another."""
-    async with browser() as tab:
-        await tab.show(folder / name / "report.html", size)
-        texts = await tab.evaluate(TEXTS)
-    assert texts
+    await tab.show(folder / name / "report.html", size)
+    texts = await tab.evaluate(TEXTS)
+    assert len(texts) > 10
     assert [one for one in texts if one["px"] < TEXT_PX_MIN] == []
     assert [one for one in texts if one["covers"]] == []
 
@@ -148,11 +156,10 @@ CONTRASTS = """
 
 @pytest.mark.parametrize("name", PAGES)
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-async def test_a_page_is_light_or_dark_as_is_preferred(folder, name, scheme):
+async def test_a_page_is_light_or_dark_as_is_preferred(folder, tab, name, scheme):
     """Its ground, and what is written and drawn on it, which stands out in both."""
-    async with browser() as tab:
-        await tab.show(folder / name / "report.html", scheme=scheme)
-        found = await tab.evaluate(CONTRASTS)
+    await tab.show(folder / name / "report.html", scheme=scheme)
+    found = await tab.evaluate(CONTRASTS)
     assert {one["kind"] for one in found} == {"text", "mark", "page"}
     low = {"text": TEXT_CONTRAST_MIN, "mark": MARK_CONTRAST_MIN, "page": 0.0}
     assert [one for one in found if one["contrast"] < low[one["kind"]]] == []
@@ -160,17 +167,16 @@ async def test_a_page_is_light_or_dark_as_is_preferred(folder, name, scheme):
 
 
 @pytest.mark.parametrize("name", [name for name in PAGES if name != "demo"])
-async def test_numbers_stand_under_each_other(folder, name):
+async def test_numbers_stand_under_each_other(folder, tab, name):
     """To the right and with digits of one width, under a head; the names of rows to the left."""
-    async with browser() as tab:
-        await tab.show(folder / name / "report.html")
-        cells = await tab.evaluate(
-            "[...document.querySelectorAll('.numbers td')].map(one => getComputedStyle(one))"
-            ".map(one => one.textAlign + ' ' + one.fontVariantNumeric)"
-        )
-        names = await tab.evaluate(
-            "[...document.querySelectorAll('.numbers tr > :first-child')]"
-            ".map(one => getComputedStyle(one).textAlign + ' ' + one.tagName)"
-        )
+    await tab.show(folder / name / "report.html")
+    cells = await tab.evaluate(
+        "[...document.querySelectorAll('.numbers td')].map(one => getComputedStyle(one))"
+        ".map(one => one.textAlign + ' ' + one.fontVariantNumeric)"
+    )
+    names = await tab.evaluate(
+        "[...document.querySelectorAll('.numbers tr > :first-child')]"
+        ".map(one => getComputedStyle(one).textAlign + ' ' + one.tagName)"
+    )
     assert set(cells) == {"right tabular-nums"}
     assert set(names) == {"left TH"}

@@ -1,10 +1,10 @@
 """Pages in a real browser: headless Chromium, spoken to through its debugging port."""
 
 import asyncio
-import base64
 import contextlib
 import os
 import shutil
+import signal
 import tempfile
 from itertools import count
 
@@ -65,11 +65,6 @@ class Browser:
         assert "exceptionDetails" not in found, found
         return found["result"].get("value")
 
-    async def picture(self, *, whole=True):
-        """PNG of the page, or of what the screen shows of it."""
-        found = await self.call("Page.captureScreenshot", captureBeyondViewport=whole)
-        return base64.b64decode(found["data"])
-
 
 @contextlib.asynccontextmanager
 async def browser():
@@ -80,7 +75,7 @@ async def browser():
             "--disable-background-networking", "--disable-component-update",
             "--remote-debugging-port=0", f"--user-data-dir={home}", "about:blank",
             stdout=asyncio.subprocess.DEVNULL, stderr=asyncio.subprocess.PIPE,
-            env=os.environ | {"HOME": home},
+            env=os.environ | {"HOME": home}, start_new_session=True,
         )  # fmt: skip
         try:
             port = await asyncio.wait_for(_port(process.stderr), STARTS_IN_S)
@@ -92,8 +87,9 @@ async def browser():
                 async with client.ws_connect(address, max_msg_size=0) as socket:
                     yield Browser(socket)
         finally:
+            # With all that it has started, which would outlive it for a moment.
             with contextlib.suppress(ProcessLookupError):
-                process.terminate()
+                os.killpg(process.pid, signal.SIGKILL)
             await process.wait()
         await drained
 

@@ -6,7 +6,7 @@ STAMP := .venv/.installed
 .PHONY: demo test validate coverage check fmt bench attack soak docs lock apiserver clean
 
 demo: $(STAMP)        ## round robin against Homing behind a real Envoy, at most three minutes
-	@$(BIN)/python -m sim.demo.command
+	@$(BIN)/python -m sim.demo
 
 test: $(STAMP)        ## every test
 	$(BIN)/python -m pytest

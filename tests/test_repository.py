@@ -313,7 +313,8 @@ def test_the_wheel_holds_what_the_packages_need(tmp_path):
     (wheel,) = WheelBuilder(str(ROOT)).build(directory=str(tmp_path))
     held = set(zipfile.ZipFile(wheel).namelist())
     files = [path for package in ("epp", "sim") for path in (ROOT / package).rglob("*.*")]
-    needed = {str(path.relative_to(ROOT)) for path in files if path.suffix != ".pyc"}
+    files = [path for path in files if path.is_file() and path.suffix != ".pyc"]
+    needed = {str(path.relative_to(ROOT)) for path in files}
     assert "sim/engine/profiles.toml" in needed <= held
 
 

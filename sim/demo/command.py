@@ -123,7 +123,9 @@ def _verdict(results: dict[str, ArmResult], total: int, console: Console) -> int
 
 
 def _table(summary: Summary) -> Table:
-    table = Table("", "TTFT p50", "TTFT p90", "prefix hits", "requests a pod", "errors")
+    table = Table("")
+    for heading in ("TTFT p50", "TTFT p90", "prefix hits", "requests a pod", "errors"):
+        table.add_column(heading, justify="right")
     for name, numbers in summary.arms.items():
         table.add_row(
             title_of(name),
@@ -151,7 +153,7 @@ def _conditions(options: Options, workload: Sequence[Conversation]) -> list[tupl
         ("Gateway", "Envoy, the same bootstrap; in turn: a ROUND_ROBIN cluster and no picker"),
         ("Homing", "epp serve with its default profile"),
         ("Measured", "by the client, over all requests; caches are cold at the start of each arm"),
-        ("Again", "python -m sim.demo.command " + _arguments(options)),
+        ("Again", "python -m sim.demo " + _arguments(options)),
     ]
 
 
@@ -221,7 +223,7 @@ async def _until_interrupted(options: Options, console: Console) -> int:
 def _parse(arguments: Sequence[str] | None) -> Options:
     default = WorkloadSettings()
     parser = argparse.ArgumentParser(
-        prog="python -m sim.demo.command",
+        prog="python -m sim.demo",
         description="Round robin against Homing behind a real Envoy.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
         allow_abbrev=False,

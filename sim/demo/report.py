@@ -3,31 +3,33 @@
 The page is one HTML file without scripts, fonts or addresses: it opens offline, charts are SVG.
 """
 
-import math
 from collections.abc import Mapping, Sequence
-from html import escape
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 from msgspec import Struct
 
 from sim.demo.client import RequestOutcome
 from sim.reports.charts import (
-    BOTTOM,
-    HEIGHT,
-    LEFT,
+    HALF,
     RIGHT,
-    STYLE,
-    TOP,
-    WIDTH,
+    Axis,
+    Points,
+    bars,
     below,
+    card,
     chart,
+    colour_of,
+    facts_table,
+    figure,
     grid_line,
+    page,
+    wide_line_chart,
 )
 
 SCHEMA: Final = 1
 
-_COLOURS: Final = {"round_robin": "#b45309", "homing": "#0f766e"}
+_COLOURS: Final = {"homing": colour_of(0), "round_robin": colour_of(1)}
 _TITLES: Final = {"round_robin": "Round robin", "homing": "Homing"}
 
 
@@ -81,22 +83,26 @@ def render_report(
     conditions: Sequence[tuple[str, str]],
 ) -> str:
     """The page. `conditions`: what was run, as (name, value)."""
-    ttfts = {
-        arm: sorted(outcome.ttft_s * 1000 for outcome in found if not outcome.error)
-        for arm, found in outcomes.items()
-    }
-    rows = "".join(
-        f"<tr><th>{escape(name)}</th><td>{escape(value)}</td></tr>" for name, value in conditions
-    )
-    return _PAGE.format(
-        style=STYLE,
-        seed=summary.seed,
-        cards="".join(_card(arm, numbers) for arm, numbers in summary.arms.items()),
-        legend=_legend(summary.arms),
-        ttft=_distribution(ttfts),
-        pods=_pod_bars({arm: numbers.requests_per_pod for arm, numbers in summary.arms.items()}),
-        hits=_hit_bars({arm: numbers.prefix_hit_rate for arm, numbers in summary.arms.items()}),
-        conditions=rows,
+    arms = [arm for arm in _COLOURS if arm in summary.arms]
+    names = [_TITLES[arm] for arm in arms]
+    counts = {arm: summary.arms[arm].requests_per_pod for arm in arms}
+    rates = {_TITLES[arm]: summary.arms[arm].prefix_hit_rate for arm in arms}
+    numbers = "".join(_card(arm, found) for arm, found in summary.arms.items())
+    distribution = _distribution({arm: outcomes[arm] for arm in arms})
+    return page(
+        "Homing against round robin",
+        "The same conversations, word for word and at the same moments, through the same Envoy to "
+        "four fresh simulated pods: once in turn, once where Homing sends them. "
+        f"Seed {summary.seed}.",
+        f'<div class="cards">{numbers}</div>'
+        + figure("Time to first token, as the client saw it", distribution, names)
+        + '<div class="pair">'
+        + figure("Requests a pod", _pod_bars(counts), names)
+        + figure(
+            "Prompt tokens served from the cache", bars(rates, [_COLOURS[arm] for arm in arms])
+        )
+        + "</div>"
+        + figure("What was run", facts_table(conditions)),
     )
 
 
@@ -113,112 +119,45 @@ def _card(arm: str, numbers: ArmSummary) -> str:
         ("requests", f"{numbers.requests:,}"),
         ("errors", f"{numbers.errors:,}"),
     )
-    items = "".join(f"<div><dt>{name}</dt><dd>{value}</dd></div>" for name, value in facts)
-    return (
-        f'<section class="card" style="border-color:{_COLOURS[arm]}">'
-        f"<h2>{_TITLES[arm]}</h2><dl>{items}</dl></section>"
-    )
+    return card(facts, title=_TITLES[arm], colour=_COLOURS[arm])
 
 
-def _legend(arms: Mapping[str, Any]) -> str:
-    return "".join(
-        f'<span><i style="background:{_COLOURS[arm]}"></i>{_TITLES[arm]}</span>' for arm in arms
-    )
-
-
-def _distribution(ttfts: Mapping[str, Sequence[float]]) -> str:
+def _distribution(outcomes: Mapping[str, Sequence[RequestOutcome]]) -> str:
     """Share of requests (up) that had their first token within so many milliseconds (log)."""
-    values = [value for found in ttfts.values() for value in found]
-    if not values:
+    lines: dict[str, Points] = {}
+    for arm, found in outcomes.items():
+        ttfts_ms = sorted(outcome.ttft_s * 1000 for outcome in found if not outcome.error)
+        shares = [(at, 100 * (rank + 1) / len(ttfts_ms)) for rank, at in enumerate(ttfts_ms)]
+        lines[arm] = [(at, 0.0) for at in ttfts_ms[:1]] + shares
+    times_ms = [at for points in lines.values() for at, _ in points]
+    if not times_ms:
         return "<p>No request was answered.</p>"
-    lowest = math.log10(min(values) * 0.9)
-    highest = max(math.log10(max(values) * 1.1), lowest + 0.1)
-
-    def x(value: float) -> float:
-        share = (math.log10(value) - lowest) / (highest - lowest)
-        return LEFT + share * (WIDTH - LEFT - RIGHT)
-
-    def y(share: float) -> float:
-        return HEIGHT - BOTTOM - share * (HEIGHT - TOP - BOTTOM)
-
-    parts = [grid_line(y(share), f"{share:.0%}") for share in (0, 0.25, 0.5, 0.75, 0.9, 1)]
-    marks = (step * 10**decade for decade in range(6) for step in (1, 2, 5))
-    parts.extend(
-        below(x(mark), f"{mark:,} ms") for mark in marks if 10**lowest <= mark <= 10**highest
+    return wide_line_chart(
+        lines,
+        x=Axis.over(times_ms, unit="ms", title="time", logarithmic=True),
+        y=Axis(low=0, high=100, unit="%", title="share of requests"),
+        label="Time to first token: share of requests within a time, for both arms",
     )
-    for arm, found in ttfts.items():
-        if not found:
-            continue
-        points = [f"{x(found[0]):.1f},{y(0):.1f}"]
-        for index, value in enumerate(found):
-            points.append(f"{x(value):.1f},{y((index + 1) / len(found)):.1f}")
-        parts.append(
-            f'<polyline points="{" ".join(points)}" fill="none" stroke="{_COLOURS[arm]}" '
-            'stroke-width="2.5" stroke-linejoin="round"/>'
-        )
-    return chart(parts, "Time to first token: share of requests within a time, for both arms")
 
 
 def _pod_bars(counts: Mapping[str, Sequence[int]]) -> str:
     """Requests each pod served, the arms beside each other."""
     pods = max((len(found) for found in counts.values()), default=0)
     highest = max((max(found, default=0) for found in counts.values()), default=0) or 1
-    groups = [
-        (f"pod {pod}", [(arm, float(found[pod]), str(found[pod])) for arm, found in counts.items()])
-        for pod in range(pods)
-    ]
-    return _bars(groups, highest, "Requests that each pod served, for both arms")
-
-
-def _hit_bars(rates: Mapping[str, float]) -> str:
-    groups = [(_TITLES[arm], [(arm, rate, f"{rate:.1%}")]) for arm, rate in rates.items()]
-    return _bars(groups, 1.0, "Share of prompt tokens that came from the cache, for both arms")
-
-
-def _bars(
-    groups: Sequence[tuple[str, Sequence[tuple[str, float, str]]]], highest: float, label: str
-) -> str:
-    parts = [grid_line(HEIGHT - BOTTOM, "")]
-    step = (WIDTH - LEFT - RIGHT) / max(1, len(groups))
-    for number, (name, bars) in enumerate(groups):
-        width = min(56.0, step * 0.7 / len(bars))
-        middle = LEFT + step * (number + 0.5)
-        parts.append(below(middle, name))
-        for index, (arm, value, text) in enumerate(bars):
-            height = value / highest * (HEIGHT - TOP - BOTTOM - 18)
-            left = middle + (index - len(bars) / 2) * width
-            top = HEIGHT - BOTTOM - height
+    bottom = HALF.up(0.0)
+    parts = [grid_line(bottom, "", HALF)]
+    step = (HALF.width - 2 * RIGHT) / max(1, pods)
+    width = min(56.0, step * 0.7 / max(1, len(counts)))
+    for pod in range(pods):
+        middle = RIGHT + step * (pod + 0.5)
+        parts.append(below(middle, f"pod {pod}", HALF))
+        for index, (arm, found) in enumerate(counts.items()):
+            left = middle + (index - len(counts) / 2) * width
+            top = HALF.up(found[pod] / highest)
             parts.append(
                 f'<rect x="{left + 2:.1f}" y="{top:.1f}" width="{width - 4:.1f}" '
-                f'height="{height:.1f}" rx="3" fill="{_COLOURS[arm]}"/>'
+                f'height="{bottom - top:.1f}" rx="3" class="{_COLOURS[arm]}"/>'
                 f'<text x="{left + width / 2:.1f}" y="{top - 5:.1f}" text-anchor="middle">'
-                f"{escape(text)}</text>"
+                f"{found[pod]}</text>"
             )
-    return chart(parts, label)
-
-
-_PAGE: Final = """<!doctype html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<title>Homing against round robin, seed {seed}</title>
-<style>{style}</style>
-</head>
-<body>
-<main>
-<h1>Homing against round robin</h1>
-<p>The same conversations, word for word and at the same moments, through the same Envoy to four
-fresh simulated pods: once in turn, once where Homing sends them. Seed {seed}.</p>
-<div class="cards">{cards}</div>
-<figure><figcaption>Time to first token, as the client saw it</figcaption>
-<div class="legend">{legend}</div>{ttft}</figure>
-<div class="pair">
-<figure><figcaption>Requests a pod</figcaption>{pods}</figure>
-<figure><figcaption>Prompt tokens served from the cache</figcaption>{hits}</figure>
-</div>
-<figure><figcaption>What was run</figcaption><table>{conditions}</table></figure>
-</main>
-</body>
-</html>
-"""
+    return chart(parts, "Requests that each pod served, for both arms", HALF.without_title)

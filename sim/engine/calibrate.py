@@ -2,19 +2,28 @@
 
 Measured are, on an idle pod, the TTFT of single requests without any cached prefix, by their prompt
 length, and the inter-token latency of batches, by the number of requests and their context. The
-points are a TOML file:
+points are a TOML file, say points.toml:
 
     name = "my-card"                      # of the profile
     like = "llama-3.1-8b-h100-tp1"        # what the points do not tell is taken from here
+    ttft = [
+      { prompt_tokens = 128, seconds = 0.021 },
+      { prompt_tokens = 1024, seconds = 0.046 },
+      { prompt_tokens = 4096, seconds = 0.152 },
+      { prompt_tokens = 16_384, seconds = 0.690 },
+    ]
+    itl = [                               # context_tokens: of each request
+      { requests = 1, context_tokens = 1024, seconds = 0.0085 },
+      { requests = 32, context_tokens = 1024, seconds = 0.0101 },
+      { requests = 128, context_tokens = 1024, seconds = 0.0148 },
+    ]
     [profile]                             # fields of the profile that are known, if any
     kv_tokens = 120_000
-    [[ttft]]
-    prompt_tokens = 2048
-    seconds = 0.051
-    [[itl]]
-    requests = 32
-    context_tokens = 1024                 # of each request
-    seconds = 0.0093
+
+From these points, and with the profile that comes of them:
+
+    sim calibrate points.toml --out my-card.toml
+    sim replay TRACE --profile my-card.toml
 
 Five constants are fitted, none below zero, by least squares of the relative errors: `weight_read_s`,
 `linear_s_per_token`, `decode_s_per_context_token`, `pair_s` and `frontend_s`. The time of the linear

@@ -96,7 +96,7 @@ class Run:
             faults=() if gap_s is None else draw_faults(settings.seed, mean_gap_s=gap_s),
         )
         if self.cluster.done:
-            raise TraceError(settings.trace, 0, "", "Expected at least one request")
+            raise self.trace.without_requests()
         self.timeline = Timeline(self.cluster.loop, self.cluster.pods, self.measures.pods)
 
     def ceilings(

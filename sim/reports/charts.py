@@ -10,6 +10,7 @@ import numpy as np
 from msgspec import Struct
 
 from sim.measurement.measures import Floats
+from sim.reports.report import on_one_line
 
 LEFT: Final = 56
 RIGHT: Final = 16
@@ -31,19 +32,24 @@ class Size(Struct, frozen=True):
         """From the bottom of the plot to its top."""
         return self.height - BOTTOM - share * (self.height - TOP - BOTTOM)
 
+    @property
+    def without_title(self) -> "Size":
+        """Cut off below the labels of its marks: nothing is titled there."""
+        return Size(self.width, self.height - BOTTOM + 26)
+
 
 FULL: Final = Size(640, 300)
+"""Of one in a row."""
 HALF: Final = Size(400, 270)
-"""Of two that stand beside each other."""
+"""Of two that stand beside each other, and of one in a row on a phone."""
 SMALL: Final = Size(300, 170)
 """Of many."""
-WIDTH: Final = FULL.width
-HEIGHT: Final = FULL.height
 
 COLOURS: Final = (
-    "#0f766e", "#b45309", "#1d4ed8", "#be185d", "#4d7c0f", "#7c3aed", "#475569", "#c2410c",
+    ("#0f766e", "#2dd4bf"), ("#b45309", "#fbbf24"), ("#1d4ed8", "#60a5fa"), ("#be185d", "#f472b6"),
+    ("#4d7c0f", "#a3e635"), ("#7c3aed", "#c4b5fd"), ("#475569", "#cbd5e1"), ("#c2410c", "#fb923c"),
 )  # fmt: skip
-"""Of series, in their order; counted round."""
+"""Of series, in their order, counted round: on a light page and on a dark one."""
 
 _CDF_POINTS: Final = 200
 _LOGARITHMIC_STEPS: Final = ((1, 1.5, 2, 3, 4, 5, 7), (1, 2, 5), (1, 3), (1,))
@@ -153,17 +159,19 @@ def line_chart(
     """One line a series, in the order of `COLOURS`; `dots` marks every point."""
     parts = _axes(x, y, size)
     for number, points in enumerate(series.values(), start=first_colour):
-        colour = colour_of(number)
         places = " ".join(
             f"{size.across(x.share(at)):.1f},{size.up(y.share(value)):.1f}" for at, value in points
         )
-        parts.append(
-            f'<polyline points="{places}" fill="none" stroke="{colour}" '
-            'stroke-width="2" stroke-linejoin="round"/>'
-        )
+        parts.append(f'<polyline points="{places}" class="{colour_of(number)}"/>')
         if dots:
-            parts += _dots(points, x, y, colour, size)
+            parts += _dots(points, x, y, colour_of(number), size)
     return chart(parts, label, size)
+
+
+def wide_line_chart(series: Mapping[str, Points], *, x: Axis, y: Axis, label: str) -> str:
+    """One in a row, drawn twice: on a phone the narrow one is shown, or no one could read it."""
+    wide, narrow = (line_chart(series, x=x, y=y, label=label, size=size) for size in (FULL, HALF))
+    return f'<div class="wide">{wide}</div><div class="narrow">{narrow}</div>'
 
 
 def scatter_chart(series: Mapping[str, Points], *, x: Axis, y: Axis, label: str) -> str:
@@ -185,7 +193,7 @@ def bar_chart(values: Mapping[str, float], *, y: Axis, label: str, size: Size = 
         width = min(56.0, step * 0.7)
         parts.append(
             f'<rect x="{middle - width / 2:.1f}" y="{top:.1f}" width="{width:.1f}" '
-            f'height="{bottom - top:.1f}" rx="{min(3.0, width / 3):.1f}" fill="{COLOURS[0]}"/>'
+            f'height="{bottom - top:.1f}" rx="{min(3.0, width / 3):.1f}" class="{colour_of(0)}"/>'
         )
         if number % named == 0:
             parts.append(below(middle, name, size))
@@ -193,7 +201,19 @@ def bar_chart(values: Mapping[str, float], *, y: Axis, label: str, size: Size = 
                 f'<text x="{middle:.1f}" y="{top - 5:.1f}" text-anchor="middle">'
                 f"{escape(y.label(value))}</text>"
             )
-    return chart(parts, label, size)
+    return chart(parts, label, size.without_title)
+
+
+def bars(shares: Mapping[str, float], colours: Sequence[str] = ()) -> str:
+    """A bar a name that lies under it, from nothing to all; text stays as large on any screen."""
+    rows = "".join(
+        f"<div><dt>{escape(name)}</dt><dd>{share:.1%}</dd>"
+        f'<i class="{colour}" style="width:{100 * share:.1f}%"></i></div>'
+        for (name, share), colour in zip(
+            shares.items(), colours or [colour_of(0)] * len(shares), strict=True
+        )
+    )
+    return f'<dl class="bars">{rows}</dl>'
 
 
 def cdf_chart(caption: str, series: Mapping[str, Floats]) -> str:
@@ -216,7 +236,7 @@ def cdf_chart(caption: str, series: Mapping[str, Floats]) -> str:
 def legend(names: Sequence[str]) -> str:
     """Which colour is whose."""
     return "".join(
-        f'<span><i style="background:{colour_of(number)}"></i>{escape(name)}</span>'
+        f'<span><i class="{colour_of(number)}"></i>{escape(name)}</span>'
         for number, name in enumerate(names)
     )
 
@@ -227,38 +247,60 @@ def figure(caption: str, drawing: str, names: Sequence[str] = ()) -> str:
     return f"<figure><figcaption>{escape(caption)}</figcaption>{told}{drawing}</figure>"
 
 
-def cards(facts: Sequence[tuple[str, str]]) -> str:
+def card(facts: Sequence[tuple[str, str]], *, title: str = "", colour: str = "") -> str:
     """A few numbers, large."""
     items = "".join(
         f"<div><dt>{escape(name)}</dt><dd>{escape(value)}</dd></div>" for name, value in facts
     )
-    return f'<section class="card"><dl>{items}</dl></section>'
+    heading = f"<h2>{escape(title)}</h2>" if title else ""
+    return f'<section class="card {colour}">{heading}<dl>{items}</dl></section>'
 
 
 def html_table(rows: Sequence[Sequence[str]]) -> str:
-    """Rows without a head; the first cell names the row."""
-    body = "".join(
-        f"<tr><th>{escape(row[0])}</th>{''.join(f'<td>{escape(cell)}</td>' for cell in row[1:])}</tr>"
+    """Numbers under a head, which is the first row; the first cell of each row names it."""
+    head, *body = on_one_line(rows)
+    columns = "".join(f'<th scope="col">{escape(cell)}</th>' for cell in head)
+    return scrolling(
+        f'<table class="numbers"><thead><tr>{columns}</tr></thead>'
+        f"<tbody>{_table_rows(body)}</tbody></table>"
+    )
+
+
+def facts_table(rows: Sequence[Sequence[str]]) -> str:
+    """Names and what they are, in words."""
+    return f'<table class="facts">{_table_rows(rows)}</table>'
+
+
+def scrolling(wide: str) -> str:
+    """What may be wider than a phone moves inside its own box; keys reach it too."""
+    return f'<div class="scroll" tabindex="0">{wide}</div>'
+
+
+def _table_rows(rows: Sequence[Sequence[str]]) -> str:
+    return "".join(
+        f'<tr><th scope="row">{escape(row[0])}</th>'
+        f"{''.join(f'<td>{escape(cell)}</td>' for cell in row[1:])}</tr>"
         for row in rows
     )
-    return f"<table>{body}</table>"
 
 
 def page(title: str, introduction: str, body: str, *, script: str = "") -> str:
-    """A whole document."""
+    """A whole document. `introduction`: a paragraph a line."""
+    paragraphs = "\n".join(f"<p>{escape(line)}</p>" for line in introduction.splitlines())
     scripts = f"<script>{script}</script>" if script else ""
     return (
         '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
+        '<meta name="color-scheme" content="light dark">\n'
         f"<title>{escape(title)}</title>\n<style>{STYLE}</style>\n</head>\n<body>\n<main>\n"
-        f"<h1>{escape(title)}</h1>\n<p>{escape(introduction)}</p>\n{body}\n</main>\n{scripts}"
+        f"<h1>{escape(title)}</h1>\n{paragraphs}\n{body}\n</main>\n{scripts}"
         "</body>\n</html>\n"
     )
 
 
 def colour_of(number: int) -> str:
-    """The colour of series `number`."""
-    return COLOURS[number % len(COLOURS)]
+    """The class of series `number`, whose colour the page's style knows."""
+    return f"c{number % len(COLOURS)}"
 
 
 def _axes(x: Axis, y: Axis, size: Size) -> list[str]:
@@ -274,35 +316,78 @@ def _axes(x: Axis, y: Axis, size: Size) -> list[str]:
 def _dots(points: Points, x: Axis, y: Axis, colour: str, size: Size) -> list[str]:
     return [
         f'<circle cx="{size.across(x.share(at)):.1f}" cy="{size.up(y.share(value)):.1f}" r="3.5" '
-        f'fill="{colour}"/>'
+        f'class="{colour}"/>'
         for at, value in points
     ]
 
 
-STYLE: Final = """
-:root { color-scheme: light; }
-body { margin: 0; background: #f7f7f4; color: #1f2933; line-height: 1.5;
-  font: 16px/1.5 system-ui, -apple-system, "Segoe UI", sans-serif; }
-main { max-width: 960px; margin: 0 auto; padding: 40px 20px 60px; }
-h1 { font-size: 28px; margin: 0 0 4px; } h2 { font-size: 18px; margin: 0 0 10px; }
-p { margin: 0 0 20px; color: #52606d; }
-.cards { display: grid; gap: 16px; grid-template-columns: repeat(auto-fit, minmax(280px, 1fr)); }
-.card, figure { background: #fff; border: 1px solid #e4e7eb; border-radius: 10px; padding: 18px; }
-.card { border-top-width: 4px; }
-dl { display: grid; grid-template-columns: repeat(3, 1fr); gap: 12px; margin: 0; }
-dt { font-size: 13px; color: #7b8794; } dd { margin: 0; font-size: 20px; font-weight: 600; }
-figure { margin: 16px 0 0; } figcaption { font-weight: 600; margin-bottom: 8px; }
-.pair { display: grid; gap: 16px; grid-template-columns: repeat(auto-fit, minmax(380px, 1fr)); }
-svg { width: 100%; height: auto; display: block; } svg text { font-size: 13px; fill: #52606d; }
-.grid { stroke: #e4e7eb; stroke-width: 1; }
-.legend span { margin-right: 18px; font-size: 14px; color: #52606d; }
-.legend i { display: inline-block; width: 12px; height: 12px; border-radius: 3px;
-  margin-right: 6px; vertical-align: -1px; }
-table { border-collapse: collapse; width: 100%; font-size: 15px; }
-th, td { text-align: left; padding: 6px 0; border-bottom: 1px solid #edf0f2; vertical-align: top; }
-th { font-weight: 500; color: #52606d; width: 34%; }
-.decisions td, .decisions th { width: auto; padding-right: 12px; font-size: 13px; }
-.decisions td:first-child { white-space: nowrap; } .pods polyline { stroke-width: 1.2; }
-.decisions .chosen { background: #ecfdf5; } input { font: inherit; width: 8em; }
-.pods { display: grid; gap: 16px; grid-template-columns: repeat(auto-fit, minmax(260px, 1fr)); }
+def _colours(dark: int) -> str:
+    """A rule for each class of a series. `dark`: 1 for a dark page."""
+    return " ".join(
+        f".c{number} {{ --colour: {colours[dark]}; }}" for number, colours in enumerate(COLOURS)
+    )
+
+
+STYLE: Final = f"""
+:root {{ color-scheme: light dark; --page: #f7f7f4; --card: #fff; --line: #e4e7eb; --text: #1f2933;
+  --quiet: #52606d; --chosen: #d9f5ea; }}
+{_colours(0)}
+@media (prefers-color-scheme: dark) {{
+:root {{ --page: #12171d; --card: #1b222b; --line: #35404d; --text: #e8ecf0; --quiet: #aeb9c5;
+  --chosen: #16423b; }}
+{_colours(1)}
+}}
+* {{ box-sizing: border-box; }}
+body {{ margin: 0; background: var(--page); color: var(--text); overflow-wrap: anywhere;
+  font: 16px/1.5 system-ui, -apple-system, "Segoe UI", sans-serif; }}
+main {{ max-width: 960px; margin: 0 auto; padding: 40px 20px 60px; }}
+h1 {{ font-size: 28px; line-height: 1.25; margin: 0 0 4px; }}
+h2 {{ font-size: 18px; margin: 0 0 10px; }}
+p {{ margin: 0 0 8px; color: var(--quiet); }}
+.card, figure {{ background: var(--card); border: 1px solid var(--line); border-radius: 10px;
+  padding: 18px; min-width: 0; }}
+.card {{ border-color: var(--colour, var(--line)); border-top-width: 4px; }}
+figure {{ margin: 16px 0 0; }} figcaption {{ font-weight: 600; margin-bottom: 8px; }}
+.cards, .pair, .pods {{ display: grid; gap: 16px; }} main > .card, .cards, .pair {{ margin-top: 16px; }}
+.cards {{ grid-template-columns: repeat(auto-fit, minmax(min(280px, 100%), 1fr)); }}
+.pair {{ grid-template-columns: repeat(auto-fit, minmax(min(380px, 100%), 1fr)); }}
+.pods {{ grid-template-columns: repeat(auto-fit, minmax(min(260px, 100%), 1fr)); margin-top: 8px; }}
+.pair > figure {{ margin: 0; }}
+.card dl {{ display: grid; grid-template-columns: repeat(auto-fit, minmax(102px, 1fr)); gap: 12px; }}
+dl {{ margin: 0; }} dt {{ font-size: 13px; color: var(--quiet); }} dd {{ margin: 0; }}
+.card dd {{ font-size: 20px; font-weight: 600; }}
+.bars div {{ display: grid; grid-template-columns: 1fr auto; margin-top: 10px; }}
+.bars dt, .bars dd {{ font-size: 15px; }}
+.bars i {{ grid-column: 1 / -1; height: 12px; border-radius: 3px; background: var(--colour); }}
+.pair .bars i {{ height: 32px; }}
+svg {{ width: 100%; height: auto; display: block; }}
+svg text {{ font-size: 13px; fill: var(--quiet); }}
+polyline {{ fill: none; stroke: var(--colour); stroke-width: 2; stroke-linejoin: round; }}
+.pods polyline {{ stroke-width: 1.2; }} .narrow {{ display: none; }}
+rect, circle {{ fill: var(--colour); }}
+.grid {{ stroke: var(--line); stroke-width: 1; }}
+.legend {{ display: flex; flex-wrap: wrap; gap: 2px 18px; font-size: 14px; color: var(--quiet); }}
+.legend i {{ display: inline-block; width: 12px; height: 12px; border-radius: 3px;
+  margin-right: 6px; vertical-align: -1px; background: var(--colour); }}
+table {{ border-collapse: collapse; width: 100%; font-size: 15px; }}
+table, dd {{ font-variant-numeric: tabular-nums; }}
+th, td {{ padding: 6px 0; border-bottom: 1px solid var(--line); text-align: left; }}
+th {{ font-weight: 500; color: var(--quiet); }}
+.facts th, .facts td {{ vertical-align: top; }} .facts th {{ width: 38%; padding-right: 12px; }}
+.scroll {{ overflow-x: auto; }}
+.numbers th, .numbers td {{ text-align: right; padding-left: 14px; white-space: nowrap; }}
+.numbers tr > :first-child {{ text-align: left; padding-left: 0; position: sticky; left: 0;
+  background: var(--card); }}
+.numbers tr:first-child th {{ vertical-align: bottom; white-space: normal; overflow-wrap: normal; }}
+.numbers .chosen > :nth-child(n) {{ background: var(--chosen); }}
+#candidates {{ font-size: 13px; }}
+input {{ font: inherit; width: 8em; }}
+@media (max-width: 600px) {{
+main {{ padding: 24px 12px 40px; }} h1 {{ font-size: 24px; }}
+.card, figure {{ padding: 12px; }}
+svg text {{ font-size: 14px; }} .pods text {{ font-size: 12px; }}
+.wide {{ display: none; }} .narrow {{ display: block; }}
+.numbers {{ font-size: 14px; }} .numbers tr > :first-child {{ white-space: normal; min-width: 7em; }}
+}}
+@media (min-width: 900px) {{ .wide text {{ font-size: 10.5px; }} }}
 """

@@ -7,7 +7,7 @@ import numpy as np
 
 from sim.measurement.intervals import BLOCK_S, BLOCKS_MIN, SEEDS_MIN, Difference
 from sim.measurement.measures import Series
-from sim.reports.charts import cdf_chart, figure, html_table, page
+from sim.reports.charts import cdf_chart, facts_table, figure, html_table, page
 from sim.reports.report import condition_rows, markdown_table, number, seconds, share, table
 
 _LABELS: Final = {
@@ -54,6 +54,7 @@ def _rows(summary: dict[str, Any]) -> list[list[str]]:
 
 
 def _difference_rows(summary: dict[str, Any]) -> list[list[str]]:
+    """A dash for what is not known; what no row has is no column. Why is told once, by `_basis`."""
     first = next(iter(summary["configs"]))
     rows = [[f"against {first}", "difference", "95 % interval", "relative", "verdict"]]
     for name, config in summary["configs"].items():
@@ -65,10 +66,24 @@ def _difference_rows(summary: dict[str, Any]) -> list[list[str]]:
                     _signed(measure, found["value"]),
                     "-" if found["low"] is None else f"{low} to {high}",
                     _relative(found["relative"]),
-                    found["verdict"],
+                    "-" if _reason(found) else found["verdict"],
                 ]
             )
+    if not any(found["low"] is not None for found in _differences(summary)):
+        rows = [[name, difference, relative] for name, difference, _, relative, _ in rows]
     return rows
+
+
+def _differences(summary: dict[str, Any]) -> list[dict[str, Any]]:
+    return [
+        found for config in summary["configs"].values() for found in config["difference"].values()
+    ]
+
+
+def _reason(found: dict[str, Any]) -> str:
+    """Why there is not enough to tell from; "": there is."""
+    word, _, reason = found["verdict"].partition(": ")
+    return reason if word == _UNKNOWN else ""
 
 
 def _shown(measure: str, value: float | None) -> str:
@@ -95,34 +110,37 @@ def _relative(value: float | None) -> str:
 
 
 def _conclusions(summary: dict[str, Any]) -> list[str]:
-    """A sentence for each configuration but the first."""
+    """A sentence for each configuration but the first of which something can be said."""
     configs = summary["configs"]
     first = next(iter(configs))
     told = [
-        _conclusion(name, first, config["difference"])
+        sentence
         for name, config in configs.items()
         if name != first
+        for sentence in _conclusion(name, first, config["difference"])
     ]
     return told + _lost(configs)
 
 
-def _conclusion(name: str, first: str, differences: dict[str, dict[str, Any]]) -> str:
+def _conclusion(name: str, first: str, differences: dict[str, dict[str, Any]]) -> list[str]:
+    """At most one sentence: nothing is concluded from what there is not enough to tell from."""
     by_verdict: dict[str, list[str]] = {}
     for measure, found in differences.items():
-        word, _, _ = found["verdict"].partition(":")
-        label = _LABELS[measure]
+        word, label = found["verdict"], _LABELS[measure]
         if word in (_BETTER, _WORSE):
             known = found["relative"] is not None
             size = _relative(found["relative"]) if known else _signed(measure, found["value"])
             label = f"{label} ({size})"
-        by_verdict.setdefault(word, []).append(label)
+        if not _reason(found):
+            by_verdict.setdefault(word, []).append(label)
     sure = [word for word in (_BETTER, _WORSE) if word in by_verdict]
     parts: list[str] = []
-    for word in (*sure, _NO_DIFFERENCE, _UNKNOWN):
+    for word in (*sure, _NO_DIFFERENCE):
         if labels := by_verdict.get(word):
-            where = ", ".join(labels) if word in sure or len(by_verdict) > 1 else "any measure"
+            all_of_them = word not in sure and len(labels) == len(differences)
+            where = "any measure" if all_of_them else ", ".join(labels)
             parts.append(f"{word}{'' if parts or not sure else f' than {first}'} in {where}")
-    return f"{name} {'is' if sure else f'against {first}:'} {'; '.join(parts)}."
+    return [f"{name} {'is' if sure else f'against {first}:'} {'; '.join(parts)}."] if parts else []
 
 
 def _lost(configs: dict[str, dict[str, Any]]) -> list[str]:
@@ -197,18 +215,16 @@ def comparison_page(summary: dict[str, Any], columns: Sequence[Sequence[Series]]
     note = "" if summary["complete"] else " Not complete: only whole seeds are counted."
     return page(
         " against ".join(names),
-        " ".join([*_conclusions(summary), f"{_basis(summary)}{note}"]),
+        "\n".join([*_conclusions(summary), f"{_basis(summary)}{note}"]),
         figure("Differences", html_table(_difference_rows(summary)))
         + f'<div class="pair">{"".join(figures)}</div>'
         + figure("Every configuration", html_table(_rows(summary)))
-        + figure("What was run", html_table(conditions)),
+        + figure("What was run", facts_table(conditions)),
     )
 
 
 def _basis(summary: dict[str, Any]) -> str:
-    differences = [
-        found for config in summary["configs"].values() for found in config["difference"].values()
-    ]
+    differences = _differences(summary)
     over = dict.fromkeys(found["over"] for found in differences if found["low"] is not None)
     intervals = (
         f"Intervals are paired over {', or '.join(over)}."
@@ -216,6 +232,9 @@ def _basis(summary: dict[str, Any]) -> str:
         else f"There are no intervals: they need {SEEDS_MIN} seeds (--seeds {SEEDS_MIN}) "
         f"or {BLOCKS_MIN} blocks of {BLOCK_S:g} s of the trace."
     )
+    if reasons := dict.fromkeys(filter(None, map(_reason, differences))):
+        where = "Where the verdict is a dash, there" if over else "There"
+        intervals += f" {where} is {_UNKNOWN}: {'; '.join(reasons)}."
     bad_lines = summary["runs"][0]["bad_lines"]
     skipped = f" {bad_lines:,} malformed lines of the trace were skipped." if bad_lines else ""
     return (

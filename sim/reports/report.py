@@ -1,6 +1,8 @@
 """What a run or a comparison has shown, for people: tables as text and as Markdown."""
 
+import math
 from collections.abc import Sequence
+from itertools import zip_longest
 from typing import Any, Final
 
 _NOTHING_SAID: Final = {
@@ -12,29 +14,76 @@ _NOTHING_SAID: Final = {
 """What it means that a condition is not there."""
 
 
+_CONDITIONS: Final = {
+    "trace_format": "format of the trace",
+    "block_tokens": "tokens in a block of the trace",
+    "rate_per_s": "arrivals a second, if the trace has no times",
+    "skip_bad": "malformed lines are skipped",
+    "requests_max": "requests at most",
+    "jitter_s": "arrivals are spread over",
+    "speed": "arrivals are sped up by",
+    "through": "prompts go through",
+    "config_hashes": "hash of the configuration",
+    "profiles": "pods by profile",
+    "max_loras": "adapter slots of a pod",
+    "replicas": "pickers",
+    "scrape_interval_s": "time between scrapes",
+    "scrape_delay_s": "age of a scraped page",
+    "network_delay_s": "network delay, one way",
+    "discovery_delay_s": "delay of pod changes",
+    "response_chunks": "the picker sees first tokens",
+    "abort_share": "share of impatient clients",
+    "abort_after_s": "their mean patience",
+    "faults_per_hour": "faults an hour",
+    "check": "invariants are checked",
+}
+"""How people read the names of conditions; those that are words already are not here."""
+
+
 def table(rows: Sequence[Sequence[str]]) -> str:
-    """Plain columns, the first to the left, the others to the right."""
-    widths = [max(len(row[at]) for row in rows) for at in range(len(rows[0]))]
-    lines = []
+    """Plain columns, the first to the left, the others to the right.
+
+    The first row is the head; its cells may have several lines, which stand on the column.
+    """
+    head, *body = rows
+    raised = [cell.split("\n")[::-1] for cell in head]
+    lines = [*zip_longest(*raised, fillvalue="")][::-1]
+    rows = [*lines, *body]
+    widths = [max(len(row[at]) for row in rows) for at in range(len(head))]
+    told = []
     for row in rows:
         cells = [row[0].ljust(widths[0])]
         cells += [cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True)]
-        lines.append("  ".join(cells).rstrip())
-    return "\n".join(lines)
+        told.append("  ".join(cells).rstrip())
+    return "\n".join(told)
+
+
+def on_one_line(rows: Sequence[Sequence[str]]) -> list[list[str]]:
+    """The same with every cell of the head on one line."""
+    head, *body = rows
+    return [[cell.replace("\n", " ") for cell in head], *map(list, body)]
 
 
 def markdown_table(rows: Sequence[Sequence[str]]) -> str:
     """The first row is the head."""
-    head, *body = rows
+    head, *body = on_one_line(rows)
     rule = ["---", *["---:"] * (len(head) - 1)]
     return "\n".join(f"| {' | '.join(row)} |" for row in (head, rule, *body))
 
 
 def seconds(value: float | None) -> str:
-    """Three significant digits, in ms below one second; a dash for nothing."""
+    """Measured: three significant digits, in ms below one second; a dash for nothing."""
     if value is None:
         return "-"
-    return f"{value * 1000:.3g} ms" if abs(value) < 1 else f"{value:,.3g} s"
+    shown, unit = (value * 1000, "ms") if abs(value) < 1 else (value, "s")
+    # Zeros at the end too: in a column they tell that the digits are known.
+    places = max(0, 2 - math.floor(math.log10(abs(shown)))) if shown else 0
+    return f"{shown:,.{places}f} {unit}"
+
+
+def limit(value_s: float) -> str:
+    """Asked for, not measured: as few digits as it has."""
+    return f"{value_s * 1000:g} ms" if 0 < value_s < 1 else f"{value_s:,g} s"
 
 
 def share(value: float | None) -> str:
@@ -79,10 +128,7 @@ def fact_rows(summary: dict[str, Any]) -> list[list[str]]:
         ["input", f"{number(summary['input_tokens_per_s'])} tokens/s"],
         [
             "goodput",
-            (
-                f"{share(goodput['share'])} with TTFT up to {seconds(goodput['ttft_target_s'])} "
-                f"and TPOT up to {seconds(goodput['tpot_target_s'])}"
-            ),
+            (f"{share(goodput['share'])} with {targets(goodput)}"),
         ],
         ["requests, most loaded pod over mean", number(loads["requests"]["max_over_mean"])],
         ["uncached tokens, likewise", number(loads["uncached_tokens"]["max_over_mean"])],
@@ -93,6 +139,12 @@ def fact_rows(summary: dict[str, Any]) -> list[list[str]]:
         *([["malformed lines skipped", f"{bad_lines:,}"]] if bad_lines else []),
         ["digest", summary["digest"]],
     ]
+
+
+def targets(goodput: dict[str, Any]) -> str:
+    """What makes a request good."""
+    ttft, tpot = limit(goodput["ttft_target_s"]), limit(goodput["tpot_target_s"])
+    return f"TTFT up to {ttft} and TPOT up to {tpot}"
 
 
 def _estimate_rows(error_tokens: float | None) -> list[list[str]]:
@@ -108,7 +160,9 @@ def _reasons(counts: dict[str, int]) -> str:
 
 def run_table(summary: dict[str, Any]) -> str:
     """For the terminal."""
-    facts = "\n".join(f"{name}: {value}" for name, value in fact_rows(summary))
+    rows = fact_rows(summary)
+    width = max(len(name) for name, _ in rows)
+    facts = "\n".join(f"{name:<{width}}  {value}" for name, value in rows)
     return f"{table(latency_rows(summary))}\n\n{facts}\n"
 
 
@@ -133,7 +187,9 @@ def run_report(summary: dict[str, Any]) -> str:
 
 def condition_rows(conditions: dict[str, Any]) -> list[list[str]]:
     """What was run, in words: name and value."""
-    return [[name, _words(name, value)] for name, value in conditions.items()]
+    return [
+        [_CONDITIONS.get(name, name), _words(name, value)] for name, value in conditions.items()
+    ]
 
 
 def _words(name: str, value: object) -> str:
@@ -142,6 +198,8 @@ def _words(name: str, value: object) -> str:
             return _NOTHING_SAID.get(name, "-")
         case bool():
             return "yes" if value else "no"
+        case int() | float() if name.endswith("_s") and not name.endswith("_per_s"):
+            return limit(value)
         case float():
             return f"{value:g}"
         case dict():

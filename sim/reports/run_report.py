@@ -11,18 +11,19 @@ from msgspec.json import decode, encode
 from sim.cluster.cluster import Fate
 from sim.measurement.measures import Series
 from sim.reports.charts import (
-    FULL,
     SMALL,
     Axis,
     Points,
     bar_chart,
-    cards,
+    bars,
+    card,
     cdf_chart,
+    facts_table,
     figure,
-    html_table,
     line_chart,
     page,
     scatter_chart,
+    scrolling,
 )
 from sim.reports.report import condition_rows, fact_rows, number, seconds, share
 
@@ -42,7 +43,7 @@ def run_page(summary: dict[str, Any], series: Series, decisions: Path | None) ->
     conditions = summary["conditions"]
     rows = condition_rows(conditions)
     body = [
-        cards(_facts(summary)),
+        card(_facts(summary)),
         '<div class="pair">',
         cdf_chart("Time to first token: share of requests within a time", {"": series.ttft_s}),
         cdf_chart("Time per output token: share of requests within a time", {"": series.tpot_s}),
@@ -56,8 +57,8 @@ def run_page(summary: dict[str, Any], series: Series, decisions: Path | None) ->
         "</div>",
         _timelines(summary),
         _explorer(decisions),
-        figure("In numbers", html_table([*fact_rows(summary)])),
-        figure("What was run", html_table(rows)),
+        figure("In numbers", facts_table(fact_rows(summary))),
+        figure("What was run", facts_table(rows)),
     ]
     note = "" if summary["complete"] else " Interrupted: only what had ended is shown."
     return page(
@@ -109,12 +110,10 @@ def _hit_rates(summary: dict[str, Any]) -> str:
             "this size, affinity": ceilings["affinity_at_capacity"],
             "this size, random": ceilings["random_at_capacity"],
         }
-    shares = {name: round(100 * rate, 1) for name, rate in rates.items()}
     caption = "Share of prompt tokens served from the cache"
     if ceilings:
-        caption += ", against its ceiling (one endless cache) and other ways to place them"
-    y = Axis.over([*shares.values(), 10.0], unit="%")
-    return figure(caption, bar_chart(shares, y=y, label=caption, size=FULL))
+        caption += ", its ceiling (one endless cache), and estimates of other ways to place them"
+    return figure(caption, bars(rates))
 
 
 def _by_pod(summary: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:
@@ -183,12 +182,13 @@ def _explorer(decisions: Path | None) -> str:
             f"{len(kept):,} of {total:,} requests are on this page, one in {every} ({first}, …); "
             "decisions.jsonl has all of them"
         )
+    candidates = '<table class="numbers" id="candidates"></table>'
     # Nothing in it may end the element that holds it.
     data = encode(kept).decode().replace("<", "\\u003c")
     return (
         f"<figure><figcaption>Why this pod?</figcaption><p>{which}. Line of the trace, from 0: "
         '<input id="wanted" type="number" min="0" value="0"></p>'
-        '<p id="missing"></p><p id="said"></p><table class="decisions" id="candidates"></table>'
+        f'<p id="missing"></p><p id="said"></p>{scrolling(candidates)}'
         f'</figure><script type="application/json" id="decisions">{data}</script>'
     )
 
@@ -248,7 +248,7 @@ function show() {
     const row = table.insertRow();
     if (at === found.chosen) row.className = "chosen";
     for (const text of cells) {
-      const cell = document.createElement(at ? "td" : "th");
+      const cell = document.createElement(at && row.cells.length ? "td" : "th");
       cell.textContent = text;
       row.appendChild(cell);
     }

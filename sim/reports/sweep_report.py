@@ -3,9 +3,17 @@
 from collections.abc import Sequence
 from typing import Any, Final
 
-from sim.reports.charts import Axis, Points, figure, html_table, line_chart, page
+from sim.reports.charts import Axis, Points, facts_table, figure, html_table, line_chart, page
 from sim.reports.compare_report import not_complete
-from sim.reports.report import condition_rows, markdown_table, number, seconds, share, table
+from sim.reports.report import (
+    condition_rows,
+    markdown_table,
+    number,
+    seconds,
+    share,
+    table,
+    targets,
+)
 
 _REACHED: Final = 0.95
 """Share of the asked rate from which on it counts as reached: a last turn may come late."""
@@ -31,12 +39,12 @@ def sweep_page(summary: dict[str, Any]) -> str:
     points = summary["points"]
     names = list(dict.fromkeys(point["config"] for point in points))
     figures = [
-        _over_rate(points, names, ("ttft_s", "p90"), "TTFT p90 over the rate", "s", log=True),
-        _over_rate(points, names, ("ttft_s", "mean"), "TTFT mean over the rate", "s", log=True),
-        _over_rate(points, names, ("tpot_s", "mean"), "TPOT mean over the rate", "s"),
-        _over_rate(points, names, ("output_tokens_per_s",), "Output tokens/s over the rate", ""),
-        _over_rate(points, names, ("hit_rate",), "Share of prompt tokens from the cache", ""),
-        _over_rate(points, names, ("goodput", "share"), "Share of requests within targets", ""),
+        _over_rate(points, names, ("ttft_s", "p90"), "TTFT p90", "s", logarithmic=True),
+        _over_rate(points, names, ("ttft_s", "mean"), "TTFT mean", "s", logarithmic=True),
+        _over_rate(points, names, ("tpot_s", "mean"), "TPOT mean", "s"),
+        _over_rate(points, names, ("output_tokens_per_s",), "output tokens", "tokens/s"),
+        _over_rate(points, names, ("hit_rate",), "prompt tokens from the cache", "%"),
+        _over_rate(points, names, ("goodput", "share"), "requests within targets", "%"),
     ]
     rows = condition_rows(summary["conditions"])
     note = "" if summary["complete"] else " Not complete."
@@ -44,31 +52,31 @@ def sweep_page(summary: dict[str, Any]) -> str:
         f"Sweep of {summary['conditions']['trace']}",
         f"The same requests at rising rates. {_basis(summary)}{note}",
         f'<div class="pair">{"".join(figures)}</div>'
-        + figure("In numbers", html_table(_named_rows(summary)))
-        + figure("What was run", html_table(rows)),
+        + figure("In numbers", html_table(_rows(summary)))
+        + figure("What was run", facts_table(rows)),
     )
 
 
 def _rows(summary: dict[str, Any]) -> list[list[str]]:
     rows = [
         [
-            "asked/s",
-            "sent/s",
-            "config",
-            "TTFT mean",
-            "TTFT p90",
-            "TPOT mean",
-            "output tokens/s",
-            "hit rate",
-            "within targets",
+            "configuration",
+            "requests/s\nasked for",
+            "requests/s\nsent",
+            "TTFT\nmean",
+            "TTFT\np90",
+            "TPOT\nmean",
+            "output\ntokens/s",
+            "hit\nrate",
+            "within\ntargets",
             "not complete",
         ]
     ]
     rows.extend(
         [
+            point["config"],
             f"{point['rate']:g}",
             number(point["requests_per_s"]),
-            point["config"],
             seconds(point["ttft_s"]["mean"]),
             seconds(point["ttft_s"]["p90"]),
             seconds(point["tpot_s"]["mean"]),
@@ -80,13 +88,6 @@ def _rows(summary: dict[str, Any]) -> list[list[str]]:
         for point in summary["points"]
     )
     return rows
-
-
-def _named_rows(summary: dict[str, Any]) -> list[list[str]]:
-    """The same, with a first cell that names the row, as the style of pages expects."""
-    (_, sent, _, *head), *rows = _rows(summary)
-    named = [[f"{row[2]}, {row[0]}/s asked", row[1], *row[3:]] for row in rows]
-    return [["", sent, *head], *named]
 
 
 def _basis(summary: dict[str, Any]) -> str:
@@ -102,6 +103,8 @@ def _basis(summary: dict[str, Any]) -> str:
             f" Not reached: {rates} requests/s, because requests of the trace wait for answers to "
             "others; points are drawn at the rate that was sent."
         )
+    if points:
+        told += f" Within targets: {targets(points[0]['goodput'])}."
     lines = max((point["bad_lines"] for point in points), default=0)
     if lines:
         told += f" {lines:,} malformed lines of the trace were skipped."
@@ -112,23 +115,28 @@ def _over_rate(
     points: Sequence[dict[str, Any]],
     names: Sequence[str],
     path: Sequence[str],
-    caption: str,
+    what: str,
     unit: str,
     *,
-    log: bool = False,
+    logarithmic: bool = False,
 ) -> str:
+    """A figure; what is told in per cent is a share of one in the summary."""
+    factor = 100 if unit == "%" else 1
     series: dict[str, Points] = {}
     for name in names:
         series[name] = [
-            (_sent_per_s(point), value)
+            (_sent_per_s(point), factor * value)
             for point in points
             if point["config"] == name and (value := _at(point, path)) is not None
         ]
     known = [value for line in series.values() for _, value in line]
+    caption = f"{what[0].upper()}{what[1:]} over the rate"
+    sent = [_sent_per_s(point) for point in points]
+    y = Axis.over(known, unit=unit, title=what, logarithmic=logarithmic)
     drawing = line_chart(
         series,
-        x=Axis.over([_sent_per_s(point) for point in points], unit="/s"),
-        y=Axis.over(known, unit=unit, logarithmic=log),
+        x=Axis.over(sent, unit="requests/s", title="sent"),
+        y=Axis(low=0, high=100, unit=unit, title=what) if unit == "%" else y,
         label=caption,
         dots=True,
     )

@@ -17,19 +17,28 @@ from rich.table import Table
 
 from sim.engine.profiles import DEFAULT_PROFILE, Profile, profile_named
 from sim.sentences import sentence_of
-from sim.traces.arrival import Arrival, TraceError
+from sim.traces.arrival import Arrival
 from sim.traces.capture import CaptureWriter, Salt
 from sim.traces.formats import FORMATS, open_trace
 from sim.traces.inspection import Inspection, PodCeilings, Pool, Quantiles, inspect
 from sim.traces.mooncake import MooncakeWriter
 from sim.traces.openai_requests import OPENAI
-from sim.traces.reading import ReadOptions, Trace
+from sim.traces.reading import LineFormat, ReadOptions, Trace
 from sim.traces.standard import STANDARD
 from sim.traces.workloads import OpenLoad, Stage, Workload, arrivals
 
 _PODS_MAX: Final = 1000
 _FOREVER_S: Final = 1e9
 _SALT_BYTES: Final = 32
+_ESTIMATES: Final = (
+    *("ceilings.per_pod", "ceilings.one_cache_at_capacity", "ceilings.per_pod_at_capacity"),
+    *("ceilings.affinity_load_max_over_mean", "place"),
+)
+"""Members of what `inspect` finds; all others are counted."""
+_TOKEN_ESTIMATES: Final = (
+    *("prompt_tokens", "output_tokens", "prompt_tokens_total", "output_tokens_total"),
+)
+"""Likewise, where the trace has text instead of tokens."""
 
 
 def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -186,7 +195,7 @@ def _inspect(options: argparse.Namespace, console: Console) -> int:
     pool = Pool(pods=options.pods, profile=profile, kv_tokens=kv_tokens)
     first, stream = _peek(_shown(trace, "Reading", trace.requests_expected))
     if first is None:
-        raise _without_requests(trace)
+        raise trace.without_requests()
     found = inspect(stream, pool, options.seed)
     if options.json:
         document = {
@@ -195,6 +204,7 @@ def _inspect(options: argparse.Namespace, console: Console) -> int:
             "trace": str(options.trace),
             "format": trace.format.name,
             "bad_lines": trace.bad_lines,
+            "estimates": [*_ESTIMATES, *(_TOKEN_ESTIMATES if _token_estimate(trace) else ())],
             "pool": {"pods": pool.pods, "profile": profile.name, "kv_tokens": kv_tokens},
             **msgspec.to_builtins(found),
         }
@@ -239,16 +249,26 @@ def _convert(options: argparse.Namespace, console: Console) -> int:
         extra["seed"] = options.seed
     salt = _salt(options, trace)
     limit = options.limit
-    stream = _shown(
-        islice(trace, limit),
-        "Converting",
-        lambda: min(trace.requests_expected(), limit or sys.maxsize),
+    first, stream = _peek(
+        _shown(
+            islice(trace, limit),
+            "Converting",
+            lambda: min(trace.requests_expected(), limit or sys.maxsize),
+        )
     )
+    if first is None:
+        raise trace.without_requests()
     with _new_file(options.out, replace=options.force) as file:
         if options.to == "mooncake":
             lines = _convert_mooncake(stream, file)
         else:
-            lines = _convert_capture(stream, file, trace, salt)
+            # The header wants the block size of the trace, which the first request shows.
+            writer = CaptureWriter(
+                file,
+                block_tokens=first.block_tokens or 64,
+                source=f"{trace.format.name} trace",
+            )
+            lines = _convert_capture(stream, writer, salt)
     extra |= {"bad_lines": trace.bad_lines, "format": trace.format.name}
     _say_written(console, options, lines, extra)
     _say_problems(console, trace, quiet=options.json)
@@ -264,13 +284,7 @@ def _salt(options: argparse.Namespace, trace: Trace) -> Salt | None:
     return Salt(secrets.token_bytes(_SALT_BYTES)) if trace.format is OPENAI else None
 
 
-def _convert_capture(
-    stream: Iterable[Arrival], file: BinaryIO, trace: Trace, salt: Salt | None
-) -> int:
-    # The header wants the block size of the trace, which the first request shows.
-    first, stream = _peek(stream)
-    block_tokens = first.block_tokens if first is not None and first.block_tokens else 64
-    writer = CaptureWriter(file, block_tokens=block_tokens, source=f"{trace.format.name} trace")
+def _convert_capture(stream: Iterable[Arrival], writer: CaptureWriter, salt: Salt | None) -> int:
     for arrival in stream:
         writer.write_arrival(arrival, salt)
     return writer.lines
@@ -337,12 +351,6 @@ def _say_seed(console: Console, options: argparse.Namespace) -> None:
         console.print(f"seed {options.seed}", highlight=False, markup=False)
 
 
-def _without_requests(trace: Trace) -> TraceError:
-    """Why there are none: the first of the lines that were skipped, if any."""
-    expected = "Expected at least one request"
-    return trace.problems[0] if trace.problems else TraceError(str(trace.path), 0, "", expected)
-
-
 def _say_written(
     console: Console, options: argparse.Namespace, lines: int, extra: dict[str, object]
 ) -> None:
@@ -368,13 +376,22 @@ def _print(console: Console, trace: Trace, pool: Pool, found: Inspection) -> Non
     table = Table(title=f"{trace.path.name} ({trace.format.name})", show_header=False)
     table.add_column(style="bold")
     table.add_column()
+    token_estimate = _token_estimate(trace)
     for name, value in _rows(found):
         table.add_row(name, value)
     console.print(table)
+    console.print(_lengths_table(found, estimated=bool(token_estimate)))
+    if token_estimate:
+        console.print(token_estimate, markup=False, highlight=False)
     console.print(_ceilings_table(pool, found))
+    console.print("What follows from these estimates, by rules of thumb:")
     for sentence in found.place.sentences:
         console.print(sentence, markup=False, highlight=False)
     _say_problems(console, trace, quiet=False)
+
+
+def _token_estimate(trace: Trace) -> str:
+    return trace.format.token_estimate if isinstance(trace.format, LineFormat) else ""
 
 
 def _rows(found: Inspection) -> Iterator[tuple[str, str]]:
@@ -395,9 +412,6 @@ def _rows(found: Inspection) -> Iterator[tuple[str, str]]:
                 f"{found.peak_over_mean:.1f} times the mean"
             ),
         )
-    yield "prompt tokens", _spread(found.prompt_tokens)
-    yield "answer tokens", _spread(found.output_tokens)
-    yield "in all", f"{found.prompt_tokens_total:,} in, {found.output_tokens_total:,} out"
     yield "names", f"{found.models} models, {found.adapters} adapters, {found.sessions} sessions"
     reuse = found.reuse
     if not reuse.references:
@@ -425,20 +439,27 @@ def _figure(value: float) -> str:
     return f"{value:.3g}" if value < 100 else f"{value:,.0f}"
 
 
-def _spread(found: Quantiles) -> str:
-    return (
-        f"mean {found.mean:,.0f}, p50 {found.p50:,.0f}, p90 {found.p90:,.0f}, "
-        f"p99 {found.p99:,.0f}, longest {found.max:,.0f}"
-    )
+def _lengths_table(found: Inspection, *, estimated: bool) -> Table:
+    table = Table("tokens (estimate)" if estimated else "tokens")
+    for heading in ("mean", "p50", "p90", "p99", "longest", "in all"):
+        table.add_column(heading, justify="right")
+
+    def row(name: str, spread: Quantiles, total: int) -> None:
+        values = (spread.mean, spread.p50, spread.p90, spread.p99, spread.max, total)
+        table.add_row(name, *(f"{value:,.0f}" for value in values))
+
+    row("prompt", found.prompt_tokens, found.prompt_tokens_total)
+    row("answer", found.output_tokens, found.output_tokens_total)
+    return table
 
 
 def _ceilings_table(pool: Pool, found: Inspection) -> Table:
     ceilings = found.ceilings
     table = Table(
-        title="Hit ceiling, and what placements reach: shares of prompt tokens",
+        title="Hit ceiling, and estimates for placements: shares of prompt tokens",
         caption="Only one cache with room for all is a bound that no run can beat. The others are "
-        "what requests hit that are placed at random, in turn, or by a hash of the first part of "
-        "their prompt that is not common (affinity); a scheduler may do better.",
+        "estimates: what requests hit that are placed at random, in turn, or by a hash of the "
+        "first part of their prompt that is not common (affinity); a scheduler may do better.",
         caption_justify="left",
     )
     table.add_column("")

@@ -15,6 +15,7 @@ from sim.traces.reading import (
     LineFormat,
     ReadOptions,
     Trace,
+    empty,
     first_lines,
     head,
 )
@@ -29,16 +30,18 @@ FORMATS: Final[tuple[Format, ...]] = (
 def open_trace(path: Path, options: ReadOptions | None = None) -> Trace:
     """A trace to iterate, in the format that was asked for or that its beginning shows.
 
-    Lines before the first that a format knows are malformed ones of it. Raises `TraceError` if no
-    format fits, and `OSError`.
+    Lines before the first that a format knows are malformed ones of it. Raises `TraceError` if
+    nothing is written in it or no format fits, and `OSError`.
     """
     options = options or ReadOptions()
+    first = next((number for number, _ in first_lines(path)), None)
+    if first is None:
+        raise empty(path)
     known = _named(options.format) if options.format else _found(path)
     if known is not None:
         return Trace(path, known, options)
-    line = next((number for number, _ in first_lines(path)), 0)
     names = ", ".join(known.name for known in FORMATS)
-    raise TraceError(str(path), line, "", f"Expected one of the formats {names}")
+    raise TraceError(str(path), first, "", f"Expected one of the formats {names}")
 
 
 def _named(name: str) -> Format | None:

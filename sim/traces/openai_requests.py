@@ -134,4 +134,7 @@ OPENAI: Final = LineFormat(
     says="raw OpenAI request bodies JSONL, bare or under `body` (batch files)",
     recognises=_recognises,
     parser=_parser,
+    token_estimate=f"Prompt tokens are estimated as one for every {BYTES_PER_TOKEN} bytes of text; "
+    "where a line has no count of them, answer tokens are its limit, or "
+    f"{OUTPUT_TOKENS_DEFAULT} without one.",
 )

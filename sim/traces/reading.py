@@ -71,6 +71,8 @@ class LineFormat(Struct, frozen=True, kw_only=True):
     """(first line, options) -> the parser of the others; may raise what a parser raises."""
     has_header: bool = False
     """The first line is no request; it is looked for among the first few."""
+    token_estimate: str = ""
+    """How tokens are estimated, a sentence, where lines have text; "": they have counts."""
 
 
 class DocumentFormat(Struct, frozen=True, kw_only=True):
@@ -100,6 +102,8 @@ class Trace:
         self.bad_lines = 0
         self.problems: list[TraceError] = []
         """The first few bad lines."""
+        self._read = 0
+        """Lines that could have been requests."""
         self._unread: set[int] = set()
         """Indices of bad lines: nobody can wait for their answers."""
 
@@ -110,6 +114,7 @@ class Trace:
         """
         self.bad_lines = 0
         self.problems = []
+        self._read = 0
         self._unread = set()
         origin_s: float | None = None
         for arrival in self._in_order():
@@ -117,6 +122,14 @@ class Trace:
                 origin_s = arrival.time_s
             time_s = arrival.time_s - origin_s
             yield msgspec.structs.replace(arrival, time_s=time_s) if origin_s else arrival
+
+    def without_requests(self) -> TraceError:
+        """Why an iteration to the end gave none: the first of the lines that were skipped, if any."""
+        if self.problems:
+            return self.problems[0]
+        if isinstance(self.format, LineFormat) and not self._read:
+            return empty(self.path)
+        return TraceError(str(self.path), 0, "", "Expected at least one request")
 
     def requests_expected(self) -> int:
         """How many requests an iteration will give: exact for a document, which is read for it.
@@ -194,6 +207,7 @@ class Trace:
                 self._unread.add(index)
                 arrival = None
             index += 1
+            self._read = index
             if arrival is None:
                 continue
             if arrival.after in self._unread:
@@ -262,6 +276,11 @@ def _opened(path: Path) -> Iterator[BinaryIO]:
             yield file
         except (EOFError, zlib.error, gzip.BadGzipFile):
             raise TraceError(str(path), 0, "", "Expected a whole gzip file") from None
+
+
+def empty(path: Path) -> TraceError:
+    """What is said of a file in which nothing is written, or no more than a header."""
+    return TraceError(str(path), 0, "", "The trace is empty, expected at least one request")
 
 
 def head(path: Path) -> bytes:

@@ -1,9 +1,11 @@
 """What comparing the simulator with a recording says, and how a recording's description is read."""
 
+import gzip
 import tomllib
+import zlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, BinaryIO, TypeAlias, TypeVar
 
 import msgspec
 from msgspec import Struct
@@ -99,18 +101,34 @@ def converted(folder: Path, description: dict[str, Any], kind: type[T]) -> T:
         raise TruthError(f"{folder / 'engine.toml'}: {problem}.") from problem
 
 
+def is_there(file: Path) -> bool:
+    """Whether a recording has this file, plain or packed."""
+    return file.is_file() or _packed(file).is_file()
+
+
 def lines_of(file: Path, kind: type[T]) -> Sequence[T]:
-    """A JSON-lines file. Raises TruthError, with the line."""
+    """A JSON-lines file, or the one beside it that ends in .gz. Raises TruthError, with the line."""
     rows: list[T] = []
     try:
-        with file.open("rb") as lines:
+        with _opened(file) as lines:
             for number, line in enumerate(lines, start=1):
                 try:
                     rows.append(msgspec.json.decode(line, type=kind))
                 except msgspec.DecodeError as problem:
                     raise TruthError(f"{file}:{number}: {problem}.") from problem
-    except OSError as problem:
+    except (OSError, EOFError, zlib.error) as problem:
         raise TruthError(f"{file}: {problem}") from problem
     if not rows:
         raise TruthError(f"{file}: expected at least one line.")
     return rows
+
+
+def _packed(file: Path) -> Path:
+    return file.with_name(f"{file.name}.gz")
+
+
+def _opened(file: Path) -> BinaryIO | gzip.GzipFile:
+    packed = _packed(file)
+    if not file.exists() and packed.exists():
+        return gzip.open(packed)
+    return file.open("rb")

@@ -18,7 +18,15 @@ from sim.engine.blocks import BlockPool, Holding
 from sim.engine.engine import Engine, EngineRequest, EngineSettings
 from sim.engine.profiles import DEFAULT_PROFILE, find_profile
 from sim.pods.tokens import encode_ids, hash_chain
-from sim.truth.judgement import Judgement, Told, TruthError, all_of, converted, lines_of
+from sim.truth.judgement import (
+    Judgement,
+    Told,
+    TruthError,
+    all_of,
+    converted,
+    is_there,
+    lines_of,
+)
 
 Event: TypeAlias = tuple[str, list[int]]
 """("stored" or "removed", the hashes of the blocks)."""
@@ -94,7 +102,7 @@ def judge(folder: Path, description: dict[str, Any], told: Told) -> Iterator[Jud
         agreed += request.cached_tokens == row.cached_tokens
     yield all_of(folder.name, "requests with the recorded cached_tokens", len(recorded), agreed)
     events = folder / "kv_events.jsonl"
-    if events.exists():
+    if is_there(events):
         expected = list(recorded_events(events, shape.block_size_tokens))
         same = sum(ours == theirs for ours, theirs in zip(pool.events, expected, strict=False))
         # Events too many are as wrong as events too few.

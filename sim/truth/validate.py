@@ -1,7 +1,9 @@
 """`sim validate`: the simulator against every recording there is, and how far off it may be.
 
 A recording is a folder with an `engine.toml` of which `kind` names a module of `sim/truth`; new
-recordings of a known kind need no code.
+recordings of a known kind need no code. Two come with the simulator, in `sim/truth/recordings`:
+what we recorded ourselves, and a table that was published. Those of other projects do not; a run
+that goes without them says what they are and where they are looked for.
 
 Exit codes: 0 all within the tolerances, 1 not, or a recording cannot be read, 2 none was found,
 130 interrupted: the recordings that were done by then are told.
@@ -10,7 +12,7 @@ Exit codes: 0 all within the tolerances, 1 not, or a recording cannot be read, 2
 import argparse
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, NoReturn
 
@@ -41,6 +43,11 @@ KINDS: Final[Mapping[str, Kind]] = {
 }
 """In the order in which they are run: the quick ones first."""
 
+RECORDINGS: Final = Path(__file__).with_name("recordings")
+"""What comes with the simulator."""
+ELSEWHERE: Final = ("rtx4090-llama-3.1-8b", "rtxpro6000-llama-3.1-8b")
+"""Recordings that README's figures rest on too, and that are not ours to hand out."""
+
 _NOT_JUDGED: Final = "not judged"
 _HEADINGS: Final = ("truth", "what", "recorded", "simulated", "error", "tolerance", "")
 
@@ -59,7 +66,8 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         action="append",
         metavar="DIR",
         help="a recording, or a folder of recordings; repeatable "
-        "(default: $HOMING_SHARED/truth, else ../shared/truth)",
+        "(default: those that come with it, and those in $HOMING_SHARED/truth, else "
+        "../shared/truth)",
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the judgements there")
     parser.set_defaults(run=run)
@@ -67,11 +75,14 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
 
 def run(options: argparse.Namespace) -> int:
     """The command."""
-    roots: list[Path] = options.truth or [_default_root()]
+    roots: list[Path] = options.truth or _shared_roots()
     folders = sorted({folder for root in roots for folder in folders_in(root)})
-    if not folders:
+    if roots and not folders:
         places = ", ".join(str(root) for root in roots)
         return _fail(f"No recording in {places}; expected folders with an engine.toml.", code=2)
+    if not options.truth:
+        found = {folder.name for folder in folders}
+        folders += [folder for folder in folders_in(RECORDINGS) if folder.name not in found]
     findings = Findings()
     try:
         with interrupts_call(_interrupt):
@@ -80,6 +91,8 @@ def run(options: argparse.Namespace) -> int:
         # What is left to do is to tell what is done.
         pass
     _print_table(findings.judgements)
+    if not options.truth:
+        _say_missing({folder.name for folder in folders})
     for sentence in findings.problems:
         _fail(sentence, code=1)
     complete = findings.done == len(folders)
@@ -182,9 +195,24 @@ def as_json(findings: Findings, *, complete: bool) -> bytes:
     return msgspec.json.format(msgspec.json.encode(document)) + b"\n"
 
 
-def _default_root() -> Path:
+def _shared_roots() -> list[Path]:
+    """Where recordings may be besides those that come with the simulator; [] if nowhere."""
     shared = os.environ.get("HOMING_SHARED")
-    return (Path(shared) if shared else Path("../shared")) / "truth"
+    if shared:
+        return [Path(shared) / "truth"]
+    beside = Path("../shared/truth")
+    return [beside] if beside.is_dir() else []
+
+
+def _say_missing(found: Collection[str]) -> None:
+    missing = [name for name in ELSEWHERE if name not in found]
+    if missing:
+        sys.stdout.write(
+            f"Not run: {' and '.join(missing)}, runs of GPUs that casys-kaist/LLMServingSim "
+            "published. They do not come with sim: with engine.toml, requests.jsonl and "
+            "kernels_*.csv as sim/truth/latency.py describes them, they are found in "
+            "$HOMING_SHARED/truth, in ../shared/truth, or where --truth says.\n"
+        )
 
 
 def _print_table(judgements: Sequence[Judgement]) -> None:

@@ -4,7 +4,9 @@ import asyncio
 import contextlib
 import json
 import os
+import re
 import signal
+import subprocess
 import sys
 import uuid
 from pathlib import Path
@@ -15,6 +17,7 @@ from rich.console import Console
 from sim.demo import arm as demo_arm
 from sim.demo import command as demo
 from sim.demo.client import RequestOutcome
+from sim.demo.report import SCHEMA, ArmSummary, Summary
 
 MARK = "HOMING_DEMO_TEST"
 SHORT = ["--seconds", "1.5", "--turns-max", "2", "--seed", "3"]
@@ -52,6 +55,38 @@ async def running_demo(*arguments, cwd):
         if process.returncode is None:
             process.kill()
         await process.communicate()
+
+
+def test_make_runs_a_module_that_does_something():
+    """The one that the Makefile names, as a page names it for running the same again."""
+    root = Path(demo.__file__).parents[2]
+    recipe = (root / "Makefile").read_text()
+    module = re.search(r"^demo:.*\n\t@\$\(BIN\)/python (-m \S+)$", recipe, re.MULTILINE)[1]
+    done = subprocess.run(
+        [sys.executable, *module.split(), "--help"], capture_output=True, text=True, cwd=root,
+        check=True,
+    )  # fmt: skip
+    assert done.stdout.startswith(f"usage: python {module} ")
+    told = dict(demo._conditions(demo._parse([]), ()))
+    assert told["Again"] == f"python {module} --seed 1"
+
+
+def test_the_figures_of_the_table_stand_under_each_other():
+    """To the right, as numbers do."""
+    counts = (({"p50": 224.0, "p90": 1669.0}, 0.583), ({"p50": 23.0, "p90": 80.0}, 0.089))
+    arms = {
+        name: ArmSummary(
+            requests=4, errors=0, ttft_ms=ttft_ms, prefix_hit_rate=rate, requests_per_pod=[2, 2]
+        )
+        for name, (ttft_ms, rate) in zip(("round_robin", "homing"), counts, strict=True)
+    }
+    console = Console(record=True, width=100)
+    console.print(demo._table(Summary(schema=SCHEMA, seed=1, arms=arms)))
+    rows = [line for line in console.export_text().splitlines() if line.startswith("│")]
+    assert [row.split("│")[1:-2] for row in rows] == [
+        [" Round robin ", "   224 ms ", " 1,669 ms ", "       58.3% ", "            2 2 "],
+        [" Homing      ", "    23 ms ", "    80 ms ", "        8.9% ", "            2 2 "],
+    ]
 
 
 @needs_envoy

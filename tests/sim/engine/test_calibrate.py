@@ -1,6 +1,8 @@
 """`sim calibrate`: what is measured on an engine of known constants gives those constants."""
 
 import math
+import re
+import shlex
 
 import msgspec
 import pytest
@@ -104,6 +106,26 @@ def test_the_command_writes_a_profile_that_can_be_used(tmp_path, exact, capsys):
     printed = capsys.readouterr().err
     assert "TTFT of 8192 tokens" in printed
     assert "%" in printed
+
+
+def test_the_example_of_the_help_works_as_it_is_printed(tmp_path, monkeypatch, capsys):
+    """Its points give a profile without a residual that matters, and its commands run."""
+    with pytest.raises(SystemExit):
+        main(["calibrate", "--help"])
+    points, commands = re.findall(r"(?:^    .+\n)+", capsys.readouterr().out, re.MULTILINE)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "points.toml").write_text(points)
+    generate = "sim trace generate rag --requests 5 --out trace"
+    calls = [generate, *commands.replace("TRACE", "trace").splitlines()]
+    for call in calls:
+        command, *arguments = shlex.split(call)
+        assert command == "sim"
+        assert main(arguments) == 0, call
+    assert find_profile("my-card.toml").kv_tokens == 120_000
+    worst = re.search(
+        r"Worst residual of 7 points: ([\d.]+)%", (tmp_path / "my-card.toml").read_text()
+    )
+    assert float(worst[1]) < 10
 
 
 @pytest.mark.parametrize(

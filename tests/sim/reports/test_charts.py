@@ -44,7 +44,7 @@ def test_a_distribution_says_what_its_axes_measure():
 def test_text_is_large_enough_where_a_chart_is_shown(size, place, around):
     """Also in the narrowest column that the page makes of it; a whole row is wider than that."""
     text_px = float(re.search(r"svg text { font-size: ([\d.]+)px", STYLE)[1])
-    column_px = float(re.search(rf"\.{place} {{[^}}]*minmax\(([\d.]+)px", STYLE)[1])
+    column_px = float(re.search(rf"\.{place} {{[^}}]*minmax\(min\(([\d.]+)px", STYLE)[1])
     assert text_px * (column_px - around) / size.width >= TEXT_PX_MIN
     axis = Axis.over([1.0, 5.0])
     drawn = line_chart({"": [(1.0, 1.0), (5.0, 5.0)]}, x=axis, y=axis, label="", size=size)

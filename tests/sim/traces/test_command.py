@@ -37,6 +37,38 @@ def test_inspect_calls_only_what_no_run_can_beat_a_bound(mooncake, capsys):
     assert "(affinity); a scheduler may do better" in text
 
 
+def test_inspect_calls_estimates_by_their_name(mooncake, capsys):
+    """What placements reach, GPU time, and what follows from them; not what the trace says."""
+    assert run("inspect", mooncake) == 0
+    text = " ".join(capsys.readouterr().out.split())
+    for told in (
+        "estimates for placements", "The others are estimates:", "GPU time (estimate)",
+        "What follows from these estimates, by rules of thumb: The working set fits",
+    ):  # fmt: skip
+        assert told in text
+    assert "tokens (estimate)" not in text
+    assert "prompt │ 1,100 │ 1,100 │ 1,100 │ 1,100 │ 1,100 │ 22,000" in text
+    assert run("inspect", mooncake, "--json") == 0
+    document = json.loads(capsys.readouterr().out)
+    assert "prompt_tokens" not in document["estimates"]
+    for path in document["estimates"]:
+        found = document
+        for name in path.split("."):
+            found = found[name]
+
+
+def test_inspect_calls_tokens_that_were_not_counted_estimates(tmp_path, capsys):
+    """Of raw requests: by the bytes of the prompt, and by the limit of the answer."""
+    raw = tmp_path / "raw.jsonl"
+    raw.write_text('{"model": "m", "prompt": "%s"}\n' % ("word " * 80))
+    assert run("inspect", raw) == 0
+    text = " ".join(capsys.readouterr().out.split())
+    assert "tokens (estimate)" in text
+    assert "Prompt tokens are estimated as one for every 4 bytes of text" in text
+    assert run("inspect", raw, "--json") == 0
+    assert "prompt_tokens" in json.loads(capsys.readouterr().out)["estimates"]
+
+
 def test_inspect_of_requests_at_one_instant_has_no_rate(tmp_path, capsys):
     """No number is divided by no time."""
     path = tmp_path / "instant.jsonl"
@@ -177,7 +209,10 @@ def test_raw_requests_leave_no_text_in_a_capture(tmp_path):
         (("generate", "rag", "--out", "{missing}/out"), "none/out: No such file or directory"),
         (("generate", "rag", "--out", "{folder}", "--force"), "{folder}: Is a directory"),
         (("inspect", "{worse}", "--format", "mooncake", "--skip-bad"), "worse.jsonl:1: JSON is"),
-        (("inspect", "{empty}", "--format", "mooncake"), "empty: Expected at least one request"),
+        (
+            ("inspect", "{empty}", "--format", "mooncake"),
+            "empty: The trace is empty, expected at least",
+        ),
     ],
 )
 def test_what_cannot_be_done_is_said_in_a_sentence(mooncake, tmp_path, capsys, arguments, problem):
@@ -196,6 +231,17 @@ def test_what_cannot_be_done_is_said_in_a_sentence(mooncake, tmp_path, capsys, a
     assert problem.format(**places) in capsys.readouterr().err
     assert mooncake.read_bytes() == before
     assert sorted(path.name for path in tmp_path.iterdir()) == names
+
+
+def test_convert_of_an_empty_trace_writes_nothing(tmp_path, capsys):
+    """A capture without requests would be no more use than the trace."""
+    trace, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    trace.write_text('{"format": "homing-capture", "version": 1}\n')
+    assert run("convert", trace, out, "--to", "capture") == 1
+    assert capsys.readouterr().err == (
+        f"sim: {trace}: The trace is empty, expected at least one request\n"
+    )
+    assert not out.exists()
 
 
 @pytest.mark.parametrize("option", ["--burstiness", "--duration"])

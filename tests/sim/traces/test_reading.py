@@ -80,6 +80,37 @@ def test_bailian_turns_belong_to_the_session_of_their_root(trace_of):
     ]
 
 
+NOTHING = [
+    (b"", ""), (b"\n \n\r\n", ""), (gzip.compress(b""), ""), (b"", "azure"), (b"\n", "inference-perf"),
+]  # fmt: skip
+HEADERS = [AZURE, BURSTGPT, '{"format": "homing-capture", "version": 1}\n\n']
+
+
+@pytest.mark.parametrize(("text", "name"), NOTHING)
+def test_a_file_with_nothing_in_it_is_called_empty(trace_of, text, name):
+    """Not of an unknown format: there is nothing to know one by. Nor is it bad YAML."""
+    with pytest.raises(TraceError, match="trace: The trace is empty, expected at least one"):
+        trace_of(text, format=name)
+
+
+@pytest.mark.parametrize("text", HEADERS)
+def test_a_header_alone_is_an_empty_trace(trace_of, text):
+    """It is of its format, and has no requests."""
+    trace = trace_of(text)
+    assert list(trace) == []
+    assert "The trace is empty" in str(trace.without_requests())
+
+
+def test_lines_of_which_none_was_a_request_are_no_empty_trace(trace_of):
+    """Requests that all failed, or lines that were all skipped: the first of these is named."""
+    failed = trace_of(BURSTGPT + "45,GPT-4,9,0,9,API log\n")
+    assert list(failed) == []
+    assert str(failed.without_requests()).endswith("trace: Expected at least one request")
+    bad = trace_of(AZURE + "yesterday,1,1\n", skip_bad=True)
+    assert list(bad) == []
+    assert "trace:2: TIMESTAMP" in str(bad.without_requests())
+
+
 BAD_LINES = [
     (MOONCAKE % (0, 1, 2) + "\n{", 2, "", "Input data was truncated"),
     (MOONCAKE % (0, 1, 2) + "\n\n" + MOONCAKE % (0, 1, -2), 3, "hash_ids[1]", ">= 0"),
@@ -226,7 +257,7 @@ def test_a_trace_must_be_a_file(tmp_path):
         open_trace(path)
 
 
-@pytest.mark.parametrize("text", ["", "hello\n", '{"a": 1}\n'])
+@pytest.mark.parametrize("text", ["hello\n", '{"a": 1}\n'])
 def test_an_unknown_format_is_refused_with_the_known_ones(trace_of, text):
     """And a format can be forced."""
     with pytest.raises(TraceError, match="Expected one of the formats capture, mooncake"):

@@ -1,10 +1,9 @@
-"""The engine against the recording of a real vLLM 0.32.0 (shared/truth/vllm-0.32-cpu)."""
+"""The engine against the recording of a real vLLM 0.32.0 that comes with the simulator."""
 
+import gzip
 import json
-import os
 import re
 import tomllib
-from pathlib import Path
 
 import pytest
 
@@ -12,6 +11,7 @@ from sim.engine.engine import Engine, EngineRequest, EngineSettings
 from sim.engine.profiles import DEFAULT_PROFILE, find_profile
 from sim.pods.exposition import MetricsPage
 from sim.pods.tokens import encode_ids, hash_chain
+from sim.truth import validate
 from sim.truth.prefix_cache import WatchedPool, recorded_events
 
 MAX_MODEL_LEN_TOKENS = 4096
@@ -20,12 +20,13 @@ MAX_MODEL_LEN_TOKENS = 4096
 
 @pytest.fixture(scope="module")
 def truth():
-    """The folder of the recording, or a skip that says where it was looked for."""
-    root = Path(os.environ.get("HOMING_SHARED", Path(__file__).parents[3].parent / "shared"))
-    folder = root / "truth" / "vllm-0.32-cpu"
-    if not folder.is_dir():
-        pytest.skip(f"the recorded truth is not at {folder} (set HOMING_SHARED)")
-    return folder
+    """The folder of the recording."""
+    return validate.RECORDINGS / "vllm-0.32-cpu"
+
+
+def text_of(file):
+    """What a packed file of the recording holds."""
+    return gzip.decompress(file.with_name(f"{file.name}.gz").read_bytes()).decode()
 
 
 class Replay:
@@ -44,7 +45,7 @@ class Replay:
         page = MetricsPage(
             model="tiny", settings=settings, max_model_len_tokens=MAX_MODEL_LEN_TOKENS
         )
-        lines = (truth / "sequential.jsonl").read_text().splitlines()
+        lines = text_of(truth / "sequential.jsonl").splitlines()
         self.recorded = [json.loads(line) for line in lines]
         self.requests = []
         now = 0.0
@@ -96,7 +97,7 @@ def test_the_page_has_the_lines_of_the_real_page(truth, replay):
     def shape(page):
         return [line if line.startswith("#") else values.sub("", line) for line in vllm_lines(page)]
 
-    assert shape(replay.page) == shape((truth / "metrics.txt").read_text())
+    assert shape(replay.page) == shape(text_of(truth / "metrics.txt"))
 
 
 def test_what_does_not_depend_on_time_has_the_real_values(truth, replay):
@@ -112,7 +113,7 @@ def test_what_does_not_depend_on_time_has_the_real_values(truth, replay):
     def without_config(lines):
         return [line for line in lines if not line.startswith("vllm:cache_config_info")]
 
-    real = counted((truth / "metrics.txt").read_text())
+    real = counted(text_of(truth / "metrics.txt"))
     assert len(real) > 100
     assert without_config(counted(replay.page)) == without_config(real)
 
@@ -124,7 +125,7 @@ def test_the_cache_configuration_has_the_real_labels(truth, replay):
         line = next(line for line in page.splitlines() if line.startswith("vllm:cache_config_info"))
         return dict(re.findall(r'(\w+)="([^"]*)"', line))
 
-    real, ours = labels((truth / "metrics.txt").read_text()), labels(replay.page)
+    real, ours = labels(text_of(truth / "metrics.txt")), labels(replay.page)
     assert list(ours) == list(real)
     for name in ("block_size", "num_gpu_blocks", "kv_cache_size_tokens", "enable_prefix_caching"):
         assert ours[name] == real[name]

@@ -1,5 +1,6 @@
 """`sim validate`: passes on the recordings, fails on what is off, and says what it cannot read."""
 
+import gzip
 import json
 import shutil
 
@@ -9,7 +10,7 @@ import pytest
 from sim.__main__ import main
 from sim.engine.least_squares import bounded_least_squares
 from sim.engine.profiles import find_profile
-from sim.truth import ladder, latency
+from sim.truth import ladder, latency, validate
 from sim.truth.judgement import converted, described
 from tests.sim.terminal import on_a_terminal
 
@@ -40,9 +41,12 @@ def validated(tmp_path, *folders):
     ],
 )
 @pytest.mark.timeout(400)
-def test_the_simulator_agrees_with_the_recording(shared_data, tmp_path, capsys, name, judged):
+def test_the_simulator_agrees_with_the_recording(request, tmp_path, capsys, name, judged):
     """Every judged number is within its tolerance, and all of them are printed."""
-    code, document = validated(tmp_path, shared_data / "truth" / name)
+    folder = validate.RECORDINGS / name
+    if name in validate.ELSEWHERE:
+        folder = request.getfixturevalue("shared_data") / "truth" / name
+    code, document = validated(tmp_path, folder)
     printed = capsys.readouterr().out
     print(printed)
     rows = document["judgements"]
@@ -58,6 +62,70 @@ def test_the_simulator_agrees_with_the_recording(shared_data, tmp_path, capsys, 
     unjudged = sum(row["tolerance"] is None for row in rows) - len(constants)
     assert sum(line.endswith("  not judged") for line in lines) == unjudged
     assert ("not judged: no tolerance is promised" in printed) == bool(unjudged)
+
+
+def test_what_comes_with_the_simulator_is_what_was_recorded(shared_data):
+    """Byte for byte once it is unpacked, and below a megabyte in all."""
+    files = [file for file in validate.RECORDINGS.rglob("*") if file.is_file()]
+    assert sum(file.stat().st_size for file in files) < 1_000_000
+    for file in files:
+        was = shared_data / "truth" / file.relative_to(validate.RECORDINGS)
+        if file.suffix == ".gz":
+            assert gzip.decompress(file.read_bytes()) == was.with_suffix("").read_bytes()
+        elif file.name == "engine.toml":
+            assert described(file.parent) == described(was.parent)
+        else:
+            assert file.read_bytes() == was.read_bytes()
+
+
+@pytest.fixture
+def from_a_clone(tmp_path, monkeypatch):
+    """A folder with nothing beside it; of what comes with the simulator only what is quick."""
+    monkeypatch.delenv("HOMING_SHARED", raising=False)
+    clone, recordings = tmp_path / "clone", tmp_path / "recordings"
+    clone.mkdir()
+    shutil.copytree(validate.RECORDINGS / "vllm-0.32-cpu", recordings / "vllm-0.32-cpu")
+    monkeypatch.setattr(validate, "RECORDINGS", recordings)
+    monkeypatch.chdir(clone)
+    return clone
+
+
+def test_a_clone_has_recordings_to_be_judged_by(from_a_clone, capsys):
+    """It passes, and one sentence says what was not run and where that would be found."""
+    assert main(["validate"]) == 0
+    printed = capsys.readouterr().out
+    assert printed.count("  ok\n") == 2
+    (sentence,) = [line for line in printed.splitlines() if line.startswith("Not run: ")]
+    for told in (*validate.ELSEWHERE, "$HOMING_SHARED/truth", "../shared/truth", "--truth"):
+        assert told in sentence
+
+
+def test_recordings_beside_the_clone_are_judged_too(from_a_clone, recording, capsys):
+    """One by a name that comes with the simulator stands in for it, and is not run twice."""
+    shared = from_a_clone.parent / "shared" / "truth"
+    for name in (*validate.ELSEWHERE, "vllm-0.32-cpu"):
+        shutil.copytree(recording, shared / name)
+    assert main(["validate"]) == 0
+    printed = capsys.readouterr().out
+    assert "Not run" not in printed
+    assert "cached_tokens" not in printed
+    assert len({line.split()[0] for line in printed.splitlines()[1:-1]}) == 3
+
+
+def test_a_shared_folder_that_holds_nothing_is_no_success(from_a_clone, monkeypatch, capsys):
+    """It was named, so that it is not passed over for what comes with the simulator."""
+    monkeypatch.setenv("HOMING_SHARED", str(from_a_clone))
+    assert main(["validate"]) == 2
+    said = f"sim: No recording in {from_a_clone / 'truth'}; expected folders with an engine.toml.\n"
+    assert capsys.readouterr().err == said
+
+
+def test_a_packed_recording_that_is_cut_short_is_named(from_a_clone, capsys):
+    """As any other that cannot be read."""
+    file = validate.RECORDINGS / "vllm-0.32-cpu" / "sequential.jsonl.gz"
+    file.write_bytes(file.read_bytes()[:5_000])
+    assert main(["validate"]) == 1
+    assert "sequential.jsonl: Compressed file ended" in capsys.readouterr().err
 
 
 @pytest.fixture

@@ -23,6 +23,7 @@ from epp.shell.engines.page_client import BadResponseError, PageClient
 INTERVAL_S_MIN: Final = REFRESH_MIN_S
 INTERVAL_S_PER_ENDPOINT: Final = REFRESH_PER_ENDPOINT_S
 JITTER: Final = 0.1
+BACKOFF_S_MAX: Final = 1.0
 
 
 def interval_s_by_pool(endpoints: int) -> Seconds:
@@ -99,7 +100,7 @@ class Scraper:
         scraped: Callable[[Seconds], None] = lambda _: None,
         interval_s: Callable[[int], Seconds] = interval_s_by_pool,
         timeout_s: Seconds = 1.0,
-        backoff_s_max: Seconds = 1.0,
+        backoff_s_max: Seconds = BACKOFF_S_MAX,
         concurrency_max: int = 256,
         page_bytes_max: int = 4 * 1024 * 1024,
         clock: Callable[[], Seconds] = time.thread_time,

@@ -1,10 +1,12 @@
 """What sessions and streams tell, as metrics and log lines. The only reader of the clock for it."""
 
 import time
+from collections.abc import Callable
 
 import structlog
 
 from epp.core.knowledge.inflight import Outcome
+from epp.core.knowledge.pool import UPSTREAM_FAILURES
 from epp.core.protocol.session import Exchange
 from epp.core.types import Endpoint, Refusal, Seconds
 from epp.shell.operators.debug_pages import RecentDecisions
@@ -22,11 +24,15 @@ class Observation:
         telemetry: Telemetry,
         decisions: DecisionLog,
         recent: RecentDecisions | None = None,
+        answered: Callable[[Endpoint], None] = lambda _: None,
     ) -> None:
-        """`recent`: keeps the last decisions and refusals for who debugs."""
+        """`recent`: keeps the last decisions and refusals for who debugs. `answered` is told of each
+        endpoint that has just served a request.
+        """
         self._telemetry = telemetry
         self._decisions = decisions
         self._recent = recent
+        self._answered = answered
 
     def decided(self, exchange: Exchange) -> None:
         decision = exchange.decision
@@ -62,6 +68,8 @@ class Observation:
         if exchange.response_started_at_s is not None:
             elapsed_s = exchange.response_started_at_s - exchange.started_at_s
             self._telemetry.response_started(elapsed_s=elapsed_s)
+        if exchange.decision is not None and exchange.status not in {None, *UPSTREAM_FAILURES}:
+            self._answered(exchange.decision.endpoint)
 
     def completed(self, exchange: Exchange, outcome: Outcome, now: Seconds) -> None:
         decision, usage = exchange.decision, exchange.usage

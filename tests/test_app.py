@@ -466,6 +466,14 @@ async def test_pods_that_die_are_left_and_used_again_when_they_are_back(three_po
         await until(lambda: found({a.address, b.address}), "the idle pods to be used again")
 
 
+@pytest.mark.parametrize(("threshold", "backoff_s_max"), [("500ms", 0.25), ("1h", 1.0)])
+async def test_no_back_off_makes_metrics_stale(threshold, backoff_s_max, tmp_path):
+    """There are two tries within the staleness threshold, however short, and one a second at least."""
+    given, _ = arguments_for(tmp_path, TWO)
+    flags = parse_serve([*given, f"--metrics-staleness-threshold={threshold}"], {})
+    assert EndpointPicker(flags)._scraper._backoff_s_max == backoff_s_max
+
+
 async def test_three_of_four_pods_die_and_return_and_each_is_told_of_once(tmp_path):
     """Unreachable within three scrapes of the fourth, ready again within three, and then all four
     get traffic.

@@ -22,6 +22,7 @@ NAMES = (
     "index",
     "process",
     "scrape",
+    "hostile_pages",
     "reload",
     "replay",
     "million",

@@ -22,7 +22,7 @@ from epp.core.decision.scheduler import Scheduler, SchedulerSettings
 from epp.core.protocol.budget import BodyBudget
 from epp.core.protocol.session import SessionSettings
 from epp.core.types import Endpoint, EndpointMetrics
-from epp.shell.engines.scrape import Scraper
+from epp.shell.engines.scrape import BACKOFF_S_MAX, ScrapeFailure, Scraper
 from epp.shell.engines.sources import page_reader, scraped_from
 from epp.shell.files.endpoints_file import EndpointsFileError, load_endpoints
 from epp.shell.files.memory import MemoryReturn, malloc_trim, memory_limit_bytes
@@ -38,6 +38,7 @@ from epp.shell.operators.logs import DecisionLog, configure_logging
 from epp.shell.operators.metrics_server import MetricsServer
 from epp.shell.operators.observation import Observation
 from epp.shell.operators.snapshot import pool_snapshot
+from epp.shell.operators.standings_log import StandingsLog
 from epp.shell.operators.telemetry import PoolSnapshot, Telemetry
 from epp.shell.starting import StartError, cannot_listen
 
@@ -127,7 +128,22 @@ class EndpointPicker:
         self._debug = DebugPages(
             self.scheduler, recent, lambda: (self.live.config, self.live.generation)
         )
-        self.observation = Observation(self.telemetry, decisions, recent)
+        self._scraper = Scraper(
+            self._observe,
+            self._scrape_failed,
+            scraped=lambda elapsed_s: self.telemetry.scraped(elapsed_s=elapsed_s),
+            reader=page_reader(self.live.config.metrics.extractor),
+            seed=seed,
+            interval_s=flags.refresh_interval_s,
+            # Two tries before metrics are stale.
+            backoff_s_max=min(BACKOFF_S_MAX, flags.metrics_staleness_threshold / 2),
+        )
+        self.observation = Observation(
+            self.telemetry,
+            decisions,
+            recent,
+            answered=self._scraper.answered,
+        )
         self.bodies = BodyBudget(flags.held_body_bytes_max(memory_limit_bytes()))
         self.sessions = Sessions(
             self.scheduler,
@@ -145,13 +161,10 @@ class EndpointPicker:
         self.ext_proc = ExtProcServer(self.sessions.open, self.observation)
         self.health = Health()
         self._gateway = GatewayService(flags, self.ext_proc, self.health, self.observation)
-        self._scraper = Scraper(
-            self._observe,
-            self._scrape_failed,
-            scraped=lambda elapsed_s: self.telemetry.scraped(elapsed_s=elapsed_s),
-            reader=page_reader(self.live.config.metrics.extractor),
-            seed=seed,
-            interval_s=flags.refresh_interval_s,
+        self._standings = StandingsLog(
+            self.scheduler,
+            self._scraper.problem_of,
+            staleness_s=flags.metrics_staleness_threshold,
         )
         self._replace(self._found)
         self._count_configured(settings)
@@ -212,6 +225,7 @@ class EndpointPicker:
             "tick": self._tick(),
             "memory": MemoryReturn(lambda: self.bodies.held_bytes, trim=malloc_trim()).run(),
             "scrape": self._scraper.run(),
+            "standings": self._standings.run(),
             "endpoints": (self._cluster or self._endpoints_watcher).run(),
             **self._gateway.loops(),
         }
@@ -343,8 +357,11 @@ class EndpointPicker:
         if slot is not None:
             self.scheduler.observe(slot, metrics, time.monotonic())
 
-    def _scrape_failed(self, endpoint: Endpoint, kind: str, sentence: str) -> None:
+    def _scrape_failed(self, endpoint: Endpoint, kind: ScrapeFailure, sentence: str) -> None:
         self.telemetry.scrape_failed(kind)
+        slot = self.scheduler.pool.slot_of(endpoint)
+        if slot is not None:
+            self.scheduler.observe_failure(slot, answered=kind.answered)
         _log.debug("scrape failed", endpoint=endpoint.name, kind=kind, problem=sentence)
 
     def _snapshot(self) -> PoolSnapshot:

@@ -20,6 +20,7 @@ from grpc_health.v1 import health_pb2
 from epp.app import EndpointPicker, StartError, loop_factory
 from epp.configuration.flags import parse_serve
 from epp.core.types import EndpointMetrics
+from epp.shell.engines.scrape import Scraper
 from tests import gateway as gw
 from tests.envoy.rig import free_ports, until
 from tests.streams import Call, channel_to
@@ -386,6 +387,7 @@ class PodPage:
         self.name = name
         self.waiting = 0
         self.started = 1.0
+        self.more = ""
         self.paths = []
         (self.port,) = free_ports(1)
         self._server = None
@@ -406,7 +408,7 @@ class PodPage:
         return web.Response(
             text=f"vllm:num_requests_waiting {self.waiting}\n"
             "vllm:num_requests_running 0\nvllm:kv_cache_usage_perc 0\n"
-            f"process_start_time_seconds {self.started}\n"
+            f"process_start_time_seconds {self.started}\n{self.more}"
         )
 
     @property
@@ -418,14 +420,20 @@ class PodPage:
         return f"127.0.0.1:{self.port}"
 
 
-@pytest.fixture
-async def three_pods():
-    pods = [PodPage(name) for name in "abc"]
+@asynccontextmanager
+async def pod_pages(names):
+    pods = [PodPage(name) for name in names]
     for pod in pods:
         await pod.start()
     yield pods
     for pod in pods:
         await pod.stop()
+
+
+@pytest.fixture
+async def three_pods():
+    async with pod_pages("abc") as pods:
+        yield pods
 
 
 async def test_pods_that_die_are_left_and_used_again_when_they_are_back(three_pods, tmp_path):
@@ -456,6 +464,75 @@ async def test_pods_that_die_are_left_and_used_again_when_they_are_back(three_po
         assert running.metric("scrape_duration_seconds_count") > 0
         await asyncio.gather(a.start(), b.start())
         await until(lambda: found({a.address, b.address}), "the idle pods to be used again")
+
+
+@pytest.mark.parametrize(("threshold", "backoff_s_max"), [("500ms", 0.25), ("1h", 1.0)])
+async def test_no_back_off_makes_metrics_stale(threshold, backoff_s_max, tmp_path):
+    """There are two tries within the staleness threshold, however short, and one a second at least."""
+    given, _ = arguments_for(tmp_path, TWO)
+    flags = parse_serve([*given, f"--metrics-staleness-threshold={threshold}"], {})
+    assert EndpointPicker(flags)._scraper._backoff_s_max == backoff_s_max
+
+
+async def test_three_of_four_pods_die_and_return_and_each_is_told_of_once(tmp_path):
+    """Unreachable within three scrapes of the fourth, ready again within three, and then all four
+    get traffic.
+    """
+    async with (
+        pod_pages("abcd") as pods,
+        serving(tmp_path, [pod.entry for pod in pods]) as running,
+    ):
+        *gone, left = pods
+
+        def standings():
+            told = running.scheduler.standings(time.monotonic())
+            return [str(standing) for standing in told.values()]
+
+        async def became(expected, ready, what):
+            scrapes = len(left.paths)
+            await until(lambda: standings() == expected, what)
+            assert len(left.paths) - scrapes <= 3
+            assert running.metric("ready_endpoints", name="") == ready
+
+        await until(lambda: standings() == ["ready"] * 4, "four ready pods")
+        await asyncio.gather(*(pod.stop() for pod in gone))
+        await became(["unreachable"] * 3 + ["ready"], 1, "three unreachable pods")
+        assert {await running.pick(gw.prompt(f"one {n}")) for n in range(4)} == {left.address}
+        await until(lambda: len(running.logged("endpoint is unreachable")) == 3, "three lines")
+        await asyncio.gather(*(pod.start() for pod in gone))
+        await became(["ready"] * 4, 4, "four ready pods")
+        found = {await running.pick(gw.prompt(f"two {n}")) for n in range(40)}
+        assert found == {pod.address for pod in pods}
+        await until(lambda: len(running.logged("endpoint is ready again")) == 3, "three lines")
+    for line in running.logged("endpoint is unreachable"):
+        assert (line["log_level"], line["kind"], line["was"]) == ("info", "refused", "ready")
+        assert "cannot be reached" in line["problem"]
+    lines = [line for line in running.lines if line["event"].startswith("endpoint is")]
+    assert sorted(line["endpoint"] for line in lines) == sorted("aabbcc")
+
+
+async def test_the_scraper_is_told_of_each_endpoint_that_serves(three_pods, tmp_path, monkeypatch):
+    """A response is a sign of life, for which a scrape that backs off must not wait."""
+    answered = []
+    monkeypatch.setattr(Scraper, "answered", lambda self, endpoint: answered.append(endpoint.name))
+    a, *_ = three_pods
+    async with serving(tmp_path, [a.entry]) as running:
+        await until(lambda: running.metric("ready_endpoints", name="") == 1, "the pod")
+        await running.pick()
+    assert answered == ["a"]
+
+
+async def test_a_page_beyond_all_limits_neither_ends_nor_stops_the_picker(three_pods, tmp_path):
+    """It is a failed scrape of its endpoint; what no column can hold is not known."""
+    a, b, c = three_pods
+    a.more = "vllm:num_requests_waiting 1\n" * 20_000
+    b.more = "vllm:max_gpu_lora_adapters 1e300\n"
+    async with serving(tmp_path, [pod.entry for pod in three_pods]) as running:
+        await until(lambda: running.metric("ready_endpoints", name="") == 2, "two ready pods")
+        await until(lambda: len(c.paths) > 3, "more scrapes")
+        assert running.metric("scrape_errors_total", kind="page") > 0
+        standings = running.scheduler.standings(time.monotonic())
+        assert list(standings.values()) == ["never scraped", "ready", "ready"]
 
 
 async def test_a_restarted_pod_is_known_by_its_metrics_and_forgotten(three_pods, tmp_path):

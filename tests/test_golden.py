@@ -7,9 +7,11 @@ difference only if it can be explained.
     pool a b c                       the pool is now these endpoints
     profile queue-scorer=2 ...       scorers with weights; also filter and picker types, `lease-ttl=`
     metrics a waiting=3 running=1 kv=0.5 adapters=x,y/4
+    refuse a, answer-badly a         a scrape that got no connection, one that got no page
     schedule 1 prompt=system*4+x     4 blocks of "system", then one of "x"; model= priority= subset=
-    first-output 1, reschedule 1 b, complete 1 status=503 ending=unseen
+    first-output 1, reschedule 1 b, complete 1 status=503 ending=unseen by=gateway
     advance 2.5                      seconds; ticks once
+    show, standings                  requests in flight; who gets work first, and who is full
 """
 
 import os
@@ -102,6 +104,12 @@ class Stage:
         )
         self.scheduler.observe(self.slot(name), found, self.now)
 
+    def refuse(self, name):
+        self.scheduler.observe_failure(self.slot(name), answered=False)
+
+    def answer_badly(self, name):
+        self.scheduler.observe_failure(self.slot(name), answered=True)
+
     def schedule(self, number, *words):
         values = dict(word.split("=") for word in words)
         prompt = b"".join(blocks(part) for part in values.get("prompt", "").split("+") if part)
@@ -135,7 +143,11 @@ class Stage:
     def complete(self, number, *words):
         values = dict(word.split("=") for word in words)
         status = int(values["status"]) if "status" in values else None
-        outcome = Outcome(ending=Ending(values.get("ending", "complete")), status=status)
+        outcome = Outcome(
+            ending=Ending(values.get("ending", "complete")),
+            status=status,
+            by_gateway=values.get("by") == "gateway",
+        )
         self.scheduler.complete(self.decisions[number].lease, outcome, self.now)
 
     def advance(self, seconds):
@@ -150,6 +162,16 @@ class Stage:
             + ("" if slot in ready else ", not ready")
             for slot, endpoint in self.scheduler.pool.endpoints()
         ]
+
+    def standings(self):
+        saturated = self.scheduler.pool.columns.saturated
+        return [
+            f"{self.endpoint(slot).name}: {standing}" + (", saturated" if saturated[slot] else "")
+            for slot, standing in self.scheduler.standings(self.now).items()
+        ]
+
+    def endpoint(self, slot):
+        return self.scheduler.pool.columns.endpoints[slot]
 
     def slot(self, name):
         return next(s for s, e in self.scheduler.pool.endpoints() if e.name == name)

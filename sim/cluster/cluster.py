@@ -6,7 +6,8 @@ server's front end takes, waits and runs in the engine, and its answer comes bac
 delay. The picker is told of the end when the client is.
 
 Pickers see pods only as production does: announced by discovery some time after they change, and
-through pages scraped one by one, with the interval, jitter and back-off of `epp/shell/engines/scrape`.
+through pages scraped one by one, with the interval and jitter of `epp/shell/engines/scrape`. A dead
+pod refuses connections, and is asked as often as one that lives.
 Several pickers do not see each other's decisions. With Homing's own Envoy configuration response
 bodies pass the picker by, so that it is told of first outputs only with `response_chunks`.
 """
@@ -36,8 +37,7 @@ from sim.traces.prompts import PromptHashes
 SCRAPE_INTERVAL_S_MIN: Final = REFRESH_MIN_S
 SCRAPE_INTERVAL_S_PER_POD: Final = REFRESH_PER_ENDPOINT_S
 SCRAPE_JITTER: Final = 0.1
-SCRAPE_BACKOFF_S_MAX: Final = 5.0
-"""These four: as `epp/shell/engines/scrape` has them."""
+"""These three: as `epp/shell/engines/scrape` has them."""
 
 _LOOK_AHEAD_S: Final = 60.0
 
@@ -145,14 +145,13 @@ class SimulatedRequest:
 class _Follow:
     """One picker scraping one incarnation of one pod."""
 
-    __slots__ = ("current", "endpoint", "failures", "jitter", "pod", "random", "replica")
+    __slots__ = ("current", "endpoint", "jitter", "pod", "random", "replica")
 
     def __init__(self, replica: int, pod: SimulatedPod, endpoint: Endpoint, random: Random) -> None:
         self.replica = replica
         self.pod = pod
         self.endpoint = endpoint
         self.random = random
-        self.failures = 0
         self.current = True
         self.draw()
 
@@ -354,7 +353,8 @@ class Cluster:
         """Tell the picker, to which the response has been visible, that it is over."""
         request.status = status
         if request.route is not None:
-            outcome = Outcome(ending=ending, status=status or None)
+            # No pod here says 503 itself: it is what a gateway says of one that is gone.
+            outcome = Outcome(ending=ending, status=status or None, by_gateway=status == 503)
             policy = self.policies[request.replica]
             policy.complete(request.route, outcome, self.loop.now)
 
@@ -390,11 +390,7 @@ class Cluster:
     def _scrape(self, follow: _Follow) -> None:
         if not follow.current:
             return
-        follow.failures = 0 if follow.pod.alive else follow.failures + 1
-        pause_s = interval_s = self._interval_s
-        if follow.failures > 1:
-            pause_s = interval_s * 2.0 ** min(follow.failures - 1, 16)
-            pause_s = max(interval_s, min(pause_s, SCRAPE_BACKOFF_S_MAX))
+        pause_s = self._interval_s
         next_at = self.loop.now + pause_s * follow.jitter
         decision_at = self._next_decision_at() - self._scrape_delay_s if self._calm else 0.0
         if next_at < decision_at:
@@ -428,8 +424,13 @@ class Cluster:
         return min(self._next_arrival_at, self._thinking[0] if self._thinking else math.inf)
 
     def _observe(self, follow: _Follow, page: EndpointMetrics | None, now: Seconds) -> None:
-        if follow.current and page is not None:
-            self.policies[follow.replica].observe(follow.endpoint, page, now)
+        policy = self.policies[follow.replica]
+        if not follow.current:
+            return
+        if page is None:
+            policy.refused(follow.endpoint, now)
+        else:
+            policy.observe(follow.endpoint, page, now)
 
     def _tick(self) -> None:
         for policy in self.policies:

@@ -65,6 +65,10 @@ class Policy(Protocol):
 
     def replace(self, endpoints: Sequence[Endpoint], now: Seconds) -> None: ...
     def observe(self, endpoint: Endpoint, metrics: EndpointMetrics, now: Seconds) -> None: ...
+    def refused(self, endpoint: Endpoint, now: Seconds) -> None:
+        """A scrape of `endpoint` got no connection."""
+        ...
+
     def route(self, request: InferenceRequest, now: Seconds) -> Route | Refusal: ...
     def first_output(self, route: Route, now: Seconds) -> None: ...
     def complete(self, route: Route, outcome: Outcome, now: Seconds) -> None: ...
@@ -96,6 +100,11 @@ class SchedulerPolicy:
         slot = self.scheduler.pool.slot_of(endpoint)
         if slot is not None:
             self.scheduler.observe(slot, metrics, now)
+
+    def refused(self, endpoint: Endpoint, now: Seconds) -> None:
+        slot = self.scheduler.pool.slot_of(endpoint)
+        if slot is not None:
+            self.scheduler.observe_failure(slot, answered=False)
 
     def route(self, request: InferenceRequest, now: Seconds) -> Route | Refusal:
         decision = self.scheduler.schedule(request, now)
@@ -141,6 +150,9 @@ class Baseline:
         self.inflight = [known.get(at.endpoint_id, 0) for at in endpoints]
 
     def observe(self, endpoint: Endpoint, metrics: EndpointMetrics, now: Seconds) -> None:
+        """A baseline does not look at metrics."""
+
+    def refused(self, endpoint: Endpoint, now: Seconds) -> None:
         """A baseline does not look at metrics."""
 
     def route(self, request: InferenceRequest, now: Seconds) -> Route | Refusal:

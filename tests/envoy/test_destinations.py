@@ -154,6 +154,20 @@ async def test_an_endpoint_that_refuses_connections_is_set_aside(mode, opened, w
     assert (await statuses_of(20)).count(503) == 2
 
 
+@pytest.mark.parametrize("mode", [BodyMode.NONE, BodyMode.FULL_DUPLEX_STREAMED])
+async def test_a_refused_connection_is_not_taken_for_load(mode, opened, wire):
+    """Both are a 503 to the client; only the pod's own says that it is full."""
+    port = await opened.enter_async_context(refusing_port())
+    wired = await wire(pods=1, response_body_mode=mode)
+    wired.picker.serve_addresses({"refusing": f"127.0.0.1:{port}", "full": wired.pod.address})
+    for _ in range(2):
+        async with wired.client.post(PATH, data=BODY, headers={"x-test-status": "503"}) as response:
+            assert response.status == 503
+    await until(lambda: not wired.picker.open_leases, "all leases to be released")
+    assert [outcome.by_gateway for outcome in wired.picker.witness.outcomes] == [True, False]
+    assert wired.picker.scheduler.pool.columns.saturated[:2].tolist() == [False, True]
+
+
 @pytest.mark.parametrize("tls", [True, False], ids=["tls", "plaintext"])
 async def test_envoy_reaches_the_picker_with_and_without_tls(tls, opened, tmp_path):
     """A self-signed certificate is enough, and the health check passes too."""

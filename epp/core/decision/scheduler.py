@@ -1,8 +1,9 @@
 """The straight line, and the verbs that both shells drive.
 
-A shell calls `replace`, `observe`, `schedule`, `first_output`, `reschedule`, `complete`,
-`configure` and `tick`, and nothing else. Every verb runs to completion and is told `now`, so the
-same calls with the same seed give the same decisions, in production and in the simulator.
+A shell calls `replace`, `observe`, `observe_failure`, `schedule`, `first_output`, `reschedule`,
+`complete`, `configure` and `tick`, and nothing else. Every verb runs to completion and is told
+`now` where it matters, so the same calls with the same seed give the same decisions, in production
+and in the simulator.
 """
 
 from collections.abc import Mapping, Sequence
@@ -16,7 +17,7 @@ from epp.core.decision.profile import Kept, SchedulingProfile, Scored
 from epp.core.knowledge.candidates import Affinity, Candidates
 from epp.core.knowledge.index import AffinityIndex, AffinityIndexSettings
 from epp.core.knowledge.inflight import Ending, InflightLedger, Lease, Outcome
-from epp.core.knowledge.pool import EndpointPool
+from epp.core.knowledge.pool import EndpointPool, Standing
 from epp.core.knowledge.saturation import UtilizationDetector
 from epp.core.prompt.request import InferenceRequest
 from epp.core.types import Endpoint, EndpointMetrics, Refusal, RefusalReason, Seconds
@@ -112,6 +113,10 @@ class Scheduler:
             for index in self.indexes.values():
                 index.resize(slot, metrics.blocks_total, metrics.block_size_tokens)
 
+    def observe_failure(self, slot: int, *, answered: bool) -> None:
+        """The endpoint in `slot` was scraped in vain. Not `answered`: nobody was there in time."""
+        self.pool.observe_failure(slot, answered=answered)
+
     def schedule(self, request: InferenceRequest, now: Seconds) -> Decision | Refusal:
         """Choose an endpoint for `request` and assume from now on that it goes there."""
         slots = self.pool.ready(request.subset, now)
@@ -175,7 +180,7 @@ class Scheduler:
         if (
             outcome.status is not None
             and self.ledger.is_live(lease)
-            and self.pool.responded(lease.slot, outcome.status, now)
+            and self.pool.responded(lease.slot, outcome.status, now, by_gateway=outcome.by_gateway)
         ):
             set_aside = self._endpoint(lease.slot)
         if outcome.ending is Ending.UNSEEN:
@@ -203,6 +208,10 @@ class Scheduler:
         self.ledger.prefill_tokens_per_s = settings.prefill_tokens_per_s
         self._read_profile()
         return restarted
+
+    def standings(self, now: Seconds) -> dict[int, Standing]:
+        """Slot -> whether its endpoint is among those that get work first, and if not, why not."""
+        return self.pool.standings(now, self.settings.metrics_staleness_s)
 
     def tick(self, now: Seconds) -> None:
         """Bounded housekeeping, about once a second."""
@@ -241,15 +250,24 @@ class Scheduler:
         )
 
     def _fresh_first(self, kept: Kept, now: Seconds) -> tuple[Candidates, dict[str, int]]:
-        """Leave the stale out while anything is fresh: they rank below every fresh endpoint."""
+        """Leave out who is stale while anybody is fresh, and who is unreachable while anybody is not."""
         if self.pool.all_observed_since(now - self.settings.metrics_staleness_s):
             return kept.candidates, kept.eliminated
-        fresh = kept.candidates.metrics_age_s <= self.settings.metrics_staleness_s
-        count = int(np.count_nonzero(fresh))
-        if count in (0, len(fresh)):
+        unreachable = self.pool.columns.unreachable[kept.candidates.slot]
+        stale = kept.candidates.metrics_age_s > self.settings.metrics_staleness_s
+        first = ~(stale | unreachable)
+        if not first.any():
+            first = ~unreachable
+        if first.all() or not first.any():
             return kept.candidates, kept.eliminated
-        eliminated = {**kept.eliminated, "stale-metrics": len(fresh) - count}
-        return kept.candidates.take(fresh), eliminated
+        eliminated = dict(kept.eliminated)
+        for name, dropped in (
+            ("stale-metrics", stale & ~unreachable & ~first),
+            ("unreachable", unreachable),
+        ):
+            if dropped.any():
+                eliminated[name] = int(np.count_nonzero(dropped))
+        return kept.candidates.take(first), eliminated
 
     def _assume(
         self,

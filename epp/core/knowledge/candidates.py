@@ -49,6 +49,8 @@ class Columns:
         """-inf: never."""
         self.saturated: Bools = np.empty(0, dtype=np.bool_)
         """The engine itself refused a request (503) since the last good scrape."""
+        self.unreachable: Bools = np.empty(0, dtype=np.bool_)
+        """Scrapes in a row found nobody there."""
         self.inflight_requests: Ints = np.empty(0, dtype=np.int64)
         self.prefill_backlog_tokens: Floats = np.empty(0)
         """Uncached prefill tokens ahead, as of `prefill_drained_at_s`."""
@@ -90,6 +92,7 @@ class Columns:
         self.kv_cache_usage[slot] = math.nan
         self.observed_at_s[slot] = -math.inf
         self.saturated[slot] = False
+        self.unreachable[slot] = False
         self.set_adapters(slot, None)
 
     def set_adapters(self, slot: int, report: AdapterReport | None) -> None:

@@ -38,6 +38,8 @@ class Outcome(Struct, frozen=True, kw_only=True):
     ending: Ending = Ending.COMPLETE
     status: int | None = None
     """HTTP status of the response; None: no response headers were seen."""
+    by_gateway: bool = False
+    """The gateway answered in the endpoint's place: it did not get through to it."""
 
 
 class Lease:

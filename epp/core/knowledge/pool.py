@@ -3,6 +3,7 @@
 import ipaddress
 import math
 from collections.abc import Sequence
+from enum import StrEnum
 from typing import Final
 
 import numpy as np
@@ -18,6 +19,22 @@ than ours; what is beyond names nobody."""
 UPSTREAM_FAILURES: Final = frozenset({502, 503, 504})
 SET_ASIDE_UNSCRAPED_S: Final = 10.0
 """How long an endpoint that serves no metrics stays set aside: no scrape can bring it back."""
+UNANSWERED_BEFORE_UNREACHABLE: Final = 2
+"""Scrapes in a row that got no connection or no answer. One may be an accident."""
+
+
+class Standing(StrEnum):
+    """Whether an endpoint is among those that get work first, and if not, why not."""
+
+    READY = "ready"
+    UNREACHABLE = "unreachable"
+    """Nobody answers its scrapes."""
+    STALE = "stale"
+    """Its metrics are too old, although somebody is there."""
+    ASLEEP = "asleep"
+    SET_ASIDE = "set aside"
+    """Requests to it failed; it waits for its next good scrape."""
+    NEVER_SCRAPED = "never scraped"
 
 
 class _Member:
@@ -30,11 +47,14 @@ class _Member:
         "process_started_at_s",
         "requests_total",
         "set_aside_at_s",
+        "unanswered",
     )
 
     def __init__(self, joined_at_s: Seconds) -> None:
         self.joined_at_s = joined_at_s
         self.failures = 0
+        self.unanswered = 0
+        """Scrapes in a row."""
         self.set_aside_at_s: Seconds | None = None
         self.process_started_at_s: float | None = None
         self.requests_total: float | None = None
@@ -47,6 +67,9 @@ class EndpointPool:
     An endpoint is *ready* while its engine is awake, once it was scraped, or `ready_after_s` after it joined, unless it is set
     aside: after two upstream failures in a row without a good scrape between them it gets no work
     until its next good scrape, as long as no more than half the pool is set aside.
+
+    One whose scrapes nobody answers, or whose metrics are stale, stays ready in this sense: there may
+    be nobody else. It ranks below the others, and its *standing* says why.
     """
 
     def __init__(self) -> None:
@@ -62,6 +85,7 @@ class EndpointPool:
         self._free: list[int] = []
         self._ready: Ints = np.empty(0, dtype=np.int64)
         self._ready_until_s: Seconds = -math.inf
+        self._unreachable: set[int] = set()
         self._observed_since_s: Seconds = -math.inf
         """A lower bound of when the ready were last observed; it can only rise while they stay."""
 
@@ -140,6 +164,7 @@ class EndpointPool:
         member.asleep = metrics.asleep
         member.failures = 0
         member.set_aside_at_s = None
+        self._mark_answered(slot)
         columns.saturated[slot] = False
         columns.observed_at_s[slot] = now
         columns.waiting_requests[slot] = metrics.waiting_requests
@@ -149,15 +174,38 @@ class EndpointPool:
             columns.set_adapters(slot, metrics.adapters)
         return restarted
 
-    def responded(self, slot: int, status: int, now: Seconds) -> bool:
-        """Take note of a response's status; True if its failures now set the endpoint aside."""
+    def observe_failure(self, slot: int, *, answered: bool) -> None:
+        """Take note of a failed scrape. Not `answered`: there was no connection, or no answer."""
+        if answered:
+            self._mark_answered(slot)
+            return
+        member = self._member(slot)
+        member.unanswered += 1
+        # Whoever refused a request was not the engine.
+        self.columns.saturated[slot] = False
+        if member.unanswered >= UNANSWERED_BEFORE_UNREACHABLE:
+            self.columns.unreachable[slot] = True
+            self._unreachable.add(slot)
+
+    def _mark_answered(self, slot: int) -> None:
+        self._member(slot).unanswered = 0
+        if slot in self._unreachable:
+            self._unreachable.discard(slot)
+            self.columns.unreachable[slot] = False
+
+    def responded(self, slot: int, status: int, now: Seconds, *, by_gateway: bool = False) -> bool:
+        """Take note of a response's status; True if its failures now set the endpoint aside.
+
+        `by_gateway`: it is the gateway's own, because it could not reach the endpoint.
+        """
         member = self._member(slot)
         if status not in UPSTREAM_FAILURES:
             member.failures = 0
             return False
         member.failures += 1
         # vLLM answers 503 when its admission limits are reached; Envoy, when it cannot connect.
-        self.columns.saturated[slot] |= status == 503
+        if status == 503 and not by_gateway and not member.unanswered:
+            self.columns.saturated[slot] = True
         if member.failures < FAILURES_BEFORE_SET_ASIDE or member.set_aside_at_s is not None:
             return False
         if 2 * (self.set_aside_count() + 1) > len(self):
@@ -170,18 +218,36 @@ class EndpointPool:
         """How many endpoints are set aside."""
         return sum(m is not None and m.set_aside_at_s is not None for m in self._members)
 
-    def standings(self, now: Seconds) -> dict[int, str]:
-        """Slot -> whether its endpoint may be given work, and if not, why not; by slot."""
+    def standings(self, now: Seconds, staleness_s: Seconds) -> dict[int, Standing]:
+        """Slot -> the standing of its endpoint, by slot; metrics older than `staleness_s` are stale.
+
+        Where no endpoint serves metrics, none is stale.
+        """
         ready = set(self.ready(None, now).tolist())
+        observed_at_s = self.columns.observed_at_s.tolist()
+        fresh_since_s = now - staleness_s
+        if not any(observed_at_s[slot] != -math.inf for slot, _ in self.endpoints()):
+            fresh_since_s = -math.inf
         return {
-            slot: "ready" if slot in ready else self._lacks(slot) for slot, _ in self.endpoints()
+            slot: self._standing(slot, observed_at_s[slot], fresh_since_s, ready=slot in ready)
+            for slot, _ in self.endpoints()
         }
 
-    def _lacks(self, slot: int) -> str:
+    def _standing(
+        self, slot: int, observed_at_s: Seconds, fresh_since_s: Seconds, *, ready: bool
+    ) -> Standing:
         member = self._member(slot)
+        fresh = observed_at_s >= fresh_since_s
+        known = observed_at_s != -math.inf
+        if slot in self._unreachable or (member.unanswered and not (fresh and known)):
+            return Standing.UNREACHABLE
         if member.asleep:
-            return "asleep"
-        return "never scraped" if member.set_aside_at_s is None else "set aside"
+            return Standing.ASLEEP
+        if member.set_aside_at_s is not None:
+            return Standing.SET_ASIDE
+        if ready and fresh:
+            return Standing.READY
+        return Standing.STALE if known else Standing.NEVER_SCRAPED
 
     def ready(self, subset: tuple[str, ...] | None, now: Seconds) -> Ints:
         """Ascending slots that may be given work; with a `subset`, only those that it names."""
@@ -202,7 +268,9 @@ class EndpointPool:
         return self._ready[np.isin(self._ready, allowed)]
 
     def all_observed_since(self, cutoff_s: Seconds) -> bool:
-        """Whether all that are ready were last observed at `cutoff_s` or later."""
+        """Whether all that are ready were last observed at `cutoff_s` or later, and can be reached."""
+        if self._unreachable:
+            return False
         if self._observed_since_s < cutoff_s:
             observed_at_s = self.columns.observed_at_s[self._ready]
             self._observed_since_s = float(np.minimum.reduce(observed_at_s, initial=math.inf))
@@ -254,6 +322,7 @@ class EndpointPool:
     def _remove(self, endpoint_id: str) -> int:
         slot = self._slot_by_id.pop(endpoint_id)
         self._members[slot] = None
+        self._unreachable.discard(slot)
         self.columns.clear(slot)
         self._free.append(slot)
         return slot
@@ -261,6 +330,7 @@ class EndpointPool:
     def _restart(self, slot: int, now: Seconds) -> None:
         """Same endpoint, new process: what was observed is void, and so is work in flight."""
         endpoint = self.columns.endpoints[slot]
+        self._unreachable.discard(slot)
         self.columns.clear(slot)
         self.columns.endpoints[slot] = endpoint
         self._members[slot] = _Member(now)

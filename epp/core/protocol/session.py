@@ -107,6 +107,7 @@ class Exchange:
 
     __slots__ = (
         "answered_at_s",
+        "by_gateway",
         "decision",
         "first_output_at_s",
         "incoming_model",
@@ -133,6 +134,8 @@ class Exchange:
         self.response_started_at_s: Seconds | None = None
         self.first_output_at_s: Seconds | None = None
         self.status: int | None = None
+        self.by_gateway = False
+        """The response is the gateway's own."""
         self.response_bytes = 0
         self.usage: Usage | None = None
 
@@ -375,6 +378,9 @@ class Session:
         exchange = self._exchange
         exchange.response_started_at_s = now
         exchange.status = _status(event.headers)
+        # Every engine's web server dates its answers or names itself. What Envoy answers when it
+        # gets no connection has neither as yet.
+        exchange.by_gateway = not ("date" in event.headers or "server" in event.headers)
         decision = exchange.decision
         set_headers: tuple[tuple[str, str], ...] = ()
         if decision is not None:
@@ -590,7 +596,9 @@ class Session:
         self._completed = True
         decision = self._exchange.decision
         assert decision is not None
-        outcome = Outcome(ending=ending, status=self._exchange.status)
+        outcome = Outcome(
+            ending=ending, status=self._exchange.status, by_gateway=self._exchange.by_gateway
+        )
         set_aside = self._scheduler.complete(decision.lease, outcome, now)
         if set_aside is not None:
             self._observer.set_aside(set_aside)

@@ -4,11 +4,15 @@ A vLLM page is 50 to 80 KB and a scheduler wants ten of its six hundred series. 
 expression of the wanted names walks the page from line to line; only what it finds is read. Where
 an endpoint's last page is remembered, most of its pages need not even be walked: `page_layout`.
 What is wanted from each engine is data: `MetricNames`. The tables below are the engines' own names.
+
+Whoever answers at an endpoint's address writes the page, so that there are limits to what it can
+make the reader do. A page beyond one of them is refused as a whole: what is left out could be load.
 """
 
 import math
 import re
 from collections.abc import Mapping, Sequence
+from itertools import islice
 from typing import Final, TypeAlias
 
 from msgspec import Struct
@@ -35,6 +39,20 @@ _ESCAPE: Final = re.compile(rb"\\(.)")
 _ESCAPED: Final = {b"n": b"\n", b'"': b'"', b"\\": b"\\"}
 _SELECTOR: Final = re.compile(r"([A-Za-z_:][A-Za-z0-9_:]*)(?:\{([^{}]*)\})?")
 _PAIR: Final = re.compile(r'\s*([A-Za-z_][A-Za-z0-9_]*)\s*=\s*"?([^",]*?)"?\s*')
+LINES_MAX: Final = 65_536
+"""Wanted or not. An engine writes 1,000 for each of its ranks."""
+SERIES_MAX: Final = 8_192
+"""Wanted ones of a page: each state of the adapters that there ever was is one in `lora_requests_info`."""
+LABELS_MAX: Final = 32_768
+"""Of all wanted series together."""
+ESCAPED_BYTES_MAX: Final = 32 * 1024
+"""Of all wanted lines with a backslash or a comment: they are read byte by byte."""
+ADAPTERS_MAX: Final = 4_096
+"""In one list of adapters."""
+ADAPTER_NAME_BYTES_MAX: Final = 256
+VALUE_MAX: Final = 1e15
+"""Above it is no count of requests or tokens and no instant; and it fits into every column."""
+_NUMBER_BYTES_MAX: Final = 64
 _SHOWN_BYTES: Final = 80
 _DIGITS_MAX: Final = 15
 """A count with more digits than this is not a count of blocks or tokens."""
@@ -212,6 +230,40 @@ class _Engine:
         self.headings = headings_of(names_wanted)
 
 
+class _Allowance:
+    """What one page may still make the reader do, whatever engines it is tried with."""
+
+    __slots__ = ("escaped_bytes", "labels", "series")
+
+    def __init__(self) -> None:
+        self.series = SERIES_MAX
+        self.labels = LABELS_MAX
+        self.escaped_bytes = ESCAPED_BYTES_MAX
+
+    def take(self, page: bytes, engine: _Engine) -> _Found:
+        """The wanted series of `engine`. Raises `ExpositionError` if there are too many."""
+        found: _Found = {}
+        for line in islice(engine.lines.finditer(page), self.series + 1):
+            name, rest = line.groups()
+            self._pay(rest)
+            found.setdefault(name, []).append(_sample(name, rest))
+        return found
+
+    def _pay(self, text: bytes) -> None:
+        self.series -= 1
+        self.labels -= text.count(b'"') // 2
+        if b"\\" in text or b"#" in text:
+            self.escaped_bytes -= len(text)
+        if self.series < 0:
+            raise ExpositionError(f"it has more than {SERIES_MAX} series that are wanted")
+        if self.labels < 0:
+            raise ExpositionError(f"its wanted series have more than {LABELS_MAX} labels")
+        if self.escaped_bytes < 0:
+            raise ExpositionError(
+                f"its wanted series with escapes or comments take more than {ESCAPED_BYTES_MAX} bytes"
+            )
+
+
 class _Reading(Struct):
     """A page that was read, and the next ones that are read by it."""
 
@@ -221,6 +273,8 @@ class _Reading(Struct):
     layout: PageLayout
     found: _Found
     metrics: EndpointMetrics
+    used: bool = False
+    """At least one page was read by it."""
 
     def read(self, page: bytes) -> EndpointMetrics | None:
         """None: the page is that of a new process, or laid out in another way. Read it whole."""
@@ -241,6 +295,7 @@ class _Reading(Struct):
             if metrics is None:
                 return None
             self.metrics = metrics
+        self.used = True
         return self.metrics
 
 
@@ -264,9 +319,12 @@ class PageMemory:
         try:
             metrics = reading.read(page)
         except ExpositionError:
-            return None  # the whole page tells the first of its errors
+            metrics = None  # the whole page tells the first of its errors
         if metrics is not None:
             self._reading = reading
+        elif not reading.used:
+            # A page that is another each time would pay for a layout each time.
+            self._pages_until_layout = PAGES_MAX
         return metrics
 
     def keep(
@@ -319,9 +377,9 @@ class PageReader:
         With the `memory` of the endpoint's last page, what is new on this one may be seen some
         pages later, as `page_layout` says; all else is the same.
 
-        A value that is NaN, infinite or negative is unknown. Raises `ExpositionError` when the
-        page has no load gauge of the engine (of any, where the labels name none), or when a series
-        that is wanted is malformed.
+        A value that is NaN, infinite, negative or above `VALUE_MAX` is unknown. Raises
+        `ExpositionError` when the page has no load gauge of the engine (of any, where the labels
+        name none), when a series that is wanted is malformed, or when a limit is exceeded.
         """
         engines = self._engines_of(labels)
         if memory is not None:
@@ -330,10 +388,11 @@ class PageReader:
                 return metrics
         if not page.startswith(b"#"):
             page = b"\n" + page  # each line begins after a newline, the first too
+        if len(page) > LINES_MAX and page.count(b"\n") > LINES_MAX + 1:
+            raise ExpositionError(f"it has more than {LINES_MAX} lines")
+        allowance = _Allowance()
         for engine in engines:
-            found: _Found = {}
-            for name, rest in engine.lines.findall(page):
-                found.setdefault(name, []).append(_sample(name, rest))
+            found = allowance.take(page, engine)
             metrics = _metrics(engine.names, found)
             if metrics is not None:
                 if memory is not None:
@@ -431,7 +490,7 @@ def _sample(name: bytes, text: bytes) -> tuple[bytes, float]:
     # Without escapes and exemplars the last brace ends the labels: five times faster.
     labels, brace, rest = text.rpartition(b"}")
     labels = labels.lstrip(b" \t")
-    fields = rest.split()
+    fields = rest.split(None, 2)
     if not 1 <= len(fields) <= 2 or (brace and labels[:1] != b"{") or labels.count(b'"') % 2:
         raise _malformed(name, text)
     return labels[1:], _number(name, text, fields[0])
@@ -457,13 +516,15 @@ def _shown(line: bytes) -> str:
 
 
 def _number(name: bytes, line: bytes, text: bytes) -> float:
-    """NaN for what no gauge here can be: NaN itself, infinite, below zero."""
+    """NaN for what no gauge here can be: NaN itself, below zero, beyond all counts."""
     try:
         # float() takes digit groups, the format does not.
-        value = float(text.replace(b"_", b"x"))
+        value = float(text[:_NUMBER_BYTES_MAX].replace(b"_", b"x"))
     except ValueError:
-        raise ExpositionError(f"{_shown(name + line)} has no number as its value") from None
-    return value if 0 <= value < math.inf else math.nan
+        value = None
+    if value is None or len(text) > _NUMBER_BYTES_MAX:
+        raise ExpositionError(f"{_shown(name + line)} has no number as its value")
+    return value if 0 <= value <= VALUE_MAX else math.nan
 
 
 def _labels(text: bytes) -> dict[bytes, bytes]:
@@ -522,7 +583,9 @@ def _adapters(names: MetricNames, found: _Found) -> AdapterReport | None:
     """Both generations; None if the page has neither (LoRA is off, or no step has run yet)."""
     states = found.get(names.adapter_requests, ())
     slots = [value for _, value in found.get(names.adapter_slots, ())]
-    loaded = [_labels(labels) for labels, held in found.get(names.adapter_loaded, ()) if held > 0]
+    held = [labels for labels, level in found.get(names.adapter_loaded, ()) if level > 0]
+    _limit_adapters(len(held))
+    loaded = [_labels(labels) for labels in held]
     if not (states or slots or loaded):
         return None
     # Old states are never removed: the one with the greatest value, its instant, is true now.
@@ -540,16 +603,30 @@ def _adapters(names: MetricNames, found: _Found) -> AdapterReport | None:
     )
 
 
+def _limit_adapters(count: int) -> None:
+    if count > ADAPTERS_MAX:
+        raise ExpositionError(f"it lists more than {ADAPTERS_MAX} adapters")
+
+
+def _adapter_name(text: bytes) -> str:
+    if len(text) > ADAPTER_NAME_BYTES_MAX:
+        raise ExpositionError(
+            f"the adapter name {_shown(text)} has more than {ADAPTER_NAME_BYTES_MAX} bytes"
+        )
+    return text.decode(errors="replace")
+
+
 def _listed(text: bytes) -> frozenset[str]:
     """Adapter names of a comma-joined label."""
+    _limit_adapters(text.count(b",") + 1)
     parts = (part.strip() for part in text.split(b","))
-    return frozenset(part.decode(errors="replace") for part in parts if part)
+    return frozenset(_adapter_name(part) for part in parts if part)
 
 
 def _with(loaded: Sequence[Mapping[bytes, bytes]], label: bytes, value: bytes) -> frozenset[str]:
     """Names of the held adapters whose `label` says `value`."""
     return frozenset(
-        row[b"adapter_name"].decode(errors="replace")
+        _adapter_name(row[b"adapter_name"])
         for row in loaded
         if b"adapter_name" in row and row.get(label, b"").lower() == value
     )

@@ -12,8 +12,16 @@ from typing import Final, Literal, cast
 from urllib.parse import quote
 
 from epp.core.types import Endpoint, MetricsTarget, Seconds
+from epp.shell.engines.loop_share import Account
 
 HEAD_BYTES_MAX: Final = 16 * 1024
+"""Of status and headers, and of the trailers."""
+PIECES_MAX: Final = 2_048
+"""In which an answer arrives: 3 MB in the packets of a usual network."""
+CHUNKS_MAX: Final = 4_096
+"""Of an answer that is cut into chunks by its server."""
+PIECE_S: Final = 10e-6
+"""What it takes the loop to hand on one piece, which nobody can measure from within."""
 _STATUS: Final = re.compile(rb"HTTP/1\.([01]) ([1-5][0-9]{2})(?: [^\r\n]*)?")
 _OTHER_HEADERS: Final = (
     rb"(?:(?i:(?!content-|transfer-encoding|connection)|(?=content-type:))[^\r\n:]+:[^\r\n]*\r\n)*+"
@@ -46,12 +54,14 @@ class ResponseReader:
     """Bytes of one HTTP/1 answer -> its body. Sans I/O.
 
     Understands status line, Content-Length, chunked and read-to-the-end bodies. Everything else
-    is a `BadResponseError`, as is any status but 200.
+    is a `BadResponseError`, as is any status but 200, and an answer in more pieces or chunks than
+    are worth their handling.
     """
 
     def __init__(self, page_bytes_max: int) -> None:
         self._page_bytes_max = page_bytes_max
         self._wire = bytearray()
+        self._pieces = 0
         self._at = 0
         """Start of what is not consumed yet: the body, or the next chunk."""
         self._headers_read = False
@@ -69,9 +79,14 @@ class ResponseReader:
         """Take what arrived; `body` is set when the answer is complete."""
         if not self._wire and self._is_usual(data):
             return
+        self._pieces += 1
+        if self._pieces > PIECES_MAX:
+            raise BadResponseError("page", f"came in more than {PIECES_MAX} pieces")
+        seen_bytes = len(self._wire)
         self._wire += data
         if not self._headers_read:
-            self._read_head()
+            # The empty line may have begun with what was there.
+            self._read_head(max(0, seen_bytes - 3))
         if len(self._wire) - (0 if self._headers_read else HEAD_BYTES_MAX) > (
             self._page_bytes_max + HEAD_BYTES_MAX
         ):
@@ -87,8 +102,8 @@ class ResponseReader:
 
     def _is_usual(self, data: bytes) -> bool:
         """Whether `data` is a whole answer of the usual kind; then it is read."""
-        head = _USUAL_HEAD.match(data)
-        if head is None or head.end() > HEAD_BYTES_MAX:
+        head = _USUAL_HEAD.match(data, 0, HEAD_BYTES_MAX)
+        if head is None:
             return False
         if len(data) != head.end() + int(head[1]) or int(head[1]) > self._page_bytes_max:
             return False
@@ -114,8 +129,8 @@ class ResponseReader:
     def _too_large(self) -> BadResponseError:
         return BadResponseError("page", f"is larger than {self._page_bytes_max} bytes")
 
-    def _read_head(self) -> None:
-        end = self._wire.find(b"\r\n\r\n", 0, HEAD_BYTES_MAX)
+    def _read_head(self, start: int) -> None:
+        end = self._wire.find(b"\r\n\r\n", start, HEAD_BYTES_MAX)
         if not self._wire.startswith(b"HTTP/1."[: len(self._wire)]):
             raise BadResponseError("page", "did not answer with HTTP/1")
         if end < 0:
@@ -173,9 +188,13 @@ class ResponseReader:
             size_bytes = int(size[1], 16)
             if size_bytes == 0:
                 # Trailers, if any, end with an empty line like a head does.
-                end = self._wire.find(b"\r\n\r\n", line_end)
+                end = self._wire.find(b"\r\n\r\n", line_end, line_end + HEAD_BYTES_MAX)
                 if end >= 0:
                     self._finish(b"".join(chunks), end + 4 - self._at)
+                elif len(self._wire) >= line_end + HEAD_BYTES_MAX:
+                    raise BadResponseError(
+                        "page", f"sent more than {HEAD_BYTES_MAX} bytes of trailers"
+                    )
                 return
             data_end = line_end + 2 + size_bytes
             if data_end > self._page_bytes_max + HEAD_BYTES_MAX:
@@ -184,6 +203,8 @@ class ResponseReader:
                 return
             if self._wire[data_end : data_end + 2] != b"\r\n":
                 raise BadResponseError("page", "sent a malformed chunk")
+            if len(chunks) == CHUNKS_MAX:
+                raise BadResponseError("page", f"came in more than {CHUNKS_MAX} chunks")
             chunks.append(bytes(self._wire[line_end + 2 : data_end]))
             self._at = data_end + 2
 
@@ -191,7 +212,8 @@ class ResponseReader:
 class _Connection(asyncio.Protocol):
     """Carries one answer at a time from the socket to a reader."""
 
-    def __init__(self) -> None:
+    def __init__(self, account: Account) -> None:
+        self._account = account
         self.transport: asyncio.Transport | None = None
         self._reader: ResponseReader | None = None
         self._answered: asyncio.Future[bytes] | None = None
@@ -219,6 +241,11 @@ class _Connection(asyncio.Protocol):
             self._answered.set_exception(TimeoutError())
 
     def data_received(self, data: bytes) -> None:
+        self._account.charge(PIECE_S)
+        with self._account:
+            self._take(data)
+
+    def _take(self, data: bytes) -> None:
         reader, answered = self._reader, self._answered
         if reader is None or answered is None or answered.done():
             self.abort()  # nobody asked
@@ -268,7 +295,10 @@ class PageClient:
         *,
         page_bytes_max: int,
         tls: ssl.SSLContext | None,
+        account: Account,
     ) -> None:
+        """`account` is charged with what receiving the page takes of the loop."""
+        self._account = account
         bracketed = endpoint.address.rpartition(":")[0]
         authority = f"{bracketed}:{target.port}"
         path = quote(target.path, safe=_PATH_SAFE)
@@ -298,7 +328,7 @@ class PageClient:
                 pass  # an idle connection may close at any time; that is no failure
         async with asyncio.timeout(timeout_s):
             _, connection = await asyncio.get_running_loop().create_connection(
-                _Connection, self._host, self._port, ssl=self._tls
+                lambda: _Connection(self._account), self._host, self._port, ssl=self._tls
             )
             self._connection = connection
             return await self._exchange(connection, timeout_s)

@@ -79,7 +79,10 @@ class PageLayout:
             start = at + len(metric.heading)
             end = start + len(metric.text)
             if page[end : end + 1] not in _AFTER_SERIES or not page.startswith(metric.text, start):
-                changed[metric.name], metric.text = _series(page, metric.name, start)
+                series = _series(page, metric.name, start)
+                if series is None:
+                    return None
+                changed[metric.name], metric.text = series
         return changed
 
 
@@ -95,22 +98,28 @@ def layout_of(
         return None
     metrics: list[_Metric] = []
     below: dict[bytes, int] = {}
+    kept_bytes = 0
     for heading in headings.finditer(page):
         name = heading[1]
-        series, text = _series(page, name, heading.end() + 1)
-        if name in below:
+        series = _series(page, name, heading.end() + 1)
+        if name in below or series is None:
             return None
-        below[name] = len(series)
+        samples, text = series
+        below[name] = len(samples)
+        kept_bytes += len(text)
+        if kept_bytes > KEPT_BYTES_MAX:
+            return None
         metrics.append(_Metric(name, heading[0] + b"\n", heading.start(), text))
     if any(below.get(name) != count for name, count in lines.items()):
-        return None
-    if sum(len(metric.text) for metric in metrics) > KEPT_BYTES_MAX:
         return None
     return PageLayout(metrics, len(page))
 
 
-def _series(page: bytes, name: bytes, at: int) -> tuple[list[bytes], bytes]:
-    """What follows `name` on each of its lines from `at` on, and the text of the lines."""
+def _series(page: bytes, name: bytes, at: int) -> tuple[list[bytes], bytes] | None:
+    """What follows `name` on each of its lines from `at` on, and the text of the lines.
+
+    None: there is too much to keep.
+    """
     first = at
     lines: list[bytes] = []
     while page.startswith(name, at) and page[(rest := at + len(name)) : rest + 1] in _AFTER_NAME:
@@ -119,4 +128,6 @@ def _series(page: bytes, name: bytes, at: int) -> tuple[list[bytes], bytes]:
             end = len(page)
         lines.append(page[rest:end])
         at = end + 1
+        if at - first > KEPT_BYTES_MAX:
+            return None
     return lines, page[first:at]

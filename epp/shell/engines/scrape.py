@@ -1,11 +1,14 @@
 """The fetch loop: one small task an endpoint that fetches its page, reads it and reports it.
 
 A failed scrape changes nothing: the last values stay and age visibly. It is told to the owner by
-kind, and the endpoint is asked less often until it answers again.
+kind, and the endpoint is asked less often until it answers again. One that refuses connections is
+not: it costs next to nothing to ask, and it will be there from one instant to the next. An endpoint
+whose page costs much of the loop is left alone in proportion: `loop_share`.
 """
 
 import asyncio
 import ssl
+import time
 from collections.abc import Callable, Sequence
 from enum import StrEnum
 from random import Random
@@ -14,11 +17,13 @@ from typing import Final
 from epp.configuration.flags import REFRESH_MIN_S, REFRESH_PER_ENDPOINT_S
 from epp.core.types import Endpoint, EndpointMetrics, Seconds
 from epp.shell.engines.exposition import ExpositionError, PageMemory, PageReader
+from epp.shell.engines.loop_share import Account, LoopShare
 from epp.shell.engines.page_client import BadResponseError, PageClient
 
 INTERVAL_S_MIN: Final = REFRESH_MIN_S
 INTERVAL_S_PER_ENDPOINT: Final = REFRESH_PER_ENDPOINT_S
 JITTER: Final = 0.1
+BACKOFF_S_MAX: Final = 1.0
 
 
 def interval_s_by_pool(endpoints: int) -> Seconds:
@@ -33,21 +38,45 @@ class ScrapeFailure(StrEnum):
     STATUS = "status"
     """Answered, but not with 200; redirects are not followed."""
     PAGE = "page"
-    """Answered with something that is not a whole, readable page within the limit."""
+    """Answered with something that is not a whole, readable page within the limits."""
     INTERNAL = "internal"
     """A bug on our side, contained to the one scrape."""
+
+    @property
+    def answered(self) -> bool:
+        """There is somebody at the endpoint's address."""
+        return self not in {ScrapeFailure.TIMEOUT, ScrapeFailure.REFUSED}
 
 
 class _Target:
     """One endpoint that is being scraped, and how that goes."""
 
-    __slots__ = ("client", "endpoint", "failures", "memory", "task")
+    __slots__ = (
+        "account",
+        "client",
+        "due_s",
+        "earliest_s",
+        "endpoint",
+        "failures",
+        "memory",
+        "problem",
+        "resting",
+        "task",
+    )
 
-    def __init__(self, endpoint: Endpoint, client: PageClient) -> None:
+    def __init__(self, endpoint: Endpoint, client: PageClient, account: Account) -> None:
         self.endpoint = endpoint
         self.client = client
+        self.account = account
         self.memory = PageMemory()
         self.failures = 0
+        """In a row, of those that make scrapes rarer."""
+        self.problem: tuple[ScrapeFailure, str] | None = None
+        """Why the last scrape failed; None if it did not."""
+        self.due_s: Seconds = 0.0
+        self.earliest_s: Seconds = 0.0
+        """When the next scrape would be due without failures."""
+        self.resting: asyncio.Future[None] | None = None
         self.task: asyncio.Task[None] | None = None
 
 
@@ -57,10 +86,11 @@ class Scraper:
     `observe(endpoint, metrics)` after each good scrape, `failed(endpoint, kind, sentence)` after
     each other one; `scraped(seconds)` is told how long a good one took. All run on the loop and must
     not block. `interval_s(endpoints)` is the mean time between two scrapes of an endpoint that
-    answers. `seed` is for the jitter alone.
+    answers. `backoff_s_max` should be well below the age at which metrics are stale. `seed` is for
+    the jitter alone. `clock` gives the CPU time of the loop's thread.
     """
 
-    def __init__(  # noqa: PLR0913 - three listeners and five limits
+    def __init__(  # noqa: PLR0913 - three listeners, five limits and a clock
         self,
         observe: Callable[[Endpoint, EndpointMetrics], None],
         failed: Callable[[Endpoint, ScrapeFailure, str], None],
@@ -70,9 +100,10 @@ class Scraper:
         scraped: Callable[[Seconds], None] = lambda _: None,
         interval_s: Callable[[int], Seconds] = interval_s_by_pool,
         timeout_s: Seconds = 1.0,
-        backoff_s_max: Seconds = 5.0,
+        backoff_s_max: Seconds = BACKOFF_S_MAX,
         concurrency_max: int = 256,
         page_bytes_max: int = 4 * 1024 * 1024,
+        clock: Callable[[], Seconds] = time.thread_time,
     ) -> None:
         self._observe = observe
         self._failed = failed
@@ -83,7 +114,10 @@ class Scraper:
         self._timeout_s = timeout_s
         self._backoff_s_max = backoff_s_max
         self._page_bytes_max = page_bytes_max
+        self._loop_share = LoopShare(clock)
         self._slots = asyncio.Semaphore(concurrency_max)
+        # Many silent endpoints must not take the turns of those that answer.
+        self._retry_slots = asyncio.Semaphore(concurrency_max)
         self._targets: dict[str, _Target] = {}
         self._group: asyncio.TaskGroup | None = None
         self._tls: ssl.SSLContext | None = None
@@ -115,6 +149,19 @@ class Scraper:
                 gone.task.cancel()
         self._start()
 
+    def answered(self, endpoint: Endpoint) -> None:
+        """`endpoint` has just served a request: if its scrapes fail, ask it again without back-off."""
+        target = self._targets.get(endpoint.endpoint_id)
+        if target is None or target.problem is None or target.resting is None:
+            return
+        target.due_s = min(target.due_s, target.earliest_s)
+        _end(target.resting)
+
+    def problem_of(self, endpoint: Endpoint) -> tuple[ScrapeFailure, str] | None:
+        """Why the last scrape of `endpoint` failed, by kind and in a sentence; None if it did not."""
+        target = self._targets.get(endpoint.endpoint_id)
+        return None if target is None else target.problem
+
     async def run(self) -> None:
         """Scrape until cancelled. Owns every task and connection there is."""
         try:
@@ -132,10 +179,15 @@ class Scraper:
             self._tls = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
             self._tls.check_hostname = False
             self._tls.verify_mode = ssl.CERT_NONE
+        account = self._loop_share.open()
         client = PageClient(
-            endpoint, endpoint.metrics, page_bytes_max=self._page_bytes_max, tls=self._tls
+            endpoint,
+            endpoint.metrics,
+            page_bytes_max=self._page_bytes_max,
+            tls=self._tls,
+            account=account,
         )
-        return _Target(endpoint, client)
+        return _Target(endpoint, client, account)
 
     def _start(self) -> None:
         if self._group is None:
@@ -149,22 +201,42 @@ class Scraper:
     async def _follow(self, target: _Target) -> None:
         clock = asyncio.get_running_loop().time
         # Spread the start, or a thousand endpoints would be asked at one instant for ever.
-        due = clock() + self._random.random() * self.interval_s
+        target.due_s = target.earliest_s = clock() + self._random.random() * self.interval_s
         try:
             while True:
-                await asyncio.sleep(due - clock())
-                async with self._slots:
+                await self._rest(target)
+                async with self._slots if target.problem is None else self._retry_slots:
                     await self._scrape(target)
-                due = max(clock(), due + self._pause_s(target.failures))
+                pause_s = self._pause_s(target.failures)
+                least_s = target.account.settle(self.interval_s, self._backoff_s_max)
+                if least_s > self.interval_s:
+                    pause_s = max(pause_s, self._jittered(least_s))
+                target.earliest_s = max(clock(), target.due_s + least_s)
+                target.due_s = max(clock(), target.due_s + pause_s)
         finally:
             target.client.close()
+            target.account.close()
+
+    async def _rest(self, target: _Target) -> None:
+        """Until the next scrape is due, which may come to be sooner meanwhile."""
+        loop = asyncio.get_running_loop()
+        while (left_s := target.due_s - loop.time()) > 0:
+            target.resting = loop.create_future()
+            timer = loop.call_later(left_s, _end, target.resting)
+            try:
+                await target.resting
+            finally:
+                timer.cancel()
+                target.resting = None
 
     def _pause_s(self, failures: int) -> Seconds:
         """Until the next scrape: doubled by each failure after the first, up to the cap."""
         interval_s = self.interval_s
         # 2**16 intervals are more than any cap.
         pause_s = interval_s * 2.0 ** min(max(failures - 1, 0), 16)
-        pause_s = max(interval_s, min(pause_s, self._backoff_s_max))
+        return self._jittered(max(interval_s, min(pause_s, self._backoff_s_max)))
+
+    def _jittered(self, pause_s: Seconds) -> Seconds:
         return pause_s * self._random.uniform(1 - JITTER, 1 + JITTER)
 
     async def _scrape(self, target: _Target) -> None:
@@ -173,13 +245,16 @@ class Scraper:
         started_s = clock()
         try:
             page = await target.client.fetch(self._timeout_s)
-            metrics = self._reader.read(page, target.endpoint.labels, target.memory)
+            with target.account:
+                self._take(target, page)
         except TimeoutError:
             self._fail(
                 target, ScrapeFailure.TIMEOUT, f"{url} gave no page within {self._timeout_s:g} s"
             )
         except OSError as problem:
             self._fail(target, ScrapeFailure.REFUSED, f"{url} cannot be reached: {problem}")
+            if isinstance(problem, ConnectionRefusedError):
+                target.failures = 0
         except BadResponseError as bad:
             self._fail(target, ScrapeFailure(bad.kind), f"{url} {bad}")
         except ExpositionError as problem:
@@ -188,17 +263,27 @@ class Scraper:
             self._fail(target, ScrapeFailure.INTERNAL, f"{url} was not scraped: {bug!r}")
         else:
             target.failures = 0
+            target.problem = None
             self._scraped(clock() - started_s)
-            if self._is_current(target):
-                self._observe(target.endpoint, metrics)
+
+    def _take(self, target: _Target, page: bytes) -> None:
+        metrics = self._reader.read(page, target.endpoint.labels, target.memory)
+        if self._is_current(target):
+            self._observe(target.endpoint, metrics)
 
     def _fail(self, target: _Target, kind: ScrapeFailure, sentence: str) -> None:
         target.failures += 1
+        target.problem = kind, sentence
         if self._is_current(target):
             self._failed(target.endpoint, kind, sentence)
 
     def _is_current(self, target: _Target) -> bool:
         return self._targets.get(target.endpoint.endpoint_id) is target
+
+
+def _end(resting: asyncio.Future[None]) -> None:
+    if not resting.done():
+        resting.set_result(None)
 
 
 def _same_server(one: Endpoint, other: Endpoint) -> bool:

@@ -226,7 +226,7 @@ class DebugPages:
 def endpoint_rows(scheduler: Scheduler, now: float) -> list[Row]:
     """A row an endpoint, by slot. None: not known."""
     pool = scheduler.pool
-    standings = pool.standings(now)
+    standings = scheduler.standings(now)
     candidates = Candidates(
         pool.columns,
         np.array(list(standings), dtype=np.int64),

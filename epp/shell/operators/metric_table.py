@@ -264,7 +264,12 @@ METRICS: Final[tuple[MetricSpec, ...]] = (
         "counter",
     ),
     # Pool.
-    _sampled("homing_ready_endpoints", "endpoints", "Endpoints that may be chosen.", ("name",)),
+    _sampled(
+        "homing_ready_endpoints",
+        "endpoints",
+        "Endpoints that requests go to first: reachable, awake, not set aside, with fresh metrics.",
+        ("name",),
+    ),
     _sampled("homing_known_endpoints", "endpoints", "Endpoints known, ready or not.", ("name",)),
     _sampled(
         "homing_endpoints_set_aside",

@@ -2,11 +2,13 @@
 
 import math
 import time
+from collections.abc import Callable
 from typing import Final
 
 import structlog
 
 from epp.core.knowledge.inflight import Outcome
+from epp.core.knowledge.pool import UPSTREAM_FAILURES
 from epp.core.protocol.session import Exchange
 from epp.core.types import Endpoint, Refusal, Seconds
 from epp.shell.operators.debug_pages import RecentDecisions
@@ -27,12 +29,16 @@ class Observation:
         telemetry: Telemetry,
         decisions: DecisionLog,
         recent: RecentDecisions | None = None,
+        answered: Callable[[Endpoint], None] = lambda _: None,
     ) -> None:
-        """`recent`: keeps the last decisions and refusals for who debugs."""
+        """`recent`: keeps the last decisions and refusals for who debugs. `answered` is told of each
+        endpoint that has just served a request.
+        """
         self._telemetry = telemetry
         self._decisions = decisions
         self._recent = recent
         self._objective_warned_at_s = -math.inf
+        self._answered = answered
 
     def decided(self, exchange: Exchange) -> None:
         decision = exchange.decision
@@ -68,6 +74,8 @@ class Observation:
         if exchange.response_started_at_s is not None:
             elapsed_s = exchange.response_started_at_s - exchange.started_at_s
             self._telemetry.response_started(elapsed_s=elapsed_s)
+        if exchange.decision is not None and exchange.status not in {None, *UPSTREAM_FAILURES}:
+            self._answered(exchange.decision.endpoint)
 
     def completed(self, exchange: Exchange, outcome: Outcome, now: Seconds) -> None:
         decision, usage = exchange.decision, exchange.usage

@@ -4,6 +4,7 @@ import numpy as np
 
 from epp.core.decision.scheduler import Scheduler
 from epp.core.knowledge.candidates import Candidates
+from epp.core.knowledge.pool import Standing
 from epp.core.knowledge.prefix import PrefixIndex
 from epp.core.protocol.budget import BodyBudget
 from epp.core.types import Seconds
@@ -30,7 +31,7 @@ def pool_snapshot(
             affinities={},
             prefill_tokens_per_s=scheduler.settings.prefill_tokens_per_s,
         ),
-        ready=len(pool.ready(None, now)),
+        ready=list(scheduler.standings(now).values()).count(Standing.READY),
         set_aside=pool.set_aside_count(),
         indexes={
             name: _index_snapshot(index)

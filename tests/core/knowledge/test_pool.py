@@ -194,7 +194,96 @@ def test_each_endpoint_is_told_to_be_ready_or_why_not():
         pool.observe(slot, scraped(asleep=slot == 1), 1.0)
     pool.responded(2, 503, 1.0)
     pool.responded(2, 503, 1.0)
-    assert pool.standings(2.0) == {0: "ready", 1: "asleep", 2: "set aside", 3: "never scraped"}
+    assert pool.standings(2.0, 2.0) == {
+        0: "ready",
+        1: "asleep",
+        2: "set aside",
+        3: "never scraped",
+    }
+
+
+def test_who_does_not_answer_twice_is_unreachable_until_it_answers():
+    """One scrape may be lost; an answer that is no page is an answer."""
+    pool = pool_of(endpoint(0), endpoint(1))
+    pool.observe(0, scraped(), 1.0)
+    pool.observe(1, scraped(), 1.0)
+    pool.observe_failure(0, answered=False)
+    assert standing(pool, 0, 1.4) == "ready"
+    assert pool.all_observed_since(1.0)
+    pool.observe_failure(0, answered=False)
+    assert standing(pool, 0, 1.4) == "unreachable"
+    assert pool.columns.unreachable[:2].tolist() == [True, False]
+    assert not pool.all_observed_since(1.0)
+    pool.observe_failure(0, answered=True)
+    assert standing(pool, 0, 1.4) == "ready"
+    assert pool.all_observed_since(1.0)
+    for _ in range(2):
+        pool.observe_failure(0, answered=False)
+    pool.observe(0, scraped(), 2.0)
+    assert standing(pool, 0, 2.0) == "ready"
+    assert not pool.columns.unreachable[0]
+
+
+def test_one_that_became_silent_is_unreachable_when_its_metrics_are_stale():
+    """A silent one makes each scrape take long, so that there may be only one of them by then."""
+    pool = pool_of(endpoint(0), endpoint(1))
+    pool.observe(0, scraped(), 1.0)
+    pool.observe(1, scraped(), 1.0)
+    pool.observe_failure(0, answered=False)
+    assert standing(pool, 0, 3.0) == "ready"
+    assert standing(pool, 0, 3.1) == "unreachable"
+    assert standing(pool, 1, 3.1) == "stale"
+
+
+def test_the_unreachable_and_the_stale_may_still_be_given_work():
+    """There may be nobody else."""
+    pool = pool_of(endpoint(0), endpoint(1))
+    for slot in (0, 1):
+        pool.observe(slot, scraped(), 1.0)
+        pool.observe_failure(slot, answered=False)
+        pool.observe_failure(slot, answered=slot == 1)
+    assert ready(pool, 9.0) == ["pod-0", "pod-1"]
+    assert list(pool.standings(9.0, 2.0).values()) == ["unreachable", "stale"]
+
+
+def test_one_that_was_never_scraped_is_ready_only_where_nobody_is_scraped():
+    """Where nobody serves metrics all get work; beside endpoints with metrics it would get none."""
+    pool = pool_of(endpoint(0), endpoint(1))
+    assert list(pool.standings(9.0, 2.0).values()) == ["ready", "ready"]
+    pool.observe(0, scraped(), 9.0)
+    assert list(pool.standings(9.0, 2.0).values()) == ["ready", "never scraped"]
+    pool.observe_failure(1, answered=False)
+    assert list(pool.standings(9.0, 2.0).values()) == ["ready", "unreachable"]
+
+
+def test_what_is_unreachable_is_forgotten_with_its_process():
+    """The same slot may be another's."""
+    pool = pool_of(endpoint(0, incarnation="1"), endpoint(1))
+    for slot in (0, 1, 0, 1):
+        pool.observe_failure(slot, answered=False)
+    pool.replace([endpoint(0, incarnation="2")], 2.0)
+    pool.replace([endpoint(0, incarnation="2"), endpoint(2)], 3.0)
+    assert not pool.columns.unreachable.any()
+    assert list(pool.standings(3.0, 2.0).values()) == ["ready", "ready"]
+    assert pool.all_observed_since(-math.inf)
+
+
+def test_a_refused_connection_is_not_load():
+    """Neither what the gateway says in its place, nor a 503 of one that nobody reaches."""
+    pool = pool_of(endpoint(0), endpoint(1), endpoint(2))
+    pool.responded(0, 503, 1.0, by_gateway=True)
+    pool.responded(1, 503, 1.0)
+    pool.observe_failure(1, answered=False)
+    pool.observe_failure(2, answered=False)
+    pool.responded(2, 503, 1.0)
+    assert not pool.columns.saturated.any()
+    pool.observe_failure(2, answered=True)
+    pool.responded(2, 503, 1.0)
+    assert pool.columns.saturated.tolist()[:3] == [False, False, True]
+
+
+def standing(pool, slot, now):
+    return pool.standings(now, 2.0)[slot]
 
 
 def test_the_generation_tells_whether_the_endpoints_may_be_others():

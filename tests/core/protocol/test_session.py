@@ -385,6 +385,20 @@ def test_two_failures_set_the_endpoint_aside():
 
 
 @pytest.mark.parametrize(
+    ("fields", "saturated"),
+    [({}, False), ({"date": "today"}, True), ({"server": "uvicorn"}, True)],
+    ids=["gateway", "dated", "named"],
+)
+def test_only_the_503_of_an_engine_is_taken_for_load(fields, saturated):
+    """What the gateway says when it gets no connection comes without what servers add."""
+    pool = pods((0, 0.1), (5, 0.5))
+    stream = stream_of(pool)
+    stream.send(gw.request_headers(), gw.request_body(BODY))
+    stream.send(gw.response_headers(503, end=True, **fields))
+    assert pool.pool.columns.saturated[:2].tolist() == [saturated, False]
+
+
+@pytest.mark.parametrize(
     ("request_mode", "response_mode", "may_end"),
     [
         (gw.FULL_DUPLEX, gw.NONE, True),

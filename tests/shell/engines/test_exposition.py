@@ -6,8 +6,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
 
+from epp.shell.engines import exposition
 from epp.shell.engines.exposition import (
+    ADAPTER_NAME_BYTES_MAX,
+    ADAPTERS_MAX,
     ENGINE_LABELS,
+    ESCAPED_BYTES_MAX,
+    LABELS_MAX,
+    LINES_MAX,
+    SERIES_MAX,
     ExpositionError,
     PageReader,
     metric_names,
@@ -105,15 +112,16 @@ def test_every_way_to_write_a_sample_is_read(line):
     assert read(line).waiting_requests == 5.0
 
 
-@pytest.mark.parametrize("value", ["NaN", "+Inf", "-Inf", "-1", "Infinity"])
+@pytest.mark.parametrize("value", ["NaN", "+Inf", "-Inf", "-1", "Infinity", "1e300", "1.1e15"])
 def test_a_value_no_gauge_can_have_is_unknown(value):
-    """NaN, infinite and negative values are unknown, and the rest of the page still counts."""
+    """NaN, infinite, negative and absurd values are unknown, and the rest of the page still counts."""
     metrics = read(
         f"vllm:num_requests_running 3\nvllm:num_requests_waiting {value}\n"
         f"vllm:kv_cache_usage_perc {value}\nvllm:prompt_tokens_total {value}\n"
-        f"process_start_time_seconds {value}\n"
+        f"process_start_time_seconds {value}\nvllm:max_gpu_lora_adapters {value}\n"
     )
     assert metrics.running_requests == 3.0
+    assert metrics.adapters.slots_max == 0
     assert math.isnan(metrics.waiting_requests)
     assert math.isnan(metrics.kv_cache_usage)
     assert metrics.requests_total is None
@@ -138,6 +146,7 @@ def test_a_kv_usage_above_one_is_full():
         "vllm:num_requests_waiting 1_0",
         "vllm:num_requests_waiting ",
         "vllm:num_requests_waiting 1 2 3",
+        "vllm:num_requests_waiting " + "1" * 65,
         'vllm:num_requests_waiting{a="x} 1',
         'vllm:num_requests_waiting{a="x"',
         'vllm:num_requests_waiting{a="\\"} 1',
@@ -347,6 +356,97 @@ def test_what_prometheus_client_writes_is_read_back(ranks, started_at_s, adapter
     assert metrics.blocks_total == 7 * len(ranks)
     assert metrics.process_started_at_s == started_at_s
     assert metrics.adapters.active == {name for name in adapters if name}
+
+
+GAUGE = "vllm:num_requests_waiting 1\n"
+
+
+@pytest.fixture
+def looked_at(monkeypatch):
+    """The series and adapter names that were looked at one by one."""
+    seen = []
+    for function in ("_sample", "_adapter_name", "_labels"):
+        real = getattr(exposition, function)
+
+        def spy(*arguments, real=real):
+            seen.append(arguments)
+            return real(*arguments)
+
+        monkeypatch.setattr(exposition, function, spy)
+    return seen
+
+
+def listed(count, name="adapter-{}"):
+    names = ",".join(name.format(number) for number in range(count))
+    return f'vllm:lora_requests_info{{running_lora_adapters="{names}"}} 1\n'
+
+
+def held(count):
+    return "".join(
+        f'vllm:lora_adapter_loaded{{adapter_name="a{number}",level="gpu"}} 1\n'
+        for number in range(count)
+    )
+
+
+def waiting(count):
+    return "".join(f'vllm:num_requests_waiting{{e="{number}"}} 1\n' for number in range(count))
+
+
+@pytest.mark.parametrize(
+    ("page", "words", "at_most"),
+    [
+        (GAUGE + "\n" * 4_000_000, f"more than {LINES_MAX} lines", 0),
+        (waiting(60_000), f"more than {SERIES_MAX} series that are wanted", SERIES_MAX),
+        (
+            "".join(f"{name} 1\n" for name in ("sglang:num_pages", "vllm:lora_requests_info"))
+            * SERIES_MAX,
+            f"more than {SERIES_MAX} series that are wanted",
+            SERIES_MAX + 1,
+        ),
+        (
+            GAUGE + "vllm:cache_config_info{" + 'a="",' * 800_000 + "} 1\n",
+            f"more than {LABELS_MAX} labels",
+            1,
+        ),
+        (
+            GAUGE + 'vllm:cache_config_info{a="' + "\\\\" * 1_000_000 + '"} 1\n',
+            f"take more than {ESCAPED_BYTES_MAX} bytes",
+            1,
+        ),
+        (GAUGE + listed(500_000), f"more than {ADAPTERS_MAX} adapters", 3),
+        (
+            GAUGE + held(ADAPTERS_MAX + 1),
+            f"more than {ADAPTERS_MAX} adapters",
+            ADAPTERS_MAX + 2,
+        ),
+        (
+            GAUGE + listed(1, "x" * (ADAPTER_NAME_BYTES_MAX + 1)),
+            f"^the adapter name 'x{{80}}' has more than {ADAPTER_NAME_BYTES_MAX} bytes$",
+            4,
+        ),
+        ("vllm:num_requests_waiting " + "1 " * 2_000_000 + "\n", "is not a name, labels", 1),
+        ("vllm:num_requests_waiting " + "1" * 4_000_000 + "\n", "has no number as", 1),
+    ],
+    ids=["lines", "series", "engines", "labels", "escapes", "listed", "held", "name", "fields", "digits"],
+)  # fmt: skip
+def test_a_page_beyond_a_limit_is_refused_after_bounded_work(page, words, at_most, looked_at):
+    """The sentence names the limit, and no more was looked at than it allows."""
+    with pytest.raises(ExpositionError, match=words) as refused:
+        read(page)
+    assert len(str(refused.value)) < 400
+    assert len(looked_at) <= at_most
+
+
+def test_a_page_within_the_limits_is_read():
+    """Thousands of adapters, their states of the past, and a rank for each of many cards."""
+    states = "".join(
+        f'vllm:lora_requests_info{{running_lora_adapters="a{number},b"}} {number}\n'
+        for number in range(SERIES_MAX - ADAPTERS_MAX - 65)
+    )
+    metrics = read(waiting(64) + states + listed(3_000) + held(ADAPTERS_MAX))
+    assert metrics.waiting_requests == 64
+    assert metrics.adapters.active == {f"a{SERIES_MAX - ADAPTERS_MAX - 66}", "b"}
+    assert len(metrics.adapters.gpu) == ADAPTERS_MAX
 
 
 PIECES = st.sampled_from(

@@ -2,7 +2,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from epp.shell.engines.page_client import HEAD_BYTES_MAX, BadResponseError, ResponseReader
+from epp.shell.engines.page_client import (
+    CHUNKS_MAX,
+    HEAD_BYTES_MAX,
+    PIECES_MAX,
+    BadResponseError,
+    ResponseReader,
+)
 
 PAGE = b"vllm:num_requests_waiting 1\n"
 PLAIN = b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n%s" % (len(PAGE), PAGE)
@@ -157,6 +163,41 @@ def test_a_page_that_is_cut_off_is_refused(wire):
     reader = read(wire[:-5])
     with pytest.raises(BadResponseError, match="before the page ended"):
         reader.end()
+
+
+ENDLESS = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
+
+
+@pytest.mark.parametrize(
+    ("wire", "what"),
+    [
+        (ENDLESS + b"1\r\nx\r\n" * (CHUNKS_MAX + 1), f"more than {CHUNKS_MAX} chunks"),
+        (ENDLESS + b"0\r\n" + b"a: b\r\n" * HEAD_BYTES_MAX, "bytes of trailers"),
+    ],
+)
+def test_an_answer_of_crumbs_is_refused(wire, what):
+    """Each chunk costs as much as a page that comes in one."""
+    with pytest.raises(BadResponseError, match=what) as caught:
+        read(wire, 10**6)
+    assert caught.value.kind == "page"
+
+
+def test_as_many_chunks_as_are_allowed_are_read():
+    """A server may write its page line by line."""
+    wire = ENDLESS + b"1\r\nx\r\n" * CHUNKS_MAX + b"0\r\n\r\n"
+    assert read(wire, 10**6).body == b"x" * CHUNKS_MAX
+
+
+@pytest.mark.parametrize("head", [PLAIN, CHUNKED, TO_THE_END])
+def test_an_answer_in_too_many_pieces_is_refused(head):
+    """A server decides how often it wakes the loop: byte by byte it would all the time."""
+    wire = head[: head.index(b"\r\n\r\n")] + b"\r\nx: y" * 2_000
+    reader = ResponseReader(10**6)
+    for byte in wire[:PIECES_MAX]:
+        reader.feed(bytes([byte]))
+    with pytest.raises(BadResponseError, match=f"more than {PIECES_MAX} pieces") as caught:
+        reader.feed(wire[PIECES_MAX : PIECES_MAX + 1])
+    assert caught.value.kind == "page"
 
 
 @given(st.lists(st.sampled_from([*(bytes([b]) for b in CHUNKED), PLAIN[:20], CHUNKED[:60]])))

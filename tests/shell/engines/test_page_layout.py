@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from epp.shell.engines import exposition
 from epp.shell.engines.exposition import ENGINE_LABELS, ExpositionError, PageMemory, PageReader
 from epp.shell.engines.page_layout import (
     GROWTH_BYTES_MAX,
@@ -164,6 +165,34 @@ def test_what_has_not_changed_is_not_told():
         b"a": [b'{x="1"} 1', b" 5"],
         b"b": [b" 2"],
     }
+
+
+def test_pages_that_are_others_each_time_are_not_laid_out_each_time(monkeypatch):
+    """Else a server whose pages fit no layout would make each of them cost twice."""
+    taken = []
+
+    def spy(*arguments):
+        taken.append(arguments)
+        return layout_of(*arguments)
+
+    monkeypatch.setattr(exposition, "layout_of", spy)
+    reading = Reading()
+    for number in range(3 * PAGES_MAX):
+        lead = "#" + "x" * (2 * NEAR_BYTES) * (number % 2) + "\n"
+        assert reading.read(lead + page(str(number))).waiting_requests == number
+    assert len(taken) == 3
+    # One that keeps to its layout has it again.
+    for number in range(3 * PAGES_MAX):
+        reading.read(page(str(number % 9)))
+    assert len(taken) <= 7
+
+
+def test_series_that_grow_beyond_what_is_kept_end_the_layout():
+    """A page of the same size may have series where it had a comment."""
+    lines = b"a 1\n" * KEPT_BYTES_MAX
+    head = b"\n# TYPE a gauge\na 1\n"
+    layout = layout_of(head + b"#" * len(lines), headings_of(WANTED), {b"a": 1})
+    assert layout.changed(head + lines) is None
 
 
 NAMES = st.sampled_from(

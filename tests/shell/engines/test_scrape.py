@@ -350,6 +350,165 @@ def scrape_tasks():
     return [task for task in asyncio.all_tasks() if task.get_name().startswith("scrape ")]
 
 
+async def test_one_that_refuses_is_asked_at_the_interval():
+    """It costs nothing to ask, and it is seen as soon as it listens again, on the same port."""
+    gap_s = 0.005
+    async with pod(GOOD) as served:
+        port = served.port
+    async with scraping(
+        endpoint(port), interval_s=lambda _: gap_s, backoff_s_max=1000.0
+    ) as running:
+        # Doubled each time, the last of these pauses would take minutes.
+        async with asyncio.timeout(20):
+            for _ in range(25):
+                failed, kind, sentence = await running.failures.get()
+                assert kind == "refused"
+        assert running.scraper.problem_of(failed) == (kind, sentence)
+        server = await asyncio.start_server(Pod(split(GOOD)).serve, "127.0.0.1", port)
+        await running.observed.get()
+        assert running.scraper.problem_of(failed) is None
+        server.close()
+
+
+async def test_one_that_serves_a_request_is_asked_again_at_once():
+    """However long the pause that its failures have brought it, but not before its interval."""
+
+    async def reply(number, writer):
+        writer.write(GOOD if number > 12 else answer(b"", status=b"503 Starting"))
+
+    async with (
+        pod(reply) as served,
+        scraping(
+            endpoint(served.port), interval_s=lambda _: 0.001, backoff_s_max=1000.0
+        ) as running,
+    ):
+        failed, _, _ = await running.failures.get()
+        running.scraper._targets[failed.endpoint_id].failures = 30
+        await running.failures.get()
+        # The next would be due in a minute.
+        async with asyncio.timeout(20):
+            while running.observed.empty():
+                running.scraper.answered(failed)
+                await asyncio.sleep(0)
+        assert running.scraper.problem_of(failed) is None
+        assert served.requests == 13
+        running.scraper.answered(failed)
+        running.scraper.answered(endpoint(1, name="unknown"))
+
+
+async def test_many_silent_endpoints_do_not_take_the_turns_of_others():
+    """Those that failed wait in a line of their own."""
+    never = asyncio.Event()
+
+    async def silent(number, writer):
+        await never.wait()
+
+    async with pod(silent) as bad, pod(GOOD) as good:
+        silent_ones = [endpoint(bad.port, name=f"bad-{number}") for number in range(8)]
+        async with scraping(
+            *silent_ones, concurrency_max=2, timeout_s=0.02, backoff_s_max=0.005
+        ) as running:
+            for _ in range(8):
+                await running.failures.get()
+            running.scraper.replace([*silent_ones, endpoint(good.port)])
+            await running.observed.get()
+            while not running.failures.empty():
+                running.failures.get_nowait()
+            for _ in range(10):
+                await running.observed.get()
+            # In one line each good page would wait for four of them.
+            assert running.failures.qsize() <= 10
+        never.set()
+
+
+class Loop:
+    """A clock of CPU time: each look at it costs so much."""
+
+    def __init__(self, cost_s):
+        self.now = 0.0
+        self.cost_s = cost_s
+
+    def __call__(self):
+        self.now += self.cost_s
+        return self.now
+
+
+async def test_an_endpoint_with_dear_pages_is_asked_in_proportion_to_their_cost():
+    """One per cent of the loop: what its pages take is a hundredth of the time between them."""
+    loop = asyncio.get_running_loop()
+    # Receiving and reading a page is measured from four looks, of which two pass inside.
+    async with (
+        pod(GOOD) as served,
+        scraping(
+            endpoint(served.port),
+            backoff_s_max=10.0,
+            clock=Loop(0.0003),
+            interval_s=lambda _: 0.001,
+        ) as running,
+    ):
+        await running.observed.get()
+        started_s, asked = loop.time(), served.requests
+        for _ in range(6):
+            await running.observed.get()
+        elapsed_s = loop.time() - started_s
+    assert (served.requests - asked) * 2 * 0.0003 <= 0.01 * elapsed_s * 1.2
+    assert running.failures.empty()
+
+
+@pytest.mark.parametrize(
+    "reply",
+    [
+        answer(page(1) + b"vllm:num_requests_running 1\n" * 10_000),
+        split(
+            b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n",
+            b"1\r\nx\r\n" * 5_000,
+            b"0\r\n\r\n",
+        ),
+    ],
+    ids=["series", "chunks"],
+)
+async def test_a_page_beyond_a_limit_is_a_failed_scrape_that_is_paid_for(reply):
+    """Counted as a page that cannot be read; the others are asked as before."""
+    async with (
+        pod(reply) as bad,
+        pod(GOOD) as good,
+        scraping(endpoint(bad.port, name="bad"), endpoint(good.port), timeout_s=1.0) as running,
+    ):
+        failed, kind, sentence = await running.failures.get()
+        assert (failed.name, kind) == ("bad", "page")
+        assert "more than" in sentence
+        for _ in range(20):
+            assert (await running.observed.get())[0].name == "pod"
+        assert bad.requests < good.requests
+
+
+async def test_what_an_owner_cannot_take_is_contained_and_told():
+    """A page may say what nobody has thought of; it must not end the scraping of all others."""
+
+    def observe(endpoint, metrics):
+        raise OverflowError("too large to convert")
+
+    running = Running()
+    running.scraper = Scraper(
+        observe,
+        lambda endpoint, kind, sentence: running.failures.put_nowait((endpoint, kind, sentence)),
+        reader=PageReader(),
+        seed=1,
+        interval_s=lambda _: 0.005,
+        backoff_s_max=0.02,
+    )
+    async with pod(GOOD) as served:
+        running.scraper.replace([endpoint(served.port)])
+        task = asyncio.create_task(running.scraper.run())
+        for _ in range(2):
+            _, kind, sentence = await running.failures.get()
+            assert kind == "internal"
+            assert "OverflowError" in sentence
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+
 async def test_a_bug_in_a_reader_is_contained_and_told():
     """One page must not end the scraping of all the others."""
 

@@ -3,6 +3,7 @@
 import gc
 import json
 import math
+import time
 from typing import NamedTuple
 
 import pytest
@@ -162,6 +163,7 @@ async def test_endpoints_are_listed_with_their_state(picker):
     pool = picker.scheduler.pool
     members = [at for _, at in pool.endpoints()]
     picker.scheduler.replace([*members, endpoint(7, name="silent", ready_after_s=math.inf)], 1.0)
+    picker.scheduler.observe(0, EndpointMetrics(), time.monotonic())
     picker.scheduler.observe(1, EndpointMetrics(asleep=True, waiting_requests=2.0), 1.0)
     first, second, silent = (await picker.json("/debug/endpoints"))["endpoints"]
     assert first["state"] == "ready"
@@ -175,6 +177,11 @@ async def test_endpoints_are_listed_with_their_state(picker):
     assert (status, headers["content-type"]) == (200, "text/plain; charset=utf-8")
     assert text.splitlines()[3].split()[0] == "silent"
     assert " - " in text.splitlines()[3]
+    picker.scheduler.observe(1, EndpointMetrics(), 1.0)
+    for _ in range(2):
+        picker.scheduler.observe_failure(0, answered=False)
+    listed = (await picker.json("/debug/endpoints"))["endpoints"]
+    assert [row["state"] for row in listed] == ["unreachable", "stale", "never scraped"]
 
 
 async def test_the_configuration_in_force_is_shown(picker):

@@ -26,8 +26,9 @@ class Observed:
     def __init__(self):
         self.registry = CollectorRegistry()
         self.lines = []
+        self.answered = []
         log = DecisionLog(self, level="debug")
-        self.observation = Observation(Telemetry(self.registry), log)
+        self.observation = Observation(Telemetry(self.registry), log, answered=self.answered.append)
 
     def debug(self, event, **line):
         self.lines.append(event)
@@ -103,6 +104,17 @@ def test_response_headers_are_timed_from_the_request(observed):
     observed.observation.response_started(exchange())
     assert observed("response_headers_seconds_count") == 1
     assert observed("response_headers_seconds_sum") == 2
+
+
+@pytest.mark.parametrize(
+    ("status", "alive"), [(200, True), (400, True), (500, True), (503, False), (None, False)]
+)
+def test_an_endpoint_that_served_is_told(observed, status, alive):
+    """A gateway says 502, 503 and 504 of one that does not; those of an engine are no great proof."""
+    served = exchange(status=status, response_started_at_s=NOW_S)
+    observed.observation.response_started(served)
+    observed.observation.response_started(exchange(decision=False, status=200))
+    assert observed.answered == [served.decision.endpoint] * alive
 
 
 def test_what_ends_tells_what_was_seen_of_it(observed):

@@ -1,5 +1,6 @@
 from epp.core.decision.scheduler import Scheduler, SchedulerSettings
 from epp.core.protocol.budget import BodyBudget
+from epp.core.types import EndpointMetrics
 from epp.shell.operators.snapshot import pool_snapshot
 from tests.builders import endpoint
 from tests.test_hermetic import pods
@@ -21,3 +22,15 @@ def test_a_snapshot_counts_what_is_known_and_what_is_ready():
     assert shown.set_aside == 0
     assert set(shown.indexes) == set(scheduler.indexes)
     assert shown.cluster is None
+
+
+def test_who_is_gone_is_not_counted_as_ready():
+    """Unreachable or with metrics of long ago: nothing goes there while others are left."""
+    scheduler = pods((0, 0.1), (3, 0.5), (4, 0.5))
+    for slot in range(3):
+        scheduler.observe(slot, EndpointMetrics(waiting_requests=1.0), 1.0)
+    assert pool_snapshot(scheduler, "", BodyBudget(1), None, 1.5).ready == 3
+    for _ in range(2):
+        scheduler.observe_failure(1, answered=False)
+    assert pool_snapshot(scheduler, "", BodyBudget(1), None, 1.5).ready == 2
+    assert pool_snapshot(scheduler, "", BodyBudget(1), None, 9.0).ready == 0

@@ -34,12 +34,10 @@ def fault(kind_of_fault, at_s, pod=0, duration_s=5.0, factor=1.0):
 
 
 def test_the_scrape_rule_is_production_s():
-    """Interval, jitter and back-off, number by number."""
+    """Interval and jitter, number by number; a dead pod refuses, which brings no back-off."""
     assert simulated.SCRAPE_INTERVAL_S_MIN == scrape.INTERVAL_S_MIN
     assert simulated.SCRAPE_INTERVAL_S_PER_POD == scrape.INTERVAL_S_PER_ENDPOINT
     assert simulated.SCRAPE_JITTER == scrape.JITTER
-    defaults = scrape.Scraper.__init__.__kwdefaults__
-    assert defaults["backoff_s_max"] == simulated.SCRAPE_BACKOFF_S_MAX
     for pods in (1, 400, 1_000):
         settings = ClusterSettings(pods=(kind(),) * pods)
         assert settings.refresh_interval_s == scrape.interval_s_by_pool(pods)
@@ -131,6 +129,26 @@ def test_a_dead_pod_fails_what_it_had_and_is_routed_round():
     assert late
     assert all(request.fate is Fate.COMPLETE and request.pod.name != "pod-0" for request in late)
     assert len(one.pods) == 4
+
+
+def test_three_of_four_pods_that_return_get_traffic_within_two_scrapes():
+    """While they are away all goes to the fourth, before discovery has told, and none is lost."""
+    asked_at = {}
+    faults = [fault(FaultKind.RESTART, 2.0, pod=pod, duration_s=4.0) for pod in range(3)]
+    requests, _ = ran(
+        arrivals(600, rate=50.0, groups=600),
+        faults=faults,
+        discovery_delay_s=60.0,
+        scrape_interval_s=0.2,
+    )
+    for request in requests:
+        asked_at.setdefault(request.pod.name, []).append(request.routed_at)
+    # Two scrapes to know that nobody is there, two to know that they are back.
+    for name in ("pod-0", "pod-1", "pod-2"):
+        assert not [at for at in asked_at[name] if 2.5 <= at < 6.0]
+        assert [at for at in asked_at[name] if 6.0 <= at <= 6.6]
+    failed = [request.routed_at for request in requests if request.fate is Fate.FAILED]
+    assert all(at < 2.5 for at in failed)
 
 
 def test_a_restarted_pod_serves_again_and_has_forgotten_everything():

@@ -6,6 +6,7 @@ from random import Random
 import numpy as np
 
 from bench.timing import best_us
+from epp.core.decision.failures import PluginFailures
 from epp.core.decision.profile import SchedulingProfile, WeightedScorer
 from epp.core.knowledge.candidates import Affinity, Candidates, Columns
 from epp.core.prompt.request import InferenceRequest
@@ -101,10 +102,13 @@ def run() -> list[tuple[str, str]]:
         picker_name="max-score-picker",
         picker=pickers.MaxScore(),
     )
+    failures = PluginFailures()
     for name, candidates in (("no adapters", without), ("adapters", with_adapters)):
         measure(
             f"default profile, score and pick, {name}",
-            lambda c=candidates: profile.pick(profile.score(request, c).total, c, random, 7),
+            lambda c=candidates: profile.pick(
+                profile.score(request, c, failures).total, c, random, 7, failures
+            ),
         )
     return rows
 

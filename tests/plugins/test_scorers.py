@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 from msgspec import ValidationError, convert
 
+from epp.core.decision.failures import PluginFailures
 from epp.core.decision.profile import SchedulingProfile, WeightedScorer
 from epp.plugins import pickers, scorers
 from tests.builders import affinity, candidates, endpoint, lora, request, resident
@@ -72,9 +73,11 @@ def test_the_reference_pickers_own_cases_give_its_sums(case):
         picker_name="max-score-picker",
         picker=pickers.MaxScore(),
     )
-    total = profile.score(request(model=model), pool).total
+    failures = PluginFailures()
+    total = profile.score(request(model=model), pool, failures).total
     assert total.tolist() == approx(sums)
-    assert profile.pick(total, pool, None, 7).tolist() == [best]
+    assert profile.pick(total, pool, None, 7, failures).tolist() == [best]
+    assert not len(failures)
 
 
 def test_the_share_of_the_prompt_is_the_prefix_score():

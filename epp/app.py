@@ -32,6 +32,7 @@ from epp.shell.gateway.service import GatewayService
 from epp.shell.gateway.sessions import Sessions
 from epp.shell.kubernetes.api_errors import KubeConfigError
 from epp.shell.operators.debug_pages import DebugPages, RecentDecisions
+from epp.shell.operators.failing_plugins import FailingPluginsLog
 from epp.shell.operators.logs import DecisionLog, configure_logging
 from epp.shell.operators.metrics_server import MetricsServer
 from epp.shell.operators.observation import Observation
@@ -118,6 +119,7 @@ class EndpointPicker:
         self._found = self._read_endpoints() if flags.endpoints_file else Found()
         settings = _settings(self.live.current(len(self._found.endpoints)))
         self.scheduler = Scheduler(settings, seed=seed)
+        self._failing_plugins = FailingPluginsLog(self.scheduler.failures)
         self.registry = CollectorRegistry()
         self.telemetry = Telemetry(self.registry, self._snapshot)
         decisions = DecisionLog(structlog.get_logger("decisions"), level=flags.log_level)
@@ -217,6 +219,7 @@ class EndpointPicker:
         while True:
             await asyncio.sleep(TICK_S)
             self.scheduler.tick(time.monotonic())
+            self._failing_plugins.report()
 
     # At start a problem of the configuration or the endpoints is fatal.
 

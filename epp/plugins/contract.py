@@ -1,6 +1,6 @@
-"""All that a plug-in needs, in one place whose path stays.
+"""All that a plugin needs, in one place whose path stays.
 
-`docs/plugins.md` is the guide. The protocols and nouns live where the core uses them; a plug-in,
+`docs/plugins.md` is the guide. The protocols and nouns live where the core uses them; a plugin,
 built in or installed, names them by this module.
 """
 

@@ -21,6 +21,7 @@ from epp.configuration.config import (
     config_hash,
     load_config,
 )
+from epp.core.decision.failures import FailingPlugin
 from epp.core.decision.scheduler import Decision, Scheduler, SchedulerSettings
 from epp.core.knowledge.inflight import Lease, Outcome
 from epp.core.prompt.request import InferenceRequest
@@ -63,6 +64,10 @@ class Policy(Protocol):
         """What it counts as in flight, by endpoint."""
         ...
 
+    def failing_plugins(self) -> list[FailingPlugin]:
+        """The plugins that failed; it decided without them."""
+        ...
+
     def replace(self, endpoints: Sequence[Endpoint], now: Seconds) -> None: ...
     def observe(self, endpoint: Endpoint, metrics: EndpointMetrics, now: Seconds) -> None: ...
     def route(self, request: InferenceRequest, now: Seconds) -> Route | Refusal: ...
@@ -88,6 +93,9 @@ class SchedulerPolicy:
     def inflight_counts(self) -> list[int]:
         pool = self.scheduler.pool
         return [int(pool.columns.inflight_requests[slot]) for slot, _ in pool.endpoints()]
+
+    def failing_plugins(self) -> list[FailingPlugin]:
+        return list(self.scheduler.failures)
 
     def replace(self, endpoints: Sequence[Endpoint], now: Seconds) -> None:
         self.scheduler.replace(endpoints, now)
@@ -133,6 +141,9 @@ class Baseline:
 
     def inflight_counts(self) -> list[int]:
         return self.inflight
+
+    def failing_plugins(self) -> list[FailingPlugin]:
+        return []
 
     def replace(self, endpoints: Sequence[Endpoint], now: Seconds) -> None:
         ids = [at.endpoint_id for at in self.endpoints]

@@ -1,6 +1,6 @@
-"""Plug-ins that fail: what is wrong with what they return, and who failed how often.
+"""Plugins that fail: what is wrong with what they return, and who failed how often.
 
-A part that fails costs only what it adds (design D16). Whoever calls a plug-in catches what it
+A part that fails costs only what it adds (design D16). Whoever calls a plugin catches what it
 raises, checks what it returns, tells `PluginFailures` and goes on without it. Of an exception the
 type and the place are kept. Its message is not: it may quote a prompt or a header.
 """
@@ -29,7 +29,7 @@ _NOT_IN_A_HEADER: Final = re.compile(r"[\x00-\x08\x0a-\x1f\x7f]")
 
 
 class FailingPlugin(Struct):
-    """One plug-in that failed."""
+    """One plugin that failed."""
 
     name: str
     """In the configuration."""
@@ -39,7 +39,7 @@ class FailingPlugin(Struct):
 
 
 class PluginFailures:
-    """The plug-ins of one scheduler that failed, by name; as many as are configured at most."""
+    """The plugins of one scheduler that failed, by name; as many as are configured at most."""
 
     def __init__(self) -> None:
         self._failing: dict[str, FailingPlugin] = {}
@@ -51,15 +51,15 @@ class PluginFailures:
         return iter(self._failing.values())
 
     def raised(self, name: str, verb: str, error: Exception) -> None:
-        """`verb` of the plug-in `name` did not return."""
-        self.add(name, f"{verb} raised {type(error).__name__}{_place(error)}")
+        """`verb` of the plugin `name` did not return."""
+        self.add(name, f"{verb} raised {type(error).__name__}{place_of(error)}")
 
     def returned(self, name: str, verb: str, fault: str) -> None:
-        """`verb` of the plug-in `name` returned what its contract does not allow."""
+        """`verb` of the plugin `name` returned what its contract does not allow."""
         self.add(name, f"{verb} returned {fault}")
 
     def add(self, name: str, what: str) -> None:
-        """Count one failure of the plug-in `name`."""
+        """Count one failure of the plugin `name`."""
         failing = self._failing.setdefault(name, FailingPlugin(name))
         failing.failures += 1
         failing.what = what
@@ -67,10 +67,10 @@ class PluginFailures:
     def call(
         self, name: str, verb: str, method: Callable[P, object], *given: P.args, **named: P.kwargs
     ) -> bool:
-        """Call `method`, which is `verb` of the plug-in `name`; False if it failed."""
+        """Call `method`, which is `verb` of the plugin `name`; False if it failed."""
         try:
             method(*given, **named)
-        except Exception as error:  # noqa: BLE001  the boundary of a plug-in
+        except Exception as error:  # noqa: BLE001  the boundary of a plugin
             self.raised(name, verb, error)
             return False
         return True
@@ -148,12 +148,12 @@ def _kind(found: object) -> str:
     return type(found).__name__
 
 
-def _place(error: Exception) -> str:
-    """Where it was raised, and where the plug-in is that led there: " at near/near.py:14"."""
+def place_of(error: Exception) -> str:
+    """Where it was raised, and where the plugin is that led there: " at near/near.py:14"."""
     traceback = error.__traceback__
     if traceback is None or traceback.tb_next is None:
         return " when it was called"
-    # The first frame is the caller's, the second the plug-in's.
+    # The first frame is the caller's, the second the plugin's.
     called = raised = traceback.tb_next
     while raised.tb_next is not None:
         raised = raised.tb_next

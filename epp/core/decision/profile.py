@@ -1,6 +1,6 @@
 """A scheduling profile: which filters, which scorers with which weights, which picker.
 
-A plug-in that fails costs only what it adds: its filter keeps everybody, its score is unknown for
+A plugin that fails costs only what it adds: its filter keeps everybody, its score is unknown for
 everybody, in place of its picker the highest sum is taken.
 """
 
@@ -77,11 +77,11 @@ class Marker(Struct, frozen=True):
     def response_headers(
         self, request: InferenceRequest, endpoint: Endpoint, served: str
     ) -> Mapping[str, str]:
-        """As of `MarksResponses`; none, if the plug-in fails."""
+        """As of `MarksResponses`; none, if the plugin fails."""
         try:
             found = self.plugin.response_headers(request, endpoint, served)
             fault = headers_fault(found)
-        except Exception as error:  # noqa: BLE001  the boundary of a plug-in
+        except Exception as error:  # noqa: BLE001  the boundary of a plugin
             self.failures.raised(self.name, "response_headers", error)
             return {}
         if fault:
@@ -159,7 +159,7 @@ class SchedulingProfile(Struct, frozen=True, kw_only=True, dict=True):
                 keep = named.plugin.keep(request, candidates)
                 # Of another type it would be taken for positions.
                 fault = array_fault(keep, BOOLS, len(candidates))
-            except Exception as error:  # noqa: BLE001  the boundary of a plug-in
+            except Exception as error:  # noqa: BLE001  the boundary of a plugin
                 failures.raised(named.name, "keep", error)
                 continue
             if fault:
@@ -188,7 +188,7 @@ class SchedulingProfile(Struct, frozen=True, kw_only=True, dict=True):
             try:
                 found = scorer.plugin.score(request, candidates)
                 fault = "" if found is None else array_fault(found, FLOATS, n)
-            except Exception as error:  # noqa: BLE001  the boundary of a plug-in
+            except Exception as error:  # noqa: BLE001  the boundary of a plugin
                 failures.raised(scorer.name, "score", error)
                 found = None
             else:
@@ -232,7 +232,7 @@ class SchedulingProfile(Struct, frozen=True, kw_only=True, dict=True):
         try:
             picked = self.picker.pick(scores, candidates, random, rotation)
             fault = positions_fault(picked, len(scores))
-        except Exception as error:  # noqa: BLE001  the boundary of a plug-in
+        except Exception as error:  # noqa: BLE001  the boundary of a plugin
             failures.raised(self.picker_name, "pick", error)
         else:
             if not fault:

@@ -45,7 +45,7 @@ class SchedulerSettings(Struct, frozen=True, kw_only=True):
 
     @property
     def plugin_names(self) -> tuple[str, ...]:
-        """Of every plug-in that decides, as in the configuration."""
+        """Of every plugin that decides, as in the configuration."""
         members = [member.name for member in self.profile.members]
         return (*members, self.profile.picker_name, *self.indexes)
 
@@ -96,7 +96,7 @@ class Scheduler:
         self.pool = EndpointPool()
         self.ledger = InflightLedger(self.pool.columns, settings.prefill_tokens_per_s)
         self.failures = PluginFailures()
-        """The plug-ins that failed; the decisions went on without them."""
+        """The plugins that failed; the decisions went on without them."""
         self.indexes: dict[str, AffinityIndex] = {}
         """Those that could be opened."""
         for name in settings.indexes:
@@ -239,7 +239,7 @@ class Scheduler:
         try:
             index = self.settings.indexes[name].open()
             missing = [verb for verb in _INDEX_VERBS if not callable(getattr(index, verb, None))]
-        except Exception as error:  # noqa: BLE001  the boundary of a plug-in
+        except Exception as error:  # noqa: BLE001  the boundary of a plugin
             self.failures.raised(name, "open", error)
         else:
             if not missing:
@@ -252,7 +252,7 @@ class Scheduler:
     def _adopt(self, name: str, settings: AffinityIndexSettings, index: AffinityIndex) -> bool:
         try:
             return bool(settings.adopt(index))
-        except Exception as error:  # noqa: BLE001  the boundary of a plug-in
+        except Exception as error:  # noqa: BLE001  the boundary of a plugin
             self.failures.raised(name, "adopt", error)
             return False
 
@@ -264,7 +264,7 @@ class Scheduler:
         try:
             known = index.match(request, slots, now)
             fault = affinity_fault(known, slots)
-        except Exception as error:  # noqa: BLE001  the boundary of a plug-in
+        except Exception as error:  # noqa: BLE001  the boundary of a plugin
             self.failures.raised(name, "match", error)
             return None
         if fault:

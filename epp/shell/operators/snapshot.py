@@ -32,6 +32,8 @@ def pool_snapshot(
             for name, index in scheduler.indexes.items()
             if isinstance(index, PrefixIndex)
         },
+        plugin_errors=dict.fromkeys(scheduler.settings.plugin_names, 0)
+        | {failing.name: failing.failures for failing in scheduler.failures},
         cluster=cluster,
     )
 

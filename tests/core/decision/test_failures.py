@@ -1,4 +1,4 @@
-"""A plug-in that fails costs only what it adds, and is counted by its name."""
+"""A plugin that fails costs only what it adds, and is counted by its name."""
 
 import subprocess
 import sys
@@ -30,7 +30,7 @@ def explode(*_):
 
 
 class Answers(Parameters, frozen=True):
-    """A plug-in of every kind that does what it is told."""
+    """A plugin of every kind that does what it is told."""
 
     type_name: ClassVar[str] = "answers"
     sheds_load: ClassVar[bool] = False
@@ -394,7 +394,7 @@ def test_what_is_opened_must_be_an_index(opened, what):
 
 
 def test_who_is_configured_no_more_is_forgotten():
-    """So the ledger never has more rows than the document has plug-ins."""
+    """So the ledger never has more rows than the document has plugins."""
     made = scheduler(match=explode)
     made.schedule(request(), 1.0)
     assert len(made.failures) == 1
@@ -435,7 +435,7 @@ class Marks(Parameters, frozen=True):
     ],
 )
 def test_headers_that_cannot_be_set_are_left_out(headers, what):
-    """Those of the other plug-ins are set."""
+    """Those of the other plugins are set."""
     settings = SchedulerSettings(
         profile=profile(
             scorers=[Marks(headers=headers), Marks(headers=lambda: {"x-good": "é \udcff\t!"})]

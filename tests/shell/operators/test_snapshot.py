@@ -17,3 +17,12 @@ def test_a_snapshot_counts_what_is_known_and_what_is_ready():
     assert shown.set_aside == 0
     assert set(shown.indexes) == set(scheduler.indexes)
     assert shown.cluster is None
+
+
+def test_a_snapshot_counts_the_failures_of_every_plugin_configured():
+    """Scorers, picker and indexes, and those alone that are."""
+    scheduler = pods((0, 0.1), (3, 0.5))
+    assert set(scheduler.settings.plugin_names) > set(scheduler.indexes)
+    scheduler.failures.add("queue-scorer", "score raised KeyError")
+    counts = pool_snapshot(scheduler, "", None, 1.0).plugin_errors
+    assert counts == dict.fromkeys(scheduler.settings.plugin_names, 0) | {"queue-scorer": 1}

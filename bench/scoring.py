@@ -10,6 +10,7 @@ from epp.core.decision.failures import PluginFailures
 from epp.core.decision.profile import SchedulingProfile, WeightedScorer
 from epp.core.knowledge.candidates import Affinity, Candidates, Columns
 from epp.core.prompt.request import InferenceRequest
+from epp.core.session_tokens import SessionTokens
 from epp.core.types import AdapterReport, Endpoint
 from epp.plugins import FILTERS, PICKERS, SCORERS, filters, pickers
 
@@ -67,9 +68,10 @@ def run() -> list[tuple[str, str]]:
     request = InferenceRequest(
         request_id="one",
         model="adapter-1",
-        headers={"x-session-token": "ZGVmYXVsdC9wb2QtNw=="},
+        session_tokens=SessionTokens((b"bench",)),
     )
     without, with_adapters = pool(adapters=False), pool(adapters=True)
+    request.headers = {"x-session-token": request.session_tokens.of(without.endpoints[7])}
     random = Random("bench:picker")
     sums = np.random.default_rng(2).random(ENDPOINTS)
     rows: list[tuple[str, str]] = []

@@ -24,6 +24,7 @@ from epp.core.types import Endpoint, EndpointMetrics
 from epp.shell.engines.scrape import Scraper
 from epp.shell.engines.sources import page_reader, scraped_from
 from epp.shell.files.endpoints_file import EndpointsFileError, load_endpoints
+from epp.shell.files.session_keys import Keys, SessionKeys
 from epp.shell.files.watch import FileWatcher, first_read
 from epp.shell.found import Found
 from epp.shell.gateway.health import Health
@@ -115,6 +116,7 @@ class EndpointPicker:
             Path(flags.endpoints_file), self._endpoints_changed, _report_file
         )
         self._cluster = None if flags.endpoints_file else self._open_cluster(seed)
+        self._session_keys = SessionKeys(flags.session_token_key_file, self._keys_changed)
         self.live = self._read_config()
         self._found = self._read_endpoints() if flags.endpoints_file else Found()
         settings = _settings(self.live.current(len(self._found.endpoints)))
@@ -213,6 +215,8 @@ class EndpointPicker:
         }
         if self.flags.config_file:
             loops["config"] = self._config_watcher.run()
+        if self.flags.session_token_key_file:
+            loops["session-keys"] = self._session_keys.run()
         return loops
 
     async def _tick(self) -> None:
@@ -226,11 +230,12 @@ class EndpointPicker:
     def _read_config(self) -> LiveConfiguration:
         flags = self.flags
         content: bytes | None = None
+        keys = self._session_keys.keys
         if flags.config_file:
             content = first_read(self._config_watcher, f"--config-file {flags.config_file}")
             if self._cluster is not None:
                 self._cluster.config.started(content)
-        return _or_start_error(lambda: LiveConfiguration(flags, plugin_tables(), content))
+        return _or_start_error(lambda: LiveConfiguration(flags, plugin_tables(), content, keys))
 
     def _read_endpoints(self) -> Found:
         name = self.flags.endpoints_file
@@ -298,6 +303,11 @@ class EndpointPicker:
             return
         self._take(endpoints)
         _log.info("endpoints replaced", endpoints=len(endpoints.endpoints))
+
+    def _keys_changed(self, keys: Keys) -> None:
+        self.live.sign_with(keys)
+        settings = _settings(self.live.current(len(self._found.endpoints)))
+        self.scheduler.configure(settings, time.monotonic())
 
     def _open_cluster(self, seed: int) -> "Cluster":
         # Imported where it is needed: it takes 0.4 s and 18 MB.

@@ -352,6 +352,59 @@ async def test_a_document_whose_plugin_fails_is_refused_by_its_name(tmp_path, of
     assert said in str(error.value)
 
 
+STICKY = """\
+apiVersion: llm-d.ai/v1alpha1
+kind: EndpointPickerConfig
+plugins:
+- type: session-affinity-scorer
+"""
+
+
+async def session_token(running, **headers):
+    """The token that a response sets."""
+    call = Call(running.channel)
+    named = gw.COMPLETIONS | {name.replace("_", "-"): at for name, at in headers.items()}
+    messages = (gw.request_headers(named), gw.request_body(LONG), gw.response_headers(end=True))
+    *_, told = await call.exchange(*messages, answers=3)
+    await call.grpc.done_writing()
+    return gw.set_headers(told)["x-session-token"]
+
+
+async def test_replicas_with_one_key_file_read_each_others_session_tokens(tmp_path):
+    """Before, while and after the keys are changed; one without the file has a key of its own."""
+    keys = tmp_path / "keys"
+    keys.write_text("o" * 32)
+    given = f"--session-token-key-file={keys}"
+    (tmp_path / "two").mkdir()
+    (tmp_path / "three").mkdir()
+    async with (
+        serving(tmp_path, TWO, given, config=STICKY) as one,
+        serving(tmp_path / "two", TWO, given, config=STICKY) as two,
+    ):
+        for running in (one, two):
+            running.observe(a=0, b=0)
+        token = await session_token(one)
+        assert {await two.pick(x_session_token=token) for _ in range(4)} == {"10.0.0.1:8000"}
+        assert not [line for line in one.lines if "--session-token-key-file" in line["event"]]
+        replace(keys, "n" * 32 + "\n" + "o" * 32)
+        # What both log is caught by the one that opened last.
+        await until(lambda: len(two.logged("session token keys replaced")) == 2, "new keys")
+        for running in (one, two):
+            running.observe(a=0, b=0)
+        newer = await session_token(two, x_session_token=token)
+        assert newer != token
+        assert {await one.pick(x_session_token=newer) for _ in range(4)} == {"10.0.0.1:8000"}
+        assert "o" * 32 not in str(one.lines + two.lines)
+    async with serving(tmp_path / "three", TWO, config=STICKY) as alone:
+        alone.observe(a=0, b=0)
+        assert len({await alone.pick(x_session_token=newer) for _ in range(4)}) == 2
+        (warning,) = [
+            line for line in alone.lines if "give --session-token-key-file" in line["event"]
+        ]
+        assert warning["log_level"] == "warning"
+        assert "session-affinity-scorer" in warning["event"]
+
+
 async def test_the_endpoints_file_adds_removes_and_gives_priorities(tmp_path):
     """Who stays keeps what is known of it; a bad file changes nothing."""
     async with serving(tmp_path, TWO) as running:

@@ -18,6 +18,7 @@ from epp.core.duration import Duration
 from epp.core.knowledge.inflight import Ending, Outcome
 from epp.core.knowledge.saturation import UtilizationDetector
 from epp.core.prompt.request import InferenceRequest
+from epp.core.session_tokens import SessionTokens
 from epp.core.types import AdapterReport, ApiKind, Endpoint, EndpointMetrics, MetricsTarget, Seconds
 
 _STALE_AT_S: Final = 0.0
@@ -84,6 +85,7 @@ def failing_plugins(settings: SchedulerSettings) -> list[FailingPlugin]:
         profile=replace(profile, filters=()),
         metrics_staleness_s=math.inf,
         saturation=_NEVER_FULL,
+        session_tokens=SessionTokens((b"trial",)),
     )
     scheduler = Scheduler(permissive, seed=0)
     for endpoints in (_endpoints(), _endpoints()[:1], _endpoints(incarnation="restarted")):

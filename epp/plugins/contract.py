@@ -17,6 +17,7 @@ from epp.core.knowledge.candidates import (
 from epp.core.knowledge.index import AffinityIndex, AffinityIndexSettings
 from epp.core.parameters import Parameters, Plugin
 from epp.core.prompt.request import InferenceRequest
+from epp.core.session_tokens import SessionTokens
 from epp.core.types import ApiKind, Endpoint, Seconds
 
 __all__ = [
@@ -40,4 +41,5 @@ __all__ = [
     "ReadsIndex",
     "Scorer",
     "Seconds",
+    "SessionTokens",
 ]

@@ -11,6 +11,7 @@ from typing import Final, Protocol, TypeAlias
 
 import xxhash
 from msgspec import Struct
+from msgspec.structs import replace
 
 from epp.configuration.build import build_settings, plugin_tables
 from epp.configuration.config import (
@@ -25,9 +26,12 @@ from epp.core.decision.failures import FailingPlugin
 from epp.core.decision.scheduler import Decision, Scheduler, SchedulerSettings
 from epp.core.knowledge.inflight import Lease, Outcome
 from epp.core.prompt.request import InferenceRequest
+from epp.core.session_tokens import SessionTokens
 from epp.core.types import Endpoint, EndpointMetrics, Refusal, RefusalReason, Seconds
 
 _SESSION_AFFINITY: Final = "session-affinity"
+_SESSION_KEY: Final = b"of every replica in every run"
+"""As from one Secret; a run depends on nothing but what it is told."""
 DEFAULT_POLICY: Final = "default"
 """The scheduler with the configuration that `epp serve` has when it is given none."""
 
@@ -258,7 +262,10 @@ class PolicySource(Struct, frozen=True, kw_only=True):
         if not self.text:
             choose = BASELINES[self.name]
             return lambda seed: Baseline(choose, seed=seed)
-        settings = build_settings(self.load(), refresh_interval_s=refresh_interval_s)
+        settings = replace(
+            build_settings(self.load(), refresh_interval_s=refresh_interval_s),
+            session_tokens=SessionTokens((_SESSION_KEY,)),
+        )
         return lambda seed: SchedulerPolicy(settings, seed=seed)
 
 

@@ -20,6 +20,7 @@ from epp.core.knowledge.inflight import Ending, InflightLedger, Lease, Outcome
 from epp.core.knowledge.pool import EndpointPool
 from epp.core.knowledge.saturation import UtilizationDetector
 from epp.core.prompt.request import InferenceRequest
+from epp.core.session_tokens import NO_TOKENS, SessionTokens
 from epp.core.types import Endpoint, EndpointMetrics, Refusal, RefusalReason, Seconds
 
 _INDEX_VERBS: Final = ("match", "record", "retract", "forget", "expire", "resize")
@@ -42,6 +43,7 @@ class SchedulerSettings(Struct, frozen=True, kw_only=True):
     """`peakPrefillThroughput` of the field, until better is known."""
     fallback_endpoints_max: int = 0
     lease_ttl_without_response_phase_s: Seconds = 60.0
+    session_tokens: SessionTokens = NO_TOKENS
 
     @property
     def plugin_names(self) -> tuple[str, ...]:
@@ -127,6 +129,7 @@ class Scheduler:
 
     def schedule(self, request: InferenceRequest, now: Seconds) -> Decision | Refusal:
         """Choose an endpoint for `request` and assume from now on that it goes there."""
+        request.session_tokens = self.settings.session_tokens
         slots = self.pool.ready(request.subset, now)
         if not len(slots):
             return self._nobody_ready(request)

@@ -12,6 +12,7 @@ from typing import Final
 
 import numpy as np
 from msgspec import Struct
+from numpy import ndarray
 
 from epp.core.decision.failures import (
     BOOLS,
@@ -183,19 +184,21 @@ class SchedulingProfile(Struct, frozen=True, kw_only=True, dict=True):
         To a scorer that fails everybody is unknown.
         """
         n = len(candidates)
+        shape = (n,)
         scores = np.empty((len(self.scorers), n))
         for row, scorer in enumerate(self.scorers):
             try:
-                found = scorer.plugin.score(request, candidates)
-                fault = "" if found is None else array_fault(found, FLOATS, n)
+                found: object = scorer.plugin.score(request, candidates)
             except Exception as error:  # noqa: BLE001  the boundary of a plugin
                 failures.raised(scorer.name, "score", error)
                 found = None
-            else:
-                if fault:
-                    failures.returned(scorer.name, "score", fault)
-                    found = None
-            scores[row] = UNKNOWN if found is None else found
+            # Spelt out: a call for what is nearly always right would cost half as much again.
+            if type(found) is ndarray and found.dtype == FLOATS and found.shape == shape:
+                scores[row] = found
+                continue
+            scores[row] = UNKNOWN
+            if found is not None:
+                failures.returned(scorer.name, "score", array_fault(found, FLOATS, n))
         # At the length of a pool np.clip, the function, costs four times as much, and floats twice.
         scores.clip(_LEAST, _MOST, out=scores)
         total = self._add_up(scores)
@@ -226,11 +229,10 @@ class SchedulingProfile(Struct, frozen=True, kw_only=True, dict=True):
         """Positions among the candidates, the destination first; at least one.
 
         In place of a picker that fails the highest sum is taken, in turn where several tie for it.
-        `scores` cannot be written from here on.
         """
-        scores.setflags(write=False)
         try:
-            picked = self.picker.pick(scores, candidates, random, rotation)
+            # A copy: the sums explain the decision later, whatever the picker does to them.
+            picked = self.picker.pick(scores.copy(), candidates, random, rotation)
             fault = positions_fault(picked, len(scores))
         except Exception as error:  # noqa: BLE001  the boundary of a plugin
             failures.raised(self.picker_name, "pick", error)

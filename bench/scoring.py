@@ -6,9 +6,11 @@ from random import Random
 import numpy as np
 
 from bench.timing import best_us
+from epp.core.decision.failures import PluginFailures
 from epp.core.decision.profile import SchedulingProfile, WeightedScorer
 from epp.core.knowledge.candidates import Affinity, Candidates, Columns
 from epp.core.prompt.request import InferenceRequest
+from epp.core.session_tokens import SessionTokens
 from epp.core.types import AdapterReport, Endpoint
 from epp.plugins import FILTERS, PICKERS, SCORERS, filters, pickers
 
@@ -66,9 +68,10 @@ def run() -> list[tuple[str, str]]:
     request = InferenceRequest(
         request_id="one",
         model="adapter-1",
-        headers={"x-session-token": "ZGVmYXVsdC9wb2QtNw=="},
+        session_tokens=SessionTokens((b"bench",)),
     )
     without, with_adapters = pool(adapters=False), pool(adapters=True)
+    request.headers = {"x-session-token": request.session_tokens.of(without.endpoints[7])}
     random = Random("bench:picker")
     sums = np.random.default_rng(2).random(ENDPOINTS)
     rows: list[tuple[str, str]] = []
@@ -101,10 +104,13 @@ def run() -> list[tuple[str, str]]:
         picker_name="max-score-picker",
         picker=pickers.MaxScore(),
     )
+    failures = PluginFailures()
     for name, candidates in (("no adapters", without), ("adapters", with_adapters)):
         measure(
             f"default profile, score and pick, {name}",
-            lambda c=candidates: profile.pick(profile.score(request, c).total, c, random, 7),
+            lambda c=candidates: profile.pick(
+                profile.score(request, c, failures).total, c, random, 7, failures
+            ),
         )
     return rows
 

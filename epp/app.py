@@ -26,6 +26,7 @@ from epp.shell.engines.scrape import BACKOFF_S_MAX, ScrapeFailure, Scraper
 from epp.shell.engines.sources import page_reader, scraped_from
 from epp.shell.files.endpoints_file import EndpointsFileError, load_endpoints
 from epp.shell.files.memory import MemoryReturn, malloc_trim, memory_limit_bytes
+from epp.shell.files.session_keys import Keys, SessionKeys
 from epp.shell.files.watch import FileWatcher, first_read
 from epp.shell.found import Found
 from epp.shell.gateway.health import Health
@@ -34,6 +35,7 @@ from epp.shell.gateway.service import GatewayService
 from epp.shell.gateway.sessions import Sessions
 from epp.shell.kubernetes.api_errors import KubeConfigError
 from epp.shell.operators.debug_pages import DebugPages, RecentDecisions
+from epp.shell.operators.failing_plugins import FailingPluginsLog
 from epp.shell.operators.logs import DecisionLog, configure_logging
 from epp.shell.operators.metrics_server import MetricsServer
 from epp.shell.operators.observation import Observation
@@ -117,10 +119,12 @@ class EndpointPicker:
             Path(flags.endpoints_file), self._endpoints_changed, _report_file
         )
         self._cluster = None if flags.endpoints_file else self._open_cluster(seed)
+        self._session_keys = SessionKeys(flags.session_token_key_file, self._keys_changed)
         self.live = self._read_config()
         self._found = self._read_endpoints() if flags.endpoints_file else Found()
         settings = _settings(self.live.current(len(self._found.endpoints)))
         self.scheduler = Scheduler(settings, seed=seed)
+        self._failing_plugins = FailingPluginsLog(self.scheduler.failures)
         self.registry = CollectorRegistry()
         self.telemetry = Telemetry(self.registry, self._snapshot)
         decisions = DecisionLog(structlog.get_logger("decisions"), level=flags.log_level)
@@ -231,23 +235,27 @@ class EndpointPicker:
         }
         if self.flags.config_file:
             loops["config"] = self._config_watcher.run()
+        if self.flags.session_token_key_file:
+            loops["session-keys"] = self._session_keys.run()
         return loops
 
     async def _tick(self) -> None:
         while True:
             await asyncio.sleep(TICK_S)
             self.scheduler.tick(time.monotonic())
+            self._failing_plugins.report()
 
     # At start a problem of the configuration or the endpoints is fatal.
 
     def _read_config(self) -> LiveConfiguration:
         flags = self.flags
         content: bytes | None = None
+        keys = self._session_keys.keys
         if flags.config_file:
             content = first_read(self._config_watcher, f"--config-file {flags.config_file}")
             if self._cluster is not None:
                 self._cluster.config.started(content)
-        return _or_start_error(lambda: LiveConfiguration(flags, plugin_tables(), content))
+        return _or_start_error(lambda: LiveConfiguration(flags, plugin_tables(), content, keys))
 
     def _read_endpoints(self) -> Found:
         name = self.flags.endpoints_file
@@ -315,6 +323,11 @@ class EndpointPicker:
             return
         self._take(endpoints)
         _log.info("endpoints replaced", endpoints=len(endpoints.endpoints))
+
+    def _keys_changed(self, keys: Keys) -> None:
+        self.live.sign_with(keys)
+        settings = _settings(self.live.current(len(self._found.endpoints)))
+        self.scheduler.configure(settings, time.monotonic())
 
     def _open_cluster(self, seed: int) -> "Cluster":
         # Imported where it is needed: it takes 0.4 s and 18 MB.

@@ -1,6 +1,8 @@
 """What every test may need: the shared measurements, and one hypothesis profile."""
 
 import os
+import sys
+from importlib import invalidate_caches
 from pathlib import Path
 
 import hypothesis
@@ -17,3 +19,24 @@ def shared_data() -> Path:
     if not folder.is_dir():
         pytest.skip(f"{folder} is not a folder; HOMING_SHARED can name the shared measurements")
     return folder
+
+
+@pytest.fixture
+def offer(tmp_path, monkeypatch):
+    """Install a distribution that offers one class; import it under a name of its own."""
+    monkeypatch.syspath_prepend(str(tmp_path))
+
+    def install(module, source, value=None):
+        (tmp_path / f"{module}.py").write_text(source)
+        information = tmp_path / f"{module}-1.0.dist-info"
+        information.mkdir()
+        (information / "METADATA").write_text(
+            f"Metadata-Version: 2.1\nName: {module}\nVersion: 1.0\n"
+        )
+        (information / "entry_points.txt").write_text(
+            f"[homing.plugins]\nentry = {value or module + ':Alphabetical'}\n"
+        )
+        monkeypatch.delitem(sys.modules, module, raising=False)
+        invalidate_caches()
+
+    return install

@@ -296,6 +296,116 @@ async def test_a_configuration_that_fails_to_apply_changes_nothing(tmp_path, mon
         assert await running.pick() == "10.0.0.1:8000"
 
 
+TOUCHY = """
+import numpy as np
+from epp.plugins.contract import Parameters
+
+class Touchy(Parameters, frozen=True):
+    type_name = "touchy-scorer"
+    sound: bool = True
+
+    def score(self, request, candidates, /):
+        if not self.sound or "x-secret" in request.headers:
+            raise KeyError(str(request))
+        return np.ones(len(candidates))
+"""
+WITH_TOUCHY = PREFIX_FIRST.replace("plugins:\n", "plugins:\n- type: touchy-scorer\n", 1).replace(
+    "  plugins:\n", "  plugins:\n  - pluginRef: touchy-scorer\n", 1
+)
+UNSOUND = WITH_TOUCHY.replace("touchy-scorer\n", "touchy-scorer\n  parameters: {sound: false}\n", 1)
+
+
+async def test_a_plugin_that_fails_in_service_costs_only_what_it_adds(tmp_path, offer):
+    """Every request is routed; it is counted by name, logged once a second, and nothing is told."""
+    offer("plugin_touchy", TOUCHY, "plugin_touchy:Touchy")
+    async with serving(tmp_path, TWO, config=WITH_TOUCHY) as running:
+        assert running.metric("plugin_errors_total", plugin="touchy-scorer") == 0
+        running.observe(a=0, b=10)
+        for _ in range(5):
+            assert await running.pick(x_secret="canary-of-a-client") == "10.0.0.1:8000"
+        assert running.metric("plugin_errors_total", plugin="touchy-scorer") == 5
+        event = "a plugin fails, requests are routed without it"
+        await until(lambda: running.logged(event), "the line")
+        told = running.logged(event)
+        assert sum(line["failures"] for line in told) == 5
+        assert len(told) <= 2
+        assert "canary" not in str(running.lines)
+        assert told[0]["last"].startswith("score raised KeyError at ")
+        assert "plugin_touchy.py:" in told[0]["last"]
+
+
+async def test_a_document_whose_plugin_fails_is_refused_by_its_name(tmp_path, offer):
+    """At a reload the last good one stays, at start it is fatal."""
+    offer("plugin_unsound", TOUCHY, "plugin_unsound:Touchy")
+    said = "config.yaml: plugins[0] (touchy-scorer): score raised KeyError at "
+    async with serving(tmp_path, TWO, config=PREFIX_FIRST) as running:
+        replace(tmp_path / "config.yaml", UNSOUND)
+        event = "configuration refused, the last good one stays"
+        await until(lambda: running.logged(event), "the refusal")
+        (line,) = running.logged(event)
+        assert said in line["problem"]
+        assert running.metric("config_last_reload_successful") == 0
+        running.observe(a=0, b=10)
+        assert await running.pick() == "10.0.0.1:8000"
+    given, _ = arguments_for(tmp_path, TWO, UNSOUND)
+    with pytest.raises(StartError) as error:
+        EndpointPicker(parse_serve(given, {}))
+    assert said in str(error.value)
+
+
+STICKY = """\
+apiVersion: llm-d.ai/v1alpha1
+kind: EndpointPickerConfig
+plugins:
+- type: session-affinity-scorer
+"""
+
+
+async def session_token(running, **headers):
+    """The token that a response sets."""
+    call = Call(running.channel)
+    named = gw.COMPLETIONS | {name.replace("_", "-"): at for name, at in headers.items()}
+    messages = (gw.request_headers(named), gw.request_body(LONG), gw.response_headers(end=True))
+    *_, told = await call.exchange(*messages, answers=3)
+    await call.grpc.done_writing()
+    return gw.set_headers(told)["x-session-token"]
+
+
+async def test_replicas_with_one_key_file_read_each_others_session_tokens(tmp_path):
+    """Before, while and after the keys are changed; one without the file has a key of its own."""
+    keys = tmp_path / "keys"
+    keys.write_text("o" * 32)
+    given = f"--session-token-key-file={keys}"
+    (tmp_path / "two").mkdir()
+    (tmp_path / "three").mkdir()
+    async with (
+        serving(tmp_path, TWO, given, config=STICKY) as one,
+        serving(tmp_path / "two", TWO, given, config=STICKY) as two,
+    ):
+        for running in (one, two):
+            running.observe(a=0, b=0)
+        token = await session_token(one)
+        assert {await two.pick(x_session_token=token) for _ in range(4)} == {"10.0.0.1:8000"}
+        assert not [line for line in one.lines if "--session-token-key-file" in line["event"]]
+        replace(keys, "n" * 32 + "\n" + "o" * 32)
+        # What both log is caught by the one that opened last.
+        await until(lambda: len(two.logged("session token keys replaced")) == 2, "new keys")
+        for running in (one, two):
+            running.observe(a=0, b=0)
+        newer = await session_token(two, x_session_token=token)
+        assert newer != token
+        assert {await one.pick(x_session_token=newer) for _ in range(4)} == {"10.0.0.1:8000"}
+        assert "o" * 32 not in str(one.lines + two.lines)
+    async with serving(tmp_path / "three", TWO, config=STICKY) as alone:
+        alone.observe(a=0, b=0)
+        assert len({await alone.pick(x_session_token=newer) for _ in range(4)}) == 2
+        (warning,) = [
+            line for line in alone.lines if "give --session-token-key-file" in line["event"]
+        ]
+        assert warning["log_level"] == "warning"
+        assert "session-affinity-scorer" in warning["event"]
+
+
 async def test_the_endpoints_file_adds_removes_and_gives_priorities(tmp_path):
     """Who stays keeps what is known of it; a bad file changes nothing."""
     async with serving(tmp_path, TWO) as running:

@@ -13,6 +13,7 @@ from epp.configuration.config import (
     ConfigError,
     PickerConfig,
     PluginTables,
+    block_tokens_of,
     load_config,
 )
 from epp.core.decision.plugin import Picker
@@ -74,6 +75,8 @@ def _add(entry: EntryPoint, tables: Mapping[str, dict[str, Any]]) -> str | None:
         kind = entry.load()
     except (ImportError, AttributeError) as error:
         return f"cannot be imported: {error}"
+    except Exception as error:  # noqa: BLE001  the code of others runs
+        return f"cannot be imported: it raised {type(error).__name__}: {error}"
     type_name = getattr(kind, "type_name", None)
     if not (isinstance(kind, type) and issubclass(kind, msgspec.Struct) and type_name):
         return "is no plugin, expected a msgspec.Struct with a type_name"
@@ -113,12 +116,11 @@ def build_settings(
             metrics_staleness_threshold=type(saturation.metrics_staleness_threshold)(threshold_s),
         )
     rates = (getattr(named.plugin, "peak_prefill_throughput", None) for named in profile.filters)
-    prefix: Any = config.indexes.get(config.prefix)
     return SchedulerSettings(
         profile=msgspec.structs.replace(profile, picker=picker),
         indexes=config.indexes,
         prefix=config.prefix,
-        block_tokens=prefix.block_tokens if prefix else 64,
+        block_tokens=block_tokens_of(config.indexes, config.prefix),
         saturation=saturation,
         metrics_staleness_s=metrics_staleness_s,
         prefill_tokens_per_s=next((rate for rate in rates if rate), _PREFILL_TOKENS_PER_S),
@@ -164,7 +166,7 @@ def settings_warnings(
 
 def _picking(picker: Picker, count: int) -> Picker:
     """`picker`, choosing `count` endpoints where it can be told how many."""
-    if not hasattr(picker, "max_num_of_endpoints"):
+    if "max_num_of_endpoints" not in getattr(picker, "__struct_fields__", ()):
         return picker
     replace: Callable[..., Any] = msgspec.structs.replace
     return replace(picker, max_num_of_endpoints=count)  # type: ignore[no-any-return]

@@ -38,8 +38,11 @@ from epp.configuration.document import (
     read_mapping,
     sentence_of,
 )
+from epp.configuration.trial import failing_plugins
+from epp.core.decision.failures import place_of
 from epp.core.decision.plugin import Filter, Picker, ReadsIndex, Scorer
 from epp.core.decision.profile import NamedFilter, SchedulingProfile, WeightedScorer
+from epp.core.decision.scheduler import SchedulerSettings
 from epp.core.duration import Duration
 from epp.core.knowledge.index import AffinityIndexSettings
 from epp.core.knowledge.saturation import UtilizationDetector
@@ -55,6 +58,7 @@ __all__ = [
     "PickerConfig",
     "PluginTables",
     "Role",
+    "block_tokens_of",
     "config_hash",
     "describe",
     "diff_configs",
@@ -166,9 +170,10 @@ class PickerConfig(Struct, frozen=True, kw_only=True):
 
 
 def load_config(text: bytes | str, source: str, plugins: PluginTables) -> PickerConfig:
-    """Read a configuration; `source` names it in messages.
+    """Read a configuration and try its plugins; `source` names it in messages.
 
-    Raises `ConfigError` with every problem that can be told from the document.
+    Raises `ConfigError` with every problem that can be told from the document, and with every
+    plugin that fails on made-up endpoints.
     """
     return _Loader(source, plugins).load(read_mapping(text, source))
 
@@ -213,6 +218,14 @@ class _DataLayer(Parameters, frozen=True):
 class _FlowControl(Parameters, frozen=True):
     saturation_detector: _Reference | None = None
     enable_eviction: bool = False
+
+
+class _NeededIndex(Struct, frozen=True):
+    """What a filter or scorer says of the index that it needs."""
+
+    name: str
+    type_name: str
+    parameters: dict[str, Any]
 
 
 # --- the configuration --------------------------------------------------------------------------
@@ -272,6 +285,7 @@ class _Loader:
         if self.problems:
             raise ConfigError(self.problems)
         self._warn_of_unused(profile, indexes, detector)
+        self._try_out(profile, indexes, prefix)
         return PickerConfig(
             source=self.source,
             profile=profile,
@@ -293,6 +307,9 @@ class _Loader:
             converted = msgspec.convert(value, kind, dec_hook=decode)
         except (msgspec.ValidationError, TypeError) as error:
             self.problem(sentence_of(where, error))
+            return None
+        except Exception as error:  # noqa: BLE001  a plugin checks its own parameters
+            self.problem(_raised(where, "checking them", error, "expected ValueError"))
             return None
         return converted if len(self.problems) == before else None
 
@@ -407,6 +424,8 @@ class _Loader:
         role, kind = found
         plugin = self.convert(parameters, kind, f"{where}: parameters")
         if plugin is None:
+            return None
+        if role is Role.INDEX and not self._has_blocks(where, plugin):
             return None
         self._warn_of_parameters(where, plugin, parameters)
         return ConfiguredPlugin(
@@ -583,11 +602,11 @@ class _Loader:
                     lookup = plugin.type_name
                 named.setdefault(plugin.type_name, lookup)
                 indexes[lookup] = plugin.plugin
-        members: list[NamedFilter | WeightedScorer] = [*profile.filters, *profile.scorers]
-        for member in members:
-            reader = member.plugin
-            if isinstance(reader, ReadsIndex) and reader.producer is not None:
-                self._need_index(self._where(member.name), reader, indexes, named)
+        for member in profile.members:
+            where = self._where(member.name)
+            needed = self._needed(where, member.plugin)
+            if needed is not None:
+                self._need_index(where, needed, indexes, named)
         if self.for_index and PREFIX_INDEX in {p.type_name for p in self.plugins.values()}:
             self.warn(
                 f"{', '.join(self.for_index)} of prefix-cache-scorer have no effect, "
@@ -596,14 +615,45 @@ class _Loader:
         prefix = next((name for name, index in indexes.items() if _is_prefix(index)), "")
         return indexes, prefix
 
+    def _needed(self, where: str, reader: Filter | Scorer) -> _NeededIndex | None:
+        """The index that `reader` asks for; None if it asks for none, or after a problem."""
+        try:
+            if not isinstance(reader, ReadsIndex) or reader.producer is None:
+                return None
+            return msgspec.convert(
+                {
+                    "name": reader.producer,
+                    "type_name": reader.producer_type,
+                    "parameters": dict(getattr(reader, "producer_parameters", {})),
+                },
+                _NeededIndex,
+            )
+        except msgspec.ValidationError as error:
+            self.problem(sentence_of(f"{where}: producer", error))
+        except Exception as error:  # noqa: BLE001  the boundary of a plugin
+            self.problem(_raised(where, "producer", error))
+        return None
+
+    def _has_blocks(self, where: str, index: AffinityIndexSettings) -> bool:
+        """Whether the blocks of `index`, if it counts any, have a size; False after a problem."""
+        try:
+            tokens = getattr(index, "block_tokens", 1)
+        except Exception as error:  # noqa: BLE001  the boundary of a plugin
+            self.problem(_raised(where, "block_tokens", error))
+            return False
+        if type(tokens) is int and tokens >= 1:
+            return True
+        self.problem(f"{where}: block_tokens is {tokens!r}, expected an int from 1 on")
+        return False
+
     def _need_index(
         self,
         where: str,
-        reader: ReadsIndex,
+        needed: _NeededIndex,
         indexes: dict[str, AffinityIndexSettings],
         named: dict[str, str],
     ) -> None:
-        wanted, type_name = reader.producer, reader.producer_type
+        wanted, type_name = needed.name, needed.type_name
         if wanted in indexes or (not wanted and type_name in named):
             return
         if wanted and wanted != type_name:
@@ -617,11 +667,11 @@ class _Loader:
         if kind is None:
             self.problem(f"{where}: there is no index of type {type_name} to make for it")
             return
-        parameters = dict(getattr(reader, "producer_parameters", {}))
+        parameters = needed.parameters
         if type_name == PREFIX_INDEX:
             parameters.update(self.for_index)
         settings = self.convert(parameters, kind, f"{where}: parameters")
-        if settings is not None:
+        if settings is not None and self._has_blocks(where, settings):
             self._warn_of_parameters(where, settings, parameters)
             indexes[type_name] = settings
             named[type_name] = type_name
@@ -629,6 +679,26 @@ class _Loader:
     def _where(self, name: str) -> str:
         plugin = self.plugins.get(name)
         return plugin.where if plugin else name
+
+    # --- the trial ---
+
+    def _try_out(
+        self,
+        profile: SchedulingProfile,
+        indexes: Mapping[str, AffinityIndexSettings],
+        prefix: str,
+    ) -> None:
+        """Raise `ConfigError` with the plugins that fail where there is no request to lose."""
+        settings = SchedulerSettings(
+            profile=profile,
+            indexes=indexes,
+            prefix=prefix,
+            block_tokens=block_tokens_of(indexes, prefix),
+        )
+        for failing in failing_plugins(settings):
+            self.problem(f"{self._where(failing.name)}: {failing.what}, tried on made-up endpoints")
+        if self.problems:
+            raise ConfigError(self.problems)
 
     # --- the rest ---
 
@@ -712,6 +782,16 @@ class _Loader:
 def _is_prefix(index: AffinityIndexSettings) -> bool:
     """Whether an index can be the one behind `matched_blocks`: it counts blocks of tokens."""
     return hasattr(index, "block_tokens")
+
+
+def block_tokens_of(indexes: Mapping[str, AffinityIndexSettings], prefix: str) -> int:
+    """Tokens in a block of the default prefix index, or of what would be one."""
+    index: Any = indexes.get(prefix)
+    return index.block_tokens if index else _BLOCK_TOKENS_MIN
+
+
+def _raised(where: str, what: str, error: Exception, *expected: str) -> str:
+    return ", ".join((f"{where}: {what} raised {type(error).__name__}{place_of(error)}", *expected))
 
 
 # --- comparing two --------------------------------------------------------------------------------

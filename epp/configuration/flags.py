@@ -80,6 +80,8 @@ class ServeFlags(Struct, frozen=True, kw_only=True):
     config_map_key: str = ""
     fallback_endpoints_max: Annotated[int, Meta(ge=0, le=64)] = 0
     disable_endpoint_subset_filter: bool = False
+    session_token_key_file: str = ""
+    accept_unsigned_session_tokens: bool = False
     seed: int | None = None
 
     refresh_metrics_interval: Duration | None = None
@@ -191,6 +193,13 @@ SERVE_HELP: Final[Groups] = {
         "config-map-key": "the key in it (default: the file name of --config-file)",
         "fallback-endpoints-max": "endpoints to name besides the destination, for retries",
         "disable-endpoint-subset-filter": "ignore the gateway's subset hint",
+        "session-token-key-file": (
+            "keys of session tokens, one a line, watched: the first signs, all are accepted; "
+            "without: a key that ends with the process"
+        ),
+        "accept-unsigned-session-tokens": (
+            "accept session tokens that name a pod in base64, which any client can write"
+        ),
         "seed": "of all dice; logged at start (default: drawn)",
     },
     "Metrics of endpoints": {

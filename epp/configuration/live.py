@@ -1,5 +1,6 @@
 """The configuration in force: read once at start, replaced as a whole by each text that is good."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -18,6 +19,8 @@ from epp.configuration.config import (
 from epp.configuration.flags import ServeFlags
 from epp.core.decision.scheduler import SchedulerSettings
 from epp.core.prompt.parse import ParserName, ParserSet
+from epp.core.session_tokens import SessionTokens
+from epp.plugins.scorers import SessionAffinity
 
 
 class Offer(Struct, frozen=True, kw_only=True):
@@ -33,9 +36,16 @@ class Offer(Struct, frozen=True, kw_only=True):
 class LiveConfiguration:
     """What the flags and the last good document say. Reading a document changes nothing."""
 
-    def __init__(self, flags: ServeFlags, plugins: PluginTables, content: bytes | None) -> None:
+    def __init__(
+        self,
+        flags: ServeFlags,
+        plugins: PluginTables,
+        content: bytes | None,
+        session_keys: Sequence[bytes] = (),
+    ) -> None:
         """`content` of `--config-file`, None without one. Raises `ConfigError`."""
         self._flags = flags
+        self.sign_with(session_keys)
         self._plugins = plugins
         self.generation = 1
         """Counts the documents that came into force, from 1."""
@@ -57,6 +67,12 @@ class LiveConfiguration:
     def parsers(self) -> ParserSet:
         """The parsers that the document names."""
         return parser_set(self.config)
+
+    def sign_with(self, session_keys: Sequence[bytes]) -> None:
+        """From the next offer on session tokens are made with these keys."""
+        self._session_tokens = SessionTokens(
+            session_keys, accept_unsigned=self._flags.accept_unsigned_session_tokens
+        )
 
     def current(self, endpoints: int) -> Offer:
         """What decides in a pool of so many `endpoints`, by the document in force."""
@@ -82,13 +98,29 @@ class LiveConfiguration:
         settings = msgspec.structs.replace(
             build_settings(config, **with_flags),
             lease_ttl_without_response_phase_s=flags.lease_ttl_without_response_phase,
+            session_tokens=self._session_tokens,
         )
         return Offer(
             config=config,
             settings=settings,
-            warnings=(*config.warnings, *settings_warnings(config, **with_flags)),
+            warnings=(
+                *config.warnings,
+                *settings_warnings(config, **with_flags),
+                *self._session_warnings(config),
+            ),
             changes=tuple(diff_configs(self.config, config)),
         )
+
+    def _session_warnings(self, config: PickerConfig) -> list[str]:
+        if self._flags.session_token_key_file:
+            return []
+        return [
+            f"{config.source}: session tokens of {scorer.name} are signed with a key of this process "
+            "alone, they end with it and other replicas do not know them: give "
+            "--session-token-key-file"
+            for scorer in config.profile.scorers
+            if isinstance(scorer.plugin, SessionAffinity) and scorer.plugin.reads_tokens
+        ]
 
 
 def parser_set(config: PickerConfig) -> ParserSet:

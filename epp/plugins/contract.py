@@ -1,6 +1,6 @@
-"""All that a plug-in needs, in one place whose path stays.
+"""All that a plugin needs, in one place whose path stays.
 
-`docs/plugins.md` is the guide. The protocols and nouns live where the core uses them; a plug-in,
+`docs/plugins.md` is the guide. The protocols and nouns live where the core uses them; a plugin,
 built in or installed, names them by this module.
 """
 
@@ -17,6 +17,7 @@ from epp.core.knowledge.candidates import (
 from epp.core.knowledge.index import AffinityIndex, AffinityIndexSettings
 from epp.core.parameters import Parameters, Plugin
 from epp.core.prompt.request import InferenceRequest
+from epp.core.session_tokens import SessionTokens
 from epp.core.types import ApiKind, Endpoint, Seconds
 
 __all__ = [
@@ -40,4 +41,5 @@ __all__ = [
     "ReadsIndex",
     "Scorer",
     "Seconds",
+    "SessionTokens",
 ]

@@ -6,10 +6,8 @@ from typing import Annotated, ClassVar, Final
 import numpy as np
 from msgspec import Meta
 
+from epp.core.decision.profile import highest
 from epp.plugins.contract import Candidates, Floats, Ints, Parameters
-
-_TIE: Final = 1.0 - 1e-9
-"""Sums closer than this to the best are the same preference: they differ by rounding."""
 
 _SCORE_MIN: Final = 1e-300
 """Stands for 0 where a score divides: below any other, and equal among themselves."""
@@ -25,8 +23,7 @@ class MaxScore(Parameters, frozen=True):
     def pick(
         self, scores: Floats, candidates: Candidates, random: Random, rotation: int, /
     ) -> Ints:
-        best = float(scores[scores.argmax()])
-        tied: Ints = (scores >= best * _TIE).nonzero()[0]
+        tied = highest(scores)
         first = rotation % len(tied)
         if self.max_num_of_endpoints == 1:
             return tied[first : first + 1]

@@ -3,7 +3,6 @@
 Formulas and parameters are those of llm-d-router v0.10, except where a docstring says otherwise.
 """
 
-import base64
 import math
 from collections.abc import Mapping
 from enum import StrEnum
@@ -244,8 +243,9 @@ class SessionAffinity(Parameters, frozen=True):
     """1 for the endpoint that served this session before, 0 for the others; all 0 if none did.
 
     `encoded_endpoint_header`: the client sends back, in `header_name`, the token that the response
-    gave it: base64 of the endpoint's name. A token that is none, or of an endpoint that is not a
-    candidate, prefers nobody. `session_id`: an affinity index remembers where each session went.
+    gave it: a keyed hash of the endpoint, which shows nothing and which nobody else can make. A
+    token that is none, or of an endpoint that is not a candidate, prefers nobody. `session_id`: an
+    affinity index remembers where each session went.
     """
 
     type_name: ClassVar[str] = "session-affinity-scorer"
@@ -255,6 +255,11 @@ class SessionAffinity(Parameters, frozen=True):
     header_name: Annotated[str, Meta(min_length=1)] = "x-session-token"
 
     @property
+    def reads_tokens(self) -> bool:
+        """Whether session tokens decide."""
+        return self.strategy is SessionStrategy.ENCODED_ENDPOINT_HEADER
+
+    @property
     def producer(self) -> str | None:
         return self.producer_type if self.strategy is SessionStrategy.SESSION_ID else None
 
@@ -262,10 +267,11 @@ class SessionAffinity(Parameters, frozen=True):
         if self.strategy is SessionStrategy.SESSION_ID:
             matched = candidates.affinity(self.producer_type).matched
             return (matched > 0).astype(np.float64)
-        name = _endpoint_name(request.headers.get(self.header_name.lower(), ""))
-        if not name:
+        token = request.headers.get(self.header_name.lower())
+        if not token:
             return np.zeros(len(candidates))
-        return np.array([float(endpoint.name == name) for endpoint in candidates.endpoints])
+        holders = request.session_tokens.holders(token, candidates.endpoints)
+        return np.array(holders, dtype=np.float64)
 
     def response_headers(
         self, request: InferenceRequest, endpoint: Endpoint, served: str, /
@@ -273,13 +279,5 @@ class SessionAffinity(Parameters, frozen=True):
         """The token of `endpoint`, to be sent back with the session's next request."""
         if self.strategy is SessionStrategy.SESSION_ID:
             return {}
-        token = base64.b64encode(endpoint.name.encode()).decode("ascii")
-        return {self.header_name.lower(): token}
-
-
-def _endpoint_name(token: str) -> str:
-    """The name that `token` encodes; "" if it encodes none, for clients may send anything."""
-    try:
-        return base64.b64decode(token, validate=True).decode()
-    except ValueError:
-        return ""
+        token = request.session_tokens.of(endpoint)
+        return {self.header_name.lower(): token} if token else {}

@@ -11,6 +11,7 @@ from typing import Final, Protocol, TypeAlias
 
 import xxhash
 from msgspec import Struct
+from msgspec.structs import replace
 
 from epp.configuration.build import build_settings, plugin_tables
 from epp.configuration.config import (
@@ -21,12 +22,16 @@ from epp.configuration.config import (
     config_hash,
     load_config,
 )
+from epp.core.decision.failures import FailingPlugin
 from epp.core.decision.scheduler import Decision, Scheduler, SchedulerSettings
 from epp.core.knowledge.inflight import Lease, Outcome
 from epp.core.prompt.request import InferenceRequest
+from epp.core.session_tokens import SessionTokens
 from epp.core.types import Endpoint, EndpointMetrics, Refusal, RefusalReason, Seconds
 
 _SESSION_AFFINITY: Final = "session-affinity"
+_SESSION_KEY: Final = b"of every replica in every run"
+"""As from one Secret; a run depends on nothing but what it is told."""
 DEFAULT_POLICY: Final = "default"
 """The scheduler with the configuration that `epp serve` has when it is given none."""
 
@@ -63,6 +68,10 @@ class Policy(Protocol):
         """What it counts as in flight, by endpoint."""
         ...
 
+    def failing_plugins(self) -> list[FailingPlugin]:
+        """The plugins that failed; it decided without them."""
+        ...
+
     def replace(self, endpoints: Sequence[Endpoint], now: Seconds) -> None: ...
     def observe(self, endpoint: Endpoint, metrics: EndpointMetrics, now: Seconds) -> None: ...
     def refused(self, endpoint: Endpoint, now: Seconds) -> None:
@@ -92,6 +101,9 @@ class SchedulerPolicy:
     def inflight_counts(self) -> list[int]:
         pool = self.scheduler.pool
         return [int(pool.columns.inflight_requests[slot]) for slot, _ in pool.endpoints()]
+
+    def failing_plugins(self) -> list[FailingPlugin]:
+        return list(self.scheduler.failures)
 
     def replace(self, endpoints: Sequence[Endpoint], now: Seconds) -> None:
         self.scheduler.replace(endpoints, now)
@@ -142,6 +154,9 @@ class Baseline:
 
     def inflight_counts(self) -> list[int]:
         return self.inflight
+
+    def failing_plugins(self) -> list[FailingPlugin]:
+        return []
 
     def replace(self, endpoints: Sequence[Endpoint], now: Seconds) -> None:
         ids = [at.endpoint_id for at in self.endpoints]
@@ -259,7 +274,10 @@ class PolicySource(Struct, frozen=True, kw_only=True):
         if not self.text:
             choose = BASELINES[self.name]
             return lambda seed: Baseline(choose, seed=seed)
-        settings = build_settings(self.load(), refresh_interval_s=refresh_interval_s)
+        settings = replace(
+            build_settings(self.load(), refresh_interval_s=refresh_interval_s),
+            session_tokens=SessionTokens((_SESSION_KEY,)),
+        )
         return lambda seed: SchedulerPolicy(settings, seed=seed)
 
 

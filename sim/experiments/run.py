@@ -144,6 +144,8 @@ class Run:
             self.cluster.run(checker(self.cluster) if self.settings.check else None)
         finally:
             gc.set_threshold(*thresholds)
+            for policy in self.cluster.policies:
+                self.measures.failing_plugins += policy.failing_plugins()
 
     def stop(self) -> None:
         """Let `run` return after the event that runs: what is measured by then is whole.

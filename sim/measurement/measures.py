@@ -11,6 +11,7 @@ import numpy.typing as npt
 import xxhash
 from msgspec import Struct
 
+from epp.core.decision.failures import FailingPlugin
 from epp.core.types import Seconds
 from sim.cluster.cluster import Fate, SimulatedRequest
 
@@ -98,6 +99,8 @@ class Measures:
         self._predicting = predicting
         self._by_session = by_session
         self._with_session = 0
+        self.failing_plugins: list[FailingPlugin] = []
+        """Of every replica, once the run is over."""
         self.fates: dict[Fate, int] = dict.fromkeys(Fate, 0)
         self.refusals: dict[str, int] = {}
         """By reason, as `failures`."""
@@ -202,9 +205,19 @@ class Measures:
 
     def _warnings(self, sent: int) -> list[str]:
         """What would mislead whoever reads the other numbers: sentences."""
+        failures: dict[str, int] = {}
+        did: dict[str, str] = {}
+        for failing in self.failing_plugins:
+            failures[failing.name] = failures.get(failing.name, 0) + failing.failures
+            did[failing.name] = failing.what
+        warnings = [
+            f"{name} failed {'once' if count == 1 else f'{count:,} times'}, "
+            f"requests were routed without it: {did[name]}."
+            for name, count in failures.items()
+        ]
         if self._by_session and sent and not self._with_session:
-            return ["No request named a session: session affinity chose at random."]
-        return []
+            warnings.append("No request named a session: session affinity chose at random.")
+        return warnings
 
     def _count_complete(self, request: SimulatedRequest, ttft_s: Seconds, cached: int) -> None:
         engine, pod, arrival = request.engine, request.pod, request.arrival

@@ -179,6 +179,43 @@ def test_only_replicas_that_all_serve_have_a_disruption_budget(helm_4):
     ],
 )
 def test_notes_say_what_to_type_next(any_helm, tmp_path, name, sentences):
+    text = notes_of(any_helm, tmp_path, name)
+    for sentence in sentences:
+        assert sentence in text
+
+
+@pytest.mark.parametrize(
+    ("more", "warned"),
+    [
+        ((), False),
+        (("--set", "sessionTokens.secretName="), True),
+        (("--set", "sessionTokens.secretName=,replicas=1"), False),
+        (("--set", "sessionTokens.secretName=,replicas=1,autoscaling.enabled=true"), True),
+    ],
+)
+def test_notes_warn_of_replicas_that_do_not_read_each_others_session_tokens(
+    helm_4, tmp_path, more, warned
+):
+    """With a configuration that gives tokens and without a Secret."""
+    text = notes_of(helm_4, tmp_path, "session-tokens", *more)
+    assert ("no replica reads the session tokens of another" in text) is warned
+
+
+def test_the_session_token_keys_are_read_where_they_are_mounted(helm_4):
+    """A directory, never a subPath, so that other keys arrive without a restart."""
+    documents = objects(rendered(helm_4, values_named("session-tokens")))
+    container = picker(documents)
+    told = flags.parse_serve(container["args"][1:], {})
+    (mount,) = (m for m in container["volumeMounts"] if m["name"] == "session-tokens")
+    assert "subPath" not in mount
+    assert Path(told.session_token_key_file).parent == Path(mount["mountPath"])
+    assert told.accept_unsigned_session_tokens
+    pod = one(documents, "Deployment")["spec"]["template"]["spec"]
+    (volume,) = (v for v in pod["volumes"] if v["name"] == "session-tokens")
+    assert volume["secret"] == {"secretName": "session-token-keys"}
+
+
+def notes_of(binary, tmp_path, name, *more):
     """Helm prints them with a cluster only; so they are rendered as an object of a copy."""
     chart = tmp_path / "homing"
     shutil.copytree(CHART, chart)
@@ -187,10 +224,8 @@ def test_notes_say_what_to_type_next(any_helm, tmp_path, name, sentences):
     template = f'{{{{- define "notes" -}}}}{notes}{{{{- end -}}}}\n{shown}'
     (chart / "templates/notes.yaml").write_text(template, encoding="utf-8")
     done = helm(
-        *(any_helm, "template", "inference", chart, "--namespace", "models"),
-        *("--values", values_named(name), "--show-only", "templates/notes.yaml"),
+        *(binary, "template", "inference", chart, "--namespace", "models"),
+        *("--values", values_named(name), "--show-only", "templates/notes.yaml", *more),
     )
     assert done.returncode == 0, done.stderr
-    text = one(objects(done.stdout), "Notes")["notes"]
-    for sentence in sentences:
-        assert sentence in text
+    return one(objects(done.stdout), "Notes")["notes"]

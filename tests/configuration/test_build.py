@@ -1,4 +1,3 @@
-import sys
 from pathlib import Path
 
 import msgspec
@@ -130,26 +129,6 @@ class Alphabetical(Parameters, frozen=True):
     def {verb}(self, request, candidates, /):
         return np.ones(len(candidates))
 '''
-
-
-@pytest.fixture
-def offer(tmp_path, monkeypatch):
-    """Install a distribution that offers one class; import it under a name of its own."""
-    monkeypatch.syspath_prepend(str(tmp_path))
-
-    def install(module, source, value=None):
-        (tmp_path / f"{module}.py").write_text(source)
-        information = tmp_path / f"{module}-1.0.dist-info"
-        information.mkdir()
-        (information / "METADATA").write_text(
-            f"Metadata-Version: 2.1\nName: {module}\nVersion: 1.0\n"
-        )
-        (information / "entry_points.txt").write_text(
-            f"[homing.plugins]\nentry = {value or module + ':Alphabetical'}\n"
-        )
-        monkeypatch.delitem(sys.modules, module, raising=False)
-
-    return install
 
 
 def test_without_other_distributions_the_tables_are_our_own():

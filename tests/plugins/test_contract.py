@@ -10,8 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from epp.core.decision.plugin import ReadsIndex
+from epp.core.session_tokens import SessionTokens
 from epp.plugins import DEPRECATED, FILTERS, PICKERS, SCORERS
-from tests.builders import affinity, candidates, request, resident
+from tests.builders import affinity, candidates, endpoint, request, resident
 from tests.builders import lora as activity
 
 ADAPTERS = ("my-model", "a", "b", "c")
@@ -94,10 +95,12 @@ def columns(draw):
     }
 
 
+TOKENS = SessionTokens((b"key",))
 REQUESTS = st.builds(
     request,
     request_id=st.sampled_from(["one", "two", "three"]),
-    headers=st.sampled_from([{}, {"x-session-token": "cG9kLTE="}]),
+    headers=st.sampled_from([{}, {"x-session-token": TOKENS.of(endpoint(1))}]),
+    session_tokens=st.just(TOKENS),
     cold=st.booleans(),
 )
 

@@ -1,11 +1,12 @@
-import base64
 import math
 
 import numpy as np
 import pytest
 from msgspec import ValidationError, convert
 
+from epp.core.decision.failures import PluginFailures
 from epp.core.decision.profile import SchedulingProfile, WeightedScorer
+from epp.core.session_tokens import SessionTokens
 from epp.plugins import pickers, scorers
 from tests.builders import affinity, candidates, endpoint, lora, request, resident
 
@@ -72,9 +73,11 @@ def test_the_reference_pickers_own_cases_give_its_sums(case):
         picker_name="max-score-picker",
         picker=pickers.MaxScore(),
     )
-    total = profile.score(request(model=model), pool).total
+    failures = PluginFailures()
+    total = profile.score(request(model=model), pool, failures).total
     assert total.tolist() == approx(sums)
-    assert profile.pick(total, pool, None, 7).tolist() == [best]
+    assert profile.pick(total, pool, None, 7, failures).tolist() == [best]
+    assert not len(failures)
 
 
 def test_the_share_of_the_prompt_is_the_prefix_score():
@@ -247,30 +250,39 @@ def test_the_lru_index_is_made_with_the_size_of_the_scorer():
     assert (scorer.producer, scorer.producer_parameters) == ("no-hit-lru-producer", {"lruSize": 7})
 
 
+TOKENS = SessionTokens((b"key",))
+
+
 def test_a_session_returns_to_the_endpoint_in_its_token():
     """The token that a response sets is the token that a request is pinned by."""
     scorer = scorers.SessionAffinity()
-    headers = scorer.response_headers(request(), endpoint(1, name="default/pod-é"), "")
-    assert headers == {"x-session-token": base64.b64encode("default/pod-é".encode()).decode()}
-    pool = candidates(names=["default/pod-a", "default/pod-é", "default/pod-c"])
-    assert scored(scorer, pool, headers=headers) == [0.0, 1.0, 0.0]
+    headers = scorer.response_headers(request(session_tokens=TOKENS), endpoint(1), "")
+    assert headers == {"x-session-token": TOKENS.of(endpoint(1))}
+    asked = {"headers": headers, "session_tokens": TOKENS}
+    assert scored(scorer, candidates(3), **asked) == [0.0, 1.0, 0.0]
     assert scorer.producer is None
 
 
-@pytest.mark.parametrize("token", ["", "%%%", "é", "abc", "/////w==", "Z29uZQ=="])
+@pytest.mark.parametrize("token", ["", "%%%", "é", "abc", "cG9kLTE=", TOKENS.of(endpoint(7))])
 def test_a_token_that_names_no_candidate_prefers_nobody(token):
-    """Missing, malformed, not text, or of an endpoint that is gone."""
-    pool = candidates(names=["pod-0", "pod-1"])
+    """Missing, malformed, unsigned, or of an endpoint that is gone."""
     headers = {"x-session-token": token} if token else {}
-    assert scored(scorers.SessionAffinity(), pool, headers=headers) == [0.0, 0.0]
+    asked = {"headers": headers, "session_tokens": TOKENS}
+    assert scored(scorers.SessionAffinity(), candidates(2), **asked) == [0.0, 0.0]
+
+
+def test_where_there_is_no_key_no_token_is_given():
+    """Nobody could read it."""
+    assert scorers.SessionAffinity().response_headers(request(), endpoint(1), "") == {}
 
 
 def test_the_session_header_has_the_name_it_is_given():
     """Header names are compared in lower case."""
     scorer = convert({"headerName": "X-Pin"}, scorers.SessionAffinity)
-    headers = scorer.response_headers(request(), endpoint(0), "")
+    headers = scorer.response_headers(request(session_tokens=TOKENS), endpoint(0), "")
     assert list(headers) == ["x-pin"]
-    assert scored(scorer, candidates(2), headers=headers) == [1.0, 0.0]
+    asked = {"headers": headers, "session_tokens": TOKENS}
+    assert scored(scorer, candidates(2), **asked) == [1.0, 0.0]
 
 
 def test_a_session_id_is_looked_up_in_its_index():

@@ -132,6 +132,12 @@ labels:
 {{- if .Values.leaderElection.enabled }}
 - --ha-enable-leader-election=true
 {{- end }}
+{{- if .Values.sessionTokens.secretName }}
+- --session-token-key-file=/session-tokens/{{ .Values.sessionTokens.secretKey }}
+{{- end }}
+{{- if .Values.sessionTokens.acceptUnsigned }}
+- --accept-unsigned-session-tokens=true
+{{- end }}
 - --drain-grace={{ include "homing.drainGraceSeconds" . }}s
 - --drain-timeout={{ int .Values.drainTimeoutSeconds }}s
 - --log-format={{ .Values.logFormat }}

@@ -5,8 +5,8 @@ A plugin is a frozen `msgspec.Struct`. Its fields are its parameters, spelt as i
 function of its arguments: no clock, no dice, no files. State that outlives a request belongs to an
 affinity index, which the scheduler owns and plugins only see as a column.
 
-n is the number of candidates. A column that a plugin asks for is its own, to use as scratch;
-`candidates.slot` and the sums that a picker gets are not.
+n is the number of candidates. A column that a plugin asks for is its own, to use as scratch, and so
+are the sums that a picker gets; `candidates.slot` cannot be written.
 """
 
 from collections.abc import Mapping

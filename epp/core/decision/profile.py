@@ -1,29 +1,57 @@
-"""A scheduling profile: which filters, which scorers with which weights, which picker."""
+"""A scheduling profile: which filters, which scorers with which weights, which picker.
+
+A plugin that fails costs only what it adds: its filter keeps everybody, its score is unknown for
+everybody, in place of its picker the highest sum is taken.
+"""
 
 import math
+from collections.abc import Mapping
 from functools import cached_property
 from random import Random
 from typing import Final
 
 import numpy as np
 from msgspec import Struct
+from numpy import ndarray
 
-from epp.core.decision.plugin import Filter, Picker, Scorer
+from epp.core.decision.failures import (
+    BOOLS,
+    FLOATS,
+    PluginFailures,
+    array_fault,
+    headers_fault,
+    positions_fault,
+)
+from epp.core.decision.plugin import Filter, MarksResponses, Picker, Scorer
 from epp.core.knowledge.candidates import Bools, Candidates, Floats, Ints
 from epp.core.prompt.request import InferenceRequest
+from epp.core.types import Endpoint
 
 UNKNOWN: Final = 0.5
 """The score of everybody where a scorer knows nothing of anybody."""
+
+_TIE: Final = 1.0 - 1e-9
+"""Sums closer than this to the best are the same preference: they differ by rounding."""
 
 _LEAST: Final = np.zeros(())
 _MOST: Final = np.ones(())
 
 
 class NamedFilter(Struct, frozen=True):
-    """A filter under the name it has in the configuration."""
+    """A filter under the name it has in the configuration.
+
+    Raises `ValueError` when it does not say whether it sheds load.
+    """
 
     name: str
     plugin: Filter
+
+    def __post_init__(self) -> None:
+        sheds_load: object = getattr(self.plugin, "sheds_load", None)
+        if not isinstance(sheds_load, bool):
+            raise ValueError(  # noqa: TRY004  as what else a configuration can have wrong
+                f"filter {self.name} needs sheds_load = True or False, has {sheds_load!r}"
+            )
 
 
 class WeightedScorer(Struct, frozen=True):
@@ -38,6 +66,29 @@ class WeightedScorer(Struct, frozen=True):
             raise ValueError(
                 f"the weight of scorer {self.name} must be finite and at least 0, is {self.weight}"
             )
+
+
+class Marker(Struct, frozen=True):
+    """A filter or scorer that sets headers on responses, under its name in the configuration."""
+
+    name: str
+    plugin: MarksResponses
+    failures: PluginFailures
+
+    def response_headers(
+        self, request: InferenceRequest, endpoint: Endpoint, served: str
+    ) -> Mapping[str, str]:
+        """As of `MarksResponses`; none, if the plugin fails."""
+        try:
+            found = self.plugin.response_headers(request, endpoint, served)
+            fault = headers_fault(found)
+        except Exception as error:  # noqa: BLE001  the boundary of a plugin
+            self.failures.raised(self.name, "response_headers", error)
+            return {}
+        if fault:
+            self.failures.returned(self.name, "response_headers", fault)
+            return {}
+        return found
 
 
 class Kept(Struct, frozen=True):
@@ -86,14 +137,35 @@ class SchedulingProfile(Struct, frozen=True, kw_only=True, dict=True):
         if self.scorers and not any(scorer.weight > 0 for scorer in self.scorers):
             raise ValueError(f"the weights of profile {self.name} are all 0: no scorer counts")
 
-    def filter(self, request: InferenceRequest, candidates: Candidates) -> Kept:
-        """Run the filters; stop when nobody is left."""
+    @property
+    def members(self) -> tuple[NamedFilter | WeightedScorer, ...]:
+        """Filters and scorers, in the order in which they run."""
+        return (*self.filters, *self.scorers)
+
+    def markers(self, failures: PluginFailures) -> tuple[Marker, ...]:
+        """The filters and scorers that set headers on responses."""
+        return tuple(
+            Marker(member.name, member.plugin, failures)
+            for member in self.members
+            if isinstance(member.plugin, MarksResponses)
+        )
+
+    def filter(
+        self, request: InferenceRequest, candidates: Candidates, failures: PluginFailures
+    ) -> Kept:
+        """Run the filters; stop when nobody is left. One that fails keeps everybody."""
         eliminated: dict[str, int] = {}
         for named in self.filters:
-            keep = named.plugin.keep(request, candidates)
-            # Of another type it would be taken for positions.
-            assert keep.shape == (len(candidates),), f"{named.name} returned {keep.shape}"
-            assert keep.dtype == np.bool_, f"{named.name} returned {keep.dtype}"
+            try:
+                keep = named.plugin.keep(request, candidates)
+                # Of another type it would be taken for positions.
+                fault = array_fault(keep, BOOLS, len(candidates))
+            except Exception as error:  # noqa: BLE001  the boundary of a plugin
+                failures.raised(named.name, "keep", error)
+                continue
+            if fault:
+                failures.returned(named.name, "keep", fault)
+                continue
             dropped = len(candidates) - int(np.count_nonzero(keep))
             if not dropped:
                 continue
@@ -104,17 +176,29 @@ class SchedulingProfile(Struct, frozen=True, kw_only=True, dict=True):
                 return Kept(candidates, eliminated, shed_by)
         return Kept(candidates, eliminated)
 
-    def score(self, request: InferenceRequest, candidates: Candidates) -> Scored:
-        """Clamp each score to [0, 1], give the unknown the median of the known, weigh, add up."""
+    def score(
+        self, request: InferenceRequest, candidates: Candidates, failures: PluginFailures
+    ) -> Scored:
+        """Clamp each score to [0, 1], give the unknown the median of the known, weigh, add up.
+
+        To a scorer that fails everybody is unknown.
+        """
         n = len(candidates)
+        shape = (n,)
         scores = np.empty((len(self.scorers), n))
         for row, scorer in enumerate(self.scorers):
-            found = scorer.plugin.score(request, candidates)
-            if found is None:
-                scores[row] = UNKNOWN
-            else:
-                assert found.shape == (n,), f"{scorer.name} returned {found.shape}"
+            try:
+                found: object = scorer.plugin.score(request, candidates)
+            except Exception as error:  # noqa: BLE001  the boundary of a plugin
+                failures.raised(scorer.name, "score", error)
+                found = None
+            # Spelt out: a call for what is nearly always right would cost half as much again.
+            if type(found) is ndarray and found.dtype == FLOATS and found.shape == shape:
                 scores[row] = found
+                continue
+            scores[row] = UNKNOWN
+            if found is not None:
+                failures.returned(scorer.name, "score", array_fault(found, FLOATS, n))
         # At the length of a pool np.clip, the function, costs four times as much, and floats twice.
         scores.clip(_LEAST, _MOST, out=scores)
         total = self._add_up(scores)
@@ -134,11 +218,38 @@ class SchedulingProfile(Struct, frozen=True, kw_only=True, dict=True):
     def _weights(self) -> Floats:
         return np.array([scorer.weight for scorer in self.scorers])
 
-    def pick(self, scores: Floats, candidates: Candidates, random: Random, rotation: int) -> Ints:
-        """Positions among the candidates, the destination first."""
-        picked = self.picker.pick(scores, candidates, random, rotation)
-        assert len(picked) > 0, f"{self.picker_name} picked nobody"
-        return picked
+    def pick(
+        self,
+        scores: Floats,
+        candidates: Candidates,
+        random: Random,
+        rotation: int,
+        failures: PluginFailures,
+    ) -> Ints:
+        """Positions among the candidates, the destination first; at least one.
+
+        In place of a picker that fails the highest sum is taken, in turn where several tie for it.
+        """
+        try:
+            # A copy: the sums explain the decision later, whatever the picker does to them.
+            picked = self.picker.pick(scores.copy(), candidates, random, rotation)
+            fault = positions_fault(picked, len(scores))
+        except Exception as error:  # noqa: BLE001  the boundary of a plugin
+            failures.raised(self.picker_name, "pick", error)
+        else:
+            if not fault:
+                return picked
+            failures.returned(self.picker_name, "pick", fault)
+        tied = highest(scores)
+        first = rotation % len(tied)
+        return tied[first : first + 1]
+
+
+def highest(scores: Floats) -> Ints:
+    """Positions of all that tie for the highest of `scores`, ascending; at least one."""
+    best = float(scores[scores.argmax()])
+    tied: Ints = (scores >= best * _TIE).nonzero()[0]
+    return tied
 
 
 def fill_unknown(scores: Floats) -> None:

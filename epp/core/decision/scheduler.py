@@ -8,19 +8,23 @@ and in the simulator.
 
 from collections.abc import Mapping, Sequence
 from random import Random
+from typing import Final
 
 import numpy as np
 from msgspec import Struct, field
 
-from epp.core.decision.plugin import MarksResponses
-from epp.core.decision.profile import Kept, SchedulingProfile, Scored
+from epp.core.decision.failures import PluginFailures, affinity_fault
+from epp.core.decision.profile import Kept, Marker, SchedulingProfile, Scored
 from epp.core.knowledge.candidates import Affinity, Candidates
 from epp.core.knowledge.index import AffinityIndex, AffinityIndexSettings
 from epp.core.knowledge.inflight import Ending, InflightLedger, Lease, Outcome
 from epp.core.knowledge.pool import EndpointPool, Standing
 from epp.core.knowledge.saturation import UtilizationDetector
 from epp.core.prompt.request import InferenceRequest
+from epp.core.session_tokens import NO_TOKENS, SessionTokens
 from epp.core.types import Endpoint, EndpointMetrics, Refusal, RefusalReason, Seconds
+
+_INDEX_VERBS: Final = ("match", "record", "retract", "forget", "expire", "resize")
 
 
 class SchedulerSettings(Struct, frozen=True, kw_only=True):
@@ -40,6 +44,13 @@ class SchedulerSettings(Struct, frozen=True, kw_only=True):
     """`peakPrefillThroughput` of the field, until better is known."""
     fallback_endpoints_max: int = 0
     lease_ttl_without_response_phase_s: Seconds = 60.0
+    session_tokens: SessionTokens = NO_TOKENS
+
+    @property
+    def plugin_names(self) -> tuple[str, ...]:
+        """Of every plugin that decides, as in the configuration."""
+        members = [member.name for member in self.profile.members]
+        return (*members, self.profile.picker_name, *self.indexes)
 
 
 class Decision(Struct, frozen=True, kw_only=True):
@@ -65,7 +76,7 @@ class Decision(Struct, frozen=True, kw_only=True):
     scorers: tuple[str, ...]
     scored: Scored
     """Its rows are those of `scorers`, its columns those of `candidates`."""
-    marking: tuple[MarksResponses, ...] = ()
+    markers: tuple[Marker, ...] = ()
     """The filters and scorers that set headers on the response."""
 
     def response_headers(self, served: str) -> dict[str, str]:
@@ -74,8 +85,8 @@ class Decision(Struct, frozen=True, kw_only=True):
         `served`: the address that the gateway says it is from, "" if it does not say.
         """
         found: dict[str, str] = {}
-        for plugin in self.marking:
-            found.update(plugin.response_headers(self.lease.request, self.endpoint, served))
+        for marker in self.markers:
+            found.update(marker.response_headers(self.lease.request, self.endpoint, served))
         return found
 
 
@@ -87,9 +98,12 @@ class Scheduler:
         self.seed = seed
         self.pool = EndpointPool()
         self.ledger = InflightLedger(self.pool.columns, settings.prefill_tokens_per_s)
-        self.indexes: dict[str, AffinityIndex] = {
-            name: index.open() for name, index in settings.indexes.items()
-        }
+        self.failures = PluginFailures()
+        """The plugins that failed; the decisions went on without them."""
+        self.indexes: dict[str, AffinityIndex] = {}
+        """Those that could be opened."""
+        for name in settings.indexes:
+            self._open(name)
         self.decisions = 0
         self._random = Random(f"{seed}:picker")  # noqa: S311  dice, not secrets
         self._read_profile()
@@ -110,8 +124,9 @@ class Scheduler:
         if self.pool.observe(slot, metrics, now):
             self._forget(slot)
         if metrics.blocks_total and metrics.block_size_tokens:
-            for index in self.indexes.values():
-                index.resize(slot, metrics.blocks_total, metrics.block_size_tokens)
+            told = (slot, metrics.blocks_total, metrics.block_size_tokens)
+            for name, index in self.indexes.items():
+                self.failures.call(name, "resize", index.resize, *told)
 
     def observe_failure(self, slot: int, *, answered: bool) -> None:
         """The endpoint in `slot` was scraped in vain. Not `answered`: nobody was there in time."""
@@ -119,25 +134,27 @@ class Scheduler:
 
     def schedule(self, request: InferenceRequest, now: Seconds) -> Decision | Refusal:
         """Choose an endpoint for `request` and assume from now on that it goes there."""
+        request.session_tokens = self.settings.session_tokens
         slots = self.pool.ready(request.subset, now)
         if not len(slots):
             return self._nobody_ready(request)
 
         affinities = {
-            name: index.match(request, len(self.pool.columns), now)
+            name: known
             for name, index in self.indexes.items()
+            if (known := self._match(name, index, request, now)) is not None
         }
         candidates = self._candidates(slots, affinities, request, now)
         if request.priority < 0 and self.settings.saturation.saturation(candidates) >= 1.0:
             return _saturated(f"the pool is saturated and priority {request.priority} may be shed")
 
         profile = self.settings.profile
-        kept = profile.filter(request, candidates)
+        kept = profile.filter(request, candidates, self.failures)
         if not len(kept.candidates):
             return _nobody_left(kept, len(slots))
         ranked, eliminated = self._fresh_first(kept, now)
-        scored = profile.score(request, ranked)
-        picked = profile.pick(scored.total, ranked, self._random, self.decisions)
+        scored = profile.score(request, ranked, self.failures)
+        picked = profile.pick(scored.total, ranked, self._random, self.decisions, self.failures)
         return self._assume(request, ranked, scored, picked.tolist(), len(slots), eliminated, now)
 
     def first_output(self, lease: Lease, now: Seconds) -> None:
@@ -156,15 +173,16 @@ class Scheduler:
         request = lease.request
         for name, index in self.indexes.items():
             kept = lease.matched_blocks if name == self.settings.prefix else 0
-            index.retract(request, lease.slot, kept, now)
+            self.failures.call(name, "retract", index.retract, request, lease.slot, kept, now)
         if slot is None:
             self.ledger.close(lease, now)
             return
         matched = 0
         for name, index in self.indexes.items():
             if name == self.settings.prefix:
-                matched = int(index.match(request, len(self.pool.columns), now).matched[slot])
-            index.record(request, slot, now)
+                known = self._match(name, index, request, now)
+                matched = 0 if known is None else int(known.matched[slot])
+            self.failures.call(name, "record", index.record, request, slot, now)
         lease.matched_blocks = matched
         uncached = max(0.0, request.prompt_tokens - matched * self.settings.block_tokens)
         self.ledger.move(lease, slot, uncached, now)
@@ -196,15 +214,16 @@ class Scheduler:
         to start anew are returned. Pool, leases and counters stay.
         """
         restarted: list[str] = []
-        indexes: dict[str, AffinityIndex] = {}
-        for name, index_settings in settings.indexes.items():
-            known = self.indexes.get(name)
-            if known is None or not index_settings.adopt(known):
-                restarted.append(name)
-                known = index_settings.open()
-            indexes[name] = known
-        self.indexes = indexes
+        before, self.indexes = self.indexes, {}
         self.settings = settings
+        self.failures.retain(settings.plugin_names)
+        for name, index_settings in settings.indexes.items():
+            known = before.get(name)
+            if known is not None and self._adopt(name, index_settings, known):
+                self.indexes[name] = known
+            else:
+                restarted.append(name)
+                self._open(name)
         self.ledger.prefill_tokens_per_s = settings.prefill_tokens_per_s
         self._read_profile()
         return restarted
@@ -216,18 +235,54 @@ class Scheduler:
     def tick(self, now: Seconds) -> None:
         """Bounded housekeeping, about once a second."""
         self.ledger.close_due(now)
-        for index in self.indexes.values():
-            index.expire(now)
+        for name, index in self.indexes.items():
+            self.failures.call(name, "expire", index.expire, now)
 
     def _read_profile(self) -> None:
         """What every decision would otherwise ask the profile again."""
         profile = self.settings.profile
         self._scorer_names = tuple(scorer.name for scorer in profile.scorers)
-        asked = (
-            *(named.plugin for named in profile.filters),
-            *(scorer.plugin for scorer in profile.scorers),
-        )
-        self._marking = tuple(plugin for plugin in asked if isinstance(plugin, MarksResponses))
+        self._markers = profile.markers(self.failures)
+
+    # What indexes are asked, and what is done where they fail.
+
+    def _open(self, name: str) -> None:
+        """Open the index `name` anew; if that fails, nothing is remembered under it."""
+        try:
+            index = self.settings.indexes[name].open()
+            missing = [verb for verb in _INDEX_VERBS if not callable(getattr(index, verb, None))]
+        except Exception as error:  # noqa: BLE001  the boundary of a plugin
+            self.failures.raised(name, "open", error)
+        else:
+            if not missing:
+                self.indexes[name] = index
+                return
+            fault = f"{type(index).__name__}, expected an index with {', '.join(missing)}"
+            self.failures.returned(name, "open", fault)
+        self.indexes.pop(name, None)
+
+    def _adopt(self, name: str, settings: AffinityIndexSettings, index: AffinityIndex) -> bool:
+        try:
+            return bool(settings.adopt(index))
+        except Exception as error:  # noqa: BLE001  the boundary of a plugin
+            self.failures.raised(name, "adopt", error)
+            return False
+
+    def _match(
+        self, name: str, index: AffinityIndex, request: InferenceRequest, now: Seconds
+    ) -> Affinity | None:
+        """What the index knows; None, if it fails: then to it all endpoints are alike."""
+        slots = len(self.pool.columns)
+        try:
+            known = index.match(request, slots, now)
+            fault = affinity_fault(known, slots)
+        except Exception as error:  # noqa: BLE001  the boundary of a plugin
+            self.failures.raised(name, "match", error)
+            return None
+        if fault:
+            self.failures.returned(name, "match", fault)
+            return None
+        return known
 
     def _candidates(
         self,
@@ -287,8 +342,8 @@ class Scheduler:
         lease = self.ledger.open(
             request, slot, matched_blocks=matched, prefill_tokens=uncached, now=now
         )
-        for index in self.indexes.values():
-            index.record(request, slot, now)
+        for name, index in self.indexes.items():
+            self.failures.call(name, "record", index.record, request, slot, now)
         request.drop_prompts()
         self.decisions += 1
         return Decision(
@@ -305,7 +360,7 @@ class Scheduler:
             picked=first,
             scorers=self._scorer_names,
             scored=scored,
-            marking=self._marking,
+            markers=self._markers,
         )
 
     def _fallbacks(
@@ -326,8 +381,10 @@ class Scheduler:
 
     def _forget(self, slot: int) -> None:
         self.ledger.forget(slot)
-        for index in self.indexes.values():
-            index.forget(slot)
+        for name, index in tuple(self.indexes.items()):
+            if not self.failures.call(name, "forget", index.forget, slot):
+                # It would tell of an endpoint that is gone as if it were the next in this slot.
+                self._open(name)
 
     def _nobody_ready(self, request: InferenceRequest) -> Refusal:
         members = len(self.pool)

@@ -170,8 +170,8 @@ class AdapterColumns:
 class Candidates:
     """n endpoints that may serve one request, as columns of length n.
 
-    `slot` is each candidate's slot in the pool, ascending. Every other array is a fresh gather: a
-    plugin may use it as scratch, the pool does not see it.
+    `slot` is the pool's own and cannot be written. Every other array is a fresh gather: a plugin may
+    use it as scratch, the pool does not see it.
     """
 
     __slots__ = (
@@ -180,10 +180,10 @@ class Candidates:
         "_endpoints",
         "_now",
         "_prefix",
+        "_slot",
         "block_tokens",
         "prefill_tokens_per_s",
         "prompt_tokens",
-        "slot",
     )
 
     def __init__(
@@ -199,7 +199,8 @@ class Candidates:
         prefill_tokens_per_s: float = 0.0,
     ) -> None:
         """`affinities` by the name of the index, by slot; `prefix` names the one for prefixes."""
-        self.slot = slot
+        slot.setflags(write=False)
+        self._slot = slot
         self.block_tokens = block_tokens
         """Tokens in one block of `matched_blocks`."""
         self.prompt_tokens = prompt_tokens
@@ -212,13 +213,13 @@ class Candidates:
         self._prefix = prefix
 
     def __len__(self) -> int:
-        return len(self.slot)
+        return len(self._slot)
 
     def take(self, keep: Bools | Ints) -> "Candidates":
         """The candidates at `keep`: a mask or positions."""
         return Candidates(
             self._columns,
-            self.slot[keep],
+            self._slot[keep],
             self._now,
             affinities=self._affinities,
             prefix=self._prefix,
@@ -228,42 +229,47 @@ class Candidates:
         )
 
     @property
+    def slot(self) -> Ints:
+        """int64[n], the slot of each in the pool, ascending; read-only."""
+        return self._slot
+
+    @property
     def waiting_requests(self) -> Floats:
         """float64[n], requests in the engine's queue; NaN: unknown."""
-        return self._columns.waiting_requests[self.slot]
+        return self._columns.waiting_requests[self._slot]
 
     @property
     def running_requests(self) -> Floats:
         """float64[n], requests in the engine's batch; NaN: unknown."""
-        return self._columns.running_requests[self.slot]
+        return self._columns.running_requests[self._slot]
 
     @property
     def kv_cache_usage(self) -> Floats:
         """float64[n] in [0, 1], KV blocks referenced by requests; NaN: unknown."""
-        return self._columns.kv_cache_usage[self.slot]
+        return self._columns.kv_cache_usage[self._slot]
 
     @property
     def metrics_age_s(self) -> Floats:
         """float64[n], seconds since the last good scrape; inf: never."""
-        return self._now - self._columns.observed_at_s[self.slot]
+        return self._now - self._columns.observed_at_s[self._slot]
 
     @property
     def saturated(self) -> Bools:
         """bool[n], the engine refused a request (503) since its last good scrape."""
-        return self._columns.saturated[self.slot]
+        return self._columns.saturated[self._slot]
 
     @property
     def inflight_requests(self) -> Ints:
         """int64[n], requests that this picker sent there and that have not ended."""
-        return self._columns.inflight_requests[self.slot]
+        return self._columns.inflight_requests[self._slot]
 
     @property
     def inflight_prefill_tokens(self) -> Floats:
         """float64[n], uncached prompt tokens sent there and, by estimate, not yet prefilled."""
         columns = self._columns
-        elapsed_s = self._now - columns.prefill_drained_at_s[self.slot]
+        elapsed_s = self._now - columns.prefill_drained_at_s[self._slot]
         ahead: Floats = (
-            columns.prefill_backlog_tokens[self.slot] - elapsed_s * self.prefill_tokens_per_s
+            columns.prefill_backlog_tokens[self._slot] - elapsed_s * self.prefill_tokens_per_s
         )
         left: Floats = np.maximum(ahead, 0.0)
         return left
@@ -276,7 +282,7 @@ class Candidates:
     @property
     def total_blocks(self) -> Ints:
         """int64[n], full blocks of the prompt: the same number for all."""
-        return np.full(len(self.slot), self.affinity("").total, dtype=np.int64)
+        return np.full(len(self._slot), self.affinity("").total, dtype=np.int64)
 
     @property
     def uncached_tokens(self) -> Floats:
@@ -288,13 +294,13 @@ class Candidates:
     @property
     def adapter_state(self) -> AdapterColumns:
         """LoRA adapters, as the last good scrape told."""
-        return AdapterColumns(self._columns, self.slot)
+        return AdapterColumns(self._columns, self._slot)
 
     @property
     def endpoints(self) -> tuple[Endpoint, ...]:
         """The candidates themselves, for what no column tells; also after some have left."""
         known = self._endpoints
-        found = [known[slot] for slot in self.slot.tolist()]
+        found = [known[slot] for slot in self._slot.tolist()]
         return tuple([endpoint for endpoint in found if endpoint is not None])
 
     @property
@@ -305,7 +311,7 @@ class Candidates:
     def prefix_match(self, position: int) -> tuple[int, int]:
         """`matched_blocks` and `total_blocks` of one candidate."""
         known = self._affinities.get(self._prefix)
-        return (0, 0) if known is None else (int(known.matched[self.slot[position]]), known.total)
+        return (0, 0) if known is None else (int(known.matched[self._slot[position]]), known.total)
 
     def affinity(self, name: str) -> Affinity:
         """What the index `name` knows, int64[n]; nothing, if there is no such index.
@@ -314,5 +320,5 @@ class Candidates:
         """
         known = self._affinities.get(name or self._prefix)
         if known is None:
-            return Affinity(np.zeros(len(self.slot), dtype=np.int64), 0)
-        return Affinity(known.matched[self.slot], known.total)
+            return Affinity(np.zeros(len(self._slot), dtype=np.int64), 0)
+        return Affinity(known.matched[self._slot], known.total)

@@ -6,6 +6,7 @@ from typing import Any
 from msgspec import Struct, field
 
 from epp.core.prompt.blocks import chain_seed, hash_blocks
+from epp.core.session_tokens import NO_TOKENS, SessionTokens
 from epp.core.types import ApiKind
 
 
@@ -38,6 +39,8 @@ class InferenceRequest(Struct, kw_only=True):
     """What an affinity index noted when it recorded this request, to take exactly that back."""
     cold: bool = True
     """Set by the scheduler when it matches: no endpoint holds the head of any prompt."""
+    session_tokens: SessionTokens = NO_TOKENS
+    """Set by the scheduler: makes and reads the tokens by which a session finds its endpoint."""
 
     def chains_of(self, block_bytes: int, blocks_max: int) -> tuple[bytes, ...]:
         """Chained hashes of the full blocks of each prompt, 8 bytes a block, computed once."""

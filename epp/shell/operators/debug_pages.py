@@ -194,16 +194,22 @@ class DebugPages:
 
     async def _config_page(self, request: web.Request) -> web.Response:
         config, generation = self._config()
+        failing = [
+            {"plugin": one.name, "failures": one.failures, "last": one.what}
+            for one in self._scheduler.failures
+        ]
         if _wants_json(request):
             return _json(
                 {
                     "source": config.source,
                     "hash": config_hash(config),
                     "generation": generation,
+                    "failing_plugins": failing,
                     "config": describe(config),
                 }
             )
-        return web.Response(text=f"generation     {generation}\n{explain(config)}")
+        failed = f"\nplugins that failed\n{table(failing)}" if failing else ""
+        return web.Response(text=f"generation     {generation}\n{explain(config)}{failed}")
 
     async def _endpoints_page(self, request: web.Request) -> web.Response:
         rows = endpoint_rows(self._scheduler, time.monotonic())

@@ -166,6 +166,13 @@ METRICS: Final[tuple[MetricSpec, ...]] = (
         "Candidates that each filter or step dropped, summed over decisions and refusals.",
         ("filter",),
     ),
+    _sampled(
+        "homing_plugin_errors_total",
+        "calls",
+        "Calls of each plugin that failed; what it adds was left out of the decision.",
+        ("plugin",),
+        "counter",
+    ),
     MetricSpec(
         "homing_scorer_contribution",
         "histogram",

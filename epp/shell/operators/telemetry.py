@@ -58,6 +58,8 @@ class PoolSnapshot(Struct, frozen=True, kw_only=True):
     """By the name of the producer in the configuration."""
     held_body_bytes: int = 0
     held_body_bytes_max: int = 0
+    plugin_errors: Mapping[str, int] = field(default_factory=dict)
+    """Name of every plugin that is configured -> how often it failed."""
     cluster: ClusterSnapshot | None = None
     """None: endpoints come from a file."""
 
@@ -400,6 +402,7 @@ class PoolCollector(Collector):
         _add_pool(families, snapshot)
         _add_endpoints(families, snapshot)
         _add_indexes(families, snapshot)
+        _add_plugins(families, snapshot)
         if snapshot.cluster is not None:
             _add_cluster(families, snapshot.cluster)
         return iter(families.values())
@@ -473,6 +476,15 @@ def _add_indexes(families: _Families, snapshot: PoolSnapshot) -> None:
             families["homing_prefix_indexer_lookups_total"].add_metric([index, result], lookups)
         for cause, entries in told.evictions.items():
             families["homing_prefix_indexer_evictions_total"].add_metric([index, cause], entries)
+
+
+def _add_plugins(families: _Families, snapshot: PoolSnapshot) -> None:
+    errors: dict[str, int] = {}
+    for name, count in snapshot.plugin_errors.items():
+        # Two names may be one when they are cut.
+        errors[_label(name)] = errors.get(_label(name), 0) + count
+    for label, count in errors.items():
+        families["homing_plugin_errors_total"].add_metric([label], count)
 
 
 def _add_cluster(families: _Families, cluster: ClusterSnapshot) -> None:

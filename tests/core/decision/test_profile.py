@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec import structs
 
+from epp.core.decision.failures import PluginFailures
 from epp.core.decision.profile import (
     NamedFilter,
     SchedulingProfile,
@@ -49,24 +50,10 @@ class ShedAll(Parameters, frozen=True):
         return np.zeros(len(candidates), dtype=np.bool_)
 
 
-class Positions(ShedAll, frozen=True):
-    """Answers with positions where a mask is due."""
-
-    def keep(self, request, candidates, /):
-        return np.zeros(len(candidates), dtype=np.int64)
-
-
-class Nobody(Parameters, frozen=True):
-    """Picks nobody."""
-
-    type_name: ClassVar[str] = "nobody"
-
-    def pick(self, scores, candidates, random, rotation, /):
-        return np.empty(0, dtype=np.int64)
-
-
-class Last(Nobody, frozen=True):
+class Last(Parameters, frozen=True):
     """Picks the last."""
+
+    type_name: ClassVar[str] = "last"
 
     def pick(self, scores, candidates, random, rotation, /):
         return np.array([len(scores) - 1])
@@ -87,7 +74,7 @@ def profile(scorers=(), filters=(), picker=None):
 
 def totals(*scorers):
     n = len(scorers[0][0])
-    return profile(scorers).score(request(), candidates(n)).total.tolist()
+    return profile(scorers).score(request(), candidates(n), PluginFailures()).total.tolist()
 
 
 def test_scores_are_weighed_and_added_up():
@@ -97,14 +84,18 @@ def test_scores_are_weighed_and_added_up():
 
 def test_the_parts_are_kept_in_the_order_of_the_profile():
     """`parts[i, j]` is the weighted score of candidate j by scorer i."""
-    scored = profile([([0.25, 1.0], 2.0), ([0.5, 0.0], 1.0)]).score(request(), candidates(2))
+    scored = profile([([0.25, 1.0], 2.0), ([0.5, 0.0], 1.0)]).score(
+        request(), candidates(2), PluginFailures()
+    )
     assert scored.parts.tolist() == [[0.5, 2.0], [0.5, 0.0]]
 
 
 def test_none_is_unknown_for_all():
     """Everybody gets 0.5, as where all are NaN."""
     weighted = WeightedScorer("scorer", Fixed(scores=None), 2.0)
-    scored = structs.replace(profile(), scorers=(weighted,)).score(request(), candidates(3))
+    scored = structs.replace(profile(), scorers=(weighted,)).score(
+        request(), candidates(3), PluginFailures()
+    )
     assert scored.total.tolist() == [1.0, 1.0, 1.0]
     assert scored.parts_of(1) == [1.0]
 
@@ -144,7 +135,11 @@ def test_filling_the_unknown_leaves_the_known(scores):
 
 def test_a_profile_without_scorers_prefers_nobody():
     """Then the picker alone decides."""
-    assert profile().score(request(), candidates(3)).total.tolist() == [0.0, 0.0, 0.0]
+    assert profile().score(request(), candidates(3), PluginFailures()).total.tolist() == [
+        0.0,
+        0.0,
+        0.0,
+    ]
 
 
 @pytest.mark.parametrize("weight", [-1.0, math.nan, math.inf])
@@ -168,7 +163,7 @@ def test_filters_run_in_order_and_say_what_they_dropped():
         ("second", KeepAt(slots=(0, 1, 2, 3))),
         ("third", KeepAt(slots=(1, 2, 4))),
     ]
-    kept = profile(filters=filters).filter(request(), candidates(5))
+    kept = profile(filters=filters).filter(request(), candidates(5), PluginFailures())
     assert kept.candidates.slot.tolist() == [1, 2]
     assert kept.eliminated == {"first": 2, "third": 1}
     assert kept.shed_by == ""
@@ -177,20 +172,22 @@ def test_filters_run_in_order_and_say_what_they_dropped():
 def test_one_name_used_twice_is_counted_together():
     """A configuration may list a filter twice."""
     filters = [("same", KeepAt(slots=(0, 1, 2))), ("same", KeepAt(slots=(0,)))]
-    assert profile(filters=filters).filter(request(), candidates(5)).eliminated == {"same": 4}
+    assert profile(filters=filters).filter(
+        request(), candidates(5), PluginFailures()
+    ).eliminated == {"same": 4}
 
 
 def test_filters_stop_when_nobody_is_left():
     """A filter is never called with no candidates."""
     filters = [("labels", KeepAt(slots=())), ("full", ShedAll())]
-    kept = profile(filters=filters).filter(request(), candidates(2))
+    kept = profile(filters=filters).filter(request(), candidates(2), PluginFailures())
     assert (len(kept.candidates), kept.eliminated, kept.shed_by) == (0, {"labels": 2}, "")
 
 
 def test_a_filter_that_sheds_load_is_named():
     """So that the client is told to come back."""
     filters = [("labels", KeepAt(slots=(0,))), ("full", ShedAll())]
-    kept = profile(filters=filters).filter(request(), candidates(2))
+    kept = profile(filters=filters).filter(request(), candidates(2), PluginFailures())
     assert (kept.eliminated, kept.shed_by) == ({"labels": 1, "full": 1}, "full")
 
 
@@ -198,22 +195,29 @@ def test_a_filter_that_keeps_all_costs_no_copy():
     """The candidates go on as they came."""
     pool = candidates(2)
     assert (
-        profile(filters=[("all", KeepAt(slots=(0, 1)))]).filter(request(), pool).candidates is pool
+        profile(filters=[("all", KeepAt(slots=(0, 1)))])
+        .filter(request(), pool, PluginFailures())
+        .candidates
+        is pool
     )
 
 
-def test_a_plugin_that_breaks_its_contract_is_named():
-    """Wrong shape, positions for a mask, nobody picked."""
-    pool = candidates(2)
-    with pytest.raises(AssertionError, match=r"scorer-0 returned \(3,\)"):
-        profile([([1.0, 1.0, 1.0], 1.0)]).score(request(), pool)
-    with pytest.raises(AssertionError, match="odd returned int64"):
-        profile(filters=[("odd", Positions())]).filter(request(), pool)
-    with pytest.raises(AssertionError, match="last picked nobody"):
-        profile(picker=Nobody()).pick(np.ones(2), pool, Random(0), 0)
+@pytest.mark.parametrize("sheds_load", [None, 1, "yes"])
+def test_a_filter_must_say_whether_it_sheds_load(sheds_load):
+    """It is asked when nobody is left, which is too late to find out."""
+
+    class Silent(Parameters, frozen=True):
+        type_name: ClassVar[str] = "silent"
+
+        def keep(self, request, candidates, /):
+            return np.zeros(len(candidates), dtype=np.bool_)
+
+    Silent.sheds_load = sheds_load
+    with pytest.raises(ValueError, match="filter odd needs sheds_load = True or False, has"):
+        NamedFilter("odd", Silent())
 
 
 def test_the_picker_picks_positions():
     """Among the candidates that are left, not slots."""
     pool = candidates(4).take(np.array([1, 3]))
-    assert profile().pick(np.ones(2), pool, Random(0), 0).tolist() == [1]
+    assert profile().pick(np.ones(2), pool, Random(0), 0, PluginFailures()).tolist() == [1]

@@ -60,6 +60,27 @@ def picker():
     return Picker()
 
 
+async def test_plugins_that_failed_are_shown_with_the_configuration(picker):
+    """How often, and what each did last; nothing while none has."""
+    assert (await picker.json("/debug/config"))["failing_plugins"] == []
+    _, _, text = await picker.page("/debug/config")
+    assert "failed" not in text
+    for _ in range(2):
+        picker.scheduler.failures.add("queue-scorer", "score raised KeyError at near/near.py:14")
+    assert (await picker.json("/debug/config"))["failing_plugins"] == [
+        {
+            "plugin": "queue-scorer",
+            "failures": 2,
+            "last": "score raised KeyError at near/near.py:14",
+        }
+    ]
+    _, _, text = await picker.page("/debug/config")
+    shown = text.partition("plugins that failed\n")[2].splitlines()
+    assert shown[1].split() == [
+        *("queue-scorer", "2", "score", "raised", "KeyError", "at", "near/near.py:14")
+    ]
+
+
 async def test_decisions_are_explained_newest_first(picker):
     """Where to, and the score of each candidate by scorer."""
     first, second = picker.decide(model="a"), picker.decide(model="b", prompt_tokens=9)

@@ -34,3 +34,12 @@ def test_who_is_gone_is_not_counted_as_ready():
         scheduler.observe_failure(1, answered=False)
     assert pool_snapshot(scheduler, "", BodyBudget(1), None, 1.5).ready == 2
     assert pool_snapshot(scheduler, "", BodyBudget(1), None, 9.0).ready == 0
+
+
+def test_a_snapshot_counts_the_failures_of_every_plugin_configured():
+    """Scorers, picker and indexes, and those alone that are."""
+    scheduler = pods((0, 0.1), (3, 0.5))
+    assert set(scheduler.settings.plugin_names) > set(scheduler.indexes)
+    scheduler.failures.add("queue-scorer", "score raised KeyError")
+    counts = pool_snapshot(scheduler, "", BodyBudget(1), None, 1.0).plugin_errors
+    assert counts == dict.fromkeys(scheduler.settings.plugin_names, 0) | {"queue-scorer": 1}

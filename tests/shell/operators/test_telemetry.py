@@ -69,6 +69,7 @@ def snapshot(count=4, **fields):
                 evictions={"ttl": 4, "capacity": 5},
             )
         },
+        plugin_errors={"queue-scorer": 0, "near-scorer": 3},
         cluster=ClusterSnapshot(
             kinds={
                 "pods": Reflection(
@@ -370,6 +371,15 @@ def test_the_pool_is_read_when_the_page_is_made():
     assert exported("homing_prefix_indexer_size", index="approx") == 12
     evicted = exported("homing_prefix_indexer_evictions_total", index="approx", cause="ttl")
     assert evicted == 4
+
+
+def test_every_plugin_has_its_count_of_failures():
+    """0 from the start, so that the first one is an increase; names that are cut alike add up."""
+    counts = {"queue-scorer": 0, "near-scorer": 3, "x" * 200 + "1": 1, "x" * 200 + "2": 1}
+    exported = Exported(lambda: PoolSnapshot(candidates=make_candidates(0), plugin_errors=counts))
+    assert exported("homing_plugin_errors_total", plugin="queue-scorer") == 0
+    assert exported("homing_plugin_errors_total", plugin="near-scorer") == 3
+    assert exported("homing_plugin_errors_total", plugin="x" * 128) == 2
 
 
 def test_what_is_unknown_is_absent_not_zero():

@@ -124,6 +124,38 @@ def test_session_affinity_without_sessions_is_warned_of(trace, tmp_path, capsys)
     assert sentence not in capsys.readouterr().out
 
 
+LATE = """
+import numpy as np
+from epp.plugins.contract import Parameters
+
+class Late(Parameters, frozen=True):
+    type_name = "late-scorer"
+
+    def score(self, request, candidates, /):
+        if request.request_id == "0":
+            raise KeyError
+        return np.ones(len(candidates))
+"""
+
+
+def test_a_plugin_that_failed_during_the_run_is_told_with_its_figures(
+    trace, tmp_path, capsys, offer
+):
+    """They are those of a picker without it, as in production."""
+    offer("plugin_late", LATE, "plugin_late:Late")
+    config = tmp_path / "late.yaml"
+    config.write_text(
+        "apiVersion: llm-d.ai/v1alpha1\nkind: EndpointPickerConfig\nplugins: [{type: late-scorer}]\n"
+    )
+    out = tmp_path / "out"
+    assert sim("replay", trace, "--config", config, "--pods", "2", "--out", out) == 0
+    (sentence,) = json.loads((out / "summary.json").read_bytes())["warnings"]
+    assert sentence.startswith(
+        "late-scorer failed once, requests were routed without it: score raised KeyError at "
+    )
+    assert "late-scorer failed" in capsys.readouterr().out
+
+
 def test_all_that_a_run_depends_on_is_among_its_conditions(trace, tmp_path):
     """Its configuration by hash, what is in effect by default, and every flag."""
     out = tmp_path / "out"

@@ -1,0 +1,346 @@
+"""What fails is refused before it decides, by the same sentence everywhere."""
+
+import io
+from typing import ClassVar
+
+import msgspec
+import numpy as np
+import pytest
+from msgspec import structs
+
+from epp.configuration.build import plugin_tables
+from epp.configuration.check_config import check_config
+from epp.configuration.config import DEFAULT_CONFIG, ConfigError, load_config
+from epp.configuration.flags import CheckFlags, parse_serve
+from epp.configuration.live import LiveConfiguration
+from epp.core.parameters import Parameters
+from epp.plugins import FILTERS, PICKERS, SCORERS
+from epp.plugins.contract import Affinity
+from sim.__main__ import main as sim
+from tests.plugins.test_contract import VARIANTS
+
+TABLES = plugin_tables()
+HEAD = "apiVersion: llm-d.ai/v1alpha1\nkind: EndpointPickerConfig\n"
+TRACE = '{"time_s": 0, "prompt_tokens": 100, "output_tokens": 4}\n'
+
+
+class Sound(Parameters, frozen=True):
+    """A plugin of every kind that keeps to its contract; the tests break it."""
+
+    type_name: ClassVar[str] = "odd-plugin"
+    sheds_load: ClassVar[bool] = False
+
+    def keep(self, request, candidates, /):
+        return np.ones(len(candidates), dtype=np.bool_)
+
+    def score(self, request, candidates, /):
+        return np.ones(len(candidates))
+
+    def pick(self, scores, candidates, random, rotation, /):
+        return np.array([0])
+
+
+def documents(*types):
+    return HEAD + "plugins:\n" + "".join(f"- type: {name}\n" for name in types)
+
+
+def load(text, **kinds):
+    """`text`, with more plugins: the table by its name, and a class."""
+    tables = {name: {**getattr(TABLES, name), "odd-plugin": kind} for name, kind in kinds.items()}
+    return load_config(text, "c", structs.replace(TABLES, **tables))
+
+
+def refused(text, **kinds):
+    with pytest.raises(ConfigError) as error:
+        load(text, **kinds)
+    return error.value.problems
+
+
+def broken(**members):
+    return type("Odd", (Sound,), members, frozen=True)
+
+
+def explode(self, *_):
+    raise KeyError("what it says")
+
+
+AT = "raised KeyError at configuration/test_trial.py:"
+SCORE = documents("odd-plugin")
+
+
+@pytest.mark.parametrize("name", [*FILTERS, *SCORERS, *PICKERS])
+def test_no_plugin_of_ours_fails(name):
+    """With any of its parameters, beside all the others."""
+    for parameters in VARIANTS.get(name, [{}]):
+        given = msgspec.json.encode(parameters).decode()
+        load_config(f"{HEAD}plugins: [{{type: {name}, parameters: {given}}}]", "c", TABLES)
+
+
+def test_a_sound_plugin_of_any_kind_is_taken():
+    """What keeps to the contract is no business of the trial."""
+    for table in ("filters", "scorers", "pickers"):
+        load(SCORE, **{table: Sound})
+
+
+@pytest.mark.parametrize(
+    ("table", "verb"), [("filters", "keep"), ("scorers", "score"), ("pickers", "pick")]
+)
+def test_one_that_raises_is_named_with_what_it_did(table, verb):
+    """Where it stands in the document, the type of its error and the line that raised it."""
+    (problem,) = refused(SCORE, **{table: broken(**{verb: explode})})
+    assert problem.startswith(f"c: plugins[0] (odd-plugin): {verb} {AT}")
+    assert problem.endswith(", tried on made-up endpoints")
+    assert "what it says" not in problem
+
+
+@pytest.mark.parametrize(
+    ("table", "verb", "found", "said"),
+    [
+        ("filters", "keep", [True], "keep returned list, expected bool["),
+        ("scorers", "score", np.ones(2), "score returned float64[2], expected float64["),
+        ("pickers", "pick", np.array([5]), "pick returned position 5, expected positions from 0"),
+    ],
+)
+def test_one_that_returns_what_it_may_not_is_named(table, verb, found, said):
+    (problem,) = refused(SCORE, **{table: broken(**{verb: lambda *_: found})})
+    assert problem.startswith(f"c: plugins[0] (odd-plugin): {said}")
+
+
+def test_every_one_that_fails_is_named_at_once():
+    """Nobody mends a document twice."""
+    problems = refused(SCORE, scorers=broken(score=explode, response_headers=explode))
+    assert len(problems) == 1
+    text = documents("odd-plugin", "queue-scorer") + "- {type: odd-plugin, name: second}\n"
+    problems = refused(text, scorers=broken(score=explode))
+    assert [problem.partition(": score")[0] for problem in problems] == [
+        "c: plugins[0] (odd-plugin)",
+        "c: plugins[2] (second)",
+    ]
+
+
+def test_one_behind_a_filter_that_leaves_nobody_is_tried():
+    """What is selected in the cluster is not known here."""
+    nobody = "- {type: label-selector-filter, parameters: {matchLabels: {none: such}}}\n"
+    text = f"{HEAD}plugins:\n{nobody}- type: odd-plugin\n"
+    for table, verb in (("filters", "keep"), ("scorers", "score"), ("pickers", "pick")):
+        (problem,) = refused(text, **{table: broken(**{verb: explode})})
+        assert problem.startswith(f"c: plugins[1] (odd-plugin): {verb} {AT}")
+
+
+def on(condition):
+    """A score that fails on some candidates only."""
+
+    def score(self, request, candidates, /):
+        if condition(request, candidates):
+            raise KeyError
+        return np.ones(len(candidates))
+
+    return broken(score=score)
+
+
+@pytest.mark.parametrize(
+    "condition",
+    [
+        lambda request, pool: len(pool) == 1,
+        lambda request, pool: len(pool) > 1,
+        lambda request, pool: np.isnan(pool.waiting_requests).any(),
+        lambda request, pool: np.isinf(pool.metrics_age_s).any(),
+        lambda request, pool: (pool.metrics_age_s > 60).any(),
+        lambda request, pool: pool.saturated.any(),
+        lambda request, pool: not pool.saturated.any(),
+        lambda request, pool: (pool.adapter_state.generation == 1).any(),
+        lambda request, pool: (pool.adapter_state.generation == 2).any(),
+        lambda request, pool: pool.adapter_state.active(request.model).any(),
+        lambda request, pool: (pool.inflight_requests > 0).any(),
+        lambda request, pool: (pool.inflight_prefill_tokens > 0).any(),
+        lambda request, pool: not all(pool.labels),
+        lambda request, pool: any("zone" in key for labels in pool.labels for key in labels),
+        lambda request, pool: any(one.address.startswith("[") for one in pool.endpoints),
+        lambda request, pool: any(one.incarnation for one in pool.endpoints),
+        lambda request, pool: not request.model,
+        lambda request, pool: not request.headers,
+        lambda request, pool: "x-session-id" in request.headers,
+        lambda request, pool: request.session_id,
+        lambda request, pool: len(request.prompts) > 1,
+        lambda request, pool: request.prompts and not request.chains_of(256, 9)[0],
+        lambda request, pool: request.output_tokens_max is None,
+        lambda request, pool: request.priority < 0,
+        lambda request, pool: request.stream,
+        lambda request, pool: request.api == "opaque",
+        lambda request, pool: request.subset,
+    ],
+)
+def test_every_kind_of_endpoint_and_request_is_tried(condition):
+    """Whoever fails on one of them alone is found."""
+    assert len(refused(SCORE, scorers=on(condition))) == 1
+
+
+def test_what_an_index_holds_is_tried():
+    """A prompt that is known, and one that is not."""
+    text = documents("prefix-cache-scorer", "odd-plugin")
+    for known in (True, False):
+        kind = on(lambda _, pool, known=known: pool.matched_blocks.any() == known)
+        assert len(refused(text, scorers=kind)) == 1
+
+
+class OddIndex:
+    def match(self, request, slots, now):
+        return Affinity(np.zeros(slots, dtype=np.int64), 1)
+
+    def nothing(self, *_):
+        """Any other verb."""
+
+    record = retract = forget = expire = resize = nothing
+
+
+class OddIndexSettings(Sound, frozen=True):
+    broken: str = ""
+
+    def open(self):
+        if self.broken == "open":
+            raise KeyError
+        index = OddIndex()
+        if self.broken not in {"", "adopt"}:
+            setattr(index, self.broken, lambda *_: explode(self))
+        return index
+
+    def adopt(self, index):
+        if self.broken == "adopt":
+            raise KeyError
+        return True
+
+
+@pytest.mark.parametrize(
+    "verb", ["open", "match", "record", "retract", "forget", "expire", "resize", "adopt"]
+)
+def test_every_verb_of_an_index_is_tried(verb):
+    """Those of a restart, a retraction, a reload and housekeeping, too."""
+    text = f"{HEAD}plugins: [{{type: odd-plugin, parameters: {{broken: {verb}}}}}]"
+    (problem,) = refused(text, indexes=OddIndexSettings)
+    # Under its type, by which it is asked for.
+    assert problem.startswith(f"c: plugins[0] (odd-plugin): {verb} {AT}")
+
+
+@pytest.mark.parametrize("table", ["filters", "scorers"])
+def test_the_headers_that_it_sets_are_tried(table):
+    kind = broken(response_headers=lambda *_: {"x-a": 1})
+    (problem,) = refused(SCORE, **{table: kind})
+    assert "response_headers returned a header str: int, expected str: str" in problem
+
+
+# What can be told before anything is tried.
+
+
+def test_a_filter_that_does_not_say_whether_it_sheds_load_is_refused():
+    (problem,) = refused(SCORE, filters=broken(sheds_load=None))
+    assert problem == "c: plugins: filter odd-plugin needs sheds_load = True or False, has None"
+
+
+def test_parameters_that_cannot_be_checked_are_a_problem():
+    """`ValueError` is an answer, anything else is a defect of the plugin."""
+    (problem,) = refused(SCORE, scorers=broken(__post_init__=explode))
+    assert problem.startswith(f"c: plugins[0] (odd-plugin): parameters: checking them {AT}")
+    assert problem.endswith(", expected ValueError")
+
+
+@pytest.mark.parametrize(
+    ("members", "said"),
+    [
+        ({"producer": property(explode)}, f"producer {AT}"),
+        ({"producer": 5}, "producer.name: expected `str`, got `int`"),
+        (
+            {"producer": "x", "producer_type": None},
+            "producer.type_name: expected `str`, got `null`",
+        ),
+        ({"producer": "x", "producer_parameters": property(explode)}, f"producer {AT}"),
+        ({"producer": "x", "producer_parameters": 7}, "producer raised TypeError"),
+    ],
+)
+def test_an_index_that_is_asked_for_amiss_is_a_problem(members, said):
+    kind = broken(**({"producer_type": "x"} | members))
+    (problem,) = refused(SCORE, scorers=kind)
+    assert problem.startswith(f"c: plugins[0] (odd-plugin): {said}")
+
+
+@pytest.mark.parametrize(
+    ("tokens", "said"),
+    [(property(explode), f"block_tokens {AT}"), (0, "block_tokens is 0, expected an int from 1")],
+)
+def test_blocks_without_a_size_are_a_problem(tokens, said):
+    kind = type("Odd", (OddIndexSettings,), {"block_tokens": tokens}, frozen=True)
+    (problem,) = refused(SCORE, indexes=kind)
+    assert problem.startswith(f"c: plugins[0] (odd-plugin): {said}")
+
+
+# What it costs.
+
+
+def test_a_trial_is_a_bounded_number_of_decisions():
+    """Fewer than a hundred, whatever the document holds."""
+    calls = []
+
+    def score(self, request, candidates, /):
+        calls.append(len(candidates))
+        return np.ones(len(candidates))
+
+    load(SCORE, scorers=broken(score=score))
+    assert 30 <= len(calls) < 100
+    assert set(calls) == {1, 5}
+
+
+def test_a_document_is_tried_when_it_is_read_and_not_again():
+    """Other endpoints, other intervals: the same plugins."""
+    calls = []
+
+    def score(self, request, candidates, /):
+        calls.append(1)
+        return np.ones(len(candidates))
+
+    tables = structs.replace(TABLES, scorers=TABLES.scorers | {"odd-plugin": broken(score=score)})
+    flags = parse_serve(["--endpoints-file=e", "--config-file=c"], {})
+    live = LiveConfiguration(flags, tables, SCORE.encode())
+    tried = len(calls)
+    assert tried
+    live.current(10)
+    live.current(10_000)
+    assert len(calls) == tried
+    live.read(SCORE.encode(), 10)
+    assert len(calls) == 2 * tried
+
+
+# Everywhere the same.
+
+BROKEN = '''
+from typing import ClassVar
+from epp.plugins.contract import Parameters
+
+class Alphabetical(Parameters, frozen=True):
+    """Prefer names that come early."""
+
+    type_name: ClassVar[str] = "alphabetical-scorer"
+
+    def score(self, request, candidates, /):
+        return [endpoint.name < "b" for endpoint in candidates.endpoints]
+'''
+
+
+def test_check_config_and_the_simulator_say_the_same(offer, tmp_path, capsys):
+    """In one sentence, with exit code 1."""
+    offer("plugin_that_lists", BROKEN)
+    config = tmp_path / "config.yaml"
+    config.write_text(documents("alphabetical-scorer"))
+    trace = tmp_path / "trace.jsonl"
+    trace.write_text(TRACE)
+    said = (
+        f"{config}: plugins[0] (alphabetical-scorer): score returned list, expected float64[5], "
+        "tried on made-up endpoints\n"
+    )
+    out, err = io.StringIO(), io.StringIO()
+    assert check_config(CheckFlags(file=str(config)), out, err) == 1
+    assert (out.getvalue(), err.getvalue()) == ("", said)
+    assert sim(["replay", str(trace), "--config", str(config)]) == 1
+    assert capsys.readouterr().err == f"sim: {said}"
+
+
+def test_the_default_is_tried_like_any_other():
+    assert load_config(DEFAULT_CONFIG, "c", TABLES).warnings == ()

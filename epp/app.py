@@ -36,6 +36,7 @@ from epp.shell.operators.logs import DecisionLog, configure_logging
 from epp.shell.operators.metrics_server import MetricsServer
 from epp.shell.operators.observation import Observation
 from epp.shell.operators.snapshot import pool_snapshot
+from epp.shell.operators.standard_error import StandardError
 from epp.shell.operators.telemetry import PoolSnapshot, Telemetry
 from epp.shell.starting import StartError, cannot_listen
 
@@ -57,6 +58,8 @@ _log = structlog.get_logger(__name__)
 def run(flags: ServeFlags) -> int:
     """`epp serve`: until SIGTERM or SIGINT, then drain. 0 when all went well, 1 if it cannot start."""
     configure_logging(flags.log_format.value, flags.log_level)
+    standard_error = StandardError()
+    standard_error.take_over()
     _raise_open_files_limit()
     gc.set_threshold(*GARBAGE_THRESHOLDS)
     for warning in flags.warnings:
@@ -64,6 +67,7 @@ def run(flags: ServeFlags) -> int:
     try:
         picker = EndpointPicker(flags)
         with asyncio.Runner(loop_factory=loop_factory()) as runner:
+            runner.get_loop().set_exception_handler(standard_error.task_failed)
             runner.run(_until_signal(picker))
     except StartError as error:
         for line in str(error).splitlines():

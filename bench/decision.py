@@ -163,7 +163,7 @@ class Silent:
     def ignore(self, *told: object) -> None:
         pass
 
-    decided = refused = response_started = completed = ignore
+    decided = refused = failed = response_started = completed = ignore
     set_aside = unknown_body_mode = protocol_violated = ignore
 
 

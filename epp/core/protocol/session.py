@@ -26,7 +26,7 @@ not in it ends the stream: the gateway broke the protocol.
 """
 
 from collections.abc import Callable, Iterator, Mapping
-from enum import Enum
+from enum import Enum, StrEnum
 from typing import Final, Protocol, TypeAlias
 
 from msgspec import Struct, field
@@ -94,10 +94,13 @@ class Exchange:
     __slots__ = (
         "answered_at_s",
         "decision",
+        "failure",
         "first_output_at_s",
         "incoming_model",
+        "path",
         "request",
         "request_bytes",
+        "request_id",
         "response_bytes",
         "response_started_at_s",
         "started_at_s",
@@ -121,6 +124,18 @@ class Exchange:
         self.status: int | None = None
         self.response_bytes = 0
         self.usage: Usage | None = None
+        self.path = ""
+        """Without the query; it and `request_id`, as the client sent it, are set for refusals."""
+        self.request_id = ""
+        self.failure: StreamFailure | None = None
+
+
+class StreamFailure(StrEnum):
+    """Why a stream ends with an error, and the request in it."""
+
+    MALFORMED = "malformed-message"
+    VIOLATION = "protocol-violation"
+    INTERNAL = "internal"
 
 
 class Observer(Protocol):
@@ -128,6 +143,7 @@ class Observer(Protocol):
 
     def decided(self, exchange: Exchange) -> None: ...
     def refused(self, exchange: Exchange, refusal: Refusal) -> None: ...
+    def failed(self, exchange: Exchange, failure: StreamFailure) -> None: ...
     def response_started(self, exchange: Exchange) -> None: ...
     def completed(self, exchange: Exchange, outcome: Outcome, now: Seconds) -> None: ...
     def set_aside(self, endpoint: Endpoint) -> None: ...
@@ -201,9 +217,16 @@ class Session:
         handler = _HANDLERS.get((self._phase, type(event)))
         if handler is None:
             self._observer.protocol_violated(self._phase.value, type(event).__name__)
-            self.violated = self.finished = True
+            self.violated = True
+            self.failed(StreamFailure.VIOLATION)
             return []
         return handler(self, event, now)
+
+    def failed(self, failure: StreamFailure) -> None:
+        """The stream is to be ended with an error; `closed` follows."""
+        self.finished = True
+        self._exchange.failure = failure
+        self._observer.failed(self._exchange, failure)
 
     def half_closed(self, now: Seconds) -> list[Answer]:
         """The gateway will send no more. Some half-close right after the body: answer them."""
@@ -475,6 +498,8 @@ class Session:
     def _refuse(self, refusal: Refusal) -> list[Answer]:
         self._phase = Phase.ENDED
         self.finished = True
+        self._exchange.path = self._headers.get(":path", "").partition("?")[0]
+        self._exchange.request_id = self._headers.get(REQUEST_ID_HEADER, "")
         self._observer.refused(self._exchange, refusal)
         headers = [("content-type", "application/json")]
         if refusal.status in (429, 503):

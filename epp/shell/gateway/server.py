@@ -9,7 +9,7 @@ from typing import Any, Final, Protocol
 import grpc
 import structlog
 
-from epp.core.protocol.session import Gateway, Session
+from epp.core.protocol.session import Gateway, Session, StreamFailure
 from epp.core.types import Seconds
 from epp.shell.gateway.codec import MalformedMessageError, decode, encode
 
@@ -103,8 +103,10 @@ class ExtProcServer:
             # Ours: returning now ends the stream with OK.
             task.uncancel()
         except MalformedMessageError as error:
+            session.failed(StreamFailure.MALFORMED)
             code = self._fail(context, grpc.StatusCode.INVALID_ARGUMENT, str(error))
         except Exception:  # noqa: BLE001  the boundary of a request: a defect costs one stream
+            session.failed(StreamFailure.INTERNAL)
             _log.exception("a stream failed", session=repr(session))
             code = self._fail(context, grpc.StatusCode.INTERNAL, "the picker failed")
         finally:

@@ -166,6 +166,7 @@ class Telemetry:
         self._streams_ended = Children(_labelled(numbers["homing_extproc_streams_total"]), 32)
         self._stream_s = distributions["homing_extproc_stream_duration_seconds"].labels()
         self._drain_cut = numbers["homing_drain_cut_streams_total"].labels()
+        self._failures = Children(_labelled(numbers["homing_telemetry_failures_total"]), 32)
         numbers["homing_info"].labels(__version__).set(1)
         if pool is not None:
             registry.register(PoolCollector(pool))
@@ -222,6 +223,21 @@ class Telemetry:
             self._decision_s.observe(scheduling_s)
             self._attempts("failure", model, "", "", "").inc()
 
+    def failed(
+        self,
+        failure: str,
+        *,
+        request: InferenceRequest | None = None,
+        model_name: str = "",
+        counted: bool = False,
+    ) -> None:
+        """The stream of a request ended with an error; `counted`: after the request was routed."""
+        model, priority = (request.model, str(request.priority)) if request else ("", "0")
+        labels = (model_name or model, model, priority)
+        if not counted:
+            self._requests(*labels).total.inc()
+        self._errors(*labels, failure).inc()
+
     def response_started(self, *, elapsed_s: Seconds) -> None:
         """Response headers were seen, `elapsed_s` after the request headers."""
         self._headers_s.observe(elapsed_s)
@@ -240,8 +256,12 @@ class Telemetry:
         output_tokens: int | None = None,
         cached_tokens: int | None = None,
         model_name: str = "",
+        counted: bool = False,
     ) -> None:
-        """A routed request ended: exactly once for each `decided`, with the same `model_name`."""
+        """A routed request ended: exactly once for each `decided`, with the same `model_name`.
+
+        `counted`: its failure was, under its own reason.
+        """
         request = decision.lease.request
         children = self._of(request, model_name)
         children.running.dec()
@@ -254,7 +274,7 @@ class Telemetry:
             self._compared_tokens("predicted").inc(predicted)
             self._compared_tokens("served").inc(cached_tokens)
         error_code = _error_code(outcome)
-        if error_code:
+        if error_code and not counted:
             self._errors(
                 model_name or request.model, request.model, str(request.priority), error_code
             ).inc()
@@ -322,6 +342,11 @@ class Telemetry:
     def drain_cut(self, streams: int) -> None:
         """`streams` were still open when the drain timed out."""
         self._drain_cut.inc(streams)
+        self._errors("", "", "0", "drain-cut").inc(streams)
+
+    def telemetry_failed(self, event: str) -> None:
+        """`event` was not told of, by a defect of ours."""
+        self._failures(event).inc()
 
     def _of(self, request: InferenceRequest, model_name: str) -> _Requests:
         return self._requests(model_name or request.model, request.model, str(request.priority))

@@ -246,6 +246,7 @@ async def test_bytes_that_are_no_message_are_an_invalid_argument(rig):
     assert details == "the message is not an ext_proc ProcessingRequest"
     await rig.closed(1)
     assert rig.told.codes == ["INVALID_ARGUMENT"]
+    assert rig.told.events == ["failed: malformed-message"]
     assert lines == []
 
 
@@ -261,6 +262,7 @@ async def test_a_message_that_its_phase_does_not_allow_is_an_invalid_argument(ri
     await rig.closed(2)
     assert rig.leases == 0
     assert "violated: RequestHeaders in routed" in rig.told.events
+    assert "failed: protocol-violation" in rig.told.events
 
 
 async def test_a_defect_costs_one_stream_and_is_logged(rig, monkeypatch):
@@ -283,6 +285,7 @@ async def test_a_defect_costs_one_stream_and_is_logged(rig, monkeypatch):
     assert "routed" in line["session"]
     assert "test1" not in str(line), "prompts never reach a log"
     await until(lambda: rig.told.codes == ["OK", "INTERNAL"], "the end of the stream")
+    assert rig.told.events.count("failed: internal") == 1
     assert rig.leases == 0
     assert len(await other.exchange(gw.request_body(gw.prompt()), answers=2)) == 2
 

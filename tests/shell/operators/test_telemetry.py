@@ -113,6 +113,8 @@ def exercise(exported):
     telemetry.stream_opened()
     telemetry.stream_closed("OK", elapsed_s=1.0)
     telemetry.drain_cut(2)
+    telemetry.failed("internal")
+    telemetry.telemetry_failed("decided")
 
 
 def profile_settings(weight):
@@ -271,6 +273,30 @@ def test_failures_are_counted_by_what_went_wrong(exported, outcome, error_code):
         if sample.name == "homing_request_error_total"
     ]
     assert errors == ([error_code] if error_code else [])
+
+
+@pytest.mark.parametrize("routed", [False, True])
+def test_a_stream_that_fails_is_one_request_and_one_error(exported, routed):
+    """By its reason, under the model if it is known; the end of the lease adds no second one."""
+    decision = make_decision()
+    if routed:
+        exported.decide(decision)
+    request = decision.lease.request if routed else None
+    exported.telemetry.failed("internal", request=request, counted=routed)
+    if routed:
+        left = Outcome(ending=Ending.CLIENT_LEFT)
+        exported.telemetry.completed(decision, left, elapsed_s=1.0, counted=True)
+    labels = LLAMA if routed else {"model_name": "", "target_model_name": "", "priority": "0"}
+    assert exported("homing_request_total", **labels) == 1
+    assert exported("homing_request_error_total", error_code="internal", **labels) == 1
+    assert exported("homing_request_error_total", error_code="client-disconnect", **labels) is None
+
+
+def test_streams_cut_by_a_drain_are_errors(exported):
+    """They were not answered."""
+    exported.telemetry.drain_cut(3)
+    nameless = {"model_name": "", "target_model_name": "", "priority": "0"}
+    assert exported("homing_request_error_total", error_code="drain-cut", **nameless) == 3
 
 
 def test_parsed_usage_shows_how_good_the_prediction_was(exported):

@@ -75,6 +75,9 @@ class Witness:
     def stream_opened(self) -> None:
         self.streams_opened += 1
 
+    def stream_failed(self) -> None:
+        raise AssertionError("no stream fails when it is opened or closed")
+
     def stream_closed(self, code: str, duration_s: float) -> None:
         self.stream_codes.append(code)
 

@@ -148,6 +148,10 @@ class Observation:
         self._telemetry.stream_opened()
 
     @_contained
+    def stream_failed(self) -> None:
+        self._telemetry.failed(StreamFailure.INTERNAL.value)
+
+    @_contained
     def stream_closed(self, code: str, duration_s: Seconds) -> None:
         self._telemetry.stream_closed(code, elapsed_s=duration_s)
 

@@ -32,7 +32,7 @@ from tests.shell.kubernetes.fake_api_server import (
     pool,
 )
 from tests.streams import PROCESS, channel_to
-from tests.test_app import PREFIX_FIRST, QUEUE_FIRST
+from tests.test_app import CONFIG, PREFIX_FIRST
 
 SECRET = "c4n4ry"
 ENCODED = (
@@ -326,7 +326,7 @@ async def test_nothing_leaks_whatever_fails(log_format, tmp_path):
         for number, boundary in enumerate(OTHERS):
             bird.arm(boundary)
             # What tells of a change: a configuration, a pod.
-            bird.server.put(CONFIG_MAPS, config_map((QUEUE_FIRST, PREFIX_FIRST)[number % 2]))
+            bird.server.put(CONFIG_MAPS, config_map(CONFIG.format(prefix=2, queue=number)))
             bird.server.put(PODS, pod(f"b{number}", ip="127.0.0.1"))
             await until(lambda at=boundary: at in bird.fired, f"{boundary} to fail")
             bird.arm("")

@@ -11,7 +11,7 @@ import sys
 import threading
 import time
 import warnings
-from types import FrameType, TracebackType
+from types import TracebackType
 from typing import Any, Final, TextIO
 
 import structlog
@@ -88,10 +88,9 @@ class StandardError(logging.Handler):
 
 def _template(record: logging.LogRecord) -> str:
     """The text without its arguments; "" if it was put together before it was logged."""
-    frame: FrameType | None = inspect.currentframe()
+    frame = inspect.currentframe()
     while frame is not None:
-        code = frame.f_code
-        if (code.co_filename, frame.f_lineno) == (record.pathname, record.lineno):
-            return record.msg[:TEXT_CHARACTERS_MAX] if is_literal(record.msg, code) else ""
+        if is_literal(record.msg, frame.f_code):
+            return record.msg[:TEXT_CHARACTERS_MAX]
         frame = frame.f_back
     return ""

@@ -31,14 +31,15 @@ from epp.shell.gateway.server import ExtProcServer
 from epp.shell.gateway.service import GatewayService
 from epp.shell.gateway.sessions import Sessions
 from epp.shell.kubernetes.api_errors import KubeConfigError
-from epp.shell.operators.debug_pages import DebugPages, RecentDecisions
+from epp.shell.operators.bearer_token import BearerToken
+from epp.shell.operators.debug_pages import PAGES, DebugPages, RecentDecisions
 from epp.shell.operators.logs import DecisionLog, configure_logging
 from epp.shell.operators.metrics_server import MetricsServer
 from epp.shell.operators.observation import Observation
 from epp.shell.operators.snapshot import pool_snapshot
 from epp.shell.operators.standard_error import StandardError
 from epp.shell.operators.telemetry import PoolSnapshot, Telemetry
-from epp.shell.starting import StartError, cannot_listen
+from epp.shell.starting import EVERYWHERE, StartError, cannot_listen
 
 if TYPE_CHECKING:
     from epp.shell.kubernetes.cluster import Cluster
@@ -129,6 +130,8 @@ class EndpointPicker:
         self._debug = DebugPages(
             self.scheduler, recent, lambda: (self.live.config, self.live.generation)
         )
+        token_file = flags.debug_token_file
+        self._debug_token = BearerToken(Path(token_file)) if token_file else None
         self.observation = Observation(self.telemetry, decisions, recent)
         self.sessions = Sessions(
             self.scheduler,
@@ -173,13 +176,18 @@ class EndpointPicker:
             metrics = MetricsServer(
                 self.registry,
                 lambda: self.health.ready,
+                host=None
+                if flags.metrics_bind_address == EVERYWHERE
+                else flags.metrics_bind_address,
                 port=flags.metrics_port,
-                routes=self._debug.routes(),
+                routes=self._debug.routes(self._debug_token),
+                pages=PAGES,
             )
             try:
                 await opened.enter_async_context(metrics)
             except OSError as error:
-                raise cannot_listen("--metrics-port", flags.metrics_port, error) from error
+                where = flags.metrics_port, error, flags.metrics_bind_address
+                raise cannot_listen("--metrics-port", *where) from error
             if self._cluster is not None:
                 opened.push_async_callback(self._cluster.close)
                 await _connect(self._cluster)
@@ -213,6 +221,8 @@ class EndpointPicker:
             "endpoints": (self._cluster or self._endpoints_watcher).run(),
             **self._gateway.loops(),
         }
+        if self._debug_token is not None:
+            loops["debug token"] = self._debug_token.run()
         if self.flags.config_file:
             loops["config"] = self._config_watcher.run()
         return loops

@@ -23,7 +23,16 @@ from epp.core.knowledge.candidates import Candidates, Floats, Ints
 from epp.core.knowledge.pool import EndpointPool
 from epp.core.prompt.request import InferenceRequest
 from epp.core.types import Endpoint, Refusal, RefusalReason
+from epp.shell.operators.bearer_token import BearerToken
 
+PAGES: Final = {
+    "/debug/config": "the configuration in force, its hash and generation",
+    "/debug/endpoints": "each endpoint: ready or why not, its metrics, what is in flight",
+    "/debug/decisions": (
+        "the last decisions and refusals; ?n= ?request_id= ?endpoint= ?model= ?refused="
+    ),
+}
+"""Plain tables, or JSON with ?format=json."""
 ROWS_BYTES_MAX: Final = 12 * 1024 * 1024
 """Of decisions and refusals, some 250 bytes each: at 100 a second about eight minutes."""
 SCORES_BYTES_MAX: Final = 6 * 1024 * 1024
@@ -317,11 +326,12 @@ class DebugPages:
         self._recent = recent
         self._config = config
 
-    def routes(self) -> list[web.RouteDef]:
+    def routes(self, token: BearerToken | None = None) -> list[web.RouteDef]:
+        """`token`: without it nothing is shown; None: to everybody."""
+        pages = (self._config_page, self._endpoints_page, self._decisions_page)
         return [
-            web.get("/debug/config", self._config_page),
-            web.get("/debug/endpoints", self._endpoints_page),
-            web.get("/debug/decisions", self._decisions_page),
+            web.get(path, token.guarded(page) if token else page)
+            for path, page in zip(PAGES, pages, strict=True)
         ]
 
     async def _config_page(self, request: web.Request) -> web.Response:

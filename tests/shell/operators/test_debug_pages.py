@@ -13,7 +13,13 @@ from prometheus_client import CollectorRegistry
 from epp.configuration.build import default_config, plugin_tables
 from epp.core.prompt.request import InferenceRequest
 from epp.core.types import EndpointMetrics, Refusal, RefusalReason
-from epp.shell.operators.debug_pages import DebugPages, RecentDecisions, Wanted, table
+from epp.shell.operators.debug_pages import (
+    PAGES,
+    DebugPages,
+    RecentDecisions,
+    Wanted,
+    table,
+)
 from epp.shell.operators.metrics_server import MetricsServer
 from tests.builders import endpoint
 from tests.builders import request as make_request
@@ -293,6 +299,29 @@ async def test_the_format_asked_for_wins_over_the_one_accepted(picker):
 def test_a_table_of_nothing_says_so():
     """No traffic and no endpoints are ordinary."""
     assert table([]) == "none\n"
+
+
+async def test_the_pages_of_a_picker_ask_for_its_token(tmp_path):
+    """Of who shows it; metrics, health and the list of pages stay open."""
+    (tmp_path / "token").write_text("s3cret")
+    flags = (f"--debug-token-file={tmp_path / 'token'}", "--metrics-bind-address=127.0.0.1")
+    async with serving(tmp_path, TWO, *flags) as running:
+        at = On(running.picker.flags.metrics_port)
+        listed = [line.split()[0] for line in (await get(at, "/"))[2].splitlines()]
+        assert set(PAGES) < set(listed)
+        for path in listed:
+            asks = path.startswith("/debug/")
+            assert (await get(at, path))[0] == (401 if asks else 200), path
+            assert (await get(at, path, Authorization="Bearer s3cret"))[0] == 200, path
+        (tmp_path / "token").write_text("n3w")
+
+        async def changed():
+            status, *_ = await get(at, "/debug/config", Authorization="Bearer n3w")
+            return status == 200
+
+        await until(changed, "the new token")
+        with pytest.raises(OSError):
+            await asyncio.open_connection("::1", at.port)
 
 
 async def test_a_running_picker_shows_itself(tmp_path):

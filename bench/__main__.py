@@ -22,6 +22,7 @@ NAMES = (
     "index",
     "process",
     "scrape",
+    "metrics_page",
     "reload",
     "replay",
     "million",

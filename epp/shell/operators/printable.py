@@ -2,14 +2,9 @@
 
 
 def printable(text: str) -> str:
-    """`text` with what is not printable spelt out, as in a Python literal.
+    """`text`, or if not all of it is printable how a Python literal would spell it in ASCII.
 
-    What is left is one line that UTF-8 can carry, cannot steer a terminal and does not turn the
-    direction of writing.
+    It is one line that UTF-8 can carry, cannot steer a terminal and does not turn the direction of
+    writing.
     """
-    if text.isprintable():
-        return text
-    return "".join(
-        character if character.isprintable() else character.encode("unicode_escape").decode()
-        for character in text
-    )
+    return text if text.isprintable() else text.encode("unicode_escape").decode()

@@ -13,6 +13,8 @@ from epp.shell.operators.printable import printable
         ("\x1b[2J", "\\x1b[2J"),
         ("\ud800", "\\ud800"),
         ("\u202e\u2028", "\\u202e\\u2028"),
+        ("\\n", "\\n"),
+        ("\\n\n", "\\\\n\\n"),
     ],
 )
 def test_what_is_not_printable_is_spelt_out(text, shown):

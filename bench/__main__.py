@@ -23,6 +23,7 @@ NAMES = (
     "process",
     "scrape",
     "hostile_pages",
+    "metrics_page",
     "reload",
     "replay",
     "million",

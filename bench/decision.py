@@ -31,6 +31,7 @@ from epp.core.protocol.messages import Event
 from epp.core.protocol.session import Gateway, Observer, Session, SessionSettings
 from epp.core.types import ApiKind, Endpoint, EndpointMetrics, Refusal
 from epp.shell.gateway.codec import decode, encode
+from epp.shell.operators.debug_pages import RecentDecisions
 from epp.shell.operators.logs import DecisionLog
 from epp.shell.operators.observation import Observation
 from epp.shell.operators.telemetry import Telemetry
@@ -163,18 +164,19 @@ class Silent:
     def ignore(self, *told: object) -> None:
         pass
 
-    decided = refused = response_started = completed = ignore
+    decided = refused = failed = response_started = completed = ignore
     set_aside = unknown_body_mode = protocol_violated = ignore
 
 
-def telemetry_observer() -> Observation:
+def telemetry_observer(pool: Pool) -> Observation:
     """What `epp serve` observes with, its sampled log lines included; they go nowhere."""
     logger = structlog.wrap_logger(
         structlog.PrintLogger(StringIO()),
         processors=[structlog.processors.JSONRenderer()],
         wrapper_class=structlog.make_filtering_bound_logger(logging.INFO),
     )
-    return Observation(Telemetry(CollectorRegistry()), DecisionLog(logger, level="info"))
+    recent = RecentDecisions(pool.scheduler.pool)
+    return Observation(Telemetry(CollectorRegistry()), DecisionLog(logger, level="info"), recent)
 
 
 class Decisions:
@@ -244,11 +246,12 @@ def chat_rows() -> list[tuple[str, str]]:
     """A chat over 100 endpoints, from the bytes of its body to the serialised answers."""
     rows = []
     for size, (size_bytes, messages, batch) in CHATS.items():
-        for observed, observer in (
-            ("unobserved", Silent()),
-            ("with telemetry and log", telemetry_observer()),
+        unobserved, seen = Pool(100), Pool(100)
+        for observed, pool, observer in (
+            ("unobserved", unobserved, Silent()),
+            ("with telemetry and log", seen, telemetry_observer(seen)),
         ):
-            streams = Decisions(Pool(100), Chats(size_bytes, messages), observer, batch)
+            streams = Decisions(pool, Chats(size_bytes, messages), observer, batch)
             body_us = best_us(streams.decide, streams.opened, after=streams.close)
             all_us = best_us(streams.serve, streams.messages, after=streams.close)
             what = f"{size} chat over 100 endpoints, {observed}, "

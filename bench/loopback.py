@@ -47,7 +47,7 @@ def _response_headers() -> bytes:
 
 async def _serve(tell: Connection) -> None:
     pool = Pool(100, time.monotonic())
-    observation = telemetry_observer()
+    observation = telemetry_observer(pool)
     ext_proc = ExtProcServer(
         lambda gateway: Session(
             pool.scheduler, SessionSettings(), gateway, observation, lambda: "id"

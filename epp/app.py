@@ -34,15 +34,17 @@ from epp.shell.gateway.server import ExtProcServer
 from epp.shell.gateway.service import GatewayService
 from epp.shell.gateway.sessions import Sessions
 from epp.shell.kubernetes.api_errors import KubeConfigError
-from epp.shell.operators.debug_pages import DebugPages, RecentDecisions
+from epp.shell.operators.bearer_token import BearerToken
+from epp.shell.operators.debug_pages import PAGES, DebugPages, RecentDecisions
 from epp.shell.operators.failing_plugins import FailingPluginsLog
 from epp.shell.operators.logs import DecisionLog, configure_logging
 from epp.shell.operators.metrics_server import MetricsServer
 from epp.shell.operators.observation import Observation
 from epp.shell.operators.snapshot import pool_snapshot
+from epp.shell.operators.standard_error import StandardError
 from epp.shell.operators.standings_log import StandingsLog
 from epp.shell.operators.telemetry import PoolSnapshot, Telemetry
-from epp.shell.starting import StartError, cannot_listen
+from epp.shell.starting import EVERYWHERE, StartError, cannot_listen
 
 if TYPE_CHECKING:
     from epp.shell.kubernetes.cluster import Cluster
@@ -62,6 +64,8 @@ _log = structlog.get_logger(__name__)
 def run(flags: ServeFlags) -> int:
     """`epp serve`: until SIGTERM or SIGINT, then drain. 0 when all went well, 1 if it cannot start."""
     configure_logging(flags.log_format.value, flags.log_level)
+    standard_error = StandardError()
+    standard_error.take_over()
     _raise_open_files_limit()
     gc.set_threshold(*GARBAGE_THRESHOLDS)
     for warning in flags.warnings:
@@ -69,6 +73,7 @@ def run(flags: ServeFlags) -> int:
     try:
         picker = EndpointPicker(flags)
         with asyncio.Runner(loop_factory=loop_factory()) as runner:
+            runner.get_loop().set_exception_handler(standard_error.task_failed)
             runner.run(_until_signal(picker))
     except StartError as error:
         for line in str(error).splitlines():
@@ -132,6 +137,8 @@ class EndpointPicker:
         self._debug = DebugPages(
             self.scheduler, recent, lambda: (self.live.config, self.live.generation)
         )
+        token_file = flags.debug_token_file
+        self._debug_token = BearerToken(Path(token_file)) if token_file else None
         self._scraper = Scraper(
             self._observe,
             self._scrape_failed,
@@ -191,13 +198,18 @@ class EndpointPicker:
             metrics = MetricsServer(
                 self.registry,
                 lambda: self.health.ready,
+                host=None
+                if flags.metrics_bind_address == EVERYWHERE
+                else flags.metrics_bind_address,
                 port=flags.metrics_port,
-                routes=self._debug.routes(),
+                routes=self._debug.routes(self._debug_token),
+                pages=PAGES,
             )
             try:
                 await opened.enter_async_context(metrics)
             except OSError as error:
-                raise cannot_listen("--metrics-port", flags.metrics_port, error) from error
+                where = flags.metrics_port, error, flags.metrics_bind_address
+                raise cannot_listen("--metrics-port", *where) from error
             if self._cluster is not None:
                 opened.push_async_callback(self._cluster.close)
                 await _connect(self._cluster)
@@ -233,6 +245,8 @@ class EndpointPicker:
             "endpoints": (self._cluster or self._endpoints_watcher).run(),
             **self._gateway.loops(),
         }
+        if self._debug_token is not None:
+            loops["debug token"] = self._debug_token.run()
         if self.flags.config_file:
             loops["config"] = self._config_watcher.run()
         if self.flags.session_token_key_file:

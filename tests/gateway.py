@@ -119,6 +119,9 @@ class Told:
     def refused(self, exchange, refusal):
         self.events.append(f"refused {refusal.status}")
 
+    def failed(self, exchange, failure):
+        self.events.append(f"failed: {failure}")
+
     def response_started(self, exchange):
         self.events.append("response started")
 

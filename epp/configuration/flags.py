@@ -5,9 +5,10 @@ obeyed is an error; what the reference picker has and Homing does not warns and 
 """
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from difflib import get_close_matches
 from enum import StrEnum
+from ipaddress import ip_address
 from typing import Annotated, Any, Final, Literal, TypeAlias, TypeVar
 
 import msgspec
@@ -20,6 +21,12 @@ Port: TypeAlias = Annotated[int, Meta(ge=1, le=65_535)]
 
 class ByteCount(int):
     """Bytes, written as a number or as a Kubernetes quantity: 4194304, 4Mi, 4M."""
+
+    __slots__ = ()
+
+
+class IpAddress(str):
+    """An address to listen on; "::" is all of them, IPv4 too."""
 
     __slots__ = ()
 
@@ -57,8 +64,12 @@ class ServeFlags(Struct, frozen=True, kw_only=True):
     """What `epp serve` is told, checked. Field `grpc_port` is flag `--grpc-port`, and so on."""
 
     grpc_port: Port = 9002
+    grpc_bind_address: IpAddress = IpAddress("::")
     grpc_health_port: Port = 9003
+    grpc_health_bind_address: IpAddress = IpAddress("::")
     metrics_port: Port = 9090
+    metrics_bind_address: IpAddress = IpAddress("::")
+    debug_token_file: str = ""
     transport: Transport = Transport.GRPCIO
     secure_serving: bool = True
     cert_path: str = ""
@@ -168,8 +179,15 @@ Groups: TypeAlias = Mapping[str, Mapping[str, str]]
 SERVE_HELP: Final[Groups] = {
     "Serving": {
         "grpc-port": "port of ext_proc and of gRPC health",
+        "grpc-bind-address": "IP address that --grpc-port is taken at; :: is all, IPv4 too",
         "grpc-health-port": "port of gRPC health in plaintext",
-        "metrics-port": "port of our own metrics",
+        "grpc-health-bind-address": "IP address that --grpc-health-port is taken at",
+        "metrics-port": "port of our own metrics and of the debug pages",
+        "metrics-bind-address": "IP address that --metrics-port is taken at",
+        "debug-token-file": (
+            "file with the bearer token that the debug pages ask for, read again when it changes; "
+            "without: they ask for none"
+        ),
         "transport": "what carries gRPC: grpcio",
         "secure-serving": "TLS on --grpc-port; false: plaintext",
         "cert-path": "directory with tls.crt and tls.key; without: a self-signed certificate",
@@ -346,6 +364,16 @@ def parse_byte_count(text: str) -> ByteCount:
     return ByteCount(count)
 
 
+def parse_ip_address(text: str) -> IpAddress:
+    """Read an IPv4 or IPv6 address without a port; `ValueError` for anything else."""
+    try:
+        return IpAddress(ip_address(text))
+    except ValueError as error:
+        raise ValueError(
+            f"{text!r} is not an IP address without a port such as 127.0.0.1 or ::1"
+        ) from error
+
+
 def parse_serve(arguments: Sequence[str], environment: Mapping[str, str]) -> ServeFlags:
     """Read the command line of `epp serve`. Raises `FlagError`."""
     foreign = {name: flag.boolean for name, flag in FOREIGN.items()}
@@ -502,7 +530,12 @@ def _read(name: str, text: str, kind: Any) -> Any:
 
 
 def _decode(kind: type[Any], text: str) -> Any:
-    return parse_duration(text) if kind is Duration else parse_byte_count(text)
+    readers: dict[type[Any], Callable[[str], Any]] = {
+        Duration: parse_duration,
+        ByteCount: parse_byte_count,
+        IpAddress: parse_ip_address,
+    }
+    return readers[kind](text)
 
 
 def _check_serve(flags: ServeFlags) -> None:

@@ -106,6 +106,21 @@ def test_the_mounted_configuration_is_the_file_that_is_read(helm_4, values):
             assert load_config(text, values.name, plugin_tables()).warnings == ()
 
 
+def test_the_debug_token_is_mounted_where_it_is_read(helm_4):
+    """As a directory, so that a changed Secret arrives; what is bound is bound as told."""
+    documents = objects(rendered(helm_4, values_named("guarded")))
+    container = picker(documents)
+    told = flags.parse_serve(container["args"][1:], {})
+    addresses = told.grpc_bind_address, told.grpc_health_bind_address, told.metrics_bind_address
+    assert addresses == ("127.0.0.1", "::", "::")
+    (mount,) = (m for m in container["volumeMounts"] if m["name"] == "debug-token")
+    assert "subPath" not in mount
+    assert Path(told.debug_token_file) == Path(mount["mountPath"]) / "bearer"
+    pod = one(documents, "Deployment")["spec"]["template"]["spec"]
+    (volume,) = (v for v in pod["volumes"] if v["name"] == "debug-token")
+    assert volume["secret"] == {"secretName": "debug-pages"}
+
+
 @each
 def test_a_changed_configuration_does_not_restart_the_picker(helm_4, values):
     """No checksum of the ConfigMap on the pod."""
@@ -175,6 +190,7 @@ def test_only_replicas_that_all_serve_have_a_disruption_budget(helm_4):
         ("no-config-map-watch", ["up to 90 seconds", "it would be 2 seconds"]),
         ("created-pool", ["WARNING: pool.failureMode is FailClose and there is one replica"]),
         ("standalone", ["port-forward -n models service/inference-homing-envoy 8081:8081"]),
+        ("guarded", ['curl -H "Authorization: Bearer $TOKEN" http://127.0.0.1:9090/debug/config']),
         ("two-replicas", ["2 replicas each learn from their own requests only"]),
     ],
 )

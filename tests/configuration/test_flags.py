@@ -189,6 +189,16 @@ def test_the_namespace_comes_from_the_flag_then_the_environment_then_default():
         ("--grpc-port=http", "--grpc-port: expected `int`, got 'http'"),
         ("--grpc-port=70000", "--grpc-port: expected `int` <= 65535, got '70000'"),
         ("--grpc-port=0", "--grpc-port: expected `int` >= 1, got '0'"),
+        *(
+            (
+                f"--metrics-bind-address={text}",
+                (
+                    f"--metrics-bind-address: {text!r} is not an IP address without a port such as "
+                    "127.0.0.1 or ::1"
+                ),
+            )
+            for text in ("localhost", ":9090", "127.0.0.1:9090", "[::]", "10.0.0.256", "")
+        ),
         ("--log-format=xml", "--log-format: expected json or console, got 'xml'"),
         ("--zap-encoder=xml", "--zap-encoder: expected json or console, got 'xml'"),
         (
@@ -353,3 +363,10 @@ def test_any_command_line_parses_or_is_refused_in_one_line(arguments):
     except FlagError as error:
         refusal = str(error)
     assert len(refusal.splitlines()) <= 1
+
+
+def test_ports_are_taken_everywhere_unless_an_address_is_given():
+    """One spelling of each: `::` is all."""
+    flags = serve("--grpc-bind-address=127.0.0.1", "--metrics-bind-address", "0:0:0:0:0:0:0:0")
+    assert flags.grpc_bind_address == "127.0.0.1"
+    assert flags.grpc_health_bind_address == flags.metrics_bind_address == "::"

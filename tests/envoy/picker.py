@@ -13,7 +13,7 @@ from epp.core.decision.profile import SchedulingProfile
 from epp.core.decision.scheduler import Scheduler, SchedulerSettings
 from epp.core.knowledge.candidates import Candidates, Floats, Ints
 from epp.core.knowledge.inflight import Outcome
-from epp.core.protocol.session import Exchange, Session, SessionSettings
+from epp.core.protocol.session import Exchange, Session, SessionSettings, StreamFailure
 from epp.core.types import Endpoint, EndpointMetrics, Refusal, Seconds
 from epp.shell.gateway.health import Health
 from epp.shell.gateway.server import ExtProcServer, grpc_server
@@ -54,6 +54,9 @@ class Witness:
     def refused(self, exchange: Exchange, refusal: Refusal) -> None:
         self.refusals.append(refusal)
 
+    def failed(self, exchange: Exchange, failure: StreamFailure) -> None:
+        pass
+
     def response_started(self, exchange: Exchange) -> None:
         pass
 
@@ -71,6 +74,9 @@ class Witness:
 
     def stream_opened(self) -> None:
         self.streams_opened += 1
+
+    def stream_failed(self) -> None:
+        raise AssertionError("no stream fails when it is opened or closed")
 
     def stream_closed(self, code: str, duration_s: float) -> None:
         self.stream_codes.append(code)

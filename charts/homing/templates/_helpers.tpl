@@ -124,6 +124,18 @@ labels:
 - --grpc-port={{ int .Values.extProcPort }}
 - --grpc-health-port={{ int .Values.grpcHealthPort }}
 - --metrics-port={{ int .Values.metricsPort }}
+{{- with .Values.bindAddresses.extProc }}
+- {{ printf "--grpc-bind-address=%s" . | quote }}
+{{- end }}
+{{- with .Values.bindAddresses.grpcHealth }}
+- {{ printf "--grpc-health-bind-address=%s" . | quote }}
+{{- end }}
+{{- with .Values.bindAddresses.metrics }}
+- {{ printf "--metrics-bind-address=%s" . | quote }}
+{{- end }}
+{{- if .Values.debugToken.secretName }}
+- --debug-token-file=/debug-token/{{ .Values.debugToken.key }}
+{{- end }}
 - --secure-serving={{ .Values.tls.enabled }}
 {{- if and .Values.tls.enabled .Values.tls.secretName }}
 - --cert-path=/tls

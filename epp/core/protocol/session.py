@@ -32,7 +32,7 @@ not in it ends the stream: the gateway broke the protocol.
 
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from enum import Enum
+from enum import Enum, StrEnum
 from typing import Final, Protocol, TypeAlias
 
 from msgspec import Struct, field
@@ -109,10 +109,13 @@ class Exchange:
         "answered_at_s",
         "by_gateway",
         "decision",
+        "failure",
         "first_output_at_s",
         "incoming_model",
+        "path",
         "request",
         "request_bytes",
+        "request_id",
         "response_bytes",
         "response_started_at_s",
         "started_at_s",
@@ -138,6 +141,18 @@ class Exchange:
         """The response is the gateway's own."""
         self.response_bytes = 0
         self.usage: Usage | None = None
+        self.path = ""
+        """Without the query; it and `request_id`, as the client sent it, are set for refusals."""
+        self.request_id = ""
+        self.failure: StreamFailure | None = None
+
+
+class StreamFailure(StrEnum):
+    """Why a stream ends with an error, and the request in it."""
+
+    MALFORMED = "malformed-message"
+    VIOLATION = "protocol-violation"
+    INTERNAL = "internal"
 
 
 class Observer(Protocol):
@@ -145,6 +160,7 @@ class Observer(Protocol):
 
     def decided(self, exchange: Exchange) -> None: ...
     def refused(self, exchange: Exchange, refusal: Refusal) -> None: ...
+    def failed(self, exchange: Exchange, failure: StreamFailure) -> None: ...
     def response_started(self, exchange: Exchange) -> None: ...
     def completed(self, exchange: Exchange, outcome: Outcome, now: Seconds) -> None: ...
     def set_aside(self, endpoint: Endpoint) -> None: ...
@@ -235,6 +251,12 @@ class Session:
         if handler is None:
             return self._violate(type(event).__name__)
         return handler(self, event, now)
+
+    def failed(self, failure: StreamFailure) -> None:
+        """The stream is to be ended with an error; `closed` follows."""
+        self.finished = True
+        self._exchange.failure = failure
+        self._observer.failed(self._exchange, failure)
 
     def half_closed(self, now: Seconds) -> list[Answer]:
         """The gateway will send no more. Some half-close right after the body: answer them."""
@@ -573,13 +595,16 @@ class Session:
 
     def _violate(self, event: str) -> list[Answer]:
         self._observer.protocol_violated(self._phase.value, event)
-        self.violated = self.finished = True
+        self.violated = True
+        self.failed(StreamFailure.VIOLATION)
         return []
 
     def _refuse(self, refusal: Refusal) -> list[Answer]:
         self._phase = Phase.ENDED
         self._let_go()
         self.finished = True
+        self._exchange.path = self._headers.get(":path", "").partition("?")[0]
+        self._exchange.request_id = self._headers.get(REQUEST_ID_HEADER, "")
         self._observer.refused(self._exchange, refusal)
         headers = [("content-type", "application/json")]
         if refusal.status in (429, 503):

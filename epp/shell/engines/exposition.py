@@ -507,12 +507,12 @@ def _sample_like(name: bytes, text: bytes, sample: tuple[bytes, float]) -> tuple
 
 
 def _malformed(name: bytes, text: bytes) -> ExpositionError:
-    return ExpositionError(f"{_shown(name + text)} is not a name, labels and a value")
+    return ExpositionError(f"{_shown(name)} is not a name, labels and a value")
 
 
-def _shown(line: bytes) -> str:
-    """The start of a line, for an error."""
-    return repr(line[:_SHOWN_BYTES].decode(errors="replace"))
+def _shown(name: bytes) -> str:
+    """A name, for an error; the rest of a line could be anything."""
+    return repr(name[:_SHOWN_BYTES].decode(errors="replace"))
 
 
 def _number(name: bytes, line: bytes, text: bytes) -> float:
@@ -523,7 +523,7 @@ def _number(name: bytes, line: bytes, text: bytes) -> float:
     except ValueError:
         value = None
     if value is None or len(text) > _NUMBER_BYTES_MAX:
-        raise ExpositionError(f"{_shown(name + line)} has no number as its value")
+        raise ExpositionError(f"{_shown(name)} has no number as its value")
     return value if 0 <= value <= VALUE_MAX else math.nan
 
 

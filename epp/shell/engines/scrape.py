@@ -260,7 +260,9 @@ class Scraper:
         except ExpositionError as problem:
             self._fail(target, ScrapeFailure.PAGE, f"{url} is not understood: {problem}")
         except Exception as bug:  # noqa: BLE001 - a task boundary: one page must not end the loop
-            self._fail(target, ScrapeFailure.INTERNAL, f"{url} was not scraped: {bug!r}")
+            # Its text may quote the page.
+            sentence = f"{url} was not scraped: {type(bug).__name__}"
+            self._fail(target, ScrapeFailure.INTERNAL, sentence)
         else:
             target.failures = 0
             target.problem = None

@@ -9,7 +9,7 @@ from typing import Any, Final, Protocol
 import grpc
 import structlog
 
-from epp.core.protocol.session import Gateway, Session
+from epp.core.protocol.session import Gateway, Session, StreamFailure
 from epp.core.types import Seconds
 from epp.shell.gateway.codec import MalformedMessageError, decode, encode
 
@@ -25,6 +25,10 @@ class StreamObserver(Protocol):
     """Is told how streams begin and end; must not raise."""
 
     def stream_opened(self) -> None: ...
+    def stream_failed(self) -> None:
+        """By a defect outside its request: while it was opened or closed."""
+        ...
+
     def stream_closed(self, code: str, duration_s: float) -> None: ...
     def drain_cut(self, streams: int) -> None: ...
 
@@ -64,7 +68,7 @@ class ExtProcServer:
     def add_to(self, server: grpc.aio.Server) -> None:
         """Register the service."""
         # No (de)serialisers: the session's codec works on the bytes themselves.
-        process: Any = grpc.stream_stream_rpc_method_handler(self._process)
+        process: Any = grpc.stream_stream_rpc_method_handler(self._contained)
         handler = grpc.method_handlers_generic_handler(SERVICE, {"Process": process})
         server.add_generic_rpc_handlers((handler,))
 
@@ -79,6 +83,17 @@ class ExtProcServer:
             if stream.session.may_end_for_drain() and not (stream.ending or stream.writing):
                 stream.ending = True
                 stream.task.cancel()
+
+    async def _contained(
+        self, messages: AsyncIterator[bytes], context: grpc.aio.ServicerContext[bytes, bytes]
+    ) -> None:
+        """Let no exception out: gRPC tells its text to the gateway."""
+        try:
+            await self._process(messages, context)
+        except Exception:  # noqa: BLE001  the boundary of a stream
+            _log.exception("a stream was not opened or not closed")
+            self._observer.stream_failed()
+            self._fail(context, grpc.StatusCode.INTERNAL, "the picker failed")
 
     async def _process(
         self, messages: AsyncIterator[bytes], context: grpc.aio.ServicerContext[bytes, bytes]
@@ -103,15 +118,17 @@ class ExtProcServer:
             # Ours: returning now ends the stream with OK.
             task.uncancel()
         except MalformedMessageError as error:
+            session.failed(StreamFailure.MALFORMED)
             code = self._fail(context, grpc.StatusCode.INVALID_ARGUMENT, str(error))
         except Exception:  # noqa: BLE001  the boundary of a request: a defect costs one stream
+            session.failed(StreamFailure.INTERNAL)
             _log.exception("a stream failed", session=repr(session))
             code = self._fail(context, grpc.StatusCode.INTERNAL, "the picker failed")
         finally:
             self._streams.discard(stream)
             now = self._clock()
-            session.closed(now)
             self._observer.stream_closed(code, now - started_s)
+            session.closed(now)
 
     async def _pump(
         self,

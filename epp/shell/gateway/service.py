@@ -50,7 +50,8 @@ class GatewayService:
             health_server = grpc_server(HEALTH_MESSAGE_BYTES_MAX)
             opened.push_async_callback(health_server.stop, None)
             self._health.add_to(health_server)
-            listen(health_server, "--grpc-health-port", self._flags.grpc_health_port)
+            flag, port = "--grpc-health-port", self._flags.grpc_health_port
+            listen(health_server, flag, port, address=self._flags.grpc_health_bind_address)
             self._servers = server, health_server
             self._opened = opened.pop_all()
         return self
@@ -99,14 +100,17 @@ class GatewayService:
     def _bind(self, server: grpc.aio.Server) -> ServerCertificate | None:
         flags = self._flags
         if not flags.secure_serving:
-            listen(server, "--grpc-port", flags.grpc_port)
+            listen(server, "--grpc-port", flags.grpc_port, address=flags.grpc_bind_address)
             return None
         directory = Path(flags.cert_path) if flags.cert_path else None
         try:
             certificate = ServerCertificate.open(directory)
         except ValueError as error:
             raise StartError(f"--cert-path: {error}") from error
-        listen(server, "--grpc-port", flags.grpc_port, certificate.credentials)
+        listen(
+            *(server, "--grpc-port", flags.grpc_port, certificate.credentials),
+            address=flags.grpc_bind_address,
+        )
         return certificate
 
 

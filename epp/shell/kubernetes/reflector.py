@@ -118,7 +118,7 @@ class Reflector(Generic[T]):
                 self._fail(step, error)
             except Exception as bug:  # noqa: BLE001 - a task boundary: the watch must go on
                 _log.exception("a step of a watch failed", resource=str(self._sources[0]))
-                self._fail(step, ApiError(ApiFailure.INTERNAL, repr(bug)))
+                self._fail(step, ApiError(ApiFailure.INTERNAL, type(bug).__name__))
 
     async def _do(self, step: Step) -> None:
         if isinstance(step, Pause):

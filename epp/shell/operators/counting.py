@@ -16,6 +16,10 @@ from prometheus_client.samples import Sample
 
 from epp.shell.operators.metric_table import MetricSpec
 
+_NUMBER_BYTES: Final = 24
+"""The longest number, with the space before it and the line break."""
+_COUNT_BYTES: Final = 16
+
 
 class Number:
     """A counter or a gauge."""
@@ -85,6 +89,20 @@ class Family(Collector, Generic[Child]):
         if child is None:
             child = self._children[values] = self._make()
         return child
+
+    def page_bytes(self, values: tuple[str, ...]) -> int:
+        """What a child with these label values takes on a page, rather too much than too little."""
+        row = self.row
+        labels = 2 + sum(
+            len(label) + 4 + len(value.encode()) + value.count('"') + value.count("\\")
+            for label, value in zip(row.labels, values, strict=True)
+        )
+        if not row.buckets:
+            return len(row.name) + labels + _NUMBER_BYTES
+        # One a bucket, +Inf, count and sum.
+        line = len(row.name) + len("_bucket") + labels + _COUNT_BYTES
+        bounds = sum(len(f'le="{bound}",') for bound in (*row.buckets, math.inf))
+        return (len(row.buckets) + 3) * line + bounds + _NUMBER_BYTES
 
     def remove(self, *values: str) -> None:
         del self._children[values]

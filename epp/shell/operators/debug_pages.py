@@ -3,11 +3,11 @@
 Plain tables, or JSON for who accepts it or asks with `?format=json`. Nothing of a prompt is shown.
 """
 
+import asyncio
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import UTC, datetime
-from itertools import islice
 from typing import Any, Final, TypeAlias
 
 import msgspec
@@ -22,25 +22,44 @@ from epp.core.decision.scheduler import Decision, Scheduler
 from epp.core.knowledge.candidates import Candidates, Floats, Ints
 from epp.core.knowledge.pool import EndpointPool
 from epp.core.prompt.request import InferenceRequest
-from epp.core.types import Endpoint, Refusal
+from epp.core.types import Endpoint, Refusal, RefusalReason
+from epp.shell.operators.bearer_token import BearerToken
 
-KEPT_MAX: Final = 100
-"""Decisions and refusals that are kept: of 1,000 endpoints and 5 scorers about 6 MB of scores."""
+PAGES: Final = {
+    "/debug/config": "the configuration in force, its hash and generation",
+    "/debug/endpoints": "each endpoint: ready or why not, its metrics, what is in flight",
+    "/debug/decisions": (
+        "the last decisions and refusals; ?n= ?request_id= ?endpoint= ?model= ?refused="
+    ),
+}
+"""Plain tables, or JSON with ?format=json."""
+ROWS_BYTES_MAX: Final = 12 * 1024 * 1024
+"""Of decisions and refusals, some 270 bytes each: at 100 a second more than seven minutes."""
+SCORES_BYTES_MAX: Final = 6 * 1024 * 1024
+"""Of all candidates' scores, which the newest decisions have besides."""
 SHOWN: Final = 50
-"""Of them, unless `?n=` says otherwise."""
+SHOWN_MAX: Final = 1_000
 SCORES_SHOWN_MAX: Final = 8
 """Candidates of a decision that are shown, best first."""
+_ROW_BYTES: Final = 120
+"""What Python needs to hold one."""
+_SCORES_BYTES: Final = 600
+_ROWS_PER_TURN: Final = 500
+"""Rows that are looked through before the event loop gets its turn: well below 1 ms."""
+_COLUMNS: Final = (
+    *("at", "number", "request_id", "model", "path", "priority", "endpoint", "address"),
+    *("prompt_tokens", "matched", "ready", "candidates", "eliminated", "refused", "status"),
+    "scores",
+)
+"""Of the table of decisions."""
 _TEXT_CHARACTERS_MAX: Final = 256
 """What a client can write, a model name or a request id, is cut here."""
 
 Row: TypeAlias = dict[str, Any]
 
 
-class _Decided(Struct, frozen=True, gc=False):
-    """What is kept of a decision: not its request, nor its lease.
-
-    The score arrays are the decision's own. `members` are the pool's endpoints by slot as they were.
-    """
+class _Decided(Struct, frozen=True, gc=False, array_like=True, tag="d"):
+    """What is kept of a decision: not its request, nor its lease."""
 
     at_s: float
     number: int
@@ -48,127 +67,247 @@ class _Decided(Struct, frozen=True, gc=False):
     model: str
     priority: int
     prompt_tokens: int
-    endpoint: Endpoint
-    fallbacks: tuple[Endpoint, ...]
+    endpoint: str
+    address: str
+    fallbacks: tuple[str, ...]
     matched_blocks: int
     total_blocks: int
     ready: int
     eliminated: Mapping[str, int]
-    picked: int
-    slot: Ints
-    members: tuple[Endpoint | None, ...]
-    scorers: tuple[str, ...]
-    scored: Scored
+    candidates: int
+    parts: list[float]
+    """Of the chosen endpoint's score."""
 
-    def row(self) -> Row:
-        order = np.argsort(-self.scored.total, kind="stable")[:SCORES_SHOWN_MAX].tolist()
-        if self.picked not in order:
-            order[-1] = self.picked
+    def row(self, kept: "_Kept") -> Row:
+        chosen = _score(self.endpoint, sum(self.parts), self.parts, kept.scorers)
         return {
             "at": _iso(self.at_s),
             "number": self.number,
-            "request_id": _sayable(self.request_id),
-            "model": _sayable(self.model),
+            "request_id": self.request_id,
+            "model": self.model,
             "priority": self.priority,
-            "endpoint": self.endpoint.name,
-            "address": self.endpoint.address,
-            "fallbacks": [endpoint.address for endpoint in self.fallbacks],
+            "endpoint": self.endpoint,
+            "address": self.address,
+            "fallbacks": list(self.fallbacks),
             "prompt_tokens": self.prompt_tokens,
             "matched_blocks": self.matched_blocks,
             "total_blocks": self.total_blocks,
             "ready": self.ready,
             "eliminated": dict(self.eliminated),
-            "candidates": len(self.slot),
-            "scores": [self._score(position) for position in order],
-        }
-
-    def _score(self, position: int) -> Row:
-        member = self.members[int(self.slot[position])]
-        parts = self.scored.parts_of(position)
-        return {
-            "endpoint": member.name if member is not None else "",
-            "total": round(float(self.scored.total[position]), 4),
-            "parts": {name: round(part, 4) for name, part in zip(self.scorers, parts, strict=True)},
+            "candidates": self.candidates,
+            "scores": kept.scores.rows(kept.scorers) if kept.scores else [chosen],
         }
 
 
-class _Refused(Struct, frozen=True, gc=False):
+class _Refused(Struct, frozen=True, gc=False, array_like=True, tag="r"):
     """What is kept of a refusal: not its sentence, which may quote the client."""
 
     at_s: float
     request_id: str
     model: str
+    path: str
     priority: int
-    refusal_reason: str
+    reason: str
     status: int
     eliminated: Mapping[str, int]
 
-    def row(self) -> Row:
+    def row(self, _: "_Kept") -> Row:
         return {
             "at": _iso(self.at_s),
-            "request_id": _sayable(self.request_id),
-            "model": _sayable(self.model),
+            "request_id": self.request_id,
+            "model": self.model,
+            "path": self.path,
             "priority": self.priority,
-            "refused": self.refusal_reason,
+            "refused": self.reason,
             "status": self.status,
             "eliminated": dict(self.eliminated),
         }
 
 
-class RecentDecisions:
-    """The last decisions and refusals. Keeping one costs about a microsecond; rows are made later."""
+class _Scores(Struct, frozen=True, gc=False):
+    """Every candidate's; the arrays are the decision's own, `members` the pool's by slot then."""
 
-    def __init__(self, pool: EndpointPool, kept_max: int = KEPT_MAX) -> None:
+    picked: int
+    slot: Ints
+    members: tuple[Endpoint | None, ...]
+    scored: Scored
+    bytes_estimated: int
+
+    def rows(self, scorers: tuple[str, ...]) -> list[Row]:
+        """The best, best first; the chosen one is always among them."""
+        total = self.scored.total
+        order = np.argsort(-total, kind="stable")[:SCORES_SHOWN_MAX].tolist()
+        if self.picked not in order:
+            order[-1] = self.picked
+        return [
+            _score(self._name(at), float(total[at]), self.scored.parts_of(at), scorers)
+            for at in order
+        ]
+
+    def _name(self, position: int) -> str:
+        member = self.members[int(self.slot[position])]
+        return member.name if member is not None else ""
+
+
+def _score(name: str, total: float, parts: Sequence[float], scorers: tuple[str, ...]) -> Row:
+    return {
+        "endpoint": name,
+        "total": round(total, 4),
+        "parts": {scorer: round(part, 4) for scorer, part in zip(scorers, parts, strict=True)},
+    }
+
+
+class _Kept(Struct, gc=False):
+    packed: bytes
+    """A `_Decided` or `_Refused`: a third of what it takes as an object."""
+    scorers: tuple[str, ...] = ()
+    scores: _Scores | None = None
+    """None: not any more, or there are none."""
+
+
+class Wanted(Struct, frozen=True, kw_only=True):
+    """Which decisions and refusals to show; "": any."""
+
+    request_id: str = ""
+    endpoint: str = ""
+    """Name, with or without its namespace, or address."""
+    model: str = ""
+    refused: str = ""
+    """"true", "false" or a reason."""
+
+    def texts(self) -> tuple[bytes, ...]:
+        """What the packed row must contain."""
+        wanted = (self.request_id, self.endpoint, self.model)
+        return tuple(_kept_text(text).encode() for text in wanted if text)
+
+    def has(self, told: _Decided | _Refused) -> bool:
+        if self.request_id and told.request_id != _kept_text(self.request_id):
+            return False
+        if self.model and told.model != _kept_text(self.model):
+            return False
+        if isinstance(told, _Refused):
+            return not self.endpoint and self.refused in {"", "true", told.reason}
+        names = {told.endpoint, told.endpoint.rpartition("/")[2], told.address}
+        return self.refused in {"", "false"} and (not self.endpoint or self.endpoint in names)
+
+
+class RecentDecisions:
+    """The last decisions and refusals, as many as there is room for, some minutes of most traffic.
+
+    Keeping one costs a few microseconds; rows are made when they are asked for.
+    """
+
+    def __init__(
+        self,
+        pool: EndpointPool,
+        *,
+        rows_bytes_max: int = ROWS_BYTES_MAX,
+        scores_bytes_max: int = SCORES_BYTES_MAX,
+    ) -> None:
         self._pool = pool
-        self._kept: deque[_Decided | _Refused] = deque(maxlen=kept_max)
+        self._rows_bytes_max = rows_bytes_max
+        self._scores_bytes_max = scores_bytes_max
+        self._kept: deque[_Kept] = deque()
+        self._rows_bytes = 0
+        self._scored: deque[_Kept] = deque()
+        """Those that still have their scores."""
+        self._scores_bytes = 0
         self._members: tuple[Endpoint | None, ...] = ()
         self._generation = -1
+        self._pack = msgspec.msgpack.Encoder().encode
+        self._unpack = msgspec.msgpack.Decoder(_Decided | _Refused).decode
+
+    def __len__(self) -> int:
+        return len(self._kept)
+
+    @property
+    def bytes_estimated(self) -> int:
+        return self._rows_bytes + self._scores_bytes
 
     def decided(self, decision: Decision) -> None:
         """Keep what explains `decision`; the pool must not have changed since."""
         if self._pool.generation != self._generation:
             self._generation = self._pool.generation
             self._members = tuple(self._pool.columns.endpoints)
-        request = decision.lease.request
-        self._kept.append(
-            _Decided(
-                time.time(),
-                decision.number,
-                request.request_id[:_TEXT_CHARACTERS_MAX],
-                request.model[:_TEXT_CHARACTERS_MAX],
-                request.priority,
-                request.prompt_tokens,
-                decision.endpoint,
-                decision.fallbacks,
-                decision.matched_blocks,
-                decision.total_blocks,
-                decision.ready,
-                decision.eliminated,
-                decision.picked,
-                decision.candidates.slot,
-                self._members,
-                decision.scorers,
-                decision.scored,
-            )
+        request, endpoint, scored = decision.lease.request, decision.endpoint, decision.scored
+        slot = decision.candidates.slot
+        told = _Decided(
+            time.time(),
+            decision.number,
+            _kept_text(request.request_id),
+            _kept_text(request.model),
+            request.priority,
+            request.prompt_tokens,
+            endpoint.name,
+            endpoint.address,
+            tuple([other.address for other in decision.fallbacks]) if decision.fallbacks else (),
+            decision.matched_blocks,
+            decision.total_blocks,
+            decision.ready,
+            decision.eliminated,
+            len(slot),
+            scored.parts_of(decision.picked),
         )
+        # A float a scorer, their sum and the slot.
+        size_bytes = 8 * len(slot) * (len(decision.scorers) + 2) + _SCORES_BYTES
+        scores = _Scores(decision.picked, slot, self._members, scored, size_bytes)
+        kept = _Kept(self._pack(told), decision.scorers, scores)
+        self._scored.append(kept)
+        self._scores_bytes += size_bytes
+        self._keep(kept)
+        while self._scores_bytes > self._scores_bytes_max:
+            self._drop_scores(self._scored.popleft())
 
-    def refused(self, refusal: Refusal, request: InferenceRequest | None) -> None:
+    def refused(
+        self,
+        refusal: Refusal,
+        request: InferenceRequest | None,
+        *,
+        request_id: str = "",
+        path: str = "",
+    ) -> None:
         """Keep why a request was refused; None: it was not understood."""
-        self._kept.append(
-            _Refused(
-                time.time(),
-                request.request_id[:_TEXT_CHARACTERS_MAX] if request else "",
-                request.model[:_TEXT_CHARACTERS_MAX] if request else "",
-                request.priority if request else 0,
-                refusal.reason.value,
-                refusal.status,
-                refusal.eliminated,
-            )
+        told = _Refused(
+            time.time(),
+            _kept_text(request.request_id if request else request_id),
+            _kept_text(request.model) if request else "",
+            _kept_text(path),
+            request.priority if request else 0,
+            refusal.reason.value,
+            refusal.status,
+            refusal.eliminated,
         )
+        self._keep(_Kept(self._pack(told)))
 
-    def rows(self, count: int) -> list[Row]:
-        """The last `count`, newest first."""
-        return [kept.row() for kept in islice(reversed(self._kept), count)]
+    async def rows(self, count: int, wanted: Wanted) -> list[Row]:
+        """The last `count` that are wanted, newest first."""
+        found: list[Row] = []
+        texts = wanted.texts()
+        # A copy: between two turns more are kept.
+        for looked_at, kept in enumerate(reversed(tuple(self._kept)), 1):
+            if all(text in kept.packed for text in texts):
+                told = self._unpack(kept.packed)
+                if wanted.has(told):
+                    found.append(told.row(kept))
+                    if len(found) == count:
+                        break
+            if looked_at % _ROWS_PER_TURN == 0:
+                await asyncio.sleep(0)
+        return found
+
+    def _keep(self, kept: _Kept) -> None:
+        self._kept.append(kept)
+        self._rows_bytes += len(kept.packed) + _ROW_BYTES
+        while self._rows_bytes > self._rows_bytes_max:
+            oldest = self._kept.popleft()
+            self._rows_bytes -= len(oldest.packed) + _ROW_BYTES
+            if oldest.scores is not None:
+                self._drop_scores(self._scored.popleft())
+
+    def _drop_scores(self, kept: _Kept) -> None:
+        assert kept.scores is not None, "only what has scores is among the scored"
+        self._scores_bytes -= kept.scores.bytes_estimated
+        kept.scores = None
 
 
 class DebugPages:
@@ -185,11 +324,12 @@ class DebugPages:
         self._recent = recent
         self._config = config
 
-    def routes(self) -> list[web.RouteDef]:
+    def routes(self, token: BearerToken | None = None) -> list[web.RouteDef]:
+        """`token`: without it nothing is shown; None: to everybody."""
+        pages = (self._config_page, self._endpoints_page, self._decisions_page)
         return [
-            web.get("/debug/config", self._config_page),
-            web.get("/debug/endpoints", self._endpoints_page),
-            web.get("/debug/decisions", self._decisions_page),
+            web.get(path, token.guarded(page) if token else page)
+            for path, page in zip(PAGES, pages, strict=True)
         ]
 
     async def _config_page(self, request: web.Request) -> web.Response:
@@ -220,13 +360,29 @@ class DebugPages:
         return web.Response(text=table(rows))
 
     async def _decisions_page(self, request: web.Request) -> web.Response:
-        wanted = request.query.get("n", str(SHOWN))
-        if not (wanted.isascii() and wanted.isdigit() and 1 <= int(wanted[:9]) <= KEPT_MAX):
-            raise web.HTTPBadRequest(text=f"n must be a number from 1 to {KEPT_MAX}\n")
-        rows = self._recent.rows(int(wanted))
+        count, wanted = _question(request)
+        rows = await self._recent.rows(count, wanted)
         if _wants_json(request):
             return _json({"decisions": rows})
         return web.Response(text=table([_flat(row) for row in rows]))
+
+
+def _question(request: web.Request) -> tuple[int, Wanted]:
+    """How many to show, and which. A question that is not understood must not look answered."""
+    query = request.query
+    known = ("n", "format", *Wanted.__struct_fields__)
+    if unknown := [name for name in query if name not in known]:
+        sentence = f"{_cell(unknown[0])[:_TEXT_CHARACTERS_MAX]} is not one of {', '.join(known)}\n"
+        raise web.HTTPBadRequest(text=sentence)
+    count = query.get("n", str(SHOWN))
+    if not (count.isascii() and count.isdigit() and 1 <= int(count[:9]) <= SHOWN_MAX):
+        raise web.HTTPBadRequest(text=f"n must be a number from 1 to {SHOWN_MAX}\n")
+    answers = ("true", "false", *RefusalReason)
+    if query.get("refused", "true") not in answers:
+        raise web.HTTPBadRequest(text=f"refused must be one of {', '.join(answers)}\n")
+    return int(count), Wanted(
+        **{name: query[name] for name in Wanted.__struct_fields__ if name in query}
+    )
 
 
 def endpoint_rows(scheduler: Scheduler, now: float) -> list[Row]:
@@ -273,14 +429,20 @@ def table(rows: Iterable[Row]) -> str:
 
 
 def _flat(row: Row) -> Row:
-    """The row of a decision or refusal for the table: the best two scores, with who has them."""
-    flat = {name: value for name, value in row.items() if name not in {"fallbacks", "scores"}}
-    if "scores" in row:
-        flat["matched"] = f"{flat.pop('matched_blocks')}/{flat.pop('total_blocks')}"
-        best = row["scores"][:2]
-        flat["best"] = ", ".join(f"{score['endpoint']}={score['total']:g}" for score in best)
+    """The row of a decision or refusal for the table, whose columns are always the same."""
+    flat = {name: row.get(name) for name in _COLUMNS}
     flat["eliminated"] = ", ".join(f"{count} by {by}" for by, count in row["eliminated"].items())
+    if "scores" in row:
+        flat["matched"] = f"{row['matched_blocks']}/{row['total_blocks']}"
+        # The chosen one, and the best of the others.
+        chosen_first = sorted(row["scores"], key=lambda score: score["endpoint"] != row["endpoint"])
+        flat["scores"] = ", ".join(map(_spelt, chosen_first[:2]))
     return flat
+
+
+def _spelt(score: Row) -> str:
+    parts = " + ".join(f"{part:g} {scorer}" for scorer, part in score["parts"].items())
+    return f"{score['endpoint']} {score['total']:g} = {parts or 0}"
 
 
 def _cell(value: Any) -> str:
@@ -293,9 +455,10 @@ def _cell(value: Any) -> str:
     return "".join(character if character.isprintable() else "?" for character in text)
 
 
-def _sayable(text: str) -> str:
-    """`text` as UTF-8 can carry it: clients may send anything."""
-    return text.encode("utf-8", "replace").decode()
+def _kept_text(text: str) -> str:
+    """Cut, and as UTF-8 can carry it: clients may send anything."""
+    cut = text[:_TEXT_CHARACTERS_MAX]
+    return cut if cut.isascii() else cut.encode("utf-8", "replace").decode()
 
 
 def _rounded(column: Floats) -> list[float | None]:

@@ -1,4 +1,7 @@
-"""Log set-up, and the line that explains a decision. Prompts never reach a log.
+"""Log set-up, and the line that explains a decision.
+
+Of a request a line shows its id, its model and, where it was refused, its path without the query;
+all else that a client sent never reaches a log.
 
 Lines go to standard output: it is where a container's logs are collected, and `epp serve` prints
 nothing else there.
@@ -10,11 +13,14 @@ from typing import Final, Literal, TypeAlias
 
 import numpy as np
 import structlog
-from structlog.typing import FilteringBoundLogger, Processor
+from structlog.typing import EventDict, FilteringBoundLogger, Processor, WrappedLogger
 
 from epp.core.decision.scheduler import Decision
 from epp.core.prompt.request import InferenceRequest
 from epp.core.types import Refusal, Seconds
+from epp.shell.operators.per_second import PerSecond
+from epp.shell.operators.printable import printable
+from epp.shell.operators.tracebacks import as_data, as_lines
 
 LogFormat: TypeAlias = Literal["json", "console"]
 LogLevel: TypeAlias = Literal["debug", "info", "warning", "error"]
@@ -51,9 +57,20 @@ def _processors(log_format: LogFormat) -> list[Processor]:
         structlog.processors.StackInfoRenderer(),
     ]
     if log_format == "console":
-        return [*shared, structlog.dev.ConsoleRenderer(colors=sys.stdout.isatty())]
-    exceptions = structlog.processors.dict_tracebacks
+        console = structlog.dev.ConsoleRenderer(
+            colors=sys.stdout.isatty(), exception_formatter=as_lines
+        )
+        return [*shared, _only_printable, console]
+    exceptions = structlog.processors.ExceptionRenderer(as_data)
     return [*shared, exceptions, structlog.processors.JSONRenderer(ensure_ascii=True)]
+
+
+def _only_printable(_: WrappedLogger, __: str, line: EventDict) -> EventDict:
+    """What a client wrote cannot forge a line, nor steer a terminal; JSON escapes it anyhow."""
+    for name, value in line.items():
+        if isinstance(value, str):
+            line[name] = printable(value)
+    return line
 
 
 class DecisionLog:
@@ -80,11 +97,8 @@ class DecisionLog:
         self._debug = level == "debug"
         self._info = self._debug or level == "info"
         self._sample_every = sample_every
-        self._refusals_per_second_max = refusals_per_second_max
+        self._refusals = PerSecond(refusals_per_second_max)
         self._candidates_max = candidates_max
-        self._second = 0
-        self._refusals_in_second = 0
-        self._refusals_left_out = 0
 
     def decided(self, decision: Decision) -> None:
         """Log where a request goes and the best candidates' scores by scorer."""
@@ -96,38 +110,30 @@ class DecisionLog:
             self._logger.info("decision", sample_every=self._sample_every, **self._line(decision))
 
     def refused(
-        self, refusal: Refusal, now: Seconds, request: InferenceRequest | None = None
+        self,
+        refusal: Refusal,
+        now: Seconds,
+        request: InferenceRequest | None = None,
+        *,
+        request_id: str = "",
+        path: str = "",
     ) -> None:
-        """Log why a request was refused.
+        """Log why a request was refused; `request` is known once it was parsed.
 
         Not the sentence for the client: it may quote what the client sent.
         """
-        if not self._info:
-            return
-        if not self._debug and not self._admit(now):
-            self._refusals_left_out += 1
+        if not self._info or not (self._debug or self._refusals.admits(now)):
             return
         line: dict[str, object] = {
             "reason": refusal.reason.value,
             "status": refusal.status,
+            "path": _cut(path),
             "eliminated": dict(refusal.eliminated),
         }
         if refusal.param is not None:
             line["param"] = _cut(refusal.param)
-        if request is not None:
-            line |= _identity(request)
-        if self._refusals_left_out:
-            line["left_out"] = self._refusals_left_out
-            self._refusals_left_out = 0
-        self._logger.info("refusal", **line)
-
-    def _admit(self, now: Seconds) -> bool:
-        second = int(now)
-        if second != self._second:
-            self._second = second
-            self._refusals_in_second = 0
-        self._refusals_in_second += 1
-        return self._refusals_in_second <= self._refusals_per_second_max
+        line |= _identity(request) if request is not None else {"request_id": _cut(request_id)}
+        self._logger.info("refusal", **line, **self._refusals.left_out())
 
     def _line(self, decision: Decision) -> dict[str, object]:
         return {

@@ -59,14 +59,15 @@ METRICS: Final[tuple[MetricSpec, ...]] = (
         "homing_request_total",
         "counter",
         "requests",
-        "Requests that were routed or refused once they were parsed.",
+        "Requests that were routed, were refused, or whose stream failed before either.",
         _REQUEST,
     ),
     MetricSpec(
         "homing_request_error_total",
         "counter",
         "requests",
-        "Requests that failed, by refusal reason, HTTP status of the engine or how they ended.",
+        "Requests that failed, by refusal reason, why their stream failed, HTTP status of the "
+        "engine or how they ended.",
         (*_REQUEST, "error_code"),
     ),
     MetricSpec(
@@ -468,5 +469,12 @@ METRICS: Final[tuple[MetricSpec, ...]] = (
         "counter",
         "streams",
         "Streams still open when the drain timed out, and therefore cut.",
+    ),
+    MetricSpec(
+        "homing_telemetry_failures_total",
+        "counter",
+        "events",
+        "Events that were not counted or logged because of a defect; requests went on.",
+        ("event",),
     ),
 )

@@ -1,7 +1,7 @@
-"""The HTTP port of operators: /metrics, /healthz, /readyz, and routes that others add."""
+"""The HTTP port of operators: /metrics, /healthz, /readyz, and pages that others add."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
 from itertools import islice
 from typing import Final, Self
 
@@ -19,6 +19,11 @@ WAITING_MAX: Final = 8
 KEEPALIVE_S: Final = 75.0
 SHUTDOWN_S: Final = 1.0
 """How long a page that is being sent may hold up the end."""
+_PAGES: Final = {
+    "/metrics": "what is counted and measured, for Prometheus",
+    "/healthz": "ok, while the process lives",
+    "/readyz": "whether requests should be sent here",
+}
 _OPENMETRICS_END: Final = b"# EOF\n"
 
 
@@ -33,13 +38,18 @@ class MetricsServer:
         host: str | None = None,
         port: int = 9090,
         routes: Iterable[web.RouteDef] = (),
+        pages: Mapping[str, str] | None = None,
     ) -> None:
-        """`host` None: all interfaces. `port` 0: any free one. `routes`: /debug/... and the like."""
+        """`host` None: all interfaces. `port` 0: any free one. `routes`: /debug/... and the like.
+
+        `pages`: what each of them shows, by path, for the list at /.
+        """
         self._registry = registry
         self._ready = ready
         self._host = host
         self._port = port
         self._routes = tuple(routes)
+        self._pages = _PAGES | dict(pages or {})
         self._runner: web.AppRunner | None = None
         self._page = asyncio.Lock()
         self._waiting = 0
@@ -55,6 +65,7 @@ class MetricsServer:
         application = web.Application(client_max_size=1024)
         application.add_routes(
             [
+                web.get("/", self._list),
                 web.get("/metrics", self._metrics),
                 web.get("/healthz", self._healthz),
                 web.get("/readyz", self._readyz),
@@ -80,6 +91,11 @@ class MetricsServer:
         runner, self._runner = self._runner, None
         assert runner is not None, "the server was entered"
         await runner.cleanup()
+
+    async def _list(self, _: web.Request) -> web.Response:
+        width = max(map(len, self._pages))
+        lines = [f"{path.ljust(width)}  {shows}\n" for path, shows in self._pages.items()]
+        return web.Response(text="".join(lines))
 
     async def _healthz(self, _: web.Request) -> web.Response:
         return web.Response(text="ok\n")

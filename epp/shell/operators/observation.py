@@ -1,24 +1,45 @@
-"""What sessions and streams tell, as metrics and log lines. The only reader of the clock for it."""
+"""What sessions and streams tell, as metrics and log lines. The only reader of the clock for it.
+
+A defect here must not fail a request: what is raised is logged and counted, and goes no further.
+"""
 
 import math
 import time
 from collections.abc import Callable
-from typing import Final
+from functools import wraps
+from typing import Concatenate, Final, ParamSpec
 
 import structlog
 
-from epp.core.knowledge.inflight import Outcome
+from epp.core.knowledge.inflight import Ending, Outcome
 from epp.core.knowledge.pool import UPSTREAM_FAILURES
-from epp.core.protocol.session import Exchange
+from epp.core.protocol.session import Exchange, StreamFailure
 from epp.core.types import Endpoint, Refusal, Seconds
 from epp.shell.operators.debug_pages import RecentDecisions
 from epp.shell.operators.logs import DecisionLog
+from epp.shell.operators.per_second import PerSecond
 from epp.shell.operators.telemetry import Telemetry
 
 OBJECTIVE_WARNING_S: Final = 60.0
 """At most one warning in so many seconds; clients choose how often it happens."""
+FAILURES_PER_SECOND_MAX: Final = 1
+"""Lines about our own defects: one that happens with each request is told often enough."""
 
 _log = structlog.get_logger(__name__)
+_Told = ParamSpec("_Told")
+
+
+def _contained(
+    tell: Callable[Concatenate["Observation", _Told], None],
+) -> Callable[Concatenate["Observation", _Told], None]:
+    @wraps(tell)
+    def contained(observation: "Observation", /, *told: _Told.args, **more: _Told.kwargs) -> None:
+        try:
+            tell(observation, *told, **more)
+        except Exception as error:  # noqa: BLE001  telemetry never fails a request
+            observation.could_not(tell.__name__, error)
+
+    return contained
 
 
 class Observation:
@@ -39,7 +60,17 @@ class Observation:
         self._recent = recent
         self._objective_warned_at_s = -math.inf
         self._answered = answered
+        self._failures = PerSecond(FAILURES_PER_SECOND_MAX)
+        self._cut = False
 
+    def could_not(self, event: str, error: Exception) -> None:
+        """Telling of `event` failed."""
+        self._telemetry.telemetry_failed(event)
+        if self._failures.admits(time.monotonic()):
+            left_out = self._failures.left_out()
+            _log.error("telemetry failed", telling=event, exc_info=error, **left_out)
+
+    @_contained
     def decided(self, exchange: Exchange) -> None:
         decision = exchange.decision
         assert decision is not None, "a decision was made"
@@ -57,6 +88,7 @@ class Observation:
         if self._recent is not None:
             self._recent.decided(decision)
 
+    @_contained
     def refused(self, exchange: Exchange, refusal: Refusal) -> None:
         now = time.monotonic()
         request = exchange.request
@@ -66,10 +98,21 @@ class Observation:
             request=request,
             model_name=exchange.incoming_model,
         )
-        self._decisions.refused(refusal, now, request)
+        asked = {"request_id": exchange.request_id, "path": exchange.path}
+        self._decisions.refused(refusal, now, request, **asked)
         if self._recent is not None:
-            self._recent.refused(refusal, request)
+            self._recent.refused(refusal, request, **asked)
 
+    @_contained
+    def failed(self, exchange: Exchange, failure: StreamFailure) -> None:
+        self._telemetry.failed(
+            failure.value,
+            request=exchange.request,
+            model_name=exchange.incoming_model,
+            counted=exchange.decision is not None,
+        )
+
+    @_contained
     def response_started(self, exchange: Exchange) -> None:
         if exchange.response_started_at_s is not None:
             elapsed_s = exchange.response_started_at_s - exchange.started_at_s
@@ -77,6 +120,7 @@ class Observation:
         if exchange.decision is not None and exchange.status not in {None, *UPSTREAM_FAILURES}:
             self._answered(exchange.decision.endpoint)
 
+    @_contained
     def completed(self, exchange: Exchange, outcome: Outcome, now: Seconds) -> None:
         decision, usage = exchange.decision, exchange.usage
         assert decision is not None, "what completes was decided"
@@ -86,6 +130,7 @@ class Observation:
                 elapsed_s=exchange.first_output_at_s - exchange.started_at_s,
                 model_name=exchange.incoming_model,
             )
+        cut = self._cut and outcome.ending is Ending.CLIENT_LEFT
         self._telemetry.completed(
             decision,
             outcome,
@@ -93,15 +138,19 @@ class Observation:
             output_tokens=usage.completion_tokens if usage else None,
             cached_tokens=usage.cached_tokens if usage else None,
             model_name=exchange.incoming_model,
+            counted=cut or exchange.failure is not None,
         )
 
+    @_contained
     def set_aside(self, endpoint: Endpoint) -> None:
         self._telemetry.set_aside(endpoint)
         _log.warning("endpoint set aside until its next good scrape", endpoint=endpoint.name)
 
+    @_contained
     def unknown_body_mode(self, mode: int) -> None:
         self._telemetry.unknown_body_mode(mode)
 
+    @_contained
     def unknown_objective(self) -> None:
         self._telemetry.unknown_objective()
         now = time.monotonic()
@@ -112,14 +161,24 @@ class Observation:
                 "homing_unknown_objective_total counts them"
             )
 
+    @_contained
     def protocol_violated(self, phase: str, event: str) -> None:
         self._telemetry.protocol_violated(phase, event)
 
+    @_contained
     def stream_opened(self) -> None:
         self._telemetry.stream_opened()
 
+    @_contained
+    def stream_failed(self) -> None:
+        self._telemetry.failed(StreamFailure.INTERNAL.value)
+
+    @_contained
     def stream_closed(self, code: str, duration_s: Seconds) -> None:
         self._telemetry.stream_closed(code, elapsed_s=duration_s)
 
+    @_contained
     def drain_cut(self, streams: int) -> None:
+        # From here on it is we who leave, not the client.
+        self._cut = True
         self._telemetry.drain_cut(streams)

@@ -5,7 +5,7 @@ scheduler when it is asked for (`PoolSnapshot`) costs nothing per request.
 """
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Final, Generic, TypeAlias, TypeVar
 
@@ -24,9 +24,19 @@ from epp.core.types import BYTES_PER_TOKEN, Endpoint, Refusal, Seconds
 from epp.shell.kubernetes.state import ClusterSnapshot
 from epp.shell.operators.counting import Child, Distribution, Family, Number
 from epp.shell.operators.metric_table import METRICS
+from epp.shell.operators.printable import printable
 
 CHILDREN_MAX: Final = 1_000
 """Label combinations a metric keeps; the reference picker caps client-controlled values here."""
+COUNTS_BYTES_MAX: Final = 150_000
+"""Of a page, for counts of requests by model: several hundred models."""
+ERRORS_BYTES_MAX: Final = 100_000
+DISTRIBUTIONS_BYTES_MAX: Final = 560_000
+"""For histograms by model: some thirty to sixty models. With 1,000 endpoints, whose share nobody
+but the operator can grow, a page stays below 2 MB."""
+ATTEMPTS_BYTES_MAX: Final = 100_000
+ATTEMPTS_BYTES_PER_ENDPOINT: Final = 200
+"""For picks by model and endpoint; above it by endpoint alone."""
 LABEL_CHARACTERS_MAX: Final = 128
 OTHER: Final = "other"
 
@@ -64,16 +74,59 @@ class PoolSnapshot(Struct, frozen=True, kw_only=True):
     """None: endpoints come from a file."""
 
 
+class PageBudget:
+    """Bytes of a page that some children may take. The first that does not fit closes it."""
+
+    def __init__(self, bytes_max: int) -> None:
+        self._bytes_max = bytes_max
+        self._bytes_taken = 0
+        self.closed = False
+
+    def takes(self, page_bytes: int) -> bool:
+        self.closed = self.closed or self._bytes_taken + page_bytes > self._bytes_max
+        if not self.closed:
+            self._bytes_taken += page_bytes
+        return not self.closed
+
+    def gives_back(self, page_bytes: int) -> None:
+        self._bytes_taken -= page_bytes
+        self.closed = False
+
+    def resize(self, bytes_max: int) -> None:
+        self._bytes_max = bytes_max
+        self.closed = False
+
+
+def _unlimited(_: _Labels) -> int:
+    return 0
+
+
+def _all_other(labels: _Labels) -> _Labels:
+    return (OTHER,) * len(labels)
+
+
 class Children(Generic[_Child]):
     """Children of one group of metrics, by label values, made at first use.
 
-    Values may come from clients: what is longer than `LABEL_CHARACTERS_MAX` is cut, and past
-    `children_max` combinations every new one shares the child whose labels are all "other".
+    Values may come from clients: what is longer than `LABEL_CHARACTERS_MAX` is cut, what is not
+    printable is spelt out, and past `children_max` combinations, or what `budget` has bytes for,
+    every new one shares the child whose labels are `others(labels)`: all "other".
     """
 
-    def __init__(self, make: Callable[[_Labels], _Child], children_max: int = CHILDREN_MAX) -> None:
+    def __init__(
+        self,
+        make: Callable[[_Labels], _Child],
+        children_max: int = CHILDREN_MAX,
+        *,
+        budget: PageBudget | None = None,
+        page_bytes: Callable[[_Labels], int] = _unlimited,
+        others: Callable[[_Labels], _Labels] = _all_other,
+    ) -> None:
         self._make = make
         self._children_max = children_max
+        self._budget = budget
+        self._page_bytes = page_bytes
+        self._others = others
         self._children: dict[_Labels, _Child] = {}
 
     def __len__(self) -> int:
@@ -87,8 +140,8 @@ class Children(Generic[_Child]):
         known = self._children.get(bounded)
         if known is not None:
             return known
-        if len(self._children) >= self._children_max:
-            bounded = (OTHER,) * len(labels)
+        if not self._admits(bounded):
+            bounded = self._others(bounded)
             known = self._children.get(bounded)
             if known is not None:
                 return known
@@ -100,12 +153,32 @@ class Children(Generic[_Child]):
         gone = [labels for labels in self._children if goes(labels)]
         for labels in gone:
             del self._children[labels]
+            if self._budget is not None and labels != self._others(labels):
+                self._budget.gives_back(self._page_bytes(labels))
         return gone
+
+    def _admits(self, labels: _Labels) -> bool:
+        budget = self._budget
+        if len(self._children) >= self._children_max:
+            return False
+        if budget is None or labels == self._others(labels):
+            return True
+        # Of what is closed no size is worked out: it may be asked with every request.
+        return not budget.closed and budget.takes(self._page_bytes(labels))
 
 
 def _label(value: str) -> str:
-    """A label value that fits, and that UTF-8 can carry."""
-    return value[:LABEL_CHARACTERS_MAX].encode("utf-8", "replace").decode()
+    """A label value that fits, in one line that UTF-8 can carry."""
+    return printable(value[:LABEL_CHARACTERS_MAX])[:LABEL_CHARACTERS_MAX]
+
+
+def _bounded_labels(endpoint: Endpoint) -> _Labels:
+    return tuple(map(_label, endpoint_labels(endpoint)))
+
+
+def _other_model(labels: _Labels) -> _Labels:
+    """Of an attempt: the endpoint stays, which no client names."""
+    return (labels[0], OTHER, *labels[2:])
 
 
 def endpoint_labels(endpoint: Endpoint) -> tuple[str, str, str]:
@@ -114,15 +187,27 @@ def endpoint_labels(endpoint: Endpoint) -> tuple[str, str, str]:
     return name, namespace, endpoint.address.rpartition(":")[2]
 
 
+class _Routed(Struct, frozen=True):
+    """Distributions of one model, target model and priority that every routed request has."""
+
+    size_bytes: Distribution
+    input_tokens: Distribution
+    duration_s: Distribution
+
+
+class _Parsed(Struct, frozen=True):
+    """Those of a response that was parsed."""
+
+    ttft_s: Distribution
+    output_tokens: Distribution
+    cached_tokens: Distribution
+
+
 class _Requests(Struct, frozen=True):
     """Children of one model, target model and priority."""
 
     total: Number
     running: Number
-    size_bytes: Distribution
-    input_tokens: Distribution
-    labels: _Labels
-    """As bounded, for the metrics that not every request has."""
 
 
 class Telemetry:
@@ -134,18 +219,44 @@ class Telemetry:
         """`pool` is called once a page, on the thread that makes it."""
         made = _Counted(registry)
         numbers, distributions = made.numbers, made.distributions
-        self._requests = Children(_request_children(made))
-        self._duration_s = distributions["homing_request_duration_seconds"]
-        self._ttft_s = distributions["homing_request_ttft_seconds"]
-        self._output_tokens = distributions["homing_request_output_tokens"]
-        self._cached_tokens = distributions["homing_request_cached_tokens"]
-        self._errors = Children(_labelled(numbers["homing_request_error_total"]))
+        self._requests = _group(
+            _Requests,
+            (numbers["homing_request_total"], numbers["homing_request_running"]),
+            PageBudget(COUNTS_BYTES_MAX),
+        )
+        by_model = PageBudget(DISTRIBUTIONS_BYTES_MAX)
+        self._routed = _group(
+            _Routed,
+            (
+                distributions["homing_request_size_bytes"],
+                distributions["homing_request_input_tokens"],
+                distributions["homing_request_duration_seconds"],
+            ),
+            by_model,
+        )
+        self._parsed = _group(
+            _Parsed,
+            (
+                distributions["homing_request_ttft_seconds"],
+                distributions["homing_request_output_tokens"],
+                distributions["homing_request_cached_tokens"],
+            ),
+            by_model,
+        )
+        self._errors = _group(
+            _only, (numbers["homing_request_error_total"],), PageBudget(ERRORS_BYTES_MAX)
+        )
         self._processing_s = distributions["homing_request_processing_duration_seconds"].labels()
         self._headers_s = distributions["homing_response_headers_seconds"].labels()
         self._decision_s = distributions["homing_scheduler_e2e_duration_seconds"].labels()
         self._attempts_metric = numbers["homing_scheduler_attempts_total"]
+        self._attempts_budget = PageBudget(ATTEMPTS_BYTES_MAX)
         self._attempts = Children(
-            _labelled(numbers["homing_scheduler_attempts_total"]), 5 * CHILDREN_MAX
+            _labelled(self._attempts_metric),
+            10 * CHILDREN_MAX,
+            budget=self._attempts_budget,
+            page_bytes=self._attempts_metric.page_bytes,
+            others=_other_model,
         )
         self._refusals = Children(_labelled(numbers["homing_refusals_total"]))
         self._eliminated = Children(_labelled(numbers["homing_filter_eliminated_total"]))
@@ -171,6 +282,7 @@ class Telemetry:
         self._stream_s = distributions["homing_extproc_stream_duration_seconds"].labels()
         self._unknown_objective = numbers["homing_unknown_objective_total"].labels()
         self._drain_cut = numbers["homing_drain_cut_streams_total"].labels()
+        self._failures = Children(_labelled(numbers["homing_telemetry_failures_total"]), 32)
         numbers["homing_info"].labels(__version__).set(1)
         if pool is not None:
             registry.register(PoolCollector(pool))
@@ -186,11 +298,12 @@ class Telemetry:
     ) -> None:
         """A request was routed. `model_name` is what the client asked for, if it was rewritten."""
         request = decision.lease.request
-        children = self._of(request, model_name)
-        children.total.inc()
-        children.running.inc()
-        children.size_bytes.observe(request_bytes)
-        children.input_tokens.observe(request.prompt_tokens)
+        labels = _model_labels(request, model_name)
+        counts, routed = self._requests(*labels), self._routed(*labels)
+        counts.total.inc()
+        counts.running.inc()
+        routed.size_bytes.observe(request_bytes)
+        routed.input_tokens.observe(request.prompt_tokens)
         self._decision_s.observe(scheduling_s)
         self._processing_s.observe(processing_s)
         self._attempts("success", request.model, *endpoint_labels(decision.endpoint)).inc()
@@ -227,14 +340,29 @@ class Telemetry:
             self._decision_s.observe(scheduling_s)
             self._attempts("failure", model, "", "", "").inc()
 
+    def failed(
+        self,
+        failure: str,
+        *,
+        request: InferenceRequest | None = None,
+        model_name: str = "",
+        counted: bool = False,
+    ) -> None:
+        """The stream of a request ended with an error; `counted`: after the request was routed."""
+        model, priority = (request.model, str(request.priority)) if request else ("", "0")
+        labels = (model_name or model, model, priority)
+        if not counted:
+            self._requests(*labels).total.inc()
+        self._errors(*labels, failure).inc()
+
     def response_started(self, *, elapsed_s: Seconds) -> None:
         """Response headers were seen, `elapsed_s` after the request headers."""
         self._headers_s.observe(elapsed_s)
 
     def first_output(self, decision: Decision, *, elapsed_s: Seconds, model_name: str = "") -> None:
         """The first output token was seen; only where the response is parsed."""
-        labels = self._of(decision.lease.request, model_name).labels
-        self._ttft_s.labels(*labels).observe(elapsed_s)
+        labels = _model_labels(decision.lease.request, model_name)
+        self._parsed(*labels).ttft_s.observe(elapsed_s)
 
     def completed(
         self,
@@ -245,24 +373,26 @@ class Telemetry:
         output_tokens: int | None = None,
         cached_tokens: int | None = None,
         model_name: str = "",
+        counted: bool = False,
     ) -> None:
-        """A routed request ended: exactly once for each `decided`, with the same `model_name`."""
+        """A routed request ended: exactly once for each `decided`, with the same `model_name`.
+
+        `counted`: its failure was, under its own reason.
+        """
         request = decision.lease.request
-        children = self._of(request, model_name)
-        children.running.dec()
-        self._duration_s.labels(*children.labels).observe(elapsed_s)
+        labels = _model_labels(request, model_name)
+        self._requests(*labels).running.dec()
+        self._routed(*labels).duration_s.observe(elapsed_s)
         if output_tokens is not None:
-            self._output_tokens.labels(*children.labels).observe(output_tokens)
+            self._parsed(*labels).output_tokens.observe(output_tokens)
         if cached_tokens is not None:
-            self._cached_tokens.labels(*children.labels).observe(cached_tokens)
+            self._parsed(*labels).cached_tokens.observe(cached_tokens)
             predicted = decision.matched_blocks * decision.block_tokens
             self._compared_tokens("predicted").inc(predicted)
             self._compared_tokens("served").inc(cached_tokens)
         error_code = _error_code(outcome)
-        if error_code:
-            self._errors(
-                model_name or request.model, request.model, str(request.priority), error_code
-            ).inc()
+        if error_code and not counted:
+            self._errors(*labels, error_code).inc()
 
     def scheduled_without_prefix(self, mode: str) -> None:
         """A request was scheduled at its headers; `mode` is its body mode or "headers-only"."""
@@ -285,7 +415,9 @@ class Telemetry:
 
     def endpoints_replaced(self, endpoints: Iterable[Endpoint]) -> None:
         """Drop the counters of endpoints that are gone; pods come and go for as long as we run."""
-        present = {endpoint_labels(endpoint) for endpoint in endpoints}
+        present = {_bounded_labels(endpoint) for endpoint in endpoints}
+        per_endpoint = ATTEMPTS_BYTES_PER_ENDPOINT * len(present)
+        self._attempts_budget.resize(max(ATTEMPTS_BYTES_MAX, per_endpoint))
         present |= {("", "", ""), (OTHER, OTHER, OTHER)}
         for children, metric in (
             (self._attempts, self._attempts_metric),
@@ -312,7 +444,8 @@ class Telemetry:
         self._weights.clear()
         profile = settings.profile
         for scorer in profile.scorers:
-            self._weights.labels(profile.name, scorer.name).set(scorer.weight)
+            names = printable(profile.name), printable(scorer.name)
+            self._weights.labels(*names).set(scorer.weight)
 
     def config_rejected(self) -> None:
         """A new configuration was not taken; the last good one stays in force."""
@@ -331,15 +464,21 @@ class Telemetry:
     def drain_cut(self, streams: int) -> None:
         """`streams` were still open when the drain timed out."""
         self._drain_cut.inc(streams)
+        self._errors("", "", "0", "drain-cut").inc(streams)
 
-    def _of(self, request: InferenceRequest, model_name: str) -> _Requests:
-        return self._requests(model_name or request.model, request.model, str(request.priority))
+    def telemetry_failed(self, event: str) -> None:
+        """`event` was not told of, by a defect of ours."""
+        self._failures(event).inc()
 
     def _scorers(self, names: tuple[str, ...]) -> list[Distribution]:
         # The scorers change with the configuration only.
         if self._contributions[0] != names:
             self._contributions = (names, [self._contribution(name) for name in names])
         return self._contributions[1]
+
+
+def _model_labels(request: InferenceRequest, model_name: str) -> tuple[str, str, str]:
+    return model_name or request.model, request.model, str(request.priority)
 
 
 def _error_code(outcome: Outcome) -> str:
@@ -372,18 +511,19 @@ def _labelled(family: Family[Child]) -> Callable[[_Labels], Child]:
     return lambda labels: family.labels(*labels)
 
 
-def _request_children(made: _Counted) -> Callable[[_Labels], _Requests]:
-    def make(labels: _Labels) -> _Requests:
-        numbers, distributions = made.numbers, made.distributions
-        return _Requests(
-            total=numbers["homing_request_total"].labels(*labels),
-            running=numbers["homing_request_running"].labels(*labels),
-            size_bytes=distributions["homing_request_size_bytes"].labels(*labels),
-            input_tokens=distributions["homing_request_input_tokens"].labels(*labels),
-            labels=labels,
-        )
+def _group(
+    together: Callable[..., _Child], families: Sequence[Family[Child]], budget: PageBudget
+) -> Children[_Child]:
+    """Children of several metrics of the same labels, which are made and left out together."""
+    return Children(
+        lambda labels: together(*[family.labels(*labels) for family in families]),
+        budget=budget,
+        page_bytes=lambda labels: sum(family.page_bytes(labels) for family in families),
+    )
 
-    return make
+
+def _only(number: Number) -> Number:
+    return number
 
 
 class PoolCollector(Collector):
@@ -453,15 +593,15 @@ def _add_endpoints(families: _Families, snapshot: PoolSnapshot) -> None:
     age = families["homing_per_endpoint_metrics_age_seconds"]
     requests = families["homing_inflight_requests"]
     tokens = families["homing_inflight_tokens"]
-    shown: set[tuple[str, str, str]] = set()
+    shown: set[_Labels] = set()
     for endpoint, waiting, age_s, inflight_requests, inflight_tokens in rows:
-        labels = endpoint_labels(endpoint)
+        labels = _bounded_labels(endpoint)
         # Two samples with the same labels would make the whole page invalid.
         if labels in shown:
             continue
         shown.add(labels)
         if math.isfinite(waiting):
-            queue.add_metric([_label(snapshot.pool), endpoint.name, labels[2]], waiting)
+            queue.add_metric([_label(snapshot.pool), _label(endpoint.name), labels[2]], waiting)
         if math.isfinite(age_s):
             age.add_metric(labels, age_s)
         requests.add_metric(labels, inflight_requests)
@@ -469,7 +609,8 @@ def _add_endpoints(families: _Families, snapshot: PoolSnapshot) -> None:
 
 
 def _add_indexes(families: _Families, snapshot: PoolSnapshot) -> None:
-    for index, told in snapshot.indexes.items():
+    for name, told in snapshot.indexes.items():
+        index = printable(name)
         families["homing_prefix_indexer_size"].add_metric([index], told.entries)
         families["homing_prefix_indexer_memory_bytes"].add_metric([index], told.memory_bytes)
         for result, lookups in told.lookups.items():

@@ -229,7 +229,7 @@ def test_empty_pieces_are_not_answered_without_end():
     stream = stream_of()
     stream.send(gw.request_headers(), gw.request_body(BODY), *[empty] * PIECES_FREE)
     assert stream.session.violated
-    assert stream.told.events[-1] == "violated: small pieces of a body in routed"
+    assert "violated: small pieces of a body in routed" in stream.told.events
 
 
 def test_a_websocket_sends_pieces_as_it_likes():
@@ -426,7 +426,18 @@ def test_a_message_that_the_phase_does_not_allow_ends_the_stream(first):
     stream = stream_of()
     assert stream.send(first) == []
     assert stream.session.violated
+    assert stream.told.events[-1] == "failed: protocol-violation"
     assert stream.send(gw.request_headers()) == []
+
+
+def test_a_refusal_says_whose_it_was():
+    """Id and path, the path without its query, also where the body cannot be read."""
+    stream = stream_of()
+    told = []
+    stream.told.refused = lambda exchange, _: told.append((exchange.request_id, exchange.path))
+    asked = gw.COMPLETIONS | {":path": "/v1/completions?key=secret", "x-request-id": "r-7"}
+    stream.send(gw.request_headers(asked), gw.request_body(b"{"))
+    assert told == [("r-7", "/v1/completions")]
 
 
 def test_several_destinations_are_named_only_where_fallbacks_are_configured():

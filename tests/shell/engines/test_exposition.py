@@ -155,7 +155,7 @@ def test_a_kv_usage_above_one_is_full():
     ],
 )
 def test_a_malformed_line_is_refused_in_one_sentence(line):
-    """The sentence shows the line."""
+    """The sentence shows the name, and nothing else that the pod wrote."""
     with pytest.raises(ExpositionError, match=r"^'vllm:num_requests_waiting.* (is|has) n"):
         read(line + "\n")
 

@@ -33,6 +33,9 @@ class Told(gw.Told):
     def stream_opened(self):
         self.opened += 1
 
+    def stream_failed(self):
+        self.events.append("stream failed")
+
     def stream_closed(self, code, duration_s):
         assert duration_s >= 0
         self.codes.append(code)
@@ -246,6 +249,7 @@ async def test_bytes_that_are_no_message_are_an_invalid_argument(rig):
     assert details == "the message is not an ext_proc ProcessingRequest"
     await rig.closed(1)
     assert rig.told.codes == ["INVALID_ARGUMENT"]
+    assert rig.told.events == ["failed: malformed-message"]
     assert lines == []
 
 
@@ -261,6 +265,7 @@ async def test_a_message_that_its_phase_does_not_allow_is_an_invalid_argument(ri
     await rig.closed(2)
     assert rig.leases == 0
     assert "violated: RequestHeaders in routed" in rig.told.events
+    assert "failed: protocol-violation" in rig.told.events
 
 
 async def test_a_defect_costs_one_stream_and_is_logged(rig, monkeypatch):
@@ -283,8 +288,32 @@ async def test_a_defect_costs_one_stream_and_is_logged(rig, monkeypatch):
     assert "routed" in line["session"]
     assert "test1" not in str(line), "prompts never reach a log"
     await until(lambda: rig.told.codes == ["OK", "INTERNAL"], "the end of the stream")
+    assert rig.told.events.count("failed: internal") == 1
     assert rig.leases == 0
     assert len(await other.exchange(gw.request_body(gw.prompt()), answers=2)) == 2
+
+
+@pytest.mark.parametrize("method", ["__init__", "closed"])
+async def test_a_defect_at_either_end_of_a_stream_is_not_told_to_the_gateway(
+    rig, monkeypatch, method
+):
+    """gRPC would quote it; it is counted, and no stream stays open for it."""
+
+    def broken(*_):
+        raise ZeroDivisionError("a secret")
+
+    monkeypatch.setattr(Session, method, broken)
+    with structlog.testing.capture_logs() as lines:
+        call = rig.call()
+        await call.send(gw.request_headers())
+        await call.grpc.done_writing()
+        code, details = await call.failed()
+    assert (code, details) == (grpc.StatusCode.INTERNAL, "the picker failed")
+    (line,) = lines
+    assert line["event"] == "a stream was not opened or not closed"
+    assert rig.told.events == ["stream failed"]
+    assert rig.ext_proc.open_streams == 0
+    assert rig.told.opened == len(rig.told.codes)
 
 
 async def test_a_refusal_ends_the_stream_with_ok(rig):

@@ -1,9 +1,11 @@
 """What operators see of a running picker."""
 
+import asyncio
 import gc
 import json
 import math
 import time
+import tracemalloc
 from typing import NamedTuple
 
 import pytest
@@ -12,7 +14,13 @@ from prometheus_client import CollectorRegistry
 from epp.configuration.build import default_config, plugin_tables
 from epp.core.prompt.request import InferenceRequest
 from epp.core.types import EndpointMetrics, Refusal, RefusalReason
-from epp.shell.operators.debug_pages import KEPT_MAX, DebugPages, RecentDecisions, table
+from epp.shell.operators.debug_pages import (
+    PAGES,
+    DebugPages,
+    RecentDecisions,
+    Wanted,
+    table,
+)
 from epp.shell.operators.metrics_server import MetricsServer
 from tests.builders import endpoint
 from tests.builders import request as make_request
@@ -20,6 +28,8 @@ from tests.envoy.rig import until
 from tests.shell.operators.test_metrics_server import get
 from tests.test_app import LONG, PREFIX_FIRST, QUEUE_FIRST, TWO, ready_at_once, replace, serving
 from tests.test_hermetic import pods
+
+REFUSAL = Refusal(reason=RefusalReason.NO_ENDPOINTS, status=503, message="secret")
 
 
 class On(NamedTuple):
@@ -119,25 +129,116 @@ async def test_refusals_stand_among_the_decisions(picker):
     assert "secret" not in text
 
 
-async def test_only_the_last_decisions_are_kept_and_only_as_many_shown_as_asked_for(picker):
-    """Bounded whatever happens."""
-    for _ in range(KEPT_MAX + 5):
+async def test_only_as_many_are_shown_as_asked_for(picker):
+    """Newest first."""
+    for _ in range(60):
         picker.decide()
-    kept = (await picker.json(f"/debug/decisions?n={KEPT_MAX}"))["decisions"]
-    assert [kept[0]["number"], kept[-1]["number"], len(kept)] == [KEPT_MAX + 5, 6, KEPT_MAX]
+    kept = (await picker.json("/debug/decisions?n=60"))["decisions"]
+    assert [kept[0]["number"], kept[-1]["number"], len(kept)] == [60, 1, 60]
     assert len((await picker.json("/debug/decisions"))["decisions"]) == 50
     _, _, text = await picker.page("/debug/decisions?n=3")
     assert len(text.splitlines()) == 1 + 3
 
 
+async def test_what_is_kept_is_bounded_in_bytes(picker):
+    """The oldest go, whatever clients and gateways write; minutes of ordinary traffic stay."""
+    decision = picker.scheduler.schedule(make_request(request_id="r" * 36, model="m" * 40), 1.0)
+    tracemalloc.start()
+    recent = RecentDecisions(picker.scheduler.pool, rows_bytes_max=10**6, scores_bytes_max=10**5)
+    for _ in range(20_000):
+        recent.decided(decision)
+        recent.refused(REFUSAL, None, request_id="r" * 300, path="/p" * 10_000)
+    held, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert recent.bytes_estimated <= 1.1e6
+    assert held < 1.2 * recent.bytes_estimated
+    ordinary = RecentDecisions(picker.scheduler.pool)
+    for _ in range(2 * 60 * 100):
+        ordinary.decided(decision)
+    assert len(ordinary) == 2 * 60 * 100, "two minutes at 100 a second"
+
+
+async def test_old_decisions_keep_the_score_of_the_chosen_one(picker):
+    """Those of all candidates are large, and stay as long as there is room for them."""
+    recent = RecentDecisions(picker.scheduler.pool, scores_bytes_max=1_500)
+    for number in range(5):
+        recent.decided(picker.scheduler.schedule(make_request(request_id=str(number)), 1.0))
+    newest, *_, oldest = await recent.rows(5, Wanted())
+    assert len(newest["scores"]) == 2
+    (chosen,) = oldest["scores"]
+    assert chosen["endpoint"] == oldest["endpoint"]
+    assert sum(chosen["parts"].values()) == pytest.approx(chosen["total"], abs=1e-3)
+
+
+async def test_a_question_finds_one_among_many(picker):
+    """By request id, endpoint, model and whether it was refused, alone and together."""
+    for number in range(2_000):
+        picker.decide(request_id=f"r-{number}", model=f"m-{number % 3}")
+        picker.recent.refused(REFUSAL, make_request(request_id=f"s-{number}", model="m-0"))
+    named = next(at.name for _, at in picker.scheduler.pool.endpoints())
+
+    async def found(query):
+        return (await picker.json(f"/debug/decisions?n=1000&{query}"))["decisions"]
+
+    (one,) = await found("request_id=r-7")
+    assert (one["number"], one["model"]) == (8, "m-1")
+    assert await found("request_id=r-") == []
+    assert {row["endpoint"] for row in await found(f"endpoint={named}")} == {named}
+    assert {row["model"] for row in await found("model=m-2")} == {"m-2"}
+    assert {row["refused"] for row in await found("refused=true")} == {"rejected-no-endpoints"}
+    assert {row["request_id"][0] for row in await found("refused=false&model=m-0")} == {"r"}
+    assert {row["request_id"][0] for row in await found("model=m-0&refused=true")} == {"s"}
+    assert await found("refused=rejected-saturated") == []
+    (gone,) = await found("refused=rejected-no-endpoints&request_id=s-1999")
+    assert gone["status"] == 503
+
+
+async def test_the_loop_runs_while_rows_are_looked_through(picker):
+    """Other tasks get their turn every few hundred rows."""
+    for _ in range(3_000):
+        picker.recent.refused(REFUSAL, None)
+    turns = 0
+
+    async def count():
+        nonlocal turns
+        while True:
+            turns += 1
+            await asyncio.sleep(0)
+
+    counting = asyncio.create_task(count())
+    assert await picker.recent.rows(10, Wanted(request_id="none")) == []
+    counting.cancel()
+    assert turns >= 5
+
+
+async def test_the_table_shows_the_parts_of_scores(picker):
+    """Of the chosen one first, then of the best of the others."""
+    decision = picker.decide()
+    _, _, text = await picker.page("/debug/decisions")
+    head, line = text.splitlines()
+    assert head.split()[-1] == "scores"
+    scores = line[head.index("scores") :]
+    assert scores.startswith(f"{decision.endpoint.name} ")
+    assert all(scores.count(scorer) == 2 for scorer in decision.scorers)
+    assert " = " in scores
+    picker.recent.refused(REFUSAL, None, request_id="r-9", path="/v1/completions")
+    head, newest, *_ = (await picker.page("/debug/decisions"))[2].splitlines()
+    assert head.split()[-1] == "scores", "the columns do not depend on what comes first"
+    assert {"r-9", "/v1/completions", "503"} <= set(newest.split())
+
+
 @pytest.mark.parametrize(
-    "query", ["n=0", "n=101", "n=-1", "n=", "n=many", "n=²", f"n={'9' * 5000}", "format=xml"]
+    "query",
+    [
+        *("n=0", "n=1001", "n=-1", "n=", "n=many", "n=²", f"n={'9' * 5000}", "format=xml"),
+        *("refused=maybe", "refused=", "request=r-1"),
+    ],
 )
 async def test_a_question_that_makes_no_sense_is_refused(picker, query):
     """400 and what was expected."""
     status, _, text = await picker.page(f"/debug/decisions?{query}")
     assert status == 400
-    assert "must be" in text
+    assert "must be" in text or "is not one of n, format, request_id" in text
 
 
 async def test_what_is_kept_holds_no_request(picker):
@@ -226,6 +327,29 @@ async def test_the_format_asked_for_wins_over_the_one_accepted(picker):
 def test_a_table_of_nothing_says_so():
     """No traffic and no endpoints are ordinary."""
     assert table([]) == "none\n"
+
+
+async def test_the_pages_of_a_picker_ask_for_its_token(tmp_path):
+    """Of who shows it; metrics, health and the list of pages stay open."""
+    (tmp_path / "token").write_text("s3cret")
+    flags = (f"--debug-token-file={tmp_path / 'token'}", "--metrics-bind-address=127.0.0.1")
+    async with serving(tmp_path, TWO, *flags) as running:
+        at = On(running.picker.flags.metrics_port)
+        listed = [line.split()[0] for line in (await get(at, "/"))[2].splitlines()]
+        assert set(PAGES) < set(listed)
+        for path in listed:
+            asks = path.startswith("/debug/")
+            assert (await get(at, path))[0] == (401 if asks else 200), path
+            assert (await get(at, path, Authorization="Bearer s3cret"))[0] == 200, path
+        (tmp_path / "token").write_text("n3w")
+
+        async def changed():
+            status, *_ = await get(at, "/debug/config", Authorization="Bearer n3w")
+            return status == 200
+
+        await until(changed, "the new token")
+        with pytest.raises(OSError):
+            await asyncio.open_connection("::1", at.port)
 
 
 async def test_a_running_picker_shows_itself(tmp_path):

@@ -138,6 +138,44 @@ def test_exceptions_are_structured_in_json(log, capsys):
     assert json.loads(line)["exception"][0]["exc_value"] == "broken"
 
 
+@pytest.mark.parametrize("log_format", ["json", "console"])
+def test_exceptions_give_no_data_away(log_format, capsys):
+    """Neither local variables nor a text that quotes them, in either format."""
+    configure_logging(log_format, "info")
+    body = "a secret prompt"
+    try:
+        raise ValueError(f"cannot read {body}")
+    except ValueError:
+        structlog.get_logger().exception("a stream failed")
+    out = capsys.readouterr().out
+    assert "ValueError" in out
+    assert "test_exceptions_give_no_data_away" in out
+    assert "secret" not in out
+
+
+def test_a_client_cannot_forge_a_console_line(capsys):
+    """A model name with a line break, an escape sequence and half a surrogate pair."""
+    configure_logging("console", "debug")
+    decisions = DecisionLog(structlog.get_logger(), level="debug")
+    decisions.decided(make_decision(make_request("a\n2026 [info] forged\x1b[2J\ud800")))
+    (line,) = capsys.readouterr().out.splitlines()
+    assert "\x1b" not in line
+    assert "forged" in line
+
+
+def test_a_refusal_says_whose_it_was(log):
+    """Request id, path and model; id and path also of what could not be parsed."""
+    decisions, lines = log("info")
+    request = make_request(request_id="r-7")
+    decisions.refused(REFUSAL, 1.0, request, request_id="r-7", path="/v1/chat/completions")
+    decisions.refused(REFUSAL, 1.0, request_id="r-8" * 1_000, path="/v1" * 1_000)
+    parsed, unparsed = lines()
+    assert (parsed["request_id"], parsed["model"]) == ("r-7", "llama")
+    assert parsed["path"] == "/v1/chat/completions"
+    assert unparsed["request_id"].startswith("r-8")
+    assert len(unparsed["request_id"]) == len(unparsed["path"]) == 257
+
+
 def test_console_lines_are_for_people(capsys):
     """The console format is one readable line, without colours when it is no terminal."""
     configure_logging("console", "info")

@@ -118,6 +118,17 @@ async def test_others_can_add_routes(registry):
         assert (await get(server, "/debug/state"))[2] == "state"
 
 
+async def test_the_root_lists_the_pages(registry):
+    """Each with what it shows, those of others too."""
+    async with server_of(registry, pages={"/debug/state": "the state"}) as server:
+        status, _, text = await get(server, "/")
+    assert status == 200
+    assert [line.split()[0] for line in text.splitlines()] == [
+        *("/metrics", "/healthz", "/readyz", "/debug/state")
+    ]
+    assert "the state" in text
+
+
 async def test_too_many_scrapes_at_once_are_refused(registry):
     """Pages are made one at a time and few wait for theirs; the rest are told when to come back."""
     async with server_of(registry) as server, asyncio.TaskGroup() as tasks:

@@ -6,7 +6,7 @@ from prometheus_client import CollectorRegistry
 
 from epp.core.knowledge.inflight import Ending, Outcome
 from epp.core.protocol.messages import BodyMode
-from epp.core.protocol.session import Exchange
+from epp.core.protocol.session import Exchange, StreamFailure
 from epp.core.protocol.usage import Usage
 from epp.core.types import Refusal, RefusalReason
 from epp.shell.operators import observation
@@ -96,6 +96,63 @@ def test_a_refusal_is_counted_with_what_is_known(observed, parsed):
     labels = LLAMA if parsed else dict.fromkeys(LLAMA, "") | {"priority": "0"}
     assert observed("request_total", **labels) == 1
     assert observed.lines == ["refusal"]
+
+
+def test_a_stream_that_fails_is_counted_by_its_reason(observed):
+    """Before it was routed, and after: then its lease ends without another error."""
+    observed.observation.failed(exchange(decision=False), StreamFailure.MALFORMED)
+    nameless = dict.fromkeys(LLAMA, "") | {"priority": "0"}
+    assert observed("request_error_total", error_code="malformed-message", **nameless) == 1
+    assert observed("request_total", **nameless) == 1
+    routed = exchange(failure=StreamFailure.INTERNAL)
+    observed.observation.decided(routed)
+    observed.observation.failed(routed, StreamFailure.INTERNAL)
+    observed.observation.completed(routed, Outcome(ending=Ending.CLIENT_LEFT), NOW_S)
+    assert observed("request_error_total", error_code="internal", **LLAMA) == 1
+    assert observed("request_error_total", error_code="client-disconnect", **LLAMA) is None
+    assert observed("request_total", **LLAMA) == 1
+
+
+def test_who_is_cut_by_a_drain_did_not_leave(observed):
+    """What ends after the cut is counted as that, once."""
+    routed = exchange()
+    observed.observation.decided(routed)
+    observed.observation.drain_cut(1)
+    observed.observation.completed(routed, Outcome(ending=Ending.CLIENT_LEFT), NOW_S)
+    nameless = dict.fromkeys(LLAMA, "") | {"priority": "0"}
+    assert observed("request_error_total", error_code="drain-cut", **nameless) == 1
+    assert observed("request_error_total", error_code="client-disconnect", **LLAMA) is None
+
+
+def test_telemetry_that_fails_fails_no_request(observed, monkeypatch):
+    """Whatever is told: counted each time, logged once a second."""
+
+    def broken(*_, **__):
+        raise ZeroDivisionError
+
+    for name in [name for name in vars(Telemetry) if not name.startswith("_")]:
+        if name != "telemetry_failed":
+            monkeypatch.setattr(Telemetry, name, broken)
+    told, routed = observed.observation, exchange(response_started_at_s=NOW_S)
+    refusal = Refusal(reason=RefusalReason.SATURATED, status=429, message="no")
+    (endpoint,) = make_endpoints(1)
+    with structlog.testing.capture_logs() as lines:
+        told.decided(routed)
+        told.refused(routed, refusal)
+        told.failed(routed, StreamFailure.INTERNAL)
+        told.response_started(routed)
+        told.completed(routed, Outcome(), NOW_S)
+        told.set_aside(endpoint)
+        told.unknown_body_mode(9)
+        told.protocol_violated("routed", "RequestHeaders")
+        told.stream_opened()
+        told.stream_closed("OK", 1.0)
+        told.drain_cut(1)
+    events = ["decided", "refused", "failed", "response_started", "completed", "set_aside"]
+    events += ["unknown_body_mode", "protocol_violated", "stream_opened", "stream_closed"]
+    assert {observed("telemetry_failures_total", event=event) for event in events} == {1}
+    (line,) = lines
+    assert (line["telling"], line["log_level"]) == ("decided", "error")
 
 
 def test_response_headers_are_timed_from_the_request(observed):

@@ -13,7 +13,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from epp.core.decision.profile import SchedulingProfile, WeightedScorer
 from epp.core.decision.scheduler import SchedulerSettings
-from epp.core.knowledge.inflight import Ending, Outcome
+from epp.core.knowledge.inflight import Ending, Lease, Outcome
 from epp.core.types import Refusal, RefusalReason
 from epp.shell.kubernetes.state import ClusterSnapshot, Reflection
 from epp.shell.operators.metric_table import METRICS
@@ -114,6 +114,8 @@ def exercise(exported):
     telemetry.stream_opened()
     telemetry.stream_closed("OK", elapsed_s=1.0)
     telemetry.drain_cut(2)
+    telemetry.failed("internal")
+    telemetry.telemetry_failed("decided")
 
 
 def profile_settings(weight):
@@ -274,6 +276,30 @@ def test_failures_are_counted_by_what_went_wrong(exported, outcome, error_code):
     assert errors == ([error_code] if error_code else [])
 
 
+@pytest.mark.parametrize("routed", [False, True])
+def test_a_stream_that_fails_is_one_request_and_one_error(exported, routed):
+    """By its reason, under the model if it is known; the end of the lease adds no second one."""
+    decision = make_decision()
+    if routed:
+        exported.decide(decision)
+    request = decision.lease.request if routed else None
+    exported.telemetry.failed("internal", request=request, counted=routed)
+    if routed:
+        left = Outcome(ending=Ending.CLIENT_LEFT)
+        exported.telemetry.completed(decision, left, elapsed_s=1.0, counted=True)
+    labels = LLAMA if routed else {"model_name": "", "target_model_name": "", "priority": "0"}
+    assert exported("homing_request_total", **labels) == 1
+    assert exported("homing_request_error_total", error_code="internal", **labels) == 1
+    assert exported("homing_request_error_total", error_code="client-disconnect", **labels) is None
+
+
+def test_streams_cut_by_a_drain_are_errors(exported):
+    """They were not answered."""
+    exported.telemetry.drain_cut(3)
+    nameless = {"model_name": "", "target_model_name": "", "priority": "0"}
+    assert exported("homing_request_error_total", error_code="drain-cut", **nameless) == 3
+
+
 def test_parsed_usage_shows_how_good_the_prediction_was(exported):
     """Predicted and served tokens are added up over the same requests."""
     decision = make_decision()
@@ -298,7 +324,7 @@ def test_a_refusal_before_parsing_is_counted_without_a_model(exported):
 
 
 def test_client_chosen_models_cannot_grow_the_page(exported):
-    """Past 1,000 label combinations all new models count as "other"; known ones stay apart."""
+    """Past the budget all new models count as "other"; known ones stay apart, nothing is lost."""
     for number in range(1500):
         request = make_request(f"model-{number}")
         exported.telemetry.refused(
@@ -311,9 +337,103 @@ def test_client_chosen_models_cannot_grow_the_page(exported):
         for sample in family.samples
         if sample.name == "homing_request_total"
     }
-    assert len(totals) == 1001
-    assert totals["other"] == 500
+    assert 300 < len(totals) < 1500
+    assert totals["other"] == 1500 - (len(totals) - 1)
     assert totals["model-0"] == 1
+
+
+MODELS = {
+    "short": lambda number: f"m{number}",
+    "long": lambda number: f"{number}-" + "m" * 200,
+    "quoted": lambda number: f"{number}" + '\\"' * 100,
+    "wide": lambda number: f"{number}" + "\N{CJK UNIFIED IDEOGRAPH-4E00}" * 200,
+    "unprintable": lambda number: f"{number}" + "\0\ud800" * 100,
+}
+
+
+@pytest.mark.parametrize("name_of", MODELS.values(), ids=MODELS)
+@pytest.mark.parametrize(
+    ("encode", "parse"),
+    [
+        (generate_latest, text_string_to_metric_families),
+        (generate_openmetrics, parse_openmetrics),
+    ],
+    ids=["text", "openmetrics"],
+)
+def test_a_page_stays_below_two_megabytes(name_of, encode, parse):
+    """4,000 models of any name at 1,000 endpoints, all that a request can count counted of each."""
+    candidates = make_candidates(1_000)
+    endpoints = [
+        type(endpoint)(
+            endpoint_id=endpoint.endpoint_id,
+            name=f"models/vllm-llama-3-8b-instruct-7d9f8c5b6d-{number:05d}",
+            address=endpoint.address,
+        )
+        for number, endpoint in enumerate(candidates.endpoints)
+    ]
+    candidates._columns.endpoints[:] = endpoints
+    exported = Exported(lambda: PoolSnapshot(pool="llama-pool", candidates=candidates))
+    telemetry = exported.telemetry
+    telemetry.endpoints_replaced(endpoints)
+    exercise(exported)
+    decision = make_decision()
+    fields = {name: getattr(decision, name) for name in decision.__struct_fields__}
+    for number in range(4_000):
+        endpoint = endpoints[number % 1_000]
+        request = make_request(name_of(number // 2))
+        lease = Lease(request, 3, 0, 3, 1000.0)
+        routed = type(decision)(**fields | {"endpoint": endpoint, "lease": lease})
+        exported.decide(routed, model_name=name_of(number))
+        telemetry.first_output(routed, elapsed_s=1.0, model_name=name_of(number))
+        telemetry.completed(
+            *(routed, Outcome(status=503)),
+            elapsed_s=12345.678,
+            output_tokens=123_456,
+            cached_tokens=654_321,
+            model_name=name_of(number),
+        )
+        telemetry.set_aside(endpoint)
+    page = encode(exported.registry)
+    assert 1_000_000 < len(page) < 2_000_000
+    families = list(parse(page.decode()))
+    children = Tally(sample.name for family in families for sample in family.samples)
+    assert children["homing_inflight_requests"] == 1_000
+    assert children["homing_scheduler_attempts_total"] <= 3_000
+    assert children["homing_request_total"] <= 1_000
+    assert children["homing_request_duration_seconds_count"] <= 100
+    counted = Tally()
+    for family in families:
+        for sample in family.samples:
+            counted[sample.name] += sample.value
+    total = 4_000 + 2
+    assert counted["homing_request_total"] == total + 1
+    assert counted["homing_request_duration_seconds_count"] == total - 1
+    assert counted["homing_scheduler_attempts_total"] == total
+    assert counted["homing_request_output_tokens_count"] == total - 1
+
+
+def test_pods_that_leave_give_their_bytes_back(exported):
+    """A pool whose pods are replaced for months still tells picks by model."""
+    endpoints = make_endpoints(1_000)
+    decision = make_decision()
+    fields = {name: getattr(decision, name) for name in decision.__struct_fields__}
+    for day in range(3):
+        lease = Lease(make_request("m" * 100), 3, 0, 3, 1000.0)
+        exported.telemetry.endpoints_replaced([])
+        pods = [
+            type(endpoint)(endpoint_id=f"{day}", name=f"{day}/{endpoint.name}", address="a:1")
+            for endpoint in endpoints[:400]
+        ]
+        exported.telemetry.endpoints_replaced(pods)
+        for endpoint in pods:
+            exported.decide(type(decision)(**fields | {"endpoint": endpoint, "lease": lease}))
+    models = {
+        sample.labels["target_model_name"]
+        for family in exported.registry.collect()
+        for sample in family.samples
+        if sample.name == "homing_scheduler_attempts_total"
+    }
+    assert models == {"m" * 100}
 
 
 @given(st.lists(st.tuples(st.text(max_size=300), st.text(max_size=3)), max_size=60))

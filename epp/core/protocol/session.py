@@ -38,7 +38,6 @@ from epp.core.prompt.request import InferenceRequest
 from epp.core.protocol.messages import (
     BODY_CHUNK_BYTES_MAX,
     CONTROL_HEADERS,
-    DROP_REASON_HEADER,
     OBJECTIVE_HEADERS,
     REQUEST_ID_HEADER,
     REWRITE_HEADERS,
@@ -48,7 +47,6 @@ from epp.core.protocol.messages import (
     BodyModes,
     Destination,
     Event,
-    ImmediateAnswer,
     RequestBody,
     RequestBodyAnswer,
     RequestBodyChunk,
@@ -63,6 +61,7 @@ from epp.core.protocol.messages import (
     ResponseHeadersAnswer,
     ResponseTrailers,
     ResponseTrailersAnswer,
+    refusing,
 )
 from epp.core.protocol.usage import Usage, UsageReader
 from epp.core.types import Endpoint, Refusal, RefusalReason, Seconds
@@ -476,12 +475,7 @@ class Session:
         self._phase = Phase.ENDED
         self.finished = True
         self._observer.refused(self._exchange, refusal)
-        headers = [("content-type", "application/json")]
-        if refusal.status in (429, 503):
-            headers.append((DROP_REASON_HEADER, refusal.reason.value))
-        if refusal.status == 429:
-            headers.append(("retry-after", "1"))
-        return [ImmediateAnswer(refusal, tuple(headers))]
+        return [refusing(refusal)]
 
     def _end_response(self, now: Seconds) -> None:
         if self._exchange.decision is not None and not self._completed:

@@ -97,5 +97,13 @@ class Observation:
     def stream_closed(self, code: str, duration_s: Seconds) -> None:
         self._telemetry.stream_closed(code, elapsed_s=duration_s)
 
+    def stream_shed(self, refusal: Refusal) -> None:
+        # Not among the recent ones: there would soon be nothing else.
+        self._telemetry.refused(refusal)
+        self._decisions.refused(refusal, time.monotonic())
+
+    def connection_cut(self) -> None:
+        self._telemetry.connection_cut()
+
     def drain_cut(self, streams: int) -> None:
         self._telemetry.drain_cut(streams)

@@ -37,6 +37,12 @@ class Told(gw.Told):
         assert duration_s >= 0
         self.codes.append(code)
 
+    def stream_shed(self, refusal):
+        self.events.append(f"shed {refusal.status}")
+
+    def connection_cut(self):
+        self.events.append("connection cut")
+
     def drain_cut(self, streams):
         raise AssertionError("whoever drains tells it, not the server")
 

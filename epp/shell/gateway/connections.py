@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Final
 from urllib.parse import unquote
 
-ALLOWANCE_MAX: Final = 1_000
+ALLOWANCE_MAX: Final = 500
 """Streams in a row that a connection may reset before the first of them was answered."""
 CONNECTIONS_MAX: Final = 10_000
 

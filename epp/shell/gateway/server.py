@@ -4,7 +4,8 @@ import asyncio
 import math
 import time
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, Final, Protocol
 
 import grpc
@@ -24,7 +25,7 @@ SHEDDING_STREAMS_MAX: Final = 1_000
 """Streams above that which are waited for at once, to answer their first message."""
 CONNECTION_STREAMS_MAX: Final = 4_096
 """Streams open at once on one connection; Envoy opens another one for more."""
-PENDING_STREAMS_MAX: Final = 10_000
+PENDING_STREAMS_MAX: Final = 20_000
 """Streams that have come and that Python has not taken up yet. Above it gRPC begins to answer
 CANCELLED at random, and at twice as many it answers nothing else; its own limit of 1,000 is what
 comes in while the loop is busy for a moment."""
@@ -43,6 +44,21 @@ class StreamObserver(Protocol):
 
     def connection_cut(self) -> None: ...
     def drain_cut(self, streams: int) -> None: ...
+
+
+@contextmanager
+def _failing_as_cancelled() -> Iterator[None]:
+    """A read or write that fails is a cancellation that gRPC has not told yet.
+
+    So it is of a stream that was reset and of a server that has stopped; a wrong use of gRPC stays
+    the defect that it is.
+    """
+    try:
+        yield
+    except grpc.aio.UsageError:
+        raise
+    except grpc.aio.BaseError as error:
+        raise asyncio.CancelledError from error
 
 
 class _Stream:
@@ -131,7 +147,8 @@ class ExtProcServer:
         started_s = self._opened_at_s
         code = "OK"
         try:
-            await self._pump(messages, context, stream)
+            with _failing_as_cancelled():
+                await self._pump(messages, context, stream)
             if session.violated:
                 code = self._fail(context, grpc.StatusCode.INVALID_ARGUMENT, _VIOLATION)
         except asyncio.CancelledError:
@@ -143,11 +160,6 @@ class ExtProcServer:
             task.uncancel()
         except MalformedMessageError as error:
             code = self._fail(context, grpc.StatusCode.INVALID_ARGUMENT, str(error))
-        except _STREAM_GONE:
-            # A write may fail before gRPC tells that the gateway has reset the stream. gRPC logs
-            # what a handler raises, unless it is a cancellation.
-            code = "CANCELLED"
-            raise asyncio.CancelledError from None
         except Exception:  # noqa: BLE001  the boundary of a request: a defect costs one stream
             _log.exception("a stream failed", session=repr(session))
             code = self._fail(context, grpc.StatusCode.INTERNAL, "the picker failed")
@@ -172,11 +184,10 @@ class ExtProcServer:
             return
         self._shedding += 1
         try:
-            async for _ in messages:
-                await context.write(self._overloaded_answer)
-                return
-        except _STREAM_GONE:
-            raise asyncio.CancelledError from None
+            with _failing_as_cancelled():
+                async for _ in messages:
+                    await context.write(self._overloaded_answer)
+                    return
         finally:
             self._shedding -= 1
 
@@ -204,6 +215,7 @@ class ExtProcServer:
         stream.writing = True
         for last in session.half_closed(self._clock()):
             await write(encode(last))
+            stream.answered = True
 
     def _gateway(self, peer: str) -> Gateway:
         host = peer.rpartition(":")[0]
@@ -225,7 +237,6 @@ class ExtProcServer:
         return code.name
 
 
-_STREAM_GONE: Final = (grpc.aio.InternalError,)
 _VIOLATION: Final = "the gateway sent a message that the phase of the stream does not allow"
 
 

@@ -67,6 +67,10 @@ class RawConnection:
         self.ended: set[int] = set()
         self.resets: dict[int, int] = {}
         """Stream -> error code of the RST_STREAM that came for it."""
+        self.goaways: list[int] = []
+        """The last stream that each GOAWAY says is served."""
+        self.answers_pings = True
+        self._pings: list[bytes] = []
         self.closed = False
         self._changed = asyncio.Event()
         self._reading = asyncio.create_task(self._read(), name="raw connection")
@@ -97,11 +101,15 @@ class RawConnection:
         self._writer.write(
             b"".join(frame(HEADERS, END_HEADERS, stream, HEADER_BLOCK) for stream in streams)
         )
-        if messages:
-            payload = b"".join(map(grpc_message, messages))
-            self._waiting += [frame(DATA, END_STREAM, stream, payload) for stream in streams]
-            self._send_data()
+        for stream in streams if messages else ():
+            self.send(stream, messages)
         return streams
+
+    def send(self, stream: int, messages: Sequence[bytes]) -> None:
+        """Send `messages` and a half-close on a stream that is open."""
+        payload = b"".join(map(grpc_message, messages))
+        self._waiting.append(frame(DATA, END_STREAM, stream, payload))
+        self._send_data()
 
     def open_and_reset(self, count: int) -> None:
         """Open `count` streams and reset each at once."""
@@ -112,6 +120,11 @@ class RawConnection:
             parts.append(frame(RST_STREAM, 0, self._next, code))
             self._next += 2
         self._writer.write(b"".join(parts))
+
+    def answer_pings(self) -> None:
+        """Acknowledge those that wait for it; a server learns by it what we had read when."""
+        self._writer.write(b"".join(frame(PING, ACK, 0, payload) for payload in self._pings))
+        self._pings.clear()
 
     async def flushed(self) -> None:
         """Until the peer has taken most of what was written."""
@@ -156,10 +169,14 @@ class RawConnection:
         elif kind == SETTINGS and not flags & ACK:
             self._writer.write(frame(SETTINGS, ACK, 0))
         elif kind == PING and not flags & ACK:
-            self._writer.write(frame(PING, ACK, 0, payload))
+            self._pings.append(payload)
+            if self.answers_pings:
+                self.answer_pings()
         elif kind == WINDOW_UPDATE and stream == 0:
             self._window_bytes += int.from_bytes(payload, "big")
             self._send_data()
+        elif kind == GOAWAY:
+            self.goaways.append(int.from_bytes(payload[:4], "big"))
         if kind in {DATA, HEADERS} and flags & END_STREAM:
             self.ended.add(stream)
         if kind in {DATA, HEADERS, RST_STREAM}:

@@ -36,16 +36,22 @@ def _literal(name: str, value: str) -> bytes:
     )
 
 
-HEADER_BLOCK: Final = b"".join(
-    _literal(name, value)
-    for name, value in (
-        (":method", "POST"),
-        (":scheme", "http"),
-        (":path", PATH),
-        (":authority", "picker"),
-        ("te", "trailers"),
-        ("content-type", "application/grpc"),
+def header_block(**fields: str) -> bytes:
+    """Pseudo headers by their names without the colon; of others "_" stands for "-"."""
+    pseudo = ("method", "scheme", "path", "authority")
+    return b"".join(
+        _literal(f":{name}" if name in pseudo else name.replace("_", "-"), value)
+        for name, value in fields.items()
     )
+
+
+EXT_PROC: Final = header_block(
+    method="POST",
+    scheme="http",
+    path=PATH,
+    authority="picker",
+    te="trailers",
+    content_type="application/grpc",
 )
 
 
@@ -57,7 +63,10 @@ def grpc_message(message: bytes) -> bytes:
 class RawConnection:
     """One connection. `answered`: streams that got data; `ended`: streams that are over."""
 
-    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    def __init__(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, headers: bytes
+    ) -> None:
+        self._headers = headers
         self._reader = reader
         self._writer = writer
         self._next = 1
@@ -76,13 +85,13 @@ class RawConnection:
         self._reading = asyncio.create_task(self._read(), name="raw connection")
 
     @classmethod
-    async def open(cls, port: int, host: str = "127.0.0.1") -> "RawConnection":
-        """Connect in plaintext."""
-        reader, writer = await asyncio.open_connection(host, port)
+    async def open(cls, port: int, headers: bytes = EXT_PROC) -> "RawConnection":
+        """Connect in plaintext on loopback; every stream will have the block `headers`."""
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
         settings = struct.pack(">HI", INITIAL_WINDOW_SIZE, WINDOW_BYTES_MAX)
         more = struct.pack(">I", WINDOW_BYTES_MAX - WINDOW_BYTES)
         writer.write(PREFACE + frame(SETTINGS, 0, 0, settings) + frame(WINDOW_UPDATE, 0, 0, more))
-        return cls(reader, writer)
+        return cls(reader, writer, headers)
 
     async def close(self) -> None:
         """Leave without a goodbye."""
@@ -99,7 +108,7 @@ class RawConnection:
         streams = [self._next + 2 * number for number in range(count)]
         self._next += 2 * count
         self._writer.write(
-            b"".join(frame(HEADERS, END_HEADERS, stream, HEADER_BLOCK) for stream in streams)
+            b"".join(frame(HEADERS, END_HEADERS, stream, self._headers) for stream in streams)
         )
         for stream in streams if messages else ():
             self.send(stream, messages)
@@ -116,7 +125,7 @@ class RawConnection:
         code = struct.pack(">I", CANCEL)
         parts = []
         for _ in range(count):
-            parts.append(frame(HEADERS, END_HEADERS, self._next, HEADER_BLOCK))
+            parts.append(frame(HEADERS, END_HEADERS, self._next, self._headers))
             parts.append(frame(RST_STREAM, 0, self._next, code))
             self._next += 2
         self._writer.write(b"".join(parts))

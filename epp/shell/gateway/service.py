@@ -14,7 +14,7 @@ from epp.configuration.flags import ServeFlags
 from epp.shell.gateway.health import Health
 from epp.shell.gateway.listening import listen
 from epp.shell.gateway.server import ExtProcServer, StreamObserver, grpc_server
-from epp.shell.gateway.tls import ServerCertificate
+from epp.shell.gateway.tls import ServerCertificate, read_authorities
 from epp.shell.starting import StartError
 
 HEALTH_MESSAGE_BYTES_MAX: Final = 65_536
@@ -91,7 +91,6 @@ class GatewayService:
         _log.info("draining", streams=self._ext_proc.open_streams)
         await _wait(hurry, min(flags.drain_grace, flags.drain_timeout))
         self._ext_proc.end_bypassed()
-        _log.info("ending streams", streams=self._ext_proc.open_streams)
         while not hurry.is_set() and time.monotonic() < ends_at_s - STOP_S:
             if self._ext_proc.quiet_for_s() >= QUIET_S:
                 break
@@ -113,10 +112,13 @@ class GatewayService:
             return None
         directory = Path(flags.cert_path) if flags.cert_path else None
         client_ca = Path(flags.client_ca_file) if flags.client_ca_file else None
+        flag = "--client-ca-file"
         try:
-            certificate = ServerCertificate.open(directory, client_ca)
+            authorities = None if client_ca is None else read_authorities(client_ca)
+            flag = "--cert-path"
+            certificate = ServerCertificate.open(directory, client_ca, authorities)
         except ValueError as error:
-            raise StartError(f"--cert-path or --client-ca-file: {error}") from error
+            raise StartError(f"{flag}: {error}") from error
         listen(server, "--grpc-port", flags.grpc_port, certificate.credentials)
         return certificate
 

@@ -129,9 +129,10 @@ class ServerCertificate:
         client_ca: Path | None = None,
         client_authorities: bytes | None = None,
     ) -> None:
-        """`directory` is where newer pairs may appear, `client_ca` the file of `client_authorities`.
+        """`directory` is where newer pairs may appear; None: never.
 
-        None: never; no client certificate is asked for.
+        With `client_authorities`, PEM, clients must show a certificate that one of them signed;
+        `client_ca` is the file where newer ones may appear.
         """
         self._directory = directory
         self._client_ca = client_ca
@@ -147,17 +148,18 @@ class ServerCertificate:
         )
 
     @classmethod
-    def open(cls, directory: Path | None, client_ca: Path | None = None) -> "ServerCertificate":
-        """From `directory`, or self-signed; clients must show a certificate that `client_ca` signed.
-
-        None: they need not. Raises `ValueError` if the files are unusable.
-        """
-        authorities = None if client_ca is None else read_authorities(client_ca)
+    def open(
+        cls,
+        directory: Path | None,
+        client_ca: Path | None = None,
+        client_authorities: bytes | None = None,
+    ) -> "ServerCertificate":
+        """From `directory`, or self-signed. Raises `ValueError` if the files are unusable."""
         if directory is None:
             pair = self_signed(socket.gethostname(), dt.datetime.now(dt.UTC))
         else:
             pair = read_pair(directory)
-        return cls(pair, directory, client_ca, authorities)
+        return cls(pair, directory, client_ca, client_authorities)
 
     @property
     def pair(self) -> CertificatePair:

@@ -123,9 +123,11 @@ class GatewayService:
         return certificate
 
 
-def _connection_age_max_s(flags: ServeFlags) -> float:
+def _connection_age_max_s(flags: ServeFlags) -> float | None:
     """Young enough that a gateway which clings to its connection leaves within a drain."""
-    return max(CONNECTION_AGE_MIN_S, (flags.drain_timeout - flags.drain_grace) / 2)
+    if not flags.drain_timeout:
+        return None
+    return max(CONNECTION_AGE_MIN_S, flags.drain_timeout / 2)
 
 
 async def _wait(event: asyncio.Event, timeout_s: float) -> None:

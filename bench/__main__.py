@@ -17,6 +17,7 @@ from bench.timing import BATCHES
 NAMES = (
     "decision",
     "loopback",
+    "bursts",
     "scoring",
     "parse",
     "index",

@@ -169,7 +169,9 @@ class EndpointPicker:
             self.bodies,
             seed=seed,
         )
-        self.ext_proc = ExtProcServer(self.sessions.open, self.observation)
+        self.ext_proc = ExtProcServer(
+            self.sessions.open, self.observation, streams_max=flags.concurrent_streams_max
+        )
         self.health = Health()
         self._gateway = GatewayService(flags, self.ext_proc, self.health, self.observation)
         self._standings = StandingsLog(

@@ -92,6 +92,11 @@ class Running:
         (answer,) = await self.answers(head, gw.request_body(LONG), answers=1)
         return gw.refusal(answer)
 
+    async def refused_at_once(self):
+        """(status, error object) of a request that is refused at its first message."""
+        (answer,) = await Call(self.channel).exchange(gw.request_headers(), answers=1)
+        return gw.refusal(answer)
+
     def observe(self, **waiting):
         """As if each endpoint had just reported so many waiting requests."""
         for slot, endpoint in self.scheduler.pool.endpoints():
@@ -694,6 +699,43 @@ async def test_what_the_drain_cuts_is_counted_and_logged(tmp_path):
         assert (await stuck.failed())[0] is grpc.StatusCode.UNAVAILABLE
 
 
+async def test_streams_are_taken_until_no_gateway_opens_one(tmp_path):
+    """After the grace gRPC would refuse what is under way: it is stopped when it is quiet."""
+    flags = ("--drain-grace=0s", "--drain-timeout=10m")
+    async with serving(tmp_path, TWO, *flags) as running:
+        ready_at_once(running)
+        held = Call(running.channel)
+        await held.exchange(gw.request_headers(), gw.request_body(LONG), answers=2)
+        running.stop.set()
+        await until(lambda: running.logged("draining"), "the drain")
+        for _ in range(20):
+            assert await running.pick()
+        assert not running.logged("stopped")
+        await held.exchange(gw.response_headers(end=True), answers=1)
+        assert await held.end() is grpc.StatusCode.OK
+        await until(lambda: running.logged("stopped"), "the end")
+        assert running.metric("drain_cut_streams_total") == 0
+
+
+async def test_above_the_bound_of_open_requests_one_is_refused_and_counted(tmp_path):
+    """`--concurrent-streams-max`; by the reason, in the metrics of refusals and of errors."""
+    async with serving(tmp_path, TWO, "--concurrent-streams-max=1") as running:
+        ready_at_once(running)
+        held = Call(running.channel)
+        await held.send(gw.request_headers())
+        await until(lambda: running.picker.ext_proc.open_streams == 1, "the one stream")
+        assert (await running.refused_at_once())[0] == 503
+        reason = "rejected-overloaded"
+        assert running.metric("refusals_total", reason=reason) == 1
+        labels = {"model_name": "", "target_model_name": "", "priority": "0"}
+        assert running.metric("request_error_total", **labels, error_code=reason) == 1
+        (line,) = running.logged("refusal")
+        assert line["reason"] == reason
+        held.grpc.cancel()
+        await until(lambda: not running.picker.ext_proc.open_streams, "a free place")
+        assert await running.pick()
+
+
 async def test_streams_are_taken_while_the_grace_lasts(tmp_path):
     """Gateways learn with a delay that this picker goes; bypassed streams end when it is over."""
     flags = ("--drain-grace=10m", "--drain-timeout=10m")
@@ -878,6 +920,12 @@ async def test_logs_can_be_for_the_eye(tmp_path):
             1,
             ["--cert-path: {tmp}/none/tls.crt: cannot be read: No such file or directory"],
             id="no certificate",
+        ),
+        pytest.param(
+            ["--client-ca-file={tmp}/none.crt"],
+            1,
+            ["--client-ca-file: {tmp}/none.crt: cannot be read: No such file or directory"],
+            id="no client authority",
         ),
         pytest.param(
             ["--grpc-port={taken}"],

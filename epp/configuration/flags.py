@@ -74,6 +74,8 @@ class ServeFlags(Struct, frozen=True, kw_only=True):
     secure_serving: bool = True
     cert_path: str = ""
     enable_cert_reload: bool = False
+    client_ca_file: str = ""
+    concurrent_streams_max: Annotated[int, Meta(ge=1)] = 20_000
     grpc_max_recv_msg_size: ByteCount | None = None
     request_body_max_bytes: ByteCount = ByteCount(33_554_432)
 
@@ -154,6 +156,9 @@ class EnvoyFlags(Struct, frozen=True, kw_only=True):
     picker_address: str = "127.0.0.1:9002"
     round_robin: tuple[str, ...] = ()
     plaintext: bool = False
+    picker_ca_file: str = ""
+    picker_server_name: str = ""
+    client_cert_path: str = ""
     request_body_mode: BodyMode = BodyMode.FULL_DUPLEX_STREAMED
     response_body_mode: BodyMode = BodyMode.NONE
     fail_open: bool = False
@@ -191,7 +196,11 @@ SERVE_HELP: Final[Groups] = {
         "transport": "what carries gRPC: grpcio",
         "secure-serving": "TLS on --grpc-port; false: plaintext",
         "cert-path": "directory with tls.crt and tls.key; without: a self-signed certificate",
-        "enable-cert-reload": "read the certificate again when it changes",
+        "enable-cert-reload": "read the certificate and --client-ca-file again when they change",
+        "client-ca-file": (
+            "PEM of who signs gateways' certificates; with it a gateway must show one on --grpc-port"
+        ),
+        "concurrent-streams-max": "requests open at once; one more gets 503",
         "request-body-max-bytes": "longest request body; a longer one gets 413",
         "grpc-max-recv-msg-size": "longest gRPC message (default: body limit + 64Ki)",
     },
@@ -240,7 +249,7 @@ SERVE_HELP: Final[Groups] = {
         "lease-ttl-without-response-phase": (
             "longest time to count a request where the gateway does not show responses"
         ),
-        "drain-grace": "on SIGTERM, take new streams for this long",
+        "drain-grace": "on SIGTERM, go on as before for this long",
         "drain-timeout": "on SIGTERM, wait for open streams at most this long",
     },
     "Logs": {
@@ -261,6 +270,9 @@ ENVOY_HELP: Final[Groups] = {
         "picker-address": "host:port of `epp serve`",
         "round-robin": "serve these ip:port in turn without a picker, separated by commas",
         "plaintext": "speak to it without TLS (`epp serve --secure-serving=false`)",
+        "picker-ca-file": "PEM of who signs its certificate (default: whoever signed it)",
+        "picker-server-name": "DNS name that its certificate must have, with --picker-ca-file",
+        "client-cert-path": "directory with tls.crt and tls.key to show to it",
         "fail-open": "let requests pass when it is down",
         "message-timeout": "how long it may take for one answer",
         "request-body-mode": "how request bodies reach it",
@@ -544,6 +556,8 @@ def _check_serve(flags: ServeFlags) -> None:
         raise FlagError("--config-file and --config-text are both given, expected one")
     if flags.pool_name and flags.endpoint_selector:
         raise FlagError("--pool-name and --endpoint-selector are both given, expected one")
+    if flags.client_ca_file and not flags.secure_serving:
+        raise FlagError("--client-ca-file is given, expected --secure-serving too: it is for TLS")
     ports = (flags.grpc_port, flags.grpc_health_port, flags.metrics_port)
     if len(set(ports)) < len(ports):
         names = "--grpc-port, --grpc-health-port and --metrics-port"

@@ -89,6 +89,8 @@ class RefusalReason(StrEnum):
     BAD_REQUEST = "bad-request"
     BODY_TOO_LARGE = "body-too-large"
     NO_ENDPOINTS = "rejected-no-endpoints"
+    OVERLOADED = "rejected-overloaded"
+    """The picker itself has too much to do; the endpoints were not looked at."""
     SATURATED = "rejected-saturated"
     SHUTTING_DOWN = "rejected-shutting-down"
     BODIES_HELD = "rejected-bodies-held"

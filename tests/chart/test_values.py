@@ -27,6 +27,7 @@ EMPTY = "--set-json"
         ("logFormat=text", "console"),
         ("serviceMonitor.enabled=maybe", "auto"),
         ("flags.grpc-port=1", "use the key extProcPort"),
+        ("flags.client-ca-file=/ca.crt", "use the key tls.clientCASecretName"),
         ("flags.pool-name=x", "use the key pool.name"),
         ("flags.metrics-bind-address=x", "use the key bindAddresses.metrics"),
         ("flags.debug-token-file=x", "use the key debugToken.secretName"),
@@ -62,6 +63,14 @@ def test_nine_ports_are_too_many(any_helm):
         (
             (*BASE, "--set", "autoscaling.enabled=true,leaderElection.enabled=true"),
             "only the leader serves",
+        ),
+        (
+            (*BASE, "--set", "tls.enabled=false,tls.clientCASecretName=a"),
+            "tls.clientCASecretName is given and tls.enabled is false",
+        ),
+        (
+            (*BASE, "--set", "standalone.enabled=true,tls.clientCASecretName=a"),
+            "the picker asks Envoy for a certificate, or it does not",
         ),
         (
             (*BASE, "--set", "pool.name=,pool.matchLabels.a=b,httpRoute.create=true"),

@@ -300,6 +300,21 @@ def test_our_own_pod_is_told_by_the_environment():
     assert parse_serve(["--pool-name=vllm", "--pool-namespace=a"], {}).own_namespace == "a"
 
 
+def test_client_certificates_need_tls():
+    """In plaintext nobody could show one."""
+    assert serve("--client-ca-file=/ca.crt").client_ca_file == "/ca.crt"
+    with pytest.raises(FlagError, match=r"^--client-ca-file is given, expected --secure-serving"):
+        serve("--client-ca-file=/ca.crt", "--secure-serving=false")
+
+
+def test_the_bound_of_open_requests_is_at_least_one():
+    """20,000 unless it is told."""
+    assert serve().concurrent_streams_max == 20_000
+    assert serve("--concurrent-streams-max=1").concurrent_streams_max == 1
+    with pytest.raises(FlagError, match=r"^--concurrent-streams-max: expected `int` >= 1"):
+        serve("--concurrent-streams-max=0")
+
+
 def test_help_names_every_flag_once():
     """A flag that is added without a line of help, or a line without its flag, fails here."""
     for groups, kind in (
@@ -325,6 +340,12 @@ def test_envoy_flags_parse():
     assert flags.plaintext
     assert flags.request_body_mode is BodyMode.BUFFERED
     assert flags.message_timeout == 3.0
+    certificates = parse_envoy(
+        ["--picker-ca-file=/ca.crt", "--picker-server-name=picker", "--client-cert-path=/certs"]
+    )
+    assert certificates.picker_ca_file == "/ca.crt"
+    assert certificates.picker_server_name == "picker"
+    assert certificates.client_cert_path == "/certs"
     in_turn = parse_envoy(["--round-robin", "10.0.0.1:8000, [::1]:8000"]).round_robin
     assert in_turn == ("10.0.0.1:8000", "[::1]:8000")
     with pytest.raises(FlagError, match="--request-body-mode: expected NONE or STREAMED or"):

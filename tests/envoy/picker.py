@@ -16,7 +16,7 @@ from epp.core.knowledge.inflight import Outcome
 from epp.core.protocol.session import Exchange, Session, SessionSettings, StreamFailure
 from epp.core.types import Endpoint, EndpointMetrics, Refusal, Seconds
 from epp.shell.gateway.health import Health
-from epp.shell.gateway.server import ExtProcServer, grpc_server
+from epp.shell.gateway.server import STREAMS_MAX, ExtProcServer, grpc_server
 from epp.shell.gateway.tls import ServerCertificate
 from tests.envoy.upstream import REQUEST_BYTES_MAX, Pod
 
@@ -46,6 +46,7 @@ class Witness:
         self.outcomes: list[Outcome] = []
         self.violations: list[tuple[str, str]] = []
         self.streams_opened = 0
+        self.connections_cut = 0
         self.stream_codes: list[str] = []
 
     def decided(self, exchange: Exchange) -> None:
@@ -81,6 +82,12 @@ class Witness:
     def stream_closed(self, code: str, duration_s: float) -> None:
         self.stream_codes.append(code)
 
+    def stream_shed(self, refusal: Refusal) -> None:
+        self.refusals.append(refusal)
+
+    def connection_cut(self) -> None:
+        self.connections_cut += 1
+
     def drain_cut(self, streams: int) -> None:
         pass
 
@@ -94,7 +101,7 @@ class Witness:
 class Picker:
     """A running picker that chooses in turn."""
 
-    def __init__(self, settings: SessionSettings) -> None:
+    def __init__(self, settings: SessionSettings, streams_max: int) -> None:
         self.scheduler = Scheduler(SchedulerSettings(profile=IN_TURN), seed=1)
         self.witness = Witness()
         self.server = ExtProcServer(
@@ -102,6 +109,7 @@ class Picker:
                 self.scheduler, settings, gateway, self.witness, lambda: "generated"
             ),
             self.witness,
+            streams_max=streams_max,
         )
         self.address = ""
         self._health = Health()
@@ -154,9 +162,10 @@ async def running_picker(
     *,
     tls: bool = False,
     settings: SessionSettings | None = None,
+    streams_max: int = STREAMS_MAX,
 ) -> AsyncIterator[Picker]:
     """Serve ext_proc and health on a free port of loopback until the end of the block."""
-    picker = Picker(settings or SessionSettings())
+    picker = Picker(settings or SessionSettings(), streams_max)
     picker.serve(pods)
     await picker.start(tls=tls)
     try:

@@ -3,7 +3,9 @@
 import asyncio
 import hashlib
 import io
+import time
 from collections import Counter
+from contextlib import asynccontextmanager
 
 import aiohttp
 import pytest
@@ -97,10 +99,14 @@ async def test_responses_through_the_picker_are_served_to_their_end(drain, behin
     responses = await half_read(client, 100)
     epp.terminate()
 
-    async def refused():
-        return await status_of(client) != 200
+    async def not_ready():
+        return not await epp.is_ready()
 
-    await until(refused, "the grace for new requests to be over")
+    await until(not_ready, "the drain")
+    # Whoever still comes is served, also after the grace.
+    grace_ends_s = time.monotonic() + 0.3
+    while time.monotonic() < grace_ends_s:
+        assert await status_of(client) == 200
     pod.resume.set()
     assert await rest_of(responses) == {REST: 100}
     assert await epp.exit_code() == 0
@@ -171,6 +177,102 @@ async def test_a_draining_picker_is_not_ready_but_still_serves(behind_envoy):
     assert await status_of(client) == 200
     epp.terminate()
     assert await epp.exit_code() == 0
+
+
+@asynccontextmanager
+async def forwarding(targets):
+    """A port whose new connections go to the first of `targets`, as a Service sends them to whoever
+    is ready; those that are open stay where they are."""
+    carrying = set()
+
+    async def carry(reader, writer):
+        other_reader, other_writer = await asyncio.open_connection("127.0.0.1", targets[0])
+
+        async def copy(source, sink):
+            while chunk := await source.read(65_536):
+                sink.write(chunk)
+                await sink.drain()
+            sink.close()
+
+        carrying.add(asyncio.current_task())
+        await asyncio.gather(
+            copy(reader, other_writer), copy(other_reader, writer), return_exceptions=True
+        )
+
+    server = await asyncio.start_server(carry, "127.0.0.1", 0)
+    try:
+        yield server.sockets[0].getsockname()[1]
+    finally:
+        server.close()
+        for task in carrying:
+            task.cancel()
+
+
+class ClosedLoop:
+    """So many clients, each of which asks again as soon as it has its answer."""
+
+    def __init__(self, client, pods, clients=16):
+        self.statuses = Counter()
+        self._client = client
+        self._pods = pods
+        self._stop = False
+        self._tasks = [asyncio.create_task(self._ask()) for _ in range(clients)]
+
+    async def _ask(self):
+        while not self._stop:
+            self.statuses[await status_of(self._client)] += 1
+            for pod in self._pods:
+                pod.received.clear()
+            # Two to three hundred requests a second in all.
+            await asyncio.sleep(0.05)
+
+    async def more(self, count):
+        wanted = self.statuses.total() + count
+        await until(lambda: self.statuses.total() >= wanted, f"{count} more requests")
+
+    async def end(self):
+        self._stop = True
+        await asyncio.gather(*self._tasks)
+
+
+@pytest.mark.parametrize("way", ["clings to its connection", "asks for health"])
+async def test_a_drain_refuses_nobody(way, opened, tmp_path):
+    """At hundreds of requests a second through two pickers, one of which goes: none fails, whether
+    the gateway learns it by a GOAWAY alone or by a health check."""
+    pods = await opened.enter_async_context(running_pods(2))
+    pickers = []
+    for name in ("leaving", "staying"):
+        (tmp_path / name).mkdir()
+        flags = ("--secure-serving=false", "--drain-grace=500ms", "--drain-timeout=20s")
+        if way.startswith("clings"):
+            # Connections come of age after 2 s.
+            flags = (*flags[:2], "--drain-timeout=5s")
+        running = running_epp(tmp_path / name, pods, *flags)
+        pickers.append(await opened.enter_async_context(running))
+    leaving, staying = pickers
+    targets = [leaving.port, staying.port]
+    port = await opened.enter_async_context(forwarding(targets))
+
+    def edit(document):
+        (found,) = (c for c in document["static_resources"]["clusters"] if c["name"] == "ext_proc")
+        if way.startswith("clings"):
+            del found["health_checks"]
+            return
+        places = found["load_assignment"]["endpoints"][0]["lb_endpoints"]
+        address = {"address": "127.0.0.1", "port_value": staying.port}
+        places.append({"endpoint": {"address": {"socket_address": address}}})
+
+    address = f"127.0.0.1:{port}" if way.startswith("clings") else leaving.address
+    options = BootstrapOptions(picker_address=address, plaintext=True)
+    envoy = await opened.enter_async_context(running_envoy(options, tmp_path, edit))
+    traffic = ClosedLoop(await opened.enter_async_context(http_client(envoy)), pods)
+    await traffic.more(200)
+    targets.remove(leaving.port)
+    leaving.terminate()
+    assert await leaving.exit_code() == 0
+    await traffic.more(200)
+    await traffic.end()
+    assert set(traffic.statuses) == {200}
 
 
 def end_at_response_headers(document):

@@ -99,9 +99,14 @@ labels:
 {{- ternary .Values.standalone.drainSeconds .Values.drainGraceSeconds .Values.standalone.enabled -}}
 {{- end -}}
 
+{{- define "homing.drainTimeoutSeconds" -}}
+{{- /* Both count from SIGTERM: what its Envoy took last has as long as anything else. */ -}}
+{{- add (ternary .Values.standalone.drainSeconds 0 .Values.standalone.enabled | int) (int .Values.drainTimeoutSeconds) -}}
+{{- end -}}
+
 {{- define "homing.terminationGracePeriodSeconds" -}}
 {{- if kindIs "invalid" .Values.terminationGracePeriodSeconds -}}
-{{- add (include "homing.drainGraceSeconds" . | int) (int .Values.drainTimeoutSeconds) 10 -}}
+{{- add (include "homing.drainGraceSeconds" . | int) (include "homing.drainTimeoutSeconds" . | int) 10 -}}
 {{- else -}}
 {{- int .Values.terminationGracePeriodSeconds -}}
 {{- end -}}
@@ -139,6 +144,11 @@ labels:
 - --secure-serving={{ .Values.tls.enabled }}
 {{- if and .Values.tls.enabled .Values.tls.secretName }}
 - --cert-path=/tls
+{{- end }}
+{{- if .Values.tls.clientCASecretName }}
+- --client-ca-file=/client-ca/ca.crt
+{{- end }}
+{{- if and .Values.tls.enabled (or .Values.tls.secretName .Values.tls.clientCASecretName) }}
 - --enable-cert-reload=true
 {{- end }}
 {{- if .Values.leaderElection.enabled }}
@@ -151,7 +161,7 @@ labels:
 - --accept-unsigned-session-tokens=true
 {{- end }}
 - --drain-grace={{ include "homing.drainGraceSeconds" . }}s
-- --drain-timeout={{ int .Values.drainTimeoutSeconds }}s
+- --drain-timeout={{ include "homing.drainTimeoutSeconds" . }}s
 - --log-format={{ .Values.logFormat }}
 - --v={{ int .Values.verbosity }}
 {{- range $name, $value := .Values.flags }}

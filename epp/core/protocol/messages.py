@@ -9,7 +9,7 @@ from typing import Final, TypeAlias
 
 from msgspec import Struct
 
-from epp.core.types import Refusal
+from epp.core.types import Refusal, RefusalReason
 
 BODY_CHUNK_BYTES_MAX: Final = 62_000
 """Gateways refuse body chunks above 64 KB; the reference picker cuts here."""
@@ -160,6 +160,25 @@ class ImmediateAnswer(Struct, frozen=True):
 
     refusal: Refusal
     headers: tuple[tuple[str, str], ...]
+
+
+RETRY_AFTER_S: Final = "1"
+
+
+_PASSING: Final = frozenset(
+    {RefusalReason.SATURATED, RefusalReason.OVERLOADED, RefusalReason.BODIES_HELD}
+)
+"""Reasons that may be gone in a moment: the client is told when to come back."""
+
+
+def refusing(refusal: Refusal) -> ImmediateAnswer:
+    """The answer that refuses a request: whoever refuses, it looks the same."""
+    headers = [("content-type", "application/json")]
+    if refusal.status in (429, 503):
+        headers.append((DROP_REASON_HEADER, refusal.reason.value))
+    if refusal.reason in _PASSING:
+        headers.append(("retry-after", RETRY_AFTER_S))
+    return ImmediateAnswer(refusal, tuple(headers))
 
 
 Answer: TypeAlias = (

@@ -45,7 +45,6 @@ from epp.core.protocol.budget import PIECE_BYTES, BodyBudget
 from epp.core.protocol.messages import (
     BODY_CHUNK_BYTES_MAX,
     CONTROL_HEADERS,
-    DROP_REASON_HEADER,
     OBJECTIVE_HEADERS,
     REQUEST_ID_HEADER,
     REWRITE_HEADERS,
@@ -55,7 +54,6 @@ from epp.core.protocol.messages import (
     BodyModes,
     Destination,
     Event,
-    ImmediateAnswer,
     RequestBody,
     RequestBodyAnswer,
     RequestBodyChunk,
@@ -70,6 +68,7 @@ from epp.core.protocol.messages import (
     ResponseHeadersAnswer,
     ResponseTrailers,
     ResponseTrailersAnswer,
+    refusing,
 )
 from epp.core.protocol.usage import Usage, UsageReader
 from epp.core.types import Endpoint, Refusal, RefusalReason, Seconds
@@ -606,12 +605,7 @@ class Session:
         self._exchange.path = self._headers.get(":path", "").partition("?")[0]
         self._exchange.request_id = self._headers.get(REQUEST_ID_HEADER, "")
         self._observer.refused(self._exchange, refusal)
-        headers = [("content-type", "application/json")]
-        if refusal.status in (429, 503):
-            headers.append((DROP_REASON_HEADER, refusal.reason.value))
-        if refusal.status == 429 or refusal.reason is RefusalReason.BODIES_HELD:
-            headers.append(("retry-after", "1"))
-        return [ImmediateAnswer(refusal, tuple(headers))]
+        return [refusing(refusal)]
 
     def _end_response(self, now: Seconds) -> None:
         if self._exchange.decision is not None and not self._completed:

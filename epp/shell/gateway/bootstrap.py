@@ -13,7 +13,13 @@ from typing import Final
 import msgspec
 import yaml
 from betterproto2 import Casing, Message
-from envoy_data_plane.envoy.config.bootstrap.v3 import Admin, Bootstrap, BootstrapStaticResources
+from envoy_data_plane.envoy.config.bootstrap.v3 import (
+    Admin,
+    Bootstrap,
+    BootstrapStaticResources,
+    LayeredRuntime,
+    RuntimeLayer,
+)
 from envoy_data_plane.envoy.config.cluster.v3 import (
     CircuitBreakers,
     CircuitBreakersThresholds,
@@ -25,6 +31,7 @@ from envoy_data_plane.envoy.config.cluster.v3 import (
 from envoy_data_plane.envoy.config.common.mutation_rules.v3 import HeaderMutation as HeaderRule
 from envoy_data_plane.envoy.config.core.v3 import (
     Address,
+    DataSource,
     GrpcService,
     GrpcServiceEnvoyGrpc,
     HealthCheck,
@@ -78,13 +85,18 @@ from envoy_data_plane.envoy.extensions.transport_sockets.tls.v3 import (
     CertificateValidationContext,
     CertificateValidationContextTrustChainVerification,
     CommonTlsContext,
+    SubjectAltNameMatcher,
+    SubjectAltNameMatcherSanType,
+    TlsCertificate,
     UpstreamTlsContext,
 )
 from envoy_data_plane.envoy.extensions.upstreams.http.v3 import (
     HttpProtocolOptions,
     HttpProtocolOptionsExplicitHttpConfig,
 )
-from envoy_data_plane.google.protobuf import Any
+from envoy_data_plane.envoy.type.matcher.v3 import StringMatcher
+from envoy_data_plane.google.protobuf import Any, Value
+from envoy_data_plane.google.protobuf import Struct as ProtobufStruct
 from msgspec import Struct
 
 from epp.configuration.flags import BodyMode
@@ -105,8 +117,24 @@ CLIENT_HEADERS_REMOVED: Final = (
 """Addresses that only the picker may set: with it down and failing open, ORIGINAL_DST would send
 a client's request wherever the client says."""
 
-_STREAM_MAX: Final = timedelta(days=1)
-"""A long generation is not a stuck one; Envoy's own limits (15 s, 5 min) end it."""
+_RESPONSE_MAX: Final = timedelta(days=1)
+"""A long generation is not a stuck one; Envoy's own limit of 15 s ends it."""
+_STREAM_IDLE_MAX: Final = timedelta(hours=1)
+"""Without a byte either way. A whole answer that is not streamed may take this long; Envoy's own
+limit of 5 minutes ends it."""
+_REQUEST_HEADERS_MAX: Final = timedelta(seconds=10)
+_REQUEST_MAX: Final = timedelta(minutes=5)
+"""A client that sends its body slower than this holds it in the picker; Envoy's own limit is none,
+its advice for an edge proxy is this."""
+
+_RUNTIME: Final = {
+    # A connection that has reset most of its first 500 streams within a second each is closed.
+    "overload.premature_reset_total_stream_count": 500,
+    "overload.premature_reset_min_stream_lifetime_seconds": 1,
+    # Streams that are opened and reset in one packet do not all reach the picker first.
+    "http.max_requests_per_io_cycle": 1,
+}
+"""Rapid reset. The first two are Envoy's own values, which hold unless a layer says otherwise."""
 
 _ENDPOINT_CONNECT_TIMEOUT: Final = timedelta(seconds=5)
 _PICKER_CONNECT_TIMEOUT: Final = timedelta(seconds=1)
@@ -150,7 +178,13 @@ class BootstrapOptions(Struct, frozen=True, kw_only=True):
     picker_address: str = "127.0.0.1:9002"
     """"host:port", IPv6 in brackets; a name is resolved by DNS again and again."""
     plaintext: bool = False
-    """Speak h2c to the picker. Otherwise TLS, whoever signed its certificate."""
+    """Speak h2c to the picker. Otherwise TLS."""
+    picker_ca_file: str = ""
+    """PEM of who may have signed the picker's certificate; empty: whoever did."""
+    picker_server_name: str = ""
+    """DNS name that the certificate must have; empty: any."""
+    client_cert_path: str = ""
+    """Directory with `tls.crt` and `tls.key` to show to the picker; empty: nothing is shown."""
     request_body_mode: BodyMode = BodyMode.FULL_DUPLEX_STREAMED
     response_body_mode: BodyMode = BodyMode.NONE
     """NONE: no message a chunk; the picker still learns when the response ends."""
@@ -171,6 +205,13 @@ class BootstrapOptions(Struct, frozen=True, kw_only=True):
                 raise ValueError(f"port {port} is not one of 1 to 65535")
         for address in (self.picker_address, *self.round_robin):
             _split(address)
+        if self.plaintext and (self.picker_ca_file or self.client_cert_path):
+            raise ValueError("certificates are given, but the picker is spoken to in plaintext")
+        if self.picker_server_name and not self.picker_ca_file:
+            raise ValueError(
+                f"the picker's name {self.picker_server_name!r} is given without the certificates "
+                "of who may have signed it"
+            )
         if self.message_timeout_s <= 0:
             raise ValueError(f"message timeout {self.message_timeout_s} s is not above 0")
         if not 0 < self.request_body_max_bytes < 2**32:
@@ -202,6 +243,7 @@ def bootstrap(options: BootstrapOptions) -> Bootstrap:
         admin=Admin(
             address=_address("127.0.0.1", options.admin_port), ignore_global_conn_limit=True
         ),
+        layered_runtime=_runtime(),
         overload_manager=OverloadManager(resource_monitors=[_connection_limit()]),
     )
 
@@ -224,10 +266,12 @@ def _listener(options: BootstrapOptions) -> Listener:
         # A client finds its request again in the logs of Envoy, picker and engine.
         preserve_external_request_id=True,
         server_header_transformation=HttpConnectionManagerServerHeaderTransformation.PASS_THROUGH,
-        stream_idle_timeout=_STREAM_MAX,
+        stream_idle_timeout=_STREAM_IDLE_MAX,
+        request_headers_timeout=_REQUEST_HEADERS_MAX,
+        request_timeout=_REQUEST_MAX,
         http2_protocol_options=_http2(streams_max=_HTTP2_STREAMS_PER_CONNECTION_MAX),
         route_config=_routes(
-            RouteAction(cluster=_ENDPOINTS, timeout=_STREAM_MAX, idle_timeout=_STREAM_MAX),
+            RouteAction(cluster=_ENDPOINTS, timeout=_RESPONSE_MAX, idle_timeout=_STREAM_IDLE_MAX),
             RouteMatch(prefix="/"),
         ),
         http_filters=_http_filters(options),
@@ -355,23 +399,47 @@ def _picker_cluster(options: BootstrapOptions) -> Cluster:
     )
     if not options.plaintext:
         check.tls_options = HealthCheckTlsOptions(alpn_protocols=["h2"])
-        cluster.transport_socket = _accept_any_certificate()
+        cluster.transport_socket = _picker_tls(options)
     cluster.health_checks = [check]
     return cluster
 
 
-def _accept_any_certificate() -> TransportSocket:
-    context = UpstreamTlsContext(
-        common_tls_context=CommonTlsContext(
-            alpn_protocols=["h2"],
-            validation_context=CertificateValidationContext(
-                trust_chain_verification=(
-                    CertificateValidationContextTrustChainVerification.ACCEPT_UNTRUSTED
-                )
-            ),
-        )
-    )
+def _picker_tls(options: BootstrapOptions) -> TransportSocket:
+    common = CommonTlsContext(alpn_protocols=["h2"], validation_context=_picker_trust(options))
+    if options.client_cert_path:
+        common.tls_certificates = [
+            TlsCertificate(
+                certificate_chain=DataSource(filename=f"{options.client_cert_path}/tls.crt"),
+                private_key=DataSource(filename=f"{options.client_cert_path}/tls.key"),
+            )
+        ]
+    context = UpstreamTlsContext(common_tls_context=common, sni=options.picker_server_name)
     return TransportSocket(name="envoy.transport_sockets.tls", typed_config=Any.pack(context))
+
+
+def _picker_trust(options: BootstrapOptions) -> CertificateValidationContext:
+    if not options.picker_ca_file:
+        return CertificateValidationContext(
+            trust_chain_verification=(
+                CertificateValidationContextTrustChainVerification.ACCEPT_UNTRUSTED
+            )
+        )
+    trust = CertificateValidationContext(trusted_ca=DataSource(filename=options.picker_ca_file))
+    if options.picker_server_name:
+        trust.match_typed_subject_alt_names = [
+            SubjectAltNameMatcher(
+                san_type=SubjectAltNameMatcherSanType.DNS,
+                matcher=StringMatcher(exact=options.picker_server_name),
+            )
+        ]
+    return trust
+
+
+def _runtime() -> LayeredRuntime:
+    values = ProtobufStruct(
+        fields={name: Value(number_value=number) for name, number in _RUNTIME.items()}
+    )
+    return LayeredRuntime(layers=[RuntimeLayer(name="homing", static_layer=values)])
 
 
 def _static_cluster(name: str, addresses: tuple[str, ...]) -> Cluster:

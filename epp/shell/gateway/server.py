@@ -1,22 +1,34 @@
 """The ext_proc server: pumps messages of each gRPC stream through its session."""
 
 import asyncio
+import math
 import time
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, Final, Protocol
 
 import grpc
 import structlog
 
+from epp.core.protocol.messages import refusing
 from epp.core.protocol.session import Gateway, Session, StreamFailure
-from epp.core.types import Seconds
+from epp.core.types import Refusal, RefusalReason, Seconds
 from epp.shell.gateway.codec import MalformedMessageError, decode, encode
+from epp.shell.gateway.connections import Connections, cut
 
 SERVICE: Final = "envoy.service.ext_proc.v3.ExternalProcessor"
 GATEWAYS_MAX: Final = 10_000
-STREAMS_MAX: Final = 100_000
-"""HTTP/2 streams a connection may have open; Envoy multiplexes all requests on a few."""
+STREAMS_MAX: Final = 20_000
+"""Streams open at once, of all gateways; one costs about 26 KB."""
+SHEDDING_STREAMS_MAX: Final = 1_000
+"""Streams above that which are waited for at once, to answer their first message."""
+CONNECTION_STREAMS_MAX: Final = 4_096
+"""Streams open at once on one connection; Envoy opens another one for more."""
+PENDING_STREAMS_MAX: Final = 20_000
+"""Streams that have come and that Python has not taken up yet. Above it gRPC begins to answer
+CANCELLED at random, and at twice as many it answers nothing else; its own limit of 1,000 is what
+comes in while the loop is busy for a moment."""
 
 _log = structlog.get_logger(__name__)
 
@@ -30,15 +42,36 @@ class StreamObserver(Protocol):
         ...
 
     def stream_closed(self, code: str, duration_s: float) -> None: ...
+    def stream_shed(self, refusal: Refusal) -> None:
+        """The stream was answered with `refusal` instead of being looked at."""
+        ...
+
+    def connection_cut(self) -> None: ...
     def drain_cut(self, streams: int) -> None: ...
 
 
+@contextmanager
+def _failing_as_cancelled() -> Iterator[None]:
+    """A read or write that fails is a cancellation that gRPC has not told yet.
+
+    So it is of a stream that was reset and of a server that has stopped; a wrong use of gRPC stays
+    the defect that it is.
+    """
+    try:
+        yield
+    except grpc.aio.UsageError:
+        raise
+    except grpc.aio.BaseError as error:
+        raise asyncio.CancelledError from error
+
+
 class _Stream:
-    __slots__ = ("ending", "session", "task", "writing")
+    __slots__ = ("answered", "ending", "session", "task", "writing")
 
     def __init__(self, session: Session, task: "asyncio.Task[Any]") -> None:
         self.session = session
         self.task = task
+        self.answered = False
         self.ending = False
         self.writing = False
         """Answers are on their way out; the pump looks at the drain after them."""
@@ -57,12 +90,25 @@ class ExtProcServer:
         new_session: Callable[[Gateway], Session],
         observer: StreamObserver,
         clock: Callable[[], Seconds] = time.monotonic,
+        *,
+        streams_max: int = STREAMS_MAX,
     ) -> None:
+        """Streams above `streams_max` are refused at their first message, which is not read."""
         self._new_session = new_session
         self._observer = observer
         self._clock = clock
+        self._streams_max = streams_max
+        self._overloaded = Refusal(
+            reason=RefusalReason.OVERLOADED,
+            status=503,
+            message=f"the picker is overloaded: {streams_max} requests are open",
+        )
+        self._overloaded_answer = encode(refusing(self._overloaded))
         self._gateways: OrderedDict[str, Gateway] = OrderedDict()
+        self._connections = Connections()
         self._streams: set[_Stream] = set()
+        self._opened_at_s = -math.inf
+        self._shedding = 0
         self._draining = False
 
     def add_to(self, server: grpc.aio.Server) -> None:
@@ -75,6 +121,10 @@ class ExtProcServer:
     @property
     def open_streams(self) -> int:
         return len(self._streams)
+
+    def quiet_for_s(self) -> float:
+        """How long no stream has been open and none was opened; 0 while one is open."""
+        return 0.0 if self._streams or self._shedding else self._clock() - self._opened_at_s
 
     def end_bypassed(self) -> None:
         """From now on end each stream with OK as soon as its response no longer needs it."""
@@ -98,16 +148,22 @@ class ExtProcServer:
     async def _process(
         self, messages: AsyncIterator[bytes], context: grpc.aio.ServicerContext[bytes, bytes]
     ) -> None:
-        session = self._new_session(self._gateway(context.peer()))
+        self._opened_at_s = self._clock()
+        peer = context.peer()
+        if len(self._streams) >= self._streams_max:
+            await self._shed(messages, context)
+            return
+        session = self._new_session(self._gateway(peer))
         task = asyncio.current_task()
         assert task is not None
         stream = _Stream(session, task)
         self._streams.add(stream)
         self._observer.stream_opened()
-        started_s = self._clock()
+        started_s = self._opened_at_s
         code = "OK"
         try:
-            await self._pump(messages, context, stream)
+            with _failing_as_cancelled():
+                await self._pump(messages, context, stream)
             if session.violated:
                 code = self._fail(context, grpc.StatusCode.INVALID_ARGUMENT, _VIOLATION)
         except asyncio.CancelledError:
@@ -129,6 +185,33 @@ class ExtProcServer:
             now = self._clock()
             self._observer.stream_closed(code, now - started_s)
             session.closed(now)
+            if stream.answered:
+                self._connections.answered(peer)
+            elif code == "CANCELLED" and self._connections.abandoned(peer):
+                self._cut(peer)
+
+    async def _shed(
+        self, messages: AsyncIterator[bytes], context: grpc.aio.ServicerContext[bytes, bytes]
+    ) -> None:
+        """Refuse the request at its first message, without a look at it."""
+        self._observer.stream_shed(self._overloaded)
+        if self._shedding >= SHEDDING_STREAMS_MAX:
+            # Too many to wait for a message of each: what this costs a client, the gateway decides.
+            self._fail(context, grpc.StatusCode.RESOURCE_EXHAUSTED, self._overloaded.message)
+            return
+        self._shedding += 1
+        try:
+            with _failing_as_cancelled():
+                async for _ in messages:
+                    await context.write(self._overloaded_answer)
+                    return
+        finally:
+            self._shedding -= 1
+
+    def _cut(self, peer: str) -> None:
+        if cut(peer):
+            self._observer.connection_cut()
+            _log.warning("connection cut: it only opens streams and resets them", peer=peer)
 
     async def _pump(
         self,
@@ -142,12 +225,14 @@ class ExtProcServer:
             stream.writing = True
             for answer in session.receive(decode(message), now):
                 await write(encode(answer))
+                stream.answered = True
             stream.writing = False
             if session.finished or (self._draining and session.may_end_for_drain()):
                 return
         stream.writing = True
         for last in session.half_closed(self._clock()):
             await write(encode(last))
+            stream.answered = True
 
     def _gateway(self, peer: str) -> Gateway:
         host = peer.rpartition(":")[0]
@@ -172,16 +257,25 @@ class ExtProcServer:
 _VIOLATION: Final = "the gateway sent a message that the phase of the stream does not allow"
 
 
-def grpc_server(receive_bytes_max: int) -> grpc.aio.Server:
-    """A gRPC server with the options that gateways need."""
-    return grpc.aio.server(
-        options=(
-            ("grpc.max_receive_message_length", receive_bytes_max),
-            ("grpc.max_send_message_length", -1),
-            ("grpc.max_concurrent_streams", STREAMS_MAX),
-            # Envoy pings on its own schedule; the default would close its connection for it.
-            ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
-            ("grpc.keepalive_permit_without_calls", 1),
-            ("grpc.so_reuseport", 0),
-        )
-    )
+def grpc_server(
+    receive_bytes_max: int, connection_age_max_s: Seconds | None = None
+) -> grpc.aio.Server:
+    """A gRPC server with the options that gateways need.
+
+    A connection that is `connection_age_max_s` old, a tenth more or less, gets a GOAWAY: what is
+    open on it and what still arrives is served, and the gateway connects anew. None: never.
+    """
+    options: list[tuple[str, int]] = [
+        ("grpc.max_receive_message_length", receive_bytes_max),
+        ("grpc.max_send_message_length", -1),
+        ("grpc.max_concurrent_streams", CONNECTION_STREAMS_MAX),
+        ("grpc.server.max_pending_requests", PENDING_STREAMS_MAX),
+        ("grpc.server.max_pending_requests_hard_limit", 2 * PENDING_STREAMS_MAX),
+        # Envoy pings on its own schedule; the default would close its connection for it.
+        ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
+        ("grpc.keepalive_permit_without_calls", 1),
+        ("grpc.so_reuseport", 0),
+    ]
+    if connection_age_max_s is not None:
+        options.append(("grpc.max_connection_age_ms", int(connection_age_max_s * 1_000)))
+    return grpc.aio.server(options=options)

@@ -14,13 +14,17 @@ from epp.configuration.flags import ServeFlags
 from epp.shell.gateway.health import Health
 from epp.shell.gateway.listening import listen
 from epp.shell.gateway.server import ExtProcServer, StreamObserver, grpc_server
-from epp.shell.gateway.tls import ServerCertificate
+from epp.shell.gateway.tls import ServerCertificate, read_authorities
 from epp.shell.starting import StartError
 
 HEALTH_MESSAGE_BYTES_MAX: Final = 65_536
 CERTIFICATE_POLL_S: Final = 10.0
 STOP_S: Final = 0.5
 """What stopping takes once nothing is left to wait for."""
+QUIET_S: Final = 1.0
+"""No gateway that would open another stream is left, if none did for this long."""
+CONNECTION_AGE_MIN_S: Final = 2.0
+_POLL_S: Final = 0.05
 
 _log = structlog.get_logger(__name__)
 
@@ -42,7 +46,9 @@ class GatewayService:
     async def __aenter__(self) -> Self:
         """Raises `StartError` when a port cannot be had or the certificate cannot be used."""
         async with contextlib.AsyncExitStack() as opened:
-            server = grpc_server(self._flags.receive_message_max_bytes)
+            server = grpc_server(
+                self._flags.receive_message_max_bytes, _connection_age_max_s(self._flags)
+            )
             opened.push_async_callback(server.stop, None)
             self._ext_proc.add_to(server)
             self._health.add_to(server)
@@ -72,9 +78,11 @@ class GatewayService:
         return {"certificate": self._certificate.watch(CERTIFICATE_POLL_S, _report_certificate)}
 
     async def drain(self, hurry: asyncio.Event) -> None:
-        """Not ready; new streams for `drain_grace`; then end what can end, wait for the rest.
+        """Not ready; for `drain_grace` as before; then end what can end, and stop when it is quiet.
 
-        `hurry` cuts it short.
+        gRPC refuses whatever reaches a server that stops, also what was under way when the gateway
+        was told so. So streams are served until no gateway opens one any more: it has seen that we
+        are not ready, or its connection has come of age. `hurry` cuts it short.
         """
         assert self._servers is not None, "the service was started"
         server, _ = self._servers
@@ -84,12 +92,13 @@ class GatewayService:
         _log.info("draining", streams=self._ext_proc.open_streams)
         await _wait(hurry, min(flags.drain_grace, flags.drain_timeout))
         self._ext_proc.end_bypassed()
-        left_s = 0.0 if hurry.is_set() else max(0.0, ends_at_s - time.monotonic() - STOP_S)
-        # From here on new streams are refused; those that are open go on.
-        stopping = asyncio.create_task(server.stop(left_s + STOP_S), name="stop")
-        hurried = asyncio.create_task(hurry.wait(), name="hurry")
-        await asyncio.wait({stopping, hurried}, timeout=left_s, return_when=asyncio.FIRST_COMPLETED)
-        hurried.cancel()
+        while not hurry.is_set() and time.monotonic() < ends_at_s - STOP_S:
+            if self._ext_proc.quiet_for_s() >= QUIET_S:
+                break
+            await _wait(hurry, _POLL_S)
+        stopping = asyncio.create_task(server.stop(STOP_S), name="stop")
+        # What is ending may still say so.
+        await asyncio.wait({stopping}, timeout=STOP_S / 2)
         cut = self._ext_proc.open_streams
         if cut:
             self._observer.drain_cut(cut)
@@ -103,15 +112,26 @@ class GatewayService:
             listen(server, "--grpc-port", flags.grpc_port, address=flags.grpc_bind_address)
             return None
         directory = Path(flags.cert_path) if flags.cert_path else None
+        client_ca = Path(flags.client_ca_file) if flags.client_ca_file else None
+        flag = "--client-ca-file"
         try:
-            certificate = ServerCertificate.open(directory)
+            authorities = None if client_ca is None else read_authorities(client_ca)
+            flag = "--cert-path"
+            certificate = ServerCertificate.open(directory, client_ca, authorities)
         except ValueError as error:
-            raise StartError(f"--cert-path: {error}") from error
+            raise StartError(f"{flag}: {error}") from error
         listen(
             *(server, "--grpc-port", flags.grpc_port, certificate.credentials),
             address=flags.grpc_bind_address,
         )
         return certificate
+
+
+def _connection_age_max_s(flags: ServeFlags) -> float | None:
+    """Young enough that a gateway which clings to its connection leaves within a drain."""
+    if not flags.drain_timeout:
+        return None
+    return max(CONNECTION_AGE_MIN_S, flags.drain_timeout / 2)
 
 
 async def _wait(event: asyncio.Event, timeout_s: float) -> None:

@@ -1,6 +1,8 @@
-"""The certificate that the gRPC server shows: made in memory, or read and re-read from files.
+"""The certificate that the gRPC server shows, and whose it wants to see.
 
-gRPC itself negotiates ALPN h2. Gateways do not verify the picker's certificate by default.
+Ours is made in memory, or read and re-read from files. A certificate of the gateway is asked for
+only where a file tells who may sign it. gRPC itself negotiates ALPN h2. Gateways do not verify the
+picker's certificate by default.
 """
 
 import asyncio
@@ -93,6 +95,16 @@ def check_pair(pair: CertificatePair, directory: Path) -> None:
         )
 
 
+def read_authorities(path: Path) -> bytes:
+    """Read PEM certificates that may sign others. Raises `ValueError`, one sentence, if unusable."""
+    content = _read(path)
+    try:
+        x509.load_pem_x509_certificates(content)
+    except ValueError as problem:
+        raise ValueError(f"{path}: expected PEM certificates: {problem}") from problem
+    return content
+
+
 def _read(path: Path) -> bytes:
     try:
         with path.open("rb") as file:
@@ -105,28 +117,49 @@ def _read(path: Path) -> bytes:
 
 
 class ServerCertificate:
-    """What new connections are shown, and the gRPC credentials that show it.
+    """What new connections are shown and asked for, and the gRPC credentials that do it.
 
     Keep it for as long as the server lives: gRPC calls back into it at every handshake.
     """
 
-    def __init__(self, pair: CertificatePair, directory: Path | None = None) -> None:
-        """`directory` is where newer pairs may appear; None: never."""
+    def __init__(
+        self,
+        pair: CertificatePair,
+        directory: Path | None = None,
+        client_ca: Path | None = None,
+        client_authorities: bytes | None = None,
+    ) -> None:
+        """`directory` is where newer pairs may appear; None: never.
+
+        With `client_authorities`, PEM, clients must show a certificate that one of them signed;
+        `client_ca` is the file where newer ones may appear.
+        """
         self._directory = directory
+        self._client_ca = client_ca
         self._pair = pair
+        self._authorities = client_authorities
         self._rejected = ""
         # Assigned on the event loop, read by gRPC's handshake threads: one reference, no lock.
-        self._configuration = _configuration(pair)
+        self._configuration = _configuration(pair, client_authorities)
         self.credentials = grpc.dynamic_ssl_server_credentials(
-            self._configuration, lambda: self._configuration
+            self._configuration,
+            lambda: self._configuration,
+            require_client_authentication=client_authorities is not None,
         )
 
     @classmethod
-    def open(cls, directory: Path | None) -> "ServerCertificate":
+    def open(
+        cls,
+        directory: Path | None,
+        client_ca: Path | None = None,
+        client_authorities: bytes | None = None,
+    ) -> "ServerCertificate":
         """From `directory`, or self-signed. Raises `ValueError` if the files are unusable."""
-        if directory is not None:
-            return cls(read_pair(directory), directory)
-        return cls(self_signed(socket.gethostname(), dt.datetime.now(dt.UTC)))
+        if directory is None:
+            pair = self_signed(socket.gethostname(), dt.datetime.now(dt.UTC))
+        else:
+            pair = read_pair(directory)
+        return cls(pair, directory, client_ca, client_authorities)
 
     @property
     def pair(self) -> CertificatePair:
@@ -134,17 +167,18 @@ class ServerCertificate:
         return self._pair
 
     def reload(self) -> bool:
-        """Take a changed pair; true if there was one.
+        """Take what has changed in the files; true if anything has.
 
-        Raises `ValueError` if the files are unusable; the last good pair stays in force.
+        Raises `ValueError` if one of them is unusable; then the last good ones stay in force.
         """
-        if self._directory is None:
+        pair = self._pair if self._directory is None else read_pair(self._directory)
+        authorities = self._authorities
+        if self._client_ca is not None:
+            authorities = read_authorities(self._client_ca)
+        if (pair, authorities) == (self._pair, self._authorities):
             return False
-        pair = read_pair(self._directory)
-        if pair == self._pair:
-            return False
-        self._configuration = _configuration(pair)
-        self._pair = pair
+        self._configuration = _configuration(pair, authorities)
+        self._pair, self._authorities = pair, authorities
         return True
 
     async def watch(self, interval_s: float, report: Callable[[str, bool], None]) -> None:
@@ -153,7 +187,8 @@ class ServerCertificate:
         `report(sentence, good)` is called once for each pair taken, and once for each new reason
         why one was not; a reason that stays the same is not repeated.
         """
-        if self._directory is None:
+        watched = [str(path) for path in (self._directory, self._client_ca) if path is not None]
+        if not watched:
             return
         while True:
             await asyncio.sleep(interval_s)
@@ -166,8 +201,12 @@ class ServerCertificate:
                 continue
             self._rejected = ""
             if taken:
-                report(f"{self._directory}: the changed certificate is in force", True)
+                report(f"{' and '.join(watched)}: the changed certificate is in force", True)
 
 
-def _configuration(pair: CertificatePair) -> grpc.ServerCertificateConfiguration:
-    return grpc.ssl_server_certificate_configuration([(pair.private_key, pair.certificate_chain)])
+def _configuration(
+    pair: CertificatePair, authorities: bytes | None
+) -> grpc.ServerCertificateConfiguration:
+    return grpc.ssl_server_certificate_configuration(
+        [(pair.private_key, pair.certificate_chain)], root_certificates=authorities
+    )

@@ -465,6 +465,12 @@ METRICS: Final[tuple[MetricSpec, ...]] = (
         REQUEST_BUCKETS_S,
     ),
     MetricSpec(
+        "homing_extproc_connections_cut_total",
+        "counter",
+        "connections",
+        "Connections cut because they only opened streams and reset them.",
+    ),
+    MetricSpec(
         "homing_drain_cut_streams_total",
         "counter",
         "streams",

@@ -178,6 +178,16 @@ class Observation:
         self._telemetry.stream_closed(code, elapsed_s=duration_s)
 
     @_contained
+    def stream_shed(self, refusal: Refusal) -> None:
+        # Not among the recent ones: there would soon be nothing else.
+        self._telemetry.refused(refusal)
+        self._decisions.refused(refusal, time.monotonic())
+
+    @_contained
+    def connection_cut(self) -> None:
+        self._telemetry.connection_cut()
+
+    @_contained
     def drain_cut(self, streams: int) -> None:
         # From here on it is we who leave, not the client.
         self._cut = True

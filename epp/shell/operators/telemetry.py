@@ -283,6 +283,7 @@ class Telemetry:
         self._unknown_objective = numbers["homing_unknown_objective_total"].labels()
         self._drain_cut = numbers["homing_drain_cut_streams_total"].labels()
         self._failures = Children(_labelled(numbers["homing_telemetry_failures_total"]), 32)
+        self._connections_cut = numbers["homing_extproc_connections_cut_total"].labels()
         numbers["homing_info"].labels(__version__).set(1)
         if pool is not None:
             registry.register(PoolCollector(pool))
@@ -460,6 +461,10 @@ class Telemetry:
         self._streams.dec()
         self._streams_ended(code).inc()
         self._stream_s.observe(elapsed_s)
+
+    def connection_cut(self) -> None:
+        """A gateway's connection was cut because it only opened streams and reset them."""
+        self._connections_cut.inc()
 
     def drain_cut(self, streams: int) -> None:
         """`streams` were still open when the drain timed out."""

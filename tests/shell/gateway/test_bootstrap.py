@@ -179,6 +179,53 @@ def test_the_picker_is_reached_as_it_serves():
         assert "http2_protocol_options" in options["explicit_http_config"]
 
 
+def picker_tls(**options):
+    found = cluster(document(BootstrapOptions(**options)), "ext_proc")
+    return found["transport_socket"]["typed_config"]
+
+
+def test_a_certificate_is_shown_to_the_picker_where_there_is_one():
+    """Chain and key from the directory, as Kubernetes mounts a Secret; otherwise none."""
+    (shown,) = picker_tls(client_cert_path="/certs")["common_tls_context"]["tls_certificates"]
+    assert shown == {
+        "certificate_chain": {"filename": "/certs/tls.crt"},
+        "private_key": {"filename": "/certs/tls.key"},
+    }
+    assert "tls_certificates" not in picker_tls()["common_tls_context"]
+
+
+def test_the_pickers_certificate_is_verified_where_its_authority_is_given():
+    """By the authority alone, or by its name too."""
+    trust = picker_tls(picker_ca_file="/ca.crt")["common_tls_context"]["validation_context"]
+    assert trust == {"trusted_ca": {"filename": "/ca.crt"}}
+    named = picker_tls(picker_ca_file="/ca.crt", picker_server_name="picker.svc")
+    assert named["sni"] == "picker.svc"
+    (matcher,) = named["common_tls_context"]["validation_context"]["match_typed_subject_alt_names"]
+    assert matcher == {"san_type": "DNS", "matcher": {"exact": "picker.svc"}}
+
+
+def test_nothing_a_client_does_or_omits_is_kept_for_a_day():
+    """Headers, request and silence have limits; a long answer has a day."""
+    manager = connection_manager(document(BootstrapOptions()))
+    assert manager["request_headers_timeout"] == "10s"
+    assert manager["request_timeout"] == "300s"
+    assert manager["stream_idle_timeout"] == "3600s"
+    (host,) = manager["route_config"]["virtual_hosts"]
+    (route,) = host["routes"]
+    assert route["route"]["idle_timeout"] == "3600s"
+    assert route["route"]["timeout"] == "86400s"
+
+
+def test_a_client_that_resets_most_of_its_streams_loses_its_connection():
+    """Envoy's limits of rapid resets are written down, in the layer that Envoy reads them from."""
+    (layer,) = document(BootstrapOptions())["layered_runtime"]["layers"]
+    assert layer["static_layer"] == {
+        "overload.premature_reset_total_stream_count": 500,
+        "overload.premature_reset_min_stream_lifetime_seconds": 1,
+        "http.max_requests_per_io_cycle": 1,
+    }
+
+
 @pytest.mark.parametrize(
     ("address", "kind", "host"),
     [
@@ -248,6 +295,9 @@ def test_ports_and_hosts_are_where_they_were_asked_for():
         ({"picker_address": "picker:http"}, "does not end in a port"),
         ({"round_robin": ("10.0.0.1:99999",)}, "does not end in a port"),
         ({"message_timeout_s": 0.0}, "is not above 0"),
+        ({"plaintext": True, "picker_ca_file": "/ca"}, "spoken to in plaintext"),
+        ({"plaintext": True, "client_cert_path": "/certs"}, "spoken to in plaintext"),
+        ({"picker_server_name": "a"}, "'a' is given without the certificates"),
         ({"request_body_max_bytes": 2**32}, "request body limit of 4294967296 bytes"),
     ],
 )

@@ -375,6 +375,7 @@ def test_response_headers_carry_what_plugins_set():
         (RefusalReason.BODY_TOO_LARGE, 413, "invalid_request_error"),
         (RefusalReason.SATURATED, 429, "rate_limit_error"),
         (RefusalReason.NO_ENDPOINTS, 503, "service_unavailable"),
+        (RefusalReason.OVERLOADED, 503, "service_unavailable"),
         (RefusalReason.SHUTTING_DOWN, 503, "service_unavailable"),
     ],
 )

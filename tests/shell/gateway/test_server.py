@@ -1,18 +1,22 @@
 """The gRPC pump, with a real client on loopback."""
 
 import asyncio
+from contextlib import asynccontextmanager
 
 import grpc
 import pytest
 import structlog
 from envoy_data_plane.envoy.service.ext_proc import v3
+from grpc._cython import cygrpc
 from grpc_health.v1 import health_pb2
 
 import epp.shell.gateway.server
+from bench.raw_http2 import RawConnection
 from epp.core.protocol.messages import ResponseHeaders
 from epp.core.protocol.session import _HANDLERS, Phase, Session, SessionSettings
+from epp.shell.gateway.connections import ALLOWANCE_MAX
 from epp.shell.gateway.health import Health
-from epp.shell.gateway.server import ExtProcServer, grpc_server
+from epp.shell.gateway.server import SHEDDING_STREAMS_MAX, ExtProcServer, grpc_server
 from tests import gateway as gw
 from tests.envoy.rig import until
 from tests.streams import TIMEOUT_S, Call, channel_to
@@ -40,6 +44,12 @@ class Told(gw.Told):
         assert duration_s >= 0
         self.codes.append(code)
 
+    def stream_shed(self, refusal):
+        self.events.append(f"shed {refusal.status}")
+
+    def connection_cut(self):
+        self.events.append("connection cut")
+
     def drain_cut(self, streams):
         raise AssertionError("whoever drains tells it, not the server")
 
@@ -47,11 +57,11 @@ class Told(gw.Told):
 class Rig:
     """A server on loopback and what is behind it."""
 
-    def __init__(self):
+    def __init__(self, **options):
         self.scheduler = pods((0, 0.1), (0, 0.1))
         self.told = Told()
         self.gateways = []
-        self.ext_proc = ExtProcServer(self._session, self.told)
+        self.ext_proc = ExtProcServer(self._session, self.told, **options)
         self.health = Health()
         self.address = ""
         self.channel = None
@@ -83,10 +93,10 @@ class Rig:
         await self.closed(len(self.told.codes) or 1)
 
 
-@pytest.fixture
-async def rig():
-    rig = Rig()
-    server = grpc_server(RECEIVE_BYTES_MAX)
+@asynccontextmanager
+async def serving(connection_age_max_s=None, **options):
+    rig = Rig(**options)
+    server = grpc_server(RECEIVE_BYTES_MAX, connection_age_max_s)
     rig.ext_proc.add_to(server)
     rig.health.add_to(server)
     port = server.add_insecure_port("127.0.0.1:0")
@@ -98,6 +108,12 @@ async def rig():
         yield rig
     rig.health.close()
     await server.stop(0)
+
+
+@pytest.fixture
+async def rig():
+    async with serving() as rig:
+        yield rig
 
 
 async def test_a_request_and_its_response_go_through_one_stream(rig):
@@ -435,3 +451,232 @@ async def test_stopping_the_server_ends_every_stream(rig):
     for call in calls:
         code, _ = await call.failed()
         assert code is grpc.StatusCode.UNAVAILABLE
+
+
+class DeadContext:
+    """What gRPC hands to a handler, of a stream that is dead when it is written to."""
+
+    def __init__(self, error):
+        self._error = error
+        self.code = None
+
+    def peer(self):
+        return "ipv4:127.0.0.1:1"
+
+    async def write(self, message):
+        raise self._error
+
+    def set_code(self, code):
+        self.code = code
+
+    def set_details(self, details):
+        pass
+
+
+async def messages(*given, error=None):
+    for message in given:
+        yield message
+    if error is not None:
+        raise error
+
+
+GONE = [
+    pytest.param(cygrpc.ExecuteBatchError("failed"), id="the stream is dead"),
+    pytest.param(cygrpc._ServerStoppedError("stopped"), id="the server has stopped"),
+]
+
+
+@pytest.mark.parametrize("error", GONE)
+@pytest.mark.parametrize("where", ["write", "read"])
+async def test_a_stream_that_is_gone_is_cancelled_and_nothing_is_logged(error, where):
+    """gRPC may tell it by a failing read or write, before it cancels the handler."""
+    rig = Rig()
+    given = (gw.request_headers(), gw.request_body(gw.prompt("a secret prompt")))
+    stream = messages(*given) if where == "write" else messages(error=error)
+    with structlog.testing.capture_logs() as lines, pytest.raises(asyncio.CancelledError):
+        await rig.ext_proc._process(stream, DeadContext(error))
+    assert rig.told.codes == ["CANCELLED"]
+    assert lines == []
+    assert rig.ext_proc.open_streams == 0
+    assert "completed client left" not in rig.told.events[:1]
+
+
+async def test_a_wrong_use_of_grpc_is_a_defect():
+    """It is ours, so it is counted and logged as such."""
+    rig = Rig()
+    given = messages(gw.request_headers(), gw.request_body(gw.prompt()))
+    context = DeadContext(grpc.aio.UsageError("already finished"))
+    with structlog.testing.capture_logs() as lines:
+        await rig.ext_proc._process(given, context)
+    assert rig.told.codes == ["INTERNAL"]
+    assert context.code is grpc.StatusCode.INTERNAL
+    assert [line["event"] for line in lines] == ["a stream failed"]
+
+
+async def test_above_the_bound_of_open_streams_a_request_gets_503_with_a_reason():
+    """Told like any refusal, before a look at the message; with a place free again it is served."""
+    async with serving(streams_max=2) as rig:
+        held = [rig.call(), rig.call()]
+        for call in held:
+            await call.send(gw.request_headers())
+        await until(lambda: rig.ext_proc.open_streams == 2, "both streams")
+        shed = rig.call()
+        (answer,) = await shed.exchange(b"\xff no message at all", answers=1)
+        status, error = gw.refusal(answer)
+        assert status == 503
+        assert error["code"] == "rejected-overloaded"
+        assert error["type"] == "service_unavailable"
+        assert gw.set_headers(answer) == {
+            "content-type": "application/json",
+            "x-llm-d-request-dropped-reason": "rejected-overloaded",
+            "retry-after": "1",
+        }
+        assert await shed.ended() is grpc.StatusCode.OK
+        assert rig.told.events == ["shed 503"]
+        assert rig.told.opened == 2
+        await held[0].exchange(gw.request_body(gw.prompt()), answers=2)
+        assert await held[0].end() is grpc.StatusCode.OK
+        await until(lambda: rig.ext_proc.open_streams == 1, "a free place")
+        served = rig.call()
+        await served.exchange(gw.request_headers(end=True), answers=1)
+        assert await served.end() is grpc.StatusCode.OK
+
+
+async def test_of_shed_streams_only_so_many_are_waited_for(monkeypatch):
+    """Whoever opens streams and says nothing does not hold the picker's memory."""
+    monkeypatch.setattr(epp.shell.gateway.server, "SHEDDING_STREAMS_MAX", 3)
+    assert SHEDDING_STREAMS_MAX > 3
+    async with serving(streams_max=1) as rig:
+        await rig.call().send(gw.request_headers())
+        await until(lambda: rig.ext_proc.open_streams == 1, "the one stream")
+        silent = [rig.call() for _ in range(3)]
+        for call in silent:
+            await call.grpc.wait_for_connection()
+        await until(lambda: rig.told.events == ["shed 503"] * 3, "the silent streams")
+        code, details = await rig.call().failed()
+        assert code is grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert "overloaded" in details
+        silent[0].grpc.cancel()
+        await until(lambda: rig.ext_proc._shedding == 2, "the end of a silent stream")
+
+
+@asynccontextmanager
+async def raw(rig, count=1):
+    """Connections that can do what no gRPC client does."""
+    port = int(rig.address.rpartition(":")[2])
+    connections = [await RawConnection.open(port) for _ in range(count)]
+    try:
+        yield connections
+    finally:
+        for connection in connections:
+            await connection.close()
+
+
+async def test_four_thousand_requests_at_once_are_all_served(rig):
+    """On four connections; gRPC's own limits would lose a third of them."""
+    request = gw.request_headers(), gw.request_body(gw.prompt())
+    async with raw(rig, 4) as connections:
+        opened = [connection.open_streams(1_000, request) for connection in connections]
+        async with asyncio.timeout(50):
+            for connection, streams in zip(connections, opened, strict=True):
+                await connection.all_ended(streams, 50)
+        lost = [c.lost(streams) for c, streams in zip(connections, opened, strict=True)]
+    assert lost == [0, 0, 0, 0]
+    await rig.closed(4_000)
+    assert set(rig.told.codes) == {"OK"}
+
+
+async def test_a_connection_that_only_resets_is_cut_and_the_others_are_served(rig):
+    """Its streams are cancelled, it is counted and logged once, an innocent one loses nothing."""
+    request = gw.request_headers(), gw.request_body(gw.prompt())
+    async with raw(rig, 2) as (innocent, hostile):
+        with structlog.testing.capture_logs() as lines:
+            # More than the allowance: gRPC drops some before Python hears of them.
+            while not hostile.closed:
+                hostile.open_and_reset(ALLOWANCE_MAX // 4)
+                (stream,) = innocent.open_streams(1, request)
+                await innocent.all_ended([stream], 15)
+                assert innocent.lost([stream]) == 0
+        assert not innocent.closed
+        (line,) = lines
+        assert line["event"].startswith("connection cut")
+        assert rig.told.events.count("connection cut") == 1
+    await until(lambda: not rig.ext_proc.open_streams, "the end of all streams")
+
+
+async def test_thousands_of_resets_at_once_cost_no_innocent_request(rig, monkeypatch):
+    """Also where the connection cannot be cut: what waits behind them is served in its turn."""
+    monkeypatch.setattr(epp.shell.gateway.server, "cut", lambda peer: False)
+    request = gw.request_headers(), gw.request_body(gw.prompt())
+    async with raw(rig, 2) as (innocent, hostile):
+        asked = []
+        for _ in range(10):
+            hostile.open_and_reset(500)
+            asked += innocent.open_streams(2, request)
+            await asyncio.sleep(0)
+        await innocent.all_ended(asked, 30)
+        assert innocent.lost(asked) == 0
+        assert not hostile.closed
+
+
+async def test_a_gateway_whose_clients_leave_early_is_not_cut(rig):
+    """As long as it serves others: each answer gives its whole allowance back."""
+    request = gw.request_headers(), gw.request_body(gw.prompt())
+    async with raw(rig) as (gateway,):
+        for _ in range(5):
+            gateway.open_and_reset(ALLOWANCE_MAX // 2)
+            streams = gateway.open_streams(1, request)
+            await gateway.all_ended(streams, 15)
+            assert gateway.lost(streams) == 0
+        assert not gateway.closed
+    assert "connection cut" not in rig.told.events
+
+
+async def test_health_is_answered_before_a_burst_is_worked_off(rig):
+    """It has a queue of its own: a gateway must not take a busy picker for a dead one."""
+    request = gw.request_headers(), gw.request_body(gw.prompt())
+    check = rig.channel.unary_unary("/grpc.health.v1.Health/Check")
+    await check(b"", timeout=TIMEOUT_S)
+    async with raw(rig) as (connection,):
+        streams = connection.open_streams(2_000, request)
+        await until(lambda: rig.told.codes, "the first of them")
+        await check(b"", timeout=TIMEOUT_S)
+        assert len(rig.told.codes) < 2_000
+        await connection.all_ended(streams, 30)
+
+
+async def test_a_connection_of_age_is_left_without_a_loss():
+    """After the GOAWAY what is open goes on, what arrives is served, and then it is closed."""
+    request = gw.request_headers(), gw.request_body(gw.prompt())
+    async with serving(connection_age_max_s=0.2) as rig, raw(rig) as (connection,):
+        connection.answers_pings = False
+        (held,) = connection.open_streams(1)
+        await until(lambda: connection.goaways, "the GOAWAY")
+        # The GOAWAY is under way to a gateway until it acknowledges the ping behind it.
+        (late,) = connection.open_streams(1, request)
+        await connection.all_ended([late], 15)
+        assert connection.lost([late]) == 0
+        connection.answer_pings()
+        await until(lambda: len(connection.goaways) == 2, "the second GOAWAY")
+        assert connection.goaways[1] == late
+        assert not connection.closed
+        connection.send(held, request)
+        await connection.all_ended([held], 15)
+        assert connection.lost([held]) == 0
+        await until(lambda: connection.closed, "the end of the connection")
+
+
+async def test_quiet_is_since_the_last_stream_was_opened_or_closed():
+    """None of a stream that is open; infinite before the first."""
+    now = 100.0
+    async with serving(clock=lambda: now) as rig:
+        assert rig.ext_proc.quiet_for_s() == float("inf")
+        call = rig.call()
+        await call.send(gw.request_headers())
+        await until(lambda: rig.ext_proc.open_streams == 1, "the stream")
+        now = 105.0
+        assert rig.ext_proc.quiet_for_s() == 0
+        call.grpc.cancel()
+        await until(lambda: not rig.ext_proc.open_streams, "its end")
+        now = 107.0
+        assert rig.ext_proc.quiet_for_s() == 7

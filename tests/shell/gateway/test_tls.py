@@ -12,6 +12,7 @@ from epp.shell.gateway.tls import (
     PEM_BYTES_MAX,
     CertificatePair,
     ServerCertificate,
+    read_authorities,
     read_pair,
     self_signed,
 )
@@ -173,4 +174,82 @@ async def test_watching_reports_each_change_once(tmp_path):
         write(tmp_path, replacement)
         assert (await reports.get())[1]
         assert certificate.pair == replacement
+        watching.cancel()
+
+
+def asking_for_clients(path, directory=None):
+    return ServerCertificate.open(directory, path, read_authorities(path))
+
+
+async def called(port, certificate, client=None):
+    """The status that a client which shows the pair `client` gets for an unknown method."""
+    shown = (client.private_key, client.certificate_chain) if client else (None, None)
+    credentials = grpc.ssl_channel_credentials(certificate.pair.certificate_chain, *shown)
+    options = [("grpc.use_local_subchannel_pool", 1)]
+    async with grpc.aio.secure_channel(f"localhost:{port}", credentials, options) as channel:
+        with pytest.raises(grpc.aio.AioRpcError) as answered:
+            await channel.unary_unary("/no/Such")(b"", timeout=15)
+        return answered.value.code()
+
+
+async def test_only_a_client_with_a_certificate_of_the_authority_gets_in(tmp_path):
+    """One without, and one whose certificate another signed, end at the handshake."""
+    known, unknown = self_signed("gateway", NOW), self_signed("stranger", NOW)
+    (tmp_path / "ca.crt").write_bytes(known.certificate_chain)
+    certificate = asking_for_clients(tmp_path / "ca.crt")
+    async with serving(certificate) as port:
+        assert await called(port, certificate, known) is grpc.StatusCode.UNIMPLEMENTED
+        assert await called(port, certificate, unknown) is grpc.StatusCode.UNAVAILABLE
+        assert await called(port, certificate) is grpc.StatusCode.UNAVAILABLE
+
+
+async def test_a_changed_authority_counts_for_new_connections(tmp_path):
+    """After a reload the other client gets in, and the first one does not any more."""
+    first, second = self_signed("a", NOW), self_signed("b", NOW)
+    file = tmp_path / "ca.crt"
+    file.write_bytes(first.certificate_chain)
+    certificate = asking_for_clients(file)
+    async with serving(certificate) as port:
+        assert not certificate.reload()
+        file.write_bytes(second.certificate_chain)
+        assert await called(port, certificate, first) is grpc.StatusCode.UNIMPLEMENTED
+        assert certificate.reload()
+        assert await called(port, certificate, second) is grpc.StatusCode.UNIMPLEMENTED
+        assert await called(port, certificate, first) is grpc.StatusCode.UNAVAILABLE
+
+
+async def test_an_unusable_authority_never_opens_the_port(tmp_path):
+    """The last good one stays in force, as with a certificate; nobody gets in without one."""
+    known = self_signed("gateway", NOW)
+    file = tmp_path / "ca.crt"
+    file.write_bytes(known.certificate_chain)
+    certificate = asking_for_clients(file)
+    async with serving(certificate) as port:
+        for content in (b"", b"garbage"):
+            file.write_bytes(content)
+            with pytest.raises(ValueError, match=r"ca\.crt: expected PEM certificates"):
+                certificate.reload()
+        file.unlink()
+        with pytest.raises(ValueError, match=r"ca\.crt: cannot be read"):
+            certificate.reload()
+        assert await called(port, certificate, known) is grpc.StatusCode.UNIMPLEMENTED
+        assert await called(port, certificate) is grpc.StatusCode.UNAVAILABLE
+
+
+async def test_an_authority_is_watched_also_beside_a_self_signed_certificate(tmp_path):
+    """The report names the file."""
+    file = tmp_path / "ca.crt"
+    file.write_bytes(self_signed("a", NOW).certificate_chain)
+    certificate = asking_for_clients(file)
+    reports = asyncio.Queue()
+    async with asyncio.timeout(20), asyncio.TaskGroup() as tasks:
+        watching = tasks.create_task(
+            certificate.watch(0.001, lambda *report: reports.put_nowait(report))
+        )
+        file.write_bytes(self_signed("b", NOW).certificate_chain)
+        sentence, good = await reports.get()
+        # It may be read while it is written.
+        while not good:
+            sentence, good = await reports.get()
+        assert str(file) in sentence
         watching.cancel()

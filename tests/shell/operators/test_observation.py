@@ -207,6 +207,18 @@ def test_an_endpoint_that_is_set_aside_is_counted_and_logged(observed):
     assert observed("set_aside_total", **labels) == 1
 
 
+def test_a_stream_that_was_not_looked_at_is_counted_as_a_request_that_failed(observed):
+    """By its reason, without a model; the log has its line."""
+    refusal = Refusal(reason=RefusalReason.OVERLOADED, status=503, message="no")
+    observed.observation.stream_shed(refusal)
+    unknown = dict.fromkeys(LLAMA, "") | {"priority": "0"}
+    assert observed("refusals_total", reason="rejected-overloaded") == 1
+    assert observed("request_total", **unknown) == 1
+    assert observed("request_error_total", **unknown, error_code="rejected-overloaded") == 1
+    assert observed("extproc_streams_inflight") == 0
+    assert observed.lines == ["refusal"]
+
+
 def test_streams_and_what_goes_wrong_in_them_are_counted(observed):
     """Open ones, ended ones by their code, breaches of the protocol, unknown modes, the cut."""
     told = observed.observation
@@ -215,10 +227,12 @@ def test_streams_and_what_goes_wrong_in_them_are_counted(observed):
     told.stream_closed("CANCELLED", 2.5)
     told.unknown_body_mode(9)
     told.protocol_violated("routed", "RequestHeaders")
+    told.connection_cut()
     told.drain_cut(1)
     assert observed("extproc_streams_inflight") == 1
     assert observed("extproc_streams_total", code="CANCELLED") == 1
     assert observed("extproc_stream_duration_seconds_sum") == 2.5
     assert observed("unknown_body_mode_total", mode="9") == 1
     assert observed("protocol_violations_total", phase="routed", event="RequestHeaders") == 1
+    assert observed("extproc_connections_cut_total") == 1
     assert observed("drain_cut_streams_total") == 1

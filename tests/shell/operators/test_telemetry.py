@@ -113,6 +113,7 @@ def exercise(exported):
     telemetry.config_rejected()
     telemetry.stream_opened()
     telemetry.stream_closed("OK", elapsed_s=1.0)
+    telemetry.connection_cut()
     telemetry.drain_cut(2)
     telemetry.failed("internal")
     telemetry.telemetry_failed("decided")

@@ -1,0 +1,192 @@
+"""HTTP/2 by hand: what a hostile or hurried gateway can send, without the cost of a gRPC client.
+
+A `RawConnection` opens streams by the thousand, each with the messages of an ext_proc request, or
+resets them as soon as they are open (rapid reset). It honours flow control, and of what comes back
+it keeps how each stream ended. Header blocks are literals without indexing and every one is the
+same, so that the client costs a few microseconds a stream.
+"""
+
+import asyncio
+import struct
+from collections import deque
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import Final
+
+PATH: Final = "/envoy.service.ext_proc.v3.ExternalProcessor/Process"
+PREFACE: Final = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
+
+DATA, HEADERS, RST_STREAM, SETTINGS, PING, GOAWAY, WINDOW_UPDATE = 0, 1, 3, 4, 6, 7, 8
+END_STREAM, END_HEADERS, ACK = 1, 4, 1
+CANCEL: Final = 8
+INITIAL_WINDOW_SIZE: Final = 4
+WINDOW_BYTES: Final = 65_535
+WINDOW_BYTES_MAX: Final = 2**31 - 1
+
+
+def frame(kind: int, flags: int, stream: int, payload: bytes = b"") -> bytes:
+    """One HTTP/2 frame."""
+    return struct.pack(">I", len(payload))[1:] + struct.pack(">BBI", kind, flags, stream) + payload
+
+
+def _literal(name: str, value: str) -> bytes:
+    # Lengths below 127 are one byte.
+    return b"".join(
+        (b"\x00", bytes((len(name),)), name.encode(), bytes((len(value),)), value.encode())
+    )
+
+
+def header_block(**fields: str) -> bytes:
+    """Pseudo headers by their names without the colon; of others "_" stands for "-"."""
+    pseudo = ("method", "scheme", "path", "authority")
+    return b"".join(
+        _literal(f":{name}" if name in pseudo else name.replace("_", "-"), value)
+        for name, value in fields.items()
+    )
+
+
+EXT_PROC: Final = header_block(
+    method="POST",
+    scheme="http",
+    path=PATH,
+    authority="picker",
+    te="trailers",
+    content_type="application/grpc",
+)
+
+
+def grpc_message(message: bytes) -> bytes:
+    """`message` as gRPC frames it, uncompressed."""
+    return struct.pack(">BI", 0, len(message)) + message
+
+
+class RawConnection:
+    """One connection. `answered`: streams that got data; `ended`: streams that are over."""
+
+    def __init__(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, headers: bytes
+    ) -> None:
+        self._headers = headers
+        self._reader = reader
+        self._writer = writer
+        self._next = 1
+        self._window_bytes = WINDOW_BYTES
+        self._waiting: deque[bytes] = deque()
+        self.answered: dict[int, bytes] = {}
+        self.ended: set[int] = set()
+        self.resets: dict[int, int] = {}
+        """Stream -> error code of the RST_STREAM that came for it."""
+        self.goaways: list[int] = []
+        """The last stream that each GOAWAY says is served."""
+        self.answers_pings = True
+        self._pings: list[bytes] = []
+        self.closed = False
+        self._changed = asyncio.Event()
+        self._reading = asyncio.create_task(self._read(), name="raw connection")
+
+    @classmethod
+    async def open(cls, port: int, headers: bytes = EXT_PROC) -> "RawConnection":
+        """Connect in plaintext on loopback; every stream will have the block `headers`."""
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        settings = struct.pack(">HI", INITIAL_WINDOW_SIZE, WINDOW_BYTES_MAX)
+        more = struct.pack(">I", WINDOW_BYTES_MAX - WINDOW_BYTES)
+        writer.write(PREFACE + frame(SETTINGS, 0, 0, settings) + frame(WINDOW_UPDATE, 0, 0, more))
+        return cls(reader, writer, headers)
+
+    async def close(self) -> None:
+        """Leave without a goodbye."""
+        self._reading.cancel()
+        self._writer.close()
+        with suppress(asyncio.CancelledError, OSError):
+            await self._reading
+
+    def open_streams(self, count: int, messages: Sequence[bytes] = ()) -> list[int]:
+        """Open `count` streams in one go and send `messages` and a half-close on each.
+
+        Headers of all go before the first message of any. Without messages the streams stay open.
+        """
+        streams = [self._next + 2 * number for number in range(count)]
+        self._next += 2 * count
+        self._writer.write(
+            b"".join(frame(HEADERS, END_HEADERS, stream, self._headers) for stream in streams)
+        )
+        for stream in streams if messages else ():
+            self.send(stream, messages)
+        return streams
+
+    def send(self, stream: int, messages: Sequence[bytes]) -> None:
+        """Send `messages` and a half-close on a stream that is open."""
+        payload = b"".join(map(grpc_message, messages))
+        self._waiting.append(frame(DATA, END_STREAM, stream, payload))
+        self._send_data()
+
+    def open_and_reset(self, count: int) -> None:
+        """Open `count` streams and reset each at once."""
+        code = struct.pack(">I", CANCEL)
+        parts = []
+        for _ in range(count):
+            parts.append(frame(HEADERS, END_HEADERS, self._next, self._headers))
+            parts.append(frame(RST_STREAM, 0, self._next, code))
+            self._next += 2
+        self._writer.write(b"".join(parts))
+
+    def answer_pings(self) -> None:
+        """Acknowledge those that wait for it; a server learns by it what we had read when."""
+        self._writer.write(b"".join(frame(PING, ACK, 0, payload) for payload in self._pings))
+        self._pings.clear()
+
+    async def flushed(self) -> None:
+        """Until the peer has taken most of what was written."""
+        await self._writer.drain()
+
+    async def all_ended(self, streams: Sequence[int], timeout_s: float) -> None:
+        """Until every one of `streams` is over, or the connection is; raises `TimeoutError`."""
+        async with asyncio.timeout(timeout_s):
+            while not self.closed and not self.ended.issuperset(streams):
+                self._changed.clear()
+                await self._changed.wait()
+
+    def lost(self, streams: Sequence[int]) -> int:
+        """How many of `streams` ended, or were cut, without an answer."""
+        return sum(not (stream in self.answered and stream in self.ended) for stream in streams)
+
+    def _send_data(self) -> None:
+        parts = []
+        while self._waiting and len(self._waiting[0]) - 9 <= self._window_bytes:
+            data = self._waiting.popleft()
+            self._window_bytes -= len(data) - 9
+            parts.append(data)
+        if parts:
+            self._writer.write(b"".join(parts))
+
+    async def _read(self) -> None:
+        with suppress(asyncio.IncompleteReadError, OSError):
+            while True:
+                head = await self._reader.readexactly(9)
+                length = int.from_bytes(head[:3], "big")
+                payload = await self._reader.readexactly(length)
+                self._take(head[3], head[4], int.from_bytes(head[5:9], "big"), payload)
+        self.closed = True
+        self._changed.set()
+
+    def _take(self, kind: int, flags: int, stream: int, payload: bytes) -> None:
+        if kind == DATA:
+            self.answered[stream] = self.answered.get(stream, b"") + payload
+        elif kind == RST_STREAM:
+            self.resets[stream] = int.from_bytes(payload, "big")
+            self.ended.add(stream)
+        elif kind == SETTINGS and not flags & ACK:
+            self._writer.write(frame(SETTINGS, ACK, 0))
+        elif kind == PING and not flags & ACK:
+            self._pings.append(payload)
+            if self.answers_pings:
+                self.answer_pings()
+        elif kind == WINDOW_UPDATE and stream == 0:
+            self._window_bytes += int.from_bytes(payload, "big")
+            self._send_data()
+        elif kind == GOAWAY:
+            self.goaways.append(int.from_bytes(payload[:4], "big"))
+        if kind in {DATA, HEADERS} and flags & END_STREAM:
+            self.ended.add(stream)
+        if kind in {DATA, HEADERS, RST_STREAM}:
+            self._changed.set()

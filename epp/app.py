@@ -21,7 +21,7 @@ from epp.configuration.live import LiveConfiguration, Offer
 from epp.core.decision.scheduler import Scheduler, SchedulerSettings
 from epp.core.protocol.budget import BodyBudget
 from epp.core.protocol.session import SessionSettings
-from epp.core.types import Endpoint, EndpointMetrics
+from epp.core.types import Endpoint, EndpointMetrics, Seconds
 from epp.shell.engines.scrape import BACKOFF_S_MAX, ScrapeFailure, Scraper
 from epp.shell.engines.sources import page_reader, scraped_from
 from epp.shell.files.endpoints_file import EndpointsFileError, load_endpoints
@@ -50,6 +50,8 @@ if TYPE_CHECKING:
     from epp.shell.kubernetes.cluster import Cluster
 
 TICK_S: Final = 1.0
+FIRST_PASS_S_MAX: Final = 10.0
+"""Endpoints that do not answer keep the picker from being ready no longer than this."""
 INTERVAL_CHANGE_MIN: Final = 0.1
 """By what share the interval between scrapes changes before its limits are set anew."""
 GARBAGE_THRESHOLDS: Final = (50_000, 20, 20)
@@ -120,6 +122,9 @@ class EndpointPicker:
         self._config_watcher = FileWatcher(
             Path(flags.config_file), self._file_changed, _report_file, bytes_max=CONFIG_MAX_BYTES
         )
+        self._known_since_s: Seconds | None = None
+        self._scraped = False
+        """The first pass over the endpoints is done, or has taken long enough."""
         self._endpoints_watcher = FileWatcher(
             Path(flags.endpoints_file), self._endpoints_changed, _report_file
         )
@@ -170,7 +175,10 @@ class EndpointPicker:
             seed=seed,
         )
         self.ext_proc = ExtProcServer(
-            self.sessions.open, self.observation, streams_max=flags.concurrent_streams_max
+            self.sessions.open,
+            self.observation,
+            streams_max=flags.concurrent_streams_max,
+            request_timeout_s=flags.request_timeout,
         )
         self.health = Health()
         self._gateway = GatewayService(flags, self.ext_proc, self.health, self.observation)
@@ -259,6 +267,7 @@ class EndpointPicker:
         while True:
             await asyncio.sleep(TICK_S)
             self.scheduler.tick(time.monotonic())
+            self._asked()
             self._failing_plugins.report()
 
     # At start a problem of the configuration or the endpoints is fatal.
@@ -377,7 +386,31 @@ class EndpointPicker:
         self.sessions.know(found)
 
     def _update_ready(self) -> None:
-        self.health.set_ready(self._cluster is None or self._cluster.ready)
+        known = self._cluster is None or self._cluster.ready
+        if known and self._known_since_s is None:
+            self._known_since_s = time.monotonic()
+        self.health.set_ready(known and self._first_pass_done())
+
+    def _first_pass_done(self) -> bool:
+        """Whether every endpoint was asked once and somebody can serve, or `FIRST_PASS_S_MAX` passed.
+
+        Once it is done it stays so: later endpoints join a picker that serves.
+        """
+        if self._scraped or self._known_since_s is None:
+            return self._scraped
+        now = time.monotonic()
+        pool = self.scheduler.pool
+        self._scraped = (
+            not len(pool)
+            or (self._scraper.passed and len(pool.ready(None, now)) > 0)
+            or now - self._known_since_s > FIRST_PASS_S_MAX
+        )
+        return self._scraped
+
+    def _asked(self) -> None:
+        """An endpoint was scraped, be it in vain."""
+        if not self._scraped:
+            self._update_ready()
 
     # What others call back.
 
@@ -385,12 +418,14 @@ class EndpointPicker:
         slot = self.scheduler.pool.slot_of(endpoint)
         if slot is not None:
             self.scheduler.observe(slot, metrics, time.monotonic())
+        self._asked()
 
     def _scrape_failed(self, endpoint: Endpoint, kind: ScrapeFailure, sentence: str) -> None:
         self.telemetry.scrape_failed(kind)
         slot = self.scheduler.pool.slot_of(endpoint)
         if slot is not None:
             self.scheduler.observe_failure(slot, answered=kind.answered)
+        self._asked()
         _log.debug("scrape failed", endpoint=endpoint.name, kind=kind, problem=sentence)
 
     def _snapshot(self) -> PoolSnapshot:

@@ -139,14 +139,26 @@ def write_endpoints(tmp_path, endpoints, objectives=None):
 
 
 @asynccontextmanager
-async def serving(tmp_path, endpoints, *more, config=None, objectives=None, tls=False):
+async def serving(
+    tmp_path, endpoints, *more, config=None, objectives=None, tls=False, first_pass=True
+):
+    """A picker in this process; `first_pass`: as if its endpoints had all been asked."""
     given, (port, *_) = arguments_for(tmp_path, endpoints, config, objectives)
     secure = [] if tls else ["--secure-serving=false"]
     with structlog.testing.capture_logs() as lines:
         picker = EndpointPicker(parse_serve([*given, *secure, *more], {}))
         stop, hurry = asyncio.Event(), asyncio.Event()
         served = asyncio.create_task(picker.serve(stop, hurry))
-        await until(lambda: served.done() or picker.health.ready, "the picker to serve")
+        served_line = {"event": "serving"}.items()
+        await until(
+            lambda: served.done() or any(served_line <= line.items() for line in lines),
+            "the picker to serve",
+        )
+        if first_pass:
+            # Endpoints without metrics would keep it from being ready for their five seconds.
+            picker._scraped = True
+            picker._update_ready()
+            await until(lambda: served.done() or picker.health.ready, "the picker to be ready")
         assert not served.done(), await served
         credentials = await trusting(port) if tls else None
         try:
@@ -184,6 +196,55 @@ async def test_a_request_over_grpc_is_decided(tls, tmp_path):
         labels = {"model_name": "my-model", "target_model_name": "my-model", "priority": "0"}
         assert running.metric("request_total", **labels) == 1
         assert running.metric("known_endpoints", name="") == 2
+
+
+async def test_a_picker_is_ready_when_its_endpoints_have_been_asked(tmp_path):
+    """So that a restart answers no 503: not before one has answered and the others were tried."""
+    asked = asyncio.Event()
+
+    async def page(_):
+        await asked.wait()
+        return web.Response(text="vllm:num_requests_waiting 0\n")
+
+    application = web.Application()
+    application.add_routes([web.get("/metrics", page)])
+    runner = web.AppRunner(application)
+    await runner.setup()
+    (answers, refuses) = free_ports(2)
+    await web.TCPSite(runner, "127.0.0.1", answers).start()
+    endpoints = [
+        {"name": str(port), "address": "127.0.0.1", "port": port} for port in (answers, refuses)
+    ]
+    async with serving(tmp_path, endpoints, first_pass=False) as running:
+        picker = running.picker
+        refusing = next(
+            at for _, at in running.scheduler.pool.endpoints() if at.name == str(refuses)
+        )
+        await until(lambda: picker._scraper.problem_of(refusing), "the first scrape in vain")
+        assert not picker.health.ready
+        asked.set()
+        await until(lambda: picker.health.ready, "the first pass")
+        assert await running.pick() == f"127.0.0.1:{answers}"
+        # Later ones join a picker that serves.
+        write_endpoints(tmp_path, [*endpoints, {"name": "new", "address": "127.0.0.1", "port": 9}])
+        await until(lambda: len(running.scheduler.pool) == 3, "the new endpoint")
+        assert picker.health.ready
+    await runner.cleanup()
+
+
+@pytest.mark.parametrize("endpoints", [[], TWO], ids=["none", "without metrics"])
+async def test_nobody_to_ask_keeps_a_picker_not_ready_for_no_longer_than_the_bound(
+    endpoints, tmp_path, monkeypatch
+):
+    """No endpoints is an answer; those that never answer are not waited for for ever."""
+    monkeypatch.setattr("epp.app.FIRST_PASS_S_MAX", 0.5)
+    async with serving(tmp_path, endpoints, first_pass=False) as running:
+        if not endpoints:
+            assert running.picker.health.ready
+        else:
+            assert not running.picker.health.ready
+            await until(lambda: running.picker.health.ready, "the bound")
+            assert (await running.refused())[0] == 503
 
 
 async def test_health_is_on_both_ports_and_ends_with_the_drain(tmp_path):

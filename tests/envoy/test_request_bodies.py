@@ -9,6 +9,7 @@ import pytest
 
 from epp.configuration.flags import BodyMode
 from epp.core.protocol.messages import BODY_CHUNK_BYTES_MAX, DESTINATION_HEADER
+from epp.core.protocol.session import SessionSettings
 from tests.envoy.rig import RawConnection, http_connections, until
 
 pytestmark = pytest.mark.envoy
@@ -181,11 +182,13 @@ async def test_the_pod_sees_the_clients_headers_and_no_control_headers(wire):
 @pytest.mark.parametrize("target", ["a", "a-model-with-a-much-longer-name"])
 async def test_a_rewritten_model_is_all_that_changes(mode, target, wire):
     """The pod gets the new name, shorter or longer, and every other byte as it was."""
-    wired = await wire(request_body_mode=mode)
+    settings = SessionSettings(rewrite={"asked-for": target}.get)
+    wired = await wire(request_body_mode=mode, settings=settings)
     template = (
         b'{ "prompt" : "h\\u00e9 <&> 1.50", "n":1.0,\n"model":  "%b" , "x": 12345678901234567890 }'
     )
-    headers = {"x-llm-d-model-name-rewrite": target}
+    # A client that says so itself is not heard: the gateway strips it.
+    headers = {"x-llm-d-model-name-rewrite": "of-the-client"}
     async with wired.client.post(PATH, data=template % b"asked-for", headers=headers) as response:
         assert response.status == 200
     assert_arrived(wired.pod, template % target.encode())

@@ -62,6 +62,7 @@ class _Target:
         "problem",
         "resting",
         "task",
+        "tried",
     )
 
     def __init__(self, endpoint: Endpoint, client: PageClient, account: Account) -> None:
@@ -78,6 +79,8 @@ class _Target:
         """When the next scrape would be due without failures."""
         self.resting: asyncio.Future[None] | None = None
         self.task: asyncio.Task[None] | None = None
+        self.tried = False
+        """It was scraped, be it in vain."""
 
 
 class Scraper:
@@ -126,6 +129,11 @@ class Scraper:
     def interval_s(self) -> Seconds:
         """Mean time between two scrapes of one endpoint that answers."""
         return self._interval_s(len(self._targets))
+
+    @property
+    def passed(self) -> bool:
+        """Every endpoint there is was asked once, whatever it answered."""
+        return all(target.tried for target in self._targets.values())
 
     def configure(self, reader: PageReader) -> None:
         """Read pages with `reader` from the next one on."""
@@ -269,11 +277,13 @@ class Scraper:
             self._scraped(clock() - started_s)
 
     def _take(self, target: _Target, page: bytes) -> None:
+        target.tried = True
         metrics = self._reader.read(page, target.endpoint.labels, target.memory)
         if self._is_current(target):
             self._observe(target.endpoint, metrics)
 
     def _fail(self, target: _Target, kind: ScrapeFailure, sentence: str) -> None:
+        target.tried = True
         target.failures += 1
         target.problem = kind, sentence
         if self._is_current(target):

@@ -100,6 +100,7 @@ from envoy_data_plane.google.protobuf import Struct as ProtobufStruct
 from msgspec import Struct
 
 from epp.configuration.flags import BodyMode
+from epp.core.protocol.messages import REWRITE_HEADERS
 
 DESTINATION_HEADER: Final = "x-gateway-destination-endpoint"
 
@@ -109,13 +110,15 @@ CLIENT_HEADERS_REMOVED: Final = (
     f"{DESTINATION_HEADER}-served",
     f"{DESTINATION_HEADER}-scores",
     f"{DESTINATION_HEADER}-fallback",
+    *REWRITE_HEADERS,
     "x-prefiller-host-port",
     "x-encoder-hosts-ports",
     "x-data-parallel-host-port",
     "x-kv-cache-source-host-port",
 )
-"""Addresses that only the picker may set: with it down and failing open, ORIGINAL_DST would send
-a client's request wherever the client says."""
+"""What only gateway and picker may set. Addresses: with the picker down and failing open,
+ORIGINAL_DST would send a client's request wherever the client says. The served model: a picker with
+`--trust-model-rewrite-header` obeys it."""
 
 _RESPONSE_MAX: Final = timedelta(days=1)
 """A long generation is not a stuck one; Envoy's own limit of 15 s ends it."""

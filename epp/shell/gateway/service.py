@@ -73,9 +73,10 @@ class GatewayService:
 
     def loops(self) -> dict[str, Coroutine[Any, Any, None]]:
         """What is to run beside it until it has drained, by the name of its task."""
-        if self._certificate is None or not self._flags.enable_cert_reload:
-            return {}
-        return {"certificate": self._certificate.watch(CERTIFICATE_POLL_S, _report_certificate)}
+        loops: dict[str, Coroutine[Any, Any, None]] = {"overdue": self._ext_proc.watch()}
+        if self._certificate is not None and self._flags.enable_cert_reload:
+            loops["certificate"] = self._certificate.watch(CERTIFICATE_POLL_S, _report_certificate)
+        return loops
 
     async def drain(self, hurry: asyncio.Event) -> None:
         """Not ready; for `drain_grace` as before; then end what can end, and stop when it is quiet.

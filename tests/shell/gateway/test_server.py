@@ -1,6 +1,7 @@
 """The gRPC pump, with a real client on loopback."""
 
 import asyncio
+import time
 from contextlib import asynccontextmanager
 
 import grpc
@@ -12,6 +13,7 @@ from grpc_health.v1 import health_pb2
 
 import epp.shell.gateway.server
 from bench.raw_http2 import RawConnection
+from epp.core.protocol.budget import BodyBudget
 from epp.core.protocol.messages import ResponseHeaders
 from epp.core.protocol.session import _HANDLERS, Phase, Session, SessionSettings
 from epp.shell.gateway.connections import ALLOWANCE_MAX
@@ -60,6 +62,7 @@ class Rig:
     def __init__(self, **options):
         self.scheduler = pods((0, 0.1), (0, 0.1))
         self.told = Told()
+        self.budget = BodyBudget(64 * 1024 * 1024)
         self.gateways = []
         self.ext_proc = ExtProcServer(self._session, self.told, **options)
         self.health = Health()
@@ -68,7 +71,10 @@ class Rig:
 
     def _session(self, gateway):
         self.gateways.append(gateway)
-        return Session(self.scheduler, SessionSettings(), gateway, self.told, lambda: "generated")
+        settings = SessionSettings()
+        return Session(
+            self.scheduler, settings, gateway, self.told, lambda: "generated", self.budget
+        )
 
     @property
     def leases(self):
@@ -340,6 +346,44 @@ async def test_a_refusal_ends_the_stream_with_ok(rig):
     assert await call.ended() is grpc.StatusCode.OK
     await rig.closed(1)
     assert rig.told.codes == ["OK"]
+
+
+async def test_a_request_that_does_not_become_whole_is_refused_in_time(rig):
+    """Whatever is missing; those that are routed wait for their pods as long as they like."""
+    silent, headless, unfinished, routed = (rig.call() for _ in range(4))
+    await headless.send(gw.request_headers())
+    await unfinished.send(gw.request_headers(), gw.request_body(gw.prompt()[:9], end=False))
+    await routed.exchange(gw.request_headers(), gw.request_body(gw.prompt()), answers=2)
+    await until(lambda: rig.ext_proc.open_streams == 4, "all streams")
+    await until(lambda: rig.budget.held_bytes, "the piece of a body")
+    opened_s = time.monotonic()
+    rig.ext_proc.refuse_overdue(opened_s + 59)
+    assert rig.told.codes == []
+    rig.ext_proc.refuse_overdue(opened_s + 61)
+    rig.ext_proc.refuse_overdue(opened_s + 61)
+    for call in (silent, headless, unfinished):
+        (answer,) = await call.answers(1)
+        assert gw.refusal(answer)[0] == 408
+        assert await call.ended() is grpc.StatusCode.OK
+    await until(lambda: rig.ext_proc.open_streams == 1, "the end of three")
+    assert rig.told.codes == ["OK"] * 3
+    assert rig.budget.held_bytes == 0
+    assert len(await routed.exchange(gw.response_headers(end=True), answers=1)) == 1
+    assert await routed.end() is grpc.StatusCode.OK
+
+
+async def test_a_body_counts_until_the_gateway_has_taken_it(rig):
+    """One that does not read its answers holds us, and is counted for it."""
+    body = gw.prompt("x" * 24_000_000)
+    call = rig.call()
+    await call.send(gw.request_headers(modes=BYPASSED), gw.request_body(body))
+    await until(lambda: rig.leases, "the decision")
+    assert rig.budget.held_bytes >= len(body)
+    while (await call.grpc.read()) is not grpc.aio.EOF and rig.budget.held_bytes:
+        pass
+    assert rig.budget.held_bytes == 0
+    call.grpc.cancel()
+    await rig.closed(1)
 
 
 async def test_draining_ends_bypassed_streams_and_leaves_the_others(rig):

@@ -24,6 +24,8 @@ SUBSET_ENTRIES = 400_000
 MODELS = 4_000
 PROMPT = b'{"model": "m", "prompt": "once upon a time"}'
 ASK_S_MAX = 30.0
+GONE = (grpc.aio.AioRpcError, grpc.aio.UsageError, asyncio.InvalidStateError)
+"""How a call fails that the picker has ended."""
 
 
 class Target:
@@ -65,7 +67,7 @@ async def _held(target: Target) -> str:
                         await call.write(gw.body(chunk, end=False))
                         sent += len(chunk)
                     await asyncio.wait_for(call.read(), max(0.1, target.until_s - time.monotonic()))
-                except (grpc.aio.AioRpcError, grpc.aio.UsageError, TimeoutError):
+                except (*GONE, TimeoutError):
                     pass
                 finally:
                     call.cancel()
@@ -134,7 +136,7 @@ async def _pieces(target: Target) -> str:
                     while target.goes_on:
                         await call.write(message)
                         sent += 1
-                except (grpc.aio.AioRpcError, grpc.aio.UsageError):
+                except GONE:
                     pass
                 finally:
                     call.cancel()
@@ -168,7 +170,7 @@ async def _resets(target: Target) -> str:
                 call = process()
                 try:
                     await call.write(message)
-                except (grpc.aio.AioRpcError, grpc.aio.UsageError):
+                except GONE:
                     pass
                 finally:
                     call.cancel()
@@ -225,7 +227,7 @@ async def _subset(target: Target) -> str:
                 await call.write(message)
                 await call.write(gw.body(PROMPT))
                 await call.read()
-            except grpc.aio.AioRpcError:
+            except GONE:
                 pass
             finally:
                 call.cancel()

@@ -1,5 +1,6 @@
 """A gateway's side of ext_proc over grpcio, as raw as an attacker would have it."""
 
+import asyncio
 from collections.abc import Mapping
 
 import grpc
@@ -100,6 +101,6 @@ async def ask(opened: grpc.aio.Channel, content: bytes, *, timeout_s: float) -> 
         await call.read()
     except grpc.aio.AioRpcError as error:
         return f"failed with {error.code().name}"
-    except grpc.aio.UsageError as error:
+    except (grpc.aio.UsageError, asyncio.InvalidStateError) as error:
         return f"failed: {error}"
     return ""

@@ -4,14 +4,14 @@ import asyncio
 import math
 import time
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, Final, Protocol
 
 import grpc
 import structlog
 
-from epp.core.protocol.messages import Answer, refusing
+from epp.core.protocol.messages import Answer, Event, refusing
 from epp.core.protocol.session import Gateway, Session, StreamFailure
 from epp.core.types import Refusal, RefusalReason, Seconds
 from epp.shell.gateway.codec import MalformedMessageError, decode, encode
@@ -160,24 +160,24 @@ class ExtProcServer:
                 stream.overdue = True
                 stream.task.cancel()
 
-    async def _contained(
-        self, messages: AsyncIterator[bytes], context: grpc.aio.ServicerContext[bytes, bytes]
-    ) -> None:
-        """Let no exception out: gRPC tells its text to the gateway."""
+    async def _contained(self, _: object, context: grpc.aio.ServicerContext[bytes, bytes]) -> None:
+        """Let no exception out: gRPC tells its text to the gateway.
+
+        Messages are read from the context: gRPC 1.85 keeps the last one for ever when the iterator
+        that it also passes is left before its end, as it is by every refusal.
+        """
         try:
-            await self._process(messages, context)
+            await self._process(context)
         except Exception:  # noqa: BLE001  the boundary of a stream
             _log.exception("a stream was not opened or not closed")
             self._observer.stream_failed()
             self._fail(context, grpc.StatusCode.INTERNAL, "the picker failed")
 
-    async def _process(
-        self, messages: AsyncIterator[bytes], context: grpc.aio.ServicerContext[bytes, bytes]
-    ) -> None:
+    async def _process(self, context: grpc.aio.ServicerContext[bytes, bytes]) -> None:
         self._opened_at_s = self._clock()
         peer = context.peer()
         if len(self._streams) >= self._streams_max:
-            await self._shed(messages, context)
+            await self._shed(context)
             return
         session = self._new_session(self._gateway(peer))
         task = asyncio.current_task()
@@ -188,7 +188,7 @@ class ExtProcServer:
         code = "OK"
         try:
             with _failing_as_cancelled():
-                await self._pump(messages, context, stream)
+                await self._pump(context, stream)
             if session.violated:
                 code = self._fail(context, grpc.StatusCode.INVALID_ARGUMENT, _VIOLATION)
         except asyncio.CancelledError:
@@ -217,9 +217,7 @@ class ExtProcServer:
             elif code == "CANCELLED" and self._connections.abandoned(peer):
                 self._cut(peer)
 
-    async def _shed(
-        self, messages: AsyncIterator[bytes], context: grpc.aio.ServicerContext[bytes, bytes]
-    ) -> None:
+    async def _shed(self, context: grpc.aio.ServicerContext[bytes, bytes]) -> None:
         """Refuse the request at its first message, without a look at it."""
         self._observer.stream_shed(self._overloaded)
         if self._shedding >= SHEDDING_STREAMS_MAX:
@@ -229,9 +227,8 @@ class ExtProcServer:
         self._shedding += 1
         try:
             with _failing_as_cancelled():
-                async for _ in messages:
+                if await _read(context) is not None:
                     await context.write(self._overloaded_answer)
-                    return
         finally:
             self._shedding -= 1
 
@@ -240,16 +237,12 @@ class ExtProcServer:
             self._observer.connection_cut()
             _log.warning("connection cut: it only opens streams and resets them", peer=peer)
 
-    async def _pump(
-        self,
-        messages: AsyncIterator[bytes],
-        context: grpc.aio.ServicerContext[bytes, bytes],
-        stream: _Stream,
-    ) -> None:
+    async def _pump(self, context: grpc.aio.ServicerContext[bytes, bytes], stream: _Stream) -> None:
         session = stream.session
-        async for message in messages:
-            now = self._clock()
-            await self._answer(session.receive(decode(message), now), context, stream)
+        # What was read is let go before the next one is waited for.
+        while (event := await _next(context)) is not None:
+            await self._answer(session.receive(event, self._clock()), context, stream)
+            del event
             if session.finished or (self._draining and session.may_end_for_drain()):
                 return
         await self._answer(session.half_closed(self._clock()), context, stream)
@@ -285,6 +278,18 @@ class ExtProcServer:
         context.set_code(code)
         context.set_details(sentence)
         return code.name
+
+
+async def _read(context: grpc.aio.ServicerContext[bytes, bytes]) -> bytes | None:
+    """The next message of the stream; None: there are no more."""
+    message: Any = await context.read()
+    return None if message is grpc.aio.EOF else message
+
+
+async def _next(context: grpc.aio.ServicerContext[bytes, bytes]) -> Event | None:
+    """The next event of the stream; None: there are no more. Raises `MalformedMessageError`."""
+    message = await _read(context)
+    return None if message is None else decode(message)
 
 
 _VIOLATION: Final = "the gateway sent a message that the phase of the stream does not allow"

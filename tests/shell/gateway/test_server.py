@@ -1,6 +1,7 @@
 """The gRPC pump, with a real client on loopback."""
 
 import asyncio
+import gc
 import time
 from contextlib import asynccontextmanager
 
@@ -16,6 +17,7 @@ from bench.raw_http2 import RawConnection
 from epp.core.protocol.budget import BodyBudget
 from epp.core.protocol.messages import ResponseHeaders
 from epp.core.protocol.session import _HANDLERS, Phase, Session, SessionSettings
+from epp.shell.files.memory import malloc_trim, resident_bytes
 from epp.shell.gateway.connections import ALLOWANCE_MAX
 from epp.shell.gateway.health import Health
 from epp.shell.gateway.server import SHEDDING_STREAMS_MAX, ExtProcServer, grpc_server
@@ -386,6 +388,32 @@ async def test_a_body_counts_until_the_gateway_has_taken_it(rig):
     await rig.closed(1)
 
 
+async def test_nothing_is_kept_of_requests_that_are_refused(rig):
+    """Their bodies least of all: gRPC has ways of being used in which it keeps each last message."""
+    trim = malloc_trim()
+    if trim is None:
+        pytest.skip("the allocator of this machine has no malloc_trim")
+
+    async def refused():
+        call = rig.call()
+        await call.send(gw.request_headers(), gw.request_body(b"x" * 4_000_000))
+        (answer,) = await call.answers(1)
+        assert gw.refusal(answer)[0] == 400
+        assert await call.ended() is grpc.StatusCode.OK
+
+    for _ in range(3):
+        await refused()
+    gc.collect()
+    trim()
+    before = resident_bytes()
+    for _ in range(25):
+        await refused()
+    await rig.closed(28)
+    gc.collect()
+    trim()
+    assert resident_bytes() - before < 30 * 2**20
+
+
 async def test_draining_ends_bypassed_streams_and_leaves_the_others(rig):
     """OK where no byte of the response is lost by it; full duplex and unrouted ones live on."""
     bypassed, full_duplex, unrouted = rig.call(), rig.call(), rig.call()
@@ -498,14 +526,20 @@ async def test_stopping_the_server_ends_every_stream(rig):
 
 
 class DeadContext:
-    """What gRPC hands to a handler, of a stream that is dead when it is written to."""
+    """Of a stream that gives `messages`, and then fails with `error`, as every write does."""
 
-    def __init__(self, error):
+    def __init__(self, error, *messages):
         self._error = error
+        self._messages = [*messages]
         self.code = None
 
     def peer(self):
         return "ipv4:127.0.0.1:1"
+
+    async def read(self):
+        if not self._messages:
+            raise self._error
+        return self._messages.pop(0)
 
     async def write(self, message):
         raise self._error
@@ -515,13 +549,6 @@ class DeadContext:
 
     def set_details(self, details):
         pass
-
-
-async def messages(*given, error=None):
-    for message in given:
-        yield message
-    if error is not None:
-        raise error
 
 
 GONE = [
@@ -536,9 +563,9 @@ async def test_a_stream_that_is_gone_is_cancelled_and_nothing_is_logged(error, w
     """gRPC may tell it by a failing read or write, before it cancels the handler."""
     rig = Rig()
     given = (gw.request_headers(), gw.request_body(gw.prompt("a secret prompt")))
-    stream = messages(*given) if where == "write" else messages(error=error)
+    context = DeadContext(error, *(given if where == "write" else ()))
     with structlog.testing.capture_logs() as lines, pytest.raises(asyncio.CancelledError):
-        await rig.ext_proc._process(stream, DeadContext(error))
+        await rig.ext_proc._process(context)
     assert rig.told.codes == ["CANCELLED"]
     assert lines == []
     assert rig.ext_proc.open_streams == 0
@@ -548,10 +575,10 @@ async def test_a_stream_that_is_gone_is_cancelled_and_nothing_is_logged(error, w
 async def test_a_wrong_use_of_grpc_is_a_defect():
     """It is ours, so it is counted and logged as such."""
     rig = Rig()
-    given = messages(gw.request_headers(), gw.request_body(gw.prompt()))
-    context = DeadContext(grpc.aio.UsageError("already finished"))
+    given = (gw.request_headers(), gw.request_body(gw.prompt()))
+    context = DeadContext(grpc.aio.UsageError("already finished"), *given)
     with structlog.testing.capture_logs() as lines:
-        await rig.ext_proc._process(given, context)
+        await rig.ext_proc._process(context)
     assert rig.told.codes == ["INTERNAL"]
     assert context.code is grpc.StatusCode.INTERNAL
     assert [line["event"] for line in lines] == ["a stream failed"]

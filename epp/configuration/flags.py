@@ -188,7 +188,10 @@ SERVE_HELP: Final[Groups] = {
         "metrics-staleness-threshold": "older metrics rank an endpoint below every fresh one",
     },
     "Requests": {
-        "parse-response-usage": "read response chunks for token usage and time to first token",
+        "parse-response-usage": (
+            "read response chunks for token usage and time to first token; the gateway must show "
+            "them too (--response-body-mode of `epp envoy-config`)"
+        ),
         "lease-ttl-without-response-phase": (
             "longest time to count a request where the gateway does not show responses"
         ),
@@ -216,7 +219,9 @@ ENVOY_HELP: Final[Groups] = {
         "fail-open": "let requests pass when it is down",
         "message-timeout": "how long it may take for one answer",
         "request-body-mode": "how request bodies reach it",
-        "response-body-mode": "how response bodies reach it",
+        "response-body-mode": (
+            "how response bodies reach it; STREAMED lets `epp serve --parse-response-usage` read them"
+        ),
         "request-body-max-bytes": "as of `epp serve`",
     },
 }

@@ -29,6 +29,7 @@ EMPTY = "--set-json"
         ("flags.grpc-port=1", "use the key extProcPort"),
         ("flags.pool-name=x", "use the key pool.name"),
         ("standalone.requestBodyMode=SOME", "FULL_DUPLEX_STREAMED"),
+        ("standalone.responseBodyMode=BUFFERED", "FULL_DUPLEX_STREAMED"),
         ("image.digest=sha256:12", "sha256"),
         ("router.epp.replicas=2", "deploy/migrate-values"),
         ("router.modelServers.matchLabels.app=x", "deploy/migrate-values"),

@@ -136,6 +136,9 @@ labels:
 - --drain-timeout={{ int .Values.drainTimeoutSeconds }}s
 - --log-format={{ .Values.logFormat }}
 - --v={{ int .Values.verbosity }}
+{{- if and .Values.standalone.enabled (ne .Values.standalone.responseBodyMode "NONE") }}
+- --parse-response-usage=true
+{{- end }}
 {{- range $name, $value := .Values.flags }}
 - {{ printf "--%s=%s" $name (include "homing.scalar" $value) | quote }}
 {{- end }}

@@ -195,6 +195,12 @@ METRICS: Final[tuple[MetricSpec, ...]] = (
         "Streams ended because the gateway sent what their phase does not allow.",
         ("phase", "event"),
     ),
+    MetricSpec(
+        "homing_response_usage_unseen_total",
+        "counter",
+        "responses",
+        "Responses whose usage was to be read and whose body the gateway does not show.",
+    ),
     # Prefix.
     MetricSpec(
         "homing_prefix_indexer_hit_ratio",

@@ -1,6 +1,7 @@
 """What sessions and streams tell, as metrics and log lines. The only reader of the clock for it."""
 
 import time
+from typing import Final
 
 import structlog
 
@@ -12,6 +13,11 @@ from epp.shell.operators.logs import DecisionLog
 from epp.shell.operators.telemetry import Telemetry
 
 _log = structlog.get_logger(__name__)
+
+_USAGE_UNSEEN: Final = (
+    "--parse-response-usage has no effect: the gateway shows no response bodies, set its "
+    "response_body_mode to STREAMED (`epp envoy-config --response-body-mode STREAMED`)"
+)
 
 
 class Observation:
@@ -27,6 +33,7 @@ class Observation:
         self._telemetry = telemetry
         self._decisions = decisions
         self._recent = recent
+        self._usage_seen = True
 
     def decided(self, exchange: Exchange) -> None:
         decision = exchange.decision
@@ -90,6 +97,12 @@ class Observation:
 
     def protocol_violated(self, phase: str, event: str) -> None:
         self._telemetry.protocol_violated(phase, event)
+
+    def usage_unseen(self) -> None:
+        self._telemetry.usage_unseen()
+        if self._usage_seen:
+            self._usage_seen = False
+            _log.warning(_USAGE_UNSEEN)
 
     def stream_opened(self) -> None:
         self._telemetry.stream_opened()

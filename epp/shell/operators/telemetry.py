@@ -149,6 +149,7 @@ class Telemetry:
         self._contributions: tuple[tuple[str, ...], list[Distribution]] = ((), [])
         self._without_prefix = Children(_labelled(numbers["homing_scheduled_without_prefix_total"]))
         self._unknown_mode = Children(_labelled(numbers["homing_unknown_body_mode_total"]), 32)
+        self._usage_unseen = numbers["homing_response_usage_unseen_total"].labels()
         self._violations = Children(_labelled(numbers["homing_protocol_violations_total"]))
         self._hit_ratio = distributions["homing_prefix_indexer_hit_ratio"].labels()
         self._hit_bytes = distributions["homing_prefix_indexer_hit_bytes"].labels()
@@ -270,6 +271,10 @@ class Telemetry:
     def protocol_violated(self, phase: str, event: str) -> None:
         """A gateway sent `event` in a `phase` of the stream that does not allow it."""
         self._violations(phase, event).inc()
+
+    def usage_unseen(self) -> None:
+        """Usage was to be read of a response whose body the gateway does not show."""
+        self._usage_unseen.inc()
 
     def set_aside(self, endpoint: Endpoint) -> None:
         self._set_aside(*endpoint_labels(endpoint)).inc()

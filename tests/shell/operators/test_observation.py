@@ -138,6 +138,18 @@ def test_an_endpoint_that_is_set_aside_is_counted_and_logged(observed):
     assert observed("set_aside_total", **labels) == 1
 
 
+def test_usage_that_the_gateway_hides_is_warned_of_once(observed):
+    """And counted each time; the line names the other half of the setting."""
+    with structlog.testing.capture_logs() as lines:
+        for _ in range(3):
+            observed.observation.usage_unseen()
+    ((line),) = lines
+    assert line["log_level"] == "warning"
+    assert "--parse-response-usage" in line["event"]
+    assert "response_body_mode" in line["event"]
+    assert observed("response_usage_unseen_total") == 3
+
+
 def test_streams_and_what_goes_wrong_in_them_are_counted(observed):
     """Open ones, ended ones by their code, breaches of the protocol, unknown modes, the cut."""
     told = observed.observation

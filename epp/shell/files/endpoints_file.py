@@ -112,7 +112,11 @@ def _parse(text: bytes) -> Any:
 
 def _decode(kind: type[_Port], value: Any) -> _Port:
     """What msgspec does not know of an entry."""
-    return kind(msgspec.convert(value, _PORT, strict=False))
+    try:
+        return kind(msgspec.convert(value, _PORT, strict=False))
+    except msgspec.ValidationError as problem:
+        # msgspec adds the path to this one alone.
+        raise ValueError(str(problem)) from None
 
 
 def _endpoint(entry: _Entry) -> Endpoint:

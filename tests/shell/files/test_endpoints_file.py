@@ -103,8 +103,12 @@ def test_a_malformed_file_is_refused_with_its_place(text, problem):
         ("{name: a, address: pod-a.example, port: 1}", "address 'pod-a.example' is not an IP"),
         ("{name: a, address: '10.0.0.1:80', port: 1}", "address '10.0.0.1:80' is not an IP"),
         ("{name: a, address: 'fe80::1%eth0', port: 1}", "address 'fe80::1%eth0' is not an IP"),
-        ("{name: a, address: 10.0.0.1, port: 0}", "Expected `int` >= 1"),
+        ("{name: a, address: 10.0.0.1, port: 0}", "endpoints[0].port: Expected `int` >= 1"),
         ("{name: a, address: 10.0.0.1, port: 65536}", "Expected `int` <= 65535"),
+        (
+            "{name: a, address: 10.0.0.1, port: 1, metrics: {port: x}}",
+            "endpoints[0].metrics.port: Expected `int`, got `str`",
+        ),
         ("{name: a, address: 10.0.0.1, port: http}", "Expected `int`, got `str`"),
         ("{name: a, address: 10.0.0.1, port: '65536'}", "Expected `int` <= 65535"),
         ("{name: a, address: 10.0.0.1, port: true}", "Expected `int`, got `bool`"),

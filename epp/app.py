@@ -24,6 +24,7 @@ from epp.core.types import Endpoint, EndpointMetrics
 from epp.shell.engines.scrape import Scraper
 from epp.shell.engines.sources import page_reader, scraped_from
 from epp.shell.files.endpoints_file import EndpointsFileError, load_endpoints
+from epp.shell.files.last_good import LastGood
 from epp.shell.files.watch import FileWatcher, first_read
 from epp.shell.found import Found
 from epp.shell.gateway.health import Health
@@ -113,6 +114,8 @@ class EndpointPicker:
         self._endpoints_watcher = FileWatcher(
             Path(flags.endpoints_file), self._endpoints_changed, _report_file
         )
+        self._kept_config = self._keeper("configuration")
+        self._kept_endpoints = self._keeper("endpoints")
         self._cluster = None if flags.endpoints_file else self._open_cluster(seed)
         self.live = self._read_config()
         self._found = self._read_endpoints() if flags.endpoints_file else Found()
@@ -150,6 +153,9 @@ class EndpointPicker:
         )
         self._replace(self._found)
         self._count_configured(settings)
+        if self._kept_config.in_force:
+            self.telemetry.config_rejected()
+        self._tell_kept()
         _log.info(
             "configured",
             seed=seed,
@@ -211,6 +217,9 @@ class EndpointPicker:
         }
         if self.flags.config_file:
             loops["config"] = self._config_watcher.run()
+        if self.flags.last_good_dir:
+            loops["kept configuration"] = self._kept_config.run()
+            loops["kept endpoints"] = self._kept_endpoints.run()
         return loops
 
     async def _tick(self) -> None:
@@ -218,24 +227,37 @@ class EndpointPicker:
             await asyncio.sleep(TICK_S)
             self.scheduler.tick(time.monotonic())
 
-    # At start a problem of the configuration or the endpoints is fatal.
+    # At start a problem of the configuration or the endpoints is fatal, unless a copy was kept.
 
     def _read_config(self) -> LiveConfiguration:
         flags = self.flags
-        content: bytes | None = None
-        if flags.config_file:
+
+        def read() -> bytes:
             content = first_read(self._config_watcher, f"--config-file {flags.config_file}")
             if self._cluster is not None:
                 self._cluster.config.started(content)
-        return _or_start_error(lambda: LiveConfiguration(flags, plugin_tables(), content))
+            return content
+
+        def made(content: bytes | None) -> LiveConfiguration:
+            return _or_start_error(lambda: LiveConfiguration(flags, plugin_tables(), content))
+
+        return self._kept_config.start(read, made) if flags.config_file else made(None)
 
     def _read_endpoints(self) -> Found:
         name = self.flags.endpoints_file
-        content = first_read(self._endpoints_watcher, f"--endpoints-file {name}")
-        try:
-            return load_endpoints(content, name)
-        except EndpointsFileError as error:
-            raise StartError("\n".join(error.problems)) from error
+        return self._kept_endpoints.start(
+            lambda: first_read(self._endpoints_watcher, f"--endpoints-file {name}"),
+            lambda content: _or_start_error(lambda: load_endpoints(content, name)),
+        )
+
+    def _keeper(self, name: str) -> LastGood:
+        return LastGood(
+            self.flags.last_good_dir, name, lambda: self.telemetry.last_good_not_kept(name)
+        )
+
+    def _tell_kept(self) -> None:
+        for kept in (self._kept_config, self._kept_endpoints):
+            self.telemetry.last_good_in_force(kept.name, kept.in_force)
 
     # Later the last good state stays.
 
@@ -263,10 +285,12 @@ class EndpointPicker:
             self._tell(applied=False, message="a plugin failed while it was applied")
             return
         self.live.accept(offer)
+        self._kept_config.keep(content)
         self.sessions.configure(self.live.parsers)
         self._scraper.configure(page_reader(offer.config.metrics.extractor))
         self._replace(self._found)
         self._count_configured(settings)
+        self._tell_kept()
         _log.info(
             "configured anew",
             hash=self.live.hash,
@@ -294,6 +318,8 @@ class EndpointPicker:
                 _log.error("endpoints refused, the last good ones stay", problem=problem)
             return
         self._take(endpoints)
+        self._kept_endpoints.keep(content)
+        self._tell_kept()
         _log.info("endpoints replaced", endpoints=len(endpoints.endpoints))
 
     def _open_cluster(self, seed: int) -> "Cluster":
@@ -356,7 +382,7 @@ async def _connect(cluster: "Cluster") -> None:
 def _or_start_error(make: Callable[[], T]) -> T:
     try:
         return make()
-    except ConfigError as error:
+    except (ConfigError, EndpointsFileError) as error:
         raise StartError("\n".join(error.problems)) from error
 
 

@@ -77,6 +77,7 @@ class ServeFlags(Struct, frozen=True, kw_only=True):
     config_map_key: str = ""
     fallback_endpoints_max: Annotated[int, Meta(ge=0, le=64)] = 0
     disable_endpoint_subset_filter: bool = False
+    last_good_dir: str = ""
     seed: int | None = None
 
     refresh_metrics_interval: Duration | None = None
@@ -178,6 +179,10 @@ SERVE_HELP: Final[Groups] = {
         "config-map-key": "the key in it (default: the file name of --config-file)",
         "fallback-endpoints-max": "endpoints to name besides the destination, for retries",
         "disable-endpoint-subset-filter": "ignore the gateway's subset hint",
+        "last-good-dir": (
+            "directory for copies of --config-file and --endpoints-file as they last came into "
+            "force; a start at which the file is broken uses the copy"
+        ),
         "seed": "of all dice; logged at start (default: drawn)",
     },
     "Metrics of endpoints": {
@@ -345,6 +350,8 @@ def parse_serve(arguments: Sequence[str], environment: Mapping[str, str]) -> Ser
     if flags.endpoints_file:
         unused = [name for name in _DISCOVERY if name in given and given[name] != "false"]
         warnings += [f"--{name} has no effect: --endpoints-file is given" for name in unused]
+    if flags.last_good_dir and not (flags.config_file or flags.endpoints_file):
+        warnings.append("--last-good-dir has no effect: no file is given that could be kept")
     return msgspec.structs.replace(flags, warnings=tuple(warnings))
 
 

@@ -27,6 +27,7 @@ EMPTY = "--set-json"
         ("logFormat=text", "console"),
         ("serviceMonitor.enabled=maybe", "auto"),
         ("flags.grpc-port=1", "use the key extProcPort"),
+        ("flags.last-good-dir=/x", "use the key lastGood.enabled"),
         ("flags.pool-name=x", "use the key pool.name"),
         ("standalone.requestBodyMode=SOME", "FULL_DUPLEX_STREAMED"),
         ("standalone.responseBodyMode=BUFFERED", "FULL_DUPLEX_STREAMED"),

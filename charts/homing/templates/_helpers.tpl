@@ -121,6 +121,9 @@ labels:
 - --config-map={{ include "homing.configMapName" . }}
 - --config-map-key={{ .Values.configMapKey }}
 {{- end }}
+{{- if .Values.lastGood.enabled }}
+- --last-good-dir=/last-good
+{{- end }}
 - --grpc-port={{ int .Values.extProcPort }}
 - --grpc-health-port={{ int .Values.grpcHealthPort }}
 - --metrics-port={{ int .Values.metricsPort }}

@@ -412,6 +412,20 @@ METRICS: Final[tuple[MetricSpec, ...]] = (
         ("result",),
     ),
     MetricSpec(
+        "homing_last_good_in_force",
+        "gauge",
+        "boolean",
+        "1: the file was broken at the start and its copy of --last-good-dir is in force.",
+        ("file",),
+    ),
+    MetricSpec(
+        "homing_last_good_write_errors_total",
+        "counter",
+        "writes",
+        "Copies for --last-good-dir that could not be written.",
+        ("file",),
+    ),
+    MetricSpec(
         "homing_config_info",
         "gauge",
         "info",

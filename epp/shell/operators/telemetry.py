@@ -160,6 +160,8 @@ class Telemetry:
         self._scrape_s = distributions["homing_scrape_duration_seconds"].labels()
         self._scrape_errors = Children(_labelled(numbers["homing_scrape_errors_total"]), 64)
         self._reload_ok = numbers["homing_config_last_reload_successful"].labels()
+        self._last_good = Children(_labelled(numbers["homing_last_good_in_force"]))
+        self._not_kept = Children(_labelled(numbers["homing_last_good_write_errors_total"]))
         self._reloads = Children(_labelled(numbers["homing_config_reloads_total"]))
         self._config_info = numbers["homing_config_info"]
         self._weights = numbers["homing_scorer_weight"]
@@ -314,6 +316,14 @@ class Telemetry:
         """A new configuration was not taken; the last good one stays in force."""
         self._reload_ok.set(0)
         self._reloads("failure").inc()
+
+    def last_good_in_force(self, file: str, in_force: bool) -> None:
+        """Whether the picker runs by a copy of `file`, because that was broken at the start."""
+        self._last_good(file).set(in_force)
+
+    def last_good_not_kept(self, file: str) -> None:
+        """The copy of `file` could not be written."""
+        self._not_kept(file).inc()
 
     def stream_opened(self) -> None:
         self._streams.inc()

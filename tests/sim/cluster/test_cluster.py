@@ -17,9 +17,9 @@ from sim.reports.report import fact_rows
 from tests.sim.made import arrival, arrivals, cluster, kind, ran
 
 DIGEST = """
-from sim.measures import Measures, Targets
+from sim.measurement.measures import Measures, Targets
 from tests.sim.made import arrivals, cluster
-from sim.faults import draw_faults
+from sim.cluster.faults import draw_faults
 from itertools import islice
 measures = Measures(Targets())
 faults = draw_faults(3, mean_gap_s=2.0)

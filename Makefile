@@ -2,6 +2,9 @@
 PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.installed
+WORKERS ?= 2
+# Two processes take the tests from one list; tests/conftest.py says which stay together.
+SHARED := --numprocesses $(WORKERS) --dist loadgroup --no-loadscope-reorder
 PIP := $(BIN)/python -m pip --disable-pip-version-check install
 
 .PHONY: help demo test validate coverage check fmt bench docs lock apiserver clean
@@ -13,11 +16,13 @@ help:                 ## what there is to make
 demo: $(STAMP)        ## round robin against Homing behind a real Envoy, at most three minutes
 	@$(BIN)/python -m sim.demo.command
 
-test: $(STAMP)        ## every test
-	$(BIN)/python -m pytest
+test: $(STAMP)        ## every test, in two processes (WORKERS=2)
+	$(BIN)/python -m pytest $(SHARED)
 
 coverage: $(STAMP)    ## every test, slower: which lines and branches they reach
-	$(BIN)/coverage run -m pytest
+	$(BIN)/coverage erase
+	$(BIN)/coverage run -m pytest $(SHARED)
+	$(BIN)/coverage combine --quiet
 	$(BIN)/coverage report
 
 validate: $(STAMP)    ## the simulator against whole-hour traces, some minutes

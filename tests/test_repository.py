@@ -14,6 +14,7 @@ import pytest
 from hatchling.builders.wheel import WheelBuilder
 
 import epp
+from tests.conftest import LONGEST, TOGETHER
 
 ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
@@ -307,6 +308,13 @@ def test_make_says_what_it_can_do(given):
     told = dict(re.findall(r"^make ([a-z]+) +(\S.*)$", done.stdout, re.MULTILINE))
     assert set(told) == targets
     assert len(done.stdout.splitlines()) == len(targets)
+
+
+def test_what_tests_stay_together_exists():
+    """A group that names nothing keeps nothing together."""
+    assert all((ROOT / "tests" / name).exists() for name in TOGETHER)
+    assert set(LONGEST) - set(TOGETHER.values()) == {"sim/experiments/test_replay.py"}
+    assert (ROOT / "tests/sim/experiments/test_replay.py").exists()
 
 
 def _code(markdown):

@@ -2,17 +2,27 @@
 PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.installed
+WORKERS ?= 2
+# Two processes take the tests from one list; tests/conftest.py says which stay together.
+SHARED := --numprocesses $(WORKERS) --dist loadgroup --no-loadscope-reorder
+PIP := $(BIN)/python -m pip --disable-pip-version-check install
 
-.PHONY: demo test validate coverage check fmt bench attack soak docs lock apiserver clean
+.PHONY: help demo test validate coverage check fmt bench attack soak docs lock apiserver clean
+
+help:                 ## what there is to make
+	@sed -n 's/^\([a-z]*\):[^#]*## /\1 /p' Makefile | while read -r target what; do \
+	  printf 'make %-10s %s\n' "$$target" "$$what"; done
 
 demo: $(STAMP)        ## round robin against Homing behind a real Envoy, at most three minutes
 	@$(BIN)/python -m sim.demo
 
-test: $(STAMP)        ## every test
-	$(BIN)/python -m pytest
+test: $(STAMP)        ## every test, in two processes (WORKERS=2)
+	$(BIN)/python -m pytest $(SHARED)
 
 coverage: $(STAMP)    ## every test, slower: which lines and branches they reach
-	$(BIN)/coverage run -m pytest
+	$(BIN)/coverage erase
+	$(BIN)/coverage run -m pytest $(SHARED)
+	$(BIN)/coverage combine --quiet
 	$(BIN)/coverage report
 
 validate: $(STAMP)    ## the simulator against whole-hour traces, some minutes
@@ -48,12 +58,15 @@ lock: $(STAMP)        ## write the lock files anew from pyproject.toml
 apiserver: $(STAMP)   ## build kube-apiserver and etcd for the tests that need them, with Go, minutes
 	@$(BIN)/python -m tests.apiserver.binaries
 
-clean:
-	rm -rf .venv .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache .coverage demo
+clean:                ## remove what was made, .venv too
+	rm -rf .venv .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache .coverage .coverage.* demo
 
 $(STAMP): lock/dev.txt pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit("Homing needs Python 3.11 or newer, found " + sys.version.split()[0])'
-	$(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet --require-hashes -r lock/dev.txt
-	$(BIN)/python -m pip install --quiet --no-deps --no-build-isolation -e .
+	@echo 'Installing into .venv what Homing and its tests need: about 90 packages, 200 MB to load, half a minute to some minutes.'
+	@$(PYTHON) -m venv .venv
+	@# Where somebody watches, pip shows each package and how far it is.
+	@quiet=; test -t 1 || quiet=--quiet; \
+	  $(PIP) $$quiet --require-hashes -r lock/dev.txt && \
+	  $(PIP) $$quiet --no-deps --no-build-isolation -e .
 	@touch $@

@@ -12,14 +12,17 @@ from typing import Final
 
 import msgspec
 
+from epp import __version__
 from epp.configuration import flags as command_line
+from epp.configuration.document import nearest
+from epp.reader_left import until_reader_leaves
 
 USAGE: Final = """\
 usage: epp serve [flags]                                       pick endpoints over ext_proc
        epp check-config [FILE|-] [--diff OLD] [--explain]      check an EndpointPickerConfig
        epp envoy-config [--out FILE] [flags]                   print an Envoy bootstrap
 
-`epp COMMAND --help` lists the flags.
+`epp COMMAND --help` lists the flags, `epp --version` says which version this is.
 """
 SUCCESS: Final = 0
 FAILURE: Final = 1
@@ -30,11 +33,21 @@ INTERRUPTED: Final = 130
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a subcommand; return its exit code, 2 for a command line that cannot be obeyed."""
-    command, *rest = list(sys.argv[1:] if arguments is None else arguments) or [""]
-    run = {"serve": serve, "check-config": check, "envoy-config": envoy}.get(command)
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    return until_reader_leaves(lambda: _main(given))
+
+
+def _main(arguments: Sequence[str]) -> int:
+    command, *rest = arguments or [""]
+    if command in {"--version", "-version"}:
+        sys.stdout.write(f"epp {__version__}\n")
+        return SUCCESS
+    commands = {"serve": serve, "check-config": check, "envoy-config": envoy}
+    run = commands.get(command)
     if run is None:
         asked = command_line.wants_help([command])
-        problem = "" if asked or not command else f"epp: unknown command {command!r}\n"
+        hint = nearest(command, commands)
+        problem = "" if asked or not command else f"epp: unknown command {command!r}{hint}\n"
         (sys.stdout if asked else sys.stderr).write(problem + USAGE)
         return SUCCESS if asked else USAGE_ERROR
     try:

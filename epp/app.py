@@ -25,6 +25,7 @@ from epp.core.types import Endpoint, EndpointMetrics, Seconds
 from epp.shell.engines.scrape import BACKOFF_S_MAX, ScrapeFailure, Scraper
 from epp.shell.engines.sources import page_reader, scraped_from
 from epp.shell.files.endpoints_file import EndpointsFileError, load_endpoints
+from epp.shell.files.last_good import LastGood
 from epp.shell.files.memory import MemoryReturn, malloc_trim, memory_limit_bytes
 from epp.shell.files.session_keys import Keys, SessionKeys
 from epp.shell.files.watch import FileWatcher, first_read
@@ -128,6 +129,8 @@ class EndpointPicker:
         self._endpoints_watcher = FileWatcher(
             Path(flags.endpoints_file), self._endpoints_changed, _report_file
         )
+        self._kept_config = self._keeper("configuration")
+        self._kept_endpoints = self._keeper("endpoints")
         self._cluster = None if flags.endpoints_file else self._open_cluster(seed)
         self._session_keys = SessionKeys(flags.session_token_key_file, self._keys_changed)
         self.live = self._read_config()
@@ -189,6 +192,9 @@ class EndpointPicker:
         )
         self._replace(self._found)
         self._count_configured(settings)
+        if self._kept_config.in_force:
+            self.telemetry.config_rejected()
+        self._tell_kept()
         _log.info(
             "configured",
             seed=seed,
@@ -261,6 +267,9 @@ class EndpointPicker:
             loops["config"] = self._config_watcher.run()
         if self.flags.session_token_key_file:
             loops["session-keys"] = self._session_keys.run()
+        if self.flags.last_good_dir:
+            loops["kept configuration"] = self._kept_config.run()
+            loops["kept endpoints"] = self._kept_endpoints.run()
         return loops
 
     async def _tick(self) -> None:
@@ -270,25 +279,38 @@ class EndpointPicker:
             self._asked()
             self._failing_plugins.report()
 
-    # At start a problem of the configuration or the endpoints is fatal.
+    # At start a problem of the configuration or the endpoints is fatal, unless a copy was kept.
 
     def _read_config(self) -> LiveConfiguration:
         flags = self.flags
-        content: bytes | None = None
         keys = self._session_keys.keys
-        if flags.config_file:
+
+        def read() -> bytes:
             content = first_read(self._config_watcher, f"--config-file {flags.config_file}")
             if self._cluster is not None:
                 self._cluster.config.started(content)
-        return _or_start_error(lambda: LiveConfiguration(flags, plugin_tables(), content, keys))
+            return content
+
+        def made(content: bytes | None) -> LiveConfiguration:
+            return _or_start_error(lambda: LiveConfiguration(flags, plugin_tables(), content, keys))
+
+        return self._kept_config.start(read, made) if flags.config_file else made(None)
 
     def _read_endpoints(self) -> Found:
         name = self.flags.endpoints_file
-        content = first_read(self._endpoints_watcher, f"--endpoints-file {name}")
-        try:
-            return load_endpoints(content, name)
-        except EndpointsFileError as error:
-            raise StartError("\n".join(error.problems)) from error
+        return self._kept_endpoints.start(
+            lambda: first_read(self._endpoints_watcher, f"--endpoints-file {name}"),
+            lambda content: _or_start_error(lambda: load_endpoints(content, name)),
+        )
+
+    def _keeper(self, name: str) -> LastGood:
+        return LastGood(
+            self.flags.last_good_dir, name, lambda: self.telemetry.last_good_not_kept(name)
+        )
+
+    def _tell_kept(self) -> None:
+        for kept in (self._kept_config, self._kept_endpoints):
+            self.telemetry.last_good_in_force(kept.name, kept.in_force)
 
     # Later the last good state stays.
 
@@ -316,10 +338,12 @@ class EndpointPicker:
             self._tell(applied=False, message="a plugin failed while it was applied")
             return
         self.live.accept(offer)
+        self._kept_config.keep(content)
         self.sessions.configure(self.live.parsers)
         self._scraper.configure(page_reader(offer.config.metrics.extractor))
         self._replace(self._found)
         self._count_configured(settings)
+        self._tell_kept()
         _log.info(
             "configured anew",
             hash=self.live.hash,
@@ -347,6 +371,8 @@ class EndpointPicker:
                 _log.error("endpoints refused, the last good ones stay", problem=problem)
             return
         self._take(endpoints)
+        self._kept_endpoints.keep(content)
+        self._tell_kept()
         _log.info("endpoints replaced", endpoints=len(endpoints.endpoints))
 
     def _keys_changed(self, keys: Keys) -> None:
@@ -445,7 +471,7 @@ async def _connect(cluster: "Cluster") -> None:
 def _or_start_error(make: Callable[[], T]) -> T:
     try:
         return make()
-    except ConfigError as error:
+    except (ConfigError, EndpointsFileError) as error:
         raise StartError("\n".join(error.problems)) from error
 
 

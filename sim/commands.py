@@ -9,11 +9,13 @@ import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import structlog
 
+from epp import __version__
 from epp.configuration.config import ConfigError
+from epp.configuration.document import nearest
 from sim.cluster.policies import PolicyNameError
 from sim.engine import calibrate
 from sim.engine.engine import EngineSettings
@@ -33,9 +35,10 @@ _PODS_MAX: Final = 1000
 
 def run(arguments: Sequence[str] | None) -> int:
     """Run one command of the simulator."""
-    parser = argparse.ArgumentParser(
+    parser: argparse.ArgumentParser = _Parser(
         prog="sim", description="Simulated vLLM pods for the endpoint picker.", allow_abbrev=False
     )
+    parser.add_argument("--version", action="version", version=f"sim {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     _add_serve(commands)
     trace_command.add_parser(commands)
@@ -47,11 +50,35 @@ def run(arguments: Sequence[str] | None) -> int:
     options = parser.parse_args(arguments)
     try:
         code: int = options.run(options)
+    except BrokenPipeError:
+        raise  # nobody reads the output any more: no problem of the command
     except PolicyNameError as problem:
         return _fail(str(problem), code=2)
     except (TraceError, ProfileError, ConfigError, OutputError, JobError, OSError) as problem:
         return _fail(sentence_of(problem), code=1)
     return code
+
+
+class _Parser(argparse.ArgumentParser):
+    """Says what a misspelt flag or command may have meant; its commands are parsed by it too."""
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
+        """Refuses unknown flags where they stand; argparse first misses what they leave unsaid."""
+        arguments = list(sys.argv[1:] if args is None else args)
+        for argument in arguments:
+            name = argument.partition("=")[0]
+            if argument == "--" or (self._subparsers and not argument.startswith("-")):
+                break  # what follows are no flags, or those of a command
+            if name.startswith("--") and name not in self._option_string_actions:
+                self.error(f"unknown flag {name}{nearest(name, self._option_string_actions)}")
+        return super().parse_known_args(arguments, namespace)
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        try:
+            super()._check_value(action, value)
+        except argparse.ArgumentError as error:
+            hint = nearest(str(value), map(str, action.choices or ()))
+            raise argparse.ArgumentError(action, f"{error.message}{hint}") from None
 
 
 def _add_serve(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:

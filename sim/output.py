@@ -15,6 +15,13 @@ _WRITTEN: Final = ("summary.json", "report.md", "report.html", REQUESTS, DECISIO
 """What the commands write; no command writes all of it."""
 
 
+class Printer(Console):
+    """Writes to standard output. A reader that left is a `BrokenPipeError`, as with `print`."""
+
+    def on_broken_pipe(self) -> None:
+        raise  # noqa: PLE0704  it is called where that was caught
+
+
 class OutputError(Exception):
     """The output folder cannot be used: one sentence."""
 

@@ -1,15 +1,49 @@
-"""What every test may need: the shared measurements, and one hypothesis profile."""
+"""What every test may need: the shared measurements, one hypothesis profile, and who runs it."""
 
 import os
 import sys
 from importlib import invalidate_caches
 from pathlib import Path
+from typing import Final
 
 import hypothesis
 import pytest
 
+HERE: Final = Path(__file__).parent
+TOGETHER: Final = {
+    "chart": "chart",  # what one has rendered the others read
+    "apiserver": "API server",
+    "chart/test_serving.py": "real time",
+    "envoy": "real time",
+    "sim/demo/test_command.py": "real time",
+    "test_app.py": "real time",
+    "test_gateways.py": "real time",
+    "test_reload_under_load.py": "real time",
+}
+"""Folder or file -> its group. One process runs a group, so that no two of it compete for time."""
+LONGEST: Final = ("real time", "API server", "sim/experiments/test_replay.py", "chart")
+"""Groups that begin first: whoever gets them last would be waited for."""
+
 hypothesis.settings.register_profile("homing", max_examples=60, deadline=None)
 hypothesis.settings.load_profile("homing")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Where several processes share the tests (`make test`), say what stays in one: by file, or as
+    `TOGETHER` says. In one process nothing changes, the order neither.
+    """
+    if not getattr(config.option, "loadgroup", False):
+        return
+    groups = {item: _group(item.path.relative_to(HERE)) for item in items}
+    for item, group in groups.items():
+        item.add_marker(pytest.mark.xdist_group(group))
+    places = {group: place for place, group in enumerate(LONGEST)}
+    items.sort(key=lambda item: places.get(groups[item], len(places)))
+
+
+def _group(path: Path) -> str:
+    nearest = (part.as_posix() for part in (path, *path.parents))
+    return next((TOGETHER[part] for part in nearest if part in TOGETHER), path.as_posix())
 
 
 @pytest.fixture(scope="session")

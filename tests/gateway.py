@@ -140,6 +140,9 @@ class Told:
     def protocol_violated(self, phase, event):
         self.events.append(f"violated: {event} in {phase}")
 
+    def usage_unseen(self):
+        self.events.append("usage unseen")
+
 
 class Stream:
     """One stream through the codec and the session, without a socket."""

@@ -515,6 +515,70 @@ async def test_a_missing_file_changes_nothing_and_is_logged(tmp_path):
         assert await running.pick() == "10.0.0.1:8000"
 
 
+@pytest.mark.parametrize("missing", [False, True], ids=["not parseable", "missing"])
+async def test_a_start_with_broken_files_goes_by_the_copies_that_were_kept(missing, tmp_path):
+    """It serves as before, says so in log and metrics, and takes the files once they are mended."""
+    config = tmp_path / "config.yaml"
+    kept = f"--last-good-dir={tmp_path / 'kept'}"
+    copies = [tmp_path / "kept" / name for name in ("configuration", "endpoints")]
+    async with serving(tmp_path, TWO[:1], kept, config=PREFIX_FIRST) as running:
+        replace(config, QUEUE_FIRST)
+        write_endpoints(tmp_path, TWO)
+        await until(lambda: running.logged("configured anew"), "the new configuration")
+        await until(lambda: running.logged("endpoints replaced"), "the new endpoints")
+        texts = (b"weight: 3", b'"10.0.0.2"')
+        await until(
+            lambda: all(
+                path.exists() and text in path.read_bytes()
+                for path, text in zip(copies, texts, strict=True)
+            ),
+            "both copies",
+        )
+
+    broken = "the file is broken, its last good copy is in force until it is mended"
+    endpoints = tmp_path / "broken.yaml"
+    if missing:
+        config.unlink()
+        reasons = ("No such file or directory", "No such file or directory")
+    else:
+        config.write_text("[")
+        endpoints.write_text("{}")
+        reasons = (f"{config}: line 2", "Object missing required field `endpoints`")
+    given = [kept, f"--endpoints-file={endpoints}", f"--config-file={config}"]
+    async with serving(tmp_path, [], *given) as running:
+        lines = running.logged(broken)
+        assert [line["file"] for line in lines] == ["configuration", "endpoints"]
+        for line, reason in zip(lines, reasons, strict=True):
+            assert reason in line["problems"][0]
+        for file in ("configuration", "endpoints"):
+            assert running.metric("last_good_in_force", file=file) == 1
+        assert running.metric("config_last_reload_successful") == 0
+        assert running.metric("scorer_weight", profile="default", scorer="queue-scorer") == 3
+        running.observe(a=10, b=0)
+        assert await running.pick() == "10.0.0.2:8000"
+
+        replace(endpoints, json.dumps({"endpoints": TWO[:1]}))
+        await until(lambda: running.logged("endpoints replaced"), "the mended endpoints")
+        assert running.metric("last_good_in_force", file="endpoints") == 0
+        assert running.metric("last_good_in_force", file="configuration") == 1
+        assert running.metric("config_reloads_total", result="failure") == 1
+        replace(config, PREFIX_FIRST)
+        await until(lambda: running.logged("configured anew"), "the mended configuration")
+        assert running.metric("last_good_in_force", file="configuration") == 0
+        assert running.metric("config_last_reload_successful") == 1
+        await until(lambda: b"weight: 1" in copies[0].read_bytes(), "the copy")
+
+
+async def test_a_copy_that_does_not_fit_starts_nothing(tmp_path):
+    """The picker ends as without one, with the reasons of the file."""
+    (tmp_path / "kept").mkdir()
+    (tmp_path / "kept" / "endpoints").write_text('{"endpoints": []}')
+    given, _ = arguments_for(tmp_path, TWO)
+    replace(tmp_path / "endpoints.yaml", "{}")
+    with pytest.raises(StartError, match=r"endpoints\.yaml: Object missing required"):
+        EndpointPicker(parse_serve([*given, f"--last-good-dir={tmp_path / 'kept'}"], {}))
+
+
 async def test_no_endpoints_are_a_valid_start_that_serves_503(tmp_path):
     """The gateway is told at once, with the reason."""
     async with serving(tmp_path, []) as running:

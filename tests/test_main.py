@@ -14,6 +14,20 @@ def test_an_unknown_command_is_named(capsys):
     assert capsys.readouterr() == ("", f"epp: unknown command 'nonsense'\n{USAGE}")
 
 
+def test_a_misspelt_command_is_told_with_the_nearest(capsys):
+    """Before those that there are."""
+    assert main(["chek-config"]) == 2
+    told = "epp: unknown command 'chek-config', did you mean `check-config`?\n"
+    assert capsys.readouterr() == ("", told + USAGE)
+
+
+def test_the_version_is_one_line(capsys):
+    """That of the package."""
+    for flag in ("--version", "-version"):
+        assert main([flag]) == 0
+        assert capsys.readouterr() == (f"epp {epp.__version__}\n", "")
+
+
 def test_help_is_no_error(capsys):
     """Of the command and of each of its commands, on standard output."""
     for arguments in (["--help"], ["-h"], ["-help"]):

@@ -1,6 +1,7 @@
 """What holds for the repository as a whole."""
 
 import ast
+import os
 import re
 import subprocess
 import sys
@@ -14,6 +15,7 @@ import pytest
 from hatchling.builders.wheel import WheelBuilder
 
 import epp
+from tests.conftest import LONGEST, TOGETHER
 
 ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
@@ -281,11 +283,39 @@ def test_the_commands_of_the_readme_exist():
     readme = (ROOT / "README.md").read_text()
     targets = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
     assert set(re.findall(r"\bmake ([a-z]+)\b", _code(readme))) <= targets
-    assert {"demo", "test", "check", "fmt", "bench"} <= targets
+    assert {"help", "demo", "test", "check", "fmt", "bench"} <= targets
     commands = run_python(
         "from epp.__main__ import USAGE; import re; print(*re.findall(r'epp ([a-z-]+) ', USAGE))"
     )
     assert set(re.findall(r"\bepp ([a-z][a-z-]+)", _code(readme))) <= set(commands)
+
+
+@pytest.mark.parametrize("given", [(), ("help",)], ids=["make", "make help"])
+def test_make_says_what_it_can_do(given):
+    """Every target but those of files, in a line; without a target nothing else happens."""
+    done = subprocess.run(
+        ["make", "--no-print-directory", *given],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        timeout=20,
+        check=True,
+        env={"PATH": os.environ["PATH"], "PYTHON": "/none"},
+    )
+    makefile = (ROOT / "Makefile").read_text()
+    (phony,) = re.findall(r"^\.PHONY: (.*)$", makefile, re.MULTILINE)
+    targets = set(re.findall(r"^([a-z]+):", makefile, re.MULTILINE))
+    assert targets == set(phony.split())
+    told = dict(re.findall(r"^make ([a-z]+) +(\S.*)$", done.stdout, re.MULTILINE))
+    assert set(told) == targets
+    assert len(done.stdout.splitlines()) == len(targets)
+
+
+def test_what_tests_stay_together_exists():
+    """A group that names nothing keeps nothing together."""
+    assert all((ROOT / "tests" / name).exists() for name in TOGETHER)
+    assert set(LONGEST) - set(TOGETHER.values()) == {"sim/experiments/test_replay.py"}
+    assert (ROOT / "tests/sim/experiments/test_replay.py").exists()
 
 
 def _code(markdown):

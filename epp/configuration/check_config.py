@@ -55,6 +55,12 @@ READS: Final[Mapping[str, str]] = {
 }
 """Type of filter or scorer -> what it looks at."""
 
+RESPONSES: Final = (
+    "token usage and time to first token are read only with both `epp serve --parse-response-usage`",
+    "and a gateway whose response_body_mode is STREAMED or FULL_DUPLEX_STREAMED",
+)
+"""What no configuration decides and two settings do together."""
+
 
 def check_config(flags: CheckFlags, out: TextIO, err: TextIO) -> int:
     """Exit code: 0 valid, 1 invalid or unsupported, 2 unreadable.
@@ -118,6 +124,7 @@ def explain(config: PickerConfig) -> str:
     lines += ["", "saturation: a request of negative priority is refused from 1.0 on"]
     lines += _member("detector", settings.saturation.type_name, settings.saturation)
     lines += ["", "parsers, in order", f"  {', '.join(config.parsers)}"]
+    lines += ["", "responses", *(f"  {line}" for line in RESPONSES)]
     lines += ["", "metrics of endpoints"]
     lines += _parameters(config.metrics.source) + _parameters(config.metrics.extractor)
     return "\n".join(lines) + "\n"

@@ -15,6 +15,8 @@ from msgspec import Meta, field
 from epp.core.parameters import Parameters
 
 API_VERSION: Final = "llm-d.ai/v1alpha1"
+API_VERSIONS: Final = ("llm-d.ai/v1", API_VERSION)
+"""What differs between them is in sections that are refused here."""
 API_VERSION_DEPRECATED: Final = "inference.networking.x-k8s.io/v1alpha1"
 
 PARSERS: Final = ("openai-parser", "anthropic-parser", "vllmhttp-parser", "passthrough-parser")
@@ -262,6 +264,8 @@ REFUSED_SECTIONS: Final[Mapping[str, str]] = {
     "dataLayer.peerDiscovery": "replicas do not share state",
     "dataLayer.crossReplicaSyncerPluginRef": "replicas do not share state",
     "dataLayer.crossReplicaSyncInterval": "replicas do not share state",
+    "dataLayer.crossReplicaPublishTimeout": "replicas do not share state",
+    "dataLayer.crossReplica": "replicas do not share state",
     "flowControl.maxBytes": _NO_QUEUE,
     "flowControl.maxRequests": _NO_QUEUE,
     "flowControl.defaultRequestTTL": _NO_QUEUE,

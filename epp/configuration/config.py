@@ -17,6 +17,7 @@ from epp.configuration.compatibility import (
     ACCEPTED,
     API_VERSION,
     API_VERSION_DEPRECATED,
+    API_VERSIONS,
     DEPRECATED,
     FEATURE_GATES,
     HANDLERS,
@@ -332,8 +333,9 @@ class _Loader:
             self.problem(f"kind is {kind!r}, expected 'EndpointPickerConfig'")
         if version == API_VERSION_DEPRECATED:
             self.warn(f"apiVersion {version} is deprecated, use {API_VERSION}")
-        elif version != API_VERSION:
-            self.problem(f"apiVersion is {version!r}, expected '{API_VERSION}'")
+        elif version not in API_VERSIONS:
+            expected = " or ".join(map(repr, API_VERSIONS))
+            self.problem(f"apiVersion is {version!r}, expected {expected}")
         for name in document:
             if name in REFUSED_SECTIONS:
                 self.problem(f"{name} is not supported, {REFUSED_SECTIONS[name]}: remove it")

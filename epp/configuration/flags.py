@@ -95,6 +95,7 @@ class ServeFlags(Struct, frozen=True, kw_only=True):
     disable_endpoint_subset_filter: bool = False
     session_token_key_file: str = ""
     accept_unsigned_session_tokens: bool = False
+    last_good_dir: str = ""
     seed: int | None = None
 
     refresh_metrics_interval: Duration | None = None
@@ -227,6 +228,10 @@ SERVE_HELP: Final[Groups] = {
         "accept-unsigned-session-tokens": (
             "accept session tokens that name a pod in base64, which any client can write"
         ),
+        "last-good-dir": (
+            "directory for copies of --config-file and --endpoints-file as they last came into "
+            "force; a start at which the file is broken uses the copy"
+        ),
         "seed": "of all dice; logged at start (default: drawn)",
     },
     "Metrics of endpoints": {
@@ -245,7 +250,10 @@ SERVE_HELP: Final[Groups] = {
         "trust-model-rewrite-header": (
             "obey x-llm-d-model-name-rewrite; only where the gateway strips it from clients"
         ),
-        "parse-response-usage": "read response chunks for token usage and time to first token",
+        "parse-response-usage": (
+            "read response chunks for token usage and time to first token; the gateway must show "
+            "them too (--response-body-mode of `epp envoy-config`)"
+        ),
         "lease-ttl-without-response-phase": (
             "longest time to count a request where the gateway does not show responses"
         ),
@@ -276,7 +284,9 @@ ENVOY_HELP: Final[Groups] = {
         "fail-open": "let requests pass when it is down",
         "message-timeout": "how long it may take for one answer",
         "request-body-mode": "how request bodies reach it",
-        "response-body-mode": "how response bodies reach it",
+        "response-body-mode": (
+            "how response bodies reach it; STREAMED lets `epp serve --parse-response-usage` read them"
+        ),
         "request-body-max-bytes": "as of `epp serve`",
     },
 }
@@ -410,6 +420,8 @@ def parse_serve(arguments: Sequence[str], environment: Mapping[str, str]) -> Ser
     if flags.endpoints_file:
         unused = [name for name in _DISCOVERY if name in given and given[name] != "false"]
         warnings += [f"--{name} has no effect: --endpoints-file is given" for name in unused]
+    if flags.last_good_dir and not (flags.config_file or flags.endpoints_file):
+        warnings.append("--last-good-dir has no effect: no file is given that could be kept")
     return msgspec.structs.replace(flags, warnings=tuple(warnings))
 
 

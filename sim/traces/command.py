@@ -16,6 +16,7 @@ from rich.progress import track
 from rich.table import Table
 
 from sim.engine.profiles import DEFAULT_PROFILE, Profile, profile_named
+from sim.output import Printer
 from sim.sentences import sentence_of
 from sim.traces.arrival import Arrival
 from sim.traces.capture import CaptureWriter, Salt
@@ -179,7 +180,9 @@ def _run(
 
     def run(options: argparse.Namespace) -> int:
         try:
-            return command(options, Console())
+            return command(options, Printer())
+        except BrokenPipeError:
+            raise  # nobody reads the output any more: no problem of the command
         except (ValueError, OSError) as problem:
             sys.stderr.write(f"sim: {sentence_of(problem)}\n")
             return 2 if isinstance(problem, _OptionsError) else 1

@@ -167,6 +167,91 @@ def test_what_is_no_such_file_is_refused(text, sentence):
     assert sentence in done.stderr
 
 
+def with_configuration(text, flags="{}"):
+    return yaml.safe_dump(
+        {
+            "router": {
+                "epp": {
+                    "pluginsConfigFile": "a.yaml",
+                    "pluginsCustomConfig": {"a.yaml": text},
+                    "flags": yaml.safe_load(flags),
+                }
+            }
+        }
+    )
+
+
+MISSPELT = """\
+apiVersion: llm-d.ai/v1
+kind: EndpointPickerConfig
+plugins:
+- type: queu-scorer
+- type: precise-prefix-cache-scorer
+"""
+
+
+def test_a_configuration_that_would_not_start_is_not_written():
+    """Exit code 1 and no output; the sentences are those of `epp check-config`, all of them."""
+    done = run(with_configuration(MISSPELT))
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr.splitlines() == [
+        (
+            "migrate-values: config: plugins[0] (queu-scorer): type queu-scorer is unknown, "
+            "did you mean `queue-scorer`?"
+        ),
+        (
+            "migrate-values: config: plugins[1] (precise-prefix-cache-scorer): type "
+            "precise-prefix-cache-scorer is not supported: there are no KV-cache events here: "
+            "use prefix-cache-scorer"
+        ),
+        "migrate-values: the picker would not start, so nothing is written",
+    ]
+
+
+def test_flags_that_would_not_start_are_not_written():
+    """An unknown flag ends the picker at once, as does a value that it cannot read."""
+    valid = "apiVersion: llm-d.ai/v1\nkind: EndpointPickerConfig\nplugins: [{type: queue-scorer}]"
+    done = run(with_configuration(valid, "{refresh-metrics-intervall: 50ms}"))
+    assert (done.returncode, done.stdout) == (1, "")
+    assert "flags: unknown flag '--refresh-metrics-intervall', did you mean" in done.stderr
+    assert run(with_configuration(valid, "{refresh-metrics-interval: soon}")).returncode == 1
+    done = run(with_configuration(valid, "{refresh-metrics-interval: 50ms, tracing: true}"))
+    assert done.returncode == 0
+    assert "migrate-values: --tracing has no effect: no traces are sent" in done.stderr
+
+
+def test_what_the_picker_would_warn_of_is_said():
+    """And written all the same."""
+    old = "apiVersion: inference.networking.x-k8s.io/v1alpha1\nkind: EndpointPickerConfig\n"
+    done = run(with_configuration(old + "plugins: [{type: queue-scorer}]"))
+    assert done.returncode == 0
+    assert "migrate-values: warning: config: apiVersion inference.networking" in done.stderr
+
+
+def test_it_works_from_anywhere_and_says_where_it_could_not_check(tmp_path):
+    """A copy of the script alone, or a Python without msgspec: converted, and one sentence."""
+    copy = tmp_path / "tools" / "migrate-values"
+    copy.parent.mkdir()
+    copy.write_bytes(SCRIPT.read_bytes())
+    (tmp_path / "msgspec.py").write_text("raise ImportError('no msgspec here')")
+    for script in (SCRIPT, copy):
+        done = subprocess.run(
+            [sys.executable, script],
+            check=False,
+            input=with_configuration(MISSPELT),
+            capture_output=True,
+            text=True,
+            timeout=20,
+            cwd=tmp_path,
+            env={"PYTHONPATH": str(tmp_path)},
+        )
+        assert done.returncode == 0
+        assert yaml.safe_load(done.stdout)["config"]["plugins"][0] == {"type": "queu-scorer"}
+        (line,) = [line for line in done.stderr.splitlines() if "not checked" in line]
+        assert line == "migrate-values: config and flags were not checked: no msgspec here"
+    assert run(with_configuration(MISSPELT)).returncode == 1
+
+
 def test_a_file_is_read_too(tmp_path):
     """And exit code 2 where it cannot be, or where the command line makes no sense."""
     file = tmp_path / "values.yaml"

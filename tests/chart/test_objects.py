@@ -129,7 +129,13 @@ def test_pods_pass_pod_security_restricted(golden):
         assert context["seccompProfile"] == {"type": "RuntimeDefault"}
         assert not {"hostNetwork", "hostPID", "hostIPC"} & set(pod)
         for volume in pod.get("volumes", ()):
-            assert set(volume) <= {"name", "configMap", "emptyDir", "secret"}
+            assert set(volume) <= {
+                "name",
+                "configMap",
+                "emptyDir",
+                "persistentVolumeClaim",
+                "secret",
+            }
     for container in containers(golden):
         context = container["securityContext"]
         assert context["allowPrivilegeEscalation"] is False

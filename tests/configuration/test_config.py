@@ -464,6 +464,15 @@ def test_a_second_profile_is_refused():
     assert problem.startswith("schedulingProfiles has 2 profiles, expected one")
 
 
+def test_the_newest_version_of_the_document_is_read_like_the_one_before():
+    """`llm-d.ai/v1`: the same meaning, and nothing to warn of."""
+    text = (SAMPLES / "optimized-baseline.yaml").read_text()
+    assert "apiVersion: llm-d.ai/v1alpha1\n" in text
+    newest = load(text.replace("llm-d.ai/v1alpha1", "llm-d.ai/v1"))
+    assert config_hash(newest) == config_hash(load(text))
+    assert newest.warnings == load(text).warnings
+
+
 def test_two_plugins_of_one_name_are_refused():
     """The name defaults to the type."""
     twice = [{"type": "queue-scorer"}, {"name": "queue-scorer", "type": "load-aware-scorer"}]
@@ -476,7 +485,12 @@ def test_two_plugins_of_one_name_are_refused():
     ("sections", "problem"),
     [
         ({"kind": "ConfigMap"}, "kind is 'ConfigMap', expected 'EndpointPickerConfig'"),
-        ({"apiVersion": "v1"}, "apiVersion is 'v1', expected 'llm-d.ai/v1alpha1'"),
+        ({"apiVersion": "v1"}, "apiVersion is 'v1', expected 'llm-d.ai/v1' or 'llm-d.ai/v1alpha1'"),
+        ({"apiVersion": []}, "apiVersion is [], expected 'llm-d.ai/v1' or 'llm-d.ai/v1alpha1'"),
+        (
+            {"dataLayer": {"crossReplica": {"syncerPluginRef": "x"}}},
+            "dataLayer.crossReplica is not supported, replicas do not share state: remove it",
+        ),
         ({"plugin": []}, "has unknown field `plugin`, did you mean `plugins`?"),
         ({"plugins": {}}, "plugins: expected a list, got dict"),
         (

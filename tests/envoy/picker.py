@@ -73,6 +73,9 @@ class Witness:
     def protocol_violated(self, phase: str, event: str) -> None:
         self.violations.append((phase, event))
 
+    def usage_unseen(self) -> None:
+        pass
+
     def stream_opened(self) -> None:
         self.streams_opened += 1
 

@@ -2,14 +2,16 @@
 
 import asyncio
 import inspect
+import random
 import shutil
 import socket
 import sys
 import time
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import asynccontextmanager
+from itertools import count
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import aiohttp
 import msgspec
@@ -42,14 +44,28 @@ async def until(condition: Callable[[], Any], what: str, timeout_s: float = 15.0
 
 
 def free_ports(count: int) -> list[int]:
-    """Ports of loopback that nobody listens on; drawn together, so all different."""
-    sockets = [socket.socket() for _ in range(count)]
-    for held in sockets:
-        held.bind(("127.0.0.1", 0))
-    ports = [held.getsockname()[1] for held in sockets]
-    for held in sockets:
-        held.close()
-    return ports
+    """Ports of loopback that nobody listens on, all different.
+
+    They lie below those that the kernel gives to clients, and each process draws at a place of its
+    own: what is free here is not taken by somebody else before it is used.
+    """
+    return [next(_free) for _ in range(count)]
+
+
+def _draw() -> Iterator[int]:
+    first = random.SystemRandom().randrange(len(_PORTS))
+    for number in count(first):
+        port = _PORTS[number % len(_PORTS)]
+        with socket.socket() as held:
+            try:
+                held.bind(("127.0.0.1", port))
+            except OSError:
+                continue
+        yield port
+
+
+_PORTS: Final = range(12_000, 32_000)
+_free = _draw()
 
 
 @asynccontextmanager

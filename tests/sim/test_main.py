@@ -7,6 +7,7 @@ import sys
 
 import pytest
 
+from epp import __version__
 from sim.__main__ import main
 
 FREE = ["serve", "--port=0"]
@@ -36,6 +37,37 @@ def refused(arguments, capsys):
 def test_a_wrong_command_line_is_told_in_its_last_line(arguments, said, capsys):
     """After the usage, exit code 2."""
     assert said in refused(arguments, capsys)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["replya", "x.jsonl"], "did you mean `replay`?"),
+        (["replay", "--seeed", "3", "x.jsonl"], "unknown flag --seeed, did you mean `--seed`?"),
+        (["replay", "--seeed=3"], "unknown flag --seeed, did you mean `--seed`?"),
+        (["trace", "inspct", "x.jsonl"], "did you mean `inspect`?"),
+        (["trace", "generate", "mult-turn", "--out=x"], "did you mean `multi-turn`?"),
+        (["--versoin", "serve"], "unknown flag --versoin, did you mean `--version`?"),
+        (["trace", "--jsn", "inspect"], "unknown flag --jsn"),
+    ],
+)
+def test_what_is_misspelt_is_told_with_the_nearest(arguments, said, capsys):
+    """Flags, commands and values out of a list."""
+    assert refused(arguments, capsys).endswith(said)
+
+
+def test_what_looks_like_a_flag_after_two_dashes_is_none(capsys):
+    """As everywhere."""
+    assert main(["trace", "inspect", "--", "--none.jsonl"]) == 1
+    assert "--none.jsonl: No such file" in capsys.readouterr().err
+
+
+def test_the_version_is_one_line(capsys):
+    """That of the package, exit code 0."""
+    with pytest.raises(SystemExit) as left:
+        main(["--version"])
+    assert left.value.code == 0
+    assert capsys.readouterr() == (f"sim {__version__}\n", "")
 
 
 def test_help_names_every_command(capsys):

@@ -126,6 +126,9 @@ labels:
 - --config-map={{ include "homing.configMapName" . }}
 - --config-map-key={{ .Values.configMapKey }}
 {{- end }}
+{{- if .Values.lastGood.enabled }}
+- --last-good-dir=/last-good
+{{- end }}
 - --grpc-port={{ int .Values.extProcPort }}
 - --grpc-health-port={{ int .Values.grpcHealthPort }}
 - --metrics-port={{ int .Values.metricsPort }}
@@ -164,6 +167,9 @@ labels:
 - --drain-timeout={{ include "homing.drainTimeoutSeconds" . }}s
 - --log-format={{ .Values.logFormat }}
 - --v={{ int .Values.verbosity }}
+{{- if and .Values.standalone.enabled (ne .Values.standalone.responseBodyMode "NONE") }}
+- --parse-response-usage=true
+{{- end }}
 {{- range $name, $value := .Values.flags }}
 - {{ printf "--%s=%s" $name (include "homing.scalar" $value) | quote }}
 {{- end }}

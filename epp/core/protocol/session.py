@@ -172,6 +172,9 @@ class Observer(Protocol):
         ...
 
     def protocol_violated(self, phase: str, event: str) -> None: ...
+    def usage_unseen(self) -> None:
+        """Usage is to be read of a response whose body the gateway does not show."""
+        ...
 
 
 class Phase(Enum):
@@ -413,6 +416,9 @@ class Session:
             content_type = event.headers.get("content-type", "")
             streamed = content_type.startswith("text/event-stream")
             self._usage_reader = UsageReader(event_stream=streamed)
+            hidden = self._modes.response is BodyMode.NONE and not event.end_of_stream
+            if hidden and UPGRADE_HEADER not in self._headers:
+                self._observer.usage_unseen()
         if event.end_of_stream:
             self._end_response(now)
         return [ResponseHeadersAnswer(set_headers)]

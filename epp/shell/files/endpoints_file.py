@@ -6,7 +6,8 @@
     objectives: {interactive: 10, batch: -1}
 
 YAML or JSON. An endpoint's metrics are at `/metrics` of its serving port unless said otherwise;
-`metrics: null` or `false`: it serves none.
+`metrics: null` or `false`: it serves none. Files of llm-d's `file-discovery` are read too: they
+write ports as text, and a name is unique within its `namespace`.
 """
 
 import re
@@ -26,7 +27,7 @@ READY_AFTER_S: Final = 5.0
 
 _AT: Final = re.compile(r"(.*) - at `(?:\$|key in \$)?(.*)`", re.DOTALL)
 
-_Port = Annotated[int, Meta(ge=1, le=65535)]
+_PORT: Final = Annotated[int, Meta(ge=1, le=65535)]
 _Name = Annotated[str, Meta(min_length=1, max_length=253)]
 
 
@@ -38,14 +39,19 @@ class EndpointsFileError(ValueError):
         self.problems: Final = tuple(problems)
 
 
+class _Port(int):
+    """A number from 1 to 65535, which may be written as text."""
+
+
 class _Metrics(Struct, frozen=True, forbid_unknown_fields=True):
     port: _Port | None = None
     path: Annotated[str, Meta(pattern="^/[!-~]*$", max_length=1024)] = "/metrics"
     scheme: Literal["http", "https"] = "http"
 
 
-class _Entry(Struct, frozen=True, forbid_unknown_fields=True):
+class _Entry(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     name: _Name
+    namespace: _Name = "default"
     address: str
     port: _Port
     labels: dict[str, str] = field(default_factory=dict)
@@ -72,7 +78,7 @@ def load_endpoints(text: bytes, source: str) -> Found:
     for position, raw in enumerate(document.endpoints):
         path = f"endpoints[{position}]"
         try:
-            endpoint = _endpoint(msgspec.convert(raw, _Entry))
+            endpoint = _endpoint(msgspec.convert(raw, _Entry, dec_hook=_decode))
         except (msgspec.ValidationError, ValueError) as problem:
             problems.append(_sentence(source, path, problem))
             continue
@@ -104,6 +110,15 @@ def _parse(text: bytes) -> Any:
     return document
 
 
+def _decode(kind: type[_Port], value: Any) -> _Port:
+    """What msgspec does not know of an entry."""
+    try:
+        return kind(msgspec.convert(value, _PORT, strict=False))
+    except msgspec.ValidationError as problem:
+        # msgspec adds the path to this one alone.
+        raise ValueError(str(problem)) from None
+
+
 def _endpoint(entry: _Entry) -> Endpoint:
     try:
         address = ip_address(entry.address)
@@ -117,9 +132,10 @@ def _endpoint(entry: _Entry) -> Endpoint:
     if entry.metrics is not None and entry.metrics is not False:
         told = entry.metrics if isinstance(entry.metrics, _Metrics) else _Metrics()
         target = MetricsTarget(port=told.port or entry.port, scheme=told.scheme, path=told.path)
+    name = entry.name if entry.namespace == "default" else f"{entry.namespace}/{entry.name}"
     return Endpoint(
-        endpoint_id=f"{entry.name}:{entry.port}",
-        name=entry.name,
+        endpoint_id=f"{name}:{entry.port}",
+        name=name,
         address=f"{host}:{entry.port}",
         labels=entry.labels,
         metrics=target,

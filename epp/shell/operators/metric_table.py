@@ -215,6 +215,12 @@ METRICS: Final[tuple[MetricSpec, ...]] = (
         "Streams ended because the gateway sent what their phase does not allow.",
         ("phase", "event"),
     ),
+    MetricSpec(
+        "homing_response_usage_unseen_total",
+        "counter",
+        "responses",
+        "Responses whose usage was to be read and whose body the gateway does not show.",
+    ),
     # Prefix.
     MetricSpec(
         "homing_prefix_indexer_hit_ratio",
@@ -429,6 +435,20 @@ METRICS: Final[tuple[MetricSpec, ...]] = (
         "reloads",
         "Configurations read, by result.",
         ("result",),
+    ),
+    MetricSpec(
+        "homing_last_good_in_force",
+        "gauge",
+        "boolean",
+        "1: the file was broken at the start and its copy of --last-good-dir is in force.",
+        ("file",),
+    ),
+    MetricSpec(
+        "homing_last_good_write_errors_total",
+        "counter",
+        "writes",
+        "Copies for --last-good-dir that could not be written.",
+        ("file",),
     ),
     MetricSpec(
         "homing_config_info",

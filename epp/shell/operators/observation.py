@@ -42,6 +42,12 @@ def _contained(
     return contained
 
 
+_USAGE_UNSEEN: Final = (
+    "--parse-response-usage has no effect: the gateway shows no response bodies, set its "
+    "response_body_mode to STREAMED (`epp envoy-config --response-body-mode STREAMED`)"
+)
+
+
 class Observation:
     """The observer of every session and of the server's streams."""
 
@@ -62,6 +68,7 @@ class Observation:
         self._answered = answered
         self._failures = PerSecond(FAILURES_PER_SECOND_MAX)
         self._cut = False
+        self._usage_seen = True
 
     def could_not(self, event: str, error: Exception) -> None:
         """Telling of `event` failed."""
@@ -164,6 +171,13 @@ class Observation:
     @_contained
     def protocol_violated(self, phase: str, event: str) -> None:
         self._telemetry.protocol_violated(phase, event)
+
+    @_contained
+    def usage_unseen(self) -> None:
+        self._telemetry.usage_unseen()
+        if self._usage_seen:
+            self._usage_seen = False
+            _log.warning(_USAGE_UNSEEN)
 
     @_contained
     def stream_opened(self) -> None:

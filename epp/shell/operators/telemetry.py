@@ -264,6 +264,7 @@ class Telemetry:
         self._contributions: tuple[tuple[str, ...], list[Distribution]] = ((), [])
         self._without_prefix = Children(_labelled(numbers["homing_scheduled_without_prefix_total"]))
         self._unknown_mode = Children(_labelled(numbers["homing_unknown_body_mode_total"]), 32)
+        self._usage_unseen = numbers["homing_response_usage_unseen_total"].labels()
         self._violations = Children(_labelled(numbers["homing_protocol_violations_total"]))
         self._hit_ratio = distributions["homing_prefix_indexer_hit_ratio"].labels()
         self._hit_bytes = distributions["homing_prefix_indexer_hit_bytes"].labels()
@@ -274,6 +275,8 @@ class Telemetry:
         self._scrape_s = distributions["homing_scrape_duration_seconds"].labels()
         self._scrape_errors = Children(_labelled(numbers["homing_scrape_errors_total"]), 64)
         self._reload_ok = numbers["homing_config_last_reload_successful"].labels()
+        self._last_good = Children(_labelled(numbers["homing_last_good_in_force"]))
+        self._not_kept = Children(_labelled(numbers["homing_last_good_write_errors_total"]))
         self._reloads = Children(_labelled(numbers["homing_config_reloads_total"]))
         self._config_info = numbers["homing_config_info"]
         self._weights = numbers["homing_scorer_weight"]
@@ -411,6 +414,10 @@ class Telemetry:
         """A gateway sent `event` in a `phase` of the stream that does not allow it."""
         self._violations(phase, event).inc()
 
+    def usage_unseen(self) -> None:
+        """Usage was to be read of a response whose body the gateway does not show."""
+        self._usage_unseen.inc()
+
     def set_aside(self, endpoint: Endpoint) -> None:
         self._set_aside(*endpoint_labels(endpoint)).inc()
 
@@ -452,6 +459,14 @@ class Telemetry:
         """A new configuration was not taken; the last good one stays in force."""
         self._reload_ok.set(0)
         self._reloads("failure").inc()
+
+    def last_good_in_force(self, file: str, in_force: bool) -> None:
+        """Whether the picker runs by a copy of `file`, because that was broken at the start."""
+        self._last_good(file).set(in_force)
+
+    def last_good_not_kept(self, file: str) -> None:
+        """The copy of `file` could not be written."""
+        self._not_kept(file).inc()
 
     def stream_opened(self) -> None:
         self._streams.inc()

@@ -323,6 +323,26 @@ def test_the_end_of_the_stream_ends_the_lease_after_response_headers(response_mo
     assert stream.told.events[-1] == f"completed {ending}"
 
 
+@pytest.mark.parametrize(
+    ("response_mode", "asked", "fields", "end", "told"),
+    [
+        (gw.NONE, True, {}, False, True),
+        (gw.STREAMED, True, {}, False, False),
+        (gw.FULL_DUPLEX, True, {}, False, False),
+        (gw.NONE, False, {}, False, False),
+        (gw.NONE, True, {}, True, False),
+        (gw.NONE, True, {"upgrade": "websocket"}, False, False),
+    ],
+)
+def test_usage_that_is_to_be_read_and_not_shown_is_told(response_mode, asked, fields, end, told):
+    """Where a body follows that the gateway hides; what follows an upgrade is never read."""
+    stream = stream_of(settings=SessionSettings(parse_response_usage=asked))
+    modes = gw.protocol(gw.FULL_DUPLEX, response_mode)
+    stream.send(gw.request_headers(gw.COMPLETIONS | fields, modes=modes), gw.request_body(BODY))
+    stream.send(gw.response_headers(200, end=end))
+    assert ("usage unseen" in stream.told.events) is told
+
+
 def test_a_stream_that_ends_before_any_response_means_that_the_client_left_if_the_gateway_responds():
     """Once a gateway has sent response headers it always does."""
     gateway = Gateway()

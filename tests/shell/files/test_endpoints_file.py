@@ -45,6 +45,29 @@ def test_everything_the_file_can_say_is_read():
     assert file.objectives == {"interactive": 10, "batch": -1}
 
 
+def test_a_file_that_llm_d_reads_is_read():
+    """Ports may be text, and a name is unique within its namespace, which is `default` if unsaid."""
+    file = load(
+        "endpoints:\n"
+        '- {name: vllm-0, namespace: default, address: "10.0.0.1", port: "8000"}\n'
+        '- {name: vllm-0, namespace: batch, address: "10.0.0.2", port: "8000"}\n'
+        '- {name: vllm-1, address: "10.0.0.3", port: "8000", metrics: {port: "9000"}}\n'
+    )
+    assert [(e.name, e.endpoint_id, e.address) for e in file.endpoints] == [
+        ("vllm-0", "vllm-0:8000", "10.0.0.1:8000"),
+        ("batch/vllm-0", "batch/vllm-0:8000", "10.0.0.2:8000"),
+        ("vllm-1", "vllm-1:8000", "10.0.0.3:8000"),
+    ]
+    assert [e.metrics.port for e in file.endpoints] == [8000, 8000, 9000]
+    assert (
+        "a:1 is already endpoints[0]"
+        in problems_of(
+            "endpoints: [{name: a, address: '::1', port: 1},"
+            " {name: a, namespace: default, address: '::2', port: '1'}]"
+        )[0]
+    )
+
+
 def test_no_endpoints_is_a_valid_file():
     """An empty pool serves 503, it is not an error."""
     assert load("endpoints: []") == Found()
@@ -80,9 +103,16 @@ def test_a_malformed_file_is_refused_with_its_place(text, problem):
         ("{name: a, address: pod-a.example, port: 1}", "address 'pod-a.example' is not an IP"),
         ("{name: a, address: '10.0.0.1:80', port: 1}", "address '10.0.0.1:80' is not an IP"),
         ("{name: a, address: 'fe80::1%eth0', port: 1}", "address 'fe80::1%eth0' is not an IP"),
-        ("{name: a, address: 10.0.0.1, port: 0}", "Expected `int` >= 1"),
+        ("{name: a, address: 10.0.0.1, port: 0}", "endpoints[0].port: Expected `int` >= 1"),
         ("{name: a, address: 10.0.0.1, port: 65536}", "Expected `int` <= 65535"),
-        ("{name: a, address: 10.0.0.1, port: '80'}", "Expected `int`, got `str`"),
+        (
+            "{name: a, address: 10.0.0.1, port: 1, metrics: {port: x}}",
+            "endpoints[0].metrics.port: Expected `int`, got `str`",
+        ),
+        ("{name: a, address: 10.0.0.1, port: http}", "Expected `int`, got `str`"),
+        ("{name: a, address: 10.0.0.1, port: '65536'}", "Expected `int` <= 65535"),
+        ("{name: a, address: 10.0.0.1, port: true}", "Expected `int`, got `bool`"),
+        ("{name: a, address: 10.0.0.1, port: 1, namespace: ''}", "Expected `str` of length >= 1"),
         ("{name: '', address: 10.0.0.1, port: 1}", "Expected `str` of length >= 1"),
         ("{address: 10.0.0.1, port: 1}", "Object missing required field `name`"),
         ("{name: a, address: 10.0.0.1, port: 1, weight: 2}", "Object contains unknown field"),

@@ -219,6 +219,18 @@ def test_a_stream_that_was_not_looked_at_is_counted_as_a_request_that_failed(obs
     assert observed.lines == ["refusal"]
 
 
+def test_usage_that_the_gateway_hides_is_warned_of_once(observed):
+    """And counted each time; the line names the other half of the setting."""
+    with structlog.testing.capture_logs() as lines:
+        for _ in range(3):
+            observed.observation.usage_unseen()
+    ((line),) = lines
+    assert line["log_level"] == "warning"
+    assert "--parse-response-usage" in line["event"]
+    assert "response_body_mode" in line["event"]
+    assert observed("response_usage_unseen_total") == 3
+
+
 def test_streams_and_what_goes_wrong_in_them_are_counted(observed):
     """Open ones, ended ones by their code, breaches of the protocol, unknown modes, the cut."""
     told = observed.observation

@@ -293,7 +293,7 @@ async def test_ports_beyond_the_last_are_one_sentence():
         (["--speed", "0"], "'0' is not a number above 0"),
         (["--profile", "none"], "No profile 'none'"),
         (["--lora", "a", "--max-loras", "0"], "--lora needs --max-loras"),
-        (["--nonsense"], "unrecognized arguments"),
+        (["--nonsense"], "unknown flag --nonsense"),
     ],
 )
 async def test_a_wrong_command_line_exits_2(arguments, says):

@@ -257,9 +257,10 @@ def test_skipped_lines_are_counted_in_what_is_printed(mooncake, capsys):
     with mooncake.open("a") as file:
         file.write("{}\n")
     assert run("inspect", mooncake, "--skip-bad") == 0
-    text = " ".join(capsys.readouterr().out.split())
-    assert "1 malformed lines skipped" in text
-    assert "in.jsonl:21" in text
+    shown = capsys.readouterr().out.split()
+    assert "1 malformed lines skipped" in " ".join(shown)
+    # The table breaks long paths anywhere.
+    assert "in.jsonl:21" in "".join(shown)
 
 
 @pytest.mark.parametrize(

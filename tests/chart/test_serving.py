@@ -2,11 +2,11 @@
 
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
 from pathlib import Path
+from urllib.request import urlopen
 
 import pytest
 
@@ -47,9 +47,12 @@ def test_envoy_takes_the_bootstrap_that_its_pod_writes(helm_4, name, tmp_path):
     assert f"port_value: {container['ports'][1]['containerPort']}\n" in file.read_text()
 
 
-def listens(port):
-    with socket.socket() as client:
-        return client.connect_ex(("127.0.0.1", port)) == 0
+def is_ready(metrics_port):
+    try:
+        with urlopen(f"http://127.0.0.1:{metrics_port}/readyz", timeout=1) as answer:
+            return answer.status == 200
+    except OSError:
+        return False
 
 
 @pytest.fixture
@@ -73,7 +76,7 @@ def serving(tmp_path):
         )
         started.append(child)
         deadline = time.monotonic() + START_MAX_S
-        while not listens(serving) and time.monotonic() < deadline:
+        while not is_ready(metrics) and time.monotonic() < deadline:
             assert child.poll() is None, "epp serve ended"
             time.sleep(0.05)
         return f"localhost:{serving}"

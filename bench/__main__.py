@@ -19,6 +19,7 @@ NAMES = (
     "loopback",
     "scoring",
     "parse",
+    "hostile_bodies",
     "index",
     "process",
     "scrape",

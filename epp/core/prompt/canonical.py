@@ -63,8 +63,10 @@ FIELDS_MAX: Final = 100_000
 """Fields of one prompt and their terminators. What they cost is Python's, half a microsecond each: a
 body could hold as many empty ones as bytes and stop everybody else."""
 
-_FIELDS_PER_MEMBER: Final = 6
-"""As many as a member of a media part costs the time of."""
+_FIELDS_EACH: Final = 3
+"""What a message, part or call adds at least: its role or text, a terminator, an end."""
+_FIELDS_PER_MEMBER: Final = 8
+"""As many as a member of a media part takes the time of; it adds none."""
 
 _encode = json.Encoder().encode
 
@@ -120,12 +122,11 @@ def responses_prompt(
     return b"".join(fields)
 
 
-def _admit(fields: list[bytes], more: Collection[Any]) -> None:
-    """Called before each loop over what a client sent; each of `more` is a field at least."""
-    if len(fields) + 2 * len(more) > FIELDS_MAX:
-        raise ValidationError(
-            f"Expected at most {FIELDS_MAX // 2:,} messages, parts and their members"
-        )
+def _admit(fields: list[bytes], more: Collection[Any], each: int = _FIELDS_EACH) -> None:
+    """Called before each loop over what a client sent."""
+    if len(fields) + each * len(more) > FIELDS_MAX:
+        what = f"{FIELDS_MAX // each:,} messages, parts and their members"
+        raise ValidationError(f"Expected at most {what}")
 
 
 def _open(preamble: Mapping[bytes, Raw], system: Content) -> list[bytes]:
@@ -298,8 +299,8 @@ def _write_media(fields: list[bytes], label: bytes, part: Item) -> None:
 
 def _digest_members(fields: list[bytes], digest: xxhash.xxh3_128, members: Item) -> None:
     names = sorted(members.keys() - _NOT_CONTENT)
-    _admit(fields, names)
-    # Members are no fields, but each costs as much as some and is counted with them.
+    _admit(fields, names, _FIELDS_PER_MEMBER)
+    # Members are no fields, but each takes as long as some and is counted with them.
     fields += [b""] * (_FIELDS_PER_MEMBER * len(names))
     for name in names:
         digest.update(name.encode() + VALUE)
@@ -312,7 +313,8 @@ def _digest(fields: list[bytes], digest: xxhash.xxh3_128, value: Any) -> None:
         digest.update(value.encode())
         digest.update(VALUE)
     elif isinstance(value, dict):
-        _digest_members(fields, digest, value)
+        if value:
+            _digest_members(fields, digest, value)
         digest.update(CLOSE)
     else:
         digest.update(_encode(value))

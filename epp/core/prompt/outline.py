@@ -13,18 +13,20 @@ import numpy as np
 import numpy.typing as npt
 from msgspec import ValidationError
 
-PIECES_MAX: Final = 100_000
-"""Objects, arrays, strings (names of members too) and fractions that any body may hold; a fraction
-counts twice."""
+PIECES_MAX: Final = 80_000
+"""Objects, arrays, strings (names of members too) and fractions that any body may hold."""
 BYTES_PER_PIECE: Final = 48
-"""A longer body may hold one for so many of its bytes. A short message is five pieces: 20,000 of them
-are let in whatever they say, and 200,000 in 48 MB."""
+"""A longer body may hold one for so many of its bytes. A plain message is five pieces: 16,000 of them
+are let in however short they are."""
+PIECES_PER_FRACTION: Final = 4
+"""What a number with a point or an exponent counts, because it takes as long."""
 DIGITS_MAX: Final = 255
 """Digits in a row of a number. What an integer costs grows with the square of them."""
 
 Symbols: TypeAlias = npt.NDArray[np.uint8]
+Places: TypeAlias = npt.NDArray[np.bool_]
 
-_LETTER_CASE: Final = 0x20
+_FOLDING: Final = np.uint8(0x20)
 """The bit that is all that tells "[" from "{", "]" from "}" and "E" from "e"."""
 _WINDOW: Final = (DIGITS_MAX + 1) // 2
 """More than `DIGITS_MAX` digits in a row fill at least one aligned window of this size."""
@@ -33,8 +35,8 @@ _WINDOW: Final = (DIGITS_MAX + 1) // 2
 def admit(body: bytes) -> None:
     """Raise `ValidationError` if `body` holds more than can be decoded in the time of its length.
 
-    Exact for valid JSON, and for the valid part of what is not: no decoder gets further. A body of
-    no more bytes than `PIECES_MAX` is not looked at.
+    What is valid JSON is counted as such, and so is the valid part of what is not: no decoder gets
+    further. A body of no more bytes than `PIECES_MAX` is not looked at.
     """
     pieces_max = max(PIECES_MAX, len(body) // BYTES_PER_PIECE)
     if len(body) <= pieces_max:
@@ -68,7 +70,7 @@ def outside_texts(body: bytes) -> Symbols:
 # texts so at the speed of memory. As loops over bytes they would take ten times as long.
 
 
-def _packed(places: npt.NDArray[np.bool_]) -> Symbols:
+def _packed(places: Places) -> Symbols:
     """The marks of `places`, filled up to whole words of 64."""
     marks = np.zeros(-(-len(places) // 64) * 8, np.uint8)
     marks[: -(-len(places) // 8)] = np.packbits(places, bitorder="little")
@@ -97,32 +99,39 @@ def _odd_so_far(marks: Symbols) -> Symbols:
         words = words ^ (words << np.uint64(shift))
     odd = words >> np.uint64(63)
     before = np.bitwise_xor.accumulate(odd) ^ odd
-    return (words ^ (np.uint64(0) - before)).view(np.uint8)
+    inverted: npt.NDArray[np.uint64] = words ^ (np.uint64(0) - before)
+    return inverted.view(np.uint8)
 
 
-def is_opening(symbols: Symbols) -> npt.NDArray[np.bool_]:
+def is_opening(symbols: Symbols) -> Places:
     """Where an object or an array begins."""
-    return (symbols | _LETTER_CASE) == ord("{")
+    opening: Places = _folded(symbols) == ord("{")
+    return opening
 
 
-def is_closing(symbols: Symbols) -> npt.NDArray[np.bool_]:
+def is_closing(symbols: Symbols) -> Places:
     """Where an object or an array ends."""
-    return (symbols | _LETTER_CASE) == ord("}")
+    closing: Places = _folded(symbols) == ord("}")
+    return closing
+
+
+def _folded(symbols: Symbols) -> Symbols:
+    """Brackets as braces, and letters in lower case."""
+    folded: Symbols = symbols | _FOLDING
+    return folded
 
 
 def _has_more_pieces(symbols: Symbols, pieces_max: int) -> bool:
-    """Whether there may be more than `pieces_max`; exact once texts are out of the way."""
-
-    def count(symbol: str) -> int:
-        return np.count_nonzero(symbols == ord(symbol))
-
-    pieces = np.count_nonzero(is_opening(symbols)) + count('"')
-    commas = count(",")
-    if pieces + 2 * commas <= pieces_max:
+    """Whether there are more than `pieces_max`; if texts are there too, whether there may be."""
+    pieces = np.count_nonzero(is_opening(symbols)) + np.count_nonzero(symbols == ord('"'))
+    # Of values that hold no others a document has one more than commas.
+    innermost = 1 + np.count_nonzero(symbols == ord(","))
+    if pieces + PIECES_PER_FRACTION * innermost <= pieces_max:
         return False
-    # A fraction has a point or an exponent, and is alone in its array or object or has a comma.
-    exponents = np.count_nonzero((symbols | _LETTER_CASE) == ord("e"))
-    return pieces + 2 * min(commas, count(".") + exponents) > pieces_max
+    after = _folded(symbols[1:])
+    points = _is_digit(symbols[:-1]) & ((after == ord(".")) | (after == ord("e")))
+    fractions = min(innermost, np.count_nonzero(points))
+    return bool(pieces + PIECES_PER_FRACTION * fractions > pieces_max)
 
 
 def _may_have_long_number(symbols: Symbols) -> bool:
@@ -142,6 +151,6 @@ def _has_long_number(symbols: Symbols) -> bool:
     return bool(runs.any())
 
 
-def _is_digit(symbols: Symbols) -> npt.NDArray[np.bool_]:
+def _is_digit(symbols: Symbols) -> Places:
     # What is below "0" wraps round to above 9.
     return (symbols - np.uint8(ord("0"))) < 10

@@ -235,9 +235,7 @@ def _read_model(body: bytes) -> _Reading:
     return _Reading(_decode_body(body))
 
 
-def _prompts(
-    value: Any, text_api: ApiKind, where: str
-) -> tuple[ApiKind, tuple[bytes, ...], int]:
+def _prompts(value: Any, text_api: ApiKind, where: str) -> tuple[ApiKind, tuple[bytes, ...], int]:
     """`value` is `Prompts`: one text, texts, the ids of one prompt, or of several.
 
     Returns the API, the prompts that leave a prefix, and about how many tokens the others have.
@@ -340,9 +338,7 @@ def parse_request(
     if model != incoming_model:
         try:
             body = rewrite_model(body, model, present=reading.body.model is not UNSET)
-        except UnicodeEncodeError:
-            return _refusal("The model that is to replace the requested one is not valid Unicode")
-        except msgspec.ValidationError as problem:
+        except (msgspec.ValidationError, UnicodeEncodeError) as problem:
             return _invalid(suffix, problem)
     request = InferenceRequest(
         request_id=request_id,
@@ -420,6 +416,8 @@ def _invalid(suffix: str, problem: Exception) -> Refusal:
     begin = f"The body for {suffix} is not valid"
     if isinstance(problem, RecursionError):
         return _refusal(f"{begin}: expected JSON that is nested less deep")
+    if isinstance(problem, UnicodeEncodeError):
+        return _refusal("The model that is to replace the requested one is not valid Unicode")
     if not isinstance(problem, msgspec.DecodeError):
         return _refusal(f"{begin}: expected UTF-8")
     what = str(problem)

@@ -20,6 +20,7 @@ NAMES = (
     "bursts",
     "scoring",
     "parse",
+    "hostile_bodies",
     "index",
     "process",
     "scrape",

@@ -220,17 +220,26 @@ class PrefixIndex:
     def match(self, request: InferenceRequest, slots: int, now: Seconds) -> Affinity:
         """Leading full blocks that each slot holds, summed over the prompts of the request."""
         chains = self._chains(request)
-        matched, best = self._depths(chains[0] if chains else b"", slots, now)
-        full = not chains or best == len(chains[0]) // HASH_BYTES
-        total = sum(map(len, chains)) // HASH_BYTES
-        for chain in chains[1:]:
-            more, deepest = self._depths(chain, slots, now)
-            matched += more
+        cutoff = now - self._ttl_s
+        size = max(slots, len(self._slots), 1)
+        paths: dict[tuple[tuple[int, int], ...], int] = {}
+        best = 0
+        full = True
+        for chain in chains:
+            path = self._path(chain, cutoff)
+            deepest = path[-1][1] if path else 0
             best += deepest
             full = full and deepest == len(chain) // HASH_BYTES
+            if path:
+                # Prompts of one batch have much in common, and most of the cost is an array a path.
+                paths[path] = paths.get(path, 0) + 1
+        matched = np.zeros(size, dtype=np.int64)
+        for path, prompts in paths.items():
+            matched += prompts * self._depths(path, size)
+        total = sum(map(len, chains)) // HASH_BYTES
         if total:
             self._count_lookup(best=best, full=full)
-        return Affinity(matched, total)
+        return Affinity(matched[:slots], total)
 
     @property
     def bytes_estimated(self) -> int:
@@ -321,12 +330,9 @@ class PrefixIndex:
                 return [chain[:longest] for chain in chains]
         return chains
 
-    def _depths(self, chain: bytes, slots: int, now: Seconds) -> tuple[Ints, int]:
-        """Leading blocks of `chain` that each slot holds, and the most that any holds."""
-        size = max(slots, len(self._slots), 1)
+    def _depths(self, path: tuple[tuple[int, int], ...], size: int) -> Ints:
+        """The depth of the last node of `path` that each of `size` slots holds."""
         depths = np.zeros(size, dtype=np.int64)
-        path = self._path(chain, now - self._ttl_s)
-        best = path[-1][1] if path else 0
         deeper = 0
         for mask, depth in reversed(path):
             fresh = mask & ~deeper
@@ -340,18 +346,20 @@ class PrefixIndex:
                     depths[lowest.bit_length() - 1] = depth
                     fresh ^= lowest
             deeper = mask
-        return depths[:slots], best
+        return depths
 
-    def _path(self, chain: bytes, cutoff: Seconds) -> list[tuple[int, int]]:
+    def _path(self, chain: bytes, cutoff: Seconds) -> tuple[tuple[int, int], ...]:
         """(mask of the slots whose stamp is at least `cutoff`, depth in blocks) a node, from the top.
 
         Stamps never increase downwards: each mask is part of the one before it.
         """
         first = self._first
+        node = first.get(chain[:HASH_BYTES])
+        if node is None:
+            return ()
         path: list[tuple[int, int]] = []
         parent = None
         at = 0
-        node = first.get(chain[:HASH_BYTES])
         # A node found under another parent is a collision of hashes, not what this prompt says.
         while node is not None and node.parent is parent:
             run = node.run
@@ -368,7 +376,7 @@ class PrefixIndex:
             parent = node
             at = end
             node = first.get(chain[at : at + HASH_BYTES])
-        return path
+        return tuple(path)
 
     def _count_lookup(self, *, best: int, full: bool) -> None:
         statistics = self.statistics

@@ -53,14 +53,20 @@ _MEDIA_TYPES: Final = frozenset(
 )
 _NOT_CONTENT: Final = frozenset({"type", "cache_control", "detail"})
 """Members of a media part that do not change what is shown to the model."""
+_BLOCK_TYPES: Final = frozenset({"thinking", "tool_use", "tool_result"})
 _EMPTY: Final = frozenset({b"null", b"[]", b"{}"})
 
 NO_JSON: Final = Raw(b"")
 """Stands for a member that a body does not have."""
 
-FIELDS_MAX: Final = 200_000
-"""Fields of one prompt. What they cost is Python's, a microsecond each: a body of a few megabytes
-could hold millions of empty ones and stop everybody else for seconds."""
+FIELDS_MAX: Final = 100_000
+"""Fields of one prompt and their terminators. What they cost is Python's, half a microsecond each: a
+body could hold as many empty ones as bytes and stop everybody else."""
+
+_FIELDS_EACH: Final = 3
+"""What a message, part or call adds at least: its role or text, a terminator, an end."""
+_FIELDS_PER_MEMBER: Final = 8
+"""As many as a member of a media part takes the time of; it adds none."""
 
 _encode = json.Encoder().encode
 
@@ -116,10 +122,11 @@ def responses_prompt(
     return b"".join(fields)
 
 
-def _admit(fields: list[bytes], more: Collection[Any]) -> None:
-    """Called before each loop over what a client sent; each of `more` is at least one field."""
-    if len(fields) + len(more) > FIELDS_MAX:
-        raise ValidationError(f"Expected at most {FIELDS_MAX:,} messages, parts and their members")
+def _admit(fields: list[bytes], more: Collection[Any], each: int = _FIELDS_EACH) -> None:
+    """Called before each loop over what a client sent."""
+    if len(fields) + each * len(more) > FIELDS_MAX:
+        what = f"{FIELDS_MAX // each:,} messages, parts and their members"
+        raise ValidationError(f"Expected at most {what}")
 
 
 def _open(preamble: Mapping[bytes, Raw], system: Content) -> list[bytes]:
@@ -149,11 +156,16 @@ def _is_billing(block: Any) -> bool:
 
 def _write_message(fields: list[bytes], message: Message) -> None:
     content = message.content
-    if isinstance(content, str) and not _has_more(message):
+    more = _has_more(message)
+    if isinstance(content, str) and not more:
         # Nearly every message: in one step, because a long conversation has hundreds.
         fields += (message.role.encode(), ROLE, content.encode(), TEXT, MESSAGE)
         return
     fields += (message.role.encode(), ROLE)
+    if not more:
+        _write_content(fields, content)
+        fields.append(MESSAGE)
+        return
     _write_value(fields, b"name", message.name)
     _write_value(fields, b"tool_call_id", message.tool_call_id)
     _write_value(fields, b"reasoning", message.reasoning)
@@ -164,19 +176,18 @@ def _write_message(fields: list[bytes], message: Message) -> None:
         _write_media(fields, b"audio", message.audio)
     _admit(fields, message.tool_calls or ())
     for call in message.tool_calls or ():
-        match call:
-            case {"function": {"name": str(name)} as function}:
-                _write_call(fields, call.get("id"), name, function.get("arguments"))
-            case _:
-                _write_json(fields, call)
-    match message.function_call:
-        case None:
-            pass
-        case {"name": str(name)} as function:
-            _write_call(fields, None, name, function.get("arguments"))
-        case call:
-            _write_json(fields, call)
+        _write_function(fields, call, call.get("function"), call.get("id"))
+    if message.function_call is not None:
+        _write_function(fields, message.function_call, message.function_call, None)
     fields.append(MESSAGE)
+
+
+def _write_function(fields: list[bytes], call: Item, function: Any, call_id: Any) -> None:
+    """The call of `function`, or `call` as it is if that is none."""
+    if isinstance(function, dict) and isinstance(name := function.get("name"), str):
+        _write_call(fields, call_id, name, function.get("arguments"))
+    else:
+        _write_json(fields, call)
 
 
 def _has_more(message: Message) -> bool:
@@ -194,14 +205,16 @@ def _has_more(message: Message) -> bool:
 
 
 def _write_item(fields: list[bytes], item: Item) -> None:
-    match item:
-        case {"role": str(role), "content": str() | list() as content}:
-            fields += (role.encode(), ROLE)
-            _write_content(fields, content)
-            fields.append(MESSAGE)
-        case {"type": "function_call", "name": str(name)}:
+    role, content = item.get("role"), item.get("content")
+    if isinstance(role, str) and isinstance(content, (str, list)):
+        fields += (role.encode(), ROLE)
+        _write_content(fields, content)
+        fields.append(MESSAGE)
+        return
+    match item.get("type"):
+        case "function_call" if isinstance(name := item.get("name"), str):
             _write_call(fields, item.get("call_id"), name, item.get("arguments"))
-        case {"type": "function_call_output", "output": str() | list() as output}:
+        case "function_call_output" if isinstance(output := item.get("output"), (str, list)):
             _write_result(fields, item.get("call_id"), None, output)
         case _:
             _write_json(fields, item)
@@ -229,21 +242,22 @@ def _write_part(fields: list[bytes], part: Item) -> None:
         fields += (text.encode(), TEXT)
     elif kind in _MEDIA_TYPES:
         _write_media(fields, kind.encode(), part)
+    elif kind in _BLOCK_TYPES:
+        _write_block(fields, kind, part)
     else:
-        _write_block(fields, part)
+        _write_json(fields, part)
 
 
-def _write_block(fields: list[bytes], block: Item) -> None:
+def _write_block(fields: list[bytes], kind: str, block: Item) -> None:
     """Blocks of Anthropic that are neither text nor media."""
-    match block:
-        case {"type": "thinking", "thinking": str(thinking)}:
+    content = block.get("content")
+    match kind:
+        case "thinking" if isinstance(thinking := block.get("thinking"), str):
             _write_value(fields, b"thinking", thinking)
-        case {"type": "tool_use", "name": str(name)}:
+        case "tool_use" if isinstance(name := block.get("name"), str):
             _write_call(fields, block.get("id"), name, block.get("input"))
-        case {"type": "tool_result"} if isinstance(block.get("content"), str | list | None):
-            _write_result(
-                fields, block.get("tool_use_id"), block.get("is_error"), block.get("content")
-            )
+        case "tool_result" if content is None or isinstance(content, (str, list)):
+            _write_result(fields, block.get("tool_use_id"), block.get("is_error"), content)
         case _:
             _write_json(fields, block)
 
@@ -271,7 +285,7 @@ def _write_value(fields: list[bytes], label: bytes, text: str | None) -> None:
 
 
 def _write_json(fields: list[bytes], value: Any) -> None:
-    if isinstance(value, dict):
+    if isinstance(value, dict) and "cache_control" in value:
         # Moves from block to block as a conversation grows, and is no part of the prompt.
         value = {name: member for name, member in value.items() if name != "cache_control"}
     fields += (_encode(value), JSON)
@@ -284,12 +298,12 @@ def _write_media(fields: list[bytes], label: bytes, part: Item) -> None:
 
 
 def _digest_members(fields: list[bytes], digest: xxhash.xxh3_128, members: Item) -> None:
-    names = members.keys() - _NOT_CONTENT
-    _admit(fields, names)
-    # Members are no fields, but they cost as much and are counted with them.
-    fields += [b""] * len(names)
-    for name in sorted(names):
-        _digest(fields, digest, name)
+    names = sorted(members.keys() - _NOT_CONTENT)
+    _admit(fields, names, _FIELDS_PER_MEMBER)
+    # Members are no fields, but each takes as long as some and is counted with them.
+    fields += [b""] * (_FIELDS_PER_MEMBER * len(names))
+    for name in names:
+        digest.update(name.encode() + VALUE)
         _digest(fields, digest, members[name])
 
 
@@ -299,7 +313,8 @@ def _digest(fields: list[bytes], digest: xxhash.xxh3_128, value: Any) -> None:
         digest.update(value.encode())
         digest.update(VALUE)
     elif isinstance(value, dict):
-        _digest_members(fields, digest, value)
+        if value:
+            _digest_members(fields, digest, value)
         digest.update(CLOSE)
     else:
         digest.update(_encode(value))

@@ -1,16 +1,20 @@
 """Path and bytes to a request, or a refusal. JSON is decoded once, by decoders built once.
 
 What routing does not need is skipped or taken as it is: the engine judges it. Refused (400) are
-invalid JSON, an unpaired surrogate, a wrong type where we look, nothing to complete, and no model
-where the API needs one. The body is forwarded byte for byte; a rewrite of the model changes that
+invalid JSON, an unpaired surrogate, a wrong type where we look, nothing to complete, no model
+where the API needs one, and more pieces than can be read in the time of the body's length
+(`core/prompt/outline`). The body is forwarded byte for byte; a rewrite of the model changes that
 one value.
 """
 
+import math
 import re
 import sys
 from array import array
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from enum import StrEnum
+from itertools import islice
 from typing import Annotated, Any, Final, TypeAlias
 
 import msgspec
@@ -28,6 +32,7 @@ from epp.core.prompt.canonical import (
     responses_prompt,
     text_prompt,
 )
+from epp.core.prompt.outline import admit, is_closing, is_opening, outside_texts
 from epp.core.prompt.request import InferenceRequest
 from epp.core.types import BYTES_PER_TOKEN, ApiKind, Refusal, RefusalReason
 
@@ -46,7 +51,12 @@ ALL_PARSERS: Final[ParserSet] = frozenset(ParserName)
 
 
 PROMPTS_MAX: Final = 10_000
-"""Prompts of one request. Each has a chain of its own to be hashed, matched and recorded."""
+"""Prompts of one request."""
+PROMPTS_REMEMBERED_MAX: Final = 2_048
+"""Prompts of one request that leave a prefix; OpenAI takes no more. Each has a chain of its own to be
+hashed, matched and recorded, about seven microseconds, and may be as short as a block."""
+MODEL_MEMBERS_MAX: Final = 5_000
+"""Members `model`, at any depth, among which a rewrite looks for those at the top level."""
 
 
 class Parsed(Struct, frozen=True, kw_only=True):
@@ -67,12 +77,12 @@ Messages: TypeAlias = Annotated[list[Message], Meta(min_length=1)]
 
 
 class Body(Struct, gc=False):
-    """Members that the APIs share. `Any`: the engine's business if it is of another type."""
+    """Members that the APIs share. `Raw`: the engine's business if it is of another type."""
 
     model: str | UnsetType | None = UNSET
     cache_salt: str | None = None
-    stream: Any = None
-    max_tokens: Any = None
+    stream: Raw = NO_JSON
+    max_tokens: Raw = NO_JSON
 
 
 class ChatBody(Body, kw_only=True, gc=False):
@@ -80,7 +90,7 @@ class ChatBody(Body, kw_only=True, gc=False):
     tools: Raw = NO_JSON
     documents: Raw = NO_JSON
     chat_template_kwargs: Raw = NO_JSON
-    max_completion_tokens: Any = None
+    max_completion_tokens: Raw = NO_JSON
 
 
 class CompletionsBody(Body, kw_only=True, gc=False):
@@ -99,7 +109,7 @@ class ResponsesBody(Body, kw_only=True, gc=False):
     instructions: str | None = None
     tools: Raw = NO_JSON
     previous_response_id: Raw = NO_JSON
-    max_output_tokens: Any = None
+    max_output_tokens: Raw = NO_JSON
 
 
 class AnthropicBody(Body, kw_only=True, gc=False):
@@ -109,7 +119,7 @@ class AnthropicBody(Body, kw_only=True, gc=False):
 
 
 class SamplingParams(Struct, gc=False):
-    max_tokens: Any = None
+    max_tokens: Raw = NO_JSON
 
 
 class GenerateBody(Body, kw_only=True, gc=False):
@@ -117,11 +127,22 @@ class GenerateBody(Body, kw_only=True, gc=False):
     sampling_params: SamplingParams | None = None
 
 
-_decode_chat = Decoder(ChatBody).decode
+def _fraction(text: str) -> float:
+    """A number with a point or an exponent that msgspec would take eight microseconds for.
+
+    So it does where Lemire's algorithm does not tell, e.g. for 1e300.
+    """
+    value = float(text)
+    if -math.inf < value < math.inf:
+        return value
+    raise ValueError("Number out of range")
+
+
+_decode_chat = Decoder(ChatBody, float_hook=_fraction).decode
 _decode_completions = Decoder(CompletionsBody).decode
-_decode_embeddings = Decoder(EmbeddingsBody).decode
-_decode_responses = Decoder(ResponsesBody).decode
-_decode_anthropic = Decoder(AnthropicBody).decode
+_decode_embeddings = Decoder(EmbeddingsBody, float_hook=_fraction).decode
+_decode_responses = Decoder(ResponsesBody, float_hook=_fraction).decode
+_decode_anthropic = Decoder(AnthropicBody, float_hook=_fraction).decode
 _decode_generate = Decoder(GenerateBody).decode
 _decode_body = Decoder(Body).decode
 
@@ -143,7 +164,9 @@ class _Reading(Struct, gc=False):
     body: Body
     api: ApiKind = ApiKind.OPAQUE
     prompts: tuple[bytes, ...] = ()
-    output_tokens_max: Any = None
+    output_tokens_max: Raw = NO_JSON
+    tokens_forgotten: int = 0
+    """In prompts that leave no prefix."""
 
 
 def _read_chat(body: bytes) -> _Reading:
@@ -155,7 +178,7 @@ def _read_chat(body: bytes) -> _Reading:
     }
     prompt = chat_prompt(chat.messages, preamble=preamble)
     output_tokens_max = chat.max_completion_tokens
-    if output_tokens_max is None:
+    if output_tokens_max is NO_JSON or bytes(output_tokens_max) == b"null":
         output_tokens_max = chat.max_tokens
     return _Reading(chat, ApiKind.CHAT, (prompt,), output_tokens_max)
 
@@ -163,8 +186,8 @@ def _read_chat(body: bytes) -> _Reading:
 def _read_completions(body: bytes) -> _Reading:
     completions = _decode_completions(body)
     if completions.prompt is not None:
-        api, prompts = _prompts(completions.prompt, ApiKind.COMPLETIONS, "$.prompt")
-        return _Reading(completions, api, prompts, completions.max_tokens)
+        api, prompts, forgotten = _prompts(completions.prompt, ApiKind.COMPLETIONS, "$.prompt")
+        return _Reading(completions, api, prompts, completions.max_tokens, forgotten)
     if completions.prompt_embeds is NO_JSON:
         raise msgspec.ValidationError("Expected `str | array`, got nothing - at `$.prompt`")
     return _Reading(completions, output_tokens_max=completions.max_tokens)
@@ -173,8 +196,8 @@ def _read_completions(body: bytes) -> _Reading:
 def _read_embeddings(body: bytes) -> _Reading:
     embeddings = _decode_embeddings(body)
     if embeddings.input is not None:
-        api, prompts = _prompts(embeddings.input, ApiKind.EMBEDDINGS, "$.input")
-        return _Reading(embeddings, api, prompts)
+        api, prompts, forgotten = _prompts(embeddings.input, ApiKind.EMBEDDINGS, "$.input")
+        return _Reading(embeddings, api, prompts, tokens_forgotten=forgotten)
     if embeddings.messages is None:
         raise msgspec.ValidationError("Expected `str | array`, got nothing - at `$.input`")
     prompt = chat_prompt(embeddings.messages, preamble={})
@@ -203,7 +226,7 @@ def _read_anthropic(body: bytes) -> _Reading:
 
 def _read_generate(body: bytes) -> _Reading:
     generate = _decode_generate(body)
-    limit = generate.sampling_params.max_tokens if generate.sampling_params else None
+    limit = generate.sampling_params.max_tokens if generate.sampling_params else NO_JSON
     return _Reading(generate, ApiKind.TOKENS, (_token_bytes(generate.token_ids),), limit)
 
 
@@ -212,19 +235,25 @@ def _read_model(body: bytes) -> _Reading:
     return _Reading(_decode_body(body))
 
 
-def _prompts(value: Any, text_api: ApiKind, where: str) -> tuple[ApiKind, tuple[bytes, ...]]:
-    """`value` is `Prompts`: one text, texts, the ids of one prompt, or of several."""
+def _prompts(value: Any, text_api: ApiKind, where: str) -> tuple[ApiKind, tuple[bytes, ...], int]:
+    """`value` is `Prompts`: one text, texts, the ids of one prompt, or of several.
+
+    Returns the API, the prompts that leave a prefix, and about how many tokens the others have.
+    """
     if isinstance(value, str):
-        return text_api, (text_prompt(value),)
-    kinds = set(map(type, value))
-    if kinds != {int} and len(value) > PROMPTS_MAX:
+        return text_api, (text_prompt(value),), 0
+    kind = type(value[0])
+    if kind is int:
+        with suppress(TypeError):  # something else is among them
+            return ApiKind.TOKENS, (_token_bytes(value),), 0
+    elif len(value) > PROMPTS_MAX:
         raise msgspec.ValidationError(f"Expected at most {PROMPTS_MAX:,} prompts - at `{where}`")
-    if kinds == {str}:
-        return text_api, tuple(map(text_prompt, value))
-    if kinds == {int}:
-        return ApiKind.TOKENS, (_token_bytes(value),)
-    if kinds == {list}:
-        return ApiKind.TOKENS, tuple(map(_token_bytes, value))
+    elif set(map(type, value)) == {kind}:
+        remembered, forgotten = value[:PROMPTS_REMEMBERED_MAX], value[PROMPTS_REMEMBERED_MAX:]
+        tokens = sum(map(len, forgotten))
+        if kind is str:
+            return text_api, tuple(map(text_prompt, remembered)), tokens // BYTES_PER_TOKEN
+        return ApiKind.TOKENS, tuple(map(_token_bytes, remembered)), tokens
     raise msgspec.ValidationError(
         f"Expected only strings, only token ids or only arrays of token ids - at `{where}`"
     )
@@ -295,6 +324,7 @@ def parse_request(
         request = opaque_request(headers=headers, request_id=request_id)
         return Parsed(request=request, body=body, incoming_model="")
     try:
+        admit(body)
         reading = claim.read(body)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as problem:
         return _invalid(suffix, problem)
@@ -306,19 +336,19 @@ def parse_request(
     if claim.model_required and not model:
         return _refusal(f"The body for {suffix} names no model; expected a string", "$.model")
     if model != incoming_model:
-        rewritten = rewrite_model(body, model, present=reading.body.model is not UNSET)
-        if rewritten is None:
-            return _refusal("The model that is to replace the requested one is not valid Unicode")
-        body = rewritten
+        try:
+            body = rewrite_model(body, model, present=reading.body.model is not UNSET)
+        except (msgspec.ValidationError, UnicodeEncodeError) as problem:
+            return _invalid(suffix, problem)
     request = InferenceRequest(
         request_id=request_id,
         api=reading.api,
         model=model,
         prompts=reading.prompts,
-        prompt_tokens=sum(map(len, reading.prompts)) // BYTES_PER_TOKEN,
+        prompt_tokens=sum(map(len, reading.prompts)) // BYTES_PER_TOKEN + reading.tokens_forgotten,
         cache_salt=reading.body.cache_salt or "",
         headers=headers,
-        stream=reading.body.stream is True,
+        stream=bytes(reading.body.stream) == b"true",
         output_tokens_max=_limit(reading.output_tokens_max),
     )
     return Parsed(request=request, body=body, incoming_model=incoming_model)
@@ -360,9 +390,12 @@ def _suffix(path: str, parsers: ParserSet) -> str:
     return ""
 
 
-def _limit(output_tokens_max: Any) -> int | None:
-    is_count = type(output_tokens_max) is int and output_tokens_max >= 0
-    return output_tokens_max if is_count else None
+_COUNT: Final = re.compile(rb"-?0|[1-9][0-9]{0,17}")
+
+
+def _limit(output_tokens_max: Raw) -> int | None:
+    count = _COUNT.fullmatch(output_tokens_max)
+    return int(count[0]) if count else None
 
 
 # Refusals.
@@ -383,6 +416,8 @@ def _invalid(suffix: str, problem: Exception) -> Refusal:
     begin = f"The body for {suffix} is not valid"
     if isinstance(problem, RecursionError):
         return _refusal(f"{begin}: expected JSON that is nested less deep")
+    if isinstance(problem, UnicodeEncodeError):
+        return _refusal("The model that is to replace the requested one is not valid Unicode")
     if not isinstance(problem, msgspec.DecodeError):
         return _refusal(f"{begin}: expected UTF-8")
     what = str(problem)
@@ -406,16 +441,14 @@ _MODEL_MEMBER: Final = re.compile(
 _OPENING: Final = re.compile(_BLANK + rb"\{" + _BLANK + rb"(\}?)")
 
 
-def rewrite_model(body: bytes, model: str, *, present: bool) -> bytes | None:
+def rewrite_model(body: bytes, model: str, *, present: bool) -> bytes:
     """`body` with the value of each top-level member `model` replaced, all else byte for byte.
 
     `body` is a valid JSON object. `present` says that it has such a member; otherwise one is put
-    first. Returns None if `model` has unpaired surrogates.
+    first. Raises `UnicodeEncodeError` if `model` has unpaired surrogates, and `ValidationError` if
+    there are more than `MODEL_MEMBERS_MAX` members to look at.
     """
-    try:
-        value = msgspec.json.encode(model)
-    except UnicodeEncodeError:
-        return None
+    value = msgspec.json.encode(model)
     view = memoryview(body)
     if not present:
         opening = _OPENING.match(body)
@@ -434,10 +467,13 @@ def rewrite_model(body: bytes, model: str, *, present: bool) -> bytes | None:
 
 def _top_level_models(body: bytes) -> list[tuple[int, int]]:
     """Where the values of top-level members `model` begin and end."""
-    spans = [member.span(1) for member in _MODEL_MEMBER.finditer(body)]
+    members = islice(_MODEL_MEMBER.finditer(body), MODEL_MEMBERS_MAX + 1)
+    spans = [member.span(1) for member in members]
     if len(spans) == 1:
         # The decoder has seen one at the top level.
         return spans
+    if len(spans) > MODEL_MEMBERS_MAX:
+        raise msgspec.ValidationError(f"Expected at most {MODEL_MEMBERS_MAX:,} members `model`")
     depths = _depths(body, np.array([start for start, _ in spans]))
     return [span for span, depth in zip(spans, depths, strict=True) if depth == 1]
 
@@ -448,14 +484,6 @@ def _depths(body: bytes, positions: npt.NDArray[np.int64]) -> npt.NDArray[np.int
     By counting opened and closed brackets outside of texts, without a step in Python for each
     bracket: a client may send millions.
     """
-    masked = body.replace(rb"\\", b"__").replace(rb"\"", b"__")
-    symbols = np.frombuffer(masked, np.uint8)
-    quotes = np.flatnonzero(symbols == ord('"'))
-
-    def before(bracket: str) -> npt.NDArray[np.int64]:
-        # Bit 5 is all that tells "[" from "{" and "]" from "}".
-        found = np.flatnonzero((symbols | 0x20) == ord(bracket))
-        outside = found[np.searchsorted(quotes, found) % 2 == 0]
-        return np.searchsorted(outside, positions)
-
-    return before("{") - before("}")
+    symbols = outside_texts(body)
+    opened, closed = np.flatnonzero(is_opening(symbols)), np.flatnonzero(is_closing(symbols))
+    return np.searchsorted(opened, positions) - np.searchsorted(closed, positions)

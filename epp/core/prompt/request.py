@@ -49,6 +49,8 @@ class InferenceRequest(Struct, kw_only=True):
             seed = chain_seed(self.api, self.model, self.cache_salt)
             known = tuple(
                 hash_blocks(prompt, seed=seed, block_bytes=block_bytes, blocks_max=blocks_max)
+                if len(prompt) >= block_bytes
+                else b""
                 for prompt in self.prompts
             )
             self.chains[block_bytes] = known

@@ -1,6 +1,7 @@
 import json
 import struct
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -317,6 +318,154 @@ def test_long_conversations_and_lists_of_token_ids_are_read():
     assert chat.request.prompts[0] == chat_prompt([Message("user", "x")] * 10_000, preamble={})
     completion = parsed("/v1/completions", {"model": "m", "prompt": [7] * 300_000})
     assert completion.request.prompt_tokens == 300_000
+    millions = parsed("/inference/v1/generate", {"token_ids": list(range(1_000_000))})
+    assert millions.request.prompt_tokens == 1_000_000
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        (CHAT, {"messages": [{"role": "user", "content": '[1.5,{},"a"]\n' * 500_000}]}),
+        (CHAT, {"messages": [{"role": "user", "content": "Ünicode, " * 800_000}]}),
+        (
+            CHAT,
+            {
+                "messages": [
+                    {
+                        "role": "user",
+                        "content": [
+                            {"type": "text", "text": "what is this?"},
+                            {
+                                "type": "image_url",
+                                "image_url": {"url": "data:," + "A" * 20_000_000},
+                            },
+                        ],
+                    }
+                ]
+            },
+        ),
+        (
+            CHAT,
+            {
+                "messages": [
+                    *[USER, {"role": "assistant", "content": [{"type": "text", "text": "x" * 9}]}]
+                    * 3_000
+                ],
+                "tools": [
+                    {
+                        "type": "function",
+                        "function": {
+                            "name": f"f{number}",
+                            "parameters": {
+                                "type": "object",
+                                "properties": {
+                                    f"p{name}": {"type": "string", "description": "word " * 20}
+                                    for name in range(10)
+                                },
+                            },
+                        },
+                    }
+                    for number in range(400)
+                ],
+            },
+        ),
+        ("/v1/completions", {"prompt": "long " * 1_600_000}),
+        ("/v1/completions", {"prompt": [list(range(100_000, 100_500))] * 2_048}),
+        ("/v1/embeddings", {"input": ["word " * 100] * 2_048}),
+        (CHAT, {"messages": [USER], "allowed_token_ids": list(range(128_000))}),
+    ],
+    ids=["code", "text", "image", "agent", "prompt", "batch of ids", "batch of texts", "tokens"],
+)
+def test_what_clients_send_at_most_is_read(path, body):
+    """Long texts, images, agents with hundreds of tools, and batches as large as OpenAI takes."""
+    body = json.dumps({"model": "m"} | body).encode()
+    assert parsed(path, body).body is body
+
+
+def test_a_body_that_holds_more_than_its_length_excuses_is_refused_undecoded():
+    """Whatever it would be read as, or if it is not read at all but for its model."""
+    for path in PATHS:
+        unread = path in {"/v1/messages/count_tokens", "/v2/models/x/infer"}
+        body = b'{"model":"m","x":[' + b"[]," * 200_000 + b"1]}"
+        if unread:
+            assert parsed(path, body)
+        else:
+            assert "objects, arrays, strings and fractions" in refused(path, body).message
+
+
+def test_of_a_large_batch_the_first_prompts_leave_a_prefix():
+    """All of them are counted as work."""
+    texts = [f"{number:05}aé" for number in range(5_000)]
+    request = parsed("/v1/embeddings", {"model": "m", "input": texts}).request
+    assert request.prompts == tuple(map(text_prompt, texts[:2_048]))
+    assert request.prompt_tokens == 2_048 * 9 // 4 + 2_952 * 7 // 4
+    token_ids = [[number] * 5 for number in range(5_000)]
+    request = parsed("/v1/completions", {"model": "m", "prompt": token_ids}).request
+    assert request.prompts == tuple(ids(*prompt) for prompt in token_ids[:2_048])
+    assert request.prompt_tokens == 25_000
+
+
+@pytest.mark.parametrize(
+    "prompt", [["a", 1], [1, [1]], [[1], "a"], [["a"]], [1.5], [None], [[], 1]]
+)
+def test_prompts_of_several_kinds_are_refused(prompt):
+    """Only texts, only ids, or only arrays of ids."""
+    assert "rompt" in (
+        refused("/v1/completions", {"model": "m", "prompt": prompt}).param or "prompt"
+    )
+
+
+def test_short_prompts_have_no_chain():
+    """Only full blocks count."""
+    request = parsed("/v1/completions", {"model": "m", "prompt": ["a", "b" * 600, ""]}).request
+    assert [len(chain) // 8 for chain in request.chains_of(256, 100)] == [0, 2, 0]
+
+
+@pytest.mark.parametrize(
+    ("limit", "expected"),
+    [
+        ("0", 0),
+        ("-0", 0),
+        ("7", 7),
+        ("999999999999999999", 999_999_999_999_999_999),
+        ("1" + "0" * 18, None),
+        ("9" * 4_000, None),
+        ("-1", None),
+        ("5.0", None),
+        ("1e3", None),
+        ("true", None),
+        ('"7"', None),
+        ("[7]", None),
+        ('{"a": 7}', None),
+        ("null", None),
+    ],
+)
+def test_a_limit_on_the_output_is_an_integer(limit, expected):
+    """All else, and more than any engine can have, is as if none was told."""
+    body = f'{{"model":"m","messages":[{{"role":"user"}}],"max_tokens": {limit} }}'.encode()
+    assert parsed(CHAT, body).request.output_tokens_max == expected
+    generate = f'{{"token_ids":[1],"sampling_params":{{"max_tokens":{limit}}}}}'.encode()
+    assert parsed("/inference/v1/generate", generate).request.output_tokens_max == expected
+
+
+def test_the_newer_limit_of_a_chat_goes_first_unless_it_is_null():
+    """OpenAI renamed it."""
+    limits = {"max_tokens": 5, "max_completion_tokens": None}
+    assert parsed(CHAT, HELLO | limits).request.output_tokens_max == 5
+    limits["max_completion_tokens"] = "many"
+    assert parsed(CHAT, HELLO | limits).request.output_tokens_max is None
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [("1e300", "10.0e299"), ("5e-324", "0.5e-323"), ("0.1", "1.0e-1"), ("-0.0", "-0e0")],
+)
+def test_the_same_number_is_the_same_prompt(one, other):
+    """Also where a decoder has to be exact."""
+    body = '{"model":"m","messages":[{"role":"u","content":[{"type":"new","x":%s}]}]}'
+    prompts = {parsed(CHAT, (body % number).encode()).request.prompts for number in (one, other)}
+    assert len(prompts) == 1
+    assert "out of range" in refused(CHAT, (body % "-1e400").encode()).message
 
 
 def test_refusals_do_not_repeat_the_prompt():
@@ -353,6 +502,18 @@ def test_an_opaque_request_is_routed_by_load_alone():
     request = opaque_request(headers={"a": "b"}, request_id="r")
     assert (request.api, request.prompts, request.model) == (ApiKind.OPAQUE, (), "")
     assert (request.headers, request.request_id) == ({"a": "b"}, "r")
+
+
+def test_a_rewrite_looks_for_the_model_among_so_many_members():
+    """More than anybody sends are refused, also if they are not at the top level."""
+    for one in (b'"model":"a"', b'"x":{"model":null}'):
+        body = b'{"model":"m",' + b",".join([one] * 4_999) + b"}"
+        expected = body.replace(b'"a"', b'"n"').replace(b'"m"', b'"n"')
+        assert parsed("/v1/conversations", body, model_rewrite="n").body == expected
+        body = b'{"model":"m",' + b",".join([one] * 5_000) + b"}"
+        message = refused("/v1/conversations", body, model_rewrite="n").message
+        assert "at most 5,000 members `model`" in message
+        assert parsed("/v1/conversations", body).body is body
 
 
 @pytest.mark.parametrize(
@@ -439,6 +600,73 @@ def test_a_rewrite_changes_the_model_and_nothing_else(members, model, target, as
     assert len(result.body) - len(body) < 40
     if document.get("model") == target:
         assert result.body is body
+
+
+numbers = st.integers() | st.floats(allow_nan=False, allow_infinity=False)
+anything = st.recursive(
+    st.none() | st.booleans() | numbers | texts,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(texts, inner, max_size=3),
+    max_leaves=6,
+)
+parts = (
+    texts
+    | anything
+    | st.fixed_dictionaries(
+        {
+            "type": st.sampled_from(
+                ["text", "image_url", "tool_use", "tool_result", "thinking", "x"]
+            )
+        },
+        optional=dict.fromkeys(
+            ("text", "image_url", "name", "input", "content", "thinking", "cache_control"),
+            texts | anything,
+        ),
+    )
+)
+chats = st.fixed_dictionaries(
+    {
+        "model": texts.filter(bool),
+        "messages": st.lists(
+            st.fixed_dictionaries(
+                {"role": texts},
+                optional={
+                    "content": st.none() | texts | st.lists(parts, max_size=3),
+                    "name": st.none() | texts,
+                    "tool_calls": st.lists(
+                        st.dictionaries(st.sampled_from(["id", "function"]), anything), max_size=2
+                    ),
+                    "audio": st.dictionaries(texts, anything, max_size=2),
+                },
+            ),
+            min_size=1,
+            max_size=3,
+        ),
+    },
+    optional={
+        "stream": anything,
+        "max_tokens": anything,
+        "max_completion_tokens": anything,
+        "temperature": anything,
+        "cache_salt": st.none() | texts,
+    },
+)
+
+
+@settings(max_examples=300)
+@given(chats, st.booleans(), st.sampled_from([None, 1]))
+def test_a_chat_is_read_as_by_the_standard_library(chat, ascii_only, indent):
+    """What is kept raw, counted first or decoded by a hook of ours means what it says."""
+    body = json.dumps(chat, ensure_ascii=ascii_only, indent=indent).encode()
+    chat = json.loads(body)
+    request = parsed(CHAT, body).request
+    messages = msgspec.convert(chat["messages"], list[Message])
+    assert request.prompts == (chat_prompt(messages, preamble={}),)
+    assert (request.model, request.cache_salt) == (chat["model"], chat.get("cache_salt") or "")
+    assert request.stream is (chat.get("stream") is True)
+    limit = chat.get("max_completion_tokens")
+    limit = chat.get("max_tokens") if limit is None else limit
+    is_limit = type(limit) is int and 0 <= limit < 10**18
+    assert request.output_tokens_max == (limit if is_limit else None)
 
 
 @st.composite

@@ -81,7 +81,7 @@ def test_bailian_turns_belong_to_the_session_of_their_root(trace_of):
 
 
 NOTHING = [
-    (b"", ""), (b"\n \n\r\n", ""), (gzip.compress(b""), ""), (b"", "azure"), (b"\n", "inference-perf"),
+    (b"", ""), (b"\n \n\r\n", ""), (gzip.compress(b"", mtime=0), ""), (b"", "azure"), (b"\n", "inference-perf"),
 ]  # fmt: skip
 HEADERS = [AZURE, BURSTGPT, '{"format": "homing-capture", "version": 1}\n\n']
 

@@ -6,6 +6,7 @@ The life of one request, a row a step:
 | ---------------------------- | --------------------------------------------- | -------------------------------------------------- |
 | protobuf message to event    | `decode`                                      | `shell/gateway/codec`                              |
 | phases, buffering, limits    | `Session.receive`                             | `core/protocol/session`                            |
+| what would decoding cost     | `admit`                                       | `core/prompt/outline`                              |
 | bytes to request             | `parse_request`                               | `core/prompt/parse`                                |
 | who may serve, is there room | `EndpointPool.ready`, `saturation`            | `core/knowledge/pool`, `core/knowledge/saturation` |
 | prompt to chained hashes     | `InferenceRequest.chains_of`                  | `core/prompt/blocks`                               |

@@ -28,6 +28,8 @@ Places: TypeAlias = npt.NDArray[np.bool_]
 
 _FOLDING: Final = np.uint8(0x20)
 """The bit that is all that tells "[" from "{", "]" from "}" and "E" from "e"."""
+_SLICE_BYTES: Final = 65_536
+"""Counted at a time: what is allocated for that is small enough to be there already."""
 _WINDOW: Final = (DIGITS_MAX + 1) // 2
 """More than `DIGITS_MAX` digits in a row fill at least one aligned window of this size."""
 
@@ -123,15 +125,22 @@ def _folded(symbols: Symbols) -> Symbols:
 
 def _has_more_pieces(symbols: Symbols, pieces_max: int) -> bool:
     """Whether there are more than `pieces_max`; if texts are there too, whether there may be."""
-    pieces = np.count_nonzero(is_opening(symbols)) + np.count_nonzero(symbols == ord('"'))
-    # Of values that hold no others a document has one more than commas.
-    innermost = 1 + np.count_nonzero(symbols == ord(","))
+    pieces, innermost = 0, 1
+    for start in range(0, len(symbols), _SLICE_BYTES):
+        part = symbols[start : start + _SLICE_BYTES]
+        pieces += _count(is_opening(part)) + _count(part == ord('"'))
+        # Of values that hold no others a document has one more than commas.
+        innermost += _count(part == ord(","))
     if pieces + PIECES_PER_FRACTION * innermost <= pieces_max:
         return False
     after = _folded(symbols[1:])
     points = _is_digit(symbols[:-1]) & ((after == ord(".")) | (after == ord("e")))
-    fractions = min(innermost, np.count_nonzero(points))
-    return bool(pieces + PIECES_PER_FRACTION * fractions > pieces_max)
+    fractions = min(innermost, _count(points))
+    return pieces + PIECES_PER_FRACTION * fractions > pieces_max
+
+
+def _count(places: Places) -> int:
+    return int(np.count_nonzero(places))
 
 
 def _may_have_long_number(symbols: Symbols) -> bool:

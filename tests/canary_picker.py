@@ -131,8 +131,8 @@ def main():
         breakable(boundary, owner, name)
     pump = ExtProcServer._pump
 
-    async def pumping(server, messages, context, stream):
-        await pump(server, messages, Context(context), stream)
+    async def pumping(server, context, stream):
+        await pump(server, Context(context), stream)
 
     ExtProcServer._pump = pumping
     return command.main(sys.argv[1:])

@@ -15,6 +15,8 @@ import grpc.aio
 from aiohttp import ClientError, ClientSession, ClientTimeout, TCPConnector
 
 from bench.attack import gateway as gw
+from bench.hostile_bodies import ATTACKS as KINDS
+from bench.hostile_bodies import MB
 
 HELD_CLIENTS = 66
 HELD_BYTES = 31 * 1024 * 1024
@@ -101,25 +103,27 @@ async def _held(target: Target) -> str:
 
 async def _bodies(target: Target) -> str:
     """One client, one body after the other, each of a kind that is dear to read."""
-    from bench.hostile_bodies import one_megabyte_bodies  # noqa: PLC0415  made by its process only
-
-    kinds = dict(one_megabyte_bodies())
+    # Half as many pieces as fit: most kinds are let in then, and cost the more.
+    bodies = [
+        (kind.path, kind.body(MB, max(1, kind.pieces_max(MB) // share)))
+        for kind in KINDS
+        for share in (1, 2, 8)
+    ]
     sent = 0
     async with gw.channel(target.picker) as opened, _session() as session:
-        for body in itertools.cycle(kinds.values()):
+        for path, body in itertools.cycle(bodies):
             if not target.goes_on:
                 break
             if target.gateway:
                 try:
-                    url = f"{target.gateway}/v1/chat/completions"
-                    async with session.post(url, data=body) as response:
+                    async with session.post(f"{target.gateway}{path}", data=body) as response:
                         await response.read()
                 except (ClientError, TimeoutError):
                     pass
             else:
-                await gw.ask(opened, body, timeout_s=ASK_S_MAX)
+                await gw.ask(opened, body, timeout_s=ASK_S_MAX, path=path)
             sent += 1
-    return f"{sent} bodies of 1 MB, {len(kinds)} kinds"
+    return f"{sent} bodies of 1 MB, {len(bodies)} kinds"
 
 
 async def _pieces(target: Target) -> str:

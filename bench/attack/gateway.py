@@ -77,11 +77,13 @@ def channel(address: str) -> grpc.aio.Channel:
     )
 
 
-async def ask(opened: grpc.aio.Channel, content: bytes, *, timeout_s: float) -> str:
+async def ask(
+    opened: grpc.aio.Channel, content: bytes, *, timeout_s: float, path: str = HEADERS[":path"]
+) -> str:
     """One whole request; "" if it was routed and went well, else what became of it."""
     call = opened.stream_stream(PROCESS)(timeout=timeout_s)
     try:
-        await call.write(headers())
+        await call.write(headers({":path": path}))
         for start in range(0, len(content), CHUNK_BYTES):
             piece = content[start : start + CHUNK_BYTES]
             await call.write(body(piece, end=start + CHUNK_BYTES >= len(content)))

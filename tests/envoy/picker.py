@@ -88,6 +88,9 @@ class Witness:
     def stream_shed(self, refusal: Refusal) -> None:
         self.refusals.append(refusal)
 
+    def unknown_objective(self) -> None:
+        pass
+
     def connection_cut(self) -> None:
         self.connections_cut += 1
 

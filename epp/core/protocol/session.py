@@ -484,7 +484,7 @@ class Session:
                 f"the request body comes in pieces of less than {PIECE_MEAN_BYTES_MIN} bytes",
                 None,
             )
-        if not self._budget.take(more_bytes):
+        if not self._budget.take(more_bytes, self._taken_bytes):
             return Refusal(
                 reason=RefusalReason.BODIES_HELD,
                 status=503,

@@ -2,7 +2,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from epp.core.protocol.budget import BodyBudget
+from epp.core.protocol.budget import SMALL_BYTES, BodyBudget
 
 
 @given(st.lists(st.integers(0, 60), max_size=40))
@@ -15,6 +15,18 @@ def test_never_more_is_held_than_may_be(wanted):
         budget.give_back(count)
     assert budget.held_bytes == 0
     assert budget.take(100)
+    assert not budget.take(1)
+
+
+def test_who_holds_much_leaves_room_for_who_holds_little():
+    """An eighth, by what each of them holds in all."""
+    budget = BodyBudget(8 * SMALL_BYTES)
+    assert not budget.take(8 * SMALL_BYTES)
+    assert budget.take(6 * SMALL_BYTES)
+    assert not budget.take(SMALL_BYTES + 1, 6 * SMALL_BYTES)
+    assert budget.take(SMALL_BYTES)
+    assert not budget.take(1, SMALL_BYTES)
+    assert budget.take(SMALL_BYTES)
     assert not budget.take(1)
 
 

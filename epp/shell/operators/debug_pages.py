@@ -33,9 +33,9 @@ PAGES: Final = {
     ),
 }
 """Plain tables, or JSON with ?format=json."""
-ROWS_BYTES_MAX: Final = 12 * 1024 * 1024
-"""Of decisions and refusals, some 270 bytes each: at 100 a second more than seven minutes."""
-SCORES_BYTES_MAX: Final = 6 * 1024 * 1024
+ROWS_BYTES_MAX: Final = 4 * 1024 * 1024
+"""Of decisions and refusals, some 270 bytes each: at 100 a second two and a half minutes."""
+SCORES_BYTES_MAX: Final = 1024 * 1024
 """Of all candidates' scores, which the newest decisions have besides."""
 SHOWN: Final = 50
 SHOWN_MAX: Final = 1_000

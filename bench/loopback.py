@@ -28,7 +28,8 @@ from bench.decision import (
 )
 from epp.app import loop_factory
 from epp.core.protocol.session import Session, SessionSettings
-from epp.shell.gateway.server import SERVICE, ExtProcServer, grpc_server
+from epp.shell.gateway.ext_proc import PROCESS, ExtProc
+from epp.shell.gateway.grpcio import GrpcioServer
 
 STREAMS = 16
 ROUNDS = 6
@@ -48,15 +49,14 @@ def _response_headers() -> bytes:
 async def _serve(tell: Connection) -> None:
     pool = Pool(100, time.monotonic())
     observation = telemetry_observer(pool)
-    ext_proc = ExtProcServer(
+    ext_proc = ExtProc(
         lambda gateway: Session(
             pool.scheduler, SessionSettings(), gateway, observation, lambda: "id"
         ),
         observation,
     )
-    server = grpc_server(32 * 1024 * 1024)
-    ext_proc.add_to(server)
-    port = server.add_insecure_port("127.0.0.1:0")
+    server = GrpcioServer(ext_proc.methods, receive_bytes_max=32 * 1024 * 1024)
+    port = await server.listen("127.0.0.1", 0, None)
     await server.start()
     tell.send(port)
     loop = asyncio.get_running_loop()
@@ -88,7 +88,7 @@ class _Client:
             )
             for _ in range(2)
         ]
-        self._calls = [channel.stream_stream(f"/{SERVICE}/Process") for channel in self._channels]
+        self._calls = [channel.stream_stream(PROCESS) for channel in self._channels]
         chats = Chats(8_000, 5)
         self._headers = headers_message()
         self._bodies = [body_messages(chats.body())[0] for _ in range(ROUND_REQUESTS)]

@@ -22,6 +22,7 @@ from random import Random
 from aiohttp import ClientError, ClientSession, ClientTimeout, TCPConnector
 
 from bench.place import PAGES, Place, running, write_endpoints
+from epp.configuration.flags import ServeFlags, Transport
 
 PODS = 6
 CONVERSATIONS = 400
@@ -132,11 +133,12 @@ def _fault(status: int, text: str) -> str:
     return f"pods: {status}"
 
 
-async def _soak(minutes: float, rate_per_s: float) -> int:
+async def _soak(minutes: float, rate_per_s: float, transport: str) -> int:
     with tempfile.TemporaryDirectory(prefix="homing-soak-") as name:
         folder = Path(name)
         config = _CONFIG.format(weight=3)
-        async with running(folder, pods=PODS, envoy=True, config=config) as place:
+        flags = ("--transport", transport)
+        async with running(folder, pods=PODS, envoy=True, config=config, flags=flags) as place:
             soak = Soak(place, seed=1)
             await _load(soak, minutes * 60, rate_per_s)
             return _tell(soak, folder / "epp.log")
@@ -203,8 +205,9 @@ def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m bench.soak", description=__doc__)
     parser.add_argument("--minutes", type=float, default=10.0)
     parser.add_argument("--rate-per-s", type=float, default=100.0)
+    parser.add_argument("--transport", choices=list(Transport), default=ServeFlags().transport)
     options = parser.parse_args(arguments)
-    return asyncio.run(_soak(options.minutes, options.rate_per_s))
+    return asyncio.run(_soak(options.minutes, options.rate_per_s, options.transport))
 
 
 if __name__ == "__main__":

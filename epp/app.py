@@ -30,8 +30,8 @@ from epp.shell.files.memory import MemoryReturn, malloc_trim, memory_limit_bytes
 from epp.shell.files.session_keys import Keys, SessionKeys
 from epp.shell.files.watch import FileWatcher, first_read
 from epp.shell.found import Found
+from epp.shell.gateway.ext_proc import ExtProc
 from epp.shell.gateway.health import Health
-from epp.shell.gateway.server import ExtProcServer
 from epp.shell.gateway.service import GatewayService
 from epp.shell.gateway.sessions import Sessions
 from epp.shell.kubernetes.api_errors import KubeConfigError
@@ -178,14 +178,16 @@ class EndpointPicker:
             self.bodies,
             seed=seed,
         )
-        self.ext_proc = ExtProcServer(
+        self.ext_proc = ExtProc(
             self.sessions.open,
             self.observation,
             streams_max=flags.concurrent_streams_max,
             request_timeout_s=flags.request_timeout,
         )
         self.health = Health()
-        self._gateway = GatewayService(flags, self.ext_proc, self.health, self.observation)
+        self._gateway = GatewayService(
+            flags, self.ext_proc, self.health, self.observation, self.bodies
+        )
         self._standings = StandingsLog(
             self.scheduler,
             self._scraper.problem_of,

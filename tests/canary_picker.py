@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 import epp.core.protocol.session
-import epp.shell.gateway.server
+import epp.shell.gateway.ext_proc
 import epp.shell.operators.debug_pages
 from epp import __main__ as command
 from epp.configuration.live import LiveConfiguration
@@ -21,7 +21,7 @@ from epp.core.protocol.session import Session
 from epp.core.protocol.usage import UsageReader
 from epp.plugins import PICKERS, SCORERS
 from epp.shell.engines.exposition import PageReader
-from epp.shell.gateway.server import ExtProcServer
+from epp.shell.gateway.grpcio import GrpcioServer
 from epp.shell.gateway.sessions import Sessions
 from epp.shell.kubernetes.list_watch import ListWatch
 from epp.shell.operators.debug_pages import RecentDecisions
@@ -29,8 +29,8 @@ from epp.shell.operators.logs import DecisionLog
 from epp.shell.operators.telemetry import PoolCollector, Telemetry
 
 STREAM = {
-    "decode": (epp.shell.gateway.server, "decode"),
-    "encode": (epp.shell.gateway.server, "encode"),
+    "decode": (epp.shell.gateway.ext_proc, "decode"),
+    "encode": (epp.shell.gateway.ext_proc, "encode"),
     "open": (Sessions, "open"),
     "receive": (Session, "receive"),
     "half-closed": (Session, "half_closed"),
@@ -129,12 +129,12 @@ class Context:
 def main():
     for boundary, (owner, name) in (STREAM | PAGES | OTHERS | LAST).items():
         breakable(boundary, owner, name)
-    pump = ExtProcServer._pump
+    serve = GrpcioServer._serve
 
-    async def pumping(server, context, stream):
-        await pump(server, Context(context), stream)
+    async def serving(server, opener, context):
+        await serve(server, opener, Context(context))
 
-    ExtProcServer._pump = pumping
+    GrpcioServer._serve = serving
     return command.main(sys.argv[1:])
 
 

@@ -42,12 +42,13 @@ from epp.configuration.config import DEFAULT_CONFIG, load_config
 from epp.core.decision.scheduler import Scheduler
 from epp.core.protocol.session import Session, SessionSettings
 from epp.core.types import Endpoint, EndpointMetrics
-from epp.shell.gateway.server import ExtProcServer, grpc_server
+from epp.shell.gateway.ext_proc import ExtProc
 from epp.shell.gateway.tls import ServerCertificate
 from tests import gateway as gw
 from tests.envoy.rig import until
-from tests.shell.gateway.test_server import Told
+from tests.shell.gateway.test_ext_proc import Told
 from tests.streams import Call, channel_to
+from tests.transports import TRANSPORTS, carried, transport_of
 
 TRANSCRIPTS = sorted((Path(__file__).parent / "conformance").glob("*.yaml"))
 GATEWAYS = {
@@ -79,7 +80,7 @@ class Picker:
         self.addresses = pool
         self.scheduler = Scheduler(settings, seed=1)
         self.told = Told()
-        self.server = ExtProcServer(
+        self.server = ExtProc(
             lambda gateway: Session(
                 self.scheduler, SessionSettings(), gateway, self.told, lambda: "generated"
             ),
@@ -332,19 +333,13 @@ def body_of(said):
     return json.dumps(document).encode()
 
 
-async def play(transcript):
+async def play(transcript, transport):
     picker = Picker(transcript.get("pool", POOL), transcript.get("config", DEFAULT_CONFIG))
-    server = grpc_server(RECEIVE_BYTES_MAX)
-    picker.server.add_to(server)
+    carries = transport_of(transport, picker.server.methods, bytes_max=RECEIVE_BYTES_MAX)
     credentials = None
     async with AsyncExitStack() as opened:
-        if transcript["tls"]:
-            certificate = ServerCertificate.open(None)
-            port = server.add_secure_port("127.0.0.1:0", certificate.credentials)
-        else:
-            port = server.add_insecure_port("127.0.0.1:0")
-        await server.start()
-        opened.push_async_callback(server.stop, None)
+        certificate = ServerCertificate.open(None) if transcript["tls"] else None
+        port = await opened.enter_async_context(carried(carries, certificate=certificate))
         if transcript["tls"]:
             shown = await asyncio.to_thread(ssl.get_server_certificate, ("127.0.0.1", port))
             credentials = grpc.ssl_channel_credentials(root_certificates=shown.encode())
@@ -375,10 +370,11 @@ async def play(transcript):
     assert set(picker.told.codes) <= {"OK", "CANCELLED"}
 
 
+@pytest.mark.parametrize("transport", TRANSPORTS)
 @pytest.mark.parametrize("path", TRANSCRIPTS, ids=lambda path: path.stem)
-async def test_a_gateway_is_answered_as_it_understands(path):
+async def test_a_gateway_is_answered_as_it_understands(path, transport):
     """Every stream of its transcript, in order, and nothing else is said to it."""
-    await play(load(path))
+    await play(load(path), transport)
 
 
 def test_every_gateway_of_the_field_has_a_transcript():

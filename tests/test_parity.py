@@ -13,11 +13,12 @@ import pytest
 from epp.app import EndpointPicker
 from epp.configuration.flags import parse_serve
 from epp.core.protocol.session import Session
-from epp.shell.gateway.server import SERVICE, ExtProcServer, grpc_server
+from epp.shell.gateway.ext_proc import PROCESS, ExtProc
 from sim.cluster.policies import SchedulerPolicy, policy_source
 from sim.traces.prompts import body_of
 from tests import gateway as gw
 from tests.sim.made import arrivals, cluster
+from tests.transports import carried, transport_of
 
 SEED = 7
 
@@ -92,7 +93,7 @@ class Server:
         self.scheduler = self.picker.scheduler
         self.clock = Clock()
         self.told = gw.Told()
-        self.ext_proc = ExtProcServer(self._session, self.picker.observation, clock=self.clock)
+        self.ext_proc = ExtProc(self._session, self.picker.observation, clock=self.clock)
         self.calls = {}
 
     def _session(self, gateway):
@@ -102,16 +103,13 @@ class Server:
     @contextlib.asynccontextmanager
     async def serving(self):
         """Inside, `process` is a stub of the service."""
-        server = grpc_server(64 * 1024 * 1024)
-        self.ext_proc.add_to(server)
-        port = server.add_insecure_port("127.0.0.1:0")
-        await server.start()
-        async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
-            self.process = channel.stream_stream(f"/{SERVICE}/Process")
-            try:
-                yield
-            finally:
-                await server.stop(None)
+        transport = transport_of("ngh2", self.ext_proc.methods, bytes_max=64 * 1024 * 1024)
+        async with (
+            carried(transport) as port,
+            grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel,
+        ):
+            self.process = channel.stream_stream(PROCESS)
+            yield
 
     async def route(self, body):
         """Send a request; the decision of the server. Its stream stays open."""

@@ -25,9 +25,10 @@ MODULES = sorted(
 )
 
 COVERED_ELSEWHERE = {
-    "epp/configuration/live.py": ("tests/test_app.py", "configurations are changed live there"),
-    "epp/shell/gateway/service.py": ("tests/test_app.py", "a whole picker is served and drained"),
+    "epp/shell/gateway/calls.py": ("tests/shell/gateway/test_ext_proc.py", "what transports carry"),
+    "epp/shell/gateway/grpcio.py": ("tests/shell/gateway/test_ext_proc.py", "carries calls there"),
     "epp/shell/gateway/sessions.py": ("tests/test_app.py", "streams are opened through it"),
+    "epp/configuration/live.py": ("tests/test_app.py", "configurations are changed live there"),
     "epp/core/knowledge/index.py": ("tests/plugins/test_contract.py", "protocols"),
     "epp/core/parameters.py": ("tests/plugins/test_contract.py", "what every plugin is made of"),
     "epp/core/prompt/request.py": ("tests/core/prompt/test_parse.py", "what bodies become"),

@@ -24,6 +24,7 @@ from rich.table import Table
 from bench.attack import gateway as gw
 from bench.attack.attacks import ATTACKS, PROMPT, RAW_ONLY
 from bench.place import ROOT, Place, running
+from epp.configuration.flags import ServeFlags, Transport
 
 PROBES_PER_S = 20
 BEFORE_S = 5.0
@@ -102,9 +103,10 @@ def _p99_s(probed: Sequence[Probed]) -> float:
     return sorted(one.took_s for one in probed)[int(len(probed) * 0.99)]
 
 
-async def _attack(name: str, *, envoy: bool, seconds: float) -> Row:
+async def _attack(name: str, *, envoy: bool, seconds: float, transport: str) -> Row:
     with tempfile.TemporaryDirectory(prefix="homing-attack-") as folder:
-        async with running(Path(folder), pods=PODS, envoy=envoy) as place:
+        flags = ("--transport", transport)
+        async with running(Path(folder), pods=PODS, envoy=envoy, flags=flags) as place:
             probe = Probe(place)
             probing = asyncio.create_task(probe.run())
             try:
@@ -187,6 +189,7 @@ def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m bench.attack", description=__doc__)
     parser.add_argument("names", nargs="*", metavar="NAME", help=", ".join(ATTACKS))
     parser.add_argument("--seconds", type=float, default=10.0, help="how long each attack lasts")
+    parser.add_argument("--transport", choices=list(Transport), default=ServeFlags().transport)
     ways = parser.add_mutually_exclusive_group()
     ways.add_argument("--alone", action="store_true", help="not behind Envoy")
     ways.add_argument("--envoy", action="store_true", help="behind Envoy only")
@@ -199,11 +202,14 @@ def main(arguments: Sequence[str]) -> int:
     for envoy in (False, True):
         if (options.envoy and not envoy) or (options.alone and envoy):
             continue
-        table = _table("behind Envoy" if envoy else "the picker alone")
+        way = "behind Envoy" if envoy else "the picker alone"
+        table = _table(f"{way}, --transport {options.transport}")
         for name in options.names or ATTACKS:
             if envoy and name in RAW_ONLY:
                 continue
-            row = asyncio.run(_attack(name, envoy=envoy, seconds=options.seconds))
+            row = asyncio.run(
+                _attack(name, envoy=envoy, seconds=options.seconds, transport=options.transport)
+            )
             lost += len(row.lost)
             table.add_row(*_cells(row))
             print(" | ".join(_cells(row)), file=sys.stderr, flush=True)

@@ -33,6 +33,7 @@ class IpAddress(str):
 
 class Transport(StrEnum):
     GRPCIO = "grpcio"
+    NGH2 = "ngh2"
 
 
 class LogFormat(StrEnum):
@@ -194,7 +195,7 @@ SERVE_HELP: Final[Groups] = {
             "file with the bearer token that the debug pages ask for, read again when it changes; "
             "without: they ask for none"
         ),
-        "transport": "what carries gRPC: grpcio",
+        "transport": "what carries gRPC: grpcio, or the lean one on libnghttp2, ngh2",
         "secure-serving": "TLS on --grpc-port; false: plaintext",
         "cert-path": "directory with tls.crt and tls.key; without: a self-signed certificate",
         "enable-cert-reload": "read the certificate and --client-ca-file again when they change",

@@ -11,6 +11,7 @@ from tests.envoy.picker import Picker, running_picker
 from tests.envoy.recorder import RecordedStream, Recorder, recording
 from tests.envoy.rig import ENVOY, Envoy, http_client, running_envoy
 from tests.envoy.upstream import Pod, running_pods
+from tests.transports import TRANSPORTS
 
 
 def pytest_collection_modifyitems(items):
@@ -48,8 +49,14 @@ async def opened() -> AsyncIterator[AsyncExitStack]:
         yield stack
 
 
+@pytest.fixture(params=TRANSPORTS)
+def transport(request) -> str:
+    """What carries gRPC to the picker."""
+    return request.param
+
+
 @pytest.fixture
-def wire(opened, tmp_path) -> Callable[..., Awaitable[Wired]]:
+def wire(opened, tmp_path, transport) -> Callable[..., Awaitable[Wired]]:
     """Start pods, the picker, a recorder before it and an Envoy with the given options."""
 
     async def start(
@@ -60,7 +67,9 @@ def wire(opened, tmp_path) -> Callable[..., Awaitable[Wired]]:
         **options,
     ) -> Wired:
         served = await opened.enter_async_context(running_pods(pods))
-        picker = await opened.enter_async_context(running_picker(served, settings=settings))
+        picker = await opened.enter_async_context(
+            running_picker(served, settings=settings, transport=transport)
+        )
         recorder = await opened.enter_async_context(recording(picker.address))
         chosen = BootstrapOptions(picker_address=recorder.address, plaintext=True, **options)
         envoy = await opened.enter_async_context(running_envoy(chosen, tmp_path, edit))

@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from random import Random
 from typing import ClassVar
 
@@ -15,10 +15,11 @@ from epp.core.knowledge.candidates import Candidates, Floats, Ints
 from epp.core.knowledge.inflight import Outcome
 from epp.core.protocol.session import Exchange, Session, SessionSettings, StreamFailure
 from epp.core.types import Endpoint, EndpointMetrics, Refusal, Seconds
+from epp.shell.gateway.ext_proc import STREAMS_MAX, ExtProc
 from epp.shell.gateway.health import Health
-from epp.shell.gateway.server import STREAMS_MAX, ExtProcServer, grpc_server
 from epp.shell.gateway.tls import ServerCertificate
 from tests.envoy.upstream import REQUEST_BYTES_MAX, Pod
+from tests.transports import carried, transport_of
 
 
 class InTurn(Struct, frozen=True):
@@ -107,10 +108,10 @@ class Witness:
 class Picker:
     """A running picker that chooses in turn."""
 
-    def __init__(self, settings: SessionSettings, streams_max: int) -> None:
+    def __init__(self, settings: SessionSettings, streams_max: int, transport: str) -> None:
         self.scheduler = Scheduler(SchedulerSettings(profile=IN_TURN), seed=1)
         self.witness = Witness()
-        self.server = ExtProcServer(
+        self.server = ExtProc(
             lambda gateway: Session(
                 self.scheduler, settings, gateway, self.witness, lambda: "generated"
             ),
@@ -119,25 +120,21 @@ class Picker:
         )
         self.address = ""
         self._health = Health()
-        self._grpc = grpc_server(REQUEST_BYTES_MAX)
-        # gRPC calls back into it at every handshake.
-        self._certificate = ServerCertificate.open(None)
+        self._transport = transport
+        self._stack = AsyncExitStack()
 
     async def start(self, *, tls: bool) -> None:
-        self.server.add_to(self._grpc)
-        self._health.add_to(self._grpc)
         self._health.set_ready(True)
-        if tls:
-            port = self._grpc.add_secure_port("127.0.0.1:0", self._certificate.credentials)
-        else:
-            port = self._grpc.add_insecure_port("127.0.0.1:0")
+        methods = {**self.server.methods, **self._health.methods}
+        carries = transport_of(self._transport, methods, bytes_max=REQUEST_BYTES_MAX)
+        certificate = ServerCertificate.open(None) if tls else None
+        port = await self._stack.enter_async_context(carried(carries, certificate=certificate))
         self.address = f"127.0.0.1:{port}"
-        await self._grpc.start()
 
     async def stop(self) -> None:
         """Cut what is still open."""
         self._health.close()
-        await self._grpc.stop(0)
+        await self._stack.aclose()
 
     @property
     def open_leases(self) -> int:
@@ -169,9 +166,10 @@ async def running_picker(
     tls: bool = False,
     settings: SessionSettings | None = None,
     streams_max: int = STREAMS_MAX,
+    transport: str = "ngh2",
 ) -> AsyncIterator[Picker]:
     """Serve ext_proc and health on a free port of loopback until the end of the block."""
-    picker = Picker(settings or SessionSettings(), streams_max)
+    picker = Picker(settings or SessionSettings(), streams_max, transport)
     picker.serve(pods)
     await picker.start(tls=tls)
     try:

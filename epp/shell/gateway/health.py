@@ -1,16 +1,16 @@
 """gRPC health: the same answers on the serving port and on the health port.
 
-A small handler of its own: the stock asyncio servicer writes to a watcher while it holds the lock
-that the next change of status needs, so one watcher that does not read would stop them all.
+Calls of its own: the stock asyncio servicer writes to a watcher while it holds the lock that the
+next change of status needs, so one watcher that does not read would stop them all.
 """
 
-import asyncio
-from collections.abc import AsyncIterator
-from typing import Final, TypeAlias
+from collections.abc import Iterable, Mapping
+from typing import Final
 
-import grpc
-import grpc.aio
+from google.protobuf.message import DecodeError
 from grpc_health.v1 import health_pb2
+
+from epp.shell.gateway.calls import OK, Call, Code, EndedCall, Opener, Status, Wire
 
 LIVENESS: Final = "liveness"
 FOLLOWING_READINESS: Final = frozenset(
@@ -24,9 +24,7 @@ FOLLOWING_READINESS: Final = frozenset(
 )
 WATCHERS_MAX: Final = 1_000
 
-_Context: TypeAlias = grpc.aio.ServicerContext[
-    health_pb2.HealthCheckRequest, health_pb2.HealthCheckResponse
-]
+_SERVICE: Final = "/grpc.health.v1.Health"
 
 
 class Health:
@@ -40,7 +38,7 @@ class Health:
     def __init__(self) -> None:
         self._ready = False
         self._closed = False
-        self._watchers: set[asyncio.Event] = set()
+        self._watchers: set[_Watch] = set()
 
     @property
     def ready(self) -> bool:
@@ -58,23 +56,10 @@ class Health:
         self._closed = True
         self._wake()
 
-    def add_to(self, server: grpc.aio.Server) -> None:
-        """Serve `grpc.health.v1.Health` there; call before the server starts."""
-        handlers = {
-            "Check": grpc.unary_unary_rpc_method_handler(
-                self._check,
-                request_deserializer=health_pb2.HealthCheckRequest.FromString,
-                response_serializer=health_pb2.HealthCheckResponse.SerializeToString,
-            ),
-            "Watch": grpc.unary_stream_rpc_method_handler(
-                self._watch,
-                request_deserializer=health_pb2.HealthCheckRequest.FromString,
-                response_serializer=health_pb2.HealthCheckResponse.SerializeToString,
-            ),
-        }
-        # Registered methods have queues of their own in gRPC: an answer does not wait behind
-        # thousands of streams, for which a gateway would take the picker for dead.
-        server.add_registered_method_handlers("grpc.health.v1.Health", handlers)
+    @property
+    def methods(self) -> Mapping[str, Opener]:
+        """By path, as transports serve them."""
+        return {f"{_SERVICE}/Check": self._check, f"{_SERVICE}/Watch": self._watch}
 
     def serving(self, service: str) -> bool | None:
         """None: there is no service of that name."""
@@ -82,42 +67,128 @@ class Health:
             return True
         return self._ready if service in FOLLOWING_READINESS else None
 
+    def watch(self, watch: "_Watch") -> None:
+        """Tell `watch` of every change from now on."""
+        self._watchers.add(watch)
+
+    def leave(self, watch: "_Watch") -> None:
+        """Tell it no more."""
+        self._watchers.discard(watch)
+
+    @property
+    def closed(self) -> bool:
+        return self._closed
+
     def _wake(self) -> None:
-        for changed in self._watchers:
-            changed.set()
+        for watch in list(self._watchers):
+            watch.tell()
 
-    async def _check(
-        self, request: health_pb2.HealthCheckRequest, context: _Context
-    ) -> health_pb2.HealthCheckResponse:
-        serving = self.serving(request.service)
-        if serving is None:
-            await context.abort(grpc.StatusCode.NOT_FOUND, "no such service")
-        return health_pb2.HealthCheckResponse(status=_status(serving))
+    def _check(self, _: str, __: Wire) -> Call:
+        return _Check(self)
 
-    async def _watch(
-        self, request: health_pb2.HealthCheckRequest, context: _Context
-    ) -> AsyncIterator[health_pb2.HealthCheckResponse]:
+    def _watch(self, _: str, wire: Wire) -> Call:
         if len(self._watchers) >= WATCHERS_MAX:
-            await context.abort(
-                grpc.StatusCode.RESOURCE_EXHAUSTED, f"at most {WATCHERS_MAX} watchers are served"
+            return EndedCall(
+                Status(Code.RESOURCE_EXHAUSTED, f"at most {WATCHERS_MAX} watchers are served")
             )
-        changed = asyncio.Event()
-        self._watchers.add(changed)
-        try:
-            told: int | None = None
-            while True:
-                changed.clear()
-                status = _status(self.serving(request.service))
-                if status != told:
-                    yield health_pb2.HealthCheckResponse(status=status)
-                    told = status
-                    # It may have changed while it was being sent.
-                    continue
-                if self._closed:
-                    return
-                await changed.wait()
-        finally:
-            self._watchers.discard(changed)
+        return _Watch(self, wire)
+
+
+_MALFORMED: Final = Status(Code.INVALID_ARGUMENT, "the message is not a HealthCheckRequest")
+_NO_MESSAGE: Final = Status(Code.INVALID_ARGUMENT, "expected one HealthCheckRequest")
+
+
+def _service_of(message: bytes) -> str | None:
+    """The name that is asked for; None: the message is none."""
+    try:
+        return str(health_pb2.HealthCheckRequest.FromString(message).service)
+    except DecodeError:
+        return None
+
+
+class _Check:
+    """Answers once."""
+
+    __slots__ = ("_health", "ended")
+
+    def __init__(self, health: Health) -> None:
+        self._health = health
+        self.ended: Status | None = None
+
+    def receive(self, message: bytes) -> Iterable[bytes]:
+        service = _service_of(message)
+        if service is None:
+            self.ended = _MALFORMED
+            return ()
+        serving = self._health.serving(service)
+        if serving is None:
+            self.ended = Status(Code.NOT_FOUND, "no such service")
+            return ()
+        self.ended = OK
+        return (_answer(_status(serving)),)
+
+    def half_close(self) -> Iterable[bytes]:
+        self.ended = self.ended or _NO_MESSAGE
+        return ()
+
+    def sent(self) -> None:
+        """Nothing is held."""
+
+    def closed(self, _: Status) -> None:
+        """Nothing is held."""
+
+
+class _Watch:
+    """Answers at once and whenever the answer is another, until the picker drains."""
+
+    __slots__ = ("_health", "_service", "_told", "_wire", "ended")
+
+    def __init__(self, health: Health, wire: Wire) -> None:
+        self._health = health
+        self._wire = wire
+        self._service: str | None = None
+        self._told: int | None = None
+        self.ended: Status | None = None
+
+    def receive(self, message: bytes) -> Iterable[bytes]:
+        if self._service is not None:
+            # One request is all that the method takes.
+            return ()
+        self._service = _service_of(message)
+        if self._service is None:
+            self.ended = _MALFORMED
+            return ()
+        self._health.watch(self)
+        self._told = _status(self._health.serving(self._service))
+        if self._health.closed:
+            self.ended = OK
+        return (_answer(self._told),)
+
+    def half_close(self) -> Iterable[bytes]:
+        if self._service is None:
+            self.ended = _NO_MESSAGE
+        return ()
+
+    def tell(self) -> None:
+        """Something has changed."""
+        assert self._service is not None, "it asked for a service"
+        status = _status(self._health.serving(self._service))
+        if status != self._told:
+            self._told = status
+            self._wire.push(_answer(status))
+        if self._health.closed:
+            self._wire.end(OK)
+
+    def sent(self) -> None:
+        """Nothing is held."""
+
+    def closed(self, _: Status) -> None:
+        self._health.leave(self)
+
+
+def _answer(status: int) -> bytes:
+    answer: bytes = health_pb2.HealthCheckResponse(status=status).SerializeToString()
+    return answer
 
 
 def _status(serving: bool | None) -> int:

@@ -3,19 +3,20 @@
 import asyncio
 import contextlib
 import time
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Mapping
 from pathlib import Path
 from typing import Any, Final, Self
 
-import grpc.aio
 import structlog
 
-from epp.configuration.flags import ServeFlags
+from epp.configuration.flags import IpAddress, ServeFlags
+from epp.configuration.flags import Transport as TransportName
+from epp.core.protocol.budget import BodyBudget
+from epp.shell.gateway.calls import Opener, Transport
+from epp.shell.gateway.ext_proc import ExtProc, StreamObserver
 from epp.shell.gateway.health import Health
-from epp.shell.gateway.listening import listen
-from epp.shell.gateway.server import ExtProcServer, StreamObserver, grpc_server
 from epp.shell.gateway.tls import ServerCertificate, read_authorities
-from epp.shell.starting import StartError
+from epp.shell.starting import StartError, cannot_listen
 
 HEALTH_MESSAGE_BYTES_MAX: Final = 65_536
 CERTIFICATE_POLL_S: Final = 10.0
@@ -30,35 +31,43 @@ _log = structlog.get_logger(__name__)
 
 
 class GatewayService:
-    """Async context manager: its ports are taken inside; `start` serves, `drain` ends it."""
+    """Async context manager: its ports are taken inside; `start` serves, `drain` ends it.
+
+    `budget` is that of the bodies of all streams.
+    """
 
     def __init__(
-        self, flags: ServeFlags, ext_proc: ExtProcServer, health: Health, observer: StreamObserver
+        self,
+        flags: ServeFlags,
+        ext_proc: ExtProc,
+        health: Health,
+        observer: StreamObserver,
+        budget: BodyBudget,
     ) -> None:
         self._flags = flags
         self._ext_proc = ext_proc
         self._health = health
         self._observer = observer
+        self._budget = budget
         self._certificate: ServerCertificate | None = None
         self._opened = contextlib.AsyncExitStack()
-        self._servers: tuple[grpc.aio.Server, grpc.aio.Server] | None = None
+        self._serving: Transport | None = None
+        self._checking: Transport | None = None
 
     async def __aenter__(self) -> Self:
         """Raises `StartError` when a port cannot be had or the certificate cannot be used."""
+        flags = self._flags
         async with contextlib.AsyncExitStack() as opened:
-            server = grpc_server(
-                self._flags.receive_message_max_bytes, _connection_age_max_s(self._flags)
-            )
-            opened.push_async_callback(server.stop, None)
-            self._ext_proc.add_to(server)
-            self._health.add_to(server)
-            self._certificate = self._bind(server)
-            health_server = grpc_server(HEALTH_MESSAGE_BYTES_MAX)
-            opened.push_async_callback(health_server.stop, None)
-            self._health.add_to(health_server)
-            flag, port = "--grpc-health-port", self._flags.grpc_health_port
-            listen(health_server, flag, port, address=self._flags.grpc_health_bind_address)
-            self._servers = server, health_server
+            self._certificate = _certificate(flags) if flags.secure_serving else None
+            methods = {**self._ext_proc.methods, **self._health.methods}
+            self._serving = self._transport(methods, flags.receive_message_max_bytes)
+            opened.push_async_callback(self._serving.stop, None)
+            at = "--grpc-port", flags.grpc_port, flags.grpc_bind_address
+            await _listen(self._serving, *at, certificate=self._certificate)
+            self._checking = self._transport(self._health.methods, HEALTH_MESSAGE_BYTES_MAX)
+            opened.push_async_callback(self._checking.stop, None)
+            at = "--grpc-health-port", flags.grpc_health_port, flags.grpc_health_bind_address
+            await _listen(self._checking, *at)
             self._opened = opened.pop_all()
         return self
 
@@ -67,13 +76,14 @@ class GatewayService:
 
     async def start(self) -> None:
         """Take streams."""
-        assert self._servers is not None, "the ports are taken"
-        for server in self._servers:
-            await server.start()
+        for transport in self._transports():
+            await transport.start()
 
     def loops(self) -> dict[str, Coroutine[Any, Any, None]]:
         """What is to run beside it until it has drained, by the name of its task."""
         loops: dict[str, Coroutine[Any, Any, None]] = {"overdue": self._ext_proc.watch()}
+        for port, transport in zip(("serving", "health"), self._transports(), strict=True):
+            loops |= {f"{name} ({port})": loop for name, loop in transport.loops().items()}
         if self._certificate is not None and self._flags.enable_cert_reload:
             loops["certificate"] = self._certificate.watch(CERTIFICATE_POLL_S, _report_certificate)
         return loops
@@ -81,51 +91,86 @@ class GatewayService:
     async def drain(self, hurry: asyncio.Event) -> None:
         """Not ready; for `drain_grace` as before; then end what can end, and stop when it is quiet.
 
-        gRPC refuses whatever reaches a server that stops, also what was under way when the gateway
+        A server that stops refuses whatever reaches it, also what was under way when the gateway
         was told so. So streams are served until no gateway opens one any more: it has seen that we
-        are not ready, or its connection has come of age. `hurry` cuts it short.
+        are not ready, it was told to connect elsewhere, or its connection has come of age. `hurry`
+        cuts it short.
         """
-        assert self._servers is not None, "the service was started"
-        server, _ = self._servers
+        serving, _ = self._transports()
         flags = self._flags
         ends_at_s = time.monotonic() + flags.drain_timeout
         self._health.close()
         _log.info("draining", streams=self._ext_proc.open_streams)
         await _wait(hurry, min(flags.drain_grace, flags.drain_timeout))
+        serving.announce_end()
         self._ext_proc.end_bypassed()
         while not hurry.is_set() and time.monotonic() < ends_at_s - STOP_S:
             if self._ext_proc.quiet_for_s() >= QUIET_S:
                 break
             await _wait(hurry, _POLL_S)
-        stopping = asyncio.create_task(server.stop(STOP_S), name="stop")
+        stopping = asyncio.create_task(serving.stop(STOP_S), name="stop")
         # What is ending may still say so.
         await asyncio.wait({stopping}, timeout=STOP_S / 2)
         cut = self._ext_proc.open_streams
         if cut:
             self._observer.drain_cut(cut)
             _log.warning("streams were cut by the end of the drain", streams=cut)
-        await server.stop(None)
+        await serving.stop(None)
         await stopping
 
-    def _bind(self, server: grpc.aio.Server) -> ServerCertificate | None:
-        flags = self._flags
-        if not flags.secure_serving:
-            listen(server, "--grpc-port", flags.grpc_port, address=flags.grpc_bind_address)
-            return None
-        directory = Path(flags.cert_path) if flags.cert_path else None
-        client_ca = Path(flags.client_ca_file) if flags.client_ca_file else None
-        flag = "--client-ca-file"
-        try:
-            authorities = None if client_ca is None else read_authorities(client_ca)
-            flag = "--cert-path"
-            certificate = ServerCertificate.open(directory, client_ca, authorities)
-        except ValueError as error:
-            raise StartError(f"{flag}: {error}") from error
-        listen(
-            *(server, "--grpc-port", flags.grpc_port, certificate.credentials),
-            address=flags.grpc_bind_address,
+    def _transports(self) -> tuple[Transport, Transport]:
+        """That of the serving port, and that of the health port."""
+        assert self._serving is not None, "the ports are taken"
+        assert self._checking is not None, "the ports are taken"
+        return self._serving, self._checking
+
+    def _transport(self, methods: Mapping[str, Opener], message_bytes_max: int) -> Transport:
+        # Imported where it is needed: gRPC takes 15 MB.
+        if self._flags.transport is TransportName.NGH2:
+            from epp.shell.gateway.http2 import Http2Server, Http2Settings  # noqa: PLC0415
+
+            return Http2Server(
+                methods,
+                budget=self._budget,
+                settings=Http2Settings(message_bytes_max=message_bytes_max),
+                cut=self._observer.connection_cut,
+            )
+        from epp.shell.gateway.grpcio import GrpcioServer  # noqa: PLC0415
+
+        return GrpcioServer(
+            methods,
+            receive_bytes_max=message_bytes_max,
+            connection_age_max_s=_connection_age_max_s(self._flags),
+            cut=self._observer.connection_cut,
         )
-        return certificate
+
+
+async def _listen(
+    transport: Transport,
+    flag: str,
+    port: int,
+    address: IpAddress,
+    *,
+    certificate: ServerCertificate | None = None,
+) -> None:
+    """Take the `port` that `flag` names, at `address`. Raises `StartError` if it cannot be."""
+    try:
+        await transport.listen(address, port, certificate)
+    except OSError as error:
+        raise cannot_listen(flag, port, error, address) from error
+
+
+def _certificate(flags: ServeFlags) -> ServerCertificate:
+    """As the flags say. Raises `StartError`."""
+    directory = Path(flags.cert_path) if flags.cert_path else None
+    client_ca = Path(flags.client_ca_file) if flags.client_ca_file else None
+    flag = "--client-ca-file"
+    try:
+        authorities = None if client_ca is None else read_authorities(client_ca)
+        flag = "--cert-path"
+        return ServerCertificate.open(directory, client_ca, authorities)
+    except ValueError as error:
+        raise StartError(f"{flag}: {error}") from error
 
 
 def _connection_age_max_s(flags: ServeFlags) -> float | None:

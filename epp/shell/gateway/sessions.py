@@ -13,7 +13,7 @@ from epp.shell.found import Found
 
 
 class Sessions:
-    """`open` is what `ExtProcServer` calls; `settings` changes for streams that open later."""
+    """`open` is what `ExtProc` calls; `settings` changes for streams that open later."""
 
     def __init__(
         self,

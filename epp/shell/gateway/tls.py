@@ -1,19 +1,20 @@
-"""The certificate that the gRPC server shows, and whose it wants to see.
+"""The certificate that gateways are shown, and whose it wants to see.
 
 Ours is made in memory, or read and re-read from files. A certificate of the gateway is asked for
-only where a file tells who may sign it. gRPC itself negotiates ALPN h2. Gateways do not verify the
-picker's certificate by default.
+only where a file tells who may sign it. Gateways do not verify the picker's certificate by default.
 """
 
 import asyncio
 import datetime as dt
 import ipaddress
+import os
 import socket
+import ssl
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Final
 
-import grpc
 from cryptography import x509
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.hashes import SHA256
@@ -117,9 +118,9 @@ def _read(path: Path) -> bytes:
 
 
 class ServerCertificate:
-    """What new connections are shown and asked for, and the gRPC credentials that do it.
+    """What new connections are shown and asked for.
 
-    Keep it for as long as the server lives: gRPC calls back into it at every handshake.
+    Keep it for as long as the server lives: it is asked at every handshake.
     """
 
     def __init__(
@@ -139,13 +140,7 @@ class ServerCertificate:
         self._pair = pair
         self._authorities = client_authorities
         self._rejected = ""
-        # Assigned on the event loop, read by gRPC's handshake threads: one reference, no lock.
-        self._configuration = _configuration(pair, client_authorities)
-        self.credentials = grpc.dynamic_ssl_server_credentials(
-            self._configuration,
-            lambda: self._configuration,
-            require_client_authentication=client_authorities is not None,
-        )
+        self._context: ssl.SSLContext | None = None
 
     @classmethod
     def open(
@@ -166,6 +161,24 @@ class ServerCertificate:
         """What new connections are shown."""
         return self._pair
 
+    @property
+    def authorities(self) -> bytes | None:
+        """Who must have signed the certificate of a gateway, PEM; None: it needs none."""
+        return self._authorities
+
+    def ssl_context(self) -> ssl.SSLContext:
+        """For one listener: it shows new connections what is in force when they come."""
+        listening = _ssl_context(self._pair, self._authorities)
+        self._context = listening
+
+        def choose(connection: ssl.SSLObject, _: str | None, __: ssl.SSLContext) -> None:
+            # Called at each handshake, whether or not the client names a server.
+            assert self._context is not None
+            connection.context = self._context
+
+        listening.sni_callback = choose
+        return listening
+
     def reload(self) -> bool:
         """Take what has changed in the files; true if anything has.
 
@@ -177,7 +190,8 @@ class ServerCertificate:
             authorities = read_authorities(self._client_ca)
         if (pair, authorities) == (self._pair, self._authorities):
             return False
-        self._configuration = _configuration(pair, authorities)
+        if self._context is not None:
+            self._context = _ssl_context(pair, authorities)
         self._pair, self._authorities = pair, authorities
         return True
 
@@ -204,9 +218,19 @@ class ServerCertificate:
                 report(f"{' and '.join(watched)}: the changed certificate is in force", True)
 
 
-def _configuration(
-    pair: CertificatePair, authorities: bytes | None
-) -> grpc.ServerCertificateConfiguration:
-    return grpc.ssl_server_certificate_configuration(
-        [(pair.private_key, pair.certificate_chain)], root_certificates=authorities
-    )
+def _ssl_context(pair: CertificatePair, authorities: bytes | None) -> ssl.SSLContext:
+    """Shows `pair`, speaks HTTP/2 only, and asks for a certificate of `authorities`."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.minimum_version = ssl.TLSVersion.TLSv1_2
+    context.set_alpn_protocols(["h2"])
+    # Python takes them from files only. Nobody else can open these, and they are gone at once.
+    with tempfile.TemporaryDirectory(prefix="homing-") as folder:
+        chain, key = Path(folder) / CERTIFICATE_FILE, Path(folder) / KEY_FILE
+        for file, content in ((chain, pair.certificate_chain), (key, pair.private_key)):
+            with os.fdopen(os.open(file, os.O_WRONLY | os.O_CREAT, 0o600), "wb") as opened:
+                opened.write(content)
+        context.load_cert_chain(chain, key)
+    if authorities is not None:
+        context.load_verify_locations(cadata=authorities.decode("ascii"))
+        context.verify_mode = ssl.CERT_REQUIRED
+    return context

@@ -7,6 +7,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from epp.shell.gateway.health import FOLLOWING_READINESS, Health
+from tests.transports import TRANSPORTS, carried, transport_of
 
 SERVING = health_pb2.HealthCheckResponse.SERVING
 NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
@@ -14,18 +15,17 @@ SERVICE_UNKNOWN = health_pb2.HealthCheckResponse.SERVICE_UNKNOWN
 
 
 @asynccontextmanager
-async def serving(health):
+async def serving(name, health):
     """A server with `health` and the field's own stub on it."""
-    server = grpc.aio.server()
-    health.add_to(server)
-    port = server.add_insecure_port("127.0.0.1:0")
-    await server.start()
-    try:
+    async with carried(transport_of(name, health.methods)) as port:
         async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
             yield health_pb2_grpc.HealthStub(channel)
-    finally:
         health.close()
-        await server.stop(None)
+
+
+@pytest.fixture(params=TRANSPORTS)
+def transport(request):
+    return request.param
 
 
 async def check(stub, service):
@@ -34,10 +34,10 @@ async def check(stub, service):
 
 
 @pytest.mark.parametrize("service", sorted(FOLLOWING_READINESS))
-async def test_names_follow_readiness(service):
+async def test_names_follow_readiness(service, transport):
     """Not ready at first, then as told, back and forth."""
     health = Health()
-    async with serving(health) as stub:
+    async with serving(transport, health) as stub:
         assert await check(stub, service) == NOT_SERVING
         health.set_ready(True)
         assert await check(stub, service) == SERVING
@@ -45,32 +45,32 @@ async def test_names_follow_readiness(service):
         assert await check(stub, service) == NOT_SERVING
 
 
-async def test_liveness_is_serving_even_when_not_ready():
+async def test_liveness_is_serving_even_when_not_ready(transport):
     """A picker that waits for its pool must not be restarted."""
-    async with serving(Health()) as stub:
+    async with serving(transport, Health()) as stub:
         assert await check(stub, "liveness") == SERVING
 
 
-async def test_unknown_names_are_not_found():
+async def test_unknown_names_are_not_found(transport):
     """A probe with a wrong name fails by name, not by status."""
-    async with serving(Health()) as stub:
+    async with serving(transport, Health()) as stub:
         with pytest.raises(grpc.aio.AioRpcError) as refused:
             await check(stub, "nobody")
         assert refused.value.code() is grpc.StatusCode.NOT_FOUND
 
 
-async def test_one_health_answers_on_two_servers():
+async def test_one_health_answers_on_two_servers(transport):
     """The serving port and the health port agree."""
     health = Health()
-    async with serving(health) as first, serving(health) as second:
+    async with serving(transport, health) as first, serving(transport, health) as second:
         health.set_ready(True)
         assert await check(first, "readiness") == await check(second, "readiness") == SERVING
 
 
-async def test_watchers_are_told_of_each_change_and_end_with_the_server():
+async def test_watchers_are_told_of_each_change_and_end_with_the_server(transport):
     """The present status at once, every change after it, and an end at close."""
     health = Health()
-    async with serving(health) as stub:
+    async with serving(transport, health) as stub:
         call = stub.Watch(health_pb2.HealthCheckRequest(service="readiness"))
         assert (await call.read()).status == NOT_SERVING
         health.set_ready(True)
@@ -81,20 +81,20 @@ async def test_watchers_are_told_of_each_change_and_end_with_the_server():
         assert await call.code() is grpc.StatusCode.OK
 
 
-async def test_watching_an_unknown_name_says_so():
+async def test_watching_an_unknown_name_says_so(transport):
     """The protocol has a status for it; the call stays open."""
-    async with serving(Health()) as stub:
+    async with serving(transport, Health()) as stub:
         call = stub.Watch(health_pb2.HealthCheckRequest(service="nobody"))
         assert (await call.read()).status == SERVICE_UNKNOWN
         assert not call.done()
         call.cancel()
 
 
-async def test_watchers_are_bounded(monkeypatch):
+async def test_watchers_are_bounded(monkeypatch, transport):
     """One more than the limit is refused, and a watcher that leaves makes room."""
     monkeypatch.setattr("epp.shell.gateway.health.WATCHERS_MAX", 1)
     health = Health()
-    async with serving(health) as stub:
+    async with serving(transport, health) as stub:
         first = stub.Watch(health_pb2.HealthCheckRequest(service=""))
         await first.read()
         second = stub.Watch(health_pb2.HealthCheckRequest(service=""))

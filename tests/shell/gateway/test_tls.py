@@ -16,6 +16,13 @@ from epp.shell.gateway.tls import (
     read_pair,
     self_signed,
 )
+from tests.transports import TRANSPORTS, carried, transport_of
+
+
+@pytest.fixture(params=TRANSPORTS)
+def transport(request):
+    return request.param
+
 
 NOW = dt.datetime(2026, 1, 1, tzinfo=dt.UTC)
 
@@ -30,14 +37,10 @@ def der(pair):
 
 
 @asynccontextmanager
-async def serving(certificate):
-    server = grpc.aio.server()
-    port = server.add_secure_port("127.0.0.1:0", certificate.credentials)
-    await server.start()
-    try:
+async def serving(name, certificate):
+    transport = transport_of(name, {})
+    async with carried(transport, certificate=certificate) as port:
         yield port
-    finally:
-        await server.stop(None)
 
 
 async def connect(port):
@@ -66,19 +69,19 @@ def test_the_self_signed_certificate_names_this_host_for_ten_years():
     assert certificate.not_valid_after_utc == NOW + dt.timedelta(days=3650)
 
 
-async def test_grpc_negotiates_h2_with_the_self_signed_pair():
+async def test_grpc_negotiates_h2_with_the_self_signed_pair(transport):
     """A client that offers h2 and http/1.1 gets h2 and the certificate made in memory."""
     certificate = ServerCertificate.open(None)
-    async with serving(certificate) as port:
+    async with serving(transport, certificate) as port:
         assert await connect(port) == ("h2", der(certificate.pair))
 
 
-async def test_a_client_that_trusts_the_certificate_can_call():
+async def test_a_client_that_trusts_the_certificate_can_call(transport):
     """Verification works too, for gateways that do it: localhost is among the names."""
     certificate = ServerCertificate.open(None)
     credentials = grpc.ssl_channel_credentials(certificate.pair.certificate_chain)
     async with (
-        serving(certificate) as port,
+        serving(transport, certificate) as port,
         grpc.aio.secure_channel(f"localhost:{port}", credentials) as channel,
     ):
         with pytest.raises(grpc.aio.AioRpcError) as answered:
@@ -86,12 +89,12 @@ async def test_a_client_that_trusts_the_certificate_can_call():
         assert answered.value.code() is grpc.StatusCode.UNIMPLEMENTED
 
 
-async def test_a_swapped_pair_is_served_to_new_connections(tmp_path):
+async def test_a_swapped_pair_is_served_to_new_connections(tmp_path, transport):
     """After a reload the next connection sees the new certificate; without, the old one."""
     first, second = self_signed("a", NOW), self_signed("b", NOW)
     write(tmp_path, first)
     certificate = ServerCertificate.open(tmp_path)
-    async with serving(certificate) as port:
+    async with serving(transport, certificate) as port:
         assert await connect(port) == ("h2", der(first))
         assert not certificate.reload()
         write(tmp_path, second)
@@ -112,13 +115,13 @@ async def test_a_swapped_pair_is_served_to_new_connections(tmp_path):
     ],
 )
 async def test_a_bad_pair_is_refused_in_a_sentence_and_the_last_good_one_served(
-    tmp_path, file, content, sentence
+    tmp_path, file, content, sentence, transport
 ):
     """Whatever is wrong with the files, connections still see the last good pair."""
     good = self_signed("a", NOW)
     write(tmp_path, good)
     certificate = ServerCertificate.open(tmp_path)
-    async with serving(certificate) as port:
+    async with serving(transport, certificate) as port:
         if content is None:
             (tmp_path / file).unlink()
         else:
@@ -192,24 +195,24 @@ async def called(port, certificate, client=None):
         return answered.value.code()
 
 
-async def test_only_a_client_with_a_certificate_of_the_authority_gets_in(tmp_path):
+async def test_only_a_client_with_a_certificate_of_the_authority_gets_in(tmp_path, transport):
     """One without, and one whose certificate another signed, end at the handshake."""
     known, unknown = self_signed("gateway", NOW), self_signed("stranger", NOW)
     (tmp_path / "ca.crt").write_bytes(known.certificate_chain)
     certificate = asking_for_clients(tmp_path / "ca.crt")
-    async with serving(certificate) as port:
+    async with serving(transport, certificate) as port:
         assert await called(port, certificate, known) is grpc.StatusCode.UNIMPLEMENTED
         assert await called(port, certificate, unknown) is grpc.StatusCode.UNAVAILABLE
         assert await called(port, certificate) is grpc.StatusCode.UNAVAILABLE
 
 
-async def test_a_changed_authority_counts_for_new_connections(tmp_path):
+async def test_a_changed_authority_counts_for_new_connections(tmp_path, transport):
     """After a reload the other client gets in, and the first one does not any more."""
     first, second = self_signed("a", NOW), self_signed("b", NOW)
     file = tmp_path / "ca.crt"
     file.write_bytes(first.certificate_chain)
     certificate = asking_for_clients(file)
-    async with serving(certificate) as port:
+    async with serving(transport, certificate) as port:
         assert not certificate.reload()
         file.write_bytes(second.certificate_chain)
         assert await called(port, certificate, first) is grpc.StatusCode.UNIMPLEMENTED
@@ -218,13 +221,13 @@ async def test_a_changed_authority_counts_for_new_connections(tmp_path):
         assert await called(port, certificate, first) is grpc.StatusCode.UNAVAILABLE
 
 
-async def test_an_unusable_authority_never_opens_the_port(tmp_path):
+async def test_an_unusable_authority_never_opens_the_port(tmp_path, transport):
     """The last good one stays in force, as with a certificate; nobody gets in without one."""
     known = self_signed("gateway", NOW)
     file = tmp_path / "ca.crt"
     file.write_bytes(known.certificate_chain)
     certificate = asking_for_clients(file)
-    async with serving(certificate) as port:
+    async with serving(transport, certificate) as port:
         for content in (b"", b"garbage"):
             file.write_bytes(content)
             with pytest.raises(ValueError, match=r"ca\.crt: expected PEM certificates"):

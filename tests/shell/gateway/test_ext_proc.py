@@ -12,19 +12,22 @@ from envoy_data_plane.envoy.service.ext_proc import v3
 from grpc._cython import cygrpc
 from grpc_health.v1 import health_pb2
 
-import epp.shell.gateway.server
+import epp.shell.gateway.ext_proc
+import epp.shell.gateway.grpcio
 from bench.raw_http2 import RawConnection
 from epp.core.protocol.budget import BodyBudget
 from epp.core.protocol.messages import ResponseHeaders
 from epp.core.protocol.session import _HANDLERS, Phase, Session, SessionSettings
 from epp.shell.files.memory import malloc_trim, resident_bytes
 from epp.shell.gateway.connections import ALLOWANCE_MAX
+from epp.shell.gateway.ext_proc import SHEDDING_STREAMS_MAX, ExtProc
+from epp.shell.gateway.grpcio import GrpcioServer
 from epp.shell.gateway.health import Health
-from epp.shell.gateway.server import SHEDDING_STREAMS_MAX, ExtProcServer, grpc_server
 from tests import gateway as gw
 from tests.envoy.rig import until
 from tests.streams import TIMEOUT_S, Call, channel_to
 from tests.test_hermetic import pods
+from tests.transports import TRANSPORTS, carried, transport_of
 
 RECEIVE_BYTES_MAX = 32 * 1024 * 1024
 BYPASSED = gw.protocol(response=gw.NONE)
@@ -66,7 +69,7 @@ class Rig:
         self.told = Told()
         self.budget = BodyBudget(64 * 1024 * 1024)
         self.gateways = []
-        self.ext_proc = ExtProcServer(self._session, self.told, **options)
+        self.ext_proc = ExtProc(self._session, self.told, **options)
         self.health = Health()
         self.address = ""
         self.channel = None
@@ -102,25 +105,32 @@ class Rig:
 
 
 @asynccontextmanager
-async def serving(connection_age_max_s=None, **options):
+async def serving(transport="grpcio", age_max_s=None, **options):
     rig = Rig(**options)
-    server = grpc_server(RECEIVE_BYTES_MAX, connection_age_max_s)
-    rig.ext_proc.add_to(server)
-    rig.health.add_to(server)
-    port = server.add_insecure_port("127.0.0.1:0")
-    rig.address = f"127.0.0.1:{port}"
-    rig.server = server
-    await server.start()
-    async with channel_to(rig.address) as channel:
-        rig.channel = channel
-        yield rig
-    rig.health.close()
-    await server.stop(0)
+    rig.server = transport_of(
+        transport,
+        {**rig.ext_proc.methods, **rig.health.methods},
+        bytes_max=RECEIVE_BYTES_MAX,
+        budget=rig.budget,
+        age_max_s=age_max_s,
+        cut=rig.told.connection_cut,
+    )
+    async with carried(rig.server) as port:
+        rig.address = f"127.0.0.1:{port}"
+        async with channel_to(rig.address) as channel:
+            rig.channel = channel
+            yield rig
+        rig.health.close()
+
+
+@pytest.fixture(params=TRANSPORTS)
+def transport(request):
+    return request.param
 
 
 @pytest.fixture
-async def rig():
-    async with serving() as rig:
+async def rig(transport):
+    async with serving(transport) as rig:
         yield rig
 
 
@@ -321,7 +331,7 @@ async def test_a_defect_costs_one_stream_and_is_logged(rig, monkeypatch):
 async def test_a_defect_at_either_end_of_a_stream_is_not_told_to_the_gateway(
     rig, monkeypatch, method
 ):
-    """gRPC would quote it; it is counted, and no stream stays open for it."""
+    """Nothing of it is quoted; it is counted, and no stream stays open for it."""
 
     def broken(*_):
         raise ZeroDivisionError("a secret")
@@ -329,12 +339,15 @@ async def test_a_defect_at_either_end_of_a_stream_is_not_told_to_the_gateway(
     monkeypatch.setattr(Session, method, broken)
     with structlog.testing.capture_logs() as lines:
         call = rig.call()
-        await call.send(gw.request_headers())
-        await call.grpc.done_writing()
-        code, details = await call.failed()
-    assert (code, details) == (grpc.StatusCode.INTERNAL, "the picker failed")
+        if method == "__init__":
+            code, details = await call.failed()
+            assert (code, details) == (grpc.StatusCode.INTERNAL, "the picker failed")
+        else:
+            await call.send(gw.request_headers())
+            assert await call.end() is grpc.StatusCode.OK
+        await until(lambda: rig.told.events, "what is told of it")
     (line,) = lines
-    assert line["event"] == "a stream was not opened or not closed"
+    assert line["event"] == f"a stream was not {'opened' if method == '__init__' else 'closed'}"
     assert rig.told.events == ["stream failed"]
     assert rig.ext_proc.open_streams == 0
     assert rig.told.opened == len(rig.told.codes)
@@ -476,18 +489,17 @@ async def test_draining_twice_is_draining_once(rig):
     await rig.closed(1)
 
 
-async def test_gateways_are_told_apart_by_host_and_few_are_remembered(rig, monkeypatch, tmp_path):
+async def test_gateways_are_told_apart_by_host_and_few_are_remembered(rig, monkeypatch, transport):
     """The one unheard of for the longest is forgotten."""
-    monkeypatch.setattr(epp.shell.gateway.server, "GATEWAYS_MAX", 1)
-    server = grpc_server(RECEIVE_BYTES_MAX)
-    rig.ext_proc.add_to(server)
-    socket = f"unix:{tmp_path}/picker"
-    server.add_insecure_port(socket)
-    await server.start()
-    async with channel_to(socket) as other:
+    monkeypatch.setattr(epp.shell.gateway.ext_proc, "GATEWAYS_MAX", 1)
+    elsewhere = transport_of(transport, rig.ext_proc.methods)
+    async with (
+        # A client on IPv6 comes from another host than one on IPv4.
+        carried(elsewhere, host="::1") as port,
+        channel_to(f"[::1]:{port}", use_local_subchannel_pool=1) as other,
+    ):
         for channel in (rig.channel, rig.channel, other, other, rig.channel):
             assert await rig.call(channel).end() is grpc.StatusCode.OK
-    await server.stop(0)
     first, again, second, second_again, first_anew = rig.gateways
     assert first is again
     assert second is second_again
@@ -565,7 +577,7 @@ async def test_a_stream_that_is_gone_is_cancelled_and_nothing_is_logged(error, w
     given = (gw.request_headers(), gw.request_body(gw.prompt("a secret prompt")))
     context = DeadContext(error, *(given if where == "write" else ()))
     with structlog.testing.capture_logs() as lines, pytest.raises(asyncio.CancelledError):
-        await rig.ext_proc._process(context)
+        await GrpcioServer({}, receive_bytes_max=1)._serve(rig.ext_proc.open, context)
     assert rig.told.codes == ["CANCELLED"]
     assert lines == []
     assert rig.ext_proc.open_streams == 0
@@ -578,15 +590,15 @@ async def test_a_wrong_use_of_grpc_is_a_defect():
     given = (gw.request_headers(), gw.request_body(gw.prompt()))
     context = DeadContext(grpc.aio.UsageError("already finished"), *given)
     with structlog.testing.capture_logs() as lines:
-        await rig.ext_proc._process(context)
-    assert rig.told.codes == ["INTERNAL"]
+        await GrpcioServer({}, receive_bytes_max=1)._serve(rig.ext_proc.open, context)
     assert context.code is grpc.StatusCode.INTERNAL
     assert [line["event"] for line in lines] == ["a stream failed"]
+    assert rig.ext_proc.open_streams == 0
 
 
-async def test_above_the_bound_of_open_streams_a_request_gets_503_with_a_reason():
+async def test_above_the_bound_of_open_streams_a_request_gets_503_with_a_reason(transport):
     """Told like any refusal, before a look at the message; with a place free again it is served."""
-    async with serving(streams_max=2) as rig:
+    async with serving(transport, streams_max=2) as rig:
         held = [rig.call(), rig.call()]
         for call in held:
             await call.send(gw.request_headers())
@@ -613,11 +625,11 @@ async def test_above_the_bound_of_open_streams_a_request_gets_503_with_a_reason(
         assert await served.end() is grpc.StatusCode.OK
 
 
-async def test_of_shed_streams_only_so_many_are_waited_for(monkeypatch):
+async def test_of_shed_streams_only_so_many_are_waited_for(monkeypatch, transport):
     """Whoever opens streams and says nothing does not hold the picker's memory."""
-    monkeypatch.setattr(epp.shell.gateway.server, "SHEDDING_STREAMS_MAX", 3)
+    monkeypatch.setattr(epp.shell.gateway.ext_proc, "SHEDDING_STREAMS_MAX", 3)
     assert SHEDDING_STREAMS_MAX > 3
-    async with serving(streams_max=1) as rig:
+    async with serving(transport, streams_max=1) as rig:
         await rig.call().send(gw.request_headers())
         await until(lambda: rig.ext_proc.open_streams == 1, "the one stream")
         silent = [rig.call() for _ in range(3)]
@@ -628,7 +640,7 @@ async def test_of_shed_streams_only_so_many_are_waited_for(monkeypatch):
         assert code is grpc.StatusCode.RESOURCE_EXHAUSTED
         assert "overloaded" in details
         silent[0].grpc.cancel()
-        await until(lambda: rig.ext_proc._shedding == 2, "the end of a silent stream")
+        await until(lambda: rig.ext_proc.shedding == 2, "the end of a silent stream")
 
 
 @asynccontextmanager
@@ -677,7 +689,7 @@ async def test_a_connection_that_only_resets_is_cut_and_the_others_are_served(ri
 
 async def test_thousands_of_resets_at_once_cost_no_innocent_request(rig, monkeypatch):
     """Also where the connection cannot be cut: what waits behind them is served in its turn."""
-    monkeypatch.setattr(epp.shell.gateway.server, "cut", lambda peer: False)
+    monkeypatch.setattr(epp.shell.gateway.grpcio, "cut", lambda peer: False)
     request = gw.request_headers(), gw.request_body(gw.prompt())
     async with raw(rig, 2) as (innocent, hostile):
         asked = []
@@ -719,7 +731,7 @@ async def test_health_is_answered_before_a_burst_is_worked_off(rig):
 async def test_a_connection_of_age_is_left_without_a_loss():
     """After the GOAWAY what is open goes on, what arrives is served, and then it is closed."""
     request = gw.request_headers(), gw.request_body(gw.prompt())
-    async with serving(connection_age_max_s=0.2) as rig, raw(rig) as (connection,):
+    async with serving(age_max_s=0.2) as rig, raw(rig) as (connection,):
         connection.answers_pings = False
         (held,) = connection.open_streams(1)
         await until(lambda: connection.goaways, "the GOAWAY")
@@ -737,10 +749,10 @@ async def test_a_connection_of_age_is_left_without_a_loss():
         await until(lambda: connection.closed, "the end of the connection")
 
 
-async def test_quiet_is_since_the_last_stream_was_opened_or_closed():
+async def test_quiet_is_since_the_last_stream_was_opened_or_closed(transport):
     """None of a stream that is open; infinite before the first."""
     now = 100.0
-    async with serving(clock=lambda: now) as rig:
+    async with serving(transport, clock=lambda: now) as rig:
         assert rig.ext_proc.quiet_for_s() == float("inf")
         call = rig.call()
         await call.send(gw.request_headers())

@@ -1,0 +1,260 @@
+"""The ext_proc service: each stream is one session, whatever transport carries it."""
+
+import asyncio
+import math
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Final, Protocol
+
+import structlog
+
+from epp.core.protocol.messages import Answer, refusing
+from epp.core.protocol.session import Gateway, Session, StreamFailure
+from epp.core.types import Refusal, RefusalReason, Seconds
+from epp.shell.gateway.calls import DEFECT, OK, Call, Code, EndedCall, Opener, Status, Wire
+from epp.shell.gateway.codec import MalformedMessageError, decode, encode
+
+SERVICE: Final = "envoy.service.ext_proc.v3.ExternalProcessor"
+PROCESS: Final = f"/{SERVICE}/Process"
+GATEWAYS_MAX: Final = 10_000
+STREAMS_MAX: Final = 20_000
+"""Streams open at once, of all gateways; one costs about 26 KB by grpcio."""
+SHEDDING_STREAMS_MAX: Final = 1_000
+"""Streams above that which are waited for at once, to answer their first message."""
+REQUEST_TIMEOUT_S: Final = 60.0
+OVERDUE_POLL_S: Final = 1.0
+EAGER_ANSWERS_MAX: Final = 4
+"""So many answers are encoded at once; more, a long body in pieces, only as they are sent."""
+
+_VIOLATION: Final = Status(
+    Code.INVALID_ARGUMENT, "the gateway sent a message that the phase of the stream does not allow"
+)
+
+_log = structlog.get_logger(__name__)
+
+
+class StreamObserver(Protocol):
+    """Is told how streams begin and end; must not raise."""
+
+    def stream_opened(self) -> None: ...
+    def stream_failed(self) -> None:
+        """By a defect outside its request: while it was opened or closed."""
+        ...
+
+    def stream_closed(self, code: str, duration_s: float) -> None: ...
+    def stream_shed(self, refusal: Refusal) -> None:
+        """The stream was answered with `refusal` instead of being looked at."""
+        ...
+
+    def connection_cut(self) -> None: ...
+    def drain_cut(self, streams: int) -> None: ...
+
+
+class ExtProc:
+    """Opens the call of each stream of `ExternalProcessor/Process`.
+
+    `new_session(gateway)` makes the state machine of one stream. Gateways are told apart by the
+    host of their gRPC peer address; what is remembered of them is bounded. `clock` tells the `now`
+    of each message.
+    """
+
+    def __init__(
+        self,
+        new_session: Callable[[Gateway], Session],
+        observer: StreamObserver,
+        clock: Callable[[], Seconds] = time.monotonic,
+        *,
+        streams_max: int = STREAMS_MAX,
+        request_timeout_s: Seconds = REQUEST_TIMEOUT_S,
+    ) -> None:
+        """Streams above `streams_max` are refused at their first message, which is not read.
+
+        A request that is not whole after `request_timeout_s` is refused by `refuse_overdue`.
+        """
+        self._new_session = new_session
+        self.observer = observer
+        self.clock = clock
+        self._streams_max = streams_max
+        self._request_timeout_s = request_timeout_s
+        overloaded = Refusal(
+            reason=RefusalReason.OVERLOADED,
+            status=503,
+            message=f"the picker is overloaded: {streams_max} requests are open",
+        )
+        self._overloaded = overloaded
+        self._overloaded_answer = encode(refusing(overloaded))
+        self._gateways: OrderedDict[str, Gateway] = OrderedDict()
+        self._calls: set[_ExtProcCall] = set()
+        self._opened_at_s = -math.inf
+        self.shedding = 0
+        """Streams that wait for a message to be refused at."""
+        self.draining = False
+
+    @property
+    def methods(self) -> Mapping[str, Opener]:
+        """By path, as transports serve them."""
+        return {PROCESS: self.open}
+
+    @property
+    def open_streams(self) -> int:
+        return len(self._calls)
+
+    def quiet_for_s(self) -> float:
+        """How long no stream has been open and none was opened; 0 while one is open."""
+        return 0.0 if self._calls or self.shedding else self.clock() - self._opened_at_s
+
+    def end_bypassed(self) -> None:
+        """From now on end each stream with OK as soon as its response no longer needs it."""
+        self.draining = True
+        for call in list(self._calls):
+            if call.session.may_end_for_drain():
+                call.wire.end(OK)
+
+    async def watch(self) -> None:
+        """Refuse what is overdue, until cancelled."""
+        while True:
+            await asyncio.sleep(OVERDUE_POLL_S)
+            self.refuse_overdue(self.clock())
+
+    def refuse_overdue(self, now: Seconds) -> None:
+        """Refuse each request that should be whole by now."""
+        for call in list(self._calls):
+            late = now - call.opened_at_s > self._request_timeout_s
+            if late and call.session.incomplete:
+                for answer in call.session.time_out(now):
+                    call.wire.push(encode(answer))
+                call.wire.end(OK)
+
+    def open(self, peer: str, wire: Wire) -> Call:
+        """What serves the next stream of `peer`. Never raises."""
+        self._opened_at_s = self.clock()
+        try:
+            if len(self._calls) >= self._streams_max:
+                return self._shed()
+            call = _ExtProcCall(self, self._new_session(self._gateway(peer)), wire)
+        except Exception:  # noqa: BLE001  the boundary of a stream
+            _log.exception("a stream was not opened")
+            self.observer.stream_failed()
+            return EndedCall(DEFECT)
+        self._calls.add(call)
+        self.observer.stream_opened()
+        return call
+
+    def forget(self, call: "_ExtProcCall") -> None:
+        """`call` is over."""
+        self._calls.discard(call)
+
+    def _shed(self) -> Call:
+        self.observer.stream_shed(self._overloaded)
+        if self.shedding >= SHEDDING_STREAMS_MAX:
+            # Too many to wait for a message of each: what this costs a client, the gateway decides.
+            return EndedCall(Status(Code.RESOURCE_EXHAUSTED, self._overloaded.message))
+        return _ShedCall(self, self._overloaded_answer)
+
+    def _gateway(self, peer: str) -> Gateway:
+        host = peer.rpartition(":")[0]
+        gateway = self._gateways.get(host)
+        if gateway is None:
+            gateway = self._gateways[host] = Gateway()
+            if len(self._gateways) > GATEWAYS_MAX:
+                self._gateways.popitem(last=False)
+        else:
+            self._gateways.move_to_end(host)
+        return gateway
+
+
+class _ExtProcCall:
+    """One request: its messages go through the session, its answers come out encoded."""
+
+    __slots__ = ("_service", "ended", "opened_at_s", "session", "wire")
+
+    def __init__(self, service: ExtProc, session: Session, wire: Wire) -> None:
+        self._service = service
+        self.session = session
+        self.wire = wire
+        self.opened_at_s = service.clock()
+        self.ended: Status | None = None
+
+    def receive(self, message: bytes) -> Iterable[bytes]:
+        session = self.session
+        try:
+            answers = session.receive(decode(message), self._service.clock())
+            encoded = self._encoded(answers)
+        except MalformedMessageError as error:
+            session.failed(StreamFailure.MALFORMED)
+            self.ended = Status(Code.INVALID_ARGUMENT, str(error))
+            return ()
+        except Exception:  # noqa: BLE001  the boundary of a request: a defect costs one stream
+            self._defect()
+            return ()
+        if session.violated:
+            self.ended = _VIOLATION
+        elif session.finished or (self._service.draining and session.may_end_for_drain()):
+            self.ended = OK
+        return encoded
+
+    def half_close(self) -> Iterable[bytes]:
+        self.ended = OK
+        try:
+            return self._encoded(self.session.half_closed(self._service.clock()))
+        except Exception:  # noqa: BLE001  as above
+            self._defect()
+            return ()
+
+    def sent(self) -> None:
+        self.session.sent()
+
+    def closed(self, status: Status) -> None:
+        service = self._service
+        service.forget(self)
+        try:
+            now = service.clock()
+            service.observer.stream_closed(status.code.name, now - self.opened_at_s)
+            self.session.closed(now)
+        except Exception:  # noqa: BLE001  the boundary of a stream
+            _log.exception("a stream was not closed")
+            service.observer.stream_failed()
+
+    def _encoded(self, answers: Sequence[Answer]) -> Iterable[bytes]:
+        if len(answers) <= EAGER_ANSWERS_MAX:
+            return [encode(answer) for answer in answers]
+        return self._one_by_one(answers)
+
+    def _one_by_one(self, answers: Sequence[Answer]) -> Iterator[bytes]:
+        try:
+            for answer in answers:
+                yield encode(answer)
+        except Exception:  # noqa: BLE001  the boundary of a request
+            self._defect()
+
+    def _defect(self) -> None:
+        self.session.failed(StreamFailure.INTERNAL)
+        _log.exception("a stream failed", session=repr(self.session))
+        self.ended = DEFECT
+
+
+class _ShedCall:
+    """A stream above the bound: refused at its first message, without a look at it."""
+
+    __slots__ = ("_answer", "_service", "ended")
+
+    def __init__(self, service: ExtProc, answer: bytes) -> None:
+        self._service = service
+        self._answer = answer
+        self.ended: Status | None = None
+        service.shedding += 1
+
+    def receive(self, _: bytes) -> Iterable[bytes]:
+        self.ended = OK
+        return (self._answer,)
+
+    def half_close(self) -> Iterable[bytes]:
+        self.ended = OK
+        return ()
+
+    def sent(self) -> None:
+        """Nothing was held."""
+
+    def closed(self, _: Status) -> None:
+        self._service.shedding -= 1

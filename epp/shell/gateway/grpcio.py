@@ -1,0 +1,271 @@
+"""Calls carried by grpcio: a coroutine pumps the messages of each stream.
+
+gRPC for Python keeps its connections to itself, so what one of them may do is bounded with the
+means that it has: its options, and a look at its sockets (`connections`).
+"""
+
+import asyncio
+import contextlib
+import socket
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping
+from typing import Any, Final
+
+import grpc
+import grpc.aio
+import structlog
+
+from epp.core.types import Seconds
+from epp.shell.gateway.calls import CANCELLED, DEFECT, Call, Opener, Status
+from epp.shell.gateway.connections import Connections, cut
+from epp.shell.gateway.tls import ServerCertificate
+from epp.shell.starting import EVERYWHERE
+
+CONNECTION_STREAMS_MAX: Final = 4_096
+"""Streams open at once on one connection; Envoy opens another one for more."""
+PENDING_STREAMS_MAX: Final = 20_000
+"""Streams that have come and that Python has not taken up yet. Above it gRPC begins to answer
+CANCELLED at random, and at twice as many it answers nothing else; its own limit of 1,000 is what
+comes in while the loop is busy for a moment."""
+
+_log = structlog.get_logger(__name__)
+_Context = grpc.aio.ServicerContext[bytes, bytes]
+
+
+@contextlib.contextmanager
+def _failing_as_cancelled() -> Iterator[None]:
+    """A read or write that fails is a cancellation that gRPC has not told yet.
+
+    So it is of a stream that was reset and of a server that has stopped; a wrong use of gRPC stays
+    the defect that it is.
+    """
+    try:
+        yield
+    except grpc.aio.UsageError:
+        raise
+    except grpc.aio.BaseError as error:
+        raise asyncio.CancelledError from error
+
+
+class _GrpcioWire:
+    """The stream of one call, while a coroutine pumps it."""
+
+    __slots__ = ("_pushed", "_pushing", "_task", "answered", "context", "ended", "over", "writing")
+
+    def __init__(self, context: _Context, task: "asyncio.Task[Any]") -> None:
+        self.context = context
+        self._task = task
+        self.answered = False
+        self.writing = False
+        """Answers are on their way out; whoever writes them looks at what was pushed after them."""
+        self.ended: Status | None = None
+        self.over = asyncio.Event()
+        self._pushed: list[bytes] = []
+        self._pushing: asyncio.Task[None] | None = None
+
+    def push(self, message: bytes) -> None:
+        self._pushed.append(message)
+        if not self.writing and self._pushing is None:
+            # Beside the read that the pump waits for.
+            self._pushing = asyncio.get_running_loop().create_task(self._push())
+
+    def end(self, status: Status) -> None:
+        if self.ended is not None:
+            return
+        self.ended = status
+        self.over.set()
+        if not self.writing:
+            # It waits for a message.
+            self._task.cancel()
+
+    async def write(self, answers: Iterable[bytes]) -> None:
+        """Send `answers`, and what was pushed meanwhile."""
+        self.writing = True
+        try:
+            for answer in answers:
+                await self.context.write(answer)
+                self.answered = True
+            await self.flush()
+        finally:
+            self.writing = False
+
+    async def flush(self) -> None:
+        """Send what was pushed."""
+        if self._pushing is not None and self._pushing is not asyncio.current_task():
+            await asyncio.wait({self._pushing})
+        while self._pushed:
+            await self.context.write(self._pushed.pop(0))
+            self.answered = True
+
+    async def _push(self) -> None:
+        try:
+            with contextlib.suppress(grpc.aio.BaseError):
+                while self._pushed:
+                    await self.context.write(self._pushed.pop(0))
+                    self.answered = True
+        finally:
+            self._pushing = None
+
+
+class GrpcioServer:
+    """Serves `methods` by grpcio. `cut` is told that a connection was closed for what it did."""
+
+    def __init__(
+        self,
+        methods: Mapping[str, Opener],
+        *,
+        receive_bytes_max: int,
+        connection_age_max_s: Seconds | None = None,
+        cut: Callable[[], None] = lambda: None,
+    ) -> None:
+        """A connection that is `connection_age_max_s` old, a tenth more or less, gets a GOAWAY: what
+        is open on it and what still arrives is served, and the gateway connects anew. None: never.
+        """
+        options: list[tuple[str, int]] = [
+            ("grpc.max_receive_message_length", receive_bytes_max),
+            ("grpc.max_send_message_length", -1),
+            ("grpc.max_concurrent_streams", CONNECTION_STREAMS_MAX),
+            ("grpc.server.max_pending_requests", PENDING_STREAMS_MAX),
+            ("grpc.server.max_pending_requests_hard_limit", 2 * PENDING_STREAMS_MAX),
+            # Envoy pings on its own schedule; the default would close its connection for it.
+            ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
+            ("grpc.keepalive_permit_without_calls", 1),
+            ("grpc.so_reuseport", 0),
+            # Windows that grow with the speed of a link would let many clients make us hold as much:
+            # 66 with 31 MB each took 1,300 MB, of which sessions held 512, and 680 without.
+            ("grpc.http2.bdp_probe", 0),
+        ]
+        if connection_age_max_s is not None:
+            options.append(("grpc.max_connection_age_ms", int(connection_age_max_s * 1_000)))
+        self._server = grpc.aio.server(options=options)
+        self._cut = cut
+        self._connections = Connections()
+        for path, opener in methods.items():
+            _, service, method = path.split("/")
+            # No (de)serialisers: calls work on the bytes themselves. A registered method has a
+            # queue of its own in gRPC, so that an answer of health does not wait behind thousands
+            # of streams, for which a gateway would take the picker for dead.
+            handler: Any = grpc.stream_stream_rpc_method_handler(self._handler(opener))
+            self._server.add_registered_method_handlers(service, {method: handler})
+            generic = grpc.method_handlers_generic_handler(service, {method: handler})
+            self._server.add_generic_rpc_handlers((generic,))
+
+    async def listen(self, host: str, port: int, certificate: ServerCertificate | None) -> int:
+        """Take `port` at `host`, 0: any free one, and return it. Raises `OSError`."""
+        # gRPC would tell the reason on standard error only, and not as a log line.
+        _try_port(host, port)
+        address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+        try:
+            if certificate is None:
+                return self._server.add_insecure_port(address)
+            return self._server.add_secure_port(address, _credentials(certificate))
+        except RuntimeError as error:
+            raise OSError(str(error)) from error
+
+    async def start(self) -> None:
+        """Take streams."""
+        await self._server.start()
+
+    def loops(self) -> dict[str, Coroutine[Any, Any, None]]:
+        """What is to run beside it."""
+        return {}
+
+    def announce_end(self) -> None:
+        """Grpcio has no such thing: gateways leave as their connections come of age."""
+
+    async def stop(self, wait_s: Seconds | None) -> None:
+        """Take no more streams, and cut those that are open after `wait_s`; None: at once."""
+        await self._server.stop(wait_s)
+
+    def _handler(self, opener: Opener) -> Callable[[object, _Context], Coroutine[Any, Any, None]]:
+        async def serve(_: object, context: _Context) -> None:
+            # Messages are read from the context: gRPC 1.85 keeps the last one for ever when the
+            # iterator that it also passes is left before its end, as it is by every refusal.
+            await self._serve(opener, context)
+
+        return serve
+
+    async def _serve(self, opener: Opener, context: _Context) -> None:
+        peer = context.peer()
+        task = asyncio.current_task()
+        assert task is not None
+        wire = _GrpcioWire(context, task)
+        call = opener(peer, wire)
+        status = CANCELLED
+        try:
+            with _failing_as_cancelled():
+                status = await self._pump(call, wire)
+        except asyncio.CancelledError:
+            if wire.ended is None:
+                # Envoy also resets streams whose request went well: this is an ordinary end.
+                raise
+            # Ours: returning now ends the stream.
+            task.uncancel()
+            with _failing_as_cancelled():
+                await wire.flush()
+            status = wire.ended
+        except Exception:  # noqa: BLE001  the boundary of a stream
+            _log.exception("a stream failed")
+            status = DEFECT
+        finally:
+            call.closed(status)
+            if wire.answered:
+                self._connections.answered(peer)
+            elif status is CANCELLED and self._connections.abandoned(peer) and cut(peer):
+                self._cut()
+                _log.warning("connection cut: it only opens streams and resets them", peer=peer)
+        if status.code:
+            context.set_code(_CODES[status.code])
+            context.set_details(status.details)
+
+    @staticmethod
+    async def _pump(call: Call, wire: _GrpcioWire) -> Status:
+        """Messages to the call, its answers back, until it has ended."""
+        context = wire.context
+        while True:
+            ended = call.ended or wire.ended
+            if ended is not None:
+                return ended
+            message: Any = await context.read()
+            if message is grpc.aio.EOF:
+                break
+            await wire.write(call.receive(message))
+            # What was read is let go before the next one is waited for.
+            del message
+            call.sent()
+        await wire.write(call.half_close())
+        call.sent()
+        if call.ended is None:
+            await wire.over.wait()
+            await wire.flush()
+        ended = call.ended or wire.ended
+        assert ended is not None, "the call has ended"
+        return ended
+
+
+_CODES: Final = {code.value[0]: code for code in grpc.StatusCode}
+
+
+def _credentials(certificate: ServerCertificate) -> grpc.ServerCredentials:
+    """GRPC asks for what is in force at each handshake, in a thread of its own."""
+
+    def in_force() -> grpc.ServerCertificateConfiguration:
+        pair = certificate.pair
+        return grpc.ssl_server_certificate_configuration(
+            [(pair.private_key, pair.certificate_chain)], root_certificates=certificate.authorities
+        )
+
+    return grpc.dynamic_ssl_server_credentials(
+        in_force(),
+        in_force,
+        require_client_authentication=certificate.authorities is not None,
+    )
+
+
+def _try_port(address: str, port: int) -> None:
+    """Raises `OSError` if `port` cannot be listened on."""
+    if address == EVERYWHERE and not socket.has_dualstack_ipv6():
+        socket.create_server(("", port)).close()
+        return
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    dualstack = address == EVERYWHERE
+    socket.create_server((address, port), family=family, dualstack_ipv6=dualstack).close()

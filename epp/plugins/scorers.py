@@ -41,7 +41,7 @@ class PrefixCache(Parameters, frozen=True):
 
     def score(self, request: InferenceRequest, candidates: Candidates, /) -> Floats:
         affinity = candidates.affinity(self.prefix_match_info_producer_name)
-        share: Floats = affinity.matched / max(affinity.total, 1)
+        share: Floats = affinity.matched / (affinity.total or 1)
         if not self.match_length_weight:
             return share
         tokens_per_scale = candidates.block_tokens / self.match_length_scale_tokens

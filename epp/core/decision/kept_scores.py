@@ -23,7 +23,8 @@ MODEL_LENGTH_MAX: Final = 256
 """Nothing is kept of a longer name: a client may send any."""
 
 _NOBODY: Final[Ints] = np.empty(0, dtype=np.int64)
-_UNSEEN: Final = (-1, 0.0)
+_OUTDATED: Final = -1
+_UNSEEN: Final = (_OUTDATED, 0.0)
 
 
 class _Watched:
@@ -72,9 +73,9 @@ class _Set:
     def __init__(self, scorers: int, n: int) -> None:
         self.scores: Floats = np.zeros((scorers, n))
         """The rows of scorers that say what they read, where `seen` says so."""
-        self.seen = [-1] * scorers
-        """Row -> version of its columns when it was computed; -1: it was not."""
-        self.version = -1
+        self.seen = [_OUTDATED] * scorers
+        """Row -> version of its columns when it was computed."""
+        self.version = _OUTDATED
         """Version of all columns at which every such row was found to be up to date."""
         self.model = ""
         """Of which the rows are whose scorers read the model."""
@@ -126,25 +127,31 @@ class KeptScores:
         if not outdated:
             kept.version = version
             return kept.scores.copy(), self._never
-        kept.version = -1
+        kept.version = _OUTDATED
         return kept.scores.copy(), sorted((*self._never, *outdated))
 
     def keep(
-        self, row: int, request: InferenceRequest, candidates: Candidates, scores: Floats
+        self,
+        rows: Iterable[int],
+        request: InferenceRequest,
+        candidates: Candidates,
+        scores: Floats,
     ) -> None:
-        """`scores` is what `row` of the last `recall` has become; kept if its scorer allows it."""
-        columns = self._columns.get(row)
-        if columns is None:
-            return
+        """`scores` is what the last `recall` has become; keep of its `rows` what may be kept."""
         kept = self._set
-        version = candidates.version_of(columns)
-        kept.scores[row] = scores
-        kept.seen[row] = version
-        if row in self._by_model and len(request.model) <= MODEL_LENGTH_MAX:
-            kept.by_model[row, request.model] = (version, scores.copy())
-            kept.by_model.move_to_end((row, request.model))
-            if len(kept.by_model) > MODELS_MAX * len(self._by_model):
-                kept.by_model.popitem(last=False)
+        if kept.version != _OUTDATED:
+            return
+        for row in rows:
+            columns = self._columns.get(row)
+            if columns is None:
+                continue
+            kept.seen[row] = candidates.version_of(columns)
+            kept.scores[row] = scores[row]
+            if row in self._by_model and len(request.model) <= MODEL_LENGTH_MAX:
+                kept.by_model[row, request.model] = (kept.seen[row], scores[row].copy())
+                kept.by_model.move_to_end((row, request.model))
+                if len(kept.by_model) > MODELS_MAX * len(self._by_model):
+                    kept.by_model.popitem(last=False)
 
     def _find(self, slot: Ints) -> None:
         """Make `_set` the one of the candidates in `slot`, by what it holds: filters make it anew."""

@@ -234,8 +234,7 @@ class SchedulingProfile(Struct, frozen=True, kw_only=True, dict=True):
                 fill_unknown(one)
             total = self._add_up(scores)
         if kept is not None:
-            for row in computed:
-                kept.keep(row, request, candidates, scores[row])
+            kept.keep(computed, request, candidates, scores)
         return Scored(total, scores, self._weights)
 
     def _add_up(self, scores: Floats) -> Floats:

@@ -113,13 +113,17 @@ class Columns:
         self, slot: int, waiting_requests: float, running_requests: float, kv_cache_usage: float
     ) -> None:
         """Keep what a scrape said of the load of `slot`; a column that tells the same is unchanged."""
-        if _differ(self.waiting_requests.item(slot), waiting_requests):
+        # Most are told many times a second, and many tell the same.
+        before = self.waiting_requests.item(slot)
+        if before != waiting_requests and not _unknown(before, waiting_requests):
             self.waiting_requests[slot] = waiting_requests
             self.changed("waiting_requests")
-        if _differ(self.running_requests.item(slot), running_requests):
+        before = self.running_requests.item(slot)
+        if before != running_requests and not _unknown(before, running_requests):
             self.running_requests[slot] = running_requests
             self.changed("running_requests")
-        if _differ(self.kv_cache_usage.item(slot), kv_cache_usage):
+        before = self.kv_cache_usage.item(slot)
+        if before != kv_cache_usage and not _unknown(before, kv_cache_usage):
             self.kv_cache_usage[slot] = kv_cache_usage
             self.changed("kv_cache_usage")
 
@@ -145,9 +149,9 @@ class Columns:
                 setattr(self, name, grown)
 
 
-def _differ(before: float, after: float) -> bool:
-    """Whether they are two values; NaN is one."""
-    return before != after and (before == before or after == after)  # noqa: PLR0124  NaN is not itself
+def _unknown(before: float, after: float) -> bool:
+    """Whether both are NaN, which differs from itself."""
+    return math.isnan(before) and math.isnan(after)
 
 
 class AdapterColumns:

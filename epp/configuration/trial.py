@@ -13,8 +13,12 @@ from typing import Final
 from msgspec.structs import replace
 
 from epp.core.decision.failures import FailingPlugin, PluginFailures
+from epp.core.decision.kept_scores import undeclared_reads
+from epp.core.decision.plugin import ReadsColumns
+from epp.core.decision.profile import WeightedScorer
 from epp.core.decision.scheduler import Decision, Scheduler, SchedulerSettings
 from epp.core.duration import Duration
+from epp.core.knowledge.candidates import Candidates
 from epp.core.knowledge.inflight import Ending, Outcome
 from epp.core.knowledge.saturation import UtilizationDetector
 from epp.core.prompt.request import InferenceRequest
@@ -100,6 +104,8 @@ def failing_plugins(settings: SchedulerSettings) -> list[FailingPlugin]:
             for filtered in alone:
                 filtered.filter(request, decision.candidates, of_filters)
             served = decision.endpoint
+            for scorer in profile.scorers:
+                _check_reads(scorer, request, decision.candidates, scheduler.failures)
             for marker in filter_markers:
                 marker.response_headers(request, served, served.address)
             # A client sends back what it was given.
@@ -108,6 +114,24 @@ def failing_plugins(settings: SchedulerSettings) -> list[FailingPlugin]:
         scheduler.configure(scheduler.settings, _NOW_S)
         scheduler.tick(_NOW_S + _STEP_S)
     return [*of_filters, *scheduler.failures]
+
+
+def _check_reads(
+    scorer: WeightedScorer,
+    request: InferenceRequest,
+    candidates: Candidates,
+    failures: PluginFailures,
+) -> None:
+    """What a scorer that says what it reads reads besides is a failure."""
+    if not isinstance(scorer.plugin, ReadsColumns):
+        return
+    try:
+        undeclared = undeclared_reads(scorer.plugin, request, candidates)
+    except Exception as error:  # noqa: BLE001  the boundary of a plugin
+        failures.raised(scorer.name, "score", error)
+        return
+    if undeclared:
+        failures.add(scorer.name, f"score read {', '.join(undeclared)}, not named in its reads")
 
 
 def _end(scheduler: Scheduler, decision: Decision, now: Seconds) -> None:

@@ -4,7 +4,14 @@
 built in or installed, names them by this module.
 """
 
-from epp.core.decision.plugin import Filter, MarksResponses, Picker, ReadsIndex, Scorer
+from epp.core.decision.plugin import (
+    Filter,
+    MarksResponses,
+    Picker,
+    ReadsColumns,
+    ReadsIndex,
+    Scorer,
+)
 from epp.core.duration import Duration
 from epp.core.knowledge.candidates import (
     AdapterColumns,
@@ -38,6 +45,7 @@ __all__ = [
     "Parameters",
     "Picker",
     "Plugin",
+    "ReadsColumns",
     "ReadsIndex",
     "Scorer",
     "Seconds",

@@ -41,7 +41,7 @@ class PrefixCache(Parameters, frozen=True):
 
     def score(self, request: InferenceRequest, candidates: Candidates, /) -> Floats:
         affinity = candidates.affinity(self.prefix_match_info_producer_name)
-        share: Floats = affinity.matched / max(affinity.total, 1)
+        share: Floats = affinity.matched / (affinity.total or 1)
         if not self.match_length_weight:
             return share
         tokens_per_scale = candidates.block_tokens / self.match_length_scale_tokens
@@ -70,6 +70,7 @@ class Queue(Parameters, frozen=True):
     """Prefer short waiting queues, from 1 for the shortest to 0 for the longest."""
 
     type_name: ClassVar[str] = "queue-scorer"
+    reads: ClassVar[tuple[str, ...]] = ("waiting_requests",)
 
     def score(self, request: InferenceRequest, candidates: Candidates, /) -> Floats:
         return _least_first(candidates.waiting_requests)
@@ -79,6 +80,7 @@ class KVCacheUtilization(Parameters, frozen=True):
     """Prefer a free KV cache: 1 - usage."""
 
     type_name: ClassVar[str] = "kv-cache-utilization-scorer"
+    reads: ClassVar[tuple[str, ...]] = ("kv_cache_usage",)
 
     def score(self, request: InferenceRequest, candidates: Candidates, /) -> Floats:
         usage = candidates.kv_cache_usage
@@ -89,6 +91,7 @@ class RunningRequests(Parameters, frozen=True):
     """Prefer small running batches, from 1 for the smallest to 0 for the largest."""
 
     type_name: ClassVar[str] = "running-requests-size-scorer"
+    reads: ClassVar[tuple[str, ...]] = ("running_requests",)
 
     def score(self, request: InferenceRequest, candidates: Candidates, /) -> Floats:
         return _least_first(candidates.running_requests)
@@ -142,6 +145,7 @@ class LoadAware(Parameters, frozen=True):
     """
 
     type_name: ClassVar[str] = "load-aware-scorer"
+    reads: ClassVar[tuple[str, ...]] = ("waiting_requests",)
 
     threshold: Annotated[float, Meta(gt=0)] = 128.0
 
@@ -163,6 +167,7 @@ class LoraAffinity(Parameters, frozen=True):
     """
 
     type_name: ClassVar[str] = "lora-affinity-scorer"
+    reads: ClassVar[tuple[str, ...]] = ("adapter_state", "model")
 
     def score(self, request: InferenceRequest, candidates: Candidates, /) -> Floats | None:
         adapters = candidates.adapter_state

@@ -275,6 +275,24 @@ def test_blocks_without_a_size_are_a_problem(tokens, said):
 # What it costs.
 
 
+def test_a_scorer_that_reads_what_it_does_not_name_is_named():
+    """Its scores would be kept while that changes."""
+
+    def score(self, request, candidates, /):
+        return candidates.waiting_requests * 0.0 + candidates.inflight_requests
+
+    odd = broken(reads=("waiting_requests",), score=score)
+    (problem,) = refused(SCORE, scorers=odd)
+    assert "score read inflight_requests, not named in its reads" in problem
+    load(SCORE, scorers=broken(score=score))
+
+
+def test_a_scorer_that_names_no_column_is_refused():
+    """The sentence says which there are."""
+    (problem,) = refused(SCORE, scorers=broken(reads=("queue",)))
+    assert "`reads` of scorer odd-plugin must be a tuple of names among waiting_requests" in problem
+
+
 def test_a_trial_is_a_bounded_number_of_decisions():
     """Fewer than a hundred, whatever the document holds."""
     calls = []

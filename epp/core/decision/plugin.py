@@ -11,12 +11,16 @@ are the sums that a picker gets; `candidates.slot` cannot be written.
 
 from collections.abc import Mapping
 from random import Random
-from typing import ClassVar, Protocol, runtime_checkable
+from typing import ClassVar, Final, Protocol, runtime_checkable
 
-from epp.core.knowledge.candidates import Bools, Candidates, Floats, Ints
+from epp.core.knowledge.candidates import VERSIONED, Bools, Candidates, Floats, Ints
 from epp.core.parameters import Plugin
 from epp.core.prompt.request import InferenceRequest
 from epp.core.types import Endpoint
+
+MODEL: Final = "model"
+READABLE: Final = (*VERSIONED, MODEL)
+"""What `reads` of a scorer may name."""
 
 
 class Filter(Plugin, Protocol):
@@ -68,6 +72,18 @@ class Picker(Plugin, Protocol):
         `scores` is float64[n] without NaN. `rotation` counts decisions; ties rotate by it.
         """
         ...
+
+
+@runtime_checkable
+class ReadsColumns(Protocol):
+    """A scorer that says what it reads: it is asked again only once that has changed.
+
+    Until then its scores of the same candidates are taken as they were.
+    """
+
+    reads: ClassVar[tuple[str, ...]]
+    """Columns of the candidates that only scrapes or the list of endpoints change, of `READABLE`, and
+    "model" if it reads `request.model`. It reads nothing else of the request or the candidates."""
 
 
 @runtime_checkable

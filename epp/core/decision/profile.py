@@ -5,7 +5,7 @@ everybody, in place of its picker the highest sum is taken.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from functools import cached_property
 from random import Random
 from typing import Final
@@ -22,7 +22,8 @@ from epp.core.decision.failures import (
     headers_fault,
     positions_fault,
 )
-from epp.core.decision.plugin import Filter, MarksResponses, Picker, Scorer
+from epp.core.decision.kept_scores import KeptScores
+from epp.core.decision.plugin import READABLE, Filter, MarksResponses, Picker, Scorer
 from epp.core.knowledge.candidates import Bools, Candidates, Floats, Ints
 from epp.core.prompt.request import InferenceRequest
 from epp.core.types import Endpoint
@@ -55,7 +56,10 @@ class NamedFilter(Struct, frozen=True):
 
 
 class WeightedScorer(Struct, frozen=True):
-    """A scorer under its name in the configuration, with its weight."""
+    """A scorer under its name in the configuration, with its weight.
+
+    Raises `ValueError` for a weight that is none, and for reading what no scores are kept by.
+    """
 
     name: str
     plugin: Scorer
@@ -65,6 +69,12 @@ class WeightedScorer(Struct, frozen=True):
         if not (math.isfinite(self.weight) and self.weight >= 0):
             raise ValueError(
                 f"the weight of scorer {self.name} must be finite and at least 0, is {self.weight}"
+            )
+        reads: object = getattr(self.plugin, "reads", ())
+        if not isinstance(reads, tuple) or not all(name in READABLE for name in reads):
+            raise ValueError(
+                f"`reads` of scorer {self.name} must be a tuple of names among "
+                f"{', '.join(READABLE)}, is {reads!r}"
             )
 
 
@@ -177,27 +187,43 @@ class SchedulingProfile(Struct, frozen=True, kw_only=True, dict=True):
         return Kept(candidates, eliminated)
 
     def score(
-        self, request: InferenceRequest, candidates: Candidates, failures: PluginFailures
+        self,
+        request: InferenceRequest,
+        candidates: Candidates,
+        failures: PluginFailures,
+        kept: KeptScores | None = None,
     ) -> Scored:
         """Clamp each score to [0, 1], give the unknown the median of the known, weigh, add up.
 
-        To a scorer that fails everybody is unknown.
+        To a scorer that fails everybody is unknown. What is in `kept`, which is of this profile, is
+        not asked for again.
         """
         n = len(candidates)
         shape = (n,)
-        scores = np.empty((len(self.scorers), n))
-        for row, scorer in enumerate(self.scorers):
+        scorers = self.scorers
+        rows: Iterable[int]
+        if kept is None:
+            scores, rows = np.empty((len(scorers), n)), range(len(scorers))
+        else:
+            scores, rows = kept.recall(request, candidates)
+        computed: list[int] = []
+        for row in rows:
+            scorer = scorers[row]
             try:
                 found: object = scorer.plugin.score(request, candidates)
             except Exception as error:  # noqa: BLE001  the boundary of a plugin
                 failures.raised(scorer.name, "score", error)
-                found = None
+                scores[row] = UNKNOWN
+                continue
             # Spelt out: a call for what is nearly always right would cost half as much again.
             if type(found) is ndarray and found.dtype == FLOATS and found.shape == shape:
                 scores[row] = found
+                computed.append(row)
                 continue
             scores[row] = UNKNOWN
-            if found is not None:
+            if found is None:
+                computed.append(row)
+            else:
                 failures.returned(scorer.name, "score", array_fault(found, FLOATS, n))
         # At the length of a pool np.clip, the function, costs four times as much, and floats twice.
         scores.clip(_LEAST, _MOST, out=scores)
@@ -207,6 +233,8 @@ class SchedulingProfile(Struct, frozen=True, kw_only=True, dict=True):
             for one in scores:
                 fill_unknown(one)
             total = self._add_up(scores)
+        if kept is not None:
+            kept.keep(computed, request, candidates, scores)
         return Scored(total, scores, self._weights)
 
     def _add_up(self, scores: Floats) -> Floats:

@@ -14,6 +14,7 @@ import numpy as np
 from msgspec import Struct, field
 
 from epp.core.decision.failures import PluginFailures, affinity_fault
+from epp.core.decision.kept_scores import KeptScores
 from epp.core.decision.profile import Kept, Marker, SchedulingProfile, Scored
 from epp.core.knowledge.candidates import Affinity, Candidates
 from epp.core.knowledge.index import AffinityIndex, AffinityIndexSettings
@@ -153,7 +154,7 @@ class Scheduler:
         if not len(kept.candidates):
             return _nobody_left(kept, len(slots))
         ranked, eliminated = self._fresh_first(kept, now)
-        scored = profile.score(request, ranked, self.failures)
+        scored = profile.score(request, ranked, self.failures, self._kept_scores)
         picked = profile.pick(scored.total, ranked, self._random, self.decisions, self.failures)
         return self._assume(request, ranked, scored, picked.tolist(), len(slots), eliminated, now)
 
@@ -243,6 +244,7 @@ class Scheduler:
         profile = self.settings.profile
         self._scorer_names = tuple(scorer.name for scorer in profile.scorers)
         self._markers = profile.markers(self.failures)
+        self._kept_scores = KeptScores(profile.scorers)
 
     # What indexes are asked, and what is done where they fail.
 

@@ -17,6 +17,12 @@ Floats: TypeAlias = npt.NDArray[np.float64]
 Ints: TypeAlias = npt.NDArray[np.int64]
 Bools: TypeAlias = npt.NDArray[np.bool_]
 
+SCRAPED: Final = ("waiting_requests", "running_requests", "kv_cache_usage", "adapter_state")
+"""Columns that change only when a scrape tells another value, or an endpoint comes, goes or restarts."""
+LISTED: Final = ("endpoints", "labels")
+"""Columns that change only with the list of endpoints."""
+VERSIONED: Final = (*SCRAPED, *LISTED)
+
 _NO_ADAPTERS: Final = AdapterReport()
 
 
@@ -60,6 +66,10 @@ class Columns:
         self.adapters_active: Ints = np.empty(0, dtype=np.int64)
         self.adapters_resident: Ints = np.empty(0, dtype=np.int64)
         self.adapters_idle: Ints = np.empty(0, dtype=np.int64)
+        self.version = 0
+        """Counts changes of the columns in `versions`."""
+        self.versions = dict.fromkeys(VERSIONED, 0)
+        """Column -> how often it changed; the same number, the same values."""
 
     def __len__(self) -> int:
         return len(self.endpoints)
@@ -74,6 +84,12 @@ class Columns:
         self.clear(slot)
         return slot
 
+    def changed(self, *names: str) -> None:
+        """Columns `names`, which are among the `VERSIONED`, do not hold what they held."""
+        for name in names:
+            self.versions[name] += 1
+        self.version += len(names)
+
     def clear(self, slot: int) -> None:
         """Forget everything about `slot`: scrapes and work in flight."""
         if self.endpoints[slot] is not None:
@@ -87,17 +103,34 @@ class Columns:
 
     def forget_observations(self, slot: int) -> None:
         """Forget what scrapes said of `slot`; work in flight stays."""
-        self.waiting_requests[slot] = math.nan
-        self.running_requests[slot] = math.nan
-        self.kv_cache_usage[slot] = math.nan
+        self.set_load(slot, math.nan, math.nan, math.nan)
         self.observed_at_s[slot] = -math.inf
         self.saturated[slot] = False
         self.unreachable[slot] = False
         self.set_adapters(slot, None)
 
+    def set_load(
+        self, slot: int, waiting_requests: float, running_requests: float, kv_cache_usage: float
+    ) -> None:
+        """Keep what a scrape said of the load of `slot`; a column that tells the same is unchanged."""
+        # Most are told many times a second, and many tell the same.
+        before = self.waiting_requests.item(slot)
+        if before != waiting_requests and not _unknown(before, waiting_requests):
+            self.waiting_requests[slot] = waiting_requests
+            self.changed("waiting_requests")
+        before = self.running_requests.item(slot)
+        if before != running_requests and not _unknown(before, running_requests):
+            self.running_requests[slot] = running_requests
+            self.changed("running_requests")
+        before = self.kv_cache_usage.item(slot)
+        if before != kv_cache_usage and not _unknown(before, kv_cache_usage):
+            self.kv_cache_usage[slot] = kv_cache_usage
+            self.changed("kv_cache_usage")
+
     def set_adapters(self, slot: int, report: AdapterReport | None) -> None:
         """Keep what a scrape said of adapters, counted once here and not at every decision."""
         self.adapters[slot] = report
+        self.changed("adapter_state")
         if report is None:
             self.adapter_generation[slot] = 0
             report = AdapterReport()
@@ -114,6 +147,11 @@ class Columns:
                 grown = np.zeros(capacity, dtype=array.dtype)
                 grown[: len(array)] = array
                 setattr(self, name, grown)
+
+
+def _unknown(before: float, after: float) -> bool:
+    """Whether both are NaN, which differs from itself."""
+    return math.isnan(before) and math.isnan(after)
 
 
 class AdapterColumns:
@@ -227,6 +265,19 @@ class Candidates:
             prompt_tokens=self.prompt_tokens,
             prefill_tokens_per_s=self.prefill_tokens_per_s,
         )
+
+    @property
+    def version(self) -> int:
+        """Counts changes of all columns that have a version, of any endpoint of the pool."""
+        return self._columns.version
+
+    def version_of(self, names: tuple[str, ...]) -> int:
+        """Counts changes of the columns `names`, which are among the `VERSIONED`."""
+        versions = self._columns.versions
+        changes = 0
+        for name in names:
+            changes += versions[name]
+        return changes
 
     @property
     def slot(self) -> Ints:

@@ -156,9 +156,15 @@ class InflightLedger:
         slot = lease.slot
         self._drain(slot, now)
         lease.prefill_tokens = prefill_tokens
-        self._columns.inflight_requests[slot] += 1
-        self._columns.prefill_backlog_tokens[slot] += prefill_tokens
-        self._queues.setdefault(slot, deque()).append(lease)
+        columns = self._columns
+        # Items as Python's own numbers: arithmetic on numpy's costs three times as much.
+        columns.inflight_requests[slot] = columns.inflight_requests.item(slot) + 1
+        backlog = columns.prefill_backlog_tokens.item(slot)
+        columns.prefill_backlog_tokens[slot] = backlog + prefill_tokens
+        queue = self._queues.get(slot)
+        if queue is None:
+            queue = self._queues[slot] = deque()
+        queue.append(lease)
 
     def _leave_queue(self, lease: Lease) -> None:
         queue = self._queues.get(lease.slot)
@@ -168,13 +174,13 @@ class InflightLedger:
     def _drain(self, slot: int, now: Seconds) -> None:
         """Let `slot` have prefilled since it was last looked at, the oldest prompt first."""
         columns = self._columns
-        done = (now - float(columns.prefill_drained_at_s[slot])) * self.prefill_tokens_per_s
+        done = (now - columns.prefill_drained_at_s.item(slot)) * self.prefill_tokens_per_s
         columns.prefill_drained_at_s[slot] = now
         queue = self._queues.get(slot)
         if not queue:
             columns.prefill_backlog_tokens[slot] = 0.0
             return
-        backlog = float(columns.prefill_backlog_tokens[slot])
+        backlog: float = columns.prefill_backlog_tokens.item(slot)
         while queue and queue[0].prefill_tokens <= done:
             first = queue.popleft()
             done -= first.prefill_tokens

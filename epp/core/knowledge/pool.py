@@ -8,7 +8,7 @@ from typing import Final
 
 import numpy as np
 
-from epp.core.knowledge.candidates import Columns, Ints
+from epp.core.knowledge.candidates import LISTED, Columns, Ints
 from epp.core.types import Endpoint, EndpointMetrics, Seconds
 
 FAILURES_BEFORE_SET_ASIDE: Final = 2
@@ -136,6 +136,7 @@ class EndpointPool:
                 self._restart(slot, now)
             self.columns.endpoints[slot] = endpoint
         self._index_addresses()
+        self.columns.changed(*LISTED)
         self._ready_until_s = -math.inf
         return forgotten
 
@@ -167,9 +168,9 @@ class EndpointPool:
         self._mark_answered(slot)
         columns.saturated[slot] = False
         columns.observed_at_s[slot] = now
-        columns.waiting_requests[slot] = metrics.waiting_requests
-        columns.running_requests[slot] = metrics.running_requests
-        columns.kv_cache_usage[slot] = metrics.kv_cache_usage
+        columns.set_load(
+            slot, metrics.waiting_requests, metrics.running_requests, metrics.kv_cache_usage
+        )
         if columns.adapters[slot] != metrics.adapters:
             columns.set_adapters(slot, metrics.adapters)
         return restarted

@@ -222,6 +222,12 @@ class PrefixIndex:
         chains = self._chains(request)
         cutoff = now - self._ttl_s
         size = max(slots, len(self._slots), 1)
+        if len(chains) == 1:
+            path = self._path(chains[0], cutoff)
+            deepest, total = path[-1][1] if path else 0, len(chains[0]) // HASH_BYTES
+            if total:
+                self._count_lookup(best=deepest, full=deepest == total)
+            return Affinity(self._depths(path, size)[:slots], total)
         paths: dict[tuple[tuple[int, int], ...], int] = {}
         best = 0
         full = True

@@ -3,7 +3,7 @@ import math
 import numpy as np
 import pytest
 
-from epp.core.knowledge.candidates import Candidates, Columns
+from epp.core.knowledge.candidates import SCRAPED, VERSIONED, Candidates, Columns
 from epp.core.types import AdapterReport
 from tests.builders import NOW_S, affinity, candidates, endpoint, lora, resident
 
@@ -202,3 +202,36 @@ def test_candidates_know_who_they_were_after_one_has_left():
     columns.clear(0)
     columns.endpoints[0] = endpoint(3)
     assert [one.name for one in pool.endpoints] == ["pod-1", "pod-2"]
+
+
+def test_a_column_has_another_version_when_it_tells_something_else():
+    """Not when it is told the same again, unknown or not."""
+    columns = Columns()
+    slot = columns.add_slot()
+
+    def changed(verb, *told):
+        before, total = dict(columns.versions), columns.version
+        verb(slot, *told)
+        found = {name for name in VERSIONED if columns.versions[name] != before[name]}
+        assert (columns.version != total) == bool(found)
+        return found
+
+    nan = math.nan
+    assert changed(columns.set_load, nan, nan, nan) == set()
+    assert changed(columns.set_load, 1.0, nan, nan) == {"waiting_requests"}
+    assert changed(columns.set_load, 1.0, 2.0, nan) == {"running_requests"}
+    assert changed(columns.set_load, 1.0, 2.0, 0.5) == {"kv_cache_usage"}
+    assert changed(columns.set_load, 1.0, 2.0, 0.5) == set()
+    assert (columns.waiting_requests[slot], columns.kv_cache_usage[slot]) == (1.0, 0.5)
+    assert changed(columns.set_adapters, lora("a")) == {"adapter_state"}
+    assert changed(columns.forget_observations) == set(SCRAPED)
+    assert np.isnan(columns.running_requests[slot])
+
+
+def test_the_version_of_columns_is_that_of_all_of_them():
+    """Whichever of them changes."""
+    pool = candidates(2)
+    before = pool.version_of(("waiting_requests", "labels")), pool.version_of(("labels",))
+    pool._columns.changed("waiting_requests")
+    after = pool.version_of(("waiting_requests", "labels")), pool.version_of(("labels",))
+    assert after == (before[0] + 1, before[1])

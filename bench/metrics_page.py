@@ -39,7 +39,13 @@ def exported(models: int, endpoints: int) -> tuple[CollectorRegistry, Telemetry]
             prompt_tokens=128,
         )
         decision = scheduler.schedule(request, pool.now)
-        telemetry.decided(decision, scheduling_s=5e-5, processing_s=1e-3, request_bytes=512)
+        telemetry.decided(
+            decision,
+            scheduling_s=5e-5,
+            processing_s=1e-3,
+            request_bytes=512,
+            parts=decision.scored.parts_of(decision.picked),
+        )
         telemetry.first_output(decision, elapsed_s=0.1)
         telemetry.completed(
             decision, Outcome(status=500), elapsed_s=1.0, output_tokens=9, cached_tokens=64

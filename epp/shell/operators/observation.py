@@ -82,18 +82,20 @@ class Observation:
         decision = exchange.decision
         assert decision is not None, "a decision was made"
         now = time.monotonic()
+        parts = decision.scored.parts_of(decision.picked)
         self._telemetry.decided(
             decision,
             scheduling_s=now - exchange.answered_at_s,
             processing_s=now - exchange.started_at_s,
             request_bytes=exchange.request_bytes,
+            parts=parts,
             model_name=exchange.incoming_model,
         )
         if exchange.unseen_body is not None:
             self._telemetry.scheduled_without_prefix(exchange.unseen_body.name.lower())
         self._decisions.decided(decision)
         if self._recent is not None:
-            self._recent.decided(decision)
+            self._recent.decided(decision, parts)
 
     @_contained
     def refused(self, exchange: Exchange, refusal: Refusal) -> None:

@@ -13,6 +13,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 from bench.decision import Pool
 from epp.core.knowledge.inflight import Outcome
 from epp.core.prompt.request import InferenceRequest
+from epp.core.protocol.budget import BodyBudget
 from epp.core.types import ApiKind
 from epp.shell.operators.metrics_server import encode_in_slices
 from epp.shell.operators.snapshot import pool_snapshot
@@ -28,7 +29,10 @@ def exported(models: int, endpoints: int) -> tuple[CollectorRegistry, Telemetry]
     pool = Pool(endpoints)
     scheduler = pool.scheduler
     registry = CollectorRegistry()
-    telemetry = Telemetry(registry, lambda: pool_snapshot(scheduler, "pool", None, pool.now))
+    bodies = BodyBudget(0)
+    telemetry = Telemetry(
+        registry, lambda: pool_snapshot(scheduler, "pool", bodies, None, pool.now)
+    )
     telemetry.endpoints_replaced([endpoint for _, endpoint in scheduler.pool.endpoints()])
     for number in range(max(models, 2 * endpoints)):
         request = InferenceRequest(

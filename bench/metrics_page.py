@@ -13,6 +13,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 from bench.decision import Pool
 from epp.core.knowledge.inflight import Outcome
 from epp.core.prompt.request import InferenceRequest
+from epp.core.protocol.budget import BodyBudget
 from epp.core.types import ApiKind
 from epp.shell.operators.metrics_server import encode_in_slices
 from epp.shell.operators.snapshot import pool_snapshot
@@ -28,7 +29,10 @@ def exported(models: int, endpoints: int) -> tuple[CollectorRegistry, Telemetry]
     pool = Pool(endpoints)
     scheduler = pool.scheduler
     registry = CollectorRegistry()
-    telemetry = Telemetry(registry, lambda: pool_snapshot(scheduler, "pool", None, pool.now))
+    bodies = BodyBudget(0)
+    telemetry = Telemetry(
+        registry, lambda: pool_snapshot(scheduler, "pool", bodies, None, pool.now)
+    )
     telemetry.endpoints_replaced([endpoint for _, endpoint in scheduler.pool.endpoints()])
     for number in range(max(models, 2 * endpoints)):
         request = InferenceRequest(
@@ -39,7 +43,13 @@ def exported(models: int, endpoints: int) -> tuple[CollectorRegistry, Telemetry]
             prompt_tokens=128,
         )
         decision = scheduler.schedule(request, pool.now)
-        telemetry.decided(decision, scheduling_s=5e-5, processing_s=1e-3, request_bytes=512)
+        telemetry.decided(
+            decision,
+            scheduling_s=5e-5,
+            processing_s=1e-3,
+            request_bytes=512,
+            parts=decision.scored.parts_of(decision.picked),
+        )
         telemetry.first_output(decision, elapsed_s=0.1)
         telemetry.completed(
             decision, Outcome(status=500), elapsed_s=1.0, output_tokens=9, cached_tokens=64

@@ -140,7 +140,11 @@ class EndpointPicker:
         self.scheduler = Scheduler(settings, seed=seed)
         self._failing_plugins = FailingPluginsLog(self.scheduler.failures)
         self.registry = CollectorRegistry()
-        self.telemetry = Telemetry(self.registry, self._snapshot)
+        self.telemetry = Telemetry(
+            self.registry,
+            self._snapshot,
+            could_not=lambda event, error: self.observation.could_not(event, error),  # noqa: PLW0108  that is made after it
+        )
         decisions = DecisionLog(structlog.get_logger("decisions"), level=flags.log_level)
         recent = RecentDecisions(self.scheduler.pool)
         self._debug = DebugPages(
@@ -279,6 +283,7 @@ class EndpointPicker:
         while True:
             await asyncio.sleep(TICK_S)
             self.scheduler.tick(time.monotonic())
+            self.telemetry.fold()
             self._asked()
             self._failing_plugins.report()
 

@@ -21,6 +21,7 @@ from epp.app import EndpointPicker, StartError, loop_factory
 from epp.configuration.flags import parse_serve
 from epp.core.types import EndpointMetrics
 from epp.shell.engines.scrape import Scraper
+from epp.shell.operators.telemetry import Telemetry
 from tests import gateway as gw
 from tests.envoy.rig import free_ports, until
 from tests.streams import Call, channel_to
@@ -398,6 +399,21 @@ async def test_a_plugin_that_fails_in_service_costs_only_what_it_adds(tmp_path, 
         assert "canary" not in str(running.lines)
         assert told[0]["last"].startswith("score raised KeyError at ")
         assert "plugin_touchy.py:" in told[0]["last"]
+
+
+async def test_a_decision_that_cannot_be_counted_is_told_of_though_nobody_asks(
+    tmp_path, monkeypatch
+):
+    """Within a second, without a scrape; the next one is counted."""
+    async with serving(tmp_path, TWO) as running:
+        ready_at_once(running)
+        with monkeypatch.context() as broken:
+            broken.setattr(Telemetry, "_count", lambda *_: 1 / 0)
+            await running.pick()
+            await until(lambda: running.logged("telemetry failed"), "the line")
+        await running.pick()
+        assert running.metric("telemetry_failures_total", event="decided") == 1
+        assert running.metric("scheduler_e2e_duration_seconds_count") == 1
 
 
 async def test_a_document_whose_plugin_fails_is_refused_by_its_name(tmp_path, offer):

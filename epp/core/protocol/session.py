@@ -31,8 +31,8 @@ not in it ends the stream: the gateway broke the protocol.
 """
 
 import sys
-from collections.abc import Callable, Iterator, Mapping
-from enum import Enum, StrEnum
+from collections.abc import Callable, Mapping, Sequence
+from enum import StrEnum
 from typing import Final, Protocol, TypeAlias
 
 from msgspec import Struct, field
@@ -177,7 +177,7 @@ class Observer(Protocol):
         ...
 
 
-class Phase(Enum):
+class Phase(StrEnum):
     START = "start"
     COLLECTING = "collecting"
     """Full duplex: the body comes in, nothing is answered yet."""
@@ -316,7 +316,7 @@ class Session:
     # The request phase.
 
     def _open(self, event: RequestHeaders, now: Seconds) -> list[Answer]:
-        self._exchange = Exchange(now)
+        self._exchange.started_at_s = self._exchange.answered_at_s = now
         self._headers = event.headers
         self._learn_modes(event.modes)
         self._hint(event.subset)
@@ -657,19 +657,19 @@ _HANDLERS: Final[Mapping[tuple[Phase, type[Event]], _Handler]] = {
 }
 
 
-def chunks(body: bytes, *, ends: bool) -> Iterator[tuple[bytes | memoryview, bool]]:
+def chunks(body: bytes, *, ends: bool) -> Sequence[tuple[bytes | memoryview, bool]]:
     """Cut `body` into pieces that every gateway accepts, without copying; `ends` marks the last.
 
     An empty body is one empty piece if it ends the stream, and nothing otherwise.
     """
     if len(body) <= BODY_CHUNK_BYTES_MAX:
-        if body or ends:
-            yield body, ends
-        return
+        return ((body, ends),) if body or ends else ()
     view = memoryview(body)
+    pieces = []
     for start in range(0, len(body), BODY_CHUNK_BYTES_MAX):
         stop = start + BODY_CHUNK_BYTES_MAX
-        yield view[start:stop], ends and stop >= len(body)
+        pieces.append((view[start:stop], ends and stop >= len(body)))
+    return pieces
 
 
 def _changed(parsed: Parsed, body: bytes) -> bytes | None:

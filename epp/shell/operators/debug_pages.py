@@ -224,8 +224,11 @@ class RecentDecisions:
     def bytes_estimated(self) -> int:
         return self._rows_bytes + self._scores_bytes
 
-    def decided(self, decision: Decision) -> None:
-        """Keep what explains `decision`; the pool must not have changed since."""
+    def decided(self, decision: Decision, parts: list[float]) -> None:
+        """Keep what explains `decision`; the pool must not have changed since.
+
+        `parts` are what each scorer gave its endpoint.
+        """
         if self._pool.generation != self._generation:
             self._generation = self._pool.generation
             self._members = tuple(self._pool.columns.endpoints)
@@ -246,7 +249,7 @@ class RecentDecisions:
             decision.ready,
             decision.eliminated,
             len(slot),
-            scored.parts_of(decision.picked),
+            parts,
         )
         # A float a scorer, their sum and the slot.
         size_bytes = 8 * len(slot) * (len(decision.scorers) + 2) + _SCORES_BYTES

@@ -25,6 +25,9 @@ OBJECTIVE_WARNING_S: Final = 60.0
 FAILURES_PER_SECOND_MAX: Final = 1
 """Lines about our own defects: one that happens with each request is told often enough."""
 
+_NOT_SERVED: Final = frozenset({None, *UPSTREAM_FAILURES})
+"""Statuses that say nothing good of an endpoint; None: no response was seen."""
+
 _log = structlog.get_logger(__name__)
 _Told = ParamSpec("_Told")
 
@@ -82,18 +85,20 @@ class Observation:
         decision = exchange.decision
         assert decision is not None, "a decision was made"
         now = time.monotonic()
+        parts = decision.scored.parts_of(decision.picked)
         self._telemetry.decided(
             decision,
             scheduling_s=now - exchange.answered_at_s,
             processing_s=now - exchange.started_at_s,
             request_bytes=exchange.request_bytes,
+            parts=parts,
             model_name=exchange.incoming_model,
         )
         if exchange.unseen_body is not None:
             self._telemetry.scheduled_without_prefix(exchange.unseen_body.name.lower())
         self._decisions.decided(decision)
         if self._recent is not None:
-            self._recent.decided(decision)
+            self._recent.decided(decision, parts)
 
     @_contained
     def refused(self, exchange: Exchange, refusal: Refusal) -> None:
@@ -124,7 +129,7 @@ class Observation:
         if exchange.response_started_at_s is not None:
             elapsed_s = exchange.response_started_at_s - exchange.started_at_s
             self._telemetry.response_started(elapsed_s=elapsed_s)
-        if exchange.decision is not None and exchange.status not in {None, *UPSTREAM_FAILURES}:
+        if exchange.decision is not None and exchange.status not in _NOT_SERVED:
             self._answered(exchange.decision.endpoint)
 
     @_contained

@@ -1,3 +1,6 @@
+import struct
+
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -5,7 +8,7 @@ from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.openmetrics.exposition import generate_latest
 from prometheus_client.openmetrics.parser import text_string_to_metric_families
 
-from epp.shell.operators.counting import Distribution, Family, Number
+from epp.shell.operators.counting import Distribution, Family, Number, Waiting
 from epp.shell.operators.metric_table import MetricSpec
 
 BOUNDS = (0.0, 0.25, 1.0, 4096.0)
@@ -45,6 +48,45 @@ def test_distributions_and_numbers_count_as_the_library_does(observed):
         histogram.labels(label).observe(value)
         counter.labels(label).inc(value)
     assert page(ours) == page(theirs)
+
+
+@given(st.lists(st.sampled_from(BOUNDS) | st.floats(-1, 1e6), max_size=100))
+@settings(max_examples=100, deadline=None)
+def test_values_count_together_as_they_do_alone(values):
+    """The same buckets, few or many, on the bounds and beyond; the sum differs by rounding."""
+    alone, together = Distribution(BOUNDS), Distribution(BOUNDS)
+    for value in values:
+        alone.observe(value)
+    together.observe_all(np.array(values, dtype=np.float64))
+    *buckets, total = alone.samples("size", {})
+    *buckets_together, total_together = together.samples("size", {})
+    assert buckets == buckets_together
+    assert total_together.value == pytest.approx(total.value)
+
+
+def test_rows_wait_in_their_order_and_are_taken_once():
+    """With the key and the numbers that they came with."""
+    waiting = Waiting(2)
+    waiting.append("a", 1, 0.5)
+    waiting.append("b", 2, True)
+    assert len(waiting) == 2
+    keys, rows = waiting.take()
+    assert (keys, rows.tolist()) == (["a", "b"], [[1.0, 0.5], [2.0, 1.0]])
+    assert len(waiting) == 0
+    waiting.append("c", 3, 4)
+    assert waiting.take()[0] == ["c"]
+    assert rows.tolist() == [[1.0, 0.5], [2.0, 1.0]], "what was taken stays as it is"
+
+
+@pytest.mark.parametrize("numbers", [(1.0,), (1.0, 2.0, 3.0), (1.0, "2"), (None, 2.0)])
+def test_a_row_that_is_no_numbers_is_not_kept(numbers):
+    """It would shift those of all others."""
+    waiting = Waiting(2)
+    waiting.append("a", 1.0, 2.0)
+    with pytest.raises(struct.error):
+        waiting.append("b", *numbers)
+    keys, rows = waiting.take()
+    assert (keys, rows.tolist()) == (["a"], [[1.0, 2.0]])
 
 
 def test_two_metrics_of_one_name_cannot_be_registered():

@@ -38,6 +38,10 @@ class On(NamedTuple):
     port: int
 
 
+def parts_of(decision):
+    return decision.scored.parts_of(decision.picked)
+
+
 class Picker:
     """A scheduler with two scraped endpoints, and the pages of it."""
 
@@ -52,7 +56,7 @@ class Picker:
 
     def decide(self, **fields):
         decision = self.scheduler.schedule(make_request(**fields), 1.0)
-        self.recent.decided(decision)
+        self.recent.decided(decision, parts_of(decision))
         return decision
 
     async def page(self, path, **headers):
@@ -146,7 +150,7 @@ async def test_what_is_kept_is_bounded_in_bytes(picker):
     tracemalloc.start()
     recent = RecentDecisions(picker.scheduler.pool, rows_bytes_max=10**6, scores_bytes_max=10**5)
     for _ in range(20_000):
-        recent.decided(decision)
+        recent.decided(decision, parts_of(decision))
         recent.refused(REFUSAL, None, request_id="r" * 300, path="/p" * 10_000)
     held, _ = tracemalloc.get_traced_memory()
     tracemalloc.stop()
@@ -154,7 +158,7 @@ async def test_what_is_kept_is_bounded_in_bytes(picker):
     assert held < 1.2 * recent.bytes_estimated
     ordinary = RecentDecisions(picker.scheduler.pool)
     for _ in range(2 * 60 * 100):
-        ordinary.decided(decision)
+        ordinary.decided(decision, parts_of(decision))
     assert len(ordinary) == 2 * 60 * 100, "two minutes at 100 a second"
 
 
@@ -162,7 +166,8 @@ async def test_old_decisions_keep_the_score_of_the_chosen_one(picker):
     """Those of all candidates are large, and stay as long as there is room for them."""
     recent = RecentDecisions(picker.scheduler.pool, scores_bytes_max=1_500)
     for number in range(5):
-        recent.decided(picker.scheduler.schedule(make_request(request_id=str(number)), 1.0))
+        decision = picker.scheduler.schedule(make_request(request_id=str(number)), 1.0)
+        recent.decided(decision, parts_of(decision))
     newest, *_, oldest = await recent.rows(5, Wanted())
     assert len(newest["scores"]) == 2
     (chosen,) = oldest["scores"]
@@ -245,7 +250,7 @@ async def test_what_is_kept_holds_no_request(picker):
     """Neither prompts nor leases nor headers live on because a page may ask."""
     asked = make_request(prompts=(b"once upon a time" * 100,), headers={"authorization": "secret"})
     decision = picker.scheduler.schedule(asked, 1.0)
-    picker.recent.decided(decision)
+    picker.recent.decided(decision, parts_of(decision))
     reached, seen = [picker.recent._kept], set()
     while reached:
         at = reached.pop()

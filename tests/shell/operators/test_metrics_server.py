@@ -25,7 +25,8 @@ from tests.shell.operators.decisions import make_candidates, make_decision
 def registry():
     registry = CollectorRegistry()
     telemetry = Telemetry(registry, lambda: PoolSnapshot(candidates=make_candidates(300)))
-    telemetry.decided(make_decision(), scheduling_s=1e-5, processing_s=1e-4, request_bytes=1)
+    durations = {"scheduling_s": 1e-5, "processing_s": 1e-4}
+    telemetry.decided(make_decision(), **durations, request_bytes=1, parts=[3.0, 0.25, 1.0])
     return registry
 
 

@@ -4,12 +4,15 @@ import pytest
 import structlog
 from prometheus_client import CollectorRegistry
 
+from epp.core.decision.profile import Scored
 from epp.core.knowledge.inflight import Ending, Outcome
+from epp.core.knowledge.pool import EndpointPool
 from epp.core.protocol.messages import BodyMode
 from epp.core.protocol.session import Exchange, StreamFailure
 from epp.core.protocol.usage import Usage
 from epp.core.types import Refusal, RefusalReason
 from epp.shell.operators import observation
+from epp.shell.operators.debug_pages import RecentDecisions
 from epp.shell.operators.logs import DecisionLog
 from epp.shell.operators.observation import Observation
 from epp.shell.operators.telemetry import Telemetry
@@ -65,6 +68,25 @@ def test_a_decision_is_counted_timed_and_logged(observed):
     assert observed("request_processing_duration_seconds_sum") == 3
     assert observed("request_size_bytes_sum", **LLAMA) == 700
     assert observed.lines == ["decision"]
+
+
+def test_what_the_scorers_gave_is_worked_out_once(observed, monkeypatch):
+    """For the numbers and for the page of decisions alike."""
+    asked = []
+    parts_of = Scored.parts_of
+
+    def counting(scored, position):
+        asked.append(position)
+        return parts_of(scored, position)
+
+    monkeypatch.setattr(Scored, "parts_of", counting)
+    recent, registry = RecentDecisions(EndpointPool()), CollectorRegistry()
+    silent = DecisionLog(observed, level="error")
+    Observation(Telemetry(registry), silent, recent).decided(exchange())
+    assert len(recent) == 1
+    sums = {"scorer": "prefix-cache-scorer"}
+    assert registry.get_sample_value("homing_scorer_contribution_sum", sums) == 3.0
+    assert asked == [3]
 
 
 def test_a_rewritten_model_is_counted_under_both_names(observed):

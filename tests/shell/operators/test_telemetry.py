@@ -1,3 +1,4 @@
+import sys
 from collections import Counter as Tally
 
 import msgspec
@@ -19,6 +20,7 @@ from epp.shell.kubernetes.state import ClusterSnapshot, Reflection
 from epp.shell.operators.metric_table import METRICS
 from epp.shell.operators.telemetry import (
     LABEL_CHARACTERS_MAX,
+    WAITING_MAX,
     Children,
     IndexSnapshot,
     PoolSnapshot,
@@ -38,16 +40,17 @@ LLAMA = {"model_name": "llama", "target_model_name": "llama", "priority": "0"}
 class Exported:
     """A registry with its telemetry, and how to read it."""
 
-    def __init__(self, pool=None):
+    def __init__(self, pool=None, **options):
         self.registry = CollectorRegistry()
-        self.telemetry = Telemetry(self.registry, pool)
+        self.telemetry = Telemetry(self.registry, pool, **options)
 
     def __call__(self, name, /, **labels):
         return self.registry.get_sample_value(name, labels)
 
     def decide(self, decision, **fields):
         arguments = {"scheduling_s": 4e-5, "processing_s": 2e-4, "request_bytes": 8192} | fields
-        self.telemetry.decided(decision, **arguments)
+        parts = decision.scored.parts_of(decision.picked)
+        self.telemetry.decided(decision, parts=parts, **arguments)
 
 
 @pytest.fixture
@@ -252,6 +255,119 @@ def test_running_returns_to_zero_when_all_have_ended(exported):
         exported.telemetry.completed(make_decision(), outcome, elapsed_s=1.0)
     assert exported("homing_request_running", **LLAMA) == 0
     assert exported("homing_request_duration_seconds_count", **LLAMA) == 3
+
+
+def page(exported):
+    """Sample -> value."""
+    return {
+        (sample.name, tuple(sorted(sample.labels.items()))): sample.value
+        for family in exported.registry.collect()
+        for sample in family.samples
+    }
+
+
+def decisions(count, models=1):
+    """That differ in all that is counted of them."""
+    made = []
+    for number in range(count):
+        request = make_request(f"m{number % models}", prompt_tokens=100 * number)
+        decision = make_decision(request, number=number, picked=number % 4)
+        fields = {"eliminated": {"f": number % 3}, "total_blocks": 10 * (number % 5 > 0)}
+        made.append(msgspec.structs.replace(decision, **fields))
+    return made
+
+
+@pytest.mark.parametrize("models", [1, 7, 3 * WAITING_MAX])
+def test_decisions_count_together_as_they_do_alone(models):
+    """On every page, however many wait; sums differ by rounding."""
+    together, alone = Exported(), Exported()
+    made = decisions(2 * WAITING_MAX + 17, models)
+    for number, decision in enumerate(made):
+        fields = {"scheduling_s": 1e-5 * number, "request_bytes": 10 * number}
+        fields["model_name"] = "alias" if number % 4 == 1 else ""
+        together.decide(decision, **fields)
+        alone.decide(decision, **fields)
+        alone.telemetry.fold()
+        if number in (10, WAITING_MAX):
+            assert page(together) == pytest.approx(page(alone))
+    for exported in (together, alone):
+        for decision in made[::3]:
+            exported.telemetry.completed(decision, Outcome(), elapsed_s=1.0)
+    assert page(together) == pytest.approx(page(alone))
+    assert together("homing_scheduler_e2e_duration_seconds_count") == len(made)
+
+
+def test_children_are_looked_up_once_for_all_that_wait(exported, monkeypatch):
+    """A model that many ask for costs a look-up for each metric, not for each request."""
+    looked_up = []
+    find = Children.__call__
+
+    def counting(children, *labels):
+        looked_up.append(labels)
+        return find(children, *labels)
+
+    monkeypatch.setattr(Children, "__call__", counting)
+    decision = msgspec.structs.replace(make_decision(), eliminated={})
+    for _ in range(WAITING_MAX):
+        assert looked_up == [], "they wait"
+        exported.decide(decision)
+    scorers = [(name,) for name in decision.scorers]
+    model = ("llama", "llama", "0")
+    attempt = ("success", "llama", *endpoint_labels(decision.endpoint))
+    assert looked_up == [model, model, attempt, *scorers]
+
+
+def test_what_waits_keeps_nothing_alive(exported):
+    """Neither the decision nor its request, nor a name as long as a body."""
+    request = make_request("m" * 1_000_000)
+    decision = make_decision(request)
+    kept = [decision, request, request.model, decision.lease, decision.candidates, decision.scored]
+    before = list(map(sys.getrefcount, kept))
+    exported.decide(decision, model_name=request.model)
+    assert list(map(sys.getrefcount, kept)) == before
+    name = "m" * LABEL_CHARACTERS_MAX
+    labels = {"model_name": name, "target_model_name": name, "priority": "0"}
+    assert exported("homing_request_total", **labels) == 1
+
+
+def test_a_decision_that_cannot_be_counted_costs_no_other():
+    """It is told of; what waits with it is counted, once."""
+    told = []
+    exported = Exported(could_not=lambda event, error: told.append((event, type(error))))
+    nameless = msgspec.structs.replace(make_endpoints(1)[0], name=None)
+    broken = msgspec.structs.replace(make_decision(), endpoint=nameless)
+    for decision in (make_decision(), broken, make_decision(), make_decision()):
+        exported.decide(decision)
+    assert exported("homing_request_total", **LLAMA) == 3
+    assert exported("homing_scheduler_e2e_duration_seconds_count") == 3
+    assert exported("homing_scorer_contribution_count", scorer="queue-scorer") == 3
+    assert told == [("decided", AttributeError)]
+    assert exported("homing_telemetry_failures_total", event="decided") is None
+    alone = Exported()
+    alone.decide(broken)
+    alone.telemetry.fold()
+    assert alone("homing_telemetry_failures_total", event="decided") == 1
+
+
+def test_scorers_may_change_while_decisions_wait(exported):
+    """Each is counted under those that it was made with."""
+    decision = make_decision()
+    exported.decide(decision)
+    scored = decision.scored
+    fewer = type(scored)(scored.total, scored.scores[:1], scored.weights[:1])
+    exported.decide(msgspec.structs.replace(decision, scorers=("new-scorer",), scored=fewer))
+    exported.decide(decision)
+    assert exported("homing_scorer_contribution_count", scorer="queue-scorer") == 2
+    assert exported("homing_scorer_contribution_count", scorer="new-scorer") == 1
+
+
+def test_what_waits_does_not_bring_back_an_endpoint_that_left(exported):
+    """Its picks go with it."""
+    decision = make_decision()
+    exported.decide(decision)
+    exported.telemetry.endpoints_replaced([])
+    assert "homing_scheduler_attempts_total" not in {name for name, _ in page(exported)}
+    assert exported("homing_request_total", **LLAMA) == 1
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ import re
 import ssl
 from datetime import UTC, datetime, timedelta
 from ipaddress import ip_address
+from itertools import pairwise
 
 import pytest
 from cryptography import x509
@@ -645,7 +646,7 @@ class Pods:
 
     def gaps(self, name):
         instants = [at for asked, at in self.asked if asked == name]
-        return [after - before for before, after in zip(instants, instants[1:], strict=False)]
+        return [after - before for before, after in pairwise(instants)]
 
 
 def test_between_two_scrapes_an_endpoint_takes_one_timer(monkeypatch):

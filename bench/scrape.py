@@ -9,10 +9,12 @@ recorded page of a real engine has it, and 60 KB with the long one.
 
 import asyncio
 import multiprocessing
+import re
 import resource
 import time
 from collections import Counter as Tally
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from itertools import count, cycle, islice
 from multiprocessing.connection import Connection
 from random import Random
@@ -36,6 +38,7 @@ _PAGES = 64
 _PAGE_EVERY_S = 0.5
 _FIRST_PAGE_S = 30.0
 _REQUESTS_S = 12.0
+_IDLE = re.compile(rb"(?m)^(vllm:num_requests_(?:waiting|running){[^}]*}) .*$")
 
 
 def live_pages(model: str) -> list[bytes]:
@@ -127,19 +130,20 @@ def _allow_open_files() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (_OPEN_FILES, hard))
 
 
-def _cpu_share(port: int, endpoints: int) -> str:
+def _cpu_share(port: int, endpoints: int, *, adaptive: bool = False) -> str:
     """On the event loop of `epp serve`."""
     with asyncio.Runner(loop_factory=loop_factory()) as runner:
-        return runner.run(_scrape(port, endpoints))
+        return runner.run(_scrape(port, endpoints, adaptive=adaptive))
 
 
-async def _scrape(port: int, endpoints: int) -> str:
+async def _scrape(port: int, endpoints: int, *, adaptive: bool) -> str:
     told: Tally[str] = Tally()
     scraper = Scraper(
         lambda endpoint, metrics: told.update(["good"]),
         lambda endpoint, kind, sentence: told.update([kind]),
         reader=PageReader(),
         seed=1,
+        idle_oldest_s=(lambda: 1.0) if adaptive else None,
     )
     scraper.replace(
         [
@@ -176,13 +180,8 @@ def _rows(model: str, pools: Sequence[tuple[int, int]]) -> list[tuple[str, str]]
     """One row for reading, one for each of `pools`: endpoints, and milliseconds between scrapes."""
     pages = live_pages(model)
     size = f"pages of {len(pages[0]) / 1000:.0f} KB"
-    spawn = multiprocessing.get_context("spawn")
-    ours, theirs = spawn.Pipe()
-    pods = spawn.Process(target=_serve, args=(pages, theirs), daemon=True)
-    pods.start()
-    try:
-        port = ours.recv()
-        return [
+    with _pods(pages) as port:
+        busy = [
             (f"read metrics, {size}", f"{_read_us(pages):.0f} µs"),
             *(
                 (
@@ -192,6 +191,22 @@ def _rows(model: str, pools: Sequence[tuple[int, int]]) -> list[tuple[str, str]]
                 for endpoints, interval_ms in pools
             ),
         ]
+    with _pods([_IDLE.sub(rb"\1 0.0", page) for page in pages]) as port:
+        return [
+            *busy,
+            (f"100 idle endpoints, adaptive, {size}", _cpu_share(port, 100, adaptive=True)),
+        ]
+
+
+@contextmanager
+def _pods(pages: Sequence[bytes]) -> Iterator[int]:
+    """The port of a process that serves `pages`."""
+    spawn = multiprocessing.get_context("spawn")
+    ours, theirs = spawn.Pipe()
+    pods = spawn.Process(target=_serve, args=(pages, theirs), daemon=True)
+    pods.start()
+    try:
+        yield ours.recv()
     finally:
         pods.terminate()
         pods.join()
@@ -202,7 +217,7 @@ def run() -> list[tuple[str, str]]:
     _allow_open_files()
     return [
         *_rows(_SHORT_NAME, [(100, 200), (1000, 500)]),
-        *_rows(_LONG_NAME, [(1000, 500)]),
+        *_rows(_LONG_NAME, [(100, 200), (1000, 500)]),
     ]
 
 

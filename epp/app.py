@@ -14,10 +14,11 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 import structlog
 from prometheus_client import CollectorRegistry
 
-from epp.configuration.build import plugin_tables
+from epp.configuration.build import oldest_metrics_s, plugin_tables
 from epp.configuration.config import CONFIG_MAX_BYTES, ConfigError
 from epp.configuration.flags import ServeFlags
 from epp.configuration.live import LiveConfiguration, Offer
+from epp.configuration.memory_plan import memory_plan
 from epp.core.decision.scheduler import Scheduler, SchedulerSettings
 from epp.core.protocol.budget import BodyBudget
 from epp.core.protocol.session import SessionSettings
@@ -27,6 +28,7 @@ from epp.shell.engines.sources import page_reader, scraped_from
 from epp.shell.files.endpoints_file import EndpointsFileError, load_endpoints
 from epp.shell.files.last_good import LastGood
 from epp.shell.files.memory import MemoryReturn, malloc_trim, memory_limit_bytes
+from epp.shell.files.pressure import LONG_BODY_BYTES, MemoryPressure
 from epp.shell.files.session_keys import Keys, SessionKeys
 from epp.shell.files.watch import FileWatcher, first_read
 from epp.shell.found import Found
@@ -124,6 +126,9 @@ class EndpointPicker:
         self._config_watcher = FileWatcher(
             Path(flags.config_file), self._file_changed, _report_file, bytes_max=CONFIG_MAX_BYTES
         )
+        limit_bytes = flags.memory_limit or memory_limit_bytes()
+        self._memory = memory_plan(limit_bytes, flags.held_body_bytes_max(limit_bytes))
+        self.pressure = MemoryPressure(limit_bytes)
         self._known_since_s: Seconds | None = None
         self._scraped = False
         """The first pass over the endpoints is done, or has taken long enough."""
@@ -159,6 +164,8 @@ class EndpointPicker:
             reader=page_reader(self.live.config.metrics.extractor),
             seed=seed,
             interval_s=flags.refresh_interval_s,
+            idle_oldest_s=self._oldest_metrics_s if flags.adaptive_scraping else None,
+            busy=self._has_work,
             # Two tries before metrics are stale.
             backoff_s_max=min(BACKOFF_S_MAX, flags.metrics_staleness_threshold / 2),
         )
@@ -167,8 +174,15 @@ class EndpointPicker:
             decisions,
             recent,
             answered=self._scraper.answered,
+            picked=self._scraper.picked,
         )
-        self.bodies = BodyBudget(flags.held_body_bytes_max(memory_limit_bytes()))
+        self.bodies = BodyBudget(self._memory.bodies_bytes)
+        self.memory_return = MemoryReturn(
+            lambda: self.bodies.held_bytes,
+            trim=malloc_trim(),
+            pressure=self.pressure,
+            pressed=self._pressed,
+        )
         self.sessions = Sessions(
             self.scheduler,
             SessionSettings(
@@ -176,6 +190,7 @@ class EndpointPicker:
                 trust_model_rewrite=flags.trust_model_rewrite_header,
                 parsers=self.live.parsers,
                 parse_response_usage=flags.parse_response_usage,
+                request_load_metrics=flags.request_load_metrics,
                 subset_filter=not flags.disable_endpoint_subset_filter,
             ),
             self.observation,
@@ -262,7 +277,7 @@ class EndpointPicker:
         """Everything that runs beside the server, by the name of its task."""
         loops: dict[str, Coroutine[Any, Any, None]] = {
             "tick": self._tick(),
-            "memory": MemoryReturn(lambda: self.bodies.held_bytes, trim=malloc_trim()).run(),
+            "memory": self.memory_return.run(),
             "scrape": self._scraper.run(),
             "standings": self._standings.run(),
             "endpoints": (self._cluster or self._endpoints_watcher).run(),
@@ -300,7 +315,9 @@ class EndpointPicker:
             return content
 
         def made(content: bytes | None) -> LiveConfiguration:
-            return _or_start_error(lambda: LiveConfiguration(flags, plugin_tables(), content, keys))
+            return _or_start_error(
+                lambda: LiveConfiguration(flags, plugin_tables(), content, keys, self._memory)
+            )
 
         return self._kept_config.start(read, made) if flags.config_file else made(None)
 
@@ -454,6 +471,27 @@ class EndpointPicker:
             self.scheduler.observe(slot, metrics, time.monotonic())
         self._asked()
 
+    def _oldest_metrics_s(self) -> Seconds:
+        return oldest_metrics_s(self.scheduler.settings)
+
+    def _has_work(self, endpoint: Endpoint) -> bool:
+        """As far as we know ourselves; one that waits for a good scrape must not wait for long."""
+        slot = self.scheduler.pool.slot_of(endpoint)
+        if slot is None:
+            return False
+        columns = self.scheduler.pool.columns
+        return bool(columns.inflight_requests[slot] or columns.saturated[slot])
+
+    def _pressed(self, pressure: MemoryPressure) -> None:
+        self.scheduler.limit_memory(pressure.index_share)
+        self.sessions.pass_from(LONG_BODY_BYTES if pressure.bodies_pass else None)
+        _log.warning(
+            "memory pressure changed",
+            level=pressure.level,
+            index_share=pressure.index_share,
+            limit_bytes=pressure.limit_bytes,
+        )
+
     def _scrape_failed(self, endpoint: Endpoint, kind: ScrapeFailure, sentence: str) -> None:
         self.telemetry.scrape_failed(kind)
         slot = self.scheduler.pool.slot_of(endpoint)
@@ -465,7 +503,12 @@ class EndpointPicker:
     def _snapshot(self) -> PoolSnapshot:
         cluster = self._cluster.snapshot() if self._cluster is not None else None
         return pool_snapshot(
-            self.scheduler, self.flags.pool_name, self.bodies, cluster, time.monotonic()
+            self.scheduler,
+            self.flags.pool_name,
+            self.bodies,
+            self.pressure,
+            cluster,
+            time.monotonic(),
         )
 
 

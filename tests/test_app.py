@@ -803,6 +803,69 @@ async def test_a_restarted_pod_is_known_by_its_metrics_and_forgotten(three_pods,
         await until(lambda: index.entries == 0, "the index to forget it")
 
 
+async def test_near_the_memory_limit_indexes_shrink_then_long_bodies_pass_until_it_is_over(
+    three_pods, tmp_path
+):
+    """Nobody is refused for it, and who reads the metrics sees it."""
+    a, *_ = three_pods
+    config = PREFIX_FIRST
+    async with serving(
+        tmp_path, [a.entry], "--memory-limit=1Gi", "--refresh-metrics-interval=20ms", config=config
+    ) as running:
+        picker = running.picker
+        await until(lambda: running.metric("ready_endpoints", name="") == 1, "the pod")
+        (index,) = running.scheduler.indexes.values()
+        usual_bytes = index._memory_max_bytes
+        used = 0.0
+        picker.memory_return._resident = lambda: int(used * 2**30)
+        long = gw.prompt("long " * 20_000)
+
+        def passed():
+            return running.metric("scheduled_without_prefix_total", mode="memory")
+
+        used = 0.82
+        picker.memory_return.weigh()
+        assert index._memory_max_bytes < usual_bytes
+        assert running.metric("memory_pressure") == 1
+        await running.pick(long)
+        assert not passed()
+        used = 0.95
+        picker.memory_return.weigh()
+        assert running.metric("memory_pressure") == 2
+        assert await running.pick(long) == a.address
+        await running.pick()
+        assert passed() == 1
+        # A reload in the middle does not end it.
+        replace(tmp_path / "config.yaml", config + "\n# another\n")
+        await until(lambda: picker.live.generation == 2, "the reload")
+        assert index._memory_max_bytes < usual_bytes
+        used = 0.3
+        for _ in range(8):
+            picker.memory_return.weigh()
+        assert index._memory_max_bytes == usual_bytes
+        assert running.metric("memory_pressure") == 0
+        await running.pick(long)
+        assert passed() == 1
+        changes = [line for line in running.lines if line["event"] == "memory pressure changed"]
+        assert [line["level"] for line in changes][:2] == [1, 2]
+
+
+async def test_with_adaptive_scraping_what_is_idle_is_asked_seldom(three_pods, tmp_path):
+    """Of three pods one has a queue; each scrape of an idle one stands for two of it at least."""
+    a, b, c = three_pods
+    c.waiting = 3
+    flags = ("--refresh-metrics-interval=20ms", "--adaptive-scraping")
+    async with serving(tmp_path, [pod.entry for pod in three_pods], *flags) as running:
+        await until(lambda: running.metric("ready_endpoints", name="") == 3, "three ready pods")
+        before = len(a.paths), len(b.paths), len(c.paths)
+        await until(lambda: len(c.paths) > before[2] + 40, "scrapes of the busy pod")
+        assert 4 <= len(a.paths) - before[0] <= 20
+        assert 4 <= len(b.paths) - before[1] <= 20
+        target = running.picker._scraper._targets[f"a:{a.port}"]
+        await until(lambda: target.idle and target.resting is not None, "the idle pod at rest")
+        assert await running.pick() in {a.address, b.address}
+
+
 async def test_a_new_source_of_metrics_is_read_at_once(three_pods, tmp_path):
     """Also where the endpoints do not change."""
     a, *_ = three_pods

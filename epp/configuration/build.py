@@ -133,6 +133,17 @@ def saturation_staleness_s(refresh_interval_s: Seconds) -> Seconds:
     return max(_SATURATION_STALENESS_MIN_S, _SATURATION_STALENESS_INTERVALS * refresh_interval_s)
 
 
+def oldest_metrics_s(settings: SchedulerSettings) -> Seconds:
+    """The age beyond which the first of all that decides takes metrics for nothing."""
+    filters = [named.plugin for named in settings.profile.filters]
+    limits = [
+        getattr(plugin, limit, None)
+        for plugin in (settings.saturation, *filters)
+        for limit in ("metrics_staleness_threshold", "max_age")
+    ]
+    return min(settings.metrics_staleness_s, *(float(limit) for limit in limits if limit))
+
+
 def settings_warnings(
     config: PickerConfig,
     *,

@@ -25,6 +25,12 @@ class ByteCount(int):
     __slots__ = ()
 
 
+class MemoryBytes(int):
+    """As `ByteCount`, of a process: it may be more than a message can have."""
+
+    __slots__ = ()
+
+
 class IpAddress(str):
     """An address to listen on; "::" is all of them, IPv4 too."""
 
@@ -101,8 +107,11 @@ class ServeFlags(Struct, frozen=True, kw_only=True):
 
     refresh_metrics_interval: Duration | None = None
     metrics_staleness_threshold: Duration = Duration(2.0)
+    adaptive_scraping: bool = False
+    request_load_metrics: bool = False
 
     request_timeout: Duration = Duration(60.0)
+    memory_limit: MemoryBytes | None = None
     held_bodies_max_bytes: ByteCount | None = None
     trust_model_rewrite_header: bool = False
     parse_response_usage: bool = False
@@ -241,9 +250,21 @@ SERVE_HELP: Final[Groups] = {
             "0.5ms for each endpoint)"
         ),
         "metrics-staleness-threshold": "older metrics rank an endpoint below every fresh one",
+        "adaptive-scraping": (
+            "ask endpoints without work up to five times less often, until they are picked; what "
+            "other replicas send there is seen later by as much"
+        ),
+        "request-load-metrics": (
+            "let requests ask engines for their load in the response headers "
+            "(endpoint-load-metrics-format: TEXT); clients see the answer"
+        ),
     },
     "Requests": {
         "request-timeout": "longest time for a request to become whole; a slower one gets 408",
+        "memory-limit": (
+            "memory that bodies and indexes are sized for; near it indexes shrink, then long bodies "
+            "pass unread (default: the container's limit, else the machine's memory)"
+        ),
         "held-bodies-max-bytes": (
             "unfinished bodies that all streams may hold; above it new ones get 503 "
             "(default: a quarter of the memory limit, at most 512Mi, at least two bodies)"
@@ -360,6 +381,8 @@ _UNITS: Final = {
 _QUANTITY: Final = re.compile(r"(\d{1,12})(|k|M|G|Ki|Mi|Gi)", re.ASCII)
 _BYTES_MAX: Final = 2**31 - 1
 """What gRPC can be told."""
+_MEMORY_BYTES_MIN: Final = 64 * 2**20
+_MEMORY_BYTES_MAX: Final = 2**40
 
 _NO_FLAGS: Final = ("file", "warnings", "own_namespace", "instance")
 """Fields that no flag sets."""
@@ -378,13 +401,22 @@ F = TypeVar("F", bound=Struct)
 
 def parse_byte_count(text: str) -> ByteCount:
     """Read a quantity of at least one byte and less than 2 GiB; `ValueError` for anything else."""
+    return ByteCount(_bytes_of(text, 1, _BYTES_MAX))
+
+
+def parse_memory_bytes(text: str) -> MemoryBytes:
+    """Read a quantity of 64 MiB to 1 TiB; `ValueError` for anything else."""
+    return MemoryBytes(_bytes_of(text, _MEMORY_BYTES_MIN, _MEMORY_BYTES_MAX))
+
+
+def _bytes_of(text: str, least: int, most: int) -> int:
     match = _QUANTITY.fullmatch(text)
     if not match:
         raise ValueError(f"{text!r} is not a number of bytes such as 4194304 or 4Mi")
     count = int(match[1]) * _UNITS[match[2]]
-    if not 0 < count <= _BYTES_MAX:
-        raise ValueError(f"{text!r} is not one of 1 to {_BYTES_MAX} bytes")
-    return ByteCount(count)
+    if not least <= count <= most:
+        raise ValueError(f"{text!r} is not one of {least} to {most} bytes")
+    return count
 
 
 def parse_ip_address(text: str) -> IpAddress:
@@ -558,6 +590,7 @@ def _decode(kind: type[Any], text: str) -> Any:
     readers: dict[type[Any], Callable[[str], Any]] = {
         Duration: parse_duration,
         ByteCount: parse_byte_count,
+        MemoryBytes: parse_memory_bytes,
         IpAddress: parse_ip_address,
     }
     return readers[kind](text)

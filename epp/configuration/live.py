@@ -17,6 +17,7 @@ from epp.configuration.config import (
     load_config,
 )
 from epp.configuration.flags import ServeFlags
+from epp.configuration.memory_plan import MemoryPlan, fitted
 from epp.core.decision.scheduler import SchedulerSettings
 from epp.core.prompt.parse import ParserName, ParserSet
 from epp.core.session_tokens import SessionTokens
@@ -42,9 +43,14 @@ class LiveConfiguration:
         plugins: PluginTables,
         content: bytes | None,
         session_keys: Sequence[bytes] = (),
+        memory: MemoryPlan | None = None,
     ) -> None:
-        """`content` of `--config-file`, None without one. Raises `ConfigError`."""
+        """`content` of `--config-file`, None without one. Raises `ConfigError`.
+
+        `memory`: what indexes may take; None: what the document says.
+        """
         self._flags = flags
+        self._memory = memory
         self.sign_with(session_keys)
         self._plugins = plugins
         self.generation = 1
@@ -95,8 +101,12 @@ class LiveConfiguration:
             "refresh_interval_s": flags.refresh_interval_s(endpoints),
             "fallback_endpoints_max": flags.fallback_endpoints_max,
         }
+        settings = build_settings(config, **with_flags)
         settings = msgspec.structs.replace(
-            build_settings(config, **with_flags),
+            settings,
+            indexes=settings.indexes
+            if self._memory is None
+            else fitted(settings.indexes, self._memory),
             lease_ttl_without_response_phase_s=flags.lease_ttl_without_response_phase,
             session_tokens=self._session_tokens,
         )

@@ -7,6 +7,7 @@ from epp.configuration.build import (
     INDEXES,
     build_settings,
     default_config,
+    oldest_metrics_s,
     plugin_tables,
     settings_warnings,
 )
@@ -211,3 +212,28 @@ def test_an_installed_plugin_that_cannot_be_used_is_a_problem(
     with pytest.raises(ConfigError) as error:
         plugin_tables()
     assert error.value.problems == (problem,)
+
+
+FRESH = (
+    HEAD
+    + """
+plugins:
+- type: fresh-metrics-filter
+  parameters: {maxAge: 400ms}
+- type: max-score-picker
+schedulingProfiles:
+- name: default
+  plugins:
+  - pluginRef: fresh-metrics-filter
+  - pluginRef: max-score-picker
+"""
+)
+
+
+def test_the_first_limit_of_all_says_how_old_metrics_may_become():
+    """The staleness threshold, that of the detector, and those of filters."""
+    assert oldest_metrics_s(build_settings(default_config(TABLES))) == 1.0
+    built = build_settings(default_config(TABLES), metrics_staleness_s=0.5)
+    assert oldest_metrics_s(built) == 0.5
+    fresh = build_settings(load_config(FRESH, "test", TABLES))
+    assert oldest_metrics_s(fresh) == pytest.approx(0.4)

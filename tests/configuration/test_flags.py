@@ -391,3 +391,12 @@ def test_ports_are_taken_everywhere_unless_an_address_is_given():
     flags = serve("--grpc-bind-address=127.0.0.1", "--metrics-bind-address", "0:0:0:0:0:0:0:0")
     assert flags.grpc_bind_address == "127.0.0.1"
     assert flags.grpc_health_bind_address == flags.metrics_bind_address == "::"
+
+
+def test_the_memory_limit_may_be_more_than_a_message_can_have():
+    """Gigabytes, where other quantities end at two."""
+    assert serve().memory_limit is None
+    assert serve("--memory-limit=16Gi").memory_limit == 16 * 2**30
+    for wrong in ("1Mi", "9999Gi", "much"):
+        with pytest.raises(FlagError, match="--memory-limit"):
+            serve(f"--memory-limit={wrong}")

@@ -1,9 +1,9 @@
 """The straight line, and the verbs that both shells drive.
 
-A shell calls `replace`, `observe`, `observe_failure`, `schedule`, `first_output`, `reschedule`,
-`complete`, `configure` and `tick`, and nothing else. Every verb runs to completion and is told
-`now` where it matters, so the same calls with the same seed give the same decisions, in production
-and in the simulator.
+A shell calls `replace`, `observe`, `observe_failure`, `schedule`, `reported`, `first_output`,
+`reschedule`, `complete`, `configure`, `limit_memory` and `tick`, and nothing else. Every verb runs
+to completion and is told `now` where it matters, so the same calls with the same seed give the same
+decisions, in production and in the simulator.
 """
 
 from collections.abc import Mapping, Sequence
@@ -19,6 +19,7 @@ from epp.core.decision.profile import Kept, Marker, SchedulingProfile, Scored
 from epp.core.knowledge.candidates import Affinity, Candidates
 from epp.core.knowledge.index import AffinityIndex, AffinityIndexSettings
 from epp.core.knowledge.inflight import Ending, InflightLedger, Lease, Outcome
+from epp.core.knowledge.load_report import read_load_report
 from epp.core.knowledge.pool import EndpointPool, Standing
 from epp.core.knowledge.saturation import UtilizationDetector
 from epp.core.prompt.request import InferenceRequest
@@ -101,11 +102,16 @@ class Scheduler:
         self.ledger = InflightLedger(self.pool.columns, settings.prefill_tokens_per_s)
         self.failures = PluginFailures()
         """The plugins that failed; the decisions went on without them."""
+        self._memory_share = 1.0
         self.indexes: dict[str, AffinityIndex] = {}
         """Those that could be opened."""
         for name in settings.indexes:
             self._open(name)
         self.decisions = 0
+        self.load_reports = 0
+        """Read of responses."""
+        self.load_reports_unread = 0
+        """They were malformed, or their endpoint was never scraped or has restarted."""
         self._random = Random(f"{seed}:picker")  # noqa: S311  dice, not secrets
         self._read_profile()
 
@@ -157,6 +163,18 @@ class Scheduler:
         scored = profile.score(request, ranked, self.failures, self._kept_scores)
         picked = profile.pick(scored.total, ranked, self._random, self.decisions, self.failures)
         return self._assume(request, ranked, scored, picked.tolist(), len(slots), eliminated, now)
+
+    def reported(self, lease: Lease, header: str) -> None:
+        """The response of `lease` says in `header` how loaded the endpoint that served it is."""
+        report = read_load_report(header)
+        if (
+            report is not None
+            and self.ledger.is_live(lease)
+            and self.pool.report(lease.slot, report)
+        ):
+            self.load_reports += 1
+        else:
+            self.load_reports_unread += 1
 
     def first_output(self, lease: Lease, now: Seconds) -> None:
         """A first chunk of the answer was seen: the prompt of `lease` is prefilled."""
@@ -233,6 +251,17 @@ class Scheduler:
         """Slot -> whether its endpoint is among those that get work first, and if not, why not."""
         return self.pool.standings(now, self.settings.metrics_staleness_s)
 
+    def limit_memory(self, share: float) -> None:
+        """Memory is scarce: indexes that can limit theirs take at most `share` of what they may."""
+        self._memory_share = share
+        for name in self.indexes:
+            self._limit(name)
+
+    def _limit(self, name: str) -> None:
+        limit = getattr(self.indexes[name], "limit_memory", None)
+        if limit is not None:
+            self.failures.call(name, "limit_memory", limit, self._memory_share)
+
     def tick(self, now: Seconds) -> None:
         """Bounded housekeeping, about once a second."""
         self.ledger.close_due(now)
@@ -258,6 +287,7 @@ class Scheduler:
         else:
             if not missing:
                 self.indexes[name] = index
+                self._limit(name)
                 return
             fault = f"{type(index).__name__}, expected an index with {', '.join(missing)}"
             self.failures.returned(name, "open", fault)

@@ -9,6 +9,7 @@ from typing import Final
 import numpy as np
 
 from epp.core.knowledge.candidates import LISTED, Columns, Ints
+from epp.core.knowledge.load_report import LoadReport
 from epp.core.types import Endpoint, EndpointMetrics, Seconds
 
 FAILURES_BEFORE_SET_ASIDE: Final = 2
@@ -174,6 +175,26 @@ class EndpointPool:
         if columns.adapters[slot] != metrics.adapters:
             columns.set_adapters(slot, metrics.adapters)
         return restarted
+
+    def report(self, slot: int, report: LoadReport) -> bool:
+        """Take in what the engine says of itself in a response; False: it was never scraped.
+
+        Only what the report tells is newer now. The age stays that of the last good scrape, of
+        which everything else is, and so do the marks that a good scrape would clear: an endpoint
+        that answers one request may fail the next.
+        """
+        columns = self.columns
+        if columns.observed_at_s[slot] == -math.inf:
+            return False
+        told = (
+            (columns.waiting_requests, report.waiting_requests),
+            (columns.running_requests, report.running_requests),
+            (columns.kv_cache_usage, report.kv_cache_usage),
+        )
+        columns.set_load(
+            slot, *(column.item(slot) if math.isnan(value) else value for column, value in told)
+        )
+        return True
 
     def observe_failure(self, slot: int, *, answered: bool) -> None:
         """Take note of a failed scrape. Not `answered`: there was no connection, or no answer."""

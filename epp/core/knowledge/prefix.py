@@ -196,6 +196,7 @@ class PrefixIndex:
         self._holdings = 0
         self._run_blocks = 0
         self._records = 0
+        self._memory_share = 1.0
         self.configure(settings)
 
     def configure(self, settings: PrefixIndexSettings) -> bool:
@@ -207,13 +208,18 @@ class PrefixIndex:
             return False
         self._settings = settings
         self._ttl_s = float(settings.ttl)
-        self._memory_max_bytes = settings.memory_max_bytes
+        self.limit_memory(self._memory_share)
         self._blocks_max = settings.blocks_max
         for slot in self._slots:
             if not (slot.tuned and settings.auto_tune):
                 slot.capacity_blocks = settings.lru_capacity_per_server
                 slot.tuned = False
         return True
+
+    def limit_memory(self, share: float) -> None:
+        """Take `share` of `memoryMaxBytes` at most; what is above goes with prompts and sweeps."""
+        self._memory_share = share
+        self._memory_max_bytes = int(share * self._settings.memory_max_bytes)
 
     # What is known.
 

@@ -39,6 +39,11 @@ from msgspec import Struct, field
 
 from epp.core.decision.scheduler import Decision, Scheduler
 from epp.core.knowledge.inflight import Ending, Outcome
+from epp.core.knowledge.load_report import (
+    LOAD_REPORT_FORMAT,
+    LOAD_REPORT_HEADER,
+    LOAD_REPORT_REQUEST_HEADER,
+)
 from epp.core.prompt.parse import ALL_PARSERS, Parsed, ParserSet, opaque_request, parse_request
 from epp.core.prompt.request import InferenceRequest
 from epp.core.protocol.budget import PIECE_BYTES, BodyBudget
@@ -97,6 +102,10 @@ class SessionSettings(Struct, frozen=True, kw_only=True):
     """Name of an objective -> priority; below 0 may be shed."""
     trust_model_rewrite: bool = False
     """The gateway strips `REWRITE_HEADERS` of clients, so that they may say which model serves."""
+    pass_from_bytes: int | None = None
+    """Memory is scarce: a body that is as long as this is routed unread and held no longer."""
+    request_load_metrics: bool = False
+    """Ask the engine for its load in the response headers, where the client does not."""
     rewrite: Callable[[str], str | None] | None = None
     """Model of the body -> the model that is to serve it; None: no rule says."""
 
@@ -111,6 +120,7 @@ class Exchange:
         "failure",
         "first_output_at_s",
         "incoming_model",
+        "passed_unread",
         "path",
         "request",
         "request_bytes",
@@ -131,6 +141,8 @@ class Exchange:
         self.decision: Decision | None = None
         self.unseen_body: BodyMode | None = None
         """The mode that made the picker schedule without having seen the body."""
+        self.passed_unread = False
+        """The body could be seen, but there was no memory to read it."""
         self.answered_at_s = started_at_s
         """When the message came that the decision or refusal answers."""
         self.response_started_at_s: Seconds | None = None
@@ -340,6 +352,8 @@ class Session:
         refused = self._hold(event.body)
         if refused:
             return refused
+        if self._is_to_pass():
+            return self._route_unread(now, ends=event.end_of_stream)
         return self._route_full_duplex(now, trailers=False) if event.end_of_stream else []
 
     def _collect_trailers(self, event: RequestTrailers, now: Seconds) -> list[Answer]:
@@ -357,6 +371,9 @@ class Session:
             self._exchange.unseen_body = self._modes.request
             return self._route_body(self._opaque(), None, now)
         self._body.clear()
+        if self._is_to_pass():
+            self._exchange.passed_unread = True
+            return self._route_body(self._opaque(), None, now)
         parsed = self._parse(event.body)
         if isinstance(parsed, Refusal):
             return self._refuse(parsed)
@@ -410,6 +427,8 @@ class Session:
         if decision is not None:
             if event.served:
                 self._scheduler.reschedule(decision.lease, event.served, now)
+            if LOAD_REPORT_HEADER in event.headers:
+                self._scheduler.reported(decision.lease, event.headers[LOAD_REPORT_HEADER])
             set_headers = tuple(decision.response_headers(event.served).items())
             self._observer.response_started(exchange)
         if self._settings.parse_response_usage:
@@ -529,6 +548,29 @@ class Session:
             answers.append(RequestTrailersAnswer())
         return answers
 
+    def _is_to_pass(self) -> bool:
+        """The body is too long to be read now, and nothing in it needs to be changed."""
+        settings = self._settings
+        return (
+            settings.pass_from_bytes is not None
+            and self._body_bytes >= settings.pass_from_bytes
+            and settings.rewrite is None
+            and not (settings.trust_model_rewrite and _first(self._headers, REWRITE_HEADERS))
+        )
+
+    def _route_unread(self, now: Seconds, *, ends: bool) -> list[Answer]:
+        """Schedule without the prompt, pass back what there is of the body, and the rest as it comes."""
+        body = b"".join(self._body)
+        self._body.clear()
+        self._exchange.passed_unread = True
+        destination = self._schedule(self._opaque(), None, now)
+        if isinstance(destination, Refusal):
+            return self._refuse(destination)
+        self._request_ended = ends
+        answers: list[Answer] = [RequestHeadersAnswer(destination)]
+        answers += [RequestBodyChunk(*piece) for piece in chunks(body, ends=ends)]
+        return answers
+
     def _opaque(self) -> InferenceRequest:
         return opaque_request(headers=self._headers, request_id=self._request_id())
 
@@ -588,6 +630,8 @@ class Session:
             set_headers.append((REQUEST_ID_HEADER, request.request_id))
         if changed_body is not None:
             set_headers.append(("content-length", str(len(changed_body))))
+        if self._settings.request_load_metrics and LOAD_REPORT_REQUEST_HEADER not in headers:
+            set_headers.append((LOAD_REPORT_REQUEST_HEADER, LOAD_REPORT_FORMAT))
         remove_headers: tuple[str, ...] = ()
         if not CONTROL_HEADERS.isdisjoint(headers):
             remove_headers = tuple([name for name in headers if name in CONTROL_HEADERS])

@@ -4,9 +4,13 @@ A failed scrape changes nothing: the last values stay and age visibly. It is tol
 kind, and the endpoint is asked less often until it answers again. One that refuses connections is
 not: it costs next to nothing to ask, and it will be there from one instant to the next. An endpoint
 whose page costs much of the loop is left alone in proportion: `loop_share`.
+
+Where scraping is adaptive, an endpoint that has nothing to do is asked less often, until it is given
+work: then it is asked when it would have been asked anyway.
 """
 
 import asyncio
+import math
 import ssl
 import time
 from collections.abc import Callable, Sequence
@@ -24,11 +28,28 @@ INTERVAL_S_MIN: Final = REFRESH_MIN_S
 INTERVAL_S_PER_ENDPOINT: Final = REFRESH_PER_ENDPOINT_S
 JITTER: Final = 0.1
 BACKOFF_S_MAX: Final = 1.0
+CLOCK_S: Final = 0.001
+"""What the loop's clock counts in. To wait for less is to ask it again and again: a third of all work."""
+TOGETHER: Final = 8
+"""So many endpoints are asked at one instant where intervals allow: what is done at once costs less
+than one after the other, and eight pages hold the loop for a millisecond."""
+
+
+IDLE_INTERVALS: Final = 5
+"""So much less often an idle endpoint is asked, if its metrics may become as old as that."""
 
 
 def interval_s_by_pool(endpoints: int) -> Seconds:
     """Design section 4: the cost is bounded, 4,000 endpoints cost no more of a core than 400."""
     return max(INTERVAL_S_MIN, INTERVAL_S_PER_ENDPOINT * endpoints)
+
+
+def idle_interval_s(interval_s: Seconds, oldest_s: Seconds) -> Seconds:
+    """Between two scrapes of an idle endpoint whose metrics count for nothing beyond `oldest_s`.
+
+    At most half of that: a scrape in vain leaves time for another one.
+    """
+    return max(interval_s, min(IDLE_INTERVALS * interval_s, oldest_s / 2))
 
 
 class ScrapeFailure(StrEnum):
@@ -58,6 +79,7 @@ class _Target:
         "earliest_s",
         "endpoint",
         "failures",
+        "idle",
         "memory",
         "problem",
         "resting",
@@ -72,6 +94,8 @@ class _Target:
         self.memory = PageMemory()
         self.failures = 0
         """In a row, of those that make scrapes rarer."""
+        self.idle = False
+        """It had nothing to do when it was last scraped, and has been given nothing since."""
         self.problem: tuple[ScrapeFailure, str] | None = None
         """Why the last scrape failed; None if it did not."""
         self.due_s: Seconds = 0.0
@@ -89,11 +113,13 @@ class Scraper:
     `observe(endpoint, metrics)` after each good scrape, `failed(endpoint, kind, sentence)` after
     each other one; `scraped(seconds)` is told how long a good one took. All run on the loop and must
     not block. `interval_s(endpoints)` is the mean time between two scrapes of an endpoint that
-    answers. `backoff_s_max` should be well below the age at which metrics are stale. `seed` is for
+    answers. With `idle_oldest_s`, scraping is adaptive: an endpoint whose engine reports no work, and
+    of which `busy` does not know better, is asked every `idle_interval_s`; `picked` ends that.
+    `backoff_s_max` should be well below the age at which metrics are stale. `seed` is for
     the jitter alone. `clock` gives the CPU time of the loop's thread.
     """
 
-    def __init__(  # noqa: PLR0913 - three listeners, five limits and a clock
+    def __init__(  # noqa: PLR0913 - four listeners, six limits and a clock
         self,
         observe: Callable[[Endpoint, EndpointMetrics], None],
         failed: Callable[[Endpoint, ScrapeFailure, str], None],
@@ -102,6 +128,8 @@ class Scraper:
         seed: int,
         scraped: Callable[[Seconds], None] = lambda _: None,
         interval_s: Callable[[int], Seconds] = interval_s_by_pool,
+        idle_oldest_s: Callable[[], Seconds] | None = None,
+        busy: Callable[[Endpoint], bool] = lambda _: False,
         timeout_s: Seconds = 1.0,
         backoff_s_max: Seconds = BACKOFF_S_MAX,
         concurrency_max: int = 256,
@@ -114,6 +142,8 @@ class Scraper:
         self._reader = reader
         self._random = Random(f"{seed}:scrape")  # noqa: S311  jitter, not secrets
         self._interval_s = interval_s
+        self._idle_oldest_s = idle_oldest_s
+        self._busy = busy
         self._timeout_s = timeout_s
         self._backoff_s_max = backoff_s_max
         self._page_bytes_max = page_bytes_max
@@ -165,6 +195,18 @@ class Scraper:
         target.due_s = min(target.due_s, target.earliest_s)
         _end(target.resting)
 
+    def picked(self, endpoint: Endpoint) -> None:
+        """`endpoint` is given work: ask it when one that is busy would be asked."""
+        target = self._targets.get(endpoint.endpoint_id)
+        if target is None or not target.idle or target.resting is None:
+            return
+        target.idle = False
+        late_s = max(asyncio.get_running_loop().time() - target.earliest_s, 0.0)
+        next_s = target.earliest_s + math.ceil(late_s / self.interval_s) * self.interval_s
+        if next_s < target.due_s:
+            target.due_s = next_s
+            _end(target.resting)
+
     def problem_of(self, endpoint: Endpoint) -> tuple[ScrapeFailure, str] | None:
         """Why the last scrape of `endpoint` failed, by kind and in a sentence; None if it did not."""
         target = self._targets.get(endpoint.endpoint_id)
@@ -215,12 +257,12 @@ class Scraper:
                 await self._rest(target)
                 async with self._slots if target.problem is None else self._retry_slots:
                     await self._scrape(target)
-                pause_s = self._pause_s(target.failures)
+                pause_s = self._pause_s(target)
                 least_s = target.account.settle(self.interval_s, self._backoff_s_max)
                 if least_s > self.interval_s:
                     pause_s = max(pause_s, self._jittered(least_s))
                 target.earliest_s = max(clock(), target.due_s + least_s)
-                target.due_s = max(clock(), target.due_s + pause_s)
+                target.due_s = max(clock(), self._aligned(target.due_s + pause_s))
         finally:
             target.client.close()
             target.account.close()
@@ -228,7 +270,7 @@ class Scraper:
     async def _rest(self, target: _Target) -> None:
         """Until the next scrape is due, which may come to be sooner meanwhile."""
         loop = asyncio.get_running_loop()
-        while (left_s := target.due_s - loop.time()) > 0:
+        while (left_s := target.due_s - loop.time()) > CLOCK_S:
             target.resting = loop.create_future()
             timer = loop.call_later(left_s, _end, target.resting)
             try:
@@ -237,12 +279,20 @@ class Scraper:
                 timer.cancel()
                 target.resting = None
 
-    def _pause_s(self, failures: int) -> Seconds:
+    def _pause_s(self, target: _Target) -> Seconds:
         """Until the next scrape: doubled by each failure after the first, up to the cap."""
         interval_s = self.interval_s
+        if target.idle and self._idle_oldest_s is not None:
+            return self._jittered(idle_interval_s(interval_s, self._idle_oldest_s()))
         # 2**16 intervals are more than any cap.
-        pause_s = interval_s * 2.0 ** min(max(failures - 1, 0), 16)
+        pause_s = interval_s * 2.0 ** min(max(target.failures - 1, 0), 16)
         return self._jittered(max(interval_s, min(pause_s, self._backoff_s_max)))
+
+    def _aligned(self, due_s: Seconds) -> Seconds:
+        """The nearest instant at which others are asked too; less far away than the jitter is wide."""
+        interval_s = self.interval_s
+        grid_s = interval_s * min(JITTER, TOGETHER / max(len(self._targets), 1))
+        return round(due_s / grid_s) * grid_s
 
     def _jittered(self, pause_s: Seconds) -> Seconds:
         return pause_s * self._random.uniform(1 - JITTER, 1 + JITTER)
@@ -281,9 +331,15 @@ class Scraper:
         metrics = self._reader.read(page, target.endpoint.labels, target.memory)
         if self._is_current(target):
             self._observe(target.endpoint, metrics)
+        target.idle = (
+            self._idle_oldest_s is not None
+            and _without_work(metrics)
+            and not self._busy(target.endpoint)
+        )
 
     def _fail(self, target: _Target, kind: ScrapeFailure, sentence: str) -> None:
         target.tried = True
+        target.idle = False
         target.failures += 1
         target.problem = kind, sentence
         if self._is_current(target):
@@ -291,6 +347,11 @@ class Scraper:
 
     def _is_current(self, target: _Target) -> bool:
         return self._targets.get(target.endpoint.endpoint_id) is target
+
+
+def _without_work(metrics: EndpointMetrics) -> bool:
+    """The engine says so; one that does not tell, or sleeps and may wake, may have some."""
+    return metrics.waiting_requests == 0 == metrics.running_requests and not metrics.asleep
 
 
 def _end(resting: asyncio.Future[None]) -> None:

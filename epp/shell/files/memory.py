@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Final
 
 from epp.core.types import Seconds
+from epp.shell.files.pressure import MemoryPressure
 
 _CONTROL_GROUP: Final = Path("/sys/fs/cgroup")
 _LIMITS: Final = ("memory.max", "memory/memory.limit_in_bytes")
@@ -21,7 +22,9 @@ _RESIDENT: Final = Path("/proc/self/statm")
 
 TRIM_FROM_BYTES: Final = 64 * 2**20
 """What must have come on top since the last time before it is worth a look."""
-TRIM_POLL_S: Final = 5.0
+POLL_S: Final = 2.0
+TRIM_AGAIN_S: Final = 10.0
+"""Under pressure there may be little to give back each time, and looking for it takes time."""
 
 
 def memory_limit_bytes(control_group: Path = _CONTROL_GROUP) -> int:
@@ -60,7 +63,8 @@ class MemoryReturn:
     """Gives memory back after a peak, in a thread: it takes time in proportion to the peak.
 
     `held_bytes()` is what is in use now of all that comes and goes in bulk, so that memory in use
-    is not taken for memory that is free.
+    is not taken for memory that is free. `pressed` is told when `pressure` has changed its mind;
+    as long as there is some, memory is given back whether or not there was a peak.
     """
 
     def __init__(
@@ -69,27 +73,33 @@ class MemoryReturn:
         *,
         resident: Callable[[], int] = resident_bytes,
         trim: Callable[[], None] | None,
-        poll_s: Seconds = TRIM_POLL_S,
+        pressure: MemoryPressure | None = None,
+        pressed: Callable[[MemoryPressure], None] = lambda _: None,
+        poll_s: Seconds = POLL_S,
     ) -> None:
         self._held_bytes = held_bytes
         self._resident = resident
         self._trim = trim
+        self._pressure = pressure
+        self._pressed = pressed
         self._poll_s = poll_s
+        self._looks_until_trim = 0
         self._settled_bytes = resident()
         """What was left the last time, beside what was in use."""
 
     async def run(self) -> None:
         """Look now and then, until cancelled."""
-        if self._trim is None:
-            return
         while True:
             await asyncio.sleep(self._poll_s)
             await self.look()
+            self.weigh()
 
     async def look(self) -> bool:
         """Give back what is free if enough may be; whether that was done."""
         if self._trim is None:
             return False
+        if self._is_time_under_pressure():
+            await asyncio.to_thread(self._trim)
         beside_bytes = self._resident() - self._held_bytes()
         if beside_bytes < self._settled_bytes + TRIM_FROM_BYTES:
             # What has shrunk by itself is the measure of the next peak.
@@ -97,4 +107,19 @@ class MemoryReturn:
             return False
         await asyncio.to_thread(self._trim)
         self._settled_bytes = self._resident() - self._held_bytes()
+        return True
+
+    def weigh(self) -> None:
+        """Tell `pressed` if what the process holds calls for more or for less than before."""
+        if self._pressure is not None and self._pressure.look(self._resident()):
+            self._pressed(self._pressure)
+
+    def _is_time_under_pressure(self) -> bool:
+        if self._pressure is None or not self._pressure.level:
+            self._looks_until_trim = 0
+            return False
+        self._looks_until_trim -= 1
+        if self._looks_until_trim >= 0:
+            return False
+        self._looks_until_trim = int(TRIM_AGAIN_S / POLL_S)
         return True

@@ -36,6 +36,10 @@ class Sessions:
         """The document names other parsers."""
         self.settings = msgspec.structs.replace(self.settings, parsers=parsers)
 
+    def pass_from(self, bytes_: int | None) -> None:
+        """Memory is scarce: bodies of so many bytes are routed unread; None: it is not."""
+        self.settings = msgspec.structs.replace(self.settings, pass_from_bytes=bytes_)
+
     def know(self, found: Found) -> None:
         """Discovery found other objectives or rewrites."""
         self.settings = msgspec.structs.replace(

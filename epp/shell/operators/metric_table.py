@@ -186,7 +186,7 @@ METRICS: Final[tuple[MetricSpec, ...]] = (
         "homing_scheduled_without_prefix_total",
         "counter",
         "requests",
-        "Requests scheduled at their headers, without their prompt, by body mode.",
+        "Requests scheduled without their prompt, by body mode; `memory`: there was none to read it.",
         ("mode",),
     ),
     MetricSpec(
@@ -207,6 +207,23 @@ METRICS: Final[tuple[MetricSpec, ...]] = (
         "homing_held_body_bytes_max",
         "bytes",
         "What they may take before new bodies are refused.",
+    ),
+    _sampled(
+        "homing_memory_limit_bytes",
+        "bytes",
+        "Memory that bodies and indexes are sized for.",
+    ),
+    _sampled(
+        "homing_memory_pressure",
+        "level",
+        "0: none; 1: near the memory limit, indexes shrink; 2: long bodies pass unread too.",
+    ),
+    _sampled(
+        "homing_load_reports_total",
+        "responses",
+        "Responses whose headers tell the load of the engine, by whether it could be read.",
+        ("result",),
+        "counter",
     ),
     MetricSpec(
         "homing_protocol_violations_total",

@@ -60,15 +60,17 @@ class Observation:
         decisions: DecisionLog,
         recent: RecentDecisions | None = None,
         answered: Callable[[Endpoint], None] = lambda _: None,
+        picked: Callable[[Endpoint], None] = lambda _: None,
     ) -> None:
         """`recent`: keeps the last decisions and refusals for who debugs. `answered` is told of each
-        endpoint that has just served a request.
+        endpoint that has just served a request, `picked` of each that is about to get one.
         """
         self._telemetry = telemetry
         self._decisions = decisions
         self._recent = recent
         self._objective_warned_at_s = -math.inf
         self._answered = answered
+        self._picked = picked
         self._failures = PerSecond(FAILURES_PER_SECOND_MAX)
         self._cut = False
         self._usage_seen = True
@@ -96,6 +98,9 @@ class Observation:
         )
         if exchange.unseen_body is not None:
             self._telemetry.scheduled_without_prefix(exchange.unseen_body.name.lower())
+        if exchange.passed_unread:
+            self._telemetry.scheduled_without_prefix("memory")
+        self._picked(decision.endpoint)
         self._decisions.decided(decision)
         if self._recent is not None:
             self._recent.decided(decision, parts)

@@ -8,6 +8,7 @@ from epp.core.knowledge.pool import Standing
 from epp.core.knowledge.prefix import PrefixIndex
 from epp.core.protocol.budget import BodyBudget
 from epp.core.types import Seconds
+from epp.shell.files.pressure import MemoryPressure
 from epp.shell.kubernetes.state import ClusterSnapshot
 from epp.shell.operators.telemetry import IndexSnapshot, PoolSnapshot
 
@@ -16,6 +17,7 @@ def pool_snapshot(
     scheduler: Scheduler,
     pool_name: str,
     bodies: BodyBudget,
+    pressure: MemoryPressure,
     cluster: ClusterSnapshot | None,
     now: Seconds,
 ) -> PoolSnapshot:
@@ -40,6 +42,12 @@ def pool_snapshot(
         },
         held_body_bytes=bodies.held_bytes,
         held_body_bytes_max=bodies.bytes_max,
+        memory_limit_bytes=pressure.limit_bytes,
+        memory_pressure=pressure.level,
+        load_reports={
+            "read": scheduler.load_reports,
+            "unread": scheduler.load_reports_unread,
+        },
         plugin_errors=dict.fromkeys(scheduler.settings.plugin_names, 0)
         | {failing.name: failing.failures for failing in scheduler.failures},
         cluster=cluster,

@@ -85,6 +85,10 @@ class PoolSnapshot(Struct, frozen=True, kw_only=True):
     """By the name of the producer in the configuration."""
     held_body_bytes: int = 0
     held_body_bytes_max: int = 0
+    memory_limit_bytes: int = 0
+    memory_pressure: int = 0
+    load_reports: Mapping[str, int] = field(default_factory=dict)
+    """Result -> load reports in response headers."""
     plugin_errors: Mapping[str, int] = field(default_factory=dict)
     """Name of every plugin that is configured -> how often it failed."""
     cluster: ClusterSnapshot | None = None
@@ -697,6 +701,10 @@ def _add_pool(families: _Families, snapshot: PoolSnapshot) -> None:
     families["homing_endpoints_set_aside"].add_metric(name, snapshot.set_aside)
     families["homing_held_body_bytes"].add_metric([], snapshot.held_body_bytes)
     families["homing_held_body_bytes_max"].add_metric([], snapshot.held_body_bytes_max)
+    families["homing_memory_limit_bytes"].add_metric([], snapshot.memory_limit_bytes)
+    families["homing_memory_pressure"].add_metric([], snapshot.memory_pressure)
+    for result, count in snapshot.load_reports.items():
+        families["homing_load_reports_total"].add_metric([result], count)
     for suffix, column in (
         ("kv_cache_utilization", candidates.kv_cache_usage),
         ("queue_size", candidates.waiting_requests),

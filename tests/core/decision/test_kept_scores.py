@@ -102,6 +102,17 @@ def test_a_scorer_of_scraped_columns_is_asked_once_a_change():
     assert calls == [3, 3]
 
 
+def test_what_an_engine_reports_in_a_response_changes_the_scores():
+    """As a scrape does."""
+    scheduler = pool_with(Asked(calls=[]))
+    decision = scheduler.schedule(request(), 0.0)
+    assert first_scores(decision) == [0.0, 0.1, 0.2]
+    slot = decision.lease.slot
+    scheduler.reported(decision.lease, "TEXT named_metrics.num_requests_waiting=9.0")
+    assert scheduler.load_reports == 1
+    assert first_scores(scheduler.schedule(request(), 0.0))[slot] == 0.9
+
+
 def test_a_scorer_that_does_not_say_what_it_reads_is_asked_at_every_request():
     """As if nothing were kept."""
     calls = []

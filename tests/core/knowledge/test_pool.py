@@ -4,6 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from epp.core.knowledge.load_report import LoadReport
 from epp.core.knowledge.pool import UNUSUAL_SPELLINGS_FREE, EndpointPool, canonical_address
 from epp.core.types import AdapterReport, EndpointMetrics, MetricsTarget
 from tests.builders import endpoint
@@ -323,3 +324,29 @@ def test_all_are_observed_since_when_the_longest_unobserved_is(steps):
             slots = pool.ready(None, now)
             oldest_s = min(pool.columns.observed_at_s[slots].tolist(), default=math.inf)
             assert pool.all_observed_since(now - 2.0) == (oldest_s >= now - 2.0)
+
+
+def test_a_load_report_changes_only_what_it_tells():
+    """Age, marks and all else stay those of the last good scrape: one answer proves no health."""
+    pool = pool_of(endpoint(0), endpoint(1))
+    pool.observe(0, scraped(running_requests=5.0, kv_cache_usage=0.5), 1.0)
+    pool.observe(1, scraped(), 1.0)
+    pool.responded(0, 503, 2.0)
+    pool.responded(0, 503, 2.0)
+    assert pool.set_aside_count() == 1
+    assert pool.report(0, LoadReport(waiting_requests=9.0, kv_cache_usage=0.75))
+    columns = pool.columns
+    assert (columns.waiting_requests[0], columns.running_requests[0]) == (9.0, 5.0)
+    assert columns.kv_cache_usage[0] == 0.75
+    assert columns.observed_at_s[0] == 1.0
+    assert columns.saturated[0]
+    assert pool.set_aside_count() == 1
+    pool.observe(0, scraped(waiting_requests=2.0), 3.0)
+    assert columns.waiting_requests[0] == 2.0
+
+
+def test_a_load_report_of_an_endpoint_that_was_never_scraped_is_not_taken():
+    """It would never grow old."""
+    pool = pool_of(endpoint(0))
+    assert not pool.report(0, LoadReport(waiting_requests=9.0))
+    assert math.isnan(pool.columns.waiting_requests[0])

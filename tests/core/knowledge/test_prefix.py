@@ -461,6 +461,29 @@ def test_new_settings_apply_to_a_running_index_unless_the_block_size_changes():
     assert index.blocks_held(0) == 2
 
 
+def test_where_memory_is_scarce_an_index_takes_a_share_of_its_limit_until_it_is_not():
+    """In bounded steps, whatever settings come meanwhile; the oldest goes, the newest stays."""
+    index = opened(sweep_holdings_max=8, memory_max_bytes=40_000)
+    for number in range(200):
+        index.record(request_of(f"{number:04}"), number % SLOTS, float(number) / 100)
+    full_bytes = index.bytes_estimated
+    assert 30_000 < full_bytes <= 40_000
+    index.limit_memory(0.25)
+    assert index.bytes_estimated == full_bytes
+    index.expire(2.0)
+    assert 10_000 < index.bytes_estimated < full_bytes
+    assert PrefixIndexSettings(memory_max_bytes=40_000, ttl=Duration(600)).adopt(index)
+    for _ in range(20):
+        index.expire(2.0)
+    assert 0 < index.bytes_estimated <= 10_000
+    assert matched(index, "0199", now=2.0)[199 % SLOTS] == 4
+    index.limit_memory(1.0)
+    for number in range(200, 400):
+        index.record(request_of(f"{number:04}"), number % SLOTS, float(number) / 100)
+    assert 30_000 < index.bytes_estimated <= 40_000
+    check_structure(index)
+
+
 def test_look_ups_are_counted_by_how_much_the_best_endpoint_held():
     """Full, partial or none; a request without a full block is not a look-up."""
     index = opened()

@@ -530,3 +530,114 @@ def test_the_repr_of_a_session_tells_its_state():
     stream.send(gw.request_headers(), gw.request_body(BODY[:5], end=False))
     assert repr(stream.session) == "<Session [collecting, to nowhere, 5 body bytes held]>"
     assert endpoint(0).address == "192.168.1.1:8000"
+
+
+REPORT = "TEXT named_metrics.kv_cache_usage_perc=0.75, named_metrics.num_requests_waiting=9.0"
+
+
+def test_the_load_that_a_response_tells_is_that_of_who_served_it():
+    """Of the endpoint that was picked, or of the one that the gateway says has served."""
+    for by, slot in (("", 0), ("192.168.1.2:8000", 1)):
+        stream = stream_of()
+        stream.send(gw.request_headers(), gw.request_body(BODY))
+        stream.send(gw.response_headers(by=by, endpoint_load_metrics=REPORT))
+        columns = stream.scheduler.pool.columns
+        assert columns.waiting_requests[slot] == 9.0
+        assert columns.kv_cache_usage[slot] == 0.75
+        assert columns.waiting_requests[1 - slot] != 9.0
+        assert (stream.scheduler.load_reports, stream.scheduler.load_reports_unread) == (1, 0)
+
+
+@pytest.mark.parametrize("lost", ["malformed", "restarted", "served by nobody we know"])
+def test_a_load_report_that_says_nothing_of_an_endpoint_is_counted(lost):
+    """It changes nothing."""
+    stream = stream_of()
+    stream.send(gw.request_headers(), gw.request_body(BODY))
+    if lost == "restarted":
+        stream.scheduler.replace([endpoint(0, incarnation="b"), endpoint(1)], 1.0)
+    by = "10.9.9.9:1" if lost == "served by nobody we know" else ""
+    report = "TEXT who knows" if lost == "malformed" else REPORT
+    before = stream.scheduler.pool.columns.waiting_requests.tolist()
+    stream.send(gw.response_headers(by=by, endpoint_load_metrics=report))
+    assert repr(stream.scheduler.pool.columns.waiting_requests.tolist()) == repr(before)
+    assert (stream.scheduler.load_reports, stream.scheduler.load_reports_unread) == (0, 1)
+
+
+def test_engines_are_asked_for_their_load_where_that_is_set():
+    """Not without the setting, and not where the client asks in its own way."""
+    name = "endpoint-load-metrics-format"
+    asking = SessionSettings(request_load_metrics=True)
+    for settings_, fields, expected in (
+        (SessionSettings(), gw.COMPLETIONS, None),
+        (asking, gw.COMPLETIONS, "TEXT"),
+        (asking, gw.COMPLETIONS | {name: "JSON"}, None),
+    ):
+        stream = stream_of(settings=settings_)
+        head, _ = stream.send(gw.request_headers(fields), gw.request_body(BODY))
+        assert gw.set_headers(head).get(name) == expected
+
+
+PASSING = SessionSettings(pass_from_bytes=1_000)
+LONG = gw.prompt("x" * 2_000)
+
+
+@pytest.mark.parametrize("pieces", [1, 4])
+def test_under_memory_pressure_a_long_body_passes_unread(pieces):
+    """Routed once it is long, by load alone; the rest goes back as it comes, and nothing is held."""
+    budget = BodyBudget(1_000_000)
+    stream = stream_of(settings=PASSING, budget=budget)
+    size = -(-len(LONG) // pieces)
+    parts = [LONG[at : at + size] for at in range(0, len(LONG), size)]
+    sent = [gw.request_body(part, end=part is parts[-1]) for part in parts]
+    answers = stream.send(gw.request_headers(), *sent)
+    assert gw.destination(answers[0]) == "192.168.1.1:8000"
+    assert gw.streamed(answers) == (LONG, [False] * (len(answers) - 2) + [True])
+    assert stream.told.exchange.passed_unread
+    assert stream.told.exchange.decision.total_blocks == 0
+    assert stream.scheduler.indexes["approx-prefix-cache-producer"].entries == 0
+    stream.session.sent()
+    assert budget.held_bytes == 0
+    assert inflight(stream) == [1, 0]
+
+
+def test_under_memory_pressure_a_long_buffered_body_passes_unread():
+    """The gateway holds it; it is not read."""
+    stream = stream_of(settings=PASSING)
+    modes = gw.protocol(gw.BUFFERED, gw.NONE)
+    _, answer = stream.send(gw.request_headers(modes=modes), gw.request_body(LONG))
+    assert gw.destination(answer) == "192.168.1.1:8000"
+    assert gw.common(answer).body_mutation is None
+    assert stream.told.exchange.passed_unread
+
+
+@pytest.mark.parametrize(
+    ("pressed", "fields", "body"),
+    [
+        (PASSING, {}, BODY),
+        (SessionSettings(), {}, LONG),
+        (msgspec.structs.replace(PASSING, rewrite={"my-model": "tuned"}.get), {}, LONG),
+        (
+            msgspec.structs.replace(PASSING, trust_model_rewrite=True),
+            {"x-gateway-model-name-rewrite": "tuned"},
+            LONG,
+        ),
+    ],
+    ids=["short", "no pressure", "rules of the cluster", "header"],
+)
+def test_what_is_short_or_may_be_rewritten_is_read_all_the_same(pressed, fields, body):
+    """An engine that is asked for the wrong model helps nobody."""
+    stream = stream_of(settings=pressed)
+    stream.send(gw.request_headers(gw.COMPLETIONS | fields), gw.request_body(body))
+    assert not stream.told.exchange.passed_unread
+    assert stream.told.exchange.request.model
+
+
+def test_a_long_body_is_refused_unread_where_nobody_is_ready():
+    """The reasons are the usual ones, and nothing stays held."""
+    budget = BodyBudget(1_000_000)
+    stream = stream_of(settings=PASSING, budget=budget)
+    stream.scheduler.replace([], 1.0)
+    (answer,) = stream.send(gw.request_headers(), gw.request_body(LONG, end=False))
+    assert gw.kind(answer) == "immediate_response"
+    assert stream.told.events == ["refused 503"]
+    assert budget.held_bytes == 0

@@ -6,6 +6,7 @@ import re
 import ssl
 from datetime import UTC, datetime, timedelta
 from ipaddress import ip_address
+from itertools import pairwise
 
 import pytest
 from cryptography import x509
@@ -14,7 +15,8 @@ from cryptography.hazmat.primitives.asymmetric import ec
 
 from epp.core.types import Endpoint, MetricsTarget
 from epp.shell.engines.exposition import PageReader
-from epp.shell.engines.scrape import Scraper, interval_s_by_pool
+from epp.shell.engines.page_client import PageClient
+from epp.shell.engines.scrape import TOGETHER, Scraper, idle_interval_s, interval_s_by_pool
 
 
 def page(waiting):
@@ -249,7 +251,9 @@ def test_backoff_doubles_to_its_cap_and_is_jittered():
         (5, 5.0),
         (999, 5.0),
     ]:
-        pauses = [running.scraper._pause_s(failures) for _ in range(300)]
+        target = running.scraper._target(endpoint(1))
+        target.failures = failures
+        pauses = [running.scraper._pause_s(target) for _ in range(300)]
         assert mean_s * 0.9 <= min(pauses) < mean_s < max(pauses) <= mean_s * 1.1
 
 
@@ -572,3 +576,182 @@ async def test_https_is_scraped_without_verification(self_signed):
         for _ in range(2):
             assert (await running.observed.get())[1].waiting_requests == 1.0
         assert served.connections == 1
+
+
+class MillisecondLoop(asyncio.SelectorEventLoop):
+    """Nobody waits: time is what the next timer says. It and timers are whole milliseconds, as uvloop's."""
+
+    def __init__(self):
+        super().__init__()
+        self.now_ms = 1_000
+        self.timers = self.timers_now = self.counted_ms = 0
+        poll = self._selector.select
+
+        def select(timeout):
+            if timeout:
+                self.now_ms += round(timeout * 1_000)
+            return poll(0)
+
+        self._selector.select = select
+
+    def time(self):
+        return self.now_ms / 1_000
+
+    def call_later(self, delay, callback, *args, context=None):
+        self.timers += 1
+        self.timers_now = self.timers_now + 1 if self.now_ms == self.counted_ms else 0
+        self.counted_ms = self.now_ms
+        if self.timers_now > 5_000:
+            raise RuntimeError("the loop is asked without end")
+        return super().call_later(round(delay, 3), callback, *args, context=context)
+
+
+class Pods:
+    """Pods whose pages say what we choose, at once; `asked` has name and instant of each scrape."""
+
+    def __init__(self, monkeypatch, count, *, interval_s=0.2, **adaptive):
+        self.asked = []
+        self.working = set()
+        self.broken = set()
+        self.endpoints = [endpoint(number, name=f"p{number}") for number in range(1, count + 1)]
+        pods = self
+
+        async def fetch(client, timeout_s):
+            name = f"p{client._port}"
+            pods.asked.append((name, asyncio.get_running_loop().time()))
+            if name in pods.broken:
+                raise TimeoutError
+            return b"vllm:num_requests_waiting 0\nvllm:num_requests_running %d\n" % (
+                name in pods.working
+            )
+
+        monkeypatch.setattr(PageClient, "fetch", fetch)
+        self.scraper = Running(
+            interval_s=lambda _: interval_s, backoff_s_max=1.0, **adaptive
+        ).scraper
+        self.scraper.replace(self.endpoints)
+
+    def run(self, scenario):
+        """Run `scenario`, a coroutine function, beside the scraper; the loop that both ran on."""
+
+        async def both():
+            task = asyncio.create_task(self.scraper.run())
+            await scenario()
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+
+        with asyncio.Runner(loop_factory=MillisecondLoop) as runner:
+            runner.run(both())
+            return runner.get_loop()
+
+    def gaps(self, name):
+        instants = [at for asked, at in self.asked if asked == name]
+        return [after - before for before, after in pairwise(instants)]
+
+
+def test_between_two_scrapes_an_endpoint_takes_one_timer(monkeypatch):
+    """A wait that is shorter than the clock's tick would be asked for again and again."""
+    pods = Pods(monkeypatch, 100)
+    loop = pods.run(lambda: asyncio.sleep(10))
+    assert len(pods.asked) > 4_500
+    assert loop.timers <= len(pods.asked) + 200
+
+
+@pytest.mark.parametrize(("count", "interval_s"), [(3, 0.2), (100, 0.2), (1_000, 0.5)])
+def test_some_endpoints_are_asked_at_one_instant(monkeypatch, count, interval_s):
+    """So many that their pages are cheaper, so few that they do not hold the loop; the pace stays."""
+    pods = Pods(monkeypatch, count, interval_s=interval_s)
+    pods.run(lambda: asyncio.sleep(20 * interval_s))
+    settled = [at for _, at in pods.asked if at > 1 + 3 * interval_s]
+    assert len(settled) == pytest.approx(17 * count, rel=0.05)
+    assert all(0.8 * interval_s < gap < 1.2 * interval_s for gap in pods.gaps("p1"))
+    together = len(settled) / len(set(settled))
+    assert together <= TOGETHER + 1
+    assert together > (0.6 * TOGETHER if count >= 100 else 0)
+
+
+@pytest.mark.parametrize(
+    ("interval_s", "oldest_s", "expected_s"),
+    [(0.2, 1.0, 0.5), (0.2, 2.0, 1.0), (0.05, 1.0, 0.25), (0.5, 2.0, 1.0), (1.0, 1.0, 1.0)],
+)
+def test_idle_metrics_stay_young_enough_to_count(interval_s, oldest_s, expected_s):
+    """At most five intervals, at most half of what would count for nothing, at least the interval."""
+    assert idle_interval_s(interval_s, oldest_s) == pytest.approx(expected_s)
+
+
+def test_idle_endpoints_are_asked_seldom_and_busy_ones_as_always(monkeypatch):
+    """By what the engine says, by what we sent there, and by a scrape that failed."""
+    sent = set()
+    pods = Pods(
+        monkeypatch, 4, idle_oldest_s=lambda: 1.0, busy=lambda endpoint: endpoint.name in sent
+    )
+    pods.working.add("p1")
+    sent.add("p2")
+    pods.broken.add("p3")
+    pods.run(lambda: asyncio.sleep(20))
+    asked = {name: sum(1 for told, _ in pods.asked if told == name) for name in ("p1", "p2", "p4")}
+    assert asked["p1"] == pytest.approx(100, rel=0.05)
+    assert asked["p2"] == pytest.approx(100, rel=0.05)
+    assert asked["p4"] == pytest.approx(40, rel=0.05)
+    assert max(pods.gaps("p4")) < 0.6
+    # One that fails is asked again after an interval, not when an idle one would be.
+    assert pods.gaps("p3")[0] < 0.25
+
+
+def test_an_endpoint_that_fell_idle_fails_once_and_is_still_young_enough(monkeypatch):
+    """Two scrapes fit into what its metrics may become old."""
+    pods = Pods(monkeypatch, 1, idle_oldest_s=lambda: 1.0)
+
+    async def scenario():
+        await asyncio.sleep(3)
+        good_at = pods.asked[-1][1]
+        pods.broken.add("p1")
+        while pods.asked[-1][1] == good_at:
+            await asyncio.sleep(0.01)
+        pods.broken.clear()
+        failed_at = pods.asked[-1][1]
+        while pods.asked[-1][1] == failed_at:
+            await asyncio.sleep(0.01)
+        assert pods.asked[-1][1] - good_at < 1.0
+
+    pods.run(scenario)
+
+
+def test_a_picked_endpoint_is_asked_when_it_would_have_been_without_adaptive_scraping(monkeypatch):
+    """A burst after idleness: within one interval of the pick, and once, however many picks."""
+    pods = Pods(monkeypatch, 1, idle_oldest_s=lambda: 10.0)
+    waits = []
+
+    async def scenario():
+        for number in range(30):
+            before = len(pods.asked)
+            while len(pods.asked) == before:
+                await asyncio.sleep(0.001)
+            # At various instants of the second until it would be asked again.
+            await asyncio.sleep(0.03 * number)
+            before, picked_at = len(pods.asked), asyncio.get_running_loop().time()
+            for _ in range(5):
+                pods.scraper.picked(pods.endpoints[0])
+            pods.scraper.picked(endpoint(1, name="unknown"))
+            while len(pods.asked) == before:
+                await asyncio.sleep(0.001)
+            waits.append(pods.asked[-1][1] - picked_at)
+            await asyncio.sleep(0.0)
+            assert len(pods.asked) == before + 1
+
+    pods.run(scenario)
+    assert max(waits) <= 0.2 * 1.05 + 0.002
+    assert sum(waits) / len(waits) < 0.15
+
+
+def test_without_adaptive_scraping_idle_endpoints_are_asked_as_always(monkeypatch):
+    """And a pick changes nothing."""
+    pods = Pods(monkeypatch, 1)
+
+    async def scenario():
+        for _ in range(100):
+            await asyncio.sleep(0.1)
+            pods.scraper.picked(pods.endpoints[0])
+
+    pods.run(scenario)
+    assert len(pods.asked) == pytest.approx(50, rel=0.06)

@@ -1,14 +1,18 @@
+import asyncio
 import os
 
 import pytest
 
 from epp.shell.files.memory import (
+    POLL_S,
+    TRIM_AGAIN_S,
     TRIM_FROM_BYTES,
     MemoryReturn,
     malloc_trim,
     memory_limit_bytes,
     resident_bytes,
 )
+from epp.shell.files.pressure import MemoryPressure
 
 MACHINE = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
@@ -66,11 +70,64 @@ async def test_after_a_peak_memory_is_given_back_once():
     assert process.trimmed == 2
 
 
-async def test_where_the_allocator_cannot_nothing_is_done():
-    """The task ends at once."""
-    returning = MemoryReturn(lambda: 0, resident=lambda: 0, trim=None)
-    await returning.run()
+async def test_where_the_allocator_cannot_pressure_is_told_all_the_same():
+    """Nothing is given back, and there is less to give."""
+    told = []
+    pressure = MemoryPressure(1_000)
+    returning = MemoryReturn(
+        lambda: 0, resident=lambda: 950, trim=None, pressure=pressure, pressed=told.append
+    )
     assert not await returning.look()
+    returning.weigh()
+    assert told == [pressure]
+    assert pressure.level == 2
+
+
+async def test_pressure_is_weighed_again_and_again_and_told_when_it_changes():
+    """By the task itself, from what the process holds at each look."""
+    held = iter([100, 850, 750, 600, 600])
+    told = []
+    done = asyncio.Event()
+
+    def resident():
+        used = next(held, None)
+        if used is None:
+            done.set()
+        return used or 600
+
+    pressure = MemoryPressure(1_000)
+    task = asyncio.create_task(
+        MemoryReturn(
+            lambda: 0,
+            resident=resident,
+            trim=None,
+            pressure=pressure,
+            pressed=lambda pressed: told.append(pressed.index_share),
+            poll_s=0.0,
+        ).run()
+    )
+    await done.wait()
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+    assert told == [0.875, 1.0]
+
+
+async def test_under_pressure_memory_is_given_back_now_and_then_without_a_peak():
+    """Often enough for what the indexes gave up, not at each look: it takes its time."""
+    process = Process()
+    pressure = MemoryPressure(110 * 2**20)
+    returning = MemoryReturn(
+        lambda: 0, resident=lambda: process.resident, trim=process.trim, pressure=pressure
+    )
+    await returning.look()
+    assert process.trimmed == 0
+    returning.weigh()
+    assert pressure.level
+    looks = 2 * int(TRIM_AGAIN_S / POLL_S)
+    for _ in range(looks + 2):
+        await returning.look()
+        returning.weigh()
+    assert 2 <= process.trimmed <= 3
 
 
 async def test_what_was_freed_really_goes_back_to_the_machine():

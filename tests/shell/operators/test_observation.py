@@ -31,7 +31,13 @@ class Observed:
         self.lines = []
         self.answered = []
         log = DecisionLog(self, level="debug")
-        self.observation = Observation(Telemetry(self.registry), log, answered=self.answered.append)
+        self.picked = []
+        self.observation = Observation(
+            Telemetry(self.registry),
+            log,
+            answered=self.answered.append,
+            picked=self.picked.append,
+        )
 
     def debug(self, event, **line):
         self.lines.append(event)
@@ -270,3 +276,11 @@ def test_streams_and_what_goes_wrong_in_them_are_counted(observed):
     assert observed("protocol_violations_total", phase="routed", event="RequestHeaders") == 1
     assert observed("extproc_connections_cut_total") == 1
     assert observed("drain_cut_streams_total") == 1
+
+
+def test_who_is_picked_is_told_at_once_and_a_body_that_passed_is_counted(observed):
+    """The scraper is to look there soon; the operator, at the memory."""
+    passed = exchange(passed_unread=True)
+    observed.observation.decided(passed)
+    assert observed.picked == [passed.decision.endpoint]
+    assert observed("scheduled_without_prefix_total", mode="memory") == 1

@@ -1,6 +1,7 @@
 from epp.core.decision.scheduler import Scheduler, SchedulerSettings
 from epp.core.protocol.budget import BodyBudget
 from epp.core.types import EndpointMetrics
+from epp.shell.files.pressure import MemoryPressure
 from epp.shell.operators.snapshot import pool_snapshot
 from tests.builders import endpoint
 from tests.test_hermetic import pods
@@ -14,13 +15,15 @@ def test_a_snapshot_counts_what_is_known_and_what_is_ready():
     scheduler.replace([endpoint(0), endpoint(1), endpoint(2, ready_after_s=60.0)], 1.0)
     bodies = BodyBudget(100)
     bodies.take(7)
-    shown = pool_snapshot(scheduler, "llama-pool", bodies, None, 1.0)
+    shown = pool_snapshot(scheduler, "llama-pool", bodies, MemoryPressure(1_000), None, 1.0)
     assert (shown.held_body_bytes, shown.held_body_bytes_max) == (7, 100)
     assert shown.pool == "llama-pool"
     assert len(shown.candidates) == 3
     assert shown.ready == 2
     assert shown.set_aside == 0
     assert set(shown.indexes) == set(scheduler.indexes)
+    assert (shown.memory_limit_bytes, shown.memory_pressure) == (1_000, 0)
+    assert shown.load_reports == {"read": 0, "unread": 0}
     assert shown.cluster is None
 
 
@@ -29,11 +32,11 @@ def test_who_is_gone_is_not_counted_as_ready():
     scheduler = pods((0, 0.1), (3, 0.5), (4, 0.5))
     for slot in range(3):
         scheduler.observe(slot, EndpointMetrics(waiting_requests=1.0), 1.0)
-    assert pool_snapshot(scheduler, "", BodyBudget(1), None, 1.5).ready == 3
+    assert pool_snapshot(scheduler, "", BodyBudget(1), MemoryPressure(1), None, 1.5).ready == 3
     for _ in range(2):
         scheduler.observe_failure(1, answered=False)
-    assert pool_snapshot(scheduler, "", BodyBudget(1), None, 1.5).ready == 2
-    assert pool_snapshot(scheduler, "", BodyBudget(1), None, 9.0).ready == 0
+    assert pool_snapshot(scheduler, "", BodyBudget(1), MemoryPressure(1), None, 1.5).ready == 2
+    assert pool_snapshot(scheduler, "", BodyBudget(1), MemoryPressure(1), None, 9.0).ready == 0
 
 
 def test_a_snapshot_counts_the_failures_of_every_plugin_configured():
@@ -41,5 +44,5 @@ def test_a_snapshot_counts_the_failures_of_every_plugin_configured():
     scheduler = pods((0, 0.1), (3, 0.5))
     assert set(scheduler.settings.plugin_names) > set(scheduler.indexes)
     scheduler.failures.add("queue-scorer", "score raised KeyError")
-    counts = pool_snapshot(scheduler, "", BodyBudget(1), None, 1.0).plugin_errors
+    counts = pool_snapshot(scheduler, "", BodyBudget(1), MemoryPressure(1), None, 1.0).plugin_errors
     assert counts == dict.fromkeys(scheduler.settings.plugin_names, 0) | {"queue-scorer": 1}

@@ -73,6 +73,9 @@ def snapshot(count=4, **fields):
             )
         },
         plugin_errors={"queue-scorer": 0, "near-scorer": 3},
+        memory_limit_bytes=2**30,
+        memory_pressure=1,
+        load_reports={"read": 6, "unread": 2},
         cluster=ClusterSnapshot(
             kinds={
                 "pods": Reflection(

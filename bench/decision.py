@@ -30,7 +30,8 @@ from epp.core.prompt.request import InferenceRequest
 from epp.core.protocol.messages import Event
 from epp.core.protocol.session import Gateway, Observer, Session, SessionSettings
 from epp.core.types import ApiKind, Endpoint, EndpointMetrics, Refusal
-from epp.shell.gateway.codec import decode, encode
+from epp.shell.gateway.codec import encode
+from epp.shell.gateway.wire import Decoder
 from epp.shell.operators.debug_pages import RecentDecisions
 from epp.shell.operators.logs import DecisionLog
 from epp.shell.operators.observation import Observation
@@ -188,6 +189,7 @@ class Decisions:
         self._observer = observer
         self._batch = batch
         self._settings = SessionSettings()
+        self._decode = Decoder().decode
         self._gateway = Gateway()
         self._gateway.sends_response_headers = True
         self._open: list[Session] = []
@@ -205,8 +207,8 @@ class Decisions:
         self._pool.scrape()
         for _ in range(self._batch):
             session = self.new_session()
-            session.receive(decode(headers_message()), self._pool.now)
-            yield session, [decode(message) for message in body_messages(self._chats.body())]
+            session.receive(self._decode(headers_message()), self._pool.now)
+            yield session, [self._decode(message) for message in body_messages(self._chats.body())]
 
     def messages(self) -> Iterator[list[bytes]]:
         """All messages of the request phase."""
@@ -225,7 +227,7 @@ class Decisions:
         """The whole request phase of a stream, from bytes to bytes, and its end."""
         session = self.new_session()
         for message in messages:
-            for answer in session.receive(decode(message), self._pool.now):
+            for answer in session.receive(self._decode(message), self._pool.now):
                 encode(answer)
 
     def close(self) -> None:

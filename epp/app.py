@@ -34,6 +34,7 @@ from epp.shell.gateway.health import Health
 from epp.shell.gateway.server import ExtProcServer
 from epp.shell.gateway.service import GatewayService
 from epp.shell.gateway.sessions import Sessions
+from epp.shell.gateway.wire import Decoder
 from epp.shell.kubernetes.api_errors import KubeConfigError
 from epp.shell.operators.bearer_token import BearerToken
 from epp.shell.operators.debug_pages import PAGES, DebugPages, RecentDecisions
@@ -177,11 +178,13 @@ class EndpointPicker:
             self.bodies,
             seed=seed,
         )
+        self.decoder = Decoder()
         self.ext_proc = ExtProcServer(
             self.sessions.open,
             self.observation,
             streams_max=flags.concurrent_streams_max,
             request_timeout_s=flags.request_timeout,
+            decoder=self.decoder,
         )
         self.health = Health()
         self._gateway = GatewayService(flags, self.ext_proc, self.health, self.observation)
@@ -457,7 +460,8 @@ class EndpointPicker:
     def _snapshot(self) -> PoolSnapshot:
         cluster = self._cluster.snapshot() if self._cluster is not None else None
         return pool_snapshot(
-            self.scheduler, self.flags.pool_name, self.bodies, cluster, time.monotonic()
+            *(self.scheduler, self.flags.pool_name, self.bodies, cluster, time.monotonic()),
+            messages=self.decoder.paths(),
         )
 
 

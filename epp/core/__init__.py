@@ -4,7 +4,7 @@ The life of one request, a row a step:
 
 | step                         | function                                      | module                                             |
 | ---------------------------- | --------------------------------------------- | -------------------------------------------------- |
-| protobuf message to event    | `decode`                                      | `shell/gateway/codec`                              |
+| protobuf message to event    | `Decoder.decode`                              | `shell/gateway/wire`                               |
 | phases, buffering, limits    | `Session.receive`                             | `core/protocol/session`                            |
 | bytes to request             | `parse_request`                               | `core/prompt/parse`                                |
 | who may serve, is there room | `EndpointPool.ready`, `saturation`            | `core/knowledge/pool`, `core/knowledge/saturation` |

@@ -97,20 +97,20 @@ def decode(message: bytes) -> Event:
             return RequestHeaders(
                 headers=_headers(request.request_headers.headers),
                 end_of_stream=request.request_headers.end_of_stream,
-                modes=_modes(request),
-                subset=_subset(request),
+                modes=modes_of(request),
+                subset=subset_of(request),
             )
         case "request_body":
             body = request.request_body
-            return RequestBody(body.body, body.end_of_stream, _subset(request))
+            return RequestBody(body.body, body.end_of_stream, subset_of(request))
         case "request_trailers":
-            return RequestTrailers(_subset(request))
+            return RequestTrailers(subset_of(request))
         case "response_headers":
             return ResponseHeaders(
                 headers=_headers(request.response_headers.headers),
                 end_of_stream=request.response_headers.end_of_stream,
-                modes=_modes(request),
-                served=_served(request),
+                modes=modes_of(request),
+                served=served_of(request),
             )
         case "response_body":
             return ResponseBody(request.response_body.body, request.response_body.end_of_stream)
@@ -201,7 +201,7 @@ def _headers(message: HeaderMap) -> dict[str, str]:
     }
 
 
-def _modes(request: ProcessingRequest) -> BodyModes | None:
+def modes_of(request: ProcessingRequest) -> BodyModes | None:
     if not request.HasField("protocol_config"):
         return None
     numbers = request.protocol_config.request_body_mode, request.protocol_config.response_body_mode
@@ -210,7 +210,7 @@ def _modes(request: ProcessingRequest) -> BodyModes | None:
     return BodyModes(request_mode, response_mode, unknown)
 
 
-def _subset(request: ProcessingRequest) -> tuple[str, ...] | None:
+def subset_of(request: ProcessingRequest) -> tuple[str, ...] | None:
     """The subset hint: a list of strings or one comma-separated string; malformed allows nobody."""
     if not request.HasField("metadata_context"):
         return None
@@ -244,7 +244,7 @@ def _addresses(value: Value) -> tuple[str, ...]:
     return tuple(part.strip() for part in parts if part.strip())
 
 
-def _served(request: ProcessingRequest) -> str:
+def served_of(request: ProcessingRequest) -> str:
     if not request.HasField("metadata_context"):
         return ""
     metadata = request.metadata_context.filter_metadata

@@ -14,8 +14,9 @@ import structlog
 from epp.core.protocol.messages import Answer, Event, refusing
 from epp.core.protocol.session import Gateway, Session, StreamFailure
 from epp.core.types import Refusal, RefusalReason, Seconds
-from epp.shell.gateway.codec import MalformedMessageError, decode, encode
+from epp.shell.gateway.codec import MalformedMessageError, encode
 from epp.shell.gateway.connections import Connections, cut
+from epp.shell.gateway.wire import Decoder
 
 SERVICE: Final = "envoy.service.ext_proc.v3.ExternalProcessor"
 GATEWAYS_MAX: Final = 10_000
@@ -98,6 +99,7 @@ class ExtProcServer:
         *,
         streams_max: int = STREAMS_MAX,
         request_timeout_s: Seconds = REQUEST_TIMEOUT_S,
+        decoder: Decoder | None = None,
     ) -> None:
         """Streams above `streams_max` are refused at their first message, which is not read.
 
@@ -108,6 +110,7 @@ class ExtProcServer:
         self._clock = clock
         self._streams_max = streams_max
         self._request_timeout_s = request_timeout_s
+        self._decoder = decoder or Decoder()
         self._overloaded = Refusal(
             reason=RefusalReason.OVERLOADED,
             status=503,
@@ -240,12 +243,17 @@ class ExtProcServer:
     async def _pump(self, context: grpc.aio.ServicerContext[bytes, bytes], stream: _Stream) -> None:
         session = stream.session
         # What was read is let go before the next one is waited for.
-        while (event := await _next(context)) is not None:
+        while (event := await self._next(context)) is not None:
             await self._answer(session.receive(event, self._clock()), context, stream)
             del event
             if session.finished or (self._draining and session.may_end_for_drain()):
                 return
         await self._answer(session.half_closed(self._clock()), context, stream)
+
+    async def _next(self, context: grpc.aio.ServicerContext[bytes, bytes]) -> Event | None:
+        """The next event of the stream; None: there are no more. Raises `MalformedMessageError`."""
+        message = await _read(context)
+        return None if message is None else self._decoder.decode(message)
 
     @staticmethod
     async def _answer(
@@ -284,12 +292,6 @@ async def _read(context: grpc.aio.ServicerContext[bytes, bytes]) -> bytes | None
     """The next message of the stream; None: there are no more."""
     message: Any = await context.read()
     return None if message is grpc.aio.EOF else message
-
-
-async def _next(context: grpc.aio.ServicerContext[bytes, bytes]) -> Event | None:
-    """The next event of the stream; None: there are no more. Raises `MalformedMessageError`."""
-    message = await _read(context)
-    return None if message is None else decode(message)
 
 
 _VIOLATION: Final = "the gateway sent a message that the phase of the stream does not allow"

@@ -484,6 +484,14 @@ METRICS: Final[tuple[MetricSpec, ...]] = (
         (),
         REQUEST_BUCKETS_S,
     ),
+    _sampled(
+        "homing_extproc_messages_total",
+        "messages",
+        "Messages of gateways, by how they were read: scanned, or left to protobuf, which takes "
+        "longer, because something in them is unusual.",
+        ("path",),
+        "counter",
+    ),
     MetricSpec(
         "homing_extproc_connections_cut_total",
         "counter",

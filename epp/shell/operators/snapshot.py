@@ -1,5 +1,7 @@
 """The scheduler's state -> what a page of metrics shows of it."""
 
+from collections.abc import Mapping
+
 import numpy as np
 
 from epp.core.decision.scheduler import Scheduler
@@ -18,8 +20,10 @@ def pool_snapshot(
     bodies: BodyBudget,
     cluster: ClusterSnapshot | None,
     now: Seconds,
+    *,
+    messages: Mapping[str, int] | None = None,
 ) -> PoolSnapshot:
-    """To be read and dropped within one synchronous step."""
+    """To be read and dropped within one synchronous step. `messages` by how they were read."""
     pool = scheduler.pool
     slots = np.array([slot for slot, _ in pool.endpoints()], dtype=np.int64)
     return PoolSnapshot(
@@ -40,6 +44,7 @@ def pool_snapshot(
         },
         held_body_bytes=bodies.held_bytes,
         held_body_bytes_max=bodies.bytes_max,
+        messages=messages or {},
         plugin_errors=dict.fromkeys(scheduler.settings.plugin_names, 0)
         | {failing.name: failing.failures for failing in scheduler.failures},
         cluster=cluster,

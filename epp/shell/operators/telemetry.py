@@ -68,6 +68,8 @@ class PoolSnapshot(Struct, frozen=True, kw_only=True):
     """By the name of the producer in the configuration."""
     held_body_bytes: int = 0
     held_body_bytes_max: int = 0
+    messages: Mapping[str, int] = field(default_factory=dict)
+    """Way in which messages of gateways were read -> how many."""
     plugin_errors: Mapping[str, int] = field(default_factory=dict)
     """Name of every plugin that is configured -> how often it failed."""
     cluster: ClusterSnapshot | None = None
@@ -588,6 +590,8 @@ def _add_pool(families: _Families, snapshot: PoolSnapshot) -> None:
     families["homing_endpoints_set_aside"].add_metric(name, snapshot.set_aside)
     families["homing_held_body_bytes"].add_metric([], snapshot.held_body_bytes)
     families["homing_held_body_bytes_max"].add_metric([], snapshot.held_body_bytes_max)
+    for path, messages in snapshot.messages.items():
+        families["homing_extproc_messages_total"].add_metric([path], messages)
     for suffix, column in (
         ("kv_cache_utilization", candidates.kv_cache_usage),
         ("queue_size", candidates.waiting_requests),

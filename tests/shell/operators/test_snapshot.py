@@ -14,7 +14,8 @@ def test_a_snapshot_counts_what_is_known_and_what_is_ready():
     scheduler.replace([endpoint(0), endpoint(1), endpoint(2, ready_after_s=60.0)], 1.0)
     bodies = BodyBudget(100)
     bodies.take(7)
-    shown = pool_snapshot(scheduler, "llama-pool", bodies, None, 1.0)
+    shown = pool_snapshot(scheduler, "llama-pool", bodies, None, 1.0, messages={"scan": 3})
+    assert shown.messages == {"scan": 3}
     assert (shown.held_body_bytes, shown.held_body_bytes_max) == (7, 100)
     assert shown.pool == "llama-pool"
     assert len(shown.candidates) == 3

@@ -7,9 +7,11 @@ a history that some have sent before, a question that nobody has asked. Transpor
 
 import json
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from io import StringIO
 from random import Random
+from typing import TypeAlias
 
 import structlog
 from envoy.config.core.v3.base_pb2 import HeaderMap, HeaderValue
@@ -26,6 +28,7 @@ from bench.timing import best_us
 from epp.configuration.build import build_settings, default_config, plugin_tables
 from epp.core.decision.scheduler import Decision, Scheduler
 from epp.core.knowledge.inflight import Outcome
+from epp.core.prompt.blocks import KnownSegments, hash_blocks
 from epp.core.prompt.request import InferenceRequest
 from epp.core.protocol.messages import Event
 from epp.core.protocol.session import Gateway, Observer, Session, SessionSettings
@@ -40,6 +43,8 @@ from epp.shell.operators.telemetry import Telemetry
 BLOCK_BYTES = 256
 POD_BLOCKS = 27_214
 """16-token blocks of the KV cache of an 8B model on an 80 GB card."""
+_HASHING = {"seed": 1, "block_bytes": BLOCK_BYTES, "blocks_max": 2_048}
+_Hash: TypeAlias = Callable[..., bytes]
 BATCH = 100
 """Decisions, of which the sampled log shows one."""
 
@@ -295,6 +300,28 @@ def schedule_us(endpoints: int, blocks: int) -> float:
     )
 
 
+def hash_rows() -> list[tuple[str, str]]:
+    """The chain of a 450 KB prompt: without memory, of one that is new, of one that came before."""
+    random = Random("bench:hashes")
+    known = KnownSegments(secret=1)
+    again = random.randbytes(450_000)
+    known.hash_blocks(again, **_HASHING)
+
+    def new() -> Iterator[bytes]:
+        for _ in range(10):
+            yield random.randbytes(450_000)
+
+    ways: tuple[tuple[str, _Hash, Callable[[], Iterable[bytes]]], ...] = (
+        ("no memory of segments", hash_blocks, new),
+        ("all segments new", KnownSegments(secret=1).hash_blocks, new),
+        ("all segments known", known.hash_blocks, lambda: [again] * 10),
+    )
+    return [
+        (f"hash a 450 KB prompt, {what}", f"{best_us(partial(hashed, **_HASHING), prompts):.1f} µs")
+        for what, hashed, prompts in ways
+    ]
+
+
 def run() -> list[tuple[str, str]]:
     """Rows (what, how much) for the table of `make bench`."""
     rows = [
@@ -305,7 +332,7 @@ def run() -> list[tuple[str, str]]:
         for endpoints in (10, 100, 1_000)
         for blocks in (8, 128, 1_024)
     ]
-    return rows + chat_rows()
+    return rows + hash_rows() + chat_rows()
 
 
 if __name__ == "__main__":

@@ -277,6 +277,13 @@ METRICS: Final[tuple[MetricSpec, ...]] = (
         ("index", "cause"),
         "counter",
     ),
+    _sampled(
+        "homing_prompt_segments_total",
+        "segments",
+        "Segments of 16 KB of long prompts: known, so that their blocks were not hashed, or new.",
+        ("result",),
+        "counter",
+    ),
     # Pool.
     _sampled(
         "homing_ready_endpoints",

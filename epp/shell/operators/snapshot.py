@@ -45,6 +45,7 @@ def pool_snapshot(
         held_body_bytes=bodies.held_bytes,
         held_body_bytes_max=bodies.bytes_max,
         messages=messages or {},
+        segments={"known": scheduler.segments.known, "new": scheduler.segments.new},
         plugin_errors=dict.fromkeys(scheduler.settings.plugin_names, 0)
         | {failing.name: failing.failures for failing in scheduler.failures},
         cluster=cluster,

@@ -70,6 +70,8 @@ class PoolSnapshot(Struct, frozen=True, kw_only=True):
     held_body_bytes_max: int = 0
     messages: Mapping[str, int] = field(default_factory=dict)
     """Way in which messages of gateways were read -> how many."""
+    segments: Mapping[str, int] = field(default_factory=dict)
+    """Result ("known", "new") -> segments of long prompts."""
     plugin_errors: Mapping[str, int] = field(default_factory=dict)
     """Name of every plugin that is configured -> how often it failed."""
     cluster: ClusterSnapshot | None = None
@@ -590,6 +592,8 @@ def _add_pool(families: _Families, snapshot: PoolSnapshot) -> None:
     families["homing_endpoints_set_aside"].add_metric(name, snapshot.set_aside)
     families["homing_held_body_bytes"].add_metric([], snapshot.held_body_bytes)
     families["homing_held_body_bytes_max"].add_metric([], snapshot.held_body_bytes_max)
+    for result, segments in snapshot.segments.items():
+        families["homing_prompt_segments_total"].add_metric([result], segments)
     for path, messages in snapshot.messages.items():
         families["homing_extproc_messages_total"].add_metric([path], messages)
     for suffix, column in (

@@ -70,6 +70,7 @@ def snapshot(count=4, **fields):
             )
         },
         messages={"scan": 7, "protobuf": 2},
+        segments={"known": 5, "new": 6},
         plugin_errors={"queue-scorer": 0, "near-scorer": 3},
         cluster=ClusterSnapshot(
             kinds={
@@ -495,6 +496,7 @@ def test_the_pool_is_read_when_the_page_is_made():
     assert exported("homing_inflight_tokens", **place) == 128
     assert exported("homing_extproc_messages_total", path="scan") == 7
     assert exported("homing_extproc_messages_total", path="protobuf") == 2
+    assert exported("homing_prompt_segments_total", result="known") == 5
     assert exported("homing_prefix_indexer_size", index="approx") == 12
     evicted = exported("homing_prefix_indexer_evictions_total", index="approx", cause="ttl")
     assert evicted == 4

@@ -33,7 +33,7 @@ from epp.core.prompt.request import InferenceRequest
 from epp.core.protocol.messages import Event
 from epp.core.protocol.session import Gateway, Observer, Session, SessionSettings
 from epp.core.types import ApiKind, Endpoint, EndpointMetrics, Refusal
-from epp.shell.gateway.codec import encode
+from epp.shell.gateway.codec import decode, encode
 from epp.shell.gateway.wire import Decoder
 from epp.shell.operators.debug_pages import RecentDecisions
 from epp.shell.operators.logs import DecisionLog
@@ -322,6 +322,28 @@ def hash_rows() -> list[tuple[str, str]]:
     ]
 
 
+def decode_rows() -> list[tuple[str, str]]:
+    """Messages of a gateway to events: by protobuf, and as they are read."""
+    more = {f"x-client-{number}": f"value-{number}" * number for number in range(9)}
+    messages = {
+        "11 request headers": headers_message(),
+        "20 request headers": headers_message(_HEADERS | more),
+        "8 KB body": body_messages(b"x" * 8_000)[0],
+        "150 B of a response": _response_piece(150),
+        "62 KB of a response": _response_piece(62_000),
+    }
+    rows = []
+    for what, message in messages.items():
+        for how, read in (("protobuf", decode), ("scan", Decoder().decode)):
+            took_us = best_us(read, lambda message=message: [message] * 300)
+            rows.append((f"read {what}, {how}", f"{took_us:.2f} µs"))
+    return rows
+
+
+def _response_piece(size_bytes: int) -> bytes:
+    return ProcessingRequest(response_body=HttpBody(body=b"x" * size_bytes)).SerializeToString()
+
+
 def run() -> list[tuple[str, str]]:
     """Rows (what, how much) for the table of `make bench`."""
     rows = [
@@ -332,7 +354,7 @@ def run() -> list[tuple[str, str]]:
         for endpoints in (10, 100, 1_000)
         for blocks in (8, 128, 1_024)
     ]
-    return rows + hash_rows() + chat_rows()
+    return rows + decode_rows() + hash_rows() + chat_rows()
 
 
 if __name__ == "__main__":

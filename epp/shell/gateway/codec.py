@@ -1,4 +1,7 @@
-"""Envoy's protobuf messages to session events, and answers to messages. Nothing else knows them."""
+"""Envoy's protobuf messages to session events, and answers to messages.
+
+Only `wire`, which reads the usual ones faster, knows them besides.
+"""
 
 import json
 from functools import lru_cache

@@ -230,25 +230,32 @@ class Decoder:
                 continue
             length = header[1]
             name_stop = length + 2
-            if length >= _LONG or header[0] != _FIRST or header[name_stop] not in _VALUES:
+            if length >= _LONG or header[0] != _FIRST:
                 raise _UnusualError
-            value_start = name_stop + 2
-            length = header[name_stop + 1]
-            if length >= _LONG:
-                value_start, length = _long(header, name_stop + 1)
-            if value_start + length != len(header):
-                raise _UnusualError
+            value_start = name_stop
+            # An empty value is not written.
+            if name_stop != len(header):
+                if header[name_stop] not in _VALUES:
+                    raise _UnusualError
+                value_start += 2
+                length = header[name_stop + 1]
+                if length >= _LONG:
+                    value_start, length = _long(header, name_stop + 1)
+                if value_start + length != len(header):
+                    raise _UnusualError
             key = header[2:name_stop]
-            name = names.get(key)
-            if name is None:
-                name = key.decode("ascii").lower()
-                _keep(names, key, name, NAMES_KEPT_MAX)
+            name = names.get(key) or self._name(key)
             headers[name] = value = header[value_start:].decode()
             if name in _REPEATED and len(header) < _LONG:
                 _keep(kept, header, (name, value), HEADERS_KEPT_MAX)
         if at != stop:
             raise _UnusualError
         return headers
+
+    def _name(self, key: bytes) -> str:
+        name = key.decode("ascii").lower()
+        _keep(self._names_kept, key, name, NAMES_KEPT_MAX)
+        return name
 
     def _modes(self, message: bytes, at: int) -> tuple[BodyModes | None, ProcessingRequest | None]:
         """What follows at `at`: the modes, and where the rest is to be read if there is more."""

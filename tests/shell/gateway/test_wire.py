@@ -75,6 +75,7 @@ USUAL = {
     "request headers": gw.request_headers(BROWSER, modes=gw.protocol()),
     "request headers that end it": gw.request_headers(BROWSER, end=True),
     "headers in value": gw.request_headers(BROWSER, in_value=True),
+    "a header without a value": gw.request_headers(BROWSER | {"x-empty": ""}),
     "no headers": gw.request_headers({}),
     "attributes": gw.request_headers(BROWSER) + ATTRIBUTES,
     "subset hint": gw.request_headers(BROWSER, modes=gw.protocol(), hint=HINT),
@@ -123,7 +124,8 @@ UNUSUAL = {
     "an end that is false": (b"\x22\x06\x0a\x02ab\x10\x00", Unscanned.BODY),
     "a body twice": (b"\x22\x08\x0a\x02ab\x0a\x02cd", Unscanned.BODY),
     "a body in a group": (b"\x23\x0a\x01a\x24", Unscanned.FIRST_FIELD),
-    "a header without a value": (gw.request_headers({"x": ""}), Unscanned.HEADERS),
+    "a header without anything": (b"\x12\x04\x0a\x02\x0a\x00", Unscanned.HEADERS),
+    "a name that leads out": (b"\x12\x07\x0a\x05\x0a\x03\x0a\x02a", Unscanned.HEADERS),
     "a header with both values": (
         ProcessingRequest(
             request_headers=HttpHeaders(
@@ -398,7 +400,7 @@ def test_which_path_is_taken_is_reported_once():
     for _ in range(2):
         decoder.decode(gw.request_body(b"x") * 2)
     assert decoder.report() == "a message is left to protobuf: its body is unusual"
-    decoder.decode(gw.request_headers({"x": ""}))
+    decoder.decode(gw.request_headers({"é": "x"}))
     assert decoder.report() is None
     assert decoder.fallbacks[Unscanned.HEADERS] == 1
 

@@ -7,9 +7,11 @@ a history that some have sent before, a question that nobody has asked. Transpor
 
 import json
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from io import StringIO
 from random import Random
+from typing import TypeAlias
 
 import structlog
 from envoy.config.core.v3.base_pb2 import HeaderMap, HeaderValue
@@ -26,11 +28,13 @@ from bench.timing import best_us
 from epp.configuration.build import build_settings, default_config, plugin_tables
 from epp.core.decision.scheduler import Decision, Scheduler
 from epp.core.knowledge.inflight import Outcome
+from epp.core.prompt.blocks import KnownSegments, hash_blocks
 from epp.core.prompt.request import InferenceRequest
 from epp.core.protocol.messages import Event
 from epp.core.protocol.session import Gateway, Observer, Session, SessionSettings
 from epp.core.types import ApiKind, Endpoint, EndpointMetrics, Refusal
 from epp.shell.gateway.codec import decode, encode
+from epp.shell.gateway.wire import Decoder
 from epp.shell.operators.debug_pages import RecentDecisions
 from epp.shell.operators.logs import DecisionLog
 from epp.shell.operators.observation import Observation
@@ -39,6 +43,8 @@ from epp.shell.operators.telemetry import Telemetry
 BLOCK_BYTES = 256
 POD_BLOCKS = 27_214
 """16-token blocks of the KV cache of an 8B model on an 80 GB card."""
+_HASHING = {"seed": 1, "block_bytes": BLOCK_BYTES, "blocks_max": 2_048}
+_Hash: TypeAlias = Callable[..., bytes]
 BATCH = 100
 """Decisions, of which the sampled log shows one."""
 
@@ -188,6 +194,7 @@ class Decisions:
         self._observer = observer
         self._batch = batch
         self._settings = SessionSettings()
+        self._decode = Decoder().decode
         self._gateway = Gateway()
         self._gateway.sends_response_headers = True
         self._open: list[Session] = []
@@ -205,8 +212,8 @@ class Decisions:
         self._pool.scrape()
         for _ in range(self._batch):
             session = self.new_session()
-            session.receive(decode(headers_message()), self._pool.now)
-            yield session, [decode(message) for message in body_messages(self._chats.body())]
+            session.receive(self._decode(headers_message()), self._pool.now)
+            yield session, [self._decode(message) for message in body_messages(self._chats.body())]
 
     def messages(self) -> Iterator[list[bytes]]:
         """All messages of the request phase."""
@@ -225,7 +232,7 @@ class Decisions:
         """The whole request phase of a stream, from bytes to bytes, and its end."""
         session = self.new_session()
         for message in messages:
-            for answer in session.receive(decode(message), self._pool.now):
+            for answer in session.receive(self._decode(message), self._pool.now):
                 encode(answer)
 
     def close(self) -> None:
@@ -293,6 +300,50 @@ def schedule_us(endpoints: int, blocks: int) -> float:
     )
 
 
+def hash_rows() -> list[tuple[str, str]]:
+    """The chain of a 450 KB prompt: without memory, of one that is new, of one that came before."""
+    random = Random("bench:hashes")
+    known = KnownSegments(secret=1)
+    again = random.randbytes(450_000)
+    known.hash_blocks(again, **_HASHING)
+
+    def new() -> Iterator[bytes]:
+        for _ in range(10):
+            yield random.randbytes(450_000)
+
+    ways: tuple[tuple[str, _Hash, Callable[[], Iterable[bytes]]], ...] = (
+        ("no memory of segments", hash_blocks, new),
+        ("all segments new", KnownSegments(secret=1).hash_blocks, new),
+        ("all segments known", known.hash_blocks, lambda: [again] * 10),
+    )
+    return [
+        (f"hash a 450 KB prompt, {what}", f"{best_us(partial(hashed, **_HASHING), prompts):.1f} µs")
+        for what, hashed, prompts in ways
+    ]
+
+
+def decode_rows() -> list[tuple[str, str]]:
+    """Messages of a gateway to events: by protobuf, and as they are read."""
+    more = {f"x-client-{number}": f"value-{number}" * number for number in range(9)}
+    messages = {
+        "11 request headers": headers_message(),
+        "20 request headers": headers_message(_HEADERS | more),
+        "8 KB body": body_messages(b"x" * 8_000)[0],
+        "150 B of a response": _response_piece(150),
+        "62 KB of a response": _response_piece(62_000),
+    }
+    rows = []
+    for what, message in messages.items():
+        for how, read in (("protobuf", decode), ("scan", Decoder().decode)):
+            took_us = best_us(read, lambda message=message: [message] * 300)
+            rows.append((f"read {what}, {how}", f"{took_us:.2f} µs"))
+    return rows
+
+
+def _response_piece(size_bytes: int) -> bytes:
+    return ProcessingRequest(response_body=HttpBody(body=b"x" * size_bytes)).SerializeToString()
+
+
 def run() -> list[tuple[str, str]]:
     """Rows (what, how much) for the table of `make bench`."""
     costs_us = {
@@ -312,7 +363,7 @@ def run() -> list[tuple[str, str]]:
         for (endpoints, blocks), cost_us in costs_us.items()
         if endpoints == 1_000
     ]
-    return rows + chat_rows()
+    return rows + decode_rows() + hash_rows() + chat_rows()
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ from epp.core.knowledge.inflight import Outcome
 from epp.core.prompt.request import InferenceRequest
 from epp.core.protocol.budget import BodyBudget
 from epp.core.types import ApiKind
+from epp.shell.files.pressure import MemoryPressure
 from epp.shell.operators.metrics_server import encode_in_slices
 from epp.shell.operators.snapshot import pool_snapshot
 from epp.shell.operators.telemetry import Telemetry
@@ -31,7 +32,8 @@ def exported(models: int, endpoints: int) -> tuple[CollectorRegistry, Telemetry]
     registry = CollectorRegistry()
     bodies = BodyBudget(0)
     telemetry = Telemetry(
-        registry, lambda: pool_snapshot(scheduler, "pool", bodies, None, pool.now)
+        registry,
+        lambda: pool_snapshot(scheduler, "pool", bodies, MemoryPressure(2**30), None, pool.now),
     )
     telemetry.endpoints_replaced([endpoint for _, endpoint in scheduler.pool.endpoints()])
     for number in range(max(models, 2 * endpoints)):

@@ -36,6 +36,7 @@ from epp.shell.gateway.ext_proc import ExtProc
 from epp.shell.gateway.health import Health
 from epp.shell.gateway.service import GatewayService
 from epp.shell.gateway.sessions import Sessions
+from epp.shell.gateway.wire import Decoder
 from epp.shell.kubernetes.api_errors import KubeConfigError
 from epp.shell.operators.bearer_token import BearerToken
 from epp.shell.operators.debug_pages import PAGES, DebugPages, RecentDecisions
@@ -197,11 +198,13 @@ class EndpointPicker:
             self.bodies,
             seed=seed,
         )
+        self.decoder = Decoder()
         self.ext_proc = ExtProc(
             self.sessions.open,
             self.observation,
             streams_max=flags.concurrent_streams_max,
             request_timeout_s=flags.request_timeout,
+            decoder=self.decoder,
         )
         self.health = Health()
         self._gateway = GatewayService(
@@ -509,6 +512,7 @@ class EndpointPicker:
             self.pressure,
             cluster,
             time.monotonic(),
+            messages=self.decoder.paths(),
         )
 
 

@@ -23,13 +23,14 @@ from epp.plugins import PICKERS, SCORERS
 from epp.shell.engines.exposition import PageReader
 from epp.shell.gateway.grpcio import GrpcioServer
 from epp.shell.gateway.sessions import Sessions
+from epp.shell.gateway.wire import Decoder
 from epp.shell.kubernetes.list_watch import ListWatch
 from epp.shell.operators.debug_pages import RecentDecisions
 from epp.shell.operators.logs import DecisionLog
 from epp.shell.operators.telemetry import PoolCollector, Telemetry
 
 STREAM = {
-    "decode": (epp.shell.gateway.ext_proc, "decode"),
+    "decode": (Decoder, "decode"),
     "encode": (epp.shell.gateway.ext_proc, "encode"),
     "open": (Sessions, "open"),
     "receive": (Session, "receive"),

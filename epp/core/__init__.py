@@ -4,7 +4,7 @@ The life of one request, a row a step:
 
 | step                         | function                                      | module                                             |
 | ---------------------------- | --------------------------------------------- | -------------------------------------------------- |
-| protobuf message to event    | `decode`                                      | `shell/gateway/codec`                              |
+| protobuf message to event    | `Decoder.decode`                              | `shell/gateway/wire`                               |
 | phases, buffering, limits    | `Session.receive`                             | `core/protocol/session`                            |
 | what would decoding cost     | `admit`                                       | `core/prompt/outline`                              |
 | bytes to request             | `parse_request`                               | `core/prompt/parse`                                |

@@ -22,6 +22,7 @@ from epp.core.knowledge.inflight import Ending, InflightLedger, Lease, Outcome
 from epp.core.knowledge.load_report import read_load_report
 from epp.core.knowledge.pool import EndpointPool, Standing
 from epp.core.knowledge.saturation import UtilizationDetector
+from epp.core.prompt.blocks import KnownSegments
 from epp.core.prompt.request import InferenceRequest
 from epp.core.session_tokens import NO_TOKENS, SessionTokens
 from epp.core.types import Endpoint, EndpointMetrics, Refusal, RefusalReason, Seconds
@@ -113,6 +114,8 @@ class Scheduler:
         self.load_reports_unread = 0
         """They were malformed, or their endpoint was never scraped or has restarted."""
         self._random = Random(f"{seed}:picker")  # noqa: S311  dice, not secrets
+        secret = Random(f"{seed}:segments").getrandbits(64)  # noqa: S311  routing alone rests on it
+        self.segments = KnownSegments(secret=secret)
         self._read_profile()
 
     def __repr__(self) -> str:
@@ -141,6 +144,7 @@ class Scheduler:
 
     def schedule(self, request: InferenceRequest, now: Seconds) -> Decision | Refusal:
         """Choose an endpoint for `request` and assume from now on that it goes there."""
+        request.segments = self.segments
         request.session_tokens = self.settings.session_tokens
         slots = self.pool.ready(request.subset, now)
         if not len(slots):

@@ -1,4 +1,7 @@
-"""Envoy's protobuf messages to session events, and answers to messages. Nothing else knows them."""
+"""Envoy's protobuf messages to session events, and answers to messages.
+
+Only `wire`, which reads the usual ones faster, knows them besides.
+"""
 
 import json
 from functools import lru_cache
@@ -62,6 +65,8 @@ SUBSET_CHARACTERS_MAX: Final = 64 * SUBSET_ENTRIES_MAX
 """Of a hint that is one string; the longest ip:port has 47 characters."""
 ROUTES_MAX: Final = 4_096
 """Serialised header answers that are kept: more than the endpoints of most pools."""
+CHUNK_LENGTHS_MAX: Final = 4_096
+"""Lengths of pieces of a body for which what is round them is kept."""
 
 _BODY_TAGS: Final = frozenset({4 << 3 | 2, 5 << 3 | 2})
 """Of `request_body` and `response_body` on the wire."""
@@ -97,20 +102,20 @@ def decode(message: bytes) -> Event:
             return RequestHeaders(
                 headers=_headers(request.request_headers.headers),
                 end_of_stream=request.request_headers.end_of_stream,
-                modes=_modes(request),
-                subset=_subset(request),
+                modes=modes_of(request),
+                subset=subset_of(request),
             )
         case "request_body":
             body = request.request_body
-            return RequestBody(body.body, body.end_of_stream, _subset(request))
+            return RequestBody(body.body, body.end_of_stream, subset_of(request))
         case "request_trailers":
-            return RequestTrailers(_subset(request))
+            return RequestTrailers(subset_of(request))
         case "response_headers":
             return ResponseHeaders(
                 headers=_headers(request.response_headers.headers),
                 end_of_stream=request.response_headers.end_of_stream,
-                modes=_modes(request),
-                served=_served(request),
+                modes=modes_of(request),
+                served=served_of(request),
             )
         case "response_body":
             return ResponseBody(request.response_body.body, request.response_body.end_of_stream)
@@ -122,7 +127,14 @@ def decode(message: bytes) -> Event:
 
 def encode(answer: Answer) -> bytes:
     """Write the answer as one serialised ProcessingResponse."""
+    # Pieces of bodies first: there are many to one of the others, and each case is tried in turn.
     match answer:
+        case ResponseBodyChunk(body, end_of_stream):
+            head, tail = _round_chunk(_RESPONSE_CHUNK, len(body), end_of_stream)
+            return b"".join((head, body, tail))
+        case RequestBodyChunk(body, end_of_stream):
+            head, tail = _round_chunk(_REQUEST_CHUNK, len(body), end_of_stream)
+            return b"".join((head, body, tail))
         case RequestHeadersAnswer(destination):
             return _REQUEST_HEADERS if destination is None else _routed_headers(destination)
         case RequestBodyAnswer(destination, body):
@@ -133,8 +145,6 @@ def encode(answer: Answer) -> bytes:
             if body is not None:
                 response.request_body.response.body_mutation.body = body
             return response.SerializeToString()  # type: ignore[no-any-return]
-        case RequestBodyChunk(body, end_of_stream):
-            return _chunk(_REQUEST_CHUNK, body, end_of_stream=end_of_stream)
         case RequestTrailersAnswer():
             return _REQUEST_TRAILERS
         case ResponseHeadersAnswer(set_headers):
@@ -144,8 +154,6 @@ def encode(answer: Answer) -> bytes:
             return _bytes(response_headers=HeadersResponse(response=common))
         case ResponseBodyAnswer():
             return _RESPONSE_BODY
-        case ResponseBodyChunk(body, end_of_stream):
-            return _chunk(_RESPONSE_CHUNK, body, end_of_stream=end_of_stream)
         case ResponseTrailersAnswer():
             return _RESPONSE_TRAILERS
         case ImmediateAnswer(refusal, headers):
@@ -201,7 +209,7 @@ def _headers(message: HeaderMap) -> dict[str, str]:
     }
 
 
-def _modes(request: ProcessingRequest) -> BodyModes | None:
+def modes_of(request: ProcessingRequest) -> BodyModes | None:
     if not request.HasField("protocol_config"):
         return None
     numbers = request.protocol_config.request_body_mode, request.protocol_config.response_body_mode
@@ -210,7 +218,7 @@ def _modes(request: ProcessingRequest) -> BodyModes | None:
     return BodyModes(request_mode, response_mode, unknown)
 
 
-def _subset(request: ProcessingRequest) -> tuple[str, ...] | None:
+def subset_of(request: ProcessingRequest) -> tuple[str, ...] | None:
     """The subset hint: a list of strings or one comma-separated string; malformed allows nobody."""
     if not request.HasField("metadata_context"):
         return None
@@ -244,7 +252,7 @@ def _addresses(value: Value) -> tuple[str, ...]:
     return tuple(part.strip() for part in parts if part.strip())
 
 
-def _served(request: ProcessingRequest) -> str:
+def served_of(request: ProcessingRequest) -> str:
     if not request.HasField("metadata_context"):
         return ""
     metadata = request.metadata_context.filter_metadata
@@ -289,25 +297,26 @@ def _routed_headers(destination: Destination) -> bytes:
     return response.SerializeToString()  # type: ignore[no-any-return]
 
 
-def _chunk(fields: tuple[bytes, ...], body: bytes | memoryview, *, end_of_stream: bool) -> bytes:
-    """One piece of a body: `fields` are the keys of the messages round it, the innermost first.
+@lru_cache(maxsize=CHUNK_LENGTHS_MAX)
+def _round_chunk(phase: bytes, length: int, end_of_stream: bool) -> tuple[bytes, bytes]:
+    """What precedes and follows a piece of a body that has `length` bytes; `phase` is its key.
 
-    Put together by hand because protobuf would copy a megabyte body three times on its way out.
+    Put together by hand because protobuf would copy a body three times on its way out, and kept
+    because tokens of an answer come in pieces of a few lengths.
     """
-    length = len(body)
     head = b""
     tail = _CHUNK_ENDS if end_of_stream else b""
     if length:
         head = _CHUNK_BODY + _varint(length)
-    for key in fields:
+    for key in (*_ROUND_CHUNK, phase):
         head = key + _varint(len(head) + length + len(tail)) + head
-    return b"".join((head, body, tail))
+    return head, tail
 
 
 def _varint(number: int) -> bytes:
     """Protobuf's integers below 2^21: seven bits a byte, the lowest first.
 
-    Without a loop: five to a piece of a body took a third of what it costs.
+    Without a loop: there are five to a piece of a body.
     """
     if number < 1 << 7:
         return bytes((number,))
@@ -336,14 +345,8 @@ _ROUND_CHUNK: Final = (
     _key(CommonResponse, "body_mutation", _LENGTH_DELIMITED),
     _key(BodyResponse, "response", _LENGTH_DELIMITED),
 )
-_REQUEST_CHUNK: Final = (
-    *_ROUND_CHUNK,
-    _key(ProcessingResponse, "request_body", _LENGTH_DELIMITED),
-)
-_RESPONSE_CHUNK: Final = (
-    *_ROUND_CHUNK,
-    _key(ProcessingResponse, "response_body", _LENGTH_DELIMITED),
-)
+_REQUEST_CHUNK: Final = _key(ProcessingResponse, "request_body", _LENGTH_DELIMITED)
+_RESPONSE_CHUNK: Final = _key(ProcessingResponse, "response_body", _LENGTH_DELIMITED)
 
 _REQUEST_HEADERS: Final = _bytes(request_headers=HeadersResponse())
 _REQUEST_BODY: Final = _bytes(request_body=BodyResponse())

@@ -13,7 +13,8 @@ from epp.core.protocol.messages import Answer, refusing
 from epp.core.protocol.session import Gateway, Session, StreamFailure
 from epp.core.types import Refusal, RefusalReason, Seconds
 from epp.shell.gateway.calls import DEFECT, OK, Call, Code, EndedCall, Opener, Status, Wire
-from epp.shell.gateway.codec import MalformedMessageError, decode, encode
+from epp.shell.gateway.codec import MalformedMessageError, encode
+from epp.shell.gateway.wire import Decoder
 
 SERVICE: Final = "envoy.service.ext_proc.v3.ExternalProcessor"
 PROCESS: Final = f"/{SERVICE}/Process"
@@ -67,6 +68,7 @@ class ExtProc:
         *,
         streams_max: int = STREAMS_MAX,
         request_timeout_s: Seconds = REQUEST_TIMEOUT_S,
+        decoder: Decoder | None = None,
     ) -> None:
         """Streams above `streams_max` are refused at their first message, which is not read.
 
@@ -77,6 +79,7 @@ class ExtProc:
         self.clock = clock
         self._streams_max = streams_max
         self._request_timeout_s = request_timeout_s
+        self.decoder = decoder or Decoder()
         overloaded = Refusal(
             reason=RefusalReason.OVERLOADED,
             status=503,
@@ -179,7 +182,8 @@ class _ExtProcCall:
     def receive(self, message: bytes) -> Iterable[bytes]:
         session = self.session
         try:
-            answers = session.receive(decode(message), self._service.clock())
+            service = self._service
+            answers = session.receive(service.decoder.decode(message), service.clock())
             encoded = self._encoded(answers)
         except MalformedMessageError as error:
             session.failed(StreamFailure.MALFORMED)
@@ -212,6 +216,9 @@ class _ExtProcCall:
             now = service.clock()
             service.observer.stream_closed(status.code.name, now - self.opened_at_s)
             self.session.closed(now)
+            news = service.decoder.report()
+            if news is not None:
+                _log.info(news)
         except Exception:  # noqa: BLE001  the boundary of a stream
             _log.exception("a stream was not closed")
             service.observer.stream_failed()

@@ -294,6 +294,13 @@ METRICS: Final[tuple[MetricSpec, ...]] = (
         ("index", "cause"),
         "counter",
     ),
+    _sampled(
+        "homing_prompt_segments_total",
+        "segments",
+        "Segments of 16 KB of long prompts: known, so that their blocks were not hashed, or new.",
+        ("result",),
+        "counter",
+    ),
     # Pool.
     _sampled(
         "homing_ready_endpoints",
@@ -500,6 +507,14 @@ METRICS: Final[tuple[MetricSpec, ...]] = (
         "Life of an ext_proc stream.",
         (),
         REQUEST_BUCKETS_S,
+    ),
+    _sampled(
+        "homing_extproc_messages_total",
+        "messages",
+        "Messages of gateways, by how they were read: scanned, or left to protobuf, which takes "
+        "longer, because something in them is unusual.",
+        ("path",),
+        "counter",
     ),
     MetricSpec(
         "homing_extproc_connections_cut_total",

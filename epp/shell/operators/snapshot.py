@@ -1,5 +1,7 @@
 """The scheduler's state -> what a page of metrics shows of it."""
 
+from collections.abc import Mapping
+
 import numpy as np
 
 from epp.core.decision.scheduler import Scheduler
@@ -20,8 +22,10 @@ def pool_snapshot(
     pressure: MemoryPressure,
     cluster: ClusterSnapshot | None,
     now: Seconds,
+    *,
+    messages: Mapping[str, int] | None = None,
 ) -> PoolSnapshot:
-    """To be read and dropped within one synchronous step."""
+    """To be read and dropped within one synchronous step. `messages` by how they were read."""
     pool = scheduler.pool
     slots = np.array([slot for slot, _ in pool.endpoints()], dtype=np.int64)
     return PoolSnapshot(
@@ -48,6 +52,8 @@ def pool_snapshot(
             "read": scheduler.load_reports,
             "unread": scheduler.load_reports_unread,
         },
+        messages=messages or {},
+        segments={"known": scheduler.segments.known, "new": scheduler.segments.new},
         plugin_errors=dict.fromkeys(scheduler.settings.plugin_names, 0)
         | {failing.name: failing.failures for failing in scheduler.failures},
         cluster=cluster,

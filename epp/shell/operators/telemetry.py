@@ -89,6 +89,10 @@ class PoolSnapshot(Struct, frozen=True, kw_only=True):
     memory_pressure: int = 0
     load_reports: Mapping[str, int] = field(default_factory=dict)
     """Result -> load reports in response headers."""
+    messages: Mapping[str, int] = field(default_factory=dict)
+    """Way in which messages of gateways were read -> how many."""
+    segments: Mapping[str, int] = field(default_factory=dict)
+    """Result ("known", "new") -> segments of long prompts."""
     plugin_errors: Mapping[str, int] = field(default_factory=dict)
     """Name of every plugin that is configured -> how often it failed."""
     cluster: ClusterSnapshot | None = None
@@ -705,6 +709,10 @@ def _add_pool(families: _Families, snapshot: PoolSnapshot) -> None:
     families["homing_memory_pressure"].add_metric([], snapshot.memory_pressure)
     for result, count in snapshot.load_reports.items():
         families["homing_load_reports_total"].add_metric([result], count)
+    for result, segments in snapshot.segments.items():
+        families["homing_prompt_segments_total"].add_metric([result], segments)
+    for path, messages in snapshot.messages.items():
+        families["homing_extproc_messages_total"].add_metric([path], messages)
     for suffix, column in (
         ("kv_cache_utilization", candidates.kv_cache_usage),
         ("queue_size", candidates.waiting_requests),

@@ -1,4 +1,6 @@
-from epp.core.decision.scheduler import Scheduler, SchedulerSettings
+from epp.core.decision.scheduler import Decision, Scheduler, SchedulerSettings
+from epp.core.prompt.blocks import SEGMENT_BYTES
+from epp.core.prompt.request import InferenceRequest
 from epp.core.protocol.budget import BodyBudget
 from epp.core.types import EndpointMetrics
 from epp.shell.files.pressure import MemoryPressure
@@ -15,7 +17,12 @@ def test_a_snapshot_counts_what_is_known_and_what_is_ready():
     scheduler.replace([endpoint(0), endpoint(1), endpoint(2, ready_after_s=60.0)], 1.0)
     bodies = BodyBudget(100)
     bodies.take(7)
-    shown = pool_snapshot(scheduler, "llama-pool", bodies, MemoryPressure(1_000), None, 1.0)
+    pressure = MemoryPressure(1_000)
+    shown = pool_snapshot(
+        scheduler, "llama-pool", bodies, pressure, None, 1.0, messages={"scan": 3}
+    )
+    assert shown.messages == {"scan": 3}
+    assert shown.segments == {"known": 0, "new": 0}
     assert (shown.held_body_bytes, shown.held_body_bytes_max) == (7, 100)
     assert shown.pool == "llama-pool"
     assert len(shown.candidates) == 3
@@ -25,6 +32,17 @@ def test_a_snapshot_counts_what_is_known_and_what_is_ready():
     assert (shown.memory_limit_bytes, shown.memory_pressure) == (1_000, 0)
     assert shown.load_reports == {"read": 0, "unread": 0}
     assert shown.cluster is None
+
+
+def test_a_snapshot_counts_what_is_known_of_long_prompts():
+    """The second turn of a conversation repeats the first one."""
+    scheduler = pods((0, 0.1), (3, 0.5))
+    turn = bytes(range(256)) * 300
+    for prompt in (turn, turn + b"x" * SEGMENT_BYTES):
+        request = InferenceRequest(request_id="r", model="m", prompts=(prompt,))
+        assert isinstance(scheduler.schedule(request, 0.0), Decision)
+    shown = pool_snapshot(scheduler, "", BodyBudget(1), MemoryPressure(1), None, 0.0)
+    assert shown.segments == {"known": 4, "new": 5}
 
 
 def test_who_is_gone_is_not_counted_as_ready():

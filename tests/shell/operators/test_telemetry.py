@@ -72,6 +72,8 @@ def snapshot(count=4, **fields):
                 evictions={"ttl": 4, "capacity": 5},
             )
         },
+        messages={"scan": 7, "protobuf": 2},
+        segments={"known": 5, "new": 6},
         plugin_errors={"queue-scorer": 0, "near-scorer": 3},
         memory_limit_bytes=2**30,
         memory_pressure=1,
@@ -611,6 +613,9 @@ def test_the_pool_is_read_when_the_page_is_made():
     assert exported("homing_per_endpoint_metrics_age_seconds", **place) == 2.0
     assert exported("homing_inflight_requests", **place) == 3
     assert exported("homing_inflight_tokens", **place) == 128
+    assert exported("homing_extproc_messages_total", path="scan") == 7
+    assert exported("homing_extproc_messages_total", path="protobuf") == 2
+    assert exported("homing_prompt_segments_total", result="known") == 5
     assert exported("homing_prefix_indexer_size", index="approx") == 12
     evicted = exported("homing_prefix_indexer_evictions_total", index="approx", cause="ttl")
     assert evicted == 4

@@ -418,7 +418,9 @@ class _Run:
             self._begin_those_due(now)
             for connection in self._connections:
                 connection.flush()
-            if all(connection.closed and not connection.streams for connection in self._connections):
+            if all(
+                connection.closed and not connection.streams for connection in self._connections
+            ):
                 break
             self._wait(now)
             now = time.monotonic()

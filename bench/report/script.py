@@ -71,9 +71,7 @@ def script(shape: Shape) -> Script:
     each = max(1, min(_TEMPLATES_MAX, _TEMPLATES_BYTES_MAX // shape.body_bytes))
     chats = Chats(shape.body_bytes, max(5, min(shape.body_bytes // 1_600, 288)))
     random = Random("report:nonces")
-    openings = tuple(
-        _opening(header, _marked(chats.body(), shape, random)) for _ in range(each)
-    )
+    openings = tuple(_opening(header, _marked(chats.body(), shape, random)) for _ in range(each))
     later = []
     if shape.response_headers or shape.response_chunks:
         later.append(_response_headers())

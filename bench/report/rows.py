@@ -6,7 +6,6 @@ from typing import Final
 from msgspec import Struct
 
 from bench.report import workloads
-from bench.report.accounting import Disturbance
 from bench.report.contestants import GO, homing, nothing
 from bench.report.measuring import Reading, Results, Sample, idle_name
 from bench.report.verdicts import Figure, Verdict, crosses, figure, judge, ratios
@@ -95,10 +94,9 @@ class _Rows:
         measure: str,
         seen: Callable[[str], Figure | None],
         aim_max: float | None,
-        samples: Sequence[Sample],
+        played: Sequence[Sample | Reading],
         *,
         floor: Callable[[str], Figure | None] = lambda _: None,
-        disturbances: Sequence[Disturbance] = (),
         judged: str = "",
         note: str = "",
     ) -> None:
@@ -109,10 +107,11 @@ class _Rows:
         verdict, reason = None, ""
         if aim_max is not None:
             told = figures.get(judged)
+            samples = [each for each in played if isinstance(each, Sample)]
             verdict = judge(
                 told,
                 aim_max,
-                disturbances=[*disturbances, *(each.disturbance for each in samples)],
+                disturbances=[each.disturbance for each in played],
                 generator_shares=[each.generator_share for each in samples],
             )
             failed = sum(
@@ -231,8 +230,7 @@ class _Rows:
                 measure,
                 lambda each: _read(read, homing(each)),
                 aim_max,
-                (),
-                disturbances=[each.disturbance for each in read],
+                read,
                 note=read[-1].note,
             )
 
@@ -248,7 +246,8 @@ def _worst(samples: Sequence[Sample]) -> Figure | None:
 
 def tail(p50_ms: float, p99_ms: float, alone_p50_ms: float) -> float:
     """How long the slow ones wait, as a ratio. Where nothing keeps up all wait alike, so p50 counts
-    too, in units of what a request takes that meets no other."""
+    too, in units of what a request takes that meets no other.
+    """
     return max(p99_ms / p50_ms, p50_ms / alone_p50_ms)
 
 

@@ -75,8 +75,10 @@ def script(shape: Shape) -> Script:
     later = []
     if shape.response_headers or shape.response_chunks:
         later.append(_response_headers())
-    for number in range(shape.response_chunks):
-        later.append(_response_chunk(number, last=number == shape.response_chunks - 1))
+    later.extend(
+        _response_chunk(number, last=number == shape.response_chunks - 1)
+        for number in range(shape.response_chunks)
+    )
     return Script(openings=openings, later=tuple(grpc_message(each) for each in later))
 
 

@@ -28,6 +28,16 @@ PLOT: Final = "report.svg"
 NONE: Final = "-"
 
 
+_INTRODUCTION: Final = """\
+Medians of rounds, in brackets the least and the greatest. G is the CPU of a Go gRPC server that
+decodes the JSON of each body and does nothing else, with the same messages, in the same rounds.
+Ratios may be compared between machines, times may not. `bench/README.md` tells how each number is
+made."""
+_ABOUT_GENERATOR: Final = """\
+Its CPU a request, the most of its core that it used in a round, and how late it began requests that
+were due."""
+
+
 def to_json(reported: Reported, machine: Mapping[str, object]) -> bytes:
     """Everything, each round of it."""
     document: dict[str, Any] = {
@@ -48,10 +58,7 @@ def to_markdown(reported: Reported, machine: Mapping[str, object]) -> str:
     parts = [
         "# Performance report",
         ", ".join(f"{name} {value}" for name, value in machine.items()) + ".",
-        "Medians of rounds, in brackets the least and the greatest. G is the CPU of a Go gRPC "
-        "server that decodes the JSON of each body and does nothing else, with the same messages, "
-        "in the same rounds. Ratios may be compared between machines, times may not. "
-        "`bench/README.md` tells how each number is made.",
+        _INTRODUCTION,
         *results.missing,
         _noise(reported),
         "## Aims",
@@ -63,8 +70,7 @@ def to_markdown(reported: Reported, machine: Mapping[str, object]) -> str:
         "## Pick, from when a request was due, ms",
         _latency(results.samples),
         "## The generator",
-        "Its CPU a request, the most of its core that it used in a round, and how late it began "
-        "requests that were due.",
+        _ABOUT_GENERATOR,
         _generator(results.samples),
     ]
     return "\n\n".join(part for part in parts if part) + "\n"

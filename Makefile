@@ -38,7 +38,7 @@ fmt: $(STAMP)         ## format and fix what can be fixed
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-bench: $(STAMP)       ## the figures of the README; the last one takes 12 minutes
+bench: $(STAMP)       ## the performance report: bench-report/report.md, at most fifteen minutes
 	@$(BIN)/python -m bench
 
 attack: $(STAMP)      ## attack the picker, alone and behind a real Envoy, five minutes
@@ -59,7 +59,7 @@ apiserver: $(STAMP)   ## build kube-apiserver and etcd for the tests that need t
 	@$(BIN)/python -m tests.apiserver.binaries
 
 clean:                ## remove what was made, .venv too
-	rm -rf .venv .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache .coverage .coverage.* demo
+	rm -rf .venv .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache .coverage .coverage.* demo bench-report
 
 $(STAMP): lock/dev.txt pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit("Homing needs Python 3.11 or newer, found " + sys.version.split()[0])'

@@ -1,7 +1,8 @@
-"""`python -m bench [NAME...] [--json FILE]`: run the benchmarks and print one table.
+"""`python -m bench`: the performance report. `python -m bench NAME...`: rows of single parts.
 
-Each module NAME of this folder gives rows (what, how much). `bench/timing.py` tells how times are
-taken.
+The report plays whole requests against `epp serve` and against servers that do nothing
+(`bench/report`). Each module NAME of this folder gives rows (what, how much) instead;
+`bench/timing.py` tells how their times are taken. README.md beside this file tells what is what.
 """
 
 import argparse
@@ -9,9 +10,15 @@ import json
 import os
 import platform
 import sys
+from collections.abc import Sequence
 from importlib import import_module
 from pathlib import Path
 
+from bench.report.command import FOLDER, QUICK_ROUNDS, QUICK_SHARE, report
+from bench.report.contestants import ContestantError
+from bench.report.measuring import Plan
+from bench.report.verdicts import ROUNDS_MIN
+from bench.report.workloads import NAMES as WORKLOADS
 from bench.timing import BATCHES
 
 NAMES = (
@@ -49,25 +56,49 @@ def machine() -> dict[str, object]:
 
 
 def main(arguments: list[str]) -> int:
-    """Print the rows as they come; 0."""
+    """0; of the report 1 if a server did not come up, 3 if the machine was busy."""
     parser = argparse.ArgumentParser(prog="python -m bench", description=__doc__)
-    parser.add_argument("names", nargs="*", metavar="NAME", help=", ".join(NAMES))
+    parser.add_argument("names", nargs="*", metavar="NAME", help=", ".join(("all", *NAMES)))
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the rows to FILE")
+    parser.add_argument("--quick", action="store_true", help="the report in two short rounds")
+    parser.add_argument("--rounds", type=int, metavar="N", help="of the report, 5")
+    parser.add_argument("--only", metavar="NAMES", help="workloads: " + ",".join(WORKLOADS))
+    parser.add_argument("--out", type=Path, default=FOLDER, metavar="DIR", help="of the report")
     options = parser.parse_args(arguments)
-    unknown = sorted(set(options.names) - set(NAMES))
+    names = NAMES if options.names == ["all"] else options.names
+    unknown = sorted(set(names) - set(NAMES))
     if unknown:
         parser.error(f"no benchmark {unknown[0]!r}, expected one of {', '.join(NAMES)}")
+    if names:
+        return _print_rows(names, options.json)
+    only = tuple(options.only.split(",")) if options.only else WORKLOADS
+    if set(only) - set(WORKLOADS) or (options.rounds is not None and options.rounds < 1):
+        parser.error(f"expected of --only some of {','.join(WORKLOADS)}, of --rounds 1 or more")
+    plan = Plan(
+        rounds=options.rounds or (QUICK_ROUNDS if options.quick else ROUNDS_MIN),
+        duration_share=QUICK_SHARE if options.quick else 1.0,
+        names=only,
+    )
+    try:
+        return report(plan, options.out, machine() | {"rounds": plan.rounds})
+    except ContestantError as error:
+        print(error, file=sys.stderr)
+        return 1
+
+
+def _print_rows(names: Sequence[str], json_file: Path | None) -> int:
+    """As they come."""
     where = machine() | {"times": f"CPU time, the best of {BATCHES} batches"}
     print(", ".join(f"{name} {value}" for name, value in where.items()))
     results: dict[str, dict[str, str]] = {}
-    for name in options.names or NAMES:
+    for name in names:
         print(f"\n{name}")
         results[name] = {}
         for what, figure in import_module(f"bench.{name}").run():
             results[name][what] = figure
             print(f"  {what:{_WIDTH}} {figure}", flush=True)
-    if options.json is not None:
-        options.json.write_text(json.dumps({"machine": where, "results": results}, indent=1) + "\n")
+    if json_file is not None:
+        json_file.write_text(json.dumps({"machine": where, "results": results}, indent=1) + "\n")
     return 0
 
 

@@ -1,0 +1,112 @@
+"""What the operating system says: CPU and memory of processes, and how busy the whole machine was.
+
+CPU is the kernel's count of a process with all of its threads, those that have ended too, in
+nanoseconds. What others did is what the machine did less what was ours; of the machine `/proc/stat`
+tells hundredths of a second.
+"""
+
+import os
+import time
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Final
+
+from msgspec import Struct
+
+_PROC: Final = Path("/proc")
+_TICKS_PER_S: Final = os.sysconf("SC_CLK_TCK")
+_SCHEDULED: Final = 2
+
+
+def process_cpu_s(pid: int) -> float:
+    """CPU seconds of `pid`; raises `OSError` if it has ended."""
+    # What clock_getcpuclockid(3) gives: the number of a clock that counts this process.
+    return time.clock_gettime(~pid << 3 | _SCHEDULED)
+
+
+def session(leader: int) -> list[int]:
+    """Processes of the session that `leader` began, itself included."""
+    found = []
+    for entry in _PROC.iterdir():
+        if entry.name.isdigit():
+            try:
+                told = (entry / "stat").read_text()
+            except OSError:
+                continue
+            if session_of(told) == leader:
+                found.append(int(entry.name))
+    return found
+
+
+def session_of(stat: str) -> int:
+    """From the text of `/proc/PID/stat`. The command's name is in brackets and may hold anything."""
+    return int(stat.rpartition(")")[2].split()[3])
+
+
+def session_cpu_s(leader: int) -> float:
+    """CPU seconds of all processes of a session that live."""
+    return sum(process_cpu_s(pid) for pid in session(leader))
+
+
+class Machine(Struct, frozen=True):
+    """CPU seconds of all cores since the machine began."""
+
+    busy_s: float
+    stolen_s: float
+    """By other guests of the same host."""
+
+    @classmethod
+    def now(cls) -> "Machine":
+        return cls.read((_PROC / "stat").read_text())
+
+    @classmethod
+    def read(cls, text: str) -> "Machine":
+        """From the text of `/proc/stat`."""
+        fields = [int(field) / _TICKS_PER_S for field in text.splitlines()[0].split()[1:]]
+        user, nice, system, _idle, _waiting, interrupts, soft, stolen = fields[:8]
+        return cls(user + nice + system + interrupts + soft, stolen)
+
+
+class Disturbance(Struct, frozen=True):
+    """What was not ours while something was measured, in cores."""
+
+    others_cores: float
+    stolen_cores: float
+
+
+class Watch:
+    """Notes what the machine and our processes have used so far; `passed` tells what others did."""
+
+    def __init__(self, ours: Iterable[int]) -> None:
+        self._ours = tuple(ours)
+        self._machine, self._ours_s, self._at_s = self._read()
+
+    def _read(self) -> tuple[Machine, float, float]:
+        used_s = sum(process_cpu_s(pid) for pid in self._ours)
+        return Machine.now(), used_s, time.monotonic()
+
+    def passed(self) -> Disturbance:
+        """Since it was made; every one of `ours` must have lived."""
+        machine, used_s, at_s = self._read()
+        passed_s = at_s - self._at_s
+        others_s = machine.busy_s - self._machine.busy_s - (used_s - self._ours_s)
+        return Disturbance(
+            others_cores=max(0.0, others_s / passed_s),
+            stolen_cores=(machine.stolen_s - self._machine.stolen_s) / passed_s,
+        )
+
+
+def memory_bytes(pid: int, name: str = "VmRSS") -> int:
+    """Resident set of `pid`; its greatest since `forget_peak` is VmHWM."""
+    return memory_of((_PROC / str(pid) / "status").read_text(), name)
+
+
+def memory_of(status: str, name: str) -> int:
+    """From the text of `/proc/PID/status`."""
+    (told,) = (line for line in status.splitlines() if line.startswith(f"{name}:"))
+    return int(told.split()[1]) * 1024
+
+
+def forget_peak(pid: int) -> None:
+    """The greatest resident set of `pid` is that of now."""
+    (_PROC / str(pid) / "clear_refs").write_text("5")

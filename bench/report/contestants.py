@@ -1,0 +1,219 @@
+"""The servers that are measured, each a process of its own on one core.
+
+Homing is `epp serve` as it is installed, on each of its transports. The others do nothing
+(`bench/servers`): their cost is the floor of a transport. The one in Go decodes the JSON of each
+body besides; it is built where there is a Go, into a cache outside the tree.
+"""
+
+import contextlib
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.request
+from collections.abc import Iterator, Mapping, Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Final
+
+from msgspec import Struct
+
+from bench.place import free_ports
+from bench.report.accounting import session_cpu_s
+from epp.configuration.flags import Transport
+
+ROOT: Final = Path(__file__).resolve().parents[2]
+GO_SOURCES: Final = ROOT / "bench" / "servers" / "go"
+GO: Final = "G"
+"""The reference: a Go server that decodes the JSON and does nothing else."""
+GO_ANYWHERE: Final = "G, any core"
+"""The same, free to run on every core: what Go takes for its own parallelism."""
+_READY_S_MAX: Final = 60.0
+_BUILD_S_MAX: Final = 900.0
+
+
+class ContestantError(Exception):
+    """Why a server is not there: one sentence."""
+
+
+class Contestant(Struct, frozen=True, kw_only=True):
+    """A server that listens."""
+
+    name: str
+    port: int
+    pid: int
+
+    def cpu_s(self) -> float:
+        """Of its whole session, so far."""
+        return session_cpu_s(self.pid)
+
+
+class Pool(Struct, frozen=True, kw_only=True):
+    """What Homing chooses from."""
+
+    endpoints: int = 100
+    pages_port: int | None = None
+    """Where the metrics pages of all of them are; None if they have none."""
+    refresh: str = "1s"
+    """Interval of scrapes; "" is the default."""
+
+
+def homing(transport: str) -> str:
+    """The name of Homing on `transport`."""
+    return f"Homing, {transport}"
+
+
+def nothing(transport: str) -> str:
+    """The name of the server on `transport` that does nothing."""
+    return f"nothing, {transport}"
+
+
+def transports() -> list[str]:
+    """Those that `epp serve` has."""
+    return [str(each) for each in Transport]
+
+
+def floors() -> tuple[dict[str, list[str]], list[str]]:
+    """Servers that do nothing: name -> command; and a sentence for each that there cannot be."""
+    python = [sys.executable, "-m"]
+    found, missing = {}, []
+    try:
+        found[GO] = [str(go_server(os.environ))]
+    except ContestantError as error:
+        missing.append(f"There is no G: {error}.")
+    found[nothing("grpcio")] = [*python, "bench.servers.on_grpcio"]
+    if find_spec("ngh2") is None:
+        missing.append("There is no server on ngh2 that does nothing: ngh2 is not installed.")
+    else:
+        found[nothing("ngh2")] = [*python, "bench.servers.on_ngh2"]
+    return found, missing
+
+
+def go_server(environment: Mapping[str, str]) -> Path:
+    """The Go server, built if its sources have changed. Raises `ContestantError`."""
+    caches = environment.get("XDG_CACHE_HOME") or Path(environment.get("HOME", "~"), ".cache")
+    folder = Path(caches).expanduser() / "homing" / f"bench-servers-{_pinned()}"
+    built = folder / "server"
+    newest = max(file.stat().st_mtime for file in GO_SOURCES.iterdir())
+    if os.access(built, os.X_OK) and built.stat().st_mtime >= newest:
+        return built
+    go = shutil.which("go", path=environment.get("PATH"))
+    if go is None:
+        raise ContestantError("there is no go on PATH")
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder) as scratch:
+        ready = Path(scratch, "server")
+        try:
+            subprocess.run(
+                [go, "build", "-p", "2", "-trimpath", "-ldflags", "-s -w", "-o", str(ready), "."],
+                cwd=GO_SOURCES,
+                env={**environment, "CGO_ENABLED": "0"},
+                check=True,
+                capture_output=True,
+                text=True,
+                timeout=_BUILD_S_MAX,
+            )
+        except subprocess.TimeoutExpired:
+            raise ContestantError(f"go build took more than {_BUILD_S_MAX:.0f} s") from None
+        except subprocess.CalledProcessError as error:
+            last = (error.stderr.strip().splitlines() or ["no output"])[-1]
+            raise ContestantError(f"go build failed: {last}") from error
+        ready.rename(built)
+    return built
+
+
+def _pinned() -> str:
+    """The version of grpc-go that go.mod asks for."""
+    text = (GO_SOURCES / "go.mod").read_text(encoding="utf-8")
+    (version,) = re.findall(r"^\tgoogle\.golang\.org/grpc (v\S+)", text, re.MULTILINE)
+    return f"grpc-{version}"
+
+
+@contextlib.contextmanager
+def doing_nothing(name: str, command: Sequence[str], core: frozenset[int]) -> Iterator[Contestant]:
+    """One of `floors`, inside."""
+    with _process(command, core, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        line = process.stdout.readline()
+        if not line:
+            raise ContestantError(f"{name} ended before it listened")
+        yield Contestant(name=name, port=int(line), pid=process.pid)
+
+
+@contextlib.contextmanager
+def serving_homing(
+    transport: str, pool: Pool, folder: Path, core: frozenset[int], name: str = ""
+) -> Iterator[Contestant]:
+    """`epp serve` with its endpoints ready, inside."""
+    grpc, health, metrics = free_ports(3)
+    file = folder / f"endpoints-{grpc}.json"
+    file.write_text(json.dumps({"endpoints": _endpoints(pool)}))
+    command = [
+        *(sys.executable, "-m", "epp", "serve", "--secure-serving=false", "--seed=1"),
+        *(f"--transport={transport}", f"--endpoints-file={file}"),
+        *(f"--grpc-port={grpc}", f"--grpc-health-port={health}", f"--metrics-port={metrics}"),
+        *([f"--refresh-metrics-interval={pool.refresh}"] if pool.refresh else []),
+    ]
+    log = folder / f"homing-{grpc}.log"
+    with log.open("wb") as out, _process(command, core, stdout=out) as process:
+        _until_ready(process, metrics, pool.endpoints, log)
+        yield Contestant(name=name or homing(transport), port=grpc, pid=process.pid)
+
+
+def _endpoints(pool: Pool) -> list[dict[str, object]]:
+    metrics = {"port": pool.pages_port} if pool.pages_port else False
+    return [
+        {"name": f"pod-{n}", "address": "127.0.0.1", "port": 20_000 + n, "metrics": metrics}
+        for n in range(pool.endpoints)
+    ]
+
+
+@contextlib.contextmanager
+def _process(
+    command: Sequence[str], core: frozenset[int], *, stdout: object
+) -> Iterator[subprocess.Popen[str]]:
+    """On one core from its first moment on, in a session of its own; gone afterwards."""
+    allowed = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, core)
+    try:
+        process = subprocess.Popen(
+            command,
+            cwd=ROOT,
+            stdout=stdout,  # type: ignore[call-overload]
+            stderr=None if stdout == subprocess.PIPE else subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+        )
+    finally:
+        os.sched_setaffinity(0, allowed)
+    try:
+        yield process
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        if process.stdout is not None:
+            process.stdout.close()
+
+
+def _until_ready(
+    process: subprocess.Popen[str], metrics_port: int, endpoints: int, log: Path
+) -> None:
+    url = f"http://127.0.0.1:{metrics_port}/debug/endpoints?format=json"
+    give_up_s = time.monotonic() + _READY_S_MAX
+    while time.monotonic() < give_up_s:
+        if process.poll() is not None:
+            break
+        with contextlib.suppress(OSError):
+            with urllib.request.urlopen(url, timeout=5.0) as response:
+                states = [row["state"] for row in json.load(response)["endpoints"]]
+            if states == ["ready"] * endpoints:
+                return
+        time.sleep(0.1)
+    last = (log.read_text(errors="replace").strip().splitlines() or ["nothing was logged"])[-1]
+    raise ContestantError(f"Homing did not become ready: {last[-300:]}")

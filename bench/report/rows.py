@@ -1,0 +1,275 @@
+"""Results to rows: for each aim what was seen, on which floor, and the verdict."""
+
+from collections.abc import Callable, Sequence
+from typing import Final
+
+from msgspec import Struct
+
+from bench.report import workloads
+from bench.report.contestants import GO, homing, nothing
+from bench.report.measuring import Reading, Results, Sample, idle_name
+from bench.report.verdicts import Figure, Verdict, crosses, figure, judge, ratios
+from bench.report.workloads import Workload
+
+LEAN: Final = "ngh2"
+
+
+class Row(Struct, frozen=True, kw_only=True):
+    """One aim of one workload."""
+
+    title: str
+    measure: str
+    seen: dict[str, Figure]
+    """Of each transport of Homing."""
+    floor: dict[str, Figure]
+    """Of the server on the same transport that does nothing."""
+    aim_max: float | None
+    judged: str
+    """The transport that the verdict is about."""
+    verdict: Verdict | None
+    reason: str
+
+
+class Reported(Struct, frozen=True):
+    """What the writers are given."""
+
+    results: Results
+    rows: list[Row]
+    transports: list[str]
+
+    @property
+    def was_busy(self) -> bool:
+        return any(row.verdict is Verdict.BUSY for row in self.rows)
+
+
+def rows(results: Results, transports: Sequence[str]) -> list[Row]:
+    """In the order of the aims; those of workloads that were not played are left out."""
+    made = _Rows(results, transports)
+    for load in workloads.LOADS:
+        made.add_load(load)
+        if load is workloads.REQUEST:
+            made.add_lean_against_grpcio()
+        if load is workloads.LARGE:
+            made.add_readings(
+                "memory",
+                "4.5 MB, one at a time",
+                "memory above an idle picker, in bodies",
+                workloads.MEMORY_IN_BODIES_MAX,
+            )
+    made.add_endpoints()
+    for refresh, aim_max in workloads.IDLE_CORES_MAX.items():
+        scraped = "every 200 ms" if refresh else "at the default interval"
+        title = f"idle, 100 pods {scraped}, pages of 60 KB"
+        made.add_readings(idle_name(refresh), title, "cores", aim_max)
+    return made.rows
+
+
+class _Rows:
+    def __init__(self, results: Results, transports: Sequence[str]) -> None:
+        self._results = results
+        self._transports = transports
+        self._lean = LEAN if LEAN in transports else transports[0]
+        self.rows: list[Row] = []
+
+    def _samples(self, workload: str, contestant: str) -> list[Sample]:
+        return [
+            each
+            for each in self._results.samples
+            if each.workload == workload and each.contestant == contestant
+        ]
+
+    def _cpu(self, workload: str, contestant: str) -> dict[int, float]:
+        return {
+            each.round: each.cpu_us
+            for each in self._samples(workload, contestant)
+            if each.cpu_us is not None
+        }
+
+    def _against(self, workload: str, of: str, to: str) -> Figure | None:
+        return figure(ratios(self._cpu(workload, of), self._cpu(workload, to)))
+
+    def _add(
+        self,
+        title: str,
+        measure: str,
+        seen: Callable[[str], Figure | None],
+        aim_max: float | None,
+        played: Sequence[Sample | Reading],
+        *,
+        floor: Callable[[str], Figure | None] = lambda _: None,
+        judged: str = "",
+        note: str = "",
+    ) -> None:
+        named = [judged] if judged else self._transports
+        judged = judged or self._lean
+        figures = {each: told for each in named if (told := seen(each)) is not None}
+        floors = {each: told for each in named if (told := floor(each)) is not None}
+        verdict, reason = None, ""
+        if aim_max is not None:
+            told = figures.get(judged)
+            samples = [each for each in played if isinstance(each, Sample)]
+            verdict = judge(
+                told,
+                aim_max,
+                disturbances=[each.disturbance for each in played],
+                generator_shares=[each.generator_share for each in samples],
+            )
+            failed = sum(
+                sum(each.failed.values()) for each in samples if each.contestant == homing(judged)
+            )
+            reason = _reason(verdict, told, aim_max, floors.get(judged), judged)
+            if verdict is Verdict.MISSING:
+                reason = self._missing(judged)
+            if failed and measure != _FAILED:
+                verdict, reason = Verdict.NOT_MET, f"{failed:,} requests failed"
+        self.rows.append(
+            Row(
+                title=title,
+                measure=measure,
+                seen=figures,
+                floor=floors,
+                aim_max=aim_max,
+                judged=judged,
+                verdict=verdict,
+                reason="; ".join(part for part in (reason, note) if part),
+            )
+        )
+
+    def _missing(self, judged: str) -> str:
+        if judged not in self._transports:
+            return f"`epp serve` has no transport {judged}"
+        return " ".join(self._results.missing)
+
+    def add_load(self, load: Workload) -> None:
+        """A row for each of its aims."""
+        played = [each for each in self._results.samples if each.workload == load.name]
+        if not played:
+            return
+        name = load.name
+        if load.fails_never:
+            self._add(
+                load.title,
+                _FAILED,
+                # The worst round counts: an aim of none has no median.
+                lambda each: _worst(self._samples(name, homing(each))),
+                0.0,
+                played,
+                floor=lambda _: _worst(self._samples(name, GO)),
+            )
+        if load.tail_max is not None:
+            self._add(
+                load.title,
+                _TAIL,
+                lambda each: self._tail(name, homing(each)),
+                load.tail_max,
+                played,
+                floor=lambda _: self._tail(name, GO),
+            )
+        if load.floors:
+            self._add(
+                load.title,
+                "CPU a request, in units of G",
+                lambda each: self._against(name, homing(each), GO),
+                load.against_g_max,
+                played,
+                floor=lambda each: self._against(name, nothing(each), GO),
+            )
+
+    def _tail(self, workload: str, contestant: str) -> Figure | None:
+        alone = {
+            each.round: each.p50_ms for each in self._samples(workloads.ALONE.name, contestant)
+        }
+        return figure(
+            [
+                tail(each.p50_ms, each.p99_ms, alone[each.round])
+                for each in self._samples(workload, contestant)
+                if each.p50_ms and alone.get(each.round)
+            ]
+        )
+
+    def add_lean_against_grpcio(self) -> None:
+        """In the same rounds, on the same core."""
+        name = workloads.REQUEST.name
+        played = [each for each in self._results.samples if each.workload == name]
+        if not played:
+            return
+        self._add(
+            workloads.REQUEST.title,
+            "CPU a request, lean in units of grpcio",
+            lambda each: self._against(name, homing(each), homing("grpcio")),
+            workloads.LEAN_AGAINST_GRPCIO_MAX,
+            played,
+            floor=lambda each: self._against(name, nothing(each), nothing("grpcio")),
+            judged=LEAN,
+        )
+
+    def add_endpoints(self) -> None:
+        """A thousand against ten."""
+        played = [each for each in self._results.samples if each.workload == "endpoints"]
+        if not played:
+            return
+        few, many = workloads.ENDPOINTS
+        self._add(
+            f"8 KB, {many:,} endpoints against {few}",
+            f"CPU a request, in units of that at {few}",
+            lambda each: self._against(
+                "endpoints",
+                f"{homing(each)}, {many:,} endpoints",
+                f"{homing(each)}, {few:,} endpoints",
+            ),
+            workloads.ENDPOINTS_RATIO_MAX,
+            played,
+        )
+
+    def add_readings(self, name: str, title: str, measure: str, aim_max: float) -> None:
+        """Memory, or an idle picker."""
+        read = [each for each in self._results.readings if each.name == name]
+        if read:
+            self._add(
+                title,
+                measure,
+                lambda each: _read(read, homing(each)),
+                aim_max,
+                read,
+                note=read[-1].note,
+            )
+
+
+_FAILED: Final = "requests failed, in the worst round"
+_TAIL: Final = "p99 in units of p50, or p50 in units of that of a request alone if that is greater"
+
+
+def _worst(samples: Sequence[Sample]) -> Figure | None:
+    failed = figure([float(sum(each.failed.values())) for each in samples])
+    return failed and Figure(failed.high, failed.low, failed.high, failed.rounds)
+
+
+def tail(p50_ms: float, p99_ms: float, alone_p50_ms: float) -> float:
+    """How long the slow ones wait, as a ratio. Where nothing keeps up all wait alike, so p50 counts
+    too, in units of what a request takes that meets no other.
+    """
+    return max(p99_ms / p50_ms, p50_ms / alone_p50_ms)
+
+
+def _read(readings: Sequence[Reading], contestant: str) -> Figure | None:
+    return figure([each.value for each in readings if each.contestant == contestant])
+
+
+def _reason(
+    verdict: Verdict, seen: Figure | None, aim_max: float, floor: Figure | None, transport: str
+) -> str:
+    """Why an aim is not met, as far as the floor tells; and whether rounds disagreed."""
+    if seen is None or verdict not in {Verdict.MET, Verdict.NOT_MET}:
+        return ""
+    parts = []
+    if verdict is Verdict.NOT_MET and floor is not None:
+        if floor.median > aim_max:
+            parts.append(f"the floor of {transport} alone is {floor.median:.3g}")
+        else:
+            parts.append(
+                f"{transport} that does nothing takes {floor.median:.3g}, "
+                f"the other {seen.median - floor.median:.3g} is the picker's own work"
+            )
+    if crosses(seen, aim_max):
+        parts.append("rounds disagree")
+    return "; ".join(parts)

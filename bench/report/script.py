@@ -1,0 +1,175 @@
+"""What a gateway says on a stream, as bytes ready to be sent: the messages of one workload.
+
+Every prompt is different: in each body a number of `NONCE_DIGITS` digits stands where the question
+begins, or where the whole prompt begins if nothing is shared. What is before it is what chats share
+(`bench.decision.Chats`). A stream costs the generator a copy and two or three numbers written in.
+"""
+
+import struct
+from collections.abc import Iterator
+from itertools import count
+from random import Random
+from typing import Final
+
+from envoy.config.core.v3.base_pb2 import HeaderMap, HeaderValue
+from envoy.extensions.filters.http.ext_proc.v3.processing_mode_pb2 import ProcessingMode
+from envoy.service.ext_proc.v3.external_processor_pb2 import (
+    HttpBody,
+    HttpHeaders,
+    ProcessingRequest,
+    ProtocolConfiguration,
+)
+from msgspec import Struct
+
+from bench.decision import Chats, body_messages, headers_message
+from bench.raw_http2 import DATA, END_HEADERS, EXT_PROC, HEADERS, frame, grpc_message
+
+NONCE_DIGITS: Final = 16
+FRAME_BYTES_MAX: Final = 16_384
+"""What Envoy sends in a DATA frame, and the least that every peer takes."""
+_MARK: Final = b"#" * NONCE_DIGITS
+_TEMPLATES_BYTES_MAX: Final = 16 * 2**20
+_TEMPLATES_MAX: Final = 256
+
+
+class Shape(Struct, frozen=True, kw_only=True):
+    """What a request is made of."""
+
+    body_bytes: int
+    shares: bool = True
+    """Whether three quarters of a prompt may have been seen before."""
+    response_headers: bool = False
+    response_chunks: int = 0
+    """Chunks of a streamed response that pass through; they come after response headers."""
+
+
+class Opening(Struct, frozen=True, kw_only=True):
+    """Everything up to the end of the request's body, for any stream and any prompt."""
+
+    payload: bytes
+    """gRPC messages: headers and body."""
+    framed: bytes
+    """The same in frames, with the HEADERS frame before them."""
+    streams_at: tuple[int, ...]
+    """Where in `framed` a stream's number stands."""
+    nonce_at: tuple[tuple[int, int], ...]
+    """(where in `framed`, how many digits) for each part of the number."""
+    payload_nonce_at: int
+    body_bytes: int
+
+
+class Script(Struct, frozen=True, kw_only=True):
+    """A workload's streams. An element of `later` is sent when the one before it was answered."""
+
+    openings: tuple[Opening, ...]
+    later: tuple[bytes, ...]
+
+
+def script(shape: Shape) -> Script:
+    """What streams of `shape` say; the same in every process."""
+    header = headers_message() if not shape.response_chunks else _echoing_headers()
+    each = max(1, min(_TEMPLATES_MAX, _TEMPLATES_BYTES_MAX // shape.body_bytes))
+    chats = Chats(shape.body_bytes, max(5, min(shape.body_bytes // 1_600, 288)))
+    random = Random("report:nonces")
+    openings = tuple(_opening(header, _marked(chats.body(), shape, random)) for _ in range(each))
+    later = []
+    if shape.response_headers or shape.response_chunks:
+        later.append(_response_headers())
+    later.extend(
+        _response_chunk(number, last=number == shape.response_chunks - 1)
+        for number in range(shape.response_chunks)
+    )
+    return Script(openings=openings, later=tuple(grpc_message(each) for each in later))
+
+
+def nonces() -> Iterator[bytes]:
+    """Digits, no two alike in a process."""
+    return (b"%0*d" % (NONCE_DIGITS, number) for number in count(1))
+
+
+def _marked(body: bytes, shape: Shape, random: Random) -> bytes:
+    """With `_MARK` as the first thing that is new in the prompt."""
+    before = b'"content": "'
+    at = body.index(before) if not shape.shares else body.rindex(before)
+    at += len(before)
+    return body[:at] + _MARK + body[at:]
+
+
+def _opening(header: bytes, body: bytes) -> Opening:
+    payload = b"".join(map(grpc_message, [header, *body_messages(body)]))
+    framed = bytearray(frame(HEADERS, END_HEADERS, 0, EXT_PROC))
+    streams_at = [5]
+    marked_at = payload.index(_MARK)
+    nonce_at = []
+    for start in range(0, len(payload), FRAME_BYTES_MAX):
+        piece = payload[start : start + FRAME_BYTES_MAX]
+        streams_at.append(len(framed) + 5)
+        framed += frame(DATA, 0, 0, piece)
+        first = max(start, marked_at)
+        digits = min(start + len(piece), marked_at + NONCE_DIGITS) - first
+        if digits > 0:
+            nonce_at.append((len(framed) - len(piece) + first - start, digits))
+    return Opening(
+        payload=payload,
+        framed=bytes(framed),
+        streams_at=tuple(streams_at),
+        nonce_at=tuple(nonce_at),
+        payload_nonce_at=marked_at,
+        body_bytes=len(body),
+    )
+
+
+_NUMBER: Final = struct.Struct(">I")
+
+
+def framed(opening: Opening, stream: int, nonce: bytes) -> bytearray:
+    """`opening` of stream number `stream`, in one piece."""
+    made = bytearray(opening.framed)
+    for at in opening.streams_at:
+        _NUMBER.pack_into(made, at, stream)
+    taken = 0
+    for at, digits in opening.nonce_at:
+        made[at : at + digits] = nonce[taken : taken + digits]
+        taken += digits
+    return made
+
+
+def payload(opening: Opening, nonce: bytes) -> bytes:
+    """The gRPC messages of `opening` alone."""
+    at = opening.payload_nonce_at
+    return opening.payload[:at] + nonce + opening.payload[at + NONCE_DIGITS :]
+
+
+def _echoing_headers() -> bytes:
+    message = ProcessingRequest.FromString(headers_message())
+    message.protocol_config.CopyFrom(
+        ProtocolConfiguration(
+            request_body_mode=ProcessingMode.FULL_DUPLEX_STREAMED,
+            response_body_mode=ProcessingMode.FULL_DUPLEX_STREAMED,
+        )
+    )
+    return message.SerializeToString()
+
+
+def _response_headers() -> bytes:
+    headers = {":status": b"200", "content-type": b"text/event-stream", "server": b"uvicorn"}
+    return ProcessingRequest(
+        response_headers=HttpHeaders(
+            headers=HeaderMap(
+                headers=[HeaderValue(key=key, raw_value=value) for key, value in headers.items()]
+            )
+        )
+    ).SerializeToString()
+
+
+def _response_chunk(number: int, *, last: bool) -> bytes:
+    event = (
+        b'data: {"id":"chatcmpl-7c9e6679742540de944be07fc1f90ae7","object":"chat.completion.chunk",'
+        b'"created":1764000000,"model":"llama","choices":[{"index":0,"delta":{"content":" w%05d"},'
+        b'"logprobs":null,"finish_reason":null}]}\n\n' % number
+    )
+    if last:
+        event += b"data: [DONE]\n\n"
+    return ProcessingRequest(
+        response_body=HttpBody(body=event, end_of_stream=last)
+    ).SerializeToString()

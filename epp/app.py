@@ -191,6 +191,7 @@ class EndpointPicker:
                 trust_model_rewrite=flags.trust_model_rewrite_header,
                 parsers=self.live.parsers,
                 parse_response_usage=flags.parse_response_usage,
+                decline_response_bodies=flags.decline_response_bodies,
                 request_load_metrics=flags.request_load_metrics,
                 subset_filter=not flags.disable_endpoint_subset_filter,
             ),

@@ -140,6 +140,9 @@ class Told:
     def protocol_violated(self, phase, event):
         self.events.append(f"violated: {event} in {phase}")
 
+    def response_body_declined(self):
+        self.events.append("response body declined")
+
     def usage_unseen(self):
         self.events.append("usage unseen")
 

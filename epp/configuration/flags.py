@@ -115,6 +115,7 @@ class ServeFlags(Struct, frozen=True, kw_only=True):
     held_bodies_max_bytes: ByteCount | None = None
     trust_model_rewrite_header: bool = False
     parse_response_usage: bool = False
+    decline_response_bodies: bool = False
     lease_ttl_without_response_phase: Duration = Duration(60.0)
     drain_grace: Duration = Duration(5.0)
     drain_timeout: Duration = Duration(30.0)
@@ -271,6 +272,10 @@ SERVE_HELP: Final[Groups] = {
         ),
         "trust-model-rewrite-header": (
             "obey x-llm-d-model-name-rewrite; only where the gateway strips it from clients"
+        ),
+        "decline-response-bodies": (
+            "ask a gateway that streams response bodies not to show them, by a mode override, "
+            "which it must allow (`allow_mode_override` of Envoy)"
         ),
         "parse-response-usage": (
             "read response chunks for token usage and time to first token; the gateway must show "

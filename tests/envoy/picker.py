@@ -47,6 +47,7 @@ class Witness:
         self.outcomes: list[Outcome] = []
         self.violations: list[tuple[str, str]] = []
         self.streams_opened = 0
+        self.declined = 0
         self.connections_cut = 0
         self.stream_codes: list[str] = []
 
@@ -73,6 +74,9 @@ class Witness:
 
     def protocol_violated(self, phase: str, event: str) -> None:
         self.violations.append((phase, event))
+
+    def response_body_declined(self) -> None:
+        self.declined += 1
 
     def usage_unseen(self) -> None:
         pass

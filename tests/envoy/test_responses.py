@@ -4,7 +4,8 @@ import pytest
 
 from epp.configuration.flags import BodyMode
 from epp.core.knowledge.inflight import Ending
-from tests.envoy.rig import until
+from epp.core.protocol.session import SessionSettings
+from tests.envoy.rig import ext_proc, until
 from tests.envoy.upstream import large_body, sse_event, sse_stream
 
 pytestmark = pytest.mark.envoy
@@ -48,6 +49,28 @@ async def test_a_whole_response_arrives_byte_for_byte(mode, size_bytes, wire):
     async with wired.client.post(PATH, data=BODY, headers=headers) as response:
         assert await response.read() == large_body(size_bytes)
     await until(lambda: not wired.picker.open_leases, "the lease to be released")
+
+
+@pytest.mark.parametrize("allows", [True, False])
+@pytest.mark.parametrize("asked", [BodyMode.BUFFERED, BodyMode.NONE])
+async def test_a_gateway_that_allows_it_is_told_not_to_show_the_body(allows, asked, wire):
+    """By an answer to the response headers; the end of the response is seen all the same."""
+
+    def allow(document):
+        ext_proc(document)["allow_mode_override"] = allows
+
+    settings = SessionSettings(decline_response_bodies=True)
+    modes = {"request_body_mode": asked, "response_body_mode": BodyMode.STREAMED}
+    wired = await wire(**modes, settings=settings, edit=allow)
+    headers = {"x-test-events": str(EVENTS)}
+    async with wired.client.post(PATH, data=BODY, headers=headers) as response:
+        assert await response.read() == sse_stream(EVENTS)
+    await until(lambda: wired.picker.witness.outcomes, "the outcome")
+    (outcome,) = wired.picker.witness.outcomes
+    assert (outcome.ending, outcome.status) == (Ending.COMPLETE, 200)
+    assert wired.picker.witness.declined == 1
+    pieces = [answer for answer in wired.last_stream.answered if answer.response_body is not None]
+    assert (pieces == []) is allows
 
 
 async def test_a_bypassing_response_costs_no_message_and_its_end_is_seen_at_the_end(wire):

@@ -138,6 +138,8 @@ class RequestTrailersAnswer(Struct, frozen=True):
 
 class ResponseHeadersAnswer(Struct, frozen=True):
     set_headers: tuple[tuple[str, str], ...] = ()
+    without_body: bool = False
+    """The gateway need not show the body; it does all the same unless it allows an override."""
 
 
 class ResponseBodyAnswer(Struct, frozen=True):

@@ -97,6 +97,8 @@ class SessionSettings(Struct, frozen=True, kw_only=True):
     request_body_bytes_max: int = 32 * 1024 * 1024
     parsers: ParserSet = ALL_PARSERS
     parse_response_usage: bool = False
+    decline_response_bodies: bool = False
+    """Ask a gateway that streams response bodies not to: for those that allow a mode override."""
     subset_filter: bool = True
     priorities: Mapping[str, int] = field(default_factory=dict)
     """Name of an objective -> priority; below 0 may be shed."""
@@ -184,6 +186,10 @@ class Observer(Protocol):
         ...
 
     def protocol_violated(self, phase: str, event: str) -> None: ...
+    def response_body_declined(self) -> None:
+        """The gateway was asked not to show the body of a response."""
+        ...
+
     def usage_unseen(self) -> None:
         """Usage is to be read of a response whose body the gateway does not show."""
         ...
@@ -246,6 +252,8 @@ class Session:
         self._exchange = Exchange(0.0)
         self._usage_reader: UsageReader | None = None
         self._announced = False
+        self._declined = False
+        """The gateway was asked not to show the response body, and has not shown any of it."""
         self._request_ended = False
         self._completed = False
         self.finished = False
@@ -285,7 +293,7 @@ class Session:
         if self._exchange.decision is None or self._completed:
             return
         if self._exchange.status is not None:
-            shown = self._modes.response is not BodyMode.NONE
+            shown = self._modes.response is not BodyMode.NONE and not self._declined
             ending = Ending.CLIENT_LEFT if shown else Ending.COMPLETE
         elif self._gateway.sends_response_headers:
             ending = Ending.CLIENT_LEFT
@@ -440,10 +448,22 @@ class Session:
                 self._observer.usage_unseen()
         if event.end_of_stream:
             self._end_response(now)
-        return [ResponseHeadersAnswer(set_headers)]
+        self._declined = (
+            self._settings.decline_response_bodies
+            and self._usage_reader is None
+            # Measured on Envoy 1.40: one of the two in full duplex, and no override counts.
+            and self._modes.request not in _HOLDING
+            and self._modes.response is BodyMode.STREAMED
+            and not event.end_of_stream
+        )
+        if self._declined:
+            self._observer.response_body_declined()
+        return [ResponseHeadersAnswer(set_headers, self._declined)]
 
     def _response_body(self, event: ResponseBody, now: Seconds) -> list[Answer]:
         exchange = self._exchange
+        # The gateway does not let itself be told.
+        self._declined = False
         exchange.response_bytes += len(event.body)
         if exchange.first_output_at_s is None and event.body:
             exchange.first_output_at_s = now

@@ -8,6 +8,7 @@ from functools import lru_cache
 from typing import Any, Final, assert_never
 
 from envoy.config.core.v3.base_pb2 import HeaderMap, HeaderValue, HeaderValueOption
+from envoy.extensions.filters.http.ext_proc.v3.processing_mode_pb2 import ProcessingMode
 from envoy.service.ext_proc.v3.external_processor_pb2 import (
     BodyMutation,
     BodyResponse,
@@ -147,11 +148,14 @@ def encode(answer: Answer) -> bytes:
             return response.SerializeToString()  # type: ignore[no-any-return]
         case RequestTrailersAnswer():
             return _REQUEST_TRAILERS
-        case ResponseHeadersAnswer(set_headers):
+        case ResponseHeadersAnswer(set_headers, without_body):
             if not set_headers:
-                return _RESPONSE_HEADERS
+                return _RESPONSE_HEADERS_ALONE if without_body else _RESPONSE_HEADERS
             common = CommonResponse(header_mutation=HeaderMutation(set_headers=_set(set_headers)))
-            return _bytes(response_headers=HeadersResponse(response=common))
+            return _bytes(
+                response_headers=HeadersResponse(response=common),
+                mode_override=_WITHOUT_BODY if without_body else None,
+            )
         case ResponseBodyAnswer():
             return _RESPONSE_BODY
         case ResponseTrailersAnswer():
@@ -352,5 +356,12 @@ _REQUEST_HEADERS: Final = _bytes(request_headers=HeadersResponse())
 _REQUEST_BODY: Final = _bytes(request_body=BodyResponse())
 _REQUEST_TRAILERS: Final = _bytes(request_trailers=TrailersResponse())
 _RESPONSE_HEADERS: Final = _bytes(response_headers=HeadersResponse())
+_WITHOUT_BODY: Final = ProcessingMode(
+    response_body_mode=ProcessingMode.NONE, response_trailer_mode=ProcessingMode.SEND
+)
+"""With trailers the stream stays open until the response ends, without it is over at the headers."""
+_RESPONSE_HEADERS_ALONE: Final = _bytes(
+    response_headers=HeadersResponse(), mode_override=_WITHOUT_BODY
+)
 _RESPONSE_BODY: Final = _bytes(response_body=BodyResponse())
 _RESPONSE_TRAILERS: Final = _bytes(response_trailers=TrailersResponse())

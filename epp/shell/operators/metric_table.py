@@ -233,6 +233,12 @@ METRICS: Final[tuple[MetricSpec, ...]] = (
         ("phase", "event"),
     ),
     MetricSpec(
+        "homing_response_bodies_declined_total",
+        "counter",
+        "responses",
+        "Responses whose body the gateway was asked not to show (--decline-response-bodies).",
+    ),
+    MetricSpec(
         "homing_response_usage_unseen_total",
         "counter",
         "responses",

@@ -183,6 +183,10 @@ class Observation:
         self._telemetry.protocol_violated(phase, event)
 
     @_contained
+    def response_body_declined(self) -> None:
+        self._telemetry.response_body_declined()
+
+    @_contained
     def usage_unseen(self) -> None:
         self._telemetry.usage_unseen()
         if self._usage_seen:

@@ -242,7 +242,7 @@ class _Requests(Struct, frozen=True):
 class Telemetry:
     """The shell calls one method an event. Owns no clock: durations are handed in."""
 
-    def __init__(
+    def __init__(  # noqa: PLR0915  a line a metric
         self,
         registry: CollectorRegistry,
         pool: Callable[[], PoolSnapshot] | None = None,
@@ -304,6 +304,7 @@ class Telemetry:
         self._waiting: Waiting[_Decided] = Waiting(_DECIDED_NUMBERS)
         self._without_prefix = Children(_labelled(numbers["homing_scheduled_without_prefix_total"]))
         self._unknown_mode = Children(_labelled(numbers["homing_unknown_body_mode_total"]), 32)
+        self._declined = numbers["homing_response_bodies_declined_total"].labels()
         self._usage_unseen = numbers["homing_response_usage_unseen_total"].labels()
         self._violations = Children(_labelled(numbers["homing_protocol_violations_total"]))
         self._hit_ratio = distributions["homing_prefix_indexer_hit_ratio"].labels()
@@ -520,6 +521,10 @@ class Telemetry:
     def protocol_violated(self, phase: str, event: str) -> None:
         """A gateway sent `event` in a `phase` of the stream that does not allow it."""
         self._violations(phase, event).inc()
+
+    def response_body_declined(self) -> None:
+        """The gateway was asked not to show the body of a response."""
+        self._declined.inc()
 
     def usage_unseen(self) -> None:
         """Usage was to be read of a response whose body the gateway does not show."""

@@ -5,6 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from epp.core.knowledge.inflight import Ending
 from epp.core.protocol.budget import PIECE_BYTES, BodyBudget
 from epp.core.protocol.messages import BODY_CHUNK_BYTES_MAX, BodyMode
 from epp.core.protocol.session import (
@@ -376,6 +377,46 @@ def test_a_half_close_ends_the_body_of_a_gateway_that_announces_nothing():
     announced = stream_of()
     announced.send(gw.request_headers(modes=gw.protocol()), gw.request_body(BODY, end=False))
     assert announced.session.half_closed(0.0) == []
+
+
+@pytest.mark.parametrize("shows", [False, True], ids=["obeys", "shows it all the same"])
+def test_a_gateway_that_streams_bodies_is_asked_not_to(shows):
+    """By a mode override; what it shows all the same is answered, and its end is the client's."""
+    settings_ = SessionSettings(decline_response_bodies=True)
+    stream = stream_of(settings=settings_)
+    modes = gw.protocol(gw.BUFFERED, gw.STREAMED)
+    stream.send(gw.request_headers(modes=modes), gw.request_body(BODY))
+    (answer,) = stream.send(gw.response_headers(200))
+    assert answer.mode_override.response_body_mode == gw.NONE
+    assert "response body declined" in stream.told.events
+    if shows:
+        assert gw.kinds(stream.send(gw.response_body(b"x", end=False))) == ["response_body"]
+    stream.close()
+    ending = Ending.CLIENT_LEFT if shows else Ending.COMPLETE
+    assert stream.told.events[-1] == f"completed {ending.value}"
+    assert inflight(stream) == [0, 0]
+
+
+@pytest.mark.parametrize(
+    ("modes", "fields"),
+    [
+        ((gw.FULL_DUPLEX, gw.STREAMED), {"decline_response_bodies": True}),
+        ((gw.BUFFERED, gw.FULL_DUPLEX), {"decline_response_bodies": True}),
+        ((gw.BUFFERED, gw.NONE), {"decline_response_bodies": True}),
+        (
+            (gw.BUFFERED, gw.STREAMED),
+            {"decline_response_bodies": True, "parse_response_usage": True},
+        ),
+        ((gw.BUFFERED, gw.STREAMED), {}),
+    ],
+)
+def test_no_other_gateway_is_asked(modes, fields):
+    """Full duplex ignores it, and bodies that are read are wanted."""
+    stream = stream_of(settings=SessionSettings(**fields))
+    stream.send(gw.request_headers(modes=gw.protocol(*modes)), gw.request_body(BODY))
+    (answer,) = stream.send(gw.response_headers(200))
+    assert answer.mode_override is None
+    assert "response body declined" not in stream.told.events
 
 
 def test_the_lease_follows_the_endpoint_that_served():

@@ -101,9 +101,9 @@ async def _held(target: Target) -> str:
 
 async def _bodies(target: Target) -> str:
     """One client, one body after the other, each of a kind that is dear to read."""
-    from bench.hostile_bodies import one_megabyte_bodies  # noqa: PLC0415  made by its process only
+    from bench.hostile_bodies import ATTACKS, MB  # noqa: PLC0415  made by its process only
 
-    kinds = dict(one_megabyte_bodies())
+    kinds = {attack.name: attack.body(MB, attack.pieces_max(MB)) for attack in ATTACKS}
     sent = 0
     async with gw.channel(target.picker) as opened, _session() as session:
         for body in itertools.cycle(kinds.values()):

@@ -1,5 +1,7 @@
 """`python -m bench` without a name: measure, write, tell; the exit code is about the machine."""
 
+import signal
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Final
@@ -13,6 +15,7 @@ FOLDER: Final = Path("bench-report")
 QUICK_ROUNDS: Final = 2
 QUICK_SHARE: Final = 0.2
 BUSY_EXIT: Final = 3
+_TERMINATED_EXIT: Final = 128 + signal.SIGTERM
 
 
 def report(plan: Plan, folder: Path, machine: Mapping[str, object]) -> int:
@@ -20,6 +23,8 @@ def report(plan: Plan, folder: Path, machine: Mapping[str, object]) -> int:
 
     Raises `ContestantError` if a server of Homing does not come up.
     """
+    # Servers are in sessions of their own: however this ends, it ends them.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(_TERMINATED_EXIT))
     with Measuring.running(plan, lambda line: print(line, flush=True)) as measuring:
         results = measuring.everything()
     named = transports()

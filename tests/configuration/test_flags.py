@@ -205,7 +205,7 @@ def test_the_namespace_comes_from_the_flag_then_the_environment_then_default():
             "--zap-log-level=loud",
             "--zap-log-level: expected debug, info, error, panic or a number, got 'loud'",
         ),
-        ("--transport=quic", "--transport: expected grpcio, got 'quic'"),
+        ("--transport=quic", "--transport: expected grpcio or ngh2, got 'quic'"),
         ("--secure-serving=maybe", "--secure-serving: expected true or false, got 'maybe'"),
         (
             "--drain-grace=5",

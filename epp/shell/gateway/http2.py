@@ -53,6 +53,9 @@ Envoy resets the streams of clients that leave, between others that are served."
 PING_AFTER_S: Final = 30.0
 """A connection that says nothing for so long is asked whether it is there."""
 PING_WAIT_S: Final = 20.0
+LINGER_S: Final = 2.0
+"""So long a client may take to close a stream that we have ended before it is reset. A reset right
+behind the status makes gRPC's own client lose the status and the answers with it."""
 POLL_S: Final = 0.25
 BACKLOG: Final = 1_024
 
@@ -199,6 +202,8 @@ class _Connection(asyncio.Protocol):
         self._engine = Connection(Role.SERVER, _CONFIGURATION)
         self._events: deque[events.Event] = deque()
         self._streams: dict[int, _Stream] = {}
+        self._lingering: dict[int, Seconds] = {}
+        """Streams that we have ended and the other side has not yet -> since when."""
         self._waiting: set[_Stream] = set()
         """Streams with answers that wait, or of which not all is on its way."""
         self._transport: asyncio.Transport | None = None
@@ -299,14 +304,14 @@ class _Connection(asyncio.Protocol):
     def _handle(self, event: events.Event) -> None:
         match event:
             case events.DataReceived():
+                # What comes for one that is over is not asked for more.
                 stream = self._streams.get(event.stream_id)
-                if stream is None:
-                    self._acknowledge(event.stream_id, len(event.data))
-                else:
+                if stream is not None:
                     self._data(stream, event.data, ends=event.end_stream)
             case events.RequestReceived():
                 self._open(event)
             case events.StreamClosed():
+                self._lingering.pop(event.stream_id, None)
                 stream = self._streams.get(event.stream_id)
                 if stream is not None:
                     self._over(stream, stream.ended if stream.closing else None)
@@ -471,11 +476,10 @@ class _Connection(asyncio.Protocol):
                 stream.unsent = False
                 if not stream.closing:
                     stream.call.sent()
-                elif stream.stream_id in self._streams and not stream.half_closed:
-                    # The other side still sends, for nobody.
-                    with contextlib.suppress(NGH2Error):
-                        self._engine.reset_stream(stream.stream_id, _GRACEFUL)
-                    more = True
+                elif stream.stream_id in self._streams:
+                    if not stream.half_closed:
+                        self._lingering[stream.stream_id] = self._server.clock()
+                    self._over(stream, stream.ended)
                 continue
             self._waiting.discard(stream)
             self.carry_on(stream)
@@ -517,12 +521,23 @@ class _Connection(asyncio.Protocol):
         """Ask a connection that is silent whether it is there, and close one that is not."""
         if self._transport is None:
             return
+        self._end_lingering(now)
         if self._pinged_at_s is not None:
             if now - self._pinged_at_s > self._settings.ping_wait_s:
                 self._transport.abort()
         elif now - self._heard_at_s > self._settings.ping_after_s:
             self._pinged_at_s = now
             self._engine.ping()
+            self.flush()
+
+    def _end_lingering(self, now: Seconds) -> None:
+        """Reset streams that are over for us, and in which the other side has not stopped to send."""
+        late = [at for at, since_s in self._lingering.items() if now - since_s > LINGER_S]
+        for stream_id in late:
+            del self._lingering[stream_id]
+            with contextlib.suppress(NGH2Error):
+                self._engine.reset_stream(stream_id, _GRACEFUL)
+        if late:
             self.flush()
 
     def announce_end(self) -> None:

@@ -23,6 +23,7 @@ from epp.shell.gateway.connections import ALLOWANCE_MAX
 from epp.shell.gateway.ext_proc import SHEDDING_STREAMS_MAX, ExtProc
 from epp.shell.gateway.grpcio import GrpcioServer
 from epp.shell.gateway.health import Health
+from epp.shell.gateway.wire import Decoder
 from tests import gateway as gw
 from tests.envoy.rig import until
 from tests.streams import TIMEOUT_S, Call, channel_to
@@ -61,6 +62,13 @@ class Told(gw.Told):
         raise AssertionError("whoever drains tells it, not the server")
 
 
+class Quiet(Decoder):
+    """Says nothing of how it reads."""
+
+    def report(self):
+        return None
+
+
 class Rig:
     """A server on loopback and what is behind it."""
 
@@ -69,7 +77,7 @@ class Rig:
         self.told = Told()
         self.budget = BodyBudget(64 * 1024 * 1024)
         self.gateways = []
-        self.ext_proc = ExtProc(self._session, self.told, **options)
+        self.ext_proc = ExtProc(self._session, self.told, decoder=Quiet(), **options)
         self.health = Health()
         self.address = ""
         self.channel = None

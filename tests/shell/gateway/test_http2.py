@@ -308,6 +308,19 @@ async def test_what_is_pushed_comes_after_what_was_answered(service):
     assert service.closed == [Code.OK]
 
 
+async def test_a_stream_that_the_client_does_not_close_is_reset_after_a_while(service, monkeypatch):
+    """Not at once, or the client would lose the status; what it goes on to send is not read."""
+    monkeypatch.setattr("epp.shell.gateway.http2.LINGER_S", 0.1)
+    async with connected(service.port) as client:
+        stream = client.open(framed(b"end 3"))
+        assert (await client.status(stream))[0] == 3
+        assert service.closed == [Code.INVALID_ARGUMENT]
+        client.send(stream, framed(b"more"))
+        await until(lambda: any(isinstance(e, h2.StreamReset) for e in client.events), "the reset")
+        assert service.messages == [b"end 3"]
+        assert await client.status(client.open(end=True)) == (0, b"")
+
+
 # What one peer cannot take.
 
 

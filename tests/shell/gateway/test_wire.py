@@ -194,7 +194,7 @@ async def test_every_gateway_of_the_field_is_scanned(path, monkeypatch):
         return decode(message)
 
     monkeypatch.setattr(Decoder, "decode", compared)
-    await play(load(path))
+    await play(load(path), "grpcio")
     (decoder,) = decoders
     assert decoder.scanned > 0
     assert decoder.paths()["protobuf"] == 0, decoder.fallbacks

@@ -45,7 +45,7 @@ STREAM = {
     "filter": (SchedulingProfile, "filter"),
     "score": (SchedulingProfile, "score"),
     "pick": (SchedulingProfile, "pick"),
-    "scorer": (SCORERS["queue-scorer"], "score"),
+    "scorer": (SCORERS["prefix-cache-scorer"], "score"),
     "picker": (PICKERS["max-score-picker"], "pick"),
     "usage": (UsageReader, "feed"),
     "telemetry-decided": (Telemetry, "decided"),

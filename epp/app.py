@@ -58,11 +58,10 @@ FIRST_PASS_S_MAX: Final = 10.0
 """Endpoints that do not answer keep the picker from being ready no longer than this."""
 INTERVAL_CHANGE_MIN: Final = 0.1
 """By what share the interval between scrapes changes before its limits are set anew."""
-GARBAGE_THRESHOLDS: Final = (50_000, 5, 4)
+GARBAGE_THRESHOLDS: Final = (50_000, 20, 20)
 """The collector looks when so many objects were added. With Python's 700 it goes through each large
 body several times while it is decoded: 8 MB of small arrays, as many as are let in, take a fifth
-longer. The older generations are looked through after 5 and 20 of those: with 20 and 400, and
-memory given back only from 64 MB on, ten minutes of `make soak` let the process grow by 15 %."""
+longer."""
 
 T = TypeVar("T")
 
@@ -80,9 +79,6 @@ def run(flags: ServeFlags) -> int:
         _log.warning(warning)
     try:
         picker = EndpointPicker(flags)
-        # What is there by now stays: looking for garbage need not go through it again.
-        gc.collect()
-        gc.freeze()
         with asyncio.Runner(loop_factory=loop_factory()) as runner:
             runner.get_loop().set_exception_handler(standard_error.task_failed)
             runner.run(_until_signal(picker))

@@ -20,7 +20,7 @@ _LIMITS: Final = ("memory.max", "memory/memory.limit_in_bytes")
 """Of version 2 and 1 of control groups; a container sees its own."""
 _RESIDENT: Final = Path("/proc/self/statm")
 
-TRIM_FROM_BYTES: Final = 8 * 2**20
+TRIM_FROM_BYTES: Final = 64 * 2**20
 """What must have come on top since the last time before it is worth a look."""
 POLL_S: Final = 2.0
 TRIM_AGAIN_S: Final = 10.0

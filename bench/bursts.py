@@ -10,10 +10,9 @@ one run, so that it matters little what else the machine does.
 import asyncio
 import contextlib
 import time
-from multiprocessing import get_context
 
 from bench.decision import Chats, body_messages, headers_message
-from bench.loopback import serve
+from bench.loopback import served
 from bench.raw_http2 import RawConnection
 
 CONNECTIONS = 4
@@ -133,19 +132,9 @@ async def _measure(port: int) -> list[tuple[str, str]]:
 
 
 def run() -> list[tuple[str, str]]:
-    """Rows (what, how much) for the table of `make bench`."""
-    spawn = get_context("spawn")
-    ours, theirs = spawn.Pipe()
-    server = spawn.Process(target=serve, args=(theirs,), daemon=True)
-    server.start()
-    try:
-        return asyncio.run(_measure(ours.recv()))
-    finally:
-        with contextlib.suppress(BrokenPipeError):
-            ours.send(None)
-        server.join(5)
-        server.terminate()
-        server.join()
+    """Rows (what, how much) for the table of `python -m bench`."""
+    with served() as server:
+        return asyncio.run(_measure(server.recv()))
 
 
 if __name__ == "__main__":

@@ -345,7 +345,7 @@ def _response_piece(size_bytes: int) -> bytes:
 
 
 def run() -> list[tuple[str, str]]:
-    """Rows (what, how much) for the table of `make bench`."""
+    """Rows (what, how much) for the table of `python -m bench`."""
     costs_us = {
         (endpoints, blocks): schedule_us(endpoints, blocks)
         for endpoints in (10, 100, 1_000)

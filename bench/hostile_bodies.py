@@ -251,7 +251,7 @@ class Loop:
 
 
 def run() -> Iterator[tuple[str, str]]:
-    """Rows (what, how much) for the table of `make bench`."""
+    """Rows (what, how much) for the table of `python -m bench`."""
     loop = Loop()
     ordinary = Attack("an ordinary chat", _CHAT, b"", b"", b"")
 

@@ -167,7 +167,7 @@ def decision_rows() -> list[tuple[str, str]]:
 
 
 def run() -> list[tuple[str, str]]:
-    """Rows (what, how much) for the table of `make bench`."""
+    """Rows (what, how much) for the table of `python -m bench`."""
     return full_rows() + decision_rows()
 
 

@@ -77,6 +77,23 @@ def serve(tell: Connection) -> None:
         runner.run(_serve(tell))
 
 
+@contextlib.contextmanager
+def served() -> Iterator[Connection]:
+    """The pipe to a process that does `serve`: its port comes first."""
+    spawn = get_context("spawn")
+    ours, theirs = spawn.Pipe()
+    server = spawn.Process(target=serve, args=(theirs,), daemon=True)
+    server.start()
+    try:
+        yield ours
+    finally:
+        with contextlib.suppress(BrokenPipeError):
+            ours.send(None)
+        server.join(5)
+        server.terminate()
+        server.join()
+
+
 class _Client:
     """A gateway that asks for one request after the other on each of `STREAMS` streams."""
 
@@ -141,19 +158,9 @@ async def _measure(server: Connection) -> list[tuple[str, str]]:
 
 
 def run() -> list[tuple[str, str]]:
-    """Rows (what, how much) for the table of `make bench`."""
-    spawn = get_context("spawn")
-    ours, theirs = spawn.Pipe()
-    server = spawn.Process(target=serve, args=(theirs,), daemon=True)
-    server.start()
-    try:
-        return asyncio.run(_measure(ours))
-    finally:
-        with contextlib.suppress(BrokenPipeError):
-            ours.send(None)
-        server.join(5)
-        server.terminate()
-        server.join()
+    """Rows (what, how much) for the table of `python -m bench`."""
+    with served() as server:
+        return asyncio.run(_measure(server))
 
 
 if __name__ == "__main__":

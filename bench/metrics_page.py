@@ -79,7 +79,7 @@ def named(page: bytes, name: str) -> int:
 
 
 def run() -> Iterable[tuple[str, str]]:
-    """Rows (what, how much) for the table of `make bench`."""
+    """Rows (what, how much) for the table of `python -m bench`."""
     for models, endpoints in CASES:
         registry, _ = exported(models, endpoints)
         pages = [asyncio.run(page_of(registry)) for _ in range(_PAGES)]

@@ -58,7 +58,7 @@ def _shown(told: dict[str, float]) -> str:
 
 
 def run() -> Iterator[tuple[str, str]]:
-    """Rows (what, how much) for the table of `make bench`, each as soon as it is known."""
+    """Rows (what, how much) for the table of `python -m bench`, each as soon as it is known."""
     yield "the rows below take together about", "12 minutes"
     with tempfile.TemporaryDirectory() as name:
         trace = Path(name) / "hot-spot.jsonl"

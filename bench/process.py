@@ -61,7 +61,7 @@ def full_picker() -> dict[str, int]:
 
 
 def run() -> list[tuple[str, str]]:
-    """Rows (what, how much) for the table of `make bench`."""
+    """Rows (what, how much) for the table of `python -m bench`."""
     root = Path(__file__).resolve().parent.parent
     command = [sys.executable, "-m", "bench.process", "full"]
     answer = subprocess.run(command, cwd=root, check=True, capture_output=True, text=True)

@@ -227,7 +227,7 @@ def _p99_ms(answers: list[_Answered]) -> float:
 
 
 def run() -> list[tuple[str, str]]:
-    """Rows (what, how much) for the table of `make bench`."""
+    """Rows (what, how much) for the table of `python -m bench`."""
     swapped_s, *answers = asyncio.run(_measure())
     assert isinstance(swapped_s, float)
     told = [answer for answer in answers if isinstance(answer, _Answered)]

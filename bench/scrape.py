@@ -8,18 +8,14 @@ recorded page of a real engine has it, and 60 KB with the long one.
 """
 
 import asyncio
-import multiprocessing
 import re
-import resource
 import time
 from collections import Counter as Tally
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from itertools import count, cycle, islice
-from multiprocessing.connection import Connection
+from collections.abc import Sequence
+from itertools import count
 from random import Random
-from typing import cast
 
+from bench.pods import allow_open_files, served
 from bench.timing import best_us
 from epp.app import loop_factory
 from epp.core.types import Endpoint, MetricsTarget
@@ -31,7 +27,6 @@ from sim.pods.exposition import MetricsPage
 
 _WARM_UP_S = 1.5
 _MEASURED_S = 3.0
-_OPEN_FILES = 4096
 _SHORT_NAME = "llama-3.1-8b"
 _LONG_NAME = "meta-llama/Llama-3.1-8B-Instruct"
 _PAGES = 64
@@ -80,54 +75,6 @@ def live_pages(model: str) -> list[bytes]:
         if now >= _FIRST_PAGE_S + len(pages) * _PAGE_EVERY_S:
             pages.append(page.render())
     return pages
-
-
-class _Pod(asyncio.Protocol):
-    """Answers each request on a connection with the next of the answers, over and over."""
-
-    def __init__(self, answers: Sequence[bytes], first: int) -> None:
-        self._answers = islice(cycle(answers), first % len(answers), None)
-        self._asked = b""
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast("asyncio.Transport", transport)
-
-    def data_received(self, data: bytes) -> None:
-        self._asked += data
-        while b"\r\n\r\n" in self._asked:
-            self._asked = self._asked.split(b"\r\n\r\n", 1)[1]
-            self._transport.write(next(self._answers))
-
-
-def _answer(page: bytes) -> bytes:
-    """As the web server of vLLM answers."""
-    return (
-        b"HTTP/1.1 200 OK\r\ndate: Mon, 01 Jun 2026 12:00:00 GMT\r\nserver: uvicorn\r\n"
-        b"content-length: %d\r\ncontent-type: text/plain; version=0.0.4; charset=utf-8\r\n\r\n%s"
-        % (len(page), page)
-    )
-
-
-def _serve(pages: Sequence[bytes], tell: Connection) -> None:
-    async def serve() -> None:
-        answers = [_answer(page) for page in pages]
-        connections = count()
-        server = await asyncio.get_running_loop().create_server(
-            lambda: _Pod(answers, next(connections)), "127.0.0.1", 0, backlog=2048
-        )
-        tell.send(server.sockets[0].getsockname()[1])
-        await server.serve_forever()
-
-    _allow_open_files()
-    with asyncio.Runner(loop_factory=loop_factory()) as runner:
-        runner.run(serve())
-
-
-def _allow_open_files() -> None:
-    """A thousand kept connections are more than many a shell allows by default."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft < _OPEN_FILES <= hard:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (_OPEN_FILES, hard))
 
 
 def _cpu_share(port: int, endpoints: int, *, adaptive: bool = False) -> str:
@@ -180,41 +127,27 @@ def _rows(model: str, pools: Sequence[tuple[int, int]]) -> list[tuple[str, str]]
     """One row for reading, one for each of `pools`: endpoints, and milliseconds between scrapes."""
     pages = live_pages(model)
     size = f"pages of {len(pages[0]) / 1000:.0f} KB"
-    with _pods(pages) as port:
+    with served(pages) as pods:
         busy = [
             (f"read metrics, {size}", f"{_read_us(pages):.0f} µs"),
             *(
                 (
                     f"scrape {endpoints:,} endpoints every {interval_ms} ms, {size}",
-                    _cpu_share(port, endpoints),
+                    _cpu_share(pods.port, endpoints),
                 )
                 for endpoints, interval_ms in pools
             ),
         ]
-    with _pods([_IDLE.sub(rb"\1 0.0", page) for page in pages]) as port:
+    with served([_IDLE.sub(rb"\1 0.0", page) for page in pages]) as pods:
         return [
             *busy,
-            (f"100 idle endpoints, adaptive, {size}", _cpu_share(port, 100, adaptive=True)),
+            (f"100 idle endpoints, adaptive, {size}", _cpu_share(pods.port, 100, adaptive=True)),
         ]
-
-
-@contextmanager
-def _pods(pages: Sequence[bytes]) -> Iterator[int]:
-    """The port of a process that serves `pages`."""
-    spawn = multiprocessing.get_context("spawn")
-    ours, theirs = spawn.Pipe()
-    pods = spawn.Process(target=_serve, args=(pages, theirs), daemon=True)
-    pods.start()
-    try:
-        yield ours.recv()
-    finally:
-        pods.terminate()
-        pods.join()
 
 
 def run() -> list[tuple[str, str]]:
     """(what, how much) a row."""
-    _allow_open_files()
+    allow_open_files()
     return [
         *_rows(_SHORT_NAME, [(100, 200), (1000, 500)]),
         *_rows(_LONG_NAME, [(100, 200), (1000, 500)]),

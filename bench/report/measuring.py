@@ -17,6 +17,7 @@ from typing import Final, Self
 
 from msgspec import Struct
 
+from bench.pods import Pages
 from bench.report import workloads
 from bench.report.accounting import Disturbance, Watch, forget_peak, memory_bytes
 from bench.report.contestants import (
@@ -31,7 +32,7 @@ from bench.report.contestants import (
     transports,
 )
 from bench.report.generator import Load, Measured, serve
-from bench.report.pages import Pages, pages
+from bench.report.pages import pages
 from bench.report.verdicts import quantile
 from bench.report.workloads import Workload
 

@@ -1,0 +1,100 @@
+"""Metrics pages of many pods, served by one process that does not count in a measurement."""
+
+import asyncio
+import multiprocessing
+import os
+import resource
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
+from itertools import count, cycle, islice
+from multiprocessing.connection import Connection
+from typing import Final, Protocol, cast
+
+from msgspec import Struct
+
+from epp.app import loop_factory
+
+_OPEN_FILES: Final = 4096
+
+
+class _Counter(Protocol):
+    value: int
+
+
+class Pages(Struct, frozen=True):
+    """Where they are, whose they are, and how many were sent."""
+
+    port: int
+    pid: int
+    sent: _Counter
+
+
+class _Pod(asyncio.Protocol):
+    """Answers each request on a connection with the next of the answers, over and over."""
+
+    def __init__(self, answers: Sequence[bytes], first: int, sent: _Counter) -> None:
+        self._answers = islice(cycle(answers), first % len(answers), None)
+        self._asked = b""
+        self._sent = sent
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast("asyncio.Transport", transport)
+
+    def data_received(self, data: bytes) -> None:
+        self._asked += data
+        while b"\r\n\r\n" in self._asked:
+            self._asked = self._asked.split(b"\r\n\r\n", 1)[1]
+            self._transport.write(next(self._answers))
+            self._sent.value += 1
+
+
+def _answer(page: bytes) -> bytes:
+    """As the web server of vLLM answers."""
+    return (
+        b"HTTP/1.1 200 OK\r\ndate: Mon, 01 Jun 2026 12:00:00 GMT\r\nserver: uvicorn\r\n"
+        b"content-length: %d\r\ncontent-type: text/plain; version=0.0.4; charset=utf-8\r\n\r\n%s"
+        % (len(page), page)
+    )
+
+
+def _serve(
+    pages: Sequence[bytes], cores: Collection[int], tell: Connection, sent: _Counter
+) -> None:
+    async def serve() -> None:
+        answers = [_answer(page) for page in pages]
+        connections = count()
+        server = await asyncio.get_running_loop().create_server(
+            lambda: _Pod(answers, next(connections), sent), "127.0.0.1", 0, backlog=2_048
+        )
+        tell.send(server.sockets[0].getsockname()[1])
+        await server.serve_forever()
+
+    allow_open_files()
+    os.sched_setaffinity(0, cores)
+    with asyncio.Runner(loop_factory=loop_factory()) as runner:
+        runner.run(serve())
+
+
+def allow_open_files() -> None:
+    """A thousand kept connections are more than many a shell allows by default."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft < _OPEN_FILES <= hard:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (_OPEN_FILES, hard))
+
+
+@contextmanager
+def served(pages: Sequence[bytes], cores: Collection[int] | None = None) -> Iterator[Pages]:
+    """A process on `cores` that serves `pages`; None: on those of this one."""
+    spawn = multiprocessing.get_context("spawn")
+    ours, theirs = spawn.Pipe()
+    # One writer; whoever reads it may be late by a page.
+    sent = cast("_Counter", spawn.Value("Q", 0, lock=False))
+    given = pages, cores or os.sched_getaffinity(0), theirs, sent
+    process = spawn.Process(target=_serve, args=given, daemon=True)
+    process.start()
+    try:
+        assert process.pid is not None
+        yield Pages(ours.recv(), process.pid, sent)
+    finally:
+        process.terminate()
+        process.join()

@@ -29,6 +29,7 @@ NAMES = (
     "parse",
     "hostile_bodies",
     "index",
+    "peers",
     "process",
     "scrape",
     "hostile_pages",

@@ -1,11 +1,12 @@
 """The straight line, and the verbs that both shells drive.
 
 A shell calls `replace`, `observe`, `observe_failure`, `schedule`, `reported`, `first_output`,
-`reschedule`, `complete`, `configure`, `limit_memory` and `tick`, and nothing else. Every verb runs
-to completion and is told `now` where it matters, so the same calls with the same seed give the same
+`reschedule`, `complete`, `configure`, `limit_memory` and `tick`, and nothing else; where there are
+peers, `core/peers` calls `share` and `learn` for it. Every verb runs to completion and is told `now` where it matters, so the same calls with the same seed give the same
 decisions, in production and in the simulator.
 """
 
+from collections import deque
 from collections.abc import Mapping, Sequence
 from random import Random
 from typing import Final
@@ -17,15 +18,19 @@ from epp.core.decision.failures import PluginFailures, affinity_fault
 from epp.core.decision.kept_scores import KeptScores
 from epp.core.decision.profile import Kept, Marker, SchedulingProfile, Scored
 from epp.core.knowledge.candidates import Affinity, Candidates
-from epp.core.knowledge.index import AffinityIndex, AffinityIndexSettings
+from epp.core.knowledge.index import AffinityIndex, AffinityIndexSettings, SharedIndex
 from epp.core.knowledge.inflight import Ending, InflightLedger, Lease, Outcome
 from epp.core.knowledge.load_report import read_load_report
+from epp.core.knowledge.peer_load import PeerLoads
 from epp.core.knowledge.pool import EndpointPool, Standing
 from epp.core.knowledge.saturation import UtilizationDetector
 from epp.core.prompt.blocks import KnownSegments
 from epp.core.prompt.request import InferenceRequest
 from epp.core.session_tokens import NO_TOKENS, SessionTokens
 from epp.core.types import Endpoint, EndpointMetrics, Refusal, RefusalReason, Seconds
+
+SENT_MAX: Final = 16_384
+"""Decisions that wait to be told to peers: of more the oldest are not told."""
 
 _INDEX_VERBS: Final = ("match", "record", "retract", "forget", "expire", "resize")
 
@@ -93,6 +98,14 @@ class Decision(Struct, frozen=True, kw_only=True):
         return found
 
 
+class Sent(Struct, frozen=True, gc=False):
+    """That `request` went to the endpoint in `slot`, for peers."""
+
+    request: InferenceRequest
+    slot: int
+    at_s: Seconds
+
+
 class Scheduler:
     """One pool of endpoints, one profile, the indexes it reads and the work in flight."""
 
@@ -106,6 +119,8 @@ class Scheduler:
         self._memory_share = 1.0
         self.indexes: dict[str, AffinityIndex] = {}
         """Those that could be opened."""
+        self.shared: dict[str, SharedIndex] = {}
+        """Those among them of which peers can be told, in the order in which they match."""
         for name in settings.indexes:
             self._open(name)
         self.decisions = 0
@@ -113,6 +128,10 @@ class Scheduler:
         """Read of responses."""
         self.load_reports_unread = 0
         """They were malformed, or their endpoint was never scraped or has restarted."""
+        self.replicas_unheard = 0
+        """Other pickers of this pool whose decisions do not get here."""
+        self.sent: deque[Sent] | None = None
+        """What peers are to be told, oldest first; None: there are none."""
         self._random = Random(f"{seed}:picker")  # noqa: S311  dice, not secrets
         secret = Random(f"{seed}:segments").getrandbits(64)  # noqa: S311  routing alone rests on it
         self.segments = KnownSegments(secret=secret)
@@ -206,6 +225,8 @@ class Scheduler:
                 known = self._match(name, index, request, now)
                 matched = 0 if known is None else int(known.matched[slot])
             self.failures.call(name, "record", index.record, request, slot, now)
+        if self.sent is not None:
+            self.sent.append(Sent(request, slot, now))
         lease.matched_blocks = matched
         uncached = max(0.0, request.prompt_tokens - matched * self.settings.block_tokens)
         self.ledger.move(lease, slot, uncached, now)
@@ -247,6 +268,7 @@ class Scheduler:
             else:
                 restarted.append(name)
                 self._open(name)
+        self._find_shared()
         self.ledger.prefill_tokens_per_s = settings.prefill_tokens_per_s
         self._read_profile()
         return restarted
@@ -254,6 +276,25 @@ class Scheduler:
     def standings(self, now: Seconds) -> dict[int, Standing]:
         """Slot -> whether its endpoint is among those that get work first, and if not, why not."""
         return self.pool.standings(now, self.settings.metrics_staleness_s)
+
+    def tell_peers(self) -> None:
+        """From now on keep in `sent` what peers are to be told, and count what they have in flight."""
+        self.sent = deque(maxlen=SENT_MAX)
+        self.pool.columns.peers = PeerLoads()
+
+    def share(self, name: str, request: InferenceRequest) -> Sequence[bytes]:
+        """The keys that the index `name`, of `shared`, has for `request`; none, if it fails."""
+        try:
+            return self.shared[name].share(request)
+        except Exception as error:  # noqa: BLE001  the boundary of a plugin
+            self.failures.raised(name, "share", error)
+            return ()
+
+    def learn(
+        self, name: str, keys: Sequence[bytes], slot: int, stamp: Seconds, now: Seconds
+    ) -> None:
+        """A peer noted `keys` for `slot` at `stamp`, in its index that is like `name` of `shared`."""
+        self.failures.call(name, "learn", self.shared[name].learn, keys, slot, stamp, now)
 
     def limit_memory(self, share: float) -> None:
         """Memory is scarce: indexes that can limit theirs take at most `share` of what they may."""
@@ -292,10 +333,17 @@ class Scheduler:
             if not missing:
                 self.indexes[name] = index
                 self._limit(name)
+                self._find_shared()
                 return
             fault = f"{type(index).__name__}, expected an index with {', '.join(missing)}"
             self.failures.returned(name, "open", fault)
         self.indexes.pop(name, None)
+        self._find_shared()
+
+    def _find_shared(self) -> None:
+        self.shared = {
+            name: index for name, index in self.indexes.items() if isinstance(index, SharedIndex)
+        }
 
     def _adopt(self, name: str, settings: AffinityIndexSettings, index: AffinityIndex) -> bool:
         try:
@@ -380,6 +428,8 @@ class Scheduler:
         )
         for name, index in self.indexes.items():
             self.failures.call(name, "record", index.record, request, slot, now)
+        if self.sent is not None:
+            self.sent.append(Sent(request, slot, now))
         request.drop_prompts()
         self.decisions += 1
         return Decision(

@@ -2,9 +2,12 @@
 
 import math
 from collections import OrderedDict
-from typing import Annotated, ClassVar
+from collections.abc import Callable, Iterator, Sequence
+from itertools import takewhile
+from typing import Annotated, ClassVar, Final
 
 import numpy as np
+import xxhash
 from msgspec import Meta, Struct
 
 from epp.core.duration import Duration
@@ -12,6 +15,10 @@ from epp.core.knowledge.candidates import Affinity
 from epp.core.knowledge.index import AffinityIndex
 from epp.core.prompt.request import InferenceRequest
 from epp.core.types import Seconds
+
+_KEY_BYTES: Final = 16
+"""Of the hash that stands for a session's id."""
+_COLD: Final = (b"cold",)
 
 
 class SessionIndexSettings(
@@ -51,8 +58,8 @@ class SessionIndex:
     """
 
     def __init__(self, settings: SessionIndexSettings) -> None:
-        self._sessions: OrderedDict[str, tuple[int, Seconds]] = OrderedDict()
-        """Session id -> (slot, when it was last sent there); the longest unused first."""
+        self._sessions: OrderedDict[bytes, tuple[int, Seconds]] = OrderedDict()
+        """Key of a session -> (slot, when it was last sent there); the longest unused first."""
         self.configure(settings)
 
     def configure(self, settings: SessionIndexSettings) -> bool:
@@ -69,7 +76,7 @@ class SessionIndex:
     def match(self, request: InferenceRequest, slots: int, now: Seconds) -> Affinity:
         """1 for the slot that the session of `request` was last sent to."""
         matched = np.zeros(slots, dtype=np.int64)
-        session = self._session_of(request)
+        session = self._key_of(request)
         slot, sent_at = self._sessions.get(session, (-1, -math.inf))
         if 0 <= slot < slots and sent_at >= now - self._ttl_s:
             matched[slot] = 1
@@ -77,16 +84,42 @@ class SessionIndex:
 
     def record(self, request: InferenceRequest, slot: int, now: Seconds) -> None:
         """From now on the session of `request` belongs to `slot`."""
-        session = self._session_of(request)
+        session = self._key_of(request)
         if not session:
             return
         self._sessions[session] = (slot, now)
         self._sessions.move_to_end(session)
         self._fit()
 
+    @property
+    def signature(self) -> str:
+        """Sessions are known by the same header; `SharedIndex`."""
+        return f"session:{self._header_name}"
+
+    def share(self, request: InferenceRequest) -> Sequence[bytes]:
+        """The session of `request`, if it has one."""
+        session = self._key_of(request)
+        return (session,) if session else ()
+
+    def learn(self, keys: Sequence[bytes], slot: int, stamp: Seconds, now: Seconds) -> None:
+        """A peer sent the sessions `keys` to `slot` at `stamp`; the last to send one is right."""
+        for session in keys:
+            known_at = self._sessions.get(session, (-1, -math.inf))[1]
+            if len(session) != _KEY_BYTES or stamp <= known_at or stamp < now - self._ttl_s:
+                continue
+            self._sessions[session] = (slot, min(stamp, now))
+            # A few milliseconds late, it takes its place among the last.
+            self._sessions.move_to_end(session)
+        self._fit()
+
+    def known(self) -> Iterator[tuple[int, Seconds, Sequence[bytes]]]:
+        """Every session, the longest unused first."""
+        for session, (slot, sent_at) in tuple(self._sessions.items()):
+            yield slot, sent_at, (session,)
+
     def retract(self, request: InferenceRequest, slot: int, kept: int, now: Seconds) -> None:
         """The session did not go to `slot` after all; unless `kept`: it was there before."""
-        session = self._session_of(request)
+        session = self._key_of(request)
         if not kept and self._sessions.get(session, (-1, now))[0] == slot:
             del self._sessions[session]
 
@@ -107,8 +140,12 @@ class SessionIndex:
     def resize(self, slot: int, blocks_total: int, block_size_tokens: int) -> None:
         """The size of an engine's cache does not matter here."""
 
-    def _session_of(self, request: InferenceRequest) -> str:
-        return request.session_id or request.headers.get(self._header_name, "")
+    def _key_of(self, request: InferenceRequest) -> bytes:
+        """A hash of the session's id, of 16 bytes; b"" if it has none."""
+        session = request.session_id or request.headers.get(self._header_name, "")
+        if not session:
+            return b""
+        return xxhash.xxh3_128_digest(session.encode("utf-8", "surrogatepass"))
 
     def _fit(self) -> None:
         while len(self._sessions) > self._sessions_max:
@@ -142,8 +179,8 @@ class NoHitLru:
     """
 
     def __init__(self, settings: NoHitLruSettings) -> None:
-        self._slots: OrderedDict[int, None] = OrderedDict()
-        """Least recently used first."""
+        self._slots: OrderedDict[int, Seconds] = OrderedDict()
+        """Slot -> when it was last used, the least recently used first."""
         self.configure(settings)
 
     def configure(self, settings: NoHitLruSettings) -> bool:
@@ -163,13 +200,38 @@ class NoHitLru:
         """A cold request makes `slot` the most recently used; a warm one changes nothing."""
         if not request.cold:
             return
-        self._slots[slot] = None
+        self._slots[slot] = now
         self._slots.move_to_end(slot)
         self._fit()
+
+    signature: ClassVar[str] = "cold"
+    """`SharedIndex`."""
+
+    def share(self, request: InferenceRequest) -> Sequence[bytes]:
+        """That `request` was cold, if it was."""
+        return _COLD if request.cold else ()
+
+    def learn(self, keys: Sequence[bytes], slot: int, stamp: Seconds, now: Seconds) -> None:
+        """A peer sent a cold request to `slot` at `stamp`."""
+        if not keys or stamp <= self._slots.get(slot, -math.inf):
+            return
+        newer = [at for at, used in takewhile(_used_after(stamp), reversed(self._slots.items()))]
+        self._slots[slot] = min(stamp, now)
+        self._slots.move_to_end(slot)
+        for other in reversed(newer):
+            self._slots.move_to_end(other)
+        self._fit()
+
+    def known(self) -> Iterator[tuple[int, Seconds, Sequence[bytes]]]:
+        """Every slot that was used, the least recently used first."""
+        for slot, used_at in tuple(self._slots.items()):
+            if used_at > -math.inf:
+                yield slot, used_at, _COLD
 
     def retract(self, request: InferenceRequest, slot: int, kept: int, now: Seconds) -> None:
         """`slot` did not get this cold request: it becomes the least recently used."""
         if request.cold and slot in self._slots:
+            self._slots[slot] = -math.inf
             self._slots.move_to_end(slot, last=False)
 
     def forget(self, slot: int) -> None:
@@ -185,3 +247,7 @@ class NoHitLru:
     def _fit(self) -> None:
         while len(self._slots) > self._lru_size:
             self._slots.popitem(last=False)
+
+
+def _used_after(stamp: Seconds) -> Callable[[tuple[int, Seconds]], bool]:
+    return lambda entry: entry[1] > stamp

@@ -11,6 +11,7 @@ from typing import Final, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from epp.core.knowledge.peer_load import PeerLoads
 from epp.core.types import AdapterReport, Endpoint, Seconds
 
 Floats: TypeAlias = npt.NDArray[np.float64]
@@ -66,6 +67,8 @@ class Columns:
         self.adapters_active: Ints = np.empty(0, dtype=np.int64)
         self.adapters_resident: Ints = np.empty(0, dtype=np.int64)
         self.adapters_idle: Ints = np.empty(0, dtype=np.int64)
+        self.peers: PeerLoads | None = None
+        """What peers have in flight; None while there are none."""
         self.version = 0
         """Counts changes of the columns in `versions`."""
         self.versions = dict.fromkeys(VERSIONED, 0)
@@ -100,6 +103,8 @@ class Columns:
         self.inflight_requests[slot] = 0
         self.prefill_backlog_tokens[slot] = 0.0
         self.prefill_drained_at_s[slot] = 0.0
+        if self.peers is not None:
+            self.peers.forget_slot(slot)
 
     def forget_observations(self, slot: int) -> None:
         """Forget what scrapes said of `slot`; work in flight stays."""
@@ -311,18 +316,28 @@ class Candidates:
 
     @property
     def inflight_requests(self) -> Ints:
-        """int64[n], requests that this picker sent there and that have not ended."""
-        return self._columns.inflight_requests[self._slot]
+        """int64[n], requests that this picker and its peers sent there and that have not ended."""
+        columns = self._columns
+        own = columns.inflight_requests[self._slot]
+        if columns.peers is not None:
+            own += columns.peers.requests(self._slot, len(columns))
+        return own
 
     @property
     def inflight_prefill_tokens(self) -> Floats:
-        """float64[n], uncached prompt tokens sent there and, by estimate, not yet prefilled."""
+        """float64[n], uncached prompt tokens sent there and, by estimate, not yet prefilled.
+
+        Those of peers are among them.
+        """
         columns = self._columns
         elapsed_s = self._now - columns.prefill_drained_at_s[self._slot]
         ahead: Floats = (
             columns.prefill_backlog_tokens[self._slot] - elapsed_s * self.prefill_tokens_per_s
         )
         left: Floats = np.maximum(ahead, 0.0)
+        if columns.peers is not None:
+            speed = self.prefill_tokens_per_s
+            left += columns.peers.prefill_tokens(self._slot, self._now, speed)
         return left
 
     @property

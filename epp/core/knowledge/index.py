@@ -1,11 +1,15 @@
 """What any affinity index can do, and how one is configured."""
 
-from typing import Protocol
+from collections.abc import Iterator, Sequence
+from typing import Final, Protocol, runtime_checkable
 
 from epp.core.knowledge.candidates import Affinity
 from epp.core.parameters import Plugin
 from epp.core.prompt.request import InferenceRequest
 from epp.core.types import Seconds
+
+CHAINED_KEY_BYTES: Final = 128
+"""Longer keys are chains, of which peers tell only what is new."""
 
 
 class AffinityIndex(Protocol):
@@ -33,6 +37,32 @@ class AffinityIndex(Protocol):
 
     def resize(self, slot: int, blocks_total: int, block_size_tokens: int) -> None:
         """The engine in `slot` says how large its cache is; ignore it if it does not matter."""
+        ...
+
+
+@runtime_checkable
+class SharedIndex(Protocol):
+    """An affinity index of which pickers of one pool can tell each other.
+
+    What a request teaches is spelt as *keys*, byte strings that mean the same to every picker. A key
+    longer than `CHAINED_KEY_BYTES` is a chain of hashes: equal at one hash, equal up to there.
+    """
+
+    @property
+    def signature(self) -> str:
+        """Two indexes with the same understand each other's keys."""
+        ...
+
+    def share(self, request: InferenceRequest) -> Sequence[bytes]:
+        """The keys of what `record` of `request` notes; none: there is nothing to tell."""
+        ...
+
+    def learn(self, keys: Sequence[bytes], slot: int, stamp: Seconds, now: Seconds) -> None:
+        """A peer noted `keys` for `slot` at `stamp`; keys may be anything, late or repeated."""
+        ...
+
+    def known(self) -> Iterator[tuple[int, Seconds, Sequence[bytes]]]:
+        """(slot, stamp, keys) of all that is known, oldest first; it may change meanwhile."""
         ...
 
 

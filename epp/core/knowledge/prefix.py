@@ -19,14 +19,20 @@ newer prompt through the same nodes makes the entry stale; stale entries are ski
 are the majority, swept out. Eviction so takes tails before heads, and exactly as many blocks as
 needed.
 
+**Peers.** What a peer recorded is learnt under the stamp that it had there, into its place among
+the others: any order of the same records leaves the same belief. What only a peer has told is marked
+until it is recorded here.
+
 **No cycles.** Nodes point to their parent only. They are invisible to the garbage collector, which
 a million tracked objects would otherwise stop for tens of milliseconds.
 """
 
+import bisect
 import heapq
 import math
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from operator import itemgetter
 from typing import Annotated, ClassVar, Final
 
 import numpy as np
@@ -35,7 +41,7 @@ from msgspec import Meta, Struct
 from epp.core.duration import Duration
 from epp.core.knowledge.candidates import Affinity, Ints
 from epp.core.knowledge.index import AffinityIndex
-from epp.core.prompt.blocks import HASH_BYTES
+from epp.core.prompt.blocks import HASH_BYTES, HASH_SCHEME
 from epp.core.prompt.request import InferenceRequest
 from epp.core.types import BYTES_PER_TOKEN, Seconds
 
@@ -135,6 +141,8 @@ class PrefixStatistics(Struct):
     """The endpoint left or restarted."""
     retracted: int = 0
     """Another endpoint served than the one that was recorded."""
+    known_from_peers: int = 0
+    """Prompts recorded where the deepest block held before was known from a peer alone."""
 
 
 class _Node(Struct, gc=False, eq=False):
@@ -152,6 +160,8 @@ class _Node(Struct, gc=False, eq=False):
     oldest: Seconds
     """A lower bound of the values of `holders`."""
     children: int = 0
+    learnt: int = 0
+    """Of `mask`: the slots of which only a peer has told."""
 
 
 class _Slot:
@@ -281,6 +291,47 @@ class PrefixIndex:
         since = self._stamp
         held = [self._record_chain(chain, to, now) for chain in self._chains(request)]
         request.recorded[self, slot] = (since, self._stamp, held)
+
+    # What peers are told, and tell.
+
+    @property
+    def signature(self) -> str:
+        """Chains mean the same to whoever has the same; `SharedIndex`."""
+        return f"prefix:{self.block_tokens}:{HASH_SCHEME}"
+
+    def share(self, request: InferenceRequest) -> Sequence[bytes]:
+        """The chains that `record` of `request` assumes."""
+        return self._chains(request)
+
+    def learn(self, keys: Sequence[bytes], slot: int, stamp: Seconds, now: Seconds) -> None:
+        """A peer has assumed since `stamp` that `slot` holds the chains `keys`.
+
+        Any order of the same calls, with any repeated, leaves the same matches, but for what they
+        push out. Nothing is learnt of what is older than the TTL.
+        """
+        if stamp < now - self._ttl_s:
+            return
+        to = self._slot(slot)
+        longest = self._blocks_max * HASH_BYTES
+        for chain in keys:
+            whole = min(len(chain), longest) // HASH_BYTES * HASH_BYTES
+            self._learn_chain(chain[:whole], to, min(stamp, now))
+
+    def known(self) -> Iterator[tuple[int, Seconds, Sequence[bytes]]]:
+        """(slot, stamp, keys) of all that is held, oldest first; each what `learn` takes.
+
+        What changes while it is read may be told as it was or as it is.
+        """
+        entries = [
+            (stamp, slot.number, end)
+            for slot in self._slots
+            for stamp, end in zip(slot.stamps, slot.ends, strict=True)
+            if end.holders.get(slot.number) == stamp
+        ]
+        entries.sort(key=itemgetter(0))
+        for stamp, number, end in entries:
+            if end.holders.get(number) == stamp:
+                yield number, stamp, (_chain_to(end),)
 
     def retract(self, request: InferenceRequest, slot: int, kept: int, now: Seconds) -> None:
         """Take back what the last `record` of `request` added to `slot`.
@@ -418,7 +469,7 @@ class PrefixIndex:
         number = slot.number
         first = self._first
         parent: _Node | None = None
-        held = at = 0
+        held = at = learnt = 0
         while at < len(chain):
             node = first.get(chain[at : at + HASH_BYTES])
             if node is None:
@@ -431,20 +482,71 @@ class PrefixIndex:
             end = at + len(node.run)
             if number in node.holders:
                 held = end
+                if node.learnt:
+                    learnt = node.learnt >> number & 1
+                    node.learnt &= ~(1 << number)
+                else:
+                    learnt = 0
             else:
-                node.mask |= 1 << number
-                self._holdings += 1
-                self.entries += (end - at) // HASH_BYTES
-                slot.blocks += (end - at) // HASH_BYTES
+                self._hold(node, slot)
             node.holders[number] = stamp
             parent = node
             at = end
         if parent is None:
             return 0
+        self.statistics.known_from_peers += learnt
         self._enqueue(slot, stamp, parent)
         self._fit(slot)
         self._shrink(_SHRINK_HOLDINGS_MAX)
         return held // HASH_BYTES
+
+    def _hold(self, node: _Node, slot: _Slot) -> None:
+        """`slot`, which holds its parent, holds `node` too; its stamp is still to be set."""
+        blocks = len(node.run) // HASH_BYTES
+        node.mask |= 1 << slot.number
+        self._holdings += 1
+        self.entries += blocks
+        slot.blocks += blocks
+
+    def _learn_chain(self, chain: bytes, slot: _Slot, stamp: Seconds) -> None:
+        """As `_record_chain`, for what was recorded elsewhere at `stamp`, be it late or again."""
+        if len(chain) > slot.capacity_blocks * HASH_BYTES:
+            chain = chain[: slot.capacity_blocks * HASH_BYTES]
+        if not chain:
+            return
+        number = slot.number
+        stamp = _unused(slot.stamps, stamp)
+        # Own prompts are newer than all that came before them.
+        self._stamp = max(self._stamp, stamp)
+        first = self._first
+        parent: _Node | None = None
+        changed: _Node | None = None
+        at = 0
+        while at < len(chain):
+            node = first.get(chain[at : at + HASH_BYTES])
+            if node is None:
+                parent = changed = self._append(parent, chain[at:], slot, stamp)
+                parent.learnt |= 1 << number
+                break
+            if node.parent is parent and chain[at : at + len(node.run)] != node.run:
+                node = self._split(node, _common_blocks(node.run, chain, at))
+            if node is None or node.parent is not parent:
+                break  # Two blocks of one hash: what follows is not learnt.
+            known = node.holders.get(number)
+            if known is None:
+                self._hold(node, slot)
+                node.learnt |= 1 << number
+            if known is None or known < stamp:
+                node.holders[number] = stamp
+                node.oldest = min(node.oldest, stamp)
+                changed = node
+            parent = node
+            at += len(node.run)
+        if changed is None:
+            return
+        self._enqueue_late(slot, stamp, changed)
+        self._fit(slot)
+        self._shrink(_SHRINK_HOLDINGS_MAX)
 
     def _append(self, parent: _Node | None, run: bytes, slot: _Slot, stamp: Seconds) -> _Node:
         """Put `run`, which only `slot` holds, below `parent`; return the node it is in."""
@@ -452,9 +554,14 @@ class PrefixIndex:
         self.entries += blocks
         self._run_blocks += blocks
         slot.blocks += blocks
-        # A conversation that stays on one endpoint stays one node.
+        # A conversation that stays on one endpoint stays one node, unless it is told out of turn.
         alone = 1 << slot.number
-        if parent is not None and not parent.children and parent.mask == alone:
+        if (
+            parent is not None
+            and not parent.children
+            and parent.mask == alone
+            and parent.holders[slot.number] == stamp
+        ):
             parent.run += run
             return parent
         if parent is not None:
@@ -474,7 +581,9 @@ class PrefixIndex:
         cut = blocks * HASH_BYTES
         if node.run[cut : cut + HASH_BYTES] in self._first:
             return None
-        head = _Node(node.run[:cut], node.parent, dict(node.holders), node.mask, node.oldest, 1)
+        head = _Node(
+            node.run[:cut], node.parent, dict(node.holders), node.mask, node.oldest, 1, node.learnt
+        )
         self._first[head.run[:HASH_BYTES]] = head
         node.run = node.run[cut:]
         node.parent = head
@@ -490,6 +599,23 @@ class PrefixIndex:
         if not slot.queued:
             heapq.heappush(self._fronts, (stamp, slot.number))
             slot.queued = True
+        if len(slot.stamps) > 2 * slot.live + 64:
+            self._sweep_stale(slot)
+
+    def _enqueue_late(self, slot: _Slot, stamp: Seconds, end: _Node) -> None:
+        """As `_enqueue`, for a stamp that may be older than others of `slot`."""
+        position = bisect.bisect(slot.stamps, stamp)
+        if position == len(slot.stamps):
+            self._enqueue(slot, stamp, end)
+            return
+        slot.stamps.insert(position, stamp)
+        slot.ends.insert(position, end)
+        self._records += 1
+        if not position:
+            # What the heap says of this slot must not be above its front.
+            self._fronts = [(at, number) for at, number in self._fronts if number != slot.number]
+            self._fronts.append((stamp, slot.number))
+            heapq.heapify(self._fronts)
         if len(slot.stamps) > 2 * slot.live + 64:
             self._sweep_stale(slot)
 
@@ -585,6 +711,7 @@ class PrefixIndex:
         blocks = len(node.run) // HASH_BYTES
         del node.holders[slot.number]
         node.mask ^= 1 << slot.number
+        node.learnt &= node.mask
         slot.blocks -= blocks
         self.entries -= blocks
         self._holdings -= 1
@@ -632,6 +759,25 @@ class PrefixIndex:
         position = _position(slot.stamps, stamp)
         if slot.ends[position].holders.get(slot.number) != stamp:
             slot.ends[position] = node
+
+
+def _chain_to(end: _Node) -> bytes:
+    """The hashes from the first block to the last of `end`."""
+    runs: list[bytes] = []
+    node: _Node | None = end
+    while node is not None:
+        runs.append(node.run)
+        node = node.parent
+    return b"".join(reversed(runs))
+
+
+def _unused(stamps: deque[Seconds], stamp: Seconds) -> Seconds:
+    """The first instant from `stamp` on that is not among the ascending `stamps`."""
+    position = bisect.bisect_left(stamps, stamp)
+    while position < len(stamps) and stamps[position] == stamp:
+        stamp = math.nextafter(stamp, math.inf)
+        position += 1
+    return stamp
 
 
 def _position(stamps: deque[Seconds], stamp: Seconds) -> int:

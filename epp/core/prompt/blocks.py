@@ -14,7 +14,10 @@ from typing import Final
 import xxhash
 
 HASH_BYTES: Final = 8
-"""Length of one hash inside a chain; native byte order, chains never leave the process."""
+"""Length of one hash inside a chain; native byte order."""
+HASH_SCHEME: Final = f"xxh64-1-{sys.byteorder}"
+"""Chains of two processes mean the same if this and the size of a block are the same. The number
+changes with the seed and with the canonical bytes."""
 
 SEGMENT_BYTES: Final = 16_384
 SEGMENTED_BYTES_MIN: Final = 2 * SEGMENT_BYTES

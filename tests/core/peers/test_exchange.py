@@ -1,0 +1,580 @@
+"""Pickers that tell each other: what arrives, what is lost, and what a hostile one costs."""
+
+import tracemalloc
+from random import Random
+
+import msgspec
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from epp.core.decision.profile import SchedulingProfile, WeightedScorer
+from epp.core.decision.scheduler import Scheduler, SchedulerSettings
+from epp.core.knowledge.affinity import NoHitLruSettings, SessionIndexSettings
+from epp.core.knowledge.candidates import Affinity
+from epp.core.knowledge.inflight import Outcome
+from epp.core.knowledge.prefix import PrefixIndexSettings
+from epp.core.peers.exchange import (
+    HEARTBEAT_S,
+    ORIGINS_MAX,
+    RECORDS_PER_APPLY,
+    RECORDS_PER_S_MAX,
+    SILENT_S_MAX,
+    PeerExchange,
+    SnapshotReader,
+    Taken,
+)
+from epp.core.peers.frames import (
+    FRAME_BYTES_MAX,
+    LOAD,
+    MAGIC,
+    VERSION,
+    Frame,
+    Kind,
+    Record,
+    decode,
+    encode,
+    encode_record,
+    records_of,
+)
+from epp.core.peers.inbox import WAITING_BYTES_MAX
+from epp.core.prompt.blocks import hash_blocks
+from epp.core.types import EndpointMetrics
+from epp.plugins.pickers import MaxScore
+from epp.plugins.scorers import ActiveRequests, PrefixCache, TokenLoad
+from tests.builders import endpoint, request
+
+N = 4
+PREFIX = "prefix"
+INDEXES = {
+    PREFIX: PrefixIndexSettings(),
+    "session": SessionIndexSettings(),
+    "cold": NoHitLruSettings(),
+}
+
+
+def picker(number, *, endpoints=N, indexes=INDEXES, replicas=2, now=0.0):
+    """A scheduler and its exchange."""
+    scorers = (
+        WeightedScorer("prefix", PrefixCache(), 3.0),
+        WeightedScorer("active", ActiveRequests(), 1.0),
+        WeightedScorer("tokens", TokenLoad(), 1.0),
+    )
+    profile = SchedulingProfile(
+        name="default", filters=(), scorers=scorers, picker_name="max", picker=MaxScore()
+    )
+    made = Scheduler(
+        SchedulerSettings(profile=profile, indexes=indexes, prefix=PREFIX), seed=number
+    )
+    made.replace([endpoint(at) for at in range(endpoints)], now)
+    for slot in range(endpoints):
+        made.observe(slot, EndpointMetrics(), now)
+    return made, PeerExchange(made, origin=bytes([number]) * 8, now=now, replicas=replicas)
+
+
+def asked(text, **fields):
+    """One block a letter, of 64 tokens."""
+    chain = hash_blocks(text.encode(), seed=1, block_bytes=1, blocks_max=len(text))
+    fields = {"prompt_tokens": 64 * len(text), "chains": {256: (chain,)}} | fields
+    return request(**fields)
+
+
+def settle(now, *exchanges):
+    """Everything that is to be told arrives and is learnt."""
+    for sender in exchanges:
+        for frame in sender.outgoing(now):
+            for receiver in exchanges:
+                if receiver is not sender:
+                    assert receiver.receive(frame, now) is Taken.TAKEN
+    learn(now, *exchanges)
+
+
+def learn(now, *exchanges):
+    for exchange in exchanges:
+        while exchange.pending:
+            exchange.apply(now)
+
+
+def acquainted(*numbers, **given):
+    made = [picker(number, **given) for number in numbers]
+    settle(0.0, *(exchange for _, exchange in made))
+    return [part for pair in made for part in pair]
+
+
+def held(scheduler, text, now=1.0):
+    return scheduler.indexes[PREFIX].match(asked(text), N, now).matched.tolist()
+
+
+def inflight(scheduler):
+    columns = scheduler.pool.columns
+    slots = np.arange(N)
+    return (columns.inflight_requests[:N] + columns.peers.requests(slots, N)).tolist()
+
+
+def test_a_peer_knows_prefix_session_and_order_of_cold_prompts_of_each_decision():
+    one, talk_one, other, talk_other = acquainted(1, 2)
+    decision = one.schedule(asked("abcdefgh" * 20, session_id="s"), 0.5)
+    at = one.pool.slot_of(decision.endpoint)
+    settle(1.0, talk_one, talk_other)
+    assert held(other, "abcdefgh" * 20)[at] == 160
+    assert other.indexes["session"].match(asked("x", session_id="s"), N, 1.0).matched[at] == 1
+    assert other.indexes["cold"].match(asked("x"), N, 1.0).matched[at] == 1
+    assert talk_other.received.applied == 1
+    follow_up = other.schedule(asked("abcdefgh" * 20 + "more"), 1.0)
+    assert follow_up.endpoint == decision.endpoint
+    assert follow_up.matched_blocks == 160
+    assert other.indexes[PREFIX].statistics.known_from_peers == 1
+
+
+def test_only_the_end_of_a_chain_that_was_told_is_told():
+    """Users who share a preamble, and turns of a chat, cost what is new of them."""
+    one, talk_one, other, talk_other = acquainted(1, 2)
+    preamble = "p" * 96
+    sizes = []
+    for turn, text in enumerate(
+        (preamble + "first" * 4, preamble + "second" * 4, preamble + "first" * 4 + "more")
+    ):
+        one.schedule(asked(text), 0.5)
+        (frame,) = talk_one.outgoing(0.5 + turn * 0.02)
+        sizes.append(len(frame))
+        talk_other.receive(frame, 0.6)
+        learn(0.6, talk_other)
+        assert max(held(other, text)) == len(text)
+    whole, shared, grown = sizes
+    assert whole > 116 * 8
+    assert shared < whole - 96 * 8 + 100
+    assert grown < 200
+    assert talk_other.received.applied == 3
+
+
+def test_a_chain_that_was_lost_is_told_whole_at_the_next_heartbeat():
+    """Until then what goes on from it is not learnt, and counted."""
+    one, talk_one, other, talk_other = acquainted(1, 2)
+    one.schedule(asked("a" * 100), 0.1)
+    assert talk_one.outgoing(0.1)  # lost
+    one.schedule(asked("a" * 100 + "b" * 9), 0.2)
+    (frame,) = talk_one.outgoing(0.2)
+    talk_other.receive(frame, 0.2)
+    learn(0.2, talk_other)
+    assert talk_other.received.unknown_chain == 1
+    assert max(held(other, "a" * 100)) == 0
+    settle(HEARTBEAT_S, talk_one, talk_other)
+    one.schedule(asked("a" * 100 + "b" * 9), 1.2)
+    settle(1.22, talk_one, talk_other)
+    assert max(held(other, "a" * 100 + "b" * 9)) == 109
+    assert talk_other.peers[talk_one.origin].lost == 1
+
+
+def test_load_is_told_as_it_is_and_counts_where_scorers_read_it():
+    one, talk_one, other, talk_other = acquainted(1, 2)
+    leases = [one.schedule(asked("abc", prompt_tokens=192), 1.0).lease for _ in range(6)]
+    settle(1.0, talk_one, talk_other)
+    assert inflight(other) == one.pool.columns.inflight_requests[:N].tolist()
+    assert sum(inflight(other)) == 6
+    seen = other._candidates(np.arange(N), {}, asked("x"), 1.0)
+    ours = one._candidates(np.arange(N), {}, asked("x"), 1.0)
+    assert seen.inflight_requests.tolist() == ours.inflight_requests.tolist()
+    assert seen.inflight_prefill_tokens == pytest.approx(ours.inflight_prefill_tokens)
+    for lease in leases[:4]:
+        one.complete(lease, Outcome(), 1.1)
+    settle(1.12, talk_one, talk_other)
+    assert sum(inflight(other)) == 2
+
+
+def test_nothing_that_a_peer_says_opens_or_closes_a_lease_of_our_own():
+    one, talk_one, other, talk_other = acquainted(1, 2)
+    lease = other.schedule(asked("mine"), 0.5).lease
+    for _ in range(3):
+        one.schedule(asked("yours"), 0.5)
+    settle(0.6, talk_one, talk_other)
+    talk_other.receive(talk_one.goodbye(0.7), 0.7)
+    assert (other.ledger.open_leases, one.ledger.open_leases) == (1, 3)
+    assert sum(inflight(other)) == 1
+    other.complete(lease, Outcome(), 0.8)
+    assert sum(inflight(other)) == 0
+
+
+@pytest.mark.parametrize("says_goodbye", [True, False])
+def test_no_load_survives_its_origin(says_goodbye):
+    """With a goodbye at once, else once it has been silent; what it told of prefixes stays."""
+    one, talk_one, other, talk_other = acquainted(1, 2)
+    one.schedule(asked("abc"), 0.5)
+    settle(0.6, talk_one, talk_other)
+    assert (sum(inflight(other)), other.replicas_unheard) == (1, 0)
+    if says_goodbye:
+        talk_other.receive(talk_one.goodbye(0.7), 0.7)
+    else:
+        talk_other.tick(0.6 + SILENT_S_MAX)
+        assert sum(inflight(other)) == 1
+        talk_other.tick(0.7 + SILENT_S_MAX)
+    assert (sum(inflight(other)), other.replicas_unheard) == (0, 1)
+    assert max(held(other, "abc")) == 3
+    # Heard again, it is as it was.
+    settle(9.0, talk_one, talk_other)
+    assert (sum(inflight(other)), other.replicas_unheard) == (1, 0)
+
+
+def test_a_late_or_repeated_frame_does_not_bring_an_old_load_back():
+    one, talk_one, other, talk_other = acquainted(1, 2)
+    lease = one.schedule(asked("abc"), 0.5).lease
+    (busy,) = talk_one.outgoing(0.5)
+    one.complete(lease, Outcome(), 0.6)
+    (idle,) = talk_one.outgoing(0.6)
+    for frame in (idle, busy, busy):
+        talk_other.receive(frame, 0.7)
+        learn(0.7, talk_other)
+    assert sum(inflight(other)) == 0
+    assert max(held(other, "abc")) == 3
+
+
+words = st.lists(st.sampled_from(["a", "bb", "abc" * 20, "d" * 130]), min_size=1, max_size=4)
+plan = st.lists(
+    st.tuples(st.integers(0, 2), words.map("".join), st.booleans()), min_size=1, max_size=25
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(plan, st.randoms(use_true_random=False))
+def test_any_order_loss_repetition_and_delay_converges(decisions, random: Random):
+    """Each believes what one index would that saw all that arrived there, and once it is quiet
+    everybody has the same picture of the load, whatever was lost before.
+    """
+    made = [picker(number, replicas=3) for number in range(3)]
+    exchanges = [exchange for _, exchange in made]
+    settle(0.0, *exchanges)
+    on_the_way = {exchange.origin: [] for exchange in exchanges}
+    now = 0.1
+    for number, text, ends in decisions:
+        scheduler, exchange = made[number]
+        lease = scheduler.schedule(asked(text), now).lease
+        if ends:
+            scheduler.complete(lease, Outcome(), now)
+        for frame in exchange.outgoing(now):
+            for receiver in exchanges:
+                if receiver is not exchange and random.random() < 0.8:
+                    on_the_way[receiver.origin] += [frame] * random.choice([1, 1, 2])
+        now += 0.02
+    for scheduler, exchange in made:
+        frames = on_the_way[exchange.origin]
+        random.shuffle(frames)
+        before = scheduler.indexes[PREFIX].entries
+        for frame in frames:
+            exchange.receive(frame, now)
+        learn(now, exchange)
+        once = scheduler.indexes[PREFIX].entries
+        for frame in frames:
+            exchange.receive(frame, now)
+        learn(now, exchange)
+        # What was lost may be found in another order; what was learnt stays.
+        assert before <= once <= scheduler.indexes[PREFIX].entries
+    settle(2.0, *exchanges)
+    settle(3.1, *exchanges)
+    total = sum(scheduler.ledger.open_leases for scheduler, _ in made)
+    assert [sum(inflight(scheduler)) for scheduler, _ in made] == [total] * 3
+    assert len({tuple(inflight(scheduler)) for scheduler, _ in made}) == 1
+
+
+def test_one_at_a_time_pickers_together_decide_as_one_would():
+    """Without delay and loss, and with the same dice, any assignment gives the same endpoints."""
+    random = Random(3)
+    texts = ["".join(random.choices("abc", k=random.randint(1, 40))) for _ in range(150)]
+    alone, _ = picker(1)
+    made = [picker(1) for _ in range(3)]
+    for at, (_, exchange) in enumerate(made):
+        exchange.origin = bytes([at]) * 8
+    exchanges = [exchange for _, exchange in made]
+    settle(0.0, *exchanges)
+    open_leases = []
+    for turn, text in enumerate(texts):
+        now = 0.1 + turn * 0.05
+        wanted = alone.schedule(asked(text), now)
+        scheduler, _ = made[random.randrange(3)]
+        # Ties rotate by the number of decisions, which each counts for itself.
+        scheduler.decisions = turn
+        decision = scheduler.schedule(asked(text), now)
+        assert (decision.endpoint, decision.matched_blocks) == (
+            wanted.endpoint,
+            wanted.matched_blocks,
+        )
+        open_leases.append((alone, wanted.lease, scheduler, decision.lease))
+        settle(now, *exchanges)
+        if len(open_leases) > 7:
+            one, first, other, second = open_leases.pop(0)
+            one.complete(first, Outcome(), now)
+            other.complete(second, Outcome(), now)
+            settle(now, *exchanges)
+
+
+def test_an_endpoint_that_is_not_here_or_another_incarnation_is_counted_and_nothing_else():
+    one, talk_one, other, talk_other = acquainted(1, 2)
+    other.replace([endpoint(at, incarnation="second") for at in range(N)], 0.1)
+    one.schedule(asked("abc"), 0.2)
+    settle(0.3, talk_one, talk_other)
+    assert other.indexes[PREFIX].entries == 0
+    assert sum(inflight(other)) == 0
+    assert talk_other.received.unknown_endpoint == 1
+
+
+def test_indexes_that_mean_something_else_are_not_mixed_up():
+    """Another block size: nothing of prefixes is learnt, sessions and load are."""
+    one, talk_one = picker(1)
+    different = INDEXES | {PREFIX: PrefixIndexSettings(block_size_tokens=128)}
+    other, talk_other = picker(2, indexes=different)
+    settle(0.0, talk_one, talk_other)
+    one.schedule(asked("abc" * 30, session_id="s"), 0.5)
+    settle(0.6, talk_one, talk_other)
+    assert not talk_other.peers[talk_one.origin].understood
+    assert other.indexes[PREFIX].entries == 0
+    assert len(other.indexes["session"]) == 1
+    assert sum(inflight(other)) == 1
+    # Once the same is configured there, all of it is.
+    other.configure(one.settings, 0.7)
+    one.schedule(asked("abc" * 30, session_id="s"), 2.0)
+    settle(2.1, talk_one, talk_other)
+    settle(3.2, talk_one, talk_other)
+    assert talk_other.peers[talk_one.origin].understood
+
+
+def test_a_restarted_picker_takes_a_snapshot_and_knows_what_its_peer_knows():
+    one, talk_one = picker(1)
+    random = Random(5)
+    texts = ["p" * 60 + "".join(random.choices("ab", k=40)) for _ in range(300)]
+    for turn, text in enumerate(texts):
+        one.schedule(asked(text, session_id=f"s{turn}"), turn / 10)
+    new, talk_new = picker(9, now=30.0)
+    reader = SnapshotReader(talk_new)
+    frames = list(talk_one.snapshot(30.0))
+    for frame in frames:
+        records = list(records_of(decode(frame).records))
+        assert len(records) <= RECORDS_PER_APPLY
+        assert reader.receive(frame, 30.0)
+        while reader.pending:
+            reader.apply(30.0)
+    assert reader.counts.unknown_chain == 0
+    for text in texts:
+        assert held(new, text, 30.0) == held(one, text, 30.0)
+    assert new.indexes[PREFIX].entries == one.indexes[PREFIX].entries
+    assert len(new.indexes["session"]) == len(one.indexes["session"]) == 300
+    # Again, or an hour old: nothing changes.
+    before = new.indexes[PREFIX].entries
+    for age_s in (0.0, 3600.0):
+        again = SnapshotReader(talk_new)
+        for frame in frames:
+            again.receive(frame, 30.0, age_s)
+            while again.pending:
+                again.apply(30.0)
+    assert new.indexes[PREFIX].entries == before
+    assert sum(inflight(new)) == 0
+
+
+def test_a_snapshot_is_no_live_frame_and_a_live_frame_no_snapshot():
+    one, talk_one, other, talk_other = acquainted(1, 2)
+    one.schedule(asked("abc"), 0.5)
+    (live,) = talk_one.outgoing(0.5)
+    (frame, *_) = talk_one.snapshot(0.5)
+    talk_other.receive(frame, 0.6)
+    learn(0.6, talk_other)
+    assert held(other, "abc") == [0] * N
+    assert not SnapshotReader(talk_other).receive(live, 0.6)
+    assert not SnapshotReader(talk_other).receive(b"garbage", 0.6)
+
+
+def live(number, records=b"", load=b"", **fields):
+    return encode(
+        Frame(
+            **{
+                "origin": b"hostile!",
+                "number": number,
+                "kind": Kind.LIVE,
+                "uptime_s": 1.0,
+                "records": records,
+                "load": load,
+            }
+            | fields
+        )
+    )
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.binary(max_size=400), st.integers(0, 400), st.integers(0, 255))
+def test_no_bytes_do_harm(noise, at, value):
+    """Garbage, and frames of ours with one byte changed, are taken or counted; nothing raises."""
+    one, talk_one, _, talk_other = acquainted(1, 2)
+    one.schedule(asked("abc" * 50, session_id="s"), 0.5)
+    (frame,) = talk_one.outgoing(0.5)
+    wrong = bytearray(frame)
+    wrong[at % len(wrong)] = value
+    for message in (
+        noise,
+        bytes(wrong),
+        frame[: at % len(frame)],
+        MAGIC + bytes([VERSION]) + noise,
+        live(1, records=noise),
+        live(2, load=noise),
+        live(3, records=encode_record(Record(1, 0, ((noise,),)))),
+    ):
+        assert talk_other.receive(message, 0.6) in Taken
+        learn(0.6, talk_other)
+        talk_other.outgoing(0.7)
+        talk_other.tick(0.7)
+
+
+def test_another_version_is_told_from_garbage():
+    _, talk_one, _, talk_other = acquainted(1, 2)
+    (frame,) = talk_one.outgoing(2.0)
+    newer = MAGIC + bytes([VERSION + 1]) + frame[4:]
+    assert talk_other.receive(newer, 2.0) is Taken.OTHER_VERSION
+    assert talk_other.receive(b"GET / HTTP/1.1", 2.0) is Taken.UNREADABLE
+    assert talk_other.receive(MAGIC + b"\1" + b"x" * FRAME_BYTES_MAX, 2.0) is Taken.UNREADABLE
+    assert talk_one.receive(frame, 2.0) is Taken.OWN
+
+
+def test_members_that_a_later_format_appends_are_skipped():
+    _, talk_one, _, talk_other = acquainted(1, 2)
+    members = msgspec.msgpack.decode(talk_one.outgoing(2.0)[0][4:])
+    later = MAGIC + bytes([VERSION]) + msgspec.msgpack.encode([*members, {"more": 1}])
+    assert talk_other.receive(later, 2.0) is Taken.TAKEN
+
+
+def test_a_peer_that_lies_about_load_cannot_make_sums_overflow():
+    _, _, other, talk_other = acquainted(1, 2)
+    lies = np.zeros(N, dtype=LOAD)
+    lies["endpoint"] = list(talk_other._slots)
+    lies["requests"] = 2**32 - 1
+    lies["prefill_tokens"] = [np.nan, np.inf, -np.inf, -5.0]
+    talk_other.receive(live(2**62, load=lies.tobytes()), 0.5)
+    assert max(inflight(other)) == 1_000_000
+    seen = other._candidates(np.arange(N), {}, asked("x"), 0.5)
+    assert np.isfinite(seen.inflight_prefill_tokens).all()
+    assert (seen.inflight_prefill_tokens >= 0).all()
+    assert other.schedule(asked("abc"), 0.5).endpoint
+
+
+def test_a_million_records_cost_a_bounded_share_of_memory_and_turns():
+    """What waits is bounded by bytes, what is learnt by records a second; the rest is counted."""
+    _, _, other, talk_other = acquainted(1, 2)
+    slot_hash = next(iter(talk_other._slots))
+    hashes = talk_other._index_hashes
+    random = Random(1)
+    records = b"".join(
+        encode_record(Record(slot_hash, 0, ((random.randbytes(160),),))) for _ in range(1_000)
+    )
+    tracemalloc.start()
+    before = tracemalloc.get_traced_memory()[0]
+    for number in range(1_000):
+        talk_other.receive(live(number + 1, records=records, indexes=hashes), 0.5)
+    waiting = tracemalloc.get_traced_memory()[0] - before
+    tracemalloc.stop()
+    assert waiting < 2 * WAITING_BYTES_MAX
+    calls = 0
+    while talk_other.pending:
+        talk_other.apply(0.5)
+        calls += 1
+    counts = talk_other.received
+    assert counts.applied <= RECORDS_PER_S_MAX
+    assert calls <= RECORDS_PER_S_MAX / RECORDS_PER_APPLY + 200
+    assert counts.dropped > 900
+    assert other.indexes[PREFIX].entries <= 20 * RECORDS_PER_S_MAX
+
+
+def test_origins_are_bounded_and_silent_ones_make_room():
+    _, _, _, talk_other = acquainted(1, 2)
+    outcomes = [
+        talk_other.receive(live(1, origin=number.to_bytes(8, "big")), 0.5)
+        for number in range(100, 100 + 2 * ORIGINS_MAX)
+    ]
+    assert outcomes.count(Taken.TAKEN) == ORIGINS_MAX - 1
+    assert outcomes.count(Taken.TOO_MANY) == ORIGINS_MAX + 1
+    talk_other.tick(0.6 + SILENT_S_MAX)
+    assert talk_other.receive(live(1), 4.0) is Taken.TAKEN
+
+
+def test_alone_nothing_is_kept_for_peers_and_heartbeats_go_on():
+    scheduler, exchange = picker(1)
+    assert len(exchange.outgoing(0.0)) == 1
+    for turn in range(50):
+        scheduler.schedule(asked("abc"), 0.001 * turn)
+    assert exchange.outgoing(0.5) == []
+    assert not scheduler.sent
+    assert exchange.records_sent == 0
+    assert len(exchange.outgoing(HEARTBEAT_S)) == 1
+    assert scheduler.replicas_unheard == 1
+
+
+def test_without_an_exchange_nothing_is_kept_and_nothing_added():
+    scheduler = Scheduler(picker(1)[0].settings, seed=1)
+    scheduler.replace([endpoint(0)], 0.0)
+    scheduler.observe(0, EndpointMetrics(), 0.0)
+    scheduler.schedule(asked("abc"), 0.0)
+    assert scheduler.sent is None
+    assert scheduler.pool.columns.peers is None
+
+
+def test_where_the_gateway_went_instead_is_told_too():
+    one, talk_one, other, talk_other = acquainted(1, 2)
+    lease = one.schedule(asked("abc"), 0.5).lease
+    elsewhere = (lease.slot + 1) % N
+    one.reschedule(lease, endpoint(elsewhere).address, 0.6)
+    settle(0.7, talk_one, talk_other)
+    assert held(other, "abc")[elsewhere] == 3
+    assert inflight(other) == inflight(one)
+
+
+def test_a_decision_is_not_told_of_who_has_left_since():
+    one, talk_one, _, talk_other = acquainted(1, 2)
+    one.schedule(asked("abc"), 0.5)
+    one.replace([], 0.55)
+    settle(0.6, talk_one, talk_other)
+    assert talk_other.received.applied == 0
+
+
+class Failing:
+    """An index of a stranger that can be shared, and fails at it."""
+
+    signature = "strange"
+
+    def match(self, request, slots, now):
+        return Affinity(np.zeros(slots, dtype=np.int64), 0)
+
+    def record(self, request, slot, now): ...
+    def retract(self, request, slot, kept, now): ...
+    def forget(self, slot): ...
+    def expire(self, now): ...
+    def resize(self, slot, blocks_total, block_size_tokens): ...
+
+    def share(self, request):
+        raise KeyError("secret")
+
+    def learn(self, keys, slot, stamp, now):
+        raise KeyError("secret")
+
+    def known(self):
+        raise KeyError("secret")
+        yield
+
+
+class FailingSettings(msgspec.Struct, frozen=True):
+    def open(self):
+        return Failing()
+
+    def adopt(self, index):
+        return False
+
+
+def test_an_index_that_fails_to_share_costs_only_what_it_knows():
+    indexes = INDEXES | {"strange": FailingSettings()}
+    one, talk_one, other, talk_other = acquainted(1, 2, indexes=indexes)
+    one.schedule(asked("abc"), 0.5)
+    settle(0.6, talk_one, talk_other)
+    assert max(held(other, "abc")) == 3
+    assert len(list(talk_one.snapshot(1.0))) == 2
+    (failing,) = one.failures
+    assert failing.name == "strange"
+    assert "secret" not in failing.what
+
+
+def test_an_origin_has_eight_bytes():
+    scheduler, _ = picker(1)
+    with pytest.raises(ValueError, match="an origin has 8 bytes, this one 3"):
+        PeerExchange(scheduler, origin=b"abc", now=0.0)

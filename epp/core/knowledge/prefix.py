@@ -604,10 +604,10 @@ class PrefixIndex:
 
     def _enqueue_late(self, slot: _Slot, stamp: Seconds, end: _Node) -> None:
         """As `_enqueue`, for a stamp that may be older than others of `slot`."""
-        position = bisect.bisect(slot.stamps, stamp)
-        if position == len(slot.stamps):
+        if not slot.stamps or stamp > slot.stamps[-1]:
             self._enqueue(slot, stamp, end)
             return
+        position = bisect.bisect(slot.stamps, stamp)
         slot.stamps.insert(position, stamp)
         slot.ends.insert(position, end)
         self._records += 1
@@ -773,6 +773,8 @@ def _chain_to(end: _Node) -> bytes:
 
 def _unused(stamps: deque[Seconds], stamp: Seconds) -> Seconds:
     """The first instant from `stamp` on that is not among the ascending `stamps`."""
+    if not stamps or stamp > stamps[-1]:
+        return stamp
     position = bisect.bisect_left(stamps, stamp)
     while position < len(stamps) and stamps[position] == stamp:
         stamp = math.nextafter(stamp, math.inf)

@@ -122,9 +122,10 @@ class Inbox:
         whole = True
         for index, keys in zip(waiting.frame.indexes, record.keys, strict=False):
             # Chains are entered in the book even where nothing is learnt: the next one goes on there.
-            found = [self._whole(key) for key in keys[:KEYS_MAX]]
-            known = [key for key in found if key is not None]
-            whole = whole and len(known) == len(found)
+            known = [self._whole(key) for key in keys[:KEYS_MAX]]
+            if not all(known):
+                whole = False
+                known = [key for key in known if key]
             name = indexes.get(index)
             if known and slot is not None and name is not None:
                 scheduler.learn(name, known, slot, stamp, now)
@@ -136,8 +137,8 @@ class Inbox:
         else:
             counts.applied += 1
 
-    def _whole(self, key: Key) -> bytes | None:
-        """The key that was told, from its first hash on; None if its head is not known."""
+    def _whole(self, key: Key) -> bytes:
+        """The key that was told, from its first hash on; b"" if its head is not known."""
         book = self._book
         if isinstance(key, bytes):
             if len(key) > STEP_BYTES:
@@ -146,7 +147,7 @@ class Inbox:
         last, rest = key
         head = book.head(last)
         if head is None or len(rest) % HASH_BYTES or len(head) + len(rest) > CHAIN_BYTES_MAX:
-            return None
+            return b""
         chain = head + rest
         book.note(chain, len(head))
         return chain

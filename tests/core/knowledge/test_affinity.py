@@ -168,3 +168,46 @@ def test_settings_open_and_adopt_their_own_kind_only():
             msgspec.convert({"unknown": 1}, type(settings))
     with pytest.raises(ValueError, match="ttl must be a duration above 0s"):
         SessionIndexSettings(ttl=Duration(0))
+
+
+def test_of_a_session_that_two_pickers_sent_the_last_to_send_it_is_right():
+    """In whatever order it is told, and told again; garbage is none."""
+    one, other = sessions(), sessions()
+    one.record(of_session("s"), 1, 5.0)
+    key = one.share(of_session("s"))
+    for order in ([(0, 4.0), (2, 6.0)], [(2, 6.0), (0, 4.0), (2, 6.0)]):
+        index = sessions()
+        for slot, stamp in order:
+            index.learn(key, slot, stamp, 7.0)
+        assert index.match(of_session("s"), 3, 7.0).matched.tolist() == [0, 0, 1]
+    one.learn(key, 0, 4.0, 7.0)
+    assert one.match(of_session("s"), 3, 7.0).matched.tolist() == [0, 1, 0]
+    other.learn((*key, b"garbage"), 0, 1e9, 7.0)
+    assert (len(other), other.share(of_session(""))) == (1, ())
+    assert other.match(of_session("s"), 3, 307.0).matched.tolist() == [1, 0, 0]
+    assert other.match(of_session("s"), 3, 307.1).matched.tolist() == [0, 0, 0]
+
+
+def test_sessions_that_peers_tell_stay_within_the_bound_and_are_told_on():
+    index = sessions(sessions_max=3)
+    keys = [index.share(of_session(f"s{number}")) for number in range(5)]
+    for number, key in enumerate(keys):
+        index.learn(key, 0, float(number), 9.0)
+    assert [(slot, stamp) for slot, stamp, _ in index.known()] == [(0, 2.0), (0, 3.0), (0, 4.0)]
+    index.learn(keys[0], 0, -400.0, 9.0)
+    assert len(index) == 3
+
+
+def test_cold_prompts_of_peers_take_their_place_by_when_they_were_sent():
+    index = NoHitLru(NoHitLruSettings())
+    index.record(InferenceRequest(request_id="r", cold=True), 0, 1.0)
+    index.record(InferenceRequest(request_id="r", cold=True), 2, 3.0)
+    cold = index.share(InferenceRequest(request_id="r", cold=True))
+    assert index.share(InferenceRequest(request_id="r", cold=False)) == ()
+    for _ in range(2):
+        index.learn(cold, 1, 2.0, 3.0)
+        assert ranks(index) == [1, 2, 3]
+    index.learn(cold, 0, 2.5, 3.0)
+    index.learn((), 1, 9.0, 9.0)
+    assert ranks(index) == [2, 1, 3]
+    assert [slot for slot, _, _ in index.known()] == [1, 0, 2]

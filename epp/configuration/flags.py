@@ -302,7 +302,7 @@ ENVOY_HELP: Final[Groups] = {
         "readiness-port": "port of /ready and /stats/prometheus",
     },
     "Picker": {
-        "picker-address": "host:port of `epp serve`",
+        "picker-address": "host:port of `epp serve`; of several replicas, with commas between them",
         "round-robin": "serve these ip:port in turn without a picker, separated by commas",
         "plaintext": "speak to it without TLS (`epp serve --secure-serving=false`)",
         "picker-ca-file": "PEM of who signs its certificate (default: whoever signed it)",

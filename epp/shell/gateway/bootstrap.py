@@ -179,7 +179,8 @@ class BootstrapOptions(Struct, frozen=True, kw_only=True):
     readiness_port: int | None = 19001
     """Serves nothing but /ready and /stats/prometheus, on `listen_host`; None: not at all."""
     picker_address: str = "127.0.0.1:9002"
-    """"host:port", IPv6 in brackets; a name is resolved by DNS again and again."""
+    """"host:port", IPv6 in brackets; a name is resolved by DNS again and again. Several, with commas
+    between them, are replicas: each request goes to one of them."""
     plaintext: bool = False
     """Speak h2c to the picker. Otherwise TLS."""
     picker_ca_file: str = ""
@@ -206,7 +207,7 @@ class BootstrapOptions(Struct, frozen=True, kw_only=True):
         for port in ports:
             if port is not None and not 0 < port <= 65_535:
                 raise ValueError(f"port {port} is not one of 1 to 65535")
-        for address in (self.picker_address, *self.round_robin):
+        for address in (*self.picker_addresses, *self.round_robin):
             _split(address)
         if self.plaintext and (self.picker_ca_file or self.client_cert_path):
             raise ValueError("certificates are given, but the picker is spoken to in plaintext")
@@ -222,6 +223,11 @@ class BootstrapOptions(Struct, frozen=True, kw_only=True):
                 f"request body limit of {self.request_body_max_bytes} bytes is not one of "
                 "1 to 4294967295"
             )
+
+    @property
+    def picker_addresses(self) -> tuple[str, ...]:
+        """Of each replica."""
+        return tuple(address.strip() for address in self.picker_address.split(","))
 
 
 def render(options: BootstrapOptions) -> str:
@@ -330,7 +336,9 @@ def _picker_filter(options: BootstrapOptions) -> ExternalProcessor:
     full_duplex = options.request_body_mode is BodyMode.FULL_DUPLEX_STREAMED
     return ExternalProcessor(
         grpc_service=GrpcService(
-            envoy_grpc=GrpcServiceEnvoyGrpc(cluster_name=_PICKER, authority=options.picker_address)
+            envoy_grpc=GrpcServiceEnvoyGrpc(
+                cluster_name=_PICKER, authority=options.picker_addresses[0]
+            )
         ),
         failure_mode_allow=options.fail_open,
         message_timeout=timedelta(seconds=options.message_timeout_s),
@@ -379,7 +387,7 @@ def _round_robin_cluster(addresses: tuple[str, ...]) -> Cluster:
 
 
 def _picker_cluster(options: BootstrapOptions) -> Cluster:
-    cluster = _static_cluster(_PICKER, (options.picker_address,))
+    cluster = _static_cluster(_PICKER, options.picker_addresses)
     cluster.connect_timeout = _PICKER_CONNECT_TIMEOUT
     cluster.lb_policy = ClusterLbPolicy.LEAST_REQUEST
     cluster.circuit_breakers = _circuit_breakers()

@@ -242,6 +242,20 @@ def test_an_address_is_fixed_and_a_name_is_resolved(address, kind, host):
     assert endpoint["address"]["socket_address"] == {"address": host, "port_value": 9002}
 
 
+def test_replicas_of_the_picker_are_members_of_one_cluster():
+    """Each is asked for its own health; the authority is that of the first."""
+    found = document(BootstrapOptions(picker_address="10.0.0.7:9002, 10.0.0.8:9003"))
+    members = cluster(found, "ext_proc")["load_assignment"]["endpoints"][0]["lb_endpoints"]
+    assert [
+        (at["address"], at["port_value"])
+        for at in (member["endpoint"]["address"]["socket_address"] for member in members)
+    ] == [("10.0.0.7", 9002), ("10.0.0.8", 9003)]
+    service = http_filters(found)["ext_proc"]["grpc_service"]["envoy_grpc"]
+    assert service["authority"] == "10.0.0.7:9002"
+    with pytest.raises(ValueError, match="is not host:port"):
+        BootstrapOptions(picker_address="10.0.0.7:9002,")
+
+
 @pytest.mark.parametrize("fail_open", [False, True])
 def test_failing_open_is_a_choice(fail_open):
     """`failure_mode_allow` is what was asked for, and false by default."""

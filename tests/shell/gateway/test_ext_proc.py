@@ -435,6 +435,55 @@ async def test_nothing_is_kept_of_requests_that_are_refused(rig):
     assert resident_bytes() - before < 30 * 2**20
 
 
+async def served(rig):
+    call = rig.call()
+    await call.exchange(gw.request_headers(), gw.request_body(gw.prompt()), answers=2)
+    await call.exchange(gw.response_headers(end=True), answers=1)
+    assert await call.end() is grpc.StatusCode.OK
+
+
+async def refused(rig):
+    call = rig.call()
+    await call.send(gw.request_headers(), gw.request_body(b"{"))
+    (answer,) = await call.answers(1)
+    assert gw.refusal(answer)[0] == 400
+    assert await call.ended() is grpc.StatusCode.OK
+
+
+async def left(rig):
+    call = rig.call()
+    await call.exchange(gw.request_headers(), gw.request_body(gw.prompt()), answers=2)
+    call.grpc.cancel()
+
+
+async def malformed(rig):
+    call = rig.call()
+    await call.send(b"\xff")
+    assert (await call.failed())[0] is grpc.StatusCode.INVALID_ARGUMENT
+
+
+@pytest.mark.parametrize("end", [served, refused, left, malformed])
+async def test_a_stream_that_is_over_waits_for_no_garbage_collector(rig, end):
+    """Else its body is held until the collector runs, and that holds the loop all the longer."""
+    streams = 10
+    await end(rig)
+    await rig.closed(1)
+    gc.collect()
+    gc.disable()
+    gc.set_debug(gc.DEBUG_SAVEALL)
+    try:
+        for _ in range(streams):
+            await end(rig)
+        await rig.closed(1 + streams)
+        gc.collect()
+        kinds = {type(each) for each in gc.garbage}
+    finally:
+        gc.set_debug(0)
+        gc.garbage.clear()
+        gc.enable()
+    assert [kind for kind in kinds if kind.__module__.startswith("epp.")] == []
+
+
 async def test_draining_ends_bypassed_streams_and_leaves_the_others(rig):
     """OK where no byte of the response is lost by it; full duplex and unrouted ones live on."""
     bypassed, full_duplex, unrouted = rig.call(), rig.call(), rig.call()

@@ -4,8 +4,8 @@
 pages turn into none, the configuration and the endpoints file are replaced, by good ones and by
 broken ones, and requests go on meanwhile. What is lost is split by whose fault it is: an empty 500
 is the picker's, and so is a refusal; 502, 503 and 504 of Envoy and broken answers are those of pods
-that died under a request. Exit code 1 if the picker cost a request, or if its memory grew by 3 % or
-more after the first minute.
+that died under a request. Exit code 1 if the picker cost a request, if its memory grew by 3 % or
+more after the first minute, or if it still counts a request or a stream when all have ended.
 """
 
 import argparse
@@ -15,11 +15,12 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from random import Random
 
 from aiohttp import ClientError, ClientSession, ClientTimeout, TCPConnector
+from prometheus_client.parser import text_string_to_metric_families
 
 from bench.place import PAGES, Place, running, write_endpoints
 from epp.configuration.flags import ServeFlags, Transport
@@ -30,6 +31,13 @@ PROMPT_WORDS = 300
 GROWTH_MAX = 0.03
 WARM_S = 60.0
 ASK_S_MAX = 30.0
+SETTLE_S_MAX = 20.0
+"""After the last answer, before what the picker still counts is called stuck."""
+_OPEN = {
+    "homing_inflight_requests": "requests in flight by the picker's count",
+    "homing_extproc_streams_inflight": "ext_proc streams open",
+}
+"""Gauge -> what of it is left once all load has ended."""
 _CONFIG = """\
 apiVersion: llm-d.ai/v1alpha1
 kind: EndpointPickerConfig
@@ -141,7 +149,29 @@ async def _soak(minutes: float, rate_per_s: float, transport: str) -> int:
         async with running(folder, pods=PODS, envoy=True, config=config, flags=flags) as place:
             soak = Soak(place, seed=1)
             await _load(soak, minutes * 60, rate_per_s)
-            return _tell(soak, folder / "epp.log")
+            left = await _open_at_the_end(place)
+            return _tell(soak, left, folder / "epp.log")
+
+
+async def _open_at_the_end(place: Place) -> dict[str, int]:
+    """What of `_OPEN` the metrics page shows: 0 each, or what is left after some time."""
+    deadline_s = time.monotonic() + SETTLE_S_MAX
+    async with ClientSession() as session:
+        while True:
+            async with session.get(f"{place.pages}/metrics") as response:
+                left = open_on(await response.text())
+            if not any(left.values()) or time.monotonic() > deadline_s:
+                return left
+            await asyncio.sleep(0.5)
+
+
+def open_on(page: str) -> dict[str, int]:
+    """Requests and streams that are open by a metrics page, all endpoints together.
+
+    Raises `KeyError` if the page does not tell.
+    """
+    shown = {family.name: family.samples for family in text_string_to_metric_families(page)}
+    return {what: int(sum(one.value for one in shown[gauge])) for gauge, what in _OPEN.items()}
 
 
 async def _load(soak: Soak, lasts_s: float, rate_per_s: float) -> None:
@@ -175,7 +205,7 @@ async def _load(soak: Soak, lasts_s: float, rate_per_s: float) -> None:
             assert isinstance(result, asyncio.CancelledError), f"it ended by itself: {result!r}"
 
 
-def _tell(soak: Soak, log: Path) -> int:
+def _tell(soak: Soak, left: Mapping[str, int], log: Path) -> int:
     started_s = soak.resident[0][0]
     warm = [count for at_s, count in soak.resident if at_s >= started_s + WARM_S]
     share = max(1, len(warm) // 10)
@@ -189,6 +219,8 @@ def _tell(soak: Soak, log: Path) -> int:
     mb = [count / 1e6 for _, count in soak.resident]
     print(f"  resident: {mb[0]:.0f} MB at first, {mb[-1]:.0f} MB at last, at most {max(mb):.0f} MB")
     print(f"  growth after the first minute: {growth:+.1%} (must be below {GROWTH_MAX:.0%})")
+    for what, count in left.items():
+        print(f"  {what} at the end: {count} (must be 0)")
     errors = Counter(
         line.partition('"event": "')[2].partition('"')[0]
         for line in log.read_text().splitlines()
@@ -197,7 +229,7 @@ def _tell(soak: Soak, log: Path) -> int:
     for event, count in errors.most_common(10):
         print(f"  logged {count} times: {event}")
     cost = sum(count for what, count in soak.told.items() if what.startswith("picker"))
-    return 1 if cost or growth >= GROWTH_MAX else 0
+    return 1 if cost or growth >= GROWTH_MAX or any(left.values()) else 0
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -26,8 +26,14 @@ from epp.core.types import Endpoint, EndpointMetrics, Seconds
 from epp.shell.engines.scrape import BACKOFF_S_MAX, ScrapeFailure, Scraper
 from epp.shell.engines.sources import page_reader, scraped_from
 from epp.shell.files.endpoints_file import EndpointsFileError, load_endpoints
+from epp.shell.files.garbage import GarbageCollection, spare_what_is_there
 from epp.shell.files.last_good import LastGood
-from epp.shell.files.memory import MemoryReturn, malloc_trim, memory_limit_bytes
+from epp.shell.files.memory import (
+    MemoryReturn,
+    give_large_blocks_back,
+    malloc_trim,
+    memory_limit_bytes,
+)
 from epp.shell.files.pressure import LONG_BODY_BYTES, MemoryPressure
 from epp.shell.files.session_keys import Keys, SessionKeys
 from epp.shell.files.watch import FileWatcher, first_read
@@ -75,10 +81,12 @@ def run(flags: ServeFlags) -> int:
     standard_error.take_over()
     _raise_open_files_limit()
     gc.set_threshold(*GARBAGE_THRESHOLDS)
+    give_large_blocks_back()
     for warning in flags.warnings:
         _log.warning(warning)
     try:
         picker = EndpointPicker(flags)
+        spare_what_is_there()
         with asyncio.Runner(loop_factory=loop_factory()) as runner:
             runner.get_loop().set_exception_handler(standard_error.task_failed)
             runner.run(_until_signal(picker))
@@ -282,6 +290,7 @@ class EndpointPicker:
         loops: dict[str, Coroutine[Any, Any, None]] = {
             "tick": self._tick(),
             "memory": self.memory_return.run(),
+            "garbage": GarbageCollection().run(),
             "scrape": self._scraper.run(),
             "standings": self._standings.run(),
             "endpoints": (self._cluster or self._endpoints_watcher).run(),

@@ -235,6 +235,8 @@ class _Connection(asyncio.Protocol):
             return await self._answered
         finally:
             expiry.cancel()
+            # Or a page of megabytes would stay until the next one is asked for.
+            self._reader = self._answered = None
 
     def _expire(self) -> None:
         if self._answered is not None and not self._answered.done():

@@ -5,7 +5,6 @@ Plain tables, or JSON for who accepts it or asks with `?format=json`. Nothing of
 
 import asyncio
 import time
-from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any, Final, TypeAlias
@@ -19,11 +18,12 @@ from epp.configuration.check_config import explain
 from epp.configuration.config import PickerConfig, config_hash, describe
 from epp.core.decision.profile import Scored
 from epp.core.decision.scheduler import Decision, Scheduler
-from epp.core.knowledge.candidates import Candidates, Floats, Ints
+from epp.core.knowledge.candidates import Candidates, Floats
 from epp.core.knowledge.pool import EndpointPool
 from epp.core.prompt.request import InferenceRequest
 from epp.core.types import Endpoint, Refusal, RefusalReason
 from epp.shell.operators.bearer_token import BearerToken
+from epp.shell.operators.record_ring import RecordRing
 
 PAGES: Final = {
     "/debug/config": "the configuration in force, its hash and generation",
@@ -34,16 +34,15 @@ PAGES: Final = {
 }
 """Plain tables, or JSON with ?format=json."""
 ROWS_BYTES_MAX: Final = 4 * 1024 * 1024
-"""Of decisions and refusals, some 270 bytes each: at 100 a second two and a half minutes."""
+"""Of decisions and refusals, some 280 bytes each: at 100 a second two and a half minutes."""
 SCORES_BYTES_MAX: Final = 1024 * 1024
 """Of all candidates' scores, which the newest decisions have besides."""
+_MEMBERSHIPS_MAX: Final = 64
+"""Lists of endpoints of which all candidates' scores can be told; each is as long as the pool."""
 SHOWN: Final = 50
 SHOWN_MAX: Final = 1_000
 SCORES_SHOWN_MAX: Final = 8
 """Candidates of a decision that are shown, best first."""
-_ROW_BYTES: Final = 120
-"""What Python needs to hold one."""
-_SCORES_BYTES: Final = 600
 _ROWS_PER_TURN: Final = 500
 """Rows that are looked through before the event loop gets its turn: well below 1 ms."""
 _COLUMNS: Final = (
@@ -56,6 +55,8 @@ _TEXT_CHARACTERS_MAX: Final = 256
 """What a client can write, a model name or a request id, is cut here."""
 
 Row: TypeAlias = dict[str, Any]
+_Members: TypeAlias = tuple[Endpoint | None, ...]
+"""By slot."""
 
 
 class _Decided(Struct, frozen=True, gc=False, array_like=True, tag="d"):
@@ -75,11 +76,15 @@ class _Decided(Struct, frozen=True, gc=False, array_like=True, tag="d"):
     ready: int
     eliminated: Mapping[str, int]
     candidates: int
+    scorers: tuple[str, ...]
     parts: list[float]
-    """Of the chosen endpoint's score."""
+    """Of the chosen endpoint's score, in the order of `scorers`."""
+    scores_at: int
+    """Where all candidates' are kept as long as there is room."""
 
-    def row(self, kept: "_Kept") -> Row:
-        chosen = _score(self.endpoint, sum(self.parts), self.parts, kept.scorers)
+    def row(self, scores: list[Row] | None) -> Row:
+        """`scores`: of the best candidates; None: not known any more."""
+        chosen = _score(self.endpoint, sum(self.parts), self.parts, self.scorers)
         return {
             "at": _iso(self.at_s),
             "number": self.number,
@@ -95,7 +100,7 @@ class _Decided(Struct, frozen=True, gc=False, array_like=True, tag="d"):
             "ready": self.ready,
             "eliminated": dict(self.eliminated),
             "candidates": self.candidates,
-            "scores": kept.scores.rows(kept.scorers) if kept.scores else [chosen],
+            "scores": scores or [chosen],
         }
 
 
@@ -111,7 +116,7 @@ class _Refused(Struct, frozen=True, gc=False, array_like=True, tag="r"):
     status: int
     eliminated: Mapping[str, int]
 
-    def row(self, _: "_Kept") -> Row:
+    def row(self, _: list[Row] | None) -> Row:
         return {
             "at": _iso(self.at_s),
             "request_id": self.request_id,
@@ -124,29 +129,35 @@ class _Refused(Struct, frozen=True, gc=False, array_like=True, tag="r"):
         }
 
 
-class _Scores(Struct, frozen=True, gc=False):
-    """Every candidate's; the arrays are the decision's own, `members` the pool's by slot then."""
+class _Scores(Struct, frozen=True, gc=False, array_like=True):
+    """What is kept of the scores of n candidates: the decision's own arrays, as bytes."""
 
+    generation: int
+    """Of the pool whose slots these are."""
     picked: int
-    slot: Ints
-    members: tuple[Endpoint | None, ...]
-    scored: Scored
-    bytes_estimated: int
+    slot: bytes
+    """int64[n]"""
+    total: bytes
+    """float64[n]"""
+    weights: bytes
+    """float64[scorers]"""
+    scores: bytes
+    """float64[scorers, n]"""
 
-    def rows(self, scorers: tuple[str, ...]) -> list[Row]:
+    def rows(self, members: _Members, scorers: tuple[str, ...]) -> list[Row]:
         """The best, best first; the chosen one is always among them."""
-        total = self.scored.total
+        slot, total = np.frombuffer(self.slot, np.int64), np.frombuffer(self.total)
         order = np.argsort(-total, kind="stable")[:SCORES_SHOWN_MAX].tolist()
         if self.picked not in order:
             order[-1] = self.picked
+        weights = np.frombuffer(self.weights)
+        scores = np.frombuffer(self.scores).reshape(len(weights), len(total))
+        scored = Scored(total, scores, weights)
+        ranked = [(at, members[int(slot[at])]) for at in order]
         return [
-            _score(self._name(at), float(total[at]), self.scored.parts_of(at), scorers)
-            for at in order
+            _score(member.name if member else "", float(total[at]), scored.parts_of(at), scorers)
+            for at, member in ranked
         ]
-
-    def _name(self, position: int) -> str:
-        member = self.members[int(self.slot[position])]
-        return member.name if member is not None else ""
 
 
 def _score(name: str, total: float, parts: Sequence[float], scorers: tuple[str, ...]) -> Row:
@@ -155,14 +166,6 @@ def _score(name: str, total: float, parts: Sequence[float], scorers: tuple[str, 
         "total": round(total, 4),
         "parts": {scorer: round(part, 4) for scorer, part in zip(scorers, parts, strict=True)},
     }
-
-
-class _Kept(Struct, gc=False):
-    packed: bytes
-    """A `_Decided` or `_Refused`: a third of what it takes as an object."""
-    scorers: tuple[str, ...] = ()
-    scores: _Scores | None = None
-    """None: not any more, or there are none."""
 
 
 class Wanted(Struct, frozen=True, kw_only=True):
@@ -205,24 +208,17 @@ class RecentDecisions:
         scores_bytes_max: int = SCORES_BYTES_MAX,
     ) -> None:
         self._pool = pool
-        self._rows_bytes_max = rows_bytes_max
-        self._scores_bytes_max = scores_bytes_max
-        self._kept: deque[_Kept] = deque()
-        self._rows_bytes = 0
-        self._scored: deque[_Kept] = deque()
-        """Those that still have their scores."""
-        self._scores_bytes = 0
-        self._members: tuple[Endpoint | None, ...] = ()
+        self._rows = RecordRing(rows_bytes_max)
+        self._scores = RecordRing(scores_bytes_max)
+        self._memberships: dict[int, _Members] = {}
+        """By the generation of the pool, oldest first."""
         self._generation = -1
         self._pack = msgspec.msgpack.Encoder().encode
         self._unpack = msgspec.msgpack.Decoder(_Decided | _Refused).decode
+        self._unpack_scores = msgspec.msgpack.Decoder(_Scores).decode
 
     def __len__(self) -> int:
-        return len(self._kept)
-
-    @property
-    def bytes_estimated(self) -> int:
-        return self._rows_bytes + self._scores_bytes
+        return len(self._rows)
 
     def decided(self, decision: Decision, parts: list[float]) -> None:
         """Keep what explains `decision`; the pool must not have changed since.
@@ -231,9 +227,19 @@ class RecentDecisions:
         """
         if self._pool.generation != self._generation:
             self._generation = self._pool.generation
-            self._members = tuple(self._pool.columns.endpoints)
+            self._memberships[self._generation] = tuple(self._pool.columns.endpoints)
+            if len(self._memberships) > _MEMBERSHIPS_MAX:
+                del self._memberships[next(iter(self._memberships))]
         request, endpoint, scored = decision.lease.request, decision.endpoint, decision.scored
         slot = decision.candidates.slot
+        scores = _Scores(
+            self._generation,
+            decision.picked,
+            slot.tobytes(),
+            scored.total.tobytes(),
+            scored.weights.tobytes(),
+            scored.scores.tobytes(),
+        )
         told = _Decided(
             time.time(),
             decision.number,
@@ -249,17 +255,11 @@ class RecentDecisions:
             decision.ready,
             decision.eliminated,
             len(slot),
+            decision.scorers,
             parts,
+            self._scores.append(self._pack(scores)),
         )
-        # A float a scorer, their sum and the slot.
-        size_bytes = 8 * len(slot) * (len(decision.scorers) + 2) + _SCORES_BYTES
-        scores = _Scores(decision.picked, slot, self._members, scored, size_bytes)
-        kept = _Kept(self._pack(told), decision.scorers, scores)
-        self._scored.append(kept)
-        self._scores_bytes += size_bytes
-        self._keep(kept)
-        while self._scores_bytes > self._scores_bytes_max:
-            self._drop_scores(self._scored.popleft())
+        self._rows.append(self._pack(told))
 
     def refused(
         self,
@@ -280,37 +280,33 @@ class RecentDecisions:
             refusal.status,
             refusal.eliminated,
         )
-        self._keep(_Kept(self._pack(told)))
+        self._rows.append(self._pack(told))
 
     async def rows(self, count: int, wanted: Wanted) -> list[Row]:
         """The last `count` that are wanted, newest first."""
         found: list[Row] = []
         texts = wanted.texts()
-        # A copy: between two turns more are kept.
-        for looked_at, kept in enumerate(reversed(tuple(self._kept)), 1):
-            if all(text in kept.packed for text in texts):
-                told = self._unpack(kept.packed)
+        for looked_at, packed in enumerate(self._rows.newest_first(), 1):
+            if all(text in packed for text in texts):
+                told = self._unpack(packed)
                 if wanted.has(told):
-                    found.append(told.row(kept))
+                    found.append(told.row(self._scores_of(told)))
                     if len(found) == count:
                         break
             if looked_at % _ROWS_PER_TURN == 0:
                 await asyncio.sleep(0)
         return found
 
-    def _keep(self, kept: _Kept) -> None:
-        self._kept.append(kept)
-        self._rows_bytes += len(kept.packed) + _ROW_BYTES
-        while self._rows_bytes > self._rows_bytes_max:
-            oldest = self._kept.popleft()
-            self._rows_bytes -= len(oldest.packed) + _ROW_BYTES
-            if oldest.scores is not None:
-                self._drop_scores(self._scored.popleft())
-
-    def _drop_scores(self, kept: _Kept) -> None:
-        assert kept.scores is not None, "only what has scores is among the scored"
-        self._scores_bytes -= kept.scores.bytes_estimated
-        kept.scores = None
+    def _scores_of(self, told: _Decided | _Refused) -> list[Row] | None:
+        """Of the best candidates; None: not any more, or there are none."""
+        if isinstance(told, _Refused):
+            return None
+        packed = self._scores.get(told.scores_at)
+        if packed is None:
+            return None
+        scores = self._unpack_scores(packed)
+        members = self._memberships.get(scores.generation)
+        return None if members is None else scores.rows(members, told.scorers)
 
 
 class DebugPages:

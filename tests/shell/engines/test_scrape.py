@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import re
 import ssl
+import tracemalloc
 from datetime import UTC, datetime, timedelta
 from ipaddress import ip_address
 from itertools import pairwise
@@ -755,3 +756,22 @@ def test_without_adaptive_scraping_idle_endpoints_are_asked_as_always(monkeypatc
 
     pods.run(scenario)
     assert len(pods.asked) == pytest.approx(50, rel=0.06)
+
+
+async def test_a_page_that_was_read_is_not_held_until_the_next():
+    """Megabytes that a hostile endpoint sends are gone as soon as they are judged."""
+    served_body = answer(page(1) + b"#" * 2**21)
+    async with (
+        pod(served_body) as served,
+        scraping(endpoint(served.port), interval_s=lambda _: 1.0) as running,
+    ):
+        await running.observed.get()
+        tracemalloc.start()
+        try:
+            await running.observed.get()
+            held, peak = tracemalloc.get_traced_memory()
+        finally:
+            tracemalloc.stop()
+    assert served.connections == 1
+    assert peak > 2**21
+    assert held < 2**20

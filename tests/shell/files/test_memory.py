@@ -1,5 +1,7 @@
 import asyncio
 import os
+import subprocess
+import sys
 
 import pytest
 
@@ -146,3 +148,23 @@ async def test_what_was_freed_really_goes_back_to_the_machine():
     assert await returning.look()
     assert resident_bytes() - before < 0.2 * held
     assert len(stays) == 80
+
+
+def test_large_blocks_are_given_back_at_once():
+    """A block of two megabytes that is freed below one that stays is no part of the process."""
+    asked = """
+from epp.shell.files.memory import LARGE_BYTES, give_large_blocks_back, resident_bytes
+give_large_blocks_back()
+first, kept = bytearray(b"x") * (32 * LARGE_BYTES), []
+del first
+empty = resident_bytes()
+for _ in range(10):
+    freed = bytearray(b"x") * (2 * LARGE_BYTES)
+    kept.append(bytearray(b"x") * (LARGE_BYTES // 4))
+    del freed
+print((resident_bytes() - empty) / LARGE_BYTES)
+"""
+    told = subprocess.run(
+        [sys.executable, "-c", asked], capture_output=True, check=True, text=True, timeout=60
+    )
+    assert float(told.stdout) < 10 / 4 + 1

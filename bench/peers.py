@@ -11,7 +11,7 @@ from random import Random
 from bench.decision import Pool
 from epp.core.decision.scheduler import Decision
 from epp.core.knowledge.inflight import Outcome
-from epp.core.peers.exchange import OUTGOING_INTERVAL_S, PeerExchange, SnapshotReader
+from epp.core.peers.exchange import OUTGOING_INTERVAL_S, PeerExchange
 from epp.core.prompt.request import InferenceRequest
 
 ENDPOINTS = 100
@@ -61,7 +61,7 @@ def _live() -> list[tuple[str, str]]:
         told_s = time.thread_time()
         for frame in frames:
             receiver.receive(frame, now)
-        while receiver.pending:
+        while receiver.pending():
             receiver.apply(now)
         learnt_s = time.thread_time()
         for decision in decided:
@@ -108,12 +108,11 @@ def _snapshot() -> list[tuple[str, str]]:
         longest_s = max(longest_s, time.thread_time() - started_s)
         started_s = time.thread_time()
     given_s = time.thread_time() - began_s
-    reader = SnapshotReader(taker)
     began_s = time.thread_time()
     for frame in frames:
-        reader.receive(frame, now)
-        while reader.pending:
-            reader.apply(now)
+        taker.receive_snapshot_frame(frame, now, 0.0)
+        while taker.pending():
+            taker.apply(now)
     taken_s = time.thread_time() - began_s
     return [
         (
@@ -123,7 +122,7 @@ def _snapshot() -> list[tuple[str, str]]:
                 f"the longest {longest_s * 1e3:.1f} ms"
             ),
         ),
-        (f"take it, {reader.counts.applied:,} records", f"{taken_s:.2f} s"),
+        (f"take it, {taker.restored.applied:,} records", f"{taken_s:.2f} s"),
     ]
 
 

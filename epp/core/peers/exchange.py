@@ -116,12 +116,15 @@ class PeerExchange:
         self.origin = origin
         self.peers: dict[bytes, Peer] = {}
         self.received = Received()
+        self.restored = Received()
+        """What `received` is for live frames, for those of snapshots."""
         self.records_sent = 0
         self.replicas = replicas
         self._scheduler = scheduler
         self._started_at_s = now
         self._number = 0
         self._beat_at_s: Seconds = -math.inf
+        self._snapshot = Inbox(self.restored)
         self._book = ChainBook(BOOK_BYTES_MAX)
         self._book_aged_at_s = now
         self._retold_at_s: Seconds = -math.inf
@@ -262,15 +265,31 @@ class PeerExchange:
             self._book.clear()
         return Taken.TAKEN
 
-    @property
+    def receive_snapshot_frame(self, message: bytes, now: Seconds, age_s: Seconds) -> Taken:
+        """Take in a frame of a `snapshot` that was made `age_s` ago, by whomever."""
+        try:
+            frame = decode(message)
+        except OtherVersionError:
+            return Taken.OTHER_VERSION
+        except UnreadableError:
+            return Taken.UNREADABLE
+        if frame.kind != Kind.SNAPSHOT:
+            return Taken.UNREADABLE
+        self._snapshot.put(frame, now, age_s)
+        return Taken.TAKEN
+
     def pending(self) -> bool:
         """Something was received and not yet learnt."""
-        return any(peer.inbox for peer in self.peers.values())
+        return bool(self._snapshot) or any(peer.inbox for peer in self.peers.values())
 
     def apply(self, now: Seconds) -> None:
-        """Learn at most `RECORDS_PER_APPLY` records of one origin, the next one's with the next call."""
+        """Learn at most `RECORDS_PER_APPLY` records of one origin, the next one's with the next call.
+
+        What is told live goes before a snapshot.
+        """
         waiting = [peer for peer in self.peers.values() if peer.inbox]
         if not waiting:
+            self._learn_from(self._snapshot, RECORDS_PER_APPLY, now)
             return
         self._turn += 1
         peer = waiting[self._turn % len(waiting)]
@@ -282,10 +301,9 @@ class PeerExchange:
             self.received.over_rate += 1
             return
         records_max = min(RECORDS_PER_APPLY, int(peer.allowance))
-        peer.allowance -= self.learn_from(peer.inbox, records_max, now)
+        peer.allowance -= self._learn_from(peer.inbox, records_max, now)
 
-    def learn_from(self, inbox: Inbox, records_max: int, now: Seconds) -> int:
-        """Learn at most `records_max` records that wait in `inbox`; return how many."""
+    def _learn_from(self, inbox: Inbox, records_max: int, now: Seconds) -> int:
         self._read_pool()
         self._read_indexes()
         return inbox.apply(records_max, self._scheduler, self._slots, self._by_hash, now)
@@ -298,6 +316,9 @@ class PeerExchange:
         if now - self._book_aged_at_s > BOOK_AGE_S:
             self._book_aged_at_s = now
             self._book.age()
+            if not self._snapshot:
+                # With its book, of which nothing is left to be told.
+                self._snapshot = Inbox(self.restored)
 
     def _peer(self, origin: bytes, now: Seconds) -> Peer | None:
         peer = self.peers.get(origin)
@@ -447,35 +468,6 @@ class PeerExchange:
         self._index_names = tuple(signatures)
         self._index_hashes = index_hashes(signatures.values())
         self._by_hash = dict(zip(self._index_hashes, self._index_names, strict=True))
-
-
-class SnapshotReader:
-    """Learns a snapshot, of a peer or of a file, beside what is told live."""
-
-    def __init__(self, exchange: PeerExchange) -> None:
-        self.counts = Received()
-        self._exchange = exchange
-        self._inbox = Inbox(self.counts)
-
-    def receive(self, message: bytes, now: Seconds, age_s: Seconds = 0.0) -> bool:
-        """Take a frame in; False if it is none of a snapshot. `age_s`: how long ago it was made."""
-        try:
-            frame = decode(message)
-        except ValueError:
-            return False
-        if frame.kind != Kind.SNAPSHOT:
-            return False
-        self._inbox.put(frame, now, age_s)
-        return True
-
-    @property
-    def pending(self) -> bool:
-        """Something was received and not yet learnt."""
-        return bool(self._inbox)
-
-    def apply(self, now: Seconds) -> None:
-        """Learn at most `RECORDS_PER_APPLY` records."""
-        self._exchange.learn_from(self._inbox, RECORDS_PER_APPLY, now)
 
 
 def _spelt(keys: Iterable[bytes], book: ChainBook, bytes_max: int) -> tuple[Key, ...]:

@@ -22,7 +22,6 @@ from epp.core.peers.exchange import (
     RECORDS_PER_S_MAX,
     SILENT_S_MAX,
     PeerExchange,
-    SnapshotReader,
     Taken,
 )
 from epp.core.peers.frames import (
@@ -92,7 +91,7 @@ def settle(now, *exchanges):
 
 def learn(now, *exchanges):
     for exchange in exchanges:
-        while exchange.pending:
+        while exchange.pending():
             exchange.apply(now)
 
 
@@ -343,15 +342,13 @@ def test_a_restarted_picker_takes_a_snapshot_and_knows_what_its_peer_knows():
     for turn, text in enumerate(texts):
         one.schedule(asked(text, session_id=f"s{turn}"), turn / 10)
     new, talk_new = picker(9, now=30.0)
-    reader = SnapshotReader(talk_new)
     frames = list(talk_one.snapshot(30.0))
     for frame in frames:
         records = list(records_of(decode(frame).records))
         assert len(records) <= RECORDS_PER_APPLY
-        assert reader.receive(frame, 30.0)
-        while reader.pending:
-            reader.apply(30.0)
-    assert reader.counts.unknown_chain == 0
+        assert talk_new.receive_snapshot_frame(frame, 30.0, 0.0) is Taken.TAKEN
+        learn(30.0, talk_new)
+    assert talk_new.restored.unknown_chain == 0
     for text in texts:
         assert held(new, text, 30.0) == held(one, text, 30.0)
     assert new.indexes[PREFIX].entries == one.indexes[PREFIX].entries
@@ -359,11 +356,9 @@ def test_a_restarted_picker_takes_a_snapshot_and_knows_what_its_peer_knows():
     # Again, or an hour old: nothing changes.
     before = new.indexes[PREFIX].entries
     for age_s in (0.0, 3600.0):
-        again = SnapshotReader(talk_new)
         for frame in frames:
-            again.receive(frame, 30.0, age_s)
-            while again.pending:
-                again.apply(30.0)
+            talk_new.receive_snapshot_frame(frame, 30.0, age_s)
+            learn(30.0, talk_new)
     assert new.indexes[PREFIX].entries == before
     assert sum(inflight(new)) == 0
 
@@ -376,8 +371,11 @@ def test_a_snapshot_is_no_live_frame_and_a_live_frame_no_snapshot():
     talk_other.receive(frame, 0.6)
     learn(0.6, talk_other)
     assert held(other, "abc") == [0] * N
-    assert not SnapshotReader(talk_other).receive(live, 0.6)
-    assert not SnapshotReader(talk_other).receive(b"garbage", 0.6)
+    for message in (live, b"garbage"):
+        assert talk_other.receive_snapshot_frame(message, 0.6, 0.0) is Taken.UNREADABLE
+    newer = frame[:3] + b"\x7f" + frame[4:]
+    assert talk_other.receive_snapshot_frame(newer, 0.6, 0.0) is Taken.OTHER_VERSION
+    assert not talk_other.pending()
 
 
 def live(number, records=b"", load=b"", **fields):
@@ -468,7 +466,7 @@ def test_a_million_records_cost_a_bounded_share_of_memory_and_turns():
     tracemalloc.stop()
     assert waiting < 2 * WAITING_BYTES_MAX
     calls = 0
-    while talk_other.pending:
+    while talk_other.pending():
         talk_other.apply(0.5)
         calls += 1
     counts = talk_other.received

@@ -105,11 +105,18 @@ class PeerExchange:
     """One picker's side of the talk among peers."""
 
     def __init__(
-        self, scheduler: Scheduler, *, origin: bytes, now: Seconds, replicas: int = 1
+        self,
+        scheduler: Scheduler,
+        *,
+        origin: bytes,
+        now: Seconds,
+        replicas: int = 1,
+        has_peers: bool = True,
     ) -> None:
         """`origin`: 8 random bytes that stand for this process among its peers.
 
         `replicas`: how many pickers there should be; while fewer are heard, the scheduler knows.
+        Without `has_peers` it is for snapshots alone, and nothing is gathered to be told.
         """
         if len(origin) != ORIGIN_BYTES:
             raise ValueError(f"an origin has {ORIGIN_BYTES} bytes, this one {len(origin)}")
@@ -142,7 +149,8 @@ class PeerExchange:
         self._told_tokens: Floats = np.zeros(0)
         self._told_at_s = now
         self._turn = 0
-        scheduler.tell_peers()
+        if has_peers:
+            scheduler.tell_peers()
         self._count()
 
     def expect(self, replicas: int) -> None:

@@ -500,8 +500,11 @@ def test_alone_nothing_is_kept_for_peers_and_heartbeats_go_on():
     assert scheduler.replicas_unheard == 1
 
 
-def test_without_an_exchange_nothing_is_kept_and_nothing_added():
+@pytest.mark.parametrize("keeps_snapshots", [True, False])
+def test_without_peers_nothing_is_kept_for_them_and_nothing_added(keeps_snapshots):
     scheduler = Scheduler(picker(1)[0].settings, seed=1)
+    if keeps_snapshots:
+        PeerExchange(scheduler, origin=b"12345678", now=0.0, has_peers=False)
     scheduler.replace([endpoint(0)], 0.0)
     scheduler.observe(0, EndpointMetrics(), 0.0)
     scheduler.schedule(asked("abc"), 0.0)

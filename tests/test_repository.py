@@ -26,7 +26,6 @@ MODULES = sorted(
 
 COVERED_ELSEWHERE = {
     "epp/shell/gateway/calls.py": ("tests/shell/gateway/test_ext_proc.py", "what transports carry"),
-    "epp/shell/gateway/grpcio.py": ("tests/shell/gateway/test_ext_proc.py", "carries calls there"),
     "epp/shell/gateway/sessions.py": ("tests/test_app.py", "streams are opened through it"),
     "epp/configuration/live.py": ("tests/test_app.py", "configurations are changed live there"),
     "epp/core/knowledge/index.py": ("tests/plugins/test_contract.py", "protocols"),

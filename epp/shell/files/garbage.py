@@ -10,15 +10,20 @@ a millisecond.
 
 import asyncio
 import gc
+import math
 import time
 from collections.abc import Callable
 from typing import Final
 
 from epp.core.types import Seconds
 
-PAUSE_S_MIN: Final = 1.0
-SHARE_MAX: Final = 0.01
-"""Of the time of the loop, which stands still meanwhile."""
+PAUSE_S: Final = 1.0
+WHOLE_PAUSE_S_MIN: Final = 10.0
+SHARE_MAX: Final = 1e-3
+"""Of the time of the loop, for looks at the whole: it stands still meanwhile."""
+_YOUNG: Final = 1
+_WHOLE: Final = 2
+"""Generations of the collector."""
 
 
 def spare_what_is_there() -> None:
@@ -28,25 +33,38 @@ def spare_what_is_there() -> None:
 
 
 class GarbageCollection:
-    """Looks for garbage by the clock: every `pause_s`, and less often the longer a look takes."""
+    """Looks for garbage by the clock.
+
+    Each second at what is new, which takes time in proportion to the traffic. Seldom at the whole:
+    the longer it takes the less often.
+    """
 
     def __init__(
         self,
-        collect: Callable[[], object] = gc.collect,
+        collect: Callable[[int], object] = gc.collect,
         clock: Callable[[], Seconds] = time.thread_time,
+        *,
+        pause_s: Seconds = PAUSE_S,
     ) -> None:
         self._collect = collect
         self._clock = clock
-        self.pause_s = PAUSE_S_MIN
+        self._pause_s = pause_s
+        self.looks_until_whole = 0
 
     async def run(self) -> None:
         """Until cancelled."""
         while True:
-            await asyncio.sleep(self.pause_s)
+            await asyncio.sleep(self._pause_s)
             self.look()
 
     def look(self) -> None:
-        """Free what is garbage, and set the pause by what that took."""
+        """Free what is garbage of what is new, and if it is time, of the whole."""
+        self._collect(_YOUNG)
+        self.looks_until_whole -= 1
+        if self.looks_until_whole > 0:
+            return
+        # After the young garbage has gone: to free that much more is no reason to wait longer.
         started_s = self._clock()
-        self._collect()
-        self.pause_s = max(PAUSE_S_MIN, (self._clock() - started_s) / SHARE_MAX)
+        self._collect(_WHOLE)
+        took_s = self._clock() - started_s
+        self.looks_until_whole = math.ceil(max(WHOLE_PAUSE_S_MIN, took_s / SHARE_MAX) / PAUSE_S)

@@ -27,6 +27,7 @@ LARGE_BYTES: Final = 2**20
 above it one hostile metrics page would leave 8 MB with the process."""
 _M_TRIM_THRESHOLD: Final = -1
 _M_MMAP_THRESHOLD: Final = -3
+_M_ARENA_MAX: Final = -8
 """Of mallopt(3). The former is twice the latter, as where glibc adapts them itself."""
 POLL_S: Final = 2.0
 TRIM_AGAIN_S: Final = 10.0
@@ -75,6 +76,7 @@ def give_large_blocks_back() -> None:
         function = ctypes.CDLL(None).mallopt
     except (OSError, AttributeError):
         return
+    function(_M_ARENA_MAX, 1)
     function(_M_MMAP_THRESHOLD, LARGE_BYTES)
     function(_M_TRIM_THRESHOLD, 2 * LARGE_BYTES)
 

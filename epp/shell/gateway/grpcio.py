@@ -49,11 +49,17 @@ def _failing_as_cancelled() -> Iterator[None]:
 class _GrpcioWire:
     """The stream of one call, while a coroutine pumps it."""
 
-    __slots__ = ("_pushed", "_pushing", "_task", "answered", "context", "ended", "over", "writing")
+    __slots__ = (
+        "_pushed", "_pushing", "_reads", "_task", "answered", "context", "ended", "over", "writing",
+    )  # fmt: skip
 
-    def __init__(self, context: _Context, task: "asyncio.Task[Any]") -> None:
+    def __init__(
+        self, context: _Context, task: "asyncio.Task[Any]", reads: "set[asyncio.Task[Any]]"
+    ) -> None:
+        """`reads` is where reads are that nobody may wait for any more."""
         self.context = context
         self._task = task
+        self._reads = reads
         self.answered = False
         self.writing = False
         """Answers are on their way out; whoever writes them looks at what was pushed after them."""
@@ -76,6 +82,18 @@ class _GrpcioWire:
         if not self.writing:
             # It waits for a message.
             self._task.cancel()
+
+    async def read(self) -> Any:
+        """The next message, or `grpc.aio.EOF`.
+
+        The read itself is never cancelled: it ends with its stream. gRPC 1.85 frees what it has
+        allocated for a read only when somebody waited for it to the end, 100 bytes for each stream
+        that is reset (https://github.com/grpc/grpc/issues/43360).
+        """
+        reading = asyncio.get_running_loop().create_task(self.context.read())
+        self._reads.add(reading)
+        reading.add_done_callback(self._reads.discard)
+        return await asyncio.shield(reading)
 
     async def write(self, answers: Iterable[bytes]) -> None:
         """Send `answers`, and what was pushed meanwhile."""
@@ -138,6 +156,7 @@ class GrpcioServer:
             options.append(("grpc.max_connection_age_ms", int(connection_age_max_s * 1_000)))
         self._server = grpc.aio.server(options=options)
         self._cut = cut
+        self._reads: set[asyncio.Task[Any]] = set()
         self._connections = Connections()
         for path, opener in methods.items():
             _, service, method = path.split("/")
@@ -188,7 +207,7 @@ class GrpcioServer:
         peer = context.peer()
         task = asyncio.current_task()
         assert task is not None
-        wire = _GrpcioWire(context, task)
+        wire = _GrpcioWire(context, task, self._reads)
         call = opener(peer, wire)
         status = CANCELLED
         try:
@@ -220,12 +239,11 @@ class GrpcioServer:
     @staticmethod
     async def _pump(call: Call, wire: _GrpcioWire) -> Status:
         """Messages to the call, its answers back, until it has ended."""
-        context = wire.context
         while True:
             ended = call.ended or wire.ended
             if ended is not None:
                 return ended
-            message: Any = await context.read()
+            message: Any = await wire.read()
             if message is grpc.aio.EOF:
                 break
             await wire.write(call.receive(message))

@@ -77,8 +77,8 @@ _SETTINGS: Final[Mapping[int, int]] = {
 }
 _NO_GRPC: Final = Status(Code.UNKNOWN, "the content type is not that of gRPC")
 _NO_METHOD: Final = Status(Code.UNIMPLEMENTED, "there is no such method")
-_GONE: Final = EndedCall(CANCELLED)
-"""Serves streams that are over."""
+_OVER: Final = EndedCall(CANCELLED)
+"""In place of the call of a stream that is closed."""
 _UNITS_S: Final = {"H": 3600.0, "M": 60.0, "S": 1.0, "m": 1e-3, "u": 1e-6, "n": 1e-9}
 
 _log = structlog.get_logger(__name__)
@@ -502,10 +502,10 @@ class _Connection(asyncio.Protocol):
         stream.closing = True
         stream.answers = None
         stream.inbox.clear()
-        stream.call.closed(status or CANCELLED)
-        # Call and stream know each other: together they would wait for the garbage collector, with
-        # the body, and it holds the loop for as long as there is much to free.
-        stream.call = _GONE
+        # The call knows its stream: without this both would wait for the garbage collector, and the
+        # request with them.
+        call, stream.call = stream.call, _OVER
+        call.closed(status or CANCELLED)
         if stream.answered:
             self._resets = 0
         elif status is None:

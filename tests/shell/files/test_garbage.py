@@ -8,7 +8,7 @@ import weakref
 
 import pytest
 
-from epp.shell.files.garbage import PAUSE_S_MIN, SHARE_MAX, GarbageCollection
+from epp.shell.files.garbage import PAUSE_S, SHARE_MAX, WHOLE_PAUSE_S_MIN, GarbageCollection
 
 
 class Cycle:
@@ -30,32 +30,47 @@ def test_a_look_frees_a_cycle():
         gc.enable()
 
 
-@pytest.mark.parametrize("took_s", [0.0, 0.0001, 0.005, 0.3])
-def test_looks_take_a_bounded_share_of_the_loop(took_s):
-    """Where there is much to look at they are rare; the usual one is each second."""
-    now = 0.0
+class Collector:
+    """A collector whose looks at the whole take as long as we choose, and each young one too."""
 
-    def collect():
-        nonlocal now
-        now += took_s
+    def __init__(self, *, young_s=0.0, whole_s=0.0):
+        self.took_s = {1: young_s, 2: whole_s}
+        self.looked = []
+        self.now = 0.0
 
-    garbage = GarbageCollection(collect, lambda: now)
-    garbage.look()
-    assert garbage.pause_s >= PAUSE_S_MIN
-    assert now <= SHARE_MAX * garbage.pause_s * (1 + 1e-9)
-    took_s = 0.0
-    garbage.look()
-    assert garbage.pause_s == PAUSE_S_MIN
+    def collect(self, generation):
+        self.looked.append(generation)
+        self.now += self.took_s[generation]
+
+    def after(self, looks):
+        garbage = GarbageCollection(self.collect, lambda: self.now)
+        for _ in range(looks):
+            garbage.look()
+        return self.looked
+
+
+@pytest.mark.parametrize("whole_s", [0.001, 0.015, 0.5])
+def test_looks_at_the_whole_take_a_bounded_share_of_the_loop(whole_s):
+    """The longer one takes the rarer they are; at what is new there is one each second."""
+    looked = Collector(whole_s=whole_s).after(5_000)
+    assert looked.count(1) == 5_000
+    whole = looked.count(2)
+    assert whole * whole_s <= SHARE_MAX * 5_000 * PAUSE_S + whole_s
+    assert whole * WHOLE_PAUSE_S_MIN <= 5_000 * PAUSE_S
+    least = max(WHOLE_PAUSE_S_MIN, whole_s / SHARE_MAX) + PAUSE_S
+    assert whole >= 5_000 * PAUSE_S / least - 1
+
+
+def test_much_young_garbage_does_not_make_looks_rare():
+    """There would be more of it at the next one."""
+    assert Collector(young_s=0.5).after(100) == Collector().after(100)
 
 
 async def test_it_looks_until_it_is_cancelled():
     """Again and again."""
     looked = asyncio.Queue()
-    garbage = GarbageCollection(lambda: looked.put_nowait(None), lambda: 0.0)
-    garbage.look()
-    garbage.pause_s = 0.0
-    running = asyncio.create_task(garbage.run())
-    for _ in range(2):
+    running = asyncio.create_task(GarbageCollection(looked.put_nowait, pause_s=0.0).run())
+    for _ in range(4):
         await asyncio.wait_for(looked.get(), 30)
     running.cancel()
     with pytest.raises(asyncio.CancelledError):

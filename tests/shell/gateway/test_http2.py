@@ -1,6 +1,8 @@
 """The lean transport, with a client that can do what no gRPC client does, and with a real one."""
 
 import asyncio
+import gc
+import weakref
 from contextlib import asynccontextmanager
 from itertools import pairwise
 from random import Random
@@ -556,3 +558,28 @@ async def test_a_grpc_client_gets_every_byte_back(service, size):
         assert await call.read() == b"bye"
         assert await call.read() is grpc.aio.EOF
         assert await call.code() is grpc.StatusCode.OK
+
+
+async def test_a_stream_that_is_over_needs_no_garbage_collector(service):
+    """Whether it was served, ended or reset: its call goes, and the request with it."""
+    gc.collect()
+    gc.disable()
+    try:
+        async with connected(service.port) as client:
+            served = client.open(framed(b"one"), end=True)
+            ended = client.open(framed(b"end 5"))
+            reset = client.open(framed(b"one"))
+            await until(lambda: client.received(reset), "an answer")
+            client.engine.reset_stream(reset)
+            client.flush()
+            await client.status(served)
+            await client.status(ended)
+            client.send(ended, b"", end=True)
+            await until(lambda: len(service.closed) == 3, "the end of all three")
+            calls = [weakref.ref(call) for call in service.calls]
+            service.calls.clear()
+            # What follows on the connection takes the place of what was last.
+            assert (await client.status(client.open(framed(b"one"), end=True)))[0] == 0
+            assert [call() for call in calls] == [None] * 3
+    finally:
+        gc.enable()

@@ -1050,6 +1050,33 @@ async def test_the_log_says_which_event_loop_serves(tmp_path):
     assert json.loads(epp.lines[-1])["event_loop"] == expected
 
 
+_WHILE_SERVING = """
+import gc, sys
+from epp import app
+from epp.configuration.flags import parse_serve
+
+async def looked_at(picker):
+    print(gc.get_freeze_count(), len(gc.get_objects()), file=sys.stderr)
+
+app._until_signal = looked_at
+sys.exit(app.run(parse_serve(sys.argv[1:], {})))
+"""
+
+
+async def test_the_garbage_collector_looks_no_more_at_what_is_there_at_the_start(tmp_path):
+    """Each look at all of it would hold the loop."""
+    endpoints = tmp_path / "endpoints.json"
+    endpoints.write_text('{"endpoints": []}')
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-c", _WHILE_SERVING, f"--endpoints-file={endpoints}"),
+        stderr=asyncio.subprocess.PIPE,
+    )
+    _, told = await process.communicate()
+    assert process.returncode == 0, told.decode()
+    spared, looked_at = map(int, told.splitlines()[-1].split())
+    assert looked_at < spared / 20
+
+
 def test_without_uvloop_the_event_loop_is_that_of_asyncio(monkeypatch):
     """It has no wheel for every platform."""
     monkeypatch.setitem(sys.modules, "uvloop", None)

@@ -542,7 +542,7 @@ async def test_a_start_with_broken_files_goes_by_the_copies_that_were_kept(missi
         write_endpoints(tmp_path, TWO)
         await until(lambda: running.logged("configured anew"), "the new configuration")
         await until(lambda: running.logged("endpoints replaced"), "the new endpoints")
-        texts = (b"weight: 3", b'"10.0.0.2"')
+        texts = (QUEUE_FIRST.encode(), b'"10.0.0.2"')
         await until(
             lambda: all(
                 path.exists() and text in path.read_bytes()
@@ -582,7 +582,7 @@ async def test_a_start_with_broken_files_goes_by_the_copies_that_were_kept(missi
         await until(lambda: running.logged("configured anew"), "the mended configuration")
         assert running.metric("last_good_in_force", file="configuration") == 0
         assert running.metric("config_last_reload_successful") == 1
-        await until(lambda: b"weight: 1" in copies[0].read_bytes(), "the copy")
+        await until(lambda: PREFIX_FIRST.encode() in copies[0].read_bytes(), "the copy")
 
 
 async def test_a_copy_that_does_not_fit_starts_nothing(tmp_path):

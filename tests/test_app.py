@@ -542,7 +542,7 @@ async def test_a_start_with_broken_files_goes_by_the_copies_that_were_kept(missi
         write_endpoints(tmp_path, TWO)
         await until(lambda: running.logged("configured anew"), "the new configuration")
         await until(lambda: running.logged("endpoints replaced"), "the new endpoints")
-        texts = (b"weight: 3", b'"10.0.0.2"')
+        texts = (QUEUE_FIRST.encode(), b'"10.0.0.2"')
         await until(
             lambda: all(
                 path.exists() and text in path.read_bytes()
@@ -582,7 +582,7 @@ async def test_a_start_with_broken_files_goes_by_the_copies_that_were_kept(missi
         await until(lambda: running.logged("configured anew"), "the mended configuration")
         assert running.metric("last_good_in_force", file="configuration") == 0
         assert running.metric("config_last_reload_successful") == 1
-        await until(lambda: b"weight: 1" in copies[0].read_bytes(), "the copy")
+        await until(lambda: PREFIX_FIRST.encode() in copies[0].read_bytes(), "the copy")
 
 
 async def test_a_copy_that_does_not_fit_starts_nothing(tmp_path):
@@ -1048,6 +1048,33 @@ async def test_the_log_says_which_event_loop_serves(tmp_path):
         await epp.until_logged("serving")
     expected = "uvloop" if find_spec("uvloop") else "asyncio"
     assert json.loads(epp.lines[-1])["event_loop"] == expected
+
+
+_WHILE_SERVING = """
+import gc, sys
+from epp import app
+from epp.configuration.flags import parse_serve
+
+async def looked_at(picker):
+    print(gc.get_freeze_count(), len(gc.get_objects()), file=sys.stderr)
+
+app._until_signal = looked_at
+sys.exit(app.run(parse_serve(sys.argv[1:], {})))
+"""
+
+
+async def test_the_garbage_collector_looks_no_more_at_what_is_there_at_the_start(tmp_path):
+    """Each look at all of it would hold the loop."""
+    endpoints = tmp_path / "endpoints.json"
+    endpoints.write_text('{"endpoints": []}')
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-c", _WHILE_SERVING, f"--endpoints-file={endpoints}"),
+        stderr=asyncio.subprocess.PIPE,
+    )
+    _, told = await process.communicate()
+    assert process.returncode == 0, told.decode()
+    spared, looked_at = map(int, told.splitlines()[-1].split())
+    assert looked_at < spared / 20
 
 
 def test_without_uvloop_the_event_loop_is_that_of_asyncio(monkeypatch):

@@ -92,9 +92,9 @@ def text_prompt(text: str) -> bytes:
 
 
 def chat_prompt(
-    messages: Sequence[Message], *, preamble: Mapping[bytes, Raw], system: Content = None
+    messages: list[Message], *, preamble: Mapping[bytes, Raw], system: Content = None
 ) -> bytes:
-    """The canonical bytes of a conversation.
+    """The canonical bytes of a conversation, which is taken out of `messages`.
 
     `preamble` holds, by label, JSON that applications put before the first message: the tools.
     `system` is a system prompt outside the messages. Raises `UnicodeDecodeError` if `preamble` is
@@ -103,8 +103,10 @@ def chat_prompt(
     """
     fields = _open(preamble, system)
     _admit(fields, messages)
-    for message in messages:
-        _write_message(fields, message)
+    messages.reverse()
+    while messages:
+        # Once it is written its text is not needed: at the join only one other copy is there.
+        _write_message(fields, messages.pop())
     return b"".join(fields)
 
 

@@ -1,5 +1,6 @@
 import json
 import struct
+import tracemalloc
 
 import msgspec
 import pytest
@@ -310,6 +311,20 @@ MANY = 200_001
 def test_no_body_holds_more_pieces_than_can_be_read_in_time(path, body):
     """A few megabytes could hold millions of empty ones, and everybody would wait for them."""
     assert "Expected at most" in refused(path, {"model": "m"} | body).message
+
+
+def test_of_a_long_conversation_no_text_is_held_once_it_is_written():
+    """Beside the body: what is written, and that in one piece."""
+    body = json.dumps({"model": "m", "messages": [{"role": "user", "content": "x" * 10_000}] * 100})
+    tracemalloc.start()
+    try:
+        made = parse_request(path=CHAT, headers={}, body=body.encode(), request_id="r")
+        most = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert isinstance(made, Parsed)
+    # The body is one of them.
+    assert most < 3.3 * len(body)
 
 
 def test_long_conversations_and_lists_of_token_ids_are_read():

@@ -108,6 +108,8 @@ class Scheduler:
         """Those that could be opened."""
         for name in settings.indexes:
             self._open(name)
+        self.replicas_unheard = 0
+        """Other pickers that serve this pool and do not tell what they decide; the shell sets it."""
         self.decisions = 0
         self.load_reports = 0
         """Read of responses."""
@@ -146,6 +148,7 @@ class Scheduler:
         """Choose an endpoint for `request` and assume from now on that it goes there."""
         request.segments = self.segments
         request.session_tokens = self.settings.session_tokens
+        request.replicas_unheard = self.replicas_unheard
         slots = self.pool.ready(request.subset, now)
         if not len(slots):
             return self._nobody_ready(request)

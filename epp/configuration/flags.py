@@ -134,6 +134,11 @@ class ServeFlags(Struct, frozen=True, kw_only=True):
     """Name of our own pod, `$POD_NAME`."""
 
     @property
+    def replicas_besides(self) -> int:
+        """Other pickers that decide at the same time; with leader election the others stand by."""
+        return 0 if self.ha_enable_leader_election else self.replicas - 1
+
+    @property
     def receive_message_max_bytes(self) -> int:
         """Largest message that the gRPC server takes."""
         given = self.grpc_max_recv_msg_size

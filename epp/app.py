@@ -152,6 +152,7 @@ class EndpointPicker:
         self._found = self._read_endpoints() if flags.endpoints_file else Found()
         settings = _settings(self.live.current(len(self._found.endpoints)))
         self.scheduler = Scheduler(settings, seed=seed)
+        self.scheduler.replicas_unheard = flags.replicas_besides
         self._failing_plugins = FailingPluginsLog(self.scheduler.failures)
         self.registry = CollectorRegistry()
         self.telemetry = Telemetry(

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from epp.core.knowledge.candidates import Affinity, Candidates, Columns
+from epp.core.knowledge.rendezvous import identity_hash
 from epp.core.prompt.request import InferenceRequest
 from epp.core.types import AdapterReport, Endpoint
 
@@ -85,6 +86,7 @@ def candidates(
         if names:
             fields["name"] = names[slot]
         columns.endpoints[slot] = endpoint(slot, **fields)
+        columns.identities[slot] = identity_hash(columns.endpoints[slot].endpoint_id)
         columns.set_adapters(slot, adapters[slot] if adapters else None)
 
     def fill(column, values, default):

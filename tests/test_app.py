@@ -488,6 +488,28 @@ async def test_replicas_with_one_key_file_read_each_others_session_tokens(tmp_pa
         assert "session-affinity-scorer" in warning["event"]
 
 
+async def test_replicas_that_share_nothing_send_a_chat_to_one_endpoint(tmp_path):
+    """Its turns, and at whichever picker; alone each goes by its own load."""
+    folders = [tmp_path / name for name in "abcdef"]
+    for folder in folders:
+        folder.mkdir()
+    pods = [{**TWO[0], "name": f"pod-{n}", "address": f"10.0.0.{n}"} for n in range(1, 7)]
+
+    async def destinations(*flags):
+        found = []
+        for folder in folders[:3]:
+            async with serving(folder, pods, *flags) as running:
+                running.observe(**{pod["name"]: 0 for pod in pods})
+                turned = len(found)
+                # Whoever is picked first by each would be the first of the list otherwise.
+                running.scheduler.decisions = turned
+                found.append(await running.pick())
+        return found
+
+    assert len(set(await destinations("--replicas=3"))) == 1
+    assert len(set(await destinations())) == 3
+
+
 async def test_the_endpoints_file_adds_removes_and_gives_priorities(tmp_path):
     """Who stays keeps what is known of it; a bad file changes nothing."""
     async with serving(tmp_path, TWO) as running:

@@ -30,7 +30,6 @@ COVERED_ELSEWHERE = {
     "epp/configuration/live.py": ("tests/test_app.py", "configurations are changed live there"),
     "epp/core/knowledge/index.py": ("tests/plugins/test_contract.py", "protocols"),
     "epp/core/parameters.py": ("tests/plugins/test_contract.py", "what every plugin is made of"),
-    "epp/core/prompt/request.py": ("tests/core/prompt/test_parse.py", "what bodies become"),
     "epp/shell/kubernetes/state.py": ("tests/shell/operators/test_telemetry.py", "nouns"),
     "sim/demo/__main__.py": ("tests/sim/demo/test_command.py", "the demo is run by it"),
     "epp/configuration/compatibility.py": (

@@ -93,6 +93,7 @@ class ServeFlags(Struct, frozen=True, kw_only=True):
     endpoint_selector: str = ""
     endpoint_target_ports: Annotated[tuple[Port, ...], Meta(max_length=8)] = ()
     ha_enable_leader_election: bool = False
+    replicas: Annotated[int, Meta(ge=1, le=1000)] = 1
 
     config_file: str = ""
     config_text: str = ""
@@ -131,6 +132,11 @@ class ServeFlags(Struct, frozen=True, kw_only=True):
     """Of our own pod, `$NAMESPACE`; where it is not told, that of the pool."""
     instance: str = ""
     """Name of our own pod, `$POD_NAME`."""
+
+    @property
+    def replicas_besides(self) -> int:
+        """Other pickers that decide at the same time; with leader election the others stand by."""
+        return 0 if self.ha_enable_leader_election else self.replicas - 1
 
     @property
     def receive_message_max_bytes(self) -> int:
@@ -224,6 +230,10 @@ SERVE_HELP: Final[Groups] = {
         "endpoint-selector": "label selector of pods, instead of a pool",
         "endpoint-target-ports": "their ports, 1 to 8, separated by commas",
         "ha-enable-leader-election": "of several replicas let one be ready, by a Lease",
+        "replicas": (
+            "pickers that serve these endpoints at once; those that do not hear each other send what "
+            "they know little of where all would send it (`agreement` of prefix-cache-scorer)"
+        ),
     },
     "Scheduling": {
         "config-file": "EndpointPickerConfig, watched; without: the built-in default",

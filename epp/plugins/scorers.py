@@ -11,6 +11,7 @@ from typing import Annotated, ClassVar
 import numpy as np
 from msgspec import Meta
 
+from epp.plugins.agreement import Agreement, agreed_scores, agreement_key
 from epp.plugins.contract import (
     AdapterColumns,
     Candidates,
@@ -26,6 +27,10 @@ class PrefixCache(Parameters, frozen=True):
 
     (1 - w) * matched / total + w * min(1, matched tokens / S)^2, with w = `match_length_weight` and
     S = `match_length_scale_tokens`; 0 for a prompt without a full block.
+
+    Several pickers that do not hear each other would each warm caches of their own. Where one of
+    them knows less than `agreement_below` of a prompt, it gives 1 to the endpoint that all of them
+    would choose for the session, the conversation or the head of the prompt, and 0 to the others.
     """
 
     type_name: ClassVar[str] = "prefix-cache-scorer"
@@ -34,6 +39,15 @@ class PrefixCache(Parameters, frozen=True):
     prefix_match_info_producer_name: str = ""
     match_length_weight: Annotated[float, Meta(ge=0, le=1)] = 0.0
     match_length_scale_tokens: Annotated[float, Meta(gt=0)] = 8192.0
+    agreement: Agreement = Agreement.AUTO
+    """`auto`: only while this picker has replicas that it does not hear; `rendezvous`: always."""
+    agreement_below: Annotated[float, Meta(ge=0, le=1)] = 0.8
+    """Share of the prompt's full blocks; who knows as much of it goes by what is known."""
+    agreement_key_tokens: Annotated[int, Meta(ge=1)] = 1024
+    """Prompts that share so many tokens beyond what most endpoints hold go to one endpoint, unless a
+    session or conversation says otherwise."""
+    agreement_session_header: Annotated[str, Meta(min_length=1)] = "x-session-id"
+    """Request header with the session, where the request has no session id of its own."""
 
     @property
     def producer(self) -> str | None:
@@ -42,6 +56,17 @@ class PrefixCache(Parameters, frozen=True):
     def score(self, request: InferenceRequest, candidates: Candidates, /) -> Floats:
         affinity = candidates.affinity(self.prefix_match_info_producer_name)
         share: Floats = affinity.matched / (affinity.total or 1)
+        if self._agrees(request) and share[share.argmax()] < self.agreement_below:
+            header = self.agreement_session_header.lower()
+            key = agreement_key(
+                request,
+                candidates,
+                affinity.matched,
+                key_tokens=self.agreement_key_tokens,
+                session=request.session_id or request.headers.get(header, ""),
+            )
+            if key is not None:
+                return agreed_scores(candidates, key)
         if not self.match_length_weight:
             return share
         tokens_per_scale = candidates.block_tokens / self.match_length_scale_tokens
@@ -49,6 +74,11 @@ class PrefixCache(Parameters, frozen=True):
         weight = self.match_length_weight
         scores: Floats = (1.0 - weight) * share + weight * length * length
         return scores
+
+    def _agrees(self, request: InferenceRequest) -> bool:
+        if self.agreement is Agreement.AUTO:
+            return request.replicas_unheard > 0
+        return self.agreement is Agreement.RENDEZVOUS
 
 
 def _least_first(load: Floats) -> Floats:

@@ -185,6 +185,8 @@ class Cluster:
         self._interval_s = settings.refresh_interval_s
         self._scrape_delay_s = settings.scrape_delay_s
         self.policies = [open_policy(_replica_seed(seed, at)) for at in range(settings.replicas)]
+        for policy in self.policies:
+            policy.replicas_unheard(settings.replicas - 1)
         self.pods: list[SimulatedPod] = []
         self.requests: dict[int, SimulatedRequest] = {}
         """What has arrived and not ended, by sequence number."""

@@ -72,6 +72,10 @@ class Policy(Protocol):
         """The plugins that failed; it decided without them."""
         ...
 
+    def replicas_unheard(self, replicas: int) -> None:
+        """So many others route to the same endpoints and do not tell what they decide."""
+        ...
+
     def replace(self, endpoints: Sequence[Endpoint], now: Seconds) -> None: ...
     def observe(self, endpoint: Endpoint, metrics: EndpointMetrics, now: Seconds) -> None: ...
     def refused(self, endpoint: Endpoint, now: Seconds) -> None:
@@ -104,6 +108,9 @@ class SchedulerPolicy:
 
     def failing_plugins(self) -> list[FailingPlugin]:
         return list(self.scheduler.failures)
+
+    def replicas_unheard(self, replicas: int) -> None:
+        self.scheduler.replicas_unheard = replicas
 
     def replace(self, endpoints: Sequence[Endpoint], now: Seconds) -> None:
         self.scheduler.replace(endpoints, now)
@@ -157,6 +164,9 @@ class Baseline:
 
     def failing_plugins(self) -> list[FailingPlugin]:
         return []
+
+    def replicas_unheard(self, replicas: int) -> None:
+        """A baseline does not care."""
 
     def replace(self, endpoints: Sequence[Endpoint], now: Seconds) -> None:
         ids = [at.endpoint_id for at in self.endpoints]

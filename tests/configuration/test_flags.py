@@ -96,6 +96,18 @@ def test_a_removed_flag_is_an_error_that_says_where_its_value_went(name):
         serve(f"--{name}=x")
 
 
+def test_how_many_pickers_serve_is_at_least_this_one():
+    """One, unless it is told."""
+    assert serve().replicas == 1
+    assert serve().replicas_besides == 0
+    assert serve("--replicas=3").replicas_besides == 2
+    pool = ("--pool-name=p", "--ha-enable-leader-election")
+    assert parse_serve([*pool, "--replicas=3"], {}).replicas_besides == 0, "the others stand by"
+    for wrong in ("0", "-1", "1001", "two"):
+        with pytest.raises(FlagError, match=r"^--replicas"):
+            serve(f"--replicas={wrong}")
+
+
 def test_without_flags_the_defaults_are_those_of_the_design():
     """What design section 3 and the reference pickers say."""
     flags = serve()

@@ -25,7 +25,11 @@ VARIANTS = {
         {"matchExpressions": [{"key": "llm-d.ai/role", "operator": "Exists"}]},
     ],
     "prefix-cache-affinity-filter": [{}, {"explorationProbability": 0.5}, {"maxTTFTPenaltyMs": 1}],
-    "prefix-cache-scorer": [{}, {"matchLengthWeight": 0.5, "matchLengthScaleTokens": 100}],
+    "prefix-cache-scorer": [
+        {},
+        {"matchLengthWeight": 0.5, "matchLengthScaleTokens": 100},
+        {"agreement": "rendezvous", "agreementBelow": 1.0, "agreementKeyTokens": 1},
+    ],
     "active-request-scorer": [{}, {"idleThreshold": 2, "maxBusyScore": 0.5}],
     "token-load-scorer": [{}, {"queueThresholdTokens": 1000}],
     "session-affinity-scorer": [{}, {"strategy": "session_id"}],

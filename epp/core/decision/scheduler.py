@@ -123,13 +123,13 @@ class Scheduler:
         """Those among them of which peers can be told, in the order in which they match."""
         for name in settings.indexes:
             self._open(name)
+        self.replicas_unheard = 0
+        """Other pickers that serve this pool and do not tell what they decide; the shell sets it."""
         self.decisions = 0
         self.load_reports = 0
         """Read of responses."""
         self.load_reports_unread = 0
         """They were malformed, or their endpoint was never scraped or has restarted."""
-        self.replicas_unheard = 0
-        """Other pickers of this pool whose decisions do not get here."""
         self.sent: deque[Sent] | None = None
         """What peers are to be told, oldest first; None: there are none."""
         self._random = Random(f"{seed}:picker")  # noqa: S311  dice, not secrets
@@ -165,6 +165,7 @@ class Scheduler:
         """Choose an endpoint for `request` and assume from now on that it goes there."""
         request.segments = self.segments
         request.session_tokens = self.settings.session_tokens
+        request.replicas_unheard = self.replicas_unheard
         slots = self.pool.ready(request.subset, now)
         if not len(slots):
             return self._nobody_ready(request)

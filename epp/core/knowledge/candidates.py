@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from epp.core.knowledge.peer_load import PeerLoads
+from epp.core.knowledge.rendezvous import Hashes, rendezvous_weights
 from epp.core.types import AdapterReport, Endpoint, Seconds
 
 Floats: TypeAlias = npt.NDArray[np.float64]
@@ -48,6 +49,8 @@ class Columns:
 
     def __init__(self) -> None:
         self.endpoints: list[Endpoint | None] = []
+        self.identities: Hashes = np.empty(0, dtype=np.uint64)
+        """Hashes of endpoint ids; of an empty slot, that of the last endpoint there."""
         self.adapters: list[AdapterReport | None] = []
         self.waiting_requests: Floats = np.empty(0)
         self.running_requests: Floats = np.empty(0)
@@ -373,6 +376,14 @@ class Candidates:
     def labels(self) -> tuple[Mapping[str, str], ...]:
         """One mapping a candidate."""
         return tuple([endpoint.labels for endpoint in self.endpoints])
+
+    def rendezvous(self, key: int) -> Hashes:
+        """uint64[n]: a weight of each for `key`, 64 bits. The highest wins, the same everywhere.
+
+        Pickers that know the same endpoints find the same winner without a word, and one that
+        leaves takes along only the keys that it had won (`core/knowledge/rendezvous`).
+        """
+        return rendezvous_weights(self._columns.identities[self._slot], key)
 
     def prefix_match(self, position: int) -> tuple[int, int]:
         """`matched_blocks` and `total_blocks` of one candidate."""

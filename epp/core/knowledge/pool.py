@@ -10,6 +10,7 @@ import numpy as np
 
 from epp.core.knowledge.candidates import LISTED, Columns, Ints
 from epp.core.knowledge.load_report import LoadReport
+from epp.core.knowledge.rendezvous import identity_hash
 from epp.core.types import Endpoint, EndpointMetrics, Seconds
 
 FAILURES_BEFORE_SET_ASIDE: Final = 2
@@ -338,6 +339,7 @@ class EndpointPool:
             slot = self.columns.add_slot()
             self._members.append(None)
         self.columns.endpoints[slot] = endpoint
+        self.columns.identities[slot] = identity_hash(endpoint.endpoint_id)
         self._members[slot] = _Member(now)
         self._slot_by_id[endpoint.endpoint_id] = slot
 

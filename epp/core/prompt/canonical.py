@@ -41,6 +41,10 @@ Item: TypeAlias = dict[str, Any]
 Content: TypeAlias = str | list[Any] | None
 """One text, or parts: items, or texts."""
 
+_USER: Final = b"user"
+_BEFORE: Final = frozenset({b"", TEXT, ROLE, LABEL, VALUE, JSON, DIGEST, CLOSE, MESSAGE})
+"""What may come before a field: the start of the prompt, or a terminator."""
+
 _BILLING: Final = "x-anthropic-billing-header"
 """A system block that begins so changes with each request and is no part of the prompt."""
 _TEXT_TYPES: Final = frozenset({"text", "input_text", "output_text"})
@@ -122,6 +126,22 @@ def responses_prompt(
     for item in items:
         _write_item(fields, item)
     return b"".join(fields)
+
+
+def opening_of(prompt: bytes) -> tuple[int, int] | None:
+    """Where in canonical bytes the user's first message begins and ends; None: there is none.
+
+    All up to that end is the same at every turn of a conversation.
+    """
+    role_end = prompt.find(ROLE)
+    while role_end >= 0:
+        start = role_end - len(_USER)
+        # Nothing or a terminator comes before it: it is not the end of another role.
+        if start >= 0 and prompt.startswith(_USER, start) and prompt[start - 1 : start] in _BEFORE:
+            end = prompt.find(MESSAGE, role_end) + 1
+            return (start, end) if end else None
+        role_end = prompt.find(ROLE, role_end + 1)
+    return None
 
 
 def _admit(fields: list[bytes], more: Collection[Any], each: int = _FIELDS_EACH) -> None:

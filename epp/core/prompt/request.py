@@ -1,13 +1,19 @@
 """A request as the core sees it, and the chains of hashes that its prompts become."""
 
+import sys
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Final
 
+import xxhash
 from msgspec import Struct, field
 
-from epp.core.prompt.blocks import KnownSegments, chain_seed, hash_blocks
+from epp.core.prompt.blocks import HASH_BYTES, KnownSegments, chain_seed, hash_blocks
+from epp.core.prompt.canonical import opening_of
 from epp.core.session_tokens import NO_TOKENS, SessionTokens
 from epp.core.types import ApiKind
+
+_CONVERSATIONS: Final = frozenset({ApiKind.CHAT, ApiKind.RESPONSES, ApiKind.MESSAGES})
+"""Kinds whose prompts are made of messages."""
 
 
 class InferenceRequest(Struct, kw_only=True):
@@ -39,6 +45,8 @@ class InferenceRequest(Struct, kw_only=True):
     """What an affinity index noted when it recorded this request, to take exactly that back."""
     cold: bool = True
     """Set by the scheduler when it matches: no endpoint holds the head of any prompt."""
+    replicas_unheard: int = 0
+    """Set by the scheduler: other pickers of the pool that do not tell it what they decide."""
     segments: KnownSegments | None = None
     """Set by the scheduler: what is known of long prompts; it saves time and changes no chain."""
     session_tokens: SessionTokens = NO_TOKENS
@@ -58,6 +66,32 @@ class InferenceRequest(Struct, kw_only=True):
             )
             self.chains[block_bytes] = known
         return known
+
+    def opening(self) -> tuple[int, int] | None:
+        """Of a conversation: bytes before the user's first message, and 64 bits for all up to its end.
+
+        Both are the same at each turn; the hash is under the model, the salt and the kind of API.
+        None: it is no conversation, or the prompt is not there.
+        """
+        if self.api not in _CONVERSATIONS or not self.prompts:
+            return None
+        prompt = self.prompts[0]
+        found = opening_of(prompt)
+        if found is None:
+            return None
+        start, end = found
+        seed = chain_seed(self.api, self.model, self.cache_salt)
+        return start, xxhash.xxh64_intdigest(memoryview(prompt)[:end], seed)
+
+    def block_hash(self, block_bytes: int, blocks: int) -> int | None:
+        """64 bits for the first prompt up to and with block number `blocks`, or its last full one.
+
+        None: the chain is not made yet, or the prompt has no full block.
+        """
+        chains = self.chains.get(block_bytes)
+        chain = chains[0] if chains else b""
+        end = min(blocks * HASH_BYTES, len(chain))
+        return int.from_bytes(chain[end - HASH_BYTES : end], sys.byteorder) if end else None
 
     def drop_prompts(self) -> None:
         """Let the prompt bytes go; the chains stay."""

@@ -6,7 +6,9 @@ import sys
 from pathlib import Path
 
 import pytest
+from msgspec import structs
 
+from epp.configuration.config import DEFAULT_CONFIG
 from epp.shell.engines import scrape
 from sim.cluster import cluster as simulated
 from sim.cluster.cluster import ClusterSettings, Failure, Fate
@@ -209,6 +211,29 @@ def test_pickers_that_do_not_see_each_other_balance_worse():
         assert len({request.replica for request in requests}) == replicas
         waited[replicas] = sum(request.ended_at - request.arrived_at for request in requests)
     assert waited[1] < waited[4]
+
+
+def test_pickers_that_do_not_hear_each_other_agree_where_prompts_go(tmp_path):
+    """Four of them share caches nearly as one would; without agreement each warms its own."""
+    without = tmp_path / "without.yaml"
+    scorer = "- type: prefix-cache-scorer\n"
+    without.write_text(DEFAULT_CONFIG.replace(scorer, scorer + "  parameters: {agreement: none}\n"))
+    hit_rate = {}
+    for name, policy, replicas in (
+        ("one", "default", 1),
+        ("agreed", "default", 4),
+        ("blind", str(without), 4),
+    ):
+        # Groups of long heads, one turn in each: what is hit is what another one left.
+        given = [
+            structs.replace(one, session="")
+            for one in arrivals(300, rate=10.0, groups=40, blocks=(30, 31))
+        ]
+        requests, _ = ran(given, policy=policy, replicas=replicas)
+        tokens = sum(one.arrival.prompt_tokens for one in requests)
+        hit_rate[name] = sum(one.engine.cached_tokens for one in requests) / tokens
+    assert hit_rate["agreed"] > 0.9 * hit_rate["one"]
+    assert hit_rate["agreed"] > hit_rate["blind"] + 0.15
 
 
 def test_what_can_never_fit_is_refused_by_the_pod():

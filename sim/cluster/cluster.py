@@ -347,6 +347,9 @@ class Cluster:
         now = self.loop.now
         for replica, policy in enumerate(self.policies):
             policy.replace(endpoints, now)
+            if policy.settings is None:
+                # A plain proxy scrapes nobody.
+                continue
             scrapers = self._scrapers[replica]
             for gone in scrapers.keys() - {endpoint.endpoint_id for endpoint in endpoints}:
                 scrapers.pop(gone).stop()

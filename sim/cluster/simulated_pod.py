@@ -164,12 +164,23 @@ class SimulatedPod:
     def _start(self) -> None:
         self.engine = Engine(self.kind.engine, self.kind.profile)
         self.engine.slowness = self._slowness
-        self._shown = self.engine.snapshot()
+        self._show()
         self._started_at = self._loop.now
         self._requests = 0
         self._due: Seconds | None = None
         self.leaving.clear()
         self.life += 1
+
+    def _show(self) -> None:
+        """Let the page show the engine as it is now, between two passes."""
+        engine, slots_max = self.engine, self.kind.engine.max_loras
+        self._shown_waiting = len(engine.waiting)
+        self._shown_running = len(engine.running)
+        self._shown_usage = engine.kv_cache_usage()
+        self._shown_adapters: AdapterReport | None = None
+        if slots_max:
+            active = frozenset(engine.snapshot().adapters)
+            self._shown_adapters = AdapterReport(active=active, slots_max=slots_max)
 
     def _catch_up(self) -> None:
         now = self._loop.now
@@ -184,7 +195,7 @@ class SimulatedPod:
             ends_at = self.engine.begin(self._loop.now)
             if ends_at is None:
                 self._due = None
-                self._shown = self.engine.snapshot()
+                self._show()
                 return
         if ends_at != self._due:
             self._due = ends_at
@@ -197,25 +208,21 @@ class SimulatedPod:
         step = self.engine.end()
         self._due = None
         self.leaving.clear()
-        self._shown = step.after
+        self._show()
         self._stepped(self, step)
         self._follow()
 
     def _metrics(self, at: Seconds) -> EndpointMetrics:
-        shown = self._shown
-        usage = shown.kv_cache_usage
+        usage = self._shown_usage
         if self.engine.passes > 1:
             # Nobody came and nobody left, but the answers grew.
             usage = self.engine.kv_cache_usage(at)
         settings = self.kind.engine
-        adapters = None
-        if settings.max_loras:
-            adapters = AdapterReport(active=frozenset(shown.adapters), slots_max=settings.max_loras)
         return EndpointMetrics(
-            waiting_requests=shown.waiting,
-            running_requests=shown.running,
+            waiting_requests=self._shown_waiting,
+            running_requests=self._shown_running,
             kv_cache_usage=usage,
-            adapters=adapters,
+            adapters=self._shown_adapters,
             block_size_tokens=settings.block_size_tokens,
             blocks_total=settings.blocks_total,
             process_started_at_s=self._started_at,

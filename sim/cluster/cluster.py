@@ -220,6 +220,12 @@ class Cluster:
 
     # Clients.
 
+    def send(self, arrivals: Iterable[Arrival]) -> None:
+        """Go on with these where all that was there before has been sent; `run` again."""
+        assert self._next_arrival_at == math.inf, "the arrivals before have come"
+        self._arrivals = iter(arrivals)
+        self._pull()
+
     def _pull(self) -> None:
         """Schedule the next arrival of the trace, if there is one."""
         arrival = next(self._arrivals, None)

@@ -304,6 +304,23 @@ def test_a_pod_that_was_lost_while_nothing_was_under_way_is_known_to_be():
     assert {request.pod.name for request in requests[1:]} == {"pod-1"}
 
 
+def test_what_is_sent_after_the_end_goes_on_where_it_ended():
+    """On warm pods, with the clock where it was; the picker remembers too."""
+    prompt = {"prompt_tokens": 640, "blocks": tuple(range(10)), "block_tokens": 64}
+    ended = []
+    one = cluster([arrival(0, **prompt)], pods=2, ended=ended.append)
+    one.run()
+    first_at = one.loop.now
+    one.send([arrival(1, time_s=first_at + 1.0, **prompt), arrival(2, time_s=0.0)])
+    one.run()
+    _, again, late = sorted(ended, key=lambda request: request.sequence)
+    assert again.arrived_at == first_at + 1.0
+    assert again.engine.cached_tokens > 0
+    assert again.predicted_cached_tokens > 0
+    # Nothing is sent in the past.
+    assert late.arrived_at == again.arrived_at
+
+
 def test_the_same_seed_gives_the_same_digest_in_any_process():
     """Two processes with different hash seeds, faults and aborts included; another seed differs."""
     root = Path(__file__).parents[3]

@@ -14,7 +14,6 @@ bodies pass the picker by, so that it is told of first outputs only with `respon
 
 import heapq
 import math
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from enum import StrEnum
 from random import Random
@@ -24,11 +23,13 @@ from msgspec import Struct
 
 from epp.configuration.flags import REFRESH_MIN_S, REFRESH_PER_ENDPOINT_S
 from epp.core.knowledge.inflight import Ending, Outcome
+from epp.core.knowledge.pool import UPSTREAM_FAILURES
 from epp.core.prompt.request import InferenceRequest
-from epp.core.types import Endpoint, EndpointMetrics, Refusal, Seconds
+from epp.core.types import Endpoint, Refusal, Seconds
 from sim.cluster.faults import Fault, FaultKind
 from sim.cluster.loop import Loop
 from sim.cluster.policies import Policy, Route
+from sim.cluster.scraping import Scraper
 from sim.cluster.simulated_pod import PodKind, SimulatedPod
 from sim.engine.engine import EngineRequest, Step
 from sim.traces.arrival import Arrival
@@ -36,8 +37,7 @@ from sim.traces.prompts import PromptHashes
 
 SCRAPE_INTERVAL_S_MIN: Final = REFRESH_MIN_S
 SCRAPE_INTERVAL_S_PER_POD: Final = REFRESH_PER_ENDPOINT_S
-SCRAPE_JITTER: Final = 0.1
-"""These three: as `epp/shell/engines/scrape` has them."""
+"""Both: as `epp/shell/engines/scrape` has them."""
 
 _LOOK_AHEAD_S: Final = 60.0
 
@@ -142,25 +142,6 @@ class SimulatedRequest:
         return str(self.sequence)
 
 
-class _Follow:
-    """One picker scraping one incarnation of one pod."""
-
-    __slots__ = ("current", "endpoint", "jitter", "pod", "random", "replica")
-
-    def __init__(self, replica: int, pod: SimulatedPod, endpoint: Endpoint, random: Random) -> None:
-        self.replica = replica
-        self.pod = pod
-        self.endpoint = endpoint
-        self.random = random
-        self.current = True
-        self.draw()
-
-    def draw(self) -> float:
-        """The factor of the next pause, which stays in `jitter`."""
-        self.jitter = 1 - SCRAPE_JITTER + 2 * SCRAPE_JITTER * self.random.random()
-        return self.jitter
-
-
 class Cluster:
     """Runs `arrivals` through pickers and pods; `ended` gets each request when it ends.
 
@@ -182,8 +163,6 @@ class Cluster:
         self.settings = settings
         self.loop = Loop()
         self._seed = seed
-        self._interval_s = settings.refresh_interval_s
-        self._scrape_delay_s = settings.scrape_delay_s
         self.policies = [open_policy(_replica_seed(seed, at)) for at in range(settings.replicas)]
         for policy in self.policies:
             policy.replicas_unheard(settings.replicas - 1)
@@ -198,14 +177,10 @@ class Cluster:
         self._next_arrival_at: Seconds = 0.0
         self._thinking: list[Seconds] = []
         """Heap of the instants at which the next turns will be sent."""
-        self._routes: deque[Seconds] = deque()
-        """Instants at which requests on their way will reach a picker, in order."""
         self._tell_ended = ended
         self._faults = iter(faults)
         self._resting = False
         """Nobody is scraped or told anything until `_wake`."""
-        self._calm = True
-        """Nothing has gone wrong and nothing will."""
         self._under_way: set[int] = set()
         """Indices of the requests that were sent, or are going to be, and have not ended."""
         self._waiting: dict[int, list[Arrival]] = {}
@@ -214,14 +189,18 @@ class Cluster:
         """When the last ones ended, by index."""
         self._random_replica = Random(f"{seed}:replica")
         self._random_abort = Random(f"{seed}:abort")
-        self._follows: dict[tuple[int, str], _Follow] = {}
+        self._scrapers: list[dict[str, Scraper]] = [{} for _ in self.policies]
+        """Of each picker, by endpoint."""
         self._by_endpoint: dict[str, SimulatedPod] = {}
         for kind in settings.pods:
             self._add_pod(kind)
         self._announce()
         # The pickers were there before the traffic: each has scraped every pod once.
-        for follow in self._follows.values():
-            self._observe(follow, follow.pod.page(), self.loop.now)
+        for policy, scrapers in zip(self.policies, self._scrapers, strict=True):
+            for scraper in scrapers.values():
+                page = scraper.pod.page(self.loop.now)
+                assert page is not None, "a pod begins alive"
+                policy.observe(scraper.endpoint, page, self.loop.now)
         self.loop.after(TICK_S, self._tick)
         self._pull()
         self._pull_fault()
@@ -242,6 +221,12 @@ class Cluster:
             self.loop.run(after_event)
 
     # Clients.
+
+    def send(self, arrivals: Iterable[Arrival]) -> None:
+        """Go on with these where all that was there before has been sent; `run` again."""
+        assert self._next_arrival_at == math.inf, "the arrivals before have come"
+        self._arrivals = iter(arrivals)
+        self._pull()
 
     def _pull(self) -> None:
         """Schedule the next arrival of the trace, if there is one."""
@@ -286,9 +271,7 @@ class Cluster:
         self.requests[request.sequence] = request
         self._under_way.add(arrival.index)
         self.arrived += 1
-        route_at = self.loop.now + self.settings.network_delay_s
-        self._routes.append(route_at)
-        self.loop.at(route_at, self._route, request)
+        self.loop.after(self.settings.network_delay_s, self._route, request)
         if self.settings.abort_share:
             leaves = self._random_abort.random() < self.settings.abort_share
             patience_s = self._random_abort.expovariate(1 / self.settings.abort_after_s)
@@ -327,13 +310,13 @@ class Cluster:
     # Pickers.
 
     def _route(self, request: SimulatedRequest) -> None:
-        self._routes.popleft()
         if request.fate is not None:
             return
         now = self.loop.now
         request.routed_at = now
         request.hashes = PromptHashes(request.arrival)
         parsed = self._request_of(request.arrival, request.hashes)
+        self._read_pages(request.replica, now)
         routed = self.policies[request.replica].route(parsed, now)
         if isinstance(routed, Refusal):
             request.refusal = routed
@@ -358,6 +341,9 @@ class Cluster:
             # No pod here says 503 itself: it is what a gateway says of one that is gone.
             outcome = Outcome(ending=ending, status=status or None, by_gateway=status == 503)
             policy = self.policies[request.replica]
+            if status in UPSTREAM_FAILURES:
+                # A good page between two failures would have parted them.
+                self._read_pages(request.replica, self.loop.now)
             policy.complete(request.route, outcome, self.loop.now)
 
     def _announce(self) -> None:
@@ -369,70 +355,46 @@ class Cluster:
         now = self.loop.now
         for replica, policy in enumerate(self.policies):
             policy.replace(endpoints, now)
-            wanted = {(replica, endpoint.endpoint_id) for endpoint in endpoints}
-            for key in [key for key in self._follows if key[0] == replica and key not in wanted]:
-                self._follows.pop(key).current = False
+            if policy.settings is None:
+                # A plain proxy scrapes nobody.
+                continue
+            scrapers = self._scrapers[replica]
+            for gone in scrapers.keys() - {endpoint.endpoint_id for endpoint in endpoints}:
+                scrapers.pop(gone).stop()
             for pod, endpoint in zip(alive, endpoints, strict=True):
-                self._follow(replica, pod, endpoint)
+                self._scrape(replica, pod, endpoint)
 
-    def _follow(self, replica: int, pod: SimulatedPod, endpoint: Endpoint) -> None:
-        known = self._follows.get((replica, endpoint.endpoint_id))
+    def _scrape(self, replica: int, pod: SimulatedPod, endpoint: Endpoint) -> None:
+        """Have a picker scrape this incarnation of a pod from now on."""
+        scrapers = self._scrapers[replica]
+        known = scrapers.get(endpoint.endpoint_id)
         if known is not None:
             if known.endpoint.incarnation == endpoint.incarnation:
                 return
-            known.current = False
+            known.stop()
         purpose = f"scrape:{replica}:{endpoint.endpoint_id}:{endpoint.incarnation}"
-        random = Random(f"{self._seed}:{purpose}")
-        # Spread, as in production, or all pods would be asked at one instant.
-        follow = self._follows[replica, endpoint.endpoint_id] = _Follow(
-            replica, pod, endpoint, random
+        scrapers[endpoint.endpoint_id] = Scraper(
+            pod,
+            endpoint,
+            Random(f"{self._seed}:{purpose}"),
+            self.loop.now,
+            interval_s=self.settings.refresh_interval_s,
+            delay_s=self.settings.scrape_delay_s,
         )
-        self.loop.after(random.random() * self._interval_s, self._scrape, follow)
-
-    def _scrape(self, follow: _Follow) -> None:
-        if not follow.current:
-            return
-        pause_s = self._interval_s
-        next_at = self.loop.now + pause_s * follow.jitter
-        decision_at = self._next_decision_at() - self._scrape_delay_s if self._calm else 0.0
-        if next_at < decision_at:
-            # The next scrape will have replaced this one before anybody looks, and so on.
-            scrape_at = next_at
-            while (next_at := scrape_at + pause_s * follow.draw()) < decision_at:
-                scrape_at = next_at
-            self.loop.at(scrape_at, self._scrape, follow)
-            return
-        follow.draw()
-        self.loop.at(next_at, self._scrape, follow)
-        page = follow.pod.page()
-        observed_at = self.loop.now + self._scrape_delay_s
-        if self.loop.now < decision_at:
-            # Nor does anybody look before the page is read, so that it may as well be now.
-            self._observe(follow, page, observed_at)
-        else:
-            self.loop.at(observed_at, self._observe, follow, page, observed_at)
-
-    def _next_decision_at(self) -> Seconds:
-        """No picker decides before; without faults only decisions read what was scraped."""
-        if self._routes:
-            return self._routes[0]
-        if self._waiting:
-            return self.loop.now
-        sent_at = self._next_sent_at()
-        return min(sent_at + self.settings.network_delay_s, self.loop.now + _LOOK_AHEAD_S)
 
     def _next_sent_at(self) -> Seconds:
         """When the next request that is known of will be sent."""
         return min(self._next_arrival_at, self._thinking[0] if self._thinking else math.inf)
 
-    def _observe(self, follow: _Follow, page: EndpointMetrics | None, now: Seconds) -> None:
-        policy = self.policies[follow.replica]
-        if not follow.current:
-            return
-        if page is None:
-            policy.refused(follow.endpoint, now)
-        else:
-            policy.observe(follow.endpoint, page, now)
+    def _read_pages(self, replica: int, now: Seconds) -> None:
+        """Tell a picker what its scrapes have read by now."""
+        policy = self.policies[replica]
+        for scraper in self._scrapers[replica].values():
+            for read_at, page in scraper.read(now):
+                if page is None:
+                    policy.refused(scraper.endpoint, read_at)
+                else:
+                    policy.observe(scraper.endpoint, page, read_at)
 
     def _tick(self) -> None:
         for policy in self.policies:
@@ -446,9 +408,10 @@ class Cluster:
 
     def _rest(self, until: Seconds) -> None:
         self._resting = True
-        for follow in self._follows.values():
-            follow.current = False
-        self._follows.clear()
+        for scrapers in self._scrapers:
+            for scraper in scrapers.values():
+                scraper.stop()
+            scrapers.clear()
         self.loop.at(until, self._wake)
 
     def _wake(self) -> None:
@@ -527,7 +490,6 @@ class Cluster:
     def _pull_fault(self) -> None:
         fault = next(self._faults, None)
         if fault is not None:
-            self._calm = False
             self.loop.at(max(self.loop.now, fault.at_s), self._strike, fault)
 
     def _strike(self, fault: Fault) -> None:

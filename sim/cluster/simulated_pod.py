@@ -1,7 +1,7 @@
 """One pod in simulated time: an engine, its page, and what can go wrong with it."""
 
 from collections.abc import Callable
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 from msgspec import Struct
 
@@ -34,6 +34,19 @@ class PodKind(Struct, frozen=True, kw_only=True):
         )
 
 
+class Scraper(Protocol):
+    """Who scrapes a pod."""
+
+    @property
+    def next_at(self) -> Seconds:
+        """When it does so next."""
+        ...
+
+    def catch_up(self, now: Seconds) -> None:
+        """Do what was due before `now`."""
+        ...
+
+
 class SimulatedPod:
     """Runs its engine in simulated time and tells `stepped` of each step when it ends.
 
@@ -56,6 +69,8 @@ class SimulatedPod:
         """Changes when the engine is lost."""
         self.requests: dict[str, Any] = {}
         """What is in the engine, by request id; kept by the owner of the pod."""
+        self.scrapers: list[Scraper] = []
+        """They are told before anything changes that a page would show."""
         self.leaving: set[str] = set()
         """Aborted in the pass that is in progress, to whose end they stay."""
         self._loop = loop
@@ -97,25 +112,31 @@ class SimulatedPod:
 
     def submit(self, request: EngineRequest) -> None:
         """Put `request` into the engine's queue. ValueError if it can never fit."""
+        self._catch_up()
         self.engine.submit(request, self._loop.now)
         self._requests += 1
         self._follow()
 
     def abort(self, request_id: str) -> None:
         """The client has left: the engine lets the request go."""
+        self._catch_up()
         self.engine.cut(self._loop.now)
         if self.engine.abort(request_id) and self.engine.passes:
             self.leaving.add(request_id)
         self._follow()
 
-    def page(self) -> EndpointMetrics | None:
-        """What a scrape reads now: the state at the end of the last pass. None: no answer."""
+    def page(self, at: Seconds) -> EndpointMetrics | None:
+        """What a scrape reads: the state at the end of the last pass. None: no answer.
+
+        `at` lies after the last change of the pod, now at the latest.
+        """
         if not self.alive:
             return None
-        return self._frozen or self._metrics()
+        return self._frozen or self._metrics(at)
 
     def slow_down(self, factor: float) -> None:
         """Passes that begin from now on take `factor` times as long as usual."""
+        self._catch_up()
         self._slowness = factor
         self.engine.cut(self._loop.now)
         self.engine.slowness = factor
@@ -123,16 +144,19 @@ class SimulatedPod:
 
     def freeze_page(self, frozen: bool) -> None:
         """From now on show what the page says now, whatever happens; or stop doing so."""
-        self._frozen = self._metrics() if frozen else None
+        self._catch_up()
+        self._frozen = self._metrics(self._loop.now) if frozen else None
 
     def die(self) -> None:
         """The engine is gone with all that it held."""
+        self._catch_up()
         self.alive = False
         self._frozen = None
         self.life += 1
 
     def restart(self) -> None:
         """A new process in the same pod: same name and address, an empty cache."""
+        self._catch_up()
         self.restarts += 1
         self.alive = True
         self._start()
@@ -140,12 +164,29 @@ class SimulatedPod:
     def _start(self) -> None:
         self.engine = Engine(self.kind.engine, self.kind.profile)
         self.engine.slowness = self._slowness
-        self._shown = self.engine.snapshot()
+        self._show()
         self._started_at = self._loop.now
         self._requests = 0
         self._due: Seconds | None = None
         self.leaving.clear()
         self.life += 1
+
+    def _show(self) -> None:
+        """Let the page show the engine as it is now, between two passes."""
+        engine, slots_max = self.engine, self.kind.engine.max_loras
+        self._shown_waiting = len(engine.waiting)
+        self._shown_running = len(engine.running)
+        self._shown_usage = engine.kv_cache_usage()
+        self._shown_adapters: AdapterReport | None = None
+        if slots_max:
+            active = frozenset(engine.snapshot().adapters)
+            self._shown_adapters = AdapterReport(active=active, slots_max=slots_max)
+
+    def _catch_up(self) -> None:
+        now = self._loop.now
+        for scraper in self.scrapers:
+            if scraper.next_at < now:
+                scraper.catch_up(now)
 
     def _follow(self) -> None:
         """Be there when the step that has begun ends; begin one if there is work."""
@@ -154,7 +195,7 @@ class SimulatedPod:
             ends_at = self.engine.begin(self._loop.now)
             if ends_at is None:
                 self._due = None
-                self._shown = self.engine.snapshot()
+                self._show()
                 return
         if ends_at != self._due:
             self._due = ends_at
@@ -163,28 +204,25 @@ class SimulatedPod:
     def _end_step(self, due: Seconds, life: int) -> None:
         if life != self.life or due != self._due:
             return
+        self._catch_up()
         step = self.engine.end()
         self._due = None
         self.leaving.clear()
-        self._shown = step.after
+        self._show()
         self._stepped(self, step)
         self._follow()
 
-    def _metrics(self) -> EndpointMetrics:
-        shown = self._shown
-        usage = shown.kv_cache_usage
+    def _metrics(self, at: Seconds) -> EndpointMetrics:
+        usage = self._shown_usage
         if self.engine.passes > 1:
             # Nobody came and nobody left, but the answers grew.
-            usage = self.engine.kv_cache_usage(self._loop.now)
+            usage = self.engine.kv_cache_usage(at)
         settings = self.kind.engine
-        adapters = None
-        if settings.max_loras:
-            adapters = AdapterReport(active=frozenset(shown.adapters), slots_max=settings.max_loras)
         return EndpointMetrics(
-            waiting_requests=shown.waiting,
-            running_requests=shown.running,
+            waiting_requests=self._shown_waiting,
+            running_requests=self._shown_running,
             kv_cache_usage=usage,
-            adapters=adapters,
+            adapters=self._shown_adapters,
             block_size_tokens=settings.block_size_tokens,
             blocks_total=settings.blocks_total,
             process_started_at_s=self._started_at,

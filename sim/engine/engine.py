@@ -185,7 +185,6 @@ class Step(Struct, kw_only=True):
     outputs: list[EngineRequest]
     """Each has one token more at `ends_at`; the finished ones have left the engine. From `end` only
     those with their first token since they were admitted, or their last."""
-    after: EngineSnapshot
 
     @property
     def ends_at(self) -> Seconds:
@@ -387,7 +386,6 @@ class Engine:
             work=pending.work,
             admitted=pending.admitted,
             outputs=outputs,
-            after=self.snapshot(),
         )
 
     def snapshot(self, now: Seconds | None = None) -> EngineSnapshot:

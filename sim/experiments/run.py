@@ -2,7 +2,7 @@
 
 import gc
 from collections.abc import Callable, Iterable, Iterator
-from itertools import chain, islice, takewhile, tee
+from itertools import islice, tee
 from pathlib import Path
 from typing import Final
 
@@ -21,7 +21,7 @@ from sim.measurement.measures import Measures, Targets
 from sim.measurement.timeline import Timeline
 from sim.traces.arrival import Arrival, TraceError
 from sim.traces.formats import open_trace
-from sim.traces.inspection import Pool, inspect
+from sim.traces.hits import AFFINITY, RANDOM, Hits
 from sim.traces.prompts import (
     PICKER_BLOCK_TOKENS,
     PromptHashes,
@@ -106,22 +106,26 @@ class Run:
 
         `watched` gets the arrivals and hands them on. None if `stop` is called on the way.
         """
-        kind = self.settings.cluster.pods[0]
-        pool = Pool(
-            pods=len(self.settings.cluster.pods),
-            profile=kind.profile,
-            kv_tokens=kind.engine.kv_tokens,
+        pods = self.settings.cluster.pods
+        hits = Hits(
+            pods=len(pods),
+            kv_tokens=pods[0].engine.kv_tokens,
+            seed=self.settings.seed,
+            placements=(RANDOM, AFFINITY),
+            together=False,
         )
-        arrivals = watched(self._arrivals())
-        going_on = takewhile(lambda _: not self.stopped, arrivals)
-        found = inspect(chain(islice(arrivals, 1), going_on), pool, self.settings.seed).ceilings
-        if self.stopped:
-            return None
+        prompt_tokens = 0
+        for arrival in watched(self._arrivals()):
+            if self.stopped:
+                return None
+            hits.add(arrival)
+            prompt_tokens += arrival.prompt_tokens
+        affinity, random = hits.placements[AFFINITY], hits.placements[RANDOM]
         return {
-            "one_cache": found.one_cache,
-            "affinity": found.per_pod.affinity,
-            "affinity_at_capacity": found.per_pod_at_capacity.affinity,
-            "random_at_capacity": found.per_pod_at_capacity.random,
+            "one_cache": hits.one_cache_tokens / prompt_tokens,
+            "affinity": affinity.hit_tokens / prompt_tokens,
+            "affinity_at_capacity": affinity.lru_hit_tokens / prompt_tokens,
+            "random_at_capacity": random.lru_hit_tokens / prompt_tokens,
         }
 
     def _arrivals(self) -> Iterator[Arrival]:

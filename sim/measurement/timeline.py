@@ -61,7 +61,7 @@ class Timeline:
                 before = len(self.time_s)
                 samples = PodSamples([0] * before, [0] * before, [0.0] * before, [0.0] * before)
                 self.pods[pod.name] = samples
-            page = pod.page()
+            page = pod.page(self._loop.now)
             samples.running.append(0 if page is None else int(page.running_requests))
             samples.waiting.append(0 if page is None else int(page.waiting_requests))
             samples.kv_cache_usage.append(0.0 if page is None else page.kv_cache_usage)

@@ -177,8 +177,11 @@ class MetricsPage:
             )
         self._cache_config(settings, max_model_len_tokens)
 
-    def observe(self, step: Step, wall_s: Seconds) -> None:
-        """Count a step that has ended. `wall_s`: unix time, the value of `lora_requests_info`."""
+    def observe(self, step: Step, after: EngineSnapshot, wall_s: Seconds) -> None:
+        """Count a step that has ended, and show the engine as it is `after` it.
+
+        `wall_s`: unix time, the value of `lora_requests_info`.
+        """
         for request in step.admitted:
             self._add("prefix_cache_queries", request.prompt_tokens)
             self._add("prefix_cache_hits", request.cached_tokens)
@@ -194,9 +197,9 @@ class MetricsPage:
             self._add("generation_tokens", len(step.outputs))
             tokens = computed_tokens + len(step.outputs)
             self._histograms["iteration_tokens_total"].observe(tokens)
-        self._add("num_preemptions", step.after.preemptions - self._preemptions)
-        self._preemptions = step.after.preemptions
-        self.show(step.after, wall_s)
+        self._add("num_preemptions", after.preemptions - self._preemptions)
+        self._preemptions = after.preemptions
+        self.show(after, wall_s)
 
     def show(self, after: EngineSnapshot, wall_s: Seconds) -> None:
         """Set the gauges alone."""

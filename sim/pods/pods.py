@@ -208,7 +208,7 @@ class Pod:
         return f"Success: LoRA adapter '{body.lora_name}' removed successfully."
 
     def _publish(self, step: Step) -> None:
-        self.page.observe(step, self.wall_clock())
+        self.page.observe(step, self.engine.snapshot(), self.wall_clock())
         for request in step.outputs:
             generation = self._generations.get(request.request_id)
             if generation is not None:

@@ -1,7 +1,7 @@
 """Caches without an engine: what could be hit, and what room there is for it."""
 
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 
 class LruCache:
@@ -18,8 +18,13 @@ class LruCache:
 
     def match(self, parts: Sequence[int], tokens: Sequence[int]) -> int:
         """Tokens of the longest held head of a prompt."""
-        held = self._parts
-        return head_tokens((held.get(part, 0) for part in parts), tokens)
+        held, matched = self._parts, 0
+        for part, wanted in zip(parts, tokens, strict=True):
+            found = held.get(part, 0)
+            if found < wanted:
+                return matched + found
+            matched += wanted
+        return matched
 
     def insert(self, parts: Sequence[int], tokens: Sequence[int]) -> None:
         """Hold a prompt: its head becomes the most recently used."""
@@ -38,13 +43,3 @@ class LruCache:
         while held_tokens > self.tokens_max:
             held_tokens -= held.popitem(last=False)[1]
         self._held_tokens = held_tokens
-
-
-def head_tokens(found: Iterable[int], wanted: Iterable[int]) -> int:
-    """Tokens up to the first part of which fewer are `found` than `wanted`."""
-    matched = 0
-    for have, want in zip(found, wanted, strict=True):
-        if have < want:
-            return matched + have
-        matched += want
-    return matched

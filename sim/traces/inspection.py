@@ -20,17 +20,13 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import xxhash
 from msgspec import Struct
 
 from epp.core.types import Seconds
 from sim.engine.profiles import Profile, StepWork
 from sim.traces.arrival import Arrival
-from sim.traces.caches import LruCache, head_tokens
-from sim.traces.prompts import PromptHashes
+from sim.traces.hits import Hits
 
-_COMMON_MIN = 16
-"""Uses of a part before it may count as common."""
 _GAPS_MAX = 1_000_000
 _WINDOW_S = 10.0
 _DECODE_BATCH = 64
@@ -138,7 +134,8 @@ class Inspection(Struct, frozen=True, kw_only=True):
 
 def inspect(arrivals: Iterable[Arrival], pool: Pool, seed: int = 1) -> Inspection:
     """Read the trace to its end. ValueError if it has no requests."""
-    sharing = _Sharing(pool, seed)
+    hits = Hits(pods=pool.pods, kv_tokens=pool.kv_tokens, seed=seed)
+    uses = _Uses(seed)
     timing = _Timing()
     prompts, outputs = array("I"), array("I")
     names: dict[str, set[str]] = {"model": set(), "adapter": set(), "session": set()}
@@ -147,7 +144,7 @@ def inspect(arrivals: Iterable[Arrival], pool: Pool, seed: int = 1) -> Inspectio
         prompts.append(arrival.prompt_tokens)
         outputs.append(arrival.output_tokens)
         timing.add(arrival.time_s)
-        sharing.add(arrival)
+        uses.add(arrival, hits.add(arrival))
         waiting += arrival.after is not None
         for kind, seen in names.items():
             seen.add(getattr(arrival, kind))
@@ -157,8 +154,8 @@ def inspect(arrivals: Iterable[Arrival], pool: Pool, seed: int = 1) -> Inspectio
     lengths = np.frombuffer(prompts, np.uint32)
     answers = np.frombuffer(outputs, np.uint32)
     prompt_tokens_total = int(lengths.sum(dtype=np.int64))
-    reuse = sharing.reuse()
-    ceilings = sharing.ceilings(prompt_tokens_total, requests)
+    reuse = uses.reuse(hits)
+    ceilings = _ceilings(hits, prompt_tokens_total)
     work = _Work(
         requests=requests,
         duration_s=timing.latest_s,
@@ -228,101 +225,30 @@ class _Timing:
         return self._busiest * windows / self._count if windows >= 1 else 1.0
 
 
-class _Parts(Struct, frozen=True):
-    """Stretches of text: what each is known by, and its length in tokens."""
+class _Uses:
+    """When each distinct part was used."""
 
-    hashes: list[int]
-    tokens: list[int]
-
-
-def _parts(arrival: Arrival) -> tuple[_Parts, _Parts]:
-    """(the prompt as far as others may share it, what a cache holds of the request)."""
-    bases = PromptHashes(arrival).bases
-    tokens = [size for _, size in arrival.spans()]
-    prompt = _Parts(bases[: len(tokens)], tokens)
-    held = _Parts(prompt.hashes.copy(), tokens.copy())
-    if own := arrival.prompt_tokens - arrival.shareable_tokens:
-        held.hashes.append(bases[len(tokens)])
-        # A cache of blocks spends a whole one on the rest.
-        held.tokens.append(
-            math.ceil(own / (arrival.block_tokens or 1)) * (arrival.block_tokens or 1)
-        )
-    if arrival.answer is not None:
-        held.hashes.append(bases[-1])
-        held.tokens.append(arrival.output_tokens)
-    return prompt, held
-
-
-class _Sharing:
-    """Every distinct part once, and the caches that the hit ratios come from."""
-
-    def __init__(self, pool: Pool, seed: int) -> None:
-        self._pods = pool.pods
-        self._random = Random(f"{seed}:placement")
-        self._slot_of: dict[int, int] = {}
-        self._tokens, self._uses = array("I"), array("I")
+    def __init__(self, seed: int) -> None:
+        self._random = Random(f"{seed}:gaps")
         self._first_s, self._last_s = array("d"), array("d")
         self._first_parts: set[int] = set()
         self._references = 0
-        self._requests = 0
         self._gaps_s, self._gaps_seen = array("f"), 0
-        self._one_hit = 0
-        # At random, in turn, by affinity.
-        self._placements = [_Placement(pool) for _ in range(3)]
-        self._together = LruCache(pool.kv_tokens * pool.pods)
-        self._together_hit = 0
-        self._load = [0] * pool.pods
 
-    def add(self, arrival: Arrival) -> None:
-        prompt, held = _parts(arrival)
-        slots = [self._slot(part) for part in prompt.hashes]
-        affinity = self._key(slots, prompt, arrival.index) % self._pods
-        self._load[affinity] += 1
-        pods = (self._random.randrange(self._pods), self._requests % self._pods, affinity)
-        self._requests += 1
-        self._references += len(slots)
-        self._first_parts.update(slots[:1])
-        self._one_hit += head_tokens((self._tokens[slot] for slot in slots), prompt.tokens)
-        self._together_hit += self._together.match(prompt.hashes, prompt.tokens)
-        self._together.insert(held.hashes, held.tokens)
-        for placement, pod in zip(self._placements, pods, strict=True):
-            placement.match(pod, slots, prompt, self._tokens)
-        for slot, size in zip(slots, prompt.tokens, strict=True):
-            self._use(slot, size, arrival.time_s)
-        if arrival.answer is not None:
-            # A later prompt contains it, and who generated it holds it.
-            slots.append(self._slot(held.hashes[-1]))
-            self._use(slots[-1], arrival.output_tokens, arrival.time_s)
-        for placement, pod in zip(self._placements, pods, strict=True):
-            placement.hold(pod, slots, held)
-
-    def _key(self, slots: Sequence[int], prompt: _Parts, index: int) -> int:
-        """The first part that is not shared by more requests than half a pod should get."""
-        common = max(_COMMON_MIN, self._requests / (2 * self._pods))
-        for slot, part in zip(slots, prompt.hashes, strict=True):
-            if self._uses[slot] <= common:
-                return part
-        return xxhash.xxh64_intdigest(index.to_bytes(8, "little"))
-
-    def _slot(self, part: int) -> int:
-        slot = self._slot_of.setdefault(part, len(self._slot_of))
-        if slot == len(self._tokens):
-            self._tokens.append(0)
-            self._uses.append(0)
-            self._first_s.append(0.0)
-            self._last_s.append(0.0)
-            for placement in self._placements:
-                placement.masks.append(0)
-        return slot
-
-    def _use(self, slot: int, size: int, now: Seconds) -> None:
-        if self._uses[slot]:
-            self._gap(now - self._last_s[slot])
-        else:
-            self._first_s[slot] = now
-        self._uses[slot] += 1
-        self._last_s[slot] = now
-        self._tokens[slot] = max(self._tokens[slot], size)
+    def add(self, arrival: Arrival, slots: Sequence[int]) -> None:
+        """The slots as `Hits.add` tells them."""
+        answers = arrival.answer is not None
+        self._references += len(slots) - answers
+        self._first_parts.update(slots[: min(1, len(slots) - answers)])
+        now = arrival.time_s
+        for slot in slots:
+            while slot >= len(self._last_s):
+                self._first_s.append(now)
+                self._last_s.append(math.nan)
+            before_s = self._last_s[slot]
+            if before_s == before_s:  # noqa: PLR0124  NaN: never
+                self._gap(now - before_s)
+            self._last_s[slot] = now
 
     def _gap(self, gap_s: Seconds) -> None:
         """Keep a fair sample of the gaps."""
@@ -332,10 +258,10 @@ class _Sharing:
         elif (at := self._random.randrange(self._gaps_seen)) < _GAPS_MAX:
             self._gaps_s[at] = gap_s
 
-    def reuse(self) -> Reuse:
-        uses = np.frombuffer(self._uses, np.uint32)
+    def reuse(self, hits: Hits) -> Reuse:
+        uses = np.frombuffer(hits.uses, np.uint32)
         again = uses > 1
-        tokens = np.frombuffer(self._tokens, np.uint32)[again].astype(np.int64)
+        tokens = np.frombuffer(hits.tokens, np.uint32)[again].astype(np.int64)
         moments = np.concatenate(
             (np.frombuffer(self._first_s)[again], np.frombuffer(self._last_s)[again])
         )
@@ -350,43 +276,20 @@ class _Sharing:
             live_tokens_max=int(live.max(initial=0)),
         )
 
-    def ceilings(self, prompt_tokens: int, requests: int) -> Ceilings:
-        def of(hits: Iterable[int]) -> PodCeilings:
-            random, in_turn, affinity = (hit / prompt_tokens for hit in hits)
-            return PodCeilings(random=random, round_robin=in_turn, affinity=affinity)
 
-        return Ceilings(
-            one_cache=self._one_hit / prompt_tokens,
-            per_pod=of(placement.hit_tokens for placement in self._placements),
-            one_cache_at_capacity=self._together_hit / prompt_tokens,
-            per_pod_at_capacity=of(placement.lru_hit_tokens for placement in self._placements),
-            affinity_load_max_over_mean=max(self._load) * self._pods / requests,
-        )
-
-
-class _Placement:
-    """Pods under one way to place requests: caches without end, and caches of their size."""
-
-    def __init__(self, pool: Pool) -> None:
-        self.masks: list[int] = []
-        """Slot -> bit p says that pod p has seen the part."""
-        self.hit_tokens = 0
-        self.lru_hit_tokens = 0
-        self._lru = [LruCache(pool.kv_tokens) for _ in range(pool.pods)]
-
-    def match(self, pod: int, slots: Sequence[int], prompt: _Parts, known: Sequence[int]) -> None:
-        """Count what `pod` holds; `known` tokens of a part are held where it is held."""
-        masks, bit = self.masks, 1 << pod
-        held = (known[slot] if masks[slot] & bit else 0 for slot in slots)
-        self.hit_tokens += head_tokens(held, prompt.tokens)
-        self.lru_hit_tokens += self._lru[pod].match(prompt.hashes, prompt.tokens)
-
-    def hold(self, pod: int, slots: Sequence[int], held: _Parts) -> None:
-        """From now on `pod` holds these."""
-        bit = 1 << pod
-        for slot in slots:
-            self.masks[slot] |= bit
-        self._lru[pod].insert(held.hashes, held.tokens)
+def _ceilings(hits: Hits, prompt_tokens: int) -> Ceilings:
+    placements = hits.placements
+    return Ceilings(
+        one_cache=hits.one_cache_tokens / prompt_tokens,
+        per_pod=PodCeilings(
+            **{name: at.hit_tokens / prompt_tokens for name, at in placements.items()}
+        ),
+        one_cache_at_capacity=hits.together_tokens / prompt_tokens,
+        per_pod_at_capacity=PodCeilings(
+            **{name: at.lru_hit_tokens / prompt_tokens for name, at in placements.items()}
+        ),
+        affinity_load_max_over_mean=max(hits.load) * len(hits.load) / hits.requests,
+    )
 
 
 class _Work(Struct, frozen=True, kw_only=True):

@@ -16,6 +16,7 @@ id. Answers are no part of what the picker hashes.
 """
 
 from collections.abc import Sequence
+from functools import lru_cache
 from itertools import accumulate, compress
 from operator import gt, sub
 from struct import Struct
@@ -40,6 +41,9 @@ PICKER_BLOCK_TOKENS: Final = 64
 _WORD: Final = 2**64 - 1
 _STRIDE: Final = 0x9E3779B97F4A7C15
 """Odd, so that the hashes inside a block all differ."""
+_STRIDE_WORD: Final = np.uint64(_STRIDE)
+_SEEDS_KEPT_MAX: Final = 64
+"""Of models and salts; a trace names few."""
 _PART: Final = Struct("=QQ")
 """Its number and its first token."""
 _OWN_PROMPT: Final = b"prompt"
@@ -171,7 +175,7 @@ class PromptHashes:
         self.prompt_tokens = arrival.prompt_tokens
         self.tokens = arrival.prompt_tokens + arrival.output_tokens
         numbers, self._ends = _parts(arrival)
-        seed = chain_seed(ApiKind.COMPLETIONS, model_of(arrival), arrival.cache_salt)
+        seed = _seed(model_of(arrival), arrival.cache_salt)
         xxh64, pack = xxhash.xxh64_intdigest, _PART.pack
         self.bases = [
             seed := xxh64(pack(number, start), seed)
@@ -183,12 +187,19 @@ class PromptHashes:
 
     def chain(self, block_tokens: int, tokens: int) -> npt.NDArray[np.uint64]:
         """The hash at the end of each full block within the first `tokens` tokens."""
-        blocks = [min(end, tokens) // block_tokens for end in self._ends]
-        counts = list(map(sub, blocks, (0, *blocks)))
-        hashes: npt.NDArray[np.uint64] = np.array(self.bases, np.uint64).repeat(counts)
-        ends = np.arange(1, len(hashes) + 1, dtype=np.uint64)
-        ends *= np.uint64(block_tokens * _STRIDE & _WORD)
-        hashes += ends
+        last = tokens // block_tokens
+        ends = [end // block_tokens for end in self._ends]
+        while ends and ends[-1] > last:
+            del ends[-1]
+        if not ends or ends[-1] < last:
+            # The rest is in the first part that ends behind it.
+            ends.append(last)
+        counts = list(map(sub, ends, (0, *ends)))
+        bases = np.array(self.bases[: len(ends)], np.uint64)
+        hashes: npt.NDArray[np.uint64] = bases.repeat(counts)
+        strides = np.arange(block_tokens, (last + 1) * block_tokens, block_tokens, dtype=np.uint64)
+        strides *= _STRIDE_WORD
+        hashes += strides
         return hashes
 
     def picker_chain(self, block_tokens: int) -> bytes:
@@ -229,6 +240,11 @@ def _parts(arrival: Arrival) -> tuple[list[int], list[int]]:
     numbers.append(_own(_OWN_ANSWER, arrival.index) if answer is None else answer)
     ends.append(arrival.prompt_tokens + arrival.output_tokens)
     return numbers, ends
+
+
+@lru_cache(_SEEDS_KEPT_MAX)
+def _seed(model: str, cache_salt: str) -> int:
+    return chain_seed(ApiKind.COMPLETIONS, model, cache_salt)
 
 
 def _own(what: bytes, index: int) -> int:

@@ -16,10 +16,15 @@ import numpy.typing as npt
 from msgspec import Struct
 
 from epp.core.types import Seconds
-from sim.engine.engine import Engine, EngineRequest, EngineSettings
+from sim.cluster.cluster import Cluster, ClusterSettings, Fate, SimulatedRequest
+from sim.cluster.policies import policy_source
+from sim.cluster.simulated_pod import PodKind
+from sim.engine.engine import EngineSettings
 from sim.engine.kernels import Card, profile_of_kernels
 from sim.engine.least_squares import bounded_least_squares
 from sim.engine.profiles import Profile, ProfileError, find_profile
+from sim.traces.arrival import Arrival
+from sim.traces.prompts import request_of
 from sim.truth.judgement import (
     Judgement,
     Told,
@@ -41,6 +46,8 @@ _SIMULATIONS: Final = 2 + 3 * _FIT_ROUNDS
 _HOST_S_MAX: Final = 0.02
 _SKEW_MAX: Final = 0.5
 _MEASURES: Final = ("TTFT", "TPOT", "E2E")
+_ANY: Final = "round-robin"
+"""There is one pod to choose."""
 
 _Floats = npt.NDArray[np.float64]
 
@@ -118,29 +125,35 @@ def judge(folder: Path, description: dict[str, Any], told: Told) -> Iterator[Jud
 def simulate(profile: Profile, engine: EngineSettings, served: Sequence[Served]) -> _Floats:
     """TTFT, TPOT, E2E in rows, a column a request; `served` in order of arrival.
 
-    Nothing is shared between prompts, and measured times begin in the engine's queue: no front end.
+    A pool of one pod. Nothing is shared between prompts, and measured times begin in the engine's
+    queue: there is neither a network nor a front end.
     """
-    pod = Engine(engine, profile)
-    requests = [
-        EngineRequest(
-            str(number),
+    alone = msgspec.structs.replace(
+        profile,
+        frontend_s=0.0,
+        frontend_s_per_token=0.0,
+        max_model_len_tokens=max(profile.max_model_len_tokens, engine.kv_tokens),
+    )
+    settings = ClusterSettings(pods=(PodKind(profile=alone, engine=engine),), network_delay_s=0.0)
+    arrivals = [
+        Arrival(
+            index=number,
+            time_s=row.arrival_s,
             prompt_tokens=row.input_tokens,
             output_tokens=row.output_tokens,
-            chain=[number],
-            chain_ends=[(row.input_tokens + row.output_tokens) // engine.block_size_tokens],
         )
         for number, row in enumerate(served)
     ]
-    now: Seconds = 0.0
-    for request, row in zip(requests, served, strict=True):
-        while now < row.arrival_s and (ends_at := pod.begin(now)) is not None:
-            if ends_at >= row.arrival_s:
-                pod.cut(row.arrival_s)
-            now = pod.end().ends_at
-        now = max(now, row.arrival_s)
-        pod.submit(request, row.arrival_s)
-    while pod.begin(now) is not None:
-        now = pod.end().ends_at
+    ended: list[SimulatedRequest] = []
+    Cluster(
+        settings,
+        policy_source(_ANY).opener(settings.refresh_interval_s),
+        lambda arrival, hashes: request_of(arrival, (), hashes),
+        arrivals,
+        seed=1,
+        ended=ended.append,
+    ).run()
+    requests = sorted(ended, key=lambda request: request.sequence)
     return np.array([_measured(request) for request in requests]).T
 
 
@@ -204,12 +217,13 @@ def _recorded(served: Sequence[Served]) -> _Floats:
     ).T
 
 
-def _measured(request: EngineRequest) -> tuple[float, float, float]:
-    first, last = request.first_token_at, request.last_token_at
+def _measured(request: SimulatedRequest) -> tuple[float, float, float]:
+    if request.fate is not Fate.COMPLETE:
+        line = f"request {request.arrival.index}, in order of arrival"
+        raise TruthError(f"{line}: expected one that fits the engine, it is {request.failure}.")
+    queued, first, last = request.submitted_at, request.first_token_at, request.finished_at
+    assert queued is not None
     assert first is not None
     assert last is not None
-    return (
-        first - request.queued_at,
-        (last - first) / max(1, request.output_tokens - 1),
-        last - request.queued_at,
-    )
+    output_tokens = request.arrival.output_tokens
+    return first - queued, (last - first) / max(1, output_tokens - 1), last - queued

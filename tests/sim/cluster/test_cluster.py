@@ -13,6 +13,7 @@ from epp.shell.engines import scrape
 from sim.cluster import cluster as simulated
 from sim.cluster.cluster import ClusterSettings, Failure, Fate
 from sim.cluster.faults import Fault, FaultKind
+from sim.cluster.scraping import SCRAPE_JITTER
 from sim.engine.profiles import find_profile
 from sim.measurement.measures import Measures, Targets, ttft_of
 from sim.reports.report import fact_rows
@@ -39,7 +40,7 @@ def test_the_scrape_rule_is_production_s():
     """Interval and jitter, number by number; a dead pod refuses, which brings no back-off."""
     assert simulated.SCRAPE_INTERVAL_S_MIN == scrape.INTERVAL_S_MIN
     assert simulated.SCRAPE_INTERVAL_S_PER_POD == scrape.INTERVAL_S_PER_ENDPOINT
-    assert simulated.SCRAPE_JITTER == scrape.JITTER
+    assert SCRAPE_JITTER == scrape.JITTER
     for pods in (1, 400, 1_000):
         settings = ClusterSettings(pods=(kind(),) * pods)
         assert settings.refresh_interval_s == scrape.interval_s_by_pool(pods)
@@ -187,7 +188,11 @@ def test_stale_pages_show_what_was():
     """The page of a frozen pod does not move although the pod does."""
     one = cluster(arrivals(50, output=(50, 100)), faults=[fault(FaultKind.STALE, 0.0)], pods=1)
     shown = set()
-    one.run(lambda: shown.add(one.pods[0].page().running_requests) if one.loop.now < 4 else None)
+    one.run(
+        lambda: (
+            shown.add(one.pods[0].page(one.loop.now).running_requests) if one.loop.now < 4 else None
+        )
+    )
     assert shown == {0}
 
 
@@ -324,23 +329,21 @@ def test_a_pod_that_was_lost_while_nothing_was_under_way_is_known_to_be():
     assert {request.pod.name for request in requests[1:]} == {"pod-1"}
 
 
-@pytest.mark.parametrize("replicas", [1, 3])
-def test_leaving_out_scrapes_that_nobody_reads_changes_nothing(replicas):
-    """Without faults a scrape that is replaced before a decision is not done; all else is equal."""
-    digests, events = set(), []
-    turns = [
-        arrival(300 + at, time_s=at, after=at, think_s=at % 7, session="s") for at in range(30)
-    ]
-    given = sorted([*arrivals(120, rate=3.0), *turns], key=lambda one: one.time_s)
-    for calm in (True, False):
-        measures = Measures(Targets())
-        one = cluster(given, replicas=replicas, ended=measures.add)
-        one._calm = calm
-        one.run()
-        digests.add(measures.digest)
-        events.append(one.loop.events)
-    assert len(digests) == 1
-    assert events[0] < 0.9 * events[1]
+def test_what_is_sent_after_the_end_goes_on_where_it_ended():
+    """On warm pods, with the clock where it was; the picker remembers too."""
+    prompt = {"prompt_tokens": 640, "blocks": tuple(range(10)), "block_tokens": 64}
+    ended = []
+    one = cluster([arrival(0, **prompt)], pods=2, ended=ended.append)
+    one.run()
+    first_at = one.loop.now
+    one.send([arrival(1, time_s=first_at + 1.0, **prompt), arrival(2, time_s=0.0)])
+    one.run()
+    _, again, late = sorted(ended, key=lambda request: request.sequence)
+    assert again.arrived_at == first_at + 1.0
+    assert again.engine.cached_tokens > 0
+    assert again.predicted_cached_tokens > 0
+    # Nothing is sent in the past.
+    assert late.arrived_at == again.arrived_at
 
 
 def test_the_same_seed_gives_the_same_digest_in_any_process():

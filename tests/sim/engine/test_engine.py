@@ -111,7 +111,8 @@ def test_no_more_sequences_run_than_allowed():
     engine = engine_with(max_num_seqs=2)
     for name in "abc":
         engine.submit(request_of(name, 32, 2), 0.0)
-    after = engine.step(0.0).after
+    engine.step(0.0)
+    after = engine.snapshot()
     assert (after.running, after.waiting, after.deferred) == (2, 1, 0)
 
 
@@ -120,7 +121,8 @@ def test_a_prompt_is_admitted_whole_or_not_at_all():
     engine = engine_with(blocks_total=31, max_num_batched_tokens=64, max_num_seqs=64)
     engine.submit(request_of("a", 320, 5), 0.0)
     engine.submit(request_of("b", 320, 5), 0.0)
-    assert engine.step(0.0).after.waiting == 1
+    engine.step(0.0)
+    assert engine.snapshot().waiting == 1
     run(engine)
 
 
@@ -130,10 +132,10 @@ def test_the_youngest_is_preempted_and_computed_anew():
     requests = [request_of("a", 160, 100), request_of("b", 160, 100)]
     for request in requests:
         engine.submit(request, 0.0)
-    steps = run(engine)
+    run(engine)
     assert engine.preemptions >= 1
     assert requests[0].preemptions == 0
-    assert requests[1].preemptions == engine.preemptions == steps[-1].after.preemptions
+    assert requests[1].preemptions == engine.preemptions == engine.snapshot().preemptions
     assert all(request.finished for request in requests)
     assert requests[1].cached_tokens == 0
 
@@ -144,7 +146,8 @@ def test_an_adapter_without_a_slot_is_passed_over():
     engine.submit(request_of("a", 32, 3, adapter="x"), 0.0)
     engine.submit(request_of("b", 32, 3, adapter="y"), 0.0)
     engine.submit(request_of("c", 32, 3), 0.0)
-    after = engine.step(0.0).after
+    engine.step(0.0)
+    after = engine.snapshot()
     assert (after.running, after.waiting, after.deferred) == (2, 1, 1)
     assert after.adapters == ("x", "y")
     run(engine)
@@ -226,8 +229,9 @@ def test_every_request_ends_and_every_block_comes_back(shapes, blocks, budget, s
     now = 0.0
     while (step := engine.step(now)) is not None:
         assert 0 < step.work.tokens <= budget
-        assert step.after.running <= seqs
-        assert 0 <= step.after.kv_cache_usage <= 1
+        after = engine.snapshot()
+        assert after.running <= seqs
+        assert 0 <= after.kv_cache_usage <= 1
         assert step.ends_at > now
         now = step.ends_at
         tokens += len(step.outputs)

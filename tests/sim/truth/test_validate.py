@@ -2,16 +2,18 @@
 
 import gzip
 import json
+import re
 import shutil
 
 import numpy as np
 import pytest
 
 from sim.__main__ import main
+from sim.engine.engine import Engine, EngineRequest
 from sim.engine.least_squares import bounded_least_squares
 from sim.engine.profiles import find_profile
 from sim.truth import ladder, latency, validate
-from sim.truth.judgement import converted, described
+from sim.truth.judgement import TruthError, converted, described, lines_of
 from tests.sim.terminal import on_a_terminal
 
 BUILT_IN = """kind = "latency"
@@ -234,6 +236,43 @@ def test_bounds_hold_where_the_best_fit_lies_outside():
     assert free == pytest.approx([0.0, 0.0], abs=1e-12)
     high = bounded_least_squares(matrix, np.array([9.0, 9.0, 9.0]), np.array([4.0, np.inf]))
     assert high == pytest.approx([4.0, 5 * 6 / 14])
+
+
+def test_the_pool_of_one_pod_serves_as_its_engine_alone_does(recording):
+    """Nothing is lost or gained on the way: the times of an engine that is driven by hand."""
+    shape = converted(recording, described(recording), latency.Description)
+    served = lines_of(recording / "requests.jsonl", latency.Served)
+    profile = find_profile("llama-3.1-8b-h100-tp1")
+    engine = Engine(shape.engine, profile)
+    requests = [
+        EngineRequest(
+            str(number),
+            prompt_tokens=row.input_tokens,
+            output_tokens=row.output_tokens,
+            chain=[number],
+            chain_ends=[(row.input_tokens + row.output_tokens) // shape.block_size_tokens],
+        )
+        for number, row in enumerate(served)
+    ]
+    now = 0.0
+    for request, row in zip(requests, served, strict=True):
+        while now < row.arrival_s and (step := engine.step(now)) is not None:
+            now = step.ends_at
+        now = max(now, row.arrival_s)
+        engine.submit(request, row.arrival_s)
+    while (step := engine.step(now)) is not None:
+        now = step.ends_at
+    ttft_s, _, e2e_s = latency.simulate(profile, shape.engine, served)
+    assert ttft_s == pytest.approx([one.first_token_at - one.queued_at for one in requests])
+    assert e2e_s == pytest.approx([one.last_token_at - one.queued_at for one in requests])
+
+
+def test_a_recorded_request_that_cannot_fit_is_named(recording):
+    """An engine of the description would have refused it."""
+    file = recording / "engine.toml"
+    file.write_text(re.sub(r"num_gpu_blocks = \d+", "num_gpu_blocks = 20", file.read_text()))
+    with pytest.raises(TruthError, match=r"request 0.*fits the engine"):
+        list(latency.judge(recording, described(recording), lambda _: None))
 
 
 SMALL = ladder.Description(

@@ -1,0 +1,174 @@
+"""Scrapes that are done when somebody looks, against scrapes that are done when they are due."""
+
+from itertools import pairwise
+from random import Random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sim.cluster.cluster import Cluster
+from sim.cluster.faults import Fault, FaultKind
+from sim.cluster.loop import Loop
+from sim.cluster.scraping import SCRAPE_JITTER, Scraper
+from sim.cluster.simulated_pod import SimulatedPod
+from sim.engine.engine import EngineRequest
+from sim.measurement.measures import Measures, Targets
+from tests.sim.made import arrival, arrivals, cluster, kind
+
+INTERVAL_S = 0.2
+CHANGES = st.lists(
+    st.tuples(
+        st.floats(0.0, 0.7),
+        st.sampled_from(("submit", "look", "die", "restart", "freeze", "thaw", "slow", "abort")),
+    ),
+    max_size=30,
+)
+
+
+def started(delay_s, loop):
+    pod = SimulatedPod(0, kind(), loop, lambda pod, step: None)
+    scraper = Scraper(
+        pod, pod.endpoint, Random("1"), loop.now, interval_s=INTERVAL_S, delay_s=delay_s
+    )
+    return pod, scraper
+
+
+def change(pod, what, number):
+    if what == "submit" and pod.alive:
+        output_tokens = 1 + number * 37 % 200
+        chain = list(range(number * 1_000, number * 1_000 + (160 + output_tokens) // 16))
+        pod.submit(
+            EngineRequest(str(number), prompt_tokens=160, output_tokens=output_tokens, chain=chain)
+        )
+    elif what == "abort" and pod.alive:
+        pod.abort(str(number - 1))
+    elif what == "die" and pod.alive:
+        pod.die()
+    elif what == "restart" and not pod.alive:
+        pod.restart()
+    elif what in ("freeze", "thaw") and pod.alive:
+        pod.freeze_page(what == "freeze")
+    elif what == "slow":
+        pod.slow_down(1.0 + number % 3)
+
+
+def seen_by_looking(changes, delay_s):
+    """What a picker knows after each look, which asks the scraper then."""
+    loop = Loop()
+    pod, scraper = started(delay_s, loop)
+    known, looks = [None, 0], []
+
+    def look():
+        for read_at, page in scraper.read(loop.now):
+            known[:] = [known[0], known[1] + 1] if page is None else [(read_at, page), 0]
+        looks.append(tuple(known))
+
+    schedule(loop, pod, changes, look)
+    loop.run()
+    return looks
+
+
+def seen_by_events(changes, delay_s):
+    """The same, each scrape an event at its instant and each reading another."""
+    loop = Loop()
+    pod, _ = started(delay_s, loop)
+    pod.scrapers.clear()
+    random = Random("1")
+    known, looks = [None, 0], []
+
+    def drawn():
+        return 1 - SCRAPE_JITTER + 2 * SCRAPE_JITTER * random.random()
+
+    def scrape(jitter):
+        loop.at(loop.now + delay_s, read, loop.now + delay_s, pod.page(loop.now))
+        loop.at(loop.now + INTERVAL_S * jitter, scrape, drawn())
+
+    def read(read_at, page):
+        known[:] = [known[0], known[1] + 1] if page is None else [(read_at, page), 0]
+
+    jitter = drawn()
+    loop.at(random.random() * INTERVAL_S, scrape, jitter)
+    last_at = schedule(loop, pod, changes, lambda: looks.append(tuple(known)))
+    while loop.next_at is not None and loop.next_at <= last_at:
+        loop.step()
+    return looks
+
+
+def schedule(loop, pod, changes, look):
+    at = 0.0
+    for number, (pause_s, what) in enumerate(changes):
+        # No two things at one instant: their order would be anybody's.
+        at += pause_s + 1e-3 + number * 1e-7
+        if what == "look":
+            loop.at(at, look)
+        else:
+            loop.at(at, change, pod, what, number)
+    return at
+
+
+@given(CHANGES, st.sampled_from((0.001, 0.15, 0.6)))
+def test_who_looks_now_and_then_sees_what_was_read_last(changes, delay_s):
+    """Page by page, with the time at which it was read and the refusals since."""
+    assert seen_by_looking(changes, delay_s) == seen_by_events(changes, delay_s)
+
+
+def test_what_is_kept_does_not_grow_with_what_nobody_reads():
+    """An hour without a look leaves what is still on its way, and the last that has arrived."""
+    loop = Loop()
+    _, scraper = started(0.5, loop)
+    for at in range(1, 3_600):
+        scraper.catch_up(float(at))
+    assert len(scraper._pages) <= 0.5 / (INTERVAL_S * (1 - SCRAPE_JITTER)) + 2
+
+
+def test_a_stopped_scraper_is_told_nothing():
+    """The pod does not hold it any more."""
+    loop = Loop()
+    pod, scraper = started(0.001, loop)
+    scraper.stop()
+    assert pod.scrapers == []
+
+
+@pytest.mark.parametrize("delay_s", [0.001, 0.5])
+@pytest.mark.parametrize("faults", [(), (Fault(
+    kind=FaultKind.RESTART, at_s=2.0, pod=1, duration_s=1.5, factor=1.0),)])  # fmt: skip
+def test_looking_at_every_event_changes_nothing(monkeypatch, delay_s, faults):
+    """A picker that is told of every page when it is read decides the same."""
+    turns = [
+        arrival(300 + at, time_s=at, after=at, think_s=at % 7, session="s") for at in range(30)
+    ]
+    given_all = sorted([*arrivals(120, rate=3.0), *turns], key=lambda one: one.time_s)
+    digests = set()
+    for eagerly in (False, True):
+        measures = Measures(Targets())
+        one = cluster(
+            given_all, replicas=2, scrape_delay_s=delay_s, faults=faults, ended=measures.add
+        )
+
+        def look(one: Cluster = one) -> None:
+            for replica in range(2):
+                one._read_pages(replica, one.loop.now)
+
+        one.run(look if eagerly else None)
+        digests.add(measures.digest)
+    assert len(digests) == 1
+
+
+def test_pages_reach_the_picker_in_the_order_of_the_scrapes():
+    """However long they are on their way: none is replaced by an older one."""
+    one = cluster(arrivals(60, rate=5.0), pods=2, scrape_delay_s=0.5)
+    policy = one.policies[0]
+    told = {}
+    observe = policy.observe
+
+    def watched(endpoint, page, now):
+        told.setdefault(endpoint.endpoint_id, []).append(now)
+        observe(endpoint, page, now)
+
+    policy.observe = watched
+    one.run()
+    assert len(told) == 2
+    for times in told.values():
+        assert len(times) > 10
+        assert all(earlier < later for earlier, later in pairwise(times))

@@ -29,6 +29,7 @@ from sim.traces.prompts import (
     request_through_bytes,
 )
 from sim.traces.reading import ReadOptions, Trace
+from sim.traces.variation import varied
 
 GARBAGE_THRESHOLDS: Final = (50_000, 20, 20)
 """A run makes hardly any cycles: looking for them as often as Python does takes an eighth of it."""
@@ -44,6 +45,8 @@ class RunSettings(Struct, frozen=True, kw_only=True):
     policy: PolicySource
     cluster: ClusterSettings
     seed: int = 1
+    repetition: int = 0
+    """0: the trace as it is; any other: other traffic like it, which `seed` decides."""
     read: ReadOptions = field(default_factory=ReadOptions)
     requests_max: int | None = None
     jitter_s: Seconds | None = None
@@ -126,12 +129,18 @@ class Run:
 
     def _arrivals(self) -> Iterator[Arrival]:
         settings = self.settings
-        arrivals: Iterator[Arrival] = islice(self.trace, settings.requests_max)
-        jitter_s = settings.jitter_s
+        requests_max, jitter_s = settings.requests_max, settings.jitter_s
+        if jitter_s is None and settings.repetition:
+            # Of the trace as it is: where blocks of it meet, its clock has other ticks.
+            jitter_s = grid_s(islice(self.trace, requests_max))
+        self.variation = varied(
+            self.trace, settings.repetition, seed=settings.seed, requests_max=requests_max
+        )
+        arrivals = self.variation.arrivals
         if jitter_s is None:
             looked_at, arrivals = tee(arrivals)
             jitter_s = grid_s(looked_at)
-            self.settings = replace(settings, jitter_s=jitter_s)
+        self.settings = replace(settings, jitter_s=jitter_s)
         return made_ready(arrivals, seed=settings.seed, jitter_s=jitter_s, speed=settings.speed)
 
     def run(self) -> None:

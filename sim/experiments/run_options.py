@@ -73,8 +73,10 @@ def add_run_options(parser: argparse.ArgumentParser) -> None:
     add("--check", action="store_true", help="check all invariants after every event: slow")
 
 
-def run_settings(options: argparse.Namespace, policy: PolicySource, seed: int) -> RunSettings:
-    """The run that the command line describes."""
+def run_settings(
+    options: argparse.Namespace, policy: PolicySource, seed: int, repetition: int = 0
+) -> RunSettings:
+    """The run that the command line describes, or the same on other traffic of its kind."""
     kinds = [
         PodKind.of(profile, max_loras=options.max_loras)
         for profile in options.profile or [find_profile(DEFAULT_PROFILE)]
@@ -95,6 +97,7 @@ def run_settings(options: argparse.Namespace, policy: PolicySource, seed: int) -
             abort_after_s=options.abort_after,
         ),
         seed=seed,
+        repetition=repetition,
         read=ReadOptions(
             format=options.trace_format or "",
             block_tokens=options.block_tokens,

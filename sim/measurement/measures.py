@@ -263,6 +263,23 @@ class Measures:
         }
 
 
+def figures_of(summary: Mapping[str, Any]) -> dict[str, float]:
+    """What runs are compared by, from `Measures.summary`; NaN: this run does not have it."""
+    ttft_s = summary["ttft_s"]
+    told = {
+        "ttft_mean_s": ttft_s["mean"],
+        "ttft_p50_s": ttft_s["p50"],
+        "ttft_p90_s": ttft_s["p90"],
+        "ttft_p99_s": ttft_s["p99"],
+        "tpot_mean_s": summary["tpot_s"]["mean"],
+        "e2e_mean_s": summary["e2e_s"]["mean"],
+        "hit_rate": summary["hit_rate"],
+        "output_tokens_per_s": summary["output_tokens_per_s"],
+        "goodput": summary["goodput"]["share"],
+    }
+    return {name: math.nan if value is None else value for name, value in told.items()}
+
+
 def ttft_of(request: SimulatedRequest) -> Seconds:
     """Time to first token as the client sees it: the way back takes as long as the way there."""
     if request.first_token_at is None or request.routed_at is None:

@@ -185,6 +185,29 @@ def run_report(summary: dict[str, Any]) -> str:
     )
 
 
+def varied_sentences(summary: dict[str, Any]) -> str:
+    """What was varied between the seeds of a comparison or a sweep, and what intervals mean."""
+    first, seeds = summary["first_seed"], summary["seeds"]
+    alike = "the same for every configuration"
+    if seeds == 1:
+        return (
+            f"Seed {first}, one seed: nothing was varied, and how far other traffic would differ is "
+            "not known (--seeds)."
+        )
+    if summary["generated"]:
+        return (
+            f"Seeds {first} to {first + seeds - 1}: each draws the traffic anew, and scrapes and "
+            f"ties, {alike}. Figures are means over {summary['varied']}; a 95 % interval holds the "
+            "mean over ever more of them, 19 times out of 20."
+        )
+    return (
+        f"Seed {first} replays the trace as it was recorded: its figures are shown. Each other one "
+        f"replays a resample of it, with scrapes and ties of its own, {alike}. A 95 % interval, over "
+        f"{summary['varied']}, says how far the figure may be off for such traffic at large; what "
+        "never happens in this trace it does not know."
+    )
+
+
 def condition_rows(conditions: dict[str, Any]) -> list[list[str]]:
     """What was run, in words: name and value."""
     return [

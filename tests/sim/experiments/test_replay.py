@@ -23,7 +23,7 @@ from sim.cluster.policies import policy_source
 from sim.experiments.jobs import Crew, Experiment, JobError
 from sim.experiments.run import Run
 from sim.experiments.run_options import add_run_options, conditions, run_settings
-from sim.measurement.intervals import Difference
+from sim.measurement.intervals import Estimate
 from sim.reports.compare_report import comparison_table, verdict
 from sim.reports.report import markdown_table, number, seconds, table
 from sim.reports.run_report import explained
@@ -31,6 +31,10 @@ from tests.sim.made import BLOCK_TOKENS, arrivals
 from tests.sim.terminal import on_a_terminal
 
 ROOT = Path(__file__).parents[3]
+
+
+FIGURES = defaultdict(lambda: {"value": 1.0, "low": 0.5, "high": 1.5})
+"""Of a configuration, whatever the figure."""
 
 
 @pytest.fixture(scope="module")
@@ -594,14 +598,7 @@ def test_a_comparison_of_nothing_says_so(tmp_path, capsys):
 )
 def test_more_is_better_or_worse_by_the_measure(measure, difference, told):
     """Latencies are better low, hit rates and throughput high; near 0 is neither."""
-    one = Difference(
-        reference=2.0,
-        value=2.0 + difference,
-        difference=difference,
-        low=difference - 0.5,
-        high=difference + 0.5,
-        over="5 seeds",
-    )
+    one = Estimate(value=difference, low=difference - 0.5, high=difference + 0.5)
     assert verdict(measure, one) == told
     near = msgspec.structs.replace(one, low=difference - 2.0, high=difference + 2.0)
     assert verdict(measure, near) == "no significant difference"
@@ -614,8 +611,8 @@ def test_sizes_of_differences_can_be_read():
         "hit_rate": {"value": -0.5, "relative": -0.625, "low": -0.6, "high": -0.4},
         "output_tokens_per_s": {"value": -0.1, "relative": -0.0001, "low": -0.2, "high": -0.05},
     }
-    shared = {"over": "5 seeds", "verdict": "worse"}
-    config = {"requests": {"sent": 5, "complete": 5}, "mean": defaultdict(lambda: 1.0)}
+    shared = {"verdict": "worse"}
+    config = {"requests": {"sent": 5, "complete": 5}, "figures": FIGURES}
     told = comparison_table(
         {
             "configs": {
@@ -626,6 +623,8 @@ def test_sizes_of_differences_can_be_read():
             "runs": [{"bad_lines": 0}],
             "first_seed": 1,
             "seeds": 5,
+            "generated": True,
+            "varied": "5 draws of the traffic",
         }
     )
     assert (
@@ -636,23 +635,22 @@ def test_sizes_of_differences_can_be_read():
 
 
 def test_a_short_comparison_says_how_much_it_lacks(trace, capsys):
-    """How many blocks there are, and how many, or seeds, there must be."""
+    """How many seeds there are, and how many there must be."""
     assert sim("compare", trace, "--config", "default", "--config", "random", "--seeds", "2") == 0
     told = capsys.readouterr().out
-    assert "not enough to tell from: 1 block of 120 s, 5 are needed" in told
-    assert "they need 5 seeds (--seeds 5) or 5 blocks of 120 s of the trace." in told
+    assert "There is not enough to tell from: 2 seeds, 3 are needed." in told
     assert told.lower().count("not enough to tell") == 1
     assert "verdict" not in told
 
 
 def test_what_one_measure_lacks_is_a_dash_and_is_told_once():
     """Of two configurations that both lack a tail: what is known is concluded, and why not all."""
-    lacking = {"value": 1.0, "relative": 0.1, "low": None, "high": None, "over": "5 blocks"}
-    lacking["verdict"] = "not enough to tell from: too few blocks have it"
-    known = {"value": 1.0, "relative": 0.1, "low": 0.5, "high": 1.5, "over": "5 blocks"}
+    lacking = {"value": 1.0, "relative": 0.1, "low": None, "high": None}
+    lacking["verdict"] = "not enough to tell from: not every run has it"
+    known = {"value": 1.0, "relative": 0.1, "low": 0.5, "high": 1.5}
     other = {
         "requests": {"sent": 5, "complete": 5},
-        "mean": defaultdict(lambda: 1.0),
+        "figures": FIGURES,
         "difference": {
             "ttft_mean_s": known | {"verdict": "worse"},
             "e2e_mean_s": known | {"verdict": "no significant difference"},
@@ -661,13 +659,13 @@ def test_what_one_measure_lacks_is_a_dash_and_is_told_once():
     }
     summary = {
         "configs": {"one": other | {"difference": {}}, "other": other, "third": other},
-        "runs": [{"bad_lines": 0}], "first_seed": 1, "seeds": 1,
+        "runs": [{"bad_lines": 0}], "first_seed": 1, "seeds": 4, "generated": False, "varied": "",
     }  # fmt: skip
     told = comparison_table(summary)
     (row,) = [line for line in told.splitlines() if line.startswith("other: TTFT p99")]
     assert row.split()[-3:] == ["-", "+10.0%", "-"]
     assert told.count("not enough to tell from") == 1
-    assert "a dash, there is not enough to tell from: too few blocks have it." in told
+    assert "a dash, there is not enough to tell from: not every run has it." in told
     assert (
         "other is worse than one in TTFT mean (+10.0%); no significant difference in E2E mean."
         in told
@@ -709,14 +707,15 @@ def test_a_comparison_counts_what_was_not_complete(trace, tmp_path, capsys):
     assert code == 0
     summary = json.loads((out / "summary.json").read_bytes())
     requests = summary["configs"]["random"]["requests"]
-    assert requests["sent"] == 400
-    assert 0 < requests["aborted"] == 400 - requests["complete"]
-    aborted = f"{requests['aborted']} of 400"
+    sent = requests["sent"]
+    assert sent == sum(run["requests"]["sent"] for run in summary["runs"]) / 2 > 300
+    assert 0 < requests["aborted"] == sent - requests["complete"]
+    aborted = f"{requests['aborted']} of {sent}"
     sentence = f"of its requests not complete ({requests['aborted']} aborted)"
     for text in (capsys.readouterr().out, *map(Path.read_text, out.glob("report.*"))):
         assert "not complete" in text
         assert aborted in text
-        assert f"random left {requests['aborted'] / 400:.1%} {sentence}" in text
+        assert f"random left {requests['aborted'] / sent:.1%} {sentence}" in text
 
 
 def test_a_comparison_of_two_alike_names_is_a_wrong_call(trace, capsys):
@@ -746,14 +745,14 @@ def test_a_comparison_says_when_there_is_no_difference(trace, tmp_path, capsys):
     worse = summary["configs"]["random"]["difference"]["hit_rate"]
     assert worse["significant"]
     assert worse["high"] < 0
-    assert worse["over"] == "5 seeds"
+    assert summary["varied"] == "4 resamples of 20 blocks of 0.5124 s"
     assert worse["verdict"] == "worse"
-    assert summary["configs"]["random"]["difference"]["ttft_mean_s"]["verdict"] == "worse"
     for text in (capsys.readouterr().out, *map(Path.read_text, out.glob("report.*"))):
         assert "same against default: no significant difference in any measure." in text
-        assert re.search(r"random is worse than default in TTFT mean \(\+[\d.]+%\), ", text)
+        assert re.search(r"random is worse than default in .*hit rate \(-[\d.]+%\)", text)
         assert re.search(r"-[\d.]+ points to -[\d.]+ points", text)
-        assert "Intervals are paired over 5 seeds." in text
+        assert "Seed 1 replays the trace as it was recorded" in text
+        assert "over 4 resamples of 20 blocks of 0.5124 s, says" in text
     page = (out / "report.html").read_text()
     assert "http" not in page
     # A curve a configuration for each of TTFT, TPOT and E2E.
@@ -769,13 +768,14 @@ def test_a_sweep_shows_that_load_costs(trace, tmp_path):
     )  # fmt: skip
     assert code == 0
     points = json.loads((out / "summary.json").read_bytes())["points"]
-    ttft = {(point["config"], point["rate"]): point["ttft_s"]["mean"] for point in points}
+    ttft = {(point["config"], point["rate"]): point["figures"]["ttft_mean_s"] for point in points}
     for config in ("default", "random"):
-        assert ttft[config, 400.0] > ttft[config, 5.0]
+        assert ttft[config, 400.0]["value"] > ttft[config, 5.0]["high"] > 0
     page = (out / "report.html").read_text()
     assert "polyline" in page
     for point in points:
-        assert f"<td>{point['hit_rate']:.1%}</td>" in page
+        assert f"<td>{point['figures']['hit_rate']['value']:.1%}</td>" in page
+    assert "95 % intervals" in page
 
 
 def test_a_sweep_tells_the_rate_that_was_sent(tmp_path, capsys):
@@ -785,7 +785,7 @@ def test_a_sweep_tells_the_rate_that_was_sent(tmp_path, capsys):
     times = [turn.replace('"time_s": 0', f'"time_s": {at}') for at, turn in enumerate(turns)]
     path.write_text(HEADER + "".join(times))
     out = tmp_path / "out"
-    flags = ("--config", "random", "--rates", "1,500", "--out", out)
+    flags = ("--config", "random", "--rates", "1,500", "--seeds", "1", "--out", out)
     assert main(["sweep", *map(str, (path, *flags))]) == 0
     slow, fast = json.loads((out / "summary.json").read_bytes())["points"]
     assert (slow["rate"], fast["rate"]) == (1.0, 500.0)
@@ -793,7 +793,7 @@ def test_a_sweep_tells_the_rate_that_was_sent(tmp_path, capsys):
     for text in (capsys.readouterr().out, *map(Path.read_text, out.glob("report.*"))):
         assert "Not reached: 500 requests/s, because requests" in text
         assert f"{fast['requests_per_s']:,.4g}" in text
-        assert "one seed" in text
+        assert "Seed 1, one seed: nothing was varied" in text
 
 
 def test_a_sweep_of_a_trace_that_waits_for_nothing_reaches_its_rates(trace, tmp_path, capsys):
@@ -801,7 +801,7 @@ def test_a_sweep_of_a_trace_that_waits_for_nothing_reaches_its_rates(trace, tmp_
     out = tmp_path / "out"
     code = sim(
         "sweep", trace, "--config", "random", "--rates", "5,400", "--out", out,
-        "--abort-share", "1", "--abort-after", "0.01",
+        "--abort-share", "1", "--abort-after", "0.01", "--seeds", "1",
     )  # fmt: skip
     assert code == 0
     points = json.loads((out / "summary.json").read_bytes())["points"]

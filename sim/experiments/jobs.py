@@ -197,7 +197,7 @@ def run_job(settings: RunSettings) -> Result:
             "resampled": None if blocks is None else {"blocks": blocks.count, "cut": str(blocks)},
         },
     }
-    return Result(summary=summary | told, series=one.measures.series())
+    return Result(summary=summary | told, series=one.measures.steady_series())
 
 
 def ended_of(runs: Sequence[Result]) -> dict[str, int]:

@@ -126,7 +126,7 @@ def _write(one: Run, summary: dict[str, Any], folder: Path, decisions: Path | No
             sent = summary["requests"]["sent"]
             summary["ceilings"] = one.ceilings(lambda given: iter(bar.track(given, total=sent)))
     write_run(folder, summary)
-    page = run_page(summary, one.measures.series(), decisions)
+    page = run_page(summary, one.measures.steady_series(), decisions)
     write_whole(folder / "report.html", page.encode())
     print(f"{what} took {time.perf_counter() - started_s:.1f} s; results are in {folder}")
 

@@ -57,6 +57,8 @@ class RunSettings(Struct, frozen=True, kw_only=True):
     fault_gap_s: Seconds | None = None
     """Mean time between two faults; None: nothing goes wrong."""
     targets: Targets = field(default_factory=Targets)
+    warm_up_s: Seconds | None = None
+    """Left out of all figures; None: as `Measures` has it by how long requests arrive."""
     check: bool = False
     """Check the invariants after every event."""
 
@@ -80,6 +82,7 @@ class Run:
             settings.targets,
             predicting=scheduler is not None and bool(scheduler.prefix),
             by_session=settings.policy.by_session,
+            warm_up_s=settings.warm_up_s,
         )
         self._listeners = (self.measures.add, *listeners)
         arrivals = self._arrivals()
@@ -96,6 +99,7 @@ class Run:
             arrivals,
             seed=settings.seed,
             ended=self._ended,
+            stepped=self.measures.gaps.add,
             faults=() if gap_s is None else draw_faults(settings.seed, mean_gap_s=gap_s),
         )
         if self.cluster.done:

@@ -15,7 +15,7 @@ from sim.cluster.policies import (
 from sim.cluster.simulated_pod import PodKind
 from sim.engine.profiles import DEFAULT_PROFILE, find_profile, profile_named
 from sim.experiments.run import RunSettings, jitter_in_effect_s
-from sim.measurement.measures import Targets
+from sim.measurement.measures import WARM_UP_FROM_S, WARM_UP_S_MAX, Targets
 from sim.traces.formats import FORMATS
 from sim.traces.reading import ReadOptions
 
@@ -70,6 +70,13 @@ def add_run_options(parser: argparse.ArgumentParser) -> None:
     add("--faults-per-hour", type=_seconds, default=0.0, metavar="N", help="deaths, lags, ... (0)")
     add("--target-ttft", type=_positive, default=2.0, metavar="S", help="for goodput (2)")
     add("--target-tpot", type=_positive, default=0.05, metavar="S", help="for goodput (0.05)")
+    add(
+        "--warm-up",
+        type=_seconds,
+        metavar="S",
+        help="leave out what arrives before: caches start cold (default: a tenth of the arrivals, "
+        f"at most {WARM_UP_S_MAX:g}, where they take {WARM_UP_FROM_S:g} s or more, else 0)",
+    )
     add("--check", action="store_true", help="check all invariants after every event: slow")
 
 
@@ -111,6 +118,7 @@ def run_settings(
         through_bytes=options.through == "bytes",
         fault_gap_s=3600 / faults_per_hour if faults_per_hour else None,
         targets=Targets(ttft_s=options.target_ttft, tpot_s=options.target_tpot),
+        warm_up_s=options.warm_up,
         check=options.check,
     )
 
@@ -145,6 +153,7 @@ def conditions(settings: RunSettings, *others: RunSettings) -> dict[str, Any]:
         "abort_share": cluster.abort_share,
         "abort_after_s": cluster.abort_after_s,
         "faults_per_hour": 3600 / settings.fault_gap_s if settings.fault_gap_s else 0,
+        "warm_up_s": settings.warm_up_s,
         "check": settings.check,
     }
 

@@ -9,11 +9,10 @@ Of generated traffic the K repetitions are independent draws: the mean over them
 standard error s / sqrt(K), Student's t with K - 1 degrees of freedom.
 
 Of recorded traffic there is one sample, which the first repetition replays as it is and from which
-the others are resampled. The first is the figure. The others lie around it as it lies around the
-truth (Efron's bootstrap), so that the root of their mean squared distance from it is its standard
-error, Student's t with K - 1 degrees of freedom. Distances from the first and not from their own
-mean: what resampling cannot keep of a trace, it then counts as not known. More repetitions make that
-estimate better; they cannot make the trace longer.
+the others are resampled. The first is the figure. The others vary around what the sample says as the
+sample varies around the truth (Efron's bootstrap), so that their standard deviation is the standard
+error of the figure, Student's t with K - 2 degrees of freedom. More repetitions make that estimate
+better; they cannot make the trace longer.
 """
 
 import math
@@ -26,7 +25,7 @@ from msgspec import Struct
 
 CONFIDENCE: Final = 0.95
 REPETITIONS_NEEDED: Final = 3
-"""Of two the interval exists and says nothing: Student's t is 12.7."""
+"""Of two draws the interval exists and says nothing: Student's t is 12.7."""
 BLOCKS_NEEDED: Final = 5
 """Fewer blocks of a recorded trace could be drawn in too few ways."""
 
@@ -91,13 +90,14 @@ def estimated(values: Sequence[float], varied: Varied) -> Estimate:
     lacking = "not every run has it" if np.isnan(told).any() else varied.lacking
     if lacking:
         return Estimate(value=value, low=None, high=None, lacking=lacking)
+    spread = told if varied.generated else told[1:]
+    error = float(spread.std(ddof=1))
     if varied.generated:
-        error = float(told.std(ddof=1)) / math.sqrt(len(told))
+        error /= math.sqrt(len(spread))
     else:
         # Of B blocks drawn with replacement the variance is too small by 1 / B.
-        short = varied.blocks / (varied.blocks - 1)
-        error = math.sqrt(float(np.mean((told[1:] - value) ** 2)) * short)
-    half = student_t(CONFIDENCE, len(told) - 1) * error
+        error *= math.sqrt(varied.blocks / (varied.blocks - 1))
+    half = student_t(CONFIDENCE, len(spread) - 1) * error
     return Estimate(value=value, low=value - half, high=value + half)
 
 

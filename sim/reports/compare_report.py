@@ -16,6 +16,8 @@ from sim.reports.report import (
     share,
     table,
     varied_sentences,
+    warnings_of,
+    windows_sentence,
 )
 
 _LABELS: Final = {
@@ -24,6 +26,9 @@ _LABELS: Final = {
     "ttft_p90_s": "TTFT p90",
     "ttft_p99_s": "TTFT p99",
     "tpot_mean_s": "TPOT mean",
+    "itl_mean_s": "ITL mean",
+    "itl_p99_s": "ITL p99",
+    "stall_share": "stalls",
     "e2e_mean_s": "E2E mean",
     "hit_rate": "hit rate",
     "output_tokens_per_s": "output tokens/s",
@@ -31,7 +36,7 @@ _LABELS: Final = {
 }
 _HIGHER_IS_BETTER: Final = frozenset({"hit_rate", "output_tokens_per_s", "goodput"})
 """Of the other measures lower is."""
-_SHARES: Final = frozenset({"hit_rate", "goodput"})
+_SHARES: Final = frozenset({"hit_rate", "goodput", "stall_share"})
 
 _MULTIPLE_MIN: Final = 10
 _SHARE_MIN: Final = 0.001
@@ -186,7 +191,8 @@ def comparison_table(summary: dict[str, Any]) -> str:
     if not summary["configs"]:
         return "interrupted before every configuration had run once"
     said = "\n".join([_basis(summary), *_conclusions(summary)])
-    return f"{table(_rows(summary))}\n\n{table(_difference_rows(summary))}\n\n{said}\n"
+    warnings = "".join(f"{warning}\n\n" for warning in warnings_of(summary))
+    return f"{warnings}{table(_rows(summary))}\n\n{table(_difference_rows(summary))}\n\n{said}\n"
 
 
 def comparison_report(summary: dict[str, Any]) -> str:
@@ -195,6 +201,7 @@ def comparison_report(summary: dict[str, Any]) -> str:
     if not summary["configs"]:
         return heading + "Not every configuration has run once yet.\n"
     notes = "" if summary["complete"] else "**Not complete: only whole seeds are counted.**\n\n"
+    notes += "".join(f"**{warning}**\n\n" for warning in warnings_of(summary))
     told = [["", ""], *condition_rows(summary["conditions"])]
     conclusions = "\n".join(f"- {sentence}" for sentence in _conclusions(summary))
     return (
@@ -227,7 +234,7 @@ def comparison_page(summary: dict[str, Any], columns: Sequence[Sequence[Series]]
     note = "" if summary["complete"] else " Not complete: only whole seeds are counted."
     return page(
         " against ".join(names),
-        "\n".join([*_conclusions(summary), f"{_basis(summary)}{note}"]),
+        "\n".join([*warnings_of(summary), *_conclusions(summary), f"{_basis(summary)}{note}"]),
         figure("Differences", html_table(_difference_rows(summary)))
         + f'<div class="pair">{"".join(figures)}</div>'
         + figure("Every configuration", html_table(_rows(summary)))
@@ -244,4 +251,4 @@ def _basis(summary: dict[str, Any]) -> str:
         lacking = f" {where} is {_UNKNOWN}: {'; '.join(reasons)}."
     bad_lines = summary["runs"][0]["bad_lines"]
     skipped = f" {bad_lines:,} malformed lines of the trace were skipped." if bad_lines else ""
-    return f"{varied_sentences(summary)}{lacking}{skipped}"
+    return f"{varied_sentences(summary)}{lacking}{skipped} {windows_sentence(summary)}"

@@ -61,9 +61,10 @@ def run_page(summary: dict[str, Any], series: Series, decisions: Path | None) ->
         figure("What was run", facts_table(rows)),
     ]
     note = "" if summary["complete"] else " Interrupted: only what had ended is shown."
+    said = f"{conditions['pods']} simulated pods, seed {summary['seed']}.{note}"
     return page(
         f"{summary['config']} on {conditions['trace']}",
-        f"{conditions['pods']} simulated pods, seed {summary['seed']}.{note}",
+        "\n".join([*summary["warnings"], said]),
         "\n".join(body),
         script=_SCRIPT if decisions is not None else "",
     )
@@ -73,6 +74,7 @@ def _facts(summary: dict[str, Any]) -> list[tuple[str, str]]:
     return [
         ("TTFT mean", seconds(summary["ttft_s"]["mean"])),
         ("TTFT p90", seconds(summary["ttft_s"]["p90"])),
+        ("ITL p99", seconds(summary["itl_s"]["p99"])),
         ("TPOT mean", seconds(summary["tpot_s"]["mean"])),
         ("hit rate", share(summary["hit_rate"])),
         ("requests", f"{summary['requests']['sent']:,}"),

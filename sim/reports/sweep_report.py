@@ -22,6 +22,8 @@ from sim.reports.report import (
     table,
     targets,
     varied_sentences,
+    warnings_of,
+    windows_sentence,
 )
 
 _REACHED: Final = 0.95
@@ -32,12 +34,14 @@ def sweep_table(summary: dict[str, Any]) -> str:
     """For the terminal."""
     intervals = _interval_rows(summary)
     told = f"{table(intervals)}\n\n" if intervals else ""
-    return f"{table(_rows(summary))}\n\n{told}{_basis(summary)}\n"
+    warnings = "".join(f"{warning}\n\n" for warning in warnings_of(summary))
+    return f"{warnings}{table(_rows(summary))}\n\n{told}{_basis(summary)}\n"
 
 
 def sweep_report(summary: dict[str, Any]) -> str:
     """report.md of a sweep."""
     notes = "" if summary["complete"] else "**Not complete.**\n\n"
+    notes += "".join(f"**{warning}**\n\n" for warning in warnings_of(summary))
     told = [["", ""], *condition_rows(summary["conditions"])]
     intervals = _interval_rows(summary)
     sure = f"## 95 % intervals\n\n{markdown_table(intervals)}\n\n" if intervals else ""
@@ -56,6 +60,7 @@ def sweep_page(summary: dict[str, Any]) -> str:
         _over_rate(points, names, "ttft_p90_s", "TTFT p90", "s", logarithmic=True),
         _over_rate(points, names, "ttft_mean_s", "TTFT mean", "s", logarithmic=True),
         _over_rate(points, names, "tpot_mean_s", "TPOT mean", "s"),
+        _over_rate(points, names, "itl_p99_s", "time between tokens p99", "s"),
         _over_rate(points, names, "output_tokens_per_s", "output tokens", "tokens/s"),
         _over_rate(points, names, "hit_rate", "prompt tokens from the cache", "%"),
         _over_rate(points, names, "goodput", "requests within targets", "%"),
@@ -65,7 +70,9 @@ def sweep_page(summary: dict[str, Any]) -> str:
     note = "" if summary["complete"] else " Not complete."
     return page(
         f"Sweep of {summary['conditions']['trace']}",
-        f"The same requests at rising rates. {_basis(summary)}{note}",
+        "\n".join(
+            [*warnings_of(summary), f"The same requests at rising rates. {_basis(summary)}{note}"]
+        ),
         f'<div class="pair">{"".join(figures)}</div>'
         + figure("In numbers", html_table(_rows(summary)))
         + (figure("95 % intervals", html_table(intervals)) if intervals else "")
@@ -82,6 +89,7 @@ def _rows(summary: dict[str, Any]) -> list[list[str]]:
             "TTFT\nmean",
             "TTFT\np90",
             "TPOT\nmean",
+            "ITL\np99",
             "output\ntokens/s",
             "hit\nrate",
             "within\ntargets",
@@ -96,7 +104,7 @@ def _rows(summary: dict[str, Any]) -> list[list[str]]:
                 f"{point['rate']:g}",
                 number(point["requests_per_s"]),
                 *(shown(name, value[name]) for name in ("ttft_mean_s", "ttft_p90_s")),
-                shown("tpot_mean_s", value["tpot_mean_s"]),
+                *(shown(name, value[name]) for name in ("tpot_mean_s", "itl_p99_s")),
                 *(shown(name, value[name]) for name in ("output_tokens_per_s", "hit_rate")),
                 shown("goodput", value["goodput"]),
                 not_complete(point["requests"]),
@@ -148,7 +156,7 @@ def _basis(summary: dict[str, Any]) -> str:
             f" Not reached: {rates} requests/s, because requests of the trace wait for answers to "
             "others; points are drawn at the rate that was sent."
         )
-    told += f" Within targets: {targets(points[0]['goodput'])}."
+    told += f" Within targets: {targets(points[0]['goodput'])}. {windows_sentence(summary)}"
     lines = max(point["bad_lines"] for point in points)
     if lines:
         told += f" {lines:,} malformed lines of the trace were skipped."

@@ -35,6 +35,10 @@ ROOT = Path(__file__).parents[3]
 
 FIGURES = defaultdict(lambda: {"value": 1.0, "low": 0.5, "high": 1.5})
 """Of a configuration, whatever the figure."""
+RUN = {
+    "config": "one", "seed": 1, "bad_lines": 0, "warnings": [],
+    "window": {"warm_up_s": 0.0, "drain_s": 1.0},
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -620,7 +624,7 @@ def test_sizes_of_differences_can_be_read():
                 "other": config
                 | {"difference": {name: one | shared for name, one in differences.items()}},
             },
-            "runs": [{"bad_lines": 0}],
+            "runs": [RUN],
             "first_seed": 1,
             "seeds": 5,
             "generated": True,
@@ -659,7 +663,7 @@ def test_what_one_measure_lacks_is_a_dash_and_is_told_once():
     }
     summary = {
         "configs": {"one": other | {"difference": {}}, "other": other, "third": other},
-        "runs": [{"bad_lines": 0}], "first_seed": 1, "seeds": 4, "generated": False, "varied": "",
+        "runs": [RUN], "first_seed": 1, "seeds": 4, "generated": False, "varied": "",
     }  # fmt: skip
     told = comparison_table(summary)
     (row,) = [line for line in told.splitlines() if line.startswith("other: TTFT p99")]
@@ -695,6 +699,48 @@ def test_a_head_of_several_lines_stands_on_its_column():
         "b           12.5   9.0%",
     ]
     assert markdown_table(rows).startswith("| name | requests/s sent | hit rate |\n")
+
+
+def test_what_no_pod_can_serve_is_named_first(tmp_path, capsys):
+    """By the profile and its limit: nothing else shows that long prompts are missing."""
+    path = tmp_path / "long.jsonl"
+    path.write_text(HEADER + ONE % "" + (ONE % "").replace("65", "40961") + ONE % "")
+    flags = ["--profile", "qwen3-32b-h100-tp2", "--pods", "2"]
+    both = ["--config", "default", "--config", "random", "--seeds", "1"]
+    sentence = (
+        "1 of 3 requests (33.3%) are longer than the context of qwen3-32b-h100-tp2 (40,960 tokens) "
+        "and failed at once: latencies and throughput do not count them."
+    )
+    for command in (["replay"], ["compare", *both], ["sweep", *both, "--rates", "1"]):
+        out = tmp_path / command[0]
+        assert main([command[0], str(path), *command[1:], *flags, "--out", str(out)]) == 0
+        told = capsys.readouterr().out.splitlines()
+        assert told[1] == sentence
+        assert f"**{sentence}**" in (out / "report.md").read_text()
+        assert sentence in (out / "report.html").read_text()
+
+
+def test_a_warm_up_is_left_out_and_said(trace, tmp_path, capsys):
+    """Of every figure but how requests ended; a short run has none unless asked."""
+    found = {}
+    for name, flags in (("short", ()), ("warm", ("--warm-up", "5"))):
+        out = tmp_path / name
+        assert sim("replay", trace, "--pods", "2", *flags, "--out", out) == 0
+        found[name] = json.loads((out / "summary.json").read_bytes())
+    assert "5.00 s of warm-up" in capsys.readouterr().out
+    rows = pq.read_table(tmp_path / "warm" / "requests.parquet").to_pylist()
+    after = [row for row in rows if row["arrival_s"] >= 5]
+    assert 50 < len(after) < 150
+    warm, short = found["warm"], found["short"]
+    assert warm["requests"] == short["requests"]
+    assert warm["digest"] == short["digest"]
+    assert warm["prompt_tokens"] == sum(row["prompt_tokens"] for row in after)
+    assert warm["hit_rate"] > short["hit_rate"], "caches start cold"
+    mean = sum(row["ttft_s"] for row in after) / len(after)
+    assert warm["ttft_s"]["mean"] == pytest.approx(mean, rel=1e-5)
+    last_s = max(row["arrival_s"] for row in rows)
+    assert warm["window"]["end_s"] == pytest.approx(last_s, rel=1e-5)
+    assert (warm["window"]["start_s"], short["window"]["start_s"]) == (5, 0)
 
 
 def test_a_comparison_counts_what_was_not_complete(trace, tmp_path, capsys):

@@ -53,6 +53,7 @@ class CaptureLine(Struct, kw_only=True, omit_defaults=True, gc=False):
     time_s: float
     prompt_tokens: Tokens
     output_tokens: TokenCount
+    output_tokens_max: _Positive | None = None
     blocks: bytes = b""
     """Eight bytes, little-endian, for each block; base64 in the file."""
     parts: tuple[tuple[BlockId, _Positive], ...] = ()
@@ -160,6 +161,8 @@ class CaptureWriter:
             time_s=round(arrival.time_s, 6),
             prompt_tokens=arrival.prompt_tokens,
             output_tokens=arrival.output_tokens,
+            # Zero is a limit too, under which nothing is made; captures have none of it.
+            output_tokens_max=arrival.output_tokens_max or None,
             model=arrival.model,
             adapter=arrival.adapter,
             cache_salt=salt.name(arrival.cache_salt) if salt else arrival.cache_salt,
@@ -233,6 +236,7 @@ def _capture(first: bytes, options: ReadOptions) -> Parse:
             time_s=line.time_s,
             prompt_tokens=line.prompt_tokens,
             output_tokens=max(1, line.output_tokens),
+            output_tokens_max=line.output_tokens_max,
             blocks=blocks,
             block_tokens=header.block_tokens if blocks and not lengths else 0,
             lengths=lengths,

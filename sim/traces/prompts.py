@@ -77,7 +77,7 @@ def request_of(
         cache_salt=arrival.cache_salt,
         priority=arrival.priority,
         stream=True,
-        output_tokens_max=arrival.output_tokens,
+        output_tokens_max=arrival.output_tokens_max,
         session_id=arrival.session,
         chains={size * BYTES_PER_TOKEN: (hashes.picker_chain(size),) for size in block_tokens},
     )
@@ -116,9 +116,10 @@ def body_of(arrival: Arrival) -> bytes:
     body: dict[str, object] = {
         "model": model_of(arrival),
         "prompt": prompt_text(arrival),
-        "max_tokens": arrival.output_tokens,
         "stream": True,
     }
+    if arrival.output_tokens_max is not None:
+        body["max_tokens"] = arrival.output_tokens_max
     if arrival.cache_salt:
         body["cache_salt"] = arrival.cache_salt
     return msgspec.json.encode(body)

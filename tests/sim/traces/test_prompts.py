@@ -166,8 +166,9 @@ def test_a_salt_a_model_and_an_adapter_each_keep_prompts_apart():
 def test_both_ways_tell_the_picker_the_same():
     """Model, lengths, salt, session and priority."""
     one = arrival(
-        3, prompt_tokens=70, output_tokens=9, cache_salt="s", session="c", priority=-1, adapter="x"
-    )
+        3, prompt_tokens=70, output_tokens=9, output_tokens_max=64, cache_salt="s", session="c",
+        priority=-1, adapter="x",
+    )  # fmt: skip
     fast, through = request_of(one), request_through_bytes(one)
     for field in (
         "request_id",

@@ -21,6 +21,7 @@ from sim.experiments.run_options import (
     named_policies,
     run_settings,
 )
+from sim.measurement.assumptions import assumptions_of
 from sim.measurement.intervals import Difference, compare_runs, estimated
 from sim.measurement.measures import Series, figures_of, rounded
 from sim.output import open_folder
@@ -91,6 +92,7 @@ def run(options: argparse.Namespace) -> int:
             "first_seed": options.seed,
             "seeds": len(found[0]),
             "conditions": what_was_run,
+            "assumptions": assumptions_of(kind.profile for kind in jobs[0].cluster.pods),
             "varied": varied_between(found[0]).over if found[0] else "",
             "generated": varied_between(found[0]).generated,
             "configs": _compared(names, found),

@@ -16,6 +16,7 @@ from sim.experiments.request_files import DecisionFile, RequestTable
 from sim.experiments.run import Run, RunSettings
 from sim.experiments.run_options import POLICY_HELP, add_run_options, conditions, run_settings
 from sim.interrupts import INTERRUPTED, interrupts_call
+from sim.measurement.assumptions import assumptions_of
 from sim.measurement.measures import SCHEMA
 from sim.output import (
     DECISIONS,
@@ -142,6 +143,7 @@ def summary_of(one: Run, *, complete: bool) -> dict[str, Any]:
         "conditions": conditions(settings),
         "bad_lines": one.trace.bad_lines,
         **one.measures.summary(),
+        "assumptions": assumptions_of(kind.profile for kind in settings.cluster.pods),
         "timeline": one.timeline.as_json(),
     }
 

@@ -27,6 +27,7 @@ from sim.experiments.run_options import (
     named_policies,
     run_settings,
 )
+from sim.measurement.assumptions import assumptions_of
 from sim.measurement.intervals import estimated
 from sim.measurement.measures import figures_of, rounded
 from sim.output import open_folder
@@ -94,6 +95,7 @@ def run(options: argparse.Namespace) -> int:
             "generated": any(one.summary["traffic"]["generated"] for one in results.values()),
             "trace_rate": trace_rate,
             "conditions": what_was_run,
+            "assumptions": assumptions_of(kind.profile for kind in jobs[0].cluster.pods),
             "points": told,
             "runs": [
                 {

@@ -8,8 +8,10 @@ import numpy as np
 from sim.measurement.intervals import Estimate
 from sim.measurement.measures import Series
 from sim.reports.charts import cdf_chart, facts_table, figure, html_table, page
+from sim.reports.page_foot import page_foot
 from sim.reports.report import (
     condition_rows,
+    foot,
     markdown_table,
     number,
     seconds,
@@ -207,7 +209,7 @@ def comparison_report(summary: dict[str, Any]) -> str:
     return (
         f"{heading}{notes}{markdown_table(_rows(summary))}\n\n"
         f"{markdown_table(_difference_rows(summary))}\n\n{conclusions}\n\n{_basis(summary)}\n\n"
-        f"## What was run\n\n{markdown_table(told)}\n"
+        f"## What was run\n\n{markdown_table(told)}\n\n{foot(summary)}"
     )
 
 
@@ -238,7 +240,8 @@ def comparison_page(summary: dict[str, Any], columns: Sequence[Sequence[Series]]
         figure("Differences", html_table(_difference_rows(summary)))
         + f'<div class="pair">{"".join(figures)}</div>'
         + figure("Every configuration", html_table(_rows(summary)))
-        + figure("What was run", facts_table(conditions)),
+        + figure("What was run", facts_table(conditions))
+        + page_foot(summary),
     )
 
 

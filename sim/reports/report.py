@@ -5,8 +5,13 @@ from collections.abc import Sequence
 from itertools import zip_longest
 from typing import Any, Final
 
+from sim.measurement.assumptions import NOT_MODELLED
 from sim.measurement.token_gaps import STALL_MEDIANS
 
+CONSTANTS: Final = (
+    "Elsewhere they may be anywhere in their range, or outside; a profile of your own says others "
+    "(--profile)."
+)
 _NOTHING_SAID: Final = {
     "trace_format": "found by content",
     "block_tokens": "as the trace or its format says",
@@ -225,7 +230,7 @@ def run_report(summary: dict[str, Any]) -> str:
         f"Seed {summary['seed']}, {conditions['pods']} pods.\n\n"
         f"{markdown_table(latency_rows(summary))}\n\n{markdown_table(rows)}\n\n"
         f"{markdown_table(pods)}\n\n## What was run\n\n"
-        f"{markdown_table([['', ''], *condition_rows(conditions)])}\n"
+        f"{markdown_table([['', ''], *condition_rows(conditions)])}\n\n{foot(summary)}"
     )
 
 
@@ -249,6 +254,26 @@ def varied_sentences(summary: dict[str, Any]) -> str:
         f"replays a resample of it, with scrapes and ties of its own, {alike}. A 95 % interval, over "
         f"{summary['varied']}, says how far the figure may be off for such traffic at large; what "
         "never happens in this trace it does not know."
+    )
+
+
+def assumption_rows(summary: dict[str, Any]) -> list[list[str]]:
+    """The constants that come from one set-up, with their ranges; the first row is the head."""
+    rows = [["constant", "here", "range", "source"]]
+    for one in summary["assumptions"]:
+        unit = f" {one['unit']}" if one["unit"] else ""
+        values = ", ".join(dict.fromkeys(f"{value:g}{unit}" for value in one["values"].values()))
+        between = f"{one['low']:g} to {one['high']:g}{unit}"
+        rows.append([f"{one['says']}, {one['constant']}", values, between, one["source"]])
+    return rows
+
+
+def foot(summary: dict[str, Any]) -> str:
+    """The end of a report.md: what no figure of it holds."""
+    left_out = "\n".join(f"- {sentence}" for sentence in NOT_MODELLED)
+    return (
+        f"## What is not modelled\n\n{left_out}\n\n## Constants from one set-up\n\n{CONSTANTS}\n\n"
+        f"{markdown_table(assumption_rows(summary))}\n"
     )
 
 

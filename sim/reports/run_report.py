@@ -25,6 +25,7 @@ from sim.reports.charts import (
     scatter_chart,
     scrolling,
 )
+from sim.reports.page_foot import page_foot
 from sim.reports.report import condition_rows, fact_rows, number, seconds, share
 
 _WINDOWS: Final = 40
@@ -59,6 +60,7 @@ def run_page(summary: dict[str, Any], series: Series, decisions: Path | None) ->
         _explorer(decisions),
         figure("In numbers", facts_table(fact_rows(summary))),
         figure("What was run", facts_table(rows)),
+        page_foot(summary),
     ]
     note = "" if summary["complete"] else " Interrupted: only what had ended is shown."
     said = f"{conditions['pods']} simulated pods, seed {summary['seed']}.{note}"

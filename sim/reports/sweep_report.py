@@ -15,8 +15,10 @@ from sim.reports.charts import (
     page,
 )
 from sim.reports.compare_report import not_complete, shown
+from sim.reports.page_foot import page_foot
 from sim.reports.report import (
     condition_rows,
+    foot,
     markdown_table,
     number,
     table,
@@ -48,7 +50,7 @@ def sweep_report(summary: dict[str, Any]) -> str:
     return (
         f"# Sweep of {summary['conditions']['trace']}\n\n{notes}{_basis(summary)}\n\n"
         f"{markdown_table(_rows(summary))}\n\n{sure}"
-        f"## What was run\n\n{markdown_table(told)}\n"
+        f"## What was run\n\n{markdown_table(told)}\n\n{foot(summary)}"
     )
 
 
@@ -76,7 +78,8 @@ def sweep_page(summary: dict[str, Any]) -> str:
         f'<div class="pair">{"".join(figures)}</div>'
         + figure("In numbers", html_table(_rows(summary)))
         + (figure("95 % intervals", html_table(intervals)) if intervals else "")
-        + figure("What was run", facts_table(rows)),
+        + figure("What was run", facts_table(rows))
+        + page_foot(summary),
     )
 
 

@@ -10,8 +10,9 @@ from typing import Any, Final
 
 from rich.progress import Progress
 
+from sim.cluster.built_in import DEFAULT_POLICY
 from sim.cluster.cluster import Fate, SimulatedRequest
-from sim.cluster.policies import DEFAULT_POLICY, policy_source
+from sim.cluster.policies import policy_source
 from sim.experiments.request_files import DecisionFile, RequestTable
 from sim.experiments.run import Run, RunSettings
 from sim.experiments.run_options import POLICY_HELP, add_run_options, conditions, run_settings

@@ -234,15 +234,18 @@ def _refusing_adapters(arrivals: Iterable[Arrival], path: str) -> Iterator[Arriv
 
 
 def refusing_odd_blocks(arrivals: Iterable[Arrival], path: str) -> Iterator[Arrival]:
-    """The same arrivals; `TraceError` at one whose blocks no text can tell apart for the picker."""
+    """The same arrivals; `TraceError` at one whose blocks no text can tell apart for the picker.
+
+    Stretches of any length can be: their ids fit into the first token, or the text is refused.
+    """
     for arrival in arrivals:
-        for tokens in {arrival.block_tokens, *arrival.lengths} - {0}:
-            if tokens % PICKER_BLOCK_TOKENS and PICKER_BLOCK_TOKENS % tokens:
-                raise TraceError(
-                    path,
-                    0,
-                    f"request {arrival.index}",
-                    f"Expected blocks of a multiple or a divisor of {PICKER_BLOCK_TOKENS} tokens "
-                    f"for --through bytes, got {tokens}",
-                )
+        tokens = arrival.block_tokens
+        if tokens and tokens % PICKER_BLOCK_TOKENS and PICKER_BLOCK_TOKENS % tokens:
+            raise TraceError(
+                path,
+                0,
+                f"request {arrival.index}",
+                f"Expected blocks of a multiple or a divisor of {PICKER_BLOCK_TOKENS} tokens "
+                f"for --through bytes, got {tokens}",
+            )
         yield arrival

@@ -5,13 +5,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from sim.cluster.cluster import ClusterSettings
-from sim.cluster.policies import (
-    BASELINES,
-    DEFAULT_POLICY,
-    PolicyNameError,
-    PolicySource,
-    policy_source,
-)
+from sim.cluster.policies import BUILT_IN, PolicyNameError, PolicySource, policy_source
 from sim.cluster.simulated_pod import PodKind
 from sim.engine.profiles import DEFAULT_PROFILE, find_profile, profile_named
 from sim.experiments.run import RunSettings, jitter_in_effect_s
@@ -22,9 +16,7 @@ from sim.traces.reading import ReadOptions
 PODS_MAX: Final = 1_000
 RUNS_MAX: Final = 1_000
 """Of seeds, of points of a sweep, and of processes at once."""
-POLICY_HELP: Final = "an EndpointPickerConfig in a file, or a built-in: " + ", ".join(
-    (DEFAULT_POLICY, *BASELINES)
-)
+POLICY_HELP: Final = "an EndpointPickerConfig in a file, or a built-in: " + ", ".join(BUILT_IN)
 
 
 def add_run_options(parser: argparse.ArgumentParser) -> None:

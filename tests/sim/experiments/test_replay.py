@@ -346,6 +346,24 @@ def test_bytes_give_the_decisions_of_hashes(trace, tmp_path):
     assert digests[0] == digests[1]
 
 
+@pytest.mark.parametrize(
+    ("kind", "rate"), [("agent-tree", "1"), ("hot-spot", "10"), ("interactive-chat", "2")]
+)
+def test_generated_workloads_run_through_bytes_too(tmp_path, kind, rate):
+    """Stretches of any length, in groups, conversations and branches: the decisions of hashes."""
+    path = tmp_path / "made.jsonl"
+    flags = ["--rate", rate, "--duration", "40", "--requests", "80", "--out", str(path)]
+    assert main(["trace", "generate", kind, *flags]) == 0
+    digests = set()
+    for through in ("hashes", "bytes"):
+        out = tmp_path / through
+        assert main(["replay", str(path), "--through", through, "--out", str(out)]) == 0
+        summary = json.loads((out / "summary.json").read_bytes())
+        assert summary["hit_rate"] > 0.1
+        digests.add(summary["digest"])
+    assert len(digests) == 1
+
+
 def test_odd_blocks_are_refused_by_name(tmp_path, capsys):
     """Blocks of 48 tokens cannot be told apart in bytes by a picker with blocks of 64."""
     path = tmp_path / "odd.jsonl"
@@ -474,7 +492,10 @@ def test_what_makes_no_sense_is_refused(trace, arguments, told, capsys):
 @pytest.mark.parametrize(
     ("configs", "told"),
     [
-        (["default", "nothing"], "sim: nothing is neither a file nor one of default, random"),
+        (
+            ["default", "nothing"],
+            "sim: nothing is neither a file nor one of default, llm-d-3-2-2, sticky",
+        ),
         (["random", "random"], "sim: --config random and --config random are both called random"),
     ],
 )

@@ -197,6 +197,13 @@ def test_ids_that_do_not_fit_into_a_block_are_refused():
         body_of(one)
 
 
+def test_text_of_its_own_must_be_told_by_one_token_behind_stretches():
+    """Which has room for 22 bits of the request's index."""
+    one = arrival(2**22, prompt_tokens=9, blocks=(5,), lengths=(8,))
+    with pytest.raises(ValueError, match="Request 4194304 ends in text of its own"):
+        body_of(one)
+
+
 def test_a_raw_body_that_production_refuses_is_a_named_error():
     """Chat without messages."""
     one = arrival(5, path="/v1/chat/completions", body=b'{"model": "m"}')

@@ -6,8 +6,9 @@ import tempfile
 from pathlib import Path
 from time import perf_counter, process_time
 
+from sim.cluster.built_in import DEFAULT_POLICY
 from sim.cluster.cluster import ClusterSettings
-from sim.cluster.policies import DEFAULT_POLICY, policy_source
+from sim.cluster.policies import policy_source
 from sim.cluster.simulated_pod import PodKind
 from sim.engine.profiles import DEFAULT_PROFILE, find_profile
 from sim.experiments.replay import summary_of, write_run

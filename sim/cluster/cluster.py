@@ -145,6 +145,7 @@ class SimulatedRequest:
 class Cluster:
     """Runs `arrivals` through pickers and pods; `ended` gets each request when it ends.
 
+    `stepped` gets each step of each pod when it ends.
     `open_policy(seed)` makes a picker, `request_of` the request as it has parsed it. `seed` decides
     everything that is drawn: nothing else does.
     """
@@ -158,6 +159,7 @@ class Cluster:
         *,
         seed: int,
         ended: Callable[[SimulatedRequest], None],
+        stepped: Callable[[Step], None] | None = None,
         faults: Iterable[Fault] = (),
     ) -> None:
         self.settings = settings
@@ -178,6 +180,7 @@ class Cluster:
         self._thinking: list[Seconds] = []
         """Heap of the instants at which the next turns will be sent."""
         self._tell_ended = ended
+        self._tell_stepped = stepped
         self._faults = iter(faults)
         self._resting = False
         """Nobody is scraped or told anything until `_wake`."""
@@ -455,6 +458,8 @@ class Cluster:
         pod.submit(request.engine)
 
     def _stepped(self, pod: SimulatedPod, step: Step) -> None:
+        if self._tell_stepped is not None:
+            self._tell_stepped(step)
         for engine in step.outputs:
             request = pod.requests.get(engine.request_id)
             if request is None or request.engine is not engine:

@@ -16,7 +16,6 @@ from msgspec.structs import replace
 from epp.configuration.build import build_settings, plugin_tables
 from epp.configuration.config import (
     CONFIG_MAX_BYTES,
-    DEFAULT_CONFIG,
     ConfigError,
     PickerConfig,
     config_hash,
@@ -28,12 +27,11 @@ from epp.core.knowledge.inflight import Lease, Outcome
 from epp.core.prompt.request import InferenceRequest
 from epp.core.session_tokens import SessionTokens
 from epp.core.types import Endpoint, EndpointMetrics, Refusal, RefusalReason, Seconds
+from sim.cluster.built_in import CONFIGURATIONS
 
 _SESSION_AFFINITY: Final = "session-affinity"
 _SESSION_KEY: Final = b"of every replica in every run"
 """As from one Secret; a run depends on nothing but what it is told."""
-DEFAULT_POLICY: Final = "default"
-"""The scheduler with the configuration that `epp serve` has when it is given none."""
 
 
 class Route(Struct, gc=False, eq=False):
@@ -251,6 +249,10 @@ BASELINES: Final[Mapping[str, Choose]] = {
 }
 
 
+BUILT_IN: Final = (*CONFIGURATIONS, *BASELINES)
+"""What `--config` knows by name."""
+
+
 class PolicyNameError(ValueError):
     """The command line names a policy that there is not, or one name twice: one sentence."""
 
@@ -297,14 +299,13 @@ def policy_source(named: str) -> PolicySource:
     Raises `PolicyNameError` if there is neither, `ConfigError` if the configuration is no good and
     `OSError` if the file cannot be read.
     """
-    if named == DEFAULT_POLICY:
-        return PolicySource(name=named, text=DEFAULT_CONFIG, source="built-in default")
+    if named in CONFIGURATIONS:
+        return PolicySource(name=named, text=CONFIGURATIONS[named], source=f"built-in {named}")
     if named in BASELINES:
         return PolicySource(name=named)
     path = Path(named)
     if not path.exists():
-        built_in = ", ".join((DEFAULT_POLICY, *BASELINES))
-        raise PolicyNameError(f"{named} is neither a file nor one of {built_in}")
+        raise PolicyNameError(f"{named} is neither a file nor one of {', '.join(BUILT_IN)}")
     if path.stat().st_size > CONFIG_MAX_BYTES:
         raise ConfigError([f"{named} is larger than {CONFIG_MAX_BYTES} bytes"])
     try:

@@ -1,24 +1,29 @@
 """`sim compare`: configurations on the same requests, with honest uncertainty."""
 
 import argparse
-import math
 import sys
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
-
-from sim.experiments.jobs import Experiment, Result, Results, add_experiment_options
+from sim.experiments.jobs import (
+    Experiment,
+    Result,
+    Results,
+    add_experiment_options,
+    ended_of,
+    estimate_as_json,
+    varied_between,
+)
 from sim.experiments.run_options import (
     POLICY_HELP,
     add_run_options,
     conditions,
-    count_of_runs,
     named_policies,
     run_settings,
 )
-from sim.measurement.intervals import Difference, compare_runs, means_of
-from sim.measurement.measures import Series, mean, rounded
+from sim.measurement.assumptions import assumptions_of
+from sim.measurement.intervals import Difference, compare_runs, estimated
+from sim.measurement.measures import Series, figures_of, rounded
 from sim.output import open_folder
 from sim.reports.compare_report import (
     comparison_page,
@@ -28,32 +33,14 @@ from sim.reports.compare_report import (
 )
 
 
-def measured(series: Series) -> dict[str, float]:
-    """What configurations are compared by; NaN where nothing was completed."""
-    ttft_s = series.ttft_s[~np.isnan(series.ttft_s)]
-    p50, p90, p99 = np.percentile(ttft_s, (50, 90, 99)) if len(ttft_s) else [math.nan] * 3
-    prompt_tokens = series.prompt_tokens.sum()
-    span_s = math.nan
-    if len(series):
-        span_s = (series.arrived_s + series.e2e_s).max() - series.arrived_s.min()
-    return {
-        "ttft_mean_s": mean(ttft_s),
-        "ttft_p50_s": p50,
-        "ttft_p90_s": p90,
-        "ttft_p99_s": p99,
-        "tpot_mean_s": mean(series.tpot_s),
-        "e2e_mean_s": mean(series.e2e_s),
-        "hit_rate": series.cached_tokens.sum() / prompt_tokens if prompt_tokens else math.nan,
-        "output_tokens_per_s": series.output_tokens.sum() / span_s,
-    }
-
-
 def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     """The command line of `sim compare`."""
     parser = subparsers.add_parser(
         "compare",
         help="configurations on the same requests, with confidence intervals",
-        description="Replay TRACE under several configurations with common random numbers.",
+        description="Replay TRACE under several configurations with common random numbers, then "
+        "other traffic like it: a generated TRACE is drawn anew for each seed, of a recorded one "
+        "the first seed replays it as it is and the others resamples of it.",
         allow_abbrev=False,
     )
     add_run_options(parser)
@@ -65,10 +52,6 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
         metavar="FILE|NAME",
         help=f"repeat; the others are compared with the first. {POLICY_HELP}",
     )
-    add(
-        "--seeds", type=count_of_runs, default=5, metavar="K", help="how many, each a whole run (5)"
-    )
-    add("--seed", type=int, default=1, help="the first of them (1)")
     add_experiment_options(parser)
     parser.set_defaults(run=run)
 
@@ -80,17 +63,24 @@ def run(options: argparse.Namespace) -> int:
         return 2
     policies = named_policies(options.config)
     print(f"seeds {options.seed} to {options.seed + options.seeds - 1}", flush=True)
-    seeds = range(options.seed, options.seed + options.seeds)
     # Seed by seed, so that an interrupted comparison has whole seeds.
-    jobs = [run_settings(options, policy, seed) for seed in seeds for policy in policies]
+    jobs = [
+        run_settings(options, policy, options.seed + repetition, repetition)
+        for repetition in range(options.seeds)
+        for policy in policies
+    ]
     names = [policy.name for policy in policies]
     each = range(len(names))
     what_was_run = conditions(*jobs[: len(names)])
 
     def whole(results: Results) -> list[list[Result]]:
-        """Of each configuration, all seeds under which every configuration has run."""
+        """Of each configuration, all seeds under which every configuration has run.
+
+        None as long as the first is not among them: it is the trace as it is.
+        """
         starts = range(0, len(jobs), len(names))
         ended = [start for start in starts if all(start + at in results for at in each)]
+        ended = ended if 0 in ended else []
         return [[results[start + at] for start in ended] for at in each]
 
     def columns(results: Results) -> list[list[Series]]:
@@ -102,6 +92,9 @@ def run(options: argparse.Namespace) -> int:
             "first_seed": options.seed,
             "seeds": len(found[0]),
             "conditions": what_was_run,
+            "assumptions": assumptions_of(kind.profile for kind in jobs[0].cluster.pods),
+            "varied": varied_between(found[0]).over if found[0] else "",
+            "generated": varied_between(found[0]).generated,
             "configs": _compared(names, found),
             "runs": [
                 {"config": jobs[at].policy.name, "seed": jobs[at].seed, **results[at].summary}
@@ -122,17 +115,20 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _compared(names: Sequence[str], runs: Sequence[Sequence[Result]]) -> dict[str, Any]:
-    """Every measure of every configuration, and its difference from the first one."""
+    """Every figure of every configuration, and its difference from the first one."""
     if not runs[0]:
         return {}
-    columns = [[one.series for one in found] for found in runs]
+    figures = [[figures_of(one.summary) for one in found] for found in runs]
+    varied = varied_between(runs[0])
     told: dict[str, Any] = {}
     for at, name in enumerate(names):
-        differences = compare_runs(columns[0], columns[at], measured) if at else {}
-        means = means_of(columns[at], measured)
+        differences = compare_runs(figures[0], figures[at], varied) if at else {}
         told[name] = {
-            "requests": _requests(runs[at]),
-            "mean": {measure: rounded(value) for measure, value in means.items()},
+            "requests": ended_of(runs[at]),
+            "figures": {
+                measure: estimate_as_json(estimated([run[measure] for run in figures[at]], varied))
+                for measure in figures[at][0]
+            },
             "difference": {
                 measure: _told(measure, found) for measure, found in differences.items()
             },
@@ -140,19 +136,11 @@ def _compared(names: Sequence[str], runs: Sequence[Sequence[Result]]) -> dict[st
     return told
 
 
-def _requests(runs: Sequence[Result]) -> dict[str, int]:
-    """How many were sent, and how they ended, over all runs."""
-    counts = [one.summary["requests"] for one in runs]
-    return {fate: sum(count[fate] for count in counts) for fate in counts[0]}
-
-
 def _told(measure: str, found: Difference) -> dict[str, Any]:
+    difference = found.difference
     return {
-        "value": rounded(found.difference),
-        "relative": rounded(found.difference / found.reference) if found.reference else None,
-        "low": None if found.low is None else rounded(found.low),
-        "high": None if found.high is None else rounded(found.high),
-        "over": found.over,
-        "significant": found.significant,
-        "verdict": verdict(measure, found),
+        **estimate_as_json(difference),
+        "relative": rounded(difference.value / found.reference) if found.reference else None,
+        "significant": difference.significant,
+        "verdict": verdict(measure, difference),
     }

@@ -20,6 +20,7 @@ from sim.cluster.cluster import SimulatedRequest
 from sim.experiments.run import Run, RunSettings
 from sim.experiments.run_options import count_of_runs
 from sim.interrupts import INTERRUPTED, interrupts_call
+from sim.measurement.intervals import Estimate, Varied
 from sim.measurement.measures import SCHEMA, Series, rounded
 from sim.output import add_output_options, as_json, progress_bar, write_whole
 from sim.sentences import sentence_of
@@ -187,12 +188,55 @@ def run_job(settings: RunSettings) -> Result:
     told = one.measures.summary()
     # What waits for answers comes later than its trace says, and other than completes counts too.
     rate = rounded(told["requests"]["sent"] / latest_s) if latest_s else None
-    summary = {"bad_lines": one.trace.bad_lines, "requests_per_s": rate} | told
-    return Result(summary=summary, series=one.measures.series())
+    blocks = one.variation.blocks
+    summary = {
+        "bad_lines": one.trace.bad_lines,
+        "requests_per_s": rate,
+        "traffic": {
+            "generated": one.variation.generated,
+            "resampled": None if blocks is None else {"blocks": blocks.count, "cut": str(blocks)},
+        },
+    }
+    return Result(summary=summary | told, series=one.measures.steady_series())
+
+
+def ended_of(runs: Sequence[Result]) -> dict[str, int]:
+    """How many requests were sent, and how they ended, over all runs."""
+    counts = [one.summary["requests"] for one in runs]
+    return {fate: sum(count[fate] for count in counts) for fate in counts[0]}
+
+
+def estimate_as_json(found: Estimate) -> dict[str, float | None]:
+    """As summary.json has it."""
+    return {
+        "value": rounded(found.value),
+        "low": None if found.low is None else rounded(found.low),
+        "high": None if found.high is None else rounded(found.high),
+    }
+
+
+def varied_between(runs: Sequence[Result]) -> Varied:
+    """What differs between the repetitions of one configuration, the first being the trace as it is."""
+    traffic = [one.summary["traffic"] for one in runs]
+    resampled = next((one["resampled"] for one in traffic if one["resampled"]), None)
+    return Varied(
+        repetitions=len(runs),
+        generated=any(one["generated"] for one in traffic),
+        blocks=resampled["blocks"] if resampled else 0,
+        cut=resampled["cut"] if resampled else "",
+    )
 
 
 def add_experiment_options(parser: argparse.ArgumentParser) -> None:
-    """How many processes, and where to write."""
+    """How often each configuration is run, on how many processes, and where to write."""
+    parser.add_argument(
+        "--seeds",
+        type=count_of_runs,
+        default=5,
+        metavar="K",
+        help="how many, each a run with traffic and dice of its own (5)",
+    )
+    parser.add_argument("--seed", type=int, default=1, help="the first of them (1)")
     cores = len(os.sched_getaffinity(0))
     parser.add_argument(
         "--workers",

@@ -10,12 +10,14 @@ from typing import Any, Final
 
 from rich.progress import Progress
 
+from sim.cluster.built_in import DEFAULT_POLICY
 from sim.cluster.cluster import Fate, SimulatedRequest
-from sim.cluster.policies import DEFAULT_POLICY, policy_source
+from sim.cluster.policies import policy_source
 from sim.experiments.request_files import DecisionFile, RequestTable
 from sim.experiments.run import Run, RunSettings
 from sim.experiments.run_options import POLICY_HELP, add_run_options, conditions, run_settings
 from sim.interrupts import INTERRUPTED, interrupts_call
+from sim.measurement.assumptions import assumptions_of
 from sim.measurement.measures import SCHEMA
 from sim.output import (
     DECISIONS,
@@ -126,7 +128,7 @@ def _write(one: Run, summary: dict[str, Any], folder: Path, decisions: Path | No
             sent = summary["requests"]["sent"]
             summary["ceilings"] = one.ceilings(lambda given: iter(bar.track(given, total=sent)))
     write_run(folder, summary)
-    page = run_page(summary, one.measures.series(), decisions)
+    page = run_page(summary, one.measures.steady_series(), decisions)
     write_whole(folder / "report.html", page.encode())
     print(f"{what} took {time.perf_counter() - started_s:.1f} s; results are in {folder}")
 
@@ -142,6 +144,7 @@ def summary_of(one: Run, *, complete: bool) -> dict[str, Any]:
         "conditions": conditions(settings),
         "bad_lines": one.trace.bad_lines,
         **one.measures.summary(),
+        "assumptions": assumptions_of(kind.profile for kind in settings.cluster.pods),
         "timeline": one.timeline.as_json(),
     }
 

@@ -29,6 +29,7 @@ from sim.traces.prompts import (
     request_through_bytes,
 )
 from sim.traces.reading import ReadOptions, Trace
+from sim.traces.variation import varied
 
 GARBAGE_THRESHOLDS: Final = (50_000, 20, 20)
 """A run makes hardly any cycles: looking for them as often as Python does takes an eighth of it."""
@@ -44,6 +45,8 @@ class RunSettings(Struct, frozen=True, kw_only=True):
     policy: PolicySource
     cluster: ClusterSettings
     seed: int = 1
+    repetition: int = 0
+    """0: the trace as it is; any other: other traffic like it, which `seed` decides."""
     read: ReadOptions = field(default_factory=ReadOptions)
     requests_max: int | None = None
     jitter_s: Seconds | None = None
@@ -54,6 +57,8 @@ class RunSettings(Struct, frozen=True, kw_only=True):
     fault_gap_s: Seconds | None = None
     """Mean time between two faults; None: nothing goes wrong."""
     targets: Targets = field(default_factory=Targets)
+    warm_up_s: Seconds | None = None
+    """Left out of all figures; None: as `Measures` has it by how long requests arrive."""
     check: bool = False
     """Check the invariants after every event."""
 
@@ -77,6 +82,7 @@ class Run:
             settings.targets,
             predicting=scheduler is not None and bool(scheduler.prefix),
             by_session=settings.policy.by_session,
+            warm_up_s=settings.warm_up_s,
         )
         self._listeners = (self.measures.add, *listeners)
         arrivals = self._arrivals()
@@ -93,6 +99,7 @@ class Run:
             arrivals,
             seed=settings.seed,
             ended=self._ended,
+            stepped=self.measures.gaps.add,
             faults=() if gap_s is None else draw_faults(settings.seed, mean_gap_s=gap_s),
         )
         if self.cluster.done:
@@ -130,12 +137,18 @@ class Run:
 
     def _arrivals(self) -> Iterator[Arrival]:
         settings = self.settings
-        arrivals: Iterator[Arrival] = islice(self.trace, settings.requests_max)
-        jitter_s = settings.jitter_s
+        requests_max, jitter_s = settings.requests_max, settings.jitter_s
+        if jitter_s is None and settings.repetition:
+            # Of the trace as it is: where blocks of it meet, its clock has other ticks.
+            jitter_s = grid_s(islice(self.trace, requests_max))
+        self.variation = varied(
+            self.trace, settings.repetition, seed=settings.seed, requests_max=requests_max
+        )
+        arrivals = self.variation.arrivals
         if jitter_s is None:
             looked_at, arrivals = tee(arrivals)
             jitter_s = grid_s(looked_at)
-            self.settings = replace(settings, jitter_s=jitter_s)
+        self.settings = replace(settings, jitter_s=jitter_s)
         return made_ready(arrivals, seed=settings.seed, jitter_s=jitter_s, speed=settings.speed)
 
     def run(self) -> None:
@@ -225,15 +238,18 @@ def _refusing_adapters(arrivals: Iterable[Arrival], path: str) -> Iterator[Arriv
 
 
 def refusing_odd_blocks(arrivals: Iterable[Arrival], path: str) -> Iterator[Arrival]:
-    """The same arrivals; `TraceError` at one whose blocks no text can tell apart for the picker."""
+    """The same arrivals; `TraceError` at one whose blocks no text can tell apart for the picker.
+
+    Stretches of any length can be: their ids fit into the first token, or the text is refused.
+    """
     for arrival in arrivals:
-        for tokens in {arrival.block_tokens, *arrival.lengths} - {0}:
-            if tokens % PICKER_BLOCK_TOKENS and PICKER_BLOCK_TOKENS % tokens:
-                raise TraceError(
-                    path,
-                    0,
-                    f"request {arrival.index}",
-                    f"Expected blocks of a multiple or a divisor of {PICKER_BLOCK_TOKENS} tokens "
-                    f"for --through bytes, got {tokens}",
-                )
+        tokens = arrival.block_tokens
+        if tokens and tokens % PICKER_BLOCK_TOKENS and PICKER_BLOCK_TOKENS % tokens:
+            raise TraceError(
+                path,
+                0,
+                f"request {arrival.index}",
+                f"Expected blocks of a multiple or a divisor of {PICKER_BLOCK_TOKENS} tokens "
+                f"for --through bytes, got {tokens}",
+            )
         yield arrival

@@ -5,26 +5,18 @@ from pathlib import Path
 from typing import Any, Final
 
 from sim.cluster.cluster import ClusterSettings
-from sim.cluster.policies import (
-    BASELINES,
-    DEFAULT_POLICY,
-    PolicyNameError,
-    PolicySource,
-    policy_source,
-)
+from sim.cluster.policies import BUILT_IN, PolicyNameError, PolicySource, policy_source
 from sim.cluster.simulated_pod import PodKind
 from sim.engine.profiles import DEFAULT_PROFILE, find_profile, profile_named
 from sim.experiments.run import RunSettings, jitter_in_effect_s
-from sim.measurement.measures import Targets
+from sim.measurement.measures import WARM_UP_FROM_S, WARM_UP_S_MAX, Targets
 from sim.traces.formats import FORMATS
 from sim.traces.reading import ReadOptions
 
 PODS_MAX: Final = 1_000
 RUNS_MAX: Final = 1_000
 """Of seeds, of points of a sweep, and of processes at once."""
-POLICY_HELP: Final = "an EndpointPickerConfig in a file, or a built-in: " + ", ".join(
-    (DEFAULT_POLICY, *BASELINES)
-)
+POLICY_HELP: Final = "an EndpointPickerConfig in a file, or a built-in: " + ", ".join(BUILT_IN)
 
 
 def add_run_options(parser: argparse.ArgumentParser) -> None:
@@ -70,11 +62,20 @@ def add_run_options(parser: argparse.ArgumentParser) -> None:
     add("--faults-per-hour", type=_seconds, default=0.0, metavar="N", help="deaths, lags, ... (0)")
     add("--target-ttft", type=_positive, default=2.0, metavar="S", help="for goodput (2)")
     add("--target-tpot", type=_positive, default=0.05, metavar="S", help="for goodput (0.05)")
+    add(
+        "--warm-up",
+        type=_seconds,
+        metavar="S",
+        help="leave out what arrives before: caches start cold (default: a tenth of the arrivals, "
+        f"at most {WARM_UP_S_MAX:g}, where they take {WARM_UP_FROM_S:g} s or more, else 0)",
+    )
     add("--check", action="store_true", help="check all invariants after every event: slow")
 
 
-def run_settings(options: argparse.Namespace, policy: PolicySource, seed: int) -> RunSettings:
-    """The run that the command line describes."""
+def run_settings(
+    options: argparse.Namespace, policy: PolicySource, seed: int, repetition: int = 0
+) -> RunSettings:
+    """The run that the command line describes, or the same on other traffic of its kind."""
     kinds = [
         PodKind.of(profile, max_loras=options.max_loras)
         for profile in options.profile or [find_profile(DEFAULT_PROFILE)]
@@ -95,6 +96,7 @@ def run_settings(options: argparse.Namespace, policy: PolicySource, seed: int) -
             abort_after_s=options.abort_after,
         ),
         seed=seed,
+        repetition=repetition,
         read=ReadOptions(
             format=options.trace_format or "",
             block_tokens=options.block_tokens,
@@ -108,6 +110,7 @@ def run_settings(options: argparse.Namespace, policy: PolicySource, seed: int) -
         through_bytes=options.through == "bytes",
         fault_gap_s=3600 / faults_per_hour if faults_per_hour else None,
         targets=Targets(ttft_s=options.target_ttft, tpot_s=options.target_tpot),
+        warm_up_s=options.warm_up,
         check=options.check,
     )
 
@@ -142,6 +145,7 @@ def conditions(settings: RunSettings, *others: RunSettings) -> dict[str, Any]:
         "abort_share": cluster.abort_share,
         "abort_after_s": cluster.abort_after_s,
         "faults_per_hour": 3600 / settings.fault_gap_s if settings.fault_gap_s else 0,
+        "warm_up_s": settings.warm_up_s,
         "check": settings.check,
     }
 

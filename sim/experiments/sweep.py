@@ -1,14 +1,24 @@
 """`sim sweep`: configurations at rising rates: where each of them leaves the flat part."""
 
 import argparse
+import math
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import msgspec
+from msgspec.structs import replace
 
 from sim.cluster.arrivals import mean_rate
-from sim.experiments.jobs import Experiment, Results, add_experiment_options
+from sim.experiments.jobs import (
+    Experiment,
+    Result,
+    Results,
+    add_experiment_options,
+    ended_of,
+    estimate_as_json,
+    varied_between,
+)
 from sim.experiments.run_options import (
     POLICY_HELP,
     RUNS_MAX,
@@ -17,6 +27,9 @@ from sim.experiments.run_options import (
     named_policies,
     run_settings,
 )
+from sim.measurement.assumptions import assumptions_of
+from sim.measurement.intervals import estimated
+from sim.measurement.measures import figures_of, rounded
 from sim.output import open_folder
 from sim.reports.sweep_report import sweep_page, sweep_report, sweep_table
 from sim.traces.formats import open_trace
@@ -27,7 +40,8 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
     parser = subparsers.add_parser(
         "sweep",
         help="configurations at rising rates: latency over load",
-        description="Replay TRACE under every configuration at every rate.",
+        description="Replay TRACE under every configuration at every rate, then other traffic "
+        "like it, as sim compare does.",
         allow_abbrev=False,
     )
     add_run_options(parser)
@@ -40,7 +54,6 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
         metavar="R,R,...",
         help="requests per second; the trace's arrivals are moved closer or further apart",
     )
-    add("--seed", type=int, default=1, help="decides everything that is drawn (1)")
     add_experiment_options(parser)
     parser.set_defaults(run=run)
 
@@ -51,36 +64,76 @@ def run(options: argparse.Namespace) -> int:
         print("sim: --rates says how fast requests arrive, not --speed", file=sys.stderr)
         return 2
     policies = named_policies(options.config)
-    print(f"seed {options.seed}", flush=True)
+    print(f"seeds {options.seed} to {options.seed + options.seeds - 1}", flush=True)
     folder = open_folder(options)
     base = run_settings(options, policies[0], options.seed)
     trace_rate = mean_rate(open_trace(Path(base.trace), base.read), base.requests_max)
-    runs = [msgspec.structs.replace(base, policy=policy) for policy in policies]
-    what_was_run = conditions(*runs)
+    what_was_run = conditions(*(replace(base, policy=policy) for policy in policies))
     del what_was_run["speed"]
     points = [(rate, policy) for rate in options.rates for policy in policies]
+    # Seed by seed, so that an interrupted sweep has all points under as many seeds.
+    jobs = [
+        replace(
+            run_settings(options, policy, options.seed + repetition, repetition),
+            speed=rate / trace_rate,
+        )
+        for repetition in range(options.seeds)
+        for rate, policy in points
+    ]
 
     def summary(results: Results) -> dict[str, Any]:
+        told: list[dict[str, Any]] = []
+        for at, (rate, policy) in enumerate(points):
+            found = [results[job] for job in range(at, len(jobs), len(points)) if job in results]
+            # The first is the trace as it is.
+            if at in results:
+                told.append({"rate": rate, "config": policy.name} | _point(found))
         return {
-            "seed": options.seed,
+            "first_seed": options.seed,
+            "seeds": max((point["seeds"] for point in told), default=0),
+            "varied": max((point["varied"] for point in told), key=len, default=""),
+            "generated": any(one.summary["traffic"]["generated"] for one in results.values()),
             "trace_rate": trace_rate,
             "conditions": what_was_run,
-            "points": [
-                {"rate": points[at][0], "config": points[at][1].name, **results[at].summary}
+            "assumptions": assumptions_of(kind.profile for kind in jobs[0].cluster.pods),
+            "points": told,
+            "runs": [
+                {
+                    "rate": points[at % len(points)][0],
+                    "config": jobs[at].policy.name,
+                    "seed": jobs[at].seed,
+                    **results[at].summary,
+                }
                 for at in sorted(results)
             ],
         }
 
     return Experiment(
         title="sweep",
-        jobs=[
-            msgspec.structs.replace(base, policy=policy, speed=rate / trace_rate)
-            for rate, policy in points
-        ],
+        jobs=jobs,
         summary=summary,
         table=sweep_table,
         reports=lambda told, _: {"report.md": sweep_report(told), "report.html": sweep_page(told)},
     ).carry_out(folder, workers=options.workers)
+
+
+def _point(runs: Sequence[Result]) -> dict[str, Any]:
+    """One configuration at one rate, over the seeds under which it has run."""
+    varied = varied_between(runs)
+    figures = [figures_of(one.summary) for one in runs]
+    sent = [one.summary["requests_per_s"] or math.nan for one in runs]
+    return {
+        "seeds": len(runs),
+        "varied": varied.over,
+        "requests": ended_of(runs),
+        "requests_per_s": rounded(estimated(sent, varied).value),
+        "bad_lines": runs[0].summary["bad_lines"],
+        "goodput": runs[0].summary["goodput"],
+        "figures": {
+            name: estimate_as_json(estimated([run[name] for run in figures], varied))
+            for name in figures[0]
+        },
+    }
 
 
 def _rates(text: str) -> tuple[float, ...]:

@@ -13,12 +13,20 @@ from msgspec import Struct
 
 from epp.core.decision.failures import FailingPlugin
 from epp.core.types import Seconds
-from sim.cluster.cluster import Fate, SimulatedRequest
+from sim.cluster.cluster import Failure, Fate, SimulatedRequest
+from sim.measurement.token_gaps import Gaps, TokenGaps
 
 Floats = npt.NDArray[np.float64]
 
 SCHEMA: Final = 1
 PERCENTILES: Final = (50, 90, 95, 99)
+WARM_UP_S_MAX: Final[Seconds] = 300.0
+"""Half of the reuse in the published traces comes within 123 s, nine tenths within 480 s."""
+WARM_UP_SHARE: Final = 0.1
+"""Of the arrivals; what is shorter than 600 s is too short to lose any."""
+WARM_UP_FROM_S: Final[Seconds] = 600.0
+_TOKENS_SHARE_MIN: Final = 0.1
+"""Of all output tokens: with fewer before the last arrival there is no steady part."""
 _DIGEST_ROW: Final = struct.Struct("<qiidddqq")
 _FATES: Final = tuple(Fate)
 
@@ -31,6 +39,22 @@ class Targets(Struct, frozen=True, kw_only=True):
 
     ttft_s: Seconds = 2.0
     tpot_s: Seconds = 0.05
+
+
+class Window(Struct, frozen=True, kw_only=True):
+    """The steady part of a run, from which throughput and the gaps between tokens are taken.
+
+    Caches start cold, and after the last arrival pods run empty: neither is how a pool serves.
+    Latencies, hits and goodput are of the requests that arrive after the warm-up.
+    """
+
+    warm_up_s: Seconds
+    """Before this nothing is counted but how requests ended."""
+    start_s: Seconds
+    end_s: Seconds
+    """The last arrival, or the end of a run that had hardly begun to answer by then."""
+    drain_s: Seconds
+    """From there to the last answer."""
 
 
 class Series(Struct, frozen=True, kw_only=True):
@@ -92,10 +116,26 @@ class Measures:
     """Takes each request as it ends. Memory: 64 bytes a completed request."""
 
     def __init__(
-        self, targets: Targets, *, predicting: bool = True, by_session: bool = False
+        self,
+        targets: Targets,
+        *,
+        predicting: bool = True,
+        by_session: bool = False,
+        warm_up_s: Seconds | None = None,
     ) -> None:
-        """`predicting`: the policy estimates caches. `by_session`: it goes by sessions alone."""
+        """`predicting`: the policy estimates caches. `by_session`: it goes by sessions alone.
+
+        `warm_up_s` is left out; None: by how long requests arrive, as the constants above say.
+        """
         self.targets = targets
+        self.gaps = TokenGaps()
+        """To be told of every step of every pod."""
+        self._warm_up_s = warm_up_s
+        self._latest_s = 0.0
+        self._lost_at_s = array("d")
+        """When those arrived that were not completed."""
+        self._too_long: dict[str, int] = {}
+        """What nothing could serve, by why, in words."""
         self._predicting = predicting
         self._by_session = by_session
         self._with_session = 0
@@ -142,9 +182,14 @@ class Measures:
             )
         )
         self._with_session += bool(request.arrival.session)
+        self._latest_s = max(self._latest_s, request.arrived_at)
         self._count_age(request)
         if fate is Fate.COMPLETE and engine is not None and request.pod is not None:
             self._count_complete(request, ttft_s, cached)
+            return
+        self._lost_at_s.append(request.arrived_at)
+        if fate is Fate.FAILED:
+            self._count_too_long(request)
 
     def series(self) -> Series:
         """The columns of what was completed."""
@@ -154,6 +199,35 @@ class Measures:
             else dict.fromkeys(self._columns, np.empty(0))
         )
 
+    def steady_series(self) -> Series:
+        """Without those that arrived during the warm-up."""
+        series = self.series()
+        return series.take(series.arrived_s >= self.warm_up_s)
+
+    @property
+    def warm_up_s(self) -> Seconds:
+        """The one in effect."""
+        if self._warm_up_s is not None:
+            return self._warm_up_s
+        if self._latest_s < WARM_UP_FROM_S:
+            return 0.0
+        return min(WARM_UP_S_MAX, WARM_UP_SHARE * self._latest_s)
+
+    def window(self) -> tuple[Window, Gaps]:
+        """The steady part, and what pods gave out in it."""
+        series = self.series()
+        ended_s = float((series.arrived_s + series.e2e_s).max()) if len(series) else 0.0
+        steady, whole = self.gaps.within(self.warm_up_s, self._latest_s), self.gaps.whole()
+        if steady.output_tokens < _TOKENS_SHARE_MIN * whole.output_tokens:
+            window = Window(warm_up_s=self.warm_up_s, start_s=0.0, end_s=ended_s, drain_s=0.0)
+            return window, whole
+        return Window(
+            warm_up_s=self.warm_up_s,
+            start_s=self.warm_up_s,
+            end_s=self._latest_s,
+            drain_s=max(0.0, ended_s - self._latest_s),
+        ), steady
+
     @property
     def digest(self) -> str:
         """Of everything that happened to every request, in order: equal only for equal runs."""
@@ -161,13 +235,16 @@ class Measures:
 
     def summary(self) -> dict[str, Any]:
         """The numbers as JSON; null where there is nothing to tell."""
-        series = self.series()
+        everything, series = self.series(), self.steady_series()
+        window, gaps = self.window()
         prompt_tokens, cached_tokens = series.prompt_tokens.sum(), series.cached_tokens.sum()
-        span_s = float((series.arrived_s + series.e2e_s).max()) if len(series) else 0.0
-        completed = max(1, len(series))
+        span_s = float((everything.arrived_s + everything.e2e_s).max()) if len(everything) else 0.0
+        length_s = window.end_s - window.start_s or math.nan
+        completed = max(1, len(everything))
         sent = sum(self.fates.values())
         loads = list(self.pods.values())
-        predicted = (self._predicted - cached_tokens, self._prediction_error)
+        bias_tokens = self._predicted - everything.cached_tokens.sum()
+        predicted = (bias_tokens, self._prediction_error)
         bias, error = (
             rounded(tokens / completed) if self._predicting else None for tokens in predicted
         )
@@ -178,19 +255,24 @@ class Measures:
             "refusals": self.refusals,
             "failures": self.failures,
             "duration_s": rounded(span_s),
+            "window": {name: rounded(getattr(window, name)) for name in Window.__struct_fields__},
             "ttft_s": distribution(series.ttft_s),
             "tpot_s": distribution(series.tpot_s),
+            "itl_s": {
+                "mean": rounded(gaps.mean_s),
+                "p50": rounded(gaps.p50_s),
+                "p99": rounded(gaps.p99_s),
+                "stall_share": rounded(gaps.stall_share),
+            },
             "e2e_s": distribution(series.e2e_s),
             "queue_s": distribution(series.queue_s),
             "prompt_tokens": int(prompt_tokens),
             "cached_tokens": int(cached_tokens),
             "output_tokens": int(series.output_tokens.sum()),
             "hit_rate": rounded(cached_tokens / prompt_tokens) if prompt_tokens else None,
-            "input_tokens_per_s": rounded(prompt_tokens / span_s) if span_s else None,
-            "output_tokens_per_s": (
-                rounded(series.output_tokens.sum() / span_s) if span_s else None
-            ),
-            "goodput": self._goodput(series, sent, span_s),
+            "input_tokens_per_s": rounded(_input_tokens(everything, window) / length_s),
+            "output_tokens_per_s": rounded(gaps.output_tokens / (gaps.duration_s or math.nan)),
+            "goodput": self._goodput(series, window),
             "imbalance": {
                 "requests": spread([load.requests for load in loads]),
                 "uncached_tokens": spread(
@@ -211,6 +293,11 @@ class Measures:
             failures[failing.name] = failures.get(failing.name, 0) + failing.failures
             did[failing.name] = failing.what
         warnings = [
+            f"{count:,} of {sent:,} requests ({count / sent:.1%}) are longer than {limit} and "
+            "failed at once: latencies and throughput do not count them."
+            for limit, count in self._too_long.items()
+        ]
+        warnings += [
             f"{name} failed {'once' if count == 1 else f'{count:,} times'}, "
             f"requests were routed without it: {did[name]}."
             for name, count in failures.items()
@@ -250,17 +337,63 @@ class Measures:
             self._age_s_sum += request.metrics_age_s
             self._ages += 1
 
-    def _goodput(self, series: Series, sent: int, span_s: Seconds) -> dict[str, float | None]:
+    def _count_too_long(self, request: SimulatedRequest) -> None:
+        """Name what limits: the profile, and by how many tokens."""
+        if request.pod is None:
+            return
+        kind = request.pod.kind
+        limits = {
+            Failure.CONTEXT: f"the context of {kind.profile.name} "
+            f"({kind.profile.max_model_len_tokens:,} tokens)",
+            Failure.KV_CACHE: f"the KV cache of {kind.profile.name} "
+            f"({kind.engine.kv_tokens:,} tokens)",
+        }
+        if request.failure in limits:
+            limit = limits[request.failure]
+            self._too_long[limit] = self._too_long.get(limit, 0) + 1
+
+    def _goodput(self, series: Series, window: Window) -> dict[str, float | None]:
+        """Of all requests that were sent after the warm-up: who was not answered was not served."""
         in_time = series.ttft_s <= self.targets.ttft_s
         # An answer of one token has no second one that could be late.
         fast = ~(series.tpot_s > self.targets.tpot_s)
         good = int(np.count_nonzero(in_time & fast))
+        lost = sum(1 for at_s in self._lost_at_s if at_s >= window.warm_up_s)
+        sent = len(series) + lost
+        length_s = window.end_s - window.start_s
         return {
             "ttft_target_s": self.targets.ttft_s,
             "tpot_target_s": self.targets.tpot_s,
             "share": rounded(good / sent) if sent else None,
-            "requests_per_s": rounded(good / span_s) if span_s else None,
+            "requests_per_s": rounded(good / length_s) if length_s else None,
         }
+
+
+def _input_tokens(series: Series, window: Window) -> float:
+    """Prompt tokens of the requests whose first token came in the window."""
+    first_s = series.arrived_s + series.ttft_s
+    inside = (first_s >= window.start_s) & (first_s <= window.end_s)
+    return float(series.prompt_tokens[inside].sum())
+
+
+def figures_of(summary: Mapping[str, Any]) -> dict[str, float]:
+    """What runs are compared by, from `Measures.summary`; NaN: this run does not have it."""
+    ttft_s = summary["ttft_s"]
+    told = {
+        "ttft_mean_s": ttft_s["mean"],
+        "ttft_p50_s": ttft_s["p50"],
+        "ttft_p90_s": ttft_s["p90"],
+        "ttft_p99_s": ttft_s["p99"],
+        "tpot_mean_s": summary["tpot_s"]["mean"],
+        "itl_mean_s": summary["itl_s"]["mean"],
+        "itl_p99_s": summary["itl_s"]["p99"],
+        "stall_share": summary["itl_s"]["stall_share"],
+        "e2e_mean_s": summary["e2e_s"]["mean"],
+        "hit_rate": summary["hit_rate"],
+        "output_tokens_per_s": summary["output_tokens_per_s"],
+        "goodput": summary["goodput"]["share"],
+    }
+    return {name: math.nan if value is None else value for name, value in told.items()}
 
 
 def ttft_of(request: SimulatedRequest) -> Seconds:

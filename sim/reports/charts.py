@@ -58,6 +58,8 @@ _GAP_MIN: Final = 0.11
 _BAR_LABEL_PX: Final = 44
 
 Points = Sequence[tuple[float, float]]
+Whiskers = Sequence[tuple[float, float, float]]
+"""(x, lower end, upper end) of intervals."""
 
 
 class Axis(Struct, frozen=True, kw_only=True):
@@ -155,8 +157,12 @@ def line_chart(
     dots: bool = False,
     size: Size = HALF,
     first_colour: int = 0,
+    whiskers: Mapping[str, Whiskers] | None = None,
 ) -> str:
-    """One line a series, in the order of `COLOURS`; `dots` marks every point."""
+    """One line a series, in the order of `COLOURS`; `dots` marks every point.
+
+    `whiskers`, by series, are drawn as far as the axis goes.
+    """
     parts = _axes(x, y, size)
     for number, points in enumerate(series.values(), start=first_colour):
         places = " ".join(
@@ -165,6 +171,14 @@ def line_chart(
         parts.append(f'<polyline points="{places}" class="{colour_of(number)}"/>')
         if dots:
             parts += _dots(points, x, y, colour_of(number), size)
+    for number, name in enumerate(series, start=first_colour):
+        for at, low, high in (whiskers or {}).get(name, ()):
+            ends = (min(max(y.share(end), 0.0), 1.0) for end in (low, high))
+            bottom, top = (f"{size.up(end):.1f}" for end in ends)
+            across = f"{size.across(x.share(at)):.1f}"
+            parts.append(
+                f'<polyline points="{across},{bottom} {across},{top}" class="{colour_of(number)}"/>'
+            )
     return chart(parts, label, size)
 
 

@@ -5,10 +5,22 @@ from typing import Any, Final
 
 import numpy as np
 
-from sim.measurement.intervals import BLOCK_S, BLOCKS_MIN, SEEDS_MIN, Difference
+from sim.measurement.intervals import Estimate
 from sim.measurement.measures import Series
 from sim.reports.charts import cdf_chart, facts_table, figure, html_table, page
-from sim.reports.report import condition_rows, markdown_table, number, seconds, share, table
+from sim.reports.page_foot import page_foot
+from sim.reports.report import (
+    condition_rows,
+    foot,
+    markdown_table,
+    number,
+    seconds,
+    share,
+    table,
+    varied_sentences,
+    warnings_of,
+    windows_sentence,
+)
 
 _LABELS: Final = {
     "ttft_mean_s": "TTFT mean",
@@ -16,12 +28,17 @@ _LABELS: Final = {
     "ttft_p90_s": "TTFT p90",
     "ttft_p99_s": "TTFT p99",
     "tpot_mean_s": "TPOT mean",
+    "itl_mean_s": "ITL mean",
+    "itl_p99_s": "ITL p99",
+    "stall_share": "stalls",
     "e2e_mean_s": "E2E mean",
     "hit_rate": "hit rate",
     "output_tokens_per_s": "output tokens/s",
+    "goodput": "within targets",
 }
-_HIGHER_IS_BETTER: Final = frozenset({"hit_rate", "output_tokens_per_s"})
+_HIGHER_IS_BETTER: Final = frozenset({"hit_rate", "output_tokens_per_s", "goodput"})
 """Of the other measures lower is."""
+_SHARES: Final = frozenset({"hit_rate", "goodput", "stall_share"})
 
 _MULTIPLE_MIN: Final = 10
 _SHARE_MIN: Final = 0.001
@@ -33,20 +50,21 @@ _NO_DIFFERENCE: Final = "no significant difference"
 _UNKNOWN: Final = "not enough to tell from"
 
 
-def verdict(measure: str, found: Difference) -> str:
-    """In words: better or worse than the reference, or why one cannot be sure of either."""
+def verdict(measure: str, found: Estimate) -> str:
+    """A difference from the reference in words: better or worse, or why one cannot be sure."""
     if found.lacking:
         return f"{_UNKNOWN}: {found.lacking}"
     if not found.significant:
         return _NO_DIFFERENCE
-    return _BETTER if (found.difference > 0) == (measure in _HIGHER_IS_BETTER) else _WORSE
+    return _BETTER if (found.value > 0) == (measure in _HIGHER_IS_BETTER) else _WORSE
 
 
 def _rows(summary: dict[str, Any]) -> list[list[str]]:
     rows = [["", *summary["configs"]]]
     for measure, label in _LABELS.items():
         values = [
-            _shown(measure, config["mean"][measure]) for config in summary["configs"].values()
+            shown(measure, config["figures"][measure]["value"])
+            for config in summary["configs"].values()
         ]
         rows.append([label, *values])
     lost = [not_complete(config["requests"]) for config in summary["configs"].values()]
@@ -86,8 +104,9 @@ def _reason(found: dict[str, Any]) -> str:
     return reason if word == _UNKNOWN else ""
 
 
-def _shown(measure: str, value: float | None) -> str:
-    if measure == "hit_rate":
+def shown(measure: str, value: float | None) -> str:
+    """A figure in its unit."""
+    if measure in _SHARES:
         return share(value)
     return seconds(value) if measure.endswith("_s") and "tokens" not in measure else number(value)
 
@@ -96,8 +115,8 @@ def _signed(measure: str, value: float | None) -> str:
     """A difference in the unit of its measure: points of per cent for a share."""
     if value is None:
         return "-"
-    shown = f"{100 * value:.1f} points" if measure == "hit_rate" else _shown(measure, value)
-    return f"+{shown}" if value > 0 else shown
+    told = f"{100 * value:.1f} points" if measure in _SHARES else shown(measure, value)
+    return f"+{told}" if value > 0 else told
 
 
 def _relative(value: float | None) -> str:
@@ -174,7 +193,8 @@ def comparison_table(summary: dict[str, Any]) -> str:
     if not summary["configs"]:
         return "interrupted before every configuration had run once"
     said = "\n".join([_basis(summary), *_conclusions(summary)])
-    return f"{table(_rows(summary))}\n\n{table(_difference_rows(summary))}\n\n{said}\n"
+    warnings = "".join(f"{warning}\n\n" for warning in warnings_of(summary))
+    return f"{warnings}{table(_rows(summary))}\n\n{table(_difference_rows(summary))}\n\n{said}\n"
 
 
 def comparison_report(summary: dict[str, Any]) -> str:
@@ -183,12 +203,13 @@ def comparison_report(summary: dict[str, Any]) -> str:
     if not summary["configs"]:
         return heading + "Not every configuration has run once yet.\n"
     notes = "" if summary["complete"] else "**Not complete: only whole seeds are counted.**\n\n"
+    notes += "".join(f"**{warning}**\n\n" for warning in warnings_of(summary))
     told = [["", ""], *condition_rows(summary["conditions"])]
     conclusions = "\n".join(f"- {sentence}" for sentence in _conclusions(summary))
     return (
         f"{heading}{notes}{markdown_table(_rows(summary))}\n\n"
         f"{markdown_table(_difference_rows(summary))}\n\n{conclusions}\n\n{_basis(summary)}\n\n"
-        f"## What was run\n\n{markdown_table(told)}\n"
+        f"## What was run\n\n{markdown_table(told)}\n\n{foot(summary)}"
     )
 
 
@@ -215,29 +236,22 @@ def comparison_page(summary: dict[str, Any], columns: Sequence[Sequence[Series]]
     note = "" if summary["complete"] else " Not complete: only whole seeds are counted."
     return page(
         " against ".join(names),
-        "\n".join([*_conclusions(summary), f"{_basis(summary)}{note}"]),
+        "\n".join([*warnings_of(summary), *_conclusions(summary), f"{_basis(summary)}{note}"]),
         figure("Differences", html_table(_difference_rows(summary)))
         + f'<div class="pair">{"".join(figures)}</div>'
         + figure("Every configuration", html_table(_rows(summary)))
-        + figure("What was run", facts_table(conditions)),
+        + figure("What was run", facts_table(conditions))
+        + page_foot(summary),
     )
 
 
 def _basis(summary: dict[str, Any]) -> str:
-    differences = _differences(summary)
-    over = dict.fromkeys(found["over"] for found in differences if found["low"] is not None)
-    intervals = (
-        f"Intervals are paired over {', or '.join(over)}."
-        if over
-        else f"There are no intervals: they need {SEEDS_MIN} seeds (--seeds {SEEDS_MIN}) "
-        f"or {BLOCKS_MIN} blocks of {BLOCK_S:g} s of the trace."
-    )
-    if reasons := dict.fromkeys(filter(None, map(_reason, differences))):
-        where = "Where the verdict is a dash, there" if over else "There"
-        intervals += f" {where} is {_UNKNOWN}: {'; '.join(reasons)}."
+    reasons = dict.fromkeys(filter(None, map(_reason, _differences(summary))))
+    known = any(found["low"] is not None for found in _differences(summary))
+    lacking = ""
+    if reasons:
+        where = "Where the verdict is a dash, there" if known else "There"
+        lacking = f" {where} is {_UNKNOWN}: {'; '.join(reasons)}."
     bad_lines = summary["runs"][0]["bad_lines"]
     skipped = f" {bad_lines:,} malformed lines of the trace were skipped." if bad_lines else ""
-    return (
-        f"Seeds from {summary['first_seed']}, {summary['seeds']} of them, the same requests at "
-        f"the same times for every configuration. {intervals}{skipped}"
-    )
+    return f"{varied_sentences(summary)}{lacking}{skipped} {windows_sentence(summary)}"

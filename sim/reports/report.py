@@ -5,11 +5,19 @@ from collections.abc import Sequence
 from itertools import zip_longest
 from typing import Any, Final
 
+from sim.measurement.assumptions import NOT_MODELLED
+from sim.measurement.token_gaps import STALL_MEDIANS
+
+CONSTANTS: Final = (
+    "Elsewhere they may be anywhere in their range, or outside; a profile of your own says others "
+    "(--profile)."
+)
 _NOTHING_SAID: Final = {
     "trace_format": "found by content",
     "block_tokens": "as the trace or its format says",
     "requests_max": "all",
     "config_hashes": "a baseline",
+    "warm_up_s": "by how long requests arrive",
 }
 """What it means that a condition is not there."""
 
@@ -35,6 +43,7 @@ _CONDITIONS: Final = {
     "abort_share": "share of impatient clients",
     "abort_after_s": "their mean patience",
     "faults_per_hour": "faults an hour",
+    "warm_up_s": "warm-up that is left out",
     "check": "invariants are checked",
 }
 """How people read the names of conditions; those that are words already are not here."""
@@ -112,6 +121,30 @@ def latency_rows(summary: dict[str, Any]) -> list[list[str]]:
     return rows
 
 
+def itl_row(summary: dict[str, Any]) -> list[str]:
+    """The gaps between tokens, in words: their percentiles are those of tokens, not of requests."""
+    itl = summary["itl_s"]
+    told = f"mean {seconds(itl['mean'])}, p99 {seconds(itl['p99'])}"
+    if itl["p50"] is not None:
+        told += (
+            f", {share(itl['stall_share'])} stalls (longer than {STALL_MEDIANS} medians, "
+            f"{seconds(STALL_MEDIANS * itl['p50'])})"
+        )
+    return ["time between tokens", told]
+
+
+def window_row(summary: dict[str, Any]) -> list[str]:
+    """What the figures are of, and what was left out."""
+    window = summary["window"]
+    start, end = (seconds(window[name]) for name in ("start_s", "end_s"))
+    warm_up = window["warm_up_s"]
+    left_out = f"{seconds(warm_up)} of warm-up" if warm_up else "no warm-up"
+    return [
+        "throughput over",
+        f"{start} to {end}; left out: {left_out}, {seconds(window['drain_s'])} of drain",
+    ]
+
+
 def fact_rows(summary: dict[str, Any]) -> list[list[str]]:
     """Everything else that is one number."""
     counts = summary["requests"]
@@ -124,6 +157,8 @@ def fact_rows(summary: dict[str, Any]) -> list[list[str]]:
         *([["refused", _reasons(summary["refusals"])]] if summary["refusals"] else []),
         *([["failed", _reasons(summary["failures"])]] if summary["failures"] else []),
         ["hit rate", f"{share(summary['hit_rate'])} of prompt tokens"],
+        itl_row(summary),
+        window_row(summary),
         ["output", f"{number(summary['output_tokens_per_s'])} tokens/s"],
         ["input", f"{number(summary['input_tokens_per_s'])} tokens/s"],
         [
@@ -135,7 +170,6 @@ def fact_rows(summary: dict[str, Any]) -> list[list[str]]:
         *_estimate_rows(summary["prediction"]["mean_absolute_error_tokens"]),
         ["age of metrics at a decision", seconds(summary["metrics_age_s"])],
         ["preemptions", f"{summary['preemptions']:,}"],
-        *[["warning", warning] for warning in summary["warnings"]],
         *([["malformed lines skipped", f"{bad_lines:,}"]] if bad_lines else []),
         ["digest", summary["digest"]],
     ]
@@ -163,7 +197,22 @@ def run_table(summary: dict[str, Any]) -> str:
     rows = fact_rows(summary)
     width = max(len(name) for name, _ in rows)
     facts = "\n".join(f"{name:<{width}}  {value}" for name, value in rows)
-    return f"{table(latency_rows(summary))}\n\n{facts}\n"
+    warnings = "".join(f"{warning}\n\n" for warning in summary["warnings"])
+    return f"{warnings}{table(latency_rows(summary))}\n\n{facts}\n"
+
+
+def warnings_of(summary: dict[str, Any]) -> list[str]:
+    """What would mislead whoever reads a comparison or a sweep: of the first seed, each once."""
+    told: dict[str, dict[str, None]] = {}
+    configs = {run["config"]: None for run in summary["runs"]}
+    for run in summary["runs"]:
+        if run["seed"] == summary["first_seed"]:
+            for warning in run["warnings"]:
+                told.setdefault(warning, {})[run["config"]] = None
+    return [
+        warning if names == configs else f"{', '.join(names)}: {warning}"
+        for warning, names in told.items()
+    ]
 
 
 def run_report(summary: dict[str, Any]) -> str:
@@ -181,7 +230,62 @@ def run_report(summary: dict[str, Any]) -> str:
         f"Seed {summary['seed']}, {conditions['pods']} pods.\n\n"
         f"{markdown_table(latency_rows(summary))}\n\n{markdown_table(rows)}\n\n"
         f"{markdown_table(pods)}\n\n## What was run\n\n"
-        f"{markdown_table([['', ''], *condition_rows(conditions)])}\n"
+        f"{markdown_table([['', ''], *condition_rows(conditions)])}\n\n{foot(summary)}"
+    )
+
+
+def varied_sentences(summary: dict[str, Any]) -> str:
+    """What was varied between the seeds of a comparison or a sweep, and what intervals mean."""
+    first, seeds = summary["first_seed"], summary["seeds"]
+    alike = "the same for every configuration"
+    if seeds == 1:
+        return (
+            f"Seed {first}, one seed: nothing was varied, and how far other traffic would differ is "
+            "not known (--seeds)."
+        )
+    if summary["generated"]:
+        return (
+            f"Seeds {first} to {first + seeds - 1}: each draws the traffic anew, and scrapes and "
+            f"ties, {alike}. Figures are means over {summary['varied']}; a 95 % interval holds the "
+            "mean over ever more of them, 19 times out of 20."
+        )
+    return (
+        f"Seed {first} replays the trace as it was recorded: its figures are shown. Each other one "
+        f"replays a resample of it, with scrapes and ties of its own, {alike}. A 95 % interval, over "
+        f"{summary['varied']}, says how far the figure may be off for such traffic at large; what "
+        "never happens in this trace it does not know."
+    )
+
+
+def assumption_rows(summary: dict[str, Any]) -> list[list[str]]:
+    """The constants that come from one set-up, with their ranges; the first row is the head."""
+    rows = [["constant", "here", "range", "source"]]
+    for one in summary["assumptions"]:
+        unit = f" {one['unit']}" if one["unit"] else ""
+        values = ", ".join(dict.fromkeys(f"{value:g}{unit}" for value in one["values"].values()))
+        between = f"{one['low']:g} to {one['high']:g}{unit}"
+        rows.append([f"{one['says']}, {one['constant']}", values, between, one["source"]])
+    return rows
+
+
+def foot(summary: dict[str, Any]) -> str:
+    """The end of a report.md: what no figure of it holds."""
+    left_out = "\n".join(f"- {sentence}" for sentence in NOT_MODELLED)
+    return (
+        f"## What is not modelled\n\n{left_out}\n\n## Constants from one set-up\n\n{CONSTANTS}\n\n"
+        f"{markdown_table(assumption_rows(summary))}\n"
+    )
+
+
+def windows_sentence(summary: dict[str, Any]) -> str:
+    """What was left out of the figures of a comparison or a sweep."""
+    warm_up = max(run["window"]["warm_up_s"] for run in summary["runs"])
+    drain = max(run["window"]["drain_s"] for run in summary["runs"])
+    left_out = f"{seconds(warm_up)} of warm-up" if warm_up else "no warm-up"
+    return (
+        f"Left out: {left_out} and, of throughput and gaps between tokens, the drain after the last "
+        f"arrival, up to {seconds(drain)}. ITL is the time between two tokens, a stall one of more "
+        f"than {STALL_MEDIANS} medians."
     )
 
 

@@ -25,6 +25,7 @@ from sim.reports.charts import (
     scatter_chart,
     scrolling,
 )
+from sim.reports.page_foot import page_foot
 from sim.reports.report import condition_rows, fact_rows, number, seconds, share
 
 _WINDOWS: Final = 40
@@ -59,11 +60,13 @@ def run_page(summary: dict[str, Any], series: Series, decisions: Path | None) ->
         _explorer(decisions),
         figure("In numbers", facts_table(fact_rows(summary))),
         figure("What was run", facts_table(rows)),
+        page_foot(summary),
     ]
     note = "" if summary["complete"] else " Interrupted: only what had ended is shown."
+    said = f"{conditions['pods']} simulated pods, seed {summary['seed']}.{note}"
     return page(
         f"{summary['config']} on {conditions['trace']}",
-        f"{conditions['pods']} simulated pods, seed {summary['seed']}.{note}",
+        "\n".join([*summary["warnings"], said]),
         "\n".join(body),
         script=_SCRIPT if decisions is not None else "",
     )
@@ -73,6 +76,7 @@ def _facts(summary: dict[str, Any]) -> list[tuple[str, str]]:
     return [
         ("TTFT mean", seconds(summary["ttft_s"]["mean"])),
         ("TTFT p90", seconds(summary["ttft_s"]["p90"])),
+        ("ITL p99", seconds(summary["itl_s"]["p99"])),
         ("TPOT mean", seconds(summary["tpot_s"]["mean"])),
         ("hit rate", share(summary["hit_rate"])),
         ("requests", f"{summary['requests']['sent']:,}"),

@@ -1,18 +1,31 @@
 """How a sweep is told: a table, report.md, and a page of hockey sticks."""
 
+import math
 from collections.abc import Sequence
 from typing import Any, Final
 
-from sim.reports.charts import Axis, Points, facts_table, figure, html_table, line_chart, page
-from sim.reports.compare_report import not_complete
+from sim.reports.charts import (
+    Axis,
+    Points,
+    Whiskers,
+    facts_table,
+    figure,
+    html_table,
+    line_chart,
+    page,
+)
+from sim.reports.compare_report import not_complete, shown
+from sim.reports.page_foot import page_foot
 from sim.reports.report import (
     condition_rows,
+    foot,
     markdown_table,
     number,
-    seconds,
-    share,
     table,
     targets,
+    varied_sentences,
+    warnings_of,
+    windows_sentence,
 )
 
 _REACHED: Final = 0.95
@@ -21,16 +34,23 @@ _REACHED: Final = 0.95
 
 def sweep_table(summary: dict[str, Any]) -> str:
     """For the terminal."""
-    return f"{table(_rows(summary))}\n\n{_basis(summary)}\n"
+    intervals = _interval_rows(summary)
+    told = f"{table(intervals)}\n\n" if intervals else ""
+    warnings = "".join(f"{warning}\n\n" for warning in warnings_of(summary))
+    return f"{warnings}{table(_rows(summary))}\n\n{told}{_basis(summary)}\n"
 
 
 def sweep_report(summary: dict[str, Any]) -> str:
     """report.md of a sweep."""
     notes = "" if summary["complete"] else "**Not complete.**\n\n"
+    notes += "".join(f"**{warning}**\n\n" for warning in warnings_of(summary))
     told = [["", ""], *condition_rows(summary["conditions"])]
+    intervals = _interval_rows(summary)
+    sure = f"## 95 % intervals\n\n{markdown_table(intervals)}\n\n" if intervals else ""
     return (
         f"# Sweep of {summary['conditions']['trace']}\n\n{notes}{_basis(summary)}\n\n"
-        f"{markdown_table(_rows(summary))}\n\n## What was run\n\n{markdown_table(told)}\n"
+        f"{markdown_table(_rows(summary))}\n\n{sure}"
+        f"## What was run\n\n{markdown_table(told)}\n\n{foot(summary)}"
     )
 
 
@@ -39,21 +59,27 @@ def sweep_page(summary: dict[str, Any]) -> str:
     points = summary["points"]
     names = list(dict.fromkeys(point["config"] for point in points))
     figures = [
-        _over_rate(points, names, ("ttft_s", "p90"), "TTFT p90", "s", logarithmic=True),
-        _over_rate(points, names, ("ttft_s", "mean"), "TTFT mean", "s", logarithmic=True),
-        _over_rate(points, names, ("tpot_s", "mean"), "TPOT mean", "s"),
-        _over_rate(points, names, ("output_tokens_per_s",), "output tokens", "tokens/s"),
-        _over_rate(points, names, ("hit_rate",), "prompt tokens from the cache", "%"),
-        _over_rate(points, names, ("goodput", "share"), "requests within targets", "%"),
+        _over_rate(points, names, "ttft_p90_s", "TTFT p90", "s", logarithmic=True),
+        _over_rate(points, names, "ttft_mean_s", "TTFT mean", "s", logarithmic=True),
+        _over_rate(points, names, "tpot_mean_s", "TPOT mean", "s"),
+        _over_rate(points, names, "itl_p99_s", "time between tokens p99", "s"),
+        _over_rate(points, names, "output_tokens_per_s", "output tokens", "tokens/s"),
+        _over_rate(points, names, "hit_rate", "prompt tokens from the cache", "%"),
+        _over_rate(points, names, "goodput", "requests within targets", "%"),
     ]
+    intervals = _interval_rows(summary)
     rows = condition_rows(summary["conditions"])
     note = "" if summary["complete"] else " Not complete."
     return page(
         f"Sweep of {summary['conditions']['trace']}",
-        f"The same requests at rising rates. {_basis(summary)}{note}",
+        "\n".join(
+            [*warnings_of(summary), f"The same requests at rising rates. {_basis(summary)}{note}"]
+        ),
         f'<div class="pair">{"".join(figures)}</div>'
         + figure("In numbers", html_table(_rows(summary)))
-        + figure("What was run", facts_table(rows)),
+        + (figure("95 % intervals", html_table(intervals)) if intervals else "")
+        + figure("What was run", facts_table(rows))
+        + page_foot(summary),
     )
 
 
@@ -66,35 +92,65 @@ def _rows(summary: dict[str, Any]) -> list[list[str]]:
             "TTFT\nmean",
             "TTFT\np90",
             "TPOT\nmean",
+            "ITL\np99",
             "output\ntokens/s",
             "hit\nrate",
             "within\ntargets",
             "not complete",
         ]
     ]
-    rows.extend(
-        [
-            point["config"],
-            f"{point['rate']:g}",
-            number(point["requests_per_s"]),
-            seconds(point["ttft_s"]["mean"]),
-            seconds(point["ttft_s"]["p90"]),
-            seconds(point["tpot_s"]["mean"]),
-            number(point["output_tokens_per_s"]),
-            share(point["hit_rate"]),
-            share(point["goodput"]["share"]),
-            not_complete(point["requests"]),
-        ]
-        for point in summary["points"]
-    )
+    for point in summary["points"]:
+        value = {name: found["value"] for name, found in point["figures"].items()}
+        rows.append(
+            [
+                point["config"],
+                f"{point['rate']:g}",
+                number(point["requests_per_s"]),
+                *(shown(name, value[name]) for name in ("ttft_mean_s", "ttft_p90_s")),
+                *(shown(name, value[name]) for name in ("tpot_mean_s", "itl_p99_s")),
+                *(shown(name, value[name]) for name in ("output_tokens_per_s", "hit_rate")),
+                shown("goodput", value["goodput"]),
+                not_complete(point["requests"]),
+            ]
+        )
     return rows
+
+
+def _interval_rows(summary: dict[str, Any]) -> list[list[str]]:
+    """Nothing where there is too little to tell from."""
+    names = ("ttft_mean_s", "ttft_p90_s", "output_tokens_per_s", "goodput")
+    rows = [
+        [
+            "95 % intervals",
+            "requests/s",
+            "TTFT mean",
+            "TTFT p90",
+            "output tokens/s",
+            "within targets",
+        ]
+    ]
+    for point in summary["points"]:
+        told = [_between(name, point["figures"][name]) for name in names]
+        if any(found != "-" for found in told):
+            rows.append([point["config"], f"{point['rate']:g}", *told])
+    return rows if len(rows) > 1 else []
+
+
+def _between(name: str, found: dict[str, float | None]) -> str:
+    low, high = found["low"], found["high"]
+    if low is None or high is None:
+        return "-"
+    # Half a width on both sides may reach beyond what there can be.
+    highest = 1.0 if name == "goodput" else math.inf
+    return f"{shown(name, max(low, 0.0))} to {shown(name, min(high, highest))}"
 
 
 def _basis(summary: dict[str, Any]) -> str:
     points = summary["points"]
+    if not points:
+        return "No point has run yet."
     told = (
-        f"Seed {summary['seed']}, one seed: how far another would differ is not known here "
-        f"(sim compare has intervals). The trace itself has {summary['trace_rate']:.3g} requests/s."
+        f"{varied_sentences(summary)} The trace itself has {summary['trace_rate']:.3g} requests/s."
     )
     missed = [point for point in points if _sent_per_s(point) < _REACHED * point["rate"]]
     if missed:
@@ -103,9 +159,8 @@ def _basis(summary: dict[str, Any]) -> str:
             f" Not reached: {rates} requests/s, because requests of the trace wait for answers to "
             "others; points are drawn at the rate that was sent."
         )
-    if points:
-        told += f" Within targets: {targets(points[0]['goodput'])}."
-    lines = max((point["bad_lines"] for point in points), default=0)
+    told += f" Within targets: {targets(points[0]['goodput'])}. {windows_sentence(summary)}"
+    lines = max(point["bad_lines"] for point in points)
     if lines:
         told += f" {lines:,} malformed lines of the trace were skipped."
     return told
@@ -114,22 +169,30 @@ def _basis(summary: dict[str, Any]) -> str:
 def _over_rate(
     points: Sequence[dict[str, Any]],
     names: Sequence[str],
-    path: Sequence[str],
+    figure_name: str,
     what: str,
     unit: str,
     *,
     logarithmic: bool = False,
 ) -> str:
-    """A figure; what is told in per cent is a share of one in the summary."""
+    """A figure with its intervals; what is told in per cent is a share of one in the summary."""
     factor = 100 if unit == "%" else 1
     series: dict[str, Points] = {}
+    whiskers: dict[str, Whiskers] = {}
     for name in names:
-        series[name] = [
-            (_sent_per_s(point), factor * value)
+        found = [
+            (_sent_per_s(point), point["figures"][figure_name])
             for point in points
-            if point["config"] == name and (value := _at(point, path)) is not None
+            if point["config"] == name and point["figures"][figure_name]["value"] is not None
+        ]
+        series[name] = [(at, factor * one["value"]) for at, one in found]
+        whiskers[name] = [
+            (at, factor * one["low"], factor * one["high"])
+            for at, one in found
+            if one["low"] is not None
         ]
     known = [value for line in series.values() for _, value in line]
+    known += [high for line in whiskers.values() for _, _, high in line]
     caption = f"{what[0].upper()}{what[1:]} over the rate"
     sent = [_sent_per_s(point) for point in points]
     y = Axis.over(known, unit=unit, title=what, logarithmic=logarithmic)
@@ -139,6 +202,7 @@ def _over_rate(
         y=Axis(low=0, high=100, unit=unit, title=what) if unit == "%" else y,
         label=caption,
         dots=True,
+        whiskers=whiskers,
     )
     return figure(caption, drawing, names)
 
@@ -146,10 +210,3 @@ def _over_rate(
 def _sent_per_s(point: dict[str, Any]) -> float:
     """As asked where all requests came at once."""
     return float(point["requests_per_s"] or point["rate"])
-
-
-def _at(point: dict[str, Any], path: Sequence[str]) -> float | None:
-    value: Any = point
-    for name in path:
-        value = value[name]
-    return None if value is None else float(value)

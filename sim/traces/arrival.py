@@ -22,7 +22,9 @@ class Arrival(Struct, frozen=True, kw_only=True, gc=False):
     prompt_tokens: int
     """At least 1."""
     output_tokens: int
-    """At least 1."""
+    """At least 1. How long the answer is: only the pod that makes it knows."""
+    output_tokens_max: int | None = None
+    """The limit that the client sent, where the trace has it; None: it sent none."""
     blocks: tuple[int, ...] = ()
     """Unsigned 64-bit ids. Tokens behind the last block belong to this request alone."""
     block_tokens: int = 0

@@ -22,6 +22,8 @@ from sim.traces.blocks import (
     check_ids,
 )
 from sim.traces.reading import LineFormat, Parse, ReadOptions
+from sim.traces.standard import Drawing
+from sim.traces.workloads import Generated
 
 FORMAT_NAME: Final = "homing-capture"
 VERSION: Final = 1
@@ -41,6 +43,8 @@ class CaptureHeader(Struct, kw_only=True, omit_defaults=True):
     """Of the blocks in `blocks`."""
     source: str = ""
     """Free text: what was captured or converted."""
+    workload: Drawing | None = None
+    """What the requests were drawn from; None: they were recorded."""
 
 
 class CaptureLine(Struct, kw_only=True, omit_defaults=True, gc=False):
@@ -49,6 +53,7 @@ class CaptureLine(Struct, kw_only=True, omit_defaults=True, gc=False):
     time_s: float
     prompt_tokens: Tokens
     output_tokens: TokenCount
+    output_tokens_max: _Positive | None = None
     blocks: bytes = b""
     """Eight bytes, little-endian, for each block; base64 in the file."""
     parts: tuple[tuple[BlockId, _Positive], ...] = ()
@@ -114,7 +119,14 @@ class Salt:
 class CaptureWriter:
     """Writes a capture line by line; the file stays the caller's."""
 
-    def __init__(self, file: BinaryIO, *, block_tokens: int = 64, source: str = "") -> None:
+    def __init__(
+        self,
+        file: BinaryIO,
+        *,
+        block_tokens: int = 64,
+        source: str = "",
+        workload: Drawing | None = None,
+    ) -> None:
         """Write the header at once."""
         self._file = file
         self._encode = msgspec.json.Encoder().encode
@@ -123,7 +135,11 @@ class CaptureWriter:
         """Index of an arrival -> its place in this file; -1: it is not here."""
         self.lines = 0
         header = CaptureHeader(
-            format=FORMAT_NAME, version=VERSION, block_tokens=block_tokens, source=source
+            format=FORMAT_NAME,
+            version=VERSION,
+            block_tokens=block_tokens,
+            source=source,
+            workload=workload,
         )
         # Format and version are never left out: they have no defaults.
         self._file.write(self._encode(header) + b"\n")
@@ -145,6 +161,8 @@ class CaptureWriter:
             time_s=round(arrival.time_s, 6),
             prompt_tokens=arrival.prompt_tokens,
             output_tokens=arrival.output_tokens,
+            # Zero is a limit too, under which nothing is made; captures have none of it.
+            output_tokens_max=arrival.output_tokens_max or None,
             model=arrival.model,
             adapter=arrival.adapter,
             cache_salt=salt.name(arrival.cache_salt) if salt else arrival.cache_salt,
@@ -175,13 +193,23 @@ class CaptureWriter:
         self._places[index] = self.lines
 
 
-def _capture(first: bytes, options: ReadOptions) -> Parse:
+def _header(first: bytes) -> CaptureHeader:
     header = msgspec.json.decode(first, type=CaptureHeader)
     if header.format != FORMAT_NAME or header.version != VERSION:
         raise FieldError(
             "version",
             f"Expected {FORMAT_NAME} version {VERSION}, got {header.format} {header.version}",
         )
+    return header
+
+
+def _generated(first: bytes) -> Generated | None:
+    drawing = _header(first).workload
+    return None if drawing is None else drawing.generated()
+
+
+def _capture(first: bytes, options: ReadOptions) -> Parse:
+    header = _header(first)
     check_block_tokens(header.block_tokens)
     decode = msgspec.json.Decoder(CaptureLine).decode
 
@@ -208,6 +236,7 @@ def _capture(first: bytes, options: ReadOptions) -> Parse:
             time_s=line.time_s,
             prompt_tokens=line.prompt_tokens,
             output_tokens=max(1, line.output_tokens),
+            output_tokens_max=line.output_tokens_max,
             blocks=blocks,
             block_tokens=header.block_tokens if blocks and not lengths else 0,
             lengths=lengths,
@@ -231,4 +260,5 @@ CAPTURE: Final = LineFormat(
     recognises=lambda line: FORMAT_NAME.encode() in line,
     parser=_capture,
     has_header=True,
+    generated=_generated,
 )

@@ -25,11 +25,10 @@ from sim.traces.inspection import Inspection, PodCeilings, Pool, Quantiles, insp
 from sim.traces.mooncake import MooncakeWriter
 from sim.traces.openai_requests import OPENAI
 from sim.traces.reading import LineFormat, ReadOptions, Trace
-from sim.traces.standard import STANDARD
-from sim.traces.workloads import OpenLoad, Stage, Workload, arrivals
+from sim.traces.standard import STANDARD, Drawing
+from sim.traces.workloads import ClosedLoad
 
 _PODS_MAX: Final = 1000
-_FOREVER_S: Final = 1e9
 _SALT_BYTES: Final = 32
 _ESTIMATES: Final = (
     *("ceilings.per_pod", "ceilings.one_cache_at_capacity", "ceilings.per_pod_at_capacity"),
@@ -218,30 +217,32 @@ def _inspect(options: argparse.Namespace, console: Console) -> int:
 
 
 def _generate(options: argparse.Namespace, console: Console) -> int:
-    workload = _adjusted(STANDARD[options.kind], options)
+    drawing = _drawing(options)
+    stream = drawing.generated().arrivals(drawing.seed)
     _say_seed(console, options)
-    stream = arrivals(workload, options.seed, options.requests)
     with _new_file(options.out, replace=options.force) as file:
         source = f"sim trace generate {options.kind}, seed {options.seed}"
-        writer = CaptureWriter(file, source=source)
+        writer = CaptureWriter(file, source=source, workload=drawing)
         for arrival in _shown(stream, "Writing", lambda: options.requests):
             writer.write_arrival(arrival)
     _say_written(console, options, writer.lines, {"seed": options.seed, "kind": options.kind})
     return 0
 
 
-def _adjusted(workload: Workload, options: argparse.Namespace) -> Workload:
-    load = workload.load
+def _drawing(options: argparse.Namespace) -> Drawing:
     if options.duration and not options.rate:
         raise _OptionsError("--duration needs --rate.")
-    if options.rate:
-        duration_s = options.duration or (_FOREVER_S if options.requests else 300.0)
-        load = OpenLoad(stages=(Stage(rate_per_s=options.rate, duration_s=duration_s),))
-    if options.burstiness is not None:
-        if not isinstance(load, OpenLoad):
-            raise _OptionsError(f"--burstiness needs --rate: {options.kind} waits for its answers.")
-        load = msgspec.structs.replace(load, burstiness=options.burstiness)
-    return msgspec.structs.replace(workload, load=load)
+    waits = isinstance(STANDARD[options.kind].load, ClosedLoad)
+    if options.burstiness is not None and waits and not options.rate:
+        raise _OptionsError(f"--burstiness needs --rate: {options.kind} waits for its answers.")
+    return Drawing(
+        kind=options.kind,
+        seed=options.seed,
+        requests=options.requests,
+        rate_per_s=options.rate,
+        duration_s=options.duration,
+        burstiness=options.burstiness,
+    )
 
 
 def _convert(options: argparse.Namespace, console: Console) -> int:

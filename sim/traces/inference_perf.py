@@ -6,28 +6,27 @@ types, sweeps and media are refused by the name of the field. Texts are drawn an
 sharing are the file's, the words are not.
 """
 
-from collections.abc import Iterator
 from typing import Annotated, Any, Final, Literal
 
 import msgspec
 import yaml
 from msgspec import Meta, Struct, field
 
-from sim.traces.arrival import Arrival, FieldError
+from sim.traces.arrival import FieldError
 from sim.traces.lengths import Kind, Spread, fixed
-from sim.traces.reading import DocumentFormat, ReadOptions
+from sim.traces.reading import DocumentFormat
 from sim.traces.workloads import (
     Adapters,
     ClosedLoad,
     Concurrency,
     Content,
     Conversations,
+    Generated,
     Lengths,
     OpenLoad,
     SharedPrefix,
     Stage,
     Workload,
-    arrivals,
 )
 
 _NUMBER_MAX: Final = 1_000_000_000
@@ -114,8 +113,8 @@ class _Document(Struct):
     load: _Load
 
 
-def workload_of(document: bytes) -> tuple[Workload, int | None]:
-    """What the file describes, and the seed that it names. Raises `FieldError`."""
+def workload_of(document: bytes) -> Generated:
+    """What the file describes, with the seed that it names. Raises `FieldError`."""
     try:
         tree = yaml.safe_load(document)
     except (yaml.YAMLError, ValueError) as problem:  # ValueError: a day that no calendar has
@@ -140,12 +139,13 @@ def workload_of(document: bytes) -> tuple[Workload, int | None]:
     seed = load.base_seed
     if data.conversation_replay is not None and data.conversation_replay.seed is not None:
         seed = data.conversation_replay.seed
-    return Workload(
+    workload = Workload(
         content=_content(data),
         load=_load(load, stages),
         adapters=Adapters(weights=splits),
         source="inference-perf",
-    ), seed
+    )
+    return Generated(workload=workload, seed=seed)
 
 
 def _load(load: _Load, stages: tuple[Stage | Concurrency, ...]) -> OpenLoad | ClosedLoad:
@@ -228,15 +228,9 @@ def _spread(distribution: _Distribution | None, otherwise: float, where: str) ->
         raise FieldError(field, problem.expected) from None
 
 
-def _arrivals(document: bytes, options: ReadOptions) -> Iterator[Arrival]:
-    workload, seed = workload_of(document)
-    return arrivals(workload, options.seed if seed is None else seed)
-
-
 INFERENCE_PERF: Final = DocumentFormat(
     name="inference-perf",
     says="kubernetes-sigs/inference-perf YAML: requests are made from its parameters",
     recognises=lambda head: b"\ndata:" in b"\n" + head and b"\nload:" in b"\n" + head,
-    arrivals=_arrivals,
-    names_seed=lambda document: workload_of(document)[1] is not None,
+    generated=workload_of,
 )

@@ -99,6 +99,7 @@ def _parser(first: bytes, options: ReadOptions) -> Parse:
             # Production counts tokens by bytes: of fewer than four there are none.
             prompt_tokens=max(1, request.prompt_tokens),
             output_tokens=line.answered_tokens() or limit,
+            output_tokens_max=request.output_tokens_max,
             blocks=tuple(array("Q", chain)),
             block_tokens=BLOCK_TOKENS,
             model=request.model,

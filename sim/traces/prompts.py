@@ -9,7 +9,8 @@ Through bytes: a text of four bytes a token for `/v1/completions`, to be parsed 
 production. A block's text begins with a token that no other place of a text has, and goes on with
 the rest of its id. The two ways agree because the text can be cut back into its blocks; a hash
 covers whole tokens, so it must cover the whole id of a block to tell it from another: with blocks
-of a multiple of 64 tokens, or of a divisor of 64, it always does.
+of a multiple of 64 tokens, or of a divisor of 64, it always does. Of stretches of any length it may
+cover one token, so that their ids must fit into one: those of generated workloads do.
 
 What follows the last block is the request's own, and so is the answer unless the trace gives it an
 id. Answers are no part of what the picker hashes.
@@ -55,6 +56,7 @@ _OWN_FIRST: Final = "!#$%&()*+,;<=>?@"
 _DIGIT_BITS: Final = 6
 _FIRST_TOKEN_IDS: Final = 2**24
 _SECOND_TOKEN_IDS: Final = 2**42
+_FIRST_TOKEN_OWN: Final = 2**22
 
 
 def model_of(arrival: Arrival) -> str:
@@ -81,7 +83,7 @@ def request_of(
         cache_salt=arrival.cache_salt,
         priority=arrival.priority,
         stream=True,
-        output_tokens_max=arrival.output_tokens,
+        output_tokens_max=arrival.output_tokens_max,
         session_id=arrival.session,
         chains={size * BYTES_PER_TOKEN: (hashes.picker_chain(size),) for size in block_tokens},
     )
@@ -120,9 +122,10 @@ def body_of(arrival: Arrival) -> bytes:
     body: dict[str, object] = {
         "model": model_of(arrival),
         "prompt": prompt_text(arrival),
-        "max_tokens": arrival.output_tokens,
         "stream": True,
     }
+    if arrival.output_tokens_max is not None:
+        body["max_tokens"] = arrival.output_tokens_max
     if arrival.cache_salt:
         body["cache_salt"] = arrival.cache_salt
     return msgspec.json.encode(body)
@@ -144,6 +147,11 @@ def prompt_text(arrival: Arrival) -> str:
         parts.append(_text(_SHARED_FIRST, block, tokens))
         left -= tokens
     if left:
+        if shortest == 1 and arrival.index >= _FIRST_TOKEN_OWN:
+            raise ValueError(
+                f"Request {arrival.index} ends in text of its own behind stretches of any length; "
+                f"expected at most {_FIRST_TOKEN_OWN:,} requests of this kind."
+            )
         parts.append(_text(_OWN_FIRST, arrival.index, left))
     return "".join(parts)
 

@@ -23,6 +23,7 @@ from msgspec import Struct
 
 from epp.core.types import Seconds
 from sim.traces.arrival import Arrival, FieldError, TraceError
+from sim.traces.workloads import Generated
 
 PROBLEMS_MAX: Final = 10
 """Bad lines that are remembered; all are counted."""
@@ -73,6 +74,9 @@ class LineFormat(Struct, frozen=True, kw_only=True):
     """The first line is no request; it is looked for among the first few."""
     token_estimate: str = ""
     """How tokens are estimated, a sentence, where lines have text; "": they have counts."""
+    generated: Callable[[bytes], Generated | None] | None = None
+    """First line -> what its requests were drawn from; may raise what a parser raises. None: lines
+    of this format are always recorded."""
 
 
 class DocumentFormat(Struct, frozen=True, kw_only=True):
@@ -82,10 +86,8 @@ class DocumentFormat(Struct, frozen=True, kw_only=True):
     says: str
     recognises: Callable[[bytes], bool]
     """By its first 64 KiB."""
-    arrivals: Callable[[bytes, ReadOptions], Iterator[Arrival]]
-    """(document, options) -> arrivals in order; may raise what a parser raises."""
-    names_seed: Callable[[bytes], bool]
-    """Whether the document says itself which seed draws it; may raise the same."""
+    generated: Callable[[bytes], Generated]
+    """Document -> what it describes; may raise what a parser raises."""
 
 
 Format: TypeAlias = LineFormat | DocumentFormat
@@ -116,12 +118,7 @@ class Trace:
         self.problems = []
         self._read = 0
         self._unread = set()
-        origin_s: float | None = None
-        for arrival in self._in_order():
-            if origin_s is None:
-                origin_s = arrival.time_s
-            time_s = arrival.time_s - origin_s
-            yield msgspec.structs.replace(arrival, time_s=time_s) if origin_s else arrival
+        return from_zero(self._in_order())
 
     def without_requests(self) -> TraceError:
         """Why an iteration to the end gave none: the first of the lines that were skipped, if any."""
@@ -140,19 +137,26 @@ class Trace:
             return sum(1 for _ in self._arrivals())
         return max(0, lines_in(self.path) - self.format.has_header)
 
+    def generated(self) -> Generated | None:
+        """What the requests are drawn from; None: they were recorded. Raises as iterating does."""
+        try:
+            if isinstance(self.format, DocumentFormat):
+                with _opened(self.path) as file:
+                    return self.format.generated(file.read(_DOCUMENT_BYTES_MAX))
+            if self.format.generated is None:
+                return None
+            line = next((line for _, line in first_lines(self.path)), b"")
+            return self.format.generated(line)
+        except MALFORMED as problem:
+            raise self._named(0, problem) from None
+
     def drawn_by_seed(self) -> bool:
         """Whether the seed of the options decides what an iteration gives.
 
         Not where requests are listed, nor where the file names its own. Raises as iterating does.
         """
-        if not isinstance(self.format, DocumentFormat):
-            return False
-        with _opened(self.path) as file:
-            document = file.read(_DOCUMENT_BYTES_MAX)
-        try:
-            return not self.format.names_seed(document)
-        except MALFORMED as problem:
-            raise self._named(0, problem) from None
+        generated = self.generated() if isinstance(self.format, DocumentFormat) else None
+        return generated is not None and generated.seed is None
 
     def _in_order(self) -> Iterator[Arrival]:
         """Sorted by time over a window of `reorder_max` arrivals."""
@@ -178,8 +182,9 @@ class Trace:
         with _opened(self.path) as file:
             try:
                 if isinstance(self.format, DocumentFormat):
-                    document = file.read(_DOCUMENT_BYTES_MAX)
-                    yield from ((0, one) for one in self.format.arrivals(document, self.options))
+                    generated = self.format.generated(file.read(_DOCUMENT_BYTES_MAX))
+                    seed = self.options.seed if generated.seed is None else generated.seed
+                    yield from ((0, one) for one in generated.arrivals(seed))
                 else:
                     yield from self._lines(file, self.format)
             except MALFORMED as problem:
@@ -240,6 +245,16 @@ class Trace:
         self.bad_lines += 1
         if len(self.problems) < PROBLEMS_MAX:
             self.problems.append(problem)
+
+
+def from_zero(arrivals: Iterator[Arrival]) -> Iterator[Arrival]:
+    """The same, the first at 0."""
+    origin_s: float | None = None
+    for arrival in arrivals:
+        if origin_s is None:
+            origin_s = arrival.time_s
+        time_s = arrival.time_s - origin_s
+        yield msgspec.structs.replace(arrival, time_s=time_s) if origin_s else arrival
 
 
 def _open_bytes(path: Path) -> BinaryIO:

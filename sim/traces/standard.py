@@ -2,8 +2,12 @@
 
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import Final
+from typing import Annotated, Final
 
+from msgspec import Meta, Struct
+from msgspec.structs import replace
+
+from sim.traces.arrival import FieldError
 from sim.traces.lengths import Spread, around, fixed
 from sim.traces.workloads import (
     Adapters,
@@ -11,6 +15,7 @@ from sim.traces.workloads import (
     ClosedLoad,
     Concurrency,
     Conversations,
+    Generated,
     Lengths,
     OpenLoad,
     SharedPrefix,
@@ -247,3 +252,39 @@ STANDARD: Final[Mapping[str, Workload]] = MappingProxyType(
     }
 )
 """Name -> workload. Those without a source are ours."""
+
+_FOREVER_S: Final = 1e9
+_DURATION_S_DEFAULT: Final = 300.0
+_Above0 = Annotated[float, Meta(gt=0, le=1e9)]
+
+
+class Drawing(Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What `sim trace generate` was asked for; its captures say it, so that it can be drawn anew."""
+
+    kind: str
+    """A name among the `STANDARD`."""
+    seed: int = 1
+    requests: Annotated[int, Meta(ge=1)] | None = None
+    """At most; None: as many as the load has."""
+    rate_per_s: _Above0 | None = None
+    """Instead of the workload's own stages, for `duration_s`; None: its own."""
+    duration_s: _Above0 | None = None
+    """None: 300 s, or until there are `requests`."""
+    burstiness: Annotated[float, Meta(ge=0, le=100)] | None = None
+    """Instead of the load's own; only of one that does not wait for answers."""
+
+    def generated(self) -> Generated:
+        """The workload. Raises `FieldError` if there is none of this kind, or not with such a load."""
+        workload = STANDARD.get(self.kind)
+        if workload is None:
+            raise FieldError("workload.kind", f"Expected a standard workload, got {self.kind!r}")
+        load = workload.load
+        if self.rate_per_s:
+            duration_s = self.duration_s or (_FOREVER_S if self.requests else _DURATION_S_DEFAULT)
+            load = OpenLoad(stages=(Stage(rate_per_s=self.rate_per_s, duration_s=duration_s),))
+        if self.burstiness is not None:
+            if not isinstance(load, OpenLoad):
+                raise FieldError("workload.burstiness", "Expected a load that waits for no answers")
+            load = replace(load, burstiness=self.burstiness)
+        workload = replace(workload, load=load)
+        return Generated(workload=workload, seed=self.seed, requests_max=self.requests)

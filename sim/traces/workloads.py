@@ -154,6 +154,19 @@ class Workload(Struct, frozen=True, kw_only=True):
     """Where the numbers are from."""
 
 
+class Generated(Struct, frozen=True, kw_only=True):
+    """A workload that a file describes, and how much of it; every seed draws other requests."""
+
+    workload: Workload
+    seed: int | None = None
+    """The one that the file names; None: it names none."""
+    requests_max: int | None = None
+
+    def arrivals(self, seed: int) -> Iterator[Arrival]:
+        """The requests that `seed` draws, in order of time."""
+        return arrivals(self.workload, seed, self.requests_max)
+
+
 def arrivals(workload: Workload, seed: int, requests_max: int | None = None) -> Iterator[Arrival]:
     """The requests of `workload` in order of time, one at a time."""
     content, load = workload.content, workload.load

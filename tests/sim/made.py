@@ -50,7 +50,9 @@ def kind(*, blocks_total=None, profile=DEFAULT_PROFILE, **engine):
     return structs.replace(usual, engine=structs.replace(usual.engine, **engine))
 
 
-def cluster(given, *, policy="default", pods=4, seed=1, ended=None, faults=(), **settings):
+def cluster(
+    given, *, policy="default", pods=4, seed=1, ended=None, stepped=None, faults=(), **settings
+):
     """A cluster that is about to run `given`; `pods`: how many, or their kinds."""
     kinds = (kind(),) * pods if isinstance(pods, int) else pods
     made = ClusterSettings(pods=kinds, **settings)
@@ -61,6 +63,7 @@ def cluster(given, *, policy="default", pods=4, seed=1, ended=None, faults=(), *
         given,
         seed=seed,
         ended=ended or (lambda request: None),
+        stepped=stepped,
         faults=faults,
     )
 

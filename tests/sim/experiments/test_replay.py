@@ -23,7 +23,7 @@ from sim.cluster.policies import policy_source
 from sim.experiments.jobs import Crew, Experiment, JobError
 from sim.experiments.run import Run
 from sim.experiments.run_options import add_run_options, conditions, run_settings
-from sim.measurement.intervals import Difference
+from sim.measurement.intervals import Estimate
 from sim.reports.compare_report import comparison_table, verdict
 from sim.reports.report import markdown_table, number, seconds, table
 from sim.reports.run_report import explained
@@ -31,6 +31,14 @@ from tests.sim.made import BLOCK_TOKENS, arrivals
 from tests.sim.terminal import on_a_terminal
 
 ROOT = Path(__file__).parents[3]
+
+
+FIGURES = defaultdict(lambda: {"value": 1.0, "low": 0.5, "high": 1.5})
+"""Of a configuration, whatever the figure."""
+RUN = {
+    "config": "one", "seed": 1, "bad_lines": 0, "warnings": [],
+    "window": {"warm_up_s": 0.0, "drain_s": 1.0},
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -193,7 +201,7 @@ def test_the_report_tells_conditions_in_words(trace, tmp_path):
     """No Python: nothing of None, of False or of braces."""
     out = tmp_path / "out"
     assert sim("replay", trace, "--config", "random", "--pods", "4", "--out", out) == 0
-    told = (out / "report.md").read_text().split("## What was run")[1]
+    told = (out / "report.md").read_text().split("## What was run")[1].split("## What is not")[0]
     assert not re.search("None|True|False|[{}'\\[\\]]", told)
     for row in (
         "| pods by profile | llama-3.1-8b-h100-tp1: 4 |", "| requests at most | all |",
@@ -338,6 +346,24 @@ def test_bytes_give_the_decisions_of_hashes(trace, tmp_path):
     assert digests[0] == digests[1]
 
 
+@pytest.mark.parametrize(
+    ("kind", "rate"), [("agent-tree", "1"), ("hot-spot", "10"), ("interactive-chat", "2")]
+)
+def test_generated_workloads_run_through_bytes_too(tmp_path, kind, rate):
+    """Stretches of any length, in groups, conversations and branches: the decisions of hashes."""
+    path = tmp_path / "made.jsonl"
+    flags = ["--rate", rate, "--duration", "40", "--requests", "80", "--out", str(path)]
+    assert main(["trace", "generate", kind, *flags]) == 0
+    digests = set()
+    for through in ("hashes", "bytes"):
+        out = tmp_path / through
+        assert main(["replay", str(path), "--through", through, "--out", str(out)]) == 0
+        summary = json.loads((out / "summary.json").read_bytes())
+        assert summary["hit_rate"] > 0.1
+        digests.add(summary["digest"])
+    assert len(digests) == 1
+
+
 def test_odd_blocks_are_refused_by_name(tmp_path, capsys):
     """Blocks of 48 tokens cannot be told apart in bytes by a picker with blocks of 64."""
     path = tmp_path / "odd.jsonl"
@@ -466,7 +492,10 @@ def test_what_makes_no_sense_is_refused(trace, arguments, told, capsys):
 @pytest.mark.parametrize(
     ("configs", "told"),
     [
-        (["default", "nothing"], "sim: nothing is neither a file nor one of default, random"),
+        (
+            ["default", "nothing"],
+            "sim: nothing is neither a file nor one of default, llm-d-3-2-2, sticky",
+        ),
         (["random", "random"], "sim: --config random and --config random are both called random"),
     ],
 )
@@ -594,14 +623,7 @@ def test_a_comparison_of_nothing_says_so(tmp_path, capsys):
 )
 def test_more_is_better_or_worse_by_the_measure(measure, difference, told):
     """Latencies are better low, hit rates and throughput high; near 0 is neither."""
-    one = Difference(
-        reference=2.0,
-        value=2.0 + difference,
-        difference=difference,
-        low=difference - 0.5,
-        high=difference + 0.5,
-        over="5 seeds",
-    )
+    one = Estimate(value=difference, low=difference - 0.5, high=difference + 0.5)
     assert verdict(measure, one) == told
     near = msgspec.structs.replace(one, low=difference - 2.0, high=difference + 2.0)
     assert verdict(measure, near) == "no significant difference"
@@ -614,8 +636,8 @@ def test_sizes_of_differences_can_be_read():
         "hit_rate": {"value": -0.5, "relative": -0.625, "low": -0.6, "high": -0.4},
         "output_tokens_per_s": {"value": -0.1, "relative": -0.0001, "low": -0.2, "high": -0.05},
     }
-    shared = {"over": "5 seeds", "verdict": "worse"}
-    config = {"requests": {"sent": 5, "complete": 5}, "mean": defaultdict(lambda: 1.0)}
+    shared = {"verdict": "worse"}
+    config = {"requests": {"sent": 5, "complete": 5}, "figures": FIGURES}
     told = comparison_table(
         {
             "configs": {
@@ -623,9 +645,11 @@ def test_sizes_of_differences_can_be_read():
                 "other": config
                 | {"difference": {name: one | shared for name, one in differences.items()}},
             },
-            "runs": [{"bad_lines": 0}],
+            "runs": [RUN],
             "first_seed": 1,
             "seeds": 5,
+            "generated": True,
+            "varied": "5 draws of the traffic",
         }
     )
     assert (
@@ -636,23 +660,22 @@ def test_sizes_of_differences_can_be_read():
 
 
 def test_a_short_comparison_says_how_much_it_lacks(trace, capsys):
-    """How many blocks there are, and how many, or seeds, there must be."""
+    """How many seeds there are, and how many there must be."""
     assert sim("compare", trace, "--config", "default", "--config", "random", "--seeds", "2") == 0
     told = capsys.readouterr().out
-    assert "not enough to tell from: 1 block of 120 s, 5 are needed" in told
-    assert "they need 5 seeds (--seeds 5) or 5 blocks of 120 s of the trace." in told
+    assert "There is not enough to tell from: 2 seeds, 3 are needed." in told
     assert told.lower().count("not enough to tell") == 1
     assert "verdict" not in told
 
 
 def test_what_one_measure_lacks_is_a_dash_and_is_told_once():
     """Of two configurations that both lack a tail: what is known is concluded, and why not all."""
-    lacking = {"value": 1.0, "relative": 0.1, "low": None, "high": None, "over": "5 blocks"}
-    lacking["verdict"] = "not enough to tell from: too few blocks have it"
-    known = {"value": 1.0, "relative": 0.1, "low": 0.5, "high": 1.5, "over": "5 blocks"}
+    lacking = {"value": 1.0, "relative": 0.1, "low": None, "high": None}
+    lacking["verdict"] = "not enough to tell from: not every run has it"
+    known = {"value": 1.0, "relative": 0.1, "low": 0.5, "high": 1.5}
     other = {
         "requests": {"sent": 5, "complete": 5},
-        "mean": defaultdict(lambda: 1.0),
+        "figures": FIGURES,
         "difference": {
             "ttft_mean_s": known | {"verdict": "worse"},
             "e2e_mean_s": known | {"verdict": "no significant difference"},
@@ -661,13 +684,13 @@ def test_what_one_measure_lacks_is_a_dash_and_is_told_once():
     }
     summary = {
         "configs": {"one": other | {"difference": {}}, "other": other, "third": other},
-        "runs": [{"bad_lines": 0}], "first_seed": 1, "seeds": 1,
+        "runs": [RUN], "first_seed": 1, "seeds": 4, "generated": False, "varied": "",
     }  # fmt: skip
     told = comparison_table(summary)
     (row,) = [line for line in told.splitlines() if line.startswith("other: TTFT p99")]
     assert row.split()[-3:] == ["-", "+10.0%", "-"]
     assert told.count("not enough to tell from") == 1
-    assert "a dash, there is not enough to tell from: too few blocks have it." in told
+    assert "a dash, there is not enough to tell from: not every run has it." in told
     assert (
         "other is worse than one in TTFT mean (+10.0%); no significant difference in E2E mean."
         in told
@@ -699,6 +722,48 @@ def test_a_head_of_several_lines_stands_on_its_column():
     assert markdown_table(rows).startswith("| name | requests/s sent | hit rate |\n")
 
 
+def test_what_no_pod_can_serve_is_named_first(tmp_path, capsys):
+    """By the profile and its limit: nothing else shows that long prompts are missing."""
+    path = tmp_path / "long.jsonl"
+    path.write_text(HEADER + ONE % "" + (ONE % "").replace("65", "40961") + ONE % "")
+    flags = ["--profile", "qwen3-32b-h100-tp2", "--pods", "2"]
+    both = ["--config", "default", "--config", "random", "--seeds", "1"]
+    sentence = (
+        "1 of 3 requests (33.3%) are longer than the context of qwen3-32b-h100-tp2 (40,960 tokens) "
+        "and failed at once: latencies and throughput do not count them."
+    )
+    for command in (["replay"], ["compare", *both], ["sweep", *both, "--rates", "1"]):
+        out = tmp_path / command[0]
+        assert main([command[0], str(path), *command[1:], *flags, "--out", str(out)]) == 0
+        told = capsys.readouterr().out.splitlines()
+        assert told[1] == sentence
+        assert f"**{sentence}**" in (out / "report.md").read_text()
+        assert sentence in (out / "report.html").read_text()
+
+
+def test_a_warm_up_is_left_out_and_said(trace, tmp_path, capsys):
+    """Of every figure but how requests ended; a short run has none unless asked."""
+    found = {}
+    for name, flags in (("short", ()), ("warm", ("--warm-up", "5"))):
+        out = tmp_path / name
+        assert sim("replay", trace, "--pods", "2", *flags, "--out", out) == 0
+        found[name] = json.loads((out / "summary.json").read_bytes())
+    assert "5.00 s of warm-up" in capsys.readouterr().out
+    rows = pq.read_table(tmp_path / "warm" / "requests.parquet").to_pylist()
+    after = [row for row in rows if row["arrival_s"] >= 5]
+    assert 50 < len(after) < 150
+    warm, short = found["warm"], found["short"]
+    assert warm["requests"] == short["requests"]
+    assert warm["digest"] == short["digest"]
+    assert warm["prompt_tokens"] == sum(row["prompt_tokens"] for row in after)
+    assert warm["hit_rate"] > short["hit_rate"], "caches start cold"
+    mean = sum(row["ttft_s"] for row in after) / len(after)
+    assert warm["ttft_s"]["mean"] == pytest.approx(mean, rel=1e-5)
+    last_s = max(row["arrival_s"] for row in rows)
+    assert warm["window"]["end_s"] == pytest.approx(last_s, rel=1e-5)
+    assert (warm["window"]["start_s"], short["window"]["start_s"]) == (5, 0)
+
+
 def test_a_comparison_counts_what_was_not_complete(trace, tmp_path, capsys):
     """In the table, the reports and the summary, since every other measure leaves it out."""
     out = tmp_path / "out"
@@ -709,14 +774,15 @@ def test_a_comparison_counts_what_was_not_complete(trace, tmp_path, capsys):
     assert code == 0
     summary = json.loads((out / "summary.json").read_bytes())
     requests = summary["configs"]["random"]["requests"]
-    assert requests["sent"] == 400
-    assert 0 < requests["aborted"] == 400 - requests["complete"]
-    aborted = f"{requests['aborted']} of 400"
+    sent = requests["sent"]
+    assert sent == sum(run["requests"]["sent"] for run in summary["runs"]) / 2 > 300
+    assert 0 < requests["aborted"] == sent - requests["complete"]
+    aborted = f"{requests['aborted']} of {sent}"
     sentence = f"of its requests not complete ({requests['aborted']} aborted)"
     for text in (capsys.readouterr().out, *map(Path.read_text, out.glob("report.*"))):
         assert "not complete" in text
         assert aborted in text
-        assert f"random left {requests['aborted'] / 400:.1%} {sentence}" in text
+        assert f"random left {requests['aborted'] / sent:.1%} {sentence}" in text
 
 
 def test_a_comparison_of_two_alike_names_is_a_wrong_call(trace, capsys):
@@ -746,14 +812,14 @@ def test_a_comparison_says_when_there_is_no_difference(trace, tmp_path, capsys):
     worse = summary["configs"]["random"]["difference"]["hit_rate"]
     assert worse["significant"]
     assert worse["high"] < 0
-    assert worse["over"] == "5 seeds"
+    assert summary["varied"] == "4 resamples of 20 blocks of 0.5124 s"
     assert worse["verdict"] == "worse"
-    assert summary["configs"]["random"]["difference"]["ttft_mean_s"]["verdict"] == "worse"
     for text in (capsys.readouterr().out, *map(Path.read_text, out.glob("report.*"))):
         assert "same against default: no significant difference in any measure." in text
-        assert re.search(r"random is worse than default in TTFT mean \(\+[\d.]+%\), ", text)
+        assert re.search(r"random is worse than default in .*hit rate \(-[\d.]+%\)", text)
         assert re.search(r"-[\d.]+ points to -[\d.]+ points", text)
-        assert "Intervals are paired over 5 seeds." in text
+        assert "Seed 1 replays the trace as it was recorded" in text
+        assert "over 4 resamples of 20 blocks of 0.5124 s, says" in text
     page = (out / "report.html").read_text()
     assert "http" not in page
     # A curve a configuration for each of TTFT, TPOT and E2E.
@@ -769,13 +835,14 @@ def test_a_sweep_shows_that_load_costs(trace, tmp_path):
     )  # fmt: skip
     assert code == 0
     points = json.loads((out / "summary.json").read_bytes())["points"]
-    ttft = {(point["config"], point["rate"]): point["ttft_s"]["mean"] for point in points}
+    ttft = {(point["config"], point["rate"]): point["figures"]["ttft_mean_s"] for point in points}
     for config in ("default", "random"):
-        assert ttft[config, 400.0] > ttft[config, 5.0]
+        assert ttft[config, 400.0]["value"] > ttft[config, 5.0]["high"] > 0
     page = (out / "report.html").read_text()
     assert "polyline" in page
     for point in points:
-        assert f"<td>{point['hit_rate']:.1%}</td>" in page
+        assert f"<td>{point['figures']['hit_rate']['value']:.1%}</td>" in page
+    assert "95 % intervals" in page
 
 
 def test_a_sweep_tells_the_rate_that_was_sent(tmp_path, capsys):
@@ -785,7 +852,7 @@ def test_a_sweep_tells_the_rate_that_was_sent(tmp_path, capsys):
     times = [turn.replace('"time_s": 0', f'"time_s": {at}') for at, turn in enumerate(turns)]
     path.write_text(HEADER + "".join(times))
     out = tmp_path / "out"
-    flags = ("--config", "random", "--rates", "1,500", "--out", out)
+    flags = ("--config", "random", "--rates", "1,500", "--seeds", "1", "--out", out)
     assert main(["sweep", *map(str, (path, *flags))]) == 0
     slow, fast = json.loads((out / "summary.json").read_bytes())["points"]
     assert (slow["rate"], fast["rate"]) == (1.0, 500.0)
@@ -793,7 +860,7 @@ def test_a_sweep_tells_the_rate_that_was_sent(tmp_path, capsys):
     for text in (capsys.readouterr().out, *map(Path.read_text, out.glob("report.*"))):
         assert "Not reached: 500 requests/s, because requests" in text
         assert f"{fast['requests_per_s']:,.4g}" in text
-        assert "one seed" in text
+        assert "Seed 1, one seed: nothing was varied" in text
 
 
 def test_a_sweep_of_a_trace_that_waits_for_nothing_reaches_its_rates(trace, tmp_path, capsys):
@@ -801,7 +868,7 @@ def test_a_sweep_of_a_trace_that_waits_for_nothing_reaches_its_rates(trace, tmp_
     out = tmp_path / "out"
     code = sim(
         "sweep", trace, "--config", "random", "--rates", "5,400", "--out", out,
-        "--abort-share", "1", "--abort-after", "0.01",
+        "--abort-share", "1", "--abort-after", "0.01", "--seeds", "1",
     )  # fmt: skip
     assert code == 0
     points = json.loads((out / "summary.json").read_bytes())["points"]

@@ -1,4 +1,4 @@
-"""How sure a difference is."""
+"""How sure a figure is, and a difference."""
 
 import math
 from random import Random
@@ -6,130 +6,184 @@ from random import Random
 import numpy as np
 import pytest
 
-from sim.measurement.intervals import compare_runs, student_t
-from sim.measurement.measures import Series, mean, percentile
+from sim.measurement.intervals import Varied, compare_runs, estimated, student_t
+from sim.measurement.measures import Measures, Targets, figures_of
+from sim.traces.lengths import Spread, fixed
+from sim.traces.variation import resampled
+from sim.traces.workloads import Conversations, OpenLoad, Stage, Workload, arrivals
+from tests.sim.made import cluster, kind
+
+REPETITIONS = 200
 
 
-def series(ttft_s, *, every_s=1.0):
-    """One request every `every_s` with these TTFTs."""
-    count = len(ttft_s)
-    return Series(
-        arrived_s=np.arange(count) * every_s,
-        ttft_s=np.array(ttft_s, dtype=float),
-        **dict.fromkeys(
-            ("tpot_s", "e2e_s", "queue_s", "prompt_tokens", "cached_tokens", "output_tokens"),
-            np.ones(count),
-        ),
+def drawn(repetitions):
+    return Varied(repetitions=repetitions, generated=True)
+
+
+def recorded(repetitions, blocks=30):
+    return Varied(
+        repetitions=repetitions, generated=False, blocks=blocks, cut=f"{blocks} blocks of 120 s"
     )
 
 
-def both(one):
-    return {"mean": mean(one.ttft_s), "p90": percentile(one.ttft_s, 90)}
+@pytest.mark.parametrize(
+    ("freedom", "expected"),
+    [(1, 12.706), (2, 4.303), (3, 3.182), (4, 2.776), (9, 2.262), (29, 2.045), (1_000, 1.962)],
+)
+def test_the_quantile_is_that_of_the_tables(freedom, expected):
+    """Two-sided 95 %, within eight in a thousand."""
+    assert student_t(0.95, freedom) == pytest.approx(expected, rel=0.008)
 
 
-def mean_alone(one):
-    return {"mean": mean(one.ttft_s)}
+def test_draws_are_averaged():
+    """The textbook's interval of a mean; more draws make it narrower."""
+    values = [1.0, 3.0, 0.5, 2.0, 7.0]
+    found = estimated(values, drawn(5))
+    half = 2.776 * np.std(values, ddof=1) / math.sqrt(5)
+    assert found.value == pytest.approx(2.7)
+    assert found.high - found.value == pytest.approx(half, rel=0.01)
+    assert found.low == pytest.approx(found.value - half, rel=0.05)
 
 
-def compared(reference, other):
-    return compare_runs(reference, other, mean_alone)["mean"]
+def test_a_recorded_trace_keeps_its_own_figure():
+    """The first repetition is it; the others say how far it may be off, however many they are."""
+    random = Random(1)
+    values = [5.0, *(random.gauss(5, 1) for _ in range(400))]
+    few, many = (estimated(values[: 1 + count], recorded(1 + count)) for count in (20, 400))
+    assert few.value == many.value == 5.0
+    for found in (few, many):
+        assert found.high - found.low == pytest.approx(2 * 2.0, rel=0.4)
+    assert many.high - many.low > 3.5
 
 
-def noisy(seed, level, *, count=2_400, busy_s=60):
-    """TTFTs that are alike for a minute at a time, as queues make them."""
-    random = Random(seed)
-    return [
-        level * swell * random.uniform(0.8, 1.2)
-        for swell in (random.expovariate(1.0) for _ in range(count // busy_s))
-        for _ in range(busy_s)
-    ]
+def test_what_traffic_does_to_both_cancels_out():
+    """A difference that every repetition shows is found although they differ by far more."""
+    levels = [1.0, 3.0, 0.5, 2.0, 7.0]
+    reference = [{"ttft": level} for level in levels]
+    other = [{"ttft": level + 0.1 + 0.01 * at} for at, level in enumerate(levels)]
+    for varied in (drawn(5), recorded(5)):
+        found = compare_runs(reference, other, varied)["ttft"]
+        assert found.difference.significant
+        assert found.difference.high < 1
+        assert not estimated(levels, varied).low > 0
+
+
+@pytest.mark.parametrize("varied", [drawn, recorded])
+def test_the_unit_is_the_same_for_four_seeds_and_for_five(varied):
+    """What is varied does not depend on how often."""
+    words = [varied(seeds).over.split(" ", 1)[1] for seeds in (3, 4, 5, 50)]
+    assert len(set(words)) == 1
+    assert all(not varied(seeds).lacking for seeds in (3, 4, 5, 50))
 
 
 @pytest.mark.parametrize(
-    ("freedom", "expected"), [(4, 2.776), (9, 2.262), (29, 2.045), (1_000, 1.962)]
+    ("varied", "lacking"),
+    [
+        (drawn(1), "1 seed, 3 are needed"),
+        (recorded(2), "2 seeds, 3 are needed"),
+        (recorded(5, blocks=4), "the trace has 4 blocks of 120 s, 5 are needed"),
+    ],
 )
-def test_the_quantile_is_that_of_the_tables(freedom, expected):
-    """Two-sided 95 %, within half a per cent."""
-    assert student_t(0.95, freedom) == pytest.approx(expected, rel=0.005)
-
-
-def test_five_seeds_are_paired():
-    """A difference that every seed shows is found although seeds differ by far more."""
-    levels = [1.0, 3.0, 0.5, 2.0, 7.0]
-    reference = [series([level] * 30) for level in levels]
-    other = [series([level + 0.1 + 0.01 * at] * 30) for at, level in enumerate(levels)]
-    found = compared(reference, other)
-    assert found.over == "5 seeds"
-    assert found.difference == pytest.approx(0.12)
-    half = 2.776 * np.std([0.1, 0.11, 0.12, 0.13, 0.14], ddof=1) / math.sqrt(5)
-    assert found.high - found.difference == pytest.approx(half, rel=0.01)
-    assert found.significant
-
-
-def test_a_mean_over_blocks_has_the_textbook_error():
-    """Drawing equal blocks anew gives the standard error of the blocks' means, about."""
-    values = noisy(1, 1.0)
-    found = compared([series([0.0] * 2_400)], [series(values)])
-    blocks = np.array(values).reshape(20, 120).mean(axis=1)
-    half = 2.093 * blocks.std(ddof=1) / math.sqrt(20)
-    assert found.over == "20 blocks of 120 s"
-    assert found.high - found.low == pytest.approx(2 * half, rel=0.15)
-
-
-def test_equal_configurations_are_rarely_called_different():
-    """Of 40 pairs without a difference, at most a tenth: dependence inside a run is respected."""
-    wrong = {"mean": 0, "p90": 0}
-    for seed in range(40):
-        one, other = (series(noisy(f"{seed}:{arm}", 1.0)) for arm in (0, 1))
-        for name, found in compare_runs([one], [other], both).items():
-            wrong[name] += found.significant
-    assert all(count <= 4 for count in wrong.values()), wrong
-
-
-def test_one_pair_of_runs_told_often_is_no_surer():
-    """The blocks of the trace are what the interval is over, however many seeds repeat them."""
-    reference, other = (series(noisy(arm, 1.0)) for arm in (0, 1))
-    once = compare_runs([reference], [other], both)
-    for seeds in (3, 5):
-        found = compare_runs([reference] * seeds, [other] * seeds, both)
-        for name in once:
-            assert found[name].low == pytest.approx(once[name].low)
-            assert found[name].high == pytest.approx(once[name].high)
-            assert found[name].over.startswith("20 blocks of 120 s")
-
-
-def test_what_differs_between_seeds_is_averaged():
-    """Noise of their own makes four seeds surer than one."""
-    reference = [series([1.0] * 2_400) for _ in range(4)]
-    other = [series(noisy(seed, 1.0)) for seed in range(4)]
-    one, four = (compared(reference[:seeds], other[:seeds]) for seeds in (1, 4))
-    assert four.high - four.low < 0.7 * (one.high - one.low)
-
-
-def test_blocks_that_seeds_share_are_counted_once():
-    """Of 40 traces without a difference on average, at most a tenth is called different."""
-    wrong = 0
-    for trace in range(40):
-        # What a block does to the difference it does under every seed; seeds hardly differ.
-        one, other = (np.array(noisy(f"{trace}:{arm}", 1.0)) for arm in (0, 1))
-        nudges = [Random(seed).uniform(-0.01, 0.01) for seed in range(4)]
-        nudged = [series(other + nudge) for nudge in nudges]
-        wrong += compared([series(one)] * 4, nudged).significant
-    assert wrong <= 4
-
-
-def test_a_short_trace_gives_no_interval():
-    """Fewer than five blocks: there is too little to tell from, and it says how much is needed."""
-    found = compared([series([1.0] * 100)] * 4, [series([2.0] * 100)] * 4)
-    assert found.low is None
+def test_too_little_to_tell_from_gives_no_interval(varied, lacking):
+    """It says how much is there and how much is needed; the figure itself is told."""
+    found = estimated([1.0] * varied.repetitions, varied)
+    assert (found.value, found.low, found.high, found.lacking) == (1.0, None, None, lacking)
     assert not found.significant
-    assert found.over == "1 block of 120 s"
-    assert found.lacking == "1 block of 120 s, 5 are needed"
 
 
-def test_a_measure_that_a_run_lacks_has_no_difference():
+def test_a_figure_that_a_run_lacks_has_no_interval():
     """Nothing was completed under one seed: there is no mean over seeds, and it says so."""
-    runs = [series(noisy(seed, 1.0)) for seed in range(5)]
-    found = compared(runs, [*runs[:4], series([])])
-    assert found.low is None
+    found = estimated([1.0, math.nan, 1.0], drawn(3))
+    assert math.isnan(found.value)
     assert found.lacking == "not every run has it"
+
+
+# What follows runs clusters: small ones, of which there must be many.
+
+CHAT = Workload(
+    content=Conversations(
+        conversations=0,
+        shared_tokens=512,
+        own=Spread(type="lognormal", mean=1500, std_dev=1000, min=200, max=6000),
+        turns=Spread(type="lognormal", mean=3, std_dev=2, min=1, max=8),
+        question=fixed(100),
+        output=Spread(mean=40, std_dev=20, min=4, max=100),
+        think_s=Spread(type="lognormal", mean=5, std_dev=5, min=1, max=30),
+    ),
+    load=OpenLoad(stages=(Stage(rate_per_s=2, duration_s=30),)),
+)
+"""About 170 requests in sessions that outlast blocks, bursts of which queue."""
+POD = kind(blocks_total=2_000)
+"""Too small for all sessions."""
+COVERED = ("ttft_mean_s", "ttft_p90_s", "e2e_mean_s", "hit_rate")
+
+
+def figures(given, policy, seed):
+    """Of one run on three pods."""
+    measures = Measures(Targets())
+    cluster(given, policy=policy, pods=(POD,) * 3, seed=seed, ended=measures.add).run()
+    return figures_of(measures.summary())
+
+
+def traffic(repetition, seeds, *, generated):
+    """(requests, seed) of each seed of one repetition of an experiment."""
+    first = 1_000 * repetition
+    recording = list(arrivals(CHAT, first))
+    yield recording, first
+    for seed in range(first + 1, first + seeds):
+        other = arrivals(CHAT, seed) if generated else resampled(recording, seed=seed)[1]
+        yield list(other), seed
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1_800)
+@pytest.mark.parametrize("generated", [True, False], ids=["generated", "recorded"])
+def test_intervals_hold_the_true_difference(generated):
+    """Of 200 experiments with five seeds, 90 to 99 % of the 95 % intervals hold what is true.
+
+    True is the mean over the first runs of all, which are 200 independent draws of the traffic.
+    """
+    found = [
+        [
+            {
+                name: after - before
+                for (name, before), after in zip(
+                    figures(given, "random", seed).items(),
+                    figures(given, "session-affinity", seed).values(),
+                    strict=True,
+                )
+            }
+            for given, seed in traffic(repetition, 5, generated=generated)
+        ]
+        for repetition in range(REPETITIONS)
+    ]
+    cut = resampled(list(arrivals(CHAT, 0)), seed=0)[0]
+    varied = drawn(5) if generated else recorded(5, blocks=cut.count)
+    for name in COVERED:
+        runs = found if not generated else [[one] for each in found for one in each]
+        true = np.mean([each[0][name] for each in runs])
+        held = 0
+        for each in found:
+            interval = estimated([one[name] for one in each], varied)
+            held += interval.low <= true <= interval.high
+        assert 0.90 * REPETITIONS <= held <= 0.99 * REPETITIONS, (name, held)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1_800)
+@pytest.mark.parametrize("generated", [True, False], ids=["generated", "recorded"])
+def test_a_configuration_does_not_differ_from_itself(generated):
+    """Under other dice, which is harder than `sim compare` makes it: 93 % of 200 times at least."""
+    cut = resampled(list(arrivals(CHAT, 0)), seed=0)[0]
+    varied = drawn(5) if generated else recorded(5, blocks=cut.count)
+    alike = dict.fromkeys(COVERED, 0)
+    for repetition in range(REPETITIONS):
+        runs = [
+            [figures(given, "least-requests", seed + dice) for dice in (0, 500)]
+            for given, seed in traffic(repetition, 5, generated=generated)
+        ]
+        reference, other = zip(*runs, strict=True)
+        for name, one in compare_runs(reference, other, varied).items():
+            if name in alike:
+                alike[name] += not one.difference.significant
+    assert all(count >= 0.93 * REPETITIONS for count in alike.values()), alike

@@ -166,8 +166,9 @@ def test_a_salt_a_model_and_an_adapter_each_keep_prompts_apart():
 def test_both_ways_tell_the_picker_the_same():
     """Model, lengths, salt, session and priority."""
     one = arrival(
-        3, prompt_tokens=70, output_tokens=9, cache_salt="s", session="c", priority=-1, adapter="x"
-    )
+        3, prompt_tokens=70, output_tokens=9, output_tokens_max=64, cache_salt="s", session="c",
+        priority=-1, adapter="x",
+    )  # fmt: skip
     fast, through = request_of(one), request_through_bytes(one)
     for field in (
         "request_id",
@@ -193,6 +194,13 @@ def test_ids_that_do_not_fit_into_a_block_are_refused():
     """A block of one token has room for 24 bits."""
     one = arrival(4, prompt_tokens=1, blocks=(2**24,), block_tokens=1)
     with pytest.raises(ValueError, match="Request 4 has a block id of 16777216"):
+        body_of(one)
+
+
+def test_text_of_its_own_must_be_told_by_one_token_behind_stretches():
+    """Which has room for 22 bits of the request's index."""
+    one = arrival(2**22, prompt_tokens=9, blocks=(5,), lengths=(8,))
+    with pytest.raises(ValueError, match="Request 4194304 ends in text of its own"):
         body_of(one)
 
 

@@ -1,0 +1,224 @@
+"""The same kind of traffic once more: drawn anew where it is generated, resampled where recorded.
+
+What a comparison shows on one trace it shows on that trace only. To say how far the next hour might
+differ, each repetition is given other traffic. A generated workload is drawn from another seed. Of
+a recorded one there is only this sample, from which blocks are drawn with replacement (Efron's
+bootstrap, in Kuensch's form for series: Annals of Statistics 17, 1989):
+
+- A block is all sessions that begin within `Blocks.block_s`, whole, so that neither bursts nor the
+  reuse inside a session are cut. What a session sends after the end of its block comes along.
+- As many blocks as there are are drawn and laid end to end. What then lies behind the end of the
+  trace is moved to its beginning (Politis and Romano's circle), as sessions that had begun before
+  the recording stand at the beginning of every recorded trace.
+- Where most blocks would be empty, because sessions are long (all lanes of a closed loop begin at
+  once, say), a block is one session, which stays at its time.
+- A block that is drawn twice is other people the second time: text that no other block has gets new
+  ids, sessions get new names. What blocks share, a system prompt say, they go on sharing.
+
+Sessions are those that the trace names, joined with those whose answers they wait for. Where it
+names none, a prompt that begins with all full blocks of an earlier one, no more than `SESSION_GAP_S`
+before, continues its session.
+"""
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import count, islice
+from random import Random
+from typing import Final
+
+from msgspec import Struct
+from msgspec.structs import replace
+
+from epp.core.types import Seconds
+from sim.traces.arrival import Arrival, TraceError
+from sim.traces.reading import Trace, from_zero
+
+BLOCK_S: Final[Seconds] = 120.0
+BLOCKS_MIN: Final = 20
+"""A short trace has shorter blocks: a handful could be drawn in too few ways."""
+BLOCKS_MAX: Final = 200
+"""A trace of days has longer blocks instead of more."""
+SESSION_GAP_S: Final[Seconds] = 900.0
+REQUESTS_MAX: Final = 2_000_000
+"""Of a recorded trace that is to be resampled: it is held in memory, about 1 KB a request."""
+
+
+class Blocks(Struct, frozen=True, kw_only=True):
+    """Into what a trace is cut."""
+
+    count: int
+    block_s: Seconds
+    """0: each is one session."""
+
+    def __str__(self) -> str:
+        return (
+            f"{self.count} blocks of {self.block_s:.4g} s"
+            if self.block_s
+            else f"{self.count} sessions"
+        )
+
+
+class Variation(Struct, kw_only=True):
+    """The requests of one repetition, and how they came to be."""
+
+    arrivals: Iterator[Arrival]
+    generated: bool = False
+    """They were drawn anew."""
+    blocks: Blocks | None = None
+    """Of which they were put together; None: they were not resampled."""
+
+
+def varied(trace: Trace, repetition: int, *, seed: int, requests_max: int | None) -> Variation:
+    """Repetition 0 is the trace as it is; every other is other traffic, decided by `seed`.
+
+    Of a recorded trace the first `requests_max` requests are taken, then resampled. Raises as
+    iterating over the trace does, and `TraceError` if there are too many to hold.
+    """
+    if not repetition:
+        return Variation(arrivals=islice(trace, requests_max))
+    generated = trace.generated()
+    if generated is not None:
+        named = generated.seed
+        drawn = generated.arrivals(trace.options.seed if named is None else named + repetition)
+        return Variation(arrivals=islice(from_zero(drawn), requests_max), generated=True)
+    given = list(islice(trace, min(REQUESTS_MAX + 1, requests_max or REQUESTS_MAX + 1)))
+    if len(given) > REQUESTS_MAX:
+        raise TraceError(
+            str(trace.path),
+            0,
+            "",
+            f"Expected at most {REQUESTS_MAX:,} requests to resample; --requests takes the first",
+        )
+    blocks, arrivals = resampled(given, seed=seed)
+    return Variation(arrivals=arrivals, blocks=blocks)
+
+
+def resampled(given: Sequence[Arrival], *, seed: int) -> tuple[Blocks, Iterator[Arrival]]:
+    """As many blocks of `given`, which is in order of time, as there are, drawn with replacement."""
+    blocks, members = _cut(given)
+    random = Random(f"{seed}:resample")
+    drawn = [random.randrange(blocks.count) for _ in range(blocks.count)]
+    return blocks, _laid(members, drawn, blocks, end_s=given[-1].time_s if given else 0.0)
+
+
+def _cut(given: Sequence[Arrival]) -> tuple[Blocks, list[list[Arrival]]]:
+    """The blocks, and the requests of each in order."""
+    sessions: dict[int, list[Arrival]] = {}
+    for arrival, session in zip(given, sessions_of(given).values(), strict=True):
+        sessions.setdefault(session, []).append(arrival)
+    begins_s = [requests[0].time_s for requests in sessions.values()]
+    # Not to the last request: what still goes on when nobody comes any more is no traffic.
+    span_s = max(begins_s, default=0.0)
+    number = min(max(math.ceil(span_s / BLOCK_S), BLOCKS_MIN), BLOCKS_MAX)
+    block_s = span_s / number
+    members: list[list[Arrival]] = [[] for _ in range(number)]
+    for time_s, requests in zip(begins_s, sessions.values(), strict=True):
+        members[min(int(time_s / block_s) if block_s else 0, number - 1)].extend(requests)
+    if 2 * sum(map(bool, members)) > number:
+        return Blocks(count=number, block_s=block_s), members
+    return Blocks(count=len(sessions), block_s=0.0), list(sessions.values())
+
+
+def sessions_of(given: Iterable[Arrival]) -> dict[int, int]:
+    """Index of each request -> index of the first request of its session; `given` in order."""
+    first: dict[int, int] = {}
+    by_name: dict[str, int] = {}
+    by_end: dict[int, tuple[int, Seconds]] = {}
+    """Last full block of a prompt -> the session that it may be continued by, and when it came."""
+    for arrival in given:
+        session = arrival.index
+        if arrival.after is not None and arrival.after in first:
+            session = first[arrival.after]
+        elif arrival.session:
+            session = by_name.setdefault(arrival.session, session)
+        else:
+            session = _continued(arrival, by_end, session)
+        if arrival.session:
+            by_name.setdefault(arrival.session, session)
+        first[arrival.index] = session
+    return first
+
+
+def _continued(arrival: Arrival, by_end: dict[int, tuple[int, Seconds]], otherwise: int) -> int:
+    """The session of the longest earlier prompt that this one begins with; it now ends here."""
+    full = arrival.blocks[: sum(1 for _ in arrival.spans())]
+    session = otherwise
+    for end in reversed(full[:-1]):
+        found = by_end.pop(end, None)
+        if found is not None and arrival.time_s - found[1] <= SESSION_GAP_S:
+            session = found[0]
+            break
+    if full:
+        by_end[full[-1]] = (session, arrival.time_s)
+    return session
+
+
+def _laid(
+    members: Sequence[Sequence[Arrival]], drawn: Sequence[int], blocks: Blocks, *, end_s: Seconds
+) -> Iterator[Arrival]:
+    """The blocks `drawn`, end to end, in order of time, numbered anew."""
+    owner = _owners(members)
+    fresh = (number for number in count(1) if number not in owner)
+    copies = [0] * blocks.count
+    moved: list[tuple[Seconds, int, int, Arrival]] = []
+    for place, block in enumerate(drawn):
+        shift_s = (place - block) * blocks.block_s
+        copy = copies[block]
+        copies[block] += 1
+        renamed: dict[int, int] = {}
+        for arrival in members[block]:
+            time_s = arrival.time_s + shift_s
+            if time_s > end_s:
+                time_s %= end_s
+            one = _as_copy(arrival, block, copy, owner, renamed, fresh) if copy else arrival
+            moved.append((time_s, place, arrival.index, one))
+    moved.sort(key=lambda entry: entry[:3])
+    indices = {(place, index): number for number, (_, place, index, _) in enumerate(moved)}
+    for number, (time_s, place, _, arrival) in enumerate(moved):
+        after = None
+        if arrival.after is not None:
+            # One that was moved to the beginning waits for nobody any more.
+            after = indices.get((place, arrival.after))
+            after = after if after is not None and after < number else None
+        yield replace(arrival, index=number, time_s=time_s, after=after)
+
+
+def _owners(members: Sequence[Sequence[Arrival]]) -> dict[int, int]:
+    """Id of a text -> the only block that has it, or -1: several have."""
+    owner: dict[int, int] = {}
+    for block, arrivals in enumerate(members):
+        for arrival in arrivals:
+            for text in arrival.blocks:
+                if owner.setdefault(text, block) != block:
+                    owner[text] = -1
+            if arrival.answer is not None and owner.setdefault(arrival.answer, block) != block:
+                owner[arrival.answer] = -1
+    return owner
+
+
+def _as_copy(
+    arrival: Arrival,
+    block: int,
+    copy: int,
+    owner: dict[int, int],
+    renamed: dict[int, int],
+    fresh: Iterator[int],
+) -> Arrival:
+    """The request as somebody else sends it. `renamed` is kept over all requests of one copy."""
+
+    def other(text: int) -> int:
+        if owner[text] != block:
+            return text
+        if text not in renamed:
+            renamed[text] = next(fresh)
+        return renamed[text]
+
+    return replace(
+        arrival,
+        blocks=tuple(map(other, arrival.blocks)),
+        answer=None if arrival.answer is None else other(arrival.answer),
+        session=arrival.session and f"{arrival.session}~{copy}",
+        # The bytes of a raw request are still those of the first.
+        path="",
+        body=b"",
+    )

@@ -17,8 +17,9 @@ from msgspec import Struct, structs
 
 from epp.configuration.config import DEFAULT_CONFIG, DEFAULT_SOURCE
 from epp.core.types import Seconds
+from sim.cluster.built_in import DEFAULT_POLICY
 from sim.cluster.cluster import ClusterSettings
-from sim.cluster.policies import DEFAULT_POLICY, PolicySource
+from sim.cluster.policies import PolicySource
 from sim.cluster.simulated_pod import PodKind
 from sim.engine.profiles import DEFAULT_PROFILE, find_profile
 from sim.experiments.jobs import Experiment, Result, Results, add_experiment_options

@@ -21,8 +21,9 @@ import numpy as np
 from msgspec import Struct
 
 from epp.core.types import Seconds
+from sim.cluster.built_in import DEFAULT_POLICY
 from sim.cluster.cluster import Cluster, ClusterSettings, Fate, SimulatedRequest
-from sim.cluster.policies import DEFAULT_POLICY, policy_source
+from sim.cluster.policies import policy_source
 from sim.cluster.simulated_pod import PodKind
 from sim.engine.engine import EngineSettings
 from sim.engine.profiles import Profile, ProfileError, find_profile

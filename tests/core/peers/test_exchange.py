@@ -278,8 +278,8 @@ def test_one_at_a_time_pickers_together_decide_as_one_would():
     """Without delay and loss, and with the same dice, any assignment gives the same endpoints."""
     random = Random(3)
     texts = ["".join(random.choices("abc", k=random.randint(1, 40))) for _ in range(150)]
-    alone, _ = picker(1)
-    made = [picker(1) for _ in range(3)]
+    alone, _ = picker(1, replicas=1)
+    made = [picker(1, replicas=3) for _ in range(3)]
     for at, (_, exchange) in enumerate(made):
         exchange.origin = bytes([at]) * 8
     exchanges = [exchange for _, exchange in made]

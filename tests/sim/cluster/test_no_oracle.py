@@ -34,6 +34,7 @@ LIVE = {
     "chains": "body",
     "recorded": "own index",
     "cold": "own index",
+    "replicas_unheard": "--replicas, less those that are heard",
     "segments": "own",
     "session_tokens": "own",
 }
@@ -44,7 +45,7 @@ SEEN_OF_CANDIDATES = {
     "kv_cache_usage": "metrics page",
     "metrics_age_s": "clock",
     "saturated": "metrics page",
-    "inflight_requests": "own decisions",
+    "inflight_requests": "own decisions and what peers tell of theirs",
     "inflight_prefill_tokens": "own decisions, drained at a configured speed",
     "prefill_tokens_per_s": "configuration",
     "matched_blocks": "own decisions",
@@ -58,7 +59,7 @@ SEEN_OF_CANDIDATES = {
     "block_tokens": "configuration",
     "prompt_tokens": "body",
 }
-METHODS = {"take", "version_of", "prefix_match", "affinity", "named"}
+METHODS = {"take", "rendezvous", "version_of", "prefix_match", "affinity", "named"}
 PAGE = {
     "waiting_requests", "running_requests", "kv_cache_usage", "adapters", "block_size_tokens",
     "blocks_total", "process_started_at_s", "requests_total", "asleep",

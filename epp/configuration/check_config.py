@@ -46,7 +46,9 @@ READS: Final[Mapping[str, str]] = {
     "no-hit-lru-scorer": "prefix index, index of cold prompts",
     "prefill-filter": "labels",
     "prefix-cache-affinity-filter": "prefix index, prompt tokens in flight from here",
-    "prefix-cache-scorer": "prefix index",
+    "prefix-cache-scorer": (
+        "prefix index; to agree also session, conversation and requests in flight from here"
+    ),
     "queue-scorer": "waiting requests",
     "running-requests-size-scorer": "running requests",
     "session-affinity-scorer": "session token, or index of sessions",

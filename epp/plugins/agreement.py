@@ -78,11 +78,11 @@ def agreed_scores(candidates: Candidates, key: int) -> Floats:
     mean = float(np.add.reduce(inflight)) / len(inflight)
     most = LOAD_FACTOR_MAX * mean + CHANCE_DEVIATIONS * math.sqrt(mean) + 1.0
     weights = candidates.rendezvous(key)
-    winner = weights.argmax()
-    if inflight[winner] > most:
+    winner = int(weights.argmax())
+    if inflight.item(winner) > most:
         # Somebody is not above the mean, so that somebody is left.
         weights[inflight > most] = 0
-        winner = weights.argmax()
+        winner = int(weights.argmax())
     scores = np.zeros(len(weights))
     scores[winner] = 1.0
     return scores

@@ -30,9 +30,9 @@ from epp.shell.files.garbage import GarbageCollection, spare_what_is_there
 from epp.shell.files.last_good import LastGood
 from epp.shell.files.memory import (
     MemoryReturn,
-    give_large_blocks_back,
     malloc_trim,
     memory_limit_bytes,
+    tune_allocator,
 )
 from epp.shell.files.pressure import LONG_BODY_BYTES, MemoryPressure
 from epp.shell.files.session_keys import Keys, SessionKeys
@@ -81,7 +81,7 @@ def run(flags: ServeFlags) -> int:
     standard_error.take_over()
     _raise_open_files_limit()
     gc.set_threshold(*GARBAGE_THRESHOLDS)
-    give_large_blocks_back()
+    tune_allocator()
     for warning in flags.warnings:
         _log.warning(warning)
     try:

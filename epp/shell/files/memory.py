@@ -20,15 +20,16 @@ _LIMITS: Final = ("memory.max", "memory/memory.limit_in_bytes")
 """Of version 2 and 1 of control groups; a container sees its own."""
 _RESIDENT: Final = Path("/proc/self/statm")
 
-TRIM_FROM_BYTES: Final = 64 * 2**20
-"""What must have come on top since the last time before it is worth a look."""
+TRIM_FROM_BYTES: Final = 4 * 2**20
+"""What must have come on top since the last time before it is worth a look: to give back 4 MB of a
+process of 100 MB took 0.8 ms, and to find nothing 0.2 ms."""
 LARGE_BYTES: Final = 2**20
 """Larger than nearly every prompt. Below it what is freed is kept for the next one, which is cheap;
 above it one hostile metrics page would leave 8 MB with the process."""
 _M_TRIM_THRESHOLD: Final = -1
 _M_MMAP_THRESHOLD: Final = -3
 _M_ARENA_MAX: Final = -8
-"""Of mallopt(3). The former is twice the latter, as where glibc adapts them itself."""
+"""Of mallopt(3)."""
 POLL_S: Final = 2.0
 TRIM_AGAIN_S: Final = 10.0
 """Under pressure there may be little to give back each time, and looking for it takes time."""
@@ -66,11 +67,13 @@ def malloc_trim() -> Callable[[], None] | None:
     return lambda: function(0)
 
 
-def give_large_blocks_back() -> None:
-    """Have the allocator return each block from `LARGE_BYTES` on as soon as it is freed.
+def tune_allocator() -> None:
+    """Have the allocator return each block from `LARGE_BYTES` on as soon as it is freed, and let all
+    threads share one heap.
 
-    glibc would learn to keep such blocks from the first one that it sees. No other allocator has
-    the function, and none is known to need it.
+    glibc would learn to keep such blocks from the first one that it sees, and give each of the
+    threads of grpcio a heap of its own, with holes of its own: 8 MB were free that nobody could
+    use. No other allocator has the function, and none is known to need it.
     """
     try:
         function = ctypes.CDLL(None).mallopt
@@ -78,6 +81,7 @@ def give_large_blocks_back() -> None:
         return
     function(_M_ARENA_MAX, 1)
     function(_M_MMAP_THRESHOLD, LARGE_BYTES)
+    # As glibc sets the one by the other.
     function(_M_TRIM_THRESHOLD, 2 * LARGE_BYTES)
 
 

@@ -153,8 +153,8 @@ async def test_what_was_freed_really_goes_back_to_the_machine():
 def test_large_blocks_are_given_back_at_once():
     """A block of two megabytes that is freed below one that stays is no part of the process."""
     asked = """
-from epp.shell.files.memory import LARGE_BYTES, give_large_blocks_back, resident_bytes
-give_large_blocks_back()
+from epp.shell.files.memory import LARGE_BYTES, tune_allocator, resident_bytes
+tune_allocator()
 first, kept = bytearray(b"x") * (32 * LARGE_BYTES), []
 del first
 empty = resident_bytes()

@@ -21,6 +21,7 @@ from epp.core.protocol.session import Session
 from epp.core.protocol.usage import UsageReader
 from epp.plugins import PICKERS, SCORERS
 from epp.shell.engines.exposition import PageReader
+from epp.shell.gateway import http2
 from epp.shell.gateway.grpcio import GrpcioServer
 from epp.shell.gateway.sessions import Sessions
 from epp.shell.gateway.wire import Decoder
@@ -130,6 +131,7 @@ class Context:
 def main():
     for boundary, (owner, name) in (STREAM | PAGES | OTHERS | LAST).items():
         breakable(boundary, owner, name)
+    breakable("write", http2._Connection, "write")
     serve = GrpcioServer._serve
 
     async def serving(server, opener, context):

@@ -25,6 +25,7 @@ from epp.shell.operators.telemetry import Telemetry
 from tests import gateway as gw
 from tests.envoy.rig import free_ports, until
 from tests.streams import Call, channel_to
+from tests.transports import TRANSPORTS
 
 CONFIG = """\
 apiVersion: llm-d.ai/v1alpha1
@@ -184,10 +185,12 @@ def ready_at_once(running):
     running.observe(**dict.fromkeys(names, 0))
 
 
+@pytest.mark.parametrize("transport", TRANSPORTS)
 @pytest.mark.parametrize("tls", [True, False], ids=["TLS", "plaintext"])
-async def test_a_request_over_grpc_is_decided(tls, tmp_path):
+async def test_a_request_over_grpc_is_decided(tls, transport, tmp_path):
     """Counted, logged, and its lease given back."""
-    async with serving(tmp_path, TWO, "--v=4", tls=tls) as running:
+    flags = ("--v=4", f"--transport={transport}")
+    async with serving(tmp_path, TWO, *flags, tls=tls) as running:
         running.observe(a=10, b=0)
         assert await running.pick() == "10.0.0.2:8000"
         assert running.scheduler.decisions == 1
@@ -1050,12 +1053,13 @@ async def child(*arguments):
             await process.communicate()
 
 
+@pytest.mark.parametrize("transport", TRANSPORTS)
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-async def test_a_signal_drains_and_ends_with_0(number, tmp_path):
+async def test_a_signal_drains_and_ends_with_0(number, transport, tmp_path):
     """Every line is JSON, standard error is empty, and a second run finds its ports free."""
     given, _ = arguments_for(tmp_path, TWO)
     for _ in range(2):
-        async with child(*given) as epp:
+        async with child(*given, f"--transport={transport}") as epp:
             await epp.until_logged("serving")
             epp.process.send_signal(number)
             assert await epp.end() == (0, "")

@@ -1,6 +1,6 @@
 """Nothing of a request leaks: secrets in each of its parts, and each boundary fails in turn.
 
-A picker of its own process, in both log formats and at the highest verbosity, found through a fake
+A picker of its own process, on both transports, in both log formats and at the highest verbosity, found through a fake
 API server. Neither its output, nor a page, nor an Event, nor what a failing stream tells the
 gateway may hold a secret. A request id, a model and the path of a refusal are shown, cut.
 """
@@ -33,6 +33,7 @@ from tests.shell.kubernetes.fake_api_server import (
 )
 from tests.streams import PROCESS, channel_to
 from tests.test_app import CONFIG, PREFIX_FIRST
+from tests.transports import TRANSPORTS
 
 SECRET = "c4n4ry"
 ENCODED = (
@@ -253,7 +254,7 @@ def config_map(text):
 
 
 @asynccontextmanager
-async def canary(folder, log_format):
+async def canary(folder, log_format, transport):
     page = Pod()
     application = web.Application()
     application.add_routes([web.get("/{path:.*}", page.page)])
@@ -266,6 +267,7 @@ async def canary(folder, log_format):
     flags += ["--pool-name=llama-pool", "--pool-namespace=llm", "--secure-serving=false"]
     flags += ["--config-map=homing", f"--config-file={folder / 'config.yaml'}", "--seed=1"]
     flags += [f"--log-format={log_format}", "--v=9", "--parse-response-usage"]
+    flags += [f"--transport={transport}"]
     flags += ["--refresh-metrics-interval=50ms", "--metrics-staleness-threshold=60s"]
     flags += [
         f"--request-body-max-bytes={BODY_BYTES_MAX}",
@@ -306,13 +308,19 @@ async def serves(bird):
     return bool(endpoints) and endpoints[0]["waiting"] == 0
 
 
-both = pytest.mark.parametrize("log_format", ["json", "console"])
+@pytest.fixture(params=["json", "console"])
+def log_format(request):
+    return request.param
 
 
-@both
-async def test_nothing_leaks_whatever_fails(log_format, tmp_path):
+@pytest.fixture(params=TRANSPORTS)
+def transport(request):
+    return request.param
+
+
+async def test_nothing_leaks_whatever_fails(log_format, transport, tmp_path):
     """Requests, pages, scrapes, reloads and watches, at each boundary; then the drain."""
-    async with canary(tmp_path, log_format) as bird:
+    async with canary(tmp_path, log_format, transport) as bird:
         await until(lambda: serves(bird), "the first scrape", 30)
         await bird.requests("nothing")
         await bird.pages("nothing")
@@ -361,10 +369,9 @@ async def test_nothing_leaks_whatever_fails(log_format, tmp_path):
             assert [line for line in log.splitlines() if not json.loads(line)["event"]] == []
 
 
-@both
-async def test_the_end_of_the_process_gives_nothing_away(log_format, tmp_path):
+async def test_the_end_of_the_process_gives_nothing_away(log_format, transport, tmp_path):
     """Of what nobody handles too the log has types and places only."""
-    async with canary(tmp_path, log_format) as bird:
+    async with canary(tmp_path, log_format, transport) as bird:
         await until(lambda: serves(bird), "the first scrape", 30)
         await bird.requests("nothing")
         (boundary,) = LAST

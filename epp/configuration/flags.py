@@ -77,7 +77,7 @@ class ServeFlags(Struct, frozen=True, kw_only=True):
     metrics_port: Port = 9090
     metrics_bind_address: IpAddress = IpAddress("::")
     debug_token_file: str = ""
-    transport: Transport = Transport.GRPCIO
+    transport: Transport = Transport.NGH2
     secure_serving: bool = True
     cert_path: str = ""
     enable_cert_reload: bool = False
@@ -211,7 +211,7 @@ SERVE_HELP: Final[Groups] = {
             "file with the bearer token that the debug pages ask for, read again when it changes; "
             "without: they ask for none"
         ),
-        "transport": "what carries gRPC: grpcio, or the lean one on libnghttp2, ngh2",
+        "transport": "what carries gRPC: the lean one on libnghttp2, ngh2, or grpcio",
         "secure-serving": "TLS on --grpc-port; false: plaintext",
         "cert-path": "directory with tls.crt and tls.key; without: a self-signed certificate",
         "enable-cert-reload": "read the certificate and --client-ca-file again when they change",

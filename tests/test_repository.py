@@ -78,6 +78,10 @@ COVERED_ELSEWHERE = {
         "tests/sim/experiments/test_replay.py",
         "its page is opened there",
     ),
+    "sim/reports/page_foot.py": (
+        "tests/sim/measurement/test_assumptions.py",
+        "every page is looked into for it",
+    ),
     "sim/interrupts.py": (
         "tests/sim/experiments/test_replay.py",
         "Ctrl-C is sent to every command",

@@ -281,11 +281,11 @@ def windows_sentence(summary: dict[str, Any]) -> str:
     """What was left out of the figures of a comparison or a sweep."""
     warm_up = max(run["window"]["warm_up_s"] for run in summary["runs"])
     drain = max(run["window"]["drain_s"] for run in summary["runs"])
-    left_out = f"{seconds(warm_up)} of warm-up" if warm_up else "no warm-up"
+    first = f"The first {seconds(warm_up)} are" if warm_up else "Nothing is"
     return (
-        f"Left out: {left_out} and, of throughput and gaps between tokens, the drain after the last "
-        f"arrival, up to {seconds(drain)}. ITL is the time between two tokens, a stall one of more "
-        f"than {STALL_MEDIANS} medians."
+        f"{first} left out as warm-up; of throughput and ITL also the drain after the last arrival, "
+        f"up to {seconds(drain)}. ITL is the time between two tokens, a stall one of more than "
+        f"{STALL_MEDIANS} medians."
     )
 
 

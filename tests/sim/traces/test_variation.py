@@ -225,13 +225,15 @@ def test_a_workload_that_nobody_knows_is_named(tmp_path):
 
 def test_a_trace_that_cannot_be_held_is_refused(tmp_path, monkeypatch):
     """With how to take less of it."""
-    monkeypatch.setattr("sim.traces.variation.REQUESTS_MAX", 3)
+    monkeypatch.setattr("sim.traces.variation.HELD_MAX", 3)
     path = tmp_path / "long.jsonl"
     path.write_text(
         '{"format": "homing-capture", "version": 1}\n'
         + '{"time_s": 0, "prompt_tokens": 5, "output_tokens": 1}\n' * 5
     )
     trace = open_trace(path, ReadOptions())
-    with pytest.raises(TraceError, match="at most 3 requests to resample; --requests"):
+    with pytest.raises(
+        TraceError, match=r"at most 3 requests and blocks to resample; the first 4 .*--requests"
+    ):
         varied(trace, 1, seed=1, requests_max=None)
     assert varied(trace, 1, seed=1, requests_max=3).blocks is not None

@@ -66,6 +66,7 @@ class PlainRequest:
         self.adapter = adapter
         self.first_token_at = self.last_token_at = self.cached_tokens = None
         self.generated = self.computed = self.registered = self.preemptions = 0
+        self.shared = 0
         self.blocks = []
 
     @property
@@ -95,9 +96,13 @@ class PlainEngine:
         if not self.running and not self.waiting:
             return None
         work = StepWork()
+        self.chunks = []
         scheduled, budget, preempted = self.go_on(work)
         if not preempted:
             self.admit(work, scheduled, budget)
+        copies = sum(holders - 1 for holders in self.pool.holders if holders)
+        copies -= sum(request.shared for request in self.chunks)
+        work.shared_tokens = max(0, copies) * self.settings.block_size_tokens
         ends_at = now + self.profile.step_s(work)
         for request in scheduled:
             if request.computed == request.known:
@@ -142,6 +147,7 @@ class PlainEngine:
             if -(-request.known // size) - len(hit) + idle > len(self.pool.free):
                 break
             self.waiting.popleft()
+            request.shared = len(hit) - idle
             self.pool.hold(hit)
             request.blocks = hit
             request.registered = len(hit)
@@ -180,6 +186,7 @@ class PlainEngine:
             work.decode_context_tokens += context + 1
             work.longest_context_tokens = max(work.longest_context_tokens, context + 1)
         else:
+            self.chunks.append(request)
             work.prefills += 1
             work.attention_pairs += tokens * (context + tokens / 2)
         work.with_adapter |= bool(request.adapter)

@@ -38,6 +38,7 @@ from epp.configuration.compatibility import (
     ACCEPTED,
     DEPRECATED,
     FEATURE_GATES,
+    IGNORED_SECTIONS,
     REFUSED,
     REFUSED_SECTIONS,
 )
@@ -53,6 +54,7 @@ TYPES: Final[Mapping[str, str]] = {
     "session-id-producer": "Which endpoint each session was sent to last.",
     "no-hit-lru-producer": "In which order endpoints last got a prompt that nobody held.",
     "single-profile-handler": "There is one profile anyhow.",
+    "local-syncer": "No effect: replicas share by flags.",
     "openai-parser": (
         "Reads paths that end in `chat/completions`, `completions`, `embeddings` and `responses`; "
         "of `conversations` and `images/generations` the model only."
@@ -92,6 +94,7 @@ PARAMETERS: Final[Mapping[str, str]] = {
     "ttftSource": "Only `prefillThroughput` is supported.",
     "udsTokenizerConfig": "Refused.",
     "addEstimatedOutputTokens": "No effect.",
+    "syncCrossReplicaState": "No effect: replicas that share tell each other their load too.",
     "allowsNoLabel": "Whether an endpoint without the label stays.",
     "vllm": "Refused.",
 }
@@ -122,6 +125,7 @@ def refreshed(page: str) -> str:
         "accepted": lambda: _plugins(ACCEPTED),
         "refused": _refused,
         "refused-members": _refused_members,
+        "ignored-members": _ignored_members,
         "feature-gates": _feature_gates,
         "metrics": _metrics,
         "serve-flags": lambda: _flags(flags.SERVE_HELP, flags.ServeFlags),
@@ -260,6 +264,13 @@ def _refused() -> str:
 def _refused_members() -> str:
     return _table(
         ("member", "why"), ((f"`{name}`", reason) for name, reason in REFUSED_SECTIONS.items())
+    )
+
+
+def _ignored_members() -> str:
+    return _table(
+        ("member", "why it has no effect"),
+        ((f"`{name}`", reason) for name, reason in IGNORED_SECTIONS.items()),
     )
 
 

@@ -78,6 +78,7 @@ class InflightLoadProducer(Parameters, frozen=True):
 
     add_estimated_output_tokens: bool = False
     output_ratio: Annotated[float, Meta(ge=0)] = 1.5
+    sync_cross_replica_state: bool = True
 
 
 class MetricsScheme(StrEnum):
@@ -166,6 +167,7 @@ ACCEPTED: Final[Mapping[str, type[Parameters]]] = {
     "inflight-load-producer": InflightLoadProducer,
     "metrics-data-source": MetricsDataSource,
     "core-metrics-extractor": CoreMetricsExtractor,
+    "local-syncer": NoParameters,
     "model-server-protocol-metrics": CoreMetricsExtractor,
     **dict.fromkeys(PARSERS, NoParameters),
 }
@@ -259,13 +261,19 @@ FEATURE_GATES: Final[Mapping[str, str]] = {
 }
 """Gates that have no effect -> why. `flowControl` is refused when it is on."""
 
+_BY_FLAGS: Final = "replicas share by --peer-service, --peers or --peer-url"
+
+IGNORED_SECTIONS: Final[Mapping[str, str]] = {
+    "dataLayer.peerDiscovery": "replicas find each other by --peer-service or --peers",
+    "dataLayer.crossReplicaSyncerPluginRef": _BY_FLAGS,
+    "dataLayer.crossReplicaSyncInterval": "replicas are told of a change within 20ms",
+    "dataLayer.crossReplicaPublishTimeout": "nothing waits until replicas are told",
+    "dataLayer.crossReplica": _BY_FLAGS,
+}
+"""Members of the document that load and mean nothing here -> why. They need a restart, as flags do."""
+
 REFUSED_SECTIONS: Final[Mapping[str, str]] = {
     "dataLayer.discovery": "endpoints are given with --endpoints-file",
-    "dataLayer.peerDiscovery": "replicas do not share state",
-    "dataLayer.crossReplicaSyncerPluginRef": "replicas do not share state",
-    "dataLayer.crossReplicaSyncInterval": "replicas do not share state",
-    "dataLayer.crossReplicaPublishTimeout": "replicas do not share state",
-    "dataLayer.crossReplica": "replicas do not share state",
     "flowControl.maxBytes": _NO_QUEUE,
     "flowControl.maxRequests": _NO_QUEUE,
     "flowControl.defaultRequestTTL": _NO_QUEUE,

@@ -21,6 +21,7 @@ from epp.configuration.compatibility import (
     DEPRECATED,
     FEATURE_GATES,
     HANDLERS,
+    IGNORED_SECTIONS,
     MOVED_TO_INDEX,
     PARSERS,
     REFUSED_SECTIONS,
@@ -320,9 +321,11 @@ class _Loader:
         """Name every unknown field at once, where msgspec would name the first."""
         known = kind.__struct_encode_fields__
         for name in value:
-            why = REFUSED_SECTIONS.get(f"{where}.{name}")
-            if why:
-                self.problem(f"{where}.{name} is not supported, {why}: remove it")
+            member = f"{where}.{name}"
+            if why := REFUSED_SECTIONS.get(member):
+                self.problem(f"{member} is not supported, {why}: remove it")
+            elif why := IGNORED_SECTIONS.get(member):
+                self.warn(f"{member} has no effect, {why}")
             elif name not in known:
                 self.problem(f"{where} has unknown field `{name}`{nearest(str(name), known)}")
         return {name: member for name, member in value.items() if name in known}
@@ -480,11 +483,19 @@ class _Loader:
                 )
             case TokenProducer(estimate=estimate) if estimate:
                 self.warn(f"{where}: parameters of `estimate` have no effect, a token is 4 bytes")
-            case InflightLoadProducer(add_estimated_output_tokens=True):
-                self.warn(
-                    f"{where}: addEstimatedOutputTokens has no effect, load in flight is requests "
-                    "and uncached prompt tokens"
-                )
+            case InflightLoadProducer(
+                add_estimated_output_tokens=adds, sync_cross_replica_state=shared
+            ):
+                if adds:
+                    self.warn(
+                        f"{where}: addEstimatedOutputTokens has no effect, load in flight is "
+                        "requests and uncached prompt tokens"
+                    )
+                if not shared:
+                    self.warn(
+                        f"{where}: syncCrossReplicaState has no effect, replicas that share tell "
+                        "each other their load too"
+                    )
             case CoreMetricsExtractor(engine_configs=engines):
                 for engine in engines:
                     if engine.custom_metrics or engine.tiered_offloading_specs:

@@ -42,6 +42,7 @@ OF_A_LEASE = {
     (COORDINATION, "leases", "create", ""),
     *((COORDINATION, "leases", verb, LEASE) for verb in ("get", "update")),
 }
+OF_PEERS = {("discovery.k8s.io", "endpointslices", verb, "") for verb in READ}
 NEVER = {
     *(("", "secrets", verb, "") for verb in READ),
     *(("", "configmaps", verb, "") for verb in (*READ, "create", "update", "delete")),
@@ -53,9 +54,10 @@ NEVER = {
     *((INFERENCE, "inferencepools", verb, POOL) for verb in ("update", "patch", "delete")),
     (COORDINATION, "leases", "delete", LEASE),
     (COORDINATION, "leases", "update", "another"),
+    ("discovery.k8s.io", "endpointslices", "update", ""),
     ("rbac.authorization.k8s.io", "roles", "escalate", ""),
 }
-ALL = POD_READER | OF_A_POOL | OF_A_CONFIG_MAP | OF_A_LEASE | NEVER
+ALL = POD_READER | OF_A_POOL | OF_A_CONFIG_MAP | OF_A_LEASE | OF_PEERS | NEVER
 
 
 def allowed(api, user, namespace, right):
@@ -76,6 +78,9 @@ def allowed(api, user, namespace, right):
     [
         ("existing-pool", POD_READER | OF_A_POOL | OF_A_CONFIG_MAP),
         ("leader-election", POD_READER | OF_A_POOL | OF_A_CONFIG_MAP | OF_A_LEASE),
+        ("two-replicas", POD_READER | OF_A_POOL | OF_A_CONFIG_MAP | OF_PEERS),
+        ("warm-standby", POD_READER | OF_A_POOL | OF_A_CONFIG_MAP | OF_A_LEASE | OF_PEERS),
+        ("valkey", POD_READER | OF_A_POOL | OF_A_CONFIG_MAP),
         ("no-config-map-watch", POD_READER | OF_A_POOL),
         ("no-rights", set()),
     ],

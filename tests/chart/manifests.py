@@ -1,7 +1,7 @@
 """Writes the generated manifests of deploy/ anew: `python -m tests.chart.manifests`.
 
 They are what the chart renders for the values.yaml beside them, without what only Helm needs. An
-overlay on the base gets the objects that the base has not.
+overlay on the base, or a component, gets the objects that the base has not.
 """
 
 import sys
@@ -36,10 +36,10 @@ _Plain.add_representer(
 
 def generated(binary: Path) -> Iterator[tuple[Path, str]]:
     """Each generated file and what is to be in it."""
-    base = _objects(binary, DEPLOY / "base/values.yaml")
+    base = chart_objects(binary, DEPLOY / "base/values.yaml")
     yield DEPLOY / "base/homing.yaml", _text(base)
     for values in sorted(DEPLOY.glob("overlays/*/values.yaml")):
-        found = _objects(binary, values)
+        found = chart_objects(binary, values)
         kustomization = yaml.safe_load((values.parent / "kustomization.yaml").read_text())
         if "../../base" in kustomization["resources"]:
             missing = [document for document in base if document not in found]
@@ -48,9 +48,19 @@ def generated(binary: Path) -> Iterator[tuple[Path, str]]:
             yield values.parent / "objects.yaml", _text(added)
         else:
             yield values.parent / "homing.yaml", _text(found)
+    names = [_name(document) for document in base]
+    for values in sorted(DEPLOY.glob("components/*/values.yaml")):
+        found = chart_objects(binary, values)
+        added = [document for document in found if _name(document) not in names]
+        yield values.parent / "objects.yaml", _text(added)
 
 
-def _objects(binary: Path, values: Path) -> list[dict[str, Any]]:
+def _name(document: dict[str, Any]) -> tuple[str, str]:
+    return document["kind"], document["metadata"]["name"]
+
+
+def chart_objects(binary: Path, values: Path) -> list[dict[str, Any]]:
+    """What the chart renders, as manifests that Helm has nothing to do with."""
     done = helm(
         *(binary, "template", "homing", CHART, "--namespace", NAMESPACE),
         *("--values", values, "--skip-tests"),

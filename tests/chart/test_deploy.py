@@ -1,5 +1,6 @@
 """deploy/: manifests made of the chart, overlays that build, an image from the locks alone."""
 
+import os
 import re
 import subprocess
 from importlib.metadata import requires
@@ -10,7 +11,7 @@ import yaml
 from packaging.requirements import Requirement
 
 from epp.configuration import flags
-from tests.chart.manifests import DEPLOY, generated
+from tests.chart.manifests import DEPLOY, chart_objects, generated
 from tests.chart.rendering import CHART, ROOT, objects, one, picker
 
 OVERLAYS = sorted(path for path in (DEPLOY / "overlays").iterdir() if path.is_dir())
@@ -61,6 +62,54 @@ def test_overlays_build(kubectl, overlay):
         if document["kind"] == "HTTPRoute":
             (gateway,) = spec["parentRefs"]
             assert ("Gateway", gateway["name"]) in names
+
+
+@pytest.fixture
+def with_replicas(kubectl, tmp_path):
+    """What an overlay, or the base, is with the component `replicas`."""
+
+    def built(folder):
+        near = os.path.relpath(folder, tmp_path)
+        component = os.path.relpath(DEPLOY / "components/replicas", tmp_path)
+        kustomization = {"resources": [near], "components": [component]}
+        (tmp_path / "kustomization.yaml").write_text(yaml.safe_dump(kustomization))
+        return build(kubectl, tmp_path)
+
+    return built
+
+
+def test_the_component_of_replicas_is_what_the_chart_renders(helm_4, with_replicas):
+    """Object by object, but for the namespace, the image, and the order in lists of the container."""
+    values = DEPLOY / "components/replicas/values.yaml"
+    wanted = {(at["kind"], at["metadata"]["name"]): at for at in chart_objects(helm_4, values)}
+    found = {(at["kind"], at["metadata"]["name"]): at for at in with_replicas(DEPLOY / "base")}
+    assert set(found) == set(wanted)
+    for document in found.values():
+        document["metadata"].pop("namespace")
+    for subject in found["RoleBinding", "homing"]["subjects"]:
+        subject.pop("namespace")
+    for subject in wanted["RoleBinding", "homing"]["subjects"]:
+        subject.pop("namespace", None)
+    for documents in (found, wanted):
+        container = picker(list(documents.values()))
+        container["image"] = ""
+        container["args"].sort()
+    assert found == wanted
+
+
+@each
+def test_the_component_of_replicas_fits_every_overlay(with_replicas, overlay):
+    """The container that is patched is the picker; its flags are taken."""
+    documents = with_replicas(overlay)
+    told = flags.parse_serve(picker(documents)["args"][1:], {"NAMESPACE": "models"})
+    assert (told.replicas, told.peer_service) == (3, "homing-peers")
+    (volume,) = (
+        at
+        for at in one(documents, "Deployment")["spec"]["template"]["spec"]["volumes"]
+        if at["name"] == "peer-secret"
+    )
+    assert volume["secret"] == {"secretName": "homing-peer-secret"}
+    assert Path(told.peer_secret_file).parent == Path("/peer-secret")
 
 
 @each

@@ -97,7 +97,7 @@ def installed(helm_4, tmp_path):
 
 
 def test_values_keep_their_meaning(installed):
-    """The pool, its ports and its name; two replicas elect a leader, as there."""
+    """The pool, its ports and its name; two replicas serve both, and share what they know."""
     documents = installed(GATEWAY)
     pool = one(documents, "InferencePool")
     assert pool["metadata"]["name"] == RELEASE
@@ -107,7 +107,8 @@ def test_values_keep_their_meaning(installed):
     assert pool["spec"]["endpointPickerRef"]["failureMode"] == "FailClose"
     assert one(documents, "Deployment")["spec"]["replicas"] == 2
     arguments = picker(documents)["args"]
-    assert "--ha-enable-leader-election=true" in arguments
+    assert "--ha-enable-leader-election=true" not in arguments
+    assert "--peer-service=inference-homing-peers" in arguments
     assert "--request-body-max-bytes=67108864" in arguments
     assert "--v=4" in arguments
     assert "--secure-serving=false" in arguments
@@ -117,6 +118,23 @@ def test_values_keep_their_meaning(installed):
     assert one(documents, "InferenceObjective")["spec"]["priority"] == -1
     config = yaml.safe_load(one(documents, "ConfigMap")["data"]["config.yaml"])
     assert config["schedulingProfiles"][0]["plugins"][0]["weight"] == 7
+
+
+@pytest.mark.parametrize(
+    ("flags", "elected", "port"),
+    [
+        ("{ha-enable-leader-election: true, peer-port: 9104}", True, 9104),
+        ("{ha-enable-leader-election: 'false'}", False, 9004),
+    ],
+)
+def test_a_leader_is_elected_where_a_flag_says_so(installed, flags, elected, port):
+    """And stands by warm; what has a key of its own here is not refused among the flags."""
+    text = (
+        f"router: {{epp: {{replicas: 3, flags: {flags}}}, modelServers: {{matchLabels: {{a: b}}}}}}"
+    )
+    arguments = picker(installed(text))["args"]
+    assert ("--ha-enable-leader-election=true" in arguments) == elected
+    assert f"--peer-port={port}" in arguments
 
 
 def test_a_pool_that_is_not_created_means_pods_by_label(installed):
@@ -140,6 +158,7 @@ def test_what_is_left_out_is_said():
         "httpRoute.baseModel",
         "router.epp.image.registry",
         "router.epp.image.tag",
+        "router.epp.replicas",
         "router.epp.pluginsCustomConfig.unused.yaml",
         "router.epp.resources.requests.cpu",
         "router.inferencePool.failureMode",

@@ -85,7 +85,7 @@ def test_kubernetes_takes_every_object(version):
 
 def test_a_misspelt_field_would_be_found():
     """The check above can fail."""
-    service = one(documents(GOLDEN[0]), "Service")
+    service = next(at for at in documents(GOLDEN[0]) if at["kind"] == "Service")
     wrong = service | {"spec": service["spec"] | {"portz": []}}
     with pytest.raises(kubernetes_validate.ValidationError, match="portz"):
         kubernetes_validate.validate(wrong, VERSIONS[0], strict=True)
@@ -165,6 +165,7 @@ ALLOWED = {
     ("inference.networking.x-k8s.io", "inferenceobjectives"): {"get", "list", "watch"},
     ("inference.networking.x-k8s.io", "inferencemodelrewrites"): {"get", "list", "watch"},
     ("coordination.k8s.io", "leases"): {"get", "create", "update"},
+    ("discovery.k8s.io", "endpointslices"): {"get", "list", "watch"},
 }
 NAMED = {("", "configmaps"), ("inference.networking.k8s.io", "inferencepools")}
 """Only ever by name."""
@@ -190,6 +191,8 @@ def test_rights_are_the_least(golden):
         if arguments[0] == "serve":
             watches = any(argument.startswith("--config-map=") for argument in arguments)
             assert (("", "configmaps") in granted) == watches
+            finds_peers = any(argument.startswith("--peer-service=") for argument in arguments)
+            assert (("discovery.k8s.io", "endpointslices") in granted) == finds_peers
 
 
 def test_the_lease_that_is_granted_is_the_one_that_is_used():

@@ -139,7 +139,8 @@ def test_the_pod_is_given_the_time_that_its_drain_takes(helm_4, values):
     documents = objects(rendered(helm_4, values))
     told = flags.parse_serve(picker(documents)["args"][1:], {})
     pod = one(documents, "Deployment")["spec"]["template"]["spec"]
-    assert pod["terminationGracePeriodSeconds"] >= told.drain_grace + told.drain_timeout
+    goodbye_s = 10
+    assert pod["terminationGracePeriodSeconds"] >= told.drain_grace + told.drain_timeout + goodbye_s
     for container in pod["containers"]:
         if container["name"] == "envoy":
             # Envoy takes requests for as long as it sleeps.
@@ -191,13 +192,47 @@ def test_only_replicas_that_all_serve_have_a_disruption_budget(helm_4):
         ("created-pool", ["WARNING: pool.failureMode is FailClose and there is one replica"]),
         ("standalone", ["port-forward -n models service/inference-homing-envoy 8081:8081"]),
         ("guarded", ['curl -H "Authorization: Bearer $TOKEN" http://127.0.0.1:9090/debug/config']),
-        ("two-replicas", ["2 replicas each learn from their own requests only"]),
+        (
+            "two-replicas",
+            [
+                "The 2 replicas tell each other which pod holds which prefix, where sessions went",
+                "All of them serve.",
+                "They do not share metrics, debug pages, the keys of session tokens",
+                "http://127.0.0.1:9090/metrics | grep homing_peer",
+            ],
+        ),
+        ("autoscaled", ["All replicas tell each other which pod", "All of them serve."]),
+        ("warm-standby", ["Only the leader serves; another takes over knowing what it knew."]),
+        ("valkey", ["The 12 replicas tell each other, through Valkey, which pod"]),
+        (
+            "leader-election",
+            ["WARNING: peers.enabled is false", "the leader's successor starts cold"],
+        ),
     ],
 )
 def test_notes_say_what_to_type_next(any_helm, tmp_path, name, sentences):
     text = notes_of(any_helm, tmp_path, name)
     for sentence in sentences:
         assert sentence in text
+
+
+@pytest.mark.parametrize(
+    ("name", "more", "sentence"),
+    [
+        ("two-replicas", ("peers.secretName=",), "each rendering would make another"),
+        ("two-replicas", ("peers.enabled=false",), "each knows only what it decided itself"),
+        ("valkey", ("networkPolicy.extraEgress=null",), "no replica reaches it, and each is alone"),
+    ],
+)
+def test_notes_warn_of_replicas_that_would_be_alone(any_helm, tmp_path, name, more, sentence):
+    """Where it is so, and not otherwise."""
+    assert sentence not in notes_of(any_helm, tmp_path / "as-is", name)
+    assert sentence in notes_of(any_helm, tmp_path / "changed", name, "--set", *more)
+
+
+@pytest.mark.parametrize("name", ["existing-pool", "standalone", "guarded"])
+def test_notes_of_one_replica_say_nothing_of_several(helm_4, tmp_path, name):
+    assert "replicas tell each other" not in notes_of(helm_4, tmp_path, name)
 
 
 @pytest.mark.parametrize(

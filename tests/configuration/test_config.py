@@ -473,6 +473,48 @@ def test_the_newest_version_of_the_document_is_read_like_the_one_before():
     assert newest.warnings == load(text).warnings
 
 
+def test_what_others_configure_of_replicas_here_is_flags():
+    """It loads, in both spellings, decides nothing, and each member is told of."""
+    spelt = {
+        "peerDiscovery": {"pluginRef": "slices"},
+        "crossReplicaSyncerPluginRef": "local-syncer",
+        "crossReplicaSyncInterval": "200ms",
+        "crossReplicaPublishTimeout": "1s",
+        "crossReplica": {"syncerPluginRef": "local-syncer"},
+    }
+    plugins = [{"type": "queue-scorer"}, {"type": "local-syncer"}]
+    plain, told = (load_parts(plugins=plugins, dataLayer=layer) for layer in ({}, spelt))
+    assert config_hash(plain) == config_hash(told)
+    assert [warning.partition(": ")[2] for warning in told.warnings] == [
+        (
+            "dataLayer.peerDiscovery has no effect, replicas find each other by --peer-service or "
+            "--peers"
+        ),
+        (
+            "dataLayer.crossReplicaSyncerPluginRef has no effect, replicas share by --peer-service, "
+            "--peers or --peer-url"
+        ),
+        (
+            "dataLayer.crossReplicaSyncInterval has no effect, replicas are told of a change within "
+            "20ms"
+        ),
+        "dataLayer.crossReplicaPublishTimeout has no effect, nothing waits until replicas are told",
+        (
+            "dataLayer.crossReplica has no effect, replicas share by --peer-service, --peers or "
+            "--peer-url"
+        ),
+    ]
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_load_is_shared_by_replicas_that_share_at_all(shared):
+    """Asking for it is what happens; asking not to is told of."""
+    parameters = {"syncCrossReplicaState": shared}
+    loaded = load_plugins({"type": "inflight-load-producer", "parameters": parameters})
+    told = [warning for warning in loaded.warnings if "syncCrossReplicaState" in warning]
+    assert len(told) == (not shared)
+
+
 def test_two_plugins_of_one_name_are_refused():
     """The name defaults to the type."""
     twice = [{"type": "queue-scorer"}, {"name": "queue-scorer", "type": "load-aware-scorer"}]
@@ -487,10 +529,6 @@ def test_two_plugins_of_one_name_are_refused():
         ({"kind": "ConfigMap"}, "kind is 'ConfigMap', expected 'EndpointPickerConfig'"),
         ({"apiVersion": "v1"}, "apiVersion is 'v1', expected 'llm-d.ai/v1' or 'llm-d.ai/v1alpha1'"),
         ({"apiVersion": []}, "apiVersion is [], expected 'llm-d.ai/v1' or 'llm-d.ai/v1alpha1'"),
-        (
-            {"dataLayer": {"crossReplica": {"syncerPluginRef": "x"}}},
-            "dataLayer.crossReplica is not supported, replicas do not share state: remove it",
-        ),
         ({"plugin": []}, "has unknown field `plugin`, did you mean `plugins`?"),
         ({"plugins": {}}, "plugins: expected a list, got dict"),
         (

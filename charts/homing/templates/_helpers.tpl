@@ -157,6 +157,23 @@ labels:
 {{- if .Values.leaderElection.enabled }}
 - --ha-enable-leader-election=true
 {{- end }}
+{{- if include "homing.activeReplicas" . }}
+- --replicas={{ int (ternary .Values.autoscaling.minReplicas .Values.replicas .Values.autoscaling.enabled) }}
+{{- end }}
+{{- if include "homing.peerMesh" . }}
+- --peer-service={{ include "homing.peersName" . }}
+- --peer-port={{ int .Values.peers.port }}
+- --peer-secret-file=/peer-secret/{{ .Values.peers.secretKey }}
+{{- else if include "homing.peers" . }}
+{{- if .Values.peers.urlSecretName }}
+- --peer-url-file=/peer-url/{{ .Values.peers.urlSecretKey }}
+{{- else }}
+- {{ printf "--peer-url=%s" .Values.peers.url | quote }}
+{{- end }}
+{{- end }}
+{{- if .Values.snapshot.enabled }}
+- --snapshot-dir=/snapshot
+{{- end }}
 {{- if .Values.sessionTokens.secretName }}
 - --session-token-key-file=/session-tokens/{{ .Values.sessionTokens.secretKey }}
 {{- end }}
@@ -202,7 +219,34 @@ labels:
 {{- else if $switch -}}yes{{- end -}}
 {{- end -}}
 
+{{- define "homing.severalReplicas" -}}
+{{- if or .Values.autoscaling.enabled (gt (int .Values.replicas) 1) -}}yes{{- end -}}
+{{- end -}}
+
 {{/* Several replicas that are all ready. */}}
 {{- define "homing.activeReplicas" -}}
-{{- if and (not .Values.leaderElection.enabled) (or .Values.autoscaling.enabled (gt (int .Values.replicas) 1)) -}}yes{{- end -}}
+{{- if not .Values.leaderElection.enabled -}}{{ include "homing.severalReplicas" . }}{{- end -}}
+{{- end -}}
+
+{{/* Non-empty if replicas tell each other what they know, in either way. */}}
+{{- define "homing.peers" -}}
+{{- if eq (toString .Values.peers.enabled) "auto" -}}
+{{- include "homing.severalReplicas" . -}}
+{{- else if .Values.peers.enabled -}}yes{{- end -}}
+{{- end -}}
+
+{{/* Non-empty if they connect to each other. */}}
+{{- define "homing.peerMesh" -}}
+{{- if and (include "homing.peers" .) (not .Values.peers.url) (not .Values.peers.urlSecretName) -}}yes{{- end -}}
+{{- end -}}
+
+{{/* Of the headless Service, and of the Secret that is made. */}}
+{{- define "homing.peersName" -}}
+{{- printf "%s-peers" (include "homing.fullname" . | trunc 57 | trimSuffix "-") -}}
+{{- end -}}
+
+{{/* The secret in base64: that of the cluster, or a new one of 48 bytes, itself in base64. */}}
+{{- define "homing.peerSecret" -}}
+{{- $found := (lookup "v1" "Secret" .Release.Namespace (include "homing.peersName" .)).data | default dict -}}
+{{- get $found .Values.peers.secretKey | default (randBytes 48 | b64enc) -}}
 {{- end -}}

@@ -63,6 +63,9 @@ FRAME_BYTES_TARGET: Final = 64 * 1024
 CHAINS_BYTES_MAX: Final = 96 * 1024
 """Of the chains in one record, which leaves room for short keys below `RECORD_BYTES_MAX`."""
 BOOK_BYTES_MAX: Final = 512 * 1024
+FRAMES_LOST_MAX: Final = 1_000
+"""Counted at one gap in the numbers of an origin: in `SILENT_S_MAX`, after which it is forgotten,
+an honest one sends far fewer."""
 BOOK_AGE_S: Final = 30.0
 """A chain is told whole again after one to two of these."""
 RETELL_S_MIN: Final = 1.0
@@ -126,6 +129,8 @@ class PeerExchange:
         self.restored = Received()
         """What `received` is for live frames, for those of snapshots."""
         self.records_sent = 0
+        self.frames_lost = 0
+        """Of all origins, those that left included; see `Peer.lost`."""
         self.replicas = replicas
         self._scheduler = scheduler
         self._started_at_s = now
@@ -152,6 +157,11 @@ class PeerExchange:
         if has_peers:
             scheduler.tell_peers()
         self._count()
+
+    @property
+    def unheard(self) -> int:
+        """How many of the other pickers that there should be are not heard."""
+        return max(0, self.replicas - 1 - len(self.peers))
 
     def expect(self, replicas: int) -> None:
         """So many pickers there should be."""
@@ -264,7 +274,10 @@ class PeerExchange:
         peer.understood = set(self._index_hashes) == set(frame.indexes)
         peer.inbox.put(frame, now)
         if frame.number > peer.number:
-            peer.lost += frame.number - peer.number - 1 if peer.number else 0
+            gap = frame.number - peer.number - 1 if peer.number else 0
+            lost = min(gap, FRAMES_LOST_MAX)
+            peer.lost += lost
+            self.frames_lost += lost
             peer.number = frame.number
             # A late frame tells of a load that was.
             self._take_load(frame, now)
@@ -342,7 +355,7 @@ class PeerExchange:
         return peer
 
     def _count(self) -> None:
-        self._scheduler.replicas_unheard = max(0, self.replicas - 1 - len(self.peers))
+        self._scheduler.replicas_unheard = self.unheard
 
     def _forget(self, origin: bytes) -> None:
         self.peers.pop(origin, None)

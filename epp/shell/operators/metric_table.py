@@ -301,6 +301,13 @@ METRICS: Final[tuple[MetricSpec, ...]] = (
         "counter",
     ),
     _sampled(
+        "homing_prefix_known_from_peers_total",
+        "prompts",
+        "Prompts sent to an endpoint whose deepest known block was known from another replica alone.",
+        ("index",),
+        "counter",
+    ),
+    _sampled(
         "homing_prompt_segments_total",
         "segments",
         "Segments of 16 KB of long prompts: known, so that their blocks were not hashed, or new.",
@@ -451,6 +458,33 @@ METRICS: Final[tuple[MetricSpec, ...]] = (
         "homing_leader",
         "boolean",
         "1: this replica leads; 0: it follows; absent without leader election.",
+    ),
+    # Replicas. All absent where this picker is alone.
+    _sampled("homing_peers", "replicas", "Other replicas that were heard in the last 3 seconds."),
+    _sampled(
+        "homing_peer_replicas_unheard",
+        "replicas",
+        "Other replicas that there should be and that are not heard.",
+    ),
+    _sampled(
+        "homing_peer_records_total",
+        "records",
+        "Records of decisions, told to other replicas or by them, by what became of them; of "
+        "unreadable, dropped and over_rate it counts frames, each of many records.",
+        ("direction", "outcome"),
+        "counter",
+    ),
+    _sampled(
+        "homing_peer_lag_seconds",
+        "seconds",
+        "How old the last record was when it was learnt, at the sender and here, of the replica "
+        "where it was oldest; the way is not counted.",
+    ),
+    _sampled(
+        "homing_peer_frames_lost_total",
+        "frames",
+        "Frames of other replicas that were sent and did not come, or came late.",
+        kind="counter",
     ),
     # Configuration.
     MetricSpec(

@@ -8,6 +8,7 @@ from epp.core.decision.scheduler import Scheduler
 from epp.core.knowledge.candidates import Candidates
 from epp.core.knowledge.pool import Standing
 from epp.core.knowledge.prefix import PrefixIndex
+from epp.core.peers.exchange import PeerExchange
 from epp.core.protocol.budget import BodyBudget
 from epp.core.types import Seconds
 from epp.shell.files.pressure import MemoryPressure
@@ -24,8 +25,12 @@ def pool_snapshot(
     now: Seconds,
     *,
     messages: Mapping[str, int] | None = None,
+    peers: PeerExchange | None = None,
 ) -> PoolSnapshot:
-    """To be read and dropped within one synchronous step. `messages` by how they were read."""
+    """To be read and dropped within one synchronous step. `messages` by how they were read.
+
+    `peers`: None where this picker is alone.
+    """
     pool = scheduler.pool
     slots = np.array([slot for slot, _ in pool.endpoints()], dtype=np.int64)
     return PoolSnapshot(
@@ -57,6 +62,7 @@ def pool_snapshot(
         plugin_errors=dict.fromkeys(scheduler.settings.plugin_names, 0)
         | {failing.name: failing.failures for failing in scheduler.failures},
         cluster=cluster,
+        peers=peers,
     )
 
 
@@ -66,6 +72,7 @@ def _index_snapshot(index: PrefixIndex) -> IndexSnapshot:
         entries=index.entries,
         memory_bytes=index.bytes_estimated,
         lookups={"full": told.full_hits, "partial": told.partial_hits, "none": told.no_hits},
+        known_from_peers=told.known_from_peers,
         evictions={
             "capacity": told.evicted_capacity,
             "ttl": told.evicted_ttl,

@@ -13,6 +13,7 @@ from typing import Final, Generic, TypeAlias, TypeVar
 
 import numpy as np
 from msgspec import Struct, field
+from msgspec.structs import asdict
 from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
@@ -21,6 +22,7 @@ from epp import __version__
 from epp.core.decision.scheduler import Decision, SchedulerSettings
 from epp.core.knowledge.candidates import Candidates
 from epp.core.knowledge.inflight import Ending, Outcome
+from epp.core.peers.exchange import PeerExchange
 from epp.core.prompt.request import InferenceRequest
 from epp.core.types import BYTES_PER_TOKEN, Endpoint, Refusal, Seconds
 from epp.shell.kubernetes.state import ClusterSnapshot
@@ -70,6 +72,8 @@ class IndexSnapshot(Struct, frozen=True, kw_only=True):
     """Result ("full", "partial", "none") -> look-ups."""
     evictions: Mapping[str, int] = field(default_factory=dict)
     """Cause ("ttl", "capacity", "memory", ...) -> entries."""
+    known_from_peers: int = 0
+    """Prompts of which the deepest block that was known was known from a peer alone."""
 
 
 class PoolSnapshot(Struct, frozen=True, kw_only=True):
@@ -97,6 +101,8 @@ class PoolSnapshot(Struct, frozen=True, kw_only=True):
     """Name of every plugin that is configured -> how often it failed."""
     cluster: ClusterSnapshot | None = None
     """None: endpoints come from a file."""
+    peers: PeerExchange | None = None
+    """None: this picker is alone."""
 
 
 class PageBudget:
@@ -687,6 +693,8 @@ class PoolCollector(Collector):
         _add_plugins(families, snapshot)
         if snapshot.cluster is not None:
             _add_cluster(families, snapshot.cluster)
+        if snapshot.peers is not None:
+            _add_peers(families, snapshot.peers)
         return iter(families.values())
 
 
@@ -767,6 +775,8 @@ def _add_indexes(families: _Families, snapshot: PoolSnapshot) -> None:
             families["homing_prefix_indexer_lookups_total"].add_metric([index, result], lookups)
         for cause, entries in told.evictions.items():
             families["homing_prefix_indexer_evictions_total"].add_metric([index, cause], entries)
+        known_from_peers = families["homing_prefix_known_from_peers_total"]
+        known_from_peers.add_metric([index], told.known_from_peers)
 
 
 def _add_plugins(families: _Families, snapshot: PoolSnapshot) -> None:
@@ -795,3 +805,16 @@ def _add_cluster(families: _Families, cluster: ClusterSnapshot) -> None:
         families["homing_kube_events_total"].add_metric([result], events)
     if cluster.leading is not None:
         families["homing_leader"].add_metric([], float(cluster.leading))
+
+
+def _add_peers(families: _Families, peers: PeerExchange) -> None:
+    families["homing_peers"].add_metric([], len(peers.peers))
+    families["homing_peer_replicas_unheard"].add_metric([], peers.unheard)
+    records = families["homing_peer_records_total"]
+    records.add_metric(["sent", "sent"], peers.records_sent)
+    for outcome, count in asdict(peers.received).items():
+        records.add_metric(["received", outcome], count)
+    if peers.peers:
+        lag_s = max(peer.inbox.lag_s for peer in peers.peers.values())
+        families["homing_peer_lag_seconds"].add_metric([], lag_s)
+    families["homing_peer_frames_lost_total"].add_metric([], peers.frames_lost)

@@ -16,6 +16,7 @@ from epp.core.knowledge.candidates import Affinity
 from epp.core.knowledge.inflight import Outcome
 from epp.core.knowledge.prefix import PrefixIndexSettings
 from epp.core.peers.exchange import (
+    FRAMES_LOST_MAX,
     HEARTBEAT_S,
     ORIGINS_MAX,
     RECORDS_PER_APPLY,
@@ -162,7 +163,22 @@ def test_a_chain_that_was_lost_is_told_whole_at_the_next_heartbeat():
     one.schedule(asked("a" * 100 + "b" * 9), 1.2)
     settle(1.22, talk_one, talk_other)
     assert max(held(other, "a" * 100 + "b" * 9)) == 109
-    assert talk_other.peers[talk_one.origin].lost == 1
+    assert talk_other.peers[talk_one.origin].lost == talk_other.frames_lost == 1
+
+
+def test_what_was_lost_stays_counted_when_its_origin_leaves():
+    """A total never falls; and one frame cannot claim that more was lost than there can have been."""
+    _, talk_one, _, talk_other = acquainted(1, 2)
+    for number in (1, 2**62):
+        late = Frame(talk_one.origin, talk_one.peers[talk_other.origin].number + number, 0, 1.0)
+        assert talk_other.receive(encode(late), 0.1) is Taken.TAKEN
+    assert 0 < talk_other.frames_lost <= FRAMES_LOST_MAX
+    lost = talk_other.frames_lost
+    assert talk_other.unheard == 0
+    talk_other.receive(talk_one.goodbye(0.2), 0.2)
+    assert (talk_other.frames_lost, talk_other.unheard) == (lost, 1)
+    talk_other.expect(4)
+    assert talk_other.unheard == 3
 
 
 def test_load_is_told_as_it_is_and_counts_where_scorers_read_it():

@@ -1,4 +1,5 @@
 from epp.core.decision.scheduler import Decision, Scheduler, SchedulerSettings
+from epp.core.peers.exchange import PeerExchange
 from epp.core.prompt.blocks import SEGMENT_BYTES
 from epp.core.prompt.request import InferenceRequest
 from epp.core.protocol.budget import BodyBudget
@@ -31,7 +32,7 @@ def test_a_snapshot_counts_what_is_known_and_what_is_ready():
     assert set(shown.indexes) == set(scheduler.indexes)
     assert (shown.memory_limit_bytes, shown.memory_pressure) == (1_000, 0)
     assert shown.load_reports == {"read": 0, "unread": 0}
-    assert shown.cluster is None
+    assert (shown.cluster, shown.peers) == (None, None)
 
 
 def test_a_snapshot_counts_what_is_known_of_long_prompts():
@@ -43,6 +44,36 @@ def test_a_snapshot_counts_what_is_known_of_long_prompts():
         assert isinstance(scheduler.schedule(request, 0.0), Decision)
     shown = pool_snapshot(scheduler, "", BodyBudget(1), MemoryPressure(1), None, 0.0)
     assert shown.segments == {"known": 4, "new": 5}
+
+
+def test_a_snapshot_counts_what_is_owed_to_a_peer():
+    """The second turn of a conversation whose first one another picker placed."""
+    pickers = pods((0, 0.1), (3, 0.5)), pods((0, 0.1), (3, 0.5))
+    talks = [
+        PeerExchange(made, origin=bytes([number]) * 8, now=0.0, replicas=2)
+        for number, made in enumerate(pickers)
+    ]
+
+    def settle(now):
+        for told, heard in (talks, talks[::-1]):
+            for frame in told.outgoing(now):
+                heard.receive(frame, now)
+            while heard.pending:
+                heard.apply(now)
+
+    settle(0.0)
+    turn = bytes(range(256)) * 30
+    for now, made in enumerate(pickers):
+        request = InferenceRequest(request_id="r", model="m", prompts=(turn,))
+        assert isinstance(made.schedule(request, float(now)), Decision)
+        settle(now + 0.5)
+    first, second = (
+        pool_snapshot(made, "", BodyBudget(1), MemoryPressure(1), None, 2.0, peers=talk)
+        for made, talk in zip(pickers, talks, strict=True)
+    )
+    assert [index.known_from_peers for index in first.indexes.values()] == [0]
+    assert [index.known_from_peers for index in second.indexes.values()] == [1]
+    assert (first.peers, second.peers) == tuple(talks)
 
 
 def test_who_is_gone_is_not_counted_as_ready():

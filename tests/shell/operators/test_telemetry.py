@@ -15,6 +15,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from epp.core.decision.profile import SchedulingProfile, WeightedScorer
 from epp.core.decision.scheduler import SchedulerSettings
 from epp.core.knowledge.inflight import Ending, Lease, Outcome
+from epp.core.peers.exchange import PeerExchange, Taken
+from epp.core.peers.frames import Frame, encode
 from epp.core.types import Refusal, RefusalReason
 from epp.shell.kubernetes.state import ClusterSnapshot, Reflection
 from epp.shell.operators.metric_table import METRICS
@@ -33,6 +35,7 @@ from tests.shell.operators.decisions import (
     make_endpoints,
     make_request,
 )
+from tests.test_hermetic import pods
 
 LLAMA = {"model_name": "llama", "target_model_name": "llama", "priority": "0"}
 
@@ -70,6 +73,7 @@ def snapshot(count=4, **fields):
                 memory_bytes=768,
                 lookups={"full": 1, "partial": 2, "none": 3},
                 evictions={"ttl": 4, "capacity": 5},
+                known_from_peers=8,
             )
         },
         messages={"scan": 7, "protobuf": 2},
@@ -93,7 +97,27 @@ def snapshot(count=4, **fields):
             events={"written": 5, "dropped": 6},
             leading=False,
         ),
+        peers=acquainted(),
     )
+
+
+def acquainted(replicas=3, now=10.0):
+    """Picker 1 of `replicas`, which picker 2 told of itself and of one decision, 0.3 s old."""
+    talks = [
+        PeerExchange(pods((0, 0.1)), origin=bytes([number]) * 8, now=0.0, replicas=replicas)
+        for number in (1, 2)
+    ]
+    frames = [frame for talk in talks for frame in talk.outgoing(now - 1.0)]
+    for talk in talks:
+        assert [talk.receive(frame, now - 1.0) for frame in frames].count(Taken.TAKEN) == 1
+    here, there = talks
+    request = make_request(prompts=(b"x" * 1024,))
+    there._scheduler.schedule(request, now - 0.3)
+    for frame in there.outgoing(now):
+        assert here.receive(frame, now) is Taken.TAKEN
+    while here.pending:
+        here.apply(now)
+    return here
 
 
 def exercise(exported):
@@ -714,3 +738,51 @@ def test_what_the_api_server_told_is_shown_by_kind():
     alone = Exported(lambda: msgspec.structs.replace(snapshot(), cluster=None))
     assert alone("homing_leader") is None
     assert alone("homing_kube_synced", resource="pods") is None
+
+
+def test_what_replicas_tell_each_other_is_shown():
+    """Of who is heard, who is not, and what became of it; alone nothing of it is there."""
+    exported = Exported(snapshot)
+    assert exported("homing_peers") == 1
+    assert exported("homing_peer_replicas_unheard") == 1
+    received = {
+        "applied": 1,
+        **dict.fromkeys(("unknown_endpoint", "unknown_chain", "unreadable"), 0),
+        **dict.fromkeys(("dropped", "over_rate"), 0),
+    }
+    for outcome, count in received.items():
+        labels = {"direction": "received", "outcome": outcome}
+        assert exported("homing_peer_records_total", **labels) == count
+    assert exported("homing_peer_records_total", direction="sent", outcome="sent") == 0
+    assert exported("homing_peer_lag_seconds") == pytest.approx(0.3)
+    assert exported("homing_peer_frames_lost_total") == 0
+    assert exported("homing_prefix_known_from_peers_total", index="approx") == 8
+    alone = Exported(lambda: msgspec.structs.replace(snapshot(), peers=None))
+    told = [name for name, _ in samples_of(alone.registry.collect()) if "_peer" in name]
+    assert told == ["homing_prefix_known_from_peers_total"]
+
+
+def test_a_replica_that_leaves_takes_its_lag_with_it():
+    """And totals stay."""
+    talk = acquainted()
+    exported = Exported(lambda: msgspec.structs.replace(snapshot(), peers=talk))
+    talk.tick(60.0)
+    assert exported("homing_peers") == 0
+    assert exported("homing_peer_replicas_unheard") == 2
+    assert exported("homing_peer_lag_seconds") is None
+    labels = {"direction": "received", "outcome": "applied"}
+    assert exported("homing_peer_records_total", **labels) == 1
+
+
+def test_a_hostile_replica_cannot_grow_the_page():
+    """Origins, records and numbers that it makes up: no label, no line more."""
+    talk = acquainted()
+    exported = Exported(lambda: msgspec.structs.replace(snapshot(), peers=talk))
+    lines = len(samples_of(exported.registry.collect()))
+    for number in range(1_000):
+        origin = number.to_bytes(8, "big")
+        lie = Frame(origin, 2**63, 0, -1e300, records=b"\xff" * 64, load=b"\xff" * 64)
+        talk.receive(encode(lie), 10.0)
+        talk.apply(10.0)
+    assert len(samples_of(exported.registry.collect())) == lines
+    generate_latest(exported.registry)

@@ -13,6 +13,7 @@ from epp.core.types import Seconds
 from epp.shell.files.pressure import MemoryPressure
 from epp.shell.kubernetes.state import ClusterSnapshot
 from epp.shell.operators.telemetry import IndexSnapshot, PoolSnapshot
+from epp.shell.peers.state import PeersSnapshot
 
 
 def pool_snapshot(
@@ -24,6 +25,7 @@ def pool_snapshot(
     now: Seconds,
     *,
     messages: Mapping[str, int] | None = None,
+    peers: PeersSnapshot | None = None,
 ) -> PoolSnapshot:
     """To be read and dropped within one synchronous step. `messages` by how they were read."""
     pool = scheduler.pool
@@ -57,6 +59,7 @@ def pool_snapshot(
         plugin_errors=dict.fromkeys(scheduler.settings.plugin_names, 0)
         | {failing.name: failing.failures for failing in scheduler.failures},
         cluster=cluster,
+        peers=peers,
     )
 
 

@@ -35,6 +35,7 @@ from epp.shell.operators.counting import (
 )
 from epp.shell.operators.metric_table import METRICS
 from epp.shell.operators.printable import printable
+from epp.shell.peers.state import PeersSnapshot
 
 CHILDREN_MAX: Final = 1_000
 """Label combinations a metric keeps; the reference picker caps client-controlled values here."""
@@ -97,6 +98,8 @@ class PoolSnapshot(Struct, frozen=True, kw_only=True):
     """Name of every plugin that is configured -> how often it failed."""
     cluster: ClusterSnapshot | None = None
     """None: endpoints come from a file."""
+    peers: PeersSnapshot | None = None
+    """None: this replica shares nothing."""
 
 
 class PageBudget:
@@ -321,6 +324,7 @@ class Telemetry:
         self._reloads = Children(_labelled(numbers["homing_config_reloads_total"]))
         self._config_info = numbers["homing_config_info"]
         self._weights = numbers["homing_scorer_weight"]
+        self._peer_snapshot_s = Children(_labelled(distributions["homing_peer_snapshot_seconds"]))
         self._streams = numbers["homing_extproc_streams_inflight"].labels()
         self._streams_ended = Children(_labelled(numbers["homing_extproc_streams_total"]), 32)
         self._stream_s = distributions["homing_extproc_stream_duration_seconds"].labels()
@@ -582,6 +586,10 @@ class Telemetry:
         """The copy of `file` could not be written."""
         self._not_kept(file).inc()
 
+    def peer_snapshot(self, source: str, elapsed_s: Seconds) -> None:
+        """A snapshot came in whole from `source`: "peer", "file" or "broker"."""
+        self._peer_snapshot_s(source).observe(elapsed_s)
+
     def stream_opened(self) -> None:
         self._streams.inc()
 
@@ -687,6 +695,8 @@ class PoolCollector(Collector):
         _add_plugins(families, snapshot)
         if snapshot.cluster is not None:
             _add_cluster(families, snapshot.cluster)
+        if snapshot.peers is not None:
+            _add_peers(families, snapshot.peers)
         return iter(families.values())
 
 
@@ -795,3 +805,17 @@ def _add_cluster(families: _Families, cluster: ClusterSnapshot) -> None:
         families["homing_kube_events_total"].add_metric([result], events)
     if cluster.leading is not None:
         families["homing_leader"].add_metric([], float(cluster.leading))
+
+
+def _add_peers(families: _Families, peers: PeersSnapshot) -> None:
+    families["homing_peers"].add_metric([], peers.peers)
+    families["homing_peers_known"].add_metric([], peers.known)
+    for frame_labels, frames in peers.frames.items():
+        families["homing_peer_frames_total"].add_metric(frame_labels, frames)
+    sizes = families["homing_peer_bytes_total"]
+    sizes.add_metric(["sent"], peers.bytes_sent)
+    sizes.add_metric(["received"], peers.bytes_received)
+    for kind, failures in peers.failures.items():
+        families["homing_peer_failures_total"].add_metric([kind], failures)
+    for snapshot_labels, count in peers.snapshots.items():
+        families["homing_peer_snapshots_total"].add_metric(snapshot_labels, count)

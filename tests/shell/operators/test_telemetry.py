@@ -27,6 +27,7 @@ from epp.shell.operators.telemetry import (
     Telemetry,
     endpoint_labels,
 )
+from epp.shell.peers.state import PeersSnapshot
 from tests.shell.operators.decisions import (
     make_candidates,
     make_decision,
@@ -93,6 +94,15 @@ def snapshot(count=4, **fields):
             events={"written": 5, "dropped": 6},
             leading=False,
         ),
+        peers=PeersSnapshot(
+            peers=2,
+            known=3,
+            frames={("sent", "dropped"): 4, ("received", "received"): 5},
+            bytes_sent=6,
+            bytes_received=7,
+            failures={"handshake": 8},
+            snapshots={("file", "saved"): 9},
+        ),
     )
 
 
@@ -117,6 +127,7 @@ def exercise(exported):
     telemetry.usage_unseen()
     telemetry.last_good_in_force("configuration", True)
     telemetry.last_good_not_kept("endpoints")
+    telemetry.peer_snapshot("peer", 0.3)
     telemetry.set_aside(make_endpoints(1)[0])
     telemetry.scraped(elapsed_s=0.01)
     telemetry.scrape_failed("timeout")
@@ -714,3 +725,20 @@ def test_what_the_api_server_told_is_shown_by_kind():
     alone = Exported(lambda: msgspec.structs.replace(snapshot(), cluster=None))
     assert alone("homing_leader") is None
     assert alone("homing_kube_synced", resource="pods") is None
+
+
+def test_peers_are_counted_by_direction_outcome_and_place():
+    """Without sharing the page says nothing of them but that there are such metrics."""
+    exported = Exported(snapshot)
+    exported.telemetry.peer_snapshot("broker", 0.2)
+    value = exported.registry.get_sample_value
+    assert value("homing_peers") == 2
+    assert value("homing_peers_known") == 3
+    dropped = {"direction": "sent", "outcome": "dropped"}
+    assert value("homing_peer_frames_total", dropped) == 4
+    assert value("homing_peer_bytes_total", {"direction": "received"}) == 7
+    assert value("homing_peer_failures_total", {"kind": "handshake"}) == 8
+    assert value("homing_peer_snapshots_total", {"place": "file", "outcome": "saved"}) == 9
+    assert value("homing_peer_snapshot_seconds_count", {"source": "broker"}) == 1
+    alone = Exported(lambda: PoolSnapshot(candidates=make_candidates(1)))
+    assert alone.registry.get_sample_value("homing_peers") is None

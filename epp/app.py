@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import structlog
+from msgspec import structs
 from prometheus_client import CollectorRegistry
 
 from epp.configuration.build import oldest_metrics_s, plugin_tables
@@ -20,6 +21,8 @@ from epp.configuration.flags import ServeFlags
 from epp.configuration.live import LiveConfiguration, Offer
 from epp.configuration.memory_plan import memory_plan
 from epp.core.decision.scheduler import Scheduler, SchedulerSettings
+from epp.core.peers.exchange import PeerExchange
+from epp.core.peers.frames import ORIGIN_BYTES
 from epp.core.protocol.budget import BodyBudget
 from epp.core.protocol.session import SessionSettings
 from epp.core.types import Endpoint, EndpointMetrics, Seconds
@@ -54,6 +57,7 @@ from epp.shell.operators.snapshot import pool_snapshot
 from epp.shell.operators.standard_error import StandardError
 from epp.shell.operators.standings_log import StandingsLog
 from epp.shell.operators.telemetry import PoolSnapshot, Telemetry
+from epp.shell.peers.service import Peers
 from epp.shell.starting import EVERYWHERE, StartError, cannot_listen
 
 if TYPE_CHECKING:
@@ -153,6 +157,7 @@ class EndpointPicker:
         settings = _settings(self.live.current(len(self._found.endpoints)))
         self.scheduler = Scheduler(settings, seed=seed)
         self.scheduler.replicas_unheard = flags.replicas_besides
+        self.exchange = self._open_exchange()
         self._failing_plugins = FailingPluginsLog(self.scheduler.failures)
         self.registry = CollectorRegistry()
         self.telemetry = Telemetry(
@@ -162,8 +167,18 @@ class EndpointPicker:
         )
         decisions = DecisionLog(structlog.get_logger("decisions"), level=flags.log_level)
         recent = RecentDecisions(self.scheduler.pool)
+        self.peers = Peers(
+            flags,
+            self.exchange,
+            on_ready=self._update_ready,
+            on_snapshot=self.telemetry.peer_snapshot,
+            seed=seed,
+        )
         self._debug = DebugPages(
-            self.scheduler, recent, lambda: (self.live.config, self.live.generation)
+            self.scheduler,
+            recent,
+            lambda: (self.live.config, self.live.generation),
+            peers=self.peers.rows,
         )
         token_file = flags.debug_token_file
         self._debug_token = BearerToken(Path(token_file)) if token_file else None
@@ -246,6 +261,7 @@ class EndpointPicker:
         flags = self.flags
         async with contextlib.AsyncExitStack() as opened:
             await opened.enter_async_context(self._gateway)
+            await opened.enter_async_context(self.peers)
             metrics = MetricsServer(
                 self.registry,
                 lambda: self.health.ready,
@@ -296,6 +312,7 @@ class EndpointPicker:
             "standings": self._standings.run(),
             "endpoints": (self._cluster or self._endpoints_watcher).run(),
             **self._gateway.loops(),
+            **self.peers.loops(),
         }
         if self._debug_token is not None:
             loops["debug token"] = self._debug_token.run()
@@ -312,6 +329,7 @@ class EndpointPicker:
         while True:
             await asyncio.sleep(TICK_S)
             self.scheduler.tick(time.monotonic())
+            self._expect_peers()
             self.telemetry.fold()
             self._asked()
             self._failing_plugins.report()
@@ -428,6 +446,7 @@ class EndpointPicker:
             on_found=self._take,
             on_ready=self._update_ready,
             on_config=self._config_changed,
+            on_peers=lambda addresses: self.peers.discovered(addresses),  # noqa: PLW0108  that are made after it
             seed=seed,
         )
 
@@ -449,12 +468,15 @@ class EndpointPicker:
         self._scraper.replace(endpoints)
         self.telemetry.endpoints_replaced(endpoints)
         self.sessions.know(found)
+        if found.endpoints:
+            self.peers.endpoints_known()
 
     def _update_ready(self) -> None:
         known = self._cluster is None or self._cluster.ready
         if known and self._known_since_s is None:
             self._known_since_s = time.monotonic()
-        self.health.set_ready(known and self._first_pass_done())
+            self.peers.endpoints_known()
+        self.health.set_ready(known and self._first_pass_done() and self.peers.ready)
 
     def _first_pass_done(self) -> bool:
         """Whether every endpoint was asked once and somebody can serve, or `FIRST_PASS_S_MAX` passed.
@@ -471,6 +493,22 @@ class EndpointPicker:
             or now - self._known_since_s > FIRST_PASS_S_MAX
         )
         return self._scraped
+
+    def _open_exchange(self) -> PeerExchange:
+        """What is told among replicas; where there are none, it keeps snapshots at the most."""
+        flags = self.flags
+        return PeerExchange(
+            self.scheduler,
+            origin=secrets.token_bytes(ORIGIN_BYTES),
+            now=time.monotonic(),
+            replicas=1 + flags.replicas_besides,
+            has_peers=flags.shares,
+        )
+
+    def _expect_peers(self) -> None:
+        """Replicas that decide and are not heard; those that stand by decide nothing."""
+        if self.flags.shares and not self.flags.ha_enable_leader_election:
+            self.exchange.expect(1 + max(self.flags.replicas_besides, self.peers.known))
 
     def _asked(self) -> None:
         """An endpoint was scraped, be it in vain."""
@@ -516,7 +554,7 @@ class EndpointPicker:
 
     def _snapshot(self) -> PoolSnapshot:
         cluster = self._cluster.snapshot() if self._cluster is not None else None
-        return pool_snapshot(
+        shown = pool_snapshot(
             self.scheduler,
             self.flags.pool_name,
             self.bodies,
@@ -524,7 +562,9 @@ class EndpointPicker:
             cluster,
             time.monotonic(),
             messages=self.decoder.paths(),
+            peers=self.exchange if self.flags.shares else None,
         )
+        return structs.replace(shown, peer_links=self.peers.snapshot())
 
 
 async def _connect(cluster: "Cluster") -> None:

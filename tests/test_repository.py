@@ -28,6 +28,9 @@ COVERED_ELSEWHERE = {
     "epp/shell/gateway/calls.py": ("tests/shell/gateway/test_ext_proc.py", "what transports carry"),
     "epp/shell/gateway/sessions.py": ("tests/test_app.py", "streams are opened through it"),
     "epp/configuration/live.py": ("tests/test_app.py", "configurations are changed live there"),
+    "epp/shell/peers/carrier.py": ("tests/shell/peers/test_pump.py", "a protocol and its nouns"),
+    "epp/shell/peers/exchange.py": ("tests/shell/peers/test_pump.py", "a protocol"),
+    "epp/shell/peers/state.py": ("tests/shell/peers/test_service.py", "nouns and totals"),
     "epp/core/knowledge/index.py": ("tests/plugins/test_contract.py", "protocols"),
     "epp/core/parameters.py": ("tests/plugins/test_contract.py", "what every plugin is made of"),
     "epp/shell/kubernetes/state.py": ("tests/shell/operators/test_telemetry.py", "nouns"),
@@ -171,7 +174,15 @@ COVERED_ELSEWHERE = {
 """Module -> where it is tested, and why there."""
 
 BUCKETS = {"util", "utils", "helper", "helpers", "common", "base", "manager", "constants", "misc"}
-NOT_FOR_SERVING = ("rich", "pyarrow", "matplotlib", "sim", "envoy_data_plane", "kubernetes")
+NOT_FOR_SERVING = (
+    "rich",
+    "pyarrow",
+    "matplotlib",
+    "sim",
+    "envoy_data_plane",
+    "kubernetes",
+    "valkey",
+)
 
 
 def mirror(module):

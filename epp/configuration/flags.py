@@ -106,6 +106,16 @@ class ServeFlags(Struct, frozen=True, kw_only=True):
     last_good_dir: str = ""
     seed: int | None = None
 
+    peers: Annotated[tuple[str, ...], Meta(max_length=64)] = ()
+    peer_service: str = ""
+    peer_port: Port = 9004
+    peer_bind_address: IpAddress = IpAddress("::")
+    peer_secret_file: str = ""
+    peer_url: str = ""
+    peer_url_file: str = ""
+    peer_snapshot_timeout: Duration = Duration(2.0)
+    snapshot_dir: str = ""
+
     refresh_metrics_interval: Duration | None = None
     metrics_staleness_threshold: Duration = Duration(2.0)
     adaptive_scraping: bool = False
@@ -132,6 +142,24 @@ class ServeFlags(Struct, frozen=True, kw_only=True):
     """Of our own pod, `$NAMESPACE`; where it is not told, that of the pool."""
     instance: str = ""
     """Name of our own pod, `$POD_NAME`."""
+    own_address: str = ""
+    """IP address of our own pod, `$POD_IP`."""
+
+    @property
+    def meshes(self) -> bool:
+        """Whether replicas connect to each other."""
+        return bool(self.peers or self.peer_service)
+
+    @property
+    def shares(self) -> bool:
+        """Whether replicas tell each other what they decide."""
+        return self.meshes or bool(self.peer_url or self.peer_url_file)
+
+    @property
+    def peer_targets(self) -> tuple[tuple[str, int], ...]:
+        """Host and port of each of `peers`, or those of `peer_service`."""
+        named = self.peers or (self.peer_service,) if self.meshes else ()
+        return tuple(parse_host_port(text, self.peer_port) for text in named)
 
     @property
     def replicas_besides(self) -> int:
@@ -254,6 +282,31 @@ SERVE_HELP: Final[Groups] = {
             "force; a start at which the file is broken uses the copy"
         ),
         "seed": "of all dice; logged at start (default: drawn)",
+    },
+    "Replicas": {
+        "peers": (
+            "other replicas to share what is known with, each host:port, separated by commas; "
+            "ourselves among them are left out"
+        ),
+        "peer-service": (
+            "headless Service of the replicas, NAME or NAME:PORT: found by its EndpointSlices in "
+            "$NAMESPACE, with --endpoints-file by DNS"
+        ),
+        "peer-port": "port that replicas connect to",
+        "peer-bind-address": "IP address that --peer-port is taken at",
+        "peer-secret-file": (
+            "file with a secret of at least 32 bytes that all replicas have, read at start: they "
+            "encrypt, and refuse who does not have it; without: plaintext, from known addresses only"
+        ),
+        "peer-url": (
+            "Valkey or Redis 7 to share through instead, valkey:// or redis://, with TLS valkeys:// "
+            "or rediss://; needs the extra valkey"
+        ),
+        "peer-url-file": "file with the --peer-url, if there is a password in it",
+        "peer-snapshot-timeout": "longest wait at start for what other replicas know",
+        "snapshot-dir": (
+            "directory for a copy of what is known, written every 30s and at the end, read at start"
+        ),
     },
     "Metrics of endpoints": {
         "refresh-metrics-interval": (
@@ -394,12 +447,16 @@ _UNITS: Final = {
     "Gi": 2**30,
 }
 _QUANTITY: Final = re.compile(r"(\d{1,12})(|k|M|G|Ki|Mi|Gi)", re.ASCII)
+_HOST_PORT: Final = re.compile(
+    r"(?:\[([0-9A-Fa-f:.]{2,45})\]|([A-Za-z0-9][A-Za-z0-9._-]{0,252}))(?::(\d{1,5}))?", re.ASCII
+)
+_URL: Final = re.compile(r"(valkeys?|rediss?)://[^\s/]+(/\d{0,4})?", re.ASCII)
 _BYTES_MAX: Final = 2**31 - 1
 """What gRPC can be told."""
 _MEMORY_BYTES_MIN: Final = 64 * 2**20
 _MEMORY_BYTES_MAX: Final = 2**40
 
-_NO_FLAGS: Final = ("file", "warnings", "own_namespace", "instance")
+_NO_FLAGS: Final = ("file", "warnings", "own_namespace", "instance", "own_address")
 """Fields that no flag sets."""
 
 _DISCOVERY: Final = (
@@ -408,7 +465,7 @@ _DISCOVERY: Final = (
 )
 """Flags that only mean something in Kubernetes."""
 
-_LISTS: Final = ("endpoint-target-ports", "round-robin")
+_LISTS: Final = ("endpoint-target-ports", "peers", "round-robin")
 """Flags that take several values, separated by commas."""
 
 F = TypeVar("F", bound=Struct)
@@ -444,6 +501,19 @@ def parse_ip_address(text: str) -> IpAddress:
         ) from error
 
 
+def parse_host_port(text: str, port: int) -> tuple[str, int]:
+    """Read "host:port", or "host" for `port`; IPv6 in brackets, which are left out.
+
+    Raises `ValueError` for anything else.
+    """
+    match = _HOST_PORT.fullmatch(text)
+    if not match or not 1 <= int(match[3] or port) <= 65_535:
+        raise ValueError(f"{text!r} is not host:port such as replica-1:9004 or [::1]:9004")
+    if match[1]:
+        parse_ip_address(match[1])
+    return match[1] or match[2], int(match[3] or port)
+
+
 def parse_serve(arguments: Sequence[str], environment: Mapping[str, str]) -> ServeFlags:
     """Read the command line of `epp serve`. Raises `FlagError`."""
     foreign = {name: flag.boolean for name, flag in FOREIGN.items()}
@@ -463,6 +533,7 @@ def parse_serve(arguments: Sequence[str], environment: Mapping[str, str]) -> Ser
     given.setdefault("pool-namespace", environment.get("NAMESPACE") or "default")
     given["own_namespace"] = environment.get("NAMESPACE") or given["pool-namespace"]
     given["instance"] = environment.get("POD_NAME", "")
+    given["own_address"] = environment.get("POD_IP", "")
     flags = _convert(given, ServeFlags)
     _check_serve(flags)
     if flags.endpoints_file:
@@ -470,6 +541,7 @@ def parse_serve(arguments: Sequence[str], environment: Mapping[str, str]) -> Ser
         warnings += [f"--{name} has no effect: --endpoints-file is given" for name in unused]
     if flags.last_good_dir and not (flags.config_file or flags.endpoints_file):
         warnings.append("--last-good-dir has no effect: no file is given that could be kept")
+    warnings += _peer_warnings(flags)
     return msgspec.structs.replace(flags, warnings=tuple(warnings))
 
 
@@ -619,6 +691,7 @@ def _check_serve(flags: ServeFlags) -> None:
         raise FlagError("--pool-name and --endpoint-selector are both given, expected one")
     if flags.client_ca_file and not flags.secure_serving:
         raise FlagError("--client-ca-file is given, expected --secure-serving too: it is for TLS")
+    _check_peers(flags)
     ports = (flags.grpc_port, flags.grpc_health_port, flags.metrics_port)
     if len(set(ports)) < len(ports):
         names = "--grpc-port, --grpc-health-port and --metrics-port"
@@ -634,11 +707,56 @@ def _check_serve(flags: ServeFlags) -> None:
         ("lease-ttl-without-response-phase", flags.lease_ttl_without_response_phase),
         ("drain-grace", flags.drain_grace),
         ("drain-timeout", flags.drain_timeout),
+        ("peer-snapshot-timeout", flags.peer_snapshot_timeout),
     ):
         if duration < 0:
             raise FlagError(f"--{name}: expected at least 0s, got {float(duration):g}s")
     if not flags.endpoints_file:
         _check_discovery(flags)
+
+
+def _check_peers(flags: ServeFlags) -> None:
+    ways = {
+        "--peers": flags.peers,
+        "--peer-service": flags.peer_service,
+        "--peer-url": flags.peer_url,
+        "--peer-url-file": flags.peer_url_file,
+    }
+    given = [name for name, value in ways.items() if value]
+    if len(given) > 1:
+        raise FlagError(f"{' and '.join(given)} are given, expected one of them")
+    # What is wrong with it is not quoted: there may be a password in it.
+    if flags.peer_url and not is_peer_url(flags.peer_url):
+        raise FlagError(f"--peer-url: expected {PEER_URL}")
+    flag = "--peers" if flags.peers else "--peer-service"
+    try:
+        targets = flags.peer_targets
+    except ValueError as error:
+        raise FlagError(f"{flag}: {error}") from error
+    for name, port in (
+        ("--grpc-port", flags.grpc_port),
+        ("--grpc-health-port", flags.grpc_health_port),
+        ("--metrics-port", flags.metrics_port),
+    ):
+        if targets and port == flags.peer_port:
+            raise FlagError(f"{name} and --peer-port are both {port}, expected two")
+
+
+PEER_URL: Final = "valkey://[user:password@]host[:port][/db], or redis://, valkeys://, rediss://"
+
+
+def is_peer_url(text: str) -> bool:
+    """Whether `text` is a URL of Valkey or Redis."""
+    return _URL.fullmatch(text) is not None
+
+
+def _peer_warnings(flags: ServeFlags) -> list[str]:
+    if flags.peer_secret_file and not flags.meshes:
+        return ["--peer-secret-file has no effect: neither --peers nor --peer-service is given"]
+    if flags.meshes and flags.secure_serving and not flags.peer_secret_file:
+        sentence = "replicas speak to each other in plaintext, though gateways are spoken to by TLS"
+        return [f"{sentence}: give --peer-secret-file"]
+    return []
 
 
 def _check_discovery(flags: ServeFlags) -> None:

@@ -335,7 +335,7 @@ def test_help_names_every_flag_once():
         (CHECK_HELP, CheckFlags),
     ):
         listed = [name for flags in groups.values() for name in flags]
-        hidden = {"warnings", "file", "own_namespace", "instance"}
+        hidden = {"warnings", "file", "own_namespace", "instance", "own_address"}
         fields = {name.replace("_", "-") for name in kind.__struct_fields__ if name not in hidden}
         assert sorted(listed) == sorted(fields)
         text = help_text("usage", groups, kind)
@@ -412,3 +412,62 @@ def test_the_memory_limit_may_be_more_than_a_message_can_have():
     for wrong in ("1Mi", "9999Gi", "much"):
         with pytest.raises(FlagError, match="--memory-limit"):
             serve(f"--memory-limit={wrong}")
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ("replica", ("replica", 9004)),
+        ("replica-1.homing:7", ("replica-1.homing", 7)),
+        ("10.0.0.1:65535", ("10.0.0.1", 65_535)),
+        ("[fd00::1]", ("fd00::1", 9004)),
+        ("[::1]:9005", ("::1", 9005)),
+    ],
+)
+def test_a_peer_is_a_host_with_or_without_a_port(text, found):
+    """Without: --peer-port."""
+    assert serve("--peers", f"{text}, x").peer_targets == (found, ("x", 9004))
+    if ":" not in text:
+        assert serve(f"--peer-service={text}").peer_targets == (found,)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["--peers=a:0"], "--peers: 'a:0' is not host:port such as replica-1:9004 or [::1]:9004"),
+        (["--peers=::1"], "--peers: '::1' is not host:port such as replica-1:9004 or [::1]:9004"),
+        (["--peers=a b"], "--peers: 'a b' is not host:port such as replica-1:9004 or [::1]:9004"),
+        (["--peers=[a:b]"], "--peers: 'a:b' is not an IP address without a port"),
+        (["--peer-service=a:70000"], "--peer-service: 'a:70000' is not host:port"),
+        (["--peers=" + ",".join("a" * 65)], "--peers: expected `array` of length <= 64"),
+        (["--peers=a", "--peer-service=b"], "--peers and --peer-service are given, expected one"),
+        (["--peer-url=redis://a", "--peer-url-file=b"], "--peer-url and --peer-url-file are given"),
+        (["--peers=a", "--peer-url=redis://a"], "--peers and --peer-url are given, expected one"),
+        (["--peers=a", "--metrics-port=9004"], "--metrics-port and --peer-port are both 9004"),
+        (["--peer-url=http://:secret@a"], "--peer-url: expected valkey://[user:password@]host"),
+        (["--peer-snapshot-timeout=-1s"], "--peer-snapshot-timeout: expected at least 0s, got -1s"),
+    ],
+)
+def test_what_cannot_be_shared_so_is_refused_in_one_sentence(arguments, sentence):
+    """Without what may be a password."""
+    with pytest.raises(FlagError) as caught:
+        serve(*arguments)
+    assert str(caught.value).startswith(sentence)
+    assert "secret@" not in str(caught.value)
+
+
+def test_replicas_that_speak_in_plaintext_are_warned_about_where_gateways_use_tls():
+    """Not where nothing is encrypted, nor where there is a secret."""
+    (warning,) = serve("--peers=a").warnings
+    assert warning.startswith("replicas speak to each other in plaintext")
+    assert serve("--peers=a", "--secure-serving=false").warnings == ()
+    assert serve("--peers=a", "--peer-secret-file=s").warnings == ()
+    (warning,) = serve("--peer-url=redis://a", "--peer-secret-file=s").warnings
+    assert warning.startswith("--peer-secret-file has no effect")
+
+
+@pytest.mark.parametrize(
+    "url", ["valkey://a", "valkeys://u:p@a:6379/3", "redis://:p@[::1]:1/", "rediss://a/15"]
+)
+def test_a_broker_may_be_valkey_or_redis_with_or_without_tls(url):
+    assert serve(f"--peer-url={url}").peer_url == url

@@ -21,6 +21,7 @@ from epp.shell.kubernetes.events import EventRecorder, Reason
 from epp.shell.kubernetes.leader import ElectionTiming, LeaderElector
 from epp.shell.kubernetes.list_watch import Timing
 from epp.shell.kubernetes.objects import Collection, config_map_reader
+from epp.shell.kubernetes.peer_service import PeerService
 from epp.shell.kubernetes.reflector import Reflector
 from epp.shell.kubernetes.state import ClusterSnapshot, Reflection
 
@@ -40,7 +41,8 @@ class Cluster:
     """`connect`, then `run` as a task, then `close`.
 
     `on_found(found)`: endpoints, objectives or rewrites are others; `on_ready`: `ready` may be;
-    `on_config(text)`: the ConfigMap, or the file it is mounted as, says something else.
+    `on_config(text)`: the ConfigMap, or the file it is mounted as, says something else;
+    `on_peers(addresses)`: the replicas of `--peer-service` are others.
     """
 
     def __init__(
@@ -50,6 +52,7 @@ class Cluster:
         on_found: Callable[[Found], None],
         on_ready: Callable[[], None],
         on_config: Callable[[bytes], None],
+        on_peers: Callable[[frozenset[str]], None] = lambda _: None,
         seed: int,
         timing: ClusterTiming | None = None,
         credentials: Credentials | None = None,
@@ -64,6 +67,7 @@ class Cluster:
         )
         self.config: Final = ConfigSource(on_config)
         self._config_map = self._config_reflector(seed, timing.watch)
+        self._peers = self._peer_service(on_peers, seed, timing.watch)
         instance = flags.instance or socket.gethostname()
         self._events = EventRecorder(
             self._client,
@@ -99,6 +103,8 @@ class Cluster:
         found = self.discovery.reflections()
         if self._config_map is not None:
             found["configmaps"] = self._config_map.reflection()
+        if self._peers is not None:
+            found["endpointslices"] = self._peers.reflection()
         return found
 
     def snapshot(self) -> ClusterSnapshot:
@@ -132,6 +138,8 @@ class Cluster:
             if self._config_map is not None:
                 group.create_task(self._config_map.run(), name="watch config")
                 group.create_task(self._watch_touch(self._config_map), name="config in touch")
+            if self._peers is not None:
+                group.create_task(self._peers.run(), name="watch peers")
             if self._elector is not None:
                 self._election_task = group.create_task(self._elector.run(), name="election")
 
@@ -144,6 +152,23 @@ class Cluster:
         """Wait after `retire` until the Lease is given back, or for as long as that may take."""
         if self._election_task is not None:
             await asyncio.wait({self._election_task})
+
+    def _peer_service(
+        self, on_change: Callable[[frozenset[str]], None], seed: int, timing: Timing
+    ) -> PeerService | None:
+        flags = self._flags
+        if not flags.peer_service:
+            return None
+        ((name, port),) = flags.peer_targets
+        return PeerService(
+            self._client,
+            namespace=flags.own_namespace,
+            name=name,
+            port=port,
+            on_change=on_change,
+            seed=seed,
+            timing=timing,
+        )
 
     # The configuration.
 

@@ -4,6 +4,7 @@ A member that is missing is taken as the API server defaults it; one of a wrong 
 `msgspec.ValidationError`, which names its path.
 """
 
+import contextlib
 from collections.abc import Callable, Iterable, Mapping
 from ipaddress import ip_address
 from typing import Annotated, Final
@@ -51,6 +52,31 @@ class Collection(Struct, frozen=True, kw_only=True):
     def __str__(self) -> str:
         group = f".{self.group}" if self.group else ""
         return f"{self.resource}{group} in namespace {self.namespace}"
+
+
+# EndpointSlice.
+
+
+class _Endpoints(Struct, frozen=True):
+    addresses: list[str] | None = None
+
+
+class _EndpointSlice(Struct, frozen=True):
+    endpoints: list[_Endpoints] | None = None
+
+
+_decode_endpoint_slice = msgspec.json.Decoder(_EndpointSlice).decode
+
+
+def read_endpoint_slice(raw: bytes) -> frozenset[str]:
+    """Read the IP addresses of an EndpointSlice, of pods that are not Ready too; no names."""
+    found: set[str] = set()
+    for endpoint in _decode_endpoint_slice(raw).endpoints or ():
+        for address in endpoint.addresses or ():
+            with contextlib.suppress(ValueError):
+                # A slice of type FQDN has names.
+                found.add(str(ip_address(address)))
+    return frozenset(found)
 
 
 # InferencePool.

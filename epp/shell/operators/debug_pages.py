@@ -1,4 +1,5 @@
-"""What the picker knows and did, for who asks it: /debug/config, /debug/endpoints, /debug/decisions.
+"""What the picker knows and did, for who asks it: /debug/config, /debug/endpoints, /debug/decisions,
+/debug/peers.
 
 Plain tables, or JSON for who accepts it or asks with `?format=json`. Nothing of a prompt is shown.
 """
@@ -24,6 +25,7 @@ from epp.core.prompt.request import InferenceRequest
 from epp.core.types import Endpoint, Refusal, RefusalReason
 from epp.shell.operators.bearer_token import BearerToken
 from epp.shell.operators.record_ring import RecordRing
+from epp.shell.peers.state import PeerRow
 
 PAGES: Final = {
     "/debug/config": "the configuration in force, its hash and generation",
@@ -31,6 +33,7 @@ PAGES: Final = {
     "/debug/decisions": (
         "the last decisions and refusals; ?n= ?request_id= ?endpoint= ?model= ?refused="
     ),
+    "/debug/peers": "each replica that is shared with: since when, last heard, bytes, dropped",
 }
 """Plain tables, or JSON with ?format=json."""
 ROWS_BYTES_MAX: Final = 4 * 1024 * 1024
@@ -317,15 +320,17 @@ class DebugPages:
         scheduler: Scheduler,
         recent: RecentDecisions,
         config: Callable[[], tuple[PickerConfig, int]],
+        peers: Callable[[], Sequence[PeerRow]] = tuple,
     ) -> None:
-        """`config` gives what is in force, and its generation."""
+        """`config` gives what is in force, and its generation; `peers` the other replicas."""
         self._scheduler = scheduler
         self._recent = recent
         self._config = config
+        self._peers = peers
 
     def routes(self, token: BearerToken | None = None) -> list[web.RouteDef]:
         """`token`: without it nothing is shown; None: to everybody."""
-        pages = (self._config_page, self._endpoints_page, self._decisions_page)
+        pages = (self._config_page, self._endpoints_page, self._decisions_page, self._peers_page)
         return [
             web.get(path, token.guarded(page) if token else page)
             for path, page in zip(PAGES, pages, strict=True)
@@ -364,6 +369,19 @@ class DebugPages:
         if _wants_json(request):
             return _json({"decisions": rows})
         return web.Response(text=table([_flat(row) for row in rows]))
+
+    async def _peers_page(self, request: web.Request) -> web.Response:
+        rows = [_peer_row(peer) for peer in self._peers()]
+        if _wants_json(request):
+            return _json({"peers": rows})
+        return web.Response(text=table(rows))
+
+
+def _peer_row(peer: PeerRow) -> Row:
+    row: Row = msgspec.structs.asdict(peer)
+    for name in ("connected_s", "heard_s"):
+        row[name] = None if row[name] is None else round(row[name], 1)
+    return row
 
 
 def _question(request: web.Request) -> tuple[int, Wanted]:

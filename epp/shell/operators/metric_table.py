@@ -486,6 +486,48 @@ METRICS: Final[tuple[MetricSpec, ...]] = (
         "Frames of other replicas that were sent and did not come, or came late.",
         kind="counter",
     ),
+    _sampled(
+        "homing_peers_known",
+        "replicas",
+        "Other replicas whose address is known, or of a broker those that are heard.",
+    ),
+    _sampled(
+        "homing_peer_frames_total",
+        "frames",
+        "Frames by direction and outcome; dropped: a queue was full, unreadable: no frame at all.",
+        ("direction", "outcome"),
+        "counter",
+    ),
+    _sampled(
+        "homing_peer_bytes_total",
+        "bytes",
+        "Bytes to and from other replicas, without what encryption adds.",
+        ("direction",),
+        "counter",
+    ),
+    _sampled(
+        "homing_peer_failures_total",
+        "connections",
+        "Connections between replicas that failed, by kind: silent, handshake, refused, too many, "
+        "broker, internal.",
+        ("kind",),
+        "counter",
+    ),
+    _sampled(
+        "homing_peer_snapshots_total",
+        "snapshots",
+        "Snapshots taken from or given to replicas, of the broker and of --snapshot-dir, by outcome.",
+        ("place", "outcome"),
+        "counter",
+    ),
+    MetricSpec(
+        "homing_peer_snapshot_seconds",
+        "histogram",
+        "seconds",
+        "Time until a snapshot had come in whole, by where it came from.",
+        ("source",),
+        SCRAPE_BUCKETS_S,
+    ),
     # Configuration.
     MetricSpec(
         "homing_config_last_reload_successful",

@@ -37,6 +37,7 @@ from epp.shell.operators.counting import (
 )
 from epp.shell.operators.metric_table import METRICS
 from epp.shell.operators.printable import printable
+from epp.shell.peers.state import PeersSnapshot
 
 CHILDREN_MAX: Final = 1_000
 """Label combinations a metric keeps; the reference picker caps client-controlled values here."""
@@ -103,6 +104,8 @@ class PoolSnapshot(Struct, frozen=True, kw_only=True):
     """None: endpoints come from a file."""
     peers: PeerExchange | None = None
     """None: this picker is alone."""
+    peer_links: PeersSnapshot | None = None
+    """How it is with the connections to them; None: there are none."""
 
 
 class PageBudget:
@@ -327,6 +330,7 @@ class Telemetry:
         self._reloads = Children(_labelled(numbers["homing_config_reloads_total"]))
         self._config_info = numbers["homing_config_info"]
         self._weights = numbers["homing_scorer_weight"]
+        self._peer_snapshot_s = Children(_labelled(distributions["homing_peer_snapshot_seconds"]))
         self._streams = numbers["homing_extproc_streams_inflight"].labels()
         self._streams_ended = Children(_labelled(numbers["homing_extproc_streams_total"]), 32)
         self._stream_s = distributions["homing_extproc_stream_duration_seconds"].labels()
@@ -588,6 +592,10 @@ class Telemetry:
         """The copy of `file` could not be written."""
         self._not_kept(file).inc()
 
+    def peer_snapshot(self, source: str, elapsed_s: Seconds) -> None:
+        """A snapshot came in whole from `source`: "peer", "file" or "broker"."""
+        self._peer_snapshot_s(source).observe(elapsed_s)
+
     def stream_opened(self) -> None:
         self._streams.inc()
 
@@ -695,6 +703,8 @@ class PoolCollector(Collector):
             _add_cluster(families, snapshot.cluster)
         if snapshot.peers is not None:
             _add_peers(families, snapshot.peers)
+        if snapshot.peer_links is not None:
+            _add_peer_links(families, snapshot.peer_links)
         return iter(families.values())
 
 
@@ -818,3 +828,16 @@ def _add_peers(families: _Families, peers: PeerExchange) -> None:
         lag_s = max(peer.inbox.lag_s for peer in peers.peers.values())
         families["homing_peer_lag_seconds"].add_metric([], lag_s)
     families["homing_peer_frames_lost_total"].add_metric([], peers.frames_lost)
+
+
+def _add_peer_links(families: _Families, peers: PeersSnapshot) -> None:
+    families["homing_peers_known"].add_metric([], peers.known)
+    for frame_labels, frames in peers.frames.items():
+        families["homing_peer_frames_total"].add_metric(frame_labels, frames)
+    sizes = families["homing_peer_bytes_total"]
+    sizes.add_metric(["sent"], peers.bytes_sent)
+    sizes.add_metric(["received"], peers.bytes_received)
+    for kind, failures in peers.failures.items():
+        families["homing_peer_failures_total"].add_metric([kind], failures)
+    for snapshot_labels, count in peers.snapshots.items():
+        families["homing_peer_snapshots_total"].add_metric(snapshot_labels, count)

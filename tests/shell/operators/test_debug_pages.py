@@ -23,6 +23,7 @@ from epp.shell.operators.debug_pages import (
     table,
 )
 from epp.shell.operators.metrics_server import MetricsServer
+from epp.shell.peers.state import PeerRow
 from tests.builders import endpoint
 from tests.builders import request as make_request
 from tests.envoy.rig import until
@@ -50,7 +51,8 @@ class Picker:
         self.scheduler = pods((0, 0.1), (3, 0.2))
         self.recent = RecentDecisions(self.scheduler.pool)
         config = default_config(plugin_tables())
-        pages = DebugPages(self.scheduler, self.recent, lambda: (config, 7))
+        self.peers = []
+        pages = DebugPages(self.scheduler, self.recent, lambda: (config, 7), lambda: self.peers)
         self.server = MetricsServer(
             CollectorRegistry(), lambda: True, host="127.0.0.1", port=0, routes=pages.routes()
         )
@@ -416,3 +418,35 @@ async def test_a_running_picker_shows_itself(tmp_path):
         (decision,) = (await shown("/debug/decisions"))["decisions"]
         assert decision["address"] == destination
         assert "once upon" not in json.dumps(decision)
+
+
+async def test_peers_are_shown_with_what_is_between_us(picker):
+    """Who does not answer has no times; nobody is "none"."""
+    assert (await picker.page("/debug/peers"))[2] == "none\n"
+    picker.peers = [
+        PeerRow(
+            address="10.0.0.1:9004",
+            origin="0a0b0c0d",
+            connected_s=12.345,
+            heard_s=0.51,
+            bytes_sent=1,
+            bytes_received=2,
+            dropped=3,
+        ),
+        PeerRow(address="10.0.0.2:9004", origin="", connected_s=None, heard_s=None),
+    ]
+    (first, second) = (await picker.json("/debug/peers"))["peers"]
+    assert first == {
+        "address": "10.0.0.1:9004",
+        "origin": "0a0b0c0d",
+        "connected_s": 12.3,
+        "heard_s": 0.5,
+        "bytes_sent": 1,
+        "bytes_received": 2,
+        "dropped": 3,
+    }
+    assert second["connected_s"] is second["heard_s"] is None
+    _, _, text = await picker.page("/debug/peers")
+    head, *lines = text.splitlines()
+    assert head.split()[:4] == ["address", "origin", "connected_s", "heard_s"]
+    assert lines[1].split()[:4] == ["10.0.0.2:9004", "-", "-", "-"]

@@ -29,6 +29,7 @@ from epp.shell.operators.telemetry import (
     Telemetry,
     endpoint_labels,
 )
+from epp.shell.peers.state import PeersSnapshot
 from tests.shell.operators.decisions import (
     make_candidates,
     make_decision,
@@ -98,6 +99,14 @@ def snapshot(count=4, **fields):
             leading=False,
         ),
         peers=acquainted(),
+        peer_links=PeersSnapshot(
+            known=3,
+            frames={("sent", "dropped"): 4, ("received", "received"): 5},
+            bytes_sent=6,
+            bytes_received=7,
+            failures={"handshake": 8},
+            snapshots={("file", "saved"): 9},
+        ),
     )
 
 
@@ -141,6 +150,7 @@ def exercise(exported):
     telemetry.usage_unseen()
     telemetry.last_good_in_force("configuration", True)
     telemetry.last_good_not_kept("endpoints")
+    telemetry.peer_snapshot("peer", 0.3)
     telemetry.set_aside(make_endpoints(1)[0])
     telemetry.scraped(elapsed_s=0.01)
     telemetry.scrape_failed("timeout")
@@ -786,3 +796,19 @@ def test_a_hostile_replica_cannot_grow_the_page():
         talk.apply(10.0)
     assert len(samples_of(exported.registry.collect())) == lines
     generate_latest(exported.registry)
+
+
+def test_peers_are_counted_by_direction_outcome_and_place():
+    """Without sharing the page says nothing of them but that there are such metrics."""
+    exported = Exported(snapshot)
+    exported.telemetry.peer_snapshot("broker", 0.2)
+    value = exported.registry.get_sample_value
+    assert value("homing_peers_known") == 3
+    dropped = {"direction": "sent", "outcome": "dropped"}
+    assert value("homing_peer_frames_total", dropped) == 4
+    assert value("homing_peer_bytes_total", {"direction": "received"}) == 7
+    assert value("homing_peer_failures_total", {"kind": "handshake"}) == 8
+    assert value("homing_peer_snapshots_total", {"place": "file", "outcome": "saved"}) == 9
+    assert value("homing_peer_snapshot_seconds_count", {"source": "broker"}) == 1
+    alone = Exported(lambda: msgspec.structs.replace(snapshot(), peer_links=None))
+    assert alone.registry.get_sample_value("homing_peers_known") is None

@@ -1,0 +1,73 @@
+"""Where the replicas of the picker are: the EndpointSlices of their headless Service."""
+
+from collections.abc import Callable
+from random import Random
+
+import structlog
+
+from epp.shell.kubernetes.client import KubeClient
+from epp.shell.kubernetes.list_watch import Timing
+from epp.shell.kubernetes.objects import Collection, read_endpoint_slice
+from epp.shell.kubernetes.reflector import Reflector
+from epp.shell.kubernetes.state import Reflection
+
+_log = structlog.get_logger(__name__)
+
+
+class PeerService:
+    """`on_change` is told of all addresses, "ip:port" each, our own too, once they are listed and
+    whenever they are others.
+
+    Whether a replica is Ready does not matter: who starts is to be told before it is.
+    """
+
+    def __init__(
+        self,
+        client: KubeClient,
+        *,
+        namespace: str,
+        name: str,
+        port: int,
+        on_change: Callable[[frozenset[str]], None],
+        seed: int,
+        timing: Timing,
+    ) -> None:
+        self._name = name
+        self._port = port
+        self._on_change = on_change
+        self._told: frozenset[str] | None = None
+        source = Collection(
+            group="discovery.k8s.io",
+            resource="endpointslices",
+            namespace=namespace,
+            label_selector=f"kubernetes.io/service-name={name}",
+        )
+        self._reflector: Reflector[frozenset[str]] = Reflector(
+            client,
+            (source,),
+            read_endpoint_slice,
+            self._changed,
+            random=Random(f"{seed}:kube:peers"),  # noqa: S311  jitter, not secrets
+            timing=timing,
+        )
+
+    def reflection(self) -> Reflection:
+        return self._reflector.reflection()
+
+    async def run(self) -> None:
+        """List and watch until cancelled."""
+        await self._reflector.run()
+
+    def _changed(self) -> None:
+        if not self._reflector.synced:
+            return
+        hosts = frozenset[str]().union(*self._reflector.objects.values())
+        found = frozenset(
+            f"[{host}]:{self._port}" if ":" in host else f"{host}:{self._port}" for host in hosts
+        )
+        if found == self._told:
+            return
+        if not found:
+            _log.warning(f"Service {self._name} of --peer-service has no addresses, not even ours")
+        self._told = found
+        self._on_change(found)

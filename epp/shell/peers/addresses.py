@@ -1,0 +1,87 @@
+"""Where replicas are, from names and addresses: what DNS says of them, asked every few seconds."""
+
+import asyncio
+import socket
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Final, TypeAlias
+
+import structlog
+
+from epp.core.types import Seconds
+from epp.shell.peers.admission import plain_host
+from epp.shell.peers.mesh import address_of
+
+POLL_S: Final[Seconds] = 5.0
+
+Target: TypeAlias = tuple[str, int]
+"""Host name or IP address, and port."""
+Resolve: TypeAlias = Callable[[str], Awaitable[list[str]]]
+"""Name -> IP addresses. Raises `OSError`."""
+
+_GONE: Final = frozenset({socket.EAI_NONAME, getattr(socket, "EAI_NODATA", socket.EAI_NONAME)})
+"""There is no such name: a headless Service without a replica has none."""
+
+_log = structlog.get_logger(__name__)
+
+
+async def resolve(host: str) -> list[str]:
+    """Ask as every program of this machine does."""
+    found = await asyncio.get_running_loop().getaddrinfo(host, None, type=socket.SOCK_STREAM)
+    return [str(address[0]) for _, _, _, _, address in found]
+
+
+class Addresses:
+    """`on_found` is told of all addresses, "ip:port" each, whenever they are others; at least once.
+
+    A name that cannot be asked about keeps the addresses it had.
+    """
+
+    def __init__(
+        self,
+        targets: Sequence[Target],
+        on_found: Callable[[frozenset[str]], None],
+        *,
+        resolve: Resolve = resolve,
+        poll_s: Seconds = POLL_S,
+    ) -> None:
+        self._targets = tuple(targets)
+        self._on_found = on_found
+        self._resolve = resolve
+        self._poll_s = poll_s
+        self._known: dict[Target, frozenset[str]] = {}
+        self._problems: dict[Target, str] = {}
+
+    async def run(self) -> None:
+        """Until cancelled, or as long as there are names."""
+        told: frozenset[str] | None = None
+        while True:
+            for target in self._targets:
+                await self._look_up(target)
+            found = frozenset[str]().union(*self._known.values())
+            if found != told:
+                told = found
+                self._on_found(found)
+            if all(plain_host(host) is not None for host, _ in self._targets):
+                return
+            await asyncio.sleep(self._poll_s)
+
+    async def _look_up(self, target: Target) -> None:
+        host, port = target
+        if plain_host(host) is not None:
+            self._known[target] = frozenset({address_of(host, port)})
+            return
+        try:
+            hosts = await self._resolve(host)
+        except OSError as problem:
+            if problem.errno in _GONE:
+                self._known[target] = frozenset()
+            self._tell(target, problem.strerror or str(problem))
+            return
+        self._problems.pop(target, None)
+        self._known[target] = frozenset(address_of(host, port) for host in hosts)
+
+    def _tell(self, target: Target, problem: str) -> None:
+        """Once, until it could be looked up again or the reason is another."""
+        if self._problems.get(target) != problem:
+            self._problems[target] = problem
+            _log.warning("a name of peers cannot be looked up", name=target[0], problem=problem)

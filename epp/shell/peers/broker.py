@@ -1,0 +1,441 @@
+"""Frames between replicas through Valkey or Redis: pub/sub, and a key with a snapshot.
+
+What a beat has to say is one PUBLISH:
+
+    origin, 8 bytes | to whom, 8 bytes, zeros: everybody | frames, each: length u32 | bytes
+
+Nobody acknowledges anything. Where the server is away frames are dropped, and a replica is as if
+alone; when it is back the snapshot is read again. Of the replicas that are heard the one with the
+least origin writes it.
+"""
+
+import asyncio
+import contextlib
+import struct
+import time
+from collections import deque
+from collections.abc import Iterator
+from importlib import import_module
+from random import Random
+from typing import Any, Final
+from urllib.parse import urlsplit
+
+import structlog
+from msgspec import Struct
+
+from epp.configuration.flags import PEER_URL, is_peer_url
+from epp.core.peers.frames import FRAME_BYTES_MAX, ORIGIN_BYTES
+from epp.core.types import Seconds
+from epp.shell.peers.carrier import Kind, Message, Source
+from epp.shell.peers.complaints import Complaints
+from epp.shell.peers.exchange import Exchange
+from epp.shell.peers.secret import read_secret
+from epp.shell.peers.snapshots import (
+    SNAPSHOT_BYTES_MAX,
+    SnapshotError,
+    feed,
+    gathered,
+    pack,
+    unpack,
+)
+from epp.shell.peers.state import PeerRow, Traffic
+from epp.shell.starting import StartError
+
+WAITING_FRAMES_MAX: Final = 1_024
+"""In each direction: some seconds of traffic."""
+WAITING_BYTES_MAX: Final = 4 * 1024 * 1024
+PAYLOAD_BYTES_MAX: Final = 2 * FRAME_BYTES_MAX
+ORIGINS_MAX: Final = 1_024
+SILENCE_S: Final[Seconds] = 4.0
+"""A replica that was not heard of for so long does not count."""
+SNAPSHOT_EVERY_S: Final[Seconds] = 30.0
+SNAPSHOT_TTL_S: Final = 600
+RECONNECT_S: Final = 0.5, 5.0
+"""Drawn from evenly."""
+ANSWER_S_MAX: Final[Seconds] = 5.0
+CONNECT_S_MAX: Final[Seconds] = 2.0
+OPEN_S_MAX: Final[Seconds] = 10.0
+"""To connect and to read the snapshot."""
+CLOSE_S_MAX: Final[Seconds] = 1.0
+HELLO_S: Final[Seconds] = 1.0
+"""How often something is published at least."""
+
+_HEAD: Final = struct.Struct(f"<{ORIGIN_BYTES}s{ORIGIN_BYTES}s")
+_LENGTH: Final = struct.Struct("<I")
+_EVERYBODY: Final = bytes(ORIGIN_BYTES)
+_SCHEMES: Final = {"redis": "valkey", "rediss": "valkeys"}
+
+_log = structlog.get_logger(__name__)
+
+
+def broker_url(url: str, url_file: str) -> str:
+    """The URL that is given, or that a file holds; "": none. Raises `StartError`."""
+    if not url_file:
+        return url
+    text = read_secret(url_file, "--peer-url-file").decode("utf-8", "replace")
+    if not is_peer_url(text):
+        raise StartError(f"--peer-url-file {url_file}: expected {PEER_URL}")
+    return text
+
+
+class Waiting:
+    """Frames in line, few enough: the oldest give way."""
+
+    def __init__(self) -> None:
+        self._frames: deque[tuple[bytes, bytes]] = deque()
+        self._bytes = 0
+
+    def __len__(self) -> int:
+        return len(self._frames)
+
+    def append(self, origin: bytes, frame: bytes) -> int:
+        """How many frames gave way."""
+        self._frames.append((origin, frame))
+        self._bytes += len(frame)
+        dropped = 0
+        while len(self._frames) > WAITING_FRAMES_MAX or self._bytes > WAITING_BYTES_MAX:
+            self.popleft()
+            dropped += 1
+        return dropped
+
+    def popleft(self) -> tuple[bytes, bytes]:
+        origin, frame = self._frames.popleft()
+        self._bytes -= len(frame)
+        return origin, frame
+
+    @property
+    def next_to(self) -> tuple[bytes, int]:
+        """Origin and length of the first."""
+        origin, frame = self._frames[0]
+        return origin, len(frame)
+
+    def clear(self) -> int:
+        """How many there were."""
+        dropped = len(self._frames)
+        self._frames.clear()
+        self._bytes = 0
+        return dropped
+
+
+class Replica(Struct):
+    """One that was heard of; `Message.source` of what it sent."""
+
+    origin: bytes
+    since_s: Seconds
+    heard_at_s: Seconds
+    bytes_received: int = 0
+
+
+class Broker:
+    """A carrier. `run` as a task; `first_snapshot` at start."""
+
+    def __init__(
+        self,
+        url: str,
+        pool: str,
+        exchange: Exchange,
+        traffic: Traffic,
+        complaints: Complaints,
+        *,
+        random: Random,
+        snapshot_every_s: Seconds = SNAPSHOT_EVERY_S,
+        reconnect_s: tuple[Seconds, Seconds] = RECONNECT_S,
+    ) -> None:
+        """`pool`: who shares. Raises `StartError` if the client is not installed."""
+        try:
+            self._library: Any = import_module("valkey.asyncio")
+            self._retry: Any = import_module("valkey.asyncio.retry").Retry
+            self._no_backoff: Any = import_module("valkey.backoff").NoBackoff
+            self._errors: Any = import_module("valkey.exceptions").ValkeyError
+        except ImportError as error:
+            raise StartError(
+                "--peer-url needs the extra `valkey`: pip install homing-epp[valkey]"
+            ) from error
+        scheme, _, rest = url.partition("://")
+        self._url = f"{_SCHEMES.get(scheme, scheme)}://{rest}"
+        self._where = urlsplit(url).hostname or ""
+        self._channel = f"homing:{pool}:v1"
+        self._key = f"homing:{pool}:snapshot"
+        self._exchange = exchange
+        self._traffic = traffic
+        self._complaints = complaints
+        self._random = random
+        self._snapshot_every_s = snapshot_every_s
+        self._reconnect_s = reconnect_s
+        self._outgoing = Waiting()
+        self._due = asyncio.Event()
+        self._incoming = Waiting()
+        self._replicas: dict[bytes, Replica] = {}
+        self.connected = False
+        self._tried = asyncio.Event()
+        """A first connection was made and the snapshot read, or could not be."""
+        self._read_first = False
+        self.outcomes = {"loaded": 0, "ignored": 0, "saved": 0, "failed": 0}
+        """Of snapshots."""
+
+    # What the pump does.
+
+    def send(self, frame: bytes) -> None:
+        self._queue(_EVERYBODY, frame)
+
+    def answer(self, source: Source, kind: Kind, frame: bytes = b"") -> bool:
+        assert isinstance(source, Replica), "it came from here"
+        self._queue(source.origin, frame)
+        return True
+
+    def receive(
+        self, messages_max: int, paused: Source | None = None
+    ) -> tuple[list[Message], bool]:
+        found: list[Message] = []
+        while self._incoming and len(found) < messages_max:
+            origin, frame = self._incoming.popleft()
+            replica = self._replicas.get(origin)
+            if replica is not None:
+                found.append(Message(replica, Kind.FRAME, frame))
+        return found, bool(self._incoming)
+
+    def beat(self, now: Seconds) -> None:
+        for origin, replica in list(self._replicas.items()):
+            if now - replica.heard_at_s > SILENCE_S:
+                del self._replicas[origin]
+
+    def greeted(self, message: Message, now: Seconds) -> None:
+        raise AssertionError("nobody says hello through a broker")
+
+    @property
+    def known(self) -> int:
+        return len(self._replicas)
+
+    @property
+    def answering(self) -> int:
+        return len(self._replicas)
+
+    def rows(self, now: Seconds) -> list[PeerRow]:
+        return [
+            PeerRow(
+                address=f"through {self._where}",
+                origin=replica.origin.hex()[:8],
+                connected_s=now - replica.since_s,
+                heard_s=now - replica.heard_at_s,
+                bytes_received=replica.bytes_received,
+            )
+            for replica in self._replicas.values()
+        ]
+
+    # What runs.
+
+    async def first_snapshot(self) -> bool:
+        """Wait until the snapshot was read, or could not be; whether it was."""
+        await self._tried.wait()
+        return self._read_first
+
+    async def run(self) -> None:
+        """Be connected, until cancelled."""
+        while True:
+            try:
+                await self._connection()
+            except (self._errors, OSError, TimeoutError) as error:
+                self._away(type(error).__name__)
+            except Exception:  # noqa: BLE001  a task's boundary: it is tried again
+                self._complaints.say("sharing by a broker failed", time.monotonic(), exc_info=True)
+                self._away("internal")
+            finally:
+                self._tried.set()
+            await asyncio.sleep(self._random.uniform(*self._reconnect_s))
+
+    def _away(self, problem: str) -> None:
+        self._traffic.failed("broker")
+        for _ in range(self._outgoing.clear()):
+            self._traffic.dropped()
+        self._replicas.clear()
+        if self.connected or not self._tried.is_set():
+            # Not the error's own text: some name the URL.
+            _log.warning(
+                "the broker is away, we are as if alone", host=self._where, problem=problem
+            )
+        self.connected = False
+
+    async def _connection(self) -> None:
+        """One life of a connection; ends with an error."""
+        client = self._library.Valkey.from_url(
+            self._url,
+            socket_connect_timeout=CONNECT_S_MAX,
+            socket_timeout=ANSWER_S_MAX,
+            # It is tried again here, as often as it takes.
+            retry=self._retry(self._no_backoff(), 0),
+        )
+        subscription = client.pubsub(ignore_subscribe_messages=True)
+        try:
+            async with asyncio.timeout(OPEN_S_MAX):
+                await subscription.subscribe(self._channel)
+                # Subscribed before it is read: what is told meanwhile is not missed.
+                content = await self._fetch(client)
+            self.connected = True
+            _log.info("the broker is there", host=self._where)
+            await self._alive(client, subscription, content)
+        finally:
+            with contextlib.suppress(self._errors, OSError, TimeoutError):
+                async with asyncio.timeout(CLOSE_S_MAX):
+                    await subscription.aclose()
+                    await client.aclose()
+
+    async def _alive(self, client: Any, subscription: Any, content: bytes | None) -> None:
+        """Until the first part of it fails."""
+        # No task group: before Python 3.13 it may swallow that we are cancelled.
+        tasks = [
+            asyncio.create_task(self._listen(subscription), name="listen"),
+            asyncio.create_task(self._publish(client), name="publish"),
+            asyncio.create_task(self._keep_snapshot(client), name="keep snapshot"),
+        ]
+        try:
+            self._read_first = await self._load(content)
+            self._tried.set()
+            ended, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            for task in ended:
+                task.result()
+        finally:
+            for task in tasks:
+                task.cancel()
+            left, _ = await asyncio.wait(tasks, timeout=CLOSE_S_MAX)
+            for task in left:
+                if not task.cancelled():
+                    # Asked for, so that nobody complains that it was not.
+                    task.exception()
+
+    async def _listen(self, subscription: Any) -> None:
+        heard_at_s = time.monotonic()
+        while True:
+            message = await subscription.get_message(timeout=HELLO_S)
+            _heed_cancellation()
+            now = time.monotonic()
+            if message is not None and message["type"] == "message":
+                heard_at_s = now
+                self._take(message["data"], now)
+            elif now - heard_at_s > ANSWER_S_MAX:
+                # Not even what we said ourselves came back.
+                raise TimeoutError
+
+    def _take(self, payload: bytes, now: Seconds) -> None:
+        """What was published, by anybody who may write to the channel."""
+        if not _HEAD.size <= len(payload) <= PAYLOAD_BYTES_MAX:
+            self._traffic.unreadable()
+            return
+        origin, target = _HEAD.unpack_from(payload)
+        if origin == self._exchange.origin or target not in {_EVERYBODY, self._exchange.origin}:
+            return
+        replica = self._replicas.get(origin)
+        if replica is None:
+            if len(self._replicas) >= ORIGINS_MAX:
+                self._traffic.unreadable()
+                return
+            replica = self._replicas[origin] = Replica(origin, now, now)
+        replica.heard_at_s = now
+        replica.bytes_received += len(payload)
+        for frame in _frames(payload):
+            if frame is None:
+                self._traffic.unreadable()
+                return
+            self._traffic.received(len(frame))
+            self._traffic.frames["received", "dropped"] += self._incoming.append(origin, frame)
+
+    def _queue(self, target: bytes, frame: bytes) -> None:
+        if len(frame) > FRAME_BYTES_MAX or not self.connected:
+            self._traffic.dropped()
+            return
+        for _ in range(self._outgoing.append(target, frame)):
+            self._traffic.dropped()
+        self._due.set()
+
+    async def _publish(self, client: Any) -> None:
+        while True:
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._due.wait(), HELLO_S)
+            _heed_cancellation()
+            self._due.clear()
+            if not self._outgoing:
+                # That we are there, which comes back to us too.
+                await client.publish(self._channel, self._head(_EVERYBODY))
+            while self._outgoing:
+                payload, frames = self._payload()
+                await client.publish(self._channel, payload)
+                self._traffic.bytes_sent += len(payload)
+                self._traffic.frames["sent", "sent"] += frames
+
+    def _payload(self) -> tuple[bytes, int]:
+        """What waits for the one that the first frame is for, as much as fits; how many frames."""
+        target, _ = self._outgoing.next_to
+        parts = [self._head(target)]
+        left = PAYLOAD_BYTES_MAX - _HEAD.size
+        while self._outgoing:
+            other, length = self._outgoing.next_to
+            left -= _LENGTH.size + length
+            if other != target or left < 0:
+                break
+            _, frame = self._outgoing.popleft()
+            parts += (_LENGTH.pack(length), frame)
+        return b"".join(parts), len(parts) // 2
+
+    def _head(self, target: bytes) -> bytes:
+        return _HEAD.pack(self._exchange.origin, target)
+
+    # The snapshot.
+
+    async def _fetch(self, client: Any) -> bytes | None:
+        """What the key holds; None: nothing, or too much."""
+        length = await client.strlen(self._key)
+        if not length:
+            return None
+        if length > SNAPSHOT_BYTES_MAX:
+            self._ignore(f"it is larger than {SNAPSHOT_BYTES_MAX} bytes")
+            return None
+        content: bytes | None = await client.get(self._key)
+        return content
+
+    async def _load(self, content: bytes | None) -> bool:
+        if content is None:
+            return False
+        try:
+            frames, age_s = await asyncio.to_thread(unpack, content, time.time())
+        except SnapshotError as error:
+            self._ignore(str(error))
+            return False
+        await feed(self._exchange, frames, age_s)
+        self.outcomes["loaded"] += 1
+        return True
+
+    async def _keep_snapshot(self, client: Any) -> None:
+        while True:
+            await asyncio.sleep(self._snapshot_every_s)
+            if min([self._exchange.origin, *self._replicas]) == self._exchange.origin:
+                frames = await gathered(self._exchange)
+                content = await asyncio.to_thread(pack, frames, time.time())
+                await client.setex(self._key, SNAPSHOT_TTL_S, content)
+                self.outcomes["saved"] += 1
+
+    def _ignore(self, problem: str) -> None:
+        self.outcomes["ignored"] += 1
+        _log.warning("the snapshot of the broker is ignored", key=self._key, problem=problem)
+
+
+def _heed_cancellation() -> None:
+    """Raise `CancelledError` if the task is to end: a client that is cancelled while it fails raises
+    what it fails with instead.
+    """
+    task = asyncio.current_task()
+    if task is not None and task.cancelling():
+        raise asyncio.CancelledError
+
+
+def _frames(payload: bytes) -> Iterator[bytes | None]:
+    """Of what was published; None and no more where it breaks off."""
+    at = _HEAD.size
+    while at < len(payload):
+        start = at + _LENGTH.size
+        if start > len(payload):
+            yield None
+            return
+        at = start + int(_LENGTH.unpack_from(payload, at)[0])
+        if at > len(payload) or at - start > FRAME_BYTES_MAX:
+            yield None
+            return
+        yield payload[start:at]

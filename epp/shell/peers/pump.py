@@ -1,0 +1,114 @@
+"""Moves frames between the exchange and what carries them: a beat, and turns of bounded work in it.
+
+However much peers send, the loop is theirs for a fifth of the time at most; what is not read waits
+in the bounded queues of the carrier, and beyond them at the sender.
+"""
+
+import asyncio
+import time
+from collections.abc import Callable
+from typing import Final
+
+from epp.core.types import Seconds
+from epp.shell.peers.carrier import Carrier, Kind, Message
+from epp.shell.peers.complaints import Complaints
+from epp.shell.peers.exchange import Exchange
+from epp.shell.peers.state import Traffic
+from epp.shell.peers.warm_start import SnapshotServer, WarmStart
+
+BEAT_S: Final[Seconds] = 0.02
+MESSAGES_PER_TURN_MAX: Final = 32
+MESSAGES_PER_BEAT_MAX: Final = 256
+"""Of all peers: 12,800 a second, where 64 peers in good order send half as many at most."""
+TICK_S: Final[Seconds] = 1.0
+PAUSE_SHARE: Final = 4.0
+"""So many times as long as a turn took the pump waits, when there is more to do."""
+
+
+class Pump:
+    """`run` as a task. What the exchange raises is counted, and costs no more than that turn."""
+
+    def __init__(
+        self,
+        exchange: Exchange,
+        carrier: Carrier,
+        traffic: Traffic,
+        complaints: Complaints,
+        *,
+        warm_start: WarmStart | None = None,
+        server: SnapshotServer | None = None,
+        beat_s: Seconds = BEAT_S,
+    ) -> None:
+        """Without `warm_start` and `server` the carrier has no snapshots."""
+        self._exchange = exchange
+        self._carrier = carrier
+        self._traffic = traffic
+        self._complaints = complaints
+        self._warm_start = warm_start
+        self._server = server
+        self._beat_s = beat_s
+        self._tick_at_s: Seconds = 0.0
+        self.hurries = False
+        """Nobody is served yet, so that all the time there is may be taken."""
+
+    async def run(self) -> None:
+        """Until cancelled."""
+        while True:
+            began_at_s = time.monotonic()
+            self._contained(self.beat, began_at_s)
+            for _ in range(MESSAGES_PER_BEAT_MAX // MESSAGES_PER_TURN_MAX):
+                turn_at_s = time.monotonic()
+                if not self._contained(self.turn, turn_at_s):
+                    break
+                worked_s = time.monotonic() - turn_at_s
+                await asyncio.sleep(0 if self.hurries else PAUSE_SHARE * worked_s)
+                if time.monotonic() - began_at_s >= self._beat_s:
+                    break
+            await asyncio.sleep(max(0.0, self._beat_s - (time.monotonic() - began_at_s)))
+
+    def beat(self, now: Seconds) -> bool:
+        """What is due once a beat; False."""
+        self._carrier.beat(now)
+        for frame in self._exchange.outgoing(now):
+            self._carrier.send(frame)
+        if now >= self._tick_at_s:
+            self._tick_at_s = now + TICK_S
+            self._exchange.tick(now)
+        return False
+
+    def turn(self, now: Seconds) -> bool:
+        """Take in some of what came and apply some; whether more waits."""
+        exchange = self._exchange
+        # A snapshot comes as fast as it is applied; what is told live goes before it.
+        behind = self._warm_start.asked if self._warm_start and exchange.pending() else None
+        messages, more = self._carrier.receive(MESSAGES_PER_TURN_MAX, paused=behind)
+        for message in messages:
+            self._take(message, now)
+        if exchange.pending():
+            exchange.apply(now)
+        return more or exchange.pending()
+
+    def _take(self, message: Message, now: Seconds) -> None:
+        source, kind = message.source, message.kind
+        if kind is Kind.FRAME:
+            self._traffic.took(self._exchange.receive(message.frame, now))
+        elif kind is Kind.HELLO:
+            self._carrier.greeted(message, now)
+        elif kind is Kind.SNAPSHOT_WANTED:
+            if self._server is not None:
+                self._server.wanted(source)
+        elif self._warm_start is None or not self._warm_start.expects(source):
+            self._traffic.unreadable()
+        elif kind is Kind.SNAPSHOT_PART:
+            self._warm_start.part(now)
+            self._traffic.took(self._exchange.receive_snapshot_frame(message.frame, now, 0.0))
+        else:
+            self._warm_start.ended(kind)
+
+    def _contained(self, step: Callable[[Seconds], bool], now: Seconds) -> bool:
+        try:
+            return step(now)
+        except Exception:  # noqa: BLE001  a task's boundary: a defect costs what peers know
+            self._traffic.failed("internal")
+            self._complaints.say("an exchange with peers failed", now, exc_info=True)
+            return False

@@ -1,0 +1,228 @@
+"""All that a picker does with its replicas, as one object: who they are, what moves, how it ends."""
+
+import asyncio
+import time
+from collections.abc import Callable, Coroutine
+from random import Random
+from typing import Any, Final, Self
+from zlib import crc32
+
+import structlog
+
+from epp.configuration.flags import ServeFlags
+from epp.core.types import Seconds
+from epp.shell.peers.addresses import Addresses
+from epp.shell.peers.broker import Broker, broker_url
+from epp.shell.peers.carrier import Carrier
+from epp.shell.peers.complaints import Complaints
+from epp.shell.peers.exchange import Exchange
+from epp.shell.peers.mesh import Mesh, address_of
+from epp.shell.peers.pump import Pump
+from epp.shell.peers.secret import peer_keys
+from epp.shell.peers.snapshot_file import SnapshotFile
+from epp.shell.peers.state import PeerRow, PeersSnapshot, Traffic
+from epp.shell.peers.warm_start import SnapshotServer, WarmStart
+
+_log = structlog.get_logger(__name__)
+
+
+class Peers:
+    """Async context manager: its port is taken inside; `loops` are run as tasks beside the server.
+
+    Without a flag of the group "Replicas" it does nothing at all. `endpoints_known` begins the warm
+    start, and `ready` tells when that is over: what is known of endpoints that are not there yet
+    would be dropped.
+    """
+
+    def __init__(
+        self,
+        flags: ServeFlags,
+        exchange: Exchange,
+        *,
+        on_ready: Callable[[], None],
+        on_snapshot: Callable[[str, Seconds], None],
+        seed: int,
+    ) -> None:
+        """`on_ready`: the warm start is over; `on_snapshot`: one came in whole, from where and in
+        how many seconds. Raises `StartError`.
+        """
+        self._flags = flags
+        self._exchange = exchange
+        self._on_ready = on_ready
+        self._on_snapshot = on_snapshot
+        self._traffic = Traffic()
+        self._complaints = Complaints()
+        random = Random(f"{seed}:peers")  # noqa: S311  jitter, not secrets
+        self._mesh: Mesh | None = None
+        self._warm_start: WarmStart | None = None
+        self._server: SnapshotServer | None = None
+        self._broker: Broker | None = None
+        if flags.meshes:
+            self._mesh = Mesh(
+                exchange.origin,
+                self._traffic,
+                address=flags.peer_bind_address,
+                port=flags.peer_port,
+                keys=peer_keys(flags.peer_secret_file) if flags.peer_secret_file else None,
+                complaints=self._complaints,
+            )
+            self._warm_start = WarmStart(self._mesh, random=random)
+            self._server = SnapshotServer(exchange, self._mesh, self._complaints)
+        elif url := broker_url(flags.peer_url, flags.peer_url_file):
+            self._broker = Broker(
+                url, _pool_name(flags), exchange, self._traffic, self._complaints, random=random
+            )
+        carrier: Carrier | None = self._mesh or self._broker
+        self._carrier = carrier
+        self._pump: Pump | None = None
+        if carrier is not None:
+            self._pump = Pump(
+                exchange,
+                carrier,
+                self._traffic,
+                self._complaints,
+                warm_start=self._warm_start,
+                server=self._server,
+            )
+        self._file: SnapshotFile | None = None
+        if flags.snapshot_dir:
+            self._file = SnapshotFile(flags.snapshot_dir, exchange, self._complaints)
+        self._endpoints_known = asyncio.Event()
+        self._taken = {"whole": 0, "none": 0}
+        self._own: Final = address_of(flags.own_address, flags.peer_port)
+        self.ready = not self.enabled
+        """Nothing that is worth waiting for will come in."""
+
+    @property
+    def enabled(self) -> bool:
+        """Whether there is anything to do."""
+        return self._carrier is not None or self._file is not None
+
+    @property
+    def known(self) -> int:
+        """Replicas besides ourselves, whether they answer or not."""
+        return 0 if self._carrier is None else self._carrier.known
+
+    async def __aenter__(self) -> Self:
+        """Raises `StartError` when the port cannot be had."""
+        if self._mesh is not None:
+            self._mesh.open()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        """When its loops have ended: say what is left to say, and keep what is known."""
+        if self._file is not None and self.ready:
+            await self._file.save_last()
+        if self._mesh is not None:
+            self._mesh.send(self._exchange.goodbye(time.monotonic()))
+            self._mesh.close()
+            await asyncio.to_thread(self._mesh.wait_closed)
+
+    def loops(self) -> dict[str, Coroutine[Any, Any, None]]:
+        """What is to run until the end, by the name of its task."""
+        loops: dict[str, Coroutine[Any, Any, None]] = {}
+        if self.enabled:
+            loops["peers: warm start"] = self._start_warm()
+        if self._pump is not None:
+            loops["peers: pump"] = self._pump.run()
+        if self._server is not None:
+            loops["peers: snapshots"] = self._server.run()
+        if self._broker is not None:
+            loops["peers: broker"] = self._broker.run()
+        flags = self._flags
+        if flags.peers or (flags.peer_service and flags.endpoints_file):
+            loops["peers: addresses"] = Addresses(flags.peer_targets, self.discovered).run()
+        return loops
+
+    def discovered(self, addresses: frozenset[str]) -> None:
+        """The replicas are now those at `addresses`, "ip:port" each, ourselves included or not."""
+        if self._mesh is None or self._warm_start is None:
+            return
+        self._mesh.connect(addresses - {self._own})
+        self._warm_start.discovered.set()
+        _log.info("peers discovered", peers=self._mesh.known)
+
+    def endpoints_known(self) -> None:
+        """The endpoints are there, so that what is known of them can be taken in."""
+        self._endpoints_known.set()
+
+    # The warm start.
+
+    async def _start_warm(self) -> None:
+        """Then keep the file."""
+        await self._endpoints_known.wait()
+        if self._pump is not None:
+            self._pump.hurries = True
+        taking = asyncio.create_task(self._take_snapshots(), name="peers: snapshot")
+        try:
+            await asyncio.wait({taking}, timeout=float(self._flags.peer_snapshot_timeout))
+            self._over()
+            await taking
+        finally:
+            taking.cancel()
+        if self._mesh is not None:
+            self._mesh.warm_since_s = time.monotonic()
+        if self._file is not None:
+            await self._file.run()
+
+    async def _take_snapshots(self) -> None:
+        """From the file, then what is newer from a replica."""
+        began_at_s = time.monotonic()
+        try:
+            if self._file is not None and await self._file.load():
+                self._on_snapshot("file", time.monotonic() - began_at_s)
+            deadline_s = began_at_s + float(self._flags.peer_snapshot_timeout)
+            whole = False
+            if self._warm_start is not None:
+                whole = await self._warm_start.run(deadline_s)
+            elif self._broker is not None:
+                whole = await self._broker.first_snapshot()
+        except Exception:  # noqa: BLE001  a task's boundary: then it starts cold
+            self._complaints.say("no snapshot could be taken", time.monotonic(), exc_info=True)
+            return
+        if self._carrier is None:
+            return
+        self._taken["whole" if whole else "none"] += 1
+        if whole:
+            self._on_snapshot(
+                "peer" if self._mesh is not None else "broker", time.monotonic() - began_at_s
+            )
+        _log.info("warm start over", whole=whole, peers=self._carrier.answering)
+
+    def _over(self) -> None:
+        if self._pump is not None:
+            self._pump.hurries = False
+        self.ready = True
+        self._on_ready()
+
+    # For operators.
+
+    def rows(self) -> list[PeerRow]:
+        return [] if self._carrier is None else self._carrier.rows(time.monotonic())
+
+    def snapshot(self) -> PeersSnapshot:
+        carrier, traffic = self._carrier, self._traffic
+        kept = {
+            "taken": self._taken if carrier is not None else {},
+            "given": self._server.outcomes if self._server is not None else {},
+            "file": self._file.outcomes if self._file is not None else {},
+            "broker": self._broker.outcomes if self._broker is not None else {},
+        }
+        return PeersSnapshot(
+            known=0 if carrier is None else carrier.known,
+            frames=dict(traffic.frames),
+            bytes_sent=traffic.bytes_sent,
+            bytes_received=traffic.bytes_received,
+            failures=dict(traffic.failures),
+            snapshots={
+                (what, outcome): count
+                for what, outcomes in kept.items()
+                for outcome, count in outcomes.items()
+            },
+        )
+
+
+def _pool_name(flags: ServeFlags) -> str:
+    """The same in all replicas of one installation, another in every other one."""
+    pool = flags.pool_name or f"{crc32(flags.endpoint_selector.encode()):08x}"
+    return f"{flags.own_namespace}/{pool}"

@@ -1,0 +1,108 @@
+"""A whole snapshot as one piece of bytes, for a file or a broker, and back.
+
+    magic "HMSN" | version u16 | unused u16 | created, Unix time in ms, i64 | SHA-256 of the rest |
+    frames, each: length u32 | bytes
+
+little-endian. The checksum is over everything else, the head included.
+"""
+
+import asyncio
+import hashlib
+import struct
+import time
+from collections import deque
+from collections.abc import Sequence
+from typing import Final
+
+from epp.core.peers.frames import FRAME_BYTES_MAX
+from epp.core.types import Seconds
+from epp.shell.peers.exchange import Exchange
+
+SNAPSHOT_BYTES_MAX: Final = 64 * 1024 * 1024
+"""Ten times what 1.7 million entries take."""
+SNAPSHOT_AGE_S_MAX: Final[Seconds] = 3_600.0
+"""Of an older one no index would keep anything by default; each entry has its own age besides."""
+SKEW_S_MAX: Final[Seconds] = 60.0
+"""By how much clocks may differ: a snapshot from further in the future is none."""
+PAUSE_SHARE: Final = 4.0
+"""So many times as long as a step took we wait before the next."""
+_MAGIC: Final = b"HMSN"
+_VERSION: Final = 1
+_HEAD: Final = struct.Struct("<4sHHq")
+_DIGEST_BYTES: Final = 32
+_LENGTH: Final = struct.Struct("<I")
+
+
+class SnapshotError(ValueError):
+    """Why a snapshot cannot be used: one sentence."""
+
+
+def pack(frames: Sequence[bytes], created_s: Seconds) -> bytes:
+    """`created_s`: Unix time."""
+    head = _HEAD.pack(_MAGIC, _VERSION, 0, round(created_s * 1000))
+    body = b"".join(part for frame in frames for part in (_LENGTH.pack(len(frame)), frame))
+    return b"".join((head, _digest(head, body), body))
+
+
+def unpack(content: bytes, now_s: Seconds) -> tuple[list[bytes], Seconds]:
+    """The frames, and how old they are at the Unix time `now_s`. Raises `SnapshotError`."""
+    body_at = _HEAD.size + _DIGEST_BYTES
+    if len(content) < body_at or content[: len(_MAGIC)] != _MAGIC:
+        raise SnapshotError("it is no snapshot")
+    head, body = content[: _HEAD.size], content[body_at:]
+    _, version, _, created_ms = _HEAD.unpack(head)
+    if version != _VERSION:
+        raise SnapshotError(f"it has version {version}, expected {_VERSION}")
+    if content[_HEAD.size : body_at] != _digest(head, body):
+        raise SnapshotError("it does not have the checksum that it names")
+    age_s = now_s - created_ms / 1000
+    if not -SKEW_S_MAX <= age_s <= SNAPSHOT_AGE_S_MAX:
+        raise SnapshotError(f"it is {age_s:.0f} s old, expected at most {SNAPSHOT_AGE_S_MAX:.0f}")
+    return _frames(body), max(0.0, age_s)
+
+
+def _frames(body: bytes) -> list[bytes]:
+    frames: list[bytes] = []
+    at = 0
+    while at < len(body):
+        start = at + _LENGTH.size
+        if start > len(body):
+            raise SnapshotError("it ends within a frame")
+        at = start + _LENGTH.unpack_from(body, at)[0]
+        if at > len(body) or at - start > FRAME_BYTES_MAX:
+            raise SnapshotError("a frame of it is longer than it may be")
+        frames.append(body[start:at])
+    return frames
+
+
+def _digest(head: bytes, body: bytes) -> bytes:
+    made = hashlib.sha256(head)
+    made.update(body)
+    return made.digest()
+
+
+async def gathered(exchange: Exchange, bytes_max: int = SNAPSHOT_BYTES_MAX) -> list[bytes]:
+    """The frames of a snapshot, made a turn of the loop each; the newest, if not all have room."""
+    frames: deque[bytes] = deque()
+    left = bytes_max - _HEAD.size - _DIGEST_BYTES
+    made = exchange.snapshot(time.monotonic())
+    while True:
+        began_at_s = time.monotonic()
+        frame = next(made, None)
+        if frame is None:
+            return list(frames)
+        frames.append(frame)
+        left -= _LENGTH.size + len(frame)
+        while left < 0:
+            left += _LENGTH.size + len(frames.popleft())
+        await asyncio.sleep(PAUSE_SHARE * (time.monotonic() - began_at_s))
+
+
+async def feed(exchange: Exchange, frames: Sequence[bytes], age_s: Seconds) -> None:
+    """Give `frames` to the exchange, and let it apply each before the next."""
+    for frame in frames:
+        exchange.receive_snapshot_frame(frame, time.monotonic(), age_s)
+        await asyncio.sleep(0)
+        while exchange.pending():
+            exchange.apply(time.monotonic())
+            await asyncio.sleep(0)

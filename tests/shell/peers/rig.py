@@ -1,0 +1,157 @@
+"""Replicas in one process: a fake of the core's exchange, and meshes on free ports of loopback."""
+
+import asyncio
+import contextlib
+import os
+import time
+from random import Random
+
+import zmq
+
+from epp.configuration.flags import IpAddress
+from epp.core.peers.exchange import Taken
+from epp.shell.peers.complaints import Complaints
+from epp.shell.peers.mesh import Mesh
+from epp.shell.peers.pump import Pump
+from epp.shell.peers.state import Traffic
+from epp.shell.peers.warm_start import SnapshotServer, WarmStart
+
+LOOPBACK = IpAddress("127.0.0.1")
+LOOPS = {"asyncio": asyncio.new_event_loop}
+with contextlib.suppress(ImportError):
+    import uvloop
+
+    LOOPS["uvloop"] = uvloop.new_event_loop
+
+
+class FakeExchange:
+    """Keeps what it was given; `told` is sent at the next beat, `known` is its snapshot."""
+
+    def __init__(self, known=(), origin=None):
+        self.origin = origin or os.urandom(8)
+        self.told = []
+        self.received = []
+        self.snapshot_frames = []
+        self.known = list(known)
+        self.waiting = 0
+        """Calls of `apply` until nothing is pending."""
+        self.applied = 0
+        self.ticks = 0
+        self.beats = 0
+        self.outcomes = {}
+        """Frame -> what becomes of it, if it is not taken."""
+        self.raises = False
+
+    def outgoing(self, now):
+        self.beats += 1
+        if self.raises:
+            raise RuntimeError("a defect of the core")
+        told, self.told = self.told, []
+        return told
+
+    def receive(self, frame, now):
+        self.received.append(frame)
+        return self.outcomes.get(frame, Taken.TAKEN)
+
+    def receive_snapshot_frame(self, frame, now, age_s):
+        self.snapshot_frames.append((frame, age_s))
+        self.waiting += 1
+        return Taken.TAKEN
+
+    def goodbye(self, now):
+        return b"goodbye"
+
+    def pending(self):
+        return self.waiting > 0
+
+    def apply(self, now):
+        self.waiting -= 1
+        self.applied += 1
+
+    def snapshot(self, now):
+        yield from self.known
+
+    def tick(self, now):
+        self.ticks += 1
+
+
+class Picker:
+    """One replica: mesh, pump and snapshots, as `Peers` puts them together."""
+
+    def __init__(self, keys=None, *, port=0, known=(), origin=None, warm=True):
+        self.exchange = FakeExchange(known, origin)
+        self.traffic = Traffic()
+        complaints = Complaints()
+        self.mesh = Mesh(
+            self.exchange.origin,
+            self.traffic,
+            address=LOOPBACK,
+            port=port,
+            keys=keys,
+            complaints=complaints,
+        )
+        if warm:
+            self.mesh.warm_since_s = time.monotonic()
+        self.warm_start = WarmStart(self.mesh, random=Random(1))
+        self.server = SnapshotServer(self.exchange, self.mesh, complaints)
+        self.pump = Pump(
+            self.exchange,
+            self.mesh,
+            self.traffic,
+            complaints,
+            warm_start=self.warm_start,
+            server=self.server,
+        )
+        self._tasks = []
+
+    @property
+    def address(self):
+        return f"127.0.0.1:{self.mesh.port}"
+
+    async def __aenter__(self):
+        self.mesh.open()
+        self._tasks = [asyncio.create_task(run()) for run in (self.pump.run, self.server.run)]
+        return self
+
+    async def __aexit__(self, *_):
+        await self.stop()
+
+    async def stop(self):
+        for task in self._tasks:
+            task.cancel()
+        ended = await asyncio.gather(*self._tasks, return_exceptions=True)
+        self._tasks = []
+        self.mesh.close()
+        await asyncio.to_thread(self.mesh.wait_closed)
+        assert all(isinstance(each, asyncio.CancelledError) for each in ended), ended
+
+    def knows(self, *others):
+        self.mesh.connect({other.address for other in others})
+
+
+@contextlib.asynccontextmanager
+async def pickers(count, keys=None, **options):
+    """So many replicas that know each other and answer each other."""
+    async with contextlib.AsyncExitStack() as opened:
+        made = [await opened.enter_async_context(Picker(keys, **options)) for _ in range(count)]
+        for picker in made:
+            picker.knows(*made)
+        yield made
+
+
+@contextlib.contextmanager
+def stranger(kind=zmq.DEALER):
+    """A ZeroMQ socket that is no replica's; plain, without limits."""
+    context = zmq.Context()
+    socket = context.socket(kind)
+    socket.linger = 0
+    try:
+        yield socket
+    finally:
+        context.destroy(linger=0)
+
+
+def on(loop, coroutine):
+    """Run `coroutine` on a new event loop of the kind that `loop` names."""
+    with asyncio.Runner(loop_factory=LOOPS[loop]) as runner:
+        return runner.run(coroutine)

@@ -66,6 +66,10 @@ class Pump:
                     break
             await asyncio.sleep(max(0.0, self._beat_s - (time.monotonic() - began_at_s)))
 
+    def last(self) -> None:
+        """After `run`: hand over what the exchange has to say in the end."""
+        self._contained(self.beat, time.monotonic())
+
     def beat(self, now: Seconds) -> bool:
         """What is due once a beat; False."""
         self._carrier.beat(now)

@@ -66,6 +66,15 @@ class Pump:
                     break
             await asyncio.sleep(max(0.0, self._beat_s - (time.monotonic() - began_at_s)))
 
+    def last(self) -> None:
+        """After `run`: hand over what the exchange has to say in the end."""
+        self._contained(self._say_goodbye, time.monotonic())
+
+    def _say_goodbye(self, now: Seconds) -> bool:
+        self.beat(now)
+        self._carrier.send(self._exchange.goodbye(now))
+        return False
+
     def beat(self, now: Seconds) -> bool:
         """What is due once a beat; False."""
         self._carrier.beat(now)

@@ -113,8 +113,8 @@ class Peers:
         """When its loops have ended: say what is left to say, and keep what is known."""
         if self._file is not None and self.ready:
             await self._file.save_last()
-        if self._mesh is not None:
-            self._mesh.send(self._exchange.goodbye(time.monotonic()))
+        if self._mesh is not None and self._pump is not None:
+            self._pump.last()
             self._mesh.close()
             await asyncio.to_thread(self._mesh.wait_closed)
 

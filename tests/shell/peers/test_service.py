@@ -182,3 +182,20 @@ async def test_without_flags_there_is_nothing_to_do():
 def test_a_secret_that_cannot_be_read_ends_the_start(tmp_path):
     with pytest.raises(StartError, match=r"--peer-secret-file .* cannot be read"):
         Replica("--peers=x", f"--peer-secret-file={tmp_path / 'none'}")
+
+
+async def test_what_is_said_last_is_still_sent():
+    """A goodbye, when nothing runs any more."""
+    first_flags, second_flags = mesh_flags(*free_ports(2))
+    first, second = Replica(*first_flags), Replica(*second_flags)
+    async with first.running():
+        async with second.running():
+            await until(lambda: second.peers.snapshot().peers == 1, "the peer")
+            stopped = second.peers._pump.last
+
+            def last():
+                second.exchange.told = [b"goodbye"]
+                stopped()
+
+            second.peers._pump.last = last
+        await until(lambda: first.exchange.received == [b"goodbye"], "the goodbye")

@@ -121,20 +121,20 @@ def test_values_keep_their_meaning(installed):
 
 
 @pytest.mark.parametrize(
-    ("flags", "elected", "port"),
+    ("flags", "elected"),
     [
-        ("{ha-enable-leader-election: true, peer-port: 9104}", True, 9104),
-        ("{ha-enable-leader-election: 'false'}", False, 9004),
+        ("{ha-enable-leader-election: true}", True),
+        ("{ha-enable-leader-election: 'false'}", False),
     ],
 )
-def test_a_leader_is_elected_where_a_flag_says_so(installed, flags, elected, port):
-    """And stands by warm; what has a key of its own here is not refused among the flags."""
+def test_a_leader_is_elected_where_a_flag_says_so(installed, flags, elected):
+    """And the others stand by warm."""
     text = (
         f"router: {{epp: {{replicas: 3, flags: {flags}}}, modelServers: {{matchLabels: {{a: b}}}}}}"
     )
     arguments = picker(installed(text))["args"]
     assert ("--ha-enable-leader-election=true" in arguments) == elected
-    assert f"--peer-port={port}" in arguments
+    assert "--peer-service=inference-homing-peers" in arguments
 
 
 def test_a_pool_that_is_not_created_means_pods_by_label(installed):

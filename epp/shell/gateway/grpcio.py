@@ -50,16 +50,17 @@ class _GrpcioWire:
     """The stream of one call, while a coroutine pumps it."""
 
     __slots__ = (
-        "_pushed", "_pushing", "_reads", "_task", "answered", "context", "ended", "over", "writing",
+        "_operations", "_pushed", "_pushing", "_task",
+        "answered", "context", "ended", "over", "writing",
     )  # fmt: skip
 
     def __init__(
-        self, context: _Context, task: "asyncio.Task[Any]", reads: "set[asyncio.Task[Any]]"
+        self, context: _Context, task: "asyncio.Task[Any]", operations: "set[asyncio.Task[Any]]"
     ) -> None:
-        """`reads` is where reads are that nobody may wait for any more."""
+        """`operations` is where reads and writes are that nobody may wait for any more."""
         self.context = context
         self._task = task
-        self._reads = reads
+        self._operations = operations
         self.answered = False
         self.writing = False
         """Answers are on their way out; whoever writes them looks at what was pushed after them."""
@@ -84,23 +85,27 @@ class _GrpcioWire:
             self._task.cancel()
 
     async def read(self) -> Any:
-        """The next message, or `grpc.aio.EOF`.
+        """The next message, or `grpc.aio.EOF`."""
+        return await self._to_its_end(self.context.read())
 
-        The read itself is never cancelled: it ends with its stream. gRPC 1.85 frees what it has
-        allocated for a read only when somebody waited for it to the end, 100 bytes for each stream
-        that is reset (https://github.com/grpc/grpc/issues/43360).
+    async def _to_its_end(self, operation: Coroutine[Any, Any, Any]) -> Any:
+        """Wait for a read or write that is itself never cancelled: it ends with its stream.
+
+        gRPC 1.85 frees what it has allocated for one only when somebody waited for it to the end;
+        of each stream that is reset 100 bytes or more would stay for ever
+        (https://github.com/grpc/grpc/issues/43360).
         """
-        reading = asyncio.get_running_loop().create_task(self.context.read())
-        self._reads.add(reading)
-        reading.add_done_callback(self._reads.discard)
-        return await asyncio.shield(reading)
+        running = asyncio.get_running_loop().create_task(operation)
+        self._operations.add(running)
+        running.add_done_callback(self._operations.discard)
+        return await asyncio.shield(running)
 
     async def write(self, answers: Iterable[bytes]) -> None:
         """Send `answers`, and what was pushed meanwhile."""
         self.writing = True
         try:
             for answer in answers:
-                await self.context.write(answer)
+                await self._to_its_end(self.context.write(answer))
                 self.answered = True
             await self.flush()
         finally:
@@ -111,7 +116,7 @@ class _GrpcioWire:
         if self._pushing is not None and self._pushing is not asyncio.current_task():
             await asyncio.wait({self._pushing})
         while self._pushed:
-            await self.context.write(self._pushed.pop(0))
+            await self._to_its_end(self.context.write(self._pushed.pop(0)))
             self.answered = True
 
     async def _push(self) -> None:
@@ -156,7 +161,7 @@ class GrpcioServer:
             options.append(("grpc.max_connection_age_ms", int(connection_age_max_s * 1_000)))
         self._server = grpc.aio.server(options=options)
         self._cut = cut
-        self._reads: set[asyncio.Task[Any]] = set()
+        self._operations: set[asyncio.Task[Any]] = set()
         self._connections = Connections()
         for path, opener in methods.items():
             _, service, method = path.split("/")
@@ -207,7 +212,7 @@ class GrpcioServer:
         peer = context.peer()
         task = asyncio.current_task()
         assert task is not None
-        wire = _GrpcioWire(context, task, self._reads)
+        wire = _GrpcioWire(context, task, self._operations)
         call = opener(peer, wire)
         status = CANCELLED
         try:

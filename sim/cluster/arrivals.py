@@ -7,6 +7,7 @@ from random import Random
 from typing import Final
 
 import msgspec
+from msgspec import Struct
 
 from epp.core.types import Seconds
 from sim.traces.arrival import Arrival
@@ -61,10 +62,20 @@ def made_ready(
     return some if speed == 1.0 else faster(some, speed)
 
 
-def mean_rate(arrivals: Iterable[Arrival], requests_max: int | None = None) -> float:
-    """Requests a second, from the first to the last; 1 if they all come at once."""
-    count, latest_s = 0, 0.0
+class Pace(Struct, frozen=True):
+    """How fast the requests of a trace come."""
+
+    requests_per_s: float
+    """From the first to the last; 1 if they all come at once."""
+    waits: bool
+    """Some wait for the answers to others, and cannot be hurried."""
+
+
+def pace_of(arrivals: Iterable[Arrival], requests_max: int | None = None) -> Pace:
+    """Of the first `requests_max`."""
+    count, latest_s, waits = 0, 0.0, False
     for arrival in islice(arrivals, requests_max):
         count += 1
         latest_s = max(latest_s, arrival.time_s)
-    return count / latest_s if latest_s else 1.0
+        waits = waits or arrival.after is not None
+    return Pace(count / latest_s if latest_s else 1.0, waits)

@@ -9,7 +9,7 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from sim.cluster.arrivals import mean_rate
+from sim.cluster.arrivals import pace_of
 from sim.experiments.jobs import (
     Experiment,
     Result,
@@ -67,7 +67,7 @@ def run(options: argparse.Namespace) -> int:
     print(f"seeds {options.seed} to {options.seed + options.seeds - 1}", flush=True)
     folder = open_folder(options)
     base = run_settings(options, policies[0], options.seed)
-    trace_rate = mean_rate(open_trace(Path(base.trace), base.read), base.requests_max)
+    pace = pace_of(open_trace(Path(base.trace), base.read), base.requests_max)
     what_was_run = conditions(*(replace(base, policy=policy) for policy in policies))
     del what_was_run["speed"]
     points = [(rate, policy) for rate in options.rates for policy in policies]
@@ -75,7 +75,7 @@ def run(options: argparse.Namespace) -> int:
     jobs = [
         replace(
             run_settings(options, policy, options.seed + repetition, repetition),
-            speed=rate / trace_rate,
+            speed=rate / pace.requests_per_s,
         )
         for repetition in range(options.seeds)
         for rate, policy in points
@@ -93,7 +93,8 @@ def run(options: argparse.Namespace) -> int:
             "seeds": max((point["seeds"] for point in told), default=0),
             "varied": max((point["varied"] for point in told), key=len, default=""),
             "generated": any(one.summary["traffic"]["generated"] for one in results.values()),
-            "trace_rate": trace_rate,
+            "trace_rate": pace.requests_per_s,
+            "waits": pace.waits,
             "conditions": what_was_run,
             "assumptions": assumptions_of(kind.profile for kind in jobs[0].cluster.pods),
             "points": told,

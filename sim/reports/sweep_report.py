@@ -153,7 +153,7 @@ def _basis(summary: dict[str, Any]) -> str:
         f"{varied_sentences(summary)} The trace itself has {summary['trace_rate']:.3g} requests/s."
     )
     missed = [point for point in points if _sent_per_s(point) < _REACHED * point["rate"]]
-    if missed:
+    if missed and summary["waits"]:
         rates = ", ".join(dict.fromkeys(f"{point['rate']:g}" for point in missed))
         told += (
             f" Not reached: {rates} requests/s, because requests of the trace wait for answers to "

@@ -10,8 +10,8 @@ bootstrap, in Kuensch's form for series: Annals of Statistics 17, 1989):
 - As many blocks as there are are drawn and laid end to end. What then lies behind the end of the
   trace is moved to its beginning (Politis and Romano's circle), as sessions that had begun before
   the recording stand at the beginning of every recorded trace.
-- Where most blocks would be empty, because sessions are long (all lanes of a closed loop begin at
-  once, say), a block is one session, which stays at its time.
+- Where most blocks would be empty because sessions are longer than they (all lanes of a closed loop
+  begin at once, say), a block is one session, which stays at its time.
 - A block that is drawn twice is other people the second time: text that no other block has gets new
   ids, sessions get new names. What blocks share, a system prompt say, they go on sharing.
 
@@ -118,11 +118,15 @@ def _cut(given: Sequence[Arrival]) -> tuple[Blocks, list[list[Arrival]]]:
     number = min(max(math.ceil(span_s / BLOCK_S), BLOCKS_MIN), BLOCKS_MAX)
     block_s = span_s / number
     members: list[list[Arrival]] = [[] for _ in range(number)]
+    later = 0
     for time_s, requests in zip(begins_s, sessions.values(), strict=True):
-        members[min(int(time_s / block_s) if block_s else 0, number - 1)].extend(requests)
-    if 2 * sum(map(bool, members)) > number:
-        return Blocks(count=number, block_s=block_s), members
-    return Blocks(count=len(sessions), block_s=0.0), list(sessions.values())
+        at = min(int(time_s / block_s), number - 1) if block_s else 0
+        members[at].extend(requests)
+        later += sum(1 for one in requests if one.time_s > (at + 1) * block_s)
+    long_sessions = 2 * later > len(given)
+    if not block_s or (long_sessions and 2 * sum(map(bool, members)) <= number):
+        return Blocks(count=len(sessions), block_s=0.0), list(sessions.values())
+    return Blocks(count=number, block_s=block_s), members
 
 
 def sessions_of(given: Iterable[Arrival]) -> dict[int, int]:

@@ -169,6 +169,29 @@ def test_lanes_that_begin_at_once_are_drawn_by_themselves():
     assert sum(one.after is None for one in other) == 8
 
 
+@pytest.mark.parametrize("think_s", [0.0, 30.0])
+def test_lanes_that_think_are_drawn_by_themselves_too(think_s):
+    """Their times are those without answers: all at once, or as their thinking says."""
+    lanes = [
+        arrival(
+            turn * 8 + lane, time_s=turn * think_s, after=(turn - 1) * 8 + lane if turn else None
+        )
+        for turn in range(10)
+        for lane in range(8)
+    ]
+    assert str(resampled(lanes, seed=4)[0]) == "8 sessions"
+
+
+def test_bursts_stay_bursts():
+    """Requests of their own in two bursts an hour apart: what is drawn are stretches, empty or full."""
+    given = [arrival(at, time_s=3600.0 * (at // 50) + 0.01 * at) for at in range(100)]
+    blocks, _ = resampled(given, seed=1)
+    assert blocks.count == 31
+    counts = {sum(1 for _ in resampled(given, seed=seed)[1]) for seed in range(20)}
+    assert counts <= {50 * bursts for bursts in range(10)}
+    assert len(counts) > 2
+
+
 def capture(path, *flags):
     assert main(["trace", "generate", "shared-prefix", "--out", str(path), *flags]) == 0
     return open_trace(path, ReadOptions())

@@ -66,6 +66,8 @@ class PlainRequest:
         self.adapter = adapter
         self.first_token_at = self.last_token_at = self.cached_tokens = None
         self.generated = self.computed = self.registered = self.preemptions = 0
+        self.shared = 0
+        self.decoding = False
         self.blocks = []
 
     @property
@@ -95,12 +97,17 @@ class PlainEngine:
         if not self.running and not self.waiting:
             return None
         work = StepWork()
+        self.chunks = []
         scheduled, budget, preempted = self.go_on(work)
         if not preempted:
             self.admit(work, scheduled, budget)
+        copies = sum(holders - 1 for holders in self.pool.holders if holders)
+        copies -= sum(request.shared for request in self.chunks)
+        work.shared_tokens = max(0, copies) * self.settings.block_size_tokens
         ends_at = now + self.profile.step_s(work)
         for request in scheduled:
             if request.computed == request.known:
+                request.decoding = True
                 request.generated += 1
                 request.first_token_at = request.first_token_at or ends_at
                 request.last_token_at = ends_at
@@ -142,6 +149,7 @@ class PlainEngine:
             if -(-request.known // size) - len(hit) + idle > len(self.pool.free):
                 break
             self.waiting.popleft()
+            request.shared = len(hit) - idle
             self.pool.hold(hit)
             request.blocks = hit
             request.registered = len(hit)
@@ -174,6 +182,8 @@ class PlainEngine:
 
     def schedule(self, request, tokens, work):
         context = request.computed
+        if not request.decoding:
+            self.chunks.append(request)
         work.tokens += tokens
         if tokens == 1 and request.generated:
             work.decodes += 1
@@ -193,6 +203,7 @@ class PlainEngine:
     def preempt(self, request):
         self.pool.release(request.blocks)
         request.blocks = []
+        request.decoding = False
         request.registered = request.computed = 0
         request.preemptions += 1
         self.waiting.appendleft(request)

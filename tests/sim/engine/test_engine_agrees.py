@@ -1,5 +1,6 @@
 """The engine against the plain one: same hits, preemptions and times, however it is driven."""
 
+import math
 from types import SimpleNamespace
 
 import msgspec
@@ -9,13 +10,14 @@ from hypothesis import strategies as st
 
 from sim.engine.engine import Engine, EngineRequest, EngineSettings
 from sim.engine.profiles import DEFAULT_PROFILE, find_profile
+from sim.traces.prompts import engine_chain
 from tests.sim.engine.plain_engine import PlainEngine, PlainRequest
+from tests.sim.made import arrival, arrivals, kind, ran
 
 SIZE = 4
 PROFILE = msgspec.structs.replace(
-    find_profile(DEFAULT_PROFILE), shared_context_factor=1.0, skew=0.07, head_s_per_sequence=1e-4
+    find_profile(DEFAULT_PROFILE), shared_context_factor=0.5, skew=0.07, head_s_per_sequence=1e-4
 )
-"""The plain engine does not count shared tokens."""
 
 PIECES = st.lists(st.tuples(st.integers(0, 3), st.integers(1, 6)), min_size=2, max_size=6)
 """A prompt and its answer: few texts, so that heads are shared, answers too. (text, blocks)."""
@@ -72,8 +74,8 @@ def requests_of(shapes):
 
 def events_of(told):
     events = []
-    for number, (arrival, abort, _) in enumerate(told):
-        events.append((arrival, number, "submit"))
+    for number, (at, abort, _) in enumerate(told):
+        events.append((at, number, "submit"))
         if abort is not None:
             events.append((abort, number, "abort"))
     return sorted(events)
@@ -160,3 +162,42 @@ def test_the_engine_agrees_with_the_plain_one(leaps, pieces, shape, shapes):
         assert [at or -1.0 for at in got[3:]] == pytest.approx(
             [at or -1.0 for at in expected[3:]], rel=1e-9
         )
+
+
+def test_a_pod_that_evicts_hits_block_by_block_what_the_plain_engine_hits():
+    """In the cluster, with prompts that share heads and a cache that holds a few of them."""
+    pod = kind(blocks_total=400)
+    given_all = [
+        *arrivals(250, rate=12.0, groups=5, blocks=(2, 24), output=(1, 60)),
+        *(
+            # Each turn holds what was said before, its answers too.
+            arrival(
+                1_000 + turn, time_s=1.5 * turn, prompt_tokens=64 * (turn + 1), output_tokens=64,
+                blocks=tuple(range(5_000, 5_001 + turn)), block_tokens=64, answer=5_001 + turn,
+            )
+            for turn in range(12)
+        ),
+    ]  # fmt: skip
+    given_all.sort(key=lambda one: one.time_s)
+    requests, one = ran(given_all, pods=(pod,))
+    plain = PlainEngine(pod.engine, pod.profile)
+    theirs = []
+    busy_until = 0.0
+    for request in [*sorted(requests, key=lambda request: request.submitted_at), None]:
+        at = math.inf if request is None else request.submitted_at
+        while busy_until < at and (ends_at := plain.step(busy_until)) is not None:
+            busy_until = ends_at
+        if request is not None:
+            trace = request.arrival
+            chain = engine_chain(trace, pod.engine.block_size_tokens)
+            alike = PlainRequest("", trace.prompt_tokens, trace.output_tokens, chain, "")
+            theirs.append((request, alike))
+            plain.waiting.append(alike)
+            busy_until = max(busy_until, at)
+    held = sum(request.arrival.prompt_tokens for request in requests)
+    assert held > 20 * pod.engine.kv_tokens, "the cache is turned over again and again"
+    assert one.pods[0].engine.pool.blocks_used == 0
+    for request, alike in theirs:
+        assert request.engine.cached_tokens == alike.cached_tokens
+        assert request.first_token_at == pytest.approx(alike.first_token_at, rel=1e-9)
+    assert 0 < sum(alike.cached_tokens for _, alike in theirs) < held

@@ -13,6 +13,7 @@ from sim.pods.exposition import MetricsPage
 from sim.pods.tokens import encode_ids, hash_chain
 from sim.truth import validate
 from sim.truth.prefix_cache import WatchedPool, recorded_events
+from tests.sim.engine.plain_engine import PlainEngine, PlainPool, PlainRequest
 
 MAX_MODEL_LEN_TOKENS = 4096
 """The recorded server's; it decides the buckets of the token histograms."""
@@ -34,7 +35,7 @@ class Replay:
 
     def __init__(self, truth):
         shape = tomllib.loads((truth / "engine.toml").read_text())
-        settings = EngineSettings(
+        self.settings = settings = EngineSettings(
             blocks_total=shape["num_gpu_blocks"],
             block_size_tokens=shape["block_size_tokens"],
             max_num_seqs=shape["max_num_seqs"],
@@ -60,7 +61,7 @@ class Replay:
             engine.submit(request, now)
             while (step := engine.step(now)) is not None:
                 now = step.ends_at
-                page.observe(step, now)
+                page.observe(step, engine.snapshot(), now)
             page.finish(request, "length", request.output_tokens)
             self.requests.append(request)
         self.page = page.render().decode()
@@ -84,6 +85,46 @@ def test_cached_tokens_equal_the_recorded_ones(replay):
     assert len(replay.recorded) == 300
     ours = [request.cached_tokens for request in replay.requests]
     assert ours == [row["cached_tokens"] for row in replay.recorded]
+
+
+class PartialBlocksLast(PlainPool):
+    """A queue in which a block without a hash goes behind those with one, as they do."""
+
+    def release(self, blocks):
+        for block in reversed(blocks):
+            self.holders[block] -= 1
+            if not self.holders[block]:
+                self.free[block] = None
+
+
+class HeadsFirst(PlainPool):
+    """A queue in which the head of a prompt is evicted before its tail."""
+
+    def release(self, blocks):
+        super().release(blocks[::-1])
+
+
+@pytest.mark.parametrize(
+    ("pool", "agrees"), [(PlainPool, True), (PartialBlocksLast, False), (HeadsFirst, False)]
+)
+def test_the_real_engine_tells_the_order_in_which_blocks_are_freed(replay, pool, agrees):
+    """Tail first, and those without a hash are taken first: in any other order hits differ."""
+    settings = replay.settings
+    engine = PlainEngine(settings, find_profile(DEFAULT_PROFILE))
+    engine.pool = pool(settings.blocks_total)
+    hits = []
+    now = 0.0
+    for row in replay.recorded:
+        prompt, answer = row["prompt_token_ids"], row["output_token_ids"]
+        chain = hash_chain(
+            encode_ids(prompt + answer), block_size_tokens=settings.block_size_tokens
+        )
+        request = PlainRequest("", len(prompt), len(answer), chain, "")
+        engine.waiting.append(request)
+        while (ends_at := engine.step(now)) is not None:
+            now = ends_at
+        hits.append(request.cached_tokens)
+    assert (hits == [row["cached_tokens"] for row in replay.recorded]) is agrees
 
 
 def vllm_lines(page):

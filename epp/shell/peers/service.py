@@ -103,6 +103,11 @@ class Peers:
         """Replicas besides ourselves, whether they answer or not."""
         return 0 if self._carrier is None else self._carrier.known
 
+    @property
+    def answering(self) -> int:
+        """Those of them that answer."""
+        return 0 if self._carrier is None else self._carrier.answering
+
     async def __aenter__(self) -> Self:
         """Raises `StartError` when the port cannot be had."""
         if self._mesh is not None:

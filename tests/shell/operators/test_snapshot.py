@@ -58,7 +58,7 @@ def test_a_snapshot_counts_what_is_owed_to_a_peer():
         for told, heard in (talks, talks[::-1]):
             for frame in told.outgoing(now):
                 heard.receive(frame, now)
-            while heard.pending:
+            while heard.pending():
                 heard.apply(now)
 
     settle(0.0)

@@ -124,7 +124,7 @@ def acquainted(replicas=3, now=10.0):
     there._scheduler.schedule(request, now - 0.3)
     for frame in there.outgoing(now):
         assert here.receive(frame, now) is Taken.TAKEN
-    while here.pending:
+    while here.pending():
         here.apply(now)
     return here
 

@@ -81,11 +81,11 @@ async def test_replicas_find_each_other_and_the_second_starts_warm(tmp_path):
             await until(lambda: second.peers.ready, "the second to be ready")
             assert second.exchange.snapshot_frames == [(b"a", 0.0), (b"b", 0.0)]
             assert (second.snapshots, second.ready_calls) == (["peer"], 1)
-            await until(lambda: first.peers.snapshot().peers == 1, "the peer")
+            await until(lambda: first.peers.answering == 1, "the peer")
             first.exchange.told.append(b"live")
             await until(lambda: second.exchange.received == [b"live"], "the frame")
             told = second.peers.snapshot()
-            assert (told.peers, told.known) == (1, 1)
+            assert (second.peers.answering, told.known) == (1, 1)
             assert told.snapshots["taken", "whole"] == 1
             assert first.peers.snapshot().snapshots["given", "sent"] == 1
             assert told.frames["received", "received"] >= 1
@@ -102,7 +102,7 @@ async def test_readiness_waits_only_so_long():
     async with alone.running():
         alone.peers.endpoints_known()
         await until(lambda: alone.peers.ready, "readiness")
-        assert alone.peers.snapshot().peers == 0
+        assert alone.peers.answering == 0
 
 
 async def test_a_lone_replica_does_not_wait():
@@ -176,7 +176,7 @@ async def test_without_flags_there_is_nothing_to_do():
     assert replica.peers.ready
     assert replica.peers.loops() == {}
     async with replica.peers:
-        assert replica.peers.snapshot().peers == 0
+        assert replica.peers.answering == 0
 
 
 def test_a_secret_that_cannot_be_read_ends_the_start(tmp_path):
@@ -190,7 +190,7 @@ async def test_what_is_said_last_is_still_sent():
     first, second = Replica(*first_flags), Replica(*second_flags)
     async with first.running():
         async with second.running():
-            await until(lambda: second.peers.snapshot().peers == 1, "the peer")
+            await until(lambda: second.peers.answering == 1, "the peer")
             stopped = second.peers._pump.last
 
             def last():

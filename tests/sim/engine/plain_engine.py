@@ -67,6 +67,7 @@ class PlainRequest:
         self.first_token_at = self.last_token_at = self.cached_tokens = None
         self.generated = self.computed = self.registered = self.preemptions = 0
         self.shared = 0
+        self.decoding = False
         self.blocks = []
 
     @property
@@ -106,6 +107,7 @@ class PlainEngine:
         ends_at = now + self.profile.step_s(work)
         for request in scheduled:
             if request.computed == request.known:
+                request.decoding = True
                 request.generated += 1
                 request.first_token_at = request.first_token_at or ends_at
                 request.last_token_at = ends_at
@@ -180,13 +182,14 @@ class PlainEngine:
 
     def schedule(self, request, tokens, work):
         context = request.computed
+        if not request.decoding:
+            self.chunks.append(request)
         work.tokens += tokens
         if tokens == 1 and request.generated:
             work.decodes += 1
             work.decode_context_tokens += context + 1
             work.longest_context_tokens = max(work.longest_context_tokens, context + 1)
         else:
-            self.chunks.append(request)
             work.prefills += 1
             work.attention_pairs += tokens * (context + tokens / 2)
         work.with_adapter |= bool(request.adapter)
@@ -200,6 +203,7 @@ class PlainEngine:
     def preempt(self, request):
         self.pool.release(request.blocks)
         request.blocks = []
+        request.decoding = False
         request.registered = request.computed = 0
         request.preemptions += 1
         self.waiting.appendleft(request)

@@ -30,13 +30,14 @@ def body(prompt="p"):
 
 
 @pytest.fixture
-def behind_envoy(opened, tmp_path):
+def behind_envoy(opened, tmp_path, transport):
     """Start pods, `epp serve` as a process and an Envoy with the given options."""
 
     async def start(*flags, pods=1, edit=None, plaintext=True, **options):
         served = await opened.enter_async_context(running_pods(pods))
-        secure = f"--secure-serving={str(not plaintext).lower()}"
-        epp = await opened.enter_async_context(running_epp(tmp_path, served, secure, *flags))
+        flags = (f"--secure-serving={str(not plaintext).lower()}", *flags)
+        flags = (f"--transport={transport}", *flags)
+        epp = await opened.enter_async_context(running_epp(tmp_path, served, *flags))
         chosen = BootstrapOptions(picker_address=epp.address, plaintext=plaintext, **options)
         envoy = await opened.enter_async_context(running_envoy(chosen, tmp_path, edit))
         client = http_client(envoy)
@@ -236,7 +237,7 @@ class ClosedLoop:
 
 
 @pytest.mark.parametrize("way", ["clings to its connection", "asks for health"])
-async def test_a_drain_refuses_nobody(way, opened, tmp_path):
+async def test_a_drain_refuses_nobody(way, transport, opened, tmp_path):
     """At hundreds of requests a second through two pickers, one of which goes: none fails, whether
     the gateway learns it by a GOAWAY alone or by a health check."""
     pods = await opened.enter_async_context(running_pods(2))
@@ -245,9 +246,9 @@ async def test_a_drain_refuses_nobody(way, opened, tmp_path):
         (tmp_path / name).mkdir()
         flags = ("--secure-serving=false", "--drain-grace=500ms", "--drain-timeout=20s")
         if way.startswith("clings"):
-            # Connections come of age after 2 s.
+            # On grpcio connections come of age after 2 s.
             flags = (*flags[:2], "--drain-timeout=5s")
-        running = running_epp(tmp_path / name, pods, *flags)
+        running = running_epp(tmp_path / name, pods, f"--transport={transport}", *flags)
         pickers.append(await opened.enter_async_context(running))
     leaving, staying = pickers
     targets = [leaving.port, staying.port]

@@ -10,6 +10,8 @@ _NOTHING_SAID: Final = {
     "block_tokens": "as the trace or its format says",
     "requests_max": "all",
     "config_hashes": "a baseline",
+    "peers": "nothing",
+    "pickers_away": "none",
 }
 """What it means that a condition is not there."""
 
@@ -27,6 +29,9 @@ _CONDITIONS: Final = {
     "profiles": "pods by profile",
     "max_loras": "adapter slots of a pod",
     "replicas": "pickers",
+    "assignment": "requests reach pickers",
+    "peers": "what they tell each other",
+    "pickers_away": "pickers that die and come back",
     "scrape_interval_s": "time between scrapes",
     "scrape_delay_s": "age of a scraped page",
     "network_delay_s": "network delay, one way",
@@ -134,6 +139,7 @@ def fact_rows(summary: dict[str, Any]) -> list[list[str]]:
         ["uncached tokens, likewise", number(loads["uncached_tokens"]["max_over_mean"])],
         *_estimate_rows(summary["prediction"]["mean_absolute_error_tokens"]),
         ["age of metrics at a decision", seconds(summary["metrics_age_s"])],
+        *_peer_rows(summary.get("peers")),
         ["preemptions", f"{summary['preemptions']:,}"],
         *[["warning", warning] for warning in summary["warnings"]],
         *([["malformed lines skipped", f"{bad_lines:,}"]] if bad_lines else []),
@@ -152,6 +158,19 @@ def _estimate_rows(error_tokens: float | None) -> list[list[str]]:
     if error_tokens is None:
         return []
     return [["the picker's estimate of the cache", f"off by {number(error_tokens)} tokens"]]
+
+
+def _peer_rows(peers: dict[str, int] | None) -> list[list[str]]:
+    """None where pickers tell each other nothing."""
+    if peers is None:
+        return []
+    told = (
+        f"{peers['frames']:,} frames, {peers['bytes'] / 1e6:.3g} MB, {peers['frames_lost']:,} lost"
+    )
+    learnt = f"{peers['records_applied']:,}"
+    if unknown := peers["records_unknown_chain"]:
+        learnt += f", {unknown:,} went on from a chain that was lost"
+    return [["told to other pickers", told], ["decisions learnt of others", learnt]]
 
 
 def _reasons(counts: dict[str, int]) -> str:
@@ -194,7 +213,17 @@ def condition_rows(conditions: dict[str, Any]) -> list[list[str]]:
 
 def _words(name: str, value: object) -> str:
     match value:
-        case None:
+        case dict():
+            return ", ".join(f"{key}: {_words(name, item)}" for key, item in value.items())
+        case [_, *_]:
+            return "; ".join(_words(name, item) for item in value)
+        case _:
+            return _word(name, value)
+
+
+def _word(name: str, value: object) -> str:
+    match value:
+        case None | []:
             return _NOTHING_SAID.get(name, "-")
         case bool():
             return "yes" if value else "no"
@@ -202,7 +231,5 @@ def _words(name: str, value: object) -> str:
             return limit(value)
         case float():
             return f"{value:g}"
-        case dict():
-            return ", ".join(f"{key}: {_words(name, item)}" for key, item in value.items())
         case _:
             return str(value)

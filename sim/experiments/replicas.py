@@ -1,0 +1,252 @@
+"""`sim replicas`: what several pickers of one pool cost, by what they share.
+
+Each row of the table is a number of pickers and what they share, each block a workload. Generated
+workloads are drawn anew for each seed; of a trace in a file a seed varies the dice alone.
+"""
+
+import argparse
+import contextlib
+import tempfile
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import product
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+from msgspec import Struct, structs
+
+from epp.core.types import Seconds
+from sim.cluster.assignment import Assignment
+from sim.cluster.cluster import ClusterSettings
+from sim.cluster.peering import PeerSettings
+from sim.cluster.policies import DEFAULT_POLICY, PolicySource, policy_source
+from sim.cluster.simulated_pod import PodKind
+from sim.engine.profiles import DEFAULT_PROFILE, find_profile
+from sim.experiments.jobs import Experiment, Result, Results, add_experiment_options
+from sim.experiments.run import RunSettings
+from sim.experiments.run_options import count_of_runs
+from sim.measurement.measures import mean, percentile, rounded
+from sim.output import open_folder
+from sim.reports.report import markdown_table, seconds, share, table
+from sim.traces.capture import CaptureWriter
+from sim.traces.standard import STANDARD
+from sim.traces.workloads import OpenLoad, Stage, arrivals
+
+PODS: Final = 8
+ONE_PICKER: Final = "one picker"
+NOTHING: Final = "nothing"
+PEERS: Final[Mapping[str, PeerSettings]] = {
+    "peers, 5 ms": PeerSettings(delay_s=0.005),
+    "peers, 200 ms": PeerSettings(delay_s=0.2),
+    "peers, 1 s": PeerSettings(delay_s=1.0),
+    "peers, 10 s": PeerSettings(delay_s=10.0),
+    "peers, 5 ms, 10 % lost": PeerSettings(delay_s=0.005, loss=0.1),
+    "peers, 5 ms, 50 % lost": PeerSettings(delay_s=0.005, loss=0.5),
+}
+NEAR: Final = next(iter(PEERS))
+
+
+class Arm(Struct, frozen=True, kw_only=True):
+    """A row of the table: so many pickers, and what they share."""
+
+    replicas: int
+    sharing: str
+    assignment: Assignment = Assignment.RANDOM
+
+    @property
+    def policy(self) -> PolicySource:
+        """The default configuration."""
+        return policy_source(DEFAULT_POLICY)
+
+    def cluster(self, kind: PodKind) -> ClusterSettings:
+        """The pool that its pickers serve."""
+        return ClusterSettings(
+            pods=(kind,) * PODS,
+            replicas=self.replicas,
+            assignment=self.assignment,
+            peers=PEERS.get(self.sharing),
+        )
+
+
+ARMS: Final = (
+    Arm(replicas=1, sharing=ONE_PICKER),
+    *(
+        Arm(replicas=replicas, sharing=sharing)
+        for replicas, sharing in product((2, 4, 8), (NOTHING, *PEERS))
+    ),
+    *(
+        Arm(replicas=4, sharing=sharing, assignment=assignment)
+        for assignment, sharing in product((Assignment.STICKY, Assignment.SKEWED), (NOTHING, NEAR))
+    ),
+)
+
+
+class Traffic(Struct, frozen=True, kw_only=True):
+    """A workload of the table: a standard one at one rate, or the trace in a file."""
+
+    name: str
+    profile: str = DEFAULT_PROFILE
+    rate_per_s: float = 0.0
+    duration_s: Seconds = 0.0
+    file: str = ""
+
+    def trace(self, folder: Path, seed: int) -> str:
+        """Path of its trace; generated into `folder`, unless it is in a file already."""
+        if self.file:
+            return self.file
+        stage = Stage(rate_per_s=self.rate_per_s, duration_s=self.duration_s)
+        workload = structs.replace(STANDARD[self.name], load=OpenLoad(stages=(stage,)))
+        path = folder / f"{self.name}-{seed}.jsonl"
+        with path.open("wb") as file:
+            writer = CaptureWriter(file, source=f"{self.name}, seed {seed}")
+            for arrival in arrivals(workload, seed):
+                writer.write_arrival(arrival)
+        return str(path)
+
+
+_PROFILE: Final = "qwen3-32b-h100-tp2"
+TRAFFIC: Final = (
+    Traffic(name="b2b", profile=_PROFILE, rate_per_s=15, duration_s=60),
+    Traffic(name="multi-turn", profile=_PROFILE, rate_per_s=6, duration_s=120),
+    Traffic(name="hot-spot", profile=_PROFILE, rate_per_s=30, duration_s=60),
+)
+"""The first is the published workload, with caches that just hold it; the others leave room."""
+
+
+def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    """The command line of `sim replicas`."""
+    parser = subparsers.add_parser(
+        "replicas",
+        help="several pickers of one pool, by what they share",
+        description=f"Standard workloads over {PODS} pods and 1 to 8 pickers.",
+        allow_abbrev=False,
+    )
+    add = parser.add_argument
+    add("traces", nargs="*", metavar="TRACE", help="trace files, besides the standard workloads")
+    add(
+        "--workload",
+        action="append",
+        choices=[workload.name for workload in TRAFFIC],
+        help="of the standard ones only this; may be repeated",
+    )
+    add(
+        "--seeds", type=count_of_runs, default=3, metavar="K", help="how many, each a whole run (3)"
+    )
+    add("--seed", type=int, default=1, help="the first of them (1)")
+    add_experiment_options(parser)
+    parser.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> int:
+    """0: done. 130: interrupted, what is done is kept. Raises what is told by `sim`."""
+    seeds = range(options.seed, options.seed + options.seeds)
+    print(f"seeds {seeds[0]} to {seeds[-1]}", flush=True)
+    wanted = options.workload
+    standard = [one for one in TRAFFIC if wanted is None or one.name in wanted]
+    files = (Traffic(name=Path(path).stem, file=path) for path in options.traces)
+    with contextlib.ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="sim-replicas-")))
+        experiment = replicas_experiment((*standard, *files), ARMS, seeds, folder)
+        return experiment.carry_out(open_folder(options), workers=options.workers)
+
+
+def replicas_experiment(
+    traffic: Iterable[Traffic], arms: Sequence[Arm], seeds: Sequence[int], folder: Path
+) -> Experiment:
+    """Every workload under every arm, each with all seeds; traces are generated into `folder`.
+
+    The first of `arms` is what the others are compared with.
+    """
+    cells: list[tuple[Traffic, Arm]] = []
+    jobs: list[RunSettings] = []
+    for workload in traffic:
+        kind = PodKind.of(find_profile(workload.profile))
+        traces = [workload.trace(folder, seed) for seed in seeds]
+        for arm in arms:
+            for trace, seed in zip(traces, seeds, strict=True):
+                cells.append((workload, arm))
+                cluster = arm.cluster(kind)
+                jobs.append(RunSettings(trace=trace, policy=arm.policy, cluster=cluster, seed=seed))
+
+    def summary(results: Results) -> dict[str, Any]:
+        rows: list[dict[str, Any]] = []
+        for (workload, arm), found in _by_cell(cells, results).items():
+            measured = [_measured(one) for one in found]
+            told = {name: _range([one[name] for one in measured]) for name in measured[0]}
+            rows.append(
+                {
+                    "workload": workload.name,
+                    "replicas": arm.replicas,
+                    "sharing": arm.sharing,
+                    "assignment": str(arm.assignment),
+                    "seeds": len(found),
+                    **told,
+                }
+            )
+        return {"first_seed": seeds[0], "seeds": len(seeds), "pods": PODS, "rows": rows}
+
+    return Experiment(
+        title="replicas",
+        jobs=jobs,
+        summary=summary,
+        table=lambda told: table(_rows(told)),
+        reports=lambda told, _: {"report.md": markdown_table(_rows(told)) + "\n"},
+    )
+
+
+def _by_cell(
+    cells: Sequence[tuple[Traffic, Arm]], results: Results
+) -> Mapping[tuple[Traffic, Arm], list[Result]]:
+    """What has ended, in the order of the table."""
+    found: dict[tuple[Traffic, Arm], list[Result]] = {}
+    for number, cell in enumerate(cells):
+        if number in results:
+            found.setdefault(cell, []).append(results[number])
+    return found
+
+
+def _measured(result: Result) -> dict[str, float]:
+    series = result.series
+    prompt_tokens = float(series.prompt_tokens.sum())
+    return {
+        "hit_rate": float(series.cached_tokens.sum()) / prompt_tokens,
+        "ttft_mean_s": mean(series.ttft_s),
+        "ttft_p90_s": percentile(series.ttft_s, 90),
+        "busiest_pod_over_mean": result.summary["imbalance"]["requests"]["max_over_mean"],
+    }
+
+
+def _range(values: Sequence[float]) -> dict[str, float | None]:
+    return {
+        "mean": rounded(float(np.mean(values))),
+        "low": rounded(min(values)),
+        "high": rounded(max(values)),
+    }
+
+
+def _rows(summary: dict[str, Any]) -> list[list[str]]:
+    """Of each row the mean over its seeds; the hit rate also with the least and the greatest."""
+    head = (
+        "workload, pickers, sharing, requests reach pickers, hit rate, of one picker's, TTFT mean, "
+        "of one picker's, TTFT p90, busiest pod over mean"
+    )
+    lines = [head.split(", ")]
+    reference: dict[str, tuple[float, float]] = {}
+    for row in summary["rows"]:
+        hits, ttft_s = row["hit_rate"], row["ttft_mean_s"]["mean"]
+        one, one_s = reference.setdefault(row["workload"], (hits["mean"], ttft_s))
+        lines.append(
+            [
+                row["workload"],
+                str(row["replicas"]),
+                row["sharing"],
+                row["assignment"],
+                f"{share(hits['mean'])} ({share(hits['low'])} to {share(hits['high'])})",
+                share(hits["mean"] / one) if one else "",
+                seconds(ttft_s),
+                f"{ttft_s / one_s:.2f} times" if one_s else "",
+                seconds(row["ttft_p90_s"]["mean"]),
+                f"{row['busiest_pod_over_mean']['mean']:.2f}",
+            ]
+        )
+    return lines

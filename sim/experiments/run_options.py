@@ -201,7 +201,7 @@ def conditions(settings: RunSettings, *others: RunSettings) -> dict[str, Any]:
         "max_loras": cluster.pods[0].engine.max_loras,
         "replicas": replicas[0] if len(replicas) == 1 else replicas,
         "assignment": str(cluster.assignment),
-        "peers": None if cluster.peers is None else msgspec.to_builtins(cluster.peers),
+        **_peer_conditions(cluster.peers),
         "pickers_away": msgspec.to_builtins(cluster.absences),
         "scrape_interval_s": cluster.refresh_interval_s,
         "scrape_delay_s": cluster.scrape_delay_s,
@@ -213,6 +213,12 @@ def conditions(settings: RunSettings, *others: RunSettings) -> dict[str, Any]:
         "faults_per_hour": 3600 / settings.fault_gap_s if settings.fault_gap_s else 0,
         "check": settings.check,
     }
+
+
+def _peer_conditions(peers: PeerSettings | None) -> dict[str, Any]:
+    if peers is None:
+        return {"peer_delay_s": None}
+    return {f"peer_{name}": value for name, value in msgspec.to_builtins(peers).items()}
 
 
 def named_policies(names: list[str]) -> list[PolicySource]:

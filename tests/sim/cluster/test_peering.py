@@ -33,9 +33,9 @@ print(measures.digest, one.peer_summary())
 """
 
 
-def shared_prompts(count=500):
+def shared_prompts(count=500, groups=40):
     """Groups whose prompts are long and shared."""
-    return list(arrivals(count, rate=20.0, groups=40, blocks=(60, 60), output=(4, 8)))
+    return list(arrivals(count, rate=20.0, groups=groups, blocks=(60, 60), output=(4, 8)))
 
 
 def hit_rate(requests):
@@ -58,7 +58,6 @@ def test_sharing_gives_several_pickers_the_hit_rate_of_one():
     blind = hits(given, replicas=REPLICAS)
     told = hits(given, replicas=REPLICAS, peers=NEAR)
     assert blind < 0.9 * alone
-    print("XX", alone, blind, told)
     assert told > 0.97 * alone
 
 
@@ -71,7 +70,6 @@ def test_what_is_lost_or_late_costs_little():
     assert hits(given, replicas=REPLICAS, peers=lossy) > told - 0.03
     assert hits(given, replicas=REPLICAS, peers=PeerSettings(delay_s=1.0)) > told - 0.03
     late = hits(given, replicas=REPLICAS, peers=PeerSettings(delay_s=40.0))
-    print("XX", told, blind, hits(given, replicas=REPLICAS, peers=lossy), late)
     assert late == pytest.approx(blind, abs=0.03)
 
 
@@ -86,7 +84,7 @@ def _prefixes(policy):
 
 def test_a_partition_parts_and_heals():
     """Meanwhile each side knows its own; afterwards all know what is decided from then on."""
-    given = shared_prompts()
+    given = shared_prompts(groups=150)
     last_s = given[-1].time_s
     half = Partition(0.0, last_s / 2, (0, 1))
     whole = Partition(0.0, 1e6, (0, 1))
@@ -97,10 +95,9 @@ def test_a_partition_parts_and_heals():
         heard[name] = [policy.scheduler.replicas_unheard for policy in one.policies]
         late = [request for request in requests if request.arrived_at > 0.6 * last_s]
         hit[name] = hit_rate(late)
-    print("XX", hit)
     assert heard == {"none": [0] * 4, "half": [0] * 4, "whole": [2] * 4}
-    assert hit["whole"] < hit["half"] - 0.02
-    assert hit["half"] > hit["none"] - 0.05
+    assert hit["whole"] < hit["half"] - 0.05
+    assert hit["half"] > hit["none"] - 0.03
 
 
 def first_decisions(requests, replica, after_s, count=100):
@@ -118,23 +115,22 @@ def test_a_picker_that_starts_with_a_snapshot_is_warm(from_s):
     """One that joins late and one that restarts: its first hundred decisions are like its peers';
     without a snapshot it knows only what it is told from then on.
     """
-    given = shared_prompts()
+    given = shared_prompts(600)
     away = (Absence(1, from_s, 15.0),)
     hit = {}
     for snapshot in (True, False):
         peers = PeerSettings(delay_s=0.005, snapshot=snapshot)
-        requests, _ = ran(given, pods=SMALL, replicas=3, peers=peers, absences=away)
+        requests, _ = ran(given, pods=SMALL, replicas=2, peers=peers, absences=away)
         assert all(request.fate is Fate.COMPLETE for request in requests)
         assert not [r for r in requests if r.replica == 1 and from_s <= r.routed_at < 15.0]
         first = first_decisions(requests, 1, 15.0)
         hit[snapshot] = hit_rate(first)
         until_s = first[-1].routed_at
         peers_hit = hit_rate(
-            [r for r in requests if r.replica != 1 and 15.0 <= r.routed_at <= until_s]
+            [r for r in requests if r.replica == 0 and 15.0 <= r.routed_at <= until_s]
         )
         if snapshot:
             assert hit[snapshot] > peers_hit - 0.05
-    print("XX", hit, peers_hit)
     assert hit[True] > hit[False] + 0.1
 
 

@@ -11,6 +11,7 @@ Nobody is told anything while the cluster rests: by then all has expired.
 import math
 from collections.abc import Callable
 from random import Random
+from typing import Final
 
 from msgspec import Struct
 
@@ -21,7 +22,7 @@ from epp.core.peers.inbox import Received
 from epp.core.types import Seconds
 from sim.cluster.loop import Loop
 
-SNAPSHOT_S_MAX: Seconds = 2.0
+SNAPSHOT_S_MAX: Final[Seconds] = 2.0
 """A picker that has not got one by then serves without."""
 
 
@@ -120,6 +121,10 @@ class Peering:
             for other in there:
                 if other is not peer and not self._parted(peer, other):
                     self._deliver(other, frames)
+                    # Heartbeats of before the traffic are still on their way, or nobody would be
+                    # heard until the first of these arrives.
+                    for beat in range(1, 1 + int(self._delay_s(peer, other) / HEARTBEAT_S)):
+                        self._loop.after(beat * HEARTBEAT_S, self._deliver, other, frames)
 
     def start(self, replica: int, scheduler: Scheduler | None) -> None:
         """`replica` is there from now on, a new process; None: its policy has nothing to tell."""
@@ -146,16 +151,16 @@ class Peering:
 
         It may be called twice.
         """
-        peer = self._peers[replica]
-        others = [
-            other
-            for other in self._peers
-            if peer is not None and other not in (None, peer) and not self._parted(peer, other)
-        ]
-        if peer is None or self._settings is None or not self._settings.snapshot or not others:
+        peer, settings = self._peers[replica], self._settings
+        if peer is None or settings is None or not settings.snapshot:
             ready()
             return
-        asked = min(others, key=lambda other: other.started_at)
+        others = [other for other in self._peers if other is not None and other is not peer]
+        heard = [other for other in others if not self._parted(peer, other)]
+        if not heard:
+            ready()
+            return
+        asked = min(heard, key=lambda other: other.started_at)
         delay_s = self._delay_s(peer, asked)
 
         def still_there() -> None:

@@ -100,6 +100,20 @@ def test_a_partition_parts_and_heals():
     assert hit["half"] > hit["none"] - 0.03
 
 
+@pytest.mark.parametrize("delay_s", [0.005, 10.0])
+def test_pickers_know_each_other_from_the_start_however_far_apart(delay_s):
+    """Nobody is taken for gone because what it says is under way, and nothing is left untold."""
+    given = list(arrivals(150, rate=10.0))
+    one = cluster(given, replicas=3, peers=PeerSettings(delay_s=delay_s))
+    unheard = set()
+    one.run(lambda: unheard.update(p.scheduler.replicas_unheard for p in one.policies))
+    assert unheard == {0}
+    # A round of heartbeats is under way at the end, and with 10 s what was decided since.
+    learnable = sum(at.time_s + delay_s + 0.1 < one.loop.now for at in given)
+    assert learnable > 20
+    assert one.peer_summary()["records_applied"] >= 2 * learnable
+
+
 def first_decisions(requests, replica, after_s, count=100):
     found = [
         request

@@ -16,6 +16,7 @@ import structlog
 from epp import __version__
 from epp.configuration.config import ConfigError
 from epp.configuration.document import nearest
+from sim.cluster.cluster import ClusterSettingsError
 from sim.cluster.policies import PolicyNameError
 from sim.engine import calibrate
 from sim.engine.engine import EngineSettings
@@ -53,7 +54,7 @@ def run(arguments: Sequence[str] | None) -> int:
         code: int = options.run(options)
     except BrokenPipeError:
         raise  # nobody reads the output any more: no problem of the command
-    except PolicyNameError as problem:
+    except (PolicyNameError, ClusterSettingsError) as problem:
         return _fail(str(problem), code=2)
     except (TraceError, ProfileError, ConfigError, OutputError, JobError, OSError) as problem:
         return _fail(sentence_of(problem), code=1)

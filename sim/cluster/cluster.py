@@ -8,14 +8,16 @@ delay. The picker is told of the end when the client is.
 Pickers see pods only as production does: announced by discovery some time after they change, and
 through pages scraped one by one, with the interval and jitter of `epp/shell/engines/scrape`. A dead
 pod refuses connections, and is asked as often as one that lives.
-Several pickers do not see each other's decisions. With Homing's own Envoy configuration response
-bodies pass the picker by, so that it is told of first outputs only with `response_chunks`.
+Several pickers see each other's decisions only as far as they tell each other
+(`sim/cluster/peering`). With Homing's own Envoy configuration response bodies pass the picker by, so
+that it is told of first outputs only with `response_chunks`.
 """
 
 import heapq
 import math
 from collections.abc import Callable, Iterable, Iterator
 from enum import StrEnum
+from itertools import pairwise
 from random import Random
 from typing import Final
 
@@ -26,9 +28,11 @@ from epp.core.knowledge.inflight import Ending, Outcome
 from epp.core.knowledge.pool import UPSTREAM_FAILURES
 from epp.core.prompt.request import InferenceRequest
 from epp.core.types import Endpoint, Refusal, Seconds
+from sim.cluster.assignment import Assigner, Assignment
 from sim.cluster.faults import Fault, FaultKind
 from sim.cluster.loop import Loop
-from sim.cluster.policies import Policy, Route
+from sim.cluster.peering import SNAPSHOT_S_MAX, Peering, PeerSettings
+from sim.cluster.policies import Policy, Route, scheduler_of
 from sim.cluster.scraping import Scraper
 from sim.cluster.simulated_pod import PodKind, SimulatedPod
 from sim.engine.engine import EngineRequest, Step
@@ -52,12 +56,36 @@ TICK_S: Final = 1.0
 """As `epp serve` calls `Scheduler.tick`."""
 
 
+class ClusterSettingsError(ValueError):
+    """Settings that do not go together: one sentence."""
+
+
+class Absence(Struct, frozen=True):
+    """Picker `replica` dies at `from_s`, and a new process takes its place at `to_s`.
+
+    From 0 on: it joins late. The new process is scraped from `from_s` on and gets requests from
+    `to_s` on, or once it has a snapshot of its peers. Answers that were under way are served.
+    """
+
+    replica: int
+    from_s: Seconds
+    to_s: Seconds
+
+
 class ClusterSettings(Struct, frozen=True, kw_only=True):
-    """The pool and all that separates the picker's view from the truth."""
+    """The pool and all that separates the picker's view from the truth.
+
+    Raises `ClusterSettingsError`.
+    """
 
     pods: tuple[PodKind, ...]
     replicas: int = 1
-    """Pickers, each blind to what the others decide."""
+    """Pickers."""
+    assignment: Assignment = Assignment.RANDOM
+    """Which of them a request reaches."""
+    peers: PeerSettings | None = None
+    """How they tell each other what they decide; None: each is blind to the others."""
+    absences: tuple[Absence, ...] = ()
     scrape_interval_s: Seconds | None = None
     """Mean time between two scrapes of a pod; None: as production, by the number of pods."""
     scrape_delay_s: Seconds = 0.001
@@ -79,6 +107,9 @@ class ClusterSettings(Struct, frozen=True, kw_only=True):
         if self.scrape_interval_s is not None:
             return self.scrape_interval_s
         return max(SCRAPE_INTERVAL_S_MIN, SCRAPE_INTERVAL_S_PER_POD * len(self.pods))
+
+    def __post_init__(self) -> None:
+        _check_pickers(self)
 
 
 class Fate(StrEnum):
@@ -107,7 +138,7 @@ class SimulatedRequest:
 
     __slots__ = (
         "arrival", "arrived_at", "ended_at", "engine", "failure", "fate", "finished_at", "first_token_at", "hashes",
-        "life", "metrics_age_s", "pod", "predicted_cached_tokens", "refusal", "replica", "route", "routed_at",
+        "life", "metrics_age_s", "pod", "policy", "predicted_cached_tokens", "refusal", "replica", "route", "routed_at",
         "sequence", "status", "submitted_at",
     )  # fmt: skip
 
@@ -119,6 +150,8 @@ class SimulatedRequest:
         self.replica = replica
         self.routed_at: Seconds | None = None
         self.route: Route | None = None
+        self.policy: Policy | None = None
+        """The process that routed it, which may be gone since."""
         self.refusal: Refusal | None = None
         self.pod: SimulatedPod | None = None
         self.life = 0
@@ -165,9 +198,8 @@ class Cluster:
         self.settings = settings
         self.loop = Loop()
         self._seed = seed
-        self.policies = [open_policy(_replica_seed(seed, at)) for at in range(settings.replicas)]
-        for policy in self.policies:
-            policy.replicas_unheard(settings.replicas - 1)
+        self._open_policy = open_policy
+        self.policies = [self._open_picker(at) for at in range(settings.replicas)]
         self.pods: list[SimulatedPod] = []
         self.requests: dict[int, SimulatedRequest] = {}
         """What has arrived and not ended, by sequence number."""
@@ -190,7 +222,8 @@ class Cluster:
         """Index of a request under way -> the turns that wait for its answer."""
         self._ended_at: dict[int, Seconds] = {}
         """When the last ones ended, by index."""
-        self._random_replica = Random(f"{seed}:replica")
+        self._assigner = Assigner(settings.assignment, settings.replicas, seed)
+        self._peering = Peering(self.loop, settings.peers, replicas=settings.replicas, seed=seed)
         self._random_abort = Random(f"{seed}:abort")
         self._scrapers: list[dict[str, Scraper]] = [{} for _ in self.policies]
         """Of each picker, by endpoint."""
@@ -204,6 +237,7 @@ class Cluster:
                 page = scraper.pod.page(self.loop.now)
                 assert page is not None, "a pod begins alive"
                 policy.observe(scraper.endpoint, page, self.loop.now)
+        self._start_pickers()
         self.loop.after(TICK_S, self._tick)
         self._pull()
         self._pull_fault()
@@ -268,8 +302,7 @@ class Cluster:
         self._send(arrival)
 
     def _send(self, arrival: Arrival) -> None:
-        replicas = self.settings.replicas
-        replica = self._random_replica.randrange(replicas) if replicas > 1 else 0
+        replica = self._assigner.choose(arrival.session)
         request = SimulatedRequest(self.arrived, arrival, self.loop.now, replica)
         self.requests[request.sequence] = request
         self._under_way.add(arrival.index)
@@ -319,8 +352,13 @@ class Cluster:
         request.routed_at = now
         request.hashes = PromptHashes(request.arrival)
         parsed = self._request_of(request.arrival, request.hashes)
+        if not self._assigner.is_there(request.replica):
+            # It died on the way.
+            request.replica = self._assigner.choose(request.arrival.session)
         self._read_pages(request.replica, now)
-        routed = self.policies[request.replica].route(parsed, now)
+        request.policy = self.policies[request.replica]
+        routed = request.policy.route(parsed, now)
+        self._peering.touched(request.replica)
         if isinstance(routed, Refusal):
             request.refusal = routed
             request.status = routed.status
@@ -340,14 +378,14 @@ class Cluster:
     def _complete(self, request: SimulatedRequest, ending: Ending, status: int) -> None:
         """Tell the picker, to which the response has been visible, that it is over."""
         request.status = status
-        if request.route is not None:
+        if request.route is not None and request.policy is not None:
             # No pod here says 503 itself: it is what a gateway says of one that is gone.
             outcome = Outcome(ending=ending, status=status or None, by_gateway=status == 503)
-            policy = self.policies[request.replica]
             if status in UPSTREAM_FAILURES:
                 # A good page between two failures would have parted them.
                 self._read_pages(request.replica, self.loop.now)
-            policy.complete(request.route, outcome, self.loop.now)
+            request.policy.complete(request.route, outcome, self.loop.now)
+            self._peering.touched(request.replica)
 
     def _announce(self) -> None:
         """Discovery tells every picker which pods there are now."""
@@ -402,6 +440,7 @@ class Cluster:
     def _tick(self) -> None:
         for policy in self.policies:
             policy.tick(self.loop.now)
+        self._peering.tick()
         if not self.requests:
             sent_at = self._next_sent_at()
             if self.loop.now + REST_S_MIN < sent_at < math.inf:
@@ -411,6 +450,7 @@ class Cluster:
 
     def _rest(self, until: Seconds) -> None:
         self._resting = True
+        self._peering.rest()
         for scrapers in self._scrapers:
             for scraper in scrapers.values():
                 scraper.stop()
@@ -419,8 +459,45 @@ class Cluster:
 
     def _wake(self) -> None:
         self._resting = False
+        self._peering.wake()
         self._announce()
         self._tick()
+
+    # Pickers that come and go.
+
+    def peer_summary(self) -> dict[str, int] | None:
+        """What pickers told each other; None if they do not."""
+        return self._peering.summary()
+
+    def _open_picker(self, replica: int) -> Policy:
+        policy = self._open_policy(_replica_seed(self._seed, replica))
+        policy.replicas_unheard(self.settings.replicas - 1)
+        return policy
+
+    def _start_pickers(self) -> None:
+        late = {absence.replica for absence in self.settings.absences if absence.from_s <= 0}
+        for replica, policy in enumerate(self.policies):
+            if replica not in late:
+                self._peering.start(replica, scheduler_of(policy))
+        self._peering.greet()
+        for absence in self.settings.absences:
+            if absence.from_s <= 0:
+                self._assigner.leave(absence.replica)
+                self.loop.at(absence.to_s, self._start_picker, absence.replica)
+            else:
+                self.loop.at(absence.from_s, self._stop_picker, absence)
+
+    def _stop_picker(self, absence: Absence) -> None:
+        replica = absence.replica
+        self._assigner.leave(replica)
+        self._peering.stop(replica)
+        policy = self.policies[replica] = self._open_picker(replica)
+        policy.replace([pod.endpoint for pod in self.pods if pod.alive], self.loop.now)
+        self.loop.at(absence.to_s, self._start_picker, replica)
+
+    def _start_picker(self, replica: int) -> None:
+        self._peering.start(replica, scheduler_of(self.policies[replica]))
+        self._peering.warm(replica, lambda: self._assigner.join(replica))
 
     # Pods.
 
@@ -475,7 +552,9 @@ class Cluster:
 
     def _first_output(self, request: SimulatedRequest) -> None:
         if request.fate is None and request.route is not None:
-            self.policies[request.replica].first_output(request.route, self.loop.now)
+            assert request.policy is not None
+            request.policy.first_output(request.route, self.loop.now)
+            self._peering.touched(request.replica)
 
     def _answer(self, request: SimulatedRequest) -> None:
         self._complete(request, Ending.COMPLETE, 200)
@@ -555,3 +634,33 @@ def _unfit(kind: PodKind, arrival: Arrival) -> Failure | None:
 def _replica_seed(seed: int, replica: int) -> int:
     """The first picker has the seed itself, as `epp serve --seed` would."""
     return seed if replica == 0 else Random(f"{seed}:replica:{replica}").getrandbits(32)
+
+
+def _check_pickers(settings: ClusterSettings) -> None:
+    """`ClusterSettingsError` if something is said of pickers that there are not, or nobody is left."""
+    named = [absence.replica for absence in settings.absences]
+    peers = settings.peers
+    if peers is not None and settings.replicas > 1:
+        named += [slow.replica for slow in peers.slow]
+        named += [replica for partition in peers.partitions for replica in partition.side]
+    unknown = [replica for replica in named if not 0 <= replica < settings.replicas]
+    if unknown:
+        raise ClusterSettingsError(
+            f"expected a picker from 0 to {settings.replicas - 1}, got {unknown[0]}"
+        )
+    if len({absence.replica for absence in settings.absences}) == settings.replicas:
+        raise ClusterSettingsError("expected one picker at least that is never away, got none")
+    away_s_min = 2 * settings.refresh_interval_s
+    by_replica = sorted(settings.absences, key=lambda absence: (absence.replica, absence.from_s))
+    for absence in by_replica:
+        if absence.to_s - absence.from_s < away_s_min:
+            raise ClusterSettingsError(
+                f"picker {absence.replica} scrapes every pod before it is there again: expected an "
+                f"absence of {away_s_min:g} s at least, got {absence.to_s - absence.from_s:g} s"
+            )
+    for before, after in pairwise(by_replica):
+        if before.replica == after.replica and after.from_s < before.to_s + SNAPSHOT_S_MAX:
+            raise ClusterSettingsError(
+                f"picker {after.replica} dies at {after.from_s:g} s: expected that to be "
+                f"{SNAPSHOT_S_MAX:g} s at least after it came back, at {before.to_s:g} s"
+            )

@@ -141,6 +141,11 @@ class SchedulerPolicy:
         self.scheduler.tick(now)
 
 
+def scheduler_of(policy: Policy) -> Scheduler | None:
+    """What a policy decides by, if that is the production scheduler."""
+    return policy.scheduler if isinstance(policy, SchedulerPolicy) else None
+
+
 class Baseline:
     """A policy without scraped metrics and without a prefix index: what a plain proxy can do."""
 

@@ -43,14 +43,15 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
         "the first seed replays it as it is and the others resamples of it.",
         allow_abbrev=False,
     )
-    add_run_options(parser)
+    add_run_options(parser, several_replicas=True)
     add = parser.add_argument
     add(
         "--config",
         action="append",
         required=True,
         metavar="FILE|NAME",
-        help=f"repeat; the others are compared with the first. {POLICY_HELP}",
+        help="repeat, or give several --replicas; the others are compared with the first. "
+        + POLICY_HELP,
     )
     add_experiment_options(parser)
     parser.set_defaults(run=run)
@@ -58,18 +59,24 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
 
 def run(options: argparse.Namespace) -> int:
     """0: done. 2: usage. 130: interrupted, what is done is kept. Raises what is told by `sim`."""
-    if len(options.config) < 2:
-        print("sim: --config is needed twice or more", file=sys.stderr)
+    counts: tuple[int, ...] = options.replicas
+    if len(options.config) * len(counts) < 2:
+        print("sim: --config is needed twice or more, or --replicas as 1,2", file=sys.stderr)
         return 2
     policies = named_policies(options.config)
     print(f"seeds {options.seed} to {options.seed + options.seeds - 1}", flush=True)
     # Seed by seed, so that an interrupted comparison has whole seeds.
     jobs = [
-        run_settings(options, policy, options.seed + repetition, repetition)
+        run_settings(options, policy, options.seed + repetition, repetition, replicas=replicas)
         for repetition in range(options.seeds)
         for policy in policies
+        for replicas in counts
     ]
-    names = [policy.name for policy in policies]
+    names = [
+        policy.name if len(counts) == 1 else f"{policy.name}, {_pickers(replicas)}"
+        for policy in policies
+        for replicas in counts
+    ]
     each = range(len(names))
     what_was_run = conditions(*jobs[: len(names)])
 
@@ -97,7 +104,7 @@ def run(options: argparse.Namespace) -> int:
             "generated": varied_between(found[0]).generated,
             "configs": _compared(names, found),
             "runs": [
-                {"config": jobs[at].policy.name, "seed": jobs[at].seed, **results[at].summary}
+                {"config": names[at % len(names)], "seed": jobs[at].seed, **results[at].summary}
                 for at in sorted(results)
             ],
         }
@@ -112,6 +119,10 @@ def run(options: argparse.Namespace) -> int:
             "report.html": comparison_page(told, columns(results)),
         },
     ).carry_out(open_folder(options), workers=options.workers)
+
+
+def _pickers(replicas: int) -> str:
+    return "1 picker" if replicas == 1 else f"{replicas} pickers"
 
 
 def _compared(names: Sequence[str], runs: Sequence[Sequence[Result]]) -> dict[str, Any]:

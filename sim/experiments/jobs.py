@@ -185,7 +185,7 @@ def run_job(settings: RunSettings) -> Result:
 
     one = Run(settings, [ended])
     one.run()
-    told = one.measures.summary()
+    told = one.told()
     # What waits for answers comes later than its trace says, and other than completes counts too.
     rate = rounded(told["requests"]["sent"] / latest_s) if latest_s else None
     blocks = one.variation.blocks

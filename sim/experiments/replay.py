@@ -143,7 +143,7 @@ def summary_of(one: Run, *, complete: bool) -> dict[str, Any]:
         "config": settings.policy.name,
         "conditions": conditions(settings),
         "bad_lines": one.trace.bad_lines,
-        **one.measures.summary(),
+        **one.told(),
         "assumptions": assumptions_of(kind.profile for kind in settings.cluster.pods),
         "timeline": one.timeline.as_json(),
     }

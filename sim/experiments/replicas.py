@@ -17,14 +17,15 @@ from msgspec import Struct, structs
 
 from epp.configuration.config import DEFAULT_CONFIG, DEFAULT_SOURCE
 from epp.core.types import Seconds
+from sim.cluster.assignment import Assignment
 from sim.cluster.built_in import DEFAULT_POLICY
 from sim.cluster.cluster import ClusterSettings
+from sim.cluster.peering import PeerSettings
 from sim.cluster.policies import PolicySource
 from sim.cluster.simulated_pod import PodKind
 from sim.engine.profiles import DEFAULT_PROFILE, find_profile
 from sim.experiments.jobs import Experiment, Result, Results, add_experiment_options
 from sim.experiments.run import RunSettings
-from sim.experiments.run_options import count_of_runs
 from sim.measurement.measures import mean, percentile, rounded
 from sim.output import open_folder
 from sim.reports.report import markdown_table, seconds, share, table
@@ -36,6 +37,15 @@ PODS: Final = 8
 ONE_PICKER: Final = "one picker"
 NOTHING: Final = "nothing"
 AGREEMENT: Final = "agreement"
+PEERS: Final[Mapping[str, PeerSettings]] = {
+    "peers, 5 ms": PeerSettings(delay_s=0.005),
+    "peers, 200 ms": PeerSettings(delay_s=0.2),
+    "peers, 1 s": PeerSettings(delay_s=1.0),
+    "peers, 10 s": PeerSettings(delay_s=10.0),
+    "peers, 5 ms, 10 % lost": PeerSettings(delay_s=0.005, loss=0.1),
+    "peers, 5 ms, 50 % lost": PeerSettings(delay_s=0.005, loss=0.5),
+}
+NEAR: Final = next(iter(PEERS))
 
 _SCORER: Final = "- type: prefix-cache-scorer\n"
 _WITHOUT: Final = DEFAULT_CONFIG.replace(_SCORER, _SCORER + "  parameters: {agreement: none}\n")
@@ -46,6 +56,7 @@ class Arm(Struct, frozen=True, kw_only=True):
 
     replicas: int
     sharing: str
+    assignment: Assignment = Assignment.RANDOM
 
     @property
     def policy(self) -> PolicySource:
@@ -55,14 +66,23 @@ class Arm(Struct, frozen=True, kw_only=True):
 
     def cluster(self, kind: PodKind) -> ClusterSettings:
         """The pool that its pickers serve."""
-        return ClusterSettings(pods=(kind,) * PODS, replicas=self.replicas)
+        return ClusterSettings(
+            pods=(kind,) * PODS,
+            replicas=self.replicas,
+            assignment=self.assignment,
+            peers=PEERS.get(self.sharing),
+        )
 
 
 ARMS: Final = (
     Arm(replicas=1, sharing=ONE_PICKER),
     *(
         Arm(replicas=replicas, sharing=sharing)
-        for replicas, sharing in product((2, 4, 8), (NOTHING, AGREEMENT))
+        for replicas, sharing in product((2, 4, 8), (NOTHING, AGREEMENT, *PEERS))
+    ),
+    *(
+        Arm(replicas=4, sharing=sharing, assignment=assignment)
+        for assignment, sharing in product((Assignment.STICKY, Assignment.SKEWED), (NOTHING, NEAR))
     ),
 )
 
@@ -110,9 +130,11 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
     add = parser.add_argument
     add("traces", nargs="*", metavar="TRACE", help="trace files, besides the standard workloads")
     add(
-        "--seeds", type=count_of_runs, default=3, metavar="K", help="how many, each a whole run (3)"
+        "--workload",
+        action="append",
+        choices=[workload.name for workload in TRAFFIC],
+        help="of the standard ones only this; may be repeated",
     )
-    add("--seed", type=int, default=1, help="the first of them (1)")
     add_experiment_options(parser)
     parser.set_defaults(run=run)
 
@@ -121,10 +143,12 @@ def run(options: argparse.Namespace) -> int:
     """0: done. 130: interrupted, what is done is kept. Raises what is told by `sim`."""
     seeds = range(options.seed, options.seed + options.seeds)
     print(f"seeds {seeds[0]} to {seeds[-1]}", flush=True)
+    wanted = options.workload
+    standard = [one for one in TRAFFIC if wanted is None or one.name in wanted]
     files = (Traffic(name=Path(path).stem, file=path) for path in options.traces)
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="sim-replicas-")))
-        experiment = replicas_experiment((*TRAFFIC, *files), ARMS, seeds, folder)
+        experiment = replicas_experiment((*standard, *files), ARMS, seeds, folder)
         return experiment.carry_out(open_folder(options), workers=options.workers)
 
 
@@ -156,6 +180,7 @@ def replicas_experiment(
                     "workload": workload.name,
                     "replicas": arm.replicas,
                     "sharing": arm.sharing,
+                    "assignment": str(arm.assignment),
                     "seeds": len(found),
                     **told,
                 }
@@ -203,20 +228,25 @@ def _range(values: Sequence[float]) -> dict[str, float | None]:
 
 def _rows(summary: dict[str, Any]) -> list[list[str]]:
     """Of each row the mean over its seeds; the hit rate also with the least and the greatest."""
-    head = "workload, pickers, sharing, hit rate, of one picker's, TTFT mean, TTFT p90"
-    lines = [[*head.split(", "), "busiest pod over mean"]]
-    reference: dict[str, float] = {}
+    head = (
+        "workload, pickers, sharing, requests reach pickers, hit rate, of one picker's, TTFT mean, "
+        "of one picker's, TTFT p90, busiest pod over mean"
+    )
+    lines = [head.split(", ")]
+    reference: dict[str, tuple[float, float]] = {}
     for row in summary["rows"]:
-        hits = row["hit_rate"]
-        one = reference.setdefault(row["workload"], hits["mean"])
+        hits, ttft_s = row["hit_rate"], row["ttft_mean_s"]["mean"]
+        one, one_s = reference.setdefault(row["workload"], (hits["mean"], ttft_s))
         lines.append(
             [
                 row["workload"],
                 str(row["replicas"]),
                 row["sharing"],
+                row["assignment"],
                 f"{share(hits['mean'])} ({share(hits['low'])} to {share(hits['high'])})",
                 share(hits["mean"] / one) if one else "",
-                seconds(row["ttft_mean_s"]["mean"]),
+                seconds(ttft_s),
+                f"{ttft_s / one_s:.2f} times" if one_s else "",
                 seconds(row["ttft_p90_s"]["mean"]),
                 f"{row['busiest_pod_over_mean']['mean']:.2f}",
             ]

@@ -4,7 +4,7 @@ import gc
 from collections.abc import Callable, Iterable, Iterator
 from itertools import islice, tee
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from msgspec import Struct, field
 from msgspec.structs import replace
@@ -163,6 +163,11 @@ class Run:
             gc.set_threshold(*thresholds)
             for policy in self.cluster.policies:
                 self.measures.failing_plugins += policy.failing_plugins()
+
+    def told(self) -> dict[str, Any]:
+        """What was measured, and what pickers told each other if they did."""
+        peers = self.cluster.peer_summary()
+        return self.measures.summary() | ({} if peers is None else {"peers": peers})
 
     def stop(self) -> None:
         """Let `run` return after the event that runs: what is measured by then is whole.

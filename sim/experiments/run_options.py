@@ -4,7 +4,12 @@ import argparse
 from pathlib import Path
 from typing import Any, Final
 
-from sim.cluster.cluster import ClusterSettings
+import msgspec
+
+from epp.core.peers.exchange import OUTGOING_INTERVAL_S
+from sim.cluster.assignment import Assignment
+from sim.cluster.cluster import Absence, ClusterSettings, ClusterSettingsError
+from sim.cluster.peering import Partition, PeerSettings, SlowPeer
 from sim.cluster.policies import BUILT_IN, PolicyNameError, PolicySource, policy_source
 from sim.cluster.simulated_pod import PodKind
 from sim.engine.profiles import DEFAULT_PROFILE, find_profile, profile_named
@@ -19,8 +24,11 @@ RUNS_MAX: Final = 1_000
 POLICY_HELP: Final = "an EndpointPickerConfig in a file, or a built-in: " + ", ".join(BUILT_IN)
 
 
-def add_run_options(parser: argparse.ArgumentParser) -> None:
-    """What is replayed, on what, and what separates the picker's view from the truth."""
+def add_run_options(parser: argparse.ArgumentParser, *, several_replicas: bool = False) -> None:
+    """What is replayed, on what, and what separates the picker's view from the truth.
+
+    `several_replicas`: numbers of pickers to be compared, a tuple, in the place of one.
+    """
     add = parser.add_argument
     add("trace", metavar="TRACE", help="a trace file; the format is found by its content")
     add("--trace-format", choices=sorted(known.name for known in FORMATS), help="do not guess")
@@ -51,7 +59,7 @@ def add_run_options(parser: argparse.ArgumentParser) -> None:
     )
     add("--pods", type=_pods, default=8, metavar="N", help="how many pods (8)")
     add("--max-loras", type=_whole, default=0, metavar="N", help="adapter slots of a pod (0: off)")
-    add("--replicas", type=_count, default=1, metavar="N", help="pickers blind to each other (1)")
+    _add_picker_options(parser, several_replicas=several_replicas)
     add("--scrape-interval", type=_positive, metavar="S", help="(default: as production)")
     add("--scrape-delay", type=_seconds, default=0.001, metavar="S", help="age of a page (0.001)")
     add("--network-delay", type=_seconds, default=0.0005, metavar="S", help="one way (0.0005)")
@@ -72,10 +80,48 @@ def add_run_options(parser: argparse.ArgumentParser) -> None:
     add("--check", action="store_true", help="check all invariants after every event: slow")
 
 
+def _add_picker_options(parser: argparse.ArgumentParser, *, several_replicas: bool) -> None:
+    """How many pickers there are, who reaches which, and what they tell each other."""
+    add = parser.add_argument
+    if several_replicas:
+        add("--replicas", type=_counts, default=(1,), metavar="N,N,...", help="pickers (1)")
+    else:
+        add("--replicas", type=_count, default=1, metavar="N", help="pickers (1)")
+    add(
+        "--assignment",
+        type=Assignment,
+        choices=tuple(Assignment),
+        default=Assignment.RANDOM,
+        metavar="|".join(Assignment),
+        help="which picker a request reaches; sticky: that of its session (random)",
+    )
+    add("--picker-away", type=_absence, action="append", metavar="N:FROM:TO",
+        help="picker N (from 0) dies, and a new one takes its place; from 0 s: it joins late")  # fmt: skip
+    add("--peer-delay", type=_seconds, metavar="S", help="pickers tell each other what they decide, "
+        "one way takes so long (default: they are blind to each other)")  # fmt: skip
+    add("--peer-loss", type=_share, metavar="P", help="share of the frames that are lost (0)")
+    add("--peer-interval", type=_positive, metavar="S",
+        help=f"what is decided meanwhile is told together ({OUTGOING_INTERVAL_S:g})")  # fmt: skip
+    add("--peer-partition", type=_partition, action="append", metavar="FROM:TO:N,N,...",
+        help="nothing passes between these pickers and the others")  # fmt: skip
+    add("--peer-slow", type=_slow_peer, action="append", metavar="N:S",
+        help="what picker N sends and is sent takes S longer")  # fmt: skip
+    add("--peer-snapshot", action=argparse.BooleanOptionalAction, default=True,
+        help="a picker that starts asks another for what it knows (default: yes)")  # fmt: skip
+
+
 def run_settings(
-    options: argparse.Namespace, policy: PolicySource, seed: int, repetition: int = 0
+    options: argparse.Namespace,
+    policy: PolicySource,
+    seed: int,
+    repetition: int = 0,
+    *,
+    replicas: int | None = None,
 ) -> RunSettings:
-    """The run that the command line describes, or the same on other traffic of its kind."""
+    """The run that the command line describes, or the same on other traffic of its kind.
+
+    With `replicas` pickers if that is given. Raises `ClusterSettingsError`.
+    """
     kinds = [
         PodKind.of(profile, max_loras=options.max_loras)
         for profile in options.profile or [find_profile(DEFAULT_PROFILE)]
@@ -86,7 +132,10 @@ def run_settings(
         policy=policy,
         cluster=ClusterSettings(
             pods=tuple(kinds[number % len(kinds)] for number in range(options.pods)),
-            replicas=options.replicas,
+            replicas=options.replicas if replicas is None else replicas,
+            assignment=options.assignment,
+            peers=_peers(options),
+            absences=tuple(options.picker_away or ()),
             scrape_interval_s=options.scrape_interval,
             scrape_delay_s=options.scrape_delay,
             network_delay_s=options.network_delay,
@@ -115,13 +164,33 @@ def run_settings(
     )
 
 
+def _peers(options: argparse.Namespace) -> PeerSettings | None:
+    given = {
+        "loss": options.peer_loss,
+        "interval_s": options.peer_interval,
+        "partitions": tuple(options.peer_partition or ()),
+        "slow": tuple(options.peer_slow or ()),
+    }
+    told = {name: value for name, value in given.items() if value not in (None, ())}
+    if options.peer_delay is not None:
+        return PeerSettings(delay_s=options.peer_delay, snapshot=options.peer_snapshot, **told)
+    if told:
+        raise ClusterSettingsError(
+            "--peer-loss, --peer-interval, --peer-partition and --peer-slow need --peer-delay: "
+            "without it pickers tell each other nothing"
+        )
+    return None
+
+
 def conditions(settings: RunSettings, *others: RunSettings) -> dict[str, Any]:
-    """What was run, for reports; of several runs that differ in nothing but policy, seed and speed.
+    """What was run, for reports; of several runs that differ in nothing but policy, number of
+    pickers, seed and speed.
 
     `report.condition_rows` has it for people. Raises as the reading of the trace does.
     """
     cluster, read = settings.cluster, settings.read
     profiles = [kind.profile.name for kind in cluster.pods]
+    replicas = list(dict.fromkeys(run.cluster.replicas for run in (settings, *others)))
     return {
         "trace": Path(settings.trace).name,
         "trace_format": read.format or None,
@@ -136,7 +205,10 @@ def conditions(settings: RunSettings, *others: RunSettings) -> dict[str, Any]:
         "pods": len(cluster.pods),
         "profiles": {name: profiles.count(name) for name in dict.fromkeys(profiles)},
         "max_loras": cluster.pods[0].engine.max_loras,
-        "replicas": cluster.replicas,
+        "replicas": replicas[0] if len(replicas) == 1 else replicas,
+        "assignment": str(cluster.assignment),
+        **_peer_conditions(cluster.peers),
+        "pickers_away": msgspec.to_builtins(cluster.absences),
         "scrape_interval_s": cluster.refresh_interval_s,
         "scrape_delay_s": cluster.scrape_delay_s,
         "network_delay_s": cluster.network_delay_s,
@@ -148,6 +220,12 @@ def conditions(settings: RunSettings, *others: RunSettings) -> dict[str, Any]:
         "warm_up_s": settings.warm_up_s,
         "check": settings.check,
     }
+
+
+def _peer_conditions(peers: PeerSettings | None) -> dict[str, Any]:
+    if peers is None:
+        return {"peer_delay_s": None}
+    return {f"peer_{name}": value for name, value in msgspec.to_builtins(peers).items()}
 
 
 def named_policies(names: list[str]) -> list[PolicySource]:
@@ -171,6 +249,32 @@ def count_of_runs(text: str) -> int:
 
 def _count(text: str) -> int:
     return int(_number(text, lowest=1, highest=1e9, integer=True))
+
+
+def _counts(text: str) -> tuple[int, ...]:
+    return tuple(dict.fromkeys(_count(part) for part in text.split(",")))
+
+
+def _absence(text: str) -> Absence:
+    replica, from_s, to_s = _parts(text, 3, "N:FROM:TO")
+    return Absence(_whole(replica), _seconds(from_s), _seconds(to_s))
+
+
+def _partition(text: str) -> Partition:
+    from_s, to_s, side = _parts(text, 3, "FROM:TO:N,N,...")
+    return Partition(_seconds(from_s), _seconds(to_s), tuple(map(_whole, side.split(","))))
+
+
+def _slow_peer(text: str) -> SlowPeer:
+    replica, more_s = _parts(text, 2, "N:S")
+    return SlowPeer(_whole(replica), _seconds(more_s))
+
+
+def _parts(text: str, count: int, expected: str) -> list[str]:
+    parts = text.split(":")
+    if len(parts) != count:
+        raise argparse.ArgumentTypeError(f"{text!r} is not {expected}")
+    return parts
 
 
 def _pods(text: str) -> int:

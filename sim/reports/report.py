@@ -18,6 +18,10 @@ _NOTHING_SAID: Final = {
     "requests_max": "all",
     "config_hashes": "a baseline",
     "warm_up_s": "by how long requests arrive",
+    "peer_delay_s": "they tell each other nothing",
+    "peer_partitions": "none",
+    "peer_slow": "none",
+    "pickers_away": "none",
 }
 """What it means that a condition is not there."""
 
@@ -35,6 +39,14 @@ _CONDITIONS: Final = {
     "profiles": "pods by profile",
     "max_loras": "adapter slots of a pod",
     "replicas": "pickers",
+    "assignment": "requests reach pickers",
+    "peer_delay_s": "one picker hears another after",
+    "peer_loss": "share of the frames between them that are lost",
+    "peer_interval_s": "decisions are told together every",
+    "peer_snapshot": "who starts asks another for what it knows",
+    "peer_partitions": "pickers that are parted from the others",
+    "peer_slow": "pickers that are heard and hear later",
+    "pickers_away": "pickers that die and come back",
     "scrape_interval_s": "time between scrapes",
     "scrape_delay_s": "age of a scraped page",
     "network_delay_s": "network delay, one way",
@@ -169,6 +181,7 @@ def fact_rows(summary: dict[str, Any]) -> list[list[str]]:
         ["uncached tokens, likewise", number(loads["uncached_tokens"]["max_over_mean"])],
         *_estimate_rows(summary["prediction"]["mean_absolute_error_tokens"]),
         ["age of metrics at a decision", seconds(summary["metrics_age_s"])],
+        *_peer_rows(summary.get("peers")),
         ["preemptions", f"{summary['preemptions']:,}"],
         *([["malformed lines skipped", f"{bad_lines:,}"]] if bad_lines else []),
         ["digest", summary["digest"]],
@@ -186,6 +199,19 @@ def _estimate_rows(error_tokens: float | None) -> list[list[str]]:
     if error_tokens is None:
         return []
     return [["the picker's estimate of the cache", f"off by {number(error_tokens)} tokens"]]
+
+
+def _peer_rows(peers: dict[str, int] | None) -> list[list[str]]:
+    """None where pickers tell each other nothing."""
+    if peers is None:
+        return []
+    told = (
+        f"{peers['frames']:,} frames, {peers['bytes'] / 1e6:.3g} MB, {peers['frames_lost']:,} lost"
+    )
+    learnt = f"{peers['records_applied']:,}"
+    if unknown := peers["records_unknown_chain"]:
+        learnt += f", {unknown:,} went on from a chain that was lost"
+    return [["told to other pickers", told], ["decisions learnt of others", learnt]]
 
 
 def _reasons(counts: dict[str, int]) -> str:
@@ -298,7 +324,17 @@ def condition_rows(conditions: dict[str, Any]) -> list[list[str]]:
 
 def _words(name: str, value: object) -> str:
     match value:
-        case None:
+        case dict():
+            return ", ".join(f"{key}: {_words(name, item)}" for key, item in value.items())
+        case [_, *_]:
+            return "; ".join(_words(name, item) for item in value)
+        case _:
+            return _word(name, value)
+
+
+def _word(name: str, value: object) -> str:
+    match value:
+        case None | []:
             return _NOTHING_SAID.get(name, "-")
         case bool():
             return "yes" if value else "no"
@@ -306,7 +342,5 @@ def _words(name: str, value: object) -> str:
             return limit(value)
         case float():
             return f"{value:g}"
-        case dict():
-            return ", ".join(f"{key}: {_words(name, item)}" for key, item in value.items())
         case _:
             return str(value)

@@ -1,0 +1,109 @@
+"""Several pickers on the command line: what is compared, told and refused."""
+
+import json
+
+import pytest
+from msgspec import structs
+
+from sim.__main__ import main
+from sim.traces.capture import CaptureWriter
+from tests.sim.made import arrivals
+
+
+@pytest.fixture(scope="module")
+def trace(tmp_path_factory):
+    path = tmp_path_factory.mktemp("trace") / "made.jsonl"
+    with path.open("wb") as file:
+        writer = CaptureWriter(file, source="test")
+        for one in arrivals(120, groups=30, blocks=(20, 20)):
+            # A capture wants an id for each full block.
+            tokens = 64 * len(one.blocks) + 1
+            writer.write_arrival(structs.replace(one, prompt_tokens=tokens))
+    return path
+
+
+def sim(*arguments):
+    return main([str(argument) for argument in arguments])
+
+
+def test_numbers_of_pickers_are_compared_on_the_same_requests(trace, tmp_path, capsys):
+    """Each is a column of its own, the first is what the others are compared with."""
+    out = tmp_path / "out"
+    assert sim(
+        "compare", trace, "--config", "default", "--replicas", "1,3", "--peer-delay", "0.005",
+        "--seeds", "1", "--pods", "4", "--out", out,
+    ) == 0  # fmt: skip
+    summary = json.loads((out / "summary.json").read_bytes())
+    assert list(summary["configs"]) == ["default, 1 picker", "default, 3 pickers"]
+    assert summary["conditions"]["replicas"] == [1, 3]
+    runs = {(one["config"], one["seed"]): one for one in summary["runs"]}
+    assert len(runs) == 2
+    for (config, _), one in runs.items():
+        assert one["requests"]["complete"] == 120
+        assert ("peers" in one) is (config == "default, 3 pickers")
+    report = (out / "report.md").read_text()
+    assert "| pickers | 1; 3 |" in report
+    assert "| one picker hears another after | 5 ms |" in report
+    assert "default, 3 pickers: hit rate" in capsys.readouterr().out
+
+
+def test_a_replay_says_what_pickers_told_each_other(trace, tmp_path, capsys):
+    out = tmp_path / "out"
+    assert sim(
+        "replay", trace, "--replicas", "3", "--assignment", "skewed", "--peer-delay", "0.01",
+        "--peer-loss", "0.5", "--peer-interval", "0.05", "--peer-partition", "1:2:0,1",
+        "--peer-slow", "2:0.1", "--picker-away", "1:2:3", "--no-peer-snapshot", "--out", out,
+    ) == 0  # fmt: skip
+    summary = json.loads((out / "summary.json").read_bytes())
+    conditions = summary["conditions"]
+    assert conditions["assignment"] == "skewed"
+    assert {name: conditions[name] for name in conditions if name.startswith("peer_")} == {
+        "peer_delay_s": 0.01,
+        "peer_loss": 0.5,
+        "peer_interval_s": 0.05,
+        "peer_snapshot": False,
+        "peer_partitions": [{"from_s": 1.0, "to_s": 2.0, "side": [0, 1]}],
+        "peer_slow": [{"replica": 2, "more_s": 0.1}],
+    }
+    assert conditions["pickers_away"] == [{"replica": 1, "from_s": 2.0, "to_s": 3.0}]
+    told = summary["peers"]
+    assert 0 < told["frames_lost"] < told["frames"]
+    assert told["records_applied"] > 0
+    for text in (capsys.readouterr().out, (out / "report.md").read_text()):
+        assert f"{told['frames']:,} frames" in text
+        assert "decisions learnt of others" in text
+
+
+def test_blind_pickers_tell_nothing(trace, tmp_path, capsys):
+    out = tmp_path / "out"
+    assert sim("replay", trace, "--replicas", "2", "--out", out) == 0
+    summary = json.loads((out / "summary.json").read_bytes())
+    assert summary["conditions"]["peer_delay_s"] is None
+    assert "peers" not in summary
+    assert "told to other pickers" not in capsys.readouterr().out
+    report = (out / "report.md").read_text()
+    assert "| one picker hears another after | they tell each other nothing |" in report
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("replay", "--peer-loss", "0.1"), "need --peer-delay"),
+        (("replay", "--replicas", "2", "--picker-away", "2:1:5"), "a picker from 0 to 1, got 2"),
+        (("replay", "--picker-away", "1:5"), "'1:5' is not N:FROM:TO"),
+        (("replay", "--peer-delay", "-1"), "'-1' is not a number from 0 to 1e+09"),
+        (("replay", "--peer-partition", "1:2:x"), "'x' is not an integer"),
+        (("replay", "--assignment", "even"), "even"),
+        (("replay", "--replicas", "1,2"), "'1,2' is not an integer"),
+        (("compare", "--config", "default"), "--config is needed twice or more, or --replicas"),
+        (("compare", "--config", "default", "--replicas", "1,0"), "'0' is not an integer"),
+    ],
+)
+def test_what_does_not_go_together_is_refused(trace, arguments, said, capsys):
+    command, *rest = arguments
+    try:
+        code = sim(command, trace, *rest)
+    except SystemExit as usage:
+        code = usage.code
+    assert code == 2
+    assert said in capsys.readouterr().err

@@ -56,9 +56,10 @@ def cluster(
     """A cluster that is about to run `given`; `pods`: how many, or their kinds."""
     kinds = (kind(),) * pods if isinstance(pods, int) else pods
     made = ClusterSettings(pods=kinds, **settings)
+    source = policy_source(policy) if isinstance(policy, str) else policy
     return Cluster(
         made,
-        policy_source(policy).opener(made.refresh_interval_s),
+        source.opener(made.refresh_interval_s),
         lambda one, hashes: request_of(one, hashes=hashes),
         given,
         seed=seed,

@@ -12,6 +12,7 @@ from sim.cluster.check import checker
 from sim.cluster.cluster import Absence, ClusterSettings, ClusterSettingsError, Fate
 from sim.cluster.faults import draw_faults
 from sim.cluster.peering import Partition, PeerSettings, SlowPeer
+from sim.experiments.replicas import NOTHING, Arm
 from sim.measurement.measures import Measures, Targets
 from tests.sim.made import arrival, arrivals, cluster, kind, ran
 
@@ -21,6 +22,7 @@ REPLICAS = 4
 DIGEST = """
 from sim.cluster.cluster import Absence
 from sim.cluster.peering import Partition, PeerSettings, SlowPeer
+from sim.experiments.replicas import NOTHING, Arm
 from sim.measurement.measures import Measures, Targets
 from tests.sim.made import arrivals, cluster
 peers = PeerSettings(delay_s=0.02, loss=0.2, partitions=(Partition(2.0, 4.0, (0,)),),
@@ -45,10 +47,12 @@ def hit_rate(requests):
 
 
 def hits(given, **fields):
-    return hit_rate(ran(given, pods=SMALL, **fields)[0])
+    return hit_rate(ran(given, pods=SMALL, policy=TOLD_OR_BLIND, **fields)[0])
 
 
 SMALL = (kind(blocks_total=5_000),) * 4
+TOLD_OR_BLIND = Arm(replicas=REPLICAS, sharing=NOTHING).policy
+"""Agreement would help those that are told nothing."""
 
 
 def test_sharing_gives_several_pickers_the_hit_rate_of_one():
@@ -91,7 +95,7 @@ def test_a_partition_parts_and_heals():
     heard, hit = {}, {}
     for name, partitions in (("none", ()), ("half", (half,)), ("whole", (whole,))):
         peers = PeerSettings(delay_s=0.005, partitions=partitions)
-        requests, one = ran(given, pods=SMALL, replicas=REPLICAS, peers=peers)
+        requests, one = ran(given, pods=SMALL, policy=TOLD_OR_BLIND, replicas=REPLICAS, peers=peers)
         heard[name] = [policy.scheduler.replicas_unheard for policy in one.policies]
         late = [request for request in requests if request.arrived_at > 0.6 * last_s]
         hit[name] = hit_rate(late)

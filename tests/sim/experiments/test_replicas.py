@@ -47,7 +47,7 @@ def test_each_workload_runs_under_each_arm_with_each_seed(trace, tmp_path):
     made = Traffic(name="hot-spot", rate_per_s=2, duration_s=5)
     told = Traffic(name="heads", file=str(trace))
     experiment = replicas_experiment((made, told), ARMS_SMALL, (1, 2), tmp_path)
-    assert len(experiment.jobs) == 2 * 3 * 2
+    assert len(experiment.jobs) == 2 * len(ARMS_SMALL) * 2
     assert [job.cluster.replicas for job in experiment.jobs[:6]] == [1, 1, 4, 4, 4, 4]
     assert experiment.jobs[0].trace != experiment.jobs[1].trace, "another seed, other traffic"
     assert experiment.jobs[0].trace == experiment.jobs[2].trace, "the same for every arm"

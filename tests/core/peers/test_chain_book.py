@@ -18,13 +18,13 @@ def chain(*letters: str) -> bytes:
 
 
 def test_what_two_chains_share_is_known_to_the_last_step():
-    """16 hashes are a step; the end of a chain that was told is one, too."""
+    """16 hashes are a step; a chain that was told is known to its end."""
     book = ChainBook(100_000)
     first = chain("a" * 50)
     assert book.known(first) == 0
     book.note(first)
     assert book.known(first) == len(first)
-    assert book.known(chain("a" * 50, "b" * 9)) == len(first)
+    assert book.known(chain("a" * 50, "b" * 9)) == 3 * STEP_BYTES
     assert book.known(chain("a" * 40, "b" * 30)) == 2 * STEP_BYTES
     assert book.known(chain("a" * 10, "b" * 30)) == 0
     assert book.head(first[-HASH:]) == first

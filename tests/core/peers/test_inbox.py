@@ -1,5 +1,7 @@
 """What waits to be learnt, in bounds."""
 
+from itertools import pairwise
+
 from epp.core.decision.scheduler import Scheduler
 from epp.core.peers.frames import Frame, Kind, Record, encode_record
 from epp.core.peers.inbox import CHAIN_BYTES_MAX, WAITING_BYTES_MAX, Inbox, Received
@@ -33,8 +35,8 @@ def test_records_are_learnt_in_order_and_a_piece_at_a_time():
     assert (looked_at, bool(inbox)) == (3, True)
     assert learnt == [("prefix", [bytes([n])], 3, 0.5) for n in range(3)]
     assert inbox.lag_s == 1.5
-    looked_at, learnt = applied(inbox)
-    assert (looked_at, bool(inbox)) == (3, False)
+    _, learnt = applied(inbox)
+    assert not inbox
     assert learnt[-1] == ("prefix", [b"last"], 3, -9.0)
     assert applied(inbox) == (0, [])
 
@@ -74,11 +76,10 @@ def test_no_chain_grows_without_end():
     counts = Received()
     inbox = Inbox(counts)
     piece = bytes(100_000)
-    told = [Record(7, 0, ((piece + bytes([1] * 8),),))]
-    for number in range(2, 10):
-        told.append(Record(7, 0, (((bytes([number - 1] * 8), piece + bytes([number] * 8)),),)))
-    for record in told:
-        inbox.put(frame(record), 1.0)
+    ends = [bytes([number] * 8) for number in range(10)]
+    inbox.put(frame(Record(7, 0, ((piece + ends[0],),))), 1.0)
+    for before, after in pairwise(ends):
+        inbox.put(frame(Record(7, 0, (((before, piece + after),),))), 1.0)
     _, learnt = applied(inbox)
     assert max(len(key) for _, keys, _, _ in learnt for key in keys) <= CHAIN_BYTES_MAX
     assert counts.unknown_chain > 0
@@ -92,6 +93,6 @@ def test_of_more_than_may_wait_the_oldest_goes():
     for _ in range(frames):
         inbox.put(frame(record), 1.0)
     inbox.put(frame(), 1.0)
-    looked_at, _ = applied(inbox, 1_000)
-    assert looked_at == frames - counts.dropped
-    assert looked_at * 60_000 <= WAITING_BYTES_MAX
+    _, learnt = applied(inbox, 1_000)
+    assert len(learnt) == frames - counts.dropped
+    assert len(learnt) * 60_000 <= WAITING_BYTES_MAX

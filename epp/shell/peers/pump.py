@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable
 from typing import Final
 
+from epp.core.peers.exchange import Taken
 from epp.core.types import Seconds
 from epp.shell.peers.carrier import Carrier, Kind, Message
 from epp.shell.peers.complaints import Complaints
@@ -100,7 +101,13 @@ class Pump:
     def _take(self, message: Message, now: Seconds) -> None:
         source, kind = message.source, message.kind
         if kind is Kind.FRAME:
-            self._traffic.took(self._exchange.receive(message.frame, now))
+            taken = self._exchange.receive(message.frame, now)
+            self._traffic.took(taken)
+            if taken is Taken.OTHER_VERSION:
+                self._complaints.say(
+                    "a replica speaks another version and is not heard: each decides as if alone",
+                    now,
+                )
         elif kind is Kind.HELLO:
             self._carrier.greeted(message, now)
         elif kind is Kind.SNAPSHOT_WANTED:

@@ -72,6 +72,14 @@ def frames(count):
 
 async def test_what_is_told_is_sent_and_what_comes_is_received():
     """What is not taken is counted."""
+    with structlog.testing.capture_logs() as lines:
+        await _told_and_received()
+    assert [line["event"] for line in lines] == [
+        "a replica speaks another version and is not heard: each decides as if alone"
+    ]
+
+
+async def _told_and_received():
     async with Rig().running() as rig:
         rig.exchange.told = [b"a", b"b"]
         rig.exchange.outcomes = {b"0": Taken.OTHER_VERSION}

@@ -46,16 +46,20 @@ class ChainBook:
         if entry is None:
             return None
         if last not in self._young:
-            self._enter(last, entry)
+            self._young[last] = entry
+            self._bytes += ENTRY_BYTES
         return entry[0][: entry[1]]
 
     def note(self, chain: bytes, known: int = 0) -> None:
         """`chain` was told, of which the first `known` bytes are in this book."""
-        self._bytes += len(chain) - known
-        for at in range(known // STEP_BYTES * STEP_BYTES + STEP_BYTES, len(chain), STEP_BYTES):
-            self._enter(chain[at - HASH_BYTES : at], (chain, at))
-        if len(chain) > known:
-            self._enter(chain[-HASH_BYTES:], (chain, len(chain)))
+        length = len(chain)
+        if length > known:
+            young = self._young
+            entered = len(young)
+            for at in range(known // STEP_BYTES * STEP_BYTES + STEP_BYTES, length, STEP_BYTES):
+                young[chain[at - HASH_BYTES : at]] = chain, at
+            young[chain[-HASH_BYTES:]] = chain, length
+            self._bytes += length - known + ENTRY_BYTES * (len(young) - entered)
         if self._bytes > self._generation_bytes_max:
             self.age()
 
@@ -71,7 +75,3 @@ class ChainBook:
 
     def _find(self, last: bytes) -> tuple[bytes, int] | None:
         return self._young.get(last) or self._old.get(last)
-
-    def _enter(self, last: bytes, entry: tuple[bytes, int]) -> None:
-        self._young[last] = entry
-        self._bytes += ENTRY_BYTES

@@ -2,7 +2,7 @@
 
 What a beat has to say is one PUBLISH:
 
-    origin, 8 bytes | to whom, 8 bytes, zeros: everybody | frames, each: length u32 | bytes
+    origin, 8 bytes | frames, each: length u32 | bytes
 
 Nobody acknowledges anything. Where the server is away frames are dropped, and a replica is as if
 alone; when it is back the snapshot is read again. Of the replicas that are heard the one with the
@@ -60,9 +60,7 @@ CLOSE_S_MAX: Final[Seconds] = 1.0
 HELLO_S: Final[Seconds] = 1.0
 """How often something is published at least."""
 
-_HEAD: Final = struct.Struct(f"<{ORIGIN_BYTES}s{ORIGIN_BYTES}s")
 _LENGTH: Final = struct.Struct("<I")
-_EVERYBODY: Final = bytes(ORIGIN_BYTES)
 _SCHEMES: Final = {"redis": "valkey", "rediss": "valkeys"}
 
 _log = structlog.get_logger(__name__)
@@ -104,10 +102,9 @@ class Waiting:
         return origin, frame
 
     @property
-    def next_to(self) -> tuple[bytes, int]:
-        """Origin and length of the first."""
-        origin, frame = self._frames[0]
-        return origin, len(frame)
+    def first_bytes(self) -> int:
+        """Length of the first."""
+        return len(self._frames[0][1])
 
     def clear(self) -> int:
         """How many there were."""
@@ -176,12 +173,12 @@ class Broker:
     # What the pump does.
 
     def send(self, frame: bytes) -> None:
-        self._queue(_EVERYBODY, frame)
-
-    def answer(self, source: Source, kind: Kind, frame: bytes = b"") -> bool:
-        assert isinstance(source, Replica), "it came from here"
-        self._queue(source.origin, frame)
-        return True
+        if len(frame) > FRAME_BYTES_MAX or not self.connected:
+            self._traffic.dropped()
+            return
+        for _ in range(self._outgoing.append(self._exchange.origin, frame)):
+            self._traffic.dropped()
+        self._due.set()
 
     def receive(
         self, messages_max: int, paused: Source | None = None
@@ -317,11 +314,11 @@ class Broker:
 
     def _take(self, payload: bytes, now: Seconds) -> None:
         """What was published, by anybody who may write to the channel."""
-        if not _HEAD.size <= len(payload) <= PAYLOAD_BYTES_MAX:
+        if not ORIGIN_BYTES <= len(payload) <= PAYLOAD_BYTES_MAX:
             self._traffic.unreadable()
             return
-        origin, target = _HEAD.unpack_from(payload)
-        if origin == self._exchange.origin or target not in {_EVERYBODY, self._exchange.origin}:
+        origin = payload[:ORIGIN_BYTES]
+        if origin == self._exchange.origin:
             return
         replica = self._replicas.get(origin)
         if replica is None:
@@ -338,14 +335,6 @@ class Broker:
             self._traffic.received(len(frame))
             self._traffic.frames["received", "dropped"] += self._incoming.append(origin, frame)
 
-    def _queue(self, target: bytes, frame: bytes) -> None:
-        if len(frame) > FRAME_BYTES_MAX or not self.connected:
-            self._traffic.dropped()
-            return
-        for _ in range(self._outgoing.append(target, frame)):
-            self._traffic.dropped()
-        self._due.set()
-
     async def _publish(self, client: Any) -> None:
         while True:
             with contextlib.suppress(TimeoutError):
@@ -354,7 +343,7 @@ class Broker:
             self._due.clear()
             if not self._outgoing:
                 # That we are there, which comes back to us too.
-                await client.publish(self._channel, self._head(_EVERYBODY))
+                await client.publish(self._channel, self._exchange.origin)
             while self._outgoing:
                 payload, frames = self._payload()
                 await client.publish(self._channel, payload)
@@ -362,21 +351,17 @@ class Broker:
                 self._traffic.frames["sent", "sent"] += frames
 
     def _payload(self) -> tuple[bytes, int]:
-        """What waits for the one that the first frame is for, as much as fits; how many frames."""
-        target, _ = self._outgoing.next_to
-        parts = [self._head(target)]
-        left = PAYLOAD_BYTES_MAX - _HEAD.size
+        """As much of what waits as fits; how many frames."""
+        parts = [self._exchange.origin]
+        left = PAYLOAD_BYTES_MAX - ORIGIN_BYTES
         while self._outgoing:
-            other, length = self._outgoing.next_to
+            length = self._outgoing.first_bytes
             left -= _LENGTH.size + length
-            if other != target or left < 0:
+            if left < 0:
                 break
             _, frame = self._outgoing.popleft()
             parts += (_LENGTH.pack(length), frame)
         return b"".join(parts), len(parts) // 2
-
-    def _head(self, target: bytes) -> bytes:
-        return _HEAD.pack(self._exchange.origin, target)
 
     # The snapshot.
 
@@ -428,7 +413,7 @@ def _heed_cancellation() -> None:
 
 def _frames(payload: bytes) -> Iterator[bytes | None]:
     """Of what was published; None and no more where it breaks off."""
-    at = _HEAD.size
+    at = ORIGIN_BYTES
     while at < len(payload):
         start = at + _LENGTH.size
         if start > len(payload):

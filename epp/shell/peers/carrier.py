@@ -42,10 +42,6 @@ class Carrier(Protocol):
         """To every peer that answers; where its queue is full the frame is dropped and counted."""
         ...
 
-    def answer(self, source: Source, kind: Kind, frame: bytes = b"") -> bool:
-        """To one peer; False: its queue is full, or it is gone."""
-        ...
-
     def receive(
         self, messages_max: int, paused: Source | None = None
     ) -> tuple[list[Message], bool]:

@@ -191,11 +191,4 @@ async def test_what_is_said_last_is_still_sent():
     async with first.running():
         async with second.running():
             await until(lambda: second.peers.answering == 1, "the peer")
-            stopped = second.peers._pump.last
-
-            def last():
-                second.exchange.told = [b"goodbye"]
-                stopped()
-
-            second.peers._pump.last = last
         await until(lambda: first.exchange.received == [b"goodbye"], "the goodbye")

@@ -9,7 +9,7 @@ from epp.shell.peers.carrier import Kind
 from tests.envoy.rig import until
 from tests.shell.peers.rig import Picker, pickers
 
-PARTS = [bytes((number,)) * 250_000 for number in range(40)]
+PARTS = [number.to_bytes(4, "little") * 15_000 for number in range(400)]
 """More than all queues between two replicas hold."""
 
 
@@ -34,9 +34,10 @@ async def test_a_replica_that_starts_gets_all_that_the_oldest_knows():
             await until(lambda: new.mesh.answering == 3 and old.mesh.up, "each other")
 
             def parts(frame, now, age_s, take=new.exchange.receive_snapshot_frame):
-                take(frame, now, age_s)
+                taken = take(frame, now, age_s)
                 if len(new.exchange.snapshot_frames) == 20:
                     old.exchange.told.append(b"live")
+                return taken
 
             new.exchange.receive_snapshot_frame = parts
             assert await start(new)

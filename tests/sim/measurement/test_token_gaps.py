@@ -74,7 +74,7 @@ def test_many_passes_in_one_step_are_as_many_gaps():
 
 def made_step(ends_at, tokens):
     return Step(
-        started_at=ends_at - 0.01, duration_s=0.01, passes=1, admitted=[], outputs=[], after=None,
+        started_at=ends_at - 0.01, duration_s=0.01, passes=1, admitted=[], outputs=[],
         work=StepWork(tokens=tokens, decodes=tokens, sequences=tokens),
     )  # fmt: skip
 

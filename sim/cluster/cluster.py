@@ -32,8 +32,8 @@ from sim.cluster.assignment import Assigner, Assignment
 from sim.cluster.faults import Fault, FaultKind
 from sim.cluster.loop import Loop
 from sim.cluster.peering import SNAPSHOT_S_MAX, Peering, PeerSettings
-from sim.cluster.policies import Policy, Route, scheduler_of
-from sim.cluster.scraping import Scraper
+from sim.cluster.policies import Policy, PolicySource, Route, scheduler_of
+from sim.cluster.scraping import Scraper, ScrapeTrouble
 from sim.cluster.simulated_pod import PodKind, SimulatedPod
 from sim.engine.engine import EngineRequest, Step
 from sim.traces.arrival import Arrival
@@ -90,6 +90,7 @@ class ClusterSettings(Struct, frozen=True, kw_only=True):
     """Mean time between two scrapes of a pod; None: as production, by the number of pods."""
     scrape_delay_s: Seconds = 0.001
     """From the instant that a page shows to the picker that has read it."""
+    scrape_troubles: tuple[ScrapeTrouble, ...] = ()
     network_delay_s: Seconds = 0.0005
     """One way, client to picker and picker to pod alike."""
     discovery_delay_s: Seconds = 1.0
@@ -391,7 +392,7 @@ class Cluster:
         """Discovery tells every picker which pods there are now."""
         if self._resting:
             return
-        alive = [pod for pod in self.pods if pod.alive]
+        alive = [pod for pod in self.pods if pod.announced]
         endpoints = [pod.endpoint for pod in alive]
         now = self.loop.now
         for replica, policy in enumerate(self.policies):
@@ -421,6 +422,11 @@ class Cluster:
             self.loop.now,
             interval_s=self.settings.refresh_interval_s,
             delay_s=self.settings.scrape_delay_s,
+            troubles=[
+                trouble
+                for trouble in self.settings.scrape_troubles
+                if trouble.concerns(replica, pod.number)
+            ],
         )
 
     def _next_sent_at(self) -> Seconds:
@@ -492,14 +498,49 @@ class Cluster:
         self._assigner.leave(replica)
         self._peering.stop(replica)
         policy = self.policies[replica] = self._open_picker(replica)
-        policy.replace([pod.endpoint for pod in self.pods if pod.alive], self.loop.now)
+        policy.replace([pod.endpoint for pod in self.pods if pod.announced], self.loop.now)
         self.loop.at(absence.to_s, self._start_picker, replica)
 
     def _start_picker(self, replica: int) -> None:
         self._peering.start(replica, scheduler_of(self.policies[replica]))
         self._peering.warm(replica, lambda: self._assigner.join(replica))
 
+    def configure(self, source: PolicySource) -> None:
+        """All pickers, and those that start from now on, decide by `source`, which is no baseline."""
+        self._open_policy = source.opener(self.settings.refresh_interval_s)
+        settings = self._open_policy(0).settings
+        assert settings is not None, f"{source.name} has no configuration"
+        for replica, policy in enumerate(self.policies):
+            self._read_pages(replica, self.loop.now)
+            policy.configure(settings, self.loop.now)
+
     # Pods.
+
+    def add_pods(self, kinds: Iterable[PodKind]) -> None:
+        """New pods, which discovery announces."""
+        for kind in kinds:
+            self._add_pod(kind)
+        self._announce_later()
+
+    def drain_pod(self, pod: SimulatedPod) -> None:
+        """Discovery announces a pod no more, which goes on serving."""
+        pod.draining = True
+        self._announce_later()
+
+    def end_pod(self, pod: SimulatedPod) -> None:
+        """A pod is gone with the requests that it has, if it is there."""
+        if pod.alive:
+            self._kill(pod)
+            self._announce_later()
+
+    def restart_pod(self, pod: SimulatedPod) -> None:
+        """A pod that was ended is there again, empty; one that lives is left alone."""
+        if not pod.alive:
+            pod.restart()
+            self._announce_later()
+
+    def _announce_later(self) -> None:
+        self.loop.after(self.settings.discovery_delay_s, self._announce)
 
     def _add_pod(self, kind: PodKind) -> None:
         pod = SimulatedPod(len(self.pods), kind, self.loop, self._stepped)
@@ -587,7 +628,7 @@ class Cluster:
                 self._kill(pod)
             case FaultKind.RESTART:
                 self._kill(pod)
-                self.loop.after(fault.duration_s, self._restart, pod)
+                self.loop.after(fault.duration_s, self.restart_pod, pod)
             case FaultKind.LAG:
                 pod.slow_down(fault.factor)
                 self.loop.after(fault.duration_s, self._recover, pod)
@@ -599,7 +640,7 @@ class Cluster:
             case _:
                 announce = False
         if announce:
-            self.loop.after(self.settings.discovery_delay_s, self._announce)
+            self._announce_later()
 
     def _kill(self, pod: SimulatedPod) -> None:
         pod.die()
@@ -608,12 +649,6 @@ class Cluster:
         for request in cut:
             # The client has seen the head of a response, and then the connection broke.
             self._fail(request, Failure.POD_DIED, 200)
-
-    def _restart(self, pod: SimulatedPod) -> None:
-        if pod.alive:
-            return
-        pod.restart()
-        self.loop.after(self.settings.discovery_delay_s, self._announce)
 
     def _recover(self, pod: SimulatedPod) -> None:
         pod.slow_down(1.0)

@@ -22,6 +22,7 @@ _NOTHING_SAID: Final = {
     "peer_partitions": "none",
     "peer_slow": "none",
     "pickers_away": "none",
+    "scenario": "none",
 }
 """What it means that a condition is not there."""
 
@@ -55,6 +56,7 @@ _CONDITIONS: Final = {
     "abort_share": "share of impatient clients",
     "abort_after_s": "their mean patience",
     "faults_per_hour": "faults an hour",
+    "scenario": "what happens when",
     "warm_up_s": "warm-up that is left out",
     "check": "invariants are checked",
 }

@@ -29,6 +29,7 @@ from epp.core.knowledge.pool import UPSTREAM_FAILURES
 from epp.core.prompt.request import InferenceRequest
 from epp.core.types import Endpoint, Refusal, Seconds
 from sim.cluster.assignment import Assigner, Assignment
+from sim.cluster.clients import RETRIED, Clients
 from sim.cluster.faults import Fault, FaultKind
 from sim.cluster.loop import Loop
 from sim.cluster.peering import SNAPSHOT_S_MAX, Peering, PeerSettings
@@ -101,6 +102,7 @@ class ClusterSettings(Struct, frozen=True, kw_only=True):
     """Share of the requests whose client leaves if the answer takes too long."""
     abort_after_s: Seconds = 10.0
     """Mean of the exponentially distributed patience of those clients."""
+    clients: Clients = Clients()
 
     @property
     def refresh_interval_s(self) -> Seconds:
@@ -139,8 +141,8 @@ class SimulatedRequest:
 
     __slots__ = (
         "arrival", "arrived_at", "ended_at", "engine", "failure", "fate", "finished_at", "first_token_at", "hashes",
-        "life", "metrics_age_s", "pod", "policy", "predicted_cached_tokens", "refusal", "replica", "route", "routed_at",
-        "sequence", "status", "submitted_at",
+        "life", "metrics_age_s", "pod", "policy", "predicted_cached_tokens", "refusal", "replica", "retries", "route",
+        "routed_at", "sequence", "status", "submitted_at",
     )  # fmt: skip
 
     def __init__(self, sequence: int, arrival: Arrival, arrived_at: Seconds, replica: int) -> None:
@@ -149,6 +151,12 @@ class SimulatedRequest:
         self.arrival = arrival
         self.arrived_at = arrived_at
         self.replica = replica
+        self.retries = 0
+        """How often it was sent again; what follows is of the last time."""
+        self.forget_attempt()
+
+    def forget_attempt(self) -> None:
+        """Nothing has happened to it since it was sent."""
         self.routed_at: Seconds | None = None
         self.route: Route | None = None
         self.policy: Policy | None = None
@@ -205,6 +213,8 @@ class Cluster:
         self.requests: dict[int, SimulatedRequest] = {}
         """What has arrived and not ended, by sequence number."""
         self.arrived = 0
+        self.retried = 0
+        """Times that a client has sent a request again."""
         self.ended: dict[Fate, int] = dict.fromkeys(Fate, 0)
         self._request_of = request_of
         self._arrivals: Iterator[Arrival] = iter(arrivals)
@@ -309,6 +319,8 @@ class Cluster:
         self._under_way.add(arrival.index)
         self.arrived += 1
         self.loop.after(self.settings.network_delay_s, self._route, request)
+        if self.settings.clients.timeout_s is not None:
+            self.loop.after(self.settings.clients.timeout_s, self._leave, request)
         if self.settings.abort_share:
             leaves = self._random_abort.random() < self.settings.abort_share
             patience_s = self._random_abort.expovariate(1 / self.settings.abort_after_s)
@@ -325,8 +337,26 @@ class Cluster:
         self._complete(request, Ending.CLIENT_LEFT, 200 if request.submitted_at is not None else 0)
         self._end(request, Fate.ABORTED)
 
+    def _retry(self, request: SimulatedRequest) -> None:
+        """The client asks again; a turn that waits for the answer goes on waiting."""
+        clients = self.settings.clients
+        pause_s = clients.pause_before_s(request.retries)
+        request.retries += 1
+        self.retried += 1
+        request.forget_attempt()
+        request.replica = self._assigner.choose(request.arrival.session)
+        self.loop.after(pause_s + self.settings.network_delay_s, self._route, request)
+
+    def _is_retried(self, request: SimulatedRequest, fate: Fate) -> bool:
+        if request.retries >= self.settings.clients.retries or fate is Fate.ABORTED:
+            return False
+        return request.status in RETRIED or request.failure is Failure.POD_DIED
+
     def _end(self, request: SimulatedRequest, fate: Fate) -> None:
         if request.fate is not None:
+            return
+        if self._is_retried(request, fate):
+            self._retry(request)
             return
         request.fate = fate
         request.ended_at = self.loop.now

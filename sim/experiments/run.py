@@ -181,9 +181,14 @@ class Run:
                 self.measures.failing_plugins += policy.failing_plugins()
 
     def told(self) -> dict[str, Any]:
-        """What was measured, and what pickers told each other if they did."""
+        """What was measured, what pickers told each other if they did, and retries if there may be."""
+        told = self.measures.summary()
         peers = self.cluster.peer_summary()
-        return self.measures.summary() | ({} if peers is None else {"peers": peers})
+        if peers is not None:
+            told["peers"] = peers
+        if self.settings.cluster.clients.retries:
+            told["retries"] = self.cluster.retried
+        return told
 
     def stop(self) -> None:
         """Let `run` return after the event that runs: what is measured by then is whole.

@@ -8,6 +8,7 @@ import msgspec
 
 from epp.core.peers.exchange import OUTGOING_INTERVAL_S
 from sim.cluster.assignment import Assignment
+from sim.cluster.clients import Clients
 from sim.cluster.cluster import Absence, ClusterSettings, ClusterSettingsError
 from sim.cluster.peering import Partition, PeerSettings, SlowPeer
 from sim.cluster.policies import BUILT_IN, PolicyNameError, PolicySource, policy_source
@@ -153,6 +154,7 @@ def run_settings(
             response_chunks=options.response_chunks,
             abort_share=options.abort_share,
             abort_after_s=options.abort_after,
+            clients=Clients() if scenario is None else scenario.clients,
         ),
         seed=seed,
         repetition=repetition,

@@ -1,7 +1,7 @@
 """A scenario: what a user writes down of pods, of what happens to them, and of the rate of requests.
 
-TOML with three kinds of tables, each any number of times and none needed: `[[pods]]`, `[[events]]`
-with a `kind`, and `[[rates]]`. Unknown keys are refused.
+TOML with tables of which none is needed: `[[pods]]`, `[[events]]` with a `kind` and `[[rates]]`, each
+any number of times, and one `[clients]`. Unknown keys are refused.
 """
 
 import tomllib
@@ -17,6 +17,7 @@ from epp.configuration.config import ConfigError
 from epp.configuration.document import nearest
 from sim.cluster.arrivals import Rate
 from sim.cluster.built_in import CONFIGURATIONS
+from sim.cluster.clients import Clients
 from sim.cluster.cluster import ClusterSettingsError
 from sim.cluster.incidents import (
     Configure,
@@ -101,6 +102,7 @@ class Scenario(Struct, frozen=True, kw_only=True):
     scrape_troubles: tuple[ScrapeTrouble, ...] = ()
     rates: tuple[Rate, ...] = ()
     """Ascending, without overlap."""
+    clients: Clients = Clients()
 
     @property
     def configures(self) -> bool:
@@ -142,9 +144,12 @@ def scenario_in(path: Path, usual: PodKind) -> Scenario:
     """
     document = _document(path)
     tables = {name: _tables(path, document, name) for name in ("pods", "events", "rates")}
+    clients = document.pop("clients", {})
+    if not isinstance(clients, dict):
+        raise ScenarioError(f"{path}: clients: expected a table [clients], got another value.")
     if document:
         name = next(iter(document))
-        raise ScenarioError(f"{path}: unknown table {name}{nearest(name, tables)}.")
+        raise ScenarioError(f"{path}: unknown table {name}{nearest(name, (*tables, 'clients'))}.")
     kinds: list[PodKind] = []
     for number, fields in enumerate(tables["pods"], start=1):
         place = f"{path}: [[pods]] {number}"
@@ -184,6 +189,7 @@ def scenario_in(path: Path, usual: PodKind) -> Scenario:
         incidents=tuple(incidents),
         scrape_troubles=tuple(troubles),
         rates=tuple(rates),
+        clients=_convert(f"{path}: [clients]", clients, Clients),
     )
 
 

@@ -170,6 +170,7 @@ def fact_rows(summary: dict[str, Any]) -> list[list[str]]:
         ["requests", f"{counts['sent']:,}: {ended}"],
         *([["refused", _reasons(summary["refusals"])]] if summary["refusals"] else []),
         *([["failed", _reasons(summary["failures"])]] if summary["failures"] else []),
+        *([["sent again", f"{summary['retries']:,} times"]] if "retries" in summary else []),
         ["hit rate", f"{share(summary['hit_rate'])} of prompt tokens"],
         itl_row(summary),
         window_row(summary),

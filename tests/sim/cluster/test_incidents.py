@@ -6,6 +6,7 @@ from hypothesis import strategies as st
 from msgspec import structs
 
 from sim.cluster.check import checker
+from sim.cluster.clients import Clients
 from sim.cluster.cluster import Absence, ClusterSettingsError, Fate
 from sim.cluster.incidents import (
     Configure,
@@ -78,10 +79,10 @@ def played(incidents, *, count=120, rate=10.0, check=False, **fields):
 
 
 @settings(max_examples=25, deadline=None)
-@given(INCIDENTS)
-def test_whatever_happens_no_request_is_lost_and_no_lease_stays(incidents):
+@given(INCIDENTS, st.sampled_from((Clients(), Clients(retries=2, pause_s=0.1, timeout_s=5.0))))
+def test_whatever_happens_no_request_is_lost_and_no_lease_stays(incidents, clients):
     """After every event the invariants hold; each request ends in one way."""
-    requests, one = played(incidents, check=True)
+    requests, one = played(incidents, check=True, clients=clients)
     assert [request.sequence for request in requests] == list(range(120))
     assert [policy.open_requests for policy in one.policies] == [0]
 

@@ -9,6 +9,7 @@ import pytest
 from msgspec import structs
 
 from sim.__main__ import main
+from sim.cluster.clients import Clients
 from sim.cluster.cluster import ClusterSettingsError
 from sim.cluster.incidents import Configure, Join, Restart, Slow
 from sim.cluster.scraping import ScrapeTrouble
@@ -62,6 +63,10 @@ from_s = 10
 to_s = 20
 factor = 1
 factor_end = 4
+
+[clients]
+retries = 2
+timeout_s = 30
 """
 
 
@@ -90,6 +95,7 @@ def test_all_that_can_be_said_is_read(tmp_path):
     assert configure.policy.name == "llm-d-3-2-2"
     assert scenario.scrape_troubles == (ScrapeTrouble(from_s=5, to_s=6, more_s=0.1, pickers=(1,)),)
     assert [rate.consumed_s for rate in scenario.rates] == [25]
+    assert scenario.clients == Clients(retries=2, timeout_s=30)
     scenario.check(pods=3, pickers=2)
 
 
@@ -124,6 +130,8 @@ def test_a_file_that_is_named_lies_beside_the_scenario(tmp_path):
         ("[[pods]]\ncount = 1001", "<= 1000"),
         ("[[rates]]\nfrom_s=0\nto_s=9\nfactor=2\n[[rates]]\nfrom_s=8\nto_s=10\nfactor=2", "overlap"),
         ("[[rates]]\nfrom_s=0\nto_s=9\nfactor=0", "[[rates]] 1: Expected `float` >= 0.001"),
+        ("[clients]\nretry = 2", "[clients]: unknown key retry, did you mean `retries`?"),
+        ("clients = 2", "clients: expected a table [clients]"),
         ("[[pods]", "made.toml: "),
         ("#" * (FILE_BYTES_MAX + 1), "expected 1,000,000 bytes at most"),
     ],
@@ -242,6 +250,11 @@ def test_a_rolling_restart_of_all_pods_under_load(trace, tmp_path):
     crashed, _ = replayed(trace, tmp_path / "crashed", "--scenario", crashing)
     assert crashed["failures"] == {"the pod died": crashed["requests"]["failed"]}
     assert 8 <= crashed["requests"]["failed"] < 0.1 * 6_000
+    crashing.write_text(crashing.read_text() + "\n[clients]\nretries = 3\n")
+    again, _ = replayed(trace, tmp_path / "again", "--scenario", crashing)
+    assert again["requests"]["complete"] == 6_000
+    assert again["retries"] >= crashed["requests"]["failed"] * 0.5
+    assert "| sent again |" in (tmp_path / "again" / "report.md").read_text()
     calm, _ = replayed(trace, tmp_path / "calm", "--pods", "4")
     assert drained["hit_rate"] < calm["hit_rate"]
 

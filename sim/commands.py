@@ -23,6 +23,7 @@ from sim.engine.engine import EngineSettings
 from sim.engine.profiles import DEFAULT_PROFILE, ProfileError, find_profile
 from sim.experiments import compare, replay, replicas, sweep
 from sim.experiments.jobs import JobError
+from sim.experiments.scenario_file import ScenarioError
 from sim.output import OutputError
 from sim.pods.pods import PodSettings
 from sim.pods.server import PodAddress, listen, serve, write_endpoints
@@ -56,7 +57,9 @@ def run(arguments: Sequence[str] | None) -> int:
         raise  # nobody reads the output any more: no problem of the command
     except (PolicyNameError, ClusterSettingsError) as problem:
         return _fail(str(problem), code=2)
-    except (TraceError, ProfileError, ConfigError, OutputError, JobError, OSError) as problem:
+    except (
+        TraceError, ProfileError, ScenarioError, ConfigError, OutputError, JobError, OSError,
+    ) as problem:  # fmt: skip
         return _fail(sentence_of(problem), code=1)
     return code
 

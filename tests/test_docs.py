@@ -6,10 +6,12 @@ import shlex
 import sys
 from importlib import invalidate_caches
 from pathlib import Path
+from xml.etree import ElementTree as ET
 
 import pytest
 import yaml
 
+from docs.pictures import PICTURES
 from docs.reference import refreshed
 from epp import __main__ as epp_command
 from epp.configuration import flags
@@ -157,6 +159,18 @@ def documents(kind):
         text = file.read_text(encoding="utf-8")
         if file.name != "misspelt.yaml" and kind in yaml.safe_load(text):
             yield name_of(file), text
+
+
+def test_every_scenario_of_the_examples_has_its_picture_on_a_page():
+    """`python -m docs.pictures` draws each of them."""
+    names = {file.stem for file in (ROOT / "docs/examples/scenarios").glob("*.toml")}
+    assert names == set(PICTURES)
+    page = (ROOT / "docs/simulator.md").read_text(encoding="utf-8")
+    for name in names:
+        drawn = ET.parse(ROOT / f"docs/incidents/{name}.svg").getroot()
+        assert len(drawn.findall(".//{*}polyline")) >= len(PICTURES[name].lines)
+        assert f"](incidents/{name}.svg)" in page
+        assert f"](examples/scenarios/{name}.toml)" in page
 
 
 def test_configurations_load():

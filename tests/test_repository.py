@@ -64,10 +64,6 @@ COVERED_ELSEWHERE = {
     ),
     "sim/pods/openai.py": ("tests/sim/pods/test_pods.py", "what the pods speak"),
     "sim/pods/server.py": ("tests/sim/pods/test_pods.py", "the pods are asked over HTTP"),
-    "sim/cluster/arrivals.py": (
-        "tests/sim/experiments/test_replay.py",
-        "a replay reads its trace through it",
-    ),
     "sim/cluster/check.py": (
         "tests/sim/cluster/test_faults.py",
         "runs after every event of a hundred faulty runs",

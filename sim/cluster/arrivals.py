@@ -1,13 +1,15 @@
 """A trace's arrivals made ready for a run: spread, at another rate."""
 
 import heapq
-from collections.abc import Iterable, Iterator
+import math
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice, pairwise
 from random import Random
-from typing import Final
+from typing import Annotated, Final
 
 import msgspec
-from msgspec import Struct
+from msgspec import Meta, Struct
 
 from epp.core.types import Seconds
 from sim.traces.arrival import Arrival
@@ -54,12 +56,79 @@ def faster(arrivals: Iterable[Arrival], factor: float) -> Iterator[Arrival]:
         yield msgspec.structs.replace(arrival, time_s=arrival.time_s / factor)
 
 
+class Rate(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """From `from_s` to `to_s` of the run requests come `factor` times as fast as elsewhere.
+
+    With `factor_end` the rate changes evenly from the one to the other.
+    """
+
+    from_s: Annotated[float, Meta(ge=0.0, le=1e9)]
+    to_s: Annotated[float, Meta(ge=0.0, le=1e9)]
+    factor: Annotated[float, Meta(ge=0.001, le=1_000.0)]
+    factor_end: Annotated[float, Meta(ge=0.001, le=1_000.0)] | None = None
+
+    def __post_init__(self) -> None:
+        if self.from_s >= self.to_s:
+            raise ValueError(f"expected to_s after from_s, {self.from_s:g} s, got {self.to_s:g} s")
+
+    @property
+    def length_s(self) -> Seconds:
+        """Of the run."""
+        return self.to_s - self.from_s
+
+    @property
+    def last(self) -> float:
+        """The factor at its end."""
+        return self.factor if self.factor_end is None else self.factor_end
+
+    @property
+    def consumed_s(self) -> Seconds:
+        """How much of the trace's time passes in it: the integral of the factor."""
+        return self.length_s * (self.factor + self.last) / 2
+
+    def after_s(self, consumed_s: Seconds) -> Seconds:
+        """How long into it so much of the trace's time has passed: the inverse of that integral."""
+        slope = (self.last - self.factor) / self.length_s
+        root = math.sqrt(max(0.0, self.factor**2 + 2 * slope * consumed_s))
+        # Not (root - factor) / slope, which is nothing by nothing at a constant rate.
+        return 2 * consumed_s / (root + self.factor)
+
+
+def at_rates(arrivals: Iterable[Arrival], rates: Sequence[Rate]) -> Iterator[Arrival]:
+    """The same requests in the same order, faster or slower while `rates` say so; think times stay.
+
+    `rates` ascend and do not overlap.
+    """
+    left = deque(rates)
+    run_s = trace_s = 0.0
+    """An instant of the run, and what of the trace comes then: before, all is settled."""
+    for arrival in arrivals:
+        time_s = arrival.time_s
+        while left:
+            begins_s = trace_s + left[0].from_s - run_s
+            ends_s = begins_s + left[0].consumed_s
+            if time_s < ends_s:
+                break
+            run_s, trace_s = left.popleft().to_s, ends_s
+        if left and time_s >= begins_s:
+            at_s = left[0].from_s + left[0].after_s(time_s - begins_s)
+        else:
+            at_s = run_s + time_s - trace_s
+        yield msgspec.structs.replace(arrival, time_s=at_s)
+
+
 def made_ready(
-    arrivals: Iterable[Arrival], *, seed: int, jitter_s: Seconds, speed: float
+    arrivals: Iterable[Arrival],
+    *,
+    seed: int,
+    jitter_s: Seconds,
+    speed: float,
+    rates: Sequence[Rate] = (),
 ) -> Iterator[Arrival]:
-    """The same requests, spread over `jitter_s`, then `speed` times as fast."""
+    """The same requests, spread over `jitter_s`, then `speed` times as fast, then at `rates`."""
     some = spread_out(arrivals, jitter_s, seed) if jitter_s else iter(arrivals)
-    return some if speed == 1.0 else faster(some, speed)
+    some = some if speed == 1.0 else faster(some, speed)
+    return at_rates(some, rates) if rates else some
 
 
 class Pace(Struct, frozen=True):

@@ -29,11 +29,12 @@ from epp.core.knowledge.pool import UPSTREAM_FAILURES
 from epp.core.prompt.request import InferenceRequest
 from epp.core.types import Endpoint, Refusal, Seconds
 from sim.cluster.assignment import Assigner, Assignment
+from sim.cluster.clients import RETRIED, Clients
 from sim.cluster.faults import Fault, FaultKind
 from sim.cluster.loop import Loop
 from sim.cluster.peering import SNAPSHOT_S_MAX, Peering, PeerSettings
-from sim.cluster.policies import Policy, Route, scheduler_of
-from sim.cluster.scraping import Scraper
+from sim.cluster.policies import Policy, PolicySource, Route, scheduler_of
+from sim.cluster.scraping import Scraper, ScrapeTrouble
 from sim.cluster.simulated_pod import PodKind, SimulatedPod
 from sim.engine.engine import EngineRequest, Step
 from sim.traces.arrival import Arrival
@@ -90,6 +91,7 @@ class ClusterSettings(Struct, frozen=True, kw_only=True):
     """Mean time between two scrapes of a pod; None: as production, by the number of pods."""
     scrape_delay_s: Seconds = 0.001
     """From the instant that a page shows to the picker that has read it."""
+    scrape_troubles: tuple[ScrapeTrouble, ...] = ()
     network_delay_s: Seconds = 0.0005
     """One way, client to picker and picker to pod alike."""
     discovery_delay_s: Seconds = 1.0
@@ -100,6 +102,7 @@ class ClusterSettings(Struct, frozen=True, kw_only=True):
     """Share of the requests whose client leaves if the answer takes too long."""
     abort_after_s: Seconds = 10.0
     """Mean of the exponentially distributed patience of those clients."""
+    clients: Clients = Clients()
 
     @property
     def refresh_interval_s(self) -> Seconds:
@@ -138,8 +141,8 @@ class SimulatedRequest:
 
     __slots__ = (
         "arrival", "arrived_at", "ended_at", "engine", "failure", "fate", "finished_at", "first_token_at", "hashes",
-        "life", "metrics_age_s", "pod", "policy", "predicted_cached_tokens", "refusal", "replica", "route", "routed_at",
-        "sequence", "status", "submitted_at",
+        "life", "metrics_age_s", "pod", "policy", "predicted_cached_tokens", "refusal", "replica", "retries", "route",
+        "routed_at", "sequence", "status", "submitted_at",
     )  # fmt: skip
 
     def __init__(self, sequence: int, arrival: Arrival, arrived_at: Seconds, replica: int) -> None:
@@ -148,6 +151,12 @@ class SimulatedRequest:
         self.arrival = arrival
         self.arrived_at = arrived_at
         self.replica = replica
+        self.retries = 0
+        """How often it was sent again; what follows is of the last time."""
+        self.forget_attempt()
+
+    def forget_attempt(self) -> None:
+        """Nothing has happened to it since it was sent."""
         self.routed_at: Seconds | None = None
         self.route: Route | None = None
         self.policy: Policy | None = None
@@ -204,6 +213,8 @@ class Cluster:
         self.requests: dict[int, SimulatedRequest] = {}
         """What has arrived and not ended, by sequence number."""
         self.arrived = 0
+        self.retried = 0
+        """Times that a client has sent a request again."""
         self.ended: dict[Fate, int] = dict.fromkeys(Fate, 0)
         self._request_of = request_of
         self._arrivals: Iterator[Arrival] = iter(arrivals)
@@ -308,6 +319,8 @@ class Cluster:
         self._under_way.add(arrival.index)
         self.arrived += 1
         self.loop.after(self.settings.network_delay_s, self._route, request)
+        if self.settings.clients.timeout_s is not None:
+            self.loop.after(self.settings.clients.timeout_s, self._leave, request)
         if self.settings.abort_share:
             leaves = self._random_abort.random() < self.settings.abort_share
             patience_s = self._random_abort.expovariate(1 / self.settings.abort_after_s)
@@ -324,8 +337,26 @@ class Cluster:
         self._complete(request, Ending.CLIENT_LEFT, 200 if request.submitted_at is not None else 0)
         self._end(request, Fate.ABORTED)
 
+    def _retry(self, request: SimulatedRequest) -> None:
+        """The client asks again; a turn that waits for the answer goes on waiting."""
+        clients = self.settings.clients
+        pause_s = clients.pause_before_s(request.retries)
+        request.retries += 1
+        self.retried += 1
+        request.forget_attempt()
+        request.replica = self._assigner.choose(request.arrival.session)
+        self.loop.after(pause_s + self.settings.network_delay_s, self._route, request)
+
+    def _is_retried(self, request: SimulatedRequest, fate: Fate) -> bool:
+        if request.retries >= self.settings.clients.retries or fate is Fate.ABORTED:
+            return False
+        return request.status in RETRIED or request.failure is Failure.POD_DIED
+
     def _end(self, request: SimulatedRequest, fate: Fate) -> None:
         if request.fate is not None:
+            return
+        if self._is_retried(request, fate):
+            self._retry(request)
             return
         request.fate = fate
         request.ended_at = self.loop.now
@@ -391,7 +422,7 @@ class Cluster:
         """Discovery tells every picker which pods there are now."""
         if self._resting:
             return
-        alive = [pod for pod in self.pods if pod.alive]
+        alive = [pod for pod in self.pods if pod.announced]
         endpoints = [pod.endpoint for pod in alive]
         now = self.loop.now
         for replica, policy in enumerate(self.policies):
@@ -421,6 +452,11 @@ class Cluster:
             self.loop.now,
             interval_s=self.settings.refresh_interval_s,
             delay_s=self.settings.scrape_delay_s,
+            troubles=[
+                trouble
+                for trouble in self.settings.scrape_troubles
+                if trouble.concerns(replica, pod.number)
+            ],
         )
 
     def _next_sent_at(self) -> Seconds:
@@ -492,14 +528,49 @@ class Cluster:
         self._assigner.leave(replica)
         self._peering.stop(replica)
         policy = self.policies[replica] = self._open_picker(replica)
-        policy.replace([pod.endpoint for pod in self.pods if pod.alive], self.loop.now)
+        policy.replace([pod.endpoint for pod in self.pods if pod.announced], self.loop.now)
         self.loop.at(absence.to_s, self._start_picker, replica)
 
     def _start_picker(self, replica: int) -> None:
         self._peering.start(replica, scheduler_of(self.policies[replica]))
         self._peering.warm(replica, lambda: self._assigner.join(replica))
 
+    def configure(self, source: PolicySource) -> None:
+        """All pickers, and those that start from now on, decide by `source`, which is no baseline."""
+        self._open_policy = source.opener(self.settings.refresh_interval_s)
+        settings = self._open_policy(0).settings
+        assert settings is not None, f"{source.name} has no configuration"
+        for replica, policy in enumerate(self.policies):
+            self._read_pages(replica, self.loop.now)
+            policy.configure(settings, self.loop.now)
+
     # Pods.
+
+    def add_pods(self, kinds: Iterable[PodKind]) -> None:
+        """New pods, which discovery announces."""
+        for kind in kinds:
+            self._add_pod(kind)
+        self._announce_later()
+
+    def drain_pod(self, pod: SimulatedPod) -> None:
+        """Discovery announces a pod no more, which goes on serving."""
+        pod.draining = True
+        self._announce_later()
+
+    def end_pod(self, pod: SimulatedPod) -> None:
+        """A pod is gone with the requests that it has, if it is there."""
+        if pod.alive:
+            self._kill(pod)
+            self._announce_later()
+
+    def restart_pod(self, pod: SimulatedPod) -> None:
+        """A pod that was ended is there again, empty; one that lives is left alone."""
+        if not pod.alive:
+            pod.restart()
+            self._announce_later()
+
+    def _announce_later(self) -> None:
+        self.loop.after(self.settings.discovery_delay_s, self._announce)
 
     def _add_pod(self, kind: PodKind) -> None:
         pod = SimulatedPod(len(self.pods), kind, self.loop, self._stepped)
@@ -587,7 +658,7 @@ class Cluster:
                 self._kill(pod)
             case FaultKind.RESTART:
                 self._kill(pod)
-                self.loop.after(fault.duration_s, self._restart, pod)
+                self.loop.after(fault.duration_s, self.restart_pod, pod)
             case FaultKind.LAG:
                 pod.slow_down(fault.factor)
                 self.loop.after(fault.duration_s, self._recover, pod)
@@ -599,7 +670,7 @@ class Cluster:
             case _:
                 announce = False
         if announce:
-            self.loop.after(self.settings.discovery_delay_s, self._announce)
+            self._announce_later()
 
     def _kill(self, pod: SimulatedPod) -> None:
         pod.die()
@@ -608,12 +679,6 @@ class Cluster:
         for request in cut:
             # The client has seen the head of a response, and then the connection broke.
             self._fail(request, Failure.POD_DIED, 200)
-
-    def _restart(self, pod: SimulatedPod) -> None:
-        if pod.alive:
-            return
-        pod.restart()
-        self.loop.after(self.settings.discovery_delay_s, self._announce)
 
     def _recover(self, pod: SimulatedPod) -> None:
         pod.slow_down(1.0)

@@ -74,6 +74,10 @@ class Policy(Protocol):
         """So many others route to the same endpoints and do not tell what they decide."""
         ...
 
+    def configure(self, settings: SchedulerSettings, now: Seconds) -> None:
+        """Decide by `settings` from now on. Only of a policy that has some."""
+        ...
+
     def replace(self, endpoints: Sequence[Endpoint], now: Seconds) -> None: ...
     def observe(self, endpoint: Endpoint, metrics: EndpointMetrics, now: Seconds) -> None: ...
     def refused(self, endpoint: Endpoint, now: Seconds) -> None:
@@ -109,6 +113,9 @@ class SchedulerPolicy:
 
     def replicas_unheard(self, replicas: int) -> None:
         self.scheduler.replicas_unheard = replicas
+
+    def configure(self, settings: SchedulerSettings, now: Seconds) -> None:
+        self.scheduler.configure(settings, now)
 
     def replace(self, endpoints: Sequence[Endpoint], now: Seconds) -> None:
         self.scheduler.replace(endpoints, now)
@@ -170,6 +177,9 @@ class Baseline:
 
     def replicas_unheard(self, replicas: int) -> None:
         """A baseline does not care."""
+
+    def configure(self, settings: SchedulerSettings, now: Seconds) -> None:
+        raise AssertionError("a baseline has no configuration")
 
     def replace(self, endpoints: Sequence[Endpoint], now: Seconds) -> None:
         ids = [at.endpoint_id for at in self.endpoints]

@@ -6,24 +6,58 @@ since are caught up with, and of several that nobody read in between only the la
 """
 
 from collections import deque
+from collections.abc import Sequence
 from random import Random
-from typing import Final, TypeAlias
+from typing import Annotated, Final, TypeAlias
+
+from msgspec import Meta, Struct
 
 from epp.core.types import Endpoint, EndpointMetrics, Seconds
 from sim.cluster.simulated_pod import SimulatedPod
 
 SCRAPE_JITTER: Final = 0.1
-"""As `epp/shell/engines/scrape` has it."""
+SCRAPE_TIMEOUT_S: Final = 1.0
+"""Both: as `epp/shell/engines/scrape` has them."""
 
 Read: TypeAlias = tuple[Seconds, EndpointMetrics | None]
 """When the picker has read a page, and what it says; None: there was no connection."""
+
+
+class ScrapeTrouble(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """From `from_s` to `to_s` scrapes get no answer, or get it later.
+
+    One that takes `SCRAPE_TIMEOUT_S` or more is given up, and the next one waits for that. Of several
+    troubles at once the one that loses most is in effect.
+    """
+
+    from_s: Annotated[float, Meta(ge=0.0, le=1e9)]
+    to_s: Annotated[float, Meta(ge=0.0, le=1e9)]
+    loss: Annotated[float, Meta(ge=0.0, le=1.0)] = 0.0
+    """Share of the scrapes that get no answer."""
+    more_s: Annotated[float, Meta(ge=0.0, le=1e9)] = 0.0
+    """How much longer an answer takes; it tells the state of the pod when it was asked."""
+    pods: tuple[Annotated[int, Meta(ge=0, le=1_000_000)], ...] = ()
+    """By number; none: all."""
+    pickers: tuple[Annotated[int, Meta(ge=0, le=1_000_000)], ...] = ()
+    """By number; none: all."""
+
+    def __post_init__(self) -> None:
+        if self.from_s >= self.to_s:
+            raise ValueError(f"expected to_s after from_s, {self.from_s:g} s, got {self.to_s:g} s")
+        if not (self.loss or self.more_s):
+            raise ValueError("expected loss or more_s above 0: else nothing is wrong with scrapes")
+
+    def concerns(self, picker: int, pod: int) -> bool:
+        """Whether it is one of this picker's scrapes of this pod."""
+        return (not self.pickers or picker in self.pickers) and (not self.pods or pod in self.pods)
 
 
 class Scraper:
     """One picker scraping one incarnation of one pod; the pod knows it until `stop`."""
 
     __slots__ = (
-        "_delay_s", "_interval_s", "_jitter", "_pages", "_random", "endpoint", "next_at", "pod",
+        "_delay_s", "_interval_s", "_jitter", "_pages", "_random", "_random_loss",
+        "_troubles", "endpoint", "next_at", "pod",
     )  # fmt: skip
 
     def __init__(
@@ -35,6 +69,7 @@ class Scraper:
         *,
         interval_s: Seconds,
         delay_s: Seconds,
+        troubles: Sequence[ScrapeTrouble] = (),
     ) -> None:
         """`interval_s` on average; a picker has read a page `delay_s` after the pod showed it."""
         self.pod = pod
@@ -42,6 +77,9 @@ class Scraper:
         self._random = random
         self._interval_s = interval_s
         self._delay_s = delay_s
+        self._troubles = troubles
+        # Draws for the losses must not move those for the jitter.
+        self._random_loss = Random(random.getrandbits(64)) if troubles else random
         self._jitter = 1 - SCRAPE_JITTER + 2 * SCRAPE_JITTER * random.random()
         # Spread, as in production, or all pods would be asked at one instant.
         self.next_at: Seconds = now + random.random() * interval_s
@@ -61,6 +99,14 @@ class Scraper:
         replaced: Seconds | None = None
         while at < now:
             read_at = at + delay_s
+            trouble = self._trouble_at(at) if self._troubles else None
+            if trouble is not None and pod.alive:
+                if replaced is not None:
+                    self._keep(replaced)
+                    replaced = None
+                at += self._ask_in_trouble(trouble, at, interval_s * jitter)
+                jitter = 1 - SCRAPE_JITTER + 2 * SCRAPE_JITTER * random()
+                continue
             if not pod.alive:
                 # Each refusal counts.
                 pages.append((read_at, None))
@@ -90,6 +136,20 @@ class Scraper:
                 found.clear()
             found.append(read)
         return found
+
+    def _trouble_at(self, at: Seconds) -> ScrapeTrouble | None:
+        """What is wrong with scrapes at `at`."""
+        found = [trouble for trouble in self._troubles if trouble.from_s <= at < trouble.to_s]
+        return max(found, key=lambda trouble: (trouble.loss, trouble.more_s), default=None)
+
+    def _ask_in_trouble(self, trouble: ScrapeTrouble, at: Seconds, pause_s: Seconds) -> Seconds:
+        """Do the scrape of `at`: how long until the next one."""
+        takes_s = self._delay_s + trouble.more_s
+        if takes_s < SCRAPE_TIMEOUT_S and self._random_loss.random() >= trouble.loss:
+            self._pages.append((at + takes_s, self.pod.page(at)))
+            return max(takes_s, pause_s)
+        self._pages.append((at + SCRAPE_TIMEOUT_S, None))
+        return max(SCRAPE_TIMEOUT_S, pause_s)
 
     def _keep(self, at: Seconds) -> None:
         """The page of `at`, in the place of all before: it is read before anybody looks."""

@@ -1,9 +1,10 @@
 """One pod in simulated time: an engine, its page, and what can go wrong with it."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any, Final, Protocol
 
-from msgspec import Struct
+from msgspec import Struct, field
 
 from epp.core.types import AdapterReport, Endpoint, EndpointMetrics, MetricsTarget, Seconds
 from sim.cluster.loop import Loop
@@ -18,12 +19,26 @@ class PodKind(Struct, frozen=True, kw_only=True):
 
     profile: Profile
     engine: EngineSettings
+    labels: Mapping[str, str] = field(default_factory=dict)
+    """Of the pod, as discovery announces them."""
+    speed: float = 1.0
+    """Its passes take so many times less than the profile says."""
 
     @classmethod
-    def of(cls, profile: Profile, *, block_size_tokens: int = 16, max_loras: int = 0) -> "PodKind":
+    def of(
+        cls,
+        profile: Profile,
+        *,
+        block_size_tokens: int = 16,
+        max_loras: int = 0,
+        labels: Mapping[str, str] = MappingProxyType({}),
+        speed: float = 1.0,
+    ) -> "PodKind":
         """The engine that `vllm serve` starts on that card without further options."""
         return cls(
             profile=profile,
+            labels=dict(labels),
+            speed=speed,
             engine=EngineSettings(
                 blocks_total=profile.kv_tokens // block_size_tokens + 1,
                 block_size_tokens=block_size_tokens,
@@ -64,7 +79,9 @@ class SimulatedPod:
         self.kind = kind
         self.alive = True
         self.restarts = 0
-        self._slowness = 1.0
+        self.draining = False
+        """It serves what it has, and is announced no more."""
+        self._slowness = 1.0 / kind.speed
         self.life = 0
         """Changes when the engine is lost."""
         self.requests: dict[str, Any] = {}
@@ -99,8 +116,14 @@ class SimulatedPod:
             name=self.name,
             address=address,
             incarnation=str(self.restarts),
+            labels=self.kind.labels,
             metrics=MetricsTarget(port=_PORT),
         )
+
+    @property
+    def announced(self) -> bool:
+        """Whether discovery tells of it."""
+        return self.alive and not self.draining
 
     @property
     def running(self) -> int:
@@ -137,9 +160,9 @@ class SimulatedPod:
     def slow_down(self, factor: float) -> None:
         """Passes that begin from now on take `factor` times as long as usual."""
         self._catch_up()
-        self._slowness = factor
+        self._slowness = factor / self.kind.speed
         self.engine.cut(self._loop.now)
-        self.engine.slowness = factor
+        self.engine.slowness = self._slowness
         self._follow()
 
     def freeze_page(self, frozen: bool) -> None:
@@ -159,6 +182,7 @@ class SimulatedPod:
         self._catch_up()
         self.restarts += 1
         self.alive = True
+        self.draining = False
         self._start()
 
     def _start(self) -> None:

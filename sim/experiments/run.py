@@ -16,7 +16,9 @@ from sim.cluster.arrivals import grid_s, made_ready
 from sim.cluster.check import checker
 from sim.cluster.cluster import Cluster, ClusterSettings, SimulatedRequest
 from sim.cluster.faults import draw_faults
+from sim.cluster.incidents import Configure, play
 from sim.cluster.policies import PolicySource
+from sim.experiments.scenario_file import Scenario
 from sim.measurement.measures import Measures, Targets
 from sim.measurement.timeline import Timeline
 from sim.traces.arrival import Arrival, TraceError
@@ -55,7 +57,9 @@ class RunSettings(Struct, frozen=True, kw_only=True):
     through_bytes: bool = False
     """Have the production parser read and hash bodies instead of handing it hashes."""
     fault_gap_s: Seconds | None = None
-    """Mean time between two faults; None: nothing goes wrong."""
+    """Mean time between two faults; None: none is drawn."""
+    scenario: Scenario | None = None
+    """What happens at told instants; its pods and scrapes are in `cluster` already."""
     targets: Targets = field(default_factory=Targets)
     warm_up_s: Seconds | None = None
     """Left out of all figures; None: as `Measures` has it by how long requests arrive."""
@@ -78,6 +82,7 @@ class Run:
         self.trace: Trace = open_trace(Path(settings.trace), settings.read)
         open_policy = settings.policy.opener(settings.cluster.refresh_interval_s)
         scheduler = open_policy(0).settings
+        scenario = settings.scenario or Scenario(file="")
         self.measures = Measures(
             settings.targets,
             predicting=scheduler is not None and bool(scheduler.prefix),
@@ -95,7 +100,11 @@ class Run:
         self.cluster = Cluster(
             settings.cluster,
             open_policy,
-            _parsed(settings.trace) if settings.through_bytes else _hashed(scheduler),
+            (
+                _parsed(settings.trace)
+                if settings.through_bytes
+                else _hashed([scheduler, *_configured(scenario, settings.cluster)])
+            ),
             arrivals,
             seed=settings.seed,
             ended=self._ended,
@@ -104,6 +113,7 @@ class Run:
         )
         if self.cluster.done:
             raise self.trace.without_requests()
+        play(scenario.incidents, self.cluster)
         self.timeline = Timeline(self.cluster.loop, self.cluster.pods, self.measures.pods)
 
     def ceilings(
@@ -149,7 +159,13 @@ class Run:
             looked_at, arrivals = tee(arrivals)
             jitter_s = grid_s(looked_at)
         self.settings = replace(settings, jitter_s=jitter_s)
-        return made_ready(arrivals, seed=settings.seed, jitter_s=jitter_s, speed=settings.speed)
+        return made_ready(
+            arrivals,
+            seed=settings.seed,
+            jitter_s=jitter_s,
+            speed=settings.speed,
+            rates=settings.scenario.rates if settings.scenario else (),
+        )
 
     def run(self) -> None:
         """Until the last request has ended, or until `stop`."""
@@ -165,9 +181,14 @@ class Run:
                 self.measures.failing_plugins += policy.failing_plugins()
 
     def told(self) -> dict[str, Any]:
-        """What was measured, and what pickers told each other if they did."""
+        """What was measured, what pickers told each other if they did, and retries if there may be."""
+        told = self.measures.summary()
         peers = self.cluster.peer_summary()
-        return self.measures.summary() | ({} if peers is None else {"peers": peers})
+        if peers is not None:
+            told["peers"] = peers
+        if self.settings.cluster.clients.retries:
+            told["retries"] = self.cluster.retried
+        return told
 
     def stop(self) -> None:
         """Let `run` return after the event that runs: what is measured by then is whole.
@@ -190,11 +211,18 @@ def jitter_in_effect_s(settings: RunSettings) -> Seconds:
     return grid_s(islice(trace, settings.requests_max))
 
 
+def _configured(scenario: Scenario, cluster: ClusterSettings) -> Iterator[SchedulerSettings | None]:
+    """What pickers will decide by later."""
+    for incident in scenario.incidents:
+        if isinstance(incident, Configure):
+            yield incident.policy.opener(cluster.refresh_interval_s)(0).settings
+
+
 def _hashed(
-    settings: SchedulerSettings | None,
+    configured: Iterable[SchedulerSettings | None],
 ) -> Callable[[Arrival, PromptHashes], InferenceRequest]:
-    """`request_of` for the block sizes in which this policy looks prompts up."""
-    indexes = () if settings is None else settings.indexes.values()
+    """`request_of` for the block sizes in which these look prompts up; None is a baseline."""
+    indexes = [index for settings in configured if settings for index in settings.indexes.values()]
     sizes = {size for index in indexes if (size := getattr(index, "block_tokens", None))}
     sizes_sorted = tuple(sorted(sizes))
 

@@ -8,17 +8,19 @@ import msgspec
 
 from epp.core.peers.exchange import OUTGOING_INTERVAL_S
 from sim.cluster.assignment import Assignment
+from sim.cluster.clients import Clients
 from sim.cluster.cluster import Absence, ClusterSettings, ClusterSettingsError
 from sim.cluster.peering import Partition, PeerSettings, SlowPeer
 from sim.cluster.policies import BUILT_IN, PolicyNameError, PolicySource, policy_source
 from sim.cluster.simulated_pod import PodKind
 from sim.engine.profiles import DEFAULT_PROFILE, find_profile, profile_named
 from sim.experiments.run import RunSettings, jitter_in_effect_s
+from sim.experiments.scenario_file import PODS_MAX, Scenario, scenario_in
 from sim.measurement.measures import WARM_UP_FROM_S, WARM_UP_S_MAX, Targets
 from sim.traces.formats import FORMATS
 from sim.traces.reading import ReadOptions
 
-PODS_MAX: Final = 1_000
+PODS: Final = 8
 RUNS_MAX: Final = 1_000
 """Of seeds, of points of a sweep, and of processes at once."""
 POLICY_HELP: Final = "an EndpointPickerConfig in a file, or a built-in: " + ", ".join(BUILT_IN)
@@ -57,7 +59,7 @@ def add_run_options(parser: argparse.ArgumentParser, *, several_replicas: bool =
         metavar="NAME|FILE.toml",
         help=f"model and GPU, {DEFAULT_PROFILE} if none; of several, pods take turns",
     )
-    add("--pods", type=_pods, default=8, metavar="N", help="how many pods (8)")
+    add("--pods", type=_pods, metavar="N", help=f"how many pods ({PODS})")
     add("--max-loras", type=_whole, default=0, metavar="N", help="adapter slots of a pod (0: off)")
     _add_picker_options(parser, several_replicas=several_replicas)
     add("--scrape-interval", type=_positive, metavar="S", help="(default: as production)")
@@ -68,6 +70,8 @@ def add_run_options(parser: argparse.ArgumentParser, *, several_replicas: bool =
     add("--abort-share", type=_share, default=0.0, metavar="P", help="impatient clients (0)")
     add("--abort-after", type=_positive, default=10.0, metavar="S", help="mean patience (10)")
     add("--faults-per-hour", type=_seconds, default=0.0, metavar="N", help="deaths, lags, ... (0)")
+    add("--scenario", type=Path, metavar="FILE.toml", help="pods, what happens to them at which "
+        "instant, and the rate of requests over time")  # fmt: skip
     add("--target-ttft", type=_positive, default=2.0, metavar="S", help="for goodput (2)")
     add("--target-tpot", type=_positive, default=0.05, metavar="S", help="for goodput (0.05)")
     add(
@@ -120,29 +124,37 @@ def run_settings(
 ) -> RunSettings:
     """The run that the command line describes, or the same on other traffic of its kind.
 
-    With `replicas` pickers if that is given. Raises `ClusterSettingsError`.
+    With `replicas` pickers if that is given. Raises `ClusterSettingsError` and `ScenarioError`.
     """
     kinds = [
         PodKind.of(profile, max_loras=options.max_loras)
         for profile in options.profile or [find_profile(DEFAULT_PROFILE)]
     ]
+    pickers = options.replicas if replicas is None else replicas
     faults_per_hour = options.faults_per_hour
+    scenario = _scenario(options, policy, kinds[0])
+    pods = tuple(kinds[number % len(kinds)] for number in range(options.pods or PODS))
+    if scenario is not None:
+        pods = scenario.pods or pods
+        scenario.check(pods=len(pods), pickers=pickers)
     return RunSettings(
         trace=options.trace,
         policy=policy,
         cluster=ClusterSettings(
-            pods=tuple(kinds[number % len(kinds)] for number in range(options.pods)),
-            replicas=options.replicas if replicas is None else replicas,
+            pods=pods,
+            replicas=pickers,
             assignment=options.assignment,
             peers=_peers(options),
             absences=tuple(options.picker_away or ()),
             scrape_interval_s=options.scrape_interval,
             scrape_delay_s=options.scrape_delay,
+            scrape_troubles=() if scenario is None else scenario.scrape_troubles,
             network_delay_s=options.network_delay,
             discovery_delay_s=options.discovery_delay,
             response_chunks=options.response_chunks,
             abort_share=options.abort_share,
             abort_after_s=options.abort_after,
+            clients=Clients() if scenario is None else scenario.clients,
         ),
         seed=seed,
         repetition=repetition,
@@ -158,10 +170,30 @@ def run_settings(
         speed=options.speed,
         through_bytes=options.through == "bytes",
         fault_gap_s=3600 / faults_per_hour if faults_per_hour else None,
+        scenario=scenario,
         targets=Targets(ttft_s=options.target_ttft, tpot_s=options.target_tpot),
         warm_up_s=options.warm_up,
         check=options.check,
     )
+
+
+def _scenario(options: argparse.Namespace, policy: PolicySource, usual: PodKind) -> Scenario | None:
+    """What `--scenario` names, if it goes with the other flags."""
+    if options.scenario is None:
+        return None
+    scenario = scenario_in(options.scenario, usual)
+    if scenario.pods and options.pods is not None:
+        raise ClusterSettingsError(f"{scenario.file} says which pods there are: leave out --pods")
+    if scenario.joins and options.faults_per_hour:
+        raise ClusterSettingsError(
+            f"{scenario.file} numbers the pods that join, and faults would add others: leave out "
+            "--faults-per-hour"
+        )
+    if scenario.configures and not policy.text:
+        raise ClusterSettingsError(
+            f"{scenario.file} configures pickers, and {policy.name} has no configuration"
+        )
+    return scenario
 
 
 def _peers(options: argparse.Namespace) -> PeerSettings | None:
@@ -217,6 +249,7 @@ def conditions(settings: RunSettings, *others: RunSettings) -> dict[str, Any]:
         "abort_share": cluster.abort_share,
         "abort_after_s": cluster.abort_after_s,
         "faults_per_hour": 3600 / settings.fault_gap_s if settings.fault_gap_s else 0,
+        "scenario": settings.scenario.file if settings.scenario else None,
         "warm_up_s": settings.warm_up_s,
         "check": settings.check,
     }

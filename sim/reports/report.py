@@ -22,6 +22,7 @@ _NOTHING_SAID: Final = {
     "peer_partitions": "none",
     "peer_slow": "none",
     "pickers_away": "none",
+    "scenario": "none",
 }
 """What it means that a condition is not there."""
 
@@ -55,6 +56,7 @@ _CONDITIONS: Final = {
     "abort_share": "share of impatient clients",
     "abort_after_s": "their mean patience",
     "faults_per_hour": "faults an hour",
+    "scenario": "what happens when",
     "warm_up_s": "warm-up that is left out",
     "check": "invariants are checked",
 }
@@ -168,6 +170,7 @@ def fact_rows(summary: dict[str, Any]) -> list[list[str]]:
         ["requests", f"{counts['sent']:,}: {ended}"],
         *([["refused", _reasons(summary["refusals"])]] if summary["refusals"] else []),
         *([["failed", _reasons(summary["failures"])]] if summary["failures"] else []),
+        *([["sent again", f"{summary['retries']:,} times"]] if "retries" in summary else []),
         ["hit rate", f"{share(summary['hit_rate'])} of prompt tokens"],
         itl_row(summary),
         window_row(summary),

@@ -1,5 +1,6 @@
 """Scrapes that are done when somebody looks, against scrapes that are done when they are due."""
 
+import inspect
 from itertools import pairwise
 from random import Random
 
@@ -7,10 +8,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from epp.shell.engines import scrape
 from sim.cluster.cluster import Cluster
 from sim.cluster.faults import Fault, FaultKind
 from sim.cluster.loop import Loop
-from sim.cluster.scraping import SCRAPE_JITTER, Scraper
+from sim.cluster.scraping import SCRAPE_JITTER, SCRAPE_TIMEOUT_S, Scraper, ScrapeTrouble
 from sim.cluster.simulated_pod import SimulatedPod
 from sim.engine.engine import EngineRequest
 from sim.measurement.measures import Measures, Targets
@@ -26,11 +28,12 @@ CHANGES = st.lists(
 )
 
 
-def started(delay_s, loop):
+def started(delay_s, loop, troubles=()):
     pod = SimulatedPod(0, kind(), loop, lambda pod, step: None)
     scraper = Scraper(
-        pod, pod.endpoint, Random("1"), loop.now, interval_s=INTERVAL_S, delay_s=delay_s
-    )
+        pod, pod.endpoint, Random("1"), loop.now,
+        interval_s=INTERVAL_S, delay_s=delay_s, troubles=troubles,
+    )  # fmt: skip
     return pod, scraper
 
 
@@ -172,3 +175,62 @@ def test_pages_reach_the_picker_in_the_order_of_the_scrapes():
     for times in told.values():
         assert len(times) > 10
         assert all(earlier < later for earlier, later in pairwise(times))
+
+
+def test_the_timeout_is_production_s():
+    """A pause after failures is never longer: the next scrape only waits for the one before."""
+    timeout_s = inspect.signature(scrape.Scraper).parameters["timeout_s"].default
+    assert timeout_s == SCRAPE_TIMEOUT_S
+    assert scrape.BACKOFF_S_MAX <= SCRAPE_TIMEOUT_S
+
+
+def read_until(loop, scraper, until_s):
+    """All that the picker reads, looked for every 50 ms."""
+    found = []
+    while loop.now < until_s:
+        loop.now += 0.05
+        found += scraper.read(loop.now)
+    return found
+
+
+def test_scrapes_that_get_no_answer_time_out_one_after_another():
+    """As production asks: the next one when the one before was given up; later all is well again."""
+    loop = Loop()
+    _, scraper = started(0.001, loop, [ScrapeTrouble(from_s=5, to_s=15, loss=1.0)])
+    reads = read_until(loop, scraper, 20)
+    lost_s = [at for at, page in reads if page is None]
+    assert 8 <= len(lost_s) <= 10
+    assert 5 + SCRAPE_TIMEOUT_S <= lost_s[0] <= lost_s[-1] < 15 + SCRAPE_TIMEOUT_S
+    assert min(after - before for before, after in pairwise(lost_s)) > 0.999 * SCRAPE_TIMEOUT_S
+    assert not [at for at, page in reads if page and 5.01 < at < 15]
+    assert len([at for at, page in reads if page and at > 16.5]) > 10
+
+
+def test_scrapes_take_longer_and_tell_what_was_when_they_were_asked():
+    """In order, one at a time; a delay that reaches the timeout is a loss."""
+    loop = Loop()
+    pod, scraper = started(0.001, loop, [ScrapeTrouble(from_s=0, to_s=9, more_s=0.5)])
+    loop.at(4.0, pod.submit, EngineRequest("1", prompt_tokens=16, output_tokens=9_000, chain=[]))
+    reads = []
+    for _ in range(200):
+        while loop.next_at is not None and loop.next_at <= loop.now + 0.05:
+            loop.step()
+        loop.now += 0.05
+        reads += scraper.read(loop.now)
+    times_s = [at for at, _ in reads]
+    assert times_s == sorted(times_s)
+    # A request that came at 4 s is seen half a second later, not before.
+    seen_at_s = next(at for at, page in reads if page.running_requests)
+    assert 4.5 < seen_at_s < 5.2
+    loop = Loop()
+    _, scraper = started(0.001, loop, [ScrapeTrouble(from_s=0, to_s=20, more_s=1.0)])
+    assert {page for _, page in read_until(loop, scraper, 9)} == {None}
+
+
+def test_a_share_of_the_scrapes_is_lost():
+    """Before a quarter of the pages the picker has waited for one that did not come."""
+    loop = Loop()
+    _, scraper = started(0.001, loop, [ScrapeTrouble(from_s=0, to_s=600, loss=0.25)])
+    pages_s = [at for at, page in read_until(loop, scraper, 600) if page is not None]
+    waited = [after - before > SCRAPE_TIMEOUT_S for before, after in pairwise(pages_s)]
+    assert 0.2 < sum(waited) / len(waited) < 0.3

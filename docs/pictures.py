@@ -1,0 +1,146 @@
+"""Draws the incidents of docs/simulator.md anew: `python -m docs.pictures`.
+
+Each picture is of the example in docs/examples/scenarios that has its name, run as
+`sim compare` runs its first seed on the traffic that the page names.
+"""  # noqa: INP001 - a program beside the pages that it draws for
+
+import tempfile
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+from msgspec import Struct
+from msgspec.structs import replace
+
+from sim.__main__ import main as sim
+from sim.cluster.cluster import ClusterSettings
+from sim.cluster.policies import policy_source
+from sim.cluster.simulated_pod import PodKind
+from sim.engine.profiles import DEFAULT_PROFILE, find_profile
+from sim.experiments.run import Run, RunSettings
+from sim.experiments.scenario_file import Scenario, scenario_in
+from sim.measurement.measures import Floats, Series
+from sim.reports.charts import COLOURS, FULL, LEFT, Axis, Points, line_chart
+
+FOLDER: Final = Path(__file__).parent
+TRAFFIC: Final = ("shared-prefix", "--rate", "36", "--duration", "240")
+WINDOW_S: Final = 5.0
+"""A point of a line is of the requests that arrived in so many seconds."""
+
+STYLE: Final = (
+    "text{font:12px system-ui,sans-serif;fill:#52606d}"
+    "polyline{fill:none;stroke-width:2;stroke-linejoin:round}"
+    "line{stroke:#e4e7eb}.page{fill:#fff}.while{fill:#fde8c8}"
+    + "".join(f".c{at}{{stroke:{light}}}" for at, (light, _) in enumerate(COLOURS))
+)
+
+
+class Picture(Struct, frozen=True, kw_only=True):
+    """One figure over the time of an incident, a line a configuration."""
+
+    title: str
+    unit: str
+    of_window: Callable[[Series], float]
+    from_s: float
+    to_s: float
+    lines: Mapping[str, tuple[str, bool]]
+    """Name -> configuration, and whether pages are scraped as usual."""
+
+
+def _ttft_p90_ms(window: Series) -> float:
+    return 1000 * float(np.percentile(window.ttft_s, 90))
+
+
+def _hit_rate_percent(window: Series) -> float:
+    return 100 * float(window.cached_tokens.sum() / window.prompt_tokens.sum())
+
+
+BOTH: Final = {"default": ("default", False), "round robin": ("round-robin", False)}
+PICTURES: Final = {
+    "slow-pod": Picture(
+        title="TTFT p90", unit="ms", of_window=_ttft_p90_ms, from_s=60, to_s=180, lines=BOTH
+    ),
+    "scrape-outage": Picture(
+        title="TTFT p90", unit="ms", of_window=_ttft_p90_ms, from_s=60, to_s=100,
+        lines={"default": ("default", False), "default, pages read": ("default", True)},
+    ),
+    "rolling-restart": Picture(
+        title="hit rate", unit="%", of_window=_hit_rate_percent, from_s=60, to_s=195, lines=BOTH
+    ),
+}  # fmt: skip
+
+
+def draw(name: str, trace: str) -> str:
+    """The picture of one incident as an SVG file."""
+    picture = PICTURES[name]
+    usual = PodKind.of(find_profile(DEFAULT_PROFILE))
+    scenario = scenario_in(FOLDER / "examples/scenarios" / f"{name}.toml", usual)
+    lines = {
+        told: _points(picture, _ran(trace, scenario, config, scraped=scraped))
+        for told, (config, scraped) in picture.lines.items()
+    }
+    times_s = [at for points in lines.values() for at, _ in points]
+    values = [value for points in lines.values() for _, value in points]
+    x = Axis.over(times_s, unit="s", title="arrival")
+    y = Axis.over(values, unit=picture.unit, title=picture.title)
+    drawn = line_chart(lines, x=x, y=y, label=f"{picture.title} over time", size=FULL)
+    opened, _, rest = drawn.partition(">")
+    begins, ends = (FULL.across(x.share(at_s)) for at_s in (picture.from_s, picture.to_s))
+    top = FULL.up(1.0)
+    shade = (
+        f'<rect class="page" width="{FULL.width}" height="{FULL.height}"/>'
+        f'<rect class="while" x="{begins:.1f}" y="{top:.1f}" width="{ends - begins:.1f}" '
+        f'height="{FULL.up(0.0) - top:.1f}"/>'
+    )
+    return f'{opened} xmlns="http://www.w3.org/2000/svg"><style>{STYLE}</style>{shade}{_legend(lines)}{rest}\n'
+
+
+def _legend(lines: Mapping[str, Points]) -> str:
+    parts = []
+    for number, name in enumerate(lines):
+        left = LEFT + 180 + 170 * number
+        parts.append(
+            f'<polyline class="c{number}" points="{left},10 {left + 22},10"/>'
+            f'<text x="{left + 28}" y="14">{name}</text>'
+        )
+    return "".join(parts)
+
+
+def _ran(trace: str, scenario: Scenario, config: str, *, scraped: bool) -> Series:
+    """Completed requests of the run; `scraped`: no scrape fails."""
+    troubles = () if scraped else scenario.scrape_troubles
+    one = Run(
+        RunSettings(
+            trace=trace,
+            policy=policy_source(config),
+            cluster=ClusterSettings(pods=scenario.pods, scrape_troubles=troubles),
+            scenario=replace(scenario, scrape_troubles=troubles),
+            warm_up_s=0.0,
+        )
+    )
+    one.run()
+    return one.measures.series()
+
+
+def _points(picture: Picture, series: Series) -> Points:
+    windows: Floats = np.floor(series.arrived_s / WINDOW_S)
+    return [
+        (WINDOW_S * (float(window) + 0.5), picture.of_window(series.take(windows == window)))
+        for window in np.unique(windows)
+    ]
+
+
+def main() -> None:
+    """Draw all pictures."""
+    with tempfile.TemporaryDirectory() as folder:
+        trace = str(Path(folder) / "incidents.jsonl")
+        sim(["trace", "generate", *TRAFFIC, "--out", trace])
+        for name in PICTURES:
+            path = FOLDER / "incidents" / f"{name}.svg"
+            path.parent.mkdir(exist_ok=True)
+            path.write_text(draw(name, trace), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,221 @@
+"""What happens to pods and pickers at told instants: the script of a run.
+
+Pods are numbered from 0, those that join after those that were there, in the order of their
+joining. An incident that names no pods is one of all that are there then.
+"""
+
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+from typing import Annotated, Final, TypeAlias
+
+from msgspec import Meta, Struct
+
+from epp.core.types import Seconds
+from sim.cluster.cluster import TICK_S, Cluster, ClusterSettingsError
+from sim.cluster.policies import PolicySource
+from sim.cluster.simulated_pod import PodKind, SimulatedPod
+
+_INSTANT_S_MAX: Final = 1e9
+
+Instant: TypeAlias = Annotated[float, Meta(ge=0.0, le=_INSTANT_S_MAX)]
+Duration: TypeAlias = Annotated[float, Meta(ge=0.0, le=_INSTANT_S_MAX)]
+PodNumbers: TypeAlias = tuple[Annotated[int, Meta(ge=0, le=1_000_000)], ...]
+
+
+class Join(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """New pods are asked for at `at_s`; they are there, with empty caches, `startup_s` later."""
+
+    at_s: Instant
+    kinds: tuple[PodKind, ...]
+    startup_s: Duration = 0.0
+
+
+class Leave(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Pods are gone for good at `at_s`, with the requests that they had."""
+
+    at_s: Instant
+    pods: PodNumbers = ()
+
+
+class Drain(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Pods are announced no more and serve what they have, for `grace_s` at most; then they are gone."""
+
+    at_s: Instant
+    pods: PodNumbers = ()
+    grace_s: Duration = 30.0
+
+
+class Restart(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Pods end as with `Drain`, each `stagger_s` after the one before; `startup_s` later it is back.
+
+    Name and address are the same, the cache is empty. With a grace of 0 they crash.
+    """
+
+    at_s: Instant
+    pods: PodNumbers = ()
+    grace_s: Duration = 0.0
+    startup_s: Duration = 30.0
+    stagger_s: Duration = 0.0
+
+
+class Slow(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Every pass of an engine takes `factor` times as long as usual."""
+
+    from_s: Instant
+    to_s: Instant
+    factor: Annotated[float, Meta(gt=0.0, le=1_000.0)]
+    pods: PodNumbers = ()
+
+    def __post_init__(self) -> None:
+        _check_window(self.from_s, self.to_s)
+
+
+class Freeze(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Pods lie: their pages stay what they were at `from_s`, whatever happens."""
+
+    from_s: Instant
+    to_s: Instant
+    pods: PodNumbers = ()
+
+    def __post_init__(self) -> None:
+        _check_window(self.from_s, self.to_s)
+
+
+class Configure(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """All pickers decide by another configuration from `at_s` on, those that start later too."""
+
+    at_s: Instant
+    policy: PolicySource
+    """An `EndpointPickerConfig`; a baseline cannot be configured."""
+
+
+Incident: TypeAlias = Join | Leave | Drain | Restart | Slow | Freeze | Configure
+
+
+def begins_at_s(incident: Incident) -> Seconds:
+    """When it begins."""
+    return incident.from_s if isinstance(incident, (Slow, Freeze)) else incident.at_s
+
+
+def check_incidents(incidents: Sequence[Incident], *, pods: int) -> None:
+    """`ClusterSettingsError` if one is of a pod that is not there then, or two slow or freeze one
+    pod at the same time. `pods`: how many there are at the beginning.
+    """
+    arrivals_s = [0.0] * pods
+    joins = [one for one in incidents if isinstance(one, Join)]
+    for join in sorted(joins, key=lambda one: one.at_s + one.startup_s):
+        arrivals_s += [join.at_s + join.startup_s] * len(join.kinds)
+    windows: dict[tuple[type, int], list[tuple[Seconds, Seconds]]] = {}
+    for incident in incidents:
+        if isinstance(incident, (Join, Configure)):
+            continue
+        at_s, kind = begins_at_s(incident), type(incident).__name__.lower()
+        for number in incident.pods:
+            if number >= len(arrivals_s):
+                raise ClusterSettingsError(
+                    f"{kind} at {at_s:g} s: expected a pod from 0 to {len(arrivals_s) - 1}, "
+                    f"got {number}"
+                )
+            if at_s < arrivals_s[number]:
+                raise ClusterSettingsError(
+                    f"{kind} at {at_s:g} s: expected a pod that is there, got {number}, which joins "
+                    f"at {arrivals_s[number]:g} s"
+                )
+        if isinstance(incident, (Slow, Freeze)):
+            for number in incident.pods or range(len(arrivals_s)):
+                window = incident.from_s, incident.to_s
+                windows.setdefault((type(incident), number), []).append(window)
+    for (kind_of, number), of_one in windows.items():
+        for before, after in pairwise(sorted(of_one)):
+            if after[0] < before[1]:
+                raise ClusterSettingsError(
+                    f"{kind_of.__name__.lower()} at {after[0]:g} s: expected the one of pod "
+                    f"{number} before to have ended, got {before[1]:g} s as its end"
+                )
+
+
+def play(incidents: Sequence[Incident], cluster: Cluster) -> None:
+    """Let `incidents` happen to `cluster`, which is at its beginning."""
+    loop = cluster.loop
+    for incident in incidents:
+        match incident:
+            case Join():
+                loop.at(incident.at_s + incident.startup_s, cluster.add_pods, incident.kinds)
+            case Leave() | Drain() | Restart():
+                loop.at(incident.at_s, _end_pods, cluster, incident)
+            case Slow():
+                loop.at(incident.from_s, _slow_down, cluster, incident)
+            case Freeze():
+                loop.at(incident.from_s, _freeze, cluster, incident)
+            case Configure():
+                loop.at(incident.at_s, cluster.configure, incident.policy)
+
+
+def _named(cluster: Cluster, numbers: PodNumbers) -> list[SimulatedPod]:
+    return [cluster.pods[number] for number in numbers] if numbers else list(cluster.pods)
+
+
+def _end_pods(cluster: Cluster, incident: Leave | Drain | Restart) -> None:
+    after_s = 0.0
+    for pod in _named(cluster, incident.pods):
+        if isinstance(incident, Leave):
+            cluster.end_pod(pod)
+        elif isinstance(incident, Drain):
+            _drain(cluster, pod, incident.grace_s, lambda: None)
+        else:
+            restart = _restarting(cluster, pod, incident.startup_s)
+            arguments = (cluster, pod, incident.grace_s, restart)
+            cluster.loop.after(after_s, _drain, *arguments)
+            after_s += incident.stagger_s
+
+
+def _restarting(cluster: Cluster, pod: SimulatedPod, startup_s: Seconds) -> Callable[[], None]:
+    return lambda: cluster.loop.after(startup_s, cluster.restart_pod, pod)
+
+
+def _drain(
+    cluster: Cluster, pod: SimulatedPod, grace_s: Seconds, ended: Callable[[], None]
+) -> None:
+    """End a pod when it is done, or at once without a grace; then call `ended`."""
+    if not pod.alive:
+        # It has died of something else, and comes back, if it does, for that reason.
+        return
+    life, ends_at = pod.life, cluster.loop.now + grace_s
+    known_at = cluster.loop.now + cluster.settings.discovery_delay_s
+    was_idle = False
+
+    def look() -> None:
+        nonlocal was_idle
+        if pod.life != life:
+            return
+        now = cluster.loop.now
+        # Twice in a row: a request may be on its way from a picker that did not know yet.
+        idle = now >= known_at and not pod.requests
+        if now >= ends_at or (idle and was_idle):
+            cluster.end_pod(pod)
+            ended()
+            return
+        was_idle = idle
+        cluster.loop.at(min(now + TICK_S, ends_at), look)
+
+    if grace_s:
+        cluster.drain_pod(pod)
+    look()
+
+
+def _slow_down(cluster: Cluster, incident: Slow) -> None:
+    for pod in _named(cluster, incident.pods):
+        pod.slow_down(incident.factor)
+        cluster.loop.at(incident.to_s, pod.slow_down, 1.0)
+
+
+def _freeze(cluster: Cluster, incident: Freeze) -> None:
+    for pod in _named(cluster, incident.pods):
+        if pod.alive:
+            pod.freeze_page(True)
+            cluster.loop.at(incident.to_s, pod.freeze_page, False)
+
+
+def _check_window(from_s: Seconds, to_s: Seconds) -> None:
+    if from_s >= to_s:
+        raise ValueError(f"expected to_s after from_s, {from_s:g} s, got {to_s:g} s")

@@ -1,0 +1,273 @@
+"""A scenario: what a user writes down of pods, of what happens to them, and of the rate of requests.
+
+TOML with tables of which none is needed: `[[pods]]`, `[[events]]` with a `kind` and `[[rates]]`, each
+any number of times, and one `[clients]`. Unknown keys are refused.
+"""
+
+import tomllib
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Annotated, Any, Final, TypeVar
+
+import msgspec
+from msgspec import Meta, Struct, field
+
+from epp.configuration.config import ConfigError
+from epp.configuration.document import nearest
+from sim.cluster.arrivals import Rate
+from sim.cluster.built_in import CONFIGURATIONS
+from sim.cluster.clients import Clients
+from sim.cluster.cluster import ClusterSettingsError
+from sim.cluster.incidents import (
+    Configure,
+    Drain,
+    Duration,
+    Freeze,
+    Incident,
+    Instant,
+    Join,
+    Leave,
+    Restart,
+    Slow,
+    check_incidents,
+)
+from sim.cluster.policies import PolicyNameError, PolicySource, policy_source
+from sim.cluster.scraping import ScrapeTrouble
+from sim.cluster.simulated_pod import PodKind
+from sim.engine.profiles import ProfileError, find_profile
+from sim.sentences import sentence_of
+
+FILE_BYTES_MAX: Final = 1_000_000
+EVENTS_MAX: Final = 10_000
+PODS_MAX: Final = 1_000
+"""At the beginning and joining, together."""
+
+Table = TypeVar("Table", bound=Struct)
+
+
+class ScenarioError(ValueError):
+    """A scenario cannot be read: one sentence with the file and the place in it."""
+
+
+class Pods(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Pods that are alike."""
+
+    count: Annotated[int, Meta(ge=1, le=PODS_MAX)] = 1
+    profile: str = ""
+    """As `--profile`, a file relative to this one; "": the first of `--profile`."""
+    labels: dict[str, str] = field(default_factory=dict)
+    speed: Annotated[float, Meta(ge=0.001, le=1_000.0)] = 1.0
+    """How many times as fast as the profile says."""
+    max_loras: Annotated[int, Meta(ge=0, le=10_000)] | None = None
+    """Adapter slots; as `--max-loras` if not told."""
+
+
+class JoinEvent(Pods, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """`Join`, as it is written."""
+
+    at_s: Instant
+    startup_s: Duration = 0.0
+
+
+class ConfigureEvent(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """`Configure`, as it is written."""
+
+    at_s: Instant
+    config: str
+    """As `--config`, a file relative to this one."""
+
+
+EVENTS: Final[Mapping[str, type[Struct]]] = {
+    "join": JoinEvent,
+    "leave": Leave,
+    "drain": Drain,
+    "restart": Restart,
+    "slow": Slow,
+    "freeze": Freeze,
+    "scrapes": ScrapeTrouble,
+    "configure": ConfigureEvent,
+}
+"""`kind` of an event -> its other keys."""
+
+
+class Scenario(Struct, frozen=True, kw_only=True):
+    """A scenario file, read; small enough to be sent to another process."""
+
+    file: str
+    """Its name."""
+    pods: tuple[PodKind, ...] = ()
+    """Empty: as the flags say."""
+    incidents: tuple[Incident, ...] = ()
+    scrape_troubles: tuple[ScrapeTrouble, ...] = ()
+    rates: tuple[Rate, ...] = ()
+    """Ascending, without overlap."""
+    clients: Clients = Clients()
+
+    @property
+    def configures(self) -> bool:
+        """Pickers are configured on the way."""
+        return any(isinstance(incident, Configure) for incident in self.incidents)
+
+    @property
+    def joins(self) -> bool:
+        """Pods join on the way."""
+        return any(isinstance(incident, Join) for incident in self.incidents)
+
+    def check(self, *, pods: int, pickers: int) -> None:
+        """`ClusterSettingsError` if it speaks of pods or pickers that there are not."""
+        try:
+            check_incidents(self.incidents, pods=pods)
+        except ClusterSettingsError as problem:
+            raise ClusterSettingsError(f"{self.file}: {problem}") from problem
+        joining = sum(len(one.kinds) for one in self.incidents if isinstance(one, Join))
+        if pods + joining > PODS_MAX:
+            raise ClusterSettingsError(
+                f"{self.file}: expected {PODS_MAX:,} pods at most, got {pods + joining:,}"
+            )
+        for trouble in self.scrape_troubles:
+            for what, numbers, count in (
+                ("pod", trouble.pods, pods + joining),
+                ("picker", trouble.pickers, pickers),
+            ):
+                if any(number >= count for number in numbers):
+                    raise ClusterSettingsError(
+                        f"{self.file}: scrapes at {trouble.from_s:g} s: expected a {what} from 0 to "
+                        f"{count - 1}, got {max(numbers)}"
+                    )
+
+
+def scenario_in(path: Path, usual: PodKind) -> Scenario:
+    """What a file says; `usual` is a pod of which nothing is told. Raises `ScenarioError`.
+
+    `Scenario.check` has still to be called, when the number of pods and pickers is known.
+    """
+    document = _document(path)
+    tables = {name: _tables(path, document, name) for name in ("pods", "events", "rates")}
+    clients = document.pop("clients", {})
+    if not isinstance(clients, dict):
+        raise ScenarioError(f"{path}: clients: expected a table [clients], got another value.")
+    if document:
+        name = next(iter(document))
+        raise ScenarioError(f"{path}: unknown table {name}{nearest(name, (*tables, 'clients'))}.")
+    kinds: list[PodKind] = []
+    for number, fields in enumerate(tables["pods"], start=1):
+        place = f"{path}: [[pods]] {number}"
+        kinds += _kinds(path, place, _convert(place, fields, Pods), usual)
+    incidents: list[Incident] = []
+    troubles: list[ScrapeTrouble] = []
+    for number, fields in enumerate(tables["events"], start=1):
+        place = f"{path}: [[events]] {number}"
+        kind = fields.pop("kind", None)
+        if not isinstance(kind, str) or kind not in EVENTS:
+            raise ScenarioError(f"{place}: expected a kind of {', '.join(EVENTS)}, got {kind!r}.")
+        place += f", {kind}"
+        match _convert(place, fields, EVENTS[kind]):
+            case JoinEvent() as event:
+                incidents.append(
+                    Join(
+                        at_s=event.at_s,
+                        kinds=tuple(_kinds(path, place, event, usual)),
+                        startup_s=event.startup_s,
+                    )
+                )
+            case ConfigureEvent() as event:
+                policy = _policy(path, place, event.config)
+                incidents.append(Configure(at_s=event.at_s, policy=policy))
+            case ScrapeTrouble() as trouble:
+                troubles.append(trouble)
+            case Leave() | Drain() | Restart() | Slow() | Freeze() as incident:
+                incidents.append(incident)
+    rates = [
+        _convert(f"{path}: [[rates]] {number}", fields, Rate)
+        for number, fields in enumerate(tables["rates"], start=1)
+    ]
+    _check_rates(path, rates)
+    return Scenario(
+        file=path.name,
+        pods=tuple(kinds),
+        incidents=tuple(incidents),
+        scrape_troubles=tuple(troubles),
+        rates=tuple(rates),
+        clients=_convert(f"{path}: [clients]", clients, Clients),
+    )
+
+
+def _document(path: Path) -> dict[str, Any]:
+    try:
+        with path.open("rb") as file:
+            content = file.read(FILE_BYTES_MAX + 1)
+        if len(content) > FILE_BYTES_MAX:
+            raise ScenarioError(f"{path}: expected {FILE_BYTES_MAX:,} bytes at most, got more.")
+        return tomllib.loads(content.decode())
+    except OSError as problem:
+        raise ScenarioError(sentence_of(problem)) from problem
+    except (UnicodeDecodeError, tomllib.TOMLDecodeError) as problem:
+        raise ScenarioError(f"{path}: {problem}.") from problem
+
+
+def _tables(path: Path, document: dict[str, Any], name: str) -> list[dict[str, Any]]:
+    """Take [[name]] out of the document."""
+    found = document.pop(name, [])
+    if not isinstance(found, list) or not all(isinstance(one, dict) for one in found):
+        raise ScenarioError(f"{path}: {name}: expected tables under [[{name}]], got another value.")
+    if len(found) > EVENTS_MAX:
+        raise ScenarioError(
+            f"{path}: [[{name}]]: expected {EVENTS_MAX:,} at most, got {len(found):,}."
+        )
+    return found
+
+
+def _convert(place: str, fields: dict[str, Any], table: type[Table]) -> Table:
+    unknown = next((key for key in fields if key not in table.__struct_fields__), None)
+    if unknown is not None:
+        keys = table.__struct_fields__
+        told = nearest(unknown, keys) or f", expected {', '.join(keys)}"
+        raise ScenarioError(f"{place}: unknown key {unknown}{told}.")
+    try:
+        return msgspec.convert(fields, table)
+    except msgspec.ValidationError as problem:
+        raise ScenarioError(f"{place}: {problem}.") from problem
+
+
+def _kinds(path: Path, place: str, told: Pods, usual: PodKind) -> list[PodKind]:
+    """The pods of one table."""
+    profile = usual.profile
+    if told.profile:
+        try:
+            profile = find_profile(_named(path, told.profile))
+        except ProfileError as problem:
+            raise ScenarioError(f"{place}: profile: {problem}") from problem
+    max_loras = usual.engine.max_loras if told.max_loras is None else told.max_loras
+    kind = PodKind.of(profile, max_loras=max_loras, labels=told.labels, speed=told.speed)
+    return [kind] * told.count
+
+
+def _policy(path: Path, place: str, config: str) -> PolicySource:
+    try:
+        policy = policy_source(_named(path, config))
+    except (PolicyNameError, ConfigError, OSError) as problem:
+        raise ScenarioError(f"{place}: config: {sentence_of(problem)}") from problem
+    if not policy.text:
+        raise ScenarioError(
+            f"{place}: config: expected an EndpointPickerConfig in a file or one of "
+            f"{', '.join(CONFIGURATIONS)}, got the baseline {config!r}."
+        )
+    return policy
+
+
+def _named(path: Path, named: str) -> str:
+    """A file beside the scenario if there is one; else what it is."""
+    beside = path.parent / named
+    file, colon, _ = named.partition(".toml:")
+    there = (path.parent / f"{file}.toml").exists() if colon else beside.exists()
+    return str(beside) if there else named
+
+
+def _check_rates(path: Path, rates: Sequence[Rate]) -> None:
+    for before, after in pairwise(rates):
+        if after.from_s < before.to_s:
+            raise ScenarioError(
+                f"{path}: [[rates]]: expected them in order and without overlap, got one from "
+                f"{after.from_s:g} s after one to {before.to_s:g} s."
+            )

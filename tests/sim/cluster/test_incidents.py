@@ -1,0 +1,196 @@
+"""What happens at told instants, to pods and to pickers."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from msgspec import structs
+
+from sim.cluster.check import checker
+from sim.cluster.clients import Clients
+from sim.cluster.cluster import Absence, ClusterSettingsError, Fate
+from sim.cluster.incidents import (
+    Configure,
+    Drain,
+    Freeze,
+    Join,
+    Leave,
+    Restart,
+    Slow,
+    check_incidents,
+    play,
+)
+from sim.cluster.policies import policy_source
+from tests.sim.made import arrivals, cluster, kind
+
+PODS = 3
+SPAN_S = 12.0
+"""How long 120 requests arrive, about."""
+INSTANTS = st.floats(0.0, SPAN_S)
+NUMBERS = st.sets(st.integers(0, PODS - 1), max_size=PODS).map(lambda few: tuple(sorted(few)))
+
+
+def windows(kind_of, **fields):
+    return st.builds(
+        lambda from_s, lasts_s, pods: kind_of(
+            from_s=from_s, to_s=from_s + lasts_s, pods=pods, **fields
+        ),
+        INSTANTS,
+        st.floats(0.1, 5.0),
+        NUMBERS,
+    )
+
+
+INCIDENTS = st.lists(
+    st.one_of(
+        st.builds(
+            Join,
+            at_s=INSTANTS,
+            kinds=st.just((kind(),)),
+            startup_s=st.floats(0.0, 5.0),
+        ),
+        st.builds(Leave, at_s=INSTANTS, pods=NUMBERS),
+        st.builds(Drain, at_s=INSTANTS, pods=NUMBERS, grace_s=st.floats(0.0, 5.0)),
+        st.builds(
+            Restart,
+            at_s=INSTANTS,
+            pods=NUMBERS,
+            grace_s=st.floats(0.0, 5.0),
+            startup_s=st.floats(0.0, 5.0),
+            stagger_s=st.floats(0.0, 3.0),
+        ),
+        windows(Slow, factor=3.0),
+        windows(Freeze),
+        st.builds(Configure, at_s=INSTANTS, policy=st.just(policy_source("llm-d-3-2-2"))),
+    ),
+    max_size=6,
+)
+
+
+def played(incidents, *, count=120, rate=10.0, check=False, **fields):
+    """The requests by number, and the cluster."""
+    requests = []
+    one = cluster(
+        arrivals(count, rate=rate, **fields.pop("traffic", {})), ended=requests.append,
+        **({"pods": PODS} | fields),
+    )  # fmt: skip
+    play(incidents, one)
+    one.run(checker(one) if check else None)
+    return sorted(requests, key=lambda request: request.sequence), one
+
+
+@settings(max_examples=25, deadline=None)
+@given(INCIDENTS, st.sampled_from((Clients(), Clients(retries=2, pause_s=0.1, timeout_s=5.0))))
+def test_whatever_happens_no_request_is_lost_and_no_lease_stays(incidents, clients):
+    """After every event the invariants hold; each request ends in one way."""
+    requests, one = played(incidents, check=True, clients=clients)
+    assert [request.sequence for request in requests] == list(range(120))
+    assert [policy.open_requests for policy in one.policies] == [0]
+
+
+def test_a_drained_pod_ends_its_answers_and_is_gone():
+    """Nothing that it had fails, nothing comes after discovery has told, and it never returns."""
+    requests, one = played(
+        [Drain(at_s=4, pods=(1,), grace_s=60)], count=300, traffic={"output": (200, 400)}
+    )
+    assert {request.fate for request in requests} == {Fate.COMPLETE}
+    of_it = [request for request in requests if request.pod is one.pods[1]]
+    assert max(request.routed_at for request in of_it) <= 5.0
+    assert max(request.ended_at for request in of_it) > 5.0
+    assert not one.pods[1].alive
+
+
+def test_a_grace_that_is_too_short_cuts_answers():
+    requests, one = played(
+        [Drain(at_s=4, grace_s=2, pods=(1,))], traffic={"output": (2_000, 2_000)}
+    )
+    failed = [request for request in requests if request.fate is Fate.FAILED]
+    assert failed
+    assert {request.pod for request in failed} == {one.pods[1]}
+    assert all(request.ended_at == pytest.approx(6, abs=0.01) for request in failed)
+
+
+def test_pods_restart_one_after_another():
+    """Each is away for its start-up, the next begins `stagger_s` later, all are back."""
+    _, one = played([Restart(at_s=2, startup_s=1.5, stagger_s=3)], count=200)
+    assert [pod.restarts for pod in one.pods] == [1, 1, 1]
+    assert [pod.announced for pod in one.pods] == [True, True, True]
+    assert [pod.page(one.loop.now).process_started_at_s for pod in one.pods] == [3.5, 6.5, 9.5]
+
+
+def test_when_all_pods_have_left_clients_are_refused():
+    requests, _ = played([Leave(at_s=3)], discovery_delay_s=0.5)
+    late = [request for request in requests if request.arrived_at > 3.6]
+    assert late
+    assert {(request.fate, request.status) for request in late} == {(Fate.REFUSED, 503)}
+
+
+def test_labels_and_speeds_are_the_pods_own():
+    """Discovery announces labels; a pod of half the speed takes twice as long for a pass."""
+    slow = structs.replace(kind(), labels={"zone": "a"}, speed=0.5)
+    requests, one = played(
+        [Join(at_s=1, kinds=(slow,))], policy="round-robin", pods=1, traffic={"blocks": (2, 2)},
+        rate=2.0,
+    )  # fmt: skip
+    assert one.pods[1].endpoint.labels == {"zone": "a"}
+    passes_s = {
+        number: [
+            (one_of.ended_at - one_of.first_token_at) / (one_of.arrival.output_tokens - 1)
+            for one_of in requests
+            if one_of.pod is one.pods[number] and one_of.arrival.output_tokens > 1
+        ]
+        for number in (0, 1)
+    }
+    assert min(passes_s[1]) > 1.7 * min(passes_s[0])
+
+
+def test_a_slow_time_ends_at_the_speed_of_the_pod():
+    slow = structs.replace(kind(), speed=0.5)
+    _, one = played([Slow(from_s=1, to_s=3, factor=10)], pods=(slow,) * 2)
+    assert [pod.engine.slowness for pod in one.pods] == [2.0, 2.0]
+
+
+def test_a_page_stands_still_for_a_while():
+    """Its requests go on, the page tells none of it, and then tells all."""
+    seen = []
+    one = cluster(arrivals(120, rate=10.0, output=(300, 300)), pods=1)
+    play([Freeze(from_s=2, to_s=6)], one)
+    one.run(lambda: seen.append((one.loop.now, one.pods[0].page(one.loop.now).requests_total)))
+    frozen = {total for at, total in seen if 2 <= at < 6}
+    assert len(frozen) <= 2
+    assert seen[-1][1] == 120
+
+
+def test_a_picker_that_starts_later_is_configured_like_the_others():
+    """Another configuration holds for all from its instant on."""
+    _, one = played(
+        [Configure(at_s=3, policy=policy_source("llm-d-3-2-2"))],
+        replicas=2,
+        absences=(Absence(1, 5.0, 8.0),),
+    )
+    names = {tuple(policy.settings.plugin_names) for policy in one.policies}
+    assert names == {tuple(policy_source("llm-d-3-2-2").opener(0.2)(0).settings.plugin_names)}
+
+
+@pytest.mark.parametrize(
+    ("incidents", "said"),
+    [
+        ([Leave(at_s=1, pods=(3,))], "leave at 1 s: expected a pod from 0 to 2, got 3"),
+        ([Join(at_s=5, kinds=(kind(),)), Drain(at_s=4, pods=(3,))], "which joins at 5 s"),
+        (
+            [Freeze(from_s=1, to_s=3), Freeze(from_s=2, to_s=4, pods=(0,))],
+            "freeze at 2 s: expected the one of pod 0 before to have ended, got 3 s as its end",
+        ),
+    ],
+)
+def test_what_cannot_be_is_refused(incidents, said):
+    with pytest.raises(ClusterSettingsError) as refused:
+        check_incidents(incidents, pods=PODS)
+    assert said in str(refused.value)
+
+
+def test_what_follows_on_each_other_is_taken():
+    check_incidents(
+        [Slow(from_s=1, to_s=2, factor=2), Slow(from_s=2, to_s=3, factor=3),
+         Freeze(from_s=1, to_s=3), Join(at_s=1, kinds=(kind(),)), Leave(at_s=1, pods=(3,))],
+        pods=PODS,
+    )  # fmt: skip

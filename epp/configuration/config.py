@@ -40,7 +40,7 @@ from epp.configuration.document import (
     read_mapping,
     sentence_of,
 )
-from epp.configuration.trial import failing_plugins
+from epp.configuration.trial import failing_plugins, prefix_reader
 from epp.core.decision.failures import place_of
 from epp.core.decision.plugin import Filter, Picker, ReadsIndex, Scorer
 from epp.core.decision.profile import NamedFilter, SchedulingProfile, WeightedScorer
@@ -620,6 +620,11 @@ class _Loader:
             needed = self._needed(where, member.plugin)
             if needed is not None:
                 self._need_index(where, needed, indexes, named)
+        if not self.problems and not any(_is_prefix(index) for index in indexes.values()):
+            reader = prefix_reader(profile)
+            if reader is not None:
+                default = _NeededIndex("", PREFIX_INDEX, {})
+                self._need_index(self._where(reader), default, indexes, named)
         if self.for_index and PREFIX_INDEX in {p.type_name for p in self.plugins.values()}:
             self.warn(
                 f"{', '.join(self.for_index)} of prefix-cache-scorer have no effect, "

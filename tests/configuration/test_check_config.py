@@ -102,6 +102,25 @@ def test_every_sample_is_explained(path):
     assert all(line == line.rstrip() for line in text.splitlines())
 
 
+@pytest.mark.parametrize("name", [*FILTERS, *SCORERS])
+def test_who_is_said_to_read_the_prefix_index_has_one(tmp_path, name):
+    """Alone in a configuration; and nobody else has one made."""
+    file = tmp_path / "alone.yaml"
+    file.write_text(
+        f"apiVersion: llm-d.ai/v1alpha1\nkind: EndpointPickerConfig\nplugins:\n- type: {name}\n"
+    )
+    if name in {"by-label", "by-label-selector", "label-selector-filter"}:
+        file.write_text(
+            file.read_text() + "  parameters: {label: a, validValues: [b]}\n" * (name == "by-label")
+        )
+    code, out, err = check(file=str(file), explain=True)
+    assert code == 0, err
+    reads = f"      reads {READS[name]}\n"
+    assert reads in out
+    made = "  index     approx-prefix-cache-producer: default prefix index\n" in out
+    assert made == ("prefix index" in reads)
+
+
 def test_what_each_filter_and_scorer_reads_is_known():
     """A new one without a row fails here."""
     assert set(READS) == {*FILTERS, *SCORERS}

@@ -121,6 +121,22 @@ def test_who_is_said_to_read_the_prefix_index_has_one(tmp_path, name):
     assert made == ("prefix index" in reads)
 
 
+def test_the_prefill_speed_is_explained(tmp_path):
+    """Of every endpoint, or of those with labels first."""
+    said = "prefill speed, at which prompt tokens in flight drain\n"
+    assert f"{said}  15,928 tokens/s of every endpoint\n" in check(explain=True)[1]
+    file = tmp_path / "speeds.yaml"
+    file.write_text(
+        "apiVersion: llm-d.ai/v1alpha1\nkind: EndpointPickerConfig\n"
+        "plugins: [{type: token-load-scorer}, {type: inflight-load-producer, parameters: "
+        "{peakPrefillThroughput: 30000, peakPrefillThroughputs: "
+        "[{matchLabels: {gpu: h200, tp: '2'}, peakPrefillThroughput: 60000}]}}]\n"
+    )
+    assert (
+        f"{said}  60,000 tokens/s with labels gpu=h200, tp=2\n  30,000 tokens/s of the others\n"
+    ) in check(file=str(file), explain=True)[1]
+
+
 def test_what_each_filter_and_scorer_reads_is_known():
     """A new one without a row fails here."""
     assert set(READS) == {*FILTERS, *SCORERS}

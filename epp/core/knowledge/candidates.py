@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from epp.core.knowledge.peer_load import PeerLoads
+from epp.core.knowledge.prefill_speed import PREFILL_TOKENS_PER_S
 from epp.core.knowledge.rendezvous import Hashes, rendezvous_weights
 from epp.core.types import AdapterReport, Endpoint, Seconds
 
@@ -65,6 +66,8 @@ class Columns:
         self.prefill_backlog_tokens: Floats = np.empty(0)
         """Uncached prefill tokens ahead, as of `prefill_drained_at_s`."""
         self.prefill_drained_at_s: Floats = np.empty(0)
+        self.prefill_tokens_per_s: Floats = np.empty(0)
+        """By configuration; of an empty slot, that of the last endpoint there."""
         self.adapter_generation: Ints = np.empty(0, dtype=np.int64)
         self.adapter_slots_max: Ints = np.empty(0, dtype=np.int64)
         self.adapters_active: Ints = np.empty(0, dtype=np.int64)
@@ -87,6 +90,7 @@ class Columns:
             self._grow(max(8, 2 * slot))
         self.endpoints.append(None)
         self.adapters.append(None)
+        self.prefill_tokens_per_s[slot] = PREFILL_TOKENS_PER_S
         self.clear(slot)
         return slot
 
@@ -228,7 +232,6 @@ class Candidates:
         "_prefix",
         "_slot",
         "block_tokens",
-        "prefill_tokens_per_s",
         "prompt_tokens",
     )
 
@@ -242,7 +245,6 @@ class Candidates:
         prefix: str = "",
         block_tokens: int = 1,
         prompt_tokens: int = 0,
-        prefill_tokens_per_s: float = 0.0,
     ) -> None:
         """`affinities` by the name of the index, by slot; `prefix` names the one for prefixes."""
         slot.setflags(write=False)
@@ -250,8 +252,6 @@ class Candidates:
         self.block_tokens = block_tokens
         """Tokens in one block of `matched_blocks`."""
         self.prompt_tokens = prompt_tokens
-        self.prefill_tokens_per_s = prefill_tokens_per_s
-        """How fast an endpoint prefills, as far as is known; 0: not known, no work is done."""
         self._columns = columns
         self._endpoints = columns.endpoints
         self._now = now
@@ -271,7 +271,6 @@ class Candidates:
             prefix=self._prefix,
             block_tokens=self.block_tokens,
             prompt_tokens=self.prompt_tokens,
-            prefill_tokens_per_s=self.prefill_tokens_per_s,
         )
 
     @property
@@ -333,15 +332,19 @@ class Candidates:
         Those of peers are among them.
         """
         columns = self._columns
-        elapsed_s = self._now - columns.prefill_drained_at_s[self._slot]
-        ahead: Floats = (
-            columns.prefill_backlog_tokens[self._slot] - elapsed_s * self.prefill_tokens_per_s
-        )
-        left: Floats = np.maximum(ahead, 0.0)
+        done = self._now - columns.prefill_drained_at_s[self._slot]
+        speed = columns.prefill_tokens_per_s[self._slot]
+        done *= speed
+        left: Floats = np.subtract(columns.prefill_backlog_tokens[self._slot], done, out=done)
+        np.maximum(left, 0.0, out=left)
         if columns.peers is not None:
-            speed = self.prefill_tokens_per_s
             left += columns.peers.prefill_tokens(self._slot, self._now, speed)
         return left
+
+    @property
+    def prefill_tokens_per_s(self) -> Floats:
+        """float64[n], above 0: how fast each prefills, by configuration."""
+        return self._columns.prefill_tokens_per_s[self._slot]
 
     @property
     def matched_blocks(self) -> Ints:

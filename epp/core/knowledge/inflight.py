@@ -80,8 +80,7 @@ class Lease:
 class InflightLedger:
     """The open leases, and their sums in the columns of the pool."""
 
-    def __init__(self, columns: Columns, prefill_tokens_per_s: float) -> None:
-        self.prefill_tokens_per_s = prefill_tokens_per_s
+    def __init__(self, columns: Columns) -> None:
         self._columns = columns
         self._queues: dict[int, deque[Lease]] = {}
         self._generations: dict[int, int] = {}
@@ -143,6 +142,13 @@ class InflightLedger:
         lease.generation = self._generations.get(slot, 0)
         self._charge(lease, prefill_tokens, now)
 
+    def set_speed(self, slot: int, prefill_tokens_per_s: float, now: Seconds) -> None:
+        """The endpoint in `slot` prefills so fast from `now` on."""
+        columns = self._columns
+        if columns.prefill_tokens_per_s.item(slot) != prefill_tokens_per_s:
+            self._drain(slot, now)
+            columns.prefill_tokens_per_s[slot] = prefill_tokens_per_s
+
     def forget(self, slot: int) -> None:
         """The endpoint left or restarted: its leases count nowhere any more."""
         self._generations[slot] = self._generations.get(slot, 0) + 1
@@ -174,7 +180,8 @@ class InflightLedger:
     def _drain(self, slot: int, now: Seconds) -> None:
         """Let `slot` have prefilled since it was last looked at, the oldest prompt first."""
         columns = self._columns
-        done = (now - columns.prefill_drained_at_s.item(slot)) * self.prefill_tokens_per_s
+        elapsed_s = now - columns.prefill_drained_at_s.item(slot)
+        done = elapsed_s * columns.prefill_tokens_per_s.item(slot)
         columns.prefill_drained_at_s[slot] = now
         queue = self._queues.get(slot)
         if not queue:
@@ -196,6 +203,8 @@ class InflightLedger:
         if not self.is_live(lease):
             return 0.0
         self._drain(lease.slot, now)
-        ahead = float(self._columns.prefill_backlog_tokens[lease.slot])
+        columns = self._columns
+        ahead = columns.prefill_backlog_tokens.item(lease.slot)
+        speed = columns.prefill_tokens_per_s.item(lease.slot)
         output_tokens = lease.request.output_tokens_max or OUTPUT_TOKENS_ESTIMATE
-        return ahead / self.prefill_tokens_per_s + output_tokens * SECONDS_PER_OUTPUT_TOKEN_ESTIMATE
+        return ahead / speed + output_tokens * SECONDS_PER_OUTPUT_TOKEN_ESTIMATE

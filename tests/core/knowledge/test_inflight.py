@@ -13,8 +13,9 @@ RATE = 100.0
 def ledger_of(slots=2):
     columns = Columns()
     for _ in range(slots):
-        columns.add_slot()
-    return InflightLedger(columns, RATE), columns
+        slot = columns.add_slot()
+        columns.prefill_tokens_per_s[slot] = RATE
+    return InflightLedger(columns), columns
 
 
 def lease(ledger, slot=0, tokens=100.0, now=0.0, **fields):
@@ -131,3 +132,24 @@ def test_whatever_happens_the_sums_are_those_of_the_open_leases(steps):
     assert columns.inflight_requests[:3].tolist() == [0, 0, 0]
     assert columns.prefill_backlog_tokens[:3].tolist() == pytest.approx([0, 0, 0], abs=1e-6)
     assert ledger.open_leases == 0
+
+
+def test_each_endpoint_drains_at_its_own_speed():
+    """After 1 s the one at 100 tokens/s has 400 of 500 left, the one at 300 has 200."""
+    ledger, columns = ledger_of()
+    ledger.set_speed(1, 3 * RATE, 0.0)
+    for slot in (0, 1):
+        ledger.first_output(lease(ledger, slot, tokens=500.0), 0.0)
+        lease(ledger, slot, tokens=500.0)
+        ledger.first_output(lease(ledger, slot, tokens=0.0), 1.0)
+    assert columns.prefill_backlog_tokens[:2].tolist() == [400.0, 200.0]
+
+
+def test_what_was_prefilled_before_the_speed_changed_stays_prefilled():
+    """A second at the old speed, a second at the new one."""
+    ledger, columns = ledger_of()
+    lease(ledger, tokens=500.0)
+    ledger.set_speed(0, 3 * RATE, 1.0)
+    assert columns.prefill_backlog_tokens[0] == 400.0
+    ledger.first_output(lease(ledger, tokens=0.0), 2.0)
+    assert columns.prefill_backlog_tokens[0] == 100.0

@@ -20,7 +20,13 @@ Floats: TypeAlias = npt.NDArray[np.float64]
 Ints: TypeAlias = npt.NDArray[np.int64]
 Bools: TypeAlias = npt.NDArray[np.bool_]
 
-SCRAPED: Final = ("waiting_requests", "running_requests", "kv_cache_usage", "adapter_state")
+SCRAPED: Final = (
+    "waiting_requests",
+    "running_requests",
+    "kv_cache_usage",
+    "kv_capacity_tokens",
+    "adapter_state",
+)
 """Columns that change only when a scrape tells another value, or an endpoint comes, goes or restarts."""
 LISTED: Final = ("endpoints", "labels")
 """Columns that change only with the list of endpoints."""
@@ -56,6 +62,7 @@ class Columns:
         self.waiting_requests: Floats = np.empty(0)
         self.running_requests: Floats = np.empty(0)
         self.kv_cache_usage: Floats = np.empty(0)
+        self.kv_capacity_tokens: Floats = np.empty(0)
         self.observed_at_s: Floats = np.empty(0)
         """-inf: never."""
         self.saturated: Bools = np.empty(0, dtype=np.bool_)
@@ -63,6 +70,7 @@ class Columns:
         self.unreachable: Bools = np.empty(0, dtype=np.bool_)
         """Scrapes in a row found nobody there."""
         self.inflight_requests: Ints = np.empty(0, dtype=np.int64)
+        self.inflight_context_tokens: Ints = np.empty(0, dtype=np.int64)
         self.prefill_backlog_tokens: Floats = np.empty(0)
         """Uncached prefill tokens ahead, as of `prefill_drained_at_s`."""
         self.prefill_drained_at_s: Floats = np.empty(0)
@@ -108,6 +116,7 @@ class Columns:
             self.endpoints[slot] = None
         self.forget_observations(slot)
         self.inflight_requests[slot] = 0
+        self.inflight_context_tokens[slot] = 0
         self.prefill_backlog_tokens[slot] = 0.0
         self.prefill_drained_at_s[slot] = 0.0
         if self.peers is not None:
@@ -116,6 +125,7 @@ class Columns:
     def forget_observations(self, slot: int) -> None:
         """Forget what scrapes said of `slot`; work in flight stays."""
         self.set_load(slot, math.nan, math.nan, math.nan)
+        self.set_kv_capacity(slot, math.nan)
         self.observed_at_s[slot] = -math.inf
         self.saturated[slot] = False
         self.unreachable[slot] = False
@@ -138,6 +148,13 @@ class Columns:
         if before != kv_cache_usage and not _unknown(before, kv_cache_usage):
             self.kv_cache_usage[slot] = kv_cache_usage
             self.changed("kv_cache_usage")
+
+    def set_kv_capacity(self, slot: int, tokens: float) -> None:
+        """Keep what a scrape said of the size of the KV cache of `slot`; NaN: it did not say."""
+        before = self.kv_capacity_tokens.item(slot)
+        if before != tokens and not _unknown(before, tokens):
+            self.kv_capacity_tokens[slot] = tokens
+            self.changed("kv_capacity_tokens")
 
     def set_adapters(self, slot: int, report: AdapterReport | None) -> None:
         """Keep what a scrape said of adapters, counted once here and not at every decision."""
@@ -307,6 +324,11 @@ class Candidates:
         return self._columns.kv_cache_usage[self._slot]
 
     @property
+    def kv_capacity_tokens(self) -> Floats:
+        """float64[n], tokens that the KV cache holds: its blocks times their size; NaN: unknown."""
+        return self._columns.kv_capacity_tokens[self._slot]
+
+    @property
     def metrics_age_s(self) -> Floats:
         """float64[n], seconds since the last good scrape; inf: never."""
         return self._now - self._columns.observed_at_s[self._slot]
@@ -324,6 +346,14 @@ class Candidates:
         if columns.peers is not None:
             own += columns.peers.requests(self._slot, len(columns))
         return own
+
+    @property
+    def inflight_context_tokens(self) -> Ints:
+        """int64[n], prompt tokens, cached ones too, of requests sent there that have not ended.
+
+        Only of this picker: peers tell requests and prefill tokens. Answers so far are not counted.
+        """
+        return self._columns.inflight_context_tokens[self._slot]
 
     @property
     def inflight_prefill_tokens(self) -> Floats:

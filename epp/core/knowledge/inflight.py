@@ -116,7 +116,7 @@ class InflightLedger:
             return False
         self.first_output(lease, now)
         if self.is_live(lease):
-            self._columns.inflight_requests[lease.slot] -= 1
+            self._uncount(lease)
         lease.slot = -1
         self.open_leases -= 1
         return True
@@ -136,7 +136,7 @@ class InflightLedger:
         """Another endpoint serves the request: move its share there."""
         self.first_output(lease, now)
         if self.is_live(lease):
-            self._columns.inflight_requests[lease.slot] -= 1
+            self._uncount(lease)
             self._leave_queue(lease)
         lease.slot = slot
         lease.generation = self._generations.get(slot, 0)
@@ -165,12 +165,20 @@ class InflightLedger:
         columns = self._columns
         # Items as Python's own numbers: arithmetic on numpy's costs three times as much.
         columns.inflight_requests[slot] = columns.inflight_requests.item(slot) + 1
+        context = columns.inflight_context_tokens.item(slot)
+        columns.inflight_context_tokens[slot] = context + lease.request.prompt_tokens
         backlog = columns.prefill_backlog_tokens.item(slot)
         columns.prefill_backlog_tokens[slot] = backlog + prefill_tokens
         queue = self._queues.get(slot)
         if queue is None:
             queue = self._queues[slot] = deque()
         queue.append(lease)
+
+    def _uncount(self, lease: Lease) -> None:
+        columns, slot = self._columns, lease.slot
+        columns.inflight_requests[slot] = columns.inflight_requests.item(slot) - 1
+        context = columns.inflight_context_tokens.item(slot)
+        columns.inflight_context_tokens[slot] = context - lease.request.prompt_tokens
 
     def _leave_queue(self, lease: Lease) -> None:
         queue = self._queues.get(lease.slot)

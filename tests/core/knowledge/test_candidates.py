@@ -228,6 +228,9 @@ def test_a_column_has_another_version_when_it_tells_something_else():
     assert changed(columns.set_load, 1.0, 2.0, 0.5) == {"kv_cache_usage"}
     assert changed(columns.set_load, 1.0, 2.0, 0.5) == set()
     assert (columns.waiting_requests[slot], columns.kv_cache_usage[slot]) == (1.0, 0.5)
+    assert changed(columns.set_kv_capacity, nan) == set()
+    assert changed(columns.set_kv_capacity, 4_096.0) == {"kv_capacity_tokens"}
+    assert changed(columns.set_kv_capacity, 4_096.0) == set()
     assert changed(columns.set_adapters, lora("a")) == {"adapter_state"}
     assert changed(columns.forget_observations) == set(SCRAPED)
     assert np.isnan(columns.running_requests[slot])

@@ -59,7 +59,6 @@ def pool(*, adapters: bool) -> Candidates:
         prefix="approx-prefix-cache-producer",
         block_tokens=64,
         prompt_tokens=2048,
-        prefill_tokens_per_s=15_928.0,
     )
 
 

@@ -112,7 +112,6 @@ def candidates(
         prefix=PREFIX,
         block_tokens=block_tokens,
         prompt_tokens=prompt_tokens,
-        prefill_tokens_per_s=15_928.0,
     )
 
 

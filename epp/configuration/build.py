@@ -20,6 +20,7 @@ from epp.core.decision.plugin import Picker
 from epp.core.decision.scheduler import SchedulerSettings
 from epp.core.knowledge.affinity import NoHitLruSettings, SessionIndexSettings
 from epp.core.knowledge.index import AffinityIndexSettings
+from epp.core.knowledge.prefill_speed import PREFILL_TOKENS_PER_S
 from epp.core.knowledge.prefix import PrefixIndexSettings
 from epp.core.types import Seconds
 from epp.plugins import DEPRECATED, FILTERS, PICKERS, SCORERS
@@ -38,7 +39,6 @@ REFRESH_INTERVAL_S: Final = 0.2
 METRICS_STALENESS_S: Final = 2.0
 _SATURATION_STALENESS_MIN_S: Final = 1.0
 _SATURATION_STALENESS_INTERVALS: Final = 5
-_PREFILL_TOKENS_PER_S: Final = 15_928.0
 
 
 def plugin_tables() -> PluginTables:
@@ -100,11 +100,13 @@ def build_settings(
     metrics_staleness_s: Seconds = METRICS_STALENESS_S,
     refresh_interval_s: Seconds = REFRESH_INTERVAL_S,
     fallback_endpoints_max: int = 0,
+    prefill_tokens_per_s: float = PREFILL_TOKENS_PER_S,
 ) -> SchedulerSettings:
     """All that decides, for `Scheduler.configure`.
 
     `refresh_interval_s` is the time between two scrapes of one endpoint. The saturation detector's
     threshold is max(1 s, 5 of those) unless the configuration gives one (design section 4).
+    `prefill_tokens_per_s` is what an endpoint does of which the configuration says nothing.
     """
     profile = config.profile
     picker = _picking(profile.picker, 1 + fallback_endpoints_max)
@@ -115,7 +117,8 @@ def build_settings(
             saturation,
             metrics_staleness_threshold=type(saturation.metrics_staleness_threshold)(threshold_s),
         )
-    rates = (getattr(named.plugin, "peak_prefill_throughput", None) for named in profile.filters)
+    readers = (config.inflight, *(named.plugin for named in profile.filters))
+    speeds = (getattr(plugin, "peak_prefill_throughput", None) for plugin in readers)
     return SchedulerSettings(
         profile=msgspec.structs.replace(profile, picker=picker),
         indexes=config.indexes,
@@ -123,7 +126,8 @@ def build_settings(
         block_tokens=block_tokens_of(config.indexes, config.prefix),
         saturation=saturation,
         metrics_staleness_s=metrics_staleness_s,
-        prefill_tokens_per_s=next((rate for rate in rates if rate), _PREFILL_TOKENS_PER_S),
+        prefill_tokens_per_s=next((speed for speed in speeds if speed), prefill_tokens_per_s),
+        labelled_speeds=config.inflight.peak_prefill_throughputs,
         fallback_endpoints_max=fallback_endpoints_max,
     )
 

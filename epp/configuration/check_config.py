@@ -25,6 +25,7 @@ from epp.configuration.config import (
     plain_parameters,
 )
 from epp.configuration.flags import CheckFlags
+from epp.core.decision.scheduler import SchedulerSettings
 
 VALID: Final = 0
 INVALID: Final = 1
@@ -123,6 +124,7 @@ def explain(config: PickerConfig) -> str:
         lines += _member("index", name, index, default)
     if not config.indexes:
         lines.append("  none: nothing is remembered of where prompts went")
+    lines += ["", *_speeds(settings)]
     lines += ["", "saturation: a request of negative priority is refused from 1.0 on"]
     lines += _member("detector", settings.saturation.type_name, settings.saturation)
     lines += ["", "parsers, in order", f"  {', '.join(config.parsers)}"]
@@ -130,6 +132,21 @@ def explain(config: PickerConfig) -> str:
     lines += ["", "metrics of endpoints"]
     lines += _parameters(config.metrics.source) + _parameters(config.metrics.extractor)
     return "\n".join(lines) + "\n"
+
+
+def _speeds(settings: SchedulerSettings) -> list[str]:
+    """How fast each endpoint is taken to prefill, the first line that fits it."""
+    labelled = [
+        f"  {speed.peak_prefill_throughput:,.0f} tokens/s with labels "
+        + ", ".join(f"{name}={value}" for name, value in speed.match_labels.items())
+        for speed in settings.labelled_speeds
+    ]
+    rest = "of the others" if labelled else "of every endpoint"
+    return [
+        "prefill speed, at which prompt tokens in flight drain",
+        *labelled,
+        f"  {settings.prefill_tokens_per_s:,.0f} tokens/s {rest}",
+    ]
 
 
 def _member(kind: str, name: str, plugin: Any, note: str = "") -> list[str]:

@@ -12,6 +12,7 @@ from typing import Annotated, Any, ClassVar, Final
 
 from msgspec import Meta, field
 
+from epp.core.knowledge.prefill_speed import LabelledSpeed
 from epp.core.parameters import Parameters
 
 API_VERSION: Final = "llm-d.ai/v1alpha1"
@@ -74,8 +75,16 @@ class TokenProducer(Parameters, frozen=True):
 
 
 class InflightLoadProducer(Parameters, frozen=True):
-    """`inflight-load-producer`: the ledger always counts requests and uncached prompt tokens."""
+    """`inflight-load-producer`: the ledger always counts requests and uncached prompt tokens.
 
+    The tokens drain at `peak_prefill_throughput` (tokens/s) of each endpoint; of an endpoint whose
+    labels are among `peak_prefill_throughputs`, at that of the first that matches. Where neither is
+    given, at the one of `prefix-cache-affinity-filter`, and without that at 15,928, or in the
+    simulator at what the pods' profile does.
+    """
+
+    peak_prefill_throughput: Annotated[float, Meta(gt=0, le=1e9)] | None = None
+    peak_prefill_throughputs: tuple[LabelledSpeed, ...] = ()
     add_estimated_output_tokens: bool = False
     output_ratio: Annotated[float, Meta(ge=0)] = 1.5
     sync_cross_replica_state: bool = True

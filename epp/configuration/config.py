@@ -40,7 +40,7 @@ from epp.configuration.document import (
     read_mapping,
     sentence_of,
 )
-from epp.configuration.trial import failing_plugins
+from epp.configuration.trial import failing_plugins, prefix_reader
 from epp.core.decision.failures import place_of
 from epp.core.decision.plugin import Filter, Picker, ReadsIndex, Scorer
 from epp.core.decision.profile import NamedFilter, SchedulingProfile, WeightedScorer
@@ -168,6 +168,8 @@ class PickerConfig(Struct, frozen=True, kw_only=True):
     parsers: tuple[str, ...] = PARSERS
     """Types, in the order in which they are tried."""
     metrics: MetricsSettings = field(default_factory=MetricsSettings)
+    inflight: InflightLoadProducer = field(default_factory=InflightLoadProducer)
+    """How fast endpoints prefill, as far as the document says so here."""
     warnings: tuple[str, ...] = ()
 
 
@@ -281,6 +283,7 @@ class _Loader:
         detector = self._read_saturation(document)
         parsers = self._read_parsers(document)
         metrics = self._read_metrics(document.get("dataLayer"))
+        inflight = self._read_inflight()
         if self.problems or profile is None:
             raise ConfigError(self.problems)
         indexes, prefix = self._indexes(profile)
@@ -297,6 +300,7 @@ class _Loader:
             staleness_given=bool(detector and "metricsStalenessThreshold" in detector.given),
             parsers=parsers,
             metrics=metrics,
+            inflight=inflight,
             warnings=tuple(self.warnings),
         )
 
@@ -620,6 +624,11 @@ class _Loader:
             needed = self._needed(where, member.plugin)
             if needed is not None:
                 self._need_index(where, needed, indexes, named)
+        if not self.problems and not any(_is_prefix(index) for index in indexes.values()):
+            reader = prefix_reader(profile)
+            if reader is not None:
+                default = _NeededIndex("", PREFIX_INDEX, {})
+                self._need_index(self._where(reader), default, indexes, named)
         if self.for_index and PREFIX_INDEX in {p.type_name for p in self.plugins.values()}:
             self.warn(
                 f"{', '.join(self.for_index)} of prefix-cache-scorer have no effect, "
@@ -777,6 +786,13 @@ class _Loader:
         given = {role.name.lower(): plugin.plugin for role, plugin in found.items()}
         return MetricsSettings(**given)
 
+    def _read_inflight(self) -> InflightLoadProducer:
+        """The first that is declared counts; there is one ledger."""
+        declared = [p for p in self.plugins.values() if isinstance(p.plugin, InflightLoadProducer)]
+        for more in declared[1:]:
+            self.warn(f"{more.where}: has no effect, {declared[0].name} is declared before it")
+        return declared[0].plugin if declared else InflightLoadProducer()
+
     def _warn_of_unused(
         self,
         profile: SchedulingProfile,
@@ -827,6 +843,9 @@ def describe(config: PickerConfig) -> dict[str, dict[str, Any]]:
     lines["saturation"] = _plain(config.saturation)
     if not config.staleness_given:
         lines["saturation"]["metricsStalenessThreshold"] = "by refresh interval"
+    if config.inflight.peak_prefill_throughput or config.inflight.peak_prefill_throughputs:
+        given = plain_parameters(config.inflight)
+        lines["load in flight"] = {name: given[name] for name in given if name.startswith("peak")}
     lines["requestHandler"] = {"parsers": list(config.parsers)}
     lines["metrics"] = {**_plain(config.metrics.source), **_plain(config.metrics.extractor)}
     return lines

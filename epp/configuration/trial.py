@@ -7,19 +7,23 @@ business. The same on every run: no clock, no dice.
 """
 
 import math
-from collections.abc import Iterator, Mapping
-from typing import Final
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
+from random import Random
+from typing import Any, Final
 
+import numpy as np
 from msgspec.structs import replace
 
 from epp.core.decision.failures import FailingPlugin, PluginFailures
 from epp.core.decision.kept_scores import undeclared_reads
-from epp.core.decision.plugin import ReadsColumns
-from epp.core.decision.profile import WeightedScorer
+from epp.core.decision.plugin import ReadsColumns, ReadsIndex
+from epp.core.decision.profile import SchedulingProfile, WeightedScorer
 from epp.core.decision.scheduler import Decision, Scheduler, SchedulerSettings
 from epp.core.duration import Duration
-from epp.core.knowledge.candidates import Candidates
+from epp.core.knowledge.candidates import Affinity, Candidates
 from epp.core.knowledge.inflight import Ending, Outcome
+from epp.core.knowledge.pool import EndpointPool
 from epp.core.knowledge.saturation import UtilizationDetector
 from epp.core.prompt.request import InferenceRequest
 from epp.core.session_tokens import SessionTokens
@@ -114,6 +118,75 @@ def failing_plugins(settings: SchedulerSettings) -> list[FailingPlugin]:
         scheduler.configure(scheduler.settings, _NOW_S)
         scheduler.tick(_NOW_S + _STEP_S)
     return [*of_filters, *scheduler.failures]
+
+
+class _NotedAffinities(dict[str, Affinity]):
+    """Knows nothing, and notes whether the default prefix index was asked for."""
+
+    asked = False
+
+    def get(self, key: str, default: Any = None, /) -> Any:
+        if not key:
+            self.asked = True
+        return super().get(key, default)
+
+
+class _NotedRequest:
+    """Stands for a request, and notes whether it was asked if the prefix index knows it."""
+
+    def __init__(self, of: InferenceRequest) -> None:
+        self._of = of
+        self.asked = False
+
+    def __getattr__(self, name: str) -> object:
+        if name == "cold":
+            self.asked = True
+        return getattr(self._of, name)
+
+
+def prefix_reader(profile: SchedulingProfile) -> str | None:
+    """The first plugin of `profile` that looks into the default prefix index; None if none does.
+
+    Each is asked for its opinion of made-up endpoints and requests, and what it reads is noted. One
+    whose `producer` is None says itself that it reads none.
+    """
+    picker = profile.picker
+    dice = Random(0)  # noqa: S311  dice, not secrets
+
+    def pick(_: object, some: Candidates) -> object:
+        return picker.pick(np.ones(len(some)), some, dice, 0)
+
+    opinions: list[tuple[str, Callable[[Any, Candidates], object]]] = [
+        *((named.name, named.plugin.keep) for named in profile.filters if _may_read(named.plugin)),
+        *((each.name, each.plugin.score) for each in profile.scorers if _may_read(each.plugin)),
+        (profile.picker_name, pick),
+    ]
+    pool = EndpointPool()
+    pool.replace(_endpoints(), _NOW_S)
+    for slot, metrics in enumerate(_METRICS):
+        if metrics is not None:
+            pool.observe(slot, metrics, _STALE_AT_S if slot == _STALE else _NOW_S)
+    for name, opinion in opinions:
+        for request in _requests():
+            noted, affinities = _NotedRequest(request), _NotedAffinities()
+            some = Candidates(
+                pool.columns,
+                np.arange(len(_METRICS)),
+                _NOW_S,
+                affinities=affinities,
+                prompt_tokens=request.prompt_tokens,
+            )
+            # What fails is told by `failing_plugins`.
+            with suppress(Exception):
+                opinion(noted, some)
+            if noted.asked or affinities.asked:
+                return name
+    return None
+
+
+def _may_read(plugin: object) -> bool:
+    """Whether it does not say that it reads no index."""
+    return not isinstance(plugin, ReadsIndex) or plugin.producer is not None
 
 
 def _check_reads(

@@ -209,7 +209,8 @@ class PrefixCacheAffinity(Parameters, frozen=True):
     Warm: matched / total blocks >= `affinity_threshold`. All stay if nobody is warm, or if the best
     warm endpoint's time to first token exceeds the best cold one's by more than
     `max_ttft_penalty_ms` (0: never), where that time is the uncached tokens in flight there divided
-    by `peak_prefill_throughput` (tokens/s).
+    by `peak_prefill_throughput` (tokens/s), or where it is not given by the speed of each endpoint
+    (`inflight-load-producer`).
 
     With `exploration_probability` all stay too. Plugins have no dice: the draw is a hash of the
     request id, so that a request replayed under its id is treated alike, and so that two such
@@ -226,7 +227,7 @@ class PrefixCacheAffinity(Parameters, frozen=True):
         default=18_000.0, name="maxTTFTPenaltyMs"
     )
     ttft_source: TTFTSource = TTFTSource.PREFILL_THROUGHPUT
-    peak_prefill_throughput: Annotated[float, Meta(gt=0)] = 15_928.0
+    peak_prefill_throughput: Annotated[float, Meta(gt=0)] | None = None
     prefix_match_info_producer_name: str = ""
 
     def __post_init__(self) -> None:
@@ -248,9 +249,9 @@ class PrefixCacheAffinity(Parameters, frozen=True):
         if not warm.any() or warm.all():
             return _all(candidates)
         if self.max_ttft_penalty_ms:
-            tokens = candidates.inflight_prefill_tokens
-            ahead_tokens = float(tokens[warm].min() - tokens[~warm].min())
-            penalty_ms = ahead_tokens / self.peak_prefill_throughput * 1000.0
+            ahead_s = candidates.inflight_prefill_tokens
+            ahead_s /= self.peak_prefill_throughput or candidates.prefill_tokens_per_s
+            penalty_ms = float(ahead_s[warm].min() - ahead_s[~warm].min()) * 1000.0
             if penalty_ms > self.max_ttft_penalty_ms:
                 return _all(candidates)
         return warm

@@ -153,12 +153,18 @@ class ActiveRequests(Parameters, frozen=True):
 class TokenLoad(Parameters, frozen=True):
     """Prefer who would have the fewest prompt tokens to compute, this request's own included.
 
-    1 - min(1, (in flight + own uncached) / `queue_threshold_tokens`).
+    1 - min(1, (in flight + own uncached) / `queue_threshold_tokens`). What of its own is uncached
+    the prefix index knows.
     """
 
     type_name: ClassVar[str] = "token-load-scorer"
+    producer_type: ClassVar[str] = "approx-prefix-cache-producer"
 
     queue_threshold_tokens: Annotated[float, Meta(gt=0)] = 4_194_304.0
+
+    @property
+    def producer(self) -> str | None:
+        return ""
 
     def score(self, request: InferenceRequest, candidates: Candidates, /) -> Floats:
         load = candidates.inflight_prefill_tokens

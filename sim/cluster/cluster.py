@@ -26,6 +26,7 @@ from msgspec import Struct
 from epp.configuration.flags import REFRESH_MIN_S, REFRESH_PER_ENDPOINT_S
 from epp.core.knowledge.inflight import Ending, Outcome
 from epp.core.knowledge.pool import UPSTREAM_FAILURES
+from epp.core.knowledge.prefill_speed import PREFILL_TOKENS_PER_S
 from epp.core.prompt.request import InferenceRequest
 from epp.core.types import Endpoint, Refusal, Seconds
 from sim.cluster.assignment import Assigner, Assignment
@@ -110,6 +111,15 @@ class ClusterSettings(Struct, frozen=True, kw_only=True):
         if self.scrape_interval_s is not None:
             return self.scrape_interval_s
         return max(SCRAPE_INTERVAL_S_MIN, SCRAPE_INTERVAL_S_PER_POD * len(self.pods))
+
+    @property
+    def prefill_tokens_per_s(self) -> float:
+        """What pickers are told of every pod unless their configuration tells them: what it does.
+
+        Where pods differ, what a picker assumes that nobody tells anything.
+        """
+        speeds = {kind.prefill_tokens_per_s for kind in self.pods}
+        return speeds.pop() if len(speeds) == 1 else PREFILL_TOKENS_PER_S
 
     def __post_init__(self) -> None:
         _check_pickers(self)

@@ -24,6 +24,7 @@ from epp.configuration.config import (
 from epp.core.decision.failures import FailingPlugin
 from epp.core.decision.scheduler import Decision, Scheduler, SchedulerSettings
 from epp.core.knowledge.inflight import Lease, Outcome
+from epp.core.knowledge.prefill_speed import PREFILL_TOKENS_PER_S
 from epp.core.prompt.request import InferenceRequest
 from epp.core.session_tokens import SessionTokens
 from epp.core.types import Endpoint, EndpointMetrics, Refusal, RefusalReason, Seconds
@@ -296,13 +297,22 @@ class PolicySource(Struct, frozen=True, kw_only=True):
         """The configuration. Raises `ConfigError` with all that is wrong with it."""
         return load_config(self.text, self.source, plugin_tables())
 
-    def opener(self, refresh_interval_s: Seconds) -> Callable[[int], Policy]:
-        """Seed -> a new replica that is scraped at `refresh_interval_s`."""
+    def opener(
+        self, refresh_interval_s: Seconds, prefill_tokens_per_s: float = PREFILL_TOKENS_PER_S
+    ) -> Callable[[int], Policy]:
+        """Seed -> a new replica that scrapes at `refresh_interval_s`.
+
+        `prefill_tokens_per_s` is that of each pod of which the configuration says nothing.
+        """
         if not self.text:
             choose = BASELINES[self.name]
             return lambda seed: Baseline(choose, seed=seed)
         settings = replace(
-            build_settings(self.load(), refresh_interval_s=refresh_interval_s),
+            build_settings(
+                self.load(),
+                refresh_interval_s=refresh_interval_s,
+                prefill_tokens_per_s=prefill_tokens_per_s,
+            ),
             session_tokens=SessionTokens((_SESSION_KEY,)),
         )
         return lambda seed: SchedulerPolicy(settings, seed=seed)

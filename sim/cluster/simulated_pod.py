@@ -48,6 +48,12 @@ class PodKind(Struct, frozen=True, kw_only=True):
             ),
         )
 
+    @property
+    def prefill_tokens_per_s(self) -> float:
+        """With steps as long as its engine makes them."""
+        tokens = min(self.engine.max_num_batched_tokens, self.profile.max_model_len_tokens)
+        return self.profile.prefill_tokens_per_s(tokens)
+
 
 class Scraper(Protocol):
     """Who scrapes a pod."""

@@ -80,7 +80,10 @@ class Run:
         """With the width of the jitter that is in effect."""
         self.stopped = False
         self.trace: Trace = open_trace(Path(settings.trace), settings.read)
-        open_policy = settings.policy.opener(settings.cluster.refresh_interval_s)
+        cluster = settings.cluster
+        open_policy = settings.policy.opener(
+            cluster.refresh_interval_s, cluster.prefill_tokens_per_s
+        )
         scheduler = open_policy(0).settings
         scenario = settings.scenario or Scenario(file="")
         self.measures = Measures(

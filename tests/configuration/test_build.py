@@ -1,6 +1,7 @@
 from pathlib import Path
 
 import msgspec
+import numpy as np
 import pytest
 
 from epp.configuration.build import (
@@ -11,16 +12,19 @@ from epp.configuration.build import (
     plugin_tables,
     settings_warnings,
 )
-from epp.configuration.config import ConfigError, load_config
+from epp.configuration.config import ConfigError, config_hash, diff_configs, load_config
 from epp.core.decision.scheduler import Scheduler, SchedulerSettings
+from epp.core.knowledge.candidates import Candidates
 from epp.core.prompt.request import InferenceRequest
 from epp.core.types import Endpoint
 from epp.plugins import FILTERS, PICKERS, SCORERS
+from tests.builders import endpoint
 
 SAMPLES = Path(__file__).parent / "config_samples"
 TABLES = plugin_tables()
 
 HEAD = "apiVersion: llm-d.ai/v1alpha1\nkind: EndpointPickerConfig\n"
+SCORER = f"{HEAD}plugins:\n- type: token-load-scorer\n"
 
 
 def sample(name):
@@ -97,7 +101,68 @@ def test_metrics_that_age_faster_than_they_are_read_warn():
 
 def test_the_prefill_speed_is_that_of_the_affinity_filter():
     """One number for what drains the ledger and what the filter expects."""
-    assert build_settings(sample("sticky-until-busy")).prefill_tokens_per_s == 21_000.0
+    settings = build_settings(sample("sticky-until-busy"), prefill_tokens_per_s=9_000.0)
+    assert settings.prefill_tokens_per_s == 21_000.0
+
+
+SPEEDS = f"""{HEAD}plugins:
+- type: token-load-scorer
+- type: prefix-cache-affinity-filter
+- type: inflight-load-producer
+  parameters:
+    peakPrefillThroughput: 30000
+    peakPrefillThroughputs:
+    - {{matchLabels: {{gpu: h200}}, peakPrefillThroughput: 60000}}
+    - {{matchLabels: {{gpu: h200, tp: "2"}}, peakPrefillThroughput: 1}}
+"""
+
+
+def test_each_endpoint_prefills_at_the_speed_that_its_labels_have():
+    """At a reload too, and when its labels change; what is prefilled by then stays prefilled."""
+    plain = build_settings(load_config(SCORER, "c", TABLES), prefill_tokens_per_s=9_000.0)
+    told = build_settings(load_config(SPEEDS, "c", TABLES), prefill_tokens_per_s=9_000.0)
+    scheduler = Scheduler(plain, seed=1)
+    labels = [{"gpu": "h200", "tp": "2"}, {"gpu": "a100"}]
+    pool = [endpoint(number, labels=each) for number, each in enumerate(labels)]
+    scheduler.replace(pool, 0.0)
+    columns = scheduler.pool.columns
+    assert columns.prefill_tokens_per_s[:2].tolist() == [9_000.0, 9_000.0]
+    tokens = 100_000
+    for number in range(2):
+        request = InferenceRequest(
+            request_id=str(number), subset=(pool[number].address,), prompt_tokens=tokens
+        )
+        scheduler.schedule(request, 10.0)
+    scheduler.configure(told, 11.0)
+    assert columns.prefill_tokens_per_s[:2].tolist() == [60_000.0, 30_000.0]
+    left = Candidates(columns, np.arange(2), 12.0, affinities={}).inflight_prefill_tokens
+    assert left.tolist() == [31_000.0, 61_000.0]
+    scheduler.replace([pool[0], endpoint(1, labels=labels[0])], 12.0)
+    assert columns.prefill_tokens_per_s[:2].tolist() == [60_000.0, 60_000.0]
+    scheduler.configure(plain, 12.0)
+    assert columns.prefill_tokens_per_s[:2].tolist() == [9_000.0, 9_000.0]
+
+
+def test_the_speed_decides_and_so_it_is_compared():
+    """In the hash and in a difference; without one the hash is as it was."""
+    one, other = (
+        load_config(SPEEDS.replace("30000", speed), "c", TABLES) for speed in ("30000", "31000")
+    )
+    assert config_hash(one) != config_hash(other)
+    assert diff_configs(one, other) == ["load in flight: peakPrefillThroughput 30000 -> 31000"]
+    declared = f"{SCORER}- type: inflight-load-producer\n"
+    assert config_hash(load_config(SCORER, "c", TABLES)) == config_hash(
+        load_config(declared, "c", TABLES)
+    )
+
+
+def test_a_second_ledger_is_told_of():
+    """There is one."""
+    twice = f"{SPEEDS}- {{type: inflight-load-producer, name: more}}\n"
+    (warning,) = load_config(twice, "c", TABLES).warnings
+    assert warning == (
+        "c: plugins[3] (more): has no effect, inflight-load-producer is declared before it"
+    )
 
 
 def test_the_picker_chooses_as_many_as_are_sent():

@@ -362,3 +362,69 @@ def test_check_config_and_the_simulator_say_the_same(offer, tmp_path, capsys):
 
 def test_the_default_is_tried_like_any_other():
     assert load_config(DEFAULT_CONFIG, "c", TABLES).warnings == ()
+
+
+def reads_none(read):
+    """Reads the prefix index and says that it needs none."""
+
+    def score(self, request, candidates, /):
+        read(request, candidates)
+        return np.ones(len(candidates))
+
+    return broken(score=score, producer_type="approx-prefix-cache-producer", producer=None)
+
+
+READERS = [
+    lambda request, pool: pool.matched_blocks,
+    lambda request, pool: pool.total_blocks,
+    lambda request, pool: pool.uncached_tokens,
+    lambda request, pool: pool.affinity(""),
+    lambda request, pool: pool.prefix_match(0),
+    lambda request, pool: pool.take(np.arange(1)).uncached_tokens,
+    lambda request, pool: request.cold,
+    lambda request, pool: len(pool) > 1 and request.prompt_tokens > 100 and pool.matched_blocks,
+]
+
+
+@pytest.mark.parametrize("read", READERS)
+def test_whatever_reads_the_prefix_index_has_one(read):
+    """A filter, a scorer or a picker, that declares nothing; unless it says that it reads none."""
+
+    def keep(self, request, candidates, /):
+        read(request, candidates)
+        return np.ones(len(candidates), dtype=np.bool_)
+
+    def score(self, request, candidates, /):
+        read(request, candidates)
+        return np.ones(len(candidates))
+
+    for kinds in ({"filters": broken(keep=keep)}, {"scorers": broken(score=score)}):
+        config = load(SCORE, **kinds)
+        assert config.prefix == "approx-prefix-cache-producer"
+        assert list(config.indexes) == [config.prefix]
+    assert not load(SCORE, scorers=reads_none(read)).indexes
+
+
+def test_a_picker_that_reads_the_prefix_index_has_one():
+    """As a filter or a scorer has."""
+
+    def pick(self, scores, candidates, random, rotation, /):
+        return np.array([int(candidates.matched_blocks.argmax())])
+
+    assert load(SCORE, pickers=broken(pick=pick)).prefix == "approx-prefix-cache-producer"
+    assert not load(SCORE, pickers=Sound).indexes
+
+
+def test_an_index_of_another_type_does_not_stand_for_the_prefix_index():
+    """`no-hit-lru-scorer` asks for its own and looks whether a prompt is known."""
+    config = load(documents("no-hit-lru-scorer"))
+    assert list(config.indexes) == ["no-hit-lru-producer", "approx-prefix-cache-producer"]
+
+
+def test_what_fails_while_it_is_watched_is_told_as_ever():
+    """Once, and by the trial."""
+
+    def score(self, request, candidates, /):
+        raise KeyError
+
+    assert len(refused(SCORE, scorers=broken(score=score))) == 1

@@ -233,4 +233,5 @@ def test_readers_of_an_index_say_which():
         "prefix-cache-scorer": ("", "approx-prefix-cache-producer"),
         "no-hit-lru-scorer": ("no-hit-lru-producer", "no-hit-lru-producer"),
         "session-affinity-scorer": (None, "session-id-producer"),
+        "token-load-scorer": ("", "approx-prefix-cache-producer"),
     }

@@ -184,6 +184,18 @@ def test_warmth_is_given_up_for_a_shorter_wait(tokens, expected):
     assert kept(plugin, warm_pool(tokens)) == expected
 
 
+def test_warmth_is_weighed_by_the_speed_of_each_endpoint_unless_one_is_given():
+    """The slow one waits longer for fewer tokens; a speed in the configuration is everybody's."""
+    pool = warm_pool((20_000, 20_000, 0))
+    own = filters.PrefixCacheAffinity(max_ttft_penalty_ms=1_000)
+    given = filters.PrefixCacheAffinity(max_ttft_penalty_ms=1_000, peak_prefill_throughput=40_000)
+    assert kept(own, pool) == [True, True, True]
+    assert kept(given, pool) == [True, True, False]
+    pool = warm_pool((20_000, 20_000, 0))
+    pool._columns.prefill_tokens_per_s[1] = 40_000.0
+    assert kept(own, pool) == [True, True, False]
+
+
 def test_a_maximum_of_0_never_gives_up_warmth():
     """As in the field."""
     plugin = filters.PrefixCacheAffinity(max_ttft_penalty_ms=0)

@@ -88,7 +88,10 @@ class ReadsColumns(Protocol):
 
 @runtime_checkable
 class ReadsIndex(Protocol):
-    """A filter or scorer that needs an affinity index; one that is missing is made for it."""
+    """A filter or scorer that needs an affinity index; one that is missing is made for it.
+
+    The default prefix index is also made for a plugin that reads it and declares nothing.
+    """
 
     producer_type: ClassVar[str]
     """The type to make it of."""

@@ -23,6 +23,11 @@ from epp.core.knowledge.inflight import Ending, InflightLedger, Lease, Outcome
 from epp.core.knowledge.load_report import read_load_report
 from epp.core.knowledge.peer_load import PeerLoads
 from epp.core.knowledge.pool import EndpointPool, Standing
+from epp.core.knowledge.prefill_speed import (
+    PREFILL_TOKENS_PER_S,
+    LabelledSpeed,
+    speed_by_labels,
+)
 from epp.core.knowledge.saturation import UtilizationDetector
 from epp.core.prompt.blocks import KnownSegments
 from epp.core.prompt.request import InferenceRequest
@@ -48,8 +53,10 @@ class SchedulerSettings(Struct, frozen=True, kw_only=True):
     saturation: UtilizationDetector = field(default_factory=UtilizationDetector)
     metrics_staleness_s: Seconds = 2.0
     """Endpoints with older metrics rank below every fresh one."""
-    prefill_tokens_per_s: float = 15_928.0
-    """`peakPrefillThroughput` of the field, until better is known."""
+    prefill_tokens_per_s: float = PREFILL_TOKENS_PER_S
+    """`peakPrefillThroughput` of the field, of each endpoint that nothing more is said of."""
+    labelled_speeds: tuple[LabelledSpeed, ...] = ()
+    """Of others; of an endpoint that several match, the first."""
     fallback_endpoints_max: int = 0
     lease_ttl_without_response_phase_s: Seconds = 60.0
     session_tokens: SessionTokens = NO_TOKENS
@@ -113,7 +120,7 @@ class Scheduler:
         self.settings = settings
         self.seed = seed
         self.pool = EndpointPool()
-        self.ledger = InflightLedger(self.pool.columns, settings.prefill_tokens_per_s)
+        self.ledger = InflightLedger(self.pool.columns)
         self.failures = PluginFailures()
         """The plugins that failed; the decisions went on without them."""
         self._memory_share = 1.0
@@ -147,6 +154,7 @@ class Scheduler:
         """The pool is now `endpoints`; what left or restarted is forgotten."""
         for slot in self.pool.replace(endpoints, now):
             self._forget(slot)
+        self._set_speeds(now)
 
     def observe(self, slot: int, metrics: EndpointMetrics, now: Seconds) -> None:
         """Take in a good scrape of the endpoint in `slot`."""
@@ -270,7 +278,7 @@ class Scheduler:
                 restarted.append(name)
                 self._open(name)
         self._find_shared()
-        self.ledger.prefill_tokens_per_s = settings.prefill_tokens_per_s
+        self._set_speeds(now)
         self._read_profile()
         return restarted
 
@@ -313,6 +321,17 @@ class Scheduler:
         self.ledger.close_due(now)
         for name, index in self.indexes.items():
             self.failures.call(name, "expire", index.expire, now)
+
+    def _set_speeds(self, now: Seconds) -> None:
+        """Tell the ledger how fast each endpoint prefills."""
+        settings = self.settings
+        speed = settings.prefill_tokens_per_s
+        for slot, endpoint in self.pool.endpoints():
+            if settings.labelled_speeds:
+                speed = speed_by_labels(
+                    endpoint.labels, settings.labelled_speeds, settings.prefill_tokens_per_s
+                )
+            self.ledger.set_speed(slot, speed, now)
 
     def _read_profile(self) -> None:
         """What every decision would otherwise ask the profile again."""
@@ -386,7 +405,6 @@ class Scheduler:
             prefix=self.settings.prefix,
             block_tokens=self.settings.block_tokens,
             prompt_tokens=request.prompt_tokens,
-            prefill_tokens_per_s=self.settings.prefill_tokens_per_s,
         )
 
     def _fresh_first(self, kept: Kept, now: Seconds) -> tuple[Candidates, dict[str, int]]:

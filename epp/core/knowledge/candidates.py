@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from epp.core.knowledge.peer_load import PeerLoads
+from epp.core.knowledge.prefill_speed import PREFILL_TOKENS_PER_S
 from epp.core.knowledge.rendezvous import Hashes, rendezvous_weights
 from epp.core.types import AdapterReport, Endpoint, Seconds
 
@@ -19,7 +20,13 @@ Floats: TypeAlias = npt.NDArray[np.float64]
 Ints: TypeAlias = npt.NDArray[np.int64]
 Bools: TypeAlias = npt.NDArray[np.bool_]
 
-SCRAPED: Final = ("waiting_requests", "running_requests", "kv_cache_usage", "adapter_state")
+SCRAPED: Final = (
+    "waiting_requests",
+    "running_requests",
+    "kv_cache_usage",
+    "kv_capacity_tokens",
+    "adapter_state",
+)
 """Columns that change only when a scrape tells another value, or an endpoint comes, goes or restarts."""
 LISTED: Final = ("endpoints", "labels")
 """Columns that change only with the list of endpoints."""
@@ -55,6 +62,7 @@ class Columns:
         self.waiting_requests: Floats = np.empty(0)
         self.running_requests: Floats = np.empty(0)
         self.kv_cache_usage: Floats = np.empty(0)
+        self.kv_capacity_tokens: Floats = np.empty(0)
         self.observed_at_s: Floats = np.empty(0)
         """-inf: never."""
         self.saturated: Bools = np.empty(0, dtype=np.bool_)
@@ -62,9 +70,12 @@ class Columns:
         self.unreachable: Bools = np.empty(0, dtype=np.bool_)
         """Scrapes in a row found nobody there."""
         self.inflight_requests: Ints = np.empty(0, dtype=np.int64)
+        self.inflight_context_tokens: Ints = np.empty(0, dtype=np.int64)
         self.prefill_backlog_tokens: Floats = np.empty(0)
         """Uncached prefill tokens ahead, as of `prefill_drained_at_s`."""
         self.prefill_drained_at_s: Floats = np.empty(0)
+        self.prefill_tokens_per_s: Floats = np.empty(0)
+        """By configuration; of an empty slot, that of the last endpoint there."""
         self.adapter_generation: Ints = np.empty(0, dtype=np.int64)
         self.adapter_slots_max: Ints = np.empty(0, dtype=np.int64)
         self.adapters_active: Ints = np.empty(0, dtype=np.int64)
@@ -87,6 +98,7 @@ class Columns:
             self._grow(max(8, 2 * slot))
         self.endpoints.append(None)
         self.adapters.append(None)
+        self.prefill_tokens_per_s[slot] = PREFILL_TOKENS_PER_S
         self.clear(slot)
         return slot
 
@@ -104,6 +116,7 @@ class Columns:
             self.endpoints[slot] = None
         self.forget_observations(slot)
         self.inflight_requests[slot] = 0
+        self.inflight_context_tokens[slot] = 0
         self.prefill_backlog_tokens[slot] = 0.0
         self.prefill_drained_at_s[slot] = 0.0
         if self.peers is not None:
@@ -112,6 +125,7 @@ class Columns:
     def forget_observations(self, slot: int) -> None:
         """Forget what scrapes said of `slot`; work in flight stays."""
         self.set_load(slot, math.nan, math.nan, math.nan)
+        self.set_kv_capacity(slot, math.nan)
         self.observed_at_s[slot] = -math.inf
         self.saturated[slot] = False
         self.unreachable[slot] = False
@@ -134,6 +148,13 @@ class Columns:
         if before != kv_cache_usage and not _unknown(before, kv_cache_usage):
             self.kv_cache_usage[slot] = kv_cache_usage
             self.changed("kv_cache_usage")
+
+    def set_kv_capacity(self, slot: int, tokens: float) -> None:
+        """Keep what a scrape said of the size of the KV cache of `slot`; NaN: it did not say."""
+        before = self.kv_capacity_tokens.item(slot)
+        if before != tokens and not _unknown(before, tokens):
+            self.kv_capacity_tokens[slot] = tokens
+            self.changed("kv_capacity_tokens")
 
     def set_adapters(self, slot: int, report: AdapterReport | None) -> None:
         """Keep what a scrape said of adapters, counted once here and not at every decision."""
@@ -228,7 +249,6 @@ class Candidates:
         "_prefix",
         "_slot",
         "block_tokens",
-        "prefill_tokens_per_s",
         "prompt_tokens",
     )
 
@@ -242,7 +262,6 @@ class Candidates:
         prefix: str = "",
         block_tokens: int = 1,
         prompt_tokens: int = 0,
-        prefill_tokens_per_s: float = 0.0,
     ) -> None:
         """`affinities` by the name of the index, by slot; `prefix` names the one for prefixes."""
         slot.setflags(write=False)
@@ -250,8 +269,6 @@ class Candidates:
         self.block_tokens = block_tokens
         """Tokens in one block of `matched_blocks`."""
         self.prompt_tokens = prompt_tokens
-        self.prefill_tokens_per_s = prefill_tokens_per_s
-        """How fast an endpoint prefills, as far as is known; 0: not known, no work is done."""
         self._columns = columns
         self._endpoints = columns.endpoints
         self._now = now
@@ -271,7 +288,6 @@ class Candidates:
             prefix=self._prefix,
             block_tokens=self.block_tokens,
             prompt_tokens=self.prompt_tokens,
-            prefill_tokens_per_s=self.prefill_tokens_per_s,
         )
 
     @property
@@ -308,6 +324,11 @@ class Candidates:
         return self._columns.kv_cache_usage[self._slot]
 
     @property
+    def kv_capacity_tokens(self) -> Floats:
+        """float64[n], tokens that the KV cache holds: its blocks times their size; NaN: unknown."""
+        return self._columns.kv_capacity_tokens[self._slot]
+
+    @property
     def metrics_age_s(self) -> Floats:
         """float64[n], seconds since the last good scrape; inf: never."""
         return self._now - self._columns.observed_at_s[self._slot]
@@ -327,21 +348,33 @@ class Candidates:
         return own
 
     @property
+    def inflight_context_tokens(self) -> Ints:
+        """int64[n], prompt tokens, cached ones too, of requests sent there that have not ended.
+
+        Only of this picker: peers tell requests and prefill tokens. Answers so far are not counted.
+        """
+        return self._columns.inflight_context_tokens[self._slot]
+
+    @property
     def inflight_prefill_tokens(self) -> Floats:
         """float64[n], uncached prompt tokens sent there and, by estimate, not yet prefilled.
 
         Those of peers are among them.
         """
         columns = self._columns
-        elapsed_s = self._now - columns.prefill_drained_at_s[self._slot]
-        ahead: Floats = (
-            columns.prefill_backlog_tokens[self._slot] - elapsed_s * self.prefill_tokens_per_s
-        )
-        left: Floats = np.maximum(ahead, 0.0)
+        done = self._now - columns.prefill_drained_at_s[self._slot]
+        speed = columns.prefill_tokens_per_s[self._slot]
+        done *= speed
+        left: Floats = np.subtract(columns.prefill_backlog_tokens[self._slot], done, out=done)
+        np.maximum(left, 0.0, out=left)
         if columns.peers is not None:
-            speed = self.prefill_tokens_per_s
             left += columns.peers.prefill_tokens(self._slot, self._now, speed)
         return left
+
+    @property
+    def prefill_tokens_per_s(self) -> Floats:
+        """float64[n], above 0: how fast each prefills, by configuration."""
+        return self._columns.prefill_tokens_per_s[self._slot]
 
     @property
     def matched_blocks(self) -> Ints:

@@ -80,8 +80,7 @@ class Lease:
 class InflightLedger:
     """The open leases, and their sums in the columns of the pool."""
 
-    def __init__(self, columns: Columns, prefill_tokens_per_s: float) -> None:
-        self.prefill_tokens_per_s = prefill_tokens_per_s
+    def __init__(self, columns: Columns) -> None:
         self._columns = columns
         self._queues: dict[int, deque[Lease]] = {}
         self._generations: dict[int, int] = {}
@@ -117,7 +116,7 @@ class InflightLedger:
             return False
         self.first_output(lease, now)
         if self.is_live(lease):
-            self._columns.inflight_requests[lease.slot] -= 1
+            self._uncount(lease)
         lease.slot = -1
         self.open_leases -= 1
         return True
@@ -137,11 +136,18 @@ class InflightLedger:
         """Another endpoint serves the request: move its share there."""
         self.first_output(lease, now)
         if self.is_live(lease):
-            self._columns.inflight_requests[lease.slot] -= 1
+            self._uncount(lease)
             self._leave_queue(lease)
         lease.slot = slot
         lease.generation = self._generations.get(slot, 0)
         self._charge(lease, prefill_tokens, now)
+
+    def set_speed(self, slot: int, prefill_tokens_per_s: float, now: Seconds) -> None:
+        """The endpoint in `slot` prefills so fast from `now` on."""
+        columns = self._columns
+        if columns.prefill_tokens_per_s.item(slot) != prefill_tokens_per_s:
+            self._drain(slot, now)
+            columns.prefill_tokens_per_s[slot] = prefill_tokens_per_s
 
     def forget(self, slot: int) -> None:
         """The endpoint left or restarted: its leases count nowhere any more."""
@@ -159,12 +165,20 @@ class InflightLedger:
         columns = self._columns
         # Items as Python's own numbers: arithmetic on numpy's costs three times as much.
         columns.inflight_requests[slot] = columns.inflight_requests.item(slot) + 1
+        context = columns.inflight_context_tokens.item(slot)
+        columns.inflight_context_tokens[slot] = context + lease.request.prompt_tokens
         backlog = columns.prefill_backlog_tokens.item(slot)
         columns.prefill_backlog_tokens[slot] = backlog + prefill_tokens
         queue = self._queues.get(slot)
         if queue is None:
             queue = self._queues[slot] = deque()
         queue.append(lease)
+
+    def _uncount(self, lease: Lease) -> None:
+        columns, slot = self._columns, lease.slot
+        columns.inflight_requests[slot] = columns.inflight_requests.item(slot) - 1
+        context = columns.inflight_context_tokens.item(slot)
+        columns.inflight_context_tokens[slot] = context - lease.request.prompt_tokens
 
     def _leave_queue(self, lease: Lease) -> None:
         queue = self._queues.get(lease.slot)
@@ -174,7 +188,8 @@ class InflightLedger:
     def _drain(self, slot: int, now: Seconds) -> None:
         """Let `slot` have prefilled since it was last looked at, the oldest prompt first."""
         columns = self._columns
-        done = (now - columns.prefill_drained_at_s.item(slot)) * self.prefill_tokens_per_s
+        elapsed_s = now - columns.prefill_drained_at_s.item(slot)
+        done = elapsed_s * columns.prefill_tokens_per_s.item(slot)
         columns.prefill_drained_at_s[slot] = now
         queue = self._queues.get(slot)
         if not queue:
@@ -196,6 +211,8 @@ class InflightLedger:
         if not self.is_live(lease):
             return 0.0
         self._drain(lease.slot, now)
-        ahead = float(self._columns.prefill_backlog_tokens[lease.slot])
+        columns = self._columns
+        ahead = columns.prefill_backlog_tokens.item(lease.slot)
+        speed = columns.prefill_tokens_per_s.item(lease.slot)
         output_tokens = lease.request.output_tokens_max or OUTPUT_TOKENS_ESTIMATE
-        return ahead / self.prefill_tokens_per_s + output_tokens * SECONDS_PER_OUTPUT_TOKEN_ESTIMATE
+        return ahead / speed + output_tokens * SECONDS_PER_OUTPUT_TOKEN_ESTIMATE

@@ -91,14 +91,17 @@ class PeerLoads:
             self._add_up(size)
         return self._requests[slots]
 
-    def prefill_tokens(self, slots: _Ints, now: Seconds, tokens_per_s: float) -> _Floats:
-        """float64[n]: uncached prompt tokens of theirs, less what was prefilled since they said so."""
+    def prefill_tokens(self, slots: _Ints, now: Seconds, tokens_per_s: _Floats) -> _Floats:
+        """float64[n]: uncached prompt tokens of theirs, less what was prefilled since they said so.
+
+        `tokens_per_s`, float64[n], is how fast each of `slots` prefills.
+        """
         total = np.zeros(len(slots))
         for load in self._loads.values():
             within = slots < len(load.requests)
             known = slots[within]
             elapsed_s = now - load.told_at_s[known]
-            left = load.prefill_tokens[known] - elapsed_s * tokens_per_s
+            left = load.prefill_tokens[known] - elapsed_s * tokens_per_s[within]
             total[within] += np.maximum(left, 0.0)
         return total
 

@@ -173,6 +173,7 @@ class EndpointPool:
         columns.set_load(
             slot, metrics.waiting_requests, metrics.running_requests, metrics.kv_cache_usage
         )
+        columns.set_kv_capacity(slot, _kv_capacity_tokens(metrics))
         if columns.adapters[slot] != metrics.adapters:
             columns.set_adapters(slot, metrics.adapters)
         return restarted
@@ -396,6 +397,13 @@ def canonical_address(text: str) -> str:
     if not port:
         return str(ip)
     return f"[{ip}]:{port}" if ip.version == 6 else f"{ip}:{port}"
+
+
+def _kv_capacity_tokens(metrics: EndpointMetrics) -> float:
+    """NaN: the page does not tell, or tells what cannot be."""
+    # As floats: a page may tell numbers whose product is none.
+    tokens = float(metrics.blocks_total or 0) * float(metrics.block_size_tokens or 0)
+    return tokens if 0.0 < tokens < math.inf else math.nan
 
 
 def _changed(before: float | None, after: float | None) -> bool:

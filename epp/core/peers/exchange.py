@@ -434,7 +434,7 @@ class PeerExchange:
         scheduler = self._scheduler
         columns = scheduler.pool.columns
         n = len(columns)
-        speed = scheduler.ledger.prefill_tokens_per_s
+        speed = columns.prefill_tokens_per_s[:n]
         if len(self._told_requests) < n:
             more = n - len(self._told_requests)
             self._told_requests = np.concatenate((self._told_requests, np.zeros(more, np.int64)))

@@ -411,7 +411,6 @@ def endpoint_rows(scheduler: Scheduler, now: float) -> list[Row]:
         np.array(list(standings), dtype=np.int64),
         now,
         affinities={},
-        prefill_tokens_per_s=scheduler.settings.prefill_tokens_per_s,
     )
     columns: dict[str, Sequence[Any]] = {
         "name": [endpoint.name for endpoint in candidates.endpoints],

@@ -40,7 +40,6 @@ def pool_snapshot(
             slots,
             now,
             affinities={},
-            prefill_tokens_per_s=scheduler.settings.prefill_tokens_per_s,
         ),
         ready=list(scheduler.standings(now).values()).count(Standing.READY),
         set_aside=pool.set_aside_count(),

@@ -47,6 +47,7 @@ def filled_slot():
     columns.saturated[slot] = True
     columns.inflight_requests[slot] = 2
     columns.prefill_backlog_tokens[slot] = 100.0
+    columns.prefill_drained_at_s[slot] = 5.0
     columns.set_adapters(slot, lora("a", slots_max=2))
     return columns, slot
 
@@ -90,18 +91,22 @@ def test_prefill_tokens_drain_with_time():
         slot = columns.add_slot()
         columns.prefill_backlog_tokens[slot] = backlog_tokens
         columns.prefill_drained_at_s[slot] = 10.0 if slot else 12.0
-    pool = Candidates(columns, np.arange(3), 12.0, affinities={}, prefill_tokens_per_s=100.0)
+        columns.prefill_tokens_per_s[slot] = 100.0
+    pool = Candidates(columns, np.arange(3), 12.0, affinities={})
     assert pool.inflight_prefill_tokens.tolist() == [1000.0, 800.0, 0.0]
+    columns.prefill_tokens_per_s[1] = 400.0
+    assert pool.inflight_prefill_tokens.tolist() == [1000.0, 200.0, 0.0]
+    assert pool.prefill_tokens_per_s.tolist() == [100.0, 400.0, 100.0]
 
 
-def test_an_unknown_speed_drains_nothing():
-    """Work is not taken for done without a reason."""
+def test_a_speed_that_nobody_told_is_the_fields_default():
+    """An endpoint that restarts keeps its own."""
     columns = Columns()
-    slot = columns.add_slot()
-    columns.prefill_backlog_tokens[slot] = 100.0
-    for now in (0.0, 60.0):
-        pool = Candidates(columns, np.array([slot]), now, affinities={})
-        assert pool.inflight_prefill_tokens.tolist() == [100.0]
+    slots = [columns.add_slot() for _ in range(20)]
+    assert set(columns.prefill_tokens_per_s[slots].tolist()) == {15_928.0}
+    columns.prefill_tokens_per_s[3] = 1.0
+    columns.clear(3)
+    assert columns.prefill_tokens_per_s[3] == 1.0
 
 
 def test_taking_some_keeps_every_column_in_step():
@@ -223,6 +228,9 @@ def test_a_column_has_another_version_when_it_tells_something_else():
     assert changed(columns.set_load, 1.0, 2.0, 0.5) == {"kv_cache_usage"}
     assert changed(columns.set_load, 1.0, 2.0, 0.5) == set()
     assert (columns.waiting_requests[slot], columns.kv_cache_usage[slot]) == (1.0, 0.5)
+    assert changed(columns.set_kv_capacity, nan) == set()
+    assert changed(columns.set_kv_capacity, 4_096.0) == {"kv_capacity_tokens"}
+    assert changed(columns.set_kv_capacity, 4_096.0) == set()
     assert changed(columns.set_adapters, lora("a")) == {"adapter_state"}
     assert changed(columns.forget_observations) == set(SCRAPED)
     assert np.isnan(columns.running_requests[slot])

@@ -13,8 +13,9 @@ RATE = 100.0
 def ledger_of(slots=2):
     columns = Columns()
     for _ in range(slots):
-        columns.add_slot()
-    return InflightLedger(columns, RATE), columns
+        slot = columns.add_slot()
+        columns.prefill_tokens_per_s[slot] = RATE
+    return InflightLedger(columns), columns
 
 
 def lease(ledger, slot=0, tokens=100.0, now=0.0, **fields):
@@ -50,6 +51,19 @@ def test_the_first_output_releases_the_rest_of_the_prompt_but_not_the_request():
     ledger.first_output(one, 1.0)
     assert columns.prefill_backlog_tokens[0] == pytest.approx(0.0)
     assert columns.inflight_requests[0] == 1
+
+
+def test_the_context_stays_until_the_request_ends():
+    """All of its prompt, cached or not: it lies in the KV cache while the answer is made."""
+    ledger, columns = ledger_of()
+    one, two = (lease(ledger, tokens=10.0, prompt_tokens=tokens) for tokens in (1_000, 500))
+    ledger.first_output(one, 0.0)
+    assert columns.inflight_context_tokens[0] == 1_500
+    ledger.move(one, 1, 0.0, 0.0)
+    assert columns.inflight_context_tokens[:2].tolist() == [500, 1_000]
+    assert ledger.close(two, 1.0)
+    assert not ledger.close(two, 1.0)
+    assert columns.inflight_context_tokens[:2].tolist() == [0, 1_000]
 
 
 def test_a_move_takes_everything_along():
@@ -110,7 +124,8 @@ def test_whatever_happens_the_sums_are_those_of_the_open_leases(steps):
         now += elapsed
         picked = leases[number % len(leases)] if leases else None
         if verb == "open":
-            leases.append(lease(ledger, slot=number % 3, tokens=tokens, now=now))
+            context = 2 * int(tokens)
+            leases.append(lease(ledger, number % 3, tokens, now, prompt_tokens=context))
         elif verb == "forget":
             ledger.forget(number % 3)
             columns.clear(number % 3)
@@ -124,10 +139,34 @@ def test_whatever_happens_the_sums_are_those_of_the_open_leases(steps):
         for slot in range(3):
             live = [held for held in leases if held.slot == slot and ledger.is_live(held)]
             assert columns.inflight_requests[slot] == len(live)
+            context_tokens = sum(held.request.prompt_tokens for held in live)
+            assert columns.inflight_context_tokens[slot] == context_tokens
             held_tokens = sum(held.prefill_tokens for held in live)
             assert columns.prefill_backlog_tokens[slot] == pytest.approx(held_tokens, abs=1e-6)
     for held in leases:
         ledger.close(held, now)
     assert columns.inflight_requests[:3].tolist() == [0, 0, 0]
+    assert columns.inflight_context_tokens[:3].tolist() == [0, 0, 0]
     assert columns.prefill_backlog_tokens[:3].tolist() == pytest.approx([0, 0, 0], abs=1e-6)
     assert ledger.open_leases == 0
+
+
+def test_each_endpoint_drains_at_its_own_speed():
+    """After 1 s the one at 100 tokens/s has 400 of 500 left, the one at 300 has 200."""
+    ledger, columns = ledger_of()
+    ledger.set_speed(1, 3 * RATE, 0.0)
+    for slot in (0, 1):
+        ledger.first_output(lease(ledger, slot, tokens=500.0), 0.0)
+        lease(ledger, slot, tokens=500.0)
+        ledger.first_output(lease(ledger, slot, tokens=0.0), 1.0)
+    assert columns.prefill_backlog_tokens[:2].tolist() == [400.0, 200.0]
+
+
+def test_what_was_prefilled_before_the_speed_changed_stays_prefilled():
+    """A second at the old speed, a second at the new one."""
+    ledger, columns = ledger_of()
+    lease(ledger, tokens=500.0)
+    ledger.set_speed(0, 3 * RATE, 1.0)
+    assert columns.prefill_backlog_tokens[0] == 400.0
+    ledger.first_output(lease(ledger, tokens=0.0), 2.0)
+    assert columns.prefill_backlog_tokens[0] == 100.0

@@ -44,7 +44,7 @@ def test_an_endpoint_that_left_takes_its_load_with_it_and_a_new_slot_starts_empt
     assert requests(loads, size=9) == [0] * 9
     tell(loads, b"a", {8: 1}, size=9)
     assert requests(loads, size=12) == [0] * 8 + [1, 0, 0, 0]
-    assert loads.prefill_tokens(np.arange(12), 0.0, 10.0).tolist() == [0.0] * 12
+    assert loads.prefill_tokens(np.arange(12), 0.0, np.full(12, 10.0)).tolist() == [0.0] * 12
 
 
 def test_what_peers_prefill_drains_until_they_say_more():
@@ -52,7 +52,9 @@ def test_what_peers_prefill_drains_until_they_say_more():
     loads = PeerLoads()
     tell(loads, b"a", {0: 1, 1: 1}, tokens=100.0)
     tell(loads, b"b", {1: 1}, tokens=30.0, now=1.0)
-    slots = np.array([0, 1, 2])
-    assert loads.prefill_tokens(slots, 1.0, 10.0).tolist() == [90.0, 120.0, 0.0]
-    assert loads.prefill_tokens(slots, 9.0, 10.0).tolist() == [10.0, 10.0, 0.0]
-    assert loads.prefill_tokens(slots, 99.0, 10.0).tolist() == [0.0] * 3
+    slots, speeds = np.array([0, 1, 2]), np.full(3, 10.0)
+    assert loads.prefill_tokens(slots, 1.0, speeds).tolist() == [90.0, 120.0, 0.0]
+    assert loads.prefill_tokens(slots, 9.0, speeds).tolist() == [10.0, 10.0, 0.0]
+    assert loads.prefill_tokens(slots, 99.0, speeds).tolist() == [0.0] * 3
+    speeds[1] = 20.0
+    assert loads.prefill_tokens(slots, 2.0, speeds).tolist() == [80.0, 70.0, 0.0]

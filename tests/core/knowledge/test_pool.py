@@ -350,3 +350,28 @@ def test_a_load_report_of_an_endpoint_that_was_never_scraped_is_not_taken():
     pool = pool_of(endpoint(0))
     assert not pool.report(0, LoadReport(waiting_requests=9.0))
     assert math.isnan(pool.columns.waiting_requests[0])
+
+
+@pytest.mark.parametrize(
+    ("blocks_total", "block_size_tokens", "tokens"),
+    [
+        (2_048, 16, 32_768.0),
+        (None, 16, math.nan),
+        (2_048, None, math.nan),
+        (0, 16, math.nan),
+        (-5, 16, math.nan),
+        (10**300, 10**300, math.nan),
+    ],
+)
+def test_the_kv_cache_is_as_large_as_the_last_page_tells(blocks_total, block_size_tokens, tokens):
+    """Unknown where it does not tell, or tells what no engine has; after a restart too."""
+    pool = pool_of(endpoint(0))
+    capacity = pool.columns.kv_capacity_tokens
+    assert math.isnan(capacity[0])
+    pool.observe(0, scraped(blocks_total=8, block_size_tokens=16), 1.0)
+    assert capacity[0] == 128.0
+    told = scraped(blocks_total=blocks_total, block_size_tokens=block_size_tokens)
+    pool.observe(0, told, 2.0)
+    assert capacity[0] == pytest.approx(tokens, nan_ok=True)
+    pool.replace([endpoint(0, incarnation="restarted")], 3.0)
+    assert math.isnan(capacity[0])

@@ -45,7 +45,6 @@ def make_candidates(count: int, *, scraped: bool = True) -> Candidates:
         prefix="approx",
         block_tokens=64,
         prompt_tokens=700,
-        prefill_tokens_per_s=15_928.0,
     )
 
 

@@ -23,6 +23,20 @@ def prefill_s(name, tokens):
     return profile.step_s(work)
 
 
+def test_the_peak_prefill_speed_is_the_one_that_was_measured():
+    """The guide optimized-baseline of llm-d: 15,928 tokens/s of Qwen3-32B on two H100s."""
+    speed = find_profile("qwen3-32b-h100-tp2").prefill_tokens_per_s(8_192)
+    assert speed == pytest.approx(15_928, rel=0.01)
+
+
+@pytest.mark.parametrize("name", built_in_profiles())
+def test_steps_of_more_tokens_prefill_faster_until_attention_takes_over(name):
+    """What a step costs besides its tokens is shared; a table may have its own kinks."""
+    profile = find_profile(name)
+    assert profile.prefill_tokens_per_s(64) < profile.prefill_tokens_per_s(2_048)
+    assert profile.prefill_tokens_per_s(2_048) == pytest.approx(2_048 / prefill_s(name, 2_048))
+
+
 def decode_s(name, requests, context):
     work = StepWork(
         tokens=requests,

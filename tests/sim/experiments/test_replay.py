@@ -15,6 +15,7 @@ from pathlib import Path
 import msgspec
 import pyarrow.parquet as pq
 import pytest
+from msgspec import structs
 
 from epp.configuration.build import plugin_tables
 from epp.configuration.config import DEFAULT_CONFIG, config_hash, load_config
@@ -27,7 +28,7 @@ from sim.measurement.intervals import Estimate
 from sim.reports.compare_report import comparison_table, verdict
 from sim.reports.report import markdown_table, number, seconds, table
 from sim.reports.run_report import explained
-from tests.sim.made import BLOCK_TOKENS, arrivals
+from tests.sim.made import BLOCK_TOKENS, arrivals, kind
 from tests.sim.terminal import on_a_terminal
 
 ROOT = Path(__file__).parents[3]
@@ -942,6 +943,30 @@ def described(trace, seed=1, policy="random"):
     add_run_options(options)
     given = options.parse_args([str(trace), "--block-tokens", str(BLOCK_TOKENS)])
     return run_settings(given, policy_source(policy), seed)
+
+
+def test_the_picker_knows_how_fast_the_pods_of_its_profile_prefill(trace, tmp_path):
+    """Unless the configuration says otherwise, or pods differ."""
+    head = "apiVersion: llm-d.ai/v1alpha1\nkind: EndpointPickerConfig\nplugins: [{type: token-load-scorer}"
+    quiet, told = tmp_path / "quiet.yaml", tmp_path / "told.yaml"
+    quiet.write_text(f"{head}]\n")
+    told.write_text(
+        f"{head}, {{type: inflight-load-producer, parameters: {{peakPrefillThroughput: 777}}}}]\n"
+    )
+    fast, slow = kind(), kind(profile="llama-3.1-8b-a100-tp1")
+    assert fast.prefill_tokens_per_s > 2 * slow.prefill_tokens_per_s
+
+    def seen(policy, *pods):
+        settings = described(trace, policy=str(policy))
+        run = Run(structs.replace(settings, cluster=structs.replace(settings.cluster, pods=pods)))
+        run.run()
+        columns = run.cluster.policies[0].scheduler.pool.columns
+        return set(columns.prefill_tokens_per_s[: len(pods)].tolist())
+
+    for pod in (fast, slow):
+        assert seen(quiet, pod, pod) == seen("default", pod) == {pod.prefill_tokens_per_s}
+        assert seen(told, pod) == {777.0}
+    assert seen(quiet, fast, slow) == {15_928.0}
 
 
 def test_an_interrupt_ends_the_search_for_ceilings_too(trace):

@@ -30,6 +30,7 @@ NAMES = (
     "hostile_bodies",
     "index",
     "peers",
+    "peer_transport",
     "process",
     "scrape",
     "hostile_pages",

@@ -53,7 +53,7 @@ OUTGOING_INTERVAL_S: Final = 0.02
 """How often a shell asks for what is to be sent."""
 HEARTBEAT_S: Final = 1.0
 SILENT_S_MAX: Final = 3 * HEARTBEAT_S
-ORIGINS_MAX: Final = 32
+ORIGINS_MAX: Final = 64
 RECORDS_PER_APPLY: Final = 64
 """Learnt in one call: half a millisecond."""
 RECORDS_PER_S_MAX: Final = 5_000
@@ -91,7 +91,7 @@ class Peer(Struct):
     heard_at_s: Seconds
     first_heard_at_s: Seconds
     uptime_s: Seconds = 0.0
-    """When it was last heard."""
+    """When it was heard last, for how long it had run."""
     number: int = 0
     """Of its last live frame."""
     frames: int = 0

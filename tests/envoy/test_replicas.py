@@ -194,10 +194,11 @@ async def test_a_picker_that_is_killed_leaves_nothing_behind_and_comes_back_warm
     await reaches(together.pickers, "homing_peers", 2)
     assert await metric(victim, "homing_peer_snapshot_seconds_count") == 1
     before = {picker: await counted(picker) for picker in together.pickers}
-    assert errors(await together.run(4)) == []
+    for seed in (4, 5, 6):
+        assert errors(await together.run(seed)) == []
     rates = []
     for picker in together.pickers:
         matched, total = (a - b for a, b in zip(await counted(picker), before[picker], strict=True))
-        assert total > 0
+        assert total > 75, "a hundred decisions or so"
         rates.append(matched / total)
     assert rates[0] > min(rates[1:]) - 0.05

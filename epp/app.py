@@ -156,7 +156,6 @@ class EndpointPicker:
         self._found = self._read_endpoints() if flags.endpoints_file else Found()
         settings = _settings(self.live.current(len(self._found.endpoints)))
         self.scheduler = Scheduler(settings, seed=seed)
-        self.scheduler.replicas_unheard = flags.replicas_besides
         self.exchange = self._open_exchange()
         self._failing_plugins = FailingPluginsLog(self.scheduler.failures)
         self.registry = CollectorRegistry()
@@ -564,6 +563,8 @@ class EndpointPicker:
             messages=self.decoder.paths(),
             peers=self.exchange if self.flags.shares else None,
         )
+        if not self.peers.enabled:
+            return shown
         return structs.replace(shown, peer_links=self.peers.snapshot())
 
 

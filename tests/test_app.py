@@ -3,6 +3,7 @@
 import asyncio
 import json
 import os
+import re
 import signal
 import ssl
 import sys
@@ -16,6 +17,7 @@ import structlog
 from aiohttp import ClientSession, web
 from aiohttp.test_utils import TestServer
 from grpc_health.v1 import health_pb2
+from prometheus_client import generate_latest
 
 from epp.app import EndpointPicker, StartError, loop_factory
 from epp.configuration.flags import parse_serve
@@ -282,6 +284,16 @@ async def test_health_is_on_both_ports_and_ends_with_the_drain(tmp_path):
         hurry.set()
         async with asyncio.timeout(15):
             await served
+
+
+async def test_a_picker_that_is_alone_shows_no_series_of_links_to_peers(tmp_path):
+    """A dashboard that finds them would count a replica that misses all the others."""
+    async with serving(tmp_path, TWO) as running:
+        page = generate_latest(running.picker.registry).decode()
+        links = re.findall(
+            r"^homing_peers?_(?:known|frames|bytes|failures|snapshots).*", page, re.MULTILINE
+        )
+        assert not links
 
 
 async def test_new_weights_decide_without_forgetting_anything(tmp_path):

@@ -29,7 +29,6 @@ COVERED_ELSEWHERE = {
     "epp/shell/gateway/sessions.py": ("tests/test_app.py", "streams are opened through it"),
     "epp/configuration/live.py": ("tests/test_app.py", "configurations are changed live there"),
     "epp/shell/peers/carrier.py": ("tests/shell/peers/test_pump.py", "a protocol and its nouns"),
-    "epp/shell/peers/exchange.py": ("tests/shell/peers/test_pump.py", "a protocol"),
     "epp/shell/peers/state.py": ("tests/shell/peers/test_service.py", "nouns and totals"),
     "epp/core/knowledge/index.py": ("tests/plugins/test_contract.py", "protocols"),
     "epp/core/parameters.py": ("tests/plugins/test_contract.py", "what every plugin is made of"),

@@ -249,12 +249,9 @@ class PeerExchange:
 
     def receive(self, message: bytes, now: Seconds) -> Taken:
         """Take a frame of a peer in; its records wait for `apply`."""
-        try:
-            frame = decode(message)
-        except OtherVersionError:
-            return Taken.OTHER_VERSION
-        except UnreadableError:
-            return Taken.UNREADABLE
+        frame = _read(message)
+        if isinstance(frame, Taken):
+            return frame
         if frame.origin == self.origin:
             return Taken.OWN
         if frame.kind == Kind.GOODBYE:
@@ -288,12 +285,9 @@ class PeerExchange:
 
     def receive_snapshot_frame(self, message: bytes, now: Seconds, age_s: Seconds) -> Taken:
         """Take in a frame of a `snapshot` that was made `age_s` ago, by whomever."""
-        try:
-            frame = decode(message)
-        except OtherVersionError:
-            return Taken.OTHER_VERSION
-        except UnreadableError:
-            return Taken.UNREADABLE
+        frame = _read(message)
+        if isinstance(frame, Taken):
+            return frame
         if frame.kind != Kind.SNAPSHOT:
             return Taken.UNREADABLE
         self._snapshot.put(frame, now, age_s)
@@ -489,6 +483,16 @@ class PeerExchange:
         self._index_names = tuple(signatures)
         self._index_hashes = index_hashes(signatures.values())
         self._by_hash = dict(zip(self._index_hashes, self._index_names, strict=True))
+
+
+def _read(message: bytes) -> Frame | Taken:
+    """The frame in `message`, or why there is none."""
+    try:
+        return decode(message)
+    except OtherVersionError:
+        return Taken.OTHER_VERSION
+    except UnreadableError:
+        return Taken.UNREADABLE
 
 
 def _spelt(keys: Iterable[bytes], book: ChainBook, bytes_max: int) -> tuple[Key, ...]:

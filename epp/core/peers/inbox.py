@@ -69,12 +69,8 @@ class Inbox:
         self._waiting.append(_Waiting(frame, now, age_s))
         self._waiting_bytes += len(frame.records)
         while self._waiting_bytes > WAITING_BYTES_MAX:
-            self._drop_first()
+            self.drop_first()
             self._counts.dropped += 1
-
-    def drop_first(self) -> None:
-        """Do not learn what is left of the first frame."""
-        self._drop_first()
 
     def apply(
         self,
@@ -100,7 +96,7 @@ class Inbox:
                 self._counts.unreadable += 1
                 record = None
             if record is None:
-                self._drop_first()
+                self.drop_first()
                 continue
             self._learn(record, first, scheduler, slots, indexes, now)
         return records_max
@@ -152,6 +148,7 @@ class Inbox:
         book.note(chain, len(head))
         return chain
 
-    def _drop_first(self) -> None:
+    def drop_first(self) -> None:
+        """Do not learn what is left of the first frame."""
         self._waiting_bytes -= len(self._waiting.popleft().frame.records)
         self._records = None

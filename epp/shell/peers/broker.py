@@ -24,11 +24,11 @@ import structlog
 from msgspec import Struct
 
 from epp.configuration.flags import PEER_URL, is_peer_url
+from epp.core.peers.exchange import PeerExchange
 from epp.core.peers.frames import FRAME_BYTES_MAX, ORIGIN_BYTES
 from epp.core.types import Seconds
 from epp.shell.peers.carrier import Kind, Message, Source
 from epp.shell.peers.complaints import Complaints
-from epp.shell.peers.exchange import Exchange
 from epp.shell.peers.secret import read_secret
 from epp.shell.peers.snapshots import (
     SNAPSHOT_BYTES_MAX,
@@ -130,7 +130,7 @@ class Broker:
         self,
         url: str,
         pool: str,
-        exchange: Exchange,
+        exchange: PeerExchange,
         traffic: Traffic,
         complaints: Complaints,
         *,

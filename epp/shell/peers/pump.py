@@ -9,15 +9,13 @@ import time
 from collections.abc import Callable
 from typing import Final
 
-from epp.core.peers.exchange import Taken
+from epp.core.peers.exchange import OUTGOING_INTERVAL_S, PeerExchange, Taken
 from epp.core.types import Seconds
 from epp.shell.peers.carrier import Carrier, Kind, Message
 from epp.shell.peers.complaints import Complaints
-from epp.shell.peers.exchange import Exchange
 from epp.shell.peers.state import Traffic
 from epp.shell.peers.warm_start import SnapshotServer, WarmStart
 
-BEAT_S: Final[Seconds] = 0.02
 MESSAGES_PER_TURN_MAX: Final = 32
 MESSAGES_PER_BEAT_MAX: Final = 256
 """Of all peers: 12,800 a second, where 64 peers in good order send half as many at most."""
@@ -31,14 +29,14 @@ class Pump:
 
     def __init__(
         self,
-        exchange: Exchange,
+        exchange: PeerExchange,
         carrier: Carrier,
         traffic: Traffic,
         complaints: Complaints,
         *,
         warm_start: WarmStart | None = None,
         server: SnapshotServer | None = None,
-        beat_s: Seconds = BEAT_S,
+        beat_s: Seconds = OUTGOING_INTERVAL_S,
     ) -> None:
         """Without `warm_start` and `server` the carrier has no snapshots."""
         self._exchange = exchange

@@ -10,12 +10,12 @@ from zlib import crc32
 import structlog
 
 from epp.configuration.flags import ServeFlags
+from epp.core.peers.exchange import PeerExchange
 from epp.core.types import Seconds
 from epp.shell.peers.addresses import Addresses
 from epp.shell.peers.broker import Broker, broker_url
 from epp.shell.peers.carrier import Carrier
 from epp.shell.peers.complaints import Complaints
-from epp.shell.peers.exchange import Exchange
 from epp.shell.peers.mesh import Mesh, address_of
 from epp.shell.peers.pump import Pump
 from epp.shell.peers.secret import peer_keys
@@ -37,7 +37,7 @@ class Peers:
     def __init__(
         self,
         flags: ServeFlags,
-        exchange: Exchange,
+        exchange: PeerExchange,
         *,
         on_ready: Callable[[], None],
         on_snapshot: Callable[[str, Seconds], None],

@@ -13,9 +13,9 @@ from typing import Final
 
 import structlog
 
+from epp.core.peers.exchange import PeerExchange
 from epp.core.types import Seconds
 from epp.shell.peers.complaints import Complaints
-from epp.shell.peers.exchange import Exchange
 from epp.shell.peers.snapshots import (
     SNAPSHOT_BYTES_MAX,
     SnapshotError,
@@ -39,7 +39,7 @@ class SnapshotFile:
     def __init__(
         self,
         folder: str,
-        exchange: Exchange,
+        exchange: PeerExchange,
         complaints: Complaints,
         *,
         every_s: Seconds = WRITE_EVERY_S,

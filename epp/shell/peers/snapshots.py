@@ -14,9 +14,9 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Final
 
+from epp.core.peers.exchange import PeerExchange
 from epp.core.peers.frames import FRAME_BYTES_MAX
 from epp.core.types import Seconds
-from epp.shell.peers.exchange import Exchange
 
 SNAPSHOT_BYTES_MAX: Final = 64 * 1024 * 1024
 """Ten times what 1.7 million entries take."""
@@ -81,7 +81,7 @@ def _digest(head: bytes, body: bytes) -> bytes:
     return made.digest()
 
 
-async def gathered(exchange: Exchange, bytes_max: int = SNAPSHOT_BYTES_MAX) -> list[bytes]:
+async def gathered(exchange: PeerExchange, bytes_max: int = SNAPSHOT_BYTES_MAX) -> list[bytes]:
     """The frames of a snapshot, made a turn of the loop each; the newest, if not all have room."""
     frames: deque[bytes] = deque()
     left = bytes_max - _HEAD.size - _DIGEST_BYTES
@@ -98,7 +98,7 @@ async def gathered(exchange: Exchange, bytes_max: int = SNAPSHOT_BYTES_MAX) -> l
         await asyncio.sleep(PAUSE_SHARE * (time.monotonic() - began_at_s))
 
 
-async def feed(exchange: Exchange, frames: Sequence[bytes], age_s: Seconds) -> None:
+async def feed(exchange: PeerExchange, frames: Sequence[bytes], age_s: Seconds) -> None:
     """Give `frames` to the exchange, and let it apply each before the next."""
     for frame in frames:
         exchange.receive_snapshot_frame(frame, time.monotonic(), age_s)

@@ -10,10 +10,10 @@ import time
 from random import Random
 from typing import Final
 
+from epp.core.peers.exchange import PeerExchange
 from epp.core.types import Seconds
 from epp.shell.peers.carrier import Kind, Source
 from epp.shell.peers.complaints import Complaints
-from epp.shell.peers.exchange import Exchange
 from epp.shell.peers.mesh import Link, Mesh
 
 POLL_S: Final[Seconds] = 0.02
@@ -105,7 +105,7 @@ class WarmStart:
 class SnapshotServer:
     """Answers; `run` as a task."""
 
-    def __init__(self, exchange: Exchange, mesh: Mesh, complaints: Complaints) -> None:
+    def __init__(self, exchange: PeerExchange, mesh: Mesh, complaints: Complaints) -> None:
         self._exchange = exchange
         self._mesh = mesh
         self._complaints = complaints

@@ -8,6 +8,7 @@ from types import MappingProxyType
 from typing import Final
 
 from epp.configuration.config import DEFAULT_CONFIG
+from epp.strategies import STRATEGIES
 
 DEFAULT_POLICY: Final = "default"
 """The configuration that `epp serve` has when it is given none."""
@@ -59,6 +60,7 @@ CONFIGURATIONS: Final[Mapping[str, str]] = MappingProxyType(
         DEFAULT_POLICY: DEFAULT_CONFIG,
         "llm-d-3-2-2": _WEIGHTED_3_2_2,
         "sticky-until-saturated": _STICKY_UNTIL_SATURATED,
+        **{name: strategy.config for name, strategy in STRATEGIES.items()},
     }
 )
 """Name -> text."""

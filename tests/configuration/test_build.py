@@ -18,6 +18,7 @@ from epp.core.knowledge.candidates import Candidates
 from epp.core.prompt.request import InferenceRequest
 from epp.core.types import Endpoint
 from epp.plugins import FILTERS, PICKERS, SCORERS
+from epp.strategies import plugin_classes
 from tests.builders import endpoint
 
 SAMPLES = Path(__file__).parent / "config_samples"
@@ -198,11 +199,11 @@ class Alphabetical(Parameters, frozen=True):
 
 
 def test_without_other_distributions_the_tables_are_our_own():
-    """Filters, scorers, pickers and indexes."""
-    assert dict(TABLES.filters) == dict(FILTERS)
-    assert dict(TABLES.scorers) == dict(SCORERS)
-    assert dict(TABLES.pickers) == dict(PICKERS)
-    assert dict(TABLES.indexes) == dict(INDEXES)
+    """Those of the field, and those of the strategies."""
+    assert TABLES.filters == {**FILTERS, **plugin_classes("FILTERS")}
+    assert TABLES.scorers == {**SCORERS, **plugin_classes("SCORERS")}
+    assert TABLES.pickers == {**PICKERS, **plugin_classes("PICKERS")}
+    assert TABLES.indexes == {**INDEXES, **plugin_classes("INDEXES")}
 
 
 @pytest.mark.parametrize(

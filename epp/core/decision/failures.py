@@ -116,6 +116,10 @@ def affinity_fault(found: object, slots: int) -> str:
         return f"an Affinity with matched = {array_fault(matched, INTS, slots)}"
     if type(total) is not int or total < 0:
         return f"an Affinity with total = {_kind(total)}, expected int from 0 on"
+    for name, column in found.columns.items():
+        fault = array_fault(column, FLOATS, slots)
+        if fault:
+            return f"an Affinity with the column {name} = {fault}"
     return ""
 
 

@@ -6,6 +6,7 @@ is a view of some of those slots at one instant; a column is gathered when it is
 
 import math
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Final, TypeAlias
 
 import numpy as np
@@ -33,19 +34,24 @@ LISTED: Final = ("endpoints", "labels")
 VERSIONED: Final = (*SCRAPED, *LISTED)
 
 _NO_ADAPTERS: Final = AdapterReport()
+NO_COLUMNS: Final[Mapping[str, Floats]] = MappingProxyType({})
 
 
 class Affinity:
     """What an affinity index answers: `matched[i]` of `total`, in the index's own unit.
 
-    From an index, `matched` is int64 by endpoint slot; from `Candidates`, by candidate.
+    From an index, `matched` is int64 by endpoint slot; from `Candidates`, by candidate. So are the
+    `columns`, float64 by name: whatever else the index knows of each endpoint.
     """
 
-    __slots__ = ("matched", "total")
+    __slots__ = ("columns", "matched", "total")
 
-    def __init__(self, matched: Ints, total: int) -> None:
+    def __init__(
+        self, matched: Ints, total: int, columns: Mapping[str, Floats] = NO_COLUMNS
+    ) -> None:
         self.matched = matched
         self.total = total
+        self.columns = columns
 
 
 class Columns:
@@ -431,4 +437,7 @@ class Candidates:
         known = self._affinities.get(name or self._prefix)
         if known is None:
             return Affinity(np.zeros(len(self._slot), dtype=np.int64), 0)
-        return Affinity(known.matched[self._slot], known.total)
+        if not known.columns:
+            return Affinity(known.matched[self._slot], known.total)
+        columns = {name: column[self._slot] for name, column in known.columns.items()}
+        return Affinity(known.matched[self._slot], known.total, columns)

@@ -1,0 +1,26 @@
+"""Costs as scores: who costs least gets 1, and the order of the others stays."""
+
+import numpy as np
+
+from epp.plugins.contract import Floats
+
+
+def scores_of_cost(cost: Floats) -> Floats:
+    """float64[n] in [0, 1], from 1 for the least `cost` to 0 for the greatest; all equal: 1.
+
+    `cost` is float64[n]. What is not finite scores 0 where anything is finite. Equal costs score the
+    same, so that the picker breaks ties.
+    """
+    finite = np.isfinite(cost)
+    if not finite.any():
+        return np.ones(len(cost))
+    least = float(cost[finite].min())
+    most = float(cost[finite].max())
+    if not finite.all():
+        # Behind the worst that is known, however close to the best that is.
+        most += max(most - least, 1.0)
+        cost = np.where(finite, cost, most)
+    if not most > least:
+        return np.ones(len(cost))
+    scores: Floats = (most - cost) / (most - least)
+    return scores

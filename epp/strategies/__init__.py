@@ -9,10 +9,11 @@ from collections.abc import Mapping
 from types import MappingProxyType, ModuleType
 from typing import Any, Final
 
-from epp.strategies import least_work
+from epp.strategies import added_time, least_work
 from epp.strategies.strategy import Strategy
 
 FAMILIES: Final[tuple[ModuleType, ...]] = (
+    added_time,
     least_work,
 )  # fmt: skip
 """In the order in which tables show them."""

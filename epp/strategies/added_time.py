@@ -1,0 +1,158 @@
+"""Our own: send the request where it adds the least time to everybody.
+
+What a request costs at an endpoint is what it waits there, what it computes there, and what all
+others lose by it: those that decode while it is prefilled, those that decode beside its context, those
+that wait for memory which it takes, and those whose cached prefixes it evicts. All of that is in
+tokens of prefill, so that of the speed of an endpoint nothing must be known but how fast it prefills.
+"""
+
+import math
+from typing import Annotated, ClassVar, Final
+
+import numpy as np
+from msgspec import Meta
+
+from epp.core.duration import Duration
+from epp.plugins.agreement import agreement_key
+from epp.plugins.contract import Candidates, Floats, InferenceRequest, Parameters
+from epp.strategies.cost import scores_of_cost
+from epp.strategies.strategy import Strategy, config_of, step
+
+ATTENTION_TOKENS: Final = 40_000.0
+"""Mean context at which attention costs a prefilled token as much as all the rest. Of the built-in
+profiles of the simulator, which are fitted to measured kernels: 31k (8B), 40k (32B), 97k (70B)."""
+DECODE_SHARE: Final = 1e-3
+"""Prefill tokens that fit into what one context token adds to each decode step: 1.8e-3 (8B), 0.8e-3
+(32B), 0.4e-3 (70B) of the same profiles."""
+STEP_TOKENS: Final = 200.0
+"""Prefill tokens that fit into an empty decode step: 220 (8B), 230 (32B), 180 (70B)."""
+
+_Share = Annotated[float, Meta(ge=0, le=1)]
+
+
+class AddedTime(Parameters, frozen=True):
+    """argmin over endpoints e of the seconds that the request adds at e to everybody.
+
+    With x the tokens of the prompt that e would have to compute, T all of them, p = x (1 + (T - x/2)
+    / `ATTENTION_TOKENS`) its prefill, n requests and C context tokens in flight at e, W waiting there,
+    D = `decodeTokens` at most, s(e) prefill tokens a second:
+
+        ( pending(e) + p                              what it waits for and computes itself
+        + a n p                                       n others, delayed while it is prefilled
+        + r p                                         what its blocks evict, computed again
+        + D d (C + n T)                               decoding: its own in their context, theirs in its
+        + m(e) (over(e) + W x) ) / s(e)               memory: its wait for it, theirs for what it takes
+        + adapter(e)
+
+    with a = `prefillDelay`, r = `evictionCost`, d = `DECODE_SHARE`; over(e): tokens by which it and who
+    waits exceed the KV cache; m(e) = D (`STEP_TOKENS` + d C) / capacity: how long a token of memory
+    takes to come free. Where scrapes show more requests than were counted here, others send them.
+    Unknown of an endpoint is nothing: it costs what is known of it.
+    """
+
+    type_name: ClassVar[str] = "added-time-scorer"
+    producer_type: ClassVar[str] = "approx-prefix-cache-producer"
+
+    prefix_match_info_producer_name: str = ""
+    prefill_delay: _Share = 0.3
+    """Share of a prefill that everybody who decodes there loses. 1 if prefill stops all decoding; chunks
+    go along with decode steps."""
+    eviction_cost: Annotated[float, Meta(ge=0, le=100)] = 0.5
+    """Tokens that somebody computes again for each that is computed here."""
+    decode_tokens: Annotated[int, Meta(ge=1)] = 256
+    """Of an answer; one with a lower limit has so many."""
+    adapter_load: Duration = Duration(0.3)
+    """To get an adapter into a free slot."""
+    adapter_wait: Duration = Duration(1.5)
+    """Until a slot comes free where others use all of them, and the adapter is loaded."""
+    peer_belief: _Share = 0.8
+    """While there are pickers that are not heard: how sure it is that they sent a prompt, of which
+    little is known here, where all would send it."""
+    agreement_below: _Share = 0.8
+    """Share of the prompt's full blocks; of who knows as much, nothing is believed."""
+    agreement_key_tokens: Annotated[int, Meta(ge=1)] = 1024
+
+    def __post_init__(self) -> None:
+        for name in ("adapter_load", "adapter_wait"):
+            if not (math.isfinite(getattr(self, name)) and getattr(self, name) >= 0):
+                raise ValueError(f"{name} must be a duration of 0s or more")
+
+    @property
+    def producer(self) -> str | None:
+        return self.prefix_match_info_producer_name
+
+    def score(self, request: InferenceRequest, candidates: Candidates, /) -> Floats:
+        prompt_tokens = float(request.prompt_tokens)
+        decode_tokens = float(min(self.decode_tokens, request.output_tokens_max or math.inf))
+        to_compute = self._to_compute(request, candidates)
+        prefill = to_compute * (1.0 + (prompt_tokens - to_compute / 2) / ATTENTION_TOKENS)
+
+        inflight = candidates.inflight_requests.astype(np.float64)
+        waiting = np.nan_to_num(candidates.waiting_requests)
+        requests = np.maximum(np.nan_to_num(candidates.running_requests) + waiting, inflight)
+        # Of what others sent nothing is known but the number: each is like this one where it fits.
+        unseen = requests - inflight
+        context = candidates.inflight_context_tokens + unseen * prompt_tokens
+        pending = candidates.inflight_prefill_tokens
+        pending += waiting * unseen / np.maximum(requests, 1.0) * to_compute.min()
+
+        decoding = decode_tokens * DECODE_SHARE
+        cost = pending + prefill * (1.0 + self.eviction_cost + self.prefill_delay * requests)
+        cost += decoding * (context + requests * prompt_tokens)
+        capacity = candidates.kv_capacity_tokens
+        used = candidates.kv_cache_usage * capacity
+        over = used + to_compute + waiting * used / np.maximum(requests, 1.0) - capacity
+        freeing = (decode_tokens * STEP_TOKENS + decoding * context) / capacity
+        memory = freeing * (np.maximum(over, 0.0) + waiting * to_compute)
+        cost += np.nan_to_num(memory, posinf=0.0)
+        cost /= candidates.prefill_tokens_per_s
+        self._add_adapter(cost, request, candidates)
+        return scores_of_cost(cost)
+
+    def _to_compute(self, request: InferenceRequest, candidates: Candidates) -> Floats:
+        """Tokens of the prompt that each holds not, as far as is known or to be believed."""
+        affinity = candidates.affinity(self.prefix_match_info_producer_name)
+        cached = affinity.matched * float(candidates.block_tokens)
+        missing: Floats = np.maximum(request.prompt_tokens - cached, 0.0)
+        if not request.replicas_unheard or not self.peer_belief or not affinity.total:
+            return missing
+        if affinity.matched.max() >= self.agreement_below * affinity.total:
+            return missing
+        key = agreement_key(
+            request,
+            candidates,
+            affinity.matched,
+            key_tokens=self.agreement_key_tokens,
+            session=request.session_id or request.headers.get("x-session-id", ""),
+        )
+        if key is not None:
+            missing[candidates.rendezvous(key).argmax()] *= 1.0 - self.peer_belief
+        return missing
+
+    def _add_adapter(self, cost: Floats, request: InferenceRequest, candidates: Candidates) -> None:
+        """Add what it takes to have the adapter of `request` there, where anything is told of them."""
+        adapters = candidates.adapter_state
+        generation = adapters.generation
+        if not generation.any():
+            return
+        wait: Floats = np.full(len(cost), float(self.adapter_wait))
+        room = np.where(
+            generation > 1,
+            (adapters.resident_count < adapters.slots_max) | (adapters.idle_count > 0),
+            adapters.active_count < adapters.slots_max,
+        )
+        wait[room] = float(self.adapter_load)
+        wait[adapters.active(request.model) | adapters.on_gpu(request.model)] = 0.0
+        wait[generation == 0] = 0.0
+        cost += wait
+
+
+SCORERS: Final = (AddedTime,)
+
+STRATEGIES: Final = (
+    Strategy(
+        name="homing",
+        idea="Homing: where the request adds the fewest seconds to everybody.",
+        config=config_of(step(AddedTime.type_name)),
+    ),
+)

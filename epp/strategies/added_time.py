@@ -66,11 +66,10 @@ class AddedTime(Parameters, frozen=True):
     adapter_wait: Duration = Duration(1.5)
     """Until a slot comes free where others use all of them, and the adapter is loaded."""
     peer_belief: _Share = 0.8
-    """While there are pickers that are not heard: how sure it is that they sent a prompt, of which
-    little is known here, where all would send it."""
-    agreement_below: _Share = 0.8
-    """Share of the prompt's full blocks; of who knows as much, nothing is believed."""
+    """While there are pickers that are not heard: how sure it is that they sent prompts like this where
+    all would send it."""
     agreement_key_tokens: Annotated[int, Meta(ge=1)] = 1024
+    """Of `prefix-cache-scorer`: so much of a prompt's head decides where that is."""
 
     def __post_init__(self) -> None:
         for name in ("adapter_load", "adapter_wait"):
@@ -84,39 +83,81 @@ class AddedTime(Parameters, frozen=True):
     def score(self, request: InferenceRequest, candidates: Candidates, /) -> Floats:
         prompt_tokens = float(request.prompt_tokens)
         decode_tokens = float(min(self.decode_tokens, request.output_tokens_max or math.inf))
-        to_compute = self._to_compute(request, candidates)
-        prefill = to_compute * (1.0 + (prompt_tokens - to_compute / 2) / ATTENTION_TOKENS)
-
-        inflight = candidates.inflight_requests.astype(np.float64)
-        waiting = np.nan_to_num(candidates.waiting_requests)
-        requests = np.maximum(np.nan_to_num(candidates.running_requests) + waiting, inflight)
-        # Of what others sent nothing is known but the number: each is like this one where it fits.
-        unseen = requests - inflight
-        context = candidates.inflight_context_tokens + unseen * prompt_tokens
-        pending = candidates.inflight_prefill_tokens
-        pending += waiting * unseen / np.maximum(requests, 1.0) * to_compute.min()
-
         decoding = decode_tokens * DECODE_SHARE
-        cost = pending + prefill * (1.0 + self.eviction_cost + self.prefill_delay * requests)
-        cost += decoding * (context + requests * prompt_tokens)
-        capacity = candidates.kv_capacity_tokens
-        used = candidates.kv_cache_usage * capacity
-        over = used + to_compute + waiting * used / np.maximum(requests, 1.0) - capacity
-        freeing = (decode_tokens * STEP_TOKENS + decoding * context) / capacity
-        memory = freeing * (np.maximum(over, 0.0) + waiting * to_compute)
-        cost += np.nan_to_num(memory, posinf=0.0)
+        # In place wherever it can be: a hundred numbers cost as much to allocate as to add.
+        to_compute = self._to_compute(request, candidates)
+        waiting = candidates.waiting_requests
+        np.fmax(waiting, 0.0, out=waiting)  # NaN, which is unknown, becomes 0
+        inflight = candidates.inflight_requests.astype(np.float64)
+        requests = candidates.running_requests
+        requests += waiting
+        np.fmax(requests, inflight, out=requests)
+        # Of what others sent nothing is known but the number: each is like this one where it fits.
+        unseen = np.subtract(requests, inflight, out=inflight)
+        context = unseen * prompt_tokens
+        context += candidates.inflight_context_tokens
+
+        cost = candidates.inflight_prefill_tokens
+        if waiting[waiting.argmax()]:
+            unseen /= np.maximum(requests, 1.0)
+            unseen *= waiting
+            unseen *= to_compute[to_compute.argmin()]
+            cost += unseen
+        prefill = to_compute * (-0.5 / ATTENTION_TOKENS)
+        prefill += 1.0 + prompt_tokens / ATTENTION_TOKENS
+        prefill *= to_compute
+        factor = requests * self.prefill_delay
+        factor += 1.0 + self.eviction_cost
+        prefill *= factor
+        cost += prefill
+        np.multiply(requests, prompt_tokens, out=factor)
+        factor += context
+        factor *= decoding
+        cost += factor
+        self._add_memory(cost, candidates, to_compute, waiting, requests, context, decode_tokens)
         cost /= candidates.prefill_tokens_per_s
         self._add_adapter(cost, request, candidates)
         return scores_of_cost(cost)
 
+    def _add_memory(
+        self,
+        cost: Floats,
+        candidates: Candidates,
+        to_compute: Floats,
+        waiting: Floats,
+        requests: Floats,
+        context: Floats,
+        decode_tokens: float,
+    ) -> None:
+        """Add what it waits for memory, and others for what it takes; all in prefill tokens."""
+        capacity = candidates.kv_capacity_tokens
+        # A pod that says it has none has not said how much it has.
+        capacity[capacity < 1.0] = np.nan
+        used = candidates.kv_cache_usage
+        used *= capacity
+        over = used + to_compute
+        over -= capacity
+        if not waiting[waiting.argmax()] and not np.fmax.reduce(over) > 0.0:
+            return
+        used *= waiting
+        used /= np.maximum(requests, 1.0)
+        over += used
+        np.maximum(over, 0.0, out=over)
+        over += waiting * to_compute
+        freeing = context * (decode_tokens * DECODE_SHARE)
+        freeing += decode_tokens * STEP_TOKENS
+        freeing /= capacity
+        over *= freeing
+        cost += np.fmax(over, 0.0, out=over)
+
     def _to_compute(self, request: InferenceRequest, candidates: Candidates) -> Floats:
         """Tokens of the prompt that each holds not, as far as is known or to be believed."""
         affinity = candidates.affinity(self.prefix_match_info_producer_name)
-        cached = affinity.matched * float(candidates.block_tokens)
-        missing: Floats = np.maximum(request.prompt_tokens - cached, 0.0)
+        cached: Floats = affinity.matched.astype(np.float64)
+        cached *= candidates.block_tokens
+        missing: Floats = np.subtract(float(request.prompt_tokens), cached, out=cached)
+        np.maximum(missing, 0.0, out=missing)
         if not request.replicas_unheard or not self.peer_belief or not affinity.total:
-            return missing
-        if affinity.matched.max() >= self.agreement_below * affinity.total:
             return missing
         key = agreement_key(
             request,
@@ -133,9 +174,9 @@ class AddedTime(Parameters, frozen=True):
         """Add what it takes to have the adapter of `request` there, where anything is told of them."""
         adapters = candidates.adapter_state
         generation = adapters.generation
-        if not generation.any():
+        if not generation[generation.argmax()]:
             return
-        wait: Floats = np.full(len(cost), float(self.adapter_wait))
+        wait = np.full(len(cost), float(self.adapter_wait), dtype=np.float64)
         room = np.where(
             generation > 1,
             (adapters.resident_count < adapters.slots_max) | (adapters.idle_count > 0),

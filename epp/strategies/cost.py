@@ -1,5 +1,7 @@
 """Costs as scores: who costs least gets 1, and the order of the others stays."""
 
+import math
+
 import numpy as np
 
 from epp.plugins.contract import Floats
@@ -11,16 +13,20 @@ def scores_of_cost(cost: Floats) -> Floats:
     `cost` is float64[n]. What is not finite scores 0 where anything is finite. Equal costs score the
     same, so that the picker breaks ties.
     """
-    finite = np.isfinite(cost)
-    if not finite.any():
-        return np.ones(len(cost))
-    least = float(cost[finite].min())
-    most = float(cost[finite].max())
-    if not finite.all():
+    # Positions are found three times as fast as values; where there is a NaN, both lead to it.
+    least = float(cost[cost.argmin()])
+    most = float(cost[cost.argmax()])
+    if not math.isfinite(most - least):
+        finite = np.isfinite(cost)
+        if not finite.any():
+            return np.ones(len(cost))
+        least = float(cost[finite].min())
+        most = float(cost[finite].max())
         # Behind the worst that is known, however close to the best that is.
         most += max(most - least, 1.0)
         cost = np.where(finite, cost, most)
     if not most > least:
         return np.ones(len(cost))
-    scores: Floats = (most - cost) / (most - least)
+    scores: Floats = np.subtract(most, cost)
+    scores /= most - least
     return scores

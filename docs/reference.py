@@ -11,6 +11,7 @@ import sys
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
+from types import ModuleType
 from typing import Any, Final
 
 import msgspec
@@ -46,6 +47,7 @@ from epp.core.duration import Duration
 from epp.plugins import DEPRECATED as DEPRECATED_PLUGINS
 from epp.plugins import FILTERS, PICKERS, SCORERS
 from epp.shell.operators.metric_table import METRICS, MetricSpec
+from epp.strategies import FAMILIES
 
 FOLDER: Final = Path(__file__).parent
 
@@ -132,6 +134,8 @@ def refreshed(page: str) -> str:
         "check-flags": lambda: _flags(flags.CHECK_HELP, flags.CheckFlags),
         "envoy-flags": lambda: _flags(flags.ENVOY_HELP, flags.EnvoyFlags),
         "foreign-flags": _foreign_flags,
+        "strategies": _strategies,
+        "families": _families,
     }
     return _PART.sub(lambda found: f"{found[1]}\n{parts[found['name']]()}\n\n{found[3]}", page)
 
@@ -141,6 +145,30 @@ def refreshed(page: str) -> str:
 
 def _plugins(table: Mapping[str, type[Any]]) -> str:
     return "\n\n".join(_plugin(name, kind) for name, kind in table.items())
+
+
+def _strategies() -> str:
+    rows = (
+        (f"`{strategy.name}`", strategy.idea)
+        for family in FAMILIES
+        for strategy in family.STRATEGIES
+    )
+    return _table(("strategy", "idea"), rows)
+
+
+def _families() -> str:
+    return "\n\n".join(_family(family) for family in FAMILIES)
+
+
+def _family(family: ModuleType) -> str:
+    """What a module says of itself, and its plugins."""
+    head, _, rest = inspect.cleandoc(family.__doc__ or "").partition("\n\n")
+    names = ", ".join(f"`{strategy.name}`" for strategy in family.STRATEGIES)
+    parts = [f"## {family.__name__.rpartition('.')[2].replace('_', ' ').capitalize()}", head]
+    parts += [f"Strategies: {names}."] + ([rest] if rest else [])
+    for kinds in ("FILTERS", "SCORERS", "PICKERS", "INDEXES"):
+        parts += [_plugin(kind.type_name, kind) for kind in getattr(family, kinds, ())]
+    return "\n\n".join(parts)
 
 
 def _plugin(name: str, kind: type[Any]) -> str:

@@ -21,7 +21,7 @@ from sim.cluster.policies import PolicyNameError
 from sim.engine import calibrate
 from sim.engine.engine import EngineSettings
 from sim.engine.profiles import DEFAULT_PROFILE, ProfileError, find_profile
-from sim.experiments import compare, replay, replicas, sweep
+from sim.experiments import compare, replay, replicas, strategies, sweep
 from sim.experiments.jobs import JobError
 from sim.experiments.scenario_file import ScenarioError
 from sim.output import OutputError
@@ -48,6 +48,7 @@ def run(arguments: Sequence[str] | None) -> int:
     compare.add_parser(commands)
     sweep.add_parser(commands)
     replicas.add_parser(commands)
+    strategies.add_parser(commands)
     calibrate.add_parser(commands)
     validate.add_parser(commands)
     options = parser.parse_args(arguments)

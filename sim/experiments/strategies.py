@@ -1,0 +1,69 @@
+"""`sim strategies`: what can be compared by its name, and the configuration behind a name."""
+
+import argparse
+import json
+from collections.abc import Mapping
+from typing import Final
+
+from epp.configuration.document import nearest
+from epp.strategies import STRATEGIES
+from sim.cluster.built_in import CONFIGURATIONS
+from sim.cluster.policies import BASELINES, BUILT_IN, PolicyNameError
+
+_IDEAS: Final[Mapping[str, str]] = {
+    "default": "What epp serve decides by when it is given no configuration.",
+    "llm-d-3-2-2": "llm-d-router without a configuration: prefix 3, queue 2, KV cache 2.",
+    "sticky-until-saturated": "llm-d's guide: stay with the prefix until 18 s behind.",
+}
+
+
+def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    """Register the command with the parser of `sim`."""
+    parser = commands.add_parser(
+        "strategies",
+        help="what --config knows by name, and the configuration behind a name",
+        description="Without NAME all strategies in a table; with it its EndpointPickerConfig.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("name", nargs="?", metavar="NAME", help="print its configuration")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.set_defaults(run=_run)
+
+
+def ideas() -> dict[str, str]:
+    """Name -> one sentence, of all that `--config` knows by name."""
+    return {name: _idea(name) for name in BUILT_IN}
+
+
+def _idea(name: str) -> str:
+    strategy = STRATEGIES.get(name)
+    if strategy is not None:
+        return strategy.idea
+    if name in BASELINES:
+        return "A baseline without scraped metrics and without a prefix index."
+    return _IDEAS[name]
+
+
+def _run(options: argparse.Namespace) -> int:
+    if options.name is None:
+        known = ideas()
+        if options.json:
+            print(json.dumps(known, indent=2))
+            return 0
+        width = max(map(len, known))
+        for name, idea in known.items():
+            print(f"{name:{width}}  {idea}")
+        return 0
+    if options.name in BASELINES:
+        raise PolicyNameError(
+            f"{options.name} is a baseline of the simulator and has no configuration"
+        )
+    text = CONFIGURATIONS.get(options.name)
+    if text is None:
+        hint = nearest(options.name, BUILT_IN)
+        raise PolicyNameError(f"{options.name} is no strategy{hint}; sim strategies lists them")
+    if options.json:
+        print(json.dumps({"name": options.name, "idea": _idea(options.name), "config": text}))
+        return 0
+    print(text, end="")
+    return 0

@@ -26,6 +26,9 @@ DECODE_SHARE: Final = 1e-3
 (32B), 0.4e-3 (70B) of the same profiles."""
 STEP_TOKENS: Final = 200.0
 """Prefill tokens that fit into an empty decode step: 220 (8B), 230 (32B), 180 (70B)."""
+HELD_UP_MAX: Final = 10.0
+"""Of who waits at an endpoint, so many lose by what a request takes. In deep overload everybody waits for
+somebody anyhow; to count them all would hold prompts at an endpoint whose queue never ends."""
 
 _Share = Annotated[float, Meta(ge=0, le=1)]
 
@@ -41,12 +44,12 @@ class AddedTime(Parameters, frozen=True):
         + a n p                                       n others, delayed while it is prefilled
         + r p                                         what its blocks evict, computed again
         + D d (C + n T)                               decoding: its own in their context, theirs in its
-        + m(e) (over(e) + W x) ) / s(e)               memory: its wait for it, theirs for what it takes
+        + m(e) (over(e) + W' x) ) / s(e)              memory: its wait for it, theirs for what it takes
         + adapter(e)
 
     with a = `prefillDelay`, r = `evictionCost`, d = `DECODE_SHARE`; over(e): tokens by which it and who
     waits exceed the KV cache; m(e) = D (`STEP_TOKENS` + d C) / capacity: how long a token of memory
-    takes to come free. Where scrapes show more requests than were counted here, others send them.
+    takes to come free; W' = min(W, `HELD_UP_MAX`). Where scrapes show more requests than were counted here, others send them.
     Unknown of an endpoint is nothing: it costs what is known of it.
     """
 
@@ -57,8 +60,9 @@ class AddedTime(Parameters, frozen=True):
     prefill_delay: _Share = 0.3
     """Share of a prefill that everybody who decodes there loses. 1 if prefill stops all decoding; chunks
     go along with decode steps."""
-    eviction_cost: Annotated[float, Meta(ge=0, le=100)] = 0.5
-    """Tokens that somebody computes again for each that is computed here."""
+    eviction_cost: Annotated[float, Meta(ge=0, le=100)] = 2.0
+    """Tokens that are computed again for each that is computed here: caches are full, so that its blocks
+    evict others', and the next turn of this prompt goes where it went."""
     decode_tokens: Annotated[int, Meta(ge=1)] = 256
     """Of an answer; one with a lower limit has so many."""
     adapter_load: Duration = Duration(0.3)
@@ -143,7 +147,7 @@ class AddedTime(Parameters, frozen=True):
         used /= np.maximum(requests, 1.0)
         over += used
         np.maximum(over, 0.0, out=over)
-        over += waiting * to_compute
+        over += np.minimum(waiting, HELD_UP_MAX) * to_compute
         freeing = context * (decode_tokens * DECODE_SHARE)
         freeing += decode_tokens * STEP_TOKENS
         freeing /= capacity

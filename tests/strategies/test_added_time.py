@@ -38,8 +38,8 @@ def test_where_nothing_is_cached_the_least_work_decides():
 
 
 def test_a_prefix_is_worth_what_it_saves_and_no_more():
-    """640 tokens, half of them again for what they evict: 960 tokens to wait for are a tie."""
-    whole = 640 * (1 + 320 / ATTENTION_TOKENS) * 1.5
+    """640 tokens, and twice as many for what they evict: 1,920 tokens to wait for are a tie."""
+    whole = 640 * (1 + 320 / ATTENTION_TOKENS) * 3.0
     held = {"matched_blocks": [BLOCKS, 0]}
     assert best(**held, inflight_prefill_tokens=[whole - 1.0, 0.0]) == [0]
     assert best(**held, inflight_prefill_tokens=[whole + 1.0, 0.0]) == [1]

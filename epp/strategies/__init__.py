@@ -9,12 +9,15 @@ from collections.abc import Mapping
 from types import MappingProxyType, ModuleType
 from typing import Any, Final
 
-from epp.strategies import least_work, load_balancing
+from epp.strategies import early_blocks, kubeai, least_work, load_balancing, prompt_blocks
 from epp.strategies.strategy import Strategy
 
 FAMILIES: Final[tuple[ModuleType, ...]] = (
+    early_blocks,
+    kubeai,
     least_work,
     load_balancing,
+    prompt_blocks,
 )  # fmt: skip
 """In the order in which tables show them."""
 

@@ -9,7 +9,16 @@ from collections.abc import Mapping
 from types import MappingProxyType, ModuleType
 from typing import Any, Final
 
-from epp.strategies import early_blocks, kubeai, least_work, load_balancing, prompt_blocks
+from epp.strategies import (
+    early_blocks,
+    kubeai,
+    least_work,
+    load_balancing,
+    manual_routing,
+    prompt_blocks,
+    session,
+    session_ring,
+)
 from epp.strategies.strategy import Strategy
 
 FAMILIES: Final[tuple[ModuleType, ...]] = (
@@ -17,7 +26,10 @@ FAMILIES: Final[tuple[ModuleType, ...]] = (
     kubeai,
     least_work,
     load_balancing,
+    manual_routing,
     prompt_blocks,
+    session,
+    session_ring,
 )  # fmt: skip
 """In the order in which tables show them."""
 

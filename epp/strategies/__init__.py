@@ -10,6 +10,7 @@ from types import MappingProxyType, ModuleType
 from typing import Any, Final
 
 from epp.strategies import (
+    aibrix,
     early_blocks,
     kubeai,
     least_work,
@@ -22,6 +23,7 @@ from epp.strategies import (
 from epp.strategies.strategy import Strategy
 
 FAMILIES: Final[tuple[ModuleType, ...]] = (
+    aibrix,
     early_blocks,
     kubeai,
     least_work,

@@ -11,6 +11,7 @@ from typing import Any, Final
 
 from epp.strategies import (
     aibrix,
+    aibrix_preble,
     early_blocks,
     kubeai,
     least_work,
@@ -24,6 +25,7 @@ from epp.strategies.strategy import Strategy
 
 FAMILIES: Final[tuple[ModuleType, ...]] = (
     aibrix,
+    aibrix_preble,
     early_blocks,
     kubeai,
     least_work,

@@ -12,7 +12,9 @@ from typing import Any, Final
 from epp.strategies import (
     aibrix,
     aibrix_preble,
+    aibrix_vtc,
     early_blocks,
+    kthena,
     kubeai,
     least_work,
     load_balancing,
@@ -26,7 +28,9 @@ from epp.strategies.strategy import Strategy
 FAMILIES: Final[tuple[ModuleType, ...]] = (
     aibrix,
     aibrix_preble,
+    aibrix_vtc,
     early_blocks,
+    kthena,
     kubeai,
     least_work,
     load_balancing,

@@ -23,6 +23,7 @@ from epp.plugins.contract import (
     Parameters,
     Seconds,
 )
+from epp.strategies.holder_bits import slots_of
 
 _EXPIRED_PER_CALL_MAX: Final = 4_096
 
@@ -160,13 +161,13 @@ class BlockTable:
             left = holders & known.holders if known and self._fresh(known, now) else 0
             if left != holders:
                 if depth:
-                    yield from ((slot, depth) for slot in _slots_of(holders & ~left))
+                    yield from ((slot, depth) for slot in slots_of(holders & ~left))
                 holders = left
             if not holders:
                 return
             depth += 1
         if depth:
-            yield from ((slot, depth) for slot in _slots_of(holders))
+            yield from ((slot, depth) for slot in slots_of(holders))
 
     def _fresh(self, block: _Block, now: Seconds) -> bool:
         return block.at_s >= now - self._ttl_s
@@ -180,10 +181,3 @@ class BlockTable:
     def _fit(self) -> None:
         while len(self._blocks) > self._blocks_max:
             self._blocks.popitem(last=False)
-
-
-def _slots_of(holders: int) -> Iterator[int]:
-    while holders:
-        lowest = holders & -holders
-        yield lowest.bit_length() - 1
-        holders ^= lowest

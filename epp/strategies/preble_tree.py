@@ -29,6 +29,7 @@ from epp.plugins.contract import (
     Parameters,
     Seconds,
 )
+from epp.strategies.holder_bits import slots_of
 
 TREE_BLOCKS: Final = "tree_blocks"
 """Column, the same for all: leading blocks that the tree knows, whoever holds them."""
@@ -192,7 +193,7 @@ class PrebleTree:
             if node.at_s < now - self.settings.ttl:
                 break
             depth = node.start + shared
-            for slot in _slots_of(node.holders):
+            for slot in slots_of(node.holders):
                 if slot < slots:
                     matched[slot] = depth
         columns = {
@@ -366,7 +367,7 @@ class PrebleTree:
     def _weigh(self, node: _Node, sign: int) -> None:
         if not node.requests:
             return
-        for slot in _slots_of(node.holders):
+        for slot in slots_of(node.holders):
             self._requests[slot] += sign * node.requests
             # Rounding must not leave a cost where nothing is.
             self._cost_s[slot] += sign * node.cost_s
@@ -397,10 +398,3 @@ def _fitted(column: Floats, slots: int) -> Floats:
     known = min(slots, len(column))
     fitted[:known] = column[:known]
     return fitted
-
-
-def _slots_of(holders: int) -> Iterator[int]:
-    while holders:
-        lowest = holders & -holders
-        yield lowest.bit_length() - 1
-        holders ^= lowest

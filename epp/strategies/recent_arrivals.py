@@ -71,17 +71,19 @@ class RecentArrivals:
         else:
             counts.append([second, 1])
         self._totals[slot] = self._totals.get(slot, 0) + 1
+        request.recorded[self, slot] = counts[-1]
 
     def retract(self, request: InferenceRequest, slot: int, kept: int, now: Seconds) -> None:
-        """One less, of the last that were counted."""
-        counts = self._counts.get(slot)
-        if counts and counts[-1][1]:
-            counts[-1][1] -= 1
+        """One less of the second in which it was sent there, if that still counts."""
+        count = request.recorded.pop((self, slot), None)
+        if count is not None and count[1]:
+            count[1] -= 1
             self._totals[slot] -= 1
 
     def forget(self, slot: int) -> None:
         """As if it had never been used."""
-        self._counts.pop(slot, None)
+        for count in self._counts.pop(slot, ()):
+            count[1] = 0
         self._totals.pop(slot, None)
 
     def expire(self, now: Seconds) -> None:
@@ -89,7 +91,8 @@ class RecentArrivals:
         oldest = int(now) - self._window_s
         for slot, counts in self._counts.items():
             while counts and counts[0][0] <= oldest:
-                self._totals[slot] -= counts.popleft()[1]
+                self._totals[slot] -= counts[0][1]
+                counts.popleft()[1] = 0
 
     def resize(self, slot: int, blocks_total: int, block_size_tokens: int) -> None:
         """The size of an engine's cache does not matter here."""

@@ -3,6 +3,7 @@
 from typing import Annotated, ClassVar, Final
 
 import numpy as np
+import xxhash
 from msgspec import Meta
 
 from epp.plugins.contract import Candidates, Floats, InferenceRequest, Parameters
@@ -38,7 +39,29 @@ class BoundedSession(Parameters, frozen=True):
         return scores_of_cost(inflight.astype(np.float64))
 
 
-SCORERS: Final = (BoundedSession,)
+class RendezvousSession(Parameters, frozen=True):
+    """argmax of h(session, endpoint), the same at every picker; without a session anybody.
+
+    AIBrix hashes its session key so (FNV-64). Nothing is remembered, and who leaves takes along only
+    its own sessions. There is no bound.
+    """
+
+    type_name: ClassVar[str] = "rendezvous-session-scorer"
+
+    session_header: Annotated[str, Meta(min_length=1)] = "x-session-id"
+    """Request header with the session, where the request has no session id of its own."""
+
+    def score(self, request: InferenceRequest, candidates: Candidates, /) -> Floats:
+        session = request.session_id or request.headers.get(self.session_header.lower(), "")
+        if not session:
+            return np.ones(len(candidates))
+        key = xxhash.xxh64_intdigest(session.encode("utf-8", "surrogatepass"))
+        scores = np.zeros(len(candidates))
+        scores[candidates.rendezvous(key).argmax()] = 1.0
+        return scores
+
+
+SCORERS: Final = (BoundedSession, RendezvousSession)
 
 STRATEGIES: Final = (
     Strategy(
@@ -54,5 +77,10 @@ STRATEGIES: Final = (
         name="session-bounded",
         idea="Session affinity, bounded: until the endpoint has 1.5 times the mean in flight.",
         config=config_of(step(BoundedSession.type_name)),
+    ),
+    Strategy(
+        name="session-rendezvous",
+        idea="Session affinity without a memory, as AIBrix has it: a session's hash and no bound.",
+        config=config_of(step(RendezvousSession.type_name), picker=step("random-tie-picker")),
     ),
 )

@@ -3,9 +3,6 @@
 import math
 from collections import Counter
 
-import numpy as np
-import pytest
-
 from epp.core.knowledge.inflight import Outcome
 from epp.core.types import EndpointMetrics, Refusal
 from epp.strategies.kthena import (
@@ -115,12 +112,10 @@ def test_a_conversation_stays_where_it_is_warm():
     assert len(homes) == 1
 
 
-@pytest.mark.parametrize("name", ["kthena-default"])
-def test_it_finds_more_in_caches_than_load_alone(name):
+def test_it_finds_more_in_caches_than_load_alone():
     """In the simulator, whose prompts have blocks of 16 tokens for it."""
-    hits = {
-        policy: hit_rate(simulated(arrivals(150, rate=10.0, groups=12), policy))
-        for policy in (name, "least-requests-live")
-    }
-    assert hits[name] > hits["least-requests-live"]
-    assert np.isfinite(hits[name])
+
+    def hits(policy):
+        return hit_rate(simulated(arrivals(150, rate=10.0, groups=12), policy))
+
+    assert hits("kthena-default") > 1.1 * hits("least-requests-live")

@@ -43,12 +43,26 @@ def test_it_counts_the_seconds_of_the_window(steps):
 
 
 def test_what_went_elsewhere_is_not_counted():
-    """Once for each; never below zero."""
-    index = RecentArrivalsSettings().open()
-    index.record(request(), 0, 0.0)
-    index.retract(request(), 0, 0, 0.1)
-    index.retract(request(), 0, 0, 0.1)
-    assert index.match(request(), 1, 0.1).columns[ARRIVALS].tolist() == [0]
+    """Once for each, and not once more when its second has left the window or its endpoint."""
+    index = RecentArrivalsSettings(window_s=WINDOW_S).open()
+
+    def arrivals():
+        return index.match(request(), 1, 0.0).columns[ARRIVALS].tolist()
+
+    asked = [request() for _ in range(4)]
+    for one in asked[:3]:
+        index.record(one, 0, 0.0)
+    index.retract(asked[0], 0, 0, 0.1)
+    index.retract(asked[0], 0, 0, 0.1)
+    assert arrivals() == [2]
+    index.expire(WINDOW_S + 1.0)
+    index.record(asked[3], 0, WINDOW_S + 1.0)
+    index.retract(asked[1], 0, 0, WINDOW_S + 1.0)
+    assert arrivals() == [1]
+    index.forget(0)
+    index.record(request(), 0, WINDOW_S + 1.0)
+    index.retract(asked[3], 0, 0, WINDOW_S + 1.0)
+    assert arrivals() == [1]
 
 
 def test_another_window_is_adopted():

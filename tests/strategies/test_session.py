@@ -76,3 +76,21 @@ def test_a_session_that_moved_stays_where_it_went(name):
     second = turn(2.0)
     scheduler.replace(pool, 3.0)
     assert {turn(3.0) for _ in range(5)} == {second}
+
+
+def test_pickers_that_know_the_same_endpoints_agree_on_a_session():
+    """Without a word and without a memory; without a session anybody gets it."""
+    pool = [endpoint(number) for number in range(5)]
+
+    def homes(seed):
+        scheduler = scheduler_of("session-rendezvous", seed)
+        scheduler.replace(pool, 0.0)
+        asked = [request(session_id=f"{number}") for number in range(40)]
+        return [scheduler.schedule(one, 0.0).endpoint.name for one in asked]
+
+    assert homes(1) == homes(2)
+    assert len(set(homes(1))) == 5
+    scheduler = scheduler_of("session-rendezvous")
+    scheduler.replace(pool, 0.0)
+    one = {scheduler.schedule(request(request_id=f"{n}"), 0.0).endpoint.name for n in range(60)}
+    assert len(one) == 5

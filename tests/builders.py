@@ -55,6 +55,7 @@ def candidates(
     saturated: Sequence[bool] | None = None,
     inflight_requests: Sequence[int] | None = None,
     inflight_prefill_tokens: Sequence[float] | None = None,
+    unreported_requests: Sequence[int] | None = None,
     matched_blocks: Sequence[int] | None = None,
     total_blocks: int = 0,
     adapters: Sequence[AdapterReport | None] | None = None,
@@ -71,7 +72,8 @@ def candidates(
     """
     given = (
         waiting_requests, running_requests, kv_cache_usage, metrics_age_s, saturated,
-        inflight_requests, inflight_prefill_tokens, matched_blocks, adapters, labels, names,
+        inflight_requests, inflight_prefill_tokens, unreported_requests, matched_blocks, adapters,
+        labels, names,
     )  # fmt: skip
     lengths = {len(column) for column in given if column is not None}
     if n is not None:
@@ -97,6 +99,7 @@ def candidates(
     fill(columns.kv_cache_usage, kv_cache_usage, math.nan)
     fill(columns.saturated, saturated, False)
     fill(columns.inflight_requests, inflight_requests, 0)
+    fill(columns.unreported_requests, unreported_requests, 0)
     fill(columns.prefill_backlog_tokens, inflight_prefill_tokens, 0.0)
     columns.prefill_drained_at_s[:n] = NOW_S
     columns.observed_at_s[:n] = NOW_S - np.array(metrics_age_s or [0.0] * n)

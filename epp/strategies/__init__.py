@@ -9,12 +9,37 @@ from collections.abc import Mapping
 from types import MappingProxyType, ModuleType
 from typing import Any, Final
 
-from epp.strategies import added_time, least_work
+from epp.strategies import (
+    added_time,
+    aibrix,
+    aibrix_preble,
+    aibrix_vtc,
+    early_blocks,
+    kthena,
+    kubeai,
+    least_work,
+    load_balancing,
+    manual_routing,
+    prompt_blocks,
+    session,
+    session_ring,
+)
 from epp.strategies.strategy import Strategy
 
 FAMILIES: Final[tuple[ModuleType, ...]] = (
     added_time,
+    aibrix,
+    aibrix_preble,
+    aibrix_vtc,
+    early_blocks,
+    kthena,
+    kubeai,
     least_work,
+    load_balancing,
+    manual_routing,
+    prompt_blocks,
+    session,
+    session_ring,
 )  # fmt: skip
 """In the order in which tables show them."""
 

@@ -77,6 +77,8 @@ class Columns:
         """Scrapes in a row found nobody there."""
         self.inflight_requests: Ints = np.empty(0, dtype=np.int64)
         self.inflight_context_tokens: Ints = np.empty(0, dtype=np.int64)
+        self.unreported_requests: Ints = np.empty(0, dtype=np.int64)
+        """Sent there since the engine last told its load."""
         self.prefill_backlog_tokens: Floats = np.empty(0)
         """Uncached prefill tokens ahead, as of `prefill_drained_at_s`."""
         self.prefill_drained_at_s: Floats = np.empty(0)
@@ -123,6 +125,7 @@ class Columns:
         self.forget_observations(slot)
         self.inflight_requests[slot] = 0
         self.inflight_context_tokens[slot] = 0
+        self.unreported_requests[slot] = 0
         self.prefill_backlog_tokens[slot] = 0.0
         self.prefill_drained_at_s[slot] = 0.0
         if self.peers is not None:
@@ -360,6 +363,14 @@ class Candidates:
         Only of this picker: peers tell requests and prefill tokens. Answers so far are not counted.
         """
         return self._columns.inflight_context_tokens[self._slot]
+
+    @property
+    def unreported_requests(self) -> Ints:
+        """int64[n], requests that this picker sent there since the engine last told its load.
+
+        What `waiting_requests` and `running_requests` cannot know yet, those that ended since too.
+        """
+        return self._columns.unreported_requests[self._slot]
 
     @property
     def inflight_prefill_tokens(self) -> Floats:

@@ -165,6 +165,7 @@ class InflightLedger:
         columns = self._columns
         # Items as Python's own numbers: arithmetic on numpy's costs three times as much.
         columns.inflight_requests[slot] = columns.inflight_requests.item(slot) + 1
+        columns.unreported_requests[slot] = columns.unreported_requests.item(slot) + 1
         context = columns.inflight_context_tokens.item(slot)
         columns.inflight_context_tokens[slot] = context + lease.request.prompt_tokens
         backlog = columns.prefill_backlog_tokens.item(slot)

@@ -170,6 +170,7 @@ class EndpointPool:
         self._mark_answered(slot)
         columns.saturated[slot] = False
         columns.observed_at_s[slot] = now
+        columns.unreported_requests[slot] = 0
         columns.set_load(
             slot, metrics.waiting_requests, metrics.running_requests, metrics.kv_cache_usage
         )
@@ -196,6 +197,8 @@ class EndpointPool:
         columns.set_load(
             slot, *(column.item(slot) if math.isnan(value) else value for column, value in told)
         )
+        if not math.isnan(report.waiting_requests):
+            columns.unreported_requests[slot] = 0
         return True
 
     def observe_failure(self, slot: int, *, answered: bool) -> None:

@@ -2,9 +2,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from epp.configuration.build import build_settings, default_config, plugin_tables
+from epp.core.decision.scheduler import Scheduler
 from epp.core.knowledge.candidates import Columns
-from epp.core.knowledge.inflight import InflightLedger
-from tests.builders import request
+from epp.core.knowledge.inflight import InflightLedger, Outcome
+from epp.core.knowledge.load_report import LoadReport
+from epp.core.types import EndpointMetrics
+from tests.builders import endpoint, request
 
 RATE = 100.0
 """Prefill tokens a second in these tests."""
@@ -33,6 +37,30 @@ def test_a_lease_counts_until_it_is_closed_and_only_once():
     assert ledger.close(two, 0.0)
     assert (columns.inflight_requests[0], columns.prefill_backlog_tokens[0]) == (0, 0.0)
     assert ledger.open_leases == 0
+
+
+def test_what_was_sent_since_the_last_report_is_counted_until_the_next():
+    """Also what has ended meanwhile: no page could tell of it."""
+    scheduler = Scheduler(build_settings(default_config(plugin_tables())), seed=1)
+    pool = scheduler.pool
+    scheduler.replace([endpoint(), endpoint(1)], 0.0)
+    loaded = EndpointMetrics(waiting_requests=1.0, running_requests=1.0, kv_cache_usage=0.5)
+    pool.observe(0, loaded, 0.0)
+    pool.observe(1, loaded, 0.0)
+    for step in range(4):
+        decision = scheduler.schedule(request(request_id=f"{step}"), 0.1)
+        scheduler.complete(decision.lease, Outcome(status=200), 0.1)
+    unreported = pool.columns.unreported_requests
+    assert unreported[:2].tolist() == [2, 2]
+    pool.observe(0, loaded, 0.2)
+    assert unreported[:2].tolist() == [0, 2]
+    assert pool.report(1, LoadReport(kv_cache_usage=0.1))
+    assert unreported[1] == 2, "it said nothing of requests"
+    assert pool.report(1, LoadReport(waiting_requests=3.0))
+    assert unreported[1] == 0
+    scheduler.schedule(request(request_id="last"), 0.2)
+    scheduler.replace([], 0.3)
+    assert not unreported[:2].any()
 
 
 def test_prefill_tokens_drain_oldest_first_at_the_endpoints_speed():

@@ -1,0 +1,163 @@
+"""KubeAI: consistent hashing with bounded loads over the head of a prompt, and least load.
+
+Source: `internal/loadbalancer` of substratusai/kubeai (2025-07).
+"""
+
+from collections.abc import Mapping
+from typing import Annotated, ClassVar, Final
+
+import numpy as np
+import xxhash
+from msgspec import Meta
+
+from epp.core.prompt.canonical import TEXT, opening_of
+from epp.core.types import BYTES_PER_TOKEN
+from epp.plugins.contract import (
+    ApiKind,
+    Bools,
+    Candidates,
+    Floats,
+    InferenceRequest,
+    Parameters,
+)
+from epp.strategies.cost import scores_of_cost
+from epp.strategies.prompt_blocks import PromptBlocksSettings
+from epp.strategies.ring import ring_of, within_bound
+from epp.strategies.strategy import Strategy, config_of, step
+
+_BLOCK_TOKENS: Final = 25
+"""Its 100 characters are so many tokens of a prompt without text."""
+_BLOCK_BYTES: Final = _BLOCK_TOKENS * BYTES_PER_TOKEN
+_CHARACTER_BYTES_MAX: Final = 4
+_TERMINATORS: Final = range(TEXT[0], 256)
+"""What ends the fields of canonical prompts."""
+_WITH_MESSAGES: Final = frozenset({ApiKind.CHAT, ApiKind.RESPONSES, ApiKind.MESSAGES})
+
+
+class BoundedPrefixHash(Parameters, frozen=True):
+    """CHWBL: the first endpoint clockwise from h(key) with R <= `load_factor` x (sum R + 1) / n.
+
+    The key is the adapter and the first `prefix_chars` characters of the user's first message, of
+    a completion's prompt where there are no messages. R is what is in flight there without this
+    request; with nothing in flight anybody will do. If nobody is within the bound it is the first
+    that has the adapter.
+
+    Kept: the system prompt does not count, so conversations that begin alike share an endpoint for
+    ever, and a template is one key. With `whole_opening` the key of a conversation is its session,
+    or all up to the end of the user's first message.
+
+    Differs: requests to endpoints that left are not counted in the sum; a prompt without text, of a
+    replayed trace, has its first blocks of 25 tokens for a key; with nobody there a request is
+    refused, it does not wait. Endpoints that report no adapters are all taken to have this one.
+    """
+
+    type_name: ClassVar[str] = "bounded-prefix-hash-scorer"
+    producer_type: ClassVar[str] = PromptBlocksSettings.type_name
+
+    load_factor: Annotated[float, Meta(ge=1)] = 1.25
+    replication: Annotated[int, Meta(ge=1, le=1024)] = 256
+    """Points of each endpoint on the ring."""
+    prefix_chars: Annotated[int, Meta(ge=1, le=65_536)] = 100
+    whole_opening: bool = False
+
+    @property
+    def producer(self) -> str | None:
+        return self.producer_type
+
+    @property
+    def producer_parameters(self) -> Mapping[str, int]:
+        """Of the index, should it have to be made."""
+        return {"blockTokens": _BLOCK_TOKENS, "blocksMax": self._blocks}
+
+    def score(self, request: InferenceRequest, candidates: Candidates, /) -> Floats:
+        ring = ring_of(candidates, self.replication)
+        key = self._key(request)
+        holders = _holders(request, candidates)
+        chosen = ring.first(
+            key, holders & within_bound(candidates.inflight_requests, self.load_factor)
+        )
+        if chosen < 0:
+            chosen = ring.first(key, holders)
+        scores = np.zeros(len(candidates))
+        scores[chosen] = 1.0
+        return scores
+
+    @property
+    def _blocks(self) -> int:
+        return max(1, self.prefix_chars // _BLOCK_BYTES)
+
+    def _key(self, request: InferenceRequest) -> int:
+        """64 bits."""
+        if self.whole_opening:
+            if request.session_id:
+                return xxhash.xxh64_intdigest(request.session_id.encode("utf-8", "surrogatepass"))
+            opening = request.opening()
+            if opening is not None:
+                return opening[1]
+        head = _head(request, self.prefix_chars)
+        if head is None:
+            known = request.block_hash(_BLOCK_BYTES, self._blocks)
+            if known is not None:
+                return known
+        adapter = request.model.encode("utf-8", "surrogatepass")
+        return xxhash.xxh64_intdigest(adapter + b"\0" + (head or "").encode())
+
+
+class AdapterLeastLoad(Parameters, frozen=True):
+    """KubeAI's default: argmin of requests in flight among those that have the adapter."""
+
+    type_name: ClassVar[str] = "adapter-least-load-scorer"
+
+    def score(self, request: InferenceRequest, candidates: Candidates, /) -> Floats:
+        load = candidates.inflight_requests.astype(np.float64)
+        load[~_holders(request, candidates)] = np.inf
+        return scores_of_cost(load)
+
+
+def _head(request: InferenceRequest, characters: int) -> str | None:
+    """The first `characters` of what the key is made of; None: the prompt has no text."""
+    if not request.prompts:
+        return None
+    prompt = request.prompts[0]
+    start = 0
+    if request.api in _WITH_MESSAGES:
+        begin, after = opening_of(prompt) or (0, 0)
+        prompt = prompt[begin:after]
+        # The text begins behind the field before it: the role, or a name.
+        start = max(prompt.rfind(byte, 0, prompt.find(TEXT)) for byte in _TERMINATORS) + 1
+    elif request.api is not ApiKind.COMPLETIONS:
+        return None
+    end = min(prompt.find(TEXT), start + characters * _CHARACTER_BYTES_MAX)
+    return prompt[start:end].decode(errors="replace")[:characters] if end > start else ""
+
+
+def _holders(request: InferenceRequest, candidates: Candidates) -> Bools:
+    """bool[n]: who has the adapter; everybody, where nobody reports it, as of a base model."""
+    adapters = candidates.adapter_state
+    everybody = np.ones(len(candidates), dtype=np.bool_)
+    if not adapters.generation.any():
+        return everybody
+    model = request.model
+    holders: Bools = adapters.active(model) | adapters.on_gpu(model) | adapters.on_cpu(model)
+    return holders if holders.any() else everybody
+
+
+SCORERS: Final = (BoundedPrefixHash, AdapterLeastLoad)
+
+STRATEGIES: Final = (
+    Strategy(
+        name="kubeai-chwbl",
+        idea="KubeAI: hash 100 characters to a ring, pass over who is 25 % above the mean.",
+        config=config_of(step(BoundedPrefixHash.type_name)),
+    ),
+    Strategy(
+        name="kubeai-chwbl-fixed",
+        idea="KubeAI's ring, keyed by the conversation: its session or its whole opening.",
+        config=config_of(step(BoundedPrefixHash.type_name, wholeOpening=True)),
+    ),
+    Strategy(
+        name="kubeai-least-load",
+        idea="KubeAI's default: the fewest in flight among those that have the adapter.",
+        config=config_of(step(AdapterLeastLoad.type_name)),
+    ),
+)

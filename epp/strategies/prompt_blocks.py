@@ -1,0 +1,68 @@
+"""Block hashes of prompts, for plugins that hash a prompt and remember nothing of it."""
+
+from typing import Annotated, ClassVar, Final
+
+import numpy as np
+from msgspec import Meta
+
+from epp.core.types import BYTES_PER_TOKEN
+from epp.plugins.contract import (
+    Affinity,
+    AffinityIndex,
+    InferenceRequest,
+    Parameters,
+    Seconds,
+)
+from epp.strategies.strategy import Strategy
+
+
+class PromptBlocksSettings(Parameters, frozen=True):
+    """Says of what size blocks are to be, so that replayed traces have them too."""
+
+    type_name: ClassVar[str] = "prompt-blocks-producer"
+
+    block_tokens: Annotated[int, Meta(ge=1)] = 64
+    """Tokens in a block."""
+    blocks_max: Annotated[int, Meta(ge=1)] = 64
+    """Blocks of a prompt that are hashed."""
+
+    def open(self) -> AffinityIndex:
+        """Ready to hash."""
+        return PromptBlocks(self)
+
+    def adopt(self, index: AffinityIndex) -> bool:
+        """There is nothing to keep."""
+        return False
+
+
+class PromptBlocks:
+    """Hashes each prompt before plugins ask for its blocks; every endpoint holds none of them."""
+
+    def __init__(self, settings: PromptBlocksSettings) -> None:
+        self._block_bytes = settings.block_tokens * BYTES_PER_TOKEN
+        self._blocks_max = settings.blocks_max
+
+    def match(self, request: InferenceRequest, slots: int, now: Seconds) -> Affinity:
+        """Nothing is known of anybody."""
+        request.chains_of(self._block_bytes, self._blocks_max)
+        return Affinity(np.zeros(slots, dtype=np.int64), 0)
+
+    def record(self, request: InferenceRequest, slot: int, now: Seconds) -> None:
+        """Nothing is remembered."""
+
+    def retract(self, request: InferenceRequest, slot: int, kept: int, now: Seconds) -> None:
+        """Nothing is remembered."""
+
+    def forget(self, slot: int) -> None:
+        """Nothing is remembered."""
+
+    def expire(self, now: Seconds) -> None:
+        """Nothing is remembered."""
+
+    def resize(self, slot: int, blocks_total: int, block_size_tokens: int) -> None:
+        """Nothing is remembered."""
+
+
+INDEXES: Final = (PromptBlocksSettings,)
+STRATEGIES: Final[tuple[Strategy, ...]] = ()
+"""None of its own."""

@@ -1,0 +1,68 @@
+"""production-stack's session routing: a ring for sessions, the fewest recent arrivals for the rest.
+
+Source: vllm-project/production-stack, `routing_logic.py`, policy `session` (2026-08).
+"""
+
+from typing import Annotated, ClassVar, Final
+
+import numpy as np
+import xxhash
+from msgspec import Meta
+
+from epp.plugins.contract import Candidates, Floats, InferenceRequest, Parameters
+from epp.strategies.cost import scores_of_cost
+from epp.strategies.recent_arrivals import ARRIVALS, RecentArrivalsSettings
+from epp.strategies.ring import ring_of
+from epp.strategies.strategy import Strategy, config_of, step
+
+
+class SessionRing(Parameters, frozen=True):
+    """The next endpoint clockwise from h(session); without a session the first that is unused yet,
+    else argmin of arrivals in the last minute.
+
+    The ring has the 160 points of a ketama node for each endpoint.
+
+    Kept: no load term, so a busy session stays where it is, and what falls back sees what was sent
+    and not what is still there.
+
+    Differs: the key is the request's own session where it has one; engines' names are hashed with
+    xxHash instead of MD5; arrivals are counted by the second.
+    """
+
+    type_name: ClassVar[str] = "session-ring-scorer"
+    producer_type: ClassVar[str] = RecentArrivalsSettings.type_name
+
+    session_header: Annotated[str, Meta(min_length=1)] = "x-session-id"
+    """Request header with the session."""
+    points: Annotated[int, Meta(ge=1, le=1024)] = 160
+
+    @property
+    def producer(self) -> str | None:
+        return self.producer_type
+
+    def score(self, request: InferenceRequest, candidates: Candidates, /) -> Floats:
+        session = request.session_id or request.headers.get(self.session_header.lower(), "")
+        if session:
+            key = xxhash.xxh64_intdigest(session.encode("utf-8", "surrogatepass"))
+            everybody = np.ones(len(candidates), dtype=np.bool_)
+            scores = np.zeros(len(candidates))
+            scores[ring_of(candidates, self.points).first(key, everybody)] = 1.0
+            return scores
+        known = candidates.affinity(self.producer_type)
+        arrivals = known.columns.get(ARRIVALS, np.zeros(len(candidates)))
+        # Those that were never used come before all others, in their order.
+        return scores_of_cost(
+            np.where(known.matched > 0, arrivals, np.arange(len(candidates)) - len(candidates))
+        )
+
+
+INDEXES: Final = (RecentArrivalsSettings,)
+SCORERS: Final = (SessionRing,)
+
+STRATEGIES: Final = (
+    Strategy(
+        name="production-stack-session",
+        idea="production-stack: sessions on a ring, others where the fewest arrived in a minute.",
+        config=config_of(step(SessionRing.type_name)),
+    ),
+)

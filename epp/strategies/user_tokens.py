@@ -1,0 +1,145 @@
+"""What each user had lately, in tokens: the ledger of AIBrix' fairness."""
+
+from collections import OrderedDict, deque
+from typing import Annotated, ClassVar, Final
+
+import numpy as np
+import xxhash
+from msgspec import Meta, Struct
+
+from epp.plugins.contract import (
+    Affinity,
+    AffinityIndex,
+    InferenceRequest,
+    Parameters,
+    Seconds,
+)
+
+TOKENS: Final = "tokens"
+"""Column, the same for all: weighted tokens of this request's user."""
+TOKENS_MIN: Final = "tokens_min"
+TOKENS_MAX: Final = "tokens_max"
+"""Columns, the same for all: the least and the most that any user has."""
+
+_BUCKET_S: Final = 5
+
+
+class UserTokensSettings(Parameters, frozen=True):
+    """Tokens in, and twice those out that are estimated to follow."""
+
+    type_name: ClassVar[str] = "user-tokens-producer"
+
+    header_name: Annotated[str, Meta(min_length=1)] = "user"
+    """Request header with the user; where it is not sent the session stands for one."""
+    window_s: Annotated[int, Meta(ge=_BUCKET_S, le=86_400)] = 300
+    input_weight: Annotated[float, Meta(ge=0)] = 1.0
+    output_weight: Annotated[float, Meta(ge=0)] = 2.0
+    output_per_input: Annotated[float, Meta(ge=0)] = 1.5
+    """Tokens of an answer for each of the prompt."""
+    users_max: Annotated[int, Meta(ge=1)] = 10_000
+    """Above it the user that was silent for longest is forgotten."""
+
+    def open(self) -> AffinityIndex:
+        """A new, empty index."""
+        return UserTokens(self)
+
+    def adopt(self, index: AffinityIndex) -> bool:
+        """Apply everything to a running index; what was counted stays as it was."""
+        return isinstance(index, UserTokens) and index.configure(self)
+
+
+class _User(Struct, eq=False):
+    tokens: float
+    buckets: deque[list[float]]
+    """(start, tokens) of each five seconds with a request, the oldest first."""
+
+
+class UserTokens:
+    """`matched` is 0 for all, of 1 if the request has a user: tokens are no endpoint's.
+
+    What grew too old goes about once a second, and so does a least or most that is none any more.
+    """
+
+    def __init__(self, settings: UserTokensSettings) -> None:
+        self._users: OrderedDict[bytes, _User] = OrderedDict()
+        """Hash of the user's name; the longest silent first."""
+        self._least = self._most = 0.0
+        self.configure(settings)
+
+    def configure(self, settings: UserTokensSettings) -> bool:
+        """Adopt `settings`; what is too much for them goes at once."""
+        self._settings = settings
+        self._header_name = settings.header_name.lower()
+        self._fit()
+        self._find_extremes()
+        return True
+
+    def __len__(self) -> int:
+        return len(self._users)
+
+    def match(self, request: InferenceRequest, slots: int, now: Seconds) -> Affinity:
+        """What the user of `request` had, and what others had."""
+        name = self._name_of(request)
+        user = self._users.get(name)
+        told = {
+            TOKENS: user.tokens if user else 0.0,
+            TOKENS_MIN: self._least,
+            TOKENS_MAX: self._most,
+        }
+        columns = {column: np.full(slots, value) for column, value in told.items()}
+        return Affinity(np.zeros(slots, dtype=np.int64), 1 if name else 0, columns)
+
+    def record(self, request: InferenceRequest, slot: int, now: Seconds) -> None:
+        """The user had this request too, wherever it went."""
+        name = self._name_of(request)
+        if not name or self in request.recorded:
+            return
+        settings = self._settings
+        weight = settings.input_weight + settings.output_weight * settings.output_per_input
+        # It goes somewhere: moved to another endpoint it is not had twice.
+        request.recorded[self] = tokens = weight * request.prompt_tokens
+        user = self._users.get(name)
+        if user is None:
+            user = self._users[name] = _User(0.0, deque())
+        self._users.move_to_end(name)
+        start = now // _BUCKET_S * _BUCKET_S
+        if user.buckets and user.buckets[-1][0] >= start:
+            user.buckets[-1][1] += tokens
+        else:
+            user.buckets.append([start, tokens])
+        user.tokens += tokens
+        self._fit()
+        self._most = max(self._most, user.tokens)
+        self._least = min(self._least, user.tokens) if len(self._users) > 1 else user.tokens
+
+    def retract(self, request: InferenceRequest, slot: int, kept: int, now: Seconds) -> None:
+        """Another endpoint serves it, and the user has it all the same."""
+
+    def forget(self, slot: int) -> None:
+        """Users are no endpoint's."""
+
+    def expire(self, now: Seconds) -> None:
+        """Let go of what is older than the window, and of users who have nothing left."""
+        oldest = now - self._settings.window_s
+        for name, user in tuple(self._users.items()):
+            while user.buckets and user.buckets[0][0] <= oldest:
+                user.tokens -= user.buckets.popleft()[1]
+            if not user.buckets:
+                del self._users[name]
+        self._find_extremes()
+
+    def resize(self, slot: int, blocks_total: int, block_size_tokens: int) -> None:
+        """The size of an engine's cache does not matter here."""
+
+    def _name_of(self, request: InferenceRequest) -> bytes:
+        """16 bytes; b"": it has no user."""
+        user = request.headers.get(self._header_name, "") or request.session_id
+        return xxhash.xxh3_128_digest(user.encode("utf-8", "surrogatepass")) if user else b""
+
+    def _fit(self) -> None:
+        while len(self._users) > self._settings.users_max:
+            self._users.popitem(last=False)
+
+    def _find_extremes(self) -> None:
+        tokens = [user.tokens for user in self._users.values()]
+        self._least, self._most = min(tokens, default=0.0), max(tokens, default=0.0)

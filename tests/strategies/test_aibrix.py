@@ -1,0 +1,108 @@
+"""AIBrix's prefix router: its guards by hand, and what it does under load."""
+
+from collections import Counter
+
+import numpy as np
+import pytest
+
+from epp.configuration.build import build_settings, plugin_tables
+from epp.configuration.config import load_config
+from epp.core.decision.scheduler import Scheduler
+from epp.core.knowledge.inflight import Outcome
+from epp.core.types import EndpointMetrics
+from epp.strategies.aibrix import GuardedPrefix
+from epp.strategies.strategy import config_of, step
+from tests.builders import affinity, candidates, endpoint, request
+from tests.strategies.test_families import scheduler_of
+
+INDEX = "block-table-producer"
+PREFIX_ONLY = config_of(
+    step("guarded-prefix-scorer", imbalanceRequests=1_000_000, sigmaFactor=1_000_000.0)
+)
+
+
+def chosen(matched, loads, total=100, **parameters):
+    pool = candidates(inflight_requests=loads, affinities={INDEX: affinity(matched, total)})
+    return np.flatnonzero(GuardedPrefix(**parameters).score(request(), pool)).tolist()
+
+
+def test_most_of_the_prompt_wins_then_the_fewest_requests():
+    """Whole percent: 501 and 509 of 1,000 blocks are both 50 %."""
+    assert chosen([50, 60, 0], [1, 1, 1]) == [1]
+    assert chosen([501, 509, 0], [0, 1, 1], total=1_000) == [0]
+    assert chosen([509, 510, 0], [1, 1, 1], total=1_000) == [1]
+    assert chosen([60, 60, 0], [1, 1, 1]) == [0, 1]
+
+
+def test_without_a_match_the_fewest_requests_win():
+    """Also for a prompt without a block."""
+    assert chosen([0, 0, 0], [2, 1, 1]) == [1, 2]
+    assert chosen([0, 0], [1, 0], total=0) == [1]
+
+
+@pytest.mark.parametrize(("load", "home"), [(8, True), (9, False)])
+def test_the_imbalance_guard_is_strict(load, home):
+    """A spread of 8 is borne, 9 is not; with two endpoints sigma does not bind at 1.
+
+    Loads 0 and 8: mean 4, sigma of the sample 5.7.
+    """
+    assert chosen([100, 0], [load, 0]) == ([0] if home else [1])
+
+
+def test_who_is_more_than_a_sigma_above_the_mean_is_passed_over():
+    """Loads 6, 2, 2, 2: mean 3, sigma of the sample 2; 6 > 5. With a factor of 2: 6 <= 7."""
+    assert chosen([100, 50, 0, 0], [6, 2, 2, 2]) == [1]
+    assert chosen([100, 50, 0, 0], [6, 2, 2, 2], sigma_factor=2.0) == [0]
+    assert chosen([100, 50], [3, 3]) == [0], "the bound is inclusive"
+    assert chosen([100], [3]) == [0]
+
+
+def families(count):
+    """Of ten families with long prompts in common and questions of their own; one asks most."""
+    for number in range(count):
+        family = 0 if number % 4 else number // 4 % 10
+        prompt = f"family {family:02} " * 300 + f"question {number} " * 20
+        yield request(request_id=f"{number}", prompts=(prompt.encode(),))
+
+
+def spread(scheduler):
+    scheduler.replace([endpoint(number) for number in range(4)], 0.0)
+    leases = []
+    most = 0
+    for asked in families(120):
+        leases.append(scheduler.schedule(asked, 0.0).lease)
+        if len(leases) > 40:
+            scheduler.complete(leases.pop(0), Outcome(status=200), 0.0)
+        counts = Counter(lease.slot for lease in leases)
+        most = max(most, max(counts.values()) - min(counts.get(slot, 0) for slot in range(4)))
+    return most
+
+
+def test_prefix_without_a_load_term_piles_up_what_the_guard_spreads():
+    """AIBrix #842: prefix alone timed out many requests, prefix with load was best."""
+    guarded = spread(scheduler_of("aibrix-prefix"))
+    config = load_config(PREFIX_ONLY, "prefix only", plugin_tables())
+    alone = spread(Scheduler(build_settings(config), seed=1))
+    assert guarded <= 8 + 1
+    assert alone > 2 * guarded
+
+
+def test_least_kv_cache_goes_by_what_engines_tell():
+    """And not by what is in flight."""
+    scheduler = scheduler_of("aibrix-least-kv-cache")
+    scheduler.replace([endpoint(number) for number in range(3)], 0.0)
+    for slot, usage in enumerate([0.5, 0.2, 0.9]):
+        metrics = EndpointMetrics(waiting_requests=0.0, running_requests=1.0, kv_cache_usage=usage)
+        scheduler.observe(slot, metrics, 0.0)
+    went = {scheduler.schedule(request(request_id=f"{n}"), 0.0).endpoint.name for n in range(9)}
+    assert went == {"pod-1"}
+
+
+def test_least_request_draws_among_equals():
+    """Not always the same order."""
+    scheduler = scheduler_of("aibrix-least-request")
+    scheduler.replace([endpoint(number) for number in range(4)], 0.0)
+    went = [scheduler.schedule(request(request_id=f"{n}"), 0.0).endpoint.name for n in range(40)]
+    rounds = [tuple(went[at : at + 4]) for at in range(0, 40, 4)]
+    assert all(len(set(one)) == 4 for one in rounds)
+    assert len(set(rounds)) > 1

@@ -9,11 +9,19 @@ from collections.abc import Mapping
 from types import MappingProxyType, ModuleType
 from typing import Any, Final
 
-from epp.strategies import least_work
+from epp.strategies import (
+    expected_wait,
+    least_work,
+    radix_tree,
+    smg_cache_aware,
+)
 from epp.strategies.strategy import Strategy
 
 FAMILIES: Final[tuple[ModuleType, ...]] = (
     least_work,
+    expected_wait,
+    radix_tree,
+    smg_cache_aware,
 )  # fmt: skip
 """In the order in which tables show them."""
 

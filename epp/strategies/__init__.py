@@ -12,16 +12,24 @@ from typing import Any, Final
 from epp.strategies import (
     expected_wait,
     least_work,
+    length_buckets,
+    placement_map,
+    prefix_hash_ring,
     radix_tree,
     smg_cache_aware,
+    vllm_router,
 )
 from epp.strategies.strategy import Strategy
 
 FAMILIES: Final[tuple[ModuleType, ...]] = (
     least_work,
     expected_wait,
+    length_buckets,
+    placement_map,
+    prefix_hash_ring,
     radix_tree,
     smg_cache_aware,
+    vllm_router,
 )  # fmt: skip
 """In the order in which tables show them."""
 

@@ -10,12 +10,16 @@ from types import MappingProxyType, ModuleType
 from typing import Any, Final
 
 from epp.strategies import (
+    arrival_rate,
     expected_wait,
     least_work,
     length_buckets,
+    outstanding_work,
     placement_map,
     prefix_hash_ring,
+    production_stack,
     radix_tree,
+    simhash,
     smg_cache_aware,
     vllm_router,
 )
@@ -23,11 +27,15 @@ from epp.strategies.strategy import Strategy
 
 FAMILIES: Final[tuple[ModuleType, ...]] = (
     least_work,
+    arrival_rate,
     expected_wait,
     length_buckets,
+    outstanding_work,
     placement_map,
     prefix_hash_ring,
+    production_stack,
     radix_tree,
+    simhash,
     smg_cache_aware,
     vllm_router,
 )  # fmt: skip

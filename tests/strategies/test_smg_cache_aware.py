@@ -142,6 +142,16 @@ def test_a_stuck_worker_with_a_small_tree_gets_every_cold_prompt():
     assert Counter(pods.send(text(f"unique{at}", 64)) for at in range(70)) == {0: 35, 1: 35}
 
 
+def test_one_runaway_worker_turns_prefixes_off_for_the_whole_fleet():
+    """vllm-project/router #238: the holder is idle, but the guard asks for the fleet. Later ones ask
+    for the endpoint."""
+    load = {"inflight_requests": [90, 1, 0], "kv_cache_usage": [0.0, 0.0, 0.0]}
+    for early in (CacheAware1, CacheAware2):
+        assert best(early(), tree([0, 9, 0], last=1), **load) == [2]
+    for late in (CacheAware3, CacheAware4):
+        assert best(late(), tree([0, 9, 0], last=1), **load) == [1]
+
+
 # Generations 2 to 4.
 
 

@@ -2,13 +2,14 @@
 
 import math
 from collections import OrderedDict
+from collections.abc import Iterator, Sequence
 from typing import Annotated, ClassVar, Final
 
 import numpy as np
 from msgspec import Meta
 
 from epp.core.duration import Duration
-from epp.core.prompt.blocks import HASH_BYTES
+from epp.core.prompt.blocks import HASH_BYTES, HASH_SCHEME
 from epp.core.types import BYTES_PER_TOKEN
 from epp.plugins.contract import (
     Affinity,
@@ -116,22 +117,39 @@ class PlacementMap:
 
     def record(self, request: InferenceRequest, slot: int, now: Seconds) -> None:
         """From now on `slot` is among the holders of every head of `request`."""
-        chain = self._chain(request)
         sent = now, self._generations.get(slot, 0)
-        noted: list[tuple[bytes, tuple[Seconds, int] | None]] = []
-        for end in self._ends:
-            if end > len(chain):
-                break
-            head = chain[end - HASH_BYTES : end]
-            holders = self._heads.setdefault(head, {})
-            noted.append((head, holders.pop(slot, None)))
-            # Last in the dict: the first is who got it longest ago.
-            holders[slot] = sent
-            while len(holders) > self._settings.holders_max:
-                del holders[next(iter(holders))]
-            self._heads.move_to_end(head)
+        noted = [(head, self._place(head, slot, sent)) for head in self.share(request)]
         request.recorded[self, slot] = (sent, noted)
         self._fit()
+
+    @property
+    def signature(self) -> str:
+        """Heads mean the same to whoever has the same; `SharedIndex`."""
+        return f"placement:{self._ends}:{self._settings.block_tokens}:{HASH_SCHEME}"
+
+    def share(self, request: InferenceRequest) -> Sequence[bytes]:
+        """The heads of `request`, the shortest first."""
+        chain = self._chain(request)
+        return [chain[end - HASH_BYTES : end] for end in self._ends if end <= len(chain)]
+
+    def learn(self, keys: Sequence[bytes], slot: int, stamp: Seconds, now: Seconds) -> None:
+        """A peer sent the heads `keys` to `slot` at `stamp`; the latest counts."""
+        if stamp < now - float(self._settings.ttl):
+            return
+        sent = min(stamp, now), self._generations.get(slot, 0)
+        for head in keys:
+            before = self._heads.get(head, {}).get(slot)
+            known = before is not None and self._is_current(slot, before[1])
+            if len(head) == HASH_BYTES and not (before and known and before[0] >= stamp):
+                self._place(head, slot, sent)
+        self._fit()
+
+    def known(self) -> Iterator[tuple[int, Seconds, Sequence[bytes]]]:
+        """Every head and each of its endpoints, the head that was sent longest ago first."""
+        for head, holders in tuple(self._heads.items()):
+            for slot, (sent_at, generation) in tuple(holders.items()):
+                if self._is_current(slot, generation):
+                    yield slot, sent_at, (head,)
 
     def retract(self, request: InferenceRequest, slot: int, kept: int, now: Seconds) -> None:
         """`slot` did not get `request`; it holds what it was sent before."""
@@ -165,6 +183,18 @@ class PlacementMap:
 
     def _is_current(self, slot: int, generation: int) -> bool:
         return generation == self._generations.get(slot, 0)
+
+    def _place(
+        self, head: bytes, slot: int, sent: tuple[Seconds, int]
+    ) -> tuple[Seconds, int] | None:
+        """Note `slot` among the holders of `head`; return what was noted of it before."""
+        holders = self._heads.setdefault(head, {})
+        before = holders.get(slot)
+        holders[slot] = sent
+        while len(holders) > self._settings.holders_max:
+            del holders[min(holders, key=holders.__getitem__)]
+        self._heads.move_to_end(head)
+        return before
 
     def _chain(self, request: InferenceRequest) -> bytes:
         blocks_max = self._ends[-1] // HASH_BYTES

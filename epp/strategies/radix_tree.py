@@ -17,7 +17,7 @@ LAST_HOLDER: Final = "last_holder"
 HELD_BLOCKS: Final = "held_blocks"
 """Column: blocks that the tree has of each endpoint."""
 REQUESTS: Final = "requests"
-"""Column: requests routed to each endpoint since it joined."""
+"""Column: requests that this picker routed to each endpoint since it joined."""
 DEEPEST_BLOCKS: Final = "deepest_blocks"
 """Column: blocks of the prompt that anybody holds, be it a candidate or not; one number for all."""
 

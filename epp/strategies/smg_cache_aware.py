@@ -36,6 +36,7 @@ _TENANTS_MAX: Final = 8
 """Holders of a node that generations 3 and 4 look at."""
 _SWING_MIN: Final = 4.0
 _SWING_DEVIATIONS: Final = 2.0
+_WAIT: Final = ExpectedWait()
 
 
 def imbalanced(inflight: Ints, *, balance_abs: float, balance_rel: float) -> bool:
@@ -208,7 +209,8 @@ class CacheAware4(Parameters, frozen=True):
     margin = min(abs, max(4, 2 * sqrt(mean R))): the swing of a mean by chance, so that small pools
     spill too.
 
-    Differs: as generation 3 and `expected_wait`; ties take turns.
+    Differs: as generation 3 and `expected_wait`; ties take turns. smg's veto of overloaded workers,
+    which refuses requests when there are no others, is a limit on admission and not part of this.
     """
 
     type_name: ClassVar[str] = "smg-cache-aware-4-scorer"
@@ -286,7 +288,7 @@ def shortest_wait(
         if not among.any():
             among = ~full
     # By its definition not everybody is above the mean, so that somebody is left.
-    return only(least_of(ExpectedWait().wait_s(candidates), among))
+    return only(least_of(_WAIT.wait_s(candidates), among))
 
 
 SCORERS: Final = (CacheAware1, CacheAware2, CacheAware3, CacheAware4)

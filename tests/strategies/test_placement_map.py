@@ -83,6 +83,27 @@ def test_what_went_elsewhere_is_taken_back():
     made.retract(second, 1, 0, 7.0)
 
 
+def test_a_peer_tells_what_it_sent_in_any_order_and_more_than_once():
+    """The latest counts; what is none, or too old, does not."""
+    peer = placed((HEAD + TAIL, 1, 0.0), (HEAD, 2, 3.0))
+    told = list(peer.known())
+    for heard in (told, told[::-1], told * 2):
+        made = placed((HEAD, 1, 2.0))
+        assert made.signature == peer.signature
+        for slot, stamp, keys in heard:
+            made.learn(keys, slot, stamp, 4.0)
+        assert matched(made, HEAD + TAIL, 4.0) == [0, 4, 1, 0]
+        assert matched(made, HEAD, 181.0) == [0, 1, 1, 0], "its own of 2 s is not made older"
+    made.learn([b"no head", b""], 0, 4.0, 4.0)
+    made.learn(made.share(said(HEAD)), 0, 0.0, 200.0)
+    assert matched(made, HEAD, 100.0)[0] == 0
+    made.forget(1)
+    assert {slot for slot, _, _ in made.known()} == {2}
+    made.learn(made.share(said(HEAD)), 1, 2.0, 5.0)
+    assert matched(made, HEAD, 5.0) == [0, 1, 1, 0], "a new endpoint in the slot"
+    assert PlacementMapSettings().open().signature != made.signature
+
+
 @given(
     routed=st.lists(st.tuples(st.sampled_from("abcdefgh"), st.integers(0, 5)), max_size=40),
     heads_max=st.integers(1, 5),

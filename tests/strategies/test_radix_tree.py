@@ -77,6 +77,18 @@ def test_what_went_elsewhere_is_taken_back():
     assert columns(made, A + B) == told, "a second time there is nothing to take back"
 
 
+def test_what_a_peer_routed_counts_as_held_and_as_last():
+    """But not among the requests of this picker."""
+    made, peer = tree((A, 0)), tree((A + B, 1))
+    assert made.signature == peer.signature
+    for slot, stamp, keys in peer.known():
+        made.learn(keys, slot, stamp + 5.0, 6.0)
+    told = columns(made, A + B)
+    assert told[HELD_BLOCKS] == [4, 8, 0]
+    assert told[LAST_HOLDER] == [0, 1, 0]
+    assert told[REQUESTS] == [1, 0, 0]
+
+
 @given(
     routed=st.lists(st.tuples(st.sampled_from("abcdef"), st.integers(0, 2)), max_size=30),
     capacity=st.integers(1, 9),

@@ -1,5 +1,7 @@
 """Rules that narrow: each step leaves some of the candidates, and who is left scores 1."""
 
+import math
+
 import numpy as np
 
 from epp.plugins.contract import Bools, Floats, Ints
@@ -33,3 +35,14 @@ def first_of(kept: Bools) -> Bools:
     first = np.zeros(len(kept), dtype=np.bool_)
     first[kept.argmax()] = kept.any()
     return first
+
+
+def with_room(inflight: Ints, load_factor: float) -> Bools:
+    """bool[n]: who has at most ceil(`load_factor` * (total + 1) / n) requests with one more.
+
+    Never nobody, from a factor of 1 on. Consistent hashing with bounded loads (Mirrokni, Thorup and
+    Zadimoghaddam, 2018).
+    """
+    bound = math.ceil(load_factor * (float(inflight.sum()) + 1.0) / len(inflight))
+    room: Bools = inflight + 1 <= bound
+    return room

@@ -1,14 +1,13 @@
 """vLLM production-stack: its prefix-aware policy, which ignores load, and its load-aware one."""
 
-import math
 from typing import Annotated, ClassVar, Final
 
 import numpy as np
 from msgspec import Meta
 
-from epp.plugins.contract import Bools, Candidates, Floats, InferenceRequest, Ints, Parameters
+from epp.plugins.contract import Candidates, Floats, InferenceRequest, Parameters
 from epp.strategies.cost import scores_of_cost
-from epp.strategies.narrowing import least_of, most_of, only
+from epp.strategies.narrowing import least_of, most_of, only, with_room
 from epp.strategies.radix_tree import RadixTreeSettings
 from epp.strategies.strategy import Strategy, config_of, producer, step
 
@@ -45,14 +44,7 @@ class LongestPrefix(Parameters, frozen=True):
         if self.load_factor is None:
             return only(most_of(matched))
         inflight = candidates.inflight_requests
-        return only(least_of(inflight, most_of(matched, _with_room(inflight, self.load_factor))))
-
-
-def _with_room(inflight: Ints, load_factor: float) -> Bools:
-    """bool[n]: whose bound one more request keeps; consistent hashing with bounded loads has it."""
-    bound = math.ceil(load_factor * (float(inflight.sum()) + 1.0) / len(inflight))
-    room: Bools = inflight + 1 <= bound
-    return room
+        return only(least_of(inflight, most_of(matched, with_room(inflight, self.load_factor))))
 
 
 class RelativeLoad(Parameters, frozen=True):

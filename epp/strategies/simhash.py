@@ -10,12 +10,13 @@ from msgspec import Meta
 from epp.core.prompt.blocks import HASH_BYTES
 from epp.core.types import BYTES_PER_TOKEN
 from epp.plugins.contract import Bools, Candidates, Floats, InferenceRequest, Ints, Parameters
-from epp.strategies.narrowing import least_of, only
+from epp.strategies.narrowing import least_of, only, with_room
 from epp.strategies.strategy import Strategy, config_of, step
 
 _BITS: Final = 64
 _SHINGLE_BYTES: Final = 4
 _PERCENTILE: Final = 90.0
+_LOAD_FACTOR: Final = 1.25
 
 
 class Locality(StrEnum):
@@ -33,8 +34,8 @@ class LoadFilter(StrEnum):
     NONE = "none"
     BUSIEST_ONLY = "busiest-only"
     """Who has fewer requests in flight than the 90th percentile."""
-    WITHOUT_BUSIEST = "without-busiest"
-    """Who has more requests in flight than the 90th percentile."""
+    BOUNDED = "bounded"
+    """Who would have more than 1.25 times the mean."""
 
 
 def simhash(features: Ints) -> int:
@@ -58,7 +59,8 @@ class SimHashRing(Parameters, frozen=True):
     of the blocks within those bytes. A prompt with neither goes to the fewest requests.
     Kept by `hashed`: to hash the SimHash again destroys what makes it one. Prompts that differ in
     one bit of it land as far apart as any; only equal SimHashes meet. `busiest-only` is how the
-    proposal's percentile test came out: it keeps the endpoints that it meant to spare.
+    proposal's percentile test came out: it keeps the endpoints that it meant to spare. Prompts that
+    share their first 512 bytes share one owner, unless `bounded` lets the ring go on.
     """
 
     type_name: ClassVar[str] = "simhash-ring-scorer"
@@ -105,13 +107,12 @@ class SimHashRing(Parameters, frozen=True):
         return xxhash.xxh64_intdigest(str(fingerprint).encode())
 
     def _kept(self, inflight: Ints) -> Bools:
-        if self.load_filter is LoadFilter.NONE:
-            return np.ones(len(inflight), dtype=np.bool_)
-        bound = np.percentile(inflight, _PERCENTILE)
-        kept: Bools = inflight <= bound
+        if self.load_filter is LoadFilter.BOUNDED:
+            return with_room(inflight, _LOAD_FACTOR)
         if self.load_filter is LoadFilter.BUSIEST_ONLY:
-            kept = inflight >= bound
-        return kept
+            busiest: Bools = inflight >= np.percentile(inflight, _PERCENTILE)
+            return busiest
+        return np.ones(len(inflight), dtype=np.bool_)
 
 
 SCORERS: Final = (SimHashRing,)
@@ -129,9 +130,7 @@ STRATEGIES: Final = (
     ),
     Strategy(
         name="production-stack-simhash-fixed",
-        idea="SimHash by its first bits, so that near duplicates meet, without the busiest tenth.",
-        config=config_of(
-            step(SimHashRing.type_name, locality="band", loadFilter="without-busiest")
-        ),
+        idea="SimHash by its first bits, so that near duplicates meet, within 1.25 times the mean.",
+        config=config_of(step(SimHashRing.type_name, locality="band", loadFilter="bounded")),
     ),
 )

@@ -57,13 +57,13 @@ def test_what_is_equal_in_its_first_512_bytes_meets():
 
 
 def test_the_proposed_filter_keeps_whom_it_meant_to_spare():
-    """The 90th percentile of ten: at or above it, or at or below."""
+    """Of ten at or above the 90th percentile; a bound drops just those."""
     inflight = [0] * 9 + [5]
     prompts = [text(f"{at}", 128) for at in range(40)]
     busiest = SimHashRing(load_filter=LoadFilter.BUSIEST_ONLY)
     assert {owner(busiest, prompt, inflight)[0] for prompt in prompts} == {9}
-    without = SimHashRing(load_filter=LoadFilter.WITHOUT_BUSIEST)
-    assert 9 not in {owner(without, prompt, inflight)[0] for prompt in prompts}
+    bounded = SimHashRing(load_filter=LoadFilter.BOUNDED)
+    assert 9 not in {owner(bounded, prompt, inflight)[0] for prompt in prompts}
 
 
 def test_with_that_filter_everybody_goes_where_the_first_went():
@@ -75,6 +75,16 @@ def test_with_that_filter_everybody_goes_where_the_first_went():
     ):
         pods = Driven(name, pods=4)
         assert len({pods.send(text(f"{at}", 128)) for at in range(40)}) == endpoints, name
+
+
+def test_a_shared_beginning_has_one_owner_unless_the_ring_is_bounded():
+    """512 bytes are less than most system prompts."""
+    preamble = text("system", 128)
+    for name, endpoints in (("production-stack-simhash", 1), ("production-stack-simhash-fixed", 4)):
+        pods = Driven(name, pods=4)
+        went = [pods.send(preamble + text(f"{at}", 128)) for at in range(40)]
+        assert len(set(went)) == endpoints, name
+        assert max(map(went.count, set(went))) <= (40 if endpoints == 1 else 13)
 
 
 def test_short_and_empty_prompts():

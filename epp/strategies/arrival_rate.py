@@ -66,12 +66,12 @@ class Arrivals:
     def __init__(self, settings: ArrivalsSettings) -> None:
         self._steps: dict[int, deque[_Step]] = {}
         """By slot, the oldest first; of an endpoint that was never sent anything there is none."""
-        self.configure(settings)
+        self._step_s = float(settings.window) / _STEPS
 
     def configure(self, settings: ArrivalsSettings) -> bool:
         """Adopt `settings`; arrivals counted in steps of another length are let go."""
         step_s = float(settings.window) / _STEPS
-        if step_s != getattr(self, "_step_s", step_s):
+        if step_s != self._step_s:
             self._steps = {slot: deque() for slot in self._steps}
         self._step_s = step_s
         return True

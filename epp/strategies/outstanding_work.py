@@ -1,9 +1,10 @@
 """production-stack's estimate of the time to the first token: attention work that is outstanding."""
 
 from enum import StrEnum
-from typing import ClassVar, Final
+from typing import Annotated, ClassVar, Final
 
 import numpy as np
+from msgspec import Meta
 
 from epp.core.knowledge.prefix import PrefixIndexSettings
 from epp.plugins.contract import (
@@ -37,7 +38,7 @@ class AttentionWorkSettings(RadixTreeSettings, frozen=True):
 
     type_name: ClassVar[str] = "attention-work-producer"
 
-    block_size_tokens: int = 64
+    block_size_tokens: Annotated[int, Meta(ge=1)] = 64
 
     def open(self) -> AffinityIndex:
         """A new, empty tree."""

@@ -4,9 +4,10 @@ SGLang's router, its successor smg, vllm-router, Ray Serve and production-stack 
 tree over characters or tokens. Here it is the prefix index with what their rules ask besides.
 """
 
-from typing import ClassVar, Final
+from typing import Annotated, ClassVar, Final
 
 import numpy as np
+from msgspec import Meta
 
 from epp.core.duration import Duration
 from epp.core.knowledge.prefix import PrefixIndex, PrefixIndexSettings
@@ -37,19 +38,16 @@ class RadixTreeSettings(PrefixIndexSettings, frozen=True):
     type_name: ClassVar[str] = "radix-tree-producer"
 
     auto_tune: bool = False
-    block_size_tokens: int = 16
+    block_size_tokens: Annotated[int, Meta(ge=1)] = 16
     """Tokens in a block; smg's page."""
-    lru_capacity_per_server: int = 1_048_576
+    lru_capacity_per_server: Annotated[int, Meta(ge=1)] = 1_048_576
     """Blocks an endpoint: with those of 16 tokens about 2^26 characters, as in smg."""
     ttl: Duration = _FOR_EVER
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.block_size_tokens < 1 or self.lru_capacity_per_server < 1:
-            raise ValueError(
-                "blockSizeTokens and lruCapacityPerServer must be at least 1, are "
-                f"{self.block_size_tokens} and {self.lru_capacity_per_server}"
-            )
+        if self.block_size is not None:
+            raise ValueError(f"blockSize {self.block_size} has no effect: give blockSizeTokens")
 
     @property
     def block_tokens(self) -> int:

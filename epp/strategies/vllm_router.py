@@ -23,7 +23,8 @@ class SessionThenCacheAware(CacheAware1, frozen=True):
 
     Differs: as generation 1; a miss is taken to go to the smallest tree, as in the code that it was
     forked from. The session is the request's id of one or the header that the index names.
-    Kept: a session stays on a saturated endpoint.
+    Kept: a session stays on a saturated endpoint; one endpoint with too many requests turns prefixes
+    off for all (vllm-project/router #238).
     """
 
     type_name: ClassVar[str] = "session-then-cache-aware-scorer"

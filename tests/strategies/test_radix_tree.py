@@ -1,10 +1,13 @@
 """What the tree tells beside what each endpoint holds."""
 
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from epp.configuration.build import plugin_tables
+from epp.configuration.config import load_config
 from epp.strategies.radix_tree import (
     DEEPEST_BLOCKS,
     HELD_BLOCKS,
@@ -12,6 +15,7 @@ from epp.strategies.radix_tree import (
     REQUESTS,
     RadixTreeSettings,
 )
+from epp.strategies.strategy import config_of, producer, step
 from tests.builders import request
 from tests.strategies.driven import text
 
@@ -112,8 +116,10 @@ def test_settings_are_adopted_while_blocks_stay():
     assert RadixTreeSettings(lru_capacity_per_server=2).adopt(made)
     assert not RadixTreeSettings(block_size_tokens=32).adopt(made)
     assert columns(made, A)[REQUESTS] == [1, 0, 0]
-    with pytest.raises(ValueError, match="blockSizeTokens"):
-        RadixTreeSettings(block_size_tokens=0)
+    with pytest.raises(msgspec.ValidationError, match="blockSizeTokens"):
+        msgspec.convert({"blockSizeTokens": 0}, RadixTreeSettings)
+    with pytest.raises(ValueError, match="give blockSizeTokens"):
+        RadixTreeSettings(block_size=64)
 
 
 def test_more_endpoints_than_were_ever_routed_to():
@@ -121,3 +127,25 @@ def test_more_endpoints_than_were_ever_routed_to():
     made = tree((A, 2))
     assert made.match(said(A), 1, 9.0).columns[REQUESTS].shape == (1,)
     assert made.match(said(A), 9, 9.0).columns[HELD_BLOCKS].dtype == np.float64
+
+
+def test_small_blocks_are_kept_and_nobody_is_warned_of_another_size():
+    """The prefix index makes 64 of them, and says so; the tree does not."""
+    for type_name, block_tokens in (
+        ("radix-tree-producer", 16), ("approx-prefix-cache-producer", 64),
+    ):  # fmt: skip
+        text_of = config_of(producer(type_name, blockSizeTokens=16), step("prefix-cache-scorer"))
+        config = load_config(text_of, "made", plugin_tables())
+        assert config.indexes[type_name].block_tokens == block_tokens
+        assert ["becomes it" in warning for warning in config.warnings] == (
+            [True] if block_tokens == 64 else []
+        )
+
+
+def test_an_oversized_prompt_costs_what_the_limit_allows():
+    """131,072 tokens of two million are looked at, and as many blocks kept."""
+    made = tree()
+    huge = request(prompts=(bytes(8_000_000),))
+    made.record(huge, 0, 0.0)
+    assert made.match(huge, 1, 0.0).total == 8_192
+    assert made.blocks_held(0) == 8_192

@@ -472,7 +472,8 @@ class _Loader:
             self.warn(f"{where}: blockSize is deprecated, use blockSizeTokens")
         for name in ("blockSizeTokens", "blockSize"):
             tokens = parameters.get(name)
-            if hasattr(plugin, "block_tokens") and tokens and tokens < _BLOCK_TOKENS_MIN:
+            in_effect = getattr(plugin, "block_tokens", tokens)
+            if tokens and tokens < _BLOCK_TOKENS_MIN and tokens != in_effect:
                 self.warn(f"{where}: {name} {tokens} is below {_BLOCK_TOKENS_MIN} and becomes it")
         limit_tokens = getattr(plugin, "max_prefix_tokens_to_match", 0)
         if "maxPrefixBlocksToMatch" in parameters and limit_tokens:

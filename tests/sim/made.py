@@ -51,16 +51,28 @@ def kind(*, blocks_total=None, profile=DEFAULT_PROFILE, **engine):
 
 
 def cluster(
-    given, *, policy="default", pods=4, seed=1, ended=None, stepped=None, faults=(), **settings
+    given,
+    *,
+    policy="default",
+    pods=4,
+    seed=1,
+    ended=None,
+    stepped=None,
+    faults=(),
+    block_tokens=(BLOCK_TOKENS,),
+    **settings,
 ):
-    """A cluster that is about to run `given`; `pods`: how many, or their kinds."""
+    """A cluster that is about to run `given`; `pods`: how many, or their kinds.
+
+    `block_tokens`: the sizes of blocks in which the policy looks prompts up.
+    """
     kinds = (kind(),) * pods if isinstance(pods, int) else pods
     made = ClusterSettings(pods=kinds, **settings)
     source = policy_source(policy) if isinstance(policy, str) else policy
     return Cluster(
         made,
         source.opener(made.refresh_interval_s, made.prefill_tokens_per_s),
-        lambda one, hashes: request_of(one, hashes=hashes),
+        lambda one, hashes: request_of(one, block_tokens, hashes),
         given,
         seed=seed,
         ended=ended or (lambda request: None),

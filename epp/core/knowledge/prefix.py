@@ -263,6 +263,27 @@ class PrefixIndex:
             self._count_lookup(best=best, full=full)
         return Affinity(matched[:slots], total)
 
+    def last_holder(self, request: InferenceRequest, now: Seconds) -> int:
+        """The slot to which what is known of the first prompt was last routed; -1: nothing is.
+
+        Of the node that it reaches deepest, wholly or in part.
+        """
+        chains = self._chains(request)
+        chain = chains[0] if chains else b""
+        cutoff = now - self._ttl_s
+        deepest: _Node | None = None
+        node = self._first.get(chain[:HASH_BYTES])
+        at = 0
+        while node is not None and node.parent is deepest and _live(node, cutoff):
+            deepest = node
+            if chain[at : at + len(node.run)] != node.run:
+                break
+            at += len(node.run)
+            node = self._first.get(chain[at : at + HASH_BYTES])
+        if deepest is None:
+            return -1
+        return max(deepest.holders, key=deepest.holders.__getitem__)
+
     @property
     def bytes_estimated(self) -> int:
         """Process memory of the index, from measured constants: within a fifth of what is measured."""

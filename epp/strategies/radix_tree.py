@@ -1,0 +1,115 @@
+"""The tree of prompts that cache-aware routers keep: who was sent what, who last, and how much.
+
+SGLang's router, its successor smg, vllm-router, Ray Serve and production-stack each keep such a
+tree over characters or tokens. Here it is the prefix index with what their rules ask besides.
+"""
+
+from typing import Annotated, ClassVar, Final
+
+import numpy as np
+from msgspec import Meta
+
+from epp.core.duration import Duration
+from epp.core.knowledge.prefix import PrefixIndex, PrefixIndexSettings
+from epp.plugins.contract import Affinity, AffinityIndex, Floats, InferenceRequest, Seconds
+
+LAST_HOLDER: Final = "last_holder"
+"""Column: 1 for the endpoint to which the deepest known block was last routed, 0 for the others."""
+HELD_BLOCKS: Final = "held_blocks"
+"""Column: blocks that the tree has of each endpoint."""
+REQUESTS: Final = "requests"
+"""Column: requests that this picker routed to each endpoint since it joined."""
+DEEPEST_BLOCKS: Final = "deepest_blocks"
+"""Column: blocks of the prompt that anybody holds, be it a candidate or not; one number for all."""
+
+_FOR_EVER: Final = Duration(1e9)
+
+
+class RadixTreeSettings(PrefixIndexSettings, frozen=True):
+    """`radix-tree-producer`: the tree's parameters, spelt as those of the prefix index.
+
+    Differs from the trees that it stands for: edges are blocks of tokens and not characters, so a
+    prompt shorter than a block is unknown; it evicts as soon as it is full and not once a minute; it
+    evicts by the endpoint's oldest prompt, tails first, where smg takes the leaf used least recently;
+    a look-up refreshes nothing, because the choice is recorded anyway. Model, salt and API are in
+    the first block's hash: there is one tree for all models.
+    """
+
+    type_name: ClassVar[str] = "radix-tree-producer"
+
+    auto_tune: bool = False
+    block_size_tokens: Annotated[int, Meta(ge=1)] = 16
+    """Tokens in a block; smg's page."""
+    lru_capacity_per_server: Annotated[int, Meta(ge=1)] = 1_048_576
+    """Blocks an endpoint: with those of 16 tokens about 2^26 characters, as in smg."""
+    ttl: Duration = _FOR_EVER
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.block_size is not None:
+            raise ValueError(f"blockSize {self.block_size} has no effect: give blockSizeTokens")
+
+    @property
+    def block_tokens(self) -> int:
+        """Tokens in a block."""
+        return self.block_size_tokens
+
+    def open(self) -> AffinityIndex:
+        """A new, empty tree."""
+        return RadixTree(self)
+
+    def adopt(self, index: AffinityIndex) -> bool:
+        """Apply to a running tree all but the block size; False if that differs."""
+        return isinstance(index, RadixTree) and index.configure(self)
+
+
+class RadixTree(PrefixIndex):
+    """The prefix index, with the columns of this module. Of several prompts the first decides them."""
+
+    def __init__(self, settings: PrefixIndexSettings) -> None:
+        super().__init__(settings)
+        self._requests: list[int] = []
+
+    def match(self, request: InferenceRequest, slots: int, now: Seconds) -> Affinity:
+        """As the prefix index does, and the columns."""
+        known = super().match(request, slots, now)
+        last = np.zeros(slots)
+        holder = self.last_holder(request, now)
+        if 0 <= holder < slots:
+            last[holder] = 1.0
+        columns = {
+            LAST_HOLDER: last,
+            HELD_BLOCKS: np.array([self.blocks_held(slot) for slot in range(slots)], np.float64),
+            REQUESTS: self._requests_of(slots),
+            DEEPEST_BLOCKS: np.full(slots, float(known.matched.max(initial=0))),
+        }
+        return Affinity(known.matched, known.total, columns)
+
+    def record(self, request: InferenceRequest, slot: int, now: Seconds) -> None:
+        """As the prefix index does, and counts one request."""
+        super().record(request, slot, now)
+        self._requests.extend([0] * (slot + 1 - len(self._requests)))
+        self._requests[slot] += 1
+
+    def retract(self, request: InferenceRequest, slot: int, kept: int, now: Seconds) -> None:
+        """As the prefix index does, and counts one request less."""
+        if (self, slot) in request.recorded and slot < len(self._requests):
+            self._requests[slot] = max(0, self._requests[slot] - 1)
+        super().retract(request, slot, kept, now)
+
+    def forget(self, slot: int) -> None:
+        """As the prefix index does; the next endpoint in `slot` begins with no requests."""
+        super().forget(slot)
+        if slot < len(self._requests):
+            self._requests[slot] = 0
+
+    def _requests_of(self, slots: int) -> Floats:
+        requests = np.zeros(max(slots, len(self._requests)))
+        requests[: len(self._requests)] = self._requests
+        return requests[:slots]
+
+
+INDEXES: Final = (RadixTreeSettings,)
+
+STRATEGIES: Final = ()
+"""Those that read the tree are in files of their own."""

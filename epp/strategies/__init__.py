@@ -9,11 +9,12 @@ from collections.abc import Mapping
 from types import MappingProxyType, ModuleType
 from typing import Any, Final
 
-from epp.strategies import least_work
+from epp.strategies import least_work, llm_d
 from epp.strategies.strategy import Strategy
 
 FAMILIES: Final[tuple[ModuleType, ...]] = (
     least_work,
+    llm_d,
 )  # fmt: skip
 """In the order in which tables show them."""
 

@@ -57,10 +57,14 @@ def cluster(
     kinds = (kind(),) * pods if isinstance(pods, int) else pods
     made = ClusterSettings(pods=kinds, **settings)
     source = policy_source(policy) if isinstance(policy, str) else policy
+    opener = source.opener(made.refresh_interval_s, made.prefill_tokens_per_s)
+    settings_of = opener(seed).settings
+    indexes = settings_of.indexes.values() if settings_of else ()
+    sizes = {BLOCK_TOKENS} | {getattr(index, "block_tokens", BLOCK_TOKENS) for index in indexes}
     return Cluster(
         made,
-        source.opener(made.refresh_interval_s, made.prefill_tokens_per_s),
-        lambda one, hashes: request_of(one, hashes=hashes),
+        opener,
+        lambda one, hashes: request_of(one, sorted(sizes), hashes),
         given,
         seed=seed,
         ended=ended or (lambda request: None),

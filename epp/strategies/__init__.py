@@ -9,10 +9,11 @@ from collections.abc import Mapping
 from types import MappingProxyType, ModuleType
 from typing import Any, Final
 
-from epp.strategies import dynamo, infera, least_work, llm_d
+from epp.strategies import burst, dynamo, infera, least_work, llm_d
 from epp.strategies.strategy import Strategy
 
 FAMILIES: Final[tuple[ModuleType, ...]] = (
+    burst,
     dynamo,
     infera,
     least_work,

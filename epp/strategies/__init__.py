@@ -9,12 +9,13 @@ from collections.abc import Mapping
 from types import MappingProxyType, ModuleType
 from typing import Any, Final
 
-from epp.strategies import burst, dynamo, infera, least_work, llm_d
+from epp.strategies import burst, dynamo, filter_chain, infera, least_work, llm_d
 from epp.strategies.strategy import Strategy
 
 FAMILIES: Final[tuple[ModuleType, ...]] = (
     burst,
     dynamo,
+    filter_chain,
     infera,
     least_work,
     llm_d,

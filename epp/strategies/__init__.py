@@ -9,16 +9,29 @@ from collections.abc import Mapping
 from types import MappingProxyType, ModuleType
 from typing import Any, Final
 
-from epp.strategies import burst, dynamo, filter_chain, infera, least_work, llm_d
-from epp.strategies.strategy import Strategy
-
-FAMILIES: Final[tuple[ModuleType, ...]] = (
+from epp.strategies import (
     burst,
+    dualmap,
     dynamo,
     filter_chain,
     infera,
     least_work,
     llm_d,
+    preble,
+    smetric,
+)
+from epp.strategies.strategy import Strategy
+
+FAMILIES: Final[tuple[ModuleType, ...]] = (
+    burst,
+    dualmap,
+    dynamo,
+    filter_chain,
+    infera,
+    least_work,
+    llm_d,
+    preble,
+    smetric,
 )  # fmt: skip
 """In the order in which tables show them."""
 

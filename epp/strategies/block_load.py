@@ -48,8 +48,8 @@ class BlockLoadIndex(PrefixIndex):
         self.active = HeldBlocks()
         self._generations: dict[int, int] = {}
         """Slot -> how often it was forgotten: what was in flight before counts nowhere."""
-        self._missed: dict[int, tuple[float, int]] = {}
-        """Slot -> (missed blocks, as of how many picks)."""
+        self._missed = np.zeros(0)
+        """By slot: blocks that it missed, faded to now."""
         self._picks = 0
 
     def adopt(self, settings: BlockLoadSettings) -> bool:
@@ -62,19 +62,14 @@ class BlockLoadIndex(PrefixIndex):
     def match(self, request: InferenceRequest, slots: int, now: Seconds) -> Affinity:
         """What each slot is believed to hold, and the columns of its load."""
         known = super().match(request, slots, now)
-        active = np.zeros(slots)
-        for slot, blocks in self.active.held().items():
-            if slot < slots:
-                active[slot] = blocks
+        active = self.active.held(slots)
         added = np.full(slots, float(known.total))
         for prompt in self._prompts(request):
             for slot, blocks in self.active.leading(prompt).items():
                 if slot < slots:
                     added[slot] -= blocks
         missed = np.zeros(slots)
-        for slot in self._missed:
-            if slot < slots:
-                missed[slot] = self.recent_misses(slot)
+        missed[: len(self._missed)] = self._missed[:slots]
         columns = {"active_blocks": active, "new_blocks": added, "recent_miss_blocks": missed}
         return Affinity(known.matched, known.total, columns)
 
@@ -86,7 +81,10 @@ class BlockLoadIndex(PrefixIndex):
         lengths = [len(prompt) for prompt in prompts]
         missed = sum(lengths) - sum(held)
         self._picks += 1
-        self._missed[slot] = (self.recent_misses(slot) + missed, self._picks)
+        if slot >= len(self._missed):
+            self._missed = np.append(self._missed, np.zeros(slot + 1 - len(self._missed)))
+        self._missed *= self._load_settings.miss_decay
+        self._missed[slot] += missed
         counted = self.active.blocks < self._load_settings.active_blocks_max
         if counted:
             for prompt in prompts:
@@ -106,19 +104,14 @@ class BlockLoadIndex(PrefixIndex):
         if ended is not None:
             missed, at = ended
             faded = missed * self._load_settings.miss_decay ** (self._picks - at)
-            self._missed[slot] = (max(0.0, self.recent_misses(slot) - faded), self._picks)
+            self._missed[slot] = max(0.0, self._missed[slot] - faded)
 
     def forget(self, slot: int) -> None:
         """The slot holds nothing, runs nothing and missed nothing."""
         super().forget(slot)
         self.active.forget(slot)
-        self._missed.pop(slot, None)
+        self._missed[slot : slot + 1] = 0.0
         self._generations[slot] = self._generations.get(slot, 0) + 1
-
-    def recent_misses(self, slot: int) -> float:
-        """Blocks that `slot` missed, what is long ago faded."""
-        blocks, at = self._missed.get(slot, (0.0, 0))
-        return blocks * self._load_settings.miss_decay ** (self._picks - at)
 
     def _end(self, request: InferenceRequest, slot: int) -> tuple[int, int] | None:
         """Uncount `request` at `slot`; what it missed and when, None if it counts there no more."""

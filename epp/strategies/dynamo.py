@@ -111,18 +111,21 @@ class Softmax(Parameters, frozen=True):
     def pick(
         self, scores: Floats, candidates: Candidates, random: Random, rotation: int, /
     ) -> Ints:
-        # 1 - U is in (0, 1], where the logarithm is finite.
-        draws = np.array([1.0 - random.random() for _ in range(len(scores))])
         least, most = float(scores.min()), float(scores.max())
-        spread = most - least
-        if self.temperature and spread > 0:
-            # At 1 the inner logarithm is 0, and the key beyond all others, as it should be.
+        stretched = (most - least) * self.temperature
+        if stretched > 0:
+            # 1 - U is in (0, 1]; of 1 the key is beyond all others, as it should be.
+            draws = np.array([1.0 - random.random() for _ in range(len(scores))])
             with np.errstate(divide="ignore"):
-                keys = (scores - least) / (spread * self.temperature) - np.log(-np.log(draws))
-        else:
-            keys = scores - most
-            keys[highest(scores)] = draws[highest(scores)]
-        order: Ints = np.argsort(-keys, kind="stable")
+                keys = (scores - least) / stretched - np.log(-np.log(draws))
+            order: Ints = np.argsort(-keys, kind="stable")
+            return order[: self.max_num_of_endpoints]
+        best = highest(scores)
+        first = best[random.randrange(len(best))]
+        if self.max_num_of_endpoints == 1:
+            return np.array([first], dtype=np.int64)
+        rest = np.argsort(-scores, kind="stable")
+        order = np.concatenate(([first], rest[rest != first]))
         return order[: self.max_num_of_endpoints]
 
 

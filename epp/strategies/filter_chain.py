@@ -103,7 +103,8 @@ def _near_the_least(load: Floats) -> Bools:
     known = np.isfinite(load)
     if not known.any():
         return np.ones(len(load), dtype=np.bool_)
-    load[~known] = float(np.median(load[known]))
+    if not known.all():
+        load[~known] = float(np.median(load[known]))
     least, most = float(load.min()), float(load.max())
     near: Bools = load <= least + (most - least) / len(load)
     return near

@@ -21,8 +21,9 @@ from epp.plugins.contract import (
     Seconds,
 )
 from epp.strategies.held_blocks import HeldBlocks
-from epp.strategies.strategy import Strategy, config_of, producer, step
+from epp.strategies.strategy import Step, Strategy, config_of, named, producer, step
 
+_APPROXIMATE: Final = "approx-prefix-cache-producer"
 _UNLIMITED: Final = -1
 _BLOCK_TOKENS_MIN: Final = 64
 _PREFIX_BLOCKS_MAX: Final = 2_048
@@ -267,23 +268,24 @@ def _digest(prompts: list[list[int]]) -> bytes:
     return digest.digest()
 
 
+def _prefix_of(index: str) -> Step:
+    return step("prefix-cache-scorer", 3, prefixMatchInfoProducerName=index, agreement="none")
+
+
 INDEXES: Final = (BurstSettings,)
 
 STRATEGIES: Final = (
     Strategy(
         name="llm-d-burst",
         idea=(
-            "llm-d's burst co-scheduling: equal prompts within 100 ms go together (3), else queue 2 "
-            "and KV cache 2."
+            "llm-d's burst co-scheduling beside its prefix index: equal prompts within 100 ms go "
+            "together (3), prefix 3, queue 2, KV cache 2."
         ),
         config=config_of(
             producer(BurstSettings.type_name),
-            step(
-                "prefix-cache-scorer",
-                3,
-                prefixMatchInfoProducerName=BurstSettings.type_name,
-                agreement="none",
-            ),
+            producer(_APPROXIMATE),
+            named("burst-scorer", _prefix_of(BurstSettings.type_name)),
+            _prefix_of(_APPROXIMATE),
             step("queue-scorer", 2),
             step("kv-cache-utilization-scorer", 2),
         ),

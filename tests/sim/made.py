@@ -51,16 +51,29 @@ def kind(*, blocks_total=None, profile=DEFAULT_PROFILE, **engine):
 
 
 def cluster(
-    given, *, policy="default", pods=4, seed=1, ended=None, stepped=None, faults=(), **settings
+    given,
+    *,
+    policy="default",
+    pods=4,
+    seed=1,
+    ended=None,
+    stepped=None,
+    faults=(),
+    block_tokens=(BLOCK_TOKENS,),
+    **settings,
 ):
-    """A cluster that is about to run `given`; `pods`: how many, or their kinds."""
+    """A cluster that is about to run `given`; `pods`: how many, or their kinds.
+
+    `block_tokens`: sizes of blocks in which prompts are looked up, besides those that the policy
+    names itself.
+    """
     kinds = (kind(),) * pods if isinstance(pods, int) else pods
     made = ClusterSettings(pods=kinds, **settings)
     source = policy_source(policy) if isinstance(policy, str) else policy
     opener = source.opener(made.refresh_interval_s, made.prefill_tokens_per_s)
-    settings_of = opener(seed).settings
-    indexes = settings_of.indexes.values() if settings_of else ()
-    sizes = {BLOCK_TOKENS} | {getattr(index, "block_tokens", BLOCK_TOKENS) for index in indexes}
+    decides = opener(seed).settings
+    indexes = decides.indexes.values() if decides else ()
+    sizes = {*block_tokens, *(getattr(index, "block_tokens", BLOCK_TOKENS) for index in indexes)}
     return Cluster(
         made,
         opener,

@@ -7,12 +7,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from epp.configuration.build import plugin_tables
+from epp.configuration.build import build_settings, plugin_tables
 from epp.configuration.config import ConfigError, load_config
+from epp.core.decision.scheduler import Scheduler
+from epp.strategies import STRATEGIES
 from epp.strategies.burst import BurstSettings
 from epp.strategies.strategy import config_of, producer, step
 from tests.builders import endpoint, request
-from tests.strategies.test_families import scheduler_of
 
 BLOCK_BYTES = 256
 
@@ -155,9 +156,9 @@ def test_it_stays_within_its_batch_and_its_blocks(actions, most, colocate, balan
     assert index.requests == 0
 
 
-def rollout(name, samples=8, groups=4):
+def rollout(settings, samples=8, groups=4):
     """Where the samples of each prompt go that arrive in one instant, interleaved."""
-    scheduler = scheduler_of(name)
+    scheduler = Scheduler(settings, seed=1)
     scheduler.replace([endpoint(number) for number in range(groups)], 0.0)
     went = {group: Counter() for group in range(groups)}
     for at in range(samples * groups):
@@ -167,11 +168,30 @@ def rollout(name, samples=8, groups=4):
     return went
 
 
-def test_the_samples_of_a_rollout_step_are_prefilled_once():
-    """All eight of a prompt at one endpoint, and the four prompts at four."""
-    went = rollout("llm-d-burst")
+def settings_of(text):
+    return build_settings(load_config(text, "made", plugin_tables()))
+
+
+@pytest.mark.parametrize("beside", [False, True])
+def test_the_samples_of_a_rollout_step_are_prefilled_once(beside):
+    """All eight of a prompt at one endpoint, and the four prompts at four; with and without an index."""
+    alone = config_of(
+        producer("burst-prefix-cache-producer"),
+        step("prefix-cache-scorer", prefixMatchInfoProducerName="burst-prefix-cache-producer"),
+    )
+    went = rollout(settings_of(STRATEGIES["llm-d-burst"].config if beside else alone))
     assert [len(group) for group in went.values()] == [1, 1, 1, 1]
     assert len({name for group in went.values() for name in group}) == 4
+
+
+def test_a_cap_spreads_a_group_over_as_many_endpoints_as_it_needs():
+    """Two of each prompt at each of four."""
+    capped = config_of(
+        producer("burst-prefix-cache-producer", maxPerReplica=2),
+        step("prefix-cache-scorer", prefixMatchInfoProducerName="burst-prefix-cache-producer"),
+    )
+    went = rollout(settings_of(capped))
+    assert [sorted(group.values()) for group in went.values()] == [[2, 2, 2, 2]] * 4
 
 
 def of_the_field(*names):

@@ -203,10 +203,6 @@ _NO_PREDICTOR: Final = "there is no latency predictor"
 REFUSED: Final[Mapping[str, str]] = {
     "precise-prefix-cache-scorer": f"{_NO_EVENTS}: use prefix-cache-scorer",
     "precise-prefix-cache-producer": f"{_NO_EVENTS}: use approx-prefix-cache-producer",
-    "burst-prefix-cache-producer": (
-        "requests are not held back: use approx-prefix-cache-producer, which counts each decision "
-        "at once"
-    ),
     "tokenizer": "there is no tokenizer: use token-producer with `estimate`, or remove it",
     "disagg-profile-handler": f"{_NO_DISAGGREGATION}: use single-profile-handler with one profile",
     "pd-profile-handler": f"{_NO_DISAGGREGATION}: use single-profile-handler with one profile",

@@ -437,6 +437,8 @@ class _Loader:
         if role is Role.INDEX and not self._has_blocks(where, plugin):
             return None
         self._warn_of_parameters(where, plugin, parameters)
+        if differs := getattr(kind, "differs", ""):
+            self.warn(f"{where}: {differs}")
         return ConfiguredPlugin(
             name=name,
             type_name=type_name,
@@ -616,7 +618,7 @@ class _Loader:
             if plugin.role is Role.INDEX:
                 # What asks for an index by its type means the first of that type.
                 lookup = plugin.name
-                if not _is_prefix(plugin.plugin) and plugin.type_name not in named:
+                if not _counts_blocks(plugin.plugin) and plugin.type_name not in named:
                     lookup = plugin.type_name
                 named.setdefault(plugin.type_name, lookup)
                 indexes[lookup] = plugin.plugin
@@ -809,9 +811,14 @@ class _Loader:
                 self.warn(f"{plugin.where}: is in no profile and has no effect")
 
 
-def _is_prefix(index: AffinityIndexSettings) -> bool:
-    """Whether an index can be the one behind `matched_blocks`: it counts blocks of tokens."""
+def _counts_blocks(index: AffinityIndexSettings) -> bool:
+    """Whether the unit of an index is a block of tokens."""
     return hasattr(index, "block_tokens")
+
+
+def _is_prefix(index: AffinityIndexSettings) -> bool:
+    """Whether an index can be the one behind `matched_blocks`: blocks that endpoints hold."""
+    return _counts_blocks(index) and getattr(index, "is_belief", True)
 
 
 def block_tokens_of(indexes: Mapping[str, AffinityIndexSettings], prefix: str) -> int:

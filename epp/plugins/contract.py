@@ -21,7 +21,7 @@ from epp.core.knowledge.candidates import (
     Floats,
     Ints,
 )
-from epp.core.knowledge.index import AffinityIndex, AffinityIndexSettings
+from epp.core.knowledge.index import AffinityIndex, AffinityIndexSettings, CountsInflight
 from epp.core.parameters import Parameters, Plugin
 from epp.core.prompt.request import InferenceRequest
 from epp.core.session_tokens import SessionTokens
@@ -35,6 +35,7 @@ __all__ = [
     "ApiKind",
     "Bools",
     "Candidates",
+    "CountsInflight",
     "Duration",
     "Endpoint",
     "Filter",

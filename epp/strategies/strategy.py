@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from typing import Final
 
 from msgspec import Struct, field, yaml
+from msgspec.structs import replace
 
 _PROFILE: Final = "default"
 _PICKER: Final = "max-score-picker"
@@ -13,6 +14,8 @@ class Step(Struct, frozen=True, kw_only=True):
     """One plugin of a profile."""
 
     type_name: str
+    name: str = ""
+    """In the document; "": as its type."""
     weight: float | None = None
     """Of a scorer; None: 1."""
     parameters: Mapping[str, object] = field(default_factory=dict)
@@ -41,21 +44,28 @@ def producer(type_name: str, /, **parameters: object) -> Step:
     return Step(type_name=type_name, parameters=parameters, decides=False)
 
 
+def named(name: str, plugin: Step) -> Step:
+    """`plugin` as `name`: where two are of one type."""
+    return replace(plugin, name=name)
+
+
 def config_of(*steps: Step, picker: Step | None = None) -> str:
     """The `EndpointPickerConfig` of one profile with `steps` in their order and `picker` last.
 
-    No two may be of one type.
+    No two may be of one name.
     """
     steps = (*steps, picker or step(_PICKER))
     plugins: list[dict[str, object]] = []
     references: list[dict[str, object]] = []
     for each in steps:
         declared: dict[str, object] = {"type": each.type_name}
+        if each.name:
+            declared["name"] = each.name
         if each.parameters:
             declared["parameters"] = dict(each.parameters)
         plugins.append(declared)
         if each.decides:
-            reference: dict[str, object] = {"pluginRef": each.type_name}
+            reference: dict[str, object] = {"pluginRef": each.name or each.type_name}
             if each.weight is not None:
                 reference["weight"] = each.weight
             references.append(reference)

@@ -2,7 +2,7 @@
 
 from epp.configuration.build import plugin_tables
 from epp.configuration.config import load_config
-from epp.strategies.strategy import config_of, producer, step
+from epp.strategies.strategy import config_of, named, producer, step
 
 
 def test_a_configuration_names_its_plugins_once_and_weighs_them():
@@ -20,3 +20,15 @@ def test_a_configuration_names_its_plugins_once_and_weighs_them():
     assert [member.weight for member in config.profile.scorers] == [3.0, 1.0]
     assert config.profile.picker_name == "random-picker"
     assert config.indexes["approx-prefix-cache-producer"].block_size_tokens == 128
+
+
+def test_two_of_one_type_have_names():
+    """By which the profile refers to them."""
+    text = config_of(
+        step("prefix-cache-scorer", 3),
+        named("lengths", step("prefix-cache-scorer", 1, matchLengthWeight=1.0)),
+    )
+    config = load_config(text, "made", plugin_tables())
+    assert [(member.name, member.weight) for member in config.profile.scorers] == [
+        ("prefix-cache-scorer", 3.0), ("lengths", 1.0),
+    ]  # fmt: skip

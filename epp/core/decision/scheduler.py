@@ -18,7 +18,12 @@ from epp.core.decision.failures import PluginFailures, affinity_fault
 from epp.core.decision.kept_scores import KeptScores
 from epp.core.decision.profile import Kept, Marker, SchedulingProfile, Scored
 from epp.core.knowledge.candidates import Affinity, Candidates
-from epp.core.knowledge.index import AffinityIndex, AffinityIndexSettings, SharedIndex
+from epp.core.knowledge.index import (
+    AffinityIndex,
+    AffinityIndexSettings,
+    CountsInflight,
+    SharedIndex,
+)
 from epp.core.knowledge.inflight import Ending, InflightLedger, Lease, Outcome
 from epp.core.knowledge.load_report import read_load_report
 from epp.core.knowledge.peer_load import PeerLoads
@@ -120,7 +125,7 @@ class Scheduler:
         self.settings = settings
         self.seed = seed
         self.pool = EndpointPool()
-        self.ledger = InflightLedger(self.pool.columns)
+        self.ledger = InflightLedger(self.pool.columns, self._ended)
         self.failures = PluginFailures()
         """The plugins that failed; the decisions went on without them."""
         self._memory_share = 1.0
@@ -128,6 +133,8 @@ class Scheduler:
         """Those that could be opened."""
         self.shared: dict[str, SharedIndex] = {}
         """Those among them of which peers can be told, in the order in which they match."""
+        self._counting: dict[str, CountsInflight] = {}
+        """Those among them that are told when a request ends."""
         for name in settings.indexes:
             self._open(name)
         self.replicas_unheard = 0
@@ -277,7 +284,7 @@ class Scheduler:
             else:
                 restarted.append(name)
                 self._open(name)
-        self._find_shared()
+        self._find_abilities()
         self._set_speeds(now)
         self._read_profile()
         return restarted
@@ -353,16 +360,19 @@ class Scheduler:
             if not missing:
                 self.indexes[name] = index
                 self._limit(name)
-                self._find_shared()
+                self._find_abilities()
                 return
             fault = f"{type(index).__name__}, expected an index with {', '.join(missing)}"
             self.failures.returned(name, "open", fault)
         self.indexes.pop(name, None)
-        self._find_shared()
+        self._find_abilities()
 
-    def _find_shared(self) -> None:
+    def _find_abilities(self) -> None:
         self.shared = {
             name: index for name, index in self.indexes.items() if isinstance(index, SharedIndex)
+        }
+        self._counting = {
+            name: index for name, index in self.indexes.items() if isinstance(index, CountsInflight)
         }
 
     def _adopt(self, name: str, settings: AffinityIndexSettings, index: AffinityIndex) -> bool:
@@ -483,6 +493,10 @@ class Scheduler:
         endpoint = self.pool.columns.endpoints[slot]
         assert endpoint is not None, f"slot {slot} is empty"
         return endpoint
+
+    def _ended(self, request: InferenceRequest, slot: int, now: Seconds) -> None:
+        for name, index in self._counting.items():
+            self.failures.call(name, "release", index.release, request, slot, now)
 
     def _forget(self, slot: int) -> None:
         self.ledger.forget(slot)

@@ -66,6 +66,19 @@ class SharedIndex(Protocol):
         ...
 
 
+@runtime_checkable
+class CountsInflight(Protocol):
+    """An affinity index that goes by what runs now, and not only by what was sent."""
+
+    def release(self, request: InferenceRequest, slot: int, now: Seconds) -> None:
+        """`request`, which `record` noted for `slot`, has ended there.
+
+        Once for each at most, and not for what was taken back by `retract`, or was at an endpoint
+        that left or restarted, which `forget` tells.
+        """
+        ...
+
+
 class AffinityIndexSettings(Plugin, Protocol):
     """A frozen struct that is configured like a plugin and opens the index it describes."""
 

@@ -7,8 +7,9 @@ speed; the first output of a request, or its end, releases what is left of its o
 
 import heapq
 from collections import deque
+from collections.abc import Callable
 from enum import StrEnum
-from typing import Final
+from typing import Final, TypeAlias
 
 from msgspec import Struct
 
@@ -20,6 +21,10 @@ OUTPUT_TOKENS_ESTIMATE: Final = 256
 """Answer length where the request sets no limit: the order of public chat traces."""
 SECONDS_PER_OUTPUT_TOKEN_ESTIMATE: Final = 0.025
 """Decode speed of a loaded 8B to 70B model on data-centre cards, rounded up."""
+
+
+Ended: TypeAlias = Callable[[InferenceRequest, int, Seconds], None]
+"""The request, the slot that it was in flight at, and now."""
 
 
 class Ending(StrEnum):
@@ -80,8 +85,10 @@ class Lease:
 class InflightLedger:
     """The open leases, and their sums in the columns of the pool."""
 
-    def __init__(self, columns: Columns) -> None:
+    def __init__(self, columns: Columns, ended: Ended | None = None) -> None:
+        """`ended` is told of each live lease that is closed, and must not raise."""
         self._columns = columns
+        self._ended = ended
         self._queues: dict[int, deque[Lease]] = {}
         self._generations: dict[int, int] = {}
         self._unseen: list[tuple[Seconds, int, Lease]] = []
@@ -117,6 +124,8 @@ class InflightLedger:
         self.first_output(lease, now)
         if self.is_live(lease):
             self._uncount(lease)
+            if self._ended is not None:
+                self._ended(lease.request, lease.slot, now)
         lease.slot = -1
         self.open_leases -= 1
         return True

@@ -85,9 +85,7 @@ def test_the_same_seed_chooses_alike_and_another_does_not():
 
 def test_a_name_that_is_nothing_is_refused_with_what_there_is(tmp_path):
     """One sentence that lists the built-ins; a broken file names its problem."""
-    with pytest.raises(
-        PolicyNameError, match="neither a file nor one of default, llm-d-3-2-2, sticky"
-    ):
+    with pytest.raises(PolicyNameError, match=r"neither a file nor one of default, .*sticky"):
         policy_source("no-such-thing")
     broken = tmp_path / "broken.yaml"
     broken.write_text("kind: Nothing\n")

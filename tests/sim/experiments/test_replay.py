@@ -495,7 +495,7 @@ def test_what_makes_no_sense_is_refused(trace, arguments, told, capsys):
     [
         (
             ["default", "nothing"],
-            "sim: nothing is neither a file nor one of default, llm-d-3-2-2, sticky",
+            "sim: nothing is neither a file nor one of default, ",
         ),
         (["random", "random"], "sim: --config random and --config random are both called random"),
     ],

@@ -1,0 +1,66 @@
+"""AMD's Infera: blocks that miss, blocks that run, and blocks that missed lately.
+
+Source: routers.md 3.18 (AMD-AGI/Infera, `infera/router/policy/kv_event_aware.py`).
+"""
+
+from typing import Annotated, ClassVar, Final
+
+from msgspec import Meta
+
+from epp.plugins.contract import Candidates, Floats, InferenceRequest, Parameters
+from epp.strategies.block_load import BlockLoadSettings
+from epp.strategies.lexicographic import scores_by_rank
+from epp.strategies.strategy import Strategy, config_of, producer, step
+
+
+class DecayedMisses(Parameters, frozen=True):
+    """cost(e) = w * (N - m(e)) + A(e) + Q(e); the least wins, of equals who has the least A.
+
+    N: blocks of the prompt; m: leading ones that e is believed to hold; A: distinct blocks of the
+    requests in flight there; Q: blocks that were missed there, fading by 0.97 with every request; w:
+    `overlap_weight`, 1 for pods that prefill and decode (20 where they only prefill, 2 where they only
+    decode).
+
+    Differs: what is held is what was routed there, never an engine's event; blocks have 64 tokens;
+    hints how long a prompt is to be kept, and images, are not seen. Q fades at all endpoints with
+    every request, whoever gets it. `recent_misses` off is the rule as it was before Q.
+    """
+
+    type_name: ClassVar[str] = "decayed-misses-scorer"
+    producer_type: ClassVar[str] = BlockLoadSettings.type_name
+
+    overlap_weight: Annotated[float, Meta(ge=0)] = 1.0
+    recent_misses: bool = True
+
+    @property
+    def producer(self) -> str | None:
+        return self.producer_type
+
+    def score(self, request: InferenceRequest, candidates: Candidates, /) -> Floats | None:
+        known = candidates.affinity(self.producer_type)
+        if not known.columns:
+            return None
+        active = known.columns["active_blocks"]
+        cost = self.overlap_weight * (known.total - known.matched) + active
+        if self.recent_misses:
+            cost += known.columns["recent_miss_blocks"]
+        return scores_by_rank(cost, active)
+
+
+SCORERS: Final = (DecayedMisses,)
+
+STRATEGIES: Final = (
+    Strategy(
+        name="infera",
+        idea="AMD Infera: blocks missed, blocks in flight, and misses of late that fade.",
+        config=config_of(producer(BlockLoadSettings.type_name), step(DecayedMisses.type_name)),
+    ),
+    Strategy(
+        name="infera-without-decay",
+        idea="AMD Infera before its decayed misses: paced traffic that shares a head stays on one pod.",
+        config=config_of(
+            producer(BlockLoadSettings.type_name),
+            step(DecayedMisses.type_name, recentMisses=False),
+        ),
+    ),
+)

@@ -1,0 +1,115 @@
+"""Indexes that count what is in flight hear of the end of each request once, however it ends."""
+
+import msgspec
+import pytest
+
+from epp.configuration.build import build_settings, default_config, plugin_tables
+from epp.core.decision.scheduler import Scheduler
+from epp.core.knowledge.candidates import Affinity
+from epp.core.knowledge.inflight import Ending, Outcome
+from tests.builders import affinity, endpoint, request
+
+
+class Heard:
+    """An index that notes what it is told of slots."""
+
+    def __init__(self):
+        self.told = []
+        self.fails = False
+
+    def match(self, request, slots, now) -> Affinity:
+        return affinity([0] * slots)
+
+    def record(self, request, slot, now):
+        self.told.append(("record", slot))
+
+    def retract(self, request, slot, kept, now):
+        self.told.append(("retract", slot))
+
+    def release(self, request, slot, now):
+        self.told.append(("release", slot))
+        if self.fails:
+            raise RuntimeError
+
+    def forget(self, slot):
+        self.told.append(("forget", slot))
+
+    def expire(self, now):
+        pass
+
+    def resize(self, slot, blocks_total, block_size_tokens):
+        pass
+
+
+class HeardSettings(msgspec.Struct, frozen=True):
+    index: Heard
+
+    def open(self):
+        return self.index
+
+    def adopt(self, index):
+        return index is self.index
+
+
+@pytest.fixture
+def heard():
+    return Heard()
+
+
+@pytest.fixture
+def scheduler(heard):
+    settings = build_settings(default_config(plugin_tables()))
+    settings = msgspec.structs.replace(settings, indexes={"heard": HeardSettings(heard)}, prefix="")
+    scheduler = Scheduler(settings, seed=1)
+    scheduler.replace([endpoint(0), endpoint(1)], 0.0)
+    return scheduler
+
+
+def test_a_request_that_ends_is_released_where_it_was(scheduler, heard):
+    """Not twice."""
+    lease = scheduler.schedule(request(), 0.0).lease
+    slot = lease.slot
+    scheduler.complete(lease, Outcome(status=200), 1.0)
+    scheduler.complete(lease, Outcome(status=200), 2.0)
+    assert heard.told == [("record", slot), ("release", slot)]
+
+
+def test_a_request_of_which_nothing_more_is_heard_is_released_when_its_lease_ends(scheduler, heard):
+    """By the clock."""
+    lease = scheduler.schedule(request(), 0.0).lease
+    slot = lease.slot
+    scheduler.complete(lease, Outcome(ending=Ending.UNSEEN), 1.0)
+    assert heard.told == [("record", slot)]
+    scheduler.tick(1_000.0)
+    assert heard.told == [("record", slot), ("release", slot)]
+
+
+def test_a_request_that_moved_is_released_where_it_ended(scheduler, heard):
+    """What was retracted needs no release."""
+    lease = scheduler.schedule(request(), 0.0).lease
+    before = lease.slot
+    scheduler.reschedule(lease, endpoint(1 - before).address, 0.5)
+    scheduler.complete(lease, Outcome(status=200), 1.0)
+    after = 1 - before
+    assert heard.told == [
+        ("record", before), ("retract", before), ("record", after), ("release", after),
+    ]  # fmt: skip
+
+
+def test_what_was_at_an_endpoint_that_left_is_not_released(scheduler, heard):
+    """Who comes into its slot has nothing to do with it."""
+    lease = scheduler.schedule(request(), 0.0).lease
+    slot = lease.slot
+    scheduler.replace([endpoint(1 - slot)], 1.0)
+    scheduler.complete(lease, Outcome(status=200), 2.0)
+    assert heard.told == [("record", slot), ("forget", slot)]
+
+
+def test_an_index_that_fails_to_release_costs_nothing_else(scheduler, heard):
+    """It is counted, and the lease is given back."""
+    heard.fails = True
+    lease = scheduler.schedule(request(), 0.0).lease
+    scheduler.complete(lease, Outcome(status=200), 1.0)
+    assert scheduler.ledger.open_leases == 0
+    assert [(one.name, one.failures) for one in scheduler.failures] == [("heard", 1)]
+    assert "release raised RuntimeError" in next(iter(scheduler.failures)).what

@@ -2,7 +2,6 @@
 
 import argparse
 import json
-from collections.abc import Mapping
 from typing import Final
 
 from epp.configuration.document import nearest
@@ -10,11 +9,7 @@ from epp.strategies import STRATEGIES
 from sim.cluster.built_in import CONFIGURATIONS
 from sim.cluster.policies import BASELINES, BUILT_IN, PolicyNameError
 
-_IDEAS: Final[Mapping[str, str]] = {
-    "default": "What epp serve decides by when it is given no configuration.",
-    "llm-d-3-2-2": "llm-d-router without a configuration: prefix 3, queue 2, KV cache 2.",
-    "sticky-until-saturated": "llm-d's guide: stay with the prefix until 18 s behind.",
-}
+_DEFAULT_IDEA: Final = "What epp serve decides by when it is given no configuration."
 
 
 def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -41,7 +36,7 @@ def _idea(name: str) -> str:
         return strategy.idea
     if name in BASELINES:
         return "A baseline without scraped metrics and without a prefix index."
-    return _IDEAS[name]
+    return _DEFAULT_IDEA
 
 
 def _run(options: argparse.Namespace) -> int:

@@ -64,12 +64,8 @@ def cluster(
 ):
     """A cluster that is about to run `given`; `pods`: how many, or their kinds.
 
-<<<<<<< HEAD
-    `block_tokens`: the sizes of blocks in which the policy looks prompts up.
-=======
     `block_tokens`: sizes of blocks in which prompts are looked up, besides those that the policy
     names itself.
->>>>>>> strat3
     """
     kinds = (kind(),) * pods if isinstance(pods, int) else pods
     made = ClusterSettings(pods=kinds, **settings)
@@ -80,13 +76,8 @@ def cluster(
     sizes = {*block_tokens, *(getattr(index, "block_tokens", BLOCK_TOKENS) for index in indexes)}
     return Cluster(
         made,
-<<<<<<< HEAD
-        source.opener(made.refresh_interval_s, made.prefill_tokens_per_s),
-        lambda one, hashes: request_of(one, block_tokens, hashes),
-=======
         opener,
         lambda one, hashes: request_of(one, sorted(sizes), hashes),
->>>>>>> strat3
         given,
         seed=seed,
         ended=ended or (lambda request: None),

@@ -53,6 +53,8 @@ def test_who_is_more_than_a_sigma_above_the_mean_is_passed_over():
     """Loads 6, 2, 2, 2: mean 3, sigma of the sample 2; 6 > 5. With a factor of 2: 6 <= 7."""
     assert chosen([100, 50, 0, 0], [6, 2, 2, 2]) == [1]
     assert chosen([100, 50, 0, 0], [6, 2, 2, 2], sigma_factor=2.0) == [0]
+    # Mean 3.25, sigma of the sample 3.78; that of the whole, 3.27, would not do.
+    assert chosen([100, 50, 0, 0], [7, 6, 0, 0]) == [0]
     assert chosen([100, 50], [3, 3]) == [0], "the bound is inclusive"
     assert chosen([100], [3]) == [0]
 

@@ -31,16 +31,21 @@ class PromptBlocksSettings(Parameters, frozen=True):
         return PromptBlocks(self)
 
     def adopt(self, index: AffinityIndex) -> bool:
-        """There is nothing to keep."""
-        return False
+        """Hash as these say from now on."""
+        return isinstance(index, PromptBlocks) and index.configure(self)
 
 
 class PromptBlocks:
     """Hashes each prompt before plugins ask for its blocks; every endpoint holds none of them."""
 
     def __init__(self, settings: PromptBlocksSettings) -> None:
+        self.configure(settings)
+
+    def configure(self, settings: PromptBlocksSettings) -> bool:
+        """Adopt `settings`."""
         self._block_bytes = settings.block_tokens * BYTES_PER_TOKEN
         self._blocks_max = settings.blocks_max
+        return True
 
     def match(self, request: InferenceRequest, slots: int, now: Seconds) -> Affinity:
         """Nothing is known of anybody."""

@@ -58,13 +58,10 @@ def _ring(identities: bytes, points: int) -> Ring:
 
 
 def within_bound(inflight: Ints, load_factor: float) -> Bools:
-    """bool[n]: who has not more requests in flight than `load_factor` times the mean with one more.
+    """bool[n]: who has at most `load_factor`, 1 or more, times the mean with one more request.
 
     Consistent hashing with bounded loads (Mirrokni, Thorup and Zadimoghaddam, 2018). The load of an
     endpoint is without the request that is to be placed; while nothing is in flight all are within.
     """
-    total = int(inflight.sum())
-    if total == 0:
-        return np.ones(len(inflight), dtype=np.bool_)
-    within: Bools = inflight <= (total + 1) / len(inflight) * load_factor
+    within: Bools = inflight <= (int(inflight.sum()) + 1) / len(inflight) * load_factor
     return within

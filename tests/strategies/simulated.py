@@ -7,9 +7,10 @@ from tests.sim.made import kind
 
 
 def simulated(given, policy, *, pods=4, seed=1, kinds=None, **settings):
-    """Run `given` through `policy`, by name; the requests in the order of their arrival."""
+    """Run `given` through `policy`, a name or a source; the requests in order of arrival."""
     made = ClusterSettings(pods=kinds or (kind(),) * pods, **settings)
-    opener = policy_source(policy).opener(made.refresh_interval_s, made.prefill_tokens_per_s)
+    source = policy_source(policy) if isinstance(policy, str) else policy
+    opener = source.opener(made.refresh_interval_s, made.prefill_tokens_per_s)
     indexes = opener(seed).settings.indexes.values()
     sizes = tuple(sorted({at.block_tokens for at in indexes if hasattr(at, "block_tokens")}))
     requests = []

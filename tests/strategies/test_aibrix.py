@@ -12,7 +12,10 @@ from epp.core.knowledge.inflight import Outcome
 from epp.core.types import EndpointMetrics
 from epp.strategies.aibrix import GuardedPrefix
 from epp.strategies.strategy import config_of, step
+from sim.cluster.policies import PolicySource
 from tests.builders import affinity, candidates, endpoint, request
+from tests.sim.made import arrivals, kind
+from tests.strategies.simulated import first_tokens_s, hit_rate, simulated
 from tests.strategies.test_families import scheduler_of
 
 INDEX = "block-table-producer"
@@ -53,6 +56,8 @@ def test_who_is_more_than_a_sigma_above_the_mean_is_passed_over():
     """Loads 6, 2, 2, 2: mean 3, sigma of the sample 2; 6 > 5. With a factor of 2: 6 <= 7."""
     assert chosen([100, 50, 0, 0], [6, 2, 2, 2]) == [1]
     assert chosen([100, 50, 0, 0], [6, 2, 2, 2], sigma_factor=2.0) == [0]
+    # Mean 3.25, sigma of the sample 3.78; that of the whole, 3.27, would not do.
+    assert chosen([100, 50, 0, 0], [7, 6, 0, 0]) == [0]
     assert chosen([100, 50], [3, 3]) == [0], "the bound is inclusive"
     assert chosen([100], [3]) == [0]
 
@@ -85,6 +90,20 @@ def test_prefix_without_a_load_term_piles_up_what_the_guard_spreads():
     alone = spread(Scheduler(build_settings(config), seed=1))
     assert guarded <= 8 + 1
     assert alone > 2 * guarded
+
+
+def test_prefix_without_a_load_term_keeps_clients_waiting_for_seconds():
+    """The same report in the simulator: two families with 8,000 tokens in common, small batches."""
+
+    def run(policy):
+        families = arrivals(250, rate=30.0, groups=2, blocks=(125, 125), output=(64, 128))
+        return simulated(families, policy, kinds=(kind(max_num_seqs=8),) * 4)
+
+    alone = run(PolicySource(name="prefix-only", text=PREFIX_ONLY, source="prefix only"))
+    guarded = run("aibrix-prefix")
+    assert hit_rate(alone) > hit_rate(guarded)
+    tenth = len(alone) // 10
+    assert first_tokens_s(alone)[-tenth] > 5 * first_tokens_s(guarded)[-tenth]
 
 
 def test_least_kv_cache_goes_by_what_engines_tell():

@@ -30,7 +30,9 @@ def scores(tokens, least, most, loads, total=1):
 )
 def test_the_more_a_user_had_the_later_its_endpoint(tokens, place):
     """In steps of at least 1,000 tokens, up to the last one."""
-    assert np.argmax(scores(tokens, 0, 1_000, [0, 0, 0, 0])) == place
+    found = scores(tokens, 0, 1_000, [0, 0, 0, 0])
+    assert np.argmax(found) == place
+    assert found[place] == 1 - abs(min(tokens / 1_000, 3) - place) / 4
 
 
 def test_a_step_is_the_middle_between_the_least_and_the_most():

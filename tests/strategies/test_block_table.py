@@ -88,6 +88,18 @@ def test_what_went_elsewhere_is_taken_back_and_no_more():
     assert matched(index, asked) == [1, 2, 0]
 
 
+def test_a_block_behind_a_lost_head_was_not_held():
+    """So it is taken back too."""
+    index = opened(blocks_max=2)
+    index.record(said("a", "b"), 0, 0.0)
+    index.record(said("x"), 1, 0.0)
+    asked = said("a", "b")
+    index.record(asked, 0, 0.0)
+    assert matched(index, asked) == [2, 0, 0]
+    index.retract(asked, 0, 0, 0.0)
+    assert matched(index, asked) == [0, 0, 0]
+
+
 @pytest.mark.parametrize(("block_tokens", "kept"), [(BLOCK_TOKENS, True), (8, False)])
 def test_settings_are_adopted_unless_blocks_have_another_size(block_tokens, kept):
     """A smaller table drops the oldest."""

@@ -66,6 +66,9 @@ def test_two_choices_compare_two_different_ones():
     picks = [picker.pick(pair, candidates(2), random, 0).tolist() for _ in range(20)]
     assert picks == [[1]] * 20
     assert picker.pick(np.array([0.0]), candidates(1), random, 0).tolist() == [0]
+    for seed in range(10):
+        first = Random(seed).sample(range(5), 2)[0]
+        assert picker.pick(np.ones(5), candidates(5), Random(seed), 0).item() == first
     level = [picker.pick(np.ones(2), candidates(2), random, 0).item() for _ in range(50)]
     assert set(level) == {0, 1}
 

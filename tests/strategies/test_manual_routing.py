@@ -56,6 +56,8 @@ def test_an_idle_key_is_forgotten_after_four_hours():
     assert matched(index, "a", limit + 1.0) == [0] * SLOTS
     assert matched(index, "b", limit + 100.0) == [2, 0, 0, 0]
     assert matched(index, "b", limit + 101.0) == [0] * SLOTS, "also before it is swept"
+    index.record(keyed("b"), 1, limit + 101.0)
+    assert matched(index, "b", limit + 101.0) == [0, 2, 0, 0]
 
 
 def test_whoever_was_idle_longest_goes_when_it_is_full():

@@ -97,6 +97,9 @@ def test_the_window_forgets_after_three_minutes_and_the_tree_after_five():
     assert matched(index, "ab", 301.0) == [0, 0, 0]
     index.expire(301.0)
     assert len(index) == 0
+    index.record(said("ab"), 0, 301.0)
+    index.record(said("ab"), 1, 700.0)
+    assert matched(index, "ab", 700.0) == [0, 2, 0], "old holders do not come back"
 
 
 @pytest.mark.parametrize(("mended", "left"), [(False, [0, 1, 0]), (True, [1, 1, 0])])

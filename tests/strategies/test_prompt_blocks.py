@@ -16,3 +16,12 @@ def test_it_hashes_and_remembers_nothing():
     assert known.matched.tolist() == [0, 0, 0]
     assert known.total == 0
     assert settings.block_tokens == 4, "the simulator makes chains of this size"
+
+
+def test_other_blocks_are_adopted():
+    """From the next prompt on."""
+    index = PromptBlocksSettings().open()
+    assert PromptBlocksSettings(block_tokens=8).adopt(index)
+    asked = request(prompts=(b"x" * 100,))
+    index.match(asked, 1, 0.0)
+    assert list(asked.chains) == [32]

@@ -6,8 +6,10 @@ import numpy as np
 from msgspec import Meta
 
 from epp.core.knowledge.prefix import PrefixIndex, PrefixIndexSettings
+from epp.core.prompt.blocks import HASH_BYTES
 from epp.core.types import BYTES_PER_TOKEN
 from epp.plugins.contract import Affinity, AffinityIndex, InferenceRequest, Seconds
+from epp.strategies.block_lists import block_lists
 from epp.strategies.held_blocks import HeldBlocks
 
 
@@ -77,9 +79,9 @@ class BlockLoadIndex(PrefixIndex):
         """`slot` holds, runs, and as far as it did not hold them missed, the blocks of `request`."""
         super().record(request, slot, now)
         held = request.recorded[self, slot][2]
+        missed = sum(map(len, self._chains(request))) // HASH_BYTES - sum(held)
         prompts = self._prompts(request)
         lengths = [len(prompt) for prompt in prompts]
-        missed = sum(lengths) - sum(held)
         self._picks += 1
         if slot >= len(self._missed):
             self._missed = np.append(self._missed, np.zeros(slot + 1 - len(self._missed)))
@@ -122,12 +124,8 @@ class BlockLoadIndex(PrefixIndex):
         # What looks at a prompt may have got a new limit meanwhile; the chains are as they were.
         chains = request.chains_of(self.block_tokens * BYTES_PER_TOKEN, self._blocks_max)
         for chain, length in zip(chains, lengths, strict=False):
-            self.active.remove(slot, _blocks_of(chain)[:length])
+            self.active.remove(slot, block_lists([chain], length)[0])
         return missed, at
 
     def _prompts(self, request: InferenceRequest) -> list[list[int]]:
-        return [_blocks_of(chain) for chain in self._chains(request)]
-
-
-def _blocks_of(chain: bytes) -> list[int]:
-    return memoryview(chain).cast("Q").tolist()
+        return block_lists(self._chains(request), self._blocks_max)

@@ -20,6 +20,7 @@ from epp.plugins.contract import (
     Parameters,
     Seconds,
 )
+from epp.strategies.block_lists import block_lists
 from epp.strategies.held_blocks import HeldBlocks
 from epp.strategies.strategy import Step, Strategy, config_of, named, producer, step
 
@@ -191,6 +192,11 @@ class BurstIndex:
         self._vacant.discard(slot)
 
     @property
+    def placed_blocks(self) -> int:
+        """(block, endpoint) pairs of the window."""
+        return self._placed.blocks
+
+    @property
     def _full(self) -> bool:
         return self.requests >= self._batch_max or self._placed.blocks >= _PLACED_BLOCKS_MAX
 
@@ -256,7 +262,7 @@ class BurstIndex:
     def _prompts(self, request: InferenceRequest) -> list[list[int]]:
         settings = self.settings
         chains = request.chains_of(settings.block_tokens * BYTES_PER_TOKEN, settings.blocks_max)
-        return [memoryview(chain).cast("Q").tolist()[: settings.blocks_max] for chain in chains]
+        return block_lists(chains, settings.blocks_max)
 
 
 def _digest(prompts: list[list[int]]) -> bytes:

@@ -32,7 +32,8 @@ class DynamoCost(Parameters, frozen=True):
     decay(e) = 1 / (1 + d * (P(e) - min P) / T), with d = `overlap_decay`.
 
     Differs: cached blocks are what was routed there, never an engine's event, and of one tier; blocks
-    have 64 tokens; those that an answer will need are not counted. Known fault, kept: a prompt that
+    have 64 tokens; those that an answer will need are not counted, nor what other pickers have running
+    there but for the tokens that it has still to prefill. Known fault, kept: a prompt that
     all begin with draws all to who has it, because shared blocks count once (dynamo #737).
     `block-load-producer` must be the first index declared that counts blocks.
     """

@@ -6,19 +6,22 @@ flight, which are exact and immediate for what this picker sent.
 
 from typing import ClassVar, Final
 
+import numpy as np
+
 from epp.plugins.contract import Candidates, Floats, InferenceRequest, Parameters
 from epp.strategies.cost import scores_of_cost
+from epp.strategies.lexicographic import scores_by_rank
 from epp.strategies.strategy import Strategy, config_of, step
 
 
 class LeastPendingWork(Parameters, frozen=True):
-    """LPWL: argmin of pending(e) + max(0, T - hit(e)), in tokens to prefill.
+    """LPWL: argmin of pending(e) + max(0, T - hit(e)), in tokens to prefill; ties: fewest requests.
 
     T: tokens of the prompt; hit(e): those that e is believed to hold; pending(e): uncached tokens
     that were sent to e and are not yet prefilled.
 
     Differs: pending tokens drain at the endpoint's prefill speed as time passes, not only when a
-    first token is seen; ties take turns instead of going to the fewest requests.
+    first token is seen. Scores tell the order, not by how much.
     """
 
     type_name: ClassVar[str] = "least-pending-work-scorer"
@@ -29,7 +32,8 @@ class LeastPendingWork(Parameters, frozen=True):
         return ""
 
     def score(self, request: InferenceRequest, candidates: Candidates, /) -> Floats:
-        return scores_of_cost(candidates.inflight_prefill_tokens + candidates.uncached_tokens)
+        work = candidates.inflight_prefill_tokens + candidates.uncached_tokens
+        return scores_by_rank(work, candidates.inflight_requests.astype(np.float64))
 
 
 class WorkTimesBatch(Parameters, frozen=True):

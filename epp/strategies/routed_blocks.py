@@ -14,7 +14,7 @@ import numpy as np
 import xxhash
 from msgspec import Meta
 
-from epp.core.prompt.blocks import HASH_BYTES, chain_seed
+from epp.core.prompt.blocks import chain_seed
 from epp.core.types import BYTES_PER_TOKEN
 from epp.plugins.contract import (
     Affinity,
@@ -24,6 +24,7 @@ from epp.plugins.contract import (
     Parameters,
     Seconds,
 )
+from epp.strategies.block_lists import block_lists
 
 _CHAIN_BLOCKS_MAX: Final = 65_536
 
@@ -177,7 +178,7 @@ class RoutedBlocks:
         settings = self._settings
         block_bytes, most = settings.block_tokens * BYTES_PER_TOKEN, settings.blocks_per_request_max
         chains = request.chains_of(block_bytes, most)
-        prompts = [memoryview(chain)[: most * HASH_BYTES].cast("Q").tolist() for chain in chains]
+        prompts = block_lists(chains, most)
         if settings.last_partial_block:
             # The text is let go before a request can move to another endpoint.
             if self not in request.recorded:
@@ -195,7 +196,7 @@ class RoutedBlocks:
         tails: list[tuple[int, ...]] = []
         for prompt, hashes in zip(request.prompts, prompts, strict=False):
             rest = prompt[len(hashes) * block_bytes :]
-            if not rest or len(hashes) == self._settings.blocks_per_request_max:
+            if not rest or len(rest) >= block_bytes:
                 tails.append(())
             else:
                 tails.append((xxhash.xxh64_intdigest(rest, hashes[-1] if hashes else seed),))

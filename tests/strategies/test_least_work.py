@@ -19,6 +19,14 @@ def test_least_pending_work_waits_for_a_prefix_as_long_as_it_saves():
     ) == [1]
 
 
+def test_least_pending_work_breaks_ties_by_requests():
+    """Who still decodes three has nothing to prefill either; more work is never a tie."""
+    assert best(LeastPendingWork(), inflight_requests=[3, 1, 1, 2]) == [1, 2]
+    assert best(
+        LeastPendingWork(), inflight_requests=[3, 0], inflight_prefill_tokens=[0.0, 1.0]
+    ) == [0]
+
+
 def test_work_times_batch_takes_the_emptiest_of_those_that_hold_all():
     """Where the product would be 0 for both."""
     assert best(WorkTimesBatch(), matched_blocks=[10, 10, 0], inflight_requests=[4, 2, 0]) == [1]

@@ -6,7 +6,7 @@ joining. An incident that names no pods is one of all that are there then.
 
 from collections.abc import Callable, Sequence
 from itertools import pairwise
-from typing import Annotated, Final, TypeAlias
+from typing import Annotated, TypeAlias
 
 from msgspec import Meta, Struct
 
@@ -14,12 +14,7 @@ from epp.core.types import Seconds
 from sim.cluster.cluster import TICK_S, Cluster, ClusterSettingsError
 from sim.cluster.policies import PolicySource
 from sim.cluster.simulated_pod import PodKind, SimulatedPod
-
-_INSTANT_S_MAX: Final = 1e9
-
-Instant: TypeAlias = Annotated[float, Meta(ge=0.0, le=_INSTANT_S_MAX)]
-Duration: TypeAlias = Annotated[float, Meta(ge=0.0, le=_INSTANT_S_MAX)]
-PodNumbers: TypeAlias = tuple[Annotated[int, Meta(ge=0, le=1_000_000)], ...]
+from sim.cluster.windows import Duration, Instant, Numbers, check_window
 
 
 class Join(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -34,14 +29,14 @@ class Leave(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Pods are gone for good at `at_s`, with the requests that they had."""
 
     at_s: Instant
-    pods: PodNumbers = ()
+    pods: Numbers = ()
 
 
 class Drain(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Pods are announced no more and serve what they have, for `grace_s` at most; then they are gone."""
 
     at_s: Instant
-    pods: PodNumbers = ()
+    pods: Numbers = ()
     grace_s: Duration = 30.0
 
 
@@ -52,7 +47,7 @@ class Restart(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """
 
     at_s: Instant
-    pods: PodNumbers = ()
+    pods: Numbers = ()
     grace_s: Duration = 0.0
     startup_s: Duration = 30.0
     stagger_s: Duration = 0.0
@@ -64,10 +59,10 @@ class Slow(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     from_s: Instant
     to_s: Instant
     factor: Annotated[float, Meta(gt=0.0, le=1_000.0)]
-    pods: PodNumbers = ()
+    pods: Numbers = ()
 
     def __post_init__(self) -> None:
-        _check_window(self.from_s, self.to_s)
+        check_window(self.from_s, self.to_s)
 
 
 class Freeze(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -75,10 +70,10 @@ class Freeze(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     from_s: Instant
     to_s: Instant
-    pods: PodNumbers = ()
+    pods: Numbers = ()
 
     def __post_init__(self) -> None:
-        _check_window(self.from_s, self.to_s)
+        check_window(self.from_s, self.to_s)
 
 
 class Configure(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -151,7 +146,7 @@ def play(incidents: Sequence[Incident], cluster: Cluster) -> None:
                 loop.at(incident.at_s, cluster.configure, incident.policy)
 
 
-def _named(cluster: Cluster, numbers: PodNumbers) -> list[SimulatedPod]:
+def _named(cluster: Cluster, numbers: Numbers) -> list[SimulatedPod]:
     return [cluster.pods[number] for number in numbers] if numbers else list(cluster.pods)
 
 
@@ -214,8 +209,3 @@ def _freeze(cluster: Cluster, incident: Freeze) -> None:
         if pod.alive:
             pod.freeze_page(True)
             cluster.loop.at(incident.to_s, pod.freeze_page, False)
-
-
-def _check_window(from_s: Seconds, to_s: Seconds) -> None:
-    if from_s >= to_s:
-        raise ValueError(f"expected to_s after from_s, {from_s:g} s, got {to_s:g} s")

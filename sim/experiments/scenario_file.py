@@ -22,10 +22,8 @@ from sim.cluster.cluster import ClusterSettingsError
 from sim.cluster.incidents import (
     Configure,
     Drain,
-    Duration,
     Freeze,
     Incident,
-    Instant,
     Join,
     Leave,
     Restart,
@@ -35,6 +33,7 @@ from sim.cluster.incidents import (
 from sim.cluster.policies import PolicyNameError, PolicySource, policy_source
 from sim.cluster.scraping import ScrapeTrouble
 from sim.cluster.simulated_pod import PodKind
+from sim.cluster.windows import Duration, Instant
 from sim.engine.profiles import ProfileError, find_profile
 from sim.sentences import sentence_of
 

@@ -15,7 +15,7 @@ that it is told of first outputs only with `response_chunks`.
 
 import heapq
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from enum import StrEnum
 from itertools import pairwise
 from random import Random
@@ -34,6 +34,7 @@ from sim.cluster.clients import RETRIED, Clients
 from sim.cluster.faults import Fault, FaultKind
 from sim.cluster.loop import Loop
 from sim.cluster.peering import SNAPSHOT_S_MAX, Peering, PeerSettings
+from sim.cluster.pod_count import PodCount
 from sim.cluster.policies import Policy, PolicySource, Route, scheduler_of
 from sim.cluster.scraping import Scraper, ScrapeTrouble
 from sim.cluster.simulated_pod import PodKind, SimulatedPod
@@ -220,6 +221,8 @@ class Cluster:
         self._open_policy = open_policy
         self.policies = [self._open_picker(at) for at in range(settings.replicas)]
         self.pods: list[SimulatedPod] = []
+        self.pod_count = PodCount(self.loop)
+        self._pods_expected = 0
         self.requests: dict[int, SimulatedRequest] = {}
         """What has arrived and not ended, by sequence number."""
         self.arrived = 0
@@ -251,6 +254,7 @@ class Cluster:
         self._by_endpoint: dict[str, SimulatedPod] = {}
         for kind in settings.pods:
             self._add_pod(kind)
+        self._count_pods()
         self._announce()
         # The pickers were there before the traffic: each has scraped every pod once.
         for policy, scrapers in zip(self.policies, self._scrapers, strict=True):
@@ -556,10 +560,17 @@ class Cluster:
 
     # Pods.
 
-    def add_pods(self, kinds: Iterable[PodKind]) -> None:
-        """New pods, which discovery announces."""
+    def expect_pods(self, count: int) -> None:
+        """So many more pods are starting; fewer, if it is negative."""
+        self._pods_expected += count
+        self._count_pods()
+
+    def add_pods(self, kinds: Sequence[PodKind]) -> None:
+        """New pods, which were expected and which discovery announces."""
+        self._pods_expected -= len(kinds)
         for kind in kinds:
             self._add_pod(kind)
+        self._count_pods()
         self._announce_later()
 
     def drain_pod(self, pod: SimulatedPod) -> None:
@@ -577,6 +588,7 @@ class Cluster:
         """A pod that was ended is there again, empty; one that lives is left alone."""
         if not pod.alive:
             pod.restart()
+            self._count_pods()
             self._announce_later()
 
     def _announce_later(self) -> None:
@@ -586,6 +598,10 @@ class Cluster:
         pod = SimulatedPod(len(self.pods), kind, self.loop, self._stepped)
         self.pods.append(pod)
         self._by_endpoint[pod.endpoint.endpoint_id] = pod
+
+    def _count_pods(self) -> None:
+        there = sum(pod.alive or pod.returns for pod in self.pods)
+        self.pod_count.change(there + self._pods_expected)
 
     def _submit(self, request: SimulatedRequest) -> None:
         if request.fate is not None:
@@ -664,9 +680,12 @@ class Cluster:
         match fault.kind:
             case FaultKind.JOIN:
                 self._add_pod(pod.kind)
+                self._count_pods()
             case FaultKind.DIE if pod.alive and sum(other.alive for other in self.pods) > 1:
+                pod.returns = False
                 self._kill(pod)
             case FaultKind.RESTART:
+                pod.returns = True
                 self._kill(pod)
                 self.loop.after(fault.duration_s, self.restart_pod, pod)
             case FaultKind.LAG:
@@ -684,6 +703,7 @@ class Cluster:
 
     def _kill(self, pod: SimulatedPod) -> None:
         pod.die()
+        self._count_pods()
         cut = list(pod.requests.values())
         pod.requests.clear()
         for request in cut:

@@ -4,14 +4,15 @@ Pods are numbered from 0, those that join after those that were there, in the or
 joining. An incident that names no pods is one of all that are there then.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import pairwise
 from typing import Annotated, TypeAlias
 
 from msgspec import Meta, Struct
 
 from epp.core.types import Seconds
-from sim.cluster.cluster import TICK_S, Cluster, ClusterSettingsError
+from sim.cluster.cluster import Cluster, ClusterSettingsError
+from sim.cluster.draining import drain, nothing
 from sim.cluster.policies import PolicySource
 from sim.cluster.simulated_pod import PodKind, SimulatedPod
 from sim.cluster.windows import Duration, Instant, Numbers, check_window
@@ -135,6 +136,7 @@ def play(incidents: Sequence[Incident], cluster: Cluster) -> None:
     for incident in incidents:
         match incident:
             case Join():
+                loop.at(incident.at_s, cluster.expect_pods, len(incident.kinds))
                 loop.at(incident.at_s + incident.startup_s, cluster.add_pods, incident.kinds)
             case Leave() | Drain() | Restart():
                 loop.at(incident.at_s, _end_pods, cluster, incident)
@@ -153,49 +155,24 @@ def _named(cluster: Cluster, numbers: Numbers) -> list[SimulatedPod]:
 def _end_pods(cluster: Cluster, incident: Leave | Drain | Restart) -> None:
     after_s = 0.0
     for pod in _named(cluster, incident.pods):
-        if isinstance(incident, Leave):
-            cluster.end_pod(pod)
-        elif isinstance(incident, Drain):
-            _drain(cluster, pod, incident.grace_s, lambda: None)
-        else:
-            restart = _restarting(cluster, pod, incident.startup_s)
-            arguments = (cluster, pod, incident.grace_s, restart)
-            cluster.loop.after(after_s, _drain, *arguments)
+        if isinstance(incident, Restart):
+            cluster.loop.after(after_s, _restart, cluster, pod, incident)
             after_s += incident.stagger_s
+        elif pod.alive:
+            pod.returns = False
+            grace_s = incident.grace_s if isinstance(incident, Drain) else 0.0
+            drain(cluster, pod, grace_s, nothing)
 
 
-def _restarting(cluster: Cluster, pod: SimulatedPod, startup_s: Seconds) -> Callable[[], None]:
-    return lambda: cluster.loop.after(startup_s, cluster.restart_pod, pod)
+def _restart(cluster: Cluster, pod: SimulatedPod, incident: Restart) -> None:
+    # Who is leaving for good stays away.
+    pod.returns = pod.returns or pod.announced
 
+    def ended() -> None:
+        if pod.returns:
+            cluster.loop.after(incident.startup_s, cluster.restart_pod, pod)
 
-def _drain(
-    cluster: Cluster, pod: SimulatedPod, grace_s: Seconds, ended: Callable[[], None]
-) -> None:
-    """End a pod when it is done, or at once without a grace; then call `ended`."""
-    if not pod.alive:
-        # It has died of something else, and comes back, if it does, for that reason.
-        return
-    life, ends_at = pod.life, cluster.loop.now + grace_s
-    known_at = cluster.loop.now + cluster.settings.discovery_delay_s
-    was_idle = False
-
-    def look() -> None:
-        nonlocal was_idle
-        if pod.life != life:
-            return
-        now = cluster.loop.now
-        # Twice in a row: a request may be on its way from a picker that did not know yet.
-        idle = now >= known_at and not pod.requests
-        if now >= ends_at or (idle and was_idle):
-            cluster.end_pod(pod)
-            ended()
-            return
-        was_idle = idle
-        cluster.loop.at(min(now + TICK_S, ends_at), look)
-
-    if grace_s:
-        cluster.drain_pod(pod)
-    look()
+    drain(cluster, pod, incident.grace_s, ended)
 
 
 def _slow_down(cluster: Cluster, incident: Slow) -> None:

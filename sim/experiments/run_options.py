@@ -136,7 +136,7 @@ def run_settings(
     pods = tuple(kinds[number % len(kinds)] for number in range(options.pods or PODS))
     if scenario is not None:
         pods = scenario.pods or pods
-        scenario.check(pods=len(pods), pickers=pickers)
+        scenario.check(kinds=pods, pickers=pickers)
     return RunSettings(
         trace=options.trace,
         policy=policy,
@@ -184,9 +184,9 @@ def _scenario(options: argparse.Namespace, policy: PolicySource, usual: PodKind)
     scenario = scenario_in(options.scenario, usual)
     if scenario.pods and options.pods is not None:
         raise ClusterSettingsError(f"{scenario.file} says which pods there are: leave out --pods")
-    if scenario.joins and options.faults_per_hour:
+    if (scenario.joins or scenario.autoscaler) and options.faults_per_hour:
         raise ClusterSettingsError(
-            f"{scenario.file} numbers the pods that join, and faults would add others: leave out "
+            f"{scenario.file} says which pods join, and faults would add others: leave out "
             "--faults-per-hour"
         )
     if scenario.configures and not policy.text:
@@ -250,6 +250,9 @@ def conditions(settings: RunSettings, *others: RunSettings) -> dict[str, Any]:
         "abort_after_s": cluster.abort_after_s,
         "faults_per_hour": 3600 / settings.fault_gap_s if settings.fault_gap_s else 0,
         "scenario": settings.scenario.file if settings.scenario else None,
+        "autoscaler": msgspec.to_builtins(settings.scenario.autoscaler)
+        if settings.scenario
+        else None,
         "warm_up_s": settings.warm_up_s,
         "check": settings.check,
     }

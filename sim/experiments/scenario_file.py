@@ -1,7 +1,7 @@
 """A scenario: what a user writes down of pods, of what happens to them, and of the rate of requests.
 
 TOML with tables of which none is needed: `[[pods]]`, `[[events]]` with a `kind` and `[[rates]]`, each
-any number of times, and one `[clients]`. Unknown keys are refused.
+any number of times, and one `[autoscaler]` and `[clients]`. Unknown keys are refused.
 """
 
 import tomllib
@@ -16,6 +16,7 @@ from msgspec import Meta, Struct, field
 from epp.configuration.config import ConfigError
 from epp.configuration.document import nearest
 from sim.cluster.arrivals import Rate
+from sim.cluster.autoscaler import AutoscalerSettings
 from sim.cluster.built_in import CONFIGURATIONS
 from sim.cluster.clients import Clients
 from sim.cluster.cluster import ClusterSettingsError
@@ -102,6 +103,7 @@ class Scenario(Struct, frozen=True, kw_only=True):
     rates: tuple[Rate, ...] = ()
     """Ascending, without overlap."""
     clients: Clients = Clients()
+    autoscaler: AutoscalerSettings | None = None
 
     @property
     def configures(self) -> bool:
@@ -113,10 +115,16 @@ class Scenario(Struct, frozen=True, kw_only=True):
         """Pods join on the way."""
         return any(isinstance(incident, Join) for incident in self.incidents)
 
-    def check(self, *, pods: int, pickers: int) -> None:
-        """`ClusterSettingsError` if it speaks of pods or pickers that there are not."""
+    def check(self, *, kinds: Sequence[PodKind], pickers: int) -> None:
+        """`ClusterSettingsError` if it speaks of pods or pickers that there are not.
+
+        `kinds`: the pods at the beginning.
+        """
+        pods = len(kinds)
         try:
             check_incidents(self.incidents, pods=pods)
+            if self.autoscaler is not None:
+                self.autoscaler.check(kinds)
         except ClusterSettingsError as problem:
             raise ClusterSettingsError(f"{self.file}: {problem}") from problem
         joining = sum(len(one.kinds) for one in self.incidents if isinstance(one, Join))
@@ -143,12 +151,10 @@ def scenario_in(path: Path, usual: PodKind) -> Scenario:
     """
     document = _document(path)
     tables = {name: _tables(path, document, name) for name in ("pods", "events", "rates")}
-    clients = document.pop("clients", {})
-    if not isinstance(clients, dict):
-        raise ScenarioError(f"{path}: clients: expected a table [clients], got another value.")
+    single = {name: _table(path, document, name) for name in ("autoscaler", "clients")}
     if document:
         name = next(iter(document))
-        raise ScenarioError(f"{path}: unknown table {name}{nearest(name, (*tables, 'clients'))}.")
+        raise ScenarioError(f"{path}: unknown table {name}{nearest(name, (*tables, *single))}.")
     kinds: list[PodKind] = []
     for number, fields in enumerate(tables["pods"], start=1):
         place = f"{path}: [[pods]] {number}"
@@ -182,13 +188,19 @@ def scenario_in(path: Path, usual: PodKind) -> Scenario:
         for number, fields in enumerate(tables["rates"], start=1)
     ]
     _check_rates(path, rates)
+    if single["autoscaler"] is not None and any(isinstance(one, Join) for one in incidents):
+        raise ScenarioError(
+            f"{path}: expected events of kind join or an [autoscaler], which starts pods itself, "
+            "got both."
+        )
     return Scenario(
         file=path.name,
         pods=tuple(kinds),
         incidents=tuple(incidents),
         scrape_troubles=tuple(troubles),
         rates=tuple(rates),
-        clients=_convert(f"{path}: [clients]", clients, Clients),
+        clients=_converted(path, single, "clients", Clients) or Clients(),
+        autoscaler=_converted(path, single, "autoscaler", AutoscalerSettings),
     )
 
 
@@ -215,6 +227,21 @@ def _tables(path: Path, document: dict[str, Any], name: str) -> list[dict[str, A
             f"{path}: [[{name}]]: expected {EVENTS_MAX:,} at most, got {len(found):,}."
         )
     return found
+
+
+def _table(path: Path, document: dict[str, Any], name: str) -> dict[str, Any] | None:
+    """Take [name] out of the document; None if it is not there."""
+    found = document.pop(name, None)
+    if found is not None and not isinstance(found, dict):
+        raise ScenarioError(f"{path}: {name}: expected a table [{name}], got another value.")
+    return found
+
+
+def _converted(
+    path: Path, tables: Mapping[str, dict[str, Any] | None], name: str, table: type[Table]
+) -> Table | None:
+    fields = tables[name]
+    return None if fields is None else _convert(f"{path}: [{name}]", fields, table)
 
 
 def _convert(place: str, fields: dict[str, Any], table: type[Table]) -> Table:

@@ -23,6 +23,7 @@ _NOTHING_SAID: Final = {
     "peer_slow": "none",
     "pickers_away": "none",
     "scenario": "none",
+    "autoscaler": "none",
 }
 """What it means that a condition is not there."""
 
@@ -185,6 +186,7 @@ def fact_rows(summary: dict[str, Any]) -> list[list[str]]:
         *_estimate_rows(summary["prediction"]["mean_absolute_error_tokens"]),
         ["age of metrics at a decision", seconds(summary["metrics_age_s"])],
         *_peer_rows(summary.get("peers")),
+        *_pool_rows(summary.get("pool")),
         ["preemptions", f"{summary['preemptions']:,}"],
         *([["malformed lines skipped", f"{bad_lines:,}"]] if bad_lines else []),
         ["digest", summary["digest"]],
@@ -215,6 +217,16 @@ def _peer_rows(peers: dict[str, int] | None) -> list[list[str]]:
     if unknown := peers["records_unknown_chain"]:
         learnt += f", {unknown:,} went on from a chain that was lost"
     return [["told to other pickers", told], ["decisions learnt of others", learnt]]
+
+
+def _pool_rows(pool: dict[str, Any] | None) -> list[list[str]]:
+    """None of a summary that is not of a whole run."""
+    if pool is None:
+        return []
+    told = f"{pool['pods_min']:,}"
+    if pool["pods_min"] != pool["pods_max"]:
+        told += f" to {pool['pods_max']:,}, mean {number(pool['pods_mean'])}"
+    return [["pods", told], ["pod-hours", number(pool["pod_hours"])]]
 
 
 def _reasons(counts: dict[str, int]) -> str:

@@ -56,6 +56,7 @@ def run_page(summary: dict[str, Any], series: Series, decisions: Path | None) ->
         _loads(summary, "requests", "Requests that each pod completed"),
         _uncached(summary),
         "</div>",
+        _pod_count(summary),
         _timelines(summary),
         _explorer(decisions),
         figure("In numbers", facts_table(fact_rows(summary))),
@@ -136,6 +137,18 @@ def _uncached(summary: dict[str, Any]) -> str:
         for name, load in _by_pod(summary)
     }
     return figure(caption, bar_chart(values, y=Axis.over(list(values.values())), label=caption))
+
+
+def _pod_count(summary: dict[str, Any]) -> str:
+    """Over time, if there were not always as many."""
+    counts = summary["timeline"]["pod_count"]
+    if len(set(counts)) < 2:
+        return ""
+    caption = "How many pods start, serve, drain or restart, over time"
+    points = list(zip(summary["timeline"]["time_s"], map(float, counts), strict=True))
+    x = Axis.over([at for at, _ in points], unit="s", title="time")
+    y = Axis.over([0.0, *(count for _, count in points)], title="pods")
+    return figure(caption, line_chart({"pods": points}, x=x, y=y, label=caption))
 
 
 def _timelines(summary: dict[str, Any]) -> str:

@@ -87,28 +87,6 @@ def test_whatever_happens_no_request_is_lost_and_no_lease_stays(incidents, clien
     assert [policy.open_requests for policy in one.policies] == [0]
 
 
-def test_a_drained_pod_ends_its_answers_and_is_gone():
-    """Nothing that it had fails, nothing comes after discovery has told, and it never returns."""
-    requests, one = played(
-        [Drain(at_s=4, pods=(1,), grace_s=60)], count=300, traffic={"output": (200, 400)}
-    )
-    assert {request.fate for request in requests} == {Fate.COMPLETE}
-    of_it = [request for request in requests if request.pod is one.pods[1]]
-    assert max(request.routed_at for request in of_it) <= 5.0
-    assert max(request.ended_at for request in of_it) > 5.0
-    assert not one.pods[1].alive
-
-
-def test_a_grace_that_is_too_short_cuts_answers():
-    requests, one = played(
-        [Drain(at_s=4, grace_s=2, pods=(1,))], traffic={"output": (2_000, 2_000)}
-    )
-    failed = [request for request in requests if request.fate is Fate.FAILED]
-    assert failed
-    assert {request.pod for request in failed} == {one.pods[1]}
-    assert all(request.ended_at == pytest.approx(6, abs=0.01) for request in failed)
-
-
 def test_pods_restart_one_after_another():
     """Each is away for its start-up, the next begins `stagger_s` later, all are back."""
     _, one = played([Restart(at_s=2, startup_s=1.5, stagger_s=3)], count=200)

@@ -96,7 +96,7 @@ def test_all_that_can_be_said_is_read(tmp_path):
     assert scenario.scrape_troubles == (ScrapeTrouble(from_s=5, to_s=6, more_s=0.1, pickers=(1,)),)
     assert [rate.consumed_s for rate in scenario.rates] == [25]
     assert scenario.clients == Clients(retries=2, timeout_s=30)
-    scenario.check(pods=3, pickers=2)
+    scenario.check(kinds=scenario.pods, pickers=2)
 
 
 def test_an_empty_file_says_nothing(tmp_path):
@@ -164,7 +164,7 @@ def test_what_is_wrong_is_told_with_its_place(tmp_path, text, said):
 def test_who_is_not_there_is_refused(tmp_path, text, said):
     scenario = read(tmp_path, f"[[events]]\n{text}")
     with pytest.raises(ClusterSettingsError, match=r"^made\.toml: ") as refused:
-        scenario.check(pods=4, pickers=1)
+        scenario.check(kinds=[kind()] * 4, pickers=1)
     assert said in str(refused.value)
 
 

@@ -82,9 +82,7 @@ class Run:
         self.stopped = False
         self.trace: Trace = open_trace(Path(settings.trace), settings.read)
         cluster = settings.cluster
-        open_policy = settings.policy.opener(
-            cluster.refresh_interval_s, cluster.prefill_tokens_per_s
-        )
+        open_policy = cluster.opener(settings.policy)
         scheduler = open_policy(0).settings
         scenario = settings.scenario or Scenario(file="")
         self.measures = Measures(
@@ -188,7 +186,7 @@ class Run:
 
     def told(self) -> dict[str, Any]:
         """What was measured, how many pods there were, what pickers told each other if they did, and
-        retries if there may be.
+        where there may be some, retries and requests that the gateway took elsewhere.
         """
         scenario = self.settings.scenario
         told = self.measures.summary()
@@ -205,6 +203,8 @@ class Run:
             told["peers"] = peers
         if self.settings.cluster.clients.retries:
             told["retries"] = self.cluster.retried
+        if self.settings.cluster.fallback_endpoints_max:
+            told["rescheduled"] = self.cluster.rescheduled
         return told
 
     def stop(self) -> None:
@@ -232,7 +232,7 @@ def _configured(scenario: Scenario, cluster: ClusterSettings) -> Iterator[Schedu
     """What pickers will decide by later."""
     for incident in scenario.incidents:
         if isinstance(incident, Configure):
-            yield incident.policy.opener(cluster.refresh_interval_s)(0).settings
+            yield cluster.opener(incident.policy)(0).settings
 
 
 def _hashed(

@@ -1,14 +1,14 @@
 """A scenario: what a user writes down of pods, of what happens to them, and of the rate of requests.
 
 TOML with tables of which none is needed: `[[pods]]`, `[[events]]` with a `kind` and `[[rates]]`, each
-any number of times, and one `[autoscaler]` and `[clients]`. Unknown keys are refused.
+any number of times, and one `[autoscaler]`, `[pickers]` and `[clients]`. Unknown keys are refused.
 """
 
 import tomllib
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
-from typing import Annotated, Any, Final, TypeVar
+from typing import Annotated, Any, Final, TypeAlias, TypeVar
 
 import msgspec
 from msgspec import Meta, Struct, field
@@ -32,10 +32,12 @@ from sim.cluster.incidents import (
     check_incidents,
 )
 from sim.cluster.policies import PolicyNameError, PolicySource, policy_source
+from sim.cluster.rerouting import Reschedule
 from sim.cluster.scraping import ScrapeTrouble
 from sim.cluster.simulated_pod import PodKind
 from sim.cluster.windows import Duration, Instant
 from sim.engine.profiles import ProfileError, find_profile
+from sim.experiments.pickers import PeerPartition, PickerRestart, Pickers, PickersPlan
 from sim.sentences import sentence_of
 
 FILE_BYTES_MAX: Final = 1_000_000
@@ -87,6 +89,9 @@ EVENTS: Final[Mapping[str, type[Struct]]] = {
     "freeze": Freeze,
     "scrapes": ScrapeTrouble,
     "configure": ConfigureEvent,
+    "picker-restart": PickerRestart,
+    "peer-partition": PeerPartition,
+    "reschedule": Reschedule,
 }
 """`kind` of an event -> its other keys."""
 
@@ -104,6 +109,9 @@ class Scenario(Struct, frozen=True, kw_only=True):
     """Ascending, without overlap."""
     clients: Clients = Clients()
     autoscaler: AutoscalerSettings | None = None
+    pickers: PickersPlan | None = None
+    """None: as the flags say."""
+    reschedules: tuple[Reschedule, ...] = ()
 
     @property
     def configures(self) -> bool:
@@ -132,16 +140,21 @@ class Scenario(Struct, frozen=True, kw_only=True):
             raise ClusterSettingsError(
                 f"{self.file}: expected {PODS_MAX:,} pods at most, got {pods + joining:,}"
             )
-        for trouble in self.scrape_troubles:
-            for what, numbers, count in (
-                ("pod", trouble.pods, pods + joining),
-                ("picker", trouble.pickers, pickers),
-            ):
-                if any(number >= count for number in numbers):
-                    raise ClusterSettingsError(
-                        f"{self.file}: scrapes at {trouble.from_s:g} s: expected a {what} from 0 to "
-                        f"{count - 1}, got {max(numbers)}"
-                    )
+        plan = self.pickers or PickersPlan()
+        named = [
+            *(("scrapes", one.from_s, "pod", one.pods) for one in self.scrape_troubles),
+            *(("scrapes", one.from_s, "picker", one.pickers) for one in self.scrape_troubles),
+            *(("reschedule", one.from_s, "pod", one.pods) for one in self.reschedules),
+            *(("picker-restart", one.at_s, "picker", one.pickers) for one in plan.restarts),
+            *(("peer-partition", one.from_s, "picker", one.pickers) for one in plan.partitions),
+        ]
+        counts = {"pod": pods + joining, "picker": pickers}
+        for kind, at_s, what, numbers in named:
+            if any(number >= counts[what] for number in numbers):
+                raise ClusterSettingsError(
+                    f"{self.file}: {kind} at {at_s:g} s: expected a {what} from 0 to "
+                    f"{counts[what] - 1}, got {max(numbers)}"
+                )
 
 
 def scenario_in(path: Path, usual: PodKind) -> Scenario:
@@ -151,7 +164,7 @@ def scenario_in(path: Path, usual: PodKind) -> Scenario:
     """
     document = _document(path)
     tables = {name: _tables(path, document, name) for name in ("pods", "events", "rates")}
-    single = {name: _table(path, document, name) for name in ("autoscaler", "clients")}
+    single = {name: _table(path, document, name) for name in ("autoscaler", "pickers", "clients")}
     if document:
         name = next(iter(document))
         raise ScenarioError(f"{path}: unknown table {name}{nearest(name, (*tables, *single))}.")
@@ -159,49 +172,60 @@ def scenario_in(path: Path, usual: PodKind) -> Scenario:
     for number, fields in enumerate(tables["pods"], start=1):
         place = f"{path}: [[pods]] {number}"
         kinds += _kinds(path, place, _convert(place, fields, Pods), usual)
-    incidents: list[Incident] = []
-    troubles: list[ScrapeTrouble] = []
-    for number, fields in enumerate(tables["events"], start=1):
-        place = f"{path}: [[events]] {number}"
-        kind = fields.pop("kind", None)
-        if not isinstance(kind, str) or kind not in EVENTS:
-            raise ScenarioError(f"{place}: expected a kind of {', '.join(EVENTS)}, got {kind!r}.")
-        place += f", {kind}"
-        match _convert(place, fields, EVENTS[kind]):
-            case JoinEvent() as event:
-                incidents.append(
-                    Join(
-                        at_s=event.at_s,
-                        kinds=tuple(_kinds(path, place, event, usual)),
-                        startup_s=event.startup_s,
-                    )
-                )
-            case ConfigureEvent() as event:
-                policy = _policy(path, place, event.config)
-                incidents.append(Configure(at_s=event.at_s, policy=policy))
-            case ScrapeTrouble() as trouble:
-                troubles.append(trouble)
-            case Leave() | Drain() | Restart() | Slow() | Freeze() as incident:
-                incidents.append(incident)
+    events = [
+        _event(path, f"{path}: [[events]] {number}", fields, usual)
+        for number, fields in enumerate(tables["events"], start=1)
+    ]
     rates = [
         _convert(f"{path}: [[rates]] {number}", fields, Rate)
         for number, fields in enumerate(tables["rates"], start=1)
     ]
     _check_rates(path, rates)
-    if single["autoscaler"] is not None and any(isinstance(one, Join) for one in incidents):
+    if single["autoscaler"] is not None and any(isinstance(event, Join) for event in events):
         raise ScenarioError(
             f"{path}: expected events of kind join or an [autoscaler], which starts pods itself, "
             "got both."
         )
+    plan = PickersPlan(
+        pickers=_converted(path, single, "pickers", Pickers) or Pickers(),
+        restarts=_of(PickerRestart, events),
+        partitions=_of(PeerPartition, events),
+    )
+    says_nothing = single["pickers"] is None and plan == PickersPlan()
     return Scenario(
         file=path.name,
         pods=tuple(kinds),
-        incidents=tuple(incidents),
-        scrape_troubles=tuple(troubles),
+        incidents=tuple(event for event in events if isinstance(event, Incident)),
+        scrape_troubles=_of(ScrapeTrouble, events),
+        reschedules=_of(Reschedule, events),
         rates=tuple(rates),
         clients=_converted(path, single, "clients", Clients) or Clients(),
         autoscaler=_converted(path, single, "autoscaler", AutoscalerSettings),
+        pickers=None if says_nothing else plan,
     )
+
+
+Event: TypeAlias = Incident | ScrapeTrouble | Reschedule | PickerRestart | PeerPartition
+
+
+def _event(path: Path, place: str, fields: dict[str, Any], usual: PodKind) -> Event:
+    """What one table of [[events]] says."""
+    kind = fields.pop("kind", None)
+    if not isinstance(kind, str) or kind not in EVENTS:
+        raise ScenarioError(f"{place}: expected a kind of {', '.join(EVENTS)}, got {kind!r}.")
+    place += f", {kind}"
+    told = _convert(place, fields, EVENTS[kind])
+    if isinstance(told, JoinEvent):
+        kinds = tuple(_kinds(path, place, told, usual))
+        return Join(at_s=told.at_s, kinds=kinds, startup_s=told.startup_s)
+    if isinstance(told, ConfigureEvent):
+        return Configure(at_s=told.at_s, policy=_policy(path, place, told.config))
+    assert isinstance(told, Event)
+    return told
+
+
+def _of(kind: type[Table], events: Sequence[Event]) -> tuple[Table, ...]:
+    return tuple(event for event in events if isinstance(event, kind))
 
 
 def _document(path: Path) -> dict[str, Any]:

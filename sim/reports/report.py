@@ -49,6 +49,7 @@ _CONDITIONS: Final = {
     "peer_partitions": "pickers that are parted from the others",
     "peer_slow": "pickers that are heard and hear later",
     "pickers_away": "pickers that die and come back",
+    "fallback_endpoints_max": "endpoints that pickers name besides the first",
     "scrape_interval_s": "time between scrapes",
     "scrape_delay_s": "age of a scraped page",
     "network_delay_s": "network delay, one way",
@@ -172,6 +173,11 @@ def fact_rows(summary: dict[str, Any]) -> list[list[str]]:
         *([["refused", _reasons(summary["refusals"])]] if summary["refusals"] else []),
         *([["failed", _reasons(summary["failures"])]] if summary["failures"] else []),
         *([["sent again", f"{summary['retries']:,} times"]] if "retries" in summary else []),
+        *(
+            [["served by another pod than the first named", f"{summary['rescheduled']:,}"]]
+            if "rescheduled" in summary
+            else []
+        ),
         ["hit rate", f"{share(summary['hit_rate'])} of prompt tokens"],
         itl_row(summary),
         window_row(summary),

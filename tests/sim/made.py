@@ -59,7 +59,7 @@ def cluster(
     source = policy_source(policy) if isinstance(policy, str) else policy
     return Cluster(
         made,
-        source.opener(made.refresh_interval_s, made.prefill_tokens_per_s),
+        made.opener(source),
         lambda one, hashes: request_of(one, hashes=hashes),
         given,
         seed=seed,

@@ -5,6 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec import structs
 
+from epp.core.knowledge.prefill_speed import PREFILL_TOKENS_PER_S
 from sim.cluster.check import checker
 from sim.cluster.clients import Clients
 from sim.cluster.cluster import Absence, ClusterSettingsError, Fate
@@ -95,6 +96,15 @@ def test_pods_restart_one_after_another():
     assert [pod.page(one.loop.now).process_started_at_s for pod in one.pods] == [3.5, 6.5, 9.5]
 
 
+def test_what_leaves_while_it_restarts_stays_away():
+    """However the two overlap; and what restarts while it leaves does not come back."""
+    leaving = [Restart(at_s=2, pods=(0,), grace_s=30), Leave(at_s=3, pods=(0,))]
+    restarting = [Drain(at_s=2, pods=(1,), grace_s=30), Restart(at_s=3, pods=(1,), startup_s=1)]
+    _, one = played([*leaving, *restarting], count=300, traffic={"output": (200, 400)})
+    assert [pod.alive for pod in one.pods] == [False, False, True]
+    assert one.pod_count.pods == 1
+
+
 def test_when_all_pods_have_left_clients_are_refused():
     requests, _ = played([Leave(at_s=3)], discovery_delay_s=0.5)
     late = [request for request in requests if request.arrived_at > 3.6]
@@ -147,6 +157,14 @@ def test_a_picker_that_starts_later_is_configured_like_the_others():
     )
     names = {tuple(policy.settings.plugin_names) for policy in one.policies}
     assert names == {tuple(policy_source("llm-d-3-2-2").opener(0.2)(0).settings.plugin_names)}
+
+
+def test_another_configuration_knows_pods_as_the_first_did():
+    """How fast they prefill is told to it too."""
+    _, one = played([Configure(at_s=3, policy=policy_source("llm-d-3-2-2"))])
+    assert one.settings.prefill_tokens_per_s != PREFILL_TOKENS_PER_S
+    (policy,) = one.policies
+    assert policy.settings.prefill_tokens_per_s == one.settings.prefill_tokens_per_s
 
 
 @pytest.mark.parametrize(

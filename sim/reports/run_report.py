@@ -235,7 +235,8 @@ def explained(line: dict[str, Any]) -> dict[str, Any]:
 def _said(line: dict[str, Any]) -> str:
     request = f"Request {line['request']}"
     if line["time_s"] is None:
-        return f"{request} never got to the picker: its client left before."
+        why = "none was there" if line["outcome"] == Fate.FAILED else "its client left before"
+        return f"{request} never got to a picker: {why}."
     request += f" at {line['time_s']:.3f} s"
     if line["endpoint"] is None:
         return f"{request} was refused: {line['refusal'].rstrip('.')}."
@@ -244,7 +245,10 @@ def _said(line: dict[str, Any]) -> str:
     expected = f"The picker expected {line['predicted_cached_tokens']:,} cached tokens."
     if not line["candidates"]:
         expected = "This policy scores no pods, so that there is nothing to compare."
-    return f"{request} went to {line['endpoint']}{ended}. {expected}"
+    where = f"went to {line['endpoint']}"
+    if line["served"] is not None:
+        where = f"was meant for {line['endpoint']} and went to {line['served']}"
+    return f"{request} {where}{ended}. {expected}"
 
 
 _SCRIPT: Final = """

@@ -102,8 +102,10 @@ def draw(name: str, trace: str) -> str:
 
 def _legend(lines: Mapping[str, Points]) -> str:
     parts = []
+    begins = LEFT + 180
+    apart = min(170, (FULL.width - begins) // len(lines))
     for number, name in enumerate(lines):
-        left = LEFT + 180 + 170 * number
+        left = begins + apart * number
         parts.append(
             f'<polyline class="c{number}" points="{left},10 {left + 22},10"/>'
             f'<text x="{left + 28}" y="14">{name}</text>'

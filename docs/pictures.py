@@ -45,7 +45,7 @@ class Picture(Struct, frozen=True, kw_only=True):
     from_s: float
     to_s: float
     lines: Mapping[str, tuple[str, bool]]
-    """Name -> configuration, and whether pages are scraped as usual."""
+    """Name -> configuration, and whether pages are scraped and as many pods are there as usual."""
 
 
 def _ttft_p90_ms(window: Series) -> float:
@@ -65,6 +65,10 @@ PICTURES: Final = {
         title="TTFT p90", unit="ms", of_window=_ttft_p90_ms, from_s=60, to_s=100,
         lines={"default": ("default", False), "default, pages read": ("default", True)},
     ),
+    "autoscaler": Picture(
+        title="TTFT p90", unit="ms", of_window=_ttft_p90_ms, from_s=60, to_s=100,
+        lines=BOTH | {"default, two pods": ("default", True)},
+    ),
     "rolling-restart": Picture(
         title="hit rate", unit="%", of_window=_hit_rate_percent, from_s=60, to_s=195, lines=BOTH
     ),
@@ -77,8 +81,8 @@ def draw(name: str, trace: str) -> str:
     usual = PodKind.of(find_profile(DEFAULT_PROFILE))
     scenario = scenario_in(FOLDER / "examples/scenarios" / f"{name}.toml", usual)
     lines = {
-        told: _points(picture, _ran(trace, scenario, config, scraped=scraped))
-        for told, (config, scraped) in picture.lines.items()
+        told: _points(picture, _ran(trace, _as_usual(scenario) if usually else scenario, config))
+        for told, (config, usually) in picture.lines.items()
     }
     times_s = [at for points in lines.values() for at, _ in points]
     values = [value for points in lines.values() for _, value in points]
@@ -98,8 +102,10 @@ def draw(name: str, trace: str) -> str:
 
 def _legend(lines: Mapping[str, Points]) -> str:
     parts = []
+    begins = LEFT + 180
+    apart = min(170, (FULL.width - begins) // len(lines))
     for number, name in enumerate(lines):
-        left = LEFT + 180 + 170 * number
+        left = begins + apart * number
         parts.append(
             f'<polyline class="c{number}" points="{left},10 {left + 22},10"/>'
             f'<text x="{left + 28}" y="14">{name}</text>'
@@ -107,15 +113,19 @@ def _legend(lines: Mapping[str, Points]) -> str:
     return "".join(parts)
 
 
-def _ran(trace: str, scenario: Scenario, config: str, *, scraped: bool) -> Series:
-    """Completed requests of the run; `scraped`: no scrape fails."""
-    troubles = () if scraped else scenario.scrape_troubles
+def _as_usual(scenario: Scenario) -> Scenario:
+    """The same traffic: no scrape fails, and no pod is started or drained."""
+    return replace(scenario, scrape_troubles=(), autoscaler=None)
+
+
+def _ran(trace: str, scenario: Scenario, config: str) -> Series:
+    """Completed requests of the run."""
     one = Run(
         RunSettings(
             trace=trace,
             policy=policy_source(config),
-            cluster=ClusterSettings(pods=scenario.pods, scrape_troubles=troubles),
-            scenario=replace(scenario, scrape_troubles=troubles),
+            cluster=ClusterSettings(pods=scenario.pods, scrape_troubles=scenario.scrape_troubles),
+            scenario=scenario,
             warm_up_s=0.0,
         )
     )

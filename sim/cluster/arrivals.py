@@ -12,6 +12,7 @@ import msgspec
 from msgspec import Meta, Struct
 
 from epp.core.types import Seconds
+from sim.cluster.windows import Instant, check_window
 from sim.traces.arrival import Arrival
 
 _LOOKED_AT: Final = 1_000
@@ -62,14 +63,13 @@ class Rate(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     With `factor_end` the rate changes evenly from the one to the other.
     """
 
-    from_s: Annotated[float, Meta(ge=0.0, le=1e9)]
-    to_s: Annotated[float, Meta(ge=0.0, le=1e9)]
+    from_s: Instant
+    to_s: Instant
     factor: Annotated[float, Meta(ge=0.001, le=1_000.0)]
     factor_end: Annotated[float, Meta(ge=0.001, le=1_000.0)] | None = None
 
     def __post_init__(self) -> None:
-        if self.from_s >= self.to_s:
-            raise ValueError(f"expected to_s after from_s, {self.from_s:g} s, got {self.to_s:g} s")
+        check_window(self.from_s, self.to_s)
 
     @property
     def length_s(self) -> Seconds:

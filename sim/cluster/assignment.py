@@ -28,8 +28,8 @@ class Assigner:
         self._weights = [1 / (1 + replica) for replica in range(replicas)]
         self._there = list(range(replicas))
 
-    def is_there(self, replica: int) -> bool:
-        """Whether requests may reach it."""
+    def is_there(self, replica: int | None) -> bool:
+        """Whether requests may reach it; None is nobody."""
         return replica in self._there
 
     def leave(self, replica: int) -> None:
@@ -40,11 +40,11 @@ class Assigner:
         """`replica` is reached again."""
         self._there = sorted({*self._there, replica})
 
-    def choose(self, session: str) -> int:
-        """The picker of a request of `session`, "" if it has none."""
+    def choose(self, session: str) -> int | None:
+        """The picker of a request of `session`, "" if it has none. None: no picker is there."""
         there = self._there
-        if len(there) == 1:
-            return there[0]
+        if len(there) < 2:
+            return there[0] if there else None
         if self._assignment is Assignment.STICKY and session:
             return self._home(session, there)
         if self._assignment is Assignment.SKEWED:

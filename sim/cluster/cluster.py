@@ -15,7 +15,7 @@ that it is told of first outputs only with `response_chunks`.
 
 import heapq
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from enum import StrEnum
 from itertools import pairwise
 from random import Random
@@ -34,7 +34,9 @@ from sim.cluster.clients import RETRIED, Clients
 from sim.cluster.faults import Fault, FaultKind
 from sim.cluster.loop import Loop
 from sim.cluster.peering import SNAPSHOT_S_MAX, Peering, PeerSettings
+from sim.cluster.pod_count import PodCount
 from sim.cluster.policies import Policy, PolicySource, Route, scheduler_of
+from sim.cluster.rerouting import Connections, Reschedule
 from sim.cluster.scraping import Scraper, ScrapeTrouble
 from sim.cluster.simulated_pod import PodKind, SimulatedPod
 from sim.engine.engine import EngineRequest, Step
@@ -65,8 +67,9 @@ class ClusterSettingsError(ValueError):
 class Absence(Struct, frozen=True):
     """Picker `replica` dies at `from_s`, and a new process takes its place at `to_s`.
 
-    From 0 on: it joins late. The new process is scraped from `from_s` on and gets requests from
-    `to_s` on, or once it has a snapshot of its peers. Answers that were under way are served.
+    From 0 on: it joins late. The new process knows nothing, scrapes from `from_s` on and gets
+    requests from `to_s` on, or once it has a snapshot of its peers. Requests go to the others
+    meanwhile; where there are none the gateway refuses them. Answers that were under way are served.
     """
 
     replica: int
@@ -88,6 +91,9 @@ class ClusterSettings(Struct, frozen=True, kw_only=True):
     peers: PeerSettings | None = None
     """How they tell each other what they decide; None: each is blind to the others."""
     absences: tuple[Absence, ...] = ()
+    fallback_endpoints_max: int = 0
+    """Endpoints that a picker names besides the first, which the gateway asks if it does not get through."""
+    reschedules: tuple[Reschedule, ...] = ()
     scrape_interval_s: Seconds | None = None
     """Mean time between two scrapes of a pod; None: as production, by the number of pods."""
     scrape_delay_s: Seconds = 0.001
@@ -121,6 +127,12 @@ class ClusterSettings(Struct, frozen=True, kw_only=True):
         speeds = {kind.prefill_tokens_per_s for kind in self.pods}
         return speeds.pop() if len(speeds) == 1 else PREFILL_TOKENS_PER_S
 
+    def opener(self, source: PolicySource) -> Callable[[int], Policy]:
+        """Seed -> a new picker of this pool, which decides by `source`."""
+        return source.opener(
+            self.refresh_interval_s, self.prefill_tokens_per_s, self.fallback_endpoints_max
+        )
+
     def __post_init__(self) -> None:
         _check_pickers(self)
 
@@ -144,6 +156,15 @@ class Failure(StrEnum):
     KV_CACHE = "longer than the KV cache"
     ADAPTER = "for an adapter, without adapter slots"
     POD_DIED = "the pod died"
+    UNREACHABLE = "the gateway did not get through"
+    NO_PICKER = "no picker was there"
+
+
+NO_PICKER_STATUS: Final = 500
+"""What Envoy answers for a picker that it does not reach, unless it fails open (docs/protocol.md)."""
+
+_ASKED_AGAIN: Final = frozenset({Failure.POD_DIED, Failure.NO_PICKER})
+"""What clients send again besides what they are told to."""
 
 
 class SimulatedRequest:
@@ -151,16 +172,19 @@ class SimulatedRequest:
 
     __slots__ = (
         "arrival", "arrived_at", "ended_at", "engine", "failure", "fate", "finished_at", "first_token_at", "hashes",
-        "life", "metrics_age_s", "pod", "policy", "predicted_cached_tokens", "refusal", "replica", "retries", "route",
-        "routed_at", "sequence", "status", "submitted_at",
+        "life", "metrics_age_s", "passed_over", "pod", "policy", "predicted_cached_tokens", "refusal", "replica", "retries",
+        "route", "routed_at", "sequence", "status", "submitted_at",
     )  # fmt: skip
 
-    def __init__(self, sequence: int, arrival: Arrival, arrived_at: Seconds, replica: int) -> None:
+    def __init__(
+        self, sequence: int, arrival: Arrival, arrived_at: Seconds, replica: int | None
+    ) -> None:
         self.sequence = sequence
         """Counts requests from 0, in the order of their arrival."""
         self.arrival = arrival
         self.arrived_at = arrived_at
         self.replica = replica
+        """None: there is no picker."""
         self.retries = 0
         """How often it was sent again; what follows is of the last time."""
         self.forget_attempt()
@@ -173,6 +197,9 @@ class SimulatedRequest:
         """The process that routed it, which may be gone since."""
         self.refusal: Refusal | None = None
         self.pod: SimulatedPod | None = None
+        """Which serves it, or is asked to."""
+        self.passed_over = 0
+        """Endpoints that the picker named and that the gateway did not get through to."""
         self.life = 0
         self.predicted_cached_tokens = 0
         self.metrics_age_s: Seconds = math.inf
@@ -220,11 +247,15 @@ class Cluster:
         self._open_policy = open_policy
         self.policies = [self._open_picker(at) for at in range(settings.replicas)]
         self.pods: list[SimulatedPod] = []
+        self.pod_count = PodCount(self.loop)
+        self._pods_expected = 0
         self.requests: dict[int, SimulatedRequest] = {}
         """What has arrived and not ended, by sequence number."""
         self.arrived = 0
         self.retried = 0
         """Times that a client has sent a request again."""
+        self.rescheduled = 0
+        """Requests that a pod took that was not the first that the picker named."""
         self.ended: dict[Fate, int] = dict.fromkeys(Fate, 0)
         self._request_of = request_of
         self._arrivals: Iterator[Arrival] = iter(arrivals)
@@ -245,12 +276,14 @@ class Cluster:
         """When the last ones ended, by index."""
         self._assigner = Assigner(settings.assignment, settings.replicas, seed)
         self._peering = Peering(self.loop, settings.peers, replicas=settings.replicas, seed=seed)
+        self._connections = Connections(settings.reschedules, seed=seed)
         self._random_abort = Random(f"{seed}:abort")
         self._scrapers: list[dict[str, Scraper]] = [{} for _ in self.policies]
         """Of each picker, by endpoint."""
         self._by_endpoint: dict[str, SimulatedPod] = {}
         for kind in settings.pods:
             self._add_pod(kind)
+        self._count_pods()
         self._announce()
         # The pickers were there before the traffic: each has scraped every pod once.
         for policy, scrapers in zip(self.policies, self._scrapers, strict=True):
@@ -360,7 +393,7 @@ class Cluster:
     def _is_retried(self, request: SimulatedRequest, fate: Fate) -> bool:
         if request.retries >= self.settings.clients.retries or fate is Fate.ABORTED:
             return False
-        return request.status in RETRIED or request.failure is Failure.POD_DIED
+        return request.status in RETRIED or request.failure in _ASKED_AGAIN
 
     def _end(self, request: SimulatedRequest, fate: Fate) -> None:
         if request.fate is not None:
@@ -390,12 +423,15 @@ class Cluster:
         if request.fate is not None:
             return
         now = self.loop.now
-        request.routed_at = now
-        request.hashes = PromptHashes(request.arrival)
-        parsed = self._request_of(request.arrival, request.hashes)
         if not self._assigner.is_there(request.replica):
             # It died on the way.
             request.replica = self._assigner.choose(request.arrival.session)
+        if request.replica is None:
+            self._fail(request, Failure.NO_PICKER, NO_PICKER_STATUS)
+            return
+        request.routed_at = now
+        request.hashes = PromptHashes(request.arrival)
+        parsed = self._request_of(request.arrival, request.hashes)
         self._read_pages(request.replica, now)
         request.policy = self.policies[request.replica]
         routed = request.policy.route(parsed, now)
@@ -410,16 +446,14 @@ class Cluster:
         if routed.decision is not None:
             ages_s = routed.decision.candidates.metrics_age_s
             request.metrics_age_s = float(ages_s[routed.decision.picked])
-        pod = self._by_endpoint[routed.endpoint.endpoint_id]
-        request.pod = pod
-        request.life = pod.life
-        frontend_s = pod.kind.profile.frontend_delay_s(request.arrival.prompt_tokens)
-        self.loop.after(self.settings.network_delay_s + frontend_s, self._submit, request)
+        self._ask(request, routed.endpoint, self.settings.network_delay_s)
 
     def _complete(self, request: SimulatedRequest, ending: Ending, status: int) -> None:
         """Tell the picker, to which the response has been visible, that it is over."""
         request.status = status
-        if request.route is not None and request.policy is not None:
+        if request.route is not None:
+            assert request.policy is not None
+            assert request.replica is not None
             # No pod here says 503 itself: it is what a gateway says of one that is gone.
             outcome = Outcome(ending=ending, status=status or None, by_gateway=status == 503)
             if status in UPSTREAM_FAILURES:
@@ -547,7 +581,7 @@ class Cluster:
 
     def configure(self, source: PolicySource) -> None:
         """All pickers, and those that start from now on, decide by `source`, which is no baseline."""
-        self._open_policy = source.opener(self.settings.refresh_interval_s)
+        self._open_policy = self.settings.opener(source)
         settings = self._open_policy(0).settings
         assert settings is not None, f"{source.name} has no configuration"
         for replica, policy in enumerate(self.policies):
@@ -556,10 +590,17 @@ class Cluster:
 
     # Pods.
 
-    def add_pods(self, kinds: Iterable[PodKind]) -> None:
-        """New pods, which discovery announces."""
+    def expect_pods(self, count: int) -> None:
+        """So many more pods are starting; fewer, if it is negative."""
+        self._pods_expected += count
+        self._count_pods()
+
+    def add_pods(self, kinds: Sequence[PodKind]) -> None:
+        """New pods, which were expected and which discovery announces."""
+        self._pods_expected -= len(kinds)
         for kind in kinds:
             self._add_pod(kind)
+        self._count_pods()
         self._announce_later()
 
     def drain_pod(self, pod: SimulatedPod) -> None:
@@ -577,6 +618,7 @@ class Cluster:
         """A pod that was ended is there again, empty; one that lives is left alone."""
         if not pod.alive:
             pod.restart()
+            self._count_pods()
             self._announce_later()
 
     def _announce_later(self) -> None:
@@ -587,14 +629,63 @@ class Cluster:
         self.pods.append(pod)
         self._by_endpoint[pod.endpoint.endpoint_id] = pod
 
+    def _count_pods(self) -> None:
+        there = sum(pod.alive or pod.returns for pod in self.pods)
+        self.pod_count.change(there + self._pods_expected)
+
+    # The gateway between pickers and pods.
+
+    def _ask(self, request: SimulatedRequest, endpoint: Endpoint, delay_s: Seconds) -> None:
+        """Have the gateway send `request` to `endpoint`, which it has there after `delay_s`."""
+        pod = self._by_endpoint[endpoint.endpoint_id]
+        request.pod = pod
+        request.life = pod.life
+        frontend_s = pod.kind.profile.frontend_delay_s(request.arrival.prompt_tokens)
+        self.loop.after(delay_s + frontend_s, self._submit, request)
+
+    def _pass_over(self, request: SimulatedRequest, failure: Failure) -> None:
+        """The gateway asks the next endpoint that the picker has named, if there is one."""
+        assert request.route is not None
+        decision = request.route.decision
+        others = () if decision is None else decision.fallbacks
+        if request.passed_over == len(others):
+            self._fail(request, failure, 503)
+            return
+        request.passed_over += 1
+        # Its connection came back refused.
+        delay_s = 2 * self.settings.network_delay_s
+        self._ask(request, others[request.passed_over - 1], delay_s)
+
+    def _reschedule(self, request: SimulatedRequest, route: Route) -> None:
+        """The head of a response tells its picker which endpoint has sent it."""
+        if request.fate is None and request.route is route:
+            assert request.pod is not None
+            assert request.policy is not None
+            assert request.replica is not None
+            request.policy.reschedule(route, request.pod.endpoint, self.loop.now)
+            self._peering.touched(request.replica)
+
+    def _gets_through(self, request: SimulatedRequest, pod: SimulatedPod) -> bool:
+        """Only of the endpoint named first is it said in a scenario that it cannot be reached."""
+        if request.passed_over or not self.settings.reschedules:
+            return True
+        index = request.arrival.index
+        return not self._connections.fails(pod.number, index, request.retries, self.loop.now)
+
     def _submit(self, request: SimulatedRequest) -> None:
         if request.fate is not None:
             return
         pod, arrival = request.pod, request.arrival
         assert pod is not None
         if not pod.alive or pod.life != request.life:
-            self._fail(request, Failure.POD_DIED, 503)
+            self._pass_over(request, Failure.POD_DIED)
             return
+        if not self._gets_through(request, pod):
+            self._pass_over(request, Failure.UNREACHABLE)
+            return
+        if request.passed_over:
+            self.rescheduled += 1
+            self.loop.after(self.settings.network_delay_s, self._reschedule, request, request.route)
         failure = _unfit(pod.kind, arrival)
         if failure is not None:
             # The server says so before it computes anything.
@@ -634,6 +725,7 @@ class Cluster:
     def _first_output(self, request: SimulatedRequest) -> None:
         if request.fate is None and request.route is not None:
             assert request.policy is not None
+            assert request.replica is not None
             request.policy.first_output(request.route, self.loop.now)
             self._peering.touched(request.replica)
 
@@ -664,9 +756,12 @@ class Cluster:
         match fault.kind:
             case FaultKind.JOIN:
                 self._add_pod(pod.kind)
+                self._count_pods()
             case FaultKind.DIE if pod.alive and sum(other.alive for other in self.pods) > 1:
+                pod.returns = False
                 self._kill(pod)
             case FaultKind.RESTART:
+                pod.returns = True
                 self._kill(pod)
                 self.loop.after(fault.duration_s, self.restart_pod, pod)
             case FaultKind.LAG:
@@ -684,6 +779,7 @@ class Cluster:
 
     def _kill(self, pod: SimulatedPod) -> None:
         pod.die()
+        self._count_pods()
         cut = list(pod.requests.values())
         pod.requests.clear()
         for request in cut:
@@ -712,7 +808,7 @@ def _replica_seed(seed: int, replica: int) -> int:
 
 
 def _check_pickers(settings: ClusterSettings) -> None:
-    """`ClusterSettingsError` if something is said of pickers that there are not, or nobody is left."""
+    """`ClusterSettingsError` if something is said of pickers that there are not or cannot be."""
     named = [absence.replica for absence in settings.absences]
     peers = settings.peers
     if peers is not None and settings.replicas > 1:
@@ -723,8 +819,11 @@ def _check_pickers(settings: ClusterSettings) -> None:
         raise ClusterSettingsError(
             f"expected a picker from 0 to {settings.replicas - 1}, got {unknown[0]}"
         )
-    if len({absence.replica for absence in settings.absences}) == settings.replicas:
-        raise ClusterSettingsError("expected one picker at least that is never away, got none")
+    if settings.reschedules and not settings.fallback_endpoints_max:
+        raise ClusterSettingsError(
+            f"reschedule at {settings.reschedules[0].from_s:g} s: expected fallback_endpoints_max "
+            "(--fallback-endpoints-max) of 1 or more, got 0: pickers name one endpoint alone"
+        )
     away_s_min = 2 * settings.refresh_interval_s
     by_replica = sorted(settings.absences, key=lambda absence: (absence.replica, absence.from_s))
     for absence in by_replica:

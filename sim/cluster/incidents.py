@@ -4,22 +4,18 @@ Pods are numbered from 0, those that join after those that were there, in the or
 joining. An incident that names no pods is one of all that are there then.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import pairwise
-from typing import Annotated, Final, TypeAlias
+from typing import Annotated, TypeAlias
 
 from msgspec import Meta, Struct
 
 from epp.core.types import Seconds
-from sim.cluster.cluster import TICK_S, Cluster, ClusterSettingsError
+from sim.cluster.cluster import Cluster, ClusterSettingsError
+from sim.cluster.draining import drain, nothing
 from sim.cluster.policies import PolicySource
 from sim.cluster.simulated_pod import PodKind, SimulatedPod
-
-_INSTANT_S_MAX: Final = 1e9
-
-Instant: TypeAlias = Annotated[float, Meta(ge=0.0, le=_INSTANT_S_MAX)]
-Duration: TypeAlias = Annotated[float, Meta(ge=0.0, le=_INSTANT_S_MAX)]
-PodNumbers: TypeAlias = tuple[Annotated[int, Meta(ge=0, le=1_000_000)], ...]
+from sim.cluster.windows import Duration, Instant, Numbers, check_window
 
 
 class Join(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -34,14 +30,14 @@ class Leave(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Pods are gone for good at `at_s`, with the requests that they had."""
 
     at_s: Instant
-    pods: PodNumbers = ()
+    pods: Numbers = ()
 
 
 class Drain(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Pods are announced no more and serve what they have, for `grace_s` at most; then they are gone."""
 
     at_s: Instant
-    pods: PodNumbers = ()
+    pods: Numbers = ()
     grace_s: Duration = 30.0
 
 
@@ -52,7 +48,7 @@ class Restart(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """
 
     at_s: Instant
-    pods: PodNumbers = ()
+    pods: Numbers = ()
     grace_s: Duration = 0.0
     startup_s: Duration = 30.0
     stagger_s: Duration = 0.0
@@ -64,10 +60,10 @@ class Slow(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     from_s: Instant
     to_s: Instant
     factor: Annotated[float, Meta(gt=0.0, le=1_000.0)]
-    pods: PodNumbers = ()
+    pods: Numbers = ()
 
     def __post_init__(self) -> None:
-        _check_window(self.from_s, self.to_s)
+        check_window(self.from_s, self.to_s)
 
 
 class Freeze(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -75,10 +71,10 @@ class Freeze(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     from_s: Instant
     to_s: Instant
-    pods: PodNumbers = ()
+    pods: Numbers = ()
 
     def __post_init__(self) -> None:
-        _check_window(self.from_s, self.to_s)
+        check_window(self.from_s, self.to_s)
 
 
 class Configure(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -140,6 +136,7 @@ def play(incidents: Sequence[Incident], cluster: Cluster) -> None:
     for incident in incidents:
         match incident:
             case Join():
+                loop.at(incident.at_s, cluster.expect_pods, len(incident.kinds))
                 loop.at(incident.at_s + incident.startup_s, cluster.add_pods, incident.kinds)
             case Leave() | Drain() | Restart():
                 loop.at(incident.at_s, _end_pods, cluster, incident)
@@ -151,56 +148,31 @@ def play(incidents: Sequence[Incident], cluster: Cluster) -> None:
                 loop.at(incident.at_s, cluster.configure, incident.policy)
 
 
-def _named(cluster: Cluster, numbers: PodNumbers) -> list[SimulatedPod]:
+def _named(cluster: Cluster, numbers: Numbers) -> list[SimulatedPod]:
     return [cluster.pods[number] for number in numbers] if numbers else list(cluster.pods)
 
 
 def _end_pods(cluster: Cluster, incident: Leave | Drain | Restart) -> None:
     after_s = 0.0
     for pod in _named(cluster, incident.pods):
-        if isinstance(incident, Leave):
-            cluster.end_pod(pod)
-        elif isinstance(incident, Drain):
-            _drain(cluster, pod, incident.grace_s, lambda: None)
-        else:
-            restart = _restarting(cluster, pod, incident.startup_s)
-            arguments = (cluster, pod, incident.grace_s, restart)
-            cluster.loop.after(after_s, _drain, *arguments)
+        if isinstance(incident, Restart):
+            cluster.loop.after(after_s, _restart, cluster, pod, incident)
             after_s += incident.stagger_s
+        elif pod.alive:
+            pod.returns = False
+            grace_s = incident.grace_s if isinstance(incident, Drain) else 0.0
+            drain(cluster, pod, grace_s, nothing)
 
 
-def _restarting(cluster: Cluster, pod: SimulatedPod, startup_s: Seconds) -> Callable[[], None]:
-    return lambda: cluster.loop.after(startup_s, cluster.restart_pod, pod)
+def _restart(cluster: Cluster, pod: SimulatedPod, incident: Restart) -> None:
+    # Who is leaving for good stays away.
+    pod.returns = pod.returns or pod.announced
 
+    def ended() -> None:
+        if pod.returns:
+            cluster.loop.after(incident.startup_s, cluster.restart_pod, pod)
 
-def _drain(
-    cluster: Cluster, pod: SimulatedPod, grace_s: Seconds, ended: Callable[[], None]
-) -> None:
-    """End a pod when it is done, or at once without a grace; then call `ended`."""
-    if not pod.alive:
-        # It has died of something else, and comes back, if it does, for that reason.
-        return
-    life, ends_at = pod.life, cluster.loop.now + grace_s
-    known_at = cluster.loop.now + cluster.settings.discovery_delay_s
-    was_idle = False
-
-    def look() -> None:
-        nonlocal was_idle
-        if pod.life != life:
-            return
-        now = cluster.loop.now
-        # Twice in a row: a request may be on its way from a picker that did not know yet.
-        idle = now >= known_at and not pod.requests
-        if now >= ends_at or (idle and was_idle):
-            cluster.end_pod(pod)
-            ended()
-            return
-        was_idle = idle
-        cluster.loop.at(min(now + TICK_S, ends_at), look)
-
-    if grace_s:
-        cluster.drain_pod(pod)
-    look()
+    drain(cluster, pod, incident.grace_s, ended)
 
 
 def _slow_down(cluster: Cluster, incident: Slow) -> None:
@@ -214,8 +186,3 @@ def _freeze(cluster: Cluster, incident: Freeze) -> None:
         if pod.alive:
             pod.freeze_page(True)
             cluster.loop.at(incident.to_s, pod.freeze_page, False)
-
-
-def _check_window(from_s: Seconds, to_s: Seconds) -> None:
-    if from_s >= to_s:
-        raise ValueError(f"expected to_s after from_s, {from_s:g} s, got {to_s:g} s")

@@ -87,6 +87,10 @@ class Policy(Protocol):
 
     def route(self, request: InferenceRequest, now: Seconds) -> Route | Refusal: ...
     def first_output(self, route: Route, now: Seconds) -> None: ...
+    def reschedule(self, route: Route, served: Endpoint, now: Seconds) -> None:
+        """The gateway says that it has asked `served` instead. Only of a policy that names several."""
+        ...
+
     def complete(self, route: Route, outcome: Outcome, now: Seconds) -> None: ...
     def tick(self, now: Seconds) -> None: ...
 
@@ -140,6 +144,10 @@ class SchedulerPolicy:
     def first_output(self, route: Route, now: Seconds) -> None:
         assert route.lease is not None
         self.scheduler.first_output(route.lease, now)
+
+    def reschedule(self, route: Route, served: Endpoint, now: Seconds) -> None:
+        assert route.lease is not None
+        self.scheduler.reschedule(route.lease, served.address, now)
 
     def complete(self, route: Route, outcome: Outcome, now: Seconds) -> None:
         assert route.lease is not None
@@ -209,6 +217,9 @@ class Baseline:
 
     def first_output(self, route: Route, now: Seconds) -> None:
         """A baseline only counts whole requests."""
+
+    def reschedule(self, route: Route, served: Endpoint, now: Seconds) -> None:
+        raise AssertionError("a baseline names one endpoint")
 
     def complete(self, route: Route, outcome: Outcome, now: Seconds) -> None:
         self.open_requests -= 1
@@ -298,11 +309,15 @@ class PolicySource(Struct, frozen=True, kw_only=True):
         return load_config(self.text, self.source, plugin_tables())
 
     def opener(
-        self, refresh_interval_s: Seconds, prefill_tokens_per_s: float = PREFILL_TOKENS_PER_S
+        self,
+        refresh_interval_s: Seconds,
+        prefill_tokens_per_s: float = PREFILL_TOKENS_PER_S,
+        fallback_endpoints_max: int = 0,
     ) -> Callable[[int], Policy]:
         """Seed -> a new replica that scrapes at `refresh_interval_s`.
 
-        `prefill_tokens_per_s` is that of each pod of which the configuration says nothing.
+        `prefill_tokens_per_s` is that of each pod of which the configuration says nothing,
+        `fallback_endpoints_max` how many endpoints are named besides the first.
         """
         if not self.text:
             choose = BASELINES[self.name]
@@ -312,6 +327,7 @@ class PolicySource(Struct, frozen=True, kw_only=True):
                 self.load(),
                 refresh_interval_s=refresh_interval_s,
                 prefill_tokens_per_s=prefill_tokens_per_s,
+                fallback_endpoints_max=fallback_endpoints_max,
             ),
             session_tokens=SessionTokens((_SESSION_KEY,)),
         )

@@ -8,12 +8,13 @@ since are caught up with, and of several that nobody read in between only the la
 from collections import deque
 from collections.abc import Sequence
 from random import Random
-from typing import Annotated, Final, TypeAlias
+from typing import Final, TypeAlias
 
-from msgspec import Meta, Struct
+from msgspec import Struct
 
 from epp.core.types import Endpoint, EndpointMetrics, Seconds
 from sim.cluster.simulated_pod import SimulatedPod
+from sim.cluster.windows import Duration, Instant, Numbers, Share, check_window
 
 SCRAPE_JITTER: Final = 0.1
 SCRAPE_TIMEOUT_S: Final = 1.0
@@ -30,20 +31,17 @@ class ScrapeTrouble(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     troubles at once the one that loses most is in effect.
     """
 
-    from_s: Annotated[float, Meta(ge=0.0, le=1e9)]
-    to_s: Annotated[float, Meta(ge=0.0, le=1e9)]
-    loss: Annotated[float, Meta(ge=0.0, le=1.0)] = 0.0
+    from_s: Instant
+    to_s: Instant
+    loss: Share = 0.0
     """Share of the scrapes that get no answer."""
-    more_s: Annotated[float, Meta(ge=0.0, le=1e9)] = 0.0
+    more_s: Duration = 0.0
     """How much longer an answer takes; it tells the state of the pod when it was asked."""
-    pods: tuple[Annotated[int, Meta(ge=0, le=1_000_000)], ...] = ()
-    """By number; none: all."""
-    pickers: tuple[Annotated[int, Meta(ge=0, le=1_000_000)], ...] = ()
-    """By number; none: all."""
+    pods: Numbers = ()
+    pickers: Numbers = ()
 
     def __post_init__(self) -> None:
-        if self.from_s >= self.to_s:
-            raise ValueError(f"expected to_s after from_s, {self.from_s:g} s, got {self.to_s:g} s")
+        check_window(self.from_s, self.to_s)
         if not (self.loss or self.more_s):
             raise ValueError("expected loss or more_s above 0: else nothing is wrong with scrapes")
 

@@ -87,6 +87,8 @@ class SimulatedPod:
         self.restarts = 0
         self.draining = False
         """It serves what it has, and is announced no more."""
+        self.returns = False
+        """It is ending or has ended, and will be there again."""
         self._slowness = 1.0 / kind.speed
         self.life = 0
         """Changes when the engine is lost."""
@@ -189,6 +191,7 @@ class SimulatedPod:
         self.restarts += 1
         self.alive = True
         self.draining = False
+        self.returns = False
         self._start()
 
     def _start(self) -> None:

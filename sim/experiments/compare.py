@@ -59,7 +59,7 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
 
 def run(options: argparse.Namespace) -> int:
     """0: done. 2: usage. 130: interrupted, what is done is kept. Raises what is told by `sim`."""
-    counts: tuple[int, ...] = options.replicas
+    counts: tuple[int | None, ...] = options.replicas or (None,)
     if len(options.config) * len(counts) < 2:
         print("sim: --config is needed twice or more, or --replicas as 1,2", file=sys.stderr)
         return 2
@@ -73,7 +73,9 @@ def run(options: argparse.Namespace) -> int:
         for replicas in counts
     ]
     names = [
-        policy.name if len(counts) == 1 else f"{policy.name}, {_pickers(replicas)}"
+        policy.name
+        if replicas is None or len(counts) == 1
+        else f"{policy.name}, {_pickers(replicas)}"
         for policy in policies
         for replicas in counts
     ]

@@ -89,7 +89,8 @@ class DecisionFile:
     """`decisions.jsonl`: one line a request, in the order of their arrival.
 
     A line is known when its request has ended, and waits until all before it have. `time_s` is null
-    for one that never got to the picker, `matched_blocks` and `total_blocks` count full blocks of
+    for one that never got to a picker, `served` names the pod that the gateway asked in the place of
+    `endpoint`, null if none, `matched_blocks` and `total_blocks` count full blocks of
     the picker's index, and `candidates` is empty for a policy that scores none.
     """
 
@@ -108,6 +109,7 @@ class DecisionFile:
             "time_s": request.routed_at,
             "outcome": request.fate,
             "endpoint": route.endpoint.name if route is not None else None,
+            "served": request.pod.name if request.passed_over and request.pod else None,
             "refusal": request.refusal.message if request.refusal is not None else None,
             "total_blocks": 0 if decision is None else decision.total_blocks,
             "candidates": [] if decision is None else candidates_of(decision),

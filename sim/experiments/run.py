@@ -13,13 +13,14 @@ from epp.core.decision.scheduler import SchedulerSettings
 from epp.core.prompt.request import InferenceRequest
 from epp.core.types import Seconds
 from sim.cluster.arrivals import grid_s, made_ready
+from sim.cluster.autoscaler import Autoscaler
 from sim.cluster.check import checker
 from sim.cluster.cluster import Cluster, ClusterSettings, SimulatedRequest
 from sim.cluster.faults import draw_faults
 from sim.cluster.incidents import Configure, play
 from sim.cluster.policies import PolicySource
 from sim.experiments.scenario_file import Scenario
-from sim.measurement.measures import Measures, Targets
+from sim.measurement.measures import Measures, Targets, rounded
 from sim.measurement.timeline import Timeline
 from sim.traces.arrival import Arrival, TraceError
 from sim.traces.formats import open_trace
@@ -81,9 +82,7 @@ class Run:
         self.stopped = False
         self.trace: Trace = open_trace(Path(settings.trace), settings.read)
         cluster = settings.cluster
-        open_policy = settings.policy.opener(
-            cluster.refresh_interval_s, cluster.prefill_tokens_per_s
-        )
+        open_policy = cluster.opener(settings.policy)
         scheduler = open_policy(0).settings
         scenario = settings.scenario or Scenario(file="")
         self.measures = Measures(
@@ -117,7 +116,9 @@ class Run:
         if self.cluster.done:
             raise self.trace.without_requests()
         play(scenario.incidents, self.cluster)
-        self.timeline = Timeline(self.cluster.loop, self.cluster.pods, self.measures.pods)
+        if scenario.autoscaler is not None:
+            Autoscaler(scenario.autoscaler, self.cluster)
+        self.timeline = Timeline(self.cluster, self.measures.pods)
 
     def ceilings(
         self, watched: Callable[[Iterator[Arrival]], Iterator[Arrival]] = iter
@@ -184,13 +185,26 @@ class Run:
                 self.measures.failing_plugins += policy.failing_plugins()
 
     def told(self) -> dict[str, Any]:
-        """What was measured, what pickers told each other if they did, and retries if there may be."""
+        """What was measured, how many pods there were, what pickers told each other if they did, and
+        where there may be some, retries and requests that the gateway took elsewhere.
+        """
+        scenario = self.settings.scenario
         told = self.measures.summary()
+        pods = self.cluster.pod_count.totals()
+        told["pool"] = {
+            "autoscaled": scenario is not None and scenario.autoscaler is not None,
+            "pods_min": pods.pods_min,
+            "pods_max": pods.pods_max,
+            "pods_mean": rounded(pods.pods_mean),
+            "pod_hours": rounded(pods.pod_hours),
+        }
         peers = self.cluster.peer_summary()
         if peers is not None:
             told["peers"] = peers
         if self.settings.cluster.clients.retries:
             told["retries"] = self.cluster.retried
+        if self.settings.cluster.fallback_endpoints_max:
+            told["rescheduled"] = self.cluster.rescheduled
         return told
 
     def stop(self) -> None:
@@ -218,7 +232,7 @@ def _configured(scenario: Scenario, cluster: ClusterSettings) -> Iterator[Schedu
     """What pickers will decide by later."""
     for incident in scenario.incidents:
         if isinstance(incident, Configure):
-            yield incident.policy.opener(cluster.refresh_interval_s)(0).settings
+            yield cluster.opener(incident.policy)(0).settings
 
 
 def _hashed(

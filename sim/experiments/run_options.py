@@ -9,11 +9,19 @@ import msgspec
 from epp.core.peers.exchange import OUTGOING_INTERVAL_S
 from sim.cluster.assignment import Assignment
 from sim.cluster.clients import Clients
-from sim.cluster.cluster import Absence, ClusterSettings, ClusterSettingsError
-from sim.cluster.peering import Partition, PeerSettings, SlowPeer
+from sim.cluster.cluster import ClusterSettings, ClusterSettingsError
+from sim.cluster.peering import PeerSettings
 from sim.cluster.policies import BUILT_IN, PolicyNameError, PolicySource, policy_source
 from sim.cluster.simulated_pod import PodKind
 from sim.engine.profiles import DEFAULT_PROFILE, find_profile, profile_named
+from sim.experiments.pickers import (
+    PICKERS_MAX,
+    PeerPartition,
+    PickerRestart,
+    PickersPlan,
+    SlowPicker,
+    pickers_plan,
+)
 from sim.experiments.run import RunSettings, jitter_in_effect_s
 from sim.experiments.scenario_file import PODS_MAX, Scenario, scenario_in
 from sim.measurement.measures import WARM_UP_FROM_S, WARM_UP_S_MAX, Targets
@@ -88,18 +96,19 @@ def _add_picker_options(parser: argparse.ArgumentParser, *, several_replicas: bo
     """How many pickers there are, who reaches which, and what they tell each other."""
     add = parser.add_argument
     if several_replicas:
-        add("--replicas", type=_counts, default=(1,), metavar="N,N,...", help="pickers (1)")
+        add("--replicas", type=_counts, metavar="N,N,...", help="pickers (1)")
     else:
-        add("--replicas", type=_count, default=1, metavar="N", help="pickers (1)")
+        add("--replicas", type=_pickers, metavar="N", help="pickers (1)")
     add(
         "--assignment",
         type=Assignment,
         choices=tuple(Assignment),
-        default=Assignment.RANDOM,
         metavar="|".join(Assignment),
         help="which picker a request reaches; sticky: that of its session (random)",
     )
-    add("--picker-away", type=_absence, action="append", metavar="N:FROM:TO",
+    add("--fallback-endpoints-max", type=_fallbacks, metavar="N",
+        help="endpoints that a picker names besides the first, as epp serve has it (0)")  # fmt: skip
+    add("--picker-away", type=_restart, action="append", metavar="N:FROM:TO",
         help="picker N (from 0) dies, and a new one takes its place; from 0 s: it joins late")  # fmt: skip
     add("--peer-delay", type=_seconds, metavar="S", help="pickers tell each other what they decide, "
         "one way takes so long (default: they are blind to each other)")  # fmt: skip
@@ -110,7 +119,7 @@ def _add_picker_options(parser: argparse.ArgumentParser, *, several_replicas: bo
         help="nothing passes between these pickers and the others")  # fmt: skip
     add("--peer-slow", type=_slow_peer, action="append", metavar="N:S",
         help="what picker N sends and is sent takes S longer")  # fmt: skip
-    add("--peer-snapshot", action=argparse.BooleanOptionalAction, default=True,
+    add("--peer-snapshot", action=argparse.BooleanOptionalAction, default=None,
         help="a picker that starts asks another for what it knows (default: yes)")  # fmt: skip
 
 
@@ -124,28 +133,30 @@ def run_settings(
 ) -> RunSettings:
     """The run that the command line describes, or the same on other traffic of its kind.
 
-    With `replicas` pickers if that is given. Raises `ClusterSettingsError` and `ScenarioError`.
+    With `replicas` pickers if that is given, in the place of the flag. Raises `ClusterSettingsError` and `ScenarioError`.
     """
     kinds = [
         PodKind.of(profile, max_loras=options.max_loras)
         for profile in options.profile or [find_profile(DEFAULT_PROFILE)]
     ]
-    pickers = options.replicas if replicas is None else replicas
     faults_per_hour = options.faults_per_hour
     scenario = _scenario(options, policy, kinds[0])
+    plan = _plan(options, scenario, replicas)
     pods = tuple(kinds[number % len(kinds)] for number in range(options.pods or PODS))
     if scenario is not None:
         pods = scenario.pods or pods
-        scenario.check(pods=len(pods), pickers=pickers)
+        scenario.check(kinds=pods, pickers=plan.pickers.count)
     return RunSettings(
         trace=options.trace,
         policy=policy,
         cluster=ClusterSettings(
             pods=pods,
-            replicas=pickers,
-            assignment=options.assignment,
-            peers=_peers(options),
-            absences=tuple(options.picker_away or ()),
+            replicas=plan.pickers.count,
+            assignment=plan.pickers.assignment,
+            peers=plan.peers,
+            absences=plan.absences,
+            fallback_endpoints_max=plan.pickers.fallback_endpoints_max,
+            reschedules=() if scenario is None else scenario.reschedules,
             scrape_interval_s=options.scrape_interval,
             scrape_delay_s=options.scrape_delay,
             scrape_troubles=() if scenario is None else scenario.scrape_troubles,
@@ -184,34 +195,48 @@ def _scenario(options: argparse.Namespace, policy: PolicySource, usual: PodKind)
     scenario = scenario_in(options.scenario, usual)
     if scenario.pods and options.pods is not None:
         raise ClusterSettingsError(f"{scenario.file} says which pods there are: leave out --pods")
-    if scenario.joins and options.faults_per_hour:
+    if (scenario.joins or scenario.autoscaler) and options.faults_per_hour:
         raise ClusterSettingsError(
-            f"{scenario.file} numbers the pods that join, and faults would add others: leave out "
+            f"{scenario.file} says which pods join, and faults would add others: leave out "
             "--faults-per-hour"
         )
     if scenario.configures and not policy.text:
         raise ClusterSettingsError(
             f"{scenario.file} configures pickers, and {policy.name} has no configuration"
         )
+    if scenario.reschedules and not policy.text:
+        raise ClusterSettingsError(
+            f"{scenario.file} has a gateway ask what is named second, and {policy.name} names one "
+            "endpoint alone"
+        )
     return scenario
 
 
-def _peers(options: argparse.Namespace) -> PeerSettings | None:
-    given = {
-        "loss": options.peer_loss,
-        "interval_s": options.peer_interval,
-        "partitions": tuple(options.peer_partition or ()),
-        "slow": tuple(options.peer_slow or ()),
+def _plan(
+    options: argparse.Namespace, scenario: Scenario | None, replicas: int | None
+) -> PickersPlan:
+    """What the flags or the scenario say of pickers."""
+    flags = {
+        "count": options.replicas,
+        "assignment": options.assignment,
+        "fallback_endpoints_max": options.fallback_endpoints_max,
+        "peer_delay_s": options.peer_delay,
+        "peer_loss": options.peer_loss,
+        "peer_interval_s": options.peer_interval,
+        "peer_snapshot": options.peer_snapshot,
+        "peer_slow": _whole_tuple(options.peer_slow),
+        "restarts": _whole_tuple(options.picker_away),
+        "partitions": _whole_tuple(options.peer_partition),
     }
-    told = {name: value for name, value in given.items() if value not in (None, ())}
-    if options.peer_delay is not None:
-        return PeerSettings(delay_s=options.peer_delay, snapshot=options.peer_snapshot, **told)
-    if told:
-        raise ClusterSettingsError(
-            "--peer-loss, --peer-interval, --peer-partition and --peer-slow need --peer-delay: "
-            "without it pickers tell each other nothing"
-        )
-    return None
+    if replicas is not None:
+        flags["count"] = replicas
+    told, file = (None, "") if scenario is None else (scenario.pickers, scenario.file)
+    return pickers_plan(flags, told, file)
+
+
+def _whole_tuple(given: list[Any] | None) -> tuple[Any, ...] | None:
+    """Of a flag that may be repeated."""
+    return None if given is None else tuple(given)
 
 
 def conditions(settings: RunSettings, *others: RunSettings) -> dict[str, Any]:
@@ -241,6 +266,7 @@ def conditions(settings: RunSettings, *others: RunSettings) -> dict[str, Any]:
         "assignment": str(cluster.assignment),
         **_peer_conditions(cluster.peers),
         "pickers_away": msgspec.to_builtins(cluster.absences),
+        "fallback_endpoints_max": cluster.fallback_endpoints_max,
         "scrape_interval_s": cluster.refresh_interval_s,
         "scrape_delay_s": cluster.scrape_delay_s,
         "network_delay_s": cluster.network_delay_s,
@@ -250,6 +276,9 @@ def conditions(settings: RunSettings, *others: RunSettings) -> dict[str, Any]:
         "abort_after_s": cluster.abort_after_s,
         "faults_per_hour": 3600 / settings.fault_gap_s if settings.fault_gap_s else 0,
         "scenario": settings.scenario.file if settings.scenario else None,
+        "autoscaler": msgspec.to_builtins(settings.scenario.autoscaler)
+        if settings.scenario
+        else None,
         "warm_up_s": settings.warm_up_s,
         "check": settings.check,
     }
@@ -284,23 +313,41 @@ def _count(text: str) -> int:
     return int(_number(text, lowest=1, highest=1e9, integer=True))
 
 
+def _pickers(text: str) -> int:
+    return int(_number(text, lowest=1, highest=PICKERS_MAX, integer=True))
+
+
 def _counts(text: str) -> tuple[int, ...]:
-    return tuple(dict.fromkeys(_count(part) for part in text.split(",")))
+    return tuple(dict.fromkeys(_pickers(part) for part in text.split(",")))
 
 
-def _absence(text: str) -> Absence:
-    replica, from_s, to_s = _parts(text, 3, "N:FROM:TO")
-    return Absence(_whole(replica), _seconds(from_s), _seconds(to_s))
+def _fallbacks(text: str) -> int:
+    return int(_number(text, lowest=0, highest=64, integer=True))
 
 
-def _partition(text: str) -> Partition:
+def _restart(text: str) -> PickerRestart:
+    picker, from_s, to_s = _parts(text, 3, "N:FROM:TO")
+    begins_s, ends_s = _window(from_s, to_s)
+    return PickerRestart(at_s=begins_s, pickers=(_whole(picker),), startup_s=ends_s - begins_s)
+
+
+def _partition(text: str) -> PeerPartition:
     from_s, to_s, side = _parts(text, 3, "FROM:TO:N,N,...")
-    return Partition(_seconds(from_s), _seconds(to_s), tuple(map(_whole, side.split(","))))
+    begins_s, ends_s = _window(from_s, to_s)
+    pickers = tuple(map(_whole, side.split(",")))
+    return PeerPartition(from_s=begins_s, to_s=ends_s, pickers=pickers)
 
 
-def _slow_peer(text: str) -> SlowPeer:
-    replica, more_s = _parts(text, 2, "N:S")
-    return SlowPeer(_whole(replica), _seconds(more_s))
+def _slow_peer(text: str) -> SlowPicker:
+    picker, more_s = _parts(text, 2, "N:S")
+    return SlowPicker(picker=_whole(picker), more_s=_seconds(more_s))
+
+
+def _window(from_s: str, to_s: str) -> tuple[float, float]:
+    begins_s, ends_s = _seconds(from_s), _seconds(to_s)
+    if begins_s >= ends_s:
+        raise argparse.ArgumentTypeError(f"expected an end after {from_s} s, got {to_s} s")
+    return begins_s, ends_s
 
 
 def _parts(text: str, count: int, expected: str) -> list[str]:

@@ -1,14 +1,14 @@
 """A scenario: what a user writes down of pods, of what happens to them, and of the rate of requests.
 
 TOML with tables of which none is needed: `[[pods]]`, `[[events]]` with a `kind` and `[[rates]]`, each
-any number of times, and one `[clients]`. Unknown keys are refused.
+any number of times, and one `[autoscaler]`, `[pickers]` and `[clients]`. Unknown keys are refused.
 """
 
 import tomllib
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
-from typing import Annotated, Any, Final, TypeVar
+from typing import Annotated, Any, Final, TypeAlias, TypeVar
 
 import msgspec
 from msgspec import Meta, Struct, field
@@ -16,16 +16,15 @@ from msgspec import Meta, Struct, field
 from epp.configuration.config import ConfigError
 from epp.configuration.document import nearest
 from sim.cluster.arrivals import Rate
+from sim.cluster.autoscaler import AutoscalerSettings
 from sim.cluster.built_in import CONFIGURATIONS
 from sim.cluster.clients import Clients
 from sim.cluster.cluster import ClusterSettingsError
 from sim.cluster.incidents import (
     Configure,
     Drain,
-    Duration,
     Freeze,
     Incident,
-    Instant,
     Join,
     Leave,
     Restart,
@@ -33,9 +32,12 @@ from sim.cluster.incidents import (
     check_incidents,
 )
 from sim.cluster.policies import PolicyNameError, PolicySource, policy_source
+from sim.cluster.rerouting import Reschedule
 from sim.cluster.scraping import ScrapeTrouble
 from sim.cluster.simulated_pod import PodKind
+from sim.cluster.windows import Duration, Instant
 from sim.engine.profiles import ProfileError, find_profile
+from sim.experiments.pickers import PeerPartition, PickerRestart, Pickers, PickersPlan
 from sim.sentences import sentence_of
 
 FILE_BYTES_MAX: Final = 1_000_000
@@ -87,6 +89,9 @@ EVENTS: Final[Mapping[str, type[Struct]]] = {
     "freeze": Freeze,
     "scrapes": ScrapeTrouble,
     "configure": ConfigureEvent,
+    "picker-restart": PickerRestart,
+    "peer-partition": PeerPartition,
+    "reschedule": Reschedule,
 }
 """`kind` of an event -> its other keys."""
 
@@ -103,6 +108,10 @@ class Scenario(Struct, frozen=True, kw_only=True):
     rates: tuple[Rate, ...] = ()
     """Ascending, without overlap."""
     clients: Clients = Clients()
+    autoscaler: AutoscalerSettings | None = None
+    pickers: PickersPlan | None = None
+    """None: as the flags say."""
+    reschedules: tuple[Reschedule, ...] = ()
 
     @property
     def configures(self) -> bool:
@@ -114,10 +123,16 @@ class Scenario(Struct, frozen=True, kw_only=True):
         """Pods join on the way."""
         return any(isinstance(incident, Join) for incident in self.incidents)
 
-    def check(self, *, pods: int, pickers: int) -> None:
-        """`ClusterSettingsError` if it speaks of pods or pickers that there are not."""
+    def check(self, *, kinds: Sequence[PodKind], pickers: int) -> None:
+        """`ClusterSettingsError` if it speaks of pods or pickers that there are not.
+
+        `kinds`: the pods at the beginning.
+        """
+        pods = len(kinds)
         try:
             check_incidents(self.incidents, pods=pods)
+            if self.autoscaler is not None:
+                self.autoscaler.check(kinds)
         except ClusterSettingsError as problem:
             raise ClusterSettingsError(f"{self.file}: {problem}") from problem
         joining = sum(len(one.kinds) for one in self.incidents if isinstance(one, Join))
@@ -125,16 +140,21 @@ class Scenario(Struct, frozen=True, kw_only=True):
             raise ClusterSettingsError(
                 f"{self.file}: expected {PODS_MAX:,} pods at most, got {pods + joining:,}"
             )
-        for trouble in self.scrape_troubles:
-            for what, numbers, count in (
-                ("pod", trouble.pods, pods + joining),
-                ("picker", trouble.pickers, pickers),
-            ):
-                if any(number >= count for number in numbers):
-                    raise ClusterSettingsError(
-                        f"{self.file}: scrapes at {trouble.from_s:g} s: expected a {what} from 0 to "
-                        f"{count - 1}, got {max(numbers)}"
-                    )
+        plan = self.pickers or PickersPlan()
+        named = [
+            *(("scrapes", one.from_s, "pod", one.pods) for one in self.scrape_troubles),
+            *(("scrapes", one.from_s, "picker", one.pickers) for one in self.scrape_troubles),
+            *(("reschedule", one.from_s, "pod", one.pods) for one in self.reschedules),
+            *(("picker-restart", one.at_s, "picker", one.pickers) for one in plan.restarts),
+            *(("peer-partition", one.from_s, "picker", one.pickers) for one in plan.partitions),
+        ]
+        counts = {"pod": pods + joining, "picker": pickers}
+        for kind, at_s, what, numbers in named:
+            if any(number >= counts[what] for number in numbers):
+                raise ClusterSettingsError(
+                    f"{self.file}: {kind} at {at_s:g} s: expected a {what} from 0 to "
+                    f"{counts[what] - 1}, got {max(numbers)}"
+                )
 
 
 def scenario_in(path: Path, usual: PodKind) -> Scenario:
@@ -144,53 +164,68 @@ def scenario_in(path: Path, usual: PodKind) -> Scenario:
     """
     document = _document(path)
     tables = {name: _tables(path, document, name) for name in ("pods", "events", "rates")}
-    clients = document.pop("clients", {})
-    if not isinstance(clients, dict):
-        raise ScenarioError(f"{path}: clients: expected a table [clients], got another value.")
+    single = {name: _table(path, document, name) for name in ("autoscaler", "pickers", "clients")}
     if document:
         name = next(iter(document))
-        raise ScenarioError(f"{path}: unknown table {name}{nearest(name, (*tables, 'clients'))}.")
+        raise ScenarioError(f"{path}: unknown table {name}{nearest(name, (*tables, *single))}.")
     kinds: list[PodKind] = []
     for number, fields in enumerate(tables["pods"], start=1):
         place = f"{path}: [[pods]] {number}"
         kinds += _kinds(path, place, _convert(place, fields, Pods), usual)
-    incidents: list[Incident] = []
-    troubles: list[ScrapeTrouble] = []
-    for number, fields in enumerate(tables["events"], start=1):
-        place = f"{path}: [[events]] {number}"
-        kind = fields.pop("kind", None)
-        if not isinstance(kind, str) or kind not in EVENTS:
-            raise ScenarioError(f"{place}: expected a kind of {', '.join(EVENTS)}, got {kind!r}.")
-        place += f", {kind}"
-        match _convert(place, fields, EVENTS[kind]):
-            case JoinEvent() as event:
-                incidents.append(
-                    Join(
-                        at_s=event.at_s,
-                        kinds=tuple(_kinds(path, place, event, usual)),
-                        startup_s=event.startup_s,
-                    )
-                )
-            case ConfigureEvent() as event:
-                policy = _policy(path, place, event.config)
-                incidents.append(Configure(at_s=event.at_s, policy=policy))
-            case ScrapeTrouble() as trouble:
-                troubles.append(trouble)
-            case Leave() | Drain() | Restart() | Slow() | Freeze() as incident:
-                incidents.append(incident)
+    events = [
+        _event(path, f"{path}: [[events]] {number}", fields, usual)
+        for number, fields in enumerate(tables["events"], start=1)
+    ]
     rates = [
         _convert(f"{path}: [[rates]] {number}", fields, Rate)
         for number, fields in enumerate(tables["rates"], start=1)
     ]
     _check_rates(path, rates)
+    if single["autoscaler"] is not None and any(isinstance(event, Join) for event in events):
+        raise ScenarioError(
+            f"{path}: expected events of kind join or an [autoscaler], which starts pods itself, "
+            "got both."
+        )
+    plan = PickersPlan(
+        pickers=_converted(path, single, "pickers", Pickers) or Pickers(),
+        restarts=_of(PickerRestart, events),
+        partitions=_of(PeerPartition, events),
+    )
+    says_nothing = single["pickers"] is None and plan == PickersPlan()
     return Scenario(
         file=path.name,
         pods=tuple(kinds),
-        incidents=tuple(incidents),
-        scrape_troubles=tuple(troubles),
+        incidents=tuple(event for event in events if isinstance(event, Incident)),
+        scrape_troubles=_of(ScrapeTrouble, events),
+        reschedules=_of(Reschedule, events),
         rates=tuple(rates),
-        clients=_convert(f"{path}: [clients]", clients, Clients),
+        clients=_converted(path, single, "clients", Clients) or Clients(),
+        autoscaler=_converted(path, single, "autoscaler", AutoscalerSettings),
+        pickers=None if says_nothing else plan,
     )
+
+
+Event: TypeAlias = Incident | ScrapeTrouble | Reschedule | PickerRestart | PeerPartition
+
+
+def _event(path: Path, place: str, fields: dict[str, Any], usual: PodKind) -> Event:
+    """What one table of [[events]] says."""
+    kind = fields.pop("kind", None)
+    if not isinstance(kind, str) or kind not in EVENTS:
+        raise ScenarioError(f"{place}: expected a kind of {', '.join(EVENTS)}, got {kind!r}.")
+    place += f", {kind}"
+    told = _convert(place, fields, EVENTS[kind])
+    if isinstance(told, JoinEvent):
+        kinds = tuple(_kinds(path, place, told, usual))
+        return Join(at_s=told.at_s, kinds=kinds, startup_s=told.startup_s)
+    if isinstance(told, ConfigureEvent):
+        return Configure(at_s=told.at_s, policy=_policy(path, place, told.config))
+    assert isinstance(told, Event)
+    return told
+
+
+def _of(kind: type[Table], events: Sequence[Event]) -> tuple[Table, ...]:
+    return tuple(event for event in events if isinstance(event, kind))
 
 
 def _document(path: Path) -> dict[str, Any]:
@@ -216,6 +251,21 @@ def _tables(path: Path, document: dict[str, Any], name: str) -> list[dict[str, A
             f"{path}: [[{name}]]: expected {EVENTS_MAX:,} at most, got {len(found):,}."
         )
     return found
+
+
+def _table(path: Path, document: dict[str, Any], name: str) -> dict[str, Any] | None:
+    """Take [name] out of the document; None if it is not there."""
+    found = document.pop(name, None)
+    if found is not None and not isinstance(found, dict):
+        raise ScenarioError(f"{path}: {name}: expected a table [{name}], got another value.")
+    return found
+
+
+def _converted(
+    path: Path, tables: Mapping[str, dict[str, Any] | None], name: str, table: type[Table]
+) -> Table | None:
+    fields = tables[name]
+    return None if fields is None else _convert(f"{path}: [{name}]", fields, table)
 
 
 def _convert(place: str, fields: dict[str, Any], table: type[Table]) -> Table:

@@ -1,13 +1,12 @@
-"""What each pod was doing over time: samples for charts, as many as a chart can show."""
+"""How many pods there were over time and what each was doing: samples, as many as a chart can show."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, Final
 
 from msgspec import Struct
 
 from epp.core.types import Seconds
-from sim.cluster.loop import Loop
-from sim.cluster.simulated_pod import SimulatedPod
+from sim.cluster.cluster import Cluster
 from sim.measurement.measures import PodLoad
 
 SAMPLES_MAX: Final = 600
@@ -27,22 +26,23 @@ class PodSamples(Struct):
 class Timeline:
     """Looks at every pod once an interval, which doubles whenever there are too many samples."""
 
-    def __init__(
-        self, loop: Loop, pods: Sequence[SimulatedPod], loads: Mapping[str, PodLoad]
-    ) -> None:
+    def __init__(self, cluster: Cluster, loads: Mapping[str, PodLoad]) -> None:
         """`loads`: what each pod has completed, by its name, kept by others."""
         self.time_s: list[Seconds] = []
+        self.pod_count: list[int] = []
+        """As `PodCount` has it."""
         self.pods: dict[str, PodSamples] = {}
-        self._loop = loop
-        self._members = pods
+        self._cluster = cluster
+        self._loop = cluster.loop
         self._loads = loads
         self._interval_s = _FIRST_INTERVAL_S
-        loop.after(self._interval_s, self._sample)
+        cluster.loop.after(self._interval_s, self._sample)
 
     def as_json(self) -> dict[str, Any]:
         """Columns by pod."""
         return {
             "time_s": self.time_s,
+            "pod_count": self.pod_count,
             "pods": {
                 name: {
                     "running": samples.running,
@@ -55,7 +55,7 @@ class Timeline:
         }
 
     def _sample(self) -> None:
-        for pod in self._members:
+        for pod in self._cluster.pods:
             samples = self.pods.get(pod.name)
             if samples is None:
                 before = len(self.time_s)
@@ -68,13 +68,14 @@ class Timeline:
             load = self._loads.get(pod.name)
             samples.hit_rate.append(load.cached_tokens / load.prompt_tokens if load else 0.0)
         self.time_s.append(self._loop.now)
+        self.pod_count.append(self._cluster.pod_count.pods)
         if len(self.time_s) >= SAMPLES_MAX:
             self._halve()
         self._loop.after(self._interval_s, self._sample)
 
     def _halve(self) -> None:
         self._interval_s *= 2
-        del self.time_s[::2]
+        del self.time_s[::2], self.pod_count[::2]
         for samples in self.pods.values():
             del samples.running[::2], samples.waiting[::2]
             del samples.kv_cache_usage[::2], samples.hit_rate[::2]

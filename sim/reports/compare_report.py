@@ -35,6 +35,7 @@ _LABELS: Final = {
     "hit_rate": "hit rate",
     "output_tokens_per_s": "output tokens/s",
     "goodput": "within targets",
+    "pod_hours": "pod-hours",
 }
 _HIGHER_IS_BETTER: Final = frozenset({"hit_rate", "output_tokens_per_s", "goodput"})
 """Of the other measures lower is."""
@@ -61,12 +62,13 @@ def verdict(measure: str, found: Estimate) -> str:
 
 def _rows(summary: dict[str, Any]) -> list[list[str]]:
     rows = [["", *summary["configs"]]]
-    for measure, label in _LABELS.items():
+    measured = next(iter(summary["configs"].values()))["figures"]
+    for measure in measured:
         values = [
             shown(measure, config["figures"][measure]["value"])
             for config in summary["configs"].values()
         ]
-        rows.append([label, *values])
+        rows.append([_LABELS[measure], *values])
     lost = [not_complete(config["requests"]) for config in summary["configs"].values()]
     return [*rows, ["not complete", *lost]]
 

@@ -23,6 +23,7 @@ _NOTHING_SAID: Final = {
     "peer_slow": "none",
     "pickers_away": "none",
     "scenario": "none",
+    "autoscaler": "none",
 }
 """What it means that a condition is not there."""
 
@@ -48,6 +49,7 @@ _CONDITIONS: Final = {
     "peer_partitions": "pickers that are parted from the others",
     "peer_slow": "pickers that are heard and hear later",
     "pickers_away": "pickers that die and come back",
+    "fallback_endpoints_max": "endpoints that pickers name besides the first",
     "scrape_interval_s": "time between scrapes",
     "scrape_delay_s": "age of a scraped page",
     "network_delay_s": "network delay, one way",
@@ -171,6 +173,11 @@ def fact_rows(summary: dict[str, Any]) -> list[list[str]]:
         *([["refused", _reasons(summary["refusals"])]] if summary["refusals"] else []),
         *([["failed", _reasons(summary["failures"])]] if summary["failures"] else []),
         *([["sent again", f"{summary['retries']:,} times"]] if "retries" in summary else []),
+        *(
+            [["served by another pod than the first named", f"{summary['rescheduled']:,}"]]
+            if "rescheduled" in summary
+            else []
+        ),
         ["hit rate", f"{share(summary['hit_rate'])} of prompt tokens"],
         itl_row(summary),
         window_row(summary),
@@ -185,6 +192,7 @@ def fact_rows(summary: dict[str, Any]) -> list[list[str]]:
         *_estimate_rows(summary["prediction"]["mean_absolute_error_tokens"]),
         ["age of metrics at a decision", seconds(summary["metrics_age_s"])],
         *_peer_rows(summary.get("peers")),
+        *_pool_rows(summary.get("pool")),
         ["preemptions", f"{summary['preemptions']:,}"],
         *([["malformed lines skipped", f"{bad_lines:,}"]] if bad_lines else []),
         ["digest", summary["digest"]],
@@ -215,6 +223,16 @@ def _peer_rows(peers: dict[str, int] | None) -> list[list[str]]:
     if unknown := peers["records_unknown_chain"]:
         learnt += f", {unknown:,} went on from a chain that was lost"
     return [["told to other pickers", told], ["decisions learnt of others", learnt]]
+
+
+def _pool_rows(pool: dict[str, Any] | None) -> list[list[str]]:
+    """None of a summary that is not of a whole run."""
+    if pool is None:
+        return []
+    told = f"{pool['pods_min']:,}"
+    if pool["pods_min"] != pool["pods_max"]:
+        told += f" to {pool['pods_max']:,}, mean {number(pool['pods_mean'])}"
+    return [["pods", told], ["pod-hours", number(pool["pod_hours"])]]
 
 
 def _reasons(counts: dict[str, int]) -> str:

@@ -56,6 +56,7 @@ def run_page(summary: dict[str, Any], series: Series, decisions: Path | None) ->
         _loads(summary, "requests", "Requests that each pod completed"),
         _uncached(summary),
         "</div>",
+        _pod_count(summary),
         _timelines(summary),
         _explorer(decisions),
         figure("In numbers", facts_table(fact_rows(summary))),
@@ -136,6 +137,18 @@ def _uncached(summary: dict[str, Any]) -> str:
         for name, load in _by_pod(summary)
     }
     return figure(caption, bar_chart(values, y=Axis.over(list(values.values())), label=caption))
+
+
+def _pod_count(summary: dict[str, Any]) -> str:
+    """Over time, if there were not always as many."""
+    counts = summary["timeline"]["pod_count"]
+    if len(set(counts)) < 2:
+        return ""
+    caption = "How many pods start, serve, drain or restart, over time"
+    points = list(zip(summary["timeline"]["time_s"], map(float, counts), strict=True))
+    x = Axis.over([at for at, _ in points], unit="s", title="time")
+    y = Axis.over([0.0, *(count for _, count in points)], title="pods")
+    return figure(caption, line_chart({"pods": points}, x=x, y=y, label=caption))
 
 
 def _timelines(summary: dict[str, Any]) -> str:
@@ -222,7 +235,8 @@ def explained(line: dict[str, Any]) -> dict[str, Any]:
 def _said(line: dict[str, Any]) -> str:
     request = f"Request {line['request']}"
     if line["time_s"] is None:
-        return f"{request} never got to the picker: its client left before."
+        why = "none was there" if line["outcome"] == Fate.FAILED else "its client left before"
+        return f"{request} never got to a picker: {why}."
     request += f" at {line['time_s']:.3f} s"
     if line["endpoint"] is None:
         return f"{request} was refused: {line['refusal'].rstrip('.')}."
@@ -231,7 +245,10 @@ def _said(line: dict[str, Any]) -> str:
     expected = f"The picker expected {line['predicted_cached_tokens']:,} cached tokens."
     if not line["candidates"]:
         expected = "This policy scores no pods, so that there is nothing to compare."
-    return f"{request} went to {line['endpoint']}{ended}. {expected}"
+    where = f"went to {line['endpoint']}"
+    if line["served"] is not None:
+        where = f"was meant for {line['endpoint']} and went to {line['served']}"
+    return f"{request} {where}{ended}. {expected}"
 
 
 _SCRIPT: Final = """

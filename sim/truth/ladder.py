@@ -179,7 +179,7 @@ class Ladder:
         policy = policy_source(DEFAULT_POLICY if prefix_aware else _ROUND_ROBIN)
         self._cluster = Cluster(
             settings,
-            policy.opener(settings.refresh_interval_s, settings.prefill_tokens_per_s),
+            settings.opener(policy),
             lambda arrival, hashes: request_of(arrival, hashes=hashes),
             (),
             seed=_SEED,

@@ -147,7 +147,7 @@ def simulate(profile: Profile, engine: EngineSettings, served: Sequence[Served])
     ended: list[SimulatedRequest] = []
     Cluster(
         settings,
-        policy_source(_ANY).opener(settings.refresh_interval_s, settings.prefill_tokens_per_s),
+        settings.opener(policy_source(_ANY)),
         lambda arrival, hashes: request_of(arrival, (), hashes),
         arrivals,
         seed=1,

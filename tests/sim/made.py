@@ -70,7 +70,7 @@ def cluster(
     kinds = (kind(),) * pods if isinstance(pods, int) else pods
     made = ClusterSettings(pods=kinds, **settings)
     source = policy_source(policy) if isinstance(policy, str) else policy
-    opener = source.opener(made.refresh_interval_s, made.prefill_tokens_per_s)
+    opener = made.opener(source)
     decides = opener(seed).settings
     indexes = decides.indexes.values() if decides else ()
     sizes = {*block_tokens, *(getattr(index, "block_tokens", BLOCK_TOKENS) for index in indexes)}

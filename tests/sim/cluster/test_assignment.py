@@ -57,3 +57,15 @@ def test_nobody_is_sent_to_who_is_away(assignment):
     assert set(chosen(assigner, [f"s{at}" for at in range(100)])) == {1, 2}
     assigner.leave(1)
     assert set(chosen(assigner, [f"s{at}" for at in range(100)])) == {2}
+
+
+@pytest.mark.parametrize("assignment", list(Assignment))
+def test_nobody_is_chosen_where_nobody_is(assignment):
+    """Until one is there again."""
+    assigner = Assigner(assignment, 2, seed=1)
+    for replica in (0, 1):
+        assigner.leave(replica)
+    assert assigner.choose("session") is None
+    assert not assigner.is_there(None)
+    assigner.join(1)
+    assert assigner.choose("session") == 1

@@ -5,6 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec import structs
 
+from epp.core.knowledge.prefill_speed import PREFILL_TOKENS_PER_S
 from sim.cluster.check import checker
 from sim.cluster.clients import Clients
 from sim.cluster.cluster import Absence, ClusterSettingsError, Fate
@@ -87,34 +88,21 @@ def test_whatever_happens_no_request_is_lost_and_no_lease_stays(incidents, clien
     assert [policy.open_requests for policy in one.policies] == [0]
 
 
-def test_a_drained_pod_ends_its_answers_and_is_gone():
-    """Nothing that it had fails, nothing comes after discovery has told, and it never returns."""
-    requests, one = played(
-        [Drain(at_s=4, pods=(1,), grace_s=60)], count=300, traffic={"output": (200, 400)}
-    )
-    assert {request.fate for request in requests} == {Fate.COMPLETE}
-    of_it = [request for request in requests if request.pod is one.pods[1]]
-    assert max(request.routed_at for request in of_it) <= 5.0
-    assert max(request.ended_at for request in of_it) > 5.0
-    assert not one.pods[1].alive
-
-
-def test_a_grace_that_is_too_short_cuts_answers():
-    requests, one = played(
-        [Drain(at_s=4, grace_s=2, pods=(1,))], traffic={"output": (2_000, 2_000)}
-    )
-    failed = [request for request in requests if request.fate is Fate.FAILED]
-    assert failed
-    assert {request.pod for request in failed} == {one.pods[1]}
-    assert all(request.ended_at == pytest.approx(6, abs=0.01) for request in failed)
-
-
 def test_pods_restart_one_after_another():
     """Each is away for its start-up, the next begins `stagger_s` later, all are back."""
     _, one = played([Restart(at_s=2, startup_s=1.5, stagger_s=3)], count=200)
     assert [pod.restarts for pod in one.pods] == [1, 1, 1]
     assert [pod.announced for pod in one.pods] == [True, True, True]
     assert [pod.page(one.loop.now).process_started_at_s for pod in one.pods] == [3.5, 6.5, 9.5]
+
+
+def test_what_leaves_while_it_restarts_stays_away():
+    """However the two overlap; and what restarts while it leaves does not come back."""
+    leaving = [Restart(at_s=2, pods=(0,), grace_s=30), Leave(at_s=3, pods=(0,))]
+    restarting = [Drain(at_s=2, pods=(1,), grace_s=30), Restart(at_s=3, pods=(1,), startup_s=1)]
+    _, one = played([*leaving, *restarting], count=300, traffic={"output": (200, 400)})
+    assert [pod.alive for pod in one.pods] == [False, False, True]
+    assert one.pod_count.pods == 1
 
 
 def test_when_all_pods_have_left_clients_are_refused():
@@ -169,6 +157,14 @@ def test_a_picker_that_starts_later_is_configured_like_the_others():
     )
     names = {tuple(policy.settings.plugin_names) for policy in one.policies}
     assert names == {tuple(policy_source("llm-d-3-2-2").opener(0.2)(0).settings.plugin_names)}
+
+
+def test_another_configuration_knows_pods_as_the_first_did():
+    """How fast they prefill is told to it too."""
+    _, one = played([Configure(at_s=3, policy=policy_source("llm-d-3-2-2"))])
+    assert one.settings.prefill_tokens_per_s != PREFILL_TOKENS_PER_S
+    (policy,) = one.policies
+    assert policy.settings.prefill_tokens_per_s == one.settings.prefill_tokens_per_s
 
 
 @pytest.mark.parametrize(

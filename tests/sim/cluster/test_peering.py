@@ -9,7 +9,8 @@ import pytest
 from epp.core.peers.exchange import HEARTBEAT_S, SILENT_S_MAX
 from sim.cluster.assignment import Assignment
 from sim.cluster.check import checker
-from sim.cluster.cluster import Absence, ClusterSettings, ClusterSettingsError, Fate
+from sim.cluster.clients import Clients
+from sim.cluster.cluster import Absence, ClusterSettings, ClusterSettingsError, Failure, Fate
 from sim.cluster.faults import draw_faults
 from sim.cluster.peering import Partition, PeerSettings, SlowPeer
 from sim.experiments.replicas import NOTHING, Arm
@@ -308,10 +309,6 @@ def test_the_invariants_hold_with_peers_absences_and_faults(seed):
             "picker 0 dies at 6 s: expected that to be 2 s at least after it came back, at 5 s",
         ),
         (
-            {"absences": (Absence(0, 1.0, 5.0), Absence(1, 6.0, 9.0))},
-            "expected one picker at least that is never away, got none",
-        ),
-        (
             {"peers": PeerSettings(delay_s=0.0, slow=(SlowPeer(2, 1.0),))},
             "expected a picker from 0 to 1, got 2",
         ),
@@ -324,3 +321,53 @@ def test_the_invariants_hold_with_peers_absences_and_faults(seed):
 def test_settings_that_do_not_go_together_are_refused(fields, said):
     with pytest.raises(ClusterSettingsError, match=said):
         ClusterSettings(pods=(kind(),), replicas=2, **fields)
+
+
+@pytest.mark.parametrize("policy", ["default", "round-robin"])
+def test_while_no_picker_is_there_clients_are_refused(policy):
+    """500, as from a gateway that fails closed; what was under way ends well, and then it begins anew."""
+    given = list(arrivals(400, rate=20.0, groups=4, blocks=(20, 20), output=(50, 100)))
+    requests, one = ran(given, policy=policy, absences=(Absence(0, 8.0, 12.0),))
+    away = [request for request in requests if 8.0 < request.arrived_at < 11.99]
+    assert {(request.fate, request.status, request.failure) for request in away} == {
+        (Fate.FAILED, 500, Failure.NO_PICKER)
+    }
+    others = [request for request in requests if request not in away]
+    assert {request.fate for request in others[:-1]} == {Fate.COMPLETE}
+    assert any(request.routed_at < 8.0 < request.ended_at for request in others)
+    assert [policy.open_requests for policy in one.policies] == [0]
+
+
+def test_a_picker_that_was_away_has_forgotten():
+    """Its index and its counts: what pods still hold is news to it."""
+    given = list(arrivals(400, rate=20.0, groups=4, blocks=(20, 20)))
+    requests, _ = ran(given, absences=(Absence(0, 8.0, 12.0),))
+    before = [request for request in requests if 5.0 < request.arrived_at < 8.0]
+    first = next(request for request in requests if request.arrived_at > 12.0)
+    assert min(request.predicted_cached_tokens for request in before) > 0
+    assert first.predicted_cached_tokens == 0 < first.engine.cached_tokens
+    late = [request for request in requests if request.arrived_at > 15.0]
+    assert min(request.predicted_cached_tokens for request in late) > 0
+
+
+def test_clients_that_ask_again_outlast_a_picker_that_restarts():
+    """However they met it, each request is answered once."""
+    requests, one = ran(
+        arrivals(200, rate=20.0),
+        absences=(Absence(0, 3.0, 6.0),),
+        clients=Clients(retries=4, pause_s=0.5),
+    )
+    assert {request.fate for request in requests} == {Fate.COMPLETE}
+    assert one.retried > 0
+
+
+def test_all_pickers_may_join_late():
+    """Until the first is there nobody is routed; all are reached in the end."""
+    requests, _ = ran(
+        arrivals(300, rate=20.0), replicas=2, absences=(Absence(0, 0.0, 2.0), Absence(1, 0.0, 4.0))
+    )
+    early = [request for request in requests if request.arrived_at < 1.99]
+    assert {request.failure for request in early} == {Failure.NO_PICKER}
+    assert {request.replica for request in early} == {None}
+    assert {request.replica for request in requests if 2.1 < request.arrived_at < 3.9} == {0}
+    assert {request.replica for request in requests if request.arrived_at > 4.1} == {0, 1}

@@ -85,10 +85,120 @@ def test_blind_pickers_tell_nothing(trace, tmp_path, capsys):
     assert "| one picker hears another after | they tell each other nothing |" in report
 
 
+SAME = """\
+[pickers]
+count = 3
+assignment = "skewed"
+fallback_endpoints_max = 1
+peer_delay_s = 0.01
+peer_loss = 0.5
+peer_interval_s = 0.05
+peer_snapshot = false
+peer_slow = [{ picker = 2, more_s = 0.1 }]
+
+[[events]]
+kind = "picker-restart"
+pickers = [1]
+at_s = 2
+startup_s = 1
+
+[[events]]
+kind = "peer-partition"
+from_s = 1
+to_s = 2
+pickers = [0, 1]
+"""
+FLAGS = (
+    "--replicas", "3", "--assignment", "skewed", "--fallback-endpoints-max", "1",
+    "--peer-delay", "0.01", "--peer-loss", "0.5", "--peer-interval", "0.05", "--no-peer-snapshot",
+    "--peer-slow", "2:0.1", "--picker-away", "1:2:3", "--peer-partition", "1:2:0,1",
+)  # fmt: skip
+
+
+def test_a_scenario_says_of_pickers_what_flags_say(trace, tmp_path):
+    """The same run to the last digit; only the name of the file tells them apart."""
+    file = tmp_path / "pickers.toml"
+    file.write_text(SAME)
+    told = []
+    for name, arguments in (("flags", FLAGS), ("file", ("--scenario", file))):
+        assert sim("replay", trace, *arguments, "--out", tmp_path / name) == 0
+        told.append(json.loads((tmp_path / name / "summary.json").read_bytes()))
+    flags, scenario = told
+    assert scenario["conditions"].pop("scenario") == "pickers.toml"
+    assert flags["conditions"].pop("scenario") is None
+    assert flags == scenario
+    assert flags["rescheduled"] == 0
+    assert flags["peers"]["frames_lost"] > 0
+
+
+@pytest.mark.parametrize(
+    ("text", "arguments", "said"),
+    [
+        (SAME, ("--replicas", "3"), "p.toml says which pickers there are: leave out --replicas"),
+        (SAME, FLAGS, "leave out --replicas, --assignment, --fallback-endpoints-max, --peer-delay"),
+        (
+            "[[events]]\nkind = 'picker-restart'\nat_s = 1",
+            ("--replicas", "2", "--no-peer-snapshot"),
+            "leave out --replicas, --peer-snapshot",
+        ),
+        ("[pickers]\ncount = 2\npeer_loss = 0.1", (), "need --peer-delay (peer_delay_s)"),
+        (
+            "[[events]]\nkind = 'peer-partition'\nfrom_s = 1\nto_s = 2\npickers = [0]",
+            (),
+            "need --peer-delay (peer_delay_s)",
+        ),
+        (
+            "[[events]]\nkind = 'picker-restart'\nat_s = 1\npickers = [1]",
+            (),
+            "picker-restart at 1 s: expected a picker from 0 to 0, got 1",
+        ),
+        (
+            "[[events]]\nkind = 'picker-restart'\nat_s = 1\nstartup_s = 0.1",
+            (),
+            "expected an absence of 0.4 s at least, got 0.1 s",
+        ),
+        (
+            "[[events]]\nkind = 'reschedule'\nfrom_s = 1\nto_s = 2",
+            (),
+            "reschedule at 1 s: expected fallback_endpoints_max",
+        ),
+        (
+            "[[events]]\nkind = 'reschedule'\nfrom_s = 1\nto_s = 2",
+            ("--config", "random", "--fallback-endpoints-max", "1"),
+            "random names one endpoint alone",
+        ),
+    ],
+)
+def test_a_scenario_and_flags_do_not_speak_of_the_same(
+    trace, tmp_path, text, arguments, said, capsys
+):
+    """One sentence, exit code 2."""
+    file = tmp_path / "p.toml"
+    file.write_text(text)
+    assert sim("replay", trace, "--scenario", file, *arguments) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_a_comparison_takes_pickers_from_the_scenario(trace, tmp_path, capsys):
+    """As many for every configuration; several numbers of them are for flags."""
+    file = tmp_path / "p.toml"
+    file.write_text("[pickers]\ncount = 2\n")
+    shared = ("compare", trace, "--config", "default", "--config", "random", "--seeds", "1",
+              "--pods", "4", "--scenario", file)  # fmt: skip
+    assert sim(*shared, "--out", tmp_path / "out") == 0
+    summary = json.loads((tmp_path / "out/summary.json").read_bytes())
+    assert list(summary["configs"]) == ["default", "random"]
+    assert summary["conditions"]["replicas"] == 2
+    assert sim(*shared, "--replicas", "1,2") == 2
+    assert "leave out --replicas" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
         (("replay", "--peer-loss", "0.1"), "need --peer-delay"),
+        (("replay", "--picker-away", "0:5:5"), "expected an end after 5 s, got 5 s"),
+        (("replay", "--replicas", "1001"), "'1001' is not an integer from 1 to 1000"),
         (("replay", "--replicas", "2", "--picker-away", "2:1:5"), "a picker from 0 to 1, got 2"),
         (("replay", "--picker-away", "1:5"), "'1:5' is not N:FROM:TO"),
         (("replay", "--peer-delay", "-1"), "'-1' is not a number from 0 to 1e+09"),

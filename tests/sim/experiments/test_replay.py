@@ -251,6 +251,7 @@ def test_a_page_tells_counts_and_shares_apart(trace, tmp_path):
 
 LINE = {
     "request": 5, "time_s": 1.5, "outcome": "complete", "endpoint": "pod-1", "refusal": None,
+    "served": None,
     "total_blocks": 4, "predicted_cached_tokens": 192, "cached_tokens": 176,
     "candidates": [
         {"endpoint": f"pod-{at}", "matched_blocks": 3 * at, "score": float(at), "parts": {"a": at}}
@@ -266,6 +267,11 @@ LINE = {
         ({"outcome": "failed"}, "went to pod-1, which could not serve it. The picker expected 192"),
         ({"outcome": "aborted"}, "went to pod-1; its client left before the end."),
         ({"outcome": "aborted", "time_s": None, "endpoint": None, "candidates": []}, "client left"),
+        (
+            {"outcome": "failed", "time_s": None, "endpoint": None, "candidates": []},
+            "none was there",
+        ),
+        ({"served": "pod-0"}, "was meant for pod-1 and went to pod-0; 176 prompt tokens"),
         ({"endpoint": None, "refusal": "0 of 2", "candidates": []}, "was refused: 0 of 2."),
         ({"candidates": []}, "in the cache. This policy scores no pods"),
     ],

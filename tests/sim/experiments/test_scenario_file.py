@@ -9,13 +9,18 @@ import pytest
 from msgspec import structs
 
 from sim.__main__ import main
+from sim.cluster.assignment import Assignment
+from sim.cluster.autoscaler import AutoscalerSettings, ScaledBy
 from sim.cluster.clients import Clients
-from sim.cluster.cluster import ClusterSettingsError
+from sim.cluster.cluster import Absence, ClusterSettingsError
 from sim.cluster.incidents import Configure, Join, Restart, Slow
+from sim.cluster.peering import Partition, PeerSettings
+from sim.cluster.rerouting import Reschedule
 from sim.cluster.scraping import ScrapeTrouble
+from sim.experiments.pickers import Pickers
 from sim.experiments.scenario_file import EVENTS, FILE_BYTES_MAX, ScenarioError, scenario_in
 from sim.traces.capture import CaptureWriter
-from tests.sim.made import arrivals, kind
+from tests.sim.made import arrivals, cluster, kind
 
 EXAMPLES = Path(__file__).parents[3] / "docs/examples/scenarios"
 
@@ -64,9 +69,43 @@ to_s = 20
 factor = 1
 factor_end = 4
 
+[[events]]
+kind = "reschedule"
+from_s = 70
+to_s = 80
+share = 0.5
+pods = [2]
+
+[[events]]
+kind = "picker-restart"
+at_s = 90
+pickers = [1]
+
+[[events]]
+kind = "peer-partition"
+from_s = 90
+to_s = 95
+pickers = [0]
+
+[pickers]
+count = 2
+assignment = "sticky"
+fallback_endpoints_max = 2
+peer_delay_s = 0.01
+
 [clients]
 retries = 2
 timeout_s = 30
+"""
+
+SCALED = """\
+[autoscaler]
+metric = "waiting-requests"
+target = 2
+pods_min = 2
+pods_max = 9
+labels = { "llm-d.ai/role" = "decode" }
+stabilization_s = 60
 """
 
 
@@ -95,8 +134,23 @@ def test_all_that_can_be_said_is_read(tmp_path):
     assert configure.policy.name == "llm-d-3-2-2"
     assert scenario.scrape_troubles == (ScrapeTrouble(from_s=5, to_s=6, more_s=0.1, pickers=(1,)),)
     assert [rate.consumed_s for rate in scenario.rates] == [25]
+    assert scenario.reschedules == (Reschedule(from_s=70, to_s=80, share=0.5, pods=(2,)),)
+    plan = scenario.pickers
+    assert plan.pickers == Pickers(
+        count=2, assignment=Assignment.STICKY, fallback_endpoints_max=2, peer_delay_s=0.01
+    )
+    assert plan.absences == (Absence(1, 90, 100),)
+    assert plan.peers == PeerSettings(delay_s=0.01, partitions=(Partition(90, 95, (0,)),))
     assert scenario.clients == Clients(retries=2, timeout_s=30)
-    scenario.check(pods=3, pickers=2)
+    scenario.check(kinds=scenario.pods, pickers=2)
+
+
+def test_an_autoscaler_is_read(tmp_path):
+    """What is not told is as Kubernetes has it."""
+    assert read(tmp_path, SCALED).autoscaler == AutoscalerSettings(
+        metric=ScaledBy.WAITING_REQUESTS, target=2, pods_min=2, pods_max=9, stabilization_s=60,
+        labels={"llm-d.ai/role": "decode"}, interval_s=15, tolerance=0.1,
+    )  # fmt: skip
 
 
 def test_an_empty_file_says_nothing(tmp_path):
@@ -132,6 +186,22 @@ def test_a_file_that_is_named_lies_beside_the_scenario(tmp_path):
         ("[[rates]]\nfrom_s=0\nto_s=9\nfactor=0", "[[rates]] 1: Expected `float` >= 0.001"),
         ("[clients]\nretry = 2", "[clients]: unknown key retry, did you mean `retries`?"),
         ("clients = 2", "clients: expected a table [clients]"),
+        ("[[autoscaler]]", "autoscaler: expected a table [autoscaler]"),
+        ("[autoscaler]\ntarget = 2", "[autoscaler]: Object missing required field `metric`"),
+        (SCALED + "pods = 3", "[autoscaler]: unknown key pods, did you mean `pods_m"),
+        (SCALED.replace("= 9", "= 1"), "[autoscaler]: expected pods_max from pods_min, 2, on, got 1"),
+        (SCALED.replace("target = 2", "target = -2"), "[autoscaler]: Expected `float` > 0.0"),
+        (SCALED.replace("waiting-", "wait-"), "[autoscaler]: Invalid enum value 'wait-requests'"),
+        (SCALED + "[[events]]\nkind = 'join'\nat_s = 1", "expected events of kind join or an [autoscaler]"),
+        ("[pickers]\ncount = 0", "[pickers]: Expected `int` >= 1"),
+        ("[pickers]\nreplicas = 2", "[pickers]: unknown key replicas"),
+        ("[pickers]\nassignment = 'even'", "[pickers]: Invalid enum value 'even'"),
+        ("[pickers]\npeer_loss = 2", "[pickers]: Expected `float` <= 1.0"),
+        ("[pickers]\npeer_slow = [{picker = 1, more_s = -1}]", "[pickers]: Expected `float` >= 0.0"),
+        ("[[events]]\nkind='reschedule'\nfrom_s=1\nto_s=2\nshare=0", "reschedule: Expected `float` > 0"),
+        ("[[events]]\nkind='reschedule'\nfrom_s=2\nto_s=2", "expected to_s after from_s, 2 s, got 2 s"),
+        ("[[events]]\nkind='peer-partition'\nfrom_s=1\nto_s=2", "missing required field `pickers`"),
+        ("[[events]]\nkind='picker-restart'\nat_s=-1", "picker-restart: Expected `float` >= 0.0"),
         ("[[pods]", "made.toml: "),
         ("#" * (FILE_BYTES_MAX + 1), "expected 1,000,000 bytes at most"),
     ],
@@ -151,6 +221,17 @@ def test_what_is_wrong_is_told_with_its_place(tmp_path, text, said):
         ("kind = 'scrapes'\nfrom_s = 1\nto_s = 2\nloss = 1\npods = [4]", "a pod from 0 to 3, got 4"),
         ("kind = 'scrapes'\nfrom_s = 1\nto_s = 2\nloss = 1\npickers = [1]", "a picker from 0 to 0"),
         ("kind = 'join'\nat_s = 1\ncount = 997", "expected 1,000 pods at most, got 1,001"),
+        ("kind = 'reschedule'\nfrom_s = 1\nto_s = 2\npods = [4]", "a pod from 0 to 3, got 4"),
+        ("kind = 'picker-restart'\nat_s = 1\npickers = [1]", "a picker from 0 to 0, got 1"),
+        ("kind = 'peer-partition'\nfrom_s = 1\nto_s = 2\npickers = [7]", "from 0 to 0, got 7"),
+        (
+            "kind='leave'\nat_s=1\npods=[4]\n[autoscaler]\nmetric='waiting-requests'\ntarget=1\npods_max=8",
+            "expected a pod from 0 to 3, got 4",
+        ),
+        (
+            "kind='leave'\nat_s=1\n[autoscaler]\nmetric='waiting-requests'\ntarget=1\npods_max=3",
+            "[autoscaler]: expected 1 to 3 pods at the beginning, got 4",
+        ),
         (
             "kind='slow'\nfrom_s=1\nto_s=5\nfactor=2\n[[events]]\nkind='slow'\nfrom_s=4\nto_s=6\nfactor=3\npods=[1]",
             "slow at 4 s: expected the one of pod 1 before to have ended",
@@ -164,7 +245,7 @@ def test_what_is_wrong_is_told_with_its_place(tmp_path, text, said):
 def test_who_is_not_there_is_refused(tmp_path, text, said):
     scenario = read(tmp_path, f"[[events]]\n{text}")
     with pytest.raises(ClusterSettingsError, match=r"^made\.toml: ") as refused:
-        scenario.check(pods=4, pickers=1)
+        scenario.check(kinds=[kind()] * 4, pickers=1)
     assert said in str(refused.value)
 
 
@@ -302,6 +383,9 @@ def test_a_scenario_that_does_not_go_with_the_flags_is_refused(trace, tmp_path, 
     assert "made.toml says which pods there are: leave out --pods" in capsys.readouterr().err
     assert main(["replay", str(trace), "--scenario", str(joins), "--faults-per-hour", "1"]) == 2
     assert "leave out --faults-per-hour" in capsys.readouterr().err
+    written(tmp_path, SCALED.replace("labels", "# labels"))
+    assert main(["replay", str(trace), "--scenario", str(joins), "--faults-per-hour", "1"]) == 2
+    assert "leave out --faults-per-hour" in capsys.readouterr().err
     written(tmp_path, "[[events]]\nkind = 'configure'\nat_s = 1\nconfig = 'default'")
     random = ["--config", "random"]
     assert main(["replay", str(trace), "--scenario", str(joins), *random]) == 2
@@ -323,5 +407,180 @@ def test_a_comparison_plays_the_same_scenario_to_all(trace, tmp_path):
 
 
 def test_every_kind_of_event_is_documented():
+    """And every key of the tables that there is one of."""
     page = (EXAMPLES.parents[1] / "simulator.md").read_text()
-    assert [kind_of for kind_of in EVENTS if f"`{kind_of}`" not in page] == []
+    keys = (*AutoscalerSettings.__struct_fields__, *Pickers.__struct_fields__)
+    assert [told for told in (*EVENTS, *keys) if f"`{told}`" not in page] == []
+
+
+def test_an_autoscaler_follows_the_load(trace, tmp_path):
+    """More pods while four times as many requests come, fewer after it; all of them are answered."""
+    text = (EXAMPLES / "autoscaler.toml").read_text()
+    # The requests of this trace are shorter.
+    assert "target = 48" in text
+    file = written(tmp_path, text.replace("target = 48", "target = 16"))
+    told, requests = replayed(trace, tmp_path / "out", "--scenario", file)
+    assert told["requests"]["complete"] == 6_000
+    pool = told["pool"]
+    timeline = told["timeline"]
+    counts = dict(zip(timeline["time_s"], timeline["pod_count"], strict=True))
+    settings = scenario_in(file, kind()).autoscaler
+    assert pool["autoscaled"] is True
+    assert pool["pods_min"] == settings.pods_min
+    assert pool["pods_min"] < pool["pods_max"] <= settings.pods_max
+    assert counts[max(counts)] < pool["pods_max"]
+    assert pool["pods_mean"] == pytest.approx(sum(counts.values()) / len(counts), rel=0.03)
+    assert pool["pod_hours"] == pytest.approx(pool["pods_mean"] * max(counts) / 3600, rel=0.03)
+    late = {name for name in set(requests["pod"]) if int(name[4:]) >= settings.pods_min}
+    first_s = {name: requests["arrival_s"][requests["pod"] == name].min() for name in late}
+    assert len(late) == pool["pods_max"] - pool["pods_min"]
+    assert all(at >= 60 + settings.startup_s for at in first_s.values())
+    report = (tmp_path / "out" / "report.md").read_text()
+    assert f"| pods | {pool['pods_min']} to {pool['pods_max']}, mean " in report
+    assert "| pod-hours |" in report
+    assert "How many pods start, serve" in (tmp_path / "out" / "report.html").read_text()
+
+
+def test_a_comparison_under_an_autoscaler_tells_pod_hours(trace, tmp_path):
+    """They are what a policy costs; without an autoscaler all have the same, and none are told."""
+    arguments = ["compare", trace, "--config", "default", "--config", "round-robin", "--seeds", "1",
+                 "--requests", "2500", *example("autoscaler"), "--out", tmp_path / "out"]  # fmt: skip
+    assert main([str(argument) for argument in arguments]) == 0
+    summary = json.loads((tmp_path / "out/summary.json").read_bytes())
+    for name, config in summary["configs"].items():
+        (run,) = [one for one in summary["runs"] if one["config"] == name]
+        assert config["figures"]["pod_hours"]["value"] == run["pool"]["pod_hours"] > 0
+    assert "| pod-hours |" in (tmp_path / "out/report.md").read_text()
+
+
+ROLES = """\
+[[pods]]
+count = 2
+labels = { "llm-d.ai/role" = "prefill" }
+
+[[pods]]
+labels = { "llm-d.ai/role" = "decode" }
+
+[[pods]]
+labels = { "llm-d.ai/role" = "both" }
+profile = "llama-3.1-70b-h100-tp4"
+speed = 0.5
+
+[[pods]]
+"""
+
+
+@pytest.mark.parametrize(
+    ("role", "pods"),
+    [("decode", {"pod-2", "pod-3", "pod-4"}), ("prefill", {"pod-0", "pod-1", "pod-3"})],
+)
+def test_filters_read_the_roles_of_pods(trace, tmp_path, role, pods):
+    """As live: who has no role decodes, and does not prefill."""
+    config = tmp_path / f"{role}.yaml"
+    config.write_text(
+        "apiVersion: llm-d.ai/v1alpha1\nkind: EndpointPickerConfig\nplugins:\n"
+        f"- type: {role}-filter\n- type: random-picker\n"
+        "schedulingProfiles:\n- name: default\n  plugins:\n"
+        f"  - pluginRef: {role}-filter\n  - pluginRef: random-picker\n"
+    )
+    _, requests = replayed(
+        trace, tmp_path / "out", "--scenario", written(tmp_path, ROLES), "--config", config,
+        "--requests", "300",
+    )  # fmt: skip
+    assert set(requests["pod"]) == pods
+    own = {name: requests["tpot_s"][requests["pod"] == name].astype(float) for name in pods}
+    others = np.concatenate([own[name] for name in pods - {"pod-3"}])
+    assert own["pod-3"].mean() > 2 * others.mean()
+
+
+VIEWS = """\
+[pickers]
+count = 2
+HEARS
+
+[[events]]
+kind = "scrapes"
+from_s = 5
+to_s = 30
+loss = 1.0
+pickers = [1]
+"""
+
+
+@pytest.mark.parametrize("hears", ["", "peer_delay_s = 0.005"])
+def test_a_picker_that_hears_nothing_is_wrong_about_the_load(tmp_path, hears):
+    """Its pages are old; who hears the other knows of all that is in flight, who does not of half."""
+    scenario = read(tmp_path, VIEWS.replace("HEARS", hears))
+    plan = scenario.pickers
+    one = cluster(
+        arrivals(600, rate=25.0, output=(60, 140)), replicas=plan.pickers.count, peers=plan.peers,
+        scrape_troubles=scenario.scrape_troubles,
+    )  # fmt: skip
+    known, ages_s = [], {0: [], 1: []}
+
+    def look():
+        now = one.loop.now
+        for request in one.requests.values():
+            if request.routed_at == now > 10:
+                ages_s[request.replica].append(request.metrics_age_s)
+                if request.replica == 1:
+                    routed = sum(other.route is not None for other in one.requests.values())
+                    believed = request.route.decision.candidates.inflight_requests.sum()
+                    known.append(believed / routed)
+
+    one.run(look)
+    assert max(ages_s[0]) < 0.5
+    assert min(ages_s[1]) > 5.0
+    assert len(known) > 100
+    share = np.mean(known)
+    assert share > 0.95 if hears else 0.3 < share < 0.7
+
+
+def test_a_gateway_that_goes_elsewhere_is_told_of(trace, tmp_path):
+    """How often, in the summary, the report and each decision."""
+    text = """\
+[pickers]
+fallback_endpoints_max = 2
+
+[[events]]
+kind = "reschedule"
+from_s = 5
+to_s = 15
+share = 0.5
+"""
+    out = tmp_path / "out"
+    told, _ = replayed(
+        trace, out, "--scenario", written(tmp_path, text), "--requests", "500", "--decisions",
+        "--check",
+    )  # fmt: skip
+    assert told["requests"]["complete"] == 500
+    assert 80 < told["rescheduled"] < 170
+    named = f"| served by another pod than the first named | {told['rescheduled']} |"
+    assert named in (out / "report.md").read_text()
+    lines = [json.loads(line) for line in (out / "decisions.jsonl").read_text().splitlines()]
+    elsewhere = [line for line in lines if line["served"] is not None]
+    assert len(elsewhere) == told["rescheduled"]
+    assert all(line["served"] != line["endpoint"] for line in elsewhere)
+
+
+def test_a_picker_restarts_under_load(trace, tmp_path):
+    """With nobody else there clients ask again until it is back; it has forgotten what pods hold."""
+    text = """\
+[[events]]
+kind = "picker-restart"
+at_s = 20
+startup_s = 5
+
+[clients]
+retries = 5
+"""
+    told, requests = replayed(
+        trace, tmp_path / "out", "--scenario", written(tmp_path, text), "--requests", "1000"
+    )
+    assert told["requests"]["complete"] == 1_000
+    assert told["retries"] > 100
+    predicted = requests["predicted_cached_tokens"]
+    arrived_s = requests["arrival_s"]
+    before = predicted[(arrived_s > 15) & (arrived_s < 20)].mean()
+    after = predicted[(arrived_s > 20) & (arrived_s < 25)].mean()
+    assert after < 0.8 * before

@@ -1,0 +1,47 @@
+"""How a pod ends that is asked to."""
+
+from sim.cluster.cluster import Fate
+from sim.cluster.draining import drain, nothing
+from tests.sim.made import arrivals, cluster
+
+
+def drained(at_s, grace_s, *, ended=nothing, output=(200, 400)):
+    """The requests of a run in which pod 1 of three is drained, and the cluster."""
+    requests = []
+    one = cluster(arrivals(300, rate=10.0, output=output), pods=3, ended=requests.append)
+    one.loop.at(at_s, lambda: drain(one, one.pods[1], grace_s, ended))
+    one.run()
+    return requests, one
+
+
+def test_a_drained_pod_ends_its_answers_and_is_gone():
+    """Nothing that it had fails, and nothing comes after discovery has told."""
+    requests, one = drained(4.0, 60.0)
+    assert {request.fate for request in requests} == {Fate.COMPLETE}
+    of_it = [request for request in requests if request.pod is one.pods[1]]
+    assert max(request.routed_at for request in of_it) <= 5.0
+    assert max(request.ended_at for request in of_it) > 5.0
+    assert not one.pods[1].alive
+
+
+def test_who_asked_is_told_of_the_end_once():
+    """At the end of the grace at the latest; what the pod still had has failed."""
+    told = []
+    requests, one = drained(4.0, 2.0, ended=lambda: told.append(True), output=(2_000, 2_000))
+    assert told == [True]
+    failed = [request for request in requests if request.fate is Fate.FAILED]
+    assert failed
+    assert {request.pod for request in failed} == {one.pods[1]}
+
+
+def test_a_pod_that_died_meanwhile_does_not_end_again():
+    """Nobody is told: whoever killed it says what follows."""
+    told = []
+    one = cluster(arrivals(100, rate=10.0, output=(200, 400)), pods=3)
+    pod = one.pods[1]
+    one.loop.at(4.0, lambda: drain(one, pod, 60.0, lambda: told.append(True)))
+    one.loop.at(4.5, one.end_pod, pod)
+    one.loop.at(5.0, lambda: drain(one, pod, 0.0, lambda: told.append(True)))
+    one.run()
+    assert told == []
+    assert not pod.alive

@@ -408,8 +408,8 @@ class Cluster:
         request.route = routed
         request.predicted_cached_tokens = routed.predicted_cached_tokens
         if routed.decision is not None:
-            ages_s = routed.decision.candidates.metrics_age_s
-            request.metrics_age_s = float(ages_s[routed.decision.picked])
+            decision = routed.decision
+            request.metrics_age_s = decision.candidates.metrics_age_s_of(decision.picked)
         pod = self._by_endpoint[routed.endpoint.endpoint_id]
         request.pod = pod
         request.life = pod.life

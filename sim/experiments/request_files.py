@@ -44,14 +44,14 @@ class RequestTable:
 
     def __init__(self, path: Path) -> None:
         self._writer = pq.ParquetWriter(path, _SCHEMA, compression="snappy")
-        self._columns: list[list[Any]] = [[] for _ in _SCHEMA]
+        self._rows: list[tuple[Any, ...]] = []
 
     def add(self, request: SimulatedRequest) -> None:
         """Append one request that has ended."""
         arrival, engine = request.arrival, request.engine
         assert request.fate is not None
         assert request.ended_at is not None
-        row = (
+        self._rows.append((
             arrival.index,
             request.arrived_at,
             arrival.session or None,
@@ -68,10 +68,8 @@ class RequestTable:
             _known(tpot_of(request)),
             request.ended_at - request.arrived_at,
             0 if engine is None else engine.preemptions,
-        )
-        for column, value in zip(self._columns, row, strict=True):
-            column.append(value)
-        if len(self._columns[0]) >= ROWS_PER_BATCH:
+        ))  # fmt: skip
+        if len(self._rows) >= ROWS_PER_BATCH:
             self._flush()
 
     def close(self) -> None:
@@ -80,9 +78,10 @@ class RequestTable:
         self._writer.close()
 
     def _flush(self) -> None:
-        if self._columns[0]:
-            self._writer.write_batch(pa.record_batch(self._columns, schema=_SCHEMA))
-            self._columns = [[] for _ in _SCHEMA]
+        if self._rows:
+            columns = [list(column) for column in zip(*self._rows, strict=True)]
+            self._rows.clear()
+            self._writer.write_batch(pa.record_batch(columns, schema=_SCHEMA))
 
 
 class DecisionFile:

@@ -100,10 +100,6 @@ COVERED_ELSEWHERE = {
         "tests/sim/experiments/test_replay.py",
         "what a replay prints and writes",
     ),
-    "sim/experiments/request_files.py": (
-        "tests/sim/experiments/test_replay.py",
-        "the files of a replay are read back there",
-    ),
     "sim/experiments/run.py": ("tests/sim/experiments/test_facts.py", "one run"),
     "sim/experiments/run_options.py": (
         "tests/sim/experiments/test_replay.py",

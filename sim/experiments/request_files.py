@@ -1,6 +1,7 @@
 """A run's requests on disk, written as they end: a table for tools, a file of decisions for eyes."""
 
 import math
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, BinaryIO, Final
 
@@ -13,6 +14,13 @@ from sim.cluster.cluster import SimulatedRequest
 from sim.measurement.measures import queue_of, tpot_of, ttft_of
 
 ROWS_PER_BATCH: Final = 16_384
+
+_POOLS_KEPT_MAX: Final = 16
+"""Sets of candidates of which it is kept how they are written."""
+_PLACE: Final = "\0"
+"""Stands for a number; no name has it."""
+_NOBODY: Final = msgspec.Raw(b"[]")
+_ENCODE: Final = msgspec.json.Encoder().encode
 
 _SCHEMA: Final = pa.schema(
     [
@@ -94,7 +102,6 @@ class DecisionFile:
 
     def __init__(self, path: Path) -> None:
         self._file: BinaryIO = path.open("wb")
-        self._encode = msgspec.json.Encoder().encode
         self._waiting: dict[int, bytes] = {}
         self._next = 0
 
@@ -102,6 +109,7 @@ class DecisionFile:
         """Write one request that has ended, and what waited for it."""
         route = request.route
         decision = route.decision if route is not None else None
+        candidates = _NOBODY if decision is None else candidates_of(decision)
         line = {
             "request": request.arrival.index,
             "time_s": request.routed_at,
@@ -109,11 +117,11 @@ class DecisionFile:
             "endpoint": route.endpoint.name if route is not None else None,
             "refusal": request.refusal.message if request.refusal is not None else None,
             "total_blocks": 0 if decision is None else decision.total_blocks,
-            "candidates": [] if decision is None else candidates_of(decision),
+            "candidates": candidates,
             "predicted_cached_tokens": request.predicted_cached_tokens,
             "cached_tokens": 0 if request.engine is None else request.engine.cached_tokens,
         }
-        self._waiting[request.sequence] = self._encode(line)
+        self._waiting[request.sequence] = _ENCODE(line)
         while (waiting := self._waiting.pop(self._next, None)) is not None:
             self._file.write(waiting + b"\n")
             self._next += 1
@@ -126,24 +134,32 @@ class DecisionFile:
         self._file.close()
 
 
-def candidates_of(decision: Decision) -> list[dict[str, Any]]:
-    """Those that were scored: what each held, its sum, and what every scorer added to it."""
+def candidates_of(decision: Decision) -> msgspec.Raw:
+    """Those that were scored: what each held, its sum, and what every scorer added to it; as JSON.
+
+    The numbers of all are encoded together and put in their places: a line of many objects, each
+    with its names, would cost three times as much.
+    """
     candidates, scored = decision.candidates, decision.scored
-    return [
-        {
-            "endpoint": endpoint.name,
-            "matched_blocks": matched,
-            "score": score,
-            "parts": dict(zip(decision.scorers, parts, strict=True)),
-        }
-        for endpoint, matched, score, parts in zip(
-            candidates.endpoints,
-            candidates.matched_blocks.tolist(),
-            scored.total.tolist(),
-            scored.parts.T.tolist(),
-            strict=True,
-        )
+    names = tuple([endpoint.name for endpoint in candidates.endpoints])
+    matched, sums = candidates.matched_blocks.tolist(), scored.total.tolist()
+    numbers: list[float] = []
+    for at, parts in enumerate(scored.parts.T.tolist()):
+        numbers += (matched[at], sums[at], *parts)
+    spelt = _ENCODE(numbers)[1:-1].split(b",")
+    return msgspec.Raw(_places(names, decision.scorers) % tuple(spelt))
+
+
+@lru_cache(_POOLS_KEPT_MAX)
+def _places(names: tuple[str, ...], scorers: tuple[str, ...]) -> bytes:
+    """The JSON of such candidates with a place for each number."""
+    places = dict.fromkeys(scorers, _PLACE)
+    objects = [
+        {"endpoint": name, "matched_blocks": _PLACE, "score": _PLACE, "parts": places}
+        for name in names
     ]
+    text = _ENCODE(objects).replace(b"%", b"%%")
+    return text.replace(_ENCODE(_PLACE), b"%b")
 
 
 def _known(value: float) -> float | None:

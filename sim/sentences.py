@@ -1,8 +1,16 @@
 """What went wrong, in a sentence."""
 
+import sys
+
 
 def sentence_of(problem: Exception) -> str:
     """As it is told to people: an `OSError` without its number, the file first."""
     if isinstance(problem, OSError) and problem.filename is not None:
         return f"{problem.filename}: {problem.strerror}"
     return str(problem)
+
+
+def failed(sentence: str, *, code: int) -> int:
+    """Tell what ends a command on stderr; `code` is the one that it exits with."""
+    sys.stderr.write(f"sim: {sentence}\n")
+    return code

@@ -62,6 +62,8 @@ COVERED_ELSEWHERE = {
         "compared with a page of a real engine",
     ),
     "sim/pods/openai.py": ("tests/sim/pods/test_pods.py", "what the pods speak"),
+    "sim/pods/command.py": ("tests/sim/test_main.py", "its command lines are given to it"),
+    "sim/pods/serving.py": ("tests/sim/test_main.py", "what it refuses and how it ends"),
     "sim/pods/server.py": ("tests/sim/pods/test_pods.py", "the pods are asked over HTTP"),
     "sim/cluster/check.py": (
         "tests/sim/cluster/test_faults.py",
@@ -97,10 +99,6 @@ COVERED_ELSEWHERE = {
     "sim/reports/report.py": (
         "tests/sim/experiments/test_replay.py",
         "what a replay prints and writes",
-    ),
-    "sim/experiments/request_files.py": (
-        "tests/sim/experiments/test_replay.py",
-        "the files of a replay are read back there",
     ),
     "sim/experiments/run.py": ("tests/sim/experiments/test_facts.py", "one run"),
     "sim/experiments/run_options.py": (

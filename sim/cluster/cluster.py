@@ -444,8 +444,8 @@ class Cluster:
         request.route = routed
         request.predicted_cached_tokens = routed.predicted_cached_tokens
         if routed.decision is not None:
-            ages_s = routed.decision.candidates.metrics_age_s
-            request.metrics_age_s = float(ages_s[routed.decision.picked])
+            decision = routed.decision
+            request.metrics_age_s = decision.candidates.metrics_age_s_of(decision.picked)
         self._ask(request, routed.endpoint, self.settings.network_delay_s)
 
     def _complete(self, request: SimulatedRequest, ending: Ending, status: int) -> None:

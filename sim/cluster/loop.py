@@ -37,8 +37,10 @@ class Loop:
         self._sequence += 1
 
     def after(self, delay_s: Seconds, callback: Callable[..., None], *arguments: Any) -> None:
-        """Call `callback(*arguments)` `delay_s` from now."""
-        self.at(self.now + delay_s, callback, *arguments)
+        """Call `callback(*arguments)` `delay_s`, which is not negative, from now."""
+        assert delay_s >= 0.0, f"{delay_s} s is in the past"
+        heapq.heappush(self._heap, (self.now + delay_s, self._sequence, callback, arguments))
+        self._sequence += 1
 
     def step(self) -> bool:
         """Run the next callback; False if there is none."""

@@ -122,12 +122,14 @@ class Scraper:
         self.next_at = at
         self._jitter = jitter
 
-    def read(self, now: Seconds) -> list[Read]:
+    def read(self, now: Seconds) -> Sequence[Read]:
         """What the picker has read by `now` and not been given: the last page, refusals after it."""
         if self.next_at < now:
             self.catch_up(now)
         pages = self._pages
-        found: list[Read] = []
+        if not pages or pages[0][0] > now:
+            return ()
+        found = [pages.popleft()]
         while pages and pages[0][0] <= now:
             read = pages.popleft()
             if read[1] is not None:

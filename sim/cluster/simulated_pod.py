@@ -82,6 +82,7 @@ class SimulatedPod:
         stepped: Callable[["SimulatedPod", Step], None],
     ) -> None:
         self.number = number
+        self.name = f"pod-{number}"
         self.kind = kind
         self.alive = True
         self.restarts = 0
@@ -108,10 +109,6 @@ class SimulatedPod:
         return (
             f"<SimulatedPod {self.name} [{state}, {self.running} running, {self.waiting} waiting]>"
         )
-
-    @property
-    def name(self) -> str:
-        return f"pod-{self.number}"
 
     @property
     def endpoint(self) -> Endpoint:

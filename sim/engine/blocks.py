@@ -84,6 +84,8 @@ class BlockPool:
         if blocks_total < 2:
             raise ValueError(f"A block pool needs at least 2 blocks, got {blocks_total}.")
         self.blocks_total = blocks_total
+        self.blocks_usable = blocks_total - 1
+        """All but the reserved one."""
         self._blank_blocks = blocks_total - 1
         """Free and without a hash: all of them are taken before any with one."""
         self._cached_blocks = 0
@@ -97,11 +99,6 @@ class BlockPool:
         self._holdings: dict[Holding, None] = {}
 
     @property
-    def blocks_usable(self) -> int:
-        """All but the reserved one."""
-        return self.blocks_total - 1
-
-    @property
     def blocks_free(self) -> int:
         """Blocks without a holder, cached or not."""
         return self._blank_blocks + self._cached_blocks
@@ -109,7 +106,7 @@ class BlockPool:
     @property
     def blocks_used(self) -> int:
         """Distinct blocks with a holder."""
-        return self.blocks_total - 1 - self._blank_blocks - self._cached_blocks
+        return self.blocks_usable - self._blank_blocks - self._cached_blocks
 
     @property
     def usage(self) -> float:

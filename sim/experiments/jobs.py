@@ -25,6 +25,7 @@ from sim.measurement.measures import SCHEMA, Series, rounded
 from sim.output import add_output_options, as_json, progress_bar, write_whole
 from sim.sentences import sentence_of
 from sim.traces.arrival import TraceError
+from sim.traces.formats import open_trace
 
 
 class JobError(Exception):
@@ -56,10 +57,14 @@ class Experiment(Struct, frozen=True, kw_only=True):
     def carry_out(self, folder: Path | None, *, workers: int) -> int:
         """Run all, write what is known whenever one ends, print the table: the exit code.
 
-        Raises `JobError` and `OSError`; what had ended by then is written.
+        A big trace is read once before, so that no process has to. Raises `JobError`, `TraceError`
+        and `OSError`; what had ended by then is written.
         """
         results: dict[int, Result] = {}
         summary: dict[str, Any] | None = None
+        first = self.jobs[0]
+        if first.requests_max is None:
+            open_trace(Path(first.trace), first.read).keep()
 
         def told() -> dict[str, Any]:
             complete = len(results) == len(self.jobs)

@@ -1,6 +1,7 @@
 """A run's requests on disk, written as they end: a table for tools, a file of decisions for eyes."""
 
 import math
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, BinaryIO, Final
 
@@ -13,6 +14,13 @@ from sim.cluster.cluster import SimulatedRequest
 from sim.measurement.measures import queue_of, tpot_of, ttft_of
 
 ROWS_PER_BATCH: Final = 16_384
+
+_POOLS_KEPT_MAX: Final = 16
+"""Sets of candidates of which it is kept how they are written."""
+_PLACE: Final = "\0"
+"""Stands for a number; no name has it."""
+_NOBODY: Final = msgspec.Raw(b"[]")
+_ENCODE: Final = msgspec.json.Encoder().encode
 
 _SCHEMA: Final = pa.schema(
     [
@@ -44,14 +52,14 @@ class RequestTable:
 
     def __init__(self, path: Path) -> None:
         self._writer = pq.ParquetWriter(path, _SCHEMA, compression="snappy")
-        self._columns: list[list[Any]] = [[] for _ in _SCHEMA]
+        self._rows: list[tuple[Any, ...]] = []
 
     def add(self, request: SimulatedRequest) -> None:
         """Append one request that has ended."""
         arrival, engine = request.arrival, request.engine
         assert request.fate is not None
         assert request.ended_at is not None
-        row = (
+        self._rows.append((
             arrival.index,
             request.arrived_at,
             arrival.session or None,
@@ -68,10 +76,8 @@ class RequestTable:
             _known(tpot_of(request)),
             request.ended_at - request.arrived_at,
             0 if engine is None else engine.preemptions,
-        )
-        for column, value in zip(self._columns, row, strict=True):
-            column.append(value)
-        if len(self._columns[0]) >= ROWS_PER_BATCH:
+        ))  # fmt: skip
+        if len(self._rows) >= ROWS_PER_BATCH:
             self._flush()
 
     def close(self) -> None:
@@ -80,9 +86,10 @@ class RequestTable:
         self._writer.close()
 
     def _flush(self) -> None:
-        if self._columns[0]:
-            self._writer.write_batch(pa.record_batch(self._columns, schema=_SCHEMA))
-            self._columns = [[] for _ in _SCHEMA]
+        if self._rows:
+            columns = [list(column) for column in zip(*self._rows, strict=True)]
+            self._rows.clear()
+            self._writer.write_batch(pa.record_batch(columns, schema=_SCHEMA))
 
 
 class DecisionFile:
@@ -96,7 +103,6 @@ class DecisionFile:
 
     def __init__(self, path: Path) -> None:
         self._file: BinaryIO = path.open("wb")
-        self._encode = msgspec.json.Encoder().encode
         self._waiting: dict[int, bytes] = {}
         self._next = 0
 
@@ -104,6 +110,7 @@ class DecisionFile:
         """Write one request that has ended, and what waited for it."""
         route = request.route
         decision = route.decision if route is not None else None
+        candidates = _NOBODY if decision is None else candidates_of(decision)
         line = {
             "request": request.arrival.index,
             "time_s": request.routed_at,
@@ -112,11 +119,11 @@ class DecisionFile:
             "served": request.pod.name if request.passed_over and request.pod else None,
             "refusal": request.refusal.message if request.refusal is not None else None,
             "total_blocks": 0 if decision is None else decision.total_blocks,
-            "candidates": [] if decision is None else candidates_of(decision),
+            "candidates": candidates,
             "predicted_cached_tokens": request.predicted_cached_tokens,
             "cached_tokens": 0 if request.engine is None else request.engine.cached_tokens,
         }
-        self._waiting[request.sequence] = self._encode(line)
+        self._waiting[request.sequence] = _ENCODE(line)
         while (waiting := self._waiting.pop(self._next, None)) is not None:
             self._file.write(waiting + b"\n")
             self._next += 1
@@ -129,24 +136,32 @@ class DecisionFile:
         self._file.close()
 
 
-def candidates_of(decision: Decision) -> list[dict[str, Any]]:
-    """Those that were scored: what each held, its sum, and what every scorer added to it."""
+def candidates_of(decision: Decision) -> msgspec.Raw:
+    """Those that were scored: what each held, its sum, and what every scorer added to it; as JSON.
+
+    The numbers of all are encoded together and put in their places: a line of many objects, each
+    with its names, would cost three times as much.
+    """
     candidates, scored = decision.candidates, decision.scored
-    return [
-        {
-            "endpoint": endpoint.name,
-            "matched_blocks": matched,
-            "score": score,
-            "parts": dict(zip(decision.scorers, parts, strict=True)),
-        }
-        for endpoint, matched, score, parts in zip(
-            candidates.endpoints,
-            candidates.matched_blocks.tolist(),
-            scored.total.tolist(),
-            scored.parts.T.tolist(),
-            strict=True,
-        )
+    names = tuple([endpoint.name for endpoint in candidates.endpoints])
+    matched, sums = candidates.matched_blocks.tolist(), scored.total.tolist()
+    numbers: list[float] = []
+    for at, parts in enumerate(scored.parts.T.tolist()):
+        numbers += (matched[at], sums[at], *parts)
+    spelt = _ENCODE(numbers)[1:-1].split(b",")
+    return msgspec.Raw(_places(names, decision.scorers) % tuple(spelt))
+
+
+@lru_cache(_POOLS_KEPT_MAX)
+def _places(names: tuple[str, ...], scorers: tuple[str, ...]) -> bytes:
+    """The JSON of such candidates with a place for each number."""
+    places = dict.fromkeys(scorers, _PLACE)
+    objects = [
+        {"endpoint": name, "matched_blocks": _PLACE, "score": _PLACE, "parts": places}
+        for name in names
     ]
+    text = _ENCODE(objects).replace(b"%", b"%%")
+    return text.replace(_ENCODE(_PLACE), b"%b")
 
 
 def _known(value: float) -> float | None:

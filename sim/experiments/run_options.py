@@ -26,6 +26,7 @@ from sim.experiments.run import RunSettings, jitter_in_effect_s
 from sim.experiments.scenario_file import PODS_MAX, Scenario, scenario_in
 from sim.measurement.measures import WARM_UP_FROM_S, WARM_UP_S_MAX, Targets
 from sim.traces.formats import FORMATS
+from sim.traces.kept import kept_folder
 from sim.traces.reading import ReadOptions
 
 PODS: Final = 8
@@ -50,6 +51,8 @@ def add_run_options(parser: argparse.ArgumentParser, *, several_replicas: bool =
         metavar="R",
         help="arrivals a second, where the trace has no times (1)",
     )
+    add("--no-cache", action="store_true", help="read the trace's own file even if it is large: "
+        "else it is kept as it was read in $XDG_CACHE_HOME or ~/.cache, in homing/traces")  # fmt: skip
     add("--skip-bad", action="store_true", help="count malformed lines instead of stopping")
     add("--requests", type=_count, metavar="N", help="only the first N requests")
     add(
@@ -175,6 +178,7 @@ def run_settings(
             skip_bad=options.skip_bad,
             rate_per_s=options.rate_per_s,
             seed=seed,
+            kept_in="" if options.no_cache else kept_folder(),
         ),
         requests_max=options.requests,
         jitter_s=options.jitter,

@@ -7,7 +7,7 @@ from msgspec import Struct
 from epp.core.types import Seconds
 
 
-class Arrival(Struct, frozen=True, kw_only=True, gc=False):
+class Arrival(Struct, frozen=True, kw_only=True, gc=False, array_like=True):
     """One request of a trace.
 
     The prompt is told as `blocks`, ids of text: two prompts share exactly the blocks up to the

@@ -42,9 +42,11 @@ PICKER_BLOCK_TOKENS: Final = 64
 _WORD: Final = 2**64 - 1
 _STRIDE: Final = 0x9E3779B97F4A7C15
 """Odd, so that the hashes inside a block all differ."""
-_STRIDE_WORD: Final = np.uint64(_STRIDE)
 _SEEDS_KEPT_MAX: Final = 64
 """Of models and salts; a trace names few."""
+_STRIDES_KEPT_MAX: Final = 4096
+"""Blocks of 8 bytes, for each of as many block sizes as follow."""
+_STRIDE_SIZES_MAX: Final = 16
 _PART: Final = Struct("=QQ")
 """Its number and its first token."""
 _OWN_PROMPT: Final = b"prompt"
@@ -202,12 +204,12 @@ class PromptHashes:
         if not ends or ends[-1] < last:
             # The rest is in the first part that ends behind it.
             ends.append(last)
-        counts = list(map(sub, ends, (0, *ends)))
+        counts = np.array(list(map(sub, ends, (0, *ends))))
         bases = np.array(self.bases[: len(ends)], np.uint64)
         hashes: npt.NDArray[np.uint64] = bases.repeat(counts)
-        strides = np.arange(block_tokens, (last + 1) * block_tokens, block_tokens, dtype=np.uint64)
-        strides *= _STRIDE_WORD
-        hashes += strides
+        kept = last <= _STRIDES_KEPT_MAX
+        strides = _strides(block_tokens) if kept else _strides_of(block_tokens, last)
+        hashes += strides[:last]
         return hashes
 
     def picker_chain(self, block_tokens: int) -> bytes:
@@ -248,6 +250,19 @@ def _parts(arrival: Arrival) -> tuple[list[int], list[int]]:
     numbers.append(_own(_OWN_ANSWER, arrival.index) if answer is None else answer)
     ends.append(arrival.prompt_tokens + arrival.output_tokens)
     return numbers, ends
+
+
+def _strides_of(block_tokens: int, blocks: int) -> npt.NDArray[np.uint64]:
+    """What is added to the base of a part at the end of each block."""
+    ends = np.arange(1, blocks + 1, dtype=np.uint64)
+    ends *= np.uint64(block_tokens * _STRIDE & _WORD)
+    return ends
+
+
+@lru_cache(_STRIDE_SIZES_MAX)
+def _strides(block_tokens: int) -> npt.NDArray[np.uint64]:
+    """The same for every prompt: kept for those that are not too long."""
+    return _strides_of(block_tokens, _STRIDES_KEPT_MAX)
 
 
 @lru_cache(_SEEDS_KEPT_MAX)

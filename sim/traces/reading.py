@@ -23,6 +23,7 @@ from msgspec import Struct
 
 from epp.core.types import Seconds
 from sim.traces.arrival import Arrival, FieldError, TraceError
+from sim.traces.kept import KeptTraces, NotKept
 from sim.traces.workloads import Generated
 
 PROBLEMS_MAX: Final = 10
@@ -33,6 +34,9 @@ _LINE_BYTES_MAX: Final = 64 * 1024 * 1024
 _DOCUMENT_BYTES_MAX: Final = 16 * 1024 * 1024
 _HEAD_BYTES: Final = 65536
 _GZIP: Final = b"\x1f\x8b"
+_KEPT_FROM_BYTES: Final = 16 * 1024 * 1024
+"""A file of lines so large takes about a second to read."""
+_KEPT_FROM_PACKED_BYTES: Final = 2 * 1024 * 1024
 _AT: Final = re.compile(r" - at `\$\.?([^`]*)`$")
 
 
@@ -51,6 +55,8 @@ class ReadOptions(Struct, frozen=True, kw_only=True):
     """Arrivals a second where the format has no times."""
     seed: int = 1
     """For formats that describe a workload instead of listing requests."""
+    kept_in: str = ""
+    """Folder in which big traces are kept as they were read; "": they are read each time."""
 
 
 Parse: TypeAlias = Callable[[int, bytes], Arrival | None]
@@ -118,7 +124,25 @@ class Trace:
         self.problems = []
         self._read = 0
         self._unread = set()
-        return from_zero(self._in_order())
+        return self._kept() if self.is_kept else from_zero(self._in_order())
+
+    @property
+    def is_kept(self) -> bool:
+        """Whether it is read from where it is kept, and put there by an iteration to the end."""
+        if not self.options.kept_in or isinstance(self.format, DocumentFormat):
+            return False
+        from_bytes = _KEPT_FROM_PACKED_BYTES if _is_packed(self.path) else _KEPT_FROM_BYTES
+        return self.path.stat().st_size >= from_bytes
+
+    def keep(self) -> None:
+        """Read all of a big trace once, unless it is kept already: for others that will read it."""
+        if self.is_kept:
+            with contextlib.suppress(NotKept):
+                kept, name = self._place()
+                if kept.holds(name):
+                    return
+            for _ in self:
+                pass
 
     def without_requests(self) -> TraceError:
         """Why an iteration to the end gave none: the first of the lines that were skipped, if any."""
@@ -157,6 +181,38 @@ class Trace:
         """
         generated = self.generated() if isinstance(self.format, DocumentFormat) else None
         return generated is not None and generated.seed is None
+
+    def _place(self) -> tuple[KeptTraces, str]:
+        """Where it is kept. Raises `NotKept` if it cannot be."""
+        options = self.options
+        how = (
+            self.format.name, options.block_tokens, options.skip_bad, options.reorder_max,
+            options.rate_per_s,
+        )  # fmt: skip
+        kept = KeptTraces(Path(options.kept_in))
+        return kept, kept.name_of(self.path, how)
+
+    def _kept(self) -> Iterator[Arrival]:
+        """From where it is kept as far as that goes, the rest from the file."""
+        before = _stamp(self.path)
+        try:
+            kept, name = self._place()
+        except NotKept:
+            yield from from_zero(self._in_order())
+            return
+        given = 0
+        with contextlib.suppress(NotKept):
+            for arrival in kept.read(name):
+                yield arrival
+                given += 1
+            return
+
+        def as_named() -> bool:
+            """What bad lines there were is not kept, nor what was written since it got its name."""
+            return not self.bad_lines and _stamp(self.path) == before
+
+        arrivals = kept.keeping(name, from_zero(self._in_order()), as_named)
+        yield from islice(arrivals, given, None)
 
     def _in_order(self) -> Iterator[Arrival]:
         """Sorted by time over a window of `reorder_max` arrivals."""
@@ -262,13 +318,18 @@ def _open_bytes(path: Path) -> BinaryIO:
     # A pipe is not even opened: that could wait for its writer.
     if not stat.S_ISREG(path.stat().st_mode):
         raise TraceError(str(path), 0, "", "Expected a regular file: a trace is read several times")
-    file = path.open("rb")
-    magic = file.read(len(_GZIP))
-    file.seek(0)
-    if magic == _GZIP:
-        file.close()
-        return io.BufferedReader(gzip.open(path))
-    return file
+    return io.BufferedReader(gzip.open(path)) if _is_packed(path) else path.open("rb")
+
+
+def _stamp(path: Path) -> tuple[int, ...]:
+    """Changes when the file does."""
+    told = path.stat()
+    return told.st_ino, told.st_size, told.st_mtime_ns
+
+
+def _is_packed(path: Path) -> bool:
+    with path.open("rb") as file:
+        return file.read(len(_GZIP)) == _GZIP
 
 
 def lines_in(path: Path) -> int:

@@ -102,6 +102,22 @@ def test_what_ends_a_command_anywhere_is_no_traceback(problem, code, told, monke
     assert capsys.readouterr().err == told
 
 
+def test_no_command_but_serve_pays_for_what_serves():
+    """HTTP, its metrics and logs take half a second to import: more than a tenth of a replay."""
+    serving = {"aiohttp", "prometheus_client", "structlog", "sim.pods.serving"}
+    told = subprocess.run(
+        [sys.executable, "-c", "import sim.commands, sys; print(*sys.modules)"],
+        capture_output=True,
+        text=True,
+        timeout=30,
+        check=True,
+        env={**os.environ, "PYTHONPATH": os.getcwd()},
+    )
+    imported = set(told.stdout.split())
+    assert "sim.experiments.replay" in imported
+    assert not serving & imported
+
+
 def ended(*arguments):
     """A process of its own, because it sets up logs and signals: (code, standard error)."""
     done = subprocess.run(

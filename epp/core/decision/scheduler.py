@@ -129,6 +129,8 @@ class Scheduler:
         self.failures = PluginFailures()
         """The plugins that failed; the decisions went on without them."""
         self._memory_share = 1.0
+        self._sizes: dict[int, tuple[int | None, int | None]] = {}
+        """Slot -> what its engine says of its cache, where all indexes have been told."""
         self.indexes: dict[str, AffinityIndex] = {}
         """Those that could be opened."""
         self.shared: dict[str, SharedIndex] = {}
@@ -167,10 +169,10 @@ class Scheduler:
         """Take in a good scrape of the endpoint in `slot`."""
         if self.pool.observe(slot, metrics, now):
             self._forget(slot)
-        if metrics.blocks_total and metrics.block_size_tokens:
-            told = (slot, metrics.blocks_total, metrics.block_size_tokens)
-            for name, index in self.indexes.items():
-                self.failures.call(name, "resize", index.resize, *told)
+        size = (metrics.blocks_total, metrics.block_size_tokens)
+        # Every scrape says it again.
+        if size != self._sizes.get(slot):
+            self._resize(slot, *size)
 
     def observe_failure(self, slot: int, *, answered: bool) -> None:
         """The endpoint in `slot` was scraped in vain. Not `answered`: nobody was there in time."""
@@ -274,6 +276,7 @@ class Scheduler:
         to start anew are returned. Pool, leases and counters stay.
         """
         restarted: list[str] = []
+        self._sizes.clear()
         before, self.indexes = self.indexes, {}
         self.settings = settings
         self.failures.retain(settings.plugin_names)
@@ -351,6 +354,7 @@ class Scheduler:
 
     def _open(self, name: str) -> None:
         """Open the index `name` anew; if that fails, nothing is remembered under it."""
+        self._sizes.clear()
         try:
             index = self.settings.indexes[name].open()
             missing = [verb for verb in _INDEX_VERBS if not callable(getattr(index, verb, None))]
@@ -498,7 +502,19 @@ class Scheduler:
         for name, index in self._counting.items():
             self.failures.call(name, "release", index.release, request, slot, now)
 
+    def _resize(self, slot: int, blocks_total: int | None, block_size_tokens: int | None) -> None:
+        """Tell the indexes how large a cache is; again at the next scrape, if one of them fails."""
+        if not (blocks_total and block_size_tokens):
+            return
+        took = [
+            self.failures.call(name, "resize", index.resize, slot, blocks_total, block_size_tokens)
+            for name, index in self.indexes.items()
+        ]
+        if all(took):
+            self._sizes[slot] = (blocks_total, block_size_tokens)
+
     def _forget(self, slot: int) -> None:
+        self._sizes.pop(slot, None)
         self.ledger.forget(slot)
         for name, index in tuple(self.indexes.items()):
             if not self.failures.call(name, "forget", index.forget, slot):

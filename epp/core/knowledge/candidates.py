@@ -6,6 +6,7 @@ is a view of some of those slots at one instant; a column is gathered when it is
 
 import math
 from collections.abc import Mapping
+from math import isnan
 from types import MappingProxyType
 from typing import Final, TypeAlias
 
@@ -144,24 +145,24 @@ class Columns:
         self, slot: int, waiting_requests: float, running_requests: float, kv_cache_usage: float
     ) -> None:
         """Keep what a scrape said of the load of `slot`; a column that tells the same is unchanged."""
-        # Most are told many times a second, and many tell the same.
+        # Most are told many times a second, and many tell the same. NaN differs from itself.
         before = self.waiting_requests.item(slot)
-        if before != waiting_requests and not _unknown(before, waiting_requests):
+        if before != waiting_requests and not (isnan(before) and isnan(waiting_requests)):
             self.waiting_requests[slot] = waiting_requests
             self.changed("waiting_requests")
         before = self.running_requests.item(slot)
-        if before != running_requests and not _unknown(before, running_requests):
+        if before != running_requests and not (isnan(before) and isnan(running_requests)):
             self.running_requests[slot] = running_requests
             self.changed("running_requests")
         before = self.kv_cache_usage.item(slot)
-        if before != kv_cache_usage and not _unknown(before, kv_cache_usage):
+        if before != kv_cache_usage and not (isnan(before) and isnan(kv_cache_usage)):
             self.kv_cache_usage[slot] = kv_cache_usage
             self.changed("kv_cache_usage")
 
     def set_kv_capacity(self, slot: int, tokens: float) -> None:
         """Keep what a scrape said of the size of the KV cache of `slot`; NaN: it did not say."""
         before = self.kv_capacity_tokens.item(slot)
-        if before != tokens and not _unknown(before, tokens):
+        if before != tokens and not (isnan(before) and isnan(tokens)):
             self.kv_capacity_tokens[slot] = tokens
             self.changed("kv_capacity_tokens")
 
@@ -185,11 +186,6 @@ class Columns:
                 grown = np.zeros(capacity, dtype=array.dtype)
                 grown[: len(array)] = array
                 setattr(self, name, grown)
-
-
-def _unknown(before: float, after: float) -> bool:
-    """Whether both are NaN, which differs from itself."""
-    return math.isnan(before) and math.isnan(after)
 
 
 class AdapterColumns:
@@ -341,6 +337,10 @@ class Candidates:
     def metrics_age_s(self) -> Floats:
         """float64[n], seconds since the last good scrape; inf: never."""
         return self._now - self._columns.observed_at_s[self._slot]
+
+    def metrics_age_s_of(self, position: int) -> Seconds:
+        """`metrics_age_s` of one candidate."""
+        return self._now - self._columns.observed_at_s.item(self._slot.item(position))
 
     @property
     def saturated(self) -> Bools:

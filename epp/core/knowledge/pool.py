@@ -159,7 +159,7 @@ class EndpointPool:
         member.requests_total = metrics.requests_total
         columns = self.columns
         if (
-            columns.observed_at_s[slot] == -math.inf
+            columns.observed_at_s.item(slot) == -math.inf
             or member.set_aside_at_s is not None
             or member.asleep is not metrics.asleep
         ):
@@ -167,7 +167,7 @@ class EndpointPool:
         member.asleep = metrics.asleep
         member.failures = 0
         member.set_aside_at_s = None
-        self._mark_answered(slot)
+        self._mark_answered(slot, member)
         columns.saturated[slot] = False
         columns.observed_at_s[slot] = now
         columns.unreported_requests[slot] = 0
@@ -203,10 +203,10 @@ class EndpointPool:
 
     def observe_failure(self, slot: int, *, answered: bool) -> None:
         """Take note of a failed scrape. Not `answered`: there was no connection, or no answer."""
-        if answered:
-            self._mark_answered(slot)
-            return
         member = self._member(slot)
+        if answered:
+            self._mark_answered(slot, member)
+            return
         member.unanswered += 1
         # Whoever refused a request was not the engine.
         self.columns.saturated[slot] = False
@@ -214,8 +214,8 @@ class EndpointPool:
             self.columns.unreachable[slot] = True
             self._unreachable.add(slot)
 
-    def _mark_answered(self, slot: int) -> None:
-        self._member(slot).unanswered = 0
+    def _mark_answered(self, slot: int, member: _Member) -> None:
+        member.unanswered = 0
         if slot in self._unreachable:
             self._unreachable.discard(slot)
             self.columns.unreachable[slot] = False

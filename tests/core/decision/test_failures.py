@@ -339,6 +339,29 @@ def test_an_index_that_raises_costs_only_what_it_knows(verb):
     assert what.startswith(f"{verb} raised KeyError at {HERE}:")
 
 
+def test_an_index_is_told_the_size_of_a_cache_until_it_has_taken_it_and_when_it_may_have_forgotten():
+    """Not by each of the many scrapes that say the same."""
+    failing = [explode, explode]
+    made = scheduler(resize=lambda: failing.pop()() if failing else None)
+
+    def told_by(**page):
+        calls = made.indexes["last-slot"].calls
+        before = calls.count("resize")
+        made.observe(0, EndpointMetrics(**page), 1.0)
+        return calls.count("resize") - before
+
+    page = {"blocks_total": 10, "block_size_tokens": 16}
+    assert [told_by(**page) for _ in range(5)] == [1, 1, 1, 0, 0]
+    assert [told_by(**(page | {"blocks_total": 20})) for _ in range(2)] == [1, 0]
+    assert told_by() == 0
+    made.configure(made.settings, 1.4)
+    assert [told_by(**(page | {"process_started_at_s": 1.0})) for _ in range(2)] == [1, 0]
+    assert told_by(**(page | {"process_started_at_s": 2.0})) == 1, "the engine has restarted"
+    made.replace([endpoint(1)], 1.6)
+    made.replace([endpoint(number) for number in range(N)], 1.7)
+    assert told_by(**page) == 1, "another endpoint may have this slot"
+
+
 @pytest.mark.parametrize(
     ("found", "fault"),
     [

@@ -61,7 +61,9 @@ SEEN_OF_CANDIDATES = {
     "block_tokens": "configuration",
     "prompt_tokens": "body",
 }
-METHODS = {"take", "rendezvous", "version_of", "prefix_match", "affinity", "named"}
+METHODS = {
+    "take", "rendezvous", "version_of", "prefix_match", "metrics_age_s_of", "affinity", "named",
+}  # fmt: skip
 PAGE = {
     "waiting_requests", "running_requests", "kv_cache_usage", "adapters", "block_size_tokens",
     "blocks_total", "process_started_at_s", "requests_total", "asleep",

@@ -28,6 +28,7 @@ from sim.measurement.intervals import Estimate
 from sim.reports.compare_report import comparison_table, verdict
 from sim.reports.report import markdown_table, number, seconds, table
 from sim.reports.run_report import explained
+from sim.traces import reading
 from tests.sim.made import BLOCK_TOKENS, arrivals, kind
 from tests.sim.terminal import on_a_terminal
 
@@ -891,6 +892,30 @@ def test_a_sweep_of_a_trace_that_waits_for_nothing_reaches_its_rates(trace, tmp_
     for word in ("configuration", "requests/s", "asked for", "sent", "within", "targets"):
         assert word in heads
     assert "Within targets: TTFT up to 2 s and TPOT up to 50 ms." in told
+
+
+@pytest.mark.parametrize(
+    ("command", "flags", "kept"),
+    [
+        ("compare", (), 1),
+        ("compare", ("--no-cache",), 0),
+        ("compare", ("--requests", "20"), 0),
+        ("sweep", ("--rates", "10"), 1),
+        ("replay", (), 1),
+        ("replay", ("--no-cache",), 0),
+    ],
+)
+def test_a_big_trace_is_kept_before_processes_read_it(
+    trace, tmp_path, monkeypatch, command, flags, kept
+):
+    """Here all are big, there none is: so it is this process that has read it."""
+    monkeypatch.setattr(reading, "_KEPT_FROM_BYTES", 1)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    several = () if command == "replay" else ("--seeds", "1", "--workers", "1")
+    if command == "compare":
+        several += ("--config", "random")
+    assert sim(command, trace, "--config", "round-robin", *several, *flags) == 0
+    assert len(list((tmp_path / "homing" / "traces").glob("*.arrivals"))) == kept
 
 
 def test_a_sweep_has_rates_instead_of_a_speed(trace, capsys):

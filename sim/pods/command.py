@@ -1,0 +1,95 @@
+"""The command line of `sim serve`.
+
+What serves is imported when it is asked for: HTTP and logs take half a second, which a replay of an
+hour would pay too.
+"""
+
+import argparse
+from importlib import import_module
+from pathlib import Path
+from typing import Final
+
+from sim.engine.profiles import DEFAULT_PROFILE
+
+_PODS_MAX: Final = 1000
+
+
+def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    """Add it to the commands of `sim`."""
+    parser = commands.add_parser(
+        "serve",
+        help="simulated vLLM pods as real HTTP servers, in real time",
+        description="Serve simulated vLLM pods over HTTP until SIGINT or SIGTERM.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        allow_abbrev=False,
+    )
+    add = parser.add_argument
+    add("--pods", type=_between(1, _PODS_MAX), default=1, metavar="N", help="how many pods")
+    add("--host", default="127.0.0.1", help="ip address to listen on")
+    add(
+        "--port",
+        type=_between(0, 65535),
+        default=8000,
+        metavar="P",
+        help="port of the first pod, the others follow; 0: free ports",
+    )
+    add(
+        "--profile",
+        default=DEFAULT_PROFILE,
+        metavar="NAME",
+        help="model and GPU: a built-in profile, FILE.toml or FILE.toml:NAME",
+    )
+    add("--model", metavar="NAME", help="served model name (default: the profile's)")
+    add("--lora", action="append", default=[], metavar="NAME", help="an adapter; repeatable")
+    add("--max-loras", type=_between(0, 10_000), default=4, metavar="N", help="adapter slots")
+    add("--blocks", type=_between(2, 10_000_000), metavar="N", help="KV blocks (default: profile)")
+    add("--block-size", type=_between(1, 4096), default=16, metavar="TOKENS", help="KV block")
+    add("--max-num-seqs", type=_between(1, 100_000), metavar="N", help="default: profile")
+    add("--max-num-batched-tokens", type=_between(1, 10_000_000), metavar="N", help="same")
+    add(
+        "--max-num-queued-reqs",
+        type=_between(0, 10_000_000),
+        default=0,
+        metavar="N",
+        help="unfinished requests of a pod before it answers 503; 0: no limit",
+    )
+    add("--speed", type=_speed, default=1.0, metavar="X", help="time runs X times as fast")
+    add("--seed", type=int, default=1, help="decides the answers")
+    add("--endpoints-out", type=Path, metavar="FILE", help="write the file epp serve reads")
+    add("--json", action="store_true", help="print the addresses as JSON")
+    add("--log-format", choices=("console", "json"), default="console", help="logs on stderr")
+    parser.set_defaults(run=_run)
+
+
+def _run(options: argparse.Namespace) -> int:
+    code: int = import_module("sim.pods.serving").run(options)
+    return code
+
+
+class _between:  # noqa: N801 - argparse shows the name of the converter
+    """An integer in a closed range, for argparse."""
+
+    def __init__(self, lowest: int, highest: int) -> None:
+        self._lowest = lowest
+        self._highest = highest
+
+    def __call__(self, text: str) -> int:
+        try:
+            number = int(text)
+        except ValueError:
+            number = self._lowest - 1
+        if not self._lowest <= number <= self._highest:
+            raise argparse.ArgumentTypeError(
+                f"{text!r} is not an integer from {self._lowest} to {self._highest}"
+            )
+        return number
+
+
+def _speed(text: str) -> float:
+    try:
+        speed = float(text)
+    except ValueError:
+        speed = 0.0
+    if not 0 < speed <= 10_000:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0 and at most 10000")
+    return speed

@@ -1,0 +1,83 @@
+"""`sim serve`: simulated vLLM pods over HTTP until SIGINT or SIGTERM."""
+
+import argparse
+import asyncio
+import json
+import sys
+from collections.abc import Sequence
+
+import structlog
+
+from sim.engine.engine import EngineSettings
+from sim.engine.profiles import find_profile
+from sim.pods.pods import PodSettings
+from sim.pods.server import PodAddress, listen, serve, write_endpoints
+from sim.sentences import failed
+
+
+def run(options: argparse.Namespace) -> int:
+    """0: stopped. 1: it could not be done. 2: the options do not go together."""
+    _configure_logs(options.log_format)
+    try:
+        profile = find_profile(options.profile)
+        engine = EngineSettings(
+            blocks_total=options.blocks or profile.kv_tokens // options.block_size + 1,
+            block_size_tokens=options.block_size,
+            max_num_seqs=options.max_num_seqs or profile.max_num_seqs,
+            max_num_batched_tokens=options.max_num_batched_tokens or profile.max_num_batched_tokens,
+            max_loras=options.max_loras,
+        )
+    except ValueError as problem:
+        return failed(str(problem), code=2)
+    settings = PodSettings(
+        profile=profile,
+        engine=engine,
+        model=options.model or profile.model,
+        adapters=tuple(dict.fromkeys(options.lora)),
+        speed=options.speed,
+        seed=options.seed,
+        max_num_queued_reqs=options.max_num_queued_reqs,
+    )
+    if settings.model in settings.adapters:
+        return failed(f"--lora {settings.model} is the name of the model.", code=2)
+    if settings.adapters and not options.max_loras:
+        return failed("--lora needs --max-loras of at least 1.", code=2)
+
+    code = 0
+
+    def ready(addresses: Sequence[PodAddress]) -> None:
+        if options.endpoints_out is not None:
+            write_endpoints(options.endpoints_out, addresses)
+        print(_announcement(settings.model, addresses, as_json=options.json), flush=True)
+
+    try:
+        asyncio.run(serve(settings, listen(options.host, options.port, options.pods), ready))
+    except* OSError as problems:
+        code = failed(str(problems.exceptions[0]), code=1)
+    return code
+
+
+def _announcement(model: str, addresses: Sequence[PodAddress], *, as_json: bool) -> str:
+    if as_json:
+        pods = [
+            {"name": pod.name, "address": pod.address, "port": pod.port, "url": pod.url}
+            for pod in addresses
+        ]
+        return json.dumps({"model": model, "pods": pods})
+    return f"{model} on " + " ".join(pod.url for pod in addresses)
+
+
+def _configure_logs(log_format: str) -> None:
+    renderer = (
+        structlog.processors.JSONRenderer()
+        if log_format == "json"
+        else structlog.dev.ConsoleRenderer(colors=sys.stderr.isatty())
+    )
+    structlog.configure(
+        processors=[
+            structlog.processors.add_log_level,
+            structlog.processors.TimeStamper(fmt="iso", utc=True),
+            renderer,
+        ],
+        logger_factory=structlog.PrintLoggerFactory(sys.stderr),
+    )

@@ -32,6 +32,7 @@ class KronkImcV1(CacheBehaviour, frozen=True):
     slots: Annotated[int, Meta(ge=1, le=1024)] = 4
     """`n_seq_max`; 4 as in the manual's account of memory."""
     cache_min_tokens: Annotated[int, Meta(ge=1)] = CACHE_TOKENS_MIN
+    """Fewer tokens are not kept, and no shorter common head is salvaged."""
 
     def open(
         self, profile: Profile, settings: EngineSettings, before: PromptCache | None

@@ -43,8 +43,11 @@ class KronkImcV2(CacheBehaviour, frozen=True):
     slots: Annotated[int, Meta(ge=1, le=1024)] = 2
     """`nseq-max`, as in the manual's example."""
     queue_depth: Annotated[int, Meta(ge=1, le=1024)] = 2
+    """It counts for the number of sessions alone."""
     cache_min_tokens: Annotated[int, Meta(ge=1)] = CACHE_TOKENS_MIN
+    """Shorter prompts are not kept."""
     bytes_per_s: Annotated[float, Meta(gt=0.0)] = PCIE_5_X16_BYTES_PER_S
+    """How fast copies are; 16 lanes of PCIe 5.0 at their peak unless it is told."""
 
     @property
     def sessions(self) -> int:

@@ -32,7 +32,9 @@ class MlxDisk(MlxParameters, frozen=True):
     type_name: ClassVar[str] = "mlx-disk"
 
     disk_bytes: Annotated[int, Meta(ge=0)] = 4 * 2**30
+    """For all files together."""
     disk_min_tokens: Annotated[int, Meta(ge=1)] = 256
+    """Shorter sequences are not written."""
 
     def open(
         self, profile: Profile, settings: EngineSettings, before: PromptCache | None

@@ -23,8 +23,9 @@ class MlxParameters(CacheBehaviour, frozen=True):
     """What the cache is told, with a disk or without."""
 
     entries_max: Annotated[int, Meta(ge=1)] = 10
-    memory_bytes: Annotated[int, Meta(ge=1)] = 2**63
-    """`max_bytes`: off unless it is told. The memory is the machine's, not that of the pool."""
+    """Sequences in memory."""
+    memory_bytes: Annotated[int, Meta(ge=1)] | None = None
+    """`max_bytes`; none: no limit. The memory is the machine's, not that of the pool."""
     trimmable: bool = True
     """Tokens can be taken off the end of a sequence. Not so for models with a sliding window or a
     recurrent state: then a longer sequence serves nobody, and its heads are kept beside it."""
@@ -119,7 +120,8 @@ class Sequences:
         self._entries.append(_Entry(stored, kind))
         if len(self._entries) > self._parameters.entries_max:
             self._evict()
-        while self.kept_bytes > self._parameters.memory_bytes:
+        bytes_max = self._parameters.memory_bytes
+        while bytes_max is not None and self.kept_bytes > bytes_max:
             self._evict()
 
     def _replaces(self, stored: Stored, entry: _Entry) -> bool:

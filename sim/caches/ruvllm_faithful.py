@@ -43,8 +43,8 @@ class RuvllmFaithful(RuvllmParameters, frozen=True):
     takes the deepest node at which a prompt was kept, so a prompt that only shares a head with
     another finds nothing: the node at which an edge was split has no KV cache. One entry is evicted
     for a prompt that would exceed the budget, the one with the fewest hits, of those the one that
-    was used longest ago, and never two: the budget does not hold. A prompt that is kept again
-    begins with no hits.
+    was used longest ago, and never two: the budget does not hold, and what exceeds it costs
+    nothing here. A prompt that is kept again begins with no hits.
 
     Read into it: what is kept is counted (the listing never adds to `memory_usage_bytes`); an entry
     in use is not evicted (`ref_count`); the loop of the listing compares every edge behind the first

@@ -1,9 +1,9 @@
 """What a way to keep prompts is made of, and what all but one of them share."""
 
 from collections.abc import Sequence
-from typing import ClassVar, Final
+from typing import Annotated, ClassVar, Final, TypeAlias
 
-from msgspec import Struct
+from msgspec import Meta, Struct
 
 from sim.engine.blocks import BlockPool, Holding
 from sim.engine.engine import EngineRequest, EngineSettings
@@ -15,6 +15,12 @@ PCIE_5_X16_BYTES_PER_S: Final = 63e9
 Copies reach less; so what is restored through it takes no less than is told here."""
 
 NOTHING: Final = Found()
+
+Bytes: TypeAlias = Annotated[int, Meta(ge=0, le=10**15)]
+BytesPerSecond: TypeAlias = Annotated[float, Meta(ge=1e6, le=1e15)]
+Tokens: TypeAlias = Annotated[int, Meta(ge=1, le=10**9)]
+Slots: TypeAlias = Annotated[int, Meta(ge=1, le=1024)]
+"""Of parameters: nobody means what is outside."""
 
 
 class CacheBehaviour(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -1,11 +1,11 @@
 """Kronk's incremental message cache of early 2026: a conversation in each slot."""
 
-from typing import Annotated, ClassVar
+from typing import ClassVar
 
-from msgspec import Meta, Struct
+from msgspec import Struct
 
 from epp.core.types import Seconds
-from sim.caches.behaviour import CacheBehaviour, Stored, UnhashedPool, parts_of
+from sim.caches.behaviour import CacheBehaviour, Slots, Stored, Tokens, UnhashedPool, parts_of
 from sim.caches.kronk_spc import CACHE_TOKENS_MIN
 from sim.engine.blocks import BlockPool
 from sim.engine.engine import EngineRequest, EngineSettings
@@ -23,22 +23,24 @@ class KronkImcV1(CacheBehaviour, frozen=True):
     is pending and passed over. Each slot has an equal share of the KV cache.
 
     The manual does not say, and here it is so: a request waits for the slot with its messages while
-    that generates, and nobody overtakes it; a prompt with too little to keep takes an empty slot or
+    that generates, and nobody overtakes it, unless `waits` is false; a prompt with too little to keep takes an empty slot or
     the oldest, like one that matches nothing. Tokenising for the comparison takes no time.
     """
 
     type_name: ClassVar[str] = "kronk-imc-v1"
 
-    slots: Annotated[int, Meta(ge=1, le=1024)] = 4
+    slots: Slots = 4
     """`n_seq_max`; 4 as in the manual's account of memory."""
-    cache_min_tokens: Annotated[int, Meta(ge=1)] = CACHE_TOKENS_MIN
+    cache_min_tokens: Tokens = CACHE_TOKENS_MIN
     """Fewer tokens are not kept, and no shorter common head is salvaged."""
+    waits: bool = True
+    """For the slot with its messages; else a request passes over all slots that generate."""
 
     def open(
         self, profile: Profile, settings: EngineSettings, before: PromptCache | None
     ) -> "MessageSlots":
         """With empty slots."""
-        return MessageSlots(self.slots, self.cache_min_tokens)
+        return MessageSlots(self.slots, self.cache_min_tokens, waits=self.waits)
 
     def request_tokens_max(self, settings: EngineSettings) -> int:
         """What one slot holds."""
@@ -57,9 +59,10 @@ class _Slot(Struct, eq=False):
 class MessageSlots:
     """A number of slots, each with messages of one conversation or none."""
 
-    def __init__(self, slots: int, cache_min_tokens: int) -> None:
+    def __init__(self, slots: int, cache_min_tokens: int, *, waits: bool) -> None:
         self._slots = [_Slot() for _ in range(slots)]
         self._cache_min_tokens = cache_min_tokens
+        self._waits = waits
         self._slot_of: dict[EngineRequest, _Slot] = {}
         self.salvages = 0
         """Requests that got a slot by a head that both share."""
@@ -75,17 +78,15 @@ class MessageSlots:
         prompt = parts_of(request)
         best: _Slot | None = None
         best_tokens = 0
-        settled = [slot for slot in self._slots if slot.kept is not None and not slot.pending]
-        for slot in settled:
-            if (
-                slot.kept is not None
-                and slot.kept.begins(prompt)
-                and slot.kept.tokens > best_tokens
-            ):
-                best, best_tokens = slot, slot.kept.tokens
+        idle = [slot for slot in self._slots if slot.request is None]
+        for slot in self._slots if self._waits else idle:
+            kept = slot.kept
+            if kept is None or slot.pending or not kept.begins(prompt):
+                continue
+            if kept.tokens > best_tokens:
+                best, best_tokens = slot, kept.tokens
         if best is not None:
             return self._occupy(best, request, best_tokens) if best.request is None else None
-        idle = [slot for slot in self._slots if slot.request is None]
         for slot in idle:
             if slot.kept is not None and slot.kept.parts <= prompt.messages:
                 shared = slot.kept.shared_tokens(prompt)

@@ -1,16 +1,19 @@
 """Kronk's incremental message cache of August 2026: sessions in memory, restored whole."""
 
 from collections.abc import Iterable
-from typing import Annotated, ClassVar, Final
+from typing import ClassVar, Final
 
-from msgspec import Meta, Struct
+from msgspec import Struct
 
 from epp.core.types import Seconds
 from sim.caches.behaviour import (
     NOTHING,
     PCIE_5_X16_BYTES_PER_S,
+    BytesPerSecond,
     CacheBehaviour,
+    Slots,
     Stored,
+    Tokens,
     UnhashedPool,
     parts_of,
 )
@@ -40,13 +43,13 @@ class KronkImcV2(CacheBehaviour, frozen=True):
 
     type_name: ClassVar[str] = "kronk-imc-v2"
 
-    slots: Annotated[int, Meta(ge=1, le=1024)] = 2
+    slots: Slots = 2
     """`nseq-max`, as in the manual's example."""
-    queue_depth: Annotated[int, Meta(ge=1, le=1024)] = 2
+    queue_depth: Slots = 2
     """It counts for the number of sessions alone."""
-    cache_min_tokens: Annotated[int, Meta(ge=1)] = CACHE_TOKENS_MIN
+    cache_min_tokens: Tokens = CACHE_TOKENS_MIN
     """Shorter prompts are not kept."""
-    bytes_per_s: Annotated[float, Meta(gt=0.0)] = PCIE_5_X16_BYTES_PER_S
+    bytes_per_s: BytesPerSecond = PCIE_5_X16_BYTES_PER_S
     """How fast copies are; 16 lanes of PCIe 5.0 at their peak unless it is told."""
 
     @property

@@ -1,14 +1,14 @@
 """Kronk's system prompt cache: one buffer."""
 
-from typing import Annotated, ClassVar, Final
-
-from msgspec import Meta
+from typing import ClassVar, Final
 
 from epp.core.types import Seconds
 from sim.caches.behaviour import (
     NOTHING,
     PCIE_5_X16_BYTES_PER_S,
+    BytesPerSecond,
     CacheBehaviour,
+    Tokens,
     UnhashedPool,
     parts_of,
 )
@@ -33,9 +33,9 @@ class KronkSpc(CacheBehaviour, frozen=True):
 
     type_name: ClassVar[str] = "kronk-spc"
 
-    cache_min_tokens: Annotated[int, Meta(ge=1)] = CACHE_TOKENS_MIN
+    cache_min_tokens: Tokens = CACHE_TOKENS_MIN
     """Shorter system prompts are not kept."""
-    bytes_per_s: Annotated[float, Meta(gt=0.0)] = PCIE_5_X16_BYTES_PER_S
+    bytes_per_s: BytesPerSecond = PCIE_5_X16_BYTES_PER_S
     """How fast copies are; 16 lanes of PCIe 5.0 at their peak unless it is told."""
 
     def open(

@@ -3,12 +3,17 @@
 from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Sequence
-from typing import Annotated, ClassVar
-
-from msgspec import Meta
+from typing import ClassVar
 
 from epp.core.types import Seconds
-from sim.caches.behaviour import NOTHING, PCIE_5_X16_BYTES_PER_S, CacheBehaviour
+from sim.caches.behaviour import (
+    NOTHING,
+    PCIE_5_X16_BYTES_PER_S,
+    Bytes,
+    BytesPerSecond,
+    CacheBehaviour,
+    Tokens,
+)
 from sim.engine.blocks import BlockPool
 from sim.engine.engine import EngineRequest, EngineSettings
 from sim.engine.profiles import Profile
@@ -28,11 +33,11 @@ class LmcacheCpu(CacheBehaviour, frozen=True):
 
     type_name: ClassVar[str] = "lmcache-cpu"
 
-    memory_bytes: Annotated[int, Meta(ge=0)] = 5 * 2**30
+    memory_bytes: Bytes = 5 * 2**30
     """`max_local_cpu_size`, 5 GB in LMCache."""
-    chunk_tokens: Annotated[int, Meta(ge=1)] = 256
+    chunk_tokens: Tokens = 256
     """`chunk_size` of LMCache; whole blocks of the engine, and at least one."""
-    bytes_per_s: Annotated[float, Meta(gt=0.0)] = PCIE_5_X16_BYTES_PER_S
+    bytes_per_s: BytesPerSecond = PCIE_5_X16_BYTES_PER_S
     """How fast it is loaded; 16 lanes of PCIe 5.0 at their peak unless it is told."""
 
     def open(

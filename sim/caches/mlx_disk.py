@@ -1,12 +1,12 @@
 """A disk behind the prompt cache of mlx-lm: it outlives the process."""
 
 from bisect import bisect_left
-from typing import Annotated, ClassVar, Final
+from typing import ClassVar, Final
 
-from msgspec import Meta, Struct
+from msgspec import Struct
 
 from epp.core.types import Seconds
-from sim.caches.behaviour import Stored, parts_of
+from sim.caches.behaviour import Bytes, Stored, Tokens, parts_of
 from sim.caches.mlx_memory import ASSISTANT, MlxParameters, Sequences
 from sim.engine.engine import EngineRequest, EngineSettings
 from sim.engine.profiles import Profile
@@ -31,9 +31,9 @@ class MlxDisk(MlxParameters, frozen=True):
 
     type_name: ClassVar[str] = "mlx-disk"
 
-    disk_bytes: Annotated[int, Meta(ge=0)] = 4 * 2**30
+    disk_bytes: Bytes = 4 * 2**30
     """For all files together."""
-    disk_min_tokens: Annotated[int, Meta(ge=1)] = 256
+    disk_min_tokens: Tokens = 256
     """Shorter sequences are not written."""
 
     def open(

@@ -6,7 +6,7 @@ from typing import Annotated, ClassVar, Final
 from msgspec import Meta, Struct
 
 from epp.core.types import Seconds
-from sim.caches.behaviour import NOTHING, CacheBehaviour, Stored, UnhashedPool, parts_of
+from sim.caches.behaviour import NOTHING, Bytes, CacheBehaviour, Stored, UnhashedPool, parts_of
 from sim.engine.blocks import BlockPool
 from sim.engine.engine import EngineRequest, EngineSettings
 from sim.engine.profiles import Profile
@@ -22,9 +22,9 @@ EVICTED: Final = (ASSISTANT, USER, SYSTEM)
 class MlxParameters(CacheBehaviour, frozen=True):
     """What the cache is told, with a disk or without."""
 
-    entries_max: Annotated[int, Meta(ge=1)] = 10
+    entries_max: Annotated[int, Meta(ge=1, le=1_000_000)] = 10
     """Sequences in memory."""
-    memory_bytes: Annotated[int, Meta(ge=1)] | None = None
+    memory_bytes: Bytes | None = None
     """`max_bytes`; none: no limit. The memory is the machine's, not that of the pool."""
     trimmable: bool = True
     """Tokens can be taken off the end of a sequence. Not so for models with a sliding window or a

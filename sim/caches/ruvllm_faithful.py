@@ -8,6 +8,7 @@ from epp.core.types import Seconds
 from sim.caches.behaviour import (
     NOTHING,
     CacheBehaviour,
+    Tokens,
     UnhashedPool,
     parts_of,
 )
@@ -20,10 +21,10 @@ from sim.engine.prompt_cache import Found, PromptCache, PromptParts
 class RuvllmParameters(CacheBehaviour, frozen=True):
     """What both readings of the proposal are told."""
 
-    memory_share: Annotated[float, Meta(gt=0.0, lt=1.0)] = 0.5
+    memory_share: Annotated[float, Meta(gt=0.0, le=0.9)] = 0.5
     """`max_memory_bytes`, as a share of the KV cache: it is taken from the requests that run. The
     proposal has no default."""
-    min_cache_tokens: Annotated[int, Meta(ge=1)] = 50
+    min_cache_tokens: Tokens = 50
     """Shorter prompts are not kept. The proposal: 50 for chat, 100 for RAG, 20 for batches."""
 
     def bytes_max(self, profile: Profile) -> int:

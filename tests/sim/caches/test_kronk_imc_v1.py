@@ -36,6 +36,16 @@ def test_a_slot_that_is_built_is_passed_over():
     assert begun(cache, third) == 300
 
 
+def test_a_slot_that_generates_is_passed_over_if_nobody_waits():
+    """The second takes another slot, and computes what the first has."""
+    for waits, expected in (("true", None), ("false", 0)):
+        cache = opened(f"kronk-imc-v1:slots=2,waits={waits}")
+        first, second = request(SYSTEM, (2, 50)), request(SYSTEM, (3, 50))
+        begun(cache, first)
+        cache.computed(first, 1.0)
+        assert begun(cache, second) == expected
+
+
 def test_a_common_head_is_salvaged():
     """No slot has only messages of the prompt: the rest is trimmed, and the salvage is counted."""
     cache = opened("kronk-imc-v1")

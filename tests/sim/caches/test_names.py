@@ -12,6 +12,8 @@ from sim.caches.names import (
     cache_spelt,
     check_cache,
 )
+from sim.cluster.simulated_pod import PodKind
+from sim.engine.profiles import KV_TOKENS_MIN
 from tests.sim.caches.made import PROFILE
 
 
@@ -39,12 +41,24 @@ def test_parameters_are_told_behind_a_colon():
         ("kronk-imc-v1:slots=0", "kronk-imc-v1:slots=0.*>= 1"),
         ("kronk-imc-v1:slots=two", "slots"),
         ("ruvllm-fixed:memory_share=nan", "memory_share"),
+        ("ruvllm-fixed:memory_share=1", "<= 0.9"),
+        ("kronk-spc:bytes_per_s=1e-300", ">= 1000000"),
+        ("kronk-spc:bytes_per_s=inf", "<= 1"),
     ],
 )
 def test_what_makes_no_sense_is_refused(text, told):
     """In one sentence."""
     with pytest.raises(CacheNameError, match=told):
         cache_named(text)
+
+
+@pytest.mark.parametrize("share", ["1e-9", "0.9"])
+def test_the_least_cache_is_shared_too(share):
+    """Of the smallest profile there is, requests and prompts get something each."""
+    profile = msgspec.structs.replace(PROFILE, kv_tokens=KV_TOKENS_MIN)
+    kind = PodKind.of(profile, cache=cache_named(f"ruvllm-fixed:memory_share={share}"))
+    assert 16 <= kind.request_tokens_max <= KV_TOKENS_MIN
+    assert kind.cache.bytes_max(profile) > 0
 
 
 def test_a_profile_that_does_not_say_its_bytes_is_refused():

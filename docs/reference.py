@@ -32,6 +32,7 @@ from msgspec.inspect import (
     type_info,
 )
 
+from docs import caches
 from epp.configuration import flags
 from epp.configuration.build import INDEXES
 from epp.configuration.check_config import READS
@@ -48,6 +49,7 @@ from epp.plugins import DEPRECATED as DEPRECATED_PLUGINS
 from epp.plugins import FILTERS, PICKERS, SCORERS
 from epp.shell.operators.metric_table import METRICS, MetricSpec
 from epp.strategies import FAMILIES
+from sim.caches.names import BEHAVIOURS
 
 FOLDER: Final = Path(__file__).parent
 
@@ -136,6 +138,13 @@ def refreshed(page: str) -> str:
         "foreign-flags": _foreign_flags,
         "strategies": _strategies,
         "families": _families,
+        "cache-behaviours": lambda: _plugins(BEHAVIOURS),
+        "cache-statements": caches.statement_table,
+        "cache-hit-rates": caches.hit_rate_table,
+        "cache-salvage": caches.salvage_table,
+        "cache-slots": caches.agent_table,
+        "cache-system-prompt": caches.spc_table,
+        "cache-disk": caches.mlx_table,
     }
     return _PART.sub(lambda found: f"{found[1]}\n{parts[found['name']]()}\n\n{found[3]}", page)
 
@@ -223,7 +232,15 @@ def _spelt(text: str, fields: Sequence[Field]) -> str:
 
 @cache
 def _sentences(kind: type[Any]) -> dict[str, str]:
-    """Field -> the docstring below it, in one line."""
+    """Field -> the docstring below it, in one line; of the classes that it is made of too."""
+    found: dict[str, str] = {}
+    for one in reversed(kind.__mro__):
+        if one.__module__.startswith(("epp.", "sim.")):
+            found |= _own_sentences(one)
+    return found
+
+
+def _own_sentences(kind: type[Any]) -> dict[str, str]:
     body = ast.parse(inspect.getsource(kind)).body[0]
     assert isinstance(body, ast.ClassDef)
     found: dict[str, str] = {}

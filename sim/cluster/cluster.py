@@ -40,6 +40,7 @@ from sim.cluster.rerouting import Connections, Reschedule
 from sim.cluster.scraping import Scraper, ScrapeTrouble
 from sim.cluster.simulated_pod import PodKind, SimulatedPod
 from sim.engine.engine import EngineRequest, Step
+from sim.engine.prompt_cache import PromptParts
 from sim.traces.arrival import Arrival
 from sim.traces.prompts import PromptHashes
 
@@ -693,6 +694,9 @@ class Cluster:
             return
         assert request.hashes is not None
         keys, ends = request.hashes.engine_pieces(pod.kind.engine.block_size_tokens)
+        parts = None
+        if pod.kind.cache is not None:
+            parts = PromptParts(*request.hashes.engine_pieces(1))
         request.hashes = None
         request.engine = EngineRequest(
             request.request_id,
@@ -701,6 +705,7 @@ class Cluster:
             chain=keys,
             chain_ends=ends,
             adapter=arrival.adapter,
+            parts=parts,
         )
         request.submitted_at = self.loop.now
         pod.requests[request.request_id] = request
@@ -795,7 +800,7 @@ def _unfit(kind: PodKind, arrival: Arrival) -> Failure | None:
     tokens = arrival.prompt_tokens + arrival.output_tokens
     if tokens > kind.profile.max_model_len_tokens:
         return Failure.CONTEXT
-    if tokens > kind.engine.kv_tokens:
+    if tokens > kind.request_tokens_max:
         return Failure.KV_CACHE
     if arrival.adapter and not kind.engine.max_loras:
         return Failure.ADAPTER

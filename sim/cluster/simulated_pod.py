@@ -7,9 +7,11 @@ from typing import Any, Final, Protocol
 from msgspec import Struct, field
 
 from epp.core.types import AdapterReport, Endpoint, EndpointMetrics, MetricsTarget, Seconds
+from sim.caches.behaviour import CacheBehaviour
 from sim.cluster.loop import Loop
 from sim.engine.engine import Engine, EngineRequest, EngineSettings, Step
 from sim.engine.profiles import Profile
+from sim.engine.prompt_cache import PromptCache
 
 _PORT: Final = 8000
 
@@ -23,6 +25,8 @@ class PodKind(Struct, frozen=True, kw_only=True):
     """Of the pod, as discovery announces them."""
     speed: float = 1.0
     """Its passes take so many times less than the profile says."""
+    cache: CacheBehaviour | None = None
+    """How it keeps prompts; None: as vLLM does."""
 
     @classmethod
     def of(
@@ -33,20 +37,33 @@ class PodKind(Struct, frozen=True, kw_only=True):
         max_loras: int = 0,
         labels: Mapping[str, str] = MappingProxyType({}),
         speed: float = 1.0,
+        cache: CacheBehaviour | None = None,
     ) -> "PodKind":
-        """The engine that `vllm serve` starts on that card without further options."""
+        """The engine that `vllm serve` starts on that card without further options.
+
+        With another `cache` it has that in the place of vLLM's.
+        """
+        kv_tokens = profile.kv_tokens if cache is None else cache.kv_tokens(profile)
         return cls(
             profile=profile,
             labels=dict(labels),
             speed=speed,
+            cache=cache,
             engine=EngineSettings(
-                blocks_total=profile.kv_tokens // block_size_tokens + 1,
+                blocks_total=kv_tokens // block_size_tokens + 1,
                 block_size_tokens=block_size_tokens,
                 max_num_seqs=profile.max_num_seqs,
                 max_num_batched_tokens=profile.max_num_batched_tokens,
                 max_loras=max_loras,
             ),
         )
+
+    @property
+    def request_tokens_max(self) -> int:
+        """How long prompt and answer of a request may be together, for its KV cache."""
+        if self.cache is None:
+            return self.engine.kv_tokens
+        return self.cache.request_tokens_max(self.engine)
 
     @property
     def prefill_tokens_per_s(self) -> float:
@@ -102,6 +119,7 @@ class SimulatedPod:
         self._loop = loop
         self._stepped = stepped
         self._frozen: EndpointMetrics | None = None
+        self._cache: PromptCache | None = None
         self._start()
 
     def __repr__(self) -> str:
@@ -192,7 +210,10 @@ class SimulatedPod:
         self._start()
 
     def _start(self) -> None:
-        self.engine = Engine(self.kind.engine, self.kind.profile)
+        kind = self.kind
+        if kind.cache is not None:
+            self._cache = kind.cache.open(kind.profile, kind.engine, self._cache)
+        self.engine = Engine(kind.engine, kind.profile, self._cache)
         self.engine.slowness = self._slowness
         self._show()
         self._started_at = self._loop.now

@@ -13,6 +13,7 @@ A pass is what vLLM's scheduler does once for each forward pass (`v1/core/sched/
 4. Each request computed up to its last known token gets one token at the end of the pass.
 
 The engine knows no text: a request brings the chained hashes of its prompt *and* its answer.
+With a `PromptCache` it asks that too, or only that, what of a prompt need not be computed.
 
 Two ways to drive it. `step(now)` does one pass; the state is then that at its end, `Step.ends_at`,
 and the next pass starts no earlier. `begin(now)` and `end()` do as many passes as must follow each
@@ -39,6 +40,7 @@ from msgspec import Struct
 from epp.core.types import Seconds
 from sim.engine.blocks import BlockPool, Holding
 from sim.engine.profiles import Profile, StepWork
+from sim.engine.prompt_cache import PromptCache, PromptParts
 
 _IN_ORDER = attrgetter("admission")
 _ROUNDING: Final = 1e-6
@@ -100,6 +102,7 @@ class EngineRequest:
         "last_token_at",
         "lead",
         "output_tokens",
+        "parts",
         "preemptions",
         "prompt_tokens",
         "queued_at",
@@ -118,8 +121,12 @@ class EngineRequest:
         chain: Sequence[int],
         chain_ends: Sequence[int] | None = None,
         adapter: str = "",
+        parts: PromptParts | None = None,
     ) -> None:
-        """`output_tokens` are generated, no more and no fewer; at least one of each kind."""
+        """`output_tokens` are generated, no more and no fewer; at least one of each kind.
+
+        `parts` are for engines with a `PromptCache`.
+        """
         assert prompt_tokens > 0
         assert output_tokens > 0
         self.request_id = request_id
@@ -128,6 +135,7 @@ class EngineRequest:
         self.chain = chain
         self.chain_ends = range(1, len(chain) + 1) if chain_ends is None else chain_ends
         self.adapter = adapter
+        self.parts = parts
         self.arrived_at: Seconds | None = None
         """At the server, before its front end; the engine sets it if the caller did not."""
         self.queued_at: Seconds = 0.0
@@ -227,10 +235,15 @@ class _Pending(Struct):
 class Engine:
     """Queues, blocks and adapter slots of one engine."""
 
-    def __init__(self, settings: EngineSettings, profile: Profile) -> None:
+    def __init__(
+        self, settings: EngineSettings, profile: Profile, cache: PromptCache | None = None
+    ) -> None:
+        """`cache`: None is vLLM's, the blocks of the pool."""
         self.settings = settings
         self.profile = profile
-        self.pool = BlockPool(settings.blocks_total)
+        self.cache = cache
+        blocks_total = settings.blocks_total
+        self.pool = BlockPool(blocks_total) if cache is None else cache.pool(blocks_total)
         self.running: dict[EngineRequest, None] = {}
         """Oldest admission first."""
         self.waiting: deque[EngineRequest] = deque()
@@ -247,6 +260,8 @@ class Engine:
         self._admissions = 0
         self._ended_at: Seconds = 0.0
         """The end of the last pass."""
+        self._saved_at: Seconds = 0.0
+        """When the cache has saved what it was given last: no pass computes before."""
         self._partial: EngineRequest | None = None
         """The running request whose prompt is not computed yet: the youngest. All others decode."""
         self._blocked_on: int | None = None
@@ -347,6 +362,9 @@ class Engine:
         if pending is None:
             return None
         if not pending.chunks and self._partial is None and self.preemptions == preemptions:
+            if pending.work.restore_s:
+                # Only the first pass of many would wait for it.
+                return self.ends_at
             pending.passes = self._passes_alike()
         return self.ends_at
 
@@ -441,6 +459,8 @@ class Engine:
         self._blocked_on = None
         if not preempted:
             self._admit(work, chunks, budget, admitted, now)
+        if self._saved_at > now:
+            work.restore_s += self._saved_at - now
         assert work.tokens, "an engine with requests always makes progress"
         shared = self.pool.duplicate_blocks
         for request in chunks:
@@ -525,10 +545,17 @@ class Engine:
                     (key for key, end in zip(chain, ends, strict=True) if end > hit), None
                 )
                 break
+            computed = hit * size
+            if self.cache is not None:
+                found = self.cache.fetch(request, computed, now)
+                if found is None:
+                    break
+                computed = max(computed, min(found.tokens, known - 1))
+                work.restore_s += found.restore_s
             self.waiting.popleft()
             request.holding = self.pool.hold(chain, ends, hit)
             request.shared_blocks = hit - hit_free
-            request.computed_tokens = hit * size
+            request.computed_tokens = computed
             if request.scheduled_at is None:
                 request.scheduled_at = now
                 request.cached_tokens = request.computed_tokens
@@ -686,6 +713,8 @@ class Engine:
 
     def _give_token(self, request: EngineRequest, at: Seconds) -> None:
         """A token for a request whose last chunk has run: it decodes from now on, or is done."""
+        if self.cache is not None:
+            self._save(self.cache.computed(request, at))
         request.generated_tokens += 1
         if request.last_token_at is None:
             request.first_token_at = at
@@ -726,6 +755,12 @@ class Engine:
             if not self._adapters_running[request.adapter]:
                 del self._adapters_running[request.adapter]
         self.pool.release(request.holding)
+        if self.cache is not None:
+            self._save(self.cache.left(request, self._ended_at))
+
+    def _save(self, save_s: Seconds) -> None:
+        """The cache saves for so long from the end of the last pass, or of the last saving, on."""
+        self._saved_at = max(self._saved_at, self._ended_at) + save_s
 
     def _withdraw(self, request: EngineRequest) -> None:
         """Let a request leave between two passes, unfinished."""

@@ -5,7 +5,7 @@
       + all_reduce + all_reduce_per_token * m                  tensor parallel only
       + [decodes] decode + decode_per_context_token * C        C = context of all decoding requests
       + [chunks]  chunk + pair * sum(n*c + n*n/2)              chunk of n tokens after c tokens
-      + head + head_per_sequence * sequences + host + loading of adapters
+      + head + head_per_sequence * sequences + host + loading of adapters + restoring of caches
     linear(m) is read from a table of kernel times where there is one, with straight lines between
     its points, else max(weight_read, linear_base + linear_per_token * m).
     C counts tokens that several decoding requests share once in full and `shared_context_factor`
@@ -71,6 +71,8 @@ class StepWork(Struct):
     """Requests that get a token."""
     with_adapter: bool = False
     adapters_loaded: int = 0
+    restore_s: float = 0.0
+    """What bringing cached prompts back takes, and saving them before: nothing runs meanwhile."""
 
 
 class Profile(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -81,6 +83,8 @@ class Profile(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     kv_tokens: Annotated[int, Meta(ge=KV_TOKENS_MIN, le=10**10)]
     max_model_len_tokens: _Count
     """Prompt and answer together, as the model allows them."""
+    kv_bytes_per_token: Annotated[int, Meta(ge=0, le=10**9)] = 0
+    """Of the whole model: 2 * layers * KV heads * head size * bytes of a number. 0: not known."""
     decode_s: _StepTime
     decode_s_per_context_token: _TokenTime
     pair_s: _TokenTime
@@ -142,7 +146,7 @@ class Profile(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         if work.prefills:
             total += self.prefill_s + self.pair_s * work.attention_pairs
         total += self.head_s + self.head_s_per_sequence * work.sequences + self.host_s
-        return total + self.adapter_load_s * work.adapters_loaded
+        return total + self.adapter_load_s * work.adapters_loaded + work.restore_s
 
     def prefill_tokens_per_s(self, tokens: int) -> float:
         """Peak prefill throughput: of a step that computes nothing but `tokens` of one new prompt.
@@ -239,7 +243,8 @@ def profiles_in(path: Path) -> dict[str, Profile]:
     """All profiles of a TOML file: `[name]`, then the fields of `Profile`.
 
     `like = "..."` takes what is not said from a built-in profile or one before in the file; a table
-    `memory` with the fields of `Memory` stands for `kv_tokens`. Raises ProfileError.
+    `memory` with the fields of `Memory` stands for `kv_tokens` and
+    `kv_bytes_per_token`. Raises ProfileError.
     """
     return _profiles_of(path, known=built_in_profiles())
 
@@ -260,7 +265,9 @@ def _profiles_of(path: Path, *, known: Mapping[str, Profile]) -> dict[str, Profi
         place = f"{path}: {name}: memory"
         try:
             if "memory" in fields:
-                fields["kv_tokens"] = msgspec.convert(fields.pop("memory"), Memory).kv_tokens
+                memory = msgspec.convert(fields.pop("memory"), Memory)
+                fields["kv_tokens"] = memory.kv_tokens
+                fields["kv_bytes_per_token"] = memory.kv_bytes_per_token
             place = f"{path}: {name}"
             profiles[name] = msgspec.convert(fields, Profile)
         except msgspec.ValidationError as problem:

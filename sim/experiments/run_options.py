@@ -1,12 +1,15 @@
 """The flags that `sim replay`, `compare` and `sweep` share, and the runs that they describe."""
 
 import argparse
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
 
 import msgspec
 
 from epp.core.peers.exchange import OUTGOING_INTERVAL_S
+from sim.caches.behaviour import CacheBehaviour
+from sim.caches.names import NAMES, CacheNameError, cache_named, cache_spelt, check_cache
 from sim.cluster.assignment import Assignment
 from sim.cluster.clients import Clients
 from sim.cluster.cluster import ClusterSettings, ClusterSettingsError
@@ -72,6 +75,8 @@ def add_run_options(parser: argparse.ArgumentParser, *, several_replicas: bool =
     )
     add("--pods", type=_pods, metavar="N", help=f"how many pods ({PODS})")
     add("--max-loras", type=_whole, default=0, metavar="N", help="adapter slots of a pod (0: off)")
+    add("--cache", type=_cache, metavar="NAME[:PARAMETER=VALUE,...]", help="how pods keep prompts, "
+        f"{NAMES[0]} if it is not told, or one of {', '.join(NAMES[1:])}")  # fmt: skip
     _add_picker_options(parser, several_replicas=several_replicas)
     add("--scrape-interval", type=_positive, metavar="S", help="(default: as production)")
     add("--scrape-delay", type=_seconds, default=0.001, metavar="S", help="age of a page (0.001)")
@@ -138,9 +143,15 @@ def run_settings(
 
     With `replicas` pickers if that is given, in the place of the flag. Raises `ClusterSettingsError` and `ScenarioError`.
     """
+    profiles = options.profile or [find_profile(DEFAULT_PROFILE)]
+    for profile in profiles:
+        try:
+            check_cache(options.cache, profile)
+        except CacheNameError as problem:
+            raise ClusterSettingsError(f"--cache: {problem}") from problem
     kinds = [
-        PodKind.of(profile, max_loras=options.max_loras)
-        for profile in options.profile or [find_profile(DEFAULT_PROFILE)]
+        PodKind.of(profile, max_loras=options.max_loras, cache=options.cache)
+        for profile in profiles
     ]
     faults_per_hour = options.faults_per_hour
     scenario = _scenario(options, policy, kinds[0])
@@ -266,6 +277,7 @@ def conditions(settings: RunSettings, *others: RunSettings) -> dict[str, Any]:
         "pods": len(cluster.pods),
         "profiles": {name: profiles.count(name) for name in dict.fromkeys(profiles)},
         "max_loras": cluster.pods[0].engine.max_loras,
+        **_cache_conditions(cluster.pods),
         "replicas": replicas[0] if len(replicas) == 1 else replicas,
         "assignment": str(cluster.assignment),
         **_peer_conditions(cluster.peers),
@@ -286,6 +298,14 @@ def conditions(settings: RunSettings, *others: RunSettings) -> dict[str, Any]:
         "warm_up_s": settings.warm_up_s,
         "check": settings.check,
     }
+
+
+def _cache_conditions(pods: Sequence[PodKind]) -> dict[str, Any]:
+    """How many pods keep prompts in which way, if any does in another than vLLM's."""
+    if not any(kind.cache for kind in pods):
+        return {}
+    names = [cache_spelt(kind.cache) for kind in pods]
+    return {"caches": {name: names.count(name) for name in dict.fromkeys(names)}}
 
 
 def _peer_conditions(peers: PeerSettings | None) -> dict[str, Any]:
@@ -311,6 +331,13 @@ def named_policies(names: list[str]) -> list[PolicySource]:
 def count_of_runs(text: str) -> int:
     """An integer that a command of many runs takes, for argparse."""
     return int(_number(text, lowest=1, highest=RUNS_MAX, integer=True))
+
+
+def _cache(text: str) -> CacheBehaviour | None:
+    try:
+        return cache_named(text)
+    except CacheNameError as problem:
+        raise argparse.ArgumentTypeError(str(problem)) from problem
 
 
 def _count(text: str) -> int:

@@ -15,6 +15,7 @@ from msgspec import Meta, Struct, field
 
 from epp.configuration.config import ConfigError
 from epp.configuration.document import nearest
+from sim.caches.names import CacheNameError, cache_named, check_cache
 from sim.cluster.arrivals import Rate
 from sim.cluster.autoscaler import AutoscalerSettings
 from sim.cluster.built_in import CONFIGURATIONS
@@ -63,6 +64,8 @@ class Pods(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """How many times as fast as the profile says."""
     max_loras: Annotated[int, Meta(ge=0, le=10_000)] | None = None
     """Adapter slots; as `--max-loras` if not told."""
+    cache: str = ""
+    """As `--cache`; "": as that is."""
 
 
 class JoinEvent(Pods, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -289,7 +292,14 @@ def _kinds(path: Path, place: str, told: Pods, usual: PodKind) -> list[PodKind]:
         except ProfileError as problem:
             raise ScenarioError(f"{place}: profile: {problem}") from problem
     max_loras = usual.engine.max_loras if told.max_loras is None else told.max_loras
-    kind = PodKind.of(profile, max_loras=max_loras, labels=told.labels, speed=told.speed)
+    try:
+        cache = cache_named(told.cache) if told.cache else usual.cache
+        check_cache(cache, profile)
+    except CacheNameError as problem:
+        raise ScenarioError(f"{place}: cache: {problem}") from problem
+    kind = PodKind.of(
+        profile, max_loras=max_loras, labels=told.labels, speed=told.speed, cache=cache
+    )
     return [kind] * told.count
 
 

@@ -13,7 +13,10 @@ NOT_MODELLED: Final = (
         "Mixtures of experts: layers cost the same whichever experts tokens go to, and no expert is "
         "overloaded."
     ),
-    "KV cache outside the GPU: nothing is offloaded, and nothing fetched from other pods.",
+    (
+        "KV cache outside the GPU, but where `--cache` says so: nothing else is offloaded, and nothing "
+        "fetched from other pods."
+    ),
     (
         "Prefill and decode on different pods, pipeline and data parallelism inside a pod, CUDA graphs "
         "of some batch sizes only."

@@ -346,7 +346,7 @@ class Measures:
             Failure.CONTEXT: f"the context of {kind.profile.name} "
             f"({kind.profile.max_model_len_tokens:,} tokens)",
             Failure.KV_CACHE: f"the KV cache of {kind.profile.name} "
-            f"({kind.engine.kv_tokens:,} tokens)",
+            f"({kind.request_tokens_max:,} tokens)",
         }
         if request.failure in limits:
             limit = limits[request.failure]

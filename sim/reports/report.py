@@ -40,6 +40,7 @@ _CONDITIONS: Final = {
     "config_hashes": "hash of the configuration",
     "profiles": "pods by profile",
     "max_loras": "adapter slots of a pod",
+    "caches": "how pods keep prompts",
     "replicas": "pickers",
     "assignment": "requests reach pickers",
     "peer_delay_s": "one picker hears another after",

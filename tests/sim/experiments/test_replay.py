@@ -344,6 +344,36 @@ def test_decisions_name_candidates_that_have_died_since(tmp_path):
             assert len(set(names)) == len(names)
 
 
+def test_pods_keep_prompts_as_the_flag_says(trace, tmp_path):
+    """The report tells how, and vLLM's way is what there is without the flag, and not told."""
+    told = {}
+    for name, flags in {
+        "usual": [],
+        "vllm": ["--cache", "vllm"],
+        "few": ["--cache", "mlx-memory:entries_max=1"],
+    }.items():
+        out = tmp_path / name
+        assert sim("replay", trace, *flags, "--pods", "2", "--out", out, "--no-decisions") == 0
+        told[name] = json.loads((out / "summary.json").read_bytes())
+    assert told["usual"]["digest"] == told["vllm"]["digest"] != told["few"]["digest"]
+    assert "caches" not in told["vllm"]["conditions"]
+    assert told["few"]["conditions"]["caches"] == {"mlx-memory:entries_max=1": 2}
+    assert told["few"]["hit_rate"] < told["vllm"]["hit_rate"]
+    report = (tmp_path / "few" / "report.md").read_text()
+    assert "| how pods keep prompts | mlx-memory:entries_max=1: 2 |" in report
+
+
+@pytest.mark.parametrize(
+    ("flag", "told"),
+    [("lru", "No cache 'lru'"), ("kronk-imc-v1:slots=0", "Expected `int` >= 1")],
+)
+def test_a_cache_that_there_is_not_is_refused(trace, capsys, flag, told):
+    """In one sentence, before anything runs."""
+    with pytest.raises(SystemExit):
+        sim("replay", trace, "--cache", flag)
+    assert told in capsys.readouterr().err
+
+
 def test_bytes_give_the_decisions_of_hashes(trace, tmp_path):
     """Production parsing and hashing on the way, or not: the same digest."""
     digests = []

@@ -9,6 +9,7 @@ import pytest
 from msgspec import structs
 
 from sim.__main__ import main
+from sim.caches.names import cache_named, cache_spelt
 from sim.cluster.assignment import Assignment
 from sim.cluster.autoscaler import AutoscalerSettings, ScaledBy
 from sim.cluster.clients import Clients
@@ -17,6 +18,7 @@ from sim.cluster.incidents import Configure, Join, Restart, Slow
 from sim.cluster.peering import Partition, PeerSettings
 from sim.cluster.rerouting import Reschedule
 from sim.cluster.scraping import ScrapeTrouble
+from sim.cluster.simulated_pod import PodKind
 from sim.experiments.pickers import Pickers
 from sim.experiments.scenario_file import EVENTS, FILE_BYTES_MAX, ScenarioError, scenario_in
 from sim.traces.capture import CaptureWriter
@@ -153,6 +155,14 @@ def test_an_autoscaler_is_read(tmp_path):
     )  # fmt: skip
 
 
+def test_pods_keep_prompts_each_in_their_way(tmp_path):
+    """As the table says, else as the flag does."""
+    text = '[[pods]]\ncache = "kronk-imc-v1:slots=2"\n[[pods]]\ncache = "vllm"\n[[pods]]\n'
+    usual = PodKind.of(kind().profile, cache=cache_named("mlx-disk"))
+    pods = scenario_in(written(tmp_path, text), usual).pods
+    assert [cache_spelt(pod.cache) for pod in pods] == ["kronk-imc-v1:slots=2", "vllm", "mlx-disk"]
+
+
 def test_an_empty_file_says_nothing(tmp_path):
     assert read(tmp_path, "") == type(read(tmp_path, ""))(file="made.toml")
 
@@ -181,6 +191,7 @@ def test_a_file_that_is_named_lies_beside_the_scenario(tmp_path):
         ("[[events]]\nkind = 'configure'\nat_s = 1\nconfig = 'random'", "got the baseline 'random'"),
         ("[[events]]\nkind = 'configure'\nat_s = 1\nconfig = 'no'", "no is neither a file nor one"),
         ("[[pods]]\nprofile = 'no'", "[[pods]] 1: profile: No profile 'no'"),
+        ("[[pods]]\ncache = 'lru'", "[[pods]] 1: cache: No cache 'lru'"),
         ("[[pods]]\ncount = 1001", "<= 1000"),
         ("[[rates]]\nfrom_s=0\nto_s=9\nfactor=2\n[[rates]]\nfrom_s=8\nto_s=10\nfactor=2", "overlap"),
         ("[[rates]]\nfrom_s=0\nto_s=9\nfactor=0", "[[rates]] 1: Expected `float` >= 0.001"),

@@ -1,0 +1,133 @@
+"""Kronk's incremental message cache of early 2026: a conversation in each slot."""
+
+from typing import ClassVar
+
+from msgspec import Struct
+
+from epp.core.types import Seconds
+from sim.caches.behaviour import CacheBehaviour, Slots, Stored, Tokens, UnhashedPool, parts_of
+from sim.caches.kronk_spc import CACHE_TOKENS_MIN
+from sim.engine.blocks import BlockPool
+from sim.engine.engine import EngineRequest, EngineSettings
+from sim.engine.profiles import Profile
+from sim.engine.prompt_cache import Found, PromptCache
+
+
+class KronkImcV1(CacheBehaviour, frozen=True):
+    """Kronk's manual, chapter 5.3 (IMC): every request runs in a slot, and its messages stay there.
+
+    A slot keeps all messages of a prompt but the last. The request gets, in this order: the slot
+    with the most messages that all begin its prompt; the one that shares the longest head of at
+    least `cache_min_tokens` and has no more messages than the prompt, its other tokens trimmed; an
+    empty one; the one that was used longest ago, emptied. A slot whose messages are being computed
+    is pending and passed over. Each slot has an equal share of the KV cache.
+
+    The manual does not say, and here it is so: a request waits for the slot with its messages while
+    that generates, and nobody overtakes it, unless `waits` is false; a prompt with too little to keep takes an empty slot or
+    the oldest, like one that matches nothing. Tokenising for the comparison takes no time.
+    """
+
+    type_name: ClassVar[str] = "kronk-imc-v1"
+
+    slots: Slots = 4
+    """`n_seq_max`; 4 as in the manual's account of memory."""
+    cache_min_tokens: Tokens = CACHE_TOKENS_MIN
+    """Fewer tokens are not kept, and no shorter common head is salvaged."""
+    waits: bool = True
+    """For the slot with its messages; else a request passes over all slots that generate."""
+
+    def open(
+        self, profile: Profile, settings: EngineSettings, before: PromptCache | None
+    ) -> "MessageSlots":
+        """With empty slots."""
+        return MessageSlots(self.slots, self.cache_min_tokens, waits=self.waits)
+
+    def request_tokens_max(self, settings: EngineSettings) -> int:
+        """What one slot holds."""
+        return settings.kv_tokens // self.slots
+
+
+class _Slot(Struct, eq=False):
+    kept: Stored | None = None
+    request: EngineRequest | None = None
+    """Which runs in it."""
+    pending: bool = False
+    """What is to be kept is being computed."""
+    used_s: Seconds = 0.0
+
+
+class MessageSlots:
+    """A number of slots, each with messages of one conversation or none."""
+
+    def __init__(self, slots: int, cache_min_tokens: int, *, waits: bool) -> None:
+        self._slots = [_Slot() for _ in range(slots)]
+        self._cache_min_tokens = cache_min_tokens
+        self._waits = waits
+        self._slot_of: dict[EngineRequest, _Slot] = {}
+        self.salvages = 0
+        """Requests that got a slot by a head that both share."""
+        self.rebuilds = 0
+        """Requests for which a slot was emptied."""
+
+    def pool(self, blocks_total: int) -> BlockPool:
+        """What slots keep is in the share of the slot, which no other request gets."""
+        return UnhashedPool(blocks_total)
+
+    def fetch(self, request: EngineRequest, held_tokens: int, now: Seconds) -> Found | None:
+        """A slot for the request, and what it has of the prompt."""
+        prompt = parts_of(request)
+        best: _Slot | None = None
+        best_tokens = 0
+        idle = [slot for slot in self._slots if slot.request is None]
+        for slot in self._slots if self._waits else idle:
+            kept = slot.kept
+            if kept is None or slot.pending or not kept.begins(prompt):
+                continue
+            if kept.tokens > best_tokens:
+                best, best_tokens = slot, kept.tokens
+        if best is not None:
+            return self._occupy(best, request, best_tokens) if best.request is None else None
+        for slot in idle:
+            if slot.kept is not None and slot.kept.parts <= prompt.messages:
+                shared = slot.kept.shared_tokens(prompt)
+                if shared >= max(self._cache_min_tokens, best_tokens + 1):
+                    best, best_tokens = slot, shared
+        if best is not None:
+            self.salvages += 1
+            return self._occupy(best, request, best_tokens)
+        empty = next((slot for slot in idle if slot.kept is None), None)
+        if empty is not None:
+            return self._occupy(empty, request, 0)
+        oldest = min(idle, key=lambda slot: slot.used_s, default=None)
+        if oldest is None:
+            return None
+        self.rebuilds += 1
+        return self._occupy(oldest, request, 0)
+
+    def computed(self, request: EngineRequest, now: Seconds) -> Seconds:
+        """Its slot is settled."""
+        slot, prompt = self._slot_of[request], parts_of(request)
+        kept = prompt.messages - 1
+        slot.pending = False
+        slot.kept = None
+        if kept and prompt.ends[kept - 1] >= self._cache_min_tokens:
+            slot.kept = Stored(prompt, kept)
+        return 0.0
+
+    def left(self, request: EngineRequest, now: Seconds) -> Seconds:
+        """The last message and the answer are trimmed; what was never computed is not there."""
+        slot = self._slot_of.pop(request)
+        if slot.pending:
+            slot.pending = False
+            slot.kept = None
+        slot.request = None
+        slot.used_s = now
+        return 0.0
+
+    def _occupy(self, slot: _Slot, request: EngineRequest, tokens: int) -> Found:
+        """Give it the slot, of which so many tokens stay."""
+        prompt = parts_of(request)
+        slot.request = request
+        slot.pending = prompt.messages < 2 or tokens < prompt.ends[prompt.messages - 2]
+        self._slot_of[request] = slot
+        return Found(tokens)

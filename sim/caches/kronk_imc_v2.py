@@ -1,0 +1,166 @@
+"""Kronk's incremental message cache of August 2026: sessions in memory, restored whole."""
+
+from collections.abc import Iterable
+from typing import ClassVar, Final
+
+from msgspec import Struct
+
+from epp.core.types import Seconds
+from sim.caches.behaviour import (
+    NOTHING,
+    PCIE_5_X16_BYTES_PER_S,
+    BytesPerSecond,
+    CacheBehaviour,
+    Slots,
+    Stored,
+    Tokens,
+    UnhashedPool,
+    parts_of,
+)
+from sim.caches.kronk_spc import CACHE_TOKENS_MIN
+from sim.engine.blocks import BlockPool
+from sim.engine.engine import EngineRequest, EngineSettings
+from sim.engine.profiles import Profile
+from sim.engine.prompt_cache import Found, PromptCache, PromptParts
+
+_SESSIONS_PER_SLOT_MIN: Final = 3
+
+
+class KronkImcV2(CacheBehaviour, frozen=True):
+    """Kronk's manual, chapter 5, at its state of August 2026: snapshots of whole prompts.
+
+    As many requests run as there are `slots`. Each reserves a session: the one with the longest
+    snapshot that is a complete head of its prompt, else an empty one, else the one that was used
+    longest ago; a session that is reserved is passed over. Without such a snapshot it may begin
+    with that of a system prompt, of which there are as many as sessions. A shorter common head is
+    never used. There are max(1, slots) * max(3, queue_depth) sessions. A prompt is saved once it is
+    computed, and its session free again, unless it was there already: then once it is answered.
+    Snapshots are in memory and take bytes / `bytes_per_s` each way, which the manual does not say.
+
+    Left out: the alternate snapshot of a session, and media. Where the manual answers that it is
+    busy, the request waits here.
+    """
+
+    type_name: ClassVar[str] = "kronk-imc-v2"
+
+    slots: Slots = 2
+    """`nseq-max`, as in the manual's example."""
+    queue_depth: Slots = 2
+    """It counts for the number of sessions alone."""
+    cache_min_tokens: Tokens = CACHE_TOKENS_MIN
+    """Shorter prompts are not kept."""
+    bytes_per_s: BytesPerSecond = PCIE_5_X16_BYTES_PER_S
+    """How fast copies are; 16 lanes of PCIe 5.0 at their peak unless it is told."""
+
+    @property
+    def sessions(self) -> int:
+        """Snapshots of prompts, and of system prompts, that are kept."""
+        return self.slots * max(_SESSIONS_PER_SLOT_MIN, self.queue_depth)
+
+    def open(
+        self, profile: Profile, settings: EngineSettings, before: PromptCache | None
+    ) -> "Sessions":
+        """With empty sessions."""
+        return Sessions(
+            slots=self.slots,
+            sessions=self.sessions,
+            cache_min_tokens=self.cache_min_tokens,
+            copy_s_per_token=profile.kv_bytes_per_token / self.bytes_per_s,
+        )
+
+    def request_tokens_max(self, settings: EngineSettings) -> int:
+        """What one slot holds."""
+        return settings.kv_tokens // self.slots
+
+
+class _Snapshot(Struct, eq=False):
+    kept: Stored | None = None
+    used_s: Seconds = 0.0
+
+
+class Sessions:
+    """Snapshots of prompts, and as many of system prompts."""
+
+    def __init__(
+        self, *, slots: int, sessions: int, cache_min_tokens: int, copy_s_per_token: Seconds
+    ) -> None:
+        self._slots = slots
+        self._cache_min_tokens = cache_min_tokens
+        self._copy_s_per_token = copy_s_per_token
+        self._sessions = [_Snapshot() for _ in range(sessions)]
+        self._system_prompts = [_Snapshot() for _ in range(sessions)]
+        self._reserved: dict[_Snapshot, EngineRequest] = {}
+        self._session_of: dict[EngineRequest, _Snapshot | None] = {}
+        """Of each request that runs; None: its prompt is too short for one."""
+        self.rebuilds = 0
+        """Requests that found no snapshot."""
+
+    def pool(self, blocks_total: int) -> BlockPool:
+        """A snapshot is restored into the blocks of a slot."""
+        return UnhashedPool(blocks_total)
+
+    def fetch(self, request: EngineRequest, held_tokens: int, now: Seconds) -> Found | None:
+        """Reserve a session and say what is restored."""
+        if len(self._session_of) == self._slots:
+            return None
+        if request.prompt_tokens < self._cache_min_tokens:
+            self._session_of[request] = None
+            return NOTHING
+        prompt = parts_of(request)
+        free = [session for session in self._sessions if session not in self._reserved]
+        if not free:
+            return None
+        session = _longest(free, prompt)
+        restored = session or _longest(self._system_prompts, prompt)
+        if session is None:
+            session = min(free, key=lambda one: (one.kept is not None, one.used_s))
+            session.kept = None
+            self.rebuilds += restored is None
+        self._reserved[session] = request
+        self._session_of[request] = session
+        if restored is None or restored.kept is None:
+            return NOTHING
+        restored.used_s = now
+        tokens = restored.kept.tokens
+        return Found(tokens, tokens * self._copy_s_per_token)
+
+    def computed(self, request: EngineRequest, now: Seconds) -> Seconds:
+        """Save the prompt, and its system prompt if that is new."""
+        session, prompt = self._session_of[request], parts_of(request)
+        if session is None or session not in self._reserved:
+            return 0.0
+        save_s = 0.0
+        system = Stored(prompt, 1)
+        if prompt.messages > 1 and system.tokens >= self._cache_min_tokens:
+            known = any(one.kept and one.kept.begins(prompt) for one in self._system_prompts)
+            if not known:
+                oldest = min(
+                    self._system_prompts, key=lambda one: (one.kept is not None, one.used_s)
+                )
+                oldest.kept, oldest.used_s = system, now
+                save_s += system.tokens * self._copy_s_per_token
+        if session.kept is None or session.kept.tokens < request.prompt_tokens:
+            session.kept = Stored(prompt, prompt.messages)
+            save_s += request.prompt_tokens * self._copy_s_per_token
+            del self._reserved[session]
+        session.used_s = now
+        return save_s
+
+    def left(self, request: EngineRequest, now: Seconds) -> Seconds:
+        """Its slot is free, and its session if it still is."""
+        session = self._session_of.pop(request)
+        if session is not None and self._reserved.get(session) is request:
+            del self._reserved[session]
+            session.used_s = now
+        return 0.0
+
+
+def _longest(snapshots: Iterable[_Snapshot], prompt: PromptParts) -> _Snapshot | None:
+    """The one with the longest complete head of the prompt."""
+    longest: _Snapshot | None = None
+    tokens = 0
+    for snapshot in snapshots:
+        kept = snapshot.kept
+        if kept is not None and kept.tokens > tokens and kept.begins(prompt):
+            longest, tokens = snapshot, kept.tokens
+    return longest

@@ -1,0 +1,85 @@
+"""Kronk's system prompt cache: one buffer."""
+
+from typing import ClassVar, Final
+
+from epp.core.types import Seconds
+from sim.caches.behaviour import (
+    NOTHING,
+    PCIE_5_X16_BYTES_PER_S,
+    BytesPerSecond,
+    CacheBehaviour,
+    Tokens,
+    UnhashedPool,
+    parts_of,
+)
+from sim.engine.blocks import BlockPool
+from sim.engine.engine import EngineRequest, EngineSettings
+from sim.engine.profiles import Profile
+from sim.engine.prompt_cache import Found, PromptCache
+
+CACHE_TOKENS_MIN: Final = 100
+"""`cache_min_tokens` of Kronk's manual, chapter 5."""
+
+
+class KronkSpc(CacheBehaviour, frozen=True):
+    """Kronk's manual, chapter 5.2 (SPC; removed in April 2026): the KV cache of one system prompt.
+
+    The first message of a prompt of several, at least `cache_min_tokens` long, is copied to memory
+    once it is computed, and into the sequence of every request that begins with the same; another
+    system prompt takes its place. Copies take bytes / `bytes_per_s`, of which the manual says no
+    more than 10 to 30 ms a copy. Chosen here: who comes while the buffer is filled computes all of
+    its prompt.
+    """
+
+    type_name: ClassVar[str] = "kronk-spc"
+
+    cache_min_tokens: Tokens = CACHE_TOKENS_MIN
+    """Shorter system prompts are not kept."""
+    bytes_per_s: BytesPerSecond = PCIE_5_X16_BYTES_PER_S
+    """How fast copies are; 16 lanes of PCIe 5.0 at their peak unless it is told."""
+
+    def open(
+        self, profile: Profile, settings: EngineSettings, before: PromptCache | None
+    ) -> "SystemPromptBuffer":
+        """With nothing in it."""
+        copy_s_per_token = profile.kv_bytes_per_token / self.bytes_per_s
+        return SystemPromptBuffer(self.cache_min_tokens, copy_s_per_token)
+
+
+class SystemPromptBuffer:
+    """Room for one system prompt of any length."""
+
+    def __init__(self, cache_min_tokens: int, copy_s_per_token: Seconds) -> None:
+        self._cache_min_tokens = cache_min_tokens
+        self._copy_s_per_token = copy_s_per_token
+        self._held: tuple[int, int] | None = None
+        """Key and tokens."""
+
+    def pool(self, blocks_total: int) -> BlockPool:
+        """The buffer is copied into a request's sequence."""
+        return UnhashedPool(blocks_total)
+
+    def fetch(self, request: EngineRequest, held_tokens: int, now: Seconds) -> Found | None:
+        """The system prompt, if it is the one."""
+        system = self._system_prompt(request)
+        if system is None or system != self._held:
+            return NOTHING
+        return Found(system[1], system[1] * self._copy_s_per_token)
+
+    def computed(self, request: EngineRequest, now: Seconds) -> Seconds:
+        """Hold its system prompt, for which it is copied out, and in again."""
+        system = self._system_prompt(request)
+        if system is None or system == self._held:
+            return 0.0
+        self._held = system
+        return 2 * system[1] * self._copy_s_per_token
+
+    def left(self, request: EngineRequest, now: Seconds) -> Seconds:
+        """The buffer stays."""
+        return 0.0
+
+    def _system_prompt(self, request: EngineRequest) -> tuple[int, int] | None:
+        parts = parts_of(request)
+        if parts.messages < 2 or parts.ends[0] < self._cache_min_tokens:
+            return None
+        return parts.keys[0], parts.ends[0]

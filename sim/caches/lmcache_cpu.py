@@ -1,0 +1,175 @@
+"""Memory of the processor behind vLLM's block pool, as LMCache has it."""
+
+from bisect import bisect_right
+from collections import OrderedDict
+from collections.abc import Sequence
+from typing import ClassVar
+
+from epp.core.types import Seconds
+from sim.caches.behaviour import (
+    NOTHING,
+    PCIE_5_X16_BYTES_PER_S,
+    Bytes,
+    BytesPerSecond,
+    CacheBehaviour,
+    Tokens,
+)
+from sim.engine.blocks import BlockPool
+from sim.engine.engine import EngineRequest, EngineSettings
+from sim.engine.profiles import Profile
+from sim.engine.prompt_cache import Found, PromptCache
+
+
+class LmcacheCpu(CacheBehaviour, frozen=True):
+    """LMCache's local backend in the processor's memory, behind vLLM's own cache.
+
+    What the pool evicts goes to the memory, which lets go of what was used longest ago. Behind what
+    the pool has of a prompt, whole chunks are loaded from there: bytes / `bytes_per_s`, in which the
+    engine does nothing else. LMCache copies as it computes and not on eviction: the hits are the
+    same as long as the memory is larger than the pool, and fewer fit where it is smaller, for then
+    it holds again what the pool holds. Here copies out take no time, for they can overlap. Chunks of
+    a prompt that are not in the memory any more end what is loaded.
+    """
+
+    type_name: ClassVar[str] = "lmcache-cpu"
+
+    memory_bytes: Bytes = 5 * 2**30
+    """`max_local_cpu_size`, 5 GB in LMCache."""
+    chunk_tokens: Tokens = 256
+    """`chunk_size` of LMCache; whole blocks of the engine, and at least one."""
+    bytes_per_s: BytesPerSecond = PCIE_5_X16_BYTES_PER_S
+    """How fast it is loaded; 16 lanes of PCIe 5.0 at their peak unless it is told."""
+
+    def open(
+        self, profile: Profile, settings: EngineSettings, before: PromptCache | None
+    ) -> "Tier":
+        """With nothing in it."""
+        size_tokens = settings.block_size_tokens
+        block_bytes = size_tokens * profile.kv_bytes_per_token
+        return Tier(
+            blocks_max=self.memory_bytes // block_bytes,
+            block_size_tokens=size_tokens,
+            chunk_blocks=max(1, self.chunk_tokens // size_tokens),
+            load_s_per_token=profile.kv_bytes_per_token / self.bytes_per_s,
+        )
+
+
+class EvictedBlocks:
+    """Blocks by the key of their piece, a stretch of each, used longest ago first to go."""
+
+    def __init__(self, blocks_max: int) -> None:
+        self.blocks = 0
+        self._blocks_max = blocks_max
+        self._stretches: OrderedDict[int, tuple[int, int]] = OrderedDict()
+        """Key -> from which block of its chain to which."""
+
+    def add(self, key: int, start: int, end: int) -> None:
+        """Keep blocks of a key; of two stretches apart the one nearer to the head is kept."""
+        known = self._stretches.pop(key, None)
+        if known is not None:
+            self.blocks -= known[1] - known[0]
+            if start <= known[1] and known[0] <= end:
+                start, end = min(start, known[0]), max(end, known[1])
+            elif known[0] < start:
+                start, end = known
+        self._stretches[key] = start, end
+        self.blocks += end - start
+        while self.blocks > self._blocks_max:
+            self._drop()
+
+    def match(
+        self, keys: Sequence[int], ends: Sequence[int], position: int, blocks_max: int
+    ) -> int:
+        """Up to which block a chain goes on here from block `position`; they are used by that."""
+        piece = bisect_right(ends, position)
+        used: list[int] = []
+        while position < blocks_max:
+            start, end = self._stretches.get(keys[piece], (0, 0))
+            if not start <= position < end:
+                break
+            used.append(keys[piece])
+            position = min(end, ends[piece], blocks_max)
+            if position < ends[piece]:
+                break
+            piece += 1
+        # Of a prompt the tail goes first.
+        for key in reversed(used):
+            self._stretches.move_to_end(key)
+        return position
+
+    def _drop(self) -> None:
+        """The last blocks of what was used longest ago, as many as are too much."""
+        key = next(iter(self._stretches))
+        start, end = self._stretches[key]
+        dropped = min(self.blocks - self._blocks_max, end - start)
+        self.blocks -= dropped
+        if dropped == end - start:
+            del self._stretches[key]
+        else:
+            self._stretches[key] = start, end - dropped
+
+
+class TieredPool(BlockPool):
+    """vLLM's, which hands on what it forgets."""
+
+    def __init__(self, blocks_total: int, evicted: EvictedBlocks) -> None:
+        super().__init__(blocks_total)
+        self._evicted = evicted
+
+    def take(self, count: int) -> None:
+        """As the pool's own; blocks with a hash are handed on, in the order in which they go."""
+        left = count - self._blank_blocks
+        if left > 0:
+            for run in self.free_runs():
+                first = max(run.start, run.end - left)
+                for piece in range(run.last, run.first - 1, -1):
+                    start = max(first, run.ends[piece - 1] if piece else 0)
+                    end = min(run.end, run.ends[piece])
+                    if start >= end:
+                        break
+                    self._evicted.add(run.keys[piece], start, end)
+                left -= run.end - first
+                if left <= 0:
+                    break
+        super().take(count)
+
+
+class Tier:
+    """What a pool has forgotten, and how long it takes to bring it back."""
+
+    def __init__(
+        self,
+        *,
+        blocks_max: int,
+        block_size_tokens: int,
+        chunk_blocks: int,
+        load_s_per_token: Seconds,
+    ) -> None:
+        self.evicted = EvictedBlocks(blocks_max)
+        self._block_size_tokens = block_size_tokens
+        self._chunk_blocks = chunk_blocks
+        self._load_s_per_token = load_s_per_token
+
+    def pool(self, blocks_total: int) -> BlockPool:
+        """That of vLLM."""
+        return TieredPool(blocks_total, self.evicted)
+
+    def fetch(self, request: EngineRequest, held_tokens: int, now: Seconds) -> Found | None:
+        """Whole chunks that follow what the pool has."""
+        size = self._block_size_tokens
+        held = held_tokens // size
+        # The last token is computed, and its block with it.
+        blocks_max = (request.known_tokens - 1) // size
+        upto = self.evicted.match(request.chain, request.chain_ends, held, blocks_max)
+        upto = upto // self._chunk_blocks * self._chunk_blocks
+        if upto <= held:
+            return NOTHING
+        return Found(upto * size, (upto - held) * size * self._load_s_per_token)
+
+    def computed(self, request: EngineRequest, now: Seconds) -> Seconds:
+        """The pool has it."""
+        return 0.0
+
+    def left(self, request: EngineRequest, now: Seconds) -> Seconds:
+        """The pool keeps it."""
+        return 0.0

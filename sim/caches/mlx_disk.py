@@ -1,0 +1,149 @@
+"""A disk behind the prompt cache of mlx-lm: it outlives the process."""
+
+from bisect import bisect_left
+from typing import ClassVar, Final
+
+from msgspec import Struct
+
+from epp.core.types import Seconds
+from sim.caches.behaviour import Bytes, Stored, Tokens, parts_of
+from sim.caches.mlx_memory import ASSISTANT, MlxParameters, Sequences
+from sim.engine.engine import EngineRequest, EngineSettings
+from sim.engine.profiles import Profile
+from sim.engine.prompt_cache import Found, PromptCache, PromptParts
+
+MEASURED_TOKENS: Final = (4 * 1024, 16 * 1024, 32 * 1024, 96 * 1024)
+RESTORE_S: Final = (2.0e-3, 5.9e-3, 15.9e-3, 30.8e-3)
+SAVE_S: Final = (54e-3, 95e-3, 163e-3, 593e-3)
+"""Both at `MEASURED_TOKENS`: benjamin-levin/mlx-lm#6, Qwen3.6-35B-A3B in 4 bits on an M4 Max."""
+
+
+class MlxDisk(MlxParameters, frozen=True):
+    """`LRUPromptCache` with a disk (benjamin-levin/mlx-lm#6, merged in the fork in May 2026).
+
+    What is kept in memory is written to the disk too if it is long enough, and once. Where memory
+    has nothing, the longest sequence on the disk with which the prompt begins, whole, is read, and
+    kept in memory again. Beyond the budget what was used longest ago is deleted. Reading and
+    writing take what was measured there (`MEASURED_TOKENS`), with straight lines from nothing
+    through those points, whatever the model; the size of a file follows the profile. A process
+    that starts in the same place finds the disk as the last one left it.
+    """
+
+    type_name: ClassVar[str] = "mlx-disk"
+
+    disk_bytes: Bytes = 4 * 2**30
+    """For all files together."""
+    disk_min_tokens: Tokens = 256
+    """Shorter sequences are not written."""
+
+    def open(
+        self, profile: Profile, settings: EngineSettings, before: PromptCache | None
+    ) -> "SequencesOnDisk":
+        """With nothing in memory."""
+        disk = before.disk if isinstance(before, SequencesOnDisk) else Disk(self.disk_bytes)
+        return SequencesOnDisk(self, profile.kv_bytes_per_token, disk)
+
+
+class _File(Struct, eq=False):
+    stored: Stored
+    bytes: int
+    used: int
+
+
+class Disk:
+    """Sequences in files, used longest ago first to go."""
+
+    def __init__(self, bytes_max: int) -> None:
+        self._bytes_max = bytes_max
+        self._files: dict[tuple[int, int], _File] = {}
+        """By the key of the last part and the tokens."""
+        self._uses = 0
+
+    @property
+    def kept_bytes(self) -> int:
+        """Of all files."""
+        return sum(file.bytes for file in self._files.values())
+
+    @property
+    def sequences(self) -> list[Stored]:
+        """What there is, used longest ago first."""
+        return [file.stored for file in sorted(self._files.values(), key=lambda file: file.used)]
+
+    def write(self, stored: Stored, size_bytes: int) -> bool:
+        """Keep a sequence; False if it is there already."""
+        name = stored.key, stored.tokens
+        self._uses += 1
+        if name in self._files:
+            self._files[name].used = self._uses
+            return False
+        self._files[name] = _File(stored, size_bytes, self._uses)
+        excess = self.kept_bytes - self._bytes_max
+        for oldest in sorted(self._files.values(), key=lambda file: file.used):
+            if excess <= 0:
+                break
+            del self._files[oldest.stored.key, oldest.stored.tokens]
+            excess -= oldest.bytes
+        return True
+
+    def read(self, prompt: PromptParts) -> Stored | None:
+        """The longest sequence that begins the prompt."""
+        fitting = [file for file in self._files.values() if file.stored.begins(prompt)]
+        if not fitting:
+            return None
+        longest = max(fitting, key=lambda file: file.stored.tokens)
+        self._uses += 1
+        longest.used = self._uses
+        return longest.stored
+
+
+class SequencesOnDisk(Sequences):
+    """Sequences in memory, written through to a disk."""
+
+    def __init__(self, parameters: MlxDisk, bytes_per_token: int, disk: Disk) -> None:
+        super().__init__(parameters, bytes_per_token)
+        self.disk = disk
+        self._min_tokens = parameters.disk_min_tokens
+        self._save_s = 0.0
+        """Of what was written since anybody asked."""
+
+    def fetch(self, request: EngineRequest, held_tokens: int, now: Seconds) -> Found | None:
+        """From memory, else from the disk."""
+        found = super().fetch(request, held_tokens, now)
+        if found is not None and found.tokens:
+            return found
+        stored = self.disk.read(parts_of(request))
+        if stored is None:
+            return found
+        super().insert(stored, ASSISTANT)
+        return Found(stored.tokens, measured_s(RESTORE_S, stored.tokens))
+
+    def computed(self, request: EngineRequest, now: Seconds) -> Seconds:
+        """As without a disk, and how long it was written."""
+        super().computed(request, now)
+        return self._saved_s()
+
+    def left(self, request: EngineRequest, now: Seconds) -> Seconds:
+        """Likewise."""
+        super().left(request, now)
+        return self._saved_s()
+
+    def insert(self, stored: Stored, kind: str) -> None:
+        """In memory, and on the disk if it is long enough."""
+        super().insert(stored, kind)
+        if stored.tokens >= self._min_tokens and self.disk.write(
+            stored, stored.tokens * self._bytes_per_token
+        ):
+            self._save_s += measured_s(SAVE_S, stored.tokens)
+
+    def _saved_s(self) -> Seconds:
+        save_s, self._save_s = self._save_s, 0.0
+        return save_s
+
+
+def measured_s(times_s: tuple[Seconds, ...], tokens: int) -> Seconds:
+    """The time for so many tokens: straight lines from (0, 0) through the points, the last goes on."""
+    points = (0, *MEASURED_TOKENS)
+    values = (0.0, *times_s)
+    at = min(max(1, bisect_left(points, tokens)), len(points) - 1)
+    slope = (values[at] - values[at - 1]) / (points[at] - points[at - 1])
+    return values[at - 1] + slope * (tokens - points[at - 1])

@@ -1,0 +1,83 @@
+"""Ways to keep prompts by their names, as `--cache` and scenario files tell them."""
+
+from collections.abc import Mapping
+from typing import Final
+
+import msgspec
+
+from sim.caches.behaviour import CacheBehaviour
+from sim.caches.kronk_imc_v1 import KronkImcV1
+from sim.caches.kronk_imc_v2 import KronkImcV2
+from sim.caches.kronk_spc import KronkSpc
+from sim.caches.lmcache_cpu import LmcacheCpu
+from sim.caches.mlx_disk import MlxDisk
+from sim.caches.mlx_memory import MlxMemory
+from sim.caches.ruvllm_faithful import RuvllmFaithful
+from sim.caches.ruvllm_fixed import RuvllmFixed
+from sim.engine.profiles import Profile
+
+VLLM: Final = "vllm"
+"""The engine's own block pool, and nothing else."""
+
+BEHAVIOURS: Final[Mapping[str, type[CacheBehaviour]]] = {
+    behaviour.type_name: behaviour
+    for behaviour in (
+        RuvllmFaithful,
+        RuvllmFixed,
+        KronkSpc,
+        KronkImcV1,
+        KronkImcV2,
+        MlxMemory,
+        MlxDisk,
+        LmcacheCpu,
+    )
+}
+NAMES: Final = (VLLM, *BEHAVIOURS)
+
+
+class CacheNameError(ValueError):
+    """A cache cannot be had: one sentence."""
+
+
+def cache_named(text: str) -> CacheBehaviour | None:
+    """NAME or NAME:PARAMETER=VALUE,...; None is vLLM's. Raises CacheNameError."""
+    name, _, told = text.partition(":")
+    if name == VLLM and not told:
+        return None
+    behaviour = BEHAVIOURS.get(name)
+    if behaviour is None:
+        raise CacheNameError(f"No cache {text!r}; expected one of {', '.join(NAMES)}.")
+    parameters: dict[str, str] = {}
+    for part in told.split(",") if told else ():
+        parameter, equals, value = part.partition("=")
+        if not equals or parameter not in behaviour.__struct_fields__:
+            raise CacheNameError(
+                f"No parameter {part!r} of the cache {name}; expected PARAMETER=VALUE with one of "
+                f"{', '.join(behaviour.__struct_fields__)}."
+            )
+        parameters[parameter] = value
+    try:
+        return msgspec.convert(parameters, behaviour, strict=False)
+    except msgspec.ValidationError as problem:
+        raise CacheNameError(f"The cache {text!r}: {problem}.") from problem
+
+
+def cache_spelt(cache: CacheBehaviour | None) -> str:
+    """What `cache_named` is told for it: what is not the default is told."""
+    if cache is None:
+        return VLLM
+    parameters = [
+        f"{field}={value}"
+        for field, value in msgspec.structs.asdict(cache).items()
+        if value != getattr(type(cache)(), field)
+    ]
+    return cache.type_name + (f":{','.join(parameters)}" if parameters else "")
+
+
+def check_cache(cache: CacheBehaviour | None, profile: Profile) -> None:
+    """`CacheNameError` if the profile does not say what the cache asks."""
+    if cache is not None and not profile.kv_bytes_per_token:
+        raise CacheNameError(
+            f"The cache {cache.type_name} counts bytes, and the profile {profile.name} says no "
+            "kv_bytes_per_token."
+        )

@@ -1,0 +1,148 @@
+"""RuvLLM's prefix cache as its proposal means it: a radix tree that shares heads."""
+
+from typing import ClassVar
+
+from msgspec import Struct
+
+from epp.core.types import Seconds
+from sim.caches.behaviour import UnhashedPool, parts_of
+from sim.caches.ruvllm_faithful import RuvllmParameters, Statistics
+from sim.engine.blocks import BlockPool
+from sim.engine.engine import EngineRequest, EngineSettings
+from sim.engine.profiles import Profile
+from sim.engine.prompt_cache import Found, PromptCache
+
+
+class RuvllmFixed(RuvllmParameters, frozen=True):
+    """RuvLLM ADR-011 with its two faults repaired: every head is shared, and the budget holds.
+
+    The KV cache hangs on the edges of the tree, so a head is kept once however many prompts have
+    it, and any head of what is kept is found. Leaves are evicted while there is too little room,
+    fewest hits first, of those the one that was used longest ago; what is in use stays, and of a
+    prompt that does not fit the head is kept.
+    """
+
+    type_name: ClassVar[str] = "ruvllm-fixed"
+
+    def open(
+        self, profile: Profile, settings: EngineSettings, before: PromptCache | None
+    ) -> "RadixTree":
+        """With nothing in it."""
+        return RadixTree(
+            bytes_max=self.bytes_max(profile),
+            bytes_per_token=profile.kv_bytes_per_token,
+            min_cache_tokens=self.min_cache_tokens,
+        )
+
+
+class _Node(Struct, eq=False):
+    """The text of one part behind that of its parent."""
+
+    key: int
+    parent: "_Node | None"
+    last_access_s: Seconds
+    tokens: int = 0
+    """Kept, from the start of the part."""
+    children: int = 0
+    hits: int = 0
+    users: int = 0
+
+
+class RadixTree:
+    """Parts of prompts by their keys, which stand for all text before them too."""
+
+    def __init__(self, *, bytes_max: int, bytes_per_token: int, min_cache_tokens: int) -> None:
+        self.statistics = Statistics()
+        self._bytes_max = bytes_max
+        self._bytes_per_token = bytes_per_token
+        self._min_cache_tokens = min_cache_tokens
+        self._nodes: dict[int, _Node] = {}
+        self._leaves: dict[_Node, None] = {}
+        self._using: dict[EngineRequest, dict[_Node, None]] = {}
+
+    def pool(self, blocks_total: int) -> BlockPool:
+        """Heads are copied on write."""
+        return UnhashedPool(blocks_total)
+
+    def fetch(self, request: EngineRequest, held_tokens: int, now: Seconds) -> Found | None:
+        """The longest head of the prompt that is in the tree."""
+        parts = parts_of(request)
+        found = start = 0
+        path: dict[_Node, None] = {}
+        for key, end in zip(parts.keys[: parts.messages], parts.ends, strict=False):
+            node = self._nodes.get(key)
+            if node is None:
+                break
+            self._use(node, path, now)
+            node.hits += 1
+            found = start + min(node.tokens, end - start)
+            if found < end:
+                break
+            start = end
+        self._using[request] = path
+        self.statistics.count(found, request.prompt_tokens)
+        return Found(found)
+
+    def computed(self, request: EngineRequest, now: Seconds) -> Seconds:
+        """Keep the prompt, as far as there is room."""
+        if request.prompt_tokens < self._min_cache_tokens:
+            return 0.0
+        parts, path = parts_of(request), self._using[request]
+        parent, start = None, 0
+        for key, end in zip(parts.keys[: parts.messages], parts.ends, strict=False):
+            node = self._nodes.get(key)
+            missing = end - start - (node.tokens if node else 0)
+            if node is None:
+                if not self._make_room(missing):
+                    break
+                node = self._grown(key, parent, now)
+            self._use(node, path, now)
+            if missing > 0:
+                if not self._make_room(missing):
+                    break
+                node.tokens += missing
+                self.statistics.memory_bytes += missing * self._bytes_per_token
+            parent, start = node, end
+        return 0.0
+
+    def left(self, request: EngineRequest, now: Seconds) -> Seconds:
+        """It uses its nodes no more."""
+        for node in self._using.pop(request, ()):
+            node.users -= 1
+        return 0.0
+
+    def _use(self, node: _Node, path: dict[_Node, None], now: Seconds) -> None:
+        node.last_access_s = now
+        if node not in path:
+            node.users += 1
+            path[node] = None
+
+    def _grown(self, key: int, parent: _Node | None, now: Seconds) -> _Node:
+        node = self._nodes[key] = _Node(key, parent, now)
+        self._leaves[node] = None
+        if parent is not None:
+            parent.children += 1
+            self._leaves.pop(parent, None)
+        return node
+
+    def _make_room(self, tokens: int) -> bool:
+        """For so many more, if what may go is enough."""
+        room = self._bytes_max - tokens * self._bytes_per_token
+        while self.statistics.memory_bytes > room:
+            idle = (node for node in self._leaves if not node.users)
+            leaf = min(idle, key=lambda node: (node.hits, node.last_access_s), default=None)
+            if leaf is None:
+                return False
+            self._evict(leaf)
+        return True
+
+    def _evict(self, leaf: _Node) -> None:
+        del self._nodes[leaf.key]
+        del self._leaves[leaf]
+        self.statistics.evictions += 1
+        self.statistics.memory_bytes -= leaf.tokens * self._bytes_per_token
+        parent = leaf.parent
+        if parent is not None:
+            parent.children -= 1
+            if not parent.children:
+                self._leaves[parent] = None

@@ -21,9 +21,10 @@ from sim.cluster.policies import PolicyNameError
 from sim.engine import calibrate
 from sim.engine.engine import EngineSettings
 from sim.engine.profiles import DEFAULT_PROFILE, ProfileError, find_profile
-from sim.experiments import compare, replay, replicas, sweep
+from sim.experiments import compare, replay, replicas, sweep, tune
 from sim.experiments.jobs import JobError
 from sim.experiments.scenario_file import ScenarioError
+from sim.experiments.space import SpaceError
 from sim.output import OutputError
 from sim.pods.pods import PodSettings
 from sim.pods.server import PodAddress, listen, serve, write_endpoints
@@ -47,6 +48,7 @@ def run(arguments: Sequence[str] | None) -> int:
     replay.add_parser(commands)
     compare.add_parser(commands)
     sweep.add_parser(commands)
+    tune.add_parser(commands)
     replicas.add_parser(commands)
     calibrate.add_parser(commands)
     validate.add_parser(commands)
@@ -58,7 +60,8 @@ def run(arguments: Sequence[str] | None) -> int:
     except (PolicyNameError, ClusterSettingsError) as problem:
         return _fail(str(problem), code=2)
     except (
-        TraceError, ProfileError, ScenarioError, ConfigError, OutputError, JobError, OSError,
+        TraceError, ProfileError, ScenarioError, SpaceError, ConfigError, OutputError, JobError,
+        OSError,
     ) as problem:  # fmt: skip
         return _fail(sentence_of(problem), code=1)
     return code

@@ -52,10 +52,12 @@ class MeasuredRuns:
         self._base = base
         self._halves = halves
         self._advance = advance
+        self._hashes: dict[str, str] = {}
+        """Text of a configuration -> its hash, which takes longer than to ask a hundred times."""
 
     def of(self, wanted: Sequence[tuple[PolicySource, Sample]]) -> list[Told]:
         """One for each, in order. Raises `StoppedError`, and `JobError` for one that cannot be."""
-        keys = [_key(policy, sample) for policy, sample in wanted]
+        keys = [self._key(policy, sample) for policy, sample in wanted]
         new = {
             key: one
             for key, one in zip(keys, wanted, strict=True)
@@ -86,9 +88,10 @@ class MeasuredRuns:
             speed=base.speed * sample.load,
         )
 
-
-def _key(policy: PolicySource, sample: Sample) -> str:
-    return (
-        f"{policy.hash} {sample.half} {sample.share:g} at {sample.load:g} times, "
-        f"repetition {sample.repetition}"
-    )
+    def _key(self, policy: PolicySource, sample: Sample) -> str:
+        if policy.text not in self._hashes:
+            self._hashes[policy.text] = str(policy.hash)
+        return (
+            f"{self._hashes[policy.text]} {sample.half} {sample.share:g} at {sample.load:g} times, "
+            f"repetition {sample.repetition}"
+        )

@@ -18,7 +18,7 @@ from typing import Final
 
 from msgspec import Struct
 
-from epp.configuration.config import ConfigError
+from epp.configuration.config import ConfigError, config_hash
 from sim.cluster.policies import PolicySource
 from sim.experiments.space import Space, Value
 
@@ -43,8 +43,10 @@ class Trial(Struct, kw_only=True):
     number: int
     values: dict[str, Value]
     policy: PolicySource
+    hash: str = ""
+    """Of the configuration; "": it is none."""
     refused: str = ""
-    """Why it is no configuration; "": it is one."""
+    """Why it is none."""
     costs: list[Costs] = []
     """Of each rung that it reached."""
 
@@ -87,9 +89,8 @@ class Search:
         """The best of those that finished, other than the present configuration and each other."""
         found: dict[str, Trial] = {}
         for one in sorted((one for one in self.trials if one.finished), key=lambda one: one.cost):
-            name = one.policy.hash
-            if name is not None and name != present_hash:
-                found.setdefault(name, one)
+            if one.hash != present_hash:
+                found.setdefault(one.hash, one)
         return list(found.values())[:FINALISTS]
 
     def front(self) -> list[Trial]:
@@ -114,12 +115,12 @@ class Search:
 
     def _proposed(self, number: int, values: Mapping[str, Value]) -> Trial:
         policy = self._space.source(values, f"trial-{number}")
-        refused = ""
+        trial = Trial(number=number, values=dict(values), policy=policy)
         try:
-            policy.load()
+            trial.hash = config_hash(policy.load())
         except ConfigError as problem:
-            refused = problem.problems[0]
-        return Trial(number=number, values=dict(values), policy=policy, refused=refused)
+            trial.refused = problem.problems[0]
+        return trial
 
 
 def pareto(trials: Sequence[Trial]) -> list[Trial]:

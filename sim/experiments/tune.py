@@ -250,7 +250,7 @@ class _Task:
     def _as_json(self, trial: Trial) -> dict[str, Any]:
         return {
             "trial": trial.number,
-            "hash": None if trial.refused else trial.policy.hash,
+            "hash": trial.hash or None,
             "refused": trial.refused,
             "values": {
                 one.name: one.written(trial.values[one.name]) for one in self.space.dimensions

@@ -130,11 +130,6 @@ class Crew:
             process.join()
             process.close()
 
-    @property
-    def stopped(self) -> bool:
-        """There will be no more results."""
-        return self._stopped
-
     def stop(self) -> None:
         """Cut short what runs; `results` ends."""
         self._stopped = True

@@ -70,10 +70,10 @@ class MeasuredRuns:
         for number, result in self._crew.results(jobs):
             self._journal.add(names[number], result)
             self._advance()
-        if self._crew.stopped:
+        found = [one for key in keys if (one := self._journal.get(key)) is not None]
+        if len(found) < len(keys):
             raise StoppedError
-        found = [self._journal.get(key) for key in keys]
-        return [one for one in found if one is not None]
+        return found
 
     def _settings(self, policy: PolicySource, sample: Sample) -> RunSettings:
         base, half = self._base, self._halves[sample.half]

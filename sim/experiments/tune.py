@@ -175,9 +175,9 @@ class _Task:
             "first seed": str(self._options.seed),
         }
         named = {
-            name: msgspec.json.encode(value).decode()
+            name: value if isinstance(value, str) else msgspec.json.encode(value).decode()
             for name, value in self._conditions.items()
-            if name not in ("trace", "config_hashes")
+            if value is not None and name not in ("trace", "config_hashes")
         }
         # What conditions only name is in files: profiles, a scenario.
         bare = replace(

@@ -4,7 +4,16 @@ import math
 from collections.abc import Sequence
 from typing import Any, Final
 
-from sim.reports.charts import Axis, Points, facts_table, figure, html_table, page, scatter_chart
+from sim.reports.charts import (
+    Axis,
+    Points,
+    facts_table,
+    figure,
+    html_table,
+    line_chart,
+    page,
+    scatter_chart,
+)
 from sim.reports.compare_report import BETTER, LABELS, WORSE, relative, shown, signed
 from sim.reports.page_foot import page_foot
 from sim.reports.report import (
@@ -158,7 +167,7 @@ def tune_page(summary: dict[str, Any]) -> str:
     return page(
         f"Tuning on {summary['trace']['name']}",
         "\n".join(introduction),
-        _front_figure(summary)
+        _charts(summary)
         + "".join(figure(heading, html_table(rows)) for heading, rows in _tables(summary))
         + figure("What was run", facts_table(_condition_rows(summary)))
         + page_foot(summary),
@@ -248,10 +257,34 @@ def _ratios(summary: dict[str, Any], trial: dict[str, Any]) -> list[float]:
     ]
 
 
-def _front_figure(summary: dict[str, Any]) -> str:
+def _charts(summary: dict[str, Any]) -> str:
+    """Of those that ran on the whole half; nothing if none has."""
     finished = [one for one in summary["trials"] if len(one["costs"]) == len(summary["rungs"])]
     if not finished:
         return ""
+    return f'<div class="pair">{_front_figure(summary, finished)}{_progress_figure(finished)}</div>'
+
+
+def _progress_figure(finished: Sequence[dict[str, Any]]) -> str:
+    """The best of all that had been tried by then: level for long, and more trials are no use."""
+    line: list[tuple[float, float]] = []
+    best = math.inf
+    for one in finished:
+        best = min(best, math.exp(sum(one["costs"][-1])))
+        line.append((one["trial"], best))
+    caption = "The best so far, both objectives multiplied, as times the present configuration's"
+    ends = [1.0, *(value for _, value in line)]
+    drawing = line_chart(
+        {"best": line},
+        x=Axis.over([at for at, _ in line], title="trial"),
+        y=_axis(ends, "both objectives", logarithmic=True),
+        label=caption,
+        dots=True,
+    )
+    return figure(caption, drawing)
+
+
+def _front_figure(summary: dict[str, Any], finished: Sequence[dict[str, Any]]) -> str:
     points = {one["trial"]: tuple(_ratios(summary, one)) for one in finished}
     chosen = summary["chosen"]
     series: dict[str, Points] = {

@@ -159,14 +159,14 @@ class Space:
         (profile,) = document["schedulingProfiles"]
         names = _place_plugins(document, profile, self.dimensions, values)
         for one in self.dimensions:
-            if one.what is What.PLUGIN or names.get(one.plugin, one.plugin) != one.plugin:
-                continue
-            if values[one.name] == one.present:
-                continue  # as it stands there, to the last digit
+            name = names.get(one.plugin, one.plugin)
+            if one.what is What.PLUGIN or not name or values[one.name] == one.present:
+                continue  # what is as it was stands there, to the last digit
             value = one.written(values[one.name])
             if one.what is What.WEIGHT:
-                _named(profile["plugins"], "pluginRef", one.plugin)["weight"] = value
-            else:
+                # Of a place in the profile, whoever has it.
+                _named(profile["plugins"], "pluginRef", name)["weight"] = value
+            elif name == one.plugin:
                 entry = _declared(document, one.plugin)
                 entry["parameters"] = {**(entry.get("parameters") or {}), one.parameter: value}
         return PolicySource(name=name, text=written(document), source=name)

@@ -82,6 +82,13 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
         metavar="|".join(Objective),
         help="what TTFT p90 is weighed against (throughput)",
     )
+    add(
+        "--tolerance",
+        type=_tolerance,
+        default=0.02,
+        metavar="P",
+        help="share of an objective that may be given up for the other (0.02)",
+    )
     add("--trials", type=_trials, default=60, metavar="N", help="configurations to try (60)")
     add(
         "--config-map",
@@ -124,6 +131,7 @@ def run(options: argparse.Namespace) -> int:
                 MeasuredRuns(crew, journal, task.base, task.halves, lambda: bar.advance(at)),
                 task.space.policy,
                 measures=options.objective.measures,
+                tolerance=options.tolerance,
                 seeds=options.seeds,
             )
             with bar:
@@ -219,6 +227,7 @@ class _Task:
             "conditions": self._conditions,
             "assumptions": assumptions_of(kind.profile for kind in self.base.cluster.pods),
             "objective": list(tuning.measures),
+            "tolerance": tuning.tolerance,
             "higher_is_better": sorted(HIGHER_IS_BETTER & set(tuning.measures)),
             "rungs": list(RUNGS),
             "space": [
@@ -228,12 +237,14 @@ class _Task:
             "trials": [self._as_json(one) for one in search.trials],
             "front": [one.number for one in search.front()],
             "finalists": [
-                {"trial": trial.number, **against.as_json()} for trial, against in tuning.finals
+                {"trial": trial.number, **against.as_json(tuning.tolerance)}
+                for trial, against in tuning.finals
             ],
             "chosen": None if tuning.chosen is None else self._as_json(tuning.chosen),
             "best_so_far": None if best is None else self._as_json(best),
             "hold_out": [
-                {"load": load, **against.as_json()} for load, against in tuning.held_out.items()
+                {"load": load, **against.as_json(tuning.tolerance)}
+                for load, against in tuning.held_out.items()
             ],
             "beats": tuning.beats,
             "runs": [
@@ -302,6 +313,16 @@ def _trials(text: str) -> int:
     if not 1 <= number <= _TRIALS_MAX:
         raise argparse.ArgumentTypeError(f"{text!r} is not an integer from 1 to {_TRIALS_MAX}")
     return number
+
+
+def _tolerance(text: str) -> float:
+    try:
+        share = float(text)
+    except ValueError:
+        share = -1.0
+    if not 0 <= share < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a share from 0 to below 1")
+    return share
 
 
 def _config_map_name(text: str) -> str:

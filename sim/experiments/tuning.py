@@ -4,7 +4,8 @@ The first half of the trace is for trying. The best few are given every seed the
 that are significantly worse than the present configuration in neither objective the one with the
 greatest gain is chosen. The second half, which no choice has seen, judges the chosen one alone: at
 the load of the trace, below it and above. At the first it must be better in an objective, at none
-worse in one.
+worse in one. Worse by no more than a tolerance is not worse: else a gain of a third in one objective
+would count for nothing beside a loss of a hundredth in the other.
 """
 
 import math
@@ -58,9 +59,19 @@ class Against(Struct, frozen=True, kw_only=True):
         """More requests are refused or fail."""
         return _lost_more(ended_of(self.other), ended_of(self.present))
 
-    def judged(self, word: str) -> bool:
-        """In one objective at least the verdict is `word`."""
-        return any(one["verdict"] == word for one in self.differences.values())
+    @property
+    def better(self) -> bool:
+        """In one objective at least, significantly."""
+        return any(one["verdict"] == BETTER for one in self.differences.values())
+
+    def worse(self, tolerance: float) -> list[str]:
+        """The objectives in which it is, significantly and by more than that share."""
+        return [
+            measure
+            for measure, one in self.differences.items()
+            if one["verdict"] == WORSE
+            and (one["relative"] is None or abs(one["relative"]) > tolerance)
+        ]
 
     @property
     def gain(self) -> float:
@@ -71,13 +82,14 @@ class Against(Struct, frozen=True, kw_only=True):
             if one["value"] is not None
         )
 
-    def as_json(self) -> dict[str, Any]:
+    def as_json(self, tolerance: float) -> dict[str, Any]:
         """As summary.json has it."""
         return {
             "differences": self.differences,
             "present_requests": ended_of(self.present),
             "requests": ended_of(self.other),
             "loses_more": self.loses_more,
+            "worse": self.worse(tolerance),
         }
 
 
@@ -91,11 +103,13 @@ class Tuning:
         present: PolicySource,
         *,
         measures: Sequence[str],
+        tolerance: float,
         seeds: int,
     ) -> None:
         self.search = search
         self.present = present
         self.measures = measures
+        self.tolerance = tolerance
         self.complete = False
         self.finals: list[tuple[Trial, Against]] = []
         self.chosen: Trial | None = None
@@ -121,8 +135,8 @@ class Tuning:
         return (
             self.complete
             and self.chosen is not None
-            and self.held_out[LOADS[0]].judged(BETTER)
-            and not any(one.loses_more or one.judged(WORSE) for one in self.held_out.values())
+            and self.held_out[LOADS[0]].better
+            and not any(self._bad(one) for one in self.held_out.values())
         )
 
     def _costs(self, rung: int, policies: Sequence[PolicySource]) -> list[Costs]:
@@ -159,9 +173,12 @@ class Tuning:
         good = [
             (against.gain, -trial.number, trial)
             for trial, against in self.finals
-            if against.gain > 0 and not against.judged(WORSE) and not against.loses_more
+            if against.gain > 0 and not self._bad(against)
         ]
         return max(good)[-1] if good else None
+
+    def _bad(self, against: Against) -> bool:
+        return against.loses_more or bool(against.worse(self.tolerance))
 
 
 def _costs(run: Told, present: Told, measures: Sequence[str]) -> Costs:

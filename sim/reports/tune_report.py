@@ -43,8 +43,9 @@ def conclusion(summary: dict[str, Any]) -> str:
         )
     if summary["chosen"] is None:
         return (
-            f"Nothing beats {present}: of {tried} none was better over all seeds without being "
-            "worse in the other objective. No configuration is written."
+            f"Nothing beats {present}: of {tried} none was better over all seeds without giving up "
+            f"more than {summary['tolerance']:.3g} of an objective, or requests, for it. No "
+            "configuration is written."
         )
     at = summary["hold_out"]
     first = at[0]["differences"]
@@ -52,9 +53,23 @@ def conclusion(summary: dict[str, Any]) -> str:
         gains = ", ".join(_gain(name, first[name]) for name in first if _is(first[name], BETTER))
         return (
             f"Trial {summary['chosen']['trial']} beats {present} on the half that was not used for "
-            f"tuning: {gains}; and in neither objective is it worse at {_loads(at)} the load."
+            f"tuning: {gains}. {_given_up(summary)}"
         )
     return f"Nothing beats {present}: {_why_not(summary)}. No configuration is written."
+
+
+def _given_up(summary: dict[str, Any]) -> str:
+    """What it is worse in, all of it within the tolerance."""
+    at = summary["hold_out"]
+    losses = [
+        f"{_gain(name, found)} at {_loads([one])} the load"
+        for one in at
+        for name, found in one["differences"].items()
+        if _is(found, WORSE)
+    ]
+    if losses:
+        return f"It gives up {'; '.join(losses)}."
+    return f"In neither objective is it worse at {_loads(at)} the load."
 
 
 def _why_not(summary: dict[str, Any]) -> str:
@@ -70,9 +85,8 @@ def _why_not(summary: dict[str, Any]) -> str:
     if lossy:
         return f"{best} loses more requests at {_loads(lossy)} the load"
     for one in at:
-        worse = [name for name, found in one["differences"].items() if _is(found, WORSE)]
-        if worse:
-            what = ", ".join(_gain(name, one["differences"][name]) for name in worse)
+        if one["worse"]:
+            what = ", ".join(_gain(name, one["differences"][name]) for name in one["worse"])
             return f"{best} is worse at {_loads([one])} the load: {what}"
     measured = "; ".join(
         f"{LABELS[name]} {relative(found['relative'])}, 95 % interval {_interval(name, found)}"

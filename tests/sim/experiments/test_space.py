@@ -1,5 +1,8 @@
 """What `sim tune` varies: by default, by a file, and what becomes of it in a document."""
 
+import re
+from pathlib import Path
+
 import pytest
 import yaml
 from hypothesis import given
@@ -9,6 +12,7 @@ from epp.configuration.config import ConfigError
 from sim.cluster.policies import PolicySource, policy_source
 from sim.experiments.space import OFF, Choice, Range, Space, SpaceError, What
 
+ROOT = Path(__file__).parents[3]
 HEAD = "apiVersion: llm-d.ai/v1alpha1\nkind: EndpointPickerConfig\nplugins:\n"
 FILTERED = HEAD + (
     "- {type: prefix-cache-affinity-filter, parameters: {peakPrefillThroughput: 9000}}\n"
@@ -74,7 +78,7 @@ def test_agreement_is_varied_where_there_are_pickers_to_agree():
     [
         policy_source("default"),
         policy_source("sticky-until-saturated"),
-        policy_source("docs/examples/tuned.yaml"),
+        policy_source(str(ROOT / "docs/examples/tuned.yaml")),
         made(HEAD + "- type: queue-scorer\n- type: prefix-cache-scorer\n"),
         made(FILTERED),
     ],
@@ -178,13 +182,23 @@ def test_a_file_adds_to_what_is_varied_and_replaces_it_by_name(tmp_path):
     assert plugins["active-request-scorer"].idle_threshold == 3
 
 
+def test_the_file_of_the_documentation_is_one(tmp_path):
+    """All of its kinds of tables, on the default configuration."""
+    page = (ROOT / "docs/simulator.md").read_text()
+    (text,) = re.findall(r"```toml\n(.*?)```", page, re.DOTALL)
+    found = named(asked(tmp_path, text))
+    assert {one.what for one in found.values()} == set(What)
+    assert found["weight of queue-scorer"].span == Range(low=0.5, high=50, logarithmic=True)
+    assert "agreement of prefix-cache-scorer" in found
+
+
 def test_a_file_alone_says_what_is_varied_if_it_asks_for_that(tmp_path):
     """An index of the document, an integer on a logarithmic scale."""
     space = asked(
         tmp_path,
         'defaults = false\n[[parameters]]\nplugin = "approx-prefix-cache-producer"\n'
         'name = "lruCapacityPerServer"\nlow = 100\nhigh = 1000000\nlog = true\n',
-        "docs/examples/tuned.yaml",
+        str(ROOT / "docs/examples/tuned.yaml"),
     )
     (one,) = space.dimensions
     assert one.span == Range(low=100, high=1_000_000, logarithmic=True, integer=True)
@@ -205,6 +219,19 @@ def test_the_parameters_of_a_plugin_do_not_follow_it_to_another_type(tmp_path):
     }
     (scorer,) = space.source(values, "other").load().profile.scorers
     assert (scorer.name, scorer.plugin.threshold) == ("load-aware-scorer", 128.0)
+
+
+def test_the_weight_follows_to_another_type(tmp_path):
+    """It is one of the place in the profile; what is left out has none."""
+    space = asked(
+        tmp_path,
+        '[[plugins]]\nplugin = "queue-scorer"\ntypes = ["token-load-scorer", "none"]\n',
+        "llm-d-3-2-2",
+    )
+    values = present(space) | {"weight of queue-scorer": 7.0}
+    for chosen, weights in (("token-load-scorer", [3, 7, 2]), (OFF, [3, 2])):
+        config = space.source(values | {"type of queue-scorer": chosen}, "other").load()
+        assert [scorer.weight for scorer in config.profile.scorers] == weights
 
 
 def test_a_choice_whose_present_value_is_not_among_it_says_so(tmp_path):

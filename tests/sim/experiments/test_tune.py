@@ -287,6 +287,7 @@ def test_a_folder_of_another_trace_is_refused(folder, planted, capsys):
         ),
         (("--trials", "0", "--out", "x"), 2, "'0' is not an integer from 1 to"),
         (("--config-map", "Homing", "--out", "x"), 2, "'Homing' is no name of a ConfigMap"),
+        (("--tolerance", "1", "--out", "x"), 2, "'1' is not a share from 0 to below 1"),
         (("--objective", "speed", "--out", "x"), 2, "speed"),
     ],
 )

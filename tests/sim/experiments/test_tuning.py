@@ -74,9 +74,11 @@ class Found:
         return self.trials
 
 
-def tuned(objective=Objective.THROUGHPUT, **figures):
+def tuned(objective=Objective.THROUGHPUT, tolerance=0.0, **figures):
     runs, search = Runs(**figures), Found(figures)
-    tuning = Tuning(search, runs, PRESENT, measures=objective.measures, seeds=SEEDS)
+    tuning = Tuning(
+        search, runs, PRESENT, measures=objective.measures, tolerance=tolerance, seeds=SEEDS
+    )
     tuning.run()
     return tuning, runs, search
 
@@ -146,6 +148,18 @@ def test_a_gain_that_does_not_hold_beats_nothing(half, why):
     assert not tuning.beats, why
 
 
+@pytest.mark.parametrize(("tolerance", "beats"), [(0.0, False), (0.02, False), (0.06, True)])
+def test_a_little_may_be_given_up_for_much(tolerance, beats):
+    """A twentieth of the throughput for half of the time, if somebody says so."""
+    tuning, _, _ = tuned(
+        tolerance=tolerance, fast={"always": {"ttft_s": 0.5, "tokens_per_s": 950.0}}
+    )
+    assert tuning.beats is beats
+    if beats:
+        (told,) = {tuple(one.worse(0.02)) for one in tuning.held_out.values()}
+        assert told == ("output_tokens_per_s",)
+
+
 def test_lost_requests_count_as_ten_times_worse_and_impatient_clients_do_not():
     """In each objective, so that a search learns to keep away; one in a thousand is chance."""
     _, _, search = tuned(
@@ -169,7 +183,9 @@ def test_time_between_tokens_may_be_the_other_objective():
 def test_what_is_stopped_is_not_complete():
     """What was known by then stays, and nothing counts as beaten."""
     runs, search = Runs(fast=FAST), Found(["fast"])
-    tuning = Tuning(search, runs, PRESENT, measures=Objective.ITL.measures, seeds=SEEDS)
+    tuning = Tuning(
+        search, runs, PRESENT, measures=Objective.ITL.measures, tolerance=0.0, seeds=SEEDS
+    )
     plain = runs.of
 
     def of(wanted):

@@ -281,17 +281,16 @@ def _charts(summary: dict[str, Any]) -> str:
 
 def _progress_figure(finished: Sequence[dict[str, Any]]) -> str:
     """The best of all that had been tried by then: level for long, and more trials are no use."""
-    line: list[tuple[float, float]] = []
-    best = math.inf
+    line = [(0.0, 1.0)]  # the present one is there from the beginning
+    best = 1.0
     for one in finished:
         best = min(best, math.exp(sum(one["costs"][-1])))
         line.append((one["trial"], best))
     caption = "The best so far, both objectives multiplied, as times the present configuration's"
-    ends = [1.0, *(value for _, value in line)]
     drawing = line_chart(
         {"best": line},
         x=Axis.over([at for at, _ in line], title="trial"),
-        y=_axis(ends, "both objectives", logarithmic=True),
+        y=_axis([value for _, value in line], "both objectives", logarithmic=True),
         label=caption,
         dots=True,
     )

@@ -15,9 +15,10 @@ from sim.cluster.cluster import ClusterSettingsError
 from sim.cluster.policies import PolicyNameError
 from sim.engine import calibrate
 from sim.engine.profiles import ProfileError
-from sim.experiments import compare, replay, replicas, strategies, sweep
+from sim.experiments import compare, replay, replicas, strategies, sweep, tune
 from sim.experiments.jobs import JobError
 from sim.experiments.scenario_file import ScenarioError
+from sim.experiments.space import SpaceError
 from sim.output import OutputError
 from sim.pods import command as serve_command
 from sim.sentences import failed, sentence_of
@@ -38,6 +39,7 @@ def run(arguments: Sequence[str] | None) -> int:
     replay.add_parser(commands)
     compare.add_parser(commands)
     sweep.add_parser(commands)
+    tune.add_parser(commands)
     replicas.add_parser(commands)
     strategies.add_parser(commands)
     calibrate.add_parser(commands)
@@ -50,7 +52,8 @@ def run(arguments: Sequence[str] | None) -> int:
     except (PolicyNameError, ClusterSettingsError) as problem:
         return failed(str(problem), code=2)
     except (
-        TraceError, ProfileError, ScenarioError, ConfigError, OutputError, JobError, OSError,
+        TraceError, ProfileError, ScenarioError, SpaceError, ConfigError, OutputError, JobError,
+        OSError,
     ) as problem:  # fmt: skip
         return failed(sentence_of(problem), code=1)
     return code

@@ -1,4 +1,4 @@
-"""What `sim replay`, `compare` and `sweep` leave behind: a folder, and a bar while they work."""
+"""What `sim replay`, `compare`, `sweep` and `tune` leave behind: a folder, and a bar while they work."""
 
 import argparse
 import sys
@@ -11,7 +11,14 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 REQUESTS: Final = "requests.parquet"
 DECISIONS: Final = "decisions.jsonl"
-_WRITTEN: Final = ("summary.json", "report.md", "report.html", REQUESTS, DECISIONS)
+RUNS: Final = "runs.jsonl"
+TUNED: Final = "tuned.yaml"
+TUNED_CONFIG_MAP: Final = "tuned-configmap.yaml"
+BEST_SO_FAR: Final = "best-so-far.yaml"
+_WRITTEN: Final = (
+    *("summary.json", "report.md", "report.html", REQUESTS, DECISIONS),
+    *(RUNS, TUNED, TUNED_CONFIG_MAP, BEST_SO_FAR),
+)
 """What the commands write; no command writes all of it."""
 
 
@@ -33,11 +40,12 @@ def add_output_options(parser: argparse.ArgumentParser) -> None:
     add("--force", action="store_true", help="replace the results that are in DIR already")
 
 
-def open_folder(options: argparse.Namespace) -> Path | None:
+def open_folder(options: argparse.Namespace, *, goes_on: str = "") -> Path | None:
     """An empty folder for results, made if need be; None: none is wanted.
 
     `--force` takes a non-empty one too, and removes what earlier runs have written there: nothing
-    of two runs stands side by side. Raises `OutputError` and `OSError`.
+    of two runs stands side by side. A command that can go on where it was stopped takes one with the
+    file `goes_on` too. Raises `OutputError` and `OSError`.
     """
     path: Path | None = options.out
     if path is None:
@@ -46,7 +54,7 @@ def open_folder(options: argparse.Namespace) -> Path | None:
     if options.force:
         for name in _WRITTEN:
             (path / name).unlink(missing_ok=True)
-    elif any(path.iterdir()):
+    elif not (goes_on and (path / goes_on).exists()) and any(path.iterdir()):
         raise OutputError(f"{path} is not empty; choose another --out or overwrite with --force")
     return path
 

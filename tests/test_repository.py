@@ -114,6 +114,18 @@ COVERED_ELSEWHERE = {
         "tests/sim/cluster/test_cluster.py",
         "the pods of every cluster",
     ),
+    "sim/experiments/proposals.py": (
+        "tests/sim/experiments/test_search.py",
+        "searches ask it and tell it",
+    ),
+    "sim/experiments/measured_runs.py": (
+        "tests/sim/experiments/test_tune.py",
+        "which requests its runs are of, and that none is done twice",
+    ),
+    "sim/reports/tune_report.py": (
+        "tests/sim/experiments/test_tune.py",
+        "what a tuning prints and writes",
+    ),
     "sim/experiments/sweep.py": (
         "tests/sim/experiments/test_replay.py",
         "the three commands are run there",
@@ -171,6 +183,7 @@ NOT_FOR_SERVING = (
     "rich",
     "pyarrow",
     "matplotlib",
+    "optuna",
     "sim",
     "envoy_data_plane",
     "kubernetes",
@@ -264,7 +277,7 @@ def test_serving_needs_nothing_of_the_simulator():
     """With all of it out of reach `epp serve` is imported all the same, and asks for none of it."""
     # structlog itself takes rich where it is installed, and does without where it is not.
     loaded = run_python(
-        f"import sys; sys.modules.update(dict.fromkeys({NOT_FOR_SERVING!r}[:3]));"
+        f"import sys; sys.modules.update(dict.fromkeys({NOT_FOR_SERVING!r}[:4]));"
         "import epp.app; print(*(name for name in sys.modules if sys.modules[name]))"
     )
     assert "epp.app" in loaded

@@ -24,12 +24,16 @@ from epp.configuration.config import (
     load_config,
     plain_parameters,
 )
+from epp.configuration.document import read_mapping
 from epp.configuration.flags import CheckFlags
 from epp.core.decision.scheduler import SchedulerSettings
 
 VALID: Final = 0
 INVALID: Final = 1
 UNREADABLE: Final = 2
+
+CONFIG_MAP_KEY: Final = "config.yaml"
+"""Where the chart's ConfigMap has its document."""
 
 READS: Final[Mapping[str, str]] = {
     "active-request-scorer": "requests in flight from here",
@@ -96,9 +100,22 @@ def check_config(flags: CheckFlags, out: TextIO, err: TextIO) -> int:
 def _load(file: str, plugins: PluginTables) -> PickerConfig:
     """The configuration in `file`, "-" for standard input; at most one byte too much is read."""
     if file == "-":
-        return load_config(sys.stdin.buffer.read(CONFIG_MAX_BYTES + 1), "standard input", plugins)
+        return _read(sys.stdin.buffer.read(CONFIG_MAX_BYTES + 1), "standard input", plugins)
     with Path(file).open("rb") as stream:
-        return load_config(stream.read(CONFIG_MAX_BYTES + 1), file, plugins)
+        return _read(stream.read(CONFIG_MAX_BYTES + 1), file, plugins)
+
+
+def _read(text: bytes, source: str, plugins: PluginTables) -> PickerConfig:
+    """A configuration, or the one that a ConfigMap holds: under `CONFIG_MAP_KEY`, or alone."""
+    manifest = read_mapping(text, source)
+    if manifest.get("kind") != "ConfigMap":
+        return load_config(text, source, plugins)
+    data = manifest.get("data")
+    texts = data if isinstance(data, dict) else {}
+    key = CONFIG_MAP_KEY if len(texts) != 1 else next(iter(texts))
+    if not isinstance(texts.get(key), str):
+        raise ConfigError([f"{source}: data of the ConfigMap has no text {key}"])
+    return load_config(texts[key], f"{source}: {key}", plugins)
 
 
 def explain(config: PickerConfig) -> str:

@@ -143,13 +143,15 @@ def _compared(names: Sequence[str], runs: Sequence[Sequence[Result]]) -> dict[st
                 for measure in figures[at][0]
             },
             "difference": {
-                measure: _told(measure, found) for measure, found in differences.items()
+                measure: difference_as_json(measure, found)
+                for measure, found in differences.items()
             },
         }
     return told
 
 
-def _told(measure: str, found: Difference) -> dict[str, Any]:
+def difference_as_json(measure: str, found: Difference) -> dict[str, Any]:
+    """As summary.json has it, with its verdict."""
     difference = found.difference
     return {
         **estimate_as_json(difference),

@@ -32,10 +32,15 @@ class JobError(Exception):
     """One of the runs cannot be done: one sentence."""
 
 
-class Result(Struct, frozen=True, kw_only=True):
-    """What comes back from a run in another process."""
+class Told(Struct, frozen=True, kw_only=True):
+    """What a run has shown, in numbers."""
 
     summary: dict[str, Any]
+
+
+class Result(Told, frozen=True, kw_only=True):
+    """What comes back from a run in another process."""
+
     series: Series
 
 
@@ -205,7 +210,7 @@ def run_job(settings: RunSettings) -> Result:
     return Result(summary=summary | told, series=one.measures.steady_series())
 
 
-def ended_of(runs: Sequence[Result]) -> dict[str, int]:
+def ended_of(runs: Sequence[Told]) -> dict[str, int]:
     """How many requests were sent, and how they ended, over all runs."""
     counts = [one.summary["requests"] for one in runs]
     return {fate: sum(count[fate] for count in counts) for fate in counts[0]}
@@ -220,7 +225,7 @@ def estimate_as_json(found: Estimate) -> dict[str, float | None]:
     }
 
 
-def varied_between(runs: Sequence[Result]) -> Varied:
+def varied_between(runs: Sequence[Told]) -> Varied:
     """What differs between the repetitions of one configuration, the first being the trace as it is."""
     traffic = [one.summary["traffic"] for one in runs]
     resampled = next((one["resampled"] for one in traffic if one["resampled"]), None)

@@ -51,7 +51,10 @@ class RunSettings(Struct, frozen=True, kw_only=True):
     repetition: int = 0
     """0: the trace as it is; any other: other traffic like it, which `seed` decides."""
     read: ReadOptions = field(default_factory=ReadOptions)
+    requests_from: int = 0
+    """Left out at the beginning: the first of the others comes at 0 s."""
     requests_max: int | None = None
+    """Of those that are left."""
     jitter_s: Seconds | None = None
     """None: as wide as the grid of the trace's clock."""
     speed: float = 1.0
@@ -156,7 +159,11 @@ class Run:
             # Of the trace as it is: where blocks of it meet, its clock has other ticks.
             jitter_s = grid_s(islice(self.trace, requests_max))
         self.variation = varied(
-            self.trace, settings.repetition, seed=settings.seed, requests_max=requests_max
+            self.trace,
+            settings.repetition,
+            seed=settings.seed,
+            requests_max=requests_max,
+            requests_from=settings.requests_from,
         )
         arrivals = self.variation.arrivals
         if jitter_s is None:

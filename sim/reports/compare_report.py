@@ -22,7 +22,7 @@ from sim.reports.report import (
     windows_sentence,
 )
 
-_LABELS: Final = {
+LABELS: Final = {
     "ttft_mean_s": "TTFT mean",
     "ttft_p50_s": "TTFT p50",
     "ttft_p90_s": "TTFT p90",
@@ -37,7 +37,7 @@ _LABELS: Final = {
     "goodput": "within targets",
     "pod_hours": "pod-hours",
 }
-_HIGHER_IS_BETTER: Final = frozenset({"hit_rate", "output_tokens_per_s", "goodput"})
+HIGHER_IS_BETTER: Final = frozenset({"hit_rate", "output_tokens_per_s", "goodput"})
 """Of the other measures lower is."""
 _SHARES: Final = frozenset({"hit_rate", "goodput", "stall_share"})
 
@@ -45,8 +45,8 @@ _MULTIPLE_MIN: Final = 10
 _SHARE_MIN: Final = 0.001
 """Below, a percentage needs more than one place."""
 
-_BETTER: Final = "better"
-_WORSE: Final = "worse"
+BETTER: Final = "better"
+WORSE: Final = "worse"
 _NO_DIFFERENCE: Final = "no significant difference"
 _UNKNOWN: Final = "not enough to tell from"
 
@@ -57,7 +57,7 @@ def verdict(measure: str, found: Estimate) -> str:
         return f"{_UNKNOWN}: {found.lacking}"
     if not found.significant:
         return _NO_DIFFERENCE
-    return _BETTER if (found.value > 0) == (measure in _HIGHER_IS_BETTER) else _WORSE
+    return BETTER if (found.value > 0) == (measure in HIGHER_IS_BETTER) else WORSE
 
 
 def _rows(summary: dict[str, Any]) -> list[list[str]]:
@@ -68,7 +68,7 @@ def _rows(summary: dict[str, Any]) -> list[list[str]]:
             shown(measure, config["figures"][measure]["value"])
             for config in summary["configs"].values()
         ]
-        rows.append([_LABELS[measure], *values])
+        rows.append([LABELS[measure], *values])
     lost = [not_complete(config["requests"]) for config in summary["configs"].values()]
     return [*rows, ["not complete", *lost]]
 
@@ -79,13 +79,13 @@ def _difference_rows(summary: dict[str, Any]) -> list[list[str]]:
     rows = [[f"against {first}", "difference", "95 % interval", "relative", "verdict"]]
     for name, config in summary["configs"].items():
         for measure, found in config["difference"].items():
-            low, high = _signed(measure, found["low"]), _signed(measure, found["high"])
+            low, high = signed(measure, found["low"]), signed(measure, found["high"])
             rows.append(
                 [
-                    f"{name}: {_LABELS[measure]}",
-                    _signed(measure, found["value"]),
+                    f"{name}: {LABELS[measure]}",
+                    signed(measure, found["value"]),
                     "-" if found["low"] is None else f"{low} to {high}",
-                    _relative(found["relative"]),
+                    relative(found["relative"]),
                     "-" if _reason(found) else found["verdict"],
                 ]
             )
@@ -113,7 +113,7 @@ def shown(measure: str, value: float | None) -> str:
     return seconds(value) if measure.endswith("_s") and "tokens" not in measure else number(value)
 
 
-def _signed(measure: str, value: float | None) -> str:
+def signed(measure: str, value: float | None) -> str:
     """A difference in the unit of its measure: points of per cent for a share."""
     if value is None:
         return "-"
@@ -121,7 +121,7 @@ def _signed(measure: str, value: float | None) -> str:
     return f"+{told}" if value > 0 else told
 
 
-def _relative(value: float | None) -> str:
+def relative(value: float | None) -> str:
     """A difference as a share of the reference; from ten times on as a multiple of it."""
     if value is None:
         return "-"
@@ -147,14 +147,14 @@ def _conclusion(name: str, first: str, differences: dict[str, dict[str, Any]]) -
     """At most one sentence: nothing is concluded from what there is not enough to tell from."""
     by_verdict: dict[str, list[str]] = {}
     for measure, found in differences.items():
-        word, label = found["verdict"], _LABELS[measure]
-        if word in (_BETTER, _WORSE):
+        word, label = found["verdict"], LABELS[measure]
+        if word in (BETTER, WORSE):
             known = found["relative"] is not None
-            size = _relative(found["relative"]) if known else _signed(measure, found["value"])
+            size = relative(found["relative"]) if known else signed(measure, found["value"])
             label = f"{label} ({size})"
         if not _reason(found):
             by_verdict.setdefault(word, []).append(label)
-    sure = [word for word in (_BETTER, _WORSE) if word in by_verdict]
+    sure = [word for word in (BETTER, WORSE) if word in by_verdict]
     parts: list[str] = []
     for word in (*sure, _NO_DIFFERENCE):
         if labels := by_verdict.get(word):

@@ -69,22 +69,36 @@ class Variation(Struct, kw_only=True):
     """Of which they were put together; None: they were not resampled."""
 
 
-def varied(trace: Trace, repetition: int, *, seed: int, requests_max: int | None) -> Variation:
+def varied(
+    trace: Trace,
+    repetition: int,
+    *,
+    seed: int,
+    requests_max: int | None,
+    requests_from: int = 0,
+) -> Variation:
     """Repetition 0 is the trace as it is; every other is other traffic, decided by `seed`.
 
-    Of a recorded trace the first `requests_max` requests are taken, then resampled. Raises as
-    iterating over the trace does, and `TraceError` if there are too many to hold.
+    Of either `requests_from` requests are left out at the beginning, and `requests_max` of those
+    that follow are taken; of a recorded trace these are then resampled. Raises as iterating over
+    the trace does, and `TraceError` if there are too many to hold.
     """
+
+    def part(arrivals: Iterable[Arrival]) -> Iterator[Arrival]:
+        end = None if requests_max is None else requests_from + requests_max
+        taken = islice(arrivals, requests_from, end)
+        return from_zero(taken) if requests_from else taken
+
     if not repetition:
-        return Variation(arrivals=islice(trace, requests_max))
+        return Variation(arrivals=part(trace))
     generated = trace.generated()
     if generated is not None:
         named = generated.seed
         drawn = generated.arrivals(trace.options.seed if named is None else named + repetition)
-        return Variation(arrivals=islice(from_zero(drawn), requests_max), generated=True)
+        return Variation(arrivals=part(from_zero(drawn)), generated=True)
     given: list[Arrival] = []
     held = 0
-    for arrival in islice(trace, requests_max):
+    for arrival in part(trace):
         given.append(arrival)
         held += 1 + len(arrival.blocks)
         if held > HELD_MAX:

@@ -4,6 +4,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import yaml
 
 from epp.__main__ import main
 from epp.configuration.build import plugin_tables
@@ -46,6 +47,39 @@ def test_an_invalid_file_exits_1_with_every_problem_on_stderr():
     code, out, err = check(file=REFUSED, explain=True)
     assert (code, out) == (1, "")
     assert len(err.splitlines()) == 4
+
+
+def config_map(texts):
+    """As `kubectl get configmap --output yaml` shows it, shortened."""
+    return yaml.safe_dump({"apiVersion": "v1", "kind": "ConfigMap", "data": texts})
+
+
+@pytest.mark.parametrize("key", ["config.yaml", "other.yaml"])
+def test_a_config_map_is_checked_by_what_it_holds(tmp_path, key):
+    """Under any key if there is one; with the hash that the document alone has."""
+    file = tmp_path / "configmap.yaml"
+    file.write_text(config_map({key: Path(CHART).read_text()}))
+    code, out, err = check(file=str(file))
+    assert (code, err) == (0, "")
+    assert out == check(file=CHART)[1].replace(CHART, f"{file}: {key}")
+
+
+@pytest.mark.parametrize(
+    ("texts", "problem"),
+    [
+        ({"a": DEFAULT_CONFIG, "b": ""}, "data of the ConfigMap has no text config.yaml"),
+        (None, "data of the ConfigMap has no text config.yaml"),
+        ({"config.yaml": None}, "data of the ConfigMap has no text config.yaml"),
+        ({"config.yaml": "{}"}, "config.yaml: kind is None, expected 'EndpointPickerConfig'"),
+    ],
+)
+def test_a_config_map_without_a_configuration_is_invalid(tmp_path, texts, problem):
+    """None, several of which none has the usual key, or one that is no good."""
+    file = tmp_path / "configmap.yaml"
+    file.write_text(config_map(texts))
+    code, out, err = check(file=str(file))
+    assert (code, out) == (1, "")
+    assert err.startswith(f"{file}: {problem}")
 
 
 @pytest.mark.parametrize("file", ["/nowhere/config.yaml", str(SAMPLES)])

@@ -22,7 +22,7 @@ TEXT_CONTRAST_MIN = 4.5
 MARK_CONTRAST_MIN = 3.0
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
-PAGES = ("replay", "compare", "sweep", "demo")
+PAGES = ("replay", "compare", "sweep", "tune", "demo")
 
 
 def demo_page():
@@ -53,6 +53,7 @@ def folder(tmp_path_factory):
         ("replay", "--pods", "12", *named),
         ("compare", "--seeds", "5", "--pods", "2", *compared),
         ("sweep", "--rates", "5,50,1000", "--pods", "2", *compared),
+        ("tune", "--trials", "4", "--seeds", "3", "--pods", "2", *named),
     ):
         blocks = ["--block-tokens", str(BLOCK_TOKENS)]
         out = ["--out", str(folder / command)]

@@ -260,3 +260,31 @@ def test_a_trace_that_cannot_be_held_is_refused(tmp_path, monkeypatch):
     ):
         varied(trace, 1, seed=1, requests_max=None)
     assert varied(trace, 1, seed=1, requests_max=3).blocks is not None
+
+
+@settings(max_examples=30, deadline=None)
+@given(start=st.integers(0, 30), count=st.integers(1, 30), repetition=st.integers(0, 2))
+def test_a_part_of_a_trace_is_what_lies_between(tmp_path_factory, start, count, repetition):
+    """From the first of them on, as it is or as others like it: no part has requests of another."""
+    path = tmp_path_factory.mktemp("part") / "made.jsonl"
+    lines = [
+        {
+            "timestamp": 250 * at,
+            "input_length": 130,
+            "output_length": 2,
+            "hash_ids": [5_000 + at, 99, 98],
+        }
+        for at in range(60)
+    ]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    trace = open_trace(path, ReadOptions(block_tokens=64))
+    part = list(varied(trace, repetition, seed=7, requests_max=count, requests_from=start).arrivals)
+    whole = list(trace)[start : start + count]
+    if repetition:
+        # Text that is drawn twice gets ids that nothing has; what is drawn once keeps its own.
+        known = {one.blocks[0] for one in part} & set(range(5_000, 5_060))
+        assert known <= {one.blocks[0] for one in whole}
+    else:
+        assert [one.blocks for one in part] == [one.blocks for one in whole]
+        assert part[0].time_s == 0.0
+        assert part[-1].time_s == pytest.approx(whole[-1].time_s - whole[0].time_s)

@@ -1,0 +1,69 @@
+"""What to try next, by Optuna's tree-structured Parzen estimator, for two objectives at once.
+
+This alone knows Optuna, which takes half a second to import. Its study lives in memory: what is
+asked for follows from seed and what was told, so that a command that starts anew asks for the same.
+"""
+
+import math
+import warnings
+from collections.abc import Sequence
+
+import optuna
+import xxhash
+from optuna.distributions import (
+    BaseDistribution,
+    CategoricalDistribution,
+    FloatDistribution,
+    IntDistribution,
+)
+from optuna.trial import TrialState
+
+from sim.experiments.space import Choice, Dimension, Value
+
+
+class Proposals:
+    """Batch by batch: ask, measure, tell."""
+
+    def __init__(self, dimensions: Sequence[Dimension], *, seed: int, random: int) -> None:
+        """The first `random` that are measured are drawn by chance, but for the present values."""
+        self._distributions = {one.name: _distribution(one) for one in dimensions}
+        self._seed = seed
+        self._random = random
+        self._batches = 0
+        self._asked: list[optuna.Trial] = []
+        # It tells each trial, and warns of what of it is experimental.
+        optuna.logging.set_verbosity(optuna.logging.CRITICAL)
+        with warnings.catch_warnings(action="ignore"):
+            self._study = optuna.create_study(directions=["minimize", "minimize"])
+        present = {one.name: one.present for one in dimensions}
+        if None not in present.values():
+            self._study.enqueue_trial(present)
+
+    def ask(self, count: int) -> list[dict[str, Value]]:
+        """Values of each dimension, `count` times. `tell` follows."""
+        # Seeded by its place, so that nothing depends on how much chance earlier ones have used.
+        seed = xxhash.xxh32_intdigest(f"{self._seed}:tune:{self._batches}".encode())
+        self._batches += 1
+        with warnings.catch_warnings(action="ignore"):
+            self._study.sampler = optuna.samplers.TPESampler(
+                seed=seed, n_startup_trials=self._random
+            )
+            self._asked = [self._study.ask(self._distributions) for _ in range(count)]
+        return [dict(one.params) for one in self._asked]
+
+    def tell(self, costs: Sequence[Sequence[float] | None]) -> None:
+        """What each of those asked for costs, in their order; None: it cannot be tried."""
+        for one, found in zip(self._asked, costs, strict=True):
+            if found is None:
+                self._study.tell(one, state=TrialState.FAIL)
+            else:
+                self._study.tell(one, found)
+
+
+def _distribution(dimension: Dimension) -> BaseDistribution:
+    span = dimension.span
+    if isinstance(span, Choice):
+        return CategoricalDistribution(list(span.values))
+    if span.integer:
+        return IntDistribution(math.ceil(span.low), math.floor(span.high), log=span.logarithmic)
+    return FloatDistribution(span.low, span.high, log=span.logarithmic)

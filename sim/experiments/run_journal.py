@@ -1,0 +1,122 @@
+"""Runs that have ended, a line each, in a file: a command that was stopped goes on where it was.
+
+The first line says of what they are. Whoever opens the file for something else is refused: figures
+of other traffic, or by other rules, would pass for its own.
+"""
+
+import fcntl
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any, BinaryIO, Final, Self, TypeVar
+
+import msgspec
+from msgspec import Struct
+
+from sim.experiments.jobs import Told
+from sim.output import OutputError
+
+KEPT: Final = (
+    *("requests", "traffic", "window", "warnings", "bad_lines", "requests_per_s"),
+    *("ttft_s", "tpot_s", "itl_s", "e2e_s", "hit_rate", "output_tokens_per_s", "goodput"),
+    "digest",
+)
+"""Of the summary of a run: what runs are compared by and reports tell."""
+
+
+T = TypeVar("T")
+
+
+class _Line(Struct, frozen=True):
+    key: str
+    run: dict[str, Any]
+
+
+class RunJournal:
+    """Leaving the context closes it. One process at a time has it open."""
+
+    def __init__(self, path: Path, about: Mapping[str, str]) -> None:
+        """Open or begin the file; `about`: what the runs are of, name in words -> value.
+
+        Raises `OutputError` if it is about something else, is open elsewhere or is damaged, and
+        `OSError`.
+        """
+        self._path = path
+        self._runs: dict[str, Told] = {}
+        # Neither emptied nor made anew: what is there is wanted.
+        self._file: BinaryIO = os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT, 0o666), "r+b")
+        try:
+            self._begin(about)
+        except BaseException:
+            self._file.close()
+            raise
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        problem: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._file.close()
+
+    def __len__(self) -> int:
+        return len(self._runs)
+
+    def get(self, key: str) -> Told | None:
+        """The run of that key, if it has ended."""
+        return self._runs.get(key)
+
+    def add(self, key: str, told: Told) -> Told:
+        """Write it down; what is returned is what `get` will have."""
+        kept = Told(summary={name: told.summary[name] for name in KEPT})
+        self._write(_Line(key, kept.summary))
+        self._runs[key] = kept
+        return kept
+
+    def _begin(self, about: Mapping[str, str]) -> None:
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise OutputError(f"{self._path} is in use by another process") from None
+        content = self._file.read()
+        # A process that was killed may have left half a line.
+        whole = content[: content.rfind(b"\n") + 1]
+        self._file.truncate(len(whole))
+        self._file.seek(len(whole))
+        head, *lines = whole.splitlines() or [b""]
+        if not head:
+            self._write(dict(about))
+            return
+        self._check(self._decoded(head, 1, dict[str, str]), about)
+        for number, line in enumerate(lines, start=2):
+            one = self._decoded(line, number, _Line)
+            if not set(KEPT) <= set(one.run):
+                raise self._damaged(number)
+            self._runs[one.key] = Told(summary=one.run)
+
+    def _check(self, was: Mapping[str, str], about: Mapping[str, str]) -> None:
+        for name in dict.fromkeys([*about, *was]):
+            if was.get(name) != about.get(name):
+                raise OutputError(
+                    f"{self._path.parent} was begun with {name} {was.get(name, 'unsaid')}, not "
+                    f"{about.get(name, 'unsaid')}; choose another --out or begin anew with --force"
+                )
+
+    def _decoded(self, line: bytes, number: int, kind: type[T]) -> T:
+        try:
+            return msgspec.json.decode(line, type=kind)
+        except msgspec.DecodeError as problem:
+            raise self._damaged(number) from problem
+
+    def _damaged(self, number: int) -> OutputError:
+        return OutputError(
+            f"{self._path}:{number} is no run that has ended; begin anew with --force"
+        )
+
+    def _write(self, line: object) -> None:
+        self._file.write(msgspec.json.encode(line) + b"\n")
+        self._file.flush()

@@ -1,0 +1,452 @@
+"""What `sim tune` varies in a configuration: weights, thresholds, and which plugin it is.
+
+By default, of every filter and scorer in the profile:
+
+- the weight of each scorer, 0.1 to 10 on a logarithmic scale, or off; of a single scorer it does
+  not matter;
+- each number whose type has bounds: between them if it has two, else from a tenth of the present
+  value to ten times it, on a logarithmic scale; one that is 0, or not given, is left alone.
+
+Which requests are refused is no matter of taste, how fast engines are one of measuring, and what an
+index may hold one of memory: these are varied only where a file asks for it.
+"""
+
+import math
+import tomllib
+from collections.abc import Iterator, Mapping, Sequence
+from copy import deepcopy
+from enum import StrEnum
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+import yaml
+from msgspec import Struct, inspect
+
+from epp.configuration.build import plugin_tables
+from epp.configuration.compatibility import ACCEPTED
+from epp.configuration.config import PickerConfig, plain_parameters
+from epp.configuration.document import nearest, read_mapping, sentence_of
+from epp.plugins.agreement import Agreement
+from sim.cluster.policies import PolicySource
+from sim.sentences import sentence_of as told_of
+
+WEIGHT_MIN: Final = 0.1
+WEIGHT_MAX: Final = 10.0
+OFF_FROM: Final = 0.05
+"""Weights are drawn from here; what is drawn below `WEIGHT_MIN` is off, one in eight or so."""
+AROUND: Final = 10.0
+"""Times less and more than the present value, where a type does not say between what it lies."""
+FILE_BYTES_MAX: Final = 1_000_000
+DIMENSIONS_MAX: Final = 100
+OFF: Final = "none"
+"""In the place of a plugin: it is left out of the profile."""
+
+_MEASURED: Final = frozenset({"peakPrefillThroughput", "lruSize"})
+"""How fast engines are and what fits into memory: facts, of which a search would make a taste."""
+_WITH_SEVERAL_PICKERS: Final = frozenset({"agreementBelow", "agreementKeyTokens"})
+"""Without effect where one picker decides, unless `agreement` says always."""
+
+Value = float | int | str
+Values = Mapping[str, Value]
+"""Name of a dimension -> what it is set to; of a choice its label."""
+
+
+class SpaceError(ValueError):
+    """There is nothing to vary, or a file that says what cannot be used: one sentence."""
+
+
+class What(StrEnum):
+    """What of a plugin is varied."""
+
+    WEIGHT = "weight"
+    PARAMETER = "parameter"
+    PLUGIN = "plugin"
+
+
+class Range(Struct, frozen=True, kw_only=True):
+    """Numbers from `low` to `high`."""
+
+    low: float
+    high: float
+    logarithmic: bool = False
+    integer: bool = False
+    off_below: float = 0.0
+    """What is drawn below is 0."""
+
+    def __str__(self) -> str:
+        low = max(self.low, self.off_below)
+        return f"{low:g} to {self.high:g}{' or off' if self.off_below else ''}"
+
+    def rounded(self, drawn: float) -> float | int:
+        """As it is written: weights to two digits, others to three, and never outside."""
+        if drawn < self.off_below:
+            return 0
+        if self.integer:
+            return round(drawn)
+        short = float(f"{drawn:.{2 if self.off_below else 3}g}")
+        inside = min(max(short, self.low), self.high)
+        return int(inside) if inside.is_integer() else inside
+
+
+class Choice(Struct, frozen=True, kw_only=True):
+    """One of several, as labels."""
+
+    values: Mapping[str, Any]
+    """Label -> what stands in the document."""
+
+    def __str__(self) -> str:
+        return " | ".join(self.values)
+
+
+class Dimension(Struct, frozen=True, kw_only=True):
+    """One thing that is varied."""
+
+    plugin: str
+    """Its name in the document."""
+    what: What
+    span: Range | Choice
+    parameter: str = ""
+    present: Value | None = None
+    """None: what it is now is not among what it may be."""
+
+    @property
+    def name(self) -> str:
+        """For people, and unique."""
+        if self.what is What.PARAMETER:
+            return f"{self.parameter} of {self.plugin}"
+        return f"weight of {self.plugin}" if self.what is What.WEIGHT else f"type of {self.plugin}"
+
+    def written(self, value: Value) -> Any:
+        """`value` as the document has it."""
+        if isinstance(self.span, Choice):
+            return self.span.values[str(value)]
+        assert not isinstance(value, str)
+        return value if value == self.present else self.span.rounded(value)
+
+
+class Space:
+    """A configuration, and what may be another in it."""
+
+    def __init__(self, policy: PolicySource, *, pickers: int = 1, file: Path | None = None) -> None:
+        """Raises `SpaceError` for a baseline, for a bad `file`, and if there is nothing to vary."""
+        if not policy.text:
+            raise SpaceError(
+                f"{policy.name} has no configuration: expected an EndpointPickerConfig in --config"
+            )
+        self.policy = policy
+        config = policy.load()
+        self._document = _spelt_out(policy, config)
+        rows = _File() if file is None else _read(file)
+        found: dict[str, Dimension] = {}
+        if rows.defaults:
+            found = {one.name: one for one in _usual(config, pickers)}
+        if file is not None:
+            for one in _Asked(str(file), self._document, config).dimensions(rows):
+                found[one.name] = one
+        if not found:
+            raise SpaceError(f"{policy.source} has nothing that can be varied: name it in --space")
+        if len(found) > DIMENSIONS_MAX:
+            raise SpaceError(
+                f"{policy.source} has {len(found)} things to vary, expected at most "
+                f"{DIMENSIONS_MAX}: name fewer in --space, with defaults = false"
+            )
+        self.dimensions = tuple(found.values())
+
+    def source(self, values: Values, name: str) -> PolicySource:
+        """The configuration with `values`, called `name`. Its text may still be refused."""
+        document = deepcopy(self._document)
+        (profile,) = document["schedulingProfiles"]
+        names = _place_plugins(document, profile, self.dimensions, values)
+        for one in self.dimensions:
+            name = names.get(one.plugin, one.plugin)
+            if one.what is What.PLUGIN or not name or values[one.name] == one.present:
+                continue  # what is as it was stands there, to the last digit
+            value = one.written(values[one.name])
+            if one.what is What.WEIGHT:
+                # Of a place in the profile, whoever has it.
+                _named(profile["plugins"], "pluginRef", name)["weight"] = value
+            elif name == one.plugin:
+                entry = _declared(document, one.plugin)
+                entry["parameters"] = {**(entry.get("parameters") or {}), one.parameter: value}
+        return PolicySource(name=name, text=written(document), source=name)
+
+
+def written(document: Mapping[str, Any]) -> str:
+    """YAML as people write it."""
+    text: str = yaml.safe_dump(dict(document), sort_keys=False, allow_unicode=True, width=100)
+    return text
+
+
+# --- applying values ------------------------------------------------------------------------------
+
+
+def _spelt_out(policy: PolicySource, config: PickerConfig) -> dict[str, Any]:
+    """The document with a profile that names what decides, the picker too."""
+    document = read_mapping(policy.text, policy.source)
+    profile = config.profile
+    document["plugins"] = list(document.get("plugins") or [])
+    if not document.get("schedulingProfiles"):
+        members: list[dict[str, Any]] = [{"pluginRef": named.name} for named in profile.filters]
+        members += [{"pluginRef": one.name, "weight": one.weight} for one in profile.scorers]
+        document["schedulingProfiles"] = [{"name": profile.name, "plugins": members}]
+    (only,) = document["schedulingProfiles"]
+    if not any(_name_of(entry) == profile.picker_name for entry in document["plugins"]):
+        document["plugins"].append({"type": profile.picker_name})
+    only["plugins"] = list(only.get("plugins") or [])
+    if not any(entry["pluginRef"] == profile.picker_name for entry in only["plugins"]):
+        only["plugins"].append({"pluginRef": profile.picker_name})
+    return document
+
+
+def _place_plugins(
+    document: dict[str, Any],
+    profile: dict[str, Any],
+    dimensions: Sequence[Dimension],
+    values: Values,
+) -> dict[str, str]:
+    """Put the chosen types in; old name -> new name of those that are others, "" if left out."""
+    names: dict[str, str] = {}
+    for one in dimensions:
+        if one.what is not What.PLUGIN or values[one.name] == one.present:
+            continue
+        chosen = str(values[one.name])
+        place = document["plugins"].index(_declared(document, one.plugin))
+        if chosen == OFF:
+            names[one.plugin] = ""
+            del document["plugins"][place]
+            continue
+        names[one.plugin] = chosen
+        document["plugins"][place] = {"type": chosen}
+    if names:
+        for entry in profile["plugins"]:
+            entry["pluginRef"] = names.get(entry["pluginRef"], entry["pluginRef"])
+        profile["plugins"] = [entry for entry in profile["plugins"] if entry["pluginRef"]]
+    return names
+
+
+def _name_of(entry: Mapping[str, Any]) -> str:
+    return str(entry.get("name") or entry["type"])
+
+
+def _declared(document: Mapping[str, Any], plugin: str) -> dict[str, Any]:
+    return next(entry for entry in document["plugins"] if _name_of(entry) == plugin)
+
+
+def _named(entries: Sequence[dict[str, Any]], key: str, name: str) -> dict[str, Any]:
+    return next(entry for entry in entries if entry[key] == name)
+
+
+# --- what is varied by default --------------------------------------------------------------------
+
+
+def _usual(config: PickerConfig, pickers: int) -> Iterator[Dimension]:
+    profile = config.profile
+    if len(profile.scorers) > 1:
+        for scorer in profile.scorers:
+            yield _weight(scorer.name, scorer.weight, WEIGHT_MIN, WEIGHT_MAX, off=True)
+    for member in profile.members:
+        present = plain_parameters(member.plugin)
+        agreeing = getattr(member.plugin, "agreement", None) is Agreement.RENDEZVOUS
+        for name, kind in _numbers(type(member.plugin)):
+            alone = name in _WITH_SEVERAL_PICKERS and pickers == 1 and not agreeing
+            if alone or name in _MEASURED:
+                continue
+            span = _span(kind, present[name])
+            if span is not None:
+                yield Dimension(
+                    plugin=member.name, what=What.PARAMETER, parameter=name, span=span,
+                    present=present[name],
+                )  # fmt: skip
+
+
+def _weight(plugin: str, present: float, low: float, high: float, *, off: bool) -> Dimension:
+    span = Range(
+        low=low * OFF_FROM / WEIGHT_MIN if off else low,
+        high=high,
+        logarithmic=True,
+        off_below=low if off else 0.0,
+    )
+    within = low <= present <= high or (off and not present)
+    return Dimension(
+        plugin=plugin, what=What.WEIGHT, span=span,
+        present=(present or span.low) if within else None,
+    )  # fmt: skip
+
+
+def _numbers(kind: type[Any]) -> Iterator[tuple[str, inspect.IntType | inspect.FloatType]]:
+    """(name in the document, type) of each parameter that is a number, or may be one."""
+    described = inspect.type_info(kind)
+    assert isinstance(described, inspect.StructType)
+    for field in described.fields:
+        kinds = field.type.types if isinstance(field.type, inspect.UnionType) else (field.type,)
+        for one in kinds:
+            if isinstance(one, inspect.IntType | inspect.FloatType):
+                yield field.encode_name, one
+
+
+def _span(kind: inspect.IntType | inspect.FloatType, present: float | None) -> Range | None:
+    """Between what it lies; None: there is nothing to go by."""
+    low = kind.gt if kind.ge is None else kind.ge
+    high = kind.lt if kind.le is None else kind.le
+    integer = isinstance(kind, inspect.IntType)
+    if (low is None and high is None) or present is None:
+        return None
+    if low is not None and high is not None:
+        edge = (high - low) / 1000
+        return Range(
+            low=low if kind.gt is None else low + edge,
+            high=high if kind.lt is None else high - edge,
+            integer=integer,
+        )
+    if not 0 < present < math.inf:
+        return None
+    return Range(
+        low=max(present / AROUND, low or 0.0, 1.0 if integer else 0.0),
+        high=present * AROUND if high is None else min(present * AROUND, high),
+        logarithmic=True,
+        integer=integer,
+    )
+
+
+# --- what a file asks for -------------------------------------------------------------------------
+
+
+class _WeightRow(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    plugin: str
+    low: float = WEIGHT_MIN
+    high: float = WEIGHT_MAX
+    off: bool = True
+
+
+class _ParameterRow(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    plugin: str
+    name: str
+    low: float | None = None
+    high: float | None = None
+    log: bool = False
+    values: list[str | int | float | bool] | None = None
+
+
+class _PluginRow(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    plugin: str
+    types: list[str]
+
+
+class _File(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    defaults: bool = True
+    weights: list[_WeightRow] = []
+    parameters: list[_ParameterRow] = []
+    plugins: list[_PluginRow] = []
+
+
+def _read(file: Path) -> _File:
+    try:
+        with file.open("rb") as stream:
+            content = stream.read(FILE_BYTES_MAX + 1)
+        if len(content) > FILE_BYTES_MAX:
+            raise SpaceError(f"{file}: expected {FILE_BYTES_MAX:,} bytes at most, got more")
+        return msgspec.convert(tomllib.loads(content.decode()), _File)
+    except msgspec.ValidationError as problem:
+        raise SpaceError(sentence_of(f"{file}: ", problem)) from problem
+    except (UnicodeDecodeError, tomllib.TOMLDecodeError) as problem:
+        raise SpaceError(f"{file}: {problem}") from problem
+    except OSError as problem:
+        raise SpaceError(told_of(problem)) from problem
+
+
+class _Asked:
+    """Rows of a file to dimensions; `SpaceError` for what does not fit the configuration."""
+
+    def __init__(self, file: str, document: Mapping[str, Any], config: PickerConfig) -> None:
+        self.file = file
+        self.declared = {_name_of(entry): entry for entry in document["plugins"]}
+        self.config = config
+        tables = plugin_tables()
+        self.kinds: dict[str, type[Any]] = {
+            **ACCEPTED, **tables.filters, **tables.scorers, **tables.pickers, **tables.indexes
+        }  # fmt: skip
+
+    def dimensions(self, rows: _File) -> Iterator[Dimension]:
+        for at, weight in enumerate(rows.weights):
+            yield self._weight(f"weights[{at}]", weight)
+        for at, parameter in enumerate(rows.parameters):
+            yield self._parameter(f"parameters[{at}]", parameter)
+        for at, plugin in enumerate(rows.plugins):
+            yield self._plugin(f"plugins[{at}]", plugin)
+
+    def _wrong(self, place: str, sentence: str) -> SpaceError:
+        return SpaceError(f"{self.file}: {place}: {sentence}")
+
+    def _kind(self, place: str, plugin: str) -> type[Any]:
+        if plugin not in self.declared:
+            hint = nearest(plugin, self.declared)
+            raise self._wrong(place, f"the configuration declares no plugin {plugin}{hint}")
+        return self.kinds[str(self.declared[plugin]["type"])]
+
+    def _weight(self, place: str, row: _WeightRow) -> Dimension:
+        weights = {one.name: one.weight for one in self.config.profile.scorers}
+        if row.plugin not in weights:
+            hint = nearest(row.plugin, weights)
+            raise self._wrong(place, f"{row.plugin} is no scorer of the profile{hint}")
+        if not 0 < row.low < row.high < math.inf:
+            raise self._wrong(
+                place, f"expected 0 < low < high, got low {row.low:g} and high {row.high:g}"
+            )
+        return _weight(row.plugin, weights[row.plugin], row.low, row.high, off=row.off)
+
+    def _parameter(self, place: str, row: _ParameterRow) -> Dimension:
+        kind = self._kind(place, row.plugin)
+        names = kind.__struct_encode_fields__
+        if row.name not in names:
+            hint = nearest(row.name, names)
+            raise self._wrong(place, f"{row.plugin} has no parameter {row.name}{hint}")
+        given = (self.declared[row.plugin].get("parameters") or {}).get(row.name)
+        present = self._present(kind, row) if given is None else given
+        if row.values is not None:
+            if row.low is not None or row.high is not None or len(row.values) < 2:
+                raise self._wrong(place, "expected either low and high, or values, two or more")
+            values = {str(value): value for value in row.values}
+            known = next((label for label, value in values.items() if value == present), None)
+            return Dimension(
+                plugin=row.plugin, what=What.PARAMETER, parameter=row.name,
+                span=Choice(values=values), present=known,
+            )  # fmt: skip
+        low, high = row.low, row.high
+        if low is None or high is None or not (-math.inf < low < high < math.inf):
+            raise self._wrong(place, "expected values, or low and high with low below high")
+        if row.log and low <= 0:
+            raise self._wrong(place, f"expected low above 0 on a logarithmic scale, got {low:g}")
+        numbers = dict(_numbers(kind))
+        if row.name not in numbers:
+            raise self._wrong(place, f"{row.name} is no number: give values")
+        integer = isinstance(numbers[row.name], inspect.IntType)
+        within = isinstance(present, int | float) and low <= present <= high
+        return Dimension(
+            plugin=row.plugin, what=What.PARAMETER, parameter=row.name,
+            span=Range(low=low, high=high, logarithmic=row.log, integer=integer),
+            present=present if within else None,
+        )  # fmt: skip
+
+    def _present(self, kind: type[Any], row: _ParameterRow) -> Any:
+        """What a parameter is that the document does not give; None if that is nothing."""
+        try:
+            return plain_parameters(msgspec.convert({}, kind)).get(row.name)
+        except msgspec.ValidationError:
+            # Another parameter is required: the default of this one is not to be had so.
+            return None
+
+    def _plugin(self, place: str, row: _PluginRow) -> Dimension:
+        self._kind(place, row.plugin)
+        present = str(self.declared[row.plugin]["type"])
+        for type_name in row.types:
+            if type_name != OFF and type_name not in self.kinds:
+                hint = nearest(type_name, (*self.kinds, OFF))
+                raise self._wrong(place, f"type {type_name} is unknown{hint}")
+        others = [type_name for type_name in dict.fromkeys(row.types) if type_name != present]
+        if not others:
+            raise self._wrong(place, f"expected types besides {present}, which it is")
+        values = {type_name: type_name for type_name in (present, *others)}
+        return Dimension(
+            plugin=row.plugin, what=What.PLUGIN, span=Choice(values=values), present=present
+        )

@@ -1,0 +1,333 @@
+"""`sim tune`: better weights and thresholds for the traffic of a trace, and how sure that is."""
+
+import argparse
+import hashlib
+import re
+import sys
+from itertools import islice
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+from msgspec.structs import replace
+
+from epp import __version__
+from sim.cluster.built_in import DEFAULT_POLICY
+from sim.cluster.cluster import ClusterSettingsError
+from sim.cluster.policies import policy_source
+from sim.experiments.jobs import Crew, add_experiment_options, varied_between
+from sim.experiments.measured_runs import Half, MeasuredRuns, StoppedError
+from sim.experiments.run import RunSettings
+from sim.experiments.run_journal import RunJournal
+from sim.experiments.run_options import POLICY_HELP, add_run_options, conditions, run_settings
+from sim.experiments.search import FINALISTS, RUNGS, Search, Trial, runs_expected
+from sim.experiments.space import Space
+from sim.experiments.tuning import LOADS, Objective, Tuning
+from sim.interrupts import INTERRUPTED, interrupts_call
+from sim.measurement.assumptions import assumptions_of
+from sim.measurement.intervals import REPETITIONS_NEEDED
+from sim.measurement.measures import SCHEMA, rounded
+from sim.output import (
+    BEST_SO_FAR,
+    RUNS,
+    TUNED,
+    TUNED_CONFIG_MAP,
+    as_json,
+    open_folder,
+    progress_bar,
+    write_whole,
+)
+from sim.reports.compare_report import HIGHER_IS_BETTER
+from sim.reports.tune_report import comment, tune_page, tune_report, tune_table
+from sim.reports.tuned_config import config_map, with_comment
+from sim.traces.arrival import TraceError
+from sim.traces.formats import open_trace
+
+TUNED_NAME: Final = "tuned"
+REQUESTS_MIN: Final = 40
+"""Of a trace that is to be cut in two."""
+_TRIALS_MAX: Final = 10_000
+_CONFIG_MAP_NAME: Final = re.compile(r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?")
+
+
+def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    """The command line of `sim tune`."""
+    parser = subparsers.add_parser(
+        "tune",
+        help="better weights and thresholds for a trace, judged on the half that was not used",
+        description="Try configurations on the first half of TRACE, judge the best on the second, "
+        "and write it as a ConfigMap if it beats the present one. The same command goes on where "
+        "it was stopped.",
+        allow_abbrev=False,
+    )
+    add_run_options(parser)
+    add = parser.add_argument
+    add(
+        "--config",
+        default=DEFAULT_POLICY,
+        metavar="FILE|NAME",
+        help="the present one, which is varied. " + POLICY_HELP,
+    )
+    add(
+        "--space",
+        type=Path,
+        metavar="FILE.toml",
+        help="what else to vary, or instead (default: weights, and numbers that have bounds)",
+    )
+    add(
+        "--objective",
+        type=Objective,
+        choices=tuple(Objective),
+        default=Objective.THROUGHPUT,
+        metavar="|".join(Objective),
+        help="what TTFT p90 is weighed against (throughput)",
+    )
+    add(
+        "--tolerance",
+        type=_tolerance,
+        default=0.02,
+        metavar="P",
+        help="share of an objective that may be given up for the other (0.02)",
+    )
+    add("--trials", type=_trials, default=60, metavar="N", help="configurations to try (60)")
+    add(
+        "--config-map",
+        type=_config_map_name,
+        default="homing-config",
+        metavar="NAME",
+        help="name of the ConfigMap that is written (homing-config, as the chart's)",
+    )
+    add_experiment_options(parser)
+    parser.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> int:
+    """0: done, whether or not anything is better. 2: usage. 130: interrupted, what is done is kept.
+
+    Raises what is told by `sim`.
+    """
+    if options.out is None:
+        print("sim: --out DIR is needed: runs are kept there to go on from", file=sys.stderr)
+        return 2
+    if options.seeds < REPETITIONS_NEEDED:
+        print(
+            f"sim: --seeds: {REPETITIONS_NEEDED} are needed to be sure of anything, got "
+            f"{options.seeds}",
+            file=sys.stderr,
+        )
+        return 2
+    task = _Task(options)
+    folder = open_folder(options, goes_on=RUNS)
+    assert folder is not None
+    with RunJournal(folder / RUNS, task.about) as journal:
+        going_on = f", going on from {len(journal):,} runs" if len(journal) else ""
+        seeds = f"seeds {options.seed} to {options.seed + options.seeds - 1}"
+        print(f"{seeds}, {len(task.space.dimensions)} things to vary{going_on}", flush=True)
+        bar = progress_bar("tune")
+        at = bar.add_task("runs", total=task.runs_expected)
+        with Crew(options.workers) as crew, interrupts_call(crew.stop):
+            tuning = Tuning(
+                Search(task.space, trials=options.trials, seed=options.seed),
+                MeasuredRuns(crew, journal, task.base, task.halves, lambda: bar.advance(at)),
+                task.space.policy,
+                measures=options.objective.measures,
+                tolerance=options.tolerance,
+                seeds=options.seeds,
+            )
+            with bar:
+                try:
+                    tuning.run()
+                except StoppedError:
+                    # What is known is told all the same.
+                    bar.stop()
+            summary = task.summary(tuning)
+            _write(folder, summary, tuning, options.config_map)
+            print(tune_table(summary))
+            print(f"results are in {folder}")
+    if tuning.complete:
+        return 0
+    print(
+        f"sim: interrupted, {len(journal):,} runs are kept: the same command goes on from there",
+        file=sys.stderr,
+    )
+    return INTERRUPTED
+
+
+class _Task:
+    """What the command line asks for, read and checked."""
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        """Raises what is told by `sim`."""
+        self._options = options
+        policy = policy_source(options.config)
+        self.space = Space(policy, pickers=options.replicas, file=options.space)
+        base = run_settings(options, policy, options.seed)
+        if base.scenario is not None and base.scenario.configures:
+            raise ClusterSettingsError(
+                f"{base.scenario.file} configures pickers, which would undo what is tried"
+            )
+        self.halves = _halves(base)
+        self._conditions = conditions(base)
+        # Found once: halves and their beginnings have the clock of the whole.
+        self.base = replace(base, jitter_s=self._conditions["jitter_s"])
+        with Path(base.trace).open("rb") as file:
+            self._trace_hash = hashlib.file_digest(file, "sha256").hexdigest()
+
+    @property
+    def about(self) -> dict[str, str]:
+        """What may not change between two starts, in words: the present, and what figures depend on."""
+        told = {
+            "version": __version__,
+            "trace": self._trace_hash[:12],
+            "configuration": str(self.base.policy.hash),
+            "first seed": str(self._options.seed),
+        }
+        named = {
+            name: value if isinstance(value, str) else msgspec.json.encode(value).decode()
+            for name, value in self._conditions.items()
+            if value is not None and name not in ("trace", "config_hashes")
+        }
+        # What conditions only name is in files: profiles, a scenario.
+        bare = replace(
+            self.base, trace="", policy=replace(self.base.policy, name="", text="", source="")
+        )
+        encoded = msgspec.json.encode(bare, enc_hook=repr, order="deterministic")
+        return told | named | {"profile or scenario": hashlib.sha256(encoded).hexdigest()[:12]}
+
+    @property
+    def runs_expected(self) -> int:
+        """About."""
+        seeds: int = self._options.seeds
+        return runs_expected(self._options.trials) + 2 * seeds * (FINALISTS + len(LOADS))
+
+    def summary(self, tuning: Tuning) -> dict[str, Any]:
+        """summary.json. The same task gives the same bytes, however often it was stopped."""
+        options, search = self._options, tuning.search
+        pairs = [*tuning.held_out.values(), *(against for _, against in tuning.finals)]
+        varied = varied_between(pairs[0].present) if pairs else None
+        shown = pairs[:1]
+        best = None if tuning.complete else search.best()
+        return {
+            "schema": SCHEMA,
+            "complete": tuning.complete,
+            "version": __version__,
+            "first_seed": options.seed,
+            "seeds": options.seeds,
+            "varied": varied.over if varied else "",
+            "generated": bool(varied and varied.generated),
+            "config": tuning.present.name,
+            "config_hash": tuning.present.hash,
+            "trace": {
+                "name": Path(self.base.trace).name,
+                "sha256": self._trace_hash,
+                "requests": sum(map(len, self.halves.values())),
+                "tuning": len(self.halves[Half.TUNING]),
+                "hold_out": len(self.halves[Half.HOLD_OUT]),
+            },
+            "conditions": self._conditions,
+            "assumptions": assumptions_of(kind.profile for kind in self.base.cluster.pods),
+            "objective": list(tuning.measures),
+            "tolerance": tuning.tolerance,
+            "higher_is_better": sorted(HIGHER_IS_BETTER & set(tuning.measures)),
+            "rungs": list(RUNGS),
+            "space": [
+                {"name": one.name, "span": str(one.span), "present": one.present}
+                for one in self.space.dimensions
+            ],
+            "trials": [self._as_json(one) for one in search.trials],
+            "front": [one.number for one in search.front()],
+            "finalists": [
+                {"trial": trial.number, **against.as_json(tuning.tolerance)}
+                for trial, against in tuning.finals
+            ],
+            "chosen": None if tuning.chosen is None else self._as_json(tuning.chosen),
+            "best_so_far": None if best is None else self._as_json(best),
+            "hold_out": [
+                {"load": load, **against.as_json(tuning.tolerance)}
+                for load, against in tuning.held_out.items()
+            ],
+            "beats": tuning.beats,
+            "runs": [
+                {"config": name, "seed": options.seed + repetition, **run.summary}
+                for against in shown
+                for name, runs in (
+                    (tuning.present.name, against.present),
+                    (TUNED_NAME, against.other),
+                )
+                for repetition, run in enumerate(runs)
+            ],
+        }
+
+    def _as_json(self, trial: Trial) -> dict[str, Any]:
+        return {
+            "trial": trial.number,
+            "hash": trial.hash or None,
+            "refused": trial.refused,
+            "values": {
+                one.name: one.written(trial.values[one.name]) for one in self.space.dimensions
+            },
+            "costs": [[rounded(cost) for cost in costs] for costs in trial.costs],
+        }
+
+
+def _halves(base: RunSettings) -> dict[Half, range]:
+    """Places of the requests of each. Raises as the reading of the trace does."""
+    trace = open_trace(Path(base.trace), base.read)
+    count = sum(1 for _ in islice(trace, base.requests_max))
+    if count < REQUESTS_MIN:
+        raise TraceError(
+            base.trace,
+            0,
+            "",
+            f"Expected at least {REQUESTS_MIN} requests, to tune on one half of them and judge on "
+            f"the other, got {count}",
+        )
+    return {Half.TUNING: range(count // 2), Half.HOLD_OUT: range(count // 2, count)}
+
+
+def _write(folder: Path, summary: dict[str, Any], tuning: Tuning, config_map_name: str) -> None:
+    """Reports, and the configuration if it is worth one; none of an earlier start remains."""
+    write_whole(folder / "summary.json", as_json(summary))
+    write_whole(folder / "report.md", tune_report(summary).encode())
+    write_whole(folder / "report.html", tune_page(summary).encode())
+    texts: dict[str, str] = {}
+    best = tuning.chosen if tuning.complete else tuning.search.best()
+    if best is not None:
+        text = with_comment(comment(summary), best.policy.text)
+        if not tuning.complete:
+            texts = {BEST_SO_FAR: text}
+        elif tuning.beats:
+            texts = {TUNED: text, TUNED_CONFIG_MAP: config_map(config_map_name, text)}
+    for name in (TUNED, TUNED_CONFIG_MAP, BEST_SO_FAR):
+        if name in texts:
+            write_whole(folder / name, texts[name].encode())
+        else:
+            (folder / name).unlink(missing_ok=True)
+
+
+def _trials(text: str) -> int:
+    try:
+        number = int(text)
+    except ValueError:
+        number = 0
+    if not 1 <= number <= _TRIALS_MAX:
+        raise argparse.ArgumentTypeError(f"{text!r} is not an integer from 1 to {_TRIALS_MAX}")
+    return number
+
+
+def _tolerance(text: str) -> float:
+    try:
+        share = float(text)
+    except ValueError:
+        share = -1.0
+    if not 0 <= share < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a share from 0 to below 1")
+    return share
+
+
+def _config_map_name(text: str) -> str:
+    if not _CONFIG_MAP_NAME.fullmatch(text):
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is no name of a ConfigMap: at most 63 of a-z, 0-9 and -"
+        )
+    return text

@@ -1,0 +1,349 @@
+"""How a tuning is told: what it comes to, the judgement on the unused half, and all that was tried."""
+
+import math
+from collections.abc import Sequence
+from typing import Any, Final
+
+from sim.reports.charts import (
+    Axis,
+    Points,
+    facts_table,
+    figure,
+    html_table,
+    line_chart,
+    page,
+    scatter_chart,
+)
+from sim.reports.compare_report import BETTER, LABELS, WORSE, relative, shown, signed
+from sim.reports.page_foot import page_foot
+from sim.reports.report import (
+    condition_rows,
+    foot,
+    markdown_table,
+    table,
+    varied_sentences,
+    warnings_of,
+    windows_sentence,
+)
+
+TRIALS_SHOWN: Final = 12
+"""Of those that got furthest, the best."""
+_MARGIN: Final = 1.02
+"""Round the points of a chart whose axis does not begin at 0."""
+
+
+def conclusion(summary: dict[str, Any]) -> str:
+    """What it comes to, in a sentence or two."""
+    tried = f"{len(summary['trials']):,} configurations"
+    present = summary["config"]
+    if not summary["complete"]:
+        return (
+            f"Not finished: {tried} tried so far, and none judged on the half that is held out. "
+            "The same command goes on from here."
+        )
+    if summary["chosen"] is None:
+        return (
+            f"Nothing beats {present}: of {tried} none was better over all seeds without giving up "
+            f"more than {summary['tolerance']:.3g} of an objective, or requests, for it. No "
+            "configuration is written."
+        )
+    at = summary["hold_out"]
+    first = at[0]["differences"]
+    if summary["beats"]:
+        gains = ", ".join(_gain(name, first[name]) for name in first if _is(first[name], BETTER))
+        return (
+            f"Trial {summary['chosen']['trial']} beats {present} on the half that was not used for "
+            f"tuning: {gains}. {_given_up(summary)}"
+        )
+    return f"Nothing beats {present}: {_why_not(summary)}. No configuration is written."
+
+
+def _given_up(summary: dict[str, Any]) -> str:
+    """What it is worse in, all of it within the tolerance."""
+    at = summary["hold_out"]
+    losses = [
+        f"{_gain(name, found)} at {_loads([one])} the load"
+        for one in at
+        for name, found in one["differences"].items()
+        if _is(found, WORSE)
+    ]
+    if losses:
+        return f"It gives up {'; '.join(losses)}."
+    return f"In neither objective is it worse at {_loads(at)} the load."
+
+
+def _why_not(summary: dict[str, Any]) -> str:
+    at = summary["hold_out"]
+    first = at[0]["differences"]
+    best = f"the best of {len(summary['trials']):,} configurations"
+    lacking = dict.fromkeys(
+        one["verdict"].partition(": ")[2] for one in first.values() if one["low"] is None
+    )
+    if lacking and not any(_is(one, BETTER) for one in first.values()):
+        return f"of {best} there is not enough to tell from: {'; '.join(lacking)}"
+    lossy = [one for one in at if one["loses_more"]]
+    if lossy:
+        return f"{best} loses more requests at {_loads(lossy)} the load"
+    for one in at:
+        if one["worse"]:
+            what = ", ".join(_gain(name, one["differences"][name]) for name in one["worse"])
+            return f"{best} is worse at {_loads([one])} the load: {what}"
+    measured = "; ".join(
+        f"{LABELS[name]} {relative(found['relative'])}, 95 % interval {_interval(name, found)}"
+        for name, found in first.items()
+    )
+    return f"on the half that was not used for tuning {best} does not differ for sure ({measured})"
+
+
+def _is(found: dict[str, Any], word: str) -> bool:
+    return bool(found["verdict"] == word)
+
+
+def _gain(measure: str, found: dict[str, Any]) -> str:
+    return (
+        f"{LABELS[measure]} {relative(found['relative'])} (95 % interval "
+        f"{_interval(measure, found)} of {shown(measure, found['reference'])})"
+    )
+
+
+def _interval(measure: str, found: dict[str, Any]) -> str:
+    if found["low"] is None:
+        return "not known"
+    return f"{signed(measure, found['low'])} to {signed(measure, found['high'])}"
+
+
+def _loads(judged: Sequence[dict[str, Any]]) -> str:
+    loads = ", ".join(f"{one['load']:g}" for one in judged)
+    return f"{loads} times"
+
+
+def comment(summary: dict[str, Any]) -> list[str]:
+    """Paragraphs for whoever finds the configuration later: what was measured, on what."""
+    trace = summary["trace"]
+    conditions = summary["conditions"]
+    profiles = ", ".join(f"{count} of {name}" for name, count in conditions["profiles"].items())
+    pickers = "1 picker" if conditions["replicas"] == 1 else f"{conditions['replicas']} pickers"
+    of_what = (
+        f"sim tune of Homing {summary['version']}, trace {trace['name']}, sha256 "
+        f"{trace['sha256'][:12]}, {trace['requests']:,} requests: tuned on the first "
+        f"{trace['tuning']:,}, judged on the other {trace['hold_out']:,}, against "
+        f"{summary['config']}, hash {summary['config_hash']}; pods: {profiles}; {pickers}."
+    )
+    what = [of_what, conclusion(summary)]
+    for judged in summary["hold_out"]:
+        told = "; ".join(
+            f"{LABELS[name]} {shown(name, found['reference'])} to {_after(name, found)}, "
+            f"95 % interval of the difference {_interval(name, found)}, {found['verdict']}"
+            for name, found in judged["differences"].items()
+        )
+        what.append(f"At {judged['load']:g} times the load of the trace: {told}.")
+    if summary["varied"]:
+        what.append(f"Intervals over {summary['varied']}.")
+    searched = "; ".join(f"{one['name']} {one['span']}" for one in summary["space"])
+    what.append(
+        f"Searched, in {len(summary['trials']):,} trials: {searched}. "
+        f"Objectives: {' and '.join(LABELS[name] for name in summary['objective'])}."
+    )
+    return what
+
+
+def _after(measure: str, found: dict[str, Any]) -> str:
+    if found["value"] is None or found["reference"] is None:
+        return "-"
+    return shown(measure, found["reference"] + found["value"])
+
+
+def tune_table(summary: dict[str, Any]) -> str:
+    """For the terminal."""
+    parts = [*warnings_of(summary)]
+    if len(rows := _judged_rows(summary)) > 1:
+        parts.append(table(rows))
+    if len(rows := _value_rows(summary)) > 1:
+        parts.append(table(rows))
+    parts.append("\n".join([conclusion(summary), *_basis(summary)]))
+    return "\n\n".join(parts) + "\n"
+
+
+def tune_report(summary: dict[str, Any]) -> str:
+    """report.md of a tuning."""
+    parts = [f"# Tuning on {summary['trace']['name']}", conclusion(summary), *_basis(summary)]
+    parts += [f"**{warning}**" for warning in warnings_of(summary)]
+    for heading, rows in _tables(summary):
+        parts += [f"## {heading}", markdown_table(rows)]
+    told = [["", ""], *_condition_rows(summary)]
+    parts += ["## What was run", markdown_table(told)]
+    return "\n\n".join(parts) + "\n\n" + foot(summary)
+
+
+def tune_page(summary: dict[str, Any]) -> str:
+    """report.html of a tuning."""
+    introduction = [conclusion(summary), *warnings_of(summary), *_basis(summary)]
+    return page(
+        f"Tuning on {summary['trace']['name']}",
+        "\n".join(introduction),
+        _charts(summary)
+        + "".join(figure(heading, html_table(rows)) for heading, rows in _tables(summary))
+        + figure("What was run", facts_table(_condition_rows(summary)))
+        + page_foot(summary),
+    )
+
+
+def _tables(summary: dict[str, Any]) -> list[tuple[str, list[list[str]]]]:
+    """(heading, rows) of what there is something to tell of."""
+    tables = [
+        ("On the half that was not used for tuning", _judged_rows(summary)),
+        ("What was varied", _value_rows(summary)),
+        ("The best, with every seed, on the half for tuning", _finalist_rows(summary)),
+        ("Of all that was tried", _trial_rows(summary)),
+    ]
+    return [(heading, rows) for heading, rows in tables if len(rows) > 1]
+
+
+def _judged_rows(summary: dict[str, Any]) -> list[list[str]]:
+    present = summary["config"]
+    head = ["at times the load", present, "tuned", "difference", "95 % interval", "relative"]
+    rows = [[*head, "verdict"]]
+    for judged in summary["hold_out"]:
+        for name, found in judged["differences"].items():
+            rows.append(
+                [
+                    f"{judged['load']:g}: {LABELS[name]}",
+                    shown(name, found["reference"]),
+                    _after(name, found),
+                    signed(name, found["value"]),
+                    "-" if found["low"] is None else _interval(name, found),
+                    relative(found["relative"]),
+                    found["verdict"].partition(":")[0],
+                ]
+            )
+    return rows
+
+
+def _value_rows(summary: dict[str, Any]) -> list[list[str]]:
+    chosen = summary["chosen"] or summary["best_so_far"]
+    values = chosen["values"] if chosen else {}
+    head = ["varied", "between", summary["config"], "tuned" if summary["chosen"] else "best so far"]
+    rows = [head if values else head[:3]]
+    for one in summary["space"]:
+        told = [one["name"], one["span"], _value(one["present"])]
+        rows.append([*told, _value(values[one["name"]])] if values else told)
+    return rows
+
+
+def _value(value: float | str | None) -> str:
+    if value is None:
+        return "other"
+    return value if isinstance(value, str) else f"{value:.4g}"
+
+
+def _finalist_rows(summary: dict[str, Any]) -> list[list[str]]:
+    rows = [["", *(LABELS[name] for name in summary["objective"]), "verdict"]]
+    for one in summary["finalists"]:
+        found = one["differences"]
+        words = [f"{LABELS[name]} {found[name]['verdict'].partition(':')[0]}" for name in found]
+        if one["loses_more"]:
+            words.append("loses more requests")
+        changes = [relative(found[name]["relative"]) for name in found]
+        rows.append([f"trial {one['trial']}", *changes, "; ".join(words)])
+    return rows
+
+
+def _trial_rows(summary: dict[str, Any]) -> list[list[str]]:
+    """Ratios to the present configuration, of the one run that was the last of each."""
+    names = [one["name"] for one in summary["space"]]
+    head = ["", "of the half", *(LABELS[name] for name in summary["objective"]), *names]
+    known = [one for one in summary["trials"] if one["costs"]]
+    known.sort(key=lambda one: (-len(one["costs"]), sum(one["costs"][-1]), one["trial"]))
+    rows = [head]
+    for one in known[:TRIALS_SHOWN]:
+        ratios = [relative(change - 1) for change in _ratios(summary, one)]
+        share = f"{summary['rungs'][len(one['costs']) - 1]:.0%}"
+        values = [_value(one["values"][name]) for name in names]
+        rows.append([f"trial {one['trial']}", share, *ratios, *values])
+    return rows
+
+
+def _ratios(summary: dict[str, Any], trial: dict[str, Any]) -> list[float]:
+    """Figure over figure of the present configuration, as they are."""
+    return [
+        math.exp(-cost if name in summary["higher_is_better"] else cost)
+        for name, cost in zip(summary["objective"], trial["costs"][-1], strict=True)
+    ]
+
+
+def _charts(summary: dict[str, Any]) -> str:
+    """Of those that ran on the whole half; nothing if none has."""
+    finished = [one for one in summary["trials"] if len(one["costs"]) == len(summary["rungs"])]
+    if not finished:
+        return ""
+    return f'<div class="pair">{_front_figure(summary, finished)}{_progress_figure(finished)}</div>'
+
+
+def _progress_figure(finished: Sequence[dict[str, Any]]) -> str:
+    """The best of all that had been tried by then: level for long, and more trials are no use."""
+    line = [(0.0, 1.0)]  # the present one is there from the beginning
+    best = 1.0
+    for one in finished:
+        best = min(best, math.exp(sum(one["costs"][-1])))
+        line.append((one["trial"], best))
+    caption = "The best so far, both objectives multiplied, as times the present configuration's"
+    drawing = line_chart(
+        {"best": line},
+        x=Axis.over([at for at, _ in line], title="trial"),
+        y=_axis([value for _, value in line], "both objectives", logarithmic=True),
+        label=caption,
+        dots=True,
+    )
+    return figure(caption, drawing)
+
+
+def _front_figure(summary: dict[str, Any], finished: Sequence[dict[str, Any]]) -> str:
+    points = {one["trial"]: tuple(_ratios(summary, one)) for one in finished}
+    chosen = summary["chosen"]
+    series: dict[str, Points] = {
+        "tried": _pairs(points, points),
+        "not dominated": _pairs(points, summary["front"]),
+        "tuned": _pairs(points, [chosen["trial"]] if chosen else []),
+        "present": [(1.0, 1.0)],
+    }
+    series = {name: line for name, line in series.items() if line}
+    across, up = ([at[side] for line in series.values() for at in line] for side in range(2))
+    ttft, other = (LABELS[name] for name in summary["objective"])
+    caption = f"{ttft} against {other}, as times the present configuration's"
+    drawing = scatter_chart(
+        series,
+        x=_axis(across, ttft, logarithmic=True),
+        y=_axis(up, other, logarithmic=False),
+        label=caption,
+    )
+    return figure(caption, drawing, list(series))
+
+
+def _pairs(points: dict[int, tuple[float, ...]], trials: Sequence[int] | dict[int, Any]) -> Points:
+    return [(points[trial][0], points[trial][1]) for trial in trials if trial in points]
+
+
+def _axis(values: Sequence[float], title: str, *, logarithmic: bool) -> Axis:
+    if logarithmic and max(values) > 2 * min(values):
+        return Axis.over(values, unit="times", title=title, logarithmic=True)
+    return Axis(low=min(values) / _MARGIN, high=max(values) * _MARGIN, unit="times", title=title)
+
+
+def _condition_rows(summary: dict[str, Any]) -> list[list[str]]:
+    trace = summary["trace"]
+    return [
+        ["requests for tuning", f"{trace['tuning']:,}"],
+        ["requests held out", f"{trace['hold_out']:,}"],
+        ["sha256 of the trace", trace["sha256"]],
+        *condition_rows(summary["conditions"]),
+    ]
+
+
+def _basis(summary: dict[str, Any]) -> list[str]:
+    refused = sum(1 for one in summary["trials"] if one["refused"])
+    told = []
+    if refused:
+        told.append(f"{refused:,} of the trials are no valid configuration and were not run.")
+    if summary["runs"]:
+        told.append(f"{varied_sentences(summary)} {windows_sentence(summary)}")
+    return told

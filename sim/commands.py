@@ -22,7 +22,9 @@ from sim.engine import calibrate
 from sim.engine.engine import EngineSettings
 from sim.engine.profiles import DEFAULT_PROFILE, ProfileError, find_profile
 from sim.experiments import compare, replay, replicas, sweep
+from sim.experiments.executors import ExecutorError
 from sim.experiments.jobs import JobError
+from sim.experiments.leaderboard import command as leaderboard
 from sim.experiments.scenario_file import ScenarioError
 from sim.output import OutputError
 from sim.pods.pods import PodSettings
@@ -48,6 +50,7 @@ def run(arguments: Sequence[str] | None) -> int:
     compare.add_parser(commands)
     sweep.add_parser(commands)
     replicas.add_parser(commands)
+    leaderboard.add_parser(commands)
     calibrate.add_parser(commands)
     validate.add_parser(commands)
     options = parser.parse_args(arguments)
@@ -58,7 +61,7 @@ def run(arguments: Sequence[str] | None) -> int:
     except (PolicyNameError, ClusterSettingsError) as problem:
         return _fail(str(problem), code=2)
     except (
-        TraceError, ProfileError, ScenarioError, ConfigError, OutputError, JobError, OSError,
+        TraceError, ProfileError, ScenarioError, ConfigError, OutputError, JobError, ExecutorError, OSError,
     ) as problem:  # fmt: skip
         return _fail(sentence_of(problem), code=1)
     return code

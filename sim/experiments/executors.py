@@ -67,7 +67,8 @@ class Submitted:
         self._submit(task, left, IN_FLIGHT_MAX)
         while self._busy and not self._stopped:
             ended = self._ended.get()
-            if ended is None:
+            if ended is None or self._stopped:
+                # What was cancelled has ended too, and did not fail.
                 return
             number, future = ended
             del self._busy[number]

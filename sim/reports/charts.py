@@ -56,8 +56,10 @@ _LOGARITHMIC_STEPS: Final = ((1, 1.5, 2, 3, 4, 5, 7), (1, 2, 5), (1, 3), (1,))
 _GAP_MIN: Final = 0.11
 """Between two marks, of the length of their axis: labels must not touch."""
 _BAR_LABEL_PX: Final = 44
-_DARKEST: Final = 50
-"""Per cent of the colour in a shaded cell at most: its text must stay legible."""
+_SHADES: Final = (
+    ("#fff7ed", "#2b2018"), ("#ffedd5", "#3d2615"), ("#fed7aa", "#572c12"), ("#fdba74", "#6e2f11"),
+)  # fmt: skip
+"""Of cells, the lightest first: on a light page and on a dark one, legible under its text."""
 
 Points = Sequence[tuple[float, float]]
 Whiskers = Sequence[tuple[float, float, float]]
@@ -292,7 +294,7 @@ def shaded_table(rows: Sequence[Sequence[str]], shades: Sequence[Sequence[float]
     lines = []
     for (name, *cells), of_row in zip(body, shades, strict=True):
         told = "".join(
-            f'<td class="shaded" style="--shade:{_DARKEST * shade:.0f}%">{escape(cell)}</td>'
+            f'<td class="shaded s{math.ceil(shade * len(_SHADES))}">{escape(cell)}</td>'
             for cell, shade in zip(cells, of_row, strict=True)
         )
         lines.append(f'<tr><th scope="row">{escape(name)}</th>{told}</tr>')
@@ -358,10 +360,10 @@ def _dots(points: Points, x: Axis, y: Axis, colour: str, size: Size) -> list[str
 
 
 def _colours(dark: int) -> str:
-    """A rule for each class of a series. `dark`: 1 for a dark page."""
-    return " ".join(
-        f".c{number} {{ --colour: {colours[dark]}; }}" for number, colours in enumerate(COLOURS)
-    )
+    """A rule for each class of a series and of a shade. `dark`: 1 for a dark page."""
+    series = (f".c{number} {{ --colour: {pair[dark]}; }}" for number, pair in enumerate(COLOURS))
+    shades = (f".s{number} {{ --shade: {pair[dark]}; }}" for number, pair in enumerate(_SHADES, 1))
+    return " ".join((*series, *shades))
 
 
 STYLE: Final = f"""
@@ -415,7 +417,7 @@ th {{ font-weight: 500; color: var(--quiet); }}
 .numbers tr > :first-child {{ text-align: left; padding-left: 0; position: sticky; left: 0;
   background: var(--card); }}
 .numbers tr:first-child th {{ vertical-align: bottom; white-space: normal; overflow-wrap: normal; }}
-.numbers .shaded {{ background: color-mix(in srgb, #d97706 var(--shade), transparent); }}
+.numbers .shaded {{ background: var(--shade); }}
 .numbers .chosen > :nth-child(n) {{ background: var(--chosen); }}
 #candidates {{ font-size: 13px; }}
 input {{ font: inherit; width: 8em; }}

@@ -6,7 +6,18 @@ from html import escape
 from typing import Any, Final
 
 from sim.measurement.assumptions import NOT_MODELLED
-from sim.reports.charts import bars, figure, html_table, page, shaded_table
+from sim.reports.charts import (
+    COLOURS,
+    Axis,
+    Points,
+    Whiskers,
+    bars,
+    figure,
+    html_table,
+    line_chart,
+    page,
+    shaded_table,
+)
 from sim.reports.compare_report import not_complete, shown
 from sim.reports.report import markdown_table, table
 
@@ -80,6 +91,8 @@ def leaderboard_page(summary: Row) -> str:
         return page("Leaderboard", "No case has run with every strategy yet.", "")
     told = [figure("All in all", _paragraph(_TOTALS_SAY) + html_table(_total_rows(summary)))]
     told += [_bars(summary, measure) for measure in _JUDGED]
+    ladders = [_over(summary, ladder) for ladder in summary["ladders"] if len(ladder["steps"]) > 1]
+    told.append(f'<div class="pair">{"".join(ladders)}</div>')
     told += [_distances(summary, measure) for measure in _JUDGED]
     told.append(
         figure("The best of each case", _paragraph(_CASES_SAY) + html_table(_case_rows(summary)))
@@ -202,6 +215,38 @@ def _bars(summary: Row, measure: str) -> str:
     }
     ordered = dict(sorted(shares.items(), key=lambda item: -item[1]))
     return figure(f"{_JUDGED[measure]}: the best of each case over its own", bars(ordered))
+
+
+def _over(summary: Row, ladder: Row) -> str:
+    """E2E mean over what the cases of a ladder differ by, of as many strategies as have a colour."""
+    names = [total["strategy"] for total in summary["totals"]][: len(COLOURS)]
+    series: dict[str, Points] = {}
+    whiskers: dict[str, Whiskers] = {}
+    for name in names:
+        found = [
+            (number, row["figures"]["e2e_mean_s"])
+            for number, case in ladder["steps"]
+            for row in _of_case(summary, case)
+            if row["strategy"] == name and row["figures"]["e2e_mean_s"]["value"] is not None
+        ]
+        series[name] = [(number, one["value"]) for number, one in found]
+        whiskers[name] = [
+            (number, one["low"], one["high"]) for number, one in found if one["low"] is not None
+        ]
+    numbers = [number for number, _ in ladder["steps"]]
+    known = [value for line in series.values() for _, value in line]
+    caption = f"E2E mean over {ladder['title']}"
+    if len(summary["totals"]) > len(names):
+        caption += f", of the first {len(names)} strategies"
+    drawing = line_chart(
+        series,
+        x=Axis.over(numbers, unit=ladder["unit"], title=ladder["title"], logarithmic=True),
+        y=Axis.over(known, unit="s", title="E2E mean"),
+        label=caption,
+        dots=True,
+        whiskers=whiskers,
+    )
+    return figure(caption, drawing, names)
 
 
 def _distances(summary: Row, measure: str) -> str:

@@ -429,3 +429,27 @@ CASES: Final[Mapping[str, Case]] = MappingProxyType(
     {case.name: case for case in chain(_PUBLISHED, map(_standard, STANDARD), _POOLS, _HOLD_OUTS)}
 )
 """Name -> case, in the order of the table."""
+
+
+class Ladder(Struct, frozen=True, kw_only=True):
+    """Cases that differ in one number, to be drawn over it."""
+
+    title: str
+    unit: str = ""
+    steps: tuple[tuple[float, str], ...]
+    """(number, name of the case), ascending."""
+
+
+LADDERS: Final = (
+    Ladder(
+        title="time between scrapes",
+        unit="s",
+        steps=((0.05, "scrape-50ms"), (0.2, "pickers-1"), (1.0, "scrape-1s"), (10.0, "scrape-10s")),
+    ),
+    Ladder(
+        title="working set",
+        unit="pods' caches",
+        steps=((0.5, "set-below"), (1.0, "set-at"), (2.5, "set-above")),
+    ),
+    Ladder(title="pickers, blind", steps=((1.0, "pickers-1"), (4.0, "pickers-4"))),
+)

@@ -13,7 +13,7 @@ from epp.strategies import STRATEGIES
 from sim.cluster.policies import BASELINES, BUILT_IN, PolicySource
 from sim.experiments.executors import EXECUTOR_HELP, LOCAL, workers_at
 from sim.experiments.jobs import JobError, Workers
-from sim.experiments.leaderboard.cases import CASES, Case
+from sim.experiments.leaderboard.cases import CASES, LADDERS, Case, Ladder
 from sim.experiments.leaderboard.cell import Cell, CellResult, inputs_of, run_cell
 from sim.experiments.leaderboard.folder import CellFolder
 from sim.experiments.leaderboard.standings import Runs, case_rows, totals
@@ -158,6 +158,9 @@ class Board:
                 {"name": name, "idea": _idea_of(policy), "config_hash": policy.hash}
                 for name, policy in policies.items()
             ],
+            "ladders": [
+                _ladder_as_json(ladder, {row["case"] for row in rows}) for ladder in LADDERS
+            ],
             "totals": totals(rows, held),
             "rows": rows,
             "failed": [
@@ -232,6 +235,12 @@ def _case_as_json(case: Case) -> dict[str, Any]:
         "scrape_interval_s": case.cluster().refresh_interval_s,
         "happens": case.happens or None,
     }
+
+
+def _ladder_as_json(ladder: Ladder, there: set[str]) -> dict[str, Any]:
+    """With the steps that have been run."""
+    steps = [[number, case] for number, case in ladder.steps if case in there]
+    return {"title": ladder.title, "unit": ladder.unit, "steps": steps}
 
 
 def _idea_of(policy: PolicySource) -> str:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from sim.experiments.leaderboard.cases import CASES
+from sim.experiments.leaderboard.cases import CASES, LADDERS
 from sim.traces.standard import STANDARD
 
 WORKLOADS = {name: case for name, case in CASES.items() if case.workload is not None}
@@ -67,3 +67,10 @@ def test_what_happens_fits_the_pool(name):
         scenario.check(pods=case.pods, pickers=case.replicas)
         assert scenario.incidents
     assert case.cluster().clients.retries
+
+
+@pytest.mark.parametrize("ladder", LADDERS, ids=lambda ladder: ladder.title)
+def test_the_cases_of_a_ladder_are_in_the_table(ladder):
+    """In order of what they differ by."""
+    assert [number for number, _ in ladder.steps] == sorted({number for number, _ in ladder.steps})
+    assert {case for _, case in ladder.steps} <= set(CASES)

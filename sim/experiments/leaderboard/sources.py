@@ -4,7 +4,7 @@ import ast
 import hashlib
 import sys
 from collections.abc import Iterable, Iterator
-from functools import cache
+from functools import cache, lru_cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Final
@@ -27,6 +27,8 @@ _DECIDES: Final = (
 )
 """What every run goes through. Strategies are not among it: each has modules of its own."""
 _STRATEGIES: Final = "epp.strategies"
+_POLICIES_MAX: Final = 1_024
+"""Of which the hash is kept: to load a configuration takes as long as a short run."""
 _ARITHMETIC: Final = ("numpy", "xxhash", "msgspec")
 """Distributions by which digits may differ."""
 
@@ -44,6 +46,7 @@ def code_hash() -> str:
     return digest.hexdigest()
 
 
+@lru_cache(maxsize=_POLICIES_MAX)
 def plugins_hash(policy: PolicySource) -> str:
     """Of the modules of the plugins of `policy` that are not hashed with every run."""
     if not policy.text:

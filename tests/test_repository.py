@@ -27,6 +27,11 @@ MODULES = sorted(
 COVERED_ELSEWHERE = {
     "epp/shell/gateway/calls.py": ("tests/shell/gateway/test_ext_proc.py", "what transports carry"),
     "epp/shell/gateway/sessions.py": ("tests/test_app.py", "streams are opened through it"),
+    "epp/testing/builders.py": (
+        "tests/core/knowledge/test_candidates.py",
+        "most tests are made of its values",
+    ),
+    "epp/testing/churn.py": ("tests/strategies/test_families.py", "every strategy goes through it"),
     "epp/configuration/live.py": ("tests/test_app.py", "configurations are changed live there"),
     "epp/shell/peers/carrier.py": ("tests/shell/peers/test_pump.py", "a protocol and its nouns"),
     "epp/shell/peers/state.py": ("tests/shell/peers/test_service.py", "nouns and totals"),

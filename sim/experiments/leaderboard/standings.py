@@ -41,11 +41,11 @@ class Runs(Struct, frozen=True, kw_only=True):
 
 
 def case_rows(case: str, runs: Sequence[Runs], first_seed: int) -> list[dict[str, Any]]:
-    """A row for each of `runs` that can be compared; of the seeds under which all of them have run.
+    """A row for each of `runs` that has not failed; of the seeds under which all of these have run.
 
-    None as long as `first_seed` is not among these: of a recorded trace it is the trace as it is.
+    None as long as `first_seed` is not among them: of a recorded trace it is the trace as it is.
     """
-    there = [one for one in runs if one.by_seed and not one.failed]
+    there = [one for one in runs if not one.failed]
     if not there:
         return []
     shared = set.intersection(*(set(one.by_seed) for one in there))

@@ -96,7 +96,8 @@ def test_only_seeds_that_all_have_are_compared():
     assert {row["seeds"] for row in rows.values()} == {2}
     assert rows["three"]["figures"]["e2e_mean_s"]["value"] == 1.5
     assert rows_of(runs("late", None, summary()), e2e("whole", 1.0, 2.0)) == {}
-    assert rows_of(runs("nothing")) == {}
+    assert rows_of(runs("nothing"), e2e("whole", 1.0, 2.0)) == {}, "the best may be missing"
+    assert rows_of(runs("failed", failed=True)) == {}
 
 
 def test_with_two_seeds_nobody_knows_who_is_level():

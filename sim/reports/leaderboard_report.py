@@ -43,8 +43,8 @@ _NAMES_MAX: Final = 6
 _FAR: Final = 2.0
 """So many times as bad as the best is as dark as a cell gets."""
 _MARKS: Final = (
-    "A `*` is the best of its case, a `=` is within its 95 % interval of the best: the difference of "
-    "the two, on the same requests, may be nothing."
+    "An asterisk is the best of its case, an equals sign is within its 95 % interval of the best: "
+    "the difference of the two, on the same requests, may be nothing."
 )
 
 Row = Mapping[str, Any]

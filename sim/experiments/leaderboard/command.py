@@ -30,6 +30,7 @@ from sim.reports.leaderboard_report import (
 SIZES: Final[Mapping[str, int]] = {"small": 400, "full": 2_000}
 """Name -> requests of a cell."""
 _REQUESTS_MAX: Final = 1_000_000
+_ALL: Final = "all"
 
 
 def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -44,7 +45,7 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
     add = parser.add_argument
     add("--strategies", type=_names, default=BUILT_IN, metavar="A,B,...",
         help="built-ins, or EndpointPickerConfigs in files (all built-ins)")  # fmt: skip
-    add("--cases", type=_names, default=tuple(CASES), metavar="A,B,...", help="(all)")
+    add("--cases", type=_names, metavar="A,B,...", help=f"or {_ALL} (all; with --trace none)")
     add("--list", action="store_true", help="say which strategies and cases there are, and end")
     add("--trace", action="append", type=Path, default=[], metavar="FILE",
         help="a trace as one more case, on four pods of the default profile; repeatable")  # fmt: skip
@@ -73,7 +74,8 @@ def run(options: argparse.Namespace) -> int:
         print(_list())
         return 0
     policies = named_policies(list(options.strategies))
-    cases = _cases(options.cases, options.trace)
+    wanted = options.cases or (() if options.trace else (_ALL,))
+    cases = _cases(tuple(CASES) if wanted == (_ALL,) else wanted, options.trace)
     seeds = range(options.seed, options.seed + options.seeds)
     cells = cells_of(cases, policies, seeds, options.requests or SIZES[options.size])
     print(

@@ -88,6 +88,21 @@ def test_stopping_cancels_what_has_not_begun():
     assert all(future.cancelled() for future, _, _ in slow.given)
 
 
+def test_what_the_cluster_gives_up_has_failed():
+    """As Dask cancels all of a scheduler that is gone: it is told, and not waited for."""
+    slow = Slow()
+    found = {}
+    workers = Submitted(slow)
+    thread = threading.Thread(target=lambda: found.update(workers.outcomes(doubled, [1, 2])))
+    thread.start()
+    while len(slow.given) < 2:
+        thread.join(0.001)
+    slow.given.pop(0)[0].cancel()
+    slow.end()
+    thread.join()
+    assert (str(found[0]), found[1]) == ("the cluster has cancelled it", 4)
+
+
 @pytest.mark.parametrize("named", ["dask", "dask://", "spark://host:1", "nowhere"])
 def test_an_executor_that_there_is_not_is_refused(named):
     """With those that there are."""

@@ -169,6 +169,19 @@ def test_a_trace_of_ones_own_is_one_more_case(ran, tmp_path, capsys):
     )
 
 
+def test_with_a_trace_only_the_cases_that_are_named_are_run(ran, tmp_path, monkeypatch):
+    """Or all of them, if that is said."""
+    path = tmp_path / "mine.jsonl"
+    arguments = ["trace", "generate", "shared-prefix", "--rate=20", "--requests=40"]
+    assert run([*arguments, f"--out={path}"]) == 0
+    alone = ["leaderboard", "--strategies=default", "--seeds=1", "--trace", str(path)]
+    assert run([*alone, f"--out={tmp_path / 'alone'}"]) == 0
+    assert [row["case"] for row in summary_in(tmp_path / "alone")["rows"]] == ["mine"]
+    monkeypatch.setattr(command, "CASES", {"pickers-1": CASES["pickers-1"]})
+    assert run([*alone, "--cases=all", "--requests=30", f"--out={tmp_path / 'both'}"]) == 0
+    assert [row["case"] for row in summary_in(tmp_path / "both")["rows"]] == ["pickers-1", "mine"]
+
+
 def test_what_there_is_not_is_refused(capsys):
     """With what there is."""
     assert run(["leaderboard", "--cases=nowhere"]) == 1

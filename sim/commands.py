@@ -16,7 +16,9 @@ from sim.cluster.policies import PolicyNameError
 from sim.engine import calibrate
 from sim.engine.profiles import ProfileError
 from sim.experiments import compare, replay, replicas, strategies, sweep, tune
+from sim.experiments.executors import ExecutorError
 from sim.experiments.jobs import JobError
+from sim.experiments.leaderboard import command as leaderboard
 from sim.experiments.scenario_file import ScenarioError
 from sim.experiments.space import SpaceError
 from sim.output import OutputError
@@ -42,6 +44,7 @@ def run(arguments: Sequence[str] | None) -> int:
     tune.add_parser(commands)
     replicas.add_parser(commands)
     strategies.add_parser(commands)
+    leaderboard.add_parser(commands)
     calibrate.add_parser(commands)
     validate.add_parser(commands)
     options = parser.parse_args(arguments)
@@ -53,7 +56,7 @@ def run(arguments: Sequence[str] | None) -> int:
         return failed(str(problem), code=2)
     except (
         TraceError, ProfileError, ScenarioError, SpaceError, ConfigError, OutputError, JobError,
-        OSError,
+        ExecutorError, OSError,
     ) as problem:  # fmt: skip
         return failed(sentence_of(problem), code=1)
     return code

@@ -201,18 +201,18 @@ PLUGINS = ROOT / "docs/plugins.md"
 @pytest.fixture
 def near(tmp_path, monkeypatch):
     """The module of the page on plugins, installed as its distribution would be."""
-    (tmp_path / "near.py").write_text("\n".join(blocks(PLUGINS, "python")), encoding="utf-8")
+    (tmp_path / "homing_near.py").write_text("\n".join(blocks(PLUGINS, "python")), encoding="utf-8")
     information = tmp_path / "homing_near-1.0.0.dist-info"
     information.mkdir()
     (information / "METADATA").write_text("Name: homing-near\nVersion: 1.0.0\n")
     classes = ("Near", "ShortQueue", "TwoChoices", "UserIndexSettings", "SameUser")
-    entries = "".join(f"{name} = near:{name}\n" for name in classes)
+    entries = "".join(f"{name} = homing_near:{name}\n" for name in classes)
     (information / "entry_points.txt").write_text(f"[{ENTRY_POINTS}]\n{entries}")
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.delitem(sys.modules, "near", raising=False)
+    monkeypatch.delitem(sys.modules, "homing_near", raising=False)
     invalidate_caches()
     yield
-    sys.modules.pop("near", None)
+    sys.modules.pop("homing_near", None)
 
 
 def scheduler_of(text):

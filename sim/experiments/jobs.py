@@ -11,7 +11,7 @@ from multiprocessing.connection import Connection, wait
 from multiprocessing.context import SpawnProcess
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self, cast
+from typing import Any, Protocol, Self, TypeVar, cast
 
 from msgspec import Struct
 
@@ -27,9 +27,29 @@ from sim.sentences import sentence_of
 from sim.traces.arrival import TraceError
 from sim.traces.formats import open_trace
 
+Job = TypeVar("Job")
+Answer = TypeVar("Answer")
+
 
 class JobError(Exception):
     """One of the runs cannot be done: one sentence."""
+
+
+class Workers(Protocol):
+    """Processes, here or elsewhere, that do jobs."""
+
+    def outcomes(
+        self, task: Callable[[Job], Answer], jobs: Sequence[Job]
+    ) -> Iterator[tuple[int, Answer | JobError]]:
+        """(number, what `task` returns, or why it cannot) of each job as they end, until `stop`.
+
+        `task` is a function of a module: only its name is sent.
+        """
+        ...
+
+    def stop(self) -> None:
+        """Cut short what runs; `outcomes` ends."""
+        ...
 
 
 class Told(Struct, frozen=True, kw_only=True):
@@ -101,24 +121,15 @@ class Experiment(Struct, frozen=True, kw_only=True):
 
 
 class Crew:
-    """Processes, each of which takes one run after the other. Leaving the context ends them."""
+    """`Workers` of this machine, each one job after the other. Leaving the context ends them."""
 
     def __init__(self, size: int) -> None:
         self._stopped = False
         self._members: dict[Connection, SpawnProcess] = {}
         # Forked children would inherit the bar's thread and its locks.
-        context = multiprocessing.get_context("spawn")
-        # Inherited: Ctrl-C reaches all processes of a terminal, and the parent alone answers it.
-        before = signal.signal(signal.SIGINT, signal.SIG_IGN)
-        try:
-            for _ in range(size):
-                ours, theirs = context.Pipe()
-                process = context.Process(target=_work, args=(theirs,), daemon=True)
-                process.start()
-                theirs.close()
-                self._members[ours] = process
-        finally:
-            signal.signal(signal.SIGINT, before)
+        self._context = multiprocessing.get_context("spawn")
+        for _ in range(size):
+            self._hire()
 
     def __enter__(self) -> Self:
         return self
@@ -136,52 +147,83 @@ class Crew:
             process.close()
 
     def stop(self) -> None:
-        """Cut short what runs; `results` ends."""
+        """Cut short what runs; `outcomes` ends."""
         self._stopped = True
         for process in self._members.values():
             process.kill()
 
     def results(self, jobs: Sequence[RunSettings]) -> Iterator[tuple[int, Result]]:
-        """(number, result) of each job in the order in which they end, until `stop`.
+        """(number, result) of each run in the order in which they end, until `stop`.
 
         Raises `JobError` for one that cannot be done.
         """
+        for number, outcome in self.outcomes(run_job, jobs):
+            if isinstance(outcome, JobError):
+                raise outcome
+            yield number, outcome
+
+    def outcomes(
+        self, task: Callable[[Job], Answer], jobs: Sequence[Job]
+    ) -> Iterator[tuple[int, Answer | JobError]]:
+        """As `Workers` has it. Who dies of a job is replaced: the others are done."""
         left = enumerate(jobs)
         busy: dict[Connection, int] = {}
 
         def occupy(pipe: Connection) -> None:
-            job = next(left, None)
+            number, job = next(left, (-1, None))
             if job is not None:
-                busy[pipe], settings = job
-                pipe.send(settings)
+                busy[pipe] = number
+                # Whoever has died says so when it is listened to.
+                with contextlib.suppress(OSError):
+                    pipe.send((task, job))
 
-        try:
-            for pipe in self._members:
-                occupy(pipe)
-            while busy:
-                for pipe in cast("list[Connection]", wait(list(busy))):
+        for pipe in list(self._members):
+            occupy(pipe)
+        while busy:
+            for pipe in cast("list[Connection]", wait(list(busy))):
+                number = busy.pop(pipe)
+                try:
                     outcome = pipe.recv()
-                    number = busy.pop(pipe)
-                    if isinstance(outcome, str):
-                        raise JobError(outcome)
-                    occupy(pipe)
-                    yield number, outcome
-        except (EOFError, OSError) as problem:
-            # The other end is gone.
-            if not self._stopped:
-                raise JobError("a process that replayed the trace has died") from problem
+                except (EOFError, OSError):
+                    # The other end is gone.
+                    if self._stopped:
+                        return
+                    outcome = JobError("a process that replayed the trace has died")
+                    pipe = self._replace(pipe)  # noqa: PLW2901  what follows is of the new one
+                occupy(pipe)
+                yield number, outcome
+
+    def _hire(self) -> Connection:
+        # Inherited: Ctrl-C reaches all processes of a terminal, and the parent alone answers it.
+        before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+        try:
+            ours, theirs = self._context.Pipe()
+            process = self._context.Process(target=_work, args=(theirs,), daemon=True)
+            process.start()
+            theirs.close()
+        finally:
+            signal.signal(signal.SIGINT, before)
+        self._members[ours] = process
+        return ours
+
+    def _replace(self, pipe: Connection) -> Connection:
+        process = self._members.pop(pipe)
+        pipe.close()
+        process.join()
+        process.close()
+        return self._hire()
 
 
 def _work(pipe: Connection) -> None:
-    """Replay what comes through the pipe until that is closed; answer a result, or a sentence."""
+    """Do what comes through the pipe until that is closed; answer what it returns, or a `JobError`."""
     with contextlib.suppress(EOFError, OSError):
         while True:
-            settings = pipe.recv()
+            task, job = pipe.recv()
             try:
-                outcome: Result | str = run_job(settings)
-            except (TraceError, ConfigError, OSError) as problem:
+                outcome = task(job)
+            except (JobError, TraceError, ConfigError, OSError) as problem:
                 # Not as it is: an exception with arguments of its own cannot be sent.
-                outcome = sentence_of(problem)
+                outcome = JobError(sentence_of(problem))
             pipe.send(outcome)
 
 

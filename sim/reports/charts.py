@@ -56,6 +56,10 @@ _LOGARITHMIC_STEPS: Final = ((1, 1.5, 2, 3, 4, 5, 7), (1, 2, 5), (1, 3), (1,))
 _GAP_MIN: Final = 0.11
 """Between two marks, of the length of their axis: labels must not touch."""
 _BAR_LABEL_PX: Final = 44
+_SHADES: Final = (
+    ("#fff7ed", "#2b2018"), ("#ffedd5", "#3d2615"), ("#fed7aa", "#572c12"), ("#fdba74", "#6e2f11"),
+)  # fmt: skip
+"""Of cells, the lightest first: on a light page and on a dark one, legible under its text."""
 
 Points = Sequence[tuple[float, float]]
 Whiskers = Sequence[tuple[float, float, float]]
@@ -280,6 +284,26 @@ def html_table(rows: Sequence[Sequence[str]]) -> str:
     )
 
 
+def shaded_table(rows: Sequence[Sequence[str]], shades: Sequence[Sequence[float]]) -> str:
+    """As `html_table`; the cells behind the names are the darker the nearer their shade is to 1.
+
+    `shades`: a row less and a column less than `rows`, from 0 to 1.
+    """
+    head, *body = on_one_line(rows)
+    columns = "".join(f'<th scope="col">{escape(cell)}</th>' for cell in head)
+    lines = []
+    for (name, *cells), of_row in zip(body, shades, strict=True):
+        told = "".join(
+            f'<td class="shaded s{math.ceil(shade * len(_SHADES))}">{escape(cell)}</td>'
+            for cell, shade in zip(cells, of_row, strict=True)
+        )
+        lines.append(f'<tr><th scope="row">{escape(name)}</th>{told}</tr>')
+    return scrolling(
+        f'<table class="numbers"><thead><tr>{columns}</tr></thead>'
+        f"<tbody>{''.join(lines)}</tbody></table>"
+    )
+
+
 def facts_table(rows: Sequence[Sequence[str]]) -> str:
     """Names and what they are, in words."""
     return f'<table class="facts">{_table_rows(rows)}</table>'
@@ -336,10 +360,10 @@ def _dots(points: Points, x: Axis, y: Axis, colour: str, size: Size) -> list[str
 
 
 def _colours(dark: int) -> str:
-    """A rule for each class of a series. `dark`: 1 for a dark page."""
-    return " ".join(
-        f".c{number} {{ --colour: {colours[dark]}; }}" for number, colours in enumerate(COLOURS)
-    )
+    """A rule for each class of a series and of a shade. `dark`: 1 for a dark page."""
+    series = (f".c{number} {{ --colour: {pair[dark]}; }}" for number, pair in enumerate(COLOURS))
+    shades = (f".s{number} {{ --shade: {pair[dark]}; }}" for number, pair in enumerate(_SHADES, 1))
+    return " ".join((*series, *shades))
 
 
 STYLE: Final = f"""
@@ -393,6 +417,7 @@ th {{ font-weight: 500; color: var(--quiet); }}
 .numbers tr > :first-child {{ text-align: left; padding-left: 0; position: sticky; left: 0;
   background: var(--card); }}
 .numbers tr:first-child th {{ vertical-align: bottom; white-space: normal; overflow-wrap: normal; }}
+.numbers .shaded {{ background: var(--shade); }}
 .numbers .chosen > :nth-child(n) {{ background: var(--chosen); }}
 #candidates {{ font-size: 13px; }}
 input {{ font: inherit; width: 8em; }}

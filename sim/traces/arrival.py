@@ -42,6 +42,8 @@ class Arrival(Struct, frozen=True, kw_only=True, gc=False, array_like=True):
     turn: int = 0
     """Place in its session, from 0."""
     priority: int = 0
+    headers: tuple[tuple[str, str], ...] = ()
+    """(name in lower case, value) of those that the picker is to see."""
     after: int | None = None
     """Index of the request whose answer this one waits for; it comes earlier in the trace."""
     think_s: Seconds = 0.0

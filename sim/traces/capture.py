@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from typing import Annotated, BinaryIO, Final
 
 import msgspec
-from msgspec import Meta, Struct
+from msgspec import Meta, Struct, field
 
 from sim.traces.arrival import Arrival, FieldError
 from sim.traces.blocks import (
@@ -21,6 +21,7 @@ from sim.traces.blocks import (
     check_blocks,
     check_ids,
 )
+from sim.traces.headers import headers_of
 from sim.traces.reading import LineFormat, Parse, ReadOptions
 from sim.traces.standard import Drawing
 from sim.traces.workloads import Generated
@@ -65,6 +66,8 @@ class CaptureLine(Struct, kw_only=True, omit_defaults=True, gc=False):
     session: str = ""
     turn: _Count = 0
     priority: int = 0
+    headers: dict[str, str] = field(default_factory=dict)
+    """By name: those that plugins go by. Live captures have none."""
     after: _Count | None = None
     think_s: _Duration = 0.0
     first_token_s: _Duration | None = None
@@ -169,6 +172,7 @@ class CaptureWriter:
             session=salt.name(arrival.session) if salt else arrival.session,
             turn=arrival.turn,
             priority=arrival.priority,
+            headers={name: salt.name(value) if salt else value for name, value in arrival.headers},
             after=self._place(arrival.after),
             think_s=arrival.think_s,
             answer=answer,
@@ -247,6 +251,7 @@ def _capture(first: bytes, options: ReadOptions) -> Parse:
             session=line.session,
             turn=line.turn,
             priority=line.priority,
+            headers=headers_of(line.headers) if line.headers else (),
             after=line.after,
             think_s=line.think_s,
         )

@@ -2,7 +2,7 @@
 
 A line is a body; or an object with the body under `body`, as the batch API has it (`url`, `method`,
 `custom_id`), and optionally `time_s` or `timestamp` (seconds, or a date and time), `path`,
-`output_tokens`, `session` and `response` with its `usage`.
+`output_tokens`, `session`, `priority`, `headers` and `response` with its `usage`.
 """
 
 from array import array
@@ -10,12 +10,13 @@ from datetime import UTC, datetime
 from typing import Annotated, Any, Final
 
 import msgspec
-from msgspec import Meta, Raw, Struct
+from msgspec import Meta, Raw, Struct, field
 
 from epp.core.prompt.parse import parse_request
 from epp.core.types import BYTES_PER_TOKEN, Refusal
 from sim.traces.arrival import Arrival, FieldError
 from sim.traces.blocks import Tokens
+from sim.traces.headers import headers_of
 from sim.traces.reading import MALFORMED, LineFormat, Parse, ReadOptions
 
 BLOCK_TOKENS: Final = 16
@@ -55,6 +56,8 @@ class _Line(Struct):
     output_tokens: Tokens | None = None
     response: _Response | None = None
     session: str = ""
+    priority: int = 0
+    headers: dict[str, str] = field(default_factory=dict)
 
     def arrival_s(self) -> float | None:
         if self.time_s is not None or self.timestamp is None:
@@ -81,10 +84,11 @@ def _parser(first: bytes, options: ReadOptions) -> Parse:
         if body.startswith(b'"'):
             body = msgspec.json.decode(body, type=str).encode()
         path = line.path or line.url or _path_of(decode_body(body))
-        parsed = parse_request(path=path, headers={}, body=body, request_id=str(index))
+        headers = headers_of(line.headers)
+        parsed = parse_request(path=path, headers=dict(headers), body=body, request_id=str(index))
         if isinstance(parsed, Refusal):
-            field = (parsed.param or "").removeprefix("$").removeprefix(".")
-            raise FieldError(field, parsed.message)
+            member = (parsed.param or "").removeprefix("$").removeprefix(".")
+            raise FieldError(member, parsed.message)
         request = parsed.request
         if len(request.prompts) != 1:
             raise FieldError("prompt", f"Expected one prompt, got {len(request.prompts)}")
@@ -105,6 +109,8 @@ def _parser(first: bytes, options: ReadOptions) -> Parse:
             model=request.model,
             cache_salt=request.cache_salt,
             session=line.session,
+            priority=line.priority,
+            headers=headers,
             path=path,
             body=body,
         )

@@ -83,6 +83,7 @@ def request_of(
         model=model_of(arrival),
         prompt_tokens=arrival.prompt_tokens,
         cache_salt=arrival.cache_salt,
+        headers=dict(arrival.headers),
         priority=arrival.priority,
         stream=True,
         output_tokens_max=arrival.output_tokens_max,
@@ -100,7 +101,7 @@ def request_through_bytes(arrival: Arrival) -> InferenceRequest:
     """The request as production reads it from the body; ValueError if it refuses the body."""
     parsed = parse_request(
         path=arrival.path or COMPLETIONS_PATH,
-        headers={},
+        headers=dict(arrival.headers),
         body=body_of(arrival),
         request_id=str(arrival.index),
     )

@@ -242,6 +242,11 @@ def _as_copy(
         blocks=tuple(map(other, arrival.blocks)),
         answer=None if arrival.answer is None else other(arrival.answer),
         session=arrival.session and f"{arrival.session}~{copy}",
+        # A header may name the session too.
+        headers=tuple(
+            (name, f"{value}~{copy}" if arrival.session and value == arrival.session else value)
+            for name, value in arrival.headers
+        ),
         # The bytes of a raw request are still those of the first.
         path="",
         body=b"",

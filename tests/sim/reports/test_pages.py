@@ -22,7 +22,7 @@ TEXT_CONTRAST_MIN = 4.5
 MARK_CONTRAST_MIN = 3.0
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
-PAGES = ("replay", "compare", "sweep", "tune", "demo")
+PAGES = ("replay", "compare", "sweep", "tune", "leaderboard", "demo")
 
 
 def demo_page():
@@ -58,6 +58,9 @@ def folder(tmp_path_factory):
         blocks = ["--block-tokens", str(BLOCK_TOKENS)]
         out = ["--out", str(folder / command)]
         assert main([command, str(trace), *flags, *blocks, *out]) == 0
+    cases = "pickers-1,pickers-4,scrape-1s,scrape-10s,set-below,set-held"
+    board = ["--cases", cases, "--strategies", f"{config},default,random", "--requests", "30"]
+    assert main(["leaderboard", *board, "--out", str(folder / "leaderboard")]) == 0
     (folder / "demo").mkdir()
     (folder / "demo" / "report.html").write_text(demo_page())
     return folder

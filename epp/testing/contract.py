@@ -1,0 +1,526 @@
+"""What every plugin must keep to, whatever the pool looks like: `check_plugin`.
+
+A filter, a scorer, a picker or the settings of an affinity index, by the verb that the class has:
+
+- it is a frozen struct with a `type_name`, and refuses parameters that it does not know;
+- what it returns has the type, the length and the range of its contract;
+- it is a pure function: it changes nothing, repeats itself, and so does another instance of it;
+- candidates in another order get their own answers in that order;
+- a scorer that says what it reads reads nothing else;
+- an index answers in its bounds, forgets an endpoint as if it had never been there, and does not
+  grow with what it is told beyond its own limits;
+- through the real scheduler it survives churn: it never fails, every request is answered and let go,
+  the same dice fall the same, and who takes the place of an endpoint that left is a stranger.
+
+Cases are drawn from a seed; hypothesis is not needed, nor used where it is installed.
+"""
+
+import gc
+import math
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from random import Random
+from types import BuiltinFunctionType, FunctionType, ModuleType
+from typing import Any, Final
+
+import msgspec
+import numpy as np
+from msgspec import Struct
+from msgspec.structs import replace
+
+from epp.configuration.build import build_settings, plugin_tables
+from epp.configuration.config import ConfigError, PluginTables, load_config
+from epp.configuration.document import decode
+from epp.core.decision.failures import (
+    BOOLS,
+    FLOATS,
+    affinity_fault,
+    array_fault,
+    positions_fault,
+)
+from epp.core.decision.kept_scores import undeclared_reads
+from epp.core.decision.plugin import ReadsColumns, ReadsIndex
+from epp.core.decision.scheduler import SchedulerSettings
+from epp.core.knowledge.candidates import Affinity, Candidates
+from epp.core.knowledge.index import AffinityIndex, SharedIndex
+from epp.core.prompt.request import InferenceRequest
+from epp.core.session_tokens import SessionTokens
+from epp.core.types import AdapterReport
+from epp.testing.builders import (
+    NOW_S,
+    PREFIX,
+    affinity,
+    candidates,
+    endpoint,
+    loaded_adapters,
+    request,
+    resident_adapters,
+)
+from epp.testing.churn import churn, prompt, strangers_differ
+
+Given = Mapping[str, str]
+
+_VERBS: Final = {"keep": "filters", "score": "scorers", "pick": "pickers", "open": "indexes"}
+_ADAPTERS: Final = ("my-model", "a", "b", "c")
+_ROLES: Final = ("decode", "prefill", "encode", "both", "other")
+_TOKENS: Final = SessionTokens((b"of this test",))
+_HEADERS: Final[tuple[Given, ...]] = ({}, {"x-session-token": _TOKENS.of(endpoint(1))})
+_SLOTS: Final = 6
+_TOLD: Final = 1_000
+"""Requests after which an index is as large as it may get, with the limits that it is given."""
+_GROWTH_MAX: Final = 1.25
+_GROWTH_BYTES_MAX: Final = 64 * 1024
+"""Of dictionaries that grow by doubling."""
+_ENOUGH: Final = 1e-12
+
+
+class ContractError(AssertionError):
+    """A plugin breaks its contract: one sentence, with what repeats the case."""
+
+
+class _Subject(Struct, frozen=True, kw_only=True):
+    """What is checked, and what the author said of it."""
+
+    kind: type[Any]
+    verb: str
+    parameters: Mapping[str, object]
+    tables: PluginTables
+    labels: Sequence[Given]
+    headers: Sequence[Given]
+    selects: bool
+    by_order: bool
+    cases: int
+    seed: int
+
+    def made(self) -> Any:
+        """A new instance."""
+        return msgspec.convert(dict(self.parameters), self.kind, dec_hook=decode)
+
+    def expect(self, fulfilled: bool, sentence: str, case: int | None = None) -> None:
+        """Raises `ContractError` unless `fulfilled`."""
+        if not fulfilled:
+            told = f"{self.kind.__name__}({dict(self.parameters)}): {sentence}"
+            raise ContractError(
+                told if case is None else f"{told} (case {case} of seed {self.seed})"
+            )
+
+
+def check_plugin(  # noqa: PLR0913  what an author may say of it
+    kind: type[Any],
+    parameters: Mapping[str, object] | None = None,
+    *,
+    beside: Sequence[type[Any]] = (),
+    labels: Sequence[Given] = (),
+    headers: Sequence[Given] = (),
+    selects: bool = False,
+    by_order: bool = False,
+    cases: int = 100,
+    seed: int = 1,
+) -> None:
+    """Check the class `kind`, set up with `parameters` as a configuration spells them.
+
+    `beside`: other plugin classes that it needs, as the index that a scorer names; installed ones
+    are known. `labels` and `headers`: of endpoints and requests, besides the usual ones, where it
+    goes by them. `selects`: a filter that may leave nobody. `by_order`: candidates that are equal to
+    it are ranked in the order in which they come. An index is best given small limits: more than
+    `_TOLD` requests are recorded in it, after which it must not grow.
+
+    Raises `ContractError` at the first thing that is not as it must be. Takes about a second.
+    """
+    verbs = [verb for verb in _VERBS if callable(getattr(kind, verb, None))]
+    if not (issubclass(kind, Struct) and len(verbs) == 1):
+        raise ContractError(
+            f"{kind.__name__} is no plugin: expected a msgspec.Struct with one of "
+            f"the verbs {', '.join(_VERBS)}"
+        )
+    subject = _Subject(
+        kind=kind,
+        verb=verbs[0],
+        parameters=parameters or {},
+        tables=_with(plugin_tables(), (kind, *beside)),
+        labels=labels,
+        headers=headers,
+        selects=selects,
+        by_order=by_order,
+        cases=cases,
+        seed=seed,
+    )
+    _check_class(subject)
+    match subject.verb:
+        case "pick":
+            _check_picker(subject)
+        case "open":
+            _check_index(subject)
+        case _:
+            _check_opinions(subject)
+    _check_churn(subject)
+
+
+def _check_class(subject: _Subject) -> None:
+    kind = subject.kind
+    name = getattr(kind, "type_name", None)
+    subject.expect(isinstance(name, str) and bool(name), "expected a type_name, a str")
+    subject.expect(
+        bool(kind.__struct_config__.frozen) and bool(kind.__struct_config__.forbid_unknown_fields),
+        "expected a struct that is frozen and forbids unknown fields, as those of Parameters are",
+    )
+    try:
+        subject.made()
+    except (msgspec.ValidationError, ValueError) as problem:
+        subject.expect(False, f"these parameters are refused: {problem}")
+
+
+# Filters and scorers.
+
+
+def _check_opinions(subject: _Subject) -> None:
+    plugin = subject.made()
+    for case in range(subject.cases):
+        random = _random(subject, case)
+        asked = _request(subject, random)
+        pool = _pool(subject, plugin, asked, random)
+        before, asked_before = _contents(pool), _said(asked)
+        found = _answered(subject, plugin, asked, pool, case)
+        again = _answered(subject, plugin, asked, pool, case)
+        another = _answered(subject, subject.made(), asked, pool, case)
+        subject.expect(_same(found, again), "asked twice it answers differently", case)
+        subject.expect(_same(found, another), "another instance answers differently", case)
+        subject.expect(_unchanged(before, _contents(pool)), "it changed the candidates", case)
+        subject.expect(asked_before == _said(asked), "it changed the request", case)
+        order = np.array(random.sample(range(len(pool)), len(pool)))
+        shuffled = _answered(subject, plugin, asked, pool.take(order), case)
+        expected = found[order].astype(np.float64)
+        shuffled = shuffled.astype(np.float64)
+        if subject.by_order:
+            expected, shuffled = np.sort(expected), np.sort(shuffled)
+        subject.expect(
+            np.allclose(shuffled, expected, rtol=_ENOUGH, atol=_ENOUGH, equal_nan=True),
+            "candidates in another order get other answers",
+            case,
+        )
+        if isinstance(plugin, ReadsColumns):
+            undeclared = undeclared_reads(plugin, asked, pool)
+            subject.expect(
+                not undeclared, f"it reads {', '.join(undeclared)}, not in `reads`", case
+            )
+
+
+def _answered(
+    subject: _Subject, plugin: Any, asked: InferenceRequest, pool: Candidates, case: int
+) -> Any:
+    """What `keep` or `score` returns, checked; NaN for None."""
+    n = len(pool)
+    try:
+        found = getattr(plugin, subject.verb)(asked, pool)
+    except Exception as problem:
+        raise ContractError(
+            f"{subject.kind.__name__}: {subject.verb} raised {type(problem).__name__} "
+            f"(case {case} of seed {subject.seed})"
+        ) from problem
+    if subject.verb == "keep":
+        fault = array_fault(found, BOOLS, n)
+        subject.expect(not fault, f"keep returned {fault}", case)
+        subject.expect(
+            subject.selects or bool(found.any()), "it leaves nobody; say `selects=True`", case
+        )
+        return found.copy()
+    if found is None:
+        return np.full(n, math.nan)
+    fault = array_fault(found, FLOATS, n)
+    subject.expect(not fault, f"score returned {fault}", case)
+    inside = np.isnan(found) | ((found >= 0.0) & (found <= 1.0))
+    subject.expect(bool(inside.all()), f"score returned {found.tolist()}, expected 0 to 1", case)
+    return found.copy()
+
+
+# Pickers.
+
+
+def _check_picker(subject: _Subject) -> None:
+    for case in range(subject.cases):
+        random = _random(subject, case)
+        n = random.randint(1, 8)
+        sums = np.array([random.choice([0.0, 1.0, random.uniform(0, 10)]) for _ in range(n)])
+        rotation, seed = random.randrange(2**40), random.randrange(100)
+        found = []
+        for _ in range(2):
+            pool = candidates(n)
+            before = _contents(pool)
+            # Its own, to use as scratch.
+            given = sums.copy()
+            chosen = subject.made().pick(given, pool, Random(seed), rotation)  # noqa: S311  dice
+            fault = positions_fault(chosen, n)
+            subject.expect(not fault, f"pick returned {fault}", case)
+            subject.expect(_unchanged(before, _contents(pool)), "it changed the candidates", case)
+            found.append(chosen.tolist())
+        subject.expect(found[0] == found[1], "with the same dice it picks differently", case)
+
+
+# Indexes.
+
+
+def _check_index(subject: _Subject) -> None:
+    settings = subject.made()
+    index: AffinityIndex = settings.open()
+    subject.expect(isinstance(settings.adopt(index), bool), "adopt returned no bool")
+    subject.expect(
+        settings.adopt(object()) is False, "adopt took an index of another kind: expected False"
+    )
+    random = _random(subject, 0)
+    now = NOW_S
+    for step in range(_TOLD):
+        now = _told(subject, index, random, step, now)
+    asked = [_request(subject, random) for _ in range(20)]
+    # One that nothing was ever sent to.
+    stranger = _SLOTS
+    for slot in range(_SLOTS):
+        index.forget(slot)
+        for one in asked:
+            known = _matched(subject, index, one, now, _SLOTS + 1)
+            for name, column in {"matched": known.matched, **known.columns}.items():
+                subject.expect(
+                    _same(column[slot : slot + 1], column[stranger:]),
+                    f"{name} of an endpoint that was forgotten is {column[slot]}, of one that was "
+                    f"never there {column[stranger]}",
+                )
+    for step in range(_TOLD):
+        now = _told(subject, index, random, step, now)
+    before = _held_bytes(index)
+    for step in range(3 * _TOLD):
+        now = _told(subject, index, random, step, now)
+    after = _held_bytes(index)
+    subject.expect(
+        after <= _GROWTH_MAX * before + _GROWTH_BYTES_MAX,
+        f"{_TOLD:,} requests make it {before:,} bytes large, three times as many more {after:,}: "
+        "expected a limit, or smaller parameters",
+    )
+
+
+def _told(subject: _Subject, index: AffinityIndex, random: Random, step: int, now: float) -> float:
+    """One request is matched, recorded, sometimes taken back; then it is this late."""
+    asked = _request(subject, random, own=f"{step} {random.random()}")
+    slot = random.randrange(_SLOTS)
+    held = _matched(subject, index, asked, now, _SLOTS)
+    index.record(asked, slot, now)
+    if random.random() < 0.1:
+        index.retract(asked, slot, int(held.matched[slot]), now)
+    if isinstance(index, SharedIndex) and random.random() < 0.1:
+        # A peer may say anything.
+        index.learn([b"", bytes(200), random.randbytes(16)], slot, now - 1.0, now)
+        index.learn(list(index.share(asked)), slot, now, now)
+    if random.random() < 0.05:
+        index.resize(slot, random.choice([1, 100, 10_000]), 16)
+    if random.random() < 0.02:
+        index.expire(now)
+    return now + 0.01
+
+
+def _matched(
+    subject: _Subject, index: AffinityIndex, asked: InferenceRequest, now: float, slots: int
+) -> Affinity:
+    """What `match` answers, checked, and that it answers it again."""
+    found, again = (index.match(asked, slots, now) for _ in range(2))
+    fault = affinity_fault(found, slots)
+    subject.expect(not fault, f"match returned {fault}")
+    inside = (found.matched >= 0) & (found.matched <= found.total)
+    subject.expect(
+        bool(inside.all()),
+        f"match returned {found.matched.tolist()}, expected 0 to its total {found.total}",
+    )
+    same = _same(found.matched, again.matched) and found.total == again.total
+    same = same and _unchanged(found.columns, again.columns)
+    subject.expect(same, "asked twice match answers differently: it must change nothing")
+    return found
+
+
+def _held_bytes(root: object) -> int:
+    """Of all that is reached from it, code left out."""
+    seen: set[int] = set()
+    waiting = [root]
+    total = 0
+    while waiting:
+        one = waiting.pop()
+        if id(one) in seen or isinstance(
+            one, (type, ModuleType, FunctionType, BuiltinFunctionType)
+        ):
+            continue
+        seen.add(id(one))
+        total += sys.getsizeof(one)
+        waiting += gc.get_referents(one)
+    return total
+
+
+# Through the scheduler.
+
+
+def _check_churn(subject: _Subject) -> None:
+    settings = _settings(subject)
+    first, second = (
+        churn(settings, seed=subject.seed, labels=subject.labels, headers=subject.headers)
+        for _ in range(2)
+    )
+    failing = [f"{one.name}: {one.what}" for one in first.scheduler.failures]
+    subject.expect(not failing, f"in churn {'; '.join(failing)}")
+    subject.expect(
+        subject.selects or all(first.went),
+        "in churn a request was refused while endpoints were there",
+    )
+    subject.expect(first.went == second.went, "in churn the same dice fall differently")
+    subject.expect(first.scheduler.ledger.open_leases == 0, "in churn a request was not let go")
+    differing = strangers_differ(first)
+    subject.expect(not differing, f"after churn strangers differ in {differing}")
+
+
+def _settings(subject: _Subject) -> SchedulerSettings:
+    """A configuration of one profile with the plugin in it."""
+    name = subject.kind.type_name
+    declared: dict[str, object] = {"type": name, "parameters": dict(subject.parameters)}
+    others = {"keep": "queue-scorer", "pick": "prefix-cache-scorer", "open": "queue-scorer"}
+    plugins = [declared]
+    if subject.verb in others:
+        plugins.append({"type": others[subject.verb]})
+    document = {
+        "apiVersion": "llm-d.ai/v1alpha1",
+        "kind": "EndpointPickerConfig",
+        "plugins": plugins if subject.verb != "open" else plugins[1:],
+    }
+    try:
+        config = load_config(msgspec.json.encode(document), "the check", subject.tables)
+    except ConfigError as problem:
+        raise ContractError(f"{subject.kind.__name__}: {problem}") from problem
+    settings = build_settings(config)
+    if subject.verb == "open":
+        # Whatever reads it, it is told everything.
+        return replace(settings, indexes={**settings.indexes, name: subject.made()})
+    return settings
+
+
+# What is drawn.
+
+
+def _random(subject: _Subject, case: int) -> Random:
+    return Random(f"{subject.seed}:{case}")  # noqa: S311  dice, not secrets
+
+
+def _request(subject: _Subject, random: Random, own: str = "") -> InferenceRequest:
+    return request(
+        request_id=random.choice(["one", "two", "three"]),
+        model=random.choice(_ADAPTERS),
+        prompts=(prompt(random) + own.encode(),),
+        headers=dict(random.choice([*_HEADERS, *subject.headers])),
+        session_id=random.choice(["", "s1", f"s{own}"]),
+        session_tokens=_TOKENS,
+        cold=random.random() < 0.5,
+        priority=random.choice([-1, 0, 1]),
+        prompt_tokens=random.randrange(10_000),
+    )
+
+
+def _pool(subject: _Subject, plugin: Any, asked: InferenceRequest, random: Random) -> Candidates:
+    """1 to 6 endpoints of any state."""
+    n = random.randint(1, _SLOTS)
+    total = random.randint(0, 5)
+
+    def column(draw: Callable[[], Any]) -> list[Any]:
+        return [draw() for _ in range(n)]
+
+    def count() -> float:
+        return math.nan if random.random() < 0.2 else float(random.randint(0, 20))
+
+    def share() -> float:
+        return math.nan if random.random() < 0.2 else random.choice([0.0, 1.0, random.random()])
+
+    def labels() -> Given:
+        roles = [{"llm-d.ai/role": role} for role in _ROLES]
+        return random.choice([{}, *roles, *subject.labels])
+
+    return candidates(
+        waiting_requests=column(count),
+        running_requests=column(count),
+        kv_cache_usage=column(share),
+        metrics_age_s=column(lambda: random.choice([0.0, 1.5, 9.0, math.inf])),
+        saturated=column(lambda: random.random() < 0.3),
+        inflight_requests=column(lambda: random.randint(0, 9)),
+        inflight_prefill_tokens=column(lambda: random.uniform(0, 1e6)),
+        matched_blocks=column(lambda: random.randint(0, total)),
+        total_blocks=total,
+        adapters=column(lambda: _adapters(random)),
+        labels=column(labels),
+        affinities=dict(_affinities(subject, plugin, asked, random, n)),
+        prompt_tokens=asked.prompt_tokens,
+    )
+
+
+def _affinities(
+    subject: _Subject, plugin: Any, asked: InferenceRequest, random: Random, n: int
+) -> Iterator[tuple[str, Affinity]]:
+    """What the index that it names knows, after some requests."""
+    if not isinstance(plugin, ReadsIndex) or not plugin.producer:
+        return
+    kind = subject.tables.indexes.get(plugin.producer_type)
+    subject.expect(
+        kind is not None, f"there is no index of type {plugin.producer_type}; name it in `beside`"
+    )
+    assert kind is not None
+    if kind.type_name == PREFIX:
+        yield plugin.producer, affinity([random.randint(0, 5) for _ in range(n)], 5)
+        return
+    index = kind().open()
+    for _ in range(random.randint(0, 8)):
+        index.record(_request(subject, random), random.randrange(n), NOW_S)
+    index.record(asked, random.randrange(n), NOW_S)
+    yield plugin.producer, index.match(asked, n, NOW_S)
+
+
+def _adapters(random: Random) -> AdapterReport | None:
+    def some() -> frozenset[str]:
+        return frozenset(random.sample(_ADAPTERS, random.randint(0, 3)))
+
+    slots_max = random.randint(0, 3)
+    return random.choice(
+        [
+            None,
+            loaded_adapters(*sorted(some()), slots_max=slots_max),
+            resident_adapters(gpu=some(), cpu=some(), active=some(), slots_max=slots_max),
+        ]
+    )
+
+
+def _with(tables: PluginTables, kinds: Sequence[type[Any]]) -> PluginTables:
+    """The tables with these classes in them, in the place of others of their type."""
+    changed: dict[str, dict[str, Any]] = {
+        name: dict(getattr(tables, name)) for name in _VERBS.values()
+    }
+    for kind in kinds:
+        for verb, name in _VERBS.items():
+            if callable(getattr(kind, verb, None)):
+                changed[name][getattr(kind, "type_name", "")] = kind
+    return replace(tables, **changed)
+
+
+# What is compared.
+
+
+def _contents(pool: Candidates) -> dict[str, Any]:
+    """Every array behind the candidates, copied."""
+    held = vars(pool._columns).items()  # noqa: SLF001  a plugin has no way to it, so it is looked at here
+    arrays = {name: value.copy() for name, value in held if isinstance(value, np.ndarray)}
+    known = pool._affinities.items()  # noqa: SLF001  as above
+    return arrays | {f"affinity {name}": one.matched.copy() for name, one in known}
+
+
+def _said(asked: InferenceRequest) -> tuple[object, ...]:
+    return (
+        asked.model, dict(asked.headers), asked.prompts, asked.prompt_tokens, asked.session_id,
+        asked.priority, asked.cold,
+    )  # fmt: skip
+
+
+def _same(one: Any, other: Any) -> bool:
+    return one.dtype == other.dtype and np.array_equal(one, other, equal_nan=one.dtype.kind == "f")
+
+
+def _unchanged(before: Mapping[str, Any], after: Mapping[str, Any]) -> bool:
+    return before.keys() == after.keys() and all(
+        _same(before[name], after[name]) for name in before
+    )

@@ -1,0 +1,1 @@
+"""Every strategy on every case: who is best where, and how surely."""

@@ -1,0 +1,455 @@
+"""What strategies are run on: traffic, and the pool and pickers that it meets. One row each.
+
+Rates are about two thirds of what the pool finishes a second of a thousand such requests that come at
+once, so that queues form and drain; less where adapters are loaded. A hold-out is like a case, with other parameters: nobody may tune on it.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from itertools import chain
+from types import MappingProxyType
+from typing import Final
+
+from msgspec import Struct
+from msgspec.structs import replace
+
+from epp.core.types import Seconds
+from sim.cluster.clients import Clients
+from sim.cluster.cluster import ClusterSettings
+from sim.cluster.incidents import Drain, Incident, Join, Restart, Slow
+from sim.cluster.simulated_pod import PodKind
+from sim.engine.profiles import DEFAULT_PROFILE, find_profile
+from sim.experiments.scenario_file import Scenario
+from sim.traces.arrival import Arrival
+from sim.traces.lengths import Spread, around
+from sim.traces.standard import STANDARD
+from sim.traces.workloads import (
+    Adapters,
+    ClosedLoad,
+    Concurrency,
+    Content,
+    Conversations,
+    Lengths,
+    OpenLoad,
+    SharedPrefix,
+    Stage,
+    Workload,
+    arrivals,
+)
+
+_FOREVER_S: Final[Seconds] = 1e9
+_ADAPTER_SLOTS: Final = 4
+_RETRIES: Final = 5
+_SLOWER: Final = "qwen3-32b-h100-tp2"
+"""Fewer requests take longer: what happens meanwhile, or is scraped late, has time to matter."""
+_CONTEXT_TOKENS_MAX: Final = 120_000
+"""Of conversations that would outgrow the context of the pods."""
+
+Happening = Callable[[Seconds, PodKind], tuple[Incident, ...]]
+"""(how long requests arrive, what pods are) -> what happens meanwhile."""
+
+
+class Case(Struct, frozen=True, kw_only=True):
+    """A row of the leaderboard."""
+
+    name: str
+    says: str
+    """Half a sentence, for the table."""
+    workload: Workload | None = None
+    """None: the requests are in `file`."""
+    file: str = ""
+    profile: str = DEFAULT_PROFILE
+    pods: int = 4
+    max_loras: int = 0
+    replicas: int = 1
+    """Pickers, blind to each other."""
+    scrape_interval_s: Seconds | None = None
+    happens: str = ""
+    """A name among the `HAPPENINGS`."""
+    hold_out: bool = False
+
+    def arrivals(self, seed: int, requests: int) -> Iterator[Arrival]:
+        """The first `requests` that `seed` draws. Only of a workload."""
+        assert self.workload is not None
+        return arrivals(self.workload, seed, requests)
+
+    def cluster(self) -> ClusterSettings:
+        """The pool, and who picks from it."""
+        kind = PodKind.of(find_profile(self.profile), max_loras=self.max_loras)
+        return ClusterSettings(
+            pods=(kind,) * self.pods,
+            replicas=self.replicas,
+            scrape_interval_s=self.scrape_interval_s,
+            # Who asks no more when a pod dies would make those look fast who lose most.
+            clients=Clients(retries=_RETRIES) if self.happens else Clients(),
+        )
+
+    def scenario(self, span_s: Seconds) -> Scenario | None:
+        """What happens while requests arrive for `span_s`; None: nothing."""
+        if not self.happens:
+            return None
+        happening = HAPPENINGS[self.happens]
+        cluster = self.cluster()
+        incidents = happening(span_s, cluster.pods[0])
+        return Scenario(file=self.happens, incidents=incidents, clients=cluster.clients)
+
+
+def _slow_pod(span_s: Seconds, kind: PodKind) -> tuple[Incident, ...]:
+    return (Slow(from_s=0.2 * span_s, to_s=0.8 * span_s, factor=4.0, pods=(0,)),)
+
+
+def _churn(span_s: Seconds, kind: PodKind) -> tuple[Incident, ...]:
+    """One crashes, one is drained for good, one joins, one is replaced."""
+    tenth_s = span_s / 10
+    return (
+        Restart(at_s=2 * tenth_s, pods=(1,), startup_s=tenth_s),
+        Join(at_s=4 * tenth_s, kinds=(kind,)),
+        Drain(at_s=5 * tenth_s, pods=(2,), grace_s=tenth_s),
+        Restart(at_s=7 * tenth_s, pods=(0,), grace_s=tenth_s, startup_s=tenth_s),
+    )
+
+
+HAPPENINGS: Final[Mapping[str, Happening]] = MappingProxyType(
+    {"slow pod": _slow_pod, "churn": _churn}
+)
+
+
+def _open(content: Content, rate_per_s: float, burstiness: float = 1.0) -> Workload:
+    """As many requests as are wanted, at one rate; of sessions it is the rate at which they begin."""
+    stage = Stage(rate_per_s=rate_per_s, duration_s=_FOREVER_S)
+    return Workload(content=content, load=OpenLoad(stages=(stage,), burstiness=burstiness))
+
+
+def _lanes(content: Content, lanes: int) -> Workload:
+    """As many requests as are wanted, so many of them at a time."""
+    stage = Concurrency(lanes=lanes, requests=int(_FOREVER_S))
+    return Workload(content=content, load=ClosedLoad(stages=(stage,)))
+
+
+def _lognormal(mean: float, std_dev: float, lowest: float, highest: float) -> Spread:
+    return Spread(type="lognormal", mean=mean, std_dev=std_dev, min=lowest, max=highest)
+
+
+# Of the published traces: means, tails and what their prompts share, by their own statistics.
+_MOONCAKE_CONVERSATION: Final = Conversations(
+    conversations=0,
+    shared_tokens=512,
+    own=_lognormal(7000, 13_000, 200, 100_000),
+    turns=_lognormal(3, 3, 1, 20),
+    question=_lognormal(1500, 3000, 20, 40_000),
+    output=_lognormal(343, 230, 10, 2000),
+    think_s=_lognormal(60, 60, 5, 480),
+    context_tokens_max=_CONTEXT_TOKENS_MAX,
+)
+_MOONCAKE_SYNTHETIC: Final = Conversations(
+    conversations=0,
+    shared_tokens=0,
+    own=_lognormal(10_000, 13_000, 500, 100_000),
+    turns=_lognormal(4, 4, 1, 20),
+    question=_lognormal(2000, 2500, 20, 20_000),
+    output=_lognormal(149, 170, 2, 893),
+    think_s=_lognormal(30, 30, 2, 240),
+    context_tokens_max=_CONTEXT_TOKENS_MAX,
+)
+_AZURE_CONVERSATION: Final = Lengths(
+    prompt=_lognormal(1155, 1100, 16, 14_050), output=_lognormal(211, 160, 1, 1000)
+)
+_AZURE_CODE: Final = Lengths(
+    prompt=_lognormal(2048, 1900, 16, 7437), output=_lognormal(28, 60, 1, 1899)
+)
+
+
+def _prefixes(
+    groups: int, system_tokens: int, question_tokens: int = 300, output_tokens: int = 200
+) -> SharedPrefix:
+    return SharedPrefix(
+        groups=groups,
+        prompts_per_group=40,
+        system_tokens=system_tokens,
+        question=around(question_tokens),
+        output=around(output_tokens),
+    )
+
+
+_USUAL: Final = _open(_prefixes(40, 3000, 500, 300), 20.0)
+"""On which pickers, scrapes and pods are made worse."""
+_UNUSUAL: Final = _open(
+    SharedPrefix(
+        groups=90,
+        prompts_per_group=25,
+        system_tokens=5500,
+        question=around(700),
+        output=around(120),
+        skew=0.8,
+    ),
+    20.0,
+)
+"""The same for hold-outs."""
+
+_PUBLISHED: Final = (
+    Case(
+        name="mooncake-conversation",
+        says="like Mooncake's conversations: long contexts, few turns",
+        workload=_open(_MOONCAKE_CONVERSATION, 2.2),
+        pods=8,
+    ),
+    Case(
+        name="mooncake-synthetic",
+        says="like Mooncake's synthetic trace: long contexts, two thirds shared",
+        workload=_open(_MOONCAKE_SYNTHETIC, 2.0),
+        pods=8,
+    ),
+    Case(
+        name="azure-conversation",
+        says="like Azure's conversations: nothing shared",
+        workload=_open(_AZURE_CONVERSATION, 32.0),
+    ),
+    Case(
+        name="azure-code",
+        says="like Azure's code completion: nothing shared, in bursts",
+        workload=_open(_AZURE_CODE, 35.0, burstiness=4.0),
+    ),
+)
+
+_RATES_PER_S: Final = MappingProxyType(
+    {
+        "b2b": 8.0,
+        "b2b-small": 35.0,
+        "tiered": 3.5,
+        "shared-prefix": 75.0,
+        "ladder": 60.0,
+        "zero-reuse": 30.0,
+        "multi-turn": 5.0,
+        "predicted-latency-a": 24.0,
+        "predicted-latency-b": 6.5,
+        "predicted-latency-c": 6.0,
+        "predicted-latency-d": 3.6,
+        "interactive-chat": 6.0,
+        "chatbot": 120.0,
+        "content": 13.0,
+        "summarisation": 8.7,
+        "multi-document": 1.6,
+        "ray-prefix": 200.0,
+        "prefix-repetition": 88.0,
+        "agent-tree": 1.4,
+        "hot-spot": 58.0,
+        "lora-mix": 15.0,
+        "bursts": 60.0,
+    }
+)
+"""Standard workload -> requests a second, or sessions."""
+_LANES: Final = MappingProxyType(
+    {"code-generation": 16, "deep-research": 16, "rag": 30, "synthetic-data": 40, "reasoning": 40}
+)
+"""Standard workload -> requests at a time, of those that wait for answers."""
+
+
+def _standard(name: str) -> Case:
+    """A standard workload at one load."""
+    known = STANDARD[name]
+    content = known.content
+    if isinstance(content, Conversations):
+        tokens_max = min(content.context_tokens_max, _CONTEXT_TOKENS_MAX)
+        content = replace(content, context_tokens_max=tokens_max)
+    if isinstance(known.load, OpenLoad):
+        workload = _open(content, _RATES_PER_S[name], known.load.burstiness)
+        says = f"`sim trace generate {name}` at {_RATES_PER_S[name]:g}/s"
+    else:
+        workload = _lanes(content, _LANES[name])
+        says = f"`sim trace generate {name}`, {_LANES[name]} at a time"
+    return Case(
+        name=name,
+        says=says,
+        workload=replace(workload, adapters=known.adapters),
+        max_loras=_ADAPTER_SLOTS if known.adapters.weights else 0,
+    )
+
+
+_POOLS: Final = (
+    Case(
+        name="set-below",
+        says="half of one pod's cache is in use",
+        workload=_open(_prefixes(13, 16_384), 18.0),
+    ),
+    Case(
+        name="set-at",
+        says="as much as one pod's cache is in use",
+        workload=_open(_prefixes(26, 16_384), 18.0),
+    ),
+    Case(
+        name="set-above",
+        says="two and a half pods' caches are in use",
+        workload=_open(_prefixes(66, 16_384), 18.0),
+    ),
+    Case(name="pickers-1", says="one picker", workload=_USUAL, profile=_SLOWER),
+    Case(
+        name="pickers-4",
+        says="four pickers, blind to each other",
+        workload=_USUAL,
+        profile=_SLOWER,
+        replicas=4,
+    ),
+    Case(
+        name="scrape-50ms",
+        says="scraped each 50 ms",
+        workload=_USUAL,
+        profile=_SLOWER,
+        scrape_interval_s=0.05,
+    ),
+    Case(
+        name="scrape-1s",
+        says="scraped each second",
+        workload=_USUAL,
+        profile=_SLOWER,
+        scrape_interval_s=1.0,
+    ),
+    Case(
+        name="scrape-10s",
+        says="scraped each 10 s",
+        workload=_USUAL,
+        profile=_SLOWER,
+        scrape_interval_s=10.0,
+    ),
+    Case(
+        name="slow-pod",
+        says="one of four pods takes four times as long for a while",
+        workload=_USUAL,
+        profile=_SLOWER,
+        happens="slow pod",
+    ),
+    Case(
+        name="pod-churn",
+        says="pods crash, leave, join and are replaced",
+        workload=_USUAL,
+        profile=_SLOWER,
+        happens="churn",
+    ),
+)
+
+_HOLD_OUTS: Final = tuple(
+    replace(case, hold_out=True)
+    for case in (
+        Case(
+            name="mooncake-held",
+            says="as mooncake-conversation: longer, more turns, six pods",
+            workload=_open(
+                replace(
+                    _MOONCAKE_CONVERSATION,
+                    own=_lognormal(10_000, 12_000, 500, 90_000),
+                    turns=_lognormal(5, 4, 1, 20),
+                    question=_lognormal(800, 1200, 20, 20_000),
+                ),
+                1.4,
+            ),
+            pods=6,
+        ),
+        Case(
+            name="azure-held",
+            says="as azure-conversation: longer prompts, in bursts, six pods",
+            workload=_open(
+                Lengths(
+                    prompt=_lognormal(1800, 1500, 32, 14_000), output=_lognormal(150, 150, 1, 900)
+                ),
+                36.0,
+                burstiness=2.0,
+            ),
+            pods=6,
+        ),
+        Case(
+            name="b2b-held",
+            says="as b2b: 60 prefixes of 9,000 tokens, 32B on eight pods",
+            workload=_open(
+                SharedPrefix(
+                    groups=60,
+                    prompts_per_group=12,
+                    system_tokens=9000,
+                    question=around(800),
+                    output=around(400),
+                ),
+                20.0,
+            ),
+            profile=_SLOWER,
+            pods=8,
+        ),
+        Case(
+            name="chat-held",
+            says="as interactive-chat: longer answers, longer conversations",
+            workload=_open(
+                Conversations(
+                    conversations=0,
+                    shared_tokens=2500,
+                    own=_lognormal(2000, 1500, 200, 9000),
+                    turns=_lognormal(7, 4, 1, 20),
+                    question=_lognormal(120, 100, 10, 1500),
+                    output=_lognormal(450, 250, 20, 1500),
+                    think_s=_lognormal(20, 20, 2, 120),
+                ),
+                2.9,
+            ),
+        ),
+        Case(
+            name="set-held",
+            says="as set-above: one and a half times the caches of all pods",
+            workload=_open(_prefixes(220, 12_000, 500, 150), 6.5),
+        ),
+        Case(
+            name="lora-held",
+            says="as lora-mix: twelve adapters, evenly, longer prefixes",
+            workload=replace(
+                _open(_prefixes(12, 2500), 12.0),
+                adapters=Adapters(weights=tuple((f"adapter-{n}", 1.0) for n in range(12))),
+            ),
+            max_loras=_ADAPTER_SLOTS,
+        ),
+        Case(
+            name="pickers-held",
+            says="as pickers-4: three of them, skewed prefixes",
+            workload=_UNUSUAL,
+            profile=_SLOWER,
+            replicas=3,
+        ),
+        Case(
+            name="scrape-held",
+            says="as scrape-10s: each 4 s, skewed prefixes",
+            workload=_UNUSUAL,
+            profile=_SLOWER,
+            scrape_interval_s=4.0,
+        ),
+        Case(
+            name="slow-held",
+            says="as slow-pod: one of six, skewed prefixes",
+            workload=_UNUSUAL,
+            profile=_SLOWER,
+            pods=6,
+            happens="slow pod",
+        ),
+    )
+)
+
+CASES: Final[Mapping[str, Case]] = MappingProxyType(
+    {case.name: case for case in chain(_PUBLISHED, map(_standard, STANDARD), _POOLS, _HOLD_OUTS)}
+)
+"""Name -> case, in the order of the table."""
+
+
+class Ladder(Struct, frozen=True, kw_only=True):
+    """Cases that differ in one number, to be drawn over it."""
+
+    title: str
+    unit: str = ""
+    steps: tuple[tuple[float, str], ...]
+    """(number, name of the case), ascending."""
+
+
+LADDERS: Final = (
+    Ladder(
+        title="time between scrapes",
+        unit="s",
+        steps=((0.05, "scrape-50ms"), (0.2, "pickers-1"), (1.0, "scrape-1s"), (10.0, "scrape-10s")),
+    ),
+    Ladder(
+        title="working set",
+        unit="pods' caches",
+        steps=((0.5, "set-below"), (1.0, "set-at"), (2.5, "set-above")),
+    ),
+    Ladder(title="pickers, blind", steps=((1.0, "pickers-1"), (4.0, "pickers-4"))),
+)

@@ -1,0 +1,277 @@
+"""`sim leaderboard`: every strategy on every case, with the same requests for all."""
+
+import argparse
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+from msgspec.structs import replace
+
+from epp.strategies import STRATEGIES
+from sim.cluster.policies import BASELINES, BUILT_IN, PolicySource
+from sim.experiments.executors import EXECUTOR_HELP, LOCAL, workers_at
+from sim.experiments.jobs import JobError, Workers
+from sim.experiments.leaderboard.cases import CASES, LADDERS, Case, Ladder
+from sim.experiments.leaderboard.cell import Cell, CellResult, inputs_of, run_cell
+from sim.experiments.leaderboard.folder import CellFolder
+from sim.experiments.leaderboard.standings import Runs, case_rows, totals
+from sim.experiments.run_options import count_of_runs, named_policies
+from sim.interrupts import INTERRUPTED, interrupts_call
+from sim.measurement.measures import SCHEMA
+from sim.output import OutputError, as_json, progress_bar, write_whole
+from sim.reports.leaderboard_report import (
+    leaderboard_page,
+    leaderboard_report,
+    leaderboard_table,
+)
+
+SIZES: Final[Mapping[str, int]] = {"small": 400, "full": 2_000}
+"""Name -> requests of a cell."""
+_REQUESTS_MAX: Final = 1_000_000
+_ALL: Final = "all"
+
+
+def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    """The command line of `sim leaderboard`."""
+    parser = subparsers.add_parser(
+        "leaderboard",
+        help="every strategy on every case: who is best where, and how surely",
+        description="Run strategies on cases, each with the same requests for all. With --out what "
+        "has been run is not run again: it goes on where it stopped.",
+        allow_abbrev=False,
+    )
+    add = parser.add_argument
+    add("--strategies", type=_names, default=BUILT_IN, metavar="A,B,...",
+        help="built-ins, or EndpointPickerConfigs in files (all built-ins)")  # fmt: skip
+    add("--cases", type=_names, metavar="A,B,...", help=f"or {_ALL} (all; with --trace none)")
+    add("--list", action="store_true", help="say which strategies and cases there are, and end")
+    add("--trace", action="append", type=Path, default=[], metavar="FILE",
+        help="a trace as one more case, on four pods of the default profile; repeatable")  # fmt: skip
+    add("--size", choices=SIZES, default="small", help="requests of a cell: "
+        + ", ".join(f"{name} {count:,}" for name, count in SIZES.items()) + " (small)")  # fmt: skip
+    add("--requests", type=_requests, metavar="N", help="requests of a cell, instead of --size")
+    add("--seeds", type=count_of_runs, default=3, metavar="K",
+        help="how many, each with traffic and dice of its own (3)")  # fmt: skip
+    add("--seed", type=int, default=1, help="the first of them (1)")
+    cores = len(os.sched_getaffinity(0))
+    add("--executor", default=LOCAL, metavar="WHERE", help=f"{EXECUTOR_HELP} ({LOCAL})")
+    add("--workers", type=count_of_runs, default=cores, metavar="N",
+        help=f"processes on this machine (all cores: {cores})")  # fmt: skip
+    add("--out", type=Path, metavar="DIR", help="write the results there, and take from there what "
+        "has been run")  # fmt: skip
+    add("--force", action="store_true", help="run the cells that are in DIR again")
+    parser.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> int:
+    """0: done. 1: a cell failed. 2: usage. 130: interrupted, what is done is kept.
+
+    Raises what is told by `sim`.
+    """
+    if options.list:
+        print(_list())
+        return 0
+    policies = named_policies(list(options.strategies))
+    wanted = options.cases or (() if options.trace else (_ALL,))
+    cases = _cases(tuple(CASES) if wanted == (_ALL,) else wanted, options.trace)
+    seeds = range(options.seed, options.seed + options.seeds)
+    cells = cells_of(cases, policies, seeds, options.requests or SIZES[options.size])
+    print(
+        f"{len(cases)} cases, {len(policies)} strategies, seeds {seeds[0]} to {seeds[-1]}: "
+        f"{len(cells):,} cells",
+        flush=True,
+    )
+    folder = None if options.out is None else CellFolder(options.out, anew=options.force)
+    board = Board(cells, folder)
+    with (
+        workers_at(options.executor, min(options.workers, max(1, len(board.left)))) as workers,
+        interrupts_call(workers.stop),
+    ):
+        board.play(workers)
+    summary = board.summary()
+    print(leaderboard_table(summary))
+    if options.out is not None:
+        write_whole(options.out / "summary.json", as_json(summary))
+        write_whole(options.out / "report.md", leaderboard_report(summary).encode())
+        write_whole(options.out / "report.html", leaderboard_page(summary).encode())
+        print(f"results are in {options.out}")
+    for cell, problem in board.failed.items():
+        print(f"sim: {cells[cell].name}: {problem}", file=sys.stderr)
+    if len(board.results) + len(board.failed) < len(cells):
+        print(
+            f"sim: interrupted, {len(board.results):,} of {len(cells):,} cells are done",
+            file=sys.stderr,
+        )
+        return INTERRUPTED
+    if board.failed:
+        print(f"sim: {len(board.failed):,} of {len(cells):,} cells failed", file=sys.stderr)
+    return 1 if board.failed else 0
+
+
+class Board:
+    """Cells, and what is known of them by now; numbers are positions among `cells`."""
+
+    def __init__(self, cells: Sequence[Cell], folder: CellFolder | None) -> None:
+        """Results that are in `folder` already are taken from there."""
+        self.cells = cells
+        self.failed: dict[int, str] = {}
+        self.results: dict[int, CellResult] = {}
+        self._folder = folder
+        for number, cell in enumerate(cells):
+            known = folder.known(cell) if folder else None
+            if known is not None:
+                self.results[number] = known
+        self.taken = len(self.results)
+        """From the folder."""
+        self.left = [number for number in range(len(cells)) if number not in self.results]
+
+    def play(self, workers: Workers) -> None:
+        """Run what is left, keep each result when it is there. Raises `OSError`."""
+        jobs = [self.cells[number] for number in self.left]
+        with progress_bar("leaderboard") as bar:
+            outcomes = workers.outcomes(run_cell, jobs)
+            for at, outcome in bar.track(outcomes, total=len(jobs)):
+                number = self.left[at]
+                if isinstance(outcome, JobError):
+                    self.failed[number] = str(outcome)
+                    continue
+                self.results[number] = outcome
+                if self._folder is not None:
+                    self._folder.keep(self.cells[number], outcome)
+
+    def summary(self) -> dict[str, Any]:
+        """summary.json: the same results, the same bytes."""
+        cases = list(dict.fromkeys(cell.case for cell in self.cells))
+        policies = {cell.policy.name: cell.policy for cell in self.cells}
+        first = self.cells[0]
+        rows = [row for case in cases for row in self._rows(case.name, first.seed)]
+        held = frozenset(case.name for case in cases if case.hold_out)
+        return {
+            "schema": SCHEMA,
+            "complete": len(self.results) == len(self.cells),
+            "first_seed": first.seed,
+            "seeds": len({cell.seed for cell in self.cells}),
+            "requests": first.requests,
+            "cells": len(self.cells),
+            "cases": [_case_as_json(case) for case in cases],
+            "strategies": [
+                {"name": name, "idea": _idea_of(policy), "config_hash": policy.hash}
+                for name, policy in policies.items()
+            ],
+            "ladders": [
+                _ladder_as_json(ladder, {row["case"] for row in rows}) for ladder in LADDERS
+            ],
+            "totals": totals(rows, held),
+            "rows": rows,
+            "failed": [
+                {
+                    "case": self.cells[number].case.name,
+                    "strategy": self.cells[number].policy.name,
+                    "seed": self.cells[number].seed,
+                    "problem": problem,
+                }
+                for number, problem in sorted(self.failed.items())
+            ],
+        }
+
+    def _rows(self, case: str, first_seed: int) -> list[dict[str, Any]]:
+        of_case = [at for at, cell in enumerate(self.cells) if cell.case.name == case]
+        names = dict.fromkeys(self.cells[at].policy.name for at in of_case)
+        runs = []
+        for name in names:
+            mine = [at for at in of_case if self.cells[at].policy.name == name]
+            runs.append(
+                Runs(
+                    strategy=name,
+                    by_seed={
+                        self.cells[at].seed: self.results[at] for at in mine if at in self.results
+                    },
+                    failed=any(at in self.failed for at in mine),
+                )
+            )
+        return case_rows(case, runs, first_seed)
+
+
+def cells_of(
+    cases: Sequence[Case], policies: Sequence[PolicySource], seeds: range, requests: int
+) -> list[Cell]:
+    """Case by case and seed by seed, so that an interrupted board has whole rows.
+
+    Raises as `inputs_of` does.
+    """
+    made = [
+        Cell(case=case, policy=policy, seed=seed, repetition=repetition, requests=requests)
+        for case in cases
+        for repetition, seed in enumerate(seeds)
+        for policy in policies
+    ]
+    return [replace(cell, inputs=inputs_of(cell)) for cell in made]
+
+
+def _cases(names: Sequence[str], traces: Sequence[Path]) -> list[Case]:
+    """Those of the table, then the files. Raises `OutputError` for a name that is none, or is twice."""
+    unknown = next((name for name in names if name not in CASES), None)
+    if unknown is not None:
+        raise OutputError(f"--cases {unknown}: expected some of {', '.join(CASES)}")
+    cases = [CASES[name] for name in dict.fromkeys(names)]
+    for path in traces:
+        name = path.name.partition(".")[0]
+        if name in CASES or any(case.name == name for case in cases):
+            raise OutputError(f"--trace {path}: there is a case {name} already; rename the file")
+        cases.append(Case(name=name, says=f"{path.name}, as recorded", file=str(path)))
+    return cases
+
+
+def _case_as_json(case: Case) -> dict[str, Any]:
+    return {
+        "name": case.name,
+        "says": case.says,
+        "hold_out": case.hold_out,
+        "trace": Path(case.file).name or None,
+        "profile": case.profile,
+        "pods": case.pods,
+        "max_loras": case.max_loras,
+        "replicas": case.replicas,
+        "scrape_interval_s": case.cluster().refresh_interval_s,
+        "happens": case.happens or None,
+    }
+
+
+def _ladder_as_json(ladder: Ladder, there: set[str]) -> dict[str, Any]:
+    """With the steps that have been run."""
+    steps = [[number, case] for number, case in ladder.steps if case in there]
+    return {"title": ladder.title, "unit": ladder.unit, "steps": steps}
+
+
+def _idea_of(policy: PolicySource) -> str:
+    """What the strategy says of itself; "" if it says nothing."""
+    strategy = STRATEGIES.get(policy.name)
+    if strategy is not None and strategy.config == policy.text:
+        return strategy.idea
+    return "A baseline, without scrapes and without an index." if policy.name in BASELINES else ""
+
+
+def _list() -> str:
+    strategies = "\n".join(f"  {name}" for name in BUILT_IN)
+    width = max(map(len, CASES))
+    cases = "\n".join(
+        f"  {case.name:<{width}}  {'hold-out, ' if case.hold_out else ''}{case.says}"
+        for case in CASES.values()
+    )
+    return f"strategies:\n{strategies}\n\ncases:\n{cases}"
+
+
+def _names(text: str) -> tuple[str, ...]:
+    names = tuple(dict.fromkeys(part.strip() for part in text.split(",") if part.strip()))
+    if not names:
+        raise argparse.ArgumentTypeError(f"{text!r} names nothing")
+    return names
+
+
+def _requests(text: str) -> int:
+    number = int(text) if text.isdecimal() else 0
+    if not 1 <= number <= _REQUESTS_MAX:
+        raise argparse.ArgumentTypeError(f"{text!r} is not an integer from 1 to {_REQUESTS_MAX:,}")
+    return number

@@ -1,0 +1,32 @@
+"""Headers of a request in a trace, as the picker sees them: names in lower case, few and short."""
+
+import re
+from collections.abc import Mapping
+from typing import Final
+
+from sim.traces.arrival import FieldError
+
+HEADERS_MAX: Final = 64
+VALUE_CHARACTERS_MAX: Final = 4_096
+_NAME: Final = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]{1,128}")
+"""RFC 9110, 5.6.2."""
+
+
+def headers_of(given: Mapping[str, str]) -> tuple[tuple[str, str], ...]:
+    """(name, value) of each, or `FieldError`; values are never told."""
+    if len(given) > HEADERS_MAX:
+        raise FieldError("headers", f"Expected at most {HEADERS_MAX}, got {len(given)}")
+    headers: dict[str, str] = {}
+    for name, value in given.items():
+        if not _NAME.fullmatch(name):
+            raise FieldError("headers", "Expected names of RFC 9110, got another one")
+        if name.lower() in headers:
+            raise FieldError("headers", f"Expected {name.lower()} once, got it twice")
+        if len(value) > VALUE_CHARACTERS_MAX:
+            raise FieldError(
+                "headers",
+                f"Expected at most {VALUE_CHARACTERS_MAX:,} characters in {name}, got "
+                f"{len(value):,}",
+            )
+        headers[name.lower()] = value
+    return tuple(headers.items())

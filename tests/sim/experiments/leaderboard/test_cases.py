@@ -1,0 +1,76 @@
+"""The table of cases: what it must have, and that each row is what it says."""
+
+import pytest
+
+from sim.experiments.leaderboard.cases import CASES, LADDERS
+from sim.traces.standard import STANDARD
+
+WORKLOADS = {name: case for name, case in CASES.items() if case.workload is not None}
+
+
+def test_every_generator_has_a_row():
+    """Whoever adds one has to say at which load."""
+    assert set(STANDARD) <= set(CASES)
+
+
+def test_the_table_has_what_strategies_differ_by():
+    """Caches, pickers, scrapes, pods, adapters, each with another thing than usual."""
+    assert {case.replicas for case in CASES.values()} >= {1, 4}
+    assert {case.scrape_interval_s for case in CASES.values()} >= {0.05, 1.0, 10.0}
+    assert {case.happens for case in CASES.values()} >= {"slow pod", "churn"}
+    assert any(case.max_loras for case in CASES.values())
+    assert sum(case.hold_out for case in CASES.values()) >= 5
+    for case in CASES.values():
+        assert case.cluster().peers is None, "pickers are blind to each other"
+
+
+@pytest.mark.parametrize("name", WORKLOADS)
+def test_a_case_has_as_many_requests_as_are_wanted(name):
+    """Of every seed others, in order of time, that the pods can serve."""
+    case = CASES[name]
+    one, other = (list(case.arrivals(seed, 60)) for seed in (1, 2))
+    assert len(one) == len(other) == 60
+    assert one != other
+    assert [arrival.time_s for arrival in one] == sorted(arrival.time_s for arrival in one)
+    kind = case.cluster().pods[0]
+    limit = min(kind.profile.max_model_len_tokens, kind.engine.kv_tokens)
+    assert max(arrival.prompt_tokens + arrival.output_tokens for arrival in one) <= limit
+    assert bool(kind.engine.max_loras) == any(arrival.adapter for arrival in one)
+
+
+def used_tokens(name):
+    """What would lie in one cache that forgets nothing."""
+    held = {}
+    for arrival in CASES[name].arrivals(1, 3_000):
+        for part, tokens in arrival.spans():
+            held[part] = max(tokens, held.get(part, 0))
+    # Questions are small beside the prompts that they share.
+    return sum(tokens for tokens in held.values() if tokens > 2_000)
+
+
+def test_working_sets_are_below_at_and_above_one_cache():
+    """And the hold-out is above the caches of all pods together."""
+    kv_tokens = CASES["set-at"].cluster().pods[0].engine.kv_tokens
+    below, at, above = (used_tokens(f"set-{name}") / kv_tokens for name in ("below", "at", "above"))
+    assert below == pytest.approx(0.5, abs=0.05)
+    assert at == pytest.approx(1.0, abs=0.05)
+    assert above == pytest.approx(2.5, abs=0.1)
+    assert used_tokens("set-held") > CASES["set-held"].pods * kv_tokens
+
+
+@pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.happens])
+def test_what_happens_fits_the_pool(name):
+    """However long requests arrive."""
+    case = CASES[name]
+    for span_s in (0.5, 20.0, 4_000.0):
+        scenario = case.scenario(span_s)
+        scenario.check(pods=case.pods, pickers=case.replicas)
+        assert scenario.incidents
+    assert case.cluster().clients.retries
+
+
+@pytest.mark.parametrize("ladder", LADDERS, ids=lambda ladder: ladder.title)
+def test_the_cases_of_a_ladder_are_in_the_table(ladder):
+    """In order of what they differ by."""
+    assert [number for number, _ in ladder.steps] == sorted({number for number, _ in ladder.steps})
+    assert {case for _, case in ladder.steps} <= set(CASES)

@@ -1,0 +1,100 @@
+"""What a leaderboard says: marks, distances, who is out, what failed."""
+
+import re
+
+import pytest
+
+from sim.experiments.leaderboard.standings import case_rows, totals
+from sim.reports.leaderboard_report import (
+    leaderboard_page,
+    leaderboard_report,
+    leaderboard_table,
+)
+from tests.sim.experiments.leaderboard.test_standings import e2e
+
+HOSTILE = "<script>alert(1)</script>"
+
+
+def case(name, *, hold_out=False):
+    return {
+        "name": name, "says": f"what {name} is", "hold_out": hold_out, "trace": None,
+        "profile": "a-gpu", "pods": 4, "max_loras": 0, "replicas": 4, "scrape_interval_s": 0.2,
+        "happens": None,
+    }  # fmt: skip
+
+
+@pytest.fixture
+def summary():
+    rows = case_rows(
+        "one",
+        [
+            e2e("slower", 1.5, 2.5, 3.5), e2e("best", 1.0, 2.0, 3.0),
+            e2e("level", 1.02, 1.99, 3.01), e2e("loses", 0.5, 0.5, 0.5, lost=50),
+        ],
+        1,
+    )  # fmt: skip
+    rows += case_rows("held", [e2e("slower", 8.0, 8.1, 8.2), e2e("best", 1.0, 1.1, 1.2)], 1)
+    names = ("slower", "best", "level", "loses")
+    return {
+        "complete": True, "first_seed": 1, "seeds": 3, "requests": 100, "failed": [],
+        "cases": [case("one"), case("held", hold_out=True)],
+        "strategies": [{"name": name, "idea": "An idea.", "config_hash": None} for name in names],
+        "ladders": [{"title": "steps", "unit": "s", "steps": [[1.0, "one"], [2.0, "held"]]}],
+        "totals": totals(rows, frozenset({"held"})), "rows": rows,
+    }  # fmt: skip
+
+
+def line(report, start):
+    return next(line for line in report.splitlines() if line.startswith(start))
+
+
+def test_the_best_and_who_is_level_with_it_are_marked(summary):
+    """Each figure with half of its interval; who is out of the running has no mark."""
+    report = leaderboard_report(summary)
+    assert re.search(r"\| best \|.*2\.00 s ± [\d.]+ s \* \|", report)
+    assert re.search(r"\| level \|.*2\.01 s ± [\d.]+ s = \|", report)
+    assert re.search(r"\| slower \|.*2\.50 s ± [\d.]+ s \|", report)
+    loses = next(row for row in report.splitlines() if row.startswith("| loses | 100 ms"))
+    assert loses.endswith("| 150 of 300, out of the running |")
+    assert "*" not in loses
+
+
+def test_all_in_all_the_distances_are_told(summary):
+    """Over all cases, the worst of them, and the hold-outs alone."""
+    report = leaderboard_report(summary)
+    assert line(report, "| slower | 2 |").endswith("| 7.364 in held | 7.364 |")
+    assert line(report, "| best | 2 |").endswith("| 1.000 in one | 1.000 |")
+    assert "| one | what one is | best | 2.00 s | level | 1.250 |" in report
+    assert "| held (hold-out) |" in report
+    assert "4 pods of a-gpu, 4 pickers, scraped each 0.2 s. A hold-out." in report
+
+
+def test_the_page_draws_distances_and_ladders(summary):
+    """The farther from the best the darker; charts over what cases differ by."""
+    page = leaderboard_page(summary)
+    assert '<td class="shaded s4">7.36</td>' in page
+    assert '<td class="shaded s0">1.00 *</td>' in page
+    assert "E2E mean over steps" in page
+    assert page.count("<polyline") >= 4
+    summary["ladders"][0]["steps"] = [[1.0, "one"]]
+    assert "E2E mean over steps" not in leaderboard_page(summary)
+
+
+def test_what_failed_and_what_is_missing_is_said(summary):
+    """Everywhere; a name is text and never markup."""
+    summary["complete"] = False
+    summary["failed"] = [{"case": "one", "strategy": HOSTILE, "seed": 2, "problem": "it died"}]
+    report, page = leaderboard_report(summary), leaderboard_page(summary)
+    assert "**Not complete: cells are missing or failed.**" in report
+    assert f"| one | {HOSTILE} | 2 | it died |" in report
+    assert "1 cells failed" in leaderboard_table(summary)
+    assert HOSTILE not in page
+    assert "it died" in page
+
+
+def test_a_board_without_a_whole_row_says_so(summary):
+    """As after a Ctrl-C in the first case."""
+    summary |= {"rows": [], "totals": [], "complete": False}
+    assert leaderboard_table(summary) == "no case has run with every strategy yet"
+    assert "Not complete" in leaderboard_report(summary)
+    assert "No case has run" in leaderboard_page(summary)

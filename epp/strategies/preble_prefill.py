@@ -1,4 +1,4 @@
-"""How long AIBrix' variant of Preble takes a prefill to last: fits of a 7B model on two cards.
+"""How long AIBrix's variant of Preble takes a prefill to last: fits of a 7B model on two cards.
 
 Source: `prefix_cache_preble.go` of vllm-project/aibrix (2026-08), which ships them as constants.
 """

@@ -52,7 +52,7 @@ class PrebleTreeSettings(Parameters, frozen=True):
     type_name: ClassVar[str] = "preble-tree-producer"
 
     block_tokens: Annotated[int, Meta(ge=1)] = 16
-    """Tokens in a block; AIBrix' tree is by the token."""
+    """Tokens in a block; AIBrix's tree is by the token."""
     prompt_blocks_max: Annotated[int, Meta(ge=1, le=65_536)] = 8_192
     blocks_max: Annotated[int, Meta(ge=1)] = 131_072
     """Blocks in the tree; above it the longest unused prompts go."""

@@ -1,4 +1,4 @@
-"""AIBrix' fits of prefill times."""
+"""AIBrix's fits of prefill times."""
 
 import pytest
 

@@ -77,6 +77,15 @@ STRATEGIES: Final = (
         ),
     ),
     Strategy(
+        name="aibrix-prefix-fixed",
+        idea="AIBrix, prefix-cache with a table that loses tails before heads.",
+        config=config_of(
+            producer(BlockTableSettings.type_name, tailsFirst=True),
+            step(GuardedPrefix.type_name),
+            picker=_RANDOM_TIE,
+        ),
+    ),
+    Strategy(
         name="aibrix-least-request",
         idea="AIBrix, least-request: the fewest in flight, any of equals.",
         config=config_of(step("active-request-scorer"), picker=_RANDOM_TIE),

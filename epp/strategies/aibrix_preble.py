@@ -1,4 +1,4 @@
-"""AIBrix' variant of Preble: exploit a long match, else the least cost by fitted prefill times.
+"""AIBrix's variant of Preble: exploit a long match, else the least cost by fitted prefill times.
 
 Source: `prefix_cache_preble.go` of vllm-project/aibrix (2026-08), after Preble (arXiv 2407.00023).
 """
@@ -73,7 +73,7 @@ STRATEGIES: Final = (
     ),
     Strategy(
         name="aibrix-preble-fixed",
-        idea="AIBrix' Preble where endpoints share a node's cost and a lost leaf loses no parent.",
+        idea="AIBrix's Preble where endpoints share a node's cost and a lost leaf loses no parent.",
         config=config_of(
             producer(PrebleTreeSettings.type_name, sharesCost=True, evictsFromParents=False),
             step(AibrixPreble.type_name),

@@ -1,4 +1,4 @@
-"""AIBrix' `vtc-basic`: who had much is sent to late endpoints of the list.
+"""AIBrix's `vtc-basic`: who had much is sent to late endpoints of the list.
 
 Source: `pkg/plugins/gateway/algorithms/vtc` of vllm-project/aibrix (2026-08), after the virtual token
 counter of Sheng et al., "Fairness in Serving Large Language Models" (2024).

@@ -45,6 +45,8 @@ class BlockTableSettings(Parameters, frozen=True):
     """Blocks in the table, about 200 bytes each."""
     ttl: Duration = Duration(1_200.0)
     """A block is forgotten this long after it was last routed anywhere."""
+    tails_first: bool = False
+    """Under pressure lose the tail of a prompt before its head."""
 
     def __post_init__(self) -> None:
         if not (math.isfinite(self.ttl) and self.ttl > 0):
@@ -85,6 +87,7 @@ class BlockTable:
         self._prompt_blocks_max = settings.prompt_blocks_max
         self._blocks_max = settings.blocks_max
         self._ttl_s = float(settings.ttl)
+        self._tails_first = settings.tails_first
         self._fit()
         return True
 
@@ -161,6 +164,9 @@ class BlockTable:
             known.holders = holders | bit
             known.at_s = now
             blocks.move_to_end(block)
+        if self._tails_first:
+            for block in reversed(chain):
+                blocks.move_to_end(block)
         return held
 
     def _held(self, chain: list[int], now: Seconds) -> Iterator[tuple[int, int]]:

@@ -12,7 +12,6 @@ added up by endpoint as they change, because a decision cannot visit them all.
 import math
 from collections import OrderedDict, deque
 from collections.abc import Iterator
-from enum import StrEnum
 from typing import Annotated, ClassVar, Final
 
 import numpy as np
@@ -30,6 +29,7 @@ from epp.plugins.contract import (
     Seconds,
 )
 from epp.strategies.holder_bits import slots_of
+from epp.strategies.preble_prefill import Gpu, prefill_s
 
 TREE_BLOCKS: Final = "tree_blocks"
 """Column, the same for all: leading blocks that the tree knows, whoever holds them."""
@@ -40,61 +40,10 @@ COST_S: Final = "cost_s"
 
 _DECODE_S_PER_TOKEN: Final = 0.15
 """Of an answer, at any load; what is measured is never fed back."""
-_UTILISED: Final = 0.9
 _EXPIRED_PER_CALL_MAX: Final = 4_096
 """Nodes or requests that one `expire` drops at most."""
 _WINDOW_MAX: Final = 262_144
 """Requests that are counted at most; of more the oldest leave the window early."""
-
-
-class Gpu(StrEnum):
-    """Whose prefill times were fitted, for a model of 7B parameters."""
-
-    V100 = "V100"
-    A6000 = "A6000"
-
-
-class _Fit(Struct, frozen=True):
-    """Milliseconds: of n new tokens by three ranges, of attention to a context, of long prompts."""
-
-    linear: tuple[float, float]
-    middle: tuple[float, float, float]
-    least: float
-    attention: tuple[float, float]
-    attention_least: float
-    quadratic: tuple[float, float, float]
-
-
-_FITS: Final = {
-    Gpu.V100: _Fit(
-        (10.52444263, 0.27106428), (-295.0, 3.125, -6.4e-3), 55.0,
-        (0.398, 4.65e-4), 0.80, (-18.425, 9.65e-3, 5.4e-6),
-    ),
-    Gpu.A6000: _Fit(
-        (4.209777054806409, 0.10842571), (-118.0, 1.25, -2.56e-3), 22.0,
-        (0.159, 1.86e-4), 0.32, (-7.37, 3.86e-3, 2.16e-6),
-    ),
-}  # fmt: skip
-
-
-def prefill_s(gpu: Gpu, tokens: int, context_tokens: int) -> Seconds:
-    """Seconds that AIBrix expects for `tokens` new ones that end a context of `context_tokens`."""
-    fit = _FITS[gpu]
-    if tokens >= 384:
-        total = fit.linear[0] + fit.linear[1] * tokens
-    elif tokens >= 192:
-        total = fit.middle[0] + fit.middle[1] * tokens + fit.middle[2] * tokens**2
-    else:
-        total = fit.least
-    attention = fit.attention_least
-    if context_tokens > 1_024:
-        attention = fit.attention[0] + fit.attention[1] * context_tokens
-        if tokens <= 1_024:
-            attention /= 2
-    total += attention
-    if tokens >= 4_096:
-        total += fit.quadratic[0] + fit.quadratic[1] * tokens + fit.quadratic[2] * tokens**2
-    return total / 1_000.0 / _UTILISED
 
 
 class PrebleTreeSettings(Parameters, frozen=True):
@@ -103,7 +52,7 @@ class PrebleTreeSettings(Parameters, frozen=True):
     type_name: ClassVar[str] = "preble-tree-producer"
 
     block_tokens: Annotated[int, Meta(ge=1)] = 16
-    """Tokens in a block; AIBrix' tree is by the token."""
+    """Tokens in a block; AIBrix's tree is by the token."""
     prompt_blocks_max: Annotated[int, Meta(ge=1, le=65_536)] = 8_192
     blocks_max: Annotated[int, Meta(ge=1)] = 131_072
     """Blocks in the tree; above it the longest unused prompts go."""

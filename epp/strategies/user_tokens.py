@@ -1,4 +1,4 @@
-"""What each user had lately, in tokens: the ledger of AIBrix' fairness."""
+"""What each user had lately, in tokens: the ledger of AIBrix's fairness."""
 
 from collections import OrderedDict, deque
 from typing import Annotated, ClassVar, Final

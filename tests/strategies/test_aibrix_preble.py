@@ -1,4 +1,4 @@
-"""AIBrix' Preble: when it exploits, when it explores, and how its faults show."""
+"""AIBrix's Preble: when it exploits, when it explores, and how its faults show."""
 
 from collections import Counter
 

@@ -1,4 +1,4 @@
-"""AIBrix' fairness: where users are placed, and what that is not."""
+"""AIBrix's fairness: where users are placed, and what that is not."""
 
 from collections import Counter
 from random import Random

@@ -60,6 +60,16 @@ def test_a_prompt_longer_than_the_table_matches_nothing():
     assert matched(index, short) == [2, 0, 0]
 
 
+def test_mended_it_loses_tails_first():
+    """The longest prompt keeps its head, and so does the older of two."""
+    index = opened(blocks_max=3, tails_first=True)
+    index.record(said("a", "b", "c", "d"), 0, 0.0)
+    assert matched(index, said("a", "b", "c", "d")) == [3, 0, 0]
+    index.record(said("x", "y"), 0, 0.0)
+    assert matched(index, said("a", "b", "c")) == [1, 0, 0]
+    assert matched(index, said("x", "y")) == [2, 0, 0]
+
+
 def test_a_block_expires_when_it_was_not_routed_for_the_ttl():
     """A look-up refreshes nothing; another endpoint's prompt does, for what it shares."""
     index = opened(ttl=Duration(10.0))
@@ -120,10 +130,10 @@ VERBS = st.lists(
 )
 
 
-@given(verbs=VERBS)
-def test_it_is_never_larger_than_its_limit_and_never_believes_too_much(verbs):
+@given(verbs=VERBS, mended=st.booleans())
+def test_it_is_never_larger_than_its_limit_and_never_believes_too_much(verbs, mended):
     """Whatever is done to it: a match is at most what was ever recorded there and not forgotten."""
-    index = opened(blocks_max=LIMIT, ttl=Duration(8.0))
+    index = opened(blocks_max=LIMIT, ttl=Duration(8.0), tails_first=mended)
     recorded = {slot: [] for slot in range(SLOTS)}
     last = {}
     for step, (verb, blocks, slot) in enumerate(verbs):

@@ -9,8 +9,8 @@ from epp.core.knowledge.inflight import Outcome
 from epp.core.prompt.parse import parse_request
 from epp.strategies.kubeai import AdapterLeastLoad, BoundedPrefixHash
 from tests.builders import candidates, endpoint, lora, request
-from tests.sim.made import arrivals
-from tests.strategies.simulated import hit_rate, simulated
+from tests.sim.made import arrivals, kind
+from tests.strategies.simulated import first_tokens_s, hit_rate, simulated
 from tests.strategies.test_families import scheduler_of
 
 PODS = 8
@@ -167,3 +167,16 @@ def test_a_replayed_trace_is_kept_together_by_its_heads():
         return hit_rate(simulated(arrivals(200, rate=10.0, groups=12), policy))
 
     assert hits("kubeai-chwbl") > 1.1 * hits("kubeai-least-load")
+
+
+def test_first_tokens_come_sooner_than_by_least_load_or_turns():
+    """The order that KubeAI publishes, where all prompts together are more than a pod can cache."""
+
+    def run(policy):
+        families = arrivals(300, rate=40.0, groups=40, blocks=(60, 60), output=(16, 48))
+        return simulated(families, policy, kinds=(kind(blocks_total=3_200, max_num_seqs=64),) * 4)
+
+    runs = [run(name) for name in ("kubeai-chwbl", "kubeai-least-load", "round-robin-live")]
+    hashed, *others = (first_tokens_s(requests)[len(requests) // 2] for requests in runs)
+    assert hashed < 0.7 * min(others)
+    assert hit_rate(runs[0]) > 1.5 * max(map(hit_rate, runs[1:]))

@@ -6,14 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from epp.core.duration import Duration
-from epp.strategies.preble_tree import (
-    COST_S,
-    REQUESTS,
-    TREE_BLOCKS,
-    Gpu,
-    PrebleTreeSettings,
-    prefill_s,
-)
+from epp.strategies.preble_prefill import Gpu, prefill_s
+from epp.strategies.preble_tree import COST_S, REQUESTS, TREE_BLOCKS, PrebleTreeSettings
 from tests.builders import request
 
 SLOTS = 3
@@ -35,25 +29,6 @@ def matched(index, blocks, now=0.0):
 
 def column(index, name, now=0.0):
     return index.match(said("z"), SLOTS, now).columns[name].tolist()
-
-
-@pytest.mark.parametrize(
-    ("gpu", "tokens", "context", "milliseconds"),
-    [
-        (Gpu.V100, 100, 100, 55.0 + 0.80),
-        (Gpu.V100, 200, 2_000, -295 + 3.125 * 200 - 6.4e-3 * 200**2 + (4.65e-4 * 2_000 + 0.398) / 2),
-        (Gpu.V100, 2_000, 2_000, 0.27106428 * 2_000 + 10.52444263 + 4.65e-4 * 2_000 + 0.398),
-        (Gpu.A6000, 384, 384, 0.10842571 * 384 + 4.209777054806409 + 0.32),
-        (
-            Gpu.A6000, 4_096, 8_000,
-            0.10842571 * 4_096 + 4.209777054806409 + 1.86e-4 * 8_000 + 0.159
-            - 7.37 + 3.86e-3 * 4_096 + 2.16e-6 * 4_096**2,
-        ),
-    ],
-)  # fmt: skip
-def test_the_fits_by_hand(gpu, tokens, context, milliseconds):
-    """Each range once, and both cards."""
-    assert prefill_s(gpu, tokens, context) == pytest.approx(milliseconds / 1_000 / 0.9)
 
 
 def test_a_prompt_that_turns_off_splits_a_node_and_its_holders_keep_both_halves():

@@ -31,7 +31,7 @@ _PREFIX_BLOCKS_MAX: Final = 2_048
 _BATCH_MAX: Final = 65_536
 """Requests of a window where the batch is said to be unlimited."""
 _PLACED_BLOCKS_MAX: Final = 262_144
-"""(block, endpoint) pairs of a window, about 40 MB; a window that has them takes no more requests."""
+"""(block, endpoint) pairs of a window, about 20 MB; a window that has them takes no more."""
 
 
 class BalanceBy(StrEnum):

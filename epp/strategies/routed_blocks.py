@@ -49,8 +49,8 @@ class RoutedBlocksSettings(Parameters, frozen=True):
     """Of each prompt of a request."""
     blocks_per_endpoint_max: Annotated[int, Meta(ge=1)] = 31_250
     """500,000 tokens in blocks of 16: a model of 8B on an H100."""
-    blocks_max: Annotated[int, Meta(ge=1)] = 4_000_000
-    """Of all endpoints together, about 200 bytes each; above it who has most loses its oldest."""
+    blocks_max: Annotated[int, Meta(ge=1)] = 1_500_000
+    """Of all endpoints together, about 170 bytes each; above it who has most loses its oldest."""
     auto_tune: bool = False
     """What an endpoint holds at most is what its engine says, once it got its first request."""
     last_partial_block: bool = False

@@ -29,8 +29,8 @@ class BlockLoadSettings(
     type_name: ClassVar[str] = "block-load-producer"
 
     miss_decay: Annotated[float, Meta(ge=0, le=1)] = 0.97
-    active_blocks_max: Annotated[int, Meta(ge=1)] = 2_000_000
-    """Of all endpoints together, about 150 bytes each; requests above it are not counted."""
+    active_blocks_max: Annotated[int, Meta(ge=1)] = 500_000
+    """Of all endpoints together, about 80 bytes each; requests above it are not counted."""
 
     def open(self) -> AffinityIndex:
         """A new, empty index."""

@@ -1,6 +1,6 @@
 """Bursts of prompts that share: those that come at one time are sent together to where it is cold.
 
-Source: routers.md 3.3.6 (llm-d-router `burstprefix`).
+Source: llm-d/llm-d-router, `requestcontrol/dataproducer/burstprefix`.
 """
 
 import math
@@ -31,7 +31,7 @@ _PREFIX_BLOCKS_MAX: Final = 2_048
 _BATCH_MAX: Final = 65_536
 """Requests of a window where the batch is said to be unlimited."""
 _PLACED_BLOCKS_MAX: Final = 262_144
-"""(block, endpoint) pairs of a window, about 40 MB; a window that has them takes no more requests."""
+"""(block, endpoint) pairs of a window, about 20 MB; a window that has them takes no more."""
 
 
 class BalanceBy(StrEnum):
@@ -48,16 +48,17 @@ class BurstSettings(Parameters, frozen=True):
 
     A request whose blocks are those of an earlier one of its window matches fully where that one
     went, up to `max_per_replica` of them there, then on the endpoint with the least of the window's
-    load. With `min_colocate_blocks` one that shares so many leading blocks with others of the window
-    matches where the most of it was placed, as long as less than ceil(load / endpoints) was placed
-    there, and else where the least was. All others match nowhere.
+    load. With `min_colocate_blocks` one that shares so many leading blocks with others of the
+    window matches where the most of it was placed, as long as less than ceil(load / endpoints) was
+    placed there, and else where the least was. All others match nowhere.
 
     Parameters and defaults are the field's. Differs: there requests wait until their window is over
-    and are then placed at once, the largest groups and longest prompts first. Here none waits, each is
-    placed as it comes: the first of a group goes wherever other scorers send it, a fair share is one of
-    the requests so far, and the load counts all requests of the window, those that share nothing too.
-    Where the field takes the least loaded endpoint the match here is graded by load, because an index
-    does not know who is a candidate. A window that is full matches nothing more; there it is an error.
+    and are then placed at once, the largest groups and longest prompts first. Here none waits, each
+    is placed as it comes: the first of a group goes wherever other scorers send it, a fair share is
+    one of the requests so far, and the load counts all requests of the window, those that share
+    nothing too. Where the field takes the least loaded endpoint the match here is graded by load,
+    because an index does not know who is a candidate. A window that is full matches nothing more;
+    there it is an error.
     """
 
     type_name: ClassVar[str] = "burst-prefix-cache-producer"

@@ -1,6 +1,6 @@
 """DualMap: two endpoints for each prefix, found by two hashes, and the better of the two.
 
-Source: routers.md 3.17 (ICLR 2026, arXiv 2602.06502).
+Source: ICLR 2026, arXiv 2602.06502.
 """
 
 from typing import Annotated, ClassVar, Final
@@ -22,15 +22,17 @@ _OTHER: Final = 0x9E3779B97F4A7C15
 
 
 class TwoHashes(Parameters, frozen=True):
-    """Of h1(prefix) and h2(prefix) who holds more of the prompt; if too late, who is less loaded.
+    """DualMap: of two endpoints of a prefix who holds more; if too late, who is less loaded.
 
-    Too late: (P(e) + T - hit(e)) / v(e) > `ttft_slo`. P: uncached tokens waiting there, which are its
-    load too; T: tokens of the prompt; hit: those that e is believed to hold; v: its prefill speed. The
-    chosen one scores 1, the other 0.5, all others 0. A prompt without a full block goes by load.
+    They are h1(prefix) and h2(prefix). Too late: (P(e) + T - hit(e)) / v(e) > `ttft_slo`. P:
+    uncached tokens waiting there, which are its load too; T: tokens of the prompt; hit: those that
+    e is believed to hold; v: its prefill speed. The chosen one scores 1, the other 0.5, all others
+    0. A prompt without a full block goes by load.
 
-    Differs: rendezvous hashing in place of two rings, with the same stability; `ttft_slo` and how long
-    a prefix is are our choice, because the paper's are not known (`prefix-popularity-producer`); what
-    waits at an endpoint is not moved to its other one, because it has left the picker.
+    Differs: rendezvous hashing in place of two rings, with the same stability; `ttft_slo` and how
+    long a prefix is are our choice, because the paper's are not known
+    (`prefix-popularity-producer`); what waits at an endpoint is not moved to its other one, because
+    it has left the picker.
     """
 
     type_name: ClassVar[str] = "two-hashes-scorer"

@@ -1,6 +1,6 @@
 """NVIDIA Dynamo's KV router: blocks to prefill plus blocks that run, or two tiers of rules.
 
-Sources: routers.md 3.12 (ai-dynamo 1.6, `lib/kv-router`, `lib/router-plugins`).
+Sources: ai-dynamo/dynamo 1.6, `lib/kv-router` and `lib/router-plugins`.
 """
 
 import math
@@ -23,18 +23,19 @@ _TTL: Final = "120s"
 
 
 class DynamoCost(Parameters, frozen=True):
-    """cost(e) = s * max(0, (P(e) + T) / B - c * decay(e) * m(e)) + D(e) + w * R(e); the least wins.
+    """NVIDIA Dynamo: the fewest blocks to prefill and to decode.
 
-    P: uncached tokens that e has still to prefill; T: tokens of the prompt; B: tokens in a block; m:
+    cost(e) = s * max(0, (P(e) + T) / B - c * decay(e) * m(e)) + D(e) + w * R(e); the least wins. P:
+    uncached tokens that e has still to prefill; T: tokens of the prompt; B: tokens in a block; m:
     leading blocks that e is believed to hold; D: blocks of the requests in flight there and of this
     one, what several share counted once; R: requests in flight there; s: `prefill_load_scale`; c:
-    `overlap_credit`; w: `active_request_weight`;
-    decay(e) = 1 / (1 + d * (P(e) - min P) / T), with d = `overlap_decay`.
+    `overlap_credit`; w: `active_request_weight`; decay(e) = 1 / (1 + d * (P(e) - min P) / T), with
+    d = `overlap_decay`.
 
-    Differs: cached blocks are what was routed there, never an engine's event, and of one tier; blocks
-    have 64 tokens; those that an answer will need are not counted, nor what other pickers have running
-    there but for the tokens that it has still to prefill. Known fault, kept: a prompt that
-    all begin with draws all to who has it, because shared blocks count once (dynamo #737).
+    Differs: cached blocks are what was routed there, never an engine's event, and of one tier;
+    blocks have 64 tokens; those that an answer will need are not counted, nor what other pickers
+    have running there but for the tokens that it has still to prefill. Known fault, kept: a prompt
+    that all begin with draws all to who has it, because shared blocks count once (dynamo #737).
     `block-load-producer` must be the first index declared that counts blocks.
     """
 
@@ -67,8 +68,8 @@ class DynamoCost(Parameters, frozen=True):
 class TwoTier(Parameters, frozen=True):
     """`dynamo-two-tier-cost-fn`: the load if it is uneven, else the cache, else the load.
 
-    max R - min R > a and max R > r * min R: the fewest requests. Else, where the best holds more than
-    c of the prompt's blocks: the fewest requests among those who hold as much. Else the fewest
+    max R - min R > a and max R > r * min R: the fewest requests. Else, where the best holds more
+    than c of the prompt's blocks: the fewest requests among those who hold as much. Else the fewest
     requests. R: requests in flight; a: `balance_absolute`; r: `balance_relative`; c:
     `cache_threshold`. All strict.
 

@@ -1,7 +1,7 @@
 """The chain of filters that GIE began with, and the place in it that its proposal gave to prefixes.
 
 Sources: proposal 0602 of kubernetes-sigs/gateway-api-inference-extension, and the scheduler of its
-v0; routers.md 3.3.1. The order: adapter, prefix, queue, KV cache, and any of those that are left.
+v0. The order: adapter, prefix, queue, KV cache, and any of those that are left.
 """
 
 from typing import Annotated, ClassVar, Final
@@ -34,14 +34,15 @@ class AdapterFirst(Parameters, frozen=True):
 
 
 class LoadAwarePrefix(Parameters, frozen=True):
-    """Keep who has waiting <= q and KV usage <= k, of them who holds most of the prompt.
+    """GIE's proposal 0602: of those who are not busy keep who holds most of the prompt.
 
-    q: `queue_threshold`; k: `kv_cache_threshold`. If nobody is below both, all count as if they were.
-    Who holds most counts if it is at least `match_tokens_min` tokens and `match_ratio_min` of the
-    prompt's full blocks; else all below the thresholds stay. Load that is not known is above.
+    Not busy: waiting <= q and KV usage <= k. q: `queue_threshold`; k: `kv_cache_threshold`. If
+    nobody is below both, all count as if they were. Who holds most counts if it is at least
+    `match_tokens_min` tokens and `match_ratio_min` of the prompt's full blocks; else all below the
+    thresholds stay. Load that is not known is above.
 
-    The proposal asks for a threshold of gain and gives none; "only 10 tokens match" is its example of
-    too little. One block of 64 tokens is ours.
+    The proposal asks for a threshold of gain and gives none; "only 10 tokens match" is its example
+    of too little. One block of 64 tokens is ours.
     """
 
     type_name: ClassVar[str] = "load-aware-prefix-filter"

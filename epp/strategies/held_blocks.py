@@ -1,4 +1,4 @@
-"""Who holds which blocks, counted: for sets that prompts are put into and taken out of as a whole."""
+"""Who holds which blocks, counted: prompts are put in and taken out as a whole."""
 
 from collections.abc import Sequence
 

@@ -1,6 +1,6 @@
 """AMD's Infera: blocks that miss, blocks that run, and blocks that missed lately.
 
-Source: routers.md 3.18 (AMD-AGI/Infera, `infera/router/policy/kv_event_aware.py`).
+Source: AMD-AGI/Infera, `infera/router/policy/kv_event_aware.py` and its twin in Rust.
 """
 
 from typing import Annotated, ClassVar, Final
@@ -14,12 +14,13 @@ from epp.strategies.strategy import Strategy, config_of, producer, step
 
 
 class DecayedMisses(Parameters, frozen=True):
-    """cost(e) = w * (N - m(e)) + A(e) + Q(e); the least wins, of equals who has the least A.
+    """AMD Infera: the fewest blocks that miss, run and missed lately.
 
-    N: blocks of the prompt; m: leading ones that e is believed to hold; A: distinct blocks of the
-    requests in flight there; Q: blocks that were missed there, fading by 0.97 with every request; w:
-    `overlap_weight`, 1 for pods that prefill and decode (20 where they only prefill, 2 where they only
-    decode).
+    cost(e) = w * (N - m(e)) + A(e) + Q(e); the least wins, of equals who has the least A. N: blocks
+    of the prompt; m: leading ones that e is believed to hold; A: distinct blocks of the requests in
+    flight there; Q: blocks that were missed there, fading by 0.97 with every request; w:
+    `overlap_weight`, 1 for pods that prefill and decode (20 where they only prefill, 2 where they
+    only decode).
 
     Differs: what is held is what was routed there, never an engine's event; blocks have 64 tokens;
     hints how long a prompt is to be kept, and images, are not seen. Q fades at all endpoints with
@@ -57,7 +58,7 @@ STRATEGIES: Final = (
     ),
     Strategy(
         name="infera-without-decay",
-        idea="AMD Infera before its decayed misses: paced traffic that shares a head stays on one pod.",
+        idea="AMD Infera before its decayed misses: blocks missed and blocks in flight.",
         config=config_of(
             producer(BlockLoadSettings.type_name),
             step(DecayedMisses.type_name, recentMisses=False),

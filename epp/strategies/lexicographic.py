@@ -9,8 +9,8 @@ from epp.strategies.cost import scores_of_cost
 def scores_by_rank(*costs: Floats) -> Floats:
     """float64[n] in [0, 1]: 1 for the least by the first of `costs`, ties by the next, and so on.
 
-    `costs` are finite float64[n], at least one. Equal in all of them score the same. Scores tell the
-    order and not by how much: a cost that breaks ties is never drowned by rounding.
+    `costs` are finite float64[n], at least one. Equal in all of them score the same. Scores tell
+    the order and not by how much: a cost that breaks ties is never drowned by rounding.
     """
     order = np.lexsort(costs[::-1])
     differs = np.zeros(len(order), dtype=np.bool_)

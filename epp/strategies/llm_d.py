@@ -1,6 +1,6 @@
 """What llm-d's endpoint picker and the one it grew from decide by, as their configurations say.
 
-Sources: routers.md 3.3; llm-d/llm-d-router v0.10; kubernetes-sigs/gateway-api-inference-extension
+Sources: llm-d/llm-d-router v0.10; kubernetes-sigs/gateway-api-inference-extension
 v1 and its proposal 0602; the guides of llm-d/llm-d. Their scorers and filters are in `epp/plugins`;
 what differs between these strategies is the index, the weights and a filter.
 """

@@ -1,6 +1,6 @@
 """Preble: exploit a prefix that is longer than what is new, explore by the cost of everything else.
 
-Sources: routers.md 3.17 (ICLR 2025, arXiv 2407.00023; WukLab/preble).
+Sources: ICLR 2025, arXiv 2407.00023; WukLab/preble.
 """
 
 import math
@@ -36,9 +36,9 @@ class PrebleHistorySettings(
 ):
     """`preble-history-producer`: as `approx-prefix-cache-producer`, with what each got lately.
 
-    Columns, of the last `window`: `missed_tokens` and `hit_tokens` of the prompts that were sent there,
-    their number `requests`; and `pushed_out_tokens`, what this prompt would push out of a full cache.
-    Up to a second more than the window is counted.
+    Columns, of the last `window`: `missed_tokens` and `hit_tokens` of the prompts that were sent
+    there, their number `requests`; and `pushed_out_tokens`, what this prompt would push out of a
+    full cache. Up to a second more than the window is counted.
     """
 
     type_name: ClassVar[str] = "preble-history-producer"
@@ -168,20 +168,22 @@ class PrebleHistory(PrefixIndex):
 
 
 class ExploreExploit(Parameters, frozen=True):
-    """Exploit where hit > T - hit: of those who hold most, the least L(e). Else the least
-    L(e) + M(e) + P(e).
+    """Preble E2: exploit a prefix that is longer than what is new, else explore by cost.
 
-    L: seconds of work that e got in the window: missed tokens / v + R(e) * o * d; P: (T - hit(e)) / v;
-    M: seconds to compute anew what the prompt pushes out, times the share of tokens that hit in the
-    window. T: tokens of the prompt; hit: those that e is believed to hold; v: its prefill speed; R:
-    requests in flight there; o: `output_tokens`; d: `decode_s`.
+    hit > T - hit: of those who hold most, the least L(e). Else the least L(e) + M(e) + P(e).
+
+    L: seconds of work that e got in the window: missed tokens / v + R(e) * o * d; P: (T - hit(e)) /
+    v; M: seconds to compute anew what the prompt pushes out, times the share of tokens that hit in
+    the window. T: tokens of the prompt; hit: those that e is believed to hold; v: its prefill
+    speed; R: requests in flight there; o: `output_tokens`; d: `decode_s`.
 
     Where the holder to exploit has L > `rebalance_ratio` * min L, and each endpoint got
     `rebalance_requests` on average, the least L(e) takes the prompt, and holds it from then on too.
 
-    Differs: speeds are those of the configuration where Preble has lines fitted for two GPUs; the time
-    of a decoded token is a constant where Preble takes the median of 200; subtrees are not moved and
-    hot ones not split ahead of requests, only with them; blocks of 64 tokens for its radix tree's one.
+    Differs: speeds are those of the configuration where Preble has lines fitted for two GPUs; the
+    time of a decoded token is a constant where Preble takes the median of 200; subtrees are not
+    moved and hot ones not split ahead of requests, only with them; blocks of 64 tokens for its
+    radix tree's one.
     """
 
     type_name: ClassVar[str] = "explore-exploit-scorer"

@@ -18,8 +18,8 @@ class PrefixPopularitySettings(Parameters, frozen=True):
     """`prefix-popularity-producer`: how long a head must be to be no longer everybody's.
 
     matched = blocks of the shortest head, of `blocks_min` doubled again and again, that at most
-    `share_max` of the last `requests_max` requests began with, or at most `requests_min` of them; the
-    same number for all endpoints. A prompt that is shorter is taken as a whole.
+    `share_max` of the last `requests_max` requests began with, or at most `requests_min` of them;
+    the same number for all endpoints. A prompt that is shorter is taken as a whole.
     """
 
     type_name: ClassVar[str] = "prefix-popularity-producer"

@@ -33,12 +33,12 @@ class RoutedBlocksSettings(Parameters, frozen=True):
     """`routed-blocks-producer`: what GIE v1 and llm-d-router believe that endpoints hold.
 
     matched(e) = blocks of the prompt that were routed to e, up to the first that nobody has.
-    Source: routers.md 3.3.1 and 3.3.2 (kubernetes-sigs/gateway-api-inference-extension proposal 0602;
-    llm-d-router `approximateprefix`).
+    Sources: proposal 0602 of kubernetes-sigs/gateway-api-inference-extension; llm-d/llm-d-router,
+    `requestcontrol/dataproducer/approximateprefix`.
 
     Known faults, kept unless told otherwise: blocks count behind a gap as long as somebody else has
-    the block in it; of a prompt its head is pushed out before its tail; with `auto_tune` an engine's
-    blocks count as blocks of this index, whatever their sizes.
+    the block in it; of a prompt its head is pushed out before its tail; with `auto_tune` an
+    engine's blocks count as blocks of this index, whatever their sizes.
     """
 
     type_name: ClassVar[str] = "routed-blocks-producer"
@@ -49,8 +49,8 @@ class RoutedBlocksSettings(Parameters, frozen=True):
     """Of each prompt of a request."""
     blocks_per_endpoint_max: Annotated[int, Meta(ge=1)] = 31_250
     """500,000 tokens in blocks of 16: a model of 8B on an H100."""
-    blocks_max: Annotated[int, Meta(ge=1)] = 4_000_000
-    """Of all endpoints together, about 200 bytes each; above it who has most loses its oldest."""
+    blocks_max: Annotated[int, Meta(ge=1)] = 1_500_000
+    """Of all endpoints together, about 170 bytes each; above it who has most loses its oldest."""
     auto_tune: bool = False
     """What an endpoint holds at most is what its engine says, once it got its first request."""
     last_partial_block: bool = False

@@ -1,6 +1,6 @@
 """SMetric: a conversation stays while its first token comes in time; who begins goes by work.
 
-Source: routers.md 3.17 (a proposal for vllm-router).
+Source: a proposal for vllm-project/router.
 """
 
 import math
@@ -15,18 +15,19 @@ from epp.strategies.strategy import Strategy, config_of, step
 
 
 class StayInTime(Parameters, frozen=True):
-    """cost(n) = (n + n * (L - n / 2) / A) / v; queued(e) = P(e) / v + cost(L - hit(e)).
+    """SMetric: stay with who holds most while it is in time, else go where the least work is.
 
-    Stay with h, who holds most, if hit(h) > r * L, and queued(h) <= s * (b + cost(L)) or that is so of
-    nobody. Else the least queued(e) * (R(e) + 1), or without `colocated` the least queued(e).
+    cost(n) = (n + n * (L - n / 2) / A) / v; queued(e) = P(e) / v + cost(L - hit(e)). Stay with h,
+    who holds most, if hit(h) > r * L, and queued(h) <= s * (b + cost(L)) or that is so of nobody.
+    Else the least queued(e) * (R(e) + 1), or without `colocated` the least queued(e).
 
-    L: tokens of the prompt; hit: those that e is believed to hold; P: uncached tokens waiting there; v:
-    its prefill speed; A: `attention_tokens`, the context at which attention takes as long as all else;
-    r: `hit_ratio`; s: `slack`; b: `base_ms`; R: requests in flight there.
+    L: tokens of the prompt; hit: those that e is believed to hold; P: uncached tokens waiting
+    there; v: its prefill speed; A: `attention_tokens`, the context at which attention takes as long
+    as all else; r: `hit_ratio`; s: `slack`; b: `base_ms`; R: requests in flight there.
 
-    Differs: speeds are those of the configuration, where the proposal takes the 90th percentile of the
-    last 64 that it saw; a first turn is told by its hit, not by its messages; and the proposal's
-    constants are not known: those of A, r, s and b are ours.
+    Differs: speeds are those of the configuration, where the proposal takes the 90th percentile of
+    the last 64 that it saw; a first turn is told by its hit, not by its messages; and the
+    proposal's constants are not known: those of A, r, s and b are ours.
     """
 
     type_name: ClassVar[str] = "stay-in-time-scorer"

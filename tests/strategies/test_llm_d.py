@@ -41,7 +41,7 @@ def test_blocks_are_those_of_the_original(name, blocks):
 def test_believed_hits_vanish_when_heads_go_first():
     """Under the same pressure the repaired index still knows the head of each prompt.
 
-    routers.md 3.3.2: every later block becomes unreachable. One pod, prompts of 256 blocks each in an
+    Every later block becomes unreachable. One pod, prompts of 256 blocks each in an
     index of 600: three in turn push each other's heads out before they come again.
     """
     prompts = [bytes([65 + number]) * 64 * 256 for number in range(3)]
@@ -64,7 +64,7 @@ def test_believed_hits_vanish_when_heads_go_first():
 
 
 def test_a_cold_prompt_goes_to_the_pod_that_got_one_the_longest_ago():
-    """Trap 7: pods that never got one come first, in the order of the list."""
+    """As shipped: pods that never got one come first, in the order of the list."""
     scheduler = scheduler_of("llm-d-no-hit-lru")
     scheduler.replace([endpoint(number) for number in range(4)], 0.0)
     names = [went(scheduler, b"%d" % at * 1_024, 0.0).endpoint.name for at in range(8)]

@@ -38,7 +38,7 @@ def test_leading_blocks_count_up_to_the_first_that_nobody_has():
 
 @pytest.mark.parametrize(("contiguous", "counted"), [(False, 2), (True, 0)])
 def test_a_pod_without_the_head_is_counted_while_another_has_it(contiguous, counted):
-    """Trap 1: no test of contiguity by pod."""
+    """As shipped: no test of contiguity by pod."""
     index = opened(blocks_per_endpoint_max=2, contiguous=contiguous)
     index.record(said("a"), 1, 0.0)
     index.record(said("a", "b", "c"), 0, 0.0)
@@ -55,7 +55,7 @@ def test_a_head_that_was_pushed_out_leaves_nothing_to_match(tail_first, left):
 
 
 def test_an_engine_s_blocks_are_taken_for_the_index_s_own():
-    """Trap 1: blocks of 16 tokens count as blocks of 64; and what is fixed once stays."""
+    """As shipped: blocks of 16 tokens count as blocks of 64; and what is fixed once stays."""
     index = opened(block_tokens=64, auto_tune=True)
     long = request(prompts=(Random(1).randbytes(256 * 3_000),))
     index.resize(0, 1_000, 16)

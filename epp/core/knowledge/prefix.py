@@ -64,6 +64,8 @@ _RECORD_BYTES: Final = 42
 
 _SHRINK_HOLDINGS_MAX: Final = 512
 """Holdings that one `record` gives up at most for the memory limit; more than it ever adds."""
+_SEARCHED_MAX: Final = 4_096
+"""Prompts of an endpoint among which `retract` looks for one that it must not cut."""
 
 
 _SINGLE_BITS_MAX: Final = 12
@@ -765,6 +767,9 @@ class PrefixIndex:
             start, node = path.pop()
             if not since < node.holders[slot.number] <= until:
                 return
+            if node.children and self._holds_below(node, slot):
+                self._reattach(node, slot)
+                return
             if start < held:
                 keep = held - start
                 left = node if keep * HASH_BYTES >= len(node.run) else self._cut(node, slot, keep)
@@ -773,6 +778,22 @@ class PrefixIndex:
                     return
             else:
                 self._release(node, slot)
+
+    def _holds_below(self, node: _Node, slot: _Slot) -> bool:
+        """Whether `slot` holds what goes on behind `node`: a peer may have told of it late.
+
+        With more prompts than can be searched in a turn of the loop it is taken to do so.
+        """
+        if len(slot.ends) > _SEARCHED_MAX:
+            return True
+        for stamp, end in zip(slot.stamps, slot.ends, strict=True):
+            if end.holders.get(slot.number) == stamp:
+                above = end.parent
+                while above is not None:
+                    if above is node:
+                        return True
+                    above = above.parent
+        return False
 
     def _reattach(self, node: _Node, slot: _Slot) -> None:
         """Let the entry of the stamp of `node` end there, unless it still ends deeper."""

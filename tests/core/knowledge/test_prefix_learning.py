@@ -165,3 +165,20 @@ def test_peers_stay_within_the_memory_limit():
         index.learn((chain_of(f"{turn:05}"),), turn % SLOTS, float(turn), float(turn))
         assert index.bytes_estimated <= 20_000
     check_structure(index)
+
+
+@pytest.mark.parametrize("others", [False, True], ids=["alone", "beside another endpoint"])
+def test_what_a_peer_told_late_outlives_the_own_prompt_that_is_taken_back(others):
+    """The peer's prompt went through the same head: it is still there, and can be forgotten."""
+    index = opened()
+    if others:
+        index.record(request_of("a"), 1, 0.0)
+    own = request_of("ab")
+    index.record(own, 0, 10.0)
+    index.learn((chain_of("abcd"),), 0, 7.0, 10.0)
+    index.retract(own, 0, 0, 11.0)
+    assert matched(index, "abcd", now=11.0)[:2] == [4, 1 if others else 0]
+    check_structure(index)
+    index.forget(0)
+    index.forget(1)
+    assert index.entries == 0

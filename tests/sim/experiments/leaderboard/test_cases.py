@@ -64,7 +64,7 @@ def test_what_happens_fits_the_pool(name):
     case = CASES[name]
     for span_s in (0.5, 20.0, 4_000.0):
         scenario = case.scenario(span_s)
-        scenario.check(pods=case.pods, pickers=case.replicas)
+        scenario.check(kinds=case.cluster().pods, pickers=case.replicas)
         assert scenario.incidents
     assert case.cluster().clients.retries
 

@@ -28,15 +28,28 @@ VARIANTS = {
     "session-affinity-scorer": [{}, {"strategy": "session_id"}],
     "approx-prefix-cache-producer": [{"lruCapacityPerServer": 50}],
     "session-id-producer": [{"sessionsMax": 50}],
+    "block-table-producer": [{"blocksMax": 50}],
+    "preble-tree-producer": [{"blocksMax": 50}],
+    "user-tokens-producer": [{"usersMax": 20}],
+    "block-load-producer": [{"activeBlocksMax": 50, "lruCapacityPerServer": 50}],
+    "kthena-prefix-producer": [{"lruCapacityPerServer": 50}],
+    "routed-blocks-producer": [{"blocksPerEndpointMax": 50}],
+    "routing-keys-producer": [{"keysMax": 20}],
+    "attention-work-producer": [{"lruCapacityPerServer": 50}],
+    "preble-history-producer": [{"lruCapacityPerServer": 50, "window": "1s"}],
+    "radix-tree-producer": [{"lruCapacityPerServer": 50}],
 }
 
 SELECTING = {
     "label-selector-filter", "by-label-selector", "by-label", "decode-filter", "prefill-filter", "encode-filter",
+    "few-waiting-filter",
 }  # fmt: skip
 """They select, so they may select nobody."""
 
-BY_ORDER = {"no-hit-lru-scorer"}
-"""Never-used endpoints are ranked in the order in which they come."""
+BY_ORDER = {
+    "no-hit-lru-scorer", "arrival-rate-scorer", "session-ring-scorer", "user-token-place-scorer",
+}  # fmt: skip
+"""Never-used endpoints are ranked in the order in which they come, or all are, as in the original."""
 
 
 TABLES = [

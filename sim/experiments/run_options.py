@@ -133,7 +133,8 @@ def run_settings(
 ) -> RunSettings:
     """The run that the command line describes, or the same on other traffic of its kind.
 
-    With `replicas` pickers if that is given, in the place of the flag. Raises `ClusterSettingsError` and `ScenarioError`.
+    With `replicas` pickers if that is given, in the place of the flag. Raises
+    `ClusterSettingsError` and `ScenarioError`.
     """
     kinds = [
         PodKind.of(profile, max_loras=options.max_loras)

@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from typing import Annotated, Any, Final
 
 from msgspec import Meta, Struct
-from msgspec.structs import replace
 
 from sim.cluster.assignment import Assignment
 from sim.cluster.cluster import Absence, ClusterSettingsError
@@ -66,10 +65,6 @@ class PickersPlan(Struct, frozen=True, kw_only=True):
     pickers: Pickers = Pickers()
     restarts: tuple[PickerRestart, ...] = ()
     partitions: tuple[PeerPartition, ...] = ()
-
-    def with_count(self, count: int) -> "PickersPlan":
-        """The same of so many pickers."""
-        return replace(self, pickers=replace(self.pickers, count=count))
 
     @property
     def absences(self) -> tuple[Absence, ...]:

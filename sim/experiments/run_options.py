@@ -141,7 +141,8 @@ def run_settings(
 ) -> RunSettings:
     """The run that the command line describes, or the same on other traffic of its kind.
 
-    With `replicas` pickers if that is given, in the place of the flag. Raises `ClusterSettingsError` and `ScenarioError`.
+    With `replicas` pickers if that is given, in the place of the flag. Raises
+    `ClusterSettingsError` and `ScenarioError`.
     """
     profiles = options.profile or [find_profile(DEFAULT_PROFILE)]
     for profile in profiles:

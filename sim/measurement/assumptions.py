@@ -26,7 +26,10 @@ NOT_MODELLED: Final = (
         "The processors of a pod: tokenising many prompts at once slows nothing down, and the front end "
         "takes the same time under any load."
     ),
-    "The network's bandwidth, lost packets, gateways' own queues and retries.",
+    (
+        "The network's bandwidth, lost packets, gateways' own queues, and their retries beyond what the "
+        "picker has named."
+    ),
     "The tokenizer: the picker's estimate of tokens by bytes is exact here, live it is not.",
     "Stopping early: an answer is as long as the trace says, whatever limit its client sent.",
 )

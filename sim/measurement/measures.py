@@ -377,7 +377,10 @@ def _input_tokens(series: Series, window: Window) -> float:
 
 
 def figures_of(summary: Mapping[str, Any]) -> dict[str, float]:
-    """What runs are compared by, from `Run.told`; NaN: this run does not have it."""
+    """What runs are compared by, from `Measures.summary`; NaN: this run does not have it.
+
+    Pod-hours are of a whole run, and its choice only under an autoscaler.
+    """
     ttft_s = summary["ttft_s"]
     told = {
         "ttft_mean_s": ttft_s["mean"],
@@ -393,8 +396,9 @@ def figures_of(summary: Mapping[str, Any]) -> dict[str, float]:
         "output_tokens_per_s": summary["output_tokens_per_s"],
         "goodput": summary["goodput"]["share"],
     }
-    if summary["pool"]["autoscaled"]:
-        told["pod_hours"] = summary["pool"]["pod_hours"]
+    pool = summary.get("pool")
+    if pool is not None and pool["autoscaled"]:
+        told["pod_hours"] = pool["pod_hours"]
     return {name: math.nan if value is None else value for name, value in told.items()}
 
 

@@ -6,6 +6,7 @@ from hypothesis import strategies as st
 from msgspec import structs
 
 from epp.core.knowledge.prefill_speed import PREFILL_TOKENS_PER_S
+from sim.cluster.autoscaler import Autoscaler, AutoscalerSettings, ScaledBy
 from sim.cluster.check import checker
 from sim.cluster.clients import Clients
 from sim.cluster.cluster import Absence, ClusterSettingsError, Fate
@@ -21,6 +22,7 @@ from sim.cluster.incidents import (
     play,
 )
 from sim.cluster.policies import policy_source
+from sim.cluster.rerouting import Reschedule
 from tests.sim.made import arrivals, cluster, kind
 
 PODS = 3
@@ -67,7 +69,19 @@ INCIDENTS = st.lists(
 )
 
 
-def played(incidents, *, count=120, rate=10.0, check=False, **fields):
+PICKERS = (
+    {},
+    {"absences": (Absence(0, 4.0, 6.0),)},
+    {"replicas": 2, "absences": (Absence(1, 0.0, 2.0), Absence(0, 1.0, 3.0))},
+    {"fallback_endpoints_max": 2, "reschedules": (Reschedule(from_s=1.0, to_s=9.0, share=0.5),)},
+)
+SCALED = AutoscalerSettings(
+    metric=ScaledBy.INFLIGHT_REQUESTS, target=1.0, pods_min=2, pods_max=6, interval_s=1.0,
+    stabilization_s=2.0, startup_s=1.0, grace_s=3.0,
+)  # fmt: skip
+
+
+def played(incidents, *, count=120, rate=10.0, check=False, autoscaler=None, **fields):
     """The requests by number, and the cluster."""
     requests = []
     one = cluster(
@@ -75,17 +89,42 @@ def played(incidents, *, count=120, rate=10.0, check=False, **fields):
         **({"pods": PODS} | fields),
     )  # fmt: skip
     play(incidents, one)
+    if autoscaler is not None:
+        Autoscaler(autoscaler, one)
     one.run(checker(one) if check else None)
     return sorted(requests, key=lambda request: request.sequence), one
 
 
 @settings(max_examples=25, deadline=None)
-@given(INCIDENTS, st.sampled_from((Clients(), Clients(retries=2, pause_s=0.1, timeout_s=5.0))))
-def test_whatever_happens_no_request_is_lost_and_no_lease_stays(incidents, clients):
+@given(
+    INCIDENTS,
+    st.sampled_from((Clients(), Clients(retries=2, pause_s=0.1, timeout_s=5.0))),
+    st.sampled_from(PICKERS),
+    st.sampled_from((None, SCALED)),
+)
+def test_whatever_happens_no_request_is_lost_and_no_lease_stays(
+    incidents, clients, pickers, autoscaler
+):
     """After every event the invariants hold; each request ends in one way."""
-    requests, one = played(incidents, check=True, clients=clients)
-    assert [request.sequence for request in requests] == list(range(120))
-    assert [policy.open_requests for policy in one.policies] == [0]
+    requests, one = played(
+        incidents, count=80, check=True, clients=clients, autoscaler=autoscaler, **pickers
+    )
+    assert [request.sequence for request in requests] == list(range(80))
+    assert {policy.open_requests for policy in one.policies} == {0}
+    assert one.pod_count.pods >= sum(pod.alive for pod in one.pods)
+
+
+@settings(max_examples=25, deadline=None)
+@given(INCIDENTS.map(lambda some: [one for one in some if not isinstance(one, Join)]))
+def test_an_autoscaler_never_has_more_pods_than_it_may(incidents):
+    """Whatever dies, restarts or is drained meanwhile; and it ends with as many as it wants."""
+    most = []
+    one = cluster(arrivals(120, rate=10.0), pods=PODS)
+    play(incidents, one)
+    autoscaler = Autoscaler(SCALED, one)
+    one.run(lambda: most.append(sum(pod.announced for pod in one.pods)))
+    assert max(most) <= SCALED.pods_max
+    assert SCALED.pods_min <= autoscaler.pods <= SCALED.pods_max
 
 
 def test_pods_restart_one_after_another():

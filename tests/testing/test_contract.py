@@ -86,6 +86,14 @@ def test_a_scorer_that_breaks_it_is_told(kind, said):
     assert kind.__name__ in str(told.value)
 
 
+def test_who_goes_by_the_order_of_candidates_may_say_so():
+    """As round robin does; the rest of the contract holds for it too."""
+    by_place = scoring(lambda _, some: np.linspace(0, 1, len(some)))
+    check_plugin(by_place, by_order=True)
+    with pytest.raises(ContractError, match="expected 0 to 1"):
+        check_plugin(scoring(lambda _, some: np.linspace(0, 2, len(some))), by_order=True)
+
+
 def test_a_case_can_be_repeated():
     """The sentence has its number; the same seed says the same again."""
     sentences = set()

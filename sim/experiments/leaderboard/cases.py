@@ -68,9 +68,15 @@ class Case(Struct, frozen=True, kw_only=True):
     hold_out: bool = False
 
     def arrivals(self, seed: int, requests: int) -> Iterator[Arrival]:
-        """The first `requests` that `seed` draws. Only of a workload."""
+        """The first `requests` that `seed` draws. Only of a workload.
+
+        Prompts that come again and again are each of one user, whose session they name: without one
+        strategies that go by sessions would choose at random.
+        """
         assert self.workload is not None
-        return arrivals(self.workload, seed, requests)
+        for arrival in arrivals(self.workload, seed, requests):
+            again = isinstance(self.workload.content, SharedPrefix) and not arrival.session
+            yield replace(arrival, session=f"{arrival.blocks[-1]}") if again else arrival
 
     def cluster(self) -> ClusterSettings:
         """The pool, and who picks from it."""

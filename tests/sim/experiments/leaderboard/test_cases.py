@@ -38,6 +38,17 @@ def test_a_case_has_as_many_requests_as_are_wanted(name):
     assert bool(kind.engine.max_loras) == any(arrival.adapter for arrival in one)
 
 
+def test_who_asks_the_same_again_is_the_same_user():
+    """So that sessions mean something; who shares nothing with anybody names none."""
+    users = {}
+    for arrival in CASES["pickers-1"].arrivals(1, 3_000):
+        assert users.setdefault(arrival.session, arrival.blocks) == arrival.blocks
+    assert 500 < len(users) < 3_000
+    assert {one.session for one in CASES["zero-reuse"].arrivals(1, 60)} == {""}
+    sessions = {one.session for one in CASES["multi-turn"].arrivals(1, 60)}
+    assert len(sessions) == 20, "it has its own"
+
+
 def used_tokens(name):
     """What would lie in one cache that forgets nothing."""
     held = {}

@@ -201,7 +201,14 @@ def _tables(summary: dict[str, Any]) -> list[tuple[str, list[list[str]]]]:
 
 def _judged_rows(summary: dict[str, Any]) -> list[list[str]]:
     present = summary["config"]
-    head = ["at times the load", present, "tuned", "difference", "95 % interval", "relative"]
+    head = [
+        "at times the load",
+        present,
+        summary["tuned_name"],
+        "difference",
+        "95 % interval",
+        "relative",
+    ]
     rows = [[*head, "verdict"]]
     for judged in summary["hold_out"]:
         for name, found in judged["differences"].items():
@@ -222,7 +229,8 @@ def _judged_rows(summary: dict[str, Any]) -> list[list[str]]:
 def _value_rows(summary: dict[str, Any]) -> list[list[str]]:
     chosen = summary["chosen"] or summary["best_so_far"]
     values = chosen["values"] if chosen else {}
-    head = ["varied", "between", summary["config"], "tuned" if summary["chosen"] else "best so far"]
+    whose = summary["tuned_name"] if summary["chosen"] else "best so far"
+    head = ["varied", "between", summary["config"], whose]
     rows = [head if values else head[:3]]
     for one in summary["space"]:
         told = [one["name"], one["span"], _value(one["present"])]

@@ -203,7 +203,7 @@ class _Task:
         pairs = [*tuning.held_out.values(), *(against for _, against in tuning.finals)]
         varied = varied_between(pairs[0].present) if pairs else None
         shown = pairs[:1]
-        best = None if tuning.complete else search.best()
+        best = None if tuning.complete else tuning.best
         # Two columns of one name, and no one could tell them apart.
         tuned_name = "tuned" if tuning.present.name != "tuned" else "tuned anew"
         return {
@@ -291,9 +291,8 @@ def _write(folder: Path, summary: dict[str, Any], tuning: Tuning, config_map_nam
     write_whole(folder / "report.md", tune_report(summary).encode())
     write_whole(folder / "report.html", tune_page(summary).encode())
     texts: dict[str, str] = {}
-    best = tuning.chosen if tuning.complete else tuning.search.best()
-    if best is not None:
-        text = with_comment(comment(summary), best.policy.text)
+    if tuning.best is not None:
+        text = with_comment(comment(summary), tuning.best.policy.text)
         if not tuning.complete:
             texts = {BEST_SO_FAR: text}
         elif tuning.beats:

@@ -34,7 +34,7 @@ _MARGIN: Final = 1.02
 
 def conclusion(summary: dict[str, Any]) -> str:
     """What it comes to, in a sentence or two."""
-    tried = f"{len(summary['trials']):,} configurations"
+    tried = _tried(summary)
     present = summary["config"]
     if not summary["complete"]:
         return (
@@ -58,6 +58,11 @@ def conclusion(summary: dict[str, Any]) -> str:
     return f"Nothing beats {present}: {_why_not(summary)}. No configuration is written."
 
 
+def _tried(summary: dict[str, Any]) -> str:
+    count = len(summary["trials"])
+    return f"{count:,} configuration{'' if count == 1 else 's'}"
+
+
 def _given_up(summary: dict[str, Any]) -> str:
     """What it is worse in, all of it within the tolerance."""
     at = summary["hold_out"]
@@ -75,7 +80,7 @@ def _given_up(summary: dict[str, Any]) -> str:
 def _why_not(summary: dict[str, Any]) -> str:
     at = summary["hold_out"]
     first = at[0]["differences"]
-    best = f"the best of {len(summary['trials']):,} configurations"
+    best = f"the best of {_tried(summary)}"
     lacking = dict.fromkeys(
         one["verdict"].partition(": ")[2] for one in first.values() if one["low"] is None
     )

@@ -122,5 +122,5 @@ def test_of_nothing_there_is_a_report_too():
         beats=False, runs=[], varied="",
     )  # fmt: skip
     for whole in (tune_table(summary), tune_report(summary), tune_page(summary)):
-        assert "Not finished: 1 configurations tried so far" in whole
+        assert "Not finished: 1 configuration tried so far" in whole
     assert "<svg" not in tune_page(summary)

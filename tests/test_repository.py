@@ -127,10 +127,6 @@ COVERED_ELSEWHERE = {
         "tests/sim/experiments/test_tune.py",
         "which requests its runs are of, and that none is done twice",
     ),
-    "sim/reports/tune_report.py": (
-        "tests/sim/experiments/test_tune.py",
-        "what a tuning prints and writes",
-    ),
     "sim/experiments/sweep.py": (
         "tests/sim/experiments/test_replay.py",
         "the three commands are run there",

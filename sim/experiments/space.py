@@ -96,7 +96,7 @@ class Choice(Struct, frozen=True, kw_only=True):
     """Label -> what stands in the document."""
 
     def __str__(self) -> str:
-        return " | ".join(self.values)
+        return ", ".join(self.values)
 
 
 class Dimension(Struct, frozen=True, kw_only=True):

@@ -1,6 +1,7 @@
 """`sim tune`: better weights and thresholds for the traffic of a trace, and how sure that is."""
 
 import argparse
+import contextlib
 import hashlib
 import re
 import sys
@@ -43,7 +44,6 @@ from sim.reports.tuned_config import config_map, with_comment
 from sim.traces.arrival import TraceError
 from sim.traces.formats import open_trace
 
-TUNED_NAME: Final = "tuned"
 REQUESTS_MIN: Final = 40
 """Of a trace that is to be cut in two."""
 _TRIALS_MAX: Final = 10_000
@@ -134,12 +134,9 @@ def run(options: argparse.Namespace) -> int:
                 tolerance=options.tolerance,
                 seeds=options.seeds,
             )
-            with bar:
-                try:
-                    tuning.run()
-                except StoppedError:
-                    # What is known is told all the same.
-                    bar.stop()
+            # What is known when it is stopped is told all the same.
+            with bar, contextlib.suppress(StoppedError):
+                tuning.run()
             summary = task.summary(tuning)
             _write(folder, summary, tuning, options.config_map)
             print(tune_table(summary))
@@ -206,7 +203,9 @@ class _Task:
         pairs = [*tuning.held_out.values(), *(against for _, against in tuning.finals)]
         varied = varied_between(pairs[0].present) if pairs else None
         shown = pairs[:1]
-        best = None if tuning.complete else search.best()
+        best = None if tuning.complete else tuning.best
+        # Two columns of one name, and no one could tell them apart.
+        tuned_name = "tuned" if tuning.present.name != "tuned" else "tuned anew"
         return {
             "schema": SCHEMA,
             "complete": tuning.complete,
@@ -217,6 +216,7 @@ class _Task:
             "generated": bool(varied and varied.generated),
             "config": tuning.present.name,
             "config_hash": tuning.present.hash,
+            "tuned_name": tuned_name,
             "trace": {
                 "name": Path(self.base.trace).name,
                 "sha256": self._trace_hash,
@@ -252,7 +252,7 @@ class _Task:
                 for against in shown
                 for name, runs in (
                     (tuning.present.name, against.present),
-                    (TUNED_NAME, against.other),
+                    (tuned_name, against.other),
                 )
                 for repetition, run in enumerate(runs)
             ],
@@ -291,9 +291,8 @@ def _write(folder: Path, summary: dict[str, Any], tuning: Tuning, config_map_nam
     write_whole(folder / "report.md", tune_report(summary).encode())
     write_whole(folder / "report.html", tune_page(summary).encode())
     texts: dict[str, str] = {}
-    best = tuning.chosen if tuning.complete else tuning.search.best()
-    if best is not None:
-        text = with_comment(comment(summary), best.policy.text)
+    if tuning.best is not None:
+        text = with_comment(comment(summary), tuning.best.policy.text)
         if not tuning.complete:
             texts = {BEST_SO_FAR: text}
         elif tuning.beats:

@@ -130,6 +130,11 @@ class Tuning:
         self.complete = True
 
     @property
+    def best(self) -> Trial | None:
+        """The chosen one; before somebody is chosen, who leads the search."""
+        return self.chosen or (None if self.complete else self.search.best())
+
+    @property
     def beats(self) -> bool:
         """The chosen one: better in an objective, and worse in none at any load."""
         return (

@@ -34,7 +34,7 @@ _MARGIN: Final = 1.02
 
 def conclusion(summary: dict[str, Any]) -> str:
     """What it comes to, in a sentence or two."""
-    tried = f"{len(summary['trials']):,} configurations"
+    tried = _tried(summary)
     present = summary["config"]
     if not summary["complete"]:
         return (
@@ -58,6 +58,11 @@ def conclusion(summary: dict[str, Any]) -> str:
     return f"Nothing beats {present}: {_why_not(summary)}. No configuration is written."
 
 
+def _tried(summary: dict[str, Any]) -> str:
+    count = len(summary["trials"])
+    return f"{count:,} configuration{'' if count == 1 else 's'}"
+
+
 def _given_up(summary: dict[str, Any]) -> str:
     """What it is worse in, all of it within the tolerance."""
     at = summary["hold_out"]
@@ -75,7 +80,7 @@ def _given_up(summary: dict[str, Any]) -> str:
 def _why_not(summary: dict[str, Any]) -> str:
     at = summary["hold_out"]
     first = at[0]["differences"]
-    best = f"the best of {len(summary['trials']):,} configurations"
+    best = f"the best of {_tried(summary)}"
     lacking = dict.fromkeys(
         one["verdict"].partition(": ")[2] for one in first.values() if one["low"] is None
     )
@@ -201,7 +206,14 @@ def _tables(summary: dict[str, Any]) -> list[tuple[str, list[list[str]]]]:
 
 def _judged_rows(summary: dict[str, Any]) -> list[list[str]]:
     present = summary["config"]
-    head = ["at times the load", present, "tuned", "difference", "95 % interval", "relative"]
+    head = [
+        "at times the load",
+        present,
+        summary["tuned_name"],
+        "difference",
+        "95 % interval",
+        "relative",
+    ]
     rows = [[*head, "verdict"]]
     for judged in summary["hold_out"]:
         for name, found in judged["differences"].items():
@@ -222,7 +234,8 @@ def _judged_rows(summary: dict[str, Any]) -> list[list[str]]:
 def _value_rows(summary: dict[str, Any]) -> list[list[str]]:
     chosen = summary["chosen"] or summary["best_so_far"]
     values = chosen["values"] if chosen else {}
-    head = ["varied", "between", summary["config"], "tuned" if summary["chosen"] else "best so far"]
+    whose = summary["tuned_name"] if summary["chosen"] else "best so far"
+    head = ["varied", "between", summary["config"], whose]
     rows = [head if values else head[:3]]
     for one in summary["space"]:
         told = [one["name"], one["span"], _value(one["present"])]

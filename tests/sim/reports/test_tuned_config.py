@@ -1,5 +1,6 @@
 """A configuration under its comment, and in a ConfigMap."""
 
+import pytest
 import yaml
 from hypothesis import given
 from hypothesis import strategies as st
@@ -7,6 +8,10 @@ from hypothesis import strategies as st
 from epp.configuration.check_config import CONFIG_MAP_KEY
 from epp.configuration.config import DEFAULT_CONFIG
 from sim.reports.tuned_config import KEY, config_map, with_comment
+
+kubernetes_validate = pytest.importorskip(
+    "kubernetes_validate", reason="kubernetes-validate is not installed; the dev group has it"
+)
 
 
 @given(st.lists(st.text(max_size=200), max_size=5), st.text(max_size=20))
@@ -19,6 +24,13 @@ def test_no_comment_gets_out_of_its_lines(paragraphs, name):
     manifest = yaml.safe_load(config_map("homing-config", text))
     assert manifest["data"] == {KEY: text}
     assert (manifest["kind"], manifest["metadata"]) == ("ConfigMap", {"name": "homing-config"})
+
+
+def test_the_manifest_is_one_of_kubernetes():
+    """By its schemas, the oldest and the newest that the chart is for."""
+    manifest = yaml.safe_load(config_map("homing-config", with_comment(["told"], DEFAULT_CONFIG)))
+    for version in ("1.31", "1.36"):
+        kubernetes_validate.validate(manifest, version, strict=True)
 
 
 def test_the_key_is_the_one_that_is_looked_for():

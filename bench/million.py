@@ -9,6 +9,7 @@ percentiles are taken of (`sim/measurement/measures.py`).
 import contextlib
 import io
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -17,6 +18,8 @@ from pathlib import Path
 from time import perf_counter, process_time
 
 from sim.__main__ import main
+from sim.traces.formats import open_trace
+from sim.traces.reading import ReadOptions
 
 REQUESTS = 1_000_000
 BEGINNING = 100_000
@@ -41,11 +44,18 @@ def _measured(arguments: list[str]) -> dict[str, float]:
     }
 
 
-def _in_process(*arguments: object) -> dict[str, float]:
-    """The same in a fresh process."""
+def _in_process(cache: Path, *arguments: object) -> dict[str, float]:
+    """The same in a fresh process, which keeps traces in `cache`."""
     root = Path(__file__).resolve().parent.parent
     command = [sys.executable, "-m", "bench.million", *map(str, arguments)]
-    answer = subprocess.run(command, cwd=root, check=True, capture_output=True, text=True)
+    answer = subprocess.run(
+        command,
+        cwd=root,
+        check=True,
+        capture_output=True,
+        text=True,
+        env={**os.environ, "XDG_CACHE_HOME": str(cache)},
+    )
     told: dict[str, float] = json.loads(answer.stdout)
     return told
 
@@ -57,20 +67,35 @@ def _shown(told: dict[str, float]) -> str:
     )
 
 
+def _reading_cpu_s(trace: Path, kept_in: Path | str = "") -> float:
+    """Of one process, from the first request to the last; with a folder, it is kept there."""
+    cpu_s = process_time()
+    for _ in open_trace(trace, ReadOptions(kept_in=str(kept_in))):
+        pass
+    return process_time() - cpu_s
+
+
 def run() -> Iterator[tuple[str, str]]:
     """Rows (what, how much) for the table of `python -m bench`, each as soon as it is known."""
     yield "the rows below take together about", "12 minutes"
     with tempfile.TemporaryDirectory() as name:
         trace = Path(name) / "hot-spot.jsonl"
         counts = ("--requests", REQUESTS, "--rate", RATE)
-        told = _in_process("trace", "generate", "hot-spot", *counts, "--out", trace)
+        cache = Path(name) / "cache"
+        told = _in_process(cache, "trace", "generate", "hot-spot", *counts, "--out", trace)
         size_mb = trace.stat().st_size / 2**20
         yield f"trace of {REQUESTS:,} requests generated, {size_mb:.0f} MB", _shown(told)
+        lines_s = _reading_cpu_s(trace)
+        keeping_s = _reading_cpu_s(trace, cache)
+        kept_s = _reading_cpu_s(trace, cache)
+        yield "reading it", f"{lines_s:.1f} s of processor time"
+        yield "the same, and keeping it, in that of reading", f"{keeping_s / lines_s:.2f}"
+        yield "reading what is kept, in that of reading", f"{kept_s / lines_s:.2f}"
         peaks = {}
         for requests in (BEGINNING, REQUESTS):
             out = Path(name) / f"{requests}"
             given = ("--requests", requests, "--pods", PODS, "--out", out)
-            told = _in_process("replay", trace, *given)
+            told = _in_process(cache, "replay", trace, *given)
             peaks[requests] = told["peak_bytes"]
             yield f"replay of {requests:,} of them over {PODS} pods", _shown(told)
             yield "the same, requests a second", f"{requests / told['wall_s']:,.0f}"

@@ -1,10 +1,15 @@
-"""Speed of the simulator: the Mooncake conversation hour, eight pods, the default scheduler."""
+"""Speed of the simulator: the Mooncake conversation hour, eight pods, the default scheduler.
+
+The hour is replayed in turn without decisions and with them, as `sim replay --no-decisions` and
+`--decisions` do it; what those cost is a ratio of the least CPU of either.
+"""
 
 import os
 import resource
 import tempfile
 from pathlib import Path
 from time import perf_counter, process_time
+from typing import NamedTuple
 
 from sim.cluster.built_in import DEFAULT_POLICY
 from sim.cluster.cluster import ClusterSettings
@@ -12,10 +17,12 @@ from sim.cluster.policies import policy_source
 from sim.cluster.simulated_pod import PodKind
 from sim.engine.profiles import DEFAULT_PROFILE, find_profile
 from sim.experiments.replay import summary_of, write_run
-from sim.experiments.request_files import RequestTable
+from sim.experiments.request_files import DecisionFile, RequestTable
 from sim.experiments.run import Run, RunSettings
+from sim.output import DECISIONS, REQUESTS
 
 _TRACE = "traces/mooncake_conversation.jsonl"
+_TURNS = 3
 
 
 def run() -> list[tuple[str, str]]:
@@ -29,23 +36,47 @@ def run() -> list[tuple[str, str]]:
         policy=policy_source(DEFAULT_POLICY),
         cluster=ClusterSettings(pods=(PodKind.of(find_profile(DEFAULT_PROFILE)),) * 8),
     )
+    plain, told = [], []
+    for _ in range(_TURNS):
+        plain.append(_replayed(settings, decisions=False))
+        if len(plain) == 1:
+            # Later turns have more in memory than one replay needs.
+            peak_mb = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+        told.append(_replayed(settings, decisions=True))
+    best = min(plain, key=lambda one: one.cpu_s)
+    label = f"replay of {best.requests:,} requests over 8 pods, parquet and summary written"
+    decisions = min(one.cpu_s for one in told) / best.cpu_s
+    return [
+        (label, f"{best.took_s:.1f} s ({best.cpu_s:.1f} s of processor time)"),
+        ("the same, requests a second", f"{best.requests / best.took_s:,.0f}"),
+        ("with decisions and hit ceilings, in that without", f"{decisions:.2f}"),
+        ("peak memory of the process", f"{peak_mb:.0f} MB"),
+    ]
+
+
+class _Turn(NamedTuple):
+    requests: int
+    took_s: float
+    cpu_s: float
+
+
+def _replayed(settings: RunSettings, *, decisions: bool) -> _Turn:
     started_s, cpu_s = perf_counter(), process_time()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        table = RequestTable(folder / "requests.parquet")
-        one = Run(settings, [table.add])
+        table = RequestTable(folder / REQUESTS)
+        lines = DecisionFile(folder / DECISIONS) if decisions else None
+        listeners = [table.add] if lines is None else [table.add, lines.add]
+        one = Run(settings, listeners)
         one.run()
         table.close()
-        write_run(folder, summary_of(one, complete=True))
+        summary = summary_of(one, complete=True)
+        if lines is not None:
+            lines.close()
+            summary["ceilings"] = one.ceilings()
+        write_run(folder, summary)
     took_s, cpu_s = perf_counter() - started_s, process_time() - cpu_s
-    requests = sum(one.measures.fates.values())
-    peak_mb = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-    label = f"replay of {requests:,} requests over 8 pods, parquet and summary written"
-    return [
-        (label, f"{took_s:.1f} s ({cpu_s:.1f} s of processor time)"),
-        ("the same, requests a second", f"{requests / took_s:,.0f}"),
-        ("peak memory of the process", f"{peak_mb:.0f} MB"),
-    ]
+    return _Turn(sum(one.measures.fates.values()), took_s, cpu_s)
 
 
 if __name__ == "__main__":

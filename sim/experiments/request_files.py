@@ -139,29 +139,34 @@ class DecisionFile:
 def candidates_of(decision: Decision) -> msgspec.Raw:
     """Those that were scored: what each held, its sum, and what every scorer added to it; as JSON.
 
-    The numbers of all are encoded together and put in their places: a line of many objects, each
-    with its names, would cost three times as much.
+    The numbers of all are encoded together and put in their places, column by column: an object for
+    each candidate, and one for its parts, would cost twice as much.
     """
     candidates, scored = decision.candidates, decision.scored
-    names = tuple([endpoint.name for endpoint in candidates.endpoints])
-    matched, sums = candidates.matched_blocks.tolist(), scored.total.tolist()
-    numbers: list[float] = []
-    for at, parts in enumerate(scored.parts.T.tolist()):
-        numbers += (matched[at], sums[at], *parts)
+    n, columns = len(scored.total), 2 + len(decision.scorers)
+    parts = scored.parts.ravel().tolist()
+    numbers = [*candidates.matched_blocks.tolist(), *scored.total.tolist(), *parts]
     spelt = _ENCODE(numbers)[1:-1].split(b",")
-    return msgspec.Raw(_places(names, decision.scorers) % tuple(spelt))
+    names = tuple([endpoint.name for endpoint in candidates.endpoints])
+    pieces = _around_numbers(names, decision.scorers).copy()
+    for column in range(columns):
+        pieces[2 * column + 1 :: 2 * columns] = spelt[column * n : (column + 1) * n]
+    return msgspec.Raw(b"".join(pieces))
 
 
 @lru_cache(_POOLS_KEPT_MAX)
-def _places(names: tuple[str, ...], scorers: tuple[str, ...]) -> bytes:
-    """The JSON of such candidates with a place for each number."""
+def _around_numbers(names: tuple[str, ...], scorers: tuple[str, ...]) -> list[bytes]:
+    """The JSON of such candidates in pieces, with an empty one for each number; not to be changed."""
     places = dict.fromkeys(scorers, _PLACE)
     objects = [
         {"endpoint": name, "matched_blocks": _PLACE, "score": _PLACE, "parts": places}
         for name in names
     ]
-    text = _ENCODE(objects).replace(b"%", b"%%")
-    return text.replace(_ENCODE(_PLACE), b"%b")
+    first, *others = _ENCODE(objects).split(_ENCODE(_PLACE))
+    pieces = [first]
+    for piece in others:
+        pieces += (b"", piece)
+    return pieces
 
 
 def _known(value: float) -> float | None:

@@ -29,7 +29,7 @@ VARIANTS = {
     "approx-prefix-cache-producer": [{"lruCapacityPerServer": 50}],
     "session-id-producer": [{"sessionsMax": 50}],
     "block-table-producer": [{"blocksMax": 50}],
-    "preble-tree-producer": [{"blocksMax": 50}],
+    "preble-tree-producer": [{"blocksMax": 50, "window": "1s"}],
     "user-tokens-producer": [{"usersMax": 20}],
     "block-load-producer": [{"activeBlocksMax": 50, "lruCapacityPerServer": 50}],
     "kthena-prefix-producer": [{"lruCapacityPerServer": 50}],

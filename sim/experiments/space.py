@@ -159,14 +159,14 @@ class Space:
         (profile,) = document["schedulingProfiles"]
         names = _place_plugins(document, profile, self.dimensions, values)
         for one in self.dimensions:
-            name = names.get(one.plugin, one.plugin)
-            if one.what is What.PLUGIN or not name or values[one.name] == one.present:
+            placed = names.get(one.plugin, one.plugin)
+            if one.what is What.PLUGIN or not placed or values[one.name] == one.present:
                 continue  # what is as it was stands there, to the last digit
             value = one.written(values[one.name])
             if one.what is What.WEIGHT:
                 # Of a place in the profile, whoever has it.
-                _named(profile["plugins"], "pluginRef", name)["weight"] = value
-            elif name == one.plugin:
+                _named(profile["plugins"], "pluginRef", placed)["weight"] = value
+            elif placed == one.plugin:
                 entry = _declared(document, one.plugin)
                 entry["parameters"] = {**(entry.get("parameters") or {}), one.parameter: value}
         return PolicySource(name=name, text=written(document), source=name)

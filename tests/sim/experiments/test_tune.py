@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -203,6 +204,19 @@ def test_it_goes_on_where_it_was_stopped(folder, planted, capsys):
     assert len(keys) == len(set(keys))
     assert (out / "summary.json").read_bytes() == (planted / "summary.json").read_bytes()
     assert not (out / "best-so-far.yaml").exists()
+
+
+def test_another_objective_goes_on_from_the_same_runs(folder, planted, capsys):
+    """What runs have shown does not depend on what is asked of them."""
+    out = folder / "other-objective"
+    shutil.copytree(planted, out)
+    before = (out / "runs.jsonl").read_bytes()
+    assert tune(folder, *SMALL, "--objective", "itl", "--trials", "2", "--out", out) == 0
+    assert (out / "runs.jsonl").read_bytes().startswith(before)
+    assert "going on from" in capsys.readouterr().out
+    summary = summary_of(out)
+    assert summary["objective"] == ["ttft_p90_s", "itl_mean_s"]
+    assert len(summary["trials"]) == 2
 
 
 def test_a_stop_before_anything_is_known_can_be_read(folder):

@@ -48,6 +48,7 @@ SEEN_OF_CANDIDATES = {
     "saturated": "metrics page",
     "inflight_requests": "own decisions and what peers tell of theirs",
     "inflight_context_tokens": "own decisions",
+    "unreported_requests": "own decisions since the last scrape",
     "inflight_prefill_tokens": "own decisions, drained at a configured speed",
     "prefill_tokens_per_s": "configuration",
     "matched_blocks": "own decisions",

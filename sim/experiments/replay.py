@@ -33,7 +33,7 @@ from sim.reports.run_report import run_page
 from sim.traces.formats import open_trace
 
 DECISIONS_BELOW: Final = 100_000
-"""Requests from which on decisions are only written when asked for."""
+"""Requests from which on decisions are only written, and hit ceilings only found, when asked for."""
 _SHOWN_EVERY: Final = 64
 
 Listener = Callable[[SimulatedRequest], None]
@@ -56,8 +56,14 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
         "--decisions",
         action=argparse.BooleanOptionalAction,
         default=None,
-        help="write every decision, and find the hit ceilings; both cost time (default: below "
-        f"{DECISIONS_BELOW:,} requests)",
+        help=f"write every decision, which costs time (default: below {DECISIONS_BELOW:,} requests)",
+    )
+    add(
+        "--ceilings",
+        action=argparse.BooleanOptionalAction,
+        default=None,
+        help="find what share of the prompts could be cached at most, by one more pass over the "
+        "trace (default: where decisions are written)",
     )
     parser.set_defaults(run=run)
 
@@ -100,6 +106,9 @@ def replay(settings: RunSettings, options: argparse.Namespace) -> int:
             for problem in one.trace.problems:
                 print(f"skipped: {problem}", file=sys.stderr)
             if folder is not None:
+                asked = options.ceilings
+                if decisions is not None if asked is None else asked:
+                    _find_ceilings(one, summary)
                 _write(one, summary, folder, decisions)
     if not one.stopped:
         return 0
@@ -118,19 +127,24 @@ def _nothing_half(folder: Path) -> Callable[..., None]:
     return leave
 
 
-def _write(one: Run, summary: dict[str, Any], folder: Path, decisions: Path | None) -> None:
-    """Find the hit ceilings, write the summary and the reports; the other files are there."""
+def _find_ceilings(one: Run, summary: dict[str, Any]) -> None:
+    """Put the hit ceilings into the summary of a run that is complete."""
+    if not (summary["complete"] and one.measures.fates[Fate.COMPLETE]):
+        return
     started_s = time.perf_counter()
-    what = "reports"
-    if decisions is not None and summary["complete"] and one.measures.fates[Fate.COMPLETE]:
-        what = "hit ceilings and reports"
-        with progress_bar("hit ceilings") as bar:
-            sent = summary["requests"]["sent"]
-            summary["ceilings"] = one.ceilings(lambda given: iter(bar.track(given, total=sent)))
+    with progress_bar("hit ceilings") as bar:
+        sent = summary["requests"]["sent"]
+        summary["ceilings"] = one.ceilings(lambda given: iter(bar.track(given, total=sent)))
+    print(f"hit ceilings took {time.perf_counter() - started_s:.1f} s")
+
+
+def _write(one: Run, summary: dict[str, Any], folder: Path, decisions: Path | None) -> None:
+    """Write the summary and the reports; the other files are there."""
+    started_s = time.perf_counter()
     write_run(folder, summary)
     page = run_page(summary, one.measures.steady_series(), decisions)
     write_whole(folder / "report.html", page.encode())
-    print(f"{what} took {time.perf_counter() - started_s:.1f} s; results are in {folder}")
+    print(f"reports took {time.perf_counter() - started_s:.1f} s; results are in {folder}")
 
 
 def summary_of(one: Run, *, complete: bool) -> dict[str, Any]:

@@ -462,11 +462,27 @@ def test_a_replay_says_what_took_how_long(trace, tmp_path, capsys):
     assert sim("replay", trace, "--out", tmp_path / "all") == 0
     told = capsys.readouterr().out
     assert re.search(r"^200 requests replayed in [\d.]+ s$", told, re.MULTILINE)
-    assert re.search(
-        r"^hit ceilings and reports took [\d.]+ s; results are in ", told, re.MULTILINE
-    )
+    assert re.search(r"^hit ceilings took [\d.]+ s$", told, re.MULTILINE)
+    assert re.search(r"^reports took [\d.]+ s; results are in ", told, re.MULTILINE)
     assert sim("replay", trace, "--out", tmp_path / "few", "--no-decisions") == 0
     assert re.search(r"^reports took [\d.]+ s; results", capsys.readouterr().out, re.MULTILINE)
+
+
+@pytest.mark.parametrize(
+    ("flags", "found"),
+    [
+        ((), True),
+        (("--no-ceilings",), False),
+        (("--no-decisions",), False),
+        (("--no-decisions", "--ceilings"), True),
+    ],
+)
+def test_hit_ceilings_come_with_decisions_unless_told_otherwise(trace, tmp_path, flags, found):
+    """They are another pass over the trace, of no use to who only wants the decisions."""
+    out = tmp_path / "out"
+    assert sim("replay", trace, *flags, "--out", out) == 0
+    assert ("ceilings" in json.loads((out / "summary.json").read_bytes())) == found
+    assert (out / "decisions.jsonl").exists() == ("--no-decisions" not in flags)
 
 
 def test_a_terminal_shows_a_bar_for_the_replay_and_one_for_the_ceilings(trace, tmp_path):

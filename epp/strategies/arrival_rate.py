@@ -19,9 +19,9 @@ from epp.plugins.contract import (
 from epp.strategies.narrowing import first_of, least_of, only
 from epp.strategies.strategy import Strategy, config_of, producer, step
 
-_ARRIVALS: Final = "arrivals"
+ARRIVALS: Final = "arrivals"
 """Column: requests that each endpoint was sent within the window."""
-_SEEN: Final = "seen"
+SEEN: Final = "seen"
 """Column: 1 for an endpoint that was ever sent one."""
 _STEPS: Final = 60
 """Of a window: arrivals within one step are counted together."""
@@ -83,7 +83,7 @@ class Arrivals:
             if slot < slots:
                 seen[slot] = 1.0
                 arrivals[slot] = sum([step.requests for step in steps])
-        return Affinity(np.zeros(slots, dtype=np.int64), 0, {_ARRIVALS: arrivals, _SEEN: seen})
+        return Affinity(np.zeros(slots, dtype=np.int64), 0, {ARRIVALS: arrivals, SEEN: seen})
 
     def record(self, request: InferenceRequest, slot: int, now: Seconds) -> None:
         """`slot` is sent one more."""
@@ -135,10 +135,10 @@ class ArrivalRate(Parameters, frozen=True):
     def score(self, request: InferenceRequest, candidates: Candidates, /) -> Floats:
         n = len(candidates)
         columns = candidates.affinity(self.producer_type).columns
-        unseen = columns.get(_SEEN, np.zeros(n)) == 0
+        unseen = columns.get(SEEN, np.zeros(n)) == 0
         if unseen.any():
             return only(first_of(unseen))
-        return only(first_of(least_of(columns[_ARRIVALS])))
+        return only(first_of(least_of(columns[ARRIVALS])))
 
 
 INDEXES: Final = (ArrivalsSettings,)

@@ -10,15 +10,13 @@ import xxhash
 from msgspec import Meta
 
 from epp.plugins.contract import Candidates, Floats, InferenceRequest, Parameters
-from epp.strategies.cost import scores_of_cost
-from epp.strategies.recent_arrivals import ARRIVALS, RecentArrivalsSettings
+from epp.strategies.arrival_rate import ArrivalRate
 from epp.strategies.ring import ring_of, within_bound
 from epp.strategies.strategy import Strategy, config_of, step
 
 
 class SessionRing(Parameters, frozen=True):
-    """The next endpoint clockwise from h(session); without a session the first that is unused yet,
-    else argmin of arrivals in the last minute.
+    """The next endpoint clockwise from h(session); without a session as `arrival-rate-scorer`.
 
     The ring has the 160 points of a ketama node for each endpoint.
 
@@ -27,11 +25,11 @@ class SessionRing(Parameters, frozen=True):
     many times the mean are passed over on the ring.
 
     Differs: the key is the request's own session where it has one; engines' names are hashed with
-    xxHash instead of MD5; arrivals are counted by the second.
+    xxHash instead of MD5.
     """
 
     type_name: ClassVar[str] = "session-ring-scorer"
-    producer_type: ClassVar[str] = RecentArrivalsSettings.type_name
+    producer_type: ClassVar[str] = ArrivalRate.producer_type
 
     session_header: Annotated[str, Meta(min_length=1)] = "x-session-id"
     """Request header with the session."""
@@ -52,15 +50,9 @@ class SessionRing(Parameters, frozen=True):
             scores = np.zeros(len(candidates))
             scores[ring_of(candidates, self.points).first(key, accepted)] = 1.0
             return scores
-        known = candidates.affinity(self.producer_type)
-        arrivals = known.columns.get(ARRIVALS, np.zeros(len(candidates)))
-        # Those that were never used come before all others, in their order.
-        return scores_of_cost(
-            np.where(known.matched > 0, arrivals, np.arange(len(candidates)) - len(candidates))
-        )
+        return ArrivalRate().score(request, candidates)
 
 
-INDEXES: Final = (RecentArrivalsSettings,)
 SCORERS: Final = (SessionRing,)
 
 STRATEGIES: Final = (

@@ -9,6 +9,12 @@ from epp.strategies import STRATEGIES
 from tests.builders import endpoint, request
 
 
+def scheduler_of(name, seed=1):
+    """A scheduler without endpoints that decides by the strategy `name`."""
+    text = STRATEGIES[name].config
+    return Scheduler(build_settings(load_config(text, name, plugin_tables())), seed=seed)
+
+
 class Driven:
     """The strategy `name`, or a configuration, over `pods` endpoints that were scraped once.
 

@@ -15,8 +15,8 @@ from epp.strategies.strategy import config_of, step
 from sim.cluster.policies import PolicySource
 from tests.builders import affinity, candidates, endpoint, request
 from tests.sim.made import arrivals, kind
+from tests.strategies.driven import scheduler_of
 from tests.strategies.simulated import first_tokens_s, hit_rate, simulated
-from tests.strategies.test_families import scheduler_of
 
 INDEX = "block-table-producer"
 PREFIX_ONLY = config_of(

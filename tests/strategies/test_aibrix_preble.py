@@ -11,8 +11,8 @@ from epp.strategies.aibrix_preble import AibrixPreble
 from epp.strategies.preble_tree import COST_S, REQUESTS, TREE_BLOCKS
 from tests.builders import candidates, endpoint, request
 from tests.sim.made import arrivals
+from tests.strategies.driven import scheduler_of
 from tests.strategies.simulated import hit_rate, simulated
-from tests.strategies.test_families import scheduler_of
 
 
 def chosen(matched, *, tree, cost, requests, loads=None, total=10):

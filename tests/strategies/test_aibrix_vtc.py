@@ -11,7 +11,7 @@ from epp.core.knowledge.inflight import Outcome
 from epp.strategies.aibrix_vtc import NoisyMaxScore, UserTokenPlace
 from epp.strategies.user_tokens import TOKENS, TOKENS_MAX, TOKENS_MIN
 from tests.builders import candidates, endpoint, request
-from tests.strategies.test_families import scheduler_of
+from tests.strategies.driven import scheduler_of
 
 
 def scores(tokens, least, most, loads, total=1):

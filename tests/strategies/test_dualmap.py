@@ -9,7 +9,7 @@ import pytest
 from epp.core.knowledge.prefill_speed import PREFILL_TOKENS_PER_S
 from epp.strategies.dualmap import TwoHashes
 from tests.builders import affinity, candidates, endpoint, request
-from tests.strategies.test_families import scheduler_of
+from tests.strategies.driven import scheduler_of
 
 BLOCK = 256
 

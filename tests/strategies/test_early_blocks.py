@@ -10,8 +10,8 @@ from epp.core.knowledge.inflight import Outcome
 from epp.strategies.early_blocks import EarlyBlocksHash
 from tests.builders import candidates, endpoint, request
 from tests.sim.made import arrivals
+from tests.strategies.driven import scheduler_of
 from tests.strategies.simulated import hit_rate, simulated
-from tests.strategies.test_families import scheduler_of
 
 BLOCK_BYTES = 256
 

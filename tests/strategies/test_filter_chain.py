@@ -8,7 +8,7 @@ import pytest
 from epp.core.types import EndpointMetrics
 from epp.strategies.filter_chain import AdapterFirst, LeastKVCache, LeastQueue, LoadAwarePrefix
 from tests.builders import candidates, endpoint, lora, request
-from tests.strategies.test_families import scheduler_of
+from tests.strategies.driven import scheduler_of
 
 
 def kept(plugin, model="adapter", **columns):

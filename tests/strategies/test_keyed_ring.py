@@ -4,7 +4,7 @@ import pytest
 
 from epp.strategies.keyed_ring import KeyedRing
 from tests.builders import candidates, endpoint, request
-from tests.strategies.test_families import scheduler_of
+from tests.strategies.driven import scheduler_of
 
 POOL = candidates(16)
 

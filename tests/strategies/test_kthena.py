@@ -13,8 +13,8 @@ from epp.strategies.kthena import (
 )
 from tests.builders import affinity, candidates, endpoint, request
 from tests.sim.made import arrivals
+from tests.strategies.driven import scheduler_of
 from tests.strategies.simulated import hit_rate, simulated
-from tests.strategies.test_families import scheduler_of
 
 INDEX = "kthena-prefix-producer"
 

@@ -10,8 +10,8 @@ from epp.core.prompt.parse import parse_request
 from epp.strategies.kubeai import AdapterLeastLoad, BoundedPrefixHash
 from tests.builders import candidates, endpoint, lora, request
 from tests.sim.made import arrivals, kind
+from tests.strategies.driven import scheduler_of
 from tests.strategies.simulated import first_tokens_s, hit_rate, simulated
-from tests.strategies.test_families import scheduler_of
 
 PODS = 8
 FACTOR = 1.25

@@ -7,7 +7,7 @@ from epp.strategies import STRATEGIES
 from epp.strategies.routed_blocks import RoutedBlocksSettings
 from tests.builders import endpoint, request
 from tests.sim.made import arrival, ran
-from tests.strategies.test_families import scheduler_of
+from tests.strategies.driven import scheduler_of
 
 NAMES = [name for name in STRATEGIES if name.startswith(("llm-d", "gie"))]
 

@@ -9,7 +9,7 @@ from epp.core.knowledge.inflight import Outcome
 from epp.core.types import EndpointMetrics
 from epp.strategies.load_balancing import DataParallelLoad, PowerOfTwo, RandomTie
 from tests.builders import candidates, endpoint, request
-from tests.strategies.test_families import scheduler_of
+from tests.strategies.driven import scheduler_of
 
 PODS = 4
 

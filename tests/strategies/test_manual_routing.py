@@ -12,7 +12,7 @@ from epp.core.knowledge.candidates import Affinity
 from epp.core.knowledge.inflight import Outcome
 from epp.strategies.manual_routing import KEYS, Assignment, ManualRouting, RoutingKeysSettings
 from tests.builders import candidates, endpoint, request
-from tests.strategies.test_families import scheduler_of
+from tests.strategies.driven import scheduler_of
 
 SLOTS = 4
 

@@ -15,7 +15,7 @@ from epp.core.knowledge.prefill_speed import PREFILL_TOKENS_PER_S
 from epp.core.knowledge.prefix import PrefixIndexSettings
 from epp.strategies.preble import ExploreExploit, PrebleHistorySettings
 from tests.builders import affinity, candidates, endpoint, request
-from tests.strategies.test_families import scheduler_of
+from tests.strategies.driven import scheduler_of
 
 BLOCK = 256
 A_SECOND = PREFILL_TOKENS_PER_S

@@ -7,7 +7,7 @@ import pytest
 from epp.core.knowledge.inflight import Outcome
 from epp.strategies.session import BoundedSession
 from tests.builders import affinity, candidates, endpoint, request
-from tests.strategies.test_families import scheduler_of
+from tests.strategies.driven import scheduler_of
 
 INDEX = "session-id-producer"
 

@@ -7,17 +7,18 @@ import pytest
 
 from epp.core.knowledge.candidates import Affinity
 from epp.core.knowledge.inflight import Outcome
-from epp.strategies.recent_arrivals import ARRIVALS
+from epp.strategies.arrival_rate import ARRIVALS, SEEN, ArrivalsSettings
 from epp.strategies.session_ring import SessionRing
 from tests.builders import candidates, endpoint, request
-from tests.strategies.test_families import scheduler_of
+from tests.strategies.driven import scheduler_of
 
 NAME = "production-stack-session"
 
 
 def fallback(used, arrivals):
-    known = Affinity(np.array(used), 1, {ARRIVALS: np.array(arrivals, dtype=float)})
-    pool = candidates(len(used), affinities={"recent-arrivals-producer": known})
+    columns = {ARRIVALS: np.array(arrivals, dtype=float), SEEN: np.array(used, dtype=float)}
+    known = Affinity(np.zeros(len(used), dtype=np.int64), 0, columns)
+    pool = candidates(len(used), affinities={ArrivalsSettings.type_name: known})
     return int(SessionRing().score(request(), pool).argmax())
 
 

@@ -5,7 +5,7 @@ import pytest
 from epp.core.knowledge.prefill_speed import PREFILL_TOKENS_PER_S
 from epp.strategies.smetric import StayInTime
 from tests.builders import candidates, endpoint, request
-from tests.strategies.test_families import scheduler_of
+from tests.strategies.driven import scheduler_of
 
 V = PREFILL_TOKENS_PER_S
 

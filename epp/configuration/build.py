@@ -40,6 +40,8 @@ REFRESH_INTERVAL_S: Final = 0.2
 METRICS_STALENESS_S: Final = 2.0
 _SATURATION_STALENESS_MIN_S: Final = 1.0
 _SATURATION_STALENESS_INTERVALS: Final = 5
+_TURNS_MIN: Final = 2
+"""Scrapes of an endpoint that must have failed or be late before its metrics are stale."""
 
 
 def plugin_tables() -> PluginTables:
@@ -107,6 +109,8 @@ def build_settings(
 
     `refresh_interval_s` is the time between two scrapes of one endpoint. The saturation detector's
     threshold is max(1 s, 5 of those) unless the configuration gives one (design section 4).
+    Metrics are stale from `metrics_staleness_s` on, or from twice that time if it is longer: else all
+    requests would go to whoever was scraped last.
     `prefill_tokens_per_s` is what an endpoint does of which the configuration says nothing.
     """
     profile = config.profile
@@ -126,7 +130,7 @@ def build_settings(
         prefix=config.prefix,
         block_tokens=block_tokens_of(config.indexes, config.prefix),
         saturation=saturation,
-        metrics_staleness_s=metrics_staleness_s,
+        metrics_staleness_s=max(metrics_staleness_s, _TURNS_MIN * refresh_interval_s),
         prefill_tokens_per_s=next((speed for speed in speeds if speed), prefill_tokens_per_s),
         labelled_speeds=config.inflight.peak_prefill_throughputs,
         fallback_endpoints_max=fallback_endpoints_max,
@@ -166,10 +170,11 @@ def settings_warnings(
             f"detector is less than {expected_s:g}s, endpoints scraped every "
             f"{refresh_interval_s:g}s will count as full now and then"
         )
-    if metrics_staleness_s < 2 * refresh_interval_s:
+    if metrics_staleness_s < _TURNS_MIN * refresh_interval_s:
         warnings.append(
             f"--metrics-staleness-threshold {metrics_staleness_s:g}s is less than two refresh "
-            f"intervals of {refresh_interval_s:g}s, fresh endpoints will rank as stale"
+            f"intervals of {refresh_interval_s:g}s, which are taken instead: endpoints that wait "
+            "for their turn are not stale"
         )
     picks = getattr(config.profile.picker, "max_num_of_endpoints", 1)
     if picks > 1 + fallback_endpoints_max:

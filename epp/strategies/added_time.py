@@ -14,7 +14,7 @@ from msgspec import Meta
 
 from epp.core.duration import Duration
 from epp.plugins.agreement import agreement_key
-from epp.plugins.contract import Candidates, Floats, InferenceRequest, Parameters
+from epp.plugins.contract import Bools, Candidates, Floats, InferenceRequest, Parameters
 from epp.strategies.cost import scores_of_cost
 from epp.strategies.strategy import Strategy, config_of, step
 
@@ -29,6 +29,9 @@ STEP_TOKENS: Final = 200.0
 HELD_UP_MAX: Final = 10.0
 """Of who waits at an endpoint, so many lose by what a request takes. In deep overload everybody waits for
 somebody anyhow; to count them all would hold prompts at an endpoint whose queue never ends."""
+REPORTED_S_MAX: Final = 2.0
+"""What is older tells of requests that have ended since: to go by it sends everybody to whoever was idle
+then. Own counts stay."""
 
 _Share = Annotated[float, Meta(ge=0, le=1)]
 
@@ -91,9 +94,12 @@ class AddedTime(Parameters, frozen=True):
         # In place wherever it can be: a hundred numbers cost as much to allocate as to add.
         to_compute = self._to_compute(request, candidates)
         waiting = candidates.waiting_requests
+        requests = candidates.running_requests
+        old = _old(candidates)
+        if old is not None:
+            waiting[old] = requests[old] = np.nan
         np.fmax(waiting, 0.0, out=waiting)  # NaN, which is unknown, becomes 0
         inflight = candidates.inflight_requests.astype(np.float64)
-        requests = candidates.running_requests
         requests += waiting
         np.fmax(requests, inflight, out=requests)
         # Of what others sent nothing is known but the number: each is like this one where it fits.
@@ -137,6 +143,9 @@ class AddedTime(Parameters, frozen=True):
         capacity = candidates.kv_capacity_tokens
         # A pod that says it has none has not said how much it has.
         capacity[capacity < 1.0] = np.nan
+        old = _old(candidates)
+        if old is not None:
+            capacity[old] = np.nan
         used = candidates.kv_cache_usage
         used *= capacity
         over = used + to_compute
@@ -190,6 +199,12 @@ class AddedTime(Parameters, frozen=True):
         wait[adapters.active(request.model) | adapters.on_gpu(request.model)] = 0.0
         wait[generation == 0] = 0.0
         cost += wait
+
+
+def _old(candidates: Candidates) -> Bools | None:
+    """bool[n]: whose report is too old to go by; None: nobody's."""
+    age_s = candidates.metrics_age_s
+    return age_s > REPORTED_S_MAX if age_s[age_s.argmax()] > REPORTED_S_MAX else None
 
 
 SCORERS: Final = (AddedTime,)

@@ -100,6 +100,13 @@ def test_metrics_that_age_faster_than_they_are_read_warn():
     assert warning.startswith("--metrics-staleness-threshold 0.3s is less than two refresh")
 
 
+@pytest.mark.parametrize(("interval_s", "stale_s"), [(0.2, 2.0), (1.0, 2.0), (10.0, 20.0)])
+def test_endpoints_that_wait_for_their_turn_are_not_stale(interval_s, stale_s):
+    """Else all requests would go to whoever was scraped last."""
+    settings = build_settings(default_config(TABLES), refresh_interval_s=interval_s)
+    assert settings.metrics_staleness_s == stale_s
+
+
 def test_the_prefill_speed_is_that_of_the_affinity_filter():
     """One number for what drains the ledger and what the filter expects."""
     settings = build_settings(sample("sticky-until-busy"), prefill_tokens_per_s=9_000.0)

@@ -235,7 +235,7 @@ def test_the_line_of_the_plug_in_is_told_where_another_module_raised():
     profile(scorers=[asks]).score(request(), candidates(N), failures)
     ((_, _, what),) = told(failures)
     assert what.startswith("score raised ")
-    assert " at tests/builders.py:" in what
+    assert " at testing/builders.py:" in what
     assert f", called at {HERE}:" in what
 
 

@@ -73,8 +73,10 @@ class AddedTime(Parameters, frozen=True):
     adapter_wait: Duration = Duration(1.5)
     """Until a slot comes free where others use all of them, and the adapter is loaded."""
     peer_belief: _Share = 0.8
-    """While there are pickers that are not heard: how sure it is that they sent prompts like this where
-    all would send it."""
+    """While there are pickers that are not heard: how sure it is that they sent a prompt, of which little
+    is known here, where all would send it."""
+    agreement_below: _Share = 0.8
+    """Share of the prompt's full blocks; of who knows as much, nothing is believed."""
     agreement_key_tokens: Annotated[int, Meta(ge=1)] = 1024
     """Of `prefix-cache-scorer`: so much of a prompt's head decides where that is."""
 
@@ -171,6 +173,8 @@ class AddedTime(Parameters, frozen=True):
         missing: Floats = np.subtract(float(request.prompt_tokens), cached, out=cached)
         np.maximum(missing, 0.0, out=missing)
         if not request.replicas_unheard or not self.peer_belief or not affinity.total:
+            return missing
+        if affinity.matched.max() >= self.agreement_below * affinity.total:
             return missing
         key = agreement_key(
             request,

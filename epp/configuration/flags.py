@@ -313,7 +313,8 @@ SERVE_HELP: Final[Groups] = {
             "least time between two scrapes of one endpoint (default: the greater of 200ms and "
             "0.5ms for each endpoint)"
         ),
-        "metrics-staleness-threshold": "older metrics rank an endpoint below every fresh one",
+        "metrics-staleness-threshold": "older metrics rank an endpoint below every fresh one; counts as "
+        "two refresh intervals at least",
         "adaptive-scraping": (
             "ask endpoints without work up to five times less often, until they are picked; what "
             "other replicas send there is seen later by as much"

@@ -23,7 +23,7 @@ from sim.experiments.run import Run, RunSettings
 from sim.output import DECISIONS, REQUESTS
 
 _TRACE = "traces/mooncake_conversation.jsonl"
-_TURNS = 3
+_TURNS = 8
 
 
 def run() -> list[tuple[str, str]]:

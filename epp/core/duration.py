@@ -1,5 +1,6 @@
 """Durations as the field spells them: Go's "300ms", "1m30s", "2h"."""
 
+import math
 import re
 from typing import Final
 
@@ -34,3 +35,9 @@ def parse_duration(text: str) -> Duration:
         raise ValueError(f"{text!r} is not a duration such as 300ms, 2s or 1m30s")
     total_s = sum(float(number) * _UNITS_S[unit] for number, unit in _PART.findall(text))
     return Duration(-total_s if text.startswith("-") else total_s)
+
+
+def check_above_zero(name: str, span: Duration) -> None:
+    """Raises `ValueError`, in one sentence, unless the parameter `name` is finite and above 0."""
+    if not (math.isfinite(span) and span > 0):
+        raise ValueError(f"{name} must be a duration above 0s, is {float(span)}s")

@@ -126,7 +126,9 @@ class AddedTime(Parameters, frozen=True):
         factor += context
         factor *= decoding
         cost += factor
-        self._add_memory(cost, candidates, to_compute, waiting, requests, context, decode_tokens)
+        self._add_memory(
+            cost, candidates, old, to_compute, waiting, requests, context, decode_tokens
+        )
         cost /= candidates.prefill_tokens_per_s
         self._add_adapter(cost, request, candidates)
         return scores_of_cost(cost)
@@ -135,6 +137,7 @@ class AddedTime(Parameters, frozen=True):
         self,
         cost: Floats,
         candidates: Candidates,
+        old: Bools | None,
         to_compute: Floats,
         waiting: Floats,
         requests: Floats,
@@ -145,7 +148,6 @@ class AddedTime(Parameters, frozen=True):
         capacity = candidates.kv_capacity_tokens
         # A pod that says it has none has not said how much it has.
         capacity[capacity < 1.0] = np.nan
-        old = _old(candidates)
         if old is not None:
             capacity[old] = np.nan
         used = candidates.kv_cache_usage

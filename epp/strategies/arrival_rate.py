@@ -1,12 +1,11 @@
 """production-stack's fallback: the endpoint that was sent the fewest requests in the last minute."""
 
-import math
 from collections import deque
 from typing import ClassVar, Final
 
 import numpy as np
 
-from epp.core.duration import Duration
+from epp.core.duration import Duration, check_above_zero
 from epp.plugins.contract import (
     Affinity,
     AffinityIndex,
@@ -35,8 +34,7 @@ class ArrivalsSettings(Parameters, frozen=True):
     window: Duration = Duration(60.0)
 
     def __post_init__(self) -> None:
-        if not (math.isfinite(self.window) and self.window > 0):
-            raise ValueError(f"window must be a duration above 0s, is {float(self.window)}s")
+        check_above_zero("window", self.window)
 
     def open(self) -> AffinityIndex:
         """A new, empty index."""

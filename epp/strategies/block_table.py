@@ -5,7 +5,6 @@ head of a prompt in before its tail. So under pressure heads go first, and what 
 is there and never found: the fault that it is shipped with.
 """
 
-import math
 from collections import OrderedDict
 from collections.abc import Iterator
 from typing import Annotated, ClassVar, Final
@@ -13,6 +12,7 @@ from typing import Annotated, ClassVar, Final
 import numpy as np
 from msgspec import Meta, Struct
 
+from epp.core.duration import check_above_zero
 from epp.core.prompt.blocks import HASH_BYTES
 from epp.core.types import BYTES_PER_TOKEN
 from epp.plugins.contract import (
@@ -49,8 +49,7 @@ class BlockTableSettings(Parameters, frozen=True):
     """Under pressure lose the tail of a prompt before its head."""
 
     def __post_init__(self) -> None:
-        if not (math.isfinite(self.ttl) and self.ttl > 0):
-            raise ValueError(f"ttl must be a duration above 0s, is {float(self.ttl)}s")
+        check_above_zero("ttl", self.ttl)
 
     def open(self) -> AffinityIndex:
         """A new, empty table."""

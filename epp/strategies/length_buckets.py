@@ -9,7 +9,7 @@ from typing import Annotated, ClassVar, Final
 import numpy as np
 from msgspec import Meta
 
-from epp.core.duration import Duration
+from epp.core.duration import Duration, check_above_zero
 from epp.plugins.contract import (
     Affinity,
     AffinityIndex,
@@ -41,8 +41,7 @@ class LengthBucketsSettings(Parameters, frozen=True):
     """Until something was seen, lengths are taken to be spread evenly up to here."""
 
     def __post_init__(self) -> None:
-        if not (math.isfinite(self.window) and self.window > 0):
-            raise ValueError(f"window must be a duration above 0s, is {float(self.window)}s")
+        check_above_zero("window", self.window)
 
     def open(self) -> AffinityIndex:
         """A new, empty index."""

@@ -12,6 +12,7 @@ import numpy as np
 import xxhash
 from msgspec import Meta
 
+from epp.core.duration import check_above_zero
 from epp.plugins.contract import (
     Affinity,
     AffinityIndex,
@@ -51,8 +52,7 @@ class RoutingKeysSettings(Parameters, frozen=True):
     """Above it the key that was idle for longest is forgotten."""
 
     def __post_init__(self) -> None:
-        if not (math.isfinite(self.idle) and self.idle > 0):
-            raise ValueError(f"idle must be a duration above 0s, is {float(self.idle)}s")
+        check_above_zero("idle", self.idle)
 
     def open(self) -> AffinityIndex:
         """A new, empty index."""

@@ -1,6 +1,5 @@
 """smg's hash index: who was sent this very head of a prompt within the last three minutes."""
 
-import math
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from typing import Annotated, ClassVar, Final
@@ -8,7 +7,7 @@ from typing import Annotated, ClassVar, Final
 import numpy as np
 from msgspec import Meta
 
-from epp.core.duration import Duration
+from epp.core.duration import Duration, check_above_zero
 from epp.core.prompt.blocks import HASH_BYTES, HASH_SCHEME
 from epp.core.types import BYTES_PER_TOKEN
 from epp.plugins.contract import (
@@ -44,8 +43,7 @@ class PlacementMapSettings(Parameters, frozen=True):
     """Of more those routed longest ago are forgotten."""
 
     def __post_init__(self) -> None:
-        if not (math.isfinite(self.ttl) and self.ttl > 0):
-            raise ValueError(f"ttl must be a duration above 0s, is {float(self.ttl)}s")
+        check_above_zero("ttl", self.ttl)
         boundaries = self.boundaries_tokens
         if not boundaries or list(boundaries) != sorted(set(boundaries)):
             raise ValueError(f"boundariesTokens must ascend, are {list(boundaries)}")

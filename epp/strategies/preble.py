@@ -10,7 +10,7 @@ from typing import Annotated, ClassVar, Final
 import numpy as np
 from msgspec import Meta, Struct
 
-from epp.core.duration import Duration
+from epp.core.duration import Duration, check_above_zero
 from epp.core.knowledge.prefix import PrefixIndex, PrefixIndexSettings
 from epp.core.prompt.blocks import HASH_BYTES
 from epp.plugins.contract import (
@@ -47,8 +47,7 @@ class PrebleHistorySettings(
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not (math.isfinite(self.window) and self.window > 0):
-            raise ValueError(f"window must be a duration above 0s, is {float(self.window)}s")
+        check_above_zero("window", self.window)
 
     def open(self) -> AffinityIndex:
         """A new, empty index."""

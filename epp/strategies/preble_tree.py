@@ -9,7 +9,6 @@ the order of use, children before their parents, so that what is oldest is alway
 added up by endpoint as they change, because a decision cannot visit them all.
 """
 
-import math
 from collections import OrderedDict, deque
 from collections.abc import Iterator
 from typing import Annotated, ClassVar, Final
@@ -17,6 +16,7 @@ from typing import Annotated, ClassVar, Final
 import numpy as np
 from msgspec import Meta, Struct
 
+from epp.core.duration import check_above_zero
 from epp.core.prompt.blocks import HASH_BYTES
 from epp.core.types import BYTES_PER_TOKEN
 from epp.plugins.contract import (
@@ -67,9 +67,8 @@ class PrebleTreeSettings(Parameters, frozen=True):
     """With a node its endpoints are forgotten all the way up, as AIBrix does."""
 
     def __post_init__(self) -> None:
-        for name, span in (("ttl", self.ttl), ("window", self.window)):
-            if not (math.isfinite(span) and span > 0):
-                raise ValueError(f"{name} must be a duration above 0s, is {float(span)}s")
+        check_above_zero("ttl", self.ttl)
+        check_above_zero("window", self.window)
 
     def open(self) -> AffinityIndex:
         """A new, empty tree."""

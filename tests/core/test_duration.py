@@ -1,6 +1,6 @@
 import pytest
 
-from epp.core.duration import Duration, parse_duration
+from epp.core.duration import Duration, check_above_zero, parse_duration
 
 
 @pytest.mark.parametrize(
@@ -18,3 +18,11 @@ def test_anything_else_is_refused_in_one_sentence(text):
     """The sentence repeats what was written and says what was expected."""
     with pytest.raises(ValueError, match="is not a duration such as"):
         parse_duration(text)
+
+
+@pytest.mark.parametrize("span_s", [0.0, -1.0, float("inf"), float("nan")])
+def test_a_span_that_must_last_is_refused_when_it_does_not(span_s):
+    """By its name, and with what it is."""
+    check_above_zero("ttl", Duration(1e-9))
+    with pytest.raises(ValueError, match="ttl must be a duration above 0s, is "):
+        check_above_zero("ttl", Duration(span_s))

@@ -59,13 +59,11 @@ def cluster(
     ended=None,
     stepped=None,
     faults=(),
-    block_tokens=(BLOCK_TOKENS,),
     **settings,
 ):
     """A cluster that is about to run `given`; `pods`: how many, or their kinds.
 
-    `block_tokens`: sizes of blocks in which prompts are looked up, besides those that the policy
-    names itself.
+    Prompts are looked up in blocks of `BLOCK_TOKENS` and of the sizes that the policy names.
     """
     kinds = (kind(),) * pods if isinstance(pods, int) else pods
     made = ClusterSettings(pods=kinds, **settings)
@@ -73,7 +71,7 @@ def cluster(
     opener = made.opener(source)
     decides = opener(seed).settings
     indexes = decides.indexes.values() if decides else ()
-    sizes = {*block_tokens, *(getattr(index, "block_tokens", BLOCK_TOKENS) for index in indexes)}
+    sizes = {BLOCK_TOKENS, *(getattr(index, "block_tokens", BLOCK_TOKENS) for index in indexes)}
     return Cluster(
         made,
         opener,

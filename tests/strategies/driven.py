@@ -9,10 +9,15 @@ from epp.strategies import STRATEGIES
 from tests.builders import endpoint, request
 
 
+def settings_of(name):
+    """What the strategy `name` decides by, or a configuration."""
+    text = STRATEGIES[name].config if name in STRATEGIES else name
+    return build_settings(load_config(text, "made", plugin_tables()))
+
+
 def scheduler_of(name, seed=1):
-    """A scheduler without endpoints that decides by the strategy `name`."""
-    text = STRATEGIES[name].config
-    return Scheduler(build_settings(load_config(text, name, plugin_tables())), seed=seed)
+    """A scheduler without endpoints that decides by the strategy `name`, or by a configuration."""
+    return Scheduler(settings_of(name), seed=seed)
 
 
 class Driven:
@@ -22,9 +27,7 @@ class Driven:
     """
 
     def __init__(self, name, pods=2, seed=1):
-        config = STRATEGIES[name].config if name in STRATEGIES else name
-        settings = build_settings(load_config(config, "made", plugin_tables()))
-        self.scheduler = Scheduler(settings, seed=seed)
+        self.scheduler = scheduler_of(name, seed)
         self.now = 0.0
         self.leases = []
         self.sent = 0

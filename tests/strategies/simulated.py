@@ -1,28 +1,12 @@
 """Small simulations of a strategy, with prompts in blocks of the sizes that its indexes look for."""
 
-from sim.cluster.cluster import Cluster, ClusterSettings
-from sim.cluster.policies import policy_source
-from sim.traces.prompts import request_of
-from tests.sim.made import kind
+from tests.sim.made import ran
 
 
-def simulated(given, policy, *, pods=4, seed=1, kinds=None, **settings):
+def simulated(given, policy, **fields):
     """Run `given` through `policy`, a name or a source; the requests in order of arrival."""
-    made = ClusterSettings(pods=kinds or (kind(),) * pods, **settings)
-    source = policy_source(policy) if isinstance(policy, str) else policy
-    opener = source.opener(made.refresh_interval_s, made.prefill_tokens_per_s)
-    indexes = opener(seed).settings.indexes.values()
-    sizes = tuple(sorted({at.block_tokens for at in indexes if hasattr(at, "block_tokens")}))
-    requests = []
-    Cluster(
-        made,
-        opener,
-        lambda one, hashes: request_of(one, sizes, hashes),
-        given,
-        seed=seed,
-        ended=requests.append,
-    ).run()
-    return sorted(requests, key=lambda request: request.sequence)
+    requests, _ = ran(given, policy=policy, **fields)
+    return requests
 
 
 def hit_rate(requests):

@@ -97,7 +97,7 @@ def test_prefix_without_a_load_term_keeps_clients_waiting_for_seconds():
 
     def run(policy):
         families = arrivals(250, rate=30.0, groups=2, blocks=(125, 125), output=(64, 128))
-        return simulated(families, policy, kinds=(kind(max_num_seqs=8),) * 4)
+        return simulated(families, policy, pods=(kind(max_num_seqs=8),) * 4)
 
     alone = run(PolicySource(name="prefix-only", text=PREFIX_ONLY, source="prefix only"))
     guarded = run("aibrix-prefix")

@@ -2,15 +2,10 @@
 
 import pytest
 
-from epp.configuration.build import build_settings, plugin_tables
-from epp.configuration.config import load_config
 from epp.strategies import FAMILIES, STRATEGIES, plugin_classes
 from epp.testing import churn
 from epp.testing.churn import strangers_differ
-
-
-def settings_of(name):
-    return build_settings(load_config(STRATEGIES[name].config, name, plugin_tables()))
+from tests.strategies.driven import settings_of
 
 
 @pytest.mark.parametrize("name", STRATEGIES)

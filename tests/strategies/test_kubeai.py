@@ -174,7 +174,7 @@ def test_first_tokens_come_sooner_than_by_least_load_or_turns():
 
     def run(policy):
         families = arrivals(300, rate=40.0, groups=40, blocks=(60, 60), output=(16, 48))
-        return simulated(families, policy, kinds=(kind(blocks_total=3_200, max_num_seqs=64),) * 4)
+        return simulated(families, policy, pods=(kind(blocks_total=3_200, max_num_seqs=64),) * 4)
 
     runs = [run(name) for name in ("kubeai-chwbl", "kubeai-least-load", "round-robin-live")]
     hashed, *others = (first_tokens_s(requests)[len(requests) // 2] for requests in runs)

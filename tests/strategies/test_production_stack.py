@@ -68,7 +68,7 @@ def test_in_a_cluster_the_shared_prompt_costs_what_the_bound_saves():
     given = list(arrivals(240, rate=60.0, groups=1, blocks=(8, 8), output=(16, 32)))
     waited = {}
     for name in ("production-stack-prefix-aware", "production-stack-prefix-aware-fixed"):
-        requests, _ = ran(given, policy=name, block_tokens=(32,))
+        requests, _ = ran(given, policy=name)
         pods = {one.pod for one in requests}
         assert (len(pods) == 1) is not name.endswith("-fixed")
         waited[name] = np.mean([one.first_token_at - one.arrived_at for one in requests])

@@ -10,7 +10,7 @@ import numpy as np
 import xxhash
 from msgspec import Meta, Struct
 
-from epp.core.duration import Duration
+from epp.core.duration import Duration, check_above_zero
 from epp.core.knowledge.candidates import Affinity
 from epp.core.knowledge.index import AffinityIndex
 from epp.core.prompt.request import InferenceRequest
@@ -39,8 +39,7 @@ class SessionIndexSettings(
     """Above it the least recently used session is forgotten."""
 
     def __post_init__(self) -> None:
-        if not (math.isfinite(self.ttl) and self.ttl > 0):
-            raise ValueError(f"ttl must be a duration above 0s, is {float(self.ttl)}s")
+        check_above_zero("ttl", self.ttl)
 
     def open(self) -> AffinityIndex:
         """A new, empty index."""

@@ -38,7 +38,7 @@ from typing import Annotated, ClassVar, Final
 import numpy as np
 from msgspec import Meta, Struct
 
-from epp.core.duration import Duration
+from epp.core.duration import Duration, check_above_zero
 from epp.core.knowledge.candidates import Affinity, Ints
 from epp.core.knowledge.index import AffinityIndex
 from epp.core.prompt.blocks import HASH_BYTES, HASH_SCHEME
@@ -97,8 +97,7 @@ class PrefixIndexSettings(
     """Estimated memory of the whole index; above it the oldest content goes first."""
 
     def __post_init__(self) -> None:
-        if not (math.isfinite(self.ttl) and self.ttl > 0):
-            raise ValueError(f"ttl must be a duration above 0s, is {float(self.ttl)}s")
+        check_above_zero("ttl", self.ttl)
 
     @property
     def block_tokens(self) -> int:

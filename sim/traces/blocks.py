@@ -2,19 +2,9 @@
 
 from array import array
 from collections.abc import Iterable, Sequence
-from typing import Annotated, TypeAlias
-
-from msgspec import Meta
 
 from sim.traces.arrival import FieldError
 from sim.traces.prompts import PICKER_BLOCK_TOKENS
-
-Tokens: TypeAlias = Annotated[int, Meta(ge=1, le=10_000_000)]
-"""Length of a prompt; more is taken for a mistake."""
-TokenCount: TypeAlias = Annotated[int, Meta(ge=0, le=10_000_000)]
-"""A length as traces have it: 0 where a request failed or was not counted."""
-BlockId: TypeAlias = Annotated[int, Meta(ge=0)]
-"""To be held against `check_ids`, which knows the upper bound."""
 
 
 def check_ids(ids: Iterable[int], field: str) -> None:

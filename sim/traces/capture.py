@@ -3,120 +3,47 @@
 JSON lines: a header that says format, version and block size, then one object a request.
 """
 
-import hashlib
 import sys
 from array import array
 from collections.abc import Iterable
-from typing import Annotated, BinaryIO, Final
+from typing import BinaryIO, Final
 
 import msgspec
-from msgspec import Meta, Struct, field
 
-from sim.traces.arrival import Arrival, FieldError
-from sim.traces.blocks import (
-    BlockId,
-    TokenCount,
-    Tokens,
-    check_block_tokens,
-    check_blocks,
-    check_ids,
+from epp.core.capture.lines import (
+    FORMAT_NAME,
+    VERSION,
+    CaptureHeader,
+    CaptureLine,
+    Salt,
+    pack_blocks,
 )
+from epp.core.prompt.blocks import HASH_BYTES
+from sim.traces.arrival import Arrival, FieldError
+from sim.traces.blocks import check_block_tokens, check_blocks, check_ids
 from sim.traces.headers import headers_of
 from sim.traces.reading import LineFormat, Parse, ReadOptions
 from sim.traces.standard import Drawing
 from sim.traces.workloads import Generated
 
-FORMAT_NAME: Final = "homing-capture"
-VERSION: Final = 1
-_ID_BYTES: Final = 8
 
-_Positive = Annotated[int, Meta(ge=1)]
-_Count = Annotated[int, Meta(ge=0)]
-_Duration = Annotated[float, Meta(ge=0)]
+class GeneratedHeader(CaptureHeader, kw_only=True, omit_defaults=True):
+    """The first line of a capture that may be generated."""
 
-
-class CaptureHeader(Struct, kw_only=True, omit_defaults=True):
-    """The first line."""
-
-    format: str
-    version: int
-    block_tokens: _Positive = 64
-    """Of the blocks in `blocks`."""
-    source: str = ""
-    """Free text: what was captured or converted."""
     workload: Drawing | None = None
     """What the requests were drawn from; None: they were recorded."""
 
 
-class CaptureLine(Struct, kw_only=True, omit_defaults=True, gc=False):
-    """One request. Unknown members are skipped, so that a version may grow."""
-
-    time_s: float
-    prompt_tokens: Tokens
-    output_tokens: TokenCount
-    output_tokens_max: _Positive | None = None
-    blocks: bytes = b""
-    """Eight bytes, little-endian, for each block; base64 in the file."""
-    parts: tuple[tuple[BlockId, _Positive], ...] = ()
-    """Instead of `blocks`: (id, tokens) of stretches of different lengths."""
-    answer: BlockId | None = None
-    model: str = ""
-    adapter: str = ""
-    cache_salt: str = ""
-    session: str = ""
-    turn: _Count = 0
-    priority: int = 0
-    headers: dict[str, str] = field(default_factory=dict)
-    """By name: those that plugins go by. Live captures have none."""
-    after: _Count | None = None
-    think_s: _Duration = 0.0
-    first_token_s: _Duration | None = None
-    """Measured, from the arrival; nothing is replayed from these."""
-    end_s: _Duration | None = None
-    cached_tokens: _Count | None = None
-    status: int | None = None
-    endpoint: str = ""
-
-
-def pack_blocks(blocks: Iterable[int]) -> bytes:
-    """Unsigned 64-bit ids as `CaptureLine.blocks` holds them."""
-    words = array("Q", blocks)
-    if sys.byteorder == "big":
-        words.byteswap()
-    return words.tobytes()
-
-
 def unpack_blocks(packed: bytes) -> tuple[int, ...]:
     """The ids; `FieldError` if they are not whole."""
-    if len(packed) % _ID_BYTES:
+    if len(packed) % HASH_BYTES:
         raise FieldError(
-            "blocks", f"Expected {_ID_BYTES} bytes for each block, got {len(packed)} bytes"
+            "blocks", f"Expected {HASH_BYTES} bytes for each block, got {len(packed)} bytes"
         )
     words = array("Q", packed)
     if sys.byteorder == "big":
         words.byteswap()
     return tuple(words)
-
-
-class Salt:
-    """Keyed hashes instead of what could be guessed and looked up: ids of blocks, names."""
-
-    __slots__ = ("_key",)
-
-    def __init__(self, key: bytes) -> None:
-        """`key` is a secret of up to 64 bytes; lost, it makes the ids meaningless for good."""
-        self._key = key
-
-    def block(self, block: int) -> int:
-        """Keyed BLAKE2b, 64 bits."""
-        digest = hashlib.blake2b(block.to_bytes(8, "little"), digest_size=8, key=self._key)
-        return int.from_bytes(digest.digest(), "little")
-
-    def name(self, name: str) -> str:
-        """16 hexadecimal digits; "" stays ""."""
-        encoded = name.encode("utf-8", "surrogatepass")
-        digest = hashlib.blake2b(encoded, digest_size=8, key=self._key).hexdigest()
-        return digest if name else ""
 
 
 class CaptureWriter:
@@ -137,7 +64,7 @@ class CaptureWriter:
         self._places = array("q")
         """Index of an arrival -> its place in this file; -1: it is not here."""
         self.lines = 0
-        header = CaptureHeader(
+        header = GeneratedHeader(
             format=FORMAT_NAME,
             version=VERSION,
             block_tokens=block_tokens,
@@ -197,8 +124,8 @@ class CaptureWriter:
         self._places[index] = self.lines
 
 
-def _header(first: bytes) -> CaptureHeader:
-    header = msgspec.json.decode(first, type=CaptureHeader)
+def _header(first: bytes) -> GeneratedHeader:
+    header = msgspec.json.decode(first, type=GeneratedHeader)
     if header.format != FORMAT_NAME or header.version != VERSION:
         raise FieldError(
             "version",

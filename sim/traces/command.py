@@ -15,11 +15,12 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
+from epp.core.capture.lines import Salt
 from sim.engine.profiles import DEFAULT_PROFILE, Profile, profile_named
 from sim.output import Printer
 from sim.sentences import sentence_of
 from sim.traces.arrival import Arrival
-from sim.traces.capture import CaptureWriter, Salt
+from sim.traces.capture import CaptureWriter
 from sim.traces.formats import FORMATS, open_trace
 from sim.traces.inspection import Inspection, PodCeilings, Pool, Quantiles, inspect
 from sim.traces.mooncake import MooncakeWriter

@@ -13,8 +13,9 @@ from typing import Any, Final
 import msgspec
 from msgspec import Struct, field
 
+from epp.core.capture.lines import TokenCount
 from sim.traces.arrival import Arrival, FieldError
-from sim.traces.blocks import TokenCount, check_block_tokens
+from sim.traces.blocks import check_block_tokens
 from sim.traces.reading import LineFormat, Parse, ReadOptions
 
 HASHES: Final = "prefix_block_hashes"

@@ -12,10 +12,10 @@ from typing import Annotated, Any, Final
 import msgspec
 from msgspec import Meta, Raw, Struct, field
 
+from epp.core.capture.lines import Tokens
 from epp.core.prompt.parse import parse_request
 from epp.core.types import BYTES_PER_TOKEN, Refusal
 from sim.traces.arrival import Arrival, FieldError
-from sim.traces.blocks import Tokens
 from sim.traces.headers import headers_of
 from sim.traces.reading import MALFORMED, LineFormat, Parse, ReadOptions
 

@@ -9,8 +9,9 @@ from typing import Annotated, Final
 import msgspec
 from msgspec import Meta, Struct
 
+from epp.core.capture.lines import BlockId, TokenCount, Tokens
 from sim.traces.arrival import Arrival, FieldError
-from sim.traces.blocks import BlockId, TokenCount, Tokens, check_block_tokens, check_blocks
+from sim.traces.blocks import check_block_tokens, check_blocks
 from sim.traces.reading import LineFormat, Parse, ReadOptions
 
 _DIGITS_MAX: Final = 7

@@ -7,6 +7,7 @@ the reading, or is counted.
 
 import contextlib
 import gzip
+import hashlib
 import heapq
 import io
 import math
@@ -23,6 +24,7 @@ from msgspec import Struct
 
 from epp.core.types import Seconds
 from sim.traces.arrival import Arrival, FieldError, TraceError
+from sim.traces.captured import captured
 from sim.traces.kept import KeptTraces, NotKept
 from sim.traces.workloads import Generated
 
@@ -313,8 +315,22 @@ def from_zero(arrivals: Iterator[Arrival]) -> Iterator[Arrival]:
         yield msgspec.structs.replace(arrival, time_s=time_s) if origin_s else arrival
 
 
+def content_hash(path: Path) -> str:
+    """SHA-256 of the bytes of a trace; of a folder of captured files, of their lines in order.
+
+    Raises `TraceError` and `OSError`.
+    """
+    digest = hashlib.sha256()
+    with captured(path) if path.is_dir() else path.open("rb") as file:
+        while part := file.read(_HEAD_BYTES):
+            digest.update(part)
+    return digest.hexdigest()
+
+
 def _open_bytes(path: Path) -> BinaryIO:
     """The file, unpacked if it is gzip; may raise `TraceError` and `OSError`."""
+    if path.is_dir():
+        return captured(path)
     # A pipe is not even opened: that could wait for its writer.
     if not stat.S_ISREG(path.stat().st_mode):
         raise TraceError(str(path), 0, "", "Expected a regular file: a trace is read several times")
@@ -328,6 +344,8 @@ def _stamp(path: Path) -> tuple[int, ...]:
 
 
 def _is_packed(path: Path) -> bool:
+    if path.is_dir():
+        return False
     with path.open("rb") as file:
         return file.read(len(_GZIP)) == _GZIP
 

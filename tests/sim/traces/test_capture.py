@@ -11,16 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from epp.core.capture.lines import CaptureHeader, CaptureLine, Salt, pack_blocks
 from sim.traces.arrival import Arrival, FieldError, TraceError
-from sim.traces.capture import (
-    CAPTURE,
-    CaptureHeader,
-    CaptureLine,
-    CaptureWriter,
-    Salt,
-    pack_blocks,
-    unpack_blocks,
-)
+from sim.traces.capture import CAPTURE, CaptureWriter, unpack_blocks
 from sim.traces.formats import open_trace
 from sim.traces.reading import ReadOptions
 
@@ -127,7 +120,7 @@ def test_under_a_salt_the_same_is_shared_and_nothing_can_be_recognised():
 def test_the_example_of_the_documentation_is_read():
     """docs/capture-format.md shows a header and a line."""
     page = (Path(__file__).parents[3] / "docs" / "capture-format.md").read_text()
-    header, line, _ = re.findall(r"```json\n(.*?)\n```", page, re.DOTALL)
+    header, line, *_ = re.findall(r"```json\n(.*?)\n```", page, re.DOTALL)
     [arrival] = read_back(BytesIO(f"{header}\n{line}".encode()))
     assert arrival.blocks == (1, 2)
     assert arrival.prompt_tokens == 150

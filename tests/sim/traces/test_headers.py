@@ -6,9 +6,10 @@ import json
 import pytest
 from msgspec.structs import replace
 
+from epp.core.capture.lines import Salt
 from epp.core.prompt.request import InferenceRequest
 from sim.traces.arrival import FieldError, TraceError
-from sim.traces.capture import CaptureWriter, Salt
+from sim.traces.capture import CaptureWriter
 from sim.traces.formats import open_trace
 from sim.traces.headers import HEADERS_MAX, VALUE_CHARACTERS_MAX, headers_of
 from sim.traces.prompts import request_of, request_through_bytes

@@ -1,0 +1,193 @@
+"""A folder that `epp serve --capture` wrote, decided again: as it was, or by another configuration."""
+
+import gzip
+import re
+import zlib
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+from msgspec import structs
+
+from epp.configuration.build import build_settings
+from epp.configuration.config import PickerConfig, PluginTables, load_config
+from epp.configuration.memory_plan import MemoryPlan, fitted
+from epp.core.capture.events import (
+    EVENTS_FORMAT,
+    EVENTS_VERSION,
+    Configured,
+    Event,
+    Opened,
+    Scheduled,
+)
+from epp.core.capture.lines import FORMAT_NAME, CaptureLine
+from epp.core.capture.reenactment import DIFFERENCES_SHOWN_MAX, Reenacted, Reenactment
+from epp.core.capture.transcript import BEHIND_MAX
+from epp.core.decision.scheduler import SchedulerSettings
+
+_NAME: Final = re.compile(r"(requests|events)-(\w+-[0-9a-f]+)-(\d+)\.jsonl\.gz", re.ASCII)
+_LINE_BYTES_MAX: Final = 16 * 1024 * 1024
+_BROKEN: Final = (EOFError, zlib.error, gzip.BadGzipFile)
+"""The end of a file whose writer was killed."""
+
+
+class CaptureError(ValueError):
+    """A capture cannot be read: one sentence."""
+
+
+def past_files(folder: Path, kind: str) -> Mapping[str, list[Path]]:
+    """Origin -> its files of this `kind`, "requests" or "events", in order. Raises `OSError`."""
+    found: dict[str, list[tuple[int, Path]]] = {}
+    for path in folder.iterdir():
+        name = _NAME.fullmatch(path.name)
+        if name is not None and name[1] == kind:
+            found.setdefault(name[2], []).append((int(name[3]), path))
+    return {origin: [path for _, path in sorted(found[origin])] for origin in sorted(found)}
+
+
+def lines_of(path: Path) -> Iterator[bytes]:
+    """The whole lines of a file, whose end may be missing. Raises `CaptureError`, `OSError`."""
+    with gzip.open(path) as file:
+        try:
+            while line := file.readline(_LINE_BYTES_MAX):
+                if not line.endswith(b"\n"):
+                    if len(line) == _LINE_BYTES_MAX:
+                        raise CaptureError(f"{path}: expected lines below {_LINE_BYTES_MAX} bytes")
+                    return
+                yield line
+        except _BROKEN:
+            return
+
+
+def decide_again(
+    folder: Path, plugins: PluginTables, config: PickerConfig | None = None
+) -> dict[str, Reenacted]:
+    """Origin -> what came of its decisions, each judged by what was known when it was made.
+
+    By `config` in the place of what was in force, if it is given. Raises `CaptureError`,
+    `ConfigError` for a document that is no configuration here, and `OSError`.
+    """
+
+    def settings_of(configured: Configured) -> SchedulerSettings:
+        if config is not None:
+            return _settings(config, configured)
+        source = f"{folder}: generation {configured.generation}"
+        return _settings(load_config(configured.document, source, plugins), configured)
+
+    requests = past_files(folder, "requests")
+    events = past_files(folder, "events")
+    if not events:
+        raise CaptureError(f"{folder}: expected files of a capture, events-*.jsonl.gz")
+    found: dict[str, Reenacted] = {}
+    for origin, files in events.items():
+        again = Reenactment(settings_of)
+        asked = _Requests(requests.get(origin, []))
+        for event in _events(files):
+            line = asked.find(event.request) if isinstance(event, Scheduled) else None
+            again.feed(event, line)
+        found[origin] = again.result
+    return found
+
+
+def _settings(config: PickerConfig, configured: Configured) -> SchedulerSettings:
+    settings = build_settings(
+        config,
+        metrics_staleness_s=configured.metrics_staleness_s,
+        refresh_interval_s=configured.refresh_interval_s,
+        fallback_endpoints_max=configured.fallback_endpoints_max,
+    )
+    indexes = settings.indexes
+    if configured.indexes_bytes is not None:
+        plan = MemoryPlan(limit_bytes=0, bodies_bytes=0, indexes_bytes=configured.indexes_bytes)
+        indexes = fitted(indexes, plan)
+    return structs.replace(
+        settings,
+        indexes=indexes,
+        lease_ttl_without_response_phase_s=configured.lease_ttl_without_response_phase_s,
+    )
+
+
+def _events(files: list[Path]) -> Iterator[Event]:
+    decode = msgspec.json.Decoder(Event).decode
+    for path in files:
+        for number, line in enumerate(lines_of(path), 1):
+            try:
+                event: Event = decode(line)
+            except msgspec.DecodeError as error:
+                raise CaptureError(f"{path}:{number}: {error}") from None
+            if isinstance(event, Opened) and (event.format, event.version) != (
+                EVENTS_FORMAT,
+                EVENTS_VERSION,
+            ):
+                raise CaptureError(
+                    f"{path}: expected {EVENTS_FORMAT} version {EVENTS_VERSION}, got "
+                    f"{event.format} {event.version}"
+                )
+            yield event
+
+
+class _Requests:
+    """The lines of one process' requests, by number. They stand no more than `BEHIND_MAX` late."""
+
+    def __init__(self, files: list[Path]) -> None:
+        self._lines = _request_lines(files)
+        self._waiting: dict[int, CaptureLine] = {}
+        self._latest = -1
+        self._ended = False
+
+    def find(self, number: int) -> CaptureLine | None:
+        """None: it is missing. Each is found once, in the order in which they were asked."""
+        while number not in self._waiting and not self._ended:
+            if self._latest > number + 2 * BEHIND_MAX:
+                break
+            line = next(self._lines, None)
+            if line is None:
+                self._ended = True
+            elif line.request is not None:
+                self._waiting[line.request] = line
+                self._latest = max(self._latest, line.request)
+        return self._waiting.pop(number, None)
+
+
+def _request_lines(files: list[Path]) -> Iterator[CaptureLine]:
+    decode = msgspec.json.Decoder(CaptureLine).decode
+    for path in files:
+        for number, line in enumerate(lines_of(path), 1):
+            if number == 1 and FORMAT_NAME.encode() in line:
+                continue
+            try:
+                yield decode(line)
+            except msgspec.DecodeError as error:
+                raise CaptureError(f"{path}:{number}: {error}") from None
+
+
+def told(found: Mapping[str, Reenacted]) -> dict[str, Any]:
+    """All origins together, as plain values."""
+    total: dict[str, Any] = {"decisions": 0, "same": 0, "changed": 0, "differences": {}}
+    for one in found.values():
+        total["decisions"] += one.decisions
+        total["same"] += one.same
+        total["changed"] += one.changed
+        for difference, count in one.differences.items():
+            kinds = total["differences"]
+            kinds[difference.value] = kinds.get(difference.value, 0) + count
+    total["first"] = [msgspec.to_builtins(one) for each in found.values() for one in each.first]
+    total["caveats"] = [
+        f"{origin}: {sentence}" for origin, one in found.items() for sentence in one.caveats()
+    ]
+    return total
+
+
+def sentences_of(total: Mapping[str, Any]) -> list[str]:
+    """What `told` gives, for a person: how many, why the others are not, the first, the caveats."""
+    decisions, same = total["decisions"], total["same"]
+    share = f" ({same / decisions:.2%})" if decisions else ""
+    lines = [f"{decisions:,} decisions, {same:,} the same again{share}"]
+    lines += [f"{count:,} differ, {why}" for why, count in total["differences"].items()]
+    lines += [
+        f"  request {one['request']}: went to {one['live'] or 'nobody'}, again "
+        f"{one['again']}, {one['difference']}"
+        for one in total["first"][:DIFFERENCES_SHOWN_MAX]
+    ]
+    return lines + [f"note: {sentence}" for sentence in total["caveats"]]

@@ -1,0 +1,328 @@
+"""What a scheduler was told and decided, one event a line, in the order in which it was.
+
+Fed to a scheduler with the same seed in the same order, they make it decide the same again: it has
+no clock and no dice of its own. What is not told is what clients wrote: models, sessions and salts
+are keyed hashes, and so are the blocks of the requests, which are in the lines of the capture.
+"""
+
+import math
+from collections.abc import Mapping
+from typing import Final, TypeAlias
+
+import msgspec
+from msgspec import Struct, field
+
+from epp.core.capture.lines import Salt
+from epp.core.types import (
+    AdapterReport,
+    ApiKind,
+    Endpoint,
+    EndpointMetrics,
+    MetricsTarget,
+    Seconds,
+)
+
+EVENTS_FORMAT: Final = "homing-events"
+EVENTS_VERSION: Final = 1
+
+
+class _Event(
+    Struct,
+    frozen=True,
+    kw_only=True,
+    omit_defaults=True,
+    gc=False,
+    tag_field="event",
+    tag=str.lower,
+):
+    at_s: Seconds = 0.0
+    """By the clock of the picker, exactly; 0 where it does not matter when."""
+
+
+class Configured(_Event, frozen=True, kw_only=True):
+    """What is in force from here on: the document, and the flags that decide with it."""
+
+    generation: int
+    hash: str
+    document: str
+    block_tokens: int = 64
+    """Of the blocks of the requests that follow."""
+    metrics_staleness_s: Seconds
+    refresh_interval_s: Seconds
+    fallback_endpoints_max: int = 0
+    lease_ttl_without_response_phase_s: Seconds = 60.0
+    indexes_bytes: int | None = None
+    """What all prefix indexes together may take; None: what the document says."""
+
+
+class Member(Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """An endpoint of the pool."""
+
+    slot: int
+    endpoint_id: str
+    name: str
+    address: str
+    incarnation: str = ""
+    labels: Mapping[str, str] = field(default_factory=dict)
+    scraped: bool = True
+    ready_after_s: float = 0.0
+
+
+class Replaced(_Event, frozen=True, kw_only=True):
+    """The pool is these from now on."""
+
+    members: tuple[Member, ...]
+
+
+class Page(Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """`EndpointMetrics`, what it does not tell left out."""
+
+    waiting_requests: float | None = None
+    running_requests: float | None = None
+    kv_cache_usage: float | None = None
+    adapters: AdapterReport | None = None
+    """Their names are keyed hashes, as those of models are."""
+    block_size_tokens: int | None = None
+    blocks_total: int | None = None
+    process_started_at_s: float | None = None
+    requests_total: float | None = None
+    asleep: bool = False
+
+
+class Observed(_Event, frozen=True, kw_only=True):
+    """A good scrape."""
+
+    slot: int
+    page: Page | None = None
+    """None: as this endpoint's last one in this file."""
+
+
+class Opened(_Event, frozen=True, kw_only=True):
+    """The first line of a file. What follows `decisions` is for who has not read the file before."""
+
+    format: str
+    version: int
+    origin: str
+    """Of the process; its files are numbered from 0."""
+    file: int
+    seed: int
+    salt: str
+    """`Salt.identity`."""
+    share: float
+    """Of the sessions that are captured."""
+    unix_s: float
+    """What is to be added to `at_s` for the time since 1970."""
+    decisions: int = 0
+    """Of the scheduler, before this file."""
+    configured: Configured | None = None
+    replaced: Replaced | None = None
+    observed: tuple[Observed, ...] = ()
+    """The last of each endpoint."""
+
+
+class Unanswered(_Event, frozen=True, kw_only=True):
+    """A scrape in vain."""
+
+    slot: int
+    answered: bool
+
+
+class Scheduled(_Event, frozen=True, kw_only=True):
+    """A request was asked for, and this was decided."""
+
+    request: int
+    """Its number; from 0, of those that are captured."""
+    slot: int
+    """Where it went; -1: nowhere."""
+    decision: int = 0
+    """Its number; 0: it was refused."""
+    matched_blocks: int = 0
+    """What the endpoint was believed to hold."""
+    ready: int = 0
+    refused: str = ""
+    """The reason."""
+    api: ApiKind = ApiKind.OPAQUE
+    stream: bool = False
+    subset: tuple[int, ...] | None = None
+    """Slots that the gateway allowed and that were ready; None: it allowed all."""
+    replicas_unheard: int = 0
+
+
+class Reported(_Event, frozen=True, kw_only=True):
+    """A response said how loaded its endpoint is."""
+
+    request: int
+    waiting_requests: float | None = None
+    running_requests: float | None = None
+    kv_cache_usage: float | None = None
+
+
+class FirstOutput(_Event, frozen=True, kw_only=True):
+    request: int
+
+
+class Rescheduled(_Event, frozen=True, kw_only=True):
+    """The gateway says that another endpoint serves it."""
+
+    request: int
+    slot: int
+    """-1: none of the pool."""
+
+
+class Completed(_Event, frozen=True, kw_only=True):
+    request: int
+    ending: str
+    status: int | None = None
+    by_gateway: bool = False
+
+
+class Ticked(_Event, frozen=True, kw_only=True):
+    """Housekeeping."""
+
+
+class MemoryLimited(_Event, frozen=True, kw_only=True):
+    share: float
+
+
+class Learnt(_Event, frozen=True, kw_only=True):
+    """Peers told so much since the last of these; what it was is not noted."""
+
+    records: int
+
+
+class Lost(_Event, frozen=True, kw_only=True):
+    """So many events before this one are missing."""
+
+    events: int
+
+
+Event: TypeAlias = (
+    Opened
+    | Configured
+    | Replaced
+    | Observed
+    | Unanswered
+    | Scheduled
+    | Reported
+    | FirstOutput
+    | Rescheduled
+    | Completed
+    | Ticked
+    | MemoryLimited
+    | Learnt
+    | Lost
+)
+
+
+class Asked(Struct, frozen=True, gc=False):
+    """What a request asks, as far as it decides where it goes."""
+
+    model: str
+    cache_salt: str
+    session: str
+    prompt_tokens: int
+    output_tokens_max: int | None
+    priority: int
+    chains: tuple[bytes, ...]
+    """Of the block size that is captured: one a prompt, native byte order."""
+
+
+class Seen(Struct, frozen=True, gc=False):
+    """`Observed`, before names of adapters are hashed."""
+
+    at_s: Seconds
+    slot: int
+    metrics: EndpointMetrics
+
+
+class Ended(Struct, frozen=True, gc=False):
+    """`Completed`, and what the engine said it took."""
+
+    event: Completed
+    output_tokens: int | None
+    cached_tokens: int | None
+
+
+class Decided(Struct, frozen=True, gc=False):
+    """`Scheduled`, what was asked, and the name of the endpoint where it went."""
+
+    event: Scheduled
+    asked: Asked
+    endpoint: str
+
+
+Note: TypeAlias = Event | Seen | Decided | Ended
+"""What a witness tells; what clients wrote is in it as they wrote it."""
+
+
+def page_of(metrics: EndpointMetrics, salt: Salt) -> Page:
+    """What can be written of a scrape."""
+    return Page(
+        waiting_requests=_told(metrics.waiting_requests),
+        running_requests=_told(metrics.running_requests),
+        kv_cache_usage=_told(metrics.kv_cache_usage),
+        adapters=None if metrics.adapters is None else _salted(metrics.adapters, salt),
+        block_size_tokens=metrics.block_size_tokens,
+        blocks_total=metrics.blocks_total,
+        process_started_at_s=metrics.process_started_at_s,
+        requests_total=metrics.requests_total,
+        asleep=metrics.asleep,
+    )
+
+
+def metrics_of(page: Page) -> EndpointMetrics:
+    """The scrape again."""
+    return EndpointMetrics(
+        waiting_requests=_number(page.waiting_requests),
+        running_requests=_number(page.running_requests),
+        kv_cache_usage=_number(page.kv_cache_usage),
+        adapters=page.adapters,
+        block_size_tokens=page.block_size_tokens,
+        blocks_total=page.blocks_total,
+        process_started_at_s=page.process_started_at_s,
+        requests_total=page.requests_total,
+        asleep=page.asleep,
+    )
+
+
+def member_of(slot: int, endpoint: Endpoint) -> Member:
+    """What can be written of an endpoint: all but where it is scraped."""
+    return Member(
+        slot=slot,
+        endpoint_id=endpoint.endpoint_id,
+        name=endpoint.name,
+        address=endpoint.address,
+        incarnation=endpoint.incarnation,
+        labels=endpoint.labels,
+        scraped=endpoint.metrics is not None,
+        ready_after_s=endpoint.ready_after_s,
+    )
+
+
+def endpoint_of(member: Member) -> Endpoint:
+    """The endpoint again."""
+    return Endpoint(
+        endpoint_id=member.endpoint_id,
+        name=member.name,
+        address=member.address,
+        incarnation=member.incarnation,
+        labels=member.labels,
+        metrics=MetricsTarget(port=1) if member.scraped else None,
+        ready_after_s=member.ready_after_s,
+    )
+
+
+def _salted(report: AdapterReport, salt: Salt) -> AdapterReport:
+    names = {
+        field: frozenset(map(salt.name, getattr(report, field)))
+        for field in ("active", "gpu", "cpu", "pinned")
+    }
+    return msgspec.structs.replace(report, **names)
+
+
+def _told(value: float) -> float | None:
+    return None if math.isnan(value) else value
+
+
+def _number(value: float | None) -> float:
+    return math.nan if value is None else value

@@ -1,0 +1,146 @@
+"""One request in Homing's capture format, and the hashes that stand for what is not told.
+
+See docs/capture-format.md. A capture tells who asked when, how much, and which prompts begin alike.
+"""
+
+import hashlib
+import sys
+from array import array
+from collections.abc import Iterable
+from typing import Annotated, Final, TypeAlias
+
+from msgspec import Meta, Struct, field
+
+from epp.core.prompt.blocks import HASH_BYTES
+from epp.core.types import Seconds
+
+FORMAT_NAME: Final = "homing-capture"
+VERSION: Final = 1
+SALT_BYTES_MIN: Final = 16
+"""Nobody tries so many keys."""
+SALT_BYTES_MAX: Final = 64
+"""The longest key that BLAKE2b takes."""
+HASHES_KEPT_MAX: Final = 32_768
+"""Keyed hashes that are remembered, in some 5 MB: conversations repeat what was said."""
+
+Tokens: TypeAlias = Annotated[int, Meta(ge=1, le=10_000_000)]
+"""Length of a prompt; more is taken for a mistake."""
+TokenCount: TypeAlias = Annotated[int, Meta(ge=0, le=10_000_000)]
+"""A length as traces have it: 0 where a request failed or was not counted."""
+BlockId: TypeAlias = Annotated[int, Meta(ge=0)]
+"""Of 64 bits, unsigned."""
+_Positive: TypeAlias = Annotated[int, Meta(ge=1)]
+_Count: TypeAlias = Annotated[int, Meta(ge=0)]
+_Duration: TypeAlias = Annotated[float, Meta(ge=0)]
+
+
+class CaptureHeader(Struct, kw_only=True, omit_defaults=True):
+    """The first line."""
+
+    format: str
+    version: int
+    block_tokens: _Positive = 64
+    """Of the blocks in `blocks`."""
+    source: str = ""
+    """Free text: what was captured or converted."""
+
+
+class CaptureLine(Struct, kw_only=True, omit_defaults=True, gc=False):
+    """One request. Unknown members are skipped, so that a version may grow."""
+
+    time_s: Seconds
+    prompt_tokens: Tokens
+    output_tokens: TokenCount
+    output_tokens_max: _Positive | None = None
+    blocks: bytes = b""
+    """Eight bytes, little-endian, for each block; base64 in the file."""
+    parts: tuple[tuple[BlockId, _Positive], ...] = ()
+    """Instead of `blocks`: (id, tokens) of stretches of different lengths."""
+    answer: BlockId | None = None
+    model: str = ""
+    adapter: str = ""
+    cache_salt: str = ""
+    session: str = ""
+    turn: _Count = 0
+    priority: int = 0
+    headers: dict[str, str] = field(default_factory=dict)
+    """By name: those that plugins go by. Live captures have none."""
+    after: _Count | None = None
+    think_s: _Duration = 0.0
+    first_token_s: _Duration | None = None
+    """Measured, from the arrival; nothing is replayed from these."""
+    end_s: _Duration | None = None
+    cached_tokens: _Count | None = None
+    status: int | None = None
+    endpoint: str = ""
+    estimated: bool = False
+    """`output_tokens` is a guess: nobody counted them."""
+    request: _Count | None = None
+    """Its number in the events of a live capture."""
+    more: tuple[bytes, ...] = ()
+    """As `blocks`, of the second prompt on, where a body has several."""
+
+
+def pack_blocks(blocks: Iterable[int]) -> bytes:
+    """Unsigned 64-bit ids as `CaptureLine.blocks` holds them."""
+    return _swapped(array("Q", blocks))
+
+
+def packed_chain(chain: bytes) -> bytes:
+    """A chain of hashes in native byte order as `CaptureLine.blocks` holds it, and back."""
+    return chain if sys.byteorder == "little" else _swapped(array("Q", chain))
+
+
+def _swapped(words: "array[int]") -> bytes:
+    if sys.byteorder == "big":
+        words.byteswap()
+    return words.tobytes()
+
+
+class Salt:
+    """Keyed hashes instead of what could be guessed and looked up: ids of blocks, names."""
+
+    __slots__ = ("_before", "_key", "_known")
+
+    def __init__(self, key: bytes) -> None:
+        """`key` is a secret of up to 64 bytes; lost, it makes the ids meaningless for good."""
+        self._key = key
+        self._known: dict[bytes, bytes] = {}
+        self._before: dict[bytes, bytes] = {}
+        """What was known when `_known` was last full."""
+
+    def block(self, block: int) -> int:
+        """Keyed BLAKE2b, 64 bits."""
+        return int.from_bytes(self._digest(block.to_bytes(8, "little")), "little")
+
+    def name(self, name: str) -> str:
+        """16 hexadecimal digits; "" stays ""."""
+        return self._digest(name.encode("utf-8", "surrogatepass")).hex() if name else ""
+
+    def blocks(self, packed: bytes) -> bytes:
+        """`block` of each id in `packed`, as `CaptureLine.blocks` holds them."""
+        known, before = self._known, self._before
+        found: list[bytes] = []
+        for start in range(0, len(packed), HASH_BYTES):
+            block = packed[start : start + HASH_BYTES]
+            hashed = known.get(block)
+            if hashed is None:
+                hashed = known[block] = before.get(block) or self._digest(block)
+            found.append(hashed)
+        if len(known) >= HASHES_KEPT_MAX // 2:
+            self._before, self._known = known, {}
+        return b"".join(found)
+
+    @property
+    def identity(self) -> str:
+        """16 hexadecimal digits that captures under the same salt share, and no others."""
+        digest = hashlib.blake2b(b"", digest_size=8, key=self._key, person=b"homing salt")
+        return digest.hexdigest()
+
+    def secret(self) -> int:
+        """64 bits that only who has the salt can know."""
+        digest = hashlib.blake2b(b"", digest_size=8, key=self._key, person=b"homing share")
+        return int.from_bytes(digest.digest(), "little")
+
+    def _digest(self, text: bytes) -> bytes:
+        return hashlib.blake2b(text, digest_size=8, key=self._key).digest()

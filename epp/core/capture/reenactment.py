@@ -1,0 +1,321 @@
+"""A captured scheduler done again: the same verbs in the same order, each decision compared.
+
+After each decision the scheduler is put where the live one was: what went elsewhere is moved. So
+every decision is judged by what the live picker knew when it made it, and one difference is not
+followed by a hundred that come of it.
+"""
+
+import math
+from array import array
+from collections.abc import Callable
+from enum import StrEnum
+from typing import Any, Final
+
+from msgspec import Struct, field
+
+from epp.core.capture.events import (
+    Completed,
+    Configured,
+    Event,
+    FirstOutput,
+    Learnt,
+    Lost,
+    MemoryLimited,
+    Observed,
+    Opened,
+    Page,
+    Replaced,
+    Reported,
+    Rescheduled,
+    Scheduled,
+    Ticked,
+    Unanswered,
+    endpoint_of,
+    metrics_of,
+)
+from epp.core.capture.lines import CaptureLine, pack_blocks, packed_chain
+from epp.core.decision.scheduler import Decision, Scheduler, SchedulerSettings
+from epp.core.knowledge.inflight import Ending, Lease, Outcome
+from epp.core.prompt.request import InferenceRequest
+from epp.core.types import BYTES_PER_TOKEN, Endpoint, Refusal
+
+DIFFERENCES_SHOWN_MAX: Final = 10
+_NOWHERE: Final = ""
+"""An address that no endpoint has."""
+
+
+class Difference(StrEnum):
+    """Why a decision may differ, the first that is true."""
+
+    KNOWLEDGE = "the index knew another number of blocks"
+    CANDIDATES = "another number of endpoints was ready"
+    CHOICE = "the same was known"
+
+
+class Compared(Struct, frozen=True, kw_only=True):
+    """One decision that differs. Endpoints by name; a refusal by its reason."""
+
+    request: int
+    live: str
+    again: str
+    difference: Difference
+
+
+class Reenacted(Struct, kw_only=True):
+    """What came of it, in decisions, refusals included."""
+
+    decisions: int = 0
+    same: int = 0
+    differences: dict[Difference, int] = field(default_factory=dict)
+    first: list[Compared] = field(default_factory=list)
+    """At most `DIFFERENCES_SHOWN_MAX`."""
+    unknown: int = 0
+    """Of which nobody wrote what was asked: they were not done again."""
+    lost: int = 0
+    """Events that are missing."""
+    gaps: int = 0
+    """Files that are missing."""
+    learnt: int = 0
+    """What peers told, which is not captured."""
+    begins_late: bool = False
+    """What happened before the first file is not there: the index begins empty."""
+    share: float = 1.0
+    coarse: bool = False
+    """Blocks of an index are no multiple of those that are captured: to it, no prompt has any."""
+
+    @property
+    def changed(self) -> int:
+        return self.decisions - self.same
+
+    def caveats(self) -> list[str]:
+        """Why not all may be the same although nothing was changed, a sentence each."""
+        told = {
+            f"{self.unknown:,} decisions are left out, their requests are missing": self.unknown,
+            f"{self.lost:,} events are missing": self.lost,
+            f"{self.gaps:,} files are missing": self.gaps,
+            f"{self.learnt:,} times a peer told something that is not captured": self.learnt,
+            "the capture begins after the picker: its index begins empty": self.begins_late,
+            f"{self.share:.0%} of the sessions are captured: what was in flight of others is not "
+            "known": self.share < 1.0,
+            "an index has blocks that are no multiple of those captured": self.coarse,
+        }
+        return [sentence for sentence, holds in told.items() if holds]
+
+
+class Reenactment:
+    """One process' events, fed in order."""
+
+    def __init__(self, settings_of: Callable[[Configured], SchedulerSettings]) -> None:
+        """`settings_of` says what decides where the event came into force; it may raise."""
+        self._settings_of = settings_of
+        self._scheduler: Scheduler | None = None
+        self._seed = 0
+        self._decisions = 0
+        self._file = -1
+        self._endpoints: dict[int, Endpoint] = {}
+        """By the slot that the live picker gave it."""
+        self._pages: dict[int, Page] = {}
+        self._leases: dict[int, Lease] = {}
+        """By the number of the request."""
+        self._block_tokens = 64
+        self.result = Reenacted()
+
+    @property
+    def scheduler(self) -> Scheduler | None:
+        """The one that decides; None before the first configuration."""
+        return self._scheduler
+
+    def feed(self, event: Event, line: CaptureLine | None = None) -> None:
+        """Do what `event` says; `line` is that of the request of a `Scheduled`, if it is there."""
+        match event:
+            case Opened():
+                self._open(event)
+            case Configured():
+                self._configure(event)
+            case Lost(events=events):
+                self.result.lost += events
+            case Learnt(records=records):
+                self.result.learnt += records
+            case _ if self._scheduler is None:
+                self.result.lost += 1
+            case Scheduled():
+                self._schedule(self._scheduler, event, line)
+            case _:
+                self._tell(self._scheduler, event)
+
+    def _open(self, opened: Opened) -> None:
+        after, self._file = self._file, opened.file
+        self._seed = opened.seed
+        self.result.share = opened.share
+        if after >= 0 and opened.file == after + 1:
+            return
+        if after >= 0:
+            self.result.gaps += opened.file - after - 1
+        self.result.begins_late = self.result.begins_late or opened.configured is not None
+        self._decisions = opened.decisions
+        for event in (opened.configured, opened.replaced, *opened.observed):
+            if event is not None:
+                self.feed(event)
+
+    def _configure(self, event: Configured) -> None:
+        settings = self._settings_of(event)
+        self._block_tokens = event.block_tokens
+        sizes = _block_sizes(settings)
+        self.result.coarse = any(size % event.block_tokens for size in sizes)
+        if self._scheduler is None:
+            self._scheduler = Scheduler(settings, seed=self._seed)
+            self._scheduler.decisions = self._decisions
+        else:
+            self._scheduler.configure(settings, event.at_s)
+
+    def _tell(self, scheduler: Scheduler, event: Event) -> None:
+        match event:
+            case Replaced(at_s=at_s, members=members):
+                self._endpoints = {member.slot: endpoint_of(member) for member in members}
+                scheduler.replace(tuple(self._endpoints.values()), at_s)
+            case Observed(at_s=at_s, slot=slot, page=page):
+                page = self._pages[slot] = page or self._pages.get(slot, Page())
+                own = self._own_slot(scheduler, slot)
+                if own is not None:
+                    scheduler.observe(own, metrics_of(page), at_s)
+            case Unanswered(slot=slot, answered=answered):
+                own = self._own_slot(scheduler, slot)
+                if own is not None:
+                    scheduler.observe_failure(own, answered=answered)
+            case Ticked(at_s=at_s):
+                scheduler.tick(at_s)
+            case MemoryLimited(share=share):
+                scheduler.limit_memory(share)
+            case (
+                Reported(request=request)
+                | FirstOutput(request=request)
+                | Rescheduled(request=request)
+                | Completed(request=request)
+            ) if request in self._leases:
+                self._follow(scheduler, self._leases[request], event)
+
+    def _follow(
+        self,
+        scheduler: Scheduler,
+        lease: Lease,
+        event: Reported | FirstOutput | Rescheduled | Completed,
+    ) -> None:
+        match event:
+            case Reported():
+                scheduler.reported(lease, _header(event))
+            case FirstOutput(at_s=at_s):
+                scheduler.first_output(lease, at_s)
+            case Rescheduled(at_s=at_s, slot=slot):
+                scheduler.reschedule(lease, self._address(slot), at_s)
+            case Completed():
+                del self._leases[event.request]
+                outcome = Outcome(
+                    ending=Ending(event.ending), status=event.status, by_gateway=event.by_gateway
+                )
+                scheduler.complete(lease, outcome, event.at_s)
+
+    def _schedule(self, scheduler: Scheduler, event: Scheduled, line: CaptureLine | None) -> None:
+        result = self.result
+        if line is None:
+            result.unknown += 1
+            return
+        if event.decision:
+            # Pickers that take turns count decisions, and some may be missing.
+            scheduler.decisions = event.decision - 1
+        scheduler.replicas_unheard = event.replicas_unheard
+        decision = scheduler.schedule(self._request(scheduler, event, line), event.at_s)
+        result.decisions += 1
+        live = self._endpoints.get(event.slot)
+        if isinstance(decision, Refusal):
+            same = decision.reason.value == event.refused
+            again = decision.reason.value
+        else:
+            same = live is not None and decision.endpoint.endpoint_id == live.endpoint_id
+            again = decision.endpoint.name
+        if same:
+            result.same += 1
+        else:
+            difference = self._difference(event, decision)
+            result.differences[difference] = result.differences.get(difference, 0) + 1
+            if len(result.first) < DIFFERENCES_SHOWN_MAX:
+                told = event.refused if live is None else live.name
+                result.first.append(
+                    Compared(request=event.request, live=told, again=again, difference=difference)
+                )
+        if isinstance(decision, Decision):
+            if not same:
+                scheduler.reschedule(decision.lease, self._address(event.slot), event.at_s)
+            self._leases[event.request] = decision.lease
+
+    def _difference(self, event: Scheduled, decision: Decision | Refusal) -> Difference:
+        if isinstance(decision, Refusal) or event.refused or decision.ready != event.ready:
+            return Difference.CANDIDATES
+        live = self._endpoints.get(event.slot)
+        for position, endpoint in enumerate(decision.candidates.endpoints):
+            if live is not None and endpoint.endpoint_id == live.endpoint_id:
+                matched, _ = decision.candidates.prefix_match(position)
+                if matched != event.matched_blocks:
+                    return Difference.KNOWLEDGE
+        return Difference.CHOICE
+
+    def _request(
+        self, scheduler: Scheduler, event: Scheduled, line: CaptureLine
+    ) -> InferenceRequest:
+        first = line.blocks or pack_blocks(block for block, _ in line.parts)
+        chains = tuple(map(packed_chain, (first, *line.more)))
+        subset = None if event.subset is None else tuple(map(self._address, event.subset))
+        return InferenceRequest(
+            request_id=str(event.request),
+            api=event.api,
+            model=line.model,
+            prompt_tokens=line.prompt_tokens,
+            cache_salt=line.cache_salt,
+            subset=subset,
+            priority=line.priority,
+            stream=event.stream,
+            output_tokens_max=line.output_tokens_max,
+            session_id=line.session,
+            chains={
+                size * BYTES_PER_TOKEN: tuple(
+                    _every(chain, size, self._block_tokens) for chain in chains
+                )
+                for size in _block_sizes(scheduler.settings)
+            },
+        )
+
+    def _own_slot(self, scheduler: Scheduler, slot: int) -> int | None:
+        endpoint = self._endpoints.get(slot)
+        return None if endpoint is None else scheduler.pool.slot_of(endpoint)
+
+    def _address(self, slot: int) -> str:
+        endpoint = self._endpoints.get(slot)
+        return _NOWHERE if endpoint is None else endpoint.address
+
+
+def _block_sizes(settings: SchedulerSettings) -> list[int]:
+    """Tokens in a block, of all indexes that count blocks."""
+    indexes: list[Any] = [*settings.indexes.values()]
+    sizes = [index.block_tokens for index in indexes if hasattr(index, "block_tokens")]
+    return list(dict.fromkeys([settings.block_tokens, *sizes]))
+
+
+def _every(chain: bytes, tokens: int, chained_tokens: int) -> bytes:
+    """Of a chain of blocks of `chained_tokens`, that of blocks of `tokens`; none, if it has none."""
+    step, rest = divmod(tokens, chained_tokens)
+    if rest or not step:
+        return b""
+    return array("Q", chain)[step - 1 :: step].tobytes()
+
+
+def _header(event: Reported) -> str:
+    told = {
+        "num_requests_waiting": event.waiting_requests,
+        "num_requests_running": event.running_requests,
+        "kv_cache_usage_perc": event.kv_cache_usage,
+    }
+    pairs = [
+        f"named_metrics.{name}={value!r}"
+        for name, value in told.items()
+        if value is not None and math.isfinite(value)
+    ]
+    return f"TEXT {', '.join(pairs)}"

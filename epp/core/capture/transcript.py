@@ -1,0 +1,264 @@
+"""What a witness tells, as lines: those of requests, and those of events. Pure, on no thread.
+
+A request's line is written when it ends, because only then is told how long its answer was; but not
+later than `BEHIND_MAX` requests after it was asked, so that readers need not look far back.
+"""
+
+from typing import Final
+
+import msgspec
+from msgspec import Struct, structs
+
+from epp.core.capture.events import (
+    EVENTS_FORMAT,
+    EVENTS_VERSION,
+    Asked,
+    Configured,
+    Decided,
+    Ended,
+    Event,
+    FirstOutput,
+    Note,
+    Observed,
+    Opened,
+    Page,
+    Replaced,
+    Rescheduled,
+    Seen,
+    page_of,
+)
+from epp.core.capture.lines import (
+    FORMAT_NAME,
+    VERSION,
+    CaptureHeader,
+    CaptureLine,
+    Salt,
+    packed_chain,
+)
+from epp.core.knowledge.inflight import (
+    OUTPUT_TOKENS_ESTIMATE,
+    SECONDS_PER_OUTPUT_TOKEN_ESTIMATE,
+)
+from epp.core.prompt.blocks import HASH_BYTES
+from epp.core.types import Seconds
+
+BEHIND_MAX: Final = 8_000
+"""Requests. Readers sort lines that are at most 10,000 out of order."""
+_PROMPT_TOKENS_MAX: Final = 10_000_000
+_FAILED_FROM: Final = 400
+"""Statuses from which on there is no answer."""
+
+
+class Origin(Struct, frozen=True, kw_only=True):
+    """The process that is captured."""
+
+    name: str
+    seed: int
+    share: float
+    unix_s: float
+    """What is to be added to its clock for the time since 1970."""
+
+
+class Transcript:
+    """Takes notes; `take` gives the lines that they became."""
+
+    def __init__(self, origin: Origin, salt: Salt) -> None:
+        self._origin = origin
+        self._salt = salt
+        self._encode = msgspec.json.Encoder().encode
+        self._requests: list[bytes] = []
+        self._events: list[bytes] = []
+        self._pending_bytes = 0
+        self._asked: dict[int, tuple[Seconds, CaptureLine]] = {}
+        """Number -> when it was asked, and its line so far; in the order of the numbers."""
+        self._configured: Configured | None = None
+        self._replaced: Replaced | None = None
+        self._names: dict[int, str] = {}
+        """By slot."""
+        self._observed: dict[int, Observed] = {}
+        """By slot, the last one, with its page."""
+        self._told: dict[int, Page] = {}
+        """By slot, the page that was written last to this file."""
+        self._decisions = 0
+        self._file = -1
+        self.requests = 0
+        """Lines of requests so far."""
+        self.events = 0
+
+    @property
+    def block_tokens(self) -> int:
+        """Of the requests that are noted now."""
+        return 64 if self._configured is None else self._configured.block_tokens
+
+    def begin_file(self, now: Seconds) -> int:
+        """What follows is for another file; its number, from 0. `take` what went before first."""
+        self._file += 1
+        self._told.clear()
+        origin = self._origin
+        header = CaptureHeader(
+            format=FORMAT_NAME,
+            version=VERSION,
+            block_tokens=self.block_tokens,
+            source=f"epp serve, {origin.name}, file {self._file}",
+        )
+        self._requests.append(self._encode(header) + b"\n")
+        self._write(
+            Opened(
+                at_s=now,
+                format=EVENTS_FORMAT,
+                version=EVENTS_VERSION,
+                origin=origin.name,
+                file=self._file,
+                seed=origin.seed,
+                salt=self._salt.identity,
+                share=origin.share,
+                unix_s=origin.unix_s,
+                decisions=self._decisions,
+                configured=self._configured,
+                replaced=self._replaced,
+                observed=tuple(self._observed.values()),
+            )
+        )
+        return self._file
+
+    def changes_blocks(self, note: Note) -> bool:
+        """Whether requests after `note` have blocks of another size: they need another file."""
+        return isinstance(note, Configured) and note.block_tokens != self.block_tokens
+
+    def note(self, note: Note) -> None:
+        """Put `note` into lines."""
+        match note:
+            case Decided():
+                self._decide(note)
+                self._write(note.event)
+            case Seen():
+                self._see(note)
+            case Ended():
+                self._end(note)
+                self._write(note.event)
+            case _:
+                self._remember(note)
+                self._write(note)
+
+    def finish(self) -> None:
+        """Write the lines of requests that have not ended."""
+        for number in tuple(self._asked):
+            self._unfinished(number)
+
+    @property
+    def pending_bytes(self) -> int:
+        """Length of the lines that `take` would give."""
+        return self._pending_bytes
+
+    def take(self) -> tuple[bytes, bytes]:
+        """The lines of requests and of events since the last call."""
+        taken = b"".join(self._requests), b"".join(self._events)
+        self._requests.clear()
+        self._events.clear()
+        self._pending_bytes = 0
+        return taken
+
+    def _write(self, event: Event) -> None:
+        line = self._encode(event) + b"\n"
+        self._events.append(line)
+        self._pending_bytes += len(line)
+        self.events += 1
+
+    def _remember(self, event: Event) -> None:
+        match event:
+            case Configured():
+                self._configured = event
+            case Replaced():
+                self._replaced = event
+                self._names = {member.slot: member.name for member in event.members}
+                for slot in self._observed.keys() - self._names.keys():
+                    del self._observed[slot]
+                    self._told.pop(slot, None)
+            case FirstOutput(at_s=at_s, request=number) if number in self._asked:
+                asked_at_s, line = self._asked[number]
+                line.first_token_s = line.first_token_s or round(at_s - asked_at_s, 6)
+            case Rescheduled(request=number, slot=slot) if number in self._asked:
+                self._asked[number][1].endpoint = self._names.get(slot, "")
+
+    def _see(self, seen: Seen) -> None:
+        page = page_of(seen.metrics, self._salt)
+        whole = Observed(at_s=seen.at_s, slot=seen.slot, page=page)
+        self._observed[seen.slot] = whole
+        if self._told.get(seen.slot) == page:
+            self._write(structs.replace(whole, page=None))
+        else:
+            self._told[seen.slot] = page
+            self._write(whole)
+
+    def _decide(self, decided: Decided) -> None:
+        event = decided.event
+        line = self._line(decided.asked, event.at_s)
+        line.request = event.request
+        line.endpoint = decided.endpoint
+        self._decisions = event.decision or self._decisions
+        self._asked[event.request] = event.at_s, line
+        if event.refused:
+            self._unfinished(event.request)
+        oldest = next(iter(self._asked), event.request)
+        if event.request - oldest > BEHIND_MAX:
+            self._unfinished(oldest)
+
+    def _line(self, asked: Asked, at_s: Seconds) -> CaptureLine:
+        salt = self._salt
+        first, *others = [salt.blocks(packed_chain(chain)) for chain in asked.chains] or [b""]
+        line = CaptureLine(
+            time_s=round(at_s + self._origin.unix_s, 6),
+            prompt_tokens=min(max(1, asked.prompt_tokens), _PROMPT_TOKENS_MAX),
+            output_tokens=0,
+            output_tokens_max=asked.output_tokens_max or None,
+            model=salt.name(asked.model),
+            cache_salt=salt.name(asked.cache_salt),
+            session=salt.name(asked.session),
+            priority=asked.priority,
+            more=tuple(others),
+        )
+        blocks, size = len(first) // HASH_BYTES, self.block_tokens
+        whole, rest = divmod(line.prompt_tokens, size)
+        line.prompt_tokens = max(line.prompt_tokens, blocks * size)
+        if blocks >= whole or whole + bool(rest) == blocks:
+            line.blocks = first
+        else:
+            # Of a prompt that is hashed in part the rest is its own, which only parts can say.
+            line.parts = tuple(
+                (int.from_bytes(first[at : at + HASH_BYTES], "little"), size)
+                for at in range(0, len(first), HASH_BYTES)
+            )
+        return line
+
+    def _end(self, ended: Ended) -> None:
+        event = ended.event
+        if event.request not in self._asked:
+            return
+        asked_at_s, line = self._asked.pop(event.request)
+        line.end_s = round(event.at_s - asked_at_s, 6)
+        line.status = event.status
+        line.cached_tokens = ended.cached_tokens
+        if ended.output_tokens is not None:
+            line.output_tokens = ended.output_tokens
+        elif event.status is None or event.status < _FAILED_FROM:
+            guess = round(line.end_s / SECONDS_PER_OUTPUT_TOKEN_ESTIMATE)
+            _guess(line, max(1, guess))
+        self._write_request(line)
+
+    def _unfinished(self, number: int) -> None:
+        _, line = self._asked.pop(number)
+        if line.endpoint:
+            _guess(line, OUTPUT_TOKENS_ESTIMATE)
+        self._write_request(line)
+
+    def _write_request(self, line: CaptureLine) -> None:
+        encoded = self._encode(line) + b"\n"
+        self._requests.append(encoded)
+        self._pending_bytes += len(encoded)
+        self.requests += 1
+
+
+def _guess(line: CaptureLine, output_tokens: int) -> None:
+    most = line.output_tokens_max or _PROMPT_TOKENS_MAX
+    line.output_tokens = min(output_tokens, most)
+    line.estimated = True

@@ -1,0 +1,315 @@
+"""`--capture`: what requests ask and where they go, in files, at no decision's expense.
+
+The event loop puts notes into a queue that is bounded in number and bytes; what does not fit is
+dropped, counted, and missing in the files, which say so. A thread takes them out in slices so small
+that the loop never waits for it longer than for a garbage collection, hashes what clients wrote,
+and writes. A disk that is full, slow or not to be written costs notes and nothing else.
+"""
+
+import asyncio
+import contextlib
+import secrets
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Final
+
+import structlog
+from msgspec import Struct
+
+from epp.configuration.live import LiveConfiguration
+from epp.core.capture.events import Decided, Lost, Note, Replaced, Seen
+from epp.core.capture.lines import SALT_BYTES_MAX, SALT_BYTES_MIN, Salt
+from epp.core.capture.transcript import Origin, Transcript
+from epp.core.capture.witness import Sample
+from epp.core.types import Seconds
+from epp.shell.files.capture_folder import CaptureFolder
+from epp.shell.starting import StartError
+
+NOTES_MAX: Final = 16_384
+"""In the queue: at 1,000 requests a second those of four seconds."""
+NOTES_BYTES_MAX: Final = 32 * 2**20
+"""Of what is in the queue, as `_size_of` estimates it."""
+_NOTE_BYTES: Final = 400
+_ADAPTER_BYTES: Final = 100
+_MEMBER_BYTES: Final = 500
+SLICE_NOTES: Final = 16
+"""Notes that become lines before the thread lets go: about 0.3 ms."""
+SLICE_BYTES: Final = 4_096
+"""Of chains in them: 512 blocks."""
+SLICE_PAUSE_S: Final = 0.000_5
+FLUSH_BYTES: Final = 256 * 1024
+FLUSH_S: Final = 1.0
+POLL_S: Final = 0.1
+RETRY_S: Final = 10.0
+"""After a failure of the disk."""
+CLOSE_S_MAX: Final = 3.0
+"""At the end the disk gets no longer."""
+
+_log = structlog.get_logger(__name__)
+
+
+class CaptureLimits(Struct, frozen=True, kw_only=True):
+    """Of the files, a pair counted as one."""
+
+    file_bytes_max: int = 64 * 2**20
+    file_age_max_s: Seconds = 600.0
+    total_bytes_max: int = 2**30
+
+
+class CaptureSnapshot(Struct, frozen=True, kw_only=True):
+    """For a page of metrics."""
+
+    requests: int
+    """Lines written."""
+    events: int
+    dropped: dict[str, int]
+    """Why -> notes."""
+    write_errors: int
+    bytes: int
+    """Of the folder."""
+
+
+def read_salt(path: str) -> bytes:
+    """The salt in the file at `path`, without blanks around it. Raises `StartError`."""
+    try:
+        with Path(path).open("rb") as file:
+            salt = file.read(SALT_BYTES_MAX + 64).strip()
+    except OSError as error:
+        raise StartError(f"--capture-salt-file {path} cannot be read: {error.strerror}") from error
+    if not SALT_BYTES_MIN <= len(salt) <= SALT_BYTES_MAX:
+        raise StartError(
+            f"--capture-salt-file {path} has {len(salt)} bytes, expected {SALT_BYTES_MIN} to "
+            f"{SALT_BYTES_MAX}"
+        )
+    return salt
+
+
+class Capture:
+    """One process' capture. `tell` and `configured` are for the event loop, `run` is its task."""
+
+    def __init__(
+        self,
+        folder: str,
+        *,
+        seed: int,
+        salt: bytes | None,
+        share: float,
+        limits: CaptureLimits,
+        close_s_max: Seconds = CLOSE_S_MAX,
+    ) -> None:
+        """`salt` None: one is drawn, and ends with the process."""
+        self._close_s_max = close_s_max
+        salted = Salt(secrets.token_bytes(32) if salt is None else salt)
+        started = datetime.now(UTC)
+        name = f"{started:%Y%m%dT%H%M%S}-{secrets.token_hex(4)}"
+        unix_s = time.time() - time.monotonic()
+        self.sample = Sample(share, salted.secret())
+        self._transcript = Transcript(
+            Origin(name=name, seed=seed, share=share, unix_s=unix_s), salted
+        )
+        self._folder = CaptureFolder(Path(folder), name, total_bytes_max=limits.total_bytes_max)
+        self._limits = limits
+        self._queue: deque[tuple[Note, int]] = deque()
+        # Each of these is written by one thread only.
+        self._bytes_put = 0
+        self._bytes_taken = 0
+        self._lost = 0
+        self._dropped_by_queue = 0
+        self._dropped_by_disk = 0
+        self._unwritten = 0
+        """Notes that became lines which are not in a file yet."""
+        self._missing = 0
+        """Notes that the next file does not have."""
+        self._write_errors = 0
+        self._healthy = True
+        self._retry_at_s: Seconds = 0.0
+        self._file_began_s: Seconds = 0.0
+        self._flushed_s: Seconds = 0.0
+        self._stopping = threading.Event()
+
+    def tell(self, note: Note) -> None:
+        """Take a note, or drop it; returns at once."""
+        size = _size_of(note)
+        queue = self._queue
+        if len(queue) >= NOTES_MAX or self._bytes_put - self._bytes_taken + size > NOTES_BYTES_MAX:
+            self._lost += 1
+            self._dropped_by_queue += 1
+            return
+        if self._lost:
+            queue.append((Lost(events=self._lost), 0))
+            self._lost = 0
+        queue.append((note, size))
+        self._bytes_put += size
+
+    def configured(self, live: LiveConfiguration, endpoints: int) -> None:
+        """What `live` says is in force, for a pool of so many `endpoints`."""
+        self.tell(live.told(endpoints))
+
+    def failed(self, error: Exception) -> None:
+        """The witness has a defect: nothing more will be captured."""
+        _log.error("the capture failed and ends here, requests go on", exc_info=error)
+        self._write_errors += 1
+
+    def snapshot(self) -> CaptureSnapshot:
+        return CaptureSnapshot(
+            requests=self._transcript.requests,
+            events=self._transcript.events,
+            dropped={"queue": self._dropped_by_queue, "disk": self._dropped_by_disk},
+            write_errors=self._write_errors,
+            bytes=self._folder.total_bytes,
+        )
+
+    async def run(self) -> None:
+        """Write until cancelled, then what is left, as long as the disk is quick."""
+        loop, ended = asyncio.get_running_loop(), asyncio.Event()
+
+        def tell_ended() -> None:
+            # Too late, if the disk took longer than we waited.
+            with contextlib.suppress(RuntimeError):
+                loop.call_soon_threadsafe(ended.set)
+
+        thread = threading.Thread(
+            target=self._work, args=(tell_ended,), name="capture", daemon=True
+        )
+        thread.start()
+        try:
+            await ended.wait()
+            await asyncio.Event().wait()
+        finally:
+            self._stopping.set()
+            try:
+                await asyncio.wait_for(ended.wait(), self._close_s_max)
+            except TimeoutError:
+                _log.error("the end of the capture is not written: the disk takes too long")
+
+    # The thread.
+
+    def _work(self, ended: Callable[[], None]) -> None:
+        try:
+            while not self._stopping.wait(POLL_S):
+                self.write_queued()
+            self.write_queued()
+            self.end_files()
+        except Exception as error:  # noqa: BLE001  the boundary of a thread
+            self._write_errors += 1
+            _log.error("the capture failed and ends here, requests go on", exc_info=error)
+        finally:
+            ended()
+
+    def write_queued(self) -> None:
+        """Bring what is in the queue to the disk, as far as it is due."""
+        queue = self._queue
+        while queue:
+            taken = 0
+            for _ in range(SLICE_NOTES):
+                if not queue or taken > SLICE_BYTES:
+                    break
+                note, size = queue.popleft()
+                taken += max(0, size - _NOTE_BYTES)
+                self._bytes_taken += size
+                self._take(note)
+            # The event loop shall not wait for the interpreter until we have done all.
+            time.sleep(SLICE_PAUSE_S)
+        now = time.monotonic()
+        if now >= self._flushed_s + FLUSH_S:
+            self._flush(now)
+
+    def end_files(self) -> None:
+        """Write what has not ended, and leave the pair as it is."""
+        now = time.monotonic()
+        if not self._folder.is_open:
+            self._begin(now)
+        self._transcript.finish()
+        self._flush(now)
+        self._folder.close()
+
+    def _take(self, note: Note) -> None:
+        transcript = self._transcript
+        now = time.monotonic()
+        if transcript.changes_blocks(note):
+            self.end_files()
+        if not self._folder.is_open:
+            self._begin(now)
+        transcript.note(note)
+        self._unwritten += 1
+        if transcript.pending_bytes >= FLUSH_BYTES:
+            self._flush(now)
+
+    def _begin(self, now: Seconds) -> None:
+        """Open the next pair, if the disk may be tried again."""
+        if now < self._retry_at_s:
+            return
+        self._flush(now)
+        number = self._transcript.begin_file(now)
+        self._file_began_s = now
+        try:
+            self._folder.begin(number)
+        except OSError as error:
+            self._refused(error, now)
+            return
+        if self._missing:
+            self._transcript.note(Lost(events=self._missing))
+            self._missing = 0
+
+    def _flush(self, now: Seconds) -> None:
+        """Write the lines that there are; without a file they are lost."""
+        self._flushed_s = now
+        requests, events = self._transcript.take()
+        if not (requests or events):
+            return
+        unwritten, self._unwritten = self._unwritten, 0
+        if not self._folder.is_open:
+            self._lose(unwritten)
+            return
+        try:
+            self._folder.append(requests, events)
+        except OSError as error:
+            self._lose(unwritten)
+            self._refused(error, now)
+            return
+        if not self._healthy:
+            self._healthy = True
+            _log.info("the capture is written again")
+        limits = self._limits
+        old = now >= self._file_began_s + limits.file_age_max_s
+        if old or self._folder.pair_bytes >= limits.file_bytes_max:
+            self._folder.close()
+
+    def _lose(self, notes: int) -> None:
+        self._dropped_by_disk += notes
+        self._missing += notes
+
+    def _refused(self, error: OSError, now: Seconds) -> None:
+        self._write_errors += 1
+        self._retry_at_s = now + RETRY_S
+        if self._healthy:
+            self._healthy = False
+            _log.error(
+                "the capture cannot be written, requests go on",
+                problem=error.strerror,
+                retry_s=RETRY_S,
+            )
+
+
+def _size_of(note: Note) -> int:
+    """About how many bytes it takes. What clients and engines can make long is counted."""
+    if isinstance(note, Decided):
+        asked = note.asked
+        return (
+            _NOTE_BYTES
+            + sum(map(len, asked.chains))
+            + len(asked.model)
+            + len(asked.session)
+            + len(asked.cache_salt)
+        )
+    if isinstance(note, Seen):
+        report = note.metrics.adapters
+        names = () if report is None else (report.active, report.gpu, report.cpu, report.pinned)
+        return _NOTE_BYTES + _ADAPTER_BYTES * sum(map(len, names))
+    if isinstance(note, Replaced):
+        return _NOTE_BYTES + _MEMBER_BYTES * len(note.members)
+    return _NOTE_BYTES

@@ -1,0 +1,42 @@
+"""`sim replay CAPTURE --check-decisions`: what a live picker decided, decided again and compared."""
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from epp.configuration.build import plugin_tables
+from epp.configuration.config import ConfigError
+from epp.configuration.past_decisions import CaptureError, decide_again, sentences_of, told
+from sim.cluster.policies import policy_source
+from sim.output import OutputError, as_json, open_folder, write_whole
+from sim.traces.arrival import TraceError
+
+SCHEMA = 1
+
+
+def check_decisions(options: argparse.Namespace) -> int:
+    """0: done, whatever the differences. Raises what is told by `sim`."""
+    capture = Path(options.trace)
+    if not capture.is_dir():
+        raise TraceError(options.trace, 0, "", "Expected the directory of a live capture")
+    config = None
+    if options.config is not None:
+        policy = policy_source(options.config)
+        if not policy.text:
+            raise ConfigError([f"{policy.name} is no configuration: it cannot decide again"])
+        config = policy.load()
+    folder = open_folder(options)
+    try:
+        total = told(decide_again(capture, plugin_tables(), config))
+    except CaptureError as problem:
+        raise OutputError(str(problem)) from None
+    by = "what was in force" if config is None else options.config
+    summary: dict[str, Any] = {"schema": SCHEMA, "capture": capture.name, "decided_by": by, **total}
+    lines = [f"decided by {by}", *sentences_of(total)]
+    print("\n".join(lines))
+    if folder is not None:
+        write_whole(folder / "summary.json", as_json(summary))
+        report = "\n".join(["# Past decisions, decided again", "", *(f"- {one}" for one in lines)])
+        write_whole(folder / "report.md", f"{report}\n".encode())
+        print(f"results are in {folder}")
+    return 0

@@ -1,0 +1,128 @@
+"""A folder of captures: joined, cut off at its end, broken, and by another configuration."""
+
+import gzip
+
+import msgspec
+import pytest
+
+from epp.configuration import past_decisions
+from epp.configuration.config import load_config
+from epp.configuration.past_decisions import CaptureError, decide_again, told
+from epp.core.capture.transcript import BEHIND_MAX
+from tests.core.capture.traffic import PLUGINS, Live, document
+
+ORIGIN = "20260101T000000-0000000a"
+
+
+def write(folder, steps=200, *, files=1, origin=ORIGIN):
+    """A capture in so many pairs."""
+    live = Live(document())
+    for number in range(files):
+        if number:
+            live.transcript.begin_file(live.now)
+        live.run(steps // files)
+        if number == files - 1:
+            live.transcript.finish()
+        for kind, lines in zip(("requests", "events"), live.transcript.take(), strict=True):
+            half = lines.index(b"\n", len(lines) // 2) + 1
+            name = folder / f"{kind}-{origin}-{number:06d}.jsonl.gz"
+            name.write_bytes(gzip.compress(lines[:half]) + gzip.compress(lines[half:]))
+    return live
+
+
+def test_several_files_are_one_story(tmp_path):
+    """Requests that end in a later file are found there."""
+    write(tmp_path, files=4)
+    (result,) = decide_again(tmp_path, PLUGINS).values()
+    assert (result.decisions, result.same, result.caveats()) == (200, 200, [])
+
+
+def test_a_file_in_the_middle_that_is_gone_is_a_gap(tmp_path):
+    """What follows begins anew, with what is told at the head of its file."""
+    write(tmp_path, files=4)
+    for kind in ("requests", "events"):
+        (tmp_path / f"{kind}-{ORIGIN}-000001.jsonl.gz").unlink()
+    (result,) = decide_again(tmp_path, PLUGINS).values()
+    assert result.gaps == 1
+    assert 100 < result.decisions <= 150
+    assert result.changed
+
+
+def test_the_end_of_a_killed_writer_is_passed_over(tmp_path):
+    """Whole members are read; half of one is not."""
+    write(tmp_path)
+    for path in tmp_path.iterdir():
+        path.write_bytes(path.read_bytes()[:-40])
+    (result,) = decide_again(tmp_path, PLUGINS).values()
+    assert 0 < result.decisions < 200
+    assert result.same == result.decisions
+
+
+def test_two_processes_are_told_apart(tmp_path):
+    """Each has its own scheduler."""
+    write(tmp_path, 100)
+    write(tmp_path, 60, origin="20260101T000500-0000000b")
+    found = decide_again(tmp_path, PLUGINS)
+    assert [one.decisions for one in found.values()] == [100, 60]
+    assert told(found)["same"] == 160
+
+
+def test_another_configuration_is_held_against_what_was_decided(tmp_path):
+    """The first differences are named."""
+    write(tmp_path)
+    config = load_config(document(weight=0), "new", PLUGINS)
+    total = told(decide_again(tmp_path, PLUGINS, config))
+    assert 0 < total["changed"] < total["decisions"] == 200
+    assert total["differences"] == {"the same was known": total["changed"]}
+    assert {"request", "live", "again", "difference"} == set(total["first"][0])
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        (b'{"event": "nothing"}\n', "Invalid value 'nothing'"),
+        (
+            (
+                b'{"event": "opened", "format": "homing-events", "version": 2, "origin": "a", '
+                b'"file": 0, "seed": 1, "salt": "", "share": 1.0, "unix_s": 0.0}\n'
+            ),
+            "version 1, got homing-events 2",
+        ),
+        (b"{\n", "truncated"),
+    ],
+)
+def test_what_is_no_event_is_named_with_its_place(tmp_path, line, expected):
+    """One sentence."""
+    (tmp_path / f"events-{ORIGIN}-000000.jsonl.gz").write_bytes(gzip.compress(line))
+    with pytest.raises(CaptureError, match=expected) as found:
+        decide_again(tmp_path, PLUGINS)
+    assert "events-2026" in str(found.value)
+
+
+def test_a_folder_without_a_capture_is_named(tmp_path):
+    with pytest.raises(CaptureError, match=r"expected files of a capture, events-\*"):
+        decide_again(tmp_path, PLUGINS)
+
+
+def test_a_line_without_end_is_refused(tmp_path, monkeypatch):
+    """It is not read as a whole."""
+    monkeypatch.setattr(past_decisions, "_LINE_BYTES_MAX", 1000)
+    path = tmp_path / f"events-{ORIGIN}-000000.jsonl.gz"
+    path.write_bytes(gzip.compress(b"x" * 5000))
+    with pytest.raises(CaptureError, match="expected lines below 1000 bytes"):
+        decide_again(tmp_path, PLUGINS)
+
+
+def test_lines_are_looked_for_as_far_as_they_may_be(tmp_path):
+    """A request without a line is not looked for in all that follows."""
+    lines = [
+        {"time_s": 0.0, "prompt_tokens": 1, "output_tokens": 1, "request": at}
+        for at in range(1, 3 * BEHIND_MAX)
+    ]
+    path = tmp_path / "requests"
+    path.write_bytes(gzip.compress(b"".join(msgspec.json.encode(line) + b"\n" for line in lines)))
+    asked = past_decisions._Requests([path])
+    assert asked.find(0) is None
+    assert asked._latest < 2 * BEHIND_MAX + 2
+    assert asked.find(1).request == 1
+    assert asked.find(3 * BEHIND_MAX - 1).request == 3 * BEHIND_MAX - 1

@@ -1,0 +1,72 @@
+"""Events through JSON: the scrape and the endpoint again, and the documentation's list of them."""
+
+import math
+import re
+from pathlib import Path
+from typing import get_args
+
+import msgspec
+import pytest
+
+from epp.core.capture.events import (
+    Event,
+    Observed,
+    Opened,
+    endpoint_of,
+    member_of,
+    metrics_of,
+    page_of,
+)
+from epp.core.capture.lines import Salt
+from epp.core.types import AdapterReport, EndpointMetrics, MetricsTarget
+from tests.builders import endpoint
+
+PAGE = Path("docs/capture-format.md").read_text()
+SALT = Salt(b"a salt of twenty bytes")
+
+
+def through_json(event):
+    return msgspec.json.decode(msgspec.json.encode(event), type=Event)
+
+
+@pytest.mark.parametrize(
+    "metrics",
+    [
+        EndpointMetrics(),
+        EndpointMetrics(waiting_requests=2.0, kv_cache_usage=0.1 + 0.2, requests_total=1e9 + 0.5),
+        EndpointMetrics(running_requests=1.0, blocks_total=7, block_size_tokens=16, asleep=True),
+    ],
+)
+def test_a_scrape_comes_back_as_it_was(metrics):
+    """What it did not tell is not told again; floats are exact."""
+    page = through_json(Observed(at_s=0.1 + 0.2, slot=1, page=page_of(metrics, SALT))).page
+    again = msgspec.to_builtins(metrics_of(page))
+    for name, value in msgspec.to_builtins(metrics).items():
+        assert again[name] == value or (math.isnan(again[name]) and math.isnan(value))
+
+
+def test_adapters_are_named_as_requests_name_them():
+    """So that a request finds its adapter, and nobody else does."""
+    report = AdapterReport(active=frozenset({"sql"}), gpu=frozenset({"chat"}), slots_max=4)
+    found = metrics_of(page_of(EndpointMetrics(adapters=report), SALT)).adapters
+    assert found.active == {SALT.name("sql")}
+    assert found.gpu == {SALT.name("chat")}
+    assert found.slots_max == 4
+
+
+@pytest.mark.parametrize("metrics", [None, MetricsTarget(port=9)])
+def test_an_endpoint_comes_back_but_for_where_it_is_scraped(metrics):
+    """Whether it is scraped decides when it is ready."""
+    one = endpoint(3, labels={"a": "b"}, incarnation="2", ready_after_s=5.0, metrics=metrics)
+    again = endpoint_of(member_of(3, one))
+    assert msgspec.structs.replace(again, metrics=metrics) == one
+    assert (again.metrics is None) is (metrics is None)
+
+
+def test_the_documentation_lists_every_event():
+    """And its example of the first line is one."""
+    listed = set(re.findall(r"`(\w+)`", PAGE.partition("| event |")[2].partition("\n\n")[0]))
+    names = {kind.__struct_config__.tag for kind in get_args(Event)}
+    assert names - {"opened"} <= listed
+    example = re.findall(r"```json\n(.*?)\n```", PAGE, re.DOTALL)[-1]
+    assert isinstance(msgspec.json.decode(example, type=Event), Opened)

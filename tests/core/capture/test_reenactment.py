@@ -1,0 +1,223 @@
+"""What was captured is decided again: the same, and if it is not, it is said why."""
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from epp.core.capture.events import Event, Learnt, Lost
+from epp.core.capture.lines import CaptureLine
+from epp.core.capture.reenactment import Difference, Reenactment
+from epp.core.decision.scheduler import Decision
+from epp.core.types import ApiKind
+from tests.builders import request
+from tests.core.capture.traffic import Live, document, settings_of
+
+PICKERS = ("max-score-picker", "random-picker", "weighted-random-picker")
+
+
+def read(transcript):
+    """Events and lines by number, through the bytes."""
+    transcript.finish()
+    requests, events = transcript.take()
+    lines = [msgspec.json.decode(line, type=CaptureLine) for line in requests.splitlines()[1:]]
+    return (
+        [msgspec.json.decode(line, type=Event) for line in events.splitlines()],
+        {line.request: line for line in lines},
+    )
+
+
+def done_again(events, lines, of=settings_of):
+    again = Reenactment(of)
+    for event in events:
+        again.feed(event, lines.get(getattr(event, "request", None)))
+    return again
+
+
+@settings(max_examples=5, deadline=None)
+@given(st.integers(0, 1000), st.sampled_from(PICKERS))
+def test_every_decision_is_the_same_again(seed, picker):
+    """Dice, restarts, refusals, moves, reloads and dead endpoints included."""
+    live = Live(document(picker=picker), seed=seed)
+    live.run(150)
+    live.configure(document(picker=picker, weight=7))
+    live.run(100)
+    result = done_again(*read(live.transcript)).result
+    assert result.decisions == len(live.decisions) == 250
+    assert result.same == result.decisions, result.first
+    assert result.caveats() == []
+
+
+def test_the_same_state_is_reached():
+    """What is in flight at the end is what was."""
+    live = Live(document())
+    live.run(200)
+    again = done_again(*read(live.transcript))
+    for name in ("inflight_requests", "unreported_requests", "prefill_backlog_tokens"):
+        was = getattr(live.scheduler.pool.columns, name).tolist()
+        assert getattr(again.scheduler.pool.columns, name).tolist() == was
+    assert again.scheduler.ledger.open_leases == live.scheduler.ledger.open_leases
+
+
+def test_several_prompts_and_a_subset_are_the_same_again():
+    """Each prompt has its chain; what the gateway allowed is told by slot."""
+    live = Live(document())
+    live.begin(4)
+    for number in range(40):
+        live.now += 0.1
+        live.scrape()
+        prompts = tuple(b"%d" % ((number + at) % 5) * 900 for at in range(3))
+        allowed = ("192.168.1.2", "192.168.1.3:8000", "no such") if number % 2 else None
+        live.ask(prompts=prompts, prompt_tokens=675, subset=allowed)
+    result = done_again(*read(live.transcript)).result
+    assert (result.decisions, result.same) == (40, 40)
+
+
+def test_other_weights_would_have_decided_otherwise():
+    """Each decision is judged by what the live picker knew, so differences do not add up."""
+    live = Live(document(weight=2))
+    live.run(300)
+    events, lines = read(live.transcript)
+
+    def without_queues(configured):
+        return settings_of(msgspec.structs.replace(configured, document=document(weight=0)))
+
+    result = done_again(events, lines, without_queues).result
+    assert result.decisions == 300
+    assert 0 < result.changed < 200
+    assert set(result.differences) == {Difference.CHOICE}
+    assert len(result.first) == 10
+
+
+def test_a_missing_past_is_named():
+    """The second file alone: pool and pages are there, the index is empty."""
+    live = Live(document())
+    live.run(200)
+    live.transcript.finish()
+    live.transcript.take()
+    live.transcript.begin_file(live.now)
+    live.run(100)
+    result = done_again(*read(live.transcript)).result
+    assert result.decisions == 100
+    assert result.begins_late
+    assert Difference.KNOWLEDGE in result.differences
+    assert any("index begins empty" in sentence for sentence in result.caveats())
+
+
+def test_a_second_file_goes_on_where_the_first_ended():
+    """What is repeated at its beginning is not done twice."""
+    live = Live(document())
+    live.run(120)
+    first = live.transcript.take()
+    live.transcript.begin_file(live.now)
+    live.run(120)
+    live.transcript.finish()
+    second = live.transcript.take()
+    events, lines = [], {}
+    for requests, told in (first, second):
+        events += [msgspec.json.decode(line, type=Event) for line in told.splitlines()]
+        for line in requests.splitlines()[1:]:
+            found = msgspec.json.decode(line, type=CaptureLine)
+            lines[found.request] = found
+    result = done_again(events, lines).result
+    assert (result.decisions, result.same) == (240, 240)
+
+
+def test_what_is_missing_is_counted():
+    """A request without its line, events that were dropped, peers."""
+    live = Live(document())
+    live.run(50)
+    events, lines = read(live.transcript)
+    del lines[7]
+    again = done_again([*events, Lost(events=3), Learnt(records=2)], lines)
+    told = " / ".join(again.result.caveats())
+    assert "1 decisions are left out" in told
+    assert "3 events are missing" in told
+    assert "2 times a peer" in told
+
+
+def test_events_before_any_configuration_are_lost():
+    """Nothing can be decided by them."""
+    live = Live(document())
+    live.run(10)
+    events, lines = read(live.transcript)
+    again = done_again(events[2:], lines)
+    assert again.scheduler is None
+    assert again.result.lost == len(events) - 2
+
+
+@pytest.mark.parametrize(("tokens", "changed"), [(128, False), (96, True)])
+def test_an_index_of_longer_blocks_reads_every_so_many_hashes(tokens, changed):
+    """Chained hashes of 64 tokens hold those of 128; of 96 they do not, and that is said."""
+    live = Live(document())
+    live.begin(3)
+    live.scrape()
+    for _ in range(2):
+        live.ask(prompts=(b"x" * 64 * 4 * 8,), prompt_tokens=512, model="base")
+    events, lines = read(live.transcript)
+
+    def longer(configured):
+        index = f"plugins:\n- type: approx-prefix-cache-producer\n  parameters: {{blockSizeTokens: {tokens}}}"
+        text = configured.document.replace("plugins:", index, 1)
+        return settings_of(msgspec.structs.replace(configured, document=text))
+
+    again = done_again(events, lines, longer)
+    assert again.result.coarse is changed
+    held = again.scheduler.indexes["approx-prefix-cache-producer"]
+    assert held.entries == (0 if changed else 4)
+
+
+def test_a_share_takes_whole_conversations():
+    """All turns or none, and about as many as were asked for."""
+    live = Live(document(), share=0.3)
+    live.begin(3)
+    live.scrape()
+    for turn in range(3):
+        for user in range(200):
+            live.ask(session_id=f"user {user}", prompts=(b"turn %d " % turn * 100,))
+    events, lines = read(live.transcript)
+    sessions = {}
+    for line in lines.values():
+        sessions[line.session] = sessions.get(line.session, 0) + 1
+    assert set(sessions.values()) == {3}
+    assert 35 < len(sessions) < 85
+    assert done_again(events, lines).result.share == 0.3
+
+
+def test_without_a_session_the_conversation_stays_together():
+    """The opening is the same at each turn, though the first block is everybody's."""
+    live = Live(document(), share=0.5)
+    live.begin(3)
+    live.scrape()
+    system = b"s" * 900
+    prompts = [(system + b"%d" % user * 50) for user in range(80)]
+    taken = [
+        {
+            live.scheduler._sample.takes("", live_request(prompt + b"more " * 40 * turn), 256)
+            for turn in range(3)
+        }
+        for prompt in prompts
+    ]
+    assert all(len(one) == 1 for one in taken)
+
+
+def live_request(prompt):
+    return request(api=ApiKind.COMPLETIONS, prompts=(prompt,))
+
+
+def test_a_witness_that_fails_costs_no_decision():
+    """It is told of once, and nothing more is told to it."""
+    live = Live(document())
+    live.run(20)
+    told = []
+    live.scheduler._witness_failed = told.append
+
+    def broken(note):
+        raise OSError("no")
+
+    live.scheduler._tell = broken
+    live.run(30)
+    assert [type(error) for error in told] == [OSError]
+    assert len(live.decisions) == 50
+    assert all(isinstance(one, Decision) for one in live.decisions[20:25])
+    assert not live.scheduler._numbers

@@ -1,0 +1,102 @@
+"""A witnessed scheduler decides what it would decide alone, and what it notes is let go of."""
+
+import pytest
+
+from epp.core.capture.events import Completed, Decided, Ended, Learnt, Seen, Ticked
+from epp.core.capture.witness import NAME_CHARACTERS_MAX, PROMPTS_MAX, Sample
+from epp.core.decision.scheduler import Decision, Scheduler
+from epp.core.types import ApiKind
+from tests.builders import request
+from tests.core.capture.traffic import Live, configured, document, settings_of
+
+CHAT = b"\xf9system: be nice\xf8"
+
+
+class Alone(Live):
+    """The same traffic, unwitnessed."""
+
+    def __init__(self, text, **more):
+        super().__init__(text, **more)
+        self.scheduler = Scheduler(settings_of(configured(text)), seed=1)
+
+
+def outcomes(live):
+    return [
+        (one.number, one.endpoint.name, one.matched_blocks)
+        if isinstance(one, Decision)
+        else one.reason
+        for one in live.decisions
+    ]
+
+
+def test_witnessed_or_not_the_decisions_are_the_same():
+    """With dice, too."""
+    text = document(picker="weighted-random-picker")
+    live, alone = Live(text), Alone(text)
+    live.run(200)
+    alone.run(200)
+    assert outcomes(live) == outcomes(alone)
+
+
+def test_every_verb_is_noted_in_its_order():
+    """A request that ended is not kept."""
+    live = Live(document())
+    live.begin(2)
+    live.scrape()
+    live.ask(priority=0)
+    live.scheduler.tick(1.0)
+    live.end()
+    kinds = [type(note) for note in live.notes]
+    assert kinds.index(Seen) < kinds.index(Decided) < kinds.index(Ticked) < kinds.index(Ended)
+    assert isinstance(next(n for n in live.notes if type(n) is Ended).event, Completed)
+    assert not live.scheduler._numbers
+
+
+def test_what_is_not_sampled_is_not_noted():
+    """Neither the decision nor the end."""
+    live = Live(document(), share=1e-18)
+    live.run(60)
+    assert not [note for note in live.notes if isinstance(note, Decided | Ended)]
+    assert len(live.decisions) == 60
+
+
+@pytest.mark.parametrize("session", ["", "somebody"])
+def test_another_secret_takes_others(session):
+    """Which sessions are captured cannot be known without the salt."""
+    prompts = [
+        request(prompts=(b"%d" % number * 200,), api=ApiKind.COMPLETIONS) for number in range(64)
+    ]
+    taken = [
+        [
+            Sample(0.5, secret).takes(f"{session}{at}" if session else "", one, 256)
+            for at, one in enumerate(prompts)
+        ]
+        for secret in (1, 2)
+    ]
+    assert taken[0] != taken[1]
+    assert 10 < sum(taken[0]) < 54
+
+
+def test_what_clients_make_long_is_cut():
+    """A model, a session or a salt as long as a body, and thousands of prompts."""
+    live = Live(document())
+    live.begin(1)
+    live.scrape()
+    long = "x" * 100_000
+    live.ask(model=long, session_id=long, cache_salt=long, prompts=(b"y" * 300,) * 1000, priority=0)
+    (asked,) = [note.asked for note in live.notes if isinstance(note, Decided)]
+    assert {len(asked.model), len(asked.session), len(asked.cache_salt)} == {NAME_CHARACTERS_MAX}
+    assert len(asked.chains) == PROMPTS_MAX
+
+
+def test_what_peers_tell_is_one_note_a_tick():
+    """They may tell thousands of things a second."""
+    live = Live(document())
+    live.begin(1)
+    (name,) = live.scheduler.shared
+    for _ in range(100):
+        live.scheduler.learn(name, [], 0, 0.0, 0.0)
+    assert not [note for note in live.notes if isinstance(note, Learnt)]
+    live.scheduler.tick(1.0)
+    live.scheduler.tick(2.0)
+    assert [note.records for note in live.notes if isinstance(note, Learnt)] == [100]

@@ -1,0 +1,51 @@
+"""Candidates as they once were, made again of the numbers that were kept of them."""
+
+from collections.abc import Sequence
+from typing import Final
+
+import numpy as np
+
+from epp.core.knowledge.candidates import NUMBERS, Affinity, Candidates, Columns
+from epp.core.types import Endpoint
+
+_PREFIX: Final = "prefix"
+
+
+def retold_candidates(
+    endpoints: Sequence[Endpoint],
+    numbers: Sequence[Sequence[float]],
+    *,
+    total_blocks: int,
+    block_tokens: int,
+    prompt_tokens: int,
+) -> Candidates:
+    """Candidates whose `NUMBERS` are `numbers`: a row each, in the order of `endpoints`.
+
+    The rest is as of an endpoint of which nothing is known: no adapters, nobody saturated, one index
+    alone, the default one.
+    """
+    columns = Columns()
+    matched = np.zeros(len(endpoints), dtype=np.int64)
+    for endpoint, row in zip(endpoints, numbers, strict=True):
+        told = dict(zip(NUMBERS, row, strict=True))
+        slot = columns.add_slot()
+        columns.endpoints[slot] = endpoint
+        columns.set_load(
+            slot, told["waiting_requests"], told["running_requests"], told["kv_cache_usage"]
+        )
+        columns.set_kv_capacity(slot, told["kv_capacity_tokens"])
+        columns.observed_at_s[slot] = -told["metrics_age_s"]
+        columns.inflight_requests[slot] = int(told["inflight_requests"])
+        columns.inflight_context_tokens[slot] = int(told["inflight_context_tokens"])
+        columns.prefill_backlog_tokens[slot] = told["inflight_prefill_tokens"]
+        columns.prefill_tokens_per_s[slot] = told["prefill_tokens_per_s"]
+        matched[slot] = int(told["matched_blocks"])
+    return Candidates(
+        columns,
+        np.arange(len(endpoints), dtype=np.int64),
+        0.0,
+        affinities={_PREFIX: Affinity(matched, total_blocks)},
+        prefix=_PREFIX,
+        block_tokens=block_tokens,
+        prompt_tokens=prompt_tokens,
+    )

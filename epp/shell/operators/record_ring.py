@@ -6,7 +6,7 @@ each record stands between two words that say how long it is, so that the oldest
 one end and the newest read from the other.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Final
 
 _WORD_BYTES: Final = 4
@@ -35,6 +35,8 @@ class RecordRing:
         self._oldest = 0
         """Bytes that were written before the oldest record; so places count."""
         self._end = 0
+        self.displaced = 0
+        """Records that went because newer ones needed their room."""
 
     def __len__(self) -> int:
         """How many records are kept; they are counted."""
@@ -54,19 +56,38 @@ class RecordRing:
         oldest, keep_from = self._oldest, end - size_bytes
         while oldest < keep_from:
             oldest += _framed_bytes(words[oldest % size_bytes >> _WORD_SHIFT])
+            self.displaced += 1
         self._oldest = oldest
 
         start = place % size_bytes
         words[start >> _WORD_SHIFT] = length
         words[(end - _WORD_BYTES) % size_bytes >> _WORD_SHIFT] = length
-        start += _WORD_BYTES
-        fits = size_bytes - start
-        if length <= fits:
-            self._bytes[start : start + length] = record
-        else:
-            self._bytes[start:] = record[:fits]
-            self._bytes[: length - fits] = record[fits:]
+        self._write(start, record)
         return place
+
+    def overwrite(self, place: int, head: bytes) -> bool:
+        """The record at a place that `append` returned begins with `head` from now on.
+
+        False: it is not there any more. `head` must not be longer than the record.
+        """
+        if not self._oldest <= place < self._end:
+            return False
+        start = place % self._size_bytes
+        length = self._words[start >> _WORD_SHIFT]
+        assert len(head) <= length, f"{len(head)} bytes do not fit in a record of {length}"
+        self._write(start, head)
+        return True
+
+    def drop_oldest(self, goes: Callable[[bytes], bool], count_max: int) -> int:
+        """Drop the oldest while it `goes`, at most `count_max`; how many went."""
+        dropped = 0
+        while dropped < count_max and self._oldest < self._end:
+            length = self._words[self._oldest % self._size_bytes >> _WORD_SHIFT]
+            if not goes(self._read(self._oldest, length)):
+                break
+            self._oldest += _framed_bytes(length)
+            dropped += 1
+        return dropped
 
     def get(self, place: int) -> bytes | None:
         """The record at a place that `append` returned; None: not any more."""
@@ -74,6 +95,10 @@ class RecordRing:
             return None
         length = self._words[place % self._size_bytes >> _WORD_SHIFT]
         return self._read(place, length)
+
+    def oldest(self) -> bytes | None:
+        """The one that will go first; None: there is none."""
+        return self.get(self._oldest)
 
     def newest_first(self) -> Iterator[bytes]:
         """Every record, newest first.
@@ -85,6 +110,16 @@ class RecordRing:
             length = self._words[(end - _WORD_BYTES) % self._size_bytes >> _WORD_SHIFT]
             end -= _framed_bytes(length)
             yield self._read(end, length)
+
+    def _write(self, start: int, content: bytes) -> None:
+        """Write behind the word at `start`."""
+        at = (start + _WORD_BYTES) % self._size_bytes
+        fits = self._size_bytes - at
+        if len(content) <= fits:
+            self._bytes[at : at + len(content)] = content
+        else:
+            self._bytes[at:] = content[:fits]
+            self._bytes[: len(content) - fits] = content[fits:]
 
     def _read(self, start: int, length: int) -> bytes:
         at = (start + _WORD_BYTES) % self._size_bytes

@@ -36,6 +36,8 @@ def make_candidates(count: int, *, scraped: bool = True) -> Candidates:
             columns.waiting_requests[slot] = i
             columns.running_requests[slot] = 2 * i
             columns.kv_cache_usage[slot] = i / count
+            columns.cache_queried_tokens[slot] = 1000.0 * i
+            columns.cache_hit_tokens[slot] = 100.0 * i
             columns.observed_at_s[slot] = 1000.0 - i
     return Candidates(
         columns,

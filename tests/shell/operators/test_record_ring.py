@@ -100,3 +100,43 @@ def test_a_size_that_words_do_not_fill_is_refused(size_bytes):
     """The sentence says what is possible."""
     with pytest.raises(ValueError, match=f"multiple of 4 bytes .* is asked for {size_bytes}"):
         RecordRing(size_bytes)
+
+
+@given(
+    words=st.integers(4, 40),
+    records=st.lists(st.tuples(st.binary(max_size=60), st.binary(max_size=60)), max_size=40),
+)
+def test_the_head_of_a_record_can_be_written_anew(words, records):
+    """Wherever the end of the buffer falls; its rest and all others stay, and what is gone is gone."""
+    ring, model = RecordRing(4 * words), Remembers(4 * words)
+    places = []
+    for number, (rest, longer) in enumerate(records):
+        # No two alike, so that the model knows which goes first.
+        record = bytes([number]) + rest
+        places.append(ring.append(record))
+        model.append(record)
+        place = places[len(longer) % len(places)]
+        known = ring.get(place)
+        if known is None:
+            assert not ring.overwrite(place, b"")
+            continue
+        head = (known[:1] + longer)[: len(known)]
+        at = model.kept.index(known)
+        assert ring.overwrite(place, head)
+        assert ring.get(place) == head + known[len(head) :]
+        model.kept[at] = head + known[len(head) :]
+        assert sorted(ring.newest_first()) == sorted(model.kept)
+
+
+@given(records=st.lists(st.binary(max_size=60), max_size=20), count=st.integers(0, 25))
+def test_the_oldest_go_while_they_are_wanted_no_more(records, count):
+    """In their order, no more at once than asked for; those behind one that stays remain."""
+    ring = RecordRing(4096)
+    for record in records:
+        ring.append(record)
+    short = next((at for at, record in enumerate(records) if len(record) >= 30), len(records))
+    expected = min(short, count)
+    assert ring.drop_oldest(lambda record: len(record) < 30, count) == expected
+    assert list(ring.newest_first()) == records[expected:][::-1]
+    ring.append(b"next")
+    assert next(ring.newest_first()) == b"next"

@@ -1,0 +1,66 @@
+"""Which configuration is in force since when, what it changed, and what was refused since."""
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+
+from msgspec import Struct, field
+
+from epp.core.types import Seconds
+
+CHANGES_MAX = 20
+"""Sentences of one change that are kept."""
+
+
+class Applied(Struct, frozen=True, kw_only=True):
+    """A document that came into force."""
+
+    generation: int = 0
+    hash: str = ""
+    source: str = ""
+    at_s: float = 0.0
+    """By the clock of the day."""
+    changes: tuple[str, ...] = ()
+    """Against the one before, one sentence each; more than `CHANGES_MAX` are cut."""
+    weights: Mapping[str, float] = field(default_factory=dict)
+    """Of its scorers, by name."""
+
+
+class RefusedDocument(Struct, frozen=True, kw_only=True):
+    """A document that did not."""
+
+    at_s: float
+    problem: str
+
+
+class ConfigurationChanges:
+    """Told by whoever applies documents; asked by the live view."""
+
+    def __init__(self, clock: Callable[[], Seconds] = time.time) -> None:
+        """`clock` tells the time of the day."""
+        self._clock = clock
+        self.applied = Applied()
+        self.refused: RefusedDocument | None = None
+        """The last one, if it is newer than what is in force."""
+
+    def apply(
+        self,
+        generation: int,
+        config_hash: str,
+        source: str,
+        changes: Sequence[str],
+        weights: Mapping[str, float],
+    ) -> None:
+        """A document is in force from now on."""
+        self.applied = Applied(
+            generation=generation,
+            hash=config_hash,
+            source=source,
+            at_s=self._clock(),
+            changes=tuple(changes[:CHANGES_MAX]),
+            weights=weights,
+        )
+        self.refused = None
+
+    def refuse(self, problem: str) -> None:
+        """A document was refused; the last good one stays."""
+        self.refused = RefusedDocument(at_s=self._clock(), problem=problem)

@@ -1,0 +1,107 @@
+"""Asks the debug port of a picker, from the terminal of whoever operates it."""
+
+import http.client
+import ssl
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Final
+from urllib.parse import urlsplit
+
+from epp.core.types import Seconds
+
+TIMEOUT_S: Final = 5.0
+"""For the whole of an answer."""
+ANSWER_BYTES_MAX: Final = 8 * 1024 * 1024
+TOKEN_BYTES_MAX: Final = 4_096
+_PIECE_BYTES: Final = 65_536
+PORT_FORWARD: Final = "kubectl port-forward deploy/homing 9090"
+
+
+class NoAnswerError(Exception):
+    """One sentence: the picker did not answer, or not what was expected."""
+
+
+class DebugClient:
+    """One picker. Follows no redirect and uses no proxy: a token would go along."""
+
+    def __init__(
+        self,
+        url: str,
+        token: str = "",
+        *,
+        timeout_s: Seconds = TIMEOUT_S,
+        clock: Callable[[], Seconds] = time.monotonic,
+    ) -> None:
+        """Raises `NoAnswerError` for what is no `http://host:port` or `https://host:port`."""
+        self.url = url.rstrip("/")
+        try:
+            parts = urlsplit(self.url)
+            port = parts.port
+        except ValueError as error:
+            raise NoAnswerError(f"{url} is no URL such as http://127.0.0.1:9090") from error
+        bare = not (parts.path or parts.query or parts.fragment or parts.username)
+        if parts.scheme not in {"http", "https"} or not parts.hostname or not bare:
+            raise NoAnswerError(f"{url} is no URL such as http://127.0.0.1:9090")
+        self._secure = parts.scheme == "https"
+        self._host, self._port = parts.hostname, port
+        self._token = token
+        self._timeout_s = timeout_s
+        self._clock = clock
+
+    def get(self, path: str, *, accept: str) -> tuple[int, bytes]:
+        """Status and body of a page, of at most `ANSWER_BYTES_MAX`. Raises `NoAnswerError`."""
+        headers = {"accept": accept, "user-agent": "epp"}
+        if self._token:
+            headers["authorization"] = f"Bearer {self._token}"
+        connection = self._connection()
+        try:
+            connection.request("GET", path, headers=headers)
+            answer = connection.getresponse()
+            return answer.status, self._read(answer)
+        except (OSError, http.client.HTTPException) as error:
+            why = getattr(error, "strerror", None) or str(error) or type(error).__name__
+            hint = f"is its port forwarded, as by `{PORT_FORWARD}`?"
+            raise NoAnswerError(f"{self.url} does not answer: {why}; {hint}") from error
+        finally:
+            connection.close()
+
+    def _connection(self) -> http.client.HTTPConnection:
+        if self._secure:
+            context = ssl.create_default_context()
+            return http.client.HTTPSConnection(
+                self._host, self._port, timeout=self._timeout_s, context=context
+            )
+        return http.client.HTTPConnection(self._host, self._port, timeout=self._timeout_s)
+
+    def _read(self, answer: http.client.HTTPResponse) -> bytes:
+        until_s = self._clock() + self._timeout_s
+        body = bytearray()
+        while piece := answer.read1(_PIECE_BYTES):
+            body += piece
+            if len(body) > ANSWER_BYTES_MAX:
+                raise NoAnswerError(
+                    f"{self.url} answers with more than {ANSWER_BYTES_MAX} bytes, expected a page"
+                )
+            if self._clock() > until_s:
+                raise NoAnswerError(
+                    f"{self.url} takes more than {self._timeout_s:g} s to answer, expected a page"
+                )
+        if answer.length:
+            raise http.client.IncompleteRead(bytes(body), answer.length)
+        return bytes(body)
+
+
+def read_token(file: str) -> str:
+    """The token in `file`, "" without a file. Raises `NoAnswerError`."""
+    if not file:
+        return ""
+    try:
+        with Path(file).open("rb") as stream:
+            token = stream.read(TOKEN_BYTES_MAX).strip().decode("ascii")
+    except (OSError, UnicodeDecodeError) as error:
+        why = getattr(error, "strerror", None) or "it is not ASCII"
+        raise NoAnswerError(f"--token-file {file} cannot be read: {why}") from error
+    if not token or not token.isprintable() or " " in token:
+        raise NoAnswerError(f"--token-file {file} has no token, expected one line without spaces")
+    return token

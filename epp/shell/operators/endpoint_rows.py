@@ -1,0 +1,50 @@
+"""What the picker knows of each endpoint, as rows for pages."""
+
+from collections.abc import Sequence
+from typing import Any, Final, TypeAlias
+
+import numpy as np
+
+from epp.core.decision.scheduler import Scheduler
+from epp.core.knowledge.candidates import Candidates, Floats
+from epp.core.types import Seconds
+
+_DIGITS: Final = 3
+_Row: TypeAlias = dict[str, Any]
+
+
+def endpoint_rows(scheduler: Scheduler, now: Seconds) -> list[_Row]:
+    """A row an endpoint, by slot. None: not known."""
+    pool = scheduler.pool
+    standings = scheduler.standings(now)
+    candidates = Candidates(
+        pool.columns,
+        np.array(list(standings), dtype=np.int64),
+        now,
+        affinities={},
+    )
+    outliers = dict(scheduler.outliers.found())
+    slowness = scheduler.outliers.slowness()
+    columns: dict[str, Sequence[Any]] = {
+        "name": [endpoint.name for endpoint in candidates.endpoints],
+        "address": [endpoint.address for endpoint in candidates.endpoints],
+        "state": list(standings.values()),
+        "metrics_age_s": _rounded(candidates.metrics_age_s),
+        "waiting": _rounded(candidates.waiting_requests),
+        "running": _rounded(candidates.running_requests),
+        "kv_cache_usage": _rounded(candidates.kv_cache_usage),
+        "inflight_requests": candidates.inflight_requests.tolist(),
+        "inflight_prefill_tokens": _rounded(candidates.inflight_prefill_tokens),
+        "saturated": candidates.saturated.tolist(),
+        "slowness": [round(slowness[slot], 1) if slot in slowness else None for slot in standings],
+        "outlier": [outliers[slot].cause if slot in outliers else None for slot in standings],
+        "ejected": [slot in outliers and outliers[slot].ejected for slot in standings],
+        "labels": [dict(labels) for labels in candidates.labels],
+    }
+    return [
+        dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)
+    ]
+
+
+def _rounded(column: Floats) -> list[float | None]:
+    return [round(value, _DIGITS) if np.isfinite(value) else None for value in column.tolist()]

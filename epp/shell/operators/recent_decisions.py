@@ -1,0 +1,489 @@
+"""What is kept of decisions, refusals and how they ended, for who asks why.
+
+Of a request its id, its model and its numbers are kept, and of a refusal the path without its query;
+nothing of a prompt, of any other header or of an answer. What a page shows is worked out when it is
+asked for.
+"""
+
+import asyncio
+import math
+import time
+from collections.abc import AsyncIterator, Callable, Mapping
+from typing import Final
+
+import msgspec
+from msgspec import Struct, structs
+
+from epp.core.decision.decisive import next_best
+from epp.core.decision.plugin import TellsCost
+from epp.core.decision.scheduler import Decision, SchedulerSettings
+from epp.core.knowledge.candidates import Floats, Ints
+from epp.core.knowledge.inflight import Outcome
+from epp.core.knowledge.pool import EndpointPool
+from epp.core.prompt.request import InferenceRequest
+from epp.core.protocol.session import Exchange
+from epp.core.types import Refusal, Seconds
+from epp.shell.operators.decision_record import (
+    DECIDED,
+    PACKED_FROM,
+    REFUSED,
+    SERVED,
+    Decided,
+    Ended,
+    Refused,
+    Scores,
+    Served,
+    end_of,
+    ended_head,
+    kept_at_s,
+    kept_text,
+    record_of,
+    scores_at_of,
+    scores_of,
+    unpack_decided,
+    unpack_refused,
+    unpack_scores,
+    unpack_served,
+)
+from epp.shell.operators.decision_rows import (
+    NO_SETTING,
+    Members,
+    Row,
+    Setting,
+    costs_rows,
+    decided_row,
+    outcome_row,
+    refused_row,
+)
+from epp.shell.operators.record_ring import RecordRing
+
+BYTES_MAX: Final = 16 * 1024 * 1024
+"""Of all that is kept."""
+_SCORES_SHARE: Final = 4
+"""The scores of all candidates, which the newest decisions have besides, take a quarter."""
+KEEP_S: Final = 900.0
+_MEMBERSHIPS_MAX: Final = 64
+"""Lists of endpoints of which all candidates' scores can be told; each is as long as the pool."""
+_SETTINGS_MAX: Final = 64
+"""Configurations whose scorers can be named."""
+_OPEN_MAX: Final = 65_536
+"""Decisions whose end is waited for: more than there may be streams."""
+WAITING_MAX: Final = 64
+"""Decisions and ends that wait to be kept: one by one each would find its part of the memory cold. With
+their arrays of scores they take 40 KB each in a pool of a thousand."""
+_EXPIRED_PER_CALL_MAX: Final = 2_000
+_FAILED_FROM: Final = 500
+_FOUND_PER_TURN: Final = 20
+"""Rows that are made between two turns of the event loop."""
+_ROWS_PER_TURN: Final = 500
+"""Rows that are looked through before the event loop gets its turn: well below 1 ms."""
+_BY_BLOCKS: Final = "prefix-cache-scorer"
+"""Type of scorer whose part is the share of blocks that matched."""
+
+
+class _Deciding(Struct, frozen=True, gc=False):
+    """A decision that waits to be kept."""
+
+    at_s: float
+    told: Decided
+    generation: int
+    """Of the pool."""
+    picked: int
+    slot: Ints
+    scores: Floats
+    """float64[scorers, n]"""
+
+
+class _Ending(Struct, frozen=True, gc=False):
+    """The end of a request, which waits to be kept."""
+
+    number: int
+    head: bytes
+
+
+class _Other(Struct, frozen=True, gc=False):
+    """A refusal, or who served instead, which waits to be kept."""
+
+    at_s: float
+    kind: bytes
+    told: Refused | Served
+
+
+class Wanted(Struct, frozen=True, kw_only=True):
+    """Which decisions and refusals to show; "": any."""
+
+    request_id: str = ""
+    endpoint: str = ""
+    """Name, with or without its namespace, or address."""
+    model: str = ""
+    refused: str = ""
+    """"true", "false" or a reason."""
+
+    def texts(self) -> tuple[bytes, ...]:
+        """What the packed row must contain."""
+        wanted = (self.request_id, self.endpoint, self.model)
+        return tuple(kept_text(text).encode() for text in wanted if text)
+
+    def has(self, told: Decided | Refused) -> bool:
+        if self.request_id and told.request_id != kept_text(self.request_id):
+            return False
+        if self.model and told.model != kept_text(self.model):
+            return False
+        if isinstance(told, Refused):
+            return not self.endpoint and self.refused in {"", "true", told.reason}
+        names = {told.endpoint, told.endpoint.rpartition("/")[2], told.address}
+        return self.refused in {"", "false"} and (not self.endpoint or self.endpoint in names)
+
+
+class Lately(Struct, kw_only=True):
+    """What was decided and refused from `since_s` to `until_s`, by the clock of the day."""
+
+    since_s: float
+    until_s: float
+    decided: int = 0
+    refused: dict[str, int] = msgspec.field(default_factory=dict)
+    """By reason."""
+    endpoints: dict[str, "LatelyThere"] = msgspec.field(default_factory=dict)
+    """By name."""
+
+
+class LatelyThere(Struct):
+    """Of one endpoint."""
+
+    requests: int = 0
+    prompt_tokens: int = 0
+    predicted_tokens: int = 0
+    """Of the prompts, those that were believed to be cached there."""
+    compared_tokens: int = 0
+    """As `predicted_tokens`, of the requests whose answers told how many were."""
+    compared_prompt_tokens: int = 0
+    """As `prompt_tokens`, of the same."""
+    cached_tokens: int = 0
+    failed: int = 0
+    """Ended by a status of 500 or more."""
+
+
+class RecentDecisions:
+    """The last decisions and refusals: as many as there is room for, none older than `keep_s`."""
+
+    def __init__(
+        self,
+        pool: EndpointPool,
+        *,
+        rows_bytes_max: int = BYTES_MAX - BYTES_MAX // _SCORES_SHARE,
+        scores_bytes_max: int = BYTES_MAX // _SCORES_SHARE,
+        keep_s: Seconds = KEEP_S,
+        clock: Callable[[], Seconds] = time.time,
+        could_not: Callable[[str, Exception], None] = lambda *_: None,
+    ) -> None:
+        """Both numbers of bytes are taken at once; `clock` tells the time of the day; `could_not` is
+        told of what waited and cannot be kept.
+        """
+        self._pool = pool
+        self.keep_s = keep_s
+        self._rows = RecordRing(rows_bytes_max)
+        self._scores = RecordRing(scores_bytes_max)
+        self._clock = clock
+        self._could_not = could_not
+        self._waiting: list[_Deciding | _Ending | _Other] = []
+        self._memberships: dict[int, Members] = {}
+        """By the generation of the pool, oldest first."""
+        self._generation = -1
+        self._slot: object = None
+        """Of the last decision's candidates: the very array, which nobody can write."""
+        self._slot_bytes = b""
+        self._settings: dict[int, Setting] = {}
+        """By their number, oldest first."""
+        self._setting = 0
+        self._weights: object = None
+        """Of the decisions of the newest setting: the very array."""
+        self._configured: tuple[int, SchedulerSettings | None] = (0, None)
+        self._open: dict[int, int] = {}
+        """Number of a decision whose request has not ended -> its place, oldest first."""
+        self.shed = 0
+        """Streams that were answered without being looked at; of these nothing else is kept."""
+
+    def __len__(self) -> int:
+        self.fold()
+        return len(self._rows)
+
+    def configured(self, generation: int, settings: SchedulerSettings) -> None:
+        """From now on decisions are by `settings`, the document number `generation`."""
+        self._configured = (generation, settings)
+        self._weights = None
+
+    def decided(self, decision: Decision, parts: list[float]) -> None:
+        """Keep what explains `decision`; neither the pool nor its load must have changed since.
+
+        `parts` are what each scorer gave its endpoint.
+        """
+        if self._pool.generation != self._generation:
+            self._remember_members()
+        scored = decision.scored
+        if scored.weights is not self._weights:
+            self._remember_setting(decision)
+        candidates, lease, picked = decision.candidates, decision.lease, decision.picked
+        request, endpoint, scores = lease.request, decision.endpoint, scored.scores
+        told = (
+            decision.number,
+            self._setting,
+            kept_text(request.request_id),
+            kept_text(request.model),
+            request.priority,
+            request.prompt_tokens,
+            request.output_tokens_max,
+            endpoint.name,
+            endpoint.address,
+            tuple([other.address for other in decision.fallbacks]) if decision.fallbacks else (),
+            decision.matched_blocks,
+            decision.total_blocks,
+            decision.block_tokens,
+            decision.ready,
+            decision.eliminated,
+            len(candidates),
+            parts,
+            lease.prefill_tokens,
+            candidates.numbers_of(picked),
+        )
+        second = next_best(decision)
+        if second is None:
+            kept = Decided(*told)
+        else:
+            kept = Decided(
+                *told,
+                candidates.name_of(second),
+                scores[:, second].tobytes(),
+                candidates.numbers_of(second),
+            )
+        if decision.shadow is not None:
+            kept = structs.replace(kept, shadow=decision.shadow.told())
+        slot = candidates.slot
+        self._wait(_Deciding(self._clock(), kept, self._generation, picked, slot, scores))
+
+    def refused(
+        self,
+        refusal: Refusal,
+        request: InferenceRequest | None,
+        *,
+        request_id: str = "",
+        path: str = "",
+    ) -> None:
+        """Keep why a request was refused; None: it was not understood."""
+        told = Refused(
+            kept_text(request.request_id if request else request_id),
+            kept_text(request.model) if request else "",
+            kept_text(path),
+            request.priority if request else 0,
+            refusal.reason.value,
+            refusal.status,
+            refusal.eliminated,
+        )
+        self._wait(_Other(self._clock(), REFUSED, told))
+
+    def served(self, exchange: Exchange) -> None:
+        """The gateway says who serves; it is kept if that is not who was chosen."""
+        decision = exchange.decision
+        if decision is None or decision.lease.slot == decision.candidates.slot[decision.picked]:
+            return
+        told = Served(decision.number, kept_text(exchange.served))
+        self._wait(_Other(self._clock(), SERVED, told))
+
+    def completed(self, exchange: Exchange, outcome: Outcome, now: Seconds) -> None:
+        """Keep how the request of a decision ended."""
+        decision = exchange.decision
+        if decision is not None:
+            self._wait(_Ending(decision.number, ended_head(exchange, outcome, now)))
+
+    def fold(self) -> None:
+        """Keep what waits, in its order. Done before anything is read.
+
+        One that cannot be kept costs no other.
+        """
+        waiting, self._waiting = self._waiting, []
+        for one in waiting:
+            try:
+                self._fold(one)
+            except Exception as error:  # noqa: BLE001  telemetry never fails a request, and here it would be another's
+                self._could_not("recent", error)
+
+    def expire(self) -> None:
+        """Keep what waits and drop what is older than `keep_s`; bounded, about once a second."""
+        self.fold()
+        before_s = self._clock() - self.keep_s
+        self._rows.drop_oldest(lambda record: kept_at_s(record) < before_s, _EXPIRED_PER_CALL_MAX)
+
+    async def rows(self, count: int, wanted: Wanted, *, costs: bool = False) -> list[Row]:
+        """The last `count` that are wanted, newest first; `costs`: with what costs were made of."""
+        found: list[Row] = []
+        texts = wanted.texts()
+        served: dict[int, str] = {}
+        async for record in self._newest_first():
+            packed = record[PACKED_FROM:]
+            if record[:1] == SERVED:
+                told = unpack_served(packed)
+                served.setdefault(told.number, told.address)
+            elif all(text in packed for text in texts):
+                row = self._wanted_row(record, packed, wanted, served, costs=costs)
+                if row is not None:
+                    found.append(row)
+                    if len(found) == count:
+                        break
+                    if len(found) % _FOUND_PER_TURN == 0:
+                        await asyncio.sleep(0)
+        return found
+
+    async def lately(self, window_s: Seconds, records_max: int) -> Lately:
+        """Sums of the last `window_s`, or of the last `records_max` records if there were more."""
+        until_s = self._clock()
+        lately = Lately(since_s=until_s - window_s, until_s=until_s)
+        looked_at = 0
+        oldest_s = math.inf
+        async for record in self._newest_first():
+            at_s = kept_at_s(record)
+            if at_s < lately.since_s or looked_at == records_max:
+                break
+            looked_at += 1
+            oldest_s = at_s
+            if record[:1] == DECIDED:
+                _add(lately, unpack_decided(record[PACKED_FROM:]), end_of(record))
+            elif record[:1] == REFUSED:
+                reason = unpack_refused(record[PACKED_FROM:]).reason
+                lately.refused[reason] = lately.refused.get(reason, 0) + 1
+        else:
+            # What was displaced may have been within the window.
+            if self._rows.displaced and oldest_s < math.inf:
+                lately.since_s = oldest_s
+        if looked_at == records_max:
+            lately.since_s = oldest_s
+        return lately
+
+    @property
+    def oldest_at_s(self) -> float | None:
+        """When the oldest record that is kept was made; None: there is none."""
+        self.fold()
+        oldest = self._rows.oldest()
+        return None if oldest is None else kept_at_s(oldest)
+
+    async def _newest_first(self) -> AsyncIterator[bytes]:
+        """The records that are not too old; the loop has its turn every few hundred."""
+        self.fold()
+        before_s = self._clock() - self.keep_s
+        for looked_at, record in enumerate(self._rows.newest_first(), 1):
+            if kept_at_s(record) < before_s:
+                return
+            yield record
+            if looked_at % _ROWS_PER_TURN == 0:
+                await asyncio.sleep(0)
+
+    def _wait(self, one: _Deciding | _Ending | _Other) -> None:
+        self._waiting.append(one)
+        if len(self._waiting) >= WAITING_MAX:
+            self.fold()
+
+    def _fold(self, one: _Deciding | _Ending | _Other) -> None:
+        if isinstance(one, _Ending):
+            place = self._open.pop(one.number, None)
+            if place is not None:
+                self._rows.overwrite(place, one.head)
+        elif isinstance(one, _Other):
+            self._rows.append(record_of(one.kind, one.at_s, one.told))
+        else:
+            if one.slot is not self._slot:
+                self._slot, self._slot_bytes = one.slot, one.slot.tobytes()
+            scores = Scores(one.generation, one.picked, self._slot_bytes, one.scores.tobytes())
+            scores_at = self._scores.append(scores_of(scores))
+            record = record_of(DECIDED, one.at_s, one.told, scores_at)
+            self._open[one.told.number] = self._rows.append(record)
+            if len(self._open) > _OPEN_MAX:
+                del self._open[next(iter(self._open))]
+
+    def _remember_members(self) -> None:
+        self._generation = self._pool.generation
+        self._memberships[self._generation] = tuple(self._pool.columns.endpoints)
+        if len(self._memberships) > _MEMBERSHIPS_MAX:
+            del self._memberships[next(iter(self._memberships))]
+
+    def _remember_setting(self, decision: Decision) -> None:
+        self._weights = decision.scored.weights
+        generation, settings = self._configured
+        scorers = settings.profile.scorers if settings else ()
+        plugins = [scorer.plugin for scorer in scorers]
+        self._setting += 1
+        self._settings[self._setting] = Setting(
+            generation,
+            decision.scorers,
+            tuple(decision.scored.weights.tolist()),
+            tuple(scorer.name for scorer in scorers if scorer.plugin.type_name == _BY_BLOCKS),
+            tuple(plugin if isinstance(plugin, TellsCost) else None for plugin in plugins),
+        )
+        if len(self._settings) > _SETTINGS_MAX:
+            del self._settings[next(iter(self._settings))]
+
+    def _wanted_row(
+        self,
+        record: bytes,
+        packed: bytes,
+        wanted: Wanted,
+        served: Mapping[int, str],
+        *,
+        costs: bool,
+    ) -> Row | None:
+        if record[:1] == REFUSED:
+            refused = unpack_refused(packed)
+            return refused_row(refused, kept_at_s(record)) if wanted.has(refused) else None
+        told = unpack_decided(packed)
+        if not wanted.has(told):
+            return None
+        setting = self._settings.get(told.setting, NO_SETTING)
+        packed_scores = self._scores.get(scores_at_of(record))
+        scores = None if packed_scores is None else unpack_scores(packed_scores)
+        row = decided_row(
+            told,
+            setting,
+            scores,
+            None if scores is None else self._memberships.get(scores.generation),
+            at_s=kept_at_s(record),
+            now_s=self._clock(),
+            outcome=outcome_row(end_of(record), served.get(told.number)),
+        )
+        if costs:
+            row["costs"] = costs_rows(told, setting)
+        return row
+
+
+def recent_decisions(
+    pool: EndpointPool,
+    bytes_max: int,
+    keep_s: Seconds,
+    could_not: Callable[[str, Exception], None],
+) -> RecentDecisions:
+    """Some that take `bytes_max` together; next to nothing, if `keep_s` is 0."""
+    if not keep_s:
+        return RecentDecisions(pool, rows_bytes_max=64, scores_bytes_max=64, keep_s=0.0)
+    scores_bytes = bytes_max // _SCORES_SHARE & -4
+    rows_bytes = bytes_max - scores_bytes & -4
+    return RecentDecisions(
+        pool,
+        rows_bytes_max=rows_bytes,
+        scores_bytes_max=scores_bytes,
+        keep_s=keep_s,
+        could_not=could_not,
+    )
+
+
+def _add(lately: Lately, told: Decided, end: Ended | None) -> None:
+    lately.decided += 1
+    there = lately.endpoints.get(told.endpoint)
+    if there is None:
+        there = lately.endpoints[told.endpoint] = LatelyThere()
+    predicted = told.matched_blocks * told.block_tokens
+    there.requests += 1
+    there.prompt_tokens += told.prompt_tokens
+    there.predicted_tokens += predicted
+    if end is None:
+        return
+    there.failed += (end.status or 0) >= _FAILED_FROM
+    if end.cached_tokens is not None:
+        there.compared_tokens += predicted
+        there.compared_prompt_tokens += told.prompt_tokens
+        there.cached_tokens += end.cached_tokens

@@ -17,6 +17,19 @@ from sim.cluster.cluster import Failure, Fate, SimulatedRequest
 from sim.measurement.token_gaps import Gaps, TokenGaps
 
 Floats = npt.NDArray[np.float64]
+Bools = npt.NDArray[np.bool_]
+
+COLUMNS: Final = (
+    "arrived_s",
+    "ttft_s",
+    "tpot_s",
+    "e2e_s",
+    "queue_s",
+    "prompt_tokens",
+    "cached_tokens",
+    "output_tokens",
+)
+"""Of `Series`."""
 
 SCHEMA: Final = 1
 PERCENTILES: Final = (50, 90, 95, 99)
@@ -57,25 +70,70 @@ class Window(Struct, frozen=True, kw_only=True):
     """From there to the last answer."""
 
 
-class Series(Struct, frozen=True, kw_only=True):
-    """Completed requests of one run, a column each, in the order in which they ended."""
+class Series:
+    """Completed requests of one run, a column each, in the order in which they ended.
 
-    arrived_s: Floats
-    ttft_s: Floats
-    tpot_s: Floats
-    """NaN for an answer of one token."""
-    e2e_s: Floats
-    queue_s: Floats
-    prompt_tokens: Floats
-    cached_tokens: Floats
-    output_tokens: Floats
+    Columns are float64[n] in seconds and tokens. Where requests are left out a column is made when it is asked for
+    and not kept: of a million requests all eight would be 64 MB.
+    """
+
+    __slots__ = ("_columns", "_keep")
+
+    def __init__(self, columns: Mapping[str, Floats], keep: Bools | None = None) -> None:
+        """`columns` of `COLUMNS`, equally long; `keep`: bool of each request, None: all."""
+        self._columns = columns
+        self._keep = keep
 
     def __len__(self) -> int:
-        return len(self.arrived_s)
+        if self._keep is not None:
+            return int(np.count_nonzero(self._keep))
+        return len(self._columns[COLUMNS[0]])
 
-    def take(self, keep: npt.NDArray[np.bool_] | npt.NDArray[np.int64]) -> "Series":
-        """Those at `keep`: a mask or positions."""
-        return Series(**{name: getattr(self, name)[keep] for name in self.__struct_fields__})
+    def __reduce__(self) -> tuple[type["Series"], tuple[dict[str, Floats]]]:
+        # To another process goes what was asked for.
+        return Series, ({name: self._column(name) for name in COLUMNS},)
+
+    @property
+    def arrived_s(self) -> Floats:
+        return self._column("arrived_s")
+
+    @property
+    def ttft_s(self) -> Floats:
+        return self._column("ttft_s")
+
+    @property
+    def tpot_s(self) -> Floats:
+        """NaN for an answer of one token."""
+        return self._column("tpot_s")
+
+    @property
+    def e2e_s(self) -> Floats:
+        return self._column("e2e_s")
+
+    @property
+    def queue_s(self) -> Floats:
+        return self._column("queue_s")
+
+    @property
+    def prompt_tokens(self) -> Floats:
+        return self._column("prompt_tokens")
+
+    @property
+    def cached_tokens(self) -> Floats:
+        return self._column("cached_tokens")
+
+    @property
+    def output_tokens(self) -> Floats:
+        return self._column("output_tokens")
+
+    def since(self, start_s: Seconds) -> "Series":
+        """Those of them that arrived at `start_s` or later."""
+        keep = self._columns["arrived_s"] >= start_s
+        return Series(self._columns, keep if self._keep is None else keep & self._keep)
+
+    def _column(self, name: str) -> Floats:
+        column = self._columns[name]
+        return column if self._keep is None else column[self._keep]
 
 
 def mean(values: Floats) -> float:
@@ -147,7 +205,7 @@ class Measures:
         self.failures: dict[str, int] = {}
         self.pods: dict[str, PodLoad] = {}
         self.preemptions = 0
-        self._columns = {name: array("d") for name in Series.__struct_fields__}
+        self._columns = {name: array("d") for name in COLUMNS}
         self._digest = xxhash.xxh64()
         self._predicted = 0
         self._prediction_error = 0
@@ -193,16 +251,15 @@ class Measures:
 
     def series(self) -> Series:
         """The columns of what was completed."""
-        return Series(
-            **{name: np.frombuffer(values) for name, values in self._columns.items()}
-            if self._columns["ttft_s"]
-            else dict.fromkeys(self._columns, np.empty(0))
-        )
+        columns = self._columns
+        # An empty buffer is none to numpy.
+        read = np.frombuffer if columns["ttft_s"] else np.array
+        return Series({name: read(values) for name, values in columns.items()})
 
     def steady_series(self) -> Series:
         """Without those that arrived during the warm-up."""
-        series = self.series()
-        return series.take(series.arrived_s >= self.warm_up_s)
+        warm_up_s = self.warm_up_s
+        return self.series().since(warm_up_s) if warm_up_s > 0.0 else self.series()
 
     @property
     def warm_up_s(self) -> Seconds:

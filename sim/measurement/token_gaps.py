@@ -39,17 +39,32 @@ class Gaps(Struct, frozen=True, kw_only=True):
     """Of the gaps: how many are longer than `STALL_MEDIANS` medians."""
 
 
-class _Stretch(Struct):
-    output_tokens: int = 0
+class GapCounts(Struct):
+    """Gaps in bins of half a per cent: as much memory for a million as for a thousand."""
+
     gaps: int = 0
     gap_s_sum: float = 0.0
     bins: dict[int, int] = {}
 
-    def count(self, gap_s: Seconds, gaps: int) -> None:
+    def count(self, gap_s: Seconds, gaps: int = 1) -> None:
+        """So many `gaps` of this length, above 0."""
         self.gaps += gaps
         self.gap_s_sum += gap_s * gaps
         at = round(math.log(gap_s) * _BINS_PER_E)
         self.bins[at] = self.bins.get(at, 0) + gaps
+
+    @property
+    def mean_s(self) -> Seconds:
+        """NaN, if there are none."""
+        return self.gap_s_sum / self.gaps if self.gaps else math.nan
+
+    def percentile_s(self, share: float) -> Seconds:
+        """The gap that `share` of all do not exceed, within a quarter of a per cent."""
+        return _percentile_s(self.bins, self.gaps, share)
+
+
+class _Stretch(GapCounts):
+    output_tokens: int = 0
 
     def join(self, other: "_Stretch") -> None:
         self.output_tokens += other.output_tokens
@@ -92,7 +107,7 @@ class TokenGaps:
         return Gaps(
             output_tokens=told.output_tokens,
             duration_s=max(0, last - first) * self._stretch_s,
-            mean_s=told.gap_s_sum / told.gaps if told.gaps else math.nan,
+            mean_s=told.mean_s,
             p50_s=median_s,
             p99_s=_percentile_s(told.bins, told.gaps, 0.99),
             stall_share=stalls / told.gaps if told.gaps else math.nan,

@@ -32,6 +32,7 @@ from sim.pods.openai import (
     usage_of,
 )
 from sim.pods.pods import Generation, Pod, PodSettings
+from sim.pods.tokens import decode_ids
 
 _BODY_BYTES_MAX: Final = 64 * 1024 * 1024
 _VLLM_VERSION: Final = "0.32.0"
@@ -59,6 +60,8 @@ class PodServer:
             [
                 web.post("/v1/completions", self.completions),
                 web.post("/v1/chat/completions", self.chat),
+                web.post("/v1/completions/render", self.render_completion),
+                web.post("/v1/chat/completions/render", self.render_chat),
                 web.get("/v1/models", self.models),
                 web.post("/v1/load_lora_adapter", self.load_adapter),
                 web.post("/v1/unload_lora_adapter", self.unload_adapter),
@@ -75,6 +78,13 @@ class PodServer:
 
     async def chat(self, request: web.Request) -> web.StreamResponse:
         return await self._answer(request, ChatBody)
+
+    async def render_completion(self, request: web.Request) -> web.Response:
+        return _json(await self._render(request, CompletionBody))
+
+    async def render_chat(self, request: web.Request) -> web.Response:
+        (only,) = await self._render(request, ChatBody)
+        return _json(only)
 
     async def models(self, request: web.Request) -> web.Response:
         pod = self.pod
@@ -115,9 +125,25 @@ class PodServer:
     async def version(self, request: web.Request) -> web.Response:
         return _json({"version": _VLLM_VERSION, "simulator": f"homing-epp {__version__}"})
 
-    async def _answer(
+    async def _render(
         self, request: web.Request, kind: type[CompletionBody] | type[ChatBody]
-    ) -> web.StreamResponse:
+    ) -> list[Json]:
+        """What vLLM says of a request that it does not run: the tokens of each prompt."""
+        body = await self._read(request, kind)
+        return [
+            {
+                "request_id": f"render-{index}",
+                "model": body.model,
+                "token_ids": decode_ids(prompt),
+                "sampling_params": {"max_tokens": body.tokens_max()},
+            }
+            for index, prompt in enumerate(body.prompts())
+        ]
+
+    async def _read(
+        self, request: web.Request, kind: type[CompletionBody] | type[ChatBody]
+    ) -> Body:
+        """The body; ApiError 400 if it is none, 404 for a model that is not here."""
         pod = self.pod
         body = decode_body(await request.read(), kind)
         if body.model != pod.settings.model and body.model not in pod.adapters:
@@ -127,6 +153,13 @@ class PodServer:
                 kind="NotFoundError",
                 param="model",
             )
+        return body
+
+    async def _answer(
+        self, request: web.Request, kind: type[CompletionBody] | type[ChatBody]
+    ) -> web.StreamResponse:
+        pod = self.pod
+        body = await self._read(request, kind)
         pod.check_room()
         generations = [pod.prepare(body, prompt) for prompt in body.prompts()]
         if not generations:
@@ -301,7 +334,7 @@ def _event(value: Json) -> bytes:
     return b"data: " + msgspec.json.encode(value) + b"\n\n"
 
 
-def _json(value: Json, status: int = 200) -> web.Response:
+def _json(value: Json | list[Json], status: int = 200) -> web.Response:
     return web.Response(
         body=msgspec.json.encode(value), status=status, content_type="application/json"
     )

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Sequence
 from random import Random
 from typing import Final
 
+import numpy as np
 import xxhash
 
 TOKEN_BYTES: Final = 4
@@ -46,6 +47,12 @@ def encode_ids(token_ids: Iterable[int]) -> bytes:
         return b"".join(token_id.to_bytes(TOKEN_BYTES, "little") for token_id in token_ids)
     except OverflowError:
         raise ValueError("A token id is an integer from 0 to 4294967295.") from None
+
+
+def decode_ids(tokens: bytes) -> list[int]:
+    """The token ids that `encode_ids` makes `tokens` of."""
+    token_ids: list[int] = np.frombuffer(tokens, "<u4").tolist()
+    return token_ids
 
 
 def render_chat(messages: Sequence[tuple[str, str]], preamble: str = "") -> bytes:

@@ -53,6 +53,25 @@ async def test_the_next_turn_of_a_chat_hits_prompt_and_answer():
         assert answer_tokens <= answer["usage"]["prompt_tokens"]
 
 
+async def test_a_prompt_is_rendered_without_being_run():
+    """Its token ids, one object a completion prompt and one a chat; the engine sees nothing."""
+    async with running_pod() as pod:
+        asked = {"model": MODEL, "prompt": ["abcdefgh", "x"]}
+        status, rendered = await pod.post("/v1/completions/render", asked)
+        assert status == 200
+        ids = [each["token_ids"] for each in rendered]
+        assert ids == [[0x64636261, 0x68676665], [ord("x")]]
+        for each in ids:
+            again = await pod.post("/v1/completions/render", {"model": MODEL, "prompt": each})
+            assert again[1][0]["token_ids"] == each
+        chat = {"model": MODEL, "messages": [{"role": "user", "content": "abcd"}]}
+        _, one = await pod.post("/v1/chat/completions/render", chat)
+        assert ids[0][0] in one["token_ids"]
+        assert await pod.metric(of_model("prefix_cache_queries_total")) == 0
+        status, _ = await pod.post("/v1/completions/render", {**asked, "model": "another"})
+        assert status == 404
+
+
 async def test_a_stream_has_the_text_of_the_whole_answer():
     """Streamed or not, a chat says the same; usage comes last and only if asked for."""
     async with running_pod() as pod:

@@ -1,0 +1,1 @@
+"""Real requests to a live gateway, at the moments that a trace says."""

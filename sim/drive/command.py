@@ -1,0 +1,253 @@
+"""`sim drive`: a trace as real requests against a live gateway."""
+
+import argparse
+import asyncio
+import contextlib
+import sys
+from collections.abc import Callable, Iterator
+from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+from urllib.parse import urlsplit
+
+import msgspec
+from rich.progress import Progress
+
+from sim.drive.report import drive_page, drive_report, drive_table
+from sim.drive.summary import DriveMeasures
+from sim.interrupts import INTERRUPTED, interrupts_call
+from sim.output import (
+    OutputError,
+    add_output_options,
+    as_json,
+    open_folder,
+    progress_bar,
+    write_whole,
+)
+from sim.traces.arrival import Arrival
+from sim.traces.formats import FORMATS, open_trace
+from sim.traces.reading import ReadOptions
+
+if TYPE_CHECKING:
+    from sim.drive.driver import Driven, Driver, DriveSettings
+
+_HEADERS_MAX: Final = 64
+_IN_FLIGHT_MAX: Final = 100_000
+
+
+def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    """The command line of `sim drive`."""
+    parser = subparsers.add_parser(
+        "drive",
+        help="a trace as real requests against a live gateway",
+        description="Send the requests of TRACE to a gateway at the moments that the trace says, "
+        "and measure what clients see. Prompts are made-up text that shares where the trace says.",
+        allow_abbrev=False,
+    )
+    add = parser.add_argument
+    add("trace", metavar="TRACE", help="a trace, or the directory of a live capture")
+    add(
+        "--url", type=_url, required=True, metavar="URL", help="of the gateway, http:// or https://"
+    )
+    add("--model", action="append", type=_model, default=[], metavar="[TRACED=]NAME",
+        help="ask for NAME in the place of the trace's model, or of TRACED alone")  # fmt: skip
+    add("--header", action="append", type=_header, default=[], metavar="NAME:VALUE",
+        help="of every request; never written to a report")  # fmt: skip
+    add("--header-file", type=Path, metavar="FILE", help="the same, one a line: for keys")
+    add("--pod-header", default="x-homing-endpoint", metavar="NAME",
+        help="response header that tells who served (x-homing-endpoint)")  # fmt: skip
+    add(
+        "--speed",
+        type=_positive,
+        default=1.0,
+        metavar="X",
+        help="requests are sent X times as fast",
+    )
+    add("--requests", type=_count, metavar="N", help="only the first N")
+    add("--in-flight", type=_in_flight, default=1_000, metavar="N",
+        help="open at once; above it requests are not sent, and counted (1000)")  # fmt: skip
+    add("--timeout", type=_positive, default=600.0, metavar="S", help="of one request (600)")
+    add(
+        "--beside",
+        type=Path,
+        metavar="DIR",
+        help="results of `sim replay --out`, to be shown beside",
+    )
+    add("--trace-format", choices=sorted(known.name for known in FORMATS), help="do not guess")
+    add("--block-tokens", type=_count, metavar="N", help="tokens in a block of the trace")
+    add("--rate-per-s", type=_positive, default=1.0, metavar="R",
+        help="arrivals a second, where the trace has no times (1)")  # fmt: skip
+    add("--skip-bad", action="store_true", help="count malformed lines instead of stopping")
+    add("--seed", type=int, default=1, help="of a generated workload (1)")
+    add_output_options(parser)
+    parser.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> int:
+    """0: done; 1: no request has a whole answer. 130: interrupted, what was done is told."""
+    # HTTP takes a tenth of a second to import, which no other command shall pay for.
+    from sim.drive.driver import DriveSettings  # noqa: PLC0415
+
+    beside = _simulated(options.beside)
+    headers = dict([*options.header, *_headers_in(options.header_file)])
+    trace = open_trace(
+        Path(options.trace),
+        ReadOptions(
+            format=options.trace_format or "",
+            block_tokens=options.block_tokens,
+            skip_bad=options.skip_bad,
+            rate_per_s=options.rate_per_s,
+            seed=options.seed,
+        ),
+    )
+    total = trace.requests_expected()
+    total = total if options.requests is None else min(total, options.requests)
+    folder = open_folder(options)
+    settings = DriveSettings(
+        url=options.url,
+        models=dict(options.model),
+        headers=headers,
+        pod_header=options.pod_header.lower(),
+        speed=options.speed,
+        in_flight_max=options.in_flight,
+        timeout_s=options.timeout,
+    )
+    measures, progress = DriveMeasures(), progress_bar("drive")
+    told = _shown(progress, total, measures)
+    arrivals = islice(iter(trace), options.requests)
+    with progress:
+        driver, took_s, stopped = asyncio.run(_drive(settings, told, arrivals))
+    summary = measures.summary(
+        conditions=_conditions(options),
+        took_s=took_s,
+        counts={"not_sent": driver.not_sent, "unfit": driver.unfit, "cut": driver.cut},
+        complete=not stopped,
+    )
+    print(drive_table(summary, beside))
+    for problem in trace.problems:
+        print(f"skipped: {problem}", file=sys.stderr)
+    if folder is not None:
+        write_whole(folder / "summary.json", as_json(summary))
+        write_whole(folder / "report.md", drive_report(summary, beside).encode())
+        write_whole(folder / "report.html", drive_page(summary, measures, beside).encode())
+        print(f"results are in {folder}")
+    if stopped:
+        print("sim: interrupted", file=sys.stderr)
+        return INTERRUPTED
+    return 0 if summary["requests"]["whole"] else 1
+
+
+async def _drive(
+    settings: "DriveSettings", told: "Callable[[Driven], None]", arrivals: Iterator[Arrival]
+) -> "tuple[Driver, float, bool]":
+    """The driver, how long it took, and whether it was stopped."""
+    from sim.drive.driver import Driver  # noqa: PLC0415
+
+    driver = Driver(settings, told)
+    loop = asyncio.get_running_loop()
+    stopped = False
+
+    def stop() -> None:
+        nonlocal stopped
+        stopped = True
+        loop.call_soon_threadsafe(driver.stop)
+
+    with interrupts_call(stop):
+        took_s = await driver.run(arrivals)
+    return driver, took_s, stopped
+
+
+def _shown(progress: Progress, total: int, measures: DriveMeasures) -> "Callable[[Driven], None]":
+    """Measures each request, and moves the bar."""
+    task = progress.add_task("drive", total=total or None)
+
+    def ended(driven: "Driven") -> None:
+        measures.add(driven)
+        progress.advance(task)
+
+    return ended
+
+
+def _conditions(options: argparse.Namespace) -> dict[str, Any]:
+    """What was run, without the headers that were given: there may be keys among them."""
+    return {
+        "trace": Path(options.trace).name,
+        "url": options.url,
+        "models": ", ".join(f"{traced}={name}".lstrip("=") for traced, name in options.model),
+        "pod_header": options.pod_header,
+        "speed": options.speed,
+        "requests": options.requests,
+        "in_flight": options.in_flight,
+        "timeout_s": options.timeout,
+    }
+
+
+def _simulated(folder: Path | None) -> dict[str, Any] | None:
+    """summary.json of a simulation. Raises `OutputError`, `OSError`."""
+    if folder is None:
+        return None
+    path = folder / "summary.json"
+    summary: Any = None
+    with contextlib.suppress(msgspec.DecodeError):
+        summary = msgspec.json.decode(path.read_bytes())
+    wanted = {"ttft_s", "itl_s", "e2e_s", "hit_rate"}
+    if not isinstance(summary, dict) or not wanted <= summary.keys():
+        raise OutputError(f"{path}: expected the summary of `sim replay`")
+    return summary
+
+
+def _headers_in(path: Path | None) -> list[tuple[str, str]]:
+    """Raises `OutputError`, `OSError`; what is wrong is not quoted: it may be a key."""
+    if path is None:
+        return []
+    lines = [line for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+    if len(lines) > _HEADERS_MAX:
+        raise OutputError(f"{path}: expected at most {_HEADERS_MAX} headers, got {len(lines)}")
+    try:
+        return [_header(line) for line in lines]
+    except argparse.ArgumentTypeError as problem:
+        raise OutputError(f"{path}: {problem}") from None
+
+
+def _url(text: str) -> str:
+    parts = urlsplit(text)
+    if parts.scheme not in {"http", "https"} or not parts.hostname:
+        raise argparse.ArgumentTypeError("expected http://HOST[:PORT] or https://HOST[:PORT]")
+    if "@" in parts.netloc:
+        raise argparse.ArgumentTypeError("expected no password in it: give a --header-file")
+    return f"{text.rstrip('/')}/"
+
+
+def _model(text: str) -> tuple[str, str]:
+    traced, equals, name = text.rpartition("=")
+    if not name or (equals and not traced):
+        raise argparse.ArgumentTypeError("expected NAME or TRACED=NAME")
+    return traced, name
+
+
+def _header(text: str) -> tuple[str, str]:
+    name, colon, value = text.partition(":")
+    if not colon or not name.strip() or not name.strip().isprintable():
+        raise argparse.ArgumentTypeError("expected NAME:VALUE")
+    return name.strip().lower(), value.strip()
+
+
+def _positive(text: str) -> float:
+    value = float(text)
+    if not 0 < value < float("inf"):
+        raise argparse.ArgumentTypeError(f"expected more than 0, got {text}")
+    return value
+
+
+def _count(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"expected at least 1, got {text}")
+    return value
+
+
+def _in_flight(text: str) -> int:
+    value = _count(text)
+    if value > _IN_FLIGHT_MAX:
+        raise argparse.ArgumentTypeError(f"expected at most {_IN_FLIGHT_MAX}, got {text}")
+    return value

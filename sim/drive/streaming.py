@@ -1,0 +1,129 @@
+"""One streamed answer of the OpenAI API, chat or completion, as a client sees it."""
+
+import asyncio
+from array import array
+from typing import Final
+
+import msgspec
+from aiohttp import ClientError, ClientSession
+from msgspec import Struct, field
+
+from epp.core.types import Seconds
+
+ERROR_CHARACTERS_MAX: Final = 200
+PROBLEMS: Final = (ClientError, TimeoutError, msgspec.DecodeError, ValueError)
+"""What `ask` may raise where a gateway or an engine is at fault."""
+
+
+class StreamError(ClientError):
+    """An answer that is not the expected stream."""
+
+
+class Streamed(Struct, kw_only=True):
+    """What came, as far as it came: `ask` fills it, so that of half an answer half is known."""
+
+    status: int = 0
+    """0: there was no response."""
+    served_by: str = ""
+    """What the header says that was asked for."""
+    ttft_s: Seconds = 0.0
+    """From sending to the first chunk with text in it; 0: none came."""
+    gaps_s: "array[float]" = field(default_factory=lambda: array("d"))
+    """Between chunks with text."""
+    duration_s: Seconds = 0.0
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    output_tokens: int = 0
+
+
+class _Delta(Struct):
+    content: str | None = None
+
+
+class _Choice(Struct):
+    text: str = ""
+    delta: _Delta = field(default_factory=_Delta)
+
+
+class _CachedTokens(Struct):
+    cached_tokens: int = 0
+
+
+class _Usage(Struct):
+    prompt_tokens: int
+    completion_tokens: int
+    prompt_tokens_details: _CachedTokens | None = None
+
+
+class _Chunk(Struct):
+    choices: list[_Choice] = []
+    usage: _Usage | None = None
+
+
+_decode = msgspec.json.Decoder(_Chunk).decode
+
+
+async def ask(
+    session: ClientSession,
+    url: str,
+    body: bytes,
+    headers: dict[str, str],
+    found: Streamed,
+    *,
+    served_by: str = "",
+    output_tokens: int | None = None,
+) -> str:
+    """Send `body`, which asks for a stream with usage, and read to the end; the text of the answer.
+
+    `served_by` names a header of the response; of another number of `output_tokens` than is given
+    the answer is not whole. Raises what is in `PROBLEMS`; `found` tells how far
+    it came.
+    """
+    clock = asyncio.get_running_loop().time
+    sent_at = last_at = clock()
+    parts: list[str] = []
+    whole = False
+    try:
+        async with session.post(
+            url,
+            data=body,
+            headers={"content-type": "application/json", **headers},
+            # A key is for the gateway that was named.
+            allow_redirects=False,
+        ) as response:
+            found.status = response.status
+            found.served_by = response.headers.get(served_by, "") if served_by else ""
+            if response.status != 200:
+                text = await response.content.read(ERROR_CHARACTERS_MAX)
+                raise StreamError(f"status {response.status}: {text.decode(errors='replace')}")
+            async for line in response.content:
+                if not line.startswith(b"data: "):
+                    continue
+                if line.startswith(b"data: [DONE]"):
+                    whole = True
+                    continue
+                chunk = _decode(line[6:])
+                text_of = "".join(one.text or one.delta.content or "" for one in chunk.choices)
+                if text_of:
+                    now = clock()
+                    if found.ttft_s:
+                        found.gaps_s.append(now - last_at)
+                    else:
+                        found.ttft_s = now - sent_at
+                    last_at = now
+                    parts.append(text_of)
+                if chunk.usage is not None:
+                    _take(chunk.usage, found)
+    finally:
+        found.duration_s = clock() - sent_at
+    if not whole or output_tokens not in {None, found.output_tokens}:
+        of = "" if output_tokens is None else f" of {output_tokens}"
+        raise StreamError(f"the stream ended after {found.output_tokens}{of} tokens")
+    return "".join(parts)
+
+
+def _take(usage: _Usage, found: Streamed) -> None:
+    found.prompt_tokens = usage.prompt_tokens
+    found.output_tokens = usage.completion_tokens
+    if usage.prompt_tokens_details is not None:
+        found.cached_tokens = usage.prompt_tokens_details.cached_tokens

@@ -1,0 +1,135 @@
+"""What a drive found: in numbers, in all, by pod and by model."""
+
+import math
+from array import array
+from collections import Counter
+from typing import TYPE_CHECKING, Any, Final
+
+import numpy as np
+
+from epp.core.types import Seconds
+from sim.measurement.measures import distribution, rounded
+from sim.measurement.token_gaps import GapCounts
+
+if TYPE_CHECKING:
+    from sim.drive.driver import Driven
+
+SCHEMA: Final = 1
+UNTOLD: Final = "not told"
+"""Who served, where no header says so."""
+GROUPS_MAX: Final = 1_000
+OTHER: Final = "other"
+"""Whoever comes after so many pods or models: names are those of responses and traces."""
+ERRORS_SHOWN_MAX: Final = 10
+_GAP_S_MIN: Final = 1e-6
+"""Two chunks of one read."""
+_ITL_RANKS: Final = (50, 90, 99)
+
+
+class Group:
+    """Requests of one pod, of one model, or all."""
+
+    def __init__(self) -> None:
+        self.requests = 0
+        self.errors = 0
+        self.prompt_tokens = 0
+        self.cached_tokens = 0
+        self.output_tokens = 0
+        self._ttft_s = array("d")
+        self._e2e_s = array("d")
+        self._gaps = GapCounts(bins={})
+
+    def add(self, driven: "Driven") -> None:
+        """One that is not whole is an error, and nothing else of it counts."""
+        self.requests += 1
+        if driven.error:
+            self.errors += 1
+            return
+        answer = driven.answer
+        self.prompt_tokens += answer.prompt_tokens
+        self.cached_tokens += answer.cached_tokens
+        self.output_tokens += answer.output_tokens
+        self._ttft_s.append(answer.ttft_s or math.nan)
+        self._e2e_s.append(answer.duration_s)
+        for gap_s in answer.gaps_s:
+            self._gaps.count(max(gap_s, _GAP_S_MIN))
+
+    @property
+    def ttft_s(self) -> "np.ndarray[Any, np.dtype[np.float64]]":
+        """Of each whole answer; NaN: it had no text."""
+        return np.array(self._ttft_s)
+
+    @property
+    def e2e_s(self) -> "np.ndarray[Any, np.dtype[np.float64]]":
+        return np.array(self._e2e_s)
+
+    def told(self) -> dict[str, Any]:
+        """Plain values; None for what nothing is known of."""
+        hit_rate = self.cached_tokens / self.prompt_tokens if self.prompt_tokens else math.nan
+        gaps = self._gaps
+        return {
+            "requests": self.requests,
+            "errors": self.errors,
+            "ttft_s": distribution(self.ttft_s),
+            "itl_s": {
+                "mean": rounded(gaps.mean_s),
+                **{f"p{rank}": rounded(gaps.percentile_s(rank / 100)) for rank in _ITL_RANKS},
+            },
+            "e2e_s": distribution(self.e2e_s),
+            "prompt_tokens": self.prompt_tokens,
+            "cached_tokens": self.cached_tokens,
+            "output_tokens": self.output_tokens,
+            "hit_rate": rounded(hit_rate),
+        }
+
+
+class DriveMeasures:
+    """Takes each request when it ends. Memory grows by 48 bytes a request."""
+
+    def __init__(self) -> None:
+        self.all = Group()
+        self.pods: dict[str, Group] = {}
+        self.models: dict[str, Group] = {}
+        self.errors: Counter[str] = Counter()
+        self._late_s = array("d")
+
+    def add(self, driven: "Driven") -> None:
+        self.all.add(driven)
+        self._late_s.append(driven.late_s)
+        _group(self.pods, driven.answer.served_by or UNTOLD).add(driven)
+        _group(self.models, driven.model).add(driven)
+        if driven.error:
+            kind = driven.error.partition(":")[0]
+            self.errors[
+                kind if kind in self.errors or len(self.errors) < GROUPS_MAX else OTHER
+            ] += 1
+
+    def summary(
+        self, *, conditions: dict[str, Any], took_s: Seconds, counts: dict[str, int], complete: bool
+    ) -> dict[str, Any]:
+        """summary.json. `counts`: of requests that are not among the measured."""
+        told = self.all.told()
+        return {
+            "schema": SCHEMA,
+            "complete": complete,
+            "conditions": conditions,
+            "took_s": rounded(took_s),
+            "requests": {
+                "sent": self.all.requests + counts.get("cut", 0),
+                "whole": self.all.requests - self.all.errors,
+                "errors": self.all.errors,
+                **counts,
+            },
+            "errors": dict(self.errors.most_common(ERRORS_SHOWN_MAX)),
+            "late_s": distribution(np.array(self._late_s)),
+            "output_tokens_per_s": rounded(self.all.output_tokens / took_s if took_s else math.nan),
+            **{name: told[name] for name in ("ttft_s", "itl_s", "e2e_s", "hit_rate")},
+            "pods": {name: group.told() for name, group in sorted(self.pods.items())},
+            "models": {name: group.told() for name, group in sorted(self.models.items())},
+        }
+
+
+def _group(groups: dict[str, Group], name: str) -> Group:
+    if name not in groups and len(groups) >= GROUPS_MAX:
+        name = OTHER
+    return groups.setdefault(name, Group())

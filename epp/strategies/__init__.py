@@ -44,6 +44,7 @@ from epp.strategies import (
     smetric,
     smg_cache_aware,
     vllm_router,
+    weighted_scores,
 )
 from epp.strategies.strategy import Strategy
 
@@ -82,6 +83,7 @@ FAMILIES: Final[tuple[ModuleType, ...]] = (
     smetric,
     smg_cache_aware,
     vllm_router,
+    weighted_scores,
 )  # fmt: skip
 """In the order in which tables show them."""
 

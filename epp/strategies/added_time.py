@@ -7,6 +7,7 @@ tokens of prefill, so that of the speed of an endpoint nothing must be known but
 """
 
 import math
+from collections.abc import Mapping
 from typing import Annotated, ClassVar, Final
 
 import numpy as np
@@ -33,13 +34,19 @@ REPORTED_S_MAX: Final = 2.0
 """What is older tells of requests that have ended since: to go by it sends everybody to whoever was idle
 then. Own counts stay."""
 
+# In arrays, as all numbers beside arrays below: numpy takes a Python float twice as long as to add a hundred.
+_NOTHING: Final = np.zeros(())
+_ONE: Final = np.ones(())
+_HELD_UP_MAX: Final = np.array(HELD_UP_MAX)
+_ATTENTION: Final = np.array(-0.5 / ATTENTION_TOKENS)
+
 _Share = Annotated[float, Meta(ge=0, le=1)]
 
 
 class AddedTime(Parameters, frozen=True):
-    """argmin over endpoints e of the seconds that the request adds at e to everybody.
+    """Prefer where the request adds the fewest seconds to everybody.
 
-    With x the tokens of the prompt that e would have to compute, T all of them, p = x (1 + (T - x/2)
+    The least over endpoints e of the sum below. With x the tokens of the prompt that e would have to compute, T all of them, p = x (1 + (T - x/2)
     / `ATTENTION_TOKENS`) its prefill, n requests and C context tokens in flight at e, W waiting there,
     D = `decodeTokens` at most, s(e) prefill tokens a second:
 
@@ -57,6 +64,7 @@ class AddedTime(Parameters, frozen=True):
     """
 
     type_name: ClassVar[str] = "added-time-scorer"
+    cost_unit: ClassVar[str] = "s"
     producer_type: ClassVar[str] = "approx-prefix-cache-producer"
 
     prefix_match_info_producer_name: str = ""
@@ -92,46 +100,82 @@ class AddedTime(Parameters, frozen=True):
     def score(self, request: InferenceRequest, candidates: Candidates, /) -> Floats:
         prompt_tokens = float(request.prompt_tokens)
         decode_tokens = float(min(self.decode_tokens, request.output_tokens_max or math.inf))
-        decoding = decode_tokens * DECODE_SHARE
-        # In place wherever it can be: a hundred numbers cost as much to allocate as to add.
+        prompt = np.array(prompt_tokens)
         to_compute = self._to_compute(request, candidates)
         waiting = candidates.waiting_requests
         requests = candidates.running_requests
         old = _old(candidates)
         if old is not None:
             waiting[old] = requests[old] = np.nan
-        np.fmax(waiting, 0.0, out=waiting)  # NaN, which is unknown, becomes 0
+        np.fmax(waiting, _NOTHING, out=waiting)  # NaN, which is unknown, becomes 0
         inflight = candidates.inflight_requests.astype(np.float64)
         requests += waiting
         np.fmax(requests, inflight, out=requests)
         # Of what others sent nothing is known but the number: each is like this one where it fits.
         unseen = np.subtract(requests, inflight, out=inflight)
-        context = unseen * prompt_tokens
-        context += candidates.inflight_context_tokens
+        context = unseen * prompt
+        context += candidates.inflight_context_tokens.astype(np.float64)
 
         cost = candidates.inflight_prefill_tokens
+        # What share of its requests waits at each; None: nobody waits anywhere.
+        held_up = None
         if waiting[waiting.argmax()]:
-            unseen /= np.maximum(requests, 1.0)
-            unseen *= waiting
-            unseen *= to_compute[to_compute.argmin()]
+            held_up = waiting / np.fmax(requests, _ONE)
+            unseen *= held_up
+            unseen *= np.array(to_compute[to_compute.argmin()])
             cost += unseen
-        prefill = to_compute * (-0.5 / ATTENTION_TOKENS)
-        prefill += 1.0 + prompt_tokens / ATTENTION_TOKENS
+        prefill = to_compute * _ATTENTION
+        prefill += np.array(1.0 + prompt_tokens / ATTENTION_TOKENS)
         prefill *= to_compute
-        factor = requests * self.prefill_delay
-        factor += 1.0 + self.eviction_cost
+        factor = requests * np.array(self.prefill_delay)
+        factor += np.array(1.0 + self.eviction_cost)
         prefill *= factor
         cost += prefill
-        np.multiply(requests, prompt_tokens, out=factor)
+        np.multiply(requests, prompt, out=factor)
         factor += context
-        factor *= decoding
+        factor *= np.array(decode_tokens * DECODE_SHARE)
         cost += factor
         self._add_memory(
-            cost, candidates, old, to_compute, waiting, requests, context, decode_tokens
+            cost, candidates, old, to_compute, waiting, held_up, context, decode_tokens
         )
         cost /= candidates.prefill_tokens_per_s
         self._add_adapter(cost, request, candidates)
         return scores_of_cost(cost)
+
+    def cost_parts(
+        self, request: InferenceRequest, candidates: Candidates, /
+    ) -> Mapping[str, Floats]:
+        """The terms of the formula, of which `score` adds up the same in place."""
+        prompt_tokens = float(request.prompt_tokens)
+        decode_tokens = float(min(self.decode_tokens, request.output_tokens_max or math.inf))
+        to_compute = self._to_compute(request, candidates)
+        old = _old(candidates)
+        known = np.ones(len(to_compute), dtype=np.bool_) if old is None else ~old
+        waiting = np.fmax(np.where(known, candidates.waiting_requests, np.nan), 0.0)
+        running = np.where(known, candidates.running_requests, np.nan)
+        inflight = candidates.inflight_requests.astype(np.float64)
+        requests = np.fmax(running + waiting, inflight)
+        unseen = requests - inflight
+        context = unseen * prompt_tokens + candidates.inflight_context_tokens
+        prefill = to_compute * (1.0 + (prompt_tokens - to_compute / 2) / ATTENTION_TOKENS)
+        held_up = waiting / np.maximum(requests, 1.0)
+        queued = unseen * held_up * to_compute.min()
+        memory, adapter = np.zeros(len(to_compute)), np.zeros(len(to_compute))
+        self._add_memory(
+            memory, candidates, old, to_compute, waiting, held_up if waiting.any() else None,
+            context.copy(), decode_tokens,
+        )  # fmt: skip
+        self._add_adapter(adapter, request, candidates)
+        tokens = {
+            "queue": candidates.inflight_prefill_tokens + queued,
+            "prefill": prefill,
+            "delay of others": self.prefill_delay * requests * prefill,
+            "evictions": self.eviction_cost * prefill,
+            "decoding": decode_tokens * DECODE_SHARE * (context + requests * prompt_tokens),
+            "memory": memory,
+        }
+        speed = candidates.prefill_tokens_per_s
+        return {name: cost / speed for name, cost in tokens.items()} | {"adapter": adapter}
 
     def _add_memory(
         self,
@@ -140,40 +184,45 @@ class AddedTime(Parameters, frozen=True):
         old: Bools | None,
         to_compute: Floats,
         waiting: Floats,
-        requests: Floats,
+        held_up: Floats | None,
         context: Floats,
         decode_tokens: float,
     ) -> None:
-        """Add what it waits for memory, and others for what it takes; all in prefill tokens."""
+        """Add what it waits for memory, and others for what it takes; all in prefill tokens.
+
+        `waiting` and `context` are changed.
+        """
         capacity = candidates.kv_capacity_tokens
-        # A pod that says it has none has not said how much it has.
-        capacity[capacity < 1.0] = np.nan
         if old is not None:
             capacity[old] = np.nan
         used = candidates.kv_cache_usage
         used *= capacity
         over = used + to_compute
         over -= capacity
-        if not waiting[waiting.argmax()] and not np.fmax.reduce(over) > 0.0:
+        if held_up is not None:
+            used *= held_up
+            over += used
+            np.maximum(over, _NOTHING, out=over)
+            held = np.fmin(waiting, _HELD_UP_MAX, out=waiting)
+            held *= to_compute
+            over += held
+        elif np.fmax.reduce(over) > 0.0:
+            np.maximum(over, _NOTHING, out=over)
+        else:
             return
-        used *= waiting
-        used /= np.maximum(requests, 1.0)
-        over += used
-        np.maximum(over, 0.0, out=over)
-        over += np.minimum(waiting, HELD_UP_MAX) * to_compute
-        freeing = context * (decode_tokens * DECODE_SHARE)
-        freeing += decode_tokens * STEP_TOKENS
-        freeing /= capacity
-        over *= freeing
-        cost += np.fmax(over, 0.0, out=over)
+        context *= np.array(decode_tokens * DECODE_SHARE)
+        context += np.array(decode_tokens * STEP_TOKENS)
+        context /= capacity
+        over *= context
+        cost += np.fmax(over, _NOTHING, out=over)
 
     def _to_compute(self, request: InferenceRequest, candidates: Candidates) -> Floats:
         """Tokens of the prompt that each holds not, as far as is known or to be believed."""
         affinity = candidates.affinity(self.prefix_match_info_producer_name)
         cached: Floats = affinity.matched.astype(np.float64)
-        cached *= candidates.block_tokens
-        missing: Floats = np.subtract(float(request.prompt_tokens), cached, out=cached)
-        np.maximum(missing, 0.0, out=missing)
+        cached *= np.array(float(candidates.block_tokens))
+        missing: Floats = np.subtract(np.array(float(request.prompt_tokens)), cached, out=cached)
+        np.fmax(missing, _NOTHING, out=missing)
         if not request.replicas_unheard or not self.peer_belief or not affinity.total:
             return missing
         if affinity.matched.max() >= self.agreement_below * affinity.total:
@@ -192,9 +241,9 @@ class AddedTime(Parameters, frozen=True):
     def _add_adapter(self, cost: Floats, request: InferenceRequest, candidates: Candidates) -> None:
         """Add what it takes to have the adapter of `request` there, where anything is told of them."""
         adapters = candidates.adapter_state
-        generation = adapters.generation
-        if not generation[generation.argmax()]:
+        if not adapters.told:
             return
+        generation = adapters.generation
         wait = np.full(len(cost), float(self.adapter_wait), dtype=np.float64)
         room = np.where(
             generation > 1,
@@ -209,8 +258,9 @@ class AddedTime(Parameters, frozen=True):
 
 def _old(candidates: Candidates) -> Bools | None:
     """bool[n]: whose report is too old to go by; None: nobody's."""
-    age_s = candidates.metrics_age_s
-    return age_s > REPORTED_S_MAX if age_s[age_s.argmax()] > REPORTED_S_MAX else None
+    if candidates.metrics_age_s_max <= REPORTED_S_MAX:
+        return None
+    return candidates.metrics_age_s > REPORTED_S_MAX
 
 
 SCORERS: Final = (AddedTime,)

@@ -27,6 +27,7 @@ def scores_of_cost(cost: Floats) -> Floats:
         cost = np.where(finite, cost, most)
     if not most > least:
         return np.ones(len(cost))
-    scores: Floats = np.subtract(most, cost)
-    scores /= most - least
+    # As arrays: numpy takes a Python float longer than to subtract a hundred.
+    scores: Floats = np.subtract(np.array(most), cost)
+    scores /= np.array(most - least)
     return scores

@@ -69,9 +69,9 @@ class TwoTier(Parameters, frozen=True):
     """`dynamo-two-tier-cost-fn`: the load if it is uneven, else the cache, else the load.
 
     max R - min R > a and max R > r * min R: the fewest requests. Else, where the best holds more
-    than c of the prompt's blocks: the fewest requests among those who hold as much. Else the fewest
-    requests. R: requests in flight; a: `balance_absolute`; r: `balance_relative`; c:
-    `cache_threshold`. All strict.
+    than c of the prompt's blocks, a last one that is not full among them: the fewest requests among
+    those who hold as much. Else the fewest requests. R: requests in flight; a: `balance_absolute`;
+    r: `balance_relative`; c: `cache_threshold`. All strict.
 
     Differs: what is held is what was routed there; Dynamo knows it from the engines' events.
     """
@@ -93,7 +93,8 @@ class TwoTier(Parameters, frozen=True):
         uneven = most - least > self.balance_absolute and most > self.balance_relative * least
         known = candidates.affinity("")
         best = int(known.matched.max())
-        if not uneven and best > self.cache_threshold * known.total:
+        blocks = max(known.total, math.ceil(candidates.prompt_tokens / candidates.block_tokens))
+        if not uneven and best > self.cache_threshold * blocks:
             requests[known.matched < best] = math.inf
         return scores_of_cost(requests)
 

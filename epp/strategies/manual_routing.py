@@ -27,7 +27,7 @@ from epp.strategies.cost import scores_of_cost
 from epp.strategies.strategy import Strategy, config_of, step
 
 KEYS: Final = "keys"
-"""Column: routing keys whose first endpoint it is."""
+"""Column: routing keys that have requests in flight there."""
 
 _ENDPOINTS_PER_KEY_MAX: Final = 2
 _EXPIRED_PER_CALL_MAX: Final = 4_096
@@ -72,8 +72,8 @@ class RoutingKeys:
     def __init__(self, settings: RoutingKeysSettings) -> None:
         self._keys: OrderedDict[bytes, tuple[tuple[int, ...], Seconds]] = OrderedDict()
         """Hash of the key -> (slots, when it was last used); the longest idle first."""
-        self._first_of: dict[int, int] = {}
-        """Slot -> keys whose first it is."""
+        self._active: dict[int, dict[bytes, int]] = {}
+        """Slot -> key -> its requests in flight there."""
         self.configure(settings)
 
     def configure(self, settings: RoutingKeysSettings) -> bool:
@@ -91,9 +91,9 @@ class RoutingKeys:
         """The slots of the key of `request`."""
         matched = np.zeros(slots, dtype=np.int64)
         keys = np.zeros(slots)
-        for slot, count in self._first_of.items():
+        for slot, active in self._active.items():
             if slot < slots:
-                keys[slot] = count
+                keys[slot] = len(active)
         key = self._key_of(request)
         known, used_at = self._keys.get(key, ((), -math.inf))
         if used_at >= now - self._idle_s:
@@ -111,24 +111,39 @@ class RoutingKeys:
         if used_at < now - self._idle_s:
             known = ()
         request.recorded[self, slot] = known
+        active = self._active.setdefault(slot, {})
+        # Whoever never ends its requests shall not fill the memory.
+        if key in active or len(active) < self._keys_max:
+            active[key] = active.get(key, 0) + 1
         if slot not in known:
             self._put(key, (*known, slot)[-_ENDPOINTS_PER_KEY_MAX:], now)
         else:
             self._put(key, known, now)
         self._fit()
 
+    def release(self, request: InferenceRequest, slot: int, now: Seconds) -> None:
+        """One request of the key less is in flight at `slot`; the key keeps it."""
+        key = self._key_of(request)
+        active = self._active.get(slot, {})
+        left = active.pop(key, 0) - 1
+        if left > 0:
+            active[key] = left
+
     def retract(self, request: InferenceRequest, slot: int, kept: int, now: Seconds) -> None:
         """The key did not go to `slot`; whom it pushed out does not come back."""
         before = request.recorded.pop((self, slot), None)
+        if before is None:
+            return
+        self.release(request, slot, now)
         key = self._key_of(request)
-        if before is None or slot in before or key not in self._keys:
+        if slot in before or key not in self._keys:
             return
         known, used_at = self._keys[key]
         left = tuple(one for one in known if one != slot)
         if left:
             self._put(key, left, used_at)
         else:
-            self._drop(key)
+            del self._keys[key]
 
     def forget(self, slot: int) -> None:
         """No key has `slot` any more."""
@@ -137,12 +152,11 @@ class RoutingKeys:
                 continue
             left = tuple(one for one in known if one != slot)
             if left:
-                self._count(known, left)
                 # In its place: nobody used it.
                 self._keys[key] = (left, used_at)
             else:
-                self._drop(key)
-        self._first_of.pop(slot, None)
+                del self._keys[key]
+        self._active.pop(slot, None)
 
     def expire(self, now: Seconds) -> None:
         """Drop keys that are idle for too long, a bounded number a call."""
@@ -150,7 +164,7 @@ class RoutingKeys:
             oldest = next(iter(self._keys.items()), None)
             if oldest is None or oldest[1][1] >= now - self._idle_s:
                 return
-            self._drop(oldest[0])
+            del self._keys[oldest[0]]
 
     def resize(self, slot: int, blocks_total: int, block_size_tokens: int) -> None:
         """The size of an engine's cache does not matter here."""
@@ -161,31 +175,20 @@ class RoutingKeys:
         return xxhash.xxh3_128_digest(key.encode("utf-8", "surrogatepass")) if key else b""
 
     def _put(self, key: bytes, slots: tuple[int, ...], now: Seconds) -> None:
-        self._count(self._keys.get(key, ((), now))[0], slots)
         self._keys[key] = (slots, now)
         self._keys.move_to_end(key)
 
-    def _drop(self, key: bytes) -> None:
-        self._count(self._keys.pop(key)[0], ())
-
-    def _count(self, before: tuple[int, ...], after: tuple[int, ...]) -> None:
-        """The first of a key was that of `before` and is that of `after`."""
-        if before:
-            self._first_of[before[0]] -= 1
-        if after:
-            self._first_of[after[0]] = self._first_of.get(after[0], 0) + 1
-
     def _fit(self) -> None:
         while len(self._keys) > self._keys_max:
-            self._drop(next(iter(self._keys)))
+            del self._keys[next(iter(self._keys))]
 
 
 class ManualRouting(Parameters, frozen=True):
     """The first endpoint of the key, else its second, else a new one by `assignment`.
 
-    `random`: anybody; `min_load`: argmin of requests in flight; `min_group`: argmin of keys. What
-    has no key goes to anybody. The key is header `X-SMG-Routing-Key`, or the session where it is
-    not sent.
+    `random`: anybody; `min_load`: argmin of requests in flight; `min_group`: argmin of keys that
+    have requests in flight. So goes what has no key. The key is header `X-SMG-Routing-Key`, or the
+    session where it is not sent.
 
     Kept: a key has no bound, however busy its endpoint is.
 
@@ -208,7 +211,7 @@ class ManualRouting(Parameters, frozen=True):
         if most > 0:
             first: Floats = (known.matched == most).astype(np.float64)
             return first
-        if known.total == 0 or self.assignment is Assignment.RANDOM:
+        if self.assignment is Assignment.RANDOM:
             return np.ones(len(candidates))
         if self.assignment is Assignment.MIN_LOAD:
             return scores_of_cost(candidates.inflight_requests.astype(np.float64))
@@ -236,7 +239,7 @@ STRATEGIES: Final = (
     ),
     Strategy(
         name="smg-manual-min-group",
-        idea="smg, manual: a new routing key goes to the fewest keys.",
+        idea="smg, manual: a new routing key goes to the fewest keys in flight.",
         config=config_of(
             step(ManualRouting.type_name, assignment=Assignment.MIN_GROUP.value),
             picker=_RANDOM_TIE,

@@ -20,7 +20,8 @@ class PrefixHashRing(Parameters, frozen=True):
     Differs: owners by rendezvous hashing of endpoint identities instead of points on a ring, so that
     also here an endpoint that leaves takes along only its own keys; the head is full blocks of the
     prefix index, so 256 tokens are 4 of 64, and a prompt without a full block goes to the fewest
-    requests. Kept: prompts that share 256 tokens of preamble share one owner until the margin of ten
+    requests; smg 1.13.0 has no ring for workers that speak HTTP, so that there each prompt goes to
+    the fewest requests. Kept: prompts that share 256 tokens of preamble share one owner until the margin of ten
     requests is used up.
     """
 

@@ -1,4 +1,4 @@
-"""The tree of prompts that cache-aware routers keep: who was sent what, who last, and how much.
+"""The tree of prompts that cache-aware routers keep: who was sent what, who first, and how much.
 
 SGLang's router, its successor smg, vllm-router, Ray Serve and production-stack each keep such a
 tree over characters or tokens. Here it is the prefix index with what their rules ask besides.
@@ -13,8 +13,8 @@ from epp.core.duration import Duration
 from epp.core.knowledge.prefix import PrefixIndex, PrefixIndexSettings
 from epp.plugins.contract import Affinity, AffinityIndex, Floats, InferenceRequest, Seconds
 
-LAST_HOLDER: Final = "last_holder"
-"""Column: 1 for the endpoint to which the deepest known block was last routed, 0 for the others."""
+FIRST_HOLDER: Final = "first_holder"
+"""Column: 1 for the endpoint to which the deepest known block was first routed, 0 for the others."""
 HELD_BLOCKS: Final = "held_blocks"
 """Column: blocks that the tree has of each endpoint."""
 REQUESTS: Final = "requests"
@@ -73,12 +73,12 @@ class RadixTree(PrefixIndex):
     def match(self, request: InferenceRequest, slots: int, now: Seconds) -> Affinity:
         """As the prefix index does, and the columns."""
         known = super().match(request, slots, now)
-        last = np.zeros(slots)
-        holder = self.last_holder(request, now)
+        first = np.zeros(slots)
+        holder = self.first_holder(request, now)
         if 0 <= holder < slots:
-            last[holder] = 1.0
+            first[holder] = 1.0
         columns = {
-            LAST_HOLDER: last,
+            FIRST_HOLDER: first,
             HELD_BLOCKS: np.array([self.blocks_held(slot) for slot in range(slots)], np.float64),
             REQUESTS: self._requests_of(slots),
             DEEPEST_BLOCKS: np.full(slots, float(known.matched.max(initial=0))),

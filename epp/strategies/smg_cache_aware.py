@@ -25,8 +25,8 @@ from epp.strategies.expected_wait import ExpectedWait
 from epp.strategies.narrowing import first_of, least_of, most_of, only
 from epp.strategies.radix_tree import (
     DEEPEST_BLOCKS,
+    FIRST_HOLDER,
     HELD_BLOCKS,
-    LAST_HOLDER,
     REQUESTS,
     RadixTreeSettings,
 )
@@ -45,16 +45,17 @@ def imbalanced(inflight: Ints, *, balance_abs: float, balance_rel: float) -> boo
     return most - least > balance_abs and most > balance_rel * least
 
 
-def last_holder(tree: Affinity, cache_threshold: float) -> Bools | None:
-    """bool[n]: the endpoint that touched the deepest known block last; None: too little is known.
+def first_holder(tree: Affinity, cache_threshold: float) -> Bools | None:
+    """bool[n]: the endpoint that was first sent the deepest known block; None: too little is known.
 
     Known must be more than `cache_threshold` of the prompt. If the endpoint is no candidate, the
-    first in the list is taken.
+    first in the list is taken. Who was sent it later does not matter: a node of the original trees
+    is given a `last_tenant` when it is made, and another only when that one lost it.
     """
     if not _share(tree) > cache_threshold:
         return None
-    last: Bools = tree.columns[LAST_HOLDER] > 0
-    return last if last.any() else first_of(~last)
+    first: Bools = tree.columns[FIRST_HOLDER] > 0
+    return first if first.any() else first_of(~first)
 
 
 def _share(tree: Affinity) -> float:
@@ -78,13 +79,16 @@ class CacheAware1(Parameters, frozen=True):
     """Generation 1 (SGLang router, sgl-project/sglang #2114, to sglang-router 0.3.2).
 
     max R - min R > abs and max R > rel * min R: the fewest requests. Else, matched / total >
-    threshold: who touched the deepest matched block last. Else a miss.
+    threshold: who was first sent the deepest matched block, wherever it went since. Else a miss.
 
     What a miss does changed. `smallest-tree`, until #14650: who has the smallest tree, whatever its
     load; a stuck endpoint keeps a small tree and gets everything (#14532, "death spiral").
     `least-load`, since then: the first of the list among the fewest requests, so that with little
     traffic one endpoint gets every cold prompt (#32983). `least-load-turns`: ties do not go to the
     first (#33138, which draws).
+
+    vllm-router 0.1.17 decides so too, over the tokens that an engine renders the prompt to; without
+    an answer of the engine load alone decides there.
 
     Differs: blocks of 16 tokens instead of characters, so prompts below 16 tokens always miss; where
     the imbalance is met, the first of the fewest, as there.
@@ -107,7 +111,7 @@ class CacheAware1(Parameters, frozen=True):
         tree = candidates.affinity(self.producer_type)
         if imbalanced(inflight, balance_abs=self.balance_abs, balance_rel=self.balance_rel):
             return only(self._least(inflight))
-        held = last_holder(tree, self.cache_threshold)
+        held = first_holder(tree, self.cache_threshold)
         if held is not None:
             return only(held)
         if self.miss is Miss.SMALLEST_TREE:
@@ -150,7 +154,7 @@ class CacheAware2(Parameters, frozen=True):
             imbalanced(inflight, balance_abs=self.balance_abs, balance_rel=self.balance_rel)
             or kv_pressure(candidates, overload=self.kv_overload, balance=self.kv_balance)
         ):
-            held = last_holder(tree, self.cache_threshold)
+            held = first_holder(tree, self.cache_threshold)
         if held is None:
             sent = tree.columns.get(REQUESTS, inflight)
             held = first_of(least_of(sent, least_of(inflight)))
@@ -300,7 +304,7 @@ _ANY: Final = step("weighted-random-picker")
 STRATEGIES: Final = (
     Strategy(
         name="smg-cache-aware-1",
-        idea="SGLang router 0.3.2: who was last sent the prefix; the first of the least loaded.",
+        idea="SGLang router 0.3.2: who was first sent the prefix; the first of the least loaded.",
         config=config_of(_TREE, step(CacheAware1.type_name, miss="least-load")),
     ),
     Strategy(

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from epp.core.types import BYTES_PER_TOKEN
 from epp.strategies.added_time import ATTENTION_TOKENS, AddedTime
+from epp.strategies.cost import scores_of_cost
 from tests.builders import candidates, lora, request, resident
 from tests.sim.made import arrivals, kind, ran
 
@@ -98,7 +99,7 @@ def test_pickers_that_do_not_hear_each_other_believe_alike():
     waiting=st.one_of(st.just(math.nan), st.floats(0, 1e6)),
     running=st.one_of(st.just(math.nan), st.floats(0, 1e6)),
     usage=st.one_of(st.just(math.nan), st.floats(0, 1)),
-    capacity=st.one_of(st.just(math.nan), st.just(0.0), st.floats(1, 1e9)),
+    capacity=st.one_of(st.just(math.nan), st.floats(1, 1e9)),
     prompt_tokens=st.integers(0, 10**9),
 )
 def test_whatever_pods_tell_there_is_an_order(waiting, running, usage, capacity, prompt_tokens):
@@ -127,7 +128,7 @@ def test_parameters_are_checked(parameters):
 
 
 def test_no_pod_queues_while_others_are_empty():
-    """One hot prefix and more load than a pod can bear: the default lets it queue, this does not."""
+    """One hot prefix and more load than a pod can bear: weights let it queue, this does not."""
 
     def worst_queue_s(policy):
         requests, _ = ran(
@@ -137,4 +138,57 @@ def test_no_pod_queues_while_others_are_empty():
         )
         return sorted(request.first_token_at - request.arrived_at for request in requests)[-20]
 
-    assert worst_queue_s("homing") <= worst_queue_s("default")
+    assert worst_queue_s("homing") <= worst_queue_s("weighted-scores")
+
+
+UNKNOWN_OR = st.just(math.nan) | st.floats(0, 300)
+ROW = st.tuples(
+    UNKNOWN_OR, UNKNOWN_OR, st.just(math.nan) | st.floats(0, 1), st.integers(0, 50),
+    st.floats(0, 1e5), st.integers(0, BLOCKS), st.sampled_from([0.0, 1.0, 9.0]), st.booleans(),
+)  # fmt: skip
+
+
+@given(rows=st.lists(ROW, min_size=1, max_size=5), output=st.none() | st.integers(1, 900))
+def test_the_parts_of_the_cost_add_up_to_what_the_score_goes_by(rows, output):
+    """Whatever is known of the pool: what is told afterwards is what decided."""
+    waiting, running, usage, inflight, tokens, matched, age, sized = zip(*rows, strict=True)
+    reports = [lora("a", "b", slots_max=2) if big else None for big in sized]
+    columns = candidates(
+        waiting_requests=list(waiting),
+        running_requests=list(running),
+        kv_cache_usage=list(usage),
+        inflight_requests=list(inflight),
+        inflight_prefill_tokens=list(tokens),
+        matched_blocks=list(matched),
+        metrics_age_s=list(age),
+        adapters=reports,
+        total_blocks=BLOCKS,
+        prompt_tokens=640,
+    )
+    columns._columns.kv_capacity_tokens[: len(rows)] = [
+        50_000.0 if big else math.nan for big in sized
+    ]
+    asked = request(model="c", prompt_tokens=640, output_tokens_max=output)
+    parts = AddedTime().cost_parts(asked, columns)
+    assert all((part >= 0).all() for part in parts.values())
+    expected = AddedTime().score(asked, columns)
+    np.testing.assert_allclose(scores_of_cost(sum(parts.values())), expected, atol=1e-6)
+
+
+def test_the_parts_say_what_is_bought_and_what_is_lost():
+    """In seconds: what is cached is not prefilled, and who runs there is delayed."""
+    columns = candidates(
+        matched_blocks=[BLOCKS, 0],
+        total_blocks=BLOCKS,
+        prompt_tokens=640,
+        inflight_requests=[2, 0],
+        inflight_prefill_tokens=[0.0, 15_928.0],
+    )
+    parts = AddedTime().cost_parts(request(prompt_tokens=640), columns)
+    assert AddedTime.cost_unit == "s"
+    assert parts["prefill"][0] == 0.0
+    assert parts["queue"].tolist() == [0.0, 1.0]
+    assert parts["evictions"][1] == pytest.approx(2 * parts["prefill"][1])
+    assert parts["delay of others"].tolist() == [0.0, 0.0], (
+        "nothing is computed, or nobody is there"
+    )

@@ -145,6 +145,13 @@ def test_the_cache_counts_from_more_than_half_of_the_prompt():
     assert chosen(matched_blocks=[0, 0], inflight_requests=[1, 1]) == [0, 1]
 
 
+def test_a_last_block_that_is_not_full_is_one_of_the_prompt():
+    """640 tokens are ten blocks, of which six are more than half; 705 are twelve."""
+    held = {"matched_blocks": [6, 0], "inflight_requests": [2, 1]}
+    assert chosen(**held, prompt_tokens=640) == [0]
+    assert chosen(**held, prompt_tokens=705) == [1]
+
+
 # --- the picker ---
 
 

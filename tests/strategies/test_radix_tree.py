@@ -10,8 +10,8 @@ from epp.configuration.build import plugin_tables
 from epp.configuration.config import load_config
 from epp.strategies.radix_tree import (
     DEEPEST_BLOCKS,
+    FIRST_HOLDER,
     HELD_BLOCKS,
-    LAST_HOLDER,
     REQUESTS,
     RadixTreeSettings,
 )
@@ -40,13 +40,14 @@ def columns(made, what, slots=3, now=100.0):
     return {name: column.tolist() for name, column in known.columns.items()}
 
 
-def test_whoever_touched_the_deepest_block_last_is_told():
+def test_whoever_was_first_sent_the_deepest_block_is_told():
     """Where edges are left in their midst the node below decides, as in the original."""
-    made = tree((A + B, 0), (A + B, 1), (A, 2))
-    assert columns(made, A)[LAST_HOLDER] == [0, 0, 1]
-    assert columns(made, A + B)[LAST_HOLDER] == [0, 1, 0]
-    assert columns(made, A + B[:96] + C)[LAST_HOLDER] == [0, 1, 0]
-    assert columns(made, C)[LAST_HOLDER] == [0, 0, 0]
+    made = tree((A, 2), (A + B, 1), (A + B, 0), (A + C, 0))
+    assert columns(made, A)[FIRST_HOLDER] == [0, 0, 1]
+    assert columns(made, A + B)[FIRST_HOLDER] == [0, 1, 0]
+    assert columns(made, A + B[:96] + C)[FIRST_HOLDER] == [0, 1, 0]
+    assert columns(made, A + C)[FIRST_HOLDER] == [1, 0, 0]
+    assert columns(made, C)[FIRST_HOLDER] == [0, 0, 0]
 
 
 def test_blocks_and_requests_are_counted_by_endpoint():
@@ -65,7 +66,7 @@ def test_who_leaves_is_forgotten():
     told = columns(made, A)
     assert told[HELD_BLOCKS] == [4, 0, 0]
     assert told[REQUESTS] == [1, 0, 0]
-    assert told[LAST_HOLDER] == [1, 0, 0]
+    assert told[FIRST_HOLDER] == [1, 0, 0]
 
 
 def test_what_went_elsewhere_is_taken_back():
@@ -81,7 +82,7 @@ def test_what_went_elsewhere_is_taken_back():
     assert columns(made, A + B) == told, "a second time there is nothing to take back"
 
 
-def test_what_a_peer_routed_counts_as_held_and_as_last():
+def test_what_a_peer_routed_counts_as_held():
     """But not among the requests of this picker."""
     made, peer = tree((A, 0)), tree((A + B, 1))
     assert made.signature == peer.signature
@@ -89,7 +90,7 @@ def test_what_a_peer_routed_counts_as_held_and_as_last():
         made.learn(keys, slot, stamp + 5.0, 6.0)
     told = columns(made, A + B)
     assert told[HELD_BLOCKS] == [4, 8, 0]
-    assert told[LAST_HOLDER] == [0, 1, 0]
+    assert told[FIRST_HOLDER] == [0, 1, 0]
     assert told[REQUESTS] == [1, 0, 0]
 
 

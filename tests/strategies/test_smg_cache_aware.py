@@ -9,8 +9,8 @@ import pytest
 from epp.core.knowledge.candidates import Affinity
 from epp.strategies.radix_tree import (
     DEEPEST_BLOCKS,
+    FIRST_HOLDER,
     HELD_BLOCKS,
-    LAST_HOLDER,
     REQUESTS,
     RadixTreeSettings,
 )
@@ -30,10 +30,10 @@ from tests.strategies.driven import Driven, text
 GENERATIONS = (CacheAware1, CacheAware2, CacheAware3, CacheAware4)
 
 
-def tree(matched, total=10, *, last=None, held=None, sent=None, deepest=None):
+def tree(matched, total=10, *, first=None, held=None, sent=None, deepest=None):
     n = len(matched)
     columns = {
-        LAST_HOLDER: np.array([float(at == last) for at in range(n)]),
+        FIRST_HOLDER: np.array([float(at == first) for at in range(n)]),
         HELD_BLOCKS: np.array(held or [0.0] * n),
         REQUESTS: np.array(sent or [0.0] * n),
         DEEPEST_BLOCKS: np.full(n, float(max(matched) if deepest is None else deepest)),
@@ -68,8 +68,8 @@ def test_imbalance_by_ratio_alone_or_difference_alone_is_none():
 def test_the_threshold_is_strict(generation):
     """3 of 10 blocks miss at 0.3, 4 match."""
     load = {"inflight_requests": [1, 0], "kv_cache_usage": [0.5, 0.0]}
-    assert best(generation(), tree([3, 0], last=0), **load) == [1]
-    assert best(generation(), tree([4, 0], last=0), **load) == [0]
+    assert best(generation(), tree([3, 0], first=0), **load) == [1]
+    assert best(generation(), tree([4, 0], first=0), **load) == [0]
 
 
 @pytest.mark.parametrize("generation", GENERATIONS)
@@ -96,7 +96,7 @@ def test_kv_pressure_is_strict_off_at_1_and_blind_to_the_unknown():
 @pytest.mark.parametrize("generation", [CacheAware2, CacheAware3, CacheAware4])
 def test_kv_pressure_abandons_affinity(generation):
     """The holder is full: load alone decides."""
-    held = tree([9, 0], last=0)
+    held = tree([9, 0], first=0)
     load = {"inflight_requests": [1, 0], "kv_cache_usage": [0.95, 0.1]}
     assert best(generation(), held, **load) == [0]
     assert best(generation(kv_overload=0.9), held, **load) == [1]
@@ -105,10 +105,10 @@ def test_kv_pressure_abandons_affinity(generation):
 # Generation 1.
 
 
-def test_generation_1_follows_who_was_last_sent_the_prefix():
+def test_generation_1_follows_who_was_first_sent_the_prefix():
     """Not the holder with fewer requests."""
-    assert best(CacheAware1(), tree([9, 9], last=1), inflight_requests=[0, 40]) == [1]
-    assert best(CacheAware1(), tree([9, 9], last=1), inflight_requests=[0, 65]) == [0]
+    assert best(CacheAware1(), tree([9, 9], first=1), inflight_requests=[0, 40]) == [1]
+    assert best(CacheAware1(), tree([9, 9], first=1), inflight_requests=[0, 65]) == [0]
 
 
 @pytest.mark.parametrize(
@@ -147,9 +147,9 @@ def test_one_runaway_worker_turns_prefixes_off_for_the_whole_fleet():
     for the endpoint."""
     load = {"inflight_requests": [90, 1, 0], "kv_cache_usage": [0.0, 0.0, 0.0]}
     for early in (CacheAware1, CacheAware2):
-        assert best(early(), tree([0, 9, 0], last=1), **load) == [2]
+        assert best(early(), tree([0, 9, 0], first=1), **load) == [2]
     for late in (CacheAware3, CacheAware4):
-        assert best(late(), tree([0, 9, 0], last=1), **load) == [1]
+        assert best(late(), tree([0, 9, 0], first=1), **load) == [1]
 
 
 # Generations 2 to 4.

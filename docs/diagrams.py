@@ -1,0 +1,185 @@
+"""Draws the pictures of docs/scoring.md anew: `python -m docs.diagrams`.
+
+Both are of the sum that `added-time-scorer` documents, with its defaults; tests/test_docs.py compares
+the sum with the scorer.
+"""  # noqa: INP001 - a program beside the page that it draws for
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Final
+from xml.sax.saxutils import escape
+
+from msgspec import Struct
+
+from epp.core.knowledge.prefill_speed import PREFILL_TOKENS_PER_S
+from epp.strategies.added_time import ATTENTION_TOKENS, DECODE_SHARE, AddedTime
+
+FOLDER: Final = Path(__file__).parent / "scoring"
+WIDTH: Final = 760
+COLOURS: Final = ("#2f6fb0", "#7fb2e5", "#e0a030", "#b7791f", "#6b9f71")
+STYLE: Final = (
+    "text{font:13px system-ui,sans-serif;fill:#52606d}.name{font-weight:600;fill:#1f2933}"
+    ".page{fill:#fff}.axis{stroke:#cbd2d9}polyline{fill:none;stroke-width:2}"
+)
+
+
+class Pod(Struct, frozen=True, kw_only=True):
+    """What the picker knows of one endpoint; the sum needs no more."""
+
+    name: str
+    cached_tokens: int
+    """Of the prompt that is to be placed."""
+    pending_tokens: float = 0.0
+    """Sent there and not yet prefilled."""
+    requests: int = 0
+    """In flight there."""
+    context_tokens: int = 0
+    """Prompts of these."""
+
+
+PROMPT_TOKENS: Final = 6_400
+BLOCK_TOKENS: Final = 64
+PODS: Final = (
+    Pod(
+        name="pod-a: holds nine tenths, six requests",
+        cached_tokens=5_760,
+        pending_tokens=9_000,
+        requests=6,
+        context_tokens=30_000,
+    ),
+    Pod(
+        name="pod-b: holds half, two requests",
+        cached_tokens=3_200,
+        requests=2,
+        context_tokens=8_000,
+    ),
+    Pod(name="pod-c: holds nothing, idle", cached_tokens=0),
+)
+
+
+def terms(pod: Pod, prompt_tokens: int, rule: AddedTime) -> dict[str, float]:
+    """Prefill tokens that a request adds at `pod`, by what they are lost for.
+
+    No queue in the engine, no want of memory and no adapter; these terms are 0 then.
+    """
+    compute = prompt_tokens - pod.cached_tokens
+    prefill = compute * (1 + (prompt_tokens - compute / 2) / ATTENTION_TOKENS)
+    decode = rule.decode_tokens * DECODE_SHARE
+    return {
+        "waits for others": pod.pending_tokens,
+        "computes its own": prefill,
+        "holds up who decodes": rule.prefill_delay * pod.requests * prefill,
+        "evicts what comes again": rule.eviction_cost * prefill,
+        "decodes beside others": decode * (pod.context_tokens + pod.requests * prompt_tokens),
+    }
+
+
+def added_s(pod: Pod, prompt_tokens: int, rule: AddedTime) -> float:
+    """Seconds that a request adds at `pod`."""
+    return sum(terms(pod, prompt_tokens, rule).values()) / PREFILL_TOKENS_PER_S
+
+
+def bars() -> str:
+    """What one request adds at three pods, term by term."""
+    rule = AddedTime()
+    left, top, high, apart = 20, 70, 24, 62
+    most = max(added_s(pod, PROMPT_TOKENS, rule) for pod in PODS)
+    least = min(added_s(pod, PROMPT_TOKENS, rule) for pod in PODS)
+    scale = (WIDTH - left - 90) / most
+    parts = []
+    for number, name in enumerate(terms(PODS[0], PROMPT_TOKENS, rule)):
+        x = left + (number % 3) * 240
+        y = 22 + (number // 3) * 22
+        parts.append(
+            f'<rect x="{x}" y="{y - 11}" width="12" height="12" fill="{COLOURS[number]}"/>'
+            f'<text x="{x + 18}" y="{y}">{escape(name)}</text>'
+        )
+    for row, pod in enumerate(PODS):
+        y = top + apart * row + 18
+        x = float(left)
+        parts.append(f'<text class="name" x="{left}" y="{y - 6}">{escape(pod.name)}</text>')
+        for colour, tokens in zip(COLOURS, terms(pod, PROMPT_TOKENS, rule).values(), strict=True):
+            width = tokens / PREFILL_TOKENS_PER_S * scale
+            parts.append(
+                f'<rect x="{x:.1f}" y="{y}" width="{width:.1f}" height="{high}" fill="{colour}"/>'
+            )
+            x += width
+        total = added_s(pod, PROMPT_TOKENS, rule)
+        chosen = ", chosen" if total == least else ""
+        parts.append(f'<text x="{x + 8:.1f}" y="{y + 17}">{total:.2f} s{chosen}</text>')
+    return _svg(top + apart * len(PODS) + 10, "Seconds that a request adds at each pod", parts)
+
+
+def lines() -> str:
+    """What a wait at the holder costs against computing the prompt elsewhere."""
+    rule = AddedTime()
+    longest = 60_000.0
+
+    def at_holder(prompt: int) -> Callable[[float], float]:
+        return lambda pending: added_s(
+            Pod(name="", cached_tokens=prompt, pending_tokens=pending), prompt, rule
+        )
+
+    idle = {
+        prompt: added_s(Pod(name="", cached_tokens=0), prompt, rule) for prompt in (4_000, 12_000)
+    }
+    drawn: Mapping[str, Callable[[float], float]] = {
+        "at the pod that holds the prompt": at_holder(12_000),
+        "elsewhere, 4,000 tokens": lambda _: idle[4_000],
+        "elsewhere, 12,000 tokens": lambda _: idle[12_000],
+    }
+    left, right, top, bottom = 60, WIDTH - 40, 40, 250
+    most = max(line(longest) for line in drawn.values())
+
+    def place(tokens: float, seconds: float) -> str:
+        x = left + (right - left) * tokens / longest
+        return f"{x:.1f},{bottom - (bottom - top) * seconds / most:.1f}"
+
+    parts = [
+        f'<line class="axis" x1="{left}" y1="{bottom}" x2="{right}" y2="{bottom}"/>',
+        f'<line class="axis" x1="{left}" y1="{top}" x2="{left}" y2="{bottom}"/>',
+        f'<text x="{left}" y="{bottom + 36}">prompt tokens that wait at the pod that holds it</text>',
+        f'<text x="4" y="{top}">{most:.1f} s</text><text x="4" y="{bottom}">0 s</text>',
+    ]
+    for tokens in range(0, int(longest) + 1, 10_000):
+        x = place(tokens, 0).partition(",")[0]
+        parts.append(f'<text x="{x}" y="{bottom + 18}" text-anchor="middle">{tokens:,}</text>')
+    for number, (name, line) in enumerate(drawn.items()):
+        x = left + 10 + 245 * number
+        parts.append(
+            f'<polyline stroke="{COLOURS[2 * number]}" '
+            f'points="{place(0, line(0))} {place(longest, line(longest))}"/>'
+            f'<rect x="{x}" y="11" width="12" height="12" fill="{COLOURS[2 * number]}"/>'
+            f'<text x="{x + 18}" y="22">{escape(name)}</text>'
+        )
+    for prompt, seconds in idle.items():
+        worth = seconds * PREFILL_TOKENS_PER_S
+        x, _, y = place(worth, seconds).partition(",")
+        parts.append(
+            f'<circle cx="{x}" cy="{y}" r="4" fill="{COLOURS[0]}"/>'
+            f'<text x="{float(x) + 8:.1f}" y="{float(y) + 18:.1f}">'
+            f"{prompt:,} held: a wait for {worth:,.0f}</text>"
+        )
+    return _svg(bottom + 48, "How long a wait a held prompt is worth", parts)
+
+
+def _svg(height: int, label: str, parts: Sequence[str]) -> str:
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" role="img" '
+        f'aria-label="{escape(label)}"><style>{STYLE}</style>'
+        f'<rect class="page" width="{WIDTH}" height="{height}"/>{"".join(parts)}</svg>\n'
+    )
+
+
+DIAGRAMS: Final[Mapping[str, Callable[[], str]]] = {"added-time": bars, "worth-a-wait": lines}
+
+
+def main() -> None:
+    """Draw both."""
+    FOLDER.mkdir(exist_ok=True)
+    for name, draw in DIAGRAMS.items():
+        (FOLDER / f"{name}.svg").write_text(draw(), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -2,17 +2,17 @@
 
 import asyncio
 from collections.abc import Callable, Sequence
-from typing import Final
+from typing import Any, Final
 
 import msgspec
-from aiohttp import ClientError, ClientSession, ClientTimeout, TCPConnector
+from aiohttp import ClientSession, ClientTimeout, TCPConnector
 from msgspec import Struct
 
 from epp.core.types import Seconds
 from sim.demo.workload import Conversation
+from sim.drive.streaming import PROBLEMS, Streamed, ask
 
 _REQUEST_S_MAX: Final = 60.0
-_ERROR_TEXT_MAX: Final = 200
 
 
 class RequestOutcome(Struct, kw_only=True):
@@ -30,34 +30,6 @@ class RequestOutcome(Struct, kw_only=True):
     output_tokens: int = 0
     error: str = ""
     """Why there is no whole answer; "" if there is."""
-
-
-class _Delta(Struct):
-    content: str | None = None
-
-
-class _Choice(Struct):
-    delta: _Delta
-    finish_reason: str | None = None
-
-
-class _CachedTokens(Struct):
-    cached_tokens: int = 0
-
-
-class _Usage(Struct):
-    prompt_tokens: int
-    completion_tokens: int
-    prompt_tokens_details: _CachedTokens
-
-
-class _Chunk(Struct):
-    choices: list[_Choice]
-    usage: _Usage | None = None
-
-
-class _AnswerError(Exception):
-    """An answer that is not the expected stream."""
 
 
 async def drive(
@@ -110,7 +82,6 @@ class _Reader:
         self._started_at = started_at
         self._ended = ended
         self._clock = asyncio.get_running_loop().time
-        self._decoder = msgspec.json.Decoder(_Chunk)
 
     async def run(self) -> None:
         messages = [{"role": "system", "content": self._conversation.system}]
@@ -131,39 +102,28 @@ class _Reader:
                 conversation=self._index, turn=number, sent_at_s=sent_at - self._started_at
             )
             try:
-                answer = await self._ask(body, outcome, sent_at)
-            except (ClientError, TimeoutError, msgspec.DecodeError, _AnswerError) as problem:
+                answer = await self._ask(body, outcome)
+            except PROBLEMS as problem:
                 outcome.error = str(problem) or type(problem).__name__
             self._ended(outcome)
             if outcome.error:
                 return
             messages.append({"role": "assistant", "content": answer})
 
-    async def _ask(self, body: dict[str, object], outcome: RequestOutcome, sent_at: Seconds) -> str:
-        parts: list[str] = []
-        whole = False
-        async with self._session.post("/v1/chat/completions", json=body) as response:
-            if response.status != 200:
-                text = (await response.text())[:_ERROR_TEXT_MAX]
-                raise _AnswerError(f"status {response.status}: {text}")
-            async for line in response.content:
-                if not line.startswith(b"data: "):
-                    continue
-                if line.startswith(b"data: [DONE]"):
-                    whole = True
-                    continue
-                chunk = self._decoder.decode(line[6:])
-                content = "".join(choice.delta.content or "" for choice in chunk.choices)
-                if content:
-                    outcome.ttft_s = outcome.ttft_s or self._clock() - sent_at
-                    parts.append(content)
-                if chunk.usage is not None:
-                    outcome.prompt_tokens = chunk.usage.prompt_tokens
-                    outcome.output_tokens = chunk.usage.completion_tokens
-                    outcome.cached_tokens = chunk.usage.prompt_tokens_details.cached_tokens
-        outcome.duration_s = self._clock() - sent_at
-        if not whole or outcome.output_tokens != body["max_tokens"]:
-            raise _AnswerError(
-                f"the stream ended after {outcome.output_tokens} of {body['max_tokens']} tokens"
+    async def _ask(self, body: dict[str, Any], outcome: RequestOutcome) -> str:
+        found = Streamed()
+        try:
+            return await ask(
+                self._session,
+                "/v1/chat/completions",
+                msgspec.json.encode(body),
+                {},
+                found,
+                output_tokens=body["max_tokens"],
             )
-        return "".join(parts)
+        finally:
+            outcome.ttft_s = found.ttft_s
+            outcome.duration_s = found.duration_s
+            outcome.prompt_tokens = found.prompt_tokens
+            outcome.output_tokens = found.output_tokens
+            outcome.cached_tokens = found.cached_tokens

@@ -1,6 +1,6 @@
 """What the demo found: numbers for machines, a table's worth for people, one page to look at.
 
-The page is one HTML file without scripts, fonts or addresses: it opens offline, charts are SVG.
+The page is one HTML file without fonts or addresses: it opens offline, charts are SVG.
 """
 
 from collections.abc import Mapping, Sequence
@@ -24,6 +24,7 @@ from sim.reports.charts import (
     figure,
     grid_line,
     page,
+    series_group,
     wide_line_chart,
 )
 
@@ -148,16 +149,19 @@ def _pod_bars(counts: Mapping[str, Sequence[int]]) -> str:
     parts = [grid_line(bottom, "", HALF)]
     step = (HALF.width - 2 * RIGHT) / max(1, pods)
     width = min(56.0, step * 0.7 / max(1, len(counts)))
-    for pod in range(pods):
-        middle = RIGHT + step * (pod + 0.5)
-        parts.append(below(middle, f"pod {pod}", HALF))
-        for index, (arm, found) in enumerate(counts.items()):
+    middles = [RIGHT + step * (pod + 0.5) for pod in range(pods)]
+    parts += [below(middle, f"pod {pod}", HALF) for pod, middle in enumerate(middles)]
+    for index, (arm, found) in enumerate(counts.items()):
+        bars_of_arm = []
+        for pod, (middle, count) in enumerate(zip(middles, found, strict=True)):
             left = middle + (index - len(counts) / 2) * width
-            top = HALF.up(found[pod] / highest)
-            parts.append(
+            top = HALF.up(count / highest)
+            bars_of_arm.append(
                 f'<rect x="{left + 2:.1f}" y="{top:.1f}" width="{width - 4:.1f}" '
-                f'height="{bottom - top:.1f}" rx="3" class="{_COLOURS[arm]}"/>'
+                f'height="{bottom - top:.1f}" rx="3" class="{_COLOURS[arm]}">'
+                f"<title>{_TITLES[arm]}, pod {pod}: {count:,}</title></rect>"
                 f'<text x="{left + width / 2:.1f}" y="{top - 5:.1f}" text-anchor="middle">'
-                f"{found[pod]}</text>"
+                f"{count}</text>"
             )
+        parts.append(series_group(index, bars_of_arm, _TITLES[arm]))
     return chart(parts, "Requests that each pod served, for both arms", HALF.without_title)

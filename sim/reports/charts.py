@@ -1,13 +1,22 @@
-"""Charts and pages that open offline: inline SVG, one style, no fonts, no addresses."""
+"""Charts and pages that open offline: inline SVG, one style, one script, no fonts, no addresses.
+
+A chart is whole as it is written: it prints, and needs no script. `charts.js`, beside this module,
+makes it answer, reading from the drawing itself. `docs/charts.md` says why no library does this.
+"""
 
 import math
-from collections.abc import Mapping, Sequence
+from base64 import b64encode
+from collections.abc import Iterable, Mapping, Sequence
+from hashlib import sha256
 from html import escape
 from itertools import pairwise
+from pathlib import Path
 from typing import Final
 
 import numpy as np
 from msgspec import Struct
+from msgspec.json import encode
+from msgspec.structs import asdict
 
 from sim.measurement.measures import Floats
 from sim.reports.report import on_one_line
@@ -144,12 +153,17 @@ def below(x: float, text: str, size: Size = FULL) -> str:
     return f'<text x="{x:.1f}" y="{y}" text-anchor="middle">{escape(text)}</text>'
 
 
-def chart(parts: Sequence[str], label: str, size: Size = FULL) -> str:
-    """The drawing, with a label for those who cannot see it."""
+def chart(parts: Sequence[str], label: str, size: Size = FULL, about: str = "") -> str:
+    """The drawing, with a label for those who cannot see it. `about`: more of its attributes."""
     return (
-        f'<svg viewBox="0 0 {size.width} {size.height}" role="img" aria-label="{escape(label)}">'
-        f"{''.join(parts)}</svg>"
+        f'<svg viewBox="0 0 {size.width} {size.height}" role="img" aria-label="{escape(label)}"'
+        f"{about}>{''.join(parts)}</svg>"
     )
+
+
+def series_group(number: int, parts: Iterable[str], name: str = "") -> str:
+    """What draws series `number`, which the legend hides."""
+    return f'<g data-series="{number}" data-name="{escape(name)}">{"".join(parts)}</g>'
 
 
 def line_chart(
@@ -167,23 +181,20 @@ def line_chart(
 
     `whiskers`, by series, are drawn as far as the axis goes.
     """
-    parts = _axes(x, y, size)
-    for number, points in enumerate(series.values(), start=first_colour):
-        places = " ".join(
-            f"{size.across(x.share(at)):.1f},{size.up(y.share(value)):.1f}" for at, value in points
-        )
-        parts.append(f'<polyline points="{places}" class="{colour_of(number)}"/>')
+    groups = []
+    for number, (name, points) in enumerate(series.items(), start=first_colour):
+        colour = colour_of(number)
+        places = " ".join(_place(at, value, x, y, size) for at, value in points)
+        parts = [f'<polyline points="{places}" class="{colour}"/>']
         if dots:
-            parts += _dots(points, x, y, colour_of(number), size)
-    for number, name in enumerate(series, start=first_colour):
+            parts += _dots(points, x, y, colour, size)
         for at, low, high in (whiskers or {}).get(name, ()):
-            ends = (min(max(y.share(end), 0.0), 1.0) for end in (low, high))
-            bottom, top = (f"{size.up(end):.1f}" for end in ends)
-            across = f"{size.across(x.share(at)):.1f}"
-            parts.append(
-                f'<polyline points="{across},{bottom} {across},{top}" class="{colour_of(number)}"/>'
-            )
-    return chart(parts, label, size)
+            ends = (min(max(end, y.low), y.high) for end in (low, high))
+            places = " ".join(_place(at, end, x, y, size) for end in ends)
+            told = f"{y.label(low)} to {y.label(high)}"
+            parts.append(f'<polyline points="{places}" class="{colour}" data-told="{told}"/>')
+        groups.append(series_group(number, parts, name))
+    return _plot(groups, x, y, label, size)
 
 
 def wide_line_chart(series: Mapping[str, Points], *, x: Axis, y: Axis, label: str) -> str:
@@ -194,10 +205,11 @@ def wide_line_chart(series: Mapping[str, Points], *, x: Axis, y: Axis, label: st
 
 def scatter_chart(series: Mapping[str, Points], *, x: Axis, y: Axis, label: str) -> str:
     """Dots only: points without an order."""
-    parts = _axes(x, y, HALF)
-    for number, points in enumerate(series.values()):
-        parts += _dots(points, x, y, colour_of(number), HALF)
-    return chart(parts, label, HALF)
+    groups = [
+        series_group(number, _dots(points, x, y, colour_of(number), HALF), name)
+        for number, (name, points) in enumerate(series.items())
+    ]
+    return _plot(groups, x, y, label, HALF)
 
 
 def bar_chart(values: Mapping[str, float], *, y: Axis, label: str, size: Size = HALF) -> str:
@@ -211,7 +223,8 @@ def bar_chart(values: Mapping[str, float], *, y: Axis, label: str, size: Size = 
         width = min(56.0, step * 0.7)
         parts.append(
             f'<rect x="{middle - width / 2:.1f}" y="{top:.1f}" width="{width:.1f}" '
-            f'height="{bottom - top:.1f}" rx="{min(3.0, width / 3):.1f}" class="{colour_of(0)}"/>'
+            f'height="{bottom - top:.1f}" rx="{min(3.0, width / 3):.1f}" class="{colour_of(0)}">'
+            f"<title>{escape(name)}: {escape(y.label(value))}</title></rect>"
         )
         if number % named == 0:
             parts.append(below(middle, name, size))
@@ -254,7 +267,7 @@ def cdf_chart(caption: str, series: Mapping[str, Floats]) -> str:
 def legend(names: Sequence[str]) -> str:
     """Which colour is whose."""
     return "".join(
-        f'<span><i class="{colour_of(number)}"></i>{escape(name)}</span>'
+        f'<span data-series="{number}"><i class="{colour_of(number)}"></i>{escape(name)}</span>'
         for number, name in enumerate(names)
     )
 
@@ -323,17 +336,26 @@ def _table_rows(rows: Sequence[Sequence[str]]) -> str:
 
 
 def page(title: str, introduction: str, body: str, *, script: str = "") -> str:
-    """A whole document. `introduction`: a paragraph a line."""
+    """A whole document, to which nothing may be fetched. `introduction`: a paragraph a line."""
     paragraphs = "\n".join(f"<p>{escape(line)}</p>" for line in introduction.splitlines())
-    scripts = f"<script>{script}</script>" if script else ""
+    scripts = [Path(__file__).with_name("charts.js").read_text(encoding="utf-8")]
+    scripts += [script] if script else []
+    hashes = " ".join(f"'sha256-{_digest(one)}'" for one in scripts)
+    policy = f"default-src 'none'; style-src 'unsafe-inline'; script-src {hashes}"
     return (
         '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
+        f'<meta http-equiv="Content-Security-Policy" content="{policy}">\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
         '<meta name="color-scheme" content="light dark">\n'
         f"<title>{escape(title)}</title>\n<style>{STYLE}</style>\n</head>\n<body>\n<main>\n"
-        f"<h1>{escape(title)}</h1>\n{paragraphs}\n{body}\n</main>\n{scripts}"
-        "</body>\n</html>\n"
+        f"<h1>{escape(title)}</h1>\n{paragraphs}\n{body}\n</main>\n"
+        f"{''.join(f'<script>{one}</script>' for one in scripts)}</body>\n</html>\n"
     )
+
+
+def _digest(script: str) -> str:
+    """As a Content-Security-Policy spells it."""
+    return b64encode(sha256(script.encode()).digest()).decode()
 
 
 def colour_of(number: int) -> str:
@@ -351,12 +373,27 @@ def _axes(x: Axis, y: Axis, size: Size) -> list[str]:
     ]
 
 
+def _plot(groups: Sequence[str], x: Axis, y: Axis, label: str, size: Size) -> str:
+    """A chart with what turns its coordinates back into values: the axes, and where they lie."""
+    ends = {
+        "left": size.across(0),
+        "right": size.across(1),
+        "top": size.up(1),
+        "bottom": size.up(0),
+    }
+    about = encode({"x": asdict(x), "y": asdict(y), **ends}).decode()
+    axes = f'<g class="axes">{"".join(_axes(x, y, size))}</g>'
+    return chart([axes, *groups], label, size, f' data-plot="{escape(about)}" tabindex="0"')
+
+
+def _place(at: float, value: float, x: Axis, y: Axis, size: Size) -> str:
+    """Exact enough to read the values back: `COORDINATE` of charts.js."""
+    return f"{size.across(x.share(at)):.2f},{size.up(y.share(value)):.2f}"
+
+
 def _dots(points: Points, x: Axis, y: Axis, colour: str, size: Size) -> list[str]:
-    return [
-        f'<circle cx="{size.across(x.share(at)):.1f}" cy="{size.up(y.share(value)):.1f}" r="3.5" '
-        f'class="{colour}"/>'
-        for at, value in points
-    ]
+    places = (_place(at, value, x, y, size).split(",") for at, value in points)
+    return [f'<circle cx="{across}" cy="{up}" r="3.5" class="{colour}"/>' for across, up in places]
 
 
 def _colours(dark: int) -> str:
@@ -399,13 +436,27 @@ dl {{ margin: 0; }} dt {{ font-size: 13px; color: var(--quiet); }} dd {{ margin:
 .bars i {{ grid-column: 1 / -1; height: 12px; border-radius: 3px; background: var(--colour); }}
 .pair .bars i {{ height: 32px; }}
 svg {{ width: 100%; height: auto; display: block; }}
+svg [hidden], .note[hidden], .back[hidden] {{ display: none; }}
+[data-plot]:focus-visible {{ outline: 2px solid var(--line); border-radius: 3px; }}
+[data-plot] {{ cursor: crosshair; touch-action: pan-y; user-select: none; }}
+.cross {{ pointer-events: none; }} .cross line {{ stroke: var(--quiet); stroke-dasharray: 3 3; }}
+.band {{ fill: var(--quiet); opacity: 0.2; pointer-events: none; }}
+figure {{ position: relative; }}
+.note {{ position: absolute; z-index: 1; pointer-events: none; padding: 6px 10px; font-size: 14px;
+  max-width: calc(100% - 8px); background: var(--card); border: 1px solid var(--quiet);
+  border-radius: 6px; font-variant-numeric: tabular-nums; }}
+button {{ font: inherit; color: inherit; background: none; border: 0; padding: 2px 0;
+  text-align: left; cursor: pointer; }}
+button[aria-pressed="false"] {{ text-decoration: line-through; }}
+.back {{ display: block; margin: 6px 0 0 auto; padding: 2px 10px; font-size: 14px;
+  border: 1px solid var(--quiet); border-radius: 6px; }}
 svg text {{ font-size: 13px; fill: var(--quiet); }}
 polyline {{ fill: none; stroke: var(--colour); stroke-width: 2; stroke-linejoin: round; }}
 .pods polyline {{ stroke-width: 1.2; }} .narrow {{ display: none; }}
 rect, circle {{ fill: var(--colour); }}
 .grid {{ stroke: var(--line); stroke-width: 1; }}
 .legend {{ display: flex; flex-wrap: wrap; gap: 2px 18px; font-size: 14px; color: var(--quiet); }}
-.legend i {{ display: inline-block; width: 12px; height: 12px; border-radius: 3px;
+.legend i, .note i {{ display: inline-block; width: 12px; height: 12px; border-radius: 3px;
   margin-right: 6px; vertical-align: -1px; background: var(--colour); }}
 table {{ border-collapse: collapse; width: 100%; font-size: 15px; }}
 table, dd {{ font-variant-numeric: tabular-nums; }}
@@ -429,4 +480,9 @@ svg text {{ font-size: 14px; }} .pods text {{ font-size: 12px; }}
 .numbers {{ font-size: 14px; }} .numbers tr > :first-child {{ white-space: normal; min-width: 7em; }}
 }}
 @media (min-width: 900px) {{ .wide text {{ font-size: 10.5px; }} }}
+@media print {{
+body, .card, figure {{ background: none; }} main {{ max-width: none; padding: 0; }}
+figure, .card {{ break-inside: avoid; }} .scroll {{ overflow: visible; }}
+.note, .back {{ display: none; }}
+}}
 """

@@ -33,6 +33,10 @@ _DECISIONS_SHOWN: Final = 2_000
 """Lines of decisions.jsonl that the page carries: evenly spread over the run."""
 _CANDIDATES_SHOWN: Final = 16
 _PODS_SHOWN: Final = 32
+_SPANS: Final = 36
+"""Of a pod's small chart, of each of which the lowest and the highest point are drawn."""
+_SHARES: Final = {"KV cache in use": "kv_cache_usage", "hit rate so far": "hit_rate"}
+"""Of a pod's timeline: how they are told, and where they are."""
 _ENDED: Final = {
     Fate.FAILED: ", which could not serve it",
     Fate.ABORTED: "; its client left before the end",
@@ -90,11 +94,12 @@ def _ttft_over_rate(series: Series) -> str:
     caption = "TTFT over the arrival rate, by window of the run"
     if len(series) < _WINDOWS:
         return figure(caption, "<p>Too few requests.</p>")
-    edges = np.linspace(0, float(series.arrived_s.max()) + 1e-9, _WINDOWS + 1)
-    window = np.digitize(series.arrived_s, edges) - 1
+    arrived_s, ttft_s = series.arrived_s, series.ttft_s
+    edges = np.linspace(0, float(arrived_s.max()) + 1e-9, _WINDOWS + 1)
+    window = np.digitize(arrived_s, edges) - 1
     means, worst = [], []
     for at in range(_WINDOWS):
-        ttfts = series.ttft_s[window == at]
+        ttfts = ttft_s[window == at]
         if len(ttfts):
             rate = len(ttfts) / float(edges[1])
             means.append((rate, float(ttfts.mean())))
@@ -162,11 +167,11 @@ def _timelines(summary: dict[str, Any]) -> str:
     x = Axis.over(times, unit="s", title="time")
     requests = Axis.over([*counts, 1.0], title="requests")
     shares = Axis(low=0, high=100, unit="%", title="share")
-    names = ("running", "waiting", "KV cache in use", "hit rate so far")
+    names = ("running", "waiting", *_SHARES)
     drawn = []
     for name, pod in pods.items():
-        load = {key: list(zip(times, pod[key], strict=True)) for key in ("running", "waiting")}
-        cache = {key: _per_cent(times, pod[key]) for key in ("kv_cache_usage", "hit_rate")}
+        load = {told: thinned(zip(times, pod[told], strict=True)) for told in names[:2]}
+        cache = {told: _per_cent(times, pod[key]) for told, key in _SHARES.items()}
         label = f"{name} over time"
         drawn.append(
             f"<div><b>{name}</b>"
@@ -179,8 +184,20 @@ def _timelines(summary: dict[str, Any]) -> str:
     return figure(caption, f'<div class="pods">{"".join(drawn)}</div>', names)
 
 
-def _per_cent(times: Sequence[float], shares: Iterable[float]) -> list[tuple[float, float]]:
-    return [(at, 100 * value) for at, value in zip(times, shares, strict=True)]
+def _per_cent(times: Sequence[float], shares: Iterable[float]) -> Points:
+    return thinned((at, 100 * value) for at, value in zip(times, shares, strict=True))
+
+
+def thinned(points: Iterable[tuple[float, float]]) -> Points:
+    """At most two points a span, so that no peak is lost; all of them if they are few."""
+    line = list(points)
+    if len(line) <= 2 * _SPANS:
+        return line
+    kept: list[tuple[float, float]] = []
+    for span in np.array_split(np.arange(len(line)), _SPANS):
+        by_value = sorted(span, key=lambda at: line[at][1])
+        kept += [line[at] for at in sorted({by_value[0], by_value[-1]})]
+    return kept
 
 
 def _explorer(decisions: Path | None) -> str:

@@ -42,7 +42,7 @@ class Browser:
                 return message["result"]
 
     async def show(self, path, size=DESKTOP, scheme="light"):
-        """Open a file as a screen of `size` with that colour scheme shows it."""
+        """Open a file or a URL as a screen of `size` with that colour scheme shows it."""
         width, height = size
         # A phone lays out as the page's viewport says, and has no scroll bars beside the page.
         await self.call(
@@ -51,7 +51,8 @@ class Browser:
         )  # fmt: skip
         features = [{"name": "prefers-color-scheme", "value": scheme}]
         await self.call("Emulation.setEmulatedMedia", features=features)
-        await self.call("Page.navigate", url=path.resolve().as_uri())
+        url = path if isinstance(path, str) else path.resolve().as_uri()
+        await self.call("Page.navigate", url=url)
         await self.evaluate(
             "new Promise(done => document.readyState === 'complete' ? done()"
             " : window.addEventListener('load', () => done()))"

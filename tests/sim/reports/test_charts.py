@@ -6,9 +6,21 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from sim.reports.charts import FULL, HALF, SMALL, STYLE, Axis, bar_chart, cdf_chart, line_chart
+from sim.reports.charts import (
+    FULL,
+    HALF,
+    SMALL,
+    STYLE,
+    Axis,
+    bar_chart,
+    cdf_chart,
+    line_chart,
+    page,
+)
 
 TEXT_PX_MIN = 11
+CARRIED_BYTES_MAX = 32_768
+"""Script and style, which every page has."""
 
 
 @pytest.mark.parametrize("high", [0.0071, 0.01, 0.05, 0.7, 6.0, 90.0, 4e4])
@@ -59,3 +71,8 @@ def test_of_very_many_bars_only_some_are_named():
     places = [float(x) for x in re.findall(r'<text x="([\d.]+)" y="\d+"', drawn)]
     assert 5 < len(places) < 20
     assert all(after - before > 40 for before, after in pairwise(places))
+
+
+def test_what_every_page_carries_for_its_charts_is_small():
+    """With nothing else on it."""
+    assert len(page("", "", "").encode()) <= CARRIED_BYTES_MAX

@@ -17,6 +17,7 @@ from tests.sim.made import BLOCK_TOKENS
 LONG = "a-configuration-whose-name-is-longer-than-a-line-on-a-phone"
 SMALL_PHONE = (320, 568)
 TEXT_PX_MIN = 11
+BUDGET_BYTES = 300_000
 TEXT_CONTRAST_MIN = 4.5
 """WCAG 2.2, 1.4.3; the other is its 1.4.11."""
 MARK_CONTRAST_MIN = 3.0
@@ -71,6 +72,16 @@ async def tab():
     """One browser for all: to start it takes longer than to look."""
     async with browser() as tab:
         yield tab
+
+
+@pytest.mark.parametrize("name", PAGES)
+async def test_a_page_fetches_nothing_and_is_within_its_budget(folder, tab, name):
+    """The decisions of a run, which readers search, are counted apart."""
+    path = folder / name / "report.html"
+    await tab.show(path)
+    assert await tab.evaluate("performance.getEntriesByType('resource').length") == 0
+    decisions = await tab.evaluate("document.getElementById('decisions')?.textContent.length ?? 0")
+    assert len(path.read_text()) - decisions <= BUDGET_BYTES
 
 
 @pytest.mark.parametrize("name", PAGES)

@@ -47,7 +47,7 @@ router:
   monitoring:
     interval: 20s
     prometheus: {enabled: true, auth: {enabled: true}, extraLabels: {release: prometheus}}
-  tracing: {enabled: true}
+  tracing: {enabled: true, otelExporterEndpoint: "http://otel:4317", sampling: {samplerArg: "0.5"}}
 provider: {name: istio}
 httpRoute: {create: true, baseModel: llama}
 """
@@ -112,6 +112,10 @@ def test_values_keep_their_meaning(installed):
     assert "--request-body-max-bytes=67108864" in arguments
     assert "--v=4" in arguments
     assert "--secure-serving=false" in arguments
+    assert "--tracing=true" in arguments
+    told = {each["name"]: each.get("value") for each in picker(documents)["env"]}
+    assert told["OTEL_EXPORTER_OTLP_ENDPOINT"] == "http://otel:4317"
+    assert told["OTEL_TRACES_SAMPLER_ARG"] == "0.5"
     monitor = one(documents, "ServiceMonitor")
     assert monitor["spec"]["endpoints"][0]["interval"] == "20s"
     assert monitor["metadata"]["labels"]["release"] == "prometheus"
@@ -164,7 +168,6 @@ def test_what_is_left_out_is_said():
         "router.inferencePool.failureMode",
         "router.modelServers.type",
         "router.monitoring.prometheus.auth.enabled",
-        "router.tracing.enabled",
     }
     _, lines = converted("router: {modelServers: {matchLabels: {a: b}}, surprise: {deep: 1}}")
     assert "migrate-values: router.surprise.deep: unknown, left out" in lines
@@ -234,9 +237,9 @@ def test_flags_that_would_not_start_are_not_written():
     assert (done.returncode, done.stdout) == (1, "")
     assert "flags: unknown flag '--refresh-metrics-intervall', did you mean" in done.stderr
     assert run(with_configuration(valid, "{refresh-metrics-interval: soon}")).returncode == 1
-    done = run(with_configuration(valid, "{refresh-metrics-interval: 50ms, tracing: true}"))
+    done = run(with_configuration(valid, "{refresh-metrics-interval: 50ms, enable-pprof: true}"))
     assert done.returncode == 0
-    assert "migrate-values: --tracing has no effect: no traces are sent" in done.stderr
+    assert "migrate-values: --enable-pprof has no effect: there is no" in done.stderr
 
 
 def test_what_the_picker_would_warn_of_is_said():

@@ -184,6 +184,9 @@ labels:
 - --drain-timeout={{ include "homing.drainTimeoutSeconds" . }}s
 - --log-format={{ .Values.logFormat }}
 - --v={{ int .Values.verbosity }}
+{{- if .Values.tracing.enabled }}
+- --tracing=true
+{{- end }}
 {{- if and .Values.standalone.enabled (ne .Values.standalone.responseBodyMode "NONE") }}
 - --parse-response-usage=true
 {{- end }}

@@ -1,0 +1,1159 @@
+"""Writes the Grafana dashboards of the chart anew: `python -m docs.dashboards`.
+
+A dashboard is rows of panels; a panel is a title, a sentence, a unit and its queries. What Grafana
+wants besides is the same for all. `tests/chart/test_monitoring.py` fails when a file is stale.
+"""  # noqa: INP001 - a program beside the pages that it writes
+
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+from msgspec import Struct
+
+FOLDER: Final = Path(__file__).parents[1] / "charts/homing/files/dashboards"
+COLUMNS: Final = 24
+"""Of Grafana's grid."""
+JOB: Final = 'job=~"$job"'
+POD: Final = 'job=~"$job", endpoint_name=~"$endpoint"'
+BY_ENDPOINT: Final = "endpoint_name, port"
+SOURCE: Final = {"type": "prometheus", "uid": "${DS_PROMETHEUS}"}
+
+
+class Panel(Struct, frozen=True):
+    """A time series, or with a `kind` of its own something else."""
+
+    title: str
+    description: str
+    unit: str
+    queries: tuple[tuple[str, str], ...]
+    """Expression and legend."""
+    kind: str = "timeseries"
+    width: int = 8
+    height: int = 8
+    steps: tuple[tuple[str, float], ...] = ()
+    """Colour -> from which value on, above the first, which is green."""
+
+
+class Row(Struct, frozen=True):
+    title: str
+    panels: tuple[Panel, ...]
+
+
+class Dashboard(Struct, frozen=True):
+    uid: str
+    title: str
+    description: str
+    rows: tuple[Row, ...]
+    variables: tuple[tuple[str, str, str], ...] = ()
+    """Name, label and the query of its values, besides the data source and the job."""
+
+    @property
+    def file(self) -> Path:
+        return FOLDER / f"{self.uid.removeprefix('homing-').replace('homing', 'overview')}.json"
+
+
+def rate(name: str, by: str = "", *, select: str = JOB) -> str:
+    grouped = f"sum by ({by}) " if by else "sum"
+    return f"{grouped}(rate({name}{{{select}}}[$__rate_interval]))"
+
+
+def quantiles(name: str, *shown: str, select: str = JOB) -> tuple[tuple[str, str], ...]:
+    """One line each of "p50", "p99" and the like."""
+    buckets = rate(f"{name}_bucket", "le", select=select)
+    return tuple((f"histogram_quantile(0.{p[1:]}, {buckets})", p) for p in shown)
+
+
+def mean(name: str, by: str = "", *, select: str = JOB) -> str:
+    return f"{rate(f'{name}_sum', by, select=select)} / {rate(f'{name}_count', by, select=select)}"
+
+
+def latest(name: str, by: str, *, how: str = "max", select: str = JOB) -> str:
+    return f"{how} by ({by}) ({name}{{{select}}})"
+
+
+def share(part: str, whole: str, by: str, *, select: str = JOB) -> str:
+    return f"{rate(part, by, select=select)} / ({rate(whole, by, select=select)} > 0)"
+
+
+def engine_share(by: str, *, select: str = JOB) -> str:
+    """What engines say of their caches; every picker reads the same."""
+    grouped = f"sum by ({by}) " if by else "sum"
+    hits, queried = (
+        f"{grouped}(max by ({BY_ENDPOINT}) "
+        f"(rate(homing_per_endpoint_cache_{what}_tokens_total{{{select}}}[$__rate_interval])))"
+        for what in ("hit", "queried")
+    )
+    return f"{hits} / ({queried} > 0)"
+
+
+def against_median(name: str) -> tuple[tuple[str, str], ...]:
+    """The mean of each endpoint, and the median of these over all that are there."""
+    each = mean(name, BY_ENDPOINT)
+    shown = mean(name, BY_ENDPOINT, select=POD)
+    return (shown, "{{endpoint_name}}:{{port}}"), (f"quantile(0.5, {each})", "median of all")
+
+
+_ENDPOINT_LEGEND: Final = "{{endpoint_name}}:{{port}}"
+_MODEL: Final = 'job=~"$job", model_name=~"$model"'
+_BAD: Final = (("yellow", 1.0), ("red", 2.0))
+
+OVERVIEW: Final = Dashboard(
+    "homing",
+    "Homing",
+    "Is all well? Health first, then requests, replicas and the picker itself.",
+    (
+        Row(
+            "Health",
+            (
+                Panel(
+                    "Endpoints ready",
+                    "Reachable, awake, not set aside, with fresh metrics. 0: requests get 503.",
+                    "short",
+                    ((latest("homing_ready_endpoints", "name"), "{{name}}"),),
+                    "stat",
+                    4,
+                    4,
+                ),
+                Panel(
+                    "Outliers",
+                    "Endpoints that are slow beside the others or answer with errors only. The dashboard of endpoints names them.",
+                    "short",
+                    (
+                        (
+                            "count(max by (endpoint_name, port) (homing_per_endpoint_outlier{"
+                            + JOB
+                            + "})) or vector(0)",
+                            "",
+                        ),
+                    ),
+                    "stat",
+                    4,
+                    4,
+                    _BAD,
+                ),
+                Panel(
+                    "Requests that fail",
+                    "Refused, answered with an error by the engine, or broken off. An alert fires from 5 % on.",
+                    "percentunit",
+                    (
+                        (
+                            rate("homing_request_error_total")
+                            + " / "
+                            + rate("homing_request_total"),
+                            "",
+                        ),
+                    ),
+                    "stat",
+                    4,
+                    4,
+                    (("yellow", 0.01), ("red", 0.05)),
+                ),
+                Panel(
+                    "First token, p99",
+                    "What one client in a hundred waits. Only where the gateway shows response bodies.",
+                    "s",
+                    quantiles("homing_request_ttft_seconds", "p99"),
+                    "stat",
+                    4,
+                    4,
+                    (("yellow", 5.0), ("red", 10.0)),
+                ),
+                Panel(
+                    "Prefix hits",
+                    "Share of the prompt tokens that engines found in their caches, by their own counts.",
+                    "percentunit",
+                    ((engine_share(""), ""),),
+                    "stat",
+                    4,
+                    4,
+                ),
+                Panel(
+                    "Decision, p99",
+                    "Time of the slowest hundredth of decisions. An alert fires from 10 ms on.",
+                    "s",
+                    quantiles("homing_scheduler_e2e_duration_seconds", "p99"),
+                    "stat",
+                    4,
+                    4,
+                    (("yellow", 0.005), ("red", 0.01)),
+                ),
+            ),
+        ),
+        Row(
+            "Requests",
+            (
+                Panel(
+                    "Requests",
+                    "By the model that clients ask for.",
+                    "reqps",
+                    (
+                        (
+                            rate("homing_request_total", "model_name", select=_MODEL),
+                            "{{model_name}}",
+                        ),
+                    ),
+                ),
+                Panel(
+                    "Errors",
+                    "Refused, answered with an error by the engine, or broken off.",
+                    "reqps",
+                    (
+                        (
+                            rate("homing_request_error_total", "error_code", select=_MODEL),
+                            "{{error_code}}",
+                        ),
+                    ),
+                ),
+                Panel(
+                    "Refusals",
+                    "By the reason that the client is told.",
+                    "reqps",
+                    ((rate("homing_refusals_total", "reason"), "{{reason}}"),),
+                ),
+                Panel(
+                    "Duration",
+                    "From the request headers to the end of the response.",
+                    "s",
+                    quantiles(
+                        "homing_request_duration_seconds", "p50", "p90", "p99", select=_MODEL
+                    ),
+                ),
+                Panel(
+                    "Time to first token",
+                    "Only where the gateway shows response bodies.",
+                    "s",
+                    quantiles("homing_request_ttft_seconds", "p50", "p90", "p99", select=_MODEL),
+                ),
+                Panel(
+                    "Time to response headers",
+                    "Of a stream this is not its first token: engines send its headers at once.",
+                    "s",
+                    quantiles("homing_response_headers_seconds", "p50", "p90", "p99"),
+                ),
+                Panel(
+                    "Running",
+                    "Routed and not yet ended.",
+                    "short",
+                    (
+                        (
+                            latest(
+                                "homing_request_running", "model_name", how="sum", select=_MODEL
+                            ),
+                            "{{model_name}}",
+                        ),
+                    ),
+                ),
+                Panel(
+                    "Request body",
+                    "Size of the bodies that were read.",
+                    "bytes",
+                    quantiles("homing_request_size_bytes", "p50", "p99", select=_MODEL),
+                ),
+                Panel(
+                    "Tokens",
+                    "A second. Output and cached tokens only with --parse-response-usage.",
+                    "short",
+                    (
+                        (rate("homing_request_input_tokens_sum", select=_MODEL), "prompt"),
+                        (rate("homing_request_output_tokens_sum", select=_MODEL), "output"),
+                        (
+                            rate("homing_request_cached_tokens_sum", select=_MODEL),
+                            "served from cache",
+                        ),
+                    ),
+                ),
+            ),
+        ),
+        Row(
+            "Replicas",
+            (
+                Panel(
+                    "Replicas heard and not heard",
+                    "Not heard: what they decide is unknown there.",
+                    "short",
+                    (
+                        (latest("homing_peers", "pod"), "heard by {{pod}}"),
+                        (latest("homing_peer_replicas_unheard", "pod"), "not heard by {{pod}}"),
+                    ),
+                ),
+                Panel(
+                    "Records told and learnt",
+                    "What replicas tell each other of their decisions, by what became of it.",
+                    "ops",
+                    (
+                        (
+                            rate("homing_peer_records_total", "direction, outcome"),
+                            "{{direction}}: {{outcome}}",
+                        ),
+                    ),
+                ),
+                Panel(
+                    "Age of what is learnt",
+                    "When it is learnt, of the replica where it is oldest.",
+                    "s",
+                    ((latest("homing_peer_lag_seconds", "pod"), "{{pod}}"),),
+                ),
+                Panel(
+                    "Hits owed to other replicas alone",
+                    "Share of the look-ups with a hit whose deepest block another replica told of.",
+                    "percentunit",
+                    (
+                        (
+                            rate("homing_prefix_known_from_peers_total", "pod")
+                            + ' / (sum by (pod) (rate(homing_prefix_indexer_lookups_total{job=~"$job",result=~"full|partial"}[$__rate_interval])) > 0)',
+                            "{{pod}}",
+                        ),
+                    ),
+                ),
+                Panel(
+                    "Frames lost on the way",
+                    "Sent by others and not come, or late.",
+                    "ops",
+                    ((rate("homing_peer_frames_lost_total", "pod"), "{{pod}}"),),
+                ),
+                Panel(
+                    "Connections that failed, frames dropped",
+                    "By kind of failure; dropped: a queue was full.",
+                    "ops",
+                    (
+                        (rate("homing_peer_failures_total", "kind"), "{{kind}}"),
+                        (
+                            rate(
+                                "homing_peer_frames_total",
+                                "direction",
+                                select=JOB + ', outcome="dropped"',
+                            ),
+                            "dropped: {{direction}}",
+                        ),
+                    ),
+                ),
+                Panel(
+                    "Bytes told and heard",
+                    "Without what encryption adds.",
+                    "Bps",
+                    ((rate("homing_peer_bytes_total", "direction"), "{{direction}}"),),
+                ),
+            ),
+        ),
+        Row(
+            "Picker",
+            (
+                Panel(
+                    "Streams",
+                    "ext_proc streams that are open: one a request.",
+                    "short",
+                    (
+                        (
+                            latest("homing_extproc_streams_inflight", "pod", how="sum"),
+                            "open, {{pod}}",
+                        ),
+                    ),
+                ),
+                Panel(
+                    "Streams ended",
+                    "By gRPC status code.",
+                    "short",
+                    ((rate("homing_extproc_streams_total", "code"), "{{code}}"),),
+                ),
+                Panel(
+                    "Streams cut by a drain, connections cut for resets",
+                    "Both should stay where they are.",
+                    "short",
+                    (
+                        (
+                            latest("homing_drain_cut_streams_total", "pod", how="sum"),
+                            "{{pod}} streams",
+                        ),
+                        (
+                            latest("homing_extproc_connections_cut_total", "pod", how="sum"),
+                            "{{pod}} connections",
+                        ),
+                    ),
+                ),
+                Panel(
+                    "Since the API server was heard",
+                    "Below about 90 s, or it tells nothing.",
+                    "s",
+                    (
+                        (
+                            latest("homing_kube_staleness_seconds", "pod, resource"),
+                            "{{pod}} {{resource}}",
+                        ),
+                    ),
+                ),
+                Panel(
+                    "Failed lists and watches",
+                    "By kind of failure.",
+                    "short",
+                    (
+                        (
+                            rate("homing_kube_errors_total", "resource, kind"),
+                            "{{resource}} {{kind}}",
+                        ),
+                    ),
+                ),
+                Panel(
+                    "Leader",
+                    "1: this replica leads. Absent without leader election.",
+                    "short",
+                    ((latest("homing_leader", "pod"), "{{pod}}"),),
+                ),
+                Panel(
+                    "Not counted or logged",
+                    "Events that were lost by a defect; requests went on.",
+                    "short",
+                    ((rate("homing_telemetry_failures_total", "event"), "{{event}}"),),
+                ),
+                Panel(
+                    "Memory pressure",
+                    "1: indexes shrink; 2: long bodies pass unread too.",
+                    "short",
+                    ((latest("homing_memory_pressure", "pod"), "{{pod}}"),),
+                ),
+                Panel(
+                    "Newest configuration accepted",
+                    "0: it was rejected, the last good one is in force.",
+                    "short",
+                    (
+                        (
+                            latest("homing_config_last_reload_successful", "pod", how="min"),
+                            "{{pod}}",
+                        ),
+                    ),
+                ),
+            ),
+        ),
+    ),
+    (("model", "Model", 'label_values(homing_request_total{job=~"$job"}, model_name)'),),
+)
+
+ENDPOINTS: Final = Dashboard(
+    "homing-endpoints",
+    "Homing: endpoints",
+    "Which pod is bad? Each beside the median of the pool, and then in detail.",
+    (
+        Row(
+            "Pods against the median",
+            (
+                Panel(
+                    "Slowness",
+                    "What requests take beside what was to be expected of them there, over the median of the pool. From 3 on an endpoint is an outlier.",
+                    "short",
+                    (
+                        (
+                            latest("homing_per_endpoint_slowness_ratio", BY_ENDPOINT, select=POD),
+                            _ENDPOINT_LEGEND,
+                        ),
+                    ),
+                    width=12,
+                ),
+                Panel(
+                    "Outliers",
+                    "1: slow beside the others, or failing.",
+                    "short",
+                    (
+                        (
+                            latest(
+                                "homing_per_endpoint_outlier", BY_ENDPOINT + ", cause", select=POD
+                            ),
+                            _ENDPOINT_LEGEND + " {{cause}}",
+                        ),
+                    ),
+                    width=12,
+                ),
+                Panel(
+                    "Time to first chunk",
+                    "Mean of streamed answers, where the gateway shows them.",
+                    "s",
+                    against_median("homing_per_endpoint_ttft_seconds"),
+                ),
+                Panel(
+                    "Time to response headers",
+                    "Mean. Of an answer that is not streamed it is nearly all of it.",
+                    "s",
+                    against_median("homing_per_endpoint_response_headers_seconds"),
+                ),
+                Panel(
+                    "Duration",
+                    "Mean of the requests that came to their end.",
+                    "s",
+                    against_median("homing_per_endpoint_request_duration_seconds"),
+                ),
+                Panel(
+                    "Errors",
+                    "Responses a second, by class of status. unreached: the gateway got no connection.",
+                    "reqps",
+                    (
+                        (
+                            rate(
+                                "homing_per_endpoint_error_total",
+                                BY_ENDPOINT + ", status",
+                                select=POD,
+                            ),
+                            _ENDPOINT_LEGEND + " {{status}}",
+                        ),
+                    ),
+                ),
+                Panel(
+                    "Believed hits",
+                    "Share of its prompt tokens that each was believed to hold.",
+                    "percentunit",
+                    (
+                        (
+                            share(
+                                "homing_per_endpoint_predicted_hit_tokens_total",
+                                "homing_per_endpoint_prompt_tokens_total",
+                                BY_ENDPOINT,
+                                select=POD,
+                            ),
+                            _ENDPOINT_LEGEND,
+                        ),
+                        (
+                            share(
+                                "homing_per_endpoint_predicted_hit_tokens_total",
+                                "homing_per_endpoint_prompt_tokens_total",
+                                "job",
+                            ),
+                            "all",
+                        ),
+                    ),
+                ),
+                Panel(
+                    "Actual hits",
+                    "Share of its prompt tokens that each engine says it held. Far from what was believed: the index is wrong.",
+                    "percentunit",
+                    (
+                        (engine_share(BY_ENDPOINT, select=POD), _ENDPOINT_LEGEND),
+                        (engine_share(""), "all"),
+                    ),
+                ),
+            ),
+        ),
+        Row(
+            "Load",
+            (
+                Panel(
+                    "Picks",
+                    "Decisions for each.",
+                    "reqps",
+                    (
+                        (
+                            rate(
+                                "homing_scheduler_attempts_total",
+                                BY_ENDPOINT,
+                                select=POD + ', endpoint_name!=""',
+                            ),
+                            _ENDPOINT_LEGEND,
+                        ),
+                    ),
+                ),
+                Panel(
+                    "In flight",
+                    "Sent there by these pickers and not ended.",
+                    "short",
+                    (
+                        (
+                            latest("homing_inflight_requests", BY_ENDPOINT, how="sum", select=POD),
+                            _ENDPOINT_LEGEND,
+                        ),
+                    ),
+                ),
+                Panel(
+                    "Prompt tokens not yet prefilled",
+                    "By estimate.",
+                    "short",
+                    (
+                        (
+                            latest("homing_inflight_tokens", BY_ENDPOINT, how="sum", select=POD),
+                            _ENDPOINT_LEGEND,
+                        ),
+                    ),
+                ),
+                Panel(
+                    "Waiting",
+                    "In the engine's queue, as last scraped.",
+                    "short",
+                    (
+                        (
+                            latest("homing_per_endpoint_queue_size", "model_server_endpoint, port"),
+                            "{{model_server_endpoint}}:{{port}}",
+                        ),
+                    ),
+                ),
+                Panel(
+                    "Running",
+                    "In the engine's batch, as last scraped.",
+                    "short",
+                    (
+                        (
+                            latest("homing_per_endpoint_running_requests", BY_ENDPOINT, select=POD),
+                            _ENDPOINT_LEGEND,
+                        ),
+                    ),
+                ),
+                Panel(
+                    "KV cache",
+                    "Share in use, as last scraped.",
+                    "percentunit",
+                    (
+                        (
+                            latest(
+                                "homing_per_endpoint_kv_cache_utilization", BY_ENDPOINT, select=POD
+                            ),
+                            _ENDPOINT_LEGEND,
+                        ),
+                    ),
+                ),
+            ),
+        ),
+        Row(
+            "State",
+            (
+                Panel(
+                    "Endpoints",
+                    "Ready, known, set aside after failures, ejected as outliers.",
+                    "short",
+                    (
+                        (latest("homing_ready_endpoints", "name"), "ready {{name}}"),
+                        (latest("homing_known_endpoints", "name"), "known {{name}}"),
+                        (latest("homing_endpoints_set_aside", "name"), "set aside {{name}}"),
+                        (latest("homing_endpoints_ejected", "name"), "ejected {{name}}"),
+                    ),
+                ),
+                Panel(
+                    "Age of metrics",
+                    "Since the last good scrape.",
+                    "s",
+                    (
+                        (
+                            latest(
+                                "homing_per_endpoint_metrics_age_seconds", BY_ENDPOINT, select=POD
+                            ),
+                            _ENDPOINT_LEGEND,
+                        ),
+                    ),
+                ),
+                Panel(
+                    "Failed scrapes",
+                    "By kind of failure.",
+                    "short",
+                    ((rate("homing_scrape_errors_total", "kind"), "{{kind}}"),),
+                ),
+                Panel(
+                    "Set aside, ejected",
+                    "Times in an hour.",
+                    "short",
+                    (
+                        (
+                            "sum by (endpoint_name, port) (increase(homing_set_aside_total{"
+                            + POD
+                            + "}[1h]))",
+                            "set aside " + _ENDPOINT_LEGEND,
+                        ),
+                        (
+                            "sum by (cause) (increase(homing_endpoint_ejections_total{"
+                            + JOB
+                            + "}[1h]))",
+                            "ejected: {{cause}}",
+                        ),
+                    ),
+                ),
+            ),
+        ),
+    ),
+    (
+        (
+            "endpoint",
+            "Endpoint",
+            'label_values(homing_inflight_requests{job=~"$job"}, endpoint_name)',
+        ),
+    ),
+)
+
+TUNING: Final = Dashboard(
+    "homing-tuning",
+    "Homing: tuning",
+    "What do the weights do? The configuration, what it decides, and what that brings. Lines mark each change.",
+    (
+        Row(
+            "Before and after",
+            (
+                Panel(
+                    "Weights",
+                    "In force.",
+                    "short",
+                    (
+                        (
+                            latest("homing_scorer_weight", "profile, scorer"),
+                            "{{profile}} {{scorer}}",
+                        ),
+                    ),
+                ),
+                Panel(
+                    "Configuration in force",
+                    "A step is a change.",
+                    "short",
+                    (
+                        (
+                            latest("homing_config_info", "pod, hash, generation"),
+                            "{{pod}}: {{hash}}, generation {{generation}}",
+                        ),
+                    ),
+                ),
+                Panel(
+                    "Time to first token",
+                    "Only where the gateway shows response bodies.",
+                    "s",
+                    quantiles("homing_request_ttft_seconds", "p50", "p90", "p99"),
+                ),
+                Panel(
+                    "Hits by the engines' own counts",
+                    "Share of prompt tokens.",
+                    "percentunit",
+                    (
+                        (engine_share(""), "served"),
+                        (
+                            rate("homing_per_endpoint_predicted_hit_tokens_total")
+                            + " / "
+                            + rate("homing_per_endpoint_prompt_tokens_total"),
+                            "believed",
+                        ),
+                    ),
+                ),
+                Panel(
+                    "Spread of the load",
+                    "Standard deviation of the queues over their mean: 0 is even.",
+                    "short",
+                    (
+                        (
+                            "max by (name) (homing_std_dev_queue_size{"
+                            + JOB
+                            + "}) / (max by (name) (homing_average_queue_size{"
+                            + JOB
+                            + "}) > 0)",
+                            "{{name}}",
+                        ),
+                    ),
+                ),
+                Panel(
+                    "Duration",
+                    "Mean of all requests.",
+                    "s",
+                    ((mean("homing_request_duration_seconds"), "mean"),),
+                ),
+            ),
+        ),
+        Row(
+            "Decisions",
+            (
+                Panel(
+                    "What scorers gave the chosen endpoint",
+                    "Weighted, mean: who decides.",
+                    "short",
+                    ((mean("homing_scorer_contribution", "scorer"), "{{scorer}}"),),
+                ),
+                Panel(
+                    "Candidates dropped",
+                    "By the filter that dropped them.",
+                    "short",
+                    ((rate("homing_filter_eliminated_total", "filter"), "{{filter}}"),),
+                ),
+                Panel(
+                    "Plugins that fail",
+                    "What they add is left out.",
+                    "short",
+                    ((rate("homing_plugin_errors_total", "plugin"), "{{plugin}}"),),
+                ),
+                Panel(
+                    "Time of a decision",
+                    "The decision alone.",
+                    "s",
+                    quantiles("homing_scheduler_e2e_duration_seconds", "p50", "p90", "p99"),
+                ),
+                Panel(
+                    "Time until the answer",
+                    "With the wait for the body.",
+                    "s",
+                    quantiles("homing_request_processing_duration_seconds", "p50", "p99"),
+                ),
+                Panel(
+                    "Decided without the prompt",
+                    "By body mode of the gateway; memory: there was none to read it.",
+                    "reqps",
+                    ((rate("homing_scheduled_without_prefix_total", "mode"), "{{mode}}"),),
+                ),
+            ),
+        ),
+        Row(
+            "Prefix index",
+            (
+                Panel(
+                    "Predicted hit ratio",
+                    "Share of the prompt that the chosen endpoint is believed to hold, mean.",
+                    "percentunit",
+                    ((mean("homing_prefix_indexer_hit_ratio"), "mean"),),
+                ),
+                Panel(
+                    "Predicted and served from cache",
+                    "Tokens a second, of requests whose usage was parsed.",
+                    "short",
+                    ((rate("homing_prefix_hit_tokens_total", "source"), "{{source}}"),),
+                ),
+                Panel(
+                    "Look-ups",
+                    "By result.",
+                    "short",
+                    ((rate("homing_prefix_indexer_lookups_total", "result"), "{{result}}"),),
+                ),
+                Panel(
+                    "Evictions",
+                    "By cause. capacity is an index that follows its engines; memory is one that is too small.",
+                    "short",
+                    ((rate("homing_prefix_indexer_evictions_total", "cause"), "{{cause}}"),),
+                ),
+                Panel(
+                    "Entries",
+                    "One a block and endpoint.",
+                    "short",
+                    (
+                        (
+                            latest("homing_prefix_indexer_size", "pod, index", how="sum"),
+                            "{{pod}} {{index}}",
+                        ),
+                    ),
+                ),
+                Panel(
+                    "Segments of long prompts",
+                    "Known: their blocks were not hashed anew.",
+                    "short",
+                    ((rate("homing_prompt_segments_total", "result"), "{{result}}"),),
+                ),
+            ),
+        ),
+    ),
+)
+
+CAPACITY: Final = Dashboard(
+    "homing-capacity",
+    "Homing: capacity",
+    "Is the pool large enough, and the picker?",
+    (
+        Row(
+            "Pool",
+            (
+                Panel(
+                    "Waiting requests",
+                    "Mean of the endpoints, and how much they differ. An alert fires from 50 on.",
+                    "short",
+                    (
+                        (latest("homing_average_queue_size", "name"), "mean {{name}}"),
+                        (
+                            latest("homing_std_dev_queue_size", "name"),
+                            "standard deviation {{name}}",
+                        ),
+                    ),
+                ),
+                Panel(
+                    "KV cache use",
+                    "Mean, and how much endpoints differ. An alert fires from 90 % on.",
+                    "percentunit",
+                    (
+                        (latest("homing_average_kv_cache_utilization", "name"), "mean {{name}}"),
+                        (
+                            latest("homing_std_dev_kv_cache_utilization", "name"),
+                            "standard deviation {{name}}",
+                        ),
+                    ),
+                ),
+                Panel(
+                    "Running requests",
+                    "Mean of the endpoints, and how much they differ.",
+                    "short",
+                    (
+                        (latest("homing_average_running_requests", "name"), "mean {{name}}"),
+                        (
+                            latest("homing_std_dev_running_requests", "name"),
+                            "standard deviation {{name}}",
+                        ),
+                    ),
+                ),
+                Panel(
+                    "Requests by endpoint",
+                    "A second, for each that is ready.",
+                    "reqps",
+                    (
+                        (
+                            "sum(rate(homing_request_total{"
+                            + JOB
+                            + "}[$__rate_interval])) / sum(max by (name) (homing_ready_endpoints{"
+                            + JOB
+                            + "}))",
+                            "requests",
+                        ),
+                    ),
+                ),
+                Panel(
+                    "Uncached prompt tokens by endpoint",
+                    "A second: what prefill has to compute.",
+                    "short",
+                    (
+                        (
+                            "("
+                            + rate("homing_per_endpoint_prompt_tokens_total")
+                            + " - "
+                            + rate("homing_per_endpoint_predicted_hit_tokens_total")
+                            + ") / sum(max by (name) (homing_ready_endpoints{"
+                            + JOB
+                            + "}))",
+                            "tokens",
+                        ),
+                    ),
+                ),
+                Panel(
+                    "Shed",
+                    "Refused because the pool is full.",
+                    "reqps",
+                    (
+                        (
+                            rate(
+                                "homing_refusals_total",
+                                "reason",
+                                select=JOB + ', reason="rejected-saturated"',
+                            ),
+                            "{{reason}}",
+                        ),
+                    ),
+                ),
+            ),
+        ),
+        Row(
+            "Picker",
+            (
+                Panel(
+                    "Requests by replica",
+                    "A second.",
+                    "reqps",
+                    ((rate("homing_request_total", "pod"), "{{pod}}"),),
+                ),
+                Panel(
+                    "Open streams",
+                    "Against --concurrent-streams-max.",
+                    "short",
+                    ((latest("homing_extproc_streams_inflight", "pod", how="sum"), "{{pod}}"),),
+                ),
+                Panel(
+                    "Refused by the picker itself",
+                    "It has too much open, or holds too many bodies.",
+                    "reqps",
+                    (
+                        (
+                            rate(
+                                "homing_refusals_total",
+                                "reason",
+                                select=JOB + ', reason=~"rejected-overloaded|rejected-bodies-held"',
+                            ),
+                            "{{reason}}",
+                        ),
+                    ),
+                ),
+                Panel(
+                    "Bodies held",
+                    "Share of what they may take.",
+                    "percentunit",
+                    (
+                        (
+                            latest("homing_held_body_bytes", "pod")
+                            + " / "
+                            + latest("homing_held_body_bytes_max", "pod"),
+                            "{{pod}}",
+                        ),
+                    ),
+                ),
+                Panel(
+                    "Index",
+                    "Memory that it accounts for.",
+                    "bytes",
+                    (
+                        (
+                            latest("homing_prefix_indexer_memory_bytes", "pod, index", how="sum"),
+                            "{{pod}} {{index}}",
+                        ),
+                    ),
+                ),
+                Panel(
+                    "Memory pressure",
+                    "1: indexes shrink; 2: long bodies pass unread too.",
+                    "short",
+                    ((latest("homing_memory_pressure", "pod"), "{{pod}}"),),
+                ),
+                Panel(
+                    "Scrapes",
+                    "Time of a good one.",
+                    "s",
+                    quantiles("homing_scrape_duration_seconds", "p50", "p99"),
+                ),
+                Panel(
+                    "Messages read in the slow way",
+                    "Left to protobuf because something in them is unusual.",
+                    "ops",
+                    (
+                        (
+                            rate(
+                                "homing_extproc_messages_total",
+                                "path",
+                                select=JOB + ', path="protobuf"',
+                            ),
+                            "{{path}}",
+                        ),
+                    ),
+                ),
+            ),
+        ),
+    ),
+)
+
+DASHBOARDS: Final = (OVERVIEW, ENDPOINTS, TUNING, CAPACITY)
+
+
+def text_of(dashboard: Dashboard) -> str:
+    """What its file holds."""
+    return json.dumps(_board(dashboard), indent=1) + "\n"
+
+
+def _board(dashboard: Dashboard) -> dict[str, Any]:
+    return {
+        "title": dashboard.title,
+        "uid": dashboard.uid,
+        "description": dashboard.description,
+        "tags": ["homing", "inference"],
+        "schemaVersion": 39,
+        "version": 1,
+        "editable": True,
+        "refresh": "30s",
+        "time": {"from": "now-1h", "to": "now"},
+        "timezone": "browser",
+        "links": [
+            {
+                "type": "dashboards",
+                "title": "Homing",
+                "tags": ["homing"],
+                "asDropdown": False,
+                "includeVars": True,
+                "keepTime": True,
+            }
+        ],
+        "annotations": {"list": [_configured()]},
+        "templating": {
+            "list": [
+                {
+                    "name": "DS_PROMETHEUS",
+                    "type": "datasource",
+                    "query": "prometheus",
+                    "label": "Data source",
+                },
+                _variable("job", "Job", "label_values(homing_info, job)"),
+                *(_variable(*variable) for variable in dashboard.variables),
+            ]
+        },
+        "panels": _panels(dashboard.rows),
+    }
+
+
+def _configured() -> dict[str, Any]:
+    return {
+        "name": "Configuration applied",
+        "datasource": SOURCE,
+        "enable": True,
+        "iconColor": "blue",
+        "expr": 'sum by (pod) (increase(homing_config_reloads_total{job=~"$job", result="success"}[1m])) > 0',
+        "titleFormat": "Configuration applied",
+        "textFormat": "{{pod}}",
+    }
+
+
+def _variable(name: str, label: str, query: str) -> dict[str, Any]:
+    return {
+        "name": name,
+        "type": "query",
+        "label": label,
+        "datasource": SOURCE,
+        "query": {"query": query, "refId": name},
+        "definition": query,
+        "multi": True,
+        "includeAll": True,
+        # Without it "All" would list every name in each query.
+        "allValue": ".*",
+        "current": {"text": "All", "value": "$__all"},
+        "refresh": 2,
+        "sort": 1,
+    }
+
+
+def _panels(rows: Sequence[Row]) -> list[dict[str, Any]]:
+    """In rows of the grid, from left to right and down."""
+    placed: list[dict[str, Any]] = []
+    y = 0
+    for row in rows:
+        place = {"h": 1, "w": COLUMNS, "x": 0, "y": y}
+        head = {"type": "row", "title": row.title, "collapsed": False, "panels": []}
+        placed.append({"id": len(placed) + 1, **head, "gridPos": place})
+        y += 1
+        x = height = 0
+        for panel in row.panels:
+            if x + panel.width > COLUMNS:
+                x, y, height = 0, y + height, 0
+            place = {"h": panel.height, "w": panel.width, "x": x, "y": y}
+            placed.append(_panel(panel, len(placed) + 1, place))
+            x += panel.width
+            height = max(height, panel.height)
+        y += height
+    return placed
+
+
+def _panel(panel: Panel, number: int, place: Mapping[str, int]) -> dict[str, Any]:
+    defaults: dict[str, Any] = {"unit": panel.unit, "min": 0}
+    if panel.steps:
+        steps = [{"color": colour, "value": value} for colour, value in panel.steps]
+        green = {"color": "green", "value": None}
+        defaults["thresholds"] = {"mode": "absolute", "steps": [green, *steps]}
+    options: dict[str, Any] = {
+        "legend": {"displayMode": "list", "placement": "bottom"},
+        "tooltip": {"mode": "multi"},
+    }
+    if panel.kind == "stat":
+        options = {"reduceOptions": {"calcs": ["lastNotNull"]}, "graphMode": "area"}
+    return {
+        "id": number,
+        "type": panel.kind,
+        "title": panel.title,
+        "description": panel.description,
+        "datasource": SOURCE,
+        "gridPos": place,
+        "fieldConfig": {"defaults": defaults, "overrides": []},
+        "targets": [
+            {
+                "refId": chr(ord("A") + at),
+                "datasource": SOURCE,
+                "expr": expression,
+                "legendFormat": legend,
+            }
+            for at, (expression, legend) in enumerate(panel.queries)
+        ],
+        "options": options,
+    }
+
+
+def main() -> int:
+    """Write every dashboard that changed, and say which."""
+    for dashboard in DASHBOARDS:
+        text = text_of(dashboard)
+        if not dashboard.file.is_file() or dashboard.file.read_text(encoding="utf-8") != text:
+            dashboard.file.write_text(text, encoding="utf-8")
+            sys.stdout.write(f"{dashboard.file.name} written\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,107 @@
+"""A Dockerfile as instructions, and its steps carried out in roots of our own.
+
+Of the language as much as `deploy/Dockerfile` uses; anything else is an error, so that a step which
+is not carried out is not taken for one that works.
+"""
+
+import re
+import shlex
+import shutil
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Final, NamedTuple
+
+from tests.release.roots import Root
+
+_SAID: Final = frozenset({"LABEL", "EXPOSE", "STOPSIGNAL", "ENTRYPOINT", "CMD", "USER", "ARG"})
+"""Instructions that change no file; what they say is read where it matters."""
+_VARIABLE: Final = re.compile(r"\$(?:\{(\w+)\}|(\w+))")
+
+
+class Instruction(NamedTuple):
+    name: str
+    text: str
+
+
+class Image(NamedTuple):
+    """What a stage became."""
+
+    root: Root
+    environment: dict[str, str]
+    said: dict[str, str]
+    """The last of each instruction that changes no file."""
+
+
+def instructions(text: str) -> Iterator[Instruction]:
+    """Each with its continued lines as one; comments left out."""
+    kept = "\n".join(line for line in text.splitlines() if not line.lstrip().startswith("#"))
+    for line in re.sub(r"\s*\\\n\s*", " ", kept).splitlines():
+        if line.strip():
+            name, _, rest = line.strip().partition(" ")
+            yield Instruction(name.upper(), rest.strip())
+
+
+def build(
+    dockerfile: Path, context: Path, folder_of_roots: Path, environment: Mapping[str, str]
+) -> Image:
+    """Carry out every stage, each in a root below `folder_of_roots`; the last one.
+
+    `environment` is that of the base image.
+
+    Raises `subprocess.CalledProcessError` when a step fails.
+    """
+    stages: dict[str, Image] = {}
+    image = None
+    folder = "/"
+    for name, text in instructions(dockerfile.read_text(encoding="utf-8")):
+        if name == "FROM":
+            _, _, alias = text.partition(" AS ")
+            image = Image(Root(folder_of_roots / (alias or "last")), dict(environment), {})
+            stages[alias or "last"] = image
+            folder = "/"
+            continue
+        if image is None:
+            assert name == "ARG", f"{name} before the first FROM"
+            continue
+        if name in _SAID:
+            image.said[name] = text
+        elif name == "ENV":
+            for pair in shlex.split(text):
+                variable, _, value = pair.partition("=")
+                image.environment[variable] = _expanded(value, image.environment)
+        elif name == "WORKDIR":
+            folder = text
+            image.root.at(folder).mkdir(parents=True, exist_ok=True)
+        elif name == "RUN":
+            done = image.root.run(
+                ["/bin/sh", "-c", text], environment=image.environment, folder=folder
+            )
+            print(done.stdout)
+        elif name == "COPY":
+            _copy(text, image.root, folder, context, stages)
+        else:
+            raise AssertionError(f"the instruction {name} is not known here")
+    assert image is not None, "no FROM"
+    return image
+
+
+def _copy(text: str, root: Root, folder: str, context: Path, stages: Mapping[str, Image]) -> None:
+    words = text.split()
+    source = context
+    if words[0].startswith("--from="):
+        source = stages[words.pop(0).removeprefix("--from=")].root.at("/")
+    *names, target = words
+    for name in names:
+        origin = source / name.strip("/")
+        place = root.at(f"{folder}/{target}" if not target.startswith("/") else target)
+        if origin.is_dir():
+            unwanted = shutil.ignore_patterns("__pycache__") if source == context else None
+            shutil.copytree(origin, place, symlinks=True, dirs_exist_ok=True, ignore=unwanted)
+        else:
+            place = place / origin.name if target.endswith("/") else place
+            place.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(origin, place)
+
+
+def _expanded(value: str, environment: Mapping[str, str]) -> str:
+    return _VARIABLE.sub(lambda found: environment.get(found[1] or found[2], ""), value)

@@ -1,0 +1,151 @@
+"""The image without a container engine: its steps, and what it runs as Kubernetes runs it."""
+
+import json
+import subprocess
+import sysconfig
+from pathlib import Path
+
+import pytest
+from hatchling.builders.wheel import WheelBuilder
+
+from epp import __version__
+from tests.release import dockerfile, roots
+from tests.release.dockerfile import Instruction, instructions
+from tests.release.roots import Root
+from tests.release.serving import serve_and_drain
+from tests.release.test_distributions import sources
+
+ROOT = Path(__file__).parents[2]
+DOCKERFILE = ROOT / "deploy/Dockerfile"
+
+
+@pytest.fixture
+def rooms(tmp_path):
+    """A folder for roots, where the machine lets us have them."""
+    try:
+        roots.check(tmp_path)
+    except roots.RootError as error:
+        pytest.skip(str(error))
+    return tmp_path
+
+
+@pytest.fixture
+def installed(rooms):
+    """A root with the wheel, and beside it, read-only, what it depends on."""
+    packages = Path(sysconfig.get_path("purelib")).resolve()
+    if packages.is_relative_to("/tmp"):
+        pytest.skip(f"{packages} is in /tmp, which the root has for itself")
+    root = Root(rooms / "root", also=[packages])
+    environment = Root.environment()
+    (wheel,) = WheelBuilder(str(ROOT)).build(directory=str(root.at("/dist")))
+    root.run(["python3", "-m", "venv", "--without-pip", "/opt/homing"], environment=environment)
+    python = "/opt/homing/bin/python"
+    found = root.run(
+        [python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"],
+        environment=environment,
+    )
+    root.at(f"{found.stdout.strip()}/dependencies.pth").write_text(f"{packages}\n")
+    root.run(
+        [
+            python,
+            "-m",
+            "pip",
+            "install",
+            "--no-deps",
+            "--no-index",
+            "--ignore-installed",
+            f"/dist/{Path(wheel).name}",
+        ],
+        environment=environment,
+    )
+    return root, environment | {"PATH": f"/opt/homing/bin:{environment['PATH']}"}
+
+
+@pytest.mark.timeout(180)
+async def test_the_wheel_serves_by_nobody_in_a_read_only_root(installed, tmp_path):
+    """Installed and not from the tree: started, probed, asked for a decision, drained."""
+    root, environment = installed
+    lines = await serve_and_drain(root, ["epp"], environment, tmp_path / "log")
+    assert [
+        line["event"] for line in lines if line["event"] in {"serving", "draining", "stopped"}
+    ] == ["serving", "draining", "stopped"]
+    assert lines[-1]["decisions"] == 1
+    assert not [line for line in lines if line["level"] in {"error", "critical"}]
+    assert list(root.at("/tmp").rglob("*")) == [], "it needs not even /tmp"
+
+
+@pytest.mark.parametrize("user", [0, 1000], ids=["by root", "by anybody"])
+def test_only_tmp_can_be_written(rooms, user, monkeypatch):
+    """So that what the test above shows is shown."""
+    monkeypatch.setattr(roots.os, "geteuid", lambda: user)
+    try:
+        roots.check(rooms / "again")
+    except roots.RootError as error:
+        pytest.skip(str(error))
+    root = Root(rooms / "root")
+    root.at("/opt/homing").mkdir(parents=True)
+    places = ["/x", "/opt/homing/x", "/usr/x", "/etc/x", "/tmp/x"]
+    tried = "; ".join(f"(: > {place}) && echo {place}" for place in places)
+    environment = Root.environment()
+    script = ["sh", "-c", f"exec 2> /dev/null; {tried}; id -u"]
+    done = root.run(script, environment=environment, contained=True)
+    assert done.stdout.split() == ["/tmp/x", str(roots.USER)]
+    assert root.at("/tmp/x").exists()
+
+
+def test_instructions_are_read_as_a_container_engine_reads_them():
+    """Continued lines are one, comments none, also within."""
+    text = "# c\nFROM a AS b\nENV X=1 \\\n    Y=$X\nRUN one \\\n# c\n    && two\n"
+    assert list(instructions(text)) == [
+        Instruction("FROM", "a AS b"),
+        Instruction("ENV", "X=1 Y=$X"),
+        Instruction("RUN", "one && two"),
+    ]
+
+
+def test_what_is_not_known_is_no_step_that_works(rooms):
+    (rooms / "Dockerfile").write_text("FROM a\nVOLUME /x\n")
+    with pytest.raises(AssertionError, match="VOLUME is not known"):
+        dockerfile.build(rooms / "Dockerfile", rooms, rooms / "roots", {})
+
+
+def test_a_step_that_fails_fails_the_build(rooms):
+    (rooms / "Dockerfile").write_text("FROM a\nRUN true\nRUN echo so && exit 3\nRUN true\n")
+    with pytest.raises(subprocess.CalledProcessError) as raised:
+        dockerfile.build(rooms / "Dockerfile", rooms, rooms / "roots", Root.environment())
+    assert (raised.value.returncode, raised.value.stdout) == (3, "so\n")
+
+
+def test_the_image_says_how_it_runs():
+    """By a number, which Kubernetes can check is not root; from the lock file, by hashes."""
+    said = list(instructions(DOCKERFILE.read_text()))
+    assert Instruction("USER", "65532:65532") in said
+    assert Instruction("ENTRYPOINT", '["epp"]') in said
+    assert Instruction("STOPSIGNAL", "SIGTERM") in said
+    for name, text in said:
+        if name == "RUN" and "pip install" in text:
+            assert "--require-hashes --only-binary=:all:" in text or "--no-index" in text
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1_800)
+async def test_the_steps_of_the_dockerfile_make_a_picker_that_serves(rooms):
+    """Every stage, with what is locked; the last one runs as its instructions say."""
+    context = sources(rooms / "context")
+    environment = Root.environment()
+    image = dockerfile.build(DOCKERFILE, context, rooms / "roots", environment)
+    assert image.said["USER"] == f"{roots.USER}:{roots.USER}"
+    entrypoint = json.loads(image.said["ENTRYPOINT"])
+    lines = await serve_and_drain(image.root, entrypoint, image.environment, rooms / "log")
+    assert lines[-1]["event"] == "stopped"
+    shown = image.root.run(
+        [*entrypoint, "--version"], environment=image.environment, contained=True
+    ).stdout
+    assert __version__ in shown
+    with_extras = "import opentelemetry.sdk, valkey, pyarrow, optuna"
+    image.root.run(["python", "-c", with_extras], environment=image.environment, contained=True)
+    for tool in ("hatchling", "pytest", "mypy"):
+        with pytest.raises(subprocess.CalledProcessError):
+            image.root.run(
+                ["python", "-c", f"import {tool}"], environment=image.environment, contained=True
+            )

@@ -1,4 +1,4 @@
-"""The command `epp`: serve, check-config, envoy-config.
+"""The command `epp`: serve, check-config, envoy-config, explain, top.
 
 What a subcommand needs is imported when it runs, so that checking a file starts at once.
 """
@@ -21,6 +21,8 @@ USAGE: Final = """\
 usage: epp serve [flags]                                       pick endpoints over ext_proc
        epp check-config [FILE|-] [--diff OLD] [--explain]      check an EndpointPickerConfig
        epp envoy-config [--out FILE] [flags]                   print an Envoy bootstrap
+       epp explain REQUEST_ID [--url URL] [--json]             why a request went where it went
+       epp top [--url URL] [--interval 2s] [--once]            watch a picker that runs
 
 `epp COMMAND --help` lists the flags, `epp --version` says which version this is.
 """
@@ -42,7 +44,13 @@ def _main(arguments: Sequence[str]) -> int:
     if command in {"--version", "-version"}:
         sys.stdout.write(f"epp {__version__}\n")
         return SUCCESS
-    commands = {"serve": serve, "check-config": check, "envoy-config": envoy}
+    commands = {
+        "serve": serve,
+        "check-config": check,
+        "envoy-config": envoy,
+        "explain": explain,
+        "top": top,
+    }
     run = commands.get(command)
     if run is None:
         asked = command_line.wants_help([command])
@@ -69,7 +77,7 @@ def serve(arguments: Sequence[str]) -> int:
 
 def check(arguments: Sequence[str]) -> int:
     if command_line.wants_help(arguments):
-        usage = "epp check-config [FILE|-] [--diff OLD] [--explain]"
+        usage = "epp check-config [FILE|-] [--diff OLD] [--explain] [--capture DIR]"
         return _help(usage, command_line.CHECK_HELP, command_line.CheckFlags)
     flags = command_line.parse_check(arguments)
     code: int = import_module("epp.configuration.check_config").check_config(
@@ -104,6 +112,33 @@ def envoy(arguments: Sequence[str]) -> int:
         print(f"epp envoy-config: {out} cannot be written: {error.strerror}", file=sys.stderr)
         return FAILURE
     return SUCCESS
+
+
+def explain(arguments: Sequence[str]) -> int:
+    if command_line.wants_help(arguments):
+        usage = "epp explain REQUEST_ID [--url URL] [--json]"
+        return _help(usage, command_line.EXPLAIN_HELP, command_line.ExplainFlags)
+    flags = command_line.parse_explain(arguments)
+    code: int = import_module("epp.shell.operators.explain_command").explain_request(
+        flags, sys.stdout, sys.stderr
+    )
+    return code
+
+
+def top(arguments: Sequence[str]) -> int:
+    if command_line.wants_help(arguments):
+        usage = "epp top [--url URL] [--interval 2s] [--once]"
+        return _help(usage, command_line.TOP_HELP, command_line.TopFlags)
+    flags = command_line.parse_top(arguments)
+    try:
+        command = import_module("epp.shell.operators.top_command")
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] != "rich":
+            raise
+        print("epp top: it needs rich: pip install 'homing-epp[top]'", file=sys.stderr)
+        return FAILURE
+    code: int = command.watch(flags, sys.stdout, sys.stderr)
+    return code
 
 
 def _help(usage: str, groups: command_line.Groups, kind: type[msgspec.Struct]) -> int:

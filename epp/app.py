@@ -3,11 +3,12 @@
 import asyncio
 import contextlib
 import gc
+import os
 import resource
 import secrets
 import signal
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
@@ -20,6 +21,7 @@ from epp.configuration.config import CONFIG_MAX_BYTES, ConfigError
 from epp.configuration.flags import ServeFlags
 from epp.configuration.live import LiveConfiguration, Offer
 from epp.configuration.memory_plan import memory_plan
+from epp.core.capture.witness import WitnessedScheduler
 from epp.core.decision.scheduler import Scheduler, SchedulerSettings
 from epp.core.peers.exchange import PeerExchange
 from epp.core.peers.frames import ORIGIN_BYTES
@@ -48,11 +50,18 @@ from epp.shell.gateway.sessions import Sessions
 from epp.shell.gateway.wire import Decoder
 from epp.shell.kubernetes.api_errors import KubeConfigError
 from epp.shell.operators.bearer_token import BearerToken
-from epp.shell.operators.debug_pages import PAGES, DebugPages, RecentDecisions
+from epp.shell.operators.capture import Capture, CaptureLimits, read_salt
+from epp.shell.operators.configuration_changes import ConfigurationChanges
+from epp.shell.operators.debug_pages import PAGES, DebugPages
 from epp.shell.operators.failing_plugins import FailingPluginsLog
+from epp.shell.operators.field_metrics import FIELD_NAMES, WithFieldNames
+from epp.shell.operators.live_pages import LIVE_PAGES, LivePages
+from epp.shell.operators.live_view import LiveView
 from epp.shell.operators.logs import DecisionLog, configure_logging
 from epp.shell.operators.metrics_server import MetricsServer
 from epp.shell.operators.observation import Observation
+from epp.shell.operators.outliers_log import OutliersLog
+from epp.shell.operators.recent_decisions import recent_decisions
 from epp.shell.operators.snapshot import pool_snapshot
 from epp.shell.operators.standard_error import StandardError
 from epp.shell.operators.standings_log import StandingsLog
@@ -62,6 +71,7 @@ from epp.shell.starting import EVERYWHERE, StartError, cannot_listen
 
 if TYPE_CHECKING:
     from epp.shell.kubernetes.cluster import Cluster
+    from epp.shell.operators.tracing import Tracer
 
 TICK_S: Final = 1.0
 FIRST_PASS_S_MAX: Final = 10.0
@@ -155,17 +165,22 @@ class EndpointPicker:
         self.live = self._read_config()
         self._found = self._read_endpoints() if flags.endpoints_file else Found()
         settings = _settings(self.live.current(len(self._found.endpoints)))
-        self.scheduler = Scheduler(settings, seed=seed)
+        self.capture = _capture(flags, seed)
+        self.scheduler = self._open_scheduler(settings, seed)
         self.exchange = self._open_exchange()
-        self._failing_plugins = FailingPluginsLog(self.scheduler.failures)
         self.registry = CollectorRegistry()
         self.telemetry = Telemetry(
             self.registry,
             self._snapshot,
-            could_not=lambda event, error: self.observation.could_not(event, error),  # noqa: PLW0108  that is made after it
+            could_not=self._could_not,
         )
         decisions = DecisionLog(structlog.get_logger("decisions"), level=flags.log_level)
-        recent = RecentDecisions(self.scheduler.pool)
+        self._recent = recent_decisions(
+            self.scheduler.pool,
+            flags.decision_records_max_bytes,
+            flags.decision_records_keep,
+            self._could_not,
+        )
         self.peers = Peers(
             flags,
             self.exchange,
@@ -175,9 +190,13 @@ class EndpointPicker:
         )
         self._debug = DebugPages(
             self.scheduler,
-            recent,
+            self._recent,
             lambda: (self.live.config, self.live.generation),
             peers=self.peers.rows,
+        )
+        self._changes = ConfigurationChanges()
+        self._live_pages = LivePages(
+            LiveView(self.scheduler, self._recent, self._changes, flags.pool_name)
         )
         token_file = flags.debug_token_file
         self._debug_token = BearerToken(Path(token_file)) if token_file else None
@@ -193,10 +212,11 @@ class EndpointPicker:
             # Two tries before metrics are stale.
             backoff_s_max=min(BACKOFF_S_MAX, flags.metrics_staleness_threshold / 2),
         )
-        self.observation = Observation(
+        self._tracer = _open_tracer(flags) if flags.tracing else None
+        self.observation = self._observation(
             self.telemetry,
             decisions,
-            recent,
+            self._recent if flags.decision_records_keep else None,
             answered=self._scraper.answered,
             picked=self._scraper.picked,
         )
@@ -216,6 +236,7 @@ class EndpointPicker:
                 parse_response_usage=flags.parse_response_usage,
                 decline_response_bodies=flags.decline_response_bodies,
                 request_load_metrics=flags.request_load_metrics,
+                explain_headers=flags.explain_headers,
                 subset_filter=not flags.disable_endpoint_subset_filter,
             ),
             self.observation,
@@ -262,20 +283,25 @@ class EndpointPicker:
             await opened.enter_async_context(self._gateway)
             await opened.enter_async_context(self.peers)
             metrics = MetricsServer(
-                self.registry,
+                WithFieldNames(self.registry, FIELD_NAMES[flags.compat_metrics]),
                 lambda: self.health.ready,
                 host=None
                 if flags.metrics_bind_address == EVERYWHERE
                 else flags.metrics_bind_address,
                 port=flags.metrics_port,
-                routes=self._debug.routes(self._debug_token),
-                pages=PAGES,
+                routes=(
+                    *self._debug.routes(self._debug_token),
+                    *self._live_pages.routes(self._debug_token),
+                ),
+                pages=PAGES | LIVE_PAGES,
             )
             try:
                 await opened.enter_async_context(metrics)
             except OSError as error:
                 where = flags.metrics_port, error, flags.metrics_bind_address
                 raise cannot_listen("--metrics-port", *where) from error
+            if self._tracer is not None:
+                await opened.enter_async_context(self._tracer.export)
             if self._cluster is not None:
                 opened.push_async_callback(self._cluster.close)
                 await _connect(self._cluster)
@@ -313,6 +339,8 @@ class EndpointPicker:
             **self._gateway.loops(),
             **self.peers.loops(),
         }
+        if self.capture is not None:
+            loops["capture"] = self.capture.run()
         if self._debug_token is not None:
             loops["debug token"] = self._debug_token.run()
         if self.flags.config_file:
@@ -325,13 +353,42 @@ class EndpointPicker:
         return loops
 
     async def _tick(self) -> None:
+        reports = self._reports()
         while True:
             await asyncio.sleep(TICK_S)
             self.scheduler.tick(time.monotonic())
             self._expect_peers()
             self.telemetry.fold()
             self._asked()
-            self._failing_plugins.report()
+            self._recent.expire()
+            for report in reports:
+                report()
+
+    def _reports(self) -> list[Callable[[], None]]:
+        """What tells the log about once a second, if there is anything."""
+        reports = [
+            FailingPluginsLog(self.scheduler.failures).report,
+            FailingPluginsLog(
+                self.scheduler.shadow_failures,
+                "a plugin of the shadow profile fails, no request is routed by it",
+            ).report,
+            OutliersLog(self.scheduler).report,
+        ]
+        if self._tracer is not None:
+            reports.append(self._tracer.export.report)
+        return reports
+
+    def _could_not(self, event: str, error: Exception) -> None:
+        """As of the observation, which is made after those that tell it this."""
+        self.observation.could_not(event, error)
+
+    def _observation(self, *told: Any, **more: Any) -> Observation:
+        """The observer; where tracing is on, one that tells a tracer besides."""
+        if self._tracer is None:
+            return Observation(*told, **more)
+        from epp.shell.operators.tracing import TracedObservation  # noqa: PLC0415
+
+        return TracedObservation(self._tracer, *told, **more)
 
     # At start a problem of the configuration or the endpoints is fatal, unless a copy was kept.
 
@@ -387,18 +444,22 @@ class EndpointPicker:
             for problem in error.problems:
                 _log.error("configuration refused, the last good one stays", problem=problem)
             self._tell(applied=False, message="; ".join(error.problems))
+            self._changes.refuse("; ".join(error.problems))
             return
         except Exception:  # noqa: BLE001  the boundary of a reload: an installed plugin may fail
             self.telemetry.config_rejected()
             _log.exception("configuration not applied, the last good one stays")
             self._tell(applied=False, message="a plugin failed while it was applied")
+            self._changes.refuse("a plugin failed while it was applied")
             return
         self.live.accept(offer)
+        if self.capture is not None:
+            self.capture.configured(self.live, len(self._found.endpoints))
         self._kept_config.keep(content)
         self.sessions.configure(self.live.parsers)
         self._scraper.configure(page_reader(offer.config.metrics.extractor))
         self._replace(self._found)
-        self._count_configured(settings)
+        self._count_configured(settings, offer.changes)
         self._tell_kept()
         _log.info(
             "configured anew",
@@ -410,7 +471,11 @@ class EndpointPicker:
         what = "; ".join(offer.changes) or "no change in effect"
         self._tell(applied=True, message=f"generation {self.live.generation}: {what}")
 
-    def _count_configured(self, settings: SchedulerSettings) -> None:
+    def _count_configured(self, settings: SchedulerSettings, changes: Sequence[str] = ()) -> None:
+        live = self.live
+        self._recent.configured(live.generation, settings)
+        weights = {scorer.name: scorer.weight for scorer in settings.profile.scorers}
+        self._changes.apply(live.generation, live.hash, live.config.source, changes, weights)
         self.telemetry.config_applied(
             settings, config_hash=self.live.hash, generation=self.live.generation
         )
@@ -433,8 +498,8 @@ class EndpointPicker:
 
     def _keys_changed(self, keys: Keys) -> None:
         self.live.sign_with(keys)
-        settings = _settings(self.live.current(len(self._found.endpoints)))
-        self.scheduler.configure(settings, time.monotonic())
+        endpoints = len(self._found.endpoints)
+        self._configure(_settings(self.live.current(endpoints)), endpoints)
 
     def _open_cluster(self, seed: int) -> "Cluster":
         # Imported where it is needed: it takes 0.4 s and 18 MB.
@@ -455,8 +520,8 @@ class EndpointPicker:
         before_s = interval_s(len(self._found.endpoints))
         if abs(interval_s(len(found.endpoints)) - before_s) > INTERVAL_CHANGE_MIN * before_s:
             # How old metrics may be depends on how often they can be read.
-            settings = _settings(self.live.current(len(found.endpoints)))
-            self.scheduler.configure(settings, time.monotonic())
+            endpoints = len(found.endpoints)
+            self._configure(_settings(self.live.current(endpoints)), endpoints)
         self._replace(found)
 
     def _replace(self, found: Found) -> None:
@@ -492,6 +557,25 @@ class EndpointPicker:
             or now - self._known_since_s > FIRST_PASS_S_MAX
         )
         return self._scraped
+
+    def _open_scheduler(self, settings: SchedulerSettings, seed: int) -> Scheduler:
+        if self.capture is None:
+            return Scheduler(settings, seed=seed)
+        self.capture.configured(self.live, len(self._found.endpoints))
+        return WitnessedScheduler(
+            settings,
+            seed=seed,
+            sample=self.capture.sample,
+            tell=self.capture.tell,
+            failed=self.capture.failed,
+        )
+
+    def _configure(self, settings: SchedulerSettings, endpoints: int) -> list[str]:
+        """Decide by `settings`, which are of what is in force in a pool of so many `endpoints`."""
+        restarted = self.scheduler.configure(settings, time.monotonic())
+        if self.capture is not None:
+            self.capture.configured(self.live, endpoints)
+        return restarted
 
     def _open_exchange(self) -> PeerExchange:
         """What is told among replicas; where there are none, it keeps snapshots at the most."""
@@ -563,9 +647,39 @@ class EndpointPicker:
             messages=self.decoder.paths(),
             peers=self.exchange if self.flags.shares else None,
         )
+        if self._tracer is not None:
+            shown = structs.replace(shown, spans=self._tracer.export.totals())
+        if self.capture is not None:
+            shown = structs.replace(shown, capture=self.capture.snapshot())
         if not self.peers.enabled:
             return shown
         return structs.replace(shown, peer_links=self.peers.snapshot())
+
+
+def _open_tracer(flags: ServeFlags) -> "Tracer | None":
+    """What makes spans and exports them; None: the environment forbids it."""
+    # Imported where they are needed: they take 12 MB and a fifth of a second.
+    try:
+        from epp.shell.operators.otlp import OtelVariableError, open_export  # noqa: PLC0415
+        from epp.shell.operators.tracing import Tracer  # noqa: PLC0415
+    except ModuleNotFoundError as error:
+        sentence = "--tracing needs the extra `otel`: pip install homing-epp[otel]"
+        raise StartError(sentence) from error
+    except ImportError as error:
+        # The package xds-protos carries old modules of the same names: whichever is installed last stays.
+        raise StartError(
+            "--tracing: the modules of opentelemetry-proto are not those of its package, because "
+            "xds-protos was installed over them: pip install --force-reinstall --no-deps "
+            "opentelemetry-proto"
+        ) from error
+    try:
+        export = open_export(os.environ)
+        if export is not None:
+            return Tracer(export, instance=flags.instance, namespace=flags.own_namespace)
+    except OtelVariableError as error:
+        raise StartError(f"--tracing: {error}") from error
+    _log.warning("--tracing has no effect: OTEL_SDK_DISABLED or OTEL_TRACES_EXPORTER forbids it")
+    return None
 
 
 async def _connect(cluster: "Cluster") -> None:
@@ -580,6 +694,22 @@ def _or_start_error(make: Callable[[], T]) -> T:
         return make()
     except (ConfigError, EndpointsFileError) as error:
         raise StartError("\n".join(error.problems)) from error
+
+
+def _capture(flags: ServeFlags, seed: int) -> Capture | None:
+    if not flags.capture:
+        return None
+    return Capture(
+        flags.capture,
+        seed=seed,
+        salt=read_salt(flags.capture_salt_file) if flags.capture_salt_file else None,
+        share=flags.capture_share,
+        limits=CaptureLimits(
+            file_bytes_max=flags.capture_file_max_bytes,
+            file_age_max_s=flags.capture_file_max_age,
+            total_bytes_max=flags.capture_max_bytes,
+        ),
+    )
 
 
 def _settings(offer: Offer) -> SchedulerSettings:

@@ -12,6 +12,7 @@ from pathlib import Path
 import epp.core.protocol.session
 import epp.shell.gateway.ext_proc
 import epp.shell.operators.debug_pages
+import epp.shell.operators.recent_decisions
 from epp import __main__ as command
 from epp.configuration.live import LiveConfiguration
 from epp.core.decision.profile import SchedulingProfile
@@ -26,9 +27,11 @@ from epp.shell.gateway.grpcio import GrpcioServer
 from epp.shell.gateway.sessions import Sessions
 from epp.shell.gateway.wire import Decoder
 from epp.shell.kubernetes.list_watch import ListWatch
-from epp.shell.operators.debug_pages import RecentDecisions
+from epp.shell.operators.live_view import LiveView
 from epp.shell.operators.logs import DecisionLog
+from epp.shell.operators.recent_decisions import RecentDecisions
 from epp.shell.operators.telemetry import PoolCollector, Telemetry
+from epp.shell.operators.tracing import Tracer
 
 STREAM = {
     "decode": (Decoder, "decode"),
@@ -56,14 +59,21 @@ STREAM = {
     "telemetry-closed": (Telemetry, "stream_closed"),
     "log-decided": (DecisionLog, "decided"),
     "log-refused": (DecisionLog, "refused"),
+    "trace-begin": (Tracer, "begin"),
+    "trace-end": (Tracer, "end"),
     "recent-decided": (RecentDecisions, "decided"),
     "recent-refused": (RecentDecisions, "refused"),
+    "recent-completed": (RecentDecisions, "completed"),
+    "recent-next-best": (epp.shell.operators.recent_decisions, "next_best"),
+    "client-headers": (epp.core.protocol.session, "explaining_headers"),
 }
 """Fail while a request is served."""
 PAGES = {
     "metrics-page": (PoolCollector, "collect"),
     "endpoints-page": (epp.shell.operators.debug_pages, "endpoint_rows"),
     "decisions-page": (RecentDecisions, "rows"),
+    "explain-page": (epp.shell.operators.debug_pages, "explanation"),
+    "live-page": (LiveView, "look"),
     "config-page": (epp.shell.operators.debug_pages, "explain"),
 }
 """Fail when a page is asked for."""

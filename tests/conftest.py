@@ -17,6 +17,7 @@ TOGETHER: Final = {
     "envoy": "real time",
     "sim/demo/test_command.py": "real time",
     "test_app.py": "real time",
+    "test_docs_commands.py": "real time",
     "test_gateways.py": "real time",
     "test_reload_under_load.py": "real time",
 }

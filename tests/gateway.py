@@ -150,8 +150,8 @@ class Told:
 class Stream:
     """One stream through the codec and the session, without a socket."""
 
-    def __init__(self, scheduler, *, settings=None, gateway=None, now=0.0, budget=None):
-        self.told = Told()
+    def __init__(self, scheduler, *, settings=None, gateway=None, now=0.0, budget=None, told=None):
+        self.told = told or Told()
         self.now = now
         self.scheduler = scheduler
         self.session = Session(

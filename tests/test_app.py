@@ -17,15 +17,21 @@ import structlog
 from aiohttp import ClientSession, web
 from aiohttp.test_utils import TestServer
 from grpc_health.v1 import health_pb2
+from opentelemetry.exporter.otlp.proto.grpc import exporter as over_grpc
 from prometheus_client import generate_latest
 
 from epp.app import EndpointPicker, StartError, loop_factory
+from epp.configuration.build import plugin_tables
 from epp.configuration.flags import parse_serve
+from epp.configuration.past_decisions import decide_again
+from epp.core.decision.scheduler import Scheduler
 from epp.core.types import EndpointMetrics
 from epp.shell.engines.scrape import Scraper
+from epp.shell.operators.debug_pages import Wanted
 from epp.shell.operators.telemetry import Telemetry
 from tests import gateway as gw
 from tests.envoy.rig import free_ports, until
+from tests.shell.operators.collectors import attributes, collector
 from tests.streams import Call, channel_to
 from tests.transports import TRANSPORTS
 
@@ -202,6 +208,89 @@ async def test_a_request_over_grpc_is_decided(tls, transport, tmp_path):
         labels = {"model_name": "my-model", "target_model_name": "my-model", "priority": "0"}
         assert running.metric("request_total", **labels) == 1
         assert running.metric("known_endpoints", name="") == 2
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+async def test_with_tracing_a_request_is_a_span(transport, tmp_path, monkeypatch):
+    """At the collector, its parent the client's, that of the model server to come; and counted."""
+    trace_id, parent_id = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
+    async with collector("grpc") as collected:
+        for name, value in collected.variables.items():
+            monkeypatch.setenv(name, value)
+        flags = ("--tracing", f"--transport={transport}")
+        async with serving(tmp_path, TWO, *flags) as running:
+            ready_at_once(running)
+            told = gw.COMPLETIONS | {"traceparent": f"00-{trace_id}-{parent_id}-01"}
+            messages = gw.request_headers(told), gw.request_body(LONG)
+            head, *_ = await running.answers(*messages, answers=2)
+            await until(lambda: running.metric("spans_total", result="exported"), "the span")
+            assert running.metric("spans_total", result="dropped") == 0
+    (span,) = collected.spans
+    assert (span.trace_id.hex(), span.parent_span_id.hex()) == (trace_id, parent_id)
+    sent = gw.set_headers(head)["traceparent"]
+    assert sent == f"00-{trace_id}-{span.span_id.hex()}-01"
+    assert attributes(span)["http.response.status_code"] == 200
+    assert collected.resource["service.name"] == "homing-epp"
+
+
+@pytest.mark.parametrize(
+    ("variables", "sentence"),
+    [
+        ({"OTEL_TRACES_EXPORTER": "console"}, "--tracing: OTEL_TRACES_EXPORTER: expected otlp"),
+        (
+            {"OTEL_SPAN_EVENT_COUNT_LIMIT": "few"},
+            "--tracing: the OTEL_.* cannot be used: OTEL_SPAN_EVENT_COUNT_LIMIT must be",
+        ),
+        (None, r"--tracing needs the extra `otel`: pip install homing-epp\[otel\]"),
+    ],
+    ids=["wrong variable", "wrong limit", "not installed"],
+)
+def test_tracing_that_cannot_be_is_refused_at_the_start(variables, sentence, tmp_path, monkeypatch):
+    """In a sentence that says what to do."""
+    if variables is None:
+        monkeypatch.setitem(sys.modules, over_grpc.__name__, None)
+        monkeypatch.delitem(sys.modules, "epp.shell.operators.otlp", raising=False)
+    for name, value in (variables or {}).items():
+        monkeypatch.setenv(name, value)
+    given, _ = arguments_for(tmp_path, TWO)
+    with pytest.raises(StartError, match=sentence):
+        EndpointPicker(parse_serve([*given, "--tracing"], {}))
+
+
+async def test_the_environment_can_forbid_tracing(tmp_path, monkeypatch):
+    """As the specification has it; the picker says so, and serves."""
+    monkeypatch.setenv("OTEL_SDK_DISABLED", "true")
+    async with serving(tmp_path, TWO, "--tracing") as running:
+        ready_at_once(running)
+        assert await running.pick()
+        assert running.metric("spans_total", result="exported") is None
+        (line,) = [line for line in running.lines if "--tracing has no effect" in line["event"]]
+        assert line["log_level"] == "warning"
+
+
+async def test_an_endpoint_that_fails_is_told_of(tmp_path):
+    """Once in the log, and on the page, under the names of the field too where that is set."""
+    async with serving(tmp_path, TWO, "--compat-metrics=gie") as running:
+        running.observe(a=0, b=9)
+        for number in range(5):
+            call = Call(running.channel)
+            body = gw.request_body(gw.prompt(f"prompt {number}"))
+            head, *_ = await call.exchange(gw.request_headers(gw.COMPLETIONS), body, answers=2)
+            assert gw.destination(head) == "10.0.0.1:8000"
+            await call.exchange(gw.response_headers(500, end=True, date="today"), answers=1)
+            await call.grpc.done_writing()
+        await until(lambda: running.logged("endpoint is an outlier"), "the line of the log")
+        (line,) = running.logged("endpoint is an outlier")
+        assert (line["endpoint"], line["cause"], line["ejected"]) == ("a", "failing", False)
+        pod = {"endpoint_name": "a", "namespace": "", "port": "8000"}
+        assert running.metric("per_endpoint_outlier", cause="failing", **pod) == 1
+        assert running.metric("per_endpoint_error_total", status="5xx", **pod) == 5
+        port = running.picker.flags.metrics_port
+        async with ClientSession() as http, http.get(f"http://127.0.0.1:{port}/metrics") as page:
+            text = await page.text()
+        assert 'inference_pool_per_pod_queue_size{model_server_pod="b"' in text
+        # It is picked as before: nothing ejects unless it is configured.
+        assert await running.pick() == "10.0.0.1:8000"
 
 
 async def test_a_picker_is_ready_when_its_endpoints_have_been_asked(tmp_path):
@@ -527,7 +616,7 @@ async def test_replicas_that_share_nothing_send_a_chat_to_one_endpoint(tmp_path)
 
 async def test_the_endpoints_file_adds_removes_and_gives_priorities(tmp_path):
     """Who stays keeps what is known of it; a bad file changes nothing."""
-    async with serving(tmp_path, TWO) as running:
+    async with serving(tmp_path, TWO, config=PREFIX_FIRST) as running:
         running.observe(a=0, b=10)
         assert await running.pick() == "10.0.0.1:8000"
         entries = [index.entries for index in running.scheduler.indexes.values()]
@@ -1091,7 +1180,9 @@ async def test_the_log_says_which_event_loop_serves(tmp_path):
 _WHILE_SERVING = """
 import gc, sys
 from epp import app
+from epp.configuration.build import plugin_tables
 from epp.configuration.flags import parse_serve
+from epp.configuration.past_decisions import decide_again
 
 async def looked_at(picker):
     print(gc.get_freeze_count(), len(gc.get_objects()), file=sys.stderr)
@@ -1227,3 +1318,74 @@ async def test_a_wrong_start_says_every_problem_in_one_sentence_each(flags, code
     assert len(problems) == len(said)
     for problem, part in zip(problems, said, strict=True):
         assert problem.startswith(part.format(**values))
+
+
+async def test_a_capture_is_decided_again(tmp_path):
+    """Through gRPC, with scrapes and a reload; what peers see of it is in the metrics."""
+    folder = tmp_path / "capture"
+    async with serving(tmp_path, TWO, f"--capture={folder}", config=PREFIX_FIRST) as running:
+        running.observe(a=3, b=0)
+        for number in range(12):
+            await running.pick(gw.prompt(f"conversation {number % 3} " * 100))
+        replace(tmp_path / "config.yaml", QUEUE_FIRST)
+        await until(lambda: running.picker.live.generation == 2, "the reload")
+        running.observe(a=0, b=3)
+        for number in range(12):
+            await running.pick(gw.prompt(f"conversation {number % 3} " * 100))
+        await until(lambda: running.metric("capture_requests_total") == 24, "the lines")
+        assert running.metric("capture_dropped_total", reason="queue") == 0
+    (result,) = decide_again(folder, plugin_tables()).values()
+    assert (result.decisions, result.same, result.caveats()) == (24, 24, [])
+
+
+async def test_a_capture_that_cannot_be_written_costs_no_request(tmp_path):
+    """A file is where the directory should be; it is counted and logged once."""
+    (tmp_path / "capture").write_text("")
+    flag = f"--capture={tmp_path / 'capture'}"
+    async with serving(tmp_path, TWO, flag) as running:
+        running.observe(a=0, b=0)
+        for _ in range(3):
+            assert await running.pick() in {"10.0.0.1:8000", "10.0.0.2:8000"}
+        await until(lambda: running.metric("capture_write_errors_total"), "the error to be counted")
+        assert len(running.logged("the capture cannot be written, requests go on")) == 1
+
+
+def test_without_a_capture_nobody_listens(tmp_path):
+    """The scheduler is the plain one: nothing is paid for what is off."""
+    given, _ = arguments_for(tmp_path, TWO)
+    picker = EndpointPicker(parse_serve(given, {}))
+    assert type(picker.scheduler) is Scheduler
+    assert picker.capture is None
+
+
+def test_a_salt_file_that_is_missing_is_told(tmp_path):
+    """Before anything is served."""
+    given, _ = arguments_for(tmp_path, TWO)
+    given += [f"--capture={tmp_path}", f"--capture-salt-file={tmp_path / 'salt'}"]
+    with pytest.raises(StartError, match="cannot be read: No such file"):
+        EndpointPicker(parse_serve(given, {}))
+
+
+async def test_a_shadow_profile_is_counted_and_shown(tmp_path):
+    """In the metrics, in the log, on the page of decisions; a reload takes it away."""
+    shadow = "shadow: {plugins: [{pluginRef: queue-scorer}]}\n"
+    async with serving(tmp_path, TWO, "--v=4", config=PREFIX_FIRST + shadow) as running:
+        running.observe(a=0, b=0)
+        first = await running.pick()
+        held, other = ("a", "b") if first == "10.0.0.1:8000" else ("b", "a")
+        running.observe(**{held: 5, other: 0})
+        assert await running.pick() == first
+        assert running.metric("shadow_decisions_total", verdict="differed") == 1
+        tokens = [
+            running.metric("shadow_uncached_tokens_total", profile=one)
+            for one in ("shadow", "live")
+        ]
+        assert tokens[0] > tokens[1] > 0
+        assert running.logged("decision")[-1]["shadow"]["endpoint"] == other
+        rows = await running.picker._debug._recent.rows(1, Wanted())
+        assert rows[0]["shadow"]["verdict"] == "differed"
+        replace(tmp_path / "config.yaml", PREFIX_FIRST)
+        await until(lambda: running.picker.live.generation == 2, "the reload")
+        await running.pick()
+        assert "shadow" not in running.logged("decision")[-1]
+        assert running.metric("shadow_decisions_total", verdict="differed") is None

@@ -1,8 +1,8 @@
 """Nothing of a request leaks: secrets in each of its parts, and each boundary fails in turn.
 
 A picker of its own process, on both transports, in both log formats and at the highest verbosity, found through a fake
-API server. Neither its output, nor a page, nor an Event, nor what a failing stream tells the
-gateway may hold a secret. A request id, a model and the path of a refusal are shown, cut.
+API server. Neither its output, nor a page, nor an Event, nor its capture, nor what a failing stream
+tells the gateway may hold a secret. A request id, a model and the path of a refusal are shown, cut.
 """
 
 import asyncio
@@ -19,6 +19,7 @@ from aiohttp import ClientError, ClientSession, web
 from aiohttp.test_utils import TestServer
 from envoy_data_plane.envoy.service.ext_proc import v3
 
+from epp.configuration.past_decisions import lines_of
 from tests import gateway as gw
 from tests.canary_picker import LAST, OTHERS, PAGES, STREAM
 from tests.envoy.rig import free_ports, start_process, until
@@ -31,6 +32,7 @@ from tests.shell.kubernetes.fake_api_server import (
     pod,
     pool,
 )
+from tests.shell.operators.collectors import collector
 from tests.streams import PROCESS, channel_to
 from tests.test_app import CONFIG, PREFIX_FIRST
 from tests.transports import TRANSPORTS
@@ -57,6 +59,9 @@ HEADERS = {
     "x-gateway-inference-fairness-id": SECRET,
     "x-forwarded-for": SECRET,
     f"x-{SECRET}": SECRET,
+    "traceparent": SECRET,
+    "tracestate": f"vendor={SECRET}",
+    "baggage": f"user={SECRET}",
     "x-request-id": "shown-id",
 }
 CHAT = {
@@ -172,11 +177,12 @@ class Pod:
 class Canary:
     """A picker whose boundaries fail on command."""
 
-    def __init__(self, server, pod, folder, ports, process, channel, http):
-        self.server, self.pod = server, pod
+    def __init__(self, server, pod, collected, folder, ports, process, channel, http):
+        self.server, self.pod, self.collected = server, pod, collected
         self.ports, self.process, self.channel, self.http = ports, process, channel, http
         self._armed, self._fired = folder / "armed", folder / "fired"
         self._log = folder / "log"
+        self._capture = folder / "capture"
         self.told = []
         """(while what failed, what was said)"""
 
@@ -220,6 +226,8 @@ class Canary:
         """Every page in every format."""
         paths = ["/", "/metrics", "/healthz", "/readyz", "/nothing", "/debug/config"]
         paths += ["/debug/endpoints", "/debug/decisions?n=1000", "/debug/decisions?refused=true"]
+        paths += ["/live", "/debug/live", "/debug/explain?request_id=shown-id"]
+        paths += [f"/debug/explain?request_id={'l' * 256}"]
         accepts = ("*/*", "application/json", "application/openmetrics-text;version=1.0.0")
         for path in paths:
             for accept in accepts:
@@ -237,10 +245,15 @@ class Canary:
             await reader.read(1 << 16)
             writer.close()
 
+    def captured(self):
+        """The lines of all files of the capture."""
+        return {path.name: b"".join(lines_of(path)).decode() for path in self._capture.iterdir()}
+
     def leaks(self):
         """(while what failed, around the secret)."""
-        said = [*self.told, ("log", self.log())]
+        said = [*self.told, ("log", self.log()), *self.captured().items()]
         said += [("event", json.dumps(event)) for event in self.server.objects[EVENTS].values()]
+        said += [("spans", str(request)) for request in self.collected.requests]
         return [
             (failing, text[max(0, at - 300) : at + 100])
             for failing, text in said
@@ -266,15 +279,19 @@ async def canary(folder, log_format, transport):
     flags = [f"--{name}={port}" for name, port in zip(names, ports, strict=True)]
     flags += ["--pool-name=llama-pool", "--pool-namespace=llm", "--secure-serving=false"]
     flags += ["--config-map=homing", f"--config-file={folder / 'config.yaml'}", "--seed=1"]
-    flags += [f"--log-format={log_format}", "--v=9", "--parse-response-usage"]
-    flags += [f"--transport={transport}"]
+    flags += [f"--log-format={log_format}", "--v=9", "--parse-response-usage", "--explain-headers"]
+    flags += [f"--transport={transport}", "--tracing", f"--capture={folder / 'capture'}"]
     flags += ["--refresh-metrics-interval=50ms", "--metrics-staleness-threshold=60s"]
     flags += [
         f"--request-body-max-bytes={BODY_BYTES_MAX}",
         "--drain-grace=0s",
         "--drain-timeout=1s",
     ]
-    async with FakeApiServer() as server, TestServer(application, port=page.port):
+    async with (
+        FakeApiServer() as server,
+        TestServer(application, port=page.port),
+        collector("grpc") as collected,
+    ):
         server.put(POOLS, pool(ports=(page.port,)))
         server.put(PODS, pod("a", ip="127.0.0.1", annotations={"note": SECRET}))
         server.put(CONFIG_MAPS, config_map(PREFIX_FIRST))
@@ -283,14 +300,17 @@ async def canary(folder, log_format, transport):
         process = await start_process(
             *(sys.executable, "-m", "tests.canary_picker", "serve", *flags),
             log=folder / "log",
-            environment=os.environ | told | {"CANARY_SECRET": SECRET, "NAMESPACE": "llm"},
+            environment=os.environ
+            | told
+            | collected.variables
+            | {"CANARY_SECRET": SECRET, "NAMESPACE": "llm"},
         )
         try:
             async with (
                 channel_to(f"127.0.0.1:{ports[0]}") as channel,
                 ClientSession(f"http://127.0.0.1:{ports[2]}") as http,
             ):
-                yield Canary(server, page, folder, ports, process, channel, http)
+                yield Canary(server, page, collected, folder, ports, process, channel, http)
         finally:
             if process.returncode is None:
                 process.kill()
@@ -354,13 +374,19 @@ async def test_nothing_leaks_whatever_fails(log_format, transport, tmp_path):
             assert await bird.process.wait() == 0
         assert bird.fired == {*STREAM, "write", *PAGES, *OTHERS}
         assert bird.leaks() == []
-        (page,) = [text for what, text in bird.told[-30:] if "/metrics" in what][:1]
+        page = next(text for what, text in reversed(bird.told) if what.endswith(": /metrics"))
         for reason in (
             *("internal", "malformed-message", "protocol-violation"),
             *("bad-request", "body-too-large", "rejected-no-endpoints"),
         ):
             assert f'error_code="{reason}"' in page
         assert 'homing_telemetry_failures_total{event="decided"}' in page
+        assert 'homing_telemetry_failures_total{event="trace_decided"}' in page
+        assert "shown-model" in str(bird.collected.requests)
+        captured = " ".join(bird.captured().values())
+        assert captured.count('"end_s"') > 10
+        assert captured.count('"event":"observed"') > 10
+        assert "shown-" not in captured
         log = bird.log()
         assert "shown-id" in log
         assert "shown-model" in log

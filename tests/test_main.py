@@ -33,7 +33,7 @@ def test_help_is_no_error(capsys):
     for arguments in (["--help"], ["-h"], ["-help"]):
         assert main(arguments) == 0
         assert capsys.readouterr() == (USAGE, "")
-    for command in ("serve", "check-config", "envoy-config"):
+    for command in ("serve", "check-config", "envoy-config", "explain", "top"):
         assert main([command, "--help"]) == 0
         shown, errors = capsys.readouterr()
         assert shown.startswith(f"usage: epp {command} ")

@@ -134,6 +134,8 @@ def build_settings(
         prefill_tokens_per_s=next((speed for speed in speeds if speed), prefill_tokens_per_s),
         labelled_speeds=config.inflight.peak_prefill_throughputs,
         fallback_endpoints_max=fallback_endpoints_max,
+        shadow=config.shadow
+        and msgspec.structs.replace(config.shadow, picker=_picking(config.shadow.picker, 1)),
     )
 
 

@@ -26,6 +26,8 @@ from epp.configuration.config import (
 )
 from epp.configuration.document import read_mapping
 from epp.configuration.flags import CheckFlags
+from epp.configuration.past_decisions import CaptureError, decide_again, told
+from epp.core.decision.profile import SchedulingProfile
 from epp.core.decision.scheduler import SchedulerSettings
 
 VALID: Final = 0
@@ -37,6 +39,10 @@ CONFIG_MAP_KEY: Final = "config.yaml"
 
 READS: Final[Mapping[str, str]] = {
     "active-request-scorer": "requests in flight from here",
+    "added-time-scorer": (
+        "prefix index; work in flight from here; waiting and running requests, KV-cache usage and "
+        "size, LoRA adapters, age of metrics; to agree also session, conversation"
+    ),
     "by-label": "labels",
     "by-label-selector": "labels",
     "decode-filter": "labels",
@@ -49,6 +55,7 @@ READS: Final[Mapping[str, str]] = {
     "lora-affinity-scorer": "LoRA adapters",
     "lora-capacity-filter": "LoRA adapters",
     "no-hit-lru-scorer": "prefix index, index of cold prompts",
+    "outlier-ejection-filter": "how long answers took and how many failed, of each endpoint",
     "prefill-filter": "labels",
     "prefix-cache-affinity-filter": "prefix index, prompt tokens in flight from here",
     "prefix-cache-scorer": (
@@ -94,6 +101,34 @@ def check_config(flags: CheckFlags, out: TextIO, err: TextIO) -> int:
     if old is not None:
         for line in diff_configs(old, config) or [f"{old.source} and {config.source} are equal"]:
             print(line, file=out)
+    return _held_against(config, flags.capture, plugins, out, err) if flags.capture else VALID
+
+
+def _held_against(
+    config: PickerConfig, capture: str, plugins: PluginTables, out: TextIO, err: TextIO
+) -> int:
+    """Say how many decisions of the capture `config` would have changed. The exit code."""
+    try:
+        made = told(decide_again(Path(capture), plugins))
+        changed = told(decide_again(Path(capture), plugins, config))
+    except ConfigError as error:
+        for problem in error.problems:
+            print(problem, file=err)
+        return UNREADABLE
+    except (CaptureError, OSError) as error:
+        print(f"--capture {capture} cannot be read: {error}", file=err)
+        return UNREADABLE
+    decisions, others = changed["decisions"], changed["changed"]
+    share = f" ({others / decisions:.1%})" if decisions else ""
+    print(f"{others:,} of {decisions:,} past decisions{share} would have changed", file=out)
+    unmade = made["changed"]
+    if unmade:
+        print(
+            f"{unmade:,} are not the same again even by the configuration that made them",
+            file=out,
+        )
+    for sentence in changed["caveats"]:
+        print(f"note: {sentence}", file=out)
     return VALID
 
 
@@ -135,6 +170,8 @@ def explain(config: PickerConfig) -> str:
     if not profile.scorers:
         lines.append("  no scorers: all candidates are equal")
     lines += _member("picker", profile.picker_name, profile.picker)
+    if config.shadow is not None:
+        lines += ["", *_shadow(config.shadow)]
     lines += ["", "indexes"]
     for name, index in config.indexes.items():
         default = "default prefix index" if name == config.prefix else ""
@@ -149,6 +186,13 @@ def explain(config: PickerConfig) -> str:
     lines += ["", "metrics of endpoints"]
     lines += _parameters(config.metrics.source) + _parameters(config.metrics.extractor)
     return "\n".join(lines) + "\n"
+
+
+def _shadow(profile: SchedulingProfile) -> list[str]:
+    lines = [f"shadow profile {profile.name}: judges every decision, acts on none"]
+    lines += [f"  filter    {named.name}" for named in profile.filters]
+    lines += [f"  scorer    {one.name}: weight {one.weight:g}" for one in profile.scorers]
+    return [*lines, f"  picker    {profile.picker_name}"]
 
 
 def _speeds(settings: SchedulerSettings) -> list[str]:

@@ -8,10 +8,10 @@ import hashlib
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from enum import StrEnum
-from typing import Any, Final, TypeVar
+from typing import Annotated, Any, Final, TypeVar
 
 import msgspec
-from msgspec import Struct, field
+from msgspec import Meta, Struct, field
 
 from epp.configuration.compatibility import (
     ACCEPTED,
@@ -80,28 +80,15 @@ DEFAULT_CONFIG: Final = f"""\
 apiVersion: {API_VERSION}
 kind: EndpointPickerConfig
 plugins:
-- type: prefix-cache-scorer
-- type: queue-scorer
-- type: kv-cache-utilization-scorer
-- type: lora-affinity-scorer
-- type: active-request-scorer
+- type: added-time-scorer
 - type: max-score-picker
 schedulingProfiles:
 - name: default
   plugins:
-  - pluginRef: prefix-cache-scorer
-    weight: 3
-  - pluginRef: queue-scorer
-    weight: 2
-  - pluginRef: kv-cache-utilization-scorer
-    weight: 2
-  - pluginRef: lora-affinity-scorer
-    weight: 1
-  - pluginRef: active-request-scorer
-    weight: 1
+  - pluginRef: added-time-scorer
   - pluginRef: max-score-picker
 """
-"""What decides when no configuration is given."""
+"""What decides when no configuration is given: the strategy `homing`."""
 DEFAULT_SOURCE: Final = "built-in default"
 
 T = TypeVar("T")
@@ -170,6 +157,8 @@ class PickerConfig(Struct, frozen=True, kw_only=True):
     metrics: MetricsSettings = field(default_factory=MetricsSettings)
     inflight: InflightLoadProducer = field(default_factory=InflightLoadProducer)
     """How fast endpoints prefill, as far as the document says so here."""
+    shadow: SchedulingProfile | None = None
+    """Judges what `profile` decides and acts on nothing."""
     warnings: tuple[str, ...] = ()
 
 
@@ -199,6 +188,11 @@ class _ProfilePlugin(Parameters, frozen=True):
 class _ProfileSpec(Parameters, frozen=True):
     name: str
     plugins: tuple[_ProfilePlugin, ...] = ()
+
+
+class _ShadowSpec(Parameters, frozen=True):
+    plugins: Annotated[tuple[_ProfilePlugin, ...], Meta(min_length=1)]
+    name: str = "shadow"
 
 
 class _Reference(Parameters, frozen=True):
@@ -240,6 +234,7 @@ _SECTIONS: Final = (
     "featureGates",
     "plugins",
     "schedulingProfiles",
+    "shadow",
     "requestHandler",
     "dataLayer",
     "flowControl",
@@ -280,17 +275,20 @@ class _Loader:
         self._check_head(document)
         self._read_plugins(document.get("plugins"))
         profile = self._read_profile(document.get("schedulingProfiles"))
+        shadow = self._read_shadow(document.get("shadow"))
         detector = self._read_saturation(document)
         parsers = self._read_parsers(document)
         metrics = self._read_metrics(document.get("dataLayer"))
         inflight = self._read_inflight()
         if self.problems or profile is None:
             raise ConfigError(self.problems)
-        indexes, prefix = self._indexes(profile)
+        profiles = (profile,) if shadow is None else (profile, shadow)
+        indexes, prefix = self._indexes(profiles)
         if self.problems:
             raise ConfigError(self.problems)
-        self._warn_of_unused(profile, indexes, detector)
-        self._try_out(profile, indexes, prefix)
+        self._warn_of_unused(profiles, detector)
+        for one in profiles:
+            self._try_out(one, indexes, prefix)
         return PickerConfig(
             source=self.source,
             profile=profile,
@@ -301,6 +299,7 @@ class _Loader:
             parsers=parsers,
             metrics=metrics,
             inflight=inflight,
+            shadow=shadow,
             warnings=tuple(self.warnings),
         )
 
@@ -544,9 +543,21 @@ class _Loader:
         spec = self.convert(items[0], _ProfileSpec, where)
         if spec is None:
             return None
+        return self._profile(spec.name, where, self._entries(where, spec.plugins))
+
+    def _read_shadow(self, value: Any) -> SchedulingProfile | None:
+        spec = None if value is None else self.convert(value, _ShadowSpec, "shadow")
+        if spec is None:
+            return None
+        return self._profile(spec.name, "shadow", self._entries("shadow", spec.plugins))
+
+    def _entries(
+        self, where: str, plugins: Sequence[_ProfilePlugin]
+    ) -> list[tuple[ConfiguredPlugin, float]]:
+        """The plugins of a profile with their weights; without those that are a problem."""
         entries: list[tuple[ConfiguredPlugin, float]] = []
         seen: set[str] = set()
-        for index, entry in enumerate(spec.plugins):
+        for index, entry in enumerate(plugins):
             place = f"{where}.plugins[{index}]"
             if entry.plugin_ref in seen:
                 self.problem(f"{place}: {entry.plugin_ref} is already in this profile")
@@ -559,7 +570,7 @@ class _Loader:
                 self.warn(f"{place}: the weight of {plugin.role} {plugin.name} has no effect")
             weight = _WEIGHT if entry.weight is None else entry.weight
             entries.append((plugin, weight))
-        return self._profile(spec.name, where, entries)
+        return entries
 
     def _profile_of_all(self) -> SchedulingProfile | None:
         """Without profiles: one, of every filter, scorer and picker, as declared."""
@@ -610,8 +621,10 @@ class _Loader:
 
     # --- indexes ---
 
-    def _indexes(self, profile: SchedulingProfile) -> tuple[dict[str, AffinityIndexSettings], str]:
-        """Those declared, and those that the profile needs besides."""
+    def _indexes(
+        self, profiles: Sequence[SchedulingProfile]
+    ) -> tuple[dict[str, AffinityIndexSettings], str]:
+        """Those declared, and those that the profiles need besides."""
         indexes: dict[str, AffinityIndexSettings] = {}
         named: dict[str, str] = {}
         for plugin in self.plugins.values():
@@ -622,13 +635,13 @@ class _Loader:
                     lookup = plugin.type_name
                 named.setdefault(plugin.type_name, lookup)
                 indexes[lookup] = plugin.plugin
-        for member in profile.members:
+        for member in (member for profile in profiles for member in profile.members):
             where = self._where(member.name)
             needed = self._needed(where, member.plugin)
             if needed is not None:
                 self._need_index(where, needed, indexes, named)
         if not self.problems and not any(_is_prefix(index) for index in indexes.values()):
-            reader = prefix_reader(profile)
+            reader = next(filter(None, map(prefix_reader, profiles)), None)
             if reader is not None:
                 default = _NeededIndex("", PREFIX_INDEX, {})
                 self._need_index(self._where(reader), default, indexes, named)
@@ -798,13 +811,12 @@ class _Loader:
 
     def _warn_of_unused(
         self,
-        profile: SchedulingProfile,
-        indexes: Mapping[str, AffinityIndexSettings],
+        profiles: Sequence[SchedulingProfile],
         detector: ConfiguredPlugin | None,
     ) -> None:
-        used = {profile.picker_name, detector.name if detector else ""}
-        used |= {member.name for member in profile.filters}
-        used |= {member.name for member in profile.scorers}
+        used = {detector.name if detector else ""}
+        for profile in profiles:
+            used |= {profile.picker_name, *(member.name for member in profile.members)}
         in_profile = {Role.FILTER, Role.SCORER, Role.PICKER}
         for plugin in self.plugins.values():
             if plugin.role in in_profile and plugin.name not in used:
@@ -836,16 +848,9 @@ def _raised(where: str, what: str, error: Exception, *expected: str) -> str:
 
 def describe(config: PickerConfig) -> dict[str, dict[str, Any]]:
     """The canonical form: what decides, as plain values; equal if and only if the effect is."""
-    profile = config.profile
-    lines: dict[str, dict[str, Any]] = {
-        "profile": {"filters": [named.name for named in profile.filters]}
-    }
-    for named in profile.filters:
-        lines[f"filter {named.name}"] = _plain(named.plugin)
-    for scorer in profile.scorers:
-        weight = {"weight": _whole(scorer.weight)}
-        lines[f"scorer {scorer.name}"] = weight | _plain(scorer.plugin)
-    lines[f"picker {profile.picker_name}"] = _plain(profile.picker)
+    lines = _describe_profile(config.profile, "")
+    if config.shadow is not None:
+        lines |= _describe_profile(config.shadow, "shadow ")
     for name, index in config.indexes.items():
         lines[f"index {name}"] = _plain(index)
     lines["saturation"] = _plain(config.saturation)
@@ -856,6 +861,19 @@ def describe(config: PickerConfig) -> dict[str, dict[str, Any]]:
         lines["load in flight"] = {name: given[name] for name in given if name.startswith("peak")}
     lines["requestHandler"] = {"parsers": list(config.parsers)}
     lines["metrics"] = {**_plain(config.metrics.source), **_plain(config.metrics.extractor)}
+    return lines
+
+
+def _describe_profile(profile: SchedulingProfile, kind: str) -> dict[str, dict[str, Any]]:
+    lines: dict[str, dict[str, Any]] = {
+        f"{kind}profile": {"filters": [named.name for named in profile.filters]}
+    }
+    for named in profile.filters:
+        lines[f"{kind}filter {named.name}"] = _plain(named.plugin)
+    for scorer in profile.scorers:
+        weight = {"weight": _whole(scorer.weight)}
+        lines[f"{kind}scorer {scorer.name}"] = weight | _plain(scorer.plugin)
+    lines[f"{kind}picker {profile.picker_name}"] = _plain(profile.picker)
     return lines
 
 

@@ -47,6 +47,15 @@ class LogFormat(StrEnum):
     CONSOLE = "console"
 
 
+class CompatMetrics(StrEnum):
+    """Whose names our metrics have besides."""
+
+    NONE = "none"
+    GIE = "gie"
+    LLM_D = "llm-d"
+    ALL = "all"
+
+
 class BodyMode(StrEnum):
     """How Envoy shows a body to the picker, in Envoy's spelling."""
 
@@ -62,6 +71,7 @@ _RECEIVE_MARGIN_BYTES: Final = 65_536
 _HELD_BODIES_SHARE: Final = 4
 _HELD_BODIES_BYTES_MAX: Final = 512 * 2**20
 """A quarter of the memory, because a body that is read takes two to three times its length."""
+RECORDS_BYTES_MIN: Final = 65_536
 REFRESH_MIN_S: Final = 0.2
 REFRESH_PER_ENDPOINT_S: Final = 0.000_5
 """At 1,000 endpoints one scrape every 0.5 ms."""
@@ -106,6 +116,13 @@ class ServeFlags(Struct, frozen=True, kw_only=True):
     last_good_dir: str = ""
     seed: int | None = None
 
+    capture: str = ""
+    capture_share: Annotated[float, Meta(gt=0, le=1)] = 1.0
+    capture_salt_file: str = ""
+    capture_file_max_bytes: ByteCount = ByteCount(64 * 2**20)
+    capture_file_max_age: Duration = Duration(600.0)
+    capture_max_bytes: MemoryBytes = MemoryBytes(2**30)
+
     peers: Annotated[tuple[str, ...], Meta(max_length=64)] = ()
     peer_service: str = ""
     peer_port: Port = 9004
@@ -131,8 +148,13 @@ class ServeFlags(Struct, frozen=True, kw_only=True):
     drain_grace: Duration = Duration(5.0)
     drain_timeout: Duration = Duration(30.0)
 
+    decision_records_keep: Duration = Duration(900.0)
+    decision_records_max_bytes: ByteCount = ByteCount(16 * 2**20)
+    explain_headers: bool = False
+    compat_metrics: CompatMetrics = CompatMetrics.NONE
     log_format: LogFormat = LogFormat.JSON
     v: Annotated[int, Meta(ge=0)] = 2
+    tracing: bool = False
 
     # What follows is no flag of its own.
 
@@ -219,6 +241,26 @@ class CheckFlags(Struct, frozen=True, kw_only=True):
     """The one argument that is no flag; "-": standard input; "": the built-in default."""
     diff: str = ""
     explain: bool = False
+    capture: str = ""
+
+
+class ExplainFlags(Struct, frozen=True, kw_only=True):
+    """What `epp explain` is told."""
+
+    request_id: str = ""
+    """The one argument that is no flag."""
+    url: tuple[str, ...] = ("http://127.0.0.1:9090",)
+    token_file: str = ""
+    json: bool = False
+
+
+class TopFlags(Struct, frozen=True, kw_only=True):
+    """What `epp top` is told."""
+
+    url: str = "http://127.0.0.1:9090"
+    token_file: str = ""
+    interval: Duration = Duration(2.0)
+    once: bool = False
 
 
 class FlagError(Exception):
@@ -282,6 +324,20 @@ SERVE_HELP: Final[Groups] = {
             "force; a start at which the file is broken uses the copy"
         ),
         "seed": "of all dice; logged at start (default: drawn)",
+    },
+    "Capture": {
+        "capture": (
+            "directory for what requests ask and where they go, without any text, to be replayed "
+            "by `sim replay` (docs/capture-format.md); without: nothing is captured"
+        ),
+        "capture-share": "share of the sessions, or of the conversations, that are captured whole",
+        "capture-salt-file": (
+            "file with 16 to 64 secret bytes under which names are hashed, read at start: captures "
+            "under one salt can be joined; without: a salt that ends with the process"
+        ),
+        "capture-file-max-bytes": "size at which other files are begun",
+        "capture-file-max-age": "age at which other files are begun",
+        "capture-max-bytes": "of all files in the directory; above it the oldest are removed",
     },
     "Replicas": {
         "peers": (
@@ -351,9 +407,28 @@ SERVE_HELP: Final[Groups] = {
         "drain-grace": "on SIGTERM, go on as before for this long",
         "drain-timeout": "on SIGTERM, wait for open streams at most this long",
     },
-    "Logs": {
+    "Decision records": {
+        "decision-records-keep": (
+            "how long at most it can be asked why a request went where it went; 0s keeps nothing"
+        ),
+        "decision-records-max-bytes": (
+            "memory for it, taken at the start: about 0.6 KB a decision"
+        ),
+        "explain-headers": (
+            "tell clients x-homing-endpoint, who was chosen, and x-homing-reason, a few words why"
+        ),
+    },
+    "Logs, metrics and traces": {
+        "compat-metrics": (
+            "names that our metrics have besides: gie (inference_objective_*, inference_pool_*, "
+            "inference_extension_*), llm-d (llm_d_epp_*), all or none; the page gets longer by as much"
+        ),
         "log-format": "json or console",
         "v": "verbosity: 0 warnings, 1 to 3 information, 4 and more every decision",
+        "tracing": (
+            "send a span for each sampled request by OTLP, as the OTEL_* environment variables say; "
+            "needs the extra otel"
+        ),
     },
 }
 
@@ -386,7 +461,31 @@ CHECK_HELP: Final[Groups] = {
     "Output": {
         "diff": "another configuration; say what FILE changes in it",
         "explain": "print what is in effect, defaults filled in",
+        "capture": (
+            "directory of `epp serve --capture`; say how many of the decisions in it would have "
+            "been others by FILE"
+        ),
     }
+}
+
+
+_DEBUG_PORT: Final = {
+    "url": "http://host:port of --metrics-port, as `kubectl port-forward deploy/homing 9090` opens it",
+    "token-file": "file with the token that `epp serve --debug-token-file` asks for",
+}
+
+EXPLAIN_HELP: Final[Groups] = {
+    "Pickers": _DEBUG_PORT
+    | {"url": f"{_DEBUG_PORT['url']}; of several replicas, with commas between them"},
+    "Output": {"json": "all that is known, as JSON"},
+}
+
+TOP_HELP: Final[Groups] = {
+    "Picker": _DEBUG_PORT,
+    "Output": {
+        "interval": "time between two looks, 1s to 60s",
+        "once": "print what is seen now and end",
+    },
 }
 
 
@@ -418,7 +517,6 @@ FOREIGN: Final[Mapping[str, Foreign]] = {
     "tls-cipher-suites": Foreign("gRPC chooses them", ""),
     "grpc-max-send-msg-size": Foreign("our messages stay below 64 KiB", ""),
     "allow-experimental-plugins": Foreign("every plugin may be used", "true", boolean=True),
-    "tracing": Foreign("no traces are sent", "false", boolean=True),
     "zap-devel": Foreign("use --log-format console", "false", boolean=True),
     "zap-stacktrace-level": Foreign("an unexpected error is always logged with its traceback"),
     "zap-time-encoding": Foreign("times are logged in ISO 8601", "iso8601"),
@@ -457,7 +555,9 @@ _BYTES_MAX: Final = 2**31 - 1
 _MEMORY_BYTES_MIN: Final = 64 * 2**20
 _MEMORY_BYTES_MAX: Final = 2**40
 
-_NO_FLAGS: Final = ("file", "warnings", "own_namespace", "instance", "own_address")
+_NO_FLAGS: Final = (
+    *("file", "request_id", "warnings", "own_namespace", "instance", "own_address"),
+)
 """Fields that no flag sets."""
 
 _DISCOVERY: Final = (
@@ -467,6 +567,8 @@ _DISCOVERY: Final = (
 """Flags that only mean something in Kubernetes."""
 
 _LISTS: Final = ("endpoint-target-ports", "peers", "round-robin")
+_REPLICAS: Final = "url"
+"""A list too, where a command asks several pickers."""
 """Flags that take several values, separated by commas."""
 
 F = TypeVar("F", bound=Struct)
@@ -542,6 +644,9 @@ def parse_serve(arguments: Sequence[str], environment: Mapping[str, str]) -> Ser
         warnings += [f"--{name} has no effect: --endpoints-file is given" for name in unused]
     if flags.last_good_dir and not (flags.config_file or flags.endpoints_file):
         warnings.append("--last-good-dir has no effect: no file is given that could be kept")
+    if not flags.capture:
+        unread = [name for name in given if name.startswith("capture-")]
+        warnings += [f"--{name} has no effect: --capture is not given" for name in unread]
     warnings += _peer_warnings(flags)
     return msgspec.structs.replace(flags, warnings=tuple(warnings))
 
@@ -562,6 +667,28 @@ def parse_check(arguments: Sequence[str]) -> CheckFlags:
     flags = _convert(given | {"file": rest[0] if rest else ""}, CheckFlags)
     if not flags.file and not flags.explain:
         raise FlagError("expected FILE, - for standard input, or --explain for the default")
+    return flags
+
+
+def parse_explain(arguments: Sequence[str]) -> ExplainFlags:
+    """Read the command line of `epp explain`. Raises `FlagError`."""
+    given, rest = _split(arguments, ExplainFlags, {})
+    if len(rest) != 1 or not rest[0]:
+        raise FlagError("expected one REQUEST_ID, the x-request-id of the response")
+    flags = _convert(given | {"request_id": rest[0]}, ExplainFlags)
+    if not flags.url:
+        raise FlagError("--url: expected at least one http://host:port")
+    return flags
+
+
+def parse_top(arguments: Sequence[str]) -> TopFlags:
+    """Read the command line of `epp top`. Raises `FlagError`."""
+    given, rest = _split(arguments, TopFlags, {})
+    if rest:
+        raise FlagError(f"unexpected argument {rest[0]!r}, expected flags only")
+    flags = _convert(given, TopFlags)
+    if not 1.0 <= flags.interval <= 60.0:
+        raise FlagError(f"--interval: expected 1s to 60s, got {float(flags.interval):g}s")
     return flags
 
 
@@ -586,6 +713,8 @@ def help_text(usage: str, groups: Groups, kind: type[Struct]) -> str:
 def _shown(default: Any) -> str:
     if isinstance(default, bool):
         return str(default).lower()
+    if isinstance(default, tuple):
+        return ",".join(map(str, default))
     return f"{float(default):g}s" if isinstance(default, Duration) else str(default)
 
 
@@ -661,7 +790,7 @@ def _convert(given: Mapping[str, str], kind: type[F]) -> F:
 def _read(name: str, text: str, kind: Any) -> Any:
     """The value of flag `name` as a `kind`."""
     value: Any = text
-    if name in _LISTS:
+    if name in _LISTS or (name == _REPLICAS and kind is not str):
         value = [item.strip() for item in text.split(",") if item.strip()]
     if isinstance(kind, type) and issubclass(kind, StrEnum) and text not in list(kind):
         raise FlagError(f"--{name}: expected {' or '.join(kind)}, got {text!r}")
@@ -693,6 +822,11 @@ def _check_serve(flags: ServeFlags) -> None:
     if flags.client_ca_file and not flags.secure_serving:
         raise FlagError("--client-ca-file is given, expected --secure-serving too: it is for TLS")
     _check_peers(flags)
+    if flags.capture_max_bytes < 2 * flags.capture_file_max_bytes:
+        raise FlagError(
+            f"--capture-max-bytes: expected at least twice --capture-file-max-bytes, "
+            f"{2 * flags.capture_file_max_bytes}, got {flags.capture_max_bytes}"
+        )
     ports = (flags.grpc_port, flags.grpc_health_port, flags.metrics_port)
     if len(set(ports)) < len(ports):
         names = "--grpc-port, --grpc-health-port and --metrics-port"
@@ -701,6 +835,7 @@ def _check_serve(flags: ServeFlags) -> None:
         ("refresh-metrics-interval", flags.refresh_metrics_interval),
         ("metrics-staleness-threshold", flags.metrics_staleness_threshold),
         ("request-timeout", flags.request_timeout),
+        ("capture-file-max-age", flags.capture_file_max_age),
     ):
         if duration is not None and duration <= 0:
             raise FlagError(f"--{name}: expected more than 0s, got {float(duration):g}s")
@@ -709,9 +844,15 @@ def _check_serve(flags: ServeFlags) -> None:
         ("drain-grace", flags.drain_grace),
         ("drain-timeout", flags.drain_timeout),
         ("peer-snapshot-timeout", flags.peer_snapshot_timeout),
+        ("decision-records-keep", flags.decision_records_keep),
     ):
         if duration < 0:
             raise FlagError(f"--{name}: expected at least 0s, got {float(duration):g}s")
+    if flags.decision_records_max_bytes < RECORDS_BYTES_MIN:
+        raise FlagError(
+            f"--decision-records-max-bytes: expected at least {RECORDS_BYTES_MIN}, "
+            f"got {flags.decision_records_max_bytes}"
+        )
     if not flags.endpoints_file:
         _check_discovery(flags)
 

@@ -12,12 +12,14 @@ from epp.configuration.config import (
     DEFAULT_SOURCE,
     PickerConfig,
     PluginTables,
+    block_tokens_of,
     config_hash,
     diff_configs,
     load_config,
 )
 from epp.configuration.flags import ServeFlags
 from epp.configuration.memory_plan import MemoryPlan, fitted
+from epp.core.capture.events import Configured
 from epp.core.decision.scheduler import SchedulerSettings
 from epp.core.prompt.parse import ParserName, ParserSet
 from epp.core.session_tokens import SessionTokens
@@ -30,6 +32,8 @@ class Offer(Struct, frozen=True, kw_only=True):
     config: PickerConfig
     settings: SchedulerSettings
     warnings: tuple[str, ...]
+    text: str = ""
+    """The document as it was read."""
     changes: tuple[str, ...] = ()
     """Against the document in force, one sentence each."""
 
@@ -62,6 +66,7 @@ class LiveConfiguration:
             text, source = flags.config_text, "--config-text"
         else:
             text, source = DEFAULT_CONFIG, DEFAULT_SOURCE
+        self._text = text if isinstance(text, str) else text.decode("utf-8", "replace")
         self.config: PickerConfig = load_config(text, source, plugins)
 
     @property
@@ -82,19 +87,35 @@ class LiveConfiguration:
 
     def current(self, endpoints: int) -> Offer:
         """What decides in a pool of so many `endpoints`, by the document in force."""
-        return self._offer(self.config, endpoints)
+        return self._offer(self.config, self._text, endpoints)
+
+    def told(self, endpoints: int) -> Configured:
+        """What is in force in a pool of so many `endpoints`, for who will decide by it again."""
+        config, flags = self.config, self._flags
+        return Configured(
+            generation=self.generation,
+            hash=self.hash,
+            document=self._text,
+            block_tokens=block_tokens_of(config.indexes, config.prefix),
+            metrics_staleness_s=float(flags.metrics_staleness_threshold),
+            refresh_interval_s=float(flags.refresh_interval_s(endpoints)),
+            fallback_endpoints_max=flags.fallback_endpoints_max,
+            lease_ttl_without_response_phase_s=float(flags.lease_ttl_without_response_phase),
+            indexes_bytes=None if self._memory is None else self._memory.indexes_bytes,
+        )
 
     def read(self, content: bytes, endpoints: int) -> Offer:
         """What would decide if `content` came into force. Raises `ConfigError`."""
         config = load_config(content, self._flags.config_file, self._plugins)
-        return self._offer(config, endpoints)
+        return self._offer(config, content.decode("utf-8", "replace"), endpoints)
 
     def accept(self, offer: Offer) -> None:
         """The document of `offer` is in force from now on."""
         self.config = offer.config
+        self._text = offer.text
         self.generation += 1
 
-    def _offer(self, config: PickerConfig, endpoints: int) -> Offer:
+    def _offer(self, config: PickerConfig, text: str, endpoints: int) -> Offer:
         flags = self._flags
         with_flags: dict[str, Any] = {
             "metrics_staleness_s": flags.metrics_staleness_threshold,
@@ -118,6 +139,7 @@ class LiveConfiguration:
                 *settings_warnings(config, **with_flags),
                 *self._session_warnings(config),
             ),
+            text=text,
             changes=tuple(diff_configs(self.config, config)),
         )
 

@@ -74,6 +74,10 @@ class EndpointMetrics(Struct, frozen=True, kw_only=True):
     running_requests: float = math.nan
     kv_cache_usage: float = math.nan
     """0 to 1; blocks referenced by running requests, not how full the prefix cache is."""
+    cache_queried_tokens: float = math.nan
+    """Prompt tokens looked up in the prefix cache since the engine started."""
+    cache_hit_tokens: float = math.nan
+    """Those among them that were there."""
     adapters: AdapterReport | None = None
     block_size_tokens: int | None = None
     blocks_total: int | None = None

@@ -11,6 +11,7 @@ from epp.core.decision.plugin import (
     ReadsColumns,
     ReadsIndex,
     Scorer,
+    TellsCost,
 )
 from epp.core.duration import Duration
 from epp.core.knowledge.candidates import (
@@ -51,4 +52,5 @@ __all__ = [
     "Scorer",
     "Seconds",
     "SessionTokens",
+    "TellsCost",
 ]

@@ -1,4 +1,5 @@
 import io
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +13,8 @@ from epp.configuration.check_config import READS, check_config, explain
 from epp.configuration.config import DEFAULT_CONFIG, load_config
 from epp.configuration.flags import CheckFlags
 from epp.plugins import FILTERS, SCORERS
+from tests.configuration.test_past_decisions import write
+from tests.core.capture.traffic import document
 
 SAMPLES = Path(__file__).parent / "config_samples"
 CHART = str(SAMPLES / "chart-default.yaml")
@@ -107,9 +110,9 @@ def test_the_default_is_explained_without_a_file():
     assert (code, err) == (0, "")
     for line in (
         "profile default",
-        "  scorer    prefix-cache-scorer: weight 3 of 9, 33%",
-        "      Prefer short waiting queues, from 1 for the shortest to 0 for the longest.",
-        "      reads waiting requests",
+        "  scorer    added-time-scorer: weight 1 of 1, 100%",
+        "      Prefer where the request adds the fewest seconds to everybody.",
+        "      prefillDelay = 0.3",
         "  picker    max-score-picker",
         "  index     approx-prefix-cache-producer: default prefix index",
         "      lruCapacityPerServer = 31250",
@@ -173,7 +176,7 @@ def test_the_prefill_speed_is_explained(tmp_path):
 
 def test_what_each_filter_and_scorer_reads_is_known():
     """A new one without a row fails here."""
-    assert set(READS) == {*FILTERS, *SCORERS}
+    assert set(READS) == {*FILTERS, *SCORERS, "added-time-scorer"}
 
 
 @pytest.mark.parametrize(
@@ -240,3 +243,27 @@ def test_envoy_config_prints_a_bootstrap_or_writes_it(capsys, tmp_path):
     )
     assert main([*arguments, "--out", str(tmp_path / "none" / "envoy.yaml")]) == 1
     assert "cannot be written" in capsys.readouterr().err
+
+
+def test_past_decisions_are_held_against_a_configuration(tmp_path):
+    """How many would have changed; none, by the one that made them."""
+    write(tmp_path, 120)
+    new, same = tmp_path / "new.yaml", tmp_path / "same.yaml"
+    new.write_text(document(weight=0))
+    same.write_text(document())
+    code, out, _ = check(file=str(new), diff=str(same), capture=str(tmp_path))
+    assert code == 0
+    assert "scorer queue-scorer: weight 2 -> 0" in out
+    (changed,) = re.findall(r"(\d+) of 120 past decisions \(.*%\) would have changed", out)
+    assert 0 < int(changed) < 120
+    assert "even by" not in out
+    code, out, _ = check(file=str(same), capture=str(tmp_path))
+    assert "0 of 120 past decisions (0.0%) would have changed" in out
+
+
+def test_a_capture_that_cannot_be_read_exits_2(tmp_path):
+    """It is said which."""
+    for capture in (tmp_path, tmp_path / "nothing"):
+        code, _, err = check(file=CHART, capture=str(capture))
+        assert code == 2
+        assert f"--capture {capture} cannot be read" in err

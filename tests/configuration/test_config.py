@@ -10,7 +10,6 @@ from epp.configuration.build import default_config, plugin_tables
 from epp.configuration.compatibility import ACCEPTED, PARSERS, REFUSED
 from epp.configuration.config import (
     CONFIG_MAX_BYTES,
-    DEFAULT_CONFIG,
     ConfigError,
     PickerConfig,
     config_hash,
@@ -19,9 +18,11 @@ from epp.configuration.config import (
 )
 from epp.core.knowledge.prefix import PrefixIndexSettings
 from epp.plugins import DEPRECATED, FILTERS, PICKERS, SCORERS
+from epp.strategies import STRATEGIES
 
 SAMPLES = Path(__file__).parent / "config_samples"
 TABLES = plugin_tables()
+WEIGHTED = STRATEGIES["weighted-scores"].config
 
 HEAD = "apiVersion: llm-d.ai/v1alpha1\nkind: EndpointPickerConfig\n"
 
@@ -64,16 +65,12 @@ def test_configurations_in_the_words_of_the_field_load(path):
     assert all(warning.startswith(f"{path.name}: ") for warning in config.warnings)
 
 
-def test_the_default_is_the_profile_of_the_design():
-    """Section 4, with every missing part made."""
+def test_the_default_is_a_strategy_of_ours():
+    """The one that the leaderboard found best, with every missing part made."""
     config = default_config(TABLES)
-    assert {scorer.name: scorer.weight for scorer in config.profile.scorers} == {
-        "prefix-cache-scorer": 3,
-        "queue-scorer": 2,
-        "kv-cache-utilization-scorer": 2,
-        "lora-affinity-scorer": 1,
-        "active-request-scorer": 1,
-    }
+    homing = load(STRATEGIES["homing"].config)
+    assert config_hash(config) == config_hash(homing)
+    assert diff_configs(config, homing) == []
     assert config.profile.filters == ()
     assert config.profile.picker_name == "max-score-picker"
     assert config.prefix == "approx-prefix-cache-producer"
@@ -668,10 +665,10 @@ def test_any_bytes_are_refused_in_one_sentence(text):
 
 def test_the_hash_tells_what_decides_and_nothing_else():
     """Comments, source and spelled-out defaults do not count; a weight does."""
-    plain = load(DEFAULT_CONFIG)
-    same = load("# tuned\n" + DEFAULT_CONFIG.replace("weight: 3", "weight: 3.0"), "other.yaml")
+    plain = load(WEIGHTED)
+    same = load("# tuned\n" + WEIGHTED.replace("weight: 3", "weight: 3.0"), "other.yaml")
     spelled = load(
-        DEFAULT_CONFIG.replace(
+        WEIGHTED.replace(
             "- type: prefix-cache-scorer",
             "- type: approx-prefix-cache-producer\n- type: prefix-cache-scorer\n"
             "- {type: utilization-detector, parameters: {queueDepthThreshold: 5.0}}",
@@ -680,14 +677,14 @@ def test_the_hash_tells_what_decides_and_nothing_else():
     assert config_hash(plain) == config_hash(same) == config_hash(spelled)
     assert diff_configs(plain, same) == []
     assert len(config_hash(plain)) == 12
-    assert config_hash(plain) != config_hash(load(DEFAULT_CONFIG.replace("weight: 3", "weight: 4")))
+    assert config_hash(plain) != config_hash(load(WEIGHTED.replace("weight: 3", "weight: 4")))
 
 
 def test_a_difference_is_told_by_plugin_and_parameter():
     """What hot reload logs."""
-    old = load(DEFAULT_CONFIG)
+    old = load(WEIGHTED)
     text = (
-        DEFAULT_CONFIG.replace(
+        WEIGHTED.replace(
             "- type: prefix-cache-scorer\n",
             "- type: prefix-cache-scorer\n  parameters: {matchLengthWeight: 0.5}\n"
             "- type: fresh-metrics-filter\n- type: token-load-scorer\n",
@@ -728,3 +725,56 @@ def test_a_configuration_is_a_value():
     with pytest.raises(AttributeError):
         config.prefix = "x"
     assert msgspec.structs.replace(config, prefix="") != config
+
+
+SHADOW = """\
+apiVersion: llm-d.ai/v1alpha1
+kind: EndpointPickerConfig
+plugins:
+- type: queue-scorer
+- type: prefix-cache-scorer
+- type: session-affinity-scorer
+- type: max-score-picker
+schedulingProfiles:
+- name: default
+  plugins:
+  - pluginRef: queue-scorer
+shadow:
+  plugins:
+  - {pluginRef: prefix-cache-scorer, weight: 4}
+  - {pluginRef: queue-scorer, weight: 2}
+"""
+
+
+def test_a_shadow_profile_is_read_beside_the_one_that_acts():
+    """It has the indexes that it needs, its plugins are in use, and it is told apart in a diff."""
+    config = load_config(SHADOW, "here", TABLES)
+    assert [scorer.name for scorer in config.profile.scorers] == ["queue-scorer"]
+    assert [(one.name, one.weight) for one in config.shadow.scorers] == [
+        ("prefix-cache-scorer", 4.0),
+        ("queue-scorer", 2.0),
+    ]
+    assert config.prefix == "approx-prefix-cache-producer"
+    assert not [sentence for sentence in config.warnings if "prefix-cache-scorer" in sentence]
+    other = load_config(SHADOW.replace("weight: 4", "weight: 5"), "there", TABLES)
+    assert diff_configs(config, other) == ["shadow scorer prefix-cache-scorer: weight 4 -> 5"]
+    without = load_config(SHADOW.partition("shadow:")[0], "there", TABLES)
+    assert without.shadow is None
+    assert config_hash(without) != config_hash(config)
+
+
+@pytest.mark.parametrize(
+    ("shadow", "problem"),
+    [
+        ("shadow: []", "shadow: expected `object`, got `array`"),
+        ("shadow: {plugins: []}", "length >= 1"),
+        ("shadow: {plugins: [{pluginRef: nothing}]}", "shadow.plugins[0]"),
+        ("shadow: {plugins: [{pluginRef: queue-scorer, weight: 0}]}", "are all 0"),
+        ("shadow: {plugins: [{pluginRef: queue-scorer}], weights: {}}", "unknown field `weights`"),
+    ],
+)
+def test_a_shadow_that_is_none_is_refused(shadow, problem):
+    """With its place."""
+    with pytest.raises(ConfigError) as found:
+        load_config(SHADOW.partition("shadow:")[0] + shadow, "here", TABLES)
+    assert problem in " ".join(found.value.problems)

@@ -16,7 +16,9 @@ from epp.configuration.flags import (
     parse_byte_count,
     parse_check,
     parse_envoy,
+    parse_explain,
     parse_serve,
+    parse_top,
 )
 
 ENDPOINTS = ["--endpoints-file", "endpoints.yaml"]
@@ -139,9 +141,9 @@ def test_the_arguments_that_the_chart_of_the_field_renders_are_understood():
 
 def test_a_flag_without_counterpart_warns_once_and_does_nothing():
     """Unless its value asks for what Homing does anyhow."""
-    flags = serve("--tracing", "--enable-pprof=true", "--tracing=true", "--health-checking")
-    assert [warning.split()[0] for warning in flags.warnings] == ["--enable-pprof", "--tracing"]
-    assert flags == serve("--enable-pprof", "--tracing=1")
+    flags = serve("--zap-devel", "--enable-pprof=true", "--zap-devel=true", "--health-checking")
+    assert [warning.split()[0] for warning in flags.warnings] == ["--enable-pprof", "--zap-devel"]
+    assert flags == serve("--enable-pprof", "--zap-devel=1")
 
 
 def test_the_last_of_two_equal_flags_counts():
@@ -225,6 +227,14 @@ def test_the_namespace_comes_from_the_flag_then_the_environment_then_default():
         ),
         ("--drain-grace=-5s", "--drain-grace: expected at least 0s, got -5s"),
         (
+            "--decision-records-keep=-1s",
+            "--decision-records-keep: expected at least 0s, got -1s",
+        ),
+        (
+            "--decision-records-max-bytes=64k",
+            "--decision-records-max-bytes: expected at least 65536, got 64000",
+        ),
+        (
             "--metrics-staleness-threshold=0s",
             "--metrics-staleness-threshold: expected more than 0s, got 0s",
         ),
@@ -248,6 +258,16 @@ def test_the_namespace_comes_from_the_flag_then_the_environment_then_default():
         (
             "--endpoint-target-ports=1,2,3,4,5,6,7,8,9",
             "--endpoint-target-ports: expected `array` of length <= 8, got '1,2,3,4,5,6,7,8,9'",
+        ),
+        ("--capture-share=0", "--capture-share: expected `float` > 0.0, got '0'"),
+        ("--capture-share=1.1", "--capture-share: expected `float` <= 1.0, got '1.1'"),
+        ("--capture-file-max-age=0s", "--capture-file-max-age: expected more than 0s, got 0s"),
+        (
+            "--capture-max-bytes=100Mi",
+            (
+                "--capture-max-bytes: expected at least twice --capture-file-max-bytes, 134217728, "
+                "got 104857600"
+            ),
         ),
         ("now", "unexpected argument 'now', expected flags only"),
         (
@@ -471,3 +491,34 @@ def test_replicas_that_speak_in_plaintext_are_warned_about_where_gateways_use_tl
 )
 def test_a_broker_may_be_valkey_or_redis_with_or_without_tls(url):
     assert serve(f"--peer-url={url}").peer_url == url
+
+
+def test_explain_takes_a_request_and_several_pickers():
+    """By default the one whose port is forwarded."""
+    assert parse_explain(["r-1"]).url == ("http://127.0.0.1:9090",)
+    told = parse_explain(["--url=http://a:1, http://b:2", "--json", "r-1"])
+    assert told.url == ("http://a:1", "http://b:2")
+    assert (told.request_id, told.json) == ("r-1", True)
+    for arguments in ([], ["a", "b"], ["a", "--url="], ["a", "--urls=b"]):
+        with pytest.raises(FlagError):
+            parse_explain(arguments)
+
+
+def test_top_takes_one_picker():
+    """And looks no more often than it pays."""
+    assert parse_top([]).url == "http://127.0.0.1:9090"
+    told = parse_top(["--url", "http://a:1,b", "--interval=1m", "--once"])
+    assert (told.url, told.interval, told.once) == ("http://a:1,b", 60.0, True)
+    for argument in ("--interval=0s", "--interval=61s", "now"):
+        with pytest.raises(FlagError):
+            parse_top([argument])
+
+
+def test_what_is_said_of_a_capture_that_is_not_wanted_warns():
+    """It has no effect; with a directory it has."""
+    assert serve("--capture-share=0.5").warnings == (
+        "--capture-share has no effect: --capture is not given",
+    )
+    flags = serve("--capture=/var/capture", "--capture-share=0.5", "--capture-max-bytes=4Gi")
+    assert flags.warnings == ()
+    assert (flags.capture_share, flags.capture_max_bytes) == (0.5, 4 * 2**30)

@@ -51,6 +51,24 @@ async def test_a_whole_response_arrives_byte_for_byte(mode, size_bytes, wire):
     await until(lambda: not wired.picker.open_leases, "the lease to be released")
 
 
+@pytest.mark.parametrize("mode", RESPONSE_MODES)
+async def test_the_client_gets_the_name_of_its_request_and_the_choice(mode, wire):
+    """Whatever is shown of the body; the same that the pod got."""
+    wired = await wire(response_body_mode=mode, settings=SessionSettings(explain_headers=True))
+    async with wired.client.post(PATH, data=BODY, headers={"x-request-id": "mine"}) as response:
+        assert response.status == 200
+        assert response.headers.getall("x-request-id") == ["mine"]
+        assert response.headers["x-homing-reason"].startswith("score ")
+        assert response.headers["x-homing-endpoint"]
+    async with wired.client.post(PATH, data=BODY) as response:
+        named = response.headers["x-request-id"]
+    assert named == wired.pod.received[-1].headers["x-request-id"]
+    wired.picker.serve([])
+    async with wired.client.post(PATH, data=BODY, headers={"x-request-id": "mine"}) as response:
+        assert response.status == 503
+        assert response.headers.getall("x-request-id") == ["mine"]
+
+
 @pytest.mark.parametrize("allows", [True, False])
 @pytest.mark.parametrize("asked", [BodyMode.BUFFERED, BodyMode.NONE])
 async def test_a_gateway_that_allows_it_is_told_not_to_show_the_body(allows, asked, wire):

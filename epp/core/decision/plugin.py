@@ -48,6 +48,25 @@ class Scorer(Plugin, Protocol):
 
 
 @runtime_checkable
+class TellsCost(Protocol):
+    """A scorer that prefers whoever costs least, and can say what the cost is made of."""
+
+    cost_unit: ClassVar[str]
+    """Of all parts, such as "s"."""
+
+    def cost_parts(
+        self, request: InferenceRequest, candidates: Candidates, /
+    ) -> Mapping[str, Floats]:
+        """What adds up to the cost of each candidate: a name -> float64[n], in `cost_unit`.
+
+        Asked after the fact, never while a request is decided: of the chosen candidate and the next
+        best alone, which are made again of the numbers that were kept of them (`NUMBERS`). Of the
+        request there are the model, its numbers, and no prompt.
+        """
+        ...
+
+
+@runtime_checkable
 class MarksResponses(Protocol):
     """A filter or scorer that wants headers on the response."""
 

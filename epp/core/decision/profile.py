@@ -152,6 +152,11 @@ class SchedulingProfile(Struct, frozen=True, kw_only=True, dict=True):
         """Filters and scorers, in the order in which they run."""
         return (*self.filters, *self.scorers)
 
+    @property
+    def plugin_names(self) -> tuple[str, ...]:
+        """Of filters, scorers and the picker, as in the configuration."""
+        return (*(member.name for member in self.members), self.picker_name)
+
     def markers(self, failures: PluginFailures) -> tuple[Marker, ...]:
         """The filters and scorers that set headers on responses."""
         return tuple(

@@ -12,11 +12,12 @@ from random import Random
 from typing import Final
 
 import numpy as np
-from msgspec import Struct, field
+from msgspec import Struct, field, structs
 
 from epp.core.decision.failures import PluginFailures, affinity_fault
 from epp.core.decision.kept_scores import KeptScores
 from epp.core.decision.profile import Kept, Marker, SchedulingProfile, Scored
+from epp.core.decision.shadow import Shadow, ShadowTotals, ShadowVerdict
 from epp.core.knowledge.candidates import Affinity, Candidates
 from epp.core.knowledge.index import (
     AffinityIndex,
@@ -26,6 +27,7 @@ from epp.core.knowledge.index import (
 )
 from epp.core.knowledge.inflight import Ending, InflightLedger, Lease, Outcome
 from epp.core.knowledge.load_report import read_load_report
+from epp.core.knowledge.outliers import OutlierEjection, Outliers
 from epp.core.knowledge.peer_load import PeerLoads
 from epp.core.knowledge.pool import EndpointPool, Standing
 from epp.core.knowledge.prefill_speed import (
@@ -65,12 +67,13 @@ class SchedulerSettings(Struct, frozen=True, kw_only=True):
     fallback_endpoints_max: int = 0
     lease_ttl_without_response_phase_s: Seconds = 60.0
     session_tokens: SessionTokens = NO_TOKENS
+    shadow: SchedulingProfile | None = None
+    """Judges every decision and acts on none."""
 
     @property
     def plugin_names(self) -> tuple[str, ...]:
         """Of every plugin that decides, as in the configuration."""
-        members = [member.name for member in self.profile.members]
-        return (*members, self.profile.picker_name, *self.indexes)
+        return (*self.profile.plugin_names, *self.indexes)
 
 
 class Decision(Struct, frozen=True, kw_only=True):
@@ -98,6 +101,8 @@ class Decision(Struct, frozen=True, kw_only=True):
     """Its rows are those of `scorers`, its columns those of `candidates`."""
     markers: tuple[Marker, ...] = ()
     """The filters and scorers that set headers on the response."""
+    shadow: ShadowVerdict | None = None
+    """What the shadow profile would have done; None: there is none."""
 
     def response_headers(self, served: str) -> dict[str, str]:
         """Headers to set on the response, e.g. the session token.
@@ -126,6 +131,8 @@ class Scheduler:
         self.seed = seed
         self.pool = EndpointPool()
         self.ledger = InflightLedger(self.pool.columns, self._ended)
+        self.outliers = Outliers(self.pool.columns)
+        """Who is slow or fails beside the others; it changes decisions where a filter asks for it."""
         self.failures = PluginFailures()
         """The plugins that failed; the decisions went on without them."""
         self._memory_share = 1.0
@@ -142,6 +149,9 @@ class Scheduler:
         self.replicas_unheard = 0
         """Other pickers that serve this pool and do not tell what they decide; the shell sets it."""
         self.decisions = 0
+        self.shadow: Shadow | None = None
+        self.shadow_totals = ShadowTotals()
+        self.shadow_failures = PluginFailures()
         self.load_reports = 0
         """Read of responses."""
         self.load_reports_unread = 0
@@ -203,7 +213,19 @@ class Scheduler:
         ranked, eliminated = self._fresh_first(kept, now)
         scored = profile.score(request, ranked, self.failures, self._kept_scores)
         picked = profile.pick(scored.total, ranked, self._random, self.decisions, self.failures)
-        return self._assume(request, ranked, scored, picked.tolist(), len(slots), eliminated, now)
+        positions: list[int] = picked.tolist()
+        verdict = None
+        if self.shadow is not None:
+            verdict = self.shadow.judge(
+                request,
+                candidates,
+                (ranked, positions[0]),
+                self.decisions,
+                lambda kept: self._fresh_first(kept, now)[0],
+                self._endpoint,
+            )
+        decision = self._assume(request, ranked, scored, positions, len(slots), eliminated, now)
+        return decision if verdict is None else structs.replace(decision, shadow=verdict)
 
     def reported(self, lease: Lease, header: str) -> None:
         """The response of `lease` says in `header` how loaded the endpoint that served it is."""
@@ -249,6 +271,10 @@ class Scheduler:
         uncached = max(0.0, request.prompt_tokens - matched * self.settings.block_tokens)
         self.ledger.move(lease, slot, uncached, now)
 
+    def endpoint_of(self, lease: Lease) -> Endpoint | None:
+        """Where the request of `lease` is; None once it ended, or where it was left or restarted."""
+        return self._endpoint(lease.slot) if self.ledger.is_live(lease) else None
+
     def complete(self, lease: Lease, outcome: Outcome, now: Seconds) -> Endpoint | None:
         """The request ended, one way or another; a second call does nothing.
 
@@ -257,12 +283,12 @@ class Scheduler:
         if lease.slot < 0:
             return None
         set_aside = None
-        if (
-            outcome.status is not None
-            and self.ledger.is_live(lease)
-            and self.pool.responded(lease.slot, outcome.status, now, by_gateway=outcome.by_gateway)
-        ):
-            set_aside = self._endpoint(lease.slot)
+        if self.ledger.is_live(lease):
+            self.outliers.ended(lease, outcome, now)
+            if outcome.status is not None and self.pool.responded(
+                lease.slot, outcome.status, now, by_gateway=outcome.by_gateway
+            ):
+                set_aside = self._endpoint(lease.slot)
         if outcome.ending is Ending.UNSEEN:
             self.ledger.close_later(lease, now, self.settings.lease_ttl_without_response_phase_s)
         else:
@@ -329,6 +355,7 @@ class Scheduler:
     def tick(self, now: Seconds) -> None:
         """Bounded housekeeping, about once a second."""
         self.ledger.close_due(now)
+        self.outliers.tick(now)
         for name, index in self.indexes.items():
             self.failures.call(name, "expire", index.expire, now)
 
@@ -348,7 +375,21 @@ class Scheduler:
         profile = self.settings.profile
         self._scorer_names = tuple(scorer.name for scorer in profile.scorers)
         self._markers = profile.markers(self.failures)
+        filters = (named.plugin for named in profile.filters)
+        ejection = (plugin for plugin in filters if isinstance(plugin, OutlierEjection))
+        self.outliers.configure(next(ejection, None))
         self._kept_scores = KeptScores(profile.scorers)
+        shadow = self.settings.shadow
+        self.shadow_failures.retain(() if shadow is None else shadow.plugin_names)
+        self.shadow = None
+        if shadow is not None:
+            self.shadow = Shadow(
+                shadow,
+                seed=self.seed,
+                block_tokens=self.settings.block_tokens,
+                totals=self.shadow_totals,
+                failures=self.shadow_failures,
+            )
 
     # What indexes are asked, and what is done where they fail.
 
@@ -516,6 +557,8 @@ class Scheduler:
     def _forget(self, slot: int) -> None:
         self._sizes.pop(slot, None)
         self.ledger.forget(slot)
+        self.outliers.forget(slot)
+        self.shadow_totals.picks.pop(slot, None)
         for name, index in tuple(self.indexes.items()):
             if not self.failures.call(name, "forget", index.forget, slot):
                 # It would tell of an endpoint that is gone as if it were the next in this slot.

@@ -33,8 +33,16 @@ SCRAPED: Final = (
 LISTED: Final = ("endpoints", "labels")
 """Columns that change only with the list of endpoints."""
 VERSIONED: Final = (*SCRAPED, *LISTED)
+NUMBERS: Final = (
+    *("waiting_requests", "running_requests", "kv_cache_usage", "kv_capacity_tokens"),
+    *("metrics_age_s", "inflight_requests", "inflight_context_tokens"),
+    *("inflight_prefill_tokens", "prefill_tokens_per_s", "matched_blocks"),
+)
+"""Columns that together say how an endpoint stood at a decision, as `numbers_of` gives them."""
 
 _NO_ADAPTERS: Final = AdapterReport()
+_NOTHING: Final = np.zeros(())
+"""An array: numpy takes a Python float longer than to add a hundred."""
 NO_COLUMNS: Final[Mapping[str, Floats]] = MappingProxyType({})
 
 
@@ -70,12 +78,17 @@ class Columns:
         self.running_requests: Floats = np.empty(0)
         self.kv_cache_usage: Floats = np.empty(0)
         self.kv_capacity_tokens: Floats = np.empty(0)
+        self.cache_queried_tokens: Floats = np.empty(0)
+        """Since the engine started; NaN: it does not tell."""
+        self.cache_hit_tokens: Floats = np.empty(0)
         self.observed_at_s: Floats = np.empty(0)
         """-inf: never."""
         self.saturated: Bools = np.empty(0, dtype=np.bool_)
         """The engine itself refused a request (503) since the last good scrape."""
         self.unreachable: Bools = np.empty(0, dtype=np.bool_)
         """Scrapes in a row found nobody there."""
+        self.ejected: Bools = np.empty(0, dtype=np.bool_)
+        """Slow or failing, and to get nothing for a while: `outliers`."""
         self.inflight_requests: Ints = np.empty(0, dtype=np.int64)
         self.inflight_context_tokens: Ints = np.empty(0, dtype=np.int64)
         self.unreported_requests: Ints = np.empty(0, dtype=np.int64)
@@ -86,6 +99,8 @@ class Columns:
         self.prefill_tokens_per_s: Floats = np.empty(0)
         """By configuration; of an empty slot, that of the last endpoint there."""
         self.adapter_generation: Ints = np.empty(0, dtype=np.int64)
+        self.adapters_told = 0
+        """Endpoints of which any of the next is told."""
         self.adapter_slots_max: Ints = np.empty(0, dtype=np.int64)
         self.adapters_active: Ints = np.empty(0, dtype=np.int64)
         self.adapters_resident: Ints = np.empty(0, dtype=np.int64)
@@ -124,6 +139,7 @@ class Columns:
             self.endpoints = [*self.endpoints]
             self.endpoints[slot] = None
         self.forget_observations(slot)
+        self.ejected[slot] = False
         self.inflight_requests[slot] = 0
         self.inflight_context_tokens[slot] = 0
         self.unreported_requests[slot] = 0
@@ -136,6 +152,7 @@ class Columns:
         """Forget what scrapes said of `slot`; work in flight stays."""
         self.set_load(slot, math.nan, math.nan, math.nan)
         self.set_kv_capacity(slot, math.nan)
+        self.cache_queried_tokens[slot] = self.cache_hit_tokens[slot] = math.nan
         self.observed_at_s[slot] = -math.inf
         self.saturated[slot] = False
         self.unreachable[slot] = False
@@ -168,6 +185,7 @@ class Columns:
 
     def set_adapters(self, slot: int, report: AdapterReport | None) -> None:
         """Keep what a scrape said of adapters, counted once here and not at every decision."""
+        self.adapters_told += (report is not None) - (self.adapters[slot] is not None)
         self.adapters[slot] = report
         self.changed("adapter_state")
         if report is None:
@@ -196,6 +214,11 @@ class AdapterColumns:
     def __init__(self, columns: Columns, slot: Ints) -> None:
         self._columns = columns
         self._slot = slot
+
+    @property
+    def told(self) -> bool:
+        """Anything is reported of any endpoint of the pool."""
+        return self._columns.adapters_told > 0
 
     @property
     def generation(self) -> Ints:
@@ -330,13 +353,34 @@ class Candidates:
 
     @property
     def kv_capacity_tokens(self) -> Floats:
-        """float64[n], tokens that the KV cache holds: its blocks times their size; NaN: unknown."""
+        """float64[n], tokens that the KV cache holds, 1 or more: its blocks times their size.
+
+        NaN: unknown.
+        """
         return self._columns.kv_capacity_tokens[self._slot]
+
+    @property
+    def cache_queried_tokens(self) -> Floats:
+        """float64[n], prompt tokens that each looked up in its prefix cache; NaN: unknown."""
+        return self._columns.cache_queried_tokens[self._slot]
+
+    @property
+    def cache_hit_tokens(self) -> Floats:
+        """float64[n], those among them that it held; NaN: unknown."""
+        return self._columns.cache_hit_tokens[self._slot]
 
     @property
     def metrics_age_s(self) -> Floats:
         """float64[n], seconds since the last good scrape; inf: never."""
         return self._now - self._columns.observed_at_s[self._slot]
+
+    @property
+    def metrics_age_s_max(self) -> Seconds:
+        """The greatest `metrics_age_s`; inf: one was never scraped, or there is nobody."""
+        observed_at_s = self._columns.observed_at_s[self._slot]
+        if not len(observed_at_s):
+            return math.inf
+        return self._now - observed_at_s.item(observed_at_s.argmin())
 
     def metrics_age_s_of(self, position: int) -> Seconds:
         """`metrics_age_s` of one candidate."""
@@ -346,6 +390,11 @@ class Candidates:
     def saturated(self) -> Bools:
         """bool[n], the engine refused a request (503) since its last good scrape."""
         return self._columns.saturated[self._slot]
+
+    @property
+    def ejected(self) -> Bools:
+        """bool[n], slow or failing beside the others, and to get nothing for a while."""
+        return self._columns.ejected[self._slot]
 
     @property
     def inflight_requests(self) -> Ints:
@@ -383,7 +432,7 @@ class Candidates:
         speed = columns.prefill_tokens_per_s[self._slot]
         done *= speed
         left: Floats = np.subtract(columns.prefill_backlog_tokens[self._slot], done, out=done)
-        np.maximum(left, 0.0, out=left)
+        np.maximum(left, _NOTHING, out=left)
         if columns.peers is not None:
             left += columns.peers.prefill_tokens(self._slot, self._now, speed)
         return left
@@ -422,6 +471,12 @@ class Candidates:
         found = [known[slot] for slot in self._slot.tolist()]
         return tuple([endpoint for endpoint in found if endpoint is not None])
 
+    def name_of(self, position: int) -> str:
+        """The name of one of the `endpoints`."""
+        endpoint = self._endpoints[self._slot.item(position)]
+        assert endpoint is not None, "a candidate is an endpoint"
+        return endpoint.name
+
     @property
     def labels(self) -> tuple[Mapping[str, str], ...]:
         """One mapping a candidate."""
@@ -439,6 +494,32 @@ class Candidates:
         """`matched_blocks` and `total_blocks` of one candidate."""
         known = self._affinities.get(self._prefix)
         return (0, 0) if known is None else (int(known.matched[self._slot[position]]), known.total)
+
+    def numbers_of(self, position: int) -> tuple[float, ...]:
+        """The columns `NUMBERS` of one candidate, at a fraction of the cost of gathering them."""
+        columns, slot = self._columns, self._slot.item(position)
+        requests = columns.inflight_requests.item(slot)
+        speed = columns.prefill_tokens_per_s.item(slot)
+        done = (self._now - columns.prefill_drained_at_s.item(slot)) * speed
+        prefill_tokens = max(0.0, columns.prefill_backlog_tokens.item(slot) - done)
+        if columns.peers is not None:
+            alone = self._slot[position : position + 1]
+            requests += columns.peers.requests(alone, len(columns)).item(0)
+            speeds = columns.prefill_tokens_per_s[alone]
+            prefill_tokens += columns.peers.prefill_tokens(alone, self._now, speeds).item(0)
+        known = self._affinities.get(self._prefix)
+        return (
+            columns.waiting_requests.item(slot),
+            columns.running_requests.item(slot),
+            columns.kv_cache_usage.item(slot),
+            columns.kv_capacity_tokens.item(slot),
+            self._now - columns.observed_at_s.item(slot),
+            requests,
+            columns.inflight_context_tokens.item(slot),
+            prefill_tokens,
+            speed,
+            0 if known is None else known.matched.item(slot),
+        )
 
     def affinity(self, name: str) -> Affinity:
         """What the index `name` knows, int64[n]; nothing, if there is no such index.

@@ -45,12 +45,18 @@ class Outcome(Struct, frozen=True, kw_only=True):
     """HTTP status of the response; None: no response headers were seen."""
     by_gateway: bool = False
     """The gateway answered in the endpoint's place: it did not get through to it."""
+    output_tokens: int | None = None
+    """As the engine counted them, where its response is parsed; None: nobody said."""
+    cached_tokens: int | None = None
+    """Prompt tokens that the engine had in its cache, as it said."""
 
 
 class Lease:
     """One request's share of an endpoint's load. Only the ledger writes to it."""
 
     __slots__ = (
+        "ahead_tokens",
+        "first_output_at_s",
         "generation",
         "matched_blocks",
         "opened_at_s",
@@ -74,6 +80,10 @@ class Lease:
         self.matched_blocks = matched_blocks
         """Blocks that the endpoint held before this request was recorded there."""
         self.opened_at_s = opened_at_s
+        """When it was sent to where it is."""
+        self.first_output_at_s: Seconds | None = None
+        self.ahead_tokens = 0.0
+        """Uncached prompt tokens that the endpoint had to compute then, its own included."""
         self.prefill_tokens = 0.0
         """Uncached prompt tokens of it that are, by estimate, still to be computed."""
 
@@ -112,6 +122,11 @@ class InflightLedger:
 
     def first_output(self, lease: Lease, now: Seconds) -> None:
         """The endpoint produced something: this prompt is prefilled."""
+        if lease.first_output_at_s is None:
+            lease.first_output_at_s = now
+        self._release_prefill(lease, now)
+
+    def _release_prefill(self, lease: Lease, now: Seconds) -> None:
         if self.is_live(lease):
             self._drain(lease.slot, now)
             self._columns.prefill_backlog_tokens[lease.slot] -= lease.prefill_tokens
@@ -121,7 +136,7 @@ class InflightLedger:
         """Give back all that the lease holds; False if it was closed before."""
         if lease.slot < 0:
             return False
-        self.first_output(lease, now)
+        self._release_prefill(lease, now)
         if self.is_live(lease):
             self._uncount(lease)
             if self._ended is not None:
@@ -143,11 +158,13 @@ class InflightLedger:
 
     def move(self, lease: Lease, slot: int, prefill_tokens: float, now: Seconds) -> None:
         """Another endpoint serves the request: move its share there."""
-        self.first_output(lease, now)
+        self._release_prefill(lease, now)
         if self.is_live(lease):
             self._uncount(lease)
             self._leave_queue(lease)
         lease.slot = slot
+        lease.opened_at_s = now
+        lease.first_output_at_s = None
         lease.generation = self._generations.get(slot, 0)
         self._charge(lease, prefill_tokens, now)
 
@@ -178,7 +195,7 @@ class InflightLedger:
         context = columns.inflight_context_tokens.item(slot)
         columns.inflight_context_tokens[slot] = context + lease.request.prompt_tokens
         backlog = columns.prefill_backlog_tokens.item(slot)
-        columns.prefill_backlog_tokens[slot] = backlog + prefill_tokens
+        columns.prefill_backlog_tokens[slot] = lease.ahead_tokens = backlog + prefill_tokens
         queue = self._queues.get(slot)
         if queue is None:
             queue = self._queues[slot] = deque()

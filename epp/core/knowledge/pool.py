@@ -175,6 +175,8 @@ class EndpointPool:
             slot, metrics.waiting_requests, metrics.running_requests, metrics.kv_cache_usage
         )
         columns.set_kv_capacity(slot, _kv_capacity_tokens(metrics))
+        columns.cache_queried_tokens[slot] = metrics.cache_queried_tokens
+        columns.cache_hit_tokens[slot] = metrics.cache_hit_tokens
         if columns.adapters[slot] != metrics.adapters:
             columns.set_adapters(slot, metrics.adapters)
         return restarted

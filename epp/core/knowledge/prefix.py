@@ -264,10 +264,11 @@ class PrefixIndex:
             self._count_lookup(best=best, full=full)
         return Affinity(matched[:slots], total)
 
-    def last_holder(self, request: InferenceRequest, now: Seconds) -> int:
-        """The slot to which what is known of the first prompt was last routed; -1: nothing is.
+    def first_holder(self, request: InferenceRequest, now: Seconds) -> int:
+        """The slot to which what is known of the first prompt was first routed; -1: nothing is.
 
-        Of the node that it reaches deepest, wholly or in part.
+        Of the node that it reaches deepest, wholly or in part, and of those that hold it still. What
+        peers routed counts from when it was learnt here.
         """
         chains = self._chains(request)
         chain = chains[0] if chains else b""
@@ -283,7 +284,8 @@ class PrefixIndex:
             node = self._first.get(chain[at : at + HASH_BYTES])
         if deepest is None:
             return -1
-        return max(deepest.holders, key=deepest.holders.__getitem__)
+        # A table keeps the order of joining: a newer stamp changes nothing, a split copies it.
+        return next(iter(deepest.holders))
 
     @property
     def bytes_estimated(self) -> int:

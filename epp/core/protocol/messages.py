@@ -112,6 +112,8 @@ class Destination(Struct, frozen=True):
     """ "ip:port", the first choice first; more than one only where fallbacks are configured."""
     set_headers: tuple[tuple[str, str], ...] = ()
     remove_headers: tuple[str, ...] = ()
+    own_header: tuple[str, str] | None = None
+    """One more to set, whose value no other request gets."""
 
 
 class RequestHeadersAnswer(Struct, frozen=True):
@@ -165,6 +167,8 @@ class ImmediateAnswer(Struct, frozen=True):
 
 
 RETRY_AFTER_S: Final = "1"
+RETURNED_CHARACTERS_MAX: Final = 256
+"""Of a request id: a client may send any, and a response has room for less than a request."""
 
 
 _PASSING: Final = frozenset(
@@ -173,9 +177,20 @@ _PASSING: Final = frozenset(
 """Reasons that may be gone in a moment: the client is told when to come back."""
 
 
-def refusing(refusal: Refusal) -> ImmediateAnswer:
-    """The answer that refuses a request: whoever refuses, it looks the same."""
+def returnable(request_id: str) -> str:
+    """`request_id`, if clients may get it back as a header: not too long, and printable ASCII; else ""."""
+    fits = len(request_id) <= RETURNED_CHARACTERS_MAX
+    return request_id if fits and request_id.isascii() and request_id.isprintable() else ""
+
+
+def refusing(refusal: Refusal, request_id: str = "") -> ImmediateAnswer:
+    """The answer that refuses a request: whoever refuses, it looks the same.
+
+    `request_id`: its name, which the client is told if it is `returnable`; "": it has none.
+    """
     headers = [("content-type", "application/json")]
+    if returnable(request_id):
+        headers.append((REQUEST_ID_HEADER, request_id))
     if refusal.status in (429, 503):
         headers.append((DROP_REASON_HEADER, refusal.reason.value))
     if refusal.reason in _PASSING:

@@ -37,6 +37,7 @@ from typing import Final, Protocol, TypeAlias
 
 from msgspec import Struct, field
 
+from epp.core.decision.decisive import explaining_headers
 from epp.core.decision.scheduler import Decision, Scheduler
 from epp.core.knowledge.inflight import Ending, Outcome
 from epp.core.knowledge.load_report import (
@@ -74,6 +75,7 @@ from epp.core.protocol.messages import (
     ResponseTrailers,
     ResponseTrailersAnswer,
     refusing,
+    returnable,
 )
 from epp.core.protocol.usage import Usage, UsageReader
 from epp.core.types import Endpoint, Refusal, RefusalReason, Seconds
@@ -106,10 +108,19 @@ class SessionSettings(Struct, frozen=True, kw_only=True):
     """The gateway strips `REWRITE_HEADERS` of clients, so that they may say which model serves."""
     pass_from_bytes: int | None = None
     """Memory is scarce: a body that is as long as this is routed unread and held no longer."""
+    explain_headers: bool = False
+    """Tell clients who was chosen, and in a few words why."""
     request_load_metrics: bool = False
     """Ask the engine for its load in the response headers, where the client does not."""
     rewrite: Callable[[str], str | None] | None = None
     """Model of the body -> the model that is to serve it; None: no rule says."""
+
+
+class Trace(Protocol):
+    """What a tracer keeps with an exchange, and what it has the gateway tell the model server."""
+
+    own_header: tuple[str, str]
+    remove_headers: tuple[str, ...]
 
 
 class Exchange:
@@ -119,8 +130,10 @@ class Exchange:
         "answered_at_s",
         "by_gateway",
         "decision",
+        "endpoint",
         "failure",
         "first_output_at_s",
+        "headers",
         "incoming_model",
         "passed_unread",
         "path",
@@ -129,18 +142,24 @@ class Exchange:
         "request_id",
         "response_bytes",
         "response_started_at_s",
+        "served",
         "started_at_s",
         "status",
+        "trace",
         "unseen_body",
         "usage",
     )
 
     def __init__(self, started_at_s: Seconds) -> None:
         self.started_at_s = started_at_s
+        self.headers: Mapping[str, str] = {}
+        """Of the request, with lower-case names."""
         self.incoming_model = ""
         self.request: InferenceRequest | None = None
         self.request_bytes = 0
         self.decision: Decision | None = None
+        self.endpoint: Endpoint | None = None
+        """Who got the request, as far as is known; None too if that is nobody of the pool."""
         self.unseen_body: BodyMode | None = None
         """The mode that made the picker schedule without having seen the body."""
         self.passed_unread = False
@@ -152,12 +171,16 @@ class Exchange:
         self.status: int | None = None
         self.by_gateway = False
         """The response is the gateway's own."""
+        self.served = ""
+        """The endpoint that the response is from, "ip:port", if the gateway tells."""
         self.response_bytes = 0
         self.usage: Usage | None = None
         self.path = ""
-        """Without the query; it and `request_id`, as the client sent it, are set for refusals."""
+        """Without the query; it and `request_id` are set for refusals."""
         self.request_id = ""
         self.failure: StreamFailure | None = None
+        self.trace: Trace | None = None
+        """Set by an observer, at the latest when it is told of the decision."""
 
 
 class StreamFailure(StrEnum):
@@ -240,6 +263,8 @@ class Session:
         self._phase = Phase.START
         self._modes = _FULL_DUPLEX
         self._headers: Mapping[str, str] = {}
+        self._named = ""
+        """The name of the request, once it was asked for."""
         self._subset: tuple[str, ...] | None = None
         self._body: list[bytes] = []
         self._body_bytes = 0
@@ -337,7 +362,7 @@ class Session:
 
     def _open(self, event: RequestHeaders, now: Seconds) -> list[Answer]:
         self._exchange.started_at_s = self._exchange.answered_at_s = now
-        self._headers = event.headers
+        self._headers = self._exchange.headers = event.headers
         self._learn_modes(event.modes)
         self._hint(event.subset)
         mode = self._modes.request
@@ -431,13 +456,20 @@ class Session:
         # gets no connection has neither as yet.
         exchange.by_gateway = not ("date" in event.headers or "server" in event.headers)
         decision = exchange.decision
-        set_headers: tuple[tuple[str, str], ...] = ()
+        set_headers: dict[str, str] = {}
+        exchange.served = event.served
         if decision is not None:
             if event.served:
                 self._scheduler.reschedule(decision.lease, event.served, now)
+                exchange.endpoint = self._scheduler.endpoint_of(decision.lease)
             if LOAD_REPORT_HEADER in event.headers:
                 self._scheduler.reported(decision.lease, event.headers[LOAD_REPORT_HEADER])
-            set_headers = tuple(decision.response_headers(event.served).items())
+            request_id = returnable(decision.lease.request.request_id)
+            if request_id and event.headers.get(REQUEST_ID_HEADER) != request_id:
+                set_headers[REQUEST_ID_HEADER] = request_id
+            if self._settings.explain_headers:
+                set_headers |= explaining_headers(decision)
+            set_headers |= decision.response_headers(event.served)
             self._observer.response_started(exchange)
         if self._settings.parse_response_usage:
             content_type = event.headers.get("content-type", "")
@@ -458,7 +490,7 @@ class Session:
         )
         if self._declined:
             self._observer.response_body_declined()
-        return [ResponseHeadersAnswer(set_headers, self._declined)]
+        return [ResponseHeadersAnswer(tuple(set_headers.items()), self._declined)]
 
     def _response_body(self, event: ResponseBody, now: Seconds) -> list[Answer]:
         exchange = self._exchange
@@ -612,7 +644,9 @@ class Session:
         return parsed
 
     def _request_id(self) -> str:
-        return self._headers.get(REQUEST_ID_HEADER) or self._new_request_id()
+        if not self._named:
+            self._named = self._headers.get(REQUEST_ID_HEADER) or self._new_request_id()
+        return self._named
 
     def _schedule(
         self, request: InferenceRequest, changed_body: bytes | None, now: Seconds
@@ -626,6 +660,7 @@ class Session:
         if isinstance(decision, Refusal):
             return decision
         exchange.decision = decision
+        exchange.endpoint = decision.endpoint
         self._phase = Phase.ROUTED
         self._request_ended = True
         self._observer.decided(exchange)
@@ -655,11 +690,15 @@ class Session:
         remove_headers: tuple[str, ...] = ()
         if not CONTROL_HEADERS.isdisjoint(headers):
             remove_headers = tuple([name for name in headers if name in CONTROL_HEADERS])
+        trace = self._exchange.trace
+        if trace is not None:
+            remove_headers += trace.remove_headers
         chosen = (decision.endpoint, *decision.fallbacks)
         return Destination(
             endpoints=tuple([endpoint.address for endpoint in chosen]),
             set_headers=tuple(set_headers),
             remove_headers=remove_headers,
+            own_header=None if trace is None else trace.own_header,
         )
 
     def _violate(self, event: str) -> list[Answer]:
@@ -673,9 +712,10 @@ class Session:
         self._let_go()
         self.finished = True
         self._exchange.path = self._headers.get(":path", "").partition("?")[0]
-        self._exchange.request_id = self._headers.get(REQUEST_ID_HEADER, "")
+        # Without headers nothing was asked yet that could have a name.
+        self._exchange.request_id = self._request_id() if self._headers else ""
         self._observer.refused(self._exchange, refusal)
-        return [refusing(refusal)]
+        return [refusing(refusal, self._exchange.request_id)]
 
     def _end_response(self, now: Seconds) -> None:
         if self._exchange.decision is not None and not self._completed:
@@ -685,8 +725,13 @@ class Session:
         self._completed = True
         decision = self._exchange.decision
         assert decision is not None
+        usage = self._exchange.usage
         outcome = Outcome(
-            ending=ending, status=self._exchange.status, by_gateway=self._exchange.by_gateway
+            ending=ending,
+            status=self._exchange.status,
+            by_gateway=self._exchange.by_gateway,
+            output_tokens=usage.completion_tokens if usage else None,
+            cached_tokens=usage.cached_tokens if usage else None,
         )
         set_aside = self._scheduler.complete(decision.lease, outcome, now)
         if set_aside is not None:

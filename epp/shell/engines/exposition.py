@@ -83,6 +83,10 @@ class MetricNames(Struct, frozen=True, kw_only=True):
     """0 to 1; a value above 1 counts as 1."""
     requests_total: tuple[Selector, ...] = ()
     """One counter, whose fall means a restart. At most one: two would be compared to each other."""
+    cache_queried: tuple[Selector, ...] = ()
+    """Counter of prompt tokens that were looked up in the prefix cache."""
+    cache_hit: tuple[Selector, ...] = ()
+    """Those among them that were there."""
     block_size_tokens: tuple[Selector, ...] = ()
     blocks_total: tuple[Selector, ...] = ()
     cache_info: bytes = b""
@@ -147,6 +151,10 @@ ENGINES: Final[Mapping[str, MetricNames]] = {
         running=_selectors("vllm:num_requests_running"),
         kv_cache_usage=_selectors("vllm:kv_cache_usage_perc", "vllm:gpu_cache_usage_perc"),
         requests_total=_selectors("vllm:prompt_tokens_total"),
+        cache_queried=_selectors(
+            "vllm:prefix_cache_queries_total", "vllm:gpu_prefix_cache_queries_total"
+        ),
+        cache_hit=_selectors("vllm:prefix_cache_hits_total", "vllm:gpu_prefix_cache_hits_total"),
         cache_info=b"vllm:cache_config_info",
         adapter_requests=b"vllm:lora_requests_info",
         adapter_loaded=b"vllm:lora_adapter_loaded",
@@ -159,6 +167,8 @@ ENGINES: Final[Mapping[str, MetricNames]] = {
         running=_selectors("sglang:num_running_reqs"),
         kv_cache_usage=_selectors("sglang:token_usage"),
         requests_total=_selectors("sglang:num_requests_total"),
+        cache_queried=_selectors("sglang:prompt_tokens_total"),
+        cache_hit=_selectors("sglang:cached_tokens_total"),
         block_size_tokens=_selectors("sglang:page_size"),
         blocks_total=_selectors("sglang:num_pages"),
         cache_info=b"sglang:cache_config_info",
@@ -212,7 +222,10 @@ class _Engine:
 
     def __init__(self, names: MetricNames) -> None:
         self.names = names
-        load = (*names.waiting, *names.running, *names.kv_cache_usage, *names.requests_total)
+        load = (
+            *(*names.waiting, *names.running, *names.kv_cache_usage, *names.requests_total),
+            *(*names.cache_queried, *names.cache_hit),
+        )
         seldom = (*names.block_size_tokens, *names.blocks_total, *names.awake)
         infos = {
             names.cache_info,
@@ -452,7 +465,15 @@ def _with_load(rest: EndpointMetrics, names: MetricNames, found: _Found) -> Endp
         # min() gives back its first argument when either is NaN.
         kv_cache_usage=min(sum(usage) / len(usage), 1.0) if usage else math.nan,
         requests_total=_known(_values(found, names.requests_total)),
+        cache_queried_tokens=_summed(found, names.cache_queried),
+        cache_hit_tokens=_summed(found, names.cache_hit),
     )
+
+
+def _summed(found: _Found, selectors: Sequence[Selector]) -> float:
+    """NaN: the page does not tell."""
+    values = _values(found, selectors)
+    return sum(values) if values else math.nan
 
 
 def _known(values: Sequence[float]) -> float | None:

@@ -66,6 +66,8 @@ SUBSET_CHARACTERS_MAX: Final = 64 * SUBSET_ENTRIES_MAX
 """Of a hint that is one string; the longest ip:port has 47 characters."""
 ROUTES_MAX: Final = 4_096
 """Serialised header answers that are kept: more than the endpoints of most pools."""
+OWN_BYTES_MIN: Final = 16
+"""So many zeros in a row are nowhere else in a header answer."""
 CHUNK_LENGTHS_MAX: Final = 4_096
 """Lengths of pieces of a body for which what is round them is kept."""
 
@@ -137,7 +139,11 @@ def encode(answer: Answer) -> bytes:
             head, tail = _round_chunk(_REQUEST_CHUNK, len(body), end_of_stream)
             return b"".join((head, body, tail))
         case RequestHeadersAnswer(destination):
-            return _REQUEST_HEADERS if destination is None else _routed_headers(destination)
+            if destination is None:
+                return _REQUEST_HEADERS
+            if destination.own_header is None:
+                return _kept_headers(destination)
+            return _headers_with_own(destination, *destination.own_header)
         case RequestBodyAnswer(destination, body):
             if destination is None:
                 return _REQUEST_BODY
@@ -151,11 +157,12 @@ def encode(answer: Answer) -> bytes:
         case ResponseHeadersAnswer(set_headers, without_body):
             if not set_headers:
                 return _RESPONSE_HEADERS_ALONE if without_body else _RESPONSE_HEADERS
-            common = CommonResponse(header_mutation=HeaderMutation(set_headers=_set(set_headers)))
-            return _bytes(
-                response_headers=HeadersResponse(response=common),
-                mode_override=_WITHOUT_BODY if without_body else None,
-            )
+            name, value = set_headers[0]
+            if len(set_headers) == 1 and value:
+                told = value.encode("utf-8", "surrogateescape")
+                head, tail = _round_response_header(name, len(told), without_body)
+                return b"".join((head, told, tail))
+            return _with_response_headers(set_headers, without_body)
         case ResponseBodyAnswer():
             return _RESPONSE_BODY
         case ResponseTrailersAnswer():
@@ -287,18 +294,65 @@ def _route(response: ProcessingResponse, common: CommonResponse, destination: De
     target = ",".join(destination.endpoints)
     common.clear_route_cache = True
     mutation = common.header_mutation
-    mutation.set_headers.extend(_set(((DESTINATION_HEADER, target), *destination.set_headers)))
+    own = () if destination.own_header is None else (destination.own_header,)
+    set_headers = (DESTINATION_HEADER, target), *destination.set_headers, *own
+    mutation.set_headers.extend(_set(set_headers))
     mutation.remove_headers.extend(destination.remove_headers)
     metadata = response.dynamic_metadata.fields[ENDPOINT_NAMESPACE].struct_value
     metadata.fields[DESTINATION_HEADER].string_value = target
 
 
 @lru_cache(maxsize=ROUTES_MAX)
-def _routed_headers(destination: Destination) -> bytes:
+def _kept_headers(destination: Destination) -> bytes:
     """The header answer is the same for all requests to one endpoint, nearly all of the time."""
+    return _routed_headers(destination)
+
+
+def _headers_with_own(destination: Destination, name: str, value: str) -> bytes:
+    raw_value = value.encode("utf-8", "surrogateescape")
+    if len(raw_value) < OWN_BYTES_MIN:
+        return _routed_headers(destination)
+    same = Destination(destination.endpoints, destination.set_headers, destination.remove_headers)
+    head, tail = _round_own(same, name, len(raw_value))
+    return b"".join((head, raw_value, tail))
+
+
+@lru_cache(maxsize=ROUTES_MAX)
+def _round_own(destination: Destination, name: str, length: int) -> tuple[bytes, bytes]:
+    """What precedes and follows the value of one more header: but for it answers are the same."""
+    blank = "\0" * length
+    set_headers = (*destination.set_headers, (name, blank))
+    whole = _routed_headers(
+        Destination(destination.endpoints, set_headers, destination.remove_headers)
+    )
+    head, _, tail = whole.partition(blank.encode())
+    return head, tail
+
+
+def _routed_headers(destination: Destination) -> bytes:
     response = ProcessingResponse()
     _route(response, response.request_headers.response, destination)
     return response.SerializeToString()  # type: ignore[no-any-return]
+
+
+def _with_response_headers(set_headers: tuple[tuple[str, str], ...], without_body: bool) -> bytes:
+    common = CommonResponse(header_mutation=HeaderMutation(set_headers=_set(set_headers)))
+    return _bytes(
+        response_headers=HeadersResponse(response=common),
+        mode_override=_WITHOUT_BODY if without_body else None,
+    )
+
+
+@lru_cache(maxsize=CHUNK_LENGTHS_MAX)
+def _round_response_header(name: str, length: int, without_body: bool) -> tuple[bytes, bytes]:
+    """What precedes and follows the value of the one header that is set, which has `length` bytes.
+
+    Kept because each response gets the name of its request, and names are of a few lengths.
+    """
+    value = "\0" * length
+    # No length before it, nor what follows it, has such a byte next to it.
+    head, _, tail = _with_response_headers(((name, value),), without_body).partition(value.encode())
+    return head, tail
 
 
 @lru_cache(maxsize=CHUNK_LENGTHS_MAX)

@@ -18,7 +18,7 @@ import numpy as np
 from numpy import ndarray
 from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
-from prometheus_client.samples import Sample
+from prometheus_client.samples import Exemplar, Sample
 
 from epp.shell.operators.metric_table import MetricSpec
 
@@ -57,9 +57,10 @@ class Number:
 class Distribution:
     """A histogram. `bounds` are upper bounds, ascending, without +Inf."""
 
-    __slots__ = ("_bounds", "_counts", "_sum")
+    __slots__ = ("_bounds", "_counts", "_exemplars", "_sum")
 
     def __init__(self, bounds: tuple[float, ...]) -> None:
+        self._exemplars: dict[int, Exemplar] = {}
         self._bounds = bounds
         self._counts = [0] * (len(bounds) + 1)
         self._sum = 0.0
@@ -79,17 +80,53 @@ class Distribution:
             self._counts[bucket] += count
         self._sum += float(values.sum())
 
+    def exemplify(self, exemplar: Exemplar, *, grow: bool) -> bool:
+        """Show `exemplar`, of a value that was observed, with its bucket, in place of its last one.
+
+        Without `grow` only where there was one. Whether there is one more now.
+        """
+        bucket = bisect_left(self._bounds, exemplar.value)
+        added = bucket not in self._exemplars
+        if grow or not added:
+            self._exemplars[bucket] = exemplar
+        return grow and added
+
     def samples(self, name: str, labels: dict[str, str]) -> list[Sample]:
         """Cumulative buckets, as the exposition format has them, then count and sum."""
         found: list[Sample] = []
         below = 0
-        for bound, count in zip((*self._bounds, math.inf), self._counts, strict=True):
+        exemplars = self._exemplars
+        for at, (bound, count) in enumerate(
+            zip((*self._bounds, math.inf), self._counts, strict=True)
+        ):
             below += count
             bucket = {**labels, "le": "+Inf" if bound == math.inf else str(bound)}
-            found.append(Sample(f"{name}_bucket", bucket, float(below)))
+            found.append(Sample(f"{name}_bucket", bucket, float(below), exemplar=exemplars.get(at)))
         found.append(Sample(f"{name}_count", labels, float(below)))
         found.append(Sample(f"{name}_sum", labels, self._sum))
         return found
+
+
+class Sum:
+    """How much it was together and how often: a summary without quantiles."""
+
+    __slots__ = ("_count", "_sum")
+
+    def __init__(self) -> None:
+        self._count = 0
+        self._sum = 0.0
+
+    def observe(self, value: float) -> None:
+        """NaN is not known, and no observation."""
+        if not math.isnan(value):
+            self._count += 1
+            self._sum += value
+
+    def samples(self, name: str, labels: dict[str, str]) -> list[Sample]:
+        return [
+            Sample(f"{name}_count", labels, float(self._count)),
+            Sample(f"{name}_sum", labels, self._sum),
+        ]
 
 
 class Waiting(Generic[Key]):
@@ -121,7 +158,7 @@ class Waiting(Generic[Key]):
         return keys, rows
 
 
-Child = TypeVar("Child", bound=Number | Distribution)
+Child = TypeVar("Child", bound=Number | Distribution | Sum)
 
 
 class Family(Collector, Generic[Child]):
@@ -158,6 +195,12 @@ class Family(Collector, Generic[Child]):
 
     def remove(self, *values: str) -> None:
         del self._children[values]
+
+    def retain(self, stays: Callable[[tuple[str, ...]], bool]) -> None:
+        """Remove the children whose label values do not stay."""
+        self._children = {
+            values: child for values, child in self._children.items() if stays(values)
+        }
 
     def clear(self) -> None:
         self._children.clear()

@@ -12,8 +12,13 @@ _log: Final = structlog.get_logger(__name__)
 class FailingPluginsLog:
     """Compares the counts with those that it saw last; called about once a second."""
 
-    def __init__(self, failures: PluginFailures) -> None:
+    def __init__(
+        self,
+        failures: PluginFailures,
+        sentence: str = "a plugin fails, requests are routed without it",
+    ) -> None:
         self._failures = failures
+        self._sentence = sentence
         self._seen: dict[str, int] = {}
 
     def report(self) -> None:
@@ -26,7 +31,7 @@ class FailingPluginsLog:
             more = count - before.get(name, 0) if count >= before.get(name, 0) else count
             if more:
                 _log.error(
-                    "a plugin fails, requests are routed without it",
+                    self._sentence,
                     plugin=name,
                     failures=more,
                     last=failing.what,

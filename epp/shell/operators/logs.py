@@ -149,6 +149,7 @@ class DecisionLog:
             "eliminated": dict(decision.eliminated),
             "candidates": len(decision.candidates),
             "scores": self._scores(decision),
+            **({} if decision.shadow is None else {"shadow": decision.shadow.told()}),
         }
 
     def _scores(self, decision: Decision) -> list[dict[str, object]]:

@@ -8,7 +8,8 @@ from typing import Final, Literal, TypeAlias
 
 from msgspec import Struct
 
-Kind: TypeAlias = Literal["counter", "gauge", "histogram"]
+Kind: TypeAlias = Literal["counter", "gauge", "histogram", "summary"]
+"""A summary has no quantiles: a sum and a count."""
 
 DECISION_BUCKETS_S: Final = (
     *(0.000_02, 0.000_05, 0.000_1, 0.000_2, 0.000_5),
@@ -314,6 +315,14 @@ METRICS: Final[tuple[MetricSpec, ...]] = (
         ("result",),
         "counter",
     ),
+    _sampled(
+        "homing_spans_total",
+        "spans",
+        "Spans of sampled requests: exported, failed at the collector, or dropped for want of room. "
+        "With --tracing only.",
+        ("result",),
+        "counter",
+    ),
     # Pool.
     _sampled(
         "homing_ready_endpoints",
@@ -394,6 +403,101 @@ METRICS: Final[tuple[MetricSpec, ...]] = (
         "endpoints",
         "Times that an endpoint was set aside because requests to it failed.",
         _ENDPOINT,
+    ),
+    # Each endpoint, as this picker saw it. Those that left are gone from the page.
+    MetricSpec(
+        "homing_per_endpoint_response_headers_seconds",
+        "summary",
+        "seconds",
+        "From the request headers to the response headers; of a stream not its first token.",
+        _ENDPOINT,
+    ),
+    MetricSpec(
+        "homing_per_endpoint_ttft_seconds",
+        "summary",
+        "seconds",
+        "From the request headers to the first chunk of a streamed answer, where the gateway shows it.",
+        _ENDPOINT,
+    ),
+    MetricSpec(
+        "homing_per_endpoint_request_duration_seconds",
+        "summary",
+        "seconds",
+        "From the request headers to the end of the response, of those that came to it.",
+        _ENDPOINT,
+    ),
+    MetricSpec(
+        "homing_per_endpoint_error_total",
+        "counter",
+        "responses",
+        "Error responses, by class of status; unreached: the gateway's own, for it got no connection.",
+        (*_ENDPOINT, "status"),
+    ),
+    MetricSpec(
+        "homing_per_endpoint_prompt_tokens_total",
+        "counter",
+        "tokens",
+        "Prompt tokens of the requests that ended there, as estimated.",
+        _ENDPOINT,
+    ),
+    MetricSpec(
+        "homing_per_endpoint_predicted_hit_tokens_total",
+        "counter",
+        "tokens",
+        "Those among them that the endpoint was believed to hold.",
+        _ENDPOINT,
+    ),
+    _sampled(
+        "homing_per_endpoint_cache_queried_tokens_total",
+        "tokens",
+        "Prompt tokens that the engine looked up in its prefix cache, as last scraped.",
+        _ENDPOINT,
+        "counter",
+    ),
+    _sampled(
+        "homing_per_endpoint_cache_hit_tokens_total",
+        "tokens",
+        "Those among them that it held, as last scraped.",
+        _ENDPOINT,
+        "counter",
+    ),
+    _sampled(
+        "homing_per_endpoint_running_requests",
+        "requests",
+        "Requests running in the engine, as last scraped.",
+        _ENDPOINT,
+    ),
+    _sampled(
+        "homing_per_endpoint_kv_cache_utilization",
+        "ratio",
+        "KV-cache use, 0 to 1, as last scraped.",
+        _ENDPOINT,
+    ),
+    _sampled(
+        "homing_per_endpoint_slowness_ratio",
+        "ratio",
+        "What requests take beside what was to be expected of them there, over the median of the "
+        "pool; absent where too few ended.",
+        _ENDPOINT,
+    ),
+    _sampled(
+        "homing_per_endpoint_outlier",
+        "boolean",
+        "1: the endpoint is slow beside the others, or fails; absent: neither.",
+        (*_ENDPOINT, "cause"),
+    ),
+    _sampled(
+        "homing_endpoints_ejected",
+        "endpoints",
+        "Endpoints that get no requests for a while because they are outliers.",
+        ("name",),
+    ),
+    _sampled(
+        "homing_endpoint_ejections_total",
+        "ejections",
+        "Endpoints that were ejected, by cause.",
+        ("cause",),
+        "counter",
     ),
     # Scrapes.
     MetricSpec(
@@ -569,6 +673,71 @@ METRICS: Final[tuple[MetricSpec, ...]] = (
         "weight",
         "Weight of each scorer in force.",
         ("profile", "scorer"),
+    ),
+    # Shadow profile.
+    _sampled(
+        "homing_shadow_decisions_total",
+        "decisions",
+        "Decisions that a shadow profile judged: it agreed, differed, had nobody left, or failed.",
+        ("verdict",),
+        "counter",
+    ),
+    _sampled(
+        "homing_shadow_picks_total",
+        "decisions",
+        "Decisions that the shadow profile would have sent to each endpoint.",
+        _ENDPOINT,
+        "counter",
+    ),
+    _sampled(
+        "homing_shadow_uncached_tokens_total",
+        "tokens",
+        "Prompt tokens believed not to be cached where requests went (live) and would have gone "
+        "(shadow).",
+        ("profile",),
+        "counter",
+    ),
+    _sampled(
+        "homing_shadow_inflight_requests_total",
+        "requests",
+        "Requests already in flight where each request went (live) and would have gone (shadow), "
+        "added up.",
+        ("profile",),
+        "counter",
+    ),
+    # Capture.
+    _sampled(
+        "homing_capture_requests_total",
+        "requests",
+        "Requests that became lines of the capture.",
+        (),
+        "counter",
+    ),
+    _sampled(
+        "homing_capture_events_total",
+        "events",
+        "Events that became lines of the capture: decisions, scrapes, ends of requests.",
+        (),
+        "counter",
+    ),
+    _sampled(
+        "homing_capture_dropped_total",
+        "events",
+        "Events that are missing in the capture: the queue was full, or the disk failed.",
+        ("reason",),
+        "counter",
+    ),
+    _sampled(
+        "homing_capture_write_errors_total",
+        "writes",
+        "Times the capture could not be written; requests went on.",
+        (),
+        "counter",
+    ),
+    _sampled(
+        "homing_capture_bytes",
+        "bytes",
+        "Size of all captures in the directory of --capture.",
     ),
     # Process and transport.
     MetricSpec("homing_info", "gauge", "info", "The version that runs; always 1.", ("version",)),

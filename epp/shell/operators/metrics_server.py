@@ -6,7 +6,6 @@ from itertools import islice
 from typing import Final, Self
 
 from aiohttp import hdrs, web
-from prometheus_client import CollectorRegistry
 from prometheus_client.core import Metric
 from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import Collector
@@ -32,7 +31,7 @@ class MetricsServer:
 
     def __init__(
         self,
-        registry: CollectorRegistry,
+        registry: Collector,
         ready: Callable[[], bool],
         *,
         host: str | None = None,

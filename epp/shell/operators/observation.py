@@ -7,7 +7,7 @@ import math
 import time
 from collections.abc import Callable
 from functools import wraps
-from typing import Concatenate, Final, ParamSpec
+from typing import Concatenate, Final, ParamSpec, TypeVar
 
 import structlog
 
@@ -15,9 +15,9 @@ from epp.core.knowledge.inflight import Ending, Outcome
 from epp.core.knowledge.pool import UPSTREAM_FAILURES
 from epp.core.protocol.session import Exchange, StreamFailure
 from epp.core.types import Endpoint, Refusal, Seconds
-from epp.shell.operators.debug_pages import RecentDecisions
 from epp.shell.operators.logs import DecisionLog
 from epp.shell.operators.per_second import PerSecond
+from epp.shell.operators.recent_decisions import RecentDecisions
 from epp.shell.operators.telemetry import Telemetry
 
 OBJECTIVE_WARNING_S: Final = 60.0
@@ -30,19 +30,26 @@ _NOT_SERVED: Final = frozenset({None, *UPSTREAM_FAILURES})
 
 _log = structlog.get_logger(__name__)
 _Told = ParamSpec("_Told")
+_Observer = TypeVar("_Observer", bound="Observation")
 
 
-def _contained(
-    tell: Callable[Concatenate["Observation", _Told], None],
-) -> Callable[Concatenate["Observation", _Told], None]:
+def contained(
+    tell: Callable[Concatenate[_Observer, _Told], None],
+) -> Callable[Concatenate[_Observer, _Told], None]:
+    """`tell`, of which no exception comes out: it is counted, and logged now and then."""
+
     @wraps(tell)
-    def contained(observation: "Observation", /, *told: _Told.args, **more: _Told.kwargs) -> None:
+    def telling(observer: _Observer, /, *told: _Told.args, **more: _Told.kwargs) -> None:
         try:
-            tell(observation, *told, **more)
+            tell(observer, *told, **more)
         except Exception as error:  # noqa: BLE001  telemetry never fails a request
-            observation.could_not(tell.__name__, error)
+            observer.could_not(tell.__name__, error)
 
-    return contained
+    return telling
+
+
+def _since(exchange: Exchange, at_s: Seconds | None) -> Seconds | None:
+    return None if at_s is None else at_s - exchange.started_at_s
 
 
 _USAGE_UNSEEN: Final = (
@@ -82,7 +89,7 @@ class Observation:
             left_out = self._failures.left_out()
             _log.error("telemetry failed", telling=event, exc_info=error, **left_out)
 
-    @_contained
+    @contained
     def decided(self, exchange: Exchange) -> None:
         decision = exchange.decision
         assert decision is not None, "a decision was made"
@@ -105,7 +112,7 @@ class Observation:
         if self._recent is not None:
             self._recent.decided(decision, parts)
 
-    @_contained
+    @contained
     def refused(self, exchange: Exchange, refusal: Refusal) -> None:
         now = time.monotonic()
         request = exchange.request
@@ -120,7 +127,7 @@ class Observation:
         if self._recent is not None:
             self._recent.refused(refusal, request, **asked)
 
-    @_contained
+    @contained
     def failed(self, exchange: Exchange, failure: StreamFailure) -> None:
         self._telemetry.failed(
             failure.value,
@@ -129,15 +136,17 @@ class Observation:
             counted=exchange.decision is not None,
         )
 
-    @_contained
+    @contained
     def response_started(self, exchange: Exchange) -> None:
         if exchange.response_started_at_s is not None:
             elapsed_s = exchange.response_started_at_s - exchange.started_at_s
             self._telemetry.response_started(elapsed_s=elapsed_s)
+        if self._recent is not None and exchange.served:
+            self._recent.served(exchange)
         if exchange.decision is not None and exchange.status not in _NOT_SERVED:
             self._answered(exchange.decision.endpoint)
 
-    @_contained
+    @contained
     def completed(self, exchange: Exchange, outcome: Outcome, now: Seconds) -> None:
         decision, usage = exchange.decision, exchange.usage
         assert decision is not None, "what completes was decided"
@@ -146,6 +155,21 @@ class Observation:
                 decision,
                 elapsed_s=exchange.first_output_at_s - exchange.started_at_s,
                 model_name=exchange.incoming_model,
+            )
+        if exchange.endpoint is not None:
+            self._telemetry.by_endpoint.answered(
+                exchange.endpoint,
+                headers_s=_since(exchange, exchange.response_started_at_s),
+                ttft_s=_since(exchange, exchange.first_output_at_s)
+                if decision.lease.request.stream
+                else None,
+                duration_s=now - exchange.started_at_s
+                if outcome.ending is Ending.COMPLETE
+                else None,
+                status=outcome.status,
+                by_gateway=outcome.by_gateway,
+                prompt_tokens=decision.lease.request.prompt_tokens,
+                predicted_hit_tokens=decision.lease.matched_blocks * decision.block_tokens,
             )
         cut = self._cut and outcome.ending is Ending.CLIENT_LEFT
         self._telemetry.completed(
@@ -157,17 +181,19 @@ class Observation:
             model_name=exchange.incoming_model,
             counted=cut or exchange.failure is not None,
         )
+        if self._recent is not None:
+            self._recent.completed(exchange, outcome, now)
 
-    @_contained
+    @contained
     def set_aside(self, endpoint: Endpoint) -> None:
         self._telemetry.set_aside(endpoint)
         _log.warning("endpoint set aside until its next good scrape", endpoint=endpoint.name)
 
-    @_contained
+    @contained
     def unknown_body_mode(self, mode: int) -> None:
         self._telemetry.unknown_body_mode(mode)
 
-    @_contained
+    @contained
     def unknown_objective(self) -> None:
         self._telemetry.unknown_objective()
         now = time.monotonic()
@@ -178,44 +204,46 @@ class Observation:
                 "homing_unknown_objective_total counts them"
             )
 
-    @_contained
+    @contained
     def protocol_violated(self, phase: str, event: str) -> None:
         self._telemetry.protocol_violated(phase, event)
 
-    @_contained
+    @contained
     def response_body_declined(self) -> None:
         self._telemetry.response_body_declined()
 
-    @_contained
+    @contained
     def usage_unseen(self) -> None:
         self._telemetry.usage_unseen()
         if self._usage_seen:
             self._usage_seen = False
             _log.warning(_USAGE_UNSEEN)
 
-    @_contained
+    @contained
     def stream_opened(self) -> None:
         self._telemetry.stream_opened()
 
-    @_contained
+    @contained
     def stream_failed(self) -> None:
         self._telemetry.failed(StreamFailure.INTERNAL.value)
 
-    @_contained
+    @contained
     def stream_closed(self, code: str, duration_s: Seconds) -> None:
         self._telemetry.stream_closed(code, elapsed_s=duration_s)
 
-    @_contained
+    @contained
     def stream_shed(self, refusal: Refusal) -> None:
         # Not among the recent ones: there would soon be nothing else.
         self._telemetry.refused(refusal)
         self._decisions.refused(refusal, time.monotonic())
+        if self._recent is not None:
+            self._recent.shed += 1
 
-    @_contained
+    @contained
     def connection_cut(self) -> None:
         self._telemetry.connection_cut()
 
-    @_contained
+    @contained
     def drain_cut(self, streams: int) -> None:
         # From here on it is we who leave, not the client.
         self._cut = True

@@ -17,15 +17,19 @@ from msgspec.structs import asdict
 from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
+from prometheus_client.samples import Exemplar
 
 from epp import __version__
 from epp.core.decision.scheduler import Decision, SchedulerSettings
+from epp.core.decision.shadow import ShadowTotals
 from epp.core.knowledge.candidates import Candidates
 from epp.core.knowledge.inflight import Ending, Outcome
+from epp.core.knowledge.outliers import Outlier
 from epp.core.peers.exchange import PeerExchange
 from epp.core.prompt.request import InferenceRequest
 from epp.core.types import BYTES_PER_TOKEN, Endpoint, Refusal, Seconds
 from epp.shell.kubernetes.state import ClusterSnapshot
+from epp.shell.operators.capture import CaptureSnapshot
 from epp.shell.operators.counting import (
     Child,
     Column,
@@ -33,8 +37,10 @@ from epp.shell.operators.counting import (
     Family,
     Number,
     Rows,
+    Sum,
     Waiting,
 )
+from epp.shell.operators.endpoint_series import EndpointSeries
 from epp.shell.operators.metric_table import METRICS
 from epp.shell.operators.printable import printable
 from epp.shell.peers.state import PeersSnapshot
@@ -46,13 +52,15 @@ COUNTS_BYTES_MAX: Final = 150_000
 ERRORS_BYTES_MAX: Final = 100_000
 DISTRIBUTIONS_BYTES_MAX: Final = 560_000
 """For histograms by model: some thirty to sixty models. With 1,000 endpoints, whose share nobody
-but the operator can grow, a page stays below 2 MB."""
+but the operator can grow, a page stays below 4.5 MB."""
 ATTEMPTS_BYTES_MAX: Final = 100_000
 ATTEMPTS_BYTES_PER_ENDPOINT: Final = 200
 """For picks by model and endpoint; above it by endpoint alone."""
 WAITING_MAX: Final = 256
 """Decisions that wait to be counted. So many take 0.3 ms, and ten times that if each has a model of
 its own; twice as many at once would save 0.3 µs of each."""
+EXEMPLARS_MAX: Final = 500
+"""Of all histograms; each adds some 80 bytes to a page of OpenMetrics."""
 LABEL_CHARACTERS_MAX: Final = 128
 OTHER: Final = "other"
 
@@ -98,6 +106,14 @@ class PoolSnapshot(Struct, frozen=True, kw_only=True):
     """Way in which messages of gateways were read -> how many."""
     segments: Mapping[str, int] = field(default_factory=dict)
     """Result ("known", "new") -> segments of long prompts."""
+    spans: Mapping[str, int] = field(default_factory=dict)
+    """Result -> spans; empty where tracing is off."""
+    slowness: Mapping[int, float] = field(default_factory=dict)
+    """Slot -> times the pool's median."""
+    outliers: Mapping[int, Outlier] = field(default_factory=dict)
+    """By slot."""
+    ejections: Mapping[str, int] = field(default_factory=dict)
+    """Cause -> since the start."""
     plugin_errors: Mapping[str, int] = field(default_factory=dict)
     """Name of every plugin that is configured -> how often it failed."""
     cluster: ClusterSnapshot | None = None
@@ -106,6 +122,10 @@ class PoolSnapshot(Struct, frozen=True, kw_only=True):
     """None: this picker is alone."""
     peer_links: PeersSnapshot | None = None
     """How it is with the connections to them; None: there are none."""
+    capture: CaptureSnapshot | None = None
+    """None: nothing is captured."""
+    shadow: ShadowTotals | None = None
+    """None: there is no shadow profile."""
 
 
 class PageBudget:
@@ -207,7 +227,12 @@ def _label(value: str) -> str:
 
 
 def _bounded_labels(endpoint: Endpoint) -> _Labels:
-    return tuple(map(_label, endpoint_labels(endpoint)))
+    return _bounded_endpoint_labels(endpoint.name, endpoint.address)
+
+
+def _bounded_endpoint_labels(full_name: str, address: str) -> tuple[str, str, str]:
+    name, namespace, port = _endpoint_labels(full_name, address)
+    return _label(name), _label(namespace), _label(port)
 
 
 def _other_model(labels: _Labels) -> _Labels:
@@ -308,6 +333,7 @@ class Telemetry:
         self._refusals = Children(_labelled(numbers["homing_refusals_total"]))
         self._eliminated = Children(_labelled(numbers["homing_filter_eliminated_total"]))
         self._contribution = Children(_labelled(distributions["homing_scorer_contribution"]))
+        self._exemplars = 0
         self._scorers: tuple[str, ...] = ()
         """Of the decisions that wait."""
         self._waiting: Waiting[_Decided] = Waiting(_DECIDED_NUMBERS)
@@ -320,6 +346,8 @@ class Telemetry:
         self._hit_bytes = distributions["homing_prefix_indexer_hit_bytes"].labels()
         self._hit_tokens = numbers["homing_predicted_hit_tokens_total"].labels()
         self._compared_tokens = Children(_labelled(numbers["homing_prefix_hit_tokens_total"]))
+        # What each endpoint did with its requests; told of by whoever sees them end.
+        self.by_endpoint = EndpointSeries(made.sums, numbers, _bounded_endpoint_labels)
         self._set_aside_metric = numbers["homing_set_aside_total"]
         self._set_aside = Children(_labelled(numbers["homing_set_aside_total"]))
         self._scrape_s = distributions["homing_scrape_duration_seconds"].labels()
@@ -358,7 +386,7 @@ class Telemetry:
         """
         request, endpoint = decision.lease.request, decision.endpoint
         if decision.scorers != self._scorers:
-            self.fold()
+            self._fold_decisions()
             self._scorers = decision.scorers
             self._waiting = Waiting(_DECIDED_NUMBERS + len(decision.scorers))
         # Cut: a name may be as long as a body.
@@ -378,13 +406,20 @@ class Telemetry:
         for name, dropped in decision.eliminated.items():
             self._eliminated(name).inc(dropped)
         if len(self._waiting) >= WAITING_MAX:
-            self.fold()
+            self._fold_decisions()
 
     def fold(self) -> None:
         """Count the decisions that wait. Done before anything is read, so totals are exact then.
 
         One that cannot be counted costs no other.
         """
+        self._fold_decisions()
+        try:
+            self.by_endpoint.fold()
+        except Exception as error:  # noqa: BLE001  telemetry fails neither a page nor the picker
+            self._could_not("answered", error)
+
+    def _fold_decisions(self) -> None:
         if not self._waiting:
             return
         decided, rows = self._waiting.take()
@@ -486,6 +521,32 @@ class Telemetry:
         labels = _model_labels(decision.lease.request, model_name)
         self._parsed(*labels).ttft_s.observe(elapsed_s)
 
+    def traced(
+        self,
+        decision: Decision,
+        trace_id: str,
+        at_s: Seconds,
+        *,
+        elapsed_s: Seconds,
+        headers_s: Seconds | None = None,
+        ttft_s: Seconds | None = None,
+        model_name: str = "",
+    ) -> None:
+        """A request of which a span is kept took this long, as was observed before.
+
+        `at_s`: seconds since 1970; the times from the request headers on.
+        """
+        labels = _model_labels(decision.lease.request, model_name)
+        self._exemplify(self._routed(*labels).duration_s, elapsed_s, trace_id, at_s)
+        if headers_s is not None:
+            self._exemplify(self._headers_s, headers_s, trace_id, at_s)
+        if ttft_s is not None:
+            self._exemplify(self._parsed(*labels).ttft_s, ttft_s, trace_id, at_s)
+
+    def _exemplify(self, shown: Distribution, value: float, trace_id: str, at_s: Seconds) -> None:
+        exemplar = Exemplar({"trace_id": trace_id}, value, at_s)
+        self._exemplars += shown.exemplify(exemplar, grow=self._exemplars < EXEMPLARS_MAX)
+
     def completed(
         self,
         decision: Decision,
@@ -547,6 +608,8 @@ class Telemetry:
         """Drop the counters of endpoints that are gone; pods come and go for as long as we run."""
         # What waits would make them anew.
         self.fold()
+        endpoints = tuple(endpoints)
+        self.by_endpoint.replace(endpoints)
         present = {_bounded_labels(endpoint) for endpoint in endpoints}
         per_endpoint = ATTEMPTS_BYTES_PER_ENDPOINT * len(present)
         self._attempts_budget.resize(max(ATTEMPTS_BYTES_MAX, per_endpoint))
@@ -638,6 +701,7 @@ class _Counted:
     def __init__(self, registry: CollectorRegistry) -> None:
         self.numbers: dict[str, Family[Number]] = {}
         self.distributions: dict[str, Family[Distribution]] = {}
+        self.sums: dict[str, Family[Sum]] = {}
         for row in METRICS:
             if row.sampled:
                 continue
@@ -645,6 +709,9 @@ class _Counted:
                 made = Family(row, partial(Distribution, row.buckets))
                 self.distributions[row.name] = made
                 registry.register(made)
+                continue
+            if row.kind == "summary":
+                registry.register(self.sums.setdefault(row.name, Family(row, Sum)))
                 continue
             registry.register(self.numbers.setdefault(row.name, Family(row, Number)))
 
@@ -705,6 +772,10 @@ class PoolCollector(Collector):
             _add_peers(families, snapshot.peers)
         if snapshot.peer_links is not None:
             _add_peer_links(families, snapshot.peer_links)
+        if snapshot.capture is not None:
+            _add_capture(families, snapshot.capture)
+        if snapshot.shadow is not None:
+            _add_shadow(families, snapshot.shadow, snapshot.candidates)
         return iter(families.values())
 
 
@@ -726,6 +797,10 @@ def _add_pool(families: _Families, snapshot: PoolSnapshot) -> None:
     families["homing_ready_endpoints"].add_metric(name, snapshot.ready)
     families["homing_known_endpoints"].add_metric(name, len(candidates))
     families["homing_endpoints_set_aside"].add_metric(name, snapshot.set_aside)
+    ejected = sum(outlier.ejected for outlier in snapshot.outliers.values())
+    families["homing_endpoints_ejected"].add_metric(name, ejected)
+    for cause, ejections in snapshot.ejections.items():
+        families["homing_endpoint_ejections_total"].add_metric([cause], ejections)
     families["homing_held_body_bytes"].add_metric([], snapshot.held_body_bytes)
     families["homing_held_body_bytes_max"].add_metric([], snapshot.held_body_bytes_max)
     families["homing_memory_limit_bytes"].add_metric([], snapshot.memory_limit_bytes)
@@ -734,6 +809,8 @@ def _add_pool(families: _Families, snapshot: PoolSnapshot) -> None:
         families["homing_load_reports_total"].add_metric([result], count)
     for result, segments in snapshot.segments.items():
         families["homing_prompt_segments_total"].add_metric([result], segments)
+    for result, spans in snapshot.spans.items():
+        families["homing_spans_total"].add_metric([result], spans)
     for path, messages in snapshot.messages.items():
         families["homing_extproc_messages_total"].add_metric([path], messages)
     for suffix, column in (
@@ -747,6 +824,29 @@ def _add_pool(families: _Families, snapshot: PoolSnapshot) -> None:
             families[f"homing_std_dev_{suffix}"].add_metric(name, float(known.std()))
 
 
+def _add_shadow(families: _Families, totals: ShadowTotals, candidates: Candidates) -> None:
+    for verdict, count in totals.verdicts.items():
+        families["homing_shadow_decisions_total"].add_metric([verdict], count)
+    for slot, endpoint in zip(candidates.slot.tolist(), candidates.endpoints, strict=True):
+        labels = _bounded_labels(endpoint)
+        families["homing_shadow_picks_total"].add_metric(labels, totals.picks[slot])
+    for profile, tokens, inflight in (
+        ("live", totals.live_uncached_tokens, totals.live_inflight_requests),
+        ("shadow", totals.uncached_tokens, totals.inflight_requests),
+    ):
+        families["homing_shadow_uncached_tokens_total"].add_metric([profile], tokens)
+        families["homing_shadow_inflight_requests_total"].add_metric([profile], inflight)
+
+
+def _add_capture(families: _Families, capture: CaptureSnapshot) -> None:
+    families["homing_capture_requests_total"].add_metric([], capture.requests)
+    families["homing_capture_events_total"].add_metric([], capture.events)
+    for reason, notes in capture.dropped.items():
+        families["homing_capture_dropped_total"].add_metric([reason], notes)
+    families["homing_capture_write_errors_total"].add_metric([], capture.write_errors)
+    families["homing_capture_bytes"].add_metric([], capture.bytes)
+
+
 def _add_endpoints(families: _Families, snapshot: PoolSnapshot) -> None:
     candidates = snapshot.candidates
     rows = zip(
@@ -757,12 +857,19 @@ def _add_endpoints(families: _Families, snapshot: PoolSnapshot) -> None:
         candidates.inflight_prefill_tokens.tolist(),
         strict=True,
     )
+    scraped = (
+        ("running_requests", candidates.running_requests.tolist()),
+        ("kv_cache_utilization", candidates.kv_cache_usage.tolist()),
+        ("cache_queried_tokens_total", candidates.cache_queried_tokens.tolist()),
+        ("cache_hit_tokens_total", candidates.cache_hit_tokens.tolist()),
+    )
+    slots = candidates.slot.tolist()
     queue = families["homing_per_endpoint_queue_size"]
     age = families["homing_per_endpoint_metrics_age_seconds"]
     requests = families["homing_inflight_requests"]
     tokens = families["homing_inflight_tokens"]
     shown: set[_Labels] = set()
-    for endpoint, waiting, age_s, inflight_requests, inflight_tokens in rows:
+    for at, (endpoint, waiting, age_s, inflight_requests, inflight_tokens) in enumerate(rows):
         labels = _bounded_labels(endpoint)
         # Two samples with the same labels would make the whole page invalid.
         if labels in shown:
@@ -774,6 +881,15 @@ def _add_endpoints(families: _Families, snapshot: PoolSnapshot) -> None:
             age.add_metric(labels, age_s)
         requests.add_metric(labels, inflight_requests)
         tokens.add_metric(labels, inflight_tokens)
+        for suffix, column in scraped:
+            if math.isfinite(column[at]):
+                families[f"homing_per_endpoint_{suffix}"].add_metric(labels, column[at])
+        if slots[at] in snapshot.slowness:
+            slowness = snapshot.slowness[slots[at]]
+            families["homing_per_endpoint_slowness_ratio"].add_metric(labels, slowness)
+        if slots[at] in snapshot.outliers:
+            cause = snapshot.outliers[slots[at]].cause.value
+            families["homing_per_endpoint_outlier"].add_metric((*labels, cause), 1.0)
 
 
 def _add_indexes(families: _Families, snapshot: PoolSnapshot) -> None:

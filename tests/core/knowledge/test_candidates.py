@@ -243,3 +243,29 @@ def test_the_version_of_columns_is_that_of_all_of_them():
     pool._columns.changed("waiting_requests")
     after = pool.version_of(("waiting_requests", "labels")), pool.version_of(("labels",))
     assert after == (before[0] + 1, before[1])
+
+
+def test_adapters_are_told_of_while_anybody_tells_of_them():
+    columns = Columns()
+    first, second = columns.add_slot(), columns.add_slot()
+    told = Candidates(columns, np.array([0, 1]), NOW_S, affinities={}).adapter_state
+    assert not told.told
+    for slot in (first, second, second):
+        columns.set_adapters(slot, lora("a"))
+    columns.clear(first)
+    assert told.told
+    columns.forget_observations(second)
+    assert not told.told
+
+
+def test_the_greatest_age_is_that_of_whom_nobody_has_scraped():
+    columns = Columns()
+    for age_s in (3.0, 1.0):
+        slot = columns.add_slot()
+        columns.observed_at_s[slot] = NOW_S - age_s
+    both = Candidates(columns, np.array([0, 1]), NOW_S, affinities={})
+    assert both.metrics_age_s_max == 3.0
+    assert both.take(np.array([1])).metrics_age_s_max == 1.0
+    assert both.take(np.array([], dtype=np.int64)).metrics_age_s_max == math.inf
+    columns.clear(0)
+    assert both.metrics_age_s_max == math.inf

@@ -257,21 +257,22 @@ def test_prompts_of_one_request_are_summed():
     assert (answer.matched.tolist(), answer.total) == ([4, 1, 0, 0], 6)
 
 
-def test_the_last_holder_is_whoever_was_routed_deepest_last():
+def test_the_first_holder_is_whoever_was_routed_deepest_first():
     """Also where the prompt leaves a run in its midst; nobody, once all of it is older than the TTL."""
     index = opened(ttl=Duration(TTL_S))
     index.record(request_of("abcd"), 0, 0.0)
     index.record(request_of("abcd"), 1, 1.0)
     index.record(request_of("ab"), 2, 5.0)
-    assert index.last_holder(request_of("abcd"), 5.0) == 1
-    assert index.last_holder(request_of("abcx"), 5.0) == 1
-    assert index.last_holder(request_of("abx"), 5.0) == 2
-    assert index.last_holder(request_of("x"), 5.0) == -1
-    assert index.last_holder(request_of(), 5.0) == -1
-    assert index.last_holder(request_of("abcd"), 2.0 + TTL_S) == 2, "only the head is fresh"
-    assert index.last_holder(request_of("abcd"), 6.0 + TTL_S) == -1
-    index.forget(1)
-    assert index.last_holder(request_of("abcd"), 5.0) == 0
+    index.record(request_of("abcdef"), 2, 5.0)
+    assert index.first_holder(request_of("abcd"), 5.0) == 0
+    assert index.first_holder(request_of("abcx"), 5.0) == 0
+    assert index.first_holder(request_of("abx"), 5.0) == 0
+    assert index.first_holder(request_of("abcdex"), 5.0) == 2
+    assert index.first_holder(request_of("x"), 5.0) == -1
+    assert index.first_holder(request_of(), 5.0) == -1
+    assert index.first_holder(request_of("abcd"), 6.0 + TTL_S) == -1
+    index.forget(0)
+    assert index.first_holder(request_of("abcd"), 5.0) == 1, "the next to come"
 
 
 def test_many_slots_are_matched_as_few_are():

@@ -1,5 +1,7 @@
 """The phases of a stream, driven through both codecs so that what is asserted is on the wire."""
 
+import re
+
 import msgspec
 import pytest
 from hypothesis import given, settings
@@ -138,6 +140,47 @@ def test_a_request_without_an_id_gets_one():
     """It is set, so that the pod's logs carry the same."""
     answers = stream_of().send(gw.request_headers(), gw.request_body(BODY))
     assert gw.set_headers(answers[0])["x-request-id"] == "generated-id"
+
+
+def answered_with(asked, answered=None, **settings):
+    """Headers that are set on the response to a request with the headers `asked`."""
+    stream = stream_of(settings=SessionSettings(**settings))
+    stream.send(gw.request_headers(gw.COMPLETIONS | asked), gw.request_body(BODY))
+    (answer,) = stream.send(gw.response_headers(200, end=True, **(answered or {})))
+    return gw.set_headers(answer) if gw.common(answer) else {}
+
+
+def test_the_client_is_told_the_name_of_its_request():
+    """Its own, or the one that was made: with it anybody can ask why it went where it went."""
+    assert answered_with({"x-request-id": "mine"}) == {"x-request-id": "mine"}
+    assert answered_with({}) == {"x-request-id": "generated-id"}
+
+
+@pytest.mark.parametrize("hostile", ["r" * 257, "caf\u00e9", "a\x7fb", "a\tb"])
+def test_a_name_that_is_no_header_is_not_sent_back(hostile):
+    """Too long, or not printable: a response has less room than a request."""
+    assert answered_with({"x-request-id": hostile}) == {}
+
+
+def test_who_was_chosen_is_told_to_clients_where_that_is_wanted():
+    """By name, with the scores and what decided; nothing of it by default."""
+    told = answered_with({"x-request-id": "mine"}, explain_headers=True)
+    assert told["x-homing-endpoint"] == "pod-0"
+    assert re.fullmatch(
+        r"score \S+, next \S+, decided by [a-z -]+, 0 of 0 blocks", told["x-homing-reason"]
+    )
+    assert set(told) == {"x-request-id", "x-homing-endpoint", "x-homing-reason"}
+
+
+def test_a_refusal_tells_the_name_of_the_request_too():
+    """The same that the log and the records of refusals have; a time-out before any header has none."""
+    stream = stream_of()
+    (answer,) = stream.send(gw.request_headers(), gw.request_body(b"{"))
+    assert gw.set_headers(answer)["x-request-id"] == "generated-id"
+    assert stream.session._exchange.request_id == "generated-id"
+    silent = stream_of()
+    (late,) = silent.session.time_out(1.0)
+    assert "x-request-id" not in dict(late.headers)
 
 
 def test_control_headers_of_the_client_do_not_reach_the_pod():
@@ -432,6 +475,21 @@ def test_the_lease_follows_the_endpoint_that_served():
     matched = again.told.exchange.decision.candidates.matched_blocks.tolist()
     assert matched[0] == 0
     assert matched[1] > 0
+
+
+@pytest.mark.parametrize(
+    ("by", "got"),
+    [("", "pod-0"), ("192.168.1.2:8000", "pod-1"), ("10.9.9.9:1", None)],
+    ids=["who was picked", "another", "nobody we know"],
+)
+def test_who_got_the_request_is_told(by, got):
+    """Its times are those of who served it, whoever was picked."""
+    stream = stream_of()
+    stream.send(gw.request_headers(), gw.request_body(BODY))
+    assert stream.told.exchange.endpoint.name == "pod-0"
+    stream.send(gw.response_headers(200, by=by))
+    endpoint = stream.told.exchange.endpoint
+    assert (endpoint and endpoint.name) == got
 
 
 def test_two_failures_set_the_endpoint_aside():

@@ -37,6 +37,7 @@ def test_a_real_page_is_read(shared_data):
     assert (metrics.block_size_tokens, metrics.blocks_total) == (32, 200)
     assert metrics.process_started_at_s == 1795230349.67
     assert metrics.requests_total == 176887.0
+    assert (metrics.cache_queried_tokens, metrics.cache_hit_tokens) == (176887.0, 102272.0)
     assert metrics.adapters is None
     assert not metrics.asleep
 
@@ -60,6 +61,43 @@ def test_ranks_are_summed_and_their_kv_usage_averaged():
     assert metrics.kv_cache_usage == 0.375
     assert metrics.requests_total == 2000.0
     assert (metrics.block_size_tokens, metrics.blocks_total) == (16, 200)
+
+
+@pytest.mark.parametrize(
+    ("page", "queried", "hit"),
+    [
+        (
+            (
+                'vllm:num_requests_waiting 0\nvllm:prefix_cache_queries_total{engine="0"} 100\n'
+                'vllm:prefix_cache_queries_total{engine="1"} 50\nvllm:prefix_cache_hits_total 60\n'
+            ),
+            *(150.0, 60.0),
+        ),
+        (
+            (
+                "vllm:num_requests_waiting 0\nvllm:gpu_prefix_cache_queries_total 9\n"
+                "vllm:gpu_prefix_cache_hits_total 3\n"
+            ),
+            *(9.0, 3.0),
+        ),
+        (
+            (
+                "sglang:num_queue_reqs 0\nsglang:prompt_tokens_total 7\n"
+                'sglang:cached_tokens_total{cache_source="device"} 4\n'
+                'sglang:cached_tokens_total{cache_source="host"} 1\n'
+            ),
+            *(7.0, 5.0),
+        ),
+        ("vllm:num_requests_waiting 0\n", math.nan, math.nan),
+        ("llamacpp:requests_deferred 0\n", math.nan, math.nan),
+    ],
+    ids=["vllm", "vllm before 0.11", "sglang", "off", "does not tell"],
+)
+def test_what_the_engine_found_in_its_cache_is_read(page, queried, hit):
+    """All ranks together; an engine that does not tell is unknown, not without hits."""
+    metrics = read(page)
+    assert metrics.cache_queried_tokens == pytest.approx(queried, nan_ok=True)
+    assert metrics.cache_hit_tokens == pytest.approx(hit, nan_ok=True)
 
 
 @pytest.mark.parametrize(

@@ -338,6 +338,20 @@ def test_headers_are_replaced_and_never_appended_to():
     assert actions == {Append.OVERWRITE_IF_EXISTS_OR_ADD}
 
 
+@pytest.mark.parametrize("made", [RequestHeadersAnswer, RequestBodyAnswer])
+def test_a_header_of_one_request_alone_stands_beside_those_of_all(made):
+    """Each value its own, of whatever length, though all else is written once."""
+    for value in ("one", "two", "ü" * 100, "", "\x01"):
+        destination = Destination(
+            (ADDRESS,), (("x-a", "b"),), ("x-prefiller-host-port",), ("traceparent", value)
+        )
+        told = answered(made(destination))
+        wanted = {"x-gateway-destination-endpoint": ADDRESS, "x-a": "b", "traceparent": value}
+        assert gw.set_headers(told) == wanted
+        assert gw.removed_headers(told) == {"x-prefiller-host-port"}
+        assert gw.destination(told) == ADDRESS
+
+
 def test_a_buffered_body_is_replaced_as_a_whole():
     """Byte for byte; without a new body none is mentioned."""
     destination = Destination((ADDRESS,))
@@ -366,6 +380,19 @@ def test_response_headers_carry_what_plugins_set():
     told = answered(ResponseHeadersAnswer((("x-session-token", "abc"),)))
     assert gw.kind(told) == "response_headers"
     assert gw.set_headers(told) == {"x-session-token": "abc"}
+
+
+@pytest.mark.parametrize("without_body", [False, True])
+@pytest.mark.parametrize("length", [0, 1, 2, 36, 127, 128, 255, 256, 300, 20_000])
+def test_a_header_alone_has_its_value_whatever_its_length(length, without_body):
+    """What is round it is kept by length, and nothing of one value is left in the next."""
+    for letter in "ab":
+        value = letter * length
+        told = answered(ResponseHeadersAnswer((("x-request-id", value),), without_body))
+        assert gw.set_headers(told) == {"x-request-id": value}
+        assert (told.mode_override is not None) == without_body
+        two = answered(ResponseHeadersAnswer((("x-request-id", value), ("x-b", "c")), without_body))
+        assert gw.set_headers(two) == {"x-request-id": value, "x-b": "c"}
 
 
 @pytest.mark.parametrize(

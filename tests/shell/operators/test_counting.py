@@ -1,3 +1,4 @@
+import math
 import struct
 
 import numpy as np
@@ -7,8 +8,9 @@ from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.openmetrics.exposition import generate_latest
 from prometheus_client.openmetrics.parser import text_string_to_metric_families
+from prometheus_client.samples import Exemplar
 
-from epp.shell.operators.counting import Distribution, Family, Number, Waiting
+from epp.shell.operators.counting import Distribution, Family, Number, Sum, Waiting
 from epp.shell.operators.metric_table import MetricSpec
 
 BOUNDS = (0.0, 0.25, 1.0, 4096.0)
@@ -108,3 +110,51 @@ def test_children_may_leave_while_a_page_is_written():
     family.remove("b")
     assert next(samples).labels == {"n": "b"}
     assert [sample.labels["n"] for sample in family] == ["a"]
+
+
+def test_a_sum_counts_what_is_known():
+    """NaN is no observation; a page shows how often and how much."""
+    spec = MetricSpec("homing_times_seconds", "summary", "seconds", "Times.", ("pod",))
+    family = Family(spec, Sum)
+    for value in (1.5, math.nan, 2.5):
+        family.labels("a").observe(value)
+    registry = CollectorRegistry()
+    registry.register(family)
+    assert registry.get_sample_value("homing_times_seconds_sum", {"pod": "a"}) == 4.0
+    assert registry.get_sample_value("homing_times_seconds_count", {"pod": "a"}) == 2.0
+    assert b"# TYPE homing_times_seconds summary\n" in generate_latest(registry)
+
+
+def test_what_a_family_does_not_retain_is_gone_and_starts_anew():
+    spec = MetricSpec("homing_times_seconds", "summary", "seconds", "Times.", ("pod",))
+    family = Family(spec, Sum)
+    for pod in ("a", "b"):
+        family.labels(pod).observe(1.0)
+    family.retain(lambda values: values == ("b",))
+    assert [sample.labels["pod"] for sample in family] == ["b", "b"]
+    family.labels("a").observe(3.0)
+    assert [sample.value for sample in family if sample.labels["pod"] == "a"] == [1.0, 3.0]
+
+
+@given(st.lists(st.tuples(st.sampled_from(BOUNDS) | st.floats(0, 1e6), st.booleans()), max_size=30))
+@settings(max_examples=50, deadline=None)
+def test_an_exemplar_is_the_last_of_its_bucket(told):
+    """The library's parser finds each in a bucket that its value is in; the rest has none."""
+    registry = CollectorRegistry()
+    row = MetricSpec("size_bytes", "histogram", "bytes", "S.", (), BOUNDS)
+    family = Family(row, lambda: Distribution(BOUNDS))
+    registry.register(family)
+    last = {}
+    for number, (value, grow) in enumerate(told):
+        family.labels().observe(value)
+        bucket = next((at for at, bound in enumerate(BOUNDS) if value <= bound), len(BOUNDS))
+        exemplar = Exemplar({"trace_id": str(number)}, value, float(number))
+        added = family.labels().exemplify(exemplar, grow=grow)
+        assert added == (grow and bucket not in last)
+        if grow or bucket in last:
+            last[bucket] = exemplar
+    (found,) = text_string_to_metric_families(generate_latest(registry).decode())
+    shown = [sample.exemplar for sample in found.samples if sample.name.endswith("_bucket")]
+    assert [each and float(each.value) for each in shown] == [
+        last[at].value if at in last else None for at in range(len(BOUNDS) + 1)
+    ]

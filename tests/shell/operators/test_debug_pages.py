@@ -1,28 +1,19 @@
 """What operators see of a running picker."""
 
 import asyncio
-import gc
 import json
 import math
 import time
-import tracemalloc
 from typing import NamedTuple
 
 import pytest
 from prometheus_client import CollectorRegistry
 
 from epp.configuration.build import default_config, plugin_tables
-from epp.core.prompt.request import InferenceRequest
 from epp.core.types import EndpointMetrics, Refusal, RefusalReason
-from epp.shell.operators.debug_pages import (
-    _MEMBERSHIPS_MAX,
-    PAGES,
-    DebugPages,
-    RecentDecisions,
-    Wanted,
-    table,
-)
+from epp.shell.operators.debug_pages import PAGES, DebugPages, table
 from epp.shell.operators.metrics_server import MetricsServer
+from epp.shell.operators.recent_decisions import RecentDecisions
 from epp.shell.peers.state import PeerRow
 from tests.builders import endpoint
 from tests.builders import request as make_request
@@ -147,70 +138,6 @@ async def test_only_as_many_are_shown_as_asked_for(picker):
     assert len(text.splitlines()) == 1 + 3
 
 
-async def test_what_is_kept_is_bounded_in_bytes(picker):
-    """The oldest go, whatever clients and gateways write; minutes of ordinary traffic stay."""
-    decision = picker.scheduler.schedule(make_request(request_id="r" * 36, model="m" * 40), 1.0)
-    tracemalloc.start()
-    recent = RecentDecisions(picker.scheduler.pool, rows_bytes_max=10**6, scores_bytes_max=10**5)
-    empty, _ = tracemalloc.get_traced_memory()
-    for _ in range(20_000):
-        recent.decided(decision, parts_of(decision))
-        recent.refused(REFUSAL, None, request_id="r" * 300, path="/p" * 10_000)
-    full, _ = tracemalloc.get_traced_memory()
-    tracemalloc.stop()
-    assert 1.1e6 < empty < 1.2e6, "taken at once"
-    assert full < 1.01 * empty
-    ordinary = RecentDecisions(picker.scheduler.pool)
-    for _ in range(2 * 60 * 100):
-        ordinary.decided(decision, parts_of(decision))
-    assert len(ordinary) == 2 * 60 * 100, "two minutes at 100 a second"
-
-
-async def test_old_decisions_keep_the_score_of_the_chosen_one(picker):
-    """Those of all candidates are large, and stay as long as there is room for them."""
-    recent = RecentDecisions(picker.scheduler.pool, scores_bytes_max=500)
-    for number in range(5):
-        decision = picker.scheduler.schedule(make_request(request_id=str(number)), 1.0)
-        recent.decided(decision, parts_of(decision))
-    newest, *_, oldest = await recent.rows(5, Wanted())
-    assert len(newest["scores"]) == 2
-    (chosen,) = oldest["scores"]
-    assert chosen["endpoint"] == oldest["endpoint"]
-    assert sum(chosen["parts"].values()) == pytest.approx(chosen["total"], abs=1e-3)
-    assert list(chosen["parts"]) == list(decision.scorers)
-
-
-async def test_scores_go_when_the_names_of_their_endpoints_do(picker):
-    """Lists of endpoints are bounded in number; those of the chosen one stay."""
-    first = picker.decide()
-    for number in range(2 * _MEMBERSHIPS_MAX):
-        replaced = [endpoint(8, name=f"new-{number}"), endpoint(9)]
-        picker.scheduler.replace(replaced, 1.0)
-        for slot, _ in picker.scheduler.pool.endpoints():
-            picker.scheduler.observe(slot, EndpointMetrics(), 1.0)
-        picker.decide()
-    assert len(picker.recent._memberships) == _MEMBERSHIPS_MAX
-    newest, *_, oldest = await picker.recent.rows(1_000, Wanted())
-    assert {score["endpoint"] for score in newest["scores"]} == {at.name for at in replaced}
-    (chosen,) = oldest["scores"]
-    assert chosen["endpoint"] == oldest["endpoint"] == first.endpoint.name
-
-
-async def test_rows_that_go_while_others_are_looked_through_are_left_out(picker):
-    """What is kept meanwhile neither repeats a row nor tears one."""
-    recent = RecentDecisions(picker.scheduler.pool, rows_bytes_max=200_000)
-    for number in range(5_000):
-        recent.refused(REFUSAL, make_request(request_id=f"r-{number}"))
-    kept = len(recent)
-    asking = asyncio.create_task(recent.rows(kept, Wanted()))
-    await asyncio.sleep(0)
-    for number in range(kept * 3 // 4):
-        recent.refused(REFUSAL, make_request(request_id=f"s-{number}"))
-    found = [row["request_id"] for row in await asking]
-    assert 0 < len(found) < kept
-    assert found == [f"r-{number}" for number in range(4_999, 4_999 - len(found), -1)]
-
-
 async def test_a_question_finds_one_among_many(picker):
     """By request id, endpoint, model and whether it was refused, alone and together."""
     for number in range(2_000):
@@ -232,24 +159,6 @@ async def test_a_question_finds_one_among_many(picker):
     assert await found("refused=rejected-saturated") == []
     (gone,) = await found("refused=rejected-no-endpoints&request_id=s-1999")
     assert gone["status"] == 503
-
-
-async def test_the_loop_runs_while_rows_are_looked_through(picker):
-    """Other tasks get their turn every few hundred rows."""
-    for _ in range(3_000):
-        picker.recent.refused(REFUSAL, None)
-    turns = 0
-
-    async def count():
-        nonlocal turns
-        while True:
-            turns += 1
-            await asyncio.sleep(0)
-
-    counting = asyncio.create_task(count())
-    assert await picker.recent.rows(10, Wanted(request_id="none")) == []
-    counting.cancel()
-    assert turns >= 5
 
 
 async def test_the_table_shows_the_parts_of_scores(picker):
@@ -282,25 +191,32 @@ async def test_a_question_that_makes_no_sense_is_refused(picker, query):
     assert "must be" in text or "is not one of n, format, request_id" in text
 
 
-async def test_what_is_kept_holds_no_request(picker):
-    """Neither prompts nor leases nor headers live on because a page may ask."""
-    asked = make_request(prompts=(b"once upon a time" * 100,), headers={"authorization": "secret"})
-    decision = picker.scheduler.schedule(asked, 1.0)
-    picker.recent.decided(decision, parts_of(decision))
-    for ring in (picker.recent._rows, picker.recent._scores):
-        (kept,) = ring.newest_first()
-        assert b"once upon" not in kept
-        assert b"secret" not in kept
-    reached, seen = [picker.recent._memberships], set()
-    while reached:
-        at = reached.pop()
-        if id(at) in seen or at is picker.scheduler.pool:
-            continue
-        seen.add(id(at))
-        assert not isinstance(at, InferenceRequest)
-        assert at is not decision.lease
-        fields = getattr(at, "__struct_fields__", ())
-        reached += [getattr(at, name) for name in fields] or gc.get_referents(at)
+async def test_why_a_request_went_where_it_went_is_told(picker):
+    """In words or as JSON; all that have the id, newest first; 404 with what is kept if none has."""
+    picker.decide(request_id="r-1")
+    picker.decide(request_id="r-2")
+    picker.recent.refused(REFUSAL, make_request(request_id="r-1"))
+    status, headers, text = await picker.page("/debug/explain?request_id=r-1")
+    assert (status, headers["content-type"]) == (200, "text/plain; charset=utf-8")
+    refused, decided = text.split("\n\n")
+    assert "refused with 503" in refused
+    assert "runner-up pod-1" in decided
+    both = await picker.json("/debug/explain?request_id=r-1")
+    assert [row.get("refused") for row in both["decisions"]] == ["rejected-no-endpoints", None]
+    assert both["decisions"][1]["costs"] == []
+    status, _, text = await picker.page("/debug/explain?request_id=none%1b")
+    assert status == 404
+    assert text.startswith("no request none? was decided or refused here since 20")
+    status, _, body = await picker.page("/debug/explain?request_id=x&format=json")
+    assert status == 404
+    assert json.loads(body)["kept_since"]
+
+
+@pytest.mark.parametrize("query", ["", "request_id=", "request_id=a&n=5", "request=a"])
+async def test_a_request_must_be_named_to_be_explained(picker, query):
+    """400 and what was expected."""
+    status, _, text = await picker.page(f"/debug/explain?{query}")
+    assert (status, text) == (400, "expected ?request_id= and nothing else but format\n")
 
 
 async def test_endpoints_that_left_keep_their_name_in_old_decisions(picker):
@@ -355,9 +271,9 @@ async def test_the_configuration_in_force_is_shown(picker):
     """As check-config explains it, or as JSON by scorer with weights, hash and generation."""
     shown = await picker.json("/debug/config")
     assert shown["generation"] == 7
-    assert shown["config"]["scorer prefix-cache-scorer"]["weight"] == 3
+    assert shown["config"]["scorer added-time-scorer"]["weight"] == 1
     _, _, text = await picker.page("/debug/config")
-    assert "prefix-cache-scorer: weight 3 of 9" in text
+    assert "added-time-scorer: weight 1 of 1" in text
     assert shown["hash"] in text
 
 
@@ -385,7 +301,8 @@ async def test_the_pages_of_a_picker_ask_for_its_token(tmp_path):
         for path in listed:
             asks = path.startswith("/debug/")
             assert (await get(at, path))[0] == (401 if asks else 200), path
-            assert (await get(at, path, Authorization="Bearer s3cret"))[0] == 200, path
+            shown = 400 if path == "/debug/explain" else 200  # it asks for a name
+            assert (await get(at, path, Authorization="Bearer s3cret"))[0] == shown, path
         (tmp_path / "token").write_text("n3w")
 
         async def changed():

@@ -12,9 +12,9 @@ from epp.core.protocol.session import Exchange, StreamFailure
 from epp.core.protocol.usage import Usage
 from epp.core.types import Refusal, RefusalReason
 from epp.shell.operators import observation
-from epp.shell.operators.debug_pages import RecentDecisions
 from epp.shell.operators.logs import DecisionLog
 from epp.shell.operators.observation import Observation
+from epp.shell.operators.recent_decisions import RecentDecisions
 from epp.shell.operators.telemetry import Telemetry
 from tests.shell.operators.decisions import make_decision, make_endpoints, make_request
 
@@ -32,8 +32,10 @@ class Observed:
         self.answered = []
         log = DecisionLog(self, level="debug")
         self.picked = []
+        telemetry = Telemetry(self.registry)
+        telemetry.endpoints_replaced(make_endpoints(4))
         self.observation = Observation(
-            Telemetry(self.registry),
+            telemetry,
             log,
             answered=self.answered.append,
             picked=self.picked.append,
@@ -212,6 +214,26 @@ def test_what_ends_tells_what_was_seen_of_it(observed):
     assert observed("request_output_tokens_sum", **LLAMA) == 9
     assert observed("request_cached_tokens_sum", **LLAMA) == 128
     assert observed("request_duration_seconds_sum", **LLAMA) == 4
+
+
+def test_what_ends_is_told_of_who_got_it(observed):
+    """Time to first token of a stream only; nothing, if somebody else got it whom nobody knows."""
+    pod = {"endpoint_name": "vllm-3", "namespace": "prod", "port": "8000"}
+    for stream in (True, False):
+        seen = exchange(response_started_at_s=NOW_S - 2, first_output_at_s=NOW_S - 1)
+        seen.request.stream = stream
+        seen.endpoint = seen.decision.endpoint
+        observed.observation.completed(seen, Outcome(status=500), NOW_S)
+    observed.observation.completed(exchange(status=200), Outcome(status=200), NOW_S)
+    left = exchange(endpoint=seen.decision.endpoint)
+    observed.observation.completed(left, Outcome(ending=Ending.CLIENT_LEFT), NOW_S)
+    observed.observation._telemetry.fold()
+    assert observed("per_endpoint_response_headers_seconds_sum", **pod) == 2
+    assert observed("per_endpoint_ttft_seconds_sum", **pod) == 2
+    assert observed("per_endpoint_request_duration_seconds_sum", **pod) == 6
+    assert observed("per_endpoint_error_total", status="5xx", **pod) == 2
+    assert observed("per_endpoint_prompt_tokens_total", **pod) == 3 * 700
+    assert observed("per_endpoint_predicted_hit_tokens_total", **pod) == 3 * 3 * 64
 
 
 def test_what_was_not_seen_is_not_counted(observed):

@@ -14,13 +14,17 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from epp.core.decision.profile import SchedulingProfile, WeightedScorer
 from epp.core.decision.scheduler import SchedulerSettings
+from epp.core.decision.shadow import DIFFERED, ShadowTotals, ShadowVerdict
 from epp.core.knowledge.inflight import Ending, Lease, Outcome
+from epp.core.knowledge.outliers import Cause, Outlier
 from epp.core.peers.exchange import PeerExchange, Taken
 from epp.core.peers.frames import Frame, encode
 from epp.core.types import Refusal, RefusalReason
 from epp.shell.kubernetes.state import ClusterSnapshot, Reflection
-from epp.shell.operators.metric_table import METRICS
+from epp.shell.operators.capture import CaptureSnapshot
+from epp.shell.operators.metric_table import METRICS, REQUEST_BUCKETS_S
 from epp.shell.operators.telemetry import (
+    EXEMPLARS_MAX,
     LABEL_CHARACTERS_MAX,
     WAITING_MAX,
     Children,
@@ -62,12 +66,23 @@ def exported():
     return Exported()
 
 
+def shadow_totals():
+    totals = ShadowTotals()
+    told = {"uncached_tokens": 32.0, "live_uncached_tokens": 64.0, "inflight_requests": 2}
+    totals.add(ShadowVerdict(verdict=DIFFERED, **told), 1)
+    return totals
+
+
 def snapshot(count=4, **fields):
     return PoolSnapshot(
         pool="llama-pool",
         candidates=make_candidates(count, **fields),
         ready=3,
         set_aside=1,
+        capture=CaptureSnapshot(
+            requests=5, events=9, dropped={"queue": 2, "disk": 0}, write_errors=1, bytes=4096
+        ),
+        shadow=shadow_totals(),
         indexes={
             "approx": IndexSnapshot(
                 entries=12,
@@ -79,6 +94,10 @@ def snapshot(count=4, **fields):
         },
         messages={"scan": 7, "protobuf": 2},
         segments={"known": 5, "new": 6},
+        spans={"exported": 8, "dropped": 1},
+        slowness={2: 4.5, 3: 0.5},
+        outliers={2: Outlier(cause=Cause.SLOW, slowness=4.5, failures=0, ejected=True)},
+        ejections={"slow": 3, "failing": 0},
         plugin_errors={"queue-scorer": 0, "near-scorer": 3},
         memory_limit_bytes=2**30,
         memory_pressure=1,
@@ -144,6 +163,7 @@ def exercise(exported):
     telemetry.completed(
         decision, Outcome(status=502), elapsed_s=1.0, output_tokens=9, cached_tokens=128
     )
+    answer(telemetry, decision.endpoint)
     telemetry.scheduled_without_prefix("streamed")
     telemetry.unknown_body_mode(5)
     telemetry.protocol_violated("ended", "RequestBody")
@@ -162,6 +182,20 @@ def exercise(exported):
     telemetry.drain_cut(2)
     telemetry.failed("internal")
     telemetry.telemetry_failed("decided")
+
+
+def answer(telemetry, endpoint, **fields):
+    """`endpoint` answered with an error, and all of it was seen."""
+    seen = {
+        "headers_s": 12345.678,
+        "ttft_s": 12345.678,
+        "duration_s": 12345.678,
+        "status": 500,
+        "by_gateway": False,
+        "prompt_tokens": 700,
+        "predicted_hit_tokens": 192,
+    }
+    telemetry.by_endpoint.answered(endpoint, **(seen | fields))
 
 
 def profile_settings(weight):
@@ -189,6 +223,7 @@ def samples_of(families):
 def test_every_metric_of_the_table_is_exported_and_no_other():
     """The table and the page list the same names, with the same type, help and labels."""
     exported = Exported(snapshot)
+    exported.telemetry.endpoints_replaced(make_endpoints(4))
     exercise(exported)
     page = {
         family.name + ("_total" if family.type == "counter" else ""): family
@@ -228,6 +263,7 @@ def test_table_names_are_unique_prefixed_and_documented():
 def test_the_page_parses_and_no_series_appears_twice(encode, parse):
     """Both exposition formats are valid, with hostile label values too."""
     exported = Exported(snapshot)
+    exported.telemetry.endpoints_replaced(make_endpoints(4))
     exercise(exported)
     hostile = make_request('a"b\\c\nd\ud800é{}', priority=-1)
     exported.decide(make_decision(hostile))
@@ -519,7 +555,7 @@ MODELS = {
     ],
     ids=["text", "openmetrics"],
 )
-def test_a_page_stays_below_two_megabytes(name_of, encode, parse):
+def test_a_page_is_bounded(name_of, encode, parse):
     """4,000 models of any name at 1,000 endpoints, all that a request can count counted of each."""
     candidates = make_candidates(1_000)
     endpoints = [
@@ -531,7 +567,14 @@ def test_a_page_stays_below_two_megabytes(name_of, encode, parse):
         for number, endpoint in enumerate(candidates.endpoints)
     ]
     candidates._columns.endpoints[:] = endpoints
-    exported = Exported(lambda: PoolSnapshot(pool="llama-pool", candidates=candidates))
+    slowness = dict.fromkeys(range(1_000), 1.2345678901234567)
+    outlier = Outlier(cause=Cause.FAILING, slowness=1.0, failures=5, ejected=False)
+    outliers = dict.fromkeys(range(1_000), outlier)
+    exported = Exported(
+        lambda: PoolSnapshot(
+            pool="llama-pool", candidates=candidates, slowness=slowness, outliers=outliers
+        )
+    )
     telemetry = exported.telemetry
     telemetry.endpoints_replaced(endpoints)
     exercise(exported)
@@ -552,11 +595,14 @@ def test_a_page_stays_below_two_megabytes(name_of, encode, parse):
             model_name=name_of(number),
         )
         telemetry.set_aside(endpoint)
+        for status, by_gateway in ((404, False), (500, False), (503, True)):
+            answer(telemetry, endpoint, status=status, by_gateway=by_gateway)
     page = encode(exported.registry)
-    assert 1_000_000 < len(page) < 2_000_000
+    assert 3_000_000 < len(page) < 4_500_000
     families = list(parse(page.decode()))
     children = Tally(sample.name for family in families for sample in family.samples)
     assert children["homing_inflight_requests"] == 1_000
+    assert children["homing_per_endpoint_ttft_seconds_sum"] == 1_000
     assert children["homing_scheduler_attempts_total"] <= 3_000
     assert children["homing_request_total"] <= 1_000
     assert children["homing_request_duration_seconds_count"] <= 100
@@ -655,6 +701,22 @@ def test_the_pool_is_read_when_the_page_is_made():
     assert evicted == 4
 
 
+def test_who_is_an_outlier_is_shown_and_nobody_else():
+    """And how slow each is that was compared."""
+    exported = Exported(snapshot)
+    pod = {"endpoint_name": "vllm-2", "namespace": "prod", "port": "8000"}
+    other = pod | {"endpoint_name": "vllm-3"}
+    assert exported("homing_per_endpoint_outlier", cause="slow", **pod) == 1
+    assert exported("homing_per_endpoint_outlier", cause="slow", **other) is None
+    assert exported("homing_per_endpoint_slowness_ratio", **pod) == 4.5
+    assert exported("homing_per_endpoint_slowness_ratio", **other) == 0.5
+    assert exported("homing_per_endpoint_cache_hit_tokens_total", **pod) == 200
+    assert exported("homing_per_endpoint_cache_queried_tokens_total", **pod) == 2000
+    assert exported("homing_per_endpoint_kv_cache_utilization", **pod) == 0.5
+    assert exported("homing_endpoints_ejected", name="llama-pool") == 1
+    assert exported("homing_endpoint_ejections_total", cause="slow") == 3
+
+
 def test_every_plugin_has_its_count_of_failures():
     """0 from the start, so that the first one is an increase; names that are cut alike add up."""
     counts = {"queue-scorer": 0, "near-scorer": 3, "x" * 200 + "1": 1, "x" * 200 + "2": 1}
@@ -679,6 +741,21 @@ def test_an_empty_pool_makes_a_valid_page():
     exported = Exported(lambda: PoolSnapshot(candidates=make_candidates(0)))
     assert exported("homing_known_endpoints", name="") == 0
     generate_latest(exported.registry)
+
+
+def test_a_capture_and_a_shadow_are_told_as_they_stand():
+    """Where there is neither, nothing is told of them."""
+    exported = Exported(snapshot)
+    assert exported("homing_capture_dropped_total", reason="queue") == 2
+    assert exported("homing_capture_bytes") == 4096
+    assert exported("homing_shadow_decisions_total", verdict="differed") == 1
+    assert exported("homing_shadow_uncached_tokens_total", profile="live") == 64
+    assert exported("homing_shadow_inflight_requests_total", profile="shadow") == 2
+    named = {"endpoint_name": "vllm-1", "namespace": "prod", "port": "8000"}
+    assert exported("homing_shadow_picks_total", **named) == 1
+    without = Exported(lambda: PoolSnapshot(candidates=make_candidates(1)))
+    names = {name for name, _ in samples_of(without.registry.collect())}
+    assert not [name for name in names if "shadow" in name or "capture" in name]
 
 
 def test_registering_does_not_read_the_scheduler():
@@ -814,3 +891,19 @@ def test_peers_are_counted_by_direction_outcome_and_place():
     assert value("homing_peer_snapshot_seconds_count", {"source": "broker"}) == 1
     alone = Exported(lambda: msgspec.structs.replace(snapshot(), peer_links=None))
     assert alone.registry.get_sample_value("homing_peers_known") is None
+
+
+def test_histograms_name_so_many_traces_and_no_more(exported):
+    """However many models clients name; what has an exemplar goes on getting newer ones."""
+    models = 100
+    for number in range(models):
+        decision = make_decision(request=make_request(model=f"model-{number}"))
+        for elapsed_s in REQUEST_BUCKETS_S:
+            exported.telemetry.traced(
+                decision, f"{number:032x}", 1e9, elapsed_s=elapsed_s, headers_s=0.02, ttft_s=0.02
+            )
+    page = generate_openmetrics(exported.registry).decode()
+    named = [line for line in page.splitlines() if "# {trace_id=" in line]
+    assert len(named) == EXEMPLARS_MAX
+    (newest,) = [line for line in named if line.startswith("homing_response_headers_seconds")]
+    assert f"{models - 1:032x}" in newest

@@ -26,6 +26,7 @@ NAMES = (
     "loopback",
     "bursts",
     "scoring",
+    "capture",
     "parse",
     "hostile_bodies",
     "index",

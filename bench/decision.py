@@ -36,9 +36,9 @@ from epp.core.protocol.session import Gateway, Observer, Session, SessionSetting
 from epp.core.types import ApiKind, Endpoint, EndpointMetrics, Refusal
 from epp.shell.gateway.codec import decode, encode
 from epp.shell.gateway.wire import Decoder
-from epp.shell.operators.debug_pages import RecentDecisions
 from epp.shell.operators.logs import DecisionLog
 from epp.shell.operators.observation import Observation
+from epp.shell.operators.recent_decisions import RecentDecisions
 from epp.shell.operators.telemetry import Telemetry
 from epp.strategies import STRATEGIES
 
@@ -350,13 +350,11 @@ def _response_piece(size_bytes: int) -> bytes:
 
 
 def strategy_rows() -> list[tuple[str, str]]:
-    """What our own strategy costs beside the default, in turns of each."""
-    homing = load_config(STRATEGIES["homing"].config, "homing", plugin_tables())
-    turns = [(schedule_us(100, 128), schedule_us(100, 128, homing)) for _ in range(3)]
-    ratio = min(other for _, other in turns) / min(default for default, _ in turns)
-    return [
-        ("schedule() by `homing` in that by default, 100 endpoints, 128 blocks", f"{ratio:.2f}")
-    ]
+    """What the default costs beside weighted scores, in turns of each."""
+    weighted = load_config(STRATEGIES["weighted-scores"].config, "weighted", plugin_tables())
+    turns = [(schedule_us(100, 128), schedule_us(100, 128, weighted)) for _ in range(3)]
+    ratio = min(default for default, _ in turns) / min(other for _, other in turns)
+    return [("schedule() in that by `weighted-scores`, 100 endpoints, 128 blocks", f"{ratio:.2f}")]
 
 
 def run() -> list[tuple[str, str]]:

@@ -26,7 +26,10 @@ _PAGES = 5
 
 
 def exported(models: int, endpoints: int) -> tuple[CollectorRegistry, Telemetry]:
-    """What is counted after some requests for each model, all of their responses parsed."""
+    """What is counted after some requests for each model, all of their responses parsed.
+
+    Each endpoint has answered.
+    """
     pool = Pool(endpoints)
     scheduler = pool.scheduler
     registry = CollectorRegistry()
@@ -35,7 +38,8 @@ def exported(models: int, endpoints: int) -> tuple[CollectorRegistry, Telemetry]
         registry,
         lambda: pool_snapshot(scheduler, "pool", bodies, MemoryPressure(2**30), None, pool.now),
     )
-    telemetry.endpoints_replaced([endpoint for _, endpoint in scheduler.pool.endpoints()])
+    members = [endpoint for _, endpoint in scheduler.pool.endpoints()]
+    telemetry.endpoints_replaced(members)
     for number in range(max(models, 2 * endpoints)):
         request = InferenceRequest(
             request_id="bench",
@@ -55,6 +59,17 @@ def exported(models: int, endpoints: int) -> tuple[CollectorRegistry, Telemetry]
         telemetry.first_output(decision, elapsed_s=0.1)
         telemetry.completed(
             decision, Outcome(status=500), elapsed_s=1.0, output_tokens=9, cached_tokens=64
+        )
+        telemetry.by_endpoint.answered(
+            # Each of them, whichever was picked.
+            members[number % endpoints],
+            headers_s=0.1,
+            ttft_s=0.1,
+            duration_s=1.0,
+            status=500,
+            by_gateway=False,
+            prompt_tokens=128,
+            predicted_hit_tokens=64,
         )
         scheduler.complete(decision.lease, Outcome(), pool.now)
     return registry, telemetry

@@ -13,6 +13,7 @@ from epp.configuration.config import ConfigError
 from epp.configuration.document import nearest
 from sim.cluster.cluster import ClusterSettingsError
 from sim.cluster.policies import PolicyNameError
+from sim.drive import command as drive_command
 from sim.engine import calibrate
 from sim.engine.profiles import ProfileError
 from sim.experiments import compare, replay, replicas, strategies, sweep, tune
@@ -39,6 +40,7 @@ def run(arguments: Sequence[str] | None) -> int:
     serve_command.add_parser(commands)
     trace_command.add_parser(commands)
     replay.add_parser(commands)
+    drive_command.add_parser(commands)
     compare.add_parser(commands)
     sweep.add_parser(commands)
     tune.add_parser(commands)

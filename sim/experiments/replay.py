@@ -13,6 +13,7 @@ from rich.progress import Progress
 from sim.cluster.built_in import DEFAULT_POLICY
 from sim.cluster.cluster import Fate, SimulatedRequest
 from sim.cluster.policies import policy_source
+from sim.experiments.check_decisions import check_decisions
 from sim.experiments.request_files import DecisionFile, RequestTable
 from sim.experiments.run import Run, RunSettings
 from sim.experiments.run_options import POLICY_HELP, add_run_options, conditions, run_settings
@@ -49,7 +50,7 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
     )
     add_run_options(parser)
     add = parser.add_argument
-    add("--config", default=DEFAULT_POLICY, metavar="FILE|NAME", help=POLICY_HELP)
+    add("--config", metavar="FILE|NAME", help=f"{POLICY_HELP} ({DEFAULT_POLICY})")
     add("--seed", type=int, default=1, help="decides everything that is drawn (1)")
     add_output_options(parser)
     add(
@@ -65,13 +66,21 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
         help="find what share of the prompts could be cached at most, by one more pass over the "
         "trace (default: where decisions are written)",
     )
+    add(
+        "--check-decisions",
+        action="store_true",
+        help="no simulation: TRACE is the directory of a live capture, and each decision in it is "
+        "made again by the configuration that made it, or by --config, and compared",
+    )
     parser.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> int:
     """0: done. 130: interrupted, what is done is written. Raises what is told by `sim`."""
+    if options.check_decisions:
+        return check_decisions(options)
     print(f"seed {options.seed}", flush=True)
-    policy = policy_source(options.config)
+    policy = policy_source(options.config or DEFAULT_POLICY)
     return replay(run_settings(options, policy, options.seed), options)
 
 

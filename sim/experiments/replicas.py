@@ -47,8 +47,8 @@ PEERS: Final[Mapping[str, PeerSettings]] = {
 }
 NEAR: Final = next(iter(PEERS))
 
-_SCORER: Final = "- type: prefix-cache-scorer\n"
-_WITHOUT: Final = DEFAULT_CONFIG.replace(_SCORER, _SCORER + "  parameters: {agreement: none}\n")
+_SCORER: Final = "- type: added-time-scorer\n"
+_WITHOUT: Final = DEFAULT_CONFIG.replace(_SCORER, _SCORER + "  parameters: {peerBelief: 0}\n")
 
 
 class Arm(Struct, frozen=True, kw_only=True):
@@ -60,7 +60,7 @@ class Arm(Struct, frozen=True, kw_only=True):
 
     @property
     def policy(self) -> PolicySource:
-        """The default configuration; without agreement where nothing is shared."""
+        """The default configuration; without belief in peers where nothing is shared."""
         text = _WITHOUT if self.sharing == NOTHING else DEFAULT_CONFIG
         return PolicySource(name=DEFAULT_POLICY, text=text, source=DEFAULT_SOURCE)
 

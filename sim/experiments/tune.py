@@ -43,6 +43,7 @@ from sim.reports.tune_report import comment, tune_page, tune_report, tune_table
 from sim.reports.tuned_config import config_map, with_comment
 from sim.traces.arrival import TraceError
 from sim.traces.formats import open_trace
+from sim.traces.reading import content_hash
 
 REQUESTS_MIN: Final = 40
 """Of a trace that is to be cut in two."""
@@ -167,8 +168,7 @@ class _Task:
         self._conditions = conditions(base)
         # Found once: halves and their beginnings have the clock of the whole.
         self.base = replace(base, jitter_s=self._conditions["jitter_s"])
-        with Path(base.trace).open("rb") as file:
-            self._trace_hash = hashlib.file_digest(file, "sha256").hexdigest()
+        self._trace_hash = content_hash(Path(base.trace))
 
     @property
     def about(self) -> dict[str, str]:

@@ -3,8 +3,8 @@
 `rates.csv` has a stage a row: rate, duration, and what was published of each arm. Stages follow
 each other on the same pods, each drained before the next, after a warm-up; prompts are drawn in a
 shuffled order, again and again. Both arms run in the cluster of `sim replay`, with its defaults:
-one is its round robin, the other the production scheduler with the default configuration. Times are
-the client's.
+one is its round robin, the other the production scheduler with weighted scores, which is what was
+measured. Times are the client's.
 
 Only `shared_context_factor` is fitted: to the prefix-aware output tokens/s of the odd rows, from
 two runs with a straight line between them for each row. The even rows are judged.
@@ -21,7 +21,6 @@ import numpy as np
 from msgspec import Struct
 
 from epp.core.types import Seconds
-from sim.cluster.built_in import DEFAULT_POLICY
 from sim.cluster.cluster import Cluster, ClusterSettings, Fate, SimulatedRequest
 from sim.cluster.policies import policy_source
 from sim.cluster.simulated_pod import PodKind
@@ -39,6 +38,7 @@ CLIFF_RATES_PER_S: Final = (15.0, 20.0)
 CLIFF_TTFT_S: Final = 5.0
 _FACTORS: Final = (0.35, 0.65)
 _ROUND_ROBIN: Final = "round-robin"
+_PREFIX_AWARE: Final = "weighted-scores"
 _SEED: Final = 1
 
 
@@ -176,7 +176,7 @@ class Ladder:
         settings = ClusterSettings(
             pods=(PodKind(profile=profile, engine=shape.engine),) * shape.pods
         )
-        policy = policy_source(DEFAULT_POLICY if prefix_aware else _ROUND_ROBIN)
+        policy = policy_source(_PREFIX_AWARE if prefix_aware else _ROUND_ROBIN)
         self._cluster = Cluster(
             settings,
             settings.opener(policy),

@@ -4,7 +4,6 @@ import hashlib
 import tempfile
 from functools import cache
 from pathlib import Path
-from typing import Final
 
 import msgspec
 from msgspec import Struct
@@ -15,9 +14,7 @@ from sim.experiments.leaderboard.cases import Case
 from sim.experiments.leaderboard.sources import code_hash, plugins_hash
 from sim.experiments.run import RunSettings
 from sim.traces.capture import CaptureWriter
-from sim.traces.reading import ReadOptions
-
-_READ_BYTES: Final = 1 << 20
+from sim.traces.reading import ReadOptions, content_hash
 
 
 class Cell(Struct, frozen=True, kw_only=True):
@@ -109,8 +106,4 @@ def _told(cell: Cell, trace: str, *, span_s: float) -> CellResult:
 
 @cache
 def _file_hash(path: str) -> str:
-    digest = hashlib.sha256()
-    with Path(path).open("rb") as file:
-        while block := file.read(_READ_BYTES):
-            digest.update(block)
-    return digest.hexdigest()
+    return content_hash(Path(path))

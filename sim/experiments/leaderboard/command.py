@@ -10,6 +10,7 @@ from typing import Any, Final
 from msgspec.structs import replace
 
 from epp.strategies import STRATEGIES
+from sim.cluster.built_in import DEFAULT_POLICY
 from sim.cluster.policies import BASELINES, BUILT_IN, PolicySource
 from sim.experiments.executors import EXECUTOR_HELP, LOCAL, workers_at
 from sim.experiments.jobs import JobError, Workers
@@ -43,7 +44,9 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
         allow_abbrev=False,
     )
     add = parser.add_argument
-    add("--strategies", type=_names, default=BUILT_IN, metavar="A,B,...",
+    # One of the built-ins is the default, which need not run twice.
+    everybody = tuple(name for name in BUILT_IN if name != DEFAULT_POLICY)
+    add("--strategies", type=_names, default=everybody, metavar="A,B,...",
         help="built-ins, or EndpointPickerConfigs in files (all built-ins)")  # fmt: skip
     add("--cases", type=_names, metavar="A,B,...", help=f"or {_ALL} (all; with --trace none)")
     add("--list", action="store_true", help="say which strategies and cases there are, and end")

@@ -221,8 +221,8 @@ def test_pickers_that_do_not_see_each_other_balance_worse():
 def test_pickers_that_do_not_hear_each_other_agree_where_prompts_go(tmp_path):
     """Four of them share caches nearly as one would; without agreement each warms its own."""
     without = tmp_path / "without.yaml"
-    scorer = "- type: prefix-cache-scorer\n"
-    without.write_text(DEFAULT_CONFIG.replace(scorer, scorer + "  parameters: {agreement: none}\n"))
+    scorer = "- type: added-time-scorer\n"
+    without.write_text(DEFAULT_CONFIG.replace(scorer, scorer + "  parameters: {peerBelief: 0}\n"))
     hit_rate = {}
     for name, policy, replicas in (
         ("one", "default", 1),

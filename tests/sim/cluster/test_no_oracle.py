@@ -45,7 +45,11 @@ SEEN_OF_CANDIDATES = {
     "kv_cache_usage": "metrics page",
     "kv_capacity_tokens": "metrics page",
     "metrics_age_s": "clock",
+    "metrics_age_s_max": "clock",
     "saturated": "metrics page",
+    "ejected": "own answers",
+    "cache_queried_tokens": "metrics page",
+    "cache_hit_tokens": "metrics page",
     "inflight_requests": "own decisions and what peers tell of theirs",
     "inflight_context_tokens": "own decisions",
     "unreported_requests": "own decisions since the last scrape",
@@ -64,10 +68,11 @@ SEEN_OF_CANDIDATES = {
 }
 METHODS = {
     "take", "rendezvous", "version_of", "prefix_match", "metrics_age_s_of", "affinity", "named",
+    "name_of", "numbers_of",
 }  # fmt: skip
 PAGE = {
     "waiting_requests", "running_requests", "kv_cache_usage", "adapters", "block_size_tokens",
-    "blocks_total", "process_started_at_s", "requests_total", "asleep",
+    "blocks_total", "cache_queried_tokens", "cache_hit_tokens", "process_started_at_s", "requests_total", "asleep",
 }  # fmt: skip
 """What the pages of engines say."""
 
@@ -145,7 +150,8 @@ UNTIL_S = 1.5
 def plain(value):
     """Comparable by value."""
     if isinstance(value, np.ndarray):
-        return value.tolist()
+        # NaN, which is what nobody has told, differs from itself.
+        return repr(value.tolist())
     if isinstance(value, msgspec.Struct | dict | tuple | str | bytes | int | float | type(None)):
         return re.sub(" at 0x[0-9a-f]+", "", repr(value))
     if isinstance(value, Affinity) or hasattr(value, "__slots__"):

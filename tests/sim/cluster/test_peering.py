@@ -7,13 +7,14 @@ from pathlib import Path
 import pytest
 
 from epp.core.peers.exchange import HEARTBEAT_S, SILENT_S_MAX
+from epp.strategies.strategy import config_of, step
 from sim.cluster.assignment import Assignment
 from sim.cluster.check import checker
 from sim.cluster.clients import Clients
 from sim.cluster.cluster import Absence, ClusterSettings, ClusterSettingsError, Failure, Fate
 from sim.cluster.faults import draw_faults
 from sim.cluster.peering import Partition, PeerSettings, SlowPeer
-from sim.experiments.replicas import NOTHING, Arm
+from sim.cluster.policies import PolicySource
 from sim.measurement.measures import Measures, Targets
 from tests.sim.made import arrival, arrivals, cluster, kind, ran
 
@@ -23,7 +24,6 @@ REPLICAS = 4
 DIGEST = """
 from sim.cluster.cluster import Absence
 from sim.cluster.peering import Partition, PeerSettings, SlowPeer
-from sim.experiments.replicas import NOTHING, Arm
 from sim.measurement.measures import Measures, Targets
 from tests.sim.made import arrivals, cluster
 peers = PeerSettings(delay_s=0.02, loss=0.2, partitions=(Partition(2.0, 4.0, (0,)),),
@@ -52,7 +52,16 @@ def hits(given, **fields):
 
 
 SMALL = (kind(blocks_total=5_000),) * 4
-TOLD_OR_BLIND = Arm(replicas=REPLICAS, sharing=NOTHING).policy
+TOLD_OR_BLIND = PolicySource(
+    name="told-or-blind",
+    text=config_of(
+        step("prefix-cache-scorer", 3, agreement="none"),
+        step("queue-scorer", 2),
+        step("kv-cache-utilization-scorer", 2),
+        step("active-request-scorer", 1),
+    ),
+    source="told-or-blind",
+)
 """Agreement would help those that are told nothing."""
 
 

@@ -586,8 +586,9 @@ startup_s = 5
 retries = 5
 """
     told, requests = replayed(
-        trace, tmp_path / "out", "--scenario", written(tmp_path, text), "--requests", "1000"
-    )
+        trace, tmp_path / "out", "--scenario", written(tmp_path, text), "--requests", "1000",
+        "--config", "weighted-scores",
+    )  # fmt: skip
     assert told["requests"]["complete"] == 1_000
     assert told["retries"] > 100
     predicted = requests["predicted_cached_tokens"]

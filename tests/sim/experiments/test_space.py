@@ -28,7 +28,7 @@ def named(space):
     return {one.name: one for one in space.dimensions}
 
 
-def asked(tmp_path, text, policy="default"):
+def asked(tmp_path, text, policy="weighted-scores"):
     """A space by a file with `text`."""
     file = tmp_path / "space.toml"
     file.write_text(text)
@@ -41,7 +41,7 @@ def present(space):
 
 def test_weights_and_numbers_with_bounds_are_varied_by_default():
     """Each weight may be off; between bounds where there are two, else ten times round the present."""
-    found = named(Space(policy_source("default")))
+    found = named(Space(policy_source("weighted-scores")))
     weights = [name for name, one in found.items() if one.what is What.WEIGHT]
     assert weights == [
         f"weight of {name}-scorer"
@@ -69,14 +69,14 @@ def test_agreement_is_varied_where_there_are_pickers_to_agree():
     agreeing = {
         f"{name} of prefix-cache-scorer" for name in ("agreementBelow", "agreementKeyTokens")
     }
-    assert agreeing <= set(named(Space(policy_source("default"), pickers=4)))
-    assert not agreeing & set(named(Space(policy_source("default"))))
+    assert agreeing <= set(named(Space(policy_source("weighted-scores"), pickers=4)))
+    assert not agreeing & set(named(Space(policy_source("weighted-scores"))))
 
 
 @pytest.mark.parametrize(
     "policy",
     [
-        policy_source("default"),
+        policy_source("weighted-scores"),
         policy_source("sticky-until-saturated"),
         policy_source(str(ROOT / "docs/examples/tuned.yaml")),
         made(HEAD + "- type: queue-scorer\n- type: prefix-cache-scorer\n"),
@@ -93,7 +93,7 @@ def test_the_present_values_are_the_present_configuration(policy):
     assert profile["plugins"][-1]["pluginRef"] == policy.load().profile.picker_name
 
 
-DEFAULT = Space(policy_source("default"), pickers=2)
+DEFAULT = Space(policy_source("weighted-scores"), pickers=2)
 
 
 @given(st.data())
@@ -161,7 +161,7 @@ def test_a_file_adds_to_what_is_varied_and_replaces_it_by_name(tmp_path):
         """,
     )
     found = named(space)
-    assert len(found) == len(Space(policy_source("default")).dimensions) + 4
+    assert len(found) == len(Space(policy_source("weighted-scores")).dimensions) + 4
     assert found["weight of queue-scorer"].span == Range(low=1, high=50, logarithmic=True)
     assert found["idleThreshold of active-request-scorer"].span.integer
     values = present(space) | {
@@ -278,7 +278,7 @@ def test_a_file_that_does_not_fit_is_one_sentence(tmp_path, text, told):
     with pytest.raises(SpaceError, match=told) as problem:
         asked(tmp_path, text)
     assert "\n" not in str(problem.value)
-    assert "space.toml" in str(problem.value) or "built-in default" in str(problem.value)
+    assert "space.toml" in str(problem.value) or "built-in weighted-scores" in str(problem.value)
 
 
 def test_what_has_no_configuration_cannot_be_varied(tmp_path):
@@ -289,13 +289,13 @@ def test_what_has_no_configuration_cannot_be_varied(tmp_path):
         Space(made(HEAD + "- type: queue-scorer\n", "bare"))
     file = tmp_path / "space.toml"
     with pytest.raises(SpaceError, match="No such file"):
-        Space(policy_source("default"), file=file)
+        Space(policy_source("weighted-scores"), file=file)
     file.write_bytes(b"\xff")
     with pytest.raises(SpaceError, match="decode"):
-        Space(policy_source("default"), file=file)
+        Space(policy_source("weighted-scores"), file=file)
     file.write_bytes(b"#" * 1_000_001)
     with pytest.raises(SpaceError, match="expected 1,000,000 bytes at most"):
-        Space(policy_source("default"), file=file)
+        Space(policy_source("weighted-scores"), file=file)
     rows = [f'[[weights]]\nplugin = "s{at}"\n' for at in range(101)]
     plugins = "".join(f"- {{type: queue-scorer, name: s{at}}}\n" for at in range(101))
     file.write_text("".join(rows))

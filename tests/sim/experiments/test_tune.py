@@ -144,7 +144,7 @@ def test_it_tells_people_too(planted):
         assert heading in report
         assert heading in page
     assert "<svg" in page
-    assert "http" not in page.replace("http://www.w3.org", "")
+    assert "://" not in page
 
 
 def test_the_answer_is_the_same_on_any_number_of_processes(folder, planted):
@@ -257,7 +257,7 @@ def test_a_terminal_shows_a_bar(folder, planted):
     [
         (("--pods", "5"), "begun with pods 4, not 5"),
         (("--seed", "2"), "begun with first seed 1, not 2"),
-        (("--config", "default"), "begun with configuration "),
+        (("--config", "weighted-scores"), "begun with configuration "),
         (("--requests", "200"), "begun with requests_max unsaid, not 200"),
     ],
 )

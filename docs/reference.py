@@ -47,6 +47,7 @@ from epp.configuration.compatibility import (
 from epp.core.duration import Duration
 from epp.plugins import DEPRECATED as DEPRECATED_PLUGINS
 from epp.plugins import FILTERS, PICKERS, SCORERS
+from epp.shell.operators.field_metrics import GIE, LLM_D
 from epp.shell.operators.metric_table import METRICS, MetricSpec
 from epp.strategies import FAMILIES
 from sim.caches.names import BEHAVIOURS
@@ -132,9 +133,12 @@ def refreshed(page: str) -> str:
         "ignored-members": _ignored_members,
         "feature-gates": _feature_gates,
         "metrics": _metrics,
+        "field-metrics": _field_metrics,
         "serve-flags": lambda: _flags(flags.SERVE_HELP, flags.ServeFlags),
         "check-flags": lambda: _flags(flags.CHECK_HELP, flags.CheckFlags),
         "envoy-flags": lambda: _flags(flags.ENVOY_HELP, flags.EnvoyFlags),
+        "explain-flags": lambda: _flags(flags.EXPLAIN_HELP, flags.ExplainFlags),
+        "top-flags": lambda: _flags(flags.TOP_HELP, flags.TopFlags),
         "foreign-flags": _foreign_flags,
         "strategies": _strategies,
         "families": _families,
@@ -332,6 +336,17 @@ def _feature_gates() -> str:
 def _metrics() -> str:
     rows = ((f"`{spec.name}`", spec.kind, _labels(spec), spec.help) for spec in METRICS)
     return _table(("metric", "kind", "labels", "meaning"), rows)
+
+
+def _field_metrics() -> str:
+    names: dict[str, list[str]] = {}
+    for name in (*GIE, *LLM_D):
+        renamed = ", ".join(f"{ours} as {theirs}" for ours, theirs in name.labels)
+        names.setdefault(name.of, []).append(
+            f"`{name.name}`" + (f" ({renamed})" if renamed else "")
+        )
+    rows = ((f"`{of}`", ", ".join(found)) for of, found in names.items())
+    return _table(("ours", "in the field"), rows)
 
 
 def _labels(spec: MetricSpec) -> str:

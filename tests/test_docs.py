@@ -22,14 +22,33 @@ from epp.core.decision.scheduler import Decision, Scheduler
 from epp.core.prompt.request import InferenceRequest
 from epp.core.types import Endpoint, EndpointMetrics
 from epp.shell.files.endpoints_file import load_endpoints
+from epp.shell.operators.metric_table import METRICS
 from sim import __main__ as sim_command
 
 ROOT = Path(__file__).parent.parent
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [
+    ROOT / "README.md",
+    *sorted((ROOT / "docs").glob("*.md")),
+    *(
+        ROOT / name
+        for name in (
+            "CONTRIBUTING.md",
+            "SECURITY.md",
+            "bench/README.md",
+            "charts/homing/README.md",
+            "deploy/README.md",
+        )
+    ),
+]
 EXAMPLES = sorted((ROOT / "docs/examples").glob("*.yaml"))
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 LINK = re.compile(r"\]\(([^)\s]+)\)")
-OTHERS = frozenset({".", "curl", "envoy", "helm", "kubectl"})
+OTHERS = frozenset(
+    {
+        ".", "cat", "cp", "curl", "deploy/migrate-values", "docker", "envoy", "fi", "helm", "if",
+        "kill", "kind", "kubectl", "ls", "sed", "until",
+    }
+)  # fmt: skip
 """Commands in fenced blocks that are not ours."""
 
 
@@ -50,7 +69,9 @@ def commands():
         for block in blocks(page, "console"):
             lines += [line[2:] for line in block.splitlines() if line.startswith("$ ")]
         for line in lines:
-            yield page, shlex.split(line.removesuffix("&"))
+            words = shlex.split(line.removesuffix("&"), comments=True)
+            if words:
+                yield page, words[: words.index(">")] if ">" in words else words
 
 
 def joined(block):
@@ -64,7 +85,11 @@ def anchors(page):
     return {re.sub(r"[^\w\- ]", "", heading).lower().replace(" ", "-") for heading in headings}
 
 
-@pytest.mark.parametrize("page", PAGES, ids=name_of)
+CHART = ROOT / "charts/homing/README.md"
+"""Its table is made by tests/chart/values_table.py."""
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if page != CHART], ids=name_of)
 def test_generated_parts_are_what_the_code_says(page):
     """A plugin, flag or metric that changes changes its page; `make docs` writes it."""
     text = page.read_text(encoding="utf-8")
@@ -109,6 +134,8 @@ def test_commands_can_be_typed(monkeypatch):
         "serve": lambda rest: flags.parse_serve(rest, {}),
         "check-config": flags.parse_check,
         "envoy-config": flags.parse_envoy,
+        "explain": flags.parse_explain,
+        "top": flags.parse_top,
     }
     seen = set()
     for page, words in commands():
@@ -159,6 +186,20 @@ def documents(kind):
         text = file.read_text(encoding="utf-8")
         if file.name != "misspelt.yaml" and kind in yaml.safe_load(text):
             yield name_of(file), text
+
+
+METRIC = re.compile(r"\bhoming_[a-z0-9_]*[a-z0-9]\b")
+SERIES = re.compile(r"_(bucket|sum|count)$")
+OTHER_NAMES = frozenset({"homing_epp", "homing_near", "homing_peer"})
+"""Our distribution, a module of an example, and what a command looks for in names of metrics."""
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_every_metric_on_a_page_exists(page):
+    """As a metric or one of its series; that every metric is on a page, its generated table says."""
+    there = {spec.name for spec in METRICS} | OTHER_NAMES
+    named = set(METRIC.findall(page.read_text(encoding="utf-8")))
+    assert {name for name in named if not {name, SERIES.sub("", name)} & there} == set()
 
 
 def test_every_scenario_of_the_examples_has_its_picture_on_a_page():

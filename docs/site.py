@@ -1,0 +1,85 @@
+"""What mkdocs needs to know of this repository, as hooks: `make site`.
+
+Pages are written for GitHub: links are to files of the repository. Here those to pages become links of
+the site, those to any other file links into the repository, and one that leads nowhere is a warning,
+which ends the build. Markdown that stays where its readers look for it, beside a chart or at the
+root, becomes a page too. `extra.repository` of mkdocs.yml is where files can be read.
+"""  # noqa: INP001 - mkdocs loads it by its path
+
+import logging
+import posixpath
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Final
+
+from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.structure.files import File, Files
+from mkdocs.structure.pages import Page
+
+ROOT: Final = Path(__file__).parent.parent
+LOG: Final = logging.getLogger("mkdocs.homing")
+
+ELSEWHERE: Final[Mapping[str, str]] = {
+    "README.md": "overview.md",
+    "CHANGELOG.md": "changelog.md",
+    "CONTRIBUTING.md": "contributing.md",
+    "SECURITY.md": "vulnerabilities.md",
+    "bench/README.md": "costs.md",
+    "charts/homing/README.md": "chart.md",
+    "deploy/README.md": "manifests.md",
+}
+"""Markdown outside of docs/ -> its page."""
+
+_FENCE: Final = re.compile(r"^ *```.*?^ *```$", re.DOTALL | re.MULTILINE)
+_LINK: Final = re.compile(r"(\]\()([^)\s]+)(\))")
+
+
+def slug(heading: str, separator: str) -> str:
+    """What GitHub makes of a heading, so that a link to it works in both places."""
+    return re.sub(r"[^\w\- ]", "", heading).strip().lower().replace(" ", separator)
+
+
+def on_files(files: Files, config: MkDocsConfig) -> Files:
+    """Add the pages that are kept outside of docs/."""
+    for path, page in ELSEWHERE.items():
+        files.append(File.generated(config, page, abs_src_path=str(ROOT / path)))
+    return files
+
+
+def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+    """Turn links to files of the repository into links of the site."""
+    source = _path_of(page.file.src_uri)
+    written = []
+    last = 0
+    for fence in _FENCE.finditer(markdown):
+        written += [_linked(markdown[last : fence.start()], source, page, config, files), fence[0]]
+        last = fence.end()
+    return "".join([*written, _linked(markdown[last:], source, page, config, files)])
+
+
+def _path_of(page: str) -> str:
+    """Of the file that became `page`, from the root of the repository."""
+    return next((path for path, to in ELSEWHERE.items() if to == page), f"docs/{page}")
+
+
+def _linked(text: str, source: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+    def link(found: re.Match[str]) -> str:
+        return found[1] + _target(found[2], source, page, config, files) + found[3]
+
+    return _LINK.sub(link, text)
+
+
+def _target(link: str, source: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+    if link.startswith(("https://", "http://", "mailto:", "#")):
+        return link
+    name, _, anchor = link.partition("#")
+    path = posixpath.normpath(posixpath.join(posixpath.dirname(source), name))
+    to = ELSEWHERE.get(path) or path.removeprefix("docs/")
+    if (path in ELSEWHERE or path.startswith("docs/")) and files.get_file_from_path(to) is not None:
+        here = posixpath.dirname(page.file.src_uri) or "."
+        return posixpath.relpath(to, here) + (f"#{anchor}" if anchor else "")
+    if not (ROOT / path).exists() or path.startswith(".."):
+        LOG.warning("%s links to %s, which is no file of the repository", source, link)
+    kind = "tree" if (ROOT / path).is_dir() else "blob"
+    return f"{config.extra['repository']}/{kind}/main/{path}"

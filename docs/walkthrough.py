@@ -1,0 +1,383 @@
+"""Plays the working day of docs/walkthrough.md and writes it: `python -m docs.walkthrough`.
+
+Real parts: `epp serve`, Envoy, HTTP and time; simulated: the pods. What the page shows is what the
+commands printed. It takes twenty minutes, or fewer with `--minutes`, and the ports of `PORTS`.
+"""  # noqa: INP001 - a program beside the page that it writes
+
+import argparse
+import contextlib
+import json
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.request
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, Final
+
+import yaml
+
+from sim.reports.report import seconds, share
+
+FOLDER: Final = Path(__file__).parent
+PORTS: Final = (8000, 8001, 8002, 8081, 9002, 9003, 9090)
+PODS: Final = 3
+MODEL: Final = "qwen3-32b"
+PROFILE: Final = "qwen3-32b-h100-tp2"
+GATEWAY: Final = "http://127.0.0.1:8081"
+DEBUG: Final = "http://127.0.0.1:9090"
+STARTS_S_MAX: Final = 60.0
+RELOADS_S_MAX: Final = 30.0
+POLL_S: Final = 0.2
+MINUTES: Final = 10.0
+"""Of captured traffic; what is driven after it takes half of that each."""
+TRIALS: Final = 40
+SPACE: Final = """\
+defaults = false
+[[weights]]
+plugin = "prefix-cache-scorer"
+[[weights]]
+plugin = "queue-scorer"
+[[weights]]
+plugin = "kv-cache-utilization-scorer"
+"""
+KINDS: Final = (("documents", 4, "hot-spot"), ("assistants", 7, "shared-prefix"))
+"""Name, requests a second, workload."""
+LINES_MAX: Final = 40
+ERRORS_SHARE_MAX: Final = 0.05
+
+GUESS: Final = """\
+apiVersion: llm-d.ai/v1alpha1
+kind: EndpointPickerConfig
+plugins:
+- type: prefix-cache-scorer
+- type: queue-scorer
+- type: kv-cache-utilization-scorer
+- type: max-score-picker
+schedulingProfiles:
+- name: default
+  plugins:
+  - pluginRef: prefix-cache-scorer
+    weight: 1
+  - pluginRef: queue-scorer
+    weight: 6
+  - pluginRef: kv-cache-utilization-scorer
+    weight: 6
+  - pluginRef: max-score-picker
+"""
+"""Somebody's guess: load counts for twelve times as much as what is cached."""
+
+
+class Walk:
+    """One run: a folder, programs in the background, and the page as far as it is written."""
+
+    def __init__(self, folder: Path, path: str) -> None:
+        """`path`: where commands are found."""
+        self.folder = folder
+        self.page: list[str] = []
+        self._environment = os.environ | {"PATH": path, "COLUMNS": "100", "NO_COLOR": "1"}
+
+    def say(self, *lines: str) -> None:
+        """Prose: a sentence a line."""
+        self.page += [*lines, ""]
+
+    def show(self, text: str, language: str = "text") -> None:
+        """What a file holds or a program printed."""
+        lines = text.rstrip().splitlines()
+        if len(lines) > LINES_MAX:
+            lines = [*lines[: LINES_MAX - 1], "..."]
+        self.page += [f"```{language}", *lines, "```", ""]
+
+    def run(self, command: str, *, shown: Callable[[str], str] | None = None) -> str:
+        """What `command` prints, on the page as `shown` makes it. Ends the walk if it fails."""
+        print(f"$ {command}", flush=True)  # noqa: T201
+        done = subprocess.run(  # noqa: S602 - the commands are those of this file
+            command, shell=True, cwd=self.folder, env=self._environment, text=True,
+            executable="/bin/bash", stdout=subprocess.PIPE, stderr=subprocess.STDOUT, check=False,
+        )  # fmt: skip
+        told = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", done.stdout.replace("\r", "\n"))
+        if done.returncode:
+            raise SystemExit(f"`{command}` ended with {done.returncode}:\n{told[-2000:]}")
+        self.show("\n".join([f"$ {command}", (shown or str)(told).strip("\n")]))
+        return done.stdout
+
+    @contextlib.contextmanager
+    def running(self, command: str, ready: str) -> Iterator[None]:
+        """`command` in the background once `ready`, a URL, answers; stopped at the end."""
+        print(f"$ {command} &", flush=True)  # noqa: T201
+        self.show(f"$ {command} &")
+        log = self.folder / f"{command.split(maxsplit=1)[0]}.log"
+        with log.open("wb") as output:
+            process = subprocess.Popen(  # noqa: S602 - as above
+                command, shell=True, cwd=self.folder, env=self._environment, stdout=output,
+                stderr=subprocess.STDOUT, start_new_session=True,
+            )  # fmt: skip
+        try:
+            _until(lambda: _answers(ready), STARTS_S_MAX, f"{ready} answers: {log}")
+            yield
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGTERM)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(10.0)
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """0: the page and its pictures are written."""
+    parser = argparse.ArgumentParser(prog="python -m docs.walkthrough")
+    parser.add_argument("--minutes", type=float, default=MINUTES, help="of captured traffic")
+    parser.add_argument("--trials", type=int, default=TRIALS, help="of sim tune")
+    parser.add_argument("--out", type=Path, default=FOLDER, help="folder of the page")
+    options = parser.parse_args(arguments)
+    for port in PORTS:
+        with socket.socket() as probe:
+            if not probe.connect_ex(("127.0.0.1", port)):
+                raise SystemExit(f"port {port} is in use; the walk needs {PORTS}")
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    with tempfile.TemporaryDirectory(prefix="homing-walk-") as folder:
+        walk = Walk(Path(folder), path)
+        _walk(walk, 60.0 * options.minutes, options.trials, options.out)
+    (options.out / "walkthrough.md").write_text("\n".join(walk.page).rstrip() + "\n")
+    return 0
+
+
+def _walk(walk: Walk, captured_s: float, trials: int, out: Path) -> None:
+    half_s = captured_s / 2
+    walk.say(
+        "# A day with Homing",
+        "",
+        "From a guess to weights that were tried on one's own traffic, in six commands of note.",
+        "Picker, Envoy, HTTP and time are real, the pods are simulated: three of Qwen3-32B on two H100s each.",
+        "This page is written by `make walkthrough`: what stands under a command is what it printed.",
+    )
+    walk.say("## A pool, a picker, a gateway")
+    (walk.folder / "config.yaml").write_text(GUESS)
+    walk.say("Somebody guessed that load counts for twelve times as much as what is cached:")
+    walk.show(GUESS, "yaml")
+    with contextlib.ExitStack() as stack:
+        pods = f"sim serve --pods {PODS} --port 8000 --profile {PROFILE} --model {MODEL} --endpoints-out endpoints.yaml"
+        stack.enter_context(walk.running(pods, "http://127.0.0.1:8002/health"))
+        picker = (
+            "epp serve --endpoints-file endpoints.yaml --config-file config.yaml "
+            "--secure-serving=false --explain-headers --capture capture"
+        )
+        stack.enter_context(walk.running(picker, f"{DEBUG}/readyz"))
+        walk.run("epp envoy-config --plaintext --listen-port 8081 --out envoy.yaml")
+        envoy = "envoy --config-path envoy.yaml --concurrency 1 --log-level warning"
+        stack.enter_context(walk.running(envoy, f"{GATEWAY}/v1/models"))
+        _drive_before(walk, captured_s)
+        _look(walk, out)
+        _tune(walk, trials)
+        _shadow(walk, half_s)
+        _apply(walk, half_s)
+    walk.say(
+        "The capture holds no prompt and no name of anybody: [capture-format.md](capture-format.md).",
+        "What `sim tune` varies and when it is sure: [simulator.md](simulator.md#tuning).",
+    )
+
+
+def _drive_before(walk: Walk, captured_s: float) -> None:
+    walk.say(
+        "## Traffic",
+        "",
+        "Two kinds at once: documents that many ask about, some of them much more often than others, "
+        "and assistants with a long system prompt each.",
+    )
+    _drive(walk, "before", captured_s, seed=1)
+
+
+def _drive(walk: Walk, when: str, duration_s: float, seed: int) -> None:
+    """Both kinds of traffic through the gateway; results are in documents-WHEN and assistants-WHEN."""
+    for kind, rate, workload in KINDS:
+        walk.run(
+            f"sim trace generate {workload} --rate {rate} --duration {duration_s:g} --seed {seed} "
+            f"--out {kind}-{when}.jsonl"
+        )
+    (first, *_), (second, *_) = KINDS
+    walk.run(
+        f"sim drive {first}-{when}.jsonl --url {GATEWAY} --model {MODEL} --out {first}-{when} > {first}.log 2>&1 &\n"
+        f"sim drive {second}-{when}.jsonl --url {GATEWAY} --model {MODEL} --out {second}-{when}; wait",
+        shown=_without_bars,
+    )
+    for kind in (first, second):
+        told = json.loads((walk.folder / f"{kind}-{when}" / "summary.json").read_text())["requests"]
+        if told["errors"] > told["sent"] * ERRORS_SHARE_MAX:
+            raise SystemExit(
+                f"{told['errors']} of {told['sent']} requests of {kind} have no answer"
+            )
+
+
+def _look(walk: Walk, out: Path) -> None:
+    walk.say("## What it looks like", "", "In a terminal:")
+    walk.run("epp top --once")
+    walk.say("In a browser, `http://127.0.0.1:9090/live`:")
+    _screenshot(f"{DEBUG}/live", out / "walkthrough-live.png")
+    walk.page += ["![The live page of the picker](walkthrough-live.png)", ""]
+    walk.say("Why did the last request go where it went?")
+    row = _json("/debug/decisions?format=json&n=1")["decisions"][0]
+    walk.run(f"epp explain {row['request_id']}")
+
+
+def _tune(walk: Walk, trials: int) -> None:
+    walk.say(
+        "## Better weights, tried on what was captured",
+        "",
+        "`sim tune` replays the capture through the same scheduler, tunes on its first half, and judges "
+        "on the second.",
+        "A copy, because the picker goes on capturing.",
+    )
+    walk.run("cp -r capture captured")
+    (walk.folder / "space.toml").write_text(SPACE)
+    walk.say("Only the three weights are to be varied, `space.toml`:")
+    walk.show(SPACE, "toml")
+    walk.run(
+        f"sim tune captured --pods {PODS} --profile {PROFILE} --config config.yaml --space space.toml "
+        f"--trials {trials} "
+        "--out tuned",
+        shown=_without_bars,
+    )
+    found = _tuned(walk.folder)
+    if found is None:
+        raise SystemExit("sim tune found nothing better: the walk has no point")
+    walk.show(found.read_text(), "yaml")
+
+
+def _shadow(walk: Walk, half_s: float) -> None:
+    walk.say(
+        "## First as a shadow",
+        "",
+        "The tuned profile judges live traffic and acts on none.",
+    )
+    found = _tuned(walk.folder)
+    assert found is not None
+    text = yaml.safe_dump(shadowed(yaml.safe_load(GUESS), _document(found)), sort_keys=False)
+    generation = _generation()
+    (walk.folder / "config.yaml").write_text(text)
+    walk.show(text, "yaml")
+    _until(lambda: _generation() > generation, RELOADS_S_MAX, "the picker reads config.yaml")
+    _drive(walk, "shadowed", half_s / 2, seed=2)
+    walk.run(f"curl -s {DEBUG}/metrics | grep -E '^homing_shadow_(decisions|uncached)'")
+
+
+def _apply(walk: Walk, half_s: float) -> None:
+    walk.say("## Then for real")
+    found = _tuned(walk.folder)
+    assert found is not None
+    text = yaml.safe_dump(_document(found), sort_keys=False)
+    (walk.folder / "tuned.yaml").write_text(text)
+    walk.run("epp check-config tuned.yaml --diff config.yaml")
+    generation = _generation()
+    walk.run("cp tuned.yaml config.yaml")
+    _until(lambda: _generation() > generation, RELOADS_S_MAX, "the picker reads config.yaml")
+    walk.say("The same kinds of traffic as before, drawn anew:")
+    _drive(walk, "after", half_s, seed=3)
+    walk.say("Before and after, as clients saw it:")
+    walk.page += [*comparison(walk.folder), ""]
+    walk.run("epp top --once")
+
+
+def comparison(folder: Path) -> list[str]:
+    """A table of the drives before and after, of their summaries."""
+    head = "| traffic | weights | answered | TTFT p50 | TTFT p90 | E2E mean | cached |"
+    rows = [head, "| --- | --- | ---: | ---: | ---: | ---: | ---: |"]
+    for kind, *_ in KINDS:
+        for when in ("before", "after"):
+            told = json.loads((folder / f"{kind}-{when}" / "summary.json").read_text())
+            rows.append(f"| {kind} | {when} | " + " | ".join(_figures(told)) + " |")
+    return rows
+
+
+def shadowed(live: dict[str, Any], tuned: dict[str, Any]) -> dict[str, Any]:
+    """`live` with the profile of `tuned` as its shadow; plug-ins of both keep their parameters."""
+    named = {plugin.get("name", plugin["type"]): plugin for plugin in tuned["plugins"]}
+    renamed = {name: f"tuned-{name}" for name in named}
+    (profile,) = tuned["schedulingProfiles"]
+    return live | {
+        "plugins": [
+            *live["plugins"],
+            *(plugin | {"name": renamed[name]} for name, plugin in named.items()),
+        ],
+        "shadow": {
+            "name": "tuned",
+            "plugins": [
+                reference | {"pluginRef": renamed[reference["pluginRef"]]}
+                for reference in profile["plugins"]
+            ],
+        },
+    }
+
+
+def _figures(told: Mapping[str, Any]) -> list[str]:
+    requests = told["requests"]
+    return [
+        f"{requests['sent'] - requests['errors']:,} of {requests['sent']:,}",
+        seconds(told["ttft_s"]["p50"]),
+        seconds(told["ttft_s"]["p90"]),
+        seconds(told["e2e_s"]["mean"]),
+        share(told["hit_rate"]),
+    ]
+
+
+def _tuned(folder: Path) -> Path | None:
+    found = sorted((folder / "tuned").glob("*configmap.yaml"))
+    return found[0] if found else None
+
+
+def _document(config_map: Path) -> dict[str, Any]:
+    (text,) = yaml.safe_load(config_map.read_text())["data"].values()
+    document: dict[str, Any] = yaml.safe_load(text)
+    return document
+
+
+def _without_bars(text: str) -> str:
+    """Of a program with a progress bar, what stands when it has ended."""
+    return "\n".join(line for line in text.splitlines() if not re.search(r"[━╸╺]{5}", line))
+
+
+def _generation() -> int:
+    return int(_json("/debug/config?format=json")["generation"])
+
+
+def _json(path: str) -> Any:
+    with urllib.request.urlopen(f"{DEBUG}{path}", timeout=10.0) as answer:  # noqa: S310 - our own
+        return json.load(answer)
+
+
+def _answers(url: str) -> bool:
+    try:
+        with urllib.request.urlopen(url, timeout=2.0) as answer:  # noqa: S310 - our own
+            return bool(answer.status == 200)
+    except OSError:
+        return False
+
+
+def _until(true: Callable[[], bool], s_max: float, what: str) -> None:
+    for _ in range(int(s_max / POLL_S)):
+        if true():
+            return
+        time.sleep(POLL_S)
+    raise SystemExit(f"waited {s_max:g} s in vain until {what}")
+
+
+def _screenshot(url: str, to: Path) -> None:
+    chromium = shutil.which("chromium") or shutil.which("chromium-browser")
+    if chromium is None:
+        raise SystemExit("there is no chromium on PATH; the Debian package chromium has it")
+    with tempfile.TemporaryDirectory() as profile:
+        subprocess.run(  # noqa: S603 - as above
+            [chromium, "--headless", "--no-sandbox", "--hide-scrollbars", f"--user-data-dir={profile}",
+             "--window-size=1200,1000", "--virtual-time-budget=4000", f"--screenshot={to}", url],
+            check=True, capture_output=True, timeout=120,
+        )  # fmt: skip
+
+
+if __name__ == "__main__":
+    sys.exit(main())

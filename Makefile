@@ -2,14 +2,16 @@
 PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.installed
+TOOLS := .venv-release
+PEERS := .peers/.installed
 WORKERS ?= 2
 # Two processes take the tests from one list; tests/conftest.py says which stay together.
 SHARED := --numprocesses $(WORKERS) --dist loadgroup --no-loadscope-reorder
 # Dask and Ray must have the version of the cluster that they speak to, which only its owner knows.
-LOCKED := --extra sim --extra valkey
+LOCKED := --extra sim --extra valkey --extra otel
 PIP := $(BIN)/python -m pip --disable-pip-version-check install
 
-.PHONY: help demo test validate coverage check fmt bench attack soak docs lock apiserver clean
+.PHONY: help demo test validate coverage peers check fmt bench attack soak dist sbom audit tools image actionlint docs site walkthrough lock apiserver clean
 
 help:                 ## what there is to make
 	@sed -n 's/^\([a-z]*\):[^#]*## /\1 /p' Makefile | while read -r target what; do \
@@ -30,11 +32,15 @@ coverage: $(STAMP)    ## every test, slower: which lines and branches they reach
 validate: $(STAMP)    ## the simulator against whole-hour traces, some minutes
 	$(BIN)/python -m pytest -m long tests/sim
 
-check: $(STAMP)       ## format, lint, types, architecture
+peers: $(PEERS)       ## strategies beside the programs that they copy, half an hour: docs/peers.md
+	HOMING_PEERS_REPORT=docs/peers.md $(BIN)/python -m pytest -m peers tests/peers
+
+check: $(STAMP)       ## format, lint, types, architecture, dependencies
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	$(BIN)/deptry .
 
 fmt: $(STAMP)         ## format and fix what can be fixed
 	$(BIN)/ruff format .
@@ -49,26 +55,73 @@ attack: $(STAMP)      ## attack the picker, alone and behind a real Envoy, five 
 soak: $(STAMP)        ## ten minutes of load while pods, pages, configuration and endpoints change
 	@$(BIN)/python -m bench.soak
 
+dist: $(STAMP)        ## the wheel and the sdist in dist/, the same bytes for the same commit
+	@rm -rf dist
+	SOURCE_DATE_EPOCH=$${SOURCE_DATE_EPOCH:-$$(git log -1 --format=%ct)} $(BIN)/python -m hatchling build -d dist
+
+sbom: $(TOOLS)/.installed ## dist/homing.cdx.json: what the image is installed from, in CycloneDX
+	@mkdir -p dist
+	$(TOOLS)/bin/cyclonedx-py requirements lock/runtime.txt --pyproject pyproject.toml \
+	  --output-reproducible --spec-version 1.6 --output-format JSON --output-file dist/homing.cdx.json
+
+audit: $(TOOLS)/.installed ## known vulnerabilities of what the image is installed from
+	@$(TOOLS)/bin/pip-audit --strict --require-hashes --disable-pip -r lock/runtime.txt || { status=$$?; \
+	  echo 'Above is a known vulnerability, or no service that knows them was reached: then nothing was checked.'; \
+	  exit $$status; }
+
+tools: $(TOOLS)/.installed ## what sbom and audit need, in .venv-release
+
+image: $(STAMP)       ## the steps of deploy/Dockerfile without a container engine, minutes
+	$(BIN)/python -m pytest -m long tests/release
+
+actionlint:           ## build actionlint for the tests that need it, with Go, a minute
+	@$(PYTHON) -m tests.release.actionlint
+
 docs: $(STAMP)        ## write the generated parts of docs/ anew
 	$(BIN)/python -m docs.reference
+	$(BIN)/python -m docs.dashboards
+
+site: $(STAMP)        ## the documentation as a site: site/index.html; a warning or a dead link ends it
+	@# Not --quiet: mkdocs does not count warnings that it does not show.
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build
+
+walkthrough: $(STAMP) ## docs/walkthrough.md anew: from a guess to tuned weights in twenty minutes
+	@$(BIN)/python -m docs.walkthrough
 
 lock: $(STAMP)        ## write the lock files anew from pyproject.toml
 	$(BIN)/python -m pip install --quiet uv
 	$(BIN)/uv pip compile --quiet --upgrade --universal --generate-hashes --no-emit-index-url --no-emit-find-links --no-header $(LOCKED) --group dev pyproject.toml -o lock/dev.txt
 	$(BIN)/uv pip compile --quiet --upgrade --universal --generate-hashes --no-emit-index-url --no-emit-find-links --no-header $(LOCKED) -c lock/dev.txt pyproject.toml -o lock/runtime.txt
+	$(BIN)/uv pip compile --quiet --upgrade --universal --generate-hashes --no-emit-index-url --no-emit-find-links --no-header --group release -o lock/release.txt
+	@# py-inference-scheduler declares Ray, and needs it for nothing that is compared.
+	echo "ray; python_version < '3'" | $(BIN)/uv pip compile --quiet --upgrade --universal --generate-hashes --no-emit-index-url --no-emit-find-links --no-header --override - --group peers -o lock/peers.txt
 
 apiserver: $(STAMP)   ## build kube-apiserver and etcd for the tests that need them, with Go, minutes
 	@$(BIN)/python -m tests.apiserver.binaries
 
 clean:                ## remove what was made, .venv too
-	rm -rf .venv .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache .coverage .coverage.* demo bench-report
+	rm -rf .venv .peers $(TOOLS) dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache .coverage .coverage.* demo bench-report site
+
+$(TOOLS)/.installed: lock/release.txt
+	@$(PYTHON) -m venv $(TOOLS)
+	@$(TOOLS)/bin/python -m pip --disable-pip-version-check install --quiet --require-hashes -r lock/release.txt
+	@touch $@
 
 $(STAMP): lock/dev.txt pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit("Homing needs Python 3.11 or newer, found " + sys.version.split()[0])'
 	@echo 'Installing into .venv what Homing and its tests need: about 90 packages, 200 MB to load, half a minute to some minutes.'
 	@$(PYTHON) -m venv .venv
+	@# xds-protos carries old modules of opentelemetry-proto: whichever is installed last stays.
 	@# Where somebody watches, pip shows each package and how far it is.
 	@quiet=; test -t 1 || quiet=--quiet; \
 	  $(PIP) $$quiet --require-hashes -r lock/dev.txt && \
+  awk '/^[^ #]/ {wanted = /^opentelemetry-proto==/} wanted' lock/dev.txt > .venv/last.txt && \
+  $(PIP) --quiet --require-hashes --no-deps --force-reinstall -r .venv/last.txt && \
 	  $(PIP) $$quiet --no-deps --no-build-isolation -e .
+	@touch $@
+
+$(PEERS): lock/peers.txt | $(STAMP)
+	@echo 'Installing into .peers what to compare with: 38 packages, 600 MB.'
+	@rm -rf .peers
+	@$(PIP) --quiet --require-hashes --no-deps --target .peers -r lock/peers.txt
 	@touch $@

@@ -61,6 +61,26 @@ COVERED_ELSEWHERE = {
         "tests/shell/operators/test_telemetry.py",
         "the table is compared there",
     ),
+    "epp/shell/operators/decision_record.py": (
+        "tests/shell/operators/test_recent_decisions.py",
+        "what is kept is read back there",
+    ),
+    "epp/shell/operators/decision_rows.py": (
+        "tests/shell/operators/test_recent_decisions.py",
+        "what is told of what is kept",
+    ),
+    "epp/shell/operators/endpoint_rows.py": (
+        "tests/shell/operators/test_debug_pages.py",
+        "pages are made of them",
+    ),
+    "sim/drive/report.py": (
+        "tests/sim/drive/test_command.py",
+        "what a drive prints and writes",
+    ),
+    "sim/drive/streaming.py": (
+        "tests/sim/demo/test_client.py",
+        "answers that go wrong are read there",
+    ),
     "sim/demo/arm.py": ("tests/sim/demo/test_command.py", "a run of the demo goes through it"),
     "sim/pods/exposition.py": (
         "tests/sim/truth/test_truth.py",
@@ -109,10 +129,6 @@ COVERED_ELSEWHERE = {
     "sim/experiments/run_options.py": (
         "tests/sim/experiments/test_replay.py",
         "flags that make no sense are refused there",
-    ),
-    "sim/reports/run_report.py": (
-        "tests/sim/experiments/test_replay.py",
-        "the page is opened offline there",
     ),
     "sim/sentences.py": ("tests/sim/experiments/test_replay.py", "what is refused is told by it"),
     "sim/cluster/simulated_pod.py": (
@@ -189,6 +205,7 @@ NOT_FOR_SERVING = (
     "envoy_data_plane",
     "kubernetes",
     "valkey",
+    "opentelemetry",
 )
 
 
@@ -222,7 +239,12 @@ def dependencies(*, without=frozenset()):
     wanted = [*project["dependencies"]]
     for name, extra in project["optional-dependencies"].items():
         wanted += () if name in without else extra
-    return [re.split(r"[<>=!~;\[ ]", each, maxsplit=1)[0] for each in wanted]
+    return names_of(wanted)
+
+
+def names_of(requirements):
+    """Of distributions, without versions and conditions."""
+    return [re.split(r"[<>=!~;\[ ]", each, maxsplit=1)[0] for each in requirements]
 
 
 @pytest.mark.parametrize("module", MODULES, ids=str)
@@ -264,7 +286,16 @@ def test_nothing_that_decides_depends_on_the_hash_of_a_process(module):
             assert not isinstance(node.iter, ast.Set | ast.SetComp), f"{module}: order of a set"
 
 
-@pytest.mark.parametrize("name", ["runtime.txt", "dev.txt"])
+LOCKED = {
+    "runtime.txt": dependencies(without=CLUSTERS),
+    "dev.txt": dependencies(without=CLUSTERS),
+    "peers.txt": names_of(PROJECT["dependency-groups"]["peers"]),
+    "release.txt": names_of(PROJECT["dependency-groups"]["release"]),
+}
+"""Lock file -> distributions that it pins, whatever else."""
+
+
+@pytest.mark.parametrize("name", LOCKED)
 def test_lock_files_pin_by_hash_and_name_no_place(name):
     """They work with any registry: no hosts, no paths, no links."""
     text = (ROOT / "lock" / name).read_text()
@@ -275,7 +306,7 @@ def test_lock_files_pin_by_hash_and_name_no_place(name):
         assert re.match(r"[\w.\-]+(\[[\w,]+\])?==[\w.+!]+( ;.*)? \\$", head), head
         assert re.search(r"--hash=sha256:[0-9a-f]{64}", requirement), f"{head} has no hash"
     locked = {re.match(r"[\w.\-]+", requirement)[0].lower() for requirement in pinned}
-    assert {name.lower() for name in dependencies(without=CLUSTERS)} <= locked
+    assert {wanted.lower() for wanted in LOCKED[name]} <= locked
     assert "ray" not in locked
 
 

@@ -80,6 +80,8 @@ class Page(Struct, frozen=True, kw_only=True, omit_defaults=True):
     waiting_requests: float | None = None
     running_requests: float | None = None
     kv_cache_usage: float | None = None
+    cache_queried_tokens: float | None = None
+    cache_hit_tokens: float | None = None
     adapters: AdapterReport | None = None
     """Their names are keyed hashes, as those of models are."""
     block_size_tokens: int | None = None
@@ -261,6 +263,8 @@ def page_of(metrics: EndpointMetrics, salt: Salt) -> Page:
         waiting_requests=_told(metrics.waiting_requests),
         running_requests=_told(metrics.running_requests),
         kv_cache_usage=_told(metrics.kv_cache_usage),
+        cache_queried_tokens=_told(metrics.cache_queried_tokens),
+        cache_hit_tokens=_told(metrics.cache_hit_tokens),
         adapters=None if metrics.adapters is None else _salted(metrics.adapters, salt),
         block_size_tokens=metrics.block_size_tokens,
         blocks_total=metrics.blocks_total,
@@ -276,6 +280,8 @@ def metrics_of(page: Page) -> EndpointMetrics:
         waiting_requests=_number(page.waiting_requests),
         running_requests=_number(page.running_requests),
         kv_cache_usage=_number(page.kv_cache_usage),
+        cache_queried_tokens=_number(page.cache_queried_tokens),
+        cache_hit_tokens=_number(page.cache_hit_tokens),
         adapters=page.adapters,
         block_size_tokens=page.block_size_tokens,
         blocks_total=page.blocks_total,

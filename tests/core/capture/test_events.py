@@ -23,6 +23,19 @@ from tests.builders import endpoint
 
 PAGE = Path("docs/capture-format.md").read_text()
 SALT = Salt(b"a salt of twenty bytes")
+WHOLE = EndpointMetrics(
+    waiting_requests=1.0,
+    running_requests=2.0,
+    kv_cache_usage=0.3,
+    cache_queried_tokens=4.0,
+    cache_hit_tokens=5.0,
+    block_size_tokens=6,
+    blocks_total=7,
+    process_started_at_s=8.0,
+    requests_total=9.0,
+    asleep=True,
+)
+"""All but adapters, whose names are hashed."""
 
 
 def through_json(event):
@@ -35,6 +48,7 @@ def through_json(event):
         EndpointMetrics(),
         EndpointMetrics(waiting_requests=2.0, kv_cache_usage=0.1 + 0.2, requests_total=1e9 + 0.5),
         EndpointMetrics(running_requests=1.0, blocks_total=7, block_size_tokens=16, asleep=True),
+        WHOLE,
     ],
 )
 def test_a_scrape_comes_back_as_it_was(metrics):
@@ -43,6 +57,13 @@ def test_a_scrape_comes_back_as_it_was(metrics):
     again = msgspec.to_builtins(metrics_of(page))
     for name, value in msgspec.to_builtins(metrics).items():
         assert again[name] == value or (math.isnan(again[name]) and math.isnan(value))
+
+
+def test_a_whole_scrape_tells_every_field():
+    """So that the test above forgets none that is added."""
+    unknown = msgspec.structs.asdict(EndpointMetrics())
+    told = msgspec.structs.asdict(WHOLE)
+    assert [name for name, value in told.items() if value is unknown[name]] == ["adapters"]
 
 
 def test_adapters_are_named_as_requests_name_them():

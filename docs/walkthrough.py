@@ -23,6 +23,8 @@ from typing import Any, Final
 
 import yaml
 
+from epp.strategies.strategy import config_of, step
+from sim.output import TUNED
 from sim.reports.report import seconds, share
 
 FOLDER: Final = Path(__file__).parent
@@ -52,25 +54,11 @@ KINDS: Final = (("documents", 4, "hot-spot"), ("assistants", 7, "shared-prefix")
 LINES_MAX: Final = 40
 ERRORS_SHARE_MAX: Final = 0.05
 
-GUESS: Final = """\
-apiVersion: llm-d.ai/v1alpha1
-kind: EndpointPickerConfig
-plugins:
-- type: prefix-cache-scorer
-- type: queue-scorer
-- type: kv-cache-utilization-scorer
-- type: max-score-picker
-schedulingProfiles:
-- name: default
-  plugins:
-  - pluginRef: prefix-cache-scorer
-    weight: 1
-  - pluginRef: queue-scorer
-    weight: 6
-  - pluginRef: kv-cache-utilization-scorer
-    weight: 6
-  - pluginRef: max-score-picker
-"""
+GUESS: Final = config_of(
+    step("prefix-cache-scorer", 1),
+    step("queue-scorer", 6),
+    step("kv-cache-utilization-scorer", 6),
+)
 """Somebody's guess: load counts for twelve times as much as what is cached."""
 
 
@@ -244,8 +232,8 @@ def _tune(walk: Walk, trials: int) -> None:
         "--out tuned",
         shown=_without_bars,
     )
-    found = _tuned(walk.folder)
-    if found is None:
+    found = walk.folder / "tuned" / TUNED
+    if not found.exists():
         raise SystemExit("sim tune found nothing better: the walk has no point")
     walk.show(found.read_text(), "yaml")
 
@@ -256,9 +244,8 @@ def _shadow(walk: Walk, half_s: float) -> None:
         "",
         "The tuned profile judges live traffic and acts on none.",
     )
-    found = _tuned(walk.folder)
-    assert found is not None
-    text = yaml.safe_dump(shadowed(yaml.safe_load(GUESS), _document(found)), sort_keys=False)
+    tuned = yaml.safe_load((walk.folder / "tuned" / TUNED).read_text())
+    text = yaml.safe_dump(shadowed(yaml.safe_load(GUESS), tuned), sort_keys=False)
     generation = _generation()
     (walk.folder / "config.yaml").write_text(text)
     walk.show(text, "yaml")
@@ -269,13 +256,9 @@ def _shadow(walk: Walk, half_s: float) -> None:
 
 def _apply(walk: Walk, half_s: float) -> None:
     walk.say("## Then for real")
-    found = _tuned(walk.folder)
-    assert found is not None
-    text = yaml.safe_dump(_document(found), sort_keys=False)
-    (walk.folder / "tuned.yaml").write_text(text)
-    walk.run("epp check-config tuned.yaml --diff config.yaml")
+    walk.run(f"epp check-config tuned/{TUNED} --diff config.yaml")
     generation = _generation()
-    walk.run("cp tuned.yaml config.yaml")
+    walk.run(f"cp tuned/{TUNED} config.yaml")
     _until(lambda: _generation() > generation, RELOADS_S_MAX, "the picker reads config.yaml")
     walk.say("The same kinds of traffic as before, drawn anew:")
     _drive(walk, "after", half_s, seed=3)
@@ -324,17 +307,6 @@ def _figures(told: Mapping[str, Any]) -> list[str]:
         seconds(told["e2e_s"]["mean"]),
         share(told["hit_rate"]),
     ]
-
-
-def _tuned(folder: Path) -> Path | None:
-    found = sorted((folder / "tuned").glob("*configmap.yaml"))
-    return found[0] if found else None
-
-
-def _document(config_map: Path) -> dict[str, Any]:
-    (text,) = yaml.safe_load(config_map.read_text())["data"].values()
-    document: dict[str, Any] = yaml.safe_load(text)
-    return document
 
 
 def _without_bars(text: str) -> str:

@@ -99,6 +99,13 @@ _ENDPOINT_LEGEND: Final = "{{endpoint_name}}:{{port}}"
 _MODEL: Final = 'job=~"$job", model_name=~"$model"'
 _BAD: Final = (("yellow", 1.0), ("red", 2.0))
 
+MEMORY_PRESSURE: Final = Panel(
+    "Memory pressure",
+    "1: indexes shrink; 2: long bodies pass unread too.",
+    "short",
+    ((latest("homing_memory_pressure", "pod"), "{{pod}}"),),
+)
+
 OVERVIEW: Final = Dashboard(
     "homing",
     "Homing",
@@ -406,12 +413,7 @@ OVERVIEW: Final = Dashboard(
                     "short",
                     ((rate("homing_telemetry_failures_total", "event"), "{{event}}"),),
                 ),
-                Panel(
-                    "Memory pressure",
-                    "1: indexes shrink; 2: long bodies pass unread too.",
-                    "short",
-                    ((latest("homing_memory_pressure", "pod"), "{{pod}}"),),
-                ),
+                MEMORY_PRESSURE,
                 Panel(
                     "Newest configuration accepted",
                     "0: it was rejected, the last good one is in force.",
@@ -982,12 +984,7 @@ CAPACITY: Final = Dashboard(
                         ),
                     ),
                 ),
-                Panel(
-                    "Memory pressure",
-                    "1: indexes shrink; 2: long bodies pass unread too.",
-                    "short",
-                    ((latest("homing_memory_pressure", "pod"), "{{pod}}"),),
-                ),
+                MEMORY_PRESSURE,
                 Panel(
                     "Scrapes",
                     "Time of a good one.",

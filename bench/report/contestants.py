@@ -63,6 +63,15 @@ class Pool(Struct, frozen=True, kw_only=True):
     """Interval of scrapes; "" is the default."""
 
 
+class Settings(Struct, frozen=True, kw_only=True):
+    """What Homing is told besides."""
+
+    name: str = ""
+    """After that of the transport; "": as it is installed."""
+    flags: tuple[str, ...] = ()
+    environment: Mapping[str, str] = {}
+
+
 def homing(transport: str) -> str:
     """The name of Homing on `transport`."""
     return f"Homing, {transport}"
@@ -147,7 +156,11 @@ def doing_nothing(name: str, command: Sequence[str], core: frozenset[int]) -> It
 
 @contextlib.contextmanager
 def serving_homing(
-    transport: str, pool: Pool, folder: Path, core: frozenset[int], name: str = ""
+    transport: str,
+    pool: Pool,
+    folder: Path,
+    core: frozenset[int],
+    settings: Settings = Settings(),  # noqa: B008 - it is frozen
 ) -> Iterator[Contestant]:
     """`epp serve` with its endpoints ready, inside."""
     grpc, health, metrics = free_ports(3)
@@ -158,11 +171,17 @@ def serving_homing(
         *(f"--transport={transport}", f"--endpoints-file={file}"),
         *(f"--grpc-port={grpc}", f"--grpc-health-port={health}", f"--metrics-port={metrics}"),
         *([f"--refresh-metrics-interval={pool.refresh}"] if pool.refresh else []),
+        *settings.flags,
     ]
     log = folder / f"homing-{grpc}.log"
-    with log.open("wb") as out, _process(command, core, stdout=out) as process:
+    environment = os.environ | settings.environment
+    with (
+        log.open("wb") as out,
+        _process(command, core, stdout=out, environment=environment) as process,
+    ):
         _until_ready(process, metrics, pool.endpoints, log)
-        yield Contestant(name=name or homing(transport), port=grpc, pid=process.pid)
+        name = ", ".join((homing(transport), *filter(None, [settings.name])))
+        yield Contestant(name=name, port=grpc, pid=process.pid)
 
 
 def _endpoints(pool: Pool) -> list[dict[str, object]]:
@@ -175,7 +194,11 @@ def _endpoints(pool: Pool) -> list[dict[str, object]]:
 
 @contextlib.contextmanager
 def _process(
-    command: Sequence[str], core: frozenset[int], *, stdout: object
+    command: Sequence[str],
+    core: frozenset[int],
+    *,
+    stdout: object,
+    environment: Mapping[str, str] | None = None,
 ) -> Iterator[subprocess.Popen[str]]:
     """On one core from its first moment on, in a session of its own; gone afterwards."""
     allowed = os.sched_getaffinity(0)
@@ -187,6 +210,7 @@ def _process(
             stdout=stdout,  # type: ignore[call-overload]
             stderr=None if stdout == subprocess.PIPE else subprocess.STDOUT,
             text=True,
+            env=environment,
             start_new_session=True,
         )
     finally:

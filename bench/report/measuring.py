@@ -25,13 +25,14 @@ from bench.report.contestants import (
     GO_ANYWHERE,
     Contestant,
     Pool,
+    Settings,
     doing_nothing,
     floors,
-    homing,
     serving_homing,
     transports,
 )
 from bench.report.generator import Load, Measured, serve
+from bench.report.operators import collecting, operated
 from bench.report.pages import pages
 from bench.report.verdicts import quantile
 from bench.report.workloads import Workload
@@ -173,6 +174,8 @@ class Measuring:
             self._loads(loads)
         if "endpoints" in names:
             self._endpoints()
+        if "operators" in names:
+            self._operators()
         if "memory" in names:
             self._memory()
         if "idle" in names:
@@ -209,7 +212,7 @@ class Measuring:
                         Pool(endpoints=endpoints),
                         self._folder,
                         self._server_core,
-                        name=f"{homing(transport)}, {endpoints:,} endpoints",
+                        Settings(name=f"{endpoints:,} endpoints"),
                     )
                 )
                 for transport in transports()
@@ -219,6 +222,29 @@ class Measuring:
                 name="endpoints", title="8 KB, request phase", shape=workloads.REQUEST.shape
             )
             self._rounds(load, contestants, None)
+
+    def _operators(self) -> None:
+        """What is kept and told for operators does not depend on the transport either."""
+        with contextlib.ExitStack() as stack:
+            enter = stack.enter_context
+            served = enter(pages(self._other_core, large=False))
+            collector = enter(collecting())
+            contestants = [
+                enter(
+                    serving_homing(
+                        workloads.LEAN,
+                        Pool(endpoints=workloads.OPERATED_ENDPOINTS, pages_port=served.port),
+                        self._folder,
+                        self._server_core,
+                        settings,
+                    )
+                )
+                for settings in operated(self._folder, collector)
+            ]
+            load = Workload(
+                name="operators", title=workloads.ANSWERED.title, shape=workloads.ANSWERED.shape
+            )
+            self._rounds(load, contestants, served)
 
     def _rounds(
         self, load: Workload, contestants: Sequence[Contestant], served: Pages | None

@@ -8,10 +8,9 @@ from msgspec import Struct
 from bench.report import workloads
 from bench.report.contestants import GO, homing, nothing
 from bench.report.measuring import Reading, Results, Sample, idle_name
+from bench.report.operators import EVERYTHING, NAMES, NOTHING
 from bench.report.verdicts import Figure, Verdict, crosses, figure, judge, ratios
-from bench.report.workloads import Workload
-
-LEAN: Final = "ngh2"
+from bench.report.workloads import LEAN, Workload
 
 
 class Row(Struct, frozen=True, kw_only=True):
@@ -57,6 +56,7 @@ def rows(results: Results, transports: Sequence[str]) -> list[Row]:
                 workloads.MEMORY_IN_BODIES_MAX,
             )
     made.add_endpoints()
+    made.add_operators()
     for refresh, aim_max in workloads.IDLE_CORES_MAX.items():
         scraped = "every 200 ms" if refresh else "at the default interval"
         title = f"idle, 100 pods {scraped}, pages of 60 KB"
@@ -220,6 +220,26 @@ class _Rows:
             workloads.ENDPOINTS_RATIO_MAX,
             played,
         )
+
+    def add_operators(self) -> None:
+        """What is kept and told for operators, against nothing of it."""
+        played = [each for each in self._results.samples if each.workload == "operators"]
+        if not played:
+            return
+        for name in NAMES:
+            if name != NOTHING:
+                self._add(
+                    f"{workloads.ANSWERED.title}: {name or 'as installed'}",
+                    f"CPU a request, in units of that with {NOTHING}",
+                    lambda each, name=name: self._against(  # type: ignore[misc]
+                        "operators",
+                        ", ".join((homing(each), *filter(None, [name]))),
+                        f"{homing(each)}, {NOTHING}",
+                    ),
+                    workloads.OPERATED_RATIO_MAX if name == EVERYTHING else None,
+                    played,
+                    judged=LEAN,
+                )
 
     def add_readings(self, name: str, title: str, measure: str, aim_max: float) -> None:
         """Memory, or an idle picker."""

@@ -53,14 +53,16 @@ ALONE: Final = Workload(
 )
 """Nothing waits here: by it one sees whether a server keeps up in an open loop."""
 
+ANSWERED: Final = Workload(
+    name="8kb-response",
+    title="8 KB, with response headers and end",
+    shape=Shape(body_bytes=8_000, response_headers=True),
+    against_g_max=1.0,
+)
+
 LOADS: Final = (
     REQUEST,
-    Workload(
-        name="8kb-response",
-        title="8 KB, with response headers and end",
-        shape=Shape(body_bytes=8_000, response_headers=True),
-        against_g_max=1.0,
-    ),
+    ANSWERED,
     Workload(name="2kb", title="2 KB", shape=Shape(body_bytes=2_000), against_g_max=1.2),
     Workload(name="450kb", title="450 KB", shape=Shape(body_bytes=450_000), against_g_max=0.3),
     Workload(
@@ -107,14 +109,18 @@ LOADS: Final = (
     ),
 )
 
+LEAN: Final = "ngh2"
 LEAN_AGAINST_GRPCIO_MAX: Final = 0.35
 ENDPOINTS: Final = (10, 1_000)
 ENDPOINTS_RATIO_MAX: Final = 2.0
+OPERATED_ENDPOINTS: Final = 100
+OPERATED_RATIO_MAX: Final = 1.05
+"""All that is kept and told for operators against nothing of it."""
 MEMORY_IN_BODIES_MAX: Final = 4.0
 IDLE_CORES_MAX: Final = {"200ms": 0.08, "": 0.05}
 """Interval of scrapes that is asked for, "" for the default -> aim."""
 IDLE_S: Final = 2.0
 SOAK: Final = "python -m bench.soak --minutes 120 --rate-per-s 300"
 
-NAMES: Final = (*(each.name for each in LOADS), "endpoints", "memory", "idle")
+NAMES: Final = (*(each.name for each in LOADS), "endpoints", "operators", "memory", "idle")
 """What `--only` takes."""

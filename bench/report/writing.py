@@ -165,7 +165,7 @@ def _failed_of(samples: Sequence[Sample]) -> str:
 
 def _generator(samples: Sequence[Sample]) -> str:
     rows = []
-    for load in (*(each.name for each in workloads.LOADS), "endpoints"):
+    for load in (*(each.name for each in workloads.LOADS), "endpoints", "operators"):
         its = [each for each in samples if each.workload == load]
         if its:
             used = [each.generator_cpu_us for each in its if each.generator_cpu_us is not None]
@@ -181,7 +181,9 @@ def _generator(samples: Sequence[Sample]) -> str:
 
 
 def _by_contestant(samples: Sequence[Sample], value: Any, loads: Sequence[Any]) -> str:
-    names = _contestants([each for each in samples if each.workload != "endpoints"])
+    names = _contestants(
+        [each for each in samples if each.workload not in {"endpoints", "operators"}]
+    )
     rows = []
     for load in loads:
         its = [each for each in samples if each.workload == load.name]

@@ -8,14 +8,16 @@ import subprocess
 import sys
 import threading
 import time
+import urllib.request
 import xml.etree.ElementTree as ET
+from pathlib import Path
 
 import grpc
 import grpc.aio
 import pytest
 from envoy.service.ext_proc.v3.external_processor_pb2 import ProcessingRequest, ProcessingResponse
 
-from bench.report import workloads
+from bench.report import operators, workloads
 from bench.report.accounting import (
     Disturbance,
     Machine,
@@ -44,6 +46,9 @@ from bench.report.script import Shape, framed, nonces, payload, script
 from bench.report.verdicts import Figure, Verdict, crosses, figure, judge, quantile, ratios
 from bench.report.writing import to_json, to_markdown, to_svg
 from bench.servers.answers import CHUNK_BYTES_MAX, Conversation
+from epp.configuration.build import plugin_tables
+from epp.configuration.config import load_config
+from epp.configuration.flags import parse_serve
 
 QUIET = Disturbance(0.0, 0.0)
 LOUD = Disturbance(0.5, 0.0)
@@ -403,6 +408,17 @@ def results(*, cpu_us, disturbance=QUIET, failed=0):
         for count in ("10", "1,000")
         for number in range(5)
     ]
+    samples += [
+        sample(
+            "operators",
+            ", ".join([homing("ngh2"), *([name] if name else [])]),
+            number,
+            cpu_us=100.0 + at,
+            disturbance=disturbance,
+        )
+        for at, name in enumerate(operators.NAMES)
+        for number in range(5)
+    ]
     readings = [
         Reading(
             name=name,
@@ -431,7 +447,29 @@ def test_the_verdict_is_about_the_lean_transport_and_every_aim_has_a_row():
     assert first.seen["ngh2"].median == 0.25
     lean = next(row for row in told if "units of grpcio" in row.measure)
     assert lean.seen["ngh2"].median == pytest.approx(25 / 450)
-    assert len(aimed) == 17
+    assert len(aimed) == 18
+    operated = [row for row in told if "nothing of it" in row.measure]
+    assert [row.seen["ngh2"].median for row in operated] == [1.01, 1.02, 1.03, 1.04, 1.05]
+    assert [row.aim_max for row in operated] == [None] * 4 + [1.05]
+
+
+def test_a_picker_for_each_thing_that_operators_switch_on_begins(tmp_path):
+    """Each is a configuration and flags that are taken."""
+    told = operators.operated(tmp_path, "http://127.0.0.1:4318")
+    assert [settings.name for settings in told] == list(operators.NAMES)
+    for settings in told:
+        parsed = parse_serve(("--endpoints-file=x", *settings.flags), {})
+        text = Path(parsed.config_file).read_text() if parsed.config_file else ""
+        config = load_config(text, "it", plugin_tables()) if text else None
+        assert (config is not None and config.shadow is not None) == (
+            settings.name == operators.EVERYTHING
+        )
+
+
+def test_spans_are_taken_by_a_collector_that_keeps_none():
+    """So that sending them costs what it costs."""
+    with operators.collecting() as url, urllib.request.urlopen(f"{url}/v1/traces", b"x") as told:
+        assert told.status == 200
 
 
 def test_an_aim_that_is_not_met_shows_its_floor_and_why():

@@ -1,0 +1,93 @@
+"""What is kept and told for operators, switched on piece by piece: each a picker of its own."""
+
+import contextlib
+import json
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any, Final
+
+import yaml
+
+from bench.report.contestants import Settings
+from epp.strategies import STRATEGIES
+
+NOTHING: Final = "nothing of it"
+RECORDS: Final = ""
+"""As it is installed."""
+CAPTURE: Final = "and a capture of every request"
+TRACING: Final = "and spans, one of a hundred sampled"
+EJECTION: Final = "and the ejection of outliers"
+EVERYTHING: Final = "and a shadow profile"
+NAMES: Final = (NOTHING, RECORDS, CAPTURE, TRACING, EJECTION, EVERYTHING)
+"""Each adds to the one before it."""
+_STRATEGY: Final = "homing"
+_OUTLIERS: Final = "outlier-ejection-filter"
+_SAMPLED_SHARE: Final = "0.01"
+
+
+def operated(folder: Path, collector: str) -> list[Settings]:
+    """In the order of `NAMES`; files in `folder`, spans to `collector`, a URL."""
+    spans = {
+        "OTEL_EXPORTER_OTLP_ENDPOINT": collector,
+        "OTEL_EXPORTER_OTLP_PROTOCOL": "http/protobuf",
+        "OTEL_TRACES_SAMPLER": "parentbased_traceidratio",
+        "OTEL_TRACES_SAMPLER_ARG": _SAMPLED_SHARE,
+    }
+    document: dict[str, Any] = yaml.safe_load(STRATEGIES[_STRATEGY].config)
+    (profile,) = document["schedulingProfiles"]
+    ejecting = document | {
+        "plugins": [*document["plugins"], {"type": _OUTLIERS}],
+        "schedulingProfiles": [
+            profile | {"plugins": [{"pluginRef": _OUTLIERS}, *profile["plugins"]]}
+        ],
+    }
+    shadowed = ejecting | {"shadow": {"name": "shadow", "plugins": profile["plugins"]}}
+
+    def captured(name: str, *flags: str) -> Settings:
+        """Each into a folder of its own."""
+        apart = f"--capture={folder / f'capture-{NAMES.index(name)}'}"
+        return Settings(name=name, flags=(apart, *flags), environment=spans)
+
+    return [
+        Settings(name=NOTHING, flags=("--decision-records-keep=0s",)),
+        Settings(name=RECORDS),
+        captured(CAPTURE),
+        captured(TRACING, "--tracing"),
+        captured(EJECTION, "--tracing", _written(folder / "ejecting.json", ejecting)),
+        captured(EVERYTHING, "--tracing", _written(folder / "shadowed.json", shadowed)),
+    ]
+
+
+def _written(file: Path, document: dict[str, Any]) -> str:
+    file.write_text(json.dumps(document))
+    return f"--config-file={file}"
+
+
+class _Collector(BaseHTTPRequestHandler):
+    """Takes spans and says so."""
+
+    def do_POST(self) -> None:
+        self.rfile.read(int(self.headers["Content-Length"]))
+        self.send_response(200)
+        self.send_header("Content-Type", "application/x-protobuf")
+        self.send_header("Content-Length", "0")
+        self.end_headers()
+
+    def log_message(self, *_: object) -> None:
+        """Not on the terminal."""
+
+
+@contextlib.contextmanager
+def collecting() -> Iterator[str]:
+    """The URL of a collector of spans, inside; it keeps none."""
+    server = ThreadingHTTPServer(("127.0.0.1", 0), _Collector)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{server.server_port}"
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()

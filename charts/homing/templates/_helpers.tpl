@@ -187,6 +187,14 @@ labels:
 {{- if .Values.tracing.enabled }}
 - --tracing=true
 {{- end }}
+{{- if .Values.capture.enabled }}
+- --capture=/capture/$(POD_NAME)
+- --capture-share={{ .Values.capture.share }}
+- --capture-max-bytes={{ .Values.capture.maxSize }}
+{{- if .Values.capture.saltSecretName }}
+- --capture-salt-file=/capture-salt/{{ .Values.capture.saltSecretKey }}
+{{- end }}
+{{- end }}
 {{- if and .Values.standalone.enabled (ne .Values.standalone.responseBodyMode "NONE") }}
 - --parse-response-usage=true
 {{- end }}

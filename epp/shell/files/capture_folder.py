@@ -61,7 +61,7 @@ class CaptureFolder:
         try:
             for kind, lines in zip(_KINDS, (requests, events), strict=True):
                 if lines:
-                    self._append(kind, gzip.compress(lines, compresslevel=6, mtime=0))
+                    self._append(kind, gzip.compress(lines, compresslevel=1, mtime=0))
             self._make_room()
         except OSError:
             self.close()

@@ -85,7 +85,7 @@ site: $(STAMP)        ## the documentation as a site: site/index.html; a warning
 	@# Not --quiet: mkdocs does not count warnings that it does not show.
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build
 
-walkthrough: $(STAMP) ## docs/walkthrough.md anew: from a guess to tuned weights in twenty minutes
+walkthrough: $(STAMP) ## docs/walkthrough.md anew: from a guess to tuned weights in half an hour
 	@$(BIN)/python -m docs.walkthrough
 
 lock: $(STAMP)        ## write the lock files anew from pyproject.toml

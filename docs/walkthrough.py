@@ -1,7 +1,7 @@
 """Plays the working day of docs/walkthrough.md and writes it: `python -m docs.walkthrough`.
 
 Real parts: `epp serve`, Envoy, HTTP and time; simulated: the pods. What the page shows is what the
-commands printed. It takes twenty minutes, or fewer with `--minutes`, and the ports of `PORTS`.
+commands printed. It takes half an hour, or less with `--minutes`, and the ports of `PORTS`.
 """  # noqa: INP001 - a program beside the page that it writes
 
 import argparse
@@ -38,7 +38,7 @@ STARTS_S_MAX: Final = 60.0
 RELOADS_S_MAX: Final = 30.0
 POLL_S: Final = 0.2
 MINUTES: Final = 10.0
-"""Of captured traffic; what is driven after it takes half of that each."""
+"""Of captured traffic, and of what is compared with it."""
 TRIALS: Final = 40
 SPACE: Final = """\
 defaults = false
@@ -138,7 +138,6 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _walk(walk: Walk, captured_s: float, trials: int, out: Path) -> None:
-    half_s = captured_s / 2
     walk.say(
         "# A day with Homing",
         "",
@@ -164,8 +163,8 @@ def _walk(walk: Walk, captured_s: float, trials: int, out: Path) -> None:
         _drive_before(walk, captured_s)
         _look(walk, out)
         _tune(walk, trials)
-        _shadow(walk, half_s)
-        _apply(walk, half_s)
+        _shadow(walk, captured_s / 4)
+        _apply(walk, captured_s)
     walk.say(
         "The capture holds no prompt and no name of anybody: [capture-format.md](capture-format.md).",
         "What `sim tune` varies and when it is sure: [simulator.md](simulator.md#tuning).",
@@ -238,7 +237,7 @@ def _tune(walk: Walk, trials: int) -> None:
     walk.show(found.read_text(), "yaml")
 
 
-def _shadow(walk: Walk, half_s: float) -> None:
+def _shadow(walk: Walk, driven_s: float) -> None:
     walk.say(
         "## First as a shadow",
         "",
@@ -250,20 +249,24 @@ def _shadow(walk: Walk, half_s: float) -> None:
     (walk.folder / "config.yaml").write_text(text)
     walk.show(text, "yaml")
     _until(lambda: _generation() > generation, RELOADS_S_MAX, "the picker reads config.yaml")
-    _drive(walk, "shadowed", half_s / 2, seed=2)
+    _drive(walk, "shadowed", driven_s, seed=2)
     walk.run(f"curl -s {DEBUG}/metrics | grep -E '^homing_shadow_(decisions|uncached)'")
 
 
-def _apply(walk: Walk, half_s: float) -> None:
+def _apply(walk: Walk, driven_s: float) -> None:
     walk.say("## Then for real")
     walk.run(f"epp check-config tuned/{TUNED} --diff config.yaml")
     generation = _generation()
     walk.run(f"cp tuned/{TUNED} config.yaml")
     _until(lambda: _generation() > generation, RELOADS_S_MAX, "the picker reads config.yaml")
-    walk.say("The same kinds of traffic as before, drawn anew:")
-    _drive(walk, "after", half_s, seed=3)
+    walk.say("The same kinds of traffic for as long as before, drawn anew:")
+    _drive(walk, "after", driven_s, seed=3)
     walk.say("Before and after, as clients saw it:")
     walk.page += [*comparison(walk.folder), ""]
+    walk.say(
+        "All documents and system prompts were new both times, so that each was computed at least once; "
+        "`sim tune` judged by the second half of the capture, of which pods knew most, and by both kinds together.",
+    )
     walk.run("epp top --once")
 
 

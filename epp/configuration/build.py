@@ -136,6 +136,7 @@ def build_settings(
         fallback_endpoints_max=fallback_endpoints_max,
         shadow=config.shadow
         and msgspec.structs.replace(config.shadow, picker=_picking(config.shadow.picker, 1)),
+        shadow_share=config.shadow_share,
     )
 
 

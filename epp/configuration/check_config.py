@@ -171,7 +171,7 @@ def explain(config: PickerConfig) -> str:
         lines.append("  no scorers: all candidates are equal")
     lines += _member("picker", profile.picker_name, profile.picker)
     if config.shadow is not None:
-        lines += ["", *_shadow(config.shadow)]
+        lines += ["", *_shadow(config.shadow, config.shadow_share)]
     lines += ["", "indexes"]
     for name, index in config.indexes.items():
         default = "default prefix index" if name == config.prefix else ""
@@ -188,8 +188,9 @@ def explain(config: PickerConfig) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _shadow(profile: SchedulingProfile) -> list[str]:
-    lines = [f"shadow profile {profile.name}: judges every decision, acts on none"]
+def _shadow(profile: SchedulingProfile, share: float) -> list[str]:
+    judged = "every decision" if share == 1.0 else f"{share:.4g} of the decisions, drawn by dice"
+    lines = [f"shadow profile {profile.name}: judges {judged}, acts on none"]
     lines += [f"  filter    {named.name}" for named in profile.filters]
     lines += [f"  scorer    {one.name}: weight {one.weight:g}" for one in profile.scorers]
     return [*lines, f"  picker    {profile.picker_name}"]

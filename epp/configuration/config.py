@@ -159,6 +159,8 @@ class PickerConfig(Struct, frozen=True, kw_only=True):
     """How fast endpoints prefill, as far as the document says so here."""
     shadow: SchedulingProfile | None = None
     """Judges what `profile` decides and acts on nothing."""
+    shadow_share: float = 1.0
+    """Of the decisions, those that it judges."""
     warnings: tuple[str, ...] = ()
 
 
@@ -193,6 +195,7 @@ class _ProfileSpec(Parameters, frozen=True):
 class _ShadowSpec(Parameters, frozen=True):
     plugins: Annotated[tuple[_ProfilePlugin, ...], Meta(min_length=1)]
     name: str = "shadow"
+    share: Annotated[float, Meta(gt=0, le=1)] = 1.0
 
 
 class _Reference(Parameters, frozen=True):
@@ -275,7 +278,7 @@ class _Loader:
         self._check_head(document)
         self._read_plugins(document.get("plugins"))
         profile = self._read_profile(document.get("schedulingProfiles"))
-        shadow = self._read_shadow(document.get("shadow"))
+        shadow, shadow_share = self._read_shadow(document.get("shadow"))
         detector = self._read_saturation(document)
         parsers = self._read_parsers(document)
         metrics = self._read_metrics(document.get("dataLayer"))
@@ -300,6 +303,7 @@ class _Loader:
             metrics=metrics,
             inflight=inflight,
             shadow=shadow,
+            shadow_share=shadow_share,
             warnings=tuple(self.warnings),
         )
 
@@ -545,11 +549,13 @@ class _Loader:
             return None
         return self._profile(spec.name, where, self._entries(where, spec.plugins))
 
-    def _read_shadow(self, value: Any) -> SchedulingProfile | None:
+    def _read_shadow(self, value: Any) -> tuple[SchedulingProfile | None, float]:
+        """The profile, and the share of the decisions that it judges."""
         spec = None if value is None else self.convert(value, _ShadowSpec, "shadow")
         if spec is None:
-            return None
-        return self._profile(spec.name, "shadow", self._entries("shadow", spec.plugins))
+            return None, 1.0
+        profile = self._profile(spec.name, "shadow", self._entries("shadow", spec.plugins))
+        return profile, spec.share
 
     def _entries(
         self, where: str, plugins: Sequence[_ProfilePlugin]
@@ -851,6 +857,7 @@ def describe(config: PickerConfig) -> dict[str, dict[str, Any]]:
     lines = _describe_profile(config.profile, "")
     if config.shadow is not None:
         lines |= _describe_profile(config.shadow, "shadow ")
+        lines["shadow profile"]["share"] = _whole(config.shadow_share)
     for name, index in config.indexes.items():
         lines[f"index {name}"] = _plain(index)
     lines["saturation"] = _plain(config.saturation)

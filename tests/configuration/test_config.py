@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from epp.configuration.build import default_config, plugin_tables
+from epp.configuration.build import build_settings, default_config, plugin_tables
 from epp.configuration.compatibility import ACCEPTED, PARSERS, REFUSED
 from epp.configuration.config import (
     CONFIG_MAX_BYTES,
@@ -758,6 +758,9 @@ def test_a_shadow_profile_is_read_beside_the_one_that_acts():
     assert not [sentence for sentence in config.warnings if "prefix-cache-scorer" in sentence]
     other = load_config(SHADOW.replace("weight: 4", "weight: 5"), "there", TABLES)
     assert diff_configs(config, other) == ["shadow scorer prefix-cache-scorer: weight 4 -> 5"]
+    sampled = load_config(SHADOW.replace("shadow:", "shadow:\n  share: 0.25"), "there", TABLES)
+    assert build_settings(sampled).shadow_share == 0.25
+    assert diff_configs(config, sampled) == ["shadow profile: share 1 -> 0.25"]
     without = load_config(SHADOW.partition("shadow:")[0], "there", TABLES)
     assert without.shadow is None
     assert config_hash(without) != config_hash(config)
@@ -768,6 +771,7 @@ def test_a_shadow_profile_is_read_beside_the_one_that_acts():
     [
         ("shadow: []", "shadow: expected `object`, got `array`"),
         ("shadow: {plugins: []}", "length >= 1"),
+        ("shadow: {plugins: [{pluginRef: queue-scorer}], share: 0}", "> 0"),
         ("shadow: {plugins: [{pluginRef: nothing}]}", "shadow.plugins[0]"),
         ("shadow: {plugins: [{pluginRef: queue-scorer, weight: 0}]}", "are all 0"),
         ("shadow: {plugins: [{pluginRef: queue-scorer}], weights: {}}", "unknown field `weights`"),

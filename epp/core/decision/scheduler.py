@@ -68,7 +68,9 @@ class SchedulerSettings(Struct, frozen=True, kw_only=True):
     lease_ttl_without_response_phase_s: Seconds = 60.0
     session_tokens: SessionTokens = NO_TOKENS
     shadow: SchedulingProfile | None = None
-    """Judges every decision and acts on none."""
+    """Judges decisions and acts on none."""
+    shadow_share: float = 1.0
+    """Of the decisions, above 0: those that `shadow` judges."""
 
     @property
     def plugin_names(self) -> tuple[str, ...]:
@@ -102,7 +104,7 @@ class Decision(Struct, frozen=True, kw_only=True):
     markers: tuple[Marker, ...] = ()
     """The filters and scorers that set headers on the response."""
     shadow: ShadowVerdict | None = None
-    """What the shadow profile would have done; None: there is none."""
+    """What the shadow profile would have done; None: there is none, or it was not asked."""
 
     def response_headers(self, served: str) -> dict[str, str]:
         """Headers to set on the response, e.g. the session token.
@@ -386,6 +388,7 @@ class Scheduler:
             self.shadow = Shadow(
                 shadow,
                 seed=self.seed,
+                share=self.settings.shadow_share,
                 block_tokens=self.settings.block_tokens,
                 totals=self.shadow_totals,
                 failures=self.shadow_failures,

@@ -1,4 +1,4 @@
-"""A second profile that judges every decision and acts on none.
+"""A second profile that judges decisions, all or a share of them, and acts on none.
 
 It sees what the acting profile sees, at the same instant: the same candidates, the same indexes, the
 same work in flight. So what it tells is where this one request would have gone, not what the pool
@@ -101,12 +101,16 @@ class Shadow:
         profile: SchedulingProfile,
         *,
         seed: int,
+        share: float,
         block_tokens: int,
         totals: ShadowTotals,
         failures: PluginFailures,
     ) -> None:
-        """`failures` of its plugins alone: the acting profile may use the same without failing."""
+        """`share` of the decisions are judged, drawn by dice of its own; `failures` of its plugins
+        alone: the acting profile may use the same without failing.
+        """
         self.profile = profile
+        self._share = share
         self.failures = failures
         self._kept_scores = KeptScores(profile.scorers)
         self._scorers = tuple(scorer.name for scorer in profile.scorers)
@@ -122,12 +126,15 @@ class Shadow:
         rotation: int,
         fresh_first: Callable[[Kept], Candidates],
         endpoint_in: Callable[[int], Endpoint],
-    ) -> ShadowVerdict:
-        """What it would have done. Never raises, and changes nothing but its own totals.
+    ) -> ShadowVerdict | None:
+        """What it would have done; None: this one is not judged. Never raises, and changes nothing but
+        its own totals and dice.
 
         `candidates` are those before any filter; `live` those that were scored, and the position of
         the one that was picked. `endpoint_in` a slot.
         """
+        if self._share < 1.0 and self._random.random() >= self._share:
+            return None
         failed_before = self._failures_so_far()
         slot = -1
         try:

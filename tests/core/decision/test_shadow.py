@@ -191,6 +191,22 @@ def test_without_a_shadow_nothing_is_judged():
     assert made.shadow_totals.verdicts.total() == 1
 
 
+def test_a_share_of_the_decisions_is_judged_and_none_changes():
+    """By dice of its own, the same for the same seed; so many that it is no accident."""
+    made = [scheduler(profile("s", queue=1), acting=profile("a", prefix=1)) for _ in range(2)]
+    for one in made:
+        one.configure(msgspec.structs.replace(one.settings, shadow_share=0.2), 0.0)
+    alone = scheduler(None, acting=profile("a", prefix=1))
+    verdicts = [[asked(one) for _ in range(500)] for one in made]
+    judged = [[decision.shadow is not None for decision in seen] for seen in verdicts]
+    assert judged[0] == judged[1]
+    # Three and a half deviations of a count of 500.
+    assert 69 <= sum(judged[0]) <= 131
+    assert made[0].shadow_totals.verdicts.total() == sum(judged[0])
+    expected = [asked(alone).endpoint.name for _ in range(500)]
+    assert [decision.endpoint.name for decision in verdicts[0]] == expected
+
+
 def test_an_endpoint_that_left_is_not_counted_for_the_next_in_its_slot():
     made = scheduler(profile("s", queue=1), endpoints=1)
     asked(made)

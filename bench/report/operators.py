@@ -20,11 +20,13 @@ CAPTURE: Final = "and a capture of every request"
 TRACING: Final = "and spans, one of a hundred sampled"
 EJECTION: Final = "and the ejection of outliers"
 EVERYTHING: Final = "and a shadow profile"
-NAMES: Final = (NOTHING, RECORDS, CAPTURE, TRACING, EJECTION, EVERYTHING)
-"""Each adds to the one before it."""
+SPARINGLY: Final = "all of it, capture and shadow of a tenth"
+NAMES: Final = (NOTHING, RECORDS, CAPTURE, TRACING, EJECTION, EVERYTHING, SPARINGLY)
+"""Each adds to the one before it, but the last."""
 _STRATEGY: Final = "homing"
 _OUTLIERS: Final = "outlier-ejection-filter"
 _SAMPLED_SHARE: Final = "0.01"
+_SPARING_SHARE: Final = 0.1
 
 
 def operated(folder: Path, collector: str) -> list[Settings]:
@@ -43,7 +45,9 @@ def operated(folder: Path, collector: str) -> list[Settings]:
             profile | {"plugins": [{"pluginRef": _OUTLIERS}, *profile["plugins"]]}
         ],
     }
-    shadowed = ejecting | {"shadow": {"name": "shadow", "plugins": profile["plugins"]}}
+    shadow = {"name": "shadow", "plugins": profile["plugins"]}
+    shadowed = ejecting | {"shadow": shadow}
+    sparing = ejecting | {"shadow": shadow | {"share": _SPARING_SHARE}}
 
     def captured(name: str, *flags: str) -> Settings:
         """Each into a folder of its own."""
@@ -57,6 +61,12 @@ def operated(folder: Path, collector: str) -> list[Settings]:
         captured(TRACING, "--tracing"),
         captured(EJECTION, "--tracing", _written(folder / "ejecting.json", ejecting)),
         captured(EVERYTHING, "--tracing", _written(folder / "shadowed.json", shadowed)),
+        captured(
+            SPARINGLY,
+            "--tracing",
+            f"--capture-share={_SPARING_SHARE}",
+            _written(folder / "sparing.json", sparing),
+        ),
     ]
 
 

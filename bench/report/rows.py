@@ -8,7 +8,7 @@ from msgspec import Struct
 from bench.report import workloads
 from bench.report.contestants import GO, homing, nothing
 from bench.report.measuring import Reading, Results, Sample, idle_name
-from bench.report.operators import EVERYTHING, NAMES, NOTHING
+from bench.report.operators import EVERYTHING, NAMES, NOTHING, SPARINGLY
 from bench.report.verdicts import Figure, Verdict, crosses, figure, judge, ratios
 from bench.report.workloads import LEAN, Workload
 
@@ -236,7 +236,7 @@ class _Rows:
                         ", ".join((homing(each), *filter(None, [name]))),
                         f"{homing(each)}, {NOTHING}",
                     ),
-                    workloads.OPERATED_RATIO_MAX if name == EVERYTHING else None,
+                    workloads.OPERATED_RATIO_MAX if name in {EVERYTHING, SPARINGLY} else None,
                     played,
                     judged=LEAN,
                 )

@@ -413,7 +413,7 @@ def results(*, cpu_us, disturbance=QUIET, failed=0):
             "operators",
             ", ".join([homing("ngh2"), *([name] if name else [])]),
             number,
-            cpu_us=100.0 + at,
+            cpu_us=100.0 + min(at, 5),
             disturbance=disturbance,
         )
         for at, name in enumerate(operators.NAMES)
@@ -447,10 +447,10 @@ def test_the_verdict_is_about_the_lean_transport_and_every_aim_has_a_row():
     assert first.seen["ngh2"].median == 0.25
     lean = next(row for row in told if "units of grpcio" in row.measure)
     assert lean.seen["ngh2"].median == pytest.approx(25 / 450)
-    assert len(aimed) == 18
+    assert len(aimed) == 19
     operated = [row for row in told if "nothing of it" in row.measure]
-    assert [row.seen["ngh2"].median for row in operated] == [1.01, 1.02, 1.03, 1.04, 1.05]
-    assert [row.aim_max for row in operated] == [None] * 4 + [1.05]
+    assert [row.seen["ngh2"].median for row in operated] == [1.01, 1.02, 1.03, 1.04, 1.05, 1.05]
+    assert [row.aim_max for row in operated] == [None] * 4 + [1.05] * 2
 
 
 def test_a_picker_for_each_thing_that_operators_switch_on_begins(tmp_path):
@@ -462,7 +462,7 @@ def test_a_picker_for_each_thing_that_operators_switch_on_begins(tmp_path):
         text = Path(parsed.config_file).read_text() if parsed.config_file else ""
         config = load_config(text, "it", plugin_tables()) if text else None
         assert (config is not None and config.shadow is not None) == (
-            settings.name == operators.EVERYTHING
+            settings.name in {operators.EVERYTHING, operators.SPARINGLY}
         )
 
 

@@ -852,12 +852,16 @@ def _raised(where: str, what: str, error: Exception, *expected: str) -> str:
 # --- comparing two --------------------------------------------------------------------------------
 
 
+_SHADOW: Final = "shadow "
+"""What lines about the shadow profile begin with."""
+
+
 def describe(config: PickerConfig) -> dict[str, dict[str, Any]]:
     """The canonical form: what decides, as plain values; equal if and only if the effect is."""
     lines = _describe_profile(config.profile, "")
     if config.shadow is not None:
-        lines |= _describe_profile(config.shadow, "shadow ")
-        lines["shadow profile"]["share"] = _whole(config.shadow_share)
+        lines |= _describe_profile(config.shadow, _SHADOW)
+        lines[f"{_SHADOW}profile"]["share"] = _whole(config.shadow_share)
     for name, index in config.indexes.items():
         lines[f"index {name}"] = _plain(index)
     lines["saturation"] = _plain(config.saturation)
@@ -912,7 +916,10 @@ def config_hash(config: PickerConfig) -> str:
 
 
 def diff_configs(old: PickerConfig, new: PickerConfig) -> list[str]:
-    """What changes from `old` to `new`, one line a parameter; empty if nothing that decides."""
+    """What changes from `old` to `new`, one line a parameter; empty if nothing that decides or judges.
+
+    What acts comes before its shadow.
+    """
     before, after = describe(old), describe(new)
     lines: list[str] = []
     lines.extend(f"{name}: removed" for name in before if name not in after)
@@ -925,7 +932,7 @@ def diff_configs(old: PickerConfig, new: PickerConfig) -> list[str]:
             was, now = before[name].get(member), after[name].get(member)
             if was != now:
                 lines.append(f"{name}: {member} {_shown(was)} -> {_shown(now)}")
-    return lines
+    return sorted(lines, key=lambda line: line.startswith(_SHADOW))
 
 
 def _shown(value: Any) -> str:

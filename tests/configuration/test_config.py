@@ -763,6 +763,16 @@ def test_a_shadow_profile_is_read_beside_the_one_that_acts():
     assert diff_configs(config, sampled) == ["shadow profile: share 1 -> 0.25"]
     without = load_config(SHADOW.partition("shadow:")[0], "there", TABLES)
     assert without.shadow is None
+    acting = load_config(
+        SHADOW.partition("shadow:")[0] + "    weight: 2\n",
+        "there",
+        TABLES,
+    )
+    changes = diff_configs(config, acting)
+    about_shadow = [line.startswith("shadow ") for line in changes]
+    assert "scorer queue-scorer: weight 1 -> 2" in changes
+    assert about_shadow == sorted(about_shadow)
+    assert any(about_shadow)
     assert config_hash(without) != config_hash(config)
 
 

@@ -6,6 +6,7 @@ first is what the event loop pays; what the thread pays beside it is told apart.
 
 import gzip
 import itertools
+from collections.abc import Iterator
 from random import Random
 
 from msgspec import structs
@@ -28,11 +29,11 @@ CALLS = 100
 BATCHES = 30
 
 
-def requests() -> "itertools.cycle[InferenceRequest]":
+def requests() -> Iterator[tuple[bytes, ...]]:
     """Prompts that each begin like others and end alone."""
     random = Random("bench:capture")
     heads = [random.randbytes(PROMPT_BYTES * 3 // 4) for _ in range(CONVERSATIONS // 10)]
-    prompts = [
+    prompts: list[tuple[bytes, ...]] = [
         (random.choice(heads) + random.randbytes(PROMPT_BYTES // 4),) for _ in range(CONVERSATIONS)
     ]
     return itertools.cycle(prompts)

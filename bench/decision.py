@@ -176,7 +176,8 @@ class Silent:
         pass
 
     decided = refused = failed = response_started = completed = ignore
-    set_aside = unknown_body_mode = protocol_violated = ignore
+    set_aside = unknown_body_mode = unknown_objective = protocol_violated = ignore
+    response_body_declined = usage_unseen = ignore
 
 
 def telemetry_observer(pool: Pool) -> Observation:

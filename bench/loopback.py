@@ -47,7 +47,7 @@ def _response_headers() -> bytes:
 
 
 async def _serve(tell: Connection) -> None:
-    pool = Pool(100, time.monotonic())
+    pool = Pool(100, now=time.monotonic())
     observation = telemetry_observer(pool)
     ext_proc = ExtProc(
         lambda gateway: Session(

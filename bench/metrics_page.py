@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from prometheus_client import CollectorRegistry, generate_latest
 
 from bench.decision import Pool
+from epp.core.decision.scheduler import Decision
 from epp.core.knowledge.inflight import Outcome
 from epp.core.prompt.request import InferenceRequest
 from epp.core.protocol.budget import BodyBudget
@@ -49,6 +50,7 @@ def exported(models: int, endpoints: int) -> tuple[CollectorRegistry, Telemetry]
             prompt_tokens=128,
         )
         decision = scheduler.schedule(request, pool.now)
+        assert isinstance(decision, Decision), decision
         telemetry.decided(
             decision,
             scheduling_s=5e-5,

@@ -63,7 +63,7 @@ async def _zeromq(*, encrypted: bool) -> AsyncIterator[Line]:
 
     def receive() -> int:
         came = 0
-        while bound.getsockopt(zmq.EVENTS) & zmq.POLLIN:
+        while int(bound.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
             bound.recv_multipart()
             came += 1
         return came

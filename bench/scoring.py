@@ -86,12 +86,12 @@ def run() -> list[tuple[str, str]]:
         if "lora" in name:
             measure(f"{name} (none reported)", lambda s=scorer: s.score(request, without))
     label_values = filters.LabelValues(label="app", valid_values=("vllm",))
-    for name, kind in FILTERS.items():
-        plugin = label_values if kind is filters.LabelValues else kind()
+    for name, filtering in FILTERS.items():
+        plugin = label_values if filtering is filters.LabelValues else filtering()
         candidates = with_adapters if "lora" in name else without
         measure(name, lambda p=plugin, c=candidates: p.keep(request, c))
-    for name, kind in PICKERS.items():
-        picker = kind()
+    for name, picking in PICKERS.items():
+        picker = picking()
         measure(name, lambda p=picker: p.pick(sums, without, random, 7))
     profile = SchedulingProfile(
         name="default",

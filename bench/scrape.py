@@ -67,7 +67,7 @@ def live_pages(model: str) -> list[bytes]:
             now = arrives_at
             continue
         now = step.ends_at
-        page.observe(step, now)
+        page.observe(step, engine.snapshot(), now)
         for request in inside:
             if request.finished:
                 page.finish(request, "length", request.output_tokens)

@@ -16,6 +16,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+import grpc.aio
 from aiohttp import ClientError, ClientSession, ClientTimeout
 from msgspec import Struct
 from rich.console import Console
@@ -79,7 +80,7 @@ class Probe:
                     self._http(session) if self._place.gateway else self._raw(opened)
                 )
 
-    async def _raw(self, opened: "gw.grpc.aio.Channel") -> None:
+    async def _raw(self, opened: grpc.aio.Channel) -> None:
         asked_s = time.monotonic()
         problem = await gw.ask(opened, PROMPT, timeout_s=PROBE_S_MAX)
         self.done.append(Probed(asked_s, time.monotonic() - asked_s, problem))

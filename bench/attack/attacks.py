@@ -8,7 +8,7 @@ import asyncio
 import itertools
 import sys
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping
 
 import grpc
 import grpc.aio
@@ -265,7 +265,7 @@ async def _models(target: Target) -> str:
     return f"{sent:,} requests for {MODELS:,} models"
 
 
-ATTACKS: Mapping[str, Callable[[Target], Awaitable[str]]] = {
+ATTACKS: Mapping[str, Callable[[Target], Coroutine[object, object, str]]] = {
     "held": _held,
     "bodies": _bodies,
     "pieces": _pieces,

@@ -16,7 +16,7 @@ import socket
 import struct
 import time
 from collections import Counter, deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import lru_cache
 from itertools import cycle
 from multiprocessing.connection import Connection as Pipe
@@ -24,7 +24,7 @@ from random import Random
 from typing import Final
 
 from envoy.service.ext_proc.v3.external_processor_pb2 import ProcessingResponse
-from hpack import Decoder
+from hpack import Decoder, HeaderTuple
 from msgspec import Struct
 
 from bench.raw_http2 import (
@@ -265,17 +265,18 @@ class _Connection:
 
     def _data(self, stream: _Stream, data: bytes) -> None:
         received = stream.received
-        if received:
+        waited = bool(received)
+        if waited:
             received += data
-            data = received
-        at, size = 0, len(data)
+        whole = received if waited else data
+        at, size = 0, len(whole)
         while size - at >= 5:
-            end = at + 5 + _PREFIX.unpack_from(data, at)[1]
+            end = at + 5 + _PREFIX.unpack_from(whole, at)[1]
             if end > size:
                 break
-            self._answer(stream, data, at + 5, end)
+            self._answer(stream, whole, at + 5, end)
             at = end
-        if data is received:
+        if waited:
             del received[:at]
         elif at < size:
             received += data[at:]
@@ -350,8 +351,7 @@ class _Connection:
     def _status(self, block: bytes) -> str:
         if self._decoder.header_table_size == 0:
             return _status_without_table(block)
-        fields = dict(self._decoder.decode(block))
-        return str(fields.get("grpc-status", "none"))
+        return _status_in(self._decoder.decode(block, raw=True))
 
     def _end(self, stream: _Stream, failure: str) -> None:
         if self.streams.pop(stream.number, None) is not None:
@@ -363,7 +363,12 @@ def _status_without_table(block: bytes) -> str:
     """Where no table is kept a block says the same wherever it stands."""
     decoder = Decoder()
     decoder.header_table_size = 0
-    return str(dict(decoder.decode(block)).get("grpc-status", "none"))
+    return _status_in(decoder.decode(block, raw=True))
+
+
+def _status_in(fields: Iterable[HeaderTuple]) -> str:
+    told = (value.decode() for name, value in fields if name == b"grpc-status")
+    return next(told, "none")
 
 
 def _ends_body(data: bytes | bytearray, start: int, end: int) -> bool:

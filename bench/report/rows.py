@@ -231,7 +231,7 @@ class _Rows:
                 self._add(
                     f"{workloads.ANSWERED.title}: {name or 'as installed'}",
                     f"CPU a request, in units of that with {NOTHING}",
-                    lambda each, name=name: self._against(  # type: ignore[misc]
+                    lambda each, name=name: self._against(
                         "operators",
                         ", ".join((homing(each), *filter(None, [name]))),
                         f"{homing(each)}, {NOTHING}",

@@ -78,7 +78,8 @@ def to_markdown(reported: Reported, machine: Mapping[str, object]) -> str:
 
 def _noise(reported: Reported) -> str:
     results = reported.results
-    noise = [each.disturbance for each in (*results.samples, *results.readings)]
+    noise = [each.disturbance for each in results.samples]
+    noise += [each.disturbance for each in results.readings]
     others = [each.others_cores for each in noise]
     stolen = [each.stolen_cores for each in noise]
     told = (

@@ -18,7 +18,7 @@ async def _process(
     requests: AsyncIterator[bytes], context: grpc.aio.ServicerContext[bytes, bytes]
 ) -> None:
     conversation = Conversation()
-    while (message := await context.read()) is not grpc.aio.EOF:
+    while isinstance(message := await context.read(), bytes):
         for answer in conversation.answers(message):
             await context.write(answer)
 

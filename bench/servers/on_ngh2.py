@@ -53,15 +53,14 @@ class _Protocol(asyncio.Protocol):
         http2, streams = self._http2, self._streams
         http2.receive_data(data)
         for event in http2.events():
-            kind = type(event)
-            if kind is DataReceived:
+            if isinstance(event, DataReceived):
                 stream = streams.get(event.stream_id)
                 if stream is not None:
                     self._take(event.stream_id, stream, event.data, last=event.end_stream)
-            elif kind is RequestReceived:
+            elif isinstance(event, RequestReceived):
                 streams[event.stream_id] = _Stream()
                 http2.send_response(event.stream_id, _RESPONSE)
-            elif kind is StreamClosed:
+            elif isinstance(event, StreamClosed):
                 streams.pop(event.stream_id, None)
         self._transport.write(http2.data_to_send())
 

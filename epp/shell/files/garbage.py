@@ -1,9 +1,9 @@
 """Freeing soon what only the garbage collector frees.
 
-Both transports leave cycles of objects behind each stream, ten to twenty objects a request. Python
-looks for such garbage when 50,000 objects were added, a minute at 100 requests a second, and for
-what was in use at that instant much later: meanwhile memory is taken from the machine for what is
-long gone. What is there when the picker starts never becomes garbage, and the prefix index, the
+grpcio leaves a cycle of three objects behind each stream; of the ordinary course of a request ngh2
+leaves none, but what failed, was reset or has a traceback may. Python looks for such garbage when
+50,000 objects were added, minutes at 100 requests a second, and for what was in use at that instant
+much later: meanwhile memory is taken from the machine for what is long gone. What is there when the picker starts never becomes garbage, and the prefix index, the
 one thing that grows large, the collector does not look at: a look at all the rest takes less than
 a millisecond.
 """

@@ -32,7 +32,7 @@ coverage: $(STAMP)    ## every test, slower: which lines and branches they reach
 validate: $(STAMP)    ## the simulator against whole-hour traces, some minutes
 	$(BIN)/python -m pytest -m long tests/sim
 
-peers: $(PEERS)       ## strategies beside the programs that they copy, half an hour: docs/peers.md
+peers: $(PEERS)       ## strategies beside the programs that they copy, minutes: docs/peers.md
 	HOMING_PEERS_REPORT=docs/peers.md $(BIN)/python -m pytest -m peers tests/peers
 
 check: $(STAMP)       ## format, lint, types, architecture, dependencies

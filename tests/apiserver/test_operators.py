@@ -80,7 +80,7 @@ async def test_an_upgrade_with_other_weights_is_a_reload_with_an_event(
             await until(lambda: _equal(weight(), 2.5), "the new weight")
             shown = command(release, "kubectl events")
             await until(lambda: "ConfigApplied" in kubectl_does(shown), "the Event")
-            assert re.search(r"prefix-cache-scorer: weight 3 -> 2\.5", kubectl_does(shown))
+            assert re.search(r"prefix-cache-scorer: added with weight 2\.5", kubectl_does(shown))
             described = kubectl_does(f"kubectl describe inferencepool {POOL} -n {namespace.name}")
             assert "ConfigApplied" in described
 

@@ -3,6 +3,7 @@
 import pytest
 
 from tests.apiserver.cluster import POOL, Release, running_picker
+from tests.apiserver.test_tuning import reweighed
 from tests.chart.rendering import ROOT
 from tests.envoy.rig import until
 
@@ -109,7 +110,7 @@ async def test_everything_that_is_used_is_granted(helm, namespace, tmp_path):
                 if at["verb"] != "list"
             }
 
-        text = release.config_text().replace("weight: 3", "weight: 4")
+        text = reweighed(release.config_text(), 4)
         namespace.patch("configmaps", release.config_map(), data={"config.yaml": text})
         await until(lambda: used() == USED, f"{USED}")
     assert release.refused() == set()

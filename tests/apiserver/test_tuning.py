@@ -8,11 +8,11 @@ from tests.chart.rendering import ROOT
 from tests.envoy.rig import until
 
 VALUES = ROOT / "tests/chart/values"
-SCORER = "prefix-cache-scorer"
+SCORER = "added-time-scorer"
 
 
 def reweighed(text, weight):
-    """`text` with another weight of the scorer of prefixes."""
+    """`text` with another weight of its scorer."""
     config = yaml.safe_load(text)
     for plugin in config["schedulingProfiles"][0]["plugins"]:
         if plugin["pluginRef"] == SCORER:
@@ -48,12 +48,12 @@ async def test_a_changed_config_map_is_in_force_at_once(helm, namespace, engine,
     name, before = release.config_map(), release.config_text()
     async with running_picker(release, tmp_path / "picker") as picker:
         await picker.knows(engine)
-        assert await weight(picker) == 3
+        assert await weight(picker) == 1
 
         namespace.patch("configmaps", name, data={"config.yaml": reweighed(before, 7)})
         await until(lambda: _equal(weight(picker), 7), "the new weight")
         (told,) = await events(namespace, "ConfigApplied", 1)
-        assert told == f"generation 2: scorer {SCORER}: weight 3 -> 7"
+        assert told == f"generation 2: scorer {SCORER}: weight 1 -> 7"
         (event,) = namespace.list("events")
         pool = namespace.get("inferencepools", POOL)
         assert event["involvedObject"]["uid"] == pool["metadata"]["uid"]
@@ -79,7 +79,7 @@ async def test_without_the_watch_the_mounted_file_counts(helm, namespace, engine
         picker.mounted.write(reweighed(before, 5))
         await until(lambda: _equal(weight(picker), 5), "the weight of the file")
         (told,) = await events(namespace, "ConfigApplied", 1)
-        assert told == f"generation 2: scorer {SCORER}: weight 3 -> 5"
+        assert told == f"generation 2: scorer {SCORER}: weight 1 -> 5"
         assert await picker.pick() == engine.address
     assert release.refused() == set()
 

@@ -21,6 +21,7 @@ from epp.core.decision.scheduler import Decision, Scheduler, SchedulerSettings
 from epp.core.knowledge.inflight import Outcome
 from epp.core.prompt.request import InferenceRequest
 from epp.core.types import ApiKind, Endpoint, EndpointMetrics
+from epp.shell.files.capture_folder import PACKING_LEVEL
 
 ENDPOINTS = 32
 PROMPT_BYTES = 8_192
@@ -117,7 +118,7 @@ def run() -> list[tuple[str, str]]:
     for note in told:
         transcript.note(note)
     lines = transcript.take()
-    packed = sum(len(gzip.compress(part, 6)) for part in lines)
+    packed = sum(len(gzip.compress(part, PACKING_LEVEL)) for part in lines)
     rows.append((f"{what}, its lines, on the thread", f"{took_us:.1f} µs"))
     rows.append((f"{what}, its lines, packed", f"{packed / CALLS:.0f} bytes"))
     return rows

@@ -72,9 +72,12 @@ class Settings(Struct, frozen=True, kw_only=True):
     environment: Mapping[str, str] = {}
 
 
-def homing(transport: str) -> str:
-    """The name of Homing on `transport`."""
-    return f"Homing, {transport}"
+AS_INSTALLED: Final = Settings()
+
+
+def homing(transport: str, settings: str = "") -> str:
+    """The name of Homing on `transport`, with the `Settings` of that name."""
+    return f"Homing, {transport}" + (f", {settings}" if settings else "")
 
 
 def nothing(transport: str) -> str:
@@ -160,7 +163,7 @@ def serving_homing(
     pool: Pool,
     folder: Path,
     core: frozenset[int],
-    settings: Settings = Settings(),  # noqa: B008 - it is frozen
+    settings: Settings = AS_INSTALLED,
 ) -> Iterator[Contestant]:
     """`epp serve` with its endpoints ready, inside."""
     grpc, health, metrics = free_ports(3)
@@ -180,8 +183,7 @@ def serving_homing(
         _process(command, core, stdout=out, environment=environment) as process,
     ):
         _until_ready(process, metrics, pool.endpoints, log)
-        name = ", ".join((homing(transport), *filter(None, [settings.name])))
-        yield Contestant(name=name, port=grpc, pid=process.pid)
+        yield Contestant(name=homing(transport, settings.name), port=grpc, pid=process.pid)
 
 
 def _endpoints(pool: Pool) -> list[dict[str, object]]:

@@ -214,8 +214,8 @@ class _Rows:
             f"CPU a request, in units of that at {few}",
             lambda each: self._against(
                 "endpoints",
-                f"{homing(each)}, {many:,} endpoints",
-                f"{homing(each)}, {few:,} endpoints",
+                homing(each, f"{many:,} endpoints"),
+                homing(each, f"{few:,} endpoints"),
             ),
             workloads.ENDPOINTS_RATIO_MAX,
             played,
@@ -233,8 +233,8 @@ class _Rows:
                     f"CPU a request, in units of that with {NOTHING}",
                     lambda each, name=name: self._against(
                         "operators",
-                        ", ".join((homing(each), *filter(None, [name]))),
-                        f"{homing(each)}, {NOTHING}",
+                        homing(each, name),
+                        homing(each, NOTHING),
                     ),
                     workloads.OPERATED_RATIO_MAX if name in {EVERYTHING, SPARINGLY} else None,
                     played,

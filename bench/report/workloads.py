@@ -122,5 +122,7 @@ IDLE_CORES_MAX: Final = {"200ms": 0.08, "": 0.05}
 IDLE_S: Final = 2.0
 SOAK: Final = "python -m bench.soak --minutes 120 --rate-per-s 300"
 
-NAMES: Final = (*(each.name for each in LOADS), "endpoints", "operators", "memory", "idle")
+APART: Final = ("endpoints", "operators")
+"""Played by pickers of their own, against each other."""
+NAMES: Final = (*(each.name for each in LOADS), *APART, "memory", "idle")
 """What `--only` takes."""

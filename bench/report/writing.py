@@ -166,7 +166,7 @@ def _failed_of(samples: Sequence[Sample]) -> str:
 
 def _generator(samples: Sequence[Sample]) -> str:
     rows = []
-    for load in (*(each.name for each in workloads.LOADS), "endpoints", "operators"):
+    for load in (*(each.name for each in workloads.LOADS), *workloads.APART):
         its = [each for each in samples if each.workload == load]
         if its:
             used = [each.generator_cpu_us for each in its if each.generator_cpu_us is not None]
@@ -182,9 +182,7 @@ def _generator(samples: Sequence[Sample]) -> str:
 
 
 def _by_contestant(samples: Sequence[Sample], value: Any, loads: Sequence[Any]) -> str:
-    names = _contestants(
-        [each for each in samples if each.workload not in {"endpoints", "operators"}]
-    )
+    names = _contestants([each for each in samples if each.workload not in workloads.APART])
     rows = []
     for load in loads:
         its = [each for each in samples if each.workload == load.name]

@@ -411,7 +411,7 @@ def results(*, cpu_us, disturbance=QUIET, failed=0):
     samples += [
         sample(
             "operators",
-            ", ".join([homing("ngh2"), *([name] if name else [])]),
+            homing("ngh2", name),
             number,
             cpu_us=100.0 + min(at, 5),
             disturbance=disturbance,

@@ -489,7 +489,7 @@ class Cluster:
             if known.endpoint.incarnation == endpoint.incarnation:
                 return
             known.stop()
-        purpose = f"scrape:{replica}:{endpoint.endpoint_id}:{endpoint.incarnation}"
+        purpose = f"scrape:{replica}:{pod.place}:{endpoint.incarnation}"
         scrapers[endpoint.endpoint_id] = Scraper(
             pod,
             endpoint,
@@ -626,7 +626,10 @@ class Cluster:
         self.loop.after(self.settings.discovery_delay_s, self._announce)
 
     def _add_pod(self, kind: PodKind) -> None:
-        pod = SimulatedPod(len(self.pods), kind, self.loop, self._stepped)
+        number = len(self.pods)
+        # As uids of real pods, other ones each time: what is placed by a hash of them is placed by luck.
+        uid = f"pod-{number}.{self._seed}"
+        pod = SimulatedPod(number, uid, kind, self.loop, self._stepped)
         self.pods.append(pod)
         self._by_endpoint[pod.endpoint.endpoint_id] = pod
 

@@ -94,12 +94,14 @@ class SimulatedPod:
     def __init__(
         self,
         number: int,
+        uid: str,
         kind: PodKind,
         loop: Loop,
         stepped: Callable[["SimulatedPod", Step], None],
     ) -> None:
         self.number = number
         self.name = f"pod-{number}"
+        self.uid = uid
         self.kind = kind
         self.alive = True
         self.restarts = 0
@@ -129,13 +131,18 @@ class SimulatedPod:
         )
 
     @property
+    def place(self) -> str:
+        """What its dice are known by: the same with every seed."""
+        return f"{self.name}:{_PORT}"
+
+    @property
     def endpoint(self) -> Endpoint:
         """As discovery announces it."""
         # 10.x.y.z holds a million pods, each with an address of its own.
         high, low = divmod(self.number + 1, 250)
         address = f"10.{high // 250}.{high % 250}.{low + 1}:{_PORT}"
         return Endpoint(
-            endpoint_id=f"{self.name}:{_PORT}",
+            endpoint_id=f"{self.uid}:{_PORT}",
             name=self.name,
             address=address,
             incarnation=str(self.restarts),

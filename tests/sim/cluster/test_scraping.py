@@ -29,7 +29,7 @@ CHANGES = st.lists(
 
 
 def started(delay_s, loop, troubles=()):
-    pod = SimulatedPod(0, kind(), loop, lambda pod, step: None)
+    pod = SimulatedPod(0, "uid-0", kind(), loop, lambda pod, step: None)
     scraper = Scraper(
         pod, pod.endpoint, Random("1"), loop.now,
         interval_s=INTERVAL_S, delay_s=delay_s, troubles=troubles,

@@ -7,11 +7,13 @@ and the turns of one conversation part. So it is
 - the hash of the prompt's head as far as the first boundary of `key_tokens` beyond what most
   candidates hold, as long as that lies in what comes before the user's first message: who shares a
   preamble that is not everywhere yet stays together;
-- beyond that the session, if the client names it, else the conversation: the hash of all up to the
-  end of the user's first message, the same at each turn;
-- where there is neither, as in a completion, the hash of that head in any case.
+- beyond that the session, if the client names it and sessions come again here, else the
+  conversation: the hash of all up to the end of the user's first message, the same at each turn;
+- of a completion, of which nobody knows what comes before a first message, the session if sessions
+  come again, else that head in any case: a session of one request would part who shares a head.
 
-What most hold is nearly the same at all pickers, because it is what most requests begin with.
+What most hold is nearly the same at all pickers, because it is what most requests begin with; whether
+sessions come again is, because each picker sees a sample of the same.
 """
 
 import math
@@ -19,8 +21,8 @@ from enum import StrEnum
 from typing import Final
 
 import numpy as np
-import xxhash
 
+from epp.core.knowledge.sessions import session_hash
 from epp.core.types import BYTES_PER_TOKEN
 from epp.plugins.contract import Candidates, Floats, InferenceRequest, Ints
 
@@ -60,11 +62,12 @@ def agreement_key(
     common = int(np.sort(matched_blocks)[(len(matched_blocks) - 1) // 2])
     head_blocks = step * (common // step + 1)
     preamble_bytes, conversation = request.opening() or (0, None)
-    if session:
-        conversation = xxhash.xxh64_intdigest(session.encode("utf-8", "surrogatepass"))
+    if session and request.sessions_return:
+        conversation = session_hash(session)
     if conversation is not None and head_blocks * block_bytes > preamble_bytes:
         return conversation
-    return request.block_hash(block_bytes, head_blocks)
+    head = request.block_hash(block_bytes, head_blocks)
+    return session_hash(session) if head is None and session else head
 
 
 def agreed_scores(candidates: Candidates, key: int) -> Floats:

@@ -6,6 +6,7 @@ built in or installed, names them by this module.
 
 from epp.core.decision.plugin import (
     Filter,
+    GoesBySessions,
     MarksResponses,
     Picker,
     ReadsColumns,
@@ -41,6 +42,7 @@ __all__ = [
     "Endpoint",
     "Filter",
     "Floats",
+    "GoesBySessions",
     "InferenceRequest",
     "Ints",
     "MarksResponses",

@@ -57,13 +57,12 @@ class PrefixCache(Parameters, frozen=True):
         affinity = candidates.affinity(self.prefix_match_info_producer_name)
         share: Floats = affinity.matched / (affinity.total or 1)
         if self._agrees(request) and share[share.argmax()] < self.agreement_below:
-            header = self.agreement_session_header.lower()
             key = agreement_key(
                 request,
                 candidates,
                 affinity.matched,
                 key_tokens=self.agreement_key_tokens,
-                session=request.session_id or request.headers.get(header, ""),
+                session=self.session_of(request),
             )
             if key is not None:
                 return agreed_scores(candidates, key)
@@ -74,6 +73,12 @@ class PrefixCache(Parameters, frozen=True):
         weight = self.match_length_weight
         scores: Floats = (1.0 - weight) * share + weight * length * length
         return scores
+
+    def session_of(self, request: InferenceRequest, /) -> str:
+        """What `request` names, as long as there is somebody to agree with."""
+        if not self._agrees(request):
+            return ""
+        return request.session_id or request.headers.get(self.agreement_session_header.lower(), "")
 
     def _agrees(self, request: InferenceRequest) -> bool:
         if self.agreement is Agreement.AUTO:

@@ -80,10 +80,10 @@ class AddedTime(Parameters, frozen=True):
     """To get an adapter into a free slot."""
     adapter_wait: Duration = Duration(1.5)
     """Until a slot comes free where others use all of them, and the adapter is loaded."""
-    peer_belief: _Share = 0.8
-    """While there are pickers that are not heard: how sure it is that they sent a prompt, of which little
+    peer_belief: _Share = 0.9
+    """While there are pickers that are not heard: how sure it is that they sent a prompt, of which not all
     is known here, where all would send it."""
-    agreement_below: _Share = 0.8
+    agreement_below: _Share = 1.0
     """Share of the prompt's full blocks; of who knows as much, nothing is believed."""
     agreement_key_tokens: Annotated[int, Meta(ge=1)] = 1024
     """Of `prefix-cache-scorer`: so much of a prompt's head decides where that is."""
@@ -223,7 +223,7 @@ class AddedTime(Parameters, frozen=True):
         cached *= np.array(float(candidates.block_tokens))
         missing: Floats = np.subtract(np.array(float(request.prompt_tokens)), cached, out=cached)
         np.fmax(missing, _NOTHING, out=missing)
-        if not request.replicas_unheard or not self.peer_belief or not affinity.total:
+        if not self._believes_in_peers(request) or not affinity.total:
             return missing
         if affinity.matched.max() >= self.agreement_below * affinity.total:
             return missing
@@ -232,11 +232,20 @@ class AddedTime(Parameters, frozen=True):
             candidates,
             affinity.matched,
             key_tokens=self.agreement_key_tokens,
-            session=request.session_id or request.headers.get("x-session-id", ""),
+            session=self.session_of(request),
         )
         if key is not None:
             missing[candidates.rendezvous(key).argmax()] *= 1.0 - self.peer_belief
         return missing
+
+    def session_of(self, request: InferenceRequest, /) -> str:
+        """What `request` names, as long as there are pickers that are not heard."""
+        if not self._believes_in_peers(request):
+            return ""
+        return request.session_id or request.headers.get("x-session-id", "")
+
+    def _believes_in_peers(self, request: InferenceRequest) -> bool:
+        return request.replicas_unheard > 0 and self.peer_belief > 0
 
     def _add_adapter(self, cost: Floats, request: InferenceRequest, candidates: Candidates) -> None:
         """Add what it takes to have the adapter of `request` there, where anything is told of them."""

@@ -124,15 +124,61 @@ def test_the_head_ends_beyond_what_most_hold():
     assert len(again) == 1, "thirty-two blocks are in common"
 
 
-def test_a_session_stays_together_whatever_it_says():
+def test_a_session_that_comes_again_stays_together_whatever_it_says():
     """By the id of the request or by its header; sessions spread."""
-    said = [winner(asked(text * 10, session_id="one")) for text in "abcdefgh"]
+    again = {"sessions_return": True}
+    said = [winner(asked(text * 10, session_id="one", **again)) for text in "abcdefgh"]
     assert len(set(said)) == 1
-    assert winner(asked("z" * 10, headers={"x-session-id": "one"})) == said[0]
+    assert winner(asked("z" * 10, headers={"x-session-id": "one"}, **again)) == said[0]
     header = PrefixCache(agreement_session_header="X-Chat")
-    by_header = header.score(asked("y" * 10, headers={"x-chat": "one"}), candidates(20))
-    assert by_header.argmax() == said[0]
-    assert len({winner(asked("a" * 10, session_id=str(number))) for number in range(20)}) > 5
+    made = asked("y" * 10, headers={"x-chat": "one"}, **again)
+    assert header.score(made, candidates(20)).argmax() == said[0]
+    sessions = {winner(asked("a" * 10, session_id=str(number), **again)) for number in range(20)}
+    assert len(sessions) > 5
+
+
+def test_a_session_of_one_request_does_not_part_who_shares_a_head():
+    """Nor a chat whose first message comes again under another name."""
+    assert len({winner(asked("a" * 10, session_id=str(number))) for number in range(20)}) == 1
+    assert len({winner(chat("Hello", session_id=str(number))) for number in range(20)}) == 1
+    # Without a full block there is nothing else to go by.
+    short = {winner(asked("", session_id=str(number))) for number in range(20)}
+    assert len(short) > 5
+
+
+@pytest.mark.parametrize("turns", [1, 4])
+def test_a_picker_learns_whether_sessions_come_again(turns):
+    """From what it decides: then the session is the key, else the head."""
+    scheduler = Scheduler(build_settings(default_config(plugin_tables())), seed=1)
+    scheduler.replace([endpoint(number) for number in range(20)], 0.0)
+    scheduler.replicas_unheard = 3
+    chosen = []
+    for number in range(60):
+        session = f"{number % (60 // turns)}"
+        head = prompt(*f"{chr(97 + number % 26)}" * 20)
+        decision = scheduler.schedule(
+            request(
+                api=ApiKind.COMPLETIONS,
+                prompts=(head,),
+                prompt_tokens=1_280,
+                headers={"x-session-id": session},
+            ),
+            0.0,
+        )
+        chosen.append(decision.lease.request.sessions_return)
+    assert chosen[-1] == (turns > 1)
+    assert not chosen[0]
+
+
+def test_who_hears_all_others_remembers_no_session():
+    """It would cost each decision something, for nothing."""
+    scheduler = Scheduler(build_settings(default_config(plugin_tables())), seed=1)
+    scheduler.replace([endpoint(0)], 0.0)
+    for unheard, expected in ((0, False), (1, False), (1, True)):
+        scheduler.replicas_unheard = unheard
+        made = request(prompts=(prompt("a"),), headers={"x-session-id": "one"})
+        scheduler.schedule(made, 0.0)
+        assert scheduler._session_returns.expected == expected
 
 
 def test_turns_of_a_chat_stay_together_and_chats_spread():
@@ -150,7 +196,10 @@ def test_chats_below_a_long_preamble_share_it_before_they_spread(session):
     firsts = [f"Hello {number}" for number in range(12)]
 
     def winners(pool):
-        named = [{k: f"{v} {first}" for k, v in session.items()} for first in firsts]
+        named = [
+            {k: f"{v} {first}" for k, v in session.items()} | {"sessions_return": bool(session)}
+            for first in firsts
+        ]
         return {
             winner(chat(first, system=system, **fields), pool)
             for first, fields in zip(firsts, named, strict=True)

@@ -106,6 +106,15 @@ class ReadsColumns(Protocol):
 
 
 @runtime_checkable
+class GoesBySessions(Protocol):
+    """A scorer to which a session matters as long as sessions come again (`sessions_return`)."""
+
+    def session_of(self, request: InferenceRequest, /) -> str:
+        """What `request` names as its session; "" if nothing, or if it does not matter now."""
+        ...
+
+
+@runtime_checkable
 class ReadsIndex(Protocol):
     """A filter or scorer that needs an affinity index; one that is missing is made for it.
 

@@ -16,6 +16,7 @@ from msgspec import Struct, field, structs
 
 from epp.core.decision.failures import PluginFailures, affinity_fault
 from epp.core.decision.kept_scores import KeptScores
+from epp.core.decision.plugin import GoesBySessions
 from epp.core.decision.profile import Kept, Marker, SchedulingProfile, Scored
 from epp.core.decision.shadow import Shadow, ShadowTotals, ShadowVerdict
 from epp.core.knowledge.candidates import Affinity, Candidates
@@ -36,6 +37,7 @@ from epp.core.knowledge.prefill_speed import (
     speed_by_labels,
 )
 from epp.core.knowledge.saturation import UtilizationDetector
+from epp.core.knowledge.sessions import SessionReturns
 from epp.core.prompt.blocks import KnownSegments
 from epp.core.prompt.request import InferenceRequest
 from epp.core.session_tokens import NO_TOKENS, SessionTokens
@@ -151,6 +153,7 @@ class Scheduler:
         self.replicas_unheard = 0
         """Other pickers that serve this pool and do not tell what they decide; the shell sets it."""
         self.decisions = 0
+        self._session_returns = SessionReturns()
         self.shadow: Shadow | None = None
         self.shadow_totals = ShadowTotals()
         self.shadow_failures = PluginFailures()
@@ -195,6 +198,7 @@ class Scheduler:
         request.segments = self.segments
         request.session_tokens = self.settings.session_tokens
         request.replicas_unheard = self.replicas_unheard
+        request.sessions_return = self._session_returns.expected
         slots = self.pool.ready(request.subset, now)
         if not len(slots):
             return self._nobody_ready(request)
@@ -381,6 +385,14 @@ class Scheduler:
         ejection = (plugin for plugin in filters if isinstance(plugin, OutlierEjection))
         self.outliers.configure(next(ejection, None))
         self._kept_scores = KeptScores(profile.scorers)
+        self._by_sessions = next(
+            (
+                (scorer.name, scorer.plugin)
+                for scorer in profile.scorers
+                if isinstance(scorer.plugin, GoesBySessions)
+            ),
+            None,
+        )
         shadow = self.settings.shadow
         self.shadow_failures.retain(() if shadow is None else shadow.plugin_names)
         self.shadow = None
@@ -393,6 +405,11 @@ class Scheduler:
                 totals=self.shadow_totals,
                 failures=self.shadow_failures,
             )
+
+    def _note_session(self, scorer: GoesBySessions, request: InferenceRequest) -> None:
+        session = scorer.session_of(request)
+        if session:
+            self._session_returns.note(session)
 
     # What indexes are asked, and what is done where they fail.
 
@@ -505,6 +522,9 @@ class Scheduler:
         )
         for name, index in self.indexes.items():
             self.failures.call(name, "record", index.record, request, slot, now)
+        if self._by_sessions is not None:
+            name, scorer = self._by_sessions
+            self.failures.call(name, "session_of", self._note_session, scorer, request)
         if self.sent is not None:
             self.sent.append(Sent(request, slot, now))
         request.drop_prompts()

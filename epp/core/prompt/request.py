@@ -47,6 +47,8 @@ class InferenceRequest(Struct, kw_only=True):
     """Set by the scheduler when it matches: no endpoint holds the head of any prompt."""
     replicas_unheard: int = 0
     """Set by the scheduler: other pickers of the pool that do not tell it what they decide."""
+    sessions_return: bool = False
+    """Set by the scheduler: sessions that clients name come again here, as far as it matters."""
     segments: KnownSegments | None = None
     """Set by the scheduler: what is known of long prompts; it saves time and changes no chain."""
     session_tokens: SessionTokens = NO_TOKENS

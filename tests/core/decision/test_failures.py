@@ -509,3 +509,34 @@ made.replace([here.endpoint(number) for number in range(3)], 0.0)
 decision = made.schedule(here.request(), 1.0)
 print(*[one.name for one in made.failures], made.decisions)
 """
+
+
+class NamesSessions(Answers, frozen=True):
+    """A scorer to which everybody is alike and sessions matter, or so it says."""
+
+    type_name: ClassVar[str] = "names-sessions"
+
+    def score(self, request, candidates, /):
+        return np.ones(len(candidates))
+
+    def session_of(self, request, /):
+        return self.does(request)
+
+
+@pytest.mark.parametrize(
+    ("does", "what"),
+    [
+        (explode, f"session_of raised KeyError at {HERE}:"),
+        (returns(7), "session_of raised AttributeError at "),
+    ],
+)
+def test_a_session_that_cannot_be_told_is_none(does, what):
+    """The decision stands, and the failure is counted by the scorer's name."""
+    scheduler = Scheduler(SchedulerSettings(profile=profile(scorers=[NamesSessions(does)])), seed=1)
+    scheduler.replace([endpoint(0)], 0.0)
+    for _ in range(2):
+        assert isinstance(scheduler.schedule(request(), 0.0), Decision)
+    [(name, failures, said)] = told(scheduler.failures)
+    assert (name, failures) == ("scorer-0", 2)
+    assert said.startswith(what)
+    assert SECRET not in said

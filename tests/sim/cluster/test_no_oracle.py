@@ -35,6 +35,7 @@ LIVE = {
     "recorded": "own index",
     "cold": "own index",
     "replicas_unheard": "--replicas, less those that are heard",
+    "sessions_return": "own requests before",
     "segments": "own",
     "session_tokens": "own",
 }

@@ -119,10 +119,10 @@ class AddedTime(Parameters, frozen=True):
         cost = candidates.inflight_prefill_tokens
         # What share of its requests waits at each; None: nobody waits anywhere.
         held_up = None
-        if waiting[waiting.argmax()]:
+        if waiting.item(waiting.argmax()):
             held_up = waiting / np.fmax(requests, _ONE)
             unseen *= held_up
-            unseen *= np.array(to_compute[to_compute.argmin()])
+            unseen *= np.array(to_compute.item(to_compute.argmin()))
             cost += unseen
         prefill = to_compute * _ATTENTION
         prefill += np.array(1.0 + prompt_tokens / ATTENTION_TOKENS)
@@ -131,10 +131,10 @@ class AddedTime(Parameters, frozen=True):
         factor += np.array(1.0 + self.eviction_cost)
         prefill *= factor
         cost += prefill
-        np.multiply(requests, prompt, out=factor)
-        factor += context
-        factor *= np.array(decode_tokens * DECODE_SHARE)
-        cost += factor
+        context *= np.array(decode_tokens * DECODE_SHARE)
+        cost += context
+        requests *= np.array(decode_tokens * DECODE_SHARE * prompt_tokens)
+        cost += requests
         self._add_memory(
             cost, candidates, old, to_compute, waiting, held_up, context, decode_tokens
         )
@@ -163,7 +163,7 @@ class AddedTime(Parameters, frozen=True):
         memory, adapter = np.zeros(len(to_compute)), np.zeros(len(to_compute))
         self._add_memory(
             memory, candidates, old, to_compute, waiting, held_up if waiting.any() else None,
-            context.copy(), decode_tokens,
+            context * (decode_tokens * DECODE_SHARE), decode_tokens,
         )  # fmt: skip
         self._add_adapter(adapter, request, candidates)
         tokens = {
@@ -185,12 +185,13 @@ class AddedTime(Parameters, frozen=True):
         to_compute: Floats,
         waiting: Floats,
         held_up: Floats | None,
-        context: Floats,
+        decoding: Floats,
         decode_tokens: float,
     ) -> None:
         """Add what it waits for memory, and others for what it takes; all in prefill tokens.
 
-        `waiting` and `context` are changed.
+        `decoding` is what the answer takes longer for the context that is there. It is changed, and so
+        is `waiting`.
         """
         capacity = candidates.kv_capacity_tokens
         if old is not None:
@@ -210,10 +211,9 @@ class AddedTime(Parameters, frozen=True):
             np.maximum(over, _NOTHING, out=over)
         else:
             return
-        context *= np.array(decode_tokens * DECODE_SHARE)
-        context += np.array(decode_tokens * STEP_TOKENS)
-        context /= capacity
-        over *= context
+        decoding += np.array(decode_tokens * STEP_TOKENS)
+        decoding /= capacity
+        over *= decoding
         cost += np.fmax(over, _NOTHING, out=over)
 
     def _to_compute(self, request: InferenceRequest, candidates: Candidates) -> Floats:
@@ -222,7 +222,8 @@ class AddedTime(Parameters, frozen=True):
         cached: Floats = affinity.matched.astype(np.float64)
         cached *= np.array(float(candidates.block_tokens))
         missing: Floats = np.subtract(np.array(float(request.prompt_tokens)), cached, out=cached)
-        np.fmax(missing, _NOTHING, out=missing)
+        if affinity.total * candidates.block_tokens > request.prompt_tokens:
+            np.fmax(missing, _NOTHING, out=missing)
         if not self._believes_in_peers(request) or not affinity.total:
             return missing
         if affinity.matched.max() >= self.agreement_below * affinity.total:
@@ -267,7 +268,7 @@ class AddedTime(Parameters, frozen=True):
 
 def _old(candidates: Candidates) -> Bools | None:
     """bool[n]: whose report is too old to go by; None: nobody's."""
-    if candidates.metrics_age_s_max <= REPORTED_S_MAX:
+    if candidates.all_observed_within(REPORTED_S_MAX):
         return None
     return candidates.metrics_age_s > REPORTED_S_MAX
 

@@ -14,8 +14,8 @@ def scores_of_cost(cost: Floats) -> Floats:
     same, so that the picker breaks ties.
     """
     # Positions are found three times as fast as values; where there is a NaN, both lead to it.
-    least = float(cost[cost.argmin()])
-    most = float(cost[cost.argmax()])
+    least = cost.item(cost.argmin())
+    most = cost.item(cost.argmax())
     if not math.isfinite(most - least):
         finite = np.isfinite(cost)
         if not finite.any():

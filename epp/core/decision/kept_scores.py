@@ -86,6 +86,13 @@ class _Set:
 class KeptScores:
     """Of the scorers of one profile. They are pure functions of what they say that they read."""
 
+    @classmethod
+    def of(cls, scorers: Sequence[_Named]) -> "KeptScores | None":
+        """None: of these nothing can be kept."""
+        if any(isinstance(scorer.plugin, ReadsColumns) for scorer in scorers):
+            return cls(scorers)
+        return None
+
     def __init__(self, scorers: Sequence[_Named]) -> None:
         reads = {
             row: scorer.plugin.reads

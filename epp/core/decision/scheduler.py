@@ -384,7 +384,7 @@ class Scheduler:
         filters = (named.plugin for named in profile.filters)
         ejection = (plugin for plugin in filters if isinstance(plugin, OutlierEjection))
         self.outliers.configure(next(ejection, None))
-        self._kept_scores = KeptScores(profile.scorers)
+        self._kept_scores = KeptScores.of(profile.scorers)
         self._by_sessions = next(
             (
                 (scorer.name, scorer.plugin)

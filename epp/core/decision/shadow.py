@@ -112,7 +112,7 @@ class Shadow:
         self.profile = profile
         self._share = share
         self.failures = failures
-        self._kept_scores = KeptScores(profile.scorers)
+        self._kept_scores = KeptScores.of(profile.scorers)
         self._scorers = tuple(scorer.name for scorer in profile.scorers)
         self._random = Random(f"{seed}:shadow")  # noqa: S311  dice, not secrets
         self._block_tokens = block_tokens

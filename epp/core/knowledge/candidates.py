@@ -83,6 +83,8 @@ class Columns:
         self.cache_hit_tokens: Floats = np.empty(0)
         self.observed_at_s: Floats = np.empty(0)
         """-inf: never."""
+        self.observed_since_s: Seconds = -math.inf
+        """A lower bound of it for all that are ready; it can only rise while they stay."""
         self.saturated: Bools = np.empty(0, dtype=np.bool_)
         """The engine itself refused a request (503) since the last good scrape."""
         self.unreachable: Bools = np.empty(0, dtype=np.bool_)
@@ -382,6 +384,11 @@ class Candidates:
             return math.inf
         return self._now - observed_at_s.item(observed_at_s.argmin())
 
+    def all_observed_within(self, age_s: Seconds) -> bool:
+        """Whether nobody's metrics are older; `metrics_age_s_max` that mostly looks at no column."""
+        observed_since_s = self._columns.observed_since_s
+        return self._now - observed_since_s <= age_s or self.metrics_age_s_max <= age_s
+
     def metrics_age_s_of(self, position: int) -> Seconds:
         """`metrics_age_s` of one candidate."""
         return self._now - self._columns.observed_at_s.item(self._slot.item(position))
@@ -428,7 +435,8 @@ class Candidates:
         Those of peers are among them.
         """
         columns = self._columns
-        done = self._now - columns.prefill_drained_at_s[self._slot]
+        # An array, as there: a Python float takes twice as long.
+        done = np.array(self._now) - columns.prefill_drained_at_s[self._slot]
         speed = columns.prefill_tokens_per_s[self._slot]
         done *= speed
         left: Floats = np.subtract(columns.prefill_backlog_tokens[self._slot], done, out=done)

@@ -88,8 +88,6 @@ class EndpointPool:
         self._ready: Ints = np.empty(0, dtype=np.int64)
         self._ready_until_s: Seconds = -math.inf
         self._unreachable: set[int] = set()
-        self._observed_since_s: Seconds = -math.inf
-        """A lower bound of when the ready were last observed; it can only rise while they stay."""
 
     def __len__(self) -> int:
         return len(self._slot_by_id)
@@ -300,10 +298,12 @@ class EndpointPool:
         """Whether all that are ready were last observed at `cutoff_s` or later, and can be reached."""
         if self._unreachable:
             return False
-        if self._observed_since_s < cutoff_s:
+        if self.columns.observed_since_s < cutoff_s:
             observed_at_s = self.columns.observed_at_s[self._ready]
-            self._observed_since_s = float(np.minimum.reduce(observed_at_s, initial=math.inf))
-        return self._observed_since_s >= cutoff_s
+            self.columns.observed_since_s = float(
+                np.minimum.reduce(observed_at_s, initial=math.inf)
+            )
+        return self.columns.observed_since_s >= cutoff_s
 
     def _named(self, entry: str) -> Sequence[int]:
         """The slots of `entry`, an address or a bare ip in its one spelling."""
@@ -335,7 +335,7 @@ class EndpointPool:
                 until_s = min(until_s, due_s)
         self._ready = np.array(ready, dtype=np.int64)
         self._ready_until_s = until_s
-        self._observed_since_s = -math.inf
+        self.columns.observed_since_s = -math.inf
 
     def _add(self, endpoint: Endpoint, now: Seconds) -> None:
         if self._free:

@@ -267,5 +267,8 @@ def test_the_greatest_age_is_that_of_whom_nobody_has_scraped():
     assert both.metrics_age_s_max == 3.0
     assert both.take(np.array([1])).metrics_age_s_max == 1.0
     assert both.take(np.array([], dtype=np.int64)).metrics_age_s_max == math.inf
+    assert not both.all_observed_within(2.9)
+    assert both.all_observed_within(3.0)
     columns.clear(0)
     assert both.metrics_age_s_max == math.inf
+    assert not both.all_observed_within(1e9)

@@ -5,6 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from epp.core.knowledge.load_report import LoadReport
+from epp.core.knowledge.candidates import Candidates
 from epp.core.knowledge.pool import UNUSUAL_SPELLINGS_FREE, EndpointPool, canonical_address
 from epp.core.types import AdapterReport, EndpointMetrics, MetricsTarget
 from tests.builders import endpoint
@@ -324,6 +325,9 @@ def test_all_are_observed_since_when_the_longest_unobserved_is(steps):
             slots = pool.ready(None, now)
             oldest_s = min(pool.columns.observed_at_s[slots].tolist(), default=math.inf)
             assert pool.all_observed_since(now - 2.0) == (oldest_s >= now - 2.0)
+            if len(slots):
+                seen = Candidates(pool.columns, slots, now, affinities={})
+                assert seen.all_observed_within(2.0) == (now - oldest_s <= 2.0)
 
 
 def test_a_load_report_changes_only_what_it_tells():

@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from epp.core.knowledge.load_report import LoadReport
 from epp.core.knowledge.candidates import Candidates
+from epp.core.knowledge.load_report import LoadReport
 from epp.core.knowledge.pool import UNUSUAL_SPELLINGS_FREE, EndpointPool, canonical_address
 from epp.core.types import AdapterReport, EndpointMetrics, MetricsTarget
 from tests.builders import endpoint

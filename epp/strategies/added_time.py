@@ -76,8 +76,8 @@ class AddedTime(Parameters, frozen=True):
     evict others', and the next turn of this prompt goes where it went."""
     decode_tokens: Annotated[int, Meta(ge=1)] = 256
     """Of an answer; one with a lower limit has so many."""
-    adapter_load: Duration = Duration(0.3)
-    """To get an adapter into a free slot."""
+    adapter_load: Duration = Duration(1.0)
+    """For an adapter in a free slot: to load it, and what it costs others that the slot is taken."""
     adapter_wait: Duration = Duration(1.5)
     """Until a slot comes free where others use all of them, and the adapter is loaded."""
     peer_belief: _Share = 0.9

@@ -67,6 +67,9 @@ def leaderboard_report(summary: Row) -> str:
             "## All in all",
             _TOTALS_SAY,
             markdown_table(_total_rows(summary)),
+            f"## Where {_first(summary)} is behind",
+            _behind_says(summary),
+            *([markdown_table(behind)] if len(behind := _behind_rows(summary)) > 1 else []),
             "## The best of each case",
             _CASES_SAY,
             markdown_table(_case_rows(summary)),
@@ -94,6 +97,9 @@ def leaderboard_page(summary: Row) -> str:
     ladders = [_over(summary, ladder) for ladder in summary["ladders"] if len(ladder["steps"]) > 1]
     told.append(f'<div class="pair">{"".join(ladders)}</div>')
     told += [_distances(summary, measure) for measure in _JUDGED]
+    behind = _behind_rows(summary)
+    drawn = _paragraph(_behind_says(summary)) + (html_table(behind) if len(behind) > 1 else "")
+    told.append(figure(f"Where {_first(summary)} is behind", drawn))
     told.append(
         figure("The best of each case", _paragraph(_CASES_SAY) + html_table(_case_rows(summary)))
     )
@@ -114,6 +120,7 @@ _TOTALS_SAY: Final = (
     "gives out, as a geometric mean over the cases. Level: in how many cases it is the best or within "
     "its 95 % interval of the best."
 )
+_BEHIND: Final = 1.05
 _CASES_SAY: Final = "By E2E mean; level with the best is who is within its interval of it."
 
 
@@ -135,8 +142,41 @@ def _total_rows(summary: Row) -> list[list[str]]:
     return rows
 
 
+def _first(summary: Row) -> str:
+    """The strategy in question."""
+    name: str = summary["strategies"][0]["name"]
+    return name
+
+
+def _behind_says(summary: Row) -> str:
+    cases = {row["case"] for row in summary["rows"]}
+    which = f"not within the 95 % interval of the best and more than {_BEHIND - 1:.0%} behind it"
+    measures = ", ".join(_JUDGED.values())
+    if len(_behind_rows(summary)) == 1:
+        return f"In none of the {len(cases)} cases it is {which}, in {measures}."
+    return f"Of the {len(cases)} cases these are all in which it is {which}, in {measures}."
+
+
+def _behind_rows(summary: Row) -> list[list[str]]:
+    first = _first(summary)
+    held = {case["name"]: _HELD if case["hold_out"] else "" for case in summary["cases"]}
+    rows = [["in", "case", "times the best", "the best"]]
+    for measure, label in _JUDGED.items():
+        found: list[tuple[float, list[str]]] = []
+        for case, mark in held.items():
+            told = {row["strategy"]: row["behind"].get(measure) for row in _of_case(summary, case)}
+            mine = told.get(first)
+            times = _times_as_bad(mine, measure)
+            if mine is None or _is(mine, "within") or not times > _BEHIND:
+                continue
+            best = [name for name, behind in told.items() if _is(behind, "best")]
+            found.append((times, [label, case + mark, f"{times:.2f}", ", ".join(best)]))
+        rows += [row for _, row in sorted(found, reverse=True)]
+    return rows
+
+
 def _case_rows(summary: Row) -> list[list[str]]:
-    first = summary["strategies"][0]["name"]
+    first = _first(summary)
     rows = [["case", "what", "best", "E2E mean", "level with it", f"{first},\ntimes the best"]]
     for case in summary["cases"]:
         found = _of_case(summary, case["name"])

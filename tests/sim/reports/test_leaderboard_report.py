@@ -69,6 +69,17 @@ def test_all_in_all_the_distances_are_told(summary):
     assert "4 pods of a-gpu, 4 pickers, scraped each 0.2 s. A hold-out." in report
 
 
+def test_where_the_first_is_behind_is_told(summary):
+    """By more than a twentieth and beyond the interval; the one that is the best is nowhere behind."""
+    report = leaderboard_report(summary)
+    assert "Of the 2 cases these are all in which it is not within" in report
+    assert "| E2E mean | held (hold-out) | 7.36 | best |" in report
+    assert "| throughput |" not in report, "it is within the interval there"
+    assert "Where slower is behind" in leaderboard_page(summary)
+    summary["strategies"].insert(0, summary["strategies"].pop(1))
+    assert "In none of the 2 cases it is not within" in leaderboard_report(summary)
+
+
 def test_the_page_draws_distances_and_ladders(summary):
     """The farther from the best the darker; charts over what cases differ by."""
     page = leaderboard_page(summary)

@@ -17,7 +17,16 @@ from msgspec import Struct
 from opentelemetry.context import Context
 from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace import TracerProvider
-from opentelemetry.trace import Span, SpanKind, Status, StatusCode
+from opentelemetry.sdk.trace.id_generator import IdGenerator, RandomIdGenerator
+from opentelemetry.sdk.trace.sampling import Decision as Sampling
+from opentelemetry.trace import (
+    Span,
+    SpanKind,
+    Status,
+    StatusCode,
+    TraceFlags,
+    get_current_span,
+)
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
 from epp import __version__
@@ -42,6 +51,13 @@ _CONTEXT: Final = TraceContextTextMapPropagator()
 _NO_CONTEXT: Final = Context()
 
 
+class UnsampledTrace(Struct, gc=False):
+    """Of one exchange, of which nothing is told but that nothing is."""
+
+    own_header: tuple[str, str]
+    remove_headers: tuple[str, ...] = ()
+
+
 class RequestTrace(Struct):
     """The span of one exchange, with what its gateway is to set and remove."""
 
@@ -61,6 +77,25 @@ class RequestTrace(Struct):
         return f"{self.span.get_span_context().trace_id:032x}"
 
 
+class _Ids(IdGenerator):
+    """Random ones; the id of a trace is drawn before the span is made, if it is made at all."""
+
+    def __init__(self) -> None:
+        self._random = RandomIdGenerator()
+        self._trace_id = 0
+
+    def draw_trace_id(self) -> int:
+        """The one that the next trace has."""
+        self._trace_id = self._random.generate_trace_id()
+        return self._trace_id
+
+    def generate_trace_id(self) -> int:
+        return self._trace_id
+
+    def generate_span_id(self) -> int:
+        return self._random.generate_span_id()
+
+
 class Tracer:
     """Begins and ends spans. Knows time; raises nothing that is not a defect."""
 
@@ -71,6 +106,7 @@ class Tracer:
         spans are obeyed. Raises `OtelVariableError`.
         """
         self.export: Final = export
+        self._ids = _Ids()
         own = {
             "service.version": __version__,
             "service.instance.id": instance,
@@ -82,18 +118,34 @@ class Tracer:
             resource = resource.merge(Resource({"service.name": SERVICE}))
         try:
             # The picker closes what it opened, in its own order.
-            provider = TracerProvider(resource=resource, shutdown_on_exit=False)
+            provider = TracerProvider(
+                resource=resource, shutdown_on_exit=False, id_generator=self._ids
+            )
         except ValueError as error:
             raise OtelVariableError(f"the OTEL_* variables cannot be used: {error}") from error
         provider.add_span_processor(export)
+        self._sampler = provider.sampler
         self._tracer = provider.get_tracer("homing", __version__)
 
-    def begin(self, exchange: Exchange, now: Seconds) -> RequestTrace:
+    def begin(self, exchange: Exchange, now: Seconds) -> RequestTrace | UnsampledTrace:
         """The trace of `exchange`, about which something was decided just `now`."""
         said = exchange.headers.get(PARENT_HEADER, "")
         parent = _NO_CONTEXT
         if said and len(said) <= PARENT_CHARACTERS_MAX:
             parent = _CONTEXT.extract({PARENT_HEADER: said}, _NO_CONTEXT)
+        remove_headers: tuple[str, ...] = ()
+        if not parent and STATE_HEADER in exchange.headers:
+            # As the specification has it: state without a parent that can be read is void.
+            remove_headers = (STATE_HEADER,)
+        if parent:
+            trace_id = get_current_span(parent).get_span_context().trace_id
+        else:
+            trace_id = self._ids.draw_trace_id()
+        # Asked for most requests in vain, so before a span is made, which takes three times as long.
+        sampling = self._sampler.should_sample(parent, trace_id, SPAN, SpanKind.SERVER)
+        if sampling.decision is Sampling.DROP:
+            told = _told(trace_id, self._ids.generate_span_id(), TraceFlags.DEFAULT)
+            return UnsampledTrace(told, remove_headers)
         origin_ns = time.time_ns() - int(time.monotonic() * _NS)
         span = self._tracer.start_span(
             SPAN,
@@ -102,12 +154,8 @@ class Tracer:
             start_time=origin_ns + int(exchange.started_at_s * _NS),
         )
         ours = span.get_span_context()
-        told = f"00-{ours.trace_id:032x}-{ours.span_id:016x}-{ours.trace_flags:02x}"
-        remove_headers: tuple[str, ...] = ()
-        if not parent and STATE_HEADER in exchange.headers:
-            # As the specification has it: state without a parent that can be read is void.
-            remove_headers = (STATE_HEADER,)
-        return RequestTrace(span, origin_ns, now, (PARENT_HEADER, told), remove_headers)
+        told = _told(ours.trace_id, ours.span_id, ours.trace_flags)
+        return RequestTrace(span, origin_ns, now, told, remove_headers)
 
     def end(
         self, exchange: Exchange, now: Seconds, attributes: Mapping[str, Any], error: str
@@ -117,7 +165,8 @@ class Tracer:
         Whether the span is on its way: it was sampled, and there was room.
         """
         trace = exchange.trace
-        assert isinstance(trace, RequestTrace), "who ends a trace began it"
+        if not isinstance(trace, RequestTrace):
+            return False
         span = trace.span
         if not span.is_recording():
             return False
@@ -218,6 +267,11 @@ class TracedObservation(Observation):
             ttft_s=ttft_s,
             model_name=exchange.incoming_model,
         )
+
+
+def _told(trace_id: int, span_id: int, flags: int) -> tuple[str, str]:
+    """The header that names our span, by the W3C's Trace Context, version 00."""
+    return PARENT_HEADER, f"00-{trace_id:032x}-{span_id:016x}-{flags:02x}"
 
 
 def _request_attributes(exchange: Exchange) -> dict[str, Any]:

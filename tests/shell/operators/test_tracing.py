@@ -191,6 +191,27 @@ def test_a_ratio_samples_roots_and_parents_win(sampler):
     assert len(traced.spans) == 1
 
 
+def test_what_the_header_says_of_a_root_is_what_becomes_of_it(sampler):
+    """A part of them is sampled: those alone make spans, of the very traces that the headers name."""
+    sampler("parentbased_traceidratio", "0.5")
+    traced = Traced(queue_spans_max=400)
+    told = []
+    for _ in range(400):
+        answer, stream = traced.request()
+        told.append(parts(gw.set_headers(answer)["traceparent"]))
+        stream.close()
+    assert (
+        len({trace_id for trace_id, _, _ in told})
+        == len({span_id for _, span_id, _ in told})
+        == 400
+    )
+    sampled = [(trace_id, span_id) for trace_id, span_id, is_sampled in told if is_sampled]
+    # 400 draws of one half are within these bounds but for one time in 10^9.
+    assert 138 < len(sampled) < 262
+    made = [(f"{one.context.trace_id:032x}", f"{one.context.span_id:016x}") for one in traced.spans]
+    assert made == sampled
+
+
 def test_replicas_with_the_same_seed_make_different_traces():
     """Ids are not of the dice that decisions are repeated with."""
     sent = {gw.set_headers(Traced().request()[0])["traceparent"] for _ in range(3)}

@@ -14,6 +14,7 @@ from random import Random
 from typing import TypeAlias
 
 import structlog
+import yaml
 from envoy.config.core.v3.base_pb2 import HeaderMap, HeaderValue
 from envoy.extensions.filters.http.ext_proc.v3.processing_mode_pb2 import ProcessingMode
 from envoy.service.ext_proc.v3.external_processor_pb2 import (
@@ -358,6 +359,23 @@ def strategy_rows() -> list[tuple[str, str]]:
     return [("schedule() in that by `weighted-scores`, 100 endpoints, 128 blocks", f"{ratio:.2f}")]
 
 
+def shadow_rows() -> list[tuple[str, str]]:
+    """What a shadow of the default by itself costs each decision, in turns with none."""
+    document = yaml.safe_load(STRATEGIES["homing"].config)
+    (profile,) = document["schedulingProfiles"]
+    shadow = {"name": "shadow", "plugins": profile["plugins"]}
+    shadowed = load_config(json.dumps(document | {"shadow": shadow}), "shadowed", plugin_tables())
+    turns = [(schedule_us(8, 30), schedule_us(8, 30, shadowed)) for _ in range(3)]
+    alone, judged = (min(turn[which] for turn in turns) for which in (0, 1))
+    return [
+        (
+            "schedule() with a shadow in that without, 8 endpoints, 30 blocks",
+            f"{judged / alone:.2f}",
+        ),
+        ("that is, a second filter, score and pick", f"{judged - alone:.1f} µs"),
+    ]
+
+
 def run() -> list[tuple[str, str]]:
     """Rows (what, how much) for the table of `python -m bench`."""
     costs_us = {
@@ -377,7 +395,7 @@ def run() -> list[tuple[str, str]]:
         for (endpoints, blocks), cost_us in costs_us.items()
         if endpoints == 1_000
     ]
-    return rows + strategy_rows() + decode_rows() + hash_rows() + chat_rows()
+    return rows + strategy_rows() + shadow_rows() + decode_rows() + hash_rows() + chat_rows()
 
 
 if __name__ == "__main__":

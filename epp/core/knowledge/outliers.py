@@ -103,7 +103,7 @@ class OutlierEjection(
 
     def keep(self, request: InferenceRequest, candidates: Candidates, /) -> Bools:
         keep: Bools = ~candidates.ejected
-        return keep if keep.any() else np.ones(len(candidates), dtype=np.bool_)
+        return keep if keep.item(keep.argmax()) else np.ones(len(candidates), dtype=np.bool_)
 
 
 _TOLD_BY: Final = OutlierEjection()

@@ -74,8 +74,9 @@ class AddedTime(Parameters, frozen=True):
     eviction_cost: Annotated[float, Meta(ge=0, le=100)] = 2.0
     """Tokens that are computed again for each that is computed here: caches are full, so that its blocks
     evict others', and the next turn of this prompt goes where it went."""
-    decode_tokens: Annotated[int, Meta(ge=1)] = 256
-    """Of an answer; one with a lower limit has so many."""
+    decode_tokens: Annotated[int, Meta(ge=1)] = 128
+    """Of an answer, so long as it decodes beside those that are there now, who end before it does; one
+    with a lower limit has so many."""
     adapter_load: Duration = Duration(1.0)
     """For an adapter in a free slot: to load it, and what it costs others that the slot is taken."""
     adapter_wait: Duration = Duration(1.5)

@@ -131,12 +131,17 @@ def test_no_pod_queues_while_others_are_empty():
     """One hot prefix and more load than a pod can bear: weights let it queue, this does not."""
 
     def worst_queue_s(policy):
-        requests, _ = ran(
-            arrivals(400, rate=60.0, groups=1, blocks=(40, 60), output=(100, 200)),
-            policy=policy,
-            pods=(kind(blocks_total=4_000),) * 4,
-        )
-        return sorted(request.first_token_at - request.arrived_at for request in requests)[-20]
+        worst_s = 0.0
+        for seed in range(1, 4):
+            requests, _ = ran(
+                arrivals(400, rate=160.0, groups=1, blocks=(40, 60), output=(100, 200), seed=seed),
+                policy=policy,
+                pods=(kind(blocks_total=4_000),) * 4,
+                seed=seed,
+            )
+            took_s = sorted(request.first_token_at - request.arrived_at for request in requests)
+            worst_s += took_s[-20]
+        return worst_s
 
     assert worst_queue_s("homing") <= worst_queue_s("weighted-scores")
 

@@ -100,7 +100,7 @@ class AddedTime(Parameters, frozen=True):
 
     def score(self, request: InferenceRequest, candidates: Candidates, /) -> Floats:
         prompt_tokens = float(request.prompt_tokens)
-        decode_tokens = float(min(self.decode_tokens, request.output_tokens_max or math.inf))
+        decode_tokens = self._decode_tokens(request)
         prompt = np.array(prompt_tokens)
         to_compute = self._to_compute(request, candidates)
         waiting = candidates.waiting_requests
@@ -115,7 +115,7 @@ class AddedTime(Parameters, frozen=True):
         # Of what others sent nothing is known but the number: each is like this one where it fits.
         unseen = np.subtract(requests, inflight, out=inflight)
         context = unseen * prompt
-        context += candidates.inflight_context_tokens.astype(np.float64)
+        context += candidates.inflight_context_tokens
 
         cost = candidates.inflight_prefill_tokens
         # What share of its requests waits at each; None: nobody waits anywhere.
@@ -140,7 +140,8 @@ class AddedTime(Parameters, frozen=True):
             cost, candidates, old, to_compute, waiting, held_up, context, decode_tokens
         )
         cost /= candidates.prefill_tokens_per_s
-        self._add_adapter(cost, request, candidates)
+        if candidates.adapters_told:
+            self._add_adapter(cost, request, candidates)
         return scores_of_cost(cost)
 
     def cost_parts(
@@ -148,7 +149,7 @@ class AddedTime(Parameters, frozen=True):
     ) -> Mapping[str, Floats]:
         """The terms of the formula, of which `score` adds up the same in place."""
         prompt_tokens = float(request.prompt_tokens)
-        decode_tokens = float(min(self.decode_tokens, request.output_tokens_max or math.inf))
+        decode_tokens = self._decode_tokens(request)
         to_compute = self._to_compute(request, candidates)
         old = _old(candidates)
         known = np.ones(len(to_compute), dtype=np.bool_) if old is None else ~old
@@ -166,7 +167,8 @@ class AddedTime(Parameters, frozen=True):
             memory, candidates, old, to_compute, waiting, held_up if waiting.any() else None,
             context * (decode_tokens * DECODE_SHARE), decode_tokens,
         )  # fmt: skip
-        self._add_adapter(adapter, request, candidates)
+        if candidates.adapters_told:
+            self._add_adapter(adapter, request, candidates)
         tokens = {
             "queue": candidates.inflight_prefill_tokens + queued,
             "prefill": prefill,
@@ -217,15 +219,18 @@ class AddedTime(Parameters, frozen=True):
         over *= decoding
         cost += np.fmax(over, _NOTHING, out=over)
 
+    def _decode_tokens(self, request: InferenceRequest) -> float:
+        limit = request.output_tokens_max
+        return float(min(self.decode_tokens, limit) if limit else self.decode_tokens)
+
     def _to_compute(self, request: InferenceRequest, candidates: Candidates) -> Floats:
         """Tokens of the prompt that each holds not, as far as is known or to be believed."""
         affinity = candidates.affinity(self.prefix_match_info_producer_name)
-        cached: Floats = affinity.matched.astype(np.float64)
-        cached *= np.array(float(candidates.block_tokens))
-        missing: Floats = np.subtract(np.array(float(request.prompt_tokens)), cached, out=cached)
+        missing: Floats = affinity.matched * np.array(-float(candidates.block_tokens))
+        missing += np.array(float(request.prompt_tokens))
         if affinity.total * candidates.block_tokens > request.prompt_tokens:
             np.fmax(missing, _NOTHING, out=missing)
-        if not self._believes_in_peers(request) or not affinity.total:
+        if not affinity.total or not self._believes_in_peers(request):
             return missing
         if affinity.matched.max() >= self.agreement_below * affinity.total:
             return missing
@@ -250,10 +255,8 @@ class AddedTime(Parameters, frozen=True):
         return request.replicas_unheard > 0 and self.peer_belief > 0
 
     def _add_adapter(self, cost: Floats, request: InferenceRequest, candidates: Candidates) -> None:
-        """Add what it takes to have the adapter of `request` there, where anything is told of them."""
+        """Add what it takes to have the adapter of `request` there, where it is told of them."""
         adapters = candidates.adapter_state
-        if not adapters.told:
-            return
         generation = adapters.generation
         wait = np.full(len(cost), float(self.adapter_wait), dtype=np.float64)
         room = np.where(

@@ -218,11 +218,6 @@ class AdapterColumns:
         self._slot = slot
 
     @property
-    def told(self) -> bool:
-        """Anything is reported of any endpoint of the pool."""
-        return self._columns.adapters_told > 0
-
-    @property
     def generation(self) -> Ints:
         """0: nothing is reported; 1: `lora_requests_info`; 2: residency is reported too."""
         return self._columns.adapter_generation[self._slot]
@@ -466,6 +461,11 @@ class Candidates:
         cached = self.matched_blocks * float(self.block_tokens)
         uncached: Floats = np.maximum(self.prompt_tokens - cached, 0.0)
         return uncached
+
+    @property
+    def adapters_told(self) -> bool:
+        """Anything is reported of LoRA adapters, of any endpoint of the pool."""
+        return self._columns.adapters_told > 0
 
     @property
     def adapter_state(self) -> AdapterColumns:

@@ -248,14 +248,14 @@ def test_the_version_of_columns_is_that_of_all_of_them():
 def test_adapters_are_told_of_while_anybody_tells_of_them():
     columns = Columns()
     first, second = columns.add_slot(), columns.add_slot()
-    told = Candidates(columns, np.array([0, 1]), NOW_S, affinities={}).adapter_state
-    assert not told.told
+    seen = Candidates(columns, np.array([0, 1]), NOW_S, affinities={})
+    assert not seen.adapters_told
     for slot in (first, second, second):
         columns.set_adapters(slot, lora("a"))
     columns.clear(first)
-    assert told.told
+    assert seen.adapters_told
     columns.forget_observations(second)
-    assert not told.told
+    assert not seen.adapters_told
 
 
 def test_the_greatest_age_is_that_of_whom_nobody_has_scraped():

@@ -60,6 +60,7 @@ SEEN_OF_CANDIDATES = {
     "total_blocks": "body",
     "uncached_tokens": "own decisions",
     "adapter_state": "metrics page",
+    "adapters_told": "metrics page",
     "endpoints": "discovery",
     "labels": "discovery",
     "slot": "own",

@@ -74,17 +74,16 @@ class AddedTime(Parameters, frozen=True):
     eviction_cost: Annotated[float, Meta(ge=0, le=100)] = 2.0
     """Tokens that are computed again for each that is computed here: caches are full, so that its blocks
     evict others', and the next turn of this prompt goes where it went."""
-    decode_tokens: Annotated[int, Meta(ge=1)] = 128
-    """Of an answer, so long as it decodes beside those that are there now, who end before it does; one
-    with a lower limit has so many."""
+    decode_tokens: Annotated[int, Meta(ge=1)] = 256
+    """Of an answer; one with a lower limit has so many."""
     adapter_load: Duration = Duration(1.0)
     """For an adapter in a free slot: to load it, and what it costs others that the slot is taken."""
     adapter_wait: Duration = Duration(1.5)
     """Until a slot comes free where others use all of them, and the adapter is loaded."""
-    peer_belief: _Share = 0.9
-    """While there are pickers that are not heard: how sure it is that they sent a prompt, of which not all
+    peer_belief: _Share = 0.8
+    """While there are pickers that are not heard: how sure it is that they sent a prompt, of which little
     is known here, where all would send it."""
-    agreement_below: _Share = 1.0
+    agreement_below: _Share = 0.8
     """Share of the prompt's full blocks; of who knows as much, nothing is believed."""
     agreement_key_tokens: Annotated[int, Meta(ge=1)] = 1024
     """Of `prefix-cache-scorer`: so much of a prompt's head decides where that is."""

@@ -138,9 +138,11 @@ class AddedTime(Parameters, frozen=True):
         self._add_memory(
             cost, candidates, old, to_compute, waiting, held_up, context, decode_tokens
         )
-        cost /= candidates.prefill_tokens_per_s
         if candidates.adapters_told:
+            cost /= candidates.prefill_tokens_per_s
             self._add_adapter(cost, request, candidates)
+        elif not candidates.prefill_alike:
+            cost /= candidates.prefill_tokens_per_s
         return scores_of_cost(cost)
 
     def cost_parts(
@@ -220,7 +222,7 @@ class AddedTime(Parameters, frozen=True):
 
     def _decode_tokens(self, request: InferenceRequest) -> float:
         limit = request.output_tokens_max
-        return float(min(self.decode_tokens, limit) if limit else self.decode_tokens)
+        return float(limit if limit and limit < self.decode_tokens else self.decode_tokens)
 
     def _to_compute(self, request: InferenceRequest, candidates: Candidates) -> Floats:
         """Tokens of the prompt that each holds not, as far as is known or to be believed."""

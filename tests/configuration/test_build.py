@@ -135,6 +135,7 @@ def test_each_endpoint_prefills_at_the_speed_that_its_labels_have():
     scheduler.replace(pool, 0.0)
     columns = scheduler.pool.columns
     assert columns.prefill_tokens_per_s[:2].tolist() == [9_000.0, 9_000.0]
+    assert columns.prefill_alike
     tokens = 100_000
     for number in range(2):
         request = InferenceRequest(
@@ -143,12 +144,14 @@ def test_each_endpoint_prefills_at_the_speed_that_its_labels_have():
         scheduler.schedule(request, 10.0)
     scheduler.configure(told, 11.0)
     assert columns.prefill_tokens_per_s[:2].tolist() == [60_000.0, 30_000.0]
+    assert not columns.prefill_alike
     left = Candidates(columns, np.arange(2), 12.0, affinities={}).inflight_prefill_tokens
     assert left.tolist() == [31_000.0, 61_000.0]
     scheduler.replace([pool[0], endpoint(1, labels=labels[0])], 12.0)
     assert columns.prefill_tokens_per_s[:2].tolist() == [60_000.0, 60_000.0]
     scheduler.configure(plain, 12.0)
     assert columns.prefill_tokens_per_s[:2].tolist() == [9_000.0, 9_000.0]
+    assert columns.prefill_alike
 
 
 def test_the_speed_decides_and_so_it_is_compared():

@@ -118,6 +118,27 @@ def test_whatever_pods_tell_there_is_an_order(waiting, running, usage, capacity,
         assert scores[1] == 1.0, "who has nothing to do never costs more"
 
 
+@given(
+    waiting=st.lists(st.integers(0, 50), min_size=4, max_size=4),
+    pending=st.lists(st.integers(0, 100_000), min_size=4, max_size=4),
+    speed=st.floats(1_000, 100_000),
+)
+def test_where_all_prefill_alike_tokens_say_what_seconds_say(waiting, pending, speed):
+    """Nothing is divided there, unless an adapter adds seconds."""
+    made = {}
+    for alike in (True, False):
+        pool = candidates(
+            waiting_requests=list(map(float, waiting)),
+            inflight_prefill_tokens=list(map(float, pending)),
+            matched_blocks=[0, 1, 2, 3],
+            total_blocks=BLOCKS,
+        )
+        pool._columns.prefill_tokens_per_s[:4] = speed
+        pool._columns.prefill_alike = alike
+        made[alike] = AddedTime().score(request(prompt_tokens=640), pool)
+    assert made[True] == pytest.approx(made[False])
+
+
 @pytest.mark.parametrize(
     "parameters", [{"adapterLoad": "-1s"}, {"prefillDelay": 2}, {"peerBelief": -1}]
 )

@@ -234,7 +234,7 @@ class SchedulingProfile(Struct, frozen=True, kw_only=True, dict=True):
         scores.clip(_LEAST, _MOST, out=scores)
         total = self._add_up(scores)
         # Where there is a NaN, argmax leads to it: one cheap test of every score.
-        if n and math.isnan(total[total.argmax()]):
+        if n and math.isnan(total.item(total.argmax())):
             for one in scores:
                 fill_unknown(one)
             total = self._add_up(scores)
@@ -284,7 +284,7 @@ class SchedulingProfile(Struct, frozen=True, kw_only=True, dict=True):
 
 def highest(scores: Floats) -> Ints:
     """Positions of all that tie for the highest of `scores`, ascending; at least one."""
-    best = float(scores[scores.argmax()])
+    best = scores.item(scores.argmax())
     tied: Ints = (scores >= best * _TIE).nonzero()[0]
     return tied
 

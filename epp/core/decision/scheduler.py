@@ -368,6 +368,7 @@ class Scheduler:
     def _set_speeds(self, now: Seconds) -> None:
         """Tell the ledger how fast each endpoint prefills."""
         settings = self.settings
+        self.pool.columns.prefill_alike = not settings.labelled_speeds
         speed = settings.prefill_tokens_per_s
         for slot, endpoint in self.pool.endpoints():
             if settings.labelled_speeds:

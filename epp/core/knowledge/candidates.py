@@ -100,6 +100,8 @@ class Columns:
         self.prefill_drained_at_s: Floats = np.empty(0)
         self.prefill_tokens_per_s: Floats = np.empty(0)
         """By configuration; of an empty slot, that of the last endpoint there."""
+        self.prefill_alike = False
+        """All are known to prefill equally fast."""
         self.adapter_generation: Ints = np.empty(0, dtype=np.int64)
         self.adapters_told = 0
         """Endpoints of which any of the next is told."""
@@ -444,6 +446,11 @@ class Candidates:
     def prefill_tokens_per_s(self) -> Floats:
         """float64[n], above 0: how fast each prefills, by configuration."""
         return self._columns.prefill_tokens_per_s[self._slot]
+
+    @property
+    def prefill_alike(self) -> bool:
+        """All prefill equally fast, so that tokens say as much as seconds; False: perhaps not all."""
+        return self._columns.prefill_alike
 
     @property
     def matched_blocks(self) -> Ints:

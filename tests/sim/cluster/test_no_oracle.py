@@ -61,6 +61,7 @@ SEEN_OF_CANDIDATES = {
     "uncached_tokens": "own decisions",
     "adapter_state": "metrics page",
     "adapters_told": "metrics page",
+    "prefill_alike": "configuration",
     "endpoints": "discovery",
     "labels": "discovery",
     "slot": "own",

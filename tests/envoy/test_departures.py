@@ -132,6 +132,18 @@ async def test_a_body_on_its_way_through_a_draining_picker_arrives(unrecorded, o
     pod, picker, envoy = await unrecorded()
     client = await opened.enter_async_context(http_client(envoy))
     sent = body("p" * 8_000_000)
+    note, open_at_drain = picker.witness.decided, []
+
+    def drain():
+        picker.server.end_bypassed()
+        open_at_drain.append(picker.server.open_streams)
+
+    def decided(exchange):
+        note(exchange)
+        # In the next turn of the loop all of the body is with the transport, and little of it is out.
+        asyncio.get_running_loop().call_soon(drain)
+
+    picker.witness.decided = decided
 
     async def send():
         headers = {"x-test-hold-body": "1"}
@@ -140,9 +152,8 @@ async def test_a_body_on_its_way_through_a_draining_picker_arrives(unrecorded, o
             return response.status
 
     sending = asyncio.create_task(send())
-    await until(lambda: pod.serving, "the pod to have the headers")
-    picker.server.end_bypassed()
-    assert picker.server.open_streams == 1
+    await until(lambda: pod.serving and open_at_drain, "the pod to have the headers")
+    assert open_at_drain == [1]
     pod.resume.set()
     assert await asyncio.wait_for(sending, 10) == 200
     assert pod.received[0].body_sha256 == hashlib.sha256(sent).hexdigest()

@@ -35,6 +35,7 @@ from epp.configuration.compatibility import (
 from epp.configuration.document import (
     CONFIG_MAX_BYTES,
     ConfigError,
+    as_one_line,
     decode,
     nearest,
     read_mapping,
@@ -272,7 +273,7 @@ class _Loader:
         self.problems.append(f"{self.source}: {sentence}")
 
     def warn(self, sentence: str) -> None:
-        self.warnings.append(f"{self.source}: {sentence}")
+        self.warnings.append(as_one_line(f"{self.source}: {sentence}"))
 
     def load(self, document: dict[str, Any]) -> PickerConfig:
         self._check_head(document)

@@ -21,11 +21,24 @@ _LOADER: Final[Any] = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 """In C where PyYAML was built with it."""
 
 
+def as_one_line(sentence: str) -> str:
+    """`sentence`, of which what cannot be printed is spelt as in a Python literal.
+
+    Names in a document may hold line breaks and what steers a terminal.
+    """
+    if sentence.isprintable():
+        return sentence
+    return "".join(
+        character if character.isprintable() else character.encode("unicode_escape").decode()
+        for character in sentence
+    )
+
+
 class ConfigError(Exception):
     """A configuration that cannot be used. Each problem is one sentence: where, what, expected."""
 
     def __init__(self, problems: Iterable[str]) -> None:
-        self.problems = tuple(problems)
+        self.problems = tuple(map(as_one_line, problems))
         super().__init__("\n".join(self.problems))
 
 

@@ -138,11 +138,11 @@ class AddedTime(Parameters, frozen=True):
         self._add_memory(
             cost, candidates, old, to_compute, waiting, held_up, context, decode_tokens
         )
-        if candidates.adapters_told:
+        adapters_told = candidates.adapters_told
+        if adapters_told or not candidates.prefill_alike:
             cost /= candidates.prefill_tokens_per_s
+        if adapters_told:
             self._add_adapter(cost, request, candidates)
-        elif not candidates.prefill_alike:
-            cost /= candidates.prefill_tokens_per_s
         return scores_of_cost(cost)
 
     def cost_parts(

@@ -63,13 +63,14 @@ def leaderboard_report(summary: Row) -> str:
     if not summary["complete"]:
         parts.insert(1, "**Not complete: cells are missing or failed.**")
     if summary["rows"]:
+        behind = _behind_rows(summary)
         parts += [
             "## All in all",
             _TOTALS_SAY,
             markdown_table(_total_rows(summary)),
             f"## Where {_first(summary)} is behind",
-            _behind_says(summary),
-            *([markdown_table(behind)] if len(behind := _behind_rows(summary)) > 1 else []),
+            _behind_says(summary, behind),
+            *([markdown_table(behind)] if len(behind) > 1 else []),
             "## The best of each case",
             _CASES_SAY,
             markdown_table(_case_rows(summary)),
@@ -98,7 +99,9 @@ def leaderboard_page(summary: Row) -> str:
     told.append(f'<div class="pair">{"".join(ladders)}</div>')
     told += [_distances(summary, measure) for measure in _JUDGED]
     behind = _behind_rows(summary)
-    drawn = _paragraph(_behind_says(summary)) + (html_table(behind) if len(behind) > 1 else "")
+    drawn = _paragraph(_behind_says(summary, behind)) + (
+        html_table(behind) if len(behind) > 1 else ""
+    )
     told.append(figure(f"Where {_first(summary)} is behind", drawn))
     told.append(
         figure("The best of each case", _paragraph(_CASES_SAY) + html_table(_case_rows(summary)))
@@ -148,11 +151,12 @@ def _first(summary: Row) -> str:
     return name
 
 
-def _behind_says(summary: Row) -> str:
+def _behind_says(summary: Row, behind: Sequence[Sequence[str]]) -> str:
+    """What `behind` tells, the rows of that table."""
     cases = {row["case"] for row in summary["rows"]}
     which = f"not within the 95 % interval of the best and more than {_BEHIND - 1:.0%} behind it"
     measures = ", ".join(_JUDGED.values())
-    if len(_behind_rows(summary)) == 1:
+    if len(behind) == 1:
         return f"In none of the {len(cases)} cases it is {which}, in {measures}."
     return f"Of the {len(cases)} cases these are all in which it is {which}, in {measures}."
 

@@ -22,7 +22,7 @@ from typing import Final
 
 import numpy as np
 
-from epp.core.knowledge.sessions import session_hash
+from epp.core.knowledge.rendezvous import identity_hash
 from epp.core.types import BYTES_PER_TOKEN
 from epp.plugins.contract import Candidates, Floats, InferenceRequest, Ints
 
@@ -63,11 +63,11 @@ def agreement_key(
     head_blocks = step * (common // step + 1)
     preamble_bytes, conversation = request.opening() or (0, None)
     if session and request.sessions_return:
-        conversation = session_hash(session)
+        conversation = identity_hash(session)
     if conversation is not None and head_blocks * block_bytes > preamble_bytes:
         return conversation
     head = request.block_hash(block_bytes, head_blocks)
-    return session_hash(session) if head is None and session else head
+    return identity_hash(session) if head is None and session else head
 
 
 def agreed_scores(candidates: Candidates, key: int) -> Floats:

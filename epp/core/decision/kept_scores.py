@@ -89,9 +89,8 @@ class KeptScores:
     @classmethod
     def of(cls, scorers: Sequence[_Named]) -> "KeptScores | None":
         """None: of these nothing can be kept."""
-        if any(isinstance(scorer.plugin, ReadsColumns) for scorer in scorers):
-            return cls(scorers)
-        return None
+        made = cls(scorers)
+        return made if made._columns else None
 
     def __init__(self, scorers: Sequence[_Named]) -> None:
         reads = {

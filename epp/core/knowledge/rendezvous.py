@@ -22,9 +22,9 @@ _SHIFT: Final = np.array(32, dtype=np.uint64)
 _FACTOR_2: Final = np.array(0x94D049BB133111EB, dtype=np.uint64)
 
 
-def identity_hash(endpoint_id: str) -> int:
-    """64 bits that stand for an endpoint, the same in every process."""
-    return xxhash.xxh64_intdigest(endpoint_id.encode("utf-8", "surrogatepass"))
+def identity_hash(name: str) -> int:
+    """64 bits that stand for an endpoint by its id, or for a session, the same in every process."""
+    return xxhash.xxh64_intdigest(name.encode("utf-8", "surrogatepass"))
 
 
 def rendezvous_weights(identities: Hashes, key: int) -> Hashes:

@@ -3,7 +3,7 @@
 from collections import OrderedDict, deque
 from typing import Final
 
-import xxhash
+from epp.core.knowledge.rendezvous import identity_hash
 
 SESSIONS_MAX: Final = 4_096
 """Sessions that are remembered; of more, those go that were not named for longest."""
@@ -25,7 +25,7 @@ class SessionReturns:
 
     def note(self, session: str) -> None:
         """A request named `session`."""
-        key = session_hash(session)
+        key = identity_hash(session)
         returned = key in self._known
         self._known[key] = None
         self._known.move_to_end(key)
@@ -33,8 +33,3 @@ class SessionReturns:
             self._known.popitem(last=False)
         self._returned.append(returned)
         self.expected = sum(self._returned) >= RETURNED_MIN * len(self._returned)
-
-
-def session_hash(session: str) -> int:
-    """64 bits that stand for a session, the same at every picker."""
-    return xxhash.xxh64_intdigest(session.encode("utf-8", "surrogatepass"))

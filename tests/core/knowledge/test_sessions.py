@@ -3,7 +3,8 @@ from random import Random
 from hypothesis import given
 from hypothesis import strategies as st
 
-from epp.core.knowledge.sessions import LOOKED_AT, SESSIONS_MAX, SessionReturns, session_hash
+from epp.core.knowledge.rendezvous import identity_hash
+from epp.core.knowledge.sessions import LOOKED_AT, SESSIONS_MAX, SessionReturns
 
 
 def told(sessions):
@@ -51,9 +52,9 @@ def test_what_it_keeps_is_bounded():
         returns.note(f"made up {number}")
     assert len(returns._known) == SESSIONS_MAX
     assert len(returns._returned) == LOOKED_AT
-    assert session_hash("made up 0") not in returns._known
+    assert identity_hash("made up 0") not in returns._known
 
 
 def test_any_text_is_a_session():
     """A header may hold bytes that are no UTF-8."""
-    assert session_hash("\udcff") == session_hash("\udcff") != session_hash("")
+    assert identity_hash("\udcff") == identity_hash("\udcff") != identity_hash("")

@@ -43,6 +43,8 @@ class PluginFailures:
 
     def __init__(self) -> None:
         self._failing: dict[str, FailingPlugin] = {}
+        self.so_far = 0
+        """Failures of all, of those that are configured no more too."""
 
     def __len__(self) -> int:
         return len(self._failing)
@@ -62,6 +64,7 @@ class PluginFailures:
         """Count one failure of the plugin `name`."""
         failing = self._failing.setdefault(name, FailingPlugin(name))
         failing.failures += 1
+        self.so_far += 1
         failing.what = what
 
     def call(

@@ -22,7 +22,7 @@ from epp.core.decision.failures import (
     headers_fault,
     positions_fault,
 )
-from epp.core.decision.kept_scores import KeptScores
+from epp.core.decision.kept_scores import ScoreMemory
 from epp.core.decision.plugin import READABLE, Filter, MarksResponses, Picker, Scorer
 from epp.core.knowledge.candidates import Bools, Candidates, Floats, Ints
 from epp.core.prompt.request import InferenceRequest
@@ -196,7 +196,7 @@ class SchedulingProfile(Struct, frozen=True, kw_only=True, dict=True):
         request: InferenceRequest,
         candidates: Candidates,
         failures: PluginFailures,
-        kept: KeptScores | None = None,
+        kept: ScoreMemory | None = None,
     ) -> Scored:
         """Clamp each score to [0, 1], give the unknown the median of the known, weigh, add up.
 

@@ -12,13 +12,13 @@ from random import Random
 from typing import Final
 
 import numpy as np
-from msgspec import Struct, field, structs
+from msgspec import Struct, field
 
 from epp.core.decision.failures import PluginFailures, affinity_fault
 from epp.core.decision.kept_scores import KeptScores
 from epp.core.decision.plugin import GoesBySessions
 from epp.core.decision.profile import Kept, Marker, SchedulingProfile, Scored
-from epp.core.decision.shadow import Shadow, ShadowTotals, ShadowVerdict
+from epp.core.decision.shadow import Acted, Shadow, ShadowTotals, ShadowVerdict
 from epp.core.knowledge.candidates import Affinity, Candidates
 from epp.core.knowledge.index import (
     AffinityIndex,
@@ -213,6 +213,7 @@ class Scheduler:
             return _saturated(f"the pool is saturated and priority {request.priority} may be shed")
 
         profile = self.settings.profile
+        failed_before = self.failures.so_far
         kept = profile.filter(request, candidates, self.failures)
         if not len(kept.candidates):
             return _nobody_left(kept, len(slots))
@@ -224,14 +225,20 @@ class Scheduler:
         if self.shadow is not None:
             verdict = self.shadow.judge(
                 request,
-                candidates,
-                (ranked, positions[0]),
+                Acted(
+                    candidates,
+                    ranked,
+                    scored,
+                    positions[0],
+                    self.failures.so_far == failed_before,
+                ),
                 self.decisions,
                 lambda kept: self._fresh_first(kept, now)[0],
                 self._endpoint,
             )
-        decision = self._assume(request, ranked, scored, positions, len(slots), eliminated, now)
-        return decision if verdict is None else structs.replace(decision, shadow=verdict)
+        return self._assume(
+            request, ranked, scored, positions, len(slots), eliminated, verdict, now
+        )
 
     def reported(self, lease: Lease, header: str) -> None:
         """The response of `lease` says in `header` how loaded the endpoint that served it is."""
@@ -400,6 +407,7 @@ class Scheduler:
         if shadow is not None:
             self.shadow = Shadow(
                 shadow,
+                acting=profile,
                 seed=self.seed,
                 share=self.settings.shadow_share,
                 block_tokens=self.settings.block_tokens,
@@ -511,6 +519,7 @@ class Scheduler:
         picked: list[int],
         ready: int,
         eliminated: dict[str, int],
+        verdict: ShadowVerdict | None,
         now: Seconds,
     ) -> Decision:
         """Record the choice in the same step that makes it, so that the next one sees it."""
@@ -545,6 +554,7 @@ class Scheduler:
             scorers=self._scorer_names,
             scored=scored,
             markers=self._markers,
+            shadow=verdict,
         )
 
     def _fallbacks(

@@ -10,10 +10,11 @@ from collections.abc import Callable
 from random import Random
 from typing import Final
 
+import numpy as np
 from msgspec import Struct
 
 from epp.core.decision.failures import PluginFailures
-from epp.core.decision.kept_scores import KeptScores
+from epp.core.decision.kept_scores import CommonScorers
 from epp.core.decision.profile import Kept, SchedulingProfile, Scored
 from epp.core.knowledge.candidates import Candidates
 from epp.core.prompt.request import InferenceRequest
@@ -69,6 +70,20 @@ class ShadowVerdict(Struct, frozen=True, kw_only=True):
         return {name: round(part, 4) for name, part in zip(self.scorers, parts, strict=True)}
 
 
+class Acted(Struct, frozen=True, gc=False):
+    """What the acting profile made of a request."""
+
+    candidates: Candidates
+    """Those before any filter."""
+    ranked: Candidates
+    """Those that were scored."""
+    scored: Scored
+    position: int
+    """Of the one that was picked, among `ranked`."""
+    sound: bool
+    """None of its plugins failed at it."""
+
+
 class ShadowTotals:
     """What all verdicts come to, since the picker began. The sums are of those that name somebody."""
 
@@ -100,6 +115,7 @@ class Shadow:
         self,
         profile: SchedulingProfile,
         *,
+        acting: SchedulingProfile,
         seed: int,
         share: float,
         block_tokens: int,
@@ -107,12 +123,17 @@ class Shadow:
         failures: PluginFailures,
     ) -> None:
         """`share` of the decisions are judged, drawn by dice of its own; `failures` of its plugins
-        alone: the acting profile may use the same without failing.
+        alone: the acting profile may use the same without failing. Of plugins that both profiles
+        have, what they told the acting one is taken over.
         """
         self.profile = profile
         self._share = share
         self.failures = failures
-        self._kept_scores = KeptScores.of(profile.scorers)
+        self._common = CommonScorers(profile.scorers, acting.scorers)
+        self._filters_alike = len(profile.filters) == len(acting.filters) and all(
+            own.plugin is other.plugin
+            for own, other in zip(profile.filters, acting.filters, strict=True)
+        )
         self._scorers = tuple(scorer.name for scorer in profile.scorers)
         self._random = Random(f"{seed}:shadow")  # noqa: S311  dice, not secrets
         self._block_tokens = block_tokens
@@ -121,70 +142,93 @@ class Shadow:
     def judge(
         self,
         request: InferenceRequest,
-        candidates: Candidates,
-        live: tuple[Candidates, int],
+        acted: Acted,
         rotation: int,
         fresh_first: Callable[[Kept], Candidates],
         endpoint_in: Callable[[int], Endpoint],
     ) -> ShadowVerdict | None:
         """What it would have done; None: this one is not judged. Never raises, and changes nothing but
-        its own totals and dice.
-
-        `candidates` are those before any filter; `live` those that were scored, and the position of
-        the one that was picked. `endpoint_in` a slot.
+        its own totals and dice. `endpoint_in` a slot.
         """
         if self._share < 1.0 and self._random.random() >= self._share:
             return None
-        failed_before = self._failures_so_far()
+        failed_before = self.failures.so_far
         slot = -1
         try:
-            verdict, slot = self._judge(
-                request, candidates, live, rotation, fresh_first, endpoint_in
-            )
+            ranked = self._ranked(request, acted, fresh_first)
+            if ranked is None:
+                verdict = ShadowVerdict(verdict=NOBODY)
+            else:
+                scored, position = self._pick(request, acted, ranked, rotation)
+                slot = ranked.slot.item(position)
+                verdict = self._compared(
+                    request, acted, ranked, scored, position, endpoint_in(slot)
+                )
         except Exception as error:  # noqa: BLE001  a part that fails costs only what it adds
             self.failures.raised(self.profile.picker_name, "judge", error)
-        if self._failures_so_far() != failed_before:
+        if self.failures.so_far != failed_before:
             verdict, slot = ShadowVerdict(verdict=FAILED), -1
         self._totals.add(verdict, slot)
         return verdict
 
-    def _judge(
+    def _ranked(
         self,
         request: InferenceRequest,
-        candidates: Candidates,
-        live: tuple[Candidates, int],
-        rotation: int,
+        acted: Acted,
         fresh_first: Callable[[Kept], Candidates],
-        endpoint_in: Callable[[int], Endpoint],
-    ) -> tuple[ShadowVerdict, int]:
-        profile, failures = self.profile, self.failures
-        kept = profile.filter(request, candidates, failures)
-        if not len(kept.candidates):
-            return ShadowVerdict(verdict=NOBODY), -1
-        ranked = fresh_first(kept)
-        scored = profile.score(request, ranked, failures, self._kept_scores)
-        picked = profile.pick(scored.total, ranked, self._random, rotation, failures)
-        position = int(picked[0])
-        acted, at = live
-        slot, live_slot = int(ranked.slot[position]), int(acted.slot[at])
-        live_position = position
-        if slot != live_slot:
-            also = (ranked.slot == live_slot).nonzero()[0]
-            live_position = int(also[0]) if len(also) else -1
-        return (
-            ShadowVerdict(
-                verdict=AGREED if slot == live_slot else DIFFERED,
-                endpoint=endpoint_in(slot),
-                uncached_tokens=self._uncached_tokens(request, ranked, position),
-                live_uncached_tokens=self._uncached_tokens(request, acted, at),
-                inflight_requests=int(ranked.inflight_requests[position]),
-                live_inflight_requests=int(acted.inflight_requests[at]),
-                scorers=self._scorers,
-                scored=scored,
-                position=position,
-                live_position=live_position,
-            ),
-            slot,
+    ) -> Candidates | None:
+        """Those that it scores; None: there is nobody."""
+        if self._filters_alike and acted.sound:
+            return acted.ranked
+        kept = self.profile.filter(request, acted.candidates, self.failures)
+        return fresh_first(kept) if len(kept.candidates) else None
+
+    def _pick(
+        self, request: InferenceRequest, acted: Acted, ranked: Candidates, rotation: int
+    ) -> tuple[Scored, int]:
+        """The scores, and the position of its choice."""
+        alike = ranked is acted.ranked or np.array_equal(ranked.slot, acted.ranked.slot)
+        common = self._common
+        # Scorers that failed are asked again, so that they are named apart.
+        memory = common.lent(acted.scored.scores) if acted.sound and alike else common.kept
+        scored = self.profile.score(request, ranked, self.failures, memory)
+        picked = self.profile.pick(scored.total, ranked, self._random, rotation, self.failures)
+        return scored, picked.item(0)
+
+    def _compared(
+        self,
+        request: InferenceRequest,
+        acted: Acted,
+        ranked: Candidates,
+        scored: Scored,
+        position: int,
+        endpoint: Endpoint,
+    ) -> ShadowVerdict:
+        """Its choice beside that of the acting profile."""
+        live, live_position = acted.ranked, acted.position
+        live_slot = live.slot.item(live_position)
+        agreed = ranked.slot.item(position) == live_slot
+        live_uncached_tokens = self._uncached_tokens(request, live, live_position)
+        live_inflight_requests = live.inflight_requests_of(live_position)
+        if agreed or ranked is live:
+            also = position if agreed else live_position
+        else:
+            also = next(iter((ranked.slot == live_slot).nonzero()[0].tolist()), -1)
+        return ShadowVerdict(
+            verdict=AGREED if agreed else DIFFERED,
+            endpoint=endpoint,
+            uncached_tokens=live_uncached_tokens
+            if agreed
+            else self._uncached_tokens(request, ranked, position),
+            live_uncached_tokens=live_uncached_tokens,
+            inflight_requests=live_inflight_requests
+            if agreed
+            else ranked.inflight_requests_of(position),
+            live_inflight_requests=live_inflight_requests,
+            scorers=self._scorers,
+            scored=scored,
+            position=position,
+            live_position=also,
         )
 
     def _uncached_tokens(
@@ -192,6 +236,3 @@ class Shadow:
     ) -> float:
         matched, _ = candidates.prefix_match(position)
         return max(0.0, float(request.prompt_tokens - matched * self._block_tokens))
-
-    def _failures_so_far(self) -> int:
-        return sum(failing.failures for failing in self.failures)

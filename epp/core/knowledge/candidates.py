@@ -510,6 +510,13 @@ class Candidates:
         known = self._affinities.get(self._prefix)
         return (0, 0) if known is None else (int(known.matched[self._slot[position]]), known.total)
 
+    def inflight_requests_of(self, position: int) -> int:
+        """`inflight_requests` of one candidate."""
+        columns = self._columns
+        if columns.peers is not None:
+            return int(self.inflight_requests[position])
+        return columns.inflight_requests.item(self._slot.item(position))
+
     def numbers_of(self, position: int) -> tuple[float, ...]:
         """The columns `NUMBERS` of one candidate, at a fraction of the cost of gathering them."""
         columns, slot = self._columns, self._slot.item(position)

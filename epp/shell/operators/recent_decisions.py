@@ -17,6 +17,7 @@ from msgspec import Struct, structs
 from epp.core.decision.decisive import next_best
 from epp.core.decision.plugin import TellsCost
 from epp.core.decision.scheduler import Decision, SchedulerSettings
+from epp.core.decision.shadow import ShadowVerdict
 from epp.core.knowledge.candidates import Floats, Ints
 from epp.core.knowledge.inflight import Outcome
 from epp.core.knowledge.pool import EndpointPool
@@ -92,6 +93,7 @@ class _Deciding(Struct, frozen=True, gc=False):
     slot: Ints
     scores: Floats
     """float64[scorers, n]"""
+    shadow: ShadowVerdict | None
 
 
 class _Ending(Struct, frozen=True, gc=False):
@@ -255,10 +257,8 @@ class RecentDecisions:
                 scores[:, second].tobytes(),
                 candidates.numbers_of(second),
             )
-        if decision.shadow is not None:
-            kept = structs.replace(kept, shadow=decision.shadow.told())
-        slot = candidates.slot
-        self._wait(_Deciding(self._clock(), kept, self._generation, picked, slot, scores))
+        slot, shadow = candidates.slot, decision.shadow
+        self._wait(_Deciding(self._clock(), kept, self._generation, picked, slot, scores, shadow))
 
     def refused(
         self,
@@ -392,7 +392,10 @@ class RecentDecisions:
                 self._slot, self._slot_bytes = one.slot, one.slot.tobytes()
             scores = Scores(one.generation, one.picked, self._slot_bytes, one.scores.tobytes())
             scores_at = self._scores.append(scores_of(scores))
-            record = record_of(DECIDED, one.at_s, one.told, scores_at)
+            told = one.told
+            if one.shadow is not None:
+                told = structs.replace(told, shadow=one.shadow.told())
+            record = record_of(DECIDED, one.at_s, told, scores_at)
             self._open[one.told.number] = self._rows.append(record)
             if len(self._open) > _OPEN_MAX:
                 del self._open[next(iter(self._open))]

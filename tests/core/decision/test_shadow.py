@@ -50,6 +50,30 @@ class Nobody(msgspec.Struct, frozen=True):
         return np.zeros(len(candidates), dtype=np.bool_)
 
 
+class Counting(msgspec.Struct, frozen=True):
+    """Prefers who has little to do, and counts how often it is asked."""
+
+    asked: list[int]
+    type_name = "counting"
+    sheds_load: bool = False
+
+    def score(self, request, candidates):
+        self.asked.append(len(candidates))
+        return 1.0 / (1.0 + candidates.inflight_requests)
+
+
+class Without(msgspec.Struct, frozen=True):
+    """Drops the first."""
+
+    asked: list[int]
+    type_name = "without"
+    sheds_load: bool = False
+
+    def keep(self, request, candidates):
+        self.asked.append(len(candidates))
+        return np.arange(len(candidates)) > 0
+
+
 def profile(name="acting", *, prefix=0.0, queue=0.0, active=0.0, **more):
     given = {
         "name": name,
@@ -205,6 +229,63 @@ def test_a_share_of_the_decisions_is_judged_and_none_changes():
     assert made[0].shadow_totals.verdicts.total() == sum(judged[0])
     expected = [asked(alone).endpoint.name for _ in range(500)]
     assert [decision.endpoint.name for decision in verdicts[0]] == expected
+
+
+def told(made, seed, weights, acting_filters, filters):
+    """What a shadow told of each decision of some traffic."""
+    acting, second = made
+    shadow = profile("s", scorers=second(*weights), filters=filters)
+    one = scheduler(shadow, acting=profile(scorers=acting(3, 1, 2), filters=acting_filters))
+    verdicts = []
+    judge = one.shadow.judge
+    one.shadow.judge = lambda *given: verdicts.append(judge(*given)) or verdicts[-1]
+    traffic(one, seed)
+    return [verdict.told() for verdict in verdicts]
+
+
+def three(*plugins):
+    names = "prefix", "queue", "active"
+    return lambda *weights: tuple(map(WeightedScorer, names, plugins, weights))
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    seed=st.integers(0, 1_000),
+    weights=st.tuples(*[st.sampled_from((0.5, 1.0, 4.0))] * 3),
+    common=st.sets(st.integers(0, 2)),
+    filtered=st.tuples(st.booleans(), st.booleans()),
+)
+def test_what_it_takes_over_is_what_it_would_have_found(seed, weights, common, filtered):
+    """Whichever of the plugins are the very same: with twins of them it tells the same."""
+    plugins = PrefixCache(), Queue(), ActiveRequests()
+    twins = PrefixCache(), Queue(), ActiveRequests()
+    mixed = [plugins[row] if row in common else twins[row] for row in range(3)]
+    without = NamedFilter("without", Without([]))
+    filters = [(without,) if has else () for has in filtered]
+    found = told((three(*plugins), three(*mixed)), seed, weights, *filters)
+    apart = [(NamedFilter("without", Without([])),) if has else () for has in filtered]
+    assert found == told((three(*plugins), three(*twins)), seed, weights, *apart)
+    assert len(found) == 60
+
+
+def test_a_plugin_in_common_is_asked_once():
+    """With other weights, or one more scorer; if the filters leave others, both are asked."""
+    scored, filtered = [], []
+    counting = WeightedScorer("counting", Counting(scored), 1.0)
+    same = (NamedFilter("without", Without(filtered)),)
+    weighty = (msgspec.structs.replace(counting, weight=5.0), WeightedScorer("queue", Queue(), 1.0))
+    acting = profile(scorers=(counting,), filters=same)
+    asked(scheduler(profile("s", scorers=weighty, filters=same), acting=acting))
+    assert (scored, filtered) == ([3], [4])
+    asked(scheduler(profile("s", scorers=weighty), acting=acting))
+    assert (scored, filtered) == ([3, 3, 4], [4, 4])
+
+
+def test_one_in_common_that_failed_is_asked_again_and_named_apart():
+    broken = WeightedScorer("b", Broken(), 1.0)
+    made = scheduler(profile("s", scorers=(broken,)), acting=profile(scorers=(broken,)))
+    assert asked(made).shadow.verdict == FAILED
+    assert [failing.failures for failing in (*made.failures, *made.shadow_failures)] == [1, 1]
 
 
 def test_an_endpoint_that_left_is_not_counted_for_the_next_in_its_slot():

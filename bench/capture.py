@@ -4,7 +4,6 @@ One request is parsed to the end of it: chains, decision, lease given back. What
 first is what the event loop pays; what the thread pays beside it is told apart.
 """
 
-import gzip
 import itertools
 from collections.abc import Iterator
 from random import Random
@@ -21,21 +20,20 @@ from epp.core.decision.scheduler import Decision, Scheduler, SchedulerSettings
 from epp.core.knowledge.inflight import Outcome
 from epp.core.prompt.request import InferenceRequest
 from epp.core.types import ApiKind, Endpoint, EndpointMetrics
-from epp.shell.files.capture_folder import PACKING_LEVEL
+from epp.shell.files.capture_folder import packed
 
 ENDPOINTS = 32
-PROMPT_BYTES = 8_192
-CONVERSATIONS = 500
-CALLS = 100
+SIZES = {8: (500, 100), 440: (50, 20)}
+"""KB of a prompt -> conversations, and requests a batch."""
 BATCHES = 30
 
 
-def requests() -> Iterator[tuple[bytes, ...]]:
+def requests(prompt_bytes: int, conversations: int) -> Iterator[tuple[bytes, ...]]:
     """Prompts that each begin like others and end alone."""
     random = Random("bench:capture")
-    heads = [random.randbytes(PROMPT_BYTES * 3 // 4) for _ in range(CONVERSATIONS // 10)]
+    heads = [random.randbytes(prompt_bytes * 3 // 4) for _ in range(conversations // 10)]
     prompts: list[tuple[bytes, ...]] = [
-        (random.choice(heads) + random.randbytes(PROMPT_BYTES // 4),) for _ in range(CONVERSATIONS)
+        (random.choice(heads) + random.randbytes(prompt_bytes // 4),) for _ in range(conversations)
     ]
     return itertools.cycle(prompts)
 
@@ -54,9 +52,8 @@ def ready(scheduler: Scheduler) -> Scheduler:
     return scheduler
 
 
-def request_us(scheduler: Scheduler) -> float:
+def request_us(scheduler: Scheduler, prompts: Iterator[tuple[bytes, ...]], calls: int) -> float:
     """From the prompt to the end of the answer."""
-    prompts = requests()
 
     def one(prompt: tuple[bytes, ...]) -> None:
         request = InferenceRequest(
@@ -64,18 +61,24 @@ def request_us(scheduler: Scheduler) -> float:
             api=ApiKind.COMPLETIONS,
             model="llama",
             prompts=prompt,
-            prompt_tokens=PROMPT_BYTES // 4,
+            prompt_tokens=len(prompt[0]) // 4,
             session_id="",
         )
         decision = scheduler.schedule(request, 0.1)
         assert isinstance(decision, Decision)
         scheduler.complete(decision.lease, Outcome(status=200), 0.2)
 
-    return best_us(one, lambda: list(itertools.islice(prompts, CALLS)), batches=BATCHES)
+    return best_us(one, lambda: list(itertools.islice(prompts, calls)), batches=BATCHES)
 
 
 def run() -> list[tuple[str, str]]:
     """(what, how much)."""
+    return [row for size_kb in SIZES for row in size_rows(size_kb)]
+
+
+def size_rows(size_kb: int) -> list[tuple[str, str]]:
+    """(what, how much) for prompts of one size."""
+    conversations, calls = SIZES[size_kb]
     config = default_config(plugin_tables())
     settings: SchedulerSettings = build_settings(config)
     notes: list[Note] = []
@@ -90,8 +93,11 @@ def run() -> list[tuple[str, str]]:
             failed=lambda error: print(repr(error)),
         )
 
-    what = f"request of {PROMPT_BYTES // 1024} KB, {ENDPOINTS} endpoints"
-    plain_us = request_us(ready(Scheduler(settings, seed=1)))
+    def took_us(scheduler: Scheduler) -> float:
+        return request_us(ready(scheduler), requests(size_kb * 1024, conversations), calls)
+
+    what = f"request of {size_kb} KB, {ENDPOINTS} endpoints"
+    plain_us = took_us(Scheduler(settings, seed=1))
     rows = [(f"{what}, from prompt to end", f"{plain_us:.1f} µs")]
     shadowed = structs.replace(settings, shadow=settings.profile)
     for name, scheduler in (
@@ -99,11 +105,10 @@ def run() -> list[tuple[str, str]]:
         ("a tenth of the sessions captured", witnessed(0.1)),
         ("with a shadow profile", Scheduler(shadowed, seed=1)),
     ):
-        took_us = request_us(ready(scheduler))
-        rows.append((f"{what}, {name}", f"{took_us - plain_us:+.1f} µs"))
+        rows.append((f"{what}, {name}", f"{took_us(scheduler) - plain_us:+.1f} µs"))
 
-    request_us(ready(witnessed(1.0)))
-    told = notes[-2 * CALLS :]
+    took_us(witnessed(1.0))
+    told = notes[-2 * calls :]
     transcript = Transcript(
         Origin(name="bench", seed=1, share=1.0, unix_s=0.0), Salt(b"of bench alone, 20")
     )
@@ -113,14 +118,16 @@ def run() -> list[tuple[str, str]]:
             generation=1, hash="", document="", metrics_staleness_s=2.0, refresh_interval_s=0.2
         )
     )
-    took_us = best_us(transcript.note, lambda: told, batches=BATCHES) * 2
+    lines_us = best_us(transcript.note, lambda: told, batches=BATCHES) * 2
     transcript.take()
     for note in told:
         transcript.note(note)
     lines = transcript.take()
-    packed = sum(len(gzip.compress(part, PACKING_LEVEL)) for part in lines)
-    rows.append((f"{what}, its lines, on the thread", f"{took_us:.1f} µs"))
-    rows.append((f"{what}, its lines, packed", f"{packed / CALLS:.0f} bytes"))
+    packed_us = best_us(packed, lambda: lines, batches=BATCHES) * len(lines) / calls
+    packed_bytes = sum(len(packed(part)) for part in lines)
+    rows.append((f"{what}, its lines, on the thread", f"{lines_us:.1f} µs"))
+    rows.append((f"{what}, to pack them", f"{packed_us:.1f} µs"))
+    rows.append((f"{what}, its lines, packed", f"{packed_bytes / calls:.0f} bytes"))
     return rows
 
 

@@ -38,8 +38,8 @@ _ADAPTER_BYTES: Final = 100
 _MEMBER_BYTES: Final = 500
 SLICE_NOTES: Final = 16
 """Notes that become lines before the thread lets go: about 0.3 ms."""
-SLICE_BYTES: Final = 4_096
-"""Of chains in them: 512 blocks."""
+SLICE_BYTES: Final = 64 * 1024
+"""Of chains in them, after which a slice ends as well: 8,192 blocks."""
 SLICE_PAUSE_S: Final = 0.000_5
 FLUSH_BYTES: Final = 256 * 1024
 FLUSH_S: Final = 1.0

@@ -241,10 +241,8 @@ class Measuring:
                 )
                 for settings in operated(self._folder, collector)
             ]
-            load = Workload(
-                name="operators", title=workloads.ANSWERED.title, shape=workloads.ANSWERED.shape
-            )
-            self._rounds(load, contestants, served)
+            for load in workloads.OPERATED:
+                self._rounds(load, contestants, served)
 
     def _rounds(
         self, load: Workload, contestants: Sequence[Contestant], served: Pages | None

@@ -223,23 +223,22 @@ class _Rows:
 
     def add_operators(self) -> None:
         """What is kept and told for operators, against nothing of it."""
-        played = [each for each in self._results.samples if each.workload == "operators"]
-        if not played:
-            return
-        for name in NAMES:
-            if name != NOTHING:
-                self._add(
-                    f"{workloads.ANSWERED.title}: {name or 'as installed'}",
-                    f"CPU a request, in units of that with {NOTHING}",
-                    lambda each, name=name: self._against(
-                        "operators",
-                        homing(each, name),
-                        homing(each, NOTHING),
-                    ),
-                    workloads.OPERATED_RATIO_MAX if name in {EVERYTHING, SPARINGLY} else None,
-                    played,
-                    judged=LEAN,
-                )
+        for load in workloads.OPERATED:
+            played = [each for each in self._results.samples if each.workload == load.name]
+            for name in NAMES if played else ():
+                if name != NOTHING:
+                    self._add(
+                        f"{load.title}: {name or 'as installed'}",
+                        f"CPU a request, in units of that with {NOTHING}",
+                        lambda each, name=name, load=load: self._against(
+                            load.name,
+                            homing(each, name),
+                            homing(each, NOTHING),
+                        ),
+                        workloads.OPERATED_RATIO_MAX if name in {EVERYTHING, SPARINGLY} else None,
+                        played,
+                        judged=LEAN,
+                    )
 
     def add_readings(self, name: str, title: str, measure: str, aim_max: float) -> None:
         """Memory, or an idle picker."""

@@ -114,6 +114,15 @@ LEAN_AGAINST_GRPCIO_MAX: Final = 0.35
 ENDPOINTS: Final = (10, 1_000)
 ENDPOINTS_RATIO_MAX: Final = 2.0
 OPERATED_ENDPOINTS: Final = 100
+OPERATED: Final = (
+    Workload(name="operators", title=ANSWERED.title, shape=ANSWERED.shape),
+    Workload(
+        name="operators-450kb",
+        title="450 KB, with response headers and end",
+        shape=Shape(body_bytes=450_000, response_headers=True),
+    ),
+)
+"""A prompt of 450 KB has fifty-six times as many blocks as one of 8 KB."""
 OPERATED_RATIO_MAX: Final = 1.05
 """All that is kept and told for operators against nothing of it."""
 MEMORY_IN_BODIES_MAX: Final = 4.0

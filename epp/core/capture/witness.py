@@ -202,8 +202,11 @@ class WitnessedScheduler(Scheduler):
     def _session_of(self, request: InferenceRequest) -> str:
         if request.session_id:
             return request.session_id
-        headers = request.headers
-        return next(filter(None, (headers.get(name, "") for name in self._session_headers)), "")
+        for name in self._session_headers:
+            session = request.headers.get(name, "")
+            if session:
+                return session
+        return ""
 
     def _decided(
         self, request: InferenceRequest, session: str, decision: Decision | Refusal, now: Seconds

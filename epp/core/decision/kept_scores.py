@@ -1,8 +1,12 @@
 """Scores that need not be asked for again.
 
-Some hold longer than a request: of scorers that read only what scrapes change. Such a scorer says what it reads (`ReadsColumns`). It is asked again about the same candidates only
-once a column that it reads has changed; one that fails is asked at every decision. What is kept is
-final: clamped, and the unknown filled in. Nobody else sees the arrays that it is kept in.
+Some hold longer than a request: of scorers that read only what scrapes change. Such a scorer says
+what it reads (`ReadsColumns`). It is asked again about the same candidates only once a column that it
+reads has changed; one that fails is asked at every decision. What is kept is final: clamped, and the
+unknown filled in. Nobody else sees the arrays that it is kept in.
+
+Others were found a moment ago: what a profile that acts found of a request is lent to a second one
+that has the very same scorer.
 """
 
 from collections import OrderedDict

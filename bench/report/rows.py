@@ -225,8 +225,8 @@ class _Rows:
         """What is kept and told for operators, against nothing of it."""
         for load in workloads.OPERATED:
             played = [each for each in self._results.samples if each.workload == load.name]
-            for name in NAMES if played else ():
-                if name != NOTHING:
+            for name in NAMES:
+                if played and name != NOTHING:
                     self._add(
                         f"{load.title}: {name or 'as installed'}",
                         f"CPU a request, in units of that with {NOTHING}",

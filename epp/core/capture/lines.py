@@ -109,7 +109,7 @@ class Salt:
         """`key` is a secret of up to 64 bytes; lost, it makes the ids meaningless for good."""
         self._key = key
         drawn = hashlib.blake2b(b"", digest_size=AES_KEY_BYTES, key=key, person=b"homing blocks")
-        # Each id by itself: that equal ones stay equal is what they are for.
+        # ECB leaves equal blocks equal, and that is what ids are for.
         self._encrypt = Cipher(AES(drawn.digest()), ECB()).encryptor().update  # noqa: S305
 
     def block(self, block: int) -> int:

@@ -10,11 +10,10 @@ that has the very same scorer.
 """
 
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Final, Protocol, cast
 
 import numpy as np
-from msgspec import Struct
 
 from epp.core.decision.plugin import MODEL, ReadsColumns, Scorer
 from epp.core.knowledge.candidates import Candidates, Floats, Ints
@@ -70,26 +69,6 @@ class _Named(Protocol):
     def plugin(self) -> Scorer: ...
 
 
-class ScoreMemory(Protocol):
-    """What is known of scores before anybody is asked."""
-
-    def recall(
-        self, request: InferenceRequest, candidates: Candidates
-    ) -> tuple[Floats, Iterable[int]]:
-        """float64[scorers, n] to write on, and its rows that are still to be computed, ascending."""
-        ...
-
-    def keep(
-        self,
-        rows: Iterable[int],
-        request: InferenceRequest,
-        candidates: Candidates,
-        scores: Floats,
-    ) -> None:
-        """`scores` is what the last `recall` has become; keep of its `rows` what may be kept."""
-        ...
-
-
 class _Set:
     """What is kept of one set of candidates."""
 
@@ -112,17 +91,28 @@ class KeptScores:
     """Of the scorers of one profile. They are pure functions of what they say that they read."""
 
     @classmethod
-    def of(cls, scorers: Sequence[_Named], besides: Collection[int] = ()) -> "KeptScores | None":
-        """None: of these nothing can be kept."""
-        made = cls(scorers, besides)
-        return made if made._columns else None
+    def of(cls, scorers: Sequence[_Named], acting: Sequence[_Named] = ()) -> "KeptScores | None":
+        """None: of these nothing can be kept, nor taken over."""
+        made = cls(scorers, acting)
+        return made if made._columns or made._lent else None
 
-    def __init__(self, scorers: Sequence[_Named], besides: Collection[int] = ()) -> None:
-        """Nothing is kept of the rows `besides`."""
+    def __init__(self, scorers: Sequence[_Named], acting: Sequence[_Named] = ()) -> None:
+        """`acting` are those of the profile that acts, where `scorers` are of a second one: what both
+        have is not kept, because it can be taken over.
+        """
+        found = {id(scorer.plugin): row for row, scorer in enumerate(acting)}
+        lent = {
+            row: found[id(scorer.plugin)]
+            for row, scorer in enumerate(scorers)
+            if id(scorer.plugin) in found
+        }
+        self._lent = list(lent)
+        self._lent_by = list(lent.values())
+        """Rows of the profile that acts, in the order of `_lent`."""
         reads = {
             row: scorer.plugin.reads
             for row, scorer in enumerate(scorers)
-            if row not in besides and isinstance(scorer.plugin, ReadsColumns)
+            if row not in lent and isinstance(scorer.plugin, ReadsColumns)
         }
         self._columns = {
             row: tuple(name for name in names if name != MODEL) for row, names in reads.items()
@@ -139,7 +129,7 @@ class KeptScores:
     def recall(
         self, request: InferenceRequest, candidates: Candidates
     ) -> tuple[Floats, Sequence[int]]:
-        """As of `ScoreMemory`."""
+        """float64[scorers, n] to write on, and its rows that are still to be computed, ascending."""
         if candidates.slot is not self._slot:
             self._find(candidates.slot)
         kept = self._set
@@ -162,6 +152,20 @@ class KeptScores:
         kept.version = _OUTDATED
         return kept.scores.copy(), sorted((*self._never, *outdated))
 
+    def take_over(
+        self, request: InferenceRequest, candidates: Candidates, acting: Floats
+    ) -> tuple[Floats, Sequence[int]]:
+        """As `recall`, with the rows that both profiles have besides.
+
+        `acting` is what the profile that acts found of the same request and candidates.
+        """
+        lent = acting[self._lent_by]
+        if len(lent) == self._scorers:
+            return lent, ()
+        scores, rows = self.recall(request, candidates)
+        scores[self._lent] = lent
+        return scores, [row for row in rows if row not in self._lent]
+
     def keep(
         self,
         rows: Iterable[int],
@@ -169,7 +173,7 @@ class KeptScores:
         candidates: Candidates,
         scores: Floats,
     ) -> None:
-        """As of `ScoreMemory`."""
+        """`scores` is what the last `recall` has become; keep of its `rows` what may be kept."""
         kept = self._set
         if kept.version != _OUTDATED:
             return
@@ -196,66 +200,3 @@ class KeptScores:
                 self._sets.popitem(last=False)
         self._sets.move_to_end(key)
         self._set = found
-
-
-class CommonScorers:
-    """The very scorers that a second profile has in common with the one that acts, whatever their
-    weights, and what is kept of the others.
-    """
-
-    def __init__(self, scorers: Sequence[_Named], acting: Sequence[_Named]) -> None:
-        """`scorers` are those of the second profile."""
-        rows = {id(scorer.plugin): row for row, scorer in enumerate(acting)}
-        found = {
-            row: rows[id(scorer.plugin)]
-            for row, scorer in enumerate(scorers)
-            if id(scorer.plugin) in rows
-        }
-        self.rows: Final = list(found)
-        self.acting_rows: Final = list(found.values())
-        """In the scores of the profile that acts, in the order of `rows`."""
-        self.all: Final = len(found) == len(scorers)
-        self.kept: Final = KeptScores.of(scorers, besides=found)
-        self._scorers = len(scorers)
-
-    def lent(self, scores: Floats) -> ScoreMemory | None:
-        """`scores` is what the profile that acts found of the same request and candidates."""
-        return LentScores(self, scores) if self.rows else self.kept
-
-    def recall(
-        self, request: InferenceRequest, candidates: Candidates
-    ) -> tuple[Floats, Iterable[int]]:
-        """As of `ScoreMemory`, where nothing is lent."""
-        if self.kept is None:
-            return np.empty((self._scorers, len(candidates))), range(self._scorers)
-        return self.kept.recall(request, candidates)
-
-
-class LentScores(Struct, frozen=True, gc=False):
-    """The memory of a second profile for one request."""
-
-    common: CommonScorers
-    scores: Floats
-
-    def recall(
-        self, request: InferenceRequest, candidates: Candidates
-    ) -> tuple[Floats, Iterable[int]]:
-        """As of `ScoreMemory`."""
-        common = self.common
-        lent = self.scores[common.acting_rows]
-        if common.all:
-            return lent, ()
-        scores, rows = common.recall(request, candidates)
-        scores[common.rows] = lent
-        return scores, [row for row in rows if row not in common.rows]
-
-    def keep(
-        self,
-        rows: Iterable[int],
-        request: InferenceRequest,
-        candidates: Candidates,
-        scores: Floats,
-    ) -> None:
-        """As of `ScoreMemory`."""
-        if self.common.kept is not None:
-            self.common.kept.keep(rows, request, candidates, scores)

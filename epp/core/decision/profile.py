@@ -22,7 +22,7 @@ from epp.core.decision.failures import (
     headers_fault,
     positions_fault,
 )
-from epp.core.decision.kept_scores import ScoreMemory
+from epp.core.decision.kept_scores import KeptScores
 from epp.core.decision.plugin import READABLE, Filter, MarksResponses, Picker, Scorer
 from epp.core.knowledge.candidates import Bools, Candidates, Floats, Ints
 from epp.core.prompt.request import InferenceRequest
@@ -196,12 +196,14 @@ class SchedulingProfile(Struct, frozen=True, kw_only=True, dict=True):
         request: InferenceRequest,
         candidates: Candidates,
         failures: PluginFailures,
-        kept: ScoreMemory | None = None,
+        kept: KeptScores | None = None,
+        acting: Floats | None = None,
     ) -> Scored:
         """Clamp each score to [0, 1], give the unknown the median of the known, weigh, add up.
 
         To a scorer that fails everybody is unknown. What is in `kept`, which is of this profile, is
-        not asked for again.
+        not asked for again, nor what it can take over of `acting`: the scores that another profile
+        found of the same request and candidates.
         """
         n = len(candidates)
         shape = (n,)
@@ -209,8 +211,10 @@ class SchedulingProfile(Struct, frozen=True, kw_only=True, dict=True):
         rows: Iterable[int]
         if kept is None:
             scores, rows = np.empty((len(scorers), n)), range(len(scorers))
-        else:
+        elif acting is None:
             scores, rows = kept.recall(request, candidates)
+        else:
+            scores, rows = kept.take_over(request, candidates, acting)
         computed: list[int] = []
         for row in rows:
             scorer = scorers[row]

@@ -14,7 +14,7 @@ import numpy as np
 from msgspec import Struct
 
 from epp.core.decision.failures import PluginFailures
-from epp.core.decision.kept_scores import CommonScorers
+from epp.core.decision.kept_scores import KeptScores
 from epp.core.decision.profile import Kept, SchedulingProfile, Scored
 from epp.core.knowledge.candidates import Candidates
 from epp.core.prompt.request import InferenceRequest
@@ -129,7 +129,7 @@ class Shadow:
         self.profile = profile
         self._share = share
         self.failures = failures
-        self._common = CommonScorers(profile.scorers, acting.scorers)
+        self._kept_scores = KeptScores.of(profile.scorers, acting.scorers)
         self._filters_alike = len(profile.filters) == len(acting.filters) and all(
             own.plugin is other.plugin
             for own, other in zip(profile.filters, acting.filters, strict=True)
@@ -188,10 +188,9 @@ class Shadow:
     ) -> tuple[Scored, int]:
         """The scores, and the position of its choice."""
         alike = ranked is acted.ranked or np.array_equal(ranked.slot, acted.ranked.slot)
-        common = self._common
         # Scorers that failed are asked again, so that they are named apart.
-        memory = common.lent(acted.scored.scores) if acted.sound and alike else common.kept
-        scored = self.profile.score(request, ranked, self.failures, memory)
+        found = acted.scored.scores if acted.sound and alike else None
+        scored = self.profile.score(request, ranked, self.failures, self._kept_scores, found)
         picked = self.profile.pick(scored.total, ranked, self._random, rotation, self.failures)
         return scored, picked.item(0)
 

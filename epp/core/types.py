@@ -85,6 +85,8 @@ class EndpointMetrics(Struct, frozen=True, kw_only=True):
     """Wall clock, `process_start_time_seconds`; a change means a restart."""
     requests_total: float | None = None
     """Sum of a counter that only a restart can lower."""
+    rejections_total: float | None = None
+    """Requests that the engine refused because it is full, since it started."""
     asleep: bool = False
     """vLLM's sleep mode: weights are off the GPU in every rank, no request is served."""
 

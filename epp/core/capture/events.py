@@ -88,6 +88,7 @@ class Page(Struct, frozen=True, kw_only=True, omit_defaults=True):
     blocks_total: int | None = None
     process_started_at_s: float | None = None
     requests_total: float | None = None
+    rejections_total: float | None = None
     asleep: bool = False
 
 
@@ -270,6 +271,7 @@ def page_of(metrics: EndpointMetrics, salt: Salt) -> Page:
         blocks_total=metrics.blocks_total,
         process_started_at_s=metrics.process_started_at_s,
         requests_total=metrics.requests_total,
+        rejections_total=metrics.rejections_total,
         asleep=metrics.asleep,
     )
 
@@ -287,6 +289,7 @@ def metrics_of(page: Page) -> EndpointMetrics:
         blocks_total=page.blocks_total,
         process_started_at_s=page.process_started_at_s,
         requests_total=page.requests_total,
+        rejections_total=page.rejections_total,
         asleep=page.asleep,
     )
 

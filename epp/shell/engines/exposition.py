@@ -50,6 +50,8 @@ ESCAPED_BYTES_MAX: Final = 32 * 1024
 ADAPTERS_MAX: Final = 4_096
 """In one list of adapters."""
 ADAPTER_NAME_BYTES_MAX: Final = 256
+KV_CACHE_USAGE_MAX: Final = 1.05
+"""A share is 1 at most. Some engines count a block twice while it moves; what is above is no share."""
 VALUE_MAX: Final = 1e15
 """Above it is no count of requests or tokens and no instant; and it fits into every column."""
 _NUMBER_BYTES_MAX: Final = 64
@@ -80,7 +82,9 @@ class MetricNames(Struct, frozen=True, kw_only=True):
     waiting: tuple[Selector, ...] = ()
     running: tuple[Selector, ...] = ()
     kv_cache_usage: tuple[Selector, ...] = ()
-    """0 to 1; a value above 1 counts as 1."""
+    """0 to 1; what is a little above 1 counts as 1."""
+    rejections_total: tuple[Selector, ...] = ()
+    """Counter of requests that were refused because the engine is full."""
     requests_total: tuple[Selector, ...] = ()
     """One counter, whose fall means a restart. At most one: two would be compared to each other."""
     cache_queried: tuple[Selector, ...] = ()
@@ -150,6 +154,7 @@ ENGINES: Final[Mapping[str, MetricNames]] = {
         waiting=_selectors("vllm:num_requests_waiting"),
         running=_selectors("vllm:num_requests_running"),
         kv_cache_usage=_selectors("vllm:kv_cache_usage_perc", "vllm:gpu_cache_usage_perc"),
+        rejections_total=_selectors("vllm:admission_rejections_total"),
         requests_total=_selectors("vllm:prompt_tokens_total"),
         cache_queried=_selectors(
             "vllm:prefix_cache_queries_total", "vllm:gpu_prefix_cache_queries_total"
@@ -224,7 +229,7 @@ class _Engine:
         self.names = names
         load = (
             *(*names.waiting, *names.running, *names.kv_cache_usage, *names.requests_total),
-            *(*names.cache_queried, *names.cache_hit),
+            *(*names.cache_queried, *names.cache_hit, *names.rejections_total),
         )
         seldom = (*names.block_size_tokens, *names.blocks_total, *names.awake)
         infos = {
@@ -390,9 +395,10 @@ class PageReader:
         With the `memory` of the endpoint's last page, what is new on this one may be seen some
         pages later, as `page_layout` says; all else is the same.
 
-        A value that is NaN, infinite, negative or above `VALUE_MAX` is unknown. Raises
+        A counter that is NaN, infinite, negative or above `VALUE_MAX` is unknown. Raises
         `ExpositionError` when the page has no load gauge of the engine (of any, where the labels
-        name none), when a series that is wanted is malformed, or when a limit is exceeded.
+        name none), when one of them says what cannot be, when a series that is wanted is malformed,
+        or when a limit is exceeded.
         """
         engines = self._engines_of(labels)
         if memory is not None:
@@ -454,20 +460,31 @@ def _without_load(names: MetricNames, found: _Found) -> EndpointMetrics:
 
 def _with_load(rest: EndpointMetrics, names: MetricNames, found: _Found) -> EndpointMetrics | None:
     """`rest` with what changes from page to page; None: no load gauge is among `found`."""
-    waiting, running = _values(found, names.waiting), _values(found, names.running)
-    usage = _values(found, names.kv_cache_usage)
+    waiting, running = _gauges(found, names.waiting), _gauges(found, names.running)
+    usage = _gauges(found, names.kv_cache_usage, KV_CACHE_USAGE_MAX)
     if not (waiting or running or usage):
         return None
     return replace(
         rest,
         waiting_requests=sum(waiting) if waiting else math.nan,
         running_requests=sum(running) if running else math.nan,
-        # min() gives back its first argument when either is NaN.
         kv_cache_usage=min(sum(usage) / len(usage), 1.0) if usage else math.nan,
         requests_total=_known(_values(found, names.requests_total)),
+        rejections_total=_known(_values(found, names.rejections_total)),
         cache_queried_tokens=_summed(found, names.cache_queried),
         cache_hit_tokens=_summed(found, names.cache_hit),
     )
+
+
+def _gauges(found: _Found, selectors: Sequence[Selector], most: float = VALUE_MAX) -> list[float]:
+    """`_values` of a gauge of load. Raises `ExpositionError` for one that is not from 0 to `most`."""
+    values = _values(found, selectors)
+    for value in values:
+        if not value <= most:  # NaN too
+            says = "no number that it can be" if math.isnan(value) else f"{value:g}"
+            name = next(selector.name for selector in selectors if selector.name in found)
+            raise ExpositionError(f"{_shown(name)} says {says}, expected 0 to {most:g}")
+    return values
 
 
 def _summed(found: _Found, selectors: Sequence[Selector]) -> float:

@@ -33,6 +33,7 @@ WHOLE = EndpointMetrics(
     blocks_total=7,
     process_started_at_s=8.0,
     requests_total=9.0,
+    rejections_total=3.0,
     asleep=True,
 )
 """All but adapters, whose names are hashed."""

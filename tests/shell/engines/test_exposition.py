@@ -150,26 +150,43 @@ def test_every_way_to_write_a_sample_is_read(line):
     assert read(line).waiting_requests == 5.0
 
 
-@pytest.mark.parametrize("value", ["NaN", "+Inf", "-Inf", "-1", "Infinity", "1e300", "1.1e15"])
-def test_a_value_no_gauge_can_have_is_unknown(value):
-    """NaN, infinite, negative and absurd values are unknown, and the rest of the page still counts."""
+IMPOSSIBLE = ["NaN", "+Inf", "-Inf", "-1", "Infinity", "1e300", "1.1e15"]
+
+
+@pytest.mark.parametrize("value", IMPOSSIBLE)
+def test_a_counter_that_cannot_be_is_unknown(value):
+    """NaN, infinite, negative and absurd values; the rest of the page still counts."""
     metrics = read(
-        f"vllm:num_requests_running 3\nvllm:num_requests_waiting {value}\n"
-        f"vllm:kv_cache_usage_perc {value}\nvllm:prompt_tokens_total {value}\n"
+        f"vllm:num_requests_running 3\nvllm:prompt_tokens_total {value}\n"
+        f"vllm:admission_rejections_total {value}\n"
         f"process_start_time_seconds {value}\nvllm:max_gpu_lora_adapters {value}\n"
     )
     assert metrics.running_requests == 3.0
     assert metrics.adapters.slots_max == 0
-    assert math.isnan(metrics.waiting_requests)
-    assert math.isnan(metrics.kv_cache_usage)
     assert metrics.requests_total is None
+    assert metrics.rejections_total is None
     assert metrics.process_started_at_s is None
 
 
-def test_one_unknown_rank_makes_the_sum_unknown():
-    """A sum that leaves out a rank would look like less load."""
-    page = 'vllm:num_requests_waiting{engine="0"} 3\nvllm:num_requests_waiting{engine="1"} NaN\n'
-    assert math.isnan(read(page).waiting_requests)
+@pytest.mark.parametrize(
+    "gauge", ["num_requests_running", "num_requests_waiting", "kv_cache_usage_perc"]
+)
+@pytest.mark.parametrize("value", IMPOSSIBLE)
+def test_a_load_that_cannot_be_is_an_error(gauge, value):
+    """Whoever says that says nothing that can be gone by: not of one rank either."""
+    for line in (
+        f"vllm:{gauge} {value}\n",
+        f'vllm:{gauge}{{engine="1"}} 0\nvllm:{gauge} {value}\n',
+    ):
+        with pytest.raises(ExpositionError) as refused:
+            read("vllm:num_requests_waiting 0\n" + line)
+        assert str(refused.value).startswith(f"'vllm:{gauge}' says no number that it can be")
+
+
+def test_a_usage_in_percent_is_an_error():
+    with pytest.raises(ExpositionError) as refused:
+        read("vllm:num_requests_waiting 0\nvllm:kv_cache_usage_perc 57\n")
+    assert str(refused.value) == "'vllm:kv_cache_usage_perc' says 57, expected 0 to 1.05"
 
 
 def test_a_kv_usage_above_one_is_full():

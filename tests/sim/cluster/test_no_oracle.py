@@ -48,7 +48,6 @@ SEEN_OF_CANDIDATES = {
     "metrics_age_s": "clock",
     "metrics_age_s_max": "clock",
     "saturated": "metrics page",
-    "ejected": "own answers",
     "cache_queried_tokens": "metrics page",
     "cache_hit_tokens": "metrics page",
     "inflight_requests": "own decisions and what peers tell of theirs",
@@ -75,7 +74,8 @@ METHODS = {
 }  # fmt: skip
 PAGE = {
     "waiting_requests", "running_requests", "kv_cache_usage", "adapters", "block_size_tokens",
-    "blocks_total", "cache_queried_tokens", "cache_hit_tokens", "process_started_at_s", "requests_total", "asleep",
+    "blocks_total", "cache_queried_tokens", "cache_hit_tokens", "process_started_at_s", "requests_total",
+    "rejections_total", "asleep",
 }  # fmt: skip
 """What the pages of engines say."""
 

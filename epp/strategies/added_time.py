@@ -8,6 +8,7 @@ tokens of prefill, so that of the speed of an endpoint nothing must be known but
 
 import math
 from collections.abc import Mapping
+from math import isnan
 from typing import Annotated, ClassVar, Final
 
 import numpy as np
@@ -60,7 +61,8 @@ class AddedTime(Parameters, frozen=True):
     with a = `prefillDelay`, r = `evictionCost`, d = `DECODE_SHARE`; over(e): tokens by which it and who
     waits exceed the KV cache; m(e) = D (`STEP_TOKENS` + d C) / capacity: how long a token of memory
     takes to come free; W' = min(W, `HELD_UP_MAX`). Where scrapes show more requests than were counted here, others send them.
-    Unknown of an endpoint is nothing: it costs what is known of it.
+    What an endpoint does not tell, or told too long ago, is the median of those that do, for who is
+    silent is not idle; nothing, if nobody tells. Own counts are never unknown.
     """
 
     type_name: ClassVar[str] = "added-time-scorer"
@@ -102,12 +104,9 @@ class AddedTime(Parameters, frozen=True):
         decode_tokens = self._decode_tokens(request)
         prompt = np.array(prompt_tokens)
         to_compute = self._to_compute(request, candidates)
-        waiting = candidates.waiting_requests
-        requests = candidates.running_requests
         old = _old(candidates)
-        if old is not None:
-            waiting[old] = requests[old] = np.nan
-        np.fmax(waiting, _NOTHING, out=waiting)  # NaN, which is unknown, becomes 0
+        waiting = _told(candidates.waiting_requests, old)
+        requests = _told(candidates.running_requests, old)
         inflight = candidates.inflight_requests.astype(np.float64)
         requests += waiting
         np.fmax(requests, inflight, out=requests)
@@ -153,9 +152,8 @@ class AddedTime(Parameters, frozen=True):
         decode_tokens = self._decode_tokens(request)
         to_compute = self._to_compute(request, candidates)
         old = _old(candidates)
-        known = np.ones(len(to_compute), dtype=np.bool_) if old is None else ~old
-        waiting = np.fmax(np.where(known, candidates.waiting_requests, np.nan), 0.0)
-        running = np.where(known, candidates.running_requests, np.nan)
+        waiting = _told(candidates.waiting_requests, old)
+        running = _told(candidates.running_requests, old)
         inflight = candidates.inflight_requests.astype(np.float64)
         requests = np.fmax(running + waiting, inflight)
         unseen = requests - inflight
@@ -198,9 +196,11 @@ class AddedTime(Parameters, frozen=True):
         is `waiting`.
         """
         capacity = candidates.kv_capacity_tokens
-        if old is not None:
-            capacity[old] = np.nan
         used = candidates.kv_cache_usage
+        if old is not None or isnan(np.add.reduce(capacity)) or isnan(np.add.reduce(used)):
+            # Nobody tells: nothing is over, below.
+            capacity = _told(capacity, old, np.nan)
+            used = _told(used, old, np.nan)
         used *= capacity
         over = used + to_compute
         over -= capacity
@@ -269,6 +269,20 @@ class AddedTime(Parameters, frozen=True):
         wait[adapters.active(request.model) | adapters.on_gpu(request.model)] = 0.0
         wait[generation == 0] = 0.0
         cost += wait
+
+
+def _told(column: Floats, old: Bools | None, nobody: float = 0.0) -> Floats:
+    """`column` in place, what is `old` or unknown in it being the median of the rest.
+
+    `nobody`: what all are if nobody tells.
+    """
+    if old is not None:
+        column[old] = np.nan
+    elif not isnan(np.add.reduce(column)):
+        return column
+    unknown = np.isnan(column)
+    column[unknown] = nobody if unknown.all() else np.median(column[~unknown])
+    return column
 
 
 def _old(candidates: Candidates) -> Bools | None:

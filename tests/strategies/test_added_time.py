@@ -218,3 +218,18 @@ def test_the_parts_say_what_is_bought_and_what_is_lost():
     assert parts["delay of others"].tolist() == [0.0, 0.0], (
         "nothing is computed, or nobody is there"
     )
+
+
+@pytest.mark.parametrize("column", ["waiting_requests", "running_requests", "kv_cache_usage"])
+def test_who_is_silent_is_not_idle(column):
+    """Of three it ranks between the one that is idle and the one that is busy."""
+    busy = {"kv_cache_usage": 1.0}.get(column, 9.0)
+    columns = {
+        "waiting_requests": [0.0] * 3,
+        "running_requests": [9.0] * 3,
+        "kv_cache_usage": [1.0] * 3,
+    }
+    pool = candidates(3, **(columns | {column: [0.0, math.nan, busy]}))
+    pool._columns.kv_capacity_tokens[:3] = 4_096.0
+    scores = AddedTime().score(request(prompt_tokens=4_000), pool)
+    assert scores[0] > scores[1] >= scores[2]

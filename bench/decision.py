@@ -178,7 +178,7 @@ class Silent:
 
     decided = refused = failed = response_started = completed = ignore
     set_aside = unknown_body_mode = unknown_objective = protocol_violated = ignore
-    response_body_declined = usage_unseen = ignore
+    response_body_declined = usage_unseen = responses_unseen = ignore
 
 
 def telemetry_observer(pool: Pool) -> Observation:

@@ -146,6 +146,9 @@ class Told:
     def usage_unseen(self):
         self.events.append("usage unseen")
 
+    def responses_unseen(self):
+        self.events.append("responses unseen")
+
 
 class Stream:
     """One stream through the codec and the session, without a socket."""

@@ -78,6 +78,9 @@ class Witness:
     def response_body_declined(self) -> None:
         self.declined += 1
 
+    def responses_unseen(self) -> None:
+        pass
+
     def usage_unseen(self) -> None:
         pass
 

@@ -84,12 +84,16 @@ from epp.core.types import Endpoint, Refusal, RefusalReason, Seconds
 class Gateway:
     """What is remembered of one gateway between its streams."""
 
-    __slots__ = ("sends_response_headers",)
+    __slots__ = ("sends_response_headers", "unseen")
 
     def __init__(self) -> None:
         self.sends_response_headers = False
+        self.unseen = 0
+        """Requests of which it showed no response, while it had shown none of any."""
 
 
+UNSEEN_TOLD: Final = 20
+"""Requests without a response before it is told that a gateway shows none: clients leave too."""
 PIECES_FREE: Final = 1_024
 PIECE_MEAN_BYTES_MIN: Final = 256
 """A body may come in `PIECES_FREE` pieces, and one more for so many bytes of it. Gateways send what one read of a socket gives: some kilobytes, in full duplex up to 64."""
@@ -217,6 +221,10 @@ class Observer(Protocol):
         """Usage is to be read of a response whose body the gateway does not show."""
         ...
 
+    def responses_unseen(self) -> None:
+        """The gateway shows no responses: nobody can see whether endpoints fail."""
+        ...
+
 
 class Phase(StrEnum):
     START = "start"
@@ -324,6 +332,9 @@ class Session:
             ending = Ending.CLIENT_LEFT
         else:
             ending = Ending.UNSEEN
+            self._gateway.unseen += 1
+            if self._gateway.unseen == UNSEEN_TOLD:
+                self._observer.responses_unseen()
         self._complete(ending, now)
 
     def sent(self) -> None:

@@ -245,6 +245,12 @@ METRICS: Final[tuple[MetricSpec, ...]] = (
         "responses",
         "Responses whose usage was to be read and whose body the gateway does not show.",
     ),
+    MetricSpec(
+        "homing_gateways_without_responses_total",
+        "counter",
+        "gateways",
+        "Gateways that showed no response of 20 requests: whether endpoints fail cannot be seen there.",
+    ),
     # Prefix.
     MetricSpec(
         "homing_prefix_indexer_hit_ratio",

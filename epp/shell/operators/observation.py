@@ -56,6 +56,10 @@ _USAGE_UNSEEN: Final = (
     "--parse-response-usage has no effect: the gateway shows no response bodies, set its "
     "response_body_mode to STREAMED (`epp envoy-config --response-body-mode STREAMED`)"
 )
+_RESPONSES_UNSEEN: Final = (
+    "a gateway shows no responses: failing and slow endpoints cannot be seen or set aside, set its "
+    "ext_proc response_header_mode to SEND"
+)
 
 
 class Observation:
@@ -218,6 +222,11 @@ class Observation:
         if self._usage_seen:
             self._usage_seen = False
             _log.warning(_USAGE_UNSEEN)
+
+    @contained
+    def responses_unseen(self) -> None:
+        self._telemetry.responses_unseen()
+        _log.warning(_RESPONSES_UNSEEN)
 
     @contained
     def stream_opened(self) -> None:

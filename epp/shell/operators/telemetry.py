@@ -341,6 +341,7 @@ class Telemetry:
         self._unknown_mode = Children(_labelled(numbers["homing_unknown_body_mode_total"]), 32)
         self._declined = numbers["homing_response_bodies_declined_total"].labels()
         self._usage_unseen = numbers["homing_response_usage_unseen_total"].labels()
+        self._gateways_blind = numbers["homing_gateways_without_responses_total"].labels()
         self._violations = Children(_labelled(numbers["homing_protocol_violations_total"]))
         self._hit_ratio = distributions["homing_prefix_indexer_hit_ratio"].labels()
         self._hit_bytes = distributions["homing_prefix_indexer_hit_bytes"].labels()
@@ -600,6 +601,10 @@ class Telemetry:
     def usage_unseen(self) -> None:
         """Usage was to be read of a response whose body the gateway does not show."""
         self._usage_unseen.inc()
+
+    def responses_unseen(self) -> None:
+        """A gateway shows no responses."""
+        self._gateways_blind.inc()
 
     def set_aside(self, endpoint: Endpoint) -> None:
         self._set_aside(*endpoint_labels(endpoint)).inc()

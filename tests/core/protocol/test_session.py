@@ -13,6 +13,7 @@ from epp.core.protocol.messages import BODY_CHUNK_BYTES_MAX, BodyMode
 from epp.core.protocol.session import (
     PIECE_MEAN_BYTES_MIN,
     PIECES_FREE,
+    UNSEEN_TOLD,
     Gateway,
     SessionSettings,
     chunks,
@@ -410,6 +411,17 @@ def test_a_gateway_without_a_response_phase_leaves_the_lease_for_its_estimate():
     assert inflight(stream) == [1, 0]
     stream.scheduler.tick(2.6)
     assert inflight(stream) == [0, 0]
+
+
+def test_a_gateway_that_shows_no_responses_is_told_of_once():
+    """Whether endpoints fail cannot be seen there; some clients that leave are no sign of it."""
+    blind, told, pool = Gateway(), gw.Told(), pods((0, 0.1), (5, 0.5))
+    for number in range(2 * UNSEEN_TOLD):
+        assert ("responses unseen" in told.events) is (number >= UNSEEN_TOLD)
+        stream = stream_of(pool, gateway=blind, told=told)
+        stream.send(gw.request_headers(), gw.request_body(BODY))
+        stream.close()
+    assert told.events.count("responses unseen") == 1
 
 
 def test_a_half_close_ends_the_body_of_a_gateway_that_announces_nothing():

@@ -281,6 +281,16 @@ def test_usage_that_the_gateway_hides_is_warned_of_once(observed):
     assert observed("response_usage_unseen_total") == 3
 
 
+def test_a_gateway_that_shows_no_responses_is_warned_of(observed):
+    """Because then nobody is set aside, and nobody would know why."""
+    with structlog.testing.capture_logs() as lines:
+        observed.observation.responses_unseen()
+    ((line),) = lines
+    assert line["log_level"] == "warning"
+    assert "response_header_mode" in line["event"]
+    assert observed("gateways_without_responses_total") == 1
+
+
 def test_streams_and_what_goes_wrong_in_them_are_counted(observed):
     """Open ones, ended ones by their code, breaches of the protocol, unknown modes, the cut."""
     told = observed.observation

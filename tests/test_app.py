@@ -281,7 +281,7 @@ async def test_an_endpoint_that_fails_is_told_of(tmp_path):
             await call.grpc.done_writing()
         await until(lambda: running.logged("endpoint is an outlier"), "the line of the log")
         (line,) = running.logged("endpoint is an outlier")
-        assert (line["endpoint"], line["cause"], line["ejected"]) == ("a", "failing", False)
+        assert (line["endpoint"], line["cause"], line["ejected"]) == ("a", "failing", True)
         pod = {"endpoint_name": "a", "namespace": "", "port": "8000"}
         assert running.metric("per_endpoint_outlier", cause="failing", **pod) == 1
         assert running.metric("per_endpoint_error_total", status="5xx", **pod) == 5
@@ -289,8 +289,7 @@ async def test_an_endpoint_that_fails_is_told_of(tmp_path):
         async with ClientSession() as http, http.get(f"http://127.0.0.1:{port}/metrics") as page:
             text = await page.text()
         assert 'inference_pool_per_pod_queue_size{model_server_pod="b"' in text
-        # It is picked as before: nothing ejects unless it is configured.
-        assert await running.pick() == "10.0.0.1:8000"
+        assert await running.pick() == "10.0.0.2:8000"
 
 
 async def test_a_picker_is_ready_when_its_endpoints_have_been_asked(tmp_path):

@@ -18,13 +18,11 @@ RECORDS: Final = ""
 """As it is installed."""
 CAPTURE: Final = "and a capture of every request"
 TRACING: Final = "and spans, one of a hundred sampled"
-EJECTION: Final = "and the ejection of outliers"
 EVERYTHING: Final = "and a shadow profile"
 SPARINGLY: Final = "all of it, capture and shadow of a tenth"
-NAMES: Final = (NOTHING, RECORDS, CAPTURE, TRACING, EJECTION, EVERYTHING, SPARINGLY)
+NAMES: Final = (NOTHING, RECORDS, CAPTURE, TRACING, EVERYTHING, SPARINGLY)
 """Each adds to the one before it, but the last."""
 _STRATEGY: Final = "homing"
-_OUTLIERS: Final = "outlier-ejection-filter"
 _SAMPLED_SHARE: Final = "0.01"
 _SPARING_SHARE: Final = 0.1
 
@@ -39,15 +37,9 @@ def operated(folder: Path, collector: str) -> list[Settings]:
     }
     document: dict[str, Any] = yaml.safe_load(STRATEGIES[_STRATEGY].config)
     (profile,) = document["schedulingProfiles"]
-    ejecting = document | {
-        "plugins": [*document["plugins"], {"type": _OUTLIERS}],
-        "schedulingProfiles": [
-            profile | {"plugins": [{"pluginRef": _OUTLIERS}, *profile["plugins"]]}
-        ],
-    }
     shadow = {"name": "shadow", "plugins": profile["plugins"]}
-    shadowed = ejecting | {"shadow": shadow}
-    sparing = ejecting | {"shadow": shadow | {"share": _SPARING_SHARE}}
+    shadowed = document | {"shadow": shadow}
+    sparing = document | {"shadow": shadow | {"share": _SPARING_SHARE}}
 
     def captured(name: str, *flags: str) -> Settings:
         """Each into a folder of its own."""
@@ -59,7 +51,6 @@ def operated(folder: Path, collector: str) -> list[Settings]:
         Settings(name=RECORDS),
         captured(CAPTURE),
         captured(TRACING, "--tracing"),
-        captured(EJECTION, "--tracing", _written(folder / "ejecting.json", ejecting)),
         captured(EVERYTHING, "--tracing", _written(folder / "shadowed.json", shadowed)),
         captured(
             SPARINGLY,

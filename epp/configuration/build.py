@@ -14,6 +14,7 @@ from epp.configuration.config import (
     PickerConfig,
     PluginTables,
     block_tokens_of,
+    is_prefix,
     load_config,
 )
 from epp.core.decision.plugin import Picker
@@ -129,6 +130,8 @@ def build_settings(
         indexes=config.indexes,
         prefix=config.prefix,
         block_tokens=block_tokens_of(config.indexes, config.prefix),
+        beliefs=tuple(name for name, index in config.indexes.items() if is_prefix(index)),
+        ejection=config.ejection,
         saturation=saturation,
         metrics_staleness_s=max(metrics_staleness_s, _TURNS_MIN * refresh_interval_s),
         prefill_tokens_per_s=next((speed for speed in speeds if speed), prefill_tokens_per_s),

@@ -29,6 +29,7 @@ from epp.configuration.flags import CheckFlags
 from epp.configuration.past_decisions import CaptureError, decide_again, told
 from epp.core.decision.profile import SchedulingProfile
 from epp.core.decision.scheduler import SchedulerSettings
+from epp.core.knowledge.ejection import OutlierEjection
 
 VALID: Final = 0
 INVALID: Final = 1
@@ -55,7 +56,6 @@ READS: Final[Mapping[str, str]] = {
     "lora-affinity-scorer": "LoRA adapters",
     "lora-capacity-filter": "LoRA adapters",
     "no-hit-lru-scorer": "prefix index, index of cold prompts",
-    "outlier-ejection-filter": "how long answers took and how many failed, of each endpoint",
     "prefill-filter": "labels",
     "prefix-cache-affinity-filter": "prefix index, prompt tokens in flight from here",
     "prefix-cache-scorer": (
@@ -179,6 +179,7 @@ def explain(config: PickerConfig) -> str:
     if not config.indexes:
         lines.append("  none: nothing is remembered of where prompts went")
     lines += ["", *_speeds(settings)]
+    lines += ["", *_ejection(settings.ejection)]
     lines += ["", "saturation: a request of negative priority is refused from 1.0 on"]
     lines += _member("detector", settings.saturation.type_name, settings.saturation)
     lines += ["", "parsers, in order", f"  {', '.join(config.parsers)}"]
@@ -209,6 +210,19 @@ def _speeds(settings: SchedulerSettings) -> list[str]:
         *labelled,
         f"  {settings.prefill_tokens_per_s:,.0f} tokens/s {rest}",
     ]
+
+
+def _ejection(ejection: OutlierEjection) -> list[str]:
+    """Who gets nothing for a while; the parameters that are not as they would be anyhow."""
+    if not ejection.enabled:
+        return ["ejection: nobody is set aside for being slow or failing"]
+    defaults = plain_parameters(OutlierEjection())
+    given = [
+        f"  {name} = {value}"
+        for name, value in plain_parameters(ejection).items()
+        if value != defaults[name]
+    ]
+    return ["ejection: who is slow or fails gets nothing for a while, whatever the profile", *given]
 
 
 def _member(kind: str, name: str, plugin: Any, note: str = "") -> list[str]:

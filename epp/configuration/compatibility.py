@@ -1,4 +1,4 @@
-"""Names that configurations of the field carry and that mean little or nothing here.
+"""Names that configurations carry and that are in no profile; those of the field mean little here.
 
 A type in `ACCEPTED` loads, with its parameters checked, so that an existing ConfigMap works
 unchanged; one in `REFUSED` is refused with what to use instead. Names and parameters are those of
@@ -12,6 +12,7 @@ from typing import Annotated, Any, ClassVar, Final
 
 from msgspec import Meta, field
 
+from epp.core.knowledge.ejection import OutlierEjection
 from epp.core.knowledge.prefill_speed import LabelledSpeed
 from epp.core.parameters import Parameters
 
@@ -178,6 +179,7 @@ ACCEPTED: Final[Mapping[str, type[Parameters]]] = {
     "core-metrics-extractor": CoreMetricsExtractor,
     "local-syncer": NoParameters,
     "model-server-protocol-metrics": CoreMetricsExtractor,
+    OutlierEjection.type_name: OutlierEjection,
     **dict.fromkeys(PARSERS, NoParameters),
 }
 
@@ -252,6 +254,9 @@ REFUSED: Final[Mapping[str, str]] = {
     "dcgm-data-source": "GPUs are not read: use metrics-data-source",
     "endpoint-notification-source": "changes of endpoints always arrive: remove it",
     "k8s-notification-source": "changes of endpoints always arrive: remove it",
+    "outlier-ejection-filter": (
+        f"no profile needs a filter for it: declare {OutlierEjection.type_name}, or nothing"
+    ),
     "file-discovery": "endpoints are given with --endpoints-file: remove it",
     "round-robin-picker": "use max-score-picker, which takes turns among equal scores",
     "sglanghttp-parser": "this API is not read: use passthrough-parser",

@@ -47,6 +47,7 @@ from epp.core.decision.plugin import Filter, Picker, ReadsIndex, Scorer
 from epp.core.decision.profile import NamedFilter, SchedulingProfile, WeightedScorer
 from epp.core.decision.scheduler import SchedulerSettings
 from epp.core.duration import Duration
+from epp.core.knowledge.ejection import OutlierEjection
 from epp.core.knowledge.index import AffinityIndexSettings
 from epp.core.knowledge.saturation import UtilizationDetector
 from epp.core.parameters import Parameters
@@ -93,6 +94,7 @@ schedulingProfiles:
 DEFAULT_SOURCE: Final = "built-in default"
 
 T = TypeVar("T")
+P = TypeVar("P", InflightLoadProducer, OutlierEjection)
 
 
 class PluginTables(Struct, frozen=True, kw_only=True):
@@ -158,6 +160,8 @@ class PickerConfig(Struct, frozen=True, kw_only=True):
     metrics: MetricsSettings = field(default_factory=MetricsSettings)
     inflight: InflightLoadProducer = field(default_factory=InflightLoadProducer)
     """How fast endpoints prefill, as far as the document says so here."""
+    ejection: OutlierEjection = field(default_factory=OutlierEjection)
+    """Who is set aside for being slow or failing, whatever the profile."""
     shadow: SchedulingProfile | None = None
     """Judges what `profile` decides and acts on nothing."""
     shadow_share: float = 1.0
@@ -283,7 +287,8 @@ class _Loader:
         detector = self._read_saturation(document)
         parsers = self._read_parsers(document)
         metrics = self._read_metrics(document.get("dataLayer"))
-        inflight = self._read_inflight()
+        inflight = self._only(InflightLoadProducer)
+        ejection = self._only(OutlierEjection)
         if self.problems or profile is None:
             raise ConfigError(self.problems)
         profiles = (profile,) if shadow is None else (profile, shadow)
@@ -303,6 +308,7 @@ class _Loader:
             parsers=parsers,
             metrics=metrics,
             inflight=inflight,
+            ejection=ejection,
             shadow=shadow,
             shadow_share=shadow_share,
             warnings=tuple(self.warnings),
@@ -647,7 +653,7 @@ class _Loader:
             needed = self._needed(where, member.plugin)
             if needed is not None:
                 self._need_index(where, needed, indexes, named)
-        if not self.problems and not any(_is_prefix(index) for index in indexes.values()):
+        if not self.problems and not any(is_prefix(index) for index in indexes.values()):
             reader = next(filter(None, map(prefix_reader, profiles)), None)
             if reader is not None:
                 default = _NeededIndex("", PREFIX_INDEX, {})
@@ -657,7 +663,7 @@ class _Loader:
                 f"{', '.join(self.for_index)} of prefix-cache-scorer have no effect, "
                 f"{PREFIX_INDEX} is declared"
             )
-        prefix = next((name for name, index in indexes.items() if _is_prefix(index)), "")
+        prefix = next((name for name, index in indexes.items() if is_prefix(index)), "")
         return indexes, prefix
 
     def _needed(self, where: str, reader: Filter | Scorer) -> _NeededIndex | None:
@@ -809,12 +815,12 @@ class _Loader:
         given = {role.name.lower(): plugin.plugin for role, plugin in found.items()}
         return MetricsSettings(**given)
 
-    def _read_inflight(self) -> InflightLoadProducer:
-        """The first that is declared counts; there is one ledger."""
-        declared = [p for p in self.plugins.values() if isinstance(p.plugin, InflightLoadProducer)]
+    def _only(self, kind: type[P]) -> P:
+        """Of `kind` the first that is declared counts, because there is one; none: its defaults."""
+        declared = [p for p in self.plugins.values() if isinstance(p.plugin, kind)]
         for more in declared[1:]:
             self.warn(f"{more.where}: has no effect, {declared[0].name} is declared before it")
-        return declared[0].plugin if declared else InflightLoadProducer()
+        return declared[0].plugin if declared else kind()
 
     def _warn_of_unused(
         self,
@@ -835,7 +841,7 @@ def _counts_blocks(index: AffinityIndexSettings) -> bool:
     return hasattr(index, "block_tokens")
 
 
-def _is_prefix(index: AffinityIndexSettings) -> bool:
+def is_prefix(index: AffinityIndexSettings) -> bool:
     """Whether an index can be the one behind `matched_blocks`: blocks that endpoints hold."""
     return _counts_blocks(index) and getattr(index, "is_belief", True)
 
@@ -871,6 +877,8 @@ def describe(config: PickerConfig) -> dict[str, dict[str, Any]]:
     if config.inflight.peak_prefill_throughput or config.inflight.peak_prefill_throughputs:
         given = plain_parameters(config.inflight)
         lines["load in flight"] = {name: given[name] for name in given if name.startswith("peak")}
+    if config.ejection != OutlierEjection():
+        lines["outlier ejection"] = plain_parameters(config.ejection)
     lines["requestHandler"] = {"parsers": list(config.parsers)}
     lines["metrics"] = {**_plain(config.metrics.source), **_plain(config.metrics.extractor)}
     return lines

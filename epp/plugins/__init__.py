@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from typing import Final
 
 from epp.core.decision.plugin import Filter, Picker, Scorer
-from epp.core.knowledge.outliers import OutlierEjection
 from epp.core.knowledge.saturation import UtilizationDetector
 from epp.plugins import conformance, filters, pickers, scorers
 
@@ -20,7 +19,6 @@ FILTERS: Final[Mapping[str, type[Filter]]] = {
     "encode-filter": filters.EncodeRole,
     "fresh-metrics-filter": filters.FreshMetrics,
     "lora-capacity-filter": filters.LoraCapacity,
-    "outlier-ejection-filter": OutlierEjection,
     "prefix-cache-affinity-filter": filters.PrefixCacheAffinity,
     "header-based-testing-filter": conformance.HeaderBasedTesting,
     "utilization-detector": UtilizationDetector,

@@ -63,7 +63,6 @@ def candidates(  # noqa: PLR0913  one argument a column
     kv_cache_usage: Sequence[float] | None = None,
     metrics_age_s: Sequence[float] | None = None,
     saturated: Sequence[bool] | None = None,
-    ejected: Sequence[bool] | None = None,
     inflight_requests: Sequence[int] | None = None,
     inflight_prefill_tokens: Sequence[float] | None = None,
     unreported_requests: Sequence[int] | None = None,
@@ -83,7 +82,7 @@ def candidates(  # noqa: PLR0913  one argument a column
     """
     given = (
         waiting_requests, running_requests, kv_cache_usage, metrics_age_s, saturated,
-        ejected, inflight_requests, inflight_prefill_tokens, unreported_requests, matched_blocks, adapters,
+        inflight_requests, inflight_prefill_tokens, unreported_requests, matched_blocks, adapters,
         labels, names,
     )  # fmt: skip
     lengths = {len(column) for column in given if column is not None}
@@ -109,7 +108,6 @@ def candidates(  # noqa: PLR0913  one argument a column
     fill(columns.running_requests, running_requests, math.nan)
     fill(columns.kv_cache_usage, kv_cache_usage, math.nan)
     fill(columns.saturated, saturated, False)
-    fill(columns.ejected, ejected, False)
     fill(columns.inflight_requests, inflight_requests, 0)
     fill(columns.unreported_requests, unreported_requests, 0)
     fill(columns.prefill_backlog_tokens, inflight_prefill_tokens, 0.0)

@@ -444,7 +444,6 @@ def _pool(subject: _Subject, plugin: Any, asked: InferenceRequest, random: Rando
         kv_cache_usage=column(share),
         metrics_age_s=column(lambda: random.choice([0.0, 1.5, 9.0, math.inf])),
         saturated=column(lambda: random.random() < 0.3),
-        ejected=column(lambda: random.random() < 0.3),
         inflight_requests=column(lambda: random.randint(0, 9)),
         inflight_prefill_tokens=column(lambda: random.uniform(0, 1e6)),
         matched_blocks=column(lambda: random.randint(0, total)),

@@ -19,7 +19,8 @@ from epp.core.decision.kept_scores import KeptScores
 from epp.core.decision.plugin import GoesBySessions
 from epp.core.decision.profile import Kept, Marker, SchedulingProfile, Scored
 from epp.core.decision.shadow import Acted, Shadow, ShadowTotals, ShadowVerdict
-from epp.core.knowledge.candidates import Affinity, Candidates
+from epp.core.knowledge.candidates import Affinity, Candidates, Ints
+from epp.core.knowledge.ejection import OutlierEjection
 from epp.core.knowledge.index import (
     AffinityIndex,
     AffinityIndexSettings,
@@ -28,7 +29,7 @@ from epp.core.knowledge.index import (
 )
 from epp.core.knowledge.inflight import Ending, InflightLedger, Lease, Outcome
 from epp.core.knowledge.load_report import read_load_report
-from epp.core.knowledge.outliers import OutlierEjection, Outliers
+from epp.core.knowledge.outliers import Outliers
 from epp.core.knowledge.peer_load import PeerLoads
 from epp.core.knowledge.pool import EndpointPool, Standing
 from epp.core.knowledge.prefill_speed import (
@@ -59,6 +60,9 @@ class SchedulerSettings(Struct, frozen=True, kw_only=True):
     """Which of `indexes` fills `matched_blocks`; "" if none does."""
     block_tokens: int = 64
     """Tokens in a block of that index."""
+    beliefs: tuple[str, ...] = ()
+    """Those of `indexes` that say what endpoints hold: a request that is not served teaches them nothing."""
+    ejection: OutlierEjection = field(default_factory=OutlierEjection)
     saturation: UtilizationDetector = field(default_factory=UtilizationDetector)
     metrics_staleness_s: Seconds = 2.0
     """Endpoints with older metrics rank below every fresh one."""
@@ -136,7 +140,7 @@ class Scheduler:
         self.pool = EndpointPool()
         self.ledger = InflightLedger(self.pool.columns, self._ended)
         self.outliers = Outliers(self.pool.columns)
-        """Who is slow or fails beside the others; it changes decisions where a filter asks for it."""
+        """Who is slow or fails beside the others, and gets nothing for it."""
         self.failures = PluginFailures()
         """The plugins that failed; the decisions went on without them."""
         self._memory_share = 1.0
@@ -185,6 +189,7 @@ class Scheduler:
         if self.pool.observe(slot, metrics, now):
             self._forget(slot)
         size = (metrics.blocks_total, metrics.block_size_tokens)
+        self.outliers.observed(slot, metrics, now)
         # Every scrape says it again.
         if size != self._sizes.get(slot):
             self._resize(slot, *size)
@@ -200,8 +205,11 @@ class Scheduler:
         request.replicas_unheard = self.replicas_unheard
         request.sessions_return = self._session_returns.expected
         slots = self.pool.ready(request.subset, now)
-        if not len(slots):
+        ready = len(slots)
+        if not ready:
             return self._nobody_ready(request)
+        if self.outliers.ejection.masked:
+            slots = self._not_ejected(slots)
 
         affinities = {
             name: known
@@ -218,6 +226,8 @@ class Scheduler:
         if not len(kept.candidates):
             return _nobody_left(kept, len(slots))
         ranked, eliminated = self._fresh_first(kept, now)
+        if len(slots) < ready:
+            eliminated = {OutlierEjection.type_name: ready - len(slots), **eliminated}
         scored = profile.score(request, ranked, self.failures, self._kept_scores)
         picked = profile.pick(scored.total, ranked, self._random, self.decisions, self.failures)
         positions: list[int] = picked.tolist()
@@ -236,9 +246,7 @@ class Scheduler:
                 lambda kept: self._fresh_first(kept, now)[0],
                 self._endpoint,
             )
-        return self._assume(
-            request, ranked, scored, positions, len(slots), eliminated, verdict, now
-        )
+        return self._assume(request, ranked, scored, positions, ready, eliminated, verdict, now)
 
     def reported(self, lease: Lease, header: str) -> None:
         """The response of `lease` says in `header` how loaded the endpoint that served it is."""
@@ -266,6 +274,7 @@ class Scheduler:
         if lease.slot < 0 or slot == lease.slot:
             return
         request = lease.request
+        self.outliers.left(lease)
         for name, index in self.indexes.items():
             kept = lease.matched_blocks if name == self.settings.prefix else 0
             self.failures.call(name, "retract", index.retract, request, lease.slot, kept, now)
@@ -283,6 +292,7 @@ class Scheduler:
         lease.matched_blocks = matched
         uncached = max(0.0, request.prompt_tokens - matched * self.settings.block_tokens)
         self.ledger.move(lease, slot, uncached, now)
+        self.outliers.ejection.sent(lease)
 
     def endpoint_of(self, lease: Lease) -> Endpoint | None:
         """Where the request of `lease` is; None once it ended, or where it was left or restarted."""
@@ -293,10 +303,12 @@ class Scheduler:
 
         Returns the endpoint if this outcome is one failure too many and sets it aside.
         """
-        if lease.slot < 0:
+        slot = lease.slot
+        if slot < 0:
             return None
         set_aside = None
-        if self.ledger.is_live(lease):
+        live = self.ledger.is_live(lease)
+        if live:
             self.outliers.ended(lease, outcome, now)
             if outcome.status is not None and self.pool.responded(
                 lease.slot, outcome.status, now, by_gateway=outcome.by_gateway
@@ -306,7 +318,17 @@ class Scheduler:
             self.ledger.close_later(lease, now, self.settings.lease_ttl_without_response_phase_s)
         else:
             self.ledger.close(lease, now)
+        if live and outcome.unserved:
+            self._unlearn(lease, slot, now)
         return set_aside
+
+    def _unlearn(self, lease: Lease, slot: int, now: Seconds) -> None:
+        """The prompt of `lease` was not computed at `slot`: what was assumed of it there is wrong."""
+        for name in self.settings.beliefs:
+            index = self.indexes.get(name)
+            if index is not None:
+                kept = lease.matched_blocks if name == self.settings.prefix else 0
+                self.failures.call(name, "retract", index.retract, lease.request, slot, kept, now)
 
     def configure(self, settings: SchedulerSettings, now: Seconds) -> list[str]:
         """Decide by `settings` from the next request on.
@@ -389,9 +411,7 @@ class Scheduler:
         profile = self.settings.profile
         self._scorer_names = tuple(scorer.name for scorer in profile.scorers)
         self._markers = profile.markers(self.failures)
-        filters = (named.plugin for named in profile.filters)
-        ejection = (plugin for plugin in filters if isinstance(plugin, OutlierEjection))
-        self.outliers.configure(next(ejection, None))
+        self.outliers.configure(self.settings.ejection)
         self._kept_scores = KeptScores.of(profile.scorers)
         self._by_sessions = next(
             (
@@ -474,7 +494,7 @@ class Scheduler:
 
     def _candidates(
         self,
-        slots: np.ndarray[tuple[int], np.dtype[np.int64]],
+        slots: Ints,
         affinities: Mapping[str, Affinity],
         request: InferenceRequest,
         now: Seconds,
@@ -490,6 +510,11 @@ class Scheduler:
             block_tokens=self.settings.block_tokens,
             prompt_tokens=request.prompt_tokens,
         )
+
+    def _not_ejected(self, slots: Ints) -> Ints:
+        """`slots` without those that are away; all, if nobody else is there."""
+        left = slots[~self.pool.columns.ejected[slots]]
+        return left if len(left) else slots
 
     def _fresh_first(self, kept: Kept, now: Seconds) -> tuple[Candidates, dict[str, int]]:
         """Leave out who is stale while anybody is fresh, and who is unreachable while anybody is not."""
@@ -530,6 +555,7 @@ class Scheduler:
         lease = self.ledger.open(
             request, slot, matched_blocks=matched, prefill_tokens=uncached, now=now
         )
+        self.outliers.ejection.sent(lease)
         for name, index in self.indexes.items():
             self.failures.call(name, "record", index.record, request, slot, now)
         if self._by_sessions is not None:

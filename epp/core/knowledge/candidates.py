@@ -90,7 +90,7 @@ class Columns:
         self.unreachable: Bools = np.empty(0, dtype=np.bool_)
         """Scrapes in a row found nobody there."""
         self.ejected: Bools = np.empty(0, dtype=np.bool_)
-        """Slow or failing, and to get nothing for a while: `outliers`."""
+        """Slow or failing, and to get nothing now: `ejection`."""
         self.inflight_requests: Ints = np.empty(0, dtype=np.int64)
         self.inflight_context_tokens: Ints = np.empty(0, dtype=np.int64)
         self.unreported_requests: Ints = np.empty(0, dtype=np.int64)
@@ -394,11 +394,6 @@ class Candidates:
     def saturated(self) -> Bools:
         """bool[n], the engine refused a request (503) since its last good scrape."""
         return self._columns.saturated[self._slot]
-
-    @property
-    def ejected(self) -> Bools:
-        """bool[n], slow or failing beside the others, and to get nothing for a while."""
-        return self._columns.ejected[self._slot]
 
     @property
     def inflight_requests(self) -> Ints:

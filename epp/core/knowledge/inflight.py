@@ -50,9 +50,19 @@ class Outcome(Struct, frozen=True, kw_only=True):
     cached_tokens: int | None = None
     """Prompt tokens that the engine had in its cache, as it said."""
 
+    @property
+    def failed(self) -> bool:
+        """It was an error, of the endpoint or on the way to it."""
+        return self.ending is Ending.ERROR or (self.status is not None and self.status >= 500)
+
+    @property
+    def unserved(self) -> bool:
+        """The prompt was not computed: it was an error, a refusal or nothing that can be served."""
+        return self.failed or (self.status is not None and self.status >= 400)
+
 
 class Lease:
-    """One request's share of an endpoint's load. Only the ledger writes to it."""
+    """One request's share of an endpoint's load. Only the ledger writes to it, and `ejection`."""
 
     __slots__ = (
         "ahead_tokens",
@@ -61,6 +71,7 @@ class Lease:
         "matched_blocks",
         "opened_at_s",
         "prefill_tokens",
+        "probe",
         "request",
         "slot",
     )
@@ -86,6 +97,8 @@ class Lease:
         """Uncached prompt tokens that the endpoint had to compute then, its own included."""
         self.prefill_tokens = 0.0
         """Uncached prompt tokens of it that are, by estimate, still to be computed."""
+        self.probe = False
+        """It is to show whether an endpoint on trial is back: `ejection`."""
 
     def __repr__(self) -> str:
         where = f"slot {self.slot}" if self.slot >= 0 else "closed"

@@ -7,34 +7,36 @@ against the prompts ahead of it and its own; and the time to the end, against th
 take in this pool. The logarithms of these quotients are averaged over the last requests of each
 endpoint and compared to the median of all: the expectation may be wrong by any factor that is the
 same for all. The worse of the two counts. If more than a third are that slow, nobody is: then the
-pool has two kinds of endpoints.
+pool has two kinds of endpoints. A client that left counts as having waited at least so long.
 
-**Failing.** So many responses in a row were errors. A 503 of the engine itself is none: it is full.
+**Failing.** So many responses in a row were errors; or so large a share of the last ones, while the
+other endpoints in service have less than half of it. Where everybody fails nobody is sent away, and
+who was comes back: then it is the model, or what it is asked.
 
-Both are told, and change no decision unless `outlier-ejection-filter` is in the profile: then
-whoever is worse gets no requests for a while, longer each time, as Envoy's outlier detection does
-(envoyproxy.io, "Outlier detection"; the defaults of failures, times and share are Envoy's).
+**Full is not failing.** vLLM answers 503 when its admission limits are reached, and counts it in
+`vllm:admission_rejections`. A 503 of the engine is taken for that until a page contradicts it: the
+counter stands still, or there is none and nobody waits. Then each was an error. And who refuses
+`REFUSALS_MAX` in a row without one answer is not full, whatever it counts.
+
+What follows for decisions is `ejection`'s.
 """
 
 import math
 from collections.abc import Iterator, Mapping
-from enum import StrEnum
 from statistics import median
-from typing import Annotated, ClassVar, Final
+from typing import Final
 
-import numpy as np
-from msgspec import Meta, Struct
+from msgspec import Struct
 
-from epp.core.duration import Duration, check_above_zero
-from epp.core.knowledge.candidates import Bools, Candidates, Columns
+from epp.core.knowledge.candidates import Columns
+from epp.core.knowledge.ejection import COMPARED_MIN, Cause, Ejection, OutlierEjection
 from epp.core.knowledge.inflight import (
     SECONDS_PER_OUTPUT_TOKEN_ESTIMATE,
     Ending,
     Lease,
     Outcome,
 )
-from epp.core.prompt.request import InferenceRequest
-from epp.core.types import Seconds
+from epp.core.types import EndpointMetrics, Seconds
 
 SAMPLES_AVERAGED: Final = 32
 """Requests that an average remembers, the last counts for one in so many. Where times scatter by a
@@ -45,69 +47,20 @@ SAMPLE_LOG_MAX: Final = math.log(100.0)
 """One request counts as at most a hundred times too slow or too fast."""
 FRESH_S: Final = 300.0
 """An endpoint without an answer for so long is compared to nobody."""
-COMPARED_MIN: Final = 3
-"""Of two nobody can say which is the outlier."""
 KIND_SHARE: Final = 3
 """One in so many may be slow; where more are, that is a kind of endpoint."""
 BACK_SHARE: Final = 2 / 3
 """Whoever is slow is so until it is below this share of the factor, so that it does not flicker;
 and whoever is above it looks like those that are slow."""
 EVALUATE_EVERY_S: Final = 5.0
-
-
-class Cause(StrEnum):
-    SLOW = "slow"
-    FAILING = "failing"
-
-
-class OutlierEjection(
-    Struct, frozen=True, kw_only=True, rename="camel", forbid_unknown_fields=True
-):
-    """Drop endpoints that are slow or fail, for a time that grows; keep all if nobody is left.
-
-    Slow: what a request there takes, beside what was to be expected of it, is so many times the
-    median of the pool. Failing: so many answers in a row were errors. Without this filter who is
-    either by its defaults is only told of (`homing_per_endpoint_outlier`). Each replica judges by
-    the answers that it sees.
-    """
-
-    type_name: ClassVar[str] = "outlier-ejection-filter"
-    sheds_load: ClassVar[bool] = False
-
-    slowness_factor: Annotated[float, Meta(ge=2)] = 3.0
-    """Slow from so many times the median on."""
-    samples_min: Annotated[int, Meta(ge=5, le=SAMPLES_AVERAGED)] = 20
-    """Answers of an endpoint before it is compared."""
-    consecutive_failures: Annotated[int, Meta(ge=1)] = 5
-    """Failing from so many errors in a row on."""
-    base_ejection_time: Duration = Duration(30.0)
-    """How long it gets nothing; times how often it was ejected, one less for each such time in good
-    standing."""
-    max_ejection_time: Duration = Duration(300.0)
-    """However often that was."""
-    max_ejection_percent: Annotated[float, Meta(ge=0, le=50)] = 10.0
-    """Of the endpoints, rounded down; but one of three or more."""
-
-    def __post_init__(self) -> None:
-        check_above_zero("baseEjectionTime", self.base_ejection_time)
-        if self.max_ejection_time < self.base_ejection_time:
-            raise ValueError(
-                f"maxEjectionTime must be at least baseEjectionTime, {self.base_ejection_time:g}s, "
-                f"is {self.max_ejection_time:g}s"
-            )
-
-    def ejected_max(self, endpoints: int) -> int:
-        """How many of so many endpoints may be ejected at a time."""
-        share = int(endpoints * self.max_ejection_percent / 100.0)
-        return max(share, int(endpoints >= COMPARED_MIN and self.max_ejection_percent > 0))
-
-    def keep(self, request: InferenceRequest, candidates: Candidates, /) -> Bools:
-        keep: Bools = ~candidates.ejected
-        return keep if keep.item(keep.argmax()) else np.ones(len(candidates), dtype=np.bool_)
-
-
-_TOLD_BY: Final = OutlierEjection()
-"""What is told of where nothing is ejected."""
+LOOK_AGAIN_S: Final = 0.2
+"""So long nobody else is looked at after one could not be ejected: all endpoints are compared then."""
+PAGES_TO_CONTRADICT: Final = 2
+"""Pages after a 503 that must not show it as a refusal: the first may have been on its way."""
+PAGE_S: Final = 5.0
+"""Where the last page is older, none will say soon whether a 503 was a refusal."""
+REFUSALS_MAX: Final = 50
+"""503s in a row that can be those of an engine that is full: it would have served somebody."""
 
 
 class Outlier(Struct, frozen=True, kw_only=True):
@@ -119,6 +72,13 @@ class Outlier(Struct, frozen=True, kw_only=True):
     failures: int
     """In a row."""
     ejected: bool
+    """It gets nothing, or single requests on trial."""
+    probed: bool = False
+    """It is on trial."""
+    failure_share: float = math.nan
+    """Of its answers in the window that counts; NaN: there were too few."""
+    since_s: Seconds = -math.inf
+    """When it was found to be so."""
 
 
 class _Average:
@@ -139,37 +99,77 @@ class _Average:
         self.last_at_s = now
 
 
+class _Recent:
+    """How many of the last answers were errors: those of the last half window, and of the one before."""
+
+    __slots__ = ("_answers", "_failures", "_since_s")
+
+    def __init__(self) -> None:
+        self._answers = [0, 0]
+        self._failures = [0, 0]
+        self._since_s: Seconds = -math.inf
+
+    def add(self, now: Seconds, window_s: Seconds, *, failed: bool) -> None:
+        self._turn(now, window_s)
+        self._answers[1] += 1
+        self._failures[1] += failed
+
+    def share(self, now: Seconds, window_s: Seconds, answers_min: int) -> float:
+        """NaN: there were fewer than `answers_min`."""
+        self._turn(now, window_s)
+        answers = sum(self._answers)
+        return sum(self._failures) / answers if answers >= answers_min else math.nan
+
+    def _turn(self, now: Seconds, window_s: Seconds) -> None:
+        halves = (now - self._since_s) / (window_s / 2.0)
+        if halves < 1.0:
+            return
+        for counts in (self._answers, self._failures):
+            counts[:] = (counts[1] if halves < 2.0 else 0, 0)
+        self._since_s = now
+
+
 class _Record:
     """What is known of one endpoint."""
 
     __slots__ = (
-        "back_at_s",
+        "anew_s",
         "duration",
-        "ejected",
-        "ejections",
         "failures",
         "first_output",
-        "good_since_s",
+        "pages",
+        "recent",
+        "refused",
+        "refused_in_a_row",
+        "rejections",
+        "since_s",
         "slow",
         "slowness",
     )
 
-    def __init__(self) -> None:
+    def __init__(self, *, anew_s: Seconds = -math.inf, rejections: float | None = None) -> None:
         self.first_output = _Average()
         self.duration = _Average()
+        self.recent = _Recent()
         self.slowness = math.nan
         self.slow = False
         self.failures = 0
-        self.ejected = False
-        self.ejections = 0
-        """How often, less one for each base time in good standing."""
-        self.back_at_s: Seconds = -math.inf
-        """When the last ejection ends or ended; older requests say nothing any more."""
-        self.good_since_s: Seconds = -math.inf
+        """In a row."""
+        self.since_s: Seconds = math.inf
+        """When it was found slow or failing; inf: it is neither."""
+        self.refused = 0
+        """503s of the engine, of which no page has said yet what they were."""
+        self.refused_in_a_row = 0
+        self.pages = 0
+        """Since the first of `refused`."""
+        self.rejections = rejections
+        """What the engine's counter said last."""
+        self.anew_s = anew_s
+        """What was sent before says nothing any more."""
 
 
 class Outliers:
-    """Averages by slot, who is an outlier by them, and who is ejected: `Columns.ejected`.
+    """Averages by slot, who is an outlier by them, and who is ejected for it.
 
     Not answered for is what an endpoint does with requests of others: if another picker loads it
     more than the rest, it is slow here.
@@ -178,47 +178,65 @@ class Outliers:
     def __init__(self, columns: Columns) -> None:
         self._columns = columns
         self._records: dict[int, _Record] = {}
-        self._settings = _TOLD_BY
-        self._ejects = False
+        self._settings = OutlierEjection()
+        self.ejection = Ejection(columns)
         self._due_s: Seconds = -math.inf
+        self._look_again_s: Seconds = -math.inf
         self._answers = _Average(ANSWERS_AVERAGED)
         """What they take after the prompt, of all endpoints: the logarithm of seconds."""
-        self.ejections = dict.fromkeys(Cause, 0)
-        """Since the start."""
+        self._middles: dict[str, float] = {}
+        """The median by which endpoints were compared last, by the name of the average."""
 
-    def configure(self, settings: OutlierEjection | None) -> None:
-        """Judge by `settings` from now on; None: eject nobody."""
-        self._settings = settings or _TOLD_BY
-        self._ejects = settings is not None
+    def configure(self, settings: OutlierEjection) -> None:
+        """Judge by `settings` from now on."""
+        self._settings = settings
         self._due_s = -math.inf
-        if not self._ejects:
-            for slot, record in self._records.items():
-                record.ejected = self._columns.ejected[slot] = False
+        self.ejection.configure(settings)
 
     def ended(self, lease: Lease, outcome: Outcome, now: Seconds) -> None:
         """The request of `lease`, which is live, ended; called once, before it is closed."""
-        record = self._records.get(lease.slot)
-        if record is None:
-            record = self._records[lease.slot] = _Record()
-        if lease.opened_at_s < record.back_at_s:
+        slot = lease.slot
+        record = self._record(slot)
+        if lease.opened_at_s < record.anew_s:
             return
-        status = outcome.status
-        if outcome.ending is Ending.ERROR or (status is not None and status >= 500):
-            # vLLM answers 503 when its admission limits are reached.
-            if status != 503 or outcome.by_gateway:
-                self._failed(lease.slot, record, now)
-            return
-        if status is None or outcome.ending is Ending.UNSEEN:
-            return
-        record.failures = 0
-        if status < 300:
+        failed = self._failed(slot, record, outcome, now)
+        if failed:
+            self._judge(slot, record, now)
+        elif outcome.ending is not Ending.UNSEEN and (outcome.status or 200) < 300:
             self._took(lease, record, outcome.ending, now)
+        if lease.probe:
+            self._probed(lease, record, now, passed=_answered(outcome), failed=failed)
+
+    def left(self, lease: Lease) -> None:
+        """The request of `lease` goes to another endpoint: it says nothing of this one."""
+        if lease.probe:
+            self.ejection.probe_ended(lease, passed=False)
+
+    def observed(self, slot: int, metrics: EndpointMetrics, now: Seconds) -> None:
+        """A page of the endpoint in `slot`: it may say what its 503s were."""
+        record = self._records.get(slot)
+        if record is None:
+            if metrics.rejections_total is not None:
+                self._record(slot).rejections = metrics.rejections_total
+            return
+        before, record.rejections = record.rejections, metrics.rejections_total
+        if not record.refused:
+            return
+        record.pages += 1
+        told = metrics.rejections_total
+        if told is not None and before is not None and told > before:
+            record.refused = 0
+        elif record.pages >= PAGES_TO_CONTRADICT:
+            refused, record.refused = record.refused, 0
+            if told is not None or metrics.waiting_requests == 0:
+                for _ in range(refused):
+                    self._count_failure(record, now)
+                self._judge(slot, record, now)
 
     def tick(self, now: Seconds) -> None:
-        """About once a second: let back who was away for long enough, and compare now and then."""
-        for slot, record in self._records.items():
-            if record.ejected and now >= record.back_at_s:
-                self._let_back(slot, record, now)
+        """About once a second: put on trial who was away for long enough, and compare now and then."""
+        for slot in self.ejection.due(now):
+            self._start_anew(slot, now)
         if now >= self._due_s:
             self._due_s = now + EVALUATE_EVERY_S
             self._evaluate(now)
@@ -226,7 +244,7 @@ class Outliers:
     def forget(self, slot: int) -> None:
         """The endpoint left or restarted."""
         self._records.pop(slot, None)
-        self._columns.ejected[slot] = False
+        self.ejection.forget(slot)
 
     def slowness(self) -> dict[int, float]:
         """Slot -> times the pool's median, of those that were compared last."""
@@ -236,20 +254,140 @@ class Outliers:
             if not math.isnan(record.slowness)
         }
 
-    def found(self) -> Iterator[tuple[int, Outlier]]:
-        """Slot and reason of each that is slow, fails or is ejected."""
+    def found(self, now: Seconds) -> Iterator[tuple[int, Outlier]]:
+        """Slot and reason of each that is slow, fails or is ejected, as of `now`."""
         for slot, record in self._records.items():
-            failing = record.failures >= self._settings.consecutive_failures
-            if failing or record.slow or record.ejected:
-                yield (
-                    slot,
-                    Outlier(
-                        cause=Cause.FAILING if failing else Cause.SLOW,
-                        slowness=record.slowness,
-                        failures=record.failures,
-                        ejected=record.ejected,
-                    ),
-                )
+            away = self.ejection.away.get(slot)
+            share = self._failure_share(record, now)
+            failing = self._fails(record, share)
+            if away is None and not (failing or record.slow):
+                continue
+            cause = Cause.FAILING if failing else Cause.SLOW
+            yield (
+                slot,
+                Outlier(
+                    cause=cause if away is None else away.cause,
+                    slowness=record.slowness,
+                    failures=record.failures,
+                    ejected=away is not None,
+                    probed=away is not None and away.probed,
+                    failure_share=share,
+                    since_s=record.since_s if away is None else away.since_s,
+                ),
+            )
+
+    def _record(self, slot: int) -> _Record:
+        record = self._records.get(slot)
+        if record is None:
+            record = self._records[slot] = _Record()
+        return record
+
+    def _start_anew(self, slot: int, now: Seconds) -> None:
+        """It is as good as new: only what is sent from `now` on counts."""
+        rejections = self._record(slot).rejections
+        self._records[slot] = _Record(anew_s=now, rejections=rejections)
+
+    # Failing.
+
+    def _failed(self, slot: int, record: _Record, outcome: Outcome, now: Seconds) -> bool:
+        """Take note of how it ended; whether that was an error of the endpoint."""
+        if outcome.status == 503 and not outcome.by_gateway:
+            record.refused_in_a_row += 1
+            page_age_s = now - self._columns.observed_at_s.item(slot)
+            if page_age_s <= PAGE_S and record.refused_in_a_row <= REFUSALS_MAX:
+                if not record.refused:
+                    record.pages = 0
+                record.refused += 1
+                return False
+        elif not outcome.failed:
+            if _answered(outcome):
+                if record.failures >= self._settings.consecutive_failures:
+                    record.recent = _Recent()  # whatever it was, it is over
+                record.failures = record.refused_in_a_row = 0
+                record.recent.add(now, self._settings.window, failed=False)
+            return False
+        self._count_failure(record, now)
+        return True
+
+    def _count_failure(self, record: _Record, now: Seconds) -> None:
+        record.failures += 1
+        record.recent.add(now, self._settings.window, failed=True)
+
+    def _failure_share(self, record: _Record, now: Seconds) -> float:
+        return record.recent.share(now, self._settings.window, self._settings.requests_min)
+
+    def _fails(self, record: _Record, share: float) -> bool:
+        """NaN of `share` is not known."""
+        settings = self._settings
+        return (
+            record.failures >= settings.consecutive_failures
+            or share >= settings.failure_percent / 100.0
+        )
+
+    def _judge(self, slot: int, record: _Record, now: Seconds) -> None:
+        """Send away who fails, if the others do better."""
+        share = self._failure_share(record, now)
+        if not self._fails(record, share):
+            return
+        record.since_s = min(record.since_s, now)
+        away = self.ejection.away
+        if slot in away or now < self._look_again_s:
+            return
+        serving_some = record.failures < self._settings.consecutive_failures
+        own = share if serving_some else 1.0
+        others = [
+            self._loss(self._records.get(other), now)
+            for other, endpoint in enumerate(self._columns.endpoints)
+            if endpoint is not None and other != slot and other not in away
+        ]
+        if others and sum(others) / len(others) < own / 2.0:
+            if self.ejection.eject(slot, Cause.FAILING, now, serving_some=serving_some):
+                return
+        elif min(others, default=1.0) >= 1.0:
+            self._let_failing_back(now)
+        self._look_again_s = now + LOOK_AGAIN_S
+
+    def _loss(self, record: _Record | None, now: Seconds) -> float:
+        """What share of its requests an endpoint loses, as far as is known: unknown is 0."""
+        if record is None:
+            return 0.0
+        if record.failures >= self._settings.consecutive_failures:
+            return 1.0
+        share = record.recent.share(now, self._settings.window, 1)
+        return 0.0 if math.isnan(share) else share
+
+    def _let_failing_back(self, now: Seconds) -> None:
+        """Everybody fails: it is not those that are away."""
+        for slot, one in tuple(self.ejection.away.items()):
+            if one.cause is Cause.FAILING:
+                self.ejection.back(slot, now)
+
+    def _probed(
+        self, lease: Lease, record: _Record, now: Seconds, *, passed: bool, failed: bool
+    ) -> None:
+        """One request of an endpoint on trial ended."""
+        slot = lease.slot
+        one = self.ejection.away.get(slot)
+        enough = self.ejection.probe_ended(lease, passed=passed)
+        if one is None:
+            return
+        slow = (enough or not passed) and self._probes_were_slow(record)
+        if failed or slow:
+            cause = Cause.FAILING if failed else Cause.SLOW
+            self.ejection.eject(slot, cause, now, serving_some=one.serving_some)
+        elif enough:
+            self.ejection.back(slot, now)
+            self._start_anew(slot, lease.opened_at_s)
+
+    def _probes_were_slow(self, record: _Record) -> bool:
+        """By the median of the last comparison."""
+        for name, middle in self._middles.items():
+            average: _Average = getattr(record, name)
+            if average.samples and average.log - middle >= math.log(self._settings.slowness_factor):
+                return True
+        return False
+
+    # Slow.
 
     def _took(self, lease: Lease, record: _Record, ending: Ending, now: Seconds) -> None:
         """Count how long it took by how long it was to take."""
@@ -275,20 +413,13 @@ class Outliers:
         if complete or log >= record.duration.log:
             record.duration.add(log, now)
 
-    def _failed(self, slot: int, record: _Record, now: Seconds) -> None:
-        record.failures += 1
-        if record.failures >= self._settings.consecutive_failures:
-            self._eject(slot, record, Cause.FAILING, now)
-
     def _evaluate(self, now: Seconds) -> None:
         """Compare each to the median, by what is known of first outputs and of durations."""
         slow: set[int] = set()
         compared: dict[int, float] = {}
-        for averages in (
-            {slot: record.duration for slot, record in self._records.items()},
-            {slot: record.first_output for slot, record in self._records.items()},
-        ):
-            quotients = self._compare(averages, now)
+        for name in ("duration", "first_output"):
+            averages = {slot: getattr(record, name) for slot, record in self._records.items()}
+            quotients = self._compare(name, averages, now)
             enough = {
                 slot: quotient
                 for slot, quotient in quotients.items()
@@ -307,11 +438,17 @@ class Outliers:
         for slot, record in self._records.items():
             record.slowness = compared.get(slot, math.nan)
             record.slow = slot in slow
+            if record.slow:
+                record.since_s = min(record.since_s, now)
+            elif not self._fails(record, self._failure_share(record, now)):
+                record.since_s = math.inf
         for slot in sorted(slow, key=lambda slot: -compared[slot]):
-            self._eject(slot, self._records[slot], Cause.SLOW, now)
-        self._forgive(now)
+            self.ejection.eject(slot, Cause.SLOW, now, serving_some=True)
+        self.ejection.forgive(now)
 
-    def _compare(self, averages: Mapping[int, _Average], now: Seconds) -> dict[int, float]:
+    def _compare(
+        self, name: str, averages: Mapping[int, _Average], now: Seconds
+    ) -> dict[int, float]:
         """Slot -> times the median of those with enough samples; {}: they are too few."""
         fresh = {
             slot: average
@@ -319,42 +456,20 @@ class Outliers:
             if average.samples and now - average.last_at_s <= FRESH_S
         }
         logs = [one.log for one in fresh.values() if one.samples >= self._settings.samples_min]
+        self._middles.pop(name, None)
         if len(logs) < COMPARED_MIN:
             return {}
-        middle = median(logs)
+        self._middles[name] = middle = median(logs)
         return {slot: math.exp(average.log - middle) for slot, average in fresh.items()}
 
     def _factor(self, *, slow: bool) -> float:
         """From which slowness on an endpoint is slow; less is enough for one that is."""
         return max(self._settings.slowness_factor * (BACK_SHARE if slow else 1.0), 1.0)
 
-    def _forgive(self, now: Seconds) -> None:
-        base_s = self._settings.base_ejection_time
-        for record in self._records.values():
-            if record.ejections and not record.ejected and now - record.good_since_s >= base_s:
-                record.ejections -= 1
-                record.good_since_s = now
 
-    def _eject(self, slot: int, record: _Record, cause: Cause, now: Seconds) -> None:
-        if not self._ejects or record.ejected:
-            return
-        endpoints = sum(endpoint is not None for endpoint in self._columns.endpoints)
-        ejected = sum(other.ejected for other in self._records.values())
-        settings = self._settings
-        if ejected >= settings.ejected_max(endpoints):
-            return
-        record.ejections += 1
-        for_s = min(settings.base_ejection_time * record.ejections, settings.max_ejection_time)
-        record.back_at_s = now + for_s
-        record.ejected = self._columns.ejected[slot] = True
-        self.ejections[cause] += 1
-
-    def _let_back(self, slot: int, record: _Record, now: Seconds) -> None:
-        """It is as good as new, but for how often this happened."""
-        record.ejected = self._columns.ejected[slot] = False
-        record.slow, record.slowness, record.failures = False, math.nan, 0
-        record.first_output, record.duration = _Average(), _Average()
-        record.good_since_s = now
+def _answered(outcome: Outcome) -> bool:
+    """The endpoint answered, and not that it failed or is full."""
+    return outcome.status is not None and not outcome.failed and outcome.ending is not Ending.UNSEEN
 
 
 def _log_of(quotient: float) -> float:

@@ -23,7 +23,7 @@ def endpoint_rows(scheduler: Scheduler, now: Seconds) -> list[_Row]:
         now,
         affinities={},
     )
-    outliers = dict(scheduler.outliers.found())
+    outliers = dict(scheduler.outliers.found(now))
     slowness = scheduler.outliers.slowness()
     columns: dict[str, Sequence[Any]] = {
         "name": [endpoint.name for endpoint in candidates.endpoints],

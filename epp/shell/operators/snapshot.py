@@ -59,8 +59,10 @@ def pool_snapshot(
         messages=messages or {},
         segments={"known": scheduler.segments.known, "new": scheduler.segments.new},
         slowness=scheduler.outliers.slowness(),
-        outliers=dict(scheduler.outliers.found()),
-        ejections={cause.value: count for cause, count in scheduler.outliers.ejections.items()},
+        outliers=dict(scheduler.outliers.found(now)),
+        ejections={
+            cause.value: count for cause, count in scheduler.outliers.ejection.total.items()
+        },
         plugin_errors=dict.fromkeys(scheduler.settings.plugin_names, 0)
         | {failing.name: failing.failures for failing in scheduler.failures},
         cluster=cluster,

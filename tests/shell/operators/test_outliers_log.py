@@ -1,10 +1,12 @@
 """What the log says of outliers: once when it changes, and a bounded number of lines."""
 
 import pytest
+from msgspec import structs
 from structlog.testing import capture_logs
 
 from epp.configuration.build import build_settings, default_config, plugin_tables
 from epp.core.decision.scheduler import Scheduler
+from epp.core.knowledge.ejection import OutlierEjection
 from epp.core.knowledge.inflight import Outcome
 from epp.shell.operators import outliers_log
 from epp.shell.operators.outliers_log import AGAIN_S, LINES_MAX, OutliersLog
@@ -21,8 +23,10 @@ def clock(monkeypatch):
 class Rig:
     now = 0.0
 
-    def __init__(self, count):
-        self.scheduler = Scheduler(build_settings(default_config(plugin_tables())), seed=1)
+    def __init__(self, count, *, ejects=False):
+        settings = build_settings(default_config(plugin_tables()))
+        ejection = OutlierEjection(enabled=ejects)
+        self.scheduler = Scheduler(structs.replace(settings, ejection=ejection), seed=1)
         self.scheduler.replace([endpoint(number) for number in range(count)], 0.0)
         self.log = OutliersLog(self.scheduler)
 
@@ -54,6 +58,19 @@ def test_an_outlier_is_told_once_and_again_when_it_is_none():
     (line,) = rig.lines()
     assert (line["endpoint"], line["was"]) == ("pod-1", "failing")
     assert rig.lines() == []
+
+
+def test_who_is_ejected_stays_told_until_it_is_back():
+    """A late answer of before does not make it one of the others."""
+    rig = Rig(3, ejects=True)
+    rig.answer(1, 500, 5)
+    (line,) = rig.lines()
+    assert line["ejected"] is True
+    rig.answer(1, 200)
+    assert rig.lines() == []
+    rig.scheduler.replace([endpoint(number, incarnation="2") for number in range(3)], Rig.now)
+    (line,) = rig.lines()
+    assert line["event"] == "endpoint is no outlier any more"
 
 
 def test_one_that_left_is_not_told_of():

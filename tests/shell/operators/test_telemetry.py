@@ -15,8 +15,9 @@ from prometheus_client.parser import text_string_to_metric_families
 from epp.core.decision.profile import SchedulingProfile, WeightedScorer
 from epp.core.decision.scheduler import SchedulerSettings
 from epp.core.decision.shadow import DIFFERED, ShadowTotals, ShadowVerdict
+from epp.core.knowledge.ejection import Cause
 from epp.core.knowledge.inflight import Ending, Lease, Outcome
-from epp.core.knowledge.outliers import Cause, Outlier
+from epp.core.knowledge.outliers import Outlier
 from epp.core.peers.exchange import PeerExchange, Taken
 from epp.core.peers.frames import Frame, encode
 from epp.core.types import Refusal, RefusalReason
@@ -168,6 +169,7 @@ def exercise(exported):
     telemetry.unknown_body_mode(5)
     telemetry.protocol_violated("ended", "RequestBody")
     telemetry.usage_unseen()
+    telemetry.responses_unseen()
     telemetry.last_good_in_force("configuration", True)
     telemetry.last_good_not_kept("endpoints")
     telemetry.peer_snapshot("peer", 0.3)

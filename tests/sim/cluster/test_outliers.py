@@ -4,7 +4,8 @@ import pytest
 from msgspec import structs
 from prometheus_client import CollectorRegistry
 
-from epp.core.knowledge.outliers import Cause
+from epp.configuration.config import DEFAULT_CONFIG
+from epp.core.knowledge.ejection import Cause
 from epp.core.protocol.budget import BodyBudget
 from epp.shell.files.pressure import MemoryPressure
 from epp.shell.operators.debug_pages import endpoint_rows
@@ -14,22 +15,31 @@ from sim.cluster.policies import policy_source, scheduler_of
 from tests.sim.made import arrivals, cluster, kind
 
 SLOW_SPEED = 0.15
-EJECTING = """\
+WEIGHTS = """\
 apiVersion: llm-d.ai/v1alpha1
 kind: EndpointPickerConfig
 plugins:
-- type: outlier-ejection-filter
+- type: outlier-ejection
+  parameters: {enabled: false}
 - type: prefix-cache-scorer
 - type: queue-scorer
 - type: active-request-scorer
 schedulingProfiles:
 - name: default
   plugins:
-  - pluginRef: outlier-ejection-filter
   - pluginRef: prefix-cache-scorer
   - pluginRef: queue-scorer
   - pluginRef: active-request-scorer
 """
+
+
+@pytest.fixture
+def telling(tmp_path):
+    """A configuration by which outliers are told of and nobody is ejected."""
+    file = tmp_path / "telling.yaml"
+    off = "plugins:\n- {type: outlier-ejection, parameters: {enabled: false}}\n"
+    file.write_text(DEFAULT_CONFIG.replace("plugins:\n", off, 1), encoding="utf-8")
+    return policy_source(str(file))
 
 
 class Watched:
@@ -47,7 +57,7 @@ class Watched:
 
     def _look(self):
         scheduler = scheduler_of(self.cluster.policies[0])
-        for slot, outlier in scheduler.outliers.found():
+        for slot, outlier in scheduler.outliers.found(self.cluster.loop.now):
             self.causes.setdefault(slot, outlier.cause)
             if outlier.ejected:
                 self.ejected.add(slot)
@@ -76,11 +86,11 @@ def pages_name(scheduler, now):
 
 @pytest.mark.parametrize("response_chunks", [False, True], ids=["ends", "chunks"])
 @pytest.mark.parametrize("pods", [4, 8])
-def test_a_slow_pod_is_named_and_nobody_else(pods, response_chunks):
+def test_a_slow_pod_is_named_and_nobody_else(pods, response_chunks, telling):
     """Though load scorers send it little, and whether or not the gateway shows first chunks."""
     bad = 2
     speeds = [SLOW_SPEED if pod == bad else 1.0 for pod in range(pods)]
-    watched = Watched(speeds, rate=1.0 * pods, response_chunks=response_chunks)
+    watched = Watched(speeds, rate=1.0 * pods, policy=telling, response_chunks=response_chunks)
     assert watched.causes == {bad: Cause.SLOW}
     assert pages_name(scheduler_of(watched.cluster.policies[0]), watched.cluster.loop.now) == {
         f"pod-{bad}"
@@ -108,19 +118,18 @@ def test_nobody_is_named_in_a_crowd():
     assert watched.causes == {}
 
 
-def test_a_slow_pod_that_is_ejected_is_away_and_back(tmp_path):
+def test_a_slow_pod_is_ejected_by_default_and_tried_again(tmp_path):
     """It gets a part of what it had, and more than nothing: it may have been mended."""
-    file = tmp_path / "config.yaml"
-    file.write_text(EJECTING, encoding="utf-8")
-    keeping = tmp_path / "keeping.yaml"
-    keeping.write_text(EJECTING.replace("  - pluginRef: outlier-ejection-filter\n", ""), "utf-8")
+    files = {"kept": WEIGHTS, "ejecting": WEIGHTS.replace("enabled: false", "")}
     speeds = (1.0, SLOW_SPEED, 1.0, 1.0)
-    ejecting, kept = (
-        Watched(speeds, rate=8.0, count=2_000, policy=policy_source(str(path)))
-        for path in (file, keeping)
-    )
+    runs = {}
+    for name, text in files.items():
+        file = tmp_path / f"{name}.yaml"
+        file.write_text(text, encoding="utf-8")
+        runs[name] = Watched(speeds, rate=8.0, count=2_000, policy=policy_source(str(file)))
+    ejecting, kept = runs["ejecting"], runs["kept"]
     assert (ejecting.ejected, kept.ejected) == ({1}, set())
     assert set(ejecting.causes) == set(kept.causes) == {1}
     outliers = scheduler_of(ejecting.cluster.policies[0]).outliers
-    assert outliers.ejections[Cause.SLOW] >= 2
-    assert 0 < ejecting.requests_at(1) < 0.7 * kept.requests_at(1)
+    assert outliers.ejection.total[Cause.SLOW] >= 2
+    assert 0 < ejecting.requests_at(1) < 0.5 * kept.requests_at(1)

@@ -2,7 +2,7 @@
 
 import inspect
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final, TextIO
 
@@ -26,7 +26,7 @@ from epp.configuration.config import (
 )
 from epp.configuration.document import read_mapping
 from epp.configuration.flags import CheckFlags
-from epp.configuration.past_decisions import CaptureError, decide_again, told
+from epp.configuration.past_decisions import CaptureError, Judged, judge
 from epp.core.decision.profile import SchedulingProfile
 from epp.core.decision.scheduler import SchedulerSettings
 from epp.core.knowledge.ejection import OutlierEjection
@@ -107,10 +107,9 @@ def check_config(flags: CheckFlags, out: TextIO, err: TextIO) -> int:
 def _held_against(
     config: PickerConfig, capture: str, plugins: PluginTables, out: TextIO, err: TextIO
 ) -> int:
-    """Say how many decisions of the capture `config` would have changed. The exit code."""
+    """Say what `config` would have changed of the capture's decisions. The exit code."""
     try:
-        made = told(decide_again(Path(capture), plugins))
-        changed = told(decide_again(Path(capture), plugins, config))
+        judged = judge(Path(capture), plugins, config)
     except ConfigError as error:
         for problem in error.problems:
             print(problem, file=err)
@@ -118,18 +117,29 @@ def _held_against(
     except (CaptureError, OSError) as error:
         print(f"--capture {capture} cannot be read: {error}", file=err)
         return UNREADABLE
-    decisions, others = changed["decisions"], changed["changed"]
-    share = f" ({others / decisions:.1%})" if decisions else ""
-    print(f"{others:,} of {decisions:,} past decisions{share} would have changed", file=out)
-    unmade = made["changed"]
-    if unmade:
-        print(
-            f"{unmade:,} are not the same again even by the configuration that made them",
-            file=out,
-        )
-    for sentence in changed["caveats"]:
-        print(f"note: {sentence}", file=out)
+    for sentence in _verdict(judged):
+        print(sentence, file=out)
     return VALID
+
+
+def _verdict(judged: Judged) -> Iterator[str]:
+    """What can be known, then what cannot and why."""
+    known, decisions = judged.made_again, judged.decisions
+    if known:
+        of = f"{known:,} past decisions ({judged.changed / known:.1%})"
+        yield f"{judged.changed:,} of {of} would have changed"
+    elif decisions:
+        yield "nothing is known of what would have changed"
+    else:
+        yield "there are no past decisions"
+    if judged.unmade:
+        unknown = decisions - known
+        yield (
+            f"of {unknown:,} more ({unknown / decisions:.1%} of all) nothing can be said: the "
+            "configuration that made them does not make them again from what is captured"
+        )
+        yield from (f"  {count:,}: {why}" for why, count in judged.unmade.items())
+    yield from (f"note: {sentence}" for sentence in judged.caveats)
 
 
 def _load(file: str, plugins: PluginTables) -> PickerConfig:

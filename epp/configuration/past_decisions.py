@@ -3,12 +3,13 @@
 import gzip
 import re
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
 import msgspec
-from msgspec import structs
+from msgspec import Struct, field, structs
 
 from epp.configuration.build import build_settings
 from epp.configuration.config import PickerConfig, PluginTables, load_config
@@ -22,7 +23,12 @@ from epp.core.capture.events import (
     Scheduled,
 )
 from epp.core.capture.lines import FORMAT_NAME, CaptureLine
-from epp.core.capture.reenactment import DIFFERENCES_SHOWN_MAX, Reenacted, Reenactment
+from epp.core.capture.reenactment import (
+    DIFFERENCES_SHOWN_MAX,
+    Difference,
+    Reenacted,
+    Reenactment,
+)
 from epp.core.capture.transcript import BEHIND_MAX
 from epp.core.decision.scheduler import SchedulerSettings
 
@@ -68,26 +74,78 @@ def decide_again(
     By `config` in the place of what was in force, if it is given. Raises `CaptureError`,
     `ConfigError` for a document that is no configuration here, and `OSError`.
     """
+    if config is None:
+        settings_of = _in_force(folder, plugins)
+    else:
+        settings_of = partial(_settings, config)
+    found: dict[str, Reenacted] = {}
+    for origin, story in _stories(folder).items():
+        again = Reenactment(settings_of)
+        for event, line in story:
+            again.feed(event, line)
+        found[origin] = again.result
+    return found
+
+
+class Judged(Struct, kw_only=True):
+    """Decisions of a capture, held against another configuration: in decisions, of all origins."""
+
+    decisions: int = 0
+    unmade: dict[Difference, int] = field(default_factory=dict)
+    """Those that the configuration which made them does not make again, because not all that it knew
+    is captured. Why they differ; what another one would have decided is not known either."""
+    changed: int = 0
+    """Of the others."""
+    caveats: list[str] = field(default_factory=list)
+
+    @property
+    def made_again(self) -> int:
+        return self.decisions - sum(self.unmade.values())
+
+
+def judge(folder: Path, plugins: PluginTables, config: PickerConfig) -> Judged:
+    """What `config` would have decided in the place of what did, as far as that can be known.
+
+    Raises as `decide_again`.
+    """
+    judged = Judged()
+    for origin, story in _stories(folder).items():
+        by_what_decided = Reenactment(_in_force(folder, plugins))
+        by_config = Reenactment(partial(_settings, config))
+        for event, line in story:
+            unmade, changed = by_what_decided.feed(event, line), by_config.feed(event, line)
+            if unmade is not None:
+                judged.unmade[unmade] = judged.unmade.get(unmade, 0) + 1
+            elif changed is not None:
+                judged.changed += 1
+        judged.decisions += by_config.result.decisions
+        judged.caveats += [f"{origin}: {sentence}" for sentence in by_config.result.caveats()]
+    return judged
+
+
+def _in_force(folder: Path, plugins: PluginTables) -> Callable[[Configured], SchedulerSettings]:
+    """What decided, by the document that the capture has of it."""
 
     def settings_of(configured: Configured) -> SchedulerSettings:
-        if config is not None:
-            return _settings(config, configured)
         source = f"{folder}: generation {configured.generation}"
         return _settings(load_config(configured.document, source, plugins), configured)
 
+    return settings_of
+
+
+def _stories(folder: Path) -> dict[str, Iterator[tuple[Event, CaptureLine | None]]]:
+    """Origin -> its events, a decision with what was asked. Raises `CaptureError`, `OSError`."""
     requests = past_files(folder, "requests")
     events = past_files(folder, "events")
     if not events:
         raise CaptureError(f"{folder}: expected files of a capture, events-*.jsonl.gz")
-    found: dict[str, Reenacted] = {}
-    for origin, files in events.items():
-        again = Reenactment(settings_of)
-        asked = _Requests(requests.get(origin, []))
-        for event in _events(files):
-            line = asked.find(event.request) if isinstance(event, Scheduled) else None
-            again.feed(event, line)
-        found[origin] = again.result
-    return found
+    return {origin: _story(files, requests.get(origin, [])) for origin, files in events.items()}
+
+
+def _story(events: list[Path], requests: list[Path]) -> Iterator[tuple[Event, CaptureLine | None]]:
+    asked = _Requests(requests)
+    for event in _events(events):
+        yield event, asked.find(event.request) if isinstance(event, Scheduled) else None
 
 
 def _settings(config: PickerConfig, configured: Configured) -> SchedulerSettings:

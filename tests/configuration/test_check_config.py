@@ -13,7 +13,7 @@ from epp.configuration.check_config import READS, check_config, explain
 from epp.configuration.config import DEFAULT_CONFIG, load_config
 from epp.configuration.flags import CheckFlags
 from epp.plugins import FILTERS, SCORERS
-from tests.configuration.test_past_decisions import write
+from tests.configuration.test_past_decisions import Peered, write
 from tests.core.capture.traffic import document
 
 SAMPLES = Path(__file__).parent / "config_samples"
@@ -256,9 +256,24 @@ def test_past_decisions_are_held_against_a_configuration(tmp_path):
     assert "scorer queue-scorer: weight 2 -> 0" in out
     (changed,) = re.findall(r"(\d+) of 120 past decisions \(.*%\) would have changed", out)
     assert 0 < int(changed) < 120
-    assert "even by" not in out
+    assert "nothing can be said" not in out
     code, out, _ = check(file=str(same), capture=str(tmp_path))
     assert "0 of 120 past decisions (0.0%) would have changed" in out
+
+
+def test_what_a_capture_cannot_tell_is_not_told(tmp_path):
+    """Where peers had a part in decisions: how many, and of how many nothing can be said."""
+    write(tmp_path, 120, live=Peered(document()))
+    same = tmp_path / "same.yaml"
+    same.write_text(document())
+    code, out, _ = check(file=str(same), capture=str(tmp_path))
+    assert code == 0
+    (known,) = re.findall(r"^0 of (\d+) past decisions \(0.0%\) would have changed$", out, re.MULTILINE)
+    (unknown,) = re.findall(r"^of (\d+) more \(.*% of all\) nothing can be said", out, re.MULTILINE)
+    assert int(known) + int(unknown) == 120
+    reasons = re.findall(r"^  (\d+): the (?:index|same)|^  (\d+): another", out, re.MULTILINE)
+    assert sum(int(one or other) for one, other in reasons) == int(unknown)
+    assert "a peer told something that is not captured" in out
 
 
 def test_a_capture_that_cannot_be_read_exits_2(tmp_path):

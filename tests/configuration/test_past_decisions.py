@@ -7,16 +7,21 @@ import pytest
 
 from epp.configuration import past_decisions
 from epp.configuration.config import load_config
-from epp.configuration.past_decisions import CaptureError, decide_again, told
+from epp.configuration.past_decisions import CaptureError, decide_again, judge, told
 from epp.core.capture.transcript import BEHIND_MAX
-from tests.core.capture.traffic import PLUGINS, Live, document
+from epp.core.decision.scheduler import Scheduler
+from epp.core.peers.exchange import PeerExchange
+from epp.core.peers.frames import ORIGIN_BYTES
+from epp.core.prompt.request import InferenceRequest
+from epp.core.types import ApiKind
+from tests.core.capture.traffic import PLUGINS, Live, configured, document, settings_of
 
 ORIGIN = "20260101T000000-0000000a"
 
 
-def write(folder, steps=200, *, files=1, origin=ORIGIN):
+def write(folder, steps=200, *, files=1, origin=ORIGIN, live=None):
     """A capture in so many pairs."""
-    live = Live(document())
+    live = live or Live(document())
     for number in range(files):
         if number:
             live.transcript.begin_file(live.now)
@@ -126,3 +131,59 @@ def test_lines_are_looked_for_as_far_as_they_may_be(tmp_path):
     assert asked._latest < 2 * BEHIND_MAX + 2
     assert asked.find(1).request == 1
     assert asked.find(3 * BEHIND_MAX - 1).request == 3 * BEHIND_MAX - 1
+
+
+class Peered(Live):
+    """A picker that another one tells what it decides, which is not captured."""
+
+    def __init__(self, text):
+        super().__init__(text)
+        self.peer = Scheduler(settings_of(configured(text)), seed=2)
+        self.talks = [
+            PeerExchange(scheduler, origin=bytes([number]) * ORIGIN_BYTES, now=0.0, replicas=2)
+            for number, scheduler in enumerate((self.scheduler, self.peer))
+        ]
+
+    def begin(self, endpoints):
+        super().begin(endpoints)
+        at = [endpoint for _, endpoint in self.scheduler.pool.endpoints()]
+        self.peer.replace(at, self.now)
+
+    def ask(self, **fields):
+        prompt = f"family {self.random.randrange(12)} ".encode() * 300
+        told = {"prompts": (prompt,), "prompt_tokens": len(prompt) // 4, "model": "base"}
+        elsewhere = InferenceRequest(request_id="p", api=ApiKind.COMPLETIONS, **told)
+        self.peer.schedule(elsewhere, self.now)
+        for frame in self.talks[1].outgoing(self.now):
+            self.talks[0].receive(frame, self.now)
+        self.talks[0].apply(self.now)
+        for frame in self.talks[0].outgoing(self.now):
+            self.talks[1].receive(frame, self.now)
+        return super().ask(**told | fields)
+
+
+def test_of_what_peers_had_a_part_in_nothing_is_said(tmp_path):
+    """By the very configuration that decided nothing would have changed, and it is not said that
+    a third would have; what cannot be known is counted and has its reason.
+    """
+    write(tmp_path, live=Peered(document()))
+    (result,) = decide_again(tmp_path, PLUGINS).values()
+    assert result.learnt
+    assert 0 < result.changed < result.decisions
+    same = judge(tmp_path, PLUGINS, load_config(document(), "same", PLUGINS))
+    assert (same.decisions, same.changed) == (result.decisions, 0)
+    assert sum(same.unmade.values()) == result.changed
+    assert same.made_again == result.same
+    assert any("a peer told something that is not captured" in told for told in same.caveats)
+
+    other = judge(tmp_path, PLUGINS, load_config(document(weight=0), "other", PLUGINS))
+    assert other.unmade == same.unmade, "it is the capture's, not the configuration's"
+    assert 0 < other.changed <= other.made_again
+
+
+def test_a_whole_capture_leaves_nothing_open(tmp_path):
+    write(tmp_path)
+    config = load_config(document(weight=0), "new", PLUGINS)
+    judged = judge(tmp_path, PLUGINS, config)
+    assert (judged.unmade, judged.caveats) == ({}, [])
+    assert judged.changed == told(decide_again(tmp_path, PLUGINS, config))["changed"]

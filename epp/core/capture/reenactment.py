@@ -125,8 +125,11 @@ class Reenactment:
         """The one that decides; None before the first configuration."""
         return self._scheduler
 
-    def feed(self, event: Event, line: CaptureLine | None = None) -> None:
-        """Do what `event` says; `line` is that of the request of a `Scheduled`, if it is there."""
+    def feed(self, event: Event, line: CaptureLine | None = None) -> Difference | None:
+        """Do what `event` says; `line` is that of the request of a `Scheduled`, if it is there.
+
+        Why a decision that was made again differs; None: it does not, or none was made.
+        """
         match event:
             case Opened():
                 self._open(event)
@@ -139,9 +142,10 @@ class Reenactment:
             case _ if self._scheduler is None:
                 self.result.lost += 1
             case Scheduled():
-                self._schedule(self._scheduler, event, line)
+                return self._schedule(self._scheduler, event, line)
             case _:
                 self._tell(self._scheduler, event)
+        return None
 
     def _open(self, opened: Opened) -> None:
         after, self._file = self._file, opened.file
@@ -214,11 +218,13 @@ class Reenactment:
                 )
                 scheduler.complete(lease, outcome, event.at_s)
 
-    def _schedule(self, scheduler: Scheduler, event: Scheduled, line: CaptureLine | None) -> None:
+    def _schedule(
+        self, scheduler: Scheduler, event: Scheduled, line: CaptureLine | None
+    ) -> Difference | None:
         result = self.result
         if line is None:
             result.unknown += 1
-            return
+            return None
         if event.decision:
             # Pickers that take turns count decisions, and some may be missing.
             scheduler.decisions = event.decision - 1
@@ -232,6 +238,7 @@ class Reenactment:
         else:
             same = live is not None and decision.endpoint.endpoint_id == live.endpoint_id
             again = decision.endpoint.name
+        difference = None
         if same:
             result.same += 1
         else:
@@ -246,6 +253,7 @@ class Reenactment:
             if not same:
                 scheduler.reschedule(decision.lease, self._address(event.slot), event.at_s)
             self._leases[event.request] = decision.lease
+        return difference
 
     def _difference(self, event: Scheduled, decision: Decision | Refusal) -> Difference:
         if isinstance(decision, Refusal) or event.refused or decision.ready != event.ready:

@@ -78,6 +78,10 @@ class EndpointMetrics(Struct, frozen=True, kw_only=True):
     """Prompt tokens looked up in the prefix cache since the engine started."""
     cache_hit_tokens: float = math.nan
     """Those among them that were there."""
+    ttft_sum_s: float = math.nan
+    """Time to first token, all requests since the engine started together."""
+    ttft_count: float = math.nan
+    """Of how many requests that is."""
     adapters: AdapterReport | None = None
     block_size_tokens: int | None = None
     blocks_total: int | None = None

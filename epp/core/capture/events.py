@@ -75,7 +75,7 @@ class Replaced(_Event, frozen=True, kw_only=True):
 
 
 class Page(Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """`EndpointMetrics`, what it does not tell left out."""
+    """`EndpointMetrics`, without what it does not tell, and first tokens, by which nothing is decided."""
 
     waiting_requests: float | None = None
     running_requests: float | None = None
@@ -259,7 +259,7 @@ Note: TypeAlias = Event | Seen | Decided | Ended
 
 
 def page_of(metrics: EndpointMetrics, salt: Salt) -> Page:
-    """What can be written of a scrape."""
+    """What can be written of a scrape, of all that decides."""
     return Page(
         waiting_requests=_told(metrics.waiting_requests),
         running_requests=_told(metrics.running_requests),

@@ -91,6 +91,8 @@ class MetricNames(Struct, frozen=True, kw_only=True):
     """Counter of prompt tokens that were looked up in the prefix cache."""
     cache_hit: tuple[Selector, ...] = ()
     """Those among them that were there."""
+    ttft: bytes = b""
+    """A histogram or summary of seconds to the first token, of which sum and count are read."""
     block_size_tokens: tuple[Selector, ...] = ()
     blocks_total: tuple[Selector, ...] = ()
     cache_info: bytes = b""
@@ -160,6 +162,7 @@ ENGINES: Final[Mapping[str, MetricNames]] = {
             "vllm:prefix_cache_queries_total", "vllm:gpu_prefix_cache_queries_total"
         ),
         cache_hit=_selectors("vllm:prefix_cache_hits_total", "vllm:gpu_prefix_cache_hits_total"),
+        ttft=b"vllm:time_to_first_token_seconds",
         cache_info=b"vllm:cache_config_info",
         adapter_requests=b"vllm:lora_requests_info",
         adapter_loaded=b"vllm:lora_adapter_loaded",
@@ -174,6 +177,7 @@ ENGINES: Final[Mapping[str, MetricNames]] = {
         requests_total=_selectors("sglang:num_requests_total"),
         cache_queried=_selectors("sglang:prompt_tokens_total"),
         cache_hit=_selectors("sglang:cached_tokens_total"),
+        ttft=b"sglang:time_to_first_token_seconds",
         block_size_tokens=_selectors("sglang:page_size"),
         blocks_total=_selectors("sglang:num_pages"),
         cache_info=b"sglang:cache_config_info",
@@ -183,6 +187,7 @@ ENGINES: Final[Mapping[str, MetricNames]] = {
         running=_selectors("trtllm_num_requests_running"),
         kv_cache_usage=_selectors("trtllm_kv_cache_utilization"),
         requests_total=_selectors("trtllm_request_success_total"),
+        ttft=b"trtllm_time_to_first_token_seconds",
         block_size_tokens=_selectors("trtllm_kv_cache_tokens_per_block"),
         blocks_total=_selectors("trtllm_kv_cache_max_blocks"),
     ),
@@ -227,9 +232,14 @@ class _Engine:
 
     def __init__(self, names: MetricNames) -> None:
         self.names = names
+        # Of what a page has not, nothing is found.
+        self.ttft_sum = (Selector(names.ttft + b"_sum"),) if names.ttft else ()
+        self.ttft_count = (Selector(names.ttft + b"_count"),) if names.ttft else ()
+        self.ttft = frozenset(each.name for each in (*self.ttft_sum, *self.ttft_count))
         load = (
             *(*names.waiting, *names.running, *names.kv_cache_usage, *names.requests_total),
             *(*names.cache_queried, *names.cache_hit, *names.rejections_total),
+            *(*self.ttft_sum, *self.ttft_count),
         )
         seldom = (*names.block_size_tokens, *names.blocks_total, *names.awake)
         infos = {
@@ -309,7 +319,7 @@ class _Reading(Struct):
                     self.found[name] = [_sample(name, line) for line in lines]
             only_load = changed.keys() <= self.engine.load
             rest = self.metrics if only_load else _without_load(self.engine.names, self.found)
-            metrics = _with_load(rest, self.engine.names, self.found)
+            metrics = _with_load(rest, self.engine, self.found)
             if metrics is None:
                 return None
             self.metrics = metrics
@@ -358,7 +368,7 @@ class PageMemory:
             self._pages_until_layout -= 1
             return
         lines = {name: len(samples) for name, samples in found.items()}
-        layout = layout_of(page, engine.headings, lines)
+        layout = layout_of(page, engine.headings, lines, engine.ttft)
         if layout is None:
             self._pages_until_layout = PAGES_MAX  # a page without headings will have none soon
         else:
@@ -412,7 +422,7 @@ class PageReader:
         allowance = _Allowance()
         for engine in engines:
             found = allowance.take(page, engine)
-            metrics = _metrics(engine.names, found)
+            metrics = _metrics(engine, found)
             if metrics is not None:
                 if memory is not None:
                     memory.keep(page, engines, engine, found, metrics)
@@ -440,9 +450,9 @@ def _alternatives(names: Sequence[bytes]) -> bytes:
     return _PROCESS_STARTED + rb"|(?:" + engine + rb")"
 
 
-def _metrics(names: MetricNames, found: _Found) -> EndpointMetrics | None:
+def _metrics(engine: _Engine, found: _Found) -> EndpointMetrics | None:
     """None: none of this engine's load gauges is on the page."""
-    return _with_load(_without_load(names, found), names, found)
+    return _with_load(_without_load(engine.names, found), engine, found)
 
 
 def _without_load(names: MetricNames, found: _Found) -> EndpointMetrics:
@@ -458,8 +468,9 @@ def _without_load(names: MetricNames, found: _Found) -> EndpointMetrics:
     )
 
 
-def _with_load(rest: EndpointMetrics, names: MetricNames, found: _Found) -> EndpointMetrics | None:
+def _with_load(rest: EndpointMetrics, engine: _Engine, found: _Found) -> EndpointMetrics | None:
     """`rest` with what changes from page to page; None: no load gauge is among `found`."""
+    names = engine.names
     waiting, running = _gauges(found, names.waiting), _gauges(found, names.running)
     usage = _gauges(found, names.kv_cache_usage, KV_CACHE_USAGE_MAX)
     if not (waiting or running or usage):
@@ -473,6 +484,8 @@ def _with_load(rest: EndpointMetrics, names: MetricNames, found: _Found) -> Endp
         rejections_total=_known(_values(found, names.rejections_total)),
         cache_queried_tokens=_summed(found, names.cache_queried),
         cache_hit_tokens=_summed(found, names.cache_hit),
+        ttft_sum_s=_summed(found, engine.ttft_sum),
+        ttft_count=_summed(found, engine.ttft_count),
     )
 
 

@@ -3,16 +3,20 @@
 The exposition format demands that the series of a metric stand together below its `# TYPE` line,
 and engines write that line before there is a series. An endpoint also keeps the order of its
 metrics. So the heading of each wanted metric is looked for close to where the last page had it,
-and series that are the same bytes as before are not read again.
+and series that are the same bytes as before are not read again. Of a histogram only the lines of its
+sum and its count are wanted, which stand among those of its buckets: each is looked for by its labels,
+close to where it was, on one page of `ALONE_EVERY`. Nothing is decided by them, and on every page they
+would take half as long again as all the rest.
 
-It differs from reading the whole page in one way. A metric that the page did not have when its
+It differs from reading the whole page in two ways. Lines that stand alone are seen some pages later.
+And a metric that the page did not have when its
 layout was taken, and a series that stands apart from the others of its metric, are seen when the
 layout is taken anew: after `PAGES_MAX` pages, and at once when a heading is not near its place or
 the page has grown by more than `GROWTH_BYTES_MAX`, as it does by a new metric.
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Final
 
 NEAR_BYTES: Final = 256
@@ -24,6 +28,9 @@ PAGES_MAX: Final = 64
 """How many pages are read by one layout."""
 KEPT_BYTES_MAX: Final = 32 * 1024
 """Of wanted series of one page; a page with more of them is always read whole."""
+ALONE_EVERY: Final = 8
+LINES_ALONE_MAX: Final = 64
+"""Of one name: as many ranks or models as share an engine's page."""
 _AFTER_NAME: Final = (b"{", b" ", b"\t")
 _AFTER_SERIES: Final = (b"#", b"")
 """A comment, or the end of the page."""
@@ -47,13 +54,24 @@ class _Metric:
         """Its series on the last page."""
 
 
+class _Line(_Metric):
+    """A series that stands alone: its heading is the line up to its value, its text the value."""
+
+    __slots__ = ()
+
+    @property
+    def after_name(self) -> bytes:
+        return self.heading[1 + len(self.name) :] + self.text
+
+
 class PageLayout:
     """The headings of one page, which move with each page that `changed` reads by them."""
 
-    __slots__ = ("_metrics", "_page_bytes", "_pages_left")
+    __slots__ = ("_lines", "_metrics", "_page_bytes", "_pages_left")
 
     def __init__(self, metrics: list[_Metric], page_bytes: int) -> None:
         self._metrics = metrics
+        self._lines = [metric for metric in metrics if isinstance(metric, _Line)]
         self._page_bytes = page_bytes
         self._pages_left = PAGES_MAX
 
@@ -66,9 +84,14 @@ class PageLayout:
             return None
         self._pages_left -= 1
         self._page_bytes = len(page)
+        alone_due = self._pages_left % ALONE_EVERY == 0
         changed: dict[bytes, list[bytes]] = {}
+        changed_lines: set[bytes] = set()
         moved = 0
         for metric in self._metrics:
+            if isinstance(metric, _Line) and not alone_due:
+                metric.at += moved
+                continue
             expected = metric.at + moved
             after = expected + len(metric.heading)
             at = page.find(metric.heading, max(expected - NEAR_BYTES, 0), after + NEAR_BYTES)
@@ -78,21 +101,32 @@ class PageLayout:
             metric.at = at
             start = at + len(metric.heading)
             end = start + len(metric.text)
+            if isinstance(metric, _Line):
+                # Most often it is another value, and as long as the last one.
+                if page[end : end + 1] != b"\n" or not page.startswith(metric.text, start):
+                    metric.text = page[start : _end_of_line(page, start)]
+                    changed_lines.add(metric.name)
+                continue
             if page[end : end + 1] not in _AFTER_SERIES or not page.startswith(metric.text, start):
                 series = _series(page, metric.name, start)
                 if series is None:
                     return None
                 changed[metric.name], metric.text = series
+        for name in changed_lines:
+            changed[name] = [line.after_name for line in self._lines if line.name == name]
         return changed
 
 
 def layout_of(
-    page: bytes, headings: re.Pattern[bytes], lines: Mapping[bytes, int]
+    page: bytes,
+    headings: re.Pattern[bytes],
+    lines: Mapping[bytes, int],
+    alone: Collection[bytes] = (),
 ) -> PageLayout | None:
     """The layout of `page`, which has so many `lines` of each name that is wanted.
 
-    None: not all of them stand below the one heading of their metric, the page begins with a
-    heading, or there is too much to keep.
+    None: not all of them stand below the one heading of their metric, except those `alone`, the page
+    begins with a heading, or there is too much to keep.
     """
     if page.startswith(b"# TYPE "):
         return None
@@ -110,9 +144,42 @@ def layout_of(
         if kept_bytes > KEPT_BYTES_MAX:
             return None
         metrics.append(_Metric(name, heading[0] + b"\n", heading.start(), text))
-    if any(below.get(name) != count for name, count in lines.items()):
-        return None
+    for name, count in lines.items():
+        if name in alone and name not in below:
+            stand_alone = _lines_alone(page, name)
+            kept_bytes += sum(len(line.heading) for line in stand_alone)
+            if len(stand_alone) != count or kept_bytes > KEPT_BYTES_MAX:
+                return None
+            metrics += stand_alone
+        elif below.get(name) != count:
+            return None
+    metrics.sort(key=lambda metric: metric.at)
     return PageLayout(metrics, len(page))
+
+
+def _lines_alone(page: bytes, name: bytes) -> list[_Line]:
+    """The series of `name`, wherever they stand; [] if one of them ends in a comment."""
+    found: list[_Line] = []
+    opening = b"\n" + name
+    at = page.find(opening)
+    while at >= 0:
+        start = at + len(opening)
+        end = _end_of_line(page, start)
+        line = page[start:end]
+        if line[:1] in _AFTER_NAME:
+            labelled = line.startswith(b"{")
+            labels = line.rfind(b"} ") + 2 if labelled else 1
+            if b"#" in line or labels <= labelled or len(found) == LINES_ALONE_MAX:
+                return []
+            heading = page[at : start + labels]
+            found.append(_Line(name, heading, at, line[labels:]))
+        at = page.find(opening, end)
+    return found
+
+
+def _end_of_line(page: bytes, at: int) -> int:
+    end = page.find(b"\n", at)
+    return len(page) if end < 0 else end
 
 
 def _series(page: bytes, name: bytes, at: int) -> tuple[list[bytes], bytes] | None:

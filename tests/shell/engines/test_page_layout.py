@@ -10,8 +10,10 @@ from hypothesis import strategies as st
 from epp.shell.engines import exposition
 from epp.shell.engines.exposition import ENGINE_LABELS, ExpositionError, PageMemory, PageReader
 from epp.shell.engines.page_layout import (
+    ALONE_EVERY,
     GROWTH_BYTES_MAX,
     KEPT_BYTES_MAX,
+    LINES_ALONE_MAX,
     NEAR_BYTES,
     PAGES_MAX,
     headings_of,
@@ -301,3 +303,65 @@ def test_a_page_read_by_a_layout_gives_what_the_whole_page_gives(blocks, is_cut,
         before = [block for block in blocks if block.text()]
         change(data, blocks, may_add=len(new) < 4)
         new += [block for block in blocks if block.text() and block not in before + new]
+
+
+def histogram(*engines, kept="# TYPE vllm:time_to_first_token_seconds histogram\n", longer=""):
+    """Of (sum, count) by rank, in the order of prometheus_client."""
+    text = kept
+    for rank, (total_s, count) in enumerate(engines):
+        labels = f'engine="{rank}",model_name="a {{strange}} name"'
+        for bound in ("0.1", "+Inf"):
+            text += f'vllm:time_to_first_token_seconds_bucket{{{labels},le="{bound}"}} {count}\n'
+        text += f"vllm:time_to_first_token_seconds_count{{{labels}}} {count}{longer}\n"
+        text += f"vllm:time_to_first_token_seconds_sum{{{labels}}} {total_s}\n"
+    return text
+
+
+def first_tokens(metrics):
+    return metrics.ttft_sum_s, metrics.ttft_count
+
+
+def test_sum_and_count_of_a_histogram_are_followed_by_the_layout():
+    """Every so many pages, of all ranks together, and without reading the page whole."""
+    reading = Reading(page(after=histogram((1.5, 3.0), (2.0, 4.0))))
+    grown = page("5", after=histogram((1.5, 3.0), (12.25, 10004.0)), filling=390)
+    told = [reading.read(grown) for _ in range(ALONE_EVERY)]
+    assert first_tokens(told[0]) == (3.5, 7.0)
+    assert first_tokens(told[-1]) == (13.75, 10_007.0)
+    assert [metrics.waiting_requests for metrics in told] == [5.0] * ALONE_EVERY
+    assert reading.memory._reading.used, "by the layout"
+
+
+def test_what_moved_meanwhile_is_found_by_a_histogram_too():
+    """Pages on which it was not looked for count."""
+    reading = Reading(page(after=histogram((1.0, 1.0))))
+    for digits in range(1, ALONE_EVERY + 1):
+        metrics = reading.read(page("1" * digits, after=histogram((2.0, 2.0))))
+    assert first_tokens(metrics) == (2.0, 2.0)
+    assert reading.memory._reading.used
+
+
+def test_a_rank_that_comes_is_seen_at_once():
+    reading = Reading(page(after=histogram((1.0, 1.0))))
+    reading.read(page(after=histogram((1.0, 1.0))))
+    assert first_tokens(reading.read(page(after=histogram((1.0, 1.0), (2.0, 2.0))))) == (3.0, 3.0)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        pytest.param(histogram((1.0, 1.0), longer=' # {a="b"} 1'), id="an exemplar"),
+        pytest.param(histogram(*[(1.0, 1.0)] * (LINES_ALONE_MAX + 1)), id="too many"),
+        pytest.param(histogram((1.0, 1.0)) + histogram((1.0, 1.0)), id="twice"),
+    ],
+)
+def test_an_odd_histogram_is_read_with_the_whole_page(text):
+    """And right all the same."""
+    reading = Reading(page(after=text))
+    whole = READER.read(page(after=text).encode(), {})
+    for _ in range(ALONE_EVERY + 1):
+        assert first_tokens(reading.read(page(after=text))) == first_tokens(whole)
+
+
+def test_a_page_without_a_histogram_tells_of_no_first_token():
+    assert all(math.isnan(told) for told in first_tokens(READER.read(page().encode(), {})))

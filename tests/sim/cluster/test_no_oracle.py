@@ -75,7 +75,7 @@ METHODS = {
 PAGE = {
     "waiting_requests", "running_requests", "kv_cache_usage", "adapters", "block_size_tokens",
     "blocks_total", "cache_queried_tokens", "cache_hit_tokens", "process_started_at_s", "requests_total",
-    "rejections_total", "asleep",
+    "rejections_total", "asleep", "ttft_sum_s", "ttft_count",
 }  # fmt: skip
 """What the pages of engines say."""
 

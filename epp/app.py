@@ -28,6 +28,7 @@ from epp.core.peers.frames import ORIGIN_BYTES
 from epp.core.protocol.budget import BodyBudget
 from epp.core.protocol.session import SessionSettings
 from epp.core.types import Endpoint, EndpointMetrics, Seconds
+from epp.shell.engines.first_tokens import FirstTokensSeen
 from epp.shell.engines.scrape import BACKOFF_S_MAX, ScrapeFailure, Scraper
 from epp.shell.engines.sources import page_reader, scraped_from
 from epp.shell.files.endpoints_file import EndpointsFileError, load_endpoints
@@ -50,7 +51,7 @@ from epp.shell.gateway.sessions import Sessions
 from epp.shell.gateway.wire import Decoder
 from epp.shell.kubernetes.api_errors import KubeConfigError
 from epp.shell.operators.bearer_token import BearerToken
-from epp.shell.operators.capture import Capture, CaptureLimits, read_salt
+from epp.shell.operators.capture import Capture, CaptureLimits, CaptureSnapshot, read_salt
 from epp.shell.operators.configuration_changes import ConfigurationChanges
 from epp.shell.operators.debug_pages import PAGES, DebugPages
 from epp.shell.operators.failing_plugins import FailingPluginsLog
@@ -58,9 +59,11 @@ from epp.shell.operators.field_metrics import FIELD_NAMES, WithFieldNames
 from epp.shell.operators.live_pages import LIVE_PAGES, LivePages
 from epp.shell.operators.live_view import LiveView
 from epp.shell.operators.logs import DecisionLog, configure_logging
+from epp.shell.operators.loop_lag import LoopLag
 from epp.shell.operators.metrics_server import MetricsServer
 from epp.shell.operators.observation import Observation
 from epp.shell.operators.outliers_log import OutliersLog
+from epp.shell.operators.own_process import OwnProcess
 from epp.shell.operators.recent_decisions import recent_decisions
 from epp.shell.operators.snapshot import pool_snapshot
 from epp.shell.operators.standard_error import StandardError
@@ -174,6 +177,9 @@ class EndpointPicker:
             self._snapshot,
             could_not=self._could_not,
         )
+        self._lag = LoopLag(self.telemetry.loop_lagged)
+        self._process = OwnProcess(self._lag)
+        self._first_tokens = FirstTokensSeen()
         decisions = DecisionLog(structlog.get_logger("decisions"), level=flags.log_level)
         self._recent = recent_decisions(
             self.scheduler.pool,
@@ -193,10 +199,19 @@ class EndpointPicker:
             self._recent,
             lambda: (self.live.config, self.live.generation),
             peers=self.peers.rows,
+            first_tokens=self._first_tokens.lately,
         )
         self._changes = ConfigurationChanges()
         self._live_pages = LivePages(
-            LiveView(self.scheduler, self._recent, self._changes, flags.pool_name)
+            LiveView(
+                self.scheduler,
+                self._recent,
+                self._changes,
+                flags.pool_name,
+                process=self._process.lately,
+                first_tokens=self._first_tokens.lately,
+                capture=self._captured,
+            )
         )
         token_file = flags.debug_token_file
         self._debug_token = BearerToken(Path(token_file)) if token_file else None
@@ -253,7 +268,12 @@ class EndpointPicker:
         )
         self.health = Health()
         self._gateway = GatewayService(
-            flags, self.ext_proc, self.health, self.observation, self.bodies
+            flags,
+            self.ext_proc,
+            self.health,
+            self.observation,
+            self.bodies,
+            lag=self._lag,
         )
         self._standings = StandingsLog(
             self.scheduler,
@@ -331,6 +351,7 @@ class EndpointPicker:
         """Everything that runs beside the server, by the name of its task."""
         loops: dict[str, Coroutine[Any, Any, None]] = {
             "tick": self._tick(),
+            "loop lag": self._lag.run(),
             "memory": self.memory_return.run(),
             "garbage": GarbageCollection().run(),
             "scrape": self._scraper.run(),
@@ -361,6 +382,7 @@ class EndpointPicker:
             self.telemetry.fold()
             self._asked()
             self._recent.expire()
+            self._process.look()
             for report in reports:
                 report()
 
@@ -530,6 +552,7 @@ class EndpointPicker:
         endpoints = scraped_from(found.endpoints, self.live.config.metrics.source)
         self.scheduler.replace(endpoints, time.monotonic())
         self._scraper.replace(endpoints)
+        self._first_tokens.replace([endpoint.endpoint_id for endpoint in endpoints])
         self.telemetry.endpoints_replaced(endpoints)
         self.sessions.know(found)
         if found.endpoints:
@@ -603,7 +626,9 @@ class EndpointPicker:
     def _observe(self, endpoint: Endpoint, metrics: EndpointMetrics) -> None:
         slot = self.scheduler.pool.slot_of(endpoint)
         if slot is not None:
-            self.scheduler.observe(slot, metrics, time.monotonic())
+            now = time.monotonic()
+            self.scheduler.observe(slot, metrics, now)
+            self._first_tokens.observe(endpoint.endpoint_id, metrics, now)
         self._asked()
 
     def _oldest_metrics_s(self) -> Seconds:
@@ -635,6 +660,9 @@ class EndpointPicker:
         self._asked()
         _log.debug("scrape failed", endpoint=endpoint.name, kind=kind, problem=sentence)
 
+    def _captured(self) -> CaptureSnapshot | None:
+        return None if self.capture is None else self.capture.snapshot()
+
     def _snapshot(self) -> PoolSnapshot:
         cluster = self._cluster.snapshot() if self._cluster is not None else None
         shown = pool_snapshot(
@@ -647,10 +675,14 @@ class EndpointPicker:
             messages=self.decoder.paths(),
             peers=self.exchange if self.flags.shares else None,
         )
+        shown = structs.replace(
+            shown,
+            process=self._process.snapshot(),
+            first_tokens=self._first_tokens.lately(time.monotonic()),
+        )
         if self._tracer is not None:
             shown = structs.replace(shown, spans=self._tracer.export.totals())
-        if self.capture is not None:
-            shown = structs.replace(shown, capture=self.capture.snapshot())
+        shown = structs.replace(shown, capture=self._captured())
         if not self.peers.enabled:
             return shown
         return structs.replace(shown, peer_links=self.peers.snapshot())

@@ -283,6 +283,8 @@ class Session:
         self._taken_bytes = 0
         """Of the budget, by this stream."""
         self._exchange = Exchange(0.0)
+        self.waited_s: Seconds = 0.0
+        """For how long the first message was there when it is received; its clock begins then."""
         self._usage_reader: UsageReader | None = None
         self._announced = False
         self._declined = False
@@ -372,7 +374,8 @@ class Session:
     # The request phase.
 
     def _open(self, event: RequestHeaders, now: Seconds) -> list[Answer]:
-        self._exchange.started_at_s = self._exchange.answered_at_s = now
+        self._exchange.started_at_s = now - self.waited_s
+        self._exchange.answered_at_s = now
         self._headers = self._exchange.headers = event.headers
         self._learn_modes(event.modes)
         self._hint(event.subset)

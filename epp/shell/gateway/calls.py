@@ -69,6 +69,9 @@ class Call(Protocol):
 class Wire(Protocol):
     """What a call can do to its stream besides answering, at any time."""
 
+    waited_s: Seconds
+    """For how long what opened the stream was there and nobody looked, when it was opened."""
+
     def push(self, message: bytes) -> None:
         """Send `message` after what is being sent."""
         ...

@@ -7,6 +7,7 @@ means that it has: its options, and a look at its sockets (`connections`).
 import asyncio
 import contextlib
 import socket
+import time
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping
 from typing import Any, Final
 
@@ -15,6 +16,7 @@ import grpc.aio
 import structlog
 
 from epp.core.types import Seconds
+from epp.shell.gateway.arrivals import Lag, NoLag
 from epp.shell.gateway.calls import CANCELLED, DEFECT, Call, Opener, Status
 from epp.shell.gateway.connections import Connections, cut
 from epp.shell.gateway.tls import ServerCertificate
@@ -51,14 +53,19 @@ class _GrpcioWire:
 
     __slots__ = (
         "_operations", "_pushed", "_pushing", "_task",
-        "answered", "context", "ended", "over", "writing",
+        "answered", "context", "ended", "over", "waited_s", "writing",
     )  # fmt: skip
 
     def __init__(
-        self, context: _Context, task: "asyncio.Task[Any]", operations: "set[asyncio.Task[Any]]"
+        self,
+        context: _Context,
+        task: "asyncio.Task[Any]",
+        operations: "set[asyncio.Task[Any]]",
+        waited_s: Seconds,
     ) -> None:
         """`operations` is where reads and writes are that nobody may wait for any more."""
         self.context = context
+        self.waited_s = waited_s
         self._task = task
         self._operations = operations
         self.answered = False
@@ -139,6 +146,8 @@ class GrpcioServer:
         receive_bytes_max: int,
         connection_age_max_s: Seconds | None = None,
         cut: Callable[[], None] = lambda: None,
+        lag: Lag | None = None,
+        clock: Callable[[], Seconds] = time.monotonic,
     ) -> None:
         """A connection that is `connection_age_max_s` old, a tenth more or less, gets a GOAWAY: what
         is open on it and what still arrives is served, and the gateway connects anew. None: never.
@@ -161,6 +170,8 @@ class GrpcioServer:
             options.append(("grpc.max_connection_age_ms", int(connection_age_max_s * 1_000)))
         self._server = grpc.aio.server(options=options)
         self._cut = cut
+        self._lag = lag or NoLag()
+        self._clock = clock
         self._operations: set[asyncio.Task[Any]] = set()
         self._connections = Connections()
         for path, opener in methods.items():
@@ -212,7 +223,9 @@ class GrpcioServer:
         peer = context.peer()
         task = asyncio.current_task()
         assert task is not None
-        wire = _GrpcioWire(context, task, self._operations)
+        # gRPC reads its sockets in threads of its own and does not tell when.
+        waited_s = self._lag.backlog_s(self._clock())
+        wire = _GrpcioWire(context, task, self._operations, waited_s)
         call = opener(peer, wire)
         status = CANCELLED
         try:

@@ -21,7 +21,7 @@ import contextlib
 import socket
 import time
 from collections import deque
-from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final, cast
 
 import structlog
@@ -32,6 +32,7 @@ from ngh2.exceptions import ConnectionProtocolError, NGH2Error
 
 from epp.core.protocol.budget import BodyBudget
 from epp.core.types import Seconds
+from epp.shell.gateway.arrivals import Lag, NoLag, arrivals, newest_data_age_s
 from epp.shell.gateway.calls import CANCELLED, DEFECT, Call, Code, EndedCall, Opener, Status
 from epp.shell.gateway.tls import ServerCertificate
 from epp.shell.starting import EVERYWHERE
@@ -158,13 +159,16 @@ class _Stream:
     __slots__ = (
         "answered", "answers", "call", "closing", "connection", "deadline", "ended", "half_closed",
         "half_told", "inbox", "messages", "stream_id", "taken_bytes", "unacknowledged_bytes",
-        "unsent",
+        "unsent", "waited_s",
     )  # fmt: skip
 
     call: Call
 
-    def __init__(self, connection: "_Connection", stream_id: int, bytes_max: int) -> None:
+    def __init__(
+        self, connection: "_Connection", stream_id: int, bytes_max: int, waited_s: Seconds
+    ) -> None:
         self.connection = connection
+        self.waited_s = waited_s
         self.stream_id = stream_id
         self.messages = _Messages(bytes_max)
         self.inbox: deque[bytes] = deque()
@@ -213,6 +217,10 @@ class _Connection(asyncio.Protocol):
         self._paused = False
         self._turn_due = False
         self._heard_at_s = 0.0
+        self._read_at_s = 0.0
+        """Of the first read whose events are not all worked off."""
+        self._came_at_s: deque[Seconds] = deque()
+        """Of the next streams that are opened, where that was before they were read."""
         self._pinged_at_s: Seconds | None = None
         self._resets = 0
         """Of streams that were not answered, since the last one that was."""
@@ -252,9 +260,25 @@ class _Connection(asyncio.Protocol):
             self.flush()
             self.close()
             return
-        self._events.extend(self._engine.events())
+        fresh = self._engine.events()
+        if not self._events:
+            self._read_at_s = self._heard_at_s
+        overdue_s = self._server.lag.overdue_s(self._heard_at_s)
+        if overdue_s:
+            fresh = list(fresh)
+            self._read_late(fresh, overdue_s)
+        self._events.extend(fresh)
         if not self._turn_due:
             self._turn()
+
+    def _read_late(self, fresh: Sequence[events.Event], overdue_s: Seconds) -> None:
+        opened = sum(isinstance(event, events.RequestReceived) for event in fresh)
+        if opened and self._transport is not None:
+            age_s = newest_data_age_s(self._transport.get_extra_info("socket"))
+            # Those of an earlier read that are still to be opened came before.
+            earlier = sum(isinstance(event, events.RequestReceived) for event in self._events)
+            self._came_at_s.extend([self._read_at_s] * (earlier - len(self._came_at_s)))
+            self._came_at_s.extend(arrivals(opened, self._heard_at_s, overdue_s, age_s))
 
     def pause_writing(self) -> None:
         self._paused = True
@@ -328,7 +352,9 @@ class _Connection(asyncio.Protocol):
     def _open(self, event: events.RequestReceived) -> None:
         fields = dict(event.headers)
         stream_id = event.stream_id
-        stream = _Stream(self, stream_id, self._settings.message_bytes_max)
+        came_at_s = self._came_at_s.popleft() if self._came_at_s else self._read_at_s
+        waited_s = max(0.0, self._server.clock() - came_at_s)
+        stream = _Stream(self, stream_id, self._settings.message_bytes_max, waited_s)
         self._streams[stream_id] = stream
         opener = self._server.methods.get(fields.get(b":path", b"").decode("latin-1"))
         if not fields.get(b"content-type", b"").startswith(b"application/grpc"):
@@ -572,7 +598,8 @@ class Http2Server:
     """Serves `methods`, by their paths, on the ports that it is told to listen on.
 
     `budget` is what messages that are not whole may hold, with whoever else takes from it. `cut`
-    is told that a connection was closed because it did nothing but reset streams.
+    is told that a connection was closed because it did nothing but reset streams. `lag` is that of
+    the loop.
     """
 
     def __init__(
@@ -582,12 +609,14 @@ class Http2Server:
         budget: BodyBudget,
         settings: Http2Settings | None = None,
         cut: Callable[[], None] = lambda: None,
+        lag: Lag | None = None,
         clock: Callable[[], Seconds] = time.monotonic,
     ) -> None:
         self.methods = methods
         self.budget = budget
         self.settings = settings or Http2Settings()
         self.cut = cut
+        self.lag = lag or NoLag()
         self.clock = clock
         self._connections: set[_Connection] = set()
         self._servers: list[asyncio.Server] = []

@@ -12,6 +12,7 @@ import structlog
 from epp.configuration.flags import IpAddress, ServeFlags
 from epp.configuration.flags import Transport as TransportName
 from epp.core.protocol.budget import BodyBudget
+from epp.shell.gateway.arrivals import Lag
 from epp.shell.gateway.calls import Opener, Transport
 from epp.shell.gateway.ext_proc import ExtProc, StreamObserver
 from epp.shell.gateway.health import Health
@@ -43,7 +44,9 @@ class GatewayService:
         health: Health,
         observer: StreamObserver,
         budget: BodyBudget,
+        lag: Lag,
     ) -> None:
+        self._lag = lag
         self._flags = flags
         self._ext_proc = ext_proc
         self._health = health
@@ -134,6 +137,7 @@ class GatewayService:
                 budget=self._budget,
                 settings=Http2Settings(message_bytes_max=message_bytes_max),
                 cut=self._observer.connection_cut,
+                lag=self._lag,
             )
         from epp.shell.gateway.grpcio import GrpcioServer  # noqa: PLC0415
 
@@ -142,6 +146,7 @@ class GatewayService:
             receive_bytes_max=message_bytes_max,
             connection_age_max_s=_connection_age_max_s(self._flags),
             cut=self._observer.connection_cut,
+            lag=self._lag,
         )
 
 

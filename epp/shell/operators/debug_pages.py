@@ -5,7 +5,7 @@ Plain tables, or JSON for who accepts it or asks with `?format=json`. Nothing of
 """
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Final
 
 import msgspec
@@ -14,7 +14,8 @@ from aiohttp import hdrs, web
 from epp.configuration.check_config import explain
 from epp.configuration.config import PickerConfig, config_hash, describe
 from epp.core.decision.scheduler import Scheduler
-from epp.core.types import RefusalReason
+from epp.core.types import RefusalReason, Seconds
+from epp.shell.engines.first_tokens import FirstTokens
 from epp.shell.operators.bearer_token import BearerToken
 from epp.shell.operators.decision_record import TEXT_CHARACTERS_MAX
 from epp.shell.operators.decision_rows import Row, iso
@@ -54,8 +55,12 @@ class DebugPages:
         recent: RecentDecisions,
         config: Callable[[], tuple[PickerConfig, int]],
         peers: Callable[[], Sequence[PeerRow]] = tuple,
+        first_tokens: Callable[[Seconds], Mapping[str, FirstTokens]] = lambda _: {},
     ) -> None:
-        """`config` gives what is in force, and its generation; `peers` the other replicas."""
+        """`config` gives what is in force, and its generation; `peers` the other replicas;
+        `first_tokens` what engines tell of them by endpoint id.
+        """
+        self._first_tokens = first_tokens
         self._scheduler = scheduler
         self._recent = recent
         self._config = config
@@ -95,7 +100,8 @@ class DebugPages:
         return web.Response(text=f"generation     {generation}\n{explain(config)}{failed}")
 
     async def _endpoints_page(self, request: web.Request) -> web.Response:
-        rows = endpoint_rows(self._scheduler, time.monotonic())
+        now = time.monotonic()
+        rows = endpoint_rows(self._scheduler, now, self._first_tokens(now))
         if _wants_json(request):
             return _json({"endpoints": rows})
         for row in rows:

@@ -1,20 +1,23 @@
 """What the picker knows of each endpoint, as rows for pages."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Final, TypeAlias
 
 import numpy as np
 
 from epp.core.decision.scheduler import Scheduler
 from epp.core.knowledge.candidates import Candidates, Floats
-from epp.core.types import Seconds
+from epp.core.types import Endpoint, Seconds
+from epp.shell.engines.first_tokens import FirstTokens
 
 _DIGITS: Final = 3
 _Row: TypeAlias = dict[str, Any]
 
 
-def endpoint_rows(scheduler: Scheduler, now: Seconds) -> list[_Row]:
-    """A row an endpoint, by slot. None: not known."""
+def endpoint_rows(
+    scheduler: Scheduler, now: Seconds, first_tokens: Mapping[str, FirstTokens] | None = None
+) -> list[_Row]:
+    """A row an endpoint, by slot. None: not known. `first_tokens` by endpoint id."""
     pool = scheduler.pool
     standings = scheduler.standings(now)
     candidates = Candidates(
@@ -33,6 +36,7 @@ def endpoint_rows(scheduler: Scheduler, now: Seconds) -> list[_Row]:
         "waiting": _rounded(candidates.waiting_requests),
         "running": _rounded(candidates.running_requests),
         "kv_cache_usage": _rounded(candidates.kv_cache_usage),
+        "engine_ttft_s": [_lately(first_tokens, each) for each in candidates.endpoints],
         "inflight_requests": candidates.inflight_requests.tolist(),
         "inflight_prefill_tokens": _rounded(candidates.inflight_prefill_tokens),
         "saturated": candidates.saturated.tolist(),
@@ -44,6 +48,11 @@ def endpoint_rows(scheduler: Scheduler, now: Seconds) -> list[_Row]:
     return [
         dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)
     ]
+
+
+def _lately(first_tokens: Mapping[str, FirstTokens] | None, endpoint: Endpoint) -> Seconds | None:
+    told = (first_tokens or {}).get(endpoint.endpoint_id)
+    return None if told is None or told.lately_s is None else round(told.lately_s, _DIGITS)
 
 
 def _rounded(column: Floats) -> list[float | None]:

@@ -5,7 +5,7 @@ Made when it is asked for, at most once in `LOOK_S` however many ask, of what is
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Final
 
 import msgspec
@@ -15,9 +15,12 @@ from epp import __version__
 from epp.core.decision.scheduler import Scheduler
 from epp.core.knowledge.pool import Standing
 from epp.core.types import Seconds
+from epp.shell.engines.first_tokens import FirstTokens
+from epp.shell.operators.capture import CaptureSnapshot
 from epp.shell.operators.configuration_changes import Applied, ConfigurationChanges, RefusedDocument
 from epp.shell.operators.decision_rows import Row
 from epp.shell.operators.endpoint_rows import endpoint_rows
+from epp.shell.operators.own_process import ProcessLately
 from epp.shell.operators.recent_decisions import Lately, LatelyThere, RecentDecisions, Wanted
 
 LOOK_S: Final = 1.0
@@ -57,6 +60,8 @@ class LiveEndpoint(Struct, frozen=True, kw_only=True):
     """The same of those requests whose answers told what was cached; beside `actual_hits`."""
     actual_hits: float | None
     """Share of their prompt tokens that was."""
+    engine_ttft_s: Seconds | None = None
+    """Mean time to first token in the last minute, by the engine's own clock."""
 
 
 class LiveScore(Struct, frozen=True, kw_only=True):
@@ -109,6 +114,10 @@ class Live(Struct, frozen=True, kw_only=True):
     """Newest first."""
     configuration: Applied
     configuration_refused: RefusedDocument | None
+    process: ProcessLately | None = None
+    """None: a picker of an earlier version."""
+    capture: CaptureSnapshot | None = None
+    """None: nothing is captured."""
 
 
 class LiveView:
@@ -121,8 +130,14 @@ class LiveView:
         changes: ConfigurationChanges,
         pool: str = "",
         clock: Callable[[], Seconds] = time.monotonic,
+        process: Callable[[], ProcessLately | None] = lambda: None,
+        first_tokens: Callable[[Seconds], Mapping[str, FirstTokens]] = lambda _: {},
+        capture: Callable[[], CaptureSnapshot | None] = lambda: None,
     ) -> None:
-        """`pool`: its name; "": it has none."""
+        """`pool`: its name; "": it has none. `first_tokens` by endpoint id."""
+        self._first_tokens = first_tokens
+        self._capture = capture
+        self._process = process
         self._scheduler = scheduler
         self._recent = recent
         self._changes = changes
@@ -143,7 +158,8 @@ class LiveView:
     async def _live(self) -> Live:
         lately = await self._recent.lately(WINDOW_S, RECORDS_MAX)
         decisions = await self._recent.rows(DECISIONS_SHOWN, Wanted())
-        rows = endpoint_rows(self._scheduler, self._clock())
+        now = self._clock()
+        rows = endpoint_rows(self._scheduler, now, self._first_tokens(now))
         ready = sum(row["state"] == Standing.READY for row in rows)
         shown = sorted(rows, key=lambda row: _worth(row, lately))[:ENDPOINTS_MAX]
         shown.sort(key=lambda row: str(row["name"]))
@@ -162,6 +178,8 @@ class LiveView:
             decisions=[_decision(row) for row in decisions],
             configuration=self._changes.applied,
             configuration_refused=self._changes.refused,
+            process=self._process(),
+            capture=self._capture(),
         )
 
 
@@ -193,6 +211,7 @@ def _endpoint(row: Row, lately: Lately) -> LiveEndpoint:
         predicted_hits=_share(there.predicted_tokens, there.prompt_tokens),
         compared_hits=_share(there.compared_tokens, there.compared_prompt_tokens),
         actual_hits=_share(there.cached_tokens, there.compared_prompt_tokens),
+        engine_ttft_s=row["engine_ttft_s"],
     )
 
 

@@ -30,6 +30,12 @@ CONTRIBUTION_BUCKETS: Final = (0.0, 0.1, 0.25, 0.5, 0.75, 1.0, 1.5, 2.0, 3.0, 5.
 SCRAPE_BUCKETS_S: Final = (0.001, 0.002, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.0)
 
 
+LAG_BUCKETS_S: Final = (
+    *(0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5),
+    *(1.0, 2.0, 5.0, 10.0),
+)
+
+
 class MetricSpec(Struct, frozen=True):
     """One row. `help` is one sentence; `buckets` are upper bounds, without +Inf."""
 
@@ -468,6 +474,13 @@ METRICS: Final[tuple[MetricSpec, ...]] = (
         "counter",
     ),
     _sampled(
+        "homing_per_endpoint_engine_ttft_seconds",
+        "seconds",
+        "Time to first token by the engine's own clock, of all that it served, as last scraped.",
+        _ENDPOINT,
+        "summary",
+    ),
+    _sampled(
         "homing_per_endpoint_running_requests",
         "requests",
         "Requests running in the engine, as last scraped.",
@@ -746,6 +759,26 @@ METRICS: Final[tuple[MetricSpec, ...]] = (
         "Size of all captures in the directory of --capture.",
     ),
     # Process and transport.
+    MetricSpec(
+        "homing_loop_lag_seconds",
+        "histogram",
+        "seconds",
+        "How late a timer of the event loop runs, fifty times a second, missed ones included: what "
+        "a request waits that comes at any instant.",
+        (),
+        LAG_BUCKETS_S,
+    ),
+    _sampled(
+        "homing_process_cpu_seconds_total",
+        "seconds",
+        "CPU time of the picker's process, user and system, all threads.",
+        kind="counter",
+    ),
+    _sampled(
+        "homing_process_resident_memory_bytes",
+        "bytes",
+        "Memory of the machine that the picker's process holds.",
+    ),
     MetricSpec("homing_info", "gauge", "info", "The version that runs; always 1.", ("version",)),
     MetricSpec(
         "homing_extproc_streams_inflight", "gauge", "streams", "ext_proc streams that are open."

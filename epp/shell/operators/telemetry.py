@@ -9,13 +9,18 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Final, Generic, TypeAlias, TypeVar
+from typing import Any, Final, Generic, TypeAlias, TypeVar
 
 import numpy as np
 from msgspec import Struct, field
 from msgspec.structs import asdict
 from prometheus_client import CollectorRegistry
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    Metric,
+    SummaryMetricFamily,
+)
 from prometheus_client.registry import Collector
 from prometheus_client.samples import Exemplar
 
@@ -28,6 +33,7 @@ from epp.core.knowledge.outliers import Outlier
 from epp.core.peers.exchange import PeerExchange
 from epp.core.prompt.request import InferenceRequest
 from epp.core.types import BYTES_PER_TOKEN, Endpoint, Refusal, Seconds
+from epp.shell.engines.first_tokens import FirstTokens
 from epp.shell.kubernetes.state import ClusterSnapshot
 from epp.shell.operators.capture import CaptureSnapshot
 from epp.shell.operators.counting import (
@@ -42,6 +48,7 @@ from epp.shell.operators.counting import (
 )
 from epp.shell.operators.endpoint_series import EndpointSeries
 from epp.shell.operators.metric_table import METRICS
+from epp.shell.operators.own_process import ProcessSnapshot
 from epp.shell.operators.printable import printable
 from epp.shell.peers.state import PeersSnapshot
 
@@ -126,6 +133,10 @@ class PoolSnapshot(Struct, frozen=True, kw_only=True):
     """None: nothing is captured."""
     shadow: ShadowTotals | None = None
     """None: there is no shadow profile."""
+    first_tokens: Mapping[str, FirstTokens] = field(default_factory=dict)
+    """By the endpoint's id; those of which the engine does not tell are missing."""
+    process: ProcessSnapshot | None = None
+    """None: nobody looked."""
 
 
 class PageBudget:
@@ -360,6 +371,7 @@ class Telemetry:
         self._config_info = numbers["homing_config_info"]
         self._weights = numbers["homing_scorer_weight"]
         self._peer_snapshot_s = Children(_labelled(distributions["homing_peer_snapshot_seconds"]))
+        self._loop_lag_s = distributions["homing_loop_lag_seconds"].labels()
         self._streams = numbers["homing_extproc_streams_inflight"].labels()
         self._streams_ended = Children(_labelled(numbers["homing_extproc_streams_total"]), 32)
         self._stream_s = distributions["homing_extproc_stream_duration_seconds"].labels()
@@ -664,6 +676,11 @@ class Telemetry:
         """A snapshot came in whole from `source`: "peer", "file" or "broker"."""
         self._peer_snapshot_s(source).observe(elapsed_s)
 
+    def loop_lagged(self, late: Sequence[Seconds]) -> None:
+        """Timers of the event loop ran so late."""
+        for late_s in late:
+            self._loop_lag_s.observe(late_s)
+
     def stream_opened(self) -> None:
         self._streams.inc()
 
@@ -781,11 +798,20 @@ class PoolCollector(Collector):
             _add_capture(families, snapshot.capture)
         if snapshot.shadow is not None:
             _add_shadow(families, snapshot.shadow, snapshot.candidates)
+        if snapshot.process is not None:
+            _add_process(families, snapshot.process)
         return iter(families.values())
 
 
-def _empty_families() -> dict[str, CounterMetricFamily | GaugeMetricFamily]:
-    families = {"counter": CounterMetricFamily, "gauge": GaugeMetricFamily}
+_Family: TypeAlias = CounterMetricFamily | GaugeMetricFamily | SummaryMetricFamily
+
+
+def _empty_families() -> dict[str, Any]:
+    families: dict[str, type[_Family]] = {
+        "counter": CounterMetricFamily,
+        "gauge": GaugeMetricFamily,
+        "summary": SummaryMetricFamily,
+    }
     return {
         row.name: families[row.kind](row.name, row.help, labels=row.labels)
         for row in METRICS
@@ -793,7 +819,8 @@ def _empty_families() -> dict[str, CounterMetricFamily | GaugeMetricFamily]:
     }
 
 
-_Families: TypeAlias = Mapping[str, CounterMetricFamily | GaugeMetricFamily]
+_Families: TypeAlias = Mapping[str, Any]
+"""A family of the library for each row of the table that is sampled."""
 
 
 def _add_pool(families: _Families, snapshot: PoolSnapshot) -> None:
@@ -843,6 +870,12 @@ def _add_shadow(families: _Families, totals: ShadowTotals, candidates: Candidate
         families["homing_shadow_inflight_requests_total"].add_metric([profile], inflight)
 
 
+def _add_process(families: _Families, process: ProcessSnapshot) -> None:
+    families["homing_process_cpu_seconds_total"].add_metric([], process.cpu_s)
+    if process.resident_bytes:
+        families["homing_process_resident_memory_bytes"].add_metric([], process.resident_bytes)
+
+
 def _add_capture(families: _Families, capture: CaptureSnapshot) -> None:
     families["homing_capture_requests_total"].add_metric([], capture.requests)
     families["homing_capture_events_total"].add_metric([], capture.events)
@@ -889,6 +922,10 @@ def _add_endpoints(families: _Families, snapshot: PoolSnapshot) -> None:
         for suffix, column in scraped:
             if math.isfinite(column[at]):
                 families[f"homing_per_endpoint_{suffix}"].add_metric(labels, column[at])
+        first_tokens = snapshot.first_tokens.get(endpoint.endpoint_id)
+        if first_tokens is not None:
+            told = first_tokens.count, first_tokens.sum_s
+            families["homing_per_endpoint_engine_ttft_seconds"].add_metric(labels, *told)
         if slots[at] in snapshot.slowness:
             slowness = snapshot.slowness[slots[at]]
             families["homing_per_endpoint_slowness_ratio"].add_metric(labels, slowness)

@@ -20,11 +20,15 @@ _STATE_COLUMNS: Final = 13
 _DECISION_COLUMNS: Final = 64
 """Of the line of a decision beside the names of its two endpoints."""
 _REQUEST_COLUMNS: Final = 38
+_TTFT_FROM_COLUMNS: Final = 90
+_TTFT_COLUMNS: Final = 6
+_LATE_S: Final = 0.02
+"""On average: requests wait as long."""
 _WIDE_COLUMNS: Final = 120
 """From so many on there is room for the names of requests."""
 _FAILED_FROM: Final = 400
 _BAR_COLUMNS: Final = 16
-_OTHER_LINES: Final = 14
+_OTHER_LINES: Final = 16
 """Of the screen beside pods and decisions."""
 _DECISIONS_MAX: Final = 8
 _PODS_MIN: Final = 4
@@ -37,7 +41,7 @@ def top_screen(live: Live, *, columns: int, lines: int | None, problem: str = ""
     """`lines` of the terminal, None: as many as there is to show. `problem`: why `live` is old."""
     columns = max(columns, COLUMNS_MIN)
     room = None if lines is None else max(_PODS_MIN, lines - _OTHER_LINES - _DECISIONS_MAX)
-    parts: list[RenderableType] = [_head(live), *_problem(problem), Text()]
+    parts: list[RenderableType] = [_head(live), *_picker(live), *_problem(problem), Text()]
     parts.append(_pods(live, columns, room))
     parts += [
         Text(),
@@ -68,13 +72,36 @@ def _head(live: Live) -> Text:
     return line
 
 
+def _picker(live: Live) -> Iterable[Text]:
+    """The process itself, and what its capture lost."""
+    process, capture = live.process, live.capture
+    line = Text(no_wrap=True, overflow="ellipsis")
+    if process is not None:
+        late = process.lag_mean_s >= _LATE_S
+        line.append(f"loop late {_seconds(process.lag_mean_s)}", "red" if late else "")
+        line.append(f" on average, {_seconds(process.lag_most_s)} at most in a minute")
+        if process.cpu_cores is not None:
+            line.append(f"  {process.cpu_cores:.2f} CPU")
+        line.append(f"  {process.resident_bytes / 1e6:.0f} MB")
+    if line:
+        yield line
+    if capture is not None:
+        lost = ", ".join(f"{count} by its {by}" for by, count in capture.dropped.items() if count)
+        told = f"capture {capture.bytes / 1e6:.0f} MB"
+        if lost or capture.write_errors:
+            told += f", lost {lost or 0}, {capture.write_errors} writes failed since the start"
+        yield Text(told, "red" if lost or capture.write_errors else "", no_wrap=True)
+
+
 def _problem(problem: str) -> Iterable[Text]:
     if problem:
         yield Text(f"what follows is old: {problem}", "red bold")
 
 
 def _pods(live: Live, columns: int, room: int | None) -> RenderableType:
-    name_columns = max(_NAME_COLUMNS_MIN, columns - _POD_COLUMNS)
+    wide = columns >= _TTFT_FROM_COLUMNS
+    beside = _POD_COLUMNS + (_TTFT_COLUMNS if wide else 0)
+    name_columns = max(_NAME_COLUMNS_MIN, columns - beside)
     shown = list(live.endpoints)
     if room is not None and len(shown) > room:
         shown.sort(key=lambda one: (_state(one) == "ready", -one.requests))
@@ -82,10 +109,14 @@ def _pods(live: Live, columns: int, room: int | None) -> RenderableType:
     table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False, header_style="bold")
     table.add_column("pod", width=name_columns, no_wrap=True)
     table.add_column("state", width=_STATE_COLUMNS, no_wrap=True)
-    for title in ("share", "wait", "run", "infl", "KV", "pred", "found", "fail", "age"):
+    titles = ("share", "wait", "run", "infl", "KV", "pred", "found", "fail", "age")
+    for title in (*titles, "ttft") if wide else titles:
         table.add_column(title, justify="right", no_wrap=True)
     for one in shown:
-        table.add_row(*_pod(one, name_columns))
+        cells = [*_pod(one, name_columns)]
+        if wide:
+            cells.append(Text("-" if one.engine_ttft_s is None else _seconds(one.engine_ttft_s)))
+        table.add_row(*cells)
     left_out = live.endpoints_total - len(shown)
     if left_out > 0:
         return Group(table, Text(f"{left_out} more, with fewer requests", "dim"))
@@ -223,6 +254,10 @@ def _share(value: float | None) -> str:
 
 def _count(value: float | None) -> str:
     return "-" if value is None else f"{value:.0f}"
+
+
+def _seconds(value: float) -> str:
+    return f"{value:.1f}s" if value >= 1.0 else f"{1e3 * value:.0f}ms"
 
 
 def _clock(at_s: float) -> str:

@@ -34,7 +34,7 @@ class Reading:
 async def test_a_read_goes_on_to_its_end_when_its_stream_is_cancelled():
     """Or grpcio would never free what it has allocated for it."""
     context, reads = Reading(), set()
-    wire = _GrpcioWire(context, asyncio.current_task(), reads)
+    wire = _GrpcioWire(context, asyncio.current_task(), reads, 0.0)
     waiting = asyncio.create_task(wire.read())
     await asyncio.wait_for(context.asked.wait(), TIMEOUT_S)
     waiting.cancel()

@@ -21,9 +21,11 @@ from epp.core.knowledge.outliers import Outlier
 from epp.core.peers.exchange import PeerExchange, Taken
 from epp.core.peers.frames import Frame, encode
 from epp.core.types import Refusal, RefusalReason
+from epp.shell.engines.first_tokens import FirstTokens
 from epp.shell.kubernetes.state import ClusterSnapshot, Reflection
 from epp.shell.operators.capture import CaptureSnapshot
 from epp.shell.operators.metric_table import METRICS, REQUEST_BUCKETS_S
+from epp.shell.operators.own_process import ProcessSnapshot
 from epp.shell.operators.telemetry import (
     EXEMPLARS_MAX,
     LABEL_CHARACTERS_MAX,
@@ -75,9 +77,15 @@ def shadow_totals():
 
 
 def snapshot(count=4, **fields):
+    candidates = make_candidates(count, **fields)
     return PoolSnapshot(
         pool="llama-pool",
-        candidates=make_candidates(count, **fields),
+        candidates=candidates,
+        first_tokens={
+            endpoint.endpoint_id: FirstTokens(sum_s=2.5, count=10.0, lately_s=None)
+            for endpoint in list(candidates.endpoints)[:2]
+        },
+        process=ProcessSnapshot(cpu_s=12.5, resident_bytes=2**27),
         ready=3,
         set_aside=1,
         capture=CaptureSnapshot(
@@ -909,3 +917,34 @@ def test_histograms_name_so_many_traces_and_no_more(exported):
     assert len(named) == EXEMPLARS_MAX
     (newest,) = [line for line in named if line.startswith("homing_response_headers_seconds")]
     assert f"{models - 1:032x}" in newest
+
+
+def test_what_engines_say_of_first_tokens_is_a_summary_of_those_that_tell():
+    exported = Exported(snapshot)
+    name = "homing_per_endpoint_engine_ttft_seconds"
+    told = [
+        (exported(f"{name}_sum", **labels), exported(f"{name}_count", **labels))
+        for labels in (
+            dict(zip(("endpoint_name", "namespace", "port"), endpoint_labels(each), strict=True))
+            for each in make_endpoints(4)
+        )
+    ]
+    assert told == [(2.5, 10.0)] * 2 + [(None, None)] * 2
+
+
+def test_the_process_is_told_and_where_the_kernel_does_not_tell_nothing_is():
+    exported = Exported(snapshot)
+    assert exported("homing_process_cpu_seconds_total") == 12.5
+    assert exported("homing_process_resident_memory_bytes") == 2**27
+    unknown = Exported(
+        lambda: PoolSnapshot(
+            candidates=make_candidates(0), process=ProcessSnapshot(cpu_s=1.0, resident_bytes=0)
+        )
+    )
+    assert unknown("homing_process_resident_memory_bytes") is None
+
+
+def test_each_late_timer_is_a_sample_of_the_lag(exported):
+    exported.telemetry.loop_lagged([0.25, 0.15, 0.0])
+    assert exported("homing_loop_lag_seconds_count") == 3
+    assert exported("homing_loop_lag_seconds_bucket", le="0.2") == 2

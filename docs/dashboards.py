@@ -88,6 +88,16 @@ def engine_share(by: str, *, select: str = JOB) -> str:
     return f"{hits} / ({queried} > 0)"
 
 
+def engine_ttft(*, select: str = JOB, ago: str = "") -> str:
+    """What engines say; every picker reads the same."""
+    total, count = (
+        f"max by ({BY_ENDPOINT}) (rate(homing_per_endpoint_engine_ttft_seconds_{what}"
+        f"{{{select}}}[$__rate_interval]{ago}))"
+        for what in ("sum", "count")
+    )
+    return f"{total} / ({count} > 0)"
+
+
 def against_median(name: str) -> tuple[tuple[str, str], ...]:
     """The mean of each endpoint, and the median of these over all that are there."""
     each = mean(name, BY_ENDPOINT)
@@ -359,6 +369,33 @@ OVERVIEW: Final = Dashboard(
                     ),
                 ),
                 Panel(
+                    "Loop late",
+                    "What a request waits before the event loop looks at it. An alert fires from a mean of 20 ms on.",
+                    "s",
+                    (
+                        (mean("homing_loop_lag_seconds", "pod"), "mean, {{pod}}"),
+                        *quantiles("homing_loop_lag_seconds", "p99"),
+                    ),
+                ),
+                Panel(
+                    "CPU",
+                    "Cores that the picker's process takes. It is one thread but for the capture and gRPC.",
+                    "short",
+                    ((rate("homing_process_cpu_seconds_total", "pod"), "cores, {{pod}}"),),
+                ),
+                Panel(
+                    "Memory",
+                    "Of the machine, held by the picker's process.",
+                    "bytes",
+                    ((latest("homing_process_resident_memory_bytes", "pod"), "{{pod}}"),),
+                ),
+                Panel(
+                    "Capture lost",
+                    "Events that are missing in the capture, by what had no room for them.",
+                    "ops",
+                    ((rate("homing_capture_dropped_total", "pod, reason"), "{{pod}} {{reason}}"),),
+                ),
+                Panel(
                     "Streams ended",
                     "By gRPC status code.",
                     "short",
@@ -464,6 +501,16 @@ ENDPOINTS: Final = Dashboard(
                         ),
                     ),
                     width=12,
+                ),
+                Panel(
+                    "Time to first token by the engines' own clocks",
+                    "Of everything that they serve, whoever sent it; read from their metrics pages.",
+                    "s",
+                    (
+                        (engine_ttft(select=POD), _ENDPOINT_LEGEND),
+                        (f"quantile(0.5, {engine_ttft()})", "median of all"),
+                        (f"quantile(0.5, {engine_ttft(ago=' offset 1d')})", "median a day ago"),
+                    ),
                 ),
                 Panel(
                     "Time to first chunk",

@@ -177,8 +177,7 @@ class EndpointPicker:
             self._snapshot,
             could_not=self._could_not,
         )
-        self._lag = LoopLag(self.telemetry.loop_lagged)
-        self._process = OwnProcess(self._lag)
+        self._process = OwnProcess(LoopLag(self.telemetry.loop_lagged))
         self._first_tokens = FirstTokensSeen()
         decisions = DecisionLog(structlog.get_logger("decisions"), level=flags.log_level)
         self._recent = recent_decisions(
@@ -273,7 +272,7 @@ class EndpointPicker:
             self.health,
             self.observation,
             self.bodies,
-            lag=self._lag,
+            lag=self._process.lag,
         )
         self._standings = StandingsLog(
             self.scheduler,
@@ -351,7 +350,7 @@ class EndpointPicker:
         """Everything that runs beside the server, by the name of its task."""
         loops: dict[str, Coroutine[Any, Any, None]] = {
             "tick": self._tick(),
-            "loop lag": self._lag.run(),
+            "loop lag": self._process.lag.run(),
             "memory": self.memory_return.run(),
             "garbage": GarbageCollection().run(),
             "scrape": self._scraper.run(),

@@ -14,6 +14,7 @@ from tests.chart.rendering import CHART, objects, one, refusal, rendered
 
 RULES = CHART / "files/rules.yaml"
 CASES = Path(__file__).parent / "rule_cases.yaml"
+CASES_OF_DAYS = Path(__file__).parent / "rule_cases_of_days.yaml"
 RUNBOOKS = CHART.parents[1] / "docs/runbooks.md"
 RUNBOOK_URL = "https://github.com/homing-epp/homing/blob/main/docs/runbooks.md"
 """As in the files; the chart puts its value in place of it."""
@@ -68,11 +69,13 @@ def test_promtool_takes_the_rules(promtool):
     assert done.returncode == 0, done.stderr + done.stdout
 
 
-@pytest.mark.parametrize("part", range(PARTS))
-def test_alerts_fire_when_they_should_and_not_before(promtool, tmp_path, part):
-    """The cases of rule_cases.yaml; together they take promtool too long on a busy machine."""
-    cases = yaml.safe_load(CASES.read_text(encoding="utf-8")) | {"rule_files": [str(RULES)]}
-    cases["tests"] = cases["tests"][part::PARTS]
+@pytest.mark.parametrize(
+    ("file", "part"), [*((CASES, part) for part in range(PARTS)), (CASES_OF_DAYS, 0)]
+)
+def test_alerts_fire_when_they_should_and_not_before(promtool, tmp_path, file, part):
+    """The cases of rule_cases.yaml together take promtool too long on a busy machine."""
+    cases = yaml.safe_load(file.read_text(encoding="utf-8")) | {"rule_files": [str(RULES)]}
+    cases["tests"] = cases["tests"][part :: PARTS if file is CASES else 1]
     for test in cases["tests"]:
         for case in test["alert_rule_test"]:
             for expected in case["exp_alerts"]:
@@ -84,12 +87,16 @@ def test_alerts_fire_when_they_should_and_not_before(promtool, tmp_path, part):
 
 
 def test_every_alert_has_a_case():
-    cases = yaml.safe_load(CASES.read_text(encoding="utf-8"))
+    tests = [
+        test
+        for file in (CASES, CASES_OF_DAYS)
+        for test in yaml.safe_load(file.read_text(encoding="utf-8"))["tests"]
+    ]
     alerts = {rule["alert"] for rule in rules() if "alert" in rule}
     for fires in (True, False):
         tested = {
             case["alertname"]
-            for test in cases["tests"]
+            for test in tests
             for case in test["alert_rule_test"]
             if bool(case["exp_alerts"]) is fires
         }

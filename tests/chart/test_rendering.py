@@ -4,6 +4,7 @@
 """
 
 import os
+import re
 import shutil
 from pathlib import Path
 
@@ -214,6 +215,31 @@ def test_notes_say_what_to_type_next(any_helm, tmp_path, name, sentences):
     text = notes_of(any_helm, tmp_path, name)
     for sentence in sentences:
         assert sentence in text
+
+
+@pytest.mark.parametrize("name", ["existing-pool", "guarded", "other-ports"])
+def test_notes_ask_a_picker_from_inside(helm_4, tmp_path, name):
+    """No shell, which the image may lack: `epp` itself, of its container, with what is mounted."""
+    text = notes_of(helm_4, tmp_path, name)
+    documents = objects(rendered(helm_4, values_named(name)))
+    container = picker(documents)
+    served = flags.parse_serve(container["args"][1:], {})
+    asked = re.findall(
+        r"^  kubectl exec (.+) -c (\S+) -- epp (\S+)(?: -)?(?= |$)([^<\n]*)", text, re.MULTILINE
+    )
+    assert [command for _, _, command, _ in asked] == ["top", "explain", "check-config"]
+    deployment = one(documents, "Deployment")["metadata"]["name"]
+    for where, named, command, rest in asked:
+        assert f"-n models deployment/{deployment}" in where
+        assert named == container["name"]
+        parse = {"top": flags.parse_top, "explain": flags.parse_explain}.get(command)
+        if parse is None:
+            assert flags.parse_check(["-", *rest.split()]).diff == served.config_file
+        else:
+            told = parse(rest.split())
+            url = f"http://127.0.0.1:{served.metrics_port}"
+            assert told.url == ((url,) if command == "explain" else url)
+            assert told.token_file == served.debug_token_file
 
 
 @pytest.mark.parametrize(

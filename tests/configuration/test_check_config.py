@@ -268,7 +268,9 @@ def test_what_a_capture_cannot_tell_is_not_told(tmp_path):
     same.write_text(document())
     code, out, _ = check(file=str(same), capture=str(tmp_path))
     assert code == 0
-    (known,) = re.findall(r"^0 of (\d+) past decisions \(0.0%\) would have changed$", out, re.MULTILINE)
+    (known,) = re.findall(
+        r"^0 of (\d+) past decisions \(0.0%\) would have changed$", out, re.MULTILINE
+    )
     (unknown,) = re.findall(r"^of (\d+) more \(.*% of all\) nothing can be said", out, re.MULTILINE)
     assert int(known) + int(unknown) == 120
     reasons = re.findall(r"^  (\d+): the (?:index|same)|^  (\d+): another", out, re.MULTILINE)

@@ -11,6 +11,8 @@ from epp.core.types import Seconds
 from epp.shell.files.memory import resident_bytes
 from epp.shell.operators.loop_lag import WINDOW_S, LoopLag
 
+_LOOKED_S_MIN: Final = 1.0
+
 
 class ProcessSnapshot(Struct, frozen=True, kw_only=True):
     """For a page of metrics."""
@@ -43,7 +45,7 @@ class OwnProcess:
         resident: Callable[[], int] = resident_bytes,
         clock: Callable[[], Seconds] = time.monotonic,
     ) -> None:
-        self._lag = lag
+        self.lag = lag
         self._cpu = cpu
         self._resident = resident
         self._clock = clock
@@ -60,13 +62,10 @@ class OwnProcess:
     def lately(self) -> ProcessLately:
         (since_s, cpu_before_s), (until_s, cpu_s) = self._looks[0], (self._clock(), self._cpu())
         elapsed_s = until_s - since_s
-        lag = self._lag.lately()
+        lag = self.lag.lately()
         return ProcessLately(
             lag_mean_s=lag.mean_s,
             lag_most_s=lag.most_s,
             cpu_cores=(cpu_s - cpu_before_s) / elapsed_s if elapsed_s >= _LOOKED_S_MIN else None,
             resident_bytes=self._resident(),
         )
-
-
-_LOOKED_S_MIN: Final = 1.0

@@ -7,9 +7,12 @@ import pytest
 
 from epp.core.knowledge.inflight import Outcome
 from epp.core.protocol.usage import Usage
+from epp.shell.engines.first_tokens import FirstTokens
 from epp.shell.operators import live_view
+from epp.shell.operators.capture import CaptureSnapshot
 from epp.shell.operators.configuration_changes import ConfigurationChanges
 from epp.shell.operators.live_view import LOOK_S, Live, LiveView
+from epp.shell.operators.own_process import ProcessLately
 from tests.builders import endpoint
 from tests.shell.operators.test_debug_pages import REFUSAL, Picker
 from tests.shell.operators.test_recent_decisions import exchange_of
@@ -131,3 +134,24 @@ async def test_an_idle_picker_is_told_too(seen):
     assert live.decided == 0
     assert live.decisions == []
     assert {one.share for one in live.endpoints} == {0.0}
+
+
+async def test_first_tokens_process_and_capture_are_told_where_they_are_known(seen):
+    """By the endpoint's id, as scrapes are; the rest as it was measured."""
+    (_, one), _ = seen.picker.scheduler.pool.endpoints()
+    told = {one.endpoint_id: FirstTokens(sum_s=9.0, count=3.0, lately_s=0.12345)}
+    process = ProcessLately(lag_mean_s=0.01, lag_most_s=0.2, cpu_cores=0.5, resident_bytes=10)
+    capture = CaptureSnapshot(requests=1, events=2, dropped={"disk": 3}, write_errors=4, bytes=5)
+    seen.view = LiveView(
+        seen.picker.scheduler,
+        seen.picker.recent,
+        seen.changes,
+        clock=lambda: seen.now_s,
+        process=lambda: process,
+        first_tokens=lambda _: told,
+        capture=lambda: capture,
+    )
+    live = await seen.look()
+    assert (live.process, live.capture) == (process, capture)
+    by_name = {each.name: each.engine_ttft_s for each in live.endpoints}
+    assert by_name == {"pod-0": None, "pod-1": None} | {one.name: 0.123}

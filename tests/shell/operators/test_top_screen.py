@@ -7,8 +7,10 @@ import pytest
 from rich.cells import cell_len
 from rich.console import Console
 
+from epp.shell.operators.capture import CaptureSnapshot
 from epp.shell.operators.configuration_changes import Applied, RefusedDocument
 from epp.shell.operators.live_view import Live, LiveDecision, LiveEndpoint, LiveScore
+from epp.shell.operators.own_process import ProcessLately
 from epp.shell.operators.top_screen import top_screen
 
 WEIGHTS = {
@@ -208,3 +210,43 @@ def test_names_cannot_steer_the_terminal(hostile):
     assert all(cell_len(line) <= 80 for line in lines)
     if "[red]" in hostile:
         assert any("[red]" in line for line in lines), "markup is shown, not obeyed"
+
+
+LATE = ProcessLately(lag_mean_s=0.0893, lag_most_s=1.25, cpu_cores=0.31, resident_bytes=212_400_000)
+
+
+def test_the_picker_itself_is_the_second_line():
+    """How late its loop is, what it takes; of an earlier version nothing."""
+    lines = drawn(live(process=LATE))
+    assert lines[1].rstrip() == (
+        "loop late 89ms on average, 1.2s at most in a minute  0.31 CPU  212 MB"
+    )
+    new = msgspec.structs.replace(LATE, cpu_cores=None)
+    assert "CPU" not in drawn(live(process=new))[1]
+    assert "loop late" not in "".join(drawn(live()))
+
+
+@pytest.mark.parametrize(
+    ("dropped", "write_errors", "told"),
+    [
+        ({"queue": 0, "disk": 0}, 0, "capture 5 MB"),
+        ({"queue": 3, "disk": 4}, 2, "lost 3 by its queue, 4 by its disk, 2 writes failed"),
+        ({"queue": 0, "disk": 0}, 1, "lost 0, 1 writes failed"),
+    ],
+)
+def test_what_a_capture_lost_is_told(dropped, write_errors, told):
+    capture = CaptureSnapshot(
+        requests=1, events=2, dropped=dropped, write_errors=write_errors, bytes=5_000_000
+    )
+    line = line_of(drawn(live(capture=capture)), "capture")
+    assert told in line
+    assert ("lost" in line) is bool(write_errors)
+
+
+def test_first_tokens_by_the_engines_clock_have_a_column_where_there_is_room():
+    pods = [live_endpoint(1, engine_ttft_s=0.4), live_endpoint(2)]
+    lines = drawn(live(endpoints=pods), columns=90)
+    assert all(cell_len(line) <= 90 for line in lines)
+    assert line_of(lines, "x1k2p").split()[-1] == "400ms"
+    assert line_of(lines, "x2k2p").split()[-1] == "-"
+    assert "ttft" not in "".join(drawn(live(endpoints=pods), columns=80))

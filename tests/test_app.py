@@ -916,6 +916,31 @@ async def test_a_page_beyond_all_limits_neither_ends_nor_stops_the_picker(three_
         assert list(standings.values()) == ["never scraped", "ready", "ready"]
 
 
+async def test_first_tokens_by_an_engines_own_clock_are_passed_on(three_pods, tmp_path):
+    """Through its restart too, and with the endpoint they go."""
+    a, b, _ = three_pods
+
+    def page(sum_s, count):
+        name = "vllm:time_to_first_token_seconds"
+        labels = '{engine="0",model_name="m"}'
+        return (
+            f"# TYPE {name} histogram\n{name}_count{labels} {count}\n{name}_sum{labels} {sum_s}\n"
+        )
+
+    def told(part):
+        labels = {"endpoint_name": "a", "namespace": "", "port": str(a.port)}
+        return running.metric(f"per_endpoint_engine_ttft_seconds_{part}", **labels)
+
+    a.more = page(50.0, 100)
+    entries = [a.entry, b.entry]
+    async with serving(tmp_path, entries, "--refresh-metrics-interval=20ms") as running:
+        await until(lambda: (told("sum"), told("count")) == (50.0, 100.0), "the engine's word")
+        a.more = page(0.5, 2)
+        await until(lambda: (told("sum"), told("count")) == (50.5, 102.0), "its restart")
+        write_endpoints(tmp_path, [b.entry])
+        await until(lambda: told("sum") is None, "it to leave")
+
+
 async def test_a_restarted_pod_is_known_by_its_metrics_and_forgotten(three_pods, tmp_path):
     """What its cache held is gone with the process."""
     a, *_ = three_pods

@@ -38,8 +38,28 @@ def test_a_real_page_is_read(shared_data):
     assert metrics.process_started_at_s == 1795230349.67
     assert metrics.requests_total == 176887.0
     assert (metrics.cache_queried_tokens, metrics.cache_hit_tokens) == (176887.0, 102272.0)
+    assert (round(metrics.ttft_sum_s, 3), metrics.ttft_count) == (3.856, 300.0)
     assert metrics.adapters is None
     assert not metrics.asleep
+
+
+@pytest.mark.parametrize(
+    ("load", "histogram"),
+    [
+        ("vllm:num_requests_waiting", "vllm:time_to_first_token_seconds"),
+        ("sglang:num_queue_reqs", "sglang:time_to_first_token_seconds"),
+        ("trtllm_num_requests_waiting", "trtllm_time_to_first_token_seconds"),
+    ],
+)
+def test_first_tokens_are_read_of_every_engine_that_counts_them(load, histogram):
+    """Of all models and ranks together; buckets are passed over."""
+    metrics = read(
+        f"{load} 1\n# TYPE {histogram} histogram\n"
+        f'{histogram}_sum{{model_name="a"}} 1.5\n{histogram}_bucket{{model_name="a",le="1"}} 9\n'
+        f'{histogram}_count{{model_name="a"}} 3\n{histogram}_sum{{model_name="b"}} 2.5\n'
+        f'{histogram}_count{{model_name="b"}} 4\n'
+    )
+    assert (metrics.ttft_sum_s, metrics.ttft_count) == (4.0, 7.0)
 
 
 def test_ranks_are_summed_and_their_kv_usage_averaged():

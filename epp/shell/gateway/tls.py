@@ -33,6 +33,8 @@ KEY_FILE: Final = "tls.key"
 """As Kubernetes names them in a TLS secret."""
 PEM_BYTES_MAX: Final = 1 << 20
 SELF_SIGNED_DAYS: Final = 3650
+HANDSHAKE_S_MAX: Final = 10.0
+"""A connection that has not shown its certificate by then is closed; it has no place yet."""
 
 
 class CertificatePair(Struct, frozen=True):
@@ -223,6 +225,10 @@ def _ssl_context(pair: CertificatePair, authorities: bytes | None) -> ssl.SSLCon
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.minimum_version = ssl.TLSVersion.TLSv1_2
     context.set_alpn_protocols(["h2"])
+    # A session that is resumed shows no certificate, so it would outlive the authority that vouched
+    # for it. Gateways connect seldom: a whole handshake each time is what they can afford.
+    context.options |= ssl.OP_NO_TICKET
+    context.num_tickets = 0
     # Python takes them from files only. Nobody else can open these, and they are gone at once.
     with tempfile.TemporaryDirectory(prefix="homing-") as folder:
         chain, key = Path(folder) / CERTIFICATE_FILE, Path(folder) / KEY_FILE

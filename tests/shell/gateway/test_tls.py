@@ -1,5 +1,6 @@
 import asyncio
 import datetime as dt
+import socket
 import ssl
 from contextlib import asynccontextmanager
 
@@ -8,6 +9,7 @@ import pytest
 from cryptography import x509
 from cryptography.hazmat.primitives.asymmetric import ec
 
+from bench.raw_http2 import PREFACE, SETTINGS, frame
 from epp.shell.gateway.tls import (
     PEM_BYTES_MAX,
     CertificatePair,
@@ -219,6 +221,42 @@ async def test_a_changed_authority_counts_for_new_connections(tmp_path, transpor
         assert certificate.reload()
         assert await called(port, certificate, second) is grpc.StatusCode.UNIMPLEMENTED
         assert await called(port, certificate, first) is grpc.StatusCode.UNAVAILABLE
+
+
+def resumed(port, context, session=None):
+    """(the session that a gateway may resume, whether it was); raises `OSError` if not let in."""
+    with (
+        socket.create_connection(("127.0.0.1", port), timeout=15) as connection,
+        context.wrap_socket(connection, server_hostname="localhost", session=session) as tls,
+    ):
+        tls.sendall(PREFACE + frame(SETTINGS, 0, 0, b""))
+        # Tickets come behind the handshake, before the first answer; so does a refusal.
+        if not tls.recv(1):
+            raise ConnectionError("closed")
+        return tls.session, tls.session_reused
+
+
+@pytest.mark.parametrize("version", [ssl.TLSVersion.TLSv1_2, ssl.TLSVersion.TLSv1_3])
+async def test_a_session_ends_with_the_authority_that_vouched_for_it(tmp_path, transport, version):
+    """A gateway that resumes one shows no certificate: it would be let in for ever."""
+    first, second = self_signed("a", NOW), self_signed("b", NOW)
+    file = tmp_path / "ca.crt"
+    file.write_bytes(first.certificate_chain)
+    write(tmp_path, first)
+    certificate = asking_for_clients(file)
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname = False
+    context.verify_mode = ssl.CERT_NONE
+    context.minimum_version = context.maximum_version = version
+    context.set_alpn_protocols(["h2"])
+    context.load_cert_chain(tmp_path / "tls.crt", tmp_path / "tls.key")
+    async with serving(transport, certificate) as port:
+        session, _ = await asyncio.to_thread(resumed, port, context)
+        file.write_bytes(second.certificate_chain)
+        assert certificate.reload()
+        for offered in filter(None, (session, None)):
+            with pytest.raises(OSError):
+                await asyncio.to_thread(resumed, port, context, offered)
 
 
 async def test_an_unusable_authority_never_opens_the_port(tmp_path, transport):

@@ -273,6 +273,7 @@ class EndpointPicker:
             self.observation,
             self.bodies,
             lag=self._process.lag,
+            seed=seed,
         )
         self._standings = StandingsLog(
             self.scheduler,
@@ -678,6 +679,7 @@ class EndpointPicker:
             shown,
             process=self._process.snapshot(),
             first_tokens=self._first_tokens.lately(time.monotonic()),
+            connected=self._gateway.connected(),
         )
         if self._tracer is not None:
             shown = structs.replace(shown, spans=self._tracer.export.totals())

@@ -11,7 +11,7 @@ TRANSPORTS = ("grpcio", "ngh2")
 
 
 def transport_of(
-    name, methods, *, bytes_max=32 * 1024 * 1024, budget=None, age_max_s=None, cut=lambda: None
+    name, methods, *, bytes_max=32 * 1024 * 1024, budget=None, age_max_s=None, cut=lambda _: None
 ):
     """A transport that listens nowhere yet."""
     if name == "ngh2":

@@ -93,6 +93,7 @@ class ServeFlags(Struct, frozen=True, kw_only=True):
     enable_cert_reload: bool = False
     client_ca_file: str = ""
     concurrent_streams_max: Annotated[int, Meta(ge=1)] = 20_000
+    connection_age_max: Duration = Duration(1800.0)
     grpc_max_recv_msg_size: ByteCount | None = None
     request_body_max_bytes: ByteCount = ByteCount(33_554_432)
 
@@ -289,6 +290,10 @@ SERVE_HELP: Final[Groups] = {
             "PEM of who signs gateways' certificates; with it a gateway must show one on --grpc-port"
         ),
         "concurrent-streams-max": "requests open at once; one more gets 503",
+        "connection-age-max": (
+            "a gateway's connection that is so old, a tenth more or less, gets a GOAWAY; what is "
+            "open on it is served to its end; 0s: at no age"
+        ),
         "request-body-max-bytes": "longest request body; a longer one gets 413",
         "grpc-max-recv-msg-size": "longest gRPC message (default: body limit + 64Ki)",
     },
@@ -841,6 +846,7 @@ def _check_serve(flags: ServeFlags) -> None:
             raise FlagError(f"--{name}: expected more than 0s, got {float(duration):g}s")
     for name, duration in (
         ("lease-ttl-without-response-phase", flags.lease_ttl_without_response_phase),
+        ("connection-age-max", flags.connection_age_max),
         ("drain-grace", flags.drain_grace),
         ("drain-timeout", flags.drain_timeout),
         ("peer-snapshot-timeout", flags.peer_snapshot_timeout),

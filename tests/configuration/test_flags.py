@@ -343,6 +343,9 @@ def test_the_bound_of_open_requests_is_at_least_one():
     """20,000 unless it is told."""
     assert serve().concurrent_streams_max == 20_000
     assert serve("--concurrent-streams-max=1").concurrent_streams_max == 1
+    assert serve("--connection-age-max=0s").connection_age_max == 0.0
+    with pytest.raises(FlagError, match=r"^--connection-age-max: expected at least 0s"):
+        serve("--connection-age-max=-1s")
     with pytest.raises(FlagError, match=r"^--concurrent-streams-max: expected `int` >= 1"):
         serve("--concurrent-streams-max=0")
 

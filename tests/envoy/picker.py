@@ -15,6 +15,7 @@ from epp.core.knowledge.candidates import Candidates, Floats, Ints
 from epp.core.knowledge.inflight import Outcome
 from epp.core.protocol.session import Exchange, Session, SessionSettings, StreamFailure
 from epp.core.types import Endpoint, EndpointMetrics, Refusal, Seconds
+from epp.shell.gateway.calls import Cut
 from epp.shell.gateway.ext_proc import STREAMS_MAX, ExtProc
 from epp.shell.gateway.health import Health
 from epp.shell.gateway.tls import ServerCertificate
@@ -99,7 +100,7 @@ class Witness:
     def unknown_objective(self) -> None:
         pass
 
-    def connection_cut(self) -> None:
+    def connection_cut(self, reason: Cut) -> None:
         self.connections_cut += 1
 
     def drain_cut(self, streams: int) -> None:

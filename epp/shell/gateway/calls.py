@@ -6,7 +6,7 @@ the same calls and pass the same tests.
 """
 
 from collections.abc import Callable, Coroutine, Iterable
-from enum import IntEnum
+from enum import IntEnum, StrEnum
 from typing import Any, Final, Protocol, TypeAlias
 
 from msgspec import Struct
@@ -28,6 +28,21 @@ class Code(IntEnum):
     UNIMPLEMENTED = 12
     INTERNAL = 13
     UNAVAILABLE = 14
+
+
+class Cut(StrEnum):
+    """Why a transport ended a connection that its gateway would have kept."""
+
+    RESETS = "resets"
+    """It only opened streams and reset them."""
+    PROTOCOL = "protocol"
+    """It broke the rules of HTTP/2."""
+    WINDOW = "window"
+    """Much of what came on it was not acknowledged."""
+    EVICTED = "evicted"
+    """It was the idlest, and a newer one needed its place."""
+    REFUSED = "refused"
+    """There was no place for it."""
 
 
 class Status(Struct, frozen=True):
@@ -106,6 +121,14 @@ class EndedCall:
         """Nobody asks."""
 
 
+class Connected(Struct, frozen=True):
+    """How it is with the connections of gateways."""
+
+    connections: int
+    unacknowledged_bytes: int
+    """What has come on them and was not given back to their windows."""
+
+
 class Transport(Protocol):
     """What carries calls. Serves between `start` and `stop`; what it needs to run is in `loops`."""
 
@@ -119,6 +142,10 @@ class Transport(Protocol):
 
     def loops(self) -> dict[str, Coroutine[Any, Any, None]]:
         """What is to run beside it, by the name of its task."""
+        ...
+
+    def connected(self) -> Connected | None:
+        """None: it is not known."""
         ...
 
     def announce_end(self) -> None:

@@ -12,7 +12,7 @@ import structlog
 from epp.core.protocol.messages import Answer, refusing
 from epp.core.protocol.session import Gateway, Session, StreamFailure
 from epp.core.types import Refusal, RefusalReason, Seconds
-from epp.shell.gateway.calls import DEFECT, OK, Call, Code, EndedCall, Opener, Status, Wire
+from epp.shell.gateway.calls import DEFECT, OK, Call, Code, Cut, EndedCall, Opener, Status, Wire
 from epp.shell.gateway.codec import MalformedMessageError, encode
 from epp.shell.gateway.wire import Decoder
 
@@ -48,7 +48,10 @@ class StreamObserver(Protocol):
         """The stream was answered with `refusal` instead of being looked at."""
         ...
 
-    def connection_cut(self) -> None: ...
+    def connection_cut(self, reason: Cut) -> None:
+        """A transport ended a connection that its gateway would have kept."""
+        ...
+
     def drain_cut(self, streams: int) -> None: ...
 
 

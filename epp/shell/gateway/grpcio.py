@@ -17,7 +17,7 @@ import structlog
 
 from epp.core.types import Seconds
 from epp.shell.gateway.arrivals import Lag, NoLag
-from epp.shell.gateway.calls import CANCELLED, DEFECT, Call, Opener, Status
+from epp.shell.gateway.calls import CANCELLED, DEFECT, Call, Cut, Opener, Status
 from epp.shell.gateway.connections import Connections, cut
 from epp.shell.gateway.tls import ServerCertificate
 from epp.shell.starting import EVERYWHERE
@@ -145,7 +145,7 @@ class GrpcioServer:
         *,
         receive_bytes_max: int,
         connection_age_max_s: Seconds | None = None,
-        cut: Callable[[], None] = lambda: None,
+        cut: Callable[[Cut], None] = lambda _: None,
         lag: Lag | None = None,
         clock: Callable[[], Seconds] = time.monotonic,
     ) -> None:
@@ -204,6 +204,9 @@ class GrpcioServer:
         """What is to run beside it."""
         return {}
 
+    def connected(self) -> None:
+        """Grpcio does not tell."""
+
     def announce_end(self) -> None:
         """Grpcio has no such thing: gateways leave as their connections come of age."""
 
@@ -248,7 +251,7 @@ class GrpcioServer:
             if wire.answered:
                 self._connections.answered(peer)
             elif status is CANCELLED and self._connections.abandoned(peer) and cut(peer):
-                self._cut()
+                self._cut(Cut.RESETS)
                 _log.warning("connection cut: it only opens streams and resets them", peer=peer)
         if status.code:
             context.set_code(_CODES[status.code])

@@ -4,16 +4,23 @@ Theory. `ngh2` turns bytes into events and messages into bytes; it checks frames
 control and does no I/O. What is left for this module is what gRPC adds to HTTP/2 (five bytes before
 each message, a status in the trailers) and that one peer cannot take more than its share:
 
-* Work. What a read brings may be thousands of streams. Events are worked off `TURN_EVENTS_MAX` at a
-  time; between two turns the loop serves the others, and the socket is not read.
+* Work. What a read brings may be thousands of streams, or of messages. They are worked off in `turns`;
+  between two of them the loop serves the others, and the socket is not read.
 * What comes in. A stream is granted a window, and gets it back only as its messages are answered.
-  What has come of a message that is not whole counts against the budget of all bodies.
+  What has come and cannot be worked off counts against the budget of all bodies.
 * What goes out. Answers are made as they are taken: only while less than `QUEUED_BYTES_MAX` of a
-  stream waits for its window, and only while the socket takes what is written.
+  stream waits for its window, and only while the socket takes what is written. What was sent says
+  whose window has moved; nobody else is looked at.
 * Streams. As many at once as `CONNECTION_STREAMS_MAX`; who mostly resets what it opens is cut off.
+* Connections. As many as there are `places`.
 
-Nothing here has a timer of its own but a deadline that a client asks for: `Http2Server.run` looks
-at all connections once in a while.
+Flow control is an invariant: every byte that has come is acknowledged, also of streams that are over,
+or its connection is retired. The engine knows best what is missing of the connection's window; when
+much of it is, whoever lost it, the gateway is told to connect anew long before nothing can be sent.
+So it is when a connection is old.
+
+Nothing here has a timer of its own but a deadline that a client asks for: `Http2Server.loops` has one
+that looks at all connections once in a while.
 """
 
 import asyncio
@@ -21,31 +28,46 @@ import contextlib
 import socket
 import time
 from collections import deque
-from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Final, cast
+from collections.abc import Callable, Coroutine, Iterator, Mapping
+from random import Random
+from typing import Any, Final, NamedTuple, cast
 
 import structlog
 from msgspec import Struct
 from ngh2 import Configuration, Connection, Role, events
 from ngh2.enums import ErrorCode, Setting
-from ngh2.exceptions import ConnectionProtocolError, NGH2Error
+from ngh2.exceptions import ConnectionStateError, DenialOfServiceError, NGH2Error
 
 from epp.core.protocol.budget import BodyBudget
 from epp.core.types import Seconds
 from epp.shell.gateway.arrivals import Lag, NoLag, arrivals, newest_data_age_s
-from epp.shell.gateway.calls import CANCELLED, DEFECT, Call, Code, EndedCall, Opener, Status
-from epp.shell.gateway.tls import ServerCertificate
+from epp.shell.gateway.calls import (
+    CANCELLED,
+    DEFECT,
+    Call,
+    Code,
+    Connected,
+    Cut,
+    EndedCall,
+    Opener,
+    Status,
+)
+from epp.shell.gateway.places import CONNECTIONS_MAX, HOST_CONNECTIONS_MAX, Places
+from epp.shell.gateway.tls import HANDSHAKE_S_MAX, ServerCertificate
+from epp.shell.gateway.turns import Turn, Turns
 from epp.shell.starting import EVERYWHERE
 
-CONNECTIONS_MAX: Final = 1_024
 CONNECTION_STREAMS_MAX: Final = 4_096
 """Open at once on one connection; Envoy opens another one for more."""
 STREAM_WINDOW_BYTES: Final = 1_048_576
+READ_BYTES_MAX: Final = 65_536
+"""Cut into frames at a time: thousands of them, if they are small."""
 CONNECTION_WINDOW_BYTES: Final = 2**31 - 1
 """No limit: one stream that waits must not hold up those beside it."""
+WINDOW_LEFT_SHARE_MIN: Final = 0.25
+"""Of the connection's window; with less a connection is retired. The engine gives back what was
+acknowledged when that is half of the window, so with all of it acknowledged half is always left."""
 HEADER_LIST_BYTES_MAX: Final = 65_536
-TURN_EVENTS_MAX: Final = 64
-"""Of a connection between two turns of the loop."""
 QUEUED_BYTES_MAX: Final = 262_144
 """Of the answers of one stream that wait for its window."""
 RESETS_MAX: Final = CONNECTION_STREAMS_MAX
@@ -57,6 +79,12 @@ PING_WAIT_S: Final = 20.0
 LINGER_S: Final = 2.0
 """So long a client may take to close a stream that we have ended before it is reset. A reset right
 behind the status makes gRPC's own client lose the status and the answers with it."""
+NOTICE_S: Final = 1.0
+"""From the notice of a GOAWAY to the last stream that is taken: what was on its way has come."""
+AGE_JITTER: Final = 0.1
+"""Of its greatest age a connection gets this share more or less, so that not all end at once."""
+TELL_S: Final = 10.0
+"""Between two lines of the log about connections that were evicted or refused."""
 POLL_S: Final = 0.25
 BACKLOG: Final = 1_024
 
@@ -78,8 +106,13 @@ _SETTINGS: Final[Mapping[int, int]] = {
 }
 _NO_GRPC: Final = Status(Code.UNKNOWN, "the content type is not that of gRPC")
 _NO_METHOD: Final = Status(Code.UNIMPLEMENTED, "there is no such method")
+_FULL: Final = Status(Code.RESOURCE_EXHAUSTED, "the picker holds as many bytes as it may")
 _OVER: Final = EndedCall(CANCELLED)
 """In place of the call of a stream that is closed."""
+_FRAME_HEAD_BYTES: Final = 9
+_DATA, _HEADERS, _GOAWAY = 0, 1, 7
+"""Types of frames."""
+_END_STREAM: Final = 1
 _UNITS_S: Final = {"H": 3600.0, "M": 60.0, "S": 1.0, "m": 1e-3, "u": 1e-6, "n": 1e-9}
 
 _log = structlog.get_logger(__name__)
@@ -88,6 +121,10 @@ _log = structlog.get_logger(__name__)
 class Http2Settings(Struct, frozen=True, kw_only=True):
     message_bytes_max: int = 4 * 1024 * 1024
     connections_max: int = CONNECTIONS_MAX
+    host_connections_max: int = HOST_CONNECTIONS_MAX
+    connection_window_bytes: int = CONNECTION_WINDOW_BYTES
+    connection_age_max_s: Seconds | None = None
+    """None: there is none."""
     resets_max: int = RESETS_MAX
     ping_after_s: Seconds = PING_AFTER_S
     ping_wait_s: Seconds = PING_WAIT_S
@@ -158,8 +195,8 @@ class _Stream:
 
     __slots__ = (
         "answered", "answers", "call", "closing", "connection", "deadline", "ended", "half_closed",
-        "half_told", "inbox", "messages", "stream_id", "taken_bytes", "unacknowledged_bytes",
-        "unsent", "waited_s",
+        "half_told", "inbox", "messages", "put_off", "stream_id", "taken_bytes",
+        "unacknowledged_bytes", "unsent", "waited_s",
     )  # fmt: skip
 
     call: Call
@@ -172,7 +209,9 @@ class _Stream:
         self.stream_id = stream_id
         self.messages = _Messages(bytes_max)
         self.inbox: deque[bytes] = deque()
-        """Messages that came while answers to an earlier one wait for their window."""
+        """Messages that wait for a turn, or for answers to an earlier one that wait for their window."""
+        self.put_off = False
+        """It has messages for the next turn."""
         self.answers: Iterator[bytes] | None = None
         self.answered = False
         self.unsent = False
@@ -199,6 +238,26 @@ class _Stream:
             self.connection.flush()
 
 
+class _Lingering:
+    """A stream that we have ended and the other side has not yet."""
+
+    __slots__ = ("sent_bytes", "since_s")
+
+    def __init__(self, since_s: Seconds) -> None:
+        self.since_s = since_s
+        self.sent_bytes = 0
+        """By the other side, since then."""
+
+
+class _Read(NamedTuple):
+    """Bytes that were read, or a piece of them."""
+
+    data: bytes
+    at_s: Seconds
+    overdue_s: Seconds
+    """For how long they may have waited for that."""
+
+
 class _Connection(asyncio.Protocol):
     """One connection of a gateway."""
 
@@ -206,24 +265,38 @@ class _Connection(asyncio.Protocol):
         self._server = server
         self._settings = server.settings
         self._engine = Connection(Role.SERVER, _CONFIGURATION)
+        self._unread: deque[_Read] = deque()
+        """What has come, in pieces."""
         self._events: deque[events.Event] = deque()
+        """What was in it."""
+        self._put_off: deque[_Stream] = deque()
+        """Streams with messages for the next turn."""
+        self._turn = Turn(server.clock)
+        self._in_turn = False
+        self._turn_due = False
         self._streams: dict[int, _Stream] = {}
-        self._lingering: dict[int, Seconds] = {}
-        """Streams that we have ended and the other side has not yet -> since when."""
-        self._waiting: set[_Stream] = set()
-        """Streams with answers that wait, or of which not all is on its way."""
+        self._last_stream_id = 0
+        self._lingering: dict[int, _Lingering] = {}
         self._transport: asyncio.Transport | None = None
         self._peer = ""
+        self.host = ""
         self._paused = False
-        self._turn_due = False
-        self._heard_at_s = 0.0
+        self._failed = False
+        """The engine cannot go on."""
+        self._made_at_s = 0.0
+        self.age_max_s: Seconds | None = None
+        self.heard_at_s = 0.0
         self._read_at_s = 0.0
-        """Of the first read whose events are not all worked off."""
+        """Of the read whose events are worked off."""
         self._came_at_s: deque[Seconds] = deque()
         """Of the next streams that are opened, where that was before they were read."""
         self._pinged_at_s: Seconds | None = None
+        self._retired_at_s: Seconds | None = None
+        self._gone_away = False
         self._resets = 0
         """Of streams that were not answered, since the last one that was."""
+        self.unacknowledged_bytes = 0
+        """Of what was looked at."""
 
     def __repr__(self) -> str:
         return f"<_Connection [{len(self._streams)} streams of {self._peer}]>"
@@ -232,13 +305,18 @@ class _Connection(asyncio.Protocol):
     def open_streams(self) -> int:
         return len(self._streams)
 
+    @property
+    def peer(self) -> str:
+        return self._peer
+
     # What asyncio calls.
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         # uvloop's are transports by what they do, not by what they are.
         self._transport = transport = cast("asyncio.Transport", transport)
         self._peer = _peer_of(transport)
-        self._heard_at_s = self._server.clock()
+        self.host = self._peer.rpartition(":")[0]
+        self._made_at_s = self.heard_at_s = self._server.clock()
         tls = transport.get_extra_info("ssl_object")
         if tls is not None and tls.selected_alpn_protocol() != "h2":
             transport.close()
@@ -247,38 +325,20 @@ class _Connection(asyncio.Protocol):
             transport.abort()
             return
         self._engine.initiate_connection(_SETTINGS)
-        self._engine.set_local_window_size(CONNECTION_WINDOW_BYTES)
+        self._engine.set_local_window_size(self._settings.connection_window_bytes)
         self.flush()
 
     def data_received(self, data: bytes) -> None:
-        self._heard_at_s = self._server.clock()
-        self._pinged_at_s = None
-        try:
-            self._engine.receive_data(data)
-        except ConnectionProtocolError:
-            # What it says of why goes out with what is left.
-            self.flush()
-            self.close()
+        if self._failed:
             return
-        fresh = self._engine.events()
-        if not self._events:
-            self._read_at_s = self._heard_at_s
-        overdue_s = self._server.lag.overdue_s(self._heard_at_s)
-        if overdue_s:
-            fresh = list(fresh)
-            self._read_late(fresh, overdue_s)
-        self._events.extend(fresh)
-        if not self._turn_due:
-            self._turn()
-
-    def _read_late(self, fresh: Sequence[events.Event], overdue_s: Seconds) -> None:
-        opened = sum(isinstance(event, events.RequestReceived) for event in fresh)
-        if opened and self._transport is not None:
-            age_s = newest_data_age_s(self._transport.get_extra_info("socket"))
-            # Those of an earlier read that are still to be opened came before.
-            earlier = sum(isinstance(event, events.RequestReceived) for event in self._events)
-            self._came_at_s.extend([self._read_at_s] * (earlier - len(self._came_at_s)))
-            self._came_at_s.extend(arrivals(opened, self._heard_at_s, overdue_s, age_s))
+        self.heard_at_s = now = self._server.clock()
+        self._pinged_at_s = None
+        overdue_s = self._server.lag.overdue_s(now)
+        for start in range(0, len(data), READ_BYTES_MAX):
+            piece = data[start : start + READ_BYTES_MAX]
+            self._unread.append(_Read(piece, now, overdue_s))
+        if not self._turn_due and (not self._server.turns.idle or self.turn()):
+            self._wait_for_turn()
 
     def pause_writing(self) -> None:
         self._paused = True
@@ -292,47 +352,85 @@ class _Connection(asyncio.Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._transport = None
-        self._events.clear()
-        self._waiting.clear()
+        self._forget_work()
         for stream in list(self._streams.values()):
             self._over(stream, stream.ended if stream.closing else CANCELLED)
         self._server.left(self)
 
-    # Events, a few at a time.
+    # Events and messages, a few at a time.
 
-    def _turn(self) -> None:
+    def turn(self) -> bool:
+        """Work off what has come, as far as one turn allows; whether there is more."""
         self._turn_due = False
-        if self._transport is None:
-            return
-        for _ in range(TURN_EVENTS_MAX):
-            if not self._events:
-                break
-            self._contained(self._events.popleft())
-        self.flush()
-        transport = self._transport
-        if self._events:
-            self._turn_due = True
-            transport.pause_reading()
-            asyncio.get_running_loop().call_soon(self._turn)
-        elif not transport.is_closing():
-            transport.resume_reading()
-
-    def _contained(self, event: events.Event) -> None:
+        self._turn.begin()
+        self._in_turn = True
         try:
-            self._handle(event)
+            # First what has waited, so that it waits for a turn and not for the end of what comes.
+            for _ in range(len(self._put_off)):
+                stream = self._put_off.popleft()
+                stream.put_off = False
+                self._contained(stream.stream_id, self.carry_on, stream)
+            while not self._put_off and (self._events or self._read()) and self._turn.take():
+                event = self._events.popleft()
+                self._contained(getattr(event, "stream_id", 0), self._handle, event)
+            self.flush()
+        finally:
+            self._in_turn = False
+        self._turn_due = bool(self._unread or self._events or self._put_off)
+        if not self._turn_due and self._transport is not None and not self._transport.is_closing():
+            self._transport.resume_reading()
+        return self._turn_due
+
+    def _read(self) -> bool:
+        """Cut what has come into frames until there is an event; whether there is one."""
+        while self._unread and not self._events:
+            read = self._unread.popleft()
+            try:
+                self._engine.receive_data(read.data)
+            except NGH2Error as error:
+                self._fail(error)
+                return False
+            self._events.extend(self._engine.events())
+            self._read_at_s = read.at_s
+            if read.overdue_s:
+                self._read_late(read)
+        return bool(self._events)
+
+    def _read_late(self, read: _Read) -> None:
+        opened = sum(isinstance(event, events.RequestReceived) for event in self._events)
+        if opened and self._transport is not None:
+            age_s = newest_data_age_s(self._transport.get_extra_info("socket"))
+            self._came_at_s.extend(arrivals(opened, read.at_s, read.overdue_s, age_s))
+
+    def _wait_for_turn(self) -> None:
+        if self._transport is not None and not self._failed:
+            self._turn_due = True
+            self._transport.pause_reading()
+            self._server.turns.due(self)
+
+    def _forget_work(self) -> None:
+        self._unread.clear()
+        self._events.clear()
+        self._put_off.clear()
+
+    def _contained(self, stream_id: int, do: Callable[..., None], *about: object) -> None:
+        try:
+            do(*about)
         except Exception:  # noqa: BLE001  the boundary of a stream: a defect costs no other one
             _log.exception("a stream failed")
-            stream = self._streams.get(getattr(event, "stream_id", 0))
-            if stream is not None:
+            stream = self._streams.get(stream_id)
+            if stream is not None and not stream.closing:
                 stream.answers = None
                 self._finish(stream, DEFECT)
 
     def _handle(self, event: events.Event) -> None:
         match event:
             case events.DataReceived():
-                # What comes for one that is over is not asked for more.
+                self.unacknowledged_bytes += len(event.data)
                 stream = self._streams.get(event.stream_id)
-                if stream is not None:
+                if stream is None:
+                    self._data_past_end(event.stream_id, len(event.data))
+                else:
                     self._data(stream, event.data, ends=event.end_stream)
             case events.RequestReceived():
                 self._open(event)
@@ -356,6 +454,7 @@ class _Connection(asyncio.Protocol):
         waited_s = max(0.0, self._server.clock() - came_at_s)
         stream = _Stream(self, stream_id, self._settings.message_bytes_max, waited_s)
         self._streams[stream_id] = stream
+        self._last_stream_id = stream_id
         opener = self._server.methods.get(fields.get(b":path", b"").decode("latin-1"))
         if not fields.get(b"content-type", b"").startswith(b"application/grpc"):
             stream.call = EndedCall(_NO_GRPC)
@@ -378,7 +477,6 @@ class _Connection(asyncio.Protocol):
         if stream.ended is None:
             try:
                 stream.inbox.extend(stream.messages.feed(data))
-                self._count(stream)
             except _RefusedError as refused:
                 stream.ended = refused.status
         if ends:
@@ -389,50 +487,70 @@ class _Connection(asyncio.Protocol):
         stream.half_closed = True
         self.carry_on(stream)
 
-    def _count(self, stream: _Stream) -> None:
-        """Hold what has come of a message that is not whole, within the budget of all."""
-        held = stream.messages.held_bytes
+    def _data_past_end(self, stream_id: int, count: int) -> None:
+        """`count` bytes came for a stream that is over: of the connection's window they are given
+        back, for nobody looks at them.
+        """
+        self._acknowledge(stream_id, count)
+        lingering = self._lingering.get(stream_id)
+        if lingering is not None:
+            lingering.sent_bytes += count
+            if lingering.sent_bytes > STREAM_WINDOW_BYTES:
+                # More than it could send before it had the status, which it does not heed.
+                self._reset(stream_id)
+
+    def _hold(self, stream: _Stream) -> bool:
+        """Hold what has come and is not worked off within the budget of all; False: no room."""
+        held = 0
+        if not stream.closing:
+            held = stream.messages.held_bytes
+            if stream.inbox:
+                held += stream.unacknowledged_bytes
         more = held - stream.taken_bytes
         if more > 0 and not self._server.budget.take(more, stream.taken_bytes):
-            raise _RefusedError(
-                Status(Code.RESOURCE_EXHAUSTED, "the picker holds as many bytes as it may")
-            )
+            return False
         if more < 0:
             self._server.budget.give_back(-more)
         stream.taken_bytes = held
+        return True
 
     # Answers, as far as the other side takes them.
 
     def carry_on(self, stream: _Stream) -> None:
-        """Go on with `stream` as far as its window and what has come allow."""
+        """Go on with `stream` as far as its window, what has come, and the turn allow."""
         call = stream.call
         while not stream.closing:
             if stream.answers is not None:
                 if not self._answer(stream, stream.answers):
-                    self._waiting.add(stream)
-                    return
+                    break
                 stream.answers = None
             if stream.ended is None:
                 stream.ended = call.ended
             if stream.ended is not None:
                 self._finish(stream, stream.ended)
             elif stream.inbox:
-                stream.answers = self._asked(stream, call.receive, stream.inbox.popleft())
+                if not self._turn.take():
+                    self._put_off_stream(stream)
+                    break
+                stream.answers = iter(call.receive(stream.inbox.popleft()))
             elif stream.half_closed and not stream.half_told:
                 stream.half_told = True
-                stream.answers = self._asked(stream, call.half_close)
+                stream.answers = iter(call.half_close())
             else:
+                self._acknowledge(stream.stream_id, stream.unacknowledged_bytes)
+                stream.unacknowledged_bytes = 0
                 break
-        if stream.unacknowledged_bytes:
-            self._acknowledge(stream.stream_id, stream.unacknowledged_bytes)
-            stream.unacknowledged_bytes = 0
-        if stream.unsent or stream.closing:
-            self._waiting.add(stream)
+        if not self._hold(stream):
+            stream.answers = None
+            self._finish(stream, _FULL)
+            self._hold(stream)
 
-    def _asked(
-        self, stream: _Stream, ask: Callable[..., Iterable[bytes]], *message: bytes
-    ) -> Iterator[bytes]:
-        return iter(ask(*message))
+    def _put_off_stream(self, stream: _Stream) -> None:
+        if not stream.put_off:
+            stream.put_off = True
+            self._put_off.append(stream)
+            if not self._in_turn and not self._turn_due:
+                self._wait_for_turn()
 
     def _answer(self, stream: _Stream, answers: Iterator[bytes]) -> bool:
         """Write what `answers` gives; False: as much as may wait is waiting."""
@@ -471,63 +589,67 @@ class _Connection(asyncio.Protocol):
             pass
 
     def _acknowledge(self, stream_id: int, count: int) -> None:
-        """Let the other side send `count` bytes more."""
-        # A stream that is over needs none; its share of the connection's window is not missed.
-        with contextlib.suppress(NGH2Error):
-            self._engine.acknowledge_received_data(count, stream_id)
+        """Let the other side send `count` bytes more, on a stream that is over: on others."""
+        if count:
+            self.unacknowledged_bytes -= count
+            # It fails for a connection that is ending, where nobody waits for it.
+            with contextlib.suppress(NGH2Error):
+                self._engine.acknowledge_received_data(count, stream_id)
 
     def flush(self) -> None:
         """Write what there is to write, and let what waited for it go on."""
-        while self._transport is not None and not self._paused:
-            out = self._engine.data_to_send()
-            if out:
+        try:
+            while self._transport is not None and not self._paused and not self._failed:
+                out = self._engine.data_to_send()
+                if not out:
+                    break
                 self._transport.write(out)
                 # What was sent may have been the end of streams.
                 for event in self._engine.events():
-                    self._contained(event)
-            if not self._settle():
-                break
-        if self._transport is not None and not (self._engine.want_read or self._engine.want_write):
-            self.close()
+                    self._contained(getattr(event, "stream_id", 0), self._handle, event)
+                self._settle(out)
+            if self._transport is None or self._failed:
+                return
+            if not (self._engine.want_read or self._engine.want_write):
+                self.close()
+        except NGH2Error as error:
+            self._fail(error)
 
-    def _settle(self) -> bool:
-        """Streams whose queue is empty have been sent; whether that gave more to write."""
-        more = False
-        for stream in list(self._waiting):
-            if self._engine.queued_body_size(stream.stream_id):
-                if stream.answers is None:
-                    continue
-                if self._engine.queued_body_size(stream.stream_id) >= QUEUED_BYTES_MAX:
-                    continue
-            elif stream.answers is None:
-                self._waiting.discard(stream)
-                stream.unsent = False
-                if not stream.closing:
-                    stream.call.sent()
-                elif stream.stream_id in self._streams:
+    def _settle(self, out: bytes) -> None:
+        """Let the streams of the frames in `out` go on: those that wait for nothing any more have
+        been sent, and where little is queued there may be more.
+        """
+        for stream_id, ends in _sent(out).items():
+            stream = self._streams.get(stream_id)
+            if stream is None:
+                continue
+            if stream.closing:
+                if ends:
                     if not stream.half_closed:
-                        self._lingering[stream.stream_id] = self._server.clock()
+                        self._lingering[stream_id] = _Lingering(self._server.clock())
                     self._over(stream, stream.ended)
                 continue
-            self._waiting.discard(stream)
-            self.carry_on(stream)
-            more = True
-        return more
+            queued = self._engine.queued_body_size(stream_id)
+            if stream.answers is not None:
+                if queued < QUEUED_BYTES_MAX:
+                    self._contained(stream_id, self.carry_on, stream)
+            elif stream.unsent and not queued:
+                stream.unsent = False
+                stream.call.sent()
 
     # How streams and connections end.
 
     def _over(self, stream: _Stream, status: Status | None) -> None:
         """`stream` is closed; `status` None: the other side has reset it."""
         del self._streams[stream.stream_id]
-        self._waiting.discard(stream)
         if stream.deadline is not None:
             stream.deadline.cancel()
-        if stream.taken_bytes:
-            self._server.budget.give_back(stream.taken_bytes)
-            stream.taken_bytes = 0
         stream.closing = True
         stream.answers = None
         stream.inbox.clear()
+        self._hold(stream)
+        self._acknowledge(stream.stream_id, stream.unacknowledged_bytes)
+        stream.unacknowledged_bytes = 0
         # The call knows its stream: without this both would wait for the garbage collector, and the
         # request with them.
         call, stream.call = stream.call, _OVER
@@ -541,45 +663,103 @@ class _Connection(asyncio.Protocol):
         self._resets += 1
         if self._resets > self._settings.resets_max and self._transport is not None:
             self._resets = 0
-            self._server.cut()
+            self._server.cut(Cut.RESETS)
             _log.warning("connection cut: it only opens streams and resets them", peer=self._peer)
             self._engine.terminate_connection(ErrorCode.ENHANCE_YOUR_CALM)
-            self._events.clear()
+            self._forget_work()
             self.flush()
             self.close()
 
+    def _fail(self, error: NGH2Error) -> None:
+        """The engine gave up: say why as HTTP/2 says it, and close."""
+        if self._failed:
+            return
+        self._failed = True
+        self._forget_work()
+        if isinstance(error, ConnectionStateError):
+            # Something came after the last word of either side, which is no breach.
+            self.close()
+            return
+        self._server.failed(self)
+        if self._transport is not None:
+            flood = isinstance(error, DenialOfServiceError)
+            code = ErrorCode.ENHANCE_YOUR_CALM if flood else ErrorCode.PROTOCOL_ERROR
+            # The engine says nothing any more, not even this.
+            self._transport.write(_goaway(self._last_stream_id, code))
+            self._transport.close()
+
     def look(self, now: Seconds) -> None:
-        """Ask a connection that is silent whether it is there, and close one that is not."""
+        """What is done by the clock: streams and connections that end, or do not answer."""
         if self._transport is None:
             return
+        if self._failed:
+            # What was written is not taken.
+            if now - self.heard_at_s > self._settings.ping_wait_s:
+                self._transport.abort()
+            return
         self._end_lingering(now)
+        self._retire_in_time(now)
         if self._pinged_at_s is not None:
             if now - self._pinged_at_s > self._settings.ping_wait_s:
                 self._transport.abort()
-        elif now - self._heard_at_s > self._settings.ping_after_s:
+        elif now - self.heard_at_s > self._settings.ping_after_s:
             self._pinged_at_s = now
             self._engine.ping()
             self.flush()
 
+    def _retire_in_time(self, now: Seconds) -> None:
+        if self._retired_at_s is None:
+            if self.age_max_s is not None and now - self._made_at_s > self.age_max_s:
+                self.retire(now)
+            elif self._window_left() < WINDOW_LEFT_SHARE_MIN:
+                self._server.cut(Cut.WINDOW)
+                _log.warning(
+                    "connection retired: bytes that came on it are not acknowledged",
+                    peer=self._peer,
+                    streams=len(self._streams),
+                    unacknowledged_bytes=self.unacknowledged_bytes,
+                )
+                self.retire(now)
+        elif not self._gone_away and now - self._retired_at_s > NOTICE_S:
+            self.go_away()
+
+    def _window_left(self) -> float:
+        """The share of the connection's window that the other side may still use."""
+        return self._engine.local_window_size / self._settings.connection_window_bytes
+
     def _end_lingering(self, now: Seconds) -> None:
         """Reset streams that are over for us, and in which the other side has not stopped to send."""
-        late = [at for at, since_s in self._lingering.items() if now - since_s > LINGER_S]
+        late = [at for at, one in self._lingering.items() if now - one.since_s > LINGER_S]
         for stream_id in late:
-            del self._lingering[stream_id]
-            with contextlib.suppress(NGH2Error):
-                self._engine.reset_stream(stream_id, _GRACEFUL)
+            self._reset(stream_id)
         if late:
             self.flush()
 
+    def _reset(self, stream_id: int) -> None:
+        """End a stream that lingers, without a reproach."""
+        del self._lingering[stream_id]
+        with contextlib.suppress(NGH2Error):
+            self._engine.reset_stream(stream_id, _GRACEFUL)
+
+    def retire(self, now: Seconds) -> None:
+        """Have the other side connect anew: what is open here is served to its end, and so is what
+        was on its way.
+        """
+        if self._retired_at_s is None and self._transport is not None and not self._failed:
+            self._retired_at_s = now
+            self._server.places.leaving(self)
+            self.announce_end()
+
     def announce_end(self) -> None:
         """Ask the other side to open no more streams; those that it opens meanwhile are served."""
-        if self._transport is not None:
+        if self._transport is not None and not self._failed:
             self._engine.send_shutdown_notice()
             self.flush()
 
     def go_away(self) -> None:
         """From here on no stream is taken; the connection closes once the open ones are over."""
-        if self._transport is not None:
+        if self._transport is not None and not self._failed:
+            self._gone_away = True
             self._engine.send_goaway()
             self.flush()
 
@@ -597,8 +777,8 @@ class _Connection(asyncio.Protocol):
 class Http2Server:
     """Serves `methods`, by their paths, on the ports that it is told to listen on.
 
-    `budget` is what messages that are not whole may hold, with whoever else takes from it. `cut`
-    is told that a connection was closed because it did nothing but reset streams. `lag` is that of
+    `budget` is what bytes that wait to be worked off may hold, with whoever else takes from it.
+    `cut` is told that a connection was ended for what it did, or for want of room. `lag` is that of
     the loop.
     """
 
@@ -608,17 +788,25 @@ class Http2Server:
         *,
         budget: BodyBudget,
         settings: Http2Settings | None = None,
-        cut: Callable[[], None] = lambda: None,
+        cut: Callable[[Cut], None] = lambda _: None,
         lag: Lag | None = None,
         clock: Callable[[], Seconds] = time.monotonic,
+        random: Random | None = None,
     ) -> None:
+        """`random` spreads the ages at which connections are retired."""
         self.methods = methods
         self.budget = budget
         self.settings = settings or Http2Settings()
         self.cut = cut
         self.lag = lag or NoLag()
         self.clock = clock
+        self.turns = Turns(clock)
+        self.places: Places[_Connection] = Places(
+            self.settings.connections_max, self.settings.host_connections_max
+        )
+        self._random = random or Random(0)  # noqa: S311  ages, not secrets
         self._connections: set[_Connection] = set()
+        self._crowd = _Crowd()
         self._servers: list[asyncio.Server] = []
         self._empty = asyncio.Event()
         self._empty.set()
@@ -627,6 +815,13 @@ class Http2Server:
     def open_streams(self) -> int:
         return sum(connection.open_streams for connection in self._connections)
 
+    def connected(self) -> Connected:
+        """How it is with the connections."""
+        return Connected(
+            connections=len(self._connections),
+            unacknowledged_bytes=sum(one.unacknowledged_bytes for one in self._connections),
+        )
+
     async def listen(self, host: str, port: int, certificate: ServerCertificate | None) -> int:
         """Take `port` at `host`, 0: any free one, and return it. Raises `OSError`."""
         listening = _socket(host, port)
@@ -634,6 +829,7 @@ class Http2Server:
             lambda: _Connection(self),
             sock=listening,
             ssl=None if certificate is None else certificate.ssl_context(),
+            ssl_handshake_timeout=None if certificate is None else HANDSHAKE_S_MAX,
             backlog=BACKLOG,
             start_serving=False,
         )
@@ -657,6 +853,7 @@ class Http2Server:
             now = self.clock()
             for connection in list(self._connections):
                 connection.look(now)
+            self._crowd.tell(now)
 
     def announce_end(self) -> None:
         """Tell every gateway to connect elsewhere; whatever still comes is served."""
@@ -683,16 +880,67 @@ class Http2Server:
     # What connections call.
 
     def admit(self, connection: _Connection) -> bool:
-        if len(self._connections) >= self.settings.connections_max:
+        """Give `connection` a place, another's if need be; False: there is none."""
+        admission = self.places.take(connection)
+        if not admission.admitted:
+            self._crowd.refused(connection.peer)
+            self.cut(Cut.REFUSED)
             return False
         self._connections.add(connection)
         self._empty.clear()
+        if self.settings.connection_age_max_s is not None:
+            jitter = self._random.uniform(1 - AGE_JITTER, 1 + AGE_JITTER)
+            connection.age_max_s = self.settings.connection_age_max_s * jitter
+        if admission.evicted is not None:
+            self._crowd.evicted(admission.evicted.peer)
+            self.cut(Cut.EVICTED)
+            admission.evicted.retire(self.clock())
         return True
 
+    def failed(self, connection: _Connection) -> None:
+        """`connection` broke the rules of HTTP/2."""
+        if connection in self._connections:
+            self.places.leaving(connection)
+            self.cut(Cut.PROTOCOL)
+
     def left(self, connection: _Connection) -> None:
-        self._connections.discard(connection)
+        if connection not in self._connections:
+            return
+        self._connections.remove(connection)
+        self.places.left(connection)
         if not self._connections:
             self._empty.set()
+
+
+class _Crowd:
+    """Connections that were evicted or refused, told in the log once in a while."""
+
+    def __init__(self) -> None:
+        self._evicted = 0
+        self._refused = 0
+        self._peer = ""
+        self._told_at_s = -TELL_S
+
+    def evicted(self, peer: str) -> None:
+        self._evicted += 1
+        self._peer = peer
+
+    def refused(self, peer: str) -> None:
+        self._refused += 1
+        self._peer = peer
+
+    def tell(self, now: Seconds) -> None:
+        """At most once in `TELL_S`, if there is something to tell."""
+        if not (self._evicted or self._refused) or now - self._told_at_s < TELL_S:
+            return
+        _log.warning(
+            "there are more connections than are served: the idlest were asked to leave",
+            evicted=self._evicted,
+            refused=self._refused,
+            last_peer=self._peer,
+        )
+        self._told_at_s = now
+        self._evicted = self._refused = 0
 
 
 def _socket(host: str, port: int) -> socket.socket:
@@ -704,6 +952,27 @@ def _socket(host: str, port: int) -> socket.socket:
     return socket.create_server(
         (host, port), family=family, dualstack_ipv6=dualstack, backlog=BACKLOG
     )
+
+
+def _sent(out: bytes) -> dict[int, bool]:
+    """Streams of whose messages or headers there are frames in `out`, which begins and ends with
+    one -> whether the last of them ended the stream.
+    """
+    found: dict[int, bool] = {}
+    start = 0
+    while start < len(out):
+        head = out[start : start + _FRAME_HEAD_BYTES]
+        kind = head[3]
+        if kind in (_DATA, _HEADERS):
+            found[int.from_bytes(head[5:], "big")] = bool(head[4] & _END_STREAM)
+        start += _FRAME_HEAD_BYTES + int.from_bytes(head[:3], "big")
+    return found
+
+
+def _goaway(last_stream_id: int, code: ErrorCode) -> bytes:
+    """The frame."""
+    payload = last_stream_id.to_bytes(4, "big") + code.to_bytes(4, "big")
+    return len(payload).to_bytes(3, "big") + bytes([_GOAWAY, 0]) + bytes(4) + payload
 
 
 def _trailers(status: Status) -> tuple[tuple[bytes, bytes], ...]:

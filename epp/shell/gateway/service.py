@@ -2,9 +2,11 @@
 
 import asyncio
 import contextlib
+import math
 import time
 from collections.abc import Coroutine, Mapping
 from pathlib import Path
+from random import Random
 from typing import Any, Final, Self
 
 import structlog
@@ -13,7 +15,7 @@ from epp.configuration.flags import IpAddress, ServeFlags
 from epp.configuration.flags import Transport as TransportName
 from epp.core.protocol.budget import BodyBudget
 from epp.shell.gateway.arrivals import Lag
-from epp.shell.gateway.calls import Opener, Transport
+from epp.shell.gateway.calls import Connected, Opener, Transport
 from epp.shell.gateway.ext_proc import ExtProc, StreamObserver
 from epp.shell.gateway.health import Health
 from epp.shell.gateway.tls import ServerCertificate, read_authorities
@@ -44,10 +46,14 @@ class GatewayService:
         health: Health,
         observer: StreamObserver,
         budget: BodyBudget,
+        *,
         lag: Lag,
+        seed: int,
     ) -> None:
+        """`lag` is that of the loop, `seed` of the ages at which connections are retired."""
         self._lag = lag
         self._flags = flags
+        self._ages = Random(f"{seed}:connection-age")  # noqa: S311  ages, not secrets
         self._ext_proc = ext_proc
         self._health = health
         self._observer = observer
@@ -90,6 +96,10 @@ class GatewayService:
         if self._certificate is not None and self._flags.enable_cert_reload:
             loops["certificate"] = self._certificate.watch(CERTIFICATE_POLL_S, _report_certificate)
         return loops
+
+    def connected(self) -> Connected | None:
+        """How it is with the connections of gateways; None: it is not known."""
+        return self._serving.connected() if self._serving is not None else None
 
     async def drain(self, hurry: asyncio.Event) -> None:
         """Not ready; for `drain_grace` as before; then end what can end, and stop when it is quiet.
@@ -135,9 +145,13 @@ class GatewayService:
             return Http2Server(
                 methods,
                 budget=self._budget,
-                settings=Http2Settings(message_bytes_max=message_bytes_max),
+                settings=Http2Settings(
+                    message_bytes_max=message_bytes_max,
+                    connection_age_max_s=self._flags.connection_age_max or None,
+                ),
                 cut=self._observer.connection_cut,
                 lag=self._lag,
+                random=self._ages,
             )
         from epp.shell.gateway.grpcio import GrpcioServer  # noqa: PLC0415
 
@@ -180,9 +194,10 @@ def _certificate(flags: ServeFlags) -> ServerCertificate:
 
 def _connection_age_max_s(flags: ServeFlags) -> float | None:
     """Young enough that a gateway which clings to its connection leaves within a drain."""
-    if not flags.drain_timeout:
-        return None
-    return max(CONNECTION_AGE_MIN_S, flags.drain_timeout / 2)
+    age_s = flags.connection_age_max or math.inf
+    if flags.drain_timeout:
+        age_s = min(age_s, max(CONNECTION_AGE_MIN_S, flags.drain_timeout / 2))
+    return None if age_s == math.inf else age_s
 
 
 async def _wait(event: asyncio.Event, timeout_s: float) -> None:

@@ -806,11 +806,21 @@ METRICS: Final[tuple[MetricSpec, ...]] = (
         ("path",),
         "counter",
     ),
+    _sampled("homing_extproc_connections", "connections", "Connections of gateways that are open."),
+    _sampled(
+        "homing_extproc_unacknowledged_bytes",
+        "bytes",
+        "What has come on all connections and was not given back to their windows: it waits for a "
+        "turn, or for earlier answers to be taken.",
+    ),
     MetricSpec(
         "homing_extproc_connections_cut_total",
         "counter",
         "connections",
-        "Connections cut because they only opened streams and reset them.",
+        "Connections ended against their gateway's will: they only opened streams and reset them, "
+        "broke the rules of HTTP/2, had much of their window not given back, were the idlest when "
+        "a newer one needed their place, or got none.",
+        ("reason",),
     ),
     MetricSpec(
         "homing_drain_cut_streams_total",

@@ -15,6 +15,7 @@ from epp.core.knowledge.inflight import Ending, Outcome
 from epp.core.knowledge.pool import UPSTREAM_FAILURES
 from epp.core.protocol.session import Exchange, StreamFailure
 from epp.core.types import Endpoint, Refusal, Seconds
+from epp.shell.gateway.calls import Cut
 from epp.shell.operators.logs import DecisionLog
 from epp.shell.operators.per_second import PerSecond
 from epp.shell.operators.recent_decisions import RecentDecisions
@@ -249,8 +250,8 @@ class Observation:
             self._recent.shed += 1
 
     @contained
-    def connection_cut(self) -> None:
-        self._telemetry.connection_cut()
+    def connection_cut(self, reason: Cut) -> None:
+        self._telemetry.connection_cut(reason)
 
     @contained
     def drain_cut(self, streams: int) -> None:

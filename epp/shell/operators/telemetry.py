@@ -34,6 +34,7 @@ from epp.core.peers.exchange import PeerExchange
 from epp.core.prompt.request import InferenceRequest
 from epp.core.types import BYTES_PER_TOKEN, Endpoint, Refusal, Seconds
 from epp.shell.engines.first_tokens import FirstTokens
+from epp.shell.gateway.calls import Connected, Cut
 from epp.shell.kubernetes.state import ClusterSnapshot
 from epp.shell.operators.capture import CaptureSnapshot
 from epp.shell.operators.counting import (
@@ -111,6 +112,8 @@ class PoolSnapshot(Struct, frozen=True, kw_only=True):
     """Result -> load reports in response headers."""
     messages: Mapping[str, int] = field(default_factory=dict)
     """Way in which messages of gateways were read -> how many."""
+    connected: Connected | None = None
+    """None: the transport does not know."""
     segments: Mapping[str, int] = field(default_factory=dict)
     """Result ("known", "new") -> segments of long prompts."""
     spans: Mapping[str, int] = field(default_factory=dict)
@@ -378,7 +381,12 @@ class Telemetry:
         self._unknown_objective = numbers["homing_unknown_objective_total"].labels()
         self._drain_cut = numbers["homing_drain_cut_streams_total"].labels()
         self._failures = Children(_labelled(numbers["homing_telemetry_failures_total"]), 32)
-        self._connections_cut = numbers["homing_extproc_connections_cut_total"].labels()
+        self._connections_cut = Children(
+            _labelled(numbers["homing_extproc_connections_cut_total"]), len(Cut)
+        )
+        for reason in Cut:
+            # There from the start: an alert sees the first one too.
+            self._connections_cut(reason.value)
         numbers["homing_info"].labels(__version__).set(1)
         if pool is not None:
             registry.register(PoolCollector(pool))
@@ -690,9 +698,9 @@ class Telemetry:
         self._streams_ended(code).inc()
         self._stream_s.observe(elapsed_s)
 
-    def connection_cut(self) -> None:
-        """A gateway's connection was cut because it only opened streams and reset them."""
-        self._connections_cut.inc()
+    def connection_cut(self, reason: Cut) -> None:
+        """A transport ended a connection that its gateway would have kept."""
+        self._connections_cut(reason.value).inc()
 
     def drain_cut(self, streams: int) -> None:
         """`streams` were still open when the drain timed out."""
@@ -845,6 +853,12 @@ def _add_pool(families: _Families, snapshot: PoolSnapshot) -> None:
         families["homing_spans_total"].add_metric([result], spans)
     for path, messages in snapshot.messages.items():
         families["homing_extproc_messages_total"].add_metric([path], messages)
+    connected = snapshot.connected
+    if connected is not None:
+        families["homing_extproc_connections"].add_metric([], connected.connections)
+        families["homing_extproc_unacknowledged_bytes"].add_metric(
+            [], connected.unacknowledged_bytes
+        )
     for suffix, column in (
         ("kv_cache_utilization", candidates.kv_cache_usage),
         ("queue_size", candidates.waiting_requests),

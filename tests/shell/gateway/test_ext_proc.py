@@ -55,8 +55,8 @@ class Told(gw.Told):
     def stream_shed(self, refusal):
         self.events.append(f"shed {refusal.status}")
 
-    def connection_cut(self):
-        self.events.append("connection cut")
+    def connection_cut(self, reason):
+        self.events.append(f"connection cut for {reason}")
 
     def drain_cut(self, streams):
         raise AssertionError("whoever drains tells it, not the server")
@@ -747,7 +747,7 @@ async def test_a_connection_that_only_resets_is_cut_and_the_others_are_served(ri
         assert not innocent.closed
         (line,) = lines
         assert line["event"].startswith("connection cut")
-        assert rig.told.events.count("connection cut") == 1
+        assert rig.told.events.count("connection cut for resets") == 1
     await until(lambda: not rig.ext_proc.open_streams, "the end of all streams")
 
 

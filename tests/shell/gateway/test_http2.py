@@ -3,7 +3,7 @@
 import asyncio
 import gc
 import weakref
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from itertools import pairwise
 from random import Random
 
@@ -15,9 +15,12 @@ import structlog
 from hypothesis import given
 from hypothesis import strategies as st
 from ngh2 import events as h2
+from ngh2.enums import ErrorCode
 
+from bench.raw_http2 import HEADERS as HEADERS_FRAME
+from bench.raw_http2 import PREFACE, SETTINGS, WINDOW_UPDATE, frame
 from epp.core.protocol.budget import BodyBudget
-from epp.shell.gateway.calls import Code, Status
+from epp.shell.gateway.calls import Code, Cut, Status
 from epp.shell.gateway.http2 import (
     CONNECTION_STREAMS_MAX,
     QUEUED_BYTES_MAX,
@@ -29,10 +32,12 @@ from epp.shell.gateway.http2 import (
     _RefusedError,
     _timeout_s,
 )
+from epp.shell.gateway.turns import TURN_STEPS_MAX
 from tests.envoy.rig import until
 from tests.streams import TIMEOUT_S, channel_to
 from tests.transports import carried
 
+CONTINUATION = 9
 PATH = "/a.Service/Method"
 HEADERS = [
     (b":method", b"POST"),
@@ -90,7 +95,7 @@ class Service:
         self.calls = []
         self.messages = []
         self.closed = []
-        self.cut = 0
+        self.cuts = []
         self.budget = BodyBudget(100_000_000)
 
     def open(self, peer, wire):
@@ -98,8 +103,8 @@ class Service:
         self.calls.append(call)
         return call
 
-    def connection_cut(self):
-        self.cut += 1
+    def connection_cut(self, reason):
+        self.cuts.append(reason)
 
     def transport(self, **settings):
         return Http2Server(
@@ -172,9 +177,15 @@ class Client(asyncio.Protocol):
 
 
 @asynccontextmanager
-async def connected(port, settings=None, **configuration):
+async def connected(port, settings=None, *, host=None, **configuration):
+    """`host` is where it comes from, one of 127.0.0.0/8."""
     loop = asyncio.get_running_loop()
-    _, client = await loop.create_connection(lambda: Client(**configuration), "127.0.0.1", port)
+    _, client = await loop.create_connection(
+        lambda: Client(**configuration),
+        "127.0.0.1",
+        port,
+        local_addr=None if host is None else (host, 0),
+    )
     client.engine.initiate_connection(settings or {})
     # One stream that is not read must not hold up the others by the window of all.
     client.engine.set_local_window_size(2**31 - 1)
@@ -190,7 +201,8 @@ async def connected(port, settings=None, **configuration):
 async def service():
     """With `port`, where it is served."""
     service = Service()
-    async with carried(service.transport(message_bytes_max=4_000_000)) as port:
+    service.transport_ = service.transport(message_bytes_max=4_000_000)
+    async with carried(service.transport_) as port:
         service.port = port
         yield service
 
@@ -426,25 +438,326 @@ async def test_a_connection_that_only_resets_is_closed(service):
             client.flush()
             assert await client.status(client.open(end=True)) == (0, b"")
         with structlog.testing.capture_logs() as lines:
-            while not service2.cut:
+            while not service2.cuts:
                 client.engine.reset_stream(client.open())
                 client.flush()
                 await asyncio.sleep(0)
             await asyncio.wait_for(client.closed.wait(), TIMEOUT_S)
-        assert service2.cut == 1
+        assert service2.cuts == [Cut.RESETS]
         (line,) = lines
         assert line["event"].startswith("connection cut")
-    assert service.cut == 0
+    assert service.cuts == []
 
 
-async def test_only_so_many_connections_are_taken():
-    """The one above the limit is closed, the others go on, and a place that is free is given."""
+@pytest.fixture
+def brief(monkeypatch):
+    """What takes seconds takes none."""
+    monkeypatch.setattr("epp.shell.gateway.http2.NOTICE_S", 0.0)
+    monkeypatch.setattr("epp.shell.gateway.http2.POLL_S", 0.01)
+    monkeypatch.setattr("epp.shell.gateway.http2.TELL_S", 0.0)
+
+
+def told(client, kind):
+    return [event for event in client.events if isinstance(event, kind)]
+
+
+async def answered(client):
+    assert await client.status(client.open(end=True)) == (0, b"")
+
+
+async def test_above_the_limit_of_an_address_its_idlest_connection_leaves(brief):
+    """The newest is served, the others stay, and what is open on the idlest is served to its end."""
     service = Service()
-    async with carried(service.transport(connections_max=1)) as port, connected(port) as first:
-        assert await first.status(first.open(end=True)) == (0, b"")
-        async with connected(port) as second:
-            await asyncio.wait_for(second.closed.wait(), TIMEOUT_S)
-        assert await first.status(first.open(end=True)) == (0, b"")
+    transport = service.transport(host_connections_max=2)
+    async with (
+        carried(transport) as port,
+        connected(port) as idle,
+        connected(port) as busy,
+        connected(port, host="127.0.0.2") as elsewhere,
+    ):
+        open_ = busy.open(framed(b"a"))
+        await until(lambda: busy.received(open_), "the answer")
+        await answered(idle)
+        with structlog.testing.capture_logs() as lines:
+            async with connected(port) as newest:
+                await answered(newest)
+                await asyncio.wait_for(idle.closed.wait(), TIMEOUT_S)
+                assert [event.error_code for event in told(idle, h2.GoAwayReceived)] == [0, 0]
+                # Whoever is idle leaves before whoever is not, whatever was heard last.
+                async with connected(port) as another:
+                    await answered(another)
+                    await asyncio.wait_for(newest.closed.wait(), TIMEOUT_S)
+                await until(lambda: len(lines) == 2, "the second line")
+        assert service.cuts == [Cut.EVICTED] * 2
+        assert [(line["evicted"], line["refused"]) for line in lines] == [(1, 0), (1, 0)]
+        busy.send(open_, b"", end=True)
+        assert await busy.status(open_) == (0, b"")
+        await answered(elsewhere)
+        assert not busy.closed.is_set()
+        assert transport.connected().connections == 2
+
+
+async def test_above_the_limit_of_all_the_address_with_most_gives_up_a_place(brief):
+    """However many idle ones there are from elsewhere, a new gateway is served."""
+    service = Service()
+    async with (
+        carried(service.transport(connections_max=3)) as port,
+        connected(port) as alone,
+        connected(port, host="127.0.0.2") as first,
+        connected(port, host="127.0.0.2") as second,
+    ):
+        for client in (alone, first, second):
+            await answered(client)
+        async with connected(port, host="127.0.0.3") as newest:
+            await answered(newest)
+            await asyncio.wait_for(first.closed.wait(), TIMEOUT_S)
+            for client in (alone, second, newest):
+                await answered(client)
+
+
+async def test_the_newest_is_refused_where_nobody_can_leave(brief, monkeypatch):
+    """An address whose connections all have streams has twice as many as it may, and no more."""
+    service = Service()
+    async with AsyncExitStack() as opened:
+        port = await opened.enter_async_context(carried(service.transport(host_connections_max=2)))
+        clients = []
+        for _ in range(4):
+            client = await opened.enter_async_context(connected(port))
+            stream = client.open(framed(b"a"))
+            await until(lambda c=client, s=stream: c.received(s), "the answer")
+            clients.append((client, stream))
+        async with connected(port) as fifth:
+            await asyncio.wait_for(fifth.closed.wait(), TIMEOUT_S)
+        assert service.cuts == [Cut.EVICTED] * 2 + [Cut.REFUSED]
+        async with connected(port, host="127.0.0.2") as elsewhere:
+            await answered(elsewhere)
+        for client, stream in clients:
+            client.send(stream, b"", end=True)
+            assert await client.status(stream) == (0, b"")
+
+
+async def test_lines_about_a_crowd_are_few():
+    """However many connections are turned away."""
+    service = Service()
+    async with AsyncExitStack() as opened:
+        port = await opened.enter_async_context(carried(service.transport(host_connections_max=1)))
+        with structlog.testing.capture_logs() as lines:
+            for _ in range(30):
+                await opened.enter_async_context(connected(port))
+            await until(lambda: lines and len(service.cuts) == 29, "a line, and all of them")
+        (line,) = lines
+        assert line["last_peer"].startswith("ipv4:127.0.0.1:")
+        assert set(service.cuts) == {Cut.EVICTED, Cut.REFUSED}
+
+
+# Flow control is an invariant.
+
+SMALL_WINDOW_BYTES = 200_000
+"""Of a connection."""
+
+
+async def test_refused_streams_do_not_use_up_their_connection():
+    """What comes for them is more than the window, and an innocent one is served all the same."""
+    service = Service()
+    transport = service.transport(connection_window_bytes=SMALL_WINDOW_BYTES)
+    async with carried(transport) as port, connected(port) as client:
+        for _ in range(30):
+            stream = client.open(framed(b"end 8"), bytes(20_000))
+            assert (await client.status(stream))[0] == 8
+            client.send(stream, bytes(20_000), end=True)
+        innocent = client.open(framed(bytes(150_000)), end=True)
+        assert await client.status(innocent) == (0, b"")
+        await until(lambda: not transport.connected().unacknowledged_bytes, "the acknowledgement")
+        assert not told(client, h2.GoAwayReceived)
+    assert service.cuts == []
+
+
+@pytest.mark.parametrize("end", ["reset by the client", "cut by a deadline", "failed"])
+async def test_what_was_not_looked_at_when_a_stream_ended_is_acknowledged(service, end):
+    """While answers to an earlier message of it wait for its window."""
+    async with connected(service.port, settings={4: 65_535}, auto_window_update=False) as client:
+        headers = [*HEADERS, (b"grpc-timeout", b"300m")] if end.startswith("cut") else HEADERS
+        stream = client.open(framed(b"many 10000"), headers=headers)
+        await until(lambda: len(client.received(stream)) == 65_535, "the first window")
+        client.send(stream, framed(bytes(300_000)) + framed(b"fail"))
+        (connection,) = service.transport_._connections
+        if end.startswith("reset"):
+            await until(lambda: connection.unacknowledged_bytes > 300_000, "the message")
+            client.engine.reset_stream(stream)
+            client.flush()
+        elif end == "failed":
+            await until(lambda: connection.unacknowledged_bytes > 300_000, "the message")
+            service.calls[0].wire.end(Status(Code.OK))
+            client.engine.reset_stream(stream)
+            client.flush()
+        await until(lambda: service.closed or end.startswith("cut"), "the end")
+        if end.startswith("cut"):
+            # Its trailers wait behind what was answered.
+            await until(lambda: connection.unacknowledged_bytes > 300_000, "the message")
+            client.engine.reset_stream(stream)
+            client.flush()
+        await until(lambda: not connection.unacknowledged_bytes, "the acknowledgement")
+        await until(lambda: not service.budget.held_bytes, "what was held")
+        assert (await client.status(client.open(end=True)))[0] == 0
+
+
+async def test_who_goes_on_sending_on_a_stream_that_is_over_is_reset(service):
+    """After a window of it, which is all that can be on its way when the status comes."""
+    async with connected(service.port) as client:
+        stream = client.open(framed(b"end 3"))
+        assert (await client.status(stream))[0] == 3
+        client.send(stream, bytes(2 * STREAM_WINDOW_BYTES))
+        await until(lambda: told(client, h2.StreamReset), "the reset")
+        (reset,) = told(client, h2.StreamReset)
+        assert reset.error_code == 0
+        assert await client.status(client.open(framed(b"x"), end=True)) == (0, b"")
+
+
+async def test_what_waits_for_its_window_counts_against_the_budget():
+    """Thousands of streams that take no answers hold no more than all may."""
+    service = Service()
+    service.budget.bytes_max = 500_000
+    async with (
+        carried(service.transport()) as port,
+        connected(port, settings={4: 65_535}, auto_window_update=False) as client,
+    ):
+        streams = []
+        for _ in range(4):
+            stream = client.open(framed(b"many 10000"))
+            await until(lambda s=stream: len(client.received(s)) == 65_535, "the first window")
+            client.send(stream, framed(bytes(200_000)))
+            streams.append(stream)
+        await until(lambda: len(service.calls) == 4, "the streams")
+        await until(lambda: service.budget.held_bytes >= 400_000, "what is held")
+        for stream in streams:
+            client.engine.acknowledge_received_data(65_535, stream)
+        client.engine.reset_stream(streams[0])
+        client.flush()
+        await until(lambda: service.budget.held_bytes <= 250_000, "what was given back")
+
+
+async def test_a_connection_whose_window_is_not_given_back_is_retired_in_time(brief):
+    """Whoever holds it up: the gateway connects anew, and what is open is served to its end."""
+    service = Service()
+    transport = service.transport(connection_window_bytes=300_000)
+    async with (
+        carried(transport) as port,
+        connected(port, settings={4: 65_535}, auto_window_update=False) as client,
+    ):
+        open_ = client.open(framed(b"many 50"))
+        await until(lambda: len(client.received(open_)) == 65_535, "the first window")
+        with structlog.testing.capture_logs() as lines:
+            client.send(open_, framed(bytes(240_000)), end=True)
+            await until(lambda: told(client, h2.GoAwayReceived), "the GOAWAY")
+        assert [line["event"].partition(":")[0] for line in lines] == ["connection retired"]
+        assert service.cuts == [Cut.WINDOW]
+        assert client.engine.remote_window_size > 0
+        while b"grpc-status" not in client.headers(open_):
+            unread = len(client.received(open_))
+            client.engine.set_local_window_size(2**31 - 1, stream_id=open_)
+            client.flush()
+            await until(
+                lambda n=unread: (
+                    len(client.received(open_)) > n or b"grpc-status" in client.headers(open_)
+                ),
+                "more of it",
+            )
+        assert await client.status(open_) == (0, b"")
+        await asyncio.wait_for(client.closed.wait(), TIMEOUT_S)
+
+
+async def test_a_connection_that_is_old_is_retired_and_its_streams_are_served(brief):
+    """Each at an age of its own, so that not all gateways connect anew at once."""
+    service = Service()
+    transport = service.transport(connection_age_max_s=0.2)
+    async with (
+        carried(transport) as port,
+        connected(port) as client,
+        connected(port) as idle,
+    ):
+        stream = client.open(framed(b"a"))
+        ages = {connection.age_max_s for connection in transport._connections}
+        assert len(ages) == 2
+        assert all(0.18 <= age <= 0.22 for age in ages)
+        await asyncio.wait_for(idle.closed.wait(), TIMEOUT_S)
+        await until(lambda: len(told(client, h2.GoAwayReceived)) == 2, "the second GOAWAY")
+        assert told(client, h2.GoAwayReceived)[0].last_stream_id == 2**31 - 1
+        client.send(stream, b"", end=True)
+        assert await client.status(stream) == (0, b"")
+        await asyncio.wait_for(client.closed.wait(), TIMEOUT_S)
+    assert service.cuts == []
+
+
+# Turns.
+
+
+async def test_tiny_messages_in_full_frames_let_others_have_their_turns(service):
+    """The loop is given back between a few messages, however many fit a frame."""
+    turns = 0
+
+    async def ticking():
+        nonlocal turns
+        while True:
+            turns += 1
+            await asyncio.sleep(0)
+
+    async with connected(service.port) as client:
+        stream = client.open(framed(b"x"))
+        await until(lambda: client.received(stream), "the first answer")
+        seen = asyncio.create_task(ticking())
+        client.send(stream, framed(b"") * 20_000, end=True)
+        await until(lambda: len(service.messages) == 20_001, "all messages")
+        seen.cancel()
+        assert await client.status(stream) == (0, b"")
+        assert client.received(stream) == framed(b"x") + framed(b"") * 20_000 + framed(b"bye")
+    assert turns > 20_000 / TURN_STEPS_MAX
+
+
+async def test_a_stream_ends_while_messages_of_it_wait_for_a_turn(service):
+    """By its wire, by its deadline, or with its connection."""
+    for end in ("wire", "deadline", "connection"):
+        service.messages.clear()
+        async with connected(service.port) as client:
+            headers = [*HEADERS, (b"grpc-timeout", b"1m")] if end == "deadline" else HEADERS
+            stream = client.open(framed(b"") * 20_000, headers=headers)
+            await until(lambda: service.messages or service.closed, "the first of them")
+            if end == "wire":
+                service.calls[-1].wire.end(Status(Code.OK))
+            if end != "connection":
+                await client.status(stream)
+        await until(lambda: len(service.closed) == len(service.calls), "the end")
+    assert service.budget.held_bytes == 0
+
+
+async def test_only_streams_of_which_something_was_sent_are_looked_at(service, monkeypatch):
+    """A thousand that wait for their windows cost the others nothing."""
+    asked = 0
+
+    class Counting(ngh2.Connection):
+        def queued_body_size(self, stream_id=None):
+            nonlocal asked
+            asked += 1
+            return super().queued_body_size(stream_id)
+
+    monkeypatch.setattr("epp.shell.gateway.http2.Connection", Counting)
+    async with connected(
+        service.port, settings={4: 0}, peer_max_concurrent_streams=2_000
+    ) as client:
+        await until(lambda: client.events, "the settings")
+        waiting = [client.open(framed(b"a")) for _ in range(1_000)]
+        await until(lambda: len(service.messages) == 1_000, "all of them")
+        asked = 0
+        for number in range(20):
+            client.engine.set_local_window_size(100, stream_id=waiting[number])
+            client.flush()
+            await until(lambda n=number: client.received(waiting[n]), "its answer")
+        # Windows of the connection concern none of them either.
+        for _ in range(20):
+            client.engine.ping()
+            client.transport.write(frame(WINDOW_UPDATE, 0, 0, (1).to_bytes(4, "big")))
+            client.flush()
+        await until(lambda: len(told(client, h2.PingAcknowledged)) == 20, "the pings")
+    assert asked <= 100
 
 
 async def test_a_silent_connection_is_asked_and_then_closed():
@@ -540,6 +853,39 @@ async def test_mutated_bytes_harm_nobody_else(service):
         assert await innocent.status(innocent.open(end=True)) == (0, b"")
     await until(lambda: service.budget.held_bytes == 0, "nothing to be held")
     assert len(service.closed) == len(service.calls)
+
+
+async def test_a_flood_of_continuations_ends_its_connection_and_nothing_else(service):
+    """With the error that HTTP/2 has for it, counted, and no exception."""
+    problems = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, about: problems.append(about))
+    flood = frame(HEADERS_FRAME, 0, 1, b"\x82") + frame(CONTINUATION, 0, 1, b"") * 1_000
+    async with connected(service.port) as innocent:
+        with structlog.testing.capture_logs() as lines:
+            reader, writer = await asyncio.open_connection("127.0.0.1", service.port)
+            writer.write(PREFACE + frame(SETTINGS, 0, 0, b"") + flood)
+            answer = await asyncio.wait_for(reader.read(), TIMEOUT_S)
+            writer.close()
+        goaway = answer[-17:]
+        assert goaway[3] == 7
+        assert int.from_bytes(goaway[-4:], "big") == ErrorCode.ENHANCE_YOUR_CALM
+        assert await innocent.status(innocent.open(end=True)) == (0, b"")
+    assert service.cuts == [Cut.PROTOCOL]
+    assert (problems, lines) == ([], [])
+
+
+async def test_a_connection_that_fails_takes_its_streams_with_it(service):
+    """Also one that does not take the goodbye is closed after a while."""
+    async with connected(service.port) as client:
+        stream = client.open(framed(b"a"))
+        await until(lambda: client.received(stream), "the answer")
+        client.transport.write(frame(CONTINUATION, 0, 0, b""))
+        await asyncio.wait_for(client.closed.wait(), TIMEOUT_S)
+        assert [event.error_code for event in told(client, h2.GoAwayReceived)] == [1]
+        assert [event.last_stream_id for event in told(client, h2.GoAwayReceived)] == [stream]
+    await until(lambda: service.closed == [Code.CANCELLED], "the end of the stream")
+    service.calls[0].wire.push(b"too late")
+    service.calls[0].wire.end(Status(Code.OK))
 
 
 # A real client.

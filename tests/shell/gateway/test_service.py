@@ -4,8 +4,8 @@ import socket
 
 import pytest
 
-from epp.configuration.flags import IpAddress
-from epp.shell.gateway.service import _listen
+from epp.configuration.flags import IpAddress, parse_serve
+from epp.shell.gateway.service import _connection_age_max_s, _listen
 from epp.shell.starting import StartError
 from tests.envoy.rig import free_ports
 from tests.transports import TRANSPORTS, transport_of
@@ -14,6 +14,25 @@ from tests.transports import TRANSPORTS, transport_of
 @pytest.fixture(params=TRANSPORTS)
 async def transport(request):
     return transport_of(request.param, {})
+
+
+@pytest.mark.parametrize(
+    ("age", "drain", "expected"),
+    [
+        ("30m", "30s", 15.0),
+        ("5s", "30s", 5.0),
+        ("0s", "30s", 15.0),
+        ("30m", "0s", 1800.0),
+        ("0s", "0s", None),
+        ("30m", "1s", 2.0),
+    ],
+)
+def test_with_grpcio_connections_end_within_a_drain_and_at_their_age(age, drain, expected):
+    """It has no other way to tell a gateway that it is to leave."""
+    flags = parse_serve(
+        ["--endpoints-file=x", f"--connection-age-max={age}", f"--drain-timeout={drain}"], {}
+    )
+    assert _connection_age_max_s(flags) == expected
 
 
 ANYWHERE = IpAddress("::")

@@ -11,6 +11,7 @@ from epp.core.protocol.messages import BodyMode
 from epp.core.protocol.session import Exchange, StreamFailure
 from epp.core.protocol.usage import Usage
 from epp.core.types import Refusal, RefusalReason
+from epp.shell.gateway.calls import Cut
 from epp.shell.operators import observation
 from epp.shell.operators.logs import DecisionLog
 from epp.shell.operators.observation import Observation
@@ -299,14 +300,15 @@ def test_streams_and_what_goes_wrong_in_them_are_counted(observed):
     told.stream_closed("CANCELLED", 2.5)
     told.unknown_body_mode(9)
     told.protocol_violated("routed", "RequestHeaders")
-    told.connection_cut()
+    told.connection_cut(Cut.RESETS)
     told.drain_cut(1)
     assert observed("extproc_streams_inflight") == 1
     assert observed("extproc_streams_total", code="CANCELLED") == 1
     assert observed("extproc_stream_duration_seconds_sum") == 2.5
     assert observed("unknown_body_mode_total", mode="9") == 1
     assert observed("protocol_violations_total", phase="routed", event="RequestHeaders") == 1
-    assert observed("extproc_connections_cut_total") == 1
+    assert observed("extproc_connections_cut_total", reason="resets") == 1
+    assert observed("extproc_connections_cut_total", reason="evicted") == 0
     assert observed("drain_cut_streams_total") == 1
 
 

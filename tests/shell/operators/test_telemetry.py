@@ -22,6 +22,7 @@ from epp.core.peers.exchange import PeerExchange, Taken
 from epp.core.peers.frames import Frame, encode
 from epp.core.types import Refusal, RefusalReason
 from epp.shell.engines.first_tokens import FirstTokens
+from epp.shell.gateway.calls import Connected, Cut
 from epp.shell.kubernetes.state import ClusterSnapshot, Reflection
 from epp.shell.operators.capture import CaptureSnapshot
 from epp.shell.operators.metric_table import METRICS, REQUEST_BUCKETS_S
@@ -102,6 +103,7 @@ def snapshot(count=4, **fields):
             )
         },
         messages={"scan": 7, "protobuf": 2},
+        connected=Connected(connections=3, unacknowledged_bytes=70),
         segments={"known": 5, "new": 6},
         spans={"exported": 8, "dropped": 1},
         slowness={2: 4.5, 3: 0.5},
@@ -188,7 +190,7 @@ def exercise(exported):
     telemetry.config_rejected()
     telemetry.stream_opened()
     telemetry.stream_closed("OK", elapsed_s=1.0)
-    telemetry.connection_cut()
+    telemetry.connection_cut(Cut.EVICTED)
     telemetry.drain_cut(2)
     telemetry.failed("internal")
     telemetry.telemetry_failed("decided")
@@ -705,6 +707,8 @@ def test_the_pool_is_read_when_the_page_is_made():
     assert exported("homing_inflight_tokens", **place) == 128
     assert exported("homing_extproc_messages_total", path="scan") == 7
     assert exported("homing_extproc_messages_total", path="protobuf") == 2
+    assert exported("homing_extproc_connections") == 3
+    assert exported("homing_extproc_unacknowledged_bytes") == 70
     assert exported("homing_prompt_segments_total", result="known") == 5
     assert exported("homing_prefix_indexer_size", index="approx") == 12
     evicted = exported("homing_prefix_indexer_evictions_total", index="approx", cause="ttl")

@@ -139,6 +139,11 @@ async def _until_signal(picker: "EndpointPicker") -> None:
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, received)
+    # Its default would end the picker without a drain. Who sends it wants files to be read again,
+    # as other servers do at this signal; ours are read whenever they change.
+    loop.add_signal_handler(
+        signal.SIGHUP, _log.warning, "SIGHUP is ignored: files are read again when they change"
+    )
     await picker.serve(stop, hurry)
 
 

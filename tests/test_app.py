@@ -1192,6 +1192,18 @@ async def test_a_signal_drains_and_ends_with_0(number, transport, tmp_path):
             assert all(json.loads(line)["timestamp"] for line in epp.lines)
 
 
+async def test_a_hangup_ends_nothing(tmp_path):
+    """Who sends it wants files to be read again, which they are; it is one line of the log."""
+    given, _ = arguments_for(tmp_path, TWO)
+    async with child(*given) as epp:
+        await epp.until_logged("serving")
+        epp.process.send_signal(signal.SIGHUP)
+        await epp.until_logged("SIGHUP is ignored: files are read again when they change")
+        epp.process.send_signal(signal.SIGTERM)
+        assert await epp.end() == (0, "")
+    assert epp.events[-2:] == ["draining", "stopped"]
+
+
 async def test_the_log_says_which_event_loop_serves(tmp_path):
     """It is uvloop's wherever that is installed."""
     given, _ = arguments_for(tmp_path, TWO)

@@ -11,10 +11,10 @@ SHARED := --numprocesses $(WORKERS) --dist loadgroup --no-loadscope-reorder
 LOCKED := --extra sim --extra valkey --extra otel
 PIP := $(BIN)/python -m pip --disable-pip-version-check install
 
-.PHONY: help demo test validate coverage peers check fmt bench attack soak dist sbom audit tools image actionlint docs site walkthrough lock apiserver clean
+.PHONY: help demo test validate coverage peers check fmt bench attack soak dist sbom audit tools image actionlint h2spec docs site walkthrough lock apiserver clean
 
 help:                 ## what there is to make
-	@sed -n 's/^\([a-z]*\):[^#]*## /\1 /p' Makefile | while read -r target what; do \
+	@sed -n 's/^\([a-z0-9]*\):[^#]*## /\1 /p' Makefile | while read -r target what; do \
 	  printf 'make %-10s %s\n' "$$target" "$$what"; done
 
 demo: $(STAMP)        ## round robin against Homing behind a real Envoy, at most three minutes
@@ -76,6 +76,10 @@ image: $(STAMP)       ## the steps of deploy/Dockerfile without a container engi
 
 actionlint:           ## build actionlint for the tests that need it, with Go, a minute
 	@$(PYTHON) -m tests.release.actionlint
+
+h2spec: $(STAMP)      ## build h2spec for the test that needs it, with Go, a minute, and run it
+	@$(BIN)/python -m tests.shell.gateway.h2spec
+	$(BIN)/python -m pytest -q tests/shell/gateway/test_h2spec.py
 
 docs: $(STAMP)        ## write the generated parts of docs/ anew
 	$(BIN)/python -m docs.reference

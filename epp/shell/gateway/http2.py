@@ -104,7 +104,8 @@ _SETTINGS: Final[Mapping[int, int]] = {
     Setting.INITIAL_WINDOW_SIZE: STREAM_WINDOW_BYTES,
     Setting.MAX_HEADER_LIST_SIZE: HEADER_LIST_BYTES_MAX,
 }
-_NO_GRPC: Final = Status(Code.UNKNOWN, "the content type is not that of gRPC")
+_NO_GRPC: Final = ((b":status", b"415"), (b"content-type", b"text/plain"))
+_NO_GRPC_BODY: Final = b"expected the content type application/grpc\n"
 _NO_METHOD: Final = Status(Code.UNIMPLEMENTED, "there is no such method")
 _FULL: Final = Status(Code.RESOURCE_EXHAUSTED, "the picker holds as many bytes as it may")
 _OVER: Final = EndedCall(CANCELLED)
@@ -450,15 +451,16 @@ class _Connection(asyncio.Protocol):
     def _open(self, event: events.RequestReceived) -> None:
         fields = dict(event.headers)
         stream_id = event.stream_id
+        self._last_stream_id = stream_id
         came_at_s = self._came_at_s.popleft() if self._came_at_s else self._read_at_s
+        if not fields.get(b"content-type", b"").startswith(b"application/grpc"):
+            self._answer_plainly(stream_id)
+            return
         waited_s = max(0.0, self._server.clock() - came_at_s)
         stream = _Stream(self, stream_id, self._settings.message_bytes_max, waited_s)
         self._streams[stream_id] = stream
-        self._last_stream_id = stream_id
         opener = self._server.methods.get(fields.get(b":path", b"").decode("latin-1"))
-        if not fields.get(b"content-type", b"").startswith(b"application/grpc"):
-            stream.call = EndedCall(_NO_GRPC)
-        elif opener is None or fields.get(b":method") != b"POST":
+        if opener is None or fields.get(b":method") != b"POST":
             stream.call = EndedCall(_NO_METHOD)
         else:
             stream.call = opener(self._peer, stream)
@@ -471,6 +473,14 @@ class _Connection(asyncio.Protocol):
             self._half_close(stream)
         elif stream.call.ended is not None:
             self.carry_on(stream)
+
+    def _answer_plainly(self, stream_id: int) -> None:
+        """To who does not speak gRPC, as gRPC has it: a status of HTTP, and no trailers."""
+        self._lingering[stream_id] = _Lingering(self._server.clock())
+        # It fails for one that was reset meanwhile, of which an event tells.
+        with contextlib.suppress(NGH2Error):
+            self._engine.send_response(stream_id, _NO_GRPC)
+            self._engine.send_data(stream_id, _NO_GRPC_BODY, end_stream=True)
 
     def _data(self, stream: _Stream, data: bytes, *, ends: bool) -> None:
         stream.unacknowledged_bytes += len(data)
@@ -895,6 +905,9 @@ class Http2Server:
             self._crowd.evicted(admission.evicted.peer)
             self.cut(Cut.EVICTED)
             admission.evicted.retire(self.clock())
+            if not admission.evicted.open_streams:
+                # Its place is needed, and nothing was heard of it for longer than of any other.
+                admission.evicted.go_away()
         return True
 
     def failed(self, connection: _Connection) -> None:

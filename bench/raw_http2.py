@@ -17,11 +17,13 @@ PATH: Final = "/envoy.service.ext_proc.v3.ExternalProcessor/Process"
 PREFACE: Final = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 
 DATA, HEADERS, RST_STREAM, SETTINGS, PING, GOAWAY, WINDOW_UPDATE = 0, 1, 3, 4, 6, 7, 8
+CONTINUATION = 9
 END_STREAM, END_HEADERS, ACK = 1, 4, 1
 CANCEL: Final = 8
 INITIAL_WINDOW_SIZE: Final = 4
 WINDOW_BYTES: Final = 65_535
 WINDOW_BYTES_MAX: Final = 2**31 - 1
+FRAME_BYTES_MAX: Final = 16_384
 
 
 def frame(kind: int, flags: int, stream: int, payload: bytes = b"") -> bytes:
@@ -71,6 +73,8 @@ class RawConnection:
         self._writer = writer
         self._next = 1
         self._window_bytes = WINDOW_BYTES
+        self.stream_window_bytes = WINDOW_BYTES
+        """Of each stream at its beginning, as the peer's settings say."""
         self._waiting: deque[bytes] = deque()
         self.answered: dict[int, bytes] = {}
         self.ended: set[int] = set()
@@ -85,10 +89,14 @@ class RawConnection:
         self._reading = asyncio.create_task(self._read(), name="raw connection")
 
     @classmethod
-    async def open(cls, port: int, headers: bytes = EXT_PROC) -> "RawConnection":
-        """Connect in plaintext on loopback; every stream will have the block `headers`."""
+    async def open(
+        cls, port: int, headers: bytes = EXT_PROC, *, stream_window_bytes: int = WINDOW_BYTES_MAX
+    ) -> "RawConnection":
+        """Connect in plaintext on loopback; every stream will have the block `headers`, and may be
+        answered with `stream_window_bytes`.
+        """
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
-        settings = struct.pack(">HI", INITIAL_WINDOW_SIZE, WINDOW_BYTES_MAX)
+        settings = struct.pack(">HI", INITIAL_WINDOW_SIZE, stream_window_bytes)
         more = struct.pack(">I", WINDOW_BYTES_MAX - WINDOW_BYTES)
         writer.write(PREFACE + frame(SETTINGS, 0, 0, settings) + frame(WINDOW_UPDATE, 0, 0, more))
         return cls(reader, writer, headers)
@@ -119,6 +127,34 @@ class RawConnection:
         payload = b"".join(map(grpc_message, messages))
         self._waiting.append(frame(DATA, END_STREAM, stream, payload))
         self._send_data()
+
+    def send_open(self, stream: int, messages: Sequence[bytes]) -> None:
+        """Send `messages` on a stream that stays open."""
+        self.pour(stream, b"".join(map(grpc_message, messages)))
+
+    async def changed(self) -> None:
+        """Until a window has grown, a stream got something, or the connection is over."""
+        self._changed.clear()
+        await self._changed.wait()
+
+    def pour(self, stream: int, payload: bytes, *, end: bool = False) -> None:
+        """Send `payload`, whatever it is, in full frames as the connection's window allows; that of
+        the stream is the caller's business.
+        """
+        for start in range(0, len(payload), FRAME_BYTES_MAX):
+            piece = payload[start : start + FRAME_BYTES_MAX]
+            last = end and start + FRAME_BYTES_MAX >= len(payload)
+            self._waiting.append(frame(DATA, END_STREAM if last else 0, stream, piece))
+        self._send_data()
+
+    @property
+    def stuck(self) -> bool:
+        """There is something to send that the connection's window does not allow."""
+        return bool(self._waiting)
+
+    def write(self, frames: bytes) -> None:
+        """Send `frames` as they are."""
+        self._writer.write(frames)
 
     def open_and_reset(self, count: int) -> None:
         """Open `count` streams and reset each at once."""
@@ -176,6 +212,9 @@ class RawConnection:
             self.resets[stream] = int.from_bytes(payload, "big")
             self.ended.add(stream)
         elif kind == SETTINGS and not flags & ACK:
+            for at in range(0, len(payload), 6):
+                if int.from_bytes(payload[at : at + 2], "big") == INITIAL_WINDOW_SIZE:
+                    self.stream_window_bytes = int.from_bytes(payload[at + 2 : at + 6], "big")
             self._writer.write(frame(SETTINGS, ACK, 0))
         elif kind == PING and not flags & ACK:
             self._pings.append(payload)
@@ -184,6 +223,7 @@ class RawConnection:
         elif kind == WINDOW_UPDATE and stream == 0:
             self._window_bytes += int.from_bytes(payload, "big")
             self._send_data()
+            self._changed.set()
         elif kind == GOAWAY:
             self.goaways.append(int.from_bytes(payload[:4], "big"))
         if kind in {DATA, HEADERS} and flags & END_STREAM:

@@ -1,11 +1,14 @@
 """The attacks, each run by `python -m bench.attack.attacks NAME PICKER GATEWAY SECONDS POD...`.
 
 An attacker is a process of its own that knows an address: the picker's, whose gRPC it speaks, or
-Envoy's, whose HTTP it speaks. It goes on for so many seconds and prints one line: what it did.
+Envoy's, whose HTTP it speaks. It goes on for so many seconds and prints one line, in JSON: what it
+did, and which requests were lost that it asked beside it and meant no harm with.
 """
 
 import asyncio
+import contextlib
 import itertools
+import json
 import sys
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping
@@ -17,6 +20,22 @@ from aiohttp import ClientError, ClientSession, ClientTimeout, TCPConnector
 from bench.attack import gateway as gw
 from bench.hostile_bodies import ATTACKS as KINDS
 from bench.hostile_bodies import MB
+from bench.raw_http2 import (
+    ACK,
+    CANCEL,
+    CONTINUATION,
+    EXT_PROC,
+    HEADERS,
+    PING,
+    PREFACE,
+    RST_STREAM,
+    SETTINGS,
+    WINDOW_UPDATE,
+    RawConnection,
+    frame,
+    grpc_message,
+    header_block,
+)
 
 HELD_CLIENTS = 66
 HELD_BYTES = 31 * 1024 * 1024
@@ -24,6 +43,23 @@ BURST = 4_000
 CONNECTIONS = 4
 SUBSET_ENTRIES = 400_000
 MODELS = 4_000
+REFUSED_BYTES = 2 * 2**30
+"""As many as the window of a connection can have."""
+REFUSED_BODY_BYTES = 2**20
+REFUSED_AT_ONCE = 16
+REFUSING_S_MAX = 75.0
+IDLE_CONNECTIONS = 1_024
+ZERO_WINDOWS = 4_000
+"""Streams that may be answered with nothing."""
+CONTINUATIONS = 10_000
+WATCH = header_block(
+    method="POST",
+    scheme="http",
+    path="/grpc.health.v1.Health/Watch",
+    authority="picker",
+    te="trailers",
+    content_type="application/grpc",
+)
 PROMPT = b'{"model": "m", "prompt": "once upon a time"}'
 ASK_S_MAX = 30.0
 GONE = (grpc.aio.AioRpcError, grpc.aio.UsageError, asyncio.InvalidStateError)
@@ -38,6 +74,8 @@ class Target:
         self.gateway = gateway
         self.until_s = time.monotonic() + seconds
         self.pods = pods
+        self.lost: list[str] = []
+        """What became of the attacker's innocent requests that were lost."""
 
     @property
     def goes_on(self) -> bool:
@@ -265,6 +303,161 @@ async def _models(target: Target) -> str:
     return f"{sent:,} requests for {MODELS:,} models"
 
 
+async def _refusals(target: Target) -> str:
+    """Two gigabytes of bodies that are refused while they come, on one connection of the picker."""
+    refused = await (_refused_http(target) if target.gateway else _refused_raw(target))
+    if refused < REFUSED_BYTES:
+        target.lost.append(f"no more than {refused / 2**20:,.0f} MB went through")
+    return f"{refused / 2**20:,.0f} MB of refused bodies on one connection"
+
+
+async def _refused_raw(target: Target) -> int:
+    until_s = time.monotonic() + REFUSING_S_MAX
+    connection = await RawConnection.open(int(target.picker.rpartition(":")[2]))
+    sent = 0
+    # Settings come before anything is answered.
+    (first,) = connection.open_streams(1, (gw.headers(), gw.body(PROMPT)))
+    await connection.all_ended([first], ASK_S_MAX)
+    malformed = grpc_message(b"\xff")
+    body = malformed + bytes(
+        min(connection.stream_window_bytes, REFUSED_BODY_BYTES) - len(malformed)
+    )
+    for number in itertools.count(1):
+        if sent >= REFUSED_BYTES or time.monotonic() > until_s or connection.closed:
+            break
+        streams = connection.open_streams(REFUSED_AT_ONCE)
+        for stream in streams:
+            connection.pour(stream, body, end=True)
+        try:
+            async with asyncio.timeout(ASK_S_MAX):
+                await connection.flushed()
+                while connection.stuck and not connection.closed:
+                    await connection.changed()
+                await connection.all_ended(streams, ASK_S_MAX)
+                if number % 10 == 0:
+                    innocent = connection.open_streams(1, (gw.headers(), gw.body(PROMPT)))
+                    await connection.all_ended(innocent, ASK_S_MAX)
+                    target.lost += ["lost beside refusals"] * connection.lost(innocent)
+        except (TimeoutError, ConnectionError) as error:
+            target.lost.append(f"stuck or cut behind refusals: {type(error).__name__}")
+            break
+        sent += len(body) * len(streams)
+        connection.answered.clear()
+        connection.ended.clear()
+    await connection.close()
+    return sent
+
+
+async def _refused_http(target: Target) -> int:
+    """The picker is told to refuse above `REFUSED_BODY_BYTES`, and has had as much by then."""
+    until_s = time.monotonic() + REFUSING_S_MAX
+    body = bytes(3 * REFUSED_BODY_BYTES)
+    refused = 0
+
+    async def post(_: int) -> int:
+        nonlocal refused
+        async with _session() as session:
+            while refused < REFUSED_BYTES and time.monotonic() < until_s:
+                try:
+                    url = f"{target.gateway}/v1/completions"
+                    async with session.post(url, data=body) as response:
+                        await response.read()
+                        refused += REFUSED_BODY_BYTES if response.status == 413 else 0
+                except (ClientError, TimeoutError, ConnectionError):
+                    # Envoy closes a connection on which a body still comes; what became of the
+                    # request is not told then.
+                    pass
+        return 0
+
+    await _several(CONNECTIONS, post)
+    return refused
+
+
+async def _tiny(target: Target) -> str:
+    """Thousands of messages in each frame; those of a watch may be sent without an end."""
+    payload = grpc_message(b"") * (1_000_000 // len(grpc_message(b"")))
+
+    async def watch(_: int) -> int:
+        sent = 0
+        connection = await RawConnection.open(int(target.picker.rpartition(":")[2]), WATCH)
+        while target.goes_on and not connection.closed:
+            (stream,) = connection.open_streams(1)
+            # As much as its window is at first; a watch does not end by itself.
+            part = payload[: connection.stream_window_bytes // 5 * 5]
+            connection.pour(stream, part)
+            try:
+                await connection.flushed()
+                while connection.stuck and not connection.closed:
+                    await connection.changed()
+                connection.write(frame(RST_STREAM, 0, stream, CANCEL.to_bytes(4, "big")))
+            except ConnectionError:
+                break
+            sent += len(part) // 5
+        await connection.close()
+        return sent
+
+    return f"{await _several(CONNECTIONS, watch):,} messages of no bytes"
+
+
+async def _windows(target: Target) -> str:
+    """Streams that may not be answered, and frames that might have changed it."""
+    connection = await RawConnection.open(
+        int(target.picker.rpartition(":")[2]), stream_window_bytes=0
+    )
+    for stream in connection.open_streams(ZERO_WINDOWS):
+        connection.send_open(stream, (gw.headers(), gw.body(PROMPT)))
+    frames = frame(WINDOW_UPDATE, 0, 0, (1).to_bytes(4, "big")) + frame(PING, 0, 0, bytes(8))
+    sent = 0
+    while target.goes_on and not connection.closed:
+        connection.write(frames * 100)
+        sent += 200
+        with contextlib.suppress(ConnectionError):
+            await connection.flushed()
+        await asyncio.sleep(0)
+    await connection.close()
+    return f"{ZERO_WINDOWS:,} streams, {sent:,} frames"
+
+
+async def _idle(target: Target) -> str:
+    """As many connections as there are places, from one address, that do nothing; meanwhile new
+    gateways connect from there.
+    """
+    port = int(target.picker.rpartition(":")[2])
+    held = [await RawConnection.open(port) for _ in range(IDLE_CONNECTIONS)]
+    asked = 0
+    while target.goes_on:
+        async with gw.channel(target.picker) as opened:
+            problem = await gw.ask(opened, PROMPT, timeout_s=ASK_S_MAX)
+        asked += 1
+        if problem:
+            target.lost.append(f"new gateway: {problem}")
+        await asyncio.sleep(0.05)
+    left = sum(not connection.closed for connection in held)
+    for connection in held:
+        await connection.close()
+    return f"{IDLE_CONNECTIONS:,} idle connections, {left} left of them; {asked} new gateways"
+
+
+async def _continuations(target: Target) -> str:
+    """Headers that do not end."""
+    port = int(target.picker.rpartition(":")[2])
+    flood = frame(HEADERS, 0, 1, EXT_PROC) + frame(CONTINUATION, 0, 1) * CONTINUATIONS
+    sent = 0
+    while target.goes_on:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        try:
+            writer.write(PREFACE + frame(SETTINGS, 0, 0) + frame(SETTINGS, ACK, 0) + flood)
+            await writer.drain()
+            while await reader.read(65_536):
+                pass
+        except ConnectionError:
+            pass
+        finally:
+            writer.close()
+        sent += 1
+    return f"{sent:,} connections with {CONTINUATIONS:,} continuations each"
+
+
 ATTACKS: Mapping[str, Callable[[Target], Coroutine[object, object, str]]] = {
     "held": _held,
     "bodies": _bodies,
@@ -274,12 +467,22 @@ ATTACKS: Mapping[str, Callable[[Target], Coroutine[object, object, str]]] = {
     "burst": _burst,
     "subset": _subset,
     "models": _models,
+    "refusals": _refusals,
+    "tiny": _tiny,
+    "windows": _windows,
+    "idle": _idle,
+    "continuations": _continuations,
 }
-RAW_ONLY = frozenset({"pieces", "resets", "subset"})
+FLAGS: Mapping[str, tuple[str, ...]] = {
+    "refusals": (f"--request-body-max-bytes={REFUSED_BODY_BYTES}",),
+}
+"""Of `epp serve`, without which an attack would take longer."""
+RAW_ONLY = frozenset({"pieces", "resets", "subset", "tiny", "windows", "idle", "continuations"})
 """What a client of Envoy cannot do to the picker: it speaks gRPC, or metadata."""
 
 
 if __name__ == "__main__":
     name, picker, gateway, seconds, *pods = sys.argv[1:]
     where = Target(picker, gateway, float(seconds), [int(pod) for pod in pods])
-    print(asyncio.run(ATTACKS[name](where)), flush=True)
+    did = asyncio.run(ATTACKS[name](where))
+    print(json.dumps({"did": did, "lost": where.lost}), flush=True)

@@ -402,7 +402,7 @@ OVERVIEW: Final = Dashboard(
                     ((rate("homing_extproc_streams_total", "code"), "{{code}}"),),
                 ),
                 Panel(
-                    "Streams cut by a drain, connections cut for resets",
+                    "Streams cut by a drain, connections cut by reason",
                     "Both should stay where they are.",
                     "short",
                     (
@@ -411,8 +411,10 @@ OVERVIEW: Final = Dashboard(
                             "{{pod}} streams",
                         ),
                         (
-                            latest("homing_extproc_connections_cut_total", "pod", how="sum"),
-                            "{{pod}} connections",
+                            latest(
+                                "homing_extproc_connections_cut_total", "pod, reason", how="sum"
+                            ),
+                            "{{pod}} connections, {{reason}}",
                         ),
                     ),
                 ),

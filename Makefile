@@ -49,7 +49,7 @@ fmt: $(STAMP)         ## format and fix what can be fixed
 bench: $(STAMP)       ## the performance report: bench-report/report.md, at most fifteen minutes
 	@$(BIN)/python -m bench
 
-attack: $(STAMP)      ## attack the picker, alone and behind a real Envoy, five minutes
+attack: $(STAMP)      ## attack the picker, alone and behind a real Envoy, some minutes
 	@$(BIN)/python -m bench.attack
 
 soak: $(STAMP)        ## ten minutes of load while pods, pages, configuration and endpoints change

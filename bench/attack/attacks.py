@@ -305,47 +305,54 @@ async def _models(target: Target) -> str:
 
 async def _refusals(target: Target) -> str:
     """Two gigabytes of bodies that are refused while they come, on one connection of the picker."""
-    refused = await (_refused_http(target) if target.gateway else _refused_raw(target))
+    if target.gateway:
+        refused, connections = await _refused_http(target), 1
+    else:
+        refused, connections = await _refused_raw(target)
     if refused < REFUSED_BYTES:
         target.lost.append(f"no more than {refused / 2**20:,.0f} MB went through")
-    return f"{refused / 2**20:,.0f} MB of refused bodies on one connection"
+    return f"{refused / 2**20:,.0f} MB of refused bodies, connections: {connections}"
 
 
-async def _refused_raw(target: Target) -> int:
+async def _refused_raw(target: Target) -> tuple[int, int]:
+    """(bytes that were refused, connections that it took)."""
     until_s = time.monotonic() + REFUSING_S_MAX
-    connection = await RawConnection.open(int(target.picker.rpartition(":")[2]))
-    sent = 0
-    # Settings come before anything is answered.
-    (first,) = connection.open_streams(1, (gw.headers(), gw.body(PROMPT)))
-    await connection.all_ended([first], ASK_S_MAX)
-    malformed = grpc_message(b"\xff")
-    body = malformed + bytes(
-        min(connection.stream_window_bytes, REFUSED_BODY_BYTES) - len(malformed)
-    )
-    for number in itertools.count(1):
-        if sent >= REFUSED_BYTES or time.monotonic() > until_s or connection.closed:
-            break
-        streams = connection.open_streams(REFUSED_AT_ONCE)
-        for stream in streams:
-            connection.pour(stream, body, end=True)
+    sent = connections = 0
+    while sent < REFUSED_BYTES and time.monotonic() < until_s and not target.lost:
+        connection = await RawConnection.open(int(target.picker.rpartition(":")[2]))
+        connections += 1
+        # Settings come before anything is answered.
+        (first,) = connection.open_streams(1, (gw.headers(), gw.body(PROMPT)))
+        await connection.all_ended([first], ASK_S_MAX)
+        refused = grpc_message(b"\xff")
+        refused += bytes(min(connection.stream_window_bytes, REFUSED_BODY_BYTES) - len(refused))
         try:
-            async with asyncio.timeout(ASK_S_MAX):
-                await connection.flushed()
-                while connection.stuck and not connection.closed:
-                    await connection.changed()
-                await connection.all_ended(streams, ASK_S_MAX)
-                if number % 10 == 0:
-                    innocent = connection.open_streams(1, (gw.headers(), gw.body(PROMPT)))
-                    await connection.all_ended(innocent, ASK_S_MAX)
-                    target.lost += ["lost beside refusals"] * connection.lost(innocent)
+            # A gateway that is asked to leave, as grpcio does by age, connects anew.
+            while sent < REFUSED_BYTES and time.monotonic() < until_s and not connection.goaways:
+                async with asyncio.timeout(ASK_S_MAX):
+                    await _refuse(target, connection, refused)
+                sent += len(refused) * REFUSED_AT_ONCE
         except (TimeoutError, ConnectionError) as error:
-            target.lost.append(f"stuck or cut behind refusals: {type(error).__name__}")
-            break
-        sent += len(body) * len(streams)
-        connection.answered.clear()
-        connection.ended.clear()
-    await connection.close()
-    return sent
+            if not connection.goaways:
+                target.lost.append(f"stuck or cut behind refusals: {type(error).__name__}")
+        await connection.close()
+    return sent, connections
+
+
+async def _refuse(target: Target, connection: RawConnection, refused: bytes) -> None:
+    """So many streams that are refused, and one behind them that is not."""
+    streams = connection.open_streams(REFUSED_AT_ONCE)
+    for stream in streams:
+        connection.pour(stream, refused, end=True)
+    await connection.flushed()
+    while connection.stuck and not connection.closed:
+        await connection.changed()
+    innocent = connection.open_streams(1, (gw.headers(), gw.body(PROMPT)))
+    await connection.all_ended([*streams, *innocent], ASK_S_MAX)
+    if not connection.goaways:
+        target.lost += ["lost beside refusals"] * connection.lost(innocent)
+    connection.answered.clear()
+    connection.ended.clear()
 
 
 async def _refused_http(target: Target) -> int:

@@ -61,9 +61,13 @@ class EppProcess:
         response = health_pb2.HealthCheckResponse.FromString(answer)
         return bool(response.status == health_pb2.HealthCheckResponse.SERVING)
 
+    def signal(self, number: signal.Signals) -> None:
+        """Send it a signal."""
+        self._running().send_signal(number)
+
     def terminate(self) -> None:
         """Ask it to drain."""
-        self._running().send_signal(signal.SIGTERM)
+        self.signal(signal.SIGTERM)
 
     async def kill(self) -> None:
         """End it without a chance to do anything."""

@@ -24,13 +24,16 @@ from envoy_data_plane.envoy.config.cluster.v3 import (
     CircuitBreakers,
     CircuitBreakersThresholds,
     Cluster,
+    ClusterCommonLbConfig,
     ClusterDiscoveryType,
     ClusterLbPolicy,
     ClusterOriginalDstLbConfig,
+    OutlierDetection,
 )
 from envoy_data_plane.envoy.config.common.mutation_rules.v3 import HeaderMutation as HeaderRule
 from envoy_data_plane.envoy.config.core.v3 import (
     Address,
+    BackoffStrategy,
     DataSource,
     GrpcService,
     GrpcServiceEnvoyGrpc,
@@ -39,6 +42,9 @@ from envoy_data_plane.envoy.config.core.v3 import (
     HealthCheckTlsOptions,
     Http1ProtocolOptions,
     Http2ProtocolOptions,
+    KeepaliveSettings,
+    RetryPolicy,
+    RetryPolicyRetryHostPredicate,
     SocketAddress,
     TransportSocket,
 )
@@ -81,6 +87,7 @@ from envoy_data_plane.envoy.extensions.filters.network.http_connection_manager.v
 from envoy_data_plane.envoy.extensions.resource_monitors.downstream_connections.v3 import (
     DownstreamConnectionsConfig,
 )
+from envoy_data_plane.envoy.extensions.retry.host.previous_hosts.v3 import PreviousHostsPredicate
 from envoy_data_plane.envoy.extensions.transport_sockets.tls.v3 import (
     CertificateValidationContext,
     CertificateValidationContextTrustChainVerification,
@@ -95,6 +102,7 @@ from envoy_data_plane.envoy.extensions.upstreams.http.v3 import (
     HttpProtocolOptionsExplicitHttpConfig,
 )
 from envoy_data_plane.envoy.type.matcher.v3 import StringMatcher
+from envoy_data_plane.envoy.type.v3 import Percent
 from envoy_data_plane.google.protobuf import Any, Value
 from envoy_data_plane.google.protobuf import Struct as ProtobufStruct
 from msgspec import Struct
@@ -146,14 +154,38 @@ _ENDPOINT_IDLE_MAX: Final = timedelta(seconds=4)
 """Below the 5 s after which uvicorn, hence vLLM, closes an idle connection: a request that is sent
 into the close would fail with 503."""
 
-_HEALTH_INTERVAL: Final = timedelta(seconds=2)
+_HEALTH_INTERVAL: Final = timedelta(milliseconds=500)
 _HEALTH_TIMEOUT: Final = timedelta(seconds=1)
 _HEALTH_FAILURES_MAX: Final = 2
-"""With the interval: a draining picker is left alone within its default --drain-grace of 5 s."""
+"""With the interval: a draining picker is left alone within its default --drain-grace of 5 s, and
+one that does not answer within 3 s; a pause shorter than the timeout counts for nothing."""
+
+_PICKER_RETRIES_MAX: Final = 2
+"""Each at a picker that was not tried before. A request that kills pickers meets three at most."""
+_PICKER_RETRY_ON: Final = "connect-failure,refused-stream,reset,unavailable"
+"""What ends a stream before the picker's first answer; after it Envoy retries nothing."""
+_PICKER_RETRY_BACK_OFF: Final = timedelta(milliseconds=10)
+_PICKER_RETRY_BACK_OFF_MAX: Final = timedelta(milliseconds=100)
+_HOST_DRAWS_MAX: Final = 32
+"""To find a picker that was not tried before: of two, the dead one has the fewest open streams and
+wins three draws of four."""
+
+_PICKER_PING_INTERVAL: Final = timedelta(seconds=1)
+_PICKER_PING_TIMEOUT: Final = timedelta(seconds=3)
+"""A picker that stands still keeps its connections, and whoever waits for its first answer waits
+until they are closed. Closing them costs every request that has passed and is not over: the longest
+pause of a loop that was seen, below a second, must not do that."""
+
+_EJECTED_FOR: Final = timedelta(seconds=2)
+_EJECTION_INTERVAL: Final = timedelta(milliseconds=500)
+_EJECTED_PERCENT_MAX: Final = 100
+_PANIC_BELOW_PERCENT: Final = 1.0
+"""Envoy's own 50 sends two requests of three to the dead where two of three pickers are; at 0 a
+request would be refused unseen where none is known to be healthy."""
 
 _CONCURRENT_MAX: Final = 40_000
 """Envoy's default of 1,024 is reached by 1,024 open generations, each of which also holds one
-stream to the picker."""
+stream to the picker; that of three retries at once by the fourth request that a dead picker had."""
 
 _PER_CONNECTION_BUFFER_BYTES: Final = 32_768
 """What a slow peer can make Envoy hold; the reference configuration's value."""
@@ -338,7 +370,8 @@ def _picker_filter(options: BootstrapOptions) -> ExternalProcessor:
         grpc_service=GrpcService(
             envoy_grpc=GrpcServiceEnvoyGrpc(
                 cluster_name=_PICKER, authority=options.picker_addresses[0]
-            )
+            ),
+            retry_policy=_picker_retries(),
         ),
         failure_mode_allow=options.fail_open,
         message_timeout=timedelta(seconds=options.message_timeout_s),
@@ -394,10 +427,18 @@ def _picker_cluster(options: BootstrapOptions) -> Cluster:
     cluster.typed_extension_protocol_options = _http_options(
         HttpProtocolOptions(
             explicit_http_config=HttpProtocolOptionsExplicitHttpConfig(
-                http2_protocol_options=_http2()
+                http2_protocol_options=_http2(
+                    keepalive=KeepaliveSettings(
+                        interval=_PICKER_PING_INTERVAL, timeout=_PICKER_PING_TIMEOUT
+                    )
+                )
             )
         )
     )
+    cluster.common_lb_config = ClusterCommonLbConfig(
+        healthy_panic_threshold=Percent(value=_PANIC_BELOW_PERCENT)
+    )
+    cluster.outlier_detection = _refusing_pickers()
     check = HealthCheck(
         timeout=_HEALTH_TIMEOUT,
         interval=_HEALTH_INTERVAL,
@@ -413,6 +454,42 @@ def _picker_cluster(options: BootstrapOptions) -> Cluster:
         cluster.transport_socket = _picker_tls(options)
     cluster.health_checks = [check]
     return cluster
+
+
+def _picker_retries() -> RetryPolicy:
+    """Of a stream without an answer yet. Envoy keeps the first 64 KiB that it sent, to send again."""
+    return RetryPolicy(
+        num_retries=_PICKER_RETRIES_MAX,
+        retry_on=_PICKER_RETRY_ON,
+        retry_back_off=BackoffStrategy(
+            base_interval=_PICKER_RETRY_BACK_OFF, max_interval=_PICKER_RETRY_BACK_OFF_MAX
+        ),
+        retry_host_predicate=[
+            RetryPolicyRetryHostPredicate(
+                name="envoy.retry_host_predicates.previous_hosts",
+                typed_config=Any.pack(PreviousHostsPredicate()),
+            )
+        ],
+        host_selection_retry_max_attempts=_HOST_DRAWS_MAX,
+    )
+
+
+def _refusing_pickers() -> OutlierDetection:
+    """One refused connection sets a picker aside until it answers a check of its health.
+
+    So do five gRPC errors one after the other, Envoy's default; where all are set aside, all are
+    asked.
+    """
+    return OutlierDetection(
+        split_external_local_origin_errors=True,
+        consecutive_local_origin_failure=1,
+        enforcing_consecutive_local_origin_failure=100,
+        enforcing_local_origin_success_rate=0,
+        enforcing_success_rate=0,
+        interval=_EJECTION_INTERVAL,
+        base_ejection_time=_EJECTED_FOR,
+        max_ejection_percent=_EJECTED_PERCENT_MAX,
+    )
 
 
 def _picker_tls(options: BootstrapOptions) -> TransportSocket:
@@ -486,9 +563,12 @@ def _http_options(options: HttpProtocolOptions) -> dict[str, Any]:
     return {"envoy.extensions.upstreams.http.v3.HttpProtocolOptions": Any.pack(options)}
 
 
-def _http2(streams_max: int | None = None) -> Http2ProtocolOptions:
+def _http2(
+    streams_max: int | None = None, keepalive: KeepaliveSettings | None = None
+) -> Http2ProtocolOptions:
     return Http2ProtocolOptions(
         max_concurrent_streams=streams_max,
+        connection_keepalive=keepalive,
         initial_stream_window_size=_HTTP2_STREAM_WINDOW_BYTES,
         initial_connection_window_size=_HTTP2_CONNECTION_WINDOW_BYTES,
     )
@@ -509,6 +589,7 @@ def _circuit_breakers() -> CircuitBreakers:
                 max_connections=_CONCURRENT_MAX,
                 max_pending_requests=_CONCURRENT_MAX,
                 max_requests=_CONCURRENT_MAX,
+                max_retries=_CONCURRENT_MAX,
             )
         ]
     )

@@ -319,3 +319,23 @@ def test_an_impossible_option_is_refused_in_one_sentence(values, sentence):
     """The sentence repeats what was given and says what was expected."""
     with pytest.raises(ValueError, match=sentence):
         BootstrapOptions(**values)
+
+
+def test_a_picker_that_is_gone_is_noticed_by_everything_that_envoy_has():
+    """Retries, as many at once as there may be streams; ejection of all that refuse; PINGs."""
+    rendered = document(BootstrapOptions(picker_address="10.0.0.7:9002,10.0.0.8:9002"))
+    for filters_of in (http_filters, websocket_filters):
+        retries = filters_of(rendered)["ext_proc"]["grpc_service"]["retry_policy"]
+        assert {"connect-failure", "reset"} <= set(retries["retry_on"].split(","))
+        (predicate,) = retries["retry_host_predicate"]
+        assert predicate["name"] == "envoy.retry_host_predicates.previous_hosts"
+    pickers = cluster(rendered, "ext_proc")
+    (limits,) = pickers["circuit_breakers"]["thresholds"]
+    assert limits["max_retries"] == limits["max_requests"]
+    ejection = pickers["outlier_detection"]
+    assert ejection["consecutive_local_origin_failure"] == 1
+    assert ejection["max_ejection_percent"] == 100
+    assert pickers["common_lb_config"]["healthy_panic_threshold"]["value"] < 50
+    (http,) = pickers["typed_extension_protocol_options"].values()
+    http2 = http["explicit_http_config"]["http2_protocol_options"]
+    assert http2["connection_keepalive"] == {"interval": "1s", "timeout": "3s"}

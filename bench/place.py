@@ -77,11 +77,15 @@ def write_endpoints(file: Path, ports: Sequence[int]) -> None:
 
 
 class Pods:
-    """Async context manager: a pod at each of `ports` runs inside, unless it is ended."""
+    """Async context manager: a pod at each of `ports` runs inside, unless it is ended.
 
-    def __init__(self, folder: Path, ports: Sequence[int]) -> None:
+    `module` is run with a port as its argument.
+    """
+
+    def __init__(self, folder: Path, ports: Sequence[int], module: str = "bench.place") -> None:
         self.ports = tuple(ports)
         self._folder = folder
+        self._module = module
         self._running: dict[int, contextlib.AsyncExitStack] = {}
         self._children: dict[int, Child] = {}
 
@@ -96,7 +100,7 @@ class Pods:
 
     async def start(self, port: int) -> None:
         """Run the pod at `port`."""
-        command = (sys.executable, "-m", "bench.place", str(port))
+        command = (sys.executable, "-m", self._module, str(port))
         stack = self._running[port] = contextlib.AsyncExitStack()
         child = Child.running(f"pod {port}", command, self._folder / f"pod-{port}.log")
         self._children[port] = await stack.enter_async_context(child)

@@ -100,6 +100,11 @@ class Child:
     def pid(self) -> int:
         return self._process.pid
 
+    def signal(self, number: signal.Signals) -> None:
+        """Send it, to this program alone; nothing if it has ended."""
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self.pid, number)
+
     async def announcement(self) -> bytes:
         """The first line that a child which `announces` prints."""
         assert self._process.stdout is not None, "started with announces"

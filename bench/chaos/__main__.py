@@ -1,0 +1,220 @@
+"""`make chaos`: the chaos table, what each fault costs those who ask, in less than ten minutes.
+
+`python -m bench.chaos [NAME...] [--seconds S] [--rate-per-s R] [--write FILE]`. Five simulated
+pods, two pickers with the default configuration and the Envoy of `epp envoy-config`, all real
+processes, fresh for each fault. An open loop of ordinary requests, three of four streamed, goes on
+for some seconds without the fault and for S seconds with it; the times to first token of both are
+compared. Exit code 1 if a request is lost by a fault of which none should be.
+"""
+
+import argparse
+import asyncio
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from random import Random
+from typing import Any, Final
+
+from msgspec import Struct
+from rich.console import Console
+from rich.progress import track
+
+from bench.chaos.faults import CASES, Case, NotPlayedError
+from bench.chaos.load import Asked, Load, Traffic
+from bench.chaos.stage import PODS, Edit, Routed, Stage, staged
+
+WARM_S: Final = 3.0
+BEFORE_S: Final = 8.0
+LOST_BY_NONE: Final = frozenset(
+    {"picker-leaves", "pickers-parted", "valkey-away", "disk-full", "exporter-away"}
+)
+MARKS: Final = ("<!-- begin chaos -->", "<!-- end chaos -->")
+"""Between them `--write` puts the table."""
+_HEAD: Final = (
+    "fault",
+    "requests",
+    "lost, by status",
+    "last lost after",
+    "to the bad pod after the first second",
+    "TTFT p50",
+    "TTFT p90",
+)
+
+
+class Row(Struct, kw_only=True):
+    """What one fault cost."""
+
+    case: Case
+    not_played: str = ""
+    sent: int = 0
+    lost: Mapping[str, int] = {}
+    """Status, or why there is none -> requests."""
+    last_lost_s: float = 0.0
+    """From the beginning of the fault to when the last of them was sent."""
+    bad_share: float | None = None
+    """Of the requests from the second second on, those that were sent to the bad pod; None: no
+    pod is bad."""
+    ttft_before_s: Sequence[float] = ()
+    ttft_during_s: Sequence[float] = ()
+
+
+async def play(
+    name: str, *, seconds: float, traffic: Traffic, seed: int, edit: Edit | None = None
+) -> Row:
+    """One fault on a stage of its own."""
+    case = CASES[name]
+    port_index = Random(f"{seed}:pod").randrange(PODS)
+    with tempfile.TemporaryDirectory(prefix="homing-chaos-") as folder:
+        try:
+            async with (
+                case.set(Path(folder)) as setting,
+                staged(
+                    Path(folder),
+                    flags=setting.flags,
+                    environment=setting.environment,
+                    peers=setting.peers,
+                    edit=edit,
+                ) as stage,
+            ):
+                port = stage.pods.ports[port_index]
+                load = Load(stage.gateway, traffic, seed)
+                async with asyncio.TaskGroup() as tasks:
+                    tasks.create_task(load.run())
+                    await asyncio.sleep(WARM_S)
+                    before_at = time.monotonic()
+                    await asyncio.sleep(BEFORE_S)
+                    async with setting.happen(stage, port):
+                        began_at = time.monotonic()
+                        await asyncio.sleep(seconds)
+                        load.stop()
+                        await load.ended()
+        except NotPlayedError as reason:
+            return Row(case=case, not_played=str(reason))
+        before = [one for one in load.asked if before_at <= one.sent_at < began_at]
+        during = [one for one in load.asked if one.sent_at >= began_at]
+        # Those that were under way when it happened are its victims too.
+        hurt = [one for one in before if one.lost] + [one for one in during if one.lost]
+        return Row(
+            case=case,
+            sent=len(during),
+            lost=Counter(one.lost for one in hurt),
+            last_lost_s=max((one.sent_at - began_at for one in hurt), default=0.0),
+            bad_share=_share_of(port, stage, during, began_at) if case.of_pod else None,
+            ttft_before_s=_ttfts_s(before),
+            ttft_during_s=_ttfts_s(during),
+        )
+
+
+def _share_of(port: int, stage: Stage, during: Sequence[Asked], began_at: float) -> float:
+    routed = stage.routed()
+    late = [one.number for one in during if one.sent_at >= began_at + 1.0]
+    bad = sum(routed.get(number, Routed()).destination == f"127.0.0.1:{port}" for number in late)
+    return bad / max(1, len(late))
+
+
+def _ttfts_s(asked: Sequence[Asked]) -> list[float]:
+    return sorted(one.ttft_s for one in asked if one.ttft_s)
+
+
+def cells(row: Row) -> tuple[str, ...]:
+    """The row as it is shown."""
+    if row.not_played:
+        return (row.case.what, f"not played: {row.not_played}", "", "", "", "", "")
+    lost = ", ".join(f"{count} {status}" for status, count in sorted(row.lost.items()))
+    return (
+        row.case.what,
+        f"{row.sent:,}",
+        lost or "0",
+        f"{max(0.0, row.last_lost_s):.1f} s" if row.lost else "",
+        "" if row.bad_share is None else f"{row.bad_share:.1%}",
+        _compared(row, 0.5),
+        _compared(row, 0.9),
+    )
+
+
+def _compared(row: Row, share: float) -> str:
+    """A quantile with the fault, and by how much it is above that without."""
+    if not row.ttft_before_s or not row.ttft_during_s:
+        return "none"
+    before, during = (
+        times[int(len(times) * share)] for times in (row.ttft_before_s, row.ttft_during_s)
+    )
+    return f"{during * 1e3:.0f} ms ({during / before - 1:+.0%})"
+
+
+def as_markdown(rows: Sequence[Row]) -> str:
+    """The table."""
+    lines = [_HEAD, ("---",) * len(_HEAD), *map(cells, rows)]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def write_between_marks(text: str, table: str) -> str:
+    """`text` with `table` between `MARKS`. Raises `ValueError` if they are not there, once each."""
+    begin, end = MARKS
+    if text.count(begin) != 1 or text.count(end) != 1:
+        raise ValueError(f"expected {begin} and {end} once each")
+    head, _, rest = text.partition(begin)
+    return f"{head}{begin}\n\n{table}\n\n{end}{rest.partition(end)[2]}"
+
+
+def bare_gateway(document: dict[str, Any]) -> None:
+    """Envoy's own defaults where the bootstrap says what becomes of a picker that is gone."""
+    static = document["static_resources"]
+    connections = static["listeners"][0]["filter_chains"][0]["filters"][0]["typed_config"]
+    for one in connections["http_filters"]:
+        one["typed_config"].get("grpc_service", {}).pop("retry_policy", None)
+    (pickers,) = (one for one in static["clusters"] if one["name"] == "ext_proc")
+    del pickers["outlier_detection"], pickers["common_lb_config"]
+    del pickers["circuit_breakers"]["thresholds"][0]["max_retries"]
+    pickers["health_checks"][0].update(interval="2s", no_traffic_interval="2s")
+    (http,) = pickers["typed_extension_protocol_options"].values()
+    del http["explicit_http_config"]["http2_protocol_options"]["connection_keepalive"]
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Print the table, and write it where asked."""
+    parser = argparse.ArgumentParser(prog="python -m bench.chaos", description=__doc__)
+    parser.add_argument("names", nargs="*", metavar="NAME", help=", ".join(CASES))
+    parser.add_argument("--seconds", type=float, default=15.0, help="how long each fault lasts")
+    parser.add_argument("--rate-per-s", type=float, default=Traffic().rate_per_s)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--write", type=Path, metavar="FILE", help="a page with the marks")
+    parser.add_argument(
+        "--bare-gateway", action="store_true", help="without what helps against lost pickers"
+    )
+    options = parser.parse_args(arguments)
+    unknown = sorted(set(options.names) - set(CASES))
+    if unknown:
+        parser.error(f"no fault {unknown[0]!r}, expected one of {', '.join(CASES)}")
+    names = options.names or list(CASES)
+    console = Console(stderr=True)
+    rows = []
+    for name in track(names, "Breaking things", console=console):
+        rows.append(
+            asyncio.run(
+                play(
+                    name,
+                    seconds=options.seconds,
+                    traffic=Traffic(rate_per_s=options.rate_per_s),
+                    seed=options.seed,
+                    edit=bare_gateway if options.bare_gateway else None,
+                )
+            )
+        )
+        console.print(" | ".join(cells(rows[-1])), markup=False)
+    table = as_markdown(rows)
+    print(table)
+    if options.write is not None:
+        page = options.write.read_text(encoding="utf-8")
+        options.write.write_text(write_between_marks(page, table), encoding="utf-8")
+    wrong = [
+        name for name, row in zip(names, rows, strict=True) if row.lost and name in LOST_BY_NONE
+    ]
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

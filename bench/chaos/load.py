@@ -1,0 +1,142 @@
+"""An open loop of ordinary requests, and what became of each."""
+
+import asyncio
+import time
+from collections.abc import Iterator
+from random import Random
+from typing import Final
+
+import msgspec
+from aiohttp import ClientError, ClientSession, ClientTimeout, TCPConnector
+from msgspec import Struct
+
+from epp.core.types import Seconds
+from sim.drive.streaming import PROBLEMS, Streamed, ask
+from sim.engine.profiles import DEFAULT_PROFILE, find_profile
+
+NUMBER_HEADER: Final = "x-chaos-number"
+ASK_S_MAX: Final = 10.0
+"""A client that waits longer has given up."""
+NO_ANSWER: Final = "no answer"
+CUT: Final = "cut short"
+
+
+class Traffic(Struct, frozen=True, kw_only=True):
+    """Who asks for what. Words are tokens, about."""
+
+    rate_per_s: float = 25.0
+    tenants: int = 12
+    system_words: int = 300
+    question_words: int = 60
+    answer_tokens: int = 24
+    streamed_share: float = 0.75
+    """The others want a short answer in one piece."""
+    short_answer_tokens: int = 4
+
+
+class Asked(Struct, kw_only=True):
+    """One request as its client saw it."""
+
+    number: int
+    sent_at: Seconds
+    """By `time.monotonic`."""
+    ttft_s: Seconds = 0.0
+    """To the first text of a stream; 0: none came, or it was not a stream."""
+    lost: str = ""
+    """Status, or `NO_ANSWER` or `CUT`; "" if the whole answer came."""
+
+
+class Load:
+    """Requests at random moments, the same ones for the same seed, until `stop`."""
+
+    def __init__(self, gateway: str, traffic: Traffic, seed: int) -> None:
+        self.asked: list[Asked] = []
+        self._gateway = gateway
+        self._traffic = traffic
+        self._random = Random(f"{seed}:requests")
+        self._model = find_profile(DEFAULT_PROFILE).model
+        self._stop = asyncio.Event()
+        self._ended = asyncio.Event()
+
+    def stop(self) -> None:
+        """Send nothing more; `run` ends with the last answer."""
+        self._stop.set()
+
+    async def ended(self) -> None:
+        """Wait for the last answer."""
+        await self._ended.wait()
+
+    async def run(self) -> None:
+        """Send until stopped, then wait for what is open, `ASK_S_MAX` at most."""
+        try:
+            await self._run()
+        finally:
+            self._ended.set()
+
+    async def _run(self) -> None:
+        timeout = ClientTimeout(total=ASK_S_MAX)
+        connector = TCPConnector(limit=0)
+        async with (
+            ClientSession(connector=connector, timeout=timeout) as session,
+            asyncio.TaskGroup() as asking,
+        ):
+            due_at = time.monotonic()
+            for number, (body, streamed) in enumerate(self._bodies()):
+                due_at += self._random.expovariate(self._traffic.rate_per_s)
+                await asyncio.sleep(max(0.0, due_at - time.monotonic()))
+                if self._stop.is_set():
+                    return
+                asking.create_task(self._ask(session, number, body, streamed))
+
+    async def _ask(self, session: ClientSession, number: int, body: bytes, streamed: bool) -> None:
+        asked = Asked(number=number, sent_at=time.monotonic())
+        self.asked.append(asked)
+        url = f"{self._gateway}/v1/completions"
+        headers = {NUMBER_HEADER: str(number)}
+        if streamed:
+            answer = Streamed()
+            try:
+                await ask(session, url, body, headers, answer)
+            except PROBLEMS:
+                asked.lost = _lost(answer.status)
+            else:
+                asked.ttft_s = answer.ttft_s
+            return
+        status = 0
+        try:
+            headers["content-type"] = "application/json"
+            async with session.post(url, data=body, headers=headers) as response:
+                status = response.status
+                await response.read()
+                if status != 200:
+                    asked.lost = str(status)
+        except (ClientError, TimeoutError):
+            asked.lost = _lost(status)
+
+    def _bodies(self) -> Iterator[tuple[bytes, bool]]:
+        """Without end: a request and whether it asks for a stream."""
+        traffic, random = self._traffic, self._random
+        words = [f"w{number:03}" for number in range(1000)]
+        systems = [
+            " ".join(random.choices(words, k=traffic.system_words)) for _ in range(traffic.tenants)
+        ]
+        while True:
+            question = " ".join(random.choices(words, k=traffic.question_words))
+            body = {
+                "model": self._model,
+                "prompt": f"{random.choice(systems)} {question}",
+                "ignore_eos": True,
+            }
+            streamed = random.random() < traffic.streamed_share
+            if streamed:
+                body |= {"max_tokens": traffic.answer_tokens, "stream": True}
+                body |= {"stream_options": {"include_usage": True}}
+            else:
+                body |= {"max_tokens": traffic.short_answer_tokens}
+            yield msgspec.json.encode(body), streamed
+
+
+def _lost(status: int) -> str:
+    if status == 0:
+        return NO_ANSWER
+    return CUT if status == 200 else str(status)

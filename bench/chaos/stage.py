@@ -1,0 +1,231 @@
+"""Pods, pickers and Envoy, each a process, as the faults find them."""
+
+import asyncio
+import contextlib
+import json
+import os
+import shutil
+import signal
+import sys
+import threading
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+import yaml
+from aiohttp import ClientError, ClientSession, ClientTimeout
+from msgspec import Struct, field
+
+from bench.chaos.load import NUMBER_HEADER
+from bench.chaos.pods import Fault
+from bench.place import Pods, free_ports, write_endpoints
+from epp.shell.gateway.bootstrap import DESTINATION_HEADER
+from sim.demo.arm import Child, find_envoy
+
+PODS: Final = 5
+READY_S_MAX: Final = 120.0
+"""Pods and pickers start all at once, which a busy machine needs a minute for."""
+_LOG: Final = {
+    "number": f"%REQ({NUMBER_HEADER})%",
+    "destination": f"%REQ({DESTINATION_HEADER})%",
+    "flags": "%RESPONSE_FLAGS%",
+    "details": "%RESPONSE_CODE_DETAILS%",
+}
+
+Edit = Callable[[dict[str, Any]], None]
+
+
+class Routed(Struct, frozen=True):
+    """What Envoy's log says of one request."""
+
+    number: str = ""
+    destination: str = ""
+    """ip:port that the picker named; "-" if none did."""
+    flags: str = ""
+    details: str = ""
+
+
+class Picker:
+    """One `epp serve`."""
+
+    def __init__(self, child: Child, address: str, metrics_port: int) -> None:
+        self.address = address
+        self.pages = f"http://127.0.0.1:{metrics_port}"
+        self.pid = child.pid
+        self.signal = child.signal
+
+
+class Stage(Struct, kw_only=True):
+    """Where everything is."""
+
+    folder: Path
+    gateway: str
+    """URL of Envoy."""
+    pods: Pods
+    pickers: list[Picker] = field(default_factory=list)
+
+    async def tell(self, port: int, fault: Fault) -> None:
+        """The pod at `port` has `fault` from here on."""
+        async with (
+            ClientSession() as session,
+            session.post(f"http://127.0.0.1:{port}/fault/{fault}") as response,
+        ):
+            assert response.status == 200, f"the pod answers {response.status}"
+
+    def routed(self) -> dict[int, Routed]:
+        """What Envoy logged of each request that has ended, by number; all of it once Envoy ended."""
+        found = {}
+        for line in (self.folder / "access.log").read_text().splitlines():
+            values = {name: value or "" for name, value in json.loads(line).items()}
+            if values["number"].isdigit():
+                found[int(values["number"])] = Routed(**values)
+        return found
+
+
+@contextlib.asynccontextmanager
+async def staged(
+    folder: Path,
+    *,
+    pickers: int = 2,
+    flags: Sequence[str] = (),
+    environment: Mapping[str, str] | None = None,
+    peers: Callable[[Sequence[int]], Sequence[Sequence[str]]] | None = None,
+    edit: Edit | None = None,
+) -> AsyncIterator[Stage]:
+    """Everything serving; gone afterwards.
+
+    `flags` and `environment` are of each picker. `peers` gives the flags of each by the ports that
+    they take for one another; None: each has the addresses of all. `edit` changes what
+    `epp envoy-config` wrote.
+    """
+    gateway, admin, readiness, *free = free_ports(3 + 4 * pickers + PODS)
+    ports, free = free[:PODS], free[PODS:]
+    endpoints = folder / "endpoints.json"
+    write_endpoints(endpoints, ports)
+    peer_ports = [free.pop() for _ in range(pickers)]
+    together = (peers or _addresses_of_all)(peer_ports)
+    stage = Stage(
+        folder=folder,
+        gateway=f"http://127.0.0.1:{gateway}",
+        pods=Pods(folder, ports, "bench.chaos.pods"),
+    )
+    async with contextlib.AsyncExitStack() as started:
+        await started.enter_async_context(stage.pods)
+        for number in range(pickers):
+            serving, health, metrics = (free.pop() for _ in range(3))
+            command = (
+                *(sys.executable, "-m", "epp", "serve", "--endpoints-file", str(endpoints)),
+                *("--secure-serving=false", "--grpc-port", str(serving)),
+                *("--grpc-health-port", str(health), "--metrics-port", str(metrics)),
+                *("--seed", "1", *together[number], *flags),
+            )
+            with _environment(environment or {}), _piped(folder / f"epp-{number}.log") as log:
+                child = await started.enter_async_context(
+                    Child.running(f"epp {number}", command, log)
+                )
+            picker = Picker(child, f"127.0.0.1:{serving}", metrics)
+            # Nobody is left to be served by the time it is ended.
+            started.callback(picker.signal, signal.SIGKILL)
+            stage.pickers.append(picker)
+        bootstrap = folder / "envoy.yaml"
+        written = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", "epp", "envoy-config", "--out", str(bootstrap), "--plaintext"),
+            *("--listen-host", "127.0.0.1", "--listen-port", str(gateway)),
+            *("--admin-port", str(admin), "--readiness-port", str(readiness)),
+            *("--picker-address", ",".join(picker.address for picker in stage.pickers)),
+        )
+        assert await written.wait() == 0, "epp envoy-config failed"
+        document = yaml.safe_load(bootstrap.read_text())
+        _log_requests(document, folder / "access.log")
+        if edit is not None:
+            edit(document)
+        bootstrap.write_text(yaml.safe_dump(document))
+        await _until_ready(stage, with_gateway=False)
+        await started.enter_async_context(
+            Child.running("envoy", _envoy(bootstrap), folder / "envoy.log")
+        )
+        await _until_ready(stage, with_gateway=True)
+        yield stage
+
+
+def _addresses_of_all(ports: Sequence[int]) -> list[list[str]]:
+    everybody = ",".join(f"127.0.0.1:{port}" for port in ports)
+    return [[*own_port(port), "--peers", everybody] for port in ports]
+
+
+def own_port(port: int) -> list[str]:
+    """The flags that say where other replicas connect to."""
+    return ["--peer-port", str(port), "--peer-bind-address", "127.0.0.1"]
+
+
+@contextlib.contextmanager
+def _piped(log: Path) -> Iterator[Path]:
+    """A path that leads through a pipe to `log`, as what a container says does: no disk is in its way."""
+    read, write = os.pipe()
+
+    def copy() -> None:
+        with os.fdopen(read, "rb") as source, log.open("wb") as sink:
+            shutil.copyfileobj(source, sink)
+
+    threading.Thread(target=copy, name=f"log {log}", daemon=True).start()
+    try:
+        yield Path(f"/dev/fd/{write}")
+    finally:
+        os.close(write)
+
+
+@contextlib.contextmanager
+def _environment(changes: Mapping[str, str]) -> Iterator[None]:
+    before = {name: os.environ.get(name) for name in changes}
+    os.environ.update(changes)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
+
+
+def _envoy(bootstrap: Path) -> list[str]:
+    return [
+        *(str(find_envoy()), "--config-path", str(bootstrap), "--concurrency", "2"),
+        *("--disable-hot-restart", "--log-level", "warning"),
+    ]
+
+
+def _log_requests(document: dict[str, Any], file: Path) -> None:
+    chain = document["static_resources"]["listeners"][0]["filter_chains"][0]
+    chain["filters"][0]["typed_config"]["access_log"] = [
+        {
+            "name": "envoy.access_loggers.file",
+            "typed_config": {
+                "@type": "type.googleapis.com/envoy.extensions.access_loggers.file.v3.FileAccessLog",
+                "path": str(file),
+                "log_format": {"json_format": _LOG},
+            },
+        }
+    ]
+
+
+async def _until_ready(stage: Stage, *, with_gateway: bool) -> None:
+    timeout = ClientTimeout(total=5)
+    async with ClientSession(timeout=timeout) as session, asyncio.timeout(READY_S_MAX):
+        while not await _is_ready(session, stage, with_gateway):  # noqa: ASYNC110 - it is far away
+            await asyncio.sleep(0.05)
+
+
+async def _is_ready(session: ClientSession, stage: Stage, with_gateway: bool) -> bool:
+    try:
+        for picker in stage.pickers:
+            async with session.get(f"{picker.pages}/debug/endpoints?format=json") as response:
+                states = [row["state"] for row in (await response.json())["endpoints"]]
+            if states != ["ready"] * len(stage.pods.ports):
+                return False
+        if with_gateway:
+            async with session.get(f"{stage.gateway}/v1/models") as response:
+                return response.status == 200
+    except (ClientError, TimeoutError):
+        return False
+    return True

@@ -11,7 +11,7 @@ SHARED := --numprocesses $(WORKERS) --dist loadgroup --no-loadscope-reorder
 LOCKED := --extra sim --extra valkey --extra otel
 PIP := $(BIN)/python -m pip --disable-pip-version-check install
 
-.PHONY: help demo test validate coverage peers check fmt bench attack soak dist sbom audit tools image actionlint h2spec docs site walkthrough lock apiserver clean
+.PHONY: help demo test validate coverage peers check fmt bench attack soak dist sbom audit tools image actionlint h2spec docs site walkthrough lock apiserver clean chaos
 
 help:                 ## what there is to make
 	@sed -n 's/^\([a-z0-9]*\):[^#]*## /\1 /p' Makefile | while read -r target what; do \
@@ -51,6 +51,9 @@ bench: $(STAMP)       ## the performance report: bench-report/report.md, at most
 
 attack: $(STAMP)      ## attack the picker, alone and behind a real Envoy, some minutes
 	@$(BIN)/python -m bench.attack
+
+chaos: $(STAMP)       ## what each fault costs, into docs/availability.md, less than ten minutes
+	@$(BIN)/python -m bench.chaos --write docs/availability.md
 
 soak: $(STAMP)        ## ten minutes of load while pods, pages, configuration and endpoints change
 	@$(BIN)/python -m bench.soak

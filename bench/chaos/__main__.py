@@ -1,6 +1,6 @@
 """`make chaos`: the chaos table, what each fault costs those who ask, in less than ten minutes.
 
-`python -m bench.chaos [NAME...] [--seconds S] [--rate-per-s R] [--write FILE]`. Five simulated
+`python -m bench.chaos [NAME...] [--seconds S] [--rate-per-s R [--light]] [--write FILE]`. Five simulated
 pods, two pickers with the default configuration and the Envoy of `epp envoy-config`, all real
 processes, fresh for each fault. An open loop of ordinary requests, three of four streamed, goes on
 for some seconds without the fault and for S seconds with it; the times to first token of both are
@@ -14,16 +14,17 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 from random import Random
 from typing import Any, Final
 
-from msgspec import Struct
+from msgspec import Struct, structs
 from rich.console import Console
 from rich.progress import track
 
 from bench.chaos.faults import CASES, Case, NotPlayedError
-from bench.chaos.load import Asked, Load, Traffic
+from bench.chaos.load import LIGHT, Asked, Load, Traffic
 from bench.chaos.stage import PODS, Edit, Routed, Stage, staged
 
 WARM_S: Final = 3.0
@@ -31,7 +32,7 @@ BEFORE_S: Final = 8.0
 LOST_BY_NONE: Final = frozenset(
     {"picker-leaves", "pickers-parted", "valkey-away", "disk-full", "exporter-away"}
 )
-MARKS: Final = ("<!-- begin chaos -->", "<!-- end chaos -->")
+MARKS: Final = ("<!-- chaos, by `make chaos` -->", "<!-- end of chaos -->")
 """Between them `--write` puts the table."""
 _HEAD: Final = (
     "fault",
@@ -164,7 +165,8 @@ def bare_gateway(document: dict[str, Any]) -> None:
     """Envoy's own defaults where the bootstrap says what becomes of a picker that is gone."""
     static = document["static_resources"]
     connections = static["listeners"][0]["filter_chains"][0]["filters"][0]["typed_config"]
-    for one in connections["http_filters"]:
+    upgraded = (upgrade["filters"] for upgrade in connections["upgrade_configs"])
+    for one in chain(connections["http_filters"], *upgraded):
         one["typed_config"].get("grpc_service", {}).pop("retry_policy", None)
     (pickers,) = (one for one in static["clusters"] if one["name"] == "ext_proc")
     del pickers["outlier_detection"], pickers["common_lb_config"]
@@ -180,6 +182,9 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("names", nargs="*", metavar="NAME", help=", ".join(CASES))
     parser.add_argument("--seconds", type=float, default=15.0, help="how long each fault lasts")
     parser.add_argument("--rate-per-s", type=float, default=Traffic().rate_per_s)
+    parser.add_argument(
+        "--light", action="store_true", help="short prompts and answers, for a hundred a second"
+    )
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--write", type=Path, metavar="FILE", help="a page with the marks")
     parser.add_argument(
@@ -198,7 +203,9 @@ def main(arguments: Sequence[str]) -> int:
                 play(
                     name,
                     seconds=options.seconds,
-                    traffic=Traffic(rate_per_s=options.rate_per_s),
+                    traffic=structs.replace(
+                        LIGHT if options.light else Traffic(), rate_per_s=options.rate_per_s
+                    ),
                     seed=options.seed,
                     edit=bare_gateway if options.bare_gateway else None,
                 )

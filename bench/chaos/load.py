@@ -34,6 +34,10 @@ class Traffic(Struct, frozen=True, kw_only=True):
     short_answer_tokens: int = 4
 
 
+LIGHT: Final = Traffic(system_words=100, answer_tokens=8)
+"""Four times as many of them take the pods no longer."""
+
+
 class Asked(Struct, kw_only=True):
     """One request as its client saw it."""
 

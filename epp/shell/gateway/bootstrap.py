@@ -423,7 +423,7 @@ def _picker_cluster(options: BootstrapOptions) -> Cluster:
     cluster = _static_cluster(_PICKER, options.picker_addresses)
     cluster.connect_timeout = _PICKER_CONNECT_TIMEOUT
     cluster.lb_policy = ClusterLbPolicy.LEAST_REQUEST
-    cluster.circuit_breakers = _circuit_breakers()
+    cluster.circuit_breakers = _circuit_breakers(retries_max=_CONCURRENT_MAX)
     cluster.typed_extension_protocol_options = _http_options(
         HttpProtocolOptions(
             explicit_http_config=HttpProtocolOptionsExplicitHttpConfig(
@@ -582,14 +582,14 @@ def _connection_limit() -> ResourceMonitor:
     )
 
 
-def _circuit_breakers() -> CircuitBreakers:
+def _circuit_breakers(retries_max: int | None = None) -> CircuitBreakers:
     return CircuitBreakers(
         thresholds=[
             CircuitBreakersThresholds(
                 max_connections=_CONCURRENT_MAX,
                 max_pending_requests=_CONCURRENT_MAX,
                 max_requests=_CONCURRENT_MAX,
-                max_retries=_CONCURRENT_MAX,
+                max_retries=retries_max,
             )
         ]
     )

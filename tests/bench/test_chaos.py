@@ -1,0 +1,93 @@
+"""The chaos table: one short fault of it through all its parts, and what it makes of the figures."""
+
+import re
+
+import pytest
+import yaml
+
+from bench.chaos.__main__ import MARKS, Row, as_markdown, bare_gateway, play, write_between_marks
+from bench.chaos.faults import CASES
+from bench.chaos.load import NO_ANSWER, Traffic
+from bench.chaos.pods import slower
+from epp.shell.gateway.bootstrap import BootstrapOptions, render
+from sim.engine.engine import StepWork
+from sim.engine.profiles import DEFAULT_PROFILE, find_profile
+from tests.envoy.rig import ENVOY
+
+POD = CASES["pod-fails-fast"]
+
+
+@pytest.mark.envoy
+@pytest.mark.skipif(ENVOY is None, reason="the envoy command is not installed")
+@pytest.mark.xdist_group("replicas")
+async def test_a_pod_that_fails_is_seen_by_who_asks():
+    """Real pods, pickers and Envoy: its 500s are lost requests, others are not, times are told."""
+    traffic = Traffic(rate_per_s=20, answer_tokens=2, system_words=20, question_words=10)
+    row = await play("pod-fails-fast", seconds=3.0, traffic=traffic, seed=1)
+    assert row.sent > 30
+    assert set(row.lost) == {"500"}
+    assert row.lost["500"] < row.sent
+    assert row.bad_share is not None
+    assert 0 <= row.bad_share < 1
+    assert len(row.ttft_before_s) > 30
+    assert 0 < len(row.ttft_during_s) <= row.sent - row.lost["500"]
+
+
+async def test_what_cannot_be_played_says_why():
+    """A row with a reason, and no stage."""
+    row = await play("api-server-away", seconds=1.0, traffic=Traffic(), seed=1)
+    assert "test_away.py" in row.not_played
+    assert row.not_played in as_markdown([row])
+
+
+def test_the_table_says_what_a_fault_cost():
+    """Losses by kind, the share, and quantiles beside those without the fault."""
+    row = Row(
+        case=POD,
+        sent=1500,
+        lost={"500": 2, NO_ANSWER: 1},
+        last_lost_s=0.84,
+        bad_share=0.015,
+        ttft_before_s=[0.1] * 10,
+        ttft_during_s=[0.15] * 8 + [0.3] * 2,
+    )
+    *_, line = as_markdown([row]).splitlines()
+    assert line == (
+        f"| {POD.what} | 1,500 | 2 500, 1 no answer | 0.8 s | 1.5% | 150 ms (+50%) "
+        "| 300 ms (+200%) |"
+    )
+
+
+def test_a_run_without_answers_has_no_times():
+    """Where nothing came there is nothing to compare."""
+    *_, line = as_markdown([Row(case=POD, sent=3, lost={"500": 3})]).splitlines()
+    assert line.endswith("| none | none |")
+
+
+def test_the_table_goes_between_its_marks_only():
+    """What is round it stays, a second time too; a page without marks is left alone."""
+    begin, end = MARKS
+    once = write_between_marks(f"before\n{begin}\nold\n{end}\nafter\n", "| new |")
+    assert once == f"before\n{begin}\n\n| new |\n\n{end}\nafter\n"
+    assert write_between_marks(once, "| new |") == once
+    with pytest.raises(ValueError, match="once each"):
+        write_between_marks("nothing", "| new |")
+
+
+def test_a_slow_engine_takes_as_many_times_as_long():
+    """Each part of a step grows by the factor, for prefill and decoding alike."""
+    profile = find_profile(DEFAULT_PROFILE)
+    slow = slower(profile, 3.0)
+    for work in (
+        StepWork(tokens=1000, prefills=1, attention_pairs=500_000.0, sequences=1),
+        StepWork(tokens=10, decodes=10, decode_context_tokens=9_000, sequences=10),
+    ):
+        assert slow.step_s(work) == pytest.approx(3 * profile.step_s(work))
+    assert slow.frontend_delay_s(500) == pytest.approx(3 * profile.frontend_delay_s(500))
+
+
+def test_the_bare_gateway_has_nothing_of_ours_against_lost_pickers():
+    """What is compared with is Envoy's own way with a picker that is gone."""
+    document = yaml.safe_load(render(BootstrapOptions()))
+    bare_gateway(document)
+    assert not re.search(r"retr|outlier|keepalive|panic", str(document))

@@ -124,7 +124,7 @@ def cells(row: Row) -> tuple[str, ...]:
     """The row as it is shown."""
     if row.not_played:
         return (row.case.what, f"not played: {row.not_played}", "", "", "", "", "")
-    lost = ", ".join(f"{count} {status}" for status, count in sorted(row.lost.items()))
+    lost = ", ".join(f"{count} × {status}" for status, count in sorted(row.lost.items()))
     return (
         row.case.what,
         f"{row.sent:,}",

@@ -53,7 +53,7 @@ def test_the_table_says_what_a_fault_cost():
     )
     *_, line = as_markdown([row]).splitlines()
     assert line == (
-        f"| {POD.what} | 1,500 | 2 500, 1 no answer | 0.8 s | 1.5% | 150 ms (+50%) "
+        f"| {POD.what} | 1,500 | 2 × 500, 1 × no answer | 0.8 s | 1.5% | 150 ms (+50%) "
         "| 300 ms (+200%) |"
     )
 

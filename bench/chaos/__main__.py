@@ -124,7 +124,8 @@ def cells(row: Row) -> tuple[str, ...]:
     """The row as it is shown."""
     if row.not_played:
         return (row.case.what, f"not played: {row.not_played}", "", "", "", "", "")
-    lost = ", ".join(f"{count} × {status}" for status, count in sorted(row.lost.items()))
+    # A number and a status side by side read as one.
+    lost = ", ".join(f"{count} × {status}" for status, count in sorted(row.lost.items()))  # noqa: RUF001
     return (
         row.case.what,
         f"{row.sent:,}",

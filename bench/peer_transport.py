@@ -1,12 +1,14 @@
-"""What a frame between replicas costs by what carries it: ZeroMQ, or asyncio's streams.
+"""What a frame between replicas costs: sockets that are read once a beat, or asyncio's streams.
 
 Seven senders and one receiver in this process, a frame each every 20 ms; CPU of the whole process,
-ZeroMQ's thread included, less what the same beat costs with nothing to send. ZeroMQ is read once a
-beat, as `epp/shell/peers/mesh` does; a stream by its callbacks, with a length before each frame.
+less what the same beat costs with nothing to send. A stream is read by its callbacks, with a length
+before each frame.
 """
 
 import asyncio
 import datetime as dt
+import selectors
+import socket
 import ssl
 import tempfile
 import time
@@ -15,11 +17,11 @@ from contextlib import asynccontextmanager
 from itertools import product
 from pathlib import Path
 
-import zmq
-
 from epp.core.peers.exchange import OUTGOING_INTERVAL_S
 from epp.shell.gateway.tls import self_signed
-from epp.shell.peers.secret import keys_of
+from epp.shell.peers.carrier import Kind
+from epp.shell.peers.connection import Connection, Stage
+from epp.shell.peers.secret import Identity, identity_of, stranger
 
 SENDERS = 7
 LASTS_S = 4.0
@@ -36,42 +38,51 @@ class Line:
 
 
 @asynccontextmanager
-async def _zeromq(*, encrypted: bool) -> AsyncIterator[Line]:
-    keys = keys_of(b"x" * 32)
-    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+async def _polled(*, encrypted: bool) -> AsyncIterator[Line]:
+    """As `epp/shell/peers/mesh` does it, without its housekeeping."""
 
-    def opened(kind: int) -> zmq.Socket[bytes]:
-        socket = context.socket(kind)
-        socket.linger = 0
-        if encrypted:
-            socket.curve_publickey, socket.curve_secretkey = keys.public, keys.secret
-        return socket
+    def identity() -> Identity:
+        return identity_of(b"x" * 32) if encrypted else stranger()
 
-    bound = opened(zmq.ROUTER)
-    if encrypted:
-        bound.curve_server = True
-    port = bound.bind_to_random_port("tcp://127.0.0.1")
-    sockets = [opened(zmq.DEALER) for _ in range(SENDERS)]
-    for socket in sockets:
-        if encrypted:
-            socket.curve_serverkey = keys.public
-        socket.connect(f"tcp://127.0.0.1:{port}")
+    bound = socket.create_server(("127.0.0.1", 0))
+    serving, pairs = identity(), []
+    for _ in range(SENDERS):
+        plain = socket.create_connection(bound.getsockname())
+        accepted, _ = bound.accept()
+        plain.setblocking(False)
+        accepted.setblocking(False)
+        pairs.append(
+            (
+                Connection(plain, identity(), serving=False, now=0.0),
+                Connection(accepted, serving, serving=True, now=0.0),
+            )
+        )
+    while any(each.stage is not Stage.OPEN for pair in pairs for each in pair):
+        for pair in pairs:
+            for each in pair:
+                each.advance()
+    selector = selectors.DefaultSelector()
+    for _, receiver in pairs:
+        selector.register(receiver, selectors.EVENT_READ, receiver)
 
     def send(frame: bytes) -> None:
-        for socket in sockets:
-            socket.send(frame, zmq.NOBLOCK)
+        for sender, _ in pairs:
+            sender.send(Kind.FRAME, frame)
 
     def receive() -> int:
         came = 0
-        while int(bound.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
-            bound.recv_multipart()
-            came += 1
+        for key, _ in selector.select(0):
+            while key.data.read() is not None:
+                came += 1
         return came
 
     try:
         yield Line(send, receive)
     finally:
-        context.destroy()
+        selector.close()
+        for each in (each for pair in pairs for each in pair):
+            each.close()
+        bound.close()
 
 
 class _Reader(asyncio.Protocol):
@@ -159,19 +170,19 @@ async def _cost_us(line: Line, size_bytes: int) -> float:
     return 1e6 * (busy_s - idle_s) / came
 
 
-async def _measured(*, zeromq: bool, encrypted: bool, size_bytes: int) -> float:
-    async with (_zeromq if zeromq else _streams)(encrypted=encrypted) as line:
+async def _measured(*, polled: bool, encrypted: bool, size_bytes: int) -> float:
+    async with (_polled if polled else _streams)(encrypted=encrypted) as line:
         return await _cost_us(line, size_bytes)
 
 
 def run() -> Iterator[tuple[str, str]]:
     """What, how much."""
     for size_bytes, encrypted in product(SIZES_BYTES, (False, True)):
-        zeromq, streams = (
-            asyncio.run(_measured(zeromq=kind, encrypted=encrypted, size_bytes=size_bytes))
+        polled, streams = (
+            asyncio.run(_measured(polled=kind, encrypted=encrypted, size_bytes=size_bytes))
             for kind in (True, False)
         )
         yield (
             f"a frame of {size_bytes:,} bytes, {'encrypted' if encrypted else 'plain'}",
-            f"ZeroMQ {zeromq:.0f} µs, streams {streams:.0f} µs: {streams / zeromq:.2f} of it",
+            f"read once a beat {polled:.0f} µs, streams {streams:.0f} µs: {streams / polled:.2f} of it",
         )

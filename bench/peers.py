@@ -62,7 +62,7 @@ def _live() -> list[tuple[str, str]]:
         frames = sender.outgoing(now)
         told_s = time.thread_time()
         for frame in frames:
-            receiver.receive(frame, now)
+            receiver.receive(frame, now, sender.origin)
         while receiver.pending():
             receiver.apply(now)
         learnt_s = time.thread_time()
@@ -70,7 +70,7 @@ def _live() -> list[tuple[str, str]]:
             index.record(decision.lease.request, decision.lease.slot, now)
         recorded_s = time.thread_time()
         for frame in receiver.outgoing(now):
-            sender.receive(frame, now)
+            sender.receive(frame, now, receiver.origin)
         for decision in decided:
             pools[0].scheduler.complete(decision.lease, Outcome(), now)
         if turn >= WARM_TURNS:

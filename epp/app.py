@@ -24,7 +24,6 @@ from epp.configuration.memory_plan import memory_plan
 from epp.core.capture.witness import WitnessedScheduler
 from epp.core.decision.scheduler import Scheduler, SchedulerSettings
 from epp.core.peers.exchange import PeerExchange
-from epp.core.peers.frames import ORIGIN_BYTES
 from epp.core.protocol.budget import BodyBudget
 from epp.core.protocol.session import SessionSettings
 from epp.core.types import Endpoint, EndpointMetrics, Seconds
@@ -69,6 +68,7 @@ from epp.shell.operators.snapshot import pool_snapshot
 from epp.shell.operators.standard_error import StandardError
 from epp.shell.operators.standings_log import StandingsLog
 from epp.shell.operators.telemetry import PoolSnapshot, Telemetry
+from epp.shell.peers.secret import peer_identity
 from epp.shell.peers.service import Peers
 from epp.shell.starting import EVERYWHERE, StartError, cannot_listen
 
@@ -175,7 +175,8 @@ class EndpointPicker:
         settings = _settings(self.live.current(len(self._found.endpoints)))
         self.capture = _capture(flags, seed)
         self.scheduler = self._open_scheduler(settings, seed)
-        self.exchange = self._open_exchange()
+        identity = peer_identity(flags.peer_secret_file if flags.meshes else "")
+        self.exchange = self._open_exchange(identity.origin)
         self.registry = CollectorRegistry()
         self.telemetry = Telemetry(
             self.registry,
@@ -194,6 +195,7 @@ class EndpointPicker:
         self.peers = Peers(
             flags,
             self.exchange,
+            identity=identity,
             on_ready=self._update_ready,
             on_snapshot=self.telemetry.peer_snapshot,
             seed=seed,
@@ -605,12 +607,12 @@ class EndpointPicker:
             self.capture.configured(self.live, endpoints)
         return restarted
 
-    def _open_exchange(self) -> PeerExchange:
+    def _open_exchange(self, origin: bytes) -> PeerExchange:
         """What is told among replicas; where there are none, it keeps snapshots at the most."""
         flags = self.flags
         return PeerExchange(
             self.scheduler,
-            origin=secrets.token_bytes(ORIGIN_BYTES),
+            origin=origin,
             now=time.monotonic(),
             replicas=1 + flags.replicas_besides,
             has_peers=flags.shares,

@@ -120,11 +120,13 @@ class Peering:
             peer.beat_at = now
             for other in there:
                 if other is not peer and not self._parted(peer, other):
-                    self._deliver(other, frames)
+                    self._deliver(peer.exchange.origin, other, frames)
                     # Heartbeats of before the traffic are still on their way, or nobody would be
                     # heard until the first of these arrives.
                     for beat in range(1, 1 + int(self._delay_s(peer, other) / HEARTBEAT_S)):
-                        self._loop.after(beat * HEARTBEAT_S, self._deliver, other, frames)
+                        self._loop.after(
+                            beat * HEARTBEAT_S, self._deliver, peer.exchange.origin, other, frames
+                        )
 
     def start(self, replica: int, scheduler: Scheduler | None) -> None:
         """`replica` is there from now on, a new process; None: its policy has nothing to tell."""
@@ -253,14 +255,16 @@ class Peering:
                 kept = []
             self.frames_lost += len(frames) - len(kept)
             if kept:
-                self._loop.after(self._delay_s(peer, other), self._deliver, other, kept)
+                self._loop.after(
+                    self._delay_s(peer, other), self._deliver, peer.exchange.origin, other, kept
+                )
 
-    def _deliver(self, peer: _Peer, frames: list[bytes]) -> None:
+    def _deliver(self, origin: bytes, peer: _Peer, frames: list[bytes]) -> None:
         if self._peers[peer.replica] is not peer:
             return
         now = self._loop.now
         for frame in frames:
-            peer.exchange.receive(frame, now)
+            peer.exchange.receive(frame, now, origin)
         while peer.exchange.pending():
             peer.exchange.apply(now)
 

@@ -80,6 +80,8 @@ class Taken(StrEnum):
     """It is our own."""
     UNREADABLE = "unreadable"
     OTHER_VERSION = "other version"
+    FOREIGN = "another origin"
+    """It came by the connection of another than it names."""
     TOO_MANY = "too many origins"
 
 
@@ -247,13 +249,18 @@ class PeerExchange:
 
     # What is taken.
 
-    def receive(self, message: bytes, now: Seconds) -> Taken:
-        """Take a frame of a peer in; its records wait for `apply`."""
+    def receive(self, message: bytes, now: Seconds, origin: bytes) -> Taken:
+        """Take a frame of a peer in; its records wait for `apply`.
+
+        `origin`: for whom the connection may speak that it came by.
+        """
         frame = _read(message)
         if isinstance(frame, Taken):
             return frame
         if frame.origin == self.origin:
             return Taken.OWN
+        if frame.origin != origin:
+            return Taken.FOREIGN
         if frame.kind == Kind.GOODBYE:
             self._forget(frame.origin)
         elif frame.kind == Kind.LIVE:

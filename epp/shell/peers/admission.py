@@ -1,61 +1,81 @@
-"""Who may connect to --peer-port: by ZAP (https://rfc.zeromq.org/spec/27), before any message.
+"""Who may connect to --peer-port, and who waits there until it has shown who it is.
 
-With a secret: who knows it, from wherever. Without: who connects from the address of a replica, or
-from this machine. ZeroMQ holds any number of parts of one unfinished message in memory, whatever
-its limits, so that strangers must not get as far as sending one.
+With a secret whoever knows it is let in, from wherever. Without one: who connects from the address
+of a replica, or from this machine. Strangers cannot use up the places of newcomers: where there are
+too many, one gives way that is least likely to be a replica.
 """
 
+from collections import Counter
 from ipaddress import IPv4Address, IPv6Address, ip_address
 from typing import Final
 
-import zmq
-from zmq.utils import z85
+from msgspec import Struct
 
-from epp.shell.peers.secret import CurveKeys
+from epp.core.types import Seconds
+from epp.shell.peers.connection import Connection, Stage
 
-ANSWERS_PER_BEAT_MAX: Final = 64
-DOMAIN: Final = "homing"
-_ADDRESS: Final = "inproc://zeromq.zap.01"
-_VERSION: Final = b"1.0"
-_ACCEPTED: Final = b"200", b"OK"
-_REFUSED: Final = b"400", b"no replica of ours"
+ACCEPTS_PER_BEAT_MAX: Final = 32
+NEWCOMERS_MAX: Final = 256
+"""So many are accepted in eight beats at the least, so that a replica, which needs three to pass
+the gate, is not pushed out before by strangers of its own address either."""
+NEWCOMER_S_MAX: Final[Seconds] = 5.0
+"""A connection that is not open by then is closed."""
+
+
+class Newcomer(Struct, eq=False):
+    """A connection to us that is not open yet."""
+
+    host: str
+    connection: Connection
+    known: bool = False
+    """It comes from the address of a replica, or from this machine."""
 
 
 class Admission:
-    """Asked by the sockets of `context` about each connection that would speak to them."""
+    """The newcomers, and what speaks for each."""
 
-    def __init__(self, context: "zmq.Context[zmq.Socket[bytes]]", keys: CurveKeys | None) -> None:
-        self._socket = context.socket(zmq.REP)
-        self._socket.linger = 0
-        self._socket.bind(_ADDRESS)
-        self._key = None if keys is None else z85.decode(keys.public)
+    def __init__(self, *, has_secret: bool) -> None:
         self.hosts: frozenset[str] = frozenset()
         """Addresses of the replicas that are known."""
+        self.newcomers: list[Newcomer] = []
+        """Who came first is first."""
+        self._has_secret = has_secret
+        self._counts: Counter[str] = Counter()
+        """Host -> newcomers."""
 
-    def answer(self) -> list[str]:
-        """Answer what is asked; the addresses of who was refused."""
-        refused: list[str] = []
-        for _ in range(ANSWERS_PER_BEAT_MAX):
-            if not self._socket.poll(0, zmq.POLLIN):
-                break
-            asked = self._socket.recv_multipart()
-            address = asked[3].decode("ascii", "replace")
-            admitted = self.admits(address, asked[6:])
-            if not admitted:
-                refused.append(address)
-            status, text = _ACCEPTED if admitted else _REFUSED
-            self._socket.send_multipart([_VERSION, asked[1], status, text, b"", b""])
-        return refused
+    def admits(self, host: str) -> bool:
+        """Whether who connects from the IP address `host` may show who it is."""
+        return self._has_secret or self._is_known(host)
 
-    def admits(self, address: str, credentials: list[bytes]) -> bool:
-        """Whether who connects from `address` and shows `credentials` is let in."""
-        if self._key is not None:
-            return credentials == [self._key]
-        host = plain_host(address)
-        return host is not None and (host.is_loopback or str(host) in self.hosts)
+    def add(self, newcomer: Newcomer) -> Newcomer | None:
+        """Let `newcomer` wait; who has to give way for it, to be closed.
 
-    def close(self) -> None:
-        self._socket.close()
+        Before who has passed the gate who has not; of these a stranger before who has the address
+        of a replica; of these one whose address has most newcomers, the one that waits longest.
+        """
+        newcomer.known = self._is_known(newcomer.host)
+        self.newcomers.append(newcomer)
+        self._counts[newcomer.host] += 1
+        if len(self.newcomers) <= NEWCOMERS_MAX:
+            return None
+        gives_way = min(self.newcomers, key=self._standing)
+        self.remove(gives_way)
+        return gives_way
+
+    def remove(self, newcomer: Newcomer) -> None:
+        """It is open, or closed."""
+        self.newcomers.remove(newcomer)
+        self._counts[newcomer.host] -= 1
+        if not self._counts[newcomer.host]:
+            del self._counts[newcomer.host]
+
+    def _standing(self, newcomer: Newcomer) -> tuple[bool, bool, int]:
+        has_passed = newcomer.connection.stage is not Stage.GATE
+        return has_passed, newcomer.known, -self._counts[newcomer.host]
+
+    def _is_known(self, host: str) -> bool:
+        address = plain_host(host)
+        return address is not None and (address.is_loopback or str(address) in self.hosts)
 
 
 def plain_host(address: str) -> IPv4Address | IPv6Address | None:

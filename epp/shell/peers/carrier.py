@@ -28,6 +28,11 @@ KINDS: Final = {kind.value: kind for kind in Kind}
 class Source(Protocol):
     """Whom a message came from; only the carrier that gave it knows more."""
 
+    @property
+    def origin(self) -> bytes:
+        """For whom it may speak, and for nobody else; b"": for nobody yet."""
+        ...
+
 
 class Message(Struct, frozen=True):
     source: Source

@@ -1,90 +1,110 @@
-"""ZeroMQ between replicas: one socket that is bound, and one connection to each of the others.
+"""Connections between replicas: one that we open to each of the others, and those they open to us.
 
 What a replica has to say goes to each peer over the connection that it opened itself; what that
-peer answers comes back on it. So every peer has a queue of its own in both directions, bounded by
-ZeroMQ's high-water marks: where one is full a frame is dropped and counted, and nobody waits.
+peer answers comes back on it. So every peer has a queue of its own in both directions, bounded in
+bytes: where one is full a frame is dropped and counted, and nobody waits. What is not read waits
+in the kernel's buffers, and beyond them at the sender.
 
 Nothing is read when it comes but once a beat: waking up the event loop for a frame costs several
-times what the frame does, and a beat is as long as frames are gathered for anyhow.
-
-A message is one part: a byte that says of which kind it is (`Kind`), then the frame.
+times what the frame does, and a beat is as long as frames are gathered for anyhow. So no part of
+this runs but in a call from outside, and each call is bounded in connections, messages and bytes.
 """
 
 import errno
+import selectors
+import socket
 import struct
+import time
 from collections.abc import Iterable
-from typing import Final, TypeAlias, cast
-
-import zmq
-from msgspec import Struct
-from zmq.utils.monitor import parse_monitor_message
+from typing import Final
 
 from epp.configuration.flags import IpAddress
 from epp.core.peers.frames import FRAME_BYTES_MAX, ORIGIN_BYTES
 from epp.core.types import Seconds
-from epp.shell.peers.admission import DOMAIN, Admission, plain_host
+from epp.shell.peers.admission import (
+    ACCEPTS_PER_BEAT_MAX,
+    NEWCOMER_S_MAX,
+    Admission,
+    Newcomer,
+    plain_host,
+)
 from epp.shell.peers.carrier import KINDS, Kind, Message, Source
 from epp.shell.peers.complaints import Complaints
-from epp.shell.peers.secret import CurveKeys
+from epp.shell.peers.connection import Connection, Problem, Stage
+from epp.shell.peers.secret import Identity
 from epp.shell.peers.state import PeerRow, Traffic
 from epp.shell.starting import EVERYWHERE, cannot_listen
 
 PEERS_MAX: Final = 64
-CONNECTIONS_MAX: Final = 4 * PEERS_MAX
-"""To our port, of anybody: each is a file that is open, and waits up to `_HANDSHAKE_MS`."""
-SENT_FRAMES_MAX: Final = 64
-"""That wait for one peer: a second and more of what is sent live, a few of a snapshot."""
-RECEIVED_FRAMES_MAX: Final = 8
-"""That wait of one peer, each of at most a megabyte. What is more waits at the peer."""
+GUESTS_MAX: Final = 2 * PEERS_MAX
+"""Connections of peers to us; of more the one gives way that was silent for longest."""
+HANDSHAKES_PER_BEAT_MAX: Final = 8
+"""Steps of TLS, each some 0.3 ms, of those that have shown that they know the secret."""
+MESSAGES_PER_GUEST_MAX: Final = 8
+"""Of one in a turn, while others wait."""
 HELLO_S: Final[Seconds] = 1.0
 SILENCE_S: Final[Seconds] = 4.0
 """A peer that has not answered for so long is not sent to, until it does."""
+GUEST_SILENCE_S: Final[Seconds] = 15.0
+"""A connection to us on which nothing came for so long is closed; peers say hello each second."""
 CONNECT_AGAIN_S: Final[Seconds] = 5.0
-"""A peer that does not answer for so long gets a new socket: after a refusal, or where one of two
-has a secret and the other none, ZeroMQ's own would never try again."""
-REFUSAL_S: Final[Seconds] = 1.0
-"""For how long nobody can connect once there were too many."""
-EVENTS_PER_BEAT_MAX: Final = 512
-_HANDSHAKE_MS: Final = 5_000
-_HEARTBEAT_MS: Final = 2_000
-_HEARTBEAT_TIMEOUT_MS: Final = 6_000
-"""After it a peer whose machine is gone, or whose process is stopped, is connected to anew."""
-_RECONNECT_MS: Final = 100
-_RECONNECT_MS_MAX: Final = 5_000
-_LINGER_MS: Final = 200
+"""A connection on which nobody answers for so long is made anew."""
+STALL_S: Final[Seconds] = 0.5
+"""A beat that is late by so much was late because we stood still, which is no silence of others."""
+BACKLOG: Final = 512
+_RECONNECT_S: Final[Seconds] = 0.1
+_RECONNECT_S_MAX: Final[Seconds] = 5.0
+_LINGER_S: Final[Seconds] = 0.2
 """What is not sent by then is not."""
+_LINGER_POLL_S: Final[Seconds] = 0.005
 
-_MESSAGE_BYTES_MAX: Final = 1 + FRAME_BYTES_MAX
 _HELLO: Final = struct.Struct(f"<{ORIGIN_BYTES}sd")
 """Origin, and for how many seconds its sender has been warm; 0: it is not."""
-
-_Context: TypeAlias = "zmq.Context[zmq.Socket[bytes]]"
-_Socket: TypeAlias = "zmq.Socket[bytes]"
+_COMPLAINTS: Final = {
+    Problem.VERSION: "what answers at the address of a replica is none, or of another version",
+    Problem.SECRET: (
+        "a connection between replicas failed its handshake: one of them has another secret, or "
+        "none, or is no replica"
+    ),
+    Problem.HANDSHAKE: "a connection between replicas failed its handshake: it has another secret",
+    Problem.MESSAGE: "a replica sent what is no message, its connection is closed",
+}
+"""What an operator can do something about."""
 
 
 class Link:
-    """The connection that we opened to one peer."""
+    """The connection that we open to one peer, and open again."""
 
-    def __init__(self, address: str, socket: _Socket) -> None:
+    def __init__(self, address: str) -> None:
         self.address = address
-        self.socket = socket
+        self.connection: Connection | None = None
+        """None: not now."""
         self.origin = b""
         self.warm_s: Seconds = 0.0
         """For how long the peer had been warm when it last answered; 0: it is not."""
         self.heard_at_s: Seconds | None = None
         self.up_since_s: Seconds | None = None
         """None: it does not answer."""
-        self.connected_at_s: Seconds | None = None
-        """When it got its socket, or stopped to answer; None: it is yet to be looked at."""
+        self.waits_since_s: Seconds = 0.0
+        """Since when there is a connection, or an answer is missing."""
+        self.try_at_s: Seconds = 0.0
+        self.pause_s: Seconds = _RECONNECT_S
+        """Before the try after the next."""
+        self.polled = False
         self.bytes_sent = 0
         self.bytes_received = 0
         self.dropped = 0
 
 
-class Guest(Struct, frozen=True):
-    """A connection that a peer opened to us, by the name that ZeroMQ gave it."""
+class Guest:
+    """A connection that a peer opened to us."""
 
-    name: bytes
+    def __init__(self, host: str, connection: Connection, now: Seconds) -> None:
+        self.host = host
+        self.connection = connection
+        self.origin = connection.origin
+        """By its certificate; in plaintext what its first hello says."""
+        self.heard_at_s = now
 
 
 class Mesh:
@@ -92,31 +112,32 @@ class Mesh:
 
     def __init__(
         self,
-        origin: bytes,
+        identity: Identity,
         traffic: Traffic,
         *,
         address: IpAddress,
         port: int,
-        keys: CurveKeys | None,
         complaints: Complaints | None = None,
     ) -> None:
-        """`keys`: None for plaintext. `port` 0: any that is free, then `port` says which."""
-        assert len(origin) == ORIGIN_BYTES
+        """`port` 0: any that is free, then `port` says which."""
         self.port = port
-        self._origin = origin
+        self._identity = identity
+        self._origin = identity.origin
         self._traffic = traffic
         self._address = address
-        self._keys = keys
         self._complaints = complaints or Complaints()
-        self._context: _Context | None = None
+        self._bound: socket.socket | None = None
+        self._selector: selectors.BaseSelector | None = None
+        self._admission = Admission(has_secret=identity.serving is not None)
         self._links: dict[str, Link] = {}
+        self._guests: list[Guest] = []
+        self._ending: list[Connection] = []
+        """Of which something is left to be sent."""
         self._ourselves: set[str] = set()
         """Addresses that answered with our own origin."""
-        self._open_connections = 0
-        self._bound_to = ""
-        self._bind_at_s: Seconds | None = None
-        """When to listen again; None: we do."""
         self._hello_at_s: Seconds = 0.0
+        self._beaten_at_s: Seconds | None = None
+        self._turn = 0
         self.warm_since_s: Seconds | None = None
         """Since when we know what peers know, and can tell; set from outside."""
 
@@ -127,43 +148,43 @@ class Mesh:
 
     def open(self) -> None:
         """Take the port. Raises `StartError`."""
-        self._context = context = zmq.Context()
-        self._admission = Admission(context, self._keys)
-        self._bound = self._socket(zmq.ROUTER)
-        # What cannot be sent is told, not dropped in silence.
-        self._bound.router_mandatory = True
-        if self._keys is not None:
-            self._bound.curve_server = True
-        self._events = self._bound.get_monitor_socket(zmq.EVENT_ALL)
-        # Its writer is ZeroMQ's own thread, which must never wait for us.
-        self._events.rcvhwm = 0
-        host = "*" if self._address == EVERYWHERE else _bracketed(self._address)
         try:
-            self._bound.bind(f"tcp://{host}:{self.port or '*'}")
-        except zmq.ZMQError as error:
-            self.close()
-            problem = OSError(error.errno, error.strerror)
-            raise cannot_listen("--peer-port", self.port, problem, self._address) from error
-        self._bound_to = self._bound.getsockopt_string(zmq.LAST_ENDPOINT)
-        self.port = int(self._bound_to.rpartition(":")[2])
+            bound = _listening(self._address, self.port)
+        except OSError as error:
+            raise cannot_listen("--peer-port", self.port, error, self._address) from error
+        bound.setblocking(False)
+        self._bound = bound
+        self._selector = selectors.DefaultSelector()
+        self.port = bound.getsockname()[1]
 
     def close(self) -> None:
-        """Give back the port; what waits to be sent has `_LINGER_MS`. `wait_closed` may wait for it."""
-        if self._context is None:
+        """Give back the port; what waits to be sent has `_LINGER_S`. `wait_closed` may wait for it."""
+        if self._bound is None or self._selector is None:
             return
-        for link in self._links.values():
-            link.socket.close(_LINGER_MS)
+        self._selector.close()
+        self._bound.close()
+        self._bound = self._selector = None
+        for newcomer in self._admission.newcomers:
+            newcomer.connection.close()
+        self._admission.newcomers.clear()
+        for connection in self._connections():
+            connection.flush()
+            self._ending.append(connection)
         self._links.clear()
-        self._bound.disable_monitor()
-        self._events.close()
-        self._bound.close(_LINGER_MS)
-        self._admission.close()
+        self._guests.clear()
 
     def wait_closed(self) -> None:
         """Wait until nothing is left to be sent; for a thread."""
-        context, self._context = self._context, None
-        if context is not None:
-            context.term()
+        ends_at_s = time.monotonic() + _LINGER_S
+        while self._ending:
+            over = time.monotonic() >= ends_at_s
+            for connection in tuple(self._ending):
+                connection.flush()
+                if over or not connection.unsent_bytes or connection.problem is not None:
+                    connection.close()
+                    self._ending.remove(connection)
+            if self._ending:
+                time.sleep(_LINGER_POLL_S)
 
     # Who the peers are.
 
@@ -174,10 +195,10 @@ class Mesh:
         wanted = sorted(found - self._ourselves)
         chosen = wanted[:PEERS_MAX]
         for address in self._links.keys() - set(chosen):
-            self._links.pop(address).socket.close(0)
+            self._drop(self._links.pop(address))
         for address in chosen:
             if address not in self._links:
-                self._links[address] = Link(address, self._connected(address))
+                self._links[address] = Link(address)
         hosts = (plain_host(host_of(address)) for address in wanted)
         self._admission.hosts = frozenset(str(host) for host in hosts if host is not None)
 
@@ -213,27 +234,21 @@ class Mesh:
 
     def send(self, frame: bytes) -> None:
         """To every peer that answers."""
-        message = bytes((Kind.FRAME,)) + frame
         for link in self._links.values():
             if link.up_since_s is not None:
-                self._send_counted(link, message)
+                self._send_counted(link, Kind.FRAME, frame)
 
     def answer(self, source: Source, kind: Kind, frame: bytes = b"") -> bool:
         """To one peer; False: its queue is full, or it is gone."""
-        message = bytes((kind,)) + frame
         if isinstance(source, Link):
-            return self._send_counted(source, message)
+            return self._send_counted(source, kind, frame)
         assert isinstance(source, Guest), "it came from here"
-        if len(message) > _MESSAGE_BYTES_MAX:
+        if len(frame) > FRAME_BYTES_MAX:
             self._traffic.dropped()
             return True
-        try:
-            self._bound.send_multipart([source.name, message], zmq.NOBLOCK)
-        except zmq.ZMQError as error:
-            if error.errno not in {errno.EAGAIN, errno.EHOSTUNREACH}:
-                raise
+        if not source.connection.send(kind, frame):
             return False
-        self._traffic.bytes_sent += len(message)
+        self._traffic.bytes_sent += 1 + len(frame)
         if kind is not Kind.HELLO:
             self._traffic.frames["sent", "sent"] += 1
         return True
@@ -243,39 +258,48 @@ class Mesh:
     ) -> tuple[list[Message], bool]:
         """What has come, at most `messages_max` of it, and whether there may be more.
 
-        ZeroMQ takes of each peer in turn. Of `paused` nothing is read.
+        Of each peer in turn, at most `MESSAGES_PER_GUEST_MAX` of one. Of `paused` nothing is read.
         """
+        ready = [each for each in self._readable() if each is not paused]
+        self._turn += 1
+        at = self._turn % len(ready) if ready else 0
         found: list[Message] = []
-        left = messages_max
-        while left and _readable(self._bound):
-            left -= 1
-            name, *parts = self._bound.recv_multipart()
-            self._take(Guest(name), parts, found)
-        for link in self._links.values():
-            while link is not paused and left and _readable(link.socket):
-                left -= 1
-                self._take(link, link.socket.recv_multipart(), found)
-        return found, not left
+        more = False
+        for source in (*ready[at:], *ready[:at]):
+            share = min(MESSAGES_PER_GUEST_MAX, messages_max - len(found))
+            if not self._read(source, share, found):
+                more = True
+        return found, more
 
     # Once a beat.
 
     def beat(self, now: Seconds) -> None:
         """Let in who may come, greet, and notice who fell silent."""
-        for address in self._admission.answer():
-            self._traffic.failed("refused")
-            self._complaints.say("a connection of a stranger was refused", now, address=address)
-        self._count_connections(now)
-        if now >= self._hello_at_s:
+        if self._bound is None:
+            return
+        self._forgive_stall(now)
+        self._accept(now)
+        self._advance(now)
+        for connection in self._connections():
+            if connection.unsent_bytes:
+                connection.flush()
+        greets = now >= self._hello_at_s
+        if greets:
             self._hello_at_s = now + HELLO_S
-            hello = self.hello(now)
-            for link in self._links.values():
-                self._send(link, hello)
-                self._look_at(link, now)
+        hello = self.hello(now)
+        for link in self._links.values():
+            self._tend(link, now)
+            if greets and link.polled:
+                self._send(link, Kind.HELLO, hello)
+        for guest in tuple(self._guests):
+            silent_s = now - guest.heard_at_s
+            if guest.connection.problem is not None or silent_s > GUEST_SILENCE_S:
+                self._leave(guest)
 
     def hello(self, now: Seconds) -> bytes:
-        """The message that says who we are and for how long we have been warm."""
+        """What says who we are and for how long we have been warm."""
         warm_s = 0.0 if self.warm_since_s is None else max(now - self.warm_since_s, 1e-3)
-        return bytes((Kind.HELLO,)) + _HELLO.pack(self._origin, warm_s)
+        return _HELLO.pack(self._origin, warm_s)
 
     def greeted(self, message: Message, now: Seconds) -> None:
         """Somebody said hello: answer, or, if it is the answer, know that the peer is there."""
@@ -283,144 +307,279 @@ class Mesh:
         if len(message.frame) != _HELLO.size:
             self._traffic.unreadable()
             return
-        if not isinstance(source, Link):
-            self.answer(source, Kind.HELLO, self.hello(now)[1:])
-            return
         origin, warm_s = _HELLO.unpack(message.frame)
+        if isinstance(source, Guest):
+            if self._is_own(source, origin):
+                self.answer(source, Kind.HELLO, self.hello(now))
+            return
+        assert isinstance(source, Link), "it came from here"
+        if source.connection is None:
+            return
         if origin == self._origin:
             self._ourselves.add(source.address)
-            self._links.pop(source.address).socket.close(0)
+            self._drop(self._links.pop(source.address))
+            return
+        if source.connection.origin not in {b"", origin}:
+            self._end(source, now)
             return
         source.origin, source.warm_s, source.heard_at_s = origin, warm_s, now
+        source.pause_s = _RECONNECT_S
         if source.up_since_s is None:
             source.up_since_s = now
 
     # The rest is how.
 
-    def _socket(self, kind: int) -> _Socket:
-        assert self._context is not None, "it is open"
-        socket = self._context.socket(kind)
-        socket.ipv6 = True
-        socket.linger = 0
-        socket.maxmsgsize = _MESSAGE_BYTES_MAX
-        socket.sndhwm = SENT_FRAMES_MAX
-        socket.rcvhwm = RECEIVED_FRAMES_MAX
-        socket.handshake_ivl = _HANDSHAKE_MS
-        socket.heartbeat_ivl = _HEARTBEAT_MS
-        socket.heartbeat_timeout = _HEARTBEAT_TIMEOUT_MS
-        socket.zap_domain = DOMAIN.encode()
-        if self._keys is not None:
-            socket.curve_publickey = self._keys.public
-            socket.curve_secretkey = self._keys.secret
-        return socket
+    def _is_own(self, guest: Guest, origin: bytes) -> bool:
+        """Whether `guest` may call itself `origin`, and calls itself so from now on.
 
-    def _look_at(self, link: Link, now: Seconds) -> None:
-        """Notice who fell silent, and try anew who has been for long."""
-        if link.up_since_s is not None:
-            if now - (link.heard_at_s or 0.0) > SILENCE_S:
-                link.up_since_s, link.connected_at_s = None, now
-                self._traffic.failed("silent")
-        elif link.connected_at_s is None:
-            link.connected_at_s = now
-        elif now - link.connected_at_s > CONNECT_AGAIN_S:
-            link.socket.close(0)
-            link.socket, link.connected_at_s = self._connected(link.address), now
-
-    def _connected(self, address: str) -> _Socket:
-        socket = self._socket(zmq.DEALER)
-        # Without it frames would gather for a peer that is not there, and reach it when it is.
-        socket.immediate = True
-        socket.reconnect_ivl = _RECONNECT_MS
-        socket.reconnect_ivl_max = _RECONNECT_MS_MAX
-        if self._keys is not None:
-            socket.curve_serverkey = self._keys.public
-        socket.connect(f"tcp://{address}")
-        return socket
-
-    def _send(self, link: Link, message: bytes) -> bool:
-        if len(message) > _MESSAGE_BYTES_MAX:
-            # The peer would close the connection.
+        With a secret its certificate says. Without, who came first has the name, until it leaves
+        or comes anew from the same address.
+        """
+        if guest.origin == origin:
+            return True
+        namesake = next((each for each in self._guests if each.origin == origin), None)
+        if guest.origin or (namesake is not None and namesake.host != guest.host):
+            self._traffic.failed("origin")
+            self._complaints.say(
+                "a replica calls itself what another is called, its connection is closed",
+                guest.heard_at_s,
+                address=guest.host,
+            )
+            self._leave(guest)
             return False
-        try:
-            link.socket.send(message, zmq.NOBLOCK)
-        except zmq.Again:
-            return False
-        link.bytes_sent += len(message)
-        self._traffic.bytes_sent += len(message)
+        if namesake is not None:
+            self._leave(namesake)
+        guest.origin = origin
         return True
 
-    def _send_counted(self, link: Link, message: bytes) -> bool:
-        if self._send(link, message):
+    def _connections(self) -> list[Connection]:
+        ours = [link.connection for link in self._links.values() if link.connection is not None]
+        return [*ours, *(guest.connection for guest in self._guests)]
+
+    def _forgive_stall(self, now: Seconds) -> None:
+        """While we stood still nobody could be heard."""
+        if self._beaten_at_s is not None and (stalled_s := now - self._beaten_at_s) > STALL_S:
+            for link in self._links.values():
+                link.waits_since_s += stalled_s
+                if link.heard_at_s is not None:
+                    link.heard_at_s += stalled_s
+            for guest in self._guests:
+                guest.heard_at_s += stalled_s
+            for newcomer in self._admission.newcomers:
+                newcomer.connection.began_at_s += stalled_s
+        self._beaten_at_s = now
+
+    def _accept(self, now: Seconds) -> None:
+        assert self._bound is not None, "it is open"
+        for _ in range(ACCEPTS_PER_BEAT_MAX):
+            try:
+                accepted, (host, *_) = self._bound.accept()
+            except (BlockingIOError, InterruptedError, ConnectionAbortedError):
+                return
+            except OSError as error:
+                self._traffic.failed("too many")
+                self._complaints.say(
+                    "a connection to --peer-port cannot be had", now, problem=error.strerror
+                )
+                return
+            if not self._admission.admits(host):
+                accepted.close()
+                self._traffic.failed("refused")
+                self._complaints.say("a connection of a stranger was refused", now, address=host)
+                continue
+            _prepare(accepted)
+            connection = Connection(accepted, self._identity, serving=True, now=now)
+            gives_way = self._admission.add(Newcomer(host, connection))
+            if gives_way is not None:
+                gives_way.connection.close()
+                self._traffic.failed("too many")
+                self._complaints.say(
+                    "too many connections to --peer-port that do not say who they are",
+                    now,
+                    address=gives_way.host,
+                )
+
+    def _advance(self, now: Seconds) -> None:
+        """Go on with the handshakes of newcomers."""
+        shaken = 0
+        for newcomer in tuple(self._admission.newcomers):
+            connection = newcomer.connection
+            if connection.stage is Stage.TLS:
+                if shaken == HANDSHAKES_PER_BEAT_MAX:
+                    continue
+                shaken += 1
+            connection.advance()
+            if connection.problem is None and connection.stage is Stage.OPEN:
+                self._admission.remove(newcomer)
+                self._welcome(newcomer, now)
+            elif now - connection.began_at_s > NEWCOMER_S_MAX:
+                connection.fail(Problem.SECRET)
+            if connection.problem is not None:
+                self._admission.remove(newcomer)
+                connection.close()
+                self._failed_handshake(connection.problem, newcomer.host, now)
+
+    def _failed_handshake(self, problem: Problem, address: str, now: Seconds) -> None:
+        if problem in _COMPLAINTS:
+            self._traffic.failed("handshake")
+            self._complaints.say(_COMPLAINTS[problem], now, address=address)
+
+    def _welcome(self, newcomer: Newcomer, now: Seconds) -> None:
+        assert self._selector is not None, "it is open"
+        guest = Guest(newcomer.host, newcomer.connection, now)
+        if guest.origin:
+            # It has proved that it is the one whose former connection this was.
+            for each in [each for each in self._guests if each.origin == guest.origin]:
+                self._leave(each)
+        if len(self._guests) == GUESTS_MAX:
+            self._traffic.failed("too many")
+            self._complaints.say("too many connections of replicas to --peer-port", now)
+            self._leave(min(self._guests, key=lambda each: each.heard_at_s))
+        self._guests.append(guest)
+        self._selector.register(guest.connection, selectors.EVENT_READ, guest)
+
+    def _leave(self, guest: Guest) -> None:
+        """`guest` is no more."""
+        self._guests.remove(guest)
+        self._unpoll(guest.connection)
+        guest.connection.close()
+
+    def _unpoll(self, connection: Connection) -> None:
+        """A selector finds one that was closed by looking through all."""
+        if self._selector is not None:
+            self._selector.unregister(connection)
+
+    def _tend(self, link: Link, now: Seconds) -> None:
+        """Connect, notice who fell silent, and try anew who is gone or has been silent for long."""
+        connection = link.connection
+        if connection is None:
+            if now >= link.try_at_s:
+                self._begin(link, now)
+            return
+        if connection.stage is not Stage.OPEN:
+            connection.advance()
+        if connection.problem is not None:
+            if not link.polled:
+                self._failed_handshake(connection.problem, link.address, now)
+            elif link.up_since_s is not None:
+                self._traffic.failed("lost")
+            self._end(link, now)
+            return
+        if connection.stage is Stage.OPEN and not link.polled:
+            assert self._selector is not None, "it is open"
+            self._selector.register(connection, selectors.EVENT_READ, link)
+            link.polled = True
+            self._send(link, Kind.HELLO, self.hello(now))
+        if link.up_since_s is not None:
+            if now - (link.heard_at_s or 0.0) > SILENCE_S:
+                link.up_since_s, link.waits_since_s = None, now
+                self._traffic.failed("silent")
+        elif now - link.waits_since_s > CONNECT_AGAIN_S:
+            self._end(link, now)
+
+    def _begin(self, link: Link, now: Seconds) -> None:
+        host, port = host_of(link.address), int(link.address.rpartition(":")[2])
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        try:
+            connecting = socket.socket(family, socket.SOCK_STREAM)
+        except OSError as error:
+            self._traffic.failed("too many")
+            self._complaints.say(
+                "a connection to a replica cannot be had", now, problem=error.strerror
+            )
+            self._pause(link, now)
+            return
+        _prepare(connecting)
+        link.connection = Connection(connecting, self._identity, serving=False, now=now)
+        link.waits_since_s = now
+        if connecting.connect_ex((host, port)) not in {0, errno.EINPROGRESS}:
+            link.connection.fail(Problem.REFUSED)
+
+    def _end(self, link: Link, now: Seconds) -> None:
+        """The connection of `link` is over; there will be another."""
+        self._drop(link)
+        link.up_since_s = None
+        self._pause(link, now)
+
+    def _pause(self, link: Link, now: Seconds) -> None:
+        link.try_at_s = now + link.pause_s
+        link.pause_s = min(2 * link.pause_s, _RECONNECT_S_MAX)
+
+    def _drop(self, link: Link) -> None:
+        if link.connection is not None:
+            if link.polled:
+                self._unpoll(link.connection)
+            link.connection.close()
+        link.connection, link.polled = None, False
+
+    def _send(self, link: Link, kind: Kind, frame: bytes) -> bool:
+        if link.connection is None or not link.connection.send(kind, frame):
+            return False
+        link.bytes_sent += 1 + len(frame)
+        self._traffic.bytes_sent += 1 + len(frame)
+        return True
+
+    def _send_counted(self, link: Link, kind: Kind, frame: bytes) -> bool:
+        if self._send(link, kind, frame):
             self._traffic.frames["sent", "sent"] += 1
             return True
         link.dropped += 1
         self._traffic.dropped()
         return False
 
-    def _take(self, source: Source, parts: list[bytes], found: list[Message]) -> None:
+    def _readable(self) -> list[Link | Guest]:
+        """Who has sent something, or of whom something waits here already."""
+        if self._selector is None:
+            return []
+        found = {id(key.data): key.data for key, _ in self._selector.select(0)}
+        everybody: list[Link | Guest] = [*self._links.values(), *self._guests]
+        for each in everybody:
+            if each.connection is not None and each.connection.waiting():
+                found[id(each)] = each
+        return list(found.values())
+
+    def _read(self, source: Link | Guest, messages_max: int, found: list[Message]) -> bool:
+        """Take at most so many; whether that was all there is."""
+        for _ in range(messages_max):
+            message = None if source.connection is None else source.connection.read()
+            if message is None:
+                return True
+            self._take(source, message, found)
+        return False
+
+    def _take(self, source: Link | Guest, message: bytes, found: list[Message]) -> None:
         """One message, if it is one."""
-        kind = KINDS.get(parts[0][0]) if len(parts) == 1 and parts[0] else None
+        kind = KINDS.get(message[0])
         if kind is None:
             self._traffic.unreadable()
             return
-        (message,) = parts
         if isinstance(source, Link):
             source.bytes_received += len(message)
+        else:
+            source.heard_at_s = self._beaten_at_s or 0.0
         if kind is Kind.HELLO:
             self._traffic.bytes_received += len(message)
         else:
             self._traffic.received(len(message))
         found.append(Message(source, kind, message[1:]))
 
-    def _count_connections(self, now: Seconds) -> None:
-        """Look at what ZeroMQ tells of its connections, and keep them few."""
-        if self._bind_at_s is not None and now >= self._bind_at_s:
-            self._listen_again(now)
-        for _ in range(EVENTS_PER_BEAT_MAX):
-            if not _readable(self._events):
-                break
-            event = parse_monitor_message(self._events.recv_multipart())["event"]
-            if event == zmq.EVENT_ACCEPTED:
-                self._open_connections += 1
-            elif event == zmq.EVENT_DISCONNECTED:
-                self._open_connections = max(0, self._open_connections - 1)
-            elif event in _HANDSHAKE_FAILED:
-                self._traffic.failed("handshake")
-                self._complaints.say(
-                    "a connection to --peer-port failed its handshake: it has another secret, or "
-                    "none, or is no replica",
-                    now,
-                )
-        if self._open_connections > CONNECTIONS_MAX and self._bind_at_s is None:
-            # There is no way to close one of them; those of peers will be back.
-            self._traffic.failed("too many")
-            self._complaints.say("too many connections to --peer-port, all are closed", now)
-            self._bound.unbind(self._bound_to)
-            self._open_connections = 0
-            self._bind_at_s = now + REFUSAL_S
 
-    def _listen_again(self, now: Seconds) -> None:
-        try:
-            self._bound.bind(self._bound_to)
-        except zmq.ZMQError as error:
-            self._complaints.say("--peer-port cannot be had again", now, problem=error.strerror)
-            self._bind_at_s = now + REFUSAL_S
-            return
-        self._open_connections = 0
-        self._bind_at_s = None
+def _listening(address: IpAddress, port: int) -> socket.socket:
+    """A socket that listens. Raises `OSError`."""
+    if address != EVERYWHERE:
+        family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        return socket.create_server((address, port), family=family, backlog=BACKLOG)
+    if not socket.has_dualstack_ipv6():
+        return socket.create_server(("", port), backlog=BACKLOG)
+    return socket.create_server(
+        ("", port), family=socket.AF_INET6, backlog=BACKLOG, dualstack_ipv6=True
+    )
 
 
-def _readable(socket: _Socket) -> bool:
-    return bool(cast("int", socket.get(zmq.EVENTS)) & zmq.POLLIN)
-
-
-# A failure of AUTH is a refusal of our own, which `Admission` tells.
-_HANDSHAKE_FAILED: Final = frozenset(
-    {
-        zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL,
-        zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL,
-    }
-)
+def _prepare(connected: socket.socket) -> None:
+    connected.setblocking(False)
+    # Frames are gathered already.
+    connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
 
 def host_of(address: str) -> str:
@@ -430,8 +589,4 @@ def host_of(address: str) -> str:
 
 def address_of(host: str, port: int) -> str:
     """As "ip:port", IPv6 in brackets."""
-    return f"{_bracketed(host)}:{port}"
-
-
-def _bracketed(host: str) -> str:
-    return f"[{host}]" if ":" in host else host
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

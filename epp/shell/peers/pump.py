@@ -99,7 +99,7 @@ class Pump:
     def _take(self, message: Message, now: Seconds) -> None:
         source, kind = message.source, message.kind
         if kind is Kind.FRAME:
-            taken = self._exchange.receive(message.frame, now)
+            taken = self._exchange.receive(message.frame, now, source.origin)
             self._traffic.took(taken)
             if taken is Taken.OTHER_VERSION:
                 self._complaints.say(

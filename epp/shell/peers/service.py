@@ -18,7 +18,7 @@ from epp.shell.peers.carrier import Carrier
 from epp.shell.peers.complaints import Complaints
 from epp.shell.peers.mesh import Mesh, address_of
 from epp.shell.peers.pump import Pump
-from epp.shell.peers.secret import peer_keys
+from epp.shell.peers.secret import Identity
 from epp.shell.peers.snapshot_file import SnapshotFile
 from epp.shell.peers.state import PeerRow, PeersSnapshot, Traffic
 from epp.shell.peers.warm_start import SnapshotServer, WarmStart
@@ -39,11 +39,12 @@ class Peers:
         flags: ServeFlags,
         exchange: PeerExchange,
         *,
+        identity: Identity,
         on_ready: Callable[[], None],
         on_snapshot: Callable[[str, Seconds], None],
         seed: int,
     ) -> None:
-        """`on_ready`: the warm start is over; `on_snapshot`: one came in whole, from where and in
+        """`identity`: with the origin of `exchange`; `on_ready`: the warm start is over; `on_snapshot`: one came in whole, from where and in
         how many seconds. Raises `StartError`.
         """
         self._flags = flags
@@ -59,11 +60,10 @@ class Peers:
         self._broker: Broker | None = None
         if flags.meshes:
             self._mesh = Mesh(
-                exchange.origin,
+                identity,
                 self._traffic,
                 address=flags.peer_bind_address,
                 port=flags.peer_port,
-                keys=peer_keys(flags.peer_secret_file) if flags.peer_secret_file else None,
                 complaints=self._complaints,
             )
             self._warm_start = WarmStart(self._mesh, random=random)

@@ -80,13 +80,22 @@ def asked(text, **fields):
     return request(**fields)
 
 
+def hear(exchange, message, now):
+    """By a connection of the origin that the frame names."""
+    try:
+        origin = decode(message).origin
+    except ValueError:
+        origin = b"somebody"
+    return exchange.receive(message, now, origin)
+
+
 def settle(now, *exchanges):
     """Everything that is to be told arrives and is learnt."""
     for sender in exchanges:
         for frame in sender.outgoing(now):
             for receiver in exchanges:
                 if receiver is not sender:
-                    assert receiver.receive(frame, now) is Taken.TAKEN
+                    assert hear(receiver, frame, now) is Taken.TAKEN
     learn(now, *exchanges)
 
 
@@ -138,7 +147,7 @@ def test_only_the_end_of_a_chain_that_was_told_is_told():
         one.schedule(asked(text), 0.5)
         (frame,) = talk_one.outgoing(0.5 + turn * 0.02)
         sizes.append(len(frame))
-        talk_other.receive(frame, 0.6)
+        hear(talk_other, frame, 0.6)
         learn(0.6, talk_other)
         assert max(held(other, text)) == len(text)
     whole, shared, grown = sizes
@@ -155,7 +164,7 @@ def test_a_chain_that_was_lost_is_told_whole_at_the_next_heartbeat():
     assert talk_one.outgoing(0.1)  # lost
     one.schedule(asked("a" * 100 + "b" * 9), 0.2)
     (frame,) = talk_one.outgoing(0.2)
-    talk_other.receive(frame, 0.2)
+    hear(talk_other, frame, 0.2)
     learn(0.2, talk_other)
     assert talk_other.received.unknown_chain == 1
     assert max(held(other, "a" * 100)) == 0
@@ -171,11 +180,11 @@ def test_what_was_lost_stays_counted_when_its_origin_leaves():
     _, talk_one, _, talk_other = acquainted(1, 2)
     for number in (1, 2**62):
         late = Frame(talk_one.origin, talk_one.peers[talk_other.origin].number + number, 0, 1.0)
-        assert talk_other.receive(encode(late), 0.1) is Taken.TAKEN
+        assert hear(talk_other, encode(late), 0.1) is Taken.TAKEN
     assert 0 < talk_other.frames_lost <= FRAMES_LOST_MAX
     lost = talk_other.frames_lost
     assert talk_other.unheard == 0
-    talk_other.receive(talk_one.goodbye(0.2), 0.2)
+    hear(talk_other, talk_one.goodbye(0.2), 0.2)
     assert (talk_other.frames_lost, talk_other.unheard) == (lost, 1)
     talk_other.expect(4)
     assert talk_other.unheard == 3
@@ -203,7 +212,7 @@ def test_nothing_that_a_peer_says_opens_or_closes_a_lease_of_our_own():
     for _ in range(3):
         one.schedule(asked("yours"), 0.5)
     settle(0.6, talk_one, talk_other)
-    talk_other.receive(talk_one.goodbye(0.7), 0.7)
+    hear(talk_other, talk_one.goodbye(0.7), 0.7)
     assert (other.ledger.open_leases, one.ledger.open_leases) == (1, 3)
     assert sum(inflight(other)) == 1
     other.complete(lease, Outcome(), 0.8)
@@ -218,7 +227,7 @@ def test_no_load_survives_its_origin(says_goodbye):
     settle(0.6, talk_one, talk_other)
     assert (sum(inflight(other)), other.replicas_unheard) == (1, 0)
     if says_goodbye:
-        talk_other.receive(talk_one.goodbye(0.7), 0.7)
+        hear(talk_other, talk_one.goodbye(0.7), 0.7)
     else:
         talk_other.tick(0.6 + SILENT_S_MAX)
         assert sum(inflight(other)) == 1
@@ -237,7 +246,7 @@ def test_a_late_or_repeated_frame_does_not_bring_an_old_load_back():
     one.complete(lease, Outcome(), 0.6)
     (idle,) = talk_one.outgoing(0.6)
     for frame in (idle, busy, busy):
-        talk_other.receive(frame, 0.7)
+        hear(talk_other, frame, 0.7)
         learn(0.7, talk_other)
     assert sum(inflight(other)) == 0
     assert max(held(other, "abc")) == 3
@@ -275,11 +284,11 @@ def test_any_order_loss_repetition_and_delay_converges(decisions, random: Random
         random.shuffle(frames)
         before = scheduler.indexes[PREFIX].entries
         for frame in frames:
-            exchange.receive(frame, now)
+            hear(exchange, frame, now)
         learn(now, exchange)
         once = scheduler.indexes[PREFIX].entries
         for frame in frames:
-            exchange.receive(frame, now)
+            hear(exchange, frame, now)
         learn(now, exchange)
         # What was lost may be found in another order; what was learnt stays.
         assert before <= once <= scheduler.indexes[PREFIX].entries
@@ -384,7 +393,7 @@ def test_a_snapshot_is_no_live_frame_and_a_live_frame_no_snapshot():
     one.schedule(asked("abc"), 0.5)
     (live,) = talk_one.outgoing(0.5)
     (frame, *_) = talk_one.snapshot(0.5)
-    talk_other.receive(frame, 0.6)
+    hear(talk_other, frame, 0.6)
     learn(0.6, talk_other)
     assert held(other, "abc") == [0] * N
     for message in (live, b"garbage"):
@@ -428,7 +437,7 @@ def test_no_bytes_do_harm(noise, at, value):
         live(2, load=noise),
         live(3, records=encode_record(Record(1, 0, ((noise,),)))),
     ):
-        assert talk_other.receive(message, 0.6) in Taken
+        assert hear(talk_other, message, 0.6) in Taken
         learn(0.6, talk_other)
         talk_other.outgoing(0.7)
         talk_other.tick(0.7)
@@ -438,17 +447,17 @@ def test_another_version_is_told_from_garbage():
     _, talk_one, _, talk_other = acquainted(1, 2)
     (frame,) = talk_one.outgoing(2.0)
     newer = MAGIC + bytes([VERSION + 1]) + frame[4:]
-    assert talk_other.receive(newer, 2.0) is Taken.OTHER_VERSION
-    assert talk_other.receive(b"GET / HTTP/1.1", 2.0) is Taken.UNREADABLE
-    assert talk_other.receive(MAGIC + b"\1" + b"x" * FRAME_BYTES_MAX, 2.0) is Taken.UNREADABLE
-    assert talk_one.receive(frame, 2.0) is Taken.OWN
+    assert hear(talk_other, newer, 2.0) is Taken.OTHER_VERSION
+    assert hear(talk_other, b"GET / HTTP/1.1", 2.0) is Taken.UNREADABLE
+    assert hear(talk_other, MAGIC + b"\1" + b"x" * FRAME_BYTES_MAX, 2.0) is Taken.UNREADABLE
+    assert hear(talk_one, frame, 2.0) is Taken.OWN
 
 
 def test_members_that_a_later_format_appends_are_skipped():
     _, talk_one, _, talk_other = acquainted(1, 2)
     members = msgspec.msgpack.decode(talk_one.outgoing(2.0)[0][4:])
     later = MAGIC + bytes([VERSION]) + msgspec.msgpack.encode([*members, {"more": 1}])
-    assert talk_other.receive(later, 2.0) is Taken.TAKEN
+    assert hear(talk_other, later, 2.0) is Taken.TAKEN
 
 
 def test_a_peer_that_lies_about_load_cannot_make_sums_overflow():
@@ -457,7 +466,7 @@ def test_a_peer_that_lies_about_load_cannot_make_sums_overflow():
     lies["endpoint"] = list(talk_other._slots)
     lies["requests"] = 2**32 - 1
     lies["prefill_tokens"] = [np.nan, np.inf, -np.inf, -5.0]
-    talk_other.receive(live(2**62, load=lies.tobytes()), 0.5)
+    hear(talk_other, live(2**62, load=lies.tobytes()), 0.5)
     assert max(inflight(other)) == 1_000_000
     seen = other._candidates(np.arange(N), {}, asked("x"), 0.5)
     assert np.isfinite(seen.inflight_prefill_tokens).all()
@@ -477,7 +486,7 @@ def test_a_million_records_cost_a_bounded_share_of_memory_and_turns():
     tracemalloc.start()
     before = tracemalloc.get_traced_memory()[0]
     for number in range(1_000):
-        talk_other.receive(live(number + 1, records=records, indexes=hashes), 0.5)
+        hear(talk_other, live(number + 1, records=records, indexes=hashes), 0.5)
     waiting = tracemalloc.get_traced_memory()[0] - before
     tracemalloc.stop()
     assert waiting < 2 * WAITING_BYTES_MAX
@@ -495,13 +504,13 @@ def test_a_million_records_cost_a_bounded_share_of_memory_and_turns():
 def test_origins_are_bounded_and_silent_ones_make_room():
     _, _, _, talk_other = acquainted(1, 2)
     outcomes = [
-        talk_other.receive(live(1, origin=number.to_bytes(8, "big")), 0.5)
+        hear(talk_other, live(1, origin=number.to_bytes(8, "big")), 0.5)
         for number in range(100, 100 + 2 * ORIGINS_MAX)
     ]
     assert outcomes.count(Taken.TAKEN) == ORIGINS_MAX - 1
     assert outcomes.count(Taken.TOO_MANY) == ORIGINS_MAX + 1
     talk_other.tick(0.6 + SILENT_S_MAX)
-    assert talk_other.receive(live(1), 4.0) is Taken.TAKEN
+    assert hear(talk_other, live(1), 4.0) is Taken.TAKEN
 
 
 def test_alone_nothing_is_kept_for_peers_and_heartbeats_go_on():

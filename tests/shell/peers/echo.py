@@ -14,7 +14,7 @@ async def main(port, other):
         picker.mesh.connect({f"127.0.0.1:{other}"})
         exchange = picker.exchange
 
-        def receive(frame, now):
+        def receive(frame, now, origin):
             exchange.told.append(frame[::-1])
             return Taken.TAKEN
 

@@ -3,16 +3,17 @@
 import asyncio
 import contextlib
 import os
+import socket
+import struct
 import time
 from random import Random
-
-import zmq
 
 from epp.configuration.flags import IpAddress
 from epp.core.peers.exchange import Taken
 from epp.shell.peers.complaints import Complaints
 from epp.shell.peers.mesh import Mesh
 from epp.shell.peers.pump import Pump
+from epp.shell.peers.secret import answer_to, identity_of, stranger
 from epp.shell.peers.state import Traffic
 from epp.shell.peers.warm_start import SnapshotServer, WarmStart
 
@@ -31,6 +32,8 @@ class FakeExchange:
         self.origin = origin or os.urandom(8)
         self.told = []
         self.received = []
+        self.origins = []
+        """Of whom each of them came."""
         self.snapshot_frames = []
         self.known = list(known)
         self.waiting = 0
@@ -49,8 +52,9 @@ class FakeExchange:
         told, self.told = self.told, []
         return told
 
-    def receive(self, frame, now):
+    def receive(self, frame, now, origin):
         self.received.append(frame)
+        self.origins.append(origin)
         return self.outcomes.get(frame, Taken.TAKEN)
 
     def receive_snapshot_frame(self, frame, now, age_s):
@@ -78,16 +82,16 @@ class FakeExchange:
 class Picker:
     """One replica: mesh, pump and snapshots, as `Peers` puts them together."""
 
-    def __init__(self, keys=None, *, port=0, known=(), origin=None, warm=True):
-        self.exchange = FakeExchange(known, origin)
+    def __init__(self, secret=None, *, port=0, known=(), warm=True):
+        self.identity = identity_of(secret) if secret else stranger()
+        self.exchange = FakeExchange(known, self.identity.origin)
         self.traffic = Traffic()
         complaints = Complaints()
         self.mesh = Mesh(
-            self.exchange.origin,
+            self.identity,
             self.traffic,
             address=LOOPBACK,
             port=port,
-            keys=keys,
             complaints=complaints,
         )
         if warm:
@@ -130,25 +134,35 @@ class Picker:
 
 
 @contextlib.asynccontextmanager
-async def pickers(count, keys=None, **options):
+async def pickers(count, secret=None, **options):
     """So many replicas that know each other and answer each other."""
     async with contextlib.AsyncExitStack() as opened:
-        made = [await opened.enter_async_context(Picker(keys, **options)) for _ in range(count)]
+        made = [await opened.enter_async_context(Picker(secret, **options)) for _ in range(count)]
         for picker in made:
             picker.knows(*made)
         yield made
 
 
-@contextlib.contextmanager
-def stranger(kind=zmq.DEALER):
-    """A ZeroMQ socket that is no replica's; plain, without limits."""
-    context = zmq.Context()
-    socket = context.socket(kind)
-    socket.linger = 0
-    try:
-        yield socket
-    finally:
-        context.destroy(linger=0)
+def message(kind, frame=b""):
+    """As it goes over a connection; `kind`: the letter of one, or whatever else."""
+    return struct.pack("<I", len(kind) + len(frame)) + kind + frame
+
+
+def admitted(port, *, origin=None, host="127.0.0.1"):
+    """A blocking socket that has passed the gate of a replica in plaintext, and is no replica."""
+    connected = socket.create_connection(("127.0.0.1", port), 20, source_address=(host, 0))
+    greeting = connected.recv(37, socket.MSG_WAITALL)
+    connected.sendall(answer_to(greeting[5:], b""))
+    if origin is not None:
+        connected.sendall(message(b"H", origin + bytes(8)))
+    return connected
+
+
+@contextlib.asynccontextmanager
+async def speaker(port, **given):
+    """One that is `admitted` by a replica on the same event loop."""
+    with await asyncio.to_thread(admitted, port, **given) as connected:
+        yield connected
 
 
 def on(loop, coroutine):

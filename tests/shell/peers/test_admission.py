@@ -1,17 +1,12 @@
+import socket
+
 import pytest
-import zmq
 
-from epp.shell.peers.admission import ANSWERS_PER_BEAT_MAX, Admission, plain_host
-from epp.shell.peers.secret import keys_of
+from epp.shell.peers.admission import NEWCOMERS_MAX, Admission, Newcomer, plain_host
+from epp.shell.peers.connection import Connection, Stage
+from epp.shell.peers.secret import stranger
 
-KEYS = keys_of(b"a secret of more than thirty-two bytes")
-
-
-@pytest.fixture
-def context():
-    context = zmq.Context()
-    yield context
-    context.destroy(linger=0)
+KNOWN = frozenset({"10.0.0.7", "fd00::7"})
 
 
 @pytest.mark.parametrize(
@@ -32,43 +27,71 @@ def context():
         ("10.0.0.7\n", False),
     ],
 )
-def test_in_plaintext_an_address_decides(context, address, admitted):
+def test_in_plaintext_an_address_decides(address, admitted):
     """A replica that is known, or this machine; however IPv4 is spelt."""
-    admission = Admission(context, None)
-    admission.hosts = frozenset({"10.0.0.7", "fd00::7"})
-    assert admission.admits(address, []) is admitted
-    admission.close()
+    admission = Admission(has_secret=False)
+    admission.hosts = KNOWN
+    assert admission.admits(address) is admitted
 
 
-def test_with_a_secret_only_the_key_decides(context):
-    """From wherever: the key cannot be shown without knowing the secret."""
-    admission = Admission(context, KEYS)
-    admission.hosts = frozenset({"10.0.0.7"})
-    key = zmq.utils.z85.decode(KEYS.public)
-    assert admission.admits("192.0.2.1", [key])
-    for credentials in ([], [b""], [bytes(32)], [key, key], [key[:-1]]):
-        assert not admission.admits("10.0.0.7", credentials)
-    admission.close()
+def test_with_a_secret_anybody_may_show_that_it_has_it():
+    """A replica may come from an address that was not looked up yet."""
+    assert Admission(has_secret=True).admits("192.0.2.1")
 
 
-def test_who_asks_is_answered_in_the_words_of_zap(context):
-    """Version, the request's own id, and a status; so many in a beat and no more."""
-    admission = Admission(context, None)
-    asking = [context.socket(zmq.REQ) for _ in range(ANSWERS_PER_BEAT_MAX + 1)]
-    for number, socket in enumerate(asking):
-        socket.connect("inproc://zeromq.zap.01")
-        address = b"127.0.0.1" if number % 2 else b"192.0.2.1"
-        socket.send_multipart([b"1.0", b"%d" % number, b"homing", address, b"", b"NULL"])
-    refused = admission.answer()
-    assert refused == ["192.0.2.1"] * (ANSWERS_PER_BEAT_MAX // 2)
-    assert len(admission.answer()) == 1
-    assert admission.answer() == []
-    for number, socket in enumerate(asking):
-        version, request_id, status, *_ = socket.recv_multipart()
-        assert (version, request_id) == (b"1.0", b"%d" % number)
-        assert status == (b"200" if number % 2 else b"400")
-        socket.close(0)
-    admission.close()
+@pytest.fixture
+def newcomer():
+    """Makes newcomers with real sockets, and closes them."""
+    opened = []
+
+    def made(host, stage=Stage.GATE):
+        ours, theirs = socket.socketpair()
+        ours.setblocking(False)
+        connection = Connection(ours, stranger(), serving=True, now=0.0)
+        connection.stage = stage
+        opened.append((connection, theirs))
+        return Newcomer(host, connection)
+
+    yield made
+    for connection, theirs in opened:
+        connection.close()
+        theirs.close()
+
+
+def test_of_too_many_newcomers_those_of_the_busiest_stranger_give_way(newcomer):
+    """The one that waits longest; who came from elsewhere stays, and a known address most of all."""
+    admission = Admission(has_secret=True)
+    admission.hosts = KNOWN
+    replica, neighbour = newcomer("10.0.0.7"), newcomer("192.0.2.9")
+    assert admission.add(replica) is None
+    assert admission.add(neighbour) is None
+    flood = [newcomer("192.0.2.1") for _ in range(NEWCOMERS_MAX + 10)]
+    gave_way = [admission.add(each) for each in flood]
+    assert gave_way == [*[None] * (NEWCOMERS_MAX - 2), *flood[:12]]
+    assert len(admission.newcomers) == NEWCOMERS_MAX
+    assert {replica, neighbour} < set(admission.newcomers)
+
+
+def test_who_has_passed_the_gate_gives_way_last(newcomer):
+    """It has shown that it knows the secret, from whichever address."""
+    admission = Admission(has_secret=True)
+    passed = newcomer("192.0.2.1", Stage.TLS)
+    admission.add(passed)
+    flood = [newcomer("192.0.2.1") for _ in range(NEWCOMERS_MAX)]
+    assert [admission.add(each) for each in flood][-1] is flood[0]
+    assert passed in admission.newcomers
+
+
+def test_who_is_through_leaves_its_place(newcomer):
+    """The count of its address too: nobody gives way for who is gone."""
+    admission = Admission(has_secret=True)
+    for _ in range(NEWCOMERS_MAX):
+        one = newcomer("192.0.2.1")
+        admission.add(one)
+        admission.remove(one)
+    few, many = newcomer("192.0.2.1"), [newcomer("192.0.2.2") for _ in range(NEWCOMERS_MAX)]
+    admission.add(few)
+    assert [admission.add(each) for each in many][-1] is many[0]
 
 
 @pytest.mark.parametrize(

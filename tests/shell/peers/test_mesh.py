@@ -7,33 +7,29 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
 import pytest
 import structlog
-import zmq
 
 from epp.core.peers.frames import FRAME_BYTES_MAX
 from epp.shell.peers import mesh as mesh_module
-from epp.shell.peers.carrier import Kind
-from epp.shell.peers.mesh import (
-    PEERS_MAX,
-    RECEIVED_FRAMES_MAX,
-    SENT_FRAMES_MAX,
-    Mesh,
-    address_of,
-    host_of,
-)
-from epp.shell.peers.secret import keys_of
+from epp.shell.peers.connection import SENT_BYTES_MAX, Connection
+from epp.shell.peers.mesh import PEERS_MAX, Mesh, address_of, host_of
+from epp.shell.peers.secret import stranger as no_secret
 from epp.shell.peers.state import Traffic
 from epp.shell.starting import StartError
 from tests.envoy.rig import free_ports, until
-from tests.shell.peers.rig import LOOPBACK, LOOPS, Picker, on, pickers, stranger
+from tests.shell.peers.rig import LOOPBACK, LOOPS, Picker, admitted, message, on, pickers, speaker
 
-KEYS = keys_of(b"a secret of more than thirty-two bytes")
-OTHER_KEYS = keys_of(b"another secret of more than thirty-two bytes")
-SECRETS = pytest.mark.parametrize("keys", [None, KEYS], ids=["plain", "encrypted"])
+SECRET = b"a secret of more than thirty-two bytes"
+OTHER_SECRET = b"another secret of more than thirty-two bytes"
+KERNEL_BYTES_MAX = 6 * 2**20
+"""Of one connection of loopback: the greatest buffers by /proc/sys/net/ipv4/tcp_wmem and tcp_rmem are
+4 and 6 MB, of which half is room for frames."""
+SECRETS = pytest.mark.parametrize("secret", [None, SECRET], ids=["plain", "encrypted"])
 
 
 def all_answer(made):
@@ -50,11 +46,11 @@ async def told(sender, receivers, frame=b"hello"):
 
 @SECRETS
 @pytest.mark.parametrize("loop", LOOPS)
-def test_a_frame_reaches_every_peer(loop, keys):
+def test_a_frame_reaches_every_peer(loop, secret):
     """And nobody else, ourselves neither, though our own address is in the list."""
 
     async def scene():
-        async with pickers(3, keys) as made:
+        async with pickers(3, secret) as made:
             await until(lambda: all_answer(made), "each other")
             for number, picker in enumerate(made):
                 frame = bytes((number,)) * 10_000
@@ -106,16 +102,16 @@ async def test_there_are_never_more_peers_than_there_may_be():
 
 
 @SECRETS
-async def test_a_peer_that_restarts_is_connected_to_again(keys):
+async def test_a_peer_that_restarts_is_connected_to_again(secret):
     """On the same address, with another origin."""
-    async with Picker(keys) as first:
-        second = Picker(keys)
+    async with Picker(secret) as first:
+        second = Picker(secret)
         async with second:
             first.knows(second)
             await told_when_up(first, second)
             port = second.mesh.port
         await until(lambda: not first.mesh.up, "the silence", timeout_s=20)
-        async with Picker(keys, port=port) as again:
+        async with Picker(secret, port=port) as again:
             await told_when_up(first, again)
             (row,) = first.mesh.rows(time.monotonic())
             assert row.origin == again.exchange.origin.hex()[:8]
@@ -154,7 +150,7 @@ def test_frames_are_exchanged_between_processes(monkeypatch):
                 await until(lambda: picker.mesh.up, "its voice", timeout_s=30)
                 other.kill()
                 await until(lambda: not picker.mesh.up, "its silence", timeout_s=20)
-                assert picker.traffic.failures["silent"] == 2
+                assert picker.traffic.failures == {"silent": 1, "lost": 1}
         finally:
             other.kill()
             other.wait()
@@ -166,29 +162,35 @@ class Deaf:
     """A peer that connects in good order, answers hello once, and then never reads again."""
 
     def __init__(self):
-        self._context = zmq.Context()
-        self.socket = self._context.socket(zmq.ROUTER)
-        self.socket.linger = 0
-        self.socket.rcvhwm = 1
-        self.socket.rcvbuf = 4096
-        self.port = self.socket.bind_to_random_port("tcp://127.0.0.1")
+        self._bound = socket.create_server(("127.0.0.1", 0))
+        self._bound.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        self._bound.setblocking(False)
+        self.port = self._bound.getsockname()[1]
+        self._connection = None
 
     def __enter__(self):
         return self
 
     def __exit__(self, *_):
-        self._context.destroy(linger=0)
+        self._bound.close()
+        if self._connection is not None:
+            self._connection.close()
 
     def greet(self):
         """Answer the hello that is waiting; False: there is none yet."""
-        try:
-            name, message = self.socket.recv_multipart(zmq.NOBLOCK)
-        except zmq.Again:
+        if self._connection is None:
+            try:
+                accepted, _ = self._bound.accept()
+            except BlockingIOError:
+                return False
+            accepted.setblocking(False)
+            self._connection = Connection(accepted, no_secret(), serving=True, now=0.0)
+        self._connection.advance()
+        hello = self._connection.read()
+        if hello is None:
             return False
-        assert message[0] == Kind.HELLO
-        answer = message[:1] + b"deafpeer" + bytes(8)
-        self.socket.send_multipart([name, answer])
-        return True
+        assert hello[:1] == b"H"
+        return self._connection.send(hello[0], b"deafpeer" + bytes(8))
 
 
 async def test_a_peer_that_never_reads_costs_nothing(monkeypatch):
@@ -210,20 +212,35 @@ async def test_a_peer_that_never_reads_costs_nothing(monkeypatch):
             rows = {row.address: row for row in picker.mesh.rows(time.monotonic())}
             dropped = rows[f"127.0.0.1:{deaf.port}"].dropped
             assert rows[other.address].dropped == 0
-            # What ZeroMQ and the kernel hold, no more.
-            assert len(frames) - dropped <= 4 * SENT_FRAMES_MAX
+            # What waits here and what the kernel holds, no more.
+            held = (len(frames) - dropped) * len(frames[0])
+            assert held <= SENT_BYTES_MAX + KERNEL_BYTES_MAX
             assert picker.traffic.frames["sent", "dropped"] == dropped > 0
+
+
+@contextlib.asynccontextmanager
+async def flooding(port):
+    """A thread that sends 10^5 tiny frames, as fast as they are taken."""
+    async with speaker(port, origin=b"floodpee") as connected:
+
+        def flood():
+            with contextlib.suppress(OSError):
+                connected.sendall(message(b"F") * 100_000)
+
+        thread = threading.Thread(target=flood)
+        thread.start()
+        try:
+            yield
+        finally:
+            connected.shutdown(socket.SHUT_RDWR)
+            thread.join()
 
 
 async def test_a_flood_waits_at_its_sender_and_others_are_heard():
     """10^5 tiny frames: no more are taken in a beat than may be, and each beat goes on."""
     async with pickers(2) as (picker, other):
         await until(lambda: all_answer((picker, other)), "each other")
-        with stranger() as socket:
-            socket.sndhwm = 0
-            socket.connect(f"tcp://{picker.address}")
-            for _ in range(100_000):
-                socket.send(b"F")
+        async with flooding(picker.mesh.port):
             beats = picker.exchange.beats
             await told(other, [picker], b"heard")
             heard_after = len(picker.exchange.received)
@@ -235,41 +252,43 @@ async def test_a_flood_waits_at_its_sender_and_others_are_heard():
 
 
 @pytest.mark.parametrize(
-    "message",
-    [[b""], [b"?"], [b"F", b"F"], [b"", b"F"], [b"P" * 100], [b"E"], [b"N"], [b"H"], [b"H" * 30]],
+    "said",
+    [b"?", b"P" * 100, b"E", b"N", b"H", b"H" * 30],
     ids=repr,
 )
-async def test_what_is_no_message_is_counted_and_no_more(message):
+async def test_what_is_no_message_is_counted_and_no_more(said):
     """Whoever sends it; nothing of it reaches the exchange."""
     async with pickers(2) as (picker, other):
         await until(lambda: all_answer((picker, other)), "each other")
-        with stranger() as socket:
-            socket.connect(f"tcp://{picker.address}")
-            socket.send_multipart(message)
+        async with speaker(picker.mesh.port) as connected:
+            connected.sendall(message(said[:1], said[1:]))
             await until(lambda: picker.traffic.frames["received", "unreadable"] == 1, "the count")
         await told(other, [picker])
         assert picker.exchange.received == [b"hello"]
 
 
-async def test_a_frame_of_two_megabytes_ends_the_connection_that_it_comes_by():
-    """And nothing else. One that is sent by ourselves is not even tried."""
+@pytest.mark.parametrize("length", [0, 1 + FRAME_BYTES_MAX + 1, 2**32 - 1])
+async def test_a_length_that_no_message_has_ends_the_connection_that_it_comes_by(length):
+    """And nothing else. A frame that is too long is not even tried by ourselves."""
     async with pickers(2) as (picker, other):
         await until(lambda: all_answer((picker, other)), "each other")
-        with stranger() as socket:
-            socket.connect(f"tcp://{picker.address}")
-            socket.send(b"F" + bytes(2 * 2**20))
+        async with speaker(picker.mesh.port, origin=b"longpeer") as connected:
+            connected.sendall(message(b"F", b"before") + length.to_bytes(4, "little"))
 
-            def after():
-                # What waits behind it goes down with the connection.
-                socket.send(b"F after")
-                return b" after" in picker.exchange.received
+            connected.setblocking(False)
 
-            await until(after, "a frame after it")
-            picker.exchange.received.clear()
+            def closed():
+                try:
+                    return not connected.recv(1000)
+                except BlockingIOError:
+                    return False
+                except ConnectionResetError:
+                    return True
+
+            await until(closed, "its end")
         other.exchange.told.append(bytes(2 * 2**20))
         await told(other, [picker], bytes(FRAME_BYTES_MAX))
-        lengths = {len(frame) for frame in picker.exchange.received}
-        assert lengths <= {FRAME_BYTES_MAX, len(b" after")}
+        assert picker.exchange.received == [b"before", bytes(FRAME_BYTES_MAX)]
         assert other.traffic.frames["sent", "dropped"] == 1
 
 
@@ -279,10 +298,10 @@ async def test_a_frame_of_two_megabytes_ends_the_connection_that_it_comes_by():
     [b"GET / HTTP/1.1\r\n\r\n" * 20, b"\xff" * 500, bytes(range(256)) * 20, b"\x00", b"\xff", b""],
     ids=["HTTP", "ones", "noise", "zero", "one", "nothing"],
 )
-async def test_raw_bytes_on_the_port_disturb_nobody(content, keys, monkeypatch):
+async def test_raw_bytes_on_the_port_disturb_nobody(content, secret, monkeypatch):
     """They are closed when the time of a handshake is over, at the latest."""
-    monkeypatch.setattr(mesh_module, "_HANDSHAKE_MS", 200)
-    async with pickers(2, keys) as made:
+    monkeypatch.setattr(mesh_module, "NEWCOMER_S_MAX", 0.2)
+    async with pickers(2, secret) as made:
         picker, other = made
         await until(lambda: all_answer(made), "each other")
         reader, writer = await asyncio.open_connection("127.0.0.1", picker.mesh.port)
@@ -297,11 +316,11 @@ async def test_raw_bytes_on_the_port_disturb_nobody(content, keys, monkeypatch):
         assert picker.exchange.received == [b"hello"]
 
 
-@pytest.mark.parametrize("theirs", [OTHER_KEYS, None], ids=["another secret", "none"])
+@pytest.mark.parametrize("theirs", [OTHER_SECRET, None], ids=["another secret", "none"])
 async def test_who_has_not_the_secret_is_never_connected(theirs):
     """It is counted, logged once a minute and no more; neither side hears a thing of the other."""
     with structlog.testing.capture_logs() as lines:
-        async with pickers(2, KEYS) as made, Picker(theirs) as intruder:
+        async with pickers(2, SECRET) as made, Picker(theirs) as intruder:
             picker, other = made
             await until(lambda: all_answer(made), "each other")
             intruder.knows(picker)
@@ -316,20 +335,6 @@ async def test_who_has_not_the_secret_is_never_connected(theirs):
     about = [line for line in lines if "handshake" in line["event"] and line["times"] == 1]
     assert len(about) <= 2, "one of each replica"
     assert all("secret of" not in str(line) for line in lines)
-
-
-async def test_who_knows_only_the_public_key_is_refused():
-    """A server of CurveZMQ lets in anybody who knows that, were he not asked for his own."""
-    with structlog.testing.capture_logs() as lines:
-        async with Picker(KEYS) as picker:
-            with stranger() as socket:
-                socket.curve_publickey, socket.curve_secretkey = zmq.curve_keypair()
-                socket.curve_serverkey = KEYS.public
-                socket.connect(f"tcp://{picker.address}")
-                socket.send(b"F let me in")
-                await until(lambda: picker.traffic.failures.get("refused"), "the refusal")
-                assert picker.exchange.received == []
-    assert [line["event"] for line in lines] == ["a connection of a stranger was refused"]
 
 
 async def test_in_plaintext_only_known_addresses_are_let_in(monkeypatch):
@@ -347,42 +352,128 @@ async def test_in_plaintext_only_known_addresses_are_let_in(monkeypatch):
         await told(other, [picker])
 
 
-async def test_too_many_connections_are_all_closed_and_peers_come_back(monkeypatch):
-    """So that strangers cannot use up the files that a process may open."""
-    monkeypatch.setattr(mesh_module, "CONNECTIONS_MAX", 8)
-    monkeypatch.setattr(mesh_module, "REFUSAL_S", 0.1)
-    async with pickers(2) as made:
-        picker, other = made
-        await until(lambda: all_answer(made), "each other")
-        with contextlib.ExitStack() as opened:
-            strangers = [
-                opened.enter_context(socket.create_connection(("127.0.0.1", picker.mesh.port)))
-                for _ in range(12)
-            ]
-            await until(lambda: picker.traffic.failures.get("too many"), "the refusal")
-            for each in strangers:
-                each.setblocking(False)
+@SECRETS
+async def test_strangers_do_not_make_replicas_wait(secret):
+    """Three hundred connections that say nothing, or nonsense, before the replicas come."""
+    async with Picker(secret) as picker, contextlib.AsyncExitStack() as opened:
+        strangers = [
+            opened.enter_context(socket.create_connection(("127.0.0.1", picker.mesh.port)))
+            for _ in range(300)
+        ]
+        for each in strangers[::2]:
+            each.send(b"x" * 20)
+        others = [await opened.enter_async_context(Picker(secret)) for _ in range(8)]
+        for other in others:
+            other.knows(picker)
+        await until(lambda: all(other.mesh.answering for other in others), "all of them")
+        for other in others:
+            await told(other, [picker], other.exchange.origin)
+        assert picker.traffic.failures["too many"] > 0
+
+
+async def test_a_stranger_that_says_nothing_is_closed_in_time(monkeypatch):
+    """However few they are."""
+    monkeypatch.setattr(mesh_module, "NEWCOMER_S_MAX", 0.2)
+    async with Picker(SECRET) as picker:
+        with socket.create_connection(("127.0.0.1", picker.mesh.port)) as silent:
+            silent.setblocking(False)
+            greeting = []
 
             def closed():
-                for each in strangers:
-                    try:
-                        while each.recv(100):
-                            pass
-                    except BlockingIOError:
-                        return False
-                    except OSError:
-                        pass
-                return True
+                with contextlib.suppress(BlockingIOError):
+                    greeting.append(silent.recv(100))
+                return greeting[-1:] == [b""]
 
-            await until(closed, "their end")
-        await until(lambda: all_answer(made), "each other again", timeout_s=20)
+            await until(closed, "its end")
+        assert picker.traffic.failures == {"handshake": 1}
 
-        def heard():
-            # What was under way when all were closed is lost.
-            other.exchange.told.append(b"hello")
-            return picker.exchange.received
 
-        await until(heard, "a frame")
+async def test_a_replica_speaks_for_itself_alone():
+    """In plaintext who came first has the name; who has it may come anew from its own address."""
+    with structlog.testing.capture_logs() as lines:
+        async with Picker() as picker, speaker(picker.mesh.port, origin=b"original") as first:
+            first.sendall(message(b"F", b"by the first"))
+            await until(lambda: picker.exchange.received, "its frame")
+            async with speaker(picker.mesh.port, origin=b"original", host="127.0.0.2") as liar:
+                liar.sendall(message(b"F", b"by a liar"))
+                await until(lambda: picker.traffic.failures.get("origin"), "the refusal")
+            async with speaker(picker.mesh.port, origin=b"original") as again:
+                again.sendall(message(b"F", b"by the first again"))
+                await until(lambda: b"by the first again" in picker.exchange.received, "its frame")
+            # What a liar says is nobody's, which the exchange takes from nobody.
+            told_by = dict(zip(picker.exchange.received, picker.exchange.origins, strict=True))
+            assert told_by.pop(b"by a liar", b"") == b""
+            assert told_by == {b"by the first": b"original", b"by the first again": b"original"}
+    assert [line["address"] for line in lines if "calls itself" in line["event"]] == ["127.0.0.2"]
+
+
+async def test_with_a_secret_an_origin_is_that_of_the_certificate():
+    """Whatever a hello says: to pass for another takes its key."""
+    async with pickers(2, SECRET) as (picker, other):
+        await until(lambda: all_answer((picker, other)), "each other")
+        await told(other, [picker])
+        assert picker.exchange.origins == [other.identity.origin]
+        other.mesh._origin = b"somebody"
+        await until(lambda: picker.traffic.failures.get("origin"), "the refusal")
+
+
+FLOODED = """
+import asyncio, sys, time
+from tests.shell.peers.rig import Picker
+
+async def main():
+    async with Picker() as picker:
+        print(picker.mesh.port, flush=True)
+        while True:
+            # So long that heartbeats and deadlines of those who are gone fall due meanwhile.
+            await asyncio.to_thread(sys.stdin.readline)
+            time.sleep(5)
+            print("awake", flush=True)
+
+asyncio.run(main())
+"""
+
+
+def test_who_floods_and_leaves_while_we_stand_still_does_not_end_us():
+    """Twenty connections whose input has stopped because nobody reads it, and then end at once."""
+    with subprocess.Popen(
+        [sys.executable, "-c", FLOODED],
+        cwd=Path(__file__).parents[3],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as process:
+        try:
+            port = int(process.stdout.readline())
+            with contextlib.ExitStack() as opened:
+                flood = [
+                    opened.enter_context(admitted(port, origin=b"flood%03d" % number))
+                    for number in range(20)
+                ]
+                for each in flood:
+                    each.setblocking(False)
+                process.stdin.write("\n")
+                process.stdin.flush()
+                taken = 1
+                while taken:
+                    taken = sum(sent_now(each, message(b"F", b"x" * 2_000) * 100) for each in flood)
+                for each in flood[::2]:
+                    # It ends by a reset, the others in good order.
+                    each.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, bytes((1, *[0] * 7)))
+            assert process.stdout.readline() == "awake\n"
+            with admitted(port, origin=b"nextpeer") as after:
+                assert after.recv(5, socket.MSG_WAITALL)[4:] == b"H"
+            assert process.poll() is None
+        finally:
+            process.kill()
+
+
+def sent_now(connected, content):
+    """How much of `content` is taken without waiting."""
+    try:
+        return connected.send(content)
+    except BlockingIOError:
+        return 0
 
 
 async def test_what_is_not_sent_does_not_hold_up_the_end(monkeypatch):
@@ -408,7 +499,7 @@ def test_a_port_that_is_taken_is_one_sentence():
         held.bind(("127.0.0.1", 0))
         held.listen()
         port = held.getsockname()[1]
-        mesh = Mesh(bytes(8), Traffic(), address=LOOPBACK, port=port, keys=None)
+        mesh = Mesh(no_secret(), Traffic(), address=LOOPBACK, port=port)
         with pytest.raises(
             StartError,
             match=rf"^--peer-port {port} at 127.0.0.1 cannot be listened on: Address already in use",
@@ -438,8 +529,3 @@ async def test_a_mesh_tells_what_it_is():
 def test_addresses_have_brackets_where_they_need_them(host, port, address):
     assert address_of(host, port) == address
     assert host_of(address) == host
-
-
-def test_what_waits_of_one_peer_is_two_megabytes():
-    """The worst that a peer can make us hold, beside what it never finishes to send."""
-    assert RECEIVED_FRAMES_MAX * FRAME_BYTES_MAX <= 2 * 2**20

@@ -47,6 +47,15 @@ class FakeCarrier:
         return []
 
 
+class Peer:
+    """A source."""
+
+    origin = b"somebody"
+
+
+PEER = Peer()
+
+
 class Rig:
     def __init__(self, beat_s=0.001):
         self.exchange = FakeExchange()
@@ -67,7 +76,7 @@ class Rig:
 
 
 def frames(count):
-    return [Message("peer", Kind.FRAME, b"%d" % number) for number in range(count)]
+    return [Message(PEER, Kind.FRAME, b"%d" % number) for number in range(count)]
 
 
 async def test_what_is_told_is_sent_and_what_comes_is_received():
@@ -83,7 +92,7 @@ async def _told_and_received():
     async with Rig().running() as rig:
         rig.exchange.told = [b"a", b"b"]
         rig.exchange.outcomes = {b"0": Taken.OTHER_VERSION}
-        rig.carrier.waiting = [*frames(2), Message("peer", Kind.HELLO, b"")]
+        rig.carrier.waiting = [*frames(2), Message(PEER, Kind.HELLO, b"")]
         await until(lambda: rig.carrier.answered, "the answer")
         assert rig.carrier.sent == [b"a", b"b"]
         assert rig.exchange.received == [b"0", b"1"]
@@ -129,8 +138,8 @@ async def test_snapshots_that_nobody_asked_for_are_not_taken_in():
     """Where there are none, no question is answered either."""
     async with Rig().running() as rig:
         rig.carrier.waiting = [
-            Message("peer", kind, b"x")
+            Message(PEER, kind, b"x")
             for kind in (Kind.SNAPSHOT_PART, Kind.SNAPSHOT_END, Kind.SNAPSHOT_REFUSED)
-        ] + [Message("peer", Kind.SNAPSHOT_WANTED, b"")]
+        ] + [Message(PEER, Kind.SNAPSHOT_WANTED, b"")]
         await until(lambda: rig.traffic.frames["received", "unreadable"] == 3, "the count")
         assert rig.exchange.snapshot_frames == rig.carrier.answered == []

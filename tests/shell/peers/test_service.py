@@ -8,6 +8,7 @@ import structlog
 
 from epp.configuration.flags import parse_serve
 from epp.shell.peers import warm_start
+from epp.shell.peers.secret import peer_identity
 from epp.shell.peers.service import Peers
 from epp.shell.starting import StartError
 from tests.envoy.rig import free_ports, until
@@ -28,12 +29,14 @@ class Replica:
         flags = parse_serve(
             ["--endpoints-file=x", "--peer-bind-address=127.0.0.1", *arguments], environment or {}
         )
-        self.exchange = FakeExchange(known)
+        identity = peer_identity(flags.peer_secret_file)
+        self.exchange = FakeExchange(known, identity.origin)
         self.ready_calls = 0
         self.snapshots = []
         self.peers = Peers(
             flags,
             self.exchange,
+            identity=identity,
             on_ready=self._ready,
             on_snapshot=lambda source, elapsed_s: self.snapshots.append(source),
             seed=1,

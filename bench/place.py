@@ -105,9 +105,14 @@ class Pods:
         child = Child.running(f"pod {port}", command, self._folder / f"pod-{port}.log")
         self._children[port] = await stack.enter_async_context(child)
 
+    def send_signal(self, port: int, number: signal.Signals) -> None:
+        """Send `number` to the pod at `port`."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._children[port].pid, number)
+
     async def kill(self, port: int) -> None:
         """End it without a goodbye."""
-        os.killpg(self._children[port].pid, signal.SIGKILL)
+        self.send_signal(port, signal.SIGKILL)
         await self._running.pop(port).aclose()
 
 

@@ -6,6 +6,8 @@ broken ones, and requests go on meanwhile. What is lost is split by whose fault 
 is the picker's, and so is a refusal; 502, 503 and 504 of Envoy and broken answers are those of pods
 that died under a request. Exit code 1 if the picker cost a request, if its memory grew by 3 % or
 more after the first minute, or if it still counts a request or a stream when all have ended.
+
+With `--peers` it is an hour of three pickers that are killed and frozen: `bench/soak_peers`.
 """
 
 import argparse
@@ -22,7 +24,9 @@ from random import Random
 from aiohttp import ClientError, ClientSession, ClientTimeout, TCPConnector
 from prometheus_client.parser import text_string_to_metric_families
 
+from bench import soak_peers
 from bench.place import PAGES, Place, running, write_endpoints
+from bench.soak_peers import fault
 from epp.configuration.flags import ServeFlags, Transport
 
 PODS = 6
@@ -83,7 +87,7 @@ class Soak:
                 url, json={"model": "m", "prompt": prompt}, headers=headers
             ) as response:
                 text = await response.text()
-                self.told[_fault(response.status, text)] += 1
+                self.told[fault(response.status, text)] += 1
         except (ClientError, TimeoutError) as error:
             self.told[f"pods: {type(error).__name__}"] += 1
 
@@ -129,16 +133,6 @@ class Soak:
 
     async def weigh(self) -> None:
         self.resident.append((time.monotonic(), self.place.resident_bytes()))
-
-
-def _fault(status: int, text: str) -> str:
-    if status == 200:
-        return "served"
-    if '"code"' in text:
-        return f"picker: refused with {status}"
-    if status == 500 and not text:
-        return "picker: empty 500"
-    return f"pods: {status}"
 
 
 async def _soak(minutes: float, rate_per_s: float, transport: str) -> int:
@@ -235,11 +229,18 @@ def _tell(soak: Soak, left: Mapping[str, int], log: Path) -> int:
 def main(arguments: Sequence[str]) -> int:
     """Soak and tell."""
     parser = argparse.ArgumentParser(prog="python -m bench.soak", description=__doc__)
-    parser.add_argument("--minutes", type=float, default=10.0)
+    parser.add_argument("--minutes", type=float, help="default: 10, with --peers 60")
+    parser.add_argument("--peers", action="store_true", help="three pickers, killed and frozen")
+    parser.add_argument("--seed", type=int, default=1, help="of what goes wrong when, with --peers")
+    parser.add_argument(
+        "--json", type=Path, help="file for the numbers of --peers; default: stdout"
+    )
     parser.add_argument("--rate-per-s", type=float, default=100.0)
     parser.add_argument("--transport", choices=list(Transport), default=ServeFlags().transport)
     options = parser.parse_args(arguments)
-    return asyncio.run(_soak(options.minutes, options.rate_per_s, options.transport))
+    if options.peers:
+        return soak_peers.run(options.minutes or 60.0, options.seed, options.json)
+    return asyncio.run(_soak(options.minutes or 10.0, options.rate_per_s, options.transport))
 
 
 if __name__ == "__main__":

@@ -1,0 +1,545 @@
+"""`python -m bench.soak --peers`: pickers are killed and frozen while they have much to tell each other.
+
+Three pickers (`epp serve`, a process each, with one secret) behind the real Envoy, six pods, ordinary
+load and bursts. At random, and each just after a burst, so that frames wait at every side:
+
+- a picker is killed (SIGKILL) and started again, or stopped for three seconds (SIGSTOP, SIGCONT);
+- a pod is killed or stopped likewise;
+- a broken replica with the secret, and strangers without one, flood a picker and are killed.
+
+The first picker is only ever stopped, so that its memory is that of the whole time. What must not
+be: a picker that ends by itself, for whatever reason, or says "Assertion failed"; memory of the
+first that grows by 10 % or more after the first fifth; a picker that is not ready, or a peer that is
+not heard, when all has been quiet for some seconds. What is lost of requests is told by whose fault
+it is, and what was missed among peers and told again.
+"""
+
+import asyncio
+import contextlib
+import itertools
+import json
+import os
+import signal
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from pathlib import Path
+from random import Random
+from typing import Final
+
+from aiohttp import ClientError, ClientSession, ClientTimeout, TCPConnector
+from msgspec import Struct
+from prometheus_client.parser import text_string_to_metric_families
+
+from bench.place import ROOT, Pods, free_ports, write_endpoints
+from sim.demo.arm import Child, find_envoy
+
+PICKERS: Final = 3
+PODS: Final = 6
+RATE_PER_S: Final = 60.0
+BURST_REQUESTS: Final = 150
+CONVERSATIONS: Final = 300
+PROMPT_WORDS: Final = 400
+STALL_S: Final = 3.0
+AWAY_S: Final = 2.0
+FLOOD_S: Final = 1.5
+STRANGERS: Final = 300
+ASK_S_MAX: Final = 30.0
+READY_S_MAX: Final = 60.0
+SETTLE_S_MAX: Final = 40.0
+GROWTH_MAX: Final = 0.10
+WEIGH_S: Final = 1.0
+_ABORT: Final = "Assertion failed"
+_COUNTED: Final = {
+    "homing_peer_frames_lost_total": "frames missed",
+    "homing_peer_frames_asked_again_total": "frames asked for again",
+    "homing_peer_frames_recovered_total": "frames that then came",
+    "homing_peer_records_total": "records learnt",
+    "homing_peer_claims_refused_total": "claims cut or refused",
+}
+"""Counter -> what it is called in the table; of records those that were applied."""
+
+
+class Ports(Struct, frozen=True):
+    """Of one picker."""
+
+    grpc: int
+    health: int
+    metrics: int
+    peer: int
+
+
+class Picker:
+    """One `epp serve`, started again whenever it was killed."""
+
+    def __init__(self, number: int, ports: Ports, command: Sequence[str], folder: Path) -> None:
+        self.number = number
+        self.ports = ports
+        self.log = folder / f"picker-{number}.log"
+        self.resident: list[tuple[float, int]] = []
+        self.counted: Counter[str] = Counter()
+        """Of all its lives, as far as its page told before each end."""
+        self.failures: list[str] = []
+        """How it ended by itself."""
+        self.lives = 0
+        self._command = tuple(command)
+        self._seen: Counter[str] = Counter()
+        self._process: asyncio.subprocess.Process | None = None
+        self._watch: asyncio.Task[None] | None = None
+        self._ours = False
+        """We are killing it."""
+
+    @property
+    def pages(self) -> str:
+        return f"http://127.0.0.1:{self.ports.metrics}"
+
+    @property
+    def runs(self) -> bool:
+        return self._process is not None and self._process.returncode is None
+
+    async def start(self) -> None:
+        self.lives += 1
+        self._ours = False
+        self._seen = Counter()
+        with self.log.open("ab") as output:
+            self._process = await asyncio.create_subprocess_exec(
+                *self._command,
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                start_new_session=True,
+                cwd=ROOT,
+            )
+        self._watch = asyncio.create_task(self._watched(self._process), name="picker")
+
+    async def _watched(self, process: asyncio.subprocess.Process) -> None:
+        code = await process.wait()
+        if not self._ours:
+            self.failures.append(f"picker {self.number} ended by itself with code {code}")
+
+    def send_signal(self, number: signal.Signals) -> None:
+        if self._process is not None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._process.pid, number)
+
+    async def end(self, number: signal.Signals) -> None:
+        """By our own hand."""
+        self._ours = self._ours or self.runs
+        self.send_signal(number)
+        if self._watch is not None:
+            await self._watch
+
+    def weigh(self) -> None:
+        """Read how much memory it has."""
+        if self._process is None or not self.runs:
+            return
+        with contextlib.suppress(OSError):
+            for line in Path(f"/proc/{self._process.pid}/status").read_text().splitlines():
+                if line.startswith("VmRSS:"):
+                    self.resident.append((time.monotonic(), int(line.split()[1]) * 1024))
+
+    def count(self, page: str) -> None:
+        """Add what the counters of `page` rose by since the last one of this life."""
+        seen = _counters(page)
+        self.counted.update({what: n - self._seen[what] for what, n in seen.items()})
+        self._seen = seen
+
+
+def _counters(page: str) -> Counter[str]:
+    found: Counter[str] = Counter()
+    for family in text_string_to_metric_families(page):
+        for sample in family.samples:
+            what = _COUNTED.get(sample.name)
+            if what and sample.labels.get("outcome", "applied") == "applied":
+                found[what] += int(sample.value)
+    return found
+
+
+class PeerSoak:
+    """What is under way, and what came of it."""
+
+    def __init__(
+        self, gateway: str, pods: Pods, pickers: Sequence[Picker], secret: Path, seed: int
+    ) -> None:
+        self.told: Counter[str] = Counter()
+        self.changes: Counter[str] = Counter()
+        self._gateway = gateway
+        self._pods = pods
+        self._pickers = pickers
+        self._secret = secret
+        self._random = Random(seed)
+        self._asking: set[asyncio.Task[None]] = set()
+        words = [f"word{number}" for number in range(1000)]
+        system = " ".join(self._random.choices(words, k=PROMPT_WORDS))
+        self._prompts = [
+            system + " ".join(self._random.choices(words, k=PROMPT_WORDS))
+            for _ in range(CONVERSATIONS)
+        ]
+
+    # Load.
+
+    async def load(self, session: ClientSession, lasts_s: float) -> None:
+        """Requests at an even rate."""
+        started_s = time.monotonic()
+        for number in itertools.count():
+            due_s = started_s + number / RATE_PER_S
+            if due_s > started_s + lasts_s:
+                return
+            await asyncio.sleep(max(0.0, due_s - time.monotonic()))
+            self.ask(session)
+
+    def burst(self, session: ClientSession) -> None:
+        """Many at once: what pickers have to tell waits at every side."""
+        for _ in range(BURST_REQUESTS):
+            self.ask(session)
+
+    def ask(self, session: ClientSession) -> None:
+        task = asyncio.create_task(self._ask(session))
+        self._asking.add(task)
+        task.add_done_callback(self._asking.discard)
+
+    async def _ask(self, session: ClientSession) -> None:
+        prompt = self._random.choice(self._prompts)
+        headers = {"x-takes-s": f"{self._random.expovariate(1 / 0.1):.3f}"}
+        try:
+            async with session.post(
+                f"{self._gateway}/v1/completions",
+                json={"model": "m", "prompt": prompt},
+                headers=headers,
+            ) as response:
+                text = await response.text()
+                self.told[fault(response.status, text)] += 1
+        except (ClientError, TimeoutError) as error:
+            self.told[f"gateway: {type(error).__name__}"] += 1
+
+    async def answered(self) -> None:
+        """Wait until every request has ended."""
+        while self._asking:
+            await asyncio.wait(tuple(self._asking))
+
+    # What goes wrong.
+
+    async def trouble(self, session: ClientSession) -> None:
+        """One thing after the other, each just after a burst, until cancelled."""
+        kinds: dict[str, Callable[[], Awaitable[None]]] = {
+            "picker killed": self._kill_picker,
+            "picker stopped": self._stop_picker,
+            "picker stopped, a peer of it killed": self._stop_and_kill,
+            "pod killed": self._kill_pod,
+            "pod stopped": self._stop_pod,
+            "flooded by a replica": self._flood,
+            "flooded by a replica while stopped": self._flood_stopped,
+            "flooded by strangers": self._strangers,
+        }
+        while True:
+            await asyncio.sleep(self._random.uniform(0.5, 2.5))
+            kind = self._random.choice(list(kinds))
+            self.burst(session)
+            await asyncio.sleep(self._random.uniform(0.0, 0.1))
+            await kinds[kind]()
+            self.changes[kind] += 1
+
+    async def _kill_picker(self, besides: Picker | None = None) -> None:
+        victim = self._random.choice([one for one in self._pickers[1:] if one is not besides])
+        await victim.end(signal.SIGKILL)
+        await asyncio.sleep(self._random.uniform(0.1, AWAY_S))
+        await victim.start()
+
+    async def _stop_picker(self) -> None:
+        victim = self._random.choice(self._pickers)
+        async with _stopped(victim.send_signal):
+            await asyncio.sleep(STALL_S)
+
+    async def _stop_and_kill(self) -> None:
+        """A peer dies whose frames wait at one that stands still."""
+        victim = self._random.choice(self._pickers)
+        async with _stopped(victim.send_signal):
+            await asyncio.sleep(self._random.uniform(0.1, 1.0))
+            await self._kill_picker(besides=victim)
+            await asyncio.sleep(STALL_S)
+
+    async def _kill_pod(self) -> None:
+        port = self._random.choice(self._pods.ports)
+        await self._pods.kill(port)
+        await asyncio.sleep(self._random.uniform(0.1, AWAY_S))
+        await self._pods.start(port)
+
+    async def _stop_pod(self) -> None:
+        port = self._random.choice(self._pods.ports)
+        async with _stopped(lambda number: self._pods.send_signal(port, number)):
+            await asyncio.sleep(STALL_S)
+
+    async def _flood(self, victim: Picker | None = None) -> None:
+        victim = victim or self._random.choice(self._pickers)
+        arguments = ("-m", "bench.peer_flood", str(victim.ports.peer), str(self._secret))
+        flood = await asyncio.create_subprocess_exec(
+            sys.executable, *arguments, cwd=ROOT, stderr=asyncio.subprocess.DEVNULL
+        )
+        # It is a moment until its Python runs.
+        await asyncio.sleep(FLOOD_S + 0.5)
+        flood.kill()
+        await flood.wait()
+
+    async def _flood_stopped(self) -> None:
+        """It floods, and leaves while nobody reads."""
+        victim = self._random.choice(self._pickers)
+        flooding = asyncio.create_task(self._flood(victim))
+        await asyncio.sleep(FLOOD_S)
+        async with _stopped(victim.send_signal):
+            await flooding
+            await asyncio.sleep(STALL_S)
+
+    async def _strangers(self) -> None:
+        """Connections that say nothing, nonsense, or leave at once."""
+        victim = self._random.choice(self._pickers)
+        writers: list[asyncio.StreamWriter] = []
+        for number in range(STRANGERS):
+            with contextlib.suppress(OSError):
+                _, writer = await asyncio.open_connection("127.0.0.1", victim.ports.peer)
+                writers.append(writer)
+                if number % 3 == 0:
+                    writer.write(self._random.randbytes(10_000))
+                elif number % 3 == 1:
+                    writer.transport.abort()
+        await asyncio.sleep(1.0)
+        for writer in writers:
+            writer.transport.abort()
+
+    async def watch(self, session: ClientSession) -> None:
+        """Weigh the pickers and read their counters, until cancelled."""
+        while True:
+            await asyncio.gather(*(self.look_at(session, picker) for picker in self._pickers))
+            await asyncio.sleep(WEIGH_S)
+
+    async def look_at(self, session: ClientSession, picker: Picker) -> None:
+        picker.weigh()
+        with contextlib.suppress(ClientError, TimeoutError, OSError):
+            async with session.get(
+                f"{picker.pages}/metrics", timeout=ClientTimeout(total=5.0)
+            ) as response:
+                picker.count(await response.text())
+
+
+def fault(status: int, text: str) -> str:
+    """Whose fault an answer is."""
+    if status == 200:
+        return "served"
+    if '"code"' in text:
+        return f"picker: refused with {status}"
+    if status == 500 and not text:
+        return "picker: empty 500"
+    return f"pods: {status}"
+
+
+@contextlib.asynccontextmanager
+async def _stopped(send: Callable[[signal.Signals], None]) -> AsyncIterator[None]:
+    send(signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        send(signal.SIGCONT)
+
+
+# Start, end and what is told.
+
+
+@contextlib.asynccontextmanager
+async def _everything(folder: Path, seed: int) -> AsyncIterator[tuple[PeerSoak, list[Picker]]]:
+    drawn = free_ports(3 + PODS + 4 * PICKERS)
+    gateway, admin, readiness = drawn[:3]
+    ports = [Ports(*drawn[at : at + 4]) for at in range(3, 3 + 4 * PICKERS, 4)]
+    pod_ports = drawn[3 + 4 * PICKERS :]
+    endpoints, secret = folder / "endpoints.json", folder / "secret"
+    write_endpoints(endpoints, pod_ports)
+    secret.write_text("soak" * 16)
+    python = (sys.executable, "-m", "epp")
+    peers = ",".join(f"127.0.0.1:{one.peer}" for one in ports)
+    pickers = [
+        Picker(
+            number,
+            one,
+            (
+                *(*python, "serve", "--endpoints-file", str(endpoints), "--secure-serving=false"),
+                *("--grpc-port", str(one.grpc), "--grpc-health-port", str(one.health)),
+                *("--metrics-port", str(one.metrics), "--seed", str(number)),
+                *("--peers", peers, "--peer-port", str(one.peer), "--replicas", str(PICKERS)),
+                *("--peer-bind-address", "127.0.0.1", "--peer-secret-file", str(secret)),
+            ),
+            folder,
+        )
+        for number, one in enumerate(ports)
+    ]
+    async with contextlib.AsyncExitStack() as started:
+        pods = await started.enter_async_context(Pods(folder, pod_ports))
+        for picker in pickers:
+            await picker.start()
+            started.push_async_callback(picker.end, signal.SIGKILL)
+        bootstrap = folder / "envoy.yaml"
+        written = await asyncio.create_subprocess_exec(
+            *(*python, "envoy-config", "--out", str(bootstrap), "--plaintext"),
+            *("--listen-host", "127.0.0.1", "--listen-port", str(gateway)),
+            *("--admin-port", str(admin), "--readiness-port", str(readiness)),
+            *("--picker-address", ",".join(f"127.0.0.1:{one.grpc}" for one in ports)),
+        )
+        assert await written.wait() == 0, "epp envoy-config failed"
+        command = (
+            *(str(find_envoy()), "--config-path", str(bootstrap), "--concurrency", "1"),
+            *("--disable-hot-restart", "--log-level", "warning"),
+        )
+        await started.enter_async_context(Child.running("envoy", command, folder / "envoy.log"))
+        url = f"http://127.0.0.1:{gateway}"
+        yield PeerSoak(url, pods, pickers, secret, seed), pickers
+
+
+async def _settled(session: ClientSession, pickers: Sequence[Picker], wait_s: float) -> list[str]:
+    """Wait until each picker has all pods and hears all others; what is still missing."""
+    deadline_s = time.monotonic() + wait_s
+    while True:
+        missing = [
+            sentence for picker in pickers if (sentence := await _unsettled(session, picker))
+        ]
+        if not missing or time.monotonic() > deadline_s:
+            return missing
+        await asyncio.sleep(0.2)
+
+
+async def _unsettled(session: ClientSession, picker: Picker) -> str:
+    try:
+        async with session.get(f"{picker.pages}/debug/endpoints?format=json") as response:
+            states = [row["state"] for row in (await response.json())["endpoints"]]
+        async with session.get(f"{picker.pages}/debug/peers?format=json") as response:
+            peers = (await response.json())["peers"]
+    except (ClientError, TimeoutError, OSError) as error:
+        return f"picker {picker.number} does not answer: {type(error).__name__}"
+    ready = states.count("ready")
+    heard = sum(1 for row in peers if row["connected_s"] is not None)
+    if ready < PODS or heard < PICKERS - 1:
+        return f"picker {picker.number} has {ready} pods ready and {heard} peers"
+    return ""
+
+
+async def soak(minutes: float, seed: int, folder: Path) -> "Outcome":
+    """Run it; files of it are in `folder`."""
+    timeout = ClientTimeout(total=ASK_S_MAX)
+    async with (
+        _everything(folder, seed) as (running, pickers),
+        ClientSession(connector=TCPConnector(limit=0), timeout=timeout) as session,
+    ):
+        missing = await _settled(session, pickers, READY_S_MAX)
+        assert not missing, f"it never began: {missing}"
+        began_at_s = time.monotonic()
+        beside = [
+            asyncio.create_task(running.trouble(session), name="trouble"),
+            asyncio.create_task(running.watch(session), name="watch"),
+        ]
+        await running.load(session, minutes * 60)
+        for task in beside:
+            task.cancel()
+        for result in await asyncio.gather(*beside, return_exceptions=True):
+            assert isinstance(result, asyncio.CancelledError), f"it ended by itself: {result!r}"
+        await running.answered()
+        for picker in pickers:
+            picker.send_signal(signal.SIGCONT)
+            if not picker.runs and not picker.failures:
+                await picker.start()
+        missing = await _settled(session, pickers, SETTLE_S_MAX)
+        await asyncio.gather(*(running.look_at(session, picker) for picker in pickers))
+        return _outcome(running, pickers, missing, time.monotonic() - began_at_s)
+
+
+class Outcome(Struct, frozen=True, kw_only=True):
+    """What a soak found."""
+
+    seconds: float
+    requests: dict[str, int]
+    """Whose fault -> requests; "served" too."""
+    trouble: dict[str, int]
+    lives: list[int]
+    """Of each picker."""
+    aborts: list[str]
+    """Pickers that ended by themselves, and what a log says of an assertion."""
+    unsettled: list[str]
+    resident_mb: list[tuple[float, float, float]]
+    """Of each picker: at first, at last, at most."""
+    growth: float
+    """Of the picker that is never killed, after the first fifth of the time."""
+    peers: dict[str, int]
+    """What became of frames and records, of all pickers together."""
+
+    @property
+    def held(self) -> bool:
+        return not self.aborts and not self.unsettled and self.growth < GROWTH_MAX
+
+
+def _outcome(
+    running: PeerSoak, pickers: Sequence[Picker], missing: list[str], seconds: float
+) -> Outcome:
+    aborts = [sentence for picker in pickers for sentence in picker.failures]
+    for picker in pickers:
+        lines = picker.log.read_text(errors="replace").splitlines()
+        aborts += [f"picker {picker.number}: {line[:200]}" for line in lines if _ABORT in line]
+    peers: Counter[str] = Counter()
+    for picker in pickers:
+        peers.update(picker.counted)
+    resident = [[count / 1e6 for _, count in picker.resident] for picker in pickers]
+    return Outcome(
+        seconds=seconds,
+        requests=dict(running.told),
+        trouble=dict(running.changes),
+        lives=[picker.lives for picker in pickers],
+        aborts=aborts,
+        unsettled=missing,
+        resident_mb=[(mb[0], mb[-1], max(mb)) for mb in resident if mb],
+        growth=_growth(resident[0]),
+        peers={what: peers[what] for what in _COUNTED.values()},
+    )
+
+
+def _growth(resident: Sequence[float]) -> float:
+    """The mean of the last tenth over that of the first, once a fifth of the time is over."""
+    warm = resident[len(resident) // 5 :]
+    share = max(1, len(warm) // 10)
+    return sum(warm[-share:]) / sum(warm[:share]) - 1 if warm else 0.0
+
+
+def table(outcome: Outcome) -> str:
+    """For people."""
+    total = sum(outcome.requests.values())
+    lines = [
+        f"{outcome.seconds / 60:.1f} minutes, {PICKERS} pickers, {total:,} requests",
+        *(f"  {what:44} {count:>9,}" for what, count in sorted(outcome.requests.items())),
+        *(f"  {what:44} {count:>9,} times" for what, count in sorted(outcome.trouble.items())),
+        *(f"  {what:44} {count:>9,}" for what, count in outcome.peers.items()),
+        f"  {'lives of the pickers':44} {', '.join(map(str, outcome.lives)):>9}",
+    ]
+    lines += [
+        f"  picker {number}: resident {first:.0f} MB at first, {last:.0f} MB at last, at most {most:.0f} MB"
+        for number, (first, last, most) in enumerate(outcome.resident_mb)
+    ]
+    lines += [
+        f"  growth of picker 0 after the first fifth: {outcome.growth:+.1%} (must be below {GROWTH_MAX:.0%})",
+        f"  aborts: {len(outcome.aborts)} (must be 0)",
+        *(f"    {sentence}" for sentence in outcome.aborts),
+        *(f"  not well at the end: {sentence}" for sentence in outcome.unsettled),
+    ]
+    return "\n".join(lines)
+
+
+def run(minutes: float, seed: int, report: Path | None) -> int:
+    """Soak, print a table and write JSON to `report`; the exit code."""
+    with tempfile.TemporaryDirectory(prefix="homing-soak-") as name:
+        outcome = asyncio.run(soak(minutes, seed, Path(name)))
+        if not outcome.held:
+            for log in sorted(Path(name).glob("picker-*.log")):
+                print(
+                    f"--- {log.name}\n{log.read_text(errors='replace')[-5_000:]}", file=sys.stderr
+                )
+    print(table(outcome))
+    told = json.dumps({f: getattr(outcome, f) for f in outcome.__struct_fields__}, indent=2)
+    if report is None:
+        print(told)
+    else:
+        report.write_text(told + "\n")
+    return 0 if outcome.held else 1

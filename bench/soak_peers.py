@@ -57,7 +57,7 @@ _COUNTED: Final = {
     "homing_peer_frames_asked_again_total": "frames asked for again",
     "homing_peer_frames_recovered_total": "frames that then came",
     "homing_peer_records_total": "records learnt",
-    "homing_peer_claims_refused_total": "claims cut or refused",
+    "homing_peer_claims_cut_total": "claims cut",
 }
 """Counter -> what it is called in the table; of records those that were applied."""
 

@@ -10,6 +10,10 @@ request is such a change. A heartbeat tells all of it. An origin that is silent 
 or says goodbye, has nothing in flight any more; what it told of prefixes and sessions stays, and
 grows old like our own.
 
+**What was missed.** Frames are numbered. Who sees a gap asks for it with its heartbeat, also after a
+silence of up to `KEPT_S_MAX`, and is told again what is still kept (`core/peers/retelling`); who
+asks in vain wants a snapshot (`snapshots_wanted`).
+
 **What is taken.** Bounded: per origin in bytes that wait, in records a second and in chains that are
 remembered; per call in records; and in origins.
 """
@@ -21,12 +25,13 @@ from itertools import islice
 from typing import Final
 
 import numpy as np
-from msgspec import Struct
+from msgspec import Struct, field
 
 from epp.core.decision.scheduler import Scheduler
 from epp.core.knowledge.candidates import Floats, Ints
 from epp.core.knowledge.index import CHAINED_KEY_BYTES, SharedIndex
 from epp.core.peers.chain_book import ChainBook
+from epp.core.peers.claims import claims_max
 from epp.core.peers.frames import (
     KEYS_MAX,
     LOAD,
@@ -46,6 +51,7 @@ from epp.core.peers.frames import (
     loads_of,
 )
 from epp.core.peers.inbox import Inbox, Received
+from epp.core.peers.retelling import KEPT_S_MAX, MissedFrames, ToldFrames
 from epp.core.prompt.blocks import HASH_BYTES
 from epp.core.types import Seconds
 
@@ -66,6 +72,9 @@ BOOK_BYTES_MAX: Final = 512 * 1024
 FRAMES_LOST_MAX: Final = 1_000
 """Counted at one gap in the numbers of an origin: in `SILENT_S_MAX`, after which it is forgotten,
 an honest one sends far fewer."""
+WANTED_MAX: Final = 1_024
+"""Ranges in one frame that are looked at."""
+CHANGES_MAX: Final = 2 * ORIGINS_MAX
 BOOK_AGE_S: Final = 30.0
 """A chain is told whole again after one to two of these."""
 RETELL_S_MIN: Final = 1.0
@@ -82,6 +91,8 @@ class Taken(StrEnum):
     OTHER_VERSION = "other version"
     FOREIGN = "another origin"
     """It came by the connection of another than it names."""
+    AGAIN = "again"
+    """It was taken before, or was not missed: others asked for it."""
     TOO_MANY = "too many origins"
 
 
@@ -99,11 +110,24 @@ class Peer(Struct):
     frames: int = 0
     lost: int = 0
     """Frames that its numbers say were sent and did not come, or came late."""
+    claims_cut: int = 0
+    """Of its load at an endpoint: more than can be true by `core/peers/claims`."""
     allowance: float = RECORDS_PER_S_MAX
     """Records that may be learnt of it now."""
     allowed_at_s: Seconds = 0.0
+    missed: MissedFrames = field(default_factory=MissedFrames)
     understood: bool = True
     """Its indexes are like ours; of others that it has nothing is learnt."""
+
+
+class Change(Struct, frozen=True):
+    """A peer came, or is gone."""
+
+    origin: bytes
+    kind: str
+    """ "heard": for the first time; "returned"; "left": it said goodbye; "lost": it fell silent."""
+    silent_s: Seconds = 0.0
+    """For how long nothing was heard of it."""
 
 
 class PeerExchange:
@@ -127,12 +151,25 @@ class PeerExchange:
             raise ValueError(f"an origin has {ORIGIN_BYTES} bytes, this one {len(origin)}")
         self.origin = origin
         self.peers: dict[bytes, Peer] = {}
+        self._silent: dict[bytes, Peer] = {}
+        """Those that fell silent and may come back, who was heard last is last."""
+        self._told = ToldFrames()
         self.received = Received()
         self.restored = Received()
         """What `received` is for live frames, for those of snapshots."""
         self.records_sent = 0
         self.frames_lost = 0
         """Of all origins, those that left included; see `Peer.lost`."""
+        self.frames_asked = 0
+        """Frames that were asked for again; more than once, where they did not come."""
+        self.frames_recovered = 0
+        """Frames that came late, mostly because they were asked for."""
+        self.snapshots_wanted: set[bytes] = set()
+        """Origins that no longer keep what we missed; whoever takes a snapshot of one removes it."""
+        self.changes: list[Change] = []
+        """Who came and went, oldest first, at most `CHANGES_MAX`; whoever reads this empties it."""
+        self.claims_cut = 0
+        """As above; see `Peer.claims_cut`."""
         self.replicas = replicas
         self._scheduler = scheduler
         self._started_at_s = now
@@ -197,11 +234,15 @@ class PeerExchange:
                     load=load,
                     whole=beat,
                     unread=self._unread() if beat else (),
+                    wanted=self._wanted() if beat else (),
                 )
             )
         if beat:
             self._beat_at_s = now
-        return [encode(frame) for frame in frames]
+        if self.peers or self._silent:
+            for frame in frames:
+                self._told.keep(frame, now)
+        return [encode(frame) for frame in (*frames, *self._told.again(now))]
 
     def goodbye(self, now: Seconds) -> bytes:
         """The last frame: what we have in flight is ours no more."""
@@ -262,7 +303,7 @@ class PeerExchange:
         if frame.origin != origin:
             return Taken.FOREIGN
         if frame.kind == Kind.GOODBYE:
-            self._forget(frame.origin)
+            self._leave(frame.origin, now)
         elif frame.kind == Kind.LIVE:
             return self._take(frame, now)
         return Taken.TAKEN
@@ -276,15 +317,25 @@ class PeerExchange:
         peer.frames += 1
         self._read_indexes()
         peer.understood = set(self._index_hashes) == set(frame.indexes)
-        peer.inbox.put(frame, now)
         if frame.number > peer.number:
             gap = frame.number - peer.number - 1 if peer.number else 0
+            if gap:
+                peer.missed.add(peer.number + 1, frame.number - 1)
             lost = min(gap, FRAMES_LOST_MAX)
             peer.lost += lost
             self.frames_lost += lost
             peer.number = frame.number
+            peer.inbox.put(frame, now)
             # A late frame tells of a load that was.
-            self._take_load(frame, now)
+            self._take_load(peer, frame, now)
+        elif peer.missed.came(frame.number):
+            self.frames_recovered += 1
+            peer.inbox.put(frame, now, _age_s(frame))
+        else:
+            return Taken.AGAIN
+        for origin, first, last in frame.wanted[:WANTED_MAX]:
+            if origin == self.origin:
+                self._told.want(first, last)
         if self.origin in frame.unread and now >= self._retold_at_s + RETELL_S_MIN:
             self._retold_at_s = now
             self._book.clear()
@@ -335,6 +386,11 @@ class PeerExchange:
         for peer in tuple(self.peers.values()):
             if now - peer.heard_at_s > SILENT_S_MAX:
                 self._forget(peer.origin)
+                self._silent[peer.origin] = peer
+                self._note(peer, "lost", now)
+        for peer in tuple(self._silent.values()):
+            if now - peer.heard_at_s > KEPT_S_MAX or len(self._silent) > ORIGINS_MAX:
+                del self._silent[peer.origin]
         if now - self._book_aged_at_s > BOOK_AGE_S:
             self._book_aged_at_s = now
             self._book.age()
@@ -347,9 +403,19 @@ class PeerExchange:
         if peer is None:
             if len(self.peers) >= ORIGINS_MAX:
                 return None
-            peer = self.peers[origin] = Peer(
-                origin, Inbox(self.received), heard_at_s=now, first_heard_at_s=now, allowed_at_s=now
-            )
+            peer = self._silent.pop(origin, None)
+            if peer is None:
+                peer = Peer(
+                    origin,
+                    Inbox(self.received),
+                    heard_at_s=now,
+                    first_heard_at_s=now,
+                    allowed_at_s=now,
+                )
+                self._note(peer, "heard", now)
+            else:
+                self._note(peer, "returned", now)
+            self.peers[origin] = peer
             # It knows none of the chains that were told before.
             self._book.clear()
             self._count()
@@ -358,6 +424,17 @@ class PeerExchange:
     def _count(self) -> None:
         self._scheduler.replicas_unheard = self.unheard
 
+    def _note(self, peer: Peer, kind: str, now: Seconds) -> None:
+        self.changes.append(Change(peer.origin, kind, now - peer.heard_at_s))
+        del self.changes[:-CHANGES_MAX]
+
+    def _leave(self, origin: bytes, now: Seconds) -> None:
+        """It said goodbye."""
+        peer = self.peers.get(origin) or self._silent.pop(origin, None)
+        if peer is not None:
+            self._forget(origin)
+            self._note(peer, "left", now)
+
     def _forget(self, origin: bytes) -> None:
         self.peers.pop(origin, None)
         self._count()
@@ -365,20 +442,27 @@ class PeerExchange:
         if loads is not None:
             loads.forget(origin)
 
-    def _take_load(self, frame: Frame, now: Seconds) -> None:
+    def _take_load(self, peer: Peer, frame: Frame, now: Seconds) -> None:
         loads = self._scheduler.pool.columns.peers
         if loads is None or not (frame.load or frame.whole):
             return
         self._read_pool()
         told = loads_of(frame.load)
-        slots = [self._slots.get(endpoint, -1) for endpoint in told["endpoint"].tolist()]
-        at = np.array(slots, dtype=np.int64)
+        found = [self._slots.get(endpoint, -1) for endpoint in told["endpoint"].tolist()]
+        at = np.array(found, dtype=np.int64)
         known = at >= 0
+        slots = at[known]
+        requests = told["requests"][known].astype(np.int64)
+        tokens = np.nan_to_num(told["prefill_tokens"][known].astype(np.float64))
+        requests_max, tokens_max = claims_max(self._scheduler.pool.columns, slots, now)
+        cut = int(((requests > requests_max) | (tokens > tokens_max)).sum())
+        peer.claims_cut += cut
+        self.claims_cut += cut
         loads.tell(
             frame.origin,
-            at[known],
-            told["requests"][known].astype(np.int64),
-            told["prefill_tokens"][known].astype(np.float64),
+            slots,
+            np.minimum(requests, requests_max),
+            np.minimum(tokens, tokens_max),
             now,
             whole=frame.whole,
             size=len(self._scheduler.pool.columns),
@@ -396,21 +480,24 @@ class PeerExchange:
         load: bytes = b"",
         whole: bool = False,
         unread: tuple[bytes, ...] = (),
+        wanted: tuple[tuple[bytes, int, int], ...] = (),
     ) -> Frame:
         number = 0
         if kind is Kind.LIVE:
             number = self._number = self._number + 1
         uptime_s = now - self._started_at_s
         blob = b"".join(records or ())
-        return Frame(self.origin, number, kind, uptime_s, indexes, blob, load, whole, unread)
+        return Frame(
+            self.origin, number, kind, uptime_s, indexes, blob, load, whole, unread, wanted
+        )
 
     def _records(self, now: Seconds) -> Iterator[bytes]:
         """What is to be told of the decisions since the last time."""
         sent = self._scheduler.sent
         if not sent:
             return
-        if not self.peers:
-            # Nobody is there; who comes asks for a snapshot.
+        if not self.peers and not self._silent:
+            # Nobody is there, nor may come back; who comes asks for a snapshot.
             sent.clear()
             return
         self._read_pool()
@@ -461,6 +548,19 @@ class PeerExchange:
         found["prefill_tokens"] = tokens[slots]
         return found.tobytes()
 
+    def _wanted(self) -> tuple[tuple[bytes, int, int], ...]:
+        """What was missed of each peer."""
+        found: list[tuple[bytes, int, int]] = []
+        for peer in self.peers.values():
+            if not peer.missed:
+                continue
+            asked, given_up = peer.missed.asked()
+            if given_up:
+                self.snapshots_wanted.add(peer.origin)
+            self.frames_asked += sum(last - first + 1 for first, last in asked)
+            found += [(peer.origin, first, last) for first, last in asked]
+        return tuple(found)
+
     def _unread(self) -> tuple[bytes, ...]:
         """Origins of which a chain was not understood since the last heartbeat."""
         lost = [peer for peer in self.peers.values() if peer.inbox.chain_lost]
@@ -500,6 +600,11 @@ def _read(message: bytes) -> Frame | Taken:
         return Taken.OTHER_VERSION
     except UnreadableError:
         return Taken.UNREADABLE
+
+
+def _age_s(frame: Frame) -> Seconds:
+    """Of one that is told again; nonsense is as old as any may be."""
+    return frame.age_s if 0.0 <= frame.age_s <= KEPT_S_MAX else KEPT_S_MAX
 
 
 def _spelt(keys: Iterable[bytes], book: ChainBook, bytes_max: int) -> tuple[Key, ...]:

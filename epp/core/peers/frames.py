@@ -71,6 +71,10 @@ class Frame(Struct, array_like=True, frozen=True, gc=False):
     """The origin has nothing in flight at any other endpoint."""
     unread: tuple[bytes, ...] = ()
     """Origins whose chains referred to what is not known here: they shall tell them whole."""
+    wanted: tuple[tuple[bytes, int, int], ...] = ()
+    """Frames that were missed and shall be told again: their origin, the first number and the last."""
+    age_s: float = 0.0
+    """Of a frame that is told again: since when it was told first."""
 
 
 class Record(Struct, array_like=True, frozen=True, gc=False):

@@ -610,6 +610,25 @@ METRICS: Final[tuple[MetricSpec, ...]] = (
         kind="counter",
     ),
     _sampled(
+        "homing_peer_frames_asked_again_total",
+        "frames",
+        "Frames that were missed and asked for again, each as often as it was asked for.",
+        kind="counter",
+    ),
+    _sampled(
+        "homing_peer_frames_recovered_total",
+        "frames",
+        "Frames that came late, mostly because they were asked for again.",
+        kind="counter",
+    ),
+    _sampled(
+        "homing_peer_claims_cut_total",
+        "claims",
+        "What other replicas said that they have in flight at an endpoint and that cannot be, by "
+        "the engine's page and the time since: it was believed up to what can.",
+        kind="counter",
+    ),
+    _sampled(
         "homing_peers_known",
         "replicas",
         "Other replicas whose address is known, or of a broker those that are heard.",
@@ -631,8 +650,8 @@ METRICS: Final[tuple[MetricSpec, ...]] = (
     _sampled(
         "homing_peer_failures_total",
         "connections",
-        "Connections between replicas that failed, by kind: silent, handshake, refused, too many, "
-        "broker, internal.",
+        "Connections between replicas that failed, by kind: silent, lost, handshake, refused, too many, "
+        "origin, broker, internal.",
         ("kind",),
         "counter",
     ),

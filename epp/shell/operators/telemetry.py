@@ -999,7 +999,13 @@ def _add_peers(families: _Families, peers: PeerExchange) -> None:
     if peers.peers:
         lag_s = max(peer.inbox.lag_s for peer in peers.peers.values())
         families["homing_peer_lag_seconds"].add_metric([], lag_s)
-    families["homing_peer_frames_lost_total"].add_metric([], peers.frames_lost)
+    for name, frames in (
+        ("lost", peers.frames_lost),
+        ("asked_again", peers.frames_asked),
+        ("recovered", peers.frames_recovered),
+    ):
+        families[f"homing_peer_frames_{name}_total"].add_metric([], frames)
+    families["homing_peer_claims_cut_total"].add_metric([], peers.claims_cut)
 
 
 def _add_peer_links(families: _Families, peers: PeersSnapshot) -> None:

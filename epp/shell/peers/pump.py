@@ -23,6 +23,8 @@ TICK_S: Final[Seconds] = 1.0
 PAUSE_SHARE: Final = 4.0
 """So many times as long as a turn took the pump waits, when there is more to do."""
 
+_CHANGES: Final = {"heard": "a replica is heard", "left": "a replica said goodbye"}
+
 
 class Pump:
     """`run` as a task. What the exchange raises is counted, and costs no more than that turn."""
@@ -82,7 +84,28 @@ class Pump:
         if now >= self._tick_at_s:
             self._tick_at_s = now + TICK_S
             self._exchange.tick(now)
+            self._tell_changes(now)
         return False
+
+    def _tell_changes(self, now: Seconds) -> None:
+        """Who came and went, as lines of the log."""
+        changes = self._exchange.changes
+        if not changes:
+            return
+        addresses = {row.origin: row.address for row in self._carrier.rows(now)}
+        for change in changes:
+            origin = change.origin.hex()[:8]
+            about = {"origin": origin, "address": addresses.get(origin, "")}
+            silent_s = round(change.silent_s, 1)
+            if change.kind == "lost":
+                self._complaints.say(
+                    "a replica is lost: nothing is heard of it", now, **about, silent_s=silent_s
+                )
+            elif change.kind == "returned":
+                self._complaints.note("a replica is back", now, **about, silent_s=silent_s)
+            else:
+                self._complaints.note(_CHANGES[change.kind], now, **about)
+        changes.clear()
 
     def turn(self, now: Seconds) -> bool:
         """Take in some of what came and apply some; whether more waits."""

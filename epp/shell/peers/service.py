@@ -8,6 +8,7 @@ from typing import Any, Final, Self
 from zlib import crc32
 
 import structlog
+from msgspec import structs
 
 from epp.configuration.flags import ServeFlags
 from epp.core.peers.exchange import PeerExchange
@@ -22,6 +23,9 @@ from epp.shell.peers.secret import Identity
 from epp.shell.peers.snapshot_file import SnapshotFile
 from epp.shell.peers.state import PeerRow, PeersSnapshot, Traffic
 from epp.shell.peers.warm_start import SnapshotServer, WarmStart
+
+CATCH_UP_S: Final[Seconds] = 30.0
+"""Between two snapshots that are taken after the start."""
 
 _log = structlog.get_logger(__name__)
 
@@ -130,6 +134,8 @@ class Peers:
             loops["peers: warm start"] = self._start_warm()
         if self._pump is not None:
             loops["peers: pump"] = self._pump.run()
+        if self._warm_start is not None:
+            loops["peers: catching up"] = self._catch_up(self._warm_start)
         if self._server is not None:
             loops["peers: snapshots"] = self._server.run()
         if self._broker is not None:
@@ -170,6 +176,18 @@ class Peers:
         if self._file is not None:
             await self._file.run()
 
+    async def _catch_up(self, warm_start: WarmStart) -> None:
+        """Take a snapshot of a peer that no longer keeps what we missed of it, now and then."""
+        wanted = self._exchange.snapshots_wanted
+        while True:
+            await asyncio.sleep(CATCH_UP_S)
+            if self.ready and wanted:
+                began_at_s = time.monotonic()
+                whole = await warm_start.again(wanted.pop())
+                self._taken["whole" if whole else "none"] += 1
+                if whole:
+                    self._on_snapshot("peer", time.monotonic() - began_at_s)
+
     async def _take_snapshots(self) -> None:
         """From the file, then what is newer from a replica."""
         began_at_s = time.monotonic()
@@ -203,7 +221,16 @@ class Peers:
     # For operators.
 
     def rows(self) -> list[PeerRow]:
-        return [] if self._carrier is None else self._carrier.rows(time.monotonic())
+        """The peers as the carrier knows them, with what the exchange knows of each."""
+        if self._carrier is None:
+            return []
+        known = {peer.origin.hex()[:8]: peer for peer in self._exchange.peers.values()}
+        return [
+            row
+            if (peer := known.get(row.origin)) is None
+            else structs.replace(row, lost=peer.lost, claims_cut=peer.claims_cut)
+            for row in self._carrier.rows(time.monotonic())
+        ]
 
     def snapshot(self) -> PeersSnapshot:
         carrier, traffic = self._carrier, self._traffic

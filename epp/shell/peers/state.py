@@ -61,6 +61,10 @@ class PeerRow(Struct, frozen=True, kw_only=True):
     bytes_received: int = 0
     dropped: int = 0
     """Frames, because its queue was full."""
+    lost: int = 0
+    """Frames of it that did not come, or came late."""
+    claims_cut: int = 0
+    """Of its load: more than can be true by what is known here."""
 
 
 class PeersSnapshot(Struct, frozen=True, kw_only=True):

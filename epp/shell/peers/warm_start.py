@@ -85,6 +85,13 @@ class WarmStart:
                 tried.add(chosen.address)
         return False
 
+    async def again(self, origin: bytes) -> bool:
+        """Take a snapshot of `origin`, whose frames we missed; whether it came in whole."""
+        for link in self._mesh.up:
+            if link.origin == origin and link.warm_s:
+                return await self._take_from(link) is Kind.SNAPSHOT_END
+        return False
+
     async def _take_from(self, link: Link) -> Kind | None:
         """How its snapshot ended, which may be after the deadline; None: it fell silent."""
         self._ended.clear()

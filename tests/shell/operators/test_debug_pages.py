@@ -349,6 +349,8 @@ async def test_peers_are_shown_with_what_is_between_us(picker):
             bytes_sent=1,
             bytes_received=2,
             dropped=3,
+            lost=4,
+            claims_cut=5,
         ),
         PeerRow(address="10.0.0.2:9004", origin="", connected_s=None, heard_s=None),
     ]
@@ -361,6 +363,8 @@ async def test_peers_are_shown_with_what_is_between_us(picker):
         "bytes_sent": 1,
         "bytes_received": 2,
         "dropped": 3,
+        "lost": 4,
+        "claims_cut": 5,
     }
     assert second["connected_s"] is second["heard_s"] is None
     _, _, text = await picker.page("/debug/peers")

@@ -57,7 +57,7 @@ def test_a_snapshot_counts_what_is_owed_to_a_peer():
     def settle(now):
         for told, heard in (talks, talks[::-1]):
             for frame in told.outgoing(now):
-                heard.receive(frame, now)
+                heard.receive(frame, now, told.origin)
             while heard.pending():
                 heard.apply(now)
 

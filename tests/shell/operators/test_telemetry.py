@@ -146,14 +146,15 @@ def acquainted(replicas=3, now=10.0):
         PeerExchange(pods((0, 0.1)), origin=bytes([number]) * 8, now=0.0, replicas=replicas)
         for number in (1, 2)
     ]
-    frames = [frame for talk in talks for frame in talk.outgoing(now - 1.0)]
+    frames = [(frame, talk.origin) for talk in talks for frame in talk.outgoing(now - 1.0)]
     for talk in talks:
-        assert [talk.receive(frame, now - 1.0) for frame in frames].count(Taken.TAKEN) == 1
+        taken = [talk.receive(frame, now - 1.0, origin) for frame, origin in frames]
+        assert taken.count(Taken.TAKEN) == 1
     here, there = talks
     request = make_request(prompts=(b"x" * 1024,))
     there._scheduler.schedule(request, now - 0.3)
     for frame in there.outgoing(now):
-        assert here.receive(frame, now) is Taken.TAKEN
+        assert here.receive(frame, now, there.origin) is Taken.TAKEN
     while here.pending():
         here.apply(now)
     return here
@@ -885,7 +886,7 @@ def test_a_hostile_replica_cannot_grow_the_page():
     for number in range(1_000):
         origin = number.to_bytes(8, "big")
         lie = Frame(origin, 2**63, 0, -1e300, records=b"\xff" * 64, load=b"\xff" * 64)
-        talk.receive(encode(lie), 10.0)
+        talk.receive(encode(lie), 10.0, origin)
         talk.apply(10.0)
     assert len(samples_of(exported.registry.collect())) == lines
     generate_latest(exported.registry)

@@ -44,6 +44,9 @@ class FakeExchange:
         self.outcomes = {}
         """Frame -> what becomes of it, if it is not taken."""
         self.raises = False
+        self.changes = []
+        self.snapshots_wanted = set()
+        self.peers = {}
 
     def outgoing(self, now):
         self.beats += 1

@@ -68,7 +68,7 @@ from epp.shell.operators.snapshot import pool_snapshot
 from epp.shell.operators.standard_error import StandardError
 from epp.shell.operators.standings_log import StandingsLog
 from epp.shell.operators.telemetry import PoolSnapshot, Telemetry
-from epp.shell.peers.secret import peer_identity
+from epp.shell.peers.secret import Identity, peer_identity
 from epp.shell.peers.service import Peers
 from epp.shell.starting import EVERYWHERE, StartError, cannot_listen
 
@@ -175,8 +175,7 @@ class EndpointPicker:
         settings = _settings(self.live.current(len(self._found.endpoints)))
         self.capture = _capture(flags, seed)
         self.scheduler = self._open_scheduler(settings, seed)
-        identity = peer_identity(flags.peer_secret_file if flags.meshes else "")
-        self.exchange = self._open_exchange(identity.origin)
+        self.exchange, identity = self._open_exchange()
         self.registry = CollectorRegistry()
         self.telemetry = Telemetry(
             self.registry,
@@ -607,16 +606,21 @@ class EndpointPicker:
             self.capture.configured(self.live, endpoints)
         return restarted
 
-    def _open_exchange(self, origin: bytes) -> PeerExchange:
-        """What is told among replicas; where there are none, it keeps snapshots at the most."""
+    def _open_exchange(self) -> tuple[PeerExchange, Identity]:
+        """What is told among replicas, and who we are there.
+
+        Where there are none, it keeps snapshots at the most. Raises `StartError`.
+        """
         flags = self.flags
-        return PeerExchange(
+        identity = peer_identity(flags.peer_secret_file if flags.meshes else "")
+        exchange = PeerExchange(
             self.scheduler,
-            origin=origin,
+            origin=identity.origin,
             now=time.monotonic(),
             replicas=1 + flags.replicas_besides,
             has_peers=flags.shares,
         )
+        return exchange, identity
 
     def _expect_peers(self) -> None:
         """Replicas that decide and are not heard; those that stand by decide nothing."""

@@ -21,8 +21,8 @@ USAGE: Final = """\
 usage: epp serve [flags]                                       pick endpoints over ext_proc
        epp check-config [FILE|-] [--diff OLD] [--explain]      check an EndpointPickerConfig
        epp envoy-config [--out FILE] [flags]                   print an Envoy bootstrap
-       epp explain REQUEST_ID [--url URL] [--json]             why a request went where it went
-       epp top [--url URL] [--interval 2s] [--once]            watch a picker that runs
+       epp explain REQUEST_ID [--endpoint NAME] [--url URL]    why a request went where it went
+       epp top [--url URL] [--with-peers] [--once]             watch pickers that run
 
 `epp COMMAND --help` lists the flags, `epp --version` says which version this is.
 """
@@ -116,7 +116,7 @@ def envoy(arguments: Sequence[str]) -> int:
 
 def explain(arguments: Sequence[str]) -> int:
     if command_line.wants_help(arguments):
-        usage = "epp explain REQUEST_ID [--url URL] [--json]"
+        usage = "epp explain REQUEST_ID [--endpoint NAME] [--url URL] [--json]"
         return _help(usage, command_line.EXPLAIN_HELP, command_line.ExplainFlags)
     flags = command_line.parse_explain(arguments)
     code: int = import_module("epp.shell.operators.explain_command").explain_request(
@@ -127,7 +127,7 @@ def explain(arguments: Sequence[str]) -> int:
 
 def top(arguments: Sequence[str]) -> int:
     if command_line.wants_help(arguments):
-        usage = "epp top [--url URL] [--interval 2s] [--once]"
+        usage = "epp top [--url URL] [--with-peers] [--interval 2s] [--once]"
         return _help(usage, command_line.TOP_HELP, command_line.TopFlags)
     flags = command_line.parse_top(arguments)
     try:

@@ -53,6 +53,7 @@ from epp.shell.operators.bearer_token import BearerToken
 from epp.shell.operators.capture import Capture, CaptureLimits, CaptureSnapshot, read_salt
 from epp.shell.operators.configuration_changes import ConfigurationChanges
 from epp.shell.operators.debug_pages import PAGES, DebugPages
+from epp.shell.operators.endpoint_states import EndpointStates
 from epp.shell.operators.failing_plugins import FailingPluginsLog
 from epp.shell.operators.field_metrics import FIELD_NAMES, WithFieldNames
 from epp.shell.operators.live_pages import LIVE_PAGES, LivePages
@@ -199,10 +200,16 @@ class EndpointPicker:
             on_snapshot=self.telemetry.peer_snapshot,
             seed=seed,
         )
+        self._states = EndpointStates(
+            self.scheduler,
+            lambda endpoint: self._scraper.problem_of(endpoint),  # noqa: PLW0108  that is made below
+            self._recent.know_states,
+        )
         self._debug = DebugPages(
             self.scheduler,
             self._recent,
             lambda: (self.live.config, self.live.generation),
+            self._states,
             peers=self.peers.rows,
             first_tokens=self._first_tokens.lately,
         )
@@ -212,6 +219,7 @@ class EndpointPicker:
                 self.scheduler,
                 self._recent,
                 self._changes,
+                self._states,
                 flags.pool_name,
                 process=self._process.lately,
                 first_tokens=self._first_tokens.lately,
@@ -401,6 +409,7 @@ class EndpointPicker:
                 "a plugin of the shadow profile fails, no request is routed by it",
             ).report,
             OutliersLog(self.scheduler).report,
+            lambda: self._states.look(time.monotonic()),
         ]
         if self._tracer is not None:
             reports.append(self._tracer.export.report)

@@ -250,6 +250,7 @@ class ExplainFlags(Struct, frozen=True, kw_only=True):
 
     request_id: str = ""
     """The one argument that is no flag."""
+    endpoint: str = ""
     url: tuple[str, ...] = ("http://127.0.0.1:9090",)
     token_file: str = ""
     json: bool = False
@@ -258,8 +259,9 @@ class ExplainFlags(Struct, frozen=True, kw_only=True):
 class TopFlags(Struct, frozen=True, kw_only=True):
     """What `epp top` is told."""
 
-    url: str = "http://127.0.0.1:9090"
+    url: tuple[str, ...] = ("http://127.0.0.1:9090",)
     token_file: str = ""
+    with_peers: bool = False
     interval: Duration = Duration(2.0)
     once: bool = False
 
@@ -482,11 +484,21 @@ _DEBUG_PORT: Final = {
 EXPLAIN_HELP: Final[Groups] = {
     "Pickers": _DEBUG_PORT
     | {"url": f"{_DEBUG_PORT['url']}; of several replicas, with commas between them"},
-    "Output": {"json": "all that is known, as JSON"},
+    "Output": {
+        "endpoint": "say besides why it did not go to this one: name or address",
+        "json": "all that is known, as JSON",
+    },
 }
 
 TOP_HELP: Final[Groups] = {
-    "Picker": _DEBUG_PORT,
+    "Pickers": _DEBUG_PORT
+    | {
+        "url": f"{_DEBUG_PORT['url']}; several, with commas between them, are shown as one",
+        "with-peers": (
+            "show the replicas too that the first one shares with, at the same port of their "
+            "addresses; these are reached from inside the cluster only"
+        ),
+    },
     "Output": {
         "interval": "time between two looks, 1s to 60s",
         "once": "print what is seen now and end",
@@ -692,6 +704,8 @@ def parse_top(arguments: Sequence[str]) -> TopFlags:
     if rest:
         raise FlagError(f"unexpected argument {rest[0]!r}, expected flags only")
     flags = _convert(given, TopFlags)
+    if not flags.url:
+        raise FlagError("--url: expected at least one http://host:port")
     if not 1.0 <= flags.interval <= 60.0:
         raise FlagError(f"--interval: expected 1s to 60s, got {float(flags.interval):g}s")
     return flags

@@ -6,9 +6,6 @@ from typing import Final
 
 from epp.core.decision.scheduler import Decision
 
-ENDPOINT_HEADER: Final = "x-homing-endpoint"
-REASON_HEADER: Final = "x-homing-reason"
-HEADER_CHARACTERS_MAX: Final = 256
 LEVEL: Final = 1e-9
 """Sums that differ by less than this share of their parts differ by rounding."""
 
@@ -39,29 +36,3 @@ def next_best(decision: Decision) -> int | None:
     rest = total.copy()
     rest[decision.picked] = -math.inf
     return int(rest.argmax())
-
-
-def explaining_headers(decision: Decision) -> dict[str, str]:
-    """Who was chosen, and why, for the client: printable ASCII of at most `HEADER_CHARACTERS_MAX`.
-
-    E.g. `score 7, next 4, decided by prefix-cache-scorer, 9 of 9 blocks`.
-    """
-    scored, second = decision.scored, next_best(decision)
-    told = [f"score {scored.total[decision.picked]:.4g}"]
-    if second is None:
-        told.append("the only candidate")
-    else:
-        told.append(f"next {scored.total[second]:.4g}")
-        found = decisive(scored.parts_of(decision.picked), scored.parts_of(second))
-        names = " and ".join(decision.scorers[at] for at in found)
-        told.append(f"decided by {names}" if names else "a tie")
-    told.append(f"{decision.matched_blocks} of {decision.total_blocks} blocks")
-    return {
-        ENDPOINT_HEADER: _as_header(decision.endpoint.name),
-        REASON_HEADER: _as_header(", ".join(told)),
-    }
-
-
-def _as_header(text: str) -> str:
-    shown = "".join(one if one.isascii() and one.isprintable() else "?" for one in text)
-    return shown[:HEADER_CHARACTERS_MAX]

@@ -49,7 +49,11 @@ class Scorer(Plugin, Protocol):
 
 @runtime_checkable
 class TellsCost(Protocol):
-    """A scorer that prefers whoever costs least, and can say what the cost is made of."""
+    """A scorer that prefers whoever costs least, and can say what the cost is made of.
+
+    Its scores fall with the cost, by as much for each unit of it, wherever the cost is finite: so what
+    any candidate cost can be told by its score and by the costs of two others.
+    """
 
     cost_unit: ClassVar[str]
     """Of all parts, such as "s"."""

@@ -23,7 +23,7 @@ from epp.core.decision.failures import (
     positions_fault,
 )
 from epp.core.decision.kept_scores import KeptScores
-from epp.core.decision.plugin import READABLE, Filter, MarksResponses, Picker, Scorer
+from epp.core.decision.plugin import READABLE, Filter, MarksResponses, Picker, Scorer, TellsCost
 from epp.core.knowledge.candidates import Bools, Candidates, Floats, Ints
 from epp.core.prompt.request import InferenceRequest
 from epp.core.types import Endpoint
@@ -102,12 +102,18 @@ class Marker(Struct, frozen=True):
 
 
 class Kept(Struct, frozen=True):
-    """What the filters left, and how many each of them dropped."""
+    """What the filters left, and whom each of them dropped."""
 
     candidates: Candidates
-    eliminated: dict[str, int]
+    dropped: dict[str, Ints]
+    """Name of the filter -> slots of the endpoints that it dropped."""
     shed_by: str = ""
     """The filter that left nobody and sheds load, if one did."""
+
+    @property
+    def eliminated(self) -> dict[str, int]:
+        """How many each of them dropped."""
+        return {name: len(slots) for name, slots in self.dropped.items()}
 
 
 class Scored(Struct, frozen=True):
@@ -165,11 +171,17 @@ class SchedulingProfile(Struct, frozen=True, kw_only=True, dict=True):
             if isinstance(member.plugin, MarksResponses)
         )
 
+    @cached_property
+    def tellers(self) -> tuple[TellsCost | None, ...]:
+        """Those of the scorers that can say what their cost is made of, None in the place of others."""
+        plugins: list[object] = [scorer.plugin for scorer in self.scorers]
+        return tuple(one if isinstance(one, TellsCost) else None for one in plugins)
+
     def filter(
         self, request: InferenceRequest, candidates: Candidates, failures: PluginFailures
     ) -> Kept:
         """Run the filters; stop when nobody is left. One that fails keeps everybody."""
-        eliminated: dict[str, int] = {}
+        gone: dict[str, Ints] = {}
         for named in self.filters:
             try:
                 keep = named.plugin.keep(request, candidates)
@@ -181,15 +193,16 @@ class SchedulingProfile(Struct, frozen=True, kw_only=True, dict=True):
             if fault:
                 failures.returned(named.name, "keep", fault)
                 continue
-            dropped = len(candidates) - int(np.count_nonzero(keep))
-            if not dropped:
+            if keep.item(keep.argmin()):
                 continue
-            eliminated[named.name] = eliminated.get(named.name, 0) + dropped
+            dropped = candidates.slot[~keep]
+            before = gone.get(named.name)
+            gone[named.name] = dropped if before is None else np.concatenate((before, dropped))
             candidates = candidates.take(keep)
             if not len(candidates):
                 shed_by = named.name if named.plugin.sheds_load else ""
-                return Kept(candidates, eliminated, shed_by)
-        return Kept(candidates, eliminated)
+                return Kept(candidates, gone, shed_by)
+        return Kept(candidates, gone)
 
     def score(
         self,

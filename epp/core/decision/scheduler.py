@@ -16,7 +16,7 @@ from msgspec import Struct, field
 
 from epp.core.decision.failures import PluginFailures, affinity_fault
 from epp.core.decision.kept_scores import KeptScores
-from epp.core.decision.plugin import GoesBySessions
+from epp.core.decision.plugin import GoesBySessions, TellsCost
 from epp.core.decision.profile import Kept, Marker, SchedulingProfile, Scored
 from epp.core.decision.shadow import Acted, Shadow, ShadowTotals, ShadowVerdict
 from epp.core.knowledge.candidates import Affinity, Candidates, Ints
@@ -29,7 +29,7 @@ from epp.core.knowledge.index import (
 )
 from epp.core.knowledge.inflight import Ending, InflightLedger, Lease, Outcome
 from epp.core.knowledge.load_report import read_load_report
-from epp.core.knowledge.outliers import Outliers
+from epp.core.knowledge.outliers import Outlier, Outliers
 from epp.core.knowledge.peer_load import PeerLoads
 from epp.core.knowledge.pool import EndpointPool, Standing
 from epp.core.knowledge.prefill_speed import (
@@ -100,6 +100,8 @@ class Decision(Struct, frozen=True, kw_only=True):
     """Endpoints that were ready and in the subset, before filters."""
     eliminated: Mapping[str, int]
     """Name of the filter -> how many endpoints it dropped."""
+    dropped: Mapping[str, Ints]
+    """The same, as their slots."""
     candidates: Candidates
     """Those that were scored."""
     picked: int
@@ -107,6 +109,8 @@ class Decision(Struct, frozen=True, kw_only=True):
     scorers: tuple[str, ...]
     scored: Scored
     """Its rows are those of `scorers`, its columns those of `candidates`."""
+    tellers: tuple[TellsCost | None, ...] = ()
+    """Those of the scorers that can say what their cost is made of; as many as there are scorers."""
     markers: tuple[Marker, ...] = ()
     """The filters and scorers that set headers on the response."""
     shadow: ShadowVerdict | None = None
@@ -141,6 +145,8 @@ class Scheduler:
         self.ledger = InflightLedger(self.pool.columns, self._ended)
         self.outliers = Outliers(self.pool.columns)
         """Who is slow or fails beside the others, and gets nothing for it."""
+        self.outlying: dict[int, Outlier] = {}
+        """Slot -> why, as of the last tick."""
         self.failures = PluginFailures()
         """The plugins that failed; the decisions went on without them."""
         self._memory_share = 1.0
@@ -204,7 +210,7 @@ class Scheduler:
         request.session_tokens = self.settings.session_tokens
         request.replicas_unheard = self.replicas_unheard
         request.sessions_return = self._session_returns.expected
-        slots = self.pool.ready(request.subset, now)
+        slots = allowed = self.pool.ready(request.subset, now)
         ready = len(slots)
         if not ready:
             return self._nobody_ready(request)
@@ -225,9 +231,10 @@ class Scheduler:
         kept = profile.filter(request, candidates, self.failures)
         if not len(kept.candidates):
             return _nobody_left(kept, len(slots))
-        ranked, eliminated = self._fresh_first(kept, now)
+        ranked, dropped = self._fresh_first(kept, now)
         if len(slots) < ready:
-            eliminated = {OutlierEjection.type_name: ready - len(slots), **eliminated}
+            away = allowed[self.pool.columns.ejected[allowed]]
+            dropped = {OutlierEjection.type_name: away, **dropped}
         scored = profile.score(request, ranked, self.failures, self._kept_scores)
         picked = profile.pick(scored.total, ranked, self._random, self.decisions, self.failures)
         positions: list[int] = picked.tolist()
@@ -246,7 +253,7 @@ class Scheduler:
                 lambda kept: self._fresh_first(kept, now)[0],
                 self._endpoint,
             )
-        return self._assume(request, ranked, scored, positions, ready, eliminated, verdict, now)
+        return self._assume(request, ranked, scored, positions, ready, dropped, verdict, now)
 
     def reported(self, lease: Lease, header: str) -> None:
         """The response of `lease` says in `header` how loaded the endpoint that served it is."""
@@ -391,6 +398,7 @@ class Scheduler:
         """Bounded housekeeping, about once a second."""
         self.ledger.close_due(now)
         self.outliers.tick(now)
+        self.outlying = dict(self.outliers.found(now))
         for name, index in self.indexes.items():
             self.failures.call(name, "expire", index.expire, now)
 
@@ -411,6 +419,7 @@ class Scheduler:
         profile = self.settings.profile
         self._scorer_names = tuple(scorer.name for scorer in profile.scorers)
         self._markers = profile.markers(self.failures)
+        self._tellers = profile.tellers
         self.outliers.configure(self.settings.ejection)
         self._kept_scores = KeptScores.of(profile.scorers)
         self._by_sessions = next(
@@ -516,25 +525,25 @@ class Scheduler:
         left = slots[~self.pool.columns.ejected[slots]]
         return left if len(left) else slots
 
-    def _fresh_first(self, kept: Kept, now: Seconds) -> tuple[Candidates, dict[str, int]]:
+    def _fresh_first(self, kept: Kept, now: Seconds) -> tuple[Candidates, dict[str, Ints]]:
         """Leave out who is stale while anybody is fresh, and who is unreachable while anybody is not."""
         if self.pool.all_observed_since(now - self.settings.metrics_staleness_s):
-            return kept.candidates, kept.eliminated
+            return kept.candidates, kept.dropped
         unreachable = self.pool.columns.unreachable[kept.candidates.slot]
         stale = kept.candidates.metrics_age_s > self.settings.metrics_staleness_s
         first = ~(stale | unreachable)
         if not first.any():
             first = ~unreachable
         if first.all() or not first.any():
-            return kept.candidates, kept.eliminated
-        eliminated = dict(kept.eliminated)
-        for name, dropped in (
+            return kept.candidates, kept.dropped
+        dropped = dict(kept.dropped)
+        for name, gone in (
             ("stale-metrics", stale & ~unreachable & ~first),
             ("unreachable", unreachable),
         ):
-            if dropped.any():
-                eliminated[name] = int(np.count_nonzero(dropped))
-        return kept.candidates.take(first), eliminated
+            if gone.any():
+                dropped[name] = kept.candidates.slot[gone]
+        return kept.candidates.take(first), dropped
 
     def _assume(
         self,
@@ -543,7 +552,7 @@ class Scheduler:
         scored: Scored,
         picked: list[int],
         ready: int,
-        eliminated: dict[str, int],
+        dropped: dict[str, Ints],
         verdict: ShadowVerdict | None,
         now: Seconds,
     ) -> Decision:
@@ -574,11 +583,13 @@ class Scheduler:
             total_blocks=total,
             block_tokens=self.settings.block_tokens,
             ready=ready,
-            eliminated=eliminated,
+            eliminated={name: len(slots) for name, slots in dropped.items()},
+            dropped=dropped,
             candidates=candidates,
             picked=first,
             scorers=self._scorer_names,
             scored=scored,
+            tellers=self._tellers,
             markers=self._markers,
             shadow=verdict,
         )
@@ -618,6 +629,7 @@ class Scheduler:
         self._sizes.pop(slot, None)
         self.ledger.forget(slot)
         self.outliers.forget(slot)
+        self.outlying.pop(slot, None)
         self.shadow_totals.picks.pop(slot, None)
         for name, index in tuple(self.indexes.items()):
             if not self.failures.call(name, "forget", index.forget, slot):

@@ -9,6 +9,24 @@ from epp.core.knowledge.candidates import NUMBERS, Affinity, Candidates, Columns
 from epp.core.types import Endpoint
 
 _PREFIX: Final = "prefix"
+_INFLIGHT_REQUESTS: Final = NUMBERS.index("inflight_requests")
+_INFLIGHT_CONTEXT: Final = NUMBERS.index("inflight_context_tokens")
+_INFLIGHT_PREFILL: Final = NUMBERS.index("inflight_prefill_tokens")
+_MATCHED: Final = NUMBERS.index("matched_blocks")
+
+
+def numbers_before(
+    numbers: Sequence[float], *, prompt_tokens: int, prefill_tokens: float, matched_blocks: int
+) -> list[float]:
+    """`NUMBERS` of the endpoint that was chosen, as the scorers saw them: without this request, of
+    `prompt_tokens` of which `prefill_tokens` were to compute.
+    """
+    before = [*numbers]
+    before[_INFLIGHT_REQUESTS] -= 1
+    before[_INFLIGHT_CONTEXT] -= prompt_tokens
+    before[_INFLIGHT_PREFILL] = max(0.0, before[_INFLIGHT_PREFILL] - prefill_tokens)
+    before[_MATCHED] = matched_blocks
+    return before
 
 
 def retold_candidates(

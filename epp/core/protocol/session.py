@@ -37,7 +37,7 @@ from typing import Final, Protocol, TypeAlias
 
 from msgspec import Struct, field
 
-from epp.core.decision.decisive import explaining_headers
+from epp.core.decision.explaining import Explained, explained, explaining_headers
 from epp.core.decision.scheduler import Decision, Scheduler
 from epp.core.knowledge.inflight import Ending, Outcome
 from epp.core.knowledge.load_report import (
@@ -285,6 +285,7 @@ class Session:
         self._exchange = Exchange(0.0)
         self.waited_s: Seconds = 0.0
         """For how long the first message was there when it is received; its clock begins then."""
+        self._explained: Explained | None = None
         self._usage_reader: UsageReader | None = None
         self._announced = False
         self._declined = False
@@ -481,8 +482,10 @@ class Session:
             request_id = returnable(decision.lease.request.request_id)
             if request_id and event.headers.get(REQUEST_ID_HEADER) != request_id:
                 set_headers[REQUEST_ID_HEADER] = request_id
-            if self._settings.explain_headers:
-                set_headers |= explaining_headers(decision)
+            if self._explained is not None:
+                set_headers |= explaining_headers(
+                    decision, self._explained, self._scheduler.failures
+                )
             set_headers |= decision.response_headers(event.served)
             self._observer.response_started(exchange)
         if self._settings.parse_response_usage:
@@ -675,6 +678,8 @@ class Session:
             return decision
         exchange.decision = decision
         exchange.endpoint = decision.endpoint
+        if self._settings.explain_headers:
+            self._explained = explained(decision, self._scheduler.outlying)
         self._phase = Phase.ROUTED
         self._request_ended = True
         self._observer.decided(exchange)

@@ -49,6 +49,12 @@ class DebugClient:
         self._timeout_s = timeout_s
         self._clock = clock
 
+    def at(self, host: str) -> str:
+        """The URL of the same scheme and port at another `host`, an IP address."""
+        named = f"[{host}]" if ":" in host else host
+        port = "" if self._port is None else f":{self._port}"
+        return f"{'https' if self._secure else 'http'}://{named}{port}"
+
     def get(self, path: str, *, accept: str) -> tuple[int, bytes]:
         """Status and body of a page, of at most `ANSWER_BYTES_MAX`. Raises `NoAnswerError`."""
         headers = {"accept": accept, "user-agent": "epp"}

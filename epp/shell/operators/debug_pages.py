@@ -20,17 +20,18 @@ from epp.shell.operators.bearer_token import BearerToken
 from epp.shell.operators.decision_record import TEXT_CHARACTERS_MAX
 from epp.shell.operators.decision_rows import Row, iso
 from epp.shell.operators.endpoint_rows import endpoint_rows
+from epp.shell.operators.endpoint_states import READY, EndpointStates
 from epp.shell.operators.explanation import explanation
 from epp.shell.operators.recent_decisions import RecentDecisions, Wanted
 from epp.shell.peers.state import PeerRow
 
 PAGES: Final = {
     "/debug/config": "the configuration in force, its hash and generation",
-    "/debug/endpoints": "each endpoint: ready or why not, its metrics, what is in flight",
+    "/debug/endpoints": "each endpoint: ready or why not and since when, its metrics, what is in flight",
     "/debug/decisions": (
         "the last decisions and refusals; ?n= ?request_id= ?endpoint= ?model= ?refused="
     ),
-    "/debug/explain": "why a request went where it went, in words; ?request_id=",
+    "/debug/explain": "why a request went where it went, in words; ?request_id= ?endpoint= (why not there)",
     "/debug/peers": "each replica that is shared with: since when, last heard, bytes, dropped",
 }
 """Plain tables, or JSON with ?format=json."""
@@ -54,6 +55,7 @@ class DebugPages:
         scheduler: Scheduler,
         recent: RecentDecisions,
         config: Callable[[], tuple[PickerConfig, int]],
+        states: EndpointStates,
         peers: Callable[[], Sequence[PeerRow]] = tuple,
         first_tokens: Callable[[Seconds], Mapping[str, FirstTokens]] = lambda _: {},
     ) -> None:
@@ -64,6 +66,7 @@ class DebugPages:
         self._scheduler = scheduler
         self._recent = recent
         self._config = config
+        self._states = states
         self._peers = peers
 
     def routes(self, token: BearerToken | None = None) -> list[web.RouteDef]:
@@ -101,7 +104,7 @@ class DebugPages:
 
     async def _endpoints_page(self, request: web.Request) -> web.Response:
         now = time.monotonic()
-        rows = endpoint_rows(self._scheduler, now, self._first_tokens(now))
+        rows = endpoint_rows(self._scheduler, self._states, now, self._first_tokens(now))
         if _wants_json(request):
             return _json({"endpoints": rows})
         for row in rows:
@@ -117,10 +120,11 @@ class DebugPages:
 
     async def _explain_page(self, request: web.Request) -> web.Response:
         query = request.query
-        if set(query) - {"request_id", "format"} or not query.get("request_id"):
-            raise web.HTTPBadRequest(text="expected ?request_id= and nothing else but format\n")
+        if set(query) - {"request_id", "endpoint", "format"} or not query.get("request_id"):
+            sentence = "expected ?request_id= and nothing else but endpoint and format\n"
+            raise web.HTTPBadRequest(text=sentence)
         wanted = Wanted(request_id=query["request_id"])
-        rows = await self._recent.rows(EXPLAINED_MAX, wanted, costs=True)
+        rows = await self._recent.rows(EXPLAINED_MAX, wanted, query.get("endpoint", ""))
         status = 200 if rows else 404
         if _wants_json(request):
             return _json({"decisions": rows, "kept_since": self._kept_since()}, status)
@@ -200,7 +204,9 @@ def _flat(row: Row) -> Row:
 
 def _spelt(score: Row) -> str:
     parts = " + ".join(f"{part:g} {scorer}" for scorer, part in score["parts"].items())
-    return f"{score['endpoint']} {score['total']:g} = {parts or 0}"
+    mark = "" if score["state"] == READY else f" ({score['state']})"
+    cost = f" ({score['cost']:.3g} {score['unit']})" if "cost" in score else ""
+    return f"{score['endpoint']}{mark} {score['total']:g} = {parts or 0}{cost}"
 
 
 def _cell(value: Any) -> str:

@@ -71,6 +71,10 @@ class Decided(Struct, frozen=True, gc=False, array_like=True):
     """Of this request, which `numbers` count already."""
     numbers: tuple[float, ...]
     """`NUMBERS` of the chosen endpoint."""
+    members: int
+    """Generation of the pool."""
+    states: int
+    """Which of the states that were told of endpoints that were not simply ready."""
     runner_up: str = ""
     """The best of the others; "": there was none."""
     runner_up_scores: bytes = b""
@@ -90,6 +94,8 @@ class Refused(Struct, frozen=True, gc=False, array_like=True):
     reason: str
     status: int
     eliminated: Mapping[str, int]
+    states: int
+    """As of a decision."""
 
 
 class Served(Struct, frozen=True, gc=False, array_like=True):
@@ -102,13 +108,13 @@ class Served(Struct, frozen=True, gc=False, array_like=True):
 class Scores(Struct, frozen=True, gc=False, array_like=True):
     """What is kept of the scores of n candidates: the decision's own arrays, as bytes."""
 
-    generation: int
-    """Of the pool whose slots these are."""
     picked: int
     slot: bytes
     """int64[n]"""
     scores: bytes
     """float64[scorers, n]"""
+    dropped: dict[str, bytes]
+    """Name of the filter -> int64[k], slots of the endpoints that it dropped."""
 
 
 class Ended(Struct, frozen=True, kw_only=True):

@@ -9,16 +9,22 @@ from epp.core.decision.scheduler import Scheduler
 from epp.core.knowledge.candidates import Candidates, Floats
 from epp.core.types import Endpoint, Seconds
 from epp.shell.engines.first_tokens import FirstTokens
+from epp.shell.operators.decision_rows import iso
+from epp.shell.operators.endpoint_states import EndpointStates
 
 _DIGITS: Final = 3
 _Row: TypeAlias = dict[str, Any]
 
 
 def endpoint_rows(
-    scheduler: Scheduler, now: Seconds, first_tokens: Mapping[str, FirstTokens] | None = None
+    scheduler: Scheduler,
+    states: EndpointStates,
+    now: Seconds,
+    first_tokens: Mapping[str, FirstTokens] | None = None,
 ) -> list[_Row]:
     """A row an endpoint, by slot. None: not known. `first_tokens` by endpoint id."""
     pool = scheduler.pool
+    states.look(now)
     standings = scheduler.standings(now)
     candidates = Candidates(
         pool.columns,
@@ -28,10 +34,12 @@ def endpoint_rows(
     )
     outliers = dict(scheduler.outliers.found(now))
     slowness = scheduler.outliers.slowness()
+    told = [states.of(endpoint) for endpoint in candidates.endpoints]
     columns: dict[str, Sequence[Any]] = {
         "name": [endpoint.name for endpoint in candidates.endpoints],
         "address": [endpoint.address for endpoint in candidates.endpoints],
         "state": list(standings.values()),
+        "since": [iso(one.since_s) for one in told],
         "metrics_age_s": _rounded(candidates.metrics_age_s),
         "waiting": _rounded(candidates.waiting_requests),
         "running": _rounded(candidates.running_requests),
@@ -43,6 +51,7 @@ def endpoint_rows(
         "slowness": [round(slowness[slot], 1) if slot in slowness else None for slot in standings],
         "outlier": [outliers[slot].cause if slot in outliers else None for slot in standings],
         "ejected": [slot in outliers and outliers[slot].ejected for slot in standings],
+        "reason": [one.reason for one in told],
         "labels": [dict(labels) for labels in candidates.labels],
     }
     return [

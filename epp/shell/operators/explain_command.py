@@ -19,6 +19,8 @@ def explain_request(flags: ExplainFlags, out: TextIO, err: TextIO) -> int:
     """Exit code: 0 some picker knows the request, 1 none does, 2 one did not answer and none knows."""
     accept = "application/json" if flags.json else "text/plain"
     path = f"/debug/explain?request_id={quote(flags.request_id, safe='')}"
+    if flags.endpoint:
+        path += f"&endpoint={quote(flags.endpoint, safe='')}"
     found = NOT_FOUND
     try:
         token = read_token(flags.token_file)

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from typing import Any, Final, TypeAlias
 
 from epp.core.decision.shadow import AGREED, DIFFERED
+from epp.shell.operators.endpoint_states import READY
 from epp.shell.operators.printable import printable
 
 _Row: TypeAlias = dict[str, Any]
@@ -28,6 +29,8 @@ def _refusal(row: _Row) -> list[str]:
     ]
     if row["eliminated"]:
         lines.append(f"dropped: {_dropped(row)}")
+    if "why_not" in row:
+        lines.append(_why_not(row, row["why_not"]))
     return lines
 
 
@@ -40,12 +43,15 @@ def _decision(row: _Row) -> list[str]:
         f"went to {row['endpoint']} at {row['address']}",
         _verdict(row),
     ]
+    if "why_not" in row:
+        lines.append(_why_not(row, row["why_not"]))
     lines += [_cost(row, cost) for cost in row.get("costs", ())]
     lines.append(_known(row["endpoint"], row["known"]["endpoint"]))
     if row["runner_up"]:
         lines.append(_known(row["runner_up"]["endpoint"], row["known"]["runner_up"]))
     if "shadow" in row:
         lines.append(_shadow(row["shadow"]))
+    lines += _others(row)
     lines += [_scored(row), _predicted(row), _ended(row)]
     return lines
 
@@ -60,11 +66,69 @@ def _verdict(row: _Row) -> str:
     score, runner_up = row["score"], row["runner_up"]
     blocks = f"{row['matched_blocks']} of {row['total_blocks']} blocks"
     notes = dict.fromkeys(row["by_blocks"], f" ({blocks})")
-    verdict = f"{score['endpoint']}: {_total(score, notes)}"
+    verdict = f"{_name(score)}: {_total(score, notes)}"
     if not runner_up:
         return f"{verdict}; it was the only candidate"
-    verdict += f"; runner-up {runner_up['endpoint']}: {_total(runner_up, {})}"
+    verdict += f"; runner-up {_name(runner_up)}: {_total(runner_up, {})}"
     return f"{verdict}; {_decided(row['decided_by'], score['total'], runner_up)}"
+
+
+def _name(score: _Row) -> str:
+    """Of a candidate, marked if it was slow, failing, ejected or not ready."""
+    state = score["state"]
+    return str(score["endpoint"]) if state == READY else f"{score['endpoint']} ({state})"
+
+
+def _why_not(row: _Row, why: _Row) -> str:
+    """E.g. "why not llm/pod-7: it was unreachable since 02:01:07: its scrapes get no connection"."""
+    if why["verdict"] == "scored":
+        return f"why not {why['endpoint']}: {_behind(row, why)}"
+    against = why.get("state", READY) != READY
+    told = {
+        "chosen": "it was chosen",
+        "absent": "it was not in the pool then",
+        "dropped": f"{why.get('by')} dropped it",
+        "outside the subset": "it was ready, and not in the subset that the gateway allows",
+        "not ready": "it was not ready",
+        "refused": "nobody was chosen"
+        if against
+        else "nobody was chosen; nothing spoke against it",
+    }.get(why["verdict"], "what would tell is not kept any more")
+    return f"why not {why['endpoint']}: {told}{_against(why)}"
+
+
+def _behind(row: _Row, why: _Row) -> str:
+    chosen, score = row["score"], why["score"]
+    told = f"{_name(score)} had {_short(score['total'])} against {_short(chosen['total'])}"
+    leads = [f"{name} {_short(lead)}" for name, lead in why["parts"].items() if lead > _LEVEL]
+    if why["behind"] > _LEVEL:
+        told += f", {_short(why['behind'])} less: {', '.join(leads)}"
+    elif why["behind"] < -_LEVEL:
+        told += "; the picker chose another although it has more"
+    else:
+        told += ", a tie"
+    if "cost" in score and "cost" in chosen:
+        unit = score["unit"]
+        told += f"; it cost {_short(score['cost'])} {unit} against {_short(chosen['cost'])} {unit}"
+    return told + _against(why)
+
+
+def _against(why: _Row) -> str:
+    if why.get("state", READY) == READY:
+        return ""
+    reason = f": {why['reason']}" if why["reason"] else ""
+    return f"; it was {why['state']} since {why['since'][11:19]}{reason}"
+
+
+def _others(row: _Row) -> list[str]:
+    """What the candidates beside the two cost, where that is told; best first."""
+    two = {row["score"]["endpoint"], row["runner_up"]["endpoint"] if row["runner_up"] else ""}
+    told = [
+        f"{_name(score)} {_short(score['cost'])} {score['unit']}"
+        for score in row["scores"]
+        if score["endpoint"] not in two and "cost" in score
+    ]
+    return [f"of the others: {', '.join(told)}"] if told else []
 
 
 def _decided(by: Sequence[str], total: float, runner_up: _Row) -> str:

@@ -20,6 +20,7 @@ from epp.shell.operators.capture import CaptureSnapshot
 from epp.shell.operators.configuration_changes import Applied, ConfigurationChanges, RefusedDocument
 from epp.shell.operators.decision_rows import Row
 from epp.shell.operators.endpoint_rows import endpoint_rows
+from epp.shell.operators.endpoint_states import EndpointStates
 from epp.shell.operators.own_process import ProcessLately
 from epp.shell.operators.recent_decisions import Lately, LatelyThere, RecentDecisions, Wanted
 
@@ -43,6 +44,10 @@ class LiveEndpoint(Struct, frozen=True, kw_only=True):
     outlier: str | None
     """"slow" or "failing"."""
     ejected: bool
+    since: str
+    """When it came into this state, as ISO 8601."""
+    reason: str
+    """Why it is not ready, or slow, failing or ejected; "": nothing speaks against it."""
     metrics_age_s: float | None
     waiting: float | None
     running: float | None
@@ -54,6 +59,10 @@ class LiveEndpoint(Struct, frozen=True, kw_only=True):
     share: float
     """Of all requests, 0 to 1."""
     failed: int
+    prompt_tokens: int = 0
+    """Of which `predicted_hits` is a share."""
+    compared_prompt_tokens: int = 0
+    """Of which `compared_hits` and `actual_hits` are shares."""
     predicted_hits: float | None
     """Share of the prompt tokens that were believed to be cached there, 0 to 1."""
     compared_hits: float | None
@@ -70,6 +79,12 @@ class LiveScore(Struct, frozen=True, kw_only=True):
     endpoint: str
     total: float
     parts: dict[str, float]
+    state: str = "ready"
+    """Of the endpoint then."""
+    cost: float | None = None
+    """What the first scorer of costs went by; None: there is none, or it cannot say."""
+    unit: str = ""
+    """Of `cost`."""
 
 
 class LiveDecision(Struct, frozen=True, kw_only=True):
@@ -85,6 +100,7 @@ class LiveDecision(Struct, frozen=True, kw_only=True):
     score: LiveScore | None = None
     runner_up: LiveScore | None = None
     decided_by: list[str] = field(default_factory=list)
+    """Scorers, or of one alone that goes by a cost the parts of that."""
     matched_blocks: int = 0
     total_blocks: int = 0
     served_by: str | None = None
@@ -128,6 +144,7 @@ class LiveView:
         scheduler: Scheduler,
         recent: RecentDecisions,
         changes: ConfigurationChanges,
+        states: EndpointStates,
         pool: str = "",
         clock: Callable[[], Seconds] = time.monotonic,
         process: Callable[[], ProcessLately | None] = lambda: None,
@@ -141,6 +158,7 @@ class LiveView:
         self._scheduler = scheduler
         self._recent = recent
         self._changes = changes
+        self._states = states
         self._pool = pool
         self._clock = clock
         self._looking = asyncio.Lock()
@@ -159,7 +177,7 @@ class LiveView:
         lately = await self._recent.lately(WINDOW_S, RECORDS_MAX)
         decisions = await self._recent.rows(DECISIONS_SHOWN, Wanted())
         now = self._clock()
-        rows = endpoint_rows(self._scheduler, now, self._first_tokens(now))
+        rows = endpoint_rows(self._scheduler, self._states, now, self._first_tokens(now))
         ready = sum(row["state"] == Standing.READY for row in rows)
         shown = sorted(rows, key=lambda row: _worth(row, lately))[:ENDPOINTS_MAX]
         shown.sort(key=lambda row: str(row["name"]))
@@ -199,6 +217,8 @@ def _endpoint(row: Row, lately: Lately) -> LiveEndpoint:
         slowness=row["slowness"],
         outlier=row["outlier"],
         ejected=row["ejected"],
+        since=row["since"],
+        reason=row["reason"],
         metrics_age_s=row["metrics_age_s"],
         waiting=row["waiting"],
         running=row["running"],
@@ -208,6 +228,8 @@ def _endpoint(row: Row, lately: Lately) -> LiveEndpoint:
         requests=there.requests,
         share=there.requests / lately.decided if lately.decided else 0.0,
         failed=there.failed,
+        prompt_tokens=there.prompt_tokens,
+        compared_prompt_tokens=there.compared_prompt_tokens,
         predicted_hits=_share(there.predicted_tokens, there.prompt_tokens),
         compared_hits=_share(there.compared_tokens, there.compared_prompt_tokens),
         actual_hits=_share(there.cached_tokens, there.compared_prompt_tokens),
@@ -237,8 +259,15 @@ def _decision(row: Row) -> LiveDecision:
         status=outcome.get("status"),
         score=LiveScore(**row["score"]),
         runner_up=LiveScore(**runner_up) if runner_up else None,
-        decided_by=row["decided_by"],
+        decided_by=_decided_by(row),
         matched_blocks=row["matched_blocks"],
         total_blocks=row["total_blocks"],
         served_by=outcome.get("served_by"),
     )
+
+
+def _decided_by(row: Row) -> list[str]:
+    told = [cost["decided_by"] for cost in row["costs"] if "failed" not in cost]
+    alone = len(row["score"]["parts"]) == 1 and told and told[0]
+    decided: list[str] = told[0] if alone else row["decided_by"]
+    return decided

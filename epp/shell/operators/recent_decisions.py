@@ -15,7 +15,6 @@ import msgspec
 from msgspec import Struct, structs
 
 from epp.core.decision.decisive import next_best
-from epp.core.decision.plugin import TellsCost
 from epp.core.decision.scheduler import Decision, SchedulerSettings
 from epp.core.decision.shadow import ShadowVerdict
 from epp.core.knowledge.candidates import Floats, Ints
@@ -48,14 +47,16 @@ from epp.shell.operators.decision_record import (
 )
 from epp.shell.operators.decision_rows import (
     NO_SETTING,
+    Kept,
     Members,
     Row,
     Setting,
-    costs_rows,
     decided_row,
+    is_called,
     outcome_row,
     refused_row,
 )
+from epp.shell.operators.endpoint_states import States
 from epp.shell.operators.record_ring import RecordRing
 
 BYTES_MAX: Final = 16 * 1024 * 1024
@@ -65,6 +66,8 @@ _SCORES_SHARE: Final = 4
 KEEP_S: Final = 900.0
 _MEMBERSHIPS_MAX: Final = 64
 """Lists of endpoints of which all candidates' scores can be told; each is as long as the pool."""
+_STATES_MAX: Final = 256
+"""Times at which endpoints changed their states, of which decisions can be told what they were."""
 _SETTINGS_MAX: Final = 64
 """Configurations whose scorers can be named."""
 _OPEN_MAX: Final = 65_536
@@ -87,12 +90,11 @@ class _Deciding(Struct, frozen=True, gc=False):
 
     at_s: float
     told: Decided
-    generation: int
-    """Of the pool."""
     picked: int
     slot: Ints
     scores: Floats
     """float64[scorers, n]"""
+    dropped: Mapping[str, Ints]
     shadow: ShadowVerdict | None
 
 
@@ -133,8 +135,8 @@ class Wanted(Struct, frozen=True, kw_only=True):
             return False
         if isinstance(told, Refused):
             return not self.endpoint and self.refused in {"", "true", told.reason}
-        names = {told.endpoint, told.endpoint.rpartition("/")[2], told.address}
-        return self.refused in {"", "false"} and (not self.endpoint or self.endpoint in names)
+        called = is_called(self.endpoint, told.endpoint, told.address)
+        return self.refused in {"", "false"} and (not self.endpoint or called)
 
 
 class Lately(Struct, kw_only=True):
@@ -200,6 +202,9 @@ class RecentDecisions:
         self._weights: object = None
         """Of the decisions of the newest setting: the very array."""
         self._configured: tuple[int, SchedulerSettings | None] = (0, None)
+        self._states: dict[int, States] = {0: {}}
+        """By their number, oldest first."""
+        self._states_told = 0
         self._open: dict[int, int] = {}
         """Number of a decision whose request has not ended -> its place, oldest first."""
         self.shed = 0
@@ -213,6 +218,13 @@ class RecentDecisions:
         """From now on decisions are by `settings`, the document number `generation`."""
         self._configured = (generation, settings)
         self._weights = None
+
+    def know_states(self, states: States) -> None:
+        """From now on `states` are those of all endpoints that are not simply ready."""
+        self._states_told += 1
+        self._states[self._states_told] = states
+        if len(self._states) > _STATES_MAX:
+            del self._states[next(iter(self._states))]
 
     def decided(self, decision: Decision, parts: list[float]) -> None:
         """Keep what explains `decision`; neither the pool nor its load must have changed since.
@@ -246,6 +258,8 @@ class RecentDecisions:
             parts,
             lease.prefill_tokens,
             candidates.numbers_of(picked),
+            self._generation,
+            self._states_told,
         )
         second = next_best(decision)
         if second is None:
@@ -257,8 +271,8 @@ class RecentDecisions:
                 scores[:, second].tobytes(),
                 candidates.numbers_of(second),
             )
-        slot, shadow = candidates.slot, decision.shadow
-        self._wait(_Deciding(self._clock(), kept, self._generation, picked, slot, scores, shadow))
+        slot, shadow, dropped = candidates.slot, decision.shadow, decision.dropped
+        self._wait(_Deciding(self._clock(), kept, picked, slot, scores, dropped, shadow))
 
     def refused(
         self,
@@ -277,6 +291,7 @@ class RecentDecisions:
             refusal.reason.value,
             refusal.status,
             refusal.eliminated,
+            self._states_told,
         )
         self._wait(_Other(self._clock(), REFUSED, told))
 
@@ -312,8 +327,12 @@ class RecentDecisions:
         before_s = self._clock() - self.keep_s
         self._rows.drop_oldest(lambda record: kept_at_s(record) < before_s, _EXPIRED_PER_CALL_MAX)
 
-    async def rows(self, count: int, wanted: Wanted, *, costs: bool = False) -> list[Row]:
-        """The last `count` that are wanted, newest first; `costs`: with what costs were made of."""
+    async def rows(self, count: int, wanted: Wanted, why_not: str = "") -> list[Row]:
+        """The last `count` that are wanted, newest first.
+
+        `why_not`: an endpoint by its name, with or without its namespace, or address, of which it is
+        told besides why it was not chosen.
+        """
         found: list[Row] = []
         texts = wanted.texts()
         served: dict[int, str] = {}
@@ -323,7 +342,7 @@ class RecentDecisions:
                 told = unpack_served(packed)
                 served.setdefault(told.number, told.address)
             elif all(text in packed for text in texts):
-                row = self._wanted_row(record, packed, wanted, served, costs=costs)
+                row = self._wanted_row(record, packed, wanted, served, why_not)
                 if row is not None:
                     found.append(row)
                     if len(found) == count:
@@ -390,7 +409,8 @@ class RecentDecisions:
         else:
             if one.slot is not self._slot:
                 self._slot, self._slot_bytes = one.slot, one.slot.tobytes()
-            scores = Scores(one.generation, one.picked, self._slot_bytes, one.scores.tobytes())
+            dropped = {name: slots.tobytes() for name, slots in one.dropped.items()}
+            scores = Scores(one.picked, self._slot_bytes, one.scores.tobytes(), dropped)
             scores_at = self._scores.append(scores_of(scores))
             told = one.told
             if one.shadow is not None:
@@ -410,14 +430,13 @@ class RecentDecisions:
         self._weights = decision.scored.weights
         generation, settings = self._configured
         scorers = settings.profile.scorers if settings else ()
-        plugins = [scorer.plugin for scorer in scorers]
         self._setting += 1
         self._settings[self._setting] = Setting(
             generation,
             decision.scorers,
             tuple(decision.scored.weights.tolist()),
             tuple(scorer.name for scorer in scorers if scorer.plugin.type_name == _BY_BLOCKS),
-            tuple(plugin if isinstance(plugin, TellsCost) else None for plugin in plugins),
+            decision.tellers,
         )
         if len(self._settings) > _SETTINGS_MAX:
             del self._settings[next(iter(self._settings))]
@@ -428,30 +447,34 @@ class RecentDecisions:
         packed: bytes,
         wanted: Wanted,
         served: Mapping[int, str],
-        *,
-        costs: bool,
+        why_not: str,
     ) -> Row | None:
         if record[:1] == REFUSED:
             refused = unpack_refused(packed)
-            return refused_row(refused, kept_at_s(record)) if wanted.has(refused) else None
+            states = self._states.get(refused.states, {})
+            if not wanted.has(refused):
+                return None
+            return refused_row(refused, states, at_s=kept_at_s(record), why_not=why_not)
         told = unpack_decided(packed)
         if not wanted.has(told):
             return None
         setting = self._settings.get(told.setting, NO_SETTING)
         packed_scores = self._scores.get(scores_at_of(record))
         scores = None if packed_scores is None else unpack_scores(packed_scores)
-        row = decided_row(
-            told,
-            setting,
-            scores,
-            None if scores is None else self._memberships.get(scores.generation),
+        kept = Kept(
+            told=told,
+            setting=setting,
+            scores=scores,
+            members=self._memberships.get(told.members),
+            states=self._states.get(told.states, {}),
+        )
+        return decided_row(
+            kept,
             at_s=kept_at_s(record),
             now_s=self._clock(),
             outcome=outcome_row(end_of(record), served.get(told.number)),
+            why_not=why_not,
         )
-        if costs:
-            row["costs"] = costs_rows(told, setting)
-        return row
 
 
 def recent_decisions(

@@ -17,7 +17,7 @@ _NAME_COLUMNS_MIN: Final = 13
 _POD_COLUMNS: Final = 67
 """Of a row of the table of pods beside the name."""
 _STATE_COLUMNS: Final = 13
-_DECISION_COLUMNS: Final = 64
+_DECISION_COLUMNS: Final = 66
 """Of the line of a decision beside the names of its two endpoints."""
 _REQUEST_COLUMNS: Final = 38
 _TTFT_FROM_COLUMNS: Final = 90
@@ -32,15 +32,19 @@ _OTHER_LINES: Final = 16
 """Of the screen beside pods and decisions."""
 _DECISIONS_MAX: Final = 8
 _PODS_MIN: Final = 4
+_REASONS_MAX: Final = 4
+"""Endpoints of which it is told why they are not ready."""
 _COLOURS: Final = ("blue", "yellow", "green", "magenta", "cyan", "white")
 """Of scorers, in their order; they are told apart by name too."""
 _FULL: Final = 0.9
 
 
 def top_screen(live: Live, *, columns: int, lines: int | None, problem: str = "") -> RenderableType:
-    """`lines` of the terminal, None: as many as there is to show. `problem`: why `live` is old."""
+    """`lines` of the terminal, None: as many as there is to show. `problem`: what is wrong with `live`."""
     columns = max(columns, COLUMNS_MIN)
-    room = None if lines is None else max(_PODS_MIN, lines - _OTHER_LINES - _DECISIONS_MAX)
+    reasons = min(sum(bool(one.reason) for one in live.endpoints), _REASONS_MAX + 1)
+    others = _OTHER_LINES + _DECISIONS_MAX + reasons
+    room = None if lines is None else max(_PODS_MIN, lines - others)
     parts: list[RenderableType] = [_head(live), *_picker(live), *_problem(problem), Text()]
     parts.append(_pods(live, columns, room))
     parts += [
@@ -95,7 +99,7 @@ def _picker(live: Live) -> Iterable[Text]:
 
 def _problem(problem: str) -> Iterable[Text]:
     if problem:
-        yield Text(f"what follows is old: {problem}", "red bold")
+        yield Text(printable(problem), "red bold")
 
 
 def _pods(live: Live, columns: int, room: int | None) -> RenderableType:
@@ -117,10 +121,24 @@ def _pods(live: Live, columns: int, room: int | None) -> RenderableType:
         if wide:
             cells.append(Text("-" if one.engine_ttft_s is None else _seconds(one.engine_ttft_s)))
         table.add_row(*cells)
+    shown_parts: list[RenderableType] = [table]
     left_out = live.endpoints_total - len(shown)
     if left_out > 0:
-        return Group(table, Text(f"{left_out} more, with fewer requests", "dim"))
-    return table
+        shown_parts.append(Text(f"{left_out} more, with fewer requests", "dim"))
+    return Group(*shown_parts, *_reasons(live))
+
+
+def _reasons(live: Live) -> Iterable[Text]:
+    """Why those that are not simply ready are not, and since when; the newest first."""
+    told = sorted((one for one in live.endpoints if one.reason), key=lambda one: one.since)
+    for one in told[: -_REASONS_MAX - 1 : -1]:
+        line = Text(no_wrap=True, overflow="ellipsis")
+        line.append(f"{_tail(one.name, _NAME_COLUMNS_MIN * 2)} ")
+        line.append(f"{printable(_state(one))} since {printable(one.since[11:19])}", "red")
+        line.append(f": {printable(one.reason)}")
+        yield line
+    if len(told) > _REASONS_MAX:
+        yield Text(f"and {len(told) - _REASONS_MAX} more, since longer", "dim")
 
 
 def _pod(one: LiveEndpoint, name_columns: int) -> Iterable[Text]:
@@ -191,8 +209,9 @@ def _choose(
 ) -> None:
     next_best = one.runner_up
     most = max(score.total, next_best.total if next_best else 0.0, 1e-9)
-    line.append(_tail(score.endpoint, name_columns).ljust(name_columns))
-    line.append(f" {score.total:5.3g} ")
+    name = _tail(score.endpoint, name_columns).ljust(name_columns)
+    line.append(name, "" if score.state == "ready" else "red")
+    line.append(f" {_sum(score):>6} ")
     line.append_text(_bar(score, most, scorers))
     if one.served_by is not None or (one.status or 0) >= _FAILED_FROM:
         status = "" if one.status is None else f"  {one.status}"
@@ -202,8 +221,15 @@ def _choose(
         line.append("  the only one")
     else:
         line.append(f" {_tail(next_best.endpoint, name_columns):>{name_columns}}", "dim")
-        line.append(f" {next_best.total:5.3g}", "dim")
+        line.append(f" {_sum(next_best):>6}", "dim" if next_best.state == "ready" else "red")
         line.append(f"  {' and '.join(map(_scorer, one.decided_by)) or 'a tie'}")
+
+
+def _sum(score: LiveScore) -> str:
+    """In the unit of a cost, where there is one: by scores one bad endpoint makes all others alike."""
+    if score.cost is None:
+        return f"{score.total:.3g}"
+    return f"{score.cost:.2g}{printable(score.unit)[:2]}"
 
 
 def _bar(score: LiveScore, most: float, scorers: Sequence[str]) -> Text:

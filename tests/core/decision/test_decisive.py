@@ -1,14 +1,11 @@
 """What decided is what could not be left out."""
 
-import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from epp.core.decision.decisive import (
-    HEADER_CHARACTERS_MAX,
     decisive,
-    explaining_headers,
     next_best,
 )
 from tests.shell.operators.decisions import make_decision
@@ -46,26 +43,6 @@ def test_without_what_decided_the_chosen_one_is_not_ahead(parts):
         assert sum(leads) - sum(leads[at] for at in found[:-1]) > 0
 
 
-def test_what_clients_are_told_is_a_header():
-    """One line of printable ASCII that ends somewhere, whatever endpoints and scorers are called."""
-    decision = make_decision()
-    named = msgspec.structs.replace(
-        decision,
-        endpoint=msgspec.structs.replace(decision.endpoint, name="pöd\r\nset-cookie: a=b"),
-        scorers=("x\n" * 400, *decision.scorers[1:]),
-    )
-    for told in explaining_headers(named).values():
-        assert told.isascii()
-        assert told.isprintable()
-        assert len(told) <= HEADER_CHARACTERS_MAX
-    assert explaining_headers(decision) == {
-        "x-homing-endpoint": "prod/vllm-3",
-        "x-homing-reason": "score 4.25, next 3.779, decided by prefix-cache-scorer, 3 of 10 blocks",
-    }
-
-
 def test_the_only_candidate_was_decided_by_nothing():
     """There was no choice."""
     assert next_best(make_decision(endpoints=1, picked=0)) is None
-    reason = explaining_headers(make_decision(endpoints=1, picked=0))["x-homing-reason"]
-    assert "the only candidate" in reason

@@ -81,6 +81,7 @@ def make_decision(
         block_tokens=64,
         ready=endpoints + 1,
         eliminated={"fresh-metrics-filter": 1},
+        dropped={"fresh-metrics-filter": np.array([endpoints])},
         candidates=candidates,
         picked=picked,
         scorers=SCORERS,

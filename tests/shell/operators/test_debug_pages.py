@@ -4,6 +4,7 @@ import asyncio
 import json
 import math
 import time
+from datetime import datetime
 from typing import NamedTuple
 
 import pytest
@@ -12,6 +13,7 @@ from prometheus_client import CollectorRegistry
 from epp.configuration.build import default_config, plugin_tables
 from epp.core.types import EndpointMetrics, Refusal, RefusalReason
 from epp.shell.operators.debug_pages import PAGES, DebugPages, table
+from epp.shell.operators.endpoint_states import EndpointStates
 from epp.shell.operators.metrics_server import MetricsServer
 from epp.shell.operators.recent_decisions import RecentDecisions
 from epp.shell.peers.state import PeerRow
@@ -43,7 +45,12 @@ class Picker:
         self.recent = RecentDecisions(self.scheduler.pool)
         config = default_config(plugin_tables())
         self.peers = []
-        pages = DebugPages(self.scheduler, self.recent, lambda: (config, 7), lambda: self.peers)
+        self.states = EndpointStates(
+            self.scheduler, lambda _: ("timeout", "no answer"), self.recent.know_states
+        )
+        pages = DebugPages(
+            self.scheduler, self.recent, lambda: (config, 7), self.states, lambda: self.peers
+        )
         self.server = MetricsServer(
             CollectorRegistry(), lambda: True, host="127.0.0.1", port=0, routes=pages.routes()
         )
@@ -216,7 +223,8 @@ async def test_why_a_request_went_where_it_went_is_told(picker):
 async def test_a_request_must_be_named_to_be_explained(picker, query):
     """400 and what was expected."""
     status, _, text = await picker.page(f"/debug/explain?{query}")
-    assert (status, text) == (400, "expected ?request_id= and nothing else but format\n")
+    expected = "expected ?request_id= and nothing else but endpoint and format\n"
+    assert (status, text) == (400, expected)
 
 
 async def test_endpoints_that_left_keep_their_name_in_old_decisions(picker):
@@ -371,3 +379,33 @@ async def test_peers_are_shown_with_what_is_between_us(picker):
     head, *lines = text.splitlines()
     assert head.split()[:4] == ["address", "origin", "connected_s", "heard_s"]
     assert lines[1].split()[:4] == ["10.0.0.2:9004", "-", "-", "-"]
+
+
+async def test_endpoints_say_why_and_since_when(picker):
+    """As of the look that the page itself makes."""
+    (slot, bad), *_ = picker.scheduler.pool.endpoints()
+    before = time.time()
+    for _ in range(2):
+        picker.scheduler.observe_failure(slot, answered=False)
+    row = next(
+        row
+        for row in (await picker.json("/debug/endpoints"))["endpoints"]
+        if row["name"] == bad.name
+    )
+    assert row["state"] == "unreachable"
+    assert row["reason"] == "its scrapes get no connection or no answer: timeout, no answer"
+    assert before - 1 <= datetime.fromisoformat(row["since"]).timestamp() <= time.time()
+    _, _, text = await picker.page("/debug/endpoints")
+    assert "its scrapes get no connection or no answer" in text
+
+
+async def test_it_is_told_why_not_another(picker):
+    """Of an endpoint that is asked for, by its name."""
+    decision = picker.decide(request_id="r-7")
+    other = next(
+        at.name for _, at in picker.scheduler.pool.endpoints() if at.name != decision.endpoint.name
+    )
+    _, _, text = await picker.page(f"/debug/explain?request_id=r-7&endpoint={other}")
+    assert f"  why not {other}: {other} had " in text
+    (row,) = (await picker.json("/debug/explain?request_id=r-7&endpoint=nobody"))["decisions"]
+    assert row["why_not"] == {"endpoint": "nobody", "verdict": "absent"}

@@ -1,9 +1,10 @@
 """What an operator reads."""
 
 import msgspec
+import numpy as np
 import pytest
 
-from epp.core.decision.profile import SchedulingProfile, WeightedScorer
+from epp.core.decision.profile import NamedFilter, SchedulingProfile, WeightedScorer
 from epp.core.decision.scheduler import Scheduler, SchedulerSettings
 from epp.core.decision.shadow import ShadowVerdict
 from epp.core.knowledge.inflight import Outcome
@@ -11,6 +12,7 @@ from epp.core.knowledge.prefix import PrefixIndexSettings
 from epp.core.protocol.usage import Usage
 from epp.core.types import BYTES_PER_TOKEN, EndpointMetrics
 from epp.plugins import PICKERS, SCORERS
+from epp.shell.operators.endpoint_states import EndpointState
 from epp.shell.operators.explanation import explanation
 from epp.shell.operators.recent_decisions import RecentDecisions, Wanted
 from epp.strategies.added_time import AddedTime
@@ -60,7 +62,7 @@ class Told:
         return decision
 
     async def lines(self):
-        (row,) = await self.recent.rows(1, Wanted(), costs=True)
+        (row,) = await self.recent.rows(1, Wanted())
         return explanation(row).splitlines()
 
 
@@ -206,3 +208,79 @@ async def test_a_shadow_profile_is_told_of(verdict, line):
     decision = msgspec.structs.replace(decision, shadow=judged)
     told.recent.decided(decision, parts_of(decision))
     assert line in await told.lines()
+
+
+class Asked:
+    """A decision among three, and why it was not another."""
+
+    def __init__(self, *scorers, waiting=(0.0, 0.0, 0.0), filters=()):
+        self.told = Told(*scorers, waiting=waiting)
+        profile = msgspec.structs.replace(self.told.settings.profile, filters=filters)
+        self.told.scheduler.configure(
+            msgspec.structs.replace(self.told.settings, profile=profile), 0.1
+        )
+
+    async def why_not(self, name):
+        (row,) = await self.told.recent.rows(1, Wanted(), name)
+        (line,) = [line for line in explanation(row).splitlines() if "why not" in line]
+        return line.strip().removeprefix(f"why not {name}: ")
+
+
+async def test_why_not_tells_by_how_much_it_was_behind():
+    """And by what; of a cost in its unit, of any candidate, not of the next best alone."""
+    asked = Asked(WeightedScorer("added-time", AddedTime(), 1.0), waiting=(0.0, 5.0, 50.0))
+    asked.told.decide()
+    assert await asked.why_not("pod-0") == "it was chosen"
+    worst = await asked.why_not("pod-2")
+    assert worst.startswith("pod-2 had 0 against 1, 1 less: added-time 1; it cost ")
+    cost_s, chosen_s = (float(at.split()[0]) for at in worst.split("it cost ")[1].split("against "))
+    (row,) = await asked.told.recent.rows(1, Wanted())
+    assert row["costs"][0]["endpoints"][0]["total"] == pytest.approx(chosen_s, abs=1e-3)
+    between = row["costs"][0]["endpoints"][1]["total"]
+    assert chosen_s < between < cost_s
+    assert "of the others: pod-2 " in explanation(row)
+
+
+async def test_why_not_names_the_filter_that_dropped_it():
+    """The very one, where several dropped somebody."""
+
+    class Drops(msgspec.Struct, frozen=True):
+        name: str
+        type_name = "drops"
+        sheds_load = False
+
+        def keep(self, _, candidates, /):
+            return np.array([one.name != self.name for one in candidates.endpoints])
+
+    filters = [NamedFilter(f"no-{at}", Drops(f"pod-{at}")) for at in (1, 2)]
+    asked = Asked(filters=tuple(filters))
+    asked.told.decide()
+    assert await asked.why_not("pod-1") == "no-1 dropped it"
+    assert await asked.why_not("pod-2") == "no-2 dropped it"
+
+
+async def test_why_not_tells_of_who_was_not_ready_and_of_who_was_not_allowed():
+    """As it was then, not as it is now."""
+    asked = Asked()
+    told = asked.told
+    told.recent.know_states({"pod-2": EndpointState("asleep", "its engine says so", 7_267.0)})
+    told.scheduler.observe(2, EndpointMetrics(asleep=True), 0.2)
+    told.decide(subset=(told.scheduler.pool.columns.endpoints[0].address,))
+    told.recent.know_states({})
+    assert await asked.why_not("pod-2") == (
+        "it was not ready; it was asleep since 02:01:07: its engine says so"
+    )
+    assert await asked.why_not("pod-1") == (
+        "it was ready, and not in the subset that the gateway allows"
+    )
+    assert await asked.why_not("pod-9") == "it was not in the pool then"
+    told.recent.refused(REFUSAL, make_request())
+    assert await asked.why_not("pod-2") == "nobody was chosen; nothing spoke against it"
+
+
+async def test_candidates_that_were_slow_are_marked():
+    """In the verdict, as they were when it was decided."""
+    told = Told()
+    told.recent.know_states({f"pod-{at}": EndpointState("slow", "slow", 1.0) for at in (0, 1, 2)})
+    told.decide()
+    assert (await told.lines())[2].count(" (slow)") == 2

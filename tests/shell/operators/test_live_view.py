@@ -29,6 +29,7 @@ class Seen:
             self.picker.scheduler,
             self.picker.recent,
             self.changes,
+            self.picker.states,
             "llama-pool",
             clock=lambda: self.now_s,
         )

@@ -142,3 +142,42 @@ def test_a_command_line_that_makes_no_sense_is_refused(wrong, capsys):
     """A picker is not asked more often than it looks."""
     assert main(["top", wrong]) == 2
     assert capsys.readouterr().err.startswith("epp top: ")
+
+
+def test_several_pickers_are_shown_as_one_and_who_is_missing_is_named(capsys):
+    """Each is asked; one that does not answer costs itself alone."""
+    with Server(SEEN) as first, Server(SEEN) as second, Server(answer("503 Busy")) as third:
+        urls = ",".join(server.url for server in (first, second, third))
+        assert main(["top", "--once", "--url", urls]) == 0
+        missing = third.url
+    shown = capsys.readouterr().out.replace("\n", "")
+    assert "10.0/s" in shown, "twice 300 in 60 s"
+    assert f"without 1 of 3: {missing}/debug/live answers 503" in shown
+
+
+def test_peers_are_asked_at_the_port_of_the_first(capsys):
+    """A picker knows the addresses of those that it shares with."""
+    rows = {"peers": [{"address": "127.0.0.1:9004", "origin": "ab", "bytes_sent": 1}]}
+    pages = Server(answer(body=json.dumps(rows).encode()))
+    with pages as server:
+        # It answers the same to everything: what matters is who was asked for what.
+        assert main(["top", "--once", "--with-peers", "--url", server.url]) == 2
+        asked = [one.split(b" ")[1] for one in server.asked]
+    assert asked[0] == b"/debug/peers"
+    assert asked[1:] == [b"/debug/live"], "it is its own peer here, and asked once"
+    assert "does not understand" in capsys.readouterr().err
+
+
+def test_a_broker_tells_no_addresses(capsys):
+    """Then the operator has to."""
+    rows = {"peers": [{"address": "through valkey:6379"}]}
+    with Server(answer(body=json.dumps(rows).encode())) as server:
+        assert main(["top", "--once", "--with-peers", "--url", server.url]) == 2
+    assert "give those of all with --url" in capsys.readouterr().err
+
+
+def test_more_pickers_than_can_be_asked_are_refused(capsys):
+    """Each would be a thread."""
+    urls = ",".join(f"http://127.0.0.1:{port}" for port in range(1, 40))
+    assert main(["top", "--once", "--url", urls]) == 2
+    assert "39 pickers are too many to ask, at most 32" in capsys.readouterr().err

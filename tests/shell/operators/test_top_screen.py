@@ -30,6 +30,8 @@ def live_endpoint(number, **fields):
         "slowness": 1.0,
         "outlier": None,
         "ejected": False,
+        "since": "2026-01-02T11:55:07.000+00:00",
+        "reason": "",
         "metrics_age_s": 0.1,
         "waiting": float(number),
         "running": 64.0,
@@ -143,10 +145,10 @@ def test_what_is_wrong_is_seen():
         decisions=[live_decision(refused="rejected-saturated", status=429, score=None)],
         configuration_refused=RefusedDocument(at_s=1.7e9, problem="config.yaml: unknown plugin"),
     )
-    lines = drawn(seen, problem="no answer")
+    lines = drawn(seen, problem="without 1 of 2: no answer")
     assert "3 of 4 ready  3 refused  2 shed" in lines[0]
     assert lines[1] == "3 rejected-saturated"
-    assert line_of(lines, "no answer").startswith("what follows is old")
+    assert line_of(lines, "no answer").startswith("without 1 of 2")
     assert line_of(lines, "unreachable").split()[3] == "-"
     assert "refused 429 rejected-saturated" in line_of(lines, "12:00:01")
     assert "unknown plugin" in line_of(lines, "refused at")
@@ -250,3 +252,33 @@ def test_first_tokens_by_the_engines_clock_have_a_column_where_there_is_room():
     assert line_of(lines, "x1k2p").split()[-1] == "400ms"
     assert line_of(lines, "x2k2p").split()[-1] == "-"
     assert "ttft" not in "".join(drawn(live(endpoints=pods), columns=80))
+
+
+def test_reasons_stand_below_the_table_newest_first():
+    """Which pod, since when, and why; of many the newest."""
+    bad = [
+        live_endpoint(
+            at,
+            state="unreachable",
+            since=f"2026-01-02T02:0{at}:07.000+00:00",
+            reason="its scrapes get no connection",
+        )
+        for at in range(6)
+    ]
+    lines = drawn(live(endpoints=[*bad, live_endpoint(7)]))
+    told = [line for line in lines if "since 02:0" in line]
+    assert ["since 02:0" + line.split("since 02:0")[1][0] for line in told] == [
+        f"since 02:0{at}" for at in (5, 4, 3, 2)
+    ]
+    assert all("unreachable since" in line and "its scrapes" in line for line in told)
+    assert line_of(lines, "and 2 more")
+
+
+def test_costs_are_shown_in_their_unit():
+    """And who was slow is red, by name of its state in the page."""
+    score = LiveScore(endpoint="a/pod-1", total=1.0, parts={"s": 1.0}, cost=0.1234, unit="s")
+    other = LiveScore(endpoint="a/pod-2", total=0.99, parts={"s": 0.99}, cost=0.31, unit="s")
+    one = live_decision(score=score, runner_up=other, decided_by=["queue"])
+    line = line_of(drawn(live(decisions=[one])), "12:00:01")
+    assert " 0.12s " in line
+    assert " 0.31s  queue" in line

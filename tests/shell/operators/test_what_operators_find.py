@@ -13,6 +13,7 @@ from epp.core.protocol.usage import Usage
 from epp.core.types import EndpointMetrics
 from epp.plugins import SCORERS
 from epp.shell.operators.configuration_changes import ConfigurationChanges
+from epp.shell.operators.endpoint_states import EndpointStates
 from epp.shell.operators.explanation import explanation
 from epp.shell.operators.live_view import Live, LiveView
 from epp.shell.operators.recent_decisions import Wanted
@@ -31,7 +32,13 @@ NEW = {"prompts": (b"short",), "prompt_tokens": 2}
 
 async def top(told):
     """Lines of `epp top`, as its JSON makes them."""
-    view = LiveView(told.scheduler, told.recent, ConfigurationChanges(), clock=lambda: 0.5)
+    view = LiveView(
+        told.scheduler,
+        told.recent,
+        ConfigurationChanges(),
+        EndpointStates(told.scheduler),
+        clock=lambda: 0.5,
+    )
     return drawn(msgspec.json.decode(await view.look(), type=Live))
 
 
@@ -91,7 +98,7 @@ async def test_a_weight_that_is_wrong_explains_itself():
     crowded = EndpointMetrics(waiting_requests=90, running_requests=64, kv_cache_usage=0.98)
     told.scheduler.observe(first.lease.slot, crowded, 0.0)
     told.decide(request_id="r-7")
-    (row,) = await told.recent.rows(1, Wanted(request_id="r-7"), costs=True)
+    (row,) = await told.recent.rows(1, Wanted(request_id="r-7"))
     text = explanation(row)
     name = first.endpoint.name
     assert f"{name}: 100, of it prefix-cache-scorer 100 (9 of 9 blocks); runner-up" in text

@@ -8,7 +8,8 @@ from epp.configuration.config import DEFAULT_CONFIG
 from epp.core.knowledge.ejection import Cause
 from epp.core.protocol.budget import BodyBudget
 from epp.shell.files.pressure import MemoryPressure
-from epp.shell.operators.debug_pages import endpoint_rows
+from epp.shell.operators.endpoint_rows import endpoint_rows
+from epp.shell.operators.endpoint_states import EndpointStates
 from epp.shell.operators.snapshot import pool_snapshot
 from epp.shell.operators.telemetry import Telemetry
 from sim.cluster.policies import policy_source, scheduler_of
@@ -78,7 +79,7 @@ def pages_name(scheduler, now):
         for sample in family.samples
         if sample.name == "homing_per_endpoint_outlier"
     }
-    rows = endpoint_rows(scheduler, now)
+    rows = endpoint_rows(scheduler, EndpointStates(scheduler), now)
     assert named == {row["name"] for row in rows if row["outlier"] == "slow"}
     assert named == {row["name"] for row in rows if row["slowness"] >= 3}
     return named

@@ -1,4 +1,4 @@
-"""The command `epp`: serve, check-config, envoy-config, explain, top.
+"""The command `epp`: serve, check-config, envoy-config, explain, decisions, changes, top.
 
 What a subcommand needs is imported when it runs, so that checking a file starts at once.
 """
@@ -22,6 +22,8 @@ usage: epp serve [flags]                                       pick endpoints ov
        epp check-config [FILE|-] [--diff OLD] [--explain]      check an EndpointPickerConfig
        epp envoy-config [--out FILE] [flags]                   print an Envoy bootstrap
        epp explain REQUEST_ID [--endpoint NAME] [--url URL]    why a request went where it went
+       epp decisions [--since 02:00] [--until 02:20]           what was decided last night
+       epp changes [--at 02:10] [--window 15m]                 before and after a change
        epp top [--url URL] [--with-peers] [--once]             watch pickers that run
 
 `epp COMMAND --help` lists the flags, `epp --version` says which version this is.
@@ -49,6 +51,8 @@ def _main(arguments: Sequence[str]) -> int:
         "check-config": check,
         "envoy-config": envoy,
         "explain": explain,
+        "decisions": decisions,
+        "changes": changes,
         "top": top,
     }
     run = commands.get(command)
@@ -116,10 +120,32 @@ def envoy(arguments: Sequence[str]) -> int:
 
 def explain(arguments: Sequence[str]) -> int:
     if command_line.wants_help(arguments):
-        usage = "epp explain REQUEST_ID [--endpoint NAME] [--url URL] [--json]"
+        usage = "epp explain REQUEST_ID [--endpoint NAME] [--url URL] [--dir DIR] [--json]"
         return _help(usage, command_line.EXPLAIN_HELP, command_line.ExplainFlags)
     flags = command_line.parse_explain(arguments)
     code: int = import_module("epp.shell.operators.explain_command").explain_request(
+        flags, sys.stdout, sys.stderr
+    )
+    return code
+
+
+def decisions(arguments: Sequence[str]) -> int:
+    if command_line.wants_help(arguments):
+        usage = "epp decisions [--dir DIR] [--since TIME] [--until TIME] [--endpoint NAME] [--json]"
+        return _help(usage, command_line.DECISIONS_HELP, command_line.DecisionsFlags)
+    flags = command_line.parse_decisions(arguments)
+    code: int = import_module("epp.shell.operators.decisions_command").show_decisions(
+        flags, sys.stdout, sys.stderr
+    )
+    return code
+
+
+def changes(arguments: Sequence[str]) -> int:
+    if command_line.wants_help(arguments):
+        usage = "epp changes [--dir DIR] [--at TIME] [--window 15m] [--json]"
+        return _help(usage, command_line.CHANGES_HELP, command_line.ChangesFlags)
+    flags = command_line.parse_changes(arguments)
+    code: int = import_module("epp.shell.operators.changes_command").show_changes(
         flags, sys.stdout, sys.stderr
     )
     return code

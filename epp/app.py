@@ -53,6 +53,7 @@ from epp.shell.operators.bearer_token import BearerToken
 from epp.shell.operators.capture import Capture, CaptureLimits, CaptureSnapshot, read_salt
 from epp.shell.operators.configuration_changes import ConfigurationChanges
 from epp.shell.operators.debug_pages import PAGES, DebugPages
+from epp.shell.operators.decision_history import DecisionHistory
 from epp.shell.operators.endpoint_states import EndpointStates
 from epp.shell.operators.failing_plugins import FailingPluginsLog
 from epp.shell.operators.field_metrics import FIELD_NAMES, WithFieldNames
@@ -186,11 +187,13 @@ class EndpointPicker:
         self._process = OwnProcess(LoopLag(self.telemetry.loop_lagged))
         self._first_tokens = FirstTokensSeen()
         decisions = DecisionLog(structlog.get_logger("decisions"), level=flags.log_level)
+        self._history = _history(flags)
         self._recent = recent_decisions(
             self.scheduler.pool,
             flags.decision_records_max_bytes,
             flags.decision_records_keep,
             self._could_not,
+            self._history,
         )
         self.peers = Peers(
             flags,
@@ -213,7 +216,11 @@ class EndpointPicker:
             peers=self.peers.rows,
             first_tokens=self._first_tokens.lately,
         )
-        self._changes = ConfigurationChanges()
+        self._changes = (
+            ConfigurationChanges(tell=self._history.changed)
+            if self._history is not None
+            else ConfigurationChanges()
+        )
         self._live_pages = LivePages(
             LiveView(
                 self.scheduler,
@@ -244,7 +251,7 @@ class EndpointPicker:
         self.observation = self._observation(
             self.telemetry,
             decisions,
-            self._recent if flags.decision_records_keep else None,
+            self._recent if flags.decision_records_keep or self._history else None,
             answered=self._scraper.answered,
             picked=self._scraper.picked,
         )
@@ -376,6 +383,8 @@ class EndpointPicker:
         }
         if self.capture is not None:
             loops["capture"] = self.capture.run()
+        if self._history is not None:
+            loops["decisions"] = self._history.run()
         if self._debug_token is not None:
             loops["debug token"] = self._debug_token.run()
         if self.flags.config_file:
@@ -704,6 +713,8 @@ class EndpointPicker:
         if self._tracer is not None:
             shown = structs.replace(shown, spans=self._tracer.export.totals())
         shown = structs.replace(shown, capture=self._captured())
+        if self._history is not None:
+            shown = structs.replace(shown, history=self._history.snapshot())
         if not self.peers.enabled:
             return shown
         return structs.replace(shown, peer_links=self.peers.snapshot())
@@ -762,6 +773,17 @@ def _capture(flags: ServeFlags, seed: int) -> Capture | None:
             file_age_max_s=flags.capture_file_max_age,
             total_bytes_max=flags.capture_max_bytes,
         ),
+    )
+
+
+def _history(flags: ServeFlags) -> DecisionHistory | None:
+    if not flags.decisions_dir:
+        return None
+    return DecisionHistory(
+        flags.decisions_dir,
+        picker=flags.instance,
+        total_bytes_max=flags.decisions_max_bytes,
+        age_max_s=flags.decisions_max_age,
     )
 
 

@@ -27,6 +27,7 @@ from epp.shell.gateway.grpcio import GrpcioServer
 from epp.shell.gateway.sessions import Sessions
 from epp.shell.gateway.wire import Decoder
 from epp.shell.kubernetes.list_watch import ListWatch
+from epp.shell.operators.decision_history import DecisionHistory
 from epp.shell.operators.live_view import LiveView
 from epp.shell.operators.logs import DecisionLog
 from epp.shell.operators.recent_decisions import RecentDecisions
@@ -66,6 +67,8 @@ STREAM = {
     "recent-completed": (RecentDecisions, "completed"),
     "recent-next-best": (epp.shell.operators.recent_decisions, "next_best"),
     "client-headers": (epp.core.protocol.session, "explaining_headers"),
+    "client-headers-noted": (epp.core.protocol.session, "explained"),
+    "history-tell": (DecisionHistory, "tell"),
 }
 """Fail while a request is served."""
 PAGES = {

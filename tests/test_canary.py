@@ -8,6 +8,7 @@ tells the gateway may hold a secret. A request id, a model and the path of a ref
 import asyncio
 import base64
 import contextlib
+import gzip
 import json
 import os
 import sys
@@ -20,6 +21,7 @@ from aiohttp.test_utils import TestServer
 from envoy_data_plane.envoy.service.ext_proc import v3
 
 from epp.configuration.past_decisions import lines_of
+from epp.shell.operators.decision_files import read_past
 from tests import gateway as gw
 from tests.canary_picker import LAST, OTHERS, PAGES, STREAM
 from tests.envoy.rig import free_ports, start_process, until
@@ -183,6 +185,7 @@ class Canary:
         self._armed, self._fired = folder / "armed", folder / "fired"
         self._log = folder / "log"
         self._capture = folder / "capture"
+        self._decisions = folder / "decisions"
         self.told = []
         """(while what failed, what was said)"""
 
@@ -226,7 +229,7 @@ class Canary:
         """Every page in every format."""
         paths = ["/", "/metrics", "/healthz", "/readyz", "/nothing", "/debug/config"]
         paths += ["/debug/endpoints", "/debug/decisions?n=1000", "/debug/decisions?refused=true"]
-        paths += ["/live", "/debug/live", "/debug/explain?request_id=shown-id"]
+        paths += ["/live", "/debug/live", "/debug/explain?request_id=shown-id&endpoint=a"]
         paths += [f"/debug/explain?request_id={'l' * 256}"]
         accepts = ("*/*", "application/json", "application/openmetrics-text;version=1.0.0")
         for path in paths:
@@ -249,9 +252,16 @@ class Canary:
         """The lines of all files of the capture."""
         return {path.name: b"".join(lines_of(path)).decode() for path in self._capture.iterdir()}
 
+    def kept(self):
+        """What the files of decisions hold, as it stands there."""
+        return {
+            path.name: gzip.decompress(path.read_bytes()).decode("utf-8", "replace")
+            for path in self._decisions.iterdir()
+        }
+
     def leaks(self):
         """(while what failed, around the secret)."""
-        said = [*self.told, ("log", self.log()), *self.captured().items()]
+        said = [*self.told, ("log", self.log()), *self.captured().items(), *self.kept().items()]
         said += [("event", json.dumps(event)) for event in self.server.objects[EVENTS].values()]
         said += [("spans", str(request)) for request in self.collected.requests]
         return [
@@ -281,6 +291,7 @@ async def canary(folder, log_format, transport):
     flags += ["--config-map=homing", f"--config-file={folder / 'config.yaml'}", "--seed=1"]
     flags += [f"--log-format={log_format}", "--v=9", "--parse-response-usage", "--explain-headers"]
     flags += [f"--transport={transport}", "--tracing", f"--capture={folder / 'capture'}"]
+    flags += [f"--decisions-dir={folder / 'decisions'}"]
     flags += ["--refresh-metrics-interval=50ms", "--metrics-staleness-threshold=60s"]
     flags += [
         f"--request-body-max-bytes={BODY_BYTES_MAX}",
@@ -387,6 +398,10 @@ async def test_nothing_leaks_whatever_fails(log_format, transport, tmp_path):
         assert captured.count('"end_s"') > 10
         assert captured.count('"event":"observed"') > 10
         assert "shown-" not in captured
+        kept = "".join(bird.kept().values())
+        assert "shown-id" in kept
+        assert "shown-model" in kept
+        assert len(list(read_past(tmp_path / "decisions", 0.0, 4e9))) > 20
         log = bird.log()
         assert "shown-id" in log
         assert "shown-model" in log

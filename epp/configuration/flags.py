@@ -72,6 +72,9 @@ _HELD_BODIES_SHARE: Final = 4
 _HELD_BODIES_BYTES_MAX: Final = 512 * 2**20
 """A quarter of the memory, because a body that is read takes two to three times its length."""
 RECORDS_BYTES_MIN: Final = 65_536
+HISTORY_BYTES_MIN: Final = 2**20
+DECISIONS_DIR: Final = "/decisions"
+"""Where the chart mounts the volume of `--decisions-dir`."""
 REFRESH_MIN_S: Final = 0.2
 REFRESH_PER_ENDPOINT_S: Final = 0.000_5
 """At 1,000 endpoints one scrape every 0.5 ms."""
@@ -116,6 +119,10 @@ class ServeFlags(Struct, frozen=True, kw_only=True):
     accept_unsigned_session_tokens: bool = False
     last_good_dir: str = ""
     seed: int | None = None
+
+    decisions_dir: str = ""
+    decisions_max_bytes: MemoryBytes = MemoryBytes(256 * 2**20)
+    decisions_max_age: Duration = Duration(48 * 3600.0)
 
     capture: str = ""
     capture_share: Annotated[float, Meta(gt=0, le=1)] = 1.0
@@ -253,6 +260,29 @@ class ExplainFlags(Struct, frozen=True, kw_only=True):
     endpoint: str = ""
     url: tuple[str, ...] = ("http://127.0.0.1:9090",)
     token_file: str = ""
+    dir: str = ""
+    json: bool = False
+
+
+class DecisionsFlags(Struct, frozen=True, kw_only=True):
+    """What `epp decisions` is told."""
+
+    dir: str = DECISIONS_DIR
+    since: str = "30m"
+    until: str = "0s"
+    endpoint: str = ""
+    model: str = ""
+    refused: str = ""
+    n: Annotated[int, Meta(ge=1, le=10_000)] = 20
+    json: bool = False
+
+
+class ChangesFlags(Struct, frozen=True, kw_only=True):
+    """What `epp changes` is told."""
+
+    dir: str = DECISIONS_DIR
+    at: str = ""
+    window: Duration = Duration(900.0)
     json: bool = False
 
 
@@ -331,6 +361,15 @@ SERVE_HELP: Final[Groups] = {
             "force; a start at which the file is broken uses the copy"
         ),
         "seed": "of all dice; logged at start (default: drawn)",
+    },
+    "Kept decisions": {
+        "decisions-dir": (
+            "directory for decisions, refusals, how they ended and changes of the configuration, to be "
+            "asked by `epp decisions`, `epp explain --dir` and `epp changes` (docs/operate.md); "
+            "without: they are kept in memory only"
+        ),
+        "decisions-max-bytes": "of all files in the directory; above it the oldest are removed",
+        "decisions-max-age": "of files in the directory; older ones are removed",
     },
     "Capture": {
         "capture": (
@@ -488,6 +527,41 @@ EXPLAIN_HELP: Final[Groups] = {
         "endpoint": "say besides why it did not go to this one: name or address",
         "json": "all that is known, as JSON",
     },
+    "Files": {
+        "dir": "directory of `epp serve --decisions-dir` to look in, instead of asking a picker",
+    },
+}
+
+_DECISION_FILES: Final = {
+    "dir": (
+        "directory of `epp serve --decisions-dir`, or of several of them; the default is where the "
+        "chart has it"
+    ),
+}
+_MOMENT: Final = "UTC, as 02:10, 2026-03-02T02:10:30, or 30m for so long ago"
+
+DECISIONS_HELP: Final[Groups] = {
+    "Files": _DECISION_FILES,
+    "Which": {
+        "since": f"not older; {_MOMENT}",
+        "until": "not newer; as --since",
+        "endpoint": "name, with or without its namespace, or address",
+        "model": "as it was asked for",
+        "refused": "true, false or a reason",
+    },
+    "Output": {
+        "n": "how many to list, the last ones, 1 to 10000; sums are of all",
+        "json": "as JSON",
+    },
+}
+
+CHANGES_HELP: Final[Groups] = {
+    "Files": _DECISION_FILES,
+    "Which": {
+        "at": f"the moment to compare around, {_MOMENT} (default: the last change of the configuration)",
+        "window": "how long before and after, 1s to 24h",
+    },
+    "Output": {"json": "as JSON"},
 }
 
 TOP_HELP: Final[Groups] = {
@@ -661,6 +735,9 @@ def parse_serve(arguments: Sequence[str], environment: Mapping[str, str]) -> Ser
         warnings += [f"--{name} has no effect: --endpoints-file is given" for name in unused]
     if flags.last_good_dir and not (flags.config_file or flags.endpoints_file):
         warnings.append("--last-good-dir has no effect: no file is given that could be kept")
+    if not flags.decisions_dir:
+        unread = [name for name in given if name.startswith("decisions-")]
+        warnings += [f"--{name} has no effect: --decisions-dir is not given" for name in unread]
     if not flags.capture:
         unread = [name for name in given if name.startswith("capture-")]
         warnings += [f"--{name} has no effect: --capture is not given" for name in unread]
@@ -708,6 +785,25 @@ def parse_top(arguments: Sequence[str]) -> TopFlags:
         raise FlagError("--url: expected at least one http://host:port")
     if not 1.0 <= flags.interval <= 60.0:
         raise FlagError(f"--interval: expected 1s to 60s, got {float(flags.interval):g}s")
+    return flags
+
+
+def parse_decisions(arguments: Sequence[str]) -> DecisionsFlags:
+    """Read the command line of `epp decisions`. Raises `FlagError`."""
+    given, rest = _split(arguments, DecisionsFlags, {})
+    if rest:
+        raise FlagError(f"unexpected argument {rest[0]!r}, expected flags only")
+    return _convert(given, DecisionsFlags)
+
+
+def parse_changes(arguments: Sequence[str]) -> ChangesFlags:
+    """Read the command line of `epp changes`. Raises `FlagError`."""
+    given, rest = _split(arguments, ChangesFlags, {})
+    if rest:
+        raise FlagError(f"unexpected argument {rest[0]!r}, expected flags only")
+    flags = _convert(given, ChangesFlags)
+    if not 1.0 <= flags.window <= 86_400.0:
+        raise FlagError(f"--window: expected 1s to 24h, got {float(flags.window):g}s")
     return flags
 
 
@@ -846,6 +942,11 @@ def _check_serve(flags: ServeFlags) -> None:
             f"--capture-max-bytes: expected at least twice --capture-file-max-bytes, "
             f"{2 * flags.capture_file_max_bytes}, got {flags.capture_max_bytes}"
         )
+    if flags.decisions_max_bytes < HISTORY_BYTES_MIN:
+        raise FlagError(
+            f"--decisions-max-bytes: expected at least {HISTORY_BYTES_MIN}, "
+            f"got {flags.decisions_max_bytes}"
+        )
     ports = (flags.grpc_port, flags.grpc_health_port, flags.metrics_port)
     if len(set(ports)) < len(ports):
         names = "--grpc-port, --grpc-health-port and --metrics-port"
@@ -855,6 +956,7 @@ def _check_serve(flags: ServeFlags) -> None:
         ("metrics-staleness-threshold", flags.metrics_staleness_threshold),
         ("request-timeout", flags.request_timeout),
         ("capture-file-max-age", flags.capture_file_max_age),
+        ("decisions-max-age", flags.decisions_max_age),
     ):
         if duration is not None and duration <= 0:
             raise FlagError(f"--{name}: expected more than 0s, got {float(duration):g}s")

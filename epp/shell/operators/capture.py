@@ -6,13 +6,10 @@ that the loop never waits for it longer than for a garbage collection, hashes wh
 and writes. A disk that is full, slow or not to be written costs notes and nothing else.
 """
 
-import asyncio
-import contextlib
 import secrets
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Final
@@ -26,7 +23,8 @@ from epp.core.capture.lines import SALT_BYTES_MAX, SALT_BYTES_MIN, Salt
 from epp.core.capture.transcript import Origin, Transcript
 from epp.core.capture.witness import Sample
 from epp.core.types import Seconds
-from epp.shell.files.capture_folder import CaptureFolder
+from epp.shell.files.segment_folder import SegmentFolder, packed
+from epp.shell.files.writing_thread import beside_the_loop
 from epp.shell.starting import StartError
 
 NOTES_MAX: Final = 16_384
@@ -111,7 +109,14 @@ class Capture:
         self._transcript = Transcript(
             Origin(name=name, seed=seed, share=share, unix_s=unix_s), salted
         )
-        self._folder = CaptureFolder(Path(folder), name, total_bytes_max=limits.total_bytes_max)
+        self._folder = SegmentFolder(
+            Path(folder),
+            name,
+            kinds=("requests", "events"),
+            ending="jsonl.gz",
+            total_bytes_max=limits.total_bytes_max,
+            pack=packed,
+        )
         self._limits = limits
         self._queue: deque[tuple[Note, int]] = deque()
         # Each of these is written by one thread only.
@@ -165,30 +170,11 @@ class Capture:
 
     async def run(self) -> None:
         """Write until cancelled, then what is left, as long as the disk is quick."""
-        loop, ended = asyncio.get_running_loop(), asyncio.Event()
-
-        def tell_ended() -> None:
-            # Too late, if the disk took longer than we waited.
-            with contextlib.suppress(RuntimeError):
-                loop.call_soon_threadsafe(ended.set)
-
-        thread = threading.Thread(
-            target=self._work, args=(tell_ended,), name="capture", daemon=True
-        )
-        thread.start()
-        try:
-            await ended.wait()
-            await asyncio.Event().wait()
-        finally:
-            self._stopping.set()
-            try:
-                await asyncio.wait_for(ended.wait(), self._close_s_max)
-            except TimeoutError:
-                _log.error("the end of the capture is not written: the disk takes too long")
+        await beside_the_loop("capture", self._work, self._stopping, self._close_s_max)
 
     # The thread.
 
-    def _work(self, ended: Callable[[], None]) -> None:
+    def _work(self) -> None:
         try:
             while not self._stopping.wait(POLL_S):
                 self.write_queued()
@@ -197,8 +183,6 @@ class Capture:
         except Exception as error:  # noqa: BLE001  the boundary of a thread
             self._write_errors += 1
             _log.error("the capture failed and ends here, requests go on", exc_info=error)
-        finally:
-            ended()
 
     def write_queued(self) -> None:
         """Bring what is in the queue to the disk, as far as it is due."""
@@ -276,7 +260,7 @@ class Capture:
             _log.info("the capture is written again")
         limits = self._limits
         old = now >= self._file_began_s + limits.file_age_max_s
-        if old or self._folder.pair_bytes >= limits.file_bytes_max:
+        if old or self._folder.segment_bytes >= limits.file_bytes_max:
             self._folder.close()
 
     def _lose(self, notes: int) -> None:

@@ -35,9 +35,14 @@ class RefusedDocument(Struct, frozen=True, kw_only=True):
 class ConfigurationChanges:
     """Told by whoever applies documents; asked by the live view."""
 
-    def __init__(self, clock: Callable[[], Seconds] = time.time) -> None:
-        """`clock` tells the time of the day."""
+    def __init__(
+        self,
+        clock: Callable[[], Seconds] = time.time,
+        tell: Callable[[Applied | RefusedDocument], None] = lambda _: None,
+    ) -> None:
+        """`clock` tells the time of the day; `tell` is told of each change."""
         self._clock = clock
+        self._tell = tell
         self.applied = Applied()
         self.refused: RefusedDocument | None = None
         """The last one, if it is newer than what is in force."""
@@ -60,7 +65,9 @@ class ConfigurationChanges:
             weights=weights,
         )
         self.refused = None
+        self._tell(self.applied)
 
     def refuse(self, problem: str) -> None:
         """A document was refused; the last good one stays."""
         self.refused = RefusedDocument(at_s=self._clock(), problem=problem)
+        self._tell(self.refused)

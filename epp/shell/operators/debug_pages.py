@@ -5,7 +5,7 @@ Plain tables, or JSON for who accepts it or asks with `?format=json`. Nothing of
 """
 
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
 import msgspec
@@ -23,6 +23,7 @@ from epp.shell.operators.endpoint_rows import endpoint_rows
 from epp.shell.operators.endpoint_states import READY, EndpointStates
 from epp.shell.operators.explanation import explanation
 from epp.shell.operators.recent_decisions import RecentDecisions, Wanted
+from epp.shell.operators.text_table import cell, table
 from epp.shell.peers.state import PeerRow
 
 PAGES: Final = {
@@ -140,7 +141,7 @@ class DebugPages:
         since = self._kept_since()
         kept = f"since {since}" if since else "at all yet"
         return (
-            f"no request {_cell(request_id[:TEXT_CHARACTERS_MAX])} was decided or refused here {kept}; "
+            f"no request {cell(request_id[:TEXT_CHARACTERS_MAX])} was decided or refused here {kept}; "
             "older ones are not kept, and other replicas keep their own\n"
         )
 
@@ -163,7 +164,7 @@ def _question(request: web.Request) -> tuple[int, Wanted]:
     query = request.query
     known = ("n", "format", *Wanted.__struct_fields__)
     if unknown := [name for name in query if name not in known]:
-        sentence = f"{_cell(unknown[0])[:TEXT_CHARACTERS_MAX]} is not one of {', '.join(known)}\n"
+        sentence = f"{cell(unknown[0])[:TEXT_CHARACTERS_MAX]} is not one of {', '.join(known)}\n"
         raise web.HTTPBadRequest(text=sentence)
     count = query.get("n", str(SHOWN))
     if not (count.isascii() and count.isdigit() and 1 <= int(count[:9]) <= SHOWN_MAX):
@@ -173,20 +174,6 @@ def _question(request: web.Request) -> tuple[int, Wanted]:
         raise web.HTTPBadRequest(text=f"refused must be one of {', '.join(answers)}\n")
     return int(count), Wanted(
         **{name: query[name] for name in Wanted.__struct_fields__ if name in query}
-    )
-
-
-def table(rows: Iterable[Row]) -> str:
-    """`rows` under the names of their members, in aligned columns; "-" where there is nothing."""
-    lines = [{name: _cell(value) for name, value in row.items()} for row in rows]
-    names = list(dict.fromkeys(name for line in lines for name in line))
-    if not names:
-        return "none\n"
-    widths = {name: max(len(name), *(len(line.get(name, "-")) for line in lines)) for name in names}
-    head = {name: name for name in names}
-    return "".join(
-        "  ".join(line.get(name, "-").ljust(widths[name]) for name in names).rstrip() + "\n"
-        for line in (head, *lines)
     )
 
 
@@ -207,16 +194,6 @@ def _spelt(score: Row) -> str:
     mark = "" if score["state"] == READY else f" ({score['state']})"
     cost = f" ({score['cost']:.3g} {score['unit']})" if "cost" in score else ""
     return f"{score['endpoint']}{mark} {score['total']:g} = {parts or 0}{cost}"
-
-
-def _cell(value: Any) -> str:
-    """One word or phrase; what a client wrote cannot steer a terminal or forge a line."""
-    if value is None or value == "":
-        return "-"
-    text = f"{value:g}" if isinstance(value, float) else str(value)
-    if text.isprintable():
-        return text
-    return "".join(character if character.isprintable() else "?" for character in text)
 
 
 def _wants_json(request: web.Request) -> bool:

@@ -80,7 +80,7 @@ def decided_row(
     costs = _costs(told, setting, before)
     cost = next((one for one in costs if isinstance(one, Cost)), None)
     chosen = _score(told.endpoint, told.parts, names, states)
-    other_parts = _weighted(told.runner_up_scores, setting)
+    other_parts = weighted(told.runner_up_scores, setting)
     runner_up = _score(told.runner_up, other_parts, names, states) if other_parts else None
     known = {"endpoint": _numbers(before)}
     if runner_up:
@@ -135,21 +135,17 @@ def _why_not(asked: str, kept: Kept, row: Row, ranked: "_Ranked") -> Row:
     told, runner_up = kept.told, row["runner_up"]
     if is_called(asked, told.endpoint, told.address):
         return {"endpoint": told.endpoint, "verdict": "chosen"}
-    among = enumerate(kept.members or ())
-    slot, member = next(
-        ((at, one) for at, one in among if one and is_called(asked, one.name, one.address)),
-        (-1, None),
-    )
-    if member is None:
+    slot, name = _member(asked, kept, runner_up["endpoint"] if runner_up else "")
+    if not name:
         absent = kept.members is not None
         return {"endpoint": asked, "verdict": "absent" if absent else "unknown"}
-    state = _state(member.name, kept.states)
-    why: Row = {"endpoint": member.name, "verdict": "unknown"} | state
+    state = _state(name, kept.states)
+    why: Row = {"endpoint": name, "verdict": "unknown"} | state
     is_ready = state["state"] in {READY, *OUTLYING}
     score = None
     if slot in ranked.slots:
         score = ranked.row(ranked.slots.index(slot))
-    elif runner_up is not None and member.name == runner_up["endpoint"]:
+    elif runner_up is not None and name == runner_up["endpoint"]:
         score = runner_up
     if score is not None:
         why |= {"verdict": "scored", "score": score} | _behind(row["score"], score)
@@ -160,6 +156,17 @@ def _why_not(asked: str, kept: Kept, row: Row, ranked: "_Ranked") -> Row:
     elif ranked.slots:
         why |= {"verdict": "outside the subset"}
     return why
+
+
+def _member(asked: str, kept: Kept, runner_up: str) -> tuple[int, str]:
+    """Slot and name of the endpoint that is `asked` for; -1 and "", as far as they are not known."""
+    if kept.members is None:
+        named = (runner_up, *kept.states)
+        return -1, next((name for name in named if name and is_called(asked, name, "")), "")
+    for slot, one in enumerate(kept.members):
+        if one is not None and is_called(asked, one.name, one.address):
+            return slot, one.name
+    return -1, ""
 
 
 def _dropped_by(slot: int, kept: Kept) -> str:
@@ -275,7 +282,7 @@ def _score(name: str, parts: Sequence[float], scorers: Sequence[str], states: St
     }
 
 
-def _weighted(packed: bytes, setting: Setting) -> list[float]:
+def weighted(packed: bytes, setting: Setting) -> list[float]:
     """What each scorer gave; nothing, if there is nobody or the weights are not known any more."""
     scores = np.frombuffer(packed)
     if not len(scores) or len(scores) != len(setting.weights):

@@ -1,11 +1,17 @@
 """`epp explain REQUEST_ID`: asks pickers why a request went where it went."""
 
+import time
 from collections.abc import Iterable
 from typing import Final, TextIO
 from urllib.parse import quote
 
+import msgspec
+
 from epp.configuration.flags import ExplainFlags
 from epp.shell.operators.debug_client import DebugClient, NoAnswerError, read_token
+from epp.shell.operators.decision_files import HistoryError
+from epp.shell.operators.decisions_command import explain_past
+from epp.shell.operators.explanation import explanation
 from epp.shell.operators.printable import printable
 
 FOUND: Final = 0
@@ -17,6 +23,8 @@ _UNKNOWN: Final = 404
 
 def explain_request(flags: ExplainFlags, out: TextIO, err: TextIO) -> int:
     """Exit code: 0 some picker knows the request, 1 none does, 2 one did not answer and none knows."""
+    if flags.dir:
+        return _explain_past(flags, out, err)
     accept = "application/json" if flags.json else "text/plain"
     path = f"/debug/explain?request_id={quote(flags.request_id, safe='')}"
     if flags.endpoint:
@@ -45,6 +53,24 @@ def explain_request(flags: ExplainFlags, out: TextIO, err: TextIO) -> int:
         if status != _UNKNOWN:
             found = NO_ANSWER
     return found
+
+
+def _explain_past(flags: ExplainFlags, out: TextIO, err: TextIO) -> int:
+    """Of files, without a picker."""
+    try:
+        rows = explain_past(flags.dir, flags.request_id, flags.endpoint, time.time())
+    except HistoryError as error:
+        print(f"epp explain: {error}", file=err)
+        return NO_ANSWER
+    if not rows:
+        told = f"{flags.dir}: no request {flags.request_id} is kept there"
+        print(printable(told), file=err)
+        return NOT_FOUND
+    if flags.json:
+        out.write(msgspec.json.encode({"decisions": rows}).decode() + "\n")
+    else:
+        out.write("\n".join(map(explanation, rows)))
+    return FOUND
 
 
 def _shown(body: bytes) -> Iterable[str]:

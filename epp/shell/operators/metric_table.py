@@ -777,6 +777,33 @@ METRICS: Final[tuple[MetricSpec, ...]] = (
         "bytes",
         "Size of all captures in the directory of --capture.",
     ),
+    # Kept decisions.
+    _sampled(
+        "homing_decision_history_records_total",
+        "records",
+        "Decisions, refusals and ends of requests that were written to --decisions-dir.",
+        (),
+        "counter",
+    ),
+    _sampled(
+        "homing_decision_history_dropped_total",
+        "records",
+        "Records that are missing in --decisions-dir: the queue was full, or the disk failed.",
+        ("reason",),
+        "counter",
+    ),
+    _sampled(
+        "homing_decision_history_write_errors_total",
+        "writes",
+        "Times --decisions-dir could not be written; requests went on.",
+        (),
+        "counter",
+    ),
+    _sampled(
+        "homing_decision_history_bytes",
+        "bytes",
+        "Size of all files of decisions in the directory of --decisions-dir.",
+    ),
     # Process and transport.
     MetricSpec(
         "homing_loop_lag_seconds",

@@ -23,6 +23,7 @@ from epp.core.knowledge.pool import EndpointPool
 from epp.core.prompt.request import InferenceRequest
 from epp.core.protocol.session import Exchange
 from epp.core.types import Refusal, Seconds
+from epp.shell.operators.decision_history import DecisionHistory
 from epp.shell.operators.decision_record import (
     DECIDED,
     PACKED_FROM,
@@ -57,6 +58,7 @@ from epp.shell.operators.decision_rows import (
     refused_row,
 )
 from epp.shell.operators.endpoint_states import States
+from epp.shell.operators.history_format import ToldSetting, ended_frame
 from epp.shell.operators.record_ring import RecordRing
 
 BYTES_MAX: Final = 16 * 1024 * 1024
@@ -179,9 +181,10 @@ class RecentDecisions:
         keep_s: Seconds = KEEP_S,
         clock: Callable[[], Seconds] = time.time,
         could_not: Callable[[str, Exception], None] = lambda *_: None,
+        history: DecisionHistory | None = None,
     ) -> None:
         """Both numbers of bytes are taken at once; `clock` tells the time of the day; `could_not` is
-        told of what waited and cannot be kept.
+        told of what waited and cannot be kept; `history` gets what is kept here, to keep it longer.
         """
         self._pool = pool
         self.keep_s = keep_s
@@ -189,6 +192,7 @@ class RecentDecisions:
         self._scores = RecordRing(scores_bytes_max)
         self._clock = clock
         self._could_not = could_not
+        self._history = history
         self._waiting: list[_Deciding | _Ending | _Other] = []
         self._memberships: dict[int, Members] = {}
         """By the generation of the pool, oldest first."""
@@ -225,6 +229,8 @@ class RecentDecisions:
         self._states[self._states_told] = states
         if len(self._states) > _STATES_MAX:
             del self._states[next(iter(self._states))]
+        if self._history is not None:
+            self._history.states(self._states_told, states)
 
     def decided(self, decision: Decision, parts: list[float]) -> None:
         """Keep what explains `decision`; neither the pool nor its load must have changed since.
@@ -401,11 +407,13 @@ class RecentDecisions:
 
     def _fold(self, one: _Deciding | _Ending | _Other) -> None:
         if isinstance(one, _Ending):
+            if self._history is not None:
+                self._history.tell(ended_frame(one.number, one.head))
             place = self._open.pop(one.number, None)
             if place is not None:
                 self._rows.overwrite(place, one.head)
         elif isinstance(one, _Other):
-            self._rows.append(record_of(one.kind, one.at_s, one.told))
+            self._append(record_of(one.kind, one.at_s, one.told))
         else:
             if one.slot is not self._slot:
                 self._slot, self._slot_bytes = one.slot, one.slot.tobytes()
@@ -416,9 +424,14 @@ class RecentDecisions:
             if one.shadow is not None:
                 told = structs.replace(told, shadow=one.shadow.told())
             record = record_of(DECIDED, one.at_s, told, scores_at)
-            self._open[one.told.number] = self._rows.append(record)
+            self._open[one.told.number] = self._append(record)
             if len(self._open) > _OPEN_MAX:
                 del self._open[next(iter(self._open))]
+
+    def _append(self, record: bytes) -> int:
+        if self._history is not None:
+            self._history.tell(record)
+        return self._rows.append(record)
 
     def _remember_members(self) -> None:
         self._generation = self._pool.generation
@@ -440,6 +453,17 @@ class RecentDecisions:
         )
         if len(self._settings) > _SETTINGS_MAX:
             del self._settings[next(iter(self._settings))]
+        if self._history is not None:
+            told = self._settings[self._setting]
+            self._history.setting(
+                ToldSetting(
+                    number=self._setting,
+                    generation=generation,
+                    scorers=told.scorers,
+                    weights=told.weights,
+                    by_blocks=told.by_blocks,
+                )
+            )
 
     def _wanted_row(
         self,
@@ -482,10 +506,13 @@ def recent_decisions(
     bytes_max: int,
     keep_s: Seconds,
     could_not: Callable[[str, Exception], None],
+    history: DecisionHistory | None = None,
 ) -> RecentDecisions:
     """Some that take `bytes_max` together; next to nothing, if `keep_s` is 0."""
     if not keep_s:
-        return RecentDecisions(pool, rows_bytes_max=64, scores_bytes_max=64, keep_s=0.0)
+        return RecentDecisions(
+            pool, rows_bytes_max=64, scores_bytes_max=64, keep_s=0.0, history=history
+        )
     scores_bytes = bytes_max // _SCORES_SHARE & -4
     rows_bytes = bytes_max - scores_bytes & -4
     return RecentDecisions(
@@ -494,6 +521,7 @@ def recent_decisions(
         scores_bytes_max=scores_bytes,
         keep_s=keep_s,
         could_not=could_not,
+        history=history,
     )
 
 

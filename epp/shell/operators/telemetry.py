@@ -47,6 +47,7 @@ from epp.shell.operators.counting import (
     Sum,
     Waiting,
 )
+from epp.shell.operators.decision_history import HistorySnapshot
 from epp.shell.operators.endpoint_series import EndpointSeries
 from epp.shell.operators.metric_table import METRICS
 from epp.shell.operators.own_process import ProcessSnapshot
@@ -134,6 +135,8 @@ class PoolSnapshot(Struct, frozen=True, kw_only=True):
     """How it is with the connections to them; None: there are none."""
     capture: CaptureSnapshot | None = None
     """None: nothing is captured."""
+    history: HistorySnapshot | None = None
+    """None: decisions are not kept in files."""
     shadow: ShadowTotals | None = None
     """None: there is no shadow profile."""
     first_tokens: Mapping[str, FirstTokens] = field(default_factory=dict)
@@ -804,6 +807,8 @@ class PoolCollector(Collector):
             _add_peer_links(families, snapshot.peer_links)
         if snapshot.capture is not None:
             _add_capture(families, snapshot.capture)
+        if snapshot.history is not None:
+            _add_history(families, snapshot.history)
         if snapshot.shadow is not None:
             _add_shadow(families, snapshot.shadow, snapshot.candidates)
         if snapshot.process is not None:
@@ -888,6 +893,14 @@ def _add_process(families: _Families, process: ProcessSnapshot) -> None:
     families["homing_process_cpu_seconds_total"].add_metric([], process.cpu_s)
     if process.resident_bytes:
         families["homing_process_resident_memory_bytes"].add_metric([], process.resident_bytes)
+
+
+def _add_history(families: _Families, history: HistorySnapshot) -> None:
+    families["homing_decision_history_records_total"].add_metric([], history.records)
+    for reason, records in history.dropped.items():
+        families["homing_decision_history_dropped_total"].add_metric([reason], records)
+    families["homing_decision_history_write_errors_total"].add_metric([], history.write_errors)
+    families["homing_decision_history_bytes"].add_metric([], history.bytes)
 
 
 def _add_capture(families: _Families, capture: CaptureSnapshot) -> None:

@@ -12,7 +12,7 @@ from epp.configuration.past_decisions import decide_again, lines_of, past_files
 from epp.core.capture.events import Event, Lost
 from epp.core.capture.lines import CaptureLine
 from epp.core.capture.witness import WitnessedScheduler
-from epp.shell.files.capture_folder import CaptureFolder
+from epp.shell.files.segment_folder import SegmentFolder
 from epp.shell.operators import capture as module
 from epp.shell.operators.capture import Capture, CaptureLimits, read_salt
 from epp.shell.starting import StartError
@@ -155,13 +155,13 @@ async def test_a_disk_that_fails_costs_notes_alone(tmp_path, monkeypatch, what):
     live = busy(capture, 20)
     if what == "append":
         capture.write_queued()
-    works = getattr(CaptureFolder, what)
+    works = getattr(SegmentFolder, what)
 
     def full(folder, *given):
         folder.close()
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(CaptureFolder, what, full)
+    monkeypatch.setattr(SegmentFolder, what, full)
     with capture_logs() as lines:
         for _ in range(5):
             live.run(20)
@@ -170,7 +170,7 @@ async def test_a_disk_that_fails_costs_notes_alone(tmp_path, monkeypatch, what):
             "the capture cannot be written, requests go on"
         ]
         assert str(tmp_path) not in str(lines)
-        monkeypatch.setattr(CaptureFolder, what, works)
+        monkeypatch.setattr(SegmentFolder, what, works)
         live.run(20)
         capture.write_queued()
         assert lines[-1]["event"] == "the capture is written again"
@@ -186,7 +186,7 @@ async def test_a_disk_that_fails_costs_notes_alone(tmp_path, monkeypatch, what):
 async def test_a_disk_that_hangs_does_not_keep_the_picker(tmp_path, monkeypatch):
     """Telling returns at once, and the end is not waited for for ever."""
     hangs = threading.Event()
-    monkeypatch.setattr(CaptureFolder, "append", lambda *_: hangs.wait(30))
+    monkeypatch.setattr(SegmentFolder, "append", lambda *_: hangs.wait(30))
     capture = opened(tmp_path, close_s_max=0.05)
     task = await started(capture)
     try:

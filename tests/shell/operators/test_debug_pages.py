@@ -12,10 +12,11 @@ from prometheus_client import CollectorRegistry
 
 from epp.configuration.build import default_config, plugin_tables
 from epp.core.types import EndpointMetrics, Refusal, RefusalReason
-from epp.shell.operators.debug_pages import PAGES, DebugPages, table
+from epp.shell.operators.debug_pages import PAGES, DebugPages
 from epp.shell.operators.endpoint_states import EndpointStates
 from epp.shell.operators.metrics_server import MetricsServer
 from epp.shell.operators.recent_decisions import RecentDecisions
+from epp.shell.operators.text_table import table
 from epp.shell.peers.state import PeerRow
 from tests.builders import endpoint
 from tests.builders import request as make_request

@@ -1,4 +1,4 @@
-"""The files of a capture: whole lines, bounded, and what others put there is left alone."""
+"""Files in segments: whole members, bounded, and what others put there is left alone."""
 
 import errno
 import gzip
@@ -9,7 +9,7 @@ from random import Random
 
 import pytest
 
-from epp.shell.files.capture_folder import LONG_LINE_BYTES, CaptureFolder, packed
+from epp.shell.files.segment_folder import LONG_LINE_BYTES, SegmentFolder, packed
 
 OLD, NEW = "20260101T000000-0000000a", "20260102T000000-0000000b"
 
@@ -20,13 +20,19 @@ def noise(count, seed=0):
     )
 
 
+def pairs(folder, origin, **limits):
+    return SegmentFolder(
+        folder, origin, kinds=("requests", "events"), ending="jsonl.gz", pack=packed, **limits
+    )
+
+
 def names(folder):
     return sorted(path.name for path in folder.iterdir())
 
 
 def test_a_pair_is_written_member_by_member(tmp_path):
     """Nobody but the owner reads it, and it is whole after each append."""
-    folder = CaptureFolder(tmp_path / "new", NEW, total_bytes_max=10**6)
+    folder = pairs(tmp_path / "new", NEW, total_bytes_max=10**6)
     folder.begin(0)
     folder.append(b"1\n2\n", b"a\n")
     folder.append(b"", b"b\n")
@@ -36,8 +42,8 @@ def test_a_pair_is_written_member_by_member(tmp_path):
     assert gzip.decompress(requests.read_bytes()) == b"1\n2\n"
     assert gzip.decompress(events.read_bytes()) == b"a\nb\n"
     assert stat.S_IMODE(events.stat().st_mode) == 0o600
-    assert folder.pair_bytes == requests.stat().st_size + events.stat().st_size
-    assert folder.total_bytes == folder.pair_bytes
+    assert folder.segment_bytes == requests.stat().st_size + events.stat().st_size
+    assert folder.total_bytes == folder.segment_bytes
     folder.close()
     assert not folder.is_open
 
@@ -60,12 +66,12 @@ def test_lines_of_any_length_are_read_as_any_gzip(line_bytes):
 def test_above_the_total_the_oldest_pairs_go(tmp_path):
     """Those of a process before us first; what is no capture stays."""
     (tmp_path / "notes.txt").write_bytes(b"x" * 5000)
-    before = CaptureFolder(tmp_path, OLD, total_bytes_max=10**6)
+    before = pairs(tmp_path, OLD, total_bytes_max=10**6)
     for number in range(2):
         before.begin(number)
         before.append(noise(200, number), noise(200, number))
     before.close()
-    folder = CaptureFolder(tmp_path, NEW, total_bytes_max=3000)
+    folder = pairs(tmp_path, NEW, total_bytes_max=3000)
     for number in range(6):
         folder.begin(number)
         folder.append(noise(200, 10 + number), noise(200, 10 + number))
@@ -79,7 +85,7 @@ def test_above_the_total_the_oldest_pairs_go(tmp_path):
 
 def test_the_pair_that_is_written_is_never_removed(tmp_path):
     """Even if it alone is above the total."""
-    folder = CaptureFolder(tmp_path, NEW, total_bytes_max=10)
+    folder = pairs(tmp_path, NEW, total_bytes_max=10)
     folder.begin(0)
     folder.append(noise(100), noise(100))
     assert len(names(tmp_path)) == 2
@@ -87,7 +93,7 @@ def test_the_pair_that_is_written_is_never_removed(tmp_path):
 
 def test_half_a_member_is_cut_off_again(tmp_path, monkeypatch):
     """A disk that fills up in the middle of a write."""
-    folder = CaptureFolder(tmp_path, NEW, total_bytes_max=10**6)
+    folder = pairs(tmp_path, NEW, total_bytes_max=10**6)
     folder.begin(0)
     folder.append(b"1\n", b"a\n")
     write = os.write
@@ -107,7 +113,7 @@ def test_half_a_member_is_cut_off_again(tmp_path, monkeypatch):
 def test_a_file_that_is_there_is_not_written_to(tmp_path):
     """Nor is a link followed."""
     (tmp_path / f"events-{NEW}-000000.jsonl.gz").symlink_to(tmp_path / "elsewhere")
-    folder = CaptureFolder(tmp_path, NEW, total_bytes_max=10**6)
+    folder = pairs(tmp_path, NEW, total_bytes_max=10**6)
     with pytest.raises(FileExistsError):
         folder.begin(0)
     assert not folder.is_open
@@ -116,11 +122,11 @@ def test_a_file_that_is_there_is_not_written_to(tmp_path):
 
 def test_a_pair_that_vanishes_meanwhile_is_no_problem(tmp_path, monkeypatch):
     """Another process of the same folder makes room too."""
-    before = CaptureFolder(tmp_path, OLD, total_bytes_max=10**6)
+    before = pairs(tmp_path, OLD, total_bytes_max=10**6)
     before.begin(0)
     before.append(noise(100), noise(100))
     before.close()
-    folder = CaptureFolder(tmp_path, NEW, total_bytes_max=100)
+    folder = pairs(tmp_path, NEW, total_bytes_max=100)
     folder.begin(0)
     scandir = os.scandir
 
@@ -134,3 +140,24 @@ def test_a_pair_that_vanishes_meanwhile_is_no_problem(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "scandir", racing)
     folder.append(b"1\n", b"a\n")
     assert not any(OLD in name for name in names(tmp_path))
+
+
+def test_what_is_too_old_is_removed(tmp_path):
+    """By when it was last written; the segment that is being written stays."""
+    before = pairs(tmp_path, OLD, total_bytes_max=10**6)
+    before.begin(0)
+    before.append(b"1\n", b"")
+    before.close()
+    for path in tmp_path.iterdir():
+        os.utime(path, (1_000, 1_000))
+    limits = {"total_bytes_max": 10**6, "age_max_s": 60.0}
+    pairs(tmp_path, NEW, clock=lambda: 1_050.0, **limits).begin(0)
+    folder = pairs(tmp_path, NEW, clock=lambda: 1_050.0, **limits)
+    folder.begin(1)
+    folder.append(b"1\n", b"")
+    assert any(OLD in name for name in names(tmp_path))
+    folder = pairs(tmp_path, NEW, clock=lambda: 1_061.0, **limits)
+    folder.begin(2)
+    folder.append(b"1\n", b"")
+    assert not any(OLD in name for name in names(tmp_path))
+    assert f"requests-{NEW}-000002.jsonl.gz" in names(tmp_path)

@@ -1,19 +1,21 @@
-"""The files of a capture: in pairs, each up to some size, and all together up to another.
+"""Files that are written one after another: each up to some size, and all together up to another.
 
 What is appended is a whole member of gzip, so that after a crash only the last member may be broken,
 and it is the last. What could be written in part, because the disk is full, is cut off again.
 """
 
 import contextlib
+import math
 import os
 import re
+import time
 import zlib
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Final
 
-_NAME: Final = re.compile(
-    r"(?:requests|events)-(\d{8}T\d{6}-[0-9a-f]{8})-(\d{6})\.jsonl\.gz", re.ASCII
-)
+from epp.core.types import Seconds
+
 _PACKING_LEVEL: Final = 1
 """Of gzip: more gains a twentieth, because most of a line is hashes, and takes nearly twice as long."""
 _GZIP_FORMAT: Final = 31
@@ -21,61 +23,85 @@ _GZIP_FORMAT: Final = 31
 LONG_LINE_BYTES: Final = 8 * 1024
 """Of lines that are longer on average the window of 32 KB holds too few to find anything again: coding
 their characters alone makes them as short in a quarter of the time."""
-_KINDS: Final = ("requests", "events")
 _MODE: Final = 0o600
-"""Whoever reads a capture learns how much was asked when."""
+"""Whoever reads them learns how much was asked when."""
 
 
-class CaptureFolder:
-    """Writes one pair at a time. All methods may take as long as the disk does."""
+class SegmentFolder:
+    """Writes one segment at a time: a file of each kind. All methods may take as long as the disk does."""
 
-    def __init__(self, folder: Path, origin: str, *, total_bytes_max: int) -> None:
-        """`origin` names the process, as "20260131T235959-0123abcd"; older ones sort before it."""
+    def __init__(
+        self,
+        folder: Path,
+        origin: str,
+        *,
+        kinds: Sequence[str],
+        ending: str,
+        total_bytes_max: int,
+        pack: Callable[[bytes], bytes],
+        age_max_s: Seconds = math.inf,
+        clock: Callable[[], Seconds] = time.time,
+    ) -> None:
+        """`origin` names the process, as "20260131T235959-0123abcd"; older ones sort before it.
+
+        Files are called `KIND-ORIGIN-NUMBER.ENDING`. The oldest are removed while all take more than
+        `total_bytes_max`, and those that were last written more than `age_max_s` ago by `clock`, which
+        tells the time of the day. `pack` makes a member of gzip.
+        """
         self._folder = folder
         self._origin = origin
+        self._kinds = kinds
+        self._ending = ending
         self._total_bytes_max = total_bytes_max
+        self._pack = pack
+        self._age_max_s = age_max_s
+        self._clock = clock
+        self._name = segment_name(kinds, ending)
         self._open: dict[str, tuple[int, int]] = {}
         """Kind -> descriptor and length of what is whole."""
         self._number = -1
         self.total_bytes = 0
-        """Of all captures in the folder, those of other processes too, when last looked."""
+        """Of all segments in the folder, those of other processes too, when last looked."""
 
     @property
     def is_open(self) -> bool:
         return bool(self._open)
 
     @property
-    def pair_bytes(self) -> int:
-        """Length of the pair that is being written."""
+    def segment_bytes(self) -> int:
+        """Length of the segment that is being written."""
         return sum(length for _, length in self._open.values())
 
     def begin(self, number: int) -> None:
-        """Open the pair of this `number`, in place of the one before. Raises `OSError`."""
+        """Open the segment of this `number`, in place of the one before. Raises `OSError`."""
         self.close()
         self._number = number
         self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
         try:
-            for kind in _KINDS:
-                path = self._folder / f"{kind}-{self._origin}-{number:06d}.jsonl.gz"
+            for kind in self._kinds:
+                path = self._folder / f"{kind}-{self._origin}-{number:06d}.{self._ending}"
                 self._open[kind] = os.open(path, flags, _MODE), 0
         except OSError:
             self.close()
             raise
 
-    def append(self, requests: bytes, events: bytes) -> None:
-        """Add whole lines. Raises `OSError`; then nothing of them is there, and no file is open."""
+    def append(self, *contents: bytes) -> None:
+        """Add to the file of each kind, in their order; b"": nothing.
+
+        Raises `OSError`; then nothing of them is there, and no file is open.
+        """
         try:
-            for kind, lines in zip(_KINDS, (requests, events), strict=True):
-                if lines:
-                    self._append(kind, packed(lines))
+            for kind, content in zip(self._kinds, contents, strict=True):
+                if content:
+                    self._append(kind, self._pack(content))
             self._make_room()
         except OSError:
             self.close()
             raise
 
     def close(self) -> None:
-        """Leave the pair as it is."""
+        """Leave the segment as it is."""
         opened, self._open = self._open, {}
         for descriptor, _ in opened.values():
             os.close(descriptor)
@@ -93,28 +119,39 @@ class CaptureFolder:
         self._open[kind] = descriptor, length + len(member)
 
     def _make_room(self) -> None:
-        """Remove the oldest pairs until all that are left take no more than they may."""
+        """Remove the oldest until those that are left take no more than they may and are no older."""
         found: dict[tuple[str, str], list[Path]] = {}
         sizes: dict[Path, int] = {}
+        written_s: dict[tuple[str, str], float] = {}
         for entry in os.scandir(self._folder):
-            name = _NAME.fullmatch(entry.name)
+            name = self._name.fullmatch(entry.name)
             if name is None:
                 continue
             # Another process of the same folder may remove it meanwhile.
             with contextlib.suppress(FileNotFoundError):
                 path = Path(entry.path)
-                sizes[path] = entry.stat(follow_symlinks=False).st_size
-                found.setdefault((name[1], name[2]), []).append(path)
+                stat = entry.stat(follow_symlinks=False)
+                sizes[path] = stat.st_size
+                segment = name[1], name[2]
+                found.setdefault(segment, []).append(path)
+                written_s[segment] = max(stat.st_mtime, written_s.get(segment, -math.inf))
         total = sum(sizes.values())
         ours = self._origin, f"{self._number:06d}"
-        for pair, paths in sorted(found.items()):
-            if total <= self._total_bytes_max:
-                break
-            if pair != ours:
+        kept_since_s = self._clock() - self._age_max_s
+        for segment, paths in sorted(found.items()):
+            fits = total <= self._total_bytes_max and written_s[segment] >= kept_since_s
+            if segment != ours and not fits:
                 for path in paths:
                     path.unlink(missing_ok=True)
                     total -= sizes[path]
         self.total_bytes = total
+
+
+def segment_name(kinds: Sequence[str], ending: str) -> re.Pattern[str]:
+    """What the names of files match; groups: their origin and number."""
+    kind = "|".join(map(re.escape, kinds))
+    named = rf"(?:{kind})-(\d{{8}}T\d{{6}}-[0-9a-f]{{8}})-(\d{{6}})\.{re.escape(ending)}"
+    return re.compile(named, re.ASCII)
 
 
 def packed(lines: bytes) -> bytes:

@@ -68,7 +68,6 @@ STREAM = {
     "recent-next-best": (epp.shell.operators.recent_decisions, "next_best"),
     "client-headers": (epp.core.protocol.session, "explaining_headers"),
     "client-headers-noted": (epp.core.protocol.session, "explained"),
-    "history-tell": (DecisionHistory, "tell"),
 }
 """Fail while a request is served."""
 PAGES = {
@@ -77,6 +76,7 @@ PAGES = {
     "decisions-page": (RecentDecisions, "rows"),
     "explain-page": (epp.shell.operators.debug_pages, "explanation"),
     "live-page": (LiveView, "look"),
+    "history-tell": (DecisionHistory, "tell"),
     "config-page": (epp.shell.operators.debug_pages, "explain"),
 }
 """Fail when a page is asked for."""

@@ -361,6 +361,7 @@ async def test_nothing_leaks_whatever_fails(log_format, transport, tmp_path):
             await bird.requests(boundary)
         for boundary in PAGES:
             bird.arm(boundary)
+            await bird.requests(boundary)
             await bird.pages(boundary)
         for number, boundary in enumerate(OTHERS):
             bird.arm(boundary)

@@ -407,11 +407,11 @@ class RecentDecisions:
 
     def _fold(self, one: _Deciding | _Ending | _Other) -> None:
         if isinstance(one, _Ending):
-            if self._history is not None:
-                self._history.tell(ended_frame(one.number, one.head))
             place = self._open.pop(one.number, None)
             if place is not None:
                 self._rows.overwrite(place, one.head)
+            if self._history is not None:
+                self._history.tell(ended_frame(one.number, one.head))
         elif isinstance(one, _Other):
             self._append(record_of(one.kind, one.at_s, one.told))
         else:
@@ -429,9 +429,10 @@ class RecentDecisions:
                 del self._open[next(iter(self._open))]
 
     def _append(self, record: bytes) -> int:
+        place = self._rows.append(record)
         if self._history is not None:
             self._history.tell(record)
-        return self._rows.append(record)
+        return place
 
     def _remember_members(self) -> None:
         self._generation = self._pool.generation

@@ -187,6 +187,11 @@ labels:
 {{- if .Values.tracing.enabled }}
 - --tracing=true
 {{- end }}
+{{- if .Values.decisions.enabled }}
+- --decisions-dir=/decisions/$(POD_NAME)
+- --decisions-max-bytes={{ .Values.decisions.maxSize }}
+- --decisions-max-age={{ .Values.decisions.maxAge }}
+{{- end }}
 {{- if .Values.capture.enabled }}
 - --capture=/capture/$(POD_NAME)
 - --capture-share={{ .Values.capture.share }}

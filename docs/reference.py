@@ -138,6 +138,8 @@ def refreshed(page: str) -> str:
         "check-flags": lambda: _flags(flags.CHECK_HELP, flags.CheckFlags),
         "envoy-flags": lambda: _flags(flags.ENVOY_HELP, flags.EnvoyFlags),
         "explain-flags": lambda: _flags(flags.EXPLAIN_HELP, flags.ExplainFlags),
+        "decisions-flags": lambda: _flags(flags.DECISIONS_HELP, flags.DecisionsFlags),
+        "changes-flags": lambda: _flags(flags.CHANGES_HELP, flags.ChangesFlags),
         "top-flags": lambda: _flags(flags.TOP_HELP, flags.TopFlags),
         "foreign-flags": _foreign_flags,
         "strategies": _strategies,

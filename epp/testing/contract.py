@@ -39,7 +39,7 @@ from epp.core.decision.failures import (
     positions_fault,
 )
 from epp.core.decision.kept_scores import undeclared_reads
-from epp.core.decision.plugin import ReadsColumns, ReadsIndex
+from epp.core.decision.plugin import ReadsColumns, ReadsIndex, TellsCost
 from epp.core.decision.scheduler import SchedulerSettings
 from epp.core.knowledge.candidates import Affinity, Candidates
 from epp.core.knowledge.index import AffinityIndex, SharedIndex
@@ -72,6 +72,8 @@ _GROWTH_MAX: Final = 1.25
 _GROWTH_BYTES_MAX: Final = 64 * 1024
 """Of dictionaries that grow by doubling."""
 _ENOUGH: Final = 1e-12
+_COST_TOLERANCE: Final = 1e-6
+"""Of scores: costs are added up in another order."""
 
 
 class ContractError(AssertionError):
@@ -196,11 +198,48 @@ def _check_opinions(subject: _Subject) -> None:
                 "`by_order=True`",
                 case,
             )
+        if isinstance(plugin, TellsCost):
+            _check_cost(subject, plugin, asked, pool, found, case)
         if isinstance(plugin, ReadsColumns):
             undeclared = undeclared_reads(plugin, asked, pool)
             subject.expect(
                 not undeclared, f"it reads {', '.join(undeclared)}, not in `reads`", case
             )
+
+
+def _check_cost(
+    subject: _Subject,
+    plugin: TellsCost,
+    asked: InferenceRequest,
+    pool: Candidates,
+    scores: Any,
+    case: int,
+) -> None:
+    """What it tells of its cost is what it scores by: the same for each unit."""
+    unit: object = plugin.cost_unit
+    subject.expect(
+        isinstance(unit, str) and bool(unit), 'cost_unit must be a str such as "s"', case
+    )
+    before = _contents(pool)
+    parts = plugin.cost_parts(asked, pool)
+    subject.expect(_unchanged(before, _contents(pool)), "cost_parts changed the candidates", case)
+    subject.expect(bool(parts), "cost_parts returned no part, expected at least one", case)
+    for name, part in parts.items():
+        fault = array_fault(part, FLOATS, len(pool))
+        subject.expect(not fault, f"cost_parts returned {fault} for {name!r}", case)
+    cost = np.sum(list(parts.values()), axis=0)
+    known = np.isfinite(cost) & np.isfinite(scores)
+    cost, scores = cost[known], scores[known]
+    if len(cost) < 2 or not np.ptp(cost) > _ENOUGH:
+        return
+    least, most = int(cost.argmin()), int(cost.argmax())
+    slope = (scores[most] - scores[least]) / (cost[most] - cost[least])
+    expected = scores[least] + (cost - cost[least]) * slope
+    subject.expect(
+        bool(slope <= 0.0 and np.allclose(scores, expected, atol=_COST_TOLERANCE)),
+        f"scores {scores.tolist()} of costs {cost.tolist()} do not fall by as much for each unit",
+        case,
+    )
 
 
 def _answered(

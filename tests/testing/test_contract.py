@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from epp.plugins.contract import Affinity, Parameters
+from epp.strategies.cost import scores_of_cost
 from epp.testing import ContractError, check_plugin
 
 
@@ -84,6 +85,47 @@ def test_a_scorer_that_breaks_it_is_told(kind, said):
     with pytest.raises(ContractError, match=said) as told:
         check_plugin(kind)
     assert kind.__name__ in str(told.value)
+
+
+class Costly(Parameters, frozen=True):
+    """A scorer of a cost that it tells."""
+
+    type_name = "costly-scorer"
+    cost_unit: ClassVar[str] = "s"
+
+    def score(self, request, candidates, /):
+        return scores_of_cost(candidates.inflight_requests.astype(np.float64))
+
+    def cost_parts(self, request, candidates, /):
+        half = candidates.inflight_requests / 2.0
+        return {"first": half, "second": half.copy()}
+
+
+def test_a_cost_that_is_what_is_scored_by_passes():
+    """By as much for each unit."""
+    check_plugin(Costly)
+
+
+@pytest.mark.parametrize(
+    ("members", "said"),
+    [
+        ({"cost_unit": ""}, "cost_unit must be a str"),
+        ({"cost_parts": lambda *_: {}}, "returned no part"),
+        ({"cost_parts": lambda *_: {"all": [1.0]}}, "cost_parts returned list"),
+        (
+            {"cost_parts": lambda _, __, some: {"all": -1.0 * some.inflight_requests}},
+            "do not fall by as much for each unit",
+        ),
+        (
+            {"cost_parts": lambda _, __, some: {"all": some.inflight_requests**2.0}},
+            "do not fall by as much for each unit",
+        ),
+    ],
+)
+def test_a_cost_that_is_another_is_told(members, said):
+    """What is shown in seconds must be what decided."""
+    with pytest.raises(ContractError, match=said):
+        check_plugin(broken(Costly, **members))
 
 
 def test_who_goes_by_the_order_of_candidates_may_say_so():

@@ -364,6 +364,8 @@ class EndpointPicker:
                 if self._cluster is not None:
                     # Cut off, the next leader would wait for the Lease to run out.
                     await self._cluster.retired()
+                # What waits is written with the rest.
+                self._recent.fold()
                 for task in owned:
                     task.cancel()
         _log.info("stopped", decisions=self.scheduler.decisions)

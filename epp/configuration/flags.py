@@ -121,7 +121,7 @@ class ServeFlags(Struct, frozen=True, kw_only=True):
     seed: int | None = None
 
     decisions_dir: str = ""
-    decisions_max_bytes: MemoryBytes = MemoryBytes(256 * 2**20)
+    decisions_max_bytes: MemoryBytes = MemoryBytes(512 * 2**20)
     decisions_max_age: Duration = Duration(48 * 3600.0)
 
     capture: str = ""

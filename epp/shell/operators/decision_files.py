@@ -27,6 +27,7 @@ from epp.shell.operators.decision_record import (
     end_of,
     kept_at_s,
     unpack_decided,
+    unpack_number,
     unpack_refused,
     unpack_served,
 )
@@ -202,8 +203,7 @@ class _Reader:
     def _record(self, kind: bytes, record: bytes) -> Iterator[Past]:
         packed = memoryview(record)[PACKED_FROM:]
         if kind == DECIDED:
-            # The first of a packed decision is its number.
-            self._open[unpack_decided(packed).number] = record
+            self._open[unpack_number(packed).number] = record
             if len(self._open) > OPEN_MAX:
                 yield self._decision(self._open.pop(next(iter(self._open))))
         elif kind == REFUSED:

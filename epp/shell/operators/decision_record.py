@@ -131,6 +131,13 @@ class Ended(Struct, frozen=True, kw_only=True):
     """Prompt tokens that the engine found in its cache."""
 
 
+class Numbered(Struct, frozen=True, gc=False, array_like=True):
+    """What a packed decision begins with."""
+
+    number: int
+
+
+unpack_number: Final = msgspec.msgpack.Decoder(Numbered).decode
 unpack_decided: Final = msgspec.msgpack.Decoder(Decided).decode
 unpack_refused: Final = msgspec.msgpack.Decoder(Refused).decode
 unpack_served: Final = msgspec.msgpack.Decoder(Served).decode

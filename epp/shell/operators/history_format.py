@@ -35,8 +35,8 @@ LOST: Final = b"l"
 _LENGTH: Final = struct.Struct("<I")
 _NUMBER: Final = struct.Struct("<cq")
 _GZIP_FORMAT: Final = 31
-_PACKING_LEVEL: Final = 6
-"""Of gzip, in a thread: a fifth smaller than level 1."""
+_PACKING_LEVEL: Final = 1
+"""Of gzip: 6 gains a ninth, and takes nearly three times as long."""
 _pack: Final = msgspec.msgpack.Encoder().encode
 
 

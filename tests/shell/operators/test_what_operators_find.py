@@ -164,3 +164,29 @@ async def test_a_picker_that_is_to_keep_nothing_keeps_nothing(tmp_path, capsys):
         assert "no request r-1 was decided or refused here at all yet" in capsys.readouterr().err
         assert await asyncio.to_thread(main, ["top", "--once", url]) == 0
         assert "none yet" in capsys.readouterr().out
+
+
+async def test_last_night_is_asked_from_files(tmp_path, capsys):
+    """By sockets into files: who went where, what a change did; also of the process before."""
+    flags = (f"--decisions-dir={tmp_path / 'kept'}", "--decision-records-keep=0s")
+    folder = f"--dir={tmp_path / 'kept'}"
+    async with serving(tmp_path, TWO, *flags, config=PREFIX_FIRST) as running:
+        ready_at_once(running)
+        await running.pick(x_request_id="before")
+        replace(tmp_path / "config.yaml", QUEUE_FIRST)
+        await until(lambda: running.picker.live.generation == 2, "the reload")
+        await running.pick(x_request_id="after")
+    async with serving(tmp_path, TWO, *flags) as running:
+        ready_at_once(running)
+        await running.pick(x_request_id="restarted")
+    assert main(["decisions", folder, "--until=-1s"]) == 0
+    shown = capsys.readouterr().out
+    assert ": 3 decisions, " in shown
+    assert all(name in shown for name in ("before", "after", "restarted"))
+    assert main(["explain", "after", folder]) == 0
+    assert "configuration generation 2" in capsys.readouterr().out
+    assert main(["changes", folder]) == 0
+    shown = capsys.readouterr().out
+    assert "queue-scorer" in shown, "what changed"
+    assert "decisions a second" in shown
+    assert "the picker started with" in shown

@@ -507,12 +507,12 @@ def test_explain_takes_a_request_and_several_pickers():
             parse_explain(arguments)
 
 
-def test_top_takes_one_picker():
+def test_top_takes_pickers():
     """And looks no more often than it pays."""
-    assert parse_top([]).url == "http://127.0.0.1:9090"
-    told = parse_top(["--url", "http://a:1,b", "--interval=1m", "--once"])
-    assert (told.url, told.interval, told.once) == ("http://a:1,b", 60.0, True)
-    for argument in ("--interval=0s", "--interval=61s", "now"):
+    assert parse_top([]).url == ("http://127.0.0.1:9090",)
+    told = parse_top(["--url", "http://a:1,http://b:2", "--interval=1m", "--once"])
+    assert (told.url, told.interval, told.once) == (("http://a:1", "http://b:2"), 60.0, True)
+    for argument in ("--interval=0s", "--interval=61s", "now", "--url="):
         with pytest.raises(FlagError):
             parse_top([argument])
 
@@ -525,3 +525,16 @@ def test_what_is_said_of_a_capture_that_is_not_wanted_warns():
     flags = serve("--capture=/var/capture", "--capture-share=0.5", "--capture-max-bytes=4Gi")
     assert flags.warnings == ()
     assert (flags.capture_share, flags.capture_max_bytes) == (0.5, 4 * 2**30)
+
+
+def test_kept_decisions_are_bounded():
+    """By bytes and age; without a directory these have no effect, which is told."""
+    told = serve("--decisions-dir=/decisions", "--decisions-max-bytes=1Gi")
+    assert (told.decisions_dir, told.decisions_max_bytes) == ("/decisions", 2**30)
+    assert told.warnings == ()
+    assert serve("--decisions-max-age=1h").warnings == (
+        "--decisions-max-age has no effect: --decisions-dir is not given",
+    )
+    for wrong in ("--decisions-max-bytes=1000", "--decisions-max-age=0s"):
+        with pytest.raises(FlagError, match=wrong.partition("=")[0]):
+            serve("--decisions-dir=/decisions", wrong)

@@ -20,7 +20,7 @@ from epp.core.decision.scheduler import Decision, Scheduler, SchedulerSettings
 from epp.core.knowledge.inflight import Outcome
 from epp.core.prompt.request import InferenceRequest
 from epp.core.types import ApiKind, Endpoint, EndpointMetrics
-from epp.shell.files.capture_folder import packed
+from epp.shell.files.segment_folder import packed
 
 ENDPOINTS = 32
 SIZES = {8: (500, 100), 440: (50, 20)}

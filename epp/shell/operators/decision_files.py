@@ -12,6 +12,10 @@ from typing import Final, TypeAlias
 import msgspec
 from msgspec import Struct
 
+from epp.configuration.build import plugin_tables
+from epp.configuration.config import ConfigError
+from epp.configuration.document import decode
+from epp.core.decision.plugin import TellsCost
 from epp.core.duration import parse_duration
 from epp.core.types import Seconds
 from epp.shell.files.segment_folder import segment_name
@@ -42,6 +46,7 @@ from epp.shell.operators.history_format import (
     LENGTH_BYTES,
     VERSION,
     Head,
+    ToldPlugin,
     ToldRefused,
     ToldSetting,
     ToldStates,
@@ -237,7 +242,11 @@ class _Reader:
                 self._picker, self._now_s = head.picker, head.began_s
             case ToldSetting() as told:
                 self._settings[told.number] = Setting(
-                    told.generation, told.scorers, told.weights, told.by_blocks
+                    told.generation,
+                    told.scorers,
+                    told.weights,
+                    told.by_blocks,
+                    tuple(map(_teller, told.costs)),
                 )
             case ToldStates() as told:
                 if told.number not in self._states:
@@ -251,6 +260,20 @@ class _Reader:
                 yield PastChange(at_s=document.at_s, picker=self._picker, change=document)
             case int(records):
                 yield PastLoss(at_s=self._now_s, picker=self._picker, records=records)
+
+
+def _teller(told: ToldPlugin | None) -> TellsCost | None:
+    """The plugin as it was; None: it is not installed here, or has other parameters."""
+    if told is None:
+        return None
+    try:
+        kind = plugin_tables().scorers.get(told.type_name)
+        if kind is None:
+            return None
+        made: object = msgspec.msgpack.decode(told.parameters, type=kind, dec_hook=decode)
+    except (ConfigError, msgspec.ValidationError, ValueError):
+        return None
+    return made if isinstance(made, TellsCost) else None
 
 
 def _files(folder: Path) -> Mapping[str, list[Path]]:

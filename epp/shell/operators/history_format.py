@@ -13,6 +13,7 @@ from typing import Any, Final
 import msgspec
 from msgspec import Struct
 
+from epp.core.duration import Duration
 from epp.shell.operators.configuration_changes import Applied, RefusedDocument
 from epp.shell.operators.endpoint_states import EndpointState
 
@@ -61,6 +62,15 @@ class ToldSetting(Struct, frozen=True, kw_only=True):
     scorers: tuple[str, ...]
     weights: tuple[float, ...]
     by_blocks: tuple[str, ...]
+    costs: tuple["ToldPlugin | None", ...] = ()
+    """Those of the scorers that can say what their cost is made of, None in the place of others."""
+
+
+class ToldPlugin(Struct, frozen=True):
+    """A plugin, to be made again: its type and, packed, its parameters."""
+
+    type_name: str
+    parameters: bytes
 
 
 class ToldStates(Struct, frozen=True, kw_only=True):
@@ -86,6 +96,21 @@ _KINDS: Final[Mapping[bytes, msgspec.msgpack.Decoder[Any]]] = {
     REFUSED_DOCUMENT: msgspec.msgpack.Decoder(ToldRefused),
     LOST: msgspec.msgpack.Decoder(int),
 }
+
+
+def told_plugin(type_name: str, plugin: object) -> ToldPlugin | None:
+    """`plugin` as it can be kept; None: it has a parameter that cannot."""
+    try:
+        return ToldPlugin(type_name, msgspec.msgpack.encode(plugin, enc_hook=_spelt))
+    except (TypeError, NotImplementedError):
+        return None
+
+
+def _spelt(value: object) -> str:
+    """A parameter as configurations spell it."""
+    if isinstance(value, Duration):
+        return f"{float(value):.9f}s"
+    raise NotImplementedError
 
 
 def frame_of(kind: bytes, told: Told) -> bytes:

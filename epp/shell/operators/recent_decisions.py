@@ -58,7 +58,7 @@ from epp.shell.operators.decision_rows import (
     refused_row,
 )
 from epp.shell.operators.endpoint_states import States
-from epp.shell.operators.history_format import ToldSetting, ended_frame
+from epp.shell.operators.history_format import ToldSetting, ended_frame, told_plugin
 from epp.shell.operators.record_ring import RecordRing
 
 BYTES_MAX: Final = 16 * 1024 * 1024
@@ -79,7 +79,7 @@ WAITING_MAX: Final = 64
 their arrays of scores they take 40 KB each in a pool of a thousand."""
 _EXPIRED_PER_CALL_MAX: Final = 2_000
 _FAILED_FROM: Final = 500
-_FOUND_PER_TURN: Final = 20
+_FOUND_PER_TURN: Final = 8
 """Rows that are made between two turns of the event loop."""
 _ROWS_PER_TURN: Final = 500
 """Rows that are looked through before the event loop gets its turn: well below 1 ms."""
@@ -463,6 +463,10 @@ class RecentDecisions:
                     scorers=told.scorers,
                     weights=told.weights,
                     by_blocks=told.by_blocks,
+                    costs=tuple(
+                        told_plugin(scorer.plugin.type_name, scorer.plugin) if teller else None
+                        for scorer, teller in zip(scorers, decision.tellers, strict=False)
+                    ),
                 )
             )
 

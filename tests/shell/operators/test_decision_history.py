@@ -41,7 +41,7 @@ SLOW = EndpointState("slow", "3 times the median", 5.0)
 class Keeping:
     """A picker that keeps its decisions in a folder, and a disk that is as slow as the test."""
 
-    def __init__(self, folder, clock=None, *, total_bytes_max=2**24, age_max_s=3_600.0):
+    def __init__(self, folder, clock=None, *, told=None, total_bytes_max=2**24, age_max_s=3_600.0):
         self.folder = folder
         self.clock = clock or Clock()
         self.history = DecisionHistory(
@@ -52,7 +52,7 @@ class Keeping:
             clock=self.clock,
             monotonic=self.clock,
         )
-        self.told = Told()
+        self.told = told or Told()
         self.recent = RecentDecisions(
             self.told.scheduler.pool, clock=self.clock, history=self.history
         )

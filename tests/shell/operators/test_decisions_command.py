@@ -7,11 +7,15 @@ import pytest
 
 from epp.__main__ import main
 from epp.configuration.flags import DecisionsFlags
+from epp.core.decision.profile import WeightedScorer
+from epp.core.duration import Duration
 from epp.shell.operators.decisions_command import show_decisions
 from epp.shell.operators.endpoint_states import EndpointState
+from epp.strategies.added_time import AddedTime
 from tests.builders import request as make_request
 from tests.shell.operators.test_debug_pages import REFUSAL
-from tests.shell.operators.test_decision_history import Keeping
+from tests.shell.operators.test_decision_history import Keeping, decisions
+from tests.shell.operators.test_explanation import PROMPT, Told
 
 
 @pytest.fixture
@@ -78,6 +82,18 @@ def test_one_request_is_explained_from_files(kept, capsys):
     assert main(["explain", "r-8", f"--dir={folder}"]) == 1
     assert "no request r-8 is kept there" in capsys.readouterr().err
     assert main(["explain", "r-8", "--dir=/none"]) == 2
+
+
+def test_what_a_cost_was_made_of_is_told_from_files_too(tmp_path, capsys):
+    """By the plugin with the parameters that it had then."""
+    scorer = WeightedScorer("added-time-scorer", AddedTime(adapter_load=Duration(2.5)), 1.0)
+    keeping = Keeping(tmp_path, told=Told(scorer))
+    keeping.decide(1, request_id="r-7", prompts=(PROMPT,), prompt_tokens=len(PROMPT) // 4)
+    keeping.end()
+    (past,) = decisions(keeping.read())
+    assert past.setting.costs == (scorer.plugin,)
+    assert main(["explain", "r-7", f"--dir={tmp_path}"]) == 0
+    assert "  added-time-scorer of pod-" in capsys.readouterr().out
 
 
 def test_nothing_in_the_files_can_steer_a_terminal(tmp_path):

@@ -62,6 +62,9 @@ _STATES_MAX: Final = 256
 _SETTINGS_MAX: Final = 64
 """As many as memory knows, and as many changes of the configuration; a file begins with them."""
 
+_REMEMBERED_BYTES_MAX: Final = 2**20
+"""Of each: half of a large pool may come and go every second."""
+
 _log = structlog.get_logger(__name__)
 
 
@@ -271,7 +274,9 @@ class DecisionHistory:
 
 
 def _remember(frames: dict[bytes, None], frame: bytes, count_max: int) -> None:
-    """The newest `count_max`, in their order."""
+    """The newest `count_max` of `_REMEMBERED_BYTES_MAX` at most, in their order; one in any case."""
     frames[frame] = None
-    if len(frames) > count_max:
+    while len(frames) > 1 and (
+        len(frames) > count_max or sum(map(len, frames)) > _REMEMBERED_BYTES_MAX
+    ):
         del frames[next(iter(frames))]

@@ -172,6 +172,26 @@ def test_files_are_bounded_and_each_stands_alone(tmp_path, monkeypatch):
     assert [one.change.generation for one in changes_in(tmp_path)] == [2]
 
 
+def test_what_a_file_begins_with_is_bounded(tmp_path, monkeypatch):
+    """A pool of which half comes and goes does not fill each file with that."""
+    monkeypatch.setattr(module, "_REMEMBERED_BYTES_MAX", 10_000)
+    keeping = Keeping(tmp_path)
+    for at in range(100):
+        keeping.recent.know_states({f"pod-{at}-{one}": SLOW for one in range(20)})
+    keeping.write(after_s=10.0)
+    keeping.history.end()
+    keeping.decide(1)
+    keeping.end()
+    first, second = sorted(tmp_path.iterdir())
+    assert (
+        len(gzip.decompress(second.read_bytes()))
+        < 12_000
+        < len(gzip.decompress(first.read_bytes()))
+    )
+    (told,) = decisions(list(read_past(tmp_path, 0.0, 4e9)))
+    assert len(told.states) == 20, "the newest is known"
+
+
 @pytest.mark.parametrize("what", ["begin", "append"])
 def test_a_full_disk_costs_its_decisions_alone(tmp_path, monkeypatch, what):
     """One line in the log, none with a path; counted, and the next file says how many are missing."""

@@ -186,7 +186,6 @@ class EndpointPicker:
         )
         self._process = OwnProcess(LoopLag(self.telemetry.loop_lagged))
         self._first_tokens = FirstTokensSeen()
-        decisions = DecisionLog(structlog.get_logger("decisions"), level=flags.log_level)
         self._history = _history(flags)
         self._recent = recent_decisions(
             self.scheduler.pool,
@@ -233,8 +232,9 @@ class EndpointPicker:
                 capture=self._captured,
             )
         )
-        token_file = flags.debug_token_file
-        self._debug_token = BearerToken(Path(token_file)) if token_file else None
+        self._debug_token = (
+            BearerToken(Path(flags.debug_token_file)) if flags.debug_token_file else None
+        )
         self._scraper = Scraper(
             self._observe,
             self._scrape_failed,
@@ -250,7 +250,7 @@ class EndpointPicker:
         self._tracer = _open_tracer(flags) if flags.tracing else None
         self.observation = self._observation(
             self.telemetry,
-            decisions,
+            DecisionLog(structlog.get_logger("decisions"), level=flags.log_level),
             self._recent if flags.decision_records_keep or self._history else None,
             answered=self._scraper.answered,
             picked=self._scraper.picked,

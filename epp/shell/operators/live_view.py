@@ -139,7 +139,7 @@ class Live(Struct, frozen=True, kw_only=True):
 class LiveView:
     """Looks at a picker for whoever watches."""
 
-    def __init__(
+    def __init__(  # noqa: PLR0913, PLR0917  what a look is made of
         self,
         scheduler: Scheduler,
         recent: RecentDecisions,

@@ -147,6 +147,7 @@ async def test_first_tokens_process_and_capture_are_told_where_they_are_known(se
         seen.picker.scheduler,
         seen.picker.recent,
         seen.changes,
+        seen.picker.states,
         clock=lambda: seen.now_s,
         process=lambda: process,
         first_tokens=lambda _: told,

@@ -75,6 +75,7 @@ def serve(arguments: Sequence[str]) -> int:
     if command_line.wants_help(arguments):
         return _help("epp serve [flags]", command_line.SERVE_HELP, command_line.ServeFlags)
     flags = command_line.parse_serve(arguments, os.environ)
+    import_module("epp.interrupts").raise_interrupted()
     code: int = import_module("epp.app").run(flags)
     return code
 
@@ -84,6 +85,7 @@ def check(arguments: Sequence[str]) -> int:
         usage = "epp check-config [FILE|-] [--diff OLD] [--explain] [--capture DIR]"
         return _help(usage, command_line.CHECK_HELP, command_line.CheckFlags)
     flags = command_line.parse_check(arguments)
+    import_module("epp.interrupts").raise_interrupted()
     code: int = import_module("epp.configuration.check_config").check_config(
         flags, sys.stdout, sys.stderr
     )

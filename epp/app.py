@@ -494,7 +494,7 @@ class EndpointPicker:
             self._tell(applied=False, message="; ".join(error.problems))
             self._changes.refuse("; ".join(error.problems))
             return
-        except Exception:  # noqa: BLE001  the boundary of a reload: an installed plugin may fail
+        except BaseException:  # noqa: BLE001  the boundary of a reload: an installed plugin may fail
             self.telemetry.config_rejected()
             _log.exception("configuration not applied, the last good one stays")
             self._tell(applied=False, message="a plugin failed while it was applied")

@@ -11,6 +11,7 @@ from typing import Any
 from epp import __version__
 from epp.configuration.config import ConfigError
 from epp.configuration.document import nearest
+from epp.interrupts import raise_interrupted
 from sim.cluster.cluster import ClusterSettingsError
 from sim.cluster.policies import PolicyNameError
 from sim.drive import command as drive_command
@@ -50,6 +51,7 @@ def run(arguments: Sequence[str] | None) -> int:
     calibrate.add_parser(commands)
     validate.add_parser(commands)
     options = parser.parse_args(arguments)
+    raise_interrupted()
     try:
         code: int = options.run(options)
     except BrokenPipeError:

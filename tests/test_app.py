@@ -449,11 +449,16 @@ async def test_the_symlink_swap_of_the_kubelet_is_a_reload(tmp_path):
         assert running.metric("scorer_weight", profile="default", scorer="queue-scorer") == 3
 
 
-async def test_a_configuration_that_fails_to_apply_changes_nothing(tmp_path, monkeypatch):
+ENDS = (asyncio.CancelledError, GeneratorExit, KeyboardInterrupt, SystemExit)
+"""What ends a task, a generator or the process unless somebody catches it."""
+
+
+@pytest.mark.parametrize("kind", [ZeroDivisionError, *ENDS])
+async def test_a_configuration_that_fails_to_apply_changes_nothing(kind, tmp_path, monkeypatch):
     """An installed plugin may raise anything; the picker goes on as before."""
 
     def broken(*_):
-        raise ZeroDivisionError("the defect")
+        raise kind("the defect")
 
     async with serving(tmp_path, TWO, config=PREFIX_FIRST) as running:
         monkeypatch.setattr(running.scheduler, "configure", broken)
@@ -464,9 +469,14 @@ async def test_a_configuration_that_fails_to_apply_changes_nothing(tmp_path, mon
         assert running.metric("scorer_weight", profile="default", scorer="queue-scorer") == 1
         running.observe(a=0, b=10)
         assert await running.pick() == "10.0.0.1:8000"
+        monkeypatch.undo()
+        replace(tmp_path / "config.yaml", PREFIX_FIRST + "\n")
+        await until(lambda: running.logged("configured anew"), "the watcher to be there still")
 
 
-TOUCHY = """
+TOUCHY = """\
+from asyncio import CancelledError
+
 import numpy as np
 from epp.plugins.contract import Parameters
 
@@ -476,7 +486,7 @@ class Touchy(Parameters, frozen=True):
 
     def score(self, request, candidates, /):
         if not self.sound or "x-secret" in request.headers:
-            raise KeyError(str(request))
+            raise KIND(str(request))
         return np.ones(len(candidates))
 """
 WITH_TOUCHY = PREFIX_FIRST.replace("plugins:\n", "plugins:\n- type: touchy-scorer\n", 1).replace(
@@ -485,10 +495,18 @@ WITH_TOUCHY = PREFIX_FIRST.replace("plugins:\n", "plugins:\n- type: touchy-score
 UNSOUND = WITH_TOUCHY.replace("touchy-scorer\n", "touchy-scorer\n  parameters: {sound: false}\n", 1)
 
 
-async def test_a_plugin_that_fails_in_service_costs_only_what_it_adds(tmp_path, offer):
-    """Every request is routed; it is counted by name, logged once a second, and nothing is told."""
-    offer("plugin_touchy", TOUCHY, "plugin_touchy:Touchy")
-    async with serving(tmp_path, TWO, config=WITH_TOUCHY) as running:
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("kind", [KeyError, *ENDS])
+async def test_a_plugin_that_fails_in_service_costs_only_what_it_adds(
+    kind, transport, tmp_path, offer
+):
+    """Every request is routed, on the same connection; it is counted by name, logged once a second,
+    and nothing is told.
+    """
+    module = f"plugin_touchy_{kind.__name__}_{transport}".lower()
+    offer(module, TOUCHY.replace("KIND", kind.__name__), f"{module}:Touchy")
+    chosen = f"--transport={transport}"
+    async with serving(tmp_path, TWO, chosen, config=WITH_TOUCHY) as running:
         assert running.metric("plugin_errors_total", plugin="touchy-scorer") == 0
         running.observe(a=0, b=10)
         for _ in range(5):
@@ -500,8 +518,8 @@ async def test_a_plugin_that_fails_in_service_costs_only_what_it_adds(tmp_path, 
         assert sum(line["failures"] for line in told) == 5
         assert len(told) <= 2
         assert "canary" not in str(running.lines)
-        assert told[0]["last"].startswith("score raised KeyError at ")
-        assert "plugin_touchy.py:" in told[0]["last"]
+        assert told[0]["last"].startswith(f"score raised {kind.__name__} at ")
+        assert f"{module}.py:" in told[0]["last"]
 
 
 async def test_a_decision_that_cannot_be_counted_is_told_of_though_nobody_asks(
@@ -519,10 +537,12 @@ async def test_a_decision_that_cannot_be_counted_is_told_of_though_nobody_asks(
         assert running.metric("scheduler_e2e_duration_seconds_count") == 1
 
 
-async def test_a_document_whose_plugin_fails_is_refused_by_its_name(tmp_path, offer):
+@pytest.mark.parametrize("kind", [KeyError, *ENDS])
+async def test_a_document_whose_plugin_fails_is_refused_by_its_name(kind, tmp_path, offer):
     """At a reload the last good one stays, at start it is fatal."""
-    offer("plugin_unsound", TOUCHY, "plugin_unsound:Touchy")
-    said = "config.yaml: plugins[0] (touchy-scorer): score raised KeyError at "
+    module = f"plugin_unsound_{kind.__name__}".lower()
+    offer(module, TOUCHY.replace("KIND", kind.__name__), f"{module}:Touchy")
+    said = f"config.yaml: plugins[0] (touchy-scorer): score raised {kind.__name__} at "
     async with serving(tmp_path, TWO, config=PREFIX_FIRST) as running:
         replace(tmp_path / "config.yaml", UNSOUND)
         event = "configuration refused, the last good one stays"
@@ -532,6 +552,8 @@ async def test_a_document_whose_plugin_fails_is_refused_by_its_name(tmp_path, of
         assert running.metric("config_last_reload_successful") == 0
         running.observe(a=0, b=10)
         assert await running.pick() == "10.0.0.1:8000"
+        replace(tmp_path / "config.yaml", QUEUE_FIRST)
+        await until(lambda: running.logged("configured anew"), "the watcher to be there still")
     given, _ = arguments_for(tmp_path, TWO, UNSOUND)
     with pytest.raises(StartError) as error:
         EndpointPicker(parse_serve(given, {}))

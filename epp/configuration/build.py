@@ -17,6 +17,7 @@ from epp.configuration.config import (
     is_prefix,
     load_config,
 )
+from epp.core.decision.failures import Interrupted
 from epp.core.decision.plugin import Picker
 from epp.core.decision.scheduler import SchedulerSettings
 from epp.core.knowledge.affinity import NoHitLruSettings, SessionIndexSettings
@@ -79,7 +80,9 @@ def _add(entry: EntryPoint, tables: Mapping[str, dict[str, Any]]) -> str | None:
         kind = entry.load()
     except (ImportError, AttributeError) as error:
         return f"cannot be imported: {error}"
-    except Exception as error:  # noqa: BLE001  the code of others runs
+    except Interrupted:
+        raise
+    except BaseException as error:  # noqa: BLE001  the code of others runs
         return f"cannot be imported: it raised {type(error).__name__}: {error}"
     type_name = getattr(kind, "type_name", None)
     if not (isinstance(kind, type) and issubclass(kind, msgspec.Struct) and type_name):

@@ -42,7 +42,7 @@ from epp.configuration.document import (
     sentence_of,
 )
 from epp.configuration.trial import failing_plugins, prefix_reader
-from epp.core.decision.failures import place_of
+from epp.core.decision.failures import Interrupted, place_of
 from epp.core.decision.plugin import Filter, Picker, ReadsIndex, Scorer
 from epp.core.decision.profile import NamedFilter, SchedulingProfile, WeightedScorer
 from epp.core.decision.scheduler import SchedulerSettings
@@ -324,7 +324,7 @@ class _Loader:
         except (msgspec.ValidationError, TypeError) as error:
             self.problem(sentence_of(where, error))
             return None
-        except Exception as error:  # noqa: BLE001  a plugin checks its own parameters
+        except BaseException as error:  # noqa: BLE001  a plugin checks its own parameters
             self.problem(_raised(where, "checking them", error, "expected ValueError"))
             return None
         return converted if len(self.problems) == before else None
@@ -681,7 +681,7 @@ class _Loader:
             )
         except msgspec.ValidationError as error:
             self.problem(sentence_of(f"{where}: producer", error))
-        except Exception as error:  # noqa: BLE001  the boundary of a plugin
+        except BaseException as error:  # noqa: BLE001  the boundary of a plugin
             self.problem(_raised(where, "producer", error))
         return None
 
@@ -689,7 +689,7 @@ class _Loader:
         """Whether the blocks of `index`, if it counts any, have a size; False after a problem."""
         try:
             tokens = getattr(index, "block_tokens", 1)
-        except Exception as error:  # noqa: BLE001  the boundary of a plugin
+        except BaseException as error:  # noqa: BLE001  the boundary of a plugin
             self.problem(_raised(where, "block_tokens", error))
             return False
         if type(tokens) is int and tokens >= 1:
@@ -852,7 +852,10 @@ def block_tokens_of(indexes: Mapping[str, AffinityIndexSettings], prefix: str) -
     return index.block_tokens if index else _BLOCK_TOKENS_MIN
 
 
-def _raised(where: str, what: str, error: Exception, *expected: str) -> str:
+def _raised(where: str, what: str, error: BaseException, *expected: str) -> str:
+    """The problem that a plugin raised `error`, which is raised again if it is an `Interrupted`."""
+    if isinstance(error, Interrupted):
+        raise error
     return ", ".join((f"{where}: {what} raised {type(error).__name__}{place_of(error)}", *expected))
 
 

@@ -8,14 +8,13 @@ business. The same on every run: no clock, no dice.
 
 import math
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import suppress
 from random import Random
 from typing import Any, Final
 
 import numpy as np
 from msgspec.structs import replace
 
-from epp.core.decision.failures import FailingPlugin, PluginFailures
+from epp.core.decision.failures import FailingPlugin, Interrupted, PluginFailures
 from epp.core.decision.kept_scores import undeclared_reads
 from epp.core.decision.plugin import ReadsColumns, ReadsIndex
 from epp.core.decision.profile import SchedulingProfile, WeightedScorer
@@ -176,9 +175,12 @@ def prefix_reader(profile: SchedulingProfile) -> str | None:
                 affinities=affinities,
                 prompt_tokens=request.prompt_tokens,
             )
-            # What fails is told by `failing_plugins`.
-            with suppress(Exception):
+            try:
                 opinion(noted, some)
+            except Interrupted:
+                raise
+            except BaseException:  # noqa: BLE001, S110  `failing_plugins` tells of it
+                pass
             if noted.asked or affinities.asked:
                 return name
     return None
@@ -200,7 +202,7 @@ def _check_reads(
         return
     try:
         undeclared = undeclared_reads(scorer.plugin, request, candidates)
-    except Exception as error:  # noqa: BLE001  the boundary of a plugin
+    except BaseException as error:  # noqa: BLE001  the boundary of a plugin
         failures.raised(scorer.name, "score", error)
         return
     if undeclared:

@@ -21,6 +21,7 @@ from msgspec import Struct
 from rich.console import Console
 from rich.table import Table
 
+from epp.core.decision.failures import Interrupted
 from sim.interrupts import INTERRUPTED, interrupts_call
 from sim.output import progress_bar
 from sim.sentences import sentence_of
@@ -155,7 +156,7 @@ class Findings:
 
 
 def _interrupt() -> NoReturn:
-    raise KeyboardInterrupt
+    raise Interrupted
 
 
 def folders_in(root: Path) -> list[Path]:

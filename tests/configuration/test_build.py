@@ -278,6 +278,15 @@ def test_an_installed_scorer_is_configured_and_checked_like_ours(offer):
             "plugin_without_class:Scorer",
             "entry point entry (plugin_without_class:Scorer) cannot be imported: module 'plugin_without_class' has no attribute 'Scorer'",
         ),
+        *(
+            (
+                f"plugin_that_ends_by_{kind.lower()}",
+                f"from asyncio import CancelledError\nraise {kind}('enough')",
+                f"plugin_that_ends_by_{kind.lower()}:Scorer",
+                f"entry point entry (plugin_that_ends_by_{kind.lower()}:Scorer) cannot be imported: it raised {kind}: enough",
+            )
+            for kind in ("CancelledError", "GeneratorExit", "KeyboardInterrupt", "SystemExit")
+        ),
     ],
 )  # fmt: skip
 def test_an_installed_plugin_that_cannot_be_used_is_a_problem(

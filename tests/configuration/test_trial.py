@@ -1,6 +1,7 @@
 """What fails is refused before it decides, by the same sentence everywhere."""
 
 import io
+from asyncio import CancelledError
 from typing import ClassVar
 
 import msgspec
@@ -13,6 +14,7 @@ from epp.configuration.check_config import check_config
 from epp.configuration.config import DEFAULT_CONFIG, ConfigError, load_config
 from epp.configuration.flags import CheckFlags, parse_serve
 from epp.configuration.live import LiveConfiguration
+from epp.core.decision.failures import Interrupted
 from epp.core.parameters import Parameters
 from epp.plugins import FILTERS, PICKERS, SCORERS
 from epp.plugins.contract import Affinity
@@ -60,11 +62,17 @@ def broken(**members):
     return type("Odd", (Sound,), members, frozen=True)
 
 
-def explode(self, *_):
-    raise KeyError("what it says")
+def raises(kind):
+    def explode(self, *_):
+        raise kind("what it says")
+
+    return explode
 
 
+explode = raises(KeyError)
 AT = "raised KeyError at configuration/test_trial.py:"
+ENDS = (CancelledError, GeneratorExit, KeyboardInterrupt, SystemExit)
+"""What ends a task, a generator or the process unless somebody catches it."""
 SCORE = documents("odd-plugin")
 
 
@@ -82,13 +90,15 @@ def test_a_sound_plugin_of_any_kind_is_taken():
         load(SCORE, **{table: Sound})
 
 
+@pytest.mark.parametrize("kind", [KeyError, *ENDS])
 @pytest.mark.parametrize(
     ("table", "verb"), [("filters", "keep"), ("scorers", "score"), ("pickers", "pick")]
 )
-def test_one_that_raises_is_named_with_what_it_did(table, verb):
+def test_one_that_raises_is_named_with_what_it_did(table, verb, kind):
     """Where it stands in the document, the type of its error and the line that raised it."""
-    (problem,) = refused(SCORE, **{table: broken(**{verb: explode})})
-    assert problem.startswith(f"c: plugins[0] (odd-plugin): {verb} {AT}")
+    (problem,) = refused(SCORE, **{table: broken(**{verb: raises(kind)})})
+    at = AT.replace("KeyError", kind.__name__)
+    assert problem.startswith(f"c: plugins[0] (odd-plugin): {verb} {at}")
     assert problem.endswith(", tried on made-up endpoints")
     assert "what it says" not in problem
 
@@ -236,17 +246,25 @@ def test_a_filter_that_does_not_say_whether_it_sheds_load_is_refused():
     assert problem == "c: plugins: filter odd-plugin needs sheds_load = True or False, has None"
 
 
-def test_parameters_that_cannot_be_checked_are_a_problem():
+@pytest.mark.parametrize("kind", [KeyError, *ENDS])
+def test_parameters_that_cannot_be_checked_are_a_problem(kind):
     """`ValueError` is an answer, anything else is a defect of the plugin."""
-    (problem,) = refused(SCORE, scorers=broken(__post_init__=explode))
-    assert problem.startswith(f"c: plugins[0] (odd-plugin): parameters: checking them {AT}")
+    (problem,) = refused(SCORE, scorers=broken(__post_init__=raises(kind)))
+    at = AT.replace("KeyError", kind.__name__)
+    assert problem.startswith(f"c: plugins[0] (odd-plugin): parameters: checking them {at}")
     assert problem.endswith(", expected ValueError")
 
 
 @pytest.mark.parametrize(
     ("members", "said"),
     [
-        ({"producer": property(explode)}, f"producer {AT}"),
+        *(
+            (
+                {"producer": property(raises(kind))},
+                f"producer {AT.replace('KeyError', kind.__name__)}",
+            )
+            for kind in (KeyError, *ENDS)
+        ),
         ({"producer": 5}, "producer.name: expected `str`, got `int`"),
         (
             {"producer": "x", "producer_type": None},
@@ -264,12 +282,25 @@ def test_an_index_that_is_asked_for_amiss_is_a_problem(members, said):
 
 @pytest.mark.parametrize(
     ("tokens", "said"),
-    [(property(explode), f"block_tokens {AT}"), (0, "block_tokens is 0, expected an int from 1")],
+    [
+        *(
+            (property(raises(kind)), f"block_tokens {AT.replace('KeyError', kind.__name__)}")
+            for kind in (KeyError, *ENDS)
+        ),
+        (0, "block_tokens is 0, expected an int from 1"),
+    ],
 )
 def test_blocks_without_a_size_are_a_problem(tokens, said):
     kind = type("Odd", (OddIndexSettings,), {"block_tokens": tokens}, frozen=True)
     (problem,) = refused(SCORE, indexes=kind)
     assert problem.startswith(f"c: plugins[0] (odd-plugin): {said}")
+
+
+def test_a_signal_ends_the_trial():
+    """It is no plugin's, and who waits for the check wants it to end."""
+    for members in ({"score": raises(Interrupted)}, {"__post_init__": raises(Interrupted)}):
+        with pytest.raises(Interrupted):
+            load(SCORE, scorers=broken(**members))
 
 
 # What it costs.

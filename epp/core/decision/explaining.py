@@ -95,7 +95,7 @@ def _costs(decision: Decision, noted: Explained, failures: PluginFailures) -> li
         if plugin is not None:
             try:
                 told.append(_cost(cost_of(name, plugin, request, pair), noted.marks))
-            except Exception as error:  # noqa: BLE001  the boundary of a plugin
+            except BaseException as error:  # noqa: BLE001  the boundary of a plugin
                 failures.raised(name, "cost_parts", error)
     return told
 

@@ -1,8 +1,10 @@
 """Plugins that fail: what is wrong with what they return, and who failed how often.
 
 A part that fails costs only what it adds (design D16). Whoever calls a plugin catches what it
-raises, checks what it returns, tells `PluginFailures` and goes on without it. Of an exception the
-type and the place are kept. Its message is not: it may quote a prompt or a header.
+raises, checks what it returns, tells `PluginFailures` and goes on without it. That is every
+`BaseException`: here nothing is awaited, so that a `CancelledError` is the plugin's own, and past a
+guard it would end the task that decides, a `SystemExit` the process. Of an exception the type and the
+place are kept. Its message is not: it may quote a prompt or a header.
 """
 
 import re
@@ -26,6 +28,13 @@ _HEADER_NAME: Final = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+")
 """RFC 9110, 5.6.2."""
 _NOT_IN_A_HEADER: Final = re.compile(r"[\x00-\x08\x0a-\x1f\x7f]")
 """A gateway refuses the whole answer for one of these."""
+
+
+class Interrupted(KeyboardInterrupt):
+    """What a signal handler raises while plugins run: no plugin's, and no guard keeps it.
+
+    `epp serve` has none while it serves: there the event loop takes the signals.
+    """
 
 
 class FailingPlugin(Struct):
@@ -52,8 +61,10 @@ class PluginFailures:
     def __iter__(self) -> Iterator[FailingPlugin]:
         return iter(self._failing.values())
 
-    def raised(self, name: str, verb: str, error: Exception) -> None:
-        """`verb` of the plugin `name` did not return."""
+    def raised(self, name: str, verb: str, error: BaseException) -> None:
+        """`verb` of the plugin `name` did not return. Raises `error` if it is an `Interrupted`."""
+        if isinstance(error, Interrupted):
+            raise error
         self.add(name, f"{verb} raised {type(error).__name__}{place_of(error)}")
 
     def returned(self, name: str, verb: str, fault: str) -> None:
@@ -73,7 +84,7 @@ class PluginFailures:
         """Call `method`, which is `verb` of the plugin `name`; False if it failed."""
         try:
             method(*given, **named)
-        except Exception as error:  # noqa: BLE001  the boundary of a plugin
+        except BaseException as error:  # noqa: BLE001  the boundary of a plugin
             self.raised(name, verb, error)
             return False
         return True
@@ -155,7 +166,7 @@ def _kind(found: object) -> str:
     return type(found).__name__
 
 
-def place_of(error: Exception) -> str:
+def place_of(error: BaseException) -> str:
     """Where it was raised, and where the plugin is that led there: " at near/near.py:14"."""
     traceback = error.__traceback__
     if traceback is None or traceback.tb_next is None:

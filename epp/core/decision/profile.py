@@ -92,7 +92,7 @@ class Marker(Struct, frozen=True):
         try:
             found = self.plugin.response_headers(request, endpoint, served)
             fault = headers_fault(found)
-        except Exception as error:  # noqa: BLE001  the boundary of a plugin
+        except BaseException as error:  # noqa: BLE001  the boundary of a plugin
             self.failures.raised(self.name, "response_headers", error)
             return {}
         if fault:
@@ -187,7 +187,7 @@ class SchedulingProfile(Struct, frozen=True, kw_only=True, dict=True):
                 keep = named.plugin.keep(request, candidates)
                 # Of another type it would be taken for positions.
                 fault = array_fault(keep, BOOLS, len(candidates))
-            except Exception as error:  # noqa: BLE001  the boundary of a plugin
+            except BaseException as error:  # noqa: BLE001  the boundary of a plugin
                 failures.raised(named.name, "keep", error)
                 continue
             if fault:
@@ -233,7 +233,7 @@ class SchedulingProfile(Struct, frozen=True, kw_only=True, dict=True):
             scorer = scorers[row]
             try:
                 found: object = scorer.plugin.score(request, candidates)
-            except Exception as error:  # noqa: BLE001  the boundary of a plugin
+            except BaseException as error:  # noqa: BLE001  the boundary of a plugin
                 failures.raised(scorer.name, "score", error)
                 scores[row] = UNKNOWN
                 continue
@@ -288,7 +288,7 @@ class SchedulingProfile(Struct, frozen=True, kw_only=True, dict=True):
             # A copy: the sums explain the decision later, whatever the picker does to them.
             picked = self.picker.pick(scores.copy(), candidates, random, rotation)
             fault = positions_fault(picked, len(scores))
-        except Exception as error:  # noqa: BLE001  the boundary of a plugin
+        except BaseException as error:  # noqa: BLE001  the boundary of a plugin
             failures.raised(self.picker_name, "pick", error)
         else:
             if not fault:

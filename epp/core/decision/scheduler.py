@@ -373,7 +373,7 @@ class Scheduler:
         """The keys that the index `name`, of `shared`, has for `request`; none, if it fails."""
         try:
             return self.shared[name].share(request)
-        except Exception as error:  # noqa: BLE001  the boundary of a plugin
+        except BaseException as error:  # noqa: BLE001  the boundary of a plugin
             self.failures.raised(name, "share", error)
             return ()
 
@@ -457,7 +457,7 @@ class Scheduler:
         try:
             index = self.settings.indexes[name].open()
             missing = [verb for verb in _INDEX_VERBS if not callable(getattr(index, verb, None))]
-        except Exception as error:  # noqa: BLE001  the boundary of a plugin
+        except BaseException as error:  # noqa: BLE001  the boundary of a plugin
             self.failures.raised(name, "open", error)
         else:
             if not missing:
@@ -481,7 +481,7 @@ class Scheduler:
     def _adopt(self, name: str, settings: AffinityIndexSettings, index: AffinityIndex) -> bool:
         try:
             return bool(settings.adopt(index))
-        except Exception as error:  # noqa: BLE001  the boundary of a plugin
+        except BaseException as error:  # noqa: BLE001  the boundary of a plugin
             self.failures.raised(name, "adopt", error)
             return False
 
@@ -493,7 +493,7 @@ class Scheduler:
         try:
             known = index.match(request, slots, now)
             fault = affinity_fault(known, slots)
-        except Exception as error:  # noqa: BLE001  the boundary of a plugin
+        except BaseException as error:  # noqa: BLE001  the boundary of a plugin
             self.failures.raised(name, "match", error)
             return None
         if fault:

@@ -164,7 +164,7 @@ class Shadow:
                 verdict = self._compared(
                     request, acted, ranked, scored, position, endpoint_in(slot)
                 )
-        except Exception as error:  # noqa: BLE001  a part that fails costs only what it adds
+        except BaseException as error:  # noqa: BLE001  a part that fails costs only what it adds
             self.failures.raised(self.profile.picker_name, "judge", error)
         if self.failures.so_far != failed_before:
             verdict, slot = ShadowVerdict(verdict=FAILED), -1

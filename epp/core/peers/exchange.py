@@ -269,7 +269,7 @@ class PeerExchange:
                     slot, stamp, keys = next(known)
                 except StopIteration:
                     break
-                except Exception as error:  # noqa: BLE001  the boundary of a plugin
+                except BaseException as error:  # noqa: BLE001  the boundary of a plugin
                     self._scheduler.failures.raised(name, "known", error)
                     break
                 endpoint = self._hashes.get(slot)
@@ -585,7 +585,7 @@ class PeerExchange:
         for name, index in self._shared.items():
             try:
                 signatures[name] = index.signature
-            except Exception as error:  # noqa: BLE001  the boundary of a plugin
+            except BaseException as error:  # noqa: BLE001  the boundary of a plugin
                 scheduler.failures.raised(name, "signature", error)
         self._index_names = tuple(signatures)
         self._index_hashes = index_hashes(signatures.values())

@@ -317,7 +317,7 @@ def _costs(told: Decided, setting: Setting, before: Sequence[float]) -> list[Cos
             continue
         try:
             found.append(cost_of(name, scorer, asked, pair))
-        except Exception as error:  # noqa: BLE001  the boundary of a plugin: the rest is told all the same
+        except BaseException as error:  # noqa: BLE001  the boundary of a plugin: the rest is told all the same
             found.append({"scorer": name, "failed": type(error).__name__})
     return found
 

@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from asyncio import CancelledError
 from pathlib import Path
 from random import Random
 from typing import ClassVar
@@ -10,7 +11,7 @@ import numpy as np
 import pytest
 from msgspec import field, structs
 
-from epp.core.decision.failures import PluginFailures
+from epp.core.decision.failures import Interrupted, PluginFailures
 from epp.core.decision.profile import NamedFilter, SchedulingProfile, WeightedScorer
 from epp.core.decision.scheduler import Decision, Scheduler, SchedulerSettings
 from epp.core.knowledge.affinity import SessionIndexSettings
@@ -79,7 +80,19 @@ def profile(filters=(), scorers=(), picker=None):
 N = 3
 HERE = "decision/test_failures.py"
 
+ENDS = (CancelledError, GeneratorExit, KeyboardInterrupt, SystemExit)
+"""What ends a task, a generator or the process unless somebody catches it."""
+
+
+def ends(kind):
+    def end(*_):
+        raise kind(SECRET)
+
+    return end
+
+
 RAISES = [
+    *((ends(kind), f"raised {kind.__name__} at {HERE}:") for kind in ENDS),
     (explode, f"raised KeyError at {HERE}:"),
     (lambda *_: 1 / 0, f"raised ZeroDivisionError at {HERE}:"),
     (lambda _: np.ones(2) + np.ones(3), f"raised ValueError at {HERE}:"),
@@ -201,23 +214,24 @@ def test_a_picker_may_name_all_in_any_order():
     assert not len(failures)
 
 
-@pytest.mark.parametrize("stop", [KeyboardInterrupt, SystemExit, GeneratorExit])
-def test_what_ends_the_process_is_no_failure(stop):
-    """It passes through every guard."""
+def test_a_signal_passes_through_every_guard():
+    """It is nobody's failure: who pressed Ctrl-C wants the process to end."""
 
     def interrupted(*_):
-        raise stop
+        raise Interrupted
 
     broken = Answers(does=interrupted)
     failures = PluginFailures()
-    with pytest.raises(stop):
+    with pytest.raises(Interrupted):
         profile([broken]).filter(request(), candidates(N), failures)
-    with pytest.raises(stop):
+    with pytest.raises(Interrupted):
         profile(scorers=[broken]).score(request(), candidates(N), failures)
-    with pytest.raises(stop):
+    with pytest.raises(Interrupted):
         profile(picker=broken).pick(np.ones(N), candidates(N), Random(0), 0, failures)
-    with pytest.raises(stop):
+    with pytest.raises(Interrupted):
         failures.call("index", "record", interrupted)
+    with pytest.raises(Interrupted):
+        scheduler(open=interrupted)
     assert not len(failures)
 
 
@@ -323,12 +337,13 @@ def drive(made):
     return first.endpoint.name, last.endpoint.name
 
 
+@pytest.mark.parametrize("kind", [KeyError, *ENDS])
 @pytest.mark.parametrize(
     "verb", ["match", "record", "retract", "forget", "expire", "resize", "adopt", "open"]
 )
-def test_an_index_that_raises_costs_only_what_it_knows(verb):
+def test_an_index_that_raises_costs_only_what_it_knows(verb, kind):
     """Every request is served, and the other index is told as ever."""
-    made = scheduler(**{verb: explode})
+    made = scheduler(**{verb: ends(kind)})
     chosen = drive(made)
     assert chosen[0] == ("pod-0" if verb in {"match", "open"} else "pod-2")
     assert made.ledger.open_leases == 1
@@ -336,7 +351,8 @@ def test_an_index_that_raises_costs_only_what_it_knows(verb):
     ((name, count, what),) = told(made.failures)
     assert name == "last-slot"
     assert count >= 1
-    assert what.startswith(f"{verb} raised KeyError at {HERE}:")
+    assert what.startswith(f"{verb} raised {kind.__name__} at {HERE}:")
+    assert SECRET not in what
 
 
 def test_an_index_is_told_the_size_of_a_cache_until_it_has_taken_it_and_when_it_may_have_forgotten():
@@ -454,6 +470,7 @@ class Marks(Parameters, frozen=True):
     ("headers", "what"),
     [
         (explode, "raised KeyError at "),
+        *((ends(kind), f"raised {kind.__name__} at ") for kind in ENDS),
         (lambda: None, "returned NoneType, expected a mapping"),
         (lambda: [("x-a", "b")], "returned list, expected a mapping"),
         (lambda: {"x-a": 1}, "returned a header str: int, expected str: str"),
@@ -527,6 +544,7 @@ class NamesSessions(Answers, frozen=True):
     ("does", "what"),
     [
         (explode, f"session_of raised KeyError at {HERE}:"),
+        *((ends(kind), f"session_of raised {kind.__name__} at {HERE}:") for kind in ENDS),
         (returns(7), "session_of raised AttributeError at "),
     ],
 )

@@ -1,6 +1,7 @@
 """Pickers that tell each other: what arrives, what is lost, and what a hostile one costs."""
 
 import tracemalloc
+from asyncio import CancelledError
 from random import Random
 
 import msgspec
@@ -662,7 +663,9 @@ def test_a_decision_is_not_told_of_who_has_left_since():
 class Failing:
     """An index of a stranger that can be shared, and fails at it."""
 
-    signature = "strange"
+    def __init__(self, kind):
+        self.kind = kind
+        self.signature = "strange"
 
     def match(self, request, slots, now):
         return Affinity(np.zeros(slots, dtype=np.int64), 0)
@@ -674,26 +677,31 @@ class Failing:
     def resize(self, slot, blocks_total, block_size_tokens): ...
 
     def share(self, request):
-        raise KeyError("secret")
+        raise self.kind("secret")
 
     def learn(self, keys, slot, stamp, now):
-        raise KeyError("secret")
+        raise self.kind("secret")
 
     def known(self):
-        raise KeyError("secret")
+        raise self.kind("secret")
         yield
 
 
 class FailingSettings(msgspec.Struct, frozen=True):
+    kind: type[BaseException]
+
     def open(self):
-        return Failing()
+        return Failing(self.kind)
 
     def adopt(self, index):
         return False
 
 
-def test_an_index_that_fails_to_share_costs_only_what_it_knows():
-    indexes = INDEXES | {"strange": FailingSettings()}
+@pytest.mark.parametrize(
+    "kind", [KeyError, CancelledError, GeneratorExit, KeyboardInterrupt, SystemExit]
+)
+def test_an_index_that_fails_to_share_costs_only_what_it_knows(kind):
+    indexes = INDEXES | {"strange": FailingSettings(kind)}
     one, talk_one, other, talk_other = acquainted(1, 2, indexes=indexes)
     one.schedule(asked("abc"), 0.5)
     settle(0.6, talk_one, talk_other)

@@ -8,7 +8,7 @@ import resource
 import secrets
 import signal
 import time
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
@@ -73,6 +73,7 @@ from epp.shell.operators.telemetry import PoolSnapshot, Telemetry
 from epp.shell.peers.secret import Identity, peer_identity
 from epp.shell.peers.service import Peers
 from epp.shell.starting import EVERYWHERE, StartError, cannot_listen
+from epp.shell.supervision import Loop, Supervisor
 
 if TYPE_CHECKING:
     from epp.shell.kubernetes.cluster import Cluster
@@ -156,6 +157,10 @@ class EndpointPicker:
         """Read the configuration and the endpoints. Raises `StartError`."""
         self.flags = flags
         seed = secrets.randbits(32) if flags.seed is None else flags.seed
+        self._supervisor = Supervisor(
+            lambda task, ends: self.telemetry.task_ended(task, ends),  # noqa: PLW0108  that is made after it
+            self._update_ready,
+        )
         self._config_watcher = FileWatcher(
             Path(flags.config_file), self._file_changed, _report_file, bytes_max=CONFIG_MAX_BYTES
         )
@@ -246,6 +251,7 @@ class EndpointPicker:
             busy=self._has_work,
             # Two tries before metrics are stale.
             backoff_s_max=min(BACKOFF_S_MAX, flags.metrics_staleness_threshold / 2),
+            supervisor=self._supervisor,
         )
         self._tracer = _open_tracer(flags) if flags.tracing else None
         self.observation = self._observation(
@@ -303,8 +309,6 @@ class EndpointPicker:
         )
         self._replace(self._found)
         self._count_configured(settings)
-        if self._kept_config.in_force:
-            self.telemetry.config_rejected()
         self._tell_kept()
         _log.info(
             "configured",
@@ -348,7 +352,7 @@ class EndpointPicker:
                 await _connect(self._cluster)
             await self._gateway.start()
             async with asyncio.TaskGroup() as tasks:
-                owned = [tasks.create_task(loop, name=name) for name, loop in self._loops().items()]
+                owned = self._start(tasks)
                 self._update_ready()
                 loop = type(asyncio.get_running_loop()).__module__.partition(".")[0]
                 _log.info(
@@ -370,32 +374,42 @@ class EndpointPicker:
                     task.cancel()
         _log.info("stopped", decisions=self.scheduler.decisions)
 
-    def _loops(self) -> dict[str, Coroutine[Any, Any, None]]:
-        """Everything that runs beside the server, by the name of its task."""
-        loops: dict[str, Coroutine[Any, Any, None]] = {
-            "tick": self._tick(),
-            "loop lag": self._process.lag.run(),
-            "memory": self.memory_return.run(),
-            "garbage": GarbageCollection().run(),
-            "scrape": self._scraper.run(),
-            "standings": self._standings.run(),
-            "endpoints": (self._cluster or self._endpoints_watcher).run(),
-            **self._gateway.loops(),
+    def _start(self, tasks: asyncio.TaskGroup) -> "list[asyncio.Task[None]]":
+        """Everything that runs beside the server, looked after."""
+        # Without these no request and no connection is bounded in time any more.
+        essential = self._gateway.loops()
+        return [
+            tasks.create_task(
+                self._supervisor.keep(name, loop, essential=name in essential), name=name
+            )
+            for name, loop in (self._loops() | essential).items()
+        ]
+
+    def _loops(self) -> dict[str, Loop]:
+        """What runs beside the gateway's own, by the name of its task."""
+        loops: dict[str, Loop] = {
+            "tick": self._tick,
+            "loop lag": self._process.lag.run,
+            "memory": self.memory_return.run,
+            "garbage": GarbageCollection().run,
+            "scrape": self._scraper.run,
+            "standings": self._standings.run,
+            "endpoints": (self._cluster or self._endpoints_watcher).run,
             **self.peers.loops(),
         }
         if self.capture is not None:
-            loops["capture"] = self.capture.run()
+            loops["capture"] = self.capture.run
         if self._history is not None:
-            loops["decisions"] = self._history.run()
+            loops["decisions"] = self._history.run
         if self._debug_token is not None:
-            loops["debug token"] = self._debug_token.run()
+            loops["debug token"] = self._debug_token.run
         if self.flags.config_file:
-            loops["config"] = self._config_watcher.run()
+            loops["config"] = self._config_watcher.run
         if self.flags.session_token_key_file:
-            loops["session-keys"] = self._session_keys.run()
+            loops["session-keys"] = self._session_keys.run
         if self.flags.last_good_dir:
-            loops["kept configuration"] = self._kept_config.run()
-            loops["kept endpoints"] = self._kept_endpoints.run()
+            loops["kept configuration"] = self._kept_config.run
+            loops["kept endpoints"] = self._kept_endpoints.run
         return loops
 
     async def _tick(self) -> None:
@@ -560,10 +574,13 @@ class EndpointPicker:
             on_config=self._config_changed,
             on_peers=lambda addresses: self.peers.discovered(addresses),  # noqa: PLW0108  that are made after it
             seed=seed,
+            supervisor=self._supervisor,
         )
 
     def _take(self, found: Found) -> None:
         """The file or the API server told of other endpoints, objectives or rewrites."""
+        if self._kept_config.in_force:
+            self.telemetry.config_rejected()
         interval_s = self.flags.refresh_interval_s
         before_s = interval_s(len(self._found.endpoints))
         if abs(interval_s(len(found.endpoints)) - before_s) > INTERVAL_CHANGE_MIN * before_s:
@@ -589,7 +606,9 @@ class EndpointPicker:
         if known and self._known_since_s is None:
             self._known_since_s = time.monotonic()
             self.peers.endpoints_known()
-        self.health.set_ready(known and self._first_pass_done() and self.peers.ready)
+        self.health.set_ready(
+            known and self._first_pass_done() and self.peers.ready and not self._supervisor.broken
+        )
 
     def _first_pass_done(self) -> bool:
         """Whether every endpoint was asked once and somebody can serve, or `FIRST_PASS_S_MAX` passed.

@@ -31,7 +31,7 @@ async def carried(transport, *, host="127.0.0.1", port=0, certificate=None, wait
     """Inside, `transport` serves; the port that it took."""
     taken = await transport.listen(host, port, certificate)
     await transport.start()
-    running = [asyncio.create_task(loop) for loop in transport.loops().values()]
+    running = [asyncio.create_task(loop()) for loop in transport.loops().values()]
     try:
         yield taken
     finally:

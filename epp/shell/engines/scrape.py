@@ -15,6 +15,7 @@ import ssl
 import time
 from collections.abc import Callable, Sequence
 from enum import StrEnum
+from functools import partial
 from random import Random
 from typing import Final
 
@@ -23,6 +24,7 @@ from epp.core.types import Endpoint, EndpointMetrics, Seconds
 from epp.shell.engines.exposition import ExpositionError, PageMemory, PageReader
 from epp.shell.engines.loop_share import Account, LoopShare
 from epp.shell.engines.page_client import BadResponseError, PageClient
+from epp.shell.supervision import Supervisor, forever
 
 INTERVAL_S_MIN: Final = REFRESH_MIN_S
 INTERVAL_S_PER_ENDPOINT: Final = REFRESH_PER_ENDPOINT_S
@@ -135,6 +137,7 @@ class Scraper:
         concurrency_max: int = 256,
         page_bytes_max: int = 4 * 1024 * 1024,
         clock: Callable[[], Seconds] = time.thread_time,
+        supervisor: Supervisor | None = None,
     ) -> None:
         self._observe = observe
         self._failed = failed
@@ -148,6 +151,7 @@ class Scraper:
         self._backoff_s_max = backoff_s_max
         self._page_bytes_max = page_bytes_max
         self._loop_share = LoopShare(clock)
+        self._supervisor = supervisor or Supervisor()
         self._slots = asyncio.Semaphore(concurrency_max)
         # Many silent endpoints must not take the turns of those that answer.
         self._retry_slots = asyncio.Semaphore(concurrency_max)
@@ -218,9 +222,11 @@ class Scraper:
             async with asyncio.TaskGroup() as group:
                 self._group = group
                 self._start()
-                await asyncio.Event().wait()
+                await forever()
         finally:
             self._group = None
+            for target in self._targets.values():
+                target.task = None
 
     def _target(self, endpoint: Endpoint) -> _Target:
         assert endpoint.metrics is not None
@@ -244,8 +250,10 @@ class Scraper:
             return
         for target in self._targets.values():
             if target.task is None:
+                name = target.endpoint.name
+                follow = partial(self._follow, target)
                 target.task = self._group.create_task(
-                    self._follow(target), name=f"scrape {target.endpoint.name}"
+                    self._supervisor.keep("scrape endpoint", follow, of=name), name=f"scrape {name}"
                 )
 
     async def _follow(self, target: _Target) -> None:

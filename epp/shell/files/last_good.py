@@ -81,7 +81,12 @@ class LastGood:
             await self._due.wait()
             self._due.clear()
             # In a thread: a volume that hangs must not hold the loop.
-            problem = await asyncio.to_thread(_write, self._path, self._pending)
+            try:
+                problem = await asyncio.to_thread(_write, self._path, self._pending)
+            except BaseException:
+                # Whoever starts this anew finds what is still to be written.
+                self._due.set()
+                raise
             if problem is None:
                 self._problem = None
                 continue

@@ -15,7 +15,7 @@ _log = structlog.get_logger(__name__)
 async def beside_the_loop(
     name: str, work: Callable[[], None], stopping: threading.Event, close_s_max: Seconds
 ) -> None:
-    """Run `work` in a thread until cancelled; then set `stopping` and wait for it to return.
+    """Clear `stopping` and run `work` in a thread until cancelled; then set it and wait for the return.
 
     `work` lets nothing out, and returns soon once `stopping` is set. A disk that hangs is waited for
     no longer than `close_s_max`. If `work` returns before, this goes on until it is cancelled.
@@ -30,6 +30,7 @@ async def beside_the_loop(
             with contextlib.suppress(RuntimeError):
                 loop.call_soon_threadsafe(ended.set)
 
+    stopping.clear()
     threading.Thread(target=run, name=name, daemon=True).start()
     try:
         await ended.wait()

@@ -5,14 +5,15 @@ it once how the stream ended. Calls know no transport and never wait, so that tw
 the same calls and pass the same tests.
 """
 
-from collections.abc import Callable, Coroutine, Iterable
+from collections.abc import Callable, Iterable
 from enum import IntEnum, StrEnum
-from typing import Any, Final, Protocol, TypeAlias
+from typing import Final, Protocol, TypeAlias
 
 from msgspec import Struct
 
 from epp.core.types import Seconds
 from epp.shell.gateway.tls import ServerCertificate
+from epp.shell.supervision import Loop
 
 
 class Code(IntEnum):
@@ -140,7 +141,7 @@ class Transport(Protocol):
         """Take streams."""
         ...
 
-    def loops(self) -> dict[str, Coroutine[Any, Any, None]]:
+    def loops(self) -> dict[str, Loop]:
         """What is to run beside it, by the name of its task."""
         ...
 

@@ -21,6 +21,7 @@ from epp.shell.gateway.calls import CANCELLED, DEFECT, Call, Cut, Opener, Status
 from epp.shell.gateway.connections import Connections, cut
 from epp.shell.gateway.tls import ServerCertificate
 from epp.shell.starting import EVERYWHERE
+from epp.shell.supervision import Loop
 
 CONNECTION_STREAMS_MAX: Final = 4_096
 """Streams open at once on one connection; Envoy opens another one for more."""
@@ -200,7 +201,7 @@ class GrpcioServer:
         """Take streams."""
         await self._server.start()
 
-    def loops(self) -> dict[str, Coroutine[Any, Any, None]]:
+    def loops(self) -> dict[str, Loop]:
         """What is to run beside it."""
         return {}
 

@@ -28,9 +28,9 @@ import contextlib
 import socket
 import time
 from collections import deque
-from collections.abc import Callable, Coroutine, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from random import Random
-from typing import Any, Final, NamedTuple, cast
+from typing import Final, NamedTuple, cast
 
 import structlog
 from msgspec import Struct
@@ -56,6 +56,7 @@ from epp.shell.gateway.places import CONNECTIONS_MAX, HOST_CONNECTIONS_MAX, Plac
 from epp.shell.gateway.tls import HANDSHAKE_S_MAX, ServerCertificate
 from epp.shell.gateway.turns import Turn, Turns
 from epp.shell.starting import EVERYWHERE
+from epp.shell.supervision import Loop
 
 CONNECTION_STREAMS_MAX: Final = 4_096
 """Open at once on one connection; Envoy opens another one for more."""
@@ -852,9 +853,9 @@ class Http2Server:
         for server in self._servers:
             await server.start_serving()
 
-    def loops(self) -> dict[str, Coroutine[Any, Any, None]]:
+    def loops(self) -> dict[str, Loop]:
         """What is to run beside it."""
-        return {"connections": self._look_after()}
+        return {"connections": self._look_after}
 
     async def _look_after(self) -> None:
         """Look after the connections, until cancelled."""

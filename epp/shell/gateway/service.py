@@ -4,10 +4,10 @@ import asyncio
 import contextlib
 import math
 import time
-from collections.abc import Coroutine, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from random import Random
-from typing import Any, Final, Self
+from typing import Final, Self
 
 import structlog
 
@@ -20,6 +20,7 @@ from epp.shell.gateway.ext_proc import ExtProc, StreamObserver
 from epp.shell.gateway.health import Health
 from epp.shell.gateway.tls import ServerCertificate, read_authorities
 from epp.shell.starting import StartError, cannot_listen
+from epp.shell.supervision import Loop
 
 HEALTH_MESSAGE_BYTES_MAX: Final = 65_536
 CERTIFICATE_POLL_S: Final = 10.0
@@ -88,13 +89,16 @@ class GatewayService:
         for transport in self._transports():
             await transport.start()
 
-    def loops(self) -> dict[str, Coroutine[Any, Any, None]]:
+    def loops(self) -> dict[str, Loop]:
         """What is to run beside it until it has drained, by the name of its task."""
-        loops: dict[str, Coroutine[Any, Any, None]] = {"overdue": self._ext_proc.watch()}
+        loops: dict[str, Loop] = {"overdue": self._ext_proc.watch}
         for port, transport in zip(("serving", "health"), self._transports(), strict=True):
             loops |= {f"{name} ({port})": loop for name, loop in transport.loops().items()}
-        if self._certificate is not None and self._flags.enable_cert_reload:
-            loops["certificate"] = self._certificate.watch(CERTIFICATE_POLL_S, _report_certificate)
+        certificate = self._certificate
+        if certificate is not None and self._flags.enable_cert_reload:
+            loops["certificate"] = lambda: certificate.watch(
+                CERTIFICATE_POLL_S, _report_certificate
+            )
         return loops
 
     def connected(self) -> Connected | None:

@@ -28,6 +28,8 @@ from cryptography.hazmat.primitives.serialization import (
 from cryptography.x509.oid import NameOID
 from msgspec import Struct
 
+from epp.shell.supervision import forever
+
 CERTIFICATE_FILE: Final = "tls.crt"
 KEY_FILE: Final = "tls.key"
 """As Kubernetes names them in a TLS secret."""
@@ -205,7 +207,7 @@ class ServerCertificate:
         """
         watched = [str(path) for path in (self._directory, self._client_ca) if path is not None]
         if not watched:
-            return
+            await forever()
         while True:
             await asyncio.sleep(interval_s)
             try:

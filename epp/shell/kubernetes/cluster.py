@@ -3,6 +3,7 @@
 import asyncio
 import socket
 from collections.abc import Callable
+from functools import partial
 from pathlib import PurePath
 from random import Random
 from typing import Final
@@ -24,6 +25,7 @@ from epp.shell.kubernetes.objects import Collection, config_map_reader
 from epp.shell.kubernetes.peer_service import PeerService
 from epp.shell.kubernetes.reflector import Reflector
 from epp.shell.kubernetes.state import ClusterSnapshot, Reflection
+from epp.shell.supervision import Loop, Supervisor
 
 IN_TOUCH_POLL_S: Final[Seconds] = 1.0
 
@@ -45,7 +47,7 @@ class Cluster:
     `on_peers(addresses)`: the replicas of `--peer-service` are others.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - four listeners, and what tests replace
         self,
         flags: ServeFlags,
         *,
@@ -56,14 +58,21 @@ class Cluster:
         seed: int,
         timing: ClusterTiming | None = None,
         credentials: Credentials | None = None,
+        supervisor: Supervisor | None = None,
     ) -> None:
         timing = timing or ClusterTiming()
         self._flags = flags
         self._on_found = on_found
         self._on_ready = on_ready
+        self._supervisor = supervisor or Supervisor()
         self._client = KubeClient(credentials or Credentials())
         self.discovery: Final = Discovery(
-            self._client, _scope(flags), self._discovered, seed=seed, timing=timing.watch
+            self._client,
+            _scope(flags),
+            self._discovered,
+            seed=seed,
+            timing=timing.watch,
+            supervisor=self._supervisor,
         )
         self.config: Final = ConfigSource(on_config)
         self._config_map = self._config_reflector(seed, timing.watch)
@@ -87,6 +96,7 @@ class Cluster:
                 timing=timing.election,
             )
         self._election_task: asyncio.Task[None] | None = None
+        self._retired = False
 
     @property
     def ready(self) -> bool:
@@ -132,19 +142,26 @@ class Cluster:
 
     async def run(self) -> None:
         """Until cancelled; owns every task."""
+        loops: dict[str, Loop] = {"discovery": self.discovery.run, "events": self._events.run}
+        if self._config_map is not None:
+            loops["watch config"] = self._config_map.run
+            loops["config in touch"] = partial(self._watch_touch, self._config_map)
+        if self._peers is not None:
+            loops["watch peers"] = self._peers.run
+        if self._elector is not None:
+            loops["election"] = self._elector.run
         async with asyncio.TaskGroup() as group:
-            group.create_task(self.discovery.run(), name="discovery")
-            group.create_task(self._events.run(), name="events")
-            if self._config_map is not None:
-                group.create_task(self._config_map.run(), name="watch config")
-                group.create_task(self._watch_touch(self._config_map), name="config in touch")
-            if self._peers is not None:
-                group.create_task(self._peers.run(), name="watch peers")
-            if self._elector is not None:
-                self._election_task = group.create_task(self._elector.run(), name="election")
+            tasks = {
+                name: group.create_task(self._supervisor.keep(name, loop), name=name)
+                for name, loop in loops.items()
+            }
+            self._election_task = tasks.get("election")
+            if self._retired and self._election_task is not None:
+                self._election_task.cancel()
 
     def retire(self) -> None:
         """Lead no more and let another replica take over, but go on discovering."""
+        self._retired = True
         if self._election_task is not None:
             self._election_task.cancel()
 

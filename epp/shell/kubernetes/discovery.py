@@ -31,6 +31,7 @@ from epp.shell.kubernetes.objects import (
 )
 from epp.shell.kubernetes.reflector import Reflector
 from epp.shell.kubernetes.state import Reflection
+from epp.shell.supervision import Loop, Supervisor, forever
 
 T = TypeVar("T")
 
@@ -58,12 +59,14 @@ class Discovery:
         *,
         seed: int,
         timing: Timing,
+        supervisor: Supervisor | None = None,
     ) -> None:
         self._client = client
         self._scope = scope
         self._on_change = on_change
         self._seed = seed
         self._timing = timing
+        self._supervisor = supervisor or Supervisor()
         self._group: asyncio.TaskGroup | None = None
         self._pool = None if not scope.pool_name else self._pool_reflector()
         self._pods: Reflector[Pod] | None = None
@@ -104,10 +107,18 @@ class Discovery:
                 ("rewrites", self._rewrites),
             ):
                 if reflector is not None:
-                    group.create_task(reflector.run(), name=f"watch {name}")
-            if self._pool is None:
+                    self._start(f"watch {name}", reflector.run)
+            # Those whose pods serve, where this is started anew.
+            pods = self._coming or self._pods
+            if pods is not None:
+                self._coming_task = self._start("watch pods", pods.run)
+            elif self._pool is None:
                 self._select(self._scope.label_selector)
-            await asyncio.Event().wait()
+            await forever()
+
+    def _start(self, name: str, loop: Loop) -> "asyncio.Task[None]":
+        assert self._group is not None, "watches run inside `run`"
+        return self._group.create_task(self._supervisor.keep(name, loop), name=name)
 
     # How the watches are made.
 
@@ -180,7 +191,6 @@ class Discovery:
         if label_selector == self._selector:
             return
         self._selector = label_selector
-        assert self._group is not None, "watches run inside `run`"
         before = self._coming or self._pods
         if self._coming_task is not None:
             # What it holds goes on serving, but no late event of it is heard any more.
@@ -201,7 +211,7 @@ class Discovery:
             predecessor=before,
         )
         self._coming = coming
-        self._coming_task = self._group.create_task(coming.run(), name="watch pods")
+        self._coming_task = self._start("watch pods", coming.run)
 
     def _pods_changed(self) -> None:
         if self._coming is not None and self._coming.synced:

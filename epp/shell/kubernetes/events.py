@@ -84,10 +84,10 @@ class EventRecorder:
     async def run(self) -> None:
         """Write until cancelled."""
         while True:
-            await self._news.wait()
-            self._news.clear()
             while self._pending:
                 await self._write(self._pending.popleft())
+            await self._news.wait()
+            self._news.clear()
 
     async def _write(self, pending: _Pending) -> None:
         try:

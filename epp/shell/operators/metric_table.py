@@ -875,6 +875,13 @@ METRICS: Final[tuple[MetricSpec, ...]] = (
         "Streams still open when the drain timed out, and therefore cut.",
     ),
     MetricSpec(
+        "homing_task_ends_total",
+        "counter",
+        "ends",
+        "Ends of tasks that are to run until the picker ends; each was started anew.",
+        ("task",),
+    ),
+    MetricSpec(
         "homing_telemetry_failures_total",
         "counter",
         "events",

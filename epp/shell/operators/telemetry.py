@@ -384,6 +384,7 @@ class Telemetry:
         self._unknown_objective = numbers["homing_unknown_objective_total"].labels()
         self._drain_cut = numbers["homing_drain_cut_streams_total"].labels()
         self._failures = Children(_labelled(numbers["homing_telemetry_failures_total"]), 32)
+        self._task_ends = Children(_labelled(numbers["homing_task_ends_total"]), 64)
         self._connections_cut = Children(
             _labelled(numbers["homing_extproc_connections_cut_total"]), len(Cut)
         )
@@ -682,6 +683,10 @@ class Telemetry:
     def last_good_not_kept(self, file: str) -> None:
         """The copy of `file` could not be written."""
         self._not_kept(file).inc()
+
+    def task_ended(self, task: str, times: int) -> None:
+        """`task` ended so many times though nobody asked it to; 0: it is started."""
+        self._task_ends(task).inc(times)
 
     def peer_snapshot(self, source: str, elapsed_s: Seconds) -> None:
         """A snapshot came in whole from `source`: "peer", "file" or "broker"."""

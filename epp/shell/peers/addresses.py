@@ -10,6 +10,7 @@ import structlog
 from epp.core.types import Seconds
 from epp.shell.peers.admission import plain_host
 from epp.shell.peers.mesh import address_of
+from epp.shell.supervision import forever
 
 POLL_S: Final[Seconds] = 5.0
 
@@ -52,7 +53,7 @@ class Addresses:
         self._problems: dict[Target, str] = {}
 
     async def run(self) -> None:
-        """Until cancelled, or as long as there are names."""
+        """Look names up until cancelled."""
         told: frozenset[str] | None = None
         while True:
             for target in self._targets:
@@ -62,7 +63,7 @@ class Addresses:
                 told = found
                 self._on_found(found)
             if all(plain_host(host) is not None for host, _ in self._targets):
-                return
+                await forever()
             await asyncio.sleep(self._poll_s)
 
     async def _look_up(self, target: Target) -> None:

@@ -2,9 +2,10 @@
 
 import asyncio
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable
+from functools import partial
 from random import Random
-from typing import Any, Final, Self
+from typing import Final, Self
 from zlib import crc32
 
 import structlog
@@ -23,6 +24,7 @@ from epp.shell.peers.secret import Identity
 from epp.shell.peers.snapshot_file import SnapshotFile
 from epp.shell.peers.state import PeerRow, PeersSnapshot, Traffic
 from epp.shell.peers.warm_start import SnapshotServer, WarmStart
+from epp.shell.supervision import Loop, forever
 
 CATCH_UP_S: Final[Seconds] = 30.0
 """Between two snapshots that are taken after the start."""
@@ -127,22 +129,22 @@ class Peers:
             self._mesh.close()
             await asyncio.to_thread(self._mesh.wait_closed)
 
-    def loops(self) -> dict[str, Coroutine[Any, Any, None]]:
+    def loops(self) -> dict[str, Loop]:
         """What is to run until the end, by the name of its task."""
-        loops: dict[str, Coroutine[Any, Any, None]] = {}
+        loops: dict[str, Loop] = {}
         if self.enabled:
-            loops["peers: warm start"] = self._start_warm()
+            loops["peers: warm start"] = self._start_warm
         if self._pump is not None:
-            loops["peers: pump"] = self._pump.run()
+            loops["peers: pump"] = self._pump.run
         if self._warm_start is not None:
-            loops["peers: catching up"] = self._catch_up(self._warm_start)
+            loops["peers: catching up"] = partial(self._catch_up, self._warm_start)
         if self._server is not None:
-            loops["peers: snapshots"] = self._server.run()
+            loops["peers: snapshots"] = self._server.run
         if self._broker is not None:
-            loops["peers: broker"] = self._broker.run()
+            loops["peers: broker"] = self._broker.run
         flags = self._flags
         if flags.peers or (flags.peer_service and flags.endpoints_file):
-            loops["peers: addresses"] = Addresses(flags.peer_targets, self.discovered).run()
+            loops["peers: addresses"] = Addresses(flags.peer_targets, self.discovered).run
         return loops
 
     def discovered(self, addresses: frozenset[str]) -> None:
@@ -160,7 +162,16 @@ class Peers:
     # The warm start.
 
     async def _start_warm(self) -> None:
-        """Then keep the file."""
+        """Then keep the file, if there is one. Started anew, it does not wait for a snapshot again."""
+        if not self.ready:
+            await self._warm_up()
+        if self._mesh is not None and self._mesh.warm_since_s is None:
+            self._mesh.warm_since_s = time.monotonic()
+        if self._file is not None:
+            await self._file.run()
+        await forever()
+
+    async def _warm_up(self) -> None:
         await self._endpoints_known.wait()
         if self._pump is not None:
             self._pump.hurries = True
@@ -171,10 +182,6 @@ class Peers:
             await taking
         finally:
             taking.cancel()
-        if self._mesh is not None:
-            self._mesh.warm_since_s = time.monotonic()
-        if self._file is not None:
-            await self._file.run()
 
     async def _catch_up(self, warm_start: WarmStart) -> None:
         """Take a snapshot of a peer that no longer keeps what we missed of it, now and then."""

@@ -142,8 +142,9 @@ class SnapshotServer:
                 now = time.monotonic()
                 self._complaints.say("a snapshot could not be made", now, exc_info=True)
                 whole = False
+            finally:
+                self._asker = None
             self.outcomes["sent" if whole else "cut"] += 1
-            self._asker = None
 
     async def _serve(self, asker: Source) -> bool:
         frames = self._exchange.snapshot(time.monotonic())

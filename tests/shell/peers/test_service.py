@@ -49,7 +49,7 @@ class Replica:
     async def running(self):
         async with self.peers:
             loops = self.peers.loops()
-            tasks = [asyncio.create_task(loop, name=name) for name, loop in loops.items()]
+            tasks = [asyncio.create_task(loop(), name=name) for name, loop in loops.items()]
             try:
                 yield self
                 assert not [task for task in tasks if task.done() and task.exception()]

@@ -65,6 +65,7 @@ from epp.shell.operators.metrics_server import MetricsServer
 from epp.shell.operators.observation import Observation
 from epp.shell.operators.outliers_log import OutliersLog
 from epp.shell.operators.own_process import OwnProcess
+from epp.shell.operators.page_queue import PageQueue
 from epp.shell.operators.recent_decisions import recent_decisions
 from epp.shell.operators.snapshot import pool_snapshot
 from epp.shell.operators.standard_error import StandardError
@@ -327,6 +328,8 @@ class EndpointPicker:
         async with contextlib.AsyncExitStack() as opened:
             await opened.enter_async_context(self._gateway)
             await opened.enter_async_context(self.peers)
+            turn = asyncio.Lock()
+            debug = PageQueue(turn)
             metrics = MetricsServer(
                 WithFieldNames(self.registry, FIELD_NAMES[flags.compat_metrics]),
                 lambda: self.health.ready,
@@ -335,10 +338,11 @@ class EndpointPicker:
                 else flags.metrics_bind_address,
                 port=flags.metrics_port,
                 routes=(
-                    *self._debug.routes(self._debug_token),
-                    *self._live_pages.routes(self._debug_token),
+                    *self._debug.routes(debug, self._debug_token),
+                    *self._live_pages.routes(debug, self._debug_token),
                 ),
                 pages=PAGES | LIVE_PAGES,
+                turn=turn,
             )
             try:
                 await opened.enter_async_context(metrics)
@@ -484,6 +488,8 @@ class EndpointPicker:
         )
 
     def _tell_kept(self) -> None:
+        if self._kept_config.in_force:
+            self.telemetry.config_rejected()
         for kept in (self._kept_config, self._kept_endpoints):
             self.telemetry.last_good_in_force(kept.name, kept.in_force)
 
@@ -579,8 +585,6 @@ class EndpointPicker:
 
     def _take(self, found: Found) -> None:
         """The file or the API server told of other endpoints, objectives or rewrites."""
-        if self._kept_config.in_force:
-            self.telemetry.config_rejected()
         interval_s = self.flags.refresh_interval_s
         before_s = interval_s(len(self._found.endpoints))
         if abs(interval_s(len(found.endpoints)) - before_s) > INTERVAL_CHANGE_MIN * before_s:

@@ -2,22 +2,20 @@
 
 import hmac
 import re
-from collections.abc import Awaitable, Callable
 from hashlib import sha256
 from pathlib import Path
-from typing import Final, TypeAlias
+from typing import Final
 
 import structlog
 from aiohttp import hdrs, web
 
 from epp.shell.files.watch import FileWatcher, first_read
+from epp.shell.operators.page_queue import Handler
 from epp.shell.starting import StartError
 
 TOKEN_BYTES_MAX: Final = 4_096
 _TOKEN: Final = re.compile(rb"[!-~]+")
 _EXPECTED: Final = "one line of printable ASCII without spaces"
-
-Handler: TypeAlias = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 _log = structlog.get_logger(__name__)
 

@@ -5,7 +5,7 @@ Plain tables, or JSON for who accepts it or asks with `?format=json`. Nothing of
 """
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Final
 
 import msgspec
@@ -22,8 +22,9 @@ from epp.shell.operators.decision_rows import Row, iso
 from epp.shell.operators.endpoint_rows import endpoint_rows
 from epp.shell.operators.endpoint_states import READY, EndpointStates
 from epp.shell.operators.explanation import explanation
+from epp.shell.operators.page_queue import PageQueue, in_turns
 from epp.shell.operators.recent_decisions import RecentDecisions, Wanted
-from epp.shell.operators.text_table import cell, table
+from epp.shell.operators.text_table import cell, table_in_turns
 from epp.shell.peers.state import PeerRow
 
 PAGES: Final = {
@@ -70,8 +71,8 @@ class DebugPages:
         self._states = states
         self._peers = peers
 
-    def routes(self, token: BearerToken | None = None) -> list[web.RouteDef]:
-        """`token`: without it nothing is shown; None: to everybody."""
+    def routes(self, queue: PageQueue, token: BearerToken | None = None) -> list[web.RouteDef]:
+        """Pages are made in `queue`. `token`: without it nothing is shown; None: to everybody."""
         pages = (
             self._config_page,
             self._endpoints_page,
@@ -79,9 +80,11 @@ class DebugPages:
             self._explain_page,
             self._peers_page,
         )
+        made = [queue.queued(page) for page in pages]
+        # A stranger takes nobody's place in the queue.
         return [
             web.get(path, token.guarded(page) if token else page)
-            for path, page in zip(PAGES, pages, strict=True)
+            for path, page in zip(PAGES, made, strict=True)
         ]
 
     async def _config_page(self, request: web.Request) -> web.Response:
@@ -100,24 +103,24 @@ class DebugPages:
                     "config": describe(config),
                 }
             )
-        failed = f"\nplugins that failed\n{table(failing)}" if failing else ""
+        failed = f"\nplugins that failed\n{await table_in_turns(failing)}" if failing else ""
         return web.Response(text=f"generation     {generation}\n{explain(config)}{failed}")
 
     async def _endpoints_page(self, request: web.Request) -> web.Response:
         now = time.monotonic()
         rows = endpoint_rows(self._scheduler, self._states, now, self._first_tokens(now))
         if _wants_json(request):
-            return _json({"endpoints": rows})
+            return await _json_rows("endpoints", rows)
         for row in rows:
             del row["labels"]
-        return web.Response(text=table(rows))
+        return web.Response(text=await table_in_turns(rows))
 
     async def _decisions_page(self, request: web.Request) -> web.Response:
         count, wanted = _question(request)
         rows = await self._recent.rows(count, wanted)
         if _wants_json(request):
-            return _json({"decisions": rows})
-        return web.Response(text=table([_flat(row) for row in rows]))
+            return await _json_rows("decisions", rows)
+        return web.Response(text=await table_in_turns(map(_flat, rows)))
 
     async def _explain_page(self, request: web.Request) -> web.Response:
         query = request.query
@@ -149,7 +152,7 @@ class DebugPages:
         rows = [_peer_row(peer) for peer in self._peers()]
         if _wants_json(request):
             return _json({"peers": rows})
-        return web.Response(text=table(rows))
+        return web.Response(text=await table_in_turns(rows))
 
 
 def _peer_row(peer: PeerRow) -> Row:
@@ -203,6 +206,13 @@ def _wants_json(request: web.Request) -> bool:
     if wanted not in {"json", "text"}:
         raise web.HTTPBadRequest(text="format must be json or text\n")
     return wanted == "json"
+
+
+async def _json_rows(name: str, rows: Iterable[Row]) -> web.Response:
+    """`{name: rows}`, as of `_json`."""
+    encoded = [msgspec.json.encode(row) async for row in in_turns(rows)]
+    body = b'{"%b":[%b]}\n' % (name.encode(), b",".join(encoded))
+    return web.Response(body=body, content_type="application/json")
 
 
 def _json(value: Any, status: int = 200) -> web.Response:

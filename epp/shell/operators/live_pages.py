@@ -14,6 +14,7 @@ from aiohttp import hdrs, web
 
 from epp.shell.operators.bearer_token import BearerToken
 from epp.shell.operators.live_view import LiveView
+from epp.shell.operators.page_queue import PageQueue
 
 LIVE_PAGES: Final = {
     "/live": "a page to watch the picker with, in a browser",
@@ -38,9 +39,10 @@ class LivePages:
             "cache-control": "no-store",
         }
 
-    def routes(self, token: BearerToken | None = None) -> list[web.RouteDef]:
-        """`token`: without it no data are shown; None: to everybody."""
-        data = token.guarded(self._data) if token else self._data
+    def routes(self, queue: PageQueue, token: BearerToken | None = None) -> list[web.RouteDef]:
+        """Data are made in `queue`. `token`: without it none are shown; None: to everybody."""
+        made = queue.queued(self._data)
+        data = token.guarded(made) if token else made
         return [web.get("/live", self._show), web.get("/debug/live", data)]
 
     async def _show(self, _: web.Request) -> web.Response:

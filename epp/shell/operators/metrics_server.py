@@ -11,10 +11,10 @@ from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import Collector
 from prometheus_client.samples import Sample
 
+from epp.shell.operators.page_queue import PageQueue
+
 SAMPLES_PER_SLICE_MAX: Final = 250
 """About 1 ms of encoding, the longest that a page keeps the event loop from deciding."""
-WAITING_MAX: Final = 8
-"""Pages are made one at a time; whoever comes when this many wait is told 503."""
 KEEPALIVE_S: Final = 75.0
 SHUTDOWN_S: Final = 1.0
 """How long a page that is being sent may hold up the end."""
@@ -38,10 +38,12 @@ class MetricsServer:
         port: int = 9090,
         routes: Iterable[web.RouteDef] = (),
         pages: Mapping[str, str] | None = None,
+        turn: asyncio.Lock | None = None,
     ) -> None:
         """`host` None: all interfaces. `port` 0: any free one. `routes`: /debug/... and the like.
 
-        `pages`: what each of them shows, by path, for the list at /.
+        `pages`: what each of them shows, by path, for the list at /. `turn`: held while a page is
+        made, theirs too.
         """
         self._registry = registry
         self._ready = ready
@@ -50,8 +52,7 @@ class MetricsServer:
         self._routes = tuple(routes)
         self._pages = _PAGES | dict(pages or {})
         self._runner: web.AppRunner | None = None
-        self._page = asyncio.Lock()
-        self._waiting = 0
+        self.scrapes: Final = PageQueue(turn or asyncio.Lock())
 
     @property
     def port(self) -> int:
@@ -65,7 +66,7 @@ class MetricsServer:
         application.add_routes(
             [
                 web.get("/", self._list),
-                web.get("/metrics", self._metrics),
+                web.get("/metrics", self.scrapes.queued(self._metrics)),
                 web.get("/healthz", self._healthz),
                 web.get("/readyz", self._readyz),
                 *self._routes,
@@ -105,20 +106,9 @@ class MetricsServer:
         return web.Response(status=503, text="not ready\n")
 
     async def _metrics(self, request: web.Request) -> web.Response:
-        if self._waiting >= WAITING_MAX:
-            return web.Response(
-                status=503,
-                headers={hdrs.RETRY_AFTER: "1"},
-                text=f"{WAITING_MAX} scrapes wait for their page; expected fewer at once\n",
-            )
         accept = ",".join(request.headers.getall(hdrs.ACCEPT, []))
         encode, content_type = choose_encoder(accept)
-        self._waiting += 1
-        try:
-            async with self._page:
-                slices = [part async for part in encode_in_slices(self._registry, encode)]
-        finally:
-            self._waiting -= 1
+        slices = [part async for part in encode_in_slices(self._registry, encode)]
         return web.Response(body=b"".join(slices), headers={hdrs.CONTENT_TYPE: content_type})
 
 

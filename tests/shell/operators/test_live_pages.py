@@ -1,5 +1,6 @@
 """The page /live in a real browser, and what else its port answers."""
 
+import asyncio
 import base64
 import os
 from contextlib import asynccontextmanager
@@ -15,6 +16,7 @@ from epp.shell.operators.configuration_changes import Applied, RefusedDocument
 from epp.shell.operators.live_pages import LIVE_PAGES, LivePages
 from epp.shell.operators.live_view import LiveScore
 from epp.shell.operators.metrics_server import MetricsServer
+from epp.shell.operators.page_queue import PageQueue
 from tests.envoy.rig import until
 from tests.shell.operators.test_metrics_server import get
 from tests.shell.operators.test_top_screen import WEIGHTS, live, live_decision, live_endpoint
@@ -44,7 +46,7 @@ class View:
 
 @asynccontextmanager
 async def served(view, token=None):
-    routes = LivePages(view).routes(token)
+    routes = LivePages(view).routes(PageQueue(asyncio.Lock()), token)
     server = MetricsServer(
         CollectorRegistry(), lambda: True, host="127.0.0.1", port=0, routes=routes
     )

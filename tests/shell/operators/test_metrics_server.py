@@ -13,10 +13,10 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from epp.shell.operators.metrics_server import (
     SAMPLES_PER_SLICE_MAX,
-    WAITING_MAX,
     MetricsServer,
     encode_in_slices,
 )
+from epp.shell.operators.page_queue import WAITING_MAX
 from epp.shell.operators.telemetry import PoolSnapshot, Telemetry
 from tests.shell.operators.decisions import make_candidates, make_decision
 
@@ -132,14 +132,15 @@ async def test_the_root_lists_the_pages(registry):
 
 async def test_too_many_scrapes_at_once_are_refused(registry):
     """Pages are made one at a time and few wait for theirs; the rest are told when to come back."""
-    async with server_of(registry) as server, asyncio.TaskGroup() as tasks:
-        await server._page.acquire()
+    turn = asyncio.Lock()
+    async with server_of(registry, turn=turn) as server, asyncio.TaskGroup() as tasks:
+        await turn.acquire()
         waiting = [tasks.create_task(get(server, "/metrics")) for _ in range(WAITING_MAX)]
-        while server._waiting < WAITING_MAX:
+        while server.scrapes.waiting < WAITING_MAX:
             await asyncio.sleep(0)
         status, headers, _ = await get(server, "/metrics")
         assert (status, headers["Retry-After"]) == (503, "1")
-        server._page.release()
+        turn.release()
         assert {(await scrape)[0] for scrape in waiting} == {200}
 
 

@@ -517,7 +517,10 @@ CHECK_HELP: Final[Groups] = {
 
 _DEBUG_PORT: Final = {
     "url": "http://host:port of --metrics-port, as `kubectl port-forward deploy/homing 9090` opens it",
-    "token-file": "file with the token that `epp serve --debug-token-file` asks for",
+    "token-file": (
+        "file with the token that `epp serve --debug-token-file` asks for; without: "
+        "HOMING_DEBUG_TOKEN_FILE names it, or HOMING_DEBUG_TOKEN is the token"
+    ),
 }
 
 EXPLAIN_HELP: Final[Groups] = {

@@ -12,6 +12,8 @@ CHART: Final = ROOT / "charts/homing"
 VALUES: Final = sorted((Path(__file__).parent / "values").glob("*.yaml"))
 RELEASE: Final = "inference"
 NAMESPACE: Final = "models"
+NAMED_SECRETS: Final = Path(__file__).parent / "named_secrets.yaml"
+"""Beneath all values: what the chart would draw would be another each time."""
 HELM_MAX_S: Final = 20
 
 
@@ -32,7 +34,7 @@ def rendered(binary: Path, values: Path, *arguments: str) -> str:
     """What would be installed with this file of values."""
     done = helm(
         *(binary, "template", RELEASE, CHART, "--namespace", NAMESPACE),
-        *("--values", values, *arguments),
+        *("--values", NAMED_SECRETS, "--values", values, *arguments),
     )
     assert done.returncode == 0, done.stderr
     assert not done.stderr, done.stderr

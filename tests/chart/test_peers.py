@@ -211,7 +211,8 @@ def test_a_secret_is_drawn_where_none_is_named(any_helm, peers_chart):
         assert key == "secret"
         text = base64.b64decode(data, validate=True)
         assert len(base64.b64decode(text, validate=True)) >= SECRET_BYTES_MIN
-    done = helm(any_helm, "template", "inference", CHART, *BASE, "--set", "replicas=2")
+    named = ("--set", "replicas=2,debugToken.secretName=debug-pages")
+    done = helm(any_helm, "template", "inference", CHART, *BASE, *named)
     documents = objects(done.stdout)
     _, volume = mounted(documents, "peer-secret")
     assert volume["secret"]["secretName"] == one(documents, "Secret")["metadata"]["name"]
@@ -224,18 +225,18 @@ RESOURCES = [
 
 
 @contextmanager
-def cluster_with(data):
-    """The port of an API server that has one Secret, `inference-homing-peers` of `models`."""
+def cluster_with(data, name="inference-homing-peers"):
+    """The port of an API server that has one Secret, `name` of `models`."""
     pages = {
         "/version": {"major": "1", "minor": "34", "gitVersion": "v1.34.0"},
         "/api": {"kind": "APIVersions", "versions": ["v1"]},
         "/apis": {"kind": "APIGroupList", "apiVersion": "v1", "groups": []},
         "/api/v1": {"kind": "APIResourceList", "groupVersion": "v1", "resources": RESOURCES},
-        "/api/v1/namespaces/models/secrets/inference-homing-peers": {
+        f"/api/v1/namespaces/models/secrets/{name}": {
             "apiVersion": "v1",
             "kind": "Secret",
             "metadata": {
-                "name": "inference-homing-peers",
+                "name": name,
                 "namespace": "models",
                 # What is not of the release Helm would not touch.
                 "labels": {"app.kubernetes.io/managed-by": "Helm"},

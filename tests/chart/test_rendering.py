@@ -15,7 +15,16 @@ from epp import __version__
 from epp.configuration import flags
 from epp.configuration.build import plugin_tables
 from epp.configuration.config import DEFAULT_CONFIG, load_config
-from tests.chart.rendering import CHART, VALUES, helm, objects, one, picker, rendered
+from tests.chart.rendering import (
+    CHART,
+    NAMED_SECRETS,
+    VALUES,
+    helm,
+    objects,
+    one,
+    picker,
+    rendered,
+)
 
 GOLDEN = Path(__file__).parent / "golden"
 
@@ -192,7 +201,14 @@ def test_only_replicas_that_all_serve_have_a_disruption_budget(helm_4):
         ("no-config-map-watch", ["up to 90 seconds", "it would be 2 seconds"]),
         ("created-pool", ["WARNING: pool.failureMode is FailClose and there is one replica"]),
         ("standalone", ["port-forward -n models service/inference-homing-envoy 8081:8081"]),
-        ("guarded", ['curl -H "Authorization: Bearer $TOKEN" http://127.0.0.1:9090/debug/config']),
+        (
+            "guarded",
+            [
+                "kubectl get secret -n models debug-pages -o 'go-template={{index .data ",
+                '-H "Authorization: Bearer $HOMING_DEBUG_TOKEN" http://127.0.0.1:9090/debug/config',
+                "epp top and epp explain take the token from HOMING_DEBUG_TOKEN too",
+            ],
+        ),
         (
             "two-replicas",
             [
@@ -239,7 +255,10 @@ def test_notes_ask_a_picker_from_inside(helm_4, tmp_path, name):
             told = parse(rest.split())
             url = f"http://127.0.0.1:{served.metrics_port}"
             assert told.url == ((url,) if command == "explain" else url)
-            assert told.token_file == served.debug_token_file
+            assert told.token_file == ""
+    # In the container they find the token themselves.
+    told_by = {each["name"]: each.get("value") for each in container["env"]}
+    assert told_by.get("HOMING_DEBUG_TOKEN_FILE", "") == served.debug_token_file
 
 
 @pytest.mark.parametrize(
@@ -302,7 +321,8 @@ def notes_of(binary, tmp_path, name, *more):
     (chart / "templates/notes.yaml").write_text(template, encoding="utf-8")
     done = helm(
         *(binary, "template", "inference", chart, "--namespace", "models"),
-        *("--values", values_named(name), "--show-only", "templates/notes.yaml", *more),
+        *("--values", NAMED_SECRETS, "--values", values_named(name)),
+        *("--show-only", "templates/notes.yaml", *more),
     )
     assert done.returncode == 0, done.stderr
     return one(objects(done.stdout), "Notes")["notes"]

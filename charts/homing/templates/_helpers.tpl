@@ -141,7 +141,7 @@ labels:
 {{- with .Values.bindAddresses.metrics }}
 - {{ printf "--metrics-bind-address=%s" . | quote }}
 {{- end }}
-{{- if .Values.debugToken.secretName }}
+{{- if .Values.debugToken.enabled }}
 - --debug-token-file=/debug-token/{{ .Values.debugToken.key }}
 {{- end }}
 - --secure-serving={{ .Values.tls.enabled }}
@@ -265,4 +265,15 @@ labels:
 {{- define "homing.peerSecret" -}}
 {{- $found := (lookup "v1" "Secret" .Release.Namespace (include "homing.peersName" .)).data | default dict -}}
 {{- get $found .Values.peers.secretKey | default (randBytes 48 | b64enc) -}}
+{{- end -}}
+
+{{/* Name of the Secret with the token of the debug pages. */}}
+{{- define "homing.debugTokenName" -}}
+{{- .Values.debugToken.secretName | default (printf "%s-debug" (include "homing.fullname" . | trunc 57 | trimSuffix "-")) -}}
+{{- end -}}
+
+{{/* The token in base64: that of the cluster, or a new one of 48 letters and digits. */}}
+{{- define "homing.debugToken" -}}
+{{- $found := (lookup "v1" "Secret" .Release.Namespace (include "homing.debugTokenName" .)).data | default dict -}}
+{{- get $found .Values.debugToken.key | default (randAlphaNum 48 | b64enc) -}}
 {{- end -}}

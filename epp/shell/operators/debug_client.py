@@ -1,9 +1,10 @@
 """Asks the debug port of a picker, from the terminal of whoever operates it."""
 
 import http.client
+import os
 import ssl
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Final
 from urllib.parse import urlsplit
@@ -14,6 +15,8 @@ TIMEOUT_S: Final = 5.0
 """For the whole of an answer."""
 ANSWER_BYTES_MAX: Final = 8 * 1024 * 1024
 TOKEN_BYTES_MAX: Final = 4_096
+TOKEN_VARIABLE: Final = "HOMING_DEBUG_TOKEN"  # noqa: S105  a name
+TOKEN_FILE_VARIABLE: Final = "HOMING_DEBUG_TOKEN_FILE"  # noqa: S105  a name
 _PIECE_BYTES: Final = 65_536
 PORT_FORWARD: Final = "kubectl port-forward deploy/homing 9090"
 
@@ -98,16 +101,27 @@ class DebugClient:
         return bytes(body)
 
 
-def read_token(file: str) -> str:
-    """The token in `file`, "" without a file. Raises `NoAnswerError`."""
+def read_token(file: str, environ: Mapping[str, str] = os.environ) -> str:
+    """The token in `file`, else in the file of `TOKEN_FILE_VARIABLE`, else of `TOKEN_VARIABLE`; "" if
+    there is none. Raises `NoAnswerError`.
+    """
+    name = f"--token-file {file}"
     if not file:
-        return ""
+        file = environ.get(TOKEN_FILE_VARIABLE, "")
+        name = f"{TOKEN_FILE_VARIABLE}={file}"
+    if not file:
+        return _checked(environ.get(TOKEN_VARIABLE, ""), TOKEN_VARIABLE, allow_none=True)
     try:
         with Path(file).open("rb") as stream:
             token = stream.read(TOKEN_BYTES_MAX).strip().decode("ascii")
     except (OSError, UnicodeDecodeError) as error:
         why = getattr(error, "strerror", None) or "it is not ASCII"
-        raise NoAnswerError(f"--token-file {file} cannot be read: {why}") from error
-    if not token or not token.isprintable() or " " in token:
-        raise NoAnswerError(f"--token-file {file} has no token, expected one line without spaces")
-    return token
+        raise NoAnswerError(f"{name} cannot be read: {why}") from error
+    return _checked(token, name)
+
+
+def _checked(token: str, name: str, *, allow_none: bool = False) -> str:
+    sound = token.isascii() and token.isprintable() and " " not in token
+    if sound and (token or allow_none):
+        return token
+    raise NoAnswerError(f"{name} has no token, expected one line without spaces")

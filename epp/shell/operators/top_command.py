@@ -125,7 +125,7 @@ def _asked(client: DebugClient, path: str, decode: Callable[[bytes], T]) -> T:
     """What a picker tells. Raises `NoAnswerError`."""
     status, body = client.get(path, accept="application/json")
     if status != _OK:
-        hint = ": give --token-file" if status == 401 else ""
+        hint = ": give --token-file or HOMING_DEBUG_TOKEN" if status == 401 else ""
         raise NoAnswerError(f"{client.url}{path} answers {status}{hint}")
     try:
         return decode(body)

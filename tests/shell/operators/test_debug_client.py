@@ -131,3 +131,21 @@ def test_a_token_is_one_word(tmp_path):
             read_token(str(file))
     with pytest.raises(NoAnswerError, match="cannot be read"):
         read_token(str(tmp_path / "none"))
+
+
+def test_the_environment_can_say_the_token_or_where_it_is(tmp_path):
+    """What is typed counts first, then the file, which is what the pod of the chart has."""
+    file, other = tmp_path / "token", tmp_path / "other"
+    file.write_text("of-the-file\n")
+    other.write_text("typed\n")
+    said = {"HOMING_DEBUG_TOKEN": "said"}
+    named = {"HOMING_DEBUG_TOKEN_FILE": str(file)}
+    assert read_token("", {}) == ""
+    assert read_token("", said) == "said"
+    assert read_token("", said | named) == "of-the-file"
+    assert read_token(str(other), said | named) == "typed"
+    for bad in ("two words", "a\nb", "caf\u00e9"):
+        with pytest.raises(NoAnswerError, match="HOMING_DEBUG_TOKEN has no token"):
+            read_token("", {"HOMING_DEBUG_TOKEN": bad})
+    with pytest.raises(NoAnswerError, match="HOMING_DEBUG_TOKEN_FILE=/none cannot be read"):
+        read_token("", {"HOMING_DEBUG_TOKEN_FILE": "/none"})

@@ -136,13 +136,16 @@ def _raise_open_files_limit() -> None:
 async def _until_signal(picker: "EndpointPicker") -> None:
     stop, hurry = asyncio.Event(), asyncio.Event()
 
-    def received() -> None:
-        # The first signal drains, a second one does not wait for it.
-        (hurry if stop.is_set() else stop).set()
+    def received(number: int) -> None:
+        # The first signal drains, a second one does not wait for it. Nor does a Ctrl-C that no
+        # gateway would notice; after SIGTERM one may still be sent here by what it was told before.
+        if stop.is_set() or (number == signal.SIGINT and not picker.has_gateway):
+            hurry.set()
+        stop.set()
 
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, received)
+        loop.add_signal_handler(number, received, number)
     # Its default would end the picker without a drain. Who sends it wants files to be read again,
     # as other servers do at this signal; ours are read whenever they change.
     loop.add_signal_handler(
@@ -377,6 +380,11 @@ class EndpointPicker:
                 for task in owned:
                     task.cancel()
         _log.info("stopped", decisions=self.scheduler.decisions)
+
+    @property
+    def has_gateway(self) -> bool:
+        """Whether a gateway is connected, as far as can be known."""
+        return self._gateway.has_gateway
 
     def _start(self, tasks: asyncio.TaskGroup) -> "list[asyncio.Task[None]]":
         """Everything that runs beside the server, looked after."""

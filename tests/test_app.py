@@ -1226,6 +1226,37 @@ async def test_a_hangup_ends_nothing(tmp_path):
     assert epp.events[-2:] == ["draining", "stopped"]
 
 
+LONG_GRACE = ("--secure-serving=false", "--drain-grace=1h", "--drain-timeout=1h")
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+async def test_ctrl_c_waits_for_nobody_where_no_gateway_is_connected(transport, tmp_path):
+    """Whoever tries it out is not kept; the grace is longer than any test."""
+    given, _ = arguments_for(tmp_path, TWO)
+    async with child(*given, *LONG_GRACE, f"--transport={transport}") as epp:
+        await epp.until_logged("serving")
+        epp.process.send_signal(signal.SIGINT)
+        assert await epp.end() == (0, "")
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+async def test_the_grace_is_kept_where_a_gateway_may_come(number, transport, tmp_path):
+    """One that is connected has to hear that we go; after SIGTERM one may still be on its way."""
+    given, (port, *_) = arguments_for(tmp_path, TWO)
+    async with child(*given, *LONG_GRACE, f"--transport={transport}") as epp:
+        await epp.until_logged("serving")
+        async with channel_to(f"localhost:{port}") as channel:
+            asked = gw.request_headers(), gw.request_body(LONG)
+            if number == signal.SIGINT:
+                await Call(channel).exchange(*asked, answers=1)
+            epp.process.send_signal(number)
+            await epp.until_logged("draining")
+            assert await Call(channel).exchange(*asked, answers=1), "it is served"
+        epp.process.send_signal(signal.SIGINT)
+        assert await epp.end() == (0, "")
+
+
 async def test_the_log_says_which_event_loop_serves(tmp_path):
     """It is uvloop's wherever that is installed."""
     given, _ = arguments_for(tmp_path, TWO)

@@ -254,7 +254,7 @@ def test_notes_ask_a_picker_from_inside(helm_4, tmp_path, name):
         else:
             told = parse(rest.split())
             url = f"http://127.0.0.1:{served.metrics_port}"
-            assert told.url == ((url,) if command == "explain" else url)
+            assert told.url == (url,)
             assert told.token_file == ""
     # In the container they find the token themselves.
     told_by = {each["name"]: each.get("value") for each in container["env"]}

@@ -149,6 +149,11 @@ class Transport(Protocol):
         """None: it is not known."""
         ...
 
+    @property
+    def has_gateway(self) -> bool:
+        """Whether a gateway is connected, as far as can be known, or one was."""
+        ...
+
     def announce_end(self) -> None:
         """Ask gateways to open no more streams here; those that still come are served."""
         ...

@@ -174,6 +174,7 @@ class GrpcioServer:
         self._lag = lag or NoLag()
         self._clock = clock
         self._operations: set[asyncio.Task[Any]] = set()
+        self._spoken_to = False
         self._connections = Connections()
         for path, opener in methods.items():
             _, service, method = path.split("/")
@@ -201,6 +202,11 @@ class GrpcioServer:
         """Take streams."""
         await self._server.start()
 
+    @property
+    def has_gateway(self) -> bool:
+        """Whether a stream ever came: grpcio does not tell of connections."""
+        return self._spoken_to
+
     def loops(self) -> dict[str, Loop]:
         """What is to run beside it."""
         return {}
@@ -224,6 +230,7 @@ class GrpcioServer:
         return serve
 
     async def _serve(self, opener: Opener, context: _Context) -> None:
+        self._spoken_to = True
         peer = context.peer()
         task = asyncio.current_task()
         assert task is not None

@@ -853,6 +853,10 @@ class Http2Server:
         for server in self._servers:
             await server.start_serving()
 
+    @property
+    def has_gateway(self) -> bool:
+        return bool(self._connections)
+
     def loops(self) -> dict[str, Loop]:
         """What is to run beside it."""
         return {"connections": self._look_after}

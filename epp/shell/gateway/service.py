@@ -89,6 +89,11 @@ class GatewayService:
         for transport in self._transports():
             await transport.start()
 
+    @property
+    def has_gateway(self) -> bool:
+        """Whether a gateway is connected to the serving port, as far as can be known."""
+        return self._transports()[0].has_gateway
+
     def loops(self) -> dict[str, Loop]:
         """What is to run beside it until it has drained, by the name of its task."""
         loops: dict[str, Loop] = {"overdue": self._ext_proc.watch}

@@ -137,7 +137,9 @@ def folder(tmp_path):
         script = f'case "$* " in\n{cases}esac\nexec {sys.executable} -m {name} "$@"\n'
         (programs / name).write_text(f"#!/bin/sh\n{script}")
         (programs / name).chmod(0o755)
-    (programs / "python3").symlink_to(sys.executable)
+    # Not a link: to the environment belongs what is found beside its configuration.
+    (programs / "python3").write_text(f'#!/bin/sh\nexec {sys.executable} "$@"\n')
+    (programs / "python3").chmod(0o755)
     if ENVOY is not None:
         (programs / "envoy").symlink_to(ENVOY)
     (programs / "activate").write_text('PATH="$PWD/.venv/bin:$PATH"\n')

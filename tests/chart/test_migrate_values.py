@@ -274,6 +274,22 @@ def test_it_works_from_anywhere_and_says_where_it_could_not_check(tmp_path):
     assert run(with_configuration(MISSPELT)).returncode == 1
 
 
+def test_without_pyyaml_it_says_so_in_a_sentence_and_writes_nothing():
+    """A Python of its own, as a machine has that never saw this project."""
+    done = subprocess.run(
+        [sys.executable, "-I", "-S", SCRIPT],
+        check=False,
+        input=STANDALONE,
+        capture_output=True,
+        text=True,
+        timeout=20,
+    )
+    assert done.returncode == 1
+    assert done.stdout == ""
+    assert done.stderr.startswith("migrate-values: this Python has no PyYAML, nothing is written")
+    assert done.stderr.count("\n") == 1
+
+
 def test_a_file_is_read_too(tmp_path):
     """And exit code 2 where it cannot be, or where the command line makes no sense."""
     file = tmp_path / "values.yaml"

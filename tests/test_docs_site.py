@@ -17,6 +17,8 @@ from docs.site import ELSEWHERE, on_page_markdown, slug
 from epp.strategies.added_time import AddedTime
 from epp.strategies.cost import scores_of_cost
 from tests.builders import candidates, request
+from tests.envoy.rig import until
+from tests.sim.browser import browser
 from tests.test_docs import PAGES, ROOT, anchors, name_of
 
 CONFIG = ROOT / "mkdocs.yml"
@@ -55,18 +57,50 @@ def built(site, config=CONFIG):
     )  # fmt: skip
 
 
+@pytest.fixture(scope="module")
+def site(tmp_path_factory):
+    """The folder; that it was built, and how that went."""
+    folder = tmp_path_factory.mktemp("site")
+    return folder, built(folder)
+
+
 @pytest.mark.timeout(240)  # ten seconds on a machine of one's own
-def test_the_site_is_built_without_a_warning(tmp_path):
+def test_the_site_is_built_without_a_warning(site):
     """Pages, pictures and anchors that are linked to exist; nothing is loaded from elsewhere."""
-    done = built(tmp_path)
+    folder, done = site
     assert done.returncode == 0, done.stderr
-    page = (tmp_path / "start.html").read_text(encoding="utf-8")
+    page = (folder / "start.html").read_text(encoding="utf-8")
     loaded = re.findall(r'<(?:script|img|link|iframe)\b[^>]*(?:src|href)="(https?:[^"]*)"', page)
     assert loaded == []
     assert 'data-md-component="source"' not in page, "it would ask the repository's host"
     for file in ("index.html", "overview.html", "chart.html", "scoring/added-time.svg"):
-        assert (tmp_path / file).is_file()
-    assert not list(tmp_path.rglob("*.py"))
+        assert (folder / file).is_file()
+    assert not list(folder.rglob("*.py"))
+
+
+FOUND = "document.querySelectorAll('.md-search-result__item a').length"
+SEARCH = """
+document.querySelector('[data-md-toggle=search]').click();
+document.querySelector('[data-md-component=search-query]').value = 'drain grace';
+document.querySelector('[data-md-component=search-query]').dispatchEvent(new Event('keyup'));
+"""
+
+
+@pytest.mark.timeout(240)  # as above
+async def test_the_search_works_from_a_folder_of_files(site):
+    """A browser runs no worker from there and reads no other file but scripts."""
+    folder, _ = site
+    async with browser() as tab:
+        await tab.show(folder / "start.html")
+        await tab.evaluate(SEARCH)
+
+        async def found():
+            return await tab.evaluate(FOUND)
+
+        assert await until(found, "what is found", timeout_s=60)
+        first = await tab.evaluate("document.querySelector('.md-search-result__item a').href")
+        page = first.removeprefix(folder.resolve().as_uri() + "/").partition("?")[0]
+        assert (folder / page.partition("#")[0]).is_file()
 
 
 @pytest.mark.timeout(240)  # ten seconds on a machine of one's own

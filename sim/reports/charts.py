@@ -5,6 +5,7 @@ makes it answer, reading from the drawing itself. `docs/charts.md` says why no l
 """
 
 import math
+import re
 from base64 import b64encode
 from collections.abc import Iterable, Mapping, Sequence
 from hashlib import sha256
@@ -65,6 +66,7 @@ _LOGARITHMIC_STEPS: Final = ((1, 1.5, 2, 3, 4, 5, 7), (1, 2, 5), (1, 3), (1,))
 _GAP_MIN: Final = 0.11
 """Between two marks, of the length of their axis: labels must not touch."""
 _BAR_LABEL_PX: Final = 44
+_CODE: Final = re.compile(r"`([^`]+)`")
 _SHADES: Final = (
     ("#fff7ed", "#2b2018"), ("#ffedd5", "#3d2615"), ("#fed7aa", "#572c12"), ("#fdba74", "#6e2f11"),
 )  # fmt: skip
@@ -275,22 +277,27 @@ def legend(names: Sequence[str]) -> str:
 def figure(caption: str, drawing: str, names: Sequence[str] = ()) -> str:
     """A chart with its caption, and a legend if it has several series."""
     told = f'<div class="legend">{legend(names)}</div>' if names else ""
-    return f"<figure><figcaption>{escape(caption)}</figcaption>{told}{drawing}</figure>"
+    return f"<figure><figcaption>{words(caption)}</figcaption>{told}{drawing}</figure>"
 
 
 def card(facts: Sequence[tuple[str, str]], *, title: str = "", colour: str = "") -> str:
     """A few numbers, large."""
     items = "".join(
-        f"<div><dt>{escape(name)}</dt><dd>{escape(value)}</dd></div>" for name, value in facts
+        f"<div><dt>{words(name)}</dt><dd>{words(value)}</dd></div>" for name, value in facts
     )
     heading = f"<h2>{escape(title)}</h2>" if title else ""
     return f'<section class="card {colour}">{heading}<dl>{items}</dl></section>'
 
 
+def words(text: str) -> str:
+    """`text` as HTML; what stands between backticks, as in Markdown, in the type of code."""
+    return _CODE.sub(r"<code>\1</code>", escape(text))
+
+
 def html_table(rows: Sequence[Sequence[str]]) -> str:
     """Numbers under a head, which is the first row; the first cell of each row names it."""
     head, *body = on_one_line(rows)
-    columns = "".join(f'<th scope="col">{escape(cell)}</th>' for cell in head)
+    columns = "".join(f'<th scope="col">{words(cell)}</th>' for cell in head)
     return scrolling(
         f'<table class="numbers"><thead><tr>{columns}</tr></thead>'
         f"<tbody>{_table_rows(body)}</tbody></table>"
@@ -303,7 +310,7 @@ def shaded_table(rows: Sequence[Sequence[str]], shades: Sequence[Sequence[float]
     `shades`: a row less and a column less than `rows`, from 0 to 1.
     """
     head, *body = on_one_line(rows)
-    columns = "".join(f'<th scope="col">{escape(cell)}</th>' for cell in head)
+    columns = "".join(f'<th scope="col">{words(cell)}</th>' for cell in head)
     lines = []
     for (name, *cells), of_row in zip(body, shades, strict=True):
         told = "".join(
@@ -329,15 +336,15 @@ def scrolling(wide: str) -> str:
 
 def _table_rows(rows: Sequence[Sequence[str]]) -> str:
     return "".join(
-        f'<tr><th scope="row">{escape(row[0])}</th>'
-        f"{''.join(f'<td>{escape(cell)}</td>' for cell in row[1:])}</tr>"
+        f'<tr><th scope="row">{words(row[0])}</th>'
+        f"{''.join(f'<td>{words(cell)}</td>' for cell in row[1:])}</tr>"
         for row in rows
     )
 
 
 def page(title: str, introduction: str, body: str, *, script: str = "") -> str:
     """A whole document, to which nothing may be fetched. `introduction`: a paragraph a line."""
-    paragraphs = "\n".join(f"<p>{escape(line)}</p>" for line in introduction.splitlines())
+    paragraphs = "\n".join(f"<p>{words(line)}</p>" for line in introduction.splitlines())
     scripts = [Path(__file__).with_name("charts.js").read_text(encoding="utf-8")]
     scripts += [script] if script else []
     hashes = " ".join(f"'sha256-{_digest(one)}'" for one in scripts)
@@ -458,6 +465,7 @@ rect, circle {{ fill: var(--colour); }}
 .legend {{ display: flex; flex-wrap: wrap; gap: 2px 18px; font-size: 14px; color: var(--quiet); }}
 .legend i, .note i {{ display: inline-block; width: 12px; height: 12px; border-radius: 3px;
   margin-right: 6px; vertical-align: -1px; background: var(--colour); }}
+code {{ font: 0.92em ui-monospace, monospace; }}
 table {{ border-collapse: collapse; width: 100%; font-size: 15px; }}
 table, dd {{ font-variant-numeric: tabular-nums; }}
 th, td {{ padding: 6px 0; border-bottom: 1px solid var(--line); text-align: left; }}
@@ -478,6 +486,10 @@ main {{ padding: 24px 12px 40px; }} h1 {{ font-size: 24px; }}
 svg text {{ font-size: 14px; }} .pods text {{ font-size: 12px; }}
 .wide {{ display: none; }} .narrow {{ display: block; }}
 .numbers {{ font-size: 14px; }} .numbers tr > :first-child {{ white-space: normal; min-width: 7em; }}
+}}
+@media screen and (min-width: 1000px) {{
+figure:has(.scroll) {{ box-sizing: border-box; width: fit-content; min-width: 100%;
+  max-width: calc(100vw - 40px); margin-left: 50%; transform: translateX(-50%); }}
 }}
 @media (min-width: 900px) {{ .wide text {{ font-size: 10.5px; }} }}
 @media print {{

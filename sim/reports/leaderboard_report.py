@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from html import escape
 from typing import Any, Final
 
 from sim.measurement.assumptions import NOT_MODELLED
@@ -17,6 +16,7 @@ from sim.reports.charts import (
     line_chart,
     page,
     shaded_table,
+    words,
 )
 from sim.reports.compare_report import not_complete, shown
 from sim.reports.report import markdown_table, table
@@ -402,4 +402,4 @@ def _basis(summary: Row) -> str:
 
 
 def _paragraph(text: str) -> str:
-    return f"<p>{escape(text)}</p>"
+    return f"<p>{words(text)}</p>"

@@ -1,20 +1,19 @@
 """The end of every page: what no figure above it holds."""
 
-from html import escape
 from typing import Any
 
 from sim.measurement.assumptions import NOT_MODELLED
-from sim.reports.charts import facts_table, figure
+from sim.reports.charts import facts_table, figure, words
 from sim.reports.report import CONSTANTS, assumption_rows
 
 
 def page_foot(summary: dict[str, Any]) -> str:
     """Two figures of words."""
-    left_out = "".join(f"<li>{escape(sentence)}</li>" for sentence in NOT_MODELLED)
+    left_out = "".join(f"<li>{words(sentence)}</li>" for sentence in NOT_MODELLED)
     rows = [
         [constant, f"{here}; range {between}. Source: {source}."]
         for constant, here, between, source in assumption_rows(summary)[1:]
     ]
     return figure("What is not modelled", f"<ul>{left_out}</ul>") + figure(
-        "Constants from one set-up", f"<p>{escape(CONSTANTS)}</p>{facts_table(rows)}"
+        "Constants from one set-up", f"<p>{words(CONSTANTS)}</p>{facts_table(rows)}"
     )

@@ -85,6 +85,25 @@ async def test_a_page_fetches_nothing_and_is_within_its_budget(folder, tab, name
 
 
 @pytest.mark.parametrize("name", PAGES)
+async def test_a_table_has_the_width_of_the_screen_before_it_is_cut(folder, tab, name):
+    """It is wider than the text where it must be; and the page itself is not pushed sideways."""
+    width = 1400
+    await tab.show(folder / name / "report.html", (width, 900))
+    assert await tab.evaluate("document.documentElement.scrollWidth") <= width
+    boxes = await tab.evaluate(
+        "[...document.querySelectorAll('.scroll')].map(box => [box.scrollWidth, box.clientWidth])"
+    )
+    assert [cut for cut, shown in boxes if cut > shown and shown < width - 100] == []
+
+
+@pytest.mark.parametrize("name", PAGES)
+async def test_what_is_code_is_shown_as_code(folder, tab, name):
+    """Sentences are written once, for pages and for Markdown; a backtick is of Markdown."""
+    await tab.show(folder / name / "report.html")
+    assert "`" not in await tab.evaluate("document.querySelector('main').innerText")
+
+
+@pytest.mark.parametrize("name", PAGES)
 @pytest.mark.parametrize("size", [PHONE, SMALL_PHONE], ids=str)
 async def test_a_page_is_no_wider_than_a_phone(folder, tab, name, size):
     """Nothing is to be pushed sideways but a table, inside its own box, where it is whole."""

@@ -56,10 +56,14 @@ class Options(Struct, frozen=True, kw_only=True):
 
 async def run_demo(options: Options, console: Console) -> int:
     """Both arms, the table and the files; the exit code."""
-    console.print(f"seed {options.seed}", highlight=False)
-    envoy = find_envoy()
     workload = conversations(options.workload, options.seed)
     total = requests_in(workload)
+    console.print(
+        f"The same {total} requests go twice through a real Envoy to {PODS} simulated pods: in turn, "
+        f"then where Homing sends them. At most three minutes; seed {options.seed}.",
+        highlight=False,
+    )
+    envoy = find_envoy()
     results: dict[str, ArmResult] = {}
     with (
         tempfile.TemporaryDirectory(prefix="homing-demo-") as folder,

@@ -92,12 +92,14 @@ def test_the_figures_of_the_table_stand_under_each_other():
 @needs_envoy
 @pytest.mark.envoy
 async def test_a_short_run_writes_both_arms(tmp_path):
-    """Seed first, then both arms; the files are there, the requests add up, nothing is left."""
+    """What is done and its seed first, then both arms; the files are there, the requests add up, nothing is left."""
     async with running_demo(*SHORT, cwd=tmp_path) as (process, mark):
         said, _ = await process.communicate()
         text = said.decode()
         assert process.returncode == 0, text
-        assert text.startswith("seed 3\n")
+        first = " ".join(text.partition("Round")[0].split())
+        assert first.startswith("The same ")
+        assert "seed 3." in first
         assert not marked(mark)
     assert sorted(path.name for path in (tmp_path / "demo").iterdir()) == [
         "report.html",

@@ -1,17 +1,21 @@
 # Everything works from a fresh clone: each target first makes .venv as lock/dev.txt says.
 PYTHON ?= python3
-BIN := .venv/bin
-STAMP := .venv/.installed
+VENV ?= .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
 TOOLS := .venv-release
 PEERS := .peers/.installed
 WORKERS ?= 2
 # Two processes take the tests from one list; tests/conftest.py says which stay together.
 SHARED := --numprocesses $(WORKERS) --dist loadgroup --no-loadscope-reorder
+# What another version of Python may change soonest: decisions, parsers, files, and what is caught.
+QUICK := tests/core tests/plugins tests/strategies tests/configuration tests/shell/files tests/shell/operators/test_tracebacks.py \
+  tests/shell/test_supervision.py tests/test_interrupts.py tests/chart/test_migrate_values.py tests/sim/traces
 # Dask and Ray must have the version of the cluster that they speak to, which only its owner knows.
 LOCKED := --extra sim --extra valkey --extra otel
 PIP := $(BIN)/python -m pip --disable-pip-version-check install
 
-.PHONY: help demo test validate coverage peers check fmt bench attack soak dist sbom audit tools image actionlint h2spec docs site walkthrough lock apiserver clean chaos
+.PHONY: help demo test quick validate coverage peers check fmt bench attack chaos soak dist sbom audit tools image actionlint h2spec docs site walkthrough lock apiserver clean
 
 help:                 ## what there is to make
 	@sed -n 's/^\([a-z0-9]*\):[^#]*## /\1 /p' Makefile | while read -r target what; do \
@@ -22,6 +26,9 @@ demo: $(STAMP)        ## round robin against Homing behind a real Envoy, at most
 
 test: $(STAMP)        ## every test, in two processes (WORKERS=2)
 	$(BIN)/python -m pytest $(SHARED)
+
+quick: $(STAMP)       ## the tests without processes beside them, a minute or two; VENV= and PYTHON= choose another Python
+	$(BIN)/python -m pytest $(SHARED) $(QUICK)
 
 coverage: $(STAMP)    ## every test, slower: which lines and branches they reach
 	$(BIN)/coverage erase
@@ -116,14 +123,14 @@ $(TOOLS)/.installed: lock/release.txt
 
 $(STAMP): lock/dev.txt pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit("Homing needs Python 3.11 or newer, found " + sys.version.split()[0])'
-	@echo 'Installing into .venv what Homing and its tests need: about 90 packages, 200 MB to load, half a minute to some minutes.'
-	@$(PYTHON) -m venv .venv
+	@echo 'Installing into $(VENV) what Homing and its tests need: about 90 packages, 200 MB to load, half a minute to some minutes.'
+	@$(PYTHON) -m venv $(VENV)
 	@# xds-protos carries old modules of opentelemetry-proto: whichever is installed last stays.
 	@# Where somebody watches, pip shows each package and how far it is.
 	@quiet=; test -t 1 || quiet=--quiet; \
 	  $(PIP) $$quiet --require-hashes -r lock/dev.txt && \
-  awk '/^[^ #]/ {wanted = /^opentelemetry-proto==/} wanted' lock/dev.txt > .venv/last.txt && \
-  $(PIP) --quiet --require-hashes --no-deps --force-reinstall -r .venv/last.txt && \
+  awk '/^[^ #]/ {wanted = /^opentelemetry-proto==/} wanted' lock/dev.txt > $(VENV)/last.txt && \
+  $(PIP) --quiet --require-hashes --no-deps --force-reinstall -r $(VENV)/last.txt && \
 	  $(PIP) $$quiet --no-deps --no-build-isolation -e .
 	@touch $@
 

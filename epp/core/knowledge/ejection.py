@@ -52,10 +52,11 @@ class OutlierEjection(Parameters, frozen=True):
     """Slow from so many times the median on."""
     samples_min: Annotated[int, Meta(ge=5, le=32)] = 20
     """Answers of an endpoint before it is compared."""
-    consecutive_failures: Annotated[int, Meta(ge=1)] = 5
-    """Failing from so many errors in a row on."""
+    consecutive_failures: Annotated[int, Meta(ge=1)] = 3
+    """Failing from so many errors in a row on; of more, if the others in service fail too: until chance
+    would give them such a row once in ten thousand."""
     failure_percent: Annotated[float, Meta(gt=0, le=100)] = 50.0
-    """Failing from this share of errors among its answers of the last `window` on, if the others in
+    """Failing from this share of errors among its answers of the last `window` on, if others in
     service have less than half of it."""
     requests_min: Annotated[int, Meta(ge=2)] = 10
     """Answers in that time before their share counts."""

@@ -9,8 +9,8 @@ endpoint and compared to the median of all: the expectation may be wrong by any 
 same for all. The worse of the two counts. If more than a third are that slow, nobody is: then the
 pool has two kinds of endpoints. A client that left counts as having waited at least so long.
 
-**Failing.** So many responses in a row were errors; or so large a share of the last ones, while the
-other endpoints in service have less than half of it. Where everybody fails nobody is sent away, and
+**Failing.** So many responses in a row were errors, more than chance would have it at the others in
+service; or so large a share of the last ones, while others have less than half of it. Where everybody fails nobody is sent away, and
 who was comes back: then it is the model, or what it is asked.
 
 **Full is not failing.** vLLM answers 503 when its admission limits are reached, and counts it in
@@ -57,6 +57,12 @@ LOOK_AGAIN_S: Final = 0.2
 """So long nobody else is looked at after one could not be ejected: all endpoints are compared then."""
 PAGES_TO_CONTRADICT: Final = 2
 """Pages after a 503 that must not show it as a refusal: the first may have been on its way."""
+OTHERS_SHARE: Final = 4
+"""What a pool loses anyhow is what the best one in so many of the others lose at most."""
+CHANCE: Final = 1e-4
+"""A row of errors that is likelier at the others is no sign of this one."""
+PATIENCE_S: Final = 5.0
+"""A request on trial that its client left after so long without any answer has failed."""
 PAGE_S: Final = 5.0
 """Where the last page is older, none will say soon whether a 503 was a refusal."""
 REFUSALS_MAX: Final = 50
@@ -205,7 +211,14 @@ class Outliers:
         elif outcome.ending is not Ending.UNSEEN and (outcome.status or 200) < 300:
             self._took(lease, record, outcome.ending, now)
         if lease.probe:
-            self._probed(lease, record, now, passed=_answered(outcome), failed=failed)
+            hung = outcome.status is None and now - lease.opened_at_s >= PATIENCE_S
+            self._probed(
+                lease,
+                record,
+                now,
+                passed=_answered(outcome) and outcome.ending is Ending.COMPLETE,
+                failed=failed or (hung and outcome.ending is Ending.CLIENT_LEFT),
+            )
 
     def left(self, lease: Lease) -> None:
         """The request of `lease` goes to another endpoint: it says nothing of this one."""
@@ -334,16 +347,18 @@ class Outliers:
         if slot in away or now < self._look_again_s:
             return
         serving_some = record.failures < self._settings.consecutive_failures
-        own = share if serving_some else 1.0
-        others = [
+        others = sorted(
             self._loss(self._records.get(other), now)
             for other, endpoint in enumerate(self._columns.endpoints)
             if endpoint is not None and other != slot and other not in away
-        ]
-        if others and sum(others) / len(others) < own / 2.0:
+        )
+        # Not their mean: when several break at once each would excuse the others.
+        loss = others[len(others) // OTHERS_SHARE] if others else 1.0
+        does_worse = loss < share / 2.0 if serving_some else loss**record.failures <= CHANCE
+        if does_worse:
             if self.ejection.eject(slot, Cause.FAILING, now, serving_some=serving_some):
                 return
-        elif min(others, default=1.0) >= 1.0:
+        elif not others or others[0] >= 1.0:
             self._let_failing_back(now)
         self._look_again_s = now + LOOK_AGAIN_S
 

@@ -9,7 +9,7 @@ from epp.configuration.config import ConfigError, load_config
 from epp.core.decision.scheduler import Scheduler
 from epp.core.knowledge.ejection import PROBES, Cause, OutlierEjection
 from epp.core.knowledge.inflight import Ending, Outcome
-from epp.core.knowledge.outliers import EVALUATE_EVERY_S
+from epp.core.knowledge.outliers import EVALUATE_EVERY_S, PATIENCE_S
 from epp.core.types import EndpointMetrics
 from tests.builders import endpoint, request
 from tests.core.knowledge.test_outliers import BROKEN, CONFIG, FULL, OK, SAMPLES, Pool
@@ -104,6 +104,17 @@ def test_a_probe_without_an_answer_holds_nobody_up():
     assert not pool.found()[3].probed
 
 
+def test_a_probe_that_hangs_has_failed_when_its_client_leaves():
+    """One that leaves at once says nothing."""
+    pool = Pool(4, OutlierEjection())
+    failing(pool, 3)
+    pool.answer(3, PATIENCE_S - 1.0, outcome=LEFT)
+    assert not pool.gets_nothing(3)
+    pool.answer(3, PATIENCE_S, outcome=LEFT)
+    assert pool.gets_nothing(3)
+    assert not pool.found()[3].probed
+
+
 def test_who_was_slow_and_is_slow_in_its_probes_is_away_again():
     pool = Pool(4, OutlierEjection())
     slow(pool, 3)
@@ -119,7 +130,7 @@ def test_clients_that_leave_a_slow_probe_end_it():
     pool = Pool(4, OutlierEjection())
     slow(pool, 3)
     away_for(pool, 3)
-    pool.answer(3, 60.0, outcome=LEFT)
+    pool.answer(3, 60.0, outcome=Outcome(status=200, ending=Ending.CLIENT_LEFT))
     assert pool.gets_nothing(3)
     assert pool.found()[3].cause is Cause.SLOW
 
@@ -277,9 +288,9 @@ def test_an_idle_pod_that_fails_every_request_gets_a_handful():
     """By the default configuration, which names no filter."""
     traffic = Traffic()
     served = traffic.served(zero_is_broken, 400)
-    # Five, and a probe at 30 s: forty seconds of requests.
-    assert served.count(0) == 6
-    assert served[:5] == [0] * 5
+    # Three, and a probe at 30 s: forty seconds of requests.
+    assert served.count(0) == 4
+    assert served[:3] == [0] * 3
     decision = traffic.scheduler.schedule(request(), traffic.now)
     assert decision.eliminated == {"outlier-ejection": 1}
     assert decision.ready == 5

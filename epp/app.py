@@ -312,15 +312,7 @@ class EndpointPicker:
             staleness_s=flags.metrics_staleness_threshold,
         )
         self._replace(self._found)
-        self._count_configured(settings)
-        self._tell_kept()
-        _log.info(
-            "configured",
-            seed=seed,
-            config=self.live.config.source,
-            hash=self.live.hash,
-            endpoints=len(self._found.endpoints),
-        )
+        self._tell_start(settings, seed)
 
     async def serve(self, stop: asyncio.Event, hurry: asyncio.Event | None = None) -> None:
         """Serve until `stop` is set, then drain; `hurry` cuts the drain short.
@@ -495,9 +487,20 @@ class EndpointPicker:
             self.flags.last_good_dir, name, lambda: self.telemetry.last_good_not_kept(name)
         )
 
-    def _tell_kept(self) -> None:
+    def _tell_start(self, settings: SchedulerSettings, seed: int) -> None:
+        self._count_configured(settings)
         if self._kept_config.in_force:
             self.telemetry.config_rejected()
+        self._tell_kept()
+        _log.info(
+            "configured",
+            seed=seed,
+            config=self.live.config.source,
+            hash=self.live.hash,
+            endpoints=len(self._found.endpoints),
+        )
+
+    def _tell_kept(self) -> None:
         for kept in (self._kept_config, self._kept_endpoints):
             self.telemetry.last_good_in_force(kept.name, kept.in_force)
 

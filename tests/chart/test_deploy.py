@@ -4,6 +4,7 @@ import os
 import re
 import subprocess
 from importlib.metadata import requires
+from operator import itemgetter
 from pathlib import Path
 
 import pytest
@@ -79,7 +80,7 @@ def with_replicas(kubectl, tmp_path):
 
 
 def test_the_component_of_replicas_is_what_the_chart_renders(helm_4, with_replicas):
-    """Object by object, but for the namespace, the image, and the order in lists of the container."""
+    """Object by object, but for the namespace, the image, and the order in lists of the pod."""
     values = DEPLOY / "components/replicas/values.yaml"
     wanted = {(at["kind"], at["metadata"]["name"]): at for at in chart_objects(helm_4, values)}
     found = {(at["kind"], at["metadata"]["name"]): at for at in with_replicas(DEPLOY / "base")}
@@ -94,6 +95,9 @@ def test_the_component_of_replicas_is_what_the_chart_renders(helm_4, with_replic
         container = picker(list(documents.values()))
         container["image"] = ""
         container["args"].sort()
+        container["volumeMounts"].sort(key=itemgetter("name"))
+        pod = documents["Deployment", "homing"]["spec"]["template"]["spec"]
+        pod["volumes"].sort(key=itemgetter("name"))
     assert found == wanted
 
 

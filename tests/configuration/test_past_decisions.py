@@ -155,10 +155,10 @@ class Peered(Live):
         elsewhere = InferenceRequest(request_id="p", api=ApiKind.COMPLETIONS, **told)
         self.peer.schedule(elsewhere, self.now)
         for frame in self.talks[1].outgoing(self.now):
-            self.talks[0].receive(frame, self.now)
+            self.talks[0].receive(frame, self.now, self.talks[1].origin)
         self.talks[0].apply(self.now)
         for frame in self.talks[0].outgoing(self.now):
-            self.talks[1].receive(frame, self.now)
+            self.talks[1].receive(frame, self.now, self.talks[0].origin)
         return super().ask(**told | fields)
 
 

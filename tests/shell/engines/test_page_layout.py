@@ -87,7 +87,7 @@ def test_what_moved_less_than_a_little_is_found():
     [
         page(started="8", after=USAGE + "vllm:kv_cache_usage_perc 0.5\n", filling=300),
         "# HELP x\n" * NEAR_BYTES + page(after=USAGE + "vllm:kv_cache_usage_perc 0.5\n"),
-        page("NaN", after=USAGE + "vllm:kv_cache_usage_perc 0.5\n", filling=300).replace(
+        page("44", after=USAGE + "vllm:kv_cache_usage_perc 0.5\n", filling=300).replace(
             "waiting gauge", "waiting untyped"
         ),
     ],

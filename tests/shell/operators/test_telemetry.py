@@ -25,6 +25,7 @@ from epp.shell.engines.first_tokens import FirstTokens
 from epp.shell.gateway.calls import Connected, Cut
 from epp.shell.kubernetes.state import ClusterSnapshot, Reflection
 from epp.shell.operators.capture import CaptureSnapshot
+from epp.shell.operators.decision_history import HistorySnapshot
 from epp.shell.operators.metric_table import METRICS, REQUEST_BUCKETS_S
 from epp.shell.operators.own_process import ProcessSnapshot
 from epp.shell.operators.telemetry import (
@@ -92,6 +93,7 @@ def snapshot(count=4, **fields):
         capture=CaptureSnapshot(
             requests=5, events=9, dropped={"queue": 2, "disk": 0}, write_errors=1, bytes=4096
         ),
+        history=HistorySnapshot(records=7, dropped={"queue": 1}, write_errors=2, bytes=512),
         shadow=shadow_totals(),
         indexes={
             "approx": IndexSnapshot(
@@ -181,6 +183,7 @@ def exercise(exported):
     telemetry.protocol_violated("ended", "RequestBody")
     telemetry.usage_unseen()
     telemetry.responses_unseen()
+    telemetry.task_ended("tick", 1)
     telemetry.last_good_in_force("configuration", True)
     telemetry.last_good_not_kept("endpoints")
     telemetry.peer_snapshot("peer", 0.3)

@@ -45,8 +45,8 @@ FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 OTHERS = frozenset(
     {
-        ".", "cat", "cp", "curl", "deploy/migrate-values", "docker", "envoy", "fi", "helm", "if",
-        "kill", "kind", "kubectl", "ls", "sed", "until",
+        ".", "cat", "cp", "curl", "deploy/migrate-values", "docker", "envoy", "export", "fi", "helm",
+        "if", "kill", "kind", "kubectl", "ls", "sed", "until",
     }
 )  # fmt: skip
 """Commands in fenced blocks that are not ours."""

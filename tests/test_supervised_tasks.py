@@ -19,8 +19,9 @@ from tests.test_app import PREFIX_FIRST, QUEUE_FIRST, pod_pages, replace, servin
 
 BY_FILES = (
     *("capture", "certificate", "config", "connections (health)", "connections (serving)"),
-    *("debug token", "endpoints", "garbage", "kept configuration", "kept endpoints", "memory"),
-    *("overdue", "peers: addresses", "peers: pump", "peers: snapshots", "peers: warm start"),
+    *("debug token", "endpoints", "garbage", "kept configuration", "kept endpoints", "loop lag"),
+    *("memory", "overdue", "peers: addresses", "peers: catching up", "peers: pump"),
+    *("peers: snapshots", "peers: warm start"),
     *("scrape", "scrape endpoint", "session-keys", "standings", "tick"),
 )
 """Of a picker that has everything but Kubernetes and a broker."""

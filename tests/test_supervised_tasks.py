@@ -5,6 +5,7 @@ A task is ended by ending what it waits for, as a plugin or a library would from
 
 import asyncio
 import datetime as dt
+import time
 from contextlib import asynccontextmanager
 
 import pytest
@@ -85,6 +86,8 @@ async def by_files(folder):
         given = folder, [pod.entry], *more
         async with serving(*given, config=PREFIX_FIRST, tls=True) as running:
             await until(lambda: set(BY_FILES) <= set(supervised()), "the tasks")
+            pool = running.picker.scheduler.pool
+            await until(lambda: len(pool.ready(None, time.monotonic())), "the first page")
             yield running, pod
 
 

@@ -715,8 +715,7 @@ class _Connection(asyncio.Protocol):
                 self._transport.abort()
         elif now - self.heard_at_s > self._settings.ping_after_s:
             self._pinged_at_s = now
-            self._engine.ping()
-            self.flush()
+            self._say(self._engine.ping)
 
     def _retire_in_time(self, now: Seconds) -> None:
         if self._retired_at_s is None:
@@ -763,16 +762,20 @@ class _Connection(asyncio.Protocol):
 
     def announce_end(self) -> None:
         """Ask the other side to open no more streams; those that it opens meanwhile are served."""
-        if self._transport is not None and not self._failed:
-            self._engine.send_shutdown_notice()
-            self.flush()
+        self._say(self._engine.send_shutdown_notice)
 
     def go_away(self) -> None:
         """From here on no stream is taken; the connection closes once the open ones are over."""
-        if self._transport is not None and not self._failed:
-            self._gone_away = True
-            self._engine.send_goaway()
-            self.flush()
+        self._gone_away = True
+        self._say(self._engine.send_goaway)
+
+    def _say(self, tell: Callable[[], None]) -> None:
+        if self._transport is None or self._failed:
+            return
+        # After the last word of either side there is nothing to add.
+        with contextlib.suppress(ConnectionStateError):
+            tell()
+        self.flush()
 
     def cut(self) -> None:
         """Close now, whatever is open."""

@@ -808,6 +808,20 @@ async def test_streams_that_come_after_the_announcement_are_served(service):
         assert await client.status(open_) == (0, b"")
 
 
+async def test_a_connection_after_its_last_word_hinders_nobody_who_stops(service):
+    """A connection that is terminated can be told nothing any more."""
+    transport = service.transport()
+    async with carried(transport) as port, connected(port) as client:
+        client.open(framed(bytes(100))[:50])
+        await until(lambda: service.calls, "the stream")
+        (connection,) = transport._connections
+        connection._engine.terminate_connection(ErrorCode.NO_ERROR)
+        transport.announce_end()
+        await transport.stop(None)
+        assert not transport.has_gateway
+    assert service.budget.held_bytes == 0
+
+
 async def test_stopping_at_once_ends_every_stream(service):
     """Each call is told, and nothing is held."""
     transport = service.transport()

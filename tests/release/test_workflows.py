@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from tests.release import actionlint
+from tests.go_program import GoProgramError
+from tests.release.actionlint import ACTIONLINT
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / ".github/workflows"
@@ -39,8 +40,8 @@ def job_of(workflow, name):
 def test_actionlint_finds_nothing():
     """Syntax, expressions, types of contexts, and needs of jobs."""
     try:
-        command = actionlint.find(os.environ)
-    except actionlint.ActionlintError as error:
+        command = ACTIONLINT.find(os.environ)
+    except GoProgramError as error:
         pytest.skip(str(error))
     done = subprocess.run(
         [command, "-no-color", *WORKFLOWS], capture_output=True, text=True, check=False, timeout=50
@@ -50,12 +51,12 @@ def test_actionlint_finds_nothing():
 
 def test_actionlint_that_is_not_there_is_a_sentence(tmp_path):
     """Which says how to have it."""
-    with pytest.raises(actionlint.ActionlintError, match="run `make actionlint`"):
-        actionlint.find({"XDG_CACHE_HOME": str(tmp_path)})
-    with pytest.raises(actionlint.ActionlintError, match="is no program"):
-        actionlint.find({"ACTIONLINT": str(tmp_path / "nothing")})
-    with pytest.raises(actionlint.ActionlintError, match="no go on PATH"):
-        actionlint.build({"XDG_CACHE_HOME": str(tmp_path), "PATH": str(tmp_path)})
+    with pytest.raises(GoProgramError, match="run `make actionlint`"):
+        ACTIONLINT.find({"XDG_CACHE_HOME": str(tmp_path)})
+    with pytest.raises(GoProgramError, match="is no program"):
+        ACTIONLINT.find({"ACTIONLINT": str(tmp_path / "nothing")})
+    with pytest.raises(GoProgramError, match="no go on PATH"):
+        ACTIONLINT.build({"XDG_CACHE_HOME": str(tmp_path), "PATH": str(tmp_path)})
 
 
 def test_every_action_is_pinned_by_its_commit():

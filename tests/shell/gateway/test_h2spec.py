@@ -10,7 +10,8 @@ from contextlib import asynccontextmanager, suppress
 
 import pytest
 
-from tests.shell.gateway import h2spec
+from tests.go_program import GoProgramError
+from tests.shell.gateway.h2spec import H2SPEC
 from tests.shell.gateway.test_http2 import PATH, Service
 from tests.transports import carried
 
@@ -104,8 +105,8 @@ def outcomes(told):
 async def test_every_case_passes_or_is_explained():
     """With a client that is a gateway in nothing but HTTP/2."""
     try:
-        command = h2spec.find(os.environ)
-    except h2spec.H2specError as error:
+        command = H2SPEC.find(os.environ)
+    except GoProgramError as error:
         pytest.skip(str(error))
     async with carried(Service().transport()) as port, together(port) as before:
         process = await asyncio.create_subprocess_exec(
@@ -120,9 +121,9 @@ async def test_every_case_passes_or_is_explained():
 
 def test_h2spec_that_is_not_there_is_a_sentence(tmp_path):
     """Which says how to have it."""
-    with pytest.raises(h2spec.H2specError, match="run `make h2spec`"):
-        h2spec.find({"XDG_CACHE_HOME": str(tmp_path)})
-    with pytest.raises(h2spec.H2specError, match="is no program"):
-        h2spec.find({"H2SPEC": str(tmp_path / "nothing")})
-    with pytest.raises(h2spec.H2specError, match="no go on PATH"):
-        h2spec.build({"XDG_CACHE_HOME": str(tmp_path), "PATH": str(tmp_path)})
+    with pytest.raises(GoProgramError, match="run `make h2spec`"):
+        H2SPEC.find({"XDG_CACHE_HOME": str(tmp_path)})
+    with pytest.raises(GoProgramError, match="is no program"):
+        H2SPEC.find({"H2SPEC": str(tmp_path / "nothing")})
+    with pytest.raises(GoProgramError, match="no go on PATH"):
+        H2SPEC.build({"XDG_CACHE_HOME": str(tmp_path), "PATH": str(tmp_path)})

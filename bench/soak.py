@@ -27,6 +27,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from bench import soak_peers
 from bench.place import PAGES, Place, running, write_endpoints
 from bench.soak_peers import fault
+from bench.termination import end_in_order
 from epp.configuration.flags import ServeFlags, Transport
 
 PODS = 6
@@ -238,6 +239,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--rate-per-s", type=float, default=100.0)
     parser.add_argument("--transport", choices=list(Transport), default=ServeFlags().transport)
     options = parser.parse_args(arguments)
+    end_in_order()
     if options.peers:
         return soak_peers.run(options.minutes or 60.0, options.seed, options.json)
     return asyncio.run(_soak(options.minutes or 10.0, options.rate_per_s, options.transport))

@@ -165,7 +165,7 @@ class PeerSoak:
     ) -> None:
         self.told: Counter[str] = Counter()
         self.changes: Counter[str] = Counter()
-        self._gateway = gateway
+        self.gateway = gateway
         self._pods = pods
         self._pickers = pickers
         self._secret = secret
@@ -205,7 +205,7 @@ class PeerSoak:
         headers = {"x-takes-s": f"{self._random.expovariate(1 / 0.1):.3f}"}
         try:
             async with session.post(
-                f"{self._gateway}/v1/completions",
+                f"{self.gateway}/v1/completions",
                 json={"model": "m", "prompt": prompt},
                 headers=headers,
             ) as response:
@@ -221,8 +221,8 @@ class PeerSoak:
 
     # What goes wrong.
 
-    async def trouble(self, session: ClientSession) -> None:
-        """One thing after the other, each just after a burst, until cancelled."""
+    async def trouble(self, session: ClientSession, stop: asyncio.Event) -> None:
+        """One thing after the other, each just after a burst, until `stop`; the last is undone too."""
         kinds: dict[str, Callable[[], Awaitable[None]]] = {
             "picker killed": self._kill_picker,
             "picker stopped": self._stop_picker,
@@ -233,7 +233,7 @@ class PeerSoak:
             "flooded by a replica while stopped": self._flood_stopped,
             "flooded by strangers": self._strangers,
         }
-        while True:
+        while not stop.is_set():
             await asyncio.sleep(self._random.uniform(0.5, 2.5))
             kind = self._random.choice(list(kinds))
             self.burst(session)
@@ -275,12 +275,17 @@ class PeerSoak:
         victim = victim or self._random.choice(self._pickers)
         arguments = ("-m", "bench.peer_flood", str(victim.ports.peer), str(self._secret))
         flood = await asyncio.create_subprocess_exec(
-            sys.executable, *arguments, cwd=ROOT, stderr=asyncio.subprocess.DEVNULL
+            *(sys.executable, *arguments),
+            cwd=ROOT,
+            stdout=asyncio.subprocess.DEVNULL,
+            stderr=asyncio.subprocess.DEVNULL,
         )
-        # It is a moment until its Python runs.
-        await asyncio.sleep(FLOOD_S + 0.5)
-        flood.kill()
-        await flood.wait()
+        try:
+            # It is a moment until its Python runs.
+            await asyncio.sleep(FLOOD_S + 0.5)
+        finally:
+            flood.kill()
+            await flood.wait()
 
     async def _flood_stopped(self) -> None:
         """It floods, and leaves while nobody reads."""
@@ -393,16 +398,32 @@ async def _everything(folder: Path, seed: int) -> AsyncIterator[tuple[PeerSoak, 
         yield PeerSoak(url, pods, pickers, secret, seed), pickers
 
 
-async def _settled(session: ClientSession, pickers: Sequence[Picker], wait_s: float) -> list[str]:
-    """Wait until each picker has all pods and hears all others; what is still missing."""
+async def _settled(
+    session: ClientSession, gateway: str, pickers: Sequence[Picker], wait_s: float
+) -> list[str]:
+    """Wait until the gateway serves, and each picker has all pods and hears all others; what is
+    still missing.
+    """
     deadline_s = time.monotonic() + wait_s
     while True:
         missing = [
             sentence for picker in pickers if (sentence := await _unsettled(session, picker))
         ]
+        if not await _serves(session, gateway):
+            missing.append("the gateway serves nothing")
         if not missing or time.monotonic() > deadline_s:
             return missing
         await asyncio.sleep(0.2)
+
+
+async def _serves(session: ClientSession, gateway: str) -> bool:
+    try:
+        async with session.post(
+            f"{gateway}/v1/completions", json={"model": "m", "prompt": "ready?"}
+        ) as response:
+            return response.status == 200
+    except (ClientError, TimeoutError):
+        return False
 
 
 async def _unsettled(session: ClientSession, picker: Picker) -> str:
@@ -427,24 +448,19 @@ async def soak(minutes: float, seed: int, folder: Path) -> "Outcome":
         _everything(folder, seed) as (running, pickers),
         ClientSession(connector=TCPConnector(limit=0), timeout=timeout) as session,
     ):
-        missing = await _settled(session, pickers, READY_S_MAX)
+        missing = await _settled(session, running.gateway, pickers, READY_S_MAX)
         assert not missing, f"it never began: {missing}"
         began_at_s = time.monotonic()
-        beside = [
-            asyncio.create_task(running.trouble(session), name="trouble"),
-            asyncio.create_task(running.watch(session), name="watch"),
-        ]
-        await running.load(session, minutes * 60)
-        for task in beside:
-            task.cancel()
-        for result in await asyncio.gather(*beside, return_exceptions=True):
-            assert isinstance(result, asyncio.CancelledError), f"it ended by itself: {result!r}"
-        await running.answered()
-        for picker in pickers:
-            picker.send_signal(signal.SIGCONT)
-            if not picker.runs and not picker.failures:
-                await picker.start()
-        missing = await _settled(session, pickers, SETTLE_S_MAX)
+        stop = asyncio.Event()
+        async with asyncio.TaskGroup() as tasks:
+            trouble = tasks.create_task(running.trouble(session, stop), name="trouble")
+            watch = tasks.create_task(running.watch(session), name="watch")
+            await running.load(session, minutes * 60)
+            stop.set()
+            await trouble
+            await running.answered()
+            watch.cancel()
+        missing = await _settled(session, running.gateway, pickers, SETTLE_S_MAX)
         await asyncio.gather(*(running.look_at(session, picker) for picker in pickers))
         return _outcome(running, pickers, missing, time.monotonic() - began_at_s)
 

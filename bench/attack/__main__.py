@@ -26,6 +26,7 @@ from rich.table import Table
 from bench.attack import gateway as gw
 from bench.attack.attacks import ATTACKS, FLAGS, PROMPT, RAW_ONLY
 from bench.place import ROOT, Place, running
+from bench.termination import end_in_order
 from epp.configuration.flags import ServeFlags, Transport
 
 PROBES_PER_S = 20
@@ -201,6 +202,7 @@ def main(arguments: Sequence[str]) -> int:
     unknown = sorted(set(options.names) - set(ATTACKS))
     if unknown:
         parser.error(f"no attack {unknown[0]!r}, expected one of {', '.join(ATTACKS)}")
+    end_in_order()
     console = Console(width=180)
     lost = 0
     for envoy in (False, True):

@@ -26,6 +26,7 @@ from rich.progress import track
 from bench.chaos.faults import CASES, Case, NotPlayedError
 from bench.chaos.load import LIGHT, Asked, Load, Traffic
 from bench.chaos.stage import PODS, Edit, Routed, Stage, staged
+from bench.termination import end_in_order
 
 WARM_S: Final = 3.0
 BEFORE_S: Final = 8.0
@@ -196,6 +197,7 @@ def main(arguments: Sequence[str]) -> int:
     if unknown:
         parser.error(f"no fault {unknown[0]!r}, expected one of {', '.join(CASES)}")
     names = options.names or list(CASES)
+    end_in_order()
     console = Console(stderr=True)
     rows = []
     for name in track(names, "Breaking things", console=console):

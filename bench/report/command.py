@@ -1,7 +1,5 @@
 """`python -m bench` without a name: measure, write, tell; the exit code is about the machine."""
 
-import signal
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Final
@@ -10,12 +8,12 @@ from bench.report.contestants import transports
 from bench.report.measuring import Measuring, Plan
 from bench.report.rows import Reported, rows
 from bench.report.writing import PLOT, to_json, to_markdown, to_svg
+from bench.termination import end_in_order
 
 FOLDER: Final = Path("bench-report")
 QUICK_ROUNDS: Final = 2
 QUICK_SHARE: Final = 0.2
 BUSY_EXIT: Final = 3
-_TERMINATED_EXIT: Final = 128 + signal.SIGTERM
 
 
 def report(plan: Plan, folder: Path, machine: Mapping[str, object]) -> int:
@@ -23,8 +21,7 @@ def report(plan: Plan, folder: Path, machine: Mapping[str, object]) -> int:
 
     Raises `ContestantError` if a server of Homing does not come up.
     """
-    # Servers are in sessions of their own: however this ends, it ends them.
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(_TERMINATED_EXIT))
+    end_in_order()
     with Measuring.running(plan, lambda line: print(line, flush=True)) as measuring:
         results = measuring.everything()
     named = transports()

@@ -1,8 +1,9 @@
-"""kube-apiserver and etcd: where they are, and `make apiserver`, which builds them.
+"""Kubernetes and etcd: where they are, and `make apiserver`, which builds what its tests need.
 
-They are in no registry of Python packages, but the sources of both are in the Go module proxy;
-`go/` beside this file is a module of two commands that pins them. The build takes minutes and
-gigabytes of cache, so it is asked for, and done once for each pair of versions.
+They are in no registry of Python packages, but their sources are in the Go module proxy; `go/`
+beside this file is a module of their commands that pins them. The build takes minutes and
+gigabytes of cache, so it is asked for, and done once for each pair of versions. `make cluster`
+builds the rest (`NODE_NAMES`) to the same place.
 """
 
 import os
@@ -12,12 +13,14 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Final, NamedTuple
 
 SOURCES: Final = Path(__file__).with_name("go")
 NAMES: Final = ("kube-apiserver", "etcd")
+NODE_NAMES: Final = ("kube-controller-manager", "kube-scheduler", "kube-proxy", "kubelet")
+"""What makes of an API server a cluster of one node."""
 VARIABLES: Final = ("KUBE_APISERVER", "ETCD")
 NICENESS: Final = 19
 
@@ -57,26 +60,29 @@ def find(environment: Mapping[str, str]) -> Binaries:
     return Binaries(*found)
 
 
-def build(environment: Mapping[str, str]) -> Binaries:
-    """Build what is not built yet. Raises `BinariesError`, `subprocess.CalledProcessError`."""
+def build(environment: Mapping[str, str], names: Sequence[str] = NAMES) -> Path:
+    """The folder of `names`, of which those are built that are not there yet.
+
+    Raises `BinariesError`, `subprocess.CalledProcessError`.
+    """
     folder = cache_folder(environment)
-    if not folder.is_dir():
+    missing = [name for name in names if not (folder / name).exists()]
+    if missing:
         go = shutil.which("go", path=environment.get("PATH"))
         if go is None:
             raise BinariesError(
                 "there is no go on PATH: install Go 1.25 or newer, or set "
                 f"{' and '.join(VARIABLES)} to binaries of yours"
             )
-        folder.parent.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=folder.parent) as scratch:
-            ready = Path(scratch, "ready")
-            ready.mkdir()
-            _compile(go, ready, environment)
-            ready.rename(folder)
-    return Binaries(*(folder / name for name in NAMES))
+            _compile(go, missing, Path(scratch), environment)
+            for name in missing:
+                Path(scratch, name).rename(folder / name)
+    return folder
 
 
-def _compile(go: str, folder: Path, environment: Mapping[str, str]) -> None:
+def _compile(go: str, names: Sequence[str], folder: Path, environment: Mapping[str, str]) -> None:
     version = _pinned("k8s.io/kubernetes")
     major, minor, _ = version.removeprefix("v").split(".", 2)
     # Clients look at the version; a server that was built without one says v0.0.0.
@@ -84,7 +90,7 @@ def _compile(go: str, folder: Path, environment: Mapping[str, str]) -> None:
     linked = [f"-X k8s.io/component-base/version.{name}={at}" for name, at in stamp.items()]
     # Two compilers at a time: each may take a gigabyte.
     command = [go, "build", "-p", "2", "-trimpath", "-ldflags", " ".join(["-s", "-w", *linked])]
-    command += ["-o", f"{folder}/", *(f"./{name}" for name in NAMES)]
+    command += ["-o", f"{folder}/", *(f"./{name}" for name in names)]
     subprocess.run(
         command,
         cwd=SOURCES,
@@ -104,15 +110,15 @@ def main() -> int:
     """`make apiserver`: 2 where there is no Go, 1 where the build failed."""
     os.nice(NICENESS)
     try:
-        found = build(os.environ)
+        folder = build(os.environ)
     except BinariesError as error:
         print(error, file=sys.stderr)
         return 2
     except subprocess.CalledProcessError as error:
         print(f"go build failed with {error.returncode}, see above", file=sys.stderr)
         return 1
-    for variable, path in zip(VARIABLES, found, strict=True):
-        print(f"export {variable}={shlex.quote(str(path))}")
+    for variable, name in zip(VARIABLES, NAMES, strict=True):
+        print(f"export {variable}={shlex.quote(str(folder / name))}")
     return 0
 
 

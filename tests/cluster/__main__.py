@@ -1,0 +1,83 @@
+"""`make cluster`: a Kubernetes of one node on this machine; `make cluster-down` takes it away.
+
+`python -m tests.cluster up|down|load|env`. Nothing that it does reaches another address. `env` prints
+what makes `kubectl` and `helm` of it ready to type.
+"""
+
+import argparse
+import os
+import shlex
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+
+from tests.apiserver.binaries import BinariesError
+from tests.chart.tools import HELM_3, HELM_4, ToolsError, tools_of
+from tests.cluster.daemons import INSIDE
+from tests.cluster.node import Node, missing
+from tests.cluster.place import ClusterError, Place
+
+_TYPED = """\
+The cluster is ready. To type commands:
+
+  eval "$(python -m tests.cluster env)"
+  kubectl get pods -A
+"""
+
+
+def _env(place: Place) -> str:
+    inside = shlex.join(INSIDE)
+    helm_3, helm_4 = tools_of(HELM_3), tools_of(HELM_4)
+    return "\n".join(
+        [
+            f"export KUBECONFIG={shlex.quote(str(place.kubeconfig))}",
+            f'kubectl() {{ {inside} {helm_3}/kubectl "$@"; }}',
+            f'helm() {{ {inside} {helm_3}/helm "$@"; }}',
+            f'helm4() {{ {inside} {helm_4}/helm "$@"; }}',
+            f'inside() {{ {inside} "$@"; }}',
+        ]
+    )
+
+
+def main(arguments: Sequence[str]) -> int:
+    """0; 1: it did not come up; 2: this machine lacks something."""
+    parser = argparse.ArgumentParser(prog="python -m tests.cluster", description=__doc__)
+    parser.add_argument("what", choices=["up", "down", "load", "env"])
+    options = parser.parse_args(arguments)
+    place = Place.of(os.environ)
+    began_s = time.monotonic()
+
+    def tell(line: str) -> None:
+        print(f"{time.monotonic() - began_s:6.1f} s  {line}", file=sys.stderr, flush=True)
+
+    node = Node(place, os.environ, tell)
+    try:
+        if options.what == "env":
+            print(_env(place))
+            return 0
+        if lacking := missing():
+            print(lacking, file=sys.stderr)
+            return 2
+        if options.what == "down":
+            node.down()
+        elif options.what == "load":
+            node.load()
+        else:
+            node.up()
+            tell("ready")
+            print(_TYPED)
+    except (BinariesError, ClusterError, ToolsError) as error:
+        print(error, file=sys.stderr)
+        return 1
+    except subprocess.CalledProcessError as error:
+        print(f"`{error.cmd}` ended with {error.returncode}: {error.stderr}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        # What it had started by then it has ended.
+        return 130
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

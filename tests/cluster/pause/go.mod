@@ -1,0 +1,3 @@
+module homing.test/pause
+
+go 1.25.0

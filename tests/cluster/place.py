@@ -1,0 +1,68 @@
+"""Where the cluster keeps what it makes, and the addresses that it has inside its namespace."""
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+NETWORK: Final = "homing-cluster"
+"""The network namespace that all of it lives in; no interface of it leads out."""
+NODE: Final = "node1"
+NODE_ADDRESS: Final = "10.77.0.1"
+NODE_PREFIX: Final = 24
+POD_NETWORK: Final = "10.78.0.0/24"
+SERVICE_NETWORK: Final = "10.96.0.0/16"
+SERVICE_ADDRESS: Final = "10.96.0.1"
+"""Of the API server, the first of `SERVICE_NETWORK`."""
+DOMAIN: Final = "cluster.local"
+REGISTRY: Final = "registry.example.com"
+"""Nobody asks it: images are there before anything wants one."""
+
+
+class ClusterError(Exception):
+    """Why there is no cluster: one sentence."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """Folders. `run` goes with the cluster, the others stay for the next one."""
+
+    root: Path
+
+    @classmethod
+    def of(cls, environment: Mapping[str, str]) -> "Place":
+        """`HOMING_CLUSTER`, else a folder of the cache."""
+        told = environment.get("HOMING_CLUSTER")
+        caches = environment.get("XDG_CACHE_HOME") or Path(environment.get("HOME", "~"), ".cache")
+        return cls(Path(told) if told else Path(caches).expanduser() / "homing" / "cluster")
+
+    @property
+    def run(self) -> Path:
+        return self.root / "run"
+
+    @property
+    def logs(self) -> Path:
+        return self.run / "logs"
+
+    @property
+    def images(self) -> Path:
+        return self.root / "images"
+
+    @property
+    def certificates(self) -> Path:
+        return self.run / "certificates"
+
+    @property
+    def kubeconfig(self) -> Path:
+        """Of the administrator."""
+        return self.run / "admin.yaml"
+
+    @property
+    def containerd_socket(self) -> Path:
+        # A path of a socket has 107 bytes at most.
+        return Path(f"/run/{NETWORK}/containerd.sock")
+
+    def existing(self, *folders: Path) -> None:
+        for folder in folders:
+            os.makedirs(folder, exist_ok=True)

@@ -15,10 +15,10 @@ QUICK := tests/core tests/plugins tests/strategies tests/configuration tests/she
 LOCKED := --extra sim --extra valkey --extra otel
 PIP := $(BIN)/python -m pip --disable-pip-version-check install
 
-.PHONY: help demo test quick validate coverage peers check fmt bench attack chaos soak dist sbom audit tools image actionlint h2spec docs site walkthrough lock apiserver clean
+.PHONY: help demo test quick validate coverage peers check fmt bench attack chaos soak dist sbom audit tools image actionlint h2spec docs site walkthrough lock apiserver cluster cluster-down test-cluster clean
 
 help:                 ## what there is to make
-	@sed -n 's/^\([a-z0-9]*\):[^#]*## /\1 /p' Makefile | while read -r target what; do \
+	@sed -n 's/^\([a-z0-9-]*\):[^#]*## /\1 /p' Makefile | while read -r target what; do \
 	  printf 'make %-10s %s\n' "$$target" "$$what"; done
 
 demo: $(STAMP)        ## round robin against Homing behind a real Envoy, at most three minutes
@@ -112,6 +112,15 @@ lock: $(STAMP)        ## write the lock files anew from pyproject.toml
 
 apiserver: $(STAMP)   ## build kube-apiserver and etcd for the tests that need them, with Go, minutes
 	@$(BIN)/python -m tests.apiserver.binaries
+
+cluster: $(STAMP)     ## a real Kubernetes of one node on this machine, as root; the first time it is built, half an hour
+	@$(BIN)/python -m tests.cluster up
+
+cluster-down: $(STAMP) ## take it away, and put back what was the machine's
+	@$(BIN)/python -m tests.cluster down
+
+test-cluster: $(STAMP) ## the tests that need it; it is brought up for them if it does not run
+	$(BIN)/python -m pytest $(SHARED) -m cluster -n 0 tests/cluster
 
 clean:                ## remove what was made, .venv too
 	rm -rf .venv .peers $(TOOLS) dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache .coverage .coverage.* demo bench-report site

@@ -1,7 +1,8 @@
 """`make cluster`: a Kubernetes of one node on this machine; `make cluster-down` takes it away.
 
-`python -m tests.cluster up|down|load|env`. Nothing that it does reaches another address. `env` prints
-what makes `kubectl` and `helm` of it ready to type.
+`python -m tests.cluster up|down|load|env|kept`. Nothing of it reaches another address. `load` gives it
+images of the tree anew, `env` prints what makes its `kubectl` and `helm` ready to type, `kept` only
+says whether it could come up at once.
 """
 
 import argparse
@@ -43,7 +44,7 @@ def _env(place: Place) -> str:
 def main(arguments: Sequence[str]) -> int:
     """0; 1: it did not come up; 2: this machine lacks something."""
     parser = argparse.ArgumentParser(prog="python -m tests.cluster", description=__doc__)
-    parser.add_argument("what", choices=["up", "down", "load", "env"])
+    parser.add_argument("what", choices=["up", "down", "load", "env", "kept"])
     options = parser.parse_args(arguments)
     place = Place.of(os.environ)
     began_s = time.monotonic()
@@ -59,7 +60,11 @@ def main(arguments: Sequence[str]) -> int:
         if lacking := missing():
             print(lacking, file=sys.stderr)
             return 2
-        if options.what == "down":
+        if options.what == "kept":
+            if not node.built:
+                print("no Kubernetes is built here, `make cluster` does it", file=sys.stderr)
+                return 2
+        elif options.what == "down":
             node.down()
         elif options.what == "load":
             node.load()

@@ -4,35 +4,35 @@ Each image is kept by what it is made of, and made again when that has changed.
 """
 
 import hashlib
+import importlib.util
 import io
 import json
 import os
+import shlex
 import shutil
 import subprocess
-import sys
 import tarfile
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from sim.demo.arm import find_envoy
 from tests.chart.rendering import ROOT
 from tests.cluster.place import REGISTRY, ClusterError, Place
+from tests.release import dockerfile
+from tests.release.roots import Root
 
 SUITE: Final = "bookworm"
-PYTHON: Final = "3.11"
-"""That of the suite; the image that users have is of a newer one."""
-PACKAGES: Final = ("python3", "python3-venv", "ca-certificates")
+PACKAGES: Final = ("python3", "python3-venv", "python-is-python3", "ca-certificates")
+"""Its Python is older than that of the image that users have."""
+DOCKERFILE: Final = ROOT / "deploy/Dockerfile"
 PAUSE: Final = f"{REGISTRY}/pause:1"
 HOMING: Final = f"{REGISTRY}/homing:test"
 ENVOY: Final = "docker.io/envoyproxy/envoy:distroless-v1.40.0"
 """What the chart names."""
 NOBODY: Final = "65532:65532"
-_PATH: Final = "PATH=/opt/homing/bin:/usr/local/bin:/usr/bin:/bin"
-_LAST: Final = ("opentelemetry-proto",)
-"""Wheels of `deploy/Dockerfile` that are laid over those of others."""
-_FOUND: Final = "/opt/homing"
+_PATH: Final = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
+_INSTALLED: Final = "/opt/homing"
 
 Tell = Callable[[str], None]
 
@@ -49,34 +49,13 @@ class Images:
         """Name of the image -> its archive. Raises `ClusterError`."""
         self._place.existing(self._place.images)
         base = self._base()
+        envoy = {"User": NOBODY, "Entrypoint": ["/usr/local/bin/envoy"], "StopSignal": "SIGTERM"}
         return {
             PAUSE: self._archive(
                 PAUSE, {"Entrypoint": ["/pause"], "User": NOBODY}, [self._pause()]
             ),
-            ENVOY: self._archive(
-                ENVOY,
-                {
-                    "Env": [_PATH],
-                    "User": NOBODY,
-                    "Entrypoint": ["/usr/local/bin/envoy"],
-                    "StopSignal": "SIGTERM",
-                },
-                [base, self._envoy()],
-            ),
-            HOMING: self._archive(
-                HOMING,
-                {
-                    "Env": [
-                        *(_PATH, "HOME=/tmp", "PYTHONDONTWRITEBYTECODE=1"),
-                        *("PYTHONFAULTHANDLER=1", "PYTHONUNBUFFERED=1"),
-                    ],
-                    "User": NOBODY,
-                    "Entrypoint": ["epp"],
-                    "Cmd": ["serve", "--help"],
-                    "StopSignal": "SIGTERM",
-                },
-                [base, *self._homing()],
-            ),
+            ENVOY: self._archive(ENVOY, envoy, [base, self._envoy()]),
+            HOMING: self._archive(HOMING, _said(DOCKERFILE), [base, self._homing(base)]),
         }
 
     # Layers.
@@ -90,7 +69,8 @@ class Images:
         _run(command, cwd=source, env={**self._environment, "CGO_ENABLED": "0"})
 
     def _envoy(self) -> Path:
-        envoy = find_envoy()
+        # What is on PATH is a program in Python that starts it.
+        envoy = Path(str(importlib.util.find_spec("envoy").origin)).parent / "_bin/envoy"
 
         def lay(into: Path) -> None:
             place = into / "usr/local/bin"
@@ -121,57 +101,21 @@ class Images:
 
         return self._layer("base", [], lay, SUITE, *PACKAGES)
 
-    def _homing(self) -> list[Path]:
-        """The steps of deploy/Dockerfile: what it needs, and the product over it."""
-        lock = ROOT / "lock/runtime.txt"
-        needed = self._layer("needed", [lock], lambda into: self._install(lock, into))
-        sources = [ROOT / "pyproject.toml", ROOT / "README.md", ROOT / "LICENSE"]
-        sources += [path for name in ("epp", "sim") for path in _files(ROOT / name)]
-        return [needed, self._layer("product", sources, self._install_product)]
+    def _homing(self, base: Path) -> Path:
+        """What deploy/Dockerfile lays over its base."""
+        wanted = [DOCKERFILE, *(ROOT / name for name in ("pyproject.toml", "README.md", "LICENSE"))]
+        wanted += [path for name in ("lock", "epp", "sim") for path in _files(ROOT / name)]
 
-    def _install(self, lock: Path, into: Path) -> None:
-        wanted = [*("--require-hashes", "--only-binary=:all:", "--python-version", PYTHON)]
-        with tempfile.TemporaryDirectory(dir=self._place.images) as scratch:
-            root = Path(scratch, "root")
-            wheels = root / "wheels"
-            _run(["tar", "-C", str(_made(root)), "-xf", str(self._base())])
-            wheels.mkdir()
-            pip = [sys.executable, "-m", "pip", "download", "--quiet", "--dest", str(wheels)]
-            _run([*pip, *wanted, "-r", str(lock)])
-            shutil.copy(lock, root / "lock.txt")
-            install = f"{_FOUND}/bin/pip install --quiet --no-index --find-links /wheels"
-            last = " ".join(_LAST)
-            _inside(root, f"python3 -m venv {_FOUND}")
-            _inside(root, f"{install} --require-hashes -r /lock.txt")
-            _inside(root, f"{install} --no-deps --force-reinstall {last}")
-            _inside(root, f"{_FOUND}/bin/python -m compileall -q {_FOUND}/lib")
-            _made(into / "opt")
-            shutil.move(root / "opt/homing", into / "opt/homing")
+        def lay(into: Path) -> None:
+            with tempfile.TemporaryDirectory(dir=self._place.images) as scratch:
+                built = dockerfile.build(
+                    *(DOCKERFILE, ROOT, Path(scratch), Root.environment() | {"PATH": _PATH}),
+                    based=lambda path: _BaseRoot(path, base),
+                )
+                _made(into / "opt")
+                shutil.move(built.root.at(_INSTALLED), into / "opt")
 
-    def _install_product(self, into: Path) -> None:
-        packages = _made(into / f"opt/homing/lib/python{PYTHON}/site-packages")
-        with tempfile.TemporaryDirectory() as scratch:
-            pip = [sys.executable, "-m", "pip"]
-            _run(
-                [
-                    *(*pip, "wheel", "--quiet", "--no-deps", "--no-build-isolation"),
-                    *("--wheel-dir", scratch, str(ROOT)),
-                ]
-            )
-            (wheel,) = Path(scratch).glob("*.whl")
-            _run(
-                [
-                    *(*pip, "install", "--quiet", "--no-deps", "--no-index", "--no-compile"),
-                    *("--target", str(packages), str(wheel)),
-                ]
-            )
-        commands = _made(into / "opt/homing/bin")
-        for command in (packages / "bin").iterdir():
-            lines = command.read_text().splitlines(keepends=True)
-            lines[0] = f"#!{_FOUND}/bin/python3\n"
-            (commands / command.name).write_text("".join(lines))
-            (commands / command.name).chmod(0o755)
-        shutil.rmtree(packages / "bin")
+        return self._layer("homing", wanted, lay, base.name)
 
     def _layer(
         self, name: str, sources: Sequence[Path], lay: Callable[[Path], None], *besides: str
@@ -252,9 +196,44 @@ def _made(folder: Path) -> Path:
     return folder
 
 
-def _inside(root: Path, command: str) -> None:
-    path = "PATH=/usr/sbin:/usr/bin:/sbin:/bin"
-    _run(["chroot", str(root), "/usr/bin/env", "-i", path, "HOME=/tmp", "sh", "-euc", command])
+class _BaseRoot:
+    """A root of its own that begins as the base image."""
+
+    def __init__(self, path: Path, base: Path) -> None:
+        self.path = path
+        _run(["tar", "-C", str(_made(path)), "-xf", str(base)])
+        # What reaches registries as this machine does.
+        for name in ("etc/resolv.conf", "etc/hosts", "etc/ssl/certs/ca-certificates.crt"):
+            shutil.copy(Path("/", name), path / name)
+
+    def at(self, path: str | Path) -> Path:
+        return self.path / str(path).lstrip("/")
+
+    def run(
+        self, command: Sequence[str], *, environment: Mapping[str, str], folder: str = "/"
+    ) -> subprocess.CompletedProcess[str]:
+        """Raises `ClusterError`."""
+        variables = [f"{name}={value}" for name, value in environment.items()]
+        inside = ["chroot", str(self.path), "env", "-i", f"--chdir={folder}", *variables, *command]
+        return subprocess.CompletedProcess(command, 0, _run(inside))
+
+
+def _said(file: Path) -> dict[str, Any]:
+    """The settings of the image that the Dockerfile `file` ends with, over a base with `_PATH`."""
+    variables = {"PATH": _PATH}
+    said: dict[str, Any] = {}
+    for name, text in dockerfile.instructions(file.read_text(encoding="utf-8")):
+        if name == "FROM":
+            variables, said = {"PATH": _PATH}, {}
+        elif name == "ENV":
+            for pair in shlex.split(text):
+                variable, _, value = pair.partition("=")
+                variables[variable] = value.replace("$PATH", variables["PATH"])
+        elif name in {"ENTRYPOINT", "CMD"}:
+            said[name.capitalize()] = json.loads(text)
+        elif name in {"USER", "STOPSIGNAL"}:
+            said["User" if name == "USER" else "StopSignal"] = text
+    return {**said, "Env": [f"{name}={value}" for name, value in variables.items()]}
 
 
 def _run(

@@ -34,6 +34,7 @@ PLUGINS: Final = Path("/usr/lib/cni")
 READY_S_MAX: Final = 180.0
 POLL_S: Final = 0.25
 GRACE_S: Final = 3.0
+_BUILT: Final = (*binaries.NAMES, *binaries.NODE_NAMES)
 _CAP_NET_ADMIN: Final = 12
 _PARTS: Final = (
     *("kubelet", "kube-proxy", "coredns", "kube-scheduler", "kube-controller-manager"),
@@ -67,6 +68,8 @@ class Node:
 
     def __init__(self, place: Place, environment: Mapping[str, str], tell: Tell) -> None:
         self.place = place
+        self.environment = {**environment, "KUBECONFIG": str(place.kubeconfig)}
+        """Of commands that ask it."""
         self._environment = environment
         self._tell = tell
         self._daemons = {name: Daemon(name, place.run, place.logs) for name in _PARTS}
@@ -74,6 +77,12 @@ class Node:
     @property
     def runs(self) -> bool:
         return network.exists() and all(one.number for one in self._daemons.values())
+
+    @property
+    def built(self) -> bool:
+        """Everything that takes long to build is there."""
+        folder = binaries.cache_folder(self._environment)
+        return all((folder / name).exists() for name in (*_BUILT, "coredns"))
 
     def up(self) -> None:
         """Until the node is Ready and has the images. Raises `ClusterError`; nothing is left then."""
@@ -124,7 +133,7 @@ class Node:
         command = [*INSIDE, str(tools_of(HELM_3) / "kubectl"), *arguments]
         done = subprocess.run(
             command,
-            env={**self._environment, "KUBECONFIG": str(self.place.kubeconfig)},
+            env=self.environment,
             input=stdin,
             capture_output=True,
             text=True,
@@ -140,11 +149,9 @@ class Node:
 
     def _built(self) -> tuple[Path, Path]:
         """Folder of Kubernetes' binaries, and CoreDNS."""
-        names = (*binaries.NAMES, *binaries.NODE_NAMES)
-        folder = binaries.cache_folder(self._environment)
-        if any(not (folder / name).exists() for name in names):
+        if not self.built:
             self._tell("building Kubernetes with Go: a quarter of an hour to half an hour, once")
-        built = binaries.build(self._environment, names)
+        built = binaries.build(self._environment, _BUILT)
         coredns = built / "coredns"
         if not coredns.exists():
             self._tell("building CoreDNS with Go: minutes, once")

@@ -7,9 +7,10 @@ is not carried out is not taken for one that works.
 import re
 import shlex
 import shutil
-from collections.abc import Iterator, Mapping
+import subprocess
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import Final, NamedTuple, Protocol
 
 from tests.release.roots import Root
 
@@ -23,10 +24,20 @@ class Instruction(NamedTuple):
     text: str
 
 
+class AnyRoot(Protocol):
+    """A root file system that steps are carried out in."""
+
+    def at(self, path: str | Path) -> Path: ...
+
+    def run(
+        self, command: Sequence[str], *, environment: Mapping[str, str], folder: str = "/"
+    ) -> subprocess.CompletedProcess[str]: ...
+
+
 class Image(NamedTuple):
     """What a stage became."""
 
-    root: Root
+    root: AnyRoot
     environment: dict[str, str]
     said: dict[str, str]
     """The last of each instruction that changes no file."""
@@ -42,11 +53,15 @@ def instructions(text: str) -> Iterator[Instruction]:
 
 
 def build(
-    dockerfile: Path, context: Path, folder_of_roots: Path, environment: Mapping[str, str]
+    dockerfile: Path,
+    context: Path,
+    folder_of_roots: Path,
+    environment: Mapping[str, str],
+    based: Callable[[Path], AnyRoot] = Root,
 ) -> Image:
     """Carry out every stage, each in a root below `folder_of_roots`; the last one.
 
-    `environment` is that of the base image.
+    `environment` is that of the base image, and `based` makes a root that has what it has.
 
     Raises `subprocess.CalledProcessError` when a step fails.
     """
@@ -56,7 +71,7 @@ def build(
     for name, text in instructions(dockerfile.read_text(encoding="utf-8")):
         if name == "FROM":
             _, _, alias = text.partition(" AS ")
-            image = Image(Root(folder_of_roots / (alias or "last")), dict(environment), {})
+            image = Image(based(folder_of_roots / (alias or "last")), dict(environment), {})
             stages[alias or "last"] = image
             folder = "/"
             continue
@@ -85,7 +100,9 @@ def build(
     return image
 
 
-def _copy(text: str, root: Root, folder: str, context: Path, stages: Mapping[str, Image]) -> None:
+def _copy(
+    text: str, root: AnyRoot, folder: str, context: Path, stages: Mapping[str, Image]
+) -> None:
     words = text.split()
     source = context
     if words[0].startswith("--from="):

@@ -11,7 +11,8 @@ import shlex
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Final
 
 from tests.apiserver.binaries import BinariesError
 from tests.chart.tools import HELM_3, HELM_4, ToolsError, tools_of
@@ -27,24 +28,47 @@ The cluster is ready. To type commands:
 """
 
 
-def _env(place: Place) -> str:
+class LackingError(Exception):
+    """What this machine has not got: one sentence."""
+
+
+def _up(node: Node) -> None:
+    node.up()
+    print(_TYPED)
+
+
+def _kept(node: Node) -> None:
+    if not node.built:
+        raise LackingError("no Kubernetes is built here, `make cluster` does it")
+
+
+def _env(node: Node) -> None:
+    place = node.place
     inside = shlex.join(INSIDE)
     helm_3, helm_4 = tools_of(HELM_3), tools_of(HELM_4)
-    return "\n".join(
-        [
-            f"export KUBECONFIG={shlex.quote(str(place.kubeconfig))}",
-            f'kubectl() {{ {inside} {helm_3}/kubectl "$@"; }}',
-            f'helm() {{ {inside} {helm_3}/helm "$@"; }}',
-            f'helm4() {{ {inside} {helm_4}/helm "$@"; }}',
-            f'inside() {{ {inside} "$@"; }}',
-        ]
+    print(
+        f"export KUBECONFIG={shlex.quote(str(place.kubeconfig))}",
+        f'kubectl() {{ {inside} {helm_3}/kubectl "$@"; }}',
+        f'helm() {{ {inside} {helm_3}/helm "$@"; }}',
+        f'helm4() {{ {inside} {helm_4}/helm "$@"; }}',
+        f'inside() {{ {inside} "$@"; }}',
+        sep="\n",
     )
+
+
+_ACTIONS: Final[Mapping[str, Callable[[Node], None]]] = {
+    "up": _up,
+    "down": Node.down,
+    "load": Node.load,
+    "env": _env,
+    "kept": _kept,
+}
 
 
 def main(arguments: Sequence[str]) -> int:
     """0; 1: it did not come up; 2: this machine lacks something."""
     parser = argparse.ArgumentParser(prog="python -m tests.cluster", description=__doc__)
-    parser.add_argument("what", choices=["up", "down", "load", "env", "kept"])
+    parser.add_argument("what", choices=list(_ACTIONS))
     options = parser.parse_args(arguments)
     place = Place.of(os.environ)
     began_s = time.monotonic()
@@ -54,29 +78,14 @@ def main(arguments: Sequence[str]) -> int:
 
     node = Node(place, os.environ, tell)
     try:
-        if options.what == "env":
-            print(_env(place))
-            return 0
-        if lacking := missing():
-            print(lacking, file=sys.stderr)
-            return 2
-        if options.what == "kept":
-            if not node.built:
-                print("no Kubernetes is built here, `make cluster` does it", file=sys.stderr)
-                return 2
-        elif options.what == "down":
-            node.down()
-        elif options.what == "load":
-            node.load()
-        else:
-            node.up()
-            tell("ready")
-            print(_TYPED)
-    except (BinariesError, ClusterError, ToolsError) as error:
+        if options.what != "env" and (lacking := missing()):
+            raise LackingError(lacking)
+        _ACTIONS[options.what](node)
+    except LackingError as error:
         print(error, file=sys.stderr)
-        return 1
-    except subprocess.CalledProcessError as error:
-        print(f"`{error.cmd}` ended with {error.returncode}: {error.stderr}", file=sys.stderr)
+        return 2
+    except (BinariesError, ClusterError, ToolsError, subprocess.CalledProcessError) as error:
+        print(error, file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         # What it had started by then it has ended.

@@ -1,5 +1,6 @@
 """What a node runs: the command of each part, and the files that it reads."""
 
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Final
@@ -104,7 +105,7 @@ def write_files(place: Place) -> None:
         certificates.write_kubeconfig(place.run / f"{who}.yaml", place.certificates, who)
     # Names of the cluster alone: there is no other DNS.
     (place.run / "resolv.conf").write_text("")
-    (place.run / "cni/10-pods.conflist").write_text(yaml.safe_dump(_pod_network(place)))
+    (place.run / "cni/10-pods.conflist").write_text(json.dumps(_pod_network(place)))
     (place.run / "containerd.toml").write_text(_CONTAINERD.format(place=place, pause=PAUSE))
     (place.run / "kubelet-settings.yaml").write_text(yaml.safe_dump(_kubelet(place)))
     (place.run / "kube-proxy-settings.yaml").write_text(yaml.safe_dump(_proxy(place)))

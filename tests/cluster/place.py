@@ -26,7 +26,7 @@ class ClusterError(Exception):
 
 @dataclass(frozen=True)
 class Place:
-    """Folders. `run` goes with the cluster, the others stay for the next one."""
+    """Folders. `run` goes with the cluster, the others stay: logs until the next one."""
 
     root: Path
 
@@ -43,7 +43,7 @@ class Place:
 
     @property
     def logs(self) -> Path:
-        return self.run / "logs"
+        return self.root / "logs"
 
     @property
     def images(self) -> Path:

@@ -122,10 +122,12 @@ async def load(
         stdout=asyncio.subprocess.PIPE,
     )
     asked = Asked()
+    assert process.stdin is not None
     assert process.stdout is not None
     try:
         assert await process.stdout.readline() == b"asking\n", "it did not begin"
         yield asked
+        process.stdin.close()
         told, _ = await process.communicate()
         asked.told = json.loads(told)
         asked.requests, asked.streams = asked.told["requests"], asked.told["streams"]

@@ -15,7 +15,7 @@ QUICK := tests/core tests/plugins tests/strategies tests/configuration tests/she
 LOCKED := --extra sim --extra valkey --extra otel
 PIP := $(BIN)/python -m pip --disable-pip-version-check install
 
-.PHONY: help demo test quick validate coverage peers check fmt bench attack chaos soak dist sbom audit tools image actionlint h2spec docs site walkthrough lock apiserver clean
+.PHONY: help demo test quick validate coverage peers check fmt bench attack chaos soak dist sbom audit tools image actionlint h2spec docs site walkthrough night lock apiserver clean
 
 help:                 ## what there is to make
 	@sed -n 's/^\([a-z0-9]*\):[^#]*## /\1 /p' Makefile | while read -r target what; do \
@@ -101,6 +101,9 @@ site: $(STAMP)        ## the documentation as a site: site/index.html; a warning
 
 walkthrough: $(STAMP) ## docs/walkthrough.md anew: from a guess to tuned weights in half an hour
 	@$(BIN)/python -m docs.walkthrough
+
+night: $(STAMP)       ## docs/night.md anew: five questions at three in the morning, six minutes
+	@$(BIN)/python -m docs.night
 
 lock: $(STAMP)        ## write the lock files anew from pyproject.toml
 	$(BIN)/python -m pip install --quiet uv

@@ -31,7 +31,14 @@ from bench.termination import end_in_order
 WARM_S: Final = 3.0
 BEFORE_S: Final = 8.0
 LOST_BY_NONE: Final = frozenset(
-    {"picker-leaves", "pickers-parted", "valkey-away", "disk-full", "exporter-away"}
+    {
+        "picker-leaves",
+        "pickers-parted",
+        "api-server-away",
+        "valkey-away",
+        "disk-full",
+        "exporter-away",
+    }
 )
 MARKS: Final = ("<!-- chaos, by `make chaos` -->", "<!-- end of chaos -->")
 """Between them `--write` puts the table."""
@@ -78,6 +85,7 @@ async def play(
                     flags=setting.flags,
                     environment=setting.environment,
                     peers=setting.peers,
+                    pool=setting.pool,
                     edit=edit,
                 ) as stage,
             ):

@@ -74,7 +74,8 @@ class Namespace:
 
     # The users.
 
-    def create_pool(self, port: int, labels: Mapping[str, str] = LABELS) -> None:
+    def create_pool(self, *ports: int, labels: Mapping[str, str] = LABELS) -> None:
+        """Each pod is an endpoint at each of `ports`."""
         self.create(
             "inferencepools",
             POOL,
@@ -82,7 +83,7 @@ class Namespace:
             kind="InferencePool",
             spec={
                 "selector": {"matchLabels": labels},
-                "targetPorts": [{"number": port}],
+                "targetPorts": [{"number": port} for port in ports],
                 "endpointPickerRef": {"name": "homing", "port": {"number": 9002}},
             },
         )

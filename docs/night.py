@@ -231,7 +231,7 @@ async def _night(folder: Path, out: Path) -> None:
         *("--config-file", str(config), "--decisions-dir", str(decisions)),
         "--parse-response-usage",
     )
-    shown = ("--response-bodies", "STREAMED")
+    shown = ("--response-body-mode", "STREAMED")
     async with staged(folder, flags=flags, gateway_flags=shown) as stage:
         walk = Walk(
             folder,

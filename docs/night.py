@@ -17,6 +17,7 @@ from collections.abc import AsyncIterator, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Final
+from urllib.parse import urlsplit
 
 from bench.chaos.load import Load, Traffic
 from bench.chaos.pods import CRAWL, Fault
@@ -35,7 +36,7 @@ STRETCH_S: Final = 40.0
 """Of each part of the night. What commands compare is a little less, for they see whole seconds."""
 FROZEN_S: Final = 0.25
 THAWED_S: Final = 0.1
-ORDINARY: Final = Traffic(rate_per_s=12.0)
+ORDINARY: Final = Traffic()
 CARELESS: Final = config_of(step("prefix-cache-scorer", 1))
 """The change of the evening: only what is cached counts."""
 MODEL: Final = find_profile(DEFAULT_PROFILE).model
@@ -111,7 +112,8 @@ async def stuttering(picker: Picker) -> AsyncIterator[None]:
         yield
     finally:
         task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
+        with contextlib.suppress(asyncio.CancelledError):
+            await task
 
 
 def _now() -> str:
@@ -172,7 +174,8 @@ async def _is_it_the_picker(night: Night) -> None:
             "Everything feels slow. "
             f"(The second picker stands still for {FROZEN_S * 1e3:.0f} of every {(FROZEN_S + THAWED_S) * 1e3:.0f} ms.)",
         )
-        await night.answers("epp top --once --url $PICKERS", "loop late")
+        late = urlsplit(night.stage.pickers[1].pages).netloc
+        await night.answers("epp top --once --url $PICKERS", f"in a minute, at {late}")
     await asyncio.sleep(STRETCH_S / 2)
 
 
@@ -186,7 +189,7 @@ async def _last_nights_change(night: Night) -> None:
         "Somebody wrote into the ConfigMap that only what is cached counts.",
     )
     await night.answers(
-        f"epp changes --dir $DECISIONS --window {STRETCH_S:.0f}s", "configuration generation"
+        f"epp changes --dir $DECISIONS --window {STRETCH_S:.0f}s", "prefix-cache-scorer: added"
     )
     await night.configure(STRATEGIES["homing"].config)
     await asyncio.sleep(STRETCH_S)
@@ -205,14 +208,14 @@ async def _doubled_by_a_pod(night: Night) -> None:
         await night.answers(
             f"epp changes --dir $DECISIONS --at {began} --window {STRETCH_S:.0f}s",
             f"pod-{port}",
-            "slow",
+            "requests take",
         )
     await asyncio.sleep(STRETCH_S)
 
 
 async def _doubled_by_traffic(night: Night) -> None:
     began = _now()
-    longer = Traffic(rate_per_s=12.0, system_words=4000, tenants=200)
+    longer = Traffic(system_words=3000, tenants=400)
     async with night.asked(longer, seed=2):
         await asyncio.sleep(STRETCH_S + WRITTEN_S)
         await night.say(

@@ -1,4 +1,4 @@
-"""`make chaos`: the chaos table, what each fault costs those who ask, in less than ten minutes.
+"""`make chaos`: the chaos table, what each fault costs those who ask, in ten minutes.
 
 `python -m bench.chaos [NAME...] [--seconds S] [--rate-per-s R [--light]] [--write FILE]`. Five simulated
 pods, two pickers with the default configuration and the Envoy of `epp envoy-config`, all real
@@ -98,7 +98,7 @@ async def play(
                     await asyncio.sleep(BEFORE_S)
                     async with setting.happen(stage, port):
                         began_at = time.monotonic()
-                        await asyncio.sleep(seconds)
+                        await asyncio.sleep(max(seconds, case.seconds_min))
                         load.stop()
                         await load.ended()
         except NotPlayedError as reason:

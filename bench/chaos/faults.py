@@ -52,17 +52,19 @@ class Case(Struct, frozen=True, kw_only=True):
     what: str
     of_pod: bool = False
     """Of one pod, so that requests which reach it nevertheless are counted."""
+    seconds_min: float = 0.0
+    """It lasts so long at least: nobody could see it sooner."""
     set: Callable[[Path], AbstractAsyncContextManager[Setting]]
 
 
-def _pod(fault: Fault, what: str) -> Case:
+def _pod(fault: Fault, what: str, *, seconds_min: float = 0.0) -> Case:
     @contextlib.asynccontextmanager
     async def happen(stage: Stage, port: int) -> AsyncIterator[None]:
         await stage.tell(port, fault)
         yield
         await stage.tell(port, Fault.NONE)
 
-    return Case(what=what, of_pod=True, set=_alone(happen))
+    return Case(what=what, of_pod=True, seconds_min=seconds_min, set=_alone(happen))
 
 
 def _picker(number: signal.Signals, what: str) -> Case:
@@ -320,7 +322,7 @@ CASES: Final[Mapping[str, Case]] = {
     "pod-fails-slowly": _pod(Fault.FAILS_SLOWLY, f"pod: 500 after {FAILS_SLOWLY_S:g} s"),
     "pod-hangs": _pod(Fault.HANGS, "pod: accepts and never answers"),
     "pod-slow": _pod(Fault.SLOW, f"pod: {SLOWNESS:g} times as slow"),
-    "pod-crawls": _pod(Fault.CRAWLS, f"pod: {CRAWL:g} times as slow"),
+    "pod-crawls": _pod(Fault.CRAWLS, f"pod: {CRAWL:g} times as slow, for 45 s", seconds_min=45.0),
     "pod-lies": _pod(Fault.LIES, f"pod: {SLOWNESS:g} times as slow, its page says idle"),
     "pod-restarts": Case(
         what=f"pod: killed every {RESTART_EVERY_S:g} s", of_pod=True, set=_alone(_restarts)

@@ -2,7 +2,7 @@
 
 Declared here and not taken from generated modules of Envoy's whole interface, which have 120 MB.
 A field that is not declared is carried as bytes and obeyed by nobody. Names and numbers are those of
-`envoy.service.ext_proc.v3`, and of what it refers to, of Envoy 1.40; an enumeration is its number.
+`envoy.service.ext_proc.v3` and of what it refers to; an enumeration is its number.
 The messages have a pool of their own, so that another package with Envoy's may be installed beside.
 """
 

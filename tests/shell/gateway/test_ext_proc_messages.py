@@ -55,7 +55,11 @@ def test_numbers_of_enumerations_are_envoys():
     assert ProcessingMode.SEND == ours.SEND
     assert ProcessingMode.BodySendMode.items() == [
         *((mode.name, mode.value) for mode in BodyMode if mode is not BodyMode.UNKNOWN),
-        *(item for item in ProcessingMode.BodySendMode.items() if item[0] not in BodyMode.__members__),
+        *(
+            item
+            for item in ProcessingMode.BodySendMode.items()
+            if item[0] not in BodyMode.__members__
+        ),
     ]
 
 

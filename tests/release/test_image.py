@@ -185,8 +185,8 @@ for module in list(sys.modules.values()):
             print(file)
 """
 """Names what would be compiled at each start, because nothing can be written there."""
-PICKER_BYTES_MAX = 330_000_000
-"""What docs/install.md says of it, and a tenth besides for other versions of Python."""
+PICKER_BYTES_MAX = 225_000_000
+"""What deploy/README.md says of it, and a tenth besides for other versions of what is locked."""
 
 
 def built(rooms, target):

@@ -1,6 +1,7 @@
 """Envoy's ext_proc messages as classes of protobuf: the fields that a picker reads or writes.
 
-Declared here and not taken from generated modules of Envoy's whole interface, which have 120 MB.
+Declared here and not taken from generated modules of Envoy's whole interface, three thousand files
+that bring modules of other distributions, `opentelemetry-proto` among them, in older versions.
 A field that is not declared is carried as bytes and obeyed by nobody. Names and numbers are those of
 `envoy.service.ext_proc.v3` and of what it refers to; an enumeration is its number.
 The messages have a pool of their own, so that another package with Envoy's may be installed beside.

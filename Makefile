@@ -12,10 +12,12 @@ SHARED := --numprocesses $(WORKERS) --dist loadgroup --no-loadscope-reorder
 QUICK := tests/core tests/plugins tests/strategies tests/configuration tests/shell/files tests/shell/operators/test_tracebacks.py \
   tests/shell/test_supervision.py tests/test_interrupts.py tests/chart/test_migrate_values.py tests/sim/traces
 # Dask and Ray must have the version of the cluster that they speak to, which only its owner knows.
-LOCKED := --extra sim --extra valkey --extra otel
+# That is, of what the two images have.
+EPP := --extra otel --extra top --extra valkey
+SIM := --extra sim
 PIP := $(BIN)/python -m pip --disable-pip-version-check install
 
-.PHONY: help demo test quick validate coverage peers check fmt bench attack chaos soak dist sbom audit tools image actionlint h2spec docs site walkthrough lock apiserver cluster cluster-down test-cluster clean
+.PHONY: help demo test quick validate coverage peers check fmt bench attack chaos soak dist sbom audit tools image actionlint h2spec docs site walkthrough night lock apiserver cluster cluster-down test-cluster clean
 
 help:                 ## what there is to make
 	@sed -n 's/^\([a-z0-9-]*\):[^#]*## /\1 /p' Makefile | while read -r target what; do \
@@ -69,13 +71,15 @@ dist: $(STAMP)        ## the wheel and the sdist in dist/, the same bytes for th
 	@rm -rf dist
 	SOURCE_DATE_EPOCH=$${SOURCE_DATE_EPOCH:-$$(git log -1 --format=%ct)} $(BIN)/python -m hatchling build -d dist
 
-sbom: $(TOOLS)/.installed ## dist/homing.cdx.json: what the image is installed from, in CycloneDX
+sbom: $(TOOLS)/.installed ## dist/homing.cdx.json and homing-sim.cdx.json: what the images are installed from, in CycloneDX
 	@mkdir -p dist
 	$(TOOLS)/bin/cyclonedx-py requirements lock/runtime.txt --pyproject pyproject.toml \
 	  --output-reproducible --spec-version 1.6 --output-format JSON --output-file dist/homing.cdx.json
+	$(TOOLS)/bin/cyclonedx-py requirements lock/sim.txt --pyproject pyproject.toml \
+	  --output-reproducible --spec-version 1.6 --output-format JSON --output-file dist/homing-sim.cdx.json
 
-audit: $(TOOLS)/.installed ## known vulnerabilities of what the image is installed from
-	@$(TOOLS)/bin/pip-audit --strict --require-hashes --disable-pip -r lock/runtime.txt || { status=$$?; \
+audit: $(TOOLS)/.installed ## known vulnerabilities of what the images are installed from
+	@$(TOOLS)/bin/pip-audit --strict --require-hashes --disable-pip -r lock/runtime.txt -r lock/sim.txt || { status=$$?; \
 	  echo 'Above is a known vulnerability, or no service that knows them was reached: then nothing was checked.'; \
 	  exit $$status; }
 
@@ -102,10 +106,14 @@ site: $(STAMP)        ## the documentation as a site: site/index.html; a warning
 walkthrough: $(STAMP) ## docs/walkthrough.md anew: from a guess to tuned weights in half an hour
 	@$(BIN)/python -m docs.walkthrough
 
+night: $(STAMP)       ## docs/night.md anew: five questions at three in the morning, six minutes
+	@$(BIN)/python -m docs.night
+
 lock: $(STAMP)        ## write the lock files anew from pyproject.toml
 	$(BIN)/python -m pip install --quiet uv
-	$(BIN)/uv pip compile --quiet --upgrade --universal --generate-hashes --no-emit-index-url --no-emit-find-links --no-header $(LOCKED) --group dev pyproject.toml -o lock/dev.txt
-	$(BIN)/uv pip compile --quiet --upgrade --universal --generate-hashes --no-emit-index-url --no-emit-find-links --no-header $(LOCKED) -c lock/dev.txt pyproject.toml -o lock/runtime.txt
+	$(BIN)/uv pip compile --quiet --upgrade --universal --generate-hashes --no-emit-index-url --no-emit-find-links --no-header $(EPP) $(SIM) --group dev pyproject.toml -o lock/dev.txt
+	$(BIN)/uv pip compile --quiet --upgrade --universal --generate-hashes --no-emit-index-url --no-emit-find-links --no-header $(EPP) -c lock/dev.txt pyproject.toml -o lock/runtime.txt
+	$(BIN)/uv pip compile --quiet --upgrade --universal --generate-hashes --no-emit-index-url --no-emit-find-links --no-header $(SIM) -c lock/dev.txt pyproject.toml -o lock/sim.txt
 	$(BIN)/uv pip compile --quiet --upgrade --universal --generate-hashes --no-emit-index-url --no-emit-find-links --no-header --group release -o lock/release.txt
 	@# py-inference-scheduler declares Ray, and needs it for nothing that is compared.
 	echo "ray; python_version < '3'" | $(BIN)/uv pip compile --quiet --upgrade --universal --generate-hashes --no-emit-index-url --no-emit-find-links --no-header --override - --group peers -o lock/peers.txt

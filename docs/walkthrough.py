@@ -65,11 +65,12 @@ GUESS: Final = config_of(
 class Walk:
     """One run: a folder, programs in the background, and the page as far as it is written."""
 
-    def __init__(self, folder: Path, path: str) -> None:
-        """`path`: where commands are found."""
+    def __init__(self, folder: Path, path: str, **variables: str) -> None:
+        """`path`: where commands are found; they see `variables` besides."""
         self.folder = folder
         self.page: list[str] = []
-        self._environment = os.environ | {"PATH": path, "COLUMNS": "100", "NO_COLOR": "1"}
+        told = {"PATH": path, "COLUMNS": "100", "NO_COLOR": "1"}
+        self._environment = os.environ | told | variables
 
     def say(self, *lines: str) -> None:
         """Prose: a sentence a line."""

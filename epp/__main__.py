@@ -26,7 +26,8 @@ usage: epp serve [flags]                                       pick endpoints ov
        epp changes [--at 02:10] [--window 15m]                 before and after a change
        epp top [--url URL] [--with-peers] [--once]             watch pickers that run
 
-`epp COMMAND --help` lists the flags, `epp --version` says which version this is.
+`epp COMMAND --help` lists the flags, `epp --version` says which version this is. Flags without a
+command are those of `epp serve`.
 """
 SUCCESS: Final = 0
 FAILURE: Final = 1
@@ -46,6 +47,9 @@ def _main(arguments: Sequence[str]) -> int:
     if command in {"--version", "-version"}:
         sys.stdout.write(f"epp {__version__}\n")
         return SUCCESS
+    if command.startswith("-") and not command_line.wants_help([command]):
+        # The field's manifests give the image flags alone.
+        command, rest = "serve", list(arguments)
     commands = {
         "serve": serve,
         "check-config": check,

@@ -765,13 +765,6 @@ def _open_tracer(flags: ServeFlags) -> "Tracer | None":
     except ModuleNotFoundError as error:
         sentence = "--tracing needs the extra `otel`: pip install homing-epp[otel]"
         raise StartError(sentence) from error
-    except ImportError as error:
-        # The package xds-protos carries old modules of the same names: whichever is installed last stays.
-        raise StartError(
-            "--tracing: the modules of opentelemetry-proto are not those of its package, because "
-            "xds-protos was installed over them: pip install --force-reinstall --no-deps "
-            "opentelemetry-proto"
-        ) from error
     try:
         export = open_export(os.environ)
         if export is not None:

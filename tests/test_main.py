@@ -48,6 +48,26 @@ def test_a_wrong_flag_is_told_with_its_command(capsys):
     assert errors.startswith("epp serve: unknown flag '--grpc-prot', did you mean --grpc-port?")
 
 
+def test_flags_alone_are_those_of_serve(monkeypatch):
+    """As the field's manifests start a picker."""
+    given = ["--pool-name", "models", "--pool-namespace", "llm", "--zap-encoder", "json"]
+    served = []
+    monkeypatch.setattr(epp.__main__, "serve", lambda arguments: served.append(arguments) or 0)
+    for arguments in (given, ["serve", *given]):
+        assert main(arguments) == 0
+    assert served == [given, given]
+
+
+def test_a_wrong_flag_alone_is_told_with_serve(capsys):
+    """One line, exit code 2; and help behind another flag is that of `serve`."""
+    assert main(["--grpc-prot=1"]) == 2
+    shown, errors = capsys.readouterr()
+    assert (shown, errors.count("\n")) == ("", 1)
+    assert errors.startswith("epp serve: unknown flag '--grpc-prot', did you mean --grpc-port?")
+    assert main(["--v=2", "--help"]) == 0
+    assert capsys.readouterr().out.startswith("usage: epp serve ")
+
+
 def test_an_interrupt_is_no_traceback(monkeypatch):
     """Ctrl-C before the server waits for it ends as shells expect."""
 

@@ -233,12 +233,16 @@ CLUSTERS = frozenset({"dask", "ray"})
 """Extras whose version is that of somebody's cluster: no lock file can know it."""
 
 
-def dependencies(*, without=frozenset()):
-    """Names of what the distribution needs, all extras but `without` included."""
+EXTRAS = set(PROJECT["project"]["optional-dependencies"])
+OF_THE_PICKER = frozenset({"otel", "top", "valkey"})
+
+
+def dependencies(*, extras=frozenset(EXTRAS)):
+    """Names of what the distribution needs with `extras`."""
     project = PROJECT["project"]
     wanted = [*project["dependencies"]]
     for name, extra in project["optional-dependencies"].items():
-        wanted += () if name in without else extra
+        wanted += extra if name in extras else ()
     return names_of(wanted)
 
 
@@ -287,8 +291,9 @@ def test_nothing_that_decides_depends_on_the_hash_of_a_process(module):
 
 
 LOCKED = {
-    "runtime.txt": dependencies(without=CLUSTERS),
-    "dev.txt": dependencies(without=CLUSTERS),
+    "runtime.txt": dependencies(extras=OF_THE_PICKER),
+    "sim.txt": dependencies(extras={"sim"}),
+    "dev.txt": dependencies(extras=EXTRAS - CLUSTERS),
     "peers.txt": names_of(PROJECT["dependency-groups"]["peers"]),
     "release.txt": names_of(PROJECT["dependency-groups"]["release"]),
 }
@@ -308,6 +313,21 @@ def test_lock_files_pin_by_hash_and_name_no_place(name):
     locked = {re.match(r"[\w.\-]+", requirement)[0].lower() for requirement in pinned}
     assert {wanted.lower() for wanted in LOCKED[name]} <= locked
     assert "ray" not in locked
+
+
+def test_the_lock_of_the_picker_has_nothing_of_the_simulator_or_of_the_tests():
+    """Its image is as small as it can be: not what `sim` asks for besides, nor Envoy's messages."""
+    project = PROJECT["project"]["optional-dependencies"]
+    others = set(names_of(project["sim"])) - set(dependencies(extras=OF_THE_PICKER))
+    others |= set(names_of(PROJECT["dependency-groups"]["dev"]))
+    text = (ROOT / "lock/runtime.txt").read_text().lower()
+    locked = set(re.findall(r"^([\w.\-]+)", text, re.MULTILINE))
+    assert others >= {"pyarrow", "optuna", "xds-protos"}
+    assert locked & {name.lower() for name in others} <= REQUIRED_BESIDES
+
+
+REQUIRED_BESIDES = {"hpack"}
+"""Of the dev group, and asked for by a library of the picker too."""
 
 
 def test_serving_needs_nothing_of_the_simulator():

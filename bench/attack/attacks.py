@@ -47,7 +47,7 @@ REFUSED_BYTES = 2 * 2**30
 """As many as the window of a connection can have."""
 REFUSED_BODY_BYTES = 2**20
 REFUSED_AT_ONCE = 16
-REFUSING_S_MAX = 75.0
+REFUSING_S_MAX = 300.0
 IDLE_CONNECTIONS = 1_024
 ZERO_WINDOWS = 4_000
 """Streams that may be answered with nothing."""

@@ -1,4 +1,4 @@
-"""`make chaos`: the chaos table, what each fault costs those who ask, in less than ten minutes.
+"""`make chaos`: the chaos table, what each fault costs those who ask, in ten minutes.
 
 `python -m bench.chaos [NAME...] [--seconds S] [--rate-per-s R [--light]] [--write FILE]`. Five simulated
 pods, two pickers with the default configuration and the Envoy of `epp envoy-config`, all real
@@ -31,7 +31,14 @@ from bench.termination import end_in_order
 WARM_S: Final = 3.0
 BEFORE_S: Final = 8.0
 LOST_BY_NONE: Final = frozenset(
-    {"picker-leaves", "pickers-parted", "valkey-away", "disk-full", "exporter-away"}
+    {
+        "picker-leaves",
+        "pickers-parted",
+        "api-server-away",
+        "valkey-away",
+        "disk-full",
+        "exporter-away",
+    }
 )
 MARKS: Final = ("<!-- chaos, by `make chaos` -->", "<!-- end of chaos -->")
 """Between them `--write` puts the table."""
@@ -78,6 +85,7 @@ async def play(
                     flags=setting.flags,
                     environment=setting.environment,
                     peers=setting.peers,
+                    pool=setting.pool,
                     edit=edit,
                 ) as stage,
             ):
@@ -90,7 +98,7 @@ async def play(
                     await asyncio.sleep(BEFORE_S)
                     async with setting.happen(stage, port):
                         began_at = time.monotonic()
-                        await asyncio.sleep(seconds)
+                        await asyncio.sleep(max(seconds, case.seconds_min))
                         load.stop()
                         await load.ended()
         except NotPlayedError as reason:

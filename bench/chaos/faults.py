@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import os
 import resource
 import signal
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
@@ -9,13 +10,18 @@ from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from typing import Final
 
+import yaml
 from aiohttp import web
 from msgspec import Struct
 
-from bench.chaos.pods import FAILS_FAST_S, FAILS_SLOWLY_S, FULL_REQUESTS, SLOWNESS, Fault
+from bench.chaos.pods import CRAWL, FAILS_FAST_S, FAILS_SLOWLY_S, FULL_REQUESTS, SLOWNESS, Fault
 from bench.chaos.stage import Stage, own_port
 from bench.place import free_ports
 from sim.demo.arm import Child
+from tests.apiserver import binaries
+from tests.apiserver.cluster import POOL, Namespace
+from tests.apiserver.server import ApiServer
+from tests.envoy.upstream import Pod
 
 RESTART_EVERY_S: Final = 5.0
 DOWN_S: Final = 1.0
@@ -37,6 +43,7 @@ class Setting(Struct, frozen=True, kw_only=True):
     flags: Sequence[str] = ()
     environment: Mapping[str, str] = {}
     peers: Callable[[Sequence[int]], Sequence[Sequence[str]]] | None = None
+    pool: Callable[[Sequence[int]], Sequence[str]] | None = None
 
 
 class Case(Struct, frozen=True, kw_only=True):
@@ -45,17 +52,19 @@ class Case(Struct, frozen=True, kw_only=True):
     what: str
     of_pod: bool = False
     """Of one pod, so that requests which reach it nevertheless are counted."""
+    seconds_min: float = 0.0
+    """It lasts so long at least: nobody could see it sooner."""
     set: Callable[[Path], AbstractAsyncContextManager[Setting]]
 
 
-def _pod(fault: Fault, what: str) -> Case:
+def _pod(fault: Fault, what: str, *, seconds_min: float = 0.0) -> Case:
     @contextlib.asynccontextmanager
     async def happen(stage: Stage, port: int) -> AsyncIterator[None]:
         await stage.tell(port, fault)
         yield
         await stage.tell(port, Fault.NONE)
 
-    return Case(what=what, of_pod=True, set=_alone(happen))
+    return Case(what=what, of_pod=True, seconds_min=seconds_min, set=_alone(happen))
 
 
 def _picker(number: signal.Signals, what: str) -> Case:
@@ -268,13 +277,42 @@ async def _exporter(_: Path) -> AsyncIterator[Setting]:
         await runner.cleanup()
 
 
-def _elsewhere(reason: str) -> Callable[[Path], AbstractAsyncContextManager[Setting]]:
-    """A fault that another program plays."""
+@contextlib.asynccontextmanager
+async def _api_server(folder: Path) -> AsyncIterator[Setting]:
+    """A real one, with a pool of one pod that has a port for each engine."""
+    shared = Path(os.environ.get("HOMING_SHARED", Path(__file__).parents[3] / "shared"))
+    kinds = sorted((shared / "crds").glob("*.yaml"))
+    if not kinds:
+        raise NotPlayedError(f"{shared / 'crds'} has no definition of InferencePool")
+    try:
+        server = ApiServer(binaries.find(os.environ), folder)
+    except binaries.BinariesError as reason:
+        raise NotPlayedError(str(reason)) from None
+    try:
+        await asyncio.to_thread(_serve_kinds, server, kinds)
+        namespace = Namespace.made(server, "chaos")
 
-    def setting(_: Path) -> AbstractAsyncContextManager[Setting]:
-        raise NotPlayedError(reason)
+        def pool(ports: Sequence[int]) -> list[str]:
+            namespace.create_pool(*ports)
+            namespace.run_pod(Pod("pod", "127.0.0.1", ports[0]))
+            return ["--pool-name", POOL, "--pool-namespace", namespace.name]
 
-    return setting
+        @contextlib.asynccontextmanager
+        async def happen(stage: Stage, _: int) -> AsyncIterator[None]:
+            server.kill()
+            yield
+
+        kubeconfig = server.kubeconfig(folder / "kubeconfig.yaml")
+        yield Setting(happen=happen, pool=pool, environment={"KUBECONFIG": str(kubeconfig)})
+    finally:
+        server.stop()
+
+
+def _serve_kinds(server: ApiServer, kinds: Sequence[Path]) -> None:
+    server.start()
+    server.wait()
+    for path in kinds:
+        server.define(yaml.safe_load(path.read_text(encoding="utf-8")))
 
 
 CASES: Final[Mapping[str, Case]] = {
@@ -284,6 +322,7 @@ CASES: Final[Mapping[str, Case]] = {
     "pod-fails-slowly": _pod(Fault.FAILS_SLOWLY, f"pod: 500 after {FAILS_SLOWLY_S:g} s"),
     "pod-hangs": _pod(Fault.HANGS, "pod: accepts and never answers"),
     "pod-slow": _pod(Fault.SLOW, f"pod: {SLOWNESS:g} times as slow"),
+    "pod-crawls": _pod(Fault.CRAWLS, f"pod: {CRAWL:g} times as slow, for 45 s", seconds_min=45.0),
     "pod-lies": _pod(Fault.LIES, f"pod: {SLOWNESS:g} times as slow, its page says idle"),
     "pod-restarts": Case(
         what=f"pod: killed every {RESTART_EVERY_S:g} s", of_pod=True, set=_alone(_restarts)
@@ -293,10 +332,7 @@ CASES: Final[Mapping[str, Case]] = {
     "picker-killed": _picker(signal.SIGKILL, "picker of two: SIGKILL"),
     "picker-leaves": _picker(signal.SIGTERM, "picker of two: SIGTERM, as in a rollout"),
     "pickers-parted": Case(what="pickers: nothing passes between the two", set=_partition),
-    "api-server-away": Case(
-        what="API server: away",
-        set=_elsewhere("tests/apiserver/test_away.py takes a real one away for 30 s"),
-    ),
+    "api-server-away": Case(what="API server: killed", set=_api_server),
     "valkey-away": Case(what="Valkey: killed", set=_valkey),
     "disk-full": Case(what="disk of the pickers: no file may grow", set=_disk),
     "exporter-away": Case(what="collector of spans: never answers", set=_exporter),

@@ -23,6 +23,7 @@ from sim.pods.server import PodServer
 FAILS_FAST_S: Final = 0.017
 FAILS_SLOWLY_S: Final = 3.0
 SLOWNESS: Final = 3.0
+CRAWL: Final = 8.0
 FULL_REQUESTS: Final = 2
 """Unfinished requests at which a full pod answers 503: fewer than its share of the load is."""
 _BLOCK_SIZE_TOKENS: Final = 16
@@ -42,7 +43,11 @@ class Fault(StrEnum):
     HANGS = "hangs"
     SLOW = "slow"
     LIES = "lies"
+    CRAWLS = "crawls"
     FULL = "full"
+
+
+_FACTORS: Final = {Fault.SLOW: SLOWNESS, Fault.LIES: SLOWNESS, Fault.CRAWLS: CRAWL}
 
 
 class FaultyPod:
@@ -71,8 +76,7 @@ class FaultyPod:
 
     async def _change(self, request: web.Request) -> web.Response:
         fault = self._fault = Fault(request.match_info["name"])
-        slow = fault in {Fault.SLOW, Fault.LIES}
-        self.pod.engine.profile = slower(self._profile, SLOWNESS) if slow else self._profile
+        self.pod.engine.profile = slower(self._profile, _FACTORS.get(fault, 1.0))
         limit = FULL_REQUESTS if fault is Fault.FULL else 0
         self.pod.settings = replace(self.pod.settings, max_num_queued_reqs=limit)
         return web.Response()

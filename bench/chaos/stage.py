@@ -88,20 +88,22 @@ async def staged(
     *,
     pickers: int = 2,
     flags: Sequence[str] = (),
+    gateway_flags: Sequence[str] = (),
     environment: Mapping[str, str] | None = None,
     peers: Callable[[Sequence[int]], Sequence[Sequence[str]]] | None = None,
+    pool: Callable[[Sequence[int]], Sequence[str]] | None = None,
     edit: Edit | None = None,
 ) -> AsyncIterator[Stage]:
     """Everything serving; gone afterwards.
 
-    `flags` and `environment` are of each picker. `peers` gives the flags of each by the ports that
-    they take for one another; None: each has the addresses of all. `edit` changes what
+    `flags` and `environment` are of each picker, `gateway_flags` of `epp envoy-config`. `peers` gives the flags of each by the ports that
+    they take for one another; None: each has the addresses of all. `pool` gives those that say where
+    the pods at these ports are found; None: in a file. `edit` changes what
     `epp envoy-config` wrote.
     """
     gateway, admin, readiness, *free = free_ports(3 + 4 * pickers + PODS)
     ports, free = free[:PODS], free[PODS:]
-    endpoints = folder / "endpoints.json"
-    write_endpoints(endpoints, ports)
+    found = (pool or _in_file(folder / "endpoints.json"))(ports)
     peer_ports = [free.pop() for _ in range(pickers)]
     together = (peers or _addresses_of_all)(peer_ports)
     stage = Stage(
@@ -114,8 +116,8 @@ async def staged(
         for number in range(pickers):
             serving, health, metrics = (free.pop() for _ in range(3))
             command = (
-                *(sys.executable, "-m", "epp", "serve", "--endpoints-file", str(endpoints)),
-                *("--secure-serving=false", "--grpc-port", str(serving)),
+                *(sys.executable, "-m", "epp", "serve", *found, "--secure-serving=false"),
+                *("--grpc-port", str(serving)),
                 *("--grpc-health-port", str(health), "--metrics-port", str(metrics)),
                 *("--seed", "1", *together[number], *flags),
             )
@@ -133,6 +135,7 @@ async def staged(
             *("--listen-host", "127.0.0.1", "--listen-port", str(gateway)),
             *("--admin-port", str(admin), "--readiness-port", str(readiness)),
             *("--picker-address", ",".join(picker.address for picker in stage.pickers)),
+            *gateway_flags,
         )
         assert await written.wait() == 0, "epp envoy-config failed"
         document = yaml.safe_load(bootstrap.read_text())
@@ -146,6 +149,14 @@ async def staged(
         )
         await _until_ready(stage, with_gateway=True)
         yield stage
+
+
+def _in_file(file: Path) -> Callable[[Sequence[int]], Sequence[str]]:
+    def written(ports: Sequence[int]) -> Sequence[str]:
+        write_endpoints(file, ports)
+        return ("--endpoints-file", str(file))
+
+    return written
 
 
 def _addresses_of_all(ports: Sequence[int]) -> list[list[str]]:

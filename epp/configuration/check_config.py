@@ -180,6 +180,8 @@ def explain(config: PickerConfig) -> str:
     if not profile.scorers:
         lines.append("  no scorers: all candidates are equal")
     lines += _member("picker", profile.picker_name, profile.picker)
+    for responder in profile.responders:
+        lines += _member("responder", responder.name, responder.plugin)
     if config.shadow is not None:
         lines += ["", *_shadow(config.shadow, config.shadow_share)]
     lines += ["", "indexes"]

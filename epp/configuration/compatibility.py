@@ -15,6 +15,7 @@ from msgspec import Meta, field
 from epp.core.knowledge.ejection import OutlierEjection
 from epp.core.knowledge.prefill_speed import LabelledSpeed
 from epp.core.parameters import Parameters
+from epp.plugins.conformance import DestinationEndpointServedVerifier
 
 API_VERSION: Final = "llm-d.ai/v1alpha1"
 API_VERSIONS: Final = ("llm-d.ai/v1", API_VERSION)
@@ -180,6 +181,7 @@ ACCEPTED: Final[Mapping[str, type[Parameters]]] = {
     "local-syncer": NoParameters,
     "model-server-protocol-metrics": CoreMetricsExtractor,
     OutlierEjection.type_name: OutlierEjection,
+    DestinationEndpointServedVerifier.type_name: DestinationEndpointServedVerifier,
     **dict.fromkeys(PARSERS, NoParameters),
 }
 

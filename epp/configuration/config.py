@@ -44,13 +44,19 @@ from epp.configuration.document import (
 from epp.configuration.trial import failing_plugins, prefix_reader
 from epp.core.decision.failures import Interrupted, place_of
 from epp.core.decision.plugin import Filter, Picker, ReadsIndex, Scorer
-from epp.core.decision.profile import NamedFilter, SchedulingProfile, WeightedScorer
+from epp.core.decision.profile import (
+    NamedFilter,
+    NamedResponder,
+    SchedulingProfile,
+    WeightedScorer,
+)
 from epp.core.decision.scheduler import SchedulerSettings
 from epp.core.duration import Duration
 from epp.core.knowledge.ejection import OutlierEjection
 from epp.core.knowledge.index import AffinityIndexSettings
 from epp.core.knowledge.saturation import UtilizationDetector
 from epp.core.parameters import Parameters
+from epp.plugins.conformance import DestinationEndpointServedVerifier
 
 __all__ = [
     "CONFIG_MAX_BYTES",
@@ -120,6 +126,7 @@ class Role(StrEnum):
     SOURCE = "data source"
     EXTRACTOR = "extractor"
     PRODUCER = "producer"
+    RESPONDER = "response plugin"
 
 
 class ConfiguredPlugin(Struct, frozen=True, kw_only=True):
@@ -256,6 +263,7 @@ _ROLES: Final[Mapping[str, Role]] = {
     "metrics-data-source": Role.SOURCE,
     "core-metrics-extractor": Role.EXTRACTOR,
     "model-server-protocol-metrics": Role.EXTRACTOR,
+    DestinationEndpointServedVerifier.type_name: Role.RESPONDER,
 }
 
 
@@ -554,7 +562,16 @@ class _Loader:
         spec = self.convert(items[0], _ProfileSpec, where)
         if spec is None:
             return None
-        return self._profile(spec.name, where, self._entries(where, spec.plugins))
+        entries = self._entries(where, spec.plugins)
+        return self._profile(spec.name, where, entries, self._responders())
+
+    def _responders(self) -> tuple[NamedResponder, ...]:
+        """To be declared is enough: no profile names them."""
+        return tuple(
+            NamedResponder(plugin.name, plugin.plugin)
+            for plugin in self.plugins.values()
+            if plugin.role is Role.RESPONDER
+        )
 
     def _read_shadow(self, value: Any) -> tuple[SchedulingProfile | None, float]:
         """The profile, and the share of the decisions that it judges."""
@@ -593,10 +610,14 @@ class _Loader:
             for plugin in self.plugins.values()
             if plugin.role in in_profile and plugin.type_name != _DETECTOR
         ]
-        return self._profile("default", "plugins", entries)
+        return self._profile("default", "plugins", entries, self._responders())
 
     def _profile(
-        self, name: str, where: str, entries: Sequence[tuple[ConfiguredPlugin, float]]
+        self,
+        name: str,
+        where: str,
+        entries: Sequence[tuple[ConfiguredPlugin, float]],
+        responders: tuple[NamedResponder, ...] = (),
     ) -> SchedulingProfile | None:
         pickers = [plugin for plugin, _ in entries if plugin.role is Role.PICKER]
         if len(pickers) > 1:
@@ -621,6 +642,7 @@ class _Loader:
                 scorers=tuple(scorers),
                 picker_name=picker_name,
                 picker=picker,
+                responders=responders,
             )
         except ValueError as error:
             self.problem(f"{where}: {error}")
@@ -897,6 +919,8 @@ def _describe_profile(profile: SchedulingProfile, kind: str) -> dict[str, dict[s
         weight = {"weight": _whole(scorer.weight)}
         lines[f"{kind}scorer {scorer.name}"] = weight | _plain(scorer.plugin)
     lines[f"{kind}picker {profile.picker_name}"] = _plain(profile.picker)
+    for responder in profile.responders:
+        lines[f"{Role.RESPONDER} {responder.name}"] = _plain(responder.plugin)
     return lines
 
 

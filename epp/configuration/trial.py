@@ -85,7 +85,7 @@ def failing_plugins(settings: SchedulerSettings) -> list[FailingPlugin]:
     profile = settings.profile
     of_filters = PluginFailures()
     alone = [replace(profile, filters=(named,)) for named in profile.filters]
-    filter_markers = replace(profile, scorers=()).markers(of_filters)
+    filter_markers = replace(profile, scorers=(), responders=()).markers(of_filters)
     # Neither are the stale left out nor requests of low priority refused.
     permissive = replace(
         settings,

@@ -26,10 +26,8 @@ class HeaderBasedTesting(Parameters, frozen=True):
     """Only for conformance tests: keep the endpoints that the client lists.
 
     They stand in header `test-epp-endpoint-selection` as "ip:port" or a bare ip, with commas
-    between them; without the header all stay. The response says in
-    `x-conformance-test-served-endpoint` who served, as the gateway tells and never as the picker
-    assumes, and repeats the headers ("name:value", commas between them) that the request lists in
-    `X-Echo-Set-Header`.
+    between them; without the header all stay. The response repeats the headers ("name:value",
+    commas between them) that the request lists in `X-Echo-Set-Header`.
     """
 
     type_name: ClassVar[str] = "header-based-testing-filter"
@@ -49,14 +47,27 @@ class HeaderBasedTesting(Parameters, frozen=True):
     def response_headers(
         self, request: InferenceRequest, endpoint: Endpoint, served: str, /
     ) -> Mapping[str, str]:
-        """Who served, and what the client asked to see again."""
+        """What the client asked to see again; who served is not its to say."""
         echoed = (entry.partition(":") for entry in request.headers.get(ECHO_HEADER, "").split(","))
-        found = {
-            name.strip().lower(): value.strip()
-            for name, _, value in echoed
-            if _NAME.fullmatch(name.strip())
+        found = ((name.strip().lower(), value.strip()) for name, _, value in echoed)
+        return {
+            name: value for name, value in found if _NAME.fullmatch(name) and name != SERVED_HEADER
         }
-        return found | {SERVED_HEADER: served or SERVED_MISSING}
+
+
+class DestinationEndpointServedVerifier(Parameters, frozen=True):
+    """Only for conformance tests: the response says who served it.
+
+    In `x-conformance-test-served-endpoint`, as the gateway tells and never as the picker assumes. It
+    works by being declared; no profile names it.
+    """
+
+    type_name: ClassVar[str] = "destination-endpoint-served-verifier"
+
+    def response_headers(
+        self, request: InferenceRequest, endpoint: Endpoint, served: str, /
+    ) -> Mapping[str, str]:
+        return {SERVED_HEADER: served or SERVED_MISSING}
 
 
 def _ip(address: str) -> str:

@@ -252,7 +252,7 @@ def cache_blocks() -> int:
 def find_envoy() -> Path:
     """The `envoy` command, beside this Python or on the path.
 
-    By its command and not by import: `xds-protos` has a package of the same name.
+    By its command and not by import: other distributions have a package of the same name.
     """
     beside = Path(sys.executable).with_name("envoy")
     found = shutil.which(beside) or shutil.which("envoy")

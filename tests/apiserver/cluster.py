@@ -1,6 +1,7 @@
 """What stands round the picker: users, the kubelet, model servers; and the picker as installed."""
 
 import os
+from base64 import b64decode
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
@@ -27,6 +28,7 @@ _GROUPS: Final = {
     "pods": "/api/v1",
     "configmaps": "/api/v1",
     "events": "/api/v1",
+    "secrets": "/api/v1",
     "serviceaccounts": "/api/v1",
     "deployments": "/apis/apps/v1",
     "leases": "/apis/coordination.k8s.io/v1",
@@ -74,7 +76,8 @@ class Namespace:
 
     # The users.
 
-    def create_pool(self, port: int, labels: Mapping[str, str] = LABELS) -> None:
+    def create_pool(self, *ports: int, labels: Mapping[str, str] = LABELS) -> None:
+        """Each pod is an endpoint at each of `ports`."""
         self.create(
             "inferencepools",
             POOL,
@@ -82,7 +85,7 @@ class Namespace:
             kind="InferencePool",
             spec={
                 "selector": {"matchLabels": labels},
-                "targetPorts": [{"number": port}],
+                "targetPorts": [{"number": port} for port in ports],
                 "endpointPickerRef": {"name": "homing", "port": {"number": 9002}},
             },
         )
@@ -172,19 +175,47 @@ class Release:
         events = self.namespace.api.requests_of(self.user)
         return {at["requestURI"] for at in events if at["responseStatus"]["code"] in {401, 403}}
 
-    def flags(self, mounted: Mounted) -> list[str]:
-        """Those of the Deployment, but for the ports and the place of the file."""
+    def flags(self, mounted: Mounted, folder: Path) -> list[str]:
+        """Those of the Deployment, but for the ports; what is mounted there is in `folder`."""
         command, *told = self.container()["args"]
         assert command == "serve"
         ports = ("--grpc-port=", "--grpc-health-port=", "--metrics-port=")
         kept = [flag for flag in told if not flag.startswith((*ports, "--config-file="))]
+        for path, place in self._volumes(folder).items():
+            kept = [flag.replace(f"={path}", f"={place}", 1) for flag in kept]
         return [*kept, f"--config-file={mounted.file}", *SPEEDY]
+
+    def _volumes(self, folder: Path) -> dict[str, Path]:
+        """Path in the container -> a folder with what is mounted there of Secrets, else empty."""
+        secrets = {at["name"]: at.get("secret") for at in self.pod["volumes"]}
+        places = {}
+        for mount in self.container()["volumeMounts"]:
+            place = places[mount["mountPath"]] = folder / mount["name"]
+            place.mkdir(exist_ok=True)
+            if secret := secrets[mount["name"]]:
+                for name, value in self.secret(secret["secretName"]).items():
+                    (place / name).write_bytes(value)
+        return places
+
+    def secret(self, name: str) -> dict[str, bytes]:
+        data = self.namespace.get("secrets", name)["data"]
+        return {key: b64decode(value) for key, value in data.items()}
+
+    def debug_token(self) -> str:
+        """What its pages ask for; "" if nothing."""
+        for at in self.pod["volumes"]:
+            if at["name"] == "debug-token":
+                return self.secret(at["secret"]["secretName"])["token"].decode()
+        return ""
 
 
 class Picker:
     """A running `epp serve` of a release."""
 
-    def __init__(self, process: EppProcess, mounted: Mounted, kubeconfig: Path) -> None:
+    def __init__(
+        self, process: EppProcess, mounted: Mounted, kubeconfig: Path, debug_token: str
+    ) -> None:
+        self._debug_token = debug_token
         self.process = process
         self.mounted = mounted
         self.kubeconfig = kubeconfig
@@ -194,9 +225,12 @@ class Picker:
     @asynccontextmanager
     async def open(self) -> AsyncIterator["Picker"]:
         url = f"http://127.0.0.1:{self.process.metrics_port}"
+        told = {"authorization": f"Bearer {self._debug_token}"} if self._debug_token else {}
         async with (
             channel_to(self.process.address) as self._channel,
-            aiohttp.ClientSession(url, timeout=aiohttp.ClientTimeout(total=10)) as self._pages,
+            aiohttp.ClientSession(
+                url, timeout=aiohttp.ClientTimeout(total=10), headers=told
+            ) as self._pages,
         ):
             yield self
 
@@ -285,8 +319,8 @@ async def running_picker(
     )
     begin = process.start if ready else process.launch
     try:
-        await begin(*release.flags(mounted), *flags)
-        async with Picker(process, mounted, kubeconfig).open() as picker:
+        await begin(*release.flags(mounted, folder), *flags)
+        async with Picker(process, mounted, kubeconfig, release.debug_token()).open() as picker:
             yield picker
     finally:
         if process.alive:

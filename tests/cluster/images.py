@@ -28,6 +28,7 @@ PACKAGES: Final = ("python3", "python3-venv", "python-is-python3", "ca-certifica
 DOCKERFILE: Final = ROOT / "deploy/Dockerfile"
 PAUSE: Final = f"{REGISTRY}/pause:1"
 HOMING: Final = f"{REGISTRY}/homing:test"
+SIMULATOR: Final = f"{REGISTRY}/homing-sim:test"
 ENVOY: Final = "docker.io/envoyproxy/envoy:distroless-v1.40.0"
 """What the chart names."""
 NOBODY: Final = "65532:65532"
@@ -55,7 +56,8 @@ class Images:
                 PAUSE, {"Entrypoint": ["/pause"], "User": NOBODY}, [self._pause()]
             ),
             ENVOY: self._archive(ENVOY, envoy, [base, self._envoy()]),
-            HOMING: self._archive(HOMING, _said(DOCKERFILE), [base, self._homing(base)]),
+            HOMING: self._archive(HOMING, _said("epp"), [base, self._stage(base, "epp")]),
+            SIMULATOR: self._archive(SIMULATOR, _said("sim"), [base, self._stage(base, "sim")]),
         }
 
     # Layers.
@@ -101,8 +103,8 @@ class Images:
 
         return self._layer("base", [], lay, SUITE, *PACKAGES)
 
-    def _homing(self, base: Path) -> Path:
-        """What deploy/Dockerfile lays over its base."""
+    def _stage(self, base: Path, target: str) -> Path:
+        """What the stage `target` of deploy/Dockerfile lays over its base."""
         wanted = [DOCKERFILE, *(ROOT / name for name in ("pyproject.toml", "README.md", "LICENSE"))]
         wanted += [path for name in ("lock", "epp", "sim") for path in _files(ROOT / name)]
 
@@ -110,12 +112,13 @@ class Images:
             with tempfile.TemporaryDirectory(dir=self._place.images) as scratch:
                 built = dockerfile.build(
                     *(DOCKERFILE, ROOT, Path(scratch), Root.environment() | {"PATH": _PATH}),
+                    target=target,
                     based=lambda path: _BaseRoot(path, base),
                 )
                 _made(into / "opt")
                 shutil.move(built.root.at(_INSTALLED), into / "opt")
 
-        return self._layer("homing", wanted, lay, base.name)
+        return self._layer(target, wanted, lay, base.name)
 
     def _layer(
         self, name: str, sources: Sequence[Path], lay: Callable[[Path], None], *besides: str
@@ -218,14 +221,12 @@ class _BaseRoot:
         return subprocess.CompletedProcess(command, 0, _run(inside))
 
 
-def _said(file: Path) -> dict[str, Any]:
-    """The settings of the image that the Dockerfile `file` ends with, over a base with `_PATH`."""
+def _said(target: str) -> dict[str, Any]:
+    """The settings of the image that a stage of the Dockerfile becomes, over a base with `_PATH`."""
     variables = {"PATH": _PATH}
     said: dict[str, Any] = {}
-    for name, text in dockerfile.instructions(file.read_text(encoding="utf-8")):
-        if name == "FROM":
-            variables, said = {"PATH": _PATH}, {}
-        elif name == "ENV":
+    for name, text in dockerfile.stages_of(DOCKERFILE.read_text(encoding="utf-8"))[target]:
+        if name == "ENV":
             for pair in shlex.split(text):
                 variable, _, value = pair.partition("=")
                 variables[variable] = value.replace("$PATH", variables["PATH"])

@@ -14,15 +14,13 @@ import yaml
 from tests.chart.rendering import CHART, ROOT
 from tests.chart.tools import HELM_3, Package, tools_of
 from tests.cluster.daemons import INSIDE
-from tests.cluster.images import HOMING
+from tests.cluster.images import HOMING, SIMULATOR
 from tests.cluster.node import Node
 from tests.cluster.place import ClusterError
 
 NAME: Final = "homing"
 MODELS: Final = "model-server"
 ROLLOUT_S_MAX: Final = 150
-_IMAGE: Final = "registry.example.com/homing:0.1.0"
-"""What manifests of the project name."""
 
 
 class Namespace:
@@ -43,12 +41,13 @@ class Namespace:
 
     def run_models(self, replicas: int) -> None:
         """The project's own simulated pods, with the image of this tree."""
-        text = (ROOT / "deploy/simulated-pods.yaml").read_text().replace(_IMAGE, HOMING)
+        text = (ROOT / "deploy/simulated-pods.yaml").read_text()
         documents = list(yaml.safe_load_all(text))
         for document in documents:
             if document["kind"] == "Deployment":
                 document["spec"]["replicas"] = replicas
                 (container,) = document["spec"]["template"]["spec"]["containers"]
+                container["image"] = SIMULATOR
                 container["resources"]["requests"]["cpu"] = "20m"
         self.apply(yaml.safe_dump_all(documents))
         self.rolled_out(f"deployment/{MODELS}")

@@ -538,3 +538,19 @@ def test_kept_decisions_are_bounded():
     for wrong in ("--decisions-max-bytes=1000", "--decisions-max-age=0s"):
         with pytest.raises(FlagError, match=wrong.partition("=")[0]):
             serve("--decisions-dir=/decisions", wrong)
+
+
+@pytest.mark.parametrize(
+    "more",
+    [[], ["--v", "4", "--config-file", "/config/plugins.yaml"]],
+    ids=["v1.6", "v1.3 to v1.5"],
+)
+def test_the_flags_of_the_conformance_manifests_are_taken(more):
+    """Each is in force as it is meant, and none is warned of."""
+    ports = ["--grpc-port", "9002", "--grpc-health-port", "9003"]
+    pool = ["--pool-name", "primary-inference-pool", "--pool-namespace", "app-backend"]
+    told = parse_serve([*pool, "--zap-encoder", "json", *ports, *more], {})
+    assert (told.pool_name, told.pool_namespace) == ("primary-inference-pool", "app-backend")
+    assert (told.grpc_port, told.grpc_health_port, told.log_format) == (9002, 9003, LogFormat.JSON)
+    assert told.config_file == ("/config/plugins.yaml" if more else "")
+    assert told.warnings == ()

@@ -16,6 +16,7 @@ from tests.release.roots import Root
 
 _SAID: Final = frozenset({"LABEL", "EXPOSE", "STOPSIGNAL", "ENTRYPOINT", "CMD", "USER", "ARG"})
 """Instructions that change no file; what they say is read where it matters."""
+_FROM_STAGE: Final = re.compile(r"--from=(\S+)")
 _VARIABLE: Final = re.compile(r"\$(?:\{(\w+)\}|(\w+))")
 
 
@@ -57,22 +58,27 @@ def build(
     context: Path,
     folder_of_roots: Path,
     environment: Mapping[str, str],
+    *,
+    target: str = "",
     based: Callable[[Path], AnyRoot] = Root,
 ) -> Image:
-    """Carry out every stage, each in a root below `folder_of_roots`; the last one.
+    """Carry out the stage `target`, or the last one, and those that it copies from; what it became.
 
-    `environment` is that of the base image, and `based` makes a root that has what it has.
+    Each has a root below `folder_of_roots`. `environment` is that of the base image, and `based`
+    makes a root that has what it has.
 
     Raises `subprocess.CalledProcessError` when a step fails.
     """
+    told = stages_of(dockerfile.read_text(encoding="utf-8"))
+    wanted = target or list(told)[-1]
     stages: dict[str, Image] = {}
     image = None
     folder = "/"
-    for name, text in instructions(dockerfile.read_text(encoding="utf-8")):
+    for name, text in _needed(told, wanted):
         if name == "FROM":
-            _, _, alias = text.partition(" AS ")
-            image = Image(based(folder_of_roots / (alias or "last")), dict(environment), {})
-            stages[alias or "last"] = image
+            stage = _alias(text)
+            image = Image(based(folder_of_roots / stage), dict(environment), {})
+            stages[stage] = image
             folder = "/"
             continue
         if image is None:
@@ -96,8 +102,40 @@ def build(
             _copy(text, image.root, folder, context, stages)
         else:
             raise AssertionError(f"the instruction {name} is not known here")
-    assert image is not None, "no FROM"
-    return image
+    return stages[wanted]
+
+
+def stages_of(text: str) -> dict[str, list[Instruction]]:
+    """Name -> instructions, its `FROM` the first. What precedes every stage is in the first one."""
+    before: list[Instruction] = []
+    found: dict[str, list[Instruction]] = {}
+    for each in instructions(text):
+        if each.name == "FROM":
+            found[_alias(each.text)] = [*before, each]
+            before = []
+        elif found:
+            found[next(reversed(found))].append(each)
+        else:
+            before.append(each)
+    assert found, "no FROM"
+    return found
+
+
+def _alias(text: str) -> str:
+    return text.partition(" AS ")[2] or "last"
+
+
+def _needed(told: Mapping[str, list[Instruction]], wanted: str) -> Iterator[Instruction]:
+    """Of the stage `wanted`, after those that it copies from."""
+    needed, pending = set(), [wanted]
+    while pending:
+        stage = pending.pop()
+        needed.add(stage)
+        copied = (each.text for each in told[stage] if each.name == "COPY")
+        pending += [found[1] for found in map(_FROM_STAGE.match, copied) if found]
+    for stage, steps in told.items():
+        if stage in needed:
+            yield from steps
 
 
 def _copy(

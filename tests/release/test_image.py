@@ -10,7 +10,7 @@ from hatchling.builders.wheel import WheelBuilder
 
 from epp import __version__
 from tests.release import dockerfile, roots
-from tests.release.dockerfile import Instruction, instructions
+from tests.release.dockerfile import Instruction, instructions, stages_of
 from tests.release.roots import Root
 from tests.release.serving import serve_and_drain
 from tests.release.test_distributions import sources
@@ -116,36 +116,93 @@ def test_a_step_that_fails_fails_the_build(rooms):
     assert (raised.value.returncode, raised.value.stdout) == (3, "so\n")
 
 
-def test_the_image_says_how_it_runs():
-    """By a number, which Kubernetes can check is not root; from the lock file, by hashes."""
-    said = list(instructions(DOCKERFILE.read_text()))
+@pytest.mark.parametrize("command", ["epp", "sim"])
+def test_each_image_says_how_it_runs(command):
+    """By a number, which Kubernetes can check is not root; the program itself is process 1."""
+    said = stages_of(DOCKERFILE.read_text())[command]
     assert Instruction("USER", "65532:65532") in said
-    assert Instruction("ENTRYPOINT", '["epp"]') in said
+    assert Instruction("ENTRYPOINT", f'["{command}"]') in said
     assert Instruction("STOPSIGNAL", "SIGTERM") in said
-    for name, text in said:
-        if name == "RUN" and "pip install" in text:
-            assert "--require-hashes --only-binary=:all:" in text or "--no-index" in text
+    assert "RUN" not in {each.name for each in said}
+
+
+def test_only_what_is_asked_for_is_built(rooms):
+    """And the last stage where nothing is."""
+    (rooms / "Dockerfile").write_text(
+        "FROM a AS one\nRUN mkdir /kept && touch /kept/one\nFROM a AS two\nRUN exit 3\n"
+        "FROM a AS three\nCOPY --from=two / /\nFROM a AS four\nCOPY --from=one /kept /kept\n"
+    )
+    for number, target in enumerate(("four", "")):
+        roots_of_it = rooms / str(number)
+        image = dockerfile.build(
+            rooms / "Dockerfile", rooms, roots_of_it, Root.environment(), target=target
+        )
+        assert image.root.at("/kept/one").exists()
+        assert {path.name for path in roots_of_it.iterdir()} == {"one", "four"}
 
 
 @pytest.mark.long
 @pytest.mark.timeout(1_800)
 async def test_the_steps_of_the_dockerfile_make_a_picker_that_serves(rooms):
-    """Every stage, with what is locked; the last one runs as its instructions say."""
-    context = sources(rooms / "context")
-    environment = Root.environment()
-    image = dockerfile.build(DOCKERFILE, context, rooms / "roots", environment)
-    assert image.said["USER"] == f"{roots.USER}:{roots.USER}"
+    """With what is locked; it runs as its instructions say, and has no more than it needs."""
+    image = built(rooms, "epp")
     entrypoint = json.loads(image.said["ENTRYPOINT"])
     lines = await serve_and_drain(image.root, entrypoint, image.environment, rooms / "log")
     assert lines[-1]["event"] == "stopped"
-    shown = image.root.run(
-        [*entrypoint, "--version"], environment=image.environment, contained=True
-    ).stdout
-    assert __version__ in shown
-    with_extras = "import opentelemetry.sdk, valkey, pyarrow, optuna"
-    image.root.run(["python", "-c", with_extras], environment=image.environment, contained=True)
-    for tool in ("hatchling", "pytest", "mypy"):
+    assert __version__ in asked(image, [*entrypoint, "--version"])
+    asked(image, ["python", "-c", "import opentelemetry.sdk, rich, valkey"])
+    absent = ("envoy", "hatchling", "mypy", "optuna", "pip", "pyarrow", "pytest")
+    for module in absent:
         with pytest.raises(subprocess.CalledProcessError):
-            image.root.run(
-                ["python", "-c", f"import {tool}"], environment=image.environment, contained=True
-            )
+            asked(image, ["python", "-c", f"import {module}"])
+    assert bytes_of(image) <= PICKER_BYTES_MAX
+    assert asked(image, ["python", "-c", WITHOUT_BYTE_CODE]).split() == []
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1_800)
+def test_the_steps_of_the_dockerfile_make_a_simulator(rooms):
+    """That has what `sim` alone needs, and simulates with it."""
+    image = built(rooms, "sim")
+    entrypoint = json.loads(image.said["ENTRYPOINT"])
+    asked(image, ["python", "-c", "import optuna, pyarrow.parquet, rich"])
+    trace = ["trace", "generate", "chatbot", "--requests", "50", "--out", "/tmp/trace.jsonl"]
+    assert asked(image, [*entrypoint, *trace])
+    replay = ["replay", "/tmp/trace.jsonl", "--pods", "2", "--out", "/tmp/out"]
+    assert asked(image, [*entrypoint, *replay])
+    assert image.root.at("/tmp/out/requests.parquet").exists()
+
+
+WITHOUT_BYTE_CODE = """\
+import os, sys
+import epp.app, epp.configuration.check_config, epp.shell.gateway.bootstrap
+import epp.shell.kubernetes.cluster, epp.shell.operators.otlp, epp.shell.operators.top_command
+import valkey.asyncio
+for module in list(sys.modules.values()):
+    file = getattr(module, "__file__", None) or ""
+    if file.startswith("/opt/homing") and file.endswith(".py"):
+        if not os.path.exists(module.__cached__):
+            print(file)
+"""
+"""Names what would be compiled at each start, because nothing can be written there."""
+PICKER_BYTES_MAX = 225_000_000
+"""What deploy/README.md says of it, and a tenth besides for other versions of what is locked."""
+
+
+def built(rooms, target):
+    image = dockerfile.build(
+        DOCKERFILE, sources(rooms / "context"), rooms / "roots", Root.environment(), target=target
+    )
+    assert image.said["USER"] == f"{roots.USER}:{roots.USER}"
+    return image
+
+
+def asked(image, command):
+    """What a command prints there, run as Kubernetes runs it."""
+    return image.root.run(command, environment=image.environment, contained=True).stdout
+
+
+def bytes_of(image):
+    """Of files; the base image is not counted."""
+    paths = image.root.at("/opt/homing").rglob("*")
+    return sum(path.stat().st_size for path in paths if path.is_file() and not path.is_symlink())

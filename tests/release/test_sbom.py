@@ -15,15 +15,21 @@ ROOT = Path(__file__).parents[2]
 TOOL = Path(os.environ.get("RELEASE_TOOLS", ROOT / ".venv-release")) / "bin/cyclonedx-py"
 
 
+@pytest.fixture(scope="module", params=["runtime", "sim"])
+def lock(request):
+    return request.param
+
+
 @pytest.fixture(scope="module")
-def make(tmp_path_factory):
-    """Runs the command of `make sbom`; the bytes."""
+def make(tmp_path_factory, lock):
+    """Runs the command of `make sbom` that reads `lock`; the bytes."""
     if not TOOL.exists():
         pytest.skip(f"no {TOOL}: run `make tools`, or name its folder in RELEASE_TOOLS")
     recipe = re.search(
         r"^sbom:.*?\n(.*?)\n\n", (ROOT / "Makefile").read_text(), re.MULTILINE | re.DOTALL
     )[1]
-    command = recipe.replace("\\\n", " ").split("$(TOOLS)/bin/cyclonedx-py")[1].split()
+    commands = recipe.replace("\\\n", " ").split("$(TOOLS)/bin/cyclonedx-py")[1:]
+    (command,) = (each.split() for each in commands if f"lock/{lock}.txt" in each)
 
     def made():
         file = tmp_path_factory.mktemp("sbom") / "homing.cdx.json"
@@ -35,9 +41,9 @@ def make(tmp_path_factory):
     return made
 
 
-def locked():
+def locked(lock):
     """Name -> (version, hashes) of the lock file."""
-    text = (ROOT / "lock/runtime.txt").read_text()
+    text = (ROOT / f"lock/{lock}.txt").read_text()
     found = {}
     for pinned in re.split(r"^(?=[A-Za-z0-9])", text, flags=re.MULTILINE)[1:]:
         name, version = re.match(r"([\w.-]+)(?:\[[\w,]+\])?==([\w.+!]+)", pinned).groups()
@@ -45,13 +51,13 @@ def locked():
     return found
 
 
-def test_it_lists_what_is_locked_with_its_hashes(make):
+def test_it_lists_what_is_locked_with_its_hashes(make, lock):
     """All of it and nothing else, each found by its package URL."""
     document = json.loads(make())
     assert (document["bomFormat"], document["specVersion"]) == ("CycloneDX", "1.6")
     component = document["metadata"]["component"]
     assert (component["name"], component["version"]) == ("homing-epp", __version__)
-    wanted = locked()
+    wanted = locked(lock)
     listed = {}
     for each in document["components"]:
         assert each["purl"] == f"pkg:pypi/{each['name'].lower()}@{each['version']}"

@@ -10,6 +10,7 @@ import yaml
 
 from tests.go_program import GoProgramError
 from tests.release.actionlint import ACTIONLINT
+from tests.release.dockerfile import stages_of
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / ".github/workflows"
@@ -141,14 +142,19 @@ def test_what_is_released_is_signed_and_has_its_provenance(name):
     assert "COSIGN_KEY" not in str(job)
 
 
-def test_the_image_is_for_both_architectures_and_knows_its_base():
-    """By the Dockerfile that is tested, on a base of one digest, with its own SBOM."""
+def test_each_image_is_for_both_architectures_and_knows_its_base():
+    """By the Dockerfile that is tested, on a base of one digest, with its own SBOM and name."""
     job = job_of("release", "image")
     (build,) = [
         step["with"]
         for step in job["steps"]
         if step.get("uses", "").startswith("docker/build-push-action@")
     ]
+    named = {each["target"]: each["suffix"] for each in job["strategy"]["matrix"]["include"]}
+    assert named == {"epp": "", "sim": "-sim"}
+    assert set(named) <= set(stages_of((ROOT / "deploy/Dockerfile").read_text()))
+    assert build["target"] == "${{ matrix.target }}"
+    assert job["env"]["IMAGE"].endswith("${{ matrix.suffix }}")
     assert build["platforms"] == "linux/amd64,linux/arm64"
     assert (build["file"], build["provenance"], build["sbom"]) == (
         "deploy/Dockerfile",

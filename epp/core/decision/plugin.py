@@ -72,7 +72,7 @@ class TellsCost(Protocol):
 
 @runtime_checkable
 class MarksResponses(Protocol):
-    """A filter or scorer that wants headers on the response."""
+    """A filter, a scorer, or what is nothing else, that wants headers on the response."""
 
     def response_headers(
         self, request: InferenceRequest, endpoint: Endpoint, served: str, /

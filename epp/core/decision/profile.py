@@ -78,8 +78,15 @@ class WeightedScorer(Struct, frozen=True):
             )
 
 
+class NamedResponder(Struct, frozen=True):
+    """What only sets headers on responses, under the name it has in the configuration."""
+
+    name: str
+    plugin: MarksResponses
+
+
 class Marker(Struct, frozen=True):
-    """A filter or scorer that sets headers on responses, under its name in the configuration."""
+    """A plugin that sets headers on responses, under its name in the configuration."""
 
     name: str
     plugin: MarksResponses
@@ -148,6 +155,7 @@ class SchedulingProfile(Struct, frozen=True, kw_only=True, dict=True):
     scorers: tuple[WeightedScorer, ...]
     picker_name: str
     picker: Picker
+    responders: tuple[NamedResponder, ...] = ()
 
     def __post_init__(self) -> None:
         if self.scorers and not any(scorer.weight > 0 for scorer in self.scorers):
@@ -160,14 +168,15 @@ class SchedulingProfile(Struct, frozen=True, kw_only=True, dict=True):
 
     @property
     def plugin_names(self) -> tuple[str, ...]:
-        """Of filters, scorers and the picker, as in the configuration."""
-        return (*(member.name for member in self.members), self.picker_name)
+        """Of filters, scorers, the picker and what answers, as in the configuration."""
+        others = (responder.name for responder in self.responders)
+        return (*(member.name for member in self.members), self.picker_name, *others)
 
     def markers(self, failures: PluginFailures) -> tuple[Marker, ...]:
-        """The filters and scorers that set headers on responses."""
+        """The filters, scorers and others that set headers on responses."""
         return tuple(
             Marker(member.name, member.plugin, failures)
-            for member in self.members
+            for member in (*self.members, *self.responders)
             if isinstance(member.plugin, MarksResponses)
         )
 

@@ -112,7 +112,7 @@ class Decision(Struct, frozen=True, kw_only=True):
     tellers: tuple[TellsCost | None, ...] = ()
     """Those of the scorers that can say what their cost is made of; as many as there are scorers."""
     markers: tuple[Marker, ...] = ()
-    """The filters and scorers that set headers on the response."""
+    """The plugins that set headers on the response."""
     shadow: ShadowVerdict | None = None
     """What the shadow profile would have done; None: there is none, or it was not asked."""
 

@@ -7,22 +7,7 @@ import json
 from functools import lru_cache
 from typing import Any, Final, assert_never
 
-from envoy.config.core.v3.base_pb2 import HeaderMap, HeaderValue, HeaderValueOption
-from envoy.extensions.filters.http.ext_proc.v3.processing_mode_pb2 import ProcessingMode
-from envoy.service.ext_proc.v3.external_processor_pb2 import (
-    BodyMutation,
-    BodyResponse,
-    CommonResponse,
-    HeaderMutation,
-    HeadersResponse,
-    ImmediateResponse,
-    ProcessingRequest,
-    ProcessingResponse,
-    StreamedBodyResponse,
-    TrailersResponse,
-)
-from envoy.type.v3.http_status_pb2 import HttpStatus
-from google.protobuf.message import DecodeError, Message
+from google.protobuf.message import DecodeError
 from google.protobuf.struct_pb2 import Value
 
 from epp.core.protocol.messages import (
@@ -49,6 +34,24 @@ from epp.core.protocol.messages import (
     ResponseTrailersAnswer,
 )
 from epp.core.types import Refusal
+from epp.shell.gateway.ext_proc_messages import (
+    OVERWRITE_IF_EXISTS_OR_ADD,
+    SEND,
+    BodyMutation,
+    BodyResponse,
+    CommonResponse,
+    HeaderMutation,
+    HeadersResponse,
+    HeaderValue,
+    HeaderValueOption,
+    HttpStatus,
+    ImmediateResponse,
+    ProcessingMode,
+    ProcessingRequest,
+    ProcessingResponse,
+    StreamedBodyResponse,
+    TrailersResponse,
+)
 
 SUBSET_NAMESPACE: Final = "envoy.lb.subset_hint"
 SUBSET_KEY: Final = "x-gateway-destination-endpoint-subset"
@@ -74,7 +77,6 @@ CHUNK_LENGTHS_MAX: Final = 4_096
 _BODY_TAGS: Final = frozenset({4 << 3 | 2, 5 << 3 | 2})
 """Of `request_body` and `response_body` on the wire."""
 _MODES: Final = {mode.value: mode for mode in BodyMode if mode is not BodyMode.UNKNOWN}
-_OVERWRITE: Final = HeaderValueOption.HeaderAppendAction.OVERWRITE_IF_EXISTS_OR_ADD
 _ERROR_TYPES: Final = {
     400: "invalid_request_error",
     413: "invalid_request_error",
@@ -210,7 +212,7 @@ def _beside_body(message: bytes) -> int:
     return len(message)
 
 
-def _headers(message: HeaderMap) -> dict[str, str]:
+def _headers(message: Any) -> dict[str, str]:
     """Lower-case names; the value is in `raw_value` or, from some gateways, in `value`."""
     if len(message.headers) > HEADERS_MAX:
         raise MalformedMessageError(f"the message has more than {HEADERS_MAX} headers")
@@ -220,7 +222,7 @@ def _headers(message: HeaderMap) -> dict[str, str]:
     }
 
 
-def modes_of(request: ProcessingRequest) -> BodyModes | None:
+def modes_of(request: Any) -> BodyModes | None:
     if not request.HasField("protocol_config"):
         return None
     numbers = request.protocol_config.request_body_mode, request.protocol_config.response_body_mode
@@ -229,7 +231,7 @@ def modes_of(request: ProcessingRequest) -> BodyModes | None:
     return BodyModes(request_mode, response_mode, unknown)
 
 
-def subset_of(request: ProcessingRequest) -> tuple[str, ...] | None:
+def subset_of(request: Any) -> tuple[str, ...] | None:
     """The subset hint: a list of strings or one comma-separated string; malformed allows nobody."""
     if not request.HasField("metadata_context"):
         return None
@@ -263,7 +265,7 @@ def _addresses(value: Value) -> tuple[str, ...]:
     return tuple(part.strip() for part in parts if part.strip())
 
 
-def served_of(request: ProcessingRequest) -> str:
+def served_of(request: Any) -> str:
     if not request.HasField("metadata_context"):
         return ""
     metadata = request.metadata_context.filter_metadata
@@ -275,17 +277,17 @@ def served_of(request: ProcessingRequest) -> str:
     return served[-1] if served else ""
 
 
-def _set(headers: tuple[tuple[str, str], ...]) -> list[HeaderValueOption]:
+def _set(headers: tuple[tuple[str, str], ...]) -> list[Any]:
     return [
         HeaderValueOption(
             header=HeaderValue(key=name, raw_value=value.encode("utf-8", "surrogateescape")),
-            append_action=_OVERWRITE,
+            append_action=OVERWRITE_IF_EXISTS_OR_ADD,
         )
         for name, value in headers
     ]
 
 
-def _route(response: ProcessingResponse, common: CommonResponse, destination: Destination) -> None:
+def _route(response: Any, common: Any, destination: Destination) -> None:
     """Write the destination into `response`, of which `common` is a part.
 
     Once as a header and once as dynamic metadata: some gateways read only that. Filled in place,
@@ -384,7 +386,7 @@ def _varint(number: int) -> bytes:
     return bytes((number & 0x7F | 0x80, number >> 7 & 0x7F | 0x80, number >> 14))
 
 
-def _key(message: type[Message], field: str, wire_type: int) -> bytes:
+def _key(message: Any, field: str, wire_type: int) -> bytes:
     """What precedes the value of `field` on the wire."""
     number: int = message.DESCRIPTOR.fields_by_name[field].number
     return _varint(number << 3 | wire_type)
@@ -411,7 +413,7 @@ _REQUEST_BODY: Final = _bytes(request_body=BodyResponse())
 _REQUEST_TRAILERS: Final = _bytes(request_trailers=TrailersResponse())
 _RESPONSE_HEADERS: Final = _bytes(response_headers=HeadersResponse())
 _WITHOUT_BODY: Final = ProcessingMode(
-    response_body_mode=ProcessingMode.NONE, response_trailer_mode=ProcessingMode.SEND
+    response_body_mode=BodyMode.NONE.value, response_trailer_mode=SEND
 )
 """With trailers the stream stays open until the response ends, without it is over at the headers."""
 _RESPONSE_HEADERS_ALONE: Final = _bytes(

@@ -19,9 +19,8 @@ So no message is read that protobuf would refuse, and none is read otherwise tha
 
 from collections.abc import Callable, Mapping
 from enum import StrEnum
-from typing import Final, TypeVar
+from typing import Any, Final, TypeVar
 
-from envoy.service.ext_proc.v3.external_processor_pb2 import ProcessingRequest
 from google.protobuf.message import DecodeError
 
 from epp.core.protocol.messages import (
@@ -42,6 +41,7 @@ from epp.shell.gateway.codec import (
     served_of,
     subset_of,
 )
+from epp.shell.gateway.ext_proc_messages import ProcessingRequest
 
 HEADERS_KEPT_MAX: Final = 1_024
 NAMES_KEPT_MAX: Final = 1_024
@@ -175,7 +175,7 @@ class Decoder:
         self._behind_trailers(message)
         return ResponseTrailers()
 
-    def _behind_trailers(self, message: bytes) -> ProcessingRequest:
+    def _behind_trailers(self, message: bytes) -> Any:
         """They themselves are of no interest, but must be some."""
         _, ends, at = self._headers(message)
         if ends:
@@ -257,7 +257,7 @@ class Decoder:
         _keep(self._names_kept, key, name, NAMES_KEPT_MAX)
         return name
 
-    def _modes(self, message: bytes, at: int) -> tuple[BodyModes | None, ProcessingRequest | None]:
+    def _modes(self, message: bytes, at: int) -> tuple[BodyModes | None, Any]:
         """What follows at `at`: the modes, and where the rest is to be read if there is more."""
         if at == len(message):
             return None, None
@@ -299,7 +299,7 @@ def _body(message: bytes) -> tuple[bytes, bool, int]:
     raise _UnusualError
 
 
-def _beside(message: bytes, at: int) -> ProcessingRequest:
+def _beside(message: bytes, at: int) -> Any:
     """What follows the phase, which ends at `at`."""
     if len(message) - at > BESIDE_BODY_BYTES_MAX:
         raise _UnusualError

@@ -144,6 +144,11 @@ def _change(one: PastChange) -> dict[str, Any]:
     return {"at": iso(one.at_s), "picker": one.picker} | msgspec.structs.asdict(one.change)
 
 
+def _length(stretch: Stretch) -> str:
+    length_s = stretch.until_s - stretch.since_s
+    return f"{length_s / 60:.3g} min" if length_s >= 60 else f"{length_s:.3g} s"
+
+
 def _lines(
     at_s: float,
     here: Sequence[PastChange],
@@ -154,9 +159,8 @@ def _lines(
 ) -> list[str]:
     lines = [f"{iso(at_s)[:19]} UTC"]
     lines += [f"  {_told(one)}" for one in here]
-    minutes = (before.until_s - before.since_s) / 60, (after.until_s - after.since_s) / 60
     sides = before.row(), after.row()
-    head = f"{minutes[0]:.3g} min before", f"{minutes[1]:.3g} min after"
+    head = f"{_length(before)} before", f"{_length(after)} after"
     rows = [
         {"": what, head[0]: one, head[1]: other}
         for what, one, other in zip(

@@ -132,6 +132,8 @@ class Live(Struct, frozen=True, kw_only=True):
     configuration_refused: RefusedDocument | None
     process: ProcessLately | None = None
     """None: a picker of an earlier version."""
+    process_at: str = ""
+    """Where the picker is whose process that is, of several; "": there is one."""
     capture: CaptureSnapshot | None = None
     """None: nothing is captured."""
 

@@ -1,10 +1,12 @@
 """What several pickers tell of one pool, as if they were one."""
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import TypeVar
 
 from msgspec import structs
 
+from epp.shell.operators.capture import CaptureSnapshot
 from epp.shell.operators.live_view import DECISIONS_SHOWN, ENDPOINTS_MAX, Live, LiveEndpoint
 
 T = TypeVar("T")
@@ -14,7 +16,8 @@ def as_one(lives: Sequence[Live]) -> Live:
     """Sums of at least one look, of different pickers.
 
     An endpoint is as the picker with the freshest metrics says, but not ready, slow or failing if any
-    says so. In flight is the most that one of them knows: pickers that share count each other's.
+    says so. In flight is the most that one of them knows: pickers that share count each other's. The
+    process is that whose loop is the latest, the capture the sum of all.
     """
     newest = max(lives, key=lambda live: live.configuration.at_s)
     if len(lives) == 1:
@@ -33,6 +36,7 @@ def as_one(lives: Sequence[Live]) -> Live:
         for reason, count in live.refused.items():
             refused[reason] = refused.get(reason, 0) + count
     decisions = [one for live in lives for one in live.decisions]
+    latest = max(lives, key=lambda live: live.process.lag_mean_s if live.process else -1.0)
     return structs.replace(
         newest,
         at_s=max(live.at_s for live in lives),
@@ -48,6 +52,9 @@ def as_one(lives: Sequence[Live]) -> Live:
         configuration_refused=next(
             (live.configuration_refused for live in lives if live.configuration_refused), None
         ),
+        process=latest.process,
+        process_at=latest.process_at,
+        capture=_captures([live.capture for live in lives if live.capture]),
     )
 
 
@@ -62,6 +69,22 @@ def differences(lives: Sequence[Live]) -> str:
         if len(values) > 1:
             found.append(f"{len(values)} {what}")
     return f"they have {' and '.join(found)}" if found else ""
+
+
+def _captures(told: Sequence[CaptureSnapshot]) -> CaptureSnapshot | None:
+    """Their sum; None: there is none."""
+    if not told:
+        return None
+    dropped: Counter[str] = Counter()
+    for one in told:
+        dropped.update(one.dropped)
+    return CaptureSnapshot(
+        requests=sum(one.requests for one in told),
+        events=sum(one.events for one in told),
+        dropped=dict(dropped),
+        write_errors=sum(one.write_errors for one in told),
+        bytes=sum(one.bytes for one in told),
+    )
 
 
 def _endpoint(told: Sequence[LiveEndpoint], decided: int, pickers: int) -> LiveEndpoint:

@@ -80,9 +80,12 @@ def look(clients: Sequence[DebugClient]) -> tuple[Live, str]:
     lives: list[Live] = []
     missing: list[NoAnswerError] = []
     with ThreadPoolExecutor(len(clients)) as asking:
-        for asked in [asking.submit(_look, client) for client in clients]:
+        asked = [(client, asking.submit(_look, client)) for client in clients]
+        for client, answer in asked:
             try:
-                lives.append(asked.result())
+                told = answer.result()
+                place = client.url if len(clients) > 1 else ""
+                lives.append(msgspec.structs.replace(told, process_at=place))
             except NoAnswerError as error:
                 missing.append(error)
     if not lives:

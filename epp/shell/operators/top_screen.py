@@ -84,6 +84,8 @@ def _picker(live: Live) -> Iterable[Text]:
         late = process.lag_mean_s >= _LATE_S
         line.append(f"loop late {_seconds(process.lag_mean_s)}", "red" if late else "")
         line.append(f" on average, {_seconds(process.lag_most_s)} at most in a minute")
+        if live.process_at:
+            line.append(f", at {printable(live.process_at.removeprefix('http://'))}")
         if process.cpu_cores is not None:
             line.append(f"  {process.cpu_cores:.2f} CPU")
         line.append(f"  {process.resident_bytes / 1e6:.0f} MB")

@@ -87,6 +87,8 @@ def test_any_moment_can_be_compared_around(night):
     assert code == 0
     assert "configuration generation 2 at homing-0" in text.partition("meanwhile")[2]
     assert "3 min before" in text
+    _, text, _ = night.ask(at=at, window=Duration(40.0))
+    assert "40 s before" in text
 
 
 def test_it_is_told_as_json_too(night):

@@ -3,7 +3,9 @@
 import msgspec
 import pytest
 
+from epp.shell.operators.capture import CaptureSnapshot
 from epp.shell.operators.configuration_changes import Applied
+from epp.shell.operators.own_process import ProcessLately
 from epp.shell.operators.replicas_view import as_one, differences
 from tests.shell.operators.test_top_screen import live, live_decision, live_endpoint
 
@@ -52,6 +54,36 @@ def test_the_newest_decisions_of_all_are_shown():
         for at in (1, 3, 2)
     ]
     assert [one.request_id for one in as_one(told).decisions] == ["3", "2", "1"]
+
+
+def test_the_latest_loop_of_all_is_shown_and_whose_it_is():
+    """One picker of two that stands still must not hide behind the other."""
+    well = ProcessLately(lag_mean_s=0.001, lag_most_s=0.01, cpu_cores=0.1, resident_bytes=100)
+    late = ProcessLately(lag_mean_s=0.09, lag_most_s=0.27, cpu_cores=0.1, resident_bytes=100)
+    first, second = (
+        live(process=late, process_at="http://a"),
+        live(process=well, process_at="http://b"),
+    )
+    for lives in ([first, second], [second, first], [live(), first]):
+        seen = as_one(lives)
+        assert (seen.process, seen.process_at) == (late, "http://a")
+    assert as_one([live(), live()]).process is None
+
+
+def test_what_all_captures_lost_is_lost():
+    """Whichever of them has the newest configuration."""
+
+    def capture(size_bytes, **dropped):
+        return CaptureSnapshot(
+            requests=1, events=2, dropped=dropped, write_errors=1, bytes=size_bytes
+        )
+
+    seen = as_one(
+        [live(), live(capture=capture(5, queue=1)), live(capture=capture(7, queue=2, disk=1))]
+    )
+    assert seen.capture == CaptureSnapshot(
+        requests=2, events=4, dropped={"queue": 3, "disk": 1}, write_errors=2, bytes=12
+    )
 
 
 def test_one_alone_is_itself():

@@ -220,6 +220,11 @@ LATE = ProcessLately(lag_mean_s=0.0893, lag_most_s=1.25, cpu_cores=0.31, residen
 def test_the_picker_itself_is_the_second_line():
     """How late its loop is, what it takes; of an earlier version nothing."""
     lines = drawn(live(process=LATE))
+    assert " at 10." not in lines[1]
+    (shown,) = [
+        one for one in drawn(live(process=LATE, process_at="http://10.0.0.7:9090")) if "loop" in one
+    ]
+    assert "1.2s at most in a minute, at 10.0.0.7:9090  0.31 CPU" in shown
     assert lines[1].rstrip() == (
         "loop late 89ms on average, 1.2s at most in a minute  0.31 CPU  212 MB"
     )

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import secrets
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Iterator, Mapping
@@ -83,9 +84,10 @@ class Namespace:
 
 
 @contextmanager
-def namespace(node: Node, name: str) -> Iterator[Namespace]:
-    """Made anew, restricted, and gone afterwards with all that is in it."""
-    node.kubectl("delete", "namespace", name, "--ignore-not-found", "--wait=true")
+def namespace(node: Node, purpose: str) -> Iterator[Namespace]:
+    """A new one, restricted; told to go afterwards with all that is in it."""
+    # What is left of an earlier one may take a minute to go.
+    name = f"{purpose}-{secrets.token_hex(3)}"
     node.kubectl("create", "namespace", name)
     node.kubectl(
         *("label", "namespace", name, "pod-security.kubernetes.io/enforce=restricted"),

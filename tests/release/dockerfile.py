@@ -97,7 +97,8 @@ def build(
             done = image.root.run(
                 ["/bin/sh", "-c", text], environment=image.environment, folder=folder
             )
-            print(done.stdout)
+            if done.stdout:
+                print(done.stdout)
         elif name == "COPY":
             _copy(text, image.root, folder, context, stages)
         else:

@@ -143,7 +143,6 @@ async def _until_signal(picker: "EndpointPicker") -> None:
             hurry.set()
         stop.set()
 
-    loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, received, number)
     # Its default would end the picker without a drain. Who sends it wants files to be read again,
@@ -511,11 +510,11 @@ class EndpointPicker:
             # It knows whether the file or the watched ConfigMap counts.
             self._cluster.config.file_changed(content)
         else:
-            self._config_changed(content)
+            self._config_changed(content, self.flags.config_file)
 
-    def _config_changed(self, content: bytes) -> None:
+    def _config_changed(self, content: bytes, told_by: str) -> None:
         try:
-            offer = self.live.read(content, len(self._found.endpoints))
+            offer = self.live.read(content, told_by, len(self._found.endpoints))
             settings = _settings(offer)
             restarted = self.scheduler.configure(settings, time.monotonic())
         except ConfigError as error:

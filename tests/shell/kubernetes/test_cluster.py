@@ -130,6 +130,8 @@ async def test_the_watched_config_map_is_in_force_at_once(tmp_path, monkeypatch)
             await server.stop()
             file.write_text(CONFIG.format(weight=4))
             await eventually(lambda: weights(picker) == [4.0])
+            (refused,) = (text for text in messages if "kind" in text)
+            assert refused.startswith("ConfigMap llm/homing-config: "), refused
             await server.start()
 
 

@@ -620,9 +620,10 @@ class EndpointPicker:
         if known and self._known_since_s is None:
             self._known_since_s = time.monotonic()
             self.peers.endpoints_known()
-        self.health.set_ready(
-            known and self._first_pass_done() and self.peers.ready and not self._supervisor.broken
-        )
+        able = known and self._first_pass_done() and self.peers.ready
+        stands_by = self._cluster is not None and self._cluster.leading is False
+        self.health.set_ready(able and not self._supervisor.broken, stands_by=stands_by)
+        self._gateway.stand_by(stands_by)
 
     def _first_pass_done(self) -> bool:
         """Whether every endpoint was asked once and somebody can serve, or `FIRST_PASS_S_MAX` passed.

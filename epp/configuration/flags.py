@@ -107,6 +107,7 @@ class ServeFlags(Struct, frozen=True, kw_only=True):
     endpoint_selector: str = ""
     endpoint_target_ports: Annotated[tuple[Port, ...], Meta(max_length=8)] = ()
     ha_enable_leader_election: bool = False
+    lease_name: str = ""
     replicas: Annotated[int, Meta(ge=1, le=1000)] = 1
 
     config_file: str = ""
@@ -336,7 +337,10 @@ SERVE_HELP: Final[Groups] = {
         "pool-group": "its API group",
         "endpoint-selector": "label selector of pods, instead of a pool",
         "endpoint-target-ports": "their ports, 1 to 8, separated by commas",
-        "ha-enable-leader-election": "of several replicas let one be ready, by a Lease",
+        "ha-enable-leader-election": (
+            "of several replicas let one lead, by a Lease; gateways that ask for health are sent to it"
+        ),
+        "lease-name": "the Lease, in the namespace of the pod (default: homing- and the pool)",
         "replicas": (
             "pickers that serve these endpoints at once; those that do not hear each other send what "
             "they know little of where all would send it (`agreement` of prefix-cache-scorer)"
@@ -656,7 +660,7 @@ _NO_FLAGS: Final = (
 
 _DISCOVERY: Final = (
     *("pool-name", "endpoint-selector", "endpoint-target-ports"),
-    *("ha-enable-leader-election", "config-map"),
+    *("ha-enable-leader-election", "lease-name", "config-map"),
 )
 """Flags that only mean something in Kubernetes."""
 

@@ -63,6 +63,7 @@ class GatewayService:
         self._opened = contextlib.AsyncExitStack()
         self._serving: Transport | None = None
         self._checking: Transport | None = None
+        self._draining = False
 
     async def __aenter__(self) -> Self:
         """Raises `StartError` when a port cannot be had or the certificate cannot be used."""
@@ -99,6 +100,11 @@ class GatewayService:
         loops: dict[str, Loop] = {"overdue": self._ext_proc.watch}
         for port, transport in zip(("serving", "health"), self._transports(), strict=True):
             loops |= {f"{name} ({port})": loop for name, loop in transport.loops().items()}
+    def stand_by(self, stands_by: bool) -> None:
+        """Whether gateways are to go to another replica, which leads. Who comes is served."""
+        if not self._draining:
+            self._transports()[0].send_away(stands_by)
+
         certificate = self._certificate
         if certificate is not None and self._flags.enable_cert_reload:
             loops["certificate"] = lambda: certificate.watch(
@@ -124,7 +130,7 @@ class GatewayService:
         self._health.close()
         _log.info("draining", streams=self._ext_proc.open_streams)
         await _wait(hurry, min(flags.drain_grace, flags.drain_timeout))
-        serving.announce_end()
+        serving.send_away(True)
         self._ext_proc.end_bypassed()
         while not hurry.is_set() and time.monotonic() < ends_at_s - STOP_S:
             if self._ext_proc.quiet_for_s() >= QUIET_S:

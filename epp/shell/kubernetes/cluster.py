@@ -103,8 +103,8 @@ class Cluster:
 
     @property
     def ready(self) -> bool:
-        """Pool and pods are known, and we are the leader if there must be one."""
-        return self.discovery.synced and self.leading is not False
+        """Pool and pods are known."""
+        return self.discovery.synced
 
     @property
     def leading(self) -> bool | None:
@@ -250,4 +250,6 @@ def _scope(flags: ServeFlags) -> Scope:
 
 def _lease_name(flags: ServeFlags) -> str:
     """The same in all replicas of one installation, another in every other one."""
+    if flags.lease_name:
+        return flags.lease_name
     return f"homing-{flags.pool_name or f'{crc32(flags.endpoint_selector.encode()):08x}'}"

@@ -85,6 +85,8 @@ FIRST_PASS_S_MAX: Final = 10.0
 """Endpoints that do not answer keep the picker from being ready no longer than this."""
 INTERVAL_CHANGE_MIN: Final = 0.1
 """By what share the interval between scrapes changes before its limits are set anew."""
+INTERRUPTED_DRAIN_S_MAX: Final = 30.0
+"""Whoever is at the keyboard waits no longer for streams to end, whatever `--drain-timeout` says."""
 GARBAGE_THRESHOLDS: Final = (50_000, 20, 20)
 """The collector looks when so many objects were added. With Python's 700 it goes through each large
 body several times while it is decoded: 8 MB of small arrays, as many as are let in, take a fifth
@@ -133,14 +135,19 @@ def _raise_open_files_limit() -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
-async def _until_signal(picker: "EndpointPicker") -> None:
+async def _until_signal(
+    picker: "EndpointPicker", interrupted_max_s: Seconds = INTERRUPTED_DRAIN_S_MAX
+) -> None:
     stop, hurry = asyncio.Event(), asyncio.Event()
+    loop = asyncio.get_running_loop()
 
     def received(number: int) -> None:
         # The first signal drains, a second one does not wait for it. Nor does a Ctrl-C that no
         # gateway would notice; after SIGTERM one may still be sent here by what it was told before.
         if stop.is_set() or (number == signal.SIGINT and not picker.has_gateway):
             hurry.set()
+        elif number == signal.SIGINT:
+            loop.call_later(interrupted_max_s, hurry.set)
         stop.set()
 
     for number in (signal.SIGTERM, signal.SIGINT):

@@ -155,7 +155,7 @@ class ServeFlags(Struct, frozen=True, kw_only=True):
     decline_response_bodies: bool = False
     lease_ttl_without_response_phase: Duration = Duration(60.0)
     drain_grace: Duration = Duration(5.0)
-    drain_timeout: Duration = Duration(30.0)
+    drain_timeout: Duration = Duration(120.0)
 
     decision_records_keep: Duration = Duration(900.0)
     decision_records_max_bytes: ByteCount = ByteCount(16 * 2**20)
@@ -455,7 +455,9 @@ SERVE_HELP: Final[Groups] = {
             "longest time to count a request where the gateway does not show responses"
         ),
         "drain-grace": "on SIGTERM, go on as before for this long",
-        "drain-timeout": "on SIGTERM, wait for open streams at most this long",
+        "drain-timeout": (
+            "on SIGTERM, wait for open streams at most this long; on Ctrl-C no longer than 30s"
+        ),
     },
     "Decision records": {
         "decision-records-keep": (

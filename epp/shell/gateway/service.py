@@ -29,6 +29,8 @@ STOP_S: Final = 0.5
 QUIET_S: Final = 1.0
 """No gateway that would open another stream is left, if none did for this long."""
 CONNECTION_AGE_MIN_S: Final = 2.0
+CLINGING_AGE_S: Final = 15.0
+"""Of a connection by grpcio, so that a drain has most of its time left when the last gateway goes."""
 _POLL_S: Final = 0.05
 
 _log = structlog.get_logger(__name__)
@@ -211,7 +213,8 @@ def _connection_age_max_s(flags: ServeFlags) -> float | None:
     """Young enough that a gateway which clings to its connection leaves within a drain."""
     age_s = flags.connection_age_max or math.inf
     if flags.drain_timeout:
-        age_s = min(age_s, max(CONNECTION_AGE_MIN_S, flags.drain_timeout / 2))
+        within_s = min(CLINGING_AGE_S, flags.drain_timeout / 2)
+        age_s = min(age_s, max(CONNECTION_AGE_MIN_S, within_s))
     return None if age_s == math.inf else age_s
 
 

@@ -156,6 +156,7 @@ class ServeFlags(Struct, frozen=True, kw_only=True):
     lease_ttl_without_response_phase: Duration = Duration(60.0)
     drain_grace: Duration = Duration(5.0)
     drain_timeout: Duration = Duration(120.0)
+    envoy_admin_port: Port | None = None
 
     decision_records_keep: Duration = Duration(900.0)
     decision_records_max_bytes: ByteCount = ByteCount(16 * 2**20)
@@ -459,6 +460,10 @@ SERVE_HELP: Final[Groups] = {
             "on SIGTERM, wait for open streams at most this long; on Ctrl-C no longer than 30s"
         ),
     },
+        "envoy-admin-port": (
+            "port of the admin interface, on 127.0.0.1, of an Envoy that ends with this picker, as in "
+            "standalone mode: on SIGTERM its clients are sent away, and it is waited for too"
+        ),
     "Decision records": {
         "decision-records-keep": (
             "how long at most it can be asked why a request went where it went; 0s keeps nothing"

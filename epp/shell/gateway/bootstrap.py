@@ -59,6 +59,7 @@ from envoy_data_plane.envoy.config.listener.v3 import Filter, FilterChain, Liste
 from envoy_data_plane.envoy.config.overload.v3 import OverloadManager, ResourceMonitor
 from envoy_data_plane.envoy.config.route.v3 import (
     Route,
+    DirectResponseAction,
     RouteAction,
     RouteConfiguration,
     RouteMatch,
@@ -199,6 +200,8 @@ _PICKER_SERVICE: Final = "envoy.service.ext_proc.v3.ExternalProcessor"
 _PICKER: Final = "ext_proc"
 _ENDPOINTS: Final = "endpoints"
 _ADMIN: Final = "admin"
+ALIVE_PATH: Final = "/alive"
+"""200 while Envoy serves at all; `/ready` says no while the picker drains it."""
 
 
 class BootstrapOptions(Struct, frozen=True, kw_only=True):
@@ -209,7 +212,7 @@ class BootstrapOptions(Struct, frozen=True, kw_only=True):
     admin_port: int = 19000
     """On loopback only: the admin interface can stop Envoy."""
     readiness_port: int | None = 19001
-    """Serves nothing but /ready and /stats/prometheus, on `listen_host`; None: not at all."""
+    """Serves nothing but /ready, /alive and /stats/prometheus, on `listen_host`; None: not at all."""
     picker_address: str = "127.0.0.1:9002"
     """"host:port", IPv6 in brackets; a name is resolved by DNS again and again. Several, with commas
     between them, are replicas: each request goes to one of them."""
@@ -367,6 +370,7 @@ def _picker_filter(options: BootstrapOptions) -> ExternalProcessor:
     send, skip = ProcessingModeHeaderSendMode.SEND, ProcessingModeHeaderSendMode.SKIP
     full_duplex = options.request_body_mode is BodyMode.FULL_DUPLEX_STREAMED
     return ExternalProcessor(
+            answered=RouteMatch(path=ALIVE_PATH),
         grpc_service=GrpcService(
             envoy_grpc=GrpcServiceEnvoyGrpc(
                 cluster_name=_PICKER, authority=options.picker_addresses[0]
@@ -595,7 +599,9 @@ def _circuit_breakers(retries_max: int | None = None) -> CircuitBreakers:
     )
 
 
-def _routes(action: RouteAction, *matches: RouteMatch) -> RouteConfiguration:
+def _routes(
+    action: RouteAction, *matches: RouteMatch, answered: RouteMatch | None = None
+) -> RouteConfiguration:
     routes = [Route(match=match, route=action) for match in matches]
     return RouteConfiguration(virtual_hosts=[VirtualHost(name="all", domains=["*"], routes=routes)])
 
@@ -630,3 +636,5 @@ def _is_ip(host: str) -> bool:
     except ValueError:
         return False
     return True
+    if answered is not None:
+        routes.append(Route(match=answered, direct_response=DirectResponseAction(status=200)))

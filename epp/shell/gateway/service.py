@@ -16,6 +16,7 @@ from epp.configuration.flags import Transport as TransportName
 from epp.core.protocol.budget import BodyBudget
 from epp.shell.gateway.arrivals import Lag
 from epp.shell.gateway.calls import Connected, Opener, Transport
+from epp.shell.gateway.envoy_admin import EnvoyAdmin
 from epp.shell.gateway.ext_proc import ExtProc, StreamObserver
 from epp.shell.gateway.health import Health
 from epp.shell.gateway.tls import ServerCertificate, read_authorities
@@ -28,9 +29,9 @@ STOP_S: Final = 0.5
 """What stopping takes once nothing is left to wait for."""
 QUIET_S: Final = 1.0
 """No gateway that would open another stream is left, if none did for this long."""
-CONNECTION_AGE_MIN_S: Final = 2.0
 CLINGING_AGE_S: Final = 15.0
 """Of a connection by grpcio, so that a drain has most of its time left when the last gateway goes."""
+CONNECTION_AGE_MIN_S: Final = 2.0
 _POLL_S: Final = 0.05
 
 _log = structlog.get_logger(__name__)
@@ -62,10 +63,12 @@ class GatewayService:
         self._observer = observer
         self._budget = budget
         self._certificate: ServerCertificate | None = None
+        port = flags.envoy_admin_port
+        self._envoy = None if port is None else EnvoyAdmin(port)
+        self._draining = False
         self._opened = contextlib.AsyncExitStack()
         self._serving: Transport | None = None
         self._checking: Transport | None = None
-        self._draining = False
 
     async def __aenter__(self) -> Self:
         """Raises `StartError` when a port cannot be had or the certificate cannot be used."""
@@ -91,22 +94,24 @@ class GatewayService:
         """Take streams."""
         for transport in self._transports():
             await transport.start()
+        if self._envoy is not None:
+            await self._envoy.call_back()
 
     @property
     def has_gateway(self) -> bool:
         """Whether a gateway is connected to the serving port, as far as can be known."""
         return self._transports()[0].has_gateway
 
-    def loops(self) -> dict[str, Loop]:
-        """What is to run beside it until it has drained, by the name of its task."""
-        loops: dict[str, Loop] = {"overdue": self._ext_proc.watch}
-        for port, transport in zip(("serving", "health"), self._transports(), strict=True):
-            loops |= {f"{name} ({port})": loop for name, loop in transport.loops().items()}
     def stand_by(self, stands_by: bool) -> None:
         """Whether gateways are to go to another replica, which leads. Who comes is served."""
         if not self._draining:
             self._transports()[0].send_away(stands_by)
 
+    def loops(self) -> dict[str, Loop]:
+        """What is to run beside it until it has drained, by the name of its task."""
+        loops: dict[str, Loop] = {"overdue": self._ext_proc.watch}
+        for port, transport in zip(("serving", "health"), self._transports(), strict=True):
+            loops |= {f"{name} ({port})": loop for name, loop in transport.loops().items()}
         certificate = self._certificate
         if certificate is not None and self._flags.enable_cert_reload:
             loops["certificate"] = lambda: certificate.watch(
@@ -123,30 +128,40 @@ class GatewayService:
 
         A server that stops refuses whatever reaches it, also what was under way when the gateway
         was told so. So streams are served until no gateway opens one any more: it has seen that we
-        are not ready, it was told to connect elsewhere, or its connection has come of age. `hurry`
+        are not ready, it was told to connect elsewhere, or its connection has come of age. An
+        Envoy beside us goes when we do: its clients are sent away, and it is waited for too. `hurry`
         cuts it short.
         """
         serving, _ = self._transports()
         flags = self._flags
         ends_at_s = time.monotonic() + flags.drain_timeout
         self._health.close()
+        self._draining = True
         _log.info("draining", streams=self._ext_proc.open_streams)
+        if self._envoy is not None:
+            await self._envoy.send_away()
         await _wait(hurry, min(flags.drain_grace, flags.drain_timeout))
         serving.send_away(True)
         self._ext_proc.end_bypassed()
         while not hurry.is_set() and time.monotonic() < ends_at_s - STOP_S:
-            if self._ext_proc.quiet_for_s() >= QUIET_S:
+            if self._ext_proc.quiet_for_s() >= QUIET_S and await self._envoy_idle():
                 break
             await _wait(hurry, _POLL_S)
         stopping = asyncio.create_task(serving.stop(STOP_S), name="stop")
         # What is ending may still say so.
         await asyncio.wait({stopping}, timeout=STOP_S / 2)
         cut = self._ext_proc.open_streams
+        if self._envoy is not None:
+            # Of those that bypass us no stream is left.
+            cut = max(cut, self._envoy.active_requests)
         if cut:
             self._observer.drain_cut(cut)
             _log.warning("streams were cut by the end of the drain", streams=cut)
         await serving.stop(None)
         await stopping
+
+    async def _envoy_idle(self) -> bool:
+        return self._envoy is None or await self._envoy.idle_for_s() >= QUIET_S
 
     def _transports(self) -> tuple[Transport, Transport]:
         """That of the serving port, and that of the health port."""

@@ -232,6 +232,7 @@ class EnvoyFlags(Struct, frozen=True, kw_only=True):
     admin_port: Port = 19_000
     readiness_port: Port = 19_001
     picker_address: str = "127.0.0.1:9002"
+    second_picker_address: str = ""
     round_robin: tuple[str, ...] = ()
     plaintext: bool = False
     picker_ca_file: str = ""
@@ -459,11 +460,11 @@ SERVE_HELP: Final[Groups] = {
         "drain-timeout": (
             "on SIGTERM, wait for open streams at most this long; on Ctrl-C no longer than 30s"
         ),
-    },
         "envoy-admin-port": (
             "port of the admin interface, on 127.0.0.1, of an Envoy that ends with this picker, as in "
             "standalone mode: on SIGTERM its clients are sent away, and it is waited for too"
         ),
+    },
     "Decision records": {
         "decision-records-keep": (
             "how long at most it can be asked why a request went where it went; 0s keeps nothing"
@@ -499,6 +500,9 @@ ENVOY_HELP: Final[Groups] = {
     },
     "Picker": {
         "picker-address": "host:port of `epp serve`; of several replicas, with commas between them",
+        "second-picker-address": (
+            "as --picker-address: of pickers to ask while none of those is healthy; empty: none"
+        ),
         "round-robin": "serve these ip:port in turn without a picker, separated by commas",
         "plaintext": "speak to it without TLS (`epp serve --secure-serving=false`)",
         "picker-ca-file": "PEM of who signs its certificate (default: whoever signed it)",

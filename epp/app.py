@@ -85,6 +85,8 @@ FIRST_PASS_S_MAX: Final = 10.0
 """Endpoints that do not answer keep the picker from being ready no longer than this."""
 INTERVAL_CHANGE_MIN: Final = 0.1
 """By what share the interval between scrapes changes before its limits are set anew."""
+INTERRUPTED_DRAIN_S_MAX: Final = 30.0
+"""Whoever is at the keyboard waits no longer for streams to end, whatever `--drain-timeout` says."""
 GARBAGE_THRESHOLDS: Final = (50_000, 20, 20)
 """The collector looks when so many objects were added. With Python's 700 it goes through each large
 body several times while it is decoded: 8 MB of small arrays, as many as are let in, take a fifth
@@ -133,17 +135,21 @@ def _raise_open_files_limit() -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
-async def _until_signal(picker: "EndpointPicker") -> None:
+async def _until_signal(
+    picker: "EndpointPicker", interrupted_max_s: Seconds = INTERRUPTED_DRAIN_S_MAX
+) -> None:
     stop, hurry = asyncio.Event(), asyncio.Event()
+    loop = asyncio.get_running_loop()
 
     def received(number: int) -> None:
         # The first signal drains, a second one does not wait for it. Nor does a Ctrl-C that no
         # gateway would notice; after SIGTERM one may still be sent here by what it was told before.
         if stop.is_set() or (number == signal.SIGINT and not picker.has_gateway):
             hurry.set()
+        elif number == signal.SIGINT:
+            loop.call_later(interrupted_max_s, hurry.set)
         stop.set()
 
-    loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, received, number)
     # Its default would end the picker without a drain. Who sends it wants files to be read again,
@@ -511,11 +517,11 @@ class EndpointPicker:
             # It knows whether the file or the watched ConfigMap counts.
             self._cluster.config.file_changed(content)
         else:
-            self._config_changed(content)
+            self._config_changed(content, self.flags.config_file)
 
-    def _config_changed(self, content: bytes) -> None:
+    def _config_changed(self, content: bytes, told_by: str) -> None:
         try:
-            offer = self.live.read(content, len(self._found.endpoints))
+            offer = self.live.read(content, told_by, len(self._found.endpoints))
             settings = _settings(offer)
             restarted = self.scheduler.configure(settings, time.monotonic())
         except ConfigError as error:
@@ -621,9 +627,10 @@ class EndpointPicker:
         if known and self._known_since_s is None:
             self._known_since_s = time.monotonic()
             self.peers.endpoints_known()
-        self.health.set_ready(
-            known and self._first_pass_done() and self.peers.ready and not self._supervisor.broken
-        )
+        able = known and self._first_pass_done() and self.peers.ready
+        stands_by = self._cluster is not None and self._cluster.leading is False
+        self.health.set_ready(able and not self._supervisor.broken, stands_by=stands_by)
+        self._gateway.stand_by(stands_by)
 
     def _first_pass_done(self) -> bool:
         """Whether every endpoint was asked once and somebody can serve, or `FIRST_PASS_S_MAX` passed.

@@ -20,7 +20,7 @@ from grpc_health.v1 import health_pb2
 from opentelemetry.exporter.otlp.proto.grpc import exporter as over_grpc
 from prometheus_client import generate_latest
 
-from epp.app import EndpointPicker, StartError, loop_factory
+from epp.app import EndpointPicker, StartError, _until_signal, loop_factory
 from epp.configuration.build import plugin_tables
 from epp.configuration.flags import parse_serve
 from epp.configuration.past_decisions import decide_again
@@ -1224,6 +1224,27 @@ async def test_a_hangup_ends_nothing(tmp_path):
         epp.process.send_signal(signal.SIGTERM)
         assert await epp.end() == (0, "")
     assert epp.events[-2:] == ["draining", "stopped"]
+
+
+class Draining:
+    """A picker with a gateway, whose drain ends when it is hurried."""
+
+    has_gateway = True
+
+    async def serve(self, stop, hurry):
+        os.kill(os.getpid(), signal.SIGINT)
+        await stop.wait()
+        await hurry.wait()
+
+
+async def test_ctrl_c_waits_no_longer_than_somebody_at_the_keyboard():
+    """However long `--drain-timeout` is; SIGTERM waits for that."""
+    try:
+        async with asyncio.timeout(20):
+            await _until_signal(Draining(), interrupted_max_s=0.1)
+    finally:
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+            asyncio.get_running_loop().remove_signal_handler(number)
 
 
 LONG_GRACE = ("--secure-serving=false", "--drain-grace=1h", "--drain-timeout=1h")

@@ -107,6 +107,7 @@ class ServeFlags(Struct, frozen=True, kw_only=True):
     endpoint_selector: str = ""
     endpoint_target_ports: Annotated[tuple[Port, ...], Meta(max_length=8)] = ()
     ha_enable_leader_election: bool = False
+    lease_name: str = ""
     replicas: Annotated[int, Meta(ge=1, le=1000)] = 1
 
     config_file: str = ""
@@ -154,7 +155,8 @@ class ServeFlags(Struct, frozen=True, kw_only=True):
     decline_response_bodies: bool = False
     lease_ttl_without_response_phase: Duration = Duration(60.0)
     drain_grace: Duration = Duration(5.0)
-    drain_timeout: Duration = Duration(30.0)
+    drain_timeout: Duration = Duration(120.0)
+    envoy_admin_port: Port | None = None
 
     decision_records_keep: Duration = Duration(900.0)
     decision_records_max_bytes: ByteCount = ByteCount(16 * 2**20)
@@ -230,6 +232,7 @@ class EnvoyFlags(Struct, frozen=True, kw_only=True):
     admin_port: Port = 19_000
     readiness_port: Port = 19_001
     picker_address: str = "127.0.0.1:9002"
+    second_picker_address: str = ""
     round_robin: tuple[str, ...] = ()
     plaintext: bool = False
     picker_ca_file: str = ""
@@ -336,7 +339,10 @@ SERVE_HELP: Final[Groups] = {
         "pool-group": "its API group",
         "endpoint-selector": "label selector of pods, instead of a pool",
         "endpoint-target-ports": "their ports, 1 to 8, separated by commas",
-        "ha-enable-leader-election": "of several replicas let one be ready, by a Lease",
+        "ha-enable-leader-election": (
+            "of several replicas let one lead, by a Lease; gateways that ask for health are sent to it"
+        ),
+        "lease-name": "the Lease, in the namespace of the pod (default: homing- and the pool)",
         "replicas": (
             "pickers that serve these endpoints at once; those that do not hear each other send what "
             "they know little of where all would send it (`agreement` of prefix-cache-scorer)"
@@ -451,7 +457,13 @@ SERVE_HELP: Final[Groups] = {
             "longest time to count a request where the gateway does not show responses"
         ),
         "drain-grace": "on SIGTERM, go on as before for this long",
-        "drain-timeout": "on SIGTERM, wait for open streams at most this long",
+        "drain-timeout": (
+            "on SIGTERM, wait for open streams at most this long; on Ctrl-C no longer than 30s"
+        ),
+        "envoy-admin-port": (
+            "port of the admin interface, on 127.0.0.1, of an Envoy that ends with this picker, as in "
+            "standalone mode: on SIGTERM its clients are sent away, and it is waited for too"
+        ),
     },
     "Decision records": {
         "decision-records-keep": (
@@ -488,6 +500,9 @@ ENVOY_HELP: Final[Groups] = {
     },
     "Picker": {
         "picker-address": "host:port of `epp serve`; of several replicas, with commas between them",
+        "second-picker-address": (
+            "as --picker-address: of pickers to ask while none of those is healthy; empty: none"
+        ),
         "round-robin": "serve these ip:port in turn without a picker, separated by commas",
         "plaintext": "speak to it without TLS (`epp serve --secure-serving=false`)",
         "picker-ca-file": "PEM of who signs its certificate (default: whoever signed it)",
@@ -656,7 +671,7 @@ _NO_FLAGS: Final = (
 
 _DISCOVERY: Final = (
     *("pool-name", "endpoint-selector", "endpoint-target-ports"),
-    *("ha-enable-leader-election", "config-map"),
+    *("ha-enable-leader-election", "lease-name", "config-map"),
 )
 """Flags that only mean something in Kubernetes."""
 

@@ -104,9 +104,9 @@ class LiveConfiguration:
             indexes_bytes=None if self._memory is None else self._memory.indexes_bytes,
         )
 
-    def read(self, content: bytes, endpoints: int) -> Offer:
-        """What would decide if `content` came into force. Raises `ConfigError`."""
-        config = load_config(content, self._flags.config_file, self._plugins)
+    def read(self, content: bytes, source: str, endpoints: int) -> Offer:
+        """What would decide if `content` of `source` came into force. Raises `ConfigError`."""
+        config = load_config(content, source, self._plugins)
         return self._offer(config, content.decode("utf-8", "replace"), endpoints)
 
     def accept(self, offer: Offer) -> None:

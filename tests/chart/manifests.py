@@ -43,7 +43,7 @@ def generated(binary: Path) -> Iterator[tuple[Path, str]]:
         kustomization = yaml.safe_load((values.parent / "kustomization.yaml").read_text())
         if "../../base" in kustomization["resources"]:
             missing = [document for document in base if document not in found]
-            assert not missing, f"{values} changes objects of the base"
+            assert not missing, f"{values} changes objects of the base: make a component of it"
             added = [document for document in found if document not in base]
             yield values.parent / "objects.yaml", _text(added)
         else:
@@ -73,6 +73,9 @@ def _without_helm(document: dict[str, Any]) -> dict[str, Any]:
     """No labels about Helm; the namespace is the kustomization's."""
     metadata = document["metadata"]
     metadata.pop("namespace", None)
+    for subject in document.get("subjects", ()):
+        # One that is there kustomize leaves alone; a missing one is that of the ServiceAccount.
+        subject.pop("namespace", None)
     pod = document["spec"]["template"]["metadata"] if document["kind"] == "Deployment" else {}
     for labels in (metadata.get("labels", {}), pod.get("labels", {})):
         for label in HELM_LABELS:

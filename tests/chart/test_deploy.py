@@ -66,24 +66,44 @@ def test_overlays_build(kubectl, overlay):
 
 
 @pytest.fixture
-def with_replicas(kubectl, tmp_path):
-    """What an overlay, or the base, is with the component `replicas`."""
+def with_component(kubectl, tmp_path):
+    """What an overlay, or the base, is with a component, in another namespace if one is named."""
 
-    def built(folder):
-        near = os.path.relpath(folder, tmp_path)
-        component = os.path.relpath(DEPLOY / "components/replicas", tmp_path)
-        kustomization = {"resources": [near], "components": [component]}
+    def built(folder, component="", namespace=""):
+        kustomization = {"resources": [os.path.relpath(folder, tmp_path)]}
+        if component:
+            path = os.path.relpath(DEPLOY / "components" / component, tmp_path)
+            kustomization["components"] = [path]
+        if namespace:
+            kustomization["namespace"] = namespace
         (tmp_path / "kustomization.yaml").write_text(yaml.safe_dump(kustomization))
         return build(kubectl, tmp_path)
 
     return built
 
 
-def test_the_component_of_replicas_is_what_the_chart_renders(helm_4, with_replicas):
+@each
+@pytest.mark.parametrize("component", ["", "replicas"])
+def test_an_overlay_goes_into_any_namespace(with_component, overlay, component):
+    """All of it, and the rights are those of the ServiceAccount there."""
+    documents = with_component(overlay, component, namespace="elsewhere")
+    assert {document["metadata"]["namespace"] for document in documents} == {"elsewhere"}
+    binding = one(documents, "RoleBinding")
+    account = one(documents, "ServiceAccount")["metadata"]
+    (subject,) = binding["subjects"]
+    assert subject == {"kind": "ServiceAccount", "name": account["name"], "namespace": "elsewhere"}
+    assert binding["roleRef"]["name"] == one(documents, "Role")["metadata"]["name"]
+    told = flags.parse_serve(picker(documents)["args"][1:], {"NAMESPACE": "elsewhere"})
+    assert told.pool_namespace == "elsewhere"
+
+
+@pytest.mark.parametrize("component", ["headless", "replicas"])
+def test_a_component_is_what_the_chart_renders(helm_4, with_component, component):
     """Object by object, but for the namespace, the image, and the order in lists of the pod."""
-    values = DEPLOY / "components/replicas/values.yaml"
+    values = DEPLOY / "components" / component / "values.yaml"
     wanted = {(at["kind"], at["metadata"]["name"]): at for at in chart_objects(helm_4, values)}
-    found = {(at["kind"], at["metadata"]["name"]): at for at in with_replicas(DEPLOY / "base")}
+    built = with_component(DEPLOY / "base", component)
+    found = {(at["kind"], at["metadata"]["name"]): at for at in built}
     assert set(found) == set(wanted)
     for document in found.values():
         document["metadata"].pop("namespace")
@@ -102,9 +122,9 @@ def test_the_component_of_replicas_is_what_the_chart_renders(helm_4, with_replic
 
 
 @each
-def test_the_component_of_replicas_fits_every_overlay(with_replicas, overlay):
+def test_the_component_of_replicas_fits_every_overlay(with_component, overlay):
     """The container that is patched is the picker; its flags are taken."""
-    documents = with_replicas(overlay)
+    documents = with_component(overlay, "replicas")
     told = flags.parse_serve(picker(documents)["args"][1:], {"NAMESPACE": "models"})
     assert (told.replicas, told.peer_service) == (3, "homing-peers")
     (volume,) = (
@@ -186,6 +206,27 @@ def test_the_quick_start_names_files_that_exist():
     page = (DEPLOY / "README.md").read_text(encoding="utf-8")
     for name in re.findall(r"\bdeploy/[\w./-]+", page):
         assert (ROOT / name.rstrip(".")).exists(), name
+
+
+def cpu_of(text):
+    """In thousandths of a core."""
+    return int(text[:-1]) if text.endswith("m") else 1_000 * int(text)
+
+
+def test_the_quick_start_fits_a_small_node(kubectl):
+    """Beside what a control plane asks for on two cores; the page says how much."""
+    asked = 0
+    pods = (DEPLOY / "simulated-pods.yaml").read_text(encoding="utf-8")
+    for document in (*build(kubectl, DEPLOY / "overlays/static-envoy"), *objects(pods)):
+        if document["kind"] == "Deployment":
+            pod = document["spec"]["template"]["spec"]
+            stays = [at for at in pod.get("initContainers", ()) if "restartPolicy" in at]
+            for container in (*pod["containers"], *stays):
+                asked += document["spec"]["replicas"] * cpu_of(
+                    container["resources"]["requests"]["cpu"]
+                )
+    assert asked <= 1_000
+    assert f"asks for {asked}m of CPU" in (DEPLOY / "README.md").read_text(encoding="utf-8")
 
 
 def test_the_pods_of_the_quick_start_are_those_of_the_base():

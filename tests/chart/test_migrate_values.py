@@ -146,10 +146,9 @@ def test_a_pool_that_is_not_created_means_pods_by_label(installed):
     documents = installed(STANDALONE)
     assert "InferencePool" not in {document["kind"] for document in documents}
     assert "--endpoint-selector=app=vllm" in picker(documents)["args"]
-    names = [
-        c["name"] for c in one(documents, "Deployment")["spec"]["template"]["spec"]["containers"]
-    ]
-    assert names == ["epp", "envoy"]
+    pod = one(documents, "Deployment")["spec"]["template"]["spec"]
+    names = [c["name"] for c in (*pod["containers"], *pod["initContainers"])]
+    assert names == ["epp", "envoy-config", "envoy"]
     assert one(documents, "PodMonitoring")
 
 

@@ -106,7 +106,7 @@ def test_who_connects_to_nobody_has_neither_port_nor_right(helm_4, name):
     documents = documents_of(helm_4, name)
     told = told_of(documents)
     assert (told.peer_service, told.peer_secret_file) == ("", "")
-    assert not [spec for spec in services(documents).values() if spec.get("clusterIP") == "None"]
+    assert not [spec for spec in services(documents).values() if "publishNotReadyAddresses" in spec]
     assert "tcp-homing-peer" not in {port["name"] for port in picker(documents)["ports"]}
     slices = [r for r in one(documents, "Role")["rules"] if "endpointslices" in r["resources"]]
     assert slices == []
@@ -123,14 +123,15 @@ def test_replicas_share_through_valkey(helm_4):
 
 
 def test_a_policy_lets_replicas_reach_each_other_and_nobody_else(helm_4):
-    """In and out, at the port of peers alone."""
+    """In and out, at the port of peers, and that of ext_proc for the Envoy beside each."""
     documents = documents_of(helm_4, "guarded-replicas")
     policy = one(documents, "NetworkPolicy")["spec"]
     ours = {"podSelector": {"matchLabels": policy["podSelector"]["matchLabels"]}}
-    port = {"port": told_of(documents).peer_port, "protocol": "TCP"}
+    told = told_of(documents)
+    ports = [{"port": port, "protocol": "TCP"} for port in (told.peer_port, told.grpc_port)]
     for rules, where in ((policy["ingress"], "from"), (policy["egress"], "to")):
-        found = [rule for rule in rules if port in rule.get("ports", ())]
-        assert found == [{"ports": [port], where: [ours]}]
+        found = [rule for rule in rules if ports[0] in rule.get("ports", ())]
+        assert found == [{"ports": ports, where: [ours]}]
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ from epp import __version__
 from epp.configuration import flags
 from epp.configuration.build import plugin_tables
 from epp.configuration.config import DEFAULT_CONFIG, load_config
+from epp.shell.gateway.bootstrap import BootstrapOptions
 from tests.chart.rendering import (
     CHART,
     NAMED_SECRETS,
@@ -150,11 +151,43 @@ def test_the_pod_is_given_the_time_that_its_drain_takes(helm_4, values):
     told = flags.parse_serve(picker(documents)["args"][1:], {})
     pod = one(documents, "Deployment")["spec"]["template"]["spec"]
     goodbye_s = 10
-    assert pod["terminationGracePeriodSeconds"] >= told.drain_grace + told.drain_timeout + goodbye_s
-    for container in pod["containers"]:
-        if container["name"] == "envoy":
-            # Envoy takes requests for as long as it sleeps.
-            assert container["lifecycle"]["preStop"]["sleep"]["seconds"] <= told.drain_grace
+    assert pod["terminationGracePeriodSeconds"] >= told.drain_timeout + goodbye_s
+    # A stream of a minute that is opened while gateways learn of it.
+    assert told.drain_timeout >= told.drain_grace + 60
+    # A sidecar ends after the picker, which finds its admin interface where the bootstrap has it.
+    envoy = [found for found in pod.get("initContainers", ()) if found["name"] == "envoy"]
+    assert [found["restartPolicy"] for found in envoy] == ["Always"] * len(envoy)
+    admin_port = BootstrapOptions().admin_port if envoy else None
+    assert told.envoy_admin_port == admin_port
+
+
+def test_an_envoy_asks_the_other_pickers_where_they_can_be_reached(helm_4):
+    """By the Service that leads to each; a picker on loopback is its own Envoy's alone."""
+    second = {}
+    for address in ("", "127.0.0.1"):
+        more = ("--set", f"bindAddresses.extProc={address}")
+        documents = objects(rendered(helm_4, values_named("standalone"), *more))
+        pod = one(documents, "Deployment")["spec"]["template"]["spec"]
+        told = flags.parse_envoy(pod["initContainers"][0]["args"][1:])
+        second[address] = told.second_picker_address
+        headless = [at for at in documents if at.get("spec", {}).get("clusterIP") == "None"]
+        assert len(headless) == bool(told.second_picker_address)
+        for service in headless:
+            (port,) = service["spec"]["ports"]
+            assert told.second_picker_address == f"{service['metadata']['name']}:{port['port']}"
+    assert second == {"": "inference-homing-headless:9002", "127.0.0.1": ""}
+
+
+def test_the_pool_points_at_the_service_that_its_gateway_needs(helm_4):
+    """And so do the notes, where the pool is not the chart's."""
+    documents = objects(rendered(helm_4, values_named("headless")))
+    name = one(documents, "InferencePool")["spec"]["endpointPickerRef"]["name"]
+    (service,) = (
+        at for at in documents if at["kind"] == "Service" and at["metadata"]["name"] == name
+    )
+    assert service["spec"]["clusterIP"] == "None"
+    assert "publishNotReadyAddresses" not in service["spec"]
+    assert one(documents, "DestinationRule")["spec"]["host"].split(".")[0] == name
 
 
 def values_named(name):
@@ -172,19 +205,35 @@ def test_a_monitor_that_is_left_to_the_cluster_follows_its_apis(helm_4):
     assert {"PodMonitor", "PodMonitoring"} <= kinds[0]
 
 
-def test_a_rollout_under_leader_election_does_not_wait_for_a_follower(helm_4):
-    """A follower is never ready while the old leader lives: the rollout must go without it."""
-    strategy = one(objects(rendered(helm_4, values_named("leader-election"))), "Deployment")
-    assert strategy["spec"]["strategy"]["rollingUpdate"]["maxUnavailable"] == "100%"
+def test_a_rollout_takes_no_replica_before_another_is_there(helm_4):
+    """Standbys are ready too, so that it ends under leader election."""
+    for name in ("two-replicas", "leader-election"):
+        deployment = one(objects(rendered(helm_4, values_named(name))), "Deployment")
+        assert deployment["spec"]["strategy"]["rollingUpdate"] == {
+            "maxUnavailable": 0,
+            "maxSurge": 1,
+        }
 
 
-def test_only_replicas_that_all_serve_have_a_disruption_budget(helm_4):
-    """Under leader election it would forbid the eviction of the leader for ever."""
+def test_several_replicas_have_a_disruption_budget(helm_4):
+    """Also where one of them leads; one alone could never be evicted."""
     has = {
         path.stem: "kind: PodDisruptionBudget" in rendered(helm_4, path)
         for path in map(values_named, ("existing-pool", "two-replicas", "leader-election"))
     }
-    assert has == {"existing-pool": False, "two-replicas": True, "leader-election": False}
+    assert has == {"existing-pool": False, "two-replicas": True, "leader-election": True}
+
+
+def test_the_lease_goes_with_the_release(helm_4):
+    """It is one of its objects, by the name that replicas are told; nothing of it is rendered that
+    they write."""
+    for name in ("leader-election", "leader-election-without-pool", "warm-standby"):
+        documents = objects(rendered(helm_4, values_named(name)))
+        lease = one(documents, "Lease")
+        told = flags.parse_serve(picker(documents)["args"][1:], {"NAMESPACE": "models"})
+        assert told.lease_name == lease["metadata"]["name"]
+        assert told.own_namespace == lease["metadata"]["namespace"]
+        assert set(lease) == {"apiVersion", "kind", "metadata"}
 
 
 @pytest.mark.parametrize(
@@ -194,13 +243,20 @@ def test_only_replicas_that_all_serve_have_a_disruption_budget(helm_4):
             "existing-pool",
             [
                 PATCH,
+                "serves open streams to the end, and goes as soon as nothing is open",
                 "within about 2 seconds",
                 "up to 90 seconds",
             ],
         ),
         ("no-config-map-watch", ["up to 90 seconds", "it would be 2 seconds"]),
         ("created-pool", ["WARNING: pool.failureMode is FailClose and there is one replica"]),
-        ("standalone", ["port-forward -n models service/inference-homing-envoy 8081:8081"]),
+        (
+            "standalone",
+            [
+                "port-forward -n models service/inference-homing-envoy 8081:8081",
+                "serves what its Envoy has open to the end",
+            ],
+        ),
         (
             "guarded",
             [
@@ -219,7 +275,8 @@ def test_only_replicas_that_all_serve_have_a_disruption_budget(helm_4):
             ],
         ),
         ("autoscaled", ["All replicas tell each other which pod", "All of them serve."]),
-        ("warm-standby", ["Only the leader serves; another takes over knowing what it knew."]),
+        ("warm-standby", ["All replicas are ready and one leads, the holder of the Lease"]),
+        ("headless", ["after 300 s at the latest", "All of them serve."]),
         ("valkey", ["The 12 replicas tell each other, through Valkey, which pod"]),
         (
             "leader-election",
@@ -231,6 +288,13 @@ def test_notes_say_what_to_type_next(any_helm, tmp_path, name, sentences):
     text = notes_of(any_helm, tmp_path, name)
     for sentence in sentences:
         assert sentence in text
+
+
+def test_notes_warn_of_a_pod_that_is_killed_before_its_drain_is_over(helm_4, tmp_path):
+    told = "the kubelet kills the picker before its drain is over"
+    assert told not in notes_of(helm_4, tmp_path / "as-is", "existing-pool")
+    shorter = ("--set", "terminationGracePeriodSeconds=60")
+    assert told in notes_of(helm_4, tmp_path / "changed", "existing-pool", *shorter)
 
 
 @pytest.mark.parametrize("name", ["existing-pool", "guarded", "other-ports"])

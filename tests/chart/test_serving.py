@@ -42,7 +42,7 @@ def test_envoy_takes_the_bootstrap_that_its_pod_writes(helm_4, name, tmp_path):
         timeout=30,
     )
     assert done.returncode == 0, done.stderr
-    container = pod["containers"][1]
+    container = pod["initContainers"][1]
     assert f"port_value: {container['ports'][0]['containerPort']}\n" in file.read_text()
     assert f"port_value: {container['ports'][1]['containerPort']}\n" in file.read_text()
 

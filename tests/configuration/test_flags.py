@@ -119,7 +119,7 @@ def test_without_flags_the_defaults_are_those_of_the_design():
     assert flags.receive_message_max_bytes == 33_554_432 + 65_536
     assert flags.fallback_endpoints_max == 0
     assert flags.lease_ttl_without_response_phase == 60.0
-    assert (flags.drain_grace, flags.drain_timeout) == (5.0, 30.0)
+    assert (flags.drain_grace, flags.drain_timeout) == (5.0, 120.0)
     assert flags.metrics_staleness_threshold == 2.0
     assert flags.refresh_metrics_interval is None
     assert flags.log_format is LogFormat.JSON

@@ -353,7 +353,7 @@ def test_a_document_is_tried_when_it_is_read_and_not_again():
     live.current(10)
     live.current(10_000)
     assert len(calls) == tried
-    live.read(SCORE.encode(), 10)
+    live.read(SCORE.encode(), "config.yaml", 10)
     assert len(calls) == 2 * tried
 
 

@@ -207,9 +207,13 @@ async def forwarding(targets):
             sink.close()
 
         carrying.add(asyncio.current_task())
-        await asyncio.gather(
-            copy(reader, other_writer), copy(other_reader, writer), return_exceptions=True
-        )
+        try:
+            await asyncio.gather(
+                copy(reader, other_writer), copy(other_reader, writer), return_exceptions=True
+            )
+        finally:
+            writer.close()
+            other_writer.close()
 
     server = await asyncio.start_server(carry, "127.0.0.1", 0)
     try:
@@ -218,6 +222,7 @@ async def forwarding(targets):
         server.close()
         for task in carrying:
             task.cancel()
+        await asyncio.gather(*carrying, return_exceptions=True)
 
 
 class ClosedLoop:

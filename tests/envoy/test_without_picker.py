@@ -3,6 +3,7 @@
 from collections import Counter
 
 import pytest
+from aiohttp import ClientSession
 
 from epp.shell.gateway.bootstrap import DESTINATION_HEADER, BootstrapOptions
 from tests.envoy.rig import http_client, http_filters, refusing_port, running_envoy
@@ -67,11 +68,18 @@ async def test_the_readiness_listener_shows_readiness_and_metrics_and_nothing_el
     options = BootstrapOptions(round_robin=("127.0.0.1:9",))
     async with running_envoy(options, tmp_path) as envoy, http_client(envoy) as session:
         seen = {}
-        for path in ("/ready", "/stats/prometheus", "/stats", "/config_dump", "/quitquitquit"):
+        async with ClientSession() as admin:
+            await admin.post(f"{envoy.admin_url}/healthcheck/fail")
+        for path in (
+            *("/ready", "/alive", "/stats/prometheus"),
+            *("/stats", "/config_dump", "/quitquitquit"),
+        ):
             async with session.get(envoy.readiness_url + path) as response:
                 seen[path] = response.status
     assert seen == {
-        "/ready": 200,
+        # It is drained, and lives.
+        "/ready": 503,
+        "/alive": 200,
         "/stats/prometheus": 200,
         "/stats": 404,
         "/config_dump": 404,

@@ -11,7 +11,8 @@ from grpc_health.v1 import health_pb2
 from grpc_health.v1.health_pb2_grpc import HealthStub
 
 TIMEOUT_S = 10
-SERVICE = "envoy.service.ext_proc.v3.ExternalProcessor"
+SERVICE = "readiness"
+"""A standby is asked too: it says that it is able, and answers."""
 HEADERS = {":method": "GET", ":path": "/v1/models", ":authority": "helm-test"}
 
 

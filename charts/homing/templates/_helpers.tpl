@@ -17,6 +17,23 @@
 {{- printf "%s-envoy" (include "homing.fullname" . | trunc 57 | trimSuffix "-") -}}
 {{- end -}}
 
+{{/* Of the Service that leads to each replica by DNS. */}}
+{{- define "homing.headlessName" -}}
+{{- printf "%s-headless" (include "homing.fullname" . | trunc 54 | trimSuffix "-") -}}
+{{- end -}}
+
+{{/* Of the Service that the pool points at. */}}
+{{- define "homing.pickerService" -}}
+{{- ternary (include "homing.headlessName" .) (include "homing.fullname" .) .Values.service.headless -}}
+{{- end -}}
+
+{{/* What Envoy asks while the picker beside it is away; empty: no other picker can be reached. */}}
+{{- define "homing.secondPickerAddress" -}}
+{{- if not .Values.bindAddresses.extProc -}}
+{{- printf "%s:%d" (include "homing.headlessName" .) (int .Values.extProcPort) -}}
+{{- end -}}
+{{- end -}}
+
 {{- define "homing.selectorLabels" -}}
 app.kubernetes.io/name: {{ include "homing.name" . }}
 app.kubernetes.io/instance: {{ .Release.Name }}
@@ -94,19 +111,9 @@ labels:
 {{- .Values.existingConfigMap | default (printf "%s-config" (include "homing.fullname" . | trunc 56 | trimSuffix "-")) -}}
 {{- end -}}
 
-{{- define "homing.drainGraceSeconds" -}}
-{{- /* As long as its Envoy takes requests, a picker must answer. */ -}}
-{{- ternary .Values.standalone.drainSeconds .Values.drainGraceSeconds .Values.standalone.enabled -}}
-{{- end -}}
-
-{{- define "homing.drainTimeoutSeconds" -}}
-{{- /* Both count from SIGTERM: what its Envoy took last has as long as anything else. */ -}}
-{{- add (ternary .Values.standalone.drainSeconds 0 .Values.standalone.enabled | int) (int .Values.drainTimeoutSeconds) -}}
-{{- end -}}
-
 {{- define "homing.terminationGracePeriodSeconds" -}}
 {{- if kindIs "invalid" .Values.terminationGracePeriodSeconds -}}
-{{- add (include "homing.drainGraceSeconds" . | int) (include "homing.drainTimeoutSeconds" . | int) 10 -}}
+{{- add (int .Values.drainTimeoutSeconds) 10 -}}
 {{- else -}}
 {{- int .Values.terminationGracePeriodSeconds -}}
 {{- end -}}
@@ -156,6 +163,7 @@ labels:
 {{- end }}
 {{- if .Values.leaderElection.enabled }}
 - --ha-enable-leader-election=true
+- --lease-name={{ include "homing.fullname" . }}
 {{- end }}
 {{- if include "homing.activeReplicas" . }}
 - --replicas={{ int (ternary .Values.autoscaling.minReplicas .Values.replicas .Values.autoscaling.enabled) }}
@@ -180,8 +188,11 @@ labels:
 {{- if .Values.sessionTokens.acceptUnsigned }}
 - --accept-unsigned-session-tokens=true
 {{- end }}
-- --drain-grace={{ include "homing.drainGraceSeconds" . }}s
-- --drain-timeout={{ include "homing.drainTimeoutSeconds" . }}s
+- --drain-grace={{ int .Values.drainGraceSeconds }}s
+- --drain-timeout={{ int .Values.drainTimeoutSeconds }}s
+{{- if .Values.standalone.enabled }}
+- --envoy-admin-port=19000
+{{- end }}
 - --log-format={{ .Values.logFormat }}
 - --v={{ int .Values.verbosity }}
 {{- if .Values.tracing.enabled }}
@@ -239,7 +250,7 @@ labels:
 {{- if or .Values.autoscaling.enabled (gt (int .Values.replicas) 1) -}}yes{{- end -}}
 {{- end -}}
 
-{{/* Several replicas that are all ready. */}}
+{{/* Several replicas that all decide. */}}
 {{- define "homing.activeReplicas" -}}
 {{- if not .Values.leaderElection.enabled -}}{{ include "homing.severalReplicas" . }}{{- end -}}
 {{- end -}}

@@ -45,6 +45,7 @@ from envoy_data_plane.envoy.config.core.v3 import (
     KeepaliveSettings,
     RetryPolicy,
     RetryPolicyRetryHostPredicate,
+    RetryPolicyRetryPriority,
     SocketAddress,
     TransportSocket,
 )
@@ -58,6 +59,7 @@ from envoy_data_plane.envoy.config.endpoint.v3 import (
 from envoy_data_plane.envoy.config.listener.v3 import Filter, FilterChain, Listener
 from envoy_data_plane.envoy.config.overload.v3 import OverloadManager, ResourceMonitor
 from envoy_data_plane.envoy.config.route.v3 import (
+    DirectResponseAction,
     Route,
     RouteAction,
     RouteConfiguration,
@@ -88,6 +90,9 @@ from envoy_data_plane.envoy.extensions.resource_monitors.downstream_connections.
     DownstreamConnectionsConfig,
 )
 from envoy_data_plane.envoy.extensions.retry.host.previous_hosts.v3 import PreviousHostsPredicate
+from envoy_data_plane.envoy.extensions.retry.priority.previous_priorities.v3 import (
+    PreviousPrioritiesConfig,
+)
 from envoy_data_plane.envoy.extensions.transport_sockets.tls.v3 import (
     CertificateValidationContext,
     CertificateValidationContextTrustChainVerification,
@@ -195,6 +200,8 @@ _HTTP2_CONNECTION_WINDOW_BYTES: Final = 1_048_576
 _HTTP2_STREAMS_PER_CONNECTION_MAX: Final = 100
 """Envoy's advice for an edge proxy."""
 
+ALIVE_PATH: Final = "/alive"
+"""200 while Envoy serves at all; `/ready` says no while the picker drains it."""
 _PICKER_SERVICE: Final = "envoy.service.ext_proc.v3.ExternalProcessor"
 _PICKER: Final = "ext_proc"
 _ENDPOINTS: Final = "endpoints"
@@ -209,10 +216,13 @@ class BootstrapOptions(Struct, frozen=True, kw_only=True):
     admin_port: int = 19000
     """On loopback only: the admin interface can stop Envoy."""
     readiness_port: int | None = 19001
-    """Serves nothing but /ready and /stats/prometheus, on `listen_host`; None: not at all."""
+    """Serves nothing but /ready, /alive and /stats/prometheus, on `listen_host`; None: not at all."""
     picker_address: str = "127.0.0.1:9002"
     """"host:port", IPv6 in brackets; a name is resolved by DNS again and again. Several, with commas
     between them, are replicas: each request goes to one of them."""
+    second_picker_address: str = ""
+    """As `picker_address`: of pickers that are asked while none of those is healthy; empty: none. A
+    name may resolve to many."""
     plaintext: bool = False
     """Speak h2c to the picker. Otherwise TLS."""
     picker_ca_file: str = ""
@@ -239,7 +249,11 @@ class BootstrapOptions(Struct, frozen=True, kw_only=True):
         for port in ports:
             if port is not None and not 0 < port <= 65_535:
                 raise ValueError(f"port {port} is not one of 1 to 65535")
-        for address in (*self.picker_addresses, *self.round_robin):
+        for address in (
+            *self.picker_addresses,
+            *self.second_picker_addresses,
+            *self.round_robin,
+        ):
             _split(address)
         if self.plaintext and (self.picker_ca_file or self.client_cert_path):
             raise ValueError("certificates are given, but the picker is spoken to in plaintext")
@@ -259,7 +273,16 @@ class BootstrapOptions(Struct, frozen=True, kw_only=True):
     @property
     def picker_addresses(self) -> tuple[str, ...]:
         """Of each replica."""
-        return tuple(address.strip() for address in self.picker_address.split(","))
+        return _listed(self.picker_address)
+
+    @property
+    def second_picker_addresses(self) -> tuple[str, ...]:
+        """Of those that are the second choice."""
+        return _listed(self.second_picker_address) if self.second_picker_address else ()
+
+
+def _listed(addresses: str) -> tuple[str, ...]:
+    return tuple(address.strip() for address in addresses.split(","))
 
 
 def render(options: BootstrapOptions) -> str:
@@ -347,6 +370,7 @@ def _readiness_listener(host: str, port: int) -> Listener:
             RouteAction(cluster=_ADMIN),
             RouteMatch(path="/ready"),
             RouteMatch(path="/stats/prometheus"),
+            answered=RouteMatch(path=ALIVE_PATH),
         ),
         http_filters=[_http_filter("envoy.filters.http.router", Router())],
     )
@@ -371,7 +395,7 @@ def _picker_filter(options: BootstrapOptions) -> ExternalProcessor:
             envoy_grpc=GrpcServiceEnvoyGrpc(
                 cluster_name=_PICKER, authority=options.picker_addresses[0]
             ),
-            retry_policy=_picker_retries(),
+            retry_policy=_picker_retries(bool(options.second_picker_address)),
         ),
         failure_mode_allow=options.fail_open,
         message_timeout=timedelta(seconds=options.message_timeout_s),
@@ -420,7 +444,10 @@ def _round_robin_cluster(addresses: tuple[str, ...]) -> Cluster:
 
 
 def _picker_cluster(options: BootstrapOptions) -> Cluster:
-    cluster = _static_cluster(_PICKER, options.picker_addresses)
+    cluster = _static_cluster(_PICKER, options.picker_addresses, options.second_picker_addresses)
+    if options.second_picker_address:
+        # A name that is not resolved yet must not keep the first choice from being asked.
+        cluster.wait_for_warm_on_init = False
     cluster.connect_timeout = _PICKER_CONNECT_TIMEOUT
     cluster.lb_policy = ClusterLbPolicy.LEAST_REQUEST
     cluster.circuit_breakers = _circuit_breakers(retries_max=_CONCURRENT_MAX)
@@ -456,9 +483,9 @@ def _picker_cluster(options: BootstrapOptions) -> Cluster:
     return cluster
 
 
-def _picker_retries() -> RetryPolicy:
+def _picker_retries(second_choice: bool) -> RetryPolicy:
     """Of a stream without an answer yet. Envoy keeps the first 64 KiB that it sent, to send again."""
-    return RetryPolicy(
+    policy = RetryPolicy(
         num_retries=_PICKER_RETRIES_MAX,
         retry_on=_PICKER_RETRY_ON,
         retry_back_off=BackoffStrategy(
@@ -472,6 +499,13 @@ def _picker_retries() -> RetryPolicy:
         ],
         host_selection_retry_max_attempts=_HOST_DRAWS_MAX,
     )
+    if second_choice:
+        # Or whoever refused is tried again before it is known to be set aside.
+        policy.retry_priority = RetryPolicyRetryPriority(
+            name="envoy.retry_priorities.previous_priorities",
+            typed_config=Any.pack(PreviousPrioritiesConfig(update_frequency=1)),
+        )
+    return policy
 
 
 def _refusing_pickers() -> OutlierDetection:
@@ -530,21 +564,28 @@ def _runtime() -> LayeredRuntime:
     return LayeredRuntime(layers=[RuntimeLayer(name="homing", static_layer=values)])
 
 
-def _static_cluster(name: str, addresses: tuple[str, ...]) -> Cluster:
-    """Fixed addresses, or names of which DNS is asked again and again if any is not an IP."""
-    places = [_split(address) for address in addresses]
+def _static_cluster(name: str, *choices: tuple[str, ...]) -> Cluster:
+    """Fixed addresses, or names of which DNS is asked again and again if any is not an IP.
+
+    A choice counts while no earlier one has anybody healthy; an empty one is left out.
+    """
+    places = [[_split(address) for address in choice] for choice in choices if choice]
     kind = ClusterDiscoveryType.STATIC
-    if not all(_is_ip(host) for host, _ in places):
+    if not all(_is_ip(host) for choice in places for host, _ in choice):
         kind = ClusterDiscoveryType.STRICT_DNS
     endpoints = [
-        LbEndpoint(endpoint=Endpoint(address=_address(host, port))) for host, port in places
+        LocalityLbEndpoints(
+            priority=priority,
+            lb_endpoints=[
+                LbEndpoint(endpoint=Endpoint(address=_address(host, port))) for host, port in choice
+            ],
+        )
+        for priority, choice in enumerate(places)
     ]
     return Cluster(
         name=name,
         type=kind,
-        load_assignment=ClusterLoadAssignment(
-            cluster_name=name, endpoints=[LocalityLbEndpoints(lb_endpoints=endpoints)]
-        ),
+        load_assignment=ClusterLoadAssignment(cluster_name=name, endpoints=endpoints),
     )
 
 
@@ -595,8 +636,12 @@ def _circuit_breakers(retries_max: int | None = None) -> CircuitBreakers:
     )
 
 
-def _routes(action: RouteAction, *matches: RouteMatch) -> RouteConfiguration:
+def _routes(
+    action: RouteAction, *matches: RouteMatch, answered: RouteMatch | None = None
+) -> RouteConfiguration:
     routes = [Route(match=match, route=action) for match in matches]
+    if answered is not None:
+        routes.append(Route(match=answered, direct_response=DirectResponseAction(status=200)))
     return RouteConfiguration(virtual_hosts=[VirtualHost(name="all", domains=["*"], routes=routes)])
 
 

@@ -154,8 +154,8 @@ class Transport(Protocol):
         """Whether a gateway is connected, as far as can be known, or one was."""
         ...
 
-    def announce_end(self) -> None:
-        """Ask gateways to open no more streams here; those that still come are served."""
+    def send_away(self, away: bool) -> None:
+        """Whether gateways are asked again and again to connect elsewhere; who comes is served."""
         ...
 
     async def stop(self, wait_s: Seconds | None) -> None:

@@ -214,7 +214,7 @@ class GrpcioServer:
     def connected(self) -> None:
         """Grpcio does not tell."""
 
-    def announce_end(self) -> None:
+    def send_away(self, away: bool) -> None:
         """Grpcio has no such thing: gateways leave as their connections come of age."""
 
     async def stop(self, wait_s: Seconds | None) -> None:

@@ -13,30 +13,33 @@ from grpc_health.v1 import health_pb2
 from epp.shell.gateway.calls import OK, Call, Code, EndedCall, Opener, Status, Wire
 
 LIVENESS: Final = "liveness"
-FOLLOWING_READINESS: Final = frozenset(
+ABLE: Final = frozenset(
     {
-        "",
         "readiness",
-        "envoy.service.ext_proc.v3.ExternalProcessor",
         # The name that the field's Helm chart probes with one replica.
         "inference-extension",
     }
 )
+"""What a kubelet asks for: SERVING while requests would be answered well."""
+WANTED: Final = frozenset({"", "envoy.service.ext_proc.v3.ExternalProcessor"})
+"""What gateways and load balancers ask for: SERVING while requests should be sent here."""
 WATCHERS_MAX: Final = 1_000
 
 _SERVICE: Final = "/grpc.health.v1.Health"
 
 
 class Health:
-    """Whether this picker may be sent traffic. Not ready until told so.
+    """Whether this picker is able to serve, and whether it wants to. Neither until told so.
 
-    `liveness` is SERVING for as long as there is somebody to ask; the other names follow
-    readiness; `Check` of an unknown name is NOT_FOUND and `Watch` of one says SERVICE_UNKNOWN, as
-    the gRPC health protocol has it.
+    A standby is able and does not want to: its pod is Ready, so that a rollout ends, and a gateway
+    that asks for health goes to the leader. `liveness` is SERVING for as long as there is somebody
+    to ask; `Check` of an unknown name is NOT_FOUND and `Watch` of one says SERVICE_UNKNOWN, as the
+    gRPC health protocol has it.
     """
 
     def __init__(self) -> None:
         self._ready = False
+        self._stands_by = False
         self._closed = False
         self._watchers: set[_Watch] = set()
 
@@ -44,10 +47,10 @@ class Health:
     def ready(self) -> bool:
         return self._ready
 
-    def set_ready(self, ready: bool) -> None:
+    def set_ready(self, ready: bool, *, stands_by: bool = False) -> None:
         """Tell every watcher, if it is news; nothing is after `close`. Call it on the event loop."""
-        if ready != self._ready and not self._closed:
-            self._ready = ready
+        if (ready, stands_by) != (self._ready, self._stands_by) and not self._closed:
+            self._ready, self._stands_by = ready, stands_by
             self._wake()
 
     def close(self) -> None:
@@ -65,7 +68,9 @@ class Health:
         """None: there is no service of that name."""
         if service == LIVENESS:
             return True
-        return self._ready if service in FOLLOWING_READINESS else None
+        if service in WANTED:
+            return self._ready and not self._stands_by
+        return self._ready if service in ABLE else None
 
     def watch(self, watch: "_Watch") -> None:
         """Tell `watch` of every change from now on."""

@@ -25,6 +25,7 @@ that looks at all connections once in a while.
 
 import asyncio
 import contextlib
+import math
 import socket
 import time
 from collections import deque
@@ -82,6 +83,9 @@ LINGER_S: Final = 2.0
 behind the status makes gRPC's own client lose the status and the answers with it."""
 NOTICE_S: Final = 1.0
 """From the notice of a GOAWAY to the last stream that is taken: what was on its way has come."""
+AWAY_AGE_S: Final = 2.0
+"""A connection that is this old is asked to leave while gateways are sent away: a gateway that finds
+nobody else connects here again, and is served for as long as it takes it to look once more."""
 AGE_JITTER: Final = 0.1
 """Of its greatest age a connection gets this share more or less, so that not all end at once."""
 TELL_S: Final = 10.0
@@ -286,7 +290,7 @@ class _Connection(asyncio.Protocol):
         self._failed = False
         """The engine cannot go on."""
         self._made_at_s = 0.0
-        self.age_max_s: Seconds | None = None
+        self.age_max_s: Seconds = math.inf
         self.heard_at_s = 0.0
         self._read_at_s = 0.0
         """Of the read whose events are worked off."""
@@ -719,7 +723,8 @@ class _Connection(asyncio.Protocol):
 
     def _retire_in_time(self, now: Seconds) -> None:
         if self._retired_at_s is None:
-            if self.age_max_s is not None and now - self._made_at_s > self.age_max_s:
+            age_max_s = min(self.age_max_s, self._server.age_max_s)
+            if now - self._made_at_s > age_max_s:
                 self.retire(now)
             elif self._window_left() < WINDOW_LEFT_SHARE_MIN:
                 self._server.cut(Cut.WINDOW)
@@ -758,11 +763,7 @@ class _Connection(asyncio.Protocol):
         if self._retired_at_s is None and self._transport is not None and not self._failed:
             self._retired_at_s = now
             self._server.places.leaving(self)
-            self.announce_end()
-
-    def announce_end(self) -> None:
-        """Ask the other side to open no more streams; those that it opens meanwhile are served."""
-        self._say(self._engine.send_shutdown_notice)
+            self._say(self._engine.send_shutdown_notice)
 
     def go_away(self) -> None:
         """From here on no stream is taken; the connection closes once the open ones are over."""
@@ -819,6 +820,8 @@ class Http2Server:
             self.settings.connections_max, self.settings.host_connections_max
         )
         self._random = random or Random(0)  # noqa: S311  ages, not secrets
+        self.age_max_s: Seconds = math.inf
+        """Of every connection, besides its own."""
         self._connections: set[_Connection] = set()
         self._crowd = _Crowd()
         self._servers: list[asyncio.Server] = []
@@ -873,10 +876,9 @@ class Http2Server:
                 connection.look(now)
             self._crowd.tell(now)
 
-    def announce_end(self) -> None:
-        """Tell every gateway to connect elsewhere; whatever still comes is served."""
-        for connection in list(self._connections):
-            connection.announce_end()
+    def send_away(self, away: bool) -> None:
+        """Whether gateways are asked again and again to connect elsewhere; who comes is served."""
+        self.age_max_s = AWAY_AGE_S if away else math.inf
 
     async def stop(self, wait_s: Seconds | None) -> None:
         """Take no more streams, and cut those that are open after `wait_s`; None: at once."""

@@ -16,6 +16,7 @@ from epp.configuration.flags import Transport as TransportName
 from epp.core.protocol.budget import BodyBudget
 from epp.shell.gateway.arrivals import Lag
 from epp.shell.gateway.calls import Connected, Opener, Transport
+from epp.shell.gateway.envoy_admin import EnvoyAdmin
 from epp.shell.gateway.ext_proc import ExtProc, StreamObserver
 from epp.shell.gateway.health import Health
 from epp.shell.gateway.tls import ServerCertificate, read_authorities
@@ -28,6 +29,8 @@ STOP_S: Final = 0.5
 """What stopping takes once nothing is left to wait for."""
 QUIET_S: Final = 1.0
 """No gateway that would open another stream is left, if none did for this long."""
+CLINGING_AGE_S: Final = 15.0
+"""Of a connection by grpcio, so that a drain has most of its time left when the last gateway goes."""
 CONNECTION_AGE_MIN_S: Final = 2.0
 _POLL_S: Final = 0.05
 
@@ -60,6 +63,9 @@ class GatewayService:
         self._observer = observer
         self._budget = budget
         self._certificate: ServerCertificate | None = None
+        port = flags.envoy_admin_port
+        self._envoy = None if port is None else EnvoyAdmin(port)
+        self._draining = False
         self._opened = contextlib.AsyncExitStack()
         self._serving: Transport | None = None
         self._checking: Transport | None = None
@@ -88,11 +94,18 @@ class GatewayService:
         """Take streams."""
         for transport in self._transports():
             await transport.start()
+        if self._envoy is not None:
+            await self._envoy.call_back()
 
     @property
     def has_gateway(self) -> bool:
         """Whether a gateway is connected to the serving port, as far as can be known."""
         return self._transports()[0].has_gateway
+
+    def stand_by(self, stands_by: bool) -> None:
+        """Whether gateways are to go to another replica, which leads. Who comes is served."""
+        if not self._draining:
+            self._transports()[0].send_away(stands_by)
 
     def loops(self) -> dict[str, Loop]:
         """What is to run beside it until it has drained, by the name of its task."""
@@ -115,30 +128,40 @@ class GatewayService:
 
         A server that stops refuses whatever reaches it, also what was under way when the gateway
         was told so. So streams are served until no gateway opens one any more: it has seen that we
-        are not ready, it was told to connect elsewhere, or its connection has come of age. `hurry`
+        are not ready, it was told to connect elsewhere, or its connection has come of age. An
+        Envoy beside us goes when we do: its clients are sent away, and it is waited for too. `hurry`
         cuts it short.
         """
         serving, _ = self._transports()
         flags = self._flags
         ends_at_s = time.monotonic() + flags.drain_timeout
         self._health.close()
+        self._draining = True
         _log.info("draining", streams=self._ext_proc.open_streams)
+        if self._envoy is not None:
+            await self._envoy.send_away()
         await _wait(hurry, min(flags.drain_grace, flags.drain_timeout))
-        serving.announce_end()
+        serving.send_away(True)
         self._ext_proc.end_bypassed()
         while not hurry.is_set() and time.monotonic() < ends_at_s - STOP_S:
-            if self._ext_proc.quiet_for_s() >= QUIET_S:
+            if self._ext_proc.quiet_for_s() >= QUIET_S and await self._envoy_idle():
                 break
             await _wait(hurry, _POLL_S)
         stopping = asyncio.create_task(serving.stop(STOP_S), name="stop")
         # What is ending may still say so.
         await asyncio.wait({stopping}, timeout=STOP_S / 2)
         cut = self._ext_proc.open_streams
+        if self._envoy is not None:
+            # Of those that bypass us no stream is left.
+            cut = max(cut, self._envoy.active_requests)
         if cut:
             self._observer.drain_cut(cut)
             _log.warning("streams were cut by the end of the drain", streams=cut)
         await serving.stop(None)
         await stopping
+
+    async def _envoy_idle(self) -> bool:
+        return self._envoy is None or await self._envoy.idle_for_s() >= QUIET_S
 
     def _transports(self) -> tuple[Transport, Transport]:
         """That of the serving port, and that of the health port."""
@@ -205,7 +228,8 @@ def _connection_age_max_s(flags: ServeFlags) -> float | None:
     """Young enough that a gateway which clings to its connection leaves within a drain."""
     age_s = flags.connection_age_max or math.inf
     if flags.drain_timeout:
-        age_s = min(age_s, max(CONNECTION_AGE_MIN_S, flags.drain_timeout / 2))
+        within_s = min(CLINGING_AGE_S, flags.drain_timeout / 2)
+        age_s = min(age_s, max(CONNECTION_AGE_MIN_S, within_s))
     return None if age_s == math.inf else age_s
 
 

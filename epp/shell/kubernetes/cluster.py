@@ -43,7 +43,7 @@ class Cluster:
     """`connect`, then `run` as a task, then `close`.
 
     `on_found(found)`: endpoints, objectives or rewrites are others; `on_ready`: `ready` may be;
-    `on_config(text)`: the ConfigMap, or the file it is mounted as, says something else;
+    `on_config(text, told_by)`: the ConfigMap, or the file it is mounted as, says something else;
     `on_peers(addresses)`: the replicas of `--peer-service` are others.
     """
 
@@ -53,7 +53,7 @@ class Cluster:
         *,
         on_found: Callable[[Found], None],
         on_ready: Callable[[], None],
-        on_config: Callable[[bytes], None],
+        on_config: Callable[[bytes, str], None],
         on_peers: Callable[[frozenset[str]], None] = lambda _: None,
         seed: int,
         timing: ClusterTiming | None = None,
@@ -74,7 +74,10 @@ class Cluster:
             timing=timing.watch,
             supervisor=self._supervisor,
         )
-        self.config: Final = ConfigSource(on_config)
+        self._config_map_name = f"ConfigMap {flags.own_namespace}/{flags.config_map}"
+        self.config: Final = ConfigSource(
+            on_config, watched=self._config_map_name, file=flags.config_file
+        )
         self._config_map = self._config_reflector(seed, timing.watch)
         self._peers = self._peer_service(on_peers, seed, timing.watch)
         instance = flags.instance or socket.gethostname()
@@ -100,8 +103,8 @@ class Cluster:
 
     @property
     def ready(self) -> bool:
-        """Pool and pods are known, and we are the leader if there must be one."""
-        return self.discovery.synced and self.leading is not False
+        """Pool and pods are known."""
+        return self.discovery.synced
 
     @property
     def leading(self) -> bool | None:
@@ -212,8 +215,8 @@ class Cluster:
         text = self._config_map.objects.get(self._flags.config_map)
         if text is None:
             _log.error(
-                f"ConfigMap {self._flags.config_map} is not there or has not the key of the "
-                "configuration, the last good one stays"
+                f"{self._config_map_name} is not there or has not the key of the configuration, "
+                "the last good one stays"
             )
             return
         self.config.watch_told(text)
@@ -247,4 +250,6 @@ def _scope(flags: ServeFlags) -> Scope:
 
 def _lease_name(flags: ServeFlags) -> str:
     """The same in all replicas of one installation, another in every other one."""
+    if flags.lease_name:
+        return flags.lease_name
     return f"homing-{flags.pool_name or f'{crc32(flags.endpoint_selector.encode()):08x}'}"

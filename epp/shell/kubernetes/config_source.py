@@ -15,10 +15,15 @@ VERSIONS_MAX: Final = 64
 
 
 class ConfigSource:
-    """Calls `apply(text)` whenever the text that counts is another."""
+    """Calls `apply(text, told_by)` whenever the text that counts is another.
 
-    def __init__(self, apply: Callable[[bytes], None]) -> None:
+    `told_by` is `watched`, the name of the ConfigMap, or `file`, that of the file.
+    """
+
+    def __init__(self, apply: Callable[[bytes, str], None], *, watched: str, file: str) -> None:
         self._apply = apply
+        self._watched_name = watched
+        self._file_name = file
         self._in_touch = False
         self._ahead: deque[bytes] = deque(maxlen=VERSIONS_MAX)
         """Digests that the watch told and the file has not shown yet, oldest first."""
@@ -41,7 +46,7 @@ class ConfigSource:
             return
         self._file = text
         if not self._in_touch:
-            self._use(text)
+            self._use(text, self._file_name)
 
     def watch_told(self, text: bytes) -> None:
         """The ConfigMap says `text`."""
@@ -50,19 +55,19 @@ class ConfigSource:
             self._ahead.append(digest)
         # What the file alone has shown is older than this, or the same.
         self._file = None
-        self._use(text)
+        self._use(text, self._watched_name)
 
     def watch_in_touch(self, in_touch: bool) -> None:
         """Whether a change of the ConfigMap would be heard of now."""
         self._in_touch = in_touch
         if not in_touch and self._file is not None:
-            self._use(self._file)
+            self._use(self._file, self._file_name)
 
-    def _use(self, text: bytes) -> None:
+    def _use(self, text: bytes, told_by: str) -> None:
         digest = _digest(text)
         if digest != self._applied:
             self._applied = digest
-            self._apply(text)
+            self._apply(text, told_by)
 
 
 def _digest(text: bytes) -> bytes:

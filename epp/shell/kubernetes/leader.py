@@ -17,7 +17,7 @@ from typing import Any, Final
 
 import msgspec
 import structlog
-from msgspec import Struct, field
+from msgspec import Struct
 
 from epp.core.types import Seconds
 from epp.shell.kubernetes.api_errors import ApiError, ApiFailure
@@ -96,12 +96,9 @@ class Election:
         )
 
 
-class _Metadata(Struct, frozen=True):
-    resource_version: str = field(name="resourceVersion")
-
-
 class _Lease(Struct, frozen=True):
-    metadata: _Metadata
+    metadata: dict[str, Any]
+    """Written back as it was read: the labels are those of who made the object."""
     spec: LeaseSpec = LeaseSpec()
 
 
@@ -183,8 +180,8 @@ class LeaderElector:
 
     def _body(self, spec: LeaseSpec, before: _Lease | None) -> dict[str, Any]:
         # With its resource version the write fails if another came in between.
-        known = {"resourceVersion": before.metadata.resource_version} if before else {}
-        metadata = {"name": self._name, "namespace": self._collection.namespace, **known}
+        known = before.metadata if before else {}
+        metadata = {**known, "name": self._name, "namespace": self._collection.namespace}
         return {
             "apiVersion": f"{LEASE_GROUP}/v1",
             "kind": "Lease",

@@ -26,6 +26,7 @@ COMBINATIONS = [
         picker_address=("127.0.0.1:9002", "[::1]:9002", "picker.inference.svc:9002")[
             (row + column) % 3
         ],
+        second_picker_address="" if row % 2 == 0 else "homing-headless:9002",
     )
     for (row, request_mode), (column, response_mode) in itertools.product(
         enumerate(BodyMode), enumerate(BodyMode)
@@ -254,6 +255,34 @@ def test_replicas_of_the_picker_are_members_of_one_cluster():
     assert service["authority"] == "10.0.0.7:9002"
     with pytest.raises(ValueError, match="is not host:port"):
         BootstrapOptions(picker_address="10.0.0.7:9002,")
+
+
+def test_a_second_choice_has_a_lower_priority():
+    """It is not waited for, and a request that found nobody at the first is sent to it."""
+    options = BootstrapOptions(second_picker_address="homing-headless:9002, 10.0.0.8:9003")
+    found = document(options)
+    pickers = cluster(found, "ext_proc")
+    assert pickers["type"] == "STRICT_DNS"
+    assert pickers["wait_for_warm_on_init"] is False
+    first, second = pickers["load_assignment"]["endpoints"]
+    assert (first.get("priority", 0), second["priority"]) == (0, 1)
+    places = [
+        (at["address"], at["port_value"])
+        for at in (one["endpoint"]["address"]["socket_address"] for one in second["lb_endpoints"])
+    ]
+    assert places == [("homing-headless", 9002), ("10.0.0.8", 9003)]
+    service = http_filters(found)["ext_proc"]["grpc_service"]
+    assert service["envoy_grpc"]["authority"] == "127.0.0.1:9002"
+    assert service["retry_policy"]["retry_priority"]["typed_config"]["update_frequency"] == 1
+    with pytest.raises(ValueError, match="is not host:port"):
+        BootstrapOptions(second_picker_address="homing-headless")
+
+
+def test_without_a_second_choice_nothing_is_said_of_one():
+    found = document(BootstrapOptions(picker_address="10.0.0.7:9002,10.0.0.8:9002"))
+    assert len(cluster(found, "ext_proc")["load_assignment"]["endpoints"]) == 1
+    policy = http_filters(found)["ext_proc"]["grpc_service"]["retry_policy"]
+    assert "retry_priority" not in policy
 
 
 @pytest.mark.parametrize("fail_open", [False, True])

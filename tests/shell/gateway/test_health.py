@@ -6,7 +6,7 @@ import grpc.aio
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from epp.shell.gateway.health import FOLLOWING_READINESS, Health
+from epp.shell.gateway.health import ABLE, WANTED, Health
 from tests.transports import TRANSPORTS, carried, transport_of
 
 SERVING = health_pb2.HealthCheckResponse.SERVING
@@ -33,7 +33,7 @@ async def check(stub, service):
     return reply.status
 
 
-@pytest.mark.parametrize("service", sorted(FOLLOWING_READINESS))
+@pytest.mark.parametrize("service", sorted(ABLE | WANTED))
 async def test_names_follow_readiness(service, transport):
     """Not ready at first, then as told, back and forth."""
     health = Health()
@@ -43,6 +43,18 @@ async def test_names_follow_readiness(service, transport):
         assert await check(stub, service) == SERVING
         health.set_ready(False)
         assert await check(stub, service) == NOT_SERVING
+
+
+async def test_a_standby_is_able_and_not_wanted(transport):
+    """The kubelet is told that it is ready, a gateway that another is to be asked."""
+    health = Health()
+    async with serving(transport, health) as stub:
+        health.set_ready(True, stands_by=True)
+        assert {await check(stub, name) for name in ABLE} == {SERVING}
+        assert {await check(stub, name) for name in WANTED} == {NOT_SERVING}
+        assert health.ready
+        health.set_ready(True)
+        assert {await check(stub, name) for name in ABLE | WANTED} == {SERVING}
 
 
 async def test_liveness_is_serving_even_when_not_ready(transport):

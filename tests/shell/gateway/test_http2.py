@@ -22,6 +22,7 @@ from bench.raw_http2 import PREFACE, SETTINGS, WINDOW_UPDATE, frame
 from epp.core.protocol.budget import BodyBudget
 from epp.shell.gateway.calls import Code, Cut, Status
 from epp.shell.gateway.http2 import (
+    AWAY_AGE_S,
     CONNECTION_STREAMS_MAX,
     QUEUED_BYTES_MAX,
     STREAM_WINDOW_BYTES,
@@ -794,18 +795,33 @@ async def test_a_silent_connection_is_asked_and_then_closed():
 # The end.
 
 
-async def test_streams_that_come_after_the_announcement_are_served(service):
-    """Until the connection is told the last one; then it closes when they are over."""
+async def test_gateways_that_are_sent_away_are_served_to_their_end(brief, service, monkeypatch):
+    """Who was connected, and who connects meanwhile because there is nobody else."""
+    monkeypatch.setattr("epp.shell.gateway.http2.AWAY_AGE_S", 0.05)
     transport = service.transport()
     async with carried(transport, wait_s=5.0) as port, connected(port) as client:
         open_ = client.open(framed(b"a"))
         await until(lambda: client.received(open_), "the answer")
-        transport.announce_end()
-        await until(
-            lambda: any(isinstance(e, h2.GoAwayReceived) for e in client.events), "the GOAWAY"
-        )
+        transport.send_away(True)
+        await until(lambda: told(client, h2.GoAwayReceived), "the GOAWAY")
+        async with connected(port) as again:
+            assert await again.status(again.open(end=True)) == (0, b"")
+            await asyncio.wait_for(again.closed.wait(), TIMEOUT_S)
         client.send(open_, b"", end=True)
         assert await client.status(open_) == (0, b"")
+
+
+async def test_gateways_are_welcome_again_once_they_are_not_sent_away(brief, service):
+    """A standby that leads now keeps whom it has."""
+    transport = service.transport()
+    async with carried(transport) as port, connected(port) as client:
+        assert await client.status(client.open(end=True)) == (0, b"")
+        (connection,) = transport._connections
+        transport.send_away(True)
+        transport.send_away(False)
+        connection.look(transport.clock() + 2 * AWAY_AGE_S)
+        assert await client.status(client.open(end=True)) == (0, b"")
+        assert not told(client, h2.GoAwayReceived)
 
 
 async def test_a_connection_after_its_last_word_hinders_nobody_who_stops(service):
@@ -816,7 +832,7 @@ async def test_a_connection_after_its_last_word_hinders_nobody_who_stops(service
         await until(lambda: service.calls, "the stream")
         (connection,) = transport._connections
         connection._engine.terminate_connection(ErrorCode.NO_ERROR)
-        transport.announce_end()
+        connection.retire(transport.clock())
         await transport.stop(None)
         assert not transport.has_gateway
     assert service.budget.held_bytes == 0

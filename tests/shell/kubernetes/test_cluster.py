@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import json
+import time
 
 import pytest
 from prometheus_client import generate_latest
@@ -10,6 +11,7 @@ from structlog.testing import capture_logs
 
 from epp.app import EndpointPicker, StartError
 from epp.configuration.flags import parse_serve
+from epp.core.types import EndpointMetrics
 from tests import gateway as gw
 from tests.envoy.rig import free_ports
 from tests.shell.kubernetes.fake_api_server import (
@@ -27,6 +29,9 @@ from tests.shell.kubernetes.fake_api_server import (
     rewrite,
 )
 from tests.shell.kubernetes.kube import eventually
+from tests.streams import Call, channel_to
+
+WANTED = "envoy.service.ext_proc.v3.ExternalProcessor"
 
 CONFIG = """\
 apiVersion: llm-d.ai/v1alpha1
@@ -125,6 +130,8 @@ async def test_the_watched_config_map_is_in_force_at_once(tmp_path, monkeypatch)
             assert "ConfigApplied" in reasons
             messages = [event["message"] for event in server.objects[EVENTS].values()]
             assert any("2 -> 3" in message for message in messages)
+            (refused,) = (text for text in messages if "kind" in text)
+            assert refused.startswith("ConfigMap llm/homing-config: "), refused
             server.delete(CONFIG_MAPS, "homing-config")
             # While the API server is away the file counts.
             await server.stop()
@@ -134,7 +141,7 @@ async def test_the_watched_config_map_is_in_force_at_once(tmp_path, monkeypatch)
 
 
 async def test_a_follower_keeps_warm_and_takes_over(tmp_path, monkeypatch):
-    """Not ready while another leads, but with all endpoints; ready once the Lease is free."""
+    """While another leads it is ready and not wanted, and answers who asks it nevertheless."""
     async with FakeApiServer() as server:
         server.put(POOLS, pool())
         server.put(PODS, pod("a"))
@@ -147,10 +154,16 @@ async def test_a_follower_keeps_warm_and_takes_over(tmp_path, monkeypatch):
         server.put(LEASES, lease)
         more = ["--ha-enable-leader-election"]
         async with serving(server, tmp_path, monkeypatch, *more) as picker:
-            await eventually(lambda: len(picker.scheduler.pool) == 1)
-            assert not picker.health.ready
-            server.put(LEASES, lease | {"spec": {}})
             await eventually(lambda: picker.health.ready)
+            assert not picker.health.serving(WANTED)
+            ((slot, endpoint),) = picker.scheduler.pool.endpoints()
+            picker.scheduler.observe(slot, EndpointMetrics(), time.monotonic())
+            async with channel_to(f"127.0.0.1:{picker.flags.grpc_port}") as channel:
+                asked = gw.request_headers(), gw.request_body(gw.prompt(model="llama"))
+                head, _ = await Call(channel).exchange(*asked, answers=2)
+                assert gw.destination(head) == endpoint.address
+            server.put(LEASES, lease | {"spec": {}})
+            await eventually(lambda: picker.health.serving(WANTED))
             assert "homing_leader 1.0" in generate_latest(picker.registry).decode()
         found = server.objects[LEASES]["homing-llama-pool"]["spec"]
         assert "holderIdentity" not in found, "given back at the end"
@@ -162,7 +175,7 @@ async def test_the_lease_is_given_back_however_short_the_drain(tmp_path, monkeyp
         server.put(POOLS, pool())
         more = ["--ha-enable-leader-election"]
         async with serving(server, tmp_path, monkeypatch, *more) as picker:
-            await eventually(lambda: picker.health.ready)
+            await eventually(lambda: picker.health.serving(WANTED))
             server.fail("GET", LEASES, *["slow"] * 3)
             server.fail("UPDATE", LEASES, *["slow"] * 3)
         found = server.objects[LEASES]["homing-llama-pool"]["spec"]

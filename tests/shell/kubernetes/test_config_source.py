@@ -12,7 +12,7 @@ def applied():
 
 @pytest.fixture
 def source(applied):
-    made = ConfigSource(applied.append)
+    made = ConfigSource(lambda text, _: applied.append(text), watched="map", file="file")
     made.started(V1)
     return made
 
@@ -70,3 +70,16 @@ def test_the_first_word_of_the_watch_replaces_an_old_file(source, applied):
     assert applied == []
     source.watch_told(V2)
     assert applied == [V2]
+
+
+def test_a_text_is_told_under_the_name_of_where_it_was_read():
+    """Whoever looks for a mistake looks there."""
+    told = []
+    source = ConfigSource(lambda *what: told.append(what), watched="ConfigMap a/b", file="/c/d")
+    source.started(V1)
+    source.watch_in_touch(True)
+    source.watch_told(V2)
+    source.file_changed(V3)
+    source.watch_in_touch(False)
+    source.file_changed(V1)
+    assert told == [(V2, "ConfigMap a/b"), (V3, "/c/d"), (V1, "/c/d")]

@@ -140,6 +140,19 @@ async def test_of_two_candidates_one_leads_and_gives_way_when_it_ends(tmp_path):
         assert candidates.most == 1
 
 
+async def test_a_lease_of_somebody_else_keeps_what_they_wrote(tmp_path):
+    """That of the chart: its labels tell Helm that it goes with the release."""
+    labels = {"app.kubernetes.io/managed-by": "Helm"}
+    made = {"metadata": {"name": "homing-llama", "uid": "uid-lease", "labels": labels}}
+    async with FakeApiServer() as server, Candidates(server, tmp_path) as candidates:
+        server.put(LEASES, made)
+        one = await candidates.join("one")
+        await eventually(lambda: one.leading)
+        lease = server.objects[LEASES]["homing-llama"]
+        assert lease["spec"]["holderIdentity"] == "one"
+        assert lease["metadata"]["labels"] == labels
+
+
 @pytest.mark.parametrize("fault", ["silent", 500, "reset"])
 async def test_a_leader_that_cannot_renew_stops_before_its_lease_ends(tmp_path, fault):
     """Whether the API server answers with errors or not at all."""

@@ -12,7 +12,7 @@ READ = ("get", "list", "watch")
 INFERENCE = "inference.networking.k8s.io"
 EXTENSIONS = ("llm-d.ai", "inference.networking.x-k8s.io")
 COORDINATION = "coordination.k8s.io"
-LEASE = f"homing-{POOL}"
+LEASE = "inference-homing"
 EVERYWHERE = ""
 """A namespace: all of them."""
 
@@ -24,7 +24,7 @@ USED = {
     ("llm-d.ai", "inferencemodelrewrites", "watch"),
     ("", "configmaps", "watch"),
     ("", "events", "create"),
-    *((COORDINATION, "leases", verb) for verb in ("get", "create", "update")),
+    *((COORDINATION, "leases", verb) for verb in ("get", "update")),
 }
 """All that the picker ever does."""
 POD_READER = {("", "pods", verb, "") for verb in READ}

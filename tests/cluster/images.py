@@ -45,13 +45,15 @@ class Images:
         self._place = place
         self._environment = environment
         self._tell = tell
+        self._used: set[Path] = set()
 
     def archives(self) -> dict[str, Path]:
-        """Name of the image -> its archive. Raises `ClusterError`."""
+        """Name of the image -> its archive; those of earlier trees go. Raises `ClusterError`."""
         self._place.existing(self._place.images)
+        self._used.clear()
         base = self._base()
         envoy = {"User": NOBODY, "Entrypoint": ["/usr/local/bin/envoy"], "StopSignal": "SIGTERM"}
-        return {
+        found = {
             PAUSE: self._archive(
                 PAUSE, {"Entrypoint": ["/pause"], "User": NOBODY}, [self._pause()]
             ),
@@ -59,6 +61,10 @@ class Images:
             HOMING: self._archive(HOMING, _said("epp"), [base, self._stage(base, "epp")]),
             SIMULATOR: self._archive(SIMULATOR, _said("sim"), [base, self._stage(base, "sim")]),
         }
+        for file in self._place.images.glob("*.tar"):
+            if file not in self._used:
+                file.unlink()
+        return found
 
     # Layers.
 
@@ -128,6 +134,7 @@ class Images:
         for path in sources:
             digest.update(path.read_bytes())
         file = self._place.images / f"{name}-{digest.hexdigest()[:16]}.tar"
+        self._used.add(file)
         if not file.exists():
             self._tell(f"making the layer {name!r}")
             with tempfile.TemporaryDirectory(dir=self._place.images) as scratch:
@@ -150,6 +157,7 @@ class Images:
         key = hashlib.sha256(repr((name, config, [one.name for one in layers])).encode())
         short = name.rpartition("/")[2].partition(":")[0]
         file = self._place.images / f"image-{short}-{key.hexdigest()[:16]}.tar"
+        self._used.add(file)
         if not file.exists():
             self._tell(f"writing the image {short}")
             beside = file.with_suffix(".new")

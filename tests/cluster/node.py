@@ -99,7 +99,7 @@ class Node:
     def load(self) -> None:
         """Give the node the images that it does not have."""
         known = set(self._ctr("images", "ls", "-q").split())
-        marks = self.place.run / "loaded"
+        marks = self.place.root / "loaded"
         self.place.existing(marks)
         for name, archive in Images(self.place, self._environment, self._tell).archives().items():
             mark = marks / archive.name

@@ -44,7 +44,7 @@ ELSEWHERE = {
     "make peers": "tests/peers",
     "make site": "tests/test_docs_site.py",
     "make test": ".ci/run",
-    "make test-cluster": ".ci/run",
+    "make test-cluster": "tests/cluster",
     "sim compare": "tests/sim/experiments/test_replay.py",
     "sim drive": "tests/sim/drive/test_command.py",
     "sim leaderboard": "tests/sim/experiments/leaderboard",

@@ -14,6 +14,7 @@ from typing import Final
 
 from aiohttp import ClientError, ClientSession, ClientTimeout, TCPConnector
 
+BEGIN_S_MAX: Final = 15.0
 ASK_S_MAX: Final = 20.0
 STREAM_S_MAX: Final = 120.0
 TOKENS_A_SECOND: Final = 100
@@ -87,14 +88,33 @@ class Load:
 
 
 async def _model(session: ClientSession, url: str) -> str:
-    async with session.get(f"{url}/v1/models") as response:
-        return str((await response.json())["data"][0]["id"])
+    """Once it answers: what a Service names is programmed a moment after its pods are ready."""
+    deadline_s = time.monotonic() + BEGIN_S_MAX
+    while True:
+        try:
+            async with session.get(f"{url}/v1/models") as response:
+                return str((await response.json())["data"][0]["id"])
+        except (ClientError, TimeoutError, KeyError):
+            if time.monotonic() > deadline_s:
+                raise
+        await asyncio.sleep(0.2)
+
+
+async def _input_ended() -> None:
+    """Watched by the loop: a thread that reads would outlive an error."""
+    reader = asyncio.StreamReader()
+    loop = asyncio.get_running_loop()
+    transport, _ = await loop.connect_read_pipe(
+        lambda: asyncio.StreamReaderProtocol(reader), sys.stdin
+    )
+    await reader.read()
+    transport.close()
 
 
 async def run(url: str, rate_per_s: float, streams: int, stream_s: float) -> dict[str, object]:
     """Until standard input ends."""
     timeout = ClientTimeout(total=ASK_S_MAX)
-    ended = asyncio.create_task(asyncio.to_thread(sys.stdin.read), name="standard input")
+    ended = asyncio.create_task(_input_ended(), name="standard input")
     async with (
         ClientSession(timeout=timeout, connector=TCPConnector(limit=0)) as kept,
         ClientSession(timeout=timeout, connector=TCPConnector(limit=0, force_close=True)) as anew,

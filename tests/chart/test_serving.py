@@ -1,17 +1,20 @@
 """What the chart starts really serves: the script of `helm test` and Envoy, as rendered."""
 
+import ast
+import re
 import shutil
 import signal
 import subprocess
 import sys
 import time
+from importlib.metadata import packages_distributions
 from pathlib import Path
 from urllib.request import urlopen
 
 import pytest
 
 from epp import __main__ as epp_command
-from tests.chart.rendering import CHART, VALUES, objects, one, rendered
+from tests.chart.rendering import CHART, ROOT, VALUES, objects, one, rendered
 from tests.envoy.rig import free_ports
 
 START_MAX_S = 20
@@ -110,6 +113,21 @@ def test_helm_test_finds_a_picker_that_serves(serving, security):
 def test_helm_test_fails_where_nobody_serves():
     (port,) = free_ports(1)
     assert run_script(f"localhost:{port}", "tls").returncode != 0
+
+
+def test_that_script_needs_what_the_image_has():
+    """Which is less than what is installed here."""
+    tree = ast.parse(SCRIPT.read_text(encoding="utf-8"))
+    names = {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
+    names |= {
+        each.name for node in ast.walk(tree) if isinstance(node, ast.Import) for each in node.names
+    }
+    modules = {name.partition(".")[0] for name in names} - sys.stdlib_module_names - {"epp"}
+    locked = re.findall(r"^([\w-]+)==", (ROOT / "lock/runtime.txt").read_text(), re.MULTILINE)
+    owners = packages_distributions()
+    missing = {name for name in modules if not set(locked).intersection(owners[name])}
+    assert modules
+    assert not missing
 
 
 def test_the_pod_of_helm_test_runs_that_script(helm_4):

@@ -5,14 +5,15 @@ import sys
 
 import grpc
 from cryptography import x509
-from envoy.service.ext_proc.v3 import external_processor_pb2 as ext_proc
-from envoy.service.ext_proc.v3.external_processor_pb2_grpc import ExternalProcessorStub
 from grpc_health.v1 import health_pb2
 from grpc_health.v1.health_pb2_grpc import HealthStub
+
+from epp.shell.gateway.ext_proc_messages import ProcessingRequest, ProcessingResponse
 
 TIMEOUT_S = 10
 SERVICE = "readiness"
 """A standby is asked too: it says that it is able, and answers."""
+METHOD = "/envoy.service.ext_proc.v3.ExternalProcessor/Process"
 HEADERS = {":method": "GET", ":path": "/v1/models", ":authority": "helm-test"}
 
 
@@ -34,7 +35,7 @@ def connect(address: str, security: str) -> grpc.Channel:
 
 
 def main(address: str, security: str) -> int:
-    request = ext_proc.ProcessingRequest()
+    request = ProcessingRequest()
     request.request_headers.end_of_stream = True
     for name, value in HEADERS.items():
         request.request_headers.headers.headers.add(key=name, raw_value=value.encode())
@@ -44,7 +45,10 @@ def main(address: str, security: str) -> int:
         if health.status != health_pb2.HealthCheckResponse.SERVING:
             sys.stdout.write(f"{address} is not serving, expected SERVING\n")
             return 1
-        stream = ExternalProcessorStub(channel).Process(iter([request]), timeout=TIMEOUT_S)
+        process = channel.stream_stream(
+            METHOD, ProcessingRequest.SerializeToString, ProcessingResponse.FromString
+        )
+        stream = process(iter([request]), timeout=TIMEOUT_S)
         answer = next(stream).WhichOneof("response")
         stream.cancel()
     sys.stdout.write(f"{address} serves and answered a request with {answer}\n")

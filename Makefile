@@ -128,7 +128,7 @@ cluster-down: $(STAMP) ## take it away, and put back what was the machine's
 	@$(BIN)/python -m tests.cluster down
 
 test-cluster: $(STAMP) ## the tests that need it; it is brought up for them if it does not run
-	$(BIN)/python -m pytest $(SHARED) -m cluster -n 0 tests/cluster
+	@$(BIN)/python -m tests.cluster test
 
 clean:                ## remove what was made, .venv too
 	rm -rf .venv .peers $(TOOLS) dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache .coverage .coverage.* demo bench-report site

@@ -1,8 +1,9 @@
 """`make cluster`: a Kubernetes of one node on this machine; `make cluster-down` takes it away.
 
-`python -m tests.cluster up|down|load|env|kept`. Nothing of it reaches another address. `load` gives it
-images of the tree anew, `env` prints what makes its `kubectl` and `helm` ready to type, `kept` only
-says whether it could come up at once.
+`python -m tests.cluster up|down|load|test|env|kept`. Nothing of it reaches another address. `load` gives
+it images of the tree anew, `test` runs the tests that need it and takes it away if it did not run
+before, `env` prints what makes its `kubectl` and `helm` ready to type, `kept` only says whether it
+could come up at once.
 """
 
 import argparse
@@ -15,6 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Final
 
 from tests.apiserver.binaries import BinariesError
+from tests.chart.rendering import ROOT
 from tests.chart.tools import HELM_3, HELM_4, ToolsError, tools_of
 from tests.cluster.daemons import INSIDE
 from tests.cluster.node import Node, missing
@@ -26,6 +28,18 @@ The cluster is ready. To type commands:
   eval "$(python -m tests.cluster env)"
   kubectl get pods -A
 """
+_PYTEST: Final = (
+    "-m",
+    "pytest",
+    "-m",
+    "cluster",
+    "-n",
+    "2",
+    "--dist",
+    "loadgroup",
+    "tests/cluster",
+)
+"""Most of what they do is to wait for streams: two at a time."""
 
 
 class LackingError(Exception):
@@ -35,6 +49,18 @@ class LackingError(Exception):
 def _up(node: Node) -> None:
     node.up()
     print(_TYPED)
+
+
+def _test(node: Node) -> None:
+    ran = node.runs
+    node.up()
+    try:
+        done = subprocess.run([sys.executable, *_PYTEST], cwd=ROOT, check=False)
+        if done.returncode:
+            raise ClusterError(f"tests in the cluster failed: pytest ended with {done.returncode}")
+    finally:
+        if not ran:
+            node.down()
 
 
 def _kept(node: Node) -> None:
@@ -60,6 +86,7 @@ _ACTIONS: Final[Mapping[str, Callable[[Node], None]]] = {
     "up": _up,
     "down": Node.down,
     "load": Node.load,
+    "test": _test,
     "env": _env,
     "kept": _kept,
 }

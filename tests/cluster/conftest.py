@@ -1,5 +1,6 @@
-"""The cluster of these tests: the one that runs, else one for as long as they take."""
+"""The cluster of these tests, which is up: `python -m tests.cluster test` sees to that."""
 
+import fcntl
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -8,29 +9,51 @@ import pytest
 
 from tests.cluster.node import Node, missing
 from tests.cluster.place import Place
+from tests.cluster.rows import Rows
+
+ALONE = "alone_in_cluster"
+"""Marks a test that takes from others what they need: the API server, the node."""
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", f"{ALONE}: no other test of the cluster runs beside it")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """They share one node of a few pods: one after the other, and asked for."""
+    """They share one node, and are asked for."""
     here = Path(__file__).parent
     for item in items:
         if here in item.path.parents and "node" in getattr(item, "fixturenames", ()):
             item.add_marker(pytest.mark.cluster)
             item.add_marker(pytest.mark.timeout(600))
+            # What a module installs is installed once.
+            item.add_marker(pytest.mark.xdist_group(item.path.stem))
 
 
 @pytest.fixture(scope="session")
-def node() -> Iterator[Node]:
+def node() -> Node:
     """Ready, with images of this tree."""
     if lacking := missing():
         pytest.skip(lacking)
     found = Node(Place.of(os.environ), os.environ, print)
-    if not found.built:
-        pytest.skip("no Kubernetes is built here: run `make cluster`")
-    ran = found.runs
-    found.up()
-    try:
-        yield found
-    finally:
-        if not ran:
-            found.down()
+    if not found.runs:
+        pytest.skip("no cluster runs: `make test-cluster` brings it up for its tests")
+    return found
+
+
+@pytest.fixture(autouse=True)
+def turn(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Tests run beside each other, but for those that are `ALONE`."""
+    if request.node.get_closest_marker("cluster") is None:
+        yield
+        return
+    with (Place.of(os.environ).root / "turn").open("w") as lock:
+        alone = request.node.get_closest_marker(ALONE)
+        fcntl.flock(lock, fcntl.LOCK_EX if alone else fcntl.LOCK_SH)
+        yield
+
+
+@pytest.fixture(scope="session")
+def rows() -> Rows:
+    """Where what was counted is kept for the docs."""
+    return Rows(Place.of(os.environ).root / "rows")

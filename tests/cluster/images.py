@@ -29,6 +29,9 @@ DOCKERFILE: Final = ROOT / "deploy/Dockerfile"
 PAUSE: Final = f"{REGISTRY}/pause:1"
 HOMING: Final = f"{REGISTRY}/homing:test"
 SIMULATOR: Final = f"{REGISTRY}/homing-sim:test"
+EARLIER: Final = f"{REGISTRY}/homing:earlier"
+EARLIER_COMMIT: Final = "9e21239e24794fe862a44b62a2d6aac744c91f7f"
+"""Stands for the version before: nothing is released yet."""
 ENVOY: Final = "docker.io/envoyproxy/envoy:distroless-v1.40.0"
 """What the chart names."""
 NOBODY: Final = "65532:65532"
@@ -61,6 +64,9 @@ class Images:
             HOMING: self._archive(HOMING, _said("epp"), [base, self._stage(base, "epp")]),
             SIMULATOR: self._archive(SIMULATOR, _said("sim"), [base, self._stage(base, "sim")]),
         }
+        if has_earlier():
+            layers = [base, self._earlier(base)]
+            found[EARLIER] = self._archive(EARLIER, _said("epp"), layers)
         for file in self._place.images.glob("*.tar"):
             if file not in self._used:
                 file.unlink()
@@ -114,17 +120,30 @@ class Images:
         wanted = [DOCKERFILE, *(ROOT / name for name in ("pyproject.toml", "README.md", "LICENSE"))]
         wanted += [path for name in ("lock", "epp", "sim") for path in _files(ROOT / name)]
 
+        return self._layer(
+            target, wanted, lambda into: self._install(ROOT, target, base, into), base.name
+        )
+
+    def _earlier(self, base: Path) -> Path:
+        """The same of the picker, as it was."""
+
         def lay(into: Path) -> None:
             with tempfile.TemporaryDirectory(dir=self._place.images) as scratch:
-                built = dockerfile.build(
-                    *(DOCKERFILE, ROOT, Path(scratch), Root.environment() | {"PATH": _PATH}),
-                    target=target,
-                    based=lambda path: _BaseRoot(path, base),
-                )
-                _made(into / "opt")
-                shutil.move(built.root.at(_INSTALLED), into / "opt")
+                unpack_earlier(Path(scratch))
+                self._install(Path(scratch), "epp", base, into)
 
-        return self._layer(target, wanted, lay, base.name)
+        return self._layer("earlier", [], lay, base.name, EARLIER_COMMIT)
+
+    def _install(self, tree: Path, target: str, base: Path, into: Path) -> None:
+        with tempfile.TemporaryDirectory(dir=self._place.images) as scratch:
+            built = dockerfile.build(
+                *(tree / "deploy/Dockerfile", tree, Path(scratch)),
+                Root.environment() | {"PATH": _PATH},
+                target=target,
+                based=lambda path: _BaseRoot(path, base),
+            )
+            _made(into / "opt")
+            shutil.move(built.root.at(_INSTALLED), into / "opt")
 
     def _layer(
         self, name: str, sources: Sequence[Path], lay: Callable[[Path], None], *besides: str
@@ -164,6 +183,20 @@ class Images:
             _write_image(beside, name, config, layers)
             beside.rename(file)
         return file
+
+
+def has_earlier() -> bool:
+    """Whether this clone goes back to the version before."""
+    command = ["git", "cat-file", "-e", EARLIER_COMMIT]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, check=False).returncode == 0
+
+
+def unpack_earlier(into: Path) -> None:
+    """The tree of the version before."""
+    archive = into / "tree.tar"
+    _run(["git", "archive", "--output", str(archive), EARLIER_COMMIT], cwd=ROOT)
+    _run(["tar", "-C", str(into), "-xf", str(archive)])
+    archive.unlink()
 
 
 def _write_image(file: Path, name: str, config: Mapping[str, Any], layers: Sequence[Path]) -> None:

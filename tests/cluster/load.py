@@ -1,7 +1,7 @@
 """Clients inside the cluster: `python -m tests.cluster.load URL`, which tells what became of each request.
 
 Short requests at an even rate, over kept and over new connections, and long streams beside them,
-until standard input ends; then it waits for what is open and prints one JSON object.
+until standard input ends and the streams have; then it prints one JSON object.
 """
 
 import argparse
@@ -28,8 +28,8 @@ class Load:
     def __init__(self, url: str, model: str, stream_s: float) -> None:
         self.outcomes: Counter[str] = Counter()
         self.streams: Counter[str] = Counter()
-        self.first: dict[str, float] = {}
-        """Outcome -> seconds until the first of it."""
+        self.spans_s: dict[str, list[float]] = {}
+        """Outcome -> when the first and the last of it came, in seconds since the beginning."""
         self.times_s: list[float] = []
         self._url = f"{url}/v1/completions"
         self._model = model
@@ -73,7 +73,8 @@ class Load:
 
     def _count(self, among: Counter[str], outcome: str) -> None:
         among[outcome] += 1
-        self.first.setdefault(outcome, round(time.monotonic() - self._began_s, 2))
+        after_s = round(time.monotonic() - self._began_s, 2)
+        self.spans_s.setdefault(outcome, [after_s, after_s])[1] = after_s
 
     def told(self) -> dict[str, object]:
         """What is printed."""
@@ -81,7 +82,7 @@ class Load:
         return {
             "requests": dict(self.outcomes),
             "streams": dict(self.streams),
-            "first_s": self.first,
+            "spans_s": self.spans_s,
             "p50_s": times_s[len(times_s) // 2],
             "p99_s": times_s[int(len(times_s) * 0.99)],
         }
@@ -121,13 +122,12 @@ async def run(url: str, rate_per_s: float, streams: int, stream_s: float) -> dic
         asyncio.TaskGroup() as tasks,
     ):
         load = Load(url, await _model(kept, url), stream_s)
-        for number in range(streams):
-            tasks.create_task(load.stream(kept, number))
+        streamed = [tasks.create_task(load.stream(kept, number)) for number in range(streams)]
         # Whoever started us waits for it.
         print("asking", flush=True)
         number = 0
         due_s = time.monotonic()
-        while not ended.done():
+        while not (ended.done() and all(stream.done() for stream in streamed)):
             tasks.create_task(load.ask(anew if number % 3 == 0 else kept, number))
             number += 1
             due_s += 1 / rate_per_s

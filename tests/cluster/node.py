@@ -147,6 +147,14 @@ class Node:
         """Objects, as JSON."""
         return json.loads(self.kubectl("get", "-o", "json", *arguments))
 
+    def kill(self, container: str) -> None:
+        """SIGKILL to the first process of the container of this id."""
+        self._ctr("tasks", "kill", "-s", "KILL", container)
+
+    def stop_api_server(self, *, resume: bool = False) -> None:
+        """It stands still as a process; connections to it stay open and nothing is answered."""
+        self._daemons["kube-apiserver"].signal(signal.SIGCONT if resume else signal.SIGSTOP)
+
     def _built(self) -> tuple[Path, Path]:
         """Folder of Kubernetes' binaries, and CoreDNS."""
         if not self.built:

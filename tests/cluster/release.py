@@ -5,7 +5,8 @@ import json
 import secrets
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Iterator, Mapping
+import time
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any, Final
@@ -14,14 +15,27 @@ import yaml
 
 from tests.chart.rendering import CHART, ROOT
 from tests.chart.tools import HELM_3, Package, tools_of
+from tests.cluster import images
 from tests.cluster.daemons import INSIDE
-from tests.cluster.images import HOMING, SIMULATOR
 from tests.cluster.node import Node
 from tests.cluster.place import ClusterError
 
 NAME: Final = "homing"
 MODELS: Final = "model-server"
+GATEWAY: Final = "gateway"
+GATEWAY_PORT: Final = 8081
+BY_LABEL: Final = {
+    "pool": {"matchLabels": {"app": MODELS}, "targetPorts": [{"number": 8000}]},
+}
+"""Values for pods without an InferencePool."""
+ENVOY: Final = {
+    "enabled": True,
+    "resources": {"requests": {"cpu": "50m", "memory": "64Mi"}},
+}
+"""Values of standalone mode on a small node."""
+SMALL: Final = {"requests": {"cpu": "50m", "memory": "128Mi"}, "limits": {"memory": "2Gi"}}
 ROLLOUT_S_MAX: Final = 150
+POLL_S: Final = 0.25
 
 
 class Namespace:
@@ -48,7 +62,7 @@ class Namespace:
             if document["kind"] == "Deployment":
                 document["spec"]["replicas"] = replicas
                 (container,) = document["spec"]["template"]["spec"]["containers"]
-                container["image"] = SIMULATOR
+                container["image"] = images.SIMULATOR
                 container["resources"]["requests"]["cpu"] = "20m"
         self.apply(yaml.safe_dump_all(documents))
         self.rolled_out(f"deployment/{MODELS}")
@@ -67,20 +81,119 @@ class Namespace:
         return done.stdout
 
     def install(
-        self, values: Mapping[str, Any], folder: Path, *, package: Package = HELM_3
+        self,
+        values: Mapping[str, Any],
+        folder: Path,
+        *,
+        package: Package = HELM_3,
+        chart: Path = CHART,
+        image: str = images.HOMING,
     ) -> None:
-        """The chart of this tree, until it is rolled out."""
-        repository, _, tag = HOMING.rpartition(":")
-        small = {"requests": {"cpu": "50m", "memory": "128Mi"}, "limits": {"memory": "2Gi"}}
-        told = {"image": {"repository": repository, "tag": tag}, "resources": small, **values}
+        """Install or upgrade to the chart of this tree, until it is rolled out."""
+        repository, _, tag = image.rpartition(":")
+        told = {"image": {"repository": repository, "tag": tag}, "resources": SMALL, **values}
         file = folder / f"{self.name}.yaml"
         file.write_text(yaml.safe_dump(told))
-        self.helm("upgrade", "--install", NAME, str(CHART), "-f", str(file), package=package)
+        self.helm("upgrade", "--install", NAME, str(chart), "-f", str(file), package=package)
         self.rolled_out(f"deployment/{NAME}")
+
+    def run_gateway(self, *flags: str) -> None:
+        """An Envoy with the bootstrap that `epp envoy-config` makes of `flags`, as Deployment and Service."""
+        command = [
+            sys.executable,
+            "-m",
+            "epp",
+            "envoy-config",
+            f"--listen-port={GATEWAY_PORT}",
+            *flags,
+        ]
+        bootstrap = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+        labels = {"app": GATEWAY}
+        container = {
+            "name": "envoy",
+            "image": images.ENVOY,
+            "args": ["--config-path", "/envoy/envoy.yaml", "--disable-hot-restart"],
+            "readinessProbe": {"httpGet": {"path": "/ready", "port": 19001}, "periodSeconds": 1},
+            "resources": {"requests": {"cpu": "50m", "memory": "64Mi"}},
+            "securityContext": {
+                "allowPrivilegeEscalation": False,
+                "capabilities": {"drop": ["ALL"]},
+                "runAsNonRoot": True,
+                "seccompProfile": {"type": "RuntimeDefault"},
+            },
+            "volumeMounts": [{"name": "envoy", "mountPath": "/envoy"}],
+        }
+        pod = {
+            "automountServiceAccountToken": False,
+            "containers": [container],
+            "volumes": [{"name": "envoy", "configMap": {"name": GATEWAY}}],
+        }
+        ports = [{"name": "http", "port": GATEWAY_PORT}]
+        objects = [
+            {"apiVersion": "v1", "kind": "ConfigMap", "data": {"envoy.yaml": bootstrap.stdout}},
+            {"apiVersion": "v1", "kind": "Service", "spec": {"selector": labels, "ports": ports}},
+            {
+                "apiVersion": "apps/v1",
+                "kind": "Deployment",
+                "spec": {
+                    "selector": {"matchLabels": labels},
+                    "template": {"metadata": {"labels": labels}, "spec": pod},
+                },
+            },
+        ]
+        self.apply(yaml.safe_dump_all([{**one, "metadata": {"name": GATEWAY}} for one in objects]))
+        self.rolled_out(f"deployment/{GATEWAY}")
 
     def address(self, service: str, port: int) -> str:
         """Its URL, inside the cluster."""
         return f"http://{self.get('service', service)['spec']['clusterIP']}:{port}"
+
+    def pickers(self) -> list[Any]:
+        """Pods of the release that run and are not told to end, the oldest first."""
+        label = f"app.kubernetes.io/instance={NAME},app.kubernetes.io/name={NAME}"
+        pods = [
+            pod
+            for pod in self.get("pods", "-l", label)["items"]
+            if pod["status"]["phase"] == "Running" and "deletionTimestamp" not in pod["metadata"]
+        ]
+        return sorted(pods, key=lambda pod: (pod["metadata"]["creationTimestamp"], name_of(pod)))
+
+    def ready_pickers(self) -> list[Any]:
+        """Those that serve."""
+        return [
+            pod
+            for pod in self.pickers()
+            if all(one["ready"] for one in pod["status"]["containerStatuses"])
+        ]
+
+    def logs(self, pod: Any, container: str = "epp") -> list[dict[str, Any]]:
+        """Events of its log, the oldest first."""
+        said = self.kubectl("logs", name_of(pod), "-c", container)
+        return [json.loads(line) for line in said.splitlines() if line.startswith("{")]
+
+    def metrics(self, pod: Any) -> dict[str, float]:
+        """Samples of its page: name with labels -> value."""
+        url = f"http://{pod['status']['podIP']}:9090/metrics"
+        command = [*INSIDE, "curl", "--silent", "--show-error", "--max-time", "5", url]
+        said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+        samples = [line.rpartition(" ") for line in said.splitlines() if line[:1] not in {"#", ""}]
+        return {name: float(value) for name, _, value in samples}
+
+    def kill(self, pod: Any, container: str = "epp") -> None:
+        """SIGKILL to its first process."""
+        (status,) = [one for one in pod["status"]["containerStatuses"] if one["name"] == container]
+        self.node.kill(status["containerID"].removeprefix("containerd://"))
+
+    async def until(self, condition: Callable[[], bool], within_s: float, what: str) -> None:
+        """Raises `AssertionError` if `condition` does not hold by then."""
+        deadline_s = time.monotonic() + within_s
+        while not await asyncio.to_thread(condition):
+            assert time.monotonic() < deadline_s, f"waited {within_s:.0f} s in vain for {what}"
+            await asyncio.sleep(POLL_S)
+
+
+def name_of(pod: Any) -> str:
+    return str(pod["metadata"]["name"])
 
 
 @contextmanager

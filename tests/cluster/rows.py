@@ -1,0 +1,50 @@
+"""What became of requests and streams while something was done to the cluster: rows of docs/cluster.md."""
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from tests.cluster.release import Asked
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """One thing that was done, behind one gateway."""
+
+    gateway: str
+    done: str
+    sent: int
+    lost: int
+    streams: int
+    cut: int
+    p99_s: float
+
+    @classmethod
+    def of(cls, gateway: str, done: str, asked: Asked) -> "Row":
+        """A request is lost whose answer is not 200, a stream cut that did not come to its end."""
+        sent, streams = sum(asked.requests.values()), sum(asked.streams.values())
+        return cls(
+            gateway=gateway,
+            done=done,
+            sent=sent,
+            lost=sent - asked.requests.get("200", 0),
+            streams=streams,
+            cut=streams - asked.streams.get("whole", 0),
+            p99_s=round(asked.told["p99_s"], 3),
+        )
+
+
+class Rows:
+    """A file a row: tests of several processes write them, the last of each kind counts."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def add(self, row: Row) -> Row:
+        self._folder.mkdir(parents=True, exist_ok=True)
+        name = f"{row.gateway} {row.done}".replace(" ", "-").replace("/", "-")
+        (self._folder / f"{name}.json").write_text(json.dumps(asdict(row), indent=1))
+        return row
+
+    def all(self) -> list[Row]:
+        return [Row(**json.loads(file.read_text())) for file in sorted(self._folder.glob("*.json"))]

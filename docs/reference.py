@@ -6,6 +6,7 @@ written by hand. `tests/test_docs.py` fails when a part is not what the code say
 
 import ast
 import inspect
+import json
 import re
 import sys
 from collections.abc import Iterable, Mapping, Sequence
@@ -123,6 +124,7 @@ def main() -> int:
 def refreshed(page: str) -> str:
     """`page` with its generated parts as the code has them now."""
     parts = {
+        "cluster-rows": _cluster_rows,
         "filters": lambda: _plugins(FILTERS),
         "scorers": lambda: _plugins(SCORERS),
         "pickers": lambda: _plugins(PICKERS),
@@ -329,6 +331,26 @@ def _feature_gates() -> str:
     return _table(
         ("gate", "why it has no effect"),
         ((f"`{name}`", reason) for name, reason in FEATURE_GATES.items()),
+    )
+
+
+# --- measured elsewhere ----------------------------------------------------------------------------
+
+
+def _cluster_rows() -> str:
+    """Of the last run in a cluster, which docs/cluster.json keeps."""
+    rows = json.loads((FOLDER / "cluster.json").read_text(encoding="utf-8"))
+    head = ("gateway", "what was done", "requests", "lost", "streams", "cut", "p99, ms")
+    return _table(
+        head,
+        (
+            (
+                *(row["gateway"], row["done"], f"{row['sent']:,}", str(row["lost"])),
+                *((str(row["streams"]), str(row["cut"])) if row["streams"] else ("", "")),
+                f"{row['p99_s'] * 1_000:,.0f}",
+            )
+            for row in rows
+        ),
     )
 
 

@@ -1,8 +1,8 @@
 """`make cluster`: a Kubernetes of one node on this machine; `make cluster-down` takes it away.
 
-`python -m tests.cluster up|down|load|test|env|kept`. Nothing of it reaches another address. `load` gives
+`python -m tests.cluster up|down|load|test|page|env|kept`. Nothing of it reaches another address. `load` gives
 it images of the tree anew, `test` runs the tests that need it and takes it away if it did not run
-before, `env` prints what makes its `kubectl` and `helm` ready to type, `kept` only says whether it
+before, `page` puts what they counted into docs/cluster.md, `env` prints what makes its `kubectl` and `helm` ready to type, `kept` only says whether it
 could come up at once.
 """
 
@@ -15,12 +15,14 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Final
 
+from docs import reference
 from tests.apiserver.binaries import BinariesError
 from tests.chart.rendering import ROOT
 from tests.chart.tools import HELM_3, HELM_4, ToolsError, tools_of
 from tests.cluster.daemons import INSIDE
 from tests.cluster.node import Node, missing
 from tests.cluster.place import ClusterError, Place
+from tests.cluster.rows import Rows
 
 _TYPED = """\
 The cluster is ready. To type commands:
@@ -63,6 +65,11 @@ def _test(node: Node) -> None:
             node.down()
 
 
+def _page(node: Node) -> None:
+    Rows(node.place.root / "rows").write(ROOT / "docs/cluster.json")
+    reference.main()
+
+
 def _kept(node: Node) -> None:
     if not node.built:
         raise LackingError("no Kubernetes is built here, `make cluster` does it")
@@ -87,6 +94,7 @@ _ACTIONS: Final[Mapping[str, Callable[[Node], None]]] = {
     "down": Node.down,
     "load": Node.load,
     "test": _test,
+    "page": _page,
     "env": _env,
     "kept": _kept,
 }

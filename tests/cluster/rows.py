@@ -1,4 +1,8 @@
-"""What became of requests and streams while something was done to the cluster: rows of docs/cluster.md."""
+"""What became of requests and streams while something was done to the cluster: rows of docs/cluster.md.
+
+`make test-cluster` leaves them in the folder of the cluster; `python -m tests.cluster page` takes the
+whole of them for the page.
+"""
 
 import json
 from dataclasses import asdict, dataclass
@@ -47,4 +51,10 @@ class Rows:
         return row
 
     def all(self) -> list[Row]:
-        return [Row(**json.loads(file.read_text())) for file in sorted(self._folder.glob("*.json"))]
+        found = (Row(**json.loads(file.read_text())) for file in self._folder.glob("*.json"))
+        return sorted(found, key=lambda row: (row.gateway, row.done))
+
+    def write(self, file: Path) -> None:
+        """All of them, for `docs.reference`."""
+        told = json.dumps([asdict(row) for row in self.all()], indent=1)
+        file.write_text(f"{told}\n", encoding="utf-8")

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from tests.chart.golden_texts import NAMES, golden_text
 from tests.chart.manifests import DEPLOY
 from tests.chart.rendering import ROOT, objects
 
@@ -22,7 +23,6 @@ FIELDS = {
     for told in yaml.safe_load((HERE / "gateway_fields.yaml").read_text(encoding="utf-8"))
 }
 OF_GATEWAYS = {name.rpartition("/")[0] for name, _ in FIELDS}
-GOLDEN = sorted((HERE / "golden").glob("*.yaml"))
 OVERLAYS = sorted(path for path in (DEPLOY / "overlays").iterdir() if path.is_dir())
 WRITTEN_FOR = {
     "agentgateway": {"Gateway", "HTTPRoute"},
@@ -83,9 +83,9 @@ def test_an_overlay_is_what_its_gateway_defines(kubectl, overlay):
 def test_the_chart_renders_what_gateways_define():
     """Every golden; each kind that the chart has for a gateway is among them."""
     seen = Counter()
-    for golden in GOLDEN:
-        for document in of_gateways(objects(golden.read_text(encoding="utf-8"))):
-            assert faults(document) == [], golden.name
+    for name in NAMES:
+        for document in of_gateways(objects(golden_text(name))):
+            assert faults(document) == [], name
             seen[document["kind"]] += 1
     assert set(seen) == {"DestinationRule", "GCPBackendPolicy", "HTTPRoute", "HealthCheckPolicy"}
 
@@ -106,7 +106,7 @@ def test_the_chart_renders_what_gateways_define():
 )
 def test_gke_is_told_which_port_to_check(golden, expected):
     """It takes no port unless it is said that one is meant, and no check where nothing is said."""
-    documents = objects((HERE / f"golden/{golden}.yaml").read_text(encoding="utf-8"))
+    documents = objects(golden_text(golden))
     checks = [
         at["spec"]["default"]["config"] for at in documents if at["kind"] == "HealthCheckPolicy"
     ]
@@ -114,10 +114,17 @@ def test_gke_is_told_which_port_to_check(golden, expected):
     assert [check[kind] for kind in of_kinds for check in checks if kind in check] == expected
 
 
+def everything():
+    """Objects of the chart and of the overlays."""
+    for name in NAMES:
+        yield from objects(golden_text(name))
+    for file in DEPLOY.glob("overlays/*/*.yaml"):
+        yield from _read(file)
+
+
 def changed(kind, path, value):
     """An object as it is, with one member of its spec set, or taken away by None."""
-    every = [at for file in (*GOLDEN, *DEPLOY.glob("overlays/*/*.yaml")) for at in _read(file)]
-    document = copy.deepcopy(next(at for at in every if at["kind"] == kind))
+    document = copy.deepcopy(next(at for at in everything() if at["kind"] == kind))
     *names, last = path
     place = document["spec"]
     for name in names:
@@ -163,10 +170,7 @@ def test_a_wrong_object_would_be_found(kind, path, value, told):
 
 def test_what_is_said_of_definitions_is_used():
     """A kind that nothing of ours is any more leaves the file; each names where its facts are from."""
-    files = [*GOLDEN, *DEPLOY.glob("overlays/*/*.yaml")]
-    used = {
-        (at.get("apiVersion"), at["kind"]) for file in files for at in _read(file) if "kind" in at
-    }
+    used = {(at.get("apiVersion"), at["kind"]) for at in everything() if "kind" in at}
     assert set(FIELDS) <= used
     assert all(told["source"].endswith(".yaml") for told in FIELDS.values())
     page = (ROOT / "docs/install.md").read_text(encoding="utf-8")

@@ -10,6 +10,7 @@ import yaml
 
 from docs.dashboards import DASHBOARDS, FOLDER, text_of
 from epp.shell.operators.metric_table import METRICS
+from tests.chart.golden_texts import golden_text
 from tests.chart.rendering import CHART, objects, one, refusal, rendered
 
 RULES = CHART / "files/rules.yaml"
@@ -261,8 +262,7 @@ def test_runbooks_may_be_somewhere_else(helm_4):
 @pytest.mark.parametrize("switch", ["prometheusRule", "grafanaDashboard"])
 def test_what_is_checked_here_is_what_is_installed(switch):
     """The golden output of the monitored chart holds both files, unchanged."""
-    golden = Path(__file__).parent / "golden/monitored.yaml"
-    for document in yaml.safe_load_all(golden.read_text(encoding="utf-8")):
+    for document in objects(golden_text("monitored")):
         if switch == "prometheusRule" and document["kind"] == "PrometheusRule":
             assert document["spec"] == yaml.safe_load(RULES.read_text(encoding="utf-8"))
             return

@@ -1,13 +1,13 @@
 """What is rendered is what the API servers of all supported versions take, and nothing dangerous."""
 
 from functools import cache
-from pathlib import Path
 
 import pytest
 import yaml
 
 from epp.configuration.flags import parse_serve
 from epp.shell.kubernetes.cluster import _lease_name
+from tests.chart.golden_texts import NAMES, golden_text
 from tests.chart.rendering import ROOT, objects, one, picker
 
 kubernetes_validate = pytest.importorskip(
@@ -17,12 +17,12 @@ jsonschema = pytest.importorskip(
     "jsonschema", reason="jsonschema is not installed; the dev group has it"
 )
 
-GOLDEN = sorted((Path(__file__).parent / "golden").glob("*.yaml"))
 DEPLOYED = [
     *sorted((ROOT / "deploy").glob("**/homing.yaml")),
     ROOT / "deploy/simulated-pods.yaml",
 ]
-FILES = [*GOLDEN, *DEPLOYED]
+RENDERED = [*NAMES, *DEPLOYED]
+"""Goldens by their names, and files."""
 VERSIONS = ("1.31", "1.32", "1.33", "1.34", "1.35", "1.36")
 FOREIGN = {
     "inference.networking.k8s.io",
@@ -35,11 +35,17 @@ FOREIGN = {
 }
 """API groups that Kubernetes itself has not."""
 
-each = pytest.mark.parametrize("golden", FILES, ids=lambda path: f"{path.parent.name}/{path.stem}")
+each = pytest.mark.parametrize(
+    "golden",
+    RENDERED,
+    ids=lambda one: one if isinstance(one, str) else f"{one.parent.name}/{one.stem}",
+)
 
 
 @cache
 def documents(golden):
+    if isinstance(golden, str):
+        return objects(golden_text(golden))
     return objects(golden.read_text(encoding="utf-8"))
 
 
@@ -74,7 +80,7 @@ def _schemas_are_read_once():
 def test_kubernetes_takes_every_object(version):
     """Strictly: an unknown field is an error. Each different object once."""
     seen = {}
-    for golden in FILES:
+    for golden in RENDERED:
         for document in documents(golden):
             if group(document) not in FOREIGN:
                 seen[yaml.safe_dump(document)] = document
@@ -85,7 +91,7 @@ def test_kubernetes_takes_every_object(version):
 
 def test_a_misspelt_field_would_be_found():
     """The check above can fail."""
-    service = next(at for at in documents(GOLDEN[0]) if at["kind"] == "Service")
+    service = next(at for at in documents(NAMES[0]) if at["kind"] == "Service")
     wrong = service | {"spec": service["spec"] | {"portz": []}}
     with pytest.raises(kubernetes_validate.ValidationError, match="portz"):
         kubernetes_validate.validate(wrong, VERSIONS[0], strict=True)
@@ -106,7 +112,7 @@ def crds(shared_data):
 def test_pools_and_objectives_are_as_their_crds_say(crds):
     """Against the published CRDs; unknown fields would be dropped there, so they are errors here."""
     checked = []
-    for golden in FILES:
+    for golden in RENDERED:
         for document in documents(golden):
             if group(document) in {"inference.networking.k8s.io", "llm-d.ai"}:
                 schema = crds[document["apiVersion"], document["kind"]]
@@ -198,11 +204,10 @@ def test_rights_are_the_least(golden):
 def test_the_lease_that_is_granted_is_the_one_that_is_used():
     """By name, with or without a pool."""
     for name in ("leader-election", "leader-election-without-pool"):
-        (golden,) = (path for path in GOLDEN if path.stem == name)
-        told = parse_serve(picker(documents(golden))["args"][1:], {})
+        told = parse_serve(picker(documents(name))["args"][1:], {})
         (rule,) = (
             rule
-            for rule in one(documents(golden), "Role")["rules"]
+            for rule in one(documents(name), "Role")["rules"]
             if rule["resources"] == ["leases"] and "update" in rule["verbs"]
         )
         assert rule["resourceNames"] == [_lease_name(told)]

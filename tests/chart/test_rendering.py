@@ -1,9 +1,8 @@
 """What the chart renders for many files of values, with both Helms, against golden outputs.
 
-`UPDATE_GOLDEN=1` writes them anew.
+`python -m tests.chart.golden_texts` writes them anew.
 """
 
-import os
 import re
 import shutil
 from pathlib import Path
@@ -16,6 +15,7 @@ from epp.configuration import flags
 from epp.configuration.build import plugin_tables
 from epp.configuration.config import DEFAULT_CONFIG, load_config
 from epp.shell.gateway.bootstrap import BootstrapOptions
+from tests.chart.golden_texts import FOLDER, NAMES, file_of, golden_text
 from tests.chart.rendering import (
     CHART,
     NAMED_SECRETS,
@@ -26,8 +26,6 @@ from tests.chart.rendering import (
     picker,
     rendered,
 )
-
-GOLDEN = Path(__file__).parent / "golden"
 
 PATCH = (
     "kubectl patch inferencepools.inference.networking.k8s.io vllm-llama -n models --type merge "
@@ -42,23 +40,18 @@ each = pytest.mark.parametrize("values", VALUES, ids=lambda path: path.stem)
 def test_helm_4_renders_the_golden_output(helm_4, values):
     """Byte for byte, twice the same."""
     text = rendered(helm_4, values)
-    golden = GOLDEN / values.name
-    if os.environ.get("UPDATE_GOLDEN"):
-        golden.parent.mkdir(exist_ok=True)
-        golden.write_text(text, encoding="utf-8")
-    assert text == golden.read_text(encoding="utf-8")
+    assert text == golden_text(values.stem)
     assert text == rendered.__wrapped__(helm_4, values)
 
 
 @each
 def test_helm_3_renders_the_same_objects(helm_3, values):
-    golden = (GOLDEN / values.name).read_text(encoding="utf-8")
-    assert objects(rendered(helm_3, values)) == objects(golden)
+    assert objects(rendered(helm_3, values)) == objects(golden_text(values.stem))
 
 
 def test_every_golden_output_has_its_values():
-    assert [path.name for path in sorted(GOLDEN.glob("*"))] == [path.name for path in VALUES]
-    assert len(VALUES) >= 20
+    assert {*FOLDER.iterdir()} == {file_of(name) for name in NAMES}
+    assert len(NAMES) >= 20
 
 
 @pytest.mark.parametrize(

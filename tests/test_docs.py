@@ -230,8 +230,8 @@ def test_endpoints_files_load():
 
 
 def test_files_on_pages_are_the_examples_that_they_name():
-    """The README shows what its commands read."""
-    shown = blocks(ROOT / "README.md", "yaml")
+    """Pages show what their commands read."""
+    shown = [*blocks(ROOT / "README.md", "yaml"), *blocks(ROOT / "docs/start.md", "yaml")]
     for file in ("config.yaml", "endpoints.yaml"):
         assert (ROOT / "docs/examples" / file).read_text(encoding="utf-8") in shown
 

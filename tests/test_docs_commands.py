@@ -30,9 +30,7 @@ RUN = ("start", "scoring", "tuning", "capacity", "from-llm-d")
 ELSEWHERE = {
     "deploy/migrate-values": "tests/chart/test_migrate_values.py",
     "epp check-config": "tests/configuration/test_check_config.py",
-    "epp envoy-config": "tests/shell/gateway/test_bootstrap.py",
     "epp serve": "tests/test_app.py",
-    "envoy": "tests/envoy/test_destinations.py",
     "curl": "tests/test_docs_commands.py",
     "make apiserver": "tests/apiserver/binaries.py",
     "make bench": "tests/bench",

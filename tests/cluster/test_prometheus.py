@@ -134,7 +134,7 @@ async def test_alerts_fire_and_resolve_and_dashboards_have_data(
                 if one["labels"]["alertname"] == ALERT and one["state"] == "firing"
             ]
 
-        async with load(space.address(f"{NAME}-envoy", 8081)):
+        async with load(space.address(f"{NAME}-envoy", 8081), streams=4, stream_s=20):
             await space.until(
                 lambda: ask("query", query="homing:requests:rate5m > 1")["result"],
                 120,

@@ -1,9 +1,10 @@
 """The /metrics page of a simulated engine: the names, labels, types and buckets of vLLM 0.32.
 
 Written with prometheus_client, as the real page is, on a registry of its own for each pod. As in a
-real engine the numbers are those of the end of the last step, not of the scrape. Series of parts
-that are not simulated (speculative decoding, KV connectors, FLOP counters) are there and stay 0;
-`http_*`, which the web framework of the real server adds, is left out.
+real engine the numbers are those of the end of the last step, not of the scrape; those of the
+process itself too, so that the page of an idle engine costs nothing. Series of parts that are not
+simulated (speculative decoding, KV connectors, FLOP counters) are there and stay 0; `http_*`, which
+the web framework of the real server adds, is left out.
 """
 
 from collections.abc import Mapping
@@ -176,6 +177,8 @@ class MetricsPage:
                 registry=self.registry,
             )
         self._cache_config(settings, max_model_len_tokens)
+        self._rendered: bytes | None = None
+        """The page since something was counted last."""
 
     def observe(self, step: Step, after: EngineSnapshot, wall_s: Seconds) -> None:
         """Count a step that has ended, and show the engine as it is `after` it.
@@ -203,6 +206,7 @@ class MetricsPage:
 
     def show(self, after: EngineSnapshot, wall_s: Seconds) -> None:
         """Set the gauges alone."""
+        self._rendered = None
         self._running.set(after.running)
         self._waiting.set(after.waiting)
         self._by_reason.labels(**self._labels, reason="capacity").set(
@@ -215,6 +219,7 @@ class MetricsPage:
 
     def finish(self, request: EngineRequest, reason: str, tokens_max: int) -> None:
         """Count a request that has left the engine: `stop`, `length` or `abort`."""
+        self._rendered = None
         self._add("request_success", 1, finished_reason=reason)
         observe = self._histograms
         observe["request_prompt_tokens"].observe(request.prompt_tokens)
@@ -240,11 +245,14 @@ class MetricsPage:
 
     def reject(self, reason: str) -> None:
         """Count a request that a queue limit turned away."""
+        self._rendered = None
         self._rejections.labels(self._labels["model_name"], reason).inc()
 
     def render(self) -> bytes:
-        """The page."""
-        return generate_latest(self.registry)
+        """The page, the same bytes until something is counted."""
+        if self._rendered is None:
+            self._rendered = generate_latest(self.registry)
+        return self._rendered
 
     def _observe_first_token(self, request: EngineRequest, step: Step) -> None:
         self._add("prompt_tokens", request.prompt_tokens)

@@ -9,7 +9,7 @@ import json
 import os
 import signal
 import socket
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Final
 
@@ -270,6 +270,27 @@ def write_endpoints(path: Path, addresses: Sequence[PodAddress]) -> None:
         raise OSError(f"{path} cannot be written: {problem.strerror}.") from problem
 
 
+@contextlib.asynccontextmanager
+async def serving(
+    server: PodServer, listener: socket.socket, tasks: asyncio.TaskGroup
+) -> AsyncIterator[None]:
+    """Inside, `server` answers at `listener` and its engine runs, as one of `tasks`."""
+    pump = tasks.create_task(server.pod.run(), name=server.pod.name)
+    runner = web.AppRunner(
+        server.application(),
+        access_log=None,
+        handler_cancellation=True,
+        shutdown_timeout=_STOP_S,
+    )
+    try:
+        await runner.setup()
+        await web.SockSite(runner, listener).start()
+        yield
+    finally:
+        await runner.cleanup()
+        pump.cancel()
+
+
 async def serve(
     settings: PodSettings,
     sockets: Sequence[socket.socket],
@@ -284,17 +305,7 @@ async def serve(
     async with asyncio.TaskGroup() as tasks, contextlib.AsyncExitStack() as open_servers:
         addresses = []
         for pod, listener in zip(pods, sockets, strict=True):
-            pump = tasks.create_task(pod.run(), name=pod.name)
-            open_servers.callback(pump.cancel)
-            runner = web.AppRunner(
-                PodServer(pod).application(),
-                access_log=None,
-                handler_cancellation=True,
-                shutdown_timeout=_STOP_S,
-            )
-            await runner.setup()
-            open_servers.push_async_callback(runner.cleanup)
-            await web.SockSite(runner, listener).start()
+            await open_servers.enter_async_context(serving(PodServer(pod), listener, tasks))
             addresses.append(_address(pod.name, listener))
         ready(addresses)
         log.info("pods are listening", pods=len(pods), first=addresses[0].url)

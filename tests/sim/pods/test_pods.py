@@ -10,6 +10,7 @@ import sys
 
 import pytest
 from aiohttp import ClientSession
+from prometheus_client import generate_latest
 
 from sim.engine.profiles import DEFAULT_PROFILE, find_profile
 from tests.sim.running import MODEL, running_pod
@@ -321,3 +322,23 @@ async def test_a_wrong_command_line_exits_2(arguments, says):
         _, stderr = await process.communicate()
         assert process.returncode == 2
     assert says in stderr.decode()
+
+
+async def test_the_page_of_an_idle_pod_is_rendered_once(monkeypatch):
+    """Hundreds of them are scraped several times a second; what a request changes is shown at once."""
+    rendered = []
+
+    def counted(registry):
+        rendered.append(registry)
+        return generate_latest(registry)
+
+    monkeypatch.setattr("sim.pods.exposition.generate_latest", counted)
+    async with running_pod() as pod:
+        before = pod.pod.page.render()
+        assert pod.pod.page.render() == before
+        assert len(rendered) == 1
+        await pod.completion(prompt="a" * 640, max_tokens=4)
+        assert await pod.metric(of_model("prefix_cache_queries_total")) == 160
+        assert await pod.metric(of_model("request_success_total", 'finished_reason="length",')) == 1
+        pod.pod.page.reject("max_num_queued_reqs")
+        assert b'reason="max_num_queued_reqs"} 1.0' in pod.pod.page.render()

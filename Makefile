@@ -17,7 +17,7 @@ EPP := --extra otel --extra top --extra valkey
 SIM := --extra sim
 PIP := $(BIN)/python -m pip --disable-pip-version-check install
 
-.PHONY: help demo test quick validate coverage peers check fmt bench attack chaos soak dist sbom audit tools image actionlint h2spec docs site walkthrough night lock apiserver cluster cluster-down test-cluster clean
+.PHONY: help demo test quick validate coverage peers check fmt bench attack chaos soak dist sbom audit tools image actionlint h2spec docs site walkthrough night lock apiserver cluster cluster-down test-cluster kwok cluster-many walkthrough-cluster clean
 
 help:                 ## what there is to make
 	@sed -n 's/^\([a-z0-9-]*\):[^#]*## /\1 /p' Makefile | while read -r target what; do \
@@ -129,6 +129,15 @@ cluster-down: $(STAMP) ## take it away, and put back what was the machine's
 
 test-cluster: $(STAMP) ## the tests that need it; it is brought up for them if it does not run
 	@$(BIN)/python -m tests.cluster test
+
+kwok:                 ## build kwok for the tests with hundreds of pods, with Go, minutes
+	@$(PYTHON) -m tests.cluster.kwok
+
+cluster-many: $(STAMP) kwok ## docs/capacity.md: 200 and 1,000 pods that come and go in the cluster, ten minutes
+	@$(BIN)/python -m tests.cluster.many --write docs/capacity.md
+
+walkthrough-cluster: $(STAMP) kwok ## docs/walkthrough-cluster.md anew: from nothing to tuned weights in the cluster, half an hour
+	@$(BIN)/python -m docs.walkthrough_cluster
 
 clean:                ## remove what was made, .venv too
 	rm -rf .venv .peers $(TOOLS) dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache .coverage .coverage.* demo bench-report site

@@ -162,9 +162,9 @@ def as_markdown(rows: Sequence[Row]) -> str:
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
-def write_between_marks(text: str, table: str) -> str:
-    """`text` with `table` between `MARKS`. Raises `ValueError` if they are not there, once each."""
-    begin, end = MARKS
+def write_between_marks(text: str, table: str, marks: tuple[str, str] = MARKS) -> str:
+    """`text` with `table` between `marks`. Raises `ValueError` if they are not there, once each."""
+    begin, end = marks
     if text.count(begin) != 1 or text.count(end) != 1:
         raise ValueError(f"expected {begin} and {end} once each")
     head, _, rest = text.partition(begin)

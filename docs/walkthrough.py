@@ -108,7 +108,7 @@ class Walk:
                 stderr=subprocess.STDOUT, start_new_session=True,
             )  # fmt: skip
         try:
-            _until(lambda: _answers(ready), STARTS_S_MAX, f"{ready} answers: {log}")
+            until(lambda: _answers(ready), STARTS_S_MAX, f"{ready} answers: {log}")
             yield
         finally:
             with contextlib.suppress(ProcessLookupError):
@@ -193,7 +193,7 @@ def _drive(walk: Walk, when: str, duration_s: float, seed: int) -> None:
     walk.run(
         f"sim drive {first}-{when}.jsonl --url {GATEWAY} --model {MODEL} --out {first}-{when} > {first}.log 2>&1 &\n"
         f"sim drive {second}-{when}.jsonl --url {GATEWAY} --model {MODEL} --out {second}-{when}; wait",
-        shown=_without_bars,
+        shown=without_bars,
     )
     for kind in (first, second):
         told = json.loads((walk.folder / f"{kind}-{when}" / "summary.json").read_text())["requests"]
@@ -230,7 +230,7 @@ def _tune(walk: Walk, trials: int) -> None:
         f"sim tune captured --pods {PODS} --profile {PROFILE} --config config.yaml --space space.toml "
         f"--trials {trials} "
         "--out tuned",
-        shown=_without_bars,
+        shown=without_bars,
     )
     found = walk.folder / "tuned" / TUNED
     if not found.exists():
@@ -249,7 +249,7 @@ def _shadow(walk: Walk, driven_s: float) -> None:
     generation = _generation()
     (walk.folder / "config.yaml").write_text(text)
     walk.show(text, "yaml")
-    _until(lambda: _generation() > generation, RELOADS_S_MAX, "the picker reads config.yaml")
+    until(lambda: _generation() > generation, RELOADS_S_MAX, "the picker reads config.yaml")
     _drive(walk, "shadowed", driven_s, seed=2)
     walk.run(f"curl -s {DEBUG}/metrics | grep -E '^homing_shadow_(decisions|uncached)'")
 
@@ -259,7 +259,7 @@ def _apply(walk: Walk, driven_s: float) -> None:
     walk.run(f"epp check-config tuned/{TUNED} --diff config.yaml")
     generation = _generation()
     walk.run(f"cp tuned/{TUNED} config.yaml")
-    _until(lambda: _generation() > generation, RELOADS_S_MAX, "the picker reads config.yaml")
+    until(lambda: _generation() > generation, RELOADS_S_MAX, "the picker reads config.yaml")
     walk.say("The same kinds of traffic for as long as before, drawn anew:")
     _drive(walk, "after", driven_s, seed=3)
     walk.say("Before and after, as clients saw it:")
@@ -313,7 +313,7 @@ def _figures(told: Mapping[str, Any]) -> list[str]:
     ]
 
 
-def _without_bars(text: str) -> str:
+def without_bars(text: str) -> str:
     """Of a program with a progress bar, what stands when it has ended."""
     return "\n".join(line for line in text.splitlines() if not re.search(r"[━╸╺]{5}", line))
 
@@ -335,7 +335,7 @@ def _answers(url: str) -> bool:
         return False
 
 
-def _until(true: Callable[[], bool], s_max: float, what: str) -> None:
+def until(true: Callable[[], bool], s_max: float, what: str) -> None:
     for _ in range(int(s_max / POLL_S)):
         if true():
             return

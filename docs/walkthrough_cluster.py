@@ -1,0 +1,224 @@
+"""Plays docs/walkthrough-cluster.md in the cluster of `make cluster` and writes it: `python -m docs.walkthrough_cluster`.
+
+Real parts: Kubernetes, the chart, `epp serve` and Envoy in its pods, HTTP and time. Not real: the
+nodes of the model servers, which kwok plays, and the engines behind their addresses. What the page
+shows is what the commands printed. It takes half an hour, or less with `--minutes`.
+"""  # noqa: INP001 - a program beside the page that it writes
+
+import argparse
+import asyncio
+import json
+import os
+import shlex
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any, Final
+
+import yaml
+
+from docs.walkthrough import GUESS, KINDS, SPACE, Walk, comparison, until, without_bars
+from sim.engine.profiles import find_profile
+from sim.output import TUNED_CONFIG_MAP
+from tests.chart.rendering import ROOT
+from tests.chart.tools import HELM_3, tools_of
+from tests.cluster.daemons import INSIDE
+from tests.cluster.fake_nodes import fake_engines, fake_models, fake_nodes
+from tests.cluster.images import HOMING
+from tests.cluster.many import define_pools
+from tests.cluster.node import Node, missing
+from tests.cluster.place import Place
+from tests.cluster.release import MODELS, NAME, Namespace
+
+PAGE: Final = Path(__file__).with_name("walkthrough-cluster.md")
+NAMESPACE: Final = "walk"
+PODS: Final = 3
+PROFILE: Final = "qwen3-32b-h100-tp2"
+MINUTES: Final = 10.0
+TRIALS: Final = 40
+WAIT_S_MAX: Final = 60.0
+ERRORS_SHARE_MAX: Final = 0.05
+IN_FORCE: Final = (
+    f"kubectl get events -n {NAMESPACE} --field-selector reason=ConfigApplied "
+    "-o custom-columns=REASON:.reason,MESSAGE:.message"
+)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """0: the page is written. 2: this machine lacks something."""
+    parser = argparse.ArgumentParser(prog="python -m docs.walkthrough_cluster")
+    parser.add_argument("--minutes", type=float, default=MINUTES, help="of captured traffic")
+    parser.add_argument("--trials", type=int, default=TRIALS, help="of sim tune")
+    parser.add_argument("--out", type=Path, default=PAGE, help="the page")
+    options = parser.parse_args(arguments)
+    if lacking := missing():
+        print(lacking, file=sys.stderr)  # noqa: T201
+        return 2
+    node = Node(Place.of(os.environ), os.environ, print)
+    node.up()
+    define_pools(node)
+    node.kubectl("create", "namespace", NAMESPACE)
+    try:
+        with tempfile.TemporaryDirectory(prefix="homing-walk-") as folder:
+            walk = Walk(Path(folder), _typed(Path(folder)), KUBECONFIG=str(node.place.kubeconfig))
+            asyncio.run(_played(walk, node, 60.0 * options.minutes, options.trials))
+    finally:
+        node.kubectl("delete", "namespace", NAMESPACE, "--wait=false")
+    options.out.write_text("\n".join(walk.page).rstrip() + "\n")
+    return 0
+
+
+def _typed(folder: Path) -> str:
+    """Where commands are found: those that ask the cluster run inside its network."""
+    here = Path(sys.executable).parent
+    programs = {name: tools_of(HELM_3) / name for name in ("kubectl", "helm")} | {
+        "sim": here / "sim"
+    }
+    bin_folder = folder / "bin"
+    bin_folder.mkdir()
+    for name, program in programs.items():
+        script = bin_folder / name
+        script.write_text(f'#!/bin/sh\nexec {shlex.join(INSIDE)} {program} "$@"\n')
+        script.chmod(0o755)
+    (folder / "charts").symlink_to(ROOT / "charts")
+    return f"{bin_folder}:{here}:{os.environ['PATH']}"
+
+
+async def _played(walk: Walk, node: Node, captured_s: float, trials: int) -> None:
+    space = Namespace(node, NAMESPACE)
+    async with (
+        fake_nodes(node, PODS),
+        fake_engines(space, f"--profile={PROFILE}"),
+        fake_models(space, PODS),
+    ):
+        space.rolled_out(f"deployment/{MODELS}")
+        # The engines and nodes are looked after by processes beside this one.
+        _walk(walk, captured_s, trials)
+
+
+def _walk(walk: Walk, captured_s: float, trials: int) -> None:
+    walk.say(
+        "# From nothing to tuned, in a cluster",
+        "",
+        "The [day with Homing](walkthrough.md) once more, in a Kubernetes of one node ([`make cluster`](cluster.md)).",
+        "The chart, its picker and its Envoy run in pods there.",
+        f"The {PODS} model servers are on a node without a GPU that [kwok](https://kwok.sigs.k8s.io) plays; "
+        "a simulated engine of Qwen3-32B on two H100s answers at the address of each.",
+        "This page is written by `python -m docs.walkthrough_cluster`: what stands under a command is what it printed.",
+    )
+    walk.say("## A picker for a pool")
+    walk.run(f"kubectl get nodes; kubectl get pods -n {NAMESPACE} -o wide")
+    walk.say(
+        "Somebody guessed that load counts for twelve times as much as what is cached, `values.yaml`:"
+    )
+    repository, _, tag = HOMING.rpartition(":")
+    values = {
+        "image": {"repository": repository, "tag": tag},
+        "pool": {"create": True, "matchLabels": {"app": MODELS}},
+        "standalone": {"enabled": True},
+        "capture": {"enabled": True},
+        "config": yaml.safe_load(GUESS),
+    }
+    text = yaml.safe_dump(values, sort_keys=False)
+    (walk.folder / "values.yaml").write_text(text)
+    (walk.folder / "guess.yaml").write_text(GUESS)
+    walk.show(text, "yaml")
+    walk.run(
+        f"helm install {NAME} charts/homing -n {NAMESPACE} -f values.yaml --wait",
+        shown=lambda told: told.partition("NOTES:")[0],
+    )
+    walk.run(f"kubectl get inferencepool,configmap -n {NAMESPACE}")
+    walk.say(
+        "## Traffic",
+        "",
+        "Documents that many ask about, some of them much more often than others, and assistants with a "
+        "long system prompt each.",
+        "Clients are in the cluster, so that they reach its Services.",
+    )
+    _drive(walk, "before", captured_s, seed=1)
+    _tune(walk, trials)
+    if (walk.folder / "tuned" / TUNED_CONFIG_MAP).exists():
+        _apply(walk, captured_s)
+    else:
+        walk.say("So the guess stays; what was there is as good as what was tried.")
+    walk.say("## Leave")
+    walk.run(
+        f"helm uninstall {NAME} -n {NAMESPACE}; "
+        f"kubectl get deployment,service,inferencepool,configmap,lease -n {NAMESPACE}"
+    )
+
+
+def _drive(walk: Walk, when: str, duration_s: float, seed: int) -> None:
+    """Both kinds of traffic through the gateway; results are in documents-WHEN and assistants-WHEN."""
+    for kind, rate, workload in KINDS:
+        walk.run(
+            f"sim trace generate {workload} --rate {rate} --duration {duration_s:g} --seed {seed} "
+            f"--out {kind}-{when}.jsonl"
+        )
+    (first, *_), (second, *_) = KINDS
+    model = find_profile(PROFILE).model
+    address = f"$(kubectl get service {NAME}-envoy -n {NAMESPACE} -o jsonpath={{.spec.clusterIP}})"
+    walk.run(
+        f"gateway=http://{address}:8081\n"
+        f"sim drive {first}-{when}.jsonl --url $gateway --model {model} --out {first}-{when} > {first}.log 2>&1 &\n"
+        f"sim drive {second}-{when}.jsonl --url $gateway --model {model} --out {second}-{when}; wait",
+        shown=without_bars,
+    )
+    for kind in (first, second):
+        told = json.loads((walk.folder / f"{kind}-{when}" / "summary.json").read_text())["requests"]
+        if told["errors"] > told["sent"] * ERRORS_SHARE_MAX:
+            raise SystemExit(
+                f"{told['errors']} of {told['sent']} requests of {kind} have no answer"
+            )
+
+
+def _tune(walk: Walk, trials: int) -> None:
+    walk.say(
+        "## Better weights, tried on what was captured",
+        "",
+        "What requests asked and where they went, without any text, comes out of the picker's pod:",
+    )
+    walk.run(
+        f"pod=$(kubectl get pods -n {NAMESPACE} -l app.kubernetes.io/name=homing -o jsonpath={{.items[0].metadata.name}})\n"
+        f"kubectl cp -n {NAMESPACE} -c epp $pod:/capture/$pod captured\n"
+        "du -sh captured",
+        shown=lambda told: "\n".join(
+            line for line in told.splitlines() if not line.startswith("tar: ")
+        ),
+    )
+    (walk.folder / "space.toml").write_text(SPACE)
+    walk.say("Only the three weights are to be varied, `space.toml`:")
+    walk.show(SPACE, "toml")
+    walk.run(
+        f"sim tune captured --pods {PODS} --profile {PROFILE} --config guess.yaml --space space.toml "
+        f"--trials {trials} --out tuned",
+        shown=without_bars,
+    )
+
+
+def _apply(walk: Walk, driven_s: float) -> None:
+    walk.say("## Into the cluster")
+    walk.run(f"epp check-config tuned/{TUNED_CONFIG_MAP} --diff guess.yaml")
+    before = _applied(walk)
+    walk.run(f"kubectl apply -n {NAMESPACE} -f tuned/{TUNED_CONFIG_MAP}")
+    until(lambda: len(_applied(walk)) > len(before), WAIT_S_MAX, "the pool has an Event of it")
+    walk.say("It is in force, as an Event on the pool tells:")
+    walk.run(IN_FORCE)
+    walk.say("The same kinds of traffic for as long as before, drawn anew:")
+    _drive(walk, "after", driven_s, seed=3)
+    walk.say("Before and after, as clients saw it:")
+    walk.page += [*comparison(walk.folder), ""]
+    walk.say(
+        "All documents and system prompts were new both times, so that each was computed at least once.",
+    )
+
+
+def _applied(walk: Walk) -> list[Any]:
+    page = list(walk.page)
+    told = walk.run(IN_FORCE)
+    walk.page[:] = page
+    return told.splitlines()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

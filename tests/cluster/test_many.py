@@ -13,6 +13,9 @@ from tests.go_program import GoProgramError
 LATE_S_MAX = 1.0
 """Half of what a deleted pod goes on for: engines that are later say nothing about the picker."""
 
+BUSY_CORES_MIN = 0.5
+"""A picker that is late by what it does itself takes more of a core."""
+
 
 @pytest.fixture(scope="session")
 def kwok():
@@ -37,6 +40,8 @@ async def test_nothing_is_lost_while_pods_come_and_go(kwok, node, tmp_path, pods
     assert told.seen["gone"] == told.replaced == 300
     if (late := max(told.begun["loop_late_s"], told.seen["loop_late_s"])) > LATE_S_MAX:
         pytest.skip(f"engines were late by {late:.1f} s: this machine is too busy to serve them")
+    if late_s(told.changing, 0.99) > LATE_S_MAX and cores(told.changing) < BUSY_CORES_MIN:
+        pytest.skip("the picker waited for a core that others had: this machine is too busy")
     assert not told.lost, told.outcomes
     assert told.outcomes["200"] > 300
 

@@ -7,7 +7,7 @@ is there and never found: the fault that it is shipped with.
 
 from collections import OrderedDict
 from collections.abc import Iterator
-from typing import Annotated, ClassVar, Final
+from typing import Annotated, Any, ClassVar, Final
 
 import numpy as np
 from msgspec import Meta, Struct
@@ -104,18 +104,16 @@ class BlockTable:
                     matched[slot] += blocks
         return Affinity(matched, total)
 
-    def record(self, request: InferenceRequest, slot: int, now: Seconds) -> None:
+    def record(self, request: InferenceRequest, slot: int, now: Seconds) -> list[int]:
         """`slot` holds every block from now on."""
         chains = self._chains(request)
-        request.recorded[self, slot] = [self._record(chain, 1 << slot, now) for chain in chains]
+        held = [self._record(chain, 1 << slot, now) for chain in chains]
         self._fit()
+        return held
 
-    def retract(self, request: InferenceRequest, slot: int, kept: int, now: Seconds) -> None:
+    def retract(self, request: InferenceRequest, slot: int, recorded: Any, now: Seconds) -> None:
         """`slot` holds no more of the prompts than it did when they were recorded."""
-        held = request.recorded.pop((self, slot), None)
-        if held is None:
-            return
-        for chain, before in zip(self._chains(request), held, strict=True):
+        for chain, before in zip(self._chains(request), recorded, strict=True):
             for block in chain[before:]:
                 known = self._blocks.get(block)
                 if known is not None:

@@ -2,7 +2,7 @@
 
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
-from typing import Annotated, ClassVar, Final
+from typing import Annotated, Any, ClassVar, Final
 
 import numpy as np
 from msgspec import Meta
@@ -113,12 +113,12 @@ class PlacementMap:
                     matched[slot] = end // HASH_BYTES
         return Affinity(matched, len(chain) // HASH_BYTES)
 
-    def record(self, request: InferenceRequest, slot: int, now: Seconds) -> None:
+    def record(self, request: InferenceRequest, slot: int, now: Seconds) -> Any:
         """From now on `slot` is among the holders of every head of `request`."""
         sent = now, self._generations.get(slot, 0)
         noted = [(head, self._place(head, slot, sent)) for head in self.share(request)]
-        request.recorded[self, slot] = (sent, noted)
         self._fit()
+        return sent, noted
 
     @property
     def signature(self) -> str:
@@ -149,9 +149,9 @@ class PlacementMap:
                 if self._is_current(slot, generation):
                     yield slot, sent_at, (head,)
 
-    def retract(self, request: InferenceRequest, slot: int, kept: int, now: Seconds) -> None:
+    def retract(self, request: InferenceRequest, slot: int, recorded: Any, now: Seconds) -> None:
         """`slot` did not get `request`; it holds what it was sent before."""
-        sent, noted = request.recorded.pop((self, slot), (None, []))
+        sent, noted = recorded
         for head, before in noted:
             holders = self._heads.get(head)
             if holders is None or holders.get(slot) is not sent:

@@ -1,7 +1,7 @@
 """How many of the last requests begin alike, at lengths that double."""
 
 from collections import Counter, deque
-from typing import Annotated, ClassVar, Final
+from typing import Annotated, Any, ClassVar, Final
 
 import numpy as np
 from msgspec import Meta
@@ -78,7 +78,7 @@ class PrefixPopularity:
                 if not self._counts[head]:
                     del self._counts[head]
 
-    def retract(self, request: InferenceRequest, slot: int, kept: int, now: Seconds) -> None:
+    def retract(self, request: InferenceRequest, slot: int, recorded: Any, now: Seconds) -> None:
         """It was asked for, wherever it went; recorded again it counts twice, which is rare."""
 
     def forget(self, slot: int) -> None:

@@ -1,6 +1,6 @@
 """Block hashes of prompts, for plugins that hash a prompt and remember nothing of it."""
 
-from typing import Annotated, ClassVar, Final
+from typing import Annotated, Any, ClassVar, Final
 
 import numpy as np
 from msgspec import Meta
@@ -55,7 +55,7 @@ class PromptBlocks:
     def record(self, request: InferenceRequest, slot: int, now: Seconds) -> None:
         """Nothing is remembered."""
 
-    def retract(self, request: InferenceRequest, slot: int, kept: int, now: Seconds) -> None:
+    def retract(self, request: InferenceRequest, slot: int, recorded: Any, now: Seconds) -> None:
         """Nothing is remembered."""
 
     def forget(self, slot: int) -> None:

@@ -337,10 +337,10 @@ def _told(subject: _Subject, index: AffinityIndex, random: Random, step: int, no
     """One request is matched, recorded, sometimes taken back; then it is this late."""
     asked = _request(subject, random, own=f"{step} {random.random()}")
     slot = random.randrange(_SLOTS)
-    held = _matched(subject, index, asked, now, _SLOTS)
-    index.record(asked, slot, now)
+    _matched(subject, index, asked, now, _SLOTS)
+    recorded = index.record(asked, slot, now)
     if random.random() < 0.1:
-        index.retract(asked, slot, int(held.matched[slot]), now)
+        index.retract(asked, slot, recorded, now)
     if isinstance(index, SharedIndex) and random.random() < 0.1:
         # A peer may say anything.
         index.learn([b"", bytes(200), random.randbytes(16)], slot, now - 1.0, now)

@@ -51,13 +51,11 @@ def test_arrivals_count_for_a_minute():
 
 
 def test_who_leaves_was_never_sent_anything_and_what_moved_was_not_sent():
-    """Whatever is called twice."""
+    """Whoever leaves twice."""
     index = ArrivalsSettings().open()
     index.record(request(), 0, 0.0)
     asked = request()
-    index.record(asked, 1, 0.0)
-    index.retract(asked, 1, 0, 0.0)
-    index.retract(asked, 1, 0, 0.0)
+    index.retract(asked, 1, index.record(asked, 1, 0.0), 0.0)
     index.forget(0)
     index.forget(0)
     assert told(index) == ([0.0, 0.0, 0.0], [0.0, 1.0, 0.0])

@@ -92,8 +92,7 @@ def test_history_is_of_the_window():
     index.record(said("a", "b"), 0, 0.0)
     index.record(said("a", "b", "c"), 0, 100.0)
     moved = said("x")
-    index.record(moved, 0, 100.0)
-    index.retract(moved, 0, 0, 101.0)
+    index.retract(moved, 0, index.record(moved, 0, 100.0), 101.0)
     assert columns(index, "a") == {
         "missed_tokens": [192.0, 0.0],
         "hit_tokens": [128.0, 0.0],
@@ -102,7 +101,6 @@ def test_history_is_of_the_window():
     }
     index.expire(181.0)
     assert columns(index, "a")["missed_tokens"] == [64.0, 0.0]
-    index.retract(moved, 0, 0, 200.0)
     index.expire(281.0)
     assert columns(index, "a")["requests"] == [0.0, 0.0]
 
@@ -118,10 +116,10 @@ def test_a_restart_forgets_history_and_what_comes_too_late():
     """A request of before does not lessen what came after."""
     index = PrebleHistorySettings().open()
     old = said("a")
-    index.record(old, 0, 0.0)
+    recorded = index.record(old, 0, 0.0)
     index.forget(0)
     index.record(said("b", "c"), 0, 1.0)
-    index.retract(old, 0, 0, 2.0)
+    index.retract(old, 0, recorded, 2.0)
     assert columns(index, "a")["missed_tokens"] == [128.0, 0.0]
 
 
@@ -156,9 +154,9 @@ def test_sums_are_never_below_nothing_and_end_at_nothing(actions):
     for verb, slot, letters, passed in actions:
         now += passed
         asked = said(*letters)
-        index.record(asked, slot, now)
+        recorded = index.record(asked, slot, now)
         if verb == "retract":
-            index.retract(asked, slot, 0, now)
+            index.retract(asked, slot, recorded, now)
         elif verb == "forget":
             index.forget(slot)
         elif verb == "expire":

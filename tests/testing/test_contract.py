@@ -228,7 +228,7 @@ class Sessions:
         while len(self.slots) > self.limit:
             self.slots.popitem(last=False)
 
-    def retract(self, request, slot, kept, now):
+    def retract(self, request, slot, recorded, now):
         self.slots.pop(request.session_id, None)
 
     def forget(self, slot):

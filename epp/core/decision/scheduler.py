@@ -282,9 +282,10 @@ class Scheduler:
             return
         request = lease.request
         self.outliers.left(lease)
-        for name, index in self.indexes.items():
-            kept = lease.matched_blocks if name == self.settings.prefix else 0
-            self.failures.call(name, "retract", index.retract, request, lease.slot, kept, now)
+        if self.ledger.is_live(lease):
+            for name in tuple(lease.recorded):
+                self._retract(name, lease, lease.slot, now)
+        lease.recorded.clear()
         if slot is None:
             self.ledger.close(lease, now)
             return
@@ -293,7 +294,7 @@ class Scheduler:
             if name == self.settings.prefix:
                 known = self._match(name, index, request, now)
                 matched = 0 if known is None else int(known.matched[slot])
-            self.failures.call(name, "record", index.record, request, slot, now)
+            self._record(name, index, lease, slot, now)
         if self.sent is not None:
             self.sent.append(Sent(request, slot, now))
         lease.matched_blocks = matched
@@ -332,10 +333,7 @@ class Scheduler:
     def _unlearn(self, lease: Lease, slot: int, now: Seconds) -> None:
         """The prompt of `lease` was not computed at `slot`: what was assumed of it there is wrong."""
         for name in self.settings.beliefs:
-            index = self.indexes.get(name)
-            if index is not None:
-                kept = lease.matched_blocks if name == self.settings.prefix else 0
-                self.failures.call(name, "retract", index.retract, lease.request, slot, kept, now)
+            self._retract(name, lease, slot, now)
 
     def configure(self, settings: SchedulerSettings, now: Seconds) -> list[str]:
         """Decide by `settings` from the next request on.
@@ -566,7 +564,7 @@ class Scheduler:
         )
         self.outliers.ejection.sent(lease)
         for name, index in self.indexes.items():
-            self.failures.call(name, "record", index.record, request, slot, now)
+            self._record(name, index, lease, slot, now)
         if self._by_sessions is not None:
             name, scorer = self._by_sessions
             self.failures.call(name, "session_of", self._note_session, scorer, request)
@@ -610,9 +608,28 @@ class Scheduler:
         assert endpoint is not None, f"slot {slot} is empty"
         return endpoint
 
-    def _ended(self, request: InferenceRequest, slot: int, now: Seconds) -> None:
-        for name, index in self._counting.items():
-            self.failures.call(name, "release", index.release, request, slot, now)
+    def _record(
+        self, name: str, index: AffinityIndex, lease: Lease, slot: int, now: Seconds
+    ) -> None:
+        """Tell an index that the request of `lease` goes to `slot`, and keep what undoes that."""
+        try:
+            lease.recorded[name] = index, index.record(lease.request, slot, now)
+        except BaseException as error:  # noqa: BLE001  the boundary of a plugin
+            self.failures.raised(name, "record", error)
+
+    def _retract(self, name: str, lease: Lease, slot: int, now: Seconds) -> None:
+        """Undo what the index `name` did for `lease`, unless it was opened anew since."""
+        index, recorded = lease.recorded.pop(name, (None, None))
+        known = self.indexes.get(name)
+        if known is not None and known is index:
+            self.failures.call(name, "retract", known.retract, lease.request, slot, recorded, now)
+
+    def _ended(self, lease: Lease, now: Seconds) -> None:
+        for name, counting in self._counting.items():
+            index, recorded = lease.recorded.get(name, (None, None))
+            if counting is index:
+                given = (lease.request, lease.slot, recorded, now)
+                self.failures.call(name, "release", counting.release, *given)
 
     def _resize(self, slot: int, blocks_total: int | None, block_size_tokens: int | None) -> None:
         """Tell the indexes how large a cache is; again at the next scrape, if one of them fails."""

@@ -4,7 +4,7 @@ import math
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from itertools import takewhile
-from typing import Annotated, ClassVar, Final
+from typing import Annotated, Any, ClassVar, Final, TypeAlias
 
 import numpy as np
 import xxhash
@@ -19,6 +19,8 @@ from epp.core.types import Seconds
 _KEY_BYTES: Final = 16
 """Of the hash that stands for a session's id."""
 _COLD: Final = (b"cold",)
+_Sent: TypeAlias = tuple[int, Seconds]
+"""A slot, and when a session was last sent there."""
 
 
 class SessionIndexSettings(
@@ -57,7 +59,7 @@ class SessionIndex:
     """
 
     def __init__(self, settings: SessionIndexSettings) -> None:
-        self._sessions: OrderedDict[bytes, tuple[int, Seconds]] = OrderedDict()
+        self._sessions: OrderedDict[bytes, _Sent] = OrderedDict()
         """Key of a session -> (slot, when it was last sent there); the longest unused first."""
         self.configure(settings)
 
@@ -81,14 +83,18 @@ class SessionIndex:
             matched[slot] = 1
         return Affinity(matched, 1 if session else 0)
 
-    def record(self, request: InferenceRequest, slot: int, now: Seconds) -> None:
-        """From now on the session of `request` belongs to `slot`."""
+    def record(
+        self, request: InferenceRequest, slot: int, now: Seconds
+    ) -> tuple[_Sent, _Sent | None] | None:
+        """From now on the session of `request` belongs to `slot`; returns that, and what was before."""
         session = self._key_of(request)
         if not session:
-            return
-        self._sessions[session] = (slot, now)
+            return None
+        before, sent = self._sessions.get(session), (slot, now)
+        self._sessions[session] = sent
         self._sessions.move_to_end(session)
         self._fit()
+        return sent, before
 
     @property
     def signature(self) -> str:
@@ -116,10 +122,15 @@ class SessionIndex:
         for session, (slot, sent_at) in tuple(self._sessions.items()):
             yield slot, sent_at, (session,)
 
-    def retract(self, request: InferenceRequest, slot: int, kept: int, now: Seconds) -> None:
-        """The session did not go to `slot` after all; unless `kept`: it was there before."""
+    def retract(self, request: InferenceRequest, slot: int, recorded: Any, now: Seconds) -> None:
+        """The session did not go to `slot` after all; it stays there if it was there before."""
         session = self._key_of(request)
-        if not kept and self._sessions.get(session, (-1, now))[0] == slot:
+        if recorded is None or self._sessions.get(session) is not recorded[0]:
+            return  # It has been sent somewhere since, or is forgotten.
+        before = recorded[1]
+        if before is not None and before[0] == slot:
+            self._sessions[session] = before
+        else:
             del self._sessions[session]
 
     def forget(self, slot: int) -> None:
@@ -227,7 +238,7 @@ class NoHitLru:
             if used_at > -math.inf:
                 yield slot, used_at, _COLD
 
-    def retract(self, request: InferenceRequest, slot: int, kept: int, now: Seconds) -> None:
+    def retract(self, request: InferenceRequest, slot: int, recorded: Any, now: Seconds) -> None:
         """`slot` did not get this cold request: it becomes the least recently used."""
         if request.cold and slot in self._slots:
             self._slots[slot] = -math.inf

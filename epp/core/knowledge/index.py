@@ -1,7 +1,7 @@
 """What any affinity index can do, and how one is configured."""
 
 from collections.abc import Iterator, Sequence
-from typing import Final, Protocol, runtime_checkable
+from typing import Any, Final, Protocol, runtime_checkable
 
 from epp.core.knowledge.candidates import Affinity
 from epp.core.parameters import Plugin
@@ -19,12 +19,15 @@ class AffinityIndex(Protocol):
         """How much of `request` each of the endpoint slots 0..`slots`-1 holds; changes nothing."""
         ...
 
-    def record(self, request: InferenceRequest, slot: int, now: Seconds) -> None:
-        """Assume from `now` on that `slot` holds `request`."""
+    def record(self, request: InferenceRequest, slot: int, now: Seconds) -> Any:
+        """Assume from `now` on that `slot` holds `request`; returns what undoes it, or None."""
         ...
 
-    def retract(self, request: InferenceRequest, slot: int, kept: int, now: Seconds) -> None:
-        """Take back what `record` added beyond the `kept` units that `slot` held before it."""
+    def retract(self, request: InferenceRequest, slot: int, recorded: Any, now: Seconds) -> None:
+        """Undo what `record` of `request` for `slot` did, which returned `recorded`.
+
+        Once for each `record` at most, and not after `forget` of the slot.
+        """
         ...
 
     def forget(self, slot: int) -> None:
@@ -70,11 +73,11 @@ class SharedIndex(Protocol):
 class CountsInflight(Protocol):
     """An affinity index that goes by what runs now, and not only by what was sent."""
 
-    def release(self, request: InferenceRequest, slot: int, now: Seconds) -> None:
+    def release(self, request: InferenceRequest, slot: int, recorded: Any, now: Seconds) -> None:
         """`request`, which `record` noted for `slot`, has ended there.
 
         Once for each at most, and not for what was taken back by `retract`, or was at an endpoint
-        that left or restarted, which `forget` tells.
+        that left or restarted, which `forget` tells. `recorded` is what `record` returned.
         """
         ...
 

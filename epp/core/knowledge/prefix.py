@@ -33,7 +33,7 @@ import math
 from collections import deque
 from collections.abc import Iterator, Sequence
 from operator import itemgetter
-from typing import Annotated, ClassVar, Final
+from typing import Annotated, Any, ClassVar, Final
 
 import numpy as np
 from msgspec import Meta, Struct
@@ -309,12 +309,15 @@ class PrefixIndex:
 
     # What changes it.
 
-    def record(self, request: InferenceRequest, slot: int, now: Seconds) -> None:
-        """Assume from `now` on that `slot` holds every full block of `request`."""
+    def record(self, request: InferenceRequest, slot: int, now: Seconds) -> Any:
+        """Assume from `now` on that `slot` holds every full block of `request`.
+
+        Returns (stamp before, stamp after, the blocks that the slot held of each prompt).
+        """
         to = self._slot(slot)
         since = self._stamp
         held = [self._record_chain(chain, to, now) for chain in self._chains(request)]
-        request.recorded[self, slot] = (since, self._stamp, held)
+        return since, self._stamp, held
 
     # What peers are told, and tell.
 
@@ -357,13 +360,12 @@ class PrefixIndex:
             if end.holders.get(number) == stamp:
                 yield number, stamp, (_chain_to(end),)
 
-    def retract(self, request: InferenceRequest, slot: int, kept: int, now: Seconds) -> None:
-        """Take back what the last `record` of `request` added to `slot`.
+    def retract(self, request: InferenceRequest, slot: int, recorded: Any, now: Seconds) -> None:
+        """Take back what a `record` of `request` added to `slot`.
 
         What the slot had held before stays, and so does what was recorded there again since.
-        `kept` is not needed: `record` noted what the slot held, prompt by prompt.
         """
-        since, until, held = request.recorded.pop((self, slot), (math.inf, -math.inf, []))
+        since, until, held = recorded
         before = self.entries
         chains = self._chains(request)[: len(held)]
         # Last prompt first: what two prompts share carries the stamp of the last.

@@ -2,7 +2,7 @@
 
 import sys
 from collections.abc import Mapping
-from typing import Any, Final
+from typing import Final
 
 import xxhash
 from msgspec import Struct, field
@@ -41,8 +41,8 @@ class InferenceRequest(Struct, kw_only=True):
     session_id: str = ""
     chains: dict[int, tuple[bytes, ...]] = field(default_factory=dict)
     """Block size in bytes -> one chain a prompt. A replayed trace fills it instead of `prompts`."""
-    recorded: dict[object, Any] = field(default_factory=dict)
-    """What an affinity index noted when it recorded this request, to take exactly that back."""
+    tails: dict[int, tuple[int | None, ...]] = field(default_factory=dict)
+    """Block size in bytes -> the hash of what is left of each prompt behind its last full block."""
     cold: bool = True
     """Set by the scheduler when it matches: no endpoint holds the head of any prompt."""
     replicas_unheard: int = 0
@@ -67,6 +67,24 @@ class InferenceRequest(Struct, kw_only=True):
                 for prompt in self.prompts
             )
             self.chains[block_bytes] = known
+        return known
+
+    def tails_of(self, block_bytes: int, blocks_max: int) -> tuple[int | None, ...]:
+        """The hash of what is left of each prompt behind its last full block, computed once.
+
+        None: nothing is left, or there are more than `blocks_max` full blocks.
+        """
+        known = self.tails.get(block_bytes)
+        if known is None:
+            seed = chain_seed(self.api, self.model, self.cache_salt)
+            chains = self.chains_of(block_bytes, blocks_max)
+            tails: list[int | None] = []
+            for prompt, chain in zip(self.prompts, chains, strict=False):
+                rest = prompt[len(chain) // HASH_BYTES * block_bytes :]
+                last = int.from_bytes(chain[-HASH_BYTES:], sys.byteorder) if chain else seed
+                whole = 0 < len(rest) < block_bytes
+                tails.append(xxhash.xxh64_intdigest(rest, last) if whole else None)
+            known = self.tails[block_bytes] = tuple(tails)
         return known
 
     def opening(self) -> tuple[int, int] | None:

@@ -275,7 +275,7 @@ class Index:
     def record(self, request, slot, now):
         self._do("record")
 
-    def retract(self, request, slot, kept, now):
+    def retract(self, request, slot, recorded, now):
         self._do("retract")
 
     def forget(self, slot):

@@ -5,6 +5,7 @@ import pytest
 
 from epp.configuration.build import build_settings, default_config, plugin_tables
 from epp.core.decision.scheduler import Scheduler
+from epp.core.knowledge.affinity import SessionIndexSettings
 from epp.core.knowledge.candidates import Affinity
 from epp.core.knowledge.inflight import Ending, Outcome
 from tests.builders import affinity, endpoint, request
@@ -23,10 +24,14 @@ class Heard:
     def record(self, request, slot, now):
         self.told.append(("record", slot))
 
-    def retract(self, request, slot, kept, now):
+        return len(self.told)
+
+    def retract(self, request, slot, recorded, now):
+        assert self.told[recorded - 1] == ("record", slot)
         self.told.append(("retract", slot))
 
-    def release(self, request, slot, now):
+    def release(self, request, slot, recorded, now):
+        assert self.told[recorded - 1] == ("record", slot)
         self.told.append(("release", slot))
         if self.fails:
             raise RuntimeError
@@ -94,6 +99,30 @@ def test_a_request_that_moved_is_released_where_it_ended(scheduler, heard):
     assert heard.told == [
         ("record", before), ("retract", before), ("record", after), ("release", after),
     ]  # fmt: skip
+
+
+def test_a_request_that_moved_out_of_the_pool_is_taken_back_and_not_released(scheduler, heard):
+    """Retracting ended it."""
+    lease = scheduler.schedule(request(), 0.0).lease
+    slot = lease.slot
+    scheduler.reschedule(lease, "192.0.2.1:80", 0.5)
+    assert heard.told == [("record", slot), ("retract", slot)]
+
+
+def test_a_session_stays_where_it_was_when_the_gateway_goes_to_a_stranger():
+    """Only what the request itself had told is taken back."""
+    settings = msgspec.structs.replace(
+        build_settings(default_config(plugin_tables())),
+        indexes={"session-id-producer": SessionIndexSettings()},
+        prefix="",
+    )
+    scheduler = Scheduler(settings, seed=1)
+    scheduler.replace([endpoint(0)], 0.0)
+    index = scheduler.indexes["session-id-producer"]
+    for now in (0.0, 1.0):
+        lease = scheduler.schedule(request(session_id="s"), now).lease
+    scheduler.reschedule(lease, "192.0.2.1:80", 1.5)
+    assert index.match(request(session_id="s"), 1, 2.0).matched.tolist() == [1]
 
 
 def test_what_was_at_an_endpoint_that_left_is_not_released(scheduler, heard):

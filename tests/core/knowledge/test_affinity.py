@@ -85,16 +85,18 @@ def test_forgetting_a_slot_drops_its_sessions_only():
 
 
 def test_a_retracted_session_leaves_the_slot_unless_it_was_there_before():
-    """`kept` says that it was; a session that has moved on since is left alone."""
+    """Then it is as old as before; a session that has been sent somewhere since is left alone."""
     index = sessions()
-    index.record(of_session("s"), 0, 0.0)
-    index.retract(of_session("s"), 0, 1, 1.0)
+    first = index.record(of_session("s"), 0, 0.0)
+    again = index.record(of_session("s"), 0, 1.0)
+    index.retract(of_session("s"), 0, first, 2.0)
     assert len(index) == 1
-    index.retract(of_session("s"), 1, 0, 1.0)
-    assert len(index) == 1
-    index.retract(of_session("s"), 0, 0, 1.0)
+    index.retract(of_session("s"), 0, again, 2.0)
+    assert list(index.known()) == [(0, 0.0, index.share(of_session("s")))]
+    moved = index.record(of_session("s"), 1, 3.0)
+    index.retract(of_session("s"), 1, moved, 3.0)
     assert len(index) == 0
-    index.retract(of_session("s"), 0, 0, 1.0)
+    index.retract(of_session(""), 1, index.record(of_session(""), 1, 4.0), 4.0)
 
 
 def test_a_slot_beyond_those_asked_for_is_not_matched():
@@ -131,11 +133,11 @@ def test_a_slot_that_another_served_for_becomes_the_least_recently_used():
     cold = InferenceRequest(request_id="r", cold=True)
     for slot in (0, 1):
         index.record(cold, slot, 0.0)
-    index.retract(InferenceRequest(request_id="r", cold=False), 1, 0, 0.0)
+    index.retract(InferenceRequest(request_id="r", cold=False), 1, None, 0.0)
     assert ranks(index) == [1, 2, 0]
-    index.retract(cold, 1, 0, 0.0)
+    index.retract(cold, 1, None, 0.0)
     assert ranks(index) == [2, 1, 0]
-    index.retract(cold, 2, 0, 0.0)
+    index.retract(cold, 2, None, 0.0)
     assert ranks(index) == [2, 1, 0]
 
 

@@ -12,6 +12,7 @@ import pytest
 
 from epp.app import EndpointPicker
 from epp.configuration.flags import parse_serve
+from epp.core.decision.inputs import PageScraped, PoolReplaced, Tick
 from epp.core.protocol.session import Session
 from epp.shell.gateway.ext_proc import PROCESS, ExtProc
 from sim.cluster.policies import SchedulerPolicy, policy_source
@@ -157,9 +158,10 @@ async def decisions_of_both(folder, config, requests):
             elif verb == "observe":
                 endpoint, metrics = told
                 slot = server.scheduler.pool.slot_of(endpoint)
-                server.scheduler.observe(slot, metrics, now)
+                server.scheduler.take(PageScraped(slot, metrics), now)
             else:
-                getattr(server.scheduler, verb)(*told, now)
+                happened = PoolReplaced(*told) if verb == "replace" else Tick()
+                server.scheduler.take(happened, now)
     assert server.scheduler.ledger.open_leases == 0
 
 

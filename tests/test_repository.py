@@ -48,10 +48,9 @@ COVERED_ELSEWHERE = {
         "tests/plugins/test_contract.py",
         "protocols, held by every plugin",
     ),
-    "epp/core/decision/scheduler.py": (
-        "tests/test_golden.py",
-        "its verbs are what transcripts are made of",
-    ),
+    "epp/core/decision/inputs.py": ("tests/test_golden.py", "transcripts are made of them"),
+    "epp/core/decision/settings.py": ("tests/configuration/test_build.py", "what is built there"),
+    "epp/core/decision/scheduler.py": ("tests/test_golden.py", "it decides what is written there"),
     "epp/core/types.py": ("tests/core/knowledge/test_pool.py", "nouns"),
     "epp/configuration/document.py": (
         "tests/configuration/test_config.py",

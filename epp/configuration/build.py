@@ -19,7 +19,7 @@ from epp.configuration.config import (
 )
 from epp.core.decision.failures import Interrupted
 from epp.core.decision.plugin import Picker
-from epp.core.decision.scheduler import SchedulerSettings
+from epp.core.decision.settings import SchedulerSettings
 from epp.core.knowledge.affinity import NoHitLruSettings, SessionIndexSettings
 from epp.core.knowledge.index import AffinityIndexSettings
 from epp.core.knowledge.prefill_speed import PREFILL_TOKENS_PER_S

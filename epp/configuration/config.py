@@ -50,7 +50,7 @@ from epp.core.decision.profile import (
     SchedulingProfile,
     WeightedScorer,
 )
-from epp.core.decision.scheduler import SchedulerSettings
+from epp.core.decision.settings import SchedulerSettings
 from epp.core.duration import Duration
 from epp.core.knowledge.ejection import OutlierEjection
 from epp.core.knowledge.index import AffinityIndexSettings

@@ -15,10 +15,20 @@ import numpy as np
 from msgspec.structs import replace
 
 from epp.core.decision.failures import FailingPlugin, Interrupted, PluginFailures
+from epp.core.decision.inputs import (
+    OutputStarted,
+    PageScraped,
+    PoolReplaced,
+    Reconfigured,
+    RequestEnded,
+    ServedBy,
+    Tick,
+)
 from epp.core.decision.kept_scores import undeclared_reads
 from epp.core.decision.plugin import ReadsColumns, ReadsIndex
 from epp.core.decision.profile import SchedulingProfile, WeightedScorer
-from epp.core.decision.scheduler import Decision, Scheduler, SchedulerSettings
+from epp.core.decision.scheduler import Decision, Scheduler
+from epp.core.decision.settings import SchedulerSettings
 from epp.core.duration import Duration
 from epp.core.knowledge.candidates import Affinity, Candidates
 from epp.core.knowledge.inflight import Ending, Outcome
@@ -96,7 +106,7 @@ def failing_plugins(settings: SchedulerSettings) -> list[FailingPlugin]:
     )
     scheduler = Scheduler(permissive, seed=0)
     for endpoints in (_endpoints(), _endpoints()[:1], _endpoints(incarnation="restarted")):
-        scheduler.replace(endpoints, _NOW_S)
+        scheduler.take(PoolReplaced(endpoints), _NOW_S)
         _scrape(scheduler)
         headers: Mapping[str, str] = {}
         for request in _requests():
@@ -114,8 +124,8 @@ def failing_plugins(settings: SchedulerSettings) -> list[FailingPlugin]:
             # A client sends back what it was given.
             headers = decision.response_headers(served.address)
             _end(scheduler, decision, _NOW_S)
-        scheduler.configure(scheduler.settings, _NOW_S)
-        scheduler.tick(_NOW_S + _STEP_S)
+        scheduler.take(Reconfigured(scheduler.settings), _NOW_S)
+        scheduler.take(Tick(), _NOW_S + _STEP_S)
     return [*of_filters, *scheduler.failures]
 
 
@@ -214,14 +224,14 @@ def _end(scheduler: Scheduler, decision: Decision, now: Seconds) -> None:
     match decision.number % 4:
         case 0:
             decision.response_headers("")
-            scheduler.complete(decision.lease, Outcome(ending=Ending.CLIENT_LEFT), now)
+            scheduler.take(RequestEnded(decision.lease, Outcome(ending=Ending.CLIENT_LEFT)), now)
         case 1:
             first = next(endpoint for _, endpoint in scheduler.pool.endpoints())
-            scheduler.reschedule(decision.lease, first.address, now)
-            scheduler.first_output(decision.lease, now)
-            scheduler.complete(decision.lease, Outcome(status=200), now + _STEP_S)
+            scheduler.take(ServedBy(decision.lease, first.address), now)
+            scheduler.take(OutputStarted(decision.lease), now)
+            scheduler.take(RequestEnded(decision.lease, Outcome(status=200)), now + _STEP_S)
         case 2:
-            scheduler.reschedule(decision.lease, "192.0.2.255:1", now)
+            scheduler.take(ServedBy(decision.lease, "192.0.2.255:1"), now)
         case _:
             """Still in flight."""
 
@@ -247,7 +257,7 @@ def _scrape(scheduler: Scheduler) -> None:
     for slot, _ in scheduler.pool.endpoints():
         metrics = _METRICS[slot]
         if metrics is not None:
-            scheduler.observe(slot, metrics, _STALE_AT_S if slot == _STALE else _NOW_S)
+            scheduler.take(PageScraped(slot, metrics), _STALE_AT_S if slot == _STALE else _NOW_S)
         scheduler.pool.columns.saturated[slot] = slot == _REFUSING
 
 

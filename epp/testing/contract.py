@@ -40,7 +40,7 @@ from epp.core.decision.failures import (
 )
 from epp.core.decision.kept_scores import undeclared_reads
 from epp.core.decision.plugin import ReadsColumns, ReadsIndex, TellsCost
-from epp.core.decision.scheduler import SchedulerSettings
+from epp.core.decision.settings import SchedulerSettings
 from epp.core.knowledge.candidates import Affinity, Candidates
 from epp.core.knowledge.index import AffinityIndex, SharedIndex
 from epp.core.prompt.request import InferenceRequest

@@ -9,7 +9,7 @@ from typing import Any, Final
 from msgspec import Struct, field
 from msgspec.structs import replace
 
-from epp.core.decision.scheduler import SchedulerSettings
+from epp.core.decision.settings import SchedulerSettings
 from epp.core.prompt.request import InferenceRequest
 from epp.core.types import Seconds
 from sim.cluster.arrivals import grid_s, made_ready

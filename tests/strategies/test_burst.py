@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from epp.configuration.build import build_settings, plugin_tables
 from epp.configuration.config import ConfigError, load_config
+from epp.core.decision.inputs import PoolReplaced
 from epp.core.decision.scheduler import Scheduler
 from epp.strategies import STRATEGIES
 from epp.strategies.burst import BurstSettings
@@ -158,7 +159,7 @@ def test_it_stays_within_its_batch_and_its_blocks(actions, most, colocate, balan
 def rollout(settings, samples=8, groups=4):
     """Where the samples of each prompt go that arrive in one instant, interleaved."""
     scheduler = Scheduler(settings, seed=1)
-    scheduler.replace([endpoint(number) for number in range(groups)], 0.0)
+    scheduler.take(PoolReplaced([endpoint(number) for number in range(groups)]), 0.0)
     went = {group: Counter() for group in range(groups)}
     for at in range(samples * groups):
         text = b"%d" % (at % groups) * 4 * BLOCK_BYTES

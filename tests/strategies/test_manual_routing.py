@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from epp.core.decision.inputs import PoolReplaced, RequestEnded
 from epp.core.duration import Duration
 from epp.core.knowledge.candidates import Affinity
 from epp.core.knowledge.inflight import Outcome
@@ -135,7 +136,7 @@ def test_a_new_key_goes_where_the_assignment_says():
 
 def pool_of(name, pods=SLOTS):
     scheduler = scheduler_of(name)
-    scheduler.replace([endpoint(number) for number in range(pods)], 0.0)
+    scheduler.take(PoolReplaced([endpoint(number) for number in range(pods)]), 0.0)
     return scheduler
 
 
@@ -143,7 +144,7 @@ def turn(scheduler, key, now=0.0, subset=None):
     asked = keyed(key)
     asked.subset = subset
     decision = scheduler.schedule(asked, now)
-    scheduler.complete(decision.lease, Outcome(status=200), now)
+    scheduler.take(RequestEnded(decision.lease, Outcome(status=200)), now)
     return decision.endpoint.name
 
 

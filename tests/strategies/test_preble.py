@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from epp.core.decision.inputs import PoolReplaced, RequestEnded
 from epp.core.duration import Duration
 from epp.core.knowledge.candidates import Affinity
 from epp.core.knowledge.inflight import Outcome
@@ -169,7 +170,7 @@ def test_sums_are_never_below_nothing_and_end_at_nothing(actions):
 def spread(plugin_of):
     """Where 400 requests for one long document go, each with a question of its own."""
     scheduler = scheduler_of("preble")
-    scheduler.replace([endpoint(number) for number in range(4)], 0.0)
+    scheduler.take(PoolReplaced([endpoint(number) for number in range(4)]), 0.0)
     random = Random(2)
     went = Counter()
     document = b"d" * 40 * BLOCK
@@ -178,7 +179,7 @@ def spread(plugin_of):
         asked = request(prompts=(text,), prompt_tokens=len(text) // 4)
         decision = scheduler.schedule(asked, at * 0.1)
         went[decision.endpoint.name] += 1
-        scheduler.complete(decision.lease, Outcome(status=200), at * 0.1 + 0.05)
+        scheduler.take(RequestEnded(decision.lease, Outcome(status=200)), at * 0.1 + 0.05)
     return went
 
 

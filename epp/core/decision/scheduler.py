@@ -1,23 +1,40 @@
-"""The straight line, and the verbs that both shells drive.
+"""The straight line, and what happens to it.
 
-A shell calls `replace`, `observe`, `observe_failure`, `schedule`, `reported`, `first_output`,
-`reschedule`, `complete`, `configure`, `limit_memory` and `tick`, and nothing else; where there are
-peers, `core/peers` calls `share` and `learn` for it. Every verb runs to completion and is told `now` where it matters, so the same calls with the same seed give the same
-decisions, in production and in the simulator.
+A shell calls `take` with an input (`core/decision/inputs`) and `schedule`, and nothing else; where
+there are peers, `core/peers` also asks `share`. Both run to completion and are told `now`, so the
+same calls with the same seed give the same decisions, in production and in the simulator.
 """
 
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from random import Random
-from typing import Final
+from typing import Final, Protocol
 
 import numpy as np
-from msgspec import Struct, field
+from msgspec import Struct
 
 from epp.core.decision.failures import PluginFailures, affinity_fault
+from epp.core.decision.inputs import (
+    NO_EFFECTS,
+    Effects,
+    IndexMemoryLimited,
+    Input,
+    LoadReported,
+    OutputStarted,
+    PageScraped,
+    PeerRecorded,
+    PeersUnheard,
+    PoolReplaced,
+    Reconfigured,
+    RequestEnded,
+    ScrapeFailed,
+    ServedBy,
+    Tick,
+)
 from epp.core.decision.kept_scores import KeptScores
 from epp.core.decision.plugin import GoesBySessions, TellsCost
-from epp.core.decision.profile import Kept, Marker, SchedulingProfile, Scored
+from epp.core.decision.profile import Kept, Marker, Scored
+from epp.core.decision.settings import SchedulerSettings
 from epp.core.decision.shadow import Acted, Shadow, ShadowTotals, ShadowVerdict
 from epp.core.knowledge.candidates import Affinity, Candidates, Ints
 from epp.core.knowledge.ejection import OutlierEjection
@@ -27,61 +44,23 @@ from epp.core.knowledge.index import (
     CountsInflight,
     SharedIndex,
 )
-from epp.core.knowledge.inflight import Ending, InflightLedger, Lease, Outcome
+from epp.core.knowledge.inflight import Ending, InflightLedger, Lease
 from epp.core.knowledge.load_report import read_load_report
 from epp.core.knowledge.outliers import Outlier, Outliers
 from epp.core.knowledge.peer_load import PeerLoads
 from epp.core.knowledge.pool import EndpointPool, Standing
 from epp.core.knowledge.prefill_speed import (
-    PREFILL_TOKENS_PER_S,
-    LabelledSpeed,
     speed_by_labels,
 )
-from epp.core.knowledge.saturation import UtilizationDetector
 from epp.core.knowledge.sessions import SessionReturns
 from epp.core.prompt.blocks import KnownSegments
 from epp.core.prompt.request import InferenceRequest
-from epp.core.session_tokens import NO_TOKENS, SessionTokens
-from epp.core.types import Endpoint, EndpointMetrics, Refusal, RefusalReason, Seconds
+from epp.core.types import Endpoint, Refusal, RefusalReason, Seconds
 
 SENT_MAX: Final = 16_384
 """Decisions that wait to be told to peers: of more the oldest are not told."""
 
 _INDEX_VERBS: Final = ("match", "record", "retract", "forget", "expire", "resize")
-
-
-class SchedulerSettings(Struct, frozen=True, kw_only=True):
-    """All that decides. Replaced as a whole by `Scheduler.configure`."""
-
-    profile: SchedulingProfile
-    indexes: Mapping[str, AffinityIndexSettings] = field(default_factory=dict)
-    """By the name of the producer in the configuration, in the order in which they match."""
-    prefix: str = ""
-    """Which of `indexes` fills `matched_blocks`; "" if none does."""
-    block_tokens: int = 64
-    """Tokens in a block of that index."""
-    beliefs: tuple[str, ...] = ()
-    """Those of `indexes` that say what endpoints hold: a request that is not served teaches them nothing."""
-    ejection: OutlierEjection = field(default_factory=OutlierEjection)
-    saturation: UtilizationDetector = field(default_factory=UtilizationDetector)
-    metrics_staleness_s: Seconds = 2.0
-    """Endpoints with older metrics rank below every fresh one."""
-    prefill_tokens_per_s: float = PREFILL_TOKENS_PER_S
-    """`peakPrefillThroughput` of the field, of each endpoint that nothing more is said of."""
-    labelled_speeds: tuple[LabelledSpeed, ...] = ()
-    """Of others; of an endpoint that several match, the first."""
-    fallback_endpoints_max: int = 0
-    lease_ttl_without_response_phase_s: Seconds = 60.0
-    session_tokens: SessionTokens = NO_TOKENS
-    shadow: SchedulingProfile | None = None
-    """Judges decisions and acts on none."""
-    shadow_share: float = 1.0
-    """Of the decisions, above 0: those that `shadow` judges."""
-
-    @property
-    def plugin_names(self) -> tuple[str, ...]:
-        """Of every plugin that decides, as in the configuration."""
-        return (*self.profile.plugin_names, *self.indexes)
 
 
 class Decision(Struct, frozen=True, kw_only=True):
@@ -135,6 +114,21 @@ class Sent(Struct, frozen=True, gc=False):
     at_s: Seconds
 
 
+class Witness(Protocol):
+    """Hears of everything that happens to a scheduler, in its order; must not raise."""
+
+    def asked(self, request: InferenceRequest) -> None:
+        """`schedule` is about to decide: the prompt is still there."""
+        ...
+
+    def decided(
+        self, request: InferenceRequest, decision: Decision | Refusal, now: Seconds
+    ) -> None: ...
+    def took(self, given: Input, effects: Effects, now: Seconds) -> None:
+        """`given` has been taken."""
+        ...
+
+
 class Scheduler:
     """One pool of endpoints, one profile, the indexes it reads and the work in flight."""
 
@@ -161,7 +155,7 @@ class Scheduler:
         for name in settings.indexes:
             self._open(name)
         self.replicas_unheard = 0
-        """Other pickers that serve this pool and do not tell what they decide; the shell sets it."""
+        """Other pickers that serve this pool and do not tell what they decide."""
         self.decisions = 0
         self._session_returns = SessionReturns()
         self.shadow: Shadow | None = None
@@ -173,6 +167,7 @@ class Scheduler:
         """They were malformed, or their endpoint was never scraped or has restarted."""
         self.sent: deque[Sent] | None = None
         """What peers are to be told, oldest first; None: there are none."""
+        self.witness: Witness | None = None
         self._random = Random(f"{seed}:picker")  # noqa: S311  dice, not secrets
         secret = Random(f"{seed}:segments").getrandbits(64)  # noqa: S311  routing alone rests on it
         self.segments = KnownSegments(secret=secret)
@@ -184,14 +179,29 @@ class Scheduler:
             f"seed {self.seed}] {self.pool!r}>"
         )
 
-    def replace(self, endpoints: Sequence[Endpoint], now: Seconds) -> None:
-        """The pool is now `endpoints`; what left or restarted is forgotten."""
-        for slot in self.pool.replace(endpoints, now):
+    def take(self, given: Input, now: Seconds) -> Effects:
+        """Do what `given` says has happened."""
+        effects = _HANDLERS[type(given)](self, given, now) or NO_EFFECTS
+        if self.witness is not None:
+            self.witness.took(given, effects, now)
+        return effects
+
+    def schedule(self, request: InferenceRequest, now: Seconds) -> Decision | Refusal:
+        """Choose an endpoint for `request` and assume from now on that it goes there."""
+        if self.witness is None:
+            return self._schedule(request, now)
+        self.witness.asked(request)
+        decision = self._schedule(request, now)
+        self.witness.decided(request, decision, now)
+        return decision
+
+    def _replace(self, given: PoolReplaced, now: Seconds) -> None:
+        for slot in self.pool.replace(given.endpoints, now):
             self._forget(slot)
         self._set_speeds(now)
 
-    def observe(self, slot: int, metrics: EndpointMetrics, now: Seconds) -> None:
-        """Take in a good scrape of the endpoint in `slot`."""
+    def _observe(self, given: PageScraped, now: Seconds) -> None:
+        slot, metrics = given.slot, given.metrics
         if self.pool.observe(slot, metrics, now):
             self._forget(slot)
         size = (metrics.blocks_total, metrics.block_size_tokens)
@@ -200,12 +210,10 @@ class Scheduler:
         if size != self._sizes.get(slot):
             self._resize(slot, *size)
 
-    def observe_failure(self, slot: int, *, answered: bool) -> None:
-        """The endpoint in `slot` was scraped in vain. Not `answered`: nobody was there in time."""
-        self.pool.observe_failure(slot, answered=answered)
+    def _observe_failure(self, given: ScrapeFailed, now: Seconds) -> None:
+        self.pool.observe_failure(given.slot, answered=given.answered)
 
-    def schedule(self, request: InferenceRequest, now: Seconds) -> Decision | Refusal:
-        """Choose an endpoint for `request` and assume from now on that it goes there."""
+    def _schedule(self, request: InferenceRequest, now: Seconds) -> Decision | Refusal:
         request.segments = self.segments
         request.session_tokens = self.settings.session_tokens
         request.replicas_unheard = self.replicas_unheard
@@ -255,9 +263,8 @@ class Scheduler:
             )
         return self._assume(request, ranked, scored, positions, ready, dropped, verdict, now)
 
-    def reported(self, lease: Lease, header: str) -> None:
-        """The response of `lease` says in `header` how loaded the endpoint that served it is."""
-        report = read_load_report(header)
+    def _read_load(self, given: LoadReported, now: Seconds) -> None:
+        lease, report = given.lease, read_load_report(given.header)
         if (
             report is not None
             and self.ledger.is_live(lease)
@@ -267,19 +274,14 @@ class Scheduler:
         else:
             self.load_reports_unread += 1
 
-    def first_output(self, lease: Lease, now: Seconds) -> None:
-        """A first chunk of the answer was seen: the prompt of `lease` is prefilled."""
-        self.ledger.first_output(lease, now)
+    def _release_prefill(self, given: OutputStarted, now: Seconds) -> None:
+        self.ledger.first_output(given.lease, now)
 
-    def reschedule(self, lease: Lease, served: str, now: Seconds) -> None:
-        """The gateway says that the endpoint at `served` ("ip:port") serves the request.
-
-        The index entries and the lease move there; if no endpoint of the pool has that address,
-        they end.
-        """
-        slot = self.pool.slot_at(served)
+    def _move(self, given: ServedBy, now: Seconds) -> Effects:
+        """The index entries and the lease move there; where nobody of the pool is, they end."""
+        lease, slot = given.lease, self.pool.slot_at(given.address)
         if lease.slot < 0 or slot == lease.slot:
-            return
+            return NO_EFFECTS
         request = lease.request
         self.outliers.left(lease)
         if self.ledger.is_live(lease):
@@ -288,7 +290,7 @@ class Scheduler:
         lease.recorded.clear()
         if slot is None:
             self.ledger.close(lease, now)
-            return
+            return Effects(moved=True)
         matched = 0
         for name, index in self.indexes.items():
             if name == self.settings.prefix:
@@ -301,19 +303,17 @@ class Scheduler:
         uncached = max(0.0, request.prompt_tokens - matched * self.settings.block_tokens)
         self.ledger.move(lease, slot, uncached, now)
         self.outliers.ejection.sent(lease)
+        return Effects(moved=True)
 
     def endpoint_of(self, lease: Lease) -> Endpoint | None:
         """Where the request of `lease` is; None once it ended, or where it was left or restarted."""
         return self._endpoint(lease.slot) if self.ledger.is_live(lease) else None
 
-    def complete(self, lease: Lease, outcome: Outcome, now: Seconds) -> Endpoint | None:
-        """The request ended, one way or another; a second call does nothing.
-
-        Returns the endpoint if this outcome is one failure too many and sets it aside.
-        """
+    def _end(self, given: RequestEnded, now: Seconds) -> Effects:
+        lease, outcome = given.lease, given.outcome
         slot = lease.slot
         if slot < 0:
-            return None
+            return NO_EFFECTS
         set_aside = None
         live = self.ledger.is_live(lease)
         if live:
@@ -328,19 +328,15 @@ class Scheduler:
             self.ledger.close(lease, now)
         if live and outcome.unserved:
             self._unlearn(lease, slot, now)
-        return set_aside
+        return NO_EFFECTS if set_aside is None else Effects(set_aside=set_aside)
 
     def _unlearn(self, lease: Lease, slot: int, now: Seconds) -> None:
         """The prompt of `lease` was not computed at `slot`: what was assumed of it there is wrong."""
         for name in self.settings.beliefs:
             self._retract(name, lease, slot, now)
 
-    def configure(self, settings: SchedulerSettings, now: Seconds) -> list[str]:
-        """Decide by `settings` from the next request on.
-
-        Indexes that can take their new settings keep what they know; the names of those that had
-        to start anew are returned. Pool, leases and counters stay.
-        """
+    def _configure(self, given: Reconfigured, now: Seconds) -> Effects:
+        settings = given.settings
         restarted: list[str] = []
         self._sizes.clear()
         before, self.indexes = self.indexes, {}
@@ -356,7 +352,7 @@ class Scheduler:
         self._find_abilities()
         self._set_speeds(now)
         self._read_profile()
-        return restarted
+        return Effects(restarted=tuple(restarted))
 
     def standings(self, now: Seconds) -> dict[int, Standing]:
         """Slot -> whether its endpoint is among those that get work first, and if not, why not."""
@@ -375,15 +371,15 @@ class Scheduler:
             self.failures.raised(name, "share", error)
             return ()
 
-    def learn(
-        self, name: str, keys: Sequence[bytes], slot: int, stamp: Seconds, now: Seconds
-    ) -> None:
-        """A peer noted `keys` for `slot` at `stamp`, in its index that is like `name` of `shared`."""
-        self.failures.call(name, "learn", self.shared[name].learn, keys, slot, stamp, now)
+    def _learn(self, given: PeerRecorded, now: Seconds) -> None:
+        learn = self.shared[given.index].learn
+        self.failures.call(given.index, "learn", learn, given.keys, given.slot, given.stamp, now)
 
-    def limit_memory(self, share: float) -> None:
-        """Memory is scarce: indexes that can limit theirs take at most `share` of what they may."""
-        self._memory_share = share
+    def _note_unheard(self, given: PeersUnheard, now: Seconds) -> None:
+        self.replicas_unheard = given.replicas
+
+    def _limit_memory(self, given: IndexMemoryLimited, now: Seconds) -> None:
+        self._memory_share = given.share
         for name in self.indexes:
             self._limit(name)
 
@@ -392,8 +388,7 @@ class Scheduler:
         if limit is not None:
             self.failures.call(name, "limit_memory", limit, self._memory_share)
 
-    def tick(self, now: Seconds) -> None:
-        """Bounded housekeeping, about once a second."""
+    def _tick(self, given: Tick, now: Seconds) -> None:
         self.ledger.close_due(now)
         self.outliers.tick(now)
         self.outlying = dict(self.outliers.found(now))
@@ -661,6 +656,22 @@ class Scheduler:
             status=503,
             message=f"no endpoint{where} is ready: 0 of {members}",
         )
+
+
+_HANDLERS: Final[Mapping[type[Input], Callable[..., Effects | None]]] = {
+    PoolReplaced: Scheduler._replace,
+    PageScraped: Scheduler._observe,
+    ScrapeFailed: Scheduler._observe_failure,
+    LoadReported: Scheduler._read_load,
+    OutputStarted: Scheduler._release_prefill,
+    ServedBy: Scheduler._move,
+    RequestEnded: Scheduler._end,
+    Reconfigured: Scheduler._configure,
+    IndexMemoryLimited: Scheduler._limit_memory,
+    PeerRecorded: Scheduler._learn,
+    PeersUnheard: Scheduler._note_unheard,
+    Tick: Scheduler._tick,
+}
 
 
 def _saturated(message: str, eliminated: Mapping[str, int] | None = None) -> Refusal:

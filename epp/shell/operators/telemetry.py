@@ -25,7 +25,8 @@ from prometheus_client.registry import Collector
 from prometheus_client.samples import Exemplar
 
 from epp import __version__
-from epp.core.decision.scheduler import Decision, SchedulerSettings
+from epp.core.decision.scheduler import Decision
+from epp.core.decision.settings import SchedulerSettings
 from epp.core.decision.shadow import ShadowTotals
 from epp.core.knowledge.candidates import Candidates
 from epp.core.knowledge.inflight import Ending, Outcome

@@ -13,7 +13,7 @@ from prometheus_client.openmetrics.parser import (
 from prometheus_client.parser import text_string_to_metric_families
 
 from epp.core.decision.profile import SchedulingProfile, WeightedScorer
-from epp.core.decision.scheduler import SchedulerSettings
+from epp.core.decision.settings import SchedulerSettings
 from epp.core.decision.shadow import DIFFERED, ShadowTotals, ShadowVerdict
 from epp.core.knowledge.ejection import Cause
 from epp.core.knowledge.inflight import Ending, Lease, Outcome

@@ -67,6 +67,7 @@ def request_us(scheduler: Scheduler, prompts: Iterator[tuple[bytes, ...]], calls
             prompts=prompt,
             prompt_tokens=len(prompt[0]) // 4,
             session_id="",
+            segments=scheduler.segments,
         )
         decision = scheduler.schedule(request, 0.1)
         assert isinstance(decision, Decision)

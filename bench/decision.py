@@ -295,6 +295,7 @@ def schedule_us(endpoints: int, blocks: int, config: PickerConfig | None = None)
                 model="llama",
                 prompts=(prompt,),
                 prompt_tokens=64 * blocks,
+                segments=scheduler.segments,
             )
 
     def complete() -> None:

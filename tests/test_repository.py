@@ -48,6 +48,7 @@ COVERED_ELSEWHERE = {
         "tests/plugins/test_contract.py",
         "protocols, held by every plugin",
     ),
+    "epp/core/moment.py": ("tests/plugins/test_agreement.py", "what scorers read of it"),
     "epp/core/decision/inputs.py": ("tests/test_golden.py", "transcripts are made of them"),
     "epp/core/decision/settings.py": ("tests/configuration/test_build.py", "what is built there"),
     "epp/core/decision/scheduler.py": ("tests/test_golden.py", "it decides what is written there"),

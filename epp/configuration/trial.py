@@ -34,6 +34,7 @@ from epp.core.knowledge.candidates import Affinity, Candidates
 from epp.core.knowledge.inflight import Ending, Outcome
 from epp.core.knowledge.pool import EndpointPool
 from epp.core.knowledge.saturation import UtilizationDetector
+from epp.core.moment import NO_MOMENT
 from epp.core.prompt.request import InferenceRequest
 from epp.core.session_tokens import SessionTokens
 from epp.core.types import AdapterReport, ApiKind, Endpoint, EndpointMetrics, MetricsTarget, Seconds
@@ -110,17 +111,17 @@ def failing_plugins(settings: SchedulerSettings) -> list[FailingPlugin]:
         _scrape(scheduler)
         headers: Mapping[str, str] = {}
         for request in _requests():
-            request.headers = {**request.headers, **headers}
-            decision = scheduler.schedule(request, _NOW_S)
+            asked = replace(request, headers={**request.headers, **headers})
+            decision = scheduler.schedule(asked, _NOW_S)
             if not isinstance(decision, Decision):
                 continue
             for filtered in alone:
-                filtered.filter(request, decision.candidates, of_filters)
+                filtered.filter(asked, decision.candidates, of_filters)
             served = decision.endpoint
             for scorer in profile.scorers:
-                _check_reads(scorer, request, decision.candidates, scheduler.failures)
+                _check_reads(scorer, asked, decision.candidates, scheduler.failures)
             for marker in filter_markers:
-                marker.response_headers(request, served, served.address)
+                marker.response_headers(asked, served, served.address)
             # A client sends back what it was given.
             headers = decision.response_headers(served.address)
             _end(scheduler, decision, _NOW_S)
@@ -148,9 +149,21 @@ class _NotedRequest:
         self.asked = False
 
     def __getattr__(self, name: str) -> object:
-        if name == "cold":
-            self.asked = True
+        if name == "moment":
+            return _NotedMoment(self)
         return getattr(self._of, name)
+
+
+class _NotedMoment:
+    """Stands for the moment of a request, and notes there whether it was asked for `cold`."""
+
+    def __init__(self, request: _NotedRequest) -> None:
+        self._request = request
+
+    def __getattr__(self, name: str) -> object:
+        if name == "cold":
+            self._request.asked = True
+        return getattr(NO_MOMENT, name)
 
 
 def prefix_reader(profile: SchedulingProfile) -> str | None:

@@ -555,7 +555,7 @@ def _contents(pool: Candidates) -> dict[str, Any]:
 def _said(asked: InferenceRequest) -> tuple[object, ...]:
     return (
         asked.model, dict(asked.headers), asked.prompts, asked.prompt_tokens, asked.session_id,
-        asked.priority, asked.cold,
+        asked.priority, asked.moment,
     )  # fmt: skip
 
 

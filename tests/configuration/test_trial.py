@@ -412,7 +412,7 @@ READERS = [
     lambda request, pool: pool.affinity(""),
     lambda request, pool: pool.prefix_match(0),
     lambda request, pool: pool.take(np.arange(1)).uncached_tokens,
-    lambda request, pool: request.cold,
+    lambda request, pool: request.moment.cold,
     lambda request, pool: len(pool) > 1 and request.prompt_tokens > 100 and pool.matched_blocks,
 ]
 

@@ -166,7 +166,7 @@ def test_a_picker_learns_whether_sessions_come_again(turns):
             ),
             0.0,
         )
-        chosen.append(decision.lease.request.sessions_return)
+        chosen.append(decision.lease.request.moment.sessions_return)
     assert chosen[-1] == (turns > 1)
     assert not chosen[0]
 

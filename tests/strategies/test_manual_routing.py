@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec import structs
 
 from epp.core.decision.inputs import PoolReplaced, RequestEnded
 from epp.core.duration import Duration
@@ -141,8 +142,7 @@ def pool_of(name, pods=SLOTS):
 
 
 def turn(scheduler, key, now=0.0, subset=None):
-    asked = keyed(key)
-    asked.subset = subset
+    asked = structs.replace(keyed(key), subset=subset)
     decision = scheduler.schedule(asked, now)
     scheduler.take(RequestEnded(decision.lease, Outcome(status=200)), now)
     return decision.endpoint.name

@@ -89,7 +89,7 @@ def test_a_request_that_moved_leaves_what_others_told_since():
     moved = said("a", "b", "c", tail=b"rest")
     index.match(moved, 3, 0.0)
     recorded = index.record(moved, 0, 1.0)
-    moved.drop_prompts()
+    moved = moved.without_prompts()
     index.record(said("a", "b"), 0, 2.0)
     index.retract(moved, 0, recorded, 3.0)
     index.record(moved, 1, 3.0)

@@ -55,7 +55,7 @@ def spoil(request, candidates):
 
 
 def rename(request, candidates):
-    request.model = "other"
+    request.headers["x-model"] = "other"
     return np.ones(len(candidates))
 
 

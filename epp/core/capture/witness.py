@@ -241,7 +241,7 @@ class CaptureWitness:
             api=request.api,
             stream=request.stream,
             subset=subset,
-            replicas_unheard=request.replicas_unheard,
+            replicas_unheard=self._scheduler.replicas_unheard,
         )
         if routed is None:
             return Decided(event, asked, "")

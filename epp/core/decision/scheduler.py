@@ -11,7 +11,7 @@ from random import Random
 from typing import Final, Protocol
 
 import numpy as np
-from msgspec import Struct
+from msgspec import Struct, structs
 
 from epp.core.decision.failures import PluginFailures, affinity_fault
 from epp.core.decision.inputs import (
@@ -53,6 +53,7 @@ from epp.core.knowledge.prefill_speed import (
     speed_by_labels,
 )
 from epp.core.knowledge.sessions import SessionReturns
+from epp.core.moment import Moment
 from epp.core.prompt.blocks import KnownSegments
 from epp.core.prompt.request import InferenceRequest
 from epp.core.types import Endpoint, Refusal, RefusalReason, Seconds
@@ -214,10 +215,6 @@ class Scheduler:
         self.pool.observe_failure(given.slot, answered=given.answered)
 
     def _schedule(self, request: InferenceRequest, now: Seconds) -> Decision | Refusal:
-        request.segments = self.segments
-        request.session_tokens = self.settings.session_tokens
-        request.replicas_unheard = self.replicas_unheard
-        request.sessions_return = self._session_returns.expected
         slots = allowed = self.pool.ready(request.subset, now)
         ready = len(slots)
         if not ready:
@@ -230,6 +227,7 @@ class Scheduler:
             for name, index in self.indexes.items()
             if (known := self._match(name, index, request, now)) is not None
         }
+        request = self._at_this_moment(request, affinities)
         candidates = self._candidates(slots, affinities, request, now)
         if request.priority < 0 and self.settings.saturation.saturation(candidates) >= 1.0:
             return _saturated(f"the pool is saturated and priority {request.priority} may be shed")
@@ -494,6 +492,18 @@ class Scheduler:
             return None
         return known
 
+    def _at_this_moment(
+        self, request: InferenceRequest, affinities: Mapping[str, Affinity]
+    ) -> InferenceRequest:
+        prefix = affinities.get(self.settings.prefix)
+        moment = Moment(
+            replicas_unheard=self.replicas_unheard,
+            sessions_return=self._session_returns.expected,
+            session_tokens=self.settings.session_tokens,
+            cold=prefix is None or not prefix.matched[prefix.matched.argmax()],
+        )
+        return structs.replace(request, moment=moment)
+
     def _candidates(
         self,
         slots: Ints,
@@ -501,8 +511,6 @@ class Scheduler:
         request: InferenceRequest,
         now: Seconds,
     ) -> Candidates:
-        prefix = affinities.get(self.settings.prefix)
-        request.cold = prefix is None or not prefix.matched[prefix.matched.argmax()]
         return Candidates(
             self.pool.columns,
             slots,
@@ -563,9 +571,9 @@ class Scheduler:
         if self._by_sessions is not None:
             name, scorer = self._by_sessions
             self.failures.call(name, "session_of", self._note_session, scorer, request)
+        kept = lease.request = request.without_prompts()
         if self.sent is not None:
-            self.sent.append(Sent(request, slot, now))
-        request.drop_prompts()
+            self.sent.append(Sent(kept, slot, now))
         self.decisions += 1
         return Decision(
             number=self.decisions,

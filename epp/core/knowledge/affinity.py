@@ -208,7 +208,7 @@ class NoHitLru:
 
     def record(self, request: InferenceRequest, slot: int, now: Seconds) -> None:
         """A cold request makes `slot` the most recently used; a warm one changes nothing."""
-        if not request.cold:
+        if not request.moment.cold:
             return
         self._slots[slot] = now
         self._slots.move_to_end(slot)
@@ -219,7 +219,7 @@ class NoHitLru:
 
     def share(self, request: InferenceRequest) -> Sequence[bytes]:
         """That `request` was cold, if it was."""
-        return _COLD if request.cold else ()
+        return _COLD if request.moment.cold else ()
 
     def learn(self, keys: Sequence[bytes], slot: int, stamp: Seconds, now: Seconds) -> None:
         """A peer sent a cold request to `slot` at `stamp`."""
@@ -240,7 +240,7 @@ class NoHitLru:
 
     def retract(self, request: InferenceRequest, slot: int, recorded: Any, now: Seconds) -> None:
         """`slot` did not get this cold request: it becomes the least recently used."""
-        if request.cold and slot in self._slots:
+        if request.moment.cold and slot in self._slots:
             self._slots[slot] = -math.inf
             self._slots.move_to_end(slot, last=False)
 

@@ -5,22 +5,22 @@ from collections.abc import Mapping
 from typing import Final
 
 import xxhash
-from msgspec import Struct, field
+from msgspec import Struct, field, structs
 
+from epp.core.moment import NO_MOMENT, Moment
 from epp.core.prompt.blocks import HASH_BYTES, KnownSegments, chain_seed, hash_blocks
 from epp.core.prompt.canonical import opening_of
-from epp.core.session_tokens import NO_TOKENS, SessionTokens
 from epp.core.types import ApiKind
 
 _CONVERSATIONS: Final = frozenset({ApiKind.CHAT, ApiKind.RESPONSES, ApiKind.MESSAGES})
 """Kinds whose prompts are made of messages."""
 
 
-class InferenceRequest(Struct, kw_only=True):
-    """One request, parsed once.
+class InferenceRequest(Struct, frozen=True, kw_only=True):
+    """One request, parsed once: a value, of which two tables keep what was computed of it.
 
-    `prompts` are canonical bytes (`core/prompt/parse`), one item a prompt; `drop_prompts` lets them go
-    once their chains are known, because the request outlives them inside its lease.
+    `prompts` are canonical bytes (`core/prompt/parse`), one item a prompt; `without_prompts` lets
+    them go once their chains are known, because the request outlives them inside its lease.
     """
 
     request_id: str
@@ -43,16 +43,10 @@ class InferenceRequest(Struct, kw_only=True):
     """Block size in bytes -> one chain a prompt. A replayed trace fills it instead of `prompts`."""
     tails: dict[int, tuple[int | None, ...]] = field(default_factory=dict)
     """Block size in bytes -> the hash of what is left of each prompt behind its last full block."""
-    cold: bool = True
-    """Set by the scheduler when it matches: no endpoint holds the head of any prompt."""
-    replicas_unheard: int = 0
-    """Set by the scheduler: other pickers of the pool that do not tell it what they decide."""
-    sessions_return: bool = False
-    """Set by the scheduler: sessions that clients name come again here, as far as it matters."""
     segments: KnownSegments | None = None
-    """Set by the scheduler: what is known of long prompts; it saves time and changes no chain."""
-    session_tokens: SessionTokens = NO_TOKENS
-    """Set by the scheduler: makes and reads the tokens by which a session finds its endpoint."""
+    """What is known of long prompts; it saves time and changes no chain."""
+    moment: Moment = NO_MOMENT
+    """What the picker knew when it decided."""
 
     def chains_of(self, block_bytes: int, blocks_max: int) -> tuple[bytes, ...]:
         """Chained hashes of the full blocks of each prompt, 8 bytes a block, computed once."""
@@ -113,6 +107,6 @@ class InferenceRequest(Struct, kw_only=True):
         end = min(blocks * HASH_BYTES, len(chain))
         return int.from_bytes(chain[end - HASH_BYTES : end], sys.byteorder) if end else None
 
-    def drop_prompts(self) -> None:
-        """Let the prompt bytes go; the chains stay."""
-        self.prompts = ()
+    def without_prompts(self) -> "InferenceRequest":
+        """The same without the prompt bytes; the chains stay."""
+        return structs.replace(self, prompts=())

@@ -35,7 +35,7 @@ from collections.abc import Callable, Mapping, Sequence
 from enum import StrEnum
 from typing import Final, Protocol, TypeAlias
 
-from msgspec import Struct, field
+from msgspec import Struct, field, structs
 
 from epp.core.decision.explaining import Explained, explained, explaining_headers
 from epp.core.decision.inputs import LoadReported, OutputStarted, RequestEnded, ServedBy
@@ -658,6 +658,7 @@ class Session:
             else "",
             rewrite=self._settings.rewrite,
             parsers=self._settings.parsers,
+            segments=self._scheduler.segments,
         )
         if not isinstance(parsed, Refusal):
             self._exchange.incoming_model = parsed.incoming_model
@@ -671,8 +672,9 @@ class Session:
     def _schedule(
         self, request: InferenceRequest, changed_body: bytes | None, now: Seconds
     ) -> Destination | Refusal:
-        request.subset = self._subset
-        request.priority = self._priority()
+        priority = self._priority()
+        if self._subset is not None or priority:
+            request = structs.replace(request, subset=self._subset, priority=priority)
         exchange = self._exchange
         exchange.request = request
         exchange.answered_at_s = now
@@ -680,6 +682,8 @@ class Session:
         if isinstance(decision, Refusal):
             return decision
         exchange.decision = decision
+        # What the decision keeps has let its prompt go.
+        exchange.request = decision.lease.request
         exchange.endpoint = decision.endpoint
         if self._settings.explain_headers:
             self._explained = explained(decision, self._scheduler.outlying)

@@ -10,6 +10,7 @@ from epp.core.knowledge.affinity import (
 )
 from epp.core.knowledge.prefix import PrefixIndexSettings
 from epp.core.prompt.request import InferenceRequest
+from tests.builders import request
 
 
 def of_session(session: str, **headers: str) -> InferenceRequest:
@@ -112,7 +113,7 @@ def test_a_slot_beyond_those_asked_for_is_not_matched():
 def test_ranks_say_how_long_ago_a_slot_got_a_cold_prompt():
     """0 is never; 1 the least recently used; the total is how many are remembered."""
     index = NoHitLru(NoHitLruSettings())
-    cold = InferenceRequest(request_id="r", cold=True)
+    cold = request(cold=True)
     assert ranks(index) == [0, 0, 0]
     for slot in (2, 0, 2):
         index.record(cold, slot, 0.0)
@@ -123,17 +124,17 @@ def test_ranks_say_how_long_ago_a_slot_got_a_cold_prompt():
 def test_a_warm_request_does_not_count_as_use():
     """Only prompts that nobody held move an endpoint back."""
     index = NoHitLru(NoHitLruSettings())
-    index.record(InferenceRequest(request_id="r", cold=False), 1, 0.0)
+    index.record(request(cold=False), 1, 0.0)
     assert ranks(index) == [0, 0, 0]
 
 
 def test_a_slot_that_another_served_for_becomes_the_least_recently_used():
     """Taking back a cold request puts its slot first in line; a warm one changes nothing."""
     index = NoHitLru(NoHitLruSettings())
-    cold = InferenceRequest(request_id="r", cold=True)
+    cold = request(cold=True)
     for slot in (0, 1):
         index.record(cold, slot, 0.0)
-    index.retract(InferenceRequest(request_id="r", cold=False), 1, None, 0.0)
+    index.retract(request(cold=False), 1, None, 0.0)
     assert ranks(index) == [1, 2, 0]
     index.retract(cold, 1, None, 0.0)
     assert ranks(index) == [2, 1, 0]
@@ -144,7 +145,7 @@ def test_a_slot_that_another_served_for_becomes_the_least_recently_used():
 def test_the_lru_is_bounded_and_forgets_slots():
     """Above `lruSize` the least recently used is as if never used; so is a forgotten one."""
     index = NoHitLru(NoHitLruSettings(lru_size=2))
-    cold = InferenceRequest(request_id="r", cold=True)
+    cold = request(cold=True)
     for slot in (0, 1, 2):
         index.record(cold, slot, 0.0)
     assert ranks(index) == [0, 1, 2]
@@ -202,10 +203,10 @@ def test_sessions_that_peers_tell_stay_within_the_bound_and_are_told_on():
 
 def test_cold_prompts_of_peers_take_their_place_by_when_they_were_sent():
     index = NoHitLru(NoHitLruSettings())
-    index.record(InferenceRequest(request_id="r", cold=True), 0, 1.0)
-    index.record(InferenceRequest(request_id="r", cold=True), 2, 3.0)
-    cold = index.share(InferenceRequest(request_id="r", cold=True))
-    assert index.share(InferenceRequest(request_id="r", cold=False)) == ()
+    index.record(request(cold=True), 0, 1.0)
+    index.record(request(cold=True), 2, 3.0)
+    cold = index.share(request(cold=True))
+    assert index.share(request(cold=False)) == ()
     for _ in range(2):
         index.learn(cold, 1, 2.0, 3.0)
         assert ranks(index) == [1, 2, 3]

@@ -42,7 +42,9 @@ def test_a_snapshot_counts_what_is_known_of_long_prompts():
     scheduler = pods((0, 0.1), (3, 0.5))
     turn = bytes(range(256)) * 300
     for prompt in (turn, turn + b"x" * SEGMENT_BYTES):
-        request = InferenceRequest(request_id="r", model="m", prompts=(prompt,))
+        request = InferenceRequest(
+            request_id="r", model="m", prompts=(prompt,), segments=scheduler.segments
+        )
         assert isinstance(scheduler.schedule(request, 0.0), Decision)
     shown = pool_snapshot(scheduler, "", BodyBudget(1), MemoryPressure(1), None, 0.0)
     assert shown.segments == {"known": 4, "new": 5}

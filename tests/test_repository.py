@@ -35,7 +35,6 @@ COVERED_ELSEWHERE = {
     "epp/configuration/live.py": ("tests/test_app.py", "configurations are changed live there"),
     "epp/shell/peers/carrier.py": ("tests/shell/peers/test_pump.py", "a protocol and its nouns"),
     "epp/shell/peers/state.py": ("tests/shell/peers/test_service.py", "nouns and totals"),
-    "epp/core/knowledge/index.py": ("tests/plugins/test_contract.py", "protocols"),
     "epp/core/parameters.py": ("tests/plugins/test_contract.py", "what every plugin is made of"),
     "epp/shell/kubernetes/state.py": ("tests/shell/operators/test_telemetry.py", "nouns"),
     "sim/demo/__main__.py": ("tests/sim/demo/test_command.py", "the demo is run by it"),

@@ -7,6 +7,7 @@ import numpy as np
 
 from epp.core.duration import Duration, check_above_zero
 from epp.plugins.contract import (
+    Abilities,
     Affinity,
     AffinityIndex,
     Candidates,
@@ -30,6 +31,7 @@ class ArrivalsSettings(Parameters, frozen=True):
     """`arrivals-producer`: how many requests each endpoint was sent lately."""
 
     type_name: ClassVar[str] = "arrivals-producer"
+    abilities: ClassVar[Abilities] = Abilities()
 
     window: Duration = Duration(60.0)
 

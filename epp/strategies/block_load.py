@@ -8,7 +8,14 @@ from msgspec import Meta, Struct
 from epp.core.knowledge.prefix import PrefixIndex, PrefixIndexSettings
 from epp.core.prompt.blocks import HASH_BYTES
 from epp.core.types import BYTES_PER_TOKEN
-from epp.plugins.contract import Affinity, AffinityIndex, InferenceRequest, Seconds
+from epp.plugins.contract import (
+    Abilities,
+    Affinity,
+    AffinityIndex,
+    InferenceRequest,
+    Origin,
+    Seconds,
+)
 from epp.strategies.block_lists import block_lists
 from epp.strategies.held_blocks import HeldBlocks
 
@@ -27,6 +34,14 @@ class BlockLoadSettings(
     """
 
     type_name: ClassVar[str] = "block-load-producer"
+    abilities: ClassVar[Abilities] = Abilities(
+        origin=Origin.DECIDED,
+        counts_blocks=True,
+        shares=True,
+        counts_inflight=True,
+        limits_memory=True,
+        measures=True,
+    )
 
     miss_decay: Annotated[float, Meta(ge=0, le=1)] = 0.97
     active_blocks_max: Annotated[int, Meta(ge=1)] = 500_000

@@ -16,10 +16,12 @@ from epp.core.duration import check_above_zero
 from epp.core.prompt.blocks import HASH_BYTES
 from epp.core.types import BYTES_PER_TOKEN
 from epp.plugins.contract import (
+    Abilities,
     Affinity,
     AffinityIndex,
     Duration,
     InferenceRequest,
+    Origin,
     Parameters,
     Seconds,
 )
@@ -36,6 +38,7 @@ class BlockTableSettings(Parameters, frozen=True):
     """
 
     type_name: ClassVar[str] = "block-table-producer"
+    abilities: ClassVar[Abilities] = Abilities(origin=Origin.DECIDED, counts_blocks=True)
 
     block_tokens: Annotated[int, Meta(ge=1)] = 16
     """Tokens in a block."""

@@ -13,6 +13,7 @@ from msgspec import Meta
 
 from epp.core.types import BYTES_PER_TOKEN
 from epp.plugins.contract import (
+    Abilities,
     Affinity,
     AffinityIndex,
     InferenceRequest,
@@ -62,8 +63,7 @@ class BurstSettings(Parameters, frozen=True):
     """
 
     type_name: ClassVar[str] = "burst-prefix-cache-producer"
-    is_belief: ClassVar[bool] = False
-    """What it matches is a plan and not what endpoints hold."""
+    abilities: ClassVar[Abilities] = Abilities(counts_blocks=True)
     differs: ClassVar[str] = (
         "requests of a window are not held back to be placed together, each is placed as it comes"
     )

@@ -11,6 +11,7 @@ from msgspec import Meta
 
 from epp.core.duration import Duration, check_above_zero
 from epp.plugins.contract import (
+    Abilities,
     Affinity,
     AffinityIndex,
     Candidates,
@@ -33,6 +34,7 @@ class LengthBucketsSettings(Parameters, frozen=True):
     """`length-buckets-producer`: lengths of what was routed within the last seconds."""
 
     type_name: ClassVar[str] = "length-buckets-producer"
+    abilities: ClassVar[Abilities] = Abilities()
 
     window: Duration = Duration(5.0)
     requests_max: Annotated[int, Meta(ge=1)] = 8_192

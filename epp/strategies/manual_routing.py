@@ -14,6 +14,7 @@ from msgspec import Meta
 
 from epp.core.duration import check_above_zero
 from epp.plugins.contract import (
+    Abilities,
     Affinity,
     AffinityIndex,
     Candidates,
@@ -45,6 +46,7 @@ class RoutingKeysSettings(Parameters, frozen=True):
     """Keys that are idle for `idle` are forgotten; smg sweeps them every minute."""
 
     type_name: ClassVar[str] = "routing-keys-producer"
+    abilities: ClassVar[Abilities] = Abilities(names_sessions=True, counts_inflight=True)
 
     header_name: Annotated[str, Meta(min_length=1)] = "x-smg-routing-key"
     idle: Duration = Duration(4 * 3_600.0)

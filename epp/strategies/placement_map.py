@@ -11,11 +11,13 @@ from epp.core.duration import Duration, check_above_zero
 from epp.core.prompt.blocks import HASH_BYTES, HASH_SCHEME
 from epp.core.types import BYTES_PER_TOKEN
 from epp.plugins.contract import (
+    Abilities,
     Affinity,
     AffinityIndex,
     Candidates,
     Floats,
     InferenceRequest,
+    Origin,
     Parameters,
     Seconds,
 )
@@ -31,6 +33,9 @@ class PlacementMapSettings(Parameters, frozen=True):
     """`placement-map-producer`: heads of a few lengths, each with a few endpoints."""
 
     type_name: ClassVar[str] = "placement-map-producer"
+    abilities: ClassVar[Abilities] = Abilities(
+        origin=Origin.DECIDED, counts_blocks=True, shares=True
+    )
 
     boundaries_tokens: tuple[Annotated[int, Meta(ge=1)], ...] = (2_048, 8_192)
     """Lengths of heads, ascending multiples of the block size. smg has no default; its own tests

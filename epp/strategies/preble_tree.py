@@ -20,11 +20,13 @@ from epp.core.duration import check_above_zero
 from epp.core.prompt.blocks import HASH_BYTES
 from epp.core.types import BYTES_PER_TOKEN
 from epp.plugins.contract import (
+    Abilities,
     Affinity,
     AffinityIndex,
     Duration,
     Floats,
     InferenceRequest,
+    Origin,
     Parameters,
     Seconds,
 )
@@ -50,6 +52,7 @@ class PrebleTreeSettings(Parameters, frozen=True):
     """AIBrix's constants, but for the size of a block and the limits of the tree: it has none."""
 
     type_name: ClassVar[str] = "preble-tree-producer"
+    abilities: ClassVar[Abilities] = Abilities(origin=Origin.DECIDED, counts_blocks=True)
 
     block_tokens: Annotated[int, Meta(ge=1)] = 16
     """Tokens in a block; AIBrix's tree is by the token."""

@@ -8,7 +8,14 @@ from msgspec import Meta
 
 from epp.core.prompt.blocks import HASH_BYTES
 from epp.core.types import BYTES_PER_TOKEN
-from epp.plugins.contract import Affinity, AffinityIndex, InferenceRequest, Parameters, Seconds
+from epp.plugins.contract import (
+    Abilities,
+    Affinity,
+    AffinityIndex,
+    InferenceRequest,
+    Parameters,
+    Seconds,
+)
 
 _LEVELS_MAX: Final = 12
 """Lengths that are looked at: the shortest, twice that, up to 2,048 times."""
@@ -23,8 +30,7 @@ class PrefixPopularitySettings(Parameters, frozen=True):
     """
 
     type_name: ClassVar[str] = "prefix-popularity-producer"
-    is_belief: ClassVar[bool] = False
-    """It tells what prompts have in common and not what endpoints hold."""
+    abilities: ClassVar[Abilities] = Abilities(counts_blocks=True)
 
     block_tokens: Annotated[int, Meta(ge=16, le=4_096)] = 64
     blocks_min: Annotated[int, Meta(ge=1, le=64)] = 4

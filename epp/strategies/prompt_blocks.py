@@ -7,9 +7,11 @@ from msgspec import Meta
 
 from epp.core.types import BYTES_PER_TOKEN
 from epp.plugins.contract import (
+    Abilities,
     Affinity,
     AffinityIndex,
     InferenceRequest,
+    Origin,
     Parameters,
     Seconds,
 )
@@ -20,6 +22,7 @@ class PromptBlocksSettings(Parameters, frozen=True):
     """Says of what size blocks are to be, so that replayed traces have them too."""
 
     type_name: ClassVar[str] = "prompt-blocks-producer"
+    abilities: ClassVar[Abilities] = Abilities(origin=Origin.DECIDED, counts_blocks=True)
 
     block_tokens: Annotated[int, Meta(ge=1)] = 64
     """Tokens in a block."""

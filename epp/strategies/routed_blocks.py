@@ -15,10 +15,12 @@ from msgspec import Meta
 
 from epp.core.types import BYTES_PER_TOKEN
 from epp.plugins.contract import (
+    Abilities,
     Affinity,
     AffinityIndex,
     InferenceRequest,
     Ints,
+    Origin,
     Parameters,
     Seconds,
 )
@@ -40,6 +42,7 @@ class RoutedBlocksSettings(Parameters, frozen=True):
     """
 
     type_name: ClassVar[str] = "routed-blocks-producer"
+    abilities: ClassVar[Abilities] = Abilities(origin=Origin.DECIDED, counts_blocks=True)
 
     block_tokens: Annotated[int, Meta(ge=1, le=4_096)] = 64
     """Tokens in a block, 4 bytes each."""

@@ -8,6 +8,7 @@ import xxhash
 from msgspec import Meta, Struct
 
 from epp.plugins.contract import (
+    Abilities,
     Affinity,
     AffinityIndex,
     InferenceRequest,
@@ -28,6 +29,7 @@ class UserTokensSettings(Parameters, frozen=True):
     """Tokens in, and twice those out that are estimated to follow."""
 
     type_name: ClassVar[str] = "user-tokens-producer"
+    abilities: ClassVar[Abilities] = Abilities(names_sessions=True)
 
     header_name: Annotated[str, Meta(min_length=1)] = "user"
     """Request header with the user; where it is not sent the session stands for one."""

@@ -15,6 +15,7 @@ from epp.configuration.config import DEFAULT_CONFIG, ConfigError, load_config
 from epp.configuration.flags import CheckFlags, parse_serve
 from epp.configuration.live import LiveConfiguration
 from epp.core.decision.failures import Interrupted
+from epp.core.knowledge.index import Abilities
 from epp.core.parameters import Parameters
 from epp.plugins import FILTERS, PICKERS, SCORERS
 from epp.plugins.contract import Affinity
@@ -205,6 +206,8 @@ class OddIndex:
 
 class OddIndexSettings(Sound, frozen=True):
     broken: str = ""
+
+    abilities: ClassVar = Abilities()
 
     def open(self):
         if self.broken == "open":

@@ -9,6 +9,7 @@ from typing import ClassVar
 import numpy as np
 import pytest
 
+from epp.core.knowledge.index import Abilities
 from epp.plugins.contract import Affinity, Parameters
 from epp.strategies.cost import scores_of_cost
 from epp.testing import ContractError, check_plugin
@@ -246,6 +247,8 @@ class SessionsSettings(Parameters, frozen=True):
 
     type_name = "sessions-producer"
     limit: int = 50
+
+    abilities: ClassVar = Abilities()
 
     def open(self):
         return Sessions(self.limit)

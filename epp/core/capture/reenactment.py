@@ -317,7 +317,7 @@ class Reenactment:
 def _block_sizes(settings: SchedulerSettings) -> list[int]:
     """Tokens in a block, of all indexes that count blocks."""
     indexes: list[Any] = [*settings.indexes.values()]
-    sizes = [index.block_tokens for index in indexes if hasattr(index, "block_tokens")]
+    sizes = [index.block_tokens for index in indexes if index.abilities.counts_blocks]
     return list(dict.fromkeys([settings.block_tokens, *sizes]))
 
 

@@ -6,7 +6,7 @@ that fails costs no decision: from the first failure on it is told nothing more.
 
 import math
 from collections.abc import Callable
-from typing import Final
+from typing import Any, Final
 
 import xxhash
 
@@ -255,8 +255,9 @@ def _ignored(_: object) -> None:
 
 def _session_headers(settings: SchedulerSettings) -> tuple[str, ...]:
     """By which indexes of the configuration tell sessions apart."""
-    named = (getattr(index, "header_name", "") for index in settings.indexes.values())
-    return tuple(dict.fromkeys([*(name.lower() for name in named if name), SESSION_HEADER]))
+    indexes: list[Any] = [*settings.indexes.values()]
+    named = [index.header_name for index in indexes if index.abilities.names_sessions]
+    return tuple(dict.fromkeys([*(name.lower() for name in named), SESSION_HEADER]))
 
 
 def _ended(number: int, outcome: Outcome, now: Seconds) -> Ended:

@@ -8,7 +8,7 @@ same calls with the same seed give the same decisions, in production and in the 
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from random import Random
-from typing import Final, Protocol
+from typing import Any, Final, Protocol
 
 import numpy as np
 from msgspec import Struct, structs
@@ -42,7 +42,11 @@ from epp.core.knowledge.index import (
     AffinityIndex,
     AffinityIndexSettings,
     CountsInflight,
+    LimitsMemory,
+    MeasuresItself,
     SharedIndex,
+    joined,
+    missing_verbs,
 )
 from epp.core.knowledge.inflight import Ending, InflightLedger, Lease
 from epp.core.knowledge.load_report import read_load_report
@@ -60,8 +64,6 @@ from epp.core.types import Endpoint, Refusal, RefusalReason, Seconds
 
 SENT_MAX: Final = 16_384
 """Decisions that wait to be told to peers: of more the oldest are not told."""
-
-_INDEX_VERBS: Final = ("match", "record", "retract", "forget", "expire", "resize")
 
 
 class Decision(Struct, frozen=True, kw_only=True):
@@ -153,6 +155,9 @@ class Scheduler:
         """Those among them of which peers can be told, in the order in which they match."""
         self._counting: dict[str, CountsInflight] = {}
         """Those among them that are told when a request ends."""
+        self.measuring: dict[str, MeasuresItself] = {}
+        """Those among them that are shown among the metrics."""
+        self._limited: dict[str, LimitsMemory] = {}
         for name in settings.indexes:
             self._open(name)
         self.replicas_unheard = 0
@@ -227,6 +232,10 @@ class Scheduler:
             for name, index in self.indexes.items()
             if (known := self._match(name, index, request, now)) is not None
         }
+        if len(self.settings.joined) > 1:
+            known = self._joined(affinities)
+            if known is not None:
+                affinities[self.settings.prefix] = known
         request = self._at_this_moment(request, affinities)
         candidates = self._candidates(slots, affinities, request, now)
         if request.priority < 0 and self.settings.saturation.saturation(candidates) >= 1.0:
@@ -289,11 +298,8 @@ class Scheduler:
         if slot is None:
             self.ledger.close(lease, now)
             return Effects(moved=True)
-        matched = 0
+        matched = self._matched_at(request, slot, now)
         for name, index in self.indexes.items():
-            if name == self.settings.prefix:
-                known = self._match(name, index, request, now)
-                matched = 0 if known is None else int(known.matched[slot])
             self._record(name, index, lease, slot, now)
         if self.sent is not None:
             self.sent.append(Sent(request, slot, now))
@@ -347,7 +353,7 @@ class Scheduler:
             else:
                 restarted.append(name)
                 self._open(name)
-        self._find_abilities()
+        self._read_abilities()
         self._set_speeds(now)
         self._read_profile()
         return Effects(restarted=tuple(restarted))
@@ -382,9 +388,9 @@ class Scheduler:
             self._limit(name)
 
     def _limit(self, name: str) -> None:
-        limit = getattr(self.indexes[name], "limit_memory", None)
-        if limit is not None:
-            self.failures.call(name, "limit_memory", limit, self._memory_share)
+        limited = self._limited.get(name)
+        if limited is not None:
+            self.failures.call(name, "limit_memory", limited.limit_memory, self._memory_share)
 
     def _tick(self, given: Tick, now: Seconds) -> None:
         self.ledger.close_due(now)
@@ -446,27 +452,36 @@ class Scheduler:
         """Open the index `name` anew; if that fails, nothing is remembered under it."""
         self._sizes.clear()
         try:
-            index = self.settings.indexes[name].open()
-            missing = [verb for verb in _INDEX_VERBS if not callable(getattr(index, verb, None))]
+            settings = self.settings.indexes[name]
+            index = settings.open()
+            missing = missing_verbs(settings.abilities, index)
         except BaseException as error:  # noqa: BLE001  the boundary of a plugin
             self.failures.raised(name, "open", error)
         else:
             if not missing:
                 self.indexes[name] = index
+                self._read_abilities()
                 self._limit(name)
-                self._find_abilities()
                 return
             fault = f"{type(index).__name__}, expected an index with {', '.join(missing)}"
             self.failures.returned(name, "open", fault)
         self.indexes.pop(name, None)
-        self._find_abilities()
+        self._read_abilities()
 
-    def _find_abilities(self) -> None:
-        self.shared = {
-            name: index for name, index in self.indexes.items() if isinstance(index, SharedIndex)
-        }
-        self._counting = {
-            name: index for name, index in self.indexes.items() if isinstance(index, CountsInflight)
+    def _read_abilities(self) -> None:
+        """Which indexes do what: as their settings declare."""
+        self.shared = self._able("shares")
+        self.measuring = self._able("measures")
+        self._counting = self._able("counts_inflight")
+        self._limited = self._able("limits_memory")
+
+    def _able(self, ability: str) -> dict[str, Any]:
+        """The indexes with one of `VERBS`, which were checked to have its verbs."""
+        settings = self.settings.indexes
+        return {
+            name: index
+            for name, index in self.indexes.items()
+            if getattr(settings[name].abilities, ability)
         }
 
     def _adopt(self, name: str, settings: AffinityIndexSettings, index: AffinityIndex) -> bool:
@@ -610,6 +625,23 @@ class Scheduler:
         endpoint = self.pool.columns.endpoints[slot]
         assert endpoint is not None, f"slot {slot} is empty"
         return endpoint
+
+    def _joined(self, affinities: Mapping[str, Affinity]) -> Affinity | None:
+        """What the indexes that fill `matched_blocks` know together; None: all of them failed."""
+        names = self.settings.joined or (self.settings.prefix,)
+        known = [affinities[name] for name in names if name in affinities]
+        return joined(known) if known else None
+
+    def _matched_at(self, request: InferenceRequest, slot: int, now: Seconds) -> int:
+        """Blocks of `request` that the endpoint in `slot` is believed to hold."""
+        affinities = {
+            name: known
+            for name in self.settings.joined or (self.settings.prefix,)
+            if name in self.indexes
+            and (known := self._match(name, self.indexes[name], request, now)) is not None
+        }
+        known = self._joined(affinities)
+        return 0 if known is None else int(known.matched[slot])
 
     def _record(
         self, name: str, index: AffinityIndex, lease: Lease, slot: int, now: Seconds

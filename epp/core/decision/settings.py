@@ -21,6 +21,8 @@ class SchedulerSettings(Struct, frozen=True, kw_only=True):
     """By the name of the producer in the configuration, in the order in which they match."""
     prefix: str = ""
     """Which of `indexes` fills `matched_blocks`; "" if none does."""
+    joined: tuple[str, ...] = ()
+    """Those that fill it together, each of another origin, `prefix` among them; (): it alone."""
     block_tokens: int = 64
     """Tokens in a block of that index."""
     beliefs: tuple[str, ...] = ()

@@ -12,7 +12,7 @@ from msgspec import Meta, Struct
 
 from epp.core.duration import Duration, check_above_zero
 from epp.core.knowledge.candidates import Affinity
-from epp.core.knowledge.index import AffinityIndex
+from epp.core.knowledge.index import Abilities, AffinityIndex
 from epp.core.prompt.request import InferenceRequest
 from epp.core.types import Seconds
 
@@ -32,6 +32,7 @@ class SessionIndexSettings(
     """
 
     type_name: ClassVar[str] = "session-id-producer"
+    abilities: ClassVar[Abilities] = Abilities(names_sessions=True, shares=True)
 
     header_name: Annotated[str, Meta(min_length=1)] = "x-session-id"
     """Request header with the session id, used where the request has no `session_id` of its own."""
@@ -168,6 +169,7 @@ class NoHitLruSettings(
     """The memory behind `no-hit-lru-scorer`; not written in a configuration by hand."""
 
     type_name: ClassVar[str] = "no-hit-lru-producer"
+    abilities: ClassVar[Abilities] = Abilities(shares=True)
 
     lru_size: Annotated[int, Meta(ge=1)] = 1_024
     """Endpoints that are remembered."""

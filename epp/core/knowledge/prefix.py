@@ -40,7 +40,7 @@ from msgspec import Meta, Struct
 
 from epp.core.duration import Duration, check_above_zero
 from epp.core.knowledge.candidates import Affinity, Ints
-from epp.core.knowledge.index import AffinityIndex
+from epp.core.knowledge.index import Abilities, AffinityIndex, IndexMeasures, Origin
 from epp.core.prompt.blocks import HASH_BYTES, HASH_SCHEME
 from epp.core.prompt.request import InferenceRequest
 from epp.core.types import BYTES_PER_TOKEN, Seconds
@@ -78,6 +78,13 @@ class PrefixIndexSettings(
     """`approx-prefix-cache-producer`; parameters as in the reference picker, and two of ours."""
 
     type_name: ClassVar[str] = "approx-prefix-cache-producer"
+    abilities: ClassVar[Abilities] = Abilities(
+        origin=Origin.DECIDED,
+        counts_blocks=True,
+        shares=True,
+        limits_memory=True,
+        measures=True,
+    )
 
     auto_tune: bool = True
     """Take the capacity of each endpoint from its engine's metrics where they tell it."""
@@ -286,6 +293,22 @@ class PrefixIndex:
             return -1
         # A table keeps the order of joining: a newer stamp changes nothing, a split copies it.
         return next(iter(deepest.holders))
+
+    def measures(self) -> IndexMeasures:
+        """For the metrics; `MeasuresItself`."""
+        told = self.statistics
+        return IndexMeasures(
+            entries=self.entries,
+            memory_bytes=self.bytes_estimated,
+            lookups={"full": told.full_hits, "partial": told.partial_hits, "none": told.no_hits},
+            known_from_peers=told.known_from_peers,
+            evictions={
+                "capacity": told.evicted_capacity,
+                "ttl": told.evicted_ttl,
+                "memory": told.evicted_memory,
+                "forgotten": told.evicted_forgotten,
+            },
+        )
 
     @property
     def bytes_estimated(self) -> int:

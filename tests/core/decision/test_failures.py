@@ -26,6 +26,7 @@ from epp.core.decision.scheduler import Decision, Scheduler
 from epp.core.decision.settings import SchedulerSettings
 from epp.core.knowledge.affinity import SessionIndexSettings
 from epp.core.knowledge.candidates import Affinity
+from epp.core.knowledge.index import Abilities
 from epp.core.knowledge.inflight import Outcome
 from epp.core.parameters import Parameters
 from epp.core.types import EndpointMetrics
@@ -301,6 +302,8 @@ class Index:
 class IndexSettings(Parameters, frozen=True):
     type_name: ClassVar[str] = "last-slot-producer"
     does: dict[str, object] = field(default_factory=dict)
+
+    abilities: ClassVar = Abilities()
 
     def open(self):
         return self.does["open"]() if "open" in self.does else Index(self.does)

@@ -1,5 +1,7 @@
 """Indexes that count what is in flight hear of the end of each request once, however it ends."""
 
+from typing import ClassVar
+
 import msgspec
 import pytest
 
@@ -8,6 +10,7 @@ from epp.core.decision.inputs import PoolReplaced, RequestEnded, ServedBy, Tick
 from epp.core.decision.scheduler import Scheduler
 from epp.core.knowledge.affinity import SessionIndexSettings
 from epp.core.knowledge.candidates import Affinity
+from epp.core.knowledge.index import Abilities
 from epp.core.knowledge.inflight import Ending, Outcome
 from tests.builders import affinity, endpoint, request
 
@@ -49,6 +52,8 @@ class Heard:
 
 class HeardSettings(msgspec.Struct, frozen=True):
     index: Heard
+
+    abilities: ClassVar = Abilities(counts_inflight=True)
 
     def open(self):
         return self.index

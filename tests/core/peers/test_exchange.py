@@ -3,6 +3,7 @@
 import tracemalloc
 from asyncio import CancelledError
 from random import Random
+from typing import ClassVar
 
 import msgspec
 import numpy as np
@@ -16,6 +17,7 @@ from epp.core.decision.scheduler import Scheduler
 from epp.core.decision.settings import SchedulerSettings
 from epp.core.knowledge.affinity import NoHitLruSettings, SessionIndexSettings
 from epp.core.knowledge.candidates import Affinity
+from epp.core.knowledge.index import Abilities
 from epp.core.knowledge.inflight import Outcome
 from epp.core.knowledge.prefix import PrefixIndexSettings
 from epp.core.peers.exchange import (
@@ -691,6 +693,8 @@ class Failing:
 
 class FailingSettings(msgspec.Struct, frozen=True):
     kind: type[BaseException]
+
+    abilities: ClassVar = Abilities()
 
     def open(self):
         return Failing(self.kind)

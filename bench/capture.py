@@ -15,8 +15,10 @@ from epp.configuration.build import build_settings, default_config, plugin_table
 from epp.core.capture.events import Configured, Note
 from epp.core.capture.lines import Salt
 from epp.core.capture.transcript import Origin, Transcript
-from epp.core.capture.witness import Sample, WitnessedScheduler
-from epp.core.decision.scheduler import Decision, Scheduler, SchedulerSettings
+from epp.core.capture.witness import CaptureWitness, Sample
+from epp.core.decision.inputs import PageScraped, PoolReplaced, RequestEnded
+from epp.core.decision.scheduler import Decision, Scheduler
+from epp.core.decision.settings import SchedulerSettings
 from epp.core.knowledge.inflight import Outcome
 from epp.core.prompt.request import InferenceRequest
 from epp.core.types import ApiKind, Endpoint, EndpointMetrics
@@ -39,16 +41,18 @@ def requests(prompt_bytes: int, conversations: int) -> Iterator[tuple[bytes, ...
 
 
 def ready(scheduler: Scheduler) -> Scheduler:
-    scheduler.replace(
-        [
-            Endpoint(endpoint_id=f"uid-{at}", name=f"pod-{at}", address=f"10.0.0.{at}:8000")
-            for at in range(ENDPOINTS)
-        ],
+    scheduler.take(
+        PoolReplaced(
+            [
+                Endpoint(endpoint_id=f"uid-{at}", name=f"pod-{at}", address=f"10.0.0.{at}:8000")
+                for at in range(ENDPOINTS)
+            ]
+        ),
         0.0,
     )
     for slot in range(ENDPOINTS):
         metrics = EndpointMetrics(waiting_requests=0, running_requests=4, kv_cache_usage=0.3)
-        scheduler.observe(slot, metrics, 0.0)
+        scheduler.take(PageScraped(slot, metrics), 0.0)
     return scheduler
 
 
@@ -63,10 +67,11 @@ def request_us(scheduler: Scheduler, prompts: Iterator[tuple[bytes, ...]], calls
             prompts=prompt,
             prompt_tokens=len(prompt[0]) // 4,
             session_id="",
+            segments=scheduler.segments,
         )
         decision = scheduler.schedule(request, 0.1)
         assert isinstance(decision, Decision)
-        scheduler.complete(decision.lease, Outcome(status=200), 0.2)
+        scheduler.take(RequestEnded(decision.lease, Outcome(status=200)), 0.2)
 
     return best_us(one, lambda: list(itertools.islice(prompts, calls)), batches=BATCHES)
 
@@ -85,13 +90,14 @@ def size_rows(size_kb: int) -> list[tuple[str, str]]:
 
     def witnessed(share: float) -> Scheduler:
         notes.clear()
-        return WitnessedScheduler(
-            settings,
-            seed=1,
+        scheduler = Scheduler(settings, seed=1)
+        scheduler.witness = CaptureWitness(
+            scheduler,
             sample=Sample(share, 1),
             tell=notes.append if share == 1.0 else lambda _: None,
             failed=lambda error: print(repr(error)),
         )
+        return scheduler
 
     def took_us(scheduler: Scheduler) -> float:
         return request_us(ready(scheduler), requests(size_kb * 1024, conversations), calls)

@@ -28,6 +28,7 @@ from prometheus_client import CollectorRegistry
 from bench.timing import best_us
 from epp.configuration.build import build_settings, default_config, plugin_tables
 from epp.configuration.config import PickerConfig, load_config
+from epp.core.decision.inputs import PageScraped, PoolReplaced, RequestEnded
 from epp.core.decision.scheduler import Decision, Scheduler
 from epp.core.knowledge.inflight import Outcome
 from epp.core.prompt.blocks import KnownSegments, hash_blocks
@@ -76,15 +77,17 @@ class Pool:
         self.scheduler = Scheduler(build_settings(config), seed=1)
         self.now = now
         self._random = Random("bench:pool")
-        self.scheduler.replace(
-            [
-                Endpoint(
-                    endpoint_id=f"uid-{number}:8000",
-                    name=f"default/vllm-{number}",
-                    address=f"10.0.{number // 250}.{number % 250 + 1}:8000",
-                )
-                for number in range(endpoints)
-            ],
+        self.scheduler.take(
+            PoolReplaced(
+                [
+                    Endpoint(
+                        endpoint_id=f"uid-{number}:8000",
+                        name=f"default/vllm-{number}",
+                        address=f"10.0.{number // 250}.{number % 250 + 1}:8000",
+                    )
+                    for number in range(endpoints)
+                ]
+            ),
             self.now,
         )
         self.scrape()
@@ -100,7 +103,7 @@ class Pool:
                 block_size_tokens=16,
                 blocks_total=POD_BLOCKS,
             )
-            self.scheduler.observe(slot, metrics, self.now)
+            self.scheduler.take(PageScraped(slot, metrics), self.now)
 
 
 class Chats:
@@ -292,12 +295,13 @@ def schedule_us(endpoints: int, blocks: int, config: PickerConfig | None = None)
                 model="llama",
                 prompts=(prompt,),
                 prompt_tokens=64 * blocks,
+                segments=scheduler.segments,
             )
 
     def complete() -> None:
         for decision in decided:
             assert isinstance(decision, Decision), decision
-            scheduler.complete(decision.lease, Outcome(), pool.now)
+            scheduler.take(RequestEnded(decision.lease, Outcome()), pool.now)
         decided.clear()
 
     return best_us(

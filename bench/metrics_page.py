@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from prometheus_client import CollectorRegistry, generate_latest
 
 from bench.decision import Pool
+from epp.core.decision.inputs import RequestEnded
 from epp.core.decision.scheduler import Decision
 from epp.core.knowledge.inflight import Outcome
 from epp.core.prompt.request import InferenceRequest
@@ -73,7 +74,7 @@ def exported(models: int, endpoints: int) -> tuple[CollectorRegistry, Telemetry]
             prompt_tokens=128,
             predicted_hit_tokens=64,
         )
-        scheduler.complete(decision.lease, Outcome(), pool.now)
+        scheduler.take(RequestEnded(decision.lease, Outcome()), pool.now)
     return registry, telemetry
 
 

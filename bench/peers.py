@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from random import Random
 
 from bench.decision import Pool
+from epp.core.decision.inputs import RequestEnded
 from epp.core.decision.scheduler import Decision
 from epp.core.knowledge.inflight import Outcome
 from epp.core.peers.exchange import OUTGOING_INTERVAL_S, PeerExchange
@@ -72,7 +73,7 @@ def _live() -> list[tuple[str, str]]:
         for frame in receiver.outgoing(now):
             sender.receive(frame, now, receiver.origin)
         for decision in decided:
-            pools[0].scheduler.complete(decision.lease, Outcome(), now)
+            pools[0].scheduler.take(RequestEnded(decision.lease, Outcome()), now)
         if turn >= WARM_TURNS:
             spent_s["tell"].append(told_s - started_s)
             spent_s["learn"].append(learnt_s - told_s)

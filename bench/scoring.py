@@ -4,11 +4,13 @@ from collections.abc import Callable
 from random import Random
 
 import numpy as np
+from msgspec import structs
 
 from bench.timing import best_us
 from epp.core.decision.failures import PluginFailures
 from epp.core.decision.profile import SchedulingProfile, WeightedScorer
 from epp.core.knowledge.candidates import Affinity, Candidates, Columns
+from epp.core.moment import Moment
 from epp.core.prompt.request import InferenceRequest
 from epp.core.session_tokens import SessionTokens
 from epp.core.types import AdapterReport, Endpoint
@@ -67,10 +69,13 @@ def run() -> list[tuple[str, str]]:
     request = InferenceRequest(
         request_id="one",
         model="adapter-1",
-        session_tokens=SessionTokens((b"bench",)),
+        moment=Moment(session_tokens=SessionTokens((b"bench",))),
     )
     without, with_adapters = pool(adapters=False), pool(adapters=True)
-    request.headers = {"x-session-token": request.session_tokens.of(without.endpoints[7])}
+    request = structs.replace(
+        request,
+        headers={"x-session-token": request.moment.session_tokens.of(without.endpoints[7])},
+    )
     random = Random("bench:picker")
     sums = np.random.default_rng(2).random(ENDPOINTS)
     rows: list[tuple[str, str]] = []

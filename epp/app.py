@@ -21,8 +21,17 @@ from epp.configuration.config import CONFIG_MAX_BYTES, ConfigError
 from epp.configuration.flags import ServeFlags
 from epp.configuration.live import LiveConfiguration, Offer
 from epp.configuration.memory_plan import memory_plan
-from epp.core.capture.witness import WitnessedScheduler
-from epp.core.decision.scheduler import Scheduler, SchedulerSettings
+from epp.core.capture.witness import CaptureWitness
+from epp.core.decision.inputs import (
+    IndexMemoryLimited,
+    PageScraped,
+    PoolReplaced,
+    Reconfigured,
+    ScrapeFailed,
+    Tick,
+)
+from epp.core.decision.scheduler import Scheduler
+from epp.core.decision.settings import SchedulerSettings
 from epp.core.peers.exchange import PeerExchange
 from epp.core.protocol.budget import BodyBudget
 from epp.core.protocol.session import SessionSettings
@@ -426,7 +435,7 @@ class EndpointPicker:
         reports = self._reports()
         while True:
             await asyncio.sleep(TICK_S)
-            self.scheduler.tick(time.monotonic())
+            self.scheduler.take(Tick(), time.monotonic())
             self._expect_peers()
             self.telemetry.fold()
             self._asked()
@@ -523,7 +532,7 @@ class EndpointPicker:
         try:
             offer = self.live.read(content, told_by, len(self._found.endpoints))
             settings = _settings(offer)
-            restarted = self.scheduler.configure(settings, time.monotonic())
+            restarted = self.scheduler.take(Reconfigured(settings), time.monotonic()).restarted
         except ConfigError as error:
             self.telemetry.config_rejected()
             for problem in error.problems:
@@ -551,7 +560,7 @@ class EndpointPicker:
             hash=self.live.hash,
             generation=self.live.generation,
             changes=list(offer.changes),
-            indexes_started_anew=restarted,
+            indexes_started_anew=list(restarted),
         )
         what = "; ".join(offer.changes) or "no change in effect"
         self._tell(applied=True, message=f"generation {self.live.generation}: {what}")
@@ -614,7 +623,7 @@ class EndpointPicker:
         """The pool is now `found`, scraped where the configuration says."""
         self._found = found
         endpoints = scraped_from(found.endpoints, self.live.config.metrics.source)
-        self.scheduler.replace(endpoints, time.monotonic())
+        self.scheduler.take(PoolReplaced(endpoints), time.monotonic())
         self._scraper.replace(endpoints)
         self._first_tokens.replace([endpoint.endpoint_id for endpoint in endpoints])
         self.telemetry.endpoints_replaced(endpoints)
@@ -649,23 +658,22 @@ class EndpointPicker:
         return self._scraped
 
     def _open_scheduler(self, settings: SchedulerSettings, seed: int) -> Scheduler:
-        if self.capture is None:
-            return Scheduler(settings, seed=seed)
-        self.capture.configured(self.live, len(self._found.endpoints))
-        return WitnessedScheduler(
-            settings,
-            seed=seed,
-            sample=self.capture.sample,
-            tell=self.capture.tell,
-            failed=self.capture.failed,
-        )
+        scheduler = Scheduler(settings, seed=seed)
+        if self.capture is not None:
+            self.capture.configured(self.live, len(self._found.endpoints))
+            scheduler.witness = CaptureWitness(
+                scheduler,
+                sample=self.capture.sample,
+                tell=self.capture.tell,
+                failed=self.capture.failed,
+            )
+        return scheduler
 
-    def _configure(self, settings: SchedulerSettings, endpoints: int) -> list[str]:
+    def _configure(self, settings: SchedulerSettings, endpoints: int) -> None:
         """Decide by `settings`, which are of what is in force in a pool of so many `endpoints`."""
-        restarted = self.scheduler.configure(settings, time.monotonic())
+        self.scheduler.take(Reconfigured(settings), time.monotonic())
         if self.capture is not None:
             self.capture.configured(self.live, endpoints)
-        return restarted
 
     def _open_exchange(self) -> tuple[PeerExchange, Identity]:
         """What is told among replicas, and who we are there.
@@ -686,7 +694,9 @@ class EndpointPicker:
     def _expect_peers(self) -> None:
         """Replicas that decide and are not heard; those that stand by decide nothing."""
         if self.flags.shares and not self.flags.ha_enable_leader_election:
-            self.exchange.expect(1 + max(self.flags.replicas_besides, self.peers.known))
+            self.exchange.expect(
+                1 + max(self.flags.replicas_besides, self.peers.known), time.monotonic()
+            )
 
     def _asked(self) -> None:
         """An endpoint was scraped, be it in vain."""
@@ -699,7 +709,7 @@ class EndpointPicker:
         slot = self.scheduler.pool.slot_of(endpoint)
         if slot is not None:
             now = time.monotonic()
-            self.scheduler.observe(slot, metrics, now)
+            self.scheduler.take(PageScraped(slot, metrics), now)
             self._first_tokens.observe(endpoint.endpoint_id, metrics, now)
         self._asked()
 
@@ -715,7 +725,7 @@ class EndpointPicker:
         return bool(columns.inflight_requests[slot] or columns.saturated[slot])
 
     def _pressed(self, pressure: MemoryPressure) -> None:
-        self.scheduler.limit_memory(pressure.index_share)
+        self.scheduler.take(IndexMemoryLimited(pressure.index_share), time.monotonic())
         self.sessions.pass_from(LONG_BODY_BYTES if pressure.bodies_pass else None)
         _log.warning(
             "memory pressure changed",
@@ -728,7 +738,7 @@ class EndpointPicker:
         self.telemetry.scrape_failed(kind)
         slot = self.scheduler.pool.slot_of(endpoint)
         if slot is not None:
-            self.scheduler.observe_failure(slot, answered=kind.answered)
+            self.scheduler.take(ScrapeFailed(slot=slot, answered=kind.answered), time.monotonic())
         self._asked()
         _log.debug("scrape failed", endpoint=endpoint.name, kind=kind, problem=sentence)
 

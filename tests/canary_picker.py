@@ -17,6 +17,8 @@ from epp import __main__ as command
 from epp.configuration.live import LiveConfiguration
 from epp.core.decision.profile import SchedulingProfile
 from epp.core.decision.scheduler import Scheduler
+from epp.core.knowledge.inflight import InflightLedger
+from epp.core.knowledge.pool import EndpointPool
 from epp.core.knowledge.prefix import PrefixIndex
 from epp.core.protocol.session import Session
 from epp.core.protocol.usage import UsageReader
@@ -43,8 +45,8 @@ STREAM = {
     "closed": (Session, "closed"),
     "parse": (epp.core.protocol.session, "parse_request"),
     "schedule": (Scheduler, "schedule"),
-    "complete": (Scheduler, "complete"),
-    "first-output": (Scheduler, "first_output"),
+    "complete": (InflightLedger, "close"),
+    "first-output": (InflightLedger, "first_output"),
     "match": (PrefixIndex, "match"),
     "record": (PrefixIndex, "record"),
     "filter": (SchedulingProfile, "filter"),
@@ -83,12 +85,12 @@ PAGES = {
 OTHERS = {
     "scrape": (PageReader, "read"),
     "reload": (LiveConfiguration, "read"),
-    "configure": (Scheduler, "configure"),
-    "replace": (Scheduler, "replace"),
+    "configure": (Scheduler, "_read_profile"),
+    "replace": (EndpointPool, "replace"),
     "watch": (ListWatch, "line"),
 }
 """Fail beside requests."""
-LAST = {"tick": (Scheduler, "tick")}
+LAST = {"tick": (InflightLedger, "close_due")}
 """Ends the process."""
 
 

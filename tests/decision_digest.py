@@ -11,6 +11,7 @@ from random import Random
 
 from epp.configuration.build import build_settings, plugin_tables
 from epp.configuration.config import load_config
+from epp.core.decision.inputs import PageScraped, PoolReplaced, RequestEnded, Tick
 from epp.core.decision.scheduler import Decision, Scheduler
 from epp.core.knowledge.inflight import Ending, Outcome
 from epp.core.prompt.request import InferenceRequest
@@ -76,7 +77,7 @@ def decision_digest(seed, picker):
     traffic = Random("traffic")
     now = 0.0
     open_leases = []
-    scheduler.replace([endpoint(i) for i in range(ENDPOINTS)], now)
+    scheduler.take(PoolReplaced([endpoint(i) for i in range(ENDPOINTS)]), now)
     for number in range(REQUESTS):
         now += traffic.expovariate(50.0)
         if number % 10 == 0:
@@ -84,16 +85,19 @@ def decision_digest(seed, picker):
         if number % 100 == 99:
             # One leaves, another restarts.
             staying = [i for i in range(ENDPOINTS) if i != number // 100]
-            scheduler.replace(
-                [endpoint(i, incarnation=str(number if i == 7 else 0)) for i in staying], now
+            scheduler.take(
+                PoolReplaced(
+                    [endpoint(i, incarnation=str(number if i == 7 else 0)) for i in staying]
+                ),
+                now,
             )
         while open_leases and traffic.random() < 0.5:
             lease = open_leases.pop(traffic.randrange(len(open_leases)))
             outcome = Outcome(
                 ending=traffic.choice(list(Ending)), status=traffic.choice([200, 200, 503])
             )
-            scheduler.complete(lease, outcome, now)
-        scheduler.tick(now)
+            scheduler.take(RequestEnded(lease, outcome), now)
+        scheduler.take(Tick(), now)
         request = _request(number, traffic)
         decided = scheduler.schedule(request, now)
         if isinstance(decided, Decision):
@@ -115,7 +119,7 @@ def _scrape(scheduler, traffic, now):
                     active=frozenset(traffic.sample(ADAPTERS, 2)), slots_max=traffic.choice([2, 4])
                 ),
             )
-            scheduler.observe(slot, found, now)
+            scheduler.take(PageScraped(slot, found), now)
 
 
 def _request(number, traffic):

@@ -24,6 +24,7 @@ from epp.app import EndpointPicker, StartError, _until_signal, loop_factory
 from epp.configuration.build import plugin_tables
 from epp.configuration.flags import parse_serve
 from epp.configuration.past_decisions import decide_again
+from epp.core.decision.inputs import PageScraped
 from epp.core.decision.scheduler import Scheduler
 from epp.core.types import EndpointMetrics
 from epp.shell.engines.scrape import Scraper
@@ -114,7 +115,7 @@ class Running:
                 found = EndpointMetrics(
                     waiting_requests=waiting[endpoint.name], running_requests=0, kv_cache_usage=0
                 )
-                self.scheduler.observe(slot, found, time.monotonic())
+                self.scheduler.take(PageScraped(slot, found), time.monotonic())
 
 
 def arguments_for(tmp_path, endpoints, config=None, objectives=None):

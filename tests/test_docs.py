@@ -18,6 +18,7 @@ from epp.configuration import flags
 from epp.configuration.build import ENTRY_POINTS, build_settings, plugin_tables
 from epp.configuration.check_config import explain
 from epp.configuration.config import load_config
+from epp.core.decision.inputs import PageScraped, PoolReplaced
 from epp.core.decision.scheduler import Decision, Scheduler
 from epp.core.prompt.request import InferenceRequest
 from epp.core.types import Endpoint, EndpointMetrics
@@ -267,9 +268,9 @@ def scheduler_of(text):
         )
         for number, zone in enumerate("abc", 1)
     ]
-    scheduler.replace(zones, 0.0)
+    scheduler.take(PoolReplaced(zones), 0.0)
     for slot, waiting in enumerate((0.0, 3.0, 30.0)):
-        scheduler.observe(slot, EndpointMetrics(waiting_requests=waiting), 0.0)
+        scheduler.take(PageScraped(slot, EndpointMetrics(waiting_requests=waiting)), 0.0)
     return scheduler
 
 

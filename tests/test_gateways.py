@@ -39,6 +39,7 @@ from envoy_data_plane.envoy.service.ext_proc import v3
 
 from epp.configuration.build import build_settings, plugin_tables
 from epp.configuration.config import load_config
+from epp.core.decision.inputs import PageScraped, PoolReplaced
 from epp.core.decision.scheduler import Scheduler
 from epp.core.protocol.session import Session, SessionSettings
 from epp.core.types import Endpoint, EndpointMetrics
@@ -91,7 +92,7 @@ class Picker:
         endpoints = [
             Endpoint(endpoint_id=name, name=name, address=address) for name, address in pool.items()
         ]
-        self.scheduler.replace(endpoints, time.monotonic())
+        self.scheduler.take(PoolReplaced(endpoints), time.monotonic())
 
     def observe(self):
         """As if just scraped: each endpoint busier than the one before it."""
@@ -99,7 +100,7 @@ class Picker:
             metrics = EndpointMetrics(
                 waiting_requests=10 * slot, running_requests=0, kv_cache_usage=0.1
             )
-            self.scheduler.observe(slot, metrics, time.monotonic())
+            self.scheduler.take(PageScraped(slot, metrics), time.monotonic())
 
 
 class Talk:

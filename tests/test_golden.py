@@ -19,8 +19,19 @@ from pathlib import Path
 
 import pytest
 
+from epp.core.decision.inputs import (
+    OutputStarted,
+    PageScraped,
+    PoolReplaced,
+    Reconfigured,
+    RequestEnded,
+    ScrapeFailed,
+    ServedBy,
+    Tick,
+)
 from epp.core.decision.profile import NamedFilter, SchedulingProfile, WeightedScorer
-from epp.core.decision.scheduler import Decision, Scheduler, SchedulerSettings
+from epp.core.decision.scheduler import Decision, Scheduler
+from epp.core.decision.settings import SchedulerSettings
 from epp.core.knowledge.inflight import Ending, Outcome
 from epp.core.knowledge.prefix import PrefixIndexSettings
 from epp.core.prompt.request import InferenceRequest
@@ -73,7 +84,7 @@ class Stage:
         if self.scheduler is None or not self.endpoints:
             self.scheduler = Scheduler(settings, seed=1)
             return []
-        restarted = self.scheduler.configure(settings, self.now)
+        restarted = self.scheduler.take(Reconfigured(settings), self.now).restarted
         return [f"configured; started anew: {', '.join(restarted) or 'nothing'}"]
 
     def pool(self, *names):
@@ -86,7 +97,7 @@ class Stage:
             )
             for name in names
         ]
-        self.scheduler.replace(self.endpoints, self.now)
+        self.scheduler.take(PoolReplaced(self.endpoints), self.now)
 
     def metrics(self, name, *words):
         values = dict(word.split("=") for word in words)
@@ -102,13 +113,13 @@ class Stage:
             adapters=adapters,
             process_started_at_s=float(values["started"]) if "started" in values else None,
         )
-        self.scheduler.observe(self.slot(name), found, self.now)
+        self.scheduler.take(PageScraped(self.slot(name), found), self.now)
 
     def refuse(self, name):
-        self.scheduler.observe_failure(self.slot(name), answered=False)
+        self.scheduler.take(ScrapeFailed(slot=self.slot(name), answered=False), 0.0)
 
     def answer_badly(self, name):
-        self.scheduler.observe_failure(self.slot(name), answered=True)
+        self.scheduler.take(ScrapeFailed(slot=self.slot(name), answered=True), 0.0)
 
     def schedule(self, number, *words):
         values = dict(word.split("=") for word in words)
@@ -134,11 +145,11 @@ class Stage:
         ]
 
     def first_output(self, number):
-        self.scheduler.first_output(self.decisions[number].lease, self.now)
+        self.scheduler.take(OutputStarted(self.decisions[number].lease), self.now)
 
     def reschedule(self, number, name):
         address = self.scheduler.pool.columns.endpoints[self.slot(name)].address
-        self.scheduler.reschedule(self.decisions[number].lease, address, self.now)
+        self.scheduler.take(ServedBy(self.decisions[number].lease, address), self.now)
 
     def complete(self, number, *words):
         values = dict(word.split("=") for word in words)
@@ -148,11 +159,11 @@ class Stage:
             status=status,
             by_gateway=values.get("by") == "gateway",
         )
-        self.scheduler.complete(self.decisions[number].lease, outcome, self.now)
+        self.scheduler.take(RequestEnded(self.decisions[number].lease, outcome), self.now)
 
     def advance(self, seconds):
         self.now += float(seconds)
-        self.scheduler.tick(self.now)
+        self.scheduler.take(Tick(), self.now)
 
     def show(self):
         columns = self.scheduler.pool.columns

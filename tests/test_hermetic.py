@@ -9,8 +9,10 @@ import json
 
 import pytest
 
+from epp.core.decision.inputs import PageScraped, PoolReplaced
 from epp.core.decision.profile import SchedulingProfile, WeightedScorer
-from epp.core.decision.scheduler import Scheduler, SchedulerSettings
+from epp.core.decision.scheduler import Scheduler
+from epp.core.decision.settings import SchedulerSettings
 from epp.core.knowledge.prefix import PrefixIndexSettings
 from epp.core.protocol.session import SessionSettings
 from epp.core.types import AdapterReport, EndpointMetrics
@@ -40,7 +42,7 @@ def pods(*rows):
         prefix=PREFIX,
     )
     scheduler = Scheduler(settings, seed=1)
-    scheduler.replace([endpoint(i) for i in range(len(rows))], 0.0)
+    scheduler.take(PoolReplaced([endpoint(i) for i in range(len(rows))]), 0.0)
     for slot, (queue, kv, *adapters) in enumerate(rows):
         metrics = EndpointMetrics(
             waiting_requests=queue,
@@ -48,7 +50,7 @@ def pods(*rows):
             kv_cache_usage=kv,
             adapters=AdapterReport(active=frozenset(adapters)),
         )
-        scheduler.observe(slot, metrics, 0.0)
+        scheduler.take(PageScraped(slot, metrics), 0.0)
     return scheduler
 
 

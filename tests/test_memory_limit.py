@@ -8,6 +8,7 @@ SCRIPT = """
 import json, random, sys
 from epp.app import EndpointPicker
 from epp.configuration.flags import parse_serve
+from epp.core.decision.inputs import Tick
 from epp.core.prompt.request import InferenceRequest
 from epp.shell.files.memory import resident_bytes
 
@@ -19,7 +20,7 @@ for number in range(150_000):
     chains = {256: (dice.randbytes(8),)}
     index.record(InferenceRequest(request_id="", chains=chains), number % 64, number / 10_000)
     if number % 1_000 == 0:
-        picker.scheduler.tick(number / 10_000)
+        picker.scheduler.take(Tick(), number / 10_000)
         picker.memory_return.weigh()
         most = max(most, resident_bytes())
 print(json.dumps({

@@ -12,6 +12,7 @@ import pytest
 
 from epp.app import EndpointPicker
 from epp.configuration.flags import parse_serve
+from epp.core.decision.inputs import PageScraped, PoolReplaced, Tick
 from epp.core.protocol.session import Session
 from epp.shell.gateway.ext_proc import PROCESS, ExtProc
 from sim.cluster.policies import SchedulerPolicy, policy_source
@@ -130,17 +131,10 @@ class Server:
             pass
 
 
-@pytest.mark.parametrize(
-    ("config", "requests"),
-    [
-        pytest.param(policy_source("default").text, 1_200, id="default"),
-        pytest.param(WEIGHTED_RANDOM, 300, id="weighted random"),
-    ],
-)
-async def test_server_and_simulator_decide_alike(tmp_path, config, requests):
-    """Equal picks, equal matched blocks, scores equal to 1e-12, over all requests."""
+async def decisions_of_both(folder, config, requests):
+    """Yields what the simulator decided and what the server decided, a pair a request."""
     given = list(arrivals(requests, rate=60.0, groups=24))
-    log, server = [], Server(tmp_path, config)
+    log, server = [], Server(folder, config)
     settings = server.scheduler.settings
     simulated = cluster(given, seed=SEED)
     simulated = type(simulated)(
@@ -153,30 +147,43 @@ async def test_server_and_simulator_decide_alike(tmp_path, config, requests):
     )
     simulated.run()
 
-    decided = matched = 0
     async with server.serving():
         for verb, now, *told in log:
             server.clock.now = now
             if verb == "route":
                 index, expected = told
-                decision = await server.route(body_of(given[index]))
-                assert decision.number == expected.number
-                assert decision.endpoint == expected.endpoint
-                assert decision.matched_blocks == expected.matched_blocks
-                assert decision.total_blocks == expected.total_blocks
-                assert decision.scorers == expected.scorers
-                parts, parts_expected = decision.scored.parts, expected.scored.parts
-                np.testing.assert_allclose(parts, parts_expected, rtol=0, atol=1e-12)
-                decided += 1
-                matched += decision.matched_blocks
+                yield expected, await server.route(body_of(given[index]))
             elif verb == "complete":
                 await server.complete(*told)
             elif verb == "observe":
                 endpoint, metrics = told
                 slot = server.scheduler.pool.slot_of(endpoint)
-                server.scheduler.observe(slot, metrics, now)
+                server.scheduler.take(PageScraped(slot, metrics), now)
             else:
-                getattr(server.scheduler, verb)(*told, now)
+                happened = PoolReplaced(*told) if verb == "replace" else Tick()
+                server.scheduler.take(happened, now)
+    assert server.scheduler.ledger.open_leases == 0
+
+
+@pytest.mark.parametrize(
+    ("config", "requests"),
+    [
+        pytest.param(policy_source("default").text, 1_200, id="default"),
+        pytest.param(WEIGHTED_RANDOM, 300, id="weighted random"),
+    ],
+)
+async def test_server_and_simulator_decide_alike(tmp_path, config, requests):
+    """Equal picks, equal matched blocks, scores equal to 1e-12, over all requests."""
+    decided = matched = 0
+    async for expected, decision in decisions_of_both(tmp_path, config, requests):
+        assert decision.number == expected.number
+        assert decision.endpoint == expected.endpoint
+        assert decision.matched_blocks == expected.matched_blocks
+        assert decision.total_blocks == expected.total_blocks
+        assert decision.scorers == expected.scorers
+        parts, parts_expected = decision.scored.parts, expected.scored.parts
+        np.testing.assert_allclose(parts, parts_expected, rtol=0, atol=1e-12)
+        decided += 1
+        matched += decision.matched_blocks
     assert decided == requests
     assert matched > requests
-    assert server.scheduler.ledger.open_leases == 0

@@ -35,7 +35,6 @@ COVERED_ELSEWHERE = {
     "epp/configuration/live.py": ("tests/test_app.py", "configurations are changed live there"),
     "epp/shell/peers/carrier.py": ("tests/shell/peers/test_pump.py", "a protocol and its nouns"),
     "epp/shell/peers/state.py": ("tests/shell/peers/test_service.py", "nouns and totals"),
-    "epp/core/knowledge/index.py": ("tests/plugins/test_contract.py", "protocols"),
     "epp/core/parameters.py": ("tests/plugins/test_contract.py", "what every plugin is made of"),
     "epp/shell/kubernetes/state.py": ("tests/shell/operators/test_telemetry.py", "nouns"),
     "sim/demo/__main__.py": ("tests/sim/demo/test_command.py", "the demo is run by it"),
@@ -48,10 +47,10 @@ COVERED_ELSEWHERE = {
         "tests/plugins/test_contract.py",
         "protocols, held by every plugin",
     ),
-    "epp/core/decision/scheduler.py": (
-        "tests/test_golden.py",
-        "its verbs are what transcripts are made of",
-    ),
+    "epp/core/moment.py": ("tests/plugins/test_agreement.py", "what scorers read of it"),
+    "epp/core/decision/inputs.py": ("tests/test_golden.py", "transcripts are made of them"),
+    "epp/core/decision/settings.py": ("tests/configuration/test_build.py", "what is built there"),
+    "epp/core/decision/scheduler.py": ("tests/test_golden.py", "it decides what is written there"),
     "epp/core/types.py": ("tests/core/knowledge/test_pool.py", "nouns"),
     "epp/configuration/document.py": (
         "tests/configuration/test_config.py",

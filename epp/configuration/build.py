@@ -15,13 +15,14 @@ from epp.configuration.config import (
     PluginTables,
     block_tokens_of,
     is_prefix,
+    joined_names,
     load_config,
 )
 from epp.core.decision.failures import Interrupted
 from epp.core.decision.plugin import Picker
-from epp.core.decision.scheduler import SchedulerSettings
+from epp.core.decision.settings import SchedulerSettings
 from epp.core.knowledge.affinity import NoHitLruSettings, SessionIndexSettings
-from epp.core.knowledge.index import AffinityIndexSettings
+from epp.core.knowledge.index import Abilities, AffinityIndexSettings
 from epp.core.knowledge.prefill_speed import PREFILL_TOKENS_PER_S
 from epp.core.knowledge.prefix import PrefixIndexSettings
 from epp.core.types import Seconds
@@ -90,10 +91,12 @@ def _add(entry: EntryPoint, tables: Mapping[str, dict[str, Any]]) -> str | None:
     verbs = [verb for verb in tables if callable(getattr(kind, verb, None))]
     if len(verbs) != 1:
         return f"has {len(verbs)} of the verbs {', '.join(tables)}, expected one"
-    if type_name in ACCEPTED or any(type_name in table for table in tables.values()):
-        return f"is of type {type_name}, which is taken"
-    tables[verbs[0]][type_name] = kind
-    return None
+    if verbs == ["open"] and not isinstance(getattr(kind, "abilities", None), Abilities):
+        return "declares no abilities, expected Abilities as a class variable"
+    taken = type_name in ACCEPTED or any(type_name in table for table in tables.values())
+    if not taken:
+        tables[verbs[0]][type_name] = kind
+    return f"is of type {type_name}, which is taken" if taken else None
 
 
 def default_config(plugins: PluginTables) -> PickerConfig:
@@ -132,6 +135,7 @@ def build_settings(
         profile=msgspec.structs.replace(profile, picker=picker),
         indexes=config.indexes,
         prefix=config.prefix,
+        joined=joined_names(config.indexes, config.prefix),
         block_tokens=block_tokens_of(config.indexes, config.prefix),
         beliefs=tuple(name for name, index in config.indexes.items() if is_prefix(index)),
         ejection=config.ejection,

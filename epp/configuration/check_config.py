@@ -28,7 +28,7 @@ from epp.configuration.document import read_mapping
 from epp.configuration.flags import CheckFlags
 from epp.configuration.past_decisions import CaptureError, Judged, judge
 from epp.core.decision.profile import SchedulingProfile
-from epp.core.decision.scheduler import SchedulerSettings
+from epp.core.decision.settings import SchedulerSettings
 from epp.core.knowledge.ejection import OutlierEjection
 
 VALID: Final = 0

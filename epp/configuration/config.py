@@ -50,10 +50,10 @@ from epp.core.decision.profile import (
     SchedulingProfile,
     WeightedScorer,
 )
-from epp.core.decision.scheduler import SchedulerSettings
+from epp.core.decision.settings import SchedulerSettings
 from epp.core.duration import Duration
 from epp.core.knowledge.ejection import OutlierEjection
-from epp.core.knowledge.index import AffinityIndexSettings
+from epp.core.knowledge.index import AffinityIndexSettings, Origin
 from epp.core.knowledge.saturation import UtilizationDetector
 from epp.core.parameters import Parameters
 from epp.plugins.conformance import DestinationEndpointServedVerifier
@@ -709,8 +709,11 @@ class _Loader:
 
     def _has_blocks(self, where: str, index: AffinityIndexSettings) -> bool:
         """Whether the blocks of `index`, if it counts any, have a size; False after a problem."""
+        if not _counts_blocks(index):
+            return True
+        counting: Any = index
         try:
-            tokens = getattr(index, "block_tokens", 1)
+            tokens = counting.block_tokens
         except BaseException as error:  # noqa: BLE001  the boundary of a plugin
             self.problem(_raised(where, "block_tokens", error))
             return False
@@ -860,12 +863,26 @@ class _Loader:
 
 def _counts_blocks(index: AffinityIndexSettings) -> bool:
     """Whether the unit of an index is a block of tokens."""
-    return hasattr(index, "block_tokens")
+    return index.abilities.counts_blocks
 
 
 def is_prefix(index: AffinityIndexSettings) -> bool:
     """Whether an index can be the one behind `matched_blocks`: blocks that endpoints hold."""
-    return _counts_blocks(index) and getattr(index, "is_belief", True)
+    return index.abilities.origin is not None
+
+
+def joined_names(indexes: Mapping[str, AffinityIndexSettings], prefix: str) -> tuple[str, ...]:
+    """The index `prefix`, and the first of each other origin whose blocks are as long."""
+    named: dict[Origin | None, str] = {}
+    tokens = block_tokens_of(indexes, prefix)
+    for name in (prefix, *indexes):
+        if (
+            name in indexes
+            and is_prefix(indexes[name])
+            and block_tokens_of(indexes, name) == tokens
+        ):
+            named.setdefault(indexes[name].abilities.origin, name)
+    return tuple(named.values())
 
 
 def block_tokens_of(indexes: Mapping[str, AffinityIndexSettings], prefix: str) -> int:

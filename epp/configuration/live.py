@@ -20,7 +20,7 @@ from epp.configuration.config import (
 from epp.configuration.flags import ServeFlags
 from epp.configuration.memory_plan import MemoryPlan, fitted
 from epp.core.capture.events import Configured
-from epp.core.decision.scheduler import SchedulerSettings
+from epp.core.decision.settings import SchedulerSettings
 from epp.core.prompt.parse import ParserName, ParserSet
 from epp.core.session_tokens import SessionTokens
 from epp.plugins.scorers import SessionAffinity

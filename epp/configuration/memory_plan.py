@@ -6,13 +6,12 @@ body that is read takes two to three times its length.
 """
 
 from collections.abc import Mapping
-from typing import Final
+from typing import Any, Final
 
 import msgspec
 from msgspec import Struct
 
 from epp.core.knowledge.index import AffinityIndexSettings
-from epp.core.knowledge.prefix import PrefixIndexSettings
 
 PROCESS_BYTES: Final = 128 * 2**20
 """Interpreter and libraries 110 MB, the decisions that the debug pages keep 18 MB."""
@@ -42,8 +41,8 @@ def memory_plan(limit_bytes: int, bodies_bytes: int) -> MemoryPlan:
 def fitted(
     indexes: Mapping[str, AffinityIndexSettings], plan: MemoryPlan
 ) -> dict[str, AffinityIndexSettings]:
-    """`indexes`, each prefix index with at most its even part of the plan."""
-    count = sum(isinstance(settings, PrefixIndexSettings) for settings in indexes.values())
+    """`indexes`, each that limits its memory with at most its even part of the plan."""
+    count = sum(settings.abilities.limits_memory for settings in indexes.values())
     return {
         name: _fitted(settings, plan.indexes_bytes // count if count else 0)
         for name, settings in indexes.items()
@@ -51,6 +50,8 @@ def fitted(
 
 
 def _fitted(settings: AffinityIndexSettings, bytes_max: int) -> AffinityIndexSettings:
-    if not isinstance(settings, PrefixIndexSettings) or settings.memory_max_bytes <= bytes_max:
+    limited: Any = settings
+    if not settings.abilities.limits_memory or limited.memory_max_bytes <= bytes_max:
         return settings
-    return msgspec.structs.replace(settings, memory_max_bytes=bytes_max)
+    fitting: AffinityIndexSettings = msgspec.structs.replace(limited, memory_max_bytes=bytes_max)
+    return fitting

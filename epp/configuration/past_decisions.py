@@ -30,7 +30,7 @@ from epp.core.capture.reenactment import (
     Reenactment,
 )
 from epp.core.capture.transcript import BEHIND_MAX
-from epp.core.decision.scheduler import SchedulerSettings
+from epp.core.decision.settings import SchedulerSettings
 
 _NAME: Final = re.compile(r"(requests|events)-(\w+-[0-9a-f]+)-(\d+)\.jsonl\.gz", re.ASCII)
 _LINE_BYTES_MAX: Final = 16 * 1024 * 1024

@@ -15,15 +15,26 @@ import numpy as np
 from msgspec.structs import replace
 
 from epp.core.decision.failures import FailingPlugin, Interrupted, PluginFailures
+from epp.core.decision.inputs import (
+    OutputStarted,
+    PageScraped,
+    PoolReplaced,
+    Reconfigured,
+    RequestEnded,
+    ServedBy,
+    Tick,
+)
 from epp.core.decision.kept_scores import undeclared_reads
 from epp.core.decision.plugin import ReadsColumns, ReadsIndex
 from epp.core.decision.profile import SchedulingProfile, WeightedScorer
-from epp.core.decision.scheduler import Decision, Scheduler, SchedulerSettings
+from epp.core.decision.scheduler import Decision, Scheduler
+from epp.core.decision.settings import SchedulerSettings
 from epp.core.duration import Duration
 from epp.core.knowledge.candidates import Affinity, Candidates
 from epp.core.knowledge.inflight import Ending, Outcome
 from epp.core.knowledge.pool import EndpointPool
 from epp.core.knowledge.saturation import UtilizationDetector
+from epp.core.moment import NO_MOMENT
 from epp.core.prompt.request import InferenceRequest
 from epp.core.session_tokens import SessionTokens
 from epp.core.types import AdapterReport, ApiKind, Endpoint, EndpointMetrics, MetricsTarget, Seconds
@@ -96,26 +107,26 @@ def failing_plugins(settings: SchedulerSettings) -> list[FailingPlugin]:
     )
     scheduler = Scheduler(permissive, seed=0)
     for endpoints in (_endpoints(), _endpoints()[:1], _endpoints(incarnation="restarted")):
-        scheduler.replace(endpoints, _NOW_S)
+        scheduler.take(PoolReplaced(endpoints), _NOW_S)
         _scrape(scheduler)
         headers: Mapping[str, str] = {}
         for request in _requests():
-            request.headers = {**request.headers, **headers}
-            decision = scheduler.schedule(request, _NOW_S)
+            asked = replace(request, headers={**request.headers, **headers})
+            decision = scheduler.schedule(asked, _NOW_S)
             if not isinstance(decision, Decision):
                 continue
             for filtered in alone:
-                filtered.filter(request, decision.candidates, of_filters)
+                filtered.filter(asked, decision.candidates, of_filters)
             served = decision.endpoint
             for scorer in profile.scorers:
-                _check_reads(scorer, request, decision.candidates, scheduler.failures)
+                _check_reads(scorer, asked, decision.candidates, scheduler.failures)
             for marker in filter_markers:
-                marker.response_headers(request, served, served.address)
+                marker.response_headers(asked, served, served.address)
             # A client sends back what it was given.
             headers = decision.response_headers(served.address)
             _end(scheduler, decision, _NOW_S)
-        scheduler.configure(scheduler.settings, _NOW_S)
-        scheduler.tick(_NOW_S + _STEP_S)
+        scheduler.take(Reconfigured(scheduler.settings), _NOW_S)
+        scheduler.take(Tick(), _NOW_S + _STEP_S)
     return [*of_filters, *scheduler.failures]
 
 
@@ -138,9 +149,21 @@ class _NotedRequest:
         self.asked = False
 
     def __getattr__(self, name: str) -> object:
-        if name == "cold":
-            self.asked = True
+        if name == "moment":
+            return _NotedMoment(self)
         return getattr(self._of, name)
+
+
+class _NotedMoment:
+    """Stands for the moment of a request, and notes there whether it was asked for `cold`."""
+
+    def __init__(self, request: _NotedRequest) -> None:
+        self._request = request
+
+    def __getattr__(self, name: str) -> object:
+        if name == "cold":
+            self._request.asked = True
+        return getattr(NO_MOMENT, name)
 
 
 def prefix_reader(profile: SchedulingProfile) -> str | None:
@@ -214,14 +237,14 @@ def _end(scheduler: Scheduler, decision: Decision, now: Seconds) -> None:
     match decision.number % 4:
         case 0:
             decision.response_headers("")
-            scheduler.complete(decision.lease, Outcome(ending=Ending.CLIENT_LEFT), now)
+            scheduler.take(RequestEnded(decision.lease, Outcome(ending=Ending.CLIENT_LEFT)), now)
         case 1:
             first = next(endpoint for _, endpoint in scheduler.pool.endpoints())
-            scheduler.reschedule(decision.lease, first.address, now)
-            scheduler.first_output(decision.lease, now)
-            scheduler.complete(decision.lease, Outcome(status=200), now + _STEP_S)
+            scheduler.take(ServedBy(decision.lease, first.address), now)
+            scheduler.take(OutputStarted(decision.lease), now)
+            scheduler.take(RequestEnded(decision.lease, Outcome(status=200)), now + _STEP_S)
         case 2:
-            scheduler.reschedule(decision.lease, "192.0.2.255:1", now)
+            scheduler.take(ServedBy(decision.lease, "192.0.2.255:1"), now)
         case _:
             """Still in flight."""
 
@@ -247,7 +270,7 @@ def _scrape(scheduler: Scheduler) -> None:
     for slot, _ in scheduler.pool.endpoints():
         metrics = _METRICS[slot]
         if metrics is not None:
-            scheduler.observe(slot, metrics, _STALE_AT_S if slot == _STALE else _NOW_S)
+            scheduler.take(PageScraped(slot, metrics), _STALE_AT_S if slot == _STALE else _NOW_S)
         scheduler.pool.columns.saturated[slot] = slot == _REFUSING
 
 

@@ -19,8 +19,8 @@ The life of one request, a row a step:
 
 Four wings, each of which imports only those below it: `protocol` (one stream) over `decision` (one
 request to one endpoint) over `knowledge` (what is believed of each endpoint) over `prompt` (a body
-to a request and its chains), all over the nouns in `types`, `duration`, `parameters` and
-`session_tokens`.
+to a request and its chains), all over the nouns in `types`, `duration`, `parameters`, `moment`
+and `session_tokens`.
 
 `Scheduler.schedule` in `core/decision/scheduler` is the middle of that table in one function.
 """

@@ -62,7 +62,7 @@ def agreement_key(
     common = int(np.sort(matched_blocks)[(len(matched_blocks) - 1) // 2])
     head_blocks = step * (common // step + 1)
     preamble_bytes, conversation = request.opening() or (0, None)
-    if session and request.sessions_return:
+    if session and request.moment.sessions_return:
         conversation = identity_hash(session)
     if conversation is not None and head_blocks * block_bytes > preamble_bytes:
         return conversation

@@ -23,13 +23,25 @@ from epp.core.knowledge.candidates import (
     Floats,
     Ints,
 )
-from epp.core.knowledge.index import AffinityIndex, AffinityIndexSettings, CountsInflight
+from epp.core.knowledge.index import (
+    Abilities,
+    AffinityIndex,
+    AffinityIndexSettings,
+    CountsInflight,
+    IndexMeasures,
+    LimitsMemory,
+    MeasuresItself,
+    Origin,
+    SharedIndex,
+)
+from epp.core.moment import Moment
 from epp.core.parameters import Parameters, Plugin
 from epp.core.prompt.request import InferenceRequest
 from epp.core.session_tokens import SessionTokens
 from epp.core.types import ApiKind, Endpoint, Seconds
 
 __all__ = [
+    "Abilities",
     "AdapterColumns",
     "Affinity",
     "AffinityIndex",
@@ -43,9 +55,14 @@ __all__ = [
     "Filter",
     "Floats",
     "GoesBySessions",
+    "IndexMeasures",
     "InferenceRequest",
     "Ints",
+    "LimitsMemory",
     "MarksResponses",
+    "MeasuresItself",
+    "Moment",
+    "Origin",
     "Parameters",
     "Picker",
     "Plugin",
@@ -54,5 +71,6 @@ __all__ = [
     "Scorer",
     "Seconds",
     "SessionTokens",
+    "SharedIndex",
     "TellsCost",
 ]

@@ -82,7 +82,7 @@ class PrefixCache(Parameters, frozen=True):
 
     def _agrees(self, request: InferenceRequest) -> bool:
         if self.agreement is Agreement.AUTO:
-            return request.replicas_unheard > 0
+            return request.moment.replicas_unheard > 0
         return self.agreement is Agreement.RENDEZVOUS
 
 
@@ -276,7 +276,7 @@ class NoHitLru(Parameters, frozen=True):
 
     def _cold(self, request: InferenceRequest, candidates: Candidates) -> bool:
         if not self.prefix_match_info_producer_name:
-            return request.cold
+            return request.moment.cold
         return not candidates.affinity(self.prefix_match_info_producer_name).matched.any()
 
 
@@ -316,7 +316,7 @@ class SessionAffinity(Parameters, frozen=True):
         token = request.headers.get(self.header_name.lower())
         if not token:
             return np.zeros(len(candidates))
-        holders = request.session_tokens.holders(token, candidates.endpoints)
+        holders = request.moment.session_tokens.holders(token, candidates.endpoints)
         return np.array(holders, dtype=np.float64)
 
     def response_headers(
@@ -325,5 +325,5 @@ class SessionAffinity(Parameters, frozen=True):
         """The token of `endpoint`, to be sent back with the session's next request."""
         if self.strategy is SessionStrategy.SESSION_ID:
             return {}
-        token = request.session_tokens.of(endpoint)
+        token = request.moment.session_tokens.of(endpoint)
         return {self.header_name.lower(): token} if token else {}

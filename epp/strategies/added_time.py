@@ -253,7 +253,7 @@ class AddedTime(Parameters, frozen=True):
         return request.session_id or request.headers.get("x-session-id", "")
 
     def _believes_in_peers(self, request: InferenceRequest) -> bool:
-        return request.replicas_unheard > 0 and self.peer_belief > 0
+        return request.moment.replicas_unheard > 0 and self.peer_belief > 0
 
     def _add_adapter(self, cost: Floats, request: InferenceRequest, candidates: Candidates) -> None:
         """Add what it takes to have the adapter of `request` there, where it is told of them."""

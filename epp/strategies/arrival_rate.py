@@ -1,12 +1,13 @@
 """production-stack's fallback: the endpoint that was sent the fewest requests in the last minute."""
 
 from collections import deque
-from typing import ClassVar, Final
+from typing import Any, ClassVar, Final
 
 import numpy as np
 
 from epp.core.duration import Duration, check_above_zero
 from epp.plugins.contract import (
+    Abilities,
     Affinity,
     AffinityIndex,
     Candidates,
@@ -30,6 +31,7 @@ class ArrivalsSettings(Parameters, frozen=True):
     """`arrivals-producer`: how many requests each endpoint was sent lately."""
 
     type_name: ClassVar[str] = "arrivals-producer"
+    abilities: ClassVar[Abilities] = Abilities()
 
     window: Duration = Duration(60.0)
 
@@ -83,20 +85,18 @@ class Arrivals:
                 arrivals[slot] = sum([step.requests for step in steps])
         return Affinity(np.zeros(slots, dtype=np.int64), 0, {ARRIVALS: arrivals, SEEN: seen})
 
-    def record(self, request: InferenceRequest, slot: int, now: Seconds) -> None:
+    def record(self, request: InferenceRequest, slot: int, now: Seconds) -> _Step:
         """`slot` is sent one more."""
         number = int(now // self._step_s)
         steps = self._steps.setdefault(slot, deque(maxlen=_STEPS + 1))
         if not steps or steps[-1].number < number:
             steps.append(_Step(number))
         steps[-1].requests += 1
-        request.recorded[self, slot] = steps[-1]
+        return steps[-1]
 
-    def retract(self, request: InferenceRequest, slot: int, kept: int, now: Seconds) -> None:
+    def retract(self, request: InferenceRequest, slot: int, recorded: Any, now: Seconds) -> None:
         """`slot` was not sent `request`."""
-        step: _Step | None = request.recorded.pop((self, slot), None)
-        if step is not None:
-            step.requests -= 1
+        recorded.requests -= 1
 
     def forget(self, slot: int) -> None:
         """The next endpoint in `slot` was never sent anything."""

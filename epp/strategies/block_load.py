@@ -1,14 +1,21 @@
 """A prefix index that also knows the load in blocks: what runs where, and what missed lately."""
 
-from typing import Annotated, ClassVar
+from typing import Annotated, Any, ClassVar
 
 import numpy as np
-from msgspec import Meta
+from msgspec import Meta, Struct
 
 from epp.core.knowledge.prefix import PrefixIndex, PrefixIndexSettings
 from epp.core.prompt.blocks import HASH_BYTES
 from epp.core.types import BYTES_PER_TOKEN
-from epp.plugins.contract import Affinity, AffinityIndex, InferenceRequest, Seconds
+from epp.plugins.contract import (
+    Abilities,
+    Affinity,
+    AffinityIndex,
+    InferenceRequest,
+    Origin,
+    Seconds,
+)
 from epp.strategies.block_lists import block_lists
 from epp.strategies.held_blocks import HeldBlocks
 
@@ -27,6 +34,14 @@ class BlockLoadSettings(
     """
 
     type_name: ClassVar[str] = "block-load-producer"
+    abilities: ClassVar[Abilities] = Abilities(
+        origin=Origin.DECIDED,
+        counts_blocks=True,
+        shares=True,
+        counts_inflight=True,
+        limits_memory=True,
+        measures=True,
+    )
 
     miss_decay: Annotated[float, Meta(ge=0, le=1)] = 0.97
     active_blocks_max: Annotated[int, Meta(ge=1)] = 500_000
@@ -39,6 +54,17 @@ class BlockLoadSettings(
     def adopt(self, index: AffinityIndex) -> bool:
         """Apply to a running index all but the block size; False if that differs."""
         return isinstance(index, BlockLoadIndex) and index.adopt(self)
+
+
+class _Load(Struct):
+    """What one `record` added."""
+
+    generation: int
+    missed: int
+    pick: int
+    lengths: list[int]
+    """Blocks of each prompt that are counted as running."""
+    ended: bool = False
 
 
 class BlockLoadIndex(PrefixIndex):
@@ -75,10 +101,10 @@ class BlockLoadIndex(PrefixIndex):
         columns = {"active_blocks": active, "new_blocks": added, "recent_miss_blocks": missed}
         return Affinity(known.matched, known.total, columns)
 
-    def record(self, request: InferenceRequest, slot: int, now: Seconds) -> None:
+    def record(self, request: InferenceRequest, slot: int, now: Seconds) -> Any:
         """`slot` holds, runs, and as far as it did not hold them missed, the blocks of `request`."""
-        super().record(request, slot, now)
-        held = request.recorded[self, slot][2]
+        recorded = super().record(request, slot, now)
+        held = recorded[2]
         missed = sum(map(len, self._chains(request))) // HASH_BYTES - sum(held)
         prompts = self._prompts(request)
         lengths = [len(prompt) for prompt in prompts]
@@ -92,20 +118,18 @@ class BlockLoadIndex(PrefixIndex):
             for prompt in prompts:
                 self.active.add(slot, prompt)
         generation = self._generations.get(slot, 0)
-        note = (generation, missed, self._picks, lengths if counted else [])
-        request.recorded[self, "load", slot] = note
+        return recorded, _Load(generation, missed, self._picks, lengths if counted else [])
 
-    def release(self, request: InferenceRequest, slot: int, now: Seconds) -> None:
+    def release(self, request: InferenceRequest, slot: int, recorded: Any, now: Seconds) -> None:
         """The blocks of `request` run at `slot` no longer."""
-        self._end(request, slot)
+        self._end(request, slot, recorded[1])
 
-    def retract(self, request: InferenceRequest, slot: int, kept: int, now: Seconds) -> None:
+    def retract(self, request: InferenceRequest, slot: int, recorded: Any, now: Seconds) -> None:
         """As if `request` had never been sent to `slot`."""
-        super().retract(request, slot, kept, now)
-        ended = self._end(request, slot)
-        if ended is not None:
-            missed, at = ended
-            faded = missed * self._load_settings.miss_decay ** (self._picks - at)
+        held, load = recorded
+        super().retract(request, slot, held, now)
+        if self._end(request, slot, load):
+            faded = load.missed * self._load_settings.miss_decay ** (self._picks - load.pick)
             self._missed[slot] = max(0.0, self._missed[slot] - faded)
 
     def forget(self, slot: int) -> None:
@@ -115,17 +139,16 @@ class BlockLoadIndex(PrefixIndex):
         self._missed[slot : slot + 1] = 0.0
         self._generations[slot] = self._generations.get(slot, 0) + 1
 
-    def _end(self, request: InferenceRequest, slot: int) -> tuple[int, int] | None:
-        """Uncount `request` at `slot`; what it missed and when, None if it counts there no more."""
-        note = request.recorded.pop((self, "load", slot), None)
-        if note is None or note[0] != self._generations.get(slot, 0):
-            return None
-        _, missed, at, lengths = note
+    def _end(self, request: InferenceRequest, slot: int, load: "_Load") -> bool:
+        """Uncount `request` at `slot`; False: it counts there no more."""
+        if load.ended or load.generation != self._generations.get(slot, 0):
+            return False
+        load.ended = True
         # What looks at a prompt may have got a new limit meanwhile; the chains are as they were.
         chains = request.chains_of(self.block_tokens * BYTES_PER_TOKEN, self._blocks_max)
-        for chain, length in zip(chains, lengths, strict=False):
+        for chain, length in zip(chains, load.lengths, strict=False):
             self.active.remove(slot, block_lists([chain], length)[0])
-        return missed, at
+        return True
 
     def _prompts(self, request: InferenceRequest) -> list[list[int]]:
         return block_lists(self._chains(request), self._blocks_max)

@@ -7,7 +7,7 @@ is there and never found: the fault that it is shipped with.
 
 from collections import OrderedDict
 from collections.abc import Iterator
-from typing import Annotated, ClassVar, Final
+from typing import Annotated, Any, ClassVar, Final
 
 import numpy as np
 from msgspec import Meta, Struct
@@ -16,10 +16,12 @@ from epp.core.duration import check_above_zero
 from epp.core.prompt.blocks import HASH_BYTES
 from epp.core.types import BYTES_PER_TOKEN
 from epp.plugins.contract import (
+    Abilities,
     Affinity,
     AffinityIndex,
     Duration,
     InferenceRequest,
+    Origin,
     Parameters,
     Seconds,
 )
@@ -36,6 +38,7 @@ class BlockTableSettings(Parameters, frozen=True):
     """
 
     type_name: ClassVar[str] = "block-table-producer"
+    abilities: ClassVar[Abilities] = Abilities(origin=Origin.DECIDED, counts_blocks=True)
 
     block_tokens: Annotated[int, Meta(ge=1)] = 16
     """Tokens in a block."""
@@ -104,18 +107,16 @@ class BlockTable:
                     matched[slot] += blocks
         return Affinity(matched, total)
 
-    def record(self, request: InferenceRequest, slot: int, now: Seconds) -> None:
+    def record(self, request: InferenceRequest, slot: int, now: Seconds) -> list[int]:
         """`slot` holds every block from now on."""
         chains = self._chains(request)
-        request.recorded[self, slot] = [self._record(chain, 1 << slot, now) for chain in chains]
+        held = [self._record(chain, 1 << slot, now) for chain in chains]
         self._fit()
+        return held
 
-    def retract(self, request: InferenceRequest, slot: int, kept: int, now: Seconds) -> None:
+    def retract(self, request: InferenceRequest, slot: int, recorded: Any, now: Seconds) -> None:
         """`slot` holds no more of the prompts than it did when they were recorded."""
-        held = request.recorded.pop((self, slot), None)
-        if held is None:
-            return
-        for chain, before in zip(self._chains(request), held, strict=True):
+        for chain, before in zip(self._chains(request), recorded, strict=True):
             for block in chain[before:]:
                 known = self._blocks.get(block)
                 if known is not None:

@@ -5,7 +5,7 @@ Source: llm-d/llm-d-router, `requestcontrol/dataproducer/burstprefix`.
 
 import math
 from enum import StrEnum
-from typing import Annotated, ClassVar, Final
+from typing import Annotated, Any, ClassVar, Final
 
 import numpy as np
 import xxhash
@@ -13,6 +13,7 @@ from msgspec import Meta
 
 from epp.core.types import BYTES_PER_TOKEN
 from epp.plugins.contract import (
+    Abilities,
     Affinity,
     AffinityIndex,
     InferenceRequest,
@@ -62,8 +63,7 @@ class BurstSettings(Parameters, frozen=True):
     """
 
     type_name: ClassVar[str] = "burst-prefix-cache-producer"
-    is_belief: ClassVar[bool] = False
-    """What it matches is a plan and not what endpoints hold."""
+    abilities: ClassVar[Abilities] = Abilities(counts_blocks=True)
     differs: ClassVar[str] = (
         "requests of a window are not held back to be placed together, each is placed as it comes"
     )
@@ -140,14 +140,14 @@ class BurstIndex:
             self._place(prompts, self._groups.get(_digest(prompts), {}), matched, total)
         return Affinity(matched, total)
 
-    def record(self, request: InferenceRequest, slot: int, now: Seconds) -> None:
+    def record(self, request: InferenceRequest, slot: int, now: Seconds) -> Any:
         """`request` is one of the window, at `slot`; the first after a window begins the next."""
         if now >= self._ends_at_s:
             self._clear()
             self._ends_at_s = now + self.settings.window_duration_ms / 1_000
         self._vacant.discard(slot)
         if self._full:
-            return
+            return None
         prompts = self._prompts(request)
         digest = _digest(prompts)
         group = self._groups.setdefault(digest, {})
@@ -160,11 +160,13 @@ class BurstIndex:
         load = self._placed.blocks - before if tokens else 1
         self._load[slot] = self._load.get(slot, 0) + load
         self.requests += 1
-        request.recorded[self, slot] = (self._window, digest, load)
+        return self._window, digest, load
 
-    def retract(self, request: InferenceRequest, slot: int, kept: int, now: Seconds) -> None:
+    def retract(self, request: InferenceRequest, slot: int, recorded: Any, now: Seconds) -> None:
         """`request` did not go to `slot`."""
-        window, digest, load = request.recorded.pop((self, slot), (0, b"", 0))
+        if recorded is None:
+            return
+        window, digest, load = recorded
         group = self._groups.get(digest, {})
         if window != self._window or slot not in group:
             return

@@ -4,13 +4,14 @@ import bisect
 import math
 from collections import deque
 from itertools import accumulate
-from typing import Annotated, ClassVar, Final
+from typing import Annotated, Any, ClassVar, Final
 
 import numpy as np
 from msgspec import Meta
 
 from epp.core.duration import Duration, check_above_zero
 from epp.plugins.contract import (
+    Abilities,
     Affinity,
     AffinityIndex,
     Candidates,
@@ -33,6 +34,7 @@ class LengthBucketsSettings(Parameters, frozen=True):
     """`length-buckets-producer`: lengths of what was routed within the last seconds."""
 
     type_name: ClassVar[str] = "length-buckets-producer"
+    abilities: ClassVar[Abilities] = Abilities()
 
     window: Duration = Duration(5.0)
     requests_max: Annotated[int, Meta(ge=1)] = 8_192
@@ -101,21 +103,19 @@ class LengthBuckets:
         }
         return Affinity(np.zeros(slots, dtype=np.int64), 0, columns)
 
-    def record(self, request: InferenceRequest, slot: int, now: Seconds) -> None:
+    def record(self, request: InferenceRequest, slot: int, now: Seconds) -> _Routed:
         """`slot` gets the tokens of `request`."""
         routed = _Routed(now, slot, request.prompt_tokens)
         self._window.append(routed)
         self._tokens.extend([0] * (slot + 1 - len(self._tokens)))
         self._tokens[slot] += routed.tokens
-        request.recorded[self, slot] = routed
         self._drop_before(now - self._window_s)
+        return routed
 
-    def retract(self, request: InferenceRequest, slot: int, kept: int, now: Seconds) -> None:
+    def retract(self, request: InferenceRequest, slot: int, recorded: Any, now: Seconds) -> None:
         """`slot` does not get them."""
-        routed: _Routed | None = request.recorded.pop((self, slot), None)
-        if routed is not None:
-            self._tokens[routed.slot] -= routed.tokens
-            routed.tokens = 0
+        self._tokens[slot] -= recorded.tokens
+        recorded.tokens = 0
 
     def forget(self, slot: int) -> None:
         """The next endpoint in `slot` was sent nothing."""

@@ -6,7 +6,7 @@ Source: lightseekorg/smg and smg-project/smg, `policies/manual` (2026-08).
 import math
 from collections import OrderedDict
 from enum import StrEnum
-from typing import Annotated, ClassVar, Final
+from typing import Annotated, Any, ClassVar, Final
 
 import numpy as np
 import xxhash
@@ -14,6 +14,7 @@ from msgspec import Meta
 
 from epp.core.duration import check_above_zero
 from epp.plugins.contract import (
+    Abilities,
     Affinity,
     AffinityIndex,
     Candidates,
@@ -45,6 +46,7 @@ class RoutingKeysSettings(Parameters, frozen=True):
     """Keys that are idle for `idle` are forgotten; smg sweeps them every minute."""
 
     type_name: ClassVar[str] = "routing-keys-producer"
+    abilities: ClassVar[Abilities] = Abilities(names_sessions=True, counts_inflight=True)
 
     header_name: Annotated[str, Meta(min_length=1)] = "x-smg-routing-key"
     idle: Duration = Duration(4 * 3_600.0)
@@ -102,15 +104,15 @@ class RoutingKeys:
                     matched[slot] = _ENDPOINTS_PER_KEY_MAX - rank
         return Affinity(matched, _ENDPOINTS_PER_KEY_MAX if key else 0, {KEYS: keys})
 
-    def record(self, request: InferenceRequest, slot: int, now: Seconds) -> None:
+    def record(self, request: InferenceRequest, slot: int, now: Seconds) -> Any:
         """The key was used at `slot`; a third slot takes the place of the first."""
         key = self._key_of(request)
         if not key:
-            return
+            return None
         known, used_at = self._keys.get(key, ((), -math.inf))
         if used_at < now - self._idle_s:
             known = ()
-        request.recorded[self, slot] = known
+        before = known
         active = self._active.setdefault(slot, {})
         # Whoever never ends its requests shall not fill the memory.
         if key in active or len(active) < self._keys_max:
@@ -120,8 +122,9 @@ class RoutingKeys:
         else:
             self._put(key, known, now)
         self._fit()
+        return before
 
-    def release(self, request: InferenceRequest, slot: int, now: Seconds) -> None:
+    def release(self, request: InferenceRequest, slot: int, recorded: Any, now: Seconds) -> None:
         """One request of the key less is in flight at `slot`; the key keeps it."""
         key = self._key_of(request)
         active = self._active.get(slot, {})
@@ -129,14 +132,13 @@ class RoutingKeys:
         if left > 0:
             active[key] = left
 
-    def retract(self, request: InferenceRequest, slot: int, kept: int, now: Seconds) -> None:
+    def retract(self, request: InferenceRequest, slot: int, recorded: Any, now: Seconds) -> None:
         """The key did not go to `slot`; whom it pushed out does not come back."""
-        before = request.recorded.pop((self, slot), None)
-        if before is None:
+        if recorded is None:
             return
-        self.release(request, slot, now)
+        self.release(request, slot, recorded, now)
         key = self._key_of(request)
-        if slot in before or key not in self._keys:
+        if slot in recorded or key not in self._keys:
             return
         known, used_at = self._keys[key]
         left = tuple(one for one in known if one != slot)

@@ -1,7 +1,7 @@
 """production-stack's estimate of the time to the first token: attention work that is outstanding."""
 
 from enum import StrEnum
-from typing import Annotated, ClassVar, Final
+from typing import Annotated, Any, ClassVar, Final
 
 import numpy as np
 from msgspec import Meta
@@ -68,14 +68,14 @@ class AttentionWork(RadixTree):
         columns = {**known.columns, _ATTENDED: attended, _UNCACHED: uncached}
         return Affinity(known.matched, known.total, columns)
 
-    def record(self, request: InferenceRequest, slot: int, now: Seconds) -> None:
+    def record(self, request: InferenceRequest, slot: int, now: Seconds) -> Any:
         """As the tree does, and averages. An average is not taken back when the request moves."""
-        super().record(request, slot, now)
-        held = sum(request.recorded[self, slot][2]) * self.block_tokens
+        recorded = super().record(request, slot, now)
+        held = sum(recorded[2]) * self.block_tokens
         tokens = float(request.prompt_tokens)
         uncached = tokens - min(held, tokens)
         if not uncached:
-            return
+            return recorded
         done, before, requests = self._recent.get(slot, (0.0, 0.0, 0.0))
         added = work(tokens, np.array([tokens - uncached])).item()
         self._recent[slot] = (
@@ -83,6 +83,7 @@ class AttentionWork(RadixTree):
             _DECAY * before + uncached,
             _DECAY * requests + 1.0,
         )
+        return recorded
 
     def forget(self, slot: int) -> None:
         """As the tree does."""

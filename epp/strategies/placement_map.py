@@ -2,7 +2,7 @@
 
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
-from typing import Annotated, ClassVar, Final
+from typing import Annotated, Any, ClassVar, Final
 
 import numpy as np
 from msgspec import Meta
@@ -11,11 +11,13 @@ from epp.core.duration import Duration, check_above_zero
 from epp.core.prompt.blocks import HASH_BYTES, HASH_SCHEME
 from epp.core.types import BYTES_PER_TOKEN
 from epp.plugins.contract import (
+    Abilities,
     Affinity,
     AffinityIndex,
     Candidates,
     Floats,
     InferenceRequest,
+    Origin,
     Parameters,
     Seconds,
 )
@@ -31,6 +33,9 @@ class PlacementMapSettings(Parameters, frozen=True):
     """`placement-map-producer`: heads of a few lengths, each with a few endpoints."""
 
     type_name: ClassVar[str] = "placement-map-producer"
+    abilities: ClassVar[Abilities] = Abilities(
+        origin=Origin.DECIDED, counts_blocks=True, shares=True
+    )
 
     boundaries_tokens: tuple[Annotated[int, Meta(ge=1)], ...] = (2_048, 8_192)
     """Lengths of heads, ascending multiples of the block size. smg has no default; its own tests
@@ -113,12 +118,12 @@ class PlacementMap:
                     matched[slot] = end // HASH_BYTES
         return Affinity(matched, len(chain) // HASH_BYTES)
 
-    def record(self, request: InferenceRequest, slot: int, now: Seconds) -> None:
+    def record(self, request: InferenceRequest, slot: int, now: Seconds) -> Any:
         """From now on `slot` is among the holders of every head of `request`."""
         sent = now, self._generations.get(slot, 0)
         noted = [(head, self._place(head, slot, sent)) for head in self.share(request)]
-        request.recorded[self, slot] = (sent, noted)
         self._fit()
+        return sent, noted
 
     @property
     def signature(self) -> str:
@@ -149,9 +154,9 @@ class PlacementMap:
                 if self._is_current(slot, generation):
                     yield slot, sent_at, (head,)
 
-    def retract(self, request: InferenceRequest, slot: int, kept: int, now: Seconds) -> None:
+    def retract(self, request: InferenceRequest, slot: int, recorded: Any, now: Seconds) -> None:
         """`slot` did not get `request`; it holds what it was sent before."""
-        sent, noted = request.recorded.pop((self, slot), (None, []))
+        sent, noted = recorded
         for head, before in noted:
             holders = self._heads.get(head)
             if holders is None or holders.get(slot) is not sent:

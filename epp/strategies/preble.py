@@ -5,7 +5,7 @@ Sources: ICLR 2025, arXiv 2407.00023; WukLab/preble.
 
 import math
 from collections import deque
-from typing import Annotated, ClassVar, Final
+from typing import Annotated, Any, ClassVar, Final
 
 import numpy as np
 from msgspec import Meta, Struct
@@ -132,21 +132,21 @@ class PrebleHistory(PrefixIndex):
         }
         return Affinity(known.matched, known.total, columns)
 
-    def record(self, request: InferenceRequest, slot: int, now: Seconds) -> None:
+    def record(self, request: InferenceRequest, slot: int, now: Seconds) -> Any:
         """`slot` holds `request` and, as far as it did not hold it, had to compute it."""
-        super().record(request, slot, now)
-        hit = sum(request.recorded[self, slot][2])
+        recorded = super().record(request, slot, now)
+        hit = sum(recorded[2])
         total = sum(len(chain) for chain in self._chains(request)) // HASH_BYTES
         one = _Sent(now, total - hit, hit)
         self._windows.setdefault(slot, _Window()).add(one)
-        request.recorded[self, "history", slot] = one
+        return recorded, one
 
-    def retract(self, request: InferenceRequest, slot: int, kept: int, now: Seconds) -> None:
+    def retract(self, request: InferenceRequest, slot: int, recorded: Any, now: Seconds) -> None:
         """`slot` did not get `request`."""
-        super().retract(request, slot, kept, now)
-        one = request.recorded.pop((self, "history", slot), None)
+        held, one = recorded
+        super().retract(request, slot, held, now)
         window = self._windows.get(slot)
-        if one is not None and window is not None:
+        if window is not None:
             window.take_back(one)
 
     def forget(self, slot: int) -> None:

@@ -11,7 +11,7 @@ added up by endpoint as they change, because a decision cannot visit them all.
 
 from collections import OrderedDict, deque
 from collections.abc import Iterator
-from typing import Annotated, ClassVar, Final
+from typing import Annotated, Any, ClassVar, Final
 
 import numpy as np
 from msgspec import Meta, Struct
@@ -20,11 +20,13 @@ from epp.core.duration import check_above_zero
 from epp.core.prompt.blocks import HASH_BYTES
 from epp.core.types import BYTES_PER_TOKEN
 from epp.plugins.contract import (
+    Abilities,
     Affinity,
     AffinityIndex,
     Duration,
     Floats,
     InferenceRequest,
+    Origin,
     Parameters,
     Seconds,
 )
@@ -50,6 +52,7 @@ class PrebleTreeSettings(Parameters, frozen=True):
     """AIBrix's constants, but for the size of a block and the limits of the tree: it has none."""
 
     type_name: ClassVar[str] = "preble-tree-producer"
+    abilities: ClassVar[Abilities] = Abilities(origin=Origin.DECIDED, counts_blocks=True)
 
     block_tokens: Annotated[int, Meta(ge=1)] = 16
     """Tokens in a block; AIBrix's tree is by the token."""
@@ -151,11 +154,11 @@ class PrebleTree:
         }
         return Affinity(matched, len(chain) // HASH_BYTES, columns)
 
-    def record(self, request: InferenceRequest, slot: int, now: Seconds) -> None:
+    def record(self, request: InferenceRequest, slot: int, now: Seconds) -> Any:
         """The path of `request` is held by `slot`, and its end counts one request more."""
         chain = self._chain(request)
         if not chain:
-            return
+            return None
         self._make_room(slot)
         end = self._inserted(chain, now)
         joined: list[_Node] = []
@@ -175,16 +178,15 @@ class PrebleTree:
         self._window.append(counted)
         if len(self._window) > _WINDOW_MAX:
             self._uncount(self._window.popleft())
-        request.recorded[self, slot] = (counted, joined)
         while self._blocks > self.settings.blocks_max:
             self._remove(next(iter(self._nodes.values())))
+        return counted, joined
 
-    def retract(self, request: InferenceRequest, slot: int, kept: int, now: Seconds) -> None:
+    def retract(self, request: InferenceRequest, slot: int, recorded: Any, now: Seconds) -> None:
         """`slot` is taken from the nodes that it came to, and the request from its end."""
-        noted = request.recorded.pop((self, slot), None)
-        if noted is None:
+        if recorded is None:
             return
-        counted, joined = noted
+        counted, joined = recorded
         self._uncount(counted)
         for node in joined:
             if not node.gone:

@@ -1,14 +1,21 @@
 """How many of the last requests begin alike, at lengths that double."""
 
 from collections import Counter, deque
-from typing import Annotated, ClassVar, Final
+from typing import Annotated, Any, ClassVar, Final
 
 import numpy as np
 from msgspec import Meta
 
 from epp.core.prompt.blocks import HASH_BYTES
 from epp.core.types import BYTES_PER_TOKEN
-from epp.plugins.contract import Affinity, AffinityIndex, InferenceRequest, Parameters, Seconds
+from epp.plugins.contract import (
+    Abilities,
+    Affinity,
+    AffinityIndex,
+    InferenceRequest,
+    Parameters,
+    Seconds,
+)
 
 _LEVELS_MAX: Final = 12
 """Lengths that are looked at: the shortest, twice that, up to 2,048 times."""
@@ -23,8 +30,7 @@ class PrefixPopularitySettings(Parameters, frozen=True):
     """
 
     type_name: ClassVar[str] = "prefix-popularity-producer"
-    is_belief: ClassVar[bool] = False
-    """It tells what prompts have in common and not what endpoints hold."""
+    abilities: ClassVar[Abilities] = Abilities(counts_blocks=True)
 
     block_tokens: Annotated[int, Meta(ge=16, le=4_096)] = 64
     blocks_min: Annotated[int, Meta(ge=1, le=64)] = 4
@@ -78,7 +84,7 @@ class PrefixPopularity:
                 if not self._counts[head]:
                     del self._counts[head]
 
-    def retract(self, request: InferenceRequest, slot: int, kept: int, now: Seconds) -> None:
+    def retract(self, request: InferenceRequest, slot: int, recorded: Any, now: Seconds) -> None:
         """It was asked for, wherever it went; recorded again it counts twice, which is rare."""
 
     def forget(self, slot: int) -> None:

@@ -1,15 +1,17 @@
 """Block hashes of prompts, for plugins that hash a prompt and remember nothing of it."""
 
-from typing import Annotated, ClassVar, Final
+from typing import Annotated, Any, ClassVar, Final
 
 import numpy as np
 from msgspec import Meta
 
 from epp.core.types import BYTES_PER_TOKEN
 from epp.plugins.contract import (
+    Abilities,
     Affinity,
     AffinityIndex,
     InferenceRequest,
+    Origin,
     Parameters,
     Seconds,
 )
@@ -20,6 +22,7 @@ class PromptBlocksSettings(Parameters, frozen=True):
     """Says of what size blocks are to be, so that replayed traces have them too."""
 
     type_name: ClassVar[str] = "prompt-blocks-producer"
+    abilities: ClassVar[Abilities] = Abilities(origin=Origin.DECIDED, counts_blocks=True)
 
     block_tokens: Annotated[int, Meta(ge=1)] = 64
     """Tokens in a block."""
@@ -55,7 +58,7 @@ class PromptBlocks:
     def record(self, request: InferenceRequest, slot: int, now: Seconds) -> None:
         """Nothing is remembered."""
 
-    def retract(self, request: InferenceRequest, slot: int, kept: int, now: Seconds) -> None:
+    def retract(self, request: InferenceRequest, slot: int, recorded: Any, now: Seconds) -> None:
         """Nothing is remembered."""
 
     def forget(self, slot: int) -> None:

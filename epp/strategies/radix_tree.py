@@ -4,7 +4,7 @@ SGLang's router, its successor smg, vllm-router, Ray Serve and production-stack 
 tree over characters or tokens. Here it is the prefix index with what their rules ask besides.
 """
 
-from typing import Annotated, ClassVar, Final
+from typing import Annotated, Any, ClassVar, Final
 
 import numpy as np
 from msgspec import Meta
@@ -85,17 +85,17 @@ class RadixTree(PrefixIndex):
         }
         return Affinity(known.matched, known.total, columns)
 
-    def record(self, request: InferenceRequest, slot: int, now: Seconds) -> None:
+    def record(self, request: InferenceRequest, slot: int, now: Seconds) -> Any:
         """As the prefix index does, and counts one request."""
-        super().record(request, slot, now)
+        recorded = super().record(request, slot, now)
         self._requests.extend([0] * (slot + 1 - len(self._requests)))
         self._requests[slot] += 1
+        return recorded
 
-    def retract(self, request: InferenceRequest, slot: int, kept: int, now: Seconds) -> None:
+    def retract(self, request: InferenceRequest, slot: int, recorded: Any, now: Seconds) -> None:
         """As the prefix index does, and counts one request less."""
-        if (self, slot) in request.recorded and slot < len(self._requests):
-            self._requests[slot] = max(0, self._requests[slot] - 1)
-        super().retract(request, slot, kept, now)
+        self._requests[slot] = max(0, self._requests[slot] - 1)
+        super().retract(request, slot, recorded, now)
 
     def forget(self, slot: int) -> None:
         """As the prefix index does; the next endpoint in `slot` begins with no requests."""

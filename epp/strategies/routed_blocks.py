@@ -8,19 +8,19 @@ and keep its tail, and is counted for it.
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from itertools import islice
-from typing import Annotated, ClassVar, Final
+from typing import Annotated, Any, ClassVar, Final
 
 import numpy as np
-import xxhash
 from msgspec import Meta
 
-from epp.core.prompt.blocks import chain_seed
 from epp.core.types import BYTES_PER_TOKEN
 from epp.plugins.contract import (
+    Abilities,
     Affinity,
     AffinityIndex,
     InferenceRequest,
     Ints,
+    Origin,
     Parameters,
     Seconds,
 )
@@ -42,6 +42,7 @@ class RoutedBlocksSettings(Parameters, frozen=True):
     """
 
     type_name: ClassVar[str] = "routed-blocks-producer"
+    abilities: ClassVar[Abilities] = Abilities(origin=Origin.DECIDED, counts_blocks=True)
 
     block_tokens: Annotated[int, Meta(ge=1, le=4_096)] = 64
     """Tokens in a block, 4 bytes each."""
@@ -107,7 +108,7 @@ class RoutedBlocks:
                 _add(matched, mask, count)
         return Affinity(matched, total)
 
-    def record(self, request: InferenceRequest, slot: int, now: Seconds) -> None:
+    def record(self, request: InferenceRequest, slot: int, now: Seconds) -> Any:
         """Note every block of `request`; what the slot has had for longest makes room."""
         recent = self._recent.setdefault(slot, OrderedDict())
         self._records += 1
@@ -121,12 +122,13 @@ class RoutedBlocks:
                 recent[key] = self._records
                 recent.move_to_end(key)
         self.blocks += len(added)
-        request.recorded[self, slot] = (self._records, added)
+        noted = self._records, added
         self._fit(slot)
+        return noted
 
-    def retract(self, request: InferenceRequest, slot: int, kept: int, now: Seconds) -> None:
+    def retract(self, request: InferenceRequest, slot: int, recorded: Any, now: Seconds) -> None:
         """Take back what the last `record` of `request` added and no other has told since."""
-        number, added = request.recorded.pop((self, slot), (0, ()))
+        number, added = recorded
         recent: dict[int, int] = self._recent.get(slot, OrderedDict())
         for key in added:
             if recent.get(key) == number:
@@ -180,27 +182,10 @@ class RoutedBlocks:
         chains = request.chains_of(block_bytes, most)
         prompts = block_lists(chains, most)
         if settings.last_partial_block:
-            # The text is let go before a request can move to another endpoint.
-            if self not in request.recorded:
-                request.recorded[self] = self._tails(request, prompts)
-            for hashes, tail in zip(prompts, request.recorded[self], strict=False):
-                hashes.extend(tail)
+            for hashes, tail in zip(prompts, request.tails_of(block_bytes, most), strict=False):
+                if tail is not None:
+                    hashes.append(tail)
         return prompts
-
-    def _tails(
-        self, request: InferenceRequest, prompts: Sequence[Sequence[int]]
-    ) -> list[tuple[int, ...]]:
-        """The hash of what is left of each prompt behind its last full block, if anything is."""
-        seed = chain_seed(request.api, request.model, request.cache_salt)
-        block_bytes = self._settings.block_tokens * BYTES_PER_TOKEN
-        tails: list[tuple[int, ...]] = []
-        for prompt, hashes in zip(request.prompts, prompts, strict=False):
-            rest = prompt[len(hashes) * block_bytes :]
-            if not rest or len(rest) >= block_bytes:
-                tails.append(())
-            else:
-                tails.append((xxhash.xxh64_intdigest(rest, hashes[-1] if hashes else seed),))
-        return tails
 
     def _fit(self, slot: int) -> None:
         settings = self._settings

@@ -1,13 +1,14 @@
 """What each user had lately, in tokens: the ledger of AIBrix's fairness."""
 
 from collections import OrderedDict, deque
-from typing import Annotated, ClassVar, Final
+from typing import Annotated, Any, ClassVar, Final
 
 import numpy as np
 import xxhash
 from msgspec import Meta, Struct
 
 from epp.plugins.contract import (
+    Abilities,
     Affinity,
     AffinityIndex,
     InferenceRequest,
@@ -28,6 +29,7 @@ class UserTokensSettings(Parameters, frozen=True):
     """Tokens in, and twice those out that are estimated to follow."""
 
     type_name: ClassVar[str] = "user-tokens-producer"
+    abilities: ClassVar[Abilities] = Abilities(names_sessions=True)
 
     header_name: Annotated[str, Meta(min_length=1)] = "user"
     """Request header with the user; where it is not sent the session stands for one."""
@@ -89,31 +91,37 @@ class UserTokens:
         columns = {column: np.full(slots, value) for column, value in told.items()}
         return Affinity(np.zeros(slots, dtype=np.int64), 1 if name else 0, columns)
 
-    def record(self, request: InferenceRequest, slot: int, now: Seconds) -> None:
+    def record(self, request: InferenceRequest, slot: int, now: Seconds) -> Any:
         """The user had this request too, wherever it went."""
         name = self._name_of(request)
-        if not name or self in request.recorded:
-            return
+        if not name:
+            return None
         settings = self._settings
         weight = settings.input_weight + settings.output_weight * settings.output_per_input
-        # It goes somewhere: moved to another endpoint it is not had twice.
-        request.recorded[self] = tokens = weight * request.prompt_tokens
+        tokens = weight * request.prompt_tokens
         user = self._users.get(name)
         if user is None:
             user = self._users[name] = _User(0.0, deque())
         self._users.move_to_end(name)
         start = now // _BUCKET_S * _BUCKET_S
-        if user.buckets and user.buckets[-1][0] >= start:
-            user.buckets[-1][1] += tokens
-        else:
-            user.buckets.append([start, tokens])
+        if not user.buckets or user.buckets[-1][0] < start:
+            user.buckets.append([start, 0.0])
+        bucket = user.buckets[-1]
+        bucket[1] += tokens
         user.tokens += tokens
         self._fit()
         self._most = max(self._most, user.tokens)
         self._least = min(self._least, user.tokens) if len(self._users) > 1 else user.tokens
+        return user, bucket, tokens
 
-    def retract(self, request: InferenceRequest, slot: int, kept: int, now: Seconds) -> None:
-        """Another endpoint serves it, and the user has it all the same."""
+    def retract(self, request: InferenceRequest, slot: int, recorded: Any, now: Seconds) -> None:
+        """The user did not have it; where another endpoint serves it, `record` tells so again."""
+        if recorded is None:
+            return
+        user, bucket, tokens = recorded
+        if any(one is bucket for one in user.buckets):
+            bucket[1] -= tokens
+            user.tokens -= tokens
 
     def forget(self, slot: int) -> None:
         """Users are no endpoint's."""

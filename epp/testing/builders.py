@@ -9,6 +9,7 @@ import numpy.typing as npt
 
 from epp.core.knowledge.candidates import Affinity, Candidates, Columns
 from epp.core.knowledge.rendezvous import identity_hash
+from epp.core.moment import Moment
 from epp.core.prompt.request import InferenceRequest
 from epp.core.types import AdapterReport, Endpoint
 
@@ -27,8 +28,11 @@ def endpoint(number: int = 0, **fields: Any) -> Endpoint:
 
 
 def request(**fields: Any) -> InferenceRequest:
-    """A request for `my-model`, without a prompt."""
-    return InferenceRequest(**({"request_id": "test-request-id", "model": "my-model"} | fields))
+    """A request for `my-model`, without a prompt; fields of its `moment` are given beside its own."""
+    known = {name: fields.pop(name) for name in Moment.__struct_fields__ if name in fields}
+    defaults: dict[str, Any] = {"request_id": "test-request-id", "model": "my-model"}
+    defaults["moment"] = Moment(**known)
+    return InferenceRequest(**(defaults | fields))
 
 
 def loaded_adapters(*active: str, slots_max: int = 0) -> AdapterReport:

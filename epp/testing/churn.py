@@ -10,7 +10,9 @@ from typing import Final
 from msgspec import Struct
 from msgspec.structs import replace
 
-from epp.core.decision.scheduler import Decision, Scheduler, SchedulerSettings
+from epp.core.decision.inputs import OutputStarted, PageScraped, PoolReplaced, RequestEnded, Tick
+from epp.core.decision.scheduler import Decision, Scheduler
+from epp.core.decision.settings import SchedulerSettings
 from epp.core.knowledge.inflight import Lease, Outcome
 from epp.core.prompt.request import InferenceRequest
 from epp.core.session_tokens import SessionTokens
@@ -53,7 +55,7 @@ def churn(
         for number in range(PODS)
     ]
     ready = list(range(PODS))
-    scheduler.replace(endpoints, 0.0)
+    scheduler.take(PoolReplaced(endpoints), 0.0)
     leases: list[Lease] = []
     went: list[str] = []
     now = 0.0
@@ -67,19 +69,19 @@ def churn(
             went.append("")
         if leases and random.random() < 0.9:
             lease = leases.pop(random.randrange(len(leases)))
-            scheduler.first_output(lease, now)
-            scheduler.complete(lease, Outcome(status=random.choice(_STATUSES)), now)
+            scheduler.take(OutputStarted(lease), now)
+            scheduler.take(RequestEnded(lease, Outcome(status=random.choice(_STATUSES))), now)
         if random.random() < 0.05:
             number = random.randrange(PODS)
             ready = [n for n in ready if n != number] if number in ready else [*ready, number]
             ready = ready or [number]
-            scheduler.replace([endpoints[n] for n in ready], now)
+            scheduler.take(PoolReplaced([endpoints[n] for n in ready]), now)
         for slot, _ in list(scheduler.pool.endpoints()):
-            scheduler.observe(slot, _metrics(random), now)
+            scheduler.take(PageScraped(slot, _metrics(random)), now)
         if random.random() < 0.2:
-            scheduler.tick(now)
+            scheduler.take(Tick(), now)
     for lease in leases:
-        scheduler.complete(lease, Outcome(), now)
+        scheduler.take(RequestEnded(lease, Outcome()), now)
     return Churn(scheduler=scheduler, went=tuple(went), ended_s=now)
 
 
@@ -89,7 +91,7 @@ def strangers_differ(after: Churn) -> str:
     They are in the slots of those that were there, and have nothing that these had.
     """
     scheduler, now = after.scheduler, after.ended_s + 1_000.0
-    scheduler.replace([endpoint(100 + number) for number in range(PODS)], now)
+    scheduler.take(PoolReplaced([endpoint(100 + number) for number in range(PODS)]), now)
     for name, index in scheduler.indexes.items():
         asked = request(prompts=(prompt(Random(5)),), session_id="s1")  # noqa: S311  as above
         known = index.match(asked, len(scheduler.pool.columns), now)

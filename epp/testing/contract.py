@@ -26,7 +26,7 @@ from typing import Any, Final
 import msgspec
 import numpy as np
 from msgspec import Struct
-from msgspec.structs import replace
+from msgspec.structs import asdict, replace
 
 from epp.configuration.build import build_settings, plugin_tables
 from epp.configuration.config import ConfigError, PluginTables, load_config
@@ -40,9 +40,9 @@ from epp.core.decision.failures import (
 )
 from epp.core.decision.kept_scores import undeclared_reads
 from epp.core.decision.plugin import ReadsColumns, ReadsIndex, TellsCost
-from epp.core.decision.scheduler import SchedulerSettings
+from epp.core.decision.settings import SchedulerSettings
 from epp.core.knowledge.candidates import Affinity, Candidates
-from epp.core.knowledge.index import AffinityIndex, SharedIndex
+from epp.core.knowledge.index import VERBS, Abilities, AffinityIndex, missing_verbs
 from epp.core.prompt.request import InferenceRequest
 from epp.core.session_tokens import SessionTokens
 from epp.core.types import AdapterReport
@@ -298,7 +298,19 @@ def _check_picker(subject: _Subject) -> None:
 
 def _check_index(subject: _Subject) -> None:
     settings = subject.made()
-    index: AffinityIndex = settings.open()
+    abilities = getattr(settings, "abilities", None)
+    if not isinstance(abilities, Abilities):
+        raise ContractError(f"{subject.kind.__name__} declares no abilities")
+    index: Any = settings.open()
+    missing = missing_verbs(abilities, index)
+    subject.expect(not missing, f"it has not what it declares: {', '.join(missing)}")
+    declared = asdict(abilities)
+    for ability, verbs in VERBS.items():
+        has_all = all(callable(getattr(index, verb, None)) for verb in verbs)
+        subject.expect(
+            not ability or declared[ability] or not has_all,
+            f"it has {', '.join(verbs)}, and does not declare that it {ability}",
+        )
     subject.expect(isinstance(settings.adopt(index), bool), "adopt returned no bool")
     subject.expect(
         settings.adopt(object()) is False, "adopt took an index of another kind: expected False"
@@ -333,15 +345,15 @@ def _check_index(subject: _Subject) -> None:
     )
 
 
-def _told(subject: _Subject, index: AffinityIndex, random: Random, step: int, now: float) -> float:
+def _told(subject: _Subject, index: Any, random: Random, step: int, now: float) -> float:
     """One request is matched, recorded, sometimes taken back; then it is this late."""
     asked = _request(subject, random, own=f"{step} {random.random()}")
     slot = random.randrange(_SLOTS)
-    held = _matched(subject, index, asked, now, _SLOTS)
-    index.record(asked, slot, now)
+    _matched(subject, index, asked, now, _SLOTS)
+    recorded = index.record(asked, slot, now)
     if random.random() < 0.1:
-        index.retract(asked, slot, int(held.matched[slot]), now)
-    if isinstance(index, SharedIndex) and random.random() < 0.1:
+        index.retract(asked, slot, recorded, now)
+    if subject.made().abilities.shares and random.random() < 0.1:
         # A peer may say anything.
         index.learn([b"", bytes(200), random.randbytes(16)], slot, now - 1.0, now)
         index.learn(list(index.share(asked)), slot, now, now)
@@ -555,7 +567,7 @@ def _contents(pool: Candidates) -> dict[str, Any]:
 def _said(asked: InferenceRequest) -> tuple[object, ...]:
     return (
         asked.model, dict(asked.headers), asked.prompts, asked.prompt_tokens, asked.session_id,
-        asked.priority, asked.cold,
+        asked.priority, asked.moment,
     )  # fmt: skip
 
 

@@ -22,7 +22,19 @@ from epp.configuration.config import (
     load_config,
 )
 from epp.core.decision.failures import FailingPlugin
-from epp.core.decision.scheduler import Decision, Scheduler, SchedulerSettings
+from epp.core.decision.inputs import (
+    OutputStarted,
+    PageScraped,
+    PeersUnheard,
+    PoolReplaced,
+    Reconfigured,
+    RequestEnded,
+    ScrapeFailed,
+    ServedBy,
+    Tick,
+)
+from epp.core.decision.scheduler import Decision, Scheduler
+from epp.core.decision.settings import SchedulerSettings
 from epp.core.knowledge.inflight import Lease, Outcome
 from epp.core.knowledge.prefill_speed import PREFILL_TOKENS_PER_S
 from epp.core.prompt.request import InferenceRequest
@@ -117,23 +129,23 @@ class SchedulerPolicy:
         return list(self.scheduler.failures)
 
     def replicas_unheard(self, replicas: int) -> None:
-        self.scheduler.replicas_unheard = replicas
+        self.scheduler.take(PeersUnheard(replicas), 0.0)
 
     def configure(self, settings: SchedulerSettings, now: Seconds) -> None:
-        self.scheduler.configure(settings, now)
+        self.scheduler.take(Reconfigured(settings), now)
 
     def replace(self, endpoints: Sequence[Endpoint], now: Seconds) -> None:
-        self.scheduler.replace(endpoints, now)
+        self.scheduler.take(PoolReplaced(endpoints), now)
 
     def observe(self, endpoint: Endpoint, metrics: EndpointMetrics, now: Seconds) -> None:
         slot = self.scheduler.pool.slot_of(endpoint)
         if slot is not None:
-            self.scheduler.observe(slot, metrics, now)
+            self.scheduler.take(PageScraped(slot, metrics), now)
 
     def refused(self, endpoint: Endpoint, now: Seconds) -> None:
         slot = self.scheduler.pool.slot_of(endpoint)
         if slot is not None:
-            self.scheduler.observe_failure(slot, answered=False)
+            self.scheduler.take(ScrapeFailed(slot=slot, answered=False), now)
 
     def route(self, request: InferenceRequest, now: Seconds) -> Route | Refusal:
         decision = self.scheduler.schedule(request, now)
@@ -143,18 +155,18 @@ class SchedulerPolicy:
 
     def first_output(self, route: Route, now: Seconds) -> None:
         assert route.lease is not None
-        self.scheduler.first_output(route.lease, now)
+        self.scheduler.take(OutputStarted(route.lease), now)
 
     def reschedule(self, route: Route, served: Endpoint, now: Seconds) -> None:
         assert route.lease is not None
-        self.scheduler.reschedule(route.lease, served.address, now)
+        self.scheduler.take(ServedBy(route.lease, served.address), now)
 
     def complete(self, route: Route, outcome: Outcome, now: Seconds) -> None:
         assert route.lease is not None
-        self.scheduler.complete(route.lease, outcome, now)
+        self.scheduler.take(RequestEnded(route.lease, outcome), now)
 
     def tick(self, now: Seconds) -> None:
-        self.scheduler.tick(now)
+        self.scheduler.take(Tick(), now)
 
 
 def scheduler_of(policy: Policy) -> Scheduler | None:

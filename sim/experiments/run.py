@@ -9,7 +9,7 @@ from typing import Any, Final
 from msgspec import Struct, field
 from msgspec.structs import replace
 
-from epp.core.decision.scheduler import SchedulerSettings
+from epp.core.decision.settings import SchedulerSettings
 from epp.core.prompt.request import InferenceRequest
 from epp.core.types import Seconds
 from sim.cluster.arrivals import grid_s, made_ready
@@ -246,8 +246,10 @@ def _hashed(
     configured: Iterable[SchedulerSettings | None],
 ) -> Callable[[Arrival, PromptHashes], InferenceRequest]:
     """`request_of` for the block sizes in which these look prompts up; None is a baseline."""
-    indexes = [index for settings in configured if settings for index in settings.indexes.values()]
-    sizes = {size for index in indexes if (size := getattr(index, "block_tokens", None))}
+    indexes: list[Any] = [
+        index for settings in configured if settings for index in settings.indexes.values()
+    ]
+    sizes = {index.block_tokens for index in indexes if index.abilities.counts_blocks}
     sizes_sorted = tuple(sorted(sizes))
 
     def request(arrival: Arrival, hashes: PromptHashes) -> InferenceRequest:

@@ -27,6 +27,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 import xxhash
+from msgspec import structs
 
 from epp.core.prompt.blocks import chain_seed
 from epp.core.prompt.parse import parse_request
@@ -110,9 +111,7 @@ def request_through_bytes(arrival: Arrival) -> InferenceRequest:
         raise ValueError(  # noqa: TRY004
             f"Request {arrival.index} is refused: {parsed.message}."
         )
-    parsed.request.priority = arrival.priority
-    parsed.request.session_id = arrival.session
-    return parsed.request
+    return structs.replace(parsed.request, priority=arrival.priority, session_id=arrival.session)
 
 
 def body_of(arrival: Arrival) -> bytes:

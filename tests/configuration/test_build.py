@@ -13,7 +13,9 @@ from epp.configuration.build import (
     settings_warnings,
 )
 from epp.configuration.config import ConfigError, config_hash, diff_configs, load_config
-from epp.core.decision.scheduler import Scheduler, SchedulerSettings
+from epp.core.decision.inputs import PoolReplaced, Reconfigured
+from epp.core.decision.scheduler import Scheduler
+from epp.core.decision.settings import SchedulerSettings
 from epp.core.knowledge.candidates import Candidates
 from epp.core.prompt.request import InferenceRequest
 from epp.core.types import Endpoint
@@ -36,16 +38,18 @@ def sample(name):
 def test_a_scheduler_runs_on_every_sample(path):
     """What loads also decides: two requests, two endpoints, and the picked one is recorded."""
     scheduler = Scheduler(build_settings(sample(path.stem)), seed=1)
-    scheduler.replace(
-        [
-            Endpoint(
-                endpoint_id=name,
-                name=name,
-                address=f"10.0.0.{number}:8000",
-                labels={"accelerator": "h100"},
-            )
-            for number, name in enumerate(("a", "b"))
-        ],
+    scheduler.take(
+        PoolReplaced(
+            [
+                Endpoint(
+                    endpoint_id=name,
+                    name=name,
+                    address=f"10.0.0.{number}:8000",
+                    labels={"accelerator": "h100"},
+                )
+                for number, name in enumerate(("a", "b"))
+            ]
+        ),
         0.0,
     )
     for number in range(2):
@@ -132,7 +136,7 @@ def test_each_endpoint_prefills_at_the_speed_that_its_labels_have():
     scheduler = Scheduler(plain, seed=1)
     labels = [{"gpu": "h200", "tp": "2"}, {"gpu": "a100"}]
     pool = [endpoint(number, labels=each) for number, each in enumerate(labels)]
-    scheduler.replace(pool, 0.0)
+    scheduler.take(PoolReplaced(pool), 0.0)
     columns = scheduler.pool.columns
     assert columns.prefill_tokens_per_s[:2].tolist() == [9_000.0, 9_000.0]
     assert columns.prefill_alike
@@ -142,14 +146,14 @@ def test_each_endpoint_prefills_at_the_speed_that_its_labels_have():
             request_id=str(number), subset=(pool[number].address,), prompt_tokens=tokens
         )
         scheduler.schedule(request, 10.0)
-    scheduler.configure(told, 11.0)
+    scheduler.take(Reconfigured(told), 11.0)
     assert columns.prefill_tokens_per_s[:2].tolist() == [60_000.0, 30_000.0]
     assert not columns.prefill_alike
     left = Candidates(columns, np.arange(2), 12.0, affinities={}).inflight_prefill_tokens
     assert left.tolist() == [31_000.0, 61_000.0]
-    scheduler.replace([pool[0], endpoint(1, labels=labels[0])], 12.0)
+    scheduler.take(PoolReplaced([pool[0], endpoint(1, labels=labels[0])]), 12.0)
     assert columns.prefill_tokens_per_s[:2].tolist() == [60_000.0, 60_000.0]
-    scheduler.configure(plain, 12.0)
+    scheduler.take(Reconfigured(plain), 12.0)
     assert columns.prefill_tokens_per_s[:2].tolist() == [9_000.0, 9_000.0]
     assert columns.prefill_alike
 

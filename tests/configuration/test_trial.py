@@ -15,6 +15,7 @@ from epp.configuration.config import DEFAULT_CONFIG, ConfigError, load_config
 from epp.configuration.flags import CheckFlags, parse_serve
 from epp.configuration.live import LiveConfiguration
 from epp.core.decision.failures import Interrupted
+from epp.core.knowledge.index import Abilities
 from epp.core.parameters import Parameters
 from epp.plugins import FILTERS, PICKERS, SCORERS
 from epp.plugins.contract import Affinity
@@ -205,6 +206,8 @@ class OddIndex:
 
 class OddIndexSettings(Sound, frozen=True):
     broken: str = ""
+
+    abilities: ClassVar = Abilities()
 
     def open(self):
         if self.broken == "open":
@@ -412,7 +415,7 @@ READERS = [
     lambda request, pool: pool.affinity(""),
     lambda request, pool: pool.prefix_match(0),
     lambda request, pool: pool.take(np.arange(1)).uncached_tokens,
-    lambda request, pool: request.cold,
+    lambda request, pool: request.moment.cold,
     lambda request, pool: len(pool) > 1 and request.prompt_tokens > 100 and pool.matched_blocks,
 ]
 

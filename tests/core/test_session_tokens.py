@@ -10,8 +10,10 @@ from hypothesis import strategies as st
 from msgspec import structs
 
 from epp.core import session_tokens
+from epp.core.decision.inputs import PoolReplaced, Reconfigured
 from epp.core.decision.profile import SchedulingProfile, WeightedScorer
-from epp.core.decision.scheduler import Scheduler, SchedulerSettings
+from epp.core.decision.scheduler import Scheduler
+from epp.core.decision.settings import SchedulerSettings
 from epp.core.session_tokens import NO_TOKENS, SessionTokens
 from epp.plugins.pickers import MaxScore
 from epp.plugins.scorers import SessionAffinity
@@ -137,7 +139,7 @@ def picker(*keys, accept_unsigned=False):
         profile=profile, session_tokens=SessionTokens(keys, accept_unsigned=accept_unsigned)
     )
     made = Scheduler(settings, seed=1)
-    made.replace(PODS, 0.0)
+    made.take(PoolReplaced(PODS), 0.0)
     return made
 
 
@@ -165,7 +167,7 @@ def test_a_session_outlives_a_change_of_keys():
     before = made.schedule(request(), 1.0)
     headers = before.response_headers("")
     settings = structs.replace(made.settings, session_tokens=SessionTokens((NEW, OLD)))
-    made.configure(settings, 1.0)
+    made.take(Reconfigured(settings), 1.0)
     after = made.schedule(request(headers=headers), 1.0)
     assert after.endpoint == before.endpoint
     assert after.response_headers("") != headers

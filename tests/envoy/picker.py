@@ -9,8 +9,10 @@ from typing import ClassVar
 import numpy as np
 from msgspec import Struct
 
+from epp.core.decision.inputs import PageScraped, PoolReplaced
 from epp.core.decision.profile import SchedulingProfile
-from epp.core.decision.scheduler import Scheduler, SchedulerSettings
+from epp.core.decision.scheduler import Scheduler
+from epp.core.decision.settings import SchedulerSettings
 from epp.core.knowledge.candidates import Candidates, Floats, Ints
 from epp.core.knowledge.inflight import Outcome
 from epp.core.protocol.session import Exchange, Session, SessionSettings, StreamFailure
@@ -158,13 +160,13 @@ class Picker:
             Endpoint(endpoint_id=name, name=name, address=address)
             for name, address in addresses.items()
         ]
-        self.scheduler.replace(endpoints, time.monotonic())
+        self.scheduler.take(PoolReplaced(endpoints), time.monotonic())
 
     def saturate(self) -> None:
         """As if every endpoint had just reported a long queue."""
         full = EndpointMetrics(waiting_requests=1_000, running_requests=1_000, kv_cache_usage=1.0)
         for slot, _ in self.scheduler.pool.endpoints():
-            self.scheduler.observe(slot, full, time.monotonic())
+            self.scheduler.take(PageScraped(slot, full), time.monotonic())
 
 
 @asynccontextmanager

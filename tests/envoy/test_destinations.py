@@ -8,6 +8,7 @@ import pytest
 from google.protobuf.struct_pb2 import Value
 
 from epp.configuration.flags import BodyMode
+from epp.core.decision.inputs import PageScraped
 from epp.core.protocol.messages import DESTINATION_HEADER, DROP_REASON_HEADER
 from epp.core.types import EndpointMetrics
 from epp.shell.gateway.bootstrap import BootstrapOptions
@@ -151,7 +152,7 @@ async def test_an_endpoint_that_refuses_connections_is_set_aside(mode, opened, w
     assert pool.set_aside_count() == 1
     assert (await statuses_of(20)).count(503) == 0
     pool_slot = pool.slot_at(refusing)
-    wired.picker.scheduler.observe(pool_slot, EndpointMetrics(), time.monotonic())
+    wired.picker.scheduler.take(PageScraped(pool_slot, EndpointMetrics()), time.monotonic())
     assert pool.set_aside_count() == 0
     assert (await statuses_of(20)).count(503) == 1
     assert list(wired.picker.scheduler.outliers.ejection.away) == [pool_slot]

@@ -6,6 +6,7 @@ import aiohttp
 import pytest
 
 from epp.configuration.flags import BodyMode
+from epp.core.decision.inputs import Tick
 from epp.core.knowledge.inflight import Ending
 from tests.envoy.rig import RawConnection, ext_proc, until
 
@@ -89,9 +90,9 @@ async def test_a_gateway_without_a_response_phase_keeps_a_lease_for_its_estimate
     assert wired.picker.server.open_streams == 0
     assert wired.picker.witness.outcomes[0].ending is Ending.UNSEEN
     scheduler = wired.picker.scheduler
-    scheduler.tick(started_s)
+    scheduler.take(Tick(), started_s)
     assert wired.picker.open_leases == 1
-    scheduler.tick(time.monotonic() + scheduler.settings.lease_ttl_without_response_phase_s)
+    scheduler.take(Tick(), time.monotonic() + scheduler.settings.lease_ttl_without_response_phase_s)
     assert wired.picker.open_leases == 0
 
 
@@ -100,7 +101,7 @@ async def test_the_lease_of_a_live_stream_never_expires(wire):
     wired = await wire()
     headers = {"x-test-events": "10", "x-test-pause-after": "5"}
     async with wired.client.post(PATH, data=BODY, headers=headers) as response:
-        wired.picker.scheduler.tick(time.monotonic() + 86_400)
+        wired.picker.scheduler.take(Tick(), time.monotonic() + 86_400)
         assert wired.picker.open_leases == 1
         wired.pod.resume.set()
         await response.read()

@@ -13,6 +13,7 @@ from random import Random
 import aiohttp
 from msgspec.structs import replace
 
+from epp.core.decision.inputs import OutputStarted, PageScraped, PoolReplaced, RequestEnded
 from epp.core.decision.scheduler import Scheduler
 from epp.core.knowledge.inflight import Outcome
 from epp.core.types import Endpoint, EndpointMetrics
@@ -209,15 +210,15 @@ class Ours:
             Endpoint(endpoint_id=name, name=name, address=f"127.0.0.1:{9000 + at}")
             for at, name in enumerate(order)
         ]
-        self.scheduler.replace(endpoints, 0.0)
+        self.scheduler.take(PoolReplaced(endpoints), 0.0)
         reported = metrics or EndpointMetrics(waiting_requests=0.0, running_requests=0.0)
         for slot in range(len(order)):
-            self.scheduler.observe(slot, reported, 0.0)
+            self.scheduler.take(PageScraped(slot, reported), 0.0)
 
     def send(self, step, told=None):
         """(pod, whom the strategy allows) of `step`; `told`: the pod that it goes to anyway."""
         for _ in range(step.ends):
-            self.scheduler.complete(self._inflight.pop(0), Outcome(status=200), 0.0)
+            self.scheduler.take(RequestEnded(self._inflight.pop(0), Outcome(status=200)), 0.0)
         self._follower.told = told
         self._sent += 1
         prompt = step.prompt.encode()
@@ -250,4 +251,4 @@ class Ours:
 
     def prefilled(self, at):
         """The prompt of the request in flight at `at`, the oldest at 0, is prefilled."""
-        self.scheduler.first_output(self._inflight[at], 0.0)
+        self.scheduler.take(OutputStarted(self._inflight[at]), 0.0)

@@ -4,6 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from epp.configuration.build import build_settings, default_config, plugin_tables
+from epp.core.decision.inputs import PeersUnheard, PoolReplaced
 from epp.core.decision.scheduler import Scheduler
 from epp.core.prompt.canonical import Message, chat_prompt
 from epp.core.types import ApiKind
@@ -90,8 +91,8 @@ def test_replicas_with_the_same_endpoints_agree(random):
     pools = []
     for order in (sorted(numbers), numbers):
         scheduler = Scheduler(build_settings(default_config(plugin_tables())), seed=1)
-        scheduler.replace([endpoint(number) for number in order], 0.0)
-        scheduler.replicas_unheard = 3
+        scheduler.take(PoolReplaced([endpoint(number) for number in order]), 0.0)
+        scheduler.take(PeersUnheard(3), 0.0)
         pools.append(scheduler)
     text = "abcdefghijklmnopqrst" + random.choice("abc")
     chosen = [
@@ -150,8 +151,8 @@ def test_a_session_of_one_request_does_not_part_who_shares_a_head():
 def test_a_picker_learns_whether_sessions_come_again(turns):
     """From what it decides: then the session is the key, else the head."""
     scheduler = Scheduler(build_settings(default_config(plugin_tables())), seed=1)
-    scheduler.replace([endpoint(number) for number in range(20)], 0.0)
-    scheduler.replicas_unheard = 3
+    scheduler.take(PoolReplaced([endpoint(number) for number in range(20)]), 0.0)
+    scheduler.take(PeersUnheard(3), 0.0)
     chosen = []
     for number in range(60):
         session = f"{number % (60 // turns)}"
@@ -165,7 +166,7 @@ def test_a_picker_learns_whether_sessions_come_again(turns):
             ),
             0.0,
         )
-        chosen.append(decision.lease.request.sessions_return)
+        chosen.append(decision.lease.request.moment.sessions_return)
     assert chosen[-1] == (turns > 1)
     assert not chosen[0]
 
@@ -173,9 +174,9 @@ def test_a_picker_learns_whether_sessions_come_again(turns):
 def test_who_hears_all_others_remembers_no_session():
     """It would cost each decision something, for nothing."""
     scheduler = Scheduler(build_settings(default_config(plugin_tables())), seed=1)
-    scheduler.replace([endpoint(0)], 0.0)
+    scheduler.take(PoolReplaced([endpoint(0)]), 0.0)
     for unheard, expected in ((0, False), (1, False), (1, True)):
-        scheduler.replicas_unheard = unheard
+        scheduler.take(PeersUnheard(unheard), 0.0)
         made = request(prompts=(prompt("a"),), headers={"x-session-id": "one"})
         scheduler.schedule(made, 0.0)
         assert scheduler._session_returns.expected == expected

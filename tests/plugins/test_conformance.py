@@ -7,6 +7,7 @@ from epp.configuration.build import build_settings, default_config, plugin_table
 from epp.configuration.check_config import explain
 from epp.configuration.config import diff_configs, load_config
 from epp.configuration.document import ConfigError
+from epp.core.decision.inputs import PoolReplaced
 from epp.core.decision.scheduler import Scheduler
 from epp.plugins import FILTERS
 from epp.plugins.conformance import DestinationEndpointServedVerifier
@@ -93,7 +94,7 @@ def test_who_served_is_told_where_that_is_declared(removed):
     text = CONFORMANCE.replace(removed, "") if removed else CONFORMANCE
     config = load_config(text, "conformance", plugin_tables())
     scheduler = Scheduler(build_settings(config), seed=1)
-    scheduler.replace([endpoint(0), endpoint(1)], 0.0)
+    scheduler.take(PoolReplaced([endpoint(0), endpoint(1)]), 0.0)
     decision = scheduler.schedule(request(), 0.0)
     expected = {} if removed else {SERVED: "10.0.0.9:3000"}
     assert decision.response_headers("10.0.0.9:3000") == expected

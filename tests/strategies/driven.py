@@ -2,6 +2,7 @@
 
 from epp.configuration.build import build_settings, plugin_tables
 from epp.configuration.config import load_config
+from epp.core.decision.inputs import PageScraped, PoolReplaced, RequestEnded
 from epp.core.decision.scheduler import Scheduler
 from epp.core.knowledge.inflight import Outcome
 from epp.core.types import EndpointMetrics
@@ -31,7 +32,7 @@ class Driven:
         self.now = 0.0
         self.leases = []
         self.sent = 0
-        self.scheduler.replace([endpoint(number) for number in range(pods)], self.now)
+        self.scheduler.take(PoolReplaced([endpoint(number) for number in range(pods)]), self.now)
         for slot in range(pods):
             self.report(slot)
 
@@ -40,7 +41,7 @@ class Driven:
         metrics = EndpointMetrics(
             waiting_requests=waiting, running_requests=running, kv_cache_usage=kv
         )
-        self.scheduler.observe(slot, metrics, self.now)
+        self.scheduler.take(PageScraped(slot, metrics), self.now)
 
     def send(self, text, **fields):
         """The slot to which a prompt of `text` goes; it stays in flight."""
@@ -54,14 +55,14 @@ class Driven:
     def end(self):
         """All that is in flight ends well."""
         for lease in self.leases:
-            self.scheduler.complete(lease, Outcome(status=200), self.now)
+            self.scheduler.take(RequestEnded(lease, Outcome(status=200)), self.now)
         self.leases.clear()
 
     def ask(self, text, **fields):
         """As `send`, and it ends at once."""
         slot = self.send(text, **fields)
         lease = self.leases.pop()
-        self.scheduler.complete(lease, Outcome(status=200), self.now)
+        self.scheduler.take(RequestEnded(lease, Outcome(status=200)), self.now)
         return slot
 
     def index(self, type_name):

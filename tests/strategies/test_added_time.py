@@ -91,7 +91,7 @@ def test_pickers_that_do_not_hear_each_other_believe_alike():
     pending = [0.0] * 5
     pending[agreed] = 5_000.0
     assert agreed not in best(asked, matched_blocks=[0] * 5, inflight_prefill_tokens=pending)
-    asked.replicas_unheard = 0
+    asked = request(prompts=(prompt,), prompt_tokens=640)
     assert len(best(asked, matched_blocks=[0] * 5)) == 5
 
 

@@ -7,6 +7,7 @@ import pytest
 
 from epp.configuration.build import build_settings, plugin_tables
 from epp.configuration.config import load_config
+from epp.core.decision.inputs import PageScraped, PoolReplaced, RequestEnded
 from epp.core.decision.scheduler import Scheduler
 from epp.core.knowledge.inflight import Outcome
 from epp.core.types import EndpointMetrics
@@ -71,13 +72,13 @@ def families(count):
 
 
 def spread(scheduler):
-    scheduler.replace([endpoint(number) for number in range(4)], 0.0)
+    scheduler.take(PoolReplaced([endpoint(number) for number in range(4)]), 0.0)
     leases = []
     most = 0
     for asked in families(120):
         leases.append(scheduler.schedule(asked, 0.0).lease)
         if len(leases) > 40:
-            scheduler.complete(leases.pop(0), Outcome(status=200), 0.0)
+            scheduler.take(RequestEnded(leases.pop(0), Outcome(status=200)), 0.0)
         counts = Counter(lease.slot for lease in leases)
         most = max(most, max(counts.values()) - min(counts.get(slot, 0) for slot in range(4)))
     return most
@@ -109,10 +110,10 @@ def test_prefix_without_a_load_term_keeps_clients_waiting_for_seconds():
 def test_least_kv_cache_goes_by_what_engines_tell():
     """And not by what is in flight."""
     scheduler = scheduler_of("aibrix-least-kv-cache")
-    scheduler.replace([endpoint(number) for number in range(3)], 0.0)
+    scheduler.take(PoolReplaced([endpoint(number) for number in range(3)]), 0.0)
     for slot, usage in enumerate([0.5, 0.2, 0.9]):
         metrics = EndpointMetrics(waiting_requests=0.0, running_requests=1.0, kv_cache_usage=usage)
-        scheduler.observe(slot, metrics, 0.0)
+        scheduler.take(PageScraped(slot, metrics), 0.0)
     went = {scheduler.schedule(request(request_id=f"{n}"), 0.0).endpoint.name for n in range(9)}
     assert went == {"pod-1"}
 
@@ -120,7 +121,7 @@ def test_least_kv_cache_goes_by_what_engines_tell():
 def test_least_request_draws_among_equals():
     """Not always the same order."""
     scheduler = scheduler_of("aibrix-least-request")
-    scheduler.replace([endpoint(number) for number in range(4)], 0.0)
+    scheduler.take(PoolReplaced([endpoint(number) for number in range(4)]), 0.0)
     went = [scheduler.schedule(request(request_id=f"{n}"), 0.0).endpoint.name for n in range(40)]
     rounds = [tuple(went[at : at + 4]) for at in range(0, 40, 4)]
     assert all(len(set(one)) == 4 for one in rounds)

@@ -5,6 +5,7 @@ from collections import Counter
 import numpy as np
 import pytest
 
+from epp.core.decision.inputs import PoolReplaced, RequestEnded
 from epp.core.knowledge.candidates import Affinity
 from epp.core.knowledge.inflight import Outcome
 from epp.strategies.aibrix_preble import AibrixPreble
@@ -53,13 +54,13 @@ def test_the_guard_is_strict(load, home):
 def test_families_settle_on_endpoints_and_new_ones_go_where_the_cost_is_least():
     """Four prompts of one family each, then their followers stay with them."""
     scheduler = scheduler_of("aibrix-preble")
-    scheduler.replace([endpoint(number) for number in range(4)], 0.0)
+    scheduler.take(PoolReplaced([endpoint(number) for number in range(4)]), 0.0)
 
     def went(family, number):
         prompt = f"family {family} ".encode() * 100 + f"question {number}".encode()
         asked = request(request_id=f"{family}-{number}", prompts=(prompt,))
         decision = scheduler.schedule(asked, 0.0)
-        scheduler.complete(decision.lease, Outcome(status=200), 0.0)
+        scheduler.take(RequestEnded(decision.lease, Outcome(status=200)), 0.0)
         return decision.endpoint.name
 
     homes = {family: went(family, 0) for family in range(4)}
@@ -81,7 +82,7 @@ def test_it_finds_more_in_caches_than_load_alone(name):
 def test_a_burst_of_one_prompt_is_spread_by_the_guard():
     """Nobody has more than nine above who has the fewest."""
     scheduler = scheduler_of("aibrix-preble")
-    scheduler.replace([endpoint(number) for number in range(4)], 0.0)
+    scheduler.take(PoolReplaced([endpoint(number) for number in range(4)]), 0.0)
     counts = Counter(dict.fromkeys(range(4), 0))
     for number in range(80):
         asked = request(request_id=f"{number}", prompts=(b"the same " * 100,))

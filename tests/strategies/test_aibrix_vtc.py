@@ -6,6 +6,7 @@ from random import Random
 import numpy as np
 import pytest
 
+from epp.core.decision.inputs import PoolReplaced, RequestEnded
 from epp.core.knowledge.candidates import Affinity
 from epp.core.knowledge.inflight import Outcome
 from epp.strategies.aibrix_vtc import NoisyMaxScore, UserTokenPlace
@@ -58,19 +59,19 @@ def test_noise_decides_between_near_equals_and_no_further():
 def test_two_heavy_users_share_the_last_endpoint_while_others_are_idle():
     """It is not fair queueing: places in the list are handed out, not service."""
     scheduler = scheduler_of("aibrix-vtc")
-    scheduler.replace([endpoint(number) for number in range(4)], 0.0)
+    scheduler.take(PoolReplaced([endpoint(number) for number in range(4)]), 0.0)
     went = {user: Counter() for user in ("heavy-1", "heavy-2", "light", "")}
     for number in range(60):
         for user, tokens in (("heavy-1", 4_000), ("heavy-2", 4_000), ("light", 4), ("", 4_000)):
             decision = scheduler.schedule(
                 request(headers={"user": user}, prompt_tokens=tokens), 0.5 * number
             )
-            scheduler.complete(decision.lease, Outcome(status=200), 0.5 * number)
+            scheduler.take(RequestEnded(decision.lease, Outcome(status=200)), 0.5 * number)
             if number > 5:
                 went[user][decision.endpoint.name] += 1
         # A crowd of small users, so that the middle is low.
         small = request(headers={"user": f"small-{number}"}, prompt_tokens=4)
-        scheduler.complete(scheduler.schedule(small, 0.5 * number).lease, Outcome(), 0.0)
+        scheduler.take(RequestEnded(scheduler.schedule(small, 0.5 * number).lease, Outcome()), 0.0)
     assert went["light"].keys() == {"pod-0"}
     assert went["heavy-1"].keys() == went["heavy-2"].keys()
     assert "pod-0" not in went["heavy-1"]

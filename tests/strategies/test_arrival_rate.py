@@ -4,6 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from epp.core.decision.inputs import PoolReplaced
 from epp.core.duration import Duration
 from epp.strategies.arrival_rate import Arrivals, ArrivalsSettings
 from tests.builders import endpoint, request
@@ -33,7 +34,7 @@ def test_a_new_endpoint_gets_everything_until_it_has_caught_up():
     pods = Driven("production-stack-qps", pods=2)
     for at in range(80):
         pods.ask(text(f"{at}", 8))
-    pods.scheduler.replace([endpoint(number) for number in range(3)], pods.now)
+    pods.scheduler.take(PoolReplaced([endpoint(number) for number in range(3)]), pods.now)
     pods.report(2)
     assert [pods.ask(text(f"{at}", 8)) for at in range(40)] == [2] * 40
     assert pods.ask(text("then", 8)) == 0
@@ -51,13 +52,11 @@ def test_arrivals_count_for_a_minute():
 
 
 def test_who_leaves_was_never_sent_anything_and_what_moved_was_not_sent():
-    """Whatever is called twice."""
+    """Whoever leaves twice."""
     index = ArrivalsSettings().open()
     index.record(request(), 0, 0.0)
     asked = request()
-    index.record(asked, 1, 0.0)
-    index.retract(asked, 1, 0, 0.0)
-    index.retract(asked, 1, 0, 0.0)
+    index.retract(asked, 1, index.record(asked, 1, 0.0), 0.0)
     index.forget(0)
     index.forget(0)
     assert told(index) == ([0.0, 0.0, 0.0], [0.0, 1.0, 0.0])

@@ -30,7 +30,7 @@ def test_a_completion_of_thousands_of_prompts_costs_no_more_than_that():
         chains = tuple(chain(1 + 10_000 * at, 100) for at in range(1_000))
         hostile = request(chains={256: chains})
         index.match(hostile, 2, 0.0)
-        index.record(hostile, 0, 0.0)
+        recorded = index.record(hostile, 0, 0.0)
         assert 0 < held(index) <= REQUEST_BLOCKS_MAX
-        index.retract(hostile, 0, 0, 0.0)
+        index.retract(hostile, 0, recorded, 0.0)
         assert held(index) == 0

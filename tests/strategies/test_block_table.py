@@ -91,10 +91,7 @@ def test_what_went_elsewhere_is_taken_back_and_no_more():
     index.record(said("a"), 0, 0.0)
     index.record(said("a", "b"), 1, 0.0)
     asked = said("a", "b", "c")
-    index.record(asked, 0, 1.0)
-    index.retract(asked, 0, 0, 1.0)
-    assert matched(index, asked) == [1, 2, 0]
-    index.retract(asked, 0, 0, 1.0)
+    index.retract(asked, 0, index.record(asked, 0, 1.0), 1.0)
     assert matched(index, asked) == [1, 2, 0]
 
 
@@ -104,9 +101,9 @@ def test_a_block_behind_a_lost_head_was_not_held():
     index.record(said("a", "b"), 0, 0.0)
     index.record(said("x"), 1, 0.0)
     asked = said("a", "b")
-    index.record(asked, 0, 0.0)
+    recorded = index.record(asked, 0, 0.0)
     assert matched(index, asked) == [2, 0, 0]
-    index.retract(asked, 0, 0, 0.0)
+    index.retract(asked, 0, recorded, 0.0)
     assert matched(index, asked) == [0, 0, 0]
 
 
@@ -139,11 +136,12 @@ def test_it_is_never_larger_than_its_limit_and_never_believes_too_much(verbs, me
     for step, (verb, blocks, slot) in enumerate(verbs):
         now = float(step)
         if verb == "record":
-            last = {slot: said(*blocks)}
-            index.record(last[slot], slot, now)
+            asked = said(*blocks)
+            last = {slot: (asked, index.record(asked, slot, now))}
             recorded[slot].append((blocks, now))
         elif verb == "retract" and slot in last:
-            index.retract(last[slot], slot, 0, now)
+            asked, noted = last.pop(slot)
+            index.retract(asked, slot, noted, now)
         elif verb == "forget":
             index.forget(slot)
             recorded[slot] = []

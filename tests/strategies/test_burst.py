@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from epp.configuration.build import build_settings, plugin_tables
 from epp.configuration.config import ConfigError, load_config
+from epp.core.decision.inputs import PoolReplaced
 from epp.core.decision.scheduler import Scheduler
 from epp.strategies import STRATEGIES
 from epp.strategies.burst import BurstSettings
@@ -28,8 +29,7 @@ def said(*letters):
 
 def sent(index, slot, *letters, now=0.0):
     asked = said(*letters)
-    index.record(asked, slot, now)
-    return asked
+    return asked, index.record(asked, slot, now)
 
 
 def matched(index, *letters, slots=3, now=0.0):
@@ -102,13 +102,13 @@ def test_a_window_takes_no_more_than_its_batch():
 def test_who_moved_or_left_is_no_part_of_the_window():
     """The group goes on where its members are."""
     index = opened()
-    moved = sent(index, 0, "a")
-    index.retract(moved, 0, 0, 0.01)
-    index.record(moved, 1, 0.01)
+    moved, recorded = sent(index, 0, "a")
+    index.retract(moved, 0, recorded, 0.01)
+    recorded = index.record(moved, 1, 0.01)
     assert matched(index, "a", now=0.02)[0] == [0, 1, 0]
     index.forget(1)
     assert matched(index, "a", now=0.02)[0] == [0, 0, 0]
-    index.retract(moved, 1, 0, 0.03)
+    index.retract(moved, 1, recorded, 0.03)
     assert index.requests == 0
 
 
@@ -146,9 +146,9 @@ def test_it_stays_within_its_batch_and_its_blocks(actions, most, colocate, balan
         now += passed
         found, total = matched(index, *letters, slots=4, now=now)
         assert all(0 <= each <= total for each in found)
-        asked = sent(index, slot, *letters, now=now)
+        asked, recorded = sent(index, slot, *letters, now=now)
         if verb == "move":
-            index.retract(asked, slot, 0, now)
+            index.retract(asked, slot, recorded, now)
         elif verb == "leave":
             index.forget(slot)
         assert 0 <= index.requests <= 6
@@ -159,7 +159,7 @@ def test_it_stays_within_its_batch_and_its_blocks(actions, most, colocate, balan
 def rollout(settings, samples=8, groups=4):
     """Where the samples of each prompt go that arrive in one instant, interleaved."""
     scheduler = Scheduler(settings, seed=1)
-    scheduler.replace([endpoint(number) for number in range(groups)], 0.0)
+    scheduler.take(PoolReplaced([endpoint(number) for number in range(groups)]), 0.0)
     went = {group: Counter() for group in range(groups)}
     for at in range(samples * groups):
         text = b"%d" % (at % groups) * 4 * BLOCK_BYTES

@@ -6,6 +6,7 @@ from random import Random
 import numpy as np
 import pytest
 
+from epp.core.decision.inputs import PoolReplaced
 from epp.core.knowledge.prefill_speed import PREFILL_TOKENS_PER_S
 from epp.strategies.dualmap import TwoHashes
 from tests.builders import affinity, candidates, endpoint, request
@@ -87,7 +88,7 @@ def test_alone_or_without_a_block_there_is_no_choice_of_two():
 def test_two_choices_spread_cold_prefixes_better_than_one():
     """What the paper takes from the power of two choices: loads of 800 prefixes on eight."""
     scheduler = scheduler_of("dualmap")
-    scheduler.replace([endpoint(number) for number in range(8)], 0.0)
+    scheduler.take(PoolReplaced([endpoint(number) for number in range(8)]), 0.0)
     went, hashed = Counter(), Counter()
     for number in range(800):
         decision = scheduler.schedule(prompt(number), 0.0)
@@ -105,7 +106,7 @@ def test_a_preamble_that_all_share_does_not_send_all_to_two():
     An endpoint that has nothing of the preamble is found where both have nothing, or one is late.
     """
     scheduler = scheduler_of("dualmap")
-    scheduler.replace([endpoint(number) for number in range(8)], 0.0)
+    scheduler.take(PoolReplaced([endpoint(number) for number in range(8)]), 0.0)
     preamble = b"s" * 16 * BLOCK
     went = []
     for number in range(400):

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from epp.core.decision.inputs import PoolReplaced, RequestEnded
 from epp.core.knowledge.candidates import Affinity
 from epp.core.knowledge.inflight import Outcome
 from epp.strategies.dynamo import DynamoCost, Softmax, TwoTier
@@ -75,19 +76,19 @@ def ask(scheduler, text, now):
 def test_four_requests_of_one_prompt_are_as_many_blocks_as_one():
     """Observed of Dynamo 1.6: four active requests, four decode blocks."""
     scheduler = scheduler_of("dynamo")
-    scheduler.replace([endpoint(0)], 0.0)
+    scheduler.take(PoolReplaced([endpoint(0)]), 0.0)
     decisions = [ask(scheduler, b"p" * 4 * BLOCK_BYTES, 0.0) for _ in range(4)]
     index = scheduler.indexes["block-load-producer"]
     assert index.active.held(1).tolist() == [4]
     for decision in decisions:
-        scheduler.complete(decision.lease, Outcome(status=200), 1.0)
+        scheduler.take(RequestEnded(decision.lease, Outcome(status=200)), 1.0)
     assert index.active.blocks == 0
 
 
 def test_a_shared_system_prompt_pins_one_endpoint():
     """Dynamo #737: it counts once, so that who has it stays cheaper until its tails are as long."""
     scheduler = scheduler_of("dynamo")
-    scheduler.replace([endpoint(number) for number in range(4)], 0.0)
+    scheduler.take(PoolReplaced([endpoint(number) for number in range(4)]), 0.0)
     random = Random(1)
     system = b"s" * 100 * BLOCK_BYTES
     went = Counter(
@@ -106,7 +107,7 @@ def test_a_shared_system_prompt_pins_one_endpoint():
 def test_what_was_sent_is_cached_for_120_seconds():
     """Each touch counts anew."""
     scheduler = scheduler_of("dynamo")
-    scheduler.replace([endpoint(0)], 0.0)
+    scheduler.take(PoolReplaced([endpoint(0)]), 0.0)
     text = b"p" * 4 * BLOCK_BYTES
     assert ask(scheduler, text, 0.0).matched_blocks == 0
     assert ask(scheduler, text, 119.0).matched_blocks == 4

@@ -6,6 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
+from epp.core.decision.inputs import PoolReplaced, RequestEnded
 from epp.core.knowledge.inflight import Outcome
 from epp.strategies.early_blocks import EarlyBlocksHash
 from tests.builders import candidates, endpoint, request
@@ -71,14 +72,14 @@ def test_a_hot_prefix_stays_together_whatever_the_load_unless_bounded():
 
     def used(name):
         scheduler = scheduler_of(name)
-        scheduler.replace([endpoint(number) for number in range(8)], 0.0)
+        scheduler.take(PoolReplaced([endpoint(number) for number in range(8)]), 0.0)
         leases = [
             scheduler.schedule(asked(*range(12), 100 + n, request_id=f"{n}"), 0.0).lease
             for n in range(80)
         ]
         counts = Counter(lease.slot for lease in leases)
         for lease in leases:
-            scheduler.complete(lease, Outcome(status=200), 0.0)
+            scheduler.take(RequestEnded(lease, Outcome(status=200)), 0.0)
         return counts
 
     assert max(used("early-blocks-hash").values()) > 72, "but for who is beyond a point of the ring"

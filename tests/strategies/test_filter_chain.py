@@ -5,6 +5,7 @@ from collections import Counter
 
 import pytest
 
+from epp.core.decision.inputs import PageScraped, PoolReplaced
 from epp.core.types import EndpointMetrics
 from epp.strategies.filter_chain import AdapterFirst, LeastKVCache, LeastQueue, LoadAwarePrefix
 from tests.builders import candidates, endpoint, lora, request
@@ -86,14 +87,16 @@ def test_who_is_near_the_least_stays_with_it():
 def test_a_prompt_leaves_its_hot_spot_and_comes_back():
     """Proposal 0602: without a threshold prefix affinity overloads a server indefinitely."""
     scheduler = scheduler_of("gie-filter-chain")
-    scheduler.replace([endpoint(number) for number in range(3)], 0.0)
+    scheduler.take(PoolReplaced([endpoint(number) for number in range(3)]), 0.0)
 
     def told(waiting):
         for slot in range(3):
             load = waiting if slot == home else 0
-            scheduler.observe(
-                slot,
-                EndpointMetrics(waiting_requests=load, running_requests=1, kv_cache_usage=0.2),
+            scheduler.take(
+                PageScraped(
+                    slot,
+                    EndpointMetrics(waiting_requests=load, running_requests=1, kv_cache_usage=0.2),
+                ),
                 now,
             )
 
@@ -117,7 +120,7 @@ def test_a_prompt_leaves_its_hot_spot_and_comes_back():
 def test_the_adapter_counts_before_the_prefix():
     """Caches of adapters are not shared, and a swap costs more than a prefix."""
     scheduler = scheduler_of("gie-filter-chain")
-    scheduler.replace([endpoint(0), endpoint(1)], 0.0)
+    scheduler.take(PoolReplaced([endpoint(0), endpoint(1)]), 0.0)
     loads = EndpointMetrics(adapters=lora("other", slots_max=1))
     runs = EndpointMetrics(adapters=lora("adapter", slots_max=1))
 
@@ -125,9 +128,9 @@ def test_the_adapter_counts_before_the_prefix():
         asked = request(model="adapter", prompts=(b"p" * 4_096,), prompt_tokens=1_024)
         return scheduler.schedule(asked, 0.0).lease.slot
 
-    scheduler.observe(0, runs, 0.0)
-    scheduler.observe(1, loads, 0.0)
+    scheduler.take(PageScraped(0, runs), 0.0)
+    scheduler.take(PageScraped(1, loads), 0.0)
     assert {went() for _ in range(5)} == {0}
-    scheduler.observe(0, loads, 0.0)
-    scheduler.observe(1, runs, 0.0)
+    scheduler.take(PageScraped(0, loads), 0.0)
+    scheduler.take(PageScraped(1, runs), 0.0)
     assert {went() for _ in range(5)} == {1}

@@ -5,6 +5,7 @@ from random import Random
 
 import numpy as np
 
+from epp.core.decision.inputs import OutputStarted, PoolReplaced, RequestEnded
 from epp.core.knowledge.candidates import Affinity
 from epp.core.knowledge.inflight import Outcome
 from epp.strategies.infera import DecayedMisses
@@ -44,7 +45,7 @@ def test_the_weight_is_of_misses_alone():
 def paced(name, requests=80):
     """Agents whose requests share a preamble, each over before the next comes."""
     scheduler = scheduler_of(name)
-    scheduler.replace([endpoint(0), endpoint(1)], 0.0)
+    scheduler.take(PoolReplaced([endpoint(0), endpoint(1)]), 0.0)
     random = Random(5)
     went = Counter()
     for at in range(requests):
@@ -52,8 +53,8 @@ def paced(name, requests=80):
         asked = request(prompts=(text,), prompt_tokens=len(text) // 4)
         decision = scheduler.schedule(asked, float(at))
         went[decision.endpoint.name] += 1
-        scheduler.first_output(decision.lease, at + 0.1)
-        scheduler.complete(decision.lease, Outcome(status=200), at + 0.5)
+        scheduler.take(OutputStarted(decision.lease), at + 0.1)
+        scheduler.take(RequestEnded(decision.lease, Outcome(status=200)), at + 0.5)
     return sorted(went.values())
 
 

@@ -2,6 +2,7 @@
 
 import pytest
 
+from epp.core.decision.inputs import PoolReplaced
 from epp.strategies.keyed_ring import KeyedRing
 from tests.builders import candidates, endpoint, request
 from tests.strategies.driven import scheduler_of
@@ -32,7 +33,7 @@ def test_the_first_header_that_is_sent_is_the_key():
 def test_requests_without_a_key(name, endpoints):
     """Observed of vllm-router: 18 different bodies, no key, all to one of two workers."""
     scheduler = scheduler_of(name)
-    scheduler.replace([endpoint(0), endpoint(1)], 0.0)
+    scheduler.take(PoolReplaced([endpoint(0), endpoint(1)]), 0.0)
     went = {
         scheduler.schedule(request(request_id=f"{n}", prompts=(b"%d" % n,)), 0.0).endpoint.name
         for n in range(18)
@@ -44,7 +45,7 @@ def test_requests_without_a_key(name, endpoints):
 def test_a_key_is_locked_onto_its_endpoint(name):
     """However much is in flight there; keys themselves are spread."""
     scheduler = scheduler_of(name)
-    scheduler.replace([endpoint(number) for number in range(4)], 0.0)
+    scheduler.take(PoolReplaced([endpoint(number) for number in range(4)]), 0.0)
 
     def went(session):
         return scheduler.schedule(request(session_id=session), 0.0).endpoint.name

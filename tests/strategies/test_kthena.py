@@ -3,6 +3,7 @@
 import math
 from collections import Counter
 
+from epp.core.decision.inputs import PageScraped, PoolReplaced, RequestEnded
 from epp.core.knowledge.inflight import Outcome
 from epp.core.types import EndpointMetrics, Refusal
 from epp.strategies.kthena import (
@@ -59,7 +60,7 @@ def test_the_index_has_blocks_of_64_bytes_and_128_of_them_at_most():
 
 def pool_of(loads, now=0.0):
     scheduler = scheduler_of("kthena-default")
-    scheduler.replace([endpoint(number) for number in range(len(loads))], now)
+    scheduler.take(PoolReplaced([endpoint(number) for number in range(len(loads))]), now)
     scrape(scheduler, loads, now)
     return scheduler
 
@@ -69,7 +70,7 @@ def scrape(scheduler, waiting, now, running=0.0):
         metrics = EndpointMetrics(
             waiting_requests=requests, running_requests=running, kv_cache_usage=0.1
         )
-        scheduler.observe(slot, metrics, now)
+        scheduler.take(PageScraped(slot, metrics), now)
 
 
 def test_a_pool_with_ten_waiting_everywhere_refuses():
@@ -87,10 +88,10 @@ def test_a_burst_between_two_scrapes_is_spread():
     )
     assert set(went.values()) == {10}
     scrape(scheduler, [0] * 4, 1.0, running=10.0)
-    scheduler.replace([endpoint(number) for number in range(5)], 1.0)
+    scheduler.take(PoolReplaced([endpoint(number) for number in range(5)]), 1.0)
     scrape(scheduler, [0], 1.0, running=10.0)
     metrics = EndpointMetrics(waiting_requests=0.0, running_requests=0.0, kv_cache_usage=0.0)
-    scheduler.observe(4, metrics, 1.0)
+    scheduler.take(PageScraped(4, metrics), 1.0)
     joined = [
         scheduler.schedule(request(request_id=f"late {number}"), 1.0).lease.slot
         for number in range(10)
@@ -108,7 +109,7 @@ def test_a_conversation_stays_where_it_is_warm():
         text += b"turn %d " % turn * 40
         decision = scheduler.schedule(request(request_id=f"{turn}", prompts=(text,)), 0.0)
         homes.add(decision.endpoint.name)
-        scheduler.complete(decision.lease, Outcome(status=200), 0.0)
+        scheduler.take(RequestEnded(decision.lease, Outcome(status=200)), 0.0)
     assert len(homes) == 1
 
 

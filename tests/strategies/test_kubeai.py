@@ -5,6 +5,7 @@ from random import Random
 
 import pytest
 
+from epp.core.decision.inputs import PoolReplaced, RequestEnded
 from epp.core.knowledge.inflight import Outcome
 from epp.core.prompt.parse import parse_request
 from epp.strategies.kubeai import AdapterLeastLoad, BoundedPrefixHash
@@ -124,7 +125,7 @@ def test_only_who_has_the_adapter_is_asked():
 def test_the_bound_is_never_exceeded(name):
     """What its authors promise, with one prompt for everybody and requests that come and go."""
     scheduler = scheduler_of(name)
-    scheduler.replace([endpoint(number) for number in range(PODS)], 0.0)
+    scheduler.take(PoolReplaced([endpoint(number) for number in range(PODS)]), 0.0)
     random = Random(1)
     leases = []
     used = Counter()
@@ -138,7 +139,7 @@ def test_the_bound_is_never_exceeded(name):
         used[lease.slot] += 1
         while leases and random.random() < 0.45:
             ended = leases.pop(random.randrange(len(leases)))
-            scheduler.complete(ended, Outcome(status=200), 0.0)
+            scheduler.take(RequestEnded(ended, Outcome(status=200)), 0.0)
     assert len(used) > PODS / 2, "one prompt for all, and yet it is spread"
 
 
@@ -147,13 +148,13 @@ def test_conversations_that_begin_alike_share_an_endpoint_until_it_is_full():
 
     def homes(name):
         scheduler = scheduler_of(name)
-        scheduler.replace([endpoint(number) for number in range(PODS)], 0.0)
+        scheduler.take(PoolReplaced([endpoint(number) for number in range(PODS)]), 0.0)
         found = set()
         for number in range(40):
             asked = chat(("system", f"Tenant {number}"), ("user", "Summarise this document:"))
             lease = scheduler.schedule(asked, 0.0).lease
             found.add(lease.slot)
-            scheduler.complete(lease, Outcome(status=200), 0.0)
+            scheduler.take(RequestEnded(lease, Outcome(status=200)), 0.0)
         return found
 
     assert len(homes("kubeai-chwbl")) == 1

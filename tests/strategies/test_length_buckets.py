@@ -81,13 +81,11 @@ def test_tokens_count_for_five_seconds():
 
 
 def test_who_leaves_or_was_not_served_has_no_tokens():
-    """Once, whatever is called twice."""
+    """Nor those of later."""
     made = index((1_000, 0), (500, 1))
     made.forget(0)
     asked = request(prompt_tokens=700)
-    made.record(asked, 1, 0.0)
-    made.retract(asked, 1, 0, 0.0)
-    made.retract(asked, 1, 0, 0.0)
+    made.retract(asked, 1, made.record(asked, 1, 0.0), 0.0)
     told = made.match(asked, 2, 0.0).columns["window_tokens"]
     assert told.tolist() == [0.0, 500.0]
     made.expire(100.0)

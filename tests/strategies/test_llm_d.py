@@ -2,6 +2,7 @@
 
 import pytest
 
+from epp.core.decision.inputs import PoolReplaced
 from epp.core.decision.scheduler import Decision
 from epp.strategies import STRATEGIES
 from epp.strategies.routed_blocks import RoutedBlocksSettings
@@ -22,7 +23,7 @@ def went(scheduler, prompt, now):
 def test_a_prompt_goes_where_its_head_went(name):
     """3 for the prefix outweighs nothing else: engines report nothing here."""
     scheduler = scheduler_of(name)
-    scheduler.replace([endpoint(number) for number in range(4)], 0.0)
+    scheduler.take(PoolReplaced([endpoint(number) for number in range(4)]), 0.0)
     first = went(scheduler, b"a" * 4_096, 0.0)
     for turn in range(1, 5):
         again = went(scheduler, b"a" * 4_096 + b"b" * 512 * turn, float(turn))
@@ -34,7 +35,7 @@ def test_a_prompt_goes_where_its_head_went(name):
 def test_blocks_are_those_of_the_original(name, blocks):
     """64 characters, 256 of them at most; or 256 bytes, with the partial one at the end."""
     scheduler = scheduler_of(name)
-    scheduler.replace([endpoint(0)], 0.0)
+    scheduler.take(PoolReplaced([endpoint(0)]), 0.0)
     assert went(scheduler, b"a" * (256 * 1_024 + 1), 0.0).total_blocks == blocks
 
 
@@ -66,7 +67,7 @@ def test_believed_hits_vanish_when_heads_go_first():
 def test_a_cold_prompt_goes_to_the_pod_that_got_one_the_longest_ago():
     """As shipped: pods that never got one come first, in the order of the list."""
     scheduler = scheduler_of("llm-d-no-hit-lru")
-    scheduler.replace([endpoint(number) for number in range(4)], 0.0)
+    scheduler.take(PoolReplaced([endpoint(number) for number in range(4)]), 0.0)
     names = [went(scheduler, b"%d" % at * 1_024, 0.0).endpoint.name for at in range(8)]
     assert names == [f"pod-{number}" for number in (0, 1, 2, 3) * 2]
 

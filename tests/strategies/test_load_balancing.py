@@ -5,6 +5,7 @@ from random import Random
 
 import numpy as np
 
+from epp.core.decision.inputs import PageScraped, PoolReplaced, RequestEnded
 from epp.core.knowledge.inflight import Outcome
 from epp.core.types import EndpointMetrics
 from epp.strategies.load_balancing import DataParallelLoad, PowerOfTwo, RandomTie
@@ -16,7 +17,7 @@ PODS = 4
 
 def pool_of(name, pods=PODS, seed=1):
     scheduler = scheduler_of(name, seed)
-    scheduler.replace([endpoint(number) for number in range(pods)], 0.0)
+    scheduler.take(PoolReplaced([endpoint(number) for number in range(pods)]), 0.0)
     return scheduler
 
 
@@ -46,7 +47,7 @@ def test_least_requests_fills_up_whoever_got_free():
     assert set(Counter(lease.slot for lease in leases).values()) == {10}
     freed = leases[7]
     slot = freed.slot
-    scheduler.complete(freed, Outcome(status=200), 0.0)
+    scheduler.take(RequestEnded(freed, Outcome(status=200)), 0.0)
     assert scheduler.schedule(request(), 0.0).lease.slot == slot
 
 
@@ -100,6 +101,6 @@ def test_vllm_spreads_a_burst_between_two_reports():
     scheduler = pool_of("vllm-data-parallel", pods=2)
     for slot, running in ((0, 0.0), (1, 8.0)):
         loaded = EndpointMetrics(waiting_requests=0.0, running_requests=running, kv_cache_usage=0.1)
-        scheduler.observe(slot, loaded, 0.0)
+        scheduler.take(PageScraped(slot, loaded), 0.0)
     went = Counter(sent(scheduler, 8, now=0.05))
     assert went == {"pod-0": 5, "pod-1": 3}

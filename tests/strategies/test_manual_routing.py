@@ -6,7 +6,9 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec import structs
 
+from epp.core.decision.inputs import PoolReplaced, RequestEnded
 from epp.core.duration import Duration
 from epp.core.knowledge.candidates import Affinity
 from epp.core.knowledge.inflight import Outcome
@@ -45,11 +47,10 @@ def test_a_key_counts_while_it_has_requests_in_flight():
     """Once, however many; when the last has ended it stays where it is, and counts no more."""
     index = RoutingKeysSettings().open()
     asked = [keyed(key) for key in "aab"]
-    for one in asked:
-        index.record(one, 0, 0.0)
+    recorded = [index.record(one, 0, 0.0) for one in asked]
     assert keys_of(index) == [2, 0, 0, 0]
-    for one, left in zip(asked, (2, 1, 0), strict=True):
-        index.release(one, 0, 1.0)
+    for one, noted, left in zip(asked, recorded, (2, 1, 0), strict=True):
+        index.release(one, 0, noted, 1.0)
         assert keys_of(index) == [left, 0, 0, 0]
     assert matched(index, "a") == [2, 0, 0, 0]
 
@@ -98,12 +99,13 @@ def test_it_stays_within_its_limit_and_its_counts_add_up(verbs):
     for step, (verb, key, slot) in enumerate(verbs):
         now = float(step)
         if verb == "record":
-            inflight.setdefault((key, slot), []).append(keyed(key))
-            index.record(inflight[key, slot][-1], slot, now)
+            asked = keyed(key)
+            noted = asked, slot, index.record(asked, slot, now)
+            inflight.setdefault((key, slot), []).append(noted)
         elif verb == "retract" and inflight.get((key, slot)):
-            index.retract(inflight[key, slot].pop(), slot, 0, now)
+            index.retract(*inflight[key, slot].pop(), now)
         elif verb == "release" and inflight.get((key, slot)):
-            index.release(inflight[key, slot].pop(), slot, now)
+            index.release(*inflight[key, slot].pop(), now)
         elif verb == "forget":
             index.forget(slot)
             inflight = {(k, s): some for (k, s), some in inflight.items() if s != slot}
@@ -135,15 +137,14 @@ def test_a_new_key_goes_where_the_assignment_says():
 
 def pool_of(name, pods=SLOTS):
     scheduler = scheduler_of(name)
-    scheduler.replace([endpoint(number) for number in range(pods)], 0.0)
+    scheduler.take(PoolReplaced([endpoint(number) for number in range(pods)]), 0.0)
     return scheduler
 
 
 def turn(scheduler, key, now=0.0, subset=None):
-    asked = keyed(key)
-    asked.subset = subset
+    asked = structs.replace(keyed(key), subset=subset)
     decision = scheduler.schedule(asked, now)
-    scheduler.complete(decision.lease, Outcome(status=200), now)
+    scheduler.take(RequestEnded(decision.lease, Outcome(status=200)), now)
     return decision.endpoint.name
 
 

@@ -70,17 +70,15 @@ def test_what_went_elsewhere_is_taken_back():
     """But not what was there before, nor what came since."""
     made = placed((HEAD, 0, 0.0))
     asked = said(HEAD + TAIL)
-    made.record(asked, 0, 5.0)
-    made.retract(asked, 0, 0, 6.0)
+    made.retract(asked, 0, made.record(asked, 0, 5.0), 6.0)
     assert matched(made, HEAD + TAIL) == [1, 0, 0, 0]
     assert matched(made, HEAD, 181.0) == [0, 0, 0, 0], "as of 0 s"
     first, second = said(HEAD + TAIL), said(HEAD + TAIL)
-    made.record(first, 1, 7.0)
-    made.record(second, 1, 7.0)
-    made.retract(first, 1, 0, 7.0)
+    of_first = made.record(first, 1, 7.0)
+    of_second = made.record(second, 1, 7.0)
+    made.retract(first, 1, of_first, 7.0)
     assert matched(made, HEAD + TAIL, 7.0) == [1, 4, 0, 0]
-    made.retract(second, 1, 0, 7.0)
-    made.retract(second, 1, 0, 7.0)
+    made.retract(second, 1, of_second, 7.0)
 
 
 def test_a_peer_tells_what_it_sent_in_any_order_and_more_than_once():

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from epp.core.decision.inputs import PoolReplaced, RequestEnded
 from epp.core.duration import Duration
 from epp.core.knowledge.candidates import Affinity
 from epp.core.knowledge.inflight import Outcome
@@ -92,8 +93,7 @@ def test_history_is_of_the_window():
     index.record(said("a", "b"), 0, 0.0)
     index.record(said("a", "b", "c"), 0, 100.0)
     moved = said("x")
-    index.record(moved, 0, 100.0)
-    index.retract(moved, 0, 0, 101.0)
+    index.retract(moved, 0, index.record(moved, 0, 100.0), 101.0)
     assert columns(index, "a") == {
         "missed_tokens": [192.0, 0.0],
         "hit_tokens": [128.0, 0.0],
@@ -102,7 +102,6 @@ def test_history_is_of_the_window():
     }
     index.expire(181.0)
     assert columns(index, "a")["missed_tokens"] == [64.0, 0.0]
-    index.retract(moved, 0, 0, 200.0)
     index.expire(281.0)
     assert columns(index, "a")["requests"] == [0.0, 0.0]
 
@@ -118,10 +117,10 @@ def test_a_restart_forgets_history_and_what_comes_too_late():
     """A request of before does not lessen what came after."""
     index = PrebleHistorySettings().open()
     old = said("a")
-    index.record(old, 0, 0.0)
+    recorded = index.record(old, 0, 0.0)
     index.forget(0)
     index.record(said("b", "c"), 0, 1.0)
-    index.retract(old, 0, 0, 2.0)
+    index.retract(old, 0, recorded, 2.0)
     assert columns(index, "a")["missed_tokens"] == [128.0, 0.0]
 
 
@@ -156,9 +155,9 @@ def test_sums_are_never_below_nothing_and_end_at_nothing(actions):
     for verb, slot, letters, passed in actions:
         now += passed
         asked = said(*letters)
-        index.record(asked, slot, now)
+        recorded = index.record(asked, slot, now)
         if verb == "retract":
-            index.retract(asked, slot, 0, now)
+            index.retract(asked, slot, recorded, now)
         elif verb == "forget":
             index.forget(slot)
         elif verb == "expire":
@@ -171,7 +170,7 @@ def test_sums_are_never_below_nothing_and_end_at_nothing(actions):
 def spread(plugin_of):
     """Where 400 requests for one long document go, each with a question of its own."""
     scheduler = scheduler_of("preble")
-    scheduler.replace([endpoint(number) for number in range(4)], 0.0)
+    scheduler.take(PoolReplaced([endpoint(number) for number in range(4)]), 0.0)
     random = Random(2)
     went = Counter()
     document = b"d" * 40 * BLOCK
@@ -180,7 +179,7 @@ def spread(plugin_of):
         asked = request(prompts=(text,), prompt_tokens=len(text) // 4)
         decision = scheduler.schedule(asked, at * 0.1)
         went[decision.endpoint.name] += 1
-        scheduler.complete(decision.lease, Outcome(status=200), at * 0.1 + 0.05)
+        scheduler.take(RequestEnded(decision.lease, Outcome(status=200)), at * 0.1 + 0.05)
     return went
 
 

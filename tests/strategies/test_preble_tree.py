@@ -101,9 +101,7 @@ def test_what_went_elsewhere_is_taken_back():
     index = opened()
     index.record(said("ab"), 0, 0.0)
     asked = said("abcd")
-    index.record(asked, 0, 0.0)
-    index.retract(asked, 0, 0, 0.0)
-    index.retract(asked, 0, 0, 0.0)
+    index.retract(asked, 0, index.record(asked, 0, 0.0), 0.0)
     assert matched(index, "abcd") == [2, 0, 0]
     assert column(index, REQUESTS) == [1, 0, 0]
 
@@ -139,10 +137,9 @@ def test_it_stays_within_its_limits_and_its_sums_are_those_of_its_nodes(verbs, m
         now += waited
         asked = said(blocks)
         if verb == "record":
-            index.record(asked, slot, now)
-            last[slot] = asked
+            last[slot] = asked, slot, index.record(asked, slot, now)
         elif verb == "retract" and slot in last:
-            index.retract(last.pop(slot), slot, 0, now)
+            index.retract(*last.pop(slot), now)
         elif verb == "forget":
             index.forget(slot)
             last.pop(slot, None)

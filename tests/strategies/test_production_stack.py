@@ -5,6 +5,7 @@ from collections import Counter
 import numpy as np
 import pytest
 
+from epp.core.decision.inputs import PoolReplaced
 from epp.strategies.production_stack import LongestPrefix, RelativeLoad
 from epp.strategies.radix_tree import RadixTreeSettings
 from tests.builders import affinity, candidates, request
@@ -45,7 +46,7 @@ def test_whatever_endpoint_is_left_decides_how_far_a_prompt_matches():
     settled = Driven("production-stack-prefix-aware", pods=2)
     assert settled.ask(text("a", 64) + text("b", 64)) == longest, "the same dice"
     endpoints = [endpoint for _, endpoint in pods.scheduler.pool.endpoints()]
-    pods.scheduler.replace([endpoints[1 - longest]], pods.now)
+    pods.scheduler.take(PoolReplaced([endpoints[1 - longest]]), pods.now)
     asked = text("a", 64) + text("b", 64)
     assert pods.send(asked, subset=(endpoints[1 - longest].address,)) == 1 - longest
 

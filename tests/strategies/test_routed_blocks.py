@@ -88,10 +88,10 @@ def test_a_request_that_moved_leaves_what_others_told_since():
     index.record(said("a"), 0, 0.0)
     moved = said("a", "b", "c", tail=b"rest")
     index.match(moved, 3, 0.0)
-    index.record(moved, 0, 1.0)
-    moved.drop_prompts()
+    recorded = index.record(moved, 0, 1.0)
+    moved = moved.without_prompts()
     index.record(said("a", "b"), 0, 2.0)
-    index.retract(moved, 0, 1, 3.0)
+    index.retract(moved, 0, recorded, 3.0)
     index.record(moved, 1, 3.0)
     assert matched(index, "a", "b", "c", tail=b"rest") == ([2, 4, 0], 4)
 
@@ -136,9 +136,9 @@ def test_it_never_holds_more_than_it_may_and_counts_what_it_holds(actions, tail_
             index.forget(slot)
             assert index.blocks_of(slot) == 0
         else:
-            index.record(asked, slot, 0.0)
+            recorded = index.record(asked, slot, 0.0)
             if verb == "moved":
-                index.retract(asked, slot, 0, 0.0)
+                index.retract(asked, slot, recorded, 0.0)
         held = [index.blocks_of(each) for each in range(4)]
         assert max(held) <= 5
         assert sum(held) == index.blocks <= 12

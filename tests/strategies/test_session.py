@@ -4,6 +4,7 @@ from collections import Counter
 
 import pytest
 
+from epp.core.decision.inputs import PoolReplaced, RequestEnded
 from epp.core.knowledge.inflight import Outcome
 from epp.strategies.session import BoundedSession
 from tests.builders import affinity, candidates, endpoint, request
@@ -37,7 +38,7 @@ def test_without_a_session_the_fewest_are_taken():
 def flooded(name, turns=60):
     """One session that sends without waiting for answers, among others that do."""
     scheduler = scheduler_of(name)
-    scheduler.replace([endpoint(number) for number in range(4)], 0.0)
+    scheduler.take(PoolReplaced([endpoint(number) for number in range(4)]), 0.0)
     counts = Counter()
     for turn in range(turns):
         lease = scheduler.schedule(request(request_id=f"h{turn}", session_id="hot"), 0.0).lease
@@ -45,7 +46,7 @@ def flooded(name, turns=60):
         other = scheduler.schedule(
             request(request_id=f"o{turn}", session_id=f"{turn % 7}"), 0.0
         ).lease
-        scheduler.complete(other, Outcome(status=200), 0.0)
+        scheduler.take(RequestEnded(other, Outcome(status=200)), 0.0)
     return counts
 
 
@@ -62,19 +63,19 @@ def test_a_session_that_moved_stays_where_it_went(name):
     """Its endpoint leaves, it finds another, and does not go back when the first returns."""
     scheduler = scheduler_of(name)
     pool = [endpoint(number) for number in range(3)]
-    scheduler.replace(pool, 0.0)
+    scheduler.take(PoolReplaced(pool), 0.0)
 
     def turn(now):
         lease = scheduler.schedule(request(session_id="s"), now).lease
         name = scheduler.pool.columns.endpoints[lease.slot].name
-        scheduler.complete(lease, Outcome(status=200), now)
+        scheduler.take(RequestEnded(lease, Outcome(status=200)), now)
         return name
 
     home = turn(0.0)
     assert {turn(1.0) for _ in range(5)} == {home}
-    scheduler.replace([at for at in pool if at.name != home], 2.0)
+    scheduler.take(PoolReplaced([at for at in pool if at.name != home]), 2.0)
     second = turn(2.0)
-    scheduler.replace(pool, 3.0)
+    scheduler.take(PoolReplaced(pool), 3.0)
     assert {turn(3.0) for _ in range(5)} == {second}
 
 
@@ -84,13 +85,13 @@ def test_pickers_that_know_the_same_endpoints_agree_on_a_session():
 
     def homes(seed):
         scheduler = scheduler_of("session-rendezvous", seed)
-        scheduler.replace(pool, 0.0)
+        scheduler.take(PoolReplaced(pool), 0.0)
         asked = [request(session_id=f"{number}") for number in range(40)]
         return [scheduler.schedule(one, 0.0).endpoint.name for one in asked]
 
     assert homes(1) == homes(2)
     assert len(set(homes(1))) == 5
     scheduler = scheduler_of("session-rendezvous")
-    scheduler.replace(pool, 0.0)
+    scheduler.take(PoolReplaced(pool), 0.0)
     one = {scheduler.schedule(request(request_id=f"{n}"), 0.0).endpoint.name for n in range(60)}
     assert len(one) == 5

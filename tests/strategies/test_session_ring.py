@@ -5,6 +5,7 @@ from collections import Counter
 import numpy as np
 import pytest
 
+from epp.core.decision.inputs import PoolReplaced, RequestEnded
 from epp.core.knowledge.candidates import Affinity
 from epp.core.knowledge.inflight import Outcome
 from epp.strategies.arrival_rate import ARRIVALS, SEEN, ArrivalsSettings
@@ -31,7 +32,7 @@ def test_without_a_session_the_first_unused_then_the_least_used():
 def test_the_first_requests_visit_everybody_once():
     """As in its code: whoever has no statistics yet, in order."""
     scheduler = scheduler_of(NAME)
-    scheduler.replace([endpoint(number) for number in range(4)], 0.0)
+    scheduler.take(PoolReplaced([endpoint(number) for number in range(4)]), 0.0)
     went = [scheduler.schedule(request(request_id=f"{n}"), 0.0).endpoint.name for n in range(8)]
     assert went[:4] == ["pod-0", "pod-1", "pod-2", "pod-3"]
     assert set(Counter(went).values()) == {2}
@@ -41,7 +42,7 @@ def homes(scheduler, sessions, now):
     found = {}
     for session in sessions:
         decision = scheduler.schedule(request(session_id=session), now)
-        scheduler.complete(decision.lease, Outcome(status=200), now)
+        scheduler.take(RequestEnded(decision.lease, Outcome(status=200)), now)
         found[session] = decision.endpoint.name
     return found
 
@@ -50,16 +51,16 @@ def test_scaling_moves_only_the_sessions_of_who_left():
     """And all come home when it returns: nothing is remembered."""
     pool = [endpoint(number) for number in range(5)]
     scheduler = scheduler_of(NAME)
-    scheduler.replace(pool, 0.0)
+    scheduler.take(PoolReplaced(pool), 0.0)
     sessions = [f"session-{number}" for number in range(200)]
     before = homes(scheduler, sessions, 0.0)
     assert set(before.values()) == {at.name for at in pool}
-    scheduler.replace(pool[1:], 1.0)
+    scheduler.take(PoolReplaced(pool[1:]), 1.0)
     after = homes(scheduler, sessions, 1.0)
     moved = [one for one in sessions if before[one] != after[one]]
     assert {before[one] for one in moved} == {"pod-0"}
     assert len(moved) == Counter(before.values())["pod-0"]
-    scheduler.replace(pool, 2.0)
+    scheduler.take(PoolReplaced(pool), 2.0)
     assert homes(scheduler, sessions, 2.0) == before
 
 
@@ -69,7 +70,7 @@ def test_scaling_moves_only_the_sessions_of_who_left():
 def test_a_hot_session_stays_whatever_the_load_unless_it_is_bounded(name, most):
     """The weakness that is reported of it, and what mends it."""
     scheduler = scheduler_of(name)
-    scheduler.replace([endpoint(number) for number in range(4)], 0.0)
+    scheduler.take(PoolReplaced([endpoint(number) for number in range(4)]), 0.0)
     by_header = [request(request_id=f"{n}", headers={"x-session-id": "hot"}) for n in range(50)]
     counts = Counter(scheduler.schedule(one, 0.0).endpoint.name for one in by_header)
     assert most / 2 < max(counts.values()) <= most

@@ -2,6 +2,7 @@
 
 import pytest
 
+from epp.core.decision.inputs import PoolReplaced
 from epp.core.knowledge.prefill_speed import PREFILL_TOKENS_PER_S
 from epp.strategies.smetric import StayInTime
 from tests.builders import candidates, endpoint, request
@@ -67,7 +68,7 @@ def test_attention_makes_the_end_of_a_long_prompt_dear():
 def test_conversations_stay_and_begin_apart():
     """Eight of them at four endpoints, each turn where the last one was."""
     scheduler = scheduler_of("smetric")
-    scheduler.replace([endpoint(number) for number in range(4)], 0.0)
+    scheduler.take(PoolReplaced([endpoint(number) for number in range(4)]), 0.0)
     homes = {}
     for turn in range(1, 6):
         for conversation in range(8):

@@ -23,8 +23,7 @@ def test_a_request_weighs_its_prompt_and_twice_its_estimated_answer():
     """100 + 2 x 1.5 x 100; a session is a user where none is named; moved, it counts once."""
     index = UserTokensSettings().open()
     asked = of("a", 100)
-    index.record(asked, 0, 0.0)
-    index.retract(asked, 0, 0, 0.0)
+    index.retract(asked, 0, index.record(asked, 0, 0.0), 0.0)
     index.record(asked, 1, 0.0)
     index.record(request(session_id="b", prompt_tokens=10), 0, 0.0)
     index.record(request(prompt_tokens=1_000), 0, 0.0)

@@ -9,6 +9,7 @@ from typing import ClassVar
 import numpy as np
 import pytest
 
+from epp.core.knowledge.index import Abilities
 from epp.plugins.contract import Affinity, Parameters
 from epp.strategies.cost import scores_of_cost
 from epp.testing import ContractError, check_plugin
@@ -55,7 +56,7 @@ def spoil(request, candidates):
 
 
 def rename(request, candidates):
-    request.model = "other"
+    request.headers["x-model"] = "other"
     return np.ones(len(candidates))
 
 
@@ -228,7 +229,7 @@ class Sessions:
         while len(self.slots) > self.limit:
             self.slots.popitem(last=False)
 
-    def retract(self, request, slot, kept, now):
+    def retract(self, request, slot, recorded, now):
         self.slots.pop(request.session_id, None)
 
     def forget(self, slot):
@@ -246,6 +247,8 @@ class SessionsSettings(Parameters, frozen=True):
 
     type_name = "sessions-producer"
     limit: int = 50
+
+    abilities: ClassVar = Abilities()
 
     def open(self):
         return Sessions(self.limit)

@@ -36,7 +36,7 @@ class _Event(
     tag=str.lower,
 ):
     at_s: Seconds = 0.0
-    """By the clock of the picker, exactly; 0 where it does not matter when."""
+    """By the clock of the picker, exactly."""
 
 
 class Configured(_Event, frozen=True, kw_only=True):

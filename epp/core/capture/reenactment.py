@@ -1,4 +1,4 @@
-"""A captured scheduler done again: the same verbs in the same order, each decision compared.
+"""A captured scheduler done again: the same inputs in the same order, each decision compared.
 
 After each decision the scheduler is put where the live one was: what went elsewhere is moved. So
 every decision is judged by what the live picker knew when it made it, and one difference is not
@@ -34,7 +34,21 @@ from epp.core.capture.events import (
     metrics_of,
 )
 from epp.core.capture.lines import CaptureLine, pack_blocks, packed_chain
-from epp.core.decision.scheduler import Decision, Scheduler, SchedulerSettings
+from epp.core.decision.inputs import (
+    IndexMemoryLimited,
+    LoadReported,
+    OutputStarted,
+    PageScraped,
+    PeersUnheard,
+    PoolReplaced,
+    Reconfigured,
+    RequestEnded,
+    ScrapeFailed,
+    ServedBy,
+    Tick,
+)
+from epp.core.decision.scheduler import Decision, Scheduler
+from epp.core.decision.settings import SchedulerSettings
 from epp.core.knowledge.inflight import Ending, Lease, Outcome
 from epp.core.prompt.request import InferenceRequest
 from epp.core.types import BYTES_PER_TOKEN, Endpoint, Refusal
@@ -170,26 +184,26 @@ class Reenactment:
             self._scheduler = Scheduler(settings, seed=self._seed)
             self._scheduler.decisions = self._decisions
         else:
-            self._scheduler.configure(settings, event.at_s)
+            self._scheduler.take(Reconfigured(settings), event.at_s)
 
     def _tell(self, scheduler: Scheduler, event: Event) -> None:
         match event:
             case Replaced(at_s=at_s, members=members):
                 self._endpoints = {member.slot: endpoint_of(member) for member in members}
-                scheduler.replace(tuple(self._endpoints.values()), at_s)
+                scheduler.take(PoolReplaced(tuple(self._endpoints.values())), at_s)
             case Observed(at_s=at_s, slot=slot, page=page):
                 page = self._pages[slot] = page or self._pages.get(slot, Page())
                 own = self._own_slot(scheduler, slot)
                 if own is not None:
-                    scheduler.observe(own, metrics_of(page), at_s)
-            case Unanswered(slot=slot, answered=answered):
+                    scheduler.take(PageScraped(own, metrics_of(page)), at_s)
+            case Unanswered(at_s=at_s, slot=slot, answered=answered):
                 own = self._own_slot(scheduler, slot)
                 if own is not None:
-                    scheduler.observe_failure(own, answered=answered)
+                    scheduler.take(ScrapeFailed(slot=own, answered=answered), at_s)
             case Ticked(at_s=at_s):
-                scheduler.tick(at_s)
-            case MemoryLimited(share=share):
-                scheduler.limit_memory(share)
+                scheduler.take(Tick(), at_s)
+            case MemoryLimited(at_s=at_s, share=share):
+                scheduler.take(IndexMemoryLimited(share), at_s)
             case (
                 Reported(request=request)
                 | FirstOutput(request=request)
@@ -205,18 +219,18 @@ class Reenactment:
         event: Reported | FirstOutput | Rescheduled | Completed,
     ) -> None:
         match event:
-            case Reported():
-                scheduler.reported(lease, _header(event))
+            case Reported(at_s=at_s):
+                scheduler.take(LoadReported(lease, _header(event)), at_s)
             case FirstOutput(at_s=at_s):
-                scheduler.first_output(lease, at_s)
+                scheduler.take(OutputStarted(lease), at_s)
             case Rescheduled(at_s=at_s, slot=slot):
-                scheduler.reschedule(lease, self._address(slot), at_s)
+                scheduler.take(ServedBy(lease, self._address(slot)), at_s)
             case Completed():
                 del self._leases[event.request]
                 outcome = Outcome(
                     ending=Ending(event.ending), status=event.status, by_gateway=event.by_gateway
                 )
-                scheduler.complete(lease, outcome, event.at_s)
+                scheduler.take(RequestEnded(lease, outcome), event.at_s)
 
     def _schedule(
         self, scheduler: Scheduler, event: Scheduled, line: CaptureLine | None
@@ -228,7 +242,7 @@ class Reenactment:
         if event.decision:
             # Pickers that take turns count decisions, and some may be missing.
             scheduler.decisions = event.decision - 1
-        scheduler.replicas_unheard = event.replicas_unheard
+        scheduler.take(PeersUnheard(event.replicas_unheard), event.at_s)
         decision = scheduler.schedule(self._request(scheduler, event, line), event.at_s)
         result.decisions += 1
         live = self._endpoints.get(event.slot)
@@ -251,7 +265,7 @@ class Reenactment:
                 )
         if isinstance(decision, Decision):
             if not same:
-                scheduler.reschedule(decision.lease, self._address(event.slot), event.at_s)
+                scheduler.take(ServedBy(decision.lease, self._address(event.slot)), event.at_s)
             self._leases[event.request] = decision.lease
         return difference
 
@@ -303,7 +317,7 @@ class Reenactment:
 def _block_sizes(settings: SchedulerSettings) -> list[int]:
     """Tokens in a block, of all indexes that count blocks."""
     indexes: list[Any] = [*settings.indexes.values()]
-    sizes = [index.block_tokens for index in indexes if hasattr(index, "block_tokens")]
+    sizes = [index.block_tokens for index in indexes if index.abilities.counts_blocks]
     return list(dict.fromkeys([settings.block_tokens, *sizes]))
 
 

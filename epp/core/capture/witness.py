@@ -1,12 +1,12 @@
-"""A scheduler that tells of everything that it is told, so that it can be done again.
+"""Notes of everything that a scheduler takes and decides, so that it can be done again.
 
 Telling costs a few microseconds a request; what is told is hashed and written elsewhere. A witness
 that fails costs no decision: from the first failure on it is told nothing more.
 """
 
 import math
-from collections.abc import Callable, Sequence
-from typing import Final
+from collections.abc import Callable
+from typing import Any, Final
 
 import xxhash
 
@@ -28,11 +28,27 @@ from epp.core.capture.events import (
     Unanswered,
     member_of,
 )
-from epp.core.decision.scheduler import Decision, Scheduler, SchedulerSettings
+from epp.core.decision.inputs import (
+    Effects,
+    IndexMemoryLimited,
+    Input,
+    LoadReported,
+    OutputStarted,
+    PageScraped,
+    PeerRecorded,
+    PoolReplaced,
+    Reconfigured,
+    RequestEnded,
+    ScrapeFailed,
+    ServedBy,
+    Tick,
+)
+from epp.core.decision.scheduler import Decision, Scheduler
+from epp.core.decision.settings import SchedulerSettings
 from epp.core.knowledge.inflight import Lease, Outcome
 from epp.core.knowledge.load_report import read_load_report
 from epp.core.prompt.request import InferenceRequest
-from epp.core.types import BYTES_PER_TOKEN, Endpoint, EndpointMetrics, Refusal, Seconds
+from epp.core.types import BYTES_PER_TOKEN, Refusal, Seconds
 
 SESSION_HEADER: Final = "x-session-id"
 """Of clients that name their session, unless an index of the configuration goes by another."""
@@ -77,20 +93,19 @@ class Sample:
         return bytes(prompt[:block_bytes]) or request.request_id.encode("utf-8", "surrogatepass")
 
 
-class WitnessedScheduler(Scheduler):
-    """A `Scheduler`; `tell` hears what it is told and what it decides."""
+class CaptureWitness:
+    """`Witness` of a scheduler; `tell` hears what the scheduler takes and decides."""
 
     def __init__(
         self,
-        settings: SchedulerSettings,
+        scheduler: Scheduler,
         *,
-        seed: int,
         sample: Sample,
         tell: Callable[[Note], None],
         failed: Callable[[Exception], None],
     ) -> None:
         """`failed` is called once, if `tell` or what is made for it raises."""
-        super().__init__(settings, seed=seed)
+        self._scheduler = scheduler
         self._sample = sample
         self._tell = tell
         self._witness_failed = failed
@@ -99,80 +114,67 @@ class WitnessedScheduler(Scheduler):
         self._next_number = 0
         self._learnt = 0
         """What peers told since the last tick."""
-        self._session_headers = _session_headers(settings)
+        self._session: str | None = None
+        """Of the request that is being decided; None: it is not captured."""
+        self._session_headers = _session_headers(scheduler.settings)
 
-    def replace(self, endpoints: Sequence[Endpoint], now: Seconds) -> None:
-        super().replace(endpoints, now)
-        members = tuple(member_of(slot, endpoint) for slot, endpoint in self.pool.endpoints())
-        self._note(lambda: Replaced(at_s=now, members=members))
+    def asked(self, request: InferenceRequest) -> None:
+        """The prompt is still there."""
+        self._session = self._taken(request)
 
-    def observe(self, slot: int, metrics: EndpointMetrics, now: Seconds) -> None:
-        super().observe(slot, metrics, now)
-        self._note(lambda: Seen(now, slot, metrics))
-
-    def observe_failure(self, slot: int, *, answered: bool) -> None:
-        super().observe_failure(slot, answered=answered)
-        self._note(lambda: Unanswered(at_s=0.0, slot=slot, answered=answered))
-
-    def schedule(self, request: InferenceRequest, now: Seconds) -> Decision | Refusal:
-        session = self._taken(request)
-        decision = super().schedule(request, now)
+    def decided(
+        self, request: InferenceRequest, decision: Decision | Refusal, now: Seconds
+    ) -> None:
+        """What was decided of the request that was asked for last."""
+        session = self._session
         if session is not None:
             self._note(lambda: self._decided(request, session, decision, now))
-        return decision
 
-    def reported(self, lease: Lease, header: str) -> None:
-        super().reported(lease, header)
-        number = self._numbers.get(lease)
-        if number is not None:
-            self._note(lambda: _reported(number, header))
+    def took(self, given: Input, effects: Effects, now: Seconds) -> None:
+        """Note what can be written of `given`."""
+        match given:
+            case OutputStarted(lease) | LoadReported(lease) | ServedBy(lease) | RequestEnded(lease):
+                number = self._numbers.get(lease)
+                if number is not None:
+                    self._note(lambda: self._followed(number, given, effects, now))
+            case PageScraped(slot, metrics):
+                self._note(lambda: Seen(now, slot, metrics))
+            case ScrapeFailed(slot=slot, answered=answered):
+                self._note(lambda: Unanswered(at_s=now, slot=slot, answered=answered))
+            case PoolReplaced():
+                members = tuple(member_of(*found) for found in self._scheduler.pool.endpoints())
+                self._note(lambda: Replaced(at_s=now, members=members))
+            case Reconfigured(settings):
+                self._session_headers = _session_headers(settings)
+            case IndexMemoryLimited(share):
+                self._note(lambda: MemoryLimited(at_s=now, share=share))
+            case PeerRecorded():
+                self._learnt += 1
+            case Tick():
+                self._note(lambda: Ticked(at_s=now))
+                if self._learnt:
+                    records, self._learnt = self._learnt, 0
+                    self._note(lambda: Learnt(at_s=now, records=records))
 
-    def first_output(self, lease: Lease, now: Seconds) -> None:
-        super().first_output(lease, now)
-        number = self._numbers.get(lease)
-        if number is not None:
-            self._note(lambda: FirstOutput(at_s=now, request=number))
+    def _followed(self, number: int, given: Input, effects: Effects, now: Seconds) -> Note | None:
+        """What became of the captured request with `number`; None: nothing that is to be told."""
+        match given:
+            case OutputStarted():
+                return FirstOutput(at_s=now, request=number)
+            case LoadReported(_, header):
+                return _reported(number, header, now)
+            case ServedBy(lease) if effects.moved:
+                return Rescheduled(at_s=now, request=number, slot=lease.slot)
+            case RequestEnded(lease, outcome):
+                del self._numbers[lease]
+                return _ended(number, outcome, now)
+        return None
 
-    def reschedule(self, lease: Lease, served: str, now: Seconds) -> None:
-        slot = self.pool.slot_at(served)
-        moves = lease.slot >= 0 and slot != lease.slot
-        super().reschedule(lease, served, now)
-        number = self._numbers.get(lease)
-        if moves and number is not None:
-            at = -1 if slot is None else slot
-            self._note(lambda: Rescheduled(at_s=now, request=number, slot=at))
-
-    def complete(self, lease: Lease, outcome: Outcome, now: Seconds) -> Endpoint | None:
-        set_aside = super().complete(lease, outcome, now)
-        number = self._numbers.pop(lease, None)
-        if number is not None:
-            self._note(lambda: _ended(number, outcome, now))
-        return set_aside
-
-    def configure(self, settings: SchedulerSettings, now: Seconds) -> list[str]:
-        self._session_headers = _session_headers(settings)
-        return super().configure(settings, now)
-
-    def limit_memory(self, share: float) -> None:
-        super().limit_memory(share)
-        self._note(lambda: MemoryLimited(at_s=0.0, share=share))
-
-    def tick(self, now: Seconds) -> None:
-        super().tick(now)
-        self._note(lambda: Ticked(at_s=now))
-        if self._learnt:
-            records, self._learnt = self._learnt, 0
-            self._note(lambda: Learnt(at_s=now, records=records))
-
-    def learn(
-        self, name: str, keys: Sequence[bytes], slot: int, stamp: Seconds, now: Seconds
-    ) -> None:
-        super().learn(name, keys, slot, stamp, now)
-        self._learnt += 1
-
-    def _note(self, make: Callable[[], Note]) -> None:
+    def _note(self, make: Callable[[], Note | None]) -> None:
         try:
-            self._tell(make())
+            note = make()
+            if note is not None:
+                self._tell(note)
         except Exception as error:  # noqa: BLE001  the boundary of a part that costs what it adds
             self._stop(error)
 
@@ -188,10 +190,10 @@ class WitnessedScheduler(Scheduler):
         """The session of `request`, "" if it names none; None: it is not captured."""
         try:
             session = self._session_of(request)
-            block_bytes = self.settings.block_tokens * BYTES_PER_TOKEN
+            block_bytes = self._scheduler.settings.block_tokens * BYTES_PER_TOKEN
             if not self._sample.takes(session, request, block_bytes):
                 return None
-            if not self.settings.prefix:
+            if not self._scheduler.settings.prefix:
                 # No index will, and afterwards the prompt is gone.
                 request.chains_of(block_bytes, _BLOCKS_MAX)
         except Exception as error:  # noqa: BLE001  as in `_note`
@@ -220,11 +222,13 @@ class WitnessedScheduler(Scheduler):
             request.prompt_tokens,
             request.output_tokens_max,
             request.priority,
-            request.chains.get(self.settings.block_tokens * BYTES_PER_TOKEN, ())[:PROMPTS_MAX],
+            request.chains.get(self._scheduler.settings.block_tokens * BYTES_PER_TOKEN, ())[
+                :PROMPTS_MAX
+            ],
         )
         subset = None
         if request.subset is not None:
-            subset = tuple(self.pool.ready(request.subset, now).tolist())
+            subset = tuple(self._scheduler.pool.ready(request.subset, now).tolist())
         routed = decision if isinstance(decision, Decision) else None
         event = Scheduled(
             at_s=now,
@@ -237,7 +241,7 @@ class WitnessedScheduler(Scheduler):
             api=request.api,
             stream=request.stream,
             subset=subset,
-            replicas_unheard=request.replicas_unheard,
+            replicas_unheard=self._scheduler.replicas_unheard,
         )
         if routed is None:
             return Decided(event, asked, "")
@@ -251,8 +255,9 @@ def _ignored(_: object) -> None:
 
 def _session_headers(settings: SchedulerSettings) -> tuple[str, ...]:
     """By which indexes of the configuration tell sessions apart."""
-    named = (getattr(index, "header_name", "") for index in settings.indexes.values())
-    return tuple(dict.fromkeys([*(name.lower() for name in named if name), SESSION_HEADER]))
+    indexes: list[Any] = [*settings.indexes.values()]
+    named = [index.header_name for index in indexes if index.abilities.names_sessions]
+    return tuple(dict.fromkeys([*(name.lower() for name in named), SESSION_HEADER]))
 
 
 def _ended(number: int, outcome: Outcome, now: Seconds) -> Ended:
@@ -266,15 +271,15 @@ def _ended(number: int, outcome: Outcome, now: Seconds) -> Ended:
     return Ended(event, outcome.output_tokens, outcome.cached_tokens)
 
 
-def _reported(number: int, header: str) -> Reported:
+def _reported(number: int, header: str, now: Seconds) -> Reported:
     """In numbers: the text is the engine's, or whoever's answered for it."""
     report = read_load_report(header)
     if report is None:
-        return Reported(at_s=0.0, request=number)
+        return Reported(at_s=now, request=number)
     told = (report.waiting_requests, report.running_requests, report.kv_cache_usage)
     waiting, running, usage = (None if math.isnan(value) else value for value in told)
     return Reported(
-        at_s=0.0,
+        at_s=now,
         request=number,
         waiting_requests=waiting,
         running_requests=running,

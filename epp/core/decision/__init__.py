@@ -1,1 +1,1 @@
-"""One request to one endpoint: filters, scorers, a picker, and the verbs that drive them."""
+"""One request to one endpoint: filters, scorers, a picker, and the inputs that drive them."""

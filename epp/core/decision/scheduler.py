@@ -1,23 +1,40 @@
-"""The straight line, and the verbs that both shells drive.
+"""The straight line, and what happens to it.
 
-A shell calls `replace`, `observe`, `observe_failure`, `schedule`, `reported`, `first_output`,
-`reschedule`, `complete`, `configure`, `limit_memory` and `tick`, and nothing else; where there are
-peers, `core/peers` calls `share` and `learn` for it. Every verb runs to completion and is told `now` where it matters, so the same calls with the same seed give the same
-decisions, in production and in the simulator.
+A shell calls `take` with an input (`core/decision/inputs`) and `schedule`, and nothing else; where
+there are peers, `core/peers` also asks `share`. Both run to completion and are told `now`, so the
+same calls with the same seed give the same decisions, in production and in the simulator.
 """
 
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from random import Random
-from typing import Final
+from typing import Any, Final, Protocol
 
 import numpy as np
-from msgspec import Struct, field
+from msgspec import Struct, structs
 
 from epp.core.decision.failures import PluginFailures, affinity_fault
+from epp.core.decision.inputs import (
+    NO_EFFECTS,
+    Effects,
+    IndexMemoryLimited,
+    Input,
+    LoadReported,
+    OutputStarted,
+    PageScraped,
+    PeerRecorded,
+    PeersUnheard,
+    PoolReplaced,
+    Reconfigured,
+    RequestEnded,
+    ScrapeFailed,
+    ServedBy,
+    Tick,
+)
 from epp.core.decision.kept_scores import KeptScores
 from epp.core.decision.plugin import GoesBySessions, TellsCost
-from epp.core.decision.profile import Kept, Marker, SchedulingProfile, Scored
+from epp.core.decision.profile import Kept, Marker, Scored
+from epp.core.decision.settings import SchedulerSettings
 from epp.core.decision.shadow import Acted, Shadow, ShadowTotals, ShadowVerdict
 from epp.core.knowledge.candidates import Affinity, Candidates, Ints
 from epp.core.knowledge.ejection import OutlierEjection
@@ -25,63 +42,28 @@ from epp.core.knowledge.index import (
     AffinityIndex,
     AffinityIndexSettings,
     CountsInflight,
+    LimitsMemory,
+    MeasuresItself,
     SharedIndex,
+    joined,
+    missing_verbs,
 )
-from epp.core.knowledge.inflight import Ending, InflightLedger, Lease, Outcome
+from epp.core.knowledge.inflight import Ending, InflightLedger, Lease
 from epp.core.knowledge.load_report import read_load_report
 from epp.core.knowledge.outliers import Outlier, Outliers
 from epp.core.knowledge.peer_load import PeerLoads
 from epp.core.knowledge.pool import EndpointPool, Standing
 from epp.core.knowledge.prefill_speed import (
-    PREFILL_TOKENS_PER_S,
-    LabelledSpeed,
     speed_by_labels,
 )
-from epp.core.knowledge.saturation import UtilizationDetector
 from epp.core.knowledge.sessions import SessionReturns
+from epp.core.moment import Moment
 from epp.core.prompt.blocks import KnownSegments
 from epp.core.prompt.request import InferenceRequest
-from epp.core.session_tokens import NO_TOKENS, SessionTokens
-from epp.core.types import Endpoint, EndpointMetrics, Refusal, RefusalReason, Seconds
+from epp.core.types import Endpoint, Refusal, RefusalReason, Seconds
 
 SENT_MAX: Final = 16_384
 """Decisions that wait to be told to peers: of more the oldest are not told."""
-
-_INDEX_VERBS: Final = ("match", "record", "retract", "forget", "expire", "resize")
-
-
-class SchedulerSettings(Struct, frozen=True, kw_only=True):
-    """All that decides. Replaced as a whole by `Scheduler.configure`."""
-
-    profile: SchedulingProfile
-    indexes: Mapping[str, AffinityIndexSettings] = field(default_factory=dict)
-    """By the name of the producer in the configuration, in the order in which they match."""
-    prefix: str = ""
-    """Which of `indexes` fills `matched_blocks`; "" if none does."""
-    block_tokens: int = 64
-    """Tokens in a block of that index."""
-    beliefs: tuple[str, ...] = ()
-    """Those of `indexes` that say what endpoints hold: a request that is not served teaches them nothing."""
-    ejection: OutlierEjection = field(default_factory=OutlierEjection)
-    saturation: UtilizationDetector = field(default_factory=UtilizationDetector)
-    metrics_staleness_s: Seconds = 2.0
-    """Endpoints with older metrics rank below every fresh one."""
-    prefill_tokens_per_s: float = PREFILL_TOKENS_PER_S
-    """`peakPrefillThroughput` of the field, of each endpoint that nothing more is said of."""
-    labelled_speeds: tuple[LabelledSpeed, ...] = ()
-    """Of others; of an endpoint that several match, the first."""
-    fallback_endpoints_max: int = 0
-    lease_ttl_without_response_phase_s: Seconds = 60.0
-    session_tokens: SessionTokens = NO_TOKENS
-    shadow: SchedulingProfile | None = None
-    """Judges decisions and acts on none."""
-    shadow_share: float = 1.0
-    """Of the decisions, above 0: those that `shadow` judges."""
-
-    @property
-    def plugin_names(self) -> tuple[str, ...]:
-        """Of every plugin that decides, as in the configuration."""
-        return (*self.profile.plugin_names, *self.indexes)
 
 
 class Decision(Struct, frozen=True, kw_only=True):
@@ -135,6 +117,21 @@ class Sent(Struct, frozen=True, gc=False):
     at_s: Seconds
 
 
+class Witness(Protocol):
+    """Hears of everything that happens to a scheduler, in its order; must not raise."""
+
+    def asked(self, request: InferenceRequest) -> None:
+        """`schedule` is about to decide: the prompt is still there."""
+        ...
+
+    def decided(
+        self, request: InferenceRequest, decision: Decision | Refusal, now: Seconds
+    ) -> None: ...
+    def took(self, given: Input, effects: Effects, now: Seconds) -> None:
+        """`given` has been taken."""
+        ...
+
+
 class Scheduler:
     """One pool of endpoints, one profile, the indexes it reads and the work in flight."""
 
@@ -158,10 +155,13 @@ class Scheduler:
         """Those among them of which peers can be told, in the order in which they match."""
         self._counting: dict[str, CountsInflight] = {}
         """Those among them that are told when a request ends."""
+        self.measuring: dict[str, MeasuresItself] = {}
+        """Those among them that are shown among the metrics."""
+        self._limited: dict[str, LimitsMemory] = {}
         for name in settings.indexes:
             self._open(name)
         self.replicas_unheard = 0
-        """Other pickers that serve this pool and do not tell what they decide; the shell sets it."""
+        """Other pickers that serve this pool and do not tell what they decide."""
         self.decisions = 0
         self._session_returns = SessionReturns()
         self.shadow: Shadow | None = None
@@ -173,6 +173,7 @@ class Scheduler:
         """They were malformed, or their endpoint was never scraped or has restarted."""
         self.sent: deque[Sent] | None = None
         """What peers are to be told, oldest first; None: there are none."""
+        self.witness: Witness | None = None
         self._random = Random(f"{seed}:picker")  # noqa: S311  dice, not secrets
         secret = Random(f"{seed}:segments").getrandbits(64)  # noqa: S311  routing alone rests on it
         self.segments = KnownSegments(secret=secret)
@@ -184,14 +185,29 @@ class Scheduler:
             f"seed {self.seed}] {self.pool!r}>"
         )
 
-    def replace(self, endpoints: Sequence[Endpoint], now: Seconds) -> None:
-        """The pool is now `endpoints`; what left or restarted is forgotten."""
-        for slot in self.pool.replace(endpoints, now):
+    def take(self, given: Input, now: Seconds) -> Effects:
+        """Do what `given` says has happened."""
+        effects = _HANDLERS[type(given)](self, given, now) or NO_EFFECTS
+        if self.witness is not None:
+            self.witness.took(given, effects, now)
+        return effects
+
+    def schedule(self, request: InferenceRequest, now: Seconds) -> Decision | Refusal:
+        """Choose an endpoint for `request` and assume from now on that it goes there."""
+        if self.witness is None:
+            return self._schedule(request, now)
+        self.witness.asked(request)
+        decision = self._schedule(request, now)
+        self.witness.decided(request, decision, now)
+        return decision
+
+    def _replace(self, given: PoolReplaced, now: Seconds) -> None:
+        for slot in self.pool.replace(given.endpoints, now):
             self._forget(slot)
         self._set_speeds(now)
 
-    def observe(self, slot: int, metrics: EndpointMetrics, now: Seconds) -> None:
-        """Take in a good scrape of the endpoint in `slot`."""
+    def _observe(self, given: PageScraped, now: Seconds) -> None:
+        slot, metrics = given.slot, given.metrics
         if self.pool.observe(slot, metrics, now):
             self._forget(slot)
         size = (metrics.blocks_total, metrics.block_size_tokens)
@@ -200,16 +216,10 @@ class Scheduler:
         if size != self._sizes.get(slot):
             self._resize(slot, *size)
 
-    def observe_failure(self, slot: int, *, answered: bool) -> None:
-        """The endpoint in `slot` was scraped in vain. Not `answered`: nobody was there in time."""
-        self.pool.observe_failure(slot, answered=answered)
+    def _observe_failure(self, given: ScrapeFailed, now: Seconds) -> None:
+        self.pool.observe_failure(given.slot, answered=given.answered)
 
-    def schedule(self, request: InferenceRequest, now: Seconds) -> Decision | Refusal:
-        """Choose an endpoint for `request` and assume from now on that it goes there."""
-        request.segments = self.segments
-        request.session_tokens = self.settings.session_tokens
-        request.replicas_unheard = self.replicas_unheard
-        request.sessions_return = self._session_returns.expected
+    def _schedule(self, request: InferenceRequest, now: Seconds) -> Decision | Refusal:
         slots = allowed = self.pool.ready(request.subset, now)
         ready = len(slots)
         if not ready:
@@ -222,6 +232,11 @@ class Scheduler:
             for name, index in self.indexes.items()
             if (known := self._match(name, index, request, now)) is not None
         }
+        if len(self.settings.joined) > 1:
+            known = self._joined(affinities)
+            if known is not None:
+                affinities[self.settings.prefix] = known
+        request = self._at_this_moment(request, affinities)
         candidates = self._candidates(slots, affinities, request, now)
         if request.priority < 0 and self.settings.saturation.saturation(candidates) >= 1.0:
             return _saturated(f"the pool is saturated and priority {request.priority} may be shed")
@@ -255,9 +270,8 @@ class Scheduler:
             )
         return self._assume(request, ranked, scored, positions, ready, dropped, verdict, now)
 
-    def reported(self, lease: Lease, header: str) -> None:
-        """The response of `lease` says in `header` how loaded the endpoint that served it is."""
-        report = read_load_report(header)
+    def _read_load(self, given: LoadReported, now: Seconds) -> None:
+        lease, report = given.lease, read_load_report(given.header)
         if (
             report is not None
             and self.ledger.is_live(lease)
@@ -267,52 +281,43 @@ class Scheduler:
         else:
             self.load_reports_unread += 1
 
-    def first_output(self, lease: Lease, now: Seconds) -> None:
-        """A first chunk of the answer was seen: the prompt of `lease` is prefilled."""
-        self.ledger.first_output(lease, now)
+    def _release_prefill(self, given: OutputStarted, now: Seconds) -> None:
+        self.ledger.first_output(given.lease, now)
 
-    def reschedule(self, lease: Lease, served: str, now: Seconds) -> None:
-        """The gateway says that the endpoint at `served` ("ip:port") serves the request.
-
-        The index entries and the lease move there; if no endpoint of the pool has that address,
-        they end.
-        """
-        slot = self.pool.slot_at(served)
+    def _move(self, given: ServedBy, now: Seconds) -> Effects:
+        """The index entries and the lease move there; where nobody of the pool is, they end."""
+        lease, slot = given.lease, self.pool.slot_at(given.address)
         if lease.slot < 0 or slot == lease.slot:
-            return
+            return NO_EFFECTS
         request = lease.request
         self.outliers.left(lease)
-        for name, index in self.indexes.items():
-            kept = lease.matched_blocks if name == self.settings.prefix else 0
-            self.failures.call(name, "retract", index.retract, request, lease.slot, kept, now)
+        if self.ledger.is_live(lease):
+            for name in tuple(lease.recorded):
+                self._retract(name, lease, lease.slot, now)
+        lease.recorded.clear()
         if slot is None:
             self.ledger.close(lease, now)
-            return
-        matched = 0
+            return Effects(moved=True)
+        matched = self._matched_at(request, slot, now)
         for name, index in self.indexes.items():
-            if name == self.settings.prefix:
-                known = self._match(name, index, request, now)
-                matched = 0 if known is None else int(known.matched[slot])
-            self.failures.call(name, "record", index.record, request, slot, now)
+            self._record(name, index, lease, slot, now)
         if self.sent is not None:
             self.sent.append(Sent(request, slot, now))
         lease.matched_blocks = matched
         uncached = max(0.0, request.prompt_tokens - matched * self.settings.block_tokens)
         self.ledger.move(lease, slot, uncached, now)
         self.outliers.ejection.sent(lease)
+        return Effects(moved=True)
 
     def endpoint_of(self, lease: Lease) -> Endpoint | None:
         """Where the request of `lease` is; None once it ended, or where it was left or restarted."""
         return self._endpoint(lease.slot) if self.ledger.is_live(lease) else None
 
-    def complete(self, lease: Lease, outcome: Outcome, now: Seconds) -> Endpoint | None:
-        """The request ended, one way or another; a second call does nothing.
-
-        Returns the endpoint if this outcome is one failure too many and sets it aside.
-        """
+    def _end(self, given: RequestEnded, now: Seconds) -> Effects:
+        lease, outcome = given.lease, given.outcome
         slot = lease.slot
         if slot < 0:
-            return None
+            return NO_EFFECTS
         set_aside = None
         live = self.ledger.is_live(lease)
         if live:
@@ -327,22 +332,15 @@ class Scheduler:
             self.ledger.close(lease, now)
         if live and outcome.unserved:
             self._unlearn(lease, slot, now)
-        return set_aside
+        return NO_EFFECTS if set_aside is None else Effects(set_aside=set_aside)
 
     def _unlearn(self, lease: Lease, slot: int, now: Seconds) -> None:
         """The prompt of `lease` was not computed at `slot`: what was assumed of it there is wrong."""
         for name in self.settings.beliefs:
-            index = self.indexes.get(name)
-            if index is not None:
-                kept = lease.matched_blocks if name == self.settings.prefix else 0
-                self.failures.call(name, "retract", index.retract, lease.request, slot, kept, now)
+            self._retract(name, lease, slot, now)
 
-    def configure(self, settings: SchedulerSettings, now: Seconds) -> list[str]:
-        """Decide by `settings` from the next request on.
-
-        Indexes that can take their new settings keep what they know; the names of those that had
-        to start anew are returned. Pool, leases and counters stay.
-        """
+    def _configure(self, given: Reconfigured, now: Seconds) -> Effects:
+        settings = given.settings
         restarted: list[str] = []
         self._sizes.clear()
         before, self.indexes = self.indexes, {}
@@ -355,10 +353,10 @@ class Scheduler:
             else:
                 restarted.append(name)
                 self._open(name)
-        self._find_abilities()
+        self._read_abilities()
         self._set_speeds(now)
         self._read_profile()
-        return restarted
+        return Effects(restarted=tuple(restarted))
 
     def standings(self, now: Seconds) -> dict[int, Standing]:
         """Slot -> whether its endpoint is among those that get work first, and if not, why not."""
@@ -377,25 +375,24 @@ class Scheduler:
             self.failures.raised(name, "share", error)
             return ()
 
-    def learn(
-        self, name: str, keys: Sequence[bytes], slot: int, stamp: Seconds, now: Seconds
-    ) -> None:
-        """A peer noted `keys` for `slot` at `stamp`, in its index that is like `name` of `shared`."""
-        self.failures.call(name, "learn", self.shared[name].learn, keys, slot, stamp, now)
+    def _learn(self, given: PeerRecorded, now: Seconds) -> None:
+        learn = self.shared[given.index].learn
+        self.failures.call(given.index, "learn", learn, given.keys, given.slot, given.stamp, now)
 
-    def limit_memory(self, share: float) -> None:
-        """Memory is scarce: indexes that can limit theirs take at most `share` of what they may."""
-        self._memory_share = share
+    def _note_unheard(self, given: PeersUnheard, now: Seconds) -> None:
+        self.replicas_unheard = given.replicas
+
+    def _limit_memory(self, given: IndexMemoryLimited, now: Seconds) -> None:
+        self._memory_share = given.share
         for name in self.indexes:
             self._limit(name)
 
     def _limit(self, name: str) -> None:
-        limit = getattr(self.indexes[name], "limit_memory", None)
-        if limit is not None:
-            self.failures.call(name, "limit_memory", limit, self._memory_share)
+        limited = self._limited.get(name)
+        if limited is not None:
+            self.failures.call(name, "limit_memory", limited.limit_memory, self._memory_share)
 
-    def tick(self, now: Seconds) -> None:
-        """Bounded housekeeping, about once a second."""
+    def _tick(self, given: Tick, now: Seconds) -> None:
         self.ledger.close_due(now)
         self.outliers.tick(now)
         self.outlying = dict(self.outliers.found(now))
@@ -455,27 +452,36 @@ class Scheduler:
         """Open the index `name` anew; if that fails, nothing is remembered under it."""
         self._sizes.clear()
         try:
-            index = self.settings.indexes[name].open()
-            missing = [verb for verb in _INDEX_VERBS if not callable(getattr(index, verb, None))]
+            settings = self.settings.indexes[name]
+            index = settings.open()
+            missing = missing_verbs(settings.abilities, index)
         except BaseException as error:  # noqa: BLE001  the boundary of a plugin
             self.failures.raised(name, "open", error)
         else:
             if not missing:
                 self.indexes[name] = index
+                self._read_abilities()
                 self._limit(name)
-                self._find_abilities()
                 return
             fault = f"{type(index).__name__}, expected an index with {', '.join(missing)}"
             self.failures.returned(name, "open", fault)
         self.indexes.pop(name, None)
-        self._find_abilities()
+        self._read_abilities()
 
-    def _find_abilities(self) -> None:
-        self.shared = {
-            name: index for name, index in self.indexes.items() if isinstance(index, SharedIndex)
-        }
-        self._counting = {
-            name: index for name, index in self.indexes.items() if isinstance(index, CountsInflight)
+    def _read_abilities(self) -> None:
+        """Which indexes do what: as their settings declare."""
+        self.shared = self._able("shares")
+        self.measuring = self._able("measures")
+        self._counting = self._able("counts_inflight")
+        self._limited = self._able("limits_memory")
+
+    def _able(self, ability: str) -> dict[str, Any]:
+        """The indexes with one of `VERBS`, which were checked to have its verbs."""
+        settings = self.settings.indexes
+        return {
+            name: index
+            for name, index in self.indexes.items()
+            if getattr(settings[name].abilities, ability)
         }
 
     def _adopt(self, name: str, settings: AffinityIndexSettings, index: AffinityIndex) -> bool:
@@ -501,6 +507,18 @@ class Scheduler:
             return None
         return known
 
+    def _at_this_moment(
+        self, request: InferenceRequest, affinities: Mapping[str, Affinity]
+    ) -> InferenceRequest:
+        prefix = affinities.get(self.settings.prefix)
+        moment = Moment(
+            replicas_unheard=self.replicas_unheard,
+            sessions_return=self._session_returns.expected,
+            session_tokens=self.settings.session_tokens,
+            cold=prefix is None or not prefix.matched[prefix.matched.argmax()],
+        )
+        return structs.replace(request, moment=moment)
+
     def _candidates(
         self,
         slots: Ints,
@@ -508,8 +526,6 @@ class Scheduler:
         request: InferenceRequest,
         now: Seconds,
     ) -> Candidates:
-        prefix = affinities.get(self.settings.prefix)
-        request.cold = prefix is None or not prefix.matched[prefix.matched.argmax()]
         return Candidates(
             self.pool.columns,
             slots,
@@ -566,13 +582,13 @@ class Scheduler:
         )
         self.outliers.ejection.sent(lease)
         for name, index in self.indexes.items():
-            self.failures.call(name, "record", index.record, request, slot, now)
+            self._record(name, index, lease, slot, now)
         if self._by_sessions is not None:
             name, scorer = self._by_sessions
             self.failures.call(name, "session_of", self._note_session, scorer, request)
+        kept = lease.request = request.without_prompts()
         if self.sent is not None:
-            self.sent.append(Sent(request, slot, now))
-        request.drop_prompts()
+            self.sent.append(Sent(kept, slot, now))
         self.decisions += 1
         return Decision(
             number=self.decisions,
@@ -610,9 +626,45 @@ class Scheduler:
         assert endpoint is not None, f"slot {slot} is empty"
         return endpoint
 
-    def _ended(self, request: InferenceRequest, slot: int, now: Seconds) -> None:
-        for name, index in self._counting.items():
-            self.failures.call(name, "release", index.release, request, slot, now)
+    def _joined(self, affinities: Mapping[str, Affinity]) -> Affinity | None:
+        """What the indexes that fill `matched_blocks` know together; None: all of them failed."""
+        names = self.settings.joined or (self.settings.prefix,)
+        known = [affinities[name] for name in names if name in affinities]
+        return joined(known) if known else None
+
+    def _matched_at(self, request: InferenceRequest, slot: int, now: Seconds) -> int:
+        """Blocks of `request` that the endpoint in `slot` is believed to hold."""
+        affinities = {
+            name: known
+            for name in self.settings.joined or (self.settings.prefix,)
+            if name in self.indexes
+            and (known := self._match(name, self.indexes[name], request, now)) is not None
+        }
+        known = self._joined(affinities)
+        return 0 if known is None else int(known.matched[slot])
+
+    def _record(
+        self, name: str, index: AffinityIndex, lease: Lease, slot: int, now: Seconds
+    ) -> None:
+        """Tell an index that the request of `lease` goes to `slot`, and keep what undoes that."""
+        try:
+            lease.recorded[name] = index, index.record(lease.request, slot, now)
+        except BaseException as error:  # noqa: BLE001  the boundary of a plugin
+            self.failures.raised(name, "record", error)
+
+    def _retract(self, name: str, lease: Lease, slot: int, now: Seconds) -> None:
+        """Undo what the index `name` did for `lease`, unless it was opened anew since."""
+        index, recorded = lease.recorded.pop(name, (None, None))
+        known = self.indexes.get(name)
+        if known is not None and known is index:
+            self.failures.call(name, "retract", known.retract, lease.request, slot, recorded, now)
+
+    def _ended(self, lease: Lease, now: Seconds) -> None:
+        for name, counting in self._counting.items():
+            index, recorded = lease.recorded.get(name, (None, None))
+            if counting is index:
+                given = (lease.request, lease.slot, recorded, now)
+                self.failures.call(name, "release", counting.release, *given)
 
     def _resize(self, slot: int, blocks_total: int | None, block_size_tokens: int | None) -> None:
         """Tell the indexes how large a cache is; again at the next scrape, if one of them fails."""
@@ -644,6 +696,22 @@ class Scheduler:
             status=503,
             message=f"no endpoint{where} is ready: 0 of {members}",
         )
+
+
+_HANDLERS: Final[Mapping[type[Input], Callable[..., Effects | None]]] = {
+    PoolReplaced: Scheduler._replace,
+    PageScraped: Scheduler._observe,
+    ScrapeFailed: Scheduler._observe_failure,
+    LoadReported: Scheduler._read_load,
+    OutputStarted: Scheduler._release_prefill,
+    ServedBy: Scheduler._move,
+    RequestEnded: Scheduler._end,
+    Reconfigured: Scheduler._configure,
+    IndexMemoryLimited: Scheduler._limit_memory,
+    PeerRecorded: Scheduler._learn,
+    PeersUnheard: Scheduler._note_unheard,
+    Tick: Scheduler._tick,
+}
 
 
 def _saturated(message: str, eliminated: Mapping[str, int] | None = None) -> Refusal:

@@ -4,7 +4,7 @@ import math
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from itertools import takewhile
-from typing import Annotated, ClassVar, Final
+from typing import Annotated, Any, ClassVar, Final, TypeAlias
 
 import numpy as np
 import xxhash
@@ -12,13 +12,15 @@ from msgspec import Meta, Struct
 
 from epp.core.duration import Duration, check_above_zero
 from epp.core.knowledge.candidates import Affinity
-from epp.core.knowledge.index import AffinityIndex
+from epp.core.knowledge.index import Abilities, AffinityIndex
 from epp.core.prompt.request import InferenceRequest
 from epp.core.types import Seconds
 
 _KEY_BYTES: Final = 16
 """Of the hash that stands for a session's id."""
 _COLD: Final = (b"cold",)
+_Sent: TypeAlias = tuple[int, Seconds]
+"""A slot, and when a session was last sent there."""
 
 
 class SessionIndexSettings(
@@ -30,6 +32,7 @@ class SessionIndexSettings(
     """
 
     type_name: ClassVar[str] = "session-id-producer"
+    abilities: ClassVar[Abilities] = Abilities(names_sessions=True, shares=True)
 
     header_name: Annotated[str, Meta(min_length=1)] = "x-session-id"
     """Request header with the session id, used where the request has no `session_id` of its own."""
@@ -57,7 +60,7 @@ class SessionIndex:
     """
 
     def __init__(self, settings: SessionIndexSettings) -> None:
-        self._sessions: OrderedDict[bytes, tuple[int, Seconds]] = OrderedDict()
+        self._sessions: OrderedDict[bytes, _Sent] = OrderedDict()
         """Key of a session -> (slot, when it was last sent there); the longest unused first."""
         self.configure(settings)
 
@@ -81,14 +84,18 @@ class SessionIndex:
             matched[slot] = 1
         return Affinity(matched, 1 if session else 0)
 
-    def record(self, request: InferenceRequest, slot: int, now: Seconds) -> None:
-        """From now on the session of `request` belongs to `slot`."""
+    def record(
+        self, request: InferenceRequest, slot: int, now: Seconds
+    ) -> tuple[_Sent, _Sent | None] | None:
+        """From now on the session of `request` belongs to `slot`; returns that, and what was before."""
         session = self._key_of(request)
         if not session:
-            return
-        self._sessions[session] = (slot, now)
+            return None
+        before, sent = self._sessions.get(session), (slot, now)
+        self._sessions[session] = sent
         self._sessions.move_to_end(session)
         self._fit()
+        return sent, before
 
     @property
     def signature(self) -> str:
@@ -116,10 +123,15 @@ class SessionIndex:
         for session, (slot, sent_at) in tuple(self._sessions.items()):
             yield slot, sent_at, (session,)
 
-    def retract(self, request: InferenceRequest, slot: int, kept: int, now: Seconds) -> None:
-        """The session did not go to `slot` after all; unless `kept`: it was there before."""
+    def retract(self, request: InferenceRequest, slot: int, recorded: Any, now: Seconds) -> None:
+        """The session did not go to `slot` after all; it stays there if it was there before."""
         session = self._key_of(request)
-        if not kept and self._sessions.get(session, (-1, now))[0] == slot:
+        if recorded is None or self._sessions.get(session) is not recorded[0]:
+            return  # It has been sent somewhere since, or is forgotten.
+        before = recorded[1]
+        if before is not None and before[0] == slot:
+            self._sessions[session] = before
+        else:
             del self._sessions[session]
 
     def forget(self, slot: int) -> None:
@@ -157,6 +169,7 @@ class NoHitLruSettings(
     """The memory behind `no-hit-lru-scorer`; not written in a configuration by hand."""
 
     type_name: ClassVar[str] = "no-hit-lru-producer"
+    abilities: ClassVar[Abilities] = Abilities(shares=True)
 
     lru_size: Annotated[int, Meta(ge=1)] = 1_024
     """Endpoints that are remembered."""
@@ -197,7 +210,7 @@ class NoHitLru:
 
     def record(self, request: InferenceRequest, slot: int, now: Seconds) -> None:
         """A cold request makes `slot` the most recently used; a warm one changes nothing."""
-        if not request.cold:
+        if not request.moment.cold:
             return
         self._slots[slot] = now
         self._slots.move_to_end(slot)
@@ -208,7 +221,7 @@ class NoHitLru:
 
     def share(self, request: InferenceRequest) -> Sequence[bytes]:
         """That `request` was cold, if it was."""
-        return _COLD if request.cold else ()
+        return _COLD if request.moment.cold else ()
 
     def learn(self, keys: Sequence[bytes], slot: int, stamp: Seconds, now: Seconds) -> None:
         """A peer sent a cold request to `slot` at `stamp`."""
@@ -227,9 +240,9 @@ class NoHitLru:
             if used_at > -math.inf:
                 yield slot, used_at, _COLD
 
-    def retract(self, request: InferenceRequest, slot: int, kept: int, now: Seconds) -> None:
+    def retract(self, request: InferenceRequest, slot: int, recorded: Any, now: Seconds) -> None:
         """`slot` did not get this cold request: it becomes the least recently used."""
-        if request.cold and slot in self._slots:
+        if request.moment.cold and slot in self._slots:
             self._slots[slot] = -math.inf
             self._slots.move_to_end(slot, last=False)
 

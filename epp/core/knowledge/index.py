@@ -1,7 +1,11 @@
 """What any affinity index can do, and how one is configured."""
 
-from collections.abc import Iterator, Sequence
-from typing import Final, Protocol, runtime_checkable
+from collections.abc import Iterator, Mapping, Sequence
+from enum import StrEnum
+from typing import Any, ClassVar, Final, Protocol
+
+import numpy as np
+from msgspec import Struct, field, structs
 
 from epp.core.knowledge.candidates import Affinity
 from epp.core.parameters import Plugin
@@ -12,6 +16,37 @@ CHAINED_KEY_BYTES: Final = 128
 """Longer keys are chains, of which peers tell only what is new."""
 
 
+class Origin(StrEnum):
+    """How an index comes to know what endpoints hold."""
+
+    TOLD = "told"
+    """The engines say so."""
+    DECIDED = "decided"
+    """Requests were sent there from here, or as peers tell from there."""
+    PEERS = "peers"
+    """Peers alone say so."""
+
+
+class Abilities(Struct, frozen=True, kw_only=True):
+    """What an index does beside matching and recording; its settings declare it."""
+
+    origin: Origin | None = None
+    """Set: it counts blocks of `block_tokens` tokens that endpoints hold. A request that is not
+    served teaches it nothing, and the first of each origin make up `matched_blocks`."""
+    counts_blocks: bool = False
+    """Its settings have `block_tokens`: it needs the hashes of blocks of so many tokens."""
+    names_sessions: bool = False
+    """Its settings have `header_name`, of the header by which sessions are told apart."""
+    shares: bool = False
+    """It is a `SharedIndex`."""
+    counts_inflight: bool = False
+    """It is a `CountsInflight`."""
+    limits_memory: bool = False
+    """It is a `LimitsMemory`, and its settings have `memory_max_bytes`."""
+    measures: bool = False
+    """It is a `MeasuresItself`."""
+
+
 class AffinityIndex(Protocol):
     """State that a strategy keeps about which endpoint has seen what (design D12)."""
 
@@ -19,12 +54,15 @@ class AffinityIndex(Protocol):
         """How much of `request` each of the endpoint slots 0..`slots`-1 holds; changes nothing."""
         ...
 
-    def record(self, request: InferenceRequest, slot: int, now: Seconds) -> None:
-        """Assume from `now` on that `slot` holds `request`."""
+    def record(self, request: InferenceRequest, slot: int, now: Seconds) -> Any:
+        """Assume from `now` on that `slot` holds `request`; returns what undoes it, or None."""
         ...
 
-    def retract(self, request: InferenceRequest, slot: int, kept: int, now: Seconds) -> None:
-        """Take back what `record` added beyond the `kept` units that `slot` held before it."""
+    def retract(self, request: InferenceRequest, slot: int, recorded: Any, now: Seconds) -> None:
+        """Undo what `record` of `request` for `slot` did, which returned `recorded`.
+
+        Once for each `record` at most, and not after `forget` of the slot.
+        """
         ...
 
     def forget(self, slot: int) -> None:
@@ -40,8 +78,7 @@ class AffinityIndex(Protocol):
         ...
 
 
-@runtime_checkable
-class SharedIndex(Protocol):
+class SharedIndex(AffinityIndex, Protocol):
     """An affinity index of which pickers of one pool can tell each other.
 
     What a request teaches is spelt as *keys*, byte strings that mean the same to every picker. A key
@@ -66,21 +103,60 @@ class SharedIndex(Protocol):
         ...
 
 
-@runtime_checkable
-class CountsInflight(Protocol):
+class CountsInflight(AffinityIndex, Protocol):
     """An affinity index that goes by what runs now, and not only by what was sent."""
 
-    def release(self, request: InferenceRequest, slot: int, now: Seconds) -> None:
+    def release(self, request: InferenceRequest, slot: int, recorded: Any, now: Seconds) -> None:
         """`request`, which `record` noted for `slot`, has ended there.
 
         Once for each at most, and not for what was taken back by `retract`, or was at an endpoint
-        that left or restarted, which `forget` tells.
+        that left or restarted, which `forget` tells. `recorded` is what `record` returned.
         """
         ...
 
 
+class LimitsMemory(AffinityIndex, Protocol):
+    """An affinity index that gives up the oldest of what it knows where memory is scarce."""
+
+    def limit_memory(self, share: float) -> None:
+        """Take at most `share` of `memory_max_bytes` of its settings, if not at once then soon."""
+        ...
+
+
+class IndexMeasures(Struct, frozen=True, kw_only=True):
+    """What one affinity index tells of itself; the mappings are totals since it was opened."""
+
+    entries: int
+    memory_bytes: int
+    lookups: Mapping[str, int] = field(default_factory=dict)
+    """By how much was found."""
+    evictions: Mapping[str, int] = field(default_factory=dict)
+    """Entries by cause."""
+    known_from_peers: int = 0
+
+
+class MeasuresItself(AffinityIndex, Protocol):
+    """An affinity index that is shown among the metrics."""
+
+    def measures(self) -> IndexMeasures:
+        """As of now."""
+        ...
+
+
+VERBS: Final[Mapping[str, tuple[str, ...]]] = {
+    "": ("match", "record", "retract", "forget", "expire", "resize"),
+    "shares": ("share", "learn", "known"),
+    "counts_inflight": ("release",),
+    "limits_memory": ("limit_memory",),
+    "measures": ("measures",),
+}
+"""What an index must have: for each of its abilities, and "" for all."""
+
+
 class AffinityIndexSettings(Plugin, Protocol):
     """A frozen struct that is configured like a plugin and opens the index it describes."""
+
+    abilities: ClassVar[Abilities]
 
     def open(self) -> AffinityIndex:
         """A new, empty index."""
@@ -89,3 +165,23 @@ class AffinityIndexSettings(Plugin, Protocol):
     def adopt(self, index: AffinityIndex) -> bool:
         """Apply these settings to a running index and keep what it knows; False: it cannot."""
         ...
+
+
+def missing_verbs(abilities: Abilities, index: object) -> list[str]:
+    """What an index that declares `abilities` does not have."""
+    wanted = [
+        verb
+        for ability, verbs in VERBS.items()
+        if not ability or structs.asdict(abilities)[ability]
+        for verb in verbs
+    ]
+    return [verb for verb in wanted if not callable(getattr(index, verb, None))]
+
+
+def joined(affinities: Sequence[Affinity]) -> Affinity:
+    """What indexes of one block size know of one prompt, by different origins: what any says is held."""
+    first, *others = affinities
+    if not others:
+        return first
+    matched = np.maximum.reduce([known.matched for known in affinities])
+    return Affinity(matched, max(known.total for known in affinities), first.columns)

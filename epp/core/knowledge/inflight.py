@@ -9,7 +9,7 @@ import heapq
 from collections import deque
 from collections.abc import Callable
 from enum import StrEnum
-from typing import Final, TypeAlias
+from typing import Any, Final
 
 from msgspec import Struct
 
@@ -21,10 +21,6 @@ OUTPUT_TOKENS_ESTIMATE: Final = 256
 """Answer length where the request sets no limit: the order of public chat traces."""
 SECONDS_PER_OUTPUT_TOKEN_ESTIMATE: Final = 0.025
 """Decode speed of a loaded 8B to 70B model on data-centre cards, rounded up."""
-
-
-Ended: TypeAlias = Callable[[InferenceRequest, int, Seconds], None]
-"""The request, the slot that it was in flight at, and now."""
 
 
 class Ending(StrEnum):
@@ -72,6 +68,7 @@ class Lease:
         "opened_at_s",
         "prefill_tokens",
         "probe",
+        "recorded",
         "request",
         "slot",
     )
@@ -97,6 +94,8 @@ class Lease:
         """Uncached prompt tokens that the endpoint had to compute then, its own included."""
         self.prefill_tokens = 0.0
         """Uncached prompt tokens of it that are, by estimate, still to be computed."""
+        self.recorded: dict[str, tuple[object, Any]] = {}
+        """Name of an affinity index -> the index, and what its `record` returned for this request."""
         self.probe = False
         """It is to show whether an endpoint on trial is back: `ejection`."""
 
@@ -108,7 +107,9 @@ class Lease:
 class InflightLedger:
     """The open leases, and their sums in the columns of the pool."""
 
-    def __init__(self, columns: Columns, ended: Ended | None = None) -> None:
+    def __init__(
+        self, columns: Columns, ended: Callable[[Lease, Seconds], None] | None = None
+    ) -> None:
         """`ended` is told of each live lease that is closed, and must not raise."""
         self._columns = columns
         self._ended = ended
@@ -153,7 +154,7 @@ class InflightLedger:
         if self.is_live(lease):
             self._uncount(lease)
             if self._ended is not None:
-                self._ended(lease.request, lease.slot, now)
+                self._ended(lease, now)
         lease.slot = -1
         self.open_leases -= 1
         return True

@@ -33,14 +33,14 @@ import math
 from collections import deque
 from collections.abc import Iterator, Sequence
 from operator import itemgetter
-from typing import Annotated, ClassVar, Final
+from typing import Annotated, Any, ClassVar, Final
 
 import numpy as np
 from msgspec import Meta, Struct
 
 from epp.core.duration import Duration, check_above_zero
 from epp.core.knowledge.candidates import Affinity, Ints
-from epp.core.knowledge.index import AffinityIndex
+from epp.core.knowledge.index import Abilities, AffinityIndex, IndexMeasures, Origin
 from epp.core.prompt.blocks import HASH_BYTES, HASH_SCHEME
 from epp.core.prompt.request import InferenceRequest
 from epp.core.types import BYTES_PER_TOKEN, Seconds
@@ -78,6 +78,13 @@ class PrefixIndexSettings(
     """`approx-prefix-cache-producer`; parameters as in the reference picker, and two of ours."""
 
     type_name: ClassVar[str] = "approx-prefix-cache-producer"
+    abilities: ClassVar[Abilities] = Abilities(
+        origin=Origin.DECIDED,
+        counts_blocks=True,
+        shares=True,
+        limits_memory=True,
+        measures=True,
+    )
 
     auto_tune: bool = True
     """Take the capacity of each endpoint from its engine's metrics where they tell it."""
@@ -287,6 +294,22 @@ class PrefixIndex:
         # A table keeps the order of joining: a newer stamp changes nothing, a split copies it.
         return next(iter(deepest.holders))
 
+    def measures(self) -> IndexMeasures:
+        """For the metrics; `MeasuresItself`."""
+        told = self.statistics
+        return IndexMeasures(
+            entries=self.entries,
+            memory_bytes=self.bytes_estimated,
+            lookups={"full": told.full_hits, "partial": told.partial_hits, "none": told.no_hits},
+            known_from_peers=told.known_from_peers,
+            evictions={
+                "capacity": told.evicted_capacity,
+                "ttl": told.evicted_ttl,
+                "memory": told.evicted_memory,
+                "forgotten": told.evicted_forgotten,
+            },
+        )
+
     @property
     def bytes_estimated(self) -> int:
         """Process memory of the index, from measured constants: within a fifth of what is measured."""
@@ -309,12 +332,15 @@ class PrefixIndex:
 
     # What changes it.
 
-    def record(self, request: InferenceRequest, slot: int, now: Seconds) -> None:
-        """Assume from `now` on that `slot` holds every full block of `request`."""
+    def record(self, request: InferenceRequest, slot: int, now: Seconds) -> Any:
+        """Assume from `now` on that `slot` holds every full block of `request`.
+
+        Returns (stamp before, stamp after, the blocks that the slot held of each prompt).
+        """
         to = self._slot(slot)
         since = self._stamp
         held = [self._record_chain(chain, to, now) for chain in self._chains(request)]
-        request.recorded[self, slot] = (since, self._stamp, held)
+        return since, self._stamp, held
 
     # What peers are told, and tell.
 
@@ -357,13 +383,12 @@ class PrefixIndex:
             if end.holders.get(number) == stamp:
                 yield number, stamp, (_chain_to(end),)
 
-    def retract(self, request: InferenceRequest, slot: int, kept: int, now: Seconds) -> None:
-        """Take back what the last `record` of `request` added to `slot`.
+    def retract(self, request: InferenceRequest, slot: int, recorded: Any, now: Seconds) -> None:
+        """Take back what a `record` of `request` added to `slot`.
 
         What the slot had held before stays, and so does what was recorded there again since.
-        `kept` is not needed: `record` noted what the slot held, prompt by prompt.
         """
-        since, until, held = request.recorded.pop((self, slot), (math.inf, -math.inf, []))
+        since, until, held = recorded
         before = self.entries
         chains = self._chains(request)[: len(held)]
         # Last prompt first: what two prompts share carries the stamp of the last.

@@ -27,6 +27,7 @@ from typing import Final
 import numpy as np
 from msgspec import Struct, field
 
+from epp.core.decision.inputs import PeersUnheard
 from epp.core.decision.scheduler import Scheduler
 from epp.core.knowledge.candidates import Floats, Ints
 from epp.core.knowledge.index import CHAINED_KEY_BYTES, SharedIndex
@@ -195,17 +196,17 @@ class PeerExchange:
         self._turn = 0
         if has_peers:
             scheduler.tell_peers()
-        self._count()
+        self._count(now)
 
     @property
     def unheard(self) -> int:
         """How many of the other pickers that there should be are not heard."""
         return max(0, self.replicas - 1 - len(self.peers))
 
-    def expect(self, replicas: int) -> None:
+    def expect(self, replicas: int, now: Seconds) -> None:
         """So many pickers there should be."""
         self.replicas = replicas
-        self._count()
+        self._count(now)
 
     # What is told.
 
@@ -385,7 +386,7 @@ class PeerExchange:
         """Forget the load of who has been silent for too long; about once a second."""
         for peer in tuple(self.peers.values()):
             if now - peer.heard_at_s > SILENT_S_MAX:
-                self._forget(peer.origin)
+                self._forget(peer.origin, now)
                 self._silent[peer.origin] = peer
                 self._note(peer, "lost", now)
         for peer in tuple(self._silent.values()):
@@ -418,11 +419,11 @@ class PeerExchange:
             self.peers[origin] = peer
             # It knows none of the chains that were told before.
             self._book.clear()
-            self._count()
+            self._count(now)
         return peer
 
-    def _count(self) -> None:
-        self._scheduler.replicas_unheard = self.unheard
+    def _count(self, now: Seconds) -> None:
+        self._scheduler.take(PeersUnheard(self.unheard), now)
 
     def _note(self, peer: Peer, kind: str, now: Seconds) -> None:
         self.changes.append(Change(peer.origin, kind, now - peer.heard_at_s))
@@ -432,12 +433,12 @@ class PeerExchange:
         """It said goodbye."""
         peer = self.peers.get(origin) or self._silent.pop(origin, None)
         if peer is not None:
-            self._forget(origin)
+            self._forget(origin, now)
             self._note(peer, "left", now)
 
-    def _forget(self, origin: bytes) -> None:
+    def _forget(self, origin: bytes, now: Seconds) -> None:
         self.peers.pop(origin, None)
-        self._count()
+        self._count(now)
         loads = self._scheduler.pool.columns.peers
         if loads is not None:
             loads.forget(origin)

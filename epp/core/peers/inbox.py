@@ -6,6 +6,7 @@ from typing import Final
 
 from msgspec import Struct
 
+from epp.core.decision.inputs import PeerRecorded
 from epp.core.decision.scheduler import Scheduler
 from epp.core.peers.chain_book import STEP_BYTES, ChainBook
 from epp.core.peers.frames import KEYS_MAX, Frame, Key, Record, UnreadableError, records_of
@@ -124,7 +125,7 @@ class Inbox:
                 known = [key for key in known if key]
             name = indexes.get(index)
             if known and slot is not None and name is not None:
-                scheduler.learn(name, known, slot, stamp, now)
+                scheduler.take(PeerRecorded(name, known, slot, stamp), now)
         if not whole:
             counts.unknown_chain += 1
             self.chain_lost = True

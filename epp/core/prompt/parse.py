@@ -23,6 +23,7 @@ import numpy.typing as npt
 from msgspec import UNSET, Meta, Raw, Struct, UnsetType
 from msgspec.json import Decoder
 
+from epp.core.prompt.blocks import KnownSegments
 from epp.core.prompt.canonical import (
     NO_JSON,
     Content,
@@ -305,12 +306,13 @@ def parse_request(
     model_rewrite: str = "",
     rewrite: Callable[[str], str | None] | None = None,
     parsers: ParserSet = ALL_PARSERS,
+    segments: KnownSegments | None = None,
 ) -> Parsed | Refusal:
     """Read one request; never raises, whatever the bytes and headers are.
 
     `path` is `:path`, or "" if the gateway does not say; then what the body has decides.
     `model_rewrite`, unless it is "", replaces the model of the body; what `rewrite` makes of the
-    model of the body, unless it is None, goes before both.
+    model of the body, unless it is None, goes before both. `segments` are given to the request.
     """
     path = path or next(filter(None, map(headers.get, _PATH_HEADERS)), "") or _usual_path(body)
     suffix = _suffix(path, parsers)
@@ -350,6 +352,7 @@ def parse_request(
         headers=headers,
         stream=bytes(reading.body.stream) == b"true",
         output_tokens_max=_limit(reading.output_tokens_max),
+        segments=segments,
     )
     return Parsed(request=request, body=body, incoming_model=incoming_model)
 

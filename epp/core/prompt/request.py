@@ -2,25 +2,25 @@
 
 import sys
 from collections.abc import Mapping
-from typing import Any, Final
+from typing import Final
 
 import xxhash
-from msgspec import Struct, field
+from msgspec import Struct, field, structs
 
+from epp.core.moment import NO_MOMENT, Moment
 from epp.core.prompt.blocks import HASH_BYTES, KnownSegments, chain_seed, hash_blocks
 from epp.core.prompt.canonical import opening_of
-from epp.core.session_tokens import NO_TOKENS, SessionTokens
 from epp.core.types import ApiKind
 
 _CONVERSATIONS: Final = frozenset({ApiKind.CHAT, ApiKind.RESPONSES, ApiKind.MESSAGES})
 """Kinds whose prompts are made of messages."""
 
 
-class InferenceRequest(Struct, kw_only=True):
-    """One request, parsed once.
+class InferenceRequest(Struct, frozen=True, kw_only=True):
+    """One request, parsed once: a value, of which two tables keep what was computed of it.
 
-    `prompts` are canonical bytes (`core/prompt/parse`), one item a prompt; `drop_prompts` lets them go
-    once their chains are known, because the request outlives them inside its lease.
+    `prompts` are canonical bytes (`core/prompt/parse`), one item a prompt; `without_prompts` lets
+    them go once their chains are known, because the request outlives them inside its lease.
     """
 
     request_id: str
@@ -41,18 +41,12 @@ class InferenceRequest(Struct, kw_only=True):
     session_id: str = ""
     chains: dict[int, tuple[bytes, ...]] = field(default_factory=dict)
     """Block size in bytes -> one chain a prompt. A replayed trace fills it instead of `prompts`."""
-    recorded: dict[object, Any] = field(default_factory=dict)
-    """What an affinity index noted when it recorded this request, to take exactly that back."""
-    cold: bool = True
-    """Set by the scheduler when it matches: no endpoint holds the head of any prompt."""
-    replicas_unheard: int = 0
-    """Set by the scheduler: other pickers of the pool that do not tell it what they decide."""
-    sessions_return: bool = False
-    """Set by the scheduler: sessions that clients name come again here, as far as it matters."""
+    tails: dict[int, tuple[int | None, ...]] = field(default_factory=dict)
+    """Block size in bytes -> the hash of what is left of each prompt behind its last full block."""
     segments: KnownSegments | None = None
-    """Set by the scheduler: what is known of long prompts; it saves time and changes no chain."""
-    session_tokens: SessionTokens = NO_TOKENS
-    """Set by the scheduler: makes and reads the tokens by which a session finds its endpoint."""
+    """What is known of long prompts; it saves time and changes no chain."""
+    moment: Moment = NO_MOMENT
+    """What the picker knew when it decided."""
 
     def chains_of(self, block_bytes: int, blocks_max: int) -> tuple[bytes, ...]:
         """Chained hashes of the full blocks of each prompt, 8 bytes a block, computed once."""
@@ -67,6 +61,24 @@ class InferenceRequest(Struct, kw_only=True):
                 for prompt in self.prompts
             )
             self.chains[block_bytes] = known
+        return known
+
+    def tails_of(self, block_bytes: int, blocks_max: int) -> tuple[int | None, ...]:
+        """The hash of what is left of each prompt behind its last full block, computed once.
+
+        None: nothing is left, or there are more than `blocks_max` full blocks.
+        """
+        known = self.tails.get(block_bytes)
+        if known is None:
+            seed = chain_seed(self.api, self.model, self.cache_salt)
+            chains = self.chains_of(block_bytes, blocks_max)
+            tails: list[int | None] = []
+            for prompt, chain in zip(self.prompts, chains, strict=False):
+                rest = prompt[len(chain) // HASH_BYTES * block_bytes :]
+                last = int.from_bytes(chain[-HASH_BYTES:], sys.byteorder) if chain else seed
+                whole = 0 < len(rest) < block_bytes
+                tails.append(xxhash.xxh64_intdigest(rest, last) if whole else None)
+            known = self.tails[block_bytes] = tuple(tails)
         return known
 
     def opening(self) -> tuple[int, int] | None:
@@ -95,6 +107,6 @@ class InferenceRequest(Struct, kw_only=True):
         end = min(blocks * HASH_BYTES, len(chain))
         return int.from_bytes(chain[end - HASH_BYTES : end], sys.byteorder) if end else None
 
-    def drop_prompts(self) -> None:
-        """Let the prompt bytes go; the chains stay."""
-        self.prompts = ()
+    def without_prompts(self) -> "InferenceRequest":
+        """The same without the prompt bytes; the chains stay."""
+        return structs.replace(self, prompts=())

@@ -35,9 +35,10 @@ from collections.abc import Callable, Mapping, Sequence
 from enum import StrEnum
 from typing import Final, Protocol, TypeAlias
 
-from msgspec import Struct, field
+from msgspec import Struct, field, structs
 
 from epp.core.decision.explaining import Explained, explained, explaining_headers
+from epp.core.decision.inputs import LoadReported, OutputStarted, RequestEnded, ServedBy
 from epp.core.decision.scheduler import Decision, Scheduler
 from epp.core.knowledge.inflight import Ending, Outcome
 from epp.core.knowledge.load_report import (
@@ -475,10 +476,12 @@ class Session:
         exchange.served = event.served
         if decision is not None:
             if event.served:
-                self._scheduler.reschedule(decision.lease, event.served, now)
+                self._scheduler.take(ServedBy(decision.lease, event.served), now)
                 exchange.endpoint = self._scheduler.endpoint_of(decision.lease)
             if LOAD_REPORT_HEADER in event.headers:
-                self._scheduler.reported(decision.lease, event.headers[LOAD_REPORT_HEADER])
+                self._scheduler.take(
+                    LoadReported(decision.lease, event.headers[LOAD_REPORT_HEADER]), now
+                )
             request_id = returnable(decision.lease.request.request_id)
             if request_id and event.headers.get(REQUEST_ID_HEADER) != request_id:
                 set_headers[REQUEST_ID_HEADER] = request_id
@@ -517,7 +520,7 @@ class Session:
         if exchange.first_output_at_s is None and event.body:
             exchange.first_output_at_s = now
             if exchange.decision is not None:
-                self._scheduler.first_output(exchange.decision.lease, now)
+                self._scheduler.take(OutputStarted(exchange.decision.lease), now)
         if self._usage_reader is not None:
             self._usage_reader.feed(event.body, end=event.end_of_stream)
             exchange.usage = self._usage_reader.usage
@@ -655,6 +658,7 @@ class Session:
             else "",
             rewrite=self._settings.rewrite,
             parsers=self._settings.parsers,
+            segments=self._scheduler.segments,
         )
         if not isinstance(parsed, Refusal):
             self._exchange.incoming_model = parsed.incoming_model
@@ -668,8 +672,9 @@ class Session:
     def _schedule(
         self, request: InferenceRequest, changed_body: bytes | None, now: Seconds
     ) -> Destination | Refusal:
-        request.subset = self._subset
-        request.priority = self._priority()
+        priority = self._priority()
+        if self._subset is not None or priority:
+            request = structs.replace(request, subset=self._subset, priority=priority)
         exchange = self._exchange
         exchange.request = request
         exchange.answered_at_s = now
@@ -677,6 +682,8 @@ class Session:
         if isinstance(decision, Refusal):
             return decision
         exchange.decision = decision
+        # What the decision keeps has let its prompt go.
+        exchange.request = decision.lease.request
         exchange.endpoint = decision.endpoint
         if self._settings.explain_headers:
             self._explained = explained(decision, self._scheduler.outlying)
@@ -752,7 +759,7 @@ class Session:
             output_tokens=usage.completion_tokens if usage else None,
             cached_tokens=usage.cached_tokens if usage else None,
         )
-        set_aside = self._scheduler.complete(decision.lease, outcome, now)
+        set_aside = self._scheduler.take(RequestEnded(decision.lease, outcome), now).set_aside
         if set_aside is not None:
             self._observer.set_aside(set_aside)
         self._observer.completed(self._exchange, outcome, now)

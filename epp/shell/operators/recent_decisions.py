@@ -15,7 +15,8 @@ import msgspec
 from msgspec import Struct, structs
 
 from epp.core.decision.decisive import next_best
-from epp.core.decision.scheduler import Decision, SchedulerSettings
+from epp.core.decision.scheduler import Decision
+from epp.core.decision.settings import SchedulerSettings
 from epp.core.decision.shadow import ShadowVerdict
 from epp.core.knowledge.candidates import Floats, Ints
 from epp.core.knowledge.inflight import Outcome

@@ -7,13 +7,12 @@ import numpy as np
 from epp.core.decision.scheduler import Scheduler
 from epp.core.knowledge.candidates import Candidates
 from epp.core.knowledge.pool import Standing
-from epp.core.knowledge.prefix import PrefixIndex
 from epp.core.peers.exchange import PeerExchange
 from epp.core.protocol.budget import BodyBudget
 from epp.core.types import Seconds
 from epp.shell.files.pressure import MemoryPressure
 from epp.shell.kubernetes.state import ClusterSnapshot
-from epp.shell.operators.telemetry import IndexSnapshot, PoolSnapshot
+from epp.shell.operators.telemetry import PoolSnapshot
 
 
 def pool_snapshot(
@@ -43,11 +42,7 @@ def pool_snapshot(
         ),
         ready=list(scheduler.standings(now).values()).count(Standing.READY),
         set_aside=pool.set_aside_count(),
-        indexes={
-            name: _index_snapshot(index)
-            for name, index in scheduler.indexes.items()
-            if isinstance(index, PrefixIndex)
-        },
+        indexes={name: index.measures() for name, index in scheduler.measuring.items()},
         held_body_bytes=bodies.held_bytes,
         held_body_bytes_max=bodies.bytes_max,
         memory_limit_bytes=pressure.limit_bytes,
@@ -68,20 +63,4 @@ def pool_snapshot(
         cluster=cluster,
         peers=peers,
         shadow=None if scheduler.shadow is None else scheduler.shadow_totals,
-    )
-
-
-def _index_snapshot(index: PrefixIndex) -> IndexSnapshot:
-    told = index.statistics
-    return IndexSnapshot(
-        entries=index.entries,
-        memory_bytes=index.bytes_estimated,
-        lookups={"full": told.full_hits, "partial": told.partial_hits, "none": told.no_hits},
-        known_from_peers=told.known_from_peers,
-        evictions={
-            "capacity": told.evicted_capacity,
-            "ttl": told.evicted_ttl,
-            "memory": told.evicted_memory,
-            "forgotten": told.evicted_forgotten,
-        },
     )

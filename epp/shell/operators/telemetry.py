@@ -25,9 +25,11 @@ from prometheus_client.registry import Collector
 from prometheus_client.samples import Exemplar
 
 from epp import __version__
-from epp.core.decision.scheduler import Decision, SchedulerSettings
+from epp.core.decision.scheduler import Decision
+from epp.core.decision.settings import SchedulerSettings
 from epp.core.decision.shadow import ShadowTotals
 from epp.core.knowledge.candidates import Candidates
+from epp.core.knowledge.index import IndexMeasures
 from epp.core.knowledge.inflight import Ending, Outcome
 from epp.core.knowledge.outliers import Outlier
 from epp.core.peers.exchange import PeerExchange
@@ -81,19 +83,6 @@ _DECIDED_NUMBERS: Final = 7
 """Those of every decision; one a scorer follows."""
 
 
-class IndexSnapshot(Struct, frozen=True, kw_only=True):
-    """What one affinity index tells of itself; the mappings are totals since it was opened."""
-
-    entries: int = 0
-    memory_bytes: int = 0
-    lookups: Mapping[str, int] = field(default_factory=dict)
-    """Result ("full", "partial", "none") -> look-ups."""
-    evictions: Mapping[str, int] = field(default_factory=dict)
-    """Cause ("ttl", "capacity", "memory", ...) -> entries."""
-    known_from_peers: int = 0
-    """Prompts of which the deepest block that was known was known from a peer alone."""
-
-
 class PoolSnapshot(Struct, frozen=True, kw_only=True):
     """The scheduler's state as a page shows it. Read and dropped within one synchronous step."""
 
@@ -103,7 +92,7 @@ class PoolSnapshot(Struct, frozen=True, kw_only=True):
     """All endpoints known, ready or not."""
     ready: int = 0
     set_aside: int = 0
-    indexes: Mapping[str, IndexSnapshot] = field(default_factory=dict)
+    indexes: Mapping[str, IndexMeasures] = field(default_factory=dict)
     """By the name of the producer in the configuration."""
     held_body_bytes: int = 0
     held_body_bytes_max: int = 0

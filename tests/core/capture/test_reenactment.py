@@ -193,7 +193,7 @@ def test_without_a_session_the_conversation_stays_together():
     prompts = [(system + b"%d" % user * 50) for user in range(80)]
     taken = [
         {
-            live.scheduler._sample.takes("", live_request(prompt + b"more " * 40 * turn), 256)
+            live.witness._sample.takes("", live_request(prompt + b"more " * 40 * turn), 256)
             for turn in range(3)
         }
         for prompt in prompts
@@ -210,14 +210,14 @@ def test_a_witness_that_fails_costs_no_decision():
     live = Live(document())
     live.run(20)
     told = []
-    live.scheduler._witness_failed = told.append
+    live.witness._witness_failed = told.append
 
     def broken(note):
         raise OSError("no")
 
-    live.scheduler._tell = broken
+    live.witness._tell = broken
     live.run(30)
     assert [type(error) for error in told] == [OSError]
     assert len(live.decisions) == 50
     assert all(isinstance(one, Decision) for one in live.decisions[20:25])
-    assert not live.scheduler._numbers
+    assert not live.witness._numbers

@@ -8,6 +8,7 @@ import pytest
 from epp.core.capture.events import Opened
 from epp.core.capture.lines import CaptureLine
 from epp.core.capture.transcript import BEHIND_MAX
+from epp.core.decision.inputs import OutputStarted, PageScraped, RequestEnded
 from epp.core.knowledge.inflight import Ending, Outcome
 from tests.core.capture.traffic import Live, configured, document
 
@@ -35,7 +36,7 @@ def live():
 
 
 def end(live, lease, **outcome):
-    live.scheduler.complete(lease, Outcome(**outcome), live.now)
+    live.scheduler.take(RequestEnded(lease, Outcome(**outcome)), live.now)
 
 
 def test_a_line_tells_when_how_much_and_what_came_of_it(live):
@@ -43,7 +44,7 @@ def test_a_line_tells_when_how_much_and_what_came_of_it(live):
     live.now = 2.0
     lease = asked(live, prompts=(b"x" * 1024,), prompt_tokens=260, session_id="me")
     live.now = 2.5
-    live.scheduler.first_output(lease, live.now)
+    live.scheduler.take(OutputStarted(lease), live.now)
     live.now = 4.0
     end(live, lease, status=200, output_tokens=33, cached_tokens=128)
     (line,) = lines_of(live)
@@ -100,8 +101,8 @@ def test_a_page_that_did_not_change_is_not_repeated(live):
     """Not in the same file; in the next one it is told again."""
     live.transcript.take()
     slot, metrics = 0, live.notes[-1].metrics
-    live.scheduler.observe(slot, metrics, 1.0)
-    live.scheduler.observe(slot, metrics, 2.0)
+    live.scheduler.take(PageScraped(slot, metrics), 1.0)
+    live.scheduler.take(PageScraped(slot, metrics), 2.0)
     _, events = live.transcript.take()
     told = [json.loads(line) for line in events.splitlines()]
     assert "page" not in told[-1]

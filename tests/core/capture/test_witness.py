@@ -4,6 +4,7 @@ import pytest
 
 from epp.core.capture.events import Completed, Decided, Ended, Learnt, Seen, Ticked
 from epp.core.capture.witness import NAME_CHARACTERS_MAX, PROMPTS_MAX, Sample
+from epp.core.decision.inputs import PeerRecorded, Tick
 from epp.core.decision.scheduler import Decision, Scheduler
 from epp.core.types import ApiKind
 from tests.builders import request
@@ -38,18 +39,18 @@ def test_witnessed_or_not_the_decisions_are_the_same():
     assert outcomes(live) == outcomes(alone)
 
 
-def test_every_verb_is_noted_in_its_order():
+def test_every_input_is_noted_in_its_order():
     """A request that ended is not kept."""
     live = Live(document())
     live.begin(2)
     live.scrape()
     live.ask(priority=0)
-    live.scheduler.tick(1.0)
+    live.scheduler.take(Tick(), 1.0)
     live.end()
     kinds = [type(note) for note in live.notes]
     assert kinds.index(Seen) < kinds.index(Decided) < kinds.index(Ticked) < kinds.index(Ended)
     assert isinstance(next(n for n in live.notes if type(n) is Ended).event, Completed)
-    assert not live.scheduler._numbers
+    assert not live.witness._numbers
 
 
 def test_what_is_not_sampled_is_not_noted():
@@ -95,8 +96,8 @@ def test_what_peers_tell_is_one_note_a_tick():
     live.begin(1)
     (name,) = live.scheduler.shared
     for _ in range(100):
-        live.scheduler.learn(name, [], 0, 0.0, 0.0)
+        live.scheduler.take(PeerRecorded(name, [], 0, 0.0), 0.0)
     assert not [note for note in live.notes if isinstance(note, Learnt)]
-    live.scheduler.tick(1.0)
-    live.scheduler.tick(2.0)
+    live.scheduler.take(Tick(), 1.0)
+    live.scheduler.take(Tick(), 2.0)
     assert [note.records for note in live.notes if isinstance(note, Learnt)] == [100]

@@ -7,8 +7,19 @@ from epp.configuration.config import load_config
 from epp.core.capture.events import Configured
 from epp.core.capture.lines import Salt
 from epp.core.capture.transcript import Origin, Transcript
-from epp.core.capture.witness import Sample, WitnessedScheduler
-from epp.core.decision.scheduler import Decision
+from epp.core.capture.witness import CaptureWitness, Sample
+from epp.core.decision.inputs import (
+    LoadReported,
+    OutputStarted,
+    PageScraped,
+    PoolReplaced,
+    Reconfigured,
+    RequestEnded,
+    ScrapeFailed,
+    ServedBy,
+    Tick,
+)
+from epp.core.decision.scheduler import Decision, Scheduler
 from epp.core.knowledge.inflight import Ending, Outcome
 from epp.core.prompt.request import InferenceRequest
 from epp.core.types import AdapterReport, ApiKind, EndpointMetrics, MetricsTarget
@@ -73,9 +84,9 @@ class Live:
         self.transcript.begin_file(0.0)
         self.notes = []
         self.tell(configured(text))
-        self.scheduler = WitnessedScheduler(
-            settings_of(configured(text)),
-            seed=seed,
+        self.scheduler = Scheduler(settings_of(configured(text)), seed=seed)
+        self.scheduler.witness = self.witness = CaptureWitness(
+            self.scheduler,
             sample=Sample(share, salt.secret()),
             tell=self.tell,
             failed=self.failed,
@@ -92,11 +103,13 @@ class Live:
         raise error
 
     def configure(self, text):
-        self.scheduler.configure(settings_of(configured(text)), self.now)
+        self.scheduler.take(Reconfigured(settings_of(configured(text))), self.now)
         self.tell(configured(text, 2))
 
     def begin(self, endpoints):
-        self.scheduler.replace([self.endpoint(number) for number in range(endpoints)], self.now)
+        self.scheduler.take(
+            PoolReplaced([self.endpoint(number) for number in range(endpoints)]), self.now
+        )
 
     def endpoint(self, number, **fields):
         return endpoint(number, metrics=MetricsTarget(port=8000), **fields)
@@ -104,19 +117,23 @@ class Live:
     def scrape(self):
         for slot, _ in self.scheduler.pool.endpoints():
             if self.random.random() < 0.1:
-                self.scheduler.observe_failure(slot, answered=self.random.random() < 0.5)
+                self.scheduler.take(
+                    ScrapeFailed(slot=slot, answered=self.random.random() < 0.5), 0.0
+                )
                 continue
             active = self.random.sample(["sql", "chat", "code"], self.random.randrange(3))
-            self.scheduler.observe(
-                slot,
-                EndpointMetrics(
-                    waiting_requests=self.random.randrange(5),
-                    running_requests=self.random.randrange(20),
-                    kv_cache_usage=self.random.choice([self.random.random(), float("nan")]),
-                    adapters=AdapterReport(active=frozenset(active), slots_max=4),
-                    block_size_tokens=16,
-                    blocks_total=2_000,
-                    process_started_at_s=float(self.now > 20 and slot == 1),
+            self.scheduler.take(
+                PageScraped(
+                    slot,
+                    EndpointMetrics(
+                        waiting_requests=self.random.randrange(5),
+                        running_requests=self.random.randrange(20),
+                        kv_cache_usage=self.random.choice([self.random.random(), float("nan")]),
+                        adapters=AdapterReport(active=frozenset(active), slots_max=4),
+                        block_size_tokens=16,
+                        blocks_total=2_000,
+                        process_started_at_s=float(self.now > 20 and slot == 1),
+                    ),
                 ),
                 self.now,
             )
@@ -147,16 +164,18 @@ class Live:
             return
         lease = self.open.pop(self.random.randrange(len(self.open)))
         if self.random.random() < 0.3:
-            self.scheduler.first_output(lease, self.now)
+            self.scheduler.take(OutputStarted(lease), self.now)
         if self.random.random() < 0.05:
             others = [at.address for _, at in self.scheduler.pool.endpoints()]
-            self.scheduler.reschedule(lease, self.random.choice(others), self.now)
+            self.scheduler.take(ServedBy(lease, self.random.choice(others)), self.now)
         if self.random.random() < 0.1:
-            self.scheduler.reported(lease, "TEXT named_metrics.num_requests_waiting=3.0")
+            self.scheduler.take(
+                LoadReported(lease, "TEXT named_metrics.num_requests_waiting=3.0"), 0.0
+            )
         status = self.random.choice([200, 200, 200, 503, None])
         ending = Ending.UNSEEN if status is None else Ending.COMPLETE
         outcome = Outcome(ending=ending, status=status, output_tokens=7 if status == 200 else None)
-        self.scheduler.complete(lease, outcome, self.now)
+        self.scheduler.take(RequestEnded(lease, outcome), self.now)
 
     def run(self, steps, *, endpoints=5):
         if not self.now:
@@ -166,7 +185,7 @@ class Live:
             if step % 5 == 0:
                 self.scrape()
             if step % 20 == 10:
-                self.scheduler.tick(self.now)
+                self.scheduler.take(Tick(), self.now)
             if step % 97 == 50:
                 self.begin(endpoints - step % 2)
             self.ask()

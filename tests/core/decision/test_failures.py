@@ -12,10 +12,21 @@ import pytest
 from msgspec import field, structs
 
 from epp.core.decision.failures import Interrupted, PluginFailures
+from epp.core.decision.inputs import (
+    OutputStarted,
+    PageScraped,
+    PoolReplaced,
+    Reconfigured,
+    RequestEnded,
+    ServedBy,
+    Tick,
+)
 from epp.core.decision.profile import NamedFilter, SchedulingProfile, WeightedScorer
-from epp.core.decision.scheduler import Decision, Scheduler, SchedulerSettings
+from epp.core.decision.scheduler import Decision, Scheduler
+from epp.core.decision.settings import SchedulerSettings
 from epp.core.knowledge.affinity import SessionIndexSettings
 from epp.core.knowledge.candidates import Affinity
+from epp.core.knowledge.index import Abilities
 from epp.core.knowledge.inflight import Outcome
 from epp.core.parameters import Parameters
 from epp.core.types import EndpointMetrics
@@ -275,7 +286,7 @@ class Index:
     def record(self, request, slot, now):
         self._do("record")
 
-    def retract(self, request, slot, kept, now):
+    def retract(self, request, slot, recorded, now):
         self._do("retract")
 
     def forget(self, slot):
@@ -291,6 +302,8 @@ class Index:
 class IndexSettings(Parameters, frozen=True):
     type_name: ClassVar[str] = "last-slot-producer"
     does: dict[str, object] = field(default_factory=dict)
+
+    abilities: ClassVar = Abilities()
 
     def open(self):
         return self.does["open"]() if "open" in self.does else Index(self.does)
@@ -315,24 +328,24 @@ def scheduler(**does):
         indexes={"last-slot": IndexSettings(does=does), "session": SessionIndexSettings()},
     )
     made = Scheduler(settings, seed=1)
-    made.replace([endpoint(number) for number in range(N)], 0.0)
+    made.take(PoolReplaced([endpoint(number) for number in range(N)]), 0.0)
     return made
 
 
 def drive(made):
     """Every verb of a scheduler; who was chosen."""
     for slot in range(N):
-        made.observe(slot, EndpointMetrics(blocks_total=10, block_size_tokens=16), 1.0)
+        made.take(PageScraped(slot, EndpointMetrics(blocks_total=10, block_size_tokens=16)), 1.0)
     asked = [request(session_id="one") for _ in range(2)]
     first, second = (made.schedule(each, 1.0) for each in asked)
-    made.reschedule(first.lease, endpoint(1).address, 1.1)
-    made.first_output(first.lease, 1.2)
+    made.take(ServedBy(first.lease, endpoint(1).address), 1.1)
+    made.take(OutputStarted(first.lease), 1.2)
     for decision in (first, second):
-        made.complete(decision.lease, Outcome(), 1.3)
-    made.configure(made.settings, 1.4)
-    made.tick(1.5)
-    made.replace([endpoint(0), endpoint(1)], 1.6)
-    made.replace([endpoint(number) for number in range(N)], 1.7)
+        made.take(RequestEnded(decision.lease, Outcome()), 1.3)
+    made.take(Reconfigured(made.settings), 1.4)
+    made.take(Tick(), 1.5)
+    made.take(PoolReplaced([endpoint(0), endpoint(1)]), 1.6)
+    made.take(PoolReplaced([endpoint(number) for number in range(N)]), 1.7)
     last = made.schedule(request(session_id="one"), 1.8)
     return first.endpoint.name, last.endpoint.name
 
@@ -363,18 +376,18 @@ def test_an_index_is_told_the_size_of_a_cache_until_it_has_taken_it_and_when_it_
     def told_by(**page):
         calls = made.indexes["last-slot"].calls
         before = calls.count("resize")
-        made.observe(0, EndpointMetrics(**page), 1.0)
+        made.take(PageScraped(0, EndpointMetrics(**page)), 1.0)
         return calls.count("resize") - before
 
     page = {"blocks_total": 10, "block_size_tokens": 16}
     assert [told_by(**page) for _ in range(5)] == [1, 1, 1, 0, 0]
     assert [told_by(**(page | {"blocks_total": 20})) for _ in range(2)] == [1, 0]
     assert told_by() == 0
-    made.configure(made.settings, 1.4)
+    made.take(Reconfigured(made.settings), 1.4)
     assert [told_by(**(page | {"process_started_at_s": 1.0})) for _ in range(2)] == [1, 0]
     assert told_by(**(page | {"process_started_at_s": 2.0})) == 1, "the engine has restarted"
-    made.replace([endpoint(1)], 1.6)
-    made.replace([endpoint(number) for number in range(N)], 1.7)
+    made.take(PoolReplaced([endpoint(1)]), 1.6)
+    made.take(PoolReplaced([endpoint(number) for number in range(N)]), 1.7)
     assert told_by(**page) == 1, "another endpoint may have this slot"
 
 
@@ -413,7 +426,7 @@ def test_an_index_that_cannot_forget_starts_anew():
     """It would tell of an endpoint that is gone as if it were the next in its slot."""
     made = scheduler(forget=explode)
     before = made.indexes["last-slot"]
-    made.replace([endpoint(0), endpoint(1)], 1.0)
+    made.take(PoolReplaced([endpoint(0), endpoint(1)]), 1.0)
     assert made.indexes["last-slot"] is not before
     assert list(made.indexes) == ["last-slot", "session"], "they match in the same order"
 
@@ -421,7 +434,7 @@ def test_an_index_that_cannot_forget_starts_anew():
 def test_an_index_that_cannot_adopt_starts_anew():
     made = scheduler(adopt=explode)
     before = made.indexes["last-slot"]
-    assert made.configure(made.settings, 1.0) == ["last-slot"]
+    assert made.take(Reconfigured(made.settings), 1.0).restarted == ("last-slot",)
     assert made.indexes["last-slot"] is not before
 
 
@@ -446,9 +459,9 @@ def test_who_is_configured_no_more_is_forgotten():
     made = scheduler(match=explode)
     made.schedule(request(), 1.0)
     assert len(made.failures) == 1
-    made.configure(made.settings, 1.1)
+    made.take(Reconfigured(made.settings), 1.1)
     assert [one.failures for one in made.failures] == [1], "configured still, and counted on"
-    made.configure(structs.replace(made.settings, indexes={}), 1.2)
+    made.take(Reconfigured(structs.replace(made.settings, indexes={})), 1.2)
     assert not len(made.failures)
 
 
@@ -491,7 +504,7 @@ def test_headers_that_cannot_be_set_are_left_out(headers, what):
         )
     )
     made = Scheduler(settings, seed=1)
-    made.replace([endpoint(0)], 0.0)
+    made.take(PoolReplaced([endpoint(0)]), 0.0)
     decision = made.schedule(request(), 1.0)
     assert decision.response_headers("") == {"x-good": "é \udcff\t!"}
     ((name, count, found),) = told(made.failures)
@@ -551,7 +564,7 @@ class NamesSessions(Answers, frozen=True):
 def test_a_session_that_cannot_be_told_is_none(does, what):
     """The decision stands, and the failure is counted by the scorer's name."""
     scheduler = Scheduler(SchedulerSettings(profile=profile(scorers=[NamesSessions(does)])), seed=1)
-    scheduler.replace([endpoint(0)], 0.0)
+    scheduler.take(PoolReplaced([endpoint(0)]), 0.0)
     for _ in range(2):
         assert isinstance(scheduler.schedule(request(), 0.0), Decision)
     [(name, failures, said)] = told(scheduler.failures)

@@ -8,6 +8,15 @@ from msgspec import structs
 
 from epp.configuration.build import build_settings, plugin_tables
 from epp.configuration.config import load_config
+from epp.core.decision.inputs import (
+    LoadReported,
+    PageScraped,
+    PoolReplaced,
+    Reconfigured,
+    RequestEnded,
+    ScrapeFailed,
+    Tick,
+)
 from epp.core.decision.kept_scores import (
     MODEL_LENGTH_MAX,
     MODELS_MAX,
@@ -16,7 +25,8 @@ from epp.core.decision.kept_scores import (
 )
 from epp.core.decision.plugin import READABLE
 from epp.core.decision.profile import SchedulingProfile, WeightedScorer
-from epp.core.decision.scheduler import Scheduler, SchedulerSettings
+from epp.core.decision.scheduler import Scheduler
+from epp.core.decision.settings import SchedulerSettings
 from epp.core.knowledge.inflight import Ending, Outcome
 from epp.core.parameters import Parameters
 from epp.core.types import EndpointMetrics, Refusal
@@ -70,7 +80,7 @@ def pool_with(plugin, endpoints=3):
     # Endpoints that were never scraped are candidates too.
     settings = SchedulerSettings(profile=profile, metrics_staleness_s=math.inf)
     scheduler = Scheduler(settings, seed=1)
-    scheduler.replace([endpoint(number) for number in range(endpoints)], 0.0)
+    scheduler.take(PoolReplaced([endpoint(number) for number in range(endpoints)]), 0.0)
     scrape(scheduler)
     return scheduler
 
@@ -79,7 +89,7 @@ def scrape(scheduler, now=0.0, **fields):
     """The same for every endpoint in `fields`; it waits for as many requests as its slot says."""
     for slot, _ in scheduler.pool.endpoints():
         told = {"waiting_requests": float(slot)} | fields
-        scheduler.observe(slot, EndpointMetrics(**told), now)
+        scheduler.take(PageScraped(slot, EndpointMetrics(**told)), now)
 
 
 def first_scores(decision):
@@ -96,7 +106,7 @@ def test_a_scorer_of_scraped_columns_is_asked_once_a_change():
     assert scores == [[0.0, 0.1, 0.2]] * 6
     assert calls == [3]
 
-    scheduler.observe(1, EndpointMetrics(waiting_requests=9.0), 0.4)
+    scheduler.take(PageScraped(1, EndpointMetrics(waiting_requests=9.0)), 0.4)
     scores = [first_scores(scheduler.schedule(request(), 0.4)) for _ in range(5)]
     assert scores == [[0.0, 0.9, 0.2]] * 5
     assert calls == [3, 3]
@@ -108,7 +118,7 @@ def test_what_an_engine_reports_in_a_response_changes_the_scores():
     decision = scheduler.schedule(request(), 0.0)
     assert first_scores(decision) == [0.0, 0.1, 0.2]
     slot = decision.lease.slot
-    scheduler.reported(decision.lease, "TEXT named_metrics.num_requests_waiting=9.0")
+    scheduler.take(LoadReported(decision.lease, "TEXT named_metrics.num_requests_waiting=9.0"), 0.0)
     assert scheduler.load_reports == 1
     assert first_scores(scheduler.schedule(request(), 0.0))[slot] == 0.9
 
@@ -137,10 +147,10 @@ def test_an_endpoint_that_comes_goes_or_restarts_changes_the_scores():
     calls = []
     scheduler = pool_with(Asked(calls=calls))
     assert first_scores(scheduler.schedule(request(), 0.0)) == [0.0, 0.1, 0.2]
-    scheduler.replace([endpoint(0), endpoint(1), endpoint(7)], 1.0)
+    scheduler.take(PoolReplaced([endpoint(0), endpoint(1), endpoint(7)]), 1.0)
     assert first_scores(scheduler.schedule(request(), 1.0)) == [0.0, 0.1, 0.05]
     restarted = [endpoint(0), endpoint(1, incarnation="2"), endpoint(7)]
-    scheduler.replace(restarted, 2.0)
+    scheduler.take(PoolReplaced(restarted), 2.0)
     assert first_scores(scheduler.schedule(request(), 2.0)) == [0.0, 0.0, 0.0]
 
 
@@ -156,7 +166,7 @@ def test_new_labels_change_the_scores():
 
     scheduler = pool_with(Labelled(), endpoints=2)
     assert first_scores(scheduler.schedule(request(), 0.0)) == [0.0, 0.0]
-    scheduler.replace([endpoint(0), endpoint(1, labels={"fast": "1"})], 1.0)
+    scheduler.take(PoolReplaced([endpoint(0), endpoint(1, labels={"fast": "1"})]), 1.0)
     assert first_scores(scheduler.schedule(request(), 1.0)) == [0.0, 1.0]
 
 
@@ -164,14 +174,14 @@ def test_a_scorer_of_the_model_is_asked_once_a_model_and_change():
     """And again for all of them once the adapters change."""
     calls = []
     scheduler = pool_with(AskedByModel(calls=calls), endpoints=2)
-    scheduler.observe(1, EndpointMetrics(adapters=lora("sql", slots_max=2)), 0.0)
+    scheduler.take(PageScraped(1, EndpointMetrics(adapters=lora("sql", slots_max=2))), 0.0)
 
     def scores(*models):
         return [first_scores(scheduler.schedule(request(model=one), 0.0)) for one in models]
 
     assert scores("sql", "chat", "sql", "chat") == [[0.0, 1.0], [0.0, 0.0]] * 2
     assert calls == [2, 2]
-    scheduler.observe(0, EndpointMetrics(adapters=lora("chat", slots_max=2)), 0.0)
+    scheduler.take(PageScraped(0, EndpointMetrics(adapters=lora("chat", slots_max=2))), 0.0)
     assert scores("sql", "chat", "sql", "chat") == [[0.0, 1.0], [1.0, 0.0]] * 2
     assert calls == [2] * 4
 
@@ -271,7 +281,7 @@ def test_another_configuration_keeps_nothing_of_the_one_before():
     calls = []
     scheduler = pool_with(Asked(calls=calls))
     scheduler.schedule(request(), 0.0)
-    scheduler.configure(scheduler.settings, 0.0)
+    scheduler.take(Reconfigured(scheduler.settings), 0.0)
     scheduler.schedule(request(), 0.0)
     assert calls == [3, 3]
 
@@ -414,16 +424,18 @@ def changed(scheduler, settings, leases, dice, now):
         ["observe", "observe_failure", "complete", "replace", "configure"], [60, 5, 25, 6, 4]
     )[0]
     if verb == "observe":
-        return scheduler.observe(dice.choice(present), metrics(dice), now)
+        return scheduler.take(PageScraped(dice.choice(present), metrics(dice)), now)
     if verb == "observe_failure":
-        return scheduler.observe_failure(dice.choice(present), answered=dice.random() < 0.5)
+        return scheduler.take(
+            ScrapeFailed(slot=dice.choice(present), answered=dice.random() < 0.5), 0.0
+        )
     if verb == "replace":
-        return scheduler.replace(endpoints(dice), now)
+        return scheduler.take(PoolReplaced(endpoints(dice)), now)
     if verb == "configure":
-        return scheduler.configure(settings, now)
-    scheduler.tick(now)
+        return scheduler.take(Reconfigured(settings), now).restarted
+    scheduler.take(Tick(), now)
     outcome = Outcome(ending=dice.choice(list(Ending)), status=dice.choice([None, 200, 503]))
-    return scheduler.complete(leases.pop(0), outcome, now) if leases else None
+    return scheduler.take(RequestEnded(leases.pop(0), outcome), now).set_aside if leases else None
 
 
 def run(settings, seed):
@@ -431,7 +443,7 @@ def run(settings, seed):
     dice = Random(seed)
     scheduler = Scheduler(settings, seed=3)
     now = 0.0
-    scheduler.replace(endpoints(dice), now)
+    scheduler.take(PoolReplaced(endpoints(dice)), now)
     leases = []
     for _ in range(100):
         now += dice.choice([0.0, 0.1, 0.1, 1.0])

@@ -8,8 +8,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from epp.core.decision.inputs import PageScraped, PoolReplaced, Reconfigured, RequestEnded
 from epp.core.decision.profile import NamedFilter, SchedulingProfile, WeightedScorer
-from epp.core.decision.scheduler import Decision, Scheduler, SchedulerSettings
+from epp.core.decision.scheduler import Decision, Scheduler
+from epp.core.decision.settings import SchedulerSettings
 from epp.core.decision.shadow import AGREED, DIFFERED, FAILED, NOBODY
 from epp.core.knowledge.inflight import Outcome
 from epp.core.knowledge.prefix import PrefixIndexSettings
@@ -99,7 +101,7 @@ def scheduler(shadow, *, acting=None, seed=1, endpoints=4):
         ),
         seed=seed,
     )
-    made.replace([endpoint(number) for number in range(endpoints)], 0.0)
+    made.take(PoolReplaced([endpoint(number) for number in range(endpoints)]), 0.0)
     for slot in range(endpoints):
         scrape(made, slot, 0)
     return made
@@ -107,7 +109,7 @@ def scheduler(shadow, *, acting=None, seed=1, endpoints=4):
 
 def scrape(made, slot, waiting, now=0.0):
     found = EndpointMetrics(waiting_requests=waiting, running_requests=0.0, kv_cache_usage=0.0)
-    made.observe(slot, found, now)
+    made.take(PageScraped(slot, found), now)
 
 
 def asked(made, text=b"x" * 2560, now=0.0):
@@ -131,7 +133,9 @@ def traffic(made, seed):
         found.append(outcome(decision := asked(made, b"%d" % dice.randrange(5) * 1500, now)))
         leases.append(decision.lease)
         if dice.random() < 0.8:
-            made.complete(leases.pop(dice.randrange(len(leases))), Outcome(status=200), now)
+            made.take(
+                RequestEnded(leases.pop(dice.randrange(len(leases))), Outcome(status=200)), now
+            )
     return found
 
 
@@ -208,9 +212,9 @@ def test_without_a_shadow_nothing_is_judged():
     made = scheduler(None)
     assert asked(made).shadow is None
     with_shadow = msgspec.structs.replace(made.settings, shadow=profile("s", queue=1))
-    made.configure(with_shadow, 0.0)
+    made.take(Reconfigured(with_shadow), 0.0)
     assert asked(made).shadow is not None
-    made.configure(msgspec.structs.replace(with_shadow, shadow=None), 0.0)
+    made.take(Reconfigured(msgspec.structs.replace(with_shadow, shadow=None)), 0.0)
     assert asked(made).shadow is None
     assert made.shadow_totals.verdicts.total() == 1
 
@@ -219,7 +223,7 @@ def test_a_share_of_the_decisions_is_judged_and_none_changes():
     """By dice of its own, the same for the same seed; so many that it is no accident."""
     made = [scheduler(profile("s", queue=1), acting=profile("a", prefix=1)) for _ in range(2)]
     for one in made:
-        one.configure(msgspec.structs.replace(one.settings, shadow_share=0.2), 0.0)
+        one.take(Reconfigured(msgspec.structs.replace(one.settings, shadow_share=0.2)), 0.0)
     alone = scheduler(None, acting=profile("a", prefix=1))
     verdicts = [[asked(one) for _ in range(500)] for one in made]
     judged = [[decision.shadow is not None for decision in seen] for seen in verdicts]
@@ -292,5 +296,5 @@ def test_an_endpoint_that_left_is_not_counted_for_the_next_in_its_slot():
     made = scheduler(profile("s", queue=1), endpoints=1)
     asked(made)
     assert made.shadow_totals.picks == {0: 1}
-    made.replace([endpoint(9)], 1.0)
+    made.take(PoolReplaced([endpoint(9)]), 1.0)
     assert made.shadow_totals.picks[0] == 0

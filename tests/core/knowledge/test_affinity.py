@@ -10,6 +10,7 @@ from epp.core.knowledge.affinity import (
 )
 from epp.core.knowledge.prefix import PrefixIndexSettings
 from epp.core.prompt.request import InferenceRequest
+from tests.builders import request
 
 
 def of_session(session: str, **headers: str) -> InferenceRequest:
@@ -85,16 +86,18 @@ def test_forgetting_a_slot_drops_its_sessions_only():
 
 
 def test_a_retracted_session_leaves_the_slot_unless_it_was_there_before():
-    """`kept` says that it was; a session that has moved on since is left alone."""
+    """Then it is as old as before; a session that has been sent somewhere since is left alone."""
     index = sessions()
-    index.record(of_session("s"), 0, 0.0)
-    index.retract(of_session("s"), 0, 1, 1.0)
+    first = index.record(of_session("s"), 0, 0.0)
+    again = index.record(of_session("s"), 0, 1.0)
+    index.retract(of_session("s"), 0, first, 2.0)
     assert len(index) == 1
-    index.retract(of_session("s"), 1, 0, 1.0)
-    assert len(index) == 1
-    index.retract(of_session("s"), 0, 0, 1.0)
+    index.retract(of_session("s"), 0, again, 2.0)
+    assert list(index.known()) == [(0, 0.0, index.share(of_session("s")))]
+    moved = index.record(of_session("s"), 1, 3.0)
+    index.retract(of_session("s"), 1, moved, 3.0)
     assert len(index) == 0
-    index.retract(of_session("s"), 0, 0, 1.0)
+    index.retract(of_session(""), 1, index.record(of_session(""), 1, 4.0), 4.0)
 
 
 def test_a_slot_beyond_those_asked_for_is_not_matched():
@@ -110,7 +113,7 @@ def test_a_slot_beyond_those_asked_for_is_not_matched():
 def test_ranks_say_how_long_ago_a_slot_got_a_cold_prompt():
     """0 is never; 1 the least recently used; the total is how many are remembered."""
     index = NoHitLru(NoHitLruSettings())
-    cold = InferenceRequest(request_id="r", cold=True)
+    cold = request(cold=True)
     assert ranks(index) == [0, 0, 0]
     for slot in (2, 0, 2):
         index.record(cold, slot, 0.0)
@@ -121,28 +124,28 @@ def test_ranks_say_how_long_ago_a_slot_got_a_cold_prompt():
 def test_a_warm_request_does_not_count_as_use():
     """Only prompts that nobody held move an endpoint back."""
     index = NoHitLru(NoHitLruSettings())
-    index.record(InferenceRequest(request_id="r", cold=False), 1, 0.0)
+    index.record(request(cold=False), 1, 0.0)
     assert ranks(index) == [0, 0, 0]
 
 
 def test_a_slot_that_another_served_for_becomes_the_least_recently_used():
     """Taking back a cold request puts its slot first in line; a warm one changes nothing."""
     index = NoHitLru(NoHitLruSettings())
-    cold = InferenceRequest(request_id="r", cold=True)
+    cold = request(cold=True)
     for slot in (0, 1):
         index.record(cold, slot, 0.0)
-    index.retract(InferenceRequest(request_id="r", cold=False), 1, 0, 0.0)
+    index.retract(request(cold=False), 1, None, 0.0)
     assert ranks(index) == [1, 2, 0]
-    index.retract(cold, 1, 0, 0.0)
+    index.retract(cold, 1, None, 0.0)
     assert ranks(index) == [2, 1, 0]
-    index.retract(cold, 2, 0, 0.0)
+    index.retract(cold, 2, None, 0.0)
     assert ranks(index) == [2, 1, 0]
 
 
 def test_the_lru_is_bounded_and_forgets_slots():
     """Above `lruSize` the least recently used is as if never used; so is a forgotten one."""
     index = NoHitLru(NoHitLruSettings(lru_size=2))
-    cold = InferenceRequest(request_id="r", cold=True)
+    cold = request(cold=True)
     for slot in (0, 1, 2):
         index.record(cold, slot, 0.0)
     assert ranks(index) == [0, 1, 2]
@@ -200,10 +203,10 @@ def test_sessions_that_peers_tell_stay_within_the_bound_and_are_told_on():
 
 def test_cold_prompts_of_peers_take_their_place_by_when_they_were_sent():
     index = NoHitLru(NoHitLruSettings())
-    index.record(InferenceRequest(request_id="r", cold=True), 0, 1.0)
-    index.record(InferenceRequest(request_id="r", cold=True), 2, 3.0)
-    cold = index.share(InferenceRequest(request_id="r", cold=True))
-    assert index.share(InferenceRequest(request_id="r", cold=False)) == ()
+    index.record(request(cold=True), 0, 1.0)
+    index.record(request(cold=True), 2, 3.0)
+    cold = index.share(request(cold=True))
+    assert index.share(request(cold=False)) == ()
     for _ in range(2):
         index.learn(cold, 1, 2.0, 3.0)
         assert ranks(index) == [1, 2, 3]

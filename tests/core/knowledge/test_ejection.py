@@ -6,6 +6,7 @@ from hypothesis import strategies as st
 
 from epp.configuration.build import build_settings, default_config, plugin_tables
 from epp.configuration.config import ConfigError, load_config
+from epp.core.decision.inputs import PageScraped, PoolReplaced, Reconfigured, RequestEnded, Tick
 from epp.core.decision.scheduler import Scheduler
 from epp.core.knowledge.ejection import PROBES, Cause, OutlierEjection
 from epp.core.knowledge.inflight import Ending, Outcome
@@ -252,7 +253,7 @@ class Traffic:
         settings = build_settings(config or default_config(plugin_tables()))
         self.scheduler = Scheduler(settings, seed=1)
         self.pods = pods
-        self.scheduler.replace([endpoint(number) for number in range(pods)], 0.0)
+        self.scheduler.take(PoolReplaced([endpoint(number) for number in range(pods)]), 0.0)
         self.now = 0.0
 
     def served(self, outcome_of, count=40, prompt=b""):
@@ -266,7 +267,7 @@ class Traffic:
                     running_requests=3.0 if slot else 0.0,
                     kv_cache_usage=0.5 if slot else 0.0,
                 )
-                self.scheduler.observe(slot, page, self.now)
+                self.scheduler.take(PageScraped(slot, page), self.now)
             given = request(
                 prompts=(prompt or b"%d " % number * 400,),
                 prompt_tokens=400,
@@ -275,8 +276,8 @@ class Traffic:
             decision = self.scheduler.schedule(given, self.now)
             slots.append(decision.lease.slot)
             outcome = outcome_of(slots[-1])
-            self.scheduler.complete(decision.lease, outcome, self.now + 0.05)
-            self.scheduler.tick(self.now)
+            self.scheduler.take(RequestEnded(decision.lease, outcome), self.now + 0.05)
+            self.scheduler.take(Tick(), self.now)
         return slots
 
 
@@ -301,7 +302,7 @@ def test_one_switch_turns_it_off_and_lets_everybody_back():
     traffic.served(zero_is_broken)
     text = CONFIG.format(parameters="enabled: false")
     config = load_config(text, "test", plugin_tables())
-    traffic.scheduler.configure(build_settings(config), traffic.now)
+    traffic.scheduler.take(Reconfigured(build_settings(config)), traffic.now)
     assert traffic.served(zero_is_broken).count(0) == 40
 
 
@@ -317,7 +318,7 @@ def test_who_restarts_is_not_ejected_any_more():
     traffic = Traffic()
     traffic.served(zero_is_broken)
     again = [endpoint(number, incarnation="2") for number in range(5)]
-    traffic.scheduler.replace(again, traffic.now)
+    traffic.scheduler.take(PoolReplaced(again), traffic.now)
     assert not traffic.scheduler.pool.columns.ejected[:5].any()
     assert traffic.served(lambda _: OK).count(0) > 5
 

@@ -3,6 +3,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from epp.configuration.build import build_settings, default_config, plugin_tables
+from epp.core.decision.inputs import PoolReplaced, RequestEnded
 from epp.core.decision.scheduler import Scheduler
 from epp.core.knowledge.candidates import Columns
 from epp.core.knowledge.inflight import InflightLedger, Outcome
@@ -43,13 +44,13 @@ def test_what_was_sent_since_the_last_report_is_counted_until_the_next():
     """Also what has ended meanwhile: no page could tell of it."""
     scheduler = Scheduler(build_settings(default_config(plugin_tables())), seed=1)
     pool = scheduler.pool
-    scheduler.replace([endpoint(), endpoint(1)], 0.0)
+    scheduler.take(PoolReplaced([endpoint(), endpoint(1)]), 0.0)
     loaded = EndpointMetrics(waiting_requests=1.0, running_requests=1.0, kv_cache_usage=0.5)
     pool.observe(0, loaded, 0.0)
     pool.observe(1, loaded, 0.0)
     for step in range(4):
         decision = scheduler.schedule(request(request_id=f"{step}"), 0.1)
-        scheduler.complete(decision.lease, Outcome(status=200), 0.1)
+        scheduler.take(RequestEnded(decision.lease, Outcome(status=200)), 0.1)
     unreported = pool.columns.unreported_requests
     assert unreported[:2].tolist() == [2, 2]
     pool.observe(0, loaded, 0.2)
@@ -59,7 +60,7 @@ def test_what_was_sent_since_the_last_report_is_counted_until_the_next():
     assert pool.report(1, LoadReport(waiting_requests=3.0))
     assert unreported[1] == 0
     scheduler.schedule(request(request_id="last"), 0.2)
-    scheduler.replace([], 0.3)
+    scheduler.take(PoolReplaced([]), 0.3)
     assert not unreported[:2].any()
 
 

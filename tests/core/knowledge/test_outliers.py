@@ -6,6 +6,7 @@ import pytest
 
 from epp.configuration.build import build_settings, plugin_tables
 from epp.configuration.config import load_config
+from epp.core.decision.inputs import PoolReplaced, RequestEnded, ServedBy, Tick
 from epp.core.decision.scheduler import Scheduler
 from epp.core.knowledge.candidates import Columns
 from epp.core.knowledge.ejection import Cause, OutlierEjection
@@ -471,13 +472,13 @@ def scheduler_with(parameters):
 def test_a_request_that_moved_is_timed_where_it_is():
     """The gateway tried the first endpoint for a minute, the second answered at once."""
     scheduler = scheduler_with("samplesMin: 5")
-    scheduler.replace([endpoint(number) for number in range(3)], 0.0)
+    scheduler.take(PoolReplaced([endpoint(number) for number in range(3)]), 0.0)
     for number in range(18):
         lease = scheduler.schedule(request(request_id=f"{number}"), 0.0).lease
         if lease.slot == 2:
-            scheduler.reschedule(lease, endpoint(0).address, 60.0)
-            scheduler.complete(lease, OK, 61.0)
+            scheduler.take(ServedBy(lease, endpoint(0).address), 60.0)
+            scheduler.take(RequestEnded(lease, OK), 61.0)
         else:
-            scheduler.complete(lease, OK, 1.0)
-    scheduler.tick(EVALUATE_EVERY_S)
+            scheduler.take(RequestEnded(lease, OK), 1.0)
+    scheduler.take(Tick(), EVALUATE_EVERY_S)
     assert dict(scheduler.outliers.found(EVALUATE_EVERY_S)) == {}

@@ -1,5 +1,6 @@
 import tracemalloc
 from random import Random
+from typing import Any
 
 import msgspec
 import pytest
@@ -119,7 +120,7 @@ class AgainstModel(RuleBasedStateMachine):
         self.index = opened(ttl=Duration(TTL_S), lru_capacity_per_server=12)
         self.model = Model()
         self.now = 0.0
-        self.recorded: list[tuple[InferenceRequest, tuple[str, ...], int, list[set[str]], int]] = []
+        self.recorded: list[tuple[Any, ...]] = []
 
     words = st.lists(st.sampled_from(["a", "b", "aaa", "cabc"]), max_size=4).map("".join)
     texts = st.lists(words, min_size=1, max_size=3).map(tuple)
@@ -131,15 +132,15 @@ class AgainstModel(RuleBasedStateMachine):
         request = request_of(*texts)
         first = self.model.order
         before = self.model.record(texts, slot, self.now)
-        self.index.record(request, slot, self.now)
-        self.recorded.append((request, texts, slot, before, first))
+        noted = self.index.record(request, slot, self.now)
+        self.recorded.append((request, texts, slot, before, first, noted))
 
     @rule(back=st.integers(0, 3))
     def retract(self, back: int) -> None:
         """Blocks that the request added there and nobody used since go; all else stays."""
         if back >= len(self.recorded):
             return
-        request, texts, slot, before, first = self.recorded.pop(-1 - back)
+        request, texts, slot, before, first, noted = self.recorded.pop(-1 - back)
         held = self.model.held[slot]
         for text, kept in zip(reversed(texts), reversed(before), strict=True):
             for end in range(len(text), 0, -1):
@@ -147,7 +148,7 @@ class AgainstModel(RuleBasedStateMachine):
                 own = block in held and first < held[block][0] <= first + len(texts)
                 if own and block not in kept:
                     del held[block]
-        self.index.retract(request, slot, 0, self.now)
+        self.index.retract(request, slot, noted, self.now)
 
     @rule(wait=st.integers(0, TTL_S))
     def expire(self, wait: int) -> None:
@@ -227,10 +228,9 @@ def test_colliding_hashes_never_break_the_index(calls):
         request = InferenceRequest(request_id="r", chains={BLOCK_BYTES: (chain,)})
         answer = index.match(request, SLOTS, turn)
         assert max(answer.matched.tolist()) <= answer.total
-        index.record(request, slot, turn)
-        recorded.append((request, slot))
+        recorded.append((request, slot, index.record(request, slot, turn)))
         if take_back is not None and take_back < len(recorded):
-            index.retract(*recorded[-1 - take_back], 0, turn)
+            index.retract(*recorded[-1 - take_back], turn)
         assert index.blocks_held(slot) <= 9
         check_structure(index)
     index.expire(1e9)
@@ -388,10 +388,9 @@ def test_retract_takes_back_what_the_request_added_and_no_more():
     index.record(request_of("ab"), 0, 0.0)
     index.record(request_of("abcd"), 1, 0.0)
     request = request_of("abcdef")
-    index.record(request, 0, 1.0)
-    index.retract(request, 1, 0, 1.0)
+    recorded = index.record(request, 0, 1.0)
     assert matched(index, "abcdef") == [6, 4, 0, 0]
-    index.retract(request, 0, 2, 1.0)
+    index.retract(request, 0, recorded, 1.0)
     assert matched(index, "abcdef") == [2, 4, 0, 0]
     assert index.statistics.retracted == 4
 
@@ -400,12 +399,9 @@ def test_retract_leaves_what_another_request_has_used_since():
     """The endpoint did get the other request, and with it these blocks."""
     index = opened()
     request = request_of("abcd")
-    index.record(request, 0, 0.0)
+    recorded = index.record(request, 0, 0.0)
     index.record(request_of("abc"), 0, 0.0)
-    index.retract(request, 0, 0, 1.0)
-    index.retract(request, 0, 0, 1.0)
-    assert matched(index, "abcd") == [3, 0, 0, 0]
-    index.retract(request_of("abc"), 0, 0, 1.0)
+    index.retract(request, 0, recorded, 1.0)
     assert matched(index, "abcd") == [3, 0, 0, 0]
 
 
@@ -416,8 +412,7 @@ def test_what_is_kept_of_a_retracted_request_still_expires():
     index = opened(ttl=Duration(10))
     index.record(request_of("aaabb"), 0, 0.0)
     request = request_of("aaax", "aaabbb")
-    index.record(request, 0, 5.0)
-    index.retract(request, 0, 5, 5.0)
+    index.retract(request, 0, index.record(request, 0, 5.0), 5.0)
     check_structure(index)
     assert matched(index, "aaabbb", now=15.0) == [5, 0, 0, 0]
     assert matched(index, "aaax", now=15.0) == [3, 0, 0, 0]

@@ -58,13 +58,12 @@ def test_own_prompts_and_those_of_peers_share_one_tree(given_calls, capacity):
         now += number % 3
         if verb == "record":
             request = request_of(text)
-            index.record(request, slot, now)
-            recorded.append((request, slot))
+            recorded.append((request, slot, index.record(request, slot, now)))
             assert matched(index, text, now=now)[slot] == min(len(text), capacity)
         elif verb == "learn":
             index.learn((chain_of(text),), slot, now - number, now)
         elif verb == "retract" and recorded:
-            index.retract(*recorded.pop(number % len(recorded)), 0, now)
+            index.retract(*recorded.pop(number % len(recorded)), now)
         elif verb == "expire":
             index.expire(now)
         elif verb == "forget":
@@ -174,9 +173,9 @@ def test_what_a_peer_told_late_outlives_the_own_prompt_that_is_taken_back(others
     if others:
         index.record(request_of("a"), 1, 0.0)
     own = request_of("ab")
-    index.record(own, 0, 10.0)
+    recorded = index.record(own, 0, 10.0)
     index.learn((chain_of("abcd"),), 0, 7.0, 10.0)
-    index.retract(own, 0, 0, 11.0)
+    index.retract(own, 0, recorded, 11.0)
     assert matched(index, "abcd", now=11.0)[:2] == [4, 1 if others else 0]
     check_structure(index)
     index.forget(0)

@@ -3,6 +3,7 @@
 import tracemalloc
 from asyncio import CancelledError
 from random import Random
+from typing import ClassVar
 
 import msgspec
 import numpy as np
@@ -10,10 +11,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from epp.core.decision.inputs import PageScraped, PoolReplaced, Reconfigured, RequestEnded, ServedBy
 from epp.core.decision.profile import SchedulingProfile, WeightedScorer
-from epp.core.decision.scheduler import Scheduler, SchedulerSettings
+from epp.core.decision.scheduler import Scheduler
+from epp.core.decision.settings import SchedulerSettings
 from epp.core.knowledge.affinity import NoHitLruSettings, SessionIndexSettings
 from epp.core.knowledge.candidates import Affinity
+from epp.core.knowledge.index import Abilities
 from epp.core.knowledge.inflight import Outcome
 from epp.core.knowledge.prefix import PrefixIndexSettings
 from epp.core.peers.exchange import (
@@ -68,9 +72,9 @@ def picker(number, *, endpoints=N, indexes=INDEXES, replicas=2, now=0.0):
     made = Scheduler(
         SchedulerSettings(profile=profile, indexes=indexes, prefix=PREFIX), seed=number
     )
-    made.replace([endpoint(at) for at in range(endpoints)], now)
+    made.take(PoolReplaced([endpoint(at) for at in range(endpoints)]), now)
     for slot in range(endpoints):
-        made.observe(slot, EndpointMetrics(), now)
+        made.take(PageScraped(slot, EndpointMetrics()), now)
     return made, PeerExchange(made, origin=bytes([number]) * 8, now=now, replicas=replicas)
 
 
@@ -187,7 +191,7 @@ def test_what_was_lost_stays_counted_when_its_origin_leaves():
     assert talk_other.unheard == 0
     hear(talk_other, talk_one.goodbye(0.2), 0.2)
     assert (talk_other.frames_lost, talk_other.unheard) == (lost, 1)
-    talk_other.expect(4)
+    talk_other.expect(4, 0.0)
     assert talk_other.unheard == 3
 
 
@@ -202,7 +206,7 @@ def test_load_is_told_as_it_is_and_counts_where_scorers_read_it():
     assert seen.inflight_requests.tolist() == ours.inflight_requests.tolist()
     assert seen.inflight_prefill_tokens == pytest.approx(ours.inflight_prefill_tokens)
     for lease in leases[:4]:
-        one.complete(lease, Outcome(), 1.1)
+        one.take(RequestEnded(lease, Outcome()), 1.1)
     settle(1.12, talk_one, talk_other)
     assert sum(inflight(other)) == 2
 
@@ -216,7 +220,7 @@ def test_nothing_that_a_peer_says_opens_or_closes_a_lease_of_our_own():
     hear(talk_other, talk_one.goodbye(0.7), 0.7)
     assert (other.ledger.open_leases, one.ledger.open_leases) == (1, 3)
     assert sum(inflight(other)) == 1
-    other.complete(lease, Outcome(), 0.8)
+    other.take(RequestEnded(lease, Outcome()), 0.8)
     assert sum(inflight(other)) == 0
 
 
@@ -244,7 +248,7 @@ def test_a_late_or_repeated_frame_does_not_bring_an_old_load_back():
     one, talk_one, other, talk_other = acquainted(1, 2)
     lease = one.schedule(asked("abc"), 0.5).lease
     (busy,) = talk_one.outgoing(0.5)
-    one.complete(lease, Outcome(), 0.6)
+    one.take(RequestEnded(lease, Outcome()), 0.6)
     (idle,) = talk_one.outgoing(0.6)
     for frame in (idle, busy, busy):
         hear(talk_other, frame, 0.7)
@@ -274,7 +278,7 @@ def test_any_order_loss_repetition_and_delay_converges(decisions, random: Random
         scheduler, exchange = made[number]
         lease = scheduler.schedule(asked(text), now).lease
         if ends:
-            scheduler.complete(lease, Outcome(), now)
+            scheduler.take(RequestEnded(lease, Outcome()), now)
         for frame in exchange.outgoing(now):
             for receiver in exchanges:
                 if receiver is not exchange and random.random() < 0.8:
@@ -326,14 +330,14 @@ def test_one_at_a_time_pickers_together_decide_as_one_would():
         settle(now, *exchanges)
         if len(open_leases) > 7:
             one, first, other, second = open_leases.pop(0)
-            one.complete(first, Outcome(), now)
-            other.complete(second, Outcome(), now)
+            one.take(RequestEnded(first, Outcome()), now)
+            other.take(RequestEnded(second, Outcome()), now)
             settle(now, *exchanges)
 
 
 def test_an_endpoint_that_is_not_here_or_another_incarnation_is_counted_and_nothing_else():
     one, talk_one, other, talk_other = acquainted(1, 2)
-    other.replace([endpoint(at, incarnation="second") for at in range(N)], 0.1)
+    other.take(PoolReplaced([endpoint(at, incarnation="second") for at in range(N)]), 0.1)
     one.schedule(asked("abc"), 0.2)
     settle(0.3, talk_one, talk_other)
     assert other.indexes[PREFIX].entries == 0
@@ -354,7 +358,7 @@ def test_indexes_that_mean_something_else_are_not_mixed_up():
     assert len(other.indexes["session"]) == 1
     assert sum(inflight(other)) == 1
     # Once the same is configured there, all of it is.
-    other.configure(one.settings, 0.7)
+    other.take(Reconfigured(one.settings), 0.7)
     one.schedule(asked("abc" * 30, session_id="s"), 2.0)
     settle(2.1, talk_one, talk_other)
     settle(3.2, talk_one, talk_other)
@@ -487,7 +491,7 @@ def test_a_peer_that_lies_about_load_does_not_choose_for_us():
     lies["prefill_tokens"] = 4e9
     for slot in range(N):
         page = EndpointMetrics(waiting_requests=0, running_requests=0)
-        other.observe(slot, page, 0.4)
+        other.take(PageScraped(slot, page), 0.4)
     chosen = []
     for number in range(40):
         now = 0.5 + number * 0.005
@@ -507,7 +511,7 @@ def test_honest_load_is_believed_in_full_once_pages_show_it():
     slot = next(iter(talk_other._slots.values()))
     hear(talk_other, live(1, load=load.tobytes()), 0.5)
     assert inflight(other)[slot] < 50
-    other.observe(slot, EndpointMetrics(waiting_requests=300, running_requests=200), 0.6)
+    other.take(PageScraped(slot, EndpointMetrics(waiting_requests=300, running_requests=200)), 0.6)
     hear(talk_other, live(2, load=load.tobytes()), 0.6)
     assert inflight(other)[slot] == 500
     assert talk_other.claims_cut == 1
@@ -635,8 +639,8 @@ def test_without_peers_nothing_is_kept_for_them_and_nothing_added(keeps_snapshot
     scheduler = Scheduler(picker(1)[0].settings, seed=1)
     if keeps_snapshots:
         PeerExchange(scheduler, origin=b"12345678", now=0.0, has_peers=False)
-    scheduler.replace([endpoint(0)], 0.0)
-    scheduler.observe(0, EndpointMetrics(), 0.0)
+    scheduler.take(PoolReplaced([endpoint(0)]), 0.0)
+    scheduler.take(PageScraped(0, EndpointMetrics()), 0.0)
     scheduler.schedule(asked("abc"), 0.0)
     assert scheduler.sent is None
     assert scheduler.pool.columns.peers is None
@@ -646,7 +650,7 @@ def test_where_the_gateway_went_instead_is_told_too():
     one, talk_one, other, talk_other = acquainted(1, 2)
     lease = one.schedule(asked("abc"), 0.5).lease
     elsewhere = (lease.slot + 1) % N
-    one.reschedule(lease, endpoint(elsewhere).address, 0.6)
+    one.take(ServedBy(lease, endpoint(elsewhere).address), 0.6)
     settle(0.7, talk_one, talk_other)
     assert held(other, "abc")[elsewhere] == 3
     assert inflight(other) == inflight(one)
@@ -655,7 +659,7 @@ def test_where_the_gateway_went_instead_is_told_too():
 def test_a_decision_is_not_told_of_who_has_left_since():
     one, talk_one, _, talk_other = acquainted(1, 2)
     one.schedule(asked("abc"), 0.5)
-    one.replace([], 0.55)
+    one.take(PoolReplaced([]), 0.55)
     settle(0.6, talk_one, talk_other)
     assert talk_other.received.applied == 0
 
@@ -671,7 +675,7 @@ class Failing:
         return Affinity(np.zeros(slots, dtype=np.int64), 0)
 
     def record(self, request, slot, now): ...
-    def retract(self, request, slot, kept, now): ...
+    def retract(self, request, slot, recorded, now): ...
     def forget(self, slot): ...
     def expire(self, now): ...
     def resize(self, slot, blocks_total, block_size_tokens): ...
@@ -689,6 +693,8 @@ class Failing:
 
 class FailingSettings(msgspec.Struct, frozen=True):
     kind: type[BaseException]
+
+    abilities: ClassVar = Abilities()
 
     def open(self):
         return Failing(self.kind)

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from epp.core.decision.inputs import PoolReplaced, Tick
 from epp.core.knowledge.inflight import Ending
 from epp.core.protocol.budget import PIECE_BYTES, BodyBudget
 from epp.core.protocol.messages import BODY_CHUNK_BYTES_MAX, BodyMode
@@ -407,9 +408,9 @@ def test_a_gateway_without_a_response_phase_leaves_the_lease_for_its_estimate():
     stream.send(gw.request_headers(), gw.request_body(gw.prompt(max_tokens=100)))
     stream.close()
     assert stream.told.events[-1] == "completed unseen"
-    stream.scheduler.tick(2.4)
+    stream.scheduler.take(Tick(), 2.4)
     assert inflight(stream) == [1, 0]
-    stream.scheduler.tick(2.6)
+    stream.scheduler.take(Tick(), 2.6)
     assert inflight(stream) == [0, 0]
 
 
@@ -629,7 +630,7 @@ def test_whatever_comes_the_answers_stay_in_order_and_the_lease_is_given_back(me
         # An answer belongs to the phase of what was sent; full duplex holds only requests back.
         assert all(name.split("_")[0] == asked.split("_")[0] for name in found)
     stream.close()
-    stream.scheduler.tick(1e9)
+    stream.scheduler.take(Tick(), 1e9)
     assert inflight(stream) == [0, 0]
     assert stream.scheduler.ledger.open_leases == 0
     assert budget.held_bytes == 0
@@ -665,7 +666,7 @@ def test_a_load_report_that_says_nothing_of_an_endpoint_is_counted(lost):
     stream = stream_of()
     stream.send(gw.request_headers(), gw.request_body(BODY))
     if lost == "restarted":
-        stream.scheduler.replace([endpoint(0, incarnation="b"), endpoint(1)], 1.0)
+        stream.scheduler.take(PoolReplaced([endpoint(0, incarnation="b"), endpoint(1)]), 1.0)
     by = "10.9.9.9:1" if lost == "served by nobody we know" else ""
     report = "TEXT who knows" if lost == "malformed" else REPORT
     before = stream.scheduler.pool.columns.waiting_requests.tolist()
@@ -747,7 +748,7 @@ def test_a_long_body_is_refused_unread_where_nobody_is_ready():
     """The reasons are the usual ones, and nothing stays held."""
     budget = BodyBudget(1_000_000)
     stream = stream_of(settings=PASSING, budget=budget)
-    stream.scheduler.replace([], 1.0)
+    stream.scheduler.take(PoolReplaced([]), 1.0)
     (answer,) = stream.send(gw.request_headers(), gw.request_body(LONG, end=False))
     assert gw.kind(answer) == "immediate_response"
     assert stream.told.events == ["refused 503"]

@@ -4,6 +4,7 @@ from random import Random
 
 import pytest
 
+from epp.core.decision.inputs import Tick
 from epp.core.protocol.session import Session, SessionSettings
 from epp.shell.gateway.ext_proc import PROCESS, ExtProc
 from tests import gateway as gw
@@ -61,7 +62,7 @@ async def ends_of(name, seeds):
     )
     async with carried(transport_of(name, service.methods)) as port:
         found = [await played(port, seed) for seed in seeds]
-    scheduler.tick(1e12)
+    scheduler.take(Tick(), 1e12)
     assert service.open_streams == 0
     assert scheduler.ledger.open_leases == 0
     return found

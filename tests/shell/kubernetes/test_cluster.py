@@ -11,6 +11,7 @@ from structlog.testing import capture_logs
 
 from epp.app import EndpointPicker, StartError
 from epp.configuration.flags import parse_serve
+from epp.core.decision.inputs import PageScraped
 from epp.core.types import EndpointMetrics
 from tests import gateway as gw
 from tests.envoy.rig import free_ports
@@ -157,7 +158,7 @@ async def test_a_follower_keeps_warm_and_takes_over(tmp_path, monkeypatch):
             await eventually(lambda: picker.health.ready)
             assert not picker.health.serving(WANTED)
             ((slot, endpoint),) = picker.scheduler.pool.endpoints()
-            picker.scheduler.observe(slot, EndpointMetrics(), time.monotonic())
+            picker.scheduler.take(PageScraped(slot, EndpointMetrics()), time.monotonic())
             async with channel_to(f"127.0.0.1:{picker.flags.grpc_port}") as channel:
                 asked = gw.request_headers(), gw.request_body(gw.prompt(model="llama"))
                 head, _ = await Call(channel).exchange(*asked, answers=2)

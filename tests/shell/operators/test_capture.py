@@ -11,12 +11,12 @@ from structlog.testing import capture_logs
 from epp.configuration.past_decisions import decide_again, lines_of, past_files
 from epp.core.capture.events import Event, Lost
 from epp.core.capture.lines import CaptureLine
-from epp.core.capture.witness import WitnessedScheduler
+from epp.core.capture.witness import CaptureWitness
 from epp.shell.files.segment_folder import SegmentFolder
 from epp.shell.operators import capture as module
 from epp.shell.operators.capture import Capture, CaptureLimits, read_salt
 from epp.shell.starting import StartError
-from tests.core.capture.traffic import PLUGINS, Live, configured, document, settings_of
+from tests.core.capture.traffic import PLUGINS, Live, configured, document
 
 
 @pytest.fixture(autouse=True)
@@ -40,9 +40,8 @@ def busy(capture, steps, text=None):
     """A picker of this capture and its traffic."""
     live = Live(text or document())
     capture.tell(configured(text or document()))
-    live.scheduler = WitnessedScheduler(
-        settings_of(configured(text or document())),
-        seed=1,
+    live.scheduler.witness = CaptureWitness(
+        live.scheduler,
         sample=capture.sample,
         tell=capture.tell,
         failed=capture.failed,

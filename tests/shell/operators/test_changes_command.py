@@ -7,6 +7,7 @@ import pytest
 
 from epp.__main__ import main
 from epp.configuration.flags import ChangesFlags
+from epp.core.decision.inputs import RequestEnded
 from epp.core.duration import Duration
 from epp.core.knowledge.inflight import Outcome
 from epp.shell.operators.changes_command import show_changes
@@ -40,7 +41,7 @@ class Night:
             self.keeping.clock.now_s += 10.0
             decision = scheduler.schedule(make_request(request_id=f"r-{at}", **fields), 0.25)
             recent.decided(decision, parts_of(decision))
-            scheduler.complete(decision.lease, Outcome(status=200), 0.25)
+            scheduler.take(RequestEnded(decision.lease, Outcome(status=200)), 0.25)
             ended = exchange_of(decision, first_output_at_s=100.0 + ttft_s)
             recent.completed(ended, Outcome(status=status), 102.0)
 

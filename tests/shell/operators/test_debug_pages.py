@@ -12,6 +12,7 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from epp.configuration.build import default_config, plugin_tables
+from epp.core.decision.inputs import PageScraped, PoolReplaced, ScrapeFailed
 from epp.core.types import EndpointMetrics, Refusal, RefusalReason
 from epp.shell.operators.bearer_token import BearerToken
 from epp.shell.operators.debug_pages import PAGES, DebugPages
@@ -239,7 +240,7 @@ async def test_endpoints_that_left_keep_their_name_in_old_decisions(picker):
     """A slot that was given to another pod does not rename the past."""
     decision = picker.decide()
     before = {at.name for _, at in picker.scheduler.pool.endpoints()}
-    picker.scheduler.replace([endpoint(8, name="new"), endpoint(9, name="newer")], 2.0)
+    picker.scheduler.take(PoolReplaced([endpoint(8, name="new"), endpoint(9, name="newer")]), 2.0)
     (kept,) = (await picker.json("/debug/decisions"))["decisions"]
     assert kept["endpoint"] == decision.endpoint.name
     assert {score["endpoint"] for score in kept["scores"]} == before
@@ -261,9 +262,11 @@ async def test_endpoints_are_listed_with_their_state(picker):
     picker.decide()
     pool = picker.scheduler.pool
     members = [at for _, at in pool.endpoints()]
-    picker.scheduler.replace([*members, endpoint(7, name="silent", ready_after_s=math.inf)], 1.0)
-    picker.scheduler.observe(0, EndpointMetrics(), time.monotonic())
-    picker.scheduler.observe(1, EndpointMetrics(asleep=True, waiting_requests=2.0), 1.0)
+    picker.scheduler.take(
+        PoolReplaced([*members, endpoint(7, name="silent", ready_after_s=math.inf)]), 1.0
+    )
+    picker.scheduler.take(PageScraped(0, EndpointMetrics()), time.monotonic())
+    picker.scheduler.take(PageScraped(1, EndpointMetrics(asleep=True, waiting_requests=2.0)), 1.0)
     first, second, silent = (await picker.json("/debug/endpoints"))["endpoints"]
     assert first["state"] == "ready"
     assert first["inflight_requests"] == 1
@@ -276,9 +279,9 @@ async def test_endpoints_are_listed_with_their_state(picker):
     assert (status, headers["content-type"]) == (200, "text/plain; charset=utf-8")
     assert text.splitlines()[3].split()[0] == "silent"
     assert " - " in text.splitlines()[3]
-    picker.scheduler.observe(1, EndpointMetrics(), 1.0)
+    picker.scheduler.take(PageScraped(1, EndpointMetrics()), 1.0)
     for _ in range(2):
-        picker.scheduler.observe_failure(0, answered=False)
+        picker.scheduler.take(ScrapeFailed(slot=0, answered=False), 0.0)
     listed = (await picker.json("/debug/endpoints"))["endpoints"]
     assert [row["state"] for row in listed] == ["unreachable", "stale", "never scraped"]
 
@@ -394,7 +397,7 @@ async def test_endpoints_say_why_and_since_when(picker):
     (slot, bad), *_ = picker.scheduler.pool.endpoints()
     before = time.time()
     for _ in range(2):
-        picker.scheduler.observe_failure(slot, answered=False)
+        picker.scheduler.take(ScrapeFailed(slot=slot, answered=False), 0.0)
     row = next(
         row
         for row in (await picker.json("/debug/endpoints"))["endpoints"]
@@ -434,7 +437,7 @@ ENDPOINTS = 1_000
 async def test_a_page_of_a_thousand_rows_leaves_the_loop_its_turns(path, work, monkeypatch):
     """Between two turns of the loop few rows are made, however many there are."""
     picker = Picker()
-    picker.scheduler.replace([endpoint(number) for number in range(ENDPOINTS)], 0.0)
+    picker.scheduler.take(PoolReplaced([endpoint(number) for number in range(ENDPOINTS)]), 0.0)
     for _ in range(ENDPOINTS):
         picker.decide()
     where, _, name = work.rpartition(".")
@@ -469,9 +472,9 @@ async def test_a_page_of_a_thousand_rows_leaves_the_loop_its_turns(path, work, m
 async def test_the_numbers_of_a_page_are_rounded_by_column():
     """None where nothing is known: of a thousand endpoints each number alone would take 60 ms."""
     picker = Picker()
-    picker.scheduler.replace([endpoint(0), endpoint(7)], 0.0)
+    picker.scheduler.take(PoolReplaced([endpoint(0), endpoint(7)]), 0.0)
     report = EndpointMetrics(waiting_requests=2, running_requests=1, kv_cache_usage=0.123456)
-    picker.scheduler.observe(0, report, 1.0)
+    picker.scheduler.take(PageScraped(0, report), 1.0)
     first, second = (await picker.json("/debug/endpoints?format=json"))["endpoints"]
     assert (first["waiting"], first["kv_cache_usage"]) == (2.0, 0.123)
     assert (second["waiting"], second["kv_cache_usage"]) == (None, None)

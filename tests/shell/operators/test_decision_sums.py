@@ -4,6 +4,7 @@ from array import array
 
 import pytest
 
+from epp.core.decision.inputs import RequestEnded
 from epp.core.knowledge.inflight import Outcome
 from epp.shell.operators.decision_sums import Stretch, in_words, percentile
 from tests.builders import request as make_request
@@ -49,7 +50,7 @@ def test_what_has_not_ended_counts_as_decided(tmp_path):
     """And as nothing else."""
     keeping = Keeping(tmp_path)
     decision = keeping.decide(1, status=0)
-    keeping.told.scheduler.complete(decision.lease, Outcome(), 1.0)
+    keeping.told.scheduler.take(RequestEnded(decision.lease, Outcome()), 1.0)
     keeping.end()
     stretch = Stretch(0.0, 4e9)
     for past in keeping.read():

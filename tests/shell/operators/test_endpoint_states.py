@@ -2,6 +2,7 @@
 
 import pytest
 
+from epp.core.decision.inputs import PageScraped, PoolReplaced, ScrapeFailed
 from epp.core.knowledge.ejection import Cause
 from epp.core.knowledge.outliers import Outlier
 from epp.core.types import EndpointMetrics
@@ -24,7 +25,7 @@ class Watched:
             clock=lambda: self.clock_s,
         )
         for slot in range(3):
-            self.scheduler.observe(slot, EndpointMetrics(), 10.0)
+            self.scheduler.take(PageScraped(slot, EndpointMetrics()), 10.0)
         self.found = {}
         self.scheduler.outliers.found = lambda _: iter(self.found.items())
 
@@ -66,7 +67,7 @@ def test_what_keeps_it_from_being_ready_counts_first(watched):
     watched.found = {2: outlier(Cause.FAILING, failures=7)}
     assert watched.look()["pod-2"].reason == "7 errors in a row"
     for _ in range(2):
-        watched.scheduler.observe_failure(2, answered=False)
+        watched.scheduler.take(ScrapeFailed(slot=2, answered=False), 0.0)
     found = watched.look()["pod-2"]
     assert found.state == "unreachable"
     assert found.reason == ("its scrapes get no connection or no answer: refused, nobody is there")
@@ -77,7 +78,7 @@ def test_who_leaves_is_forgotten_and_who_is_not_known_is_ready(watched):
     watched.found = {1: outlier(Cause.SLOW, slowness=3.4)}
     watched.look()
     watched.found = {}
-    watched.scheduler.replace([endpoint(0)], 10.4)
+    watched.scheduler.take(PoolReplaced([endpoint(0)]), 10.4)
     assert set(watched.look()) == {"pod-0"}
     assert watched.told[-1] == {}
     stranger = watched.states.of(endpoint(9))

@@ -4,8 +4,10 @@ import msgspec
 import numpy as np
 import pytest
 
+from epp.core.decision.inputs import PageScraped, PoolReplaced, Reconfigured, ServedBy
 from epp.core.decision.profile import NamedFilter, SchedulingProfile, WeightedScorer
-from epp.core.decision.scheduler import Scheduler, SchedulerSettings
+from epp.core.decision.scheduler import Scheduler
+from epp.core.decision.settings import SchedulerSettings
 from epp.core.decision.shadow import ShadowVerdict
 from epp.core.knowledge.inflight import Outcome
 from epp.core.knowledge.prefix import PrefixIndexSettings
@@ -42,12 +44,14 @@ class Told:
             prefix=PREFIX,
         )
         self.scheduler = Scheduler(self.settings, seed=1)
-        self.scheduler.replace([endpoint(at) for at in range(len(waiting))], 0.0)
+        self.scheduler.take(PoolReplaced([endpoint(at) for at in range(len(waiting))]), 0.0)
         for slot, requests in enumerate(waiting):
-            self.scheduler.observe(
-                slot,
-                EndpointMetrics(
-                    waiting_requests=requests, running_requests=requests, kv_cache_usage=0.5
+            self.scheduler.take(
+                PageScraped(
+                    slot,
+                    EndpointMetrics(
+                        waiting_requests=requests, running_requests=requests, kv_cache_usage=0.5
+                    ),
                 ),
                 0.0,
             )
@@ -148,7 +152,7 @@ async def test_a_request_that_went_elsewhere_is_found():
     (other, *_) = (
         at for _, at in told.scheduler.pool.endpoints() if at.name != decision.endpoint.name
     )
-    told.scheduler.reschedule(decision.lease, other.address, 1.0)
+    told.scheduler.take(ServedBy(decision.lease, other.address), 1.0)
     told.recent.served(exchange_of(decision, served=other.address))
     assert (await told.lines())[-1] == (
         f"  the gateway went to {other.address} instead; no end was seen yet"
@@ -216,8 +220,8 @@ class Asked:
     def __init__(self, *scorers, waiting=(0.0, 0.0, 0.0), filters=()):
         self.told = Told(*scorers, waiting=waiting)
         profile = msgspec.structs.replace(self.told.settings.profile, filters=filters)
-        self.told.scheduler.configure(
-            msgspec.structs.replace(self.told.settings, profile=profile), 0.1
+        self.told.scheduler.take(
+            Reconfigured(msgspec.structs.replace(self.told.settings, profile=profile)), 0.1
         )
 
     async def why_not(self, name):
@@ -264,7 +268,7 @@ async def test_why_not_tells_of_who_was_not_ready_and_of_who_was_not_allowed():
     asked = Asked()
     told = asked.told
     told.recent.know_states({"pod-2": EndpointState("asleep", "its engine says so", 7_267.0)})
-    told.scheduler.observe(2, EndpointMetrics(asleep=True), 0.2)
+    told.scheduler.take(PageScraped(2, EndpointMetrics(asleep=True)), 0.2)
     told.decide(subset=(told.scheduler.pool.columns.endpoints[0].address,))
     told.recent.know_states({})
     assert await asked.why_not("pod-2") == (

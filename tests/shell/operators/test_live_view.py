@@ -5,6 +5,7 @@ import asyncio
 import msgspec
 import pytest
 
+from epp.core.decision.inputs import PoolReplaced
 from epp.core.knowledge.inflight import Outcome
 from epp.core.protocol.usage import Usage
 from epp.shell.engines.first_tokens import FirstTokens
@@ -102,7 +103,7 @@ async def test_the_configuration_and_its_last_change_are_told(seen):
 async def test_of_a_large_pool_the_notable_are_shown(seen, monkeypatch):
     """Those that are not ready and those with most requests; how many there are is told."""
     monkeypatch.setattr(live_view, "ENDPOINTS_MAX", 2)
-    seen.picker.scheduler.replace([endpoint(at) for at in range(5)], 1.0)
+    seen.picker.scheduler.take(PoolReplaced([endpoint(at) for at in range(5)]), 1.0)
     live = await seen.look()
     assert live.endpoints_total == 5
     assert live.endpoints_ready == 0

@@ -5,6 +5,7 @@ from msgspec import structs
 from structlog.testing import capture_logs
 
 from epp.configuration.build import build_settings, default_config, plugin_tables
+from epp.core.decision.inputs import PoolReplaced, RequestEnded
 from epp.core.decision.scheduler import Scheduler
 from epp.core.knowledge.ejection import OutlierEjection
 from epp.core.knowledge.inflight import Outcome
@@ -27,7 +28,7 @@ class Rig:
         settings = build_settings(default_config(plugin_tables()))
         ejection = OutlierEjection(enabled=ejects)
         self.scheduler = Scheduler(structs.replace(settings, ejection=ejection), seed=1)
-        self.scheduler.replace([endpoint(number) for number in range(count)], 0.0)
+        self.scheduler.take(PoolReplaced([endpoint(number) for number in range(count)]), 0.0)
         self.log = OutliersLog(self.scheduler)
 
     def answer(self, slot, status, times=1):
@@ -35,7 +36,7 @@ class Rig:
             lease = self.scheduler.ledger.open(
                 request(), slot, matched_blocks=0, prefill_tokens=1.0, now=0.0
             )
-            self.scheduler.complete(lease, Outcome(status=status), 1.0)
+            self.scheduler.take(RequestEnded(lease, Outcome(status=status)), 1.0)
 
     def lines(self, *, after_s=AGAIN_S):
         Rig.now += after_s
@@ -68,7 +69,9 @@ def test_who_is_ejected_stays_told_until_it_is_back():
     assert line["ejected"] is True
     rig.answer(1, 200)
     assert rig.lines() == []
-    rig.scheduler.replace([endpoint(number, incarnation="2") for number in range(3)], Rig.now)
+    rig.scheduler.take(
+        PoolReplaced([endpoint(number, incarnation="2") for number in range(3)]), Rig.now
+    )
     (line,) = rig.lines()
     assert line["event"] == "endpoint is no outlier any more"
 
@@ -77,7 +80,7 @@ def test_one_that_left_is_not_told_of():
     rig = Rig(3)
     rig.answer(1, 500, 5)
     assert len(rig.lines()) == 1
-    rig.scheduler.replace([endpoint(0), endpoint(2)], 2.0)
+    rig.scheduler.take(PoolReplaced([endpoint(0), endpoint(2)]), 2.0)
     assert rig.lines() == []
 
 

@@ -7,6 +7,7 @@ import tracemalloc
 import msgspec
 import pytest
 
+from epp.core.decision.inputs import PageScraped, PoolReplaced, Reconfigured, ServedBy
 from epp.core.knowledge.inflight import Ending, Outcome
 from epp.core.prompt.request import InferenceRequest
 from epp.core.protocol.session import Exchange, StreamFailure
@@ -68,9 +69,9 @@ async def test_scores_go_when_the_names_of_their_endpoints_do(picker):
     first = picker.decide()
     for number in range(2 * _MEMBERSHIPS_MAX):
         replaced = [endpoint(8, name=f"new-{number}"), endpoint(9)]
-        picker.scheduler.replace(replaced, 1.0)
+        picker.scheduler.take(PoolReplaced(replaced), 1.0)
         for slot, _ in picker.scheduler.pool.endpoints():
-            picker.scheduler.observe(slot, EndpointMetrics(), 1.0)
+            picker.scheduler.take(PageScraped(slot, EndpointMetrics()), 1.0)
         picker.decide()
     assert len(picker.recent._memberships) == _MEMBERSHIPS_MAX
     newest, *_, oldest = await picker.recent.rows(1_000, Wanted())
@@ -210,7 +211,7 @@ async def test_who_served_instead_is_told(picker):
     kept, moved = picker.decide(request_id="a"), picker.decide(request_id="b")
     picker.recent.served(exchange_of(kept, served=kept.endpoint.address))
     (other,) = (at for _, at in picker.scheduler.pool.endpoints() if at.name != moved.endpoint.name)
-    picker.scheduler.reschedule(moved.lease, other.address, 1.0)
+    picker.scheduler.take(ServedBy(moved.lease, other.address), 1.0)
     picker.recent.served(exchange_of(moved, served=other.address))
     picker.recent.completed(exchange_of(moved), Outcome(status=200), 101.0)
     elsewhere, there = await picker.recent.rows(2, Wanted())
@@ -298,7 +299,7 @@ async def test_decisions_name_the_configuration_that_made_them(picker):
             ),
         ),
     )
-    picker.scheduler.configure(renamed, 1.0)
+    picker.scheduler.take(Reconfigured(renamed), 1.0)
     picker.recent.configured(4, renamed)
     picker.decide()
     new, old = await picker.recent.rows(2, Wanted())

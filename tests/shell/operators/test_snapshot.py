@@ -1,4 +1,6 @@
-from epp.core.decision.scheduler import Decision, Scheduler, SchedulerSettings
+from epp.core.decision.inputs import PageScraped, PoolReplaced, ScrapeFailed
+from epp.core.decision.scheduler import Decision, Scheduler
+from epp.core.decision.settings import SchedulerSettings
 from epp.core.peers.exchange import PeerExchange
 from epp.core.prompt.blocks import SEGMENT_BYTES
 from epp.core.prompt.request import InferenceRequest
@@ -15,7 +17,7 @@ def test_a_snapshot_counts_what_is_known_and_what_is_ready():
     scheduler = pods((0, 0.1), (3, 0.5))
     assert isinstance(scheduler, Scheduler)
     assert isinstance(scheduler.settings, SchedulerSettings)
-    scheduler.replace([endpoint(0), endpoint(1), endpoint(2, ready_after_s=60.0)], 1.0)
+    scheduler.take(PoolReplaced([endpoint(0), endpoint(1), endpoint(2, ready_after_s=60.0)]), 1.0)
     bodies = BodyBudget(100)
     bodies.take(7)
     pressure = MemoryPressure(1_000)
@@ -40,7 +42,9 @@ def test_a_snapshot_counts_what_is_known_of_long_prompts():
     scheduler = pods((0, 0.1), (3, 0.5))
     turn = bytes(range(256)) * 300
     for prompt in (turn, turn + b"x" * SEGMENT_BYTES):
-        request = InferenceRequest(request_id="r", model="m", prompts=(prompt,))
+        request = InferenceRequest(
+            request_id="r", model="m", prompts=(prompt,), segments=scheduler.segments
+        )
         assert isinstance(scheduler.schedule(request, 0.0), Decision)
     shown = pool_snapshot(scheduler, "", BodyBudget(1), MemoryPressure(1), None, 0.0)
     assert shown.segments == {"known": 4, "new": 5}
@@ -80,10 +84,10 @@ def test_who_is_gone_is_not_counted_as_ready():
     """Unreachable or with metrics of long ago: nothing goes there while others are left."""
     scheduler = pods((0, 0.1), (3, 0.5), (4, 0.5))
     for slot in range(3):
-        scheduler.observe(slot, EndpointMetrics(waiting_requests=1.0), 1.0)
+        scheduler.take(PageScraped(slot, EndpointMetrics(waiting_requests=1.0)), 1.0)
     assert pool_snapshot(scheduler, "", BodyBudget(1), MemoryPressure(1), None, 1.5).ready == 3
     for _ in range(2):
-        scheduler.observe_failure(1, answered=False)
+        scheduler.take(ScrapeFailed(slot=1, answered=False), 0.0)
     assert pool_snapshot(scheduler, "", BodyBudget(1), MemoryPressure(1), None, 1.5).ready == 2
     assert pool_snapshot(scheduler, "", BodyBudget(1), MemoryPressure(1), None, 9.0).ready == 0
 

@@ -3,6 +3,7 @@ import asyncio
 import pytest
 import structlog
 
+from epp.core.decision.inputs import PageScraped, PoolReplaced, ScrapeFailed
 from epp.core.types import EndpointMetrics
 from epp.shell.operators.standings_log import LINES_MAX, StandingsLog
 from tests.builders import endpoint
@@ -24,11 +25,11 @@ class Watched:
     def scrape(self, now, *, but=()):
         for slot, _ in self.scheduler.pool.endpoints():
             if slot not in but:
-                self.scheduler.observe(slot, EndpointMetrics(), now)
+                self.scheduler.take(PageScraped(slot, EndpointMetrics()), now)
 
     def refuse(self, *slots):
         for slot in slots * 2:
-            self.scheduler.observe_failure(slot, answered=False)
+            self.scheduler.take(ScrapeFailed(slot=slot, answered=False), 0.0)
 
     def look(self, now):
         with structlog.testing.capture_logs() as lines:
@@ -58,7 +59,7 @@ def test_each_transition_is_one_line_with_its_reason(watched):
     watched.refuse(1)
     watched.scrape(11.0, but=[1])
     assert watched.look(11.0) == []
-    watched.scheduler.observe_failure(1, answered=True)
+    watched.scheduler.take(ScrapeFailed(slot=1, answered=True), 0.0)
     watched.scrape(13.0, but=[1])
     (stale,) = watched.look(13.0)
     assert (stale["event"], stale["was"]) == ("endpoint is stale", "unreachable")
@@ -80,22 +81,24 @@ def test_who_joins_restarts_or_leaves_is_no_line(watched):
     pool = watched.scheduler.pool
     members = [at for _, at in pool.endpoints()]
     joined = endpoint(7, ready_after_s=5.0)
-    watched.scheduler.replace([*members, joined], 10.0)
+    watched.scheduler.take(PoolReplaced([*members, joined]), 10.0)
     assert watched.look(10.1) == []
-    watched.scheduler.observe(3, EndpointMetrics(), 10.2)
+    watched.scheduler.take(PageScraped(3, EndpointMetrics()), 10.2)
     assert watched.look(10.3) == []
     watched.refuse(3)
     assert len(watched.look(10.4)) == 1
-    watched.scheduler.replace([*members, endpoint(7, ready_after_s=5.0, incarnation="2")], 10.5)
+    watched.scheduler.take(
+        PoolReplaced([*members, endpoint(7, ready_after_s=5.0, incarnation="2")]), 10.5
+    )
     assert watched.look(10.6) == []
-    watched.scheduler.observe(3, EndpointMetrics(), 10.7)
+    watched.scheduler.take(PageScraped(3, EndpointMetrics()), 10.7)
     (back,) = watched.look(10.8)
     assert back["event"] == "endpoint is ready again"
     watched.refuse(3)
-    watched.scheduler.replace(members, 10.9)
+    watched.scheduler.take(PoolReplaced(members), 10.9)
     assert watched.look(11.0) == []
-    watched.scheduler.replace([*members, joined], 11.1)
-    watched.scheduler.observe(3, EndpointMetrics(), 11.2)
+    watched.scheduler.take(PoolReplaced([*members, joined]), 11.1)
+    watched.scheduler.take(PageScraped(3, EndpointMetrics()), 11.2)
     assert watched.look(11.3) == []
 
 

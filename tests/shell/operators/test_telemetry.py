@@ -13,9 +13,10 @@ from prometheus_client.openmetrics.parser import (
 from prometheus_client.parser import text_string_to_metric_families
 
 from epp.core.decision.profile import SchedulingProfile, WeightedScorer
-from epp.core.decision.scheduler import SchedulerSettings
+from epp.core.decision.settings import SchedulerSettings
 from epp.core.decision.shadow import DIFFERED, ShadowTotals, ShadowVerdict
 from epp.core.knowledge.ejection import Cause
+from epp.core.knowledge.index import IndexMeasures
 from epp.core.knowledge.inflight import Ending, Lease, Outcome
 from epp.core.knowledge.outliers import Outlier
 from epp.core.peers.exchange import PeerExchange, Taken
@@ -33,7 +34,6 @@ from epp.shell.operators.telemetry import (
     LABEL_CHARACTERS_MAX,
     WAITING_MAX,
     Children,
-    IndexSnapshot,
     PoolSnapshot,
     Telemetry,
     endpoint_labels,
@@ -96,7 +96,7 @@ def snapshot(count=4, **fields):
         history=HistorySnapshot(records=7, dropped={"queue": 1}, write_errors=2, bytes=512),
         shadow=shadow_totals(),
         indexes={
-            "approx": IndexSnapshot(
+            "approx": IndexMeasures(
                 entries=12,
                 memory_bytes=768,
                 lookups={"full": 1, "partial": 2, "none": 3},

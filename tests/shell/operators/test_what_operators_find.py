@@ -7,6 +7,7 @@ import msgspec
 import pytest
 
 from epp.__main__ import main
+from epp.core.decision.inputs import PageScraped, RequestEnded, ServedBy
 from epp.core.decision.profile import WeightedScorer
 from epp.core.knowledge.inflight import Outcome
 from epp.core.protocol.usage import Usage
@@ -50,7 +51,7 @@ def columns_of(lines):
 def ended(told, decision, **fields):
     """The request of `decision` is over."""
     told.recent.completed(exchange_of(decision, **fields), Outcome(status=200), 101.0)
-    told.scheduler.complete(decision.lease, Outcome(status=200), 1.0)
+    told.scheduler.take(RequestEnded(decision.lease, Outcome(status=200)), 1.0)
 
 
 async def test_the_slow_pod_is_the_one_whose_requests_do_not_end():
@@ -96,7 +97,7 @@ async def test_a_weight_that_is_wrong_explains_itself():
     told = Told(*(WeightedScorer(name, SCORERS[name](), at) for name, at in weights.items()))
     first = told.decide()
     crowded = EndpointMetrics(waiting_requests=90, running_requests=64, kv_cache_usage=0.98)
-    told.scheduler.observe(first.lease.slot, crowded, 0.0)
+    told.scheduler.take(PageScraped(first.lease.slot, crowded), 0.0)
     told.decide(request_id="r-7")
     (row,) = await told.recent.rows(1, Wanted(request_id="r-7"))
     text = explanation(row)
@@ -114,7 +115,7 @@ async def test_a_misrouted_request_is_marked_where_one_looks():
     (other, *_) = (
         at for _, at in told.scheduler.pool.endpoints() if at.name != decision.endpoint.name
     )
-    told.scheduler.reschedule(decision.lease, other.address, 1.0)
+    told.scheduler.take(ServedBy(decision.lease, other.address), 1.0)
     told.recent.served(exchange_of(decision, served=other.address))
     assert f"went to {other.address}" in "\n".join(await top(told))
 

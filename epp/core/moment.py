@@ -1,0 +1,23 @@
+"""What the picker knows beside the endpoints at the moment at which it decides."""
+
+from typing import Final
+
+from msgspec import Struct
+
+from epp.core.session_tokens import NO_TOKENS, SessionTokens
+
+
+class Moment(Struct, frozen=True, kw_only=True):
+    """Set by the scheduler with each request that it decides; plugins read it as `request.moment`."""
+
+    replicas_unheard: int = 0
+    """Other pickers of the pool that do not tell this one what they decide."""
+    sessions_return: bool = False
+    """Sessions that clients name come again here, as far as it matters."""
+    session_tokens: SessionTokens = NO_TOKENS
+    """Makes and reads the tokens by which a session finds its endpoint."""
+    cold: bool = True
+    """No endpoint holds the head of any prompt of the request."""
+
+
+NO_MOMENT: Final = Moment()

@@ -67,7 +67,7 @@ STREAM = {
     "recent-decided": (RecentDecisions, "decided"),
     "recent-refused": (RecentDecisions, "refused"),
     "recent-completed": (RecentDecisions, "completed"),
-    "recent-next-best": (epp.shell.operators.recent_decisions, "next_best"),
+    "recent-kept": (epp.shell.operators.recent_decisions, "Decided"),
     "client-headers": (epp.core.protocol.session, "explaining_headers"),
     "client-headers-noted": (epp.core.protocol.session, "explained"),
 }

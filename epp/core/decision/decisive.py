@@ -1,10 +1,7 @@
 """Which parts made the difference between who was chosen and who was not."""
 
-import math
 from collections.abc import Sequence
 from typing import Final
-
-from epp.core.decision.scheduler import Decision
 
 LEVEL: Final = 1e-9
 """Sums that differ by less than this share of their parts differ by rounding."""
@@ -26,13 +23,3 @@ def decisive(chosen: Sequence[float], other: Sequence[float]) -> tuple[int, ...]
         if ahead <= LEVEL:
             break
     return tuple(found)
-
-
-def next_best(decision: Decision) -> int | None:
-    """Position of the best candidate that was not chosen; None: there was one candidate alone."""
-    total = decision.scored.total
-    if len(total) < 2:
-        return None
-    rest = total.copy()
-    rest[decision.picked] = -math.inf
-    return int(rest.argmax())

@@ -5,12 +5,11 @@ from typing import Final
 
 from msgspec import Struct
 
+from epp.core.decision.account import Leg
 from epp.core.decision.costs import Cost, cost_of
-from epp.core.decision.decisive import decisive, next_best
 from epp.core.decision.failures import PluginFailures
-from epp.core.decision.scheduler import Decision
 from epp.core.knowledge.outliers import Outlier
-from epp.core.knowledge.retold import numbers_before, retold_candidates
+from epp.core.knowledge.retold import retold_candidates
 
 ENDPOINT_HEADER: Final = "x-homing-endpoint"
 REASON_HEADER: Final = "x-homing-reason"
@@ -20,8 +19,7 @@ HEADER_CHARACTERS_MAX: Final = 256
 class Explained(Struct, frozen=True):
     """What must be noted when a request is decided, because it has changed when it is answered."""
 
-    second: int | None
-    """Position of the next best; None: there was one candidate alone."""
+    leg: Leg
     numbers: tuple[Sequence[float], ...]
     """`NUMBERS` of the chosen endpoint, as the scorers saw them, and of the next best; none, where no
     scorer tells a cost."""
@@ -29,72 +27,61 @@ class Explained(Struct, frozen=True):
     """What spoke against each: "slow", "failing" or ""."""
 
 
-def explained(decision: Decision, outliers: Mapping[int, Outlier]) -> Explained:
-    """Note it of a `decision` that was made just now; `outliers` by slot."""
-    second, candidates = next_best(decision), decision.candidates
-    positions = [decision.picked] if second is None else [decision.picked, second]
+def explained(leg: Leg, outliers: Mapping[int, Outlier]) -> Explained:
+    """Note it of a `leg` that was decided just now; `outliers` by slot."""
+    positions = [leg.picked] if leg.runner_up is None else [leg.picked, leg.runner_up]
     numbers: tuple[Sequence[float], ...] = ()
-    if any(decision.tellers):
-        chosen, *others = map(candidates.numbers_of, positions)
-        before = numbers_before(
-            chosen,
-            prompt_tokens=decision.lease.request.prompt_tokens,
-            prefill_tokens=decision.lease.prefill_tokens,
-            matched_blocks=decision.matched_blocks,
-        )
-        numbers = (before, *others)
-    found = [outliers.get(candidates.slot.item(at)) for at in positions]
+    if any(leg.tellers):
+        known = (leg.numbers_before, leg.runner_up_numbers)
+        numbers = tuple([one for one in known if one])
+    found = [outliers.get(leg.candidates.slot.item(at)) for at in positions]
     marks = [one.cause.value if one else "" for one in (*found, None)]
-    return Explained(second, numbers, (marks[0], marks[1]))
+    return Explained(leg, numbers, (marks[0], marks[1]))
 
 
-def explaining_headers(
-    decision: Decision, noted: Explained, failures: PluginFailures
-) -> dict[str, str]:
+def explaining_headers(noted: Explained, failures: PluginFailures) -> dict[str, str]:
     """Who was chosen, and why, for the client: printable ASCII of at most `HEADER_CHARACTERS_MAX`.
 
     E.g. `score 7, next 4, decided by prefix-cache-scorer, 9 of 9 blocks`; of a scorer of costs that
     decides alone `added-time-scorer 0.12 s, next 0.31 s, decided by prefill, 9 of 9 blocks`.
     """
-    told = _costs(decision, noted, failures)
-    if len(told) != 1 or len(decision.scorers) != 1:
-        told = [*_scores(decision, noted), *told]
-    told.append(f"{decision.matched_blocks} of {decision.total_blocks} blocks")
+    leg, told = noted.leg, _costs(noted, failures)
+    if len(told) != 1 or len(leg.scorers) != 1:
+        told = [*_scores(noted), *told]
+    told.append(f"{leg.matched_blocks} of {leg.total_blocks} blocks")
     return {
-        ENDPOINT_HEADER: _as_header(decision.endpoint.name),
+        ENDPOINT_HEADER: _as_header(leg.endpoint.name),
         REASON_HEADER: _as_header(", ".join(told)),
     }
 
 
-def _scores(decision: Decision, noted: Explained) -> list[str]:
-    scored, second = decision.scored, noted.second
+def _scores(noted: Explained) -> list[str]:
+    leg = noted.leg
     first, other = map(_marked, noted.marks)
-    told = [f"score {scored.total[decision.picked]:.4g}{first}"]
-    if second is None:
+    told = [f"score {leg.total:.4g}{first}"]
+    if leg.runner_up is None:
         return [*told, "the only candidate"]
-    told.append(f"next {scored.total[second]:.4g}{other}")
-    found = decisive(scored.parts_of(decision.picked), scored.parts_of(second))
-    names = " and ".join(decision.scorers[at] for at in found)
-    return [*told, f"decided by {names}" if names else "a tie"]
+    told.append(f"next {leg.scored.total[leg.runner_up]:.4g}{other}")
+    return [*told, f"decided by {' and '.join(leg.decided_by)}" if leg.decided_by else "a tie"]
 
 
-def _costs(decision: Decision, noted: Explained, failures: PluginFailures) -> list[str]:
+def _costs(noted: Explained, failures: PluginFailures) -> list[str]:
     """A phrase for each scorer that tells its cost; one that fails tells none."""
     if not noted.numbers:
         return []
-    request = decision.lease.request
+    leg = noted.leg
     pair = retold_candidates(
-        [decision.endpoint] * len(noted.numbers),
+        [leg.endpoint] * len(noted.numbers),
         noted.numbers,
-        total_blocks=decision.total_blocks,
-        block_tokens=decision.block_tokens,
-        prompt_tokens=request.prompt_tokens,
+        total_blocks=leg.total_blocks,
+        block_tokens=leg.block_tokens,
+        prompt_tokens=leg.request.prompt_tokens,
     )
     told = []
-    for name, plugin in zip(decision.scorers, decision.tellers, strict=True):
+    for name, plugin in zip(leg.scorers, leg.tellers, strict=True):
         if plugin is not None:
             try:
-                told.append(_cost(cost_of(name, plugin, request, pair), noted.marks))
+                told.append(_cost(cost_of(name, plugin, leg.request, pair), noted.marks))
             except BaseException as error:  # noqa: BLE001  the boundary of a plugin
                 failures.raised(name, "cost_parts", error)
     return told

@@ -7,12 +7,14 @@ same calls with the same seed give the same decisions, in production and in the 
 
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
 from random import Random
 from typing import Any, Final, Protocol
 
 import numpy as np
 from msgspec import Struct, structs
 
+from epp.core.decision.account import Account, Leg, predicted_tokens
 from epp.core.decision.failures import PluginFailures, affinity_fault
 from epp.core.decision.inputs import (
     NO_EFFECTS,
@@ -66,7 +68,7 @@ SENT_MAX: Final = 16_384
 """Decisions that wait to be told to peers: of more the oldest are not told."""
 
 
-class Decision(Struct, frozen=True, kw_only=True):
+class Decision(Struct, frozen=True, kw_only=True, dict=True):
     """Where a request goes, and why."""
 
     number: int
@@ -97,6 +99,35 @@ class Decision(Struct, frozen=True, kw_only=True):
     """The plugins that set headers on the response."""
     shadow: ShadowVerdict | None = None
     """What the shadow profile would have done; None: there is none, or it was not asked."""
+
+    @cached_property
+    def account(self) -> Account:
+        """What is to be told of it; first asked for before anything else is decided."""
+        leg = Leg(
+            endpoint=self.endpoint,
+            fallbacks=self.fallbacks,
+            ready=self.ready,
+            dropped=self.dropped,
+            candidates=self.candidates,
+            picked=self.picked,
+            scorers=self.scorers,
+            scored=self.scored,
+            tellers=self.tellers,
+            lease=self.lease,
+            matched_blocks=self.matched_blocks,
+            total_blocks=self.total_blocks,
+            block_tokens=self.block_tokens,
+        )
+        return Account(
+            number=self.number, request=self.lease.request, legs=(leg,), shadow=self.shadow
+        )
+
+    @property
+    def predicted_tokens(self) -> int:
+        """Tokens of the prompt that the endpoint is believed to have held where the request is now."""
+        return predicted_tokens(
+            self.lease.matched_blocks, self.block_tokens, self.lease.request.prompt_tokens
+        )
 
     def response_headers(self, served: str) -> dict[str, str]:
         """Headers to set on the response, e.g. the session token.
@@ -296,6 +327,7 @@ class Scheduler:
                 self._retract(name, lease, lease.slot, now)
         lease.recorded.clear()
         if slot is None:
+            lease.matched_blocks = 0
             self.ledger.close(lease, now)
             return Effects(moved=True)
         matched = self._matched_at(request, slot, now)

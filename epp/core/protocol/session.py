@@ -486,9 +486,7 @@ class Session:
             if request_id and event.headers.get(REQUEST_ID_HEADER) != request_id:
                 set_headers[REQUEST_ID_HEADER] = request_id
             if self._explained is not None:
-                set_headers |= explaining_headers(
-                    decision, self._explained, self._scheduler.failures
-                )
+                set_headers |= explaining_headers(self._explained, self._scheduler.failures)
             set_headers |= decision.response_headers(event.served)
             self._observer.response_started(exchange)
         if self._settings.parse_response_usage:
@@ -686,7 +684,7 @@ class Session:
         exchange.request = decision.lease.request
         exchange.endpoint = decision.endpoint
         if self._settings.explain_headers:
-            self._explained = explained(decision, self._scheduler.outlying)
+            self._explained = explained(decision.account.leg, self._scheduler.outlying)
         self._phase = Phase.ROUTED
         self._request_ended = True
         self._observer.decided(exchange)

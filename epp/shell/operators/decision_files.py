@@ -28,6 +28,7 @@ from epp.shell.operators.decision_record import (
     Decided,
     Ended,
     Refused,
+    Served,
     end_of,
     kept_at_s,
     unpack_decided,
@@ -80,7 +81,7 @@ class PastDecision(Struct, frozen=True, kw_only=True):
     states: States
     """Of the endpoints that were not simply ready."""
     end: Ended | None
-    served: str | None
+    served: Served | None
     """Address that the gateway went to instead."""
 
 
@@ -174,7 +175,7 @@ class _Reader:
         self._changes: set[tuple[float, int]] = set()
         self._open: dict[int, bytes] = {}
         """Number of a decision -> its record, oldest first."""
-        self._served: dict[int, str] = {}
+        self._served: dict[int, Served] = {}
 
     def read(self, path: Path, *, everything: bool = False) -> Iterator[Past]:
         """`everything`: whatever the time, what is told of more than single requests."""
@@ -222,7 +223,7 @@ class _Reader:
         else:
             served = unpack_served(packed)
             if served.number in self._open:
-                self._served[served.number] = served.address
+                self._served[served.number] = served
 
     def _decision(self, record: bytes) -> PastDecision:
         told = unpack_decided(memoryview(record)[PACKED_FROM:])

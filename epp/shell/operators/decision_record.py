@@ -13,6 +13,7 @@ from typing import Final
 import msgspec
 from msgspec import Struct
 
+from epp.core.decision.account import predicted_tokens
 from epp.core.knowledge.inflight import Ending, Outcome
 from epp.core.protocol.session import Exchange, StreamFailure
 from epp.core.types import Seconds
@@ -103,6 +104,23 @@ class Served(Struct, frozen=True, gc=False, array_like=True):
 
     number: int
     address: str
+    endpoint: str = ""
+    """The name of who has that address; "": nobody of the pool."""
+    matched_blocks: int = 0
+    """What it was believed to hold of the prompt when it was known to serve it."""
+
+
+def served_at(told: Decided, served: Served | None) -> str:
+    """The endpoint where a request was in the end, as far as is known: its name, else its address."""
+    if served is None:
+        return told.endpoint
+    return served.endpoint or served.address
+
+
+def predicted_at(told: Decided, served: Served | None) -> int:
+    """Tokens of the prompt that were believed to be cached there."""
+    matched = told.matched_blocks if served is None else served.matched_blocks
+    return predicted_tokens(matched, told.block_tokens, told.prompt_tokens)
 
 
 class Scores(Struct, frozen=True, gc=False, array_like=True):

@@ -12,6 +12,7 @@ import msgspec
 import numpy as np
 from msgspec import Struct
 
+from epp.core.decision.account import best, rounded_parts
 from epp.core.decision.costs import DIGITS, Cost, cost_by_score, cost_of
 from epp.core.decision.decisive import decisive
 from epp.core.decision.plugin import TellsCost
@@ -20,7 +21,14 @@ from epp.core.knowledge.candidates import NUMBERS, Candidates
 from epp.core.knowledge.retold import numbers_before, retold_candidates
 from epp.core.prompt.request import InferenceRequest
 from epp.core.types import Endpoint
-from epp.shell.operators.decision_record import Decided, Ended, Refused, Scores
+from epp.shell.operators.decision_record import (
+    Decided,
+    Ended,
+    Refused,
+    Scores,
+    Served,
+    predicted_at,
+)
 from epp.shell.operators.endpoint_states import OUTLYING, READY, States
 
 SCORES_SHOWN_MAX: Final = 8
@@ -63,7 +71,13 @@ class Kept(Struct, frozen=True, kw_only=True):
 
 
 def decided_row(
-    kept: Kept, *, at_s: float, now_s: float, outcome: Row | None, why_not: str = ""
+    kept: Kept,
+    *,
+    at_s: float,
+    now_s: float,
+    end: Ended | None,
+    served: Served | None,
+    why_not: str = "",
 ) -> Row:
     """A decision that was kept at `at_s`.
 
@@ -110,6 +124,7 @@ def decided_row(
         "matched_blocks": told.matched_blocks,
         "total_blocks": told.total_blocks,
         "block_tokens": told.block_tokens,
+        "predicted_tokens": predicted_at(told, served),
         "ready": told.ready,
         "eliminated": dict(told.eliminated),
         "candidates": told.candidates,
@@ -120,7 +135,7 @@ def decided_row(
         "by_blocks": list(setting.by_blocks),
         "costs": [_cost_row(told, one) if isinstance(one, Cost) else one for one in costs],
         "known": known,
-        "outcome": outcome,
+        "outcome": outcome_row(end, served),
         "scores": ranked.best or [chosen],
     }
     if told.shadow is not None:
@@ -215,11 +230,12 @@ def refused_row(told: Refused, states: States, *, at_s: float, why_not: str = ""
     return row
 
 
-def outcome_row(end: Ended | None, served: str | None) -> Row | None:
-    """How a request ended; `served`: the address that the gateway went to instead. None: not known."""
+def outcome_row(end: Ended | None, served: Served | None) -> Row | None:
+    """How a request ended; `served`: where the gateway went instead. None: not known."""
+    address = None if served is None else served.address
     if end is None:
-        return None if served is None else {"served_by": served}
-    return msgspec.structs.asdict(end) | {"served_by": served}
+        return None if served is None else {"served_by": address}
+    return msgspec.structs.asdict(end) | {"served_by": address}
 
 
 class _Ranked:
@@ -239,9 +255,7 @@ class _Ranked:
         total = np.einsum("i,ij->j", weights, parts)
         self._scored, self._picked = Scored(total, parts, weights), scores.picked
         self.slots = np.frombuffer(scores.slot, np.int64).tolist()
-        order: list[int] = np.argsort(-total, kind="stable")[:SCORES_SHOWN_MAX].tolist()
-        if scores.picked not in order:
-            order[-1] = scores.picked
+        order = best(total, scores.picked, SCORES_SHOWN_MAX)
         rest = total.copy()
         rest[scores.picked] = -math.inf
         self._second = int(rest.argmax())
@@ -277,7 +291,7 @@ def _score(name: str, parts: Sequence[float], scorers: Sequence[str], states: St
     return {
         "endpoint": name,
         "total": round(sum(parts), 4),
-        "parts": {scorer: round(part, 4) for scorer, part in zip(scorers, parts, strict=True)},
+        "parts": rounded_parts(scorers, parts),
         "state": READY if found is None else found.state,
     }
 

@@ -6,6 +6,7 @@ from typing import Any, Final, TypeAlias
 
 from epp.core.decision.decisive import decisive
 from epp.shell.operators.decision_files import PastDecision, PastRefusal
+from epp.shell.operators.decision_record import predicted_at, served_at
 from epp.shell.operators.decision_rows import weighted
 
 FAILED_FROM: Final = 500
@@ -35,7 +36,7 @@ class Sums:
         told, end = past.told, past.end
         self.decided += 1
         self.prompt_tokens += told.prompt_tokens
-        self.predicted_tokens += min(told.matched_blocks * told.block_tokens, told.prompt_tokens)
+        self.predicted_tokens += predicted_at(told, past.served)
         if end is None:
             return
         self.failed += (end.status or 0) >= FAILED_FROM
@@ -86,9 +87,10 @@ class Stretch:
             return
         told = past.told
         self.all.add(past)
-        there = self.endpoints.get(told.endpoint)
+        name = served_at(told, past.served)
+        there = self.endpoints.get(name)
         if there is None:
-            there = self.endpoints[told.endpoint] = Sums()
+            there = self.endpoints[name] = Sums()
         there.add(past)
         other = weighted(told.runner_up_scores, past.setting)
         if other and len(past.setting.scorers) == len(told.parts):

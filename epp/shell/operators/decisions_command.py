@@ -18,7 +18,7 @@ from epp.shell.operators.decision_files import (
     moment_of,
     read_past,
 )
-from epp.shell.operators.decision_rows import Kept, Row, decided_row, iso, outcome_row, refused_row
+from epp.shell.operators.decision_rows import Kept, Row, decided_row, iso, refused_row
 from epp.shell.operators.decision_sums import Stretch, in_words
 from epp.shell.operators.printable import printable
 from epp.shell.operators.recent_decisions import Wanted
@@ -91,7 +91,8 @@ def row_of(past: PastDecision | PastRefusal, now_s: float, why_not: str = "") ->
             Kept(told=past.told, setting=past.setting, states=past.states),
             at_s=past.at_s,
             now_s=now_s,
-            outcome=outcome_row(past.end, past.served),
+            end=past.end,
+            served=past.served,
             why_not=why_not,
         )
     return row | {"picker": past.picker}

@@ -208,8 +208,9 @@ def _dropped(row: _Row) -> str:
 
 
 def _predicted(row: _Row) -> str:
-    tokens = min(row["matched_blocks"] * row["block_tokens"], row["prompt_tokens"])
-    told = f"predicted {tokens} of {row['prompt_tokens']} prompt tokens in its cache"
+    told = (
+        f"predicted {row['predicted_tokens']} of {row['prompt_tokens']} prompt tokens in its cache"
+    )
     cached = (row["outcome"] or {}).get("cached_tokens")
     return told if cached is None else f"{told}, the engine found {cached}"
 

@@ -15,6 +15,7 @@ import numpy as np
 import structlog
 from structlog.typing import EventDict, FilteringBoundLogger, Processor, WrappedLogger
 
+from epp.core.decision.account import Account, Leg, rounded_parts
 from epp.core.decision.scheduler import Decision
 from epp.core.prompt.request import InferenceRequest
 from epp.core.types import Refusal, Seconds
@@ -103,11 +104,13 @@ class DecisionLog:
     def decided(self, decision: Decision) -> None:
         """Log where a request goes and the best candidates' scores by scorer."""
         if self._debug:
-            self._logger.debug("decision", **self._line(decision))
+            self._logger.debug("decision", **self._line(decision.account))
             return
         # Numbers count from 1.
         if self._info and (decision.number - 1) % self._sample_every == 0:
-            self._logger.info("decision", sample_every=self._sample_every, **self._line(decision))
+            self._logger.info(
+                "decision", sample_every=self._sample_every, **self._line(decision.account)
+            )
 
     def refused(
         self,
@@ -135,43 +138,33 @@ class DecisionLog:
         line |= _identity(request) if request is not None else {"request_id": _cut(request_id)}
         self._logger.info("refusal", **line, **self._refusals.left_out())
 
-    def _line(self, decision: Decision) -> dict[str, object]:
+    def _line(self, account: Account) -> dict[str, object]:
+        leg = account.leg
         return {
-            "number": decision.number,
-            **_identity(decision.lease.request),
-            "endpoint": decision.endpoint.name,
-            "address": decision.endpoint.address,
-            "fallbacks": [endpoint.address for endpoint in decision.fallbacks],
-            "prompt_tokens": decision.lease.request.prompt_tokens,
-            "matched_blocks": decision.matched_blocks,
-            "total_blocks": decision.total_blocks,
-            "ready": decision.ready,
-            "eliminated": dict(decision.eliminated),
-            "candidates": len(decision.candidates),
-            "scores": self._scores(decision),
-            **({} if decision.shadow is None else {"shadow": decision.shadow.told()}),
+            "number": account.number,
+            **_identity(account.request),
+            "endpoint": leg.endpoint.name,
+            "address": leg.endpoint.address,
+            "fallbacks": [endpoint.address for endpoint in leg.fallbacks],
+            "prompt_tokens": account.request.prompt_tokens,
+            "matched_blocks": leg.matched_blocks,
+            "total_blocks": leg.total_blocks,
+            "ready": leg.ready,
+            "eliminated": leg.eliminated,
+            "candidates": len(leg.candidates),
+            "scores": self._scores(leg),
+            **({} if account.shadow is None else {"shadow": account.shadow.told()}),
         }
 
-    def _scores(self, decision: Decision) -> list[dict[str, object]]:
-        """The best candidates, best first; the chosen one is always among them."""
-        total = decision.scored.total
-        order = (-total).argsort(kind="stable")[: self._candidates_max].tolist()
-        if decision.picked not in order:
-            order[-1] = decision.picked
-        shown = decision.candidates.take(np.array(order, dtype=np.int64))
+    def _scores(self, leg: Leg) -> list[dict[str, object]]:
+        order = leg.best(self._candidates_max)
+        shown = leg.candidates.take(np.array(order, dtype=np.int64))
         return [
             {
                 "endpoint": endpoint.name,
-                "total": round(float(total[position]), 4),
+                "total": round(float(leg.scored.total[position]), 4),
                 "matched_blocks": matched,
-                "parts": {
-                    scorer: round(part, 4)
-                    for scorer, part in zip(
-                        decision.scorers,
-                        decision.scored.parts_of(position),
-                        strict=True,
-                    )
-                },
+                "parts": rounded_parts(leg.scorers, leg.scored.parts_of(position)),
             }
             for position, endpoint, matched in zip(
                 order, shown.endpoints, shown.matched_blocks.tolist(), strict=True

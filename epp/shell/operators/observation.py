@@ -99,13 +99,12 @@ class Observation:
         decision = exchange.decision
         assert decision is not None, "a decision was made"
         now = time.monotonic()
-        parts = decision.scored.parts_of(decision.picked)
         self._telemetry.decided(
             decision,
             scheduling_s=now - exchange.answered_at_s,
             processing_s=now - exchange.started_at_s,
             request_bytes=exchange.request_bytes,
-            parts=parts,
+            parts=decision.account.leg.parts,
             model_name=exchange.incoming_model,
         )
         if exchange.unseen_body is not None:
@@ -115,7 +114,7 @@ class Observation:
         self._picked(decision.endpoint)
         self._decisions.decided(decision)
         if self._recent is not None:
-            self._recent.decided(decision, parts)
+            self._recent.decided(decision)
 
     @contained
     def refused(self, exchange: Exchange, refusal: Refusal) -> None:
@@ -174,7 +173,7 @@ class Observation:
                 status=outcome.status,
                 by_gateway=outcome.by_gateway,
                 prompt_tokens=decision.lease.request.prompt_tokens,
-                predicted_hit_tokens=decision.lease.matched_blocks * decision.block_tokens,
+                predicted_hit_tokens=decision.predicted_tokens,
             )
         cut = self._cut and outcome.ending is Ending.CLIENT_LEFT
         self._telemetry.completed(

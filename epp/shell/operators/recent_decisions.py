@@ -14,7 +14,7 @@ from typing import Final
 import msgspec
 from msgspec import Struct, structs
 
-from epp.core.decision.decisive import next_best
+from epp.core.decision.account import Leg
 from epp.core.decision.scheduler import Decision
 from epp.core.decision.settings import SchedulerSettings
 from epp.core.decision.shadow import ShadowVerdict
@@ -39,9 +39,11 @@ from epp.shell.operators.decision_record import (
     ended_head,
     kept_at_s,
     kept_text,
+    predicted_at,
     record_of,
     scores_at_of,
     scores_of,
+    served_at,
     unpack_decided,
     unpack_refused,
     unpack_scores,
@@ -55,7 +57,6 @@ from epp.shell.operators.decision_rows import (
     Setting,
     decided_row,
     is_called,
-    outcome_row,
     refused_row,
 )
 from epp.shell.operators.endpoint_states import States
@@ -233,53 +234,44 @@ class RecentDecisions:
         if self._history is not None:
             self._history.states(self._states_told, states)
 
-    def decided(self, decision: Decision, parts: list[float]) -> None:
-        """Keep what explains `decision`; neither the pool nor its load must have changed since.
-
-        `parts` are what each scorer gave its endpoint.
-        """
+    def decided(self, decision: Decision) -> None:
+        """Keep what explains `decision`; neither the pool nor its load must have changed since."""
         if self._pool.generation != self._generation:
             self._remember_members()
-        scored = decision.scored
+        account = decision.account
+        leg, request = account.leg, account.request
+        scored = leg.scored
         if scored.weights is not self._weights:
-            self._remember_setting(decision)
-        candidates, lease, picked = decision.candidates, decision.lease, decision.picked
-        request, endpoint, scores = lease.request, decision.endpoint, scored.scores
-        told = (
-            decision.number,
+            self._remember_setting(leg)
+        second = leg.runner_up
+        kept = Decided(
+            account.number,
             self._setting,
             kept_text(request.request_id),
             kept_text(request.model),
             request.priority,
             request.prompt_tokens,
             request.output_tokens_max,
-            endpoint.name,
-            endpoint.address,
-            tuple([other.address for other in decision.fallbacks]) if decision.fallbacks else (),
-            decision.matched_blocks,
-            decision.total_blocks,
-            decision.block_tokens,
-            decision.ready,
-            decision.eliminated,
-            len(candidates),
-            parts,
-            lease.prefill_tokens,
-            candidates.numbers_of(picked),
+            leg.endpoint.name,
+            leg.endpoint.address,
+            tuple([other.address for other in leg.fallbacks]) if leg.fallbacks else (),
+            leg.matched_blocks,
+            leg.total_blocks,
+            leg.block_tokens,
+            leg.ready,
+            leg.eliminated,
+            len(leg.candidates),
+            leg.parts,
+            leg.lease.prefill_tokens,
+            leg.numbers,
             self._generation,
             self._states_told,
+            "" if second is None else leg.candidates.name_of(second),
+            b"" if second is None else scored.scores[:, second].tobytes(),
+            leg.runner_up_numbers,
         )
-        second = next_best(decision)
-        if second is None:
-            kept = Decided(*told)
-        else:
-            kept = Decided(
-                *told,
-                candidates.name_of(second),
-                scores[:, second].tobytes(),
-                candidates.numbers_of(second),
-            )
-        slot, shadow, dropped = candidates.slot, decision.shadow, decision.dropped
-        self._wait(_Deciding(self._clock(), kept, picked, slot, scores, dropped, shadow))
+        slot, shadow, dropped = leg.candidates.slot, account.shadow, leg.dropped
+        self._wait(_Deciding(self._clock(), kept, leg.picked, slot, scored.scores, dropped, shadow))
 
     def refused(
         self,
@@ -307,7 +299,13 @@ class RecentDecisions:
         decision = exchange.decision
         if decision is None or decision.lease.slot == decision.candidates.slot[decision.picked]:
             return
-        told = Served(decision.number, kept_text(exchange.served))
+        there = exchange.endpoint
+        told = Served(
+            decision.number,
+            kept_text(exchange.served),
+            "" if there is None else there.name,
+            0 if there is None else decision.lease.matched_blocks,
+        )
         self._wait(_Other(self._clock(), SERVED, told))
 
     def completed(self, exchange: Exchange, outcome: Outcome, now: Seconds) -> None:
@@ -342,12 +340,12 @@ class RecentDecisions:
         """
         found: list[Row] = []
         texts = wanted.texts()
-        served: dict[int, str] = {}
+        served: dict[int, Served] = {}
         async for record in self._newest_first():
             packed = record[PACKED_FROM:]
             if record[:1] == SERVED:
                 told = unpack_served(packed)
-                served.setdefault(told.number, told.address)
+                served.setdefault(told.number, told)
             elif all(text in packed for text in texts):
                 row = self._wanted_row(record, packed, wanted, served, why_not)
                 if row is not None:
@@ -364,6 +362,7 @@ class RecentDecisions:
         lately = Lately(since_s=until_s - window_s, until_s=until_s)
         looked_at = 0
         oldest_s = math.inf
+        served: dict[int, Served] = {}
         async for record in self._newest_first():
             at_s = kept_at_s(record)
             if at_s < lately.since_s or looked_at == records_max:
@@ -371,7 +370,11 @@ class RecentDecisions:
             looked_at += 1
             oldest_s = at_s
             if record[:1] == DECIDED:
-                _add(lately, unpack_decided(record[PACKED_FROM:]), end_of(record))
+                told = unpack_decided(record[PACKED_FROM:])
+                _add(lately, told, served.pop(told.number, None), end_of(record))
+            elif record[:1] == SERVED:
+                elsewhere = unpack_served(record[PACKED_FROM:])
+                served.setdefault(elsewhere.number, elsewhere)
             elif record[:1] == REFUSED:
                 reason = unpack_refused(record[PACKED_FROM:]).reason
                 lately.refused[reason] = lately.refused.get(reason, 0) + 1
@@ -441,17 +444,17 @@ class RecentDecisions:
         if len(self._memberships) > _MEMBERSHIPS_MAX:
             del self._memberships[next(iter(self._memberships))]
 
-    def _remember_setting(self, decision: Decision) -> None:
-        self._weights = decision.scored.weights
+    def _remember_setting(self, leg: Leg) -> None:
+        self._weights = leg.scored.weights
         generation, settings = self._configured
         scorers = settings.profile.scorers if settings else ()
         self._setting += 1
         self._settings[self._setting] = Setting(
             generation,
-            decision.scorers,
-            tuple(decision.scored.weights.tolist()),
+            leg.scorers,
+            tuple(leg.scored.weights.tolist()),
             tuple(scorer.name for scorer in scorers if scorer.plugin.type_name == _BY_BLOCKS),
-            decision.tellers,
+            leg.tellers,
         )
         if len(self._settings) > _SETTINGS_MAX:
             del self._settings[next(iter(self._settings))]
@@ -466,7 +469,7 @@ class RecentDecisions:
                     by_blocks=told.by_blocks,
                     costs=tuple(
                         told_plugin(scorer.plugin.type_name, scorer.plugin) if teller else None
-                        for scorer, teller in zip(scorers, decision.tellers, strict=False)
+                        for scorer, teller in zip(scorers, leg.tellers, strict=False)
                     ),
                 )
             )
@@ -476,7 +479,7 @@ class RecentDecisions:
         record: bytes,
         packed: bytes,
         wanted: Wanted,
-        served: Mapping[int, str],
+        served: Mapping[int, Served],
         why_not: str,
     ) -> Row | None:
         if record[:1] == REFUSED:
@@ -502,7 +505,8 @@ class RecentDecisions:
             kept,
             at_s=kept_at_s(record),
             now_s=self._clock(),
-            outcome=outcome_row(end_of(record), served.get(told.number)),
+            end=end_of(record),
+            served=served.get(told.number),
             why_not=why_not,
         )
 
@@ -531,12 +535,12 @@ def recent_decisions(
     )
 
 
-def _add(lately: Lately, told: Decided, end: Ended | None) -> None:
+def _add(lately: Lately, told: Decided, served: Served | None, end: Ended | None) -> None:
     lately.decided += 1
-    there = lately.endpoints.get(told.endpoint)
+    name, predicted = served_at(told, served), predicted_at(told, served)
+    there = lately.endpoints.get(name)
     if there is None:
-        there = lately.endpoints[told.endpoint] = LatelyThere()
-    predicted = told.matched_blocks * told.block_tokens
+        there = lately.endpoints[name] = LatelyThere()
     there.requests += 1
     there.prompt_tokens += told.prompt_tokens
     there.predicted_tokens += predicted

@@ -584,7 +584,7 @@ class Telemetry:
             self._parsed(*labels).output_tokens.observe(output_tokens)
         if cached_tokens is not None:
             self._parsed(*labels).cached_tokens.observe(cached_tokens)
-            predicted = decision.matched_blocks * decision.block_tokens
+            predicted = decision.predicted_tokens
             self._compared_tokens("predicted").inc(predicted)
             self._compared_tokens("served").inc(cached_tokens)
         error_code = _error_code(outcome)

@@ -30,7 +30,7 @@ from opentelemetry.trace import (
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
 from epp import __version__
-from epp.core.decision.scheduler import Decision
+from epp.core.decision.account import Account, Leg
 from epp.core.knowledge.inflight import Ending, Outcome
 from epp.core.protocol.session import Exchange, StreamFailure
 from epp.core.types import Refusal, Seconds
@@ -199,8 +199,10 @@ class Tracer:
         span.set_attributes(attributes)
         decision = exchange.decision
         if decision is not None:
-            span.set_attributes(_destination(decision))
-            span.add_event("homing.decided", _reasons(decision), trace.at_ns(trace.decided_at_s))
+            span.set_attributes(_destination(decision.account))
+            span.add_event(
+                "homing.decided", _reasons(decision.account.leg), trace.at_ns(trace.decided_at_s)
+            )
         for event, at_s in (
             ("homing.response_headers", exchange.response_started_at_s),
             ("homing.first_output", exchange.first_output_at_s),
@@ -310,37 +312,33 @@ def _request_attributes(exchange: Exchange) -> dict[str, Any]:
     }
 
 
-def _destination(decision: Decision) -> dict[str, Any]:
-    host, _, port = decision.endpoint.address.rpartition(":")
+def _destination(account: Account) -> dict[str, Any]:
+    leg = account.leg
+    host, _, port = leg.endpoint.address.rpartition(":")
     return {
         "server.address": host.strip("[]"),
         "server.port": int(port),
-        "homing.endpoint": _cut(decision.endpoint.name),
-        "homing.decision": decision.number,
-        "homing.matched_blocks": decision.matched_blocks,
-        "homing.total_blocks": decision.total_blocks,
-        "homing.block_tokens": decision.block_tokens,
+        "homing.endpoint": _cut(leg.endpoint.name),
+        "homing.decision": account.number,
+        "homing.matched_blocks": leg.matched_blocks,
+        "homing.total_blocks": leg.total_blocks,
+        "homing.block_tokens": leg.block_tokens,
     }
 
 
-def _reasons(decision: Decision) -> dict[str, Any]:
+def _reasons(leg: Leg) -> dict[str, Any]:
     """Why there and not elsewhere."""
-    totals = decision.scored.total
     found: dict[str, Any] = {
-        "homing.ready": decision.ready,
-        "homing.candidates": len(decision.candidates),
-        "homing.score": float(totals[decision.picked]),
-        **_eliminated(decision.eliminated),
+        "homing.ready": leg.ready,
+        "homing.candidates": len(leg.candidates),
+        "homing.score": leg.total,
+        **_eliminated(leg.eliminated),
     }
-    parts = decision.scored.parts_of(decision.picked)
-    for scorer, part in zip(decision.scorers, parts, strict=True):
+    for scorer, part in zip(leg.scorers, leg.parts, strict=True):
         found[f"homing.score.{_cut(scorer)}"] = part
-    if len(totals) > 1:
-        others = totals.copy()
-        others[decision.picked] = float("-inf")
-        second = int(others.argmax())
-        found["homing.runner_up"] = _cut(decision.candidates.endpoints[second].name)
-        found["homing.runner_up.score"] = float(totals[second])
+    if leg.runner_up is not None:
+        found["homing.runner_up"] = _cut(leg.candidates.name_of(leg.runner_up))
+        found["homing.runner_up.score"] = float(leg.scored.total[leg.runner_up])
     return found
 
 

@@ -4,11 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from epp.core.decision.decisive import (
-    decisive,
-    next_best,
-)
-from tests.shell.operators.decisions import make_decision
+from epp.core.decision.decisive import decisive
 
 PARTS = st.lists(
     st.tuples(st.integers(0, 40), st.integers(0, 40)), min_size=1, max_size=6
@@ -41,8 +37,3 @@ def test_without_what_decided_the_chosen_one_is_not_ahead(parts):
     if found:
         assert sum(leads) - sum(leads[at] for at in found) <= 0
         assert sum(leads) - sum(leads[at] for at in found[:-1]) > 0
-
-
-def test_the_only_candidate_was_decided_by_nothing():
-    """There was no choice."""
-    assert next_best(make_decision(endpoints=1, picked=0)) is None

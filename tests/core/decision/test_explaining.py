@@ -16,9 +16,9 @@ SLOW = Outlier(cause=Cause.SLOW, slowness=3.4, failures=0, ejected=False)
 
 
 def headers(decision, outliers=(), failures=None):
-    noted = explained(decision, dict(outliers))
+    noted = explained(decision.account.leg, dict(outliers))
     failures = PluginFailures() if failures is None else failures
-    return explaining_headers(decision, noted, failures)
+    return explaining_headers(noted, failures)
 
 
 def reason(*told, **more):
@@ -77,7 +77,7 @@ def test_candidates_that_are_slow_are_marked():
     """The chosen one, or the next best."""
     decision = make_decision()
     assert reason(decision, {3: SLOW}).startswith("score 4.25 (slow), next 3.779, ")
-    second = explained(decision, {}).second
+    second = decision.account.leg.runner_up
     assert ", next 3.779 (slow), " in reason(decision, {second: SLOW})
 
 
@@ -100,4 +100,4 @@ def test_a_cost_that_cannot_be_told_costs_itself_alone(monkeypatch):
 @pytest.mark.parametrize("endpoints", [1, 4])
 def test_nothing_is_noted_that_nobody_tells(endpoints):
     """Without a scorer of costs the numbers are not looked up."""
-    assert explained(make_decision(endpoints=endpoints, picked=0), {}).numbers == ()
+    assert explained(make_decision(endpoints=endpoints, picked=0).account.leg, {}).numbers == ()

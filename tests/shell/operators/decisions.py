@@ -3,6 +3,7 @@
 from random import Random
 
 import numpy as np
+from msgspec import structs
 
 from epp.core.decision.profile import Scored
 from epp.core.decision.scheduler import Decision
@@ -58,9 +59,7 @@ def make_request(model: str = "llama", **fields: object) -> InferenceRequest:
         prompts=(b"a secret prompt",),
         prompt_tokens=700,
     )
-    for name, value in fields.items():
-        setattr(request, name, value)
-    return request
+    return structs.replace(request, **fields)
 
 
 def make_decision(

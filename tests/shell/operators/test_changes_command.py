@@ -13,7 +13,6 @@ from epp.core.knowledge.inflight import Outcome
 from epp.shell.operators.changes_command import show_changes
 from epp.shell.operators.endpoint_states import EndpointState
 from tests.builders import request as make_request
-from tests.shell.operators.test_debug_pages import parts_of
 from tests.shell.operators.test_decision_history import Keeping
 from tests.shell.operators.test_recent_decisions import exchange_of
 
@@ -40,7 +39,7 @@ class Night:
         for at in range(60):
             self.keeping.clock.now_s += 10.0
             decision = scheduler.schedule(make_request(request_id=f"r-{at}", **fields), 0.25)
-            recent.decided(decision, parts_of(decision))
+            recent.decided(decision)
             scheduler.take(RequestEnded(decision.lease, Outcome(status=200)), 0.25)
             ended = exchange_of(decision, first_output_at_s=100.0 + ttft_s)
             recent.completed(ended, Outcome(status=status), 102.0)

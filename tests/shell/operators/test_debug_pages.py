@@ -38,10 +38,6 @@ class On(NamedTuple):
     port: int
 
 
-def parts_of(decision):
-    return decision.scored.parts_of(decision.picked)
-
-
 class Picker:
     """A scheduler with two scraped endpoints, and the pages of it."""
 
@@ -66,7 +62,7 @@ class Picker:
 
     def decide(self, **fields):
         decision = self.scheduler.schedule(make_request(**fields), 1.0)
-        self.recent.decided(decision, parts_of(decision))
+        self.recent.decided(decision)
         return decision
 
     async def page(self, path, **headers):

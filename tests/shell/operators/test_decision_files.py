@@ -10,7 +10,6 @@ from epp.core.knowledge.inflight import Outcome
 from epp.shell.operators.decision_files import HistoryError, moment_of, read_past
 from epp.shell.operators.history_format import HEAD, Head, frame_of, framed, packed_frames
 from tests.builders import request as make_request
-from tests.shell.operators.test_debug_pages import parts_of
 from tests.shell.operators.test_decision_history import Keeping, decisions
 from tests.shell.operators.test_recent_decisions import exchange_of
 
@@ -21,7 +20,7 @@ def test_a_stretch_of_time_is_read_alone(tmp_path):
     start_s = keeping.clock.now_s
     keeping.decide(5)
     early = keeping.told.scheduler.schedule(make_request(request_id="long"), 0.25)
-    keeping.recent.decided(early, parts_of(early))
+    keeping.recent.decided(early)
     keeping.clock.now_s += 100.0
     keeping.decide(7)
     keeping.recent.completed(exchange_of(early), Outcome(status=504), 102.0)

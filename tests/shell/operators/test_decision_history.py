@@ -26,7 +26,7 @@ from epp.shell.operators.decision_history import DecisionHistory
 from epp.shell.operators.endpoint_states import EndpointState
 from epp.shell.operators.recent_decisions import RecentDecisions
 from tests.builders import request as make_request
-from tests.shell.operators.test_debug_pages import REFUSAL, parts_of
+from tests.shell.operators.test_debug_pages import REFUSAL
 from tests.shell.operators.test_explanation import Told
 from tests.shell.operators.test_recent_decisions import Clock, exchange_of
 
@@ -58,7 +58,7 @@ class Keeping:
         for _ in range(count):
             self.clock.now_s += 0.01
             decision = self.told.scheduler.schedule(make_request(**fields), 0.25)
-            self.recent.decided(decision, parts_of(decision))
+            self.recent.decided(decision)
             if status:
                 usage = Usage(cached_tokens=3)
                 self.recent.completed(

@@ -20,7 +20,7 @@ from epp.shell.operators.recent_decisions import RecentDecisions, Wanted
 from epp.strategies.added_time import AddedTime
 from tests.builders import PREFIX, endpoint
 from tests.builders import request as make_request
-from tests.shell.operators.test_debug_pages import REFUSAL, parts_of
+from tests.shell.operators.test_debug_pages import REFUSAL
 from tests.shell.operators.test_recent_decisions import Clock, exchange_of
 
 PROMPT = b"once upon a time" * (9 * 64 * BYTES_PER_TOKEN // 16)
@@ -62,7 +62,7 @@ class Told:
     def decide(self, **fields):
         asked = {"prompts": (PROMPT,), "prompt_tokens": len(PROMPT) // BYTES_PER_TOKEN}
         decision = self.scheduler.schedule(make_request(**(asked | fields)), 0.25)
-        self.recent.decided(decision, parts_of(decision))
+        self.recent.decided(decision)
         return decision
 
     async def lines(self):
@@ -210,7 +210,7 @@ async def test_a_shadow_profile_is_told_of(verdict, line):
         live_inflight_requests=1,
     )
     decision = msgspec.structs.replace(decision, shadow=judged)
-    told.recent.decided(decision, parts_of(decision))
+    told.recent.decided(decision)
     assert line in await told.lines()
 
 

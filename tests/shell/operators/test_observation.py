@@ -2,6 +2,7 @@
 
 import pytest
 import structlog
+from msgspec import structs
 from prometheus_client import CollectorRegistry
 
 from epp.core.decision.profile import Scored
@@ -222,7 +223,8 @@ def test_what_ends_is_told_of_who_got_it(observed):
     pod = {"endpoint_name": "vllm-3", "namespace": "prod", "port": "8000"}
     for stream in (True, False):
         seen = exchange(response_started_at_s=NOW_S - 2, first_output_at_s=NOW_S - 1)
-        seen.request.stream = stream
+        lease = seen.decision.lease
+        lease.request = structs.replace(lease.request, stream=stream)
         seen.endpoint = seen.decision.endpoint
         observed.observation.completed(seen, Outcome(status=500), NOW_S)
     observed.observation.completed(exchange(status=200), Outcome(status=200), NOW_S)

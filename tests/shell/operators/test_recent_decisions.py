@@ -22,7 +22,7 @@ from epp.shell.operators.recent_decisions import (
 )
 from tests.builders import endpoint
 from tests.builders import request as make_request
-from tests.shell.operators.test_debug_pages import REFUSAL, Picker, parts_of
+from tests.shell.operators.test_debug_pages import REFUSAL, Picker
 
 
 @pytest.fixture
@@ -37,7 +37,7 @@ async def test_what_is_kept_is_bounded_in_bytes(picker):
     recent = RecentDecisions(picker.scheduler.pool, rows_bytes_max=10**6, scores_bytes_max=10**5)
     empty, _ = tracemalloc.get_traced_memory()
     for _ in range(4_000):
-        recent.decided(decision, parts_of(decision))
+        recent.decided(decision)
         recent.refused(REFUSAL, None, request_id="r" * 300, path="/p" * 10_000)
     recent.fold()
     full, _ = tracemalloc.get_traced_memory()
@@ -46,7 +46,7 @@ async def test_what_is_kept_is_bounded_in_bytes(picker):
     assert full < 1.02 * empty
     ordinary = RecentDecisions(picker.scheduler.pool)
     for _ in range(2 * 60 * 100):
-        ordinary.decided(decision, parts_of(decision))
+        ordinary.decided(decision)
     assert len(ordinary) == 2 * 60 * 100, "two minutes at 100 a second"
 
 
@@ -55,7 +55,7 @@ async def test_old_decisions_keep_the_score_of_the_chosen_one(picker):
     recent = RecentDecisions(picker.scheduler.pool, scores_bytes_max=248)
     for number in range(5):
         decision = picker.scheduler.schedule(make_request(request_id=str(number)), 1.0)
-        recent.decided(decision, parts_of(decision))
+        recent.decided(decision)
     newest, *_, oldest = await recent.rows(5, Wanted())
     assert len(newest["scores"]) == 2
     (chosen,) = oldest["scores"]
@@ -117,7 +117,7 @@ async def test_what_is_kept_holds_no_request(picker):
     """Neither prompts nor leases nor headers live on because a page may ask."""
     asked = make_request(prompts=(b"once upon a time" * 100,), headers={"authorization": "secret"})
     decision = picker.scheduler.schedule(asked, 1.0)
-    picker.recent.decided(decision, parts_of(decision))
+    picker.recent.decided(decision)
     picker.recent.fold()
     for ring in (picker.recent._rows, picker.recent._scores):
         (kept,) = ring.newest_first()
@@ -221,13 +221,37 @@ async def test_who_served_instead_is_told(picker):
     assert alone["outcome"]["served_by"] == other.address
 
 
+@pytest.mark.parametrize("stranger", [False, True])
+async def test_every_page_has_a_moved_request_where_it_was_served(picker, stranger):
+    """What was predicted, too: by who served it, of whom nothing is known if that is a stranger."""
+    prompts = (bytes(1_024),)
+    first = picker.decide(prompts=prompts, prompt_tokens=256)
+    moved = picker.decide(prompts=prompts, prompt_tokens=256)
+    assert moved.endpoint is first.endpoint
+    (other,) = (at for _, at in picker.scheduler.pool.endpoints() if at.name != moved.endpoint.name)
+    address = "192.0.2.1:80" if stranger else other.address
+    picker.scheduler.take(ServedBy(moved.lease, address), 1.0)
+    served = exchange_of(moved, served=address, endpoint=None if stranger else other)
+    picker.recent.served(served)
+    usage = Usage(cached_tokens=0)
+    picker.recent.completed(exchange_of(moved, usage=usage), Outcome(status=200), 101.0)
+    row, before = await picker.recent.rows(2, Wanted())
+    assert (row["matched_blocks"], row["predicted_tokens"]) == (4, 0)
+    assert (before["matched_blocks"], before["predicted_tokens"]) == (0, 0)
+    lately = await picker.recent.lately(60.0, 100)
+    there = lately.endpoints[address if stranger else other.name]
+    assert (there.requests, there.predicted_tokens, there.compared_tokens) == (1, 0, 0)
+    assert lately.endpoints[first.endpoint.name].requests == 1
+    assert moved.predicted_tokens == 0
+
+
 async def test_what_is_too_old_is_told_no_more_and_dropped(picker):
     """By the clock of the day, whether there is room or not."""
     clock = Clock()
     recent = RecentDecisions(picker.scheduler.pool, keep_s=60.0, clock=clock)
     for number in range(10):
         decision = picker.scheduler.schedule(make_request(request_id=str(number)), 1.0)
-        recent.decided(decision, parts_of(decision))
+        recent.decided(decision)
         recent.refused(REFUSAL, None)
         clock.now_s += 10.0
     told = await recent.rows(100, Wanted(refused="false"))
@@ -247,10 +271,10 @@ async def test_nothing_is_kept_where_nothing_is_to_be(picker):
     failed = []
     recent = recent_decisions(picker.scheduler.pool, 2**20, 0.0, failed.append)
     decision = picker.scheduler.schedule(make_request(), 1.0)
-    recent.decided(decision, parts_of(decision))
+    recent.decided(decision)
     assert await recent.rows(10, Wanted()) == []
     recent = recent_decisions(picker.scheduler.pool, 2**20, 60.0, failed.append)
-    recent.decided(decision, parts_of(decision))
+    recent.decided(decision)
     assert len(await recent.rows(10, Wanted())) == 1
 
 
@@ -316,7 +340,7 @@ async def test_sums_are_of_the_window_that_they_name(picker):
 
     def decide():
         decision = picker.scheduler.schedule(make_request(prompt_tokens=100), 1.0)
-        recent.decided(decision, parts_of(decision))
+        recent.decided(decision)
         return decision
 
     decide()
@@ -364,10 +388,10 @@ async def test_what_cannot_be_kept_costs_no_other(picker, monkeypatch):
         for number in range(2 * WAITING_MAX)
     ]
     for decision in decisions:
-        recent.decided(decision, parts_of(decision))
+        recent.decided(decision)
         assert len(recent._waiting) < WAITING_MAX
     broken = msgspec.structs.replace(decisions[0], eliminated={object(): 1})
-    recent.decided(broken, parts_of(broken))
+    recent.decided(broken)
     told = await recent.rows(1_000, Wanted())
     assert len(told) == 2 * WAITING_MAX
     assert [event for event, _ in failed] == ["recent"]
@@ -379,7 +403,7 @@ async def test_what_waits_holds_no_request(picker):
         prompts=(b"once upon a time" * 100,), headers={"authorization": "secret"}
     )
     decision = picker.scheduler.schedule(request, 1.0)
-    picker.recent.decided(decision, parts_of(decision))
+    picker.recent.decided(decision)
     picker.recent.completed(exchange_of(decision), Outcome(status=200), 101.0)
     assert len(picker.recent._waiting) == 2
     for waiting in picker.recent._waiting:

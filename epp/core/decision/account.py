@@ -1,0 +1,154 @@
+"""What was decided, and why: found out once a decision, and told by everybody from here.
+
+A decision holds the arrays that were decided by. What is to be told of them is worked out when it is
+first asked for: the log's line, what the pages keep, spans, headers for clients and the simulator's
+`decisions.jsonl` are projections of one account, so that no two of them can disagree. What the
+numbers of endpoints were is known only until the next decision.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from enum import StrEnum
+from functools import cached_property
+from typing import Any
+
+from msgspec import Struct
+
+from epp.core.decision.decisive import decisive
+from epp.core.decision.plugin import TellsCost
+from epp.core.decision.profile import Scored
+from epp.core.decision.shadow import ShadowVerdict
+from epp.core.knowledge.candidates import Candidates, Ints
+from epp.core.knowledge.inflight import Lease
+from epp.core.knowledge.retold import numbers_before
+from epp.core.prompt.request import InferenceRequest
+from epp.core.types import Endpoint
+
+
+class Role(StrEnum):
+    """What an endpoint is chosen for."""
+
+    SERVE = "serve"
+    """The whole of a request."""
+
+
+class Leg(Struct, frozen=True, kw_only=True, dict=True):
+    """One endpoint that was chosen for one part of a request, and why that one."""
+
+    role: Role = Role.SERVE
+    endpoint: Endpoint
+    fallbacks: tuple[Endpoint, ...]
+    ready: int
+    """Endpoints that were ready and in the subset, before filters."""
+    dropped: Mapping[str, Ints]
+    """Name of the filter -> slots of the endpoints that it dropped."""
+    candidates: Candidates
+    """Those that were scored."""
+    picked: int
+    """Position of `endpoint` among them."""
+    scorers: tuple[str, ...]
+    scored: Scored
+    tellers: tuple[TellsCost | None, ...]
+    lease: Lease
+    matched_blocks: int
+    total_blocks: int
+    block_tokens: int
+
+    @property
+    def request(self) -> InferenceRequest:
+        return self.lease.request
+
+    @cached_property
+    def eliminated(self) -> dict[str, int]:
+        """Name of the filter -> how many endpoints it dropped."""
+        return {name: len(slots) for name, slots in self.dropped.items()}
+
+    @property
+    def total(self) -> float:
+        """The weighted sum of the chosen endpoint."""
+        return float(self.scored.total[self.picked])
+
+    @cached_property
+    def parts(self) -> list[float]:
+        """What each scorer gave the chosen endpoint."""
+        return self.scored.parts_of(self.picked)
+
+    @cached_property
+    def runner_up(self) -> int | None:
+        """Position of the best candidate that was not chosen; None: there was one alone."""
+        total = self.scored.total
+        if len(total) < 2:
+            return None
+        rest = total.copy()
+        rest[self.picked] = -math.inf
+        return int(rest.argmax())
+
+    @cached_property
+    def decided_by(self) -> tuple[str, ...]:
+        """The fewest scorers without which the chosen endpoint would not be ahead, the greatest first."""
+        if self.runner_up is None:
+            return ()
+        found = decisive(self.parts, self.scored.parts_of(self.runner_up))
+        return tuple([self.scorers[at] for at in found])
+
+    @cached_property
+    def numbers(self) -> tuple[float, ...]:
+        """`NUMBERS` of the chosen endpoint, this request counted."""
+        return self.candidates.numbers_of(self.picked)
+
+    @cached_property
+    def runner_up_numbers(self) -> tuple[float, ...]:
+        """`NUMBERS` of the next best; (): there is none."""
+        return () if self.runner_up is None else self.candidates.numbers_of(self.runner_up)
+
+    @cached_property
+    def numbers_before(self) -> list[float]:
+        """`NUMBERS` of the chosen endpoint, as the scorers saw them."""
+        return numbers_before(
+            self.numbers,
+            prompt_tokens=self.request.prompt_tokens,
+            prefill_tokens=self.lease.prefill_tokens,
+            matched_blocks=self.matched_blocks,
+        )
+
+    @property
+    def predicted_tokens(self) -> int:
+        """Tokens of the prompt that the chosen endpoint is believed to hold."""
+        return predicted_tokens(self.matched_blocks, self.block_tokens, self.request.prompt_tokens)
+
+    def best(self, most: int) -> list[int]:
+        """Positions of the best candidates, best first; the chosen one is always among them."""
+        return best(self.scored.total, self.picked, most)
+
+
+class Account(Struct, frozen=True, kw_only=True):
+    """One decision."""
+
+    number: int
+    request: InferenceRequest
+    legs: tuple[Leg, ...]
+    """In the order in which the request goes through them; one, where one endpoint serves."""
+    shadow: ShadowVerdict | None
+
+    @property
+    def leg(self) -> Leg:
+        """Of the endpoint that the gateway sends the request to."""
+        return self.legs[0]
+
+
+def best(total: Any, picked: int, most: int) -> list[int]:
+    """Positions of the `most` greatest of `total`, the greatest first, `picked` among them."""
+    order: list[int] = (-total).argsort(kind="stable")[:most].tolist()
+    if picked not in order:
+        order[-1] = picked
+    return order
+
+
+def predicted_tokens(matched_blocks: int, block_tokens: int, prompt_tokens: int) -> int:
+    """Tokens of a prompt that an endpoint with `matched_blocks` of its blocks is believed to hold."""
+    return min(matched_blocks * block_tokens, prompt_tokens)
+
+
+def rounded_parts(scorers: Sequence[str], parts: Sequence[float]) -> dict[str, float]:
+    """What each scorer gave, as it is told."""
+    return {scorer: round(part, 4) for scorer, part in zip(scorers, parts, strict=True)}

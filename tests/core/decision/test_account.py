@@ -1,0 +1,40 @@
+import pytest
+
+from epp.core.decision.account import Role, best, predicted_tokens
+from tests.shell.operators.decisions import make_decision
+
+
+def test_a_decision_has_one_account_and_it_one_leg():
+    """Whoever asks first, all get the same."""
+    decision = make_decision(endpoints=3, picked=1)
+    account = decision.account
+    assert account is decision.account
+    assert [leg.role for leg in account.legs] == [Role.SERVE]
+    assert account.leg.endpoint is decision.endpoint
+    assert account.request is decision.lease.request
+    assert account.leg.parts == decision.scored.parts_of(1)
+    assert account.leg.total == pytest.approx(sum(account.leg.parts))
+
+
+def test_the_only_candidate_was_decided_by_nothing():
+    """There was no choice, and nobody else whose numbers count."""
+    leg = make_decision(endpoints=1, picked=0).account.leg
+    assert (leg.runner_up, leg.decided_by, leg.runner_up_numbers) == (None, (), ())
+
+
+def test_the_chosen_one_is_among_the_best_whatever_its_place():
+    """It takes that of the last that is told."""
+    leg = make_decision(endpoints=5, picked=4).account.leg
+    total = leg.scored.total
+    assert leg.best(5) == best(total, 4, 5)
+    assert sorted(leg.best(5)) == [0, 1, 2, 3, 4]
+    assert 4 in leg.best(1)
+    assert leg.runner_up == max(range(4), key=lambda at: total[at])
+
+
+@pytest.mark.parametrize(
+    ("matched", "prompt_tokens", "predicted"), [(0, 100, 0), (1, 100, 64), (2, 100, 100)]
+)
+def test_no_more_is_predicted_than_there_is(matched, prompt_tokens, predicted):
+    """Tokens are an estimate, blocks are not."""
+    assert predicted_tokens(matched, 64, prompt_tokens) == predicted

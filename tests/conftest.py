@@ -29,6 +29,8 @@ hypothesis.settings.register_profile("homing", max_examples=60, deadline=None)
 hypothesis.settings.load_profile("homing")
 
 
+# Before what reads the marks.
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Where several processes share the tests (`make test`), say what stays in one: by file, or as
     `TOGETHER` says. In one process nothing changes, the order neither.

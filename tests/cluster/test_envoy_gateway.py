@@ -13,7 +13,7 @@ from tests.chart.rendering import ROOT
 from tests.cluster import envoy_gateway, gateway_class
 from tests.cluster.daemons import INSIDE
 from tests.cluster.images import HOMING
-from tests.cluster.release import MODELS, NAME, SMALL, load, name_of, namespace
+from tests.cluster.release import MODELS, NAME, SMALL, Namespace, load, name_of, namespace
 from tests.cluster.rows import Row
 
 pytestmark = pytest.mark.gateway
@@ -33,6 +33,7 @@ STREAM_S = 60.0
 SETTLED_S = 5.0
 """Before something is done, and after it."""
 READY_S_MAX = 60.0
+RATE_PER_S = 20.0
 ATTEMPTS = re.compile(r'homing_scheduler_attempts_total\{.*endpoint_name="([^"]+)".*\}')
 
 
@@ -73,6 +74,18 @@ class Stage:
         ]
         return len(ready) == PICKERS
 
+    def seen(self, what):
+        """What the gateway says of the cluster of pickers, `what` being a name without its prefix."""
+        system = Namespace(self.space.node, gateway_class.SYSTEM)
+        label = f"gateway.envoyproxy.io/owning-gateway-namespace={self.space.name}"
+        (envoy,) = system.get("pods", "-l", label)["items"]
+        (value,) = (
+            value
+            for name, value in system.metrics(envoy, ":19001/stats/prometheus").items()
+            if name.startswith(f"envoy_cluster_{what}{{") and "/extproc/" in name
+        )
+        return value
+
     def sent(self):
         """Name of a pod -> how often the pickers said that it is to serve."""
         told = Counter()
@@ -86,7 +99,7 @@ class Stage:
         """Name of a pod -> completions that it says it ended."""
         told = Counter()
         for pod in self.space.get("pods", "-l", f"app={MODELS}")["items"]:
-            for name, value in self.space.metrics(pod, port=8000).items():
+            for name, value in self.space.metrics(pod, ":8000/metrics").items():
                 if name.startswith("vllm:request_success_total"):
                     told[name_of(pod)] += int(value)
         return told
@@ -112,13 +125,27 @@ def stage(node, tmp_path_factory):
 async def done(stage, rows, what, action, *, streams=0):
     """Counts what is lost while `action` runs, which answers when it is over."""
     await stage.space.until(stage.are_back, READY_S_MAX, "two pickers")
-    async with load(stage.url, streams=streams, stream_s=STREAM_S) as asked:
+    async with load(stage.url, rate_per_s=RATE_PER_S, streams=streams, stream_s=STREAM_S) as asked:
         await asyncio.sleep(SETTLED_S)
         await asyncio.to_thread(action)
         await asyncio.sleep(SETTLED_S)
     row = rows.add(Row.of(SHOWN, what, asked))
     assert row.sent > 100
     return row, asked.told
+
+
+async def test_the_gateway_checks_the_health_of_pickers(stage):
+    """Where no check succeeds it panics, and asks those too that are not ready."""
+
+    def all_healthy():
+        return stage.seen("membership_healthy") == PICKERS
+
+    await stage.space.until(all_healthy, READY_S_MAX, "pickers that the gateway finds healthy")
+    before = stage.seen("lb_healthy_panic")
+    async with load(stage.url) as asked:
+        await asyncio.sleep(SETTLED_S)
+    assert set(asked.requests) == {"200"}, asked.told
+    assert stage.seen("lb_healthy_panic") == before
 
 
 async def test_requests_go_where_the_picker_says(stage):
@@ -185,11 +212,18 @@ async def test_pickers_are_rolled_out(stage, rows):
 
 
 async def test_a_picker_is_killed(stage, rows):
-    """Its process alone, by SIGKILL: nobody is told."""
+    """Its process alone, by SIGKILL: nobody is told.
+
+    Streams through the picker that had its answer already are not sent again, and a gateway that
+    does not fail open beside full duplex ends their requests; each of them was asked in the last
+    moment. Streams of answers do not pass through it.
+    """
 
     def action():
         (picker, *_) = stage.space.pickers()
         stage.space.kill(picker)
 
     row, told = await done(stage, rows, "a picker killed", action, streams=STREAMS)
-    assert (row.lost, row.cut, row.streams) == (0, 0, STREAMS), told
+    assert (row.cut, row.streams) == (0, STREAMS), told
+    assert row.lost <= RATE_PER_S, told
+    assert set(told["requests"]) <= {"200", "500"}, told

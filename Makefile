@@ -17,7 +17,7 @@ EPP := --extra otel --extra top --extra valkey
 SIM := --extra sim
 PIP := $(BIN)/python -m pip --disable-pip-version-check install
 
-.PHONY: help demo test quick validate coverage peers check fmt bench attack chaos soak dist sbom audit tools image actionlint h2spec docs site walkthrough night lock apiserver cluster cluster-down test-cluster kwok cluster-many walkthrough-cluster clean
+.PHONY: help demo test quick validate coverage peers check fmt bench attack chaos soak dist sbom audit tools image actionlint h2spec docs site walkthrough night lock apiserver cluster cluster-down cluster-gateway test-cluster kwok cluster-many walkthrough-cluster clean
 
 help:                 ## what there is to make
 	@sed -n 's/^\([a-z0-9-]*\):[^#]*## /\1 /p' Makefile | while read -r target what; do \
@@ -126,6 +126,10 @@ cluster: $(STAMP)     ## a real Kubernetes of one node on this machine, as root;
 
 cluster-down: $(STAMP) ## take it away, and put back what was the machine's
 	@$(BIN)/python -m tests.cluster down
+
+cluster-gateway: $(STAMP) ## Envoy Gateway in it, for the tests behind it; the first time it is built, a quarter of an hour
+	@$(BIN)/python -m tests.cluster.envoy_gateway
+	@$(BIN)/python -m tests.cluster gateway
 
 test-cluster: $(STAMP) ## the tests that need it; it is brought up for them if it does not run
 	@$(BIN)/python -m tests.cluster test

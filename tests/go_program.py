@@ -17,16 +17,17 @@ class GoProgramError(Exception):
 
 @dataclass(frozen=True, kw_only=True)
 class GoProgram:
-    """`name` is also that of the target of make that builds it."""
+    """`target` of make builds it; "" is the target of its name."""
 
     name: str
     package: str
     version: str
+    target: str = ""
 
     @property
     def variable(self) -> str:
         """What names another one in the environment."""
-        return self.name.upper()
+        return self.name.upper().replace("-", "_")
 
     def place(self, environment: Mapping[str, str]) -> Path:
         """Where it is built, outside the tree."""
@@ -42,7 +43,7 @@ class GoProgram:
             raise GoProgramError(
                 f"{self.variable} names {path}, which is no program"
                 if told
-                else f"no {self.name}: set {self.variable} or run `make {self.name}`"
+                else f"no {self.name}: set {self.variable} or run `make {self.target or self.name}`"
             )
         return path
 

@@ -37,6 +37,7 @@ ELSEWHERE = {
     "make check": ".ci/run",
     "make cluster": "tests/cluster",
     "make cluster-down": "tests/cluster",
+    "make cluster-gateway": "tests/cluster",
     "make cluster-many": "tests/cluster/test_many.py",
     "make demo": "tests/sim/demo/test_command.py",
     "make docs": "tests/test_docs.py",

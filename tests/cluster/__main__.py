@@ -1,9 +1,10 @@
 """`make cluster`: a Kubernetes of one node on this machine; `make cluster-down` takes it away.
 
-`python -m tests.cluster up|down|load|test|page|env|kept`. Nothing of it reaches another address. `load` gives
-it images of the tree anew, `test` runs the tests that need it and takes it away if it did not run
-before, `page` puts what they counted into docs/cluster.md, `env` prints what makes its `kubectl` and `helm` ready to type, `kept` only says whether it
-could come up at once.
+`python -m tests.cluster up|down|load|gateway|test|page|env|kept`. Nothing of it reaches another
+address. `load` gives it images of the tree anew, `gateway` puts Envoy Gateway into it, `test` runs
+the tests that need it and takes it away if it did not run before, `page` puts what they counted into
+docs/cluster.md, `env` prints what makes its `kubectl` and `helm` ready to type, `kept` only says
+whether it could come up at once.
 """
 
 import argparse
@@ -19,6 +20,7 @@ from docs import reference
 from tests.apiserver.binaries import BinariesError
 from tests.chart.rendering import ROOT
 from tests.chart.tools import HELM_3, HELM_4, ToolsError, tools_of
+from tests.cluster import gateway_class
 from tests.cluster.daemons import INSIDE
 from tests.cluster.node import Node, missing
 from tests.cluster.place import ClusterError, Place
@@ -65,6 +67,12 @@ def _test(node: Node) -> None:
             node.down()
 
 
+def _gateway(node: Node) -> None:
+    node.up()
+    gateway_class.install(node)
+    print("Envoy Gateway is there: its class of gateways is", gateway_class.CLASS)
+
+
 def _page(node: Node) -> None:
     Rows(node.place.root / "rows").write(ROOT / "docs/cluster.json")
     reference.main()
@@ -93,6 +101,7 @@ _ACTIONS: Final[Mapping[str, Callable[[Node], None]]] = {
     "up": _up,
     "down": Node.down,
     "load": Node.load,
+    "gateway": _gateway,
     "test": _test,
     "page": _page,
     "env": _env,

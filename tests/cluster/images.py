@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from tests.chart.rendering import ROOT
+from tests.cluster import envoy_gateway
 from tests.cluster.place import REGISTRY, ClusterError, Place
 from tests.release import dockerfile
 from tests.release.roots import Root
@@ -67,6 +68,10 @@ class Images:
         if has_earlier():
             layers = [base, self._earlier(base)]
             found[EARLIER] = self._archive(EARLIER, _said("epp"), layers)
+        if envoy_gateway.is_built(self._environment):
+            alone = {"User": NOBODY, "Entrypoint": ["/usr/local/bin/envoy-gateway"]}
+            name = envoy_gateway.IMAGE
+            found[name] = self._archive(name, alone, [self._envoy_gateway()])
         for file in self._place.images.glob("*.tar"):
             if file not in self._used:
                 file.unlink()
@@ -92,6 +97,18 @@ class Images:
             shutil.copy(envoy, place / "envoy")
 
         return self._layer("envoy", [envoy], lay)
+
+    def _envoy_gateway(self) -> Path:
+        """A static program needs nothing but the folders that it writes to."""
+        program = envoy_gateway.PROGRAM
+
+        def lay(into: Path) -> None:
+            place = _made(into / "usr/local/bin")
+            shutil.copy(program.place(self._environment), place / program.name)
+            for name in ("tmp", "var/lib/eg"):
+                _made(into / name).chmod(0o1777)
+
+        return self._layer(program.name, [], lay, program.version)
 
     def _base(self) -> Path:
         """What python:3.x-slim stands for."""

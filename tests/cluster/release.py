@@ -171,9 +171,9 @@ class Namespace:
         said = self.kubectl("logs", name_of(pod), "-c", container)
         return [json.loads(line) for line in said.splitlines() if line.startswith("{")]
 
-    def metrics(self, pod: Any) -> dict[str, float]:
+    def metrics(self, pod: Any, page: str = ":9090/metrics") -> dict[str, float]:
         """Samples of its page: name with labels -> value."""
-        url = f"http://{pod['status']['podIP']}:9090/metrics"
+        url = f"http://{pod['status']['podIP']}{page}"
         command = [*INSIDE, "curl", "--silent", "--show-error", "--max-time", "5", url]
         said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
         samples = [line.rpartition(" ") for line in said.splitlines() if line[:1] not in {"#", ""}]

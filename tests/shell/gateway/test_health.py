@@ -57,6 +57,26 @@ async def test_a_standby_is_able_and_not_wanted(transport):
         assert {await check(stub, name) for name in ABLE | WANTED} == {SERVING}
 
 
+async def test_whoever_asks_by_the_name_of_a_cluster_is_answered_or_reset(transport):
+    """Envoy's check says it as the authority. A slash, as Envoy Gateway has, is none in a valid one."""
+    health = Health()
+    health.set_ready(True)
+    async with carried(transport_of(transport, health.methods)) as port:
+        for authority, answered in (
+            ("picker", True),
+            ("envoyextensionpolicy/models/homing/extproc/0", transport == "grpcio"),
+        ):
+            named = [("grpc.default_authority", authority)]
+            async with grpc.aio.insecure_channel(f"127.0.0.1:{port}", options=named) as channel:
+                stub = health_pb2_grpc.HealthStub(channel)
+                if answered:
+                    assert await check(stub, "") == SERVING
+                else:
+                    with pytest.raises(grpc.aio.AioRpcError, match="RST_STREAM"):
+                        await check(stub, "")
+        health.close()
+
+
 async def test_liveness_is_serving_even_when_not_ready(transport):
     """A picker that waits for its pool must not be restarted."""
     async with serving(transport, Health()) as stub:

@@ -1,8 +1,6 @@
 """The cluster of these tests, which is up: `python -m tests.cluster test` sees to that."""
 
-import fcntl
 import os
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -26,8 +24,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if here in item.path.parents and "node" in getattr(item, "fixturenames", ()):
             item.add_marker(pytest.mark.cluster)
             item.add_marker(pytest.mark.timeout(600))
-            # What a module installs is installed once.
-            item.add_marker(pytest.mark.xdist_group(item.path.stem))
 
 
 @pytest.fixture(scope="session")
@@ -39,18 +35,6 @@ def node() -> Node:
     if not found.runs:
         pytest.skip("no cluster runs: `make test-cluster` brings it up for its tests")
     return found
-
-
-@pytest.fixture(autouse=True)
-def turn(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Tests run beside each other, but for those that are `ALONE`."""
-    if request.node.get_closest_marker("cluster") is None:
-        yield
-        return
-    with (Place.of(os.environ).root / "turn").open("w") as lock:
-        alone = request.node.get_closest_marker(ALONE)
-        fcntl.flock(lock, fcntl.LOCK_EX if alone else fcntl.LOCK_SH)
-        yield
 
 
 @pytest.fixture(scope="session")

@@ -12,7 +12,7 @@ from tests.envoy.rig import http_client, refusing_port, running_envoy
 from tests.envoy.test_departures import PATH, ClosedLoop, body, status_of
 from tests.envoy.upstream import running_pods
 
-pytestmark = [pytest.mark.envoy, pytest.mark.xdist_group("replicas")]
+pytestmark = [pytest.mark.envoy]
 
 CLIENTS = 16
 

@@ -22,7 +22,7 @@ from sim.engine.profiles import find_profile
 from tests.envoy.process import EppProcess
 from tests.envoy.rig import Envoy, free_ports, running_envoy, until
 
-pytestmark = [pytest.mark.envoy, pytest.mark.timeout(300), pytest.mark.xdist_group("replicas")]
+pytestmark = [pytest.mark.envoy, pytest.mark.timeout(300)]
 
 WORKLOAD = WorkloadSettings(
     arrival_window_s=10.0,

@@ -24,7 +24,7 @@ from tests.envoy.test_departures import (
 )
 from tests.envoy.upstream import running_pods
 
-pytestmark = [pytest.mark.envoy, pytest.mark.xdist_group("replicas")]
+pytestmark = [pytest.mark.envoy]
 
 CLIENTS = 16
 

@@ -16,11 +16,13 @@ The life of one request, a row a step:
 | which one                    | `Picker.pick`                                 | `plugins/pickers`                                  |
 | remember it                  | `AffinityIndex.record`, `InflightLedger.open` | `core/knowledge/prefix`, `core/knowledge/inflight` |
 | answer to protobuf           | `encode`                                      | `shell/gateway/codec`                              |
+| why, for whoever asks        | `Decision.account`                            | `core/decision/account`                            |
 
 Four wings, each of which imports only those below it: `protocol` (one stream) over `decision` (one
 request to one endpoint) over `knowledge` (what is believed of each endpoint) over `prompt` (a body
 to a request and its chains), all over the nouns in `types`, `duration`, `parameters`, `moment`
 and `session_tokens`.
 
-`Scheduler.schedule` in `core/decision/scheduler` is the middle of that table in one function.
+`Scheduler.schedule` in `core/decision/scheduler` is the middle of that table in one function; what
+else happens to it is one of `core/decision/inputs`, given to `Scheduler.take`.
 """

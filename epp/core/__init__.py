@@ -8,6 +8,7 @@ The life of one request, a row a step:
 | phases, buffering, limits    | `Session.receive`                             | `core/protocol/session`                            |
 | what would decoding cost     | `admit`                                       | `core/prompt/outline`                              |
 | bytes to request             | `parse_request`                               | `core/prompt/parse`                                |
+| does it have to wait         | `Resolver.begin`, `Session.resolved`          | `core/protocol/waiting`, `core/protocol/session`   |
 | who may serve, is there room | `EndpointPool.ready`, `saturation`            | `core/knowledge/pool`, `core/knowledge/saturation` |
 | prompt to chained hashes     | `InferenceRequest.chains_of`                  | `core/prompt/blocks`                               |
 | who holds the prefix         | `AffinityIndex.match`                         | `core/knowledge/prefix`, `core/knowledge/affinity` |

@@ -153,7 +153,17 @@ class Told:
 class Stream:
     """One stream through the codec and the session, without a socket."""
 
-    def __init__(self, scheduler, *, settings=None, gateway=None, now=0.0, budget=None, told=None):
+    def __init__(
+        self,
+        scheduler,
+        *,
+        settings=None,
+        gateway=None,
+        now=0.0,
+        budget=None,
+        told=None,
+        resolver=None,
+    ):
         self.told = told or Told()
         self.now = now
         self.scheduler = scheduler
@@ -164,7 +174,10 @@ class Stream:
             self.told,
             lambda: "generated-id",
             budget,
+            resolver,
         )
+        self.resumed = []
+        self.session.resume = self._resume
 
     def send(self, *messages):
         """Send the messages; return every answer, decoded by the other codec."""
@@ -174,6 +187,11 @@ class Stream:
             answers += [v3.ProcessingResponse.parse(encode(answer)) for answer in answered]
             self.session.sent()
         return answers
+
+    def _resume(self, resolution):
+        answered = self.session.resolved(resolution, self.now)
+        self.resumed += [v3.ProcessingResponse.parse(encode(answer)) for answer in answered]
+        self.session.sent()
 
     def close(self):
         self.session.closed(self.now)

@@ -17,6 +17,7 @@ import heapq
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from enum import StrEnum
+from functools import partial
 from itertools import pairwise
 from random import Random
 from typing import Final
@@ -28,6 +29,7 @@ from epp.core.knowledge.inflight import Ending, Outcome
 from epp.core.knowledge.pool import UPSTREAM_FAILURES
 from epp.core.knowledge.prefill_speed import PREFILL_TOKENS_PER_S
 from epp.core.prompt.request import InferenceRequest
+from epp.core.protocol.waiting import Resolution, Resolver, Wait
 from epp.core.types import Endpoint, Refusal, Seconds
 from sim.cluster.assignment import Assigner, Assignment
 from sim.cluster.clients import RETRIED, Clients
@@ -174,7 +176,7 @@ class SimulatedRequest:
     __slots__ = (
         "arrival", "arrived_at", "ended_at", "engine", "failure", "fate", "finished_at", "first_token_at", "hashes",
         "life", "metrics_age_s", "passed_over", "pod", "policy", "predicted_cached_tokens", "refusal", "replica", "retries",
-        "route", "routed_at", "sequence", "status", "submitted_at",
+        "route", "routed_at", "sequence", "status", "submitted_at", "wait",
     )  # fmt: skip
 
     def __init__(
@@ -193,6 +195,8 @@ class SimulatedRequest:
     def forget_attempt(self) -> None:
         """Nothing has happened to it since it was sent."""
         self.routed_at: Seconds | None = None
+        self.wait: Wait | None = None
+        """It waits at its picker, which has read it and cannot place it yet."""
         self.route: Route | None = None
         self.policy: Policy | None = None
         """The process that routed it, which may be gone since."""
@@ -230,7 +234,7 @@ class Cluster:
     everything that is drawn: nothing else does.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913, PLR0915  all that a run is made of
         self,
         settings: ClusterSettings,
         open_policy: Callable[[int], Policy],
@@ -241,8 +245,11 @@ class Cluster:
         ended: Callable[[SimulatedRequest], None],
         stepped: Callable[[Step], None] | None = None,
         faults: Iterable[Fault] = (),
+        resolver: Resolver | None = None,
     ) -> None:
+        """`resolver`: what requests may have to wait for before pickers place them."""
         self.settings = settings
+        self._resolver = resolver
         self.loop = Loop()
         self._seed = seed
         self._open_policy = open_policy
@@ -399,6 +406,9 @@ class Cluster:
     def _end(self, request: SimulatedRequest, fate: Fate) -> None:
         if request.fate is not None:
             return
+        if request.wait is not None:
+            request.wait.cancel()
+            request.wait = None
         if self._is_retried(request, fate):
             self._retry(request)
             return
@@ -433,9 +443,32 @@ class Cluster:
         request.routed_at = now
         request.hashes = PromptHashes(request.arrival)
         parsed = self._request_of(request.arrival, request.hashes)
+        if self._resolver is not None:
+            request.wait = self._resolver.begin(parsed, partial(self._resolved, request))
+            if request.wait is not None:
+                return
+        self._place(request, parsed)
+
+    def _resolved(self, request: SimulatedRequest, resolution: Resolution) -> None:
+        """What `request` waited for is there."""
+        if request.wait is None:
+            return
+        request.wait = None
+        if not self._assigner.is_there(request.replica):
+            # Its stream ended with the picker.
+            self._fail(request, Failure.NO_PICKER, NO_PICKER_STATUS)
+            return
+        self._place(request, resolution)
+
+    def _place(self, request: SimulatedRequest, resolution: Resolution) -> None:
+        """Have its picker route `request`, unless it is refused already."""
+        assert request.replica is not None
+        now = self.loop.now
         self._read_pages(request.replica, now)
         request.policy = self.policies[request.replica]
-        routed = request.policy.route(parsed, now)
+        routed = (
+            resolution if isinstance(resolution, Refusal) else request.policy.route(resolution, now)
+        )
         self._peering.touched(request.replica)
         if isinstance(routed, Refusal):
             request.refusal = routed

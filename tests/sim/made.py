@@ -59,6 +59,7 @@ def cluster(
     ended=None,
     stepped=None,
     faults=(),
+    resolver=None,
     **settings,
 ):
     """A cluster that is about to run `given`; `pods`: how many, or their kinds.
@@ -81,6 +82,7 @@ def cluster(
         ended=ended or (lambda request: None),
         stepped=stepped,
         faults=faults,
+        resolver=resolver,
     )
 
 

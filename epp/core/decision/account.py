@@ -40,8 +40,10 @@ class Leg(Struct, frozen=True, kw_only=True, dict=True):
     fallbacks: tuple[Endpoint, ...]
     ready: int
     """Endpoints that were ready and in the subset, before filters."""
+    eliminated: Mapping[str, int]
+    """Name of the filter -> how many endpoints it dropped."""
     dropped: Mapping[str, Ints]
-    """Name of the filter -> slots of the endpoints that it dropped."""
+    """The same, as their slots."""
     candidates: Candidates
     """Those that were scored."""
     picked: int
@@ -57,11 +59,6 @@ class Leg(Struct, frozen=True, kw_only=True, dict=True):
     @property
     def request(self) -> InferenceRequest:
         return self.lease.request
-
-    @cached_property
-    def eliminated(self) -> dict[str, int]:
-        """Name of the filter -> how many endpoints it dropped."""
-        return {name: len(slots) for name, slots in self.dropped.items()}
 
     @property
     def total(self) -> float:

@@ -107,6 +107,7 @@ class Decision(Struct, frozen=True, kw_only=True, dict=True):
             endpoint=self.endpoint,
             fallbacks=self.fallbacks,
             ready=self.ready,
+            eliminated=self.eliminated,
             dropped=self.dropped,
             candidates=self.candidates,
             picked=self.picked,

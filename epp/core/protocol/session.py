@@ -21,6 +21,11 @@ stream. A stream that ends before any response headers means that the client lef
 is known to send response headers; otherwise nothing more will ever be heard of the request, and the
 scheduler keeps the lease for as long as the request probably takes.
 
+A request that was understood may have to wait before it is placed (`core/protocol/waiting`): until
+it is resolved the stream is WAITING, whatever the body mode. What the gateway sends meanwhile of the
+request is held, in its order and within the same bounds, and answered after it. Whatever else ends
+the stream ends the wait.
+
 What a stream may cost is bounded here too. The pieces of its body are counted against the limit of
 one body and against what all streams together may hold (`BodyBudget`); a body in ever smaller
 pieces is refused, because a piece costs the same whatever is in it; and whoever drives the stream
@@ -79,6 +84,7 @@ from epp.core.protocol.messages import (
     returnable,
 )
 from epp.core.protocol.usage import Usage, UsageReader
+from epp.core.protocol.waiting import Resolution, Resolver, Resume, Wait
 from epp.core.types import Endpoint, Refusal, RefusalReason, Seconds
 
 
@@ -233,6 +239,8 @@ class Phase(StrEnum):
     """Full duplex: the body comes in, nothing is answered yet."""
     BUFFERED = "buffered"
     """Headers are answered, the body will come in one message."""
+    WAITING = "waiting"
+    """The request is understood and cannot be placed yet."""
     ROUTED = "routed"
     """The gateway knows the destination; what is left of the request is let through."""
     RESPONDING = "responding"
@@ -242,7 +250,17 @@ class Phase(StrEnum):
 _HOLDING: Final = frozenset({BodyMode.FULL_DUPLEX_STREAMED})
 _BUFFERING: Final = frozenset({BodyMode.BUFFERED, BodyMode.BUFFERED_PARTIAL})
 _COLLECTING: Final = frozenset({Phase.COLLECTING, Phase.BUFFERED})
+_UNPLACED: Final = frozenset({Phase.START, *_COLLECTING, Phase.WAITING})
 _FULL_DUPLEX: Final = BodyModes(BodyMode.FULL_DUPLEX_STREAMED, BodyMode.FULL_DUPLEX_STREAMED)
+
+
+class _Pending(Struct, frozen=True):
+    """A request that was understood, and what its placing is answered with."""
+
+    request: InferenceRequest
+    changed_body: bytes | None
+    """The new body if the model was rewritten."""
+    answers: Callable[[Destination], list[Answer]]
 
 
 class Session:
@@ -259,10 +277,12 @@ class Session:
         observer: Observer,
         new_request_id: Callable[[], str],
         budget: BodyBudget | None = None,
+        resolver: Resolver | None = None,
     ) -> None:
         """`new_request_id` names requests that come without `x-request-id`.
 
-        `budget` is that of all streams; None: only the limit of one body holds.
+        `budget` is that of all streams; None: only the limit of one body holds. Where there is a
+        `resolver`, `resume` must be set to what calls `resolved` and sends what that returns.
         """
         self._scheduler = scheduler
         self._settings = settings
@@ -283,6 +303,13 @@ class Session:
         self._budget = budget or BodyBudget(sys.maxsize)
         self._taken_bytes = 0
         """Of the budget, by this stream."""
+        self._resolver = resolver
+        self.resume: Resume | None = None
+        self._wait: Wait | None = None
+        self._pending: _Pending | None = None
+        self._held: list[RequestBody | RequestTrailers] = []
+        """What came while the request waits."""
+        self._held_bytes = 0
         self._exchange = Exchange(0.0)
         self.waited_s: Seconds = 0.0
         """For how long the first message was there when it is received; its clock begins then."""
@@ -314,6 +341,7 @@ class Session:
     def failed(self, failure: StreamFailure) -> None:
         """The stream is to be ended with an error; `closed` follows."""
         self.finished = True
+        self._end_wait()
         self._exchange.failure = failure
         self._observer.failed(self._exchange, failure)
 
@@ -326,6 +354,7 @@ class Session:
     def closed(self, now: Seconds) -> None:
         """The stream is over, in whatever way; give back what it holds."""
         self._phase = Phase.ENDED
+        self._end_wait()
         self._let_go()
         if self._exchange.decision is None or self._completed:
             return
@@ -343,17 +372,54 @@ class Session:
 
     def sent(self) -> None:
         """The gateway has taken the answers: the body that they repeat is held no longer."""
-        if self._taken_bytes and self._phase not in _COLLECTING:
+        if self._taken_bytes and self._phase not in _UNPLACED:
             self._give_back()
 
     @property
     def incomplete(self) -> bool:
-        """The request is not whole yet, and nothing is answered that it could go on without."""
-        return self._phase is Phase.START or self._phase in _COLLECTING
+        """The request is not whole or not placed yet: nothing is answered that it could go on without."""
+        return self._phase in _UNPLACED
+
+    @property
+    def may_wait(self) -> bool:
+        """`resume` must be set."""
+        return self._resolver is not None
+
+    @property
+    def waiting(self) -> bool:
+        """The request waits: after a half-close, too, `resolved` is still to be answered."""
+        return self._phase is Phase.WAITING
+
+    def resolved(self, resolution: Resolution, now: Seconds) -> list[Answer]:
+        """The wait is over: place the request, or refuse it; return the answers to send, in order.
+
+        Nothing, if the stream does not wait any more.
+        """
+        pending = self._pending
+        if self._phase is not Phase.WAITING or pending is None:
+            return []
+        self._wait = None
+        held, self._held = self._held, []
+        self._pending = None
+        if isinstance(resolution, Refusal):
+            self._exchange.answered_at_s = now
+            return self._refuse(resolution)
+        answers = self._placed(structs.replace(pending, request=resolution), now)
+        for event in held:
+            answers += self.receive(event, now)
+        return answers
 
     def time_out(self, now: Seconds) -> list[Answer]:
-        """The request did not become whole in time: refuse it."""
+        """The request did not become whole, or was not placed, in time: refuse it."""
         self._exchange.answered_at_s = now
+        if self._phase is Phase.WAITING:
+            return self._refuse(
+                Refusal(
+                    reason=RefusalReason.OVERLOADED,
+                    status=503,
+                    message="the request waited too long to be placed",
+                )
+            )
         return self._refuse(
             Refusal(
                 reason=RefusalReason.REQUEST_TIMEOUT,
@@ -392,9 +458,7 @@ class Session:
             self._phase = Phase.BUFFERED
             return [RequestHeadersAnswer()]
         self._exchange.unseen_body = mode
-        answers = self._route_headers(now)
-        self._request_ended = False
-        return answers
+        return self._route_headers(now, ends=False)
 
     def _collect(self, event: RequestBody, now: Seconds) -> list[Answer]:
         self._hint(event.subset)
@@ -431,10 +495,12 @@ class Session:
     def _route_body(
         self, request: InferenceRequest, changed: bytes | None, now: Seconds
     ) -> list[Answer]:
-        destination = self._schedule(request, changed, now)
-        if isinstance(destination, Refusal):
-            return self._refuse(destination)
-        return [RequestBodyAnswer(destination, changed)]
+        return self._place(
+            _Pending(
+                request, changed, lambda destination: [RequestBodyAnswer(destination, changed)]
+            ),
+            now,
+        )
 
     def _buffered_trailers(self, event: RequestTrailers, now: Seconds) -> list[Answer]:
         """Trailers and no body at all: too late for a destination, there is nothing to serve."""
@@ -464,6 +530,7 @@ class Session:
         self._gateway.sends_response_headers = True
         self._learn_modes(event.modes)
         self._phase = Phase.RESPONDING
+        self._end_wait()
         self._let_go()
         exchange = self._exchange
         exchange.response_started_at_s = now
@@ -563,22 +630,14 @@ class Session:
         """Why `more_bytes` of the body cannot be held; None: they are, from now on."""
         limit = self._settings.request_body_bytes_max
         if self._body_bytes > limit:
-            return Refusal(
-                reason=RefusalReason.BODY_TOO_LARGE,
-                status=413,
-                message=f"the request body is larger than {limit} bytes",
-            )
+            return _too_large(limit)
         if self._in_small_pieces():
             return _bad_request(
                 f"the request body comes in pieces of less than {PIECE_MEAN_BYTES_MIN} bytes",
                 None,
             )
         if not self._budget.take(more_bytes, self._taken_bytes):
-            return Refusal(
-                reason=RefusalReason.BODIES_HELD,
-                status=503,
-                message="the picker holds as many unfinished request bodies as it may",
-            )
+            return _BODIES_HELD
         self._taken_bytes += more_bytes
         return None
 
@@ -596,12 +655,17 @@ class Session:
         self._budget.give_back(self._taken_bytes)
         self._taken_bytes = 0
 
-    def _route_headers(self, now: Seconds) -> list[Answer]:
-        """Schedule at the headers: there is no body, or none that the picker will see in time."""
-        destination = self._schedule(self._opaque(), None, now)
-        if isinstance(destination, Refusal):
-            return self._refuse(destination)
-        return [RequestHeadersAnswer(destination)]
+    def _route_headers(self, now: Seconds, *, ends: bool = True) -> list[Answer]:
+        """Schedule at the headers: there is no body, or none that the picker will see in time.
+
+        `ends`: nothing more of the request will come.
+        """
+
+        def answers(destination: Destination) -> list[Answer]:
+            self._request_ended = ends
+            return [RequestHeadersAnswer(destination)]
+
+        return self._place(_Pending(self._opaque(), None, answers), now)
 
     def _route_full_duplex(self, now: Seconds, *, trailers: bool) -> list[Answer]:
         body = self._body[0] if len(self._body) == 1 else b"".join(self._body)
@@ -609,14 +673,17 @@ class Session:
         parsed = self._parse(body)
         if isinstance(parsed, Refusal):
             return self._refuse(parsed)
-        destination = self._schedule(parsed.request, _changed(parsed, body), now)
-        if isinstance(destination, Refusal):
-            return self._refuse(destination)
-        answers: list[Answer] = [RequestHeadersAnswer(destination)]
-        answers += [RequestBodyChunk(*piece) for piece in chunks(parsed.body, ends=not trailers)]
-        if trailers:
-            answers.append(RequestTrailersAnswer())
-        return answers
+
+        def answers(destination: Destination) -> list[Answer]:
+            pieces = chunks(parsed.body, ends=not trailers)
+            after: list[Answer] = [RequestTrailersAnswer()] if trailers else []
+            return [
+                RequestHeadersAnswer(destination),
+                *(RequestBodyChunk(*piece) for piece in pieces),
+                *after,
+            ]
+
+        return self._place(_Pending(parsed.request, _changed(parsed, body), answers), now)
 
     def _is_to_pass(self) -> bool:
         """The body is too long to be read now, and nothing in it needs to be changed."""
@@ -633,13 +700,53 @@ class Session:
         body = b"".join(self._body)
         self._body.clear()
         self._exchange.passed_unread = True
-        destination = self._schedule(self._opaque(), None, now)
+
+        def answers(destination: Destination) -> list[Answer]:
+            self._request_ended = ends
+            pieces = chunks(body, ends=ends)
+            return [
+                RequestHeadersAnswer(destination),
+                *(RequestBodyChunk(*piece) for piece in pieces),
+            ]
+
+        return self._place(_Pending(self._opaque(), None, answers), now)
+
+    def _place(self, pending: _Pending, now: Seconds) -> list[Answer]:
+        """Place a request that was understood, unless it has to wait."""
+        if self._resolver is not None:
+            assert self.resume is not None, "what drives a session that may wait can resume it"
+            self._wait = self._resolver.begin(pending.request, self.resume)
+            if self._wait is not None:
+                self._phase = Phase.WAITING
+                self._pending = pending
+                return []
+        return self._placed(pending, now)
+
+    def _placed(self, pending: _Pending, now: Seconds) -> list[Answer]:
+        destination = self._schedule(pending.request, pending.changed_body, now)
         if isinstance(destination, Refusal):
             return self._refuse(destination)
-        self._request_ended = ends
-        answers: list[Answer] = [RequestHeadersAnswer(destination)]
-        answers += [RequestBodyChunk(*piece) for piece in chunks(body, ends=ends)]
-        return answers
+        return pending.answers(destination)
+
+    def _hold_back(self, event: RequestBody | RequestTrailers, now: Seconds) -> list[Answer]:
+        """The request waits: what comes of it is answered after it."""
+        self._hint(event.subset)
+        more_bytes = PIECE_BYTES + (len(event.body) if isinstance(event, RequestBody) else 0)
+        limit = self._settings.request_body_bytes_max
+        if self._held_bytes + more_bytes > limit:
+            return self._refuse(_too_large(limit))
+        if not self._budget.take(more_bytes, self._taken_bytes):
+            return self._refuse(_BODIES_HELD)
+        self._taken_bytes += more_bytes
+        self._held_bytes += more_bytes
+        self._held.append(event)
+        return []
+
+    def _end_wait(self) -> None:
+        wait, self._wait, self._pending = self._wait, None, None
+        self._held.clear()
+        if wait is not None:
+            wait.cancel()
 
     def _opaque(self) -> InferenceRequest:
         return opaque_request(headers=self._headers, request_id=self._request_id())
@@ -733,6 +840,7 @@ class Session:
 
     def _refuse(self, refusal: Refusal) -> list[Answer]:
         self._phase = Phase.ENDED
+        self._end_wait()
         self._let_go()
         self.finished = True
         self._exchange.path = self._headers.get(":path", "").partition("?")[0]
@@ -767,6 +875,7 @@ _REQUEST_PHASES: Final = (
     Phase.START,
     Phase.COLLECTING,
     Phase.BUFFERED,
+    Phase.WAITING,
     Phase.ROUTED,
 )
 
@@ -778,6 +887,8 @@ _HANDLERS: Final[Mapping[tuple[Phase, type[Event]], _Handler]] = {
     (Phase.COLLECTING, RequestTrailers): Session._collect_trailers,
     (Phase.BUFFERED, RequestBody): Session._buffered_body,
     (Phase.BUFFERED, RequestTrailers): Session._buffered_trailers,
+    (Phase.WAITING, RequestBody): Session._hold_back,
+    (Phase.WAITING, RequestTrailers): Session._hold_back,
     **{(phase, RequestBody): Session._pass_body for phase in (Phase.ROUTED, Phase.RESPONDING)},
     **{
         (phase, RequestTrailers): Session._pass_trailers
@@ -820,6 +931,21 @@ def _first(headers: Mapping[str, str], names: tuple[str, ...]) -> str:
 def _status(headers: Mapping[str, str]) -> int | None:
     status = headers.get(":status") or headers.get("status", "")
     return int(status) if status.isascii() and status.isdigit() else None
+
+
+_BODIES_HELD: Final = Refusal(
+    reason=RefusalReason.BODIES_HELD,
+    status=503,
+    message="the picker holds as many unfinished request bodies as it may",
+)
+
+
+def _too_large(limit: int) -> Refusal:
+    return Refusal(
+        reason=RefusalReason.BODY_TOO_LARGE,
+        status=413,
+        message=f"the request body is larger than {limit} bytes",
+    )
 
 
 def _bad_request(message: str, param: str | None) -> Refusal:

@@ -11,6 +11,7 @@ import structlog
 
 from epp.core.protocol.messages import Answer, refusing
 from epp.core.protocol.session import Gateway, Session, StreamFailure
+from epp.core.protocol.waiting import Resolution
 from epp.core.types import Refusal, RefusalReason, Seconds
 from epp.shell.gateway.calls import DEFECT, OK, Call, Code, Cut, EndedCall, Opener, Status, Wire
 from epp.shell.gateway.codec import MalformedMessageError, encode
@@ -173,7 +174,7 @@ class ExtProc:
 class _ExtProcCall:
     """One request: its messages go through the session, its answers come out encoded."""
 
-    __slots__ = ("_service", "ended", "opened_at_s", "session", "wire")
+    __slots__ = ("_half_closed", "_service", "ended", "opened_at_s", "session", "wire")
 
     def __init__(self, service: ExtProc, session: Session, wire: Wire) -> None:
         self._service = service
@@ -182,6 +183,9 @@ class _ExtProcCall:
         self.wire = wire
         self.opened_at_s = service.clock()
         self.ended: Status | None = None
+        self._half_closed = False
+        if session.may_wait:
+            session.resume = self._resume
 
     def receive(self, message: bytes) -> Iterable[bytes]:
         session = self.session
@@ -203,12 +207,31 @@ class _ExtProcCall:
         return encoded
 
     def half_close(self) -> Iterable[bytes]:
-        self.ended = OK
+        self._half_closed = True
         try:
-            return self._encoded(self.session.half_closed(self._service.clock()))
+            encoded = self._encoded(self.session.half_closed(self._service.clock()))
         except Exception:  # noqa: BLE001  as above
             self._defect()
             return ()
+        if not self.session.waiting:
+            self.ended = OK
+        return encoded
+
+    def _resume(self, resolution: Resolution) -> None:
+        """The request need not wait any more: answer it."""
+        session, service = self.session, self._service
+        try:
+            for answer in session.resolved(resolution, service.clock()):
+                self.wire.push(encode(answer))
+        except Exception:  # noqa: BLE001  the boundary of a request
+            self._defect()
+            self.wire.end(DEFECT)
+            return
+        drained = service.draining and session.may_end_for_drain()
+        if session.violated:
+            self.wire.end(_VIOLATION)
+        elif session.finished or self._half_closed or drained:
+            self.wire.end(OK)
 
     def sent(self) -> None:
         self.session.sent()
@@ -220,6 +243,8 @@ class _ExtProcCall:
             now = service.clock()
             service.observer.stream_closed(status.code.name, now - self.opened_at_s)
             self.session.closed(now)
+            # It holds us, and we hold it.
+            self.session.resume = None
             news = service.decoder.report()
             if news is not None:
                 _log.info(news)

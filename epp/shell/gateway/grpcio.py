@@ -54,7 +54,7 @@ class _GrpcioWire:
 
     __slots__ = (
         "_operations", "_pushed", "_pushing", "_task",
-        "answered", "context", "ended", "over", "waited_s", "writing",
+        "answered", "call", "context", "ended", "over", "waited_s", "writing",
     )  # fmt: skip
 
     def __init__(
@@ -73,6 +73,8 @@ class _GrpcioWire:
         self.writing = False
         """Answers are on their way out; whoever writes them looks at what was pushed after them."""
         self.ended: Status | None = None
+        self.call: Call | None = None
+        """What it serves, while it does."""
         self.over = asyncio.Event()
         self._pushed: list[bytes] = []
         self._pushing: asyncio.Task[None] | None = None
@@ -133,6 +135,8 @@ class _GrpcioWire:
                 while self._pushed:
                     await self.context.write(self._pushed.pop(0))
                     self.answered = True
+                if self.call is not None:
+                    self.call.sent()
         finally:
             self._pushing = None
 
@@ -237,7 +241,7 @@ class GrpcioServer:
         # gRPC reads its sockets in threads of its own and does not tell when.
         waited_s = self._lag.backlog_s(self._clock())
         wire = _GrpcioWire(context, task, self._operations, waited_s)
-        call = opener(peer, wire)
+        call = wire.call = opener(peer, wire)
         status = CANCELLED
         try:
             with _failing_as_cancelled():
@@ -255,6 +259,7 @@ class GrpcioServer:
             _log.exception("a stream failed")
             status = DEFECT
         finally:
+            wire.call = None
             call.closed(status)
             if wire.answered:
                 self._connections.answered(peer)

@@ -9,6 +9,7 @@ from epp.core.decision.scheduler import Scheduler
 from epp.core.prompt.parse import ParserSet
 from epp.core.protocol.budget import BodyBudget
 from epp.core.protocol.session import Gateway, Observer, Session, SessionSettings
+from epp.core.protocol.waiting import Resolver
 from epp.shell.found import Found
 
 
@@ -23,11 +24,13 @@ class Sessions:
         budget: BodyBudget,
         *,
         seed: int,
+        resolver: Resolver | None = None,
     ) -> None:
         """`budget` of all streams; `seed` of the names of requests that have none, and of rewrites."""
         self._scheduler = scheduler
         self._observer = observer
         self._budget = budget
+        self._resolver = resolver
         self._request_ids = Random(f"{seed}:request-id")  # noqa: S311  names, not secrets
         self._rewrite_dice = Random(f"{seed}:rewrite")  # noqa: S311  weights, not secrets
         self.settings = settings
@@ -59,6 +62,7 @@ class Sessions:
             self._observer,
             self._new_request_id,
             self._budget,
+            self._resolver,
         )
 
     def _new_request_id(self) -> str:

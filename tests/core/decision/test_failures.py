@@ -535,7 +535,7 @@ import numpy as np
 wrong = here.Answers(does=lambda _: np.zeros(3, dtype=np.int8))
 settings = here.SchedulerSettings(profile=here.profile([wrong], [wrong], wrong))
 made = here.Scheduler(settings, seed=1)
-made.replace([here.endpoint(number) for number in range(3)], 0.0)
+made.take(here.PoolReplaced([here.endpoint(number) for number in range(3)]), 0.0)
 decision = made.schedule(here.request(), 1.0)
 print(*[one.name for one in made.failures], made.decisions)
 """

@@ -72,7 +72,8 @@ class Quiet(Decoder):
 class Rig:
     """A server on loopback and what is behind it."""
 
-    def __init__(self, **options):
+    def __init__(self, resolver=None, **options):
+        self.resolver = resolver
         self.scheduler = pods((0, 0.1), (0, 0.1))
         self.told = Told()
         self.budget = BodyBudget(64 * 1024 * 1024)
@@ -86,7 +87,13 @@ class Rig:
         self.gateways.append(gateway)
         settings = SessionSettings()
         return Session(
-            self.scheduler, settings, gateway, self.told, lambda: "generated", self.budget
+            self.scheduler,
+            settings,
+            gateway,
+            self.told,
+            lambda: "generated",
+            self.budget,
+            self.resolver,
         )
 
     @property

@@ -1,0 +1,99 @@
+"""Streams whose requests wait before they are placed, on every transport."""
+
+import grpc
+import pytest
+
+from tests import gateway as gw
+from tests.core.protocol.test_waiting import NO_ROOM, Later
+from tests.envoy.rig import until
+from tests.shell.gateway.test_ext_proc import serving
+from tests.transports import TRANSPORTS
+
+BODY = gw.prompt("hello")
+
+
+@pytest.fixture(params=TRANSPORTS)
+def transport(request):
+    return request.param
+
+
+async def waiting(rig, later, *messages):
+    """A call whose request has begun to wait."""
+    call = rig.call()
+    await call.send(*messages)
+    await until(lambda: later.waiting, "the wait")
+    return call
+
+
+async def test_the_answers_come_when_the_wait_is_over(transport):
+    """On the stream that waits; its body is held no longer."""
+    later = Later()
+    async with serving(transport, resolver=later) as rig:
+        call = await waiting(rig, later, gw.request_headers(), gw.request_body(BODY))
+        assert (rig.leases, rig.budget.held_bytes > 0) == (0, True)
+        later.resolve()
+        assert gw.kinds(await call.answers(2)) == ["request_headers", "request_body"]
+        assert rig.leases == 1
+        await until(lambda: not rig.budget.held_bytes, "the body to be let go")
+        await call.end()
+        await rig.closed(1)
+
+
+async def test_a_refusal_ends_the_stream(transport):
+    """With OK: the client has its answer."""
+    later = Later()
+    async with serving(transport, resolver=later) as rig:
+        call = await waiting(rig, later, gw.request_headers(), gw.request_body(BODY))
+        later.resolve(NO_ROOM)
+        assert gw.kinds(await call.answers(1)) == ["immediate_response"]
+        await rig.closed(1)
+        assert rig.told.codes == ["OK"]
+
+
+async def test_who_half_closes_is_answered_before_the_stream_ends(transport):
+    """As gateways do that have no more to say."""
+    later = Later()
+    async with serving(transport, resolver=later) as rig:
+        call = await waiting(rig, later, gw.request_headers(), gw.request_body(BODY))
+        await call.grpc.done_writing()
+        later.resolve()
+        assert gw.kinds(await call.answers(2)) == ["request_headers", "request_body"]
+        assert await call.ended() is grpc.StatusCode.OK
+        await rig.closed(1)
+
+
+async def test_a_reset_ends_the_wait(transport):
+    """Nothing is placed for who has left."""
+    later = Later()
+    async with serving(transport, resolver=later) as rig:
+        call = await waiting(rig, later, gw.request_headers(), gw.request_body(BODY))
+        call.grpc.cancel()
+        await rig.closed(1)
+        assert later.cancelled == 1
+        later.resolve()
+        assert (rig.leases, rig.budget.held_bytes) == (0, 0)
+
+
+async def test_what_waits_too_long_is_refused(transport):
+    """By the same deadline as a request that does not become whole."""
+    later = Later()
+    async with serving(transport, resolver=later, request_timeout_s=0.0) as rig:
+        call = await waiting(rig, later, gw.request_headers(), gw.request_body(BODY))
+        rig.ext_proc.refuse_overdue(rig.ext_proc.clock() + 1.0)
+        assert gw.kinds(await call.answers(1)) == ["immediate_response"]
+        await rig.closed(1)
+        assert later.cancelled == 1
+
+
+async def test_a_drain_ends_the_stream_once_the_request_is_placed(transport):
+    """Not before: the client would lose its request."""
+    later = Later()
+    modes = gw.protocol(gw.BUFFERED, gw.NONE)
+    async with serving(transport, resolver=later) as rig:
+        call = await waiting(rig, later, gw.request_headers(modes=modes), gw.request_body(BODY))
+        rig.ext_proc.end_bypassed()
+        assert rig.ext_proc.open_streams == 1
+        later.resolve()
+        assert gw.kinds(await call.answers(2)) == ["request_headers", "request_body"]
+        assert await call.ended() is grpc.StatusCode.OK
+        await rig.closed(1)

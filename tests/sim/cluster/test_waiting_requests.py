@@ -1,0 +1,64 @@
+"""Requests that wait at their picker before they are placed, as `core/protocol/waiting` has it."""
+
+import pytest
+
+from epp.core.types import Refusal, RefusalReason
+from sim.cluster.cluster import Fate
+from tests.sim.made import arrivals, cluster, ran
+
+NO_ROOM = Refusal(reason=RefusalReason.SATURATED, status=429, message="there is no room")
+
+
+class After:
+    """Resolves each request so many seconds after it came."""
+
+    def __init__(self, wait_s, resolution=None):
+        self.wait_s = wait_s
+        self.resolution = resolution
+        self.loop = None
+        self.begun = self.cancelled = 0
+
+    def begin(self, request, resume):
+        self.begun += 1
+        self.loop.after(self.wait_s, resume, self.resolution or request)
+        return self
+
+    def cancel(self):
+        self.cancelled += 1
+
+
+def ran_with(resolver, given, **fields):
+    requests = []
+    one = cluster(given, resolver=resolver, ended=requests.append, **fields)
+    resolver.loop = one.loop
+    one.run()
+    return sorted(requests, key=lambda request: request.sequence), one
+
+
+def test_who_waits_is_served_later_and_all_the_same():
+    """By as much as it waited, where nobody else is in the way."""
+    given = list(arrivals(1))
+    (plain,), _ = ran(given)
+    (waited,), one = ran_with(After(2.0), given)
+    assert waited.fate is plain.fate is Fate.COMPLETE
+    assert waited.routed_at == plain.routed_at
+    assert waited.finished_at - plain.finished_at == pytest.approx(2.0, abs=0.05)
+    assert one.policies[0].open_requests == 0
+
+
+def test_there_may_be_no_room():
+    """Then it is refused when that is known."""
+    (refused,), one = ran_with(After(1.0, NO_ROOM), list(arrivals(1)))
+    assert (refused.fate, refused.status) == (Fate.REFUSED, 429)
+    assert refused.ended_at > 1.0
+    assert one.policies[0].open_requests == 0
+
+
+def test_a_client_that_leaves_ends_the_wait():
+    """Whoever resolves it afterwards is not heard."""
+    resolver = After(50.0)
+    requests, one = ran_with(resolver, list(arrivals(20)), abort_share=1.0, abort_after_s=1.0)
+    assert {request.fate for request in requests} == {Fate.ABORTED}
+    assert all(request.route is None for request in requests)
+    assert resolver.cancelled == resolver.begun > 0
+    assert one.policies[0].open_requests == 0

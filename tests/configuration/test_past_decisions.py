@@ -9,6 +9,7 @@ from epp.configuration import past_decisions
 from epp.configuration.config import load_config
 from epp.configuration.past_decisions import CaptureError, decide_again, judge, told
 from epp.core.capture.transcript import BEHIND_MAX
+from epp.core.decision.inputs import PoolReplaced
 from epp.core.decision.scheduler import Scheduler
 from epp.core.peers.exchange import PeerExchange
 from epp.core.peers.frames import ORIGIN_BYTES
@@ -147,7 +148,7 @@ class Peered(Live):
     def begin(self, endpoints):
         super().begin(endpoints)
         at = [endpoint for _, endpoint in self.scheduler.pool.endpoints()]
-        self.peer.replace(at, self.now)
+        self.peer.take(PoolReplaced(at), self.now)
 
     def ask(self, **fields):
         prompt = f"family {self.random.randrange(12)} ".encode() * 300

@@ -294,7 +294,8 @@ def test_an_index_that_is_asked_for_amiss_is_a_problem(members, said):
     ],
 )
 def test_blocks_without_a_size_are_a_problem(tokens, said):
-    kind = type("Odd", (OddIndexSettings,), {"block_tokens": tokens}, frozen=True)
+    members = {"block_tokens": tokens, "abilities": Abilities(counts_blocks=True)}
+    kind = type("Odd", (OddIndexSettings,), members, frozen=True)
     (problem,) = refused(SCORE, indexes=kind)
     assert problem.startswith(f"c: plugins[0] (odd-plugin): {said}")
 

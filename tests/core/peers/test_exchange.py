@@ -694,7 +694,7 @@ class Failing:
 class FailingSettings(msgspec.Struct, frozen=True):
     kind: type[BaseException]
 
-    abilities: ClassVar = Abilities()
+    abilities: ClassVar = Abilities(shares=True)
 
     def open(self):
         return Failing(self.kind)

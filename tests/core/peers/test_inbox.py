@@ -13,8 +13,8 @@ class Learner(Scheduler):
     def __init__(self):
         self.learnt = []
 
-    def learn(self, name, keys, slot, stamp, now):
-        self.learnt.append((name, keys, slot, stamp))
+    def take(self, given, now):
+        self.learnt.append((given.index, given.keys, given.slot, given.stamp))
 
 
 def frame(*records, indexes=(5,)):

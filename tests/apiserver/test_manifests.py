@@ -7,9 +7,9 @@ import pytest
 import yaml
 
 from tests.apiserver.cluster import Namespace
+from tests.chart.golden_texts import NAMES, golden_text
 from tests.chart.rendering import NAMESPACE, ROOT, objects, one
 
-GOLDEN = sorted((ROOT / "tests/chart/golden").glob("*.yaml"))
 OVERLAYS = sorted(path.parent for path in (ROOT / "deploy").glob("overlays/*/kustomization.yaml"))
 
 
@@ -45,10 +45,10 @@ def served(api):
     ]
 
 
-@pytest.mark.parametrize("golden", GOLDEN, ids=lambda path: path.stem)
+@pytest.mark.parametrize("golden", NAMES)
 def test_the_api_server_takes_what_the_chart_renders(dry_run, served, golden):
     """Every object whose kind it knows, strictly."""
-    documents = served(objects(golden.read_text(encoding="utf-8")))
+    documents = served(objects(golden_text(golden)))
     assert len(documents) >= 3
     assert dry_run(documents) == (len(documents), "")
 
@@ -82,8 +82,7 @@ def test_the_api_server_takes_the_manifests_of_deploy(dry_run, served, kubectl, 
 )
 def test_a_wrong_pool_would_be_found(dry_run, change, problem):
     """The checks above can fail, by rules of the CRD as by its schema."""
-    created = next(path for path in GOLDEN if path.stem == "created-pool")
-    right = one(objects(created.read_text(encoding="utf-8")), "InferencePool")
+    right = one(objects(golden_text("created-pool")), "InferencePool")
     wrong = copy.deepcopy(right)
     change(wrong["spec"])
     assert dry_run([right])[0] == 1

@@ -226,7 +226,11 @@ def test_without_other_distributions_the_tables_are_our_own():
 )
 def test_an_installed_plugin_joins_the_table_of_its_verb(offer, verb, table):
     """By entry point, without a line of ours (D13)."""
-    offer(f"plugin_that_{verb}s", PLUGIN.format(type_name="alphabetical", verb=verb))
+    source = PLUGIN.format(type_name="alphabetical", verb=verb)
+    if verb == "open":
+        source = source.replace("import Parameters", "import Abilities, Parameters")
+        source += "\n    abilities: ClassVar[Abilities] = Abilities()\n"
+    offer(f"plugin_that_{verb}s", source)
     kind = getattr(plugin_tables(), table)["alphabetical"]
     assert issubclass(kind, msgspec.Struct)
     assert kind(first="b").first == "b"

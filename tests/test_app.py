@@ -24,7 +24,7 @@ from epp.app import EndpointPicker, StartError, _until_signal, loop_factory
 from epp.configuration.build import plugin_tables
 from epp.configuration.flags import parse_serve
 from epp.configuration.past_decisions import decide_again
-from epp.core.decision.inputs import PageScraped
+from epp.core.decision.inputs import PageScraped, Reconfigured
 from epp.core.decision.scheduler import Scheduler
 from epp.core.types import EndpointMetrics
 from epp.shell.engines.scrape import Scraper
@@ -458,11 +458,15 @@ ENDS = (asyncio.CancelledError, GeneratorExit, KeyboardInterrupt, SystemExit)
 async def test_a_configuration_that_fails_to_apply_changes_nothing(kind, tmp_path, monkeypatch):
     """An installed plugin may raise anything; the picker goes on as before."""
 
-    def broken(*_):
-        raise kind("the defect")
-
     async with serving(tmp_path, TWO, config=PREFIX_FIRST) as running:
-        monkeypatch.setattr(running.scheduler, "configure", broken)
+        take = running.scheduler.take
+
+        def broken(given, now):
+            if isinstance(given, Reconfigured):
+                raise kind("the defect")
+            return take(given, now)
+
+        monkeypatch.setattr(running.scheduler, "take", broken)
         replace(tmp_path / "config.yaml", QUEUE_FIRST)
         event = "configuration not applied, the last good one stays"
         await until(lambda: running.logged(event), "the failure")

@@ -4,6 +4,7 @@ from random import Random
 
 import pytest
 
+from epp.core.decision.inputs import Tick
 from epp.core.prompt.parse import parse_request
 from epp.core.protocol.session import Gateway, Session, SessionSettings
 from epp.core.types import Refusal
@@ -119,7 +120,7 @@ def test_50_000_mutated_messages_get_legal_answers(part):
             if session.finished:
                 break
         session.closed(float(sent))
-    pool.tick(1e9)
+    pool.take(Tick(), 1e9)
     assert pool.ledger.open_leases == 0
     assert pool.pool.columns.inflight_requests[:2].tolist() == [0, 0]
     assert malformed > 100

@@ -97,7 +97,7 @@ def test_a_shared_system_prompt_pins_one_endpoint():
     )
     assert len(went) == 1
     cold = scheduler_of("dynamo")
-    cold.replace([endpoint(number) for number in range(4)], 0.0)
+    cold.take(PoolReplaced([endpoint(number) for number in range(4)]), 0.0)
     spread = Counter(
         ask(cold, random.randbytes(101 * BLOCK_BYTES), float(at)).endpoint.name for at in range(60)
     )

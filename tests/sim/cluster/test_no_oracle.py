@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from epp.core.knowledge.candidates import Candidates
+from epp.core.moment import Moment
 from epp.core.prompt.request import InferenceRequest
 from epp.core.types import EndpointMetrics
 from epp.plugins.contract import Affinity
@@ -32,11 +33,14 @@ LIVE = {
     "output_tokens_max": "body",
     "session_id": "header",
     "chains": "body",
-    "recorded": "own index",
+    "tails": "body",
+    "segments": "own",
+    "moment": "own, see below",
+}
+MOMENT = {
     "cold": "own index",
     "replicas_unheard": "--replicas, less those that are heard",
     "sessions_return": "own requests before",
-    "segments": "own",
     "session_tokens": "own",
 }
 """Where `epp serve` has each field of a request from."""
@@ -87,6 +91,7 @@ def names(struct):
 def test_every_field_is_known_live():
     """A new one is to be named here, with where production has it from."""
     assert names(InferenceRequest) == set(LIVE)
+    assert names(Moment) == set(MOMENT)
     public = {name for name in dir(Candidates) if not name.startswith("_")}
     assert public == set(SEEN_OF_CANDIDATES) | (METHODS & public)
     assert names(EndpointMetrics) == PAGE
@@ -142,6 +147,9 @@ class Watched(SchedulerPolicy):
             candidates = route.decision.candidates
             for name in SEEN_OF_CANDIDATES:
                 self.seen.append((now, name, plain(getattr(candidates, name))))
+            for name in MOMENT:
+                moment = route.decision.lease.request.moment
+                self.seen.append((now, name, plain(getattr(moment, name))))
             for name in LIVE:
                 self.seen.append((now, name, plain(getattr(request, name))))
         return route

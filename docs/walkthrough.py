@@ -183,7 +183,16 @@ def _drive_before(walk: Walk, captured_s: float) -> None:
 
 
 def _drive(walk: Walk, when: str, duration_s: float, seed: int) -> None:
-    """Both kinds of traffic through the gateway; results are in documents-WHEN and assistants-WHEN."""
+    drive(walk, when, duration_s, seed, url=GATEWAY, model=MODEL)
+
+
+def drive(
+    walk: Walk, when: str, duration_s: float, seed: int, *, url: str, model: str, before: str = ""
+) -> None:
+    """Both kinds of traffic through the gateway; results are in documents-WHEN and assistants-WHEN.
+
+    `before` is what the shell does first, for instance to find out what is in `url`.
+    """
     for kind, rate, workload in KINDS:
         walk.run(
             f"sim trace generate {workload} --rate {rate} --duration {duration_s:g} --seed {seed} "
@@ -191,8 +200,9 @@ def _drive(walk: Walk, when: str, duration_s: float, seed: int) -> None:
         )
     (first, *_), (second, *_) = KINDS
     walk.run(
-        f"sim drive {first}-{when}.jsonl --url {GATEWAY} --model {MODEL} --out {first}-{when} > {first}.log 2>&1 &\n"
-        f"sim drive {second}-{when}.jsonl --url {GATEWAY} --model {MODEL} --out {second}-{when}; wait",
+        f"{before}"
+        f"sim drive {first}-{when}.jsonl --url {url} --model {model} --out {first}-{when} > {first}.log 2>&1 &\n"
+        f"sim drive {second}-{when}.jsonl --url {url} --model {model} --out {second}-{when}; wait",
         shown=without_bars,
     )
     for kind in (first, second):

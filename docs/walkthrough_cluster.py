@@ -7,7 +7,6 @@ shows is what the commands printed. It takes half an hour, or less with `--minut
 
 import argparse
 import asyncio
-import json
 import os
 import shlex
 import sys
@@ -17,7 +16,7 @@ from typing import Any, Final
 
 import yaml
 
-from docs.walkthrough import GUESS, KINDS, SPACE, Walk, comparison, until, without_bars
+from docs.walkthrough import GUESS, SPACE, Walk, comparison, drive, until, without_bars
 from sim.engine.profiles import find_profile
 from sim.output import TUNED_CONFIG_MAP
 from tests.chart.rendering import ROOT
@@ -37,7 +36,6 @@ PROFILE: Final = "qwen3-32b-h100-tp2"
 MINUTES: Final = 10.0
 TRIALS: Final = 40
 WAIT_S_MAX: Final = 60.0
-ERRORS_SHARE_MAX: Final = 0.05
 IN_FORCE: Final = (
     f"kubectl get events -n {NAMESPACE} --field-selector reason=ConfigApplied "
     "-o custom-columns=REASON:.reason,MESSAGE:.message"
@@ -149,27 +147,13 @@ def _walk(walk: Walk, captured_s: float, trials: int) -> None:
 
 
 def _drive(walk: Walk, when: str, duration_s: float, seed: int) -> None:
-    """Both kinds of traffic through the gateway; results are in documents-WHEN and assistants-WHEN."""
-    for kind, rate, workload in KINDS:
-        walk.run(
-            f"sim trace generate {workload} --rate {rate} --duration {duration_s:g} --seed {seed} "
-            f"--out {kind}-{when}.jsonl"
-        )
-    (first, *_), (second, *_) = KINDS
-    model = find_profile(PROFILE).model
     address = f"$(kubectl get service {NAME}-envoy -n {NAMESPACE} -o jsonpath={{.spec.clusterIP}})"
-    walk.run(
-        f"gateway=http://{address}:8081\n"
-        f"sim drive {first}-{when}.jsonl --url $gateway --model {model} --out {first}-{when} > {first}.log 2>&1 &\n"
-        f"sim drive {second}-{when}.jsonl --url $gateway --model {model} --out {second}-{when}; wait",
-        shown=without_bars,
+    drive(
+        *(walk, when, duration_s, seed),
+        url="$gateway",
+        model=find_profile(PROFILE).model,
+        before=f"gateway=http://{address}:8081\n",
     )
-    for kind in (first, second):
-        told = json.loads((walk.folder / f"{kind}-{when}" / "summary.json").read_text())["requests"]
-        if told["errors"] > told["sent"] * ERRORS_SHARE_MAX:
-            raise SystemExit(
-                f"{told['errors']} of {told['sent']} requests of {kind} have no answer"
-            )
 
 
 def _tune(walk: Walk, trials: int) -> None:

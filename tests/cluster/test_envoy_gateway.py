@@ -14,7 +14,15 @@ from tests.cluster import envoy_gateway, gateway_class
 from tests.cluster.daemons import INSIDE
 from tests.cluster.images import HOMING
 from tests.cluster.release import MODELS, NAME, SMALL, Namespace, load, name_of, namespace
-from tests.cluster.rows import Row
+from tests.cluster.stage import (
+    FIRST_MODELS,
+    PICKERS,
+    RATE_PER_S,
+    READY_S_MAX,
+    SETTLED_S,
+    STREAMS,
+    Stage,
+)
 
 pytestmark = pytest.mark.gateway
 
@@ -26,14 +34,6 @@ POLICIES = tuple(
 )
 ACCEPTED = '{.status.ancestors[0].conditions[?(@.type=="Accepted")].status}'
 SHOWN = "Envoy Gateway"
-PICKERS = 2
-FIRST_MODELS = 4
-STREAMS = 8
-STREAM_S = 60.0
-SETTLED_S = 5.0
-"""Before something is done, and after it."""
-READY_S_MAX = 60.0
-RATE_PER_S = 20.0
 ATTEMPTS = re.compile(r'homing_scheduler_attempts_total\{.*endpoint_name="([^"]+)".*\}')
 
 
@@ -58,21 +58,8 @@ def lay_over(space, folder):
     space.kubectl("apply", "-k", str(folder))
 
 
-class Stage:
-    """Two pickers and four models behind the gateway."""
-
-    def __init__(self, space, url):
-        self.space = space
-        self.url = url
-
-    def are_back(self):
-        """As many pickers as there were, all ready."""
-        ready = [
-            pod
-            for pod in self.space.pickers()
-            if all(one["ready"] for one in pod["status"]["containerStatuses"])
-        ]
-        return len(ready) == PICKERS
+class GatewayStage(Stage):
+    """And what the gateway, the pickers and the pods count."""
 
     def seen(self, what):
         """What the gateway says of the cluster of pickers, `what` being a name without its prefix."""
@@ -119,19 +106,7 @@ def stage(node, tmp_path_factory):
             space.kubectl("wait", f"--for=jsonpath={ACCEPTED}=True", policy, limit)
         space.kubectl("wait", "--for=condition=Programmed", f"gateway/{GATEWAY}", limit)
         (address,) = space.get("gateway", GATEWAY)["status"]["addresses"]
-        yield Stage(space, f"http://{address['value']}")
-
-
-async def done(stage, rows, what, action, *, streams=0):
-    """Counts what is lost while `action` runs, which answers when it is over."""
-    await stage.space.until(stage.are_back, READY_S_MAX, "two pickers")
-    async with load(stage.url, rate_per_s=RATE_PER_S, streams=streams, stream_s=STREAM_S) as asked:
-        await asyncio.sleep(SETTLED_S)
-        await asyncio.to_thread(action)
-        await asyncio.sleep(SETTLED_S)
-    row = rows.add(Row.of(SHOWN, what, asked))
-    assert row.sent > 100
-    return row, asked.told
+        yield GatewayStage(space, SHOWN, f"http://{address['value']}")
 
 
 async def test_the_gateway_checks_the_health_of_pickers(stage):
@@ -173,57 +148,31 @@ def test_a_client_cannot_choose_its_pod(stage):
 
 
 async def test_models_are_rolled_out(stage, rows):
-    def action():
-        stage.space.kubectl("rollout", "restart", f"deployment/{MODELS}")
-        stage.space.rolled_out(f"deployment/{MODELS}")
-
-    row, told = await done(stage, rows, "models rolled out", action)
+    row, told = await stage.models_rolled_out(rows)
     assert row.lost == 0, told
 
 
 async def test_models_are_scaled(stage, rows):
-    def action():
-        for replicas in (8, 2):
-            stage.space.kubectl("scale", f"deployment/{MODELS}", f"--replicas={replicas}")
-            stage.space.rolled_out(f"deployment/{MODELS}")
-
-    row, told = await done(stage, rows, "models scaled 4, 8, 2", action)
-    stage.space.kubectl("scale", f"deployment/{MODELS}", f"--replicas={FIRST_MODELS}")
-    stage.space.rolled_out(f"deployment/{MODELS}")
+    row, told = await stage.models_scaled(rows)
     assert row.lost == 0, told
 
 
 async def test_a_picker_is_deleted(stage, rows):
-    def action():
-        (picker, *_) = stage.space.pickers()
-        stage.space.kubectl("delete", "pod", name_of(picker), "--wait=false")
-
-    row, told = await done(stage, rows, "a picker deleted", action, streams=STREAMS)
+    row, told = await stage.picker_deleted(rows)
     assert (row.lost, row.cut, row.streams) == (0, 0, STREAMS), told
 
 
 async def test_pickers_are_rolled_out(stage, rows):
-    def action():
-        stage.space.kubectl("rollout", "restart", f"deployment/{NAME}")
-        stage.space.rolled_out(f"deployment/{NAME}")
-
-    row, told = await done(stage, rows, "pickers rolled out", action, streams=STREAMS)
+    row, told = await stage.pickers_rolled_out(rows)
     assert (row.lost, row.cut, row.streams) == (0, 0, STREAMS), told
 
 
 async def test_a_picker_is_killed(stage, rows):
-    """Its process alone, by SIGKILL: nobody is told.
-
-    Streams through the picker that had its answer already are not sent again, and a gateway that
+    """Streams through the picker that had its answer already are not sent again, and a gateway that
     does not fail open beside full duplex ends their requests; each of them was asked in the last
     moment. Streams of answers do not pass through it.
     """
-
-    def action():
-        (picker, *_) = stage.space.pickers()
-        stage.space.kill(picker)
-
-    row, told = await done(stage, rows, "a picker killed", action, streams=STREAMS)
+    row, told = await stage.picker_killed(rows)
     assert (row.cut, row.streams) == (0, STREAMS), told
     assert row.lost <= RATE_PER_S, told
     assert set(told["requests"]) <= {"200", "500"}, told

@@ -16,6 +16,7 @@ from types import ModuleType
 from typing import Any, Final
 
 import msgspec
+from epp.strategies import FAMILIES
 from msgspec.inspect import (
     BoolType,
     CustomType,
@@ -50,7 +51,6 @@ from epp.plugins import DEPRECATED as DEPRECATED_PLUGINS
 from epp.plugins import FILTERS, PICKERS, SCORERS
 from epp.shell.operators.field_metrics import GIE, LLM_D
 from epp.shell.operators.metric_table import METRICS, MetricSpec
-from epp.strategies import FAMILIES
 from sim.caches.names import BEHAVIOURS
 
 FOLDER: Final = Path(__file__).parent

@@ -31,7 +31,7 @@ COVERED_ELSEWHERE = {
         "tests/core/knowledge/test_candidates.py",
         "most tests are made of its values",
     ),
-    "epp/testing/churn.py": ("tests/strategies/test_families.py", "every strategy goes through it"),
+    "epp/testing/churn.py": ("tests/rivals/test_families.py", "every strategy goes through it"),
     "epp/configuration/live.py": ("tests/test_app.py", "configurations are changed live there"),
     "epp/shell/peers/carrier.py": ("tests/shell/peers/test_pump.py", "a protocol and its nouns"),
     "epp/shell/peers/state.py": ("tests/shell/peers/test_service.py", "nouns and totals"),

@@ -19,7 +19,7 @@ from epp.core.knowledge.inflight import Outcome
 from epp.core.types import Endpoint, EndpointMetrics
 from tests.builders import request
 from tests.envoy.rig import free_ports, start_process, until
-from tests.strategies.driven import settings_of
+from tests.rivals.driven import settings_of
 
 PLACE = Path(__file__).parents[2] / ".peers"
 """Where `make peers` installs them."""

@@ -3,18 +3,18 @@
 import pytest
 
 from epp.core.decision.scheduler import Decision
-from sim.cluster.built_in import CONFIGURATIONS
-from sim.cluster.policies import BUILT_IN, policy_source
+from sim.cluster.built_in import configurations
+from sim.cluster.policies import built_in, policy_source
 from tests.sim.made import arrival, arrivals, ran
 
 
-@pytest.mark.parametrize("name", BUILT_IN)
+@pytest.mark.parametrize("name", built_in())
 def test_every_built_in_serves(name):
     """By its name, to the end; each with a text has the hash of it."""
     requests, cluster = ran(arrivals(40), policy=name)
     assert len(requests) == 40
     assert not cluster.requests
-    assert (policy_source(name).hash is None) == (name not in CONFIGURATIONS)
+    assert (policy_source(name).hash is None) == (name not in configurations())
 
 
 def test_llm_d_weighs_three_two_two():

@@ -15,6 +15,8 @@ QUICK := tests/core tests/plugins tests/rivals tests/configuration tests/shell/f
 # That is, of what the two images have.
 EPP := --extra otel --extra top --extra valkey
 SIM := --extra sim
+# Made here, and installed from here.
+OURS := --no-emit-package homing-epp --no-emit-package homing-rivals
 PIP := $(BIN)/python -m pip --disable-pip-version-check install
 
 .PHONY: help demo test quick validate coverage peers check fmt bench attack chaos soak dist sbom audit tools image actionlint h2spec docs site walkthrough night lock apiserver cluster cluster-down cluster-gateway test-cluster kwok cluster-many walkthrough-cluster clean
@@ -50,6 +52,7 @@ check: $(STAMP)       ## format, lint, types, architecture, dependencies
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(BIN)/deptry .
+	$(BIN)/deptry --config rivals/pyproject.toml rivals
 
 fmt: $(STAMP)         ## format and fix what can be fixed
 	$(BIN)/ruff format .
@@ -114,9 +117,9 @@ night: $(STAMP)       ## docs/night.md anew: five questions at three in the morn
 
 lock: $(STAMP)        ## write the lock files anew from pyproject.toml
 	$(BIN)/python -m pip install --quiet uv
-	$(BIN)/uv pip compile --quiet --upgrade --universal --generate-hashes --no-emit-index-url --no-emit-find-links --no-header $(EPP) $(SIM) --group dev pyproject.toml -o lock/dev.txt
+	$(BIN)/uv pip compile --quiet --upgrade --universal --generate-hashes --no-emit-index-url --no-emit-find-links --no-header $(OURS) $(EPP) $(SIM) --group dev pyproject.toml -o lock/dev.txt
 	$(BIN)/uv pip compile --quiet --upgrade --universal --generate-hashes --no-emit-index-url --no-emit-find-links --no-header $(EPP) -c lock/dev.txt pyproject.toml -o lock/runtime.txt
-	$(BIN)/uv pip compile --quiet --upgrade --universal --generate-hashes --no-emit-index-url --no-emit-find-links --no-header $(SIM) -c lock/dev.txt pyproject.toml -o lock/sim.txt
+	$(BIN)/uv pip compile --quiet --upgrade --universal --generate-hashes --no-emit-index-url --no-emit-find-links --no-header $(OURS) $(SIM) -c lock/dev.txt pyproject.toml -o lock/sim.txt
 	$(BIN)/uv pip compile --quiet --upgrade --universal --generate-hashes --no-emit-index-url --no-emit-find-links --no-header --group release -o lock/release.txt
 	@# py-inference-scheduler declares Ray, and needs it for nothing that is compared.
 	echo "ray; python_version < '3'" | $(BIN)/uv pip compile --quiet --upgrade --universal --generate-hashes --no-emit-index-url --no-emit-find-links --no-header --override - --group peers -o lock/peers.txt

@@ -4,13 +4,13 @@ import pytest
 
 from epp.core.decision.inputs import PoolReplaced
 from epp.core.decision.scheduler import Decision
-from homing_rivals import STRATEGIES
 from homing_rivals.routed_blocks import RoutedBlocksSettings
+from sim.cluster.built_in import configurations
 from tests.builders import endpoint, request
 from tests.rivals.driven import scheduler_of
 from tests.sim.made import arrival, ran
 
-NAMES = [name for name in STRATEGIES if name.startswith(("llm-d", "gie"))]
+NAMES = [name for name in configurations() if name.startswith(("llm-d", "gie"))]
 
 
 def went(scheduler, prompt, now):

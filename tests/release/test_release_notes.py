@@ -57,7 +57,9 @@ def test_a_tag_that_is_not_the_version_is_refused(tag, sentence, tree):
         notes_of(tag, tree)
 
 
-@pytest.mark.parametrize("name", ["rivals/pyproject.toml", "epp/__init__.py", "charts/homing/Chart.yaml"])
+@pytest.mark.parametrize(
+    "name", ["rivals/pyproject.toml", "epp/__init__.py", "charts/homing/Chart.yaml"]
+)
 def test_every_place_that_says_the_version_must_agree(name, tree):
     """A chart of another version would install another image."""
     shutil.copyfile(ROOT / name, tree / name)

@@ -193,8 +193,8 @@ def documents(kind):
 
 METRIC = re.compile(r"\bhoming_[a-z0-9_]*[a-z0-9]\b")
 SERIES = re.compile(r"_(bucket|sum|count)$")
-OTHER_NAMES = frozenset({"homing_epp", "homing_near", "homing_peer"})
-"""Our distribution, a module of an example, and what a command looks for in names of metrics."""
+OTHER_NAMES = frozenset({"homing_epp", "homing_near", "homing_peer", "homing_rivals"})
+"""Our distributions, a module of an example, and what a command looks for in names of metrics."""
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)

@@ -67,9 +67,11 @@ class BurstSettings(Parameters, frozen=True):
     )
 
     window_duration_ms: Annotated[int, Meta(ge=1, le=10_000)] = 100
+    """Of a burst, from its first request on."""
     max_per_replica: Annotated[int, Meta(ge=_UNLIMITED)] = _UNLIMITED
     """Of one group; -1: no limit."""
     block_size_tokens: Annotated[int, Meta(ge=1)] = _BLOCK_TOKENS_MIN
+    """Tokens in a block; less than 64 becomes 64."""
     max_prefix_tokens_to_match: Annotated[int, Meta(ge=0)] = 0
     """0: 2,048 blocks."""
     min_colocate_blocks: Annotated[int, Meta(ge=0)] = 0
@@ -77,6 +79,7 @@ class BurstSettings(Parameters, frozen=True):
     max_batch_size: Annotated[int, Meta(ge=_UNLIMITED, le=_BATCH_MAX)] = 1_000
     """Requests of one window; -1: 65,536."""
     balance_by: BalanceBy = BalanceBy.REQUESTS
+    """What is shared out fairly; empty: as `requests`."""
 
     def __post_init__(self) -> None:
         for name, value in (

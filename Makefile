@@ -9,12 +9,14 @@ WORKERS ?= 2
 # Two processes take the tests from one list; tests/conftest.py says which stay together.
 SHARED := --numprocesses $(WORKERS) --dist loadgroup --no-loadscope-reorder
 # What another version of Python may change soonest: decisions, parsers, files, and what is caught.
-QUICK := tests/core tests/plugins tests/strategies tests/configuration tests/shell/files tests/shell/operators/test_tracebacks.py \
+QUICK := tests/core tests/plugins tests/rivals tests/configuration tests/shell/files tests/shell/operators/test_tracebacks.py \
   tests/shell/test_supervision.py tests/test_interrupts.py tests/chart/test_migrate_values.py tests/sim/traces
 # Dask and Ray must have the version of the cluster that they speak to, which only its owner knows.
 # That is, of what the two images have.
 EPP := --extra otel --extra top --extra valkey
 SIM := --extra sim
+# Made here, and installed from here.
+OURS := --no-emit-package homing-epp --no-emit-package homing-rivals
 PIP := $(BIN)/python -m pip --disable-pip-version-check install
 
 .PHONY: help demo test quick validate coverage peers check fmt bench attack chaos soak dist sbom audit tools image actionlint h2spec docs site walkthrough night lock apiserver cluster cluster-down cluster-gateway test-cluster kwok cluster-many walkthrough-cluster clean
@@ -50,6 +52,7 @@ check: $(STAMP)       ## format, lint, types, architecture, dependencies
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(BIN)/deptry .
+	$(BIN)/deptry --config rivals/pyproject.toml rivals
 
 fmt: $(STAMP)         ## format and fix what can be fixed
 	$(BIN)/ruff format .
@@ -67,9 +70,12 @@ chaos: $(STAMP)       ## what each fault costs, into docs/availability.md, less 
 soak: $(STAMP)        ## ten minutes of load while pods, pages, configuration and endpoints change
 	@$(BIN)/python -m bench.soak
 
-dist: $(STAMP)        ## the wheel and the sdist in dist/, the same bytes for the same commit
+dist: $(STAMP)        ## wheels and sdists in dist/, Homing's and the rivals', the same bytes for the same commit
 	@rm -rf dist
-	SOURCE_DATE_EPOCH=$${SOURCE_DATE_EPOCH:-$$(git log -1 --format=%ct)} $(BIN)/python -m hatchling build -d dist
+	@export SOURCE_DATE_EPOCH=$${SOURCE_DATE_EPOCH:-$$(git log -1 --format=%ct)}; \
+	  python="$(abspath $(BIN))/python"; \
+	  "$$python" -m hatchling build -d dist && \
+	  cd rivals && "$$python" -m hatchling build -d ../dist
 
 sbom: $(TOOLS)/.installed ## dist/homing.cdx.json and homing-sim.cdx.json: what the images are installed from, in CycloneDX
 	@mkdir -p dist
@@ -111,9 +117,9 @@ night: $(STAMP)       ## docs/night.md anew: five questions at three in the morn
 
 lock: $(STAMP)        ## write the lock files anew from pyproject.toml
 	$(BIN)/python -m pip install --quiet uv
-	$(BIN)/uv pip compile --quiet --upgrade --universal --generate-hashes --no-emit-index-url --no-emit-find-links --no-header $(EPP) $(SIM) --group dev pyproject.toml -o lock/dev.txt
+	$(BIN)/uv pip compile --quiet --upgrade --universal --generate-hashes --no-emit-index-url --no-emit-find-links --no-header $(OURS) $(EPP) $(SIM) --group dev pyproject.toml -o lock/dev.txt
 	$(BIN)/uv pip compile --quiet --upgrade --universal --generate-hashes --no-emit-index-url --no-emit-find-links --no-header $(EPP) -c lock/dev.txt pyproject.toml -o lock/runtime.txt
-	$(BIN)/uv pip compile --quiet --upgrade --universal --generate-hashes --no-emit-index-url --no-emit-find-links --no-header $(SIM) -c lock/dev.txt pyproject.toml -o lock/sim.txt
+	$(BIN)/uv pip compile --quiet --upgrade --universal --generate-hashes --no-emit-index-url --no-emit-find-links --no-header $(OURS) $(SIM) -c lock/dev.txt pyproject.toml -o lock/sim.txt
 	$(BIN)/uv pip compile --quiet --upgrade --universal --generate-hashes --no-emit-index-url --no-emit-find-links --no-header --group release -o lock/release.txt
 	@# py-inference-scheduler declares Ray, and needs it for nothing that is compared.
 	echo "ray; python_version < '3'" | $(BIN)/uv pip compile --quiet --upgrade --universal --generate-hashes --no-emit-index-url --no-emit-find-links --no-header --override - --group peers -o lock/peers.txt
@@ -151,7 +157,7 @@ $(TOOLS)/.installed: lock/release.txt
 	@$(TOOLS)/bin/python -m pip --disable-pip-version-check install --quiet --require-hashes -r lock/release.txt
 	@touch $@
 
-$(STAMP): lock/dev.txt pyproject.toml
+$(STAMP): lock/dev.txt pyproject.toml rivals/pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit("Homing needs Python 3.11 or newer, found " + sys.version.split()[0])'
 	@echo 'Installing into $(VENV) what Homing and its tests need: about 90 packages, 200 MB to load, half a minute to some minutes.'
 	@$(PYTHON) -m venv $(VENV)
@@ -161,7 +167,7 @@ $(STAMP): lock/dev.txt pyproject.toml
 	  $(PIP) $$quiet --require-hashes -r lock/dev.txt && \
   awk '/^[^ #]/ {wanted = /^opentelemetry-proto==/} wanted' lock/dev.txt > $(VENV)/last.txt && \
   $(PIP) --quiet --require-hashes --no-deps --force-reinstall -r $(VENV)/last.txt && \
-	  $(PIP) $$quiet --no-deps --no-build-isolation -e .
+	  $(PIP) $$quiet --no-deps --no-build-isolation -e . -e rivals
 	@touch $@
 
 $(PEERS): lock/peers.txt | $(STAMP)

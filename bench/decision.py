@@ -36,13 +36,13 @@ from epp.core.prompt.request import InferenceRequest
 from epp.core.protocol.messages import Event
 from epp.core.protocol.session import Gateway, Observer, Session, SessionSettings
 from epp.core.types import ApiKind, Endpoint, EndpointMetrics, Refusal
+from epp.plugins.strategies import STRATEGIES
 from epp.shell.gateway.codec import decode, encode
 from epp.shell.gateway.wire import Decoder
 from epp.shell.operators.logs import DecisionLog
 from epp.shell.operators.observation import Observation
 from epp.shell.operators.recent_decisions import RecentDecisions
 from epp.shell.operators.telemetry import Telemetry
-from epp.strategies import STRATEGIES
 
 BLOCK_BYTES = 256
 POD_BLOCKS = 27_214

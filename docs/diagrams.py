@@ -12,7 +12,7 @@ from xml.sax.saxutils import escape
 from msgspec import Struct
 
 from epp.core.knowledge.prefill_speed import PREFILL_TOKENS_PER_S
-from epp.strategies.added_time import ATTENTION_TOKENS, DECODE_SHARE, AddedTime
+from epp.plugins.added_time import ATTENTION_TOKENS, DECODE_SHARE, AddedTime
 
 FOLDER: Final = Path(__file__).parent / "scoring"
 WIDTH: Final = 760

@@ -24,8 +24,8 @@ from bench.chaos.pods import CRAWL, Fault
 from bench.chaos.stage import Picker, Stage, staged
 from bench.termination import end_in_order
 from docs.walkthrough import Walk
-from epp.strategies import STRATEGIES
-from epp.strategies.strategy import config_of, step
+from epp.plugins.strategies import STRATEGIES
+from epp.plugins.strategy import config_of, step
 from sim.engine.profiles import DEFAULT_PROFILE, find_profile
 
 FOLDER: Final = Path(__file__).parent

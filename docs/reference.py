@@ -50,8 +50,9 @@ from epp.plugins import DEPRECATED as DEPRECATED_PLUGINS
 from epp.plugins import FILTERS, PICKERS, SCORERS
 from epp.shell.operators.field_metrics import GIE, LLM_D
 from epp.shell.operators.metric_table import METRICS, MetricSpec
-from epp.strategies import FAMILIES
+from homing_rivals import FAMILIES
 from sim.caches.names import BEHAVIOURS
+from sim.cluster.built_in import strategies
 
 FOLDER: Final = Path(__file__).parent
 
@@ -165,11 +166,7 @@ def _plugins(table: Mapping[str, type[Any]]) -> str:
 
 
 def _strategies() -> str:
-    rows = (
-        (f"`{strategy.name}`", strategy.idea)
-        for family in FAMILIES
-        for strategy in family.STRATEGIES
-    )
+    rows = ((f"`{name}`", strategy.idea) for name, strategy in strategies().items())
     return _table(("strategy", "idea"), rows)
 
 
@@ -243,7 +240,7 @@ def _sentences(kind: type[Any]) -> dict[str, str]:
     """Field -> the docstring below it, in one line; of the classes that it is made of too."""
     found: dict[str, str] = {}
     for one in reversed(kind.__mro__):
-        if one.__module__.startswith(("epp.", "sim.")):
+        if one.__module__.startswith(("epp.", "sim.", "homing_rivals.")):
             found |= _own_sentences(one)
     return found
 

@@ -39,6 +39,8 @@ def _versions(root: Path) -> dict[str, str]:
     """File and member -> the version that it says."""
     project = tomllib.loads((root / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     found = {"pyproject.toml": str(project["version"])}
+    rivals = tomllib.loads((root / "rivals/pyproject.toml").read_text(encoding="utf-8"))["project"]
+    found["rivals/pyproject.toml"] = str(rivals["version"])
     chart = (root / "charts/homing/Chart.yaml").read_text(encoding="utf-8")
     for member in ("version", "appVersion"):
         told = re.search(rf'^{member}: "?([^"\s]+)"?$', chart, re.MULTILINE)

@@ -23,7 +23,7 @@ from typing import Any, Final
 
 import yaml
 
-from epp.strategies.strategy import config_of, step
+from epp.plugins.strategy import config_of, step
 from sim.output import TUNED
 from sim.reports.report import seconds, share
 

@@ -17,7 +17,7 @@ import tempfile
 from pathlib import Path
 
 from sim.__main__ import main as simulate
-from sim.cluster.built_in import CONFIGURATIONS
+from sim.cluster.built_in import configurations
 from sim.truth.validate import RECORDINGS
 from tests.decision_digest import decision_digest
 from tests.sim.made import arrivals
@@ -111,7 +111,7 @@ def built_in():
             for one in arrivals(TRIED_REQUESTS, rate=40.0, groups=12)
         ]
         trace.write_bytes(gzip.compress("".join(json.dumps(one) + "\n" for one in lines).encode()))
-        for name in CONFIGURATIONS:
+        for name in configurations():
             yield f"trouble {name}", replayed(name, trace, *TROUBLE)
         for replicas in ("heard", "unheard"):
             peers = () if replicas == "unheard" else ("--peer-delay", "0.01", "--peer-loss", "0.1")

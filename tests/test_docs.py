@@ -25,6 +25,8 @@ from epp.core.types import Endpoint, EndpointMetrics
 from epp.shell.files.endpoints_file import load_endpoints
 from epp.shell.operators.metric_table import METRICS
 from sim import __main__ as sim_command
+from sim.cluster.built_in import ENTRY_POINTS as STRATEGIES
+from sim.cluster.built_in import strategies
 
 ROOT = Path(__file__).parent.parent
 PAGES = [
@@ -191,8 +193,8 @@ def documents(kind):
 
 METRIC = re.compile(r"\bhoming_[a-z0-9_]*[a-z0-9]\b")
 SERIES = re.compile(r"_(bucket|sum|count)$")
-OTHER_NAMES = frozenset({"homing_epp", "homing_near", "homing_peer"})
-"""Our distribution, a module of an example, and what a command looks for in names of metrics."""
+OTHER_NAMES = frozenset({"homing_epp", "homing_near", "homing_peer", "homing_rivals"})
+"""Our distributions, a module of an example, and what a command looks for in names of metrics."""
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
@@ -249,11 +251,14 @@ def near(tmp_path, monkeypatch):
     (information / "METADATA").write_text("Name: homing-near\nVersion: 1.0.0\n")
     classes = ("Near", "ShortQueue", "TwoChoices", "UserIndexSettings", "SameUser")
     entries = "".join(f"{name} = homing_near:{name}\n" for name in classes)
+    entries += f"[{STRATEGIES}]\nnear = homing_near:STRATEGIES\n"
     (information / "entry_points.txt").write_text(f"[{ENTRY_POINTS}]\n{entries}")
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(sys.modules, "homing_near", raising=False)
     invalidate_caches()
+    strategies.cache_clear()
     yield
+    strategies.cache_clear()
     sys.modules.pop("homing_near", None)
 
 
@@ -292,6 +297,14 @@ def test_the_documented_scorer_prefers_the_zone_that_is_asked_for():
         f"pod-{zone}" for zone in "cabac"
     ]
     assert "far = 0.5" in explain(load_config(document, "plugins.md", plugin_tables()))
+
+
+@pytest.mark.usefixtures("near")
+def test_the_documented_strategy_has_a_name():
+    """By which the simulator runs it."""
+    text = strategies()["near-and-idle"].config
+    scorers = load_config(text, "plugins.md", plugin_tables()).profile.scorers
+    assert [one.name for one in scorers] == ["near-scorer", "active-request-scorer"]
 
 
 @pytest.mark.usefixtures("near")

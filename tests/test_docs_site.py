@@ -14,8 +14,8 @@ from mkdocs.structure.pages import Page
 
 from docs.diagrams import BLOCK_TOKENS, DIAGRAMS, PODS, PROMPT_TOKENS, added_s
 from docs.site import ELSEWHERE, on_page_markdown, slug
-from epp.strategies.added_time import AddedTime
-from epp.strategies.cost import scores_of_cost
+from epp.plugins.added_time import AddedTime
+from epp.plugins.cost import scores_of_cost
 from tests.builders import candidates, request
 from tests.envoy.rig import until
 from tests.sim.browser import browser

@@ -43,9 +43,9 @@ from epp.core.decision.inputs import PageScraped, PoolReplaced
 from epp.core.decision.scheduler import Scheduler
 from epp.core.protocol.session import Session, SessionSettings
 from epp.core.types import Endpoint, EndpointMetrics
+from epp.plugins.strategies import STRATEGIES
 from epp.shell.gateway.ext_proc import ExtProc
 from epp.shell.gateway.tls import ServerCertificate
-from epp.strategies import STRATEGIES
 from tests import gateway as gw
 from tests.envoy.rig import until
 from tests.shell.gateway.test_ext_proc import Told

@@ -38,11 +38,11 @@ def folder(tmp_path_factory):
         (tests if "epp.testing" in block else classes).append(block)
     (folder / "homing_near.py").write_text("\n".join(classes), encoding="utf-8")
     (folder / "test_near.py").write_text("\n".join(["from homing_near import *", *tests]))
-    project, pods = blocks("toml")
+    project, strategies, pods = blocks("toml")
     # The entry point of the page, and those of its other classes.
     others = ("ShortQueue", "TwoChoices", "UserIndexSettings", "SameUser")
     project += "".join(f'{name} = "homing_near:{name}"\n' for name in others)
-    (folder / "pyproject.toml").write_text(project)
+    (folder / "pyproject.toml").write_text(f"{project}\n{strategies}")
     (folder / "zones.toml").write_text(pods)
     (document,) = blocks("yaml")
     (folder / "near.yaml").write_text(document)

@@ -19,9 +19,12 @@ from tests.conftest import LONGEST, TOGETHER
 
 ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
-PACKAGES = ("epp", "sim")
+RIVALS = tomllib.loads((ROOT / "rivals/pyproject.toml").read_text())
+PACKAGES = ("epp", "sim", "homing_rivals")
 MODULES = sorted(
-    path.relative_to(ROOT) for name in PACKAGES for path in (ROOT / name).rglob("*.py")
+    path.relative_to(ROOT)
+    for folder in ("epp", "sim", "rivals/homing_rivals")
+    for path in (ROOT / folder).rglob("*.py")
 )
 
 COVERED_ELSEWHERE = {
@@ -31,7 +34,7 @@ COVERED_ELSEWHERE = {
         "tests/core/knowledge/test_candidates.py",
         "most tests are made of its values",
     ),
-    "epp/testing/churn.py": ("tests/strategies/test_families.py", "every strategy goes through it"),
+    "epp/testing/churn.py": ("tests/rivals/test_families.py", "every strategy goes through it"),
     "epp/configuration/live.py": ("tests/test_app.py", "configurations are changed live there"),
     "epp/shell/peers/carrier.py": ("tests/shell/peers/test_pump.py", "a protocol and its nouns"),
     "epp/shell/peers/state.py": ("tests/shell/peers/test_service.py", "nouns and totals"),
@@ -211,7 +214,10 @@ NOT_FOR_SERVING = (
 def mirror(module):
     """`epp/core/knowledge/prefix.py` -> `tests/core/test_prefix.py`, `sim/pods/pods.py` -> `tests/sim/...`."""
     package, *folders = module.parent.parts
-    folders = folders if package == "epp" else [package, *folders]
+    if package == "rivals":
+        folders = ["rivals", *folders[1:]]
+    elif package != "epp":
+        folders = [package, *folders]
     return Path("tests", *folders, f"test_{module.stem.strip('_')}.py")
 
 
@@ -236,13 +242,13 @@ EXTRAS = set(PROJECT["project"]["optional-dependencies"])
 OF_THE_PICKER = frozenset({"otel", "top", "valkey"})
 
 
-def dependencies(*, extras=frozenset(EXTRAS)):
-    """Names of what the distribution needs with `extras`."""
+def dependencies(*, extras=frozenset(EXTRAS), without=frozenset()):
+    """Names of what the distribution needs with `extras`, `without` what is made here too."""
     project = PROJECT["project"]
     wanted = [*project["dependencies"]]
     for name, extra in project["optional-dependencies"].items():
         wanted += extra if name in extras else ()
-    return names_of(wanted)
+    return [name for name in names_of(wanted) if name not in without]
 
 
 def names_of(requirements):
@@ -278,7 +284,12 @@ def test_no_module_is_a_bucket():
 
 
 @pytest.mark.parametrize(
-    "module", [path for path in MODULES if path.parts[:2] in {("epp", "core"), ("epp", "plugins")}]
+    "module",
+    [
+        path
+        for path in MODULES
+        if path.parts[:2] in {("epp", "core"), ("epp", "plugins")} or path.parts[0] == "rivals"
+    ],
 )
 def test_nothing_that_decides_depends_on_the_hash_of_a_process(module):
     """Neither by the built-in `hash`, nor by iterating over a set that was written there."""
@@ -291,8 +302,8 @@ def test_nothing_that_decides_depends_on_the_hash_of_a_process(module):
 
 LOCKED = {
     "runtime.txt": dependencies(extras=OF_THE_PICKER),
-    "sim.txt": dependencies(extras={"sim"}),
-    "dev.txt": dependencies(extras=EXTRAS - CLUSTERS),
+    "sim.txt": dependencies(extras={"sim"}, without={"homing-rivals"}),
+    "dev.txt": dependencies(extras=EXTRAS - CLUSTERS, without={"homing-rivals"}),
     "peers.txt": names_of(PROJECT["dependency-groups"]["peers"]),
     "release.txt": names_of(PROJECT["dependency-groups"]["release"]),
 }
@@ -412,6 +423,11 @@ def test_every_dependency_has_its_reason():
 def test_the_version_is_one():
     """What is installed says what the code says."""
     assert PROJECT["project"]["version"] == epp.__version__
+    assert RIVALS["project"]["version"] == epp.__version__
+    assert f"homing-epp=={epp.__version__}" in RIVALS["project"]["dependencies"]
+    extras = PROJECT["project"]["optional-dependencies"]
+    for name in ("rivals", "sim"):
+        assert f"homing-rivals=={epp.__version__}" in extras[name]
 
 
 def test_the_wheel_holds_what_the_packages_need(tmp_path):

@@ -7,7 +7,7 @@ import yaml
 from docs.walkthrough import GUESS, Walk, comparison, shadowed
 from epp.configuration.build import plugin_tables
 from epp.configuration.config import load_config
-from epp.strategies import STRATEGIES
+from epp.plugins.strategies import STRATEGIES
 
 
 def test_a_tuned_profile_becomes_the_shadow_of_another():

@@ -11,7 +11,7 @@ from typing import Any, Final
 import yaml
 
 from bench.report.contestants import Settings
-from epp.strategies import STRATEGIES
+from epp.plugins.strategies import STRATEGIES
 
 NOTHING: Final = "nothing of it"
 RECORDS: Final = ""

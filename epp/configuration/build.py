@@ -27,7 +27,7 @@ from epp.core.knowledge.prefill_speed import PREFILL_TOKENS_PER_S
 from epp.core.knowledge.prefix import PrefixIndexSettings
 from epp.core.types import Seconds
 from epp.plugins import DEPRECATED, FILTERS, PICKERS, SCORERS
-from epp.strategies import plugin_classes
+from epp.plugins.burst import BurstSettings
 
 ENTRY_POINTS: Final = "homing.plugins"
 """Group in which other distributions offer their plugins, one class an entry point (D13)."""
@@ -36,6 +36,7 @@ INDEXES: Final[Mapping[str, type[AffinityIndexSettings]]] = {
     "approx-prefix-cache-producer": PrefixIndexSettings,
     "session-id-producer": SessionIndexSettings,
     "no-hit-lru-producer": NoHitLruSettings,
+    "burst-prefix-cache-producer": BurstSettings,
 }
 
 REFRESH_INTERVAL_S: Final = 0.2
@@ -54,10 +55,10 @@ def plugin_tables() -> PluginTables:
     that is in use.
     """
     tables: dict[str, dict[str, Any]] = {
-        "keep": {**FILTERS, **plugin_classes("FILTERS")},
-        "score": {**SCORERS, **plugin_classes("SCORERS")},
-        "pick": {**PICKERS, **plugin_classes("PICKERS")},
-        "open": {**INDEXES, **plugin_classes("INDEXES")},
+        "keep": dict(FILTERS),
+        "score": dict(SCORERS),
+        "pick": dict(PICKERS),
+        "open": dict(INDEXES),
     }
     problems: list[str] = []
     for entry in sorted(entry_points(group=ENTRY_POINTS), key=lambda entry: entry.name):

@@ -299,8 +299,54 @@ REFUSED_SECTIONS: Final[Mapping[str, str]] = {
 """Members of the document that cannot be obeyed -> why. They are to be removed."""
 
 
+RIVALS: Final = frozenset(
+    {
+        "adapter-first-filter",
+        "block-load-producer",
+        "bounded-prefix-hash-scorer",
+        "bounded-session-scorer",
+        "data-parallel-load-scorer",
+        "decayed-misses-scorer",
+        "dynamo-cost-scorer",
+        "dynamo-two-tier-scorer",
+        "early-blocks-hash-scorer",
+        "explore-exploit-scorer",
+        "guarded-prefix-scorer",
+        "least-kv-cache-filter",
+        "least-pending-work-scorer",
+        "least-queue-filter",
+        "load-aware-prefix-filter",
+        "longest-prefix-scorer",
+        "noisy-max-score-picker",
+        "power-of-two-picker",
+        "preble-history-producer",
+        "prefix-popularity-producer",
+        "prompt-blocks-producer",
+        "radix-tree-producer",
+        "random-tie-picker",
+        "ray-prefix-affinity-scorer",
+        "relative-load-scorer",
+        "rendezvous-session-scorer",
+        "routed-blocks-producer",
+        "simhash-ring-scorer",
+        "smg-cache-aware-1-scorer",
+        "smg-cache-aware-4-scorer",
+        "softmax-picker",
+        "stay-in-time-scorer",
+        "two-hashes-scorer",
+        "two-of-best-picker",
+        "user-token-place-scorer",
+        "user-tokens-producer",
+        "work-times-batch-scorer",
+    }
+)
+"""Types of homing-rivals: where they are not installed it is told what has them."""
+
+
 def refusal_of(type_name: str) -> str | None:
     """Why a known type of the field is not here, and what is nearest to it; None: not known."""
     if type_name.startswith("multicluster-"):
         return "one picker serves one pool: remove it"
+    if type_name in RIVALS:
+        return "it is in homing-rivals, which is not installed: pip install 'homing-epp[rivals]'"
     return REFUSED.get(type_name)

@@ -9,6 +9,7 @@ from typing import Final
 from epp.core.decision.plugin import Filter, Picker, Scorer
 from epp.core.knowledge.saturation import UtilizationDetector
 from epp.plugins import conformance, filters, pickers, scorers
+from epp.plugins.added_time import AddedTime
 
 FILTERS: Final[Mapping[str, type[Filter]]] = {
     "label-selector-filter": filters.LabelSelector,
@@ -25,6 +26,7 @@ FILTERS: Final[Mapping[str, type[Filter]]] = {
 }
 
 SCORERS: Final[Mapping[str, type[Scorer]]] = {
+    "added-time-scorer": AddedTime,
     "prefix-cache-scorer": scorers.PrefixCache,
     "queue-scorer": scorers.Queue,
     "kv-cache-utilization-scorer": scorers.KVCacheUtilization,

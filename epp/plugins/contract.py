@@ -14,7 +14,8 @@ from epp.core.decision.plugin import (
     Scorer,
     TellsCost,
 )
-from epp.core.duration import Duration
+from epp.core.decision.profile import highest
+from epp.core.duration import Duration, check_above_zero
 from epp.core.knowledge.candidates import (
     AdapterColumns,
     Affinity,
@@ -34,13 +35,21 @@ from epp.core.knowledge.index import (
     Origin,
     SharedIndex,
 )
+from epp.core.knowledge.prefix import PrefixIndex, PrefixIndexSettings
+from epp.core.knowledge.rendezvous import Hashes, rendezvous_weights
 from epp.core.moment import Moment
 from epp.core.parameters import Parameters, Plugin
+from epp.core.prompt.blocks import HASH_BYTES
 from epp.core.prompt.request import InferenceRequest
 from epp.core.session_tokens import SessionTokens
-from epp.core.types import ApiKind, Endpoint, Seconds
+from epp.core.types import BYTES_PER_TOKEN, ApiKind, Endpoint, Seconds
+from epp.plugins.cost import scores_of_cost
+from epp.plugins.held_blocks import HeldBlocks, block_lists
+from epp.plugins.strategy import Step, Strategy, config_of, named, producer, step
 
 __all__ = [
+    "BYTES_PER_TOKEN",
+    "HASH_BYTES",
     "Abilities",
     "AdapterColumns",
     "Affinity",
@@ -55,6 +64,8 @@ __all__ = [
     "Filter",
     "Floats",
     "GoesBySessions",
+    "Hashes",
+    "HeldBlocks",
     "IndexMeasures",
     "InferenceRequest",
     "Ints",
@@ -66,11 +77,24 @@ __all__ = [
     "Parameters",
     "Picker",
     "Plugin",
+    "PrefixIndex",
+    "PrefixIndexSettings",
     "ReadsColumns",
     "ReadsIndex",
     "Scorer",
     "Seconds",
     "SessionTokens",
     "SharedIndex",
+    "Step",
+    "Strategy",
     "TellsCost",
+    "block_lists",
+    "check_above_zero",
+    "config_of",
+    "highest",
+    "named",
+    "producer",
+    "rendezvous_weights",
+    "scores_of_cost",
+    "step",
 ]

@@ -40,7 +40,7 @@ from epp.core.knowledge.prefill_speed import PREFILL_TOKENS_PER_S
 from epp.core.prompt.request import InferenceRequest
 from epp.core.session_tokens import SessionTokens
 from epp.core.types import Endpoint, EndpointMetrics, Refusal, RefusalReason, Seconds
-from sim.cluster.built_in import CONFIGURATIONS
+from sim.cluster.built_in import RIVALS_MISSING, configurations, rivals_installed
 
 _SESSION_AFFINITY: Final = "session-affinity"
 _SESSION_KEY: Final = b"of every replica in every run"
@@ -287,8 +287,9 @@ BASELINES: Final[Mapping[str, Choose]] = {
 }
 
 
-BUILT_IN: Final = (*CONFIGURATIONS, *BASELINES)
-"""What `--config` knows by name."""
+def built_in() -> tuple[str, ...]:
+    """What `--config` knows by name. Raises `ConfigError` as `strategies`."""
+    return (*configurations(), *BASELINES)
 
 
 class PolicyNameError(ValueError):
@@ -351,13 +352,15 @@ def policy_source(named: str) -> PolicySource:
     Raises `PolicyNameError` if there is neither, `ConfigError` if the configuration is no good and
     `OSError` if the file cannot be read.
     """
-    if named in CONFIGURATIONS:
-        return PolicySource(name=named, text=CONFIGURATIONS[named], source=f"built-in {named}")
+    text = configurations().get(named)
+    if text is not None:
+        return PolicySource(name=named, text=text, source=f"built-in {named}")
     if named in BASELINES:
         return PolicySource(name=named)
     path = Path(named)
     if not path.exists():
-        raise PolicyNameError(f"{named} is neither a file nor one of {', '.join(BUILT_IN)}")
+        hint = "" if rivals_installed() else f"; {RIVALS_MISSING}"
+        raise PolicyNameError(f"{named} is neither a file nor one of {', '.join(built_in())}{hint}")
     if path.stat().st_size > CONFIG_MAX_BYTES:
         raise ConfigError([f"{named} is larger than {CONFIG_MAX_BYTES} bytes"])
     try:

@@ -14,7 +14,7 @@ from sim.cluster.assignment import Assignment
 from sim.cluster.clients import Clients
 from sim.cluster.cluster import ClusterSettings, ClusterSettingsError
 from sim.cluster.peering import PeerSettings
-from sim.cluster.policies import BUILT_IN, PolicyNameError, PolicySource, policy_source
+from sim.cluster.policies import PolicyNameError, PolicySource, policy_source
 from sim.cluster.simulated_pod import PodKind
 from sim.engine.profiles import DEFAULT_PROFILE, find_profile, profile_named
 from sim.experiments.pickers import (
@@ -35,7 +35,7 @@ from sim.traces.reading import ReadOptions
 PODS: Final = 8
 RUNS_MAX: Final = 1_000
 """Of seeds, of points of a sweep, and of processes at once."""
-POLICY_HELP: Final = "an EndpointPickerConfig in a file, or a built-in: " + ", ".join(BUILT_IN)
+POLICY_HELP: Final = "an EndpointPickerConfig in a file, or a name that sim strategies lists"
 
 
 def add_run_options(parser: argparse.ArgumentParser, *, several_replicas: bool = False) -> None:

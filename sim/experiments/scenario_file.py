@@ -18,7 +18,7 @@ from epp.configuration.document import nearest
 from sim.caches.names import CacheNameError, cache_named, check_cache
 from sim.cluster.arrivals import Rate
 from sim.cluster.autoscaler import AutoscalerSettings
-from sim.cluster.built_in import CONFIGURATIONS
+from sim.cluster.built_in import configurations
 from sim.cluster.clients import Clients
 from sim.cluster.cluster import ClusterSettingsError
 from sim.cluster.incidents import (
@@ -311,7 +311,7 @@ def _policy(path: Path, place: str, config: str) -> PolicySource:
     if not policy.text:
         raise ScenarioError(
             f"{place}: config: expected an EndpointPickerConfig in a file or one of "
-            f"{', '.join(CONFIGURATIONS)}, got the baseline {config!r}."
+            f"{', '.join(configurations())}, got the baseline {config!r}."
         )
     return policy
 

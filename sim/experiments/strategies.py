@@ -5,9 +5,13 @@ import json
 from typing import Final
 
 from epp.configuration.document import nearest
-from epp.strategies import STRATEGIES
-from sim.cluster.built_in import CONFIGURATIONS
-from sim.cluster.policies import BASELINES, BUILT_IN, PolicyNameError
+from sim.cluster.built_in import (
+    RIVALS_MISSING,
+    configurations,
+    rivals_installed,
+    strategies,
+)
+from sim.cluster.policies import BASELINES, PolicyNameError, built_in
 
 _DEFAULT_IDEA: Final = "What epp serve decides by when it is given no configuration."
 
@@ -27,11 +31,11 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
 
 def ideas() -> dict[str, str]:
     """Name -> one sentence, of all that `--config` knows by name."""
-    return {name: _idea(name) for name in BUILT_IN}
+    return {name: _idea(name) for name in built_in()}
 
 
 def _idea(name: str) -> str:
-    strategy = STRATEGIES.get(name)
+    strategy = strategies().get(name)
     if strategy is not None:
         return strategy.idea
     if name in BASELINES:
@@ -53,10 +57,13 @@ def _run(options: argparse.Namespace) -> int:
         raise PolicyNameError(
             f"{options.name} is a baseline of the simulator and has no configuration"
         )
-    text = CONFIGURATIONS.get(options.name)
+    text = configurations().get(options.name)
     if text is None:
-        hint = nearest(options.name, BUILT_IN)
-        raise PolicyNameError(f"{options.name} is no strategy{hint}; sim strategies lists them")
+        hint = nearest(options.name, built_in())
+        more = "" if rivals_installed() else f"; {RIVALS_MISSING}"
+        raise PolicyNameError(
+            f"{options.name} is no strategy{hint}; sim strategies lists them{more}"
+        )
     if options.json:
         print(json.dumps({"name": options.name, "idea": _idea(options.name), "config": text}))
         return 0

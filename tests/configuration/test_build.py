@@ -4,6 +4,7 @@ import msgspec
 import numpy as np
 import pytest
 
+from epp.configuration import build
 from epp.configuration.build import (
     INDEXES,
     build_settings,
@@ -20,7 +21,7 @@ from epp.core.knowledge.candidates import Candidates
 from epp.core.prompt.request import InferenceRequest
 from epp.core.types import Endpoint
 from epp.plugins import FILTERS, PICKERS, SCORERS
-from epp.strategies import plugin_classes
+from homing_rivals import PLUGINS
 from tests.builders import endpoint
 
 SAMPLES = Path(__file__).parent / "config_samples"
@@ -212,12 +213,24 @@ class Alphabetical(Parameters, frozen=True):
 '''
 
 
-def test_without_other_distributions_the_tables_are_our_own():
-    """Those of the field, and those of the strategies."""
-    assert TABLES.filters == {**FILTERS, **plugin_classes("FILTERS")}
-    assert TABLES.scorers == {**SCORERS, **plugin_classes("SCORERS")}
-    assert TABLES.pickers == {**PICKERS, **plugin_classes("PICKERS")}
-    assert TABLES.indexes == {**INDEXES, **plugin_classes("INDEXES")}
+def test_the_tables_are_our_own_and_what_is_installed():
+    """Those of the field, and those of other routers where their distribution is."""
+    rivals = {one.type_name: one for one in PLUGINS}
+    ours = {**FILTERS, **SCORERS, **PICKERS, **INDEXES}
+    found = {**TABLES.filters, **TABLES.scorers, **TABLES.pickers, **TABLES.indexes}
+    assert found == ours | rivals
+    assert not ours.keys() & rivals.keys()
+
+
+def test_a_plugin_of_rivals_that_are_not_installed_says_what_to_install(monkeypatch):
+    """One sentence, and nothing else."""
+    monkeypatch.setattr(build, "entry_points", lambda group: ())
+    text = f"{HEAD}plugins: [{{type: least-pending-work-scorer}}]"
+    with pytest.raises(ConfigError) as error:
+        load_config(text, "c", plugin_tables())
+    (problem,) = error.value.problems
+    assert problem.startswith("c: plugins[0] (least-pending-work-scorer): type")
+    assert problem.endswith("pip install 'homing-epp[rivals]'")
 
 
 @pytest.mark.parametrize(

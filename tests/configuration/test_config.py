@@ -18,7 +18,7 @@ from epp.configuration.config import (
 )
 from epp.core.knowledge.prefix import PrefixIndexSettings
 from epp.plugins import DEPRECATED, FILTERS, PICKERS, SCORERS
-from epp.strategies import STRATEGIES
+from epp.plugins.strategies import STRATEGIES
 
 SAMPLES = Path(__file__).parent / "config_samples"
 TABLES = plugin_tables()

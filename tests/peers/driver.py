@@ -19,7 +19,7 @@ from epp.core.knowledge.inflight import Outcome
 from epp.core.types import Endpoint, EndpointMetrics
 from tests.builders import request
 from tests.envoy.rig import free_ports, start_process, until
-from tests.strategies.driven import settings_of
+from tests.rivals.driven import settings_of
 
 PLACE = Path(__file__).parents[2] / ".peers"
 """Where `make peers` installs them."""
@@ -33,9 +33,8 @@ others it misses once in 10^22."""
 class Peer:
     """A running router: what it is sent is a stream that stays open until it is ended."""
 
-    def __init__(self, client, port, urls, key_header, counts_requests):
+    def __init__(self, client, port, urls, key_header):
         self._client = client
-        self._counts_requests = counts_requests
         self._url = f"http://127.0.0.1:{port}"
         self._key_header = key_header
         self._urls = urls
@@ -55,8 +54,7 @@ class Peer:
     async def send(self, step):
         """The pod that `step` reaches; it is in flight from then on."""
         self.end(step.ends)
-        if self._counts_requests:
-            await self._settle()
+        await self._settle()
         headers = {self._key_header: step.key} if self._key_header and step.key else {}
         response = await self._client.post(
             f"{self._url}/v1/completions",
@@ -112,11 +110,8 @@ def _counter(page, name):
 
 
 @asynccontextmanager
-async def running_peer(folder, module, *flags, key_header="", counts_requests=True):
-    """The router of `module` before fresh pods, both processes; the log is printed at the end.
-
-    `counts_requests`: its policy does, so that it can be waited for what it counts.
-    """
+async def running_peer(folder, module, *flags, key_header=""):
+    """The router of `module` before fresh pods, both processes; the log is printed at the end."""
     found, log = folder / "endpoints.json", folder / "log.txt"
     port, metrics_port = free_ports(2)
     processes = [
@@ -142,7 +137,7 @@ async def running_peer(folder, module, *flags, key_header="", counts_requests=Tr
         async with aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(limit=0), timeout=aiohttp.ClientTimeout(total=50)
         ) as client:
-            peer = Peer(client, port, urls, key_header, counts_requests)
+            peer = Peer(client, port, urls, key_header)
             await until(
                 lambda: processes[-1].returncode is not None or peer.is_ready(),
                 f"{module} to know its pods",

@@ -2,9 +2,9 @@
 
 import pytest
 
-from epp.strategies.radix_tree import RadixTreeSettings
-from epp.strategies.smg_cache_aware import CacheAware1
-from epp.strategies.strategy import config_of, producer, step
+from epp.plugins.contract import config_of, producer, step
+from homing_rivals.radix_tree import RadixTreeSettings
+from homing_rivals.smg_cache_aware import CacheAware1
 from tests.peers.comparison import compare
 from tests.peers.driver import Ours, running_peer
 from tests.peers.workload import conversations

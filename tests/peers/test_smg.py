@@ -1,34 +1,31 @@
-"""smg 1.13.0: the fourth generation of cache-aware routing, and what it has besides."""
-
-from collections import Counter
+"""smg 1.13.0: the fourth generation of cache-aware routing, and its two choices."""
 
 import pytest
 
-from epp.strategies.radix_tree import RadixTreeSettings
-from epp.strategies.smg_cache_aware import CacheAware4
-from epp.strategies.strategy import config_of, producer, step
+from epp.plugins.contract import config_of, producer, step
+from homing_rivals.radix_tree import RadixTreeSettings
+from homing_rivals.smg_cache_aware import CacheAware4
 from tests.peers.comparison import compare
-from tests.peers.driver import PODS, Ours, running_peer
-from tests.peers.workload import CHUNK, Step, chunk, conversations
+from tests.peers.driver import Ours, running_peer
+from tests.peers.workload import CHUNK, conversations
 
 pytestmark = pytest.mark.timeout(240)
 MODULE = "smg.cli launch"
-KEY = "x-smg-routing-key"
 FLAGS = ("--disable-retries", "--disable-circuit-breaker", "--log-level", "warn")
 NO_WARMUP = ("--worker-warmup-secs", "0", "--worker-warmup-thin-ratio", "0")
 WAIT = "the expected wait is of reports every 10 s and of what was sent since; ours is of requests"
 
 
-async def followed(tmp_path, versions, keep, steps, strategy, config, *flags, key="", note=""):
+async def followed(tmp_path, versions, keep, steps, strategy, config, *flags, note=""):
     """The comparison of `steps`, kept."""
-    async with running_peer(tmp_path, MODULE, *flags, *FLAGS, key_header=key) as peer:
+    async with running_peer(tmp_path, MODULE, *flags, *FLAGS) as peer:
         done = await compare(
             f"smg {versions['smg']}",
             " ".join(flags).replace("--policy ", "").replace("--", ""),
             strategy,
             steps,
             peer,
-            lambda order: Ours(config or strategy, order, key_header=key),
+            lambda order: Ours(config or strategy, order),
             note,
         )
     keep(done)
@@ -71,25 +68,6 @@ def _holders(steps, went, at):
     return frozenset()
 
 
-@pytest.mark.parametrize(
-    ("mode", "strategy"),
-    [("min_load", "smg-manual-min-load"), ("min_group", "smg-manual-min-group")],
-)
-async def test_manual_assigns_alike(tmp_path, versions, keep, mode, strategy):
-    """A key stays; a new one goes to the least of its kind, and so does what has none."""
-    keyless = [
-        step._replace(key="") if step.key.startswith("cold") else step
-        for step in conversations(100, heads=3, inflight_max=12)
-    ]
-    done = await followed(
-        *(tmp_path, versions, keep, keyless, strategy, ""),
-        *("--policy", "manual", "--assignment-mode", mode),
-        key=KEY,
-    )
-    assert done.disagreed == []
-    assert done.decided > 40
-
-
 async def test_two_choices_are_never_both_the_worst(tmp_path, versions, keep):
     """Who is drawn is chance, who of two is taken is not."""
     done = await followed(
@@ -97,49 +75,3 @@ async def test_two_choices_are_never_both_the_worst(tmp_path, versions, keep):
         *("--policy", "power_of_two", "--power-of-two-load-metric", "least_requests"),
     )
     assert done.disagreed == []
-
-
-async def test_least_load_spreads_alike(tmp_path, versions, keep):
-    """Shares within 15 points and hits within 10; request by request it counts other things.
-
-    With a report a second: of one in ten seconds whoever is idle when it comes is preferred for long.
-    """
-    done = await followed(
-        *(tmp_path, versions, keep, list(conversations(80)), "smg-least-load", ""),
-        *("--policy", "least_load", "--load-monitor-interval", "1"),
-        note=WAIT.replace("every 10 s", "every second"),
-    )
-    theirs, ours = done.shares
-    assert theirs == pytest.approx(ours, abs=0.15)
-    assert done.hits[0] == pytest.approx(done.hits[1], abs=0.1)
-
-
-async def test_prefix_hash_sees_no_prefix_over_http(tmp_path, versions):
-    """It has no ring for such workers: the first of the fewest requests. Ours is as documented."""
-    steps = list(conversations(60))
-    async with running_peer(tmp_path, MODULE, "--policy", "prefix_hash", *FLAGS) as peer:
-        went = [await peer.send(one) for one in steps]
-        order = peer.order
-    inflight = []
-    for one, pod in zip(steps, went, strict=True):
-        inflight = inflight[one.ends :]
-        counted = Counter(inflight)
-        assert pod == min(order, key=counted.__getitem__)
-        inflight.append(pod)
-
-
-async def test_consistent_hashing_keeps_keys(tmp_path, versions):
-    """The ring's hash is another; a key stays in both, keys spread, no key goes anywhere."""
-    keyed = [Step(chunk(0, key), f"key-{key}", 1) for _ in range(2) for key in range(45)]
-    keyed[0] = keyed[0]._replace(ends=0)
-    keyless = [Step(chunk(1, at), "", 1) for at in range(40)]
-    flags = ("--policy", "consistent_hashing", *FLAGS)
-    async with running_peer(tmp_path, MODULE, *flags, key_header=KEY) as peer:
-        went = [await peer.send(step) for step in (*keyed, *keyless)]
-        order = peer.order
-    ours = Ours("smg-consistent-hashing", order, key_header=KEY)
-    chosen = [ours.send(step)[0] for step in (*keyed, *keyless)]
-    for one in (went, chosen):
-        assert one[:45] == one[45:90], "a key stays"
-        assert len(set(one[:45])) == PODS
-        assert set(one[90:]) == set(order), "without a key anybody"

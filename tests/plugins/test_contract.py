@@ -8,8 +8,8 @@ import pytest
 from epp.configuration.build import INDEXES
 from epp.core.decision.plugin import ReadsIndex
 from epp.plugins import DEPRECATED, FILTERS, PICKERS, SCORERS
-from epp.strategies import plugin_classes
 from epp.testing import candidates, check_plugin
+from homing_rivals import PLUGINS
 
 VARIANTS = {
     "by-label": [{"label": "llm-d.ai/role", "validValues": ["decode"], "allowsNoLabel": True}],
@@ -28,34 +28,23 @@ VARIANTS = {
     "session-affinity-scorer": [{}, {"strategy": "session_id"}],
     "approx-prefix-cache-producer": [{"lruCapacityPerServer": 50}],
     "session-id-producer": [{"sessionsMax": 50}],
-    "block-table-producer": [{"blocksMax": 50}],
-    "preble-tree-producer": [{"blocksMax": 50, "window": "1s"}],
     "user-tokens-producer": [{"usersMax": 20}],
     "block-load-producer": [{"activeBlocksMax": 50, "lruCapacityPerServer": 50}],
-    "kthena-prefix-producer": [{"lruCapacityPerServer": 50}],
     "routed-blocks-producer": [{"blocksPerEndpointMax": 50}],
-    "routing-keys-producer": [{"keysMax": 20}],
-    "attention-work-producer": [{"lruCapacityPerServer": 50}],
     "preble-history-producer": [{"lruCapacityPerServer": 50, "window": "1s"}],
     "radix-tree-producer": [{"lruCapacityPerServer": 50}],
 }
 
 SELECTING = {
     "label-selector-filter", "by-label-selector", "by-label", "decode-filter", "prefill-filter", "encode-filter",
-    "few-waiting-filter",
 }  # fmt: skip
 """They select, so they may select nobody."""
 
-BY_ORDER = {
-    "no-hit-lru-scorer", "arrival-rate-scorer", "session-ring-scorer", "user-token-place-scorer",
-}  # fmt: skip
+BY_ORDER = {"no-hit-lru-scorer", "user-token-place-scorer"}
 """Never-used endpoints are ranked in the order in which they come, or all are, as in the original."""
 
 
-TABLES = [
-    *(FILTERS, SCORERS, PICKERS, INDEXES),
-    *(plugin_classes(kind) for kind in ("FILTERS", "SCORERS", "PICKERS", "INDEXES")),
-]
+TABLES = [FILTERS, SCORERS, PICKERS, INDEXES, {one.type_name: one for one in PLUGINS}]
 
 
 @pytest.mark.parametrize(
@@ -99,6 +88,7 @@ def test_readers_of_an_index_say_which():
         if name != "by-label" and isinstance(plugin := kind(), ReadsIndex)
     }
     assert readers == {
+        "added-time-scorer": ("", "approx-prefix-cache-producer"),
         "prefix-cache-affinity-filter": ("", "approx-prefix-cache-producer"),
         "prefix-cache-scorer": ("", "approx-prefix-cache-producer"),
         "no-hit-lru-scorer": ("no-hit-lru-producer", "no-hit-lru-producer"),

@@ -61,22 +61,28 @@ def digest(path):
     return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
+@pytest.fixture(scope="module", params=[".", "rivals"])
+def project(request):
+    """The folder of a distribution: Homing's own, and that of the rivals."""
+    return request.param
+
+
 @pytest.fixture(scope="module")
-def first(tmp_path_factory):
+def first(tmp_path_factory, project):
     """A tree and what was built of it."""
     folder = tmp_path_factory.mktemp("first")
     tree = sources(folder / "tree")
-    return tree, built(tree, folder / "dist")
+    return tree, built(tree / project, folder / "dist")
 
 
-def test_built_twice_they_are_the_same_bytes(first, tmp_path):
+def test_built_twice_they_are_the_same_bytes(first, tmp_path, project):
     """At another place and time, by another user with other habits, in another time zone."""
     _, found = first
     tree = sources(tmp_path / "elsewhere" / "another-name")
     for path in sorted(tree.rglob("*"), reverse=True):
         os.utime(path, (10**9, 10**9))
     others = {"TZ": "Pacific/Kiritimati", "LC_ALL": "C", "PYTHONHASHSEED": "7", "HOME": "/nowhere"}
-    again = built(tree, tmp_path / "dist", umask="077", **others)
+    again = built(tree / project, tmp_path / "dist", umask="077", **others)
     assert [path.name for path in again] == [path.name for path in found]
     assert list(map(digest, again)) == list(map(digest, found))
 
@@ -114,12 +120,13 @@ def test_they_hold_nothing_of_the_machine(first):
     assert not [name for name in held.namelist() if str(tree).encode() in held.read(name)]
 
 
-def test_they_are_of_this_version_and_say_what_they_are(first):
+def test_they_are_of_this_version_and_say_what_they_are(first, project):
     _, (wheel, sdist) = first
-    assert wheel.name == f"homing_epp-{__version__}-py3-none-any.whl"
-    assert sdist.name == f"homing_epp-{__version__}.tar.gz"
+    name = "homing_epp" if project == "." else "homing_rivals"
+    assert wheel.name == f"{name}-{__version__}-py3-none-any.whl"
+    assert sdist.name == f"{name}-{__version__}.tar.gz"
     held = zipfile.ZipFile(wheel)
-    told = held.read(f"homing_epp-{__version__}.dist-info/METADATA").decode()
+    told = held.read(f"{name}-{__version__}.dist-info/METADATA").decode()
     assert "License-Expression: Apache-2.0" in told
-    assert "Provides-Extra: otel" in told
-    assert f"homing_epp-{__version__}.dist-info/licenses/LICENSE" in held.namelist()
+    assert ("Provides-Extra: otel" in told) == (project == ".")
+    assert f"{name}-{__version__}.dist-info/licenses/LICENSE" in held.namelist()

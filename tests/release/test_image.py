@@ -151,7 +151,7 @@ async def test_the_steps_of_the_dockerfile_make_a_picker_that_serves(rooms):
     assert lines[-1]["event"] == "stopped"
     assert __version__ in asked(image, [*entrypoint, "--version"])
     asked(image, ["python", "-c", "import opentelemetry.sdk, rich, valkey"])
-    absent = ("envoy", "hatchling", "mypy", "optuna", "pip", "pyarrow", "pytest")
+    absent = ("envoy", "hatchling", "homing_rivals", "mypy", "optuna", "pip", "pyarrow", "pytest")
     for module in absent:
         with pytest.raises(subprocess.CalledProcessError):
             asked(image, ["python", "-c", f"import {module}"])
@@ -165,7 +165,7 @@ def test_the_steps_of_the_dockerfile_make_a_simulator(rooms):
     """That has what `sim` alone needs, and simulates with it."""
     image = built(rooms, "sim")
     entrypoint = json.loads(image.said["ENTRYPOINT"])
-    asked(image, ["python", "-c", "import optuna, pyarrow.parquet, rich"])
+    asked(image, ["python", "-c", "import homing_rivals, optuna, pyarrow.parquet, rich"])
     trace = ["trace", "generate", "chatbot", "--requests", "50", "--out", "/tmp/trace.jsonl"]
     assert asked(image, [*entrypoint, *trace])
     replay = ["replay", "/tmp/trace.jsonl", "--pods", "2", "--out", "/tmp/out"]

@@ -28,7 +28,10 @@ CHANGELOG = """\
 @pytest.fixture
 def tree(tmp_path):
     """This one, as if it were of version 0.2.0."""
-    for name in ("pyproject.toml", "epp/__init__.py", "charts/homing/Chart.yaml"):
+    for name in (
+        *("pyproject.toml", "rivals/pyproject.toml"),
+        *("epp/__init__.py", "charts/homing/Chart.yaml"),
+    ):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         text = (ROOT / name).read_text().replace("0.1.0", "0.2.0")
         (tmp_path / name).write_text(text)
@@ -54,7 +57,9 @@ def test_a_tag_that_is_not_the_version_is_refused(tag, sentence, tree):
         notes_of(tag, tree)
 
 
-@pytest.mark.parametrize("name", ["epp/__init__.py", "charts/homing/Chart.yaml"])
+@pytest.mark.parametrize(
+    "name", ["rivals/pyproject.toml", "epp/__init__.py", "charts/homing/Chart.yaml"]
+)
 def test_every_place_that_says_the_version_must_agree(name, tree):
     """A chart of another version would install another image."""
     shutil.copyfile(ROOT / name, tree / name)

@@ -11,7 +11,7 @@ import pytest
 
 from epp.core.knowledge.index import Abilities
 from epp.plugins.contract import Affinity, Parameters
-from epp.strategies.cost import scores_of_cost
+from epp.plugins.cost import scores_of_cost
 from epp.testing import ContractError, check_plugin
 
 

@@ -35,6 +35,7 @@ JSON: Final = b"\xfc"
 DIGEST: Final = b"\xfd"
 CLOSE: Final = b"\xfe"
 MESSAGE: Final = b"\xff"
+TERMINATORS: Final = (TEXT, ROLE, LABEL, VALUE, JSON, DIGEST, CLOSE, MESSAGE)
 
 Item: TypeAlias = dict[str, Any]
 """A part, block, tool call or Responses item, decoded but not checked."""
@@ -42,7 +43,7 @@ Content: TypeAlias = str | list[Any] | None
 """One text, or parts: items, or texts."""
 
 _USER: Final = b"user"
-_BEFORE: Final = frozenset({b"", TEXT, ROLE, LABEL, VALUE, JSON, DIGEST, CLOSE, MESSAGE})
+_BEFORE: Final = frozenset({b"", *TERMINATORS})
 """What may come before a field: the start of the prompt, or a terminator."""
 
 _BILLING: Final = "x-anthropic-billing-header"

@@ -9,11 +9,13 @@ from msgspec import Struct, field, structs
 
 from epp.core.moment import NO_MOMENT, Moment
 from epp.core.prompt.blocks import HASH_BYTES, KnownSegments, chain_seed, hash_blocks
-from epp.core.prompt.canonical import opening_of
+from epp.core.prompt.canonical import TERMINATORS, TEXT, opening_of
 from epp.core.types import ApiKind
 
 _CONVERSATIONS: Final = frozenset({ApiKind.CHAT, ApiKind.RESPONSES, ApiKind.MESSAGES})
 """Kinds whose prompts are made of messages."""
+_CHARACTER_BYTES_MAX: Final = 4
+"""Of one in UTF-8."""
 
 
 class InferenceRequest(Struct, frozen=True, kw_only=True):
@@ -96,6 +98,25 @@ class InferenceRequest(Struct, frozen=True, kw_only=True):
         start, end = found
         seed = chain_seed(self.api, self.model, self.cache_salt)
         return start, xxhash.xxh64_intdigest(memoryview(prompt)[:end], seed)
+
+    def first_text(self, characters: int) -> str | None:
+        """At most so many of the user's first message, or of a completion's prompt.
+
+        "": that has no text. None: the prompt is of another kind, or not there.
+        """
+        if not self.prompts:
+            return None
+        prompt = self.prompts[0]
+        start = 0
+        if self.api in _CONVERSATIONS:
+            begin, after = opening_of(prompt) or (0, 0)
+            prompt = prompt[begin:after]
+            # The text begins behind the field before it: the role, or a name.
+            start = max(prompt.rfind(byte, 0, prompt.find(TEXT)) for byte in TERMINATORS) + 1
+        elif self.api is not ApiKind.COMPLETIONS:
+            return None
+        end = min(prompt.find(TEXT), start + characters * _CHARACTER_BYTES_MAX)
+        return prompt[start:end].decode(errors="replace")[:characters] if end > start else ""
 
     def block_hash(self, block_bytes: int, blocks: int) -> int | None:
         """64 bits for the first prompt up to and with block number `blocks`, or its last full one.

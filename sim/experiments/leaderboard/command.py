@@ -9,9 +9,13 @@ from typing import Any, Final
 
 from msgspec.structs import replace
 
-from epp.strategies import STRATEGIES
-from sim.cluster.built_in import DEFAULT_POLICY
-from sim.cluster.policies import BASELINES, BUILT_IN, PolicySource
+from sim.cluster.built_in import (
+    DEFAULT_POLICY,
+    RIVALS_MISSING,
+    rivals_installed,
+    strategies,
+)
+from sim.cluster.policies import BASELINES, PolicyNameError, PolicySource, built_in
 from sim.experiments.executors import EXECUTOR_HELP, LOCAL, workers_at
 from sim.experiments.jobs import JobError, Workers
 from sim.experiments.leaderboard.cases import CASES, LADDERS, Case, Ladder
@@ -44,10 +48,8 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
         allow_abbrev=False,
     )
     add = parser.add_argument
-    # One of the built-ins is the default, which need not run twice.
-    everybody = tuple(name for name in BUILT_IN if name != DEFAULT_POLICY)
-    add("--strategies", type=_names, default=everybody, metavar="A,B,...",
-        help="built-ins, or EndpointPickerConfigs in files (all built-ins)")  # fmt: skip
+    add("--strategies", type=_names, metavar="A,B,...",
+        help="names of sim strategies, or EndpointPickerConfigs in files (all names)")  # fmt: skip
     add("--cases", type=_names, metavar="A,B,...", help=f"or {_ALL} (all; with --trace none)")
     add("--list", action="store_true", help="say which strategies and cases there are, and end")
     add("--trace", action="append", type=Path, default=[], metavar="FILE",
@@ -76,7 +78,7 @@ def run(options: argparse.Namespace) -> int:
     if options.list:
         print(_list())
         return 0
-    policies = named_policies(list(options.strategies))
+    policies = named_policies(list(options.strategies or _everybody()))
     wanted = options.cases or (() if options.trace else (_ALL,))
     cases = _cases(tuple(CASES) if wanted == (_ALL,) else wanted, options.trace)
     seeds = range(options.seed, options.seed + options.seeds)
@@ -250,20 +252,27 @@ def _ladder_as_json(ladder: Ladder, there: set[str]) -> dict[str, Any]:
 
 def _idea_of(policy: PolicySource) -> str:
     """What the strategy says of itself; "" if it says nothing."""
-    strategy = STRATEGIES.get(policy.name)
+    strategy = strategies().get(policy.name)
     if strategy is not None and strategy.config == policy.text:
         return strategy.idea
     return "A baseline, without scrapes and without an index." if policy.name in BASELINES else ""
 
 
+def _everybody() -> tuple[str, ...]:
+    """One of the names is the default, which need not run twice."""
+    if not rivals_installed():
+        raise PolicyNameError(f"a board is of all strategies, and {RIVALS_MISSING}")
+    return tuple(name for name in built_in() if name != DEFAULT_POLICY)
+
+
 def _list() -> str:
-    strategies = "\n".join(f"  {name}" for name in BUILT_IN)
+    names = "\n".join(f"  {name}" for name in built_in())
     width = max(map(len, CASES))
     cases = "\n".join(
         f"  {case.name:<{width}}  {'hold-out, ' if case.hold_out else ''}{case.says}"
         for case in CASES.values()
     )
-    return f"strategies:\n{strategies}\n\ncases:\n{cases}"
+    return f"strategies:\n{names}\n\ncases:\n{cases}"
 
 
 def _names(text: str) -> tuple[str, ...]:

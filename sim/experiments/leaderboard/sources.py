@@ -25,8 +25,7 @@ _DECIDES: Final = (
     "sim/measurement",
     "sim/traces",
 )
-"""What every run goes through. Strategies are not among it: each has modules of its own."""
-_STRATEGIES: Final = "epp.strategies"
+"""What every run goes through; a plugin of another distribution has modules of its own."""
 _POLICIES_MAX: Final = 1_024
 """Of which the hash is kept: to load a configuration takes as long as a short run."""
 _ARITHMETIC: Final = ("numpy", "xxhash", "msgspec")
@@ -81,8 +80,6 @@ def _reached_from(modules: Iterable[str]) -> list[Path]:
 
 def _package_of(module: str) -> str:
     """In which a module may depend on others; "" if it is hashed with every run."""
-    if module.startswith(f"{_STRATEGIES}."):
-        return _STRATEGIES
     package = module.partition(".")[0]
     return "" if package == epp.__name__ else package
 

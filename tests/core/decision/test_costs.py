@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from epp.core.decision.costs import Cost, CostError, cost_by_score, cost_of
-from epp.strategies.cost import scores_of_cost
+from epp.plugins.cost import scores_of_cost
 from tests.builders import request as make_request
 
 

@@ -8,7 +8,7 @@ from epp.core.decision.failures import PluginFailures
 from epp.core.decision.profile import WeightedScorer
 from epp.core.knowledge.ejection import Cause
 from epp.core.knowledge.outliers import Outlier
-from epp.strategies.added_time import AddedTime
+from epp.plugins.added_time import AddedTime
 from tests.shell.operators.decisions import make_decision
 from tests.shell.operators.test_explanation import Told
 

@@ -85,3 +85,20 @@ def test_a_block_hash_is_that_of_the_chain_or_of_its_last_block():
     assert long.block_hash(256, 2) == short.block_hash(256, 2) == short.block_hash(256, 9)
     assert long.block_hash(256, 1) != long.block_hash(256, 2) != long.block_hash(256, 4)
     assert none.block_hash(256, 1) is None
+
+
+@pytest.mark.parametrize("characters", [1, 3, 100])
+def test_the_first_text_is_how_the_user_begins(characters):
+    """Neither what the system says, nor the role, nor what comes later."""
+    said = "é€😀 and more"
+    turns = (SYSTEM, user(said), {"role": "assistant", "content": "Yes."}, user("Next."))
+    assert chat(*turns).first_text(characters) == said[:characters]
+    whole = request(api=ApiKind.COMPLETIONS, prompts=(text_prompt(said),))
+    assert whole.first_text(characters) == said[:characters]
+
+
+def test_there_is_no_first_text_where_nobody_says_one():
+    """Of another kind, let go, or without a user."""
+    assert chat(SYSTEM).first_text(9) == ""
+    assert chat(user("Hi")).without_prompts().first_text(9) is None
+    assert request(api=ApiKind.EMBEDDINGS, prompts=(b"Hi",)).first_text(9) is None

@@ -9,9 +9,9 @@ from epp.__main__ import main
 from epp.configuration.flags import DecisionsFlags
 from epp.core.decision.profile import WeightedScorer
 from epp.core.duration import Duration
+from epp.plugins.added_time import AddedTime
 from epp.shell.operators.decisions_command import show_decisions
 from epp.shell.operators.endpoint_states import EndpointState
-from epp.strategies.added_time import AddedTime
 from tests.builders import request as make_request
 from tests.shell.operators.test_debug_pages import REFUSAL
 from tests.shell.operators.test_decision_history import Keeping, decisions

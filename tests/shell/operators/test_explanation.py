@@ -14,10 +14,10 @@ from epp.core.knowledge.prefix import PrefixIndexSettings
 from epp.core.protocol.usage import Usage
 from epp.core.types import BYTES_PER_TOKEN, EndpointMetrics
 from epp.plugins import PICKERS, SCORERS
+from epp.plugins.added_time import AddedTime
 from epp.shell.operators.endpoint_states import EndpointState
 from epp.shell.operators.explanation import explanation
 from epp.shell.operators.recent_decisions import RecentDecisions, Wanted
-from epp.strategies.added_time import AddedTime
 from tests.builders import PREFIX, endpoint
 from tests.builders import request as make_request
 from tests.shell.operators.test_debug_pages import REFUSAL

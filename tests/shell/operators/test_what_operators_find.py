@@ -13,12 +13,12 @@ from epp.core.knowledge.inflight import Outcome
 from epp.core.protocol.usage import Usage
 from epp.core.types import EndpointMetrics
 from epp.plugins import SCORERS
+from epp.plugins.added_time import AddedTime
 from epp.shell.operators.configuration_changes import ConfigurationChanges
 from epp.shell.operators.endpoint_states import EndpointStates
 from epp.shell.operators.explanation import explanation
 from epp.shell.operators.live_view import Live, LiveView
 from epp.shell.operators.recent_decisions import Wanted
-from epp.strategies.added_time import AddedTime
 from tests import gateway as gw
 from tests.envoy.rig import until
 from tests.shell.operators.test_explanation import PROMPT, Told

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from epp.core.peers.exchange import HEARTBEAT_S, SILENT_S_MAX
-from epp.strategies.strategy import config_of, step
+from epp.plugins.strategy import config_of, step
 from sim.cluster.assignment import Assignment
 from sim.cluster.check import checker
 from sim.cluster.clients import Clients

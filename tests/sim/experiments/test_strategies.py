@@ -7,18 +7,18 @@ import pytest
 from epp.configuration.build import plugin_tables
 from epp.configuration.config import load_config
 from sim.__main__ import main
-from sim.cluster.built_in import CONFIGURATIONS
-from sim.cluster.policies import BUILT_IN
+from sim.cluster.built_in import configurations
+from sim.cluster.policies import built_in
 
 
 def test_every_name_has_a_sentence(capsys):
     """One line each, and the same as JSON."""
     assert main(["strategies"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert [line.split()[0] for line in lines] == list(BUILT_IN)
+    assert [line.split()[0] for line in lines] == list(built_in())
     assert main(["strategies", "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
-    assert list(told) == list(BUILT_IN)
+    assert list(told) == list(built_in())
     assert all(idea.endswith(".") for idea in told.values())
 
 
@@ -27,7 +27,7 @@ def test_a_name_gives_its_configuration(capsys, name):
     """As it is decided by."""
     assert main(["strategies", name]) == 0
     text = capsys.readouterr().out
-    assert text == CONFIGURATIONS[name]
+    assert text == configurations()[name]
     assert load_config(text, name, plugin_tables()).profile.scorers
     assert main(["strategies", name, "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["config"] == text

@@ -1,0 +1,96 @@
+"""Strategies of plugins that are all here: our own, and what the field's pickers ship.
+
+Those of other routers are in a distribution of their own, `rivals/`.
+"""
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Final
+
+from epp.plugins.strategy import Step, Strategy, config_of, named, producer, step
+
+_APPROXIMATE: Final = "approx-prefix-cache-producer"
+_BURST: Final = "burst-prefix-cache-producer"
+
+
+def _prefix_of(index: str) -> Step:
+    # Those who ship it know nothing of keys on which replicas agree.
+    return step("prefix-cache-scorer", 3, prefixMatchInfoProducerName=index, agreement="none")
+
+
+_ALL: Final = (
+    Strategy(
+        name="homing",
+        idea="Homing: where the request adds the fewest seconds to everybody.",
+        config=config_of(step("added-time-scorer")),
+    ),
+    Strategy(
+        name="weighted-scores",
+        idea="Homing's weights: prefix 3, queue 2, KV cache 2, LoRA 1, requests in flight 1.",
+        config=config_of(
+            step("prefix-cache-scorer", 3),
+            step("queue-scorer", 2),
+            step("kv-cache-utilization-scorer", 2),
+            step("lora-affinity-scorer", 1),
+            step("active-request-scorer", 1),
+        ),
+    ),
+    Strategy(
+        name="llm-d-3-2-2",
+        idea="llm-d without a configuration: prefix 3, queue 2, KV cache 2, over Homing's index.",
+        config=config_of(
+            step("prefix-cache-scorer", 3),
+            step("queue-scorer", 2),
+            step("kv-cache-utilization-scorer", 2),
+        ),
+    ),
+    # The speed is what the guide measured of Qwen3-32B on two H100s: set another for other pods.
+    Strategy(
+        name="sticky-until-saturated",
+        idea=(
+            "llm-d's guide optimized-baseline since August 2026: who holds 0.8 of the prompt keeps "
+            "it until 18 s behind, then the fewest uncached tokens."
+        ),
+        config=config_of(
+            producer(_APPROXIMATE),
+            step(
+                "prefix-cache-affinity-filter",
+                affinityThreshold=0.8,
+                maxTTFTPenaltyMs=18_000,
+                peakPrefillThroughput=15_928,
+            ),
+            step("token-load-scorer", 1),
+        ),
+    ),
+    Strategy(
+        name="llm-d-no-hit-lru",
+        idea=(
+            "llm-d's guide before August 2026: prefix 3, queue 2, KV cache 2 and 2 for who got an "
+            "unknown prompt the longest ago."
+        ),
+        config=config_of(
+            step("prefix-cache-scorer", 3, agreement="none"),
+            step("queue-scorer", 2),
+            step("kv-cache-utilization-scorer", 2),
+            step("no-hit-lru-scorer", 2),
+        ),
+    ),
+    Strategy(
+        name="llm-d-burst",
+        idea=(
+            "llm-d's burst co-scheduling beside its prefix index: equal prompts within 100 ms go "
+            "together (3), prefix 3, queue 2, KV cache 2."
+        ),
+        config=config_of(
+            producer(_BURST),
+            producer(_APPROXIMATE),
+            named("burst-scorer", _prefix_of(_BURST)),
+            _prefix_of(_APPROXIMATE),
+            step("queue-scorer", 2),
+            step("kv-cache-utilization-scorer", 2),
+        ),
+    ),
+)
+
+STRATEGIES: Final[Mapping[str, Strategy]] = MappingProxyType({one.name: one for one in _ALL})
+"""By name, in the order in which tables show them."""

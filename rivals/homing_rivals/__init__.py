@@ -1,0 +1,69 @@
+"""Ideas of others, side by side: each a few small plugins and the configuration that names them.
+
+A module is a family: what one project ships, or what rests on one idea. It may have `FILTERS`,
+`SCORERS`, `PICKERS` and `INDEXES`, tuples of plugin classes, and has `STRATEGIES`. Like all plugins
+these do no I/O and own neither clock nor dice; what they remember is in affinity indexes. Homing
+finds them by the entry points of pyproject.toml, as it finds anybody's.
+"""
+
+from types import ModuleType
+from typing import Any, Final
+
+from epp.plugins.contract import Strategy
+from homing_rivals import (
+    aibrix,
+    aibrix_vtc,
+    dualmap,
+    dynamo,
+    early_blocks,
+    filter_chain,
+    infera,
+    kubeai,
+    least_work,
+    llm_d,
+    load_balancing,
+    preble,
+    production_stack,
+    prompt_blocks,
+    radix_tree,
+    ray_prefix_affinity,
+    session,
+    simhash,
+    smetric,
+    smg_cache_aware,
+)
+
+FAMILIES: Final[tuple[ModuleType, ...]] = (
+    aibrix,
+    aibrix_vtc,
+    dualmap,
+    dynamo,
+    early_blocks,
+    filter_chain,
+    infera,
+    kubeai,
+    least_work,
+    llm_d,
+    load_balancing,
+    preble,
+    production_stack,
+    prompt_blocks,
+    radix_tree,
+    ray_prefix_affinity,
+    session,
+    simhash,
+    smetric,
+    smg_cache_aware,
+)  # fmt: skip
+"""In the order in which tables show them."""
+
+STRATEGIES: Final[tuple[Strategy, ...]] = tuple(
+    strategy for family in FAMILIES for strategy in family.STRATEGIES
+)
+PLUGINS: Final[tuple[type[Any], ...]] = tuple(
+    plugin
+    for family in FAMILIES
+    for kind in ("FILTERS", "SCORERS", "PICKERS", "INDEXES")
+    for plugin in getattr(family, kind, ())
+)
+"""The entry points of `homing.plugins` name each of them."""

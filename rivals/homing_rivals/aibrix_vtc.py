@@ -1,0 +1,91 @@
+"""AIBrix's `vtc-basic`: who had much is sent to late endpoints of the list.
+
+Source: `pkg/plugins/gateway/algorithms/vtc` of vllm-project/aibrix (2026-08), after the virtual token
+counter of Sheng et al., "Fairness in Serving Large Language Models" (2024).
+"""
+
+from random import Random
+from typing import Annotated, ClassVar, Final
+
+import numpy as np
+from msgspec import Meta
+
+from epp.plugins.contract import (
+    Candidates,
+    Floats,
+    InferenceRequest,
+    Ints,
+    Parameters,
+    Strategy,
+    config_of,
+    step,
+)
+from homing_rivals.user_tokens import TOKENS, TOKENS_MAX, TOKENS_MIN, UserTokensSettings
+
+
+class UserTokenPlace(Parameters, frozen=True):
+    """Prefer endpoint i of n by |i - place| + min(R / `requests_max`, 1), the least first.
+
+    place = min(tokens of the user / max(`tokens_min`, (least + most of any user) / 2), n - 1), tokens
+    in and twice those out in 5 minutes, R what is in flight there. The score is 1 - that / n. A
+    request without a user is anybody's.
+
+    Kept: it is no queueing by virtual tokens. Users with much share the last endpoints of the list,
+    whoever else is there, and those with little the first; in one pool the order of the list decides.
+
+    Differs: answers are estimated only, their real length never comes in; the least and most of all
+    users are up to a second old.
+    """
+
+    type_name: ClassVar[str] = "user-token-place-scorer"
+    producer_type: ClassVar[str] = UserTokensSettings.type_name
+
+    tokens_min: Annotated[float, Meta(gt=0)] = 1_000.0
+    requests_max: Annotated[float, Meta(gt=0)] = 100.0
+
+    @property
+    def producer(self) -> str | None:
+        return self.producer_type
+
+    def score(self, request: InferenceRequest, candidates: Candidates, /) -> Floats:
+        n = len(candidates)
+        known = candidates.affinity(self.producer_type)
+        if known.total == 0:
+            return np.ones(n)
+        tokens, least, most = (known.columns[name][0] for name in (TOKENS, TOKENS_MIN, TOKENS_MAX))
+        place = min(tokens / max(self.tokens_min, (least + most) / 2.0), n - 1.0)
+        cost = np.abs(np.arange(n) - place)
+        cost += np.minimum(candidates.inflight_requests / self.requests_max, 1.0)
+        scores: Floats = 1.0 - cost / n
+        return scores
+
+
+class NoisyMaxScore(Parameters, frozen=True):
+    """The highest of sum - U(0, `noise`) / n, where n is how many there are.
+
+    n times the sums of `user-token-place-scorer` are in the unit of its cost, and so is the noise.
+    """
+
+    type_name: ClassVar[str] = "noisy-max-score-picker"
+
+    noise: Annotated[float, Meta(ge=0)] = 0.1
+
+    def pick(
+        self, scores: Floats, candidates: Candidates, random: Random, rotation: int, /
+    ) -> Ints:
+        n = len(scores)
+        noise = np.array([random.random() for _ in range(n)]) * (self.noise / n)
+        return np.array([(scores - noise).argmax()], dtype=np.int64)
+
+
+INDEXES: Final = (UserTokensSettings,)
+SCORERS: Final = (UserTokenPlace,)
+PICKERS: Final = (NoisyMaxScore,)
+
+STRATEGIES: Final = (
+    Strategy(
+        name="aibrix-vtc",
+        idea="AIBrix, vtc-basic: the more tokens a user had, the later in the list.",
+        config=config_of(step(UserTokenPlace.type_name), picker=step(NoisyMaxScore.type_name)),
+    ),
+)

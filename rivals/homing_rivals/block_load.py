@@ -1,0 +1,157 @@
+"""A prefix index that also knows the load in blocks: what runs where, and what missed lately."""
+
+from typing import Annotated, Any, ClassVar
+
+import numpy as np
+from msgspec import Meta, Struct
+
+from epp.plugins.contract import (
+    BYTES_PER_TOKEN,
+    HASH_BYTES,
+    Abilities,
+    Affinity,
+    AffinityIndex,
+    HeldBlocks,
+    InferenceRequest,
+    Origin,
+    PrefixIndex,
+    PrefixIndexSettings,
+    Seconds,
+    block_lists,
+)
+
+
+class BlockLoadSettings(
+    PrefixIndexSettings, frozen=True, kw_only=True, rename="camel", forbid_unknown_fields=True
+):
+    """`block-load-producer`: as `approx-prefix-cache-producer`, with three columns of load.
+
+    - `active_blocks`: blocks of the requests in flight there, one that several share counted once;
+    - `new_blocks`: those of this prompt that it would add to them;
+    - `recent_miss_blocks`: blocks that prompts sent there missed, each fading by `miss_decay` with
+      every request that anybody gets.
+
+    Blocks of 64 tokens or more, where engines count 16 or 32. Answers are not among them.
+    """
+
+    type_name: ClassVar[str] = "block-load-producer"
+    abilities: ClassVar[Abilities] = Abilities(
+        origin=Origin.DECIDED,
+        counts_blocks=True,
+        shares=True,
+        counts_inflight=True,
+        limits_memory=True,
+        measures=True,
+    )
+
+    miss_decay: Annotated[float, Meta(ge=0, le=1)] = 0.97
+    active_blocks_max: Annotated[int, Meta(ge=1)] = 500_000
+    """Of all endpoints together, about 80 bytes each; requests above it are not counted."""
+
+    def open(self) -> AffinityIndex:
+        """A new, empty index."""
+        return BlockLoadIndex(self)
+
+    def adopt(self, index: AffinityIndex) -> bool:
+        """Apply to a running index all but the block size; False if that differs."""
+        return isinstance(index, BlockLoadIndex) and index.adopt(self)
+
+
+class _Load(Struct):
+    """What one `record` added."""
+
+    generation: int
+    missed: int
+    pick: int
+    lengths: list[int]
+    """Blocks of each prompt that are counted as running."""
+    ended: bool = False
+
+
+class BlockLoadIndex(PrefixIndex):
+    """`AffinityIndex` and `CountsInflight`; the unit is one full block."""
+
+    def __init__(self, settings: BlockLoadSettings) -> None:
+        super().__init__(settings)
+        self._load_settings = settings
+        self.active = HeldBlocks()
+        self._generations: dict[int, int] = {}
+        """Slot -> how often it was forgotten: what was in flight before counts nowhere."""
+        self._missed = np.zeros(0)
+        """By slot: blocks that it missed, faded to now."""
+        self._picks = 0
+
+    def adopt(self, settings: BlockLoadSettings) -> bool:
+        """As `PrefixIndex.configure`; a smaller limit is for requests to come."""
+        if not self.configure(settings):
+            return False
+        self._load_settings = settings
+        return True
+
+    def match(self, request: InferenceRequest, slots: int, now: Seconds) -> Affinity:
+        """What each slot is believed to hold, and the columns of its load."""
+        known = super().match(request, slots, now)
+        active = self.active.held(slots)
+        added = np.full(slots, float(known.total))
+        for prompt in self._prompts(request):
+            for slot, blocks in self.active.leading(prompt).items():
+                if slot < slots:
+                    added[slot] -= blocks
+        missed = np.zeros(slots)
+        missed[: len(self._missed)] = self._missed[:slots]
+        columns = {"active_blocks": active, "new_blocks": added, "recent_miss_blocks": missed}
+        return Affinity(known.matched, known.total, columns)
+
+    def record(self, request: InferenceRequest, slot: int, now: Seconds) -> Any:
+        """`slot` holds, runs, and as far as it did not hold them missed, the blocks of `request`."""
+        recorded = super().record(request, slot, now)
+        held = recorded[2]
+        missed = sum(map(len, self.share(request))) // HASH_BYTES - sum(held)
+        prompts = self._prompts(request)
+        lengths = [len(prompt) for prompt in prompts]
+        self._picks += 1
+        if slot >= len(self._missed):
+            self._missed = np.append(self._missed, np.zeros(slot + 1 - len(self._missed)))
+        self._missed *= self._load_settings.miss_decay
+        self._missed[slot] += missed
+        counted = self.active.blocks < self._load_settings.active_blocks_max
+        if counted:
+            for prompt in prompts:
+                self.active.add(slot, prompt)
+        generation = self._generations.get(slot, 0)
+        return recorded, _Load(generation, missed, self._picks, lengths if counted else [])
+
+    def release(self, request: InferenceRequest, slot: int, recorded: Any, now: Seconds) -> None:
+        """The blocks of `request` run at `slot` no longer."""
+        self._end(request, slot, recorded[1])
+
+    def retract(self, request: InferenceRequest, slot: int, recorded: Any, now: Seconds) -> None:
+        """As if `request` had never been sent to `slot`."""
+        held, load = recorded
+        super().retract(request, slot, held, now)
+        if self._end(request, slot, load):
+            faded = load.missed * self._load_settings.miss_decay ** (self._picks - load.pick)
+            self._missed[slot] = max(0.0, self._missed[slot] - faded)
+
+    def forget(self, slot: int) -> None:
+        """The slot holds nothing, runs nothing and missed nothing."""
+        super().forget(slot)
+        self.active.forget(slot)
+        self._missed[slot : slot + 1] = 0.0
+        self._generations[slot] = self._generations.get(slot, 0) + 1
+
+    def _end(self, request: InferenceRequest, slot: int, load: "_Load") -> bool:
+        """Uncount `request` at `slot`; False: it counts there no more."""
+        if load.ended or load.generation != self._generations.get(slot, 0):
+            return False
+        load.ended = True
+        # What looks at a prompt may have got a new limit meanwhile; the chains are as they were.
+        chains = request.chains_of(
+            self.block_tokens * BYTES_PER_TOKEN, self._load_settings.blocks_max
+        )
+        for chain, length in zip(chains, load.lengths, strict=False):
+            self.active.remove(slot, block_lists([chain], length)[0])
+        return True
+
+    def _prompts(self, request: InferenceRequest) -> list[list[int]]:
+        return block_lists(self.share(request), self._load_settings.blocks_max)

@@ -1,0 +1,96 @@
+"""DualMap: two endpoints for each prefix, found by two hashes, and the better of the two.
+
+Source: ICLR 2026, arXiv 2602.06502.
+"""
+
+from typing import Annotated, ClassVar, Final
+
+import numpy as np
+from msgspec import Meta
+
+from epp.plugins.contract import (
+    BYTES_PER_TOKEN,
+    Candidates,
+    Duration,
+    Floats,
+    InferenceRequest,
+    Parameters,
+    Strategy,
+    config_of,
+    producer,
+    scores_of_cost,
+    step,
+)
+from homing_rivals.lexicographic import scores_by_rank
+from homing_rivals.prefix_popularity import PrefixPopularitySettings
+
+_INDEX: Final = PrefixPopularitySettings.type_name
+_APPROXIMATE: Final = "approx-prefix-cache-producer"
+_OTHER: Final = 0x9E3779B97F4A7C15
+"""Makes the second hash of a prefix another one: 2^64 divided by the golden ratio."""
+
+
+class TwoHashes(Parameters, frozen=True):
+    """DualMap: of two endpoints of a prefix who holds more; if too late, who is less loaded.
+
+    They are h1(prefix) and h2(prefix). Too late: (P(e) + T - hit(e)) / v(e) > `ttft_slo`. P:
+    uncached tokens waiting there, which are its load too; T: tokens of the prompt; hit: those that
+    e is believed to hold; v: its prefill speed. The chosen one scores 1, the other 0.5, all others
+    0. A prompt without a full block goes by load.
+
+    Differs: rendezvous hashing in place of two rings, with the same stability; `ttft_slo` and how
+    long a prefix is are our choice, because the paper's are not known
+    (`prefix-popularity-producer`); what waits at an endpoint is not moved to its other one, because
+    it has left the picker.
+    """
+
+    type_name: ClassVar[str] = "two-hashes-scorer"
+    producer_type: ClassVar[str] = _INDEX
+
+    ttft_slo: Duration = Duration(5.0)
+    block_tokens: Annotated[int, Meta(ge=16, le=4_096)] = 64
+    """As in `prefix-popularity-producer`."""
+
+    @property
+    def producer(self) -> str | None:
+        return self.producer_type
+
+    def score(self, request: InferenceRequest, candidates: Candidates, /) -> Floats:
+        ahead = candidates.inflight_prefill_tokens
+        blocks = candidates.affinity(self.producer_type).matched
+        key = request.block_hash(self.block_tokens * BYTES_PER_TOKEN, int(blocks[0]))
+        if key is None or not blocks[0]:
+            return scores_of_cost(ahead)
+        pair = _two(candidates, key)
+        some = candidates.take(pair)
+        late_s = (ahead[pair] + some.uncached_tokens) / some.prefill_tokens_per_s
+        order = scores_by_rank(-some.matched_blocks.astype(np.float64), late_s)
+        if late_s[order.argmax()] > self.ttft_slo:
+            order = scores_by_rank(ahead[pair], late_s)
+        scores = np.zeros(len(candidates))
+        scores[pair] = np.maximum(order, 0.5)
+        return scores
+
+
+def _two(candidates: Candidates, key: int) -> "np.ndarray[tuple[int], np.dtype[np.int64]]":
+    """The positions of the winners for `key` under either hash, different ones if there are two."""
+    first = int(candidates.rendezvous(key).argmax())
+    weights = candidates.rendezvous(key ^ _OTHER)
+    weights[first] = 0
+    second = int(weights.argmax())
+    return np.array([first] if first == second else [first, second], dtype=np.int64)
+
+
+INDEXES: Final = (PrefixPopularitySettings,)
+SCORERS: Final = (TwoHashes,)
+
+STRATEGIES: Final = (
+    Strategy(
+        name="dualmap",
+        idea=(
+            "DualMap: two hashes of the prefix name two endpoints; who holds more of it, or if that "
+            "takes over 5 s, who is less loaded."
+        ),
+        config=config_of(producer(_APPROXIMATE), producer(_INDEX), step(TwoHashes.type_name)),
+    ),
+)

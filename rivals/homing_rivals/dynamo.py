@@ -1,0 +1,182 @@
+"""NVIDIA Dynamo's KV router: blocks to prefill plus blocks that run, or two tiers of rules.
+
+Sources: ai-dynamo/dynamo 1.6, `lib/kv-router` and `lib/router-plugins`.
+"""
+
+import math
+from random import Random
+from typing import Annotated, ClassVar, Final
+
+import numpy as np
+from msgspec import Meta
+
+from epp.plugins.contract import (
+    Candidates,
+    Floats,
+    InferenceRequest,
+    Ints,
+    Parameters,
+    Strategy,
+    config_of,
+    highest,
+    producer,
+    scores_of_cost,
+    step,
+)
+from homing_rivals.block_load import BlockLoadSettings
+
+_INDEX: Final = BlockLoadSettings.type_name
+_APPROXIMATE: Final = "approx-prefix-cache-producer"
+_TTL: Final = "120s"
+"""How long the approximate mode takes a block that was routed somewhere for cached there."""
+
+
+class DynamoCost(Parameters, frozen=True):
+    """NVIDIA Dynamo: the fewest blocks to prefill and to decode.
+
+    cost(e) = s * max(0, (P(e) + T) / B - c * decay(e) * m(e)) + D(e) + w * R(e); the least wins. P:
+    uncached tokens that e has still to prefill; T: tokens of the prompt; B: tokens in a block; m:
+    leading blocks that e is believed to hold; D: blocks of the requests in flight there and of this
+    one, what several share counted once; R: requests in flight there; s: `prefill_load_scale`; c:
+    `overlap_credit`; w: `active_request_weight`; decay(e) = 1 / (1 + d * (P(e) - min P) / T), with
+    d = `overlap_decay`.
+
+    Differs: cached blocks are what was routed there, never an engine's event, and of one tier;
+    blocks have 64 tokens; those that an answer will need are not counted, nor what other pickers
+    have running there but for the tokens that it has still to prefill. Known fault, kept: a prompt
+    that all begin with draws all to who has it, because shared blocks count once (dynamo #737).
+    `block-load-producer` must be the first index declared that counts blocks.
+    """
+
+    type_name: ClassVar[str] = "dynamo-cost-scorer"
+    producer_type: ClassVar[str] = _INDEX
+
+    prefill_load_scale: Annotated[float, Meta(ge=0)] = 1.0
+    overlap_credit: Annotated[float, Meta(ge=0)] = 1.0
+    overlap_decay: Annotated[float, Meta(ge=0)] = 0.0
+    active_request_weight: Annotated[float, Meta(ge=0)] = 0.0
+
+    @property
+    def producer(self) -> str | None:
+        return self.producer_type
+
+    def score(self, request: InferenceRequest, candidates: Candidates, /) -> Floats | None:
+        known = candidates.affinity(self.producer_type)
+        if not known.columns:
+            return None
+        ahead = candidates.inflight_prefill_tokens
+        prompt_tokens = candidates.prompt_tokens
+        decay = 1.0 + self.overlap_decay * (ahead - ahead.min()) / max(prompt_tokens, 1)
+        credit = self.overlap_credit * known.matched / decay
+        prefill = np.maximum((ahead + prompt_tokens) / candidates.block_tokens - credit, 0.0)
+        decode = known.columns["active_blocks"] + known.columns["new_blocks"]
+        requests = self.active_request_weight * candidates.inflight_requests
+        return scores_of_cost(self.prefill_load_scale * prefill + decode + requests)
+
+
+class TwoTier(Parameters, frozen=True):
+    """`dynamo-two-tier-cost-fn`: the load if it is uneven, else the cache, else the load.
+
+    max R - min R > a and max R > r * min R: the fewest requests. Else, where the best holds more
+    than c of the prompt's blocks, a last one that is not full among them: the fewest requests among
+    those who hold as much. Else the fewest requests. R: requests in flight; a: `balance_absolute`;
+    r: `balance_relative`; c: `cache_threshold`. All strict.
+
+    Differs: what is held is what was routed there; Dynamo knows it from the engines' events.
+    """
+
+    type_name: ClassVar[str] = "dynamo-two-tier-scorer"
+    producer_type: ClassVar[str] = _APPROXIMATE
+
+    balance_absolute: Annotated[float, Meta(ge=0)] = 32.0
+    balance_relative: Annotated[float, Meta(ge=0)] = 1.1
+    cache_threshold: Annotated[float, Meta(ge=0, le=1)] = 0.5
+
+    @property
+    def producer(self) -> str | None:
+        return ""
+
+    def score(self, request: InferenceRequest, candidates: Candidates, /) -> Floats:
+        requests = candidates.inflight_requests.astype(np.float64)
+        least, most = float(requests.min()), float(requests.max())
+        uneven = most - least > self.balance_absolute and most > self.balance_relative * least
+        known = candidates.affinity("")
+        best = int(known.matched.max())
+        blocks = max(known.total, math.ceil(candidates.prompt_tokens / candidates.block_tokens))
+        if not uneven and best > self.cache_threshold * blocks:
+            requests[known.matched < best] = math.inf
+        return scores_of_cost(requests)
+
+
+class Softmax(Parameters, frozen=True):
+    """Drawn with weights exp(score / t), scores stretched to [0, 1]; t = 0: any of the highest.
+
+    That is exp(-cost / ((max - min) * t)) of costs that were turned into scores by their range
+    (Dynamo's `router_temperature`). Several are drawn without replacement (Gumbel's largest keys).
+    """
+
+    type_name: ClassVar[str] = "softmax-picker"
+
+    temperature: Annotated[float, Meta(ge=0, le=1e6)] = 0.0
+    max_num_of_endpoints: Annotated[int, Meta(ge=1)] = 1
+
+    def pick(
+        self, scores: Floats, candidates: Candidates, random: Random, rotation: int, /
+    ) -> Ints:
+        least, most = float(scores.min()), float(scores.max())
+        stretched = (most - least) * self.temperature
+        if stretched > 0:
+            # 1 - U is in (0, 1]; of 1 the key is beyond all others, as it should be.
+            draws = np.array([1.0 - random.random() for _ in range(len(scores))])
+            with np.errstate(divide="ignore"):
+                keys = (scores - least) / stretched - np.log(-np.log(draws))
+            order: Ints = np.argsort(-keys, kind="stable")
+            return order[: self.max_num_of_endpoints]
+        best = highest(scores)
+        first = best[random.randrange(len(best))]
+        if self.max_num_of_endpoints == 1:
+            return np.array([first], dtype=np.int64)
+        rest = np.argsort(-scores, kind="stable")
+        order = np.concatenate(([first], rest[rest != first]))
+        return order[: self.max_num_of_endpoints]
+
+
+INDEXES: Final = (BlockLoadSettings,)
+SCORERS: Final = (DynamoCost, TwoTier)
+PICKERS: Final = (Softmax,)
+
+STRATEGIES: Final = (
+    Strategy(
+        name="dynamo",
+        idea=(
+            "NVIDIA Dynamo without events: the fewest blocks to prefill and to decode, cached for "
+            "120 s where they were sent."
+        ),
+        config=config_of(
+            producer(_INDEX, ttl=_TTL),
+            step(DynamoCost.type_name),
+            picker=step(Softmax.type_name),
+        ),
+    ),
+    Strategy(
+        name="dynamo-temperature",
+        idea="NVIDIA Dynamo with temperature 0.5: its cost, drawn by softmax.",
+        config=config_of(
+            producer(_INDEX, ttl=_TTL),
+            step(DynamoCost.type_name),
+            picker=step(Softmax.type_name, temperature=0.5),
+        ),
+    ),
+    Strategy(
+        name="dynamo-two-tier",
+        idea=(
+            "NVIDIA Dynamo's two tiers: the load if it is uneven by 32, else who holds most of the "
+            "prompt, else the load."
+        ),
+        config=config_of(
+            producer(_APPROXIMATE, ttl=_TTL),
+            step(TwoTier.type_name),
+            picker=step(Softmax.type_name),
+        ),
+    ),
+)

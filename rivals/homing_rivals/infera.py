@@ -1,0 +1,65 @@
+"""AMD's Infera: blocks that miss, blocks that run, and blocks that missed lately.
+
+Source: AMD-AGI/Infera, `infera/router/policy/kv_event_aware.py` and its twin in Rust.
+"""
+
+from typing import Annotated, ClassVar, Final
+
+from msgspec import Meta
+
+from epp.plugins.contract import (
+    Candidates,
+    Floats,
+    InferenceRequest,
+    Parameters,
+    Strategy,
+    config_of,
+    producer,
+    step,
+)
+from homing_rivals.block_load import BlockLoadSettings
+from homing_rivals.lexicographic import scores_by_rank
+
+
+class DecayedMisses(Parameters, frozen=True):
+    """AMD Infera: the fewest blocks that miss, run and missed lately.
+
+    cost(e) = w * (N - m(e)) + A(e) + Q(e); the least wins, of equals who has the least A. N: blocks
+    of the prompt; m: leading ones that e is believed to hold; A: distinct blocks of the requests in
+    flight there; Q: blocks that were missed there, fading by 0.97 with every request; w:
+    `overlap_weight`, 1 for pods that prefill and decode (20 where they only prefill, 2 where they
+    only decode).
+
+    Differs: what is held is what was routed there, never an engine's event; blocks have 64 tokens;
+    hints how long a prompt is to be kept, and images, are not seen. Q fades at all endpoints with
+    every request, whoever gets it.
+    """
+
+    type_name: ClassVar[str] = "decayed-misses-scorer"
+    producer_type: ClassVar[str] = BlockLoadSettings.type_name
+
+    overlap_weight: Annotated[float, Meta(ge=0)] = 1.0
+
+    @property
+    def producer(self) -> str | None:
+        return self.producer_type
+
+    def score(self, request: InferenceRequest, candidates: Candidates, /) -> Floats | None:
+        known = candidates.affinity(self.producer_type)
+        if not known.columns:
+            return None
+        active = known.columns["active_blocks"]
+        cost = self.overlap_weight * (known.total - known.matched) + active
+        cost += known.columns["recent_miss_blocks"]
+        return scores_by_rank(cost, active)
+
+
+SCORERS: Final = (DecayedMisses,)
+
+STRATEGIES: Final = (
+    Strategy(
+        name="infera",
+        idea="AMD Infera: blocks missed, blocks in flight, and misses of late that fade.",
+        config=config_of(producer(BlockLoadSettings.type_name), step(DecayedMisses.type_name)),
+    ),
+)

@@ -1,0 +1,112 @@
+"""KubeAI: consistent hashing with bounded loads over the head of a prompt.
+
+Source: `internal/loadbalancer` of substratusai/kubeai (2025-07).
+"""
+
+from collections.abc import Mapping
+from typing import Annotated, ClassVar, Final
+
+import numpy as np
+import xxhash
+from msgspec import Meta
+
+from epp.plugins.contract import (
+    BYTES_PER_TOKEN,
+    Bools,
+    Candidates,
+    Floats,
+    InferenceRequest,
+    Parameters,
+    Strategy,
+    config_of,
+    step,
+)
+from homing_rivals.prompt_blocks import PromptBlocksSettings
+from homing_rivals.ring import ring_of, within_bound
+
+_BLOCK_TOKENS: Final = 25
+"""Its 100 characters are so many tokens of a prompt without text."""
+_BLOCK_BYTES: Final = _BLOCK_TOKENS * BYTES_PER_TOKEN
+
+
+class BoundedPrefixHash(Parameters, frozen=True):
+    """CHWBL: the first endpoint clockwise from h(key) with R <= `load_factor` x (sum R + 1) / n.
+
+    The key is the adapter and the first `prefix_chars` characters of the user's first message, of
+    a completion's prompt where there are no messages. R is what is in flight there without this
+    request; with nothing in flight anybody will do. If nobody is within the bound it is the first
+    that has the adapter.
+
+    Kept: the system prompt does not count, so conversations that begin alike share an endpoint for
+    ever, and a template is one key.
+
+    Differs: requests to endpoints that left are not counted in the sum; a prompt without text, of a
+    replayed trace, has its first blocks of 25 tokens for a key; with nobody there a request is
+    refused, it does not wait. Endpoints that report no adapters are all taken to have this one.
+    """
+
+    type_name: ClassVar[str] = "bounded-prefix-hash-scorer"
+    producer_type: ClassVar[str] = PromptBlocksSettings.type_name
+
+    load_factor: Annotated[float, Meta(ge=1)] = 1.25
+    replication: Annotated[int, Meta(ge=1, le=1024)] = 256
+    """Points of each endpoint on the ring."""
+    prefix_chars: Annotated[int, Meta(ge=1, le=65_536)] = 100
+
+    @property
+    def producer(self) -> str | None:
+        return self.producer_type
+
+    @property
+    def producer_parameters(self) -> Mapping[str, int]:
+        """Of the index, should it have to be made."""
+        return {"blockTokens": _BLOCK_TOKENS, "blocksMax": self._blocks}
+
+    def score(self, request: InferenceRequest, candidates: Candidates, /) -> Floats:
+        ring = ring_of(candidates, self.replication)
+        key = self._key(request)
+        holders = _holders(request, candidates)
+        chosen = ring.first(
+            key, holders & within_bound(candidates.inflight_requests, self.load_factor)
+        )
+        if chosen < 0:
+            chosen = ring.first(key, holders)
+        scores = np.zeros(len(candidates))
+        scores[chosen] = 1.0
+        return scores
+
+    @property
+    def _blocks(self) -> int:
+        return max(1, self.prefix_chars // _BLOCK_BYTES)
+
+    def _key(self, request: InferenceRequest) -> int:
+        """64 bits."""
+        head = request.first_text(self.prefix_chars)
+        if head is None:
+            known = request.block_hash(_BLOCK_BYTES, self._blocks)
+            if known is not None:
+                return known
+        adapter = request.model.encode("utf-8", "surrogatepass")
+        return xxhash.xxh64_intdigest(adapter + b"\0" + (head or "").encode())
+
+
+def _holders(request: InferenceRequest, candidates: Candidates) -> Bools:
+    """bool[n]: who has the adapter; everybody, where nobody reports it, as of a base model."""
+    adapters = candidates.adapter_state
+    everybody = np.ones(len(candidates), dtype=np.bool_)
+    if not adapters.generation.any():
+        return everybody
+    model = request.model
+    holders: Bools = adapters.active(model) | adapters.on_gpu(model) | adapters.on_cpu(model)
+    return holders if holders.any() else everybody
+
+
+SCORERS: Final = (BoundedPrefixHash,)
+
+STRATEGIES: Final = (
+    Strategy(
+        name="kubeai-chwbl",
+        idea="KubeAI: hash 100 characters to a ring, pass over who is 25 % above the mean.",
+        config=config_of(step(BoundedPrefixHash.type_name)),
+    ),
+)

@@ -1,0 +1,79 @@
+"""Least work ahead: what a request would add to what its endpoint still has to prefill.
+
+Two rules with the same terms. Both read the prefix index and the own count of uncached tokens in
+flight, which are exact and immediate for what this picker sent.
+"""
+
+from typing import ClassVar, Final
+
+import numpy as np
+
+from epp.plugins.contract import (
+    Candidates,
+    Floats,
+    InferenceRequest,
+    Parameters,
+    Strategy,
+    config_of,
+    scores_of_cost,
+    step,
+)
+from homing_rivals.lexicographic import scores_by_rank
+
+
+class LeastPendingWork(Parameters, frozen=True):
+    """LPWL: argmin of pending(e) + max(0, T - hit(e)), in tokens to prefill; ties: fewest requests.
+
+    T: tokens of the prompt; hit(e): those that e is believed to hold; pending(e): uncached tokens
+    that were sent to e and are not yet prefilled.
+
+    Differs: pending tokens drain at the endpoint's prefill speed as time passes, not only when a
+    first token is seen. Scores tell the order, not by how much.
+    """
+
+    type_name: ClassVar[str] = "least-pending-work-scorer"
+    producer_type: ClassVar[str] = "approx-prefix-cache-producer"
+
+    @property
+    def producer(self) -> str | None:
+        return ""
+
+    def score(self, request: InferenceRequest, candidates: Candidates, /) -> Floats:
+        work = candidates.inflight_prefill_tokens + candidates.uncached_tokens
+        return scores_by_rank(work, candidates.inflight_requests.astype(np.float64))
+
+
+class WorkTimesBatch(Parameters, frozen=True):
+    """LMetric (arXiv 2603.15202): argmin of (T - hit(e)) x batch(e).
+
+    The product needs no weight between its factors. Where one is 0 it says nothing about the other;
+    in the form that llm-d-router #2351 proposes the batch counts this request too. Here the work
+    counts at least one token, so that of endpoints that hold the whole prompt the emptiest wins.
+    """
+
+    type_name: ClassVar[str] = "work-times-batch-scorer"
+    producer_type: ClassVar[str] = "approx-prefix-cache-producer"
+
+    @property
+    def producer(self) -> str | None:
+        return ""
+
+    def score(self, request: InferenceRequest, candidates: Candidates, /) -> Floats:
+        work = candidates.uncached_tokens + 1.0
+        return scores_of_cost(work * (candidates.inflight_requests + 1.0))
+
+
+SCORERS: Final = (LeastPendingWork, WorkTimesBatch)
+
+STRATEGIES: Final = (
+    Strategy(
+        name="lpwl",
+        idea="LPWL: the fewest tokens to prefill, those of this request included.",
+        config=config_of(step(LeastPendingWork.type_name)),
+    ),
+    Strategy(
+        name="lmetric",
+        idea="LMetric: uncached tokens of this request, times requests there.",
+        config=config_of(step(WorkTimesBatch.type_name)),
+    ),
+)

@@ -1,0 +1,24 @@
+"""Several costs in order of importance, as scores."""
+
+import numpy as np
+
+from epp.plugins.contract import (
+    Floats,
+    scores_of_cost,
+)
+
+
+def scores_by_rank(*costs: Floats) -> Floats:
+    """float64[n] in [0, 1]: 1 for the least by the first of `costs`, ties by the next, and so on.
+
+    `costs` are finite float64[n], at least one. Equal in all of them score the same. Scores tell
+    the order and not by how much: a cost that breaks ties is never drowned by rounding.
+    """
+    order = np.lexsort(costs[::-1])
+    differs = np.zeros(len(order), dtype=np.bool_)
+    for cost in costs:
+        ordered = cost[order]
+        differs[1:] |= ordered[1:] != ordered[:-1]
+    ranks = np.empty(len(order))
+    ranks[order] = np.cumsum(differs)
+    return scores_of_cost(ranks)

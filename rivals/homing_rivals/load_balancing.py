@@ -1,0 +1,110 @@
+"""Load alone, as proxies balance it: chance, turns, the fewest requests, and vLLM's own rule.
+
+None looks at the prompt. They are what every affinity is measured against. Names end in `-live`
+because the simulator has baselines of its own under the bare names: those are a plain proxy, which
+knows no scrapes and takes no endpoint for stale; these are plugins of the scheduler.
+"""
+
+from random import Random
+from typing import ClassVar, Final
+
+import numpy as np
+
+from epp.plugins.contract import (
+    Candidates,
+    Floats,
+    InferenceRequest,
+    Ints,
+    Parameters,
+    Strategy,
+    config_of,
+    highest,
+    scores_of_cost,
+    step,
+)
+
+
+class RandomTie(Parameters, frozen=True):
+    """The highest sum; of those that tie for it, any.
+
+    For strategies that draw among equals where `max-score-picker` lets them take turns.
+    """
+
+    type_name: ClassVar[str] = "random-tie-picker"
+
+    def pick(
+        self, scores: Floats, candidates: Candidates, random: Random, rotation: int, /
+    ) -> Ints:
+        tied = highest(scores)
+        first = random.randrange(len(tied))
+        return tied[first : first + 1]
+
+
+class PowerOfTwo(Parameters, frozen=True):
+    """Draw two different ones, take the one with the higher sum, the first if they are equal.
+
+    Mitzenmacher, "The Power of Two Choices in Randomized Load Balancing" (2001); smg, AIBrix and Ray
+    ship it over requests in flight.
+    """
+
+    type_name: ClassVar[str] = "power-of-two-picker"
+
+    def pick(
+        self, scores: Floats, candidates: Candidates, random: Random, rotation: int, /
+    ) -> Ints:
+        if len(scores) == 1:
+            return np.zeros(1, dtype=np.int64)
+        one, other = random.sample(range(len(scores)), 2)
+        return np.array([one if scores[one] >= scores[other] else other], dtype=np.int64)
+
+
+class DataParallelLoad(Parameters, frozen=True):
+    """vLLM's balancer of data-parallel ranks: argmin of 4 x waiting + running.
+
+    What was sent since the engine last told its load counts as waiting. Source: vLLM's
+    `DPLBAsyncMPClient`, whose engines tell their load every 100 ms.
+
+    Differs: load is as old as scrapes are; of equals the next in turn is taken, not the first from
+    where each client begins. An engine whose load is unknown is unknown.
+    """
+
+    type_name: ClassVar[str] = "data-parallel-load-scorer"
+
+    def score(self, request: InferenceRequest, candidates: Candidates, /) -> Floats:
+        waiting = candidates.waiting_requests + candidates.unreported_requests
+        load = 4.0 * waiting + candidates.running_requests
+        scores = scores_of_cost(load)
+        scores[np.isnan(load)] = np.nan
+        return scores
+
+
+PICKERS: Final = (RandomTie, PowerOfTwo)
+SCORERS: Final = (DataParallelLoad,)
+
+STRATEGIES: Final = (
+    Strategy(
+        name="random-live",
+        idea="Chance: any endpoint.",
+        config=config_of(picker=step("random-picker")),
+    ),
+    Strategy(
+        name="round-robin-live",
+        idea="Round robin: each endpoint in turn.",
+        config=config_of(picker=step("max-score-picker")),
+    ),
+    Strategy(
+        name="least-requests-live",
+        idea="Least requests: the fewest in flight, equals in turn.",
+        config=config_of(step("active-request-scorer")),
+    ),
+    Strategy(
+        name="power-of-two-live",
+        idea="Power of two choices: of two drawn, the one with fewer requests in flight.",
+        config=config_of(step("active-request-scorer"), picker=step(PowerOfTwo.type_name)),
+    ),
+    Strategy(
+        name="vllm-data-parallel",
+        idea="vLLM between data-parallel ranks: the least of 4 x waiting + running.",
+        config=config_of(step(DataParallelLoad.type_name)),
+    ),
+)

@@ -1,0 +1,52 @@
+"""Rules that narrow: each step leaves some of the candidates, and who is left scores 1."""
+
+import math
+
+import numpy as np
+
+from epp.plugins.contract import (
+    Bools,
+    Floats,
+    Ints,
+)
+
+
+def only(kept: Bools) -> Floats:
+    """float64[n]: 1 for those `kept`, 0 for the others."""
+    return kept.astype(np.float64)
+
+
+def least_of(values: Floats | Ints, among: Bools | None = None) -> Bools:
+    """bool[n]: those `among` (None: all) whose value is the least; nobody, if `among` is empty.
+
+    `values` are finite.
+    """
+    if among is None:
+        among = np.ones(len(values), dtype=np.bool_)
+    if not among.any():
+        return among
+    least: Bools = among & (values == values[among].min())
+    return least
+
+
+def most_of(values: Floats | Ints, among: Bools | None = None) -> Bools:
+    """bool[n]: those `among` (None: all) whose value is the greatest; as `least_of`."""
+    return least_of(-values, among)
+
+
+def first_of(kept: Bools) -> Bools:
+    """bool[n]: of those `kept` the one that the list names first; nobody, if `kept` is empty."""
+    first = np.zeros(len(kept), dtype=np.bool_)
+    first[kept.argmax()] = kept.any()
+    return first
+
+
+def with_room(inflight: Ints, load_factor: float) -> Bools:
+    """bool[n]: who has at most ceil(`load_factor` * (total + 1) / n) requests with one more.
+
+    Never nobody, from a factor of 1 on. Consistent hashing with bounded loads (Mirrokni, Thorup and
+    Zadimoghaddam, 2018).
+    """
+    bound = math.ceil(load_factor * (float(inflight.sum()) + 1.0) / len(inflight))
+    room: Bools = inflight + 1 <= bound
+    return room

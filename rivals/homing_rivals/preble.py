@@ -1,0 +1,249 @@
+"""Preble: exploit a prefix that is longer than what is new, explore by the cost of everything else.
+
+Sources: ICLR 2025, arXiv 2407.00023; WukLab/preble.
+"""
+
+import math
+from collections import deque
+from typing import Annotated, Any, ClassVar, Final
+
+import numpy as np
+from msgspec import Meta, Struct
+
+from epp.plugins.contract import (
+    HASH_BYTES,
+    Affinity,
+    AffinityIndex,
+    Bools,
+    Candidates,
+    Duration,
+    Floats,
+    InferenceRequest,
+    Parameters,
+    PrefixIndex,
+    PrefixIndexSettings,
+    Seconds,
+    Strategy,
+    check_above_zero,
+    config_of,
+    producer,
+    scores_of_cost,
+    step,
+)
+
+_ENTRIES_MAX: Final = 65_536
+"""Requests of one endpoint's window; of more the oldest count no longer."""
+_SWEEP_MAX: Final = 4_096
+
+
+class PrebleHistorySettings(
+    PrefixIndexSettings, frozen=True, kw_only=True, rename="camel", forbid_unknown_fields=True
+):
+    """`preble-history-producer`: as `approx-prefix-cache-producer`, with what each got lately.
+
+    Columns, of the last `window`: `missed_tokens` and `hit_tokens` of the prompts that were sent
+    there, their number `requests`; and `pushed_out_tokens`, what this prompt would push out of a
+    full cache. Up to a second more than the window is counted.
+    """
+
+    type_name: ClassVar[str] = "preble-history-producer"
+
+    window: Duration = Duration(180.0)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_above_zero("window", self.window)
+
+    def open(self) -> AffinityIndex:
+        """A new, empty index."""
+        return PrebleHistory(self)
+
+    def adopt(self, index: AffinityIndex) -> bool:
+        """Apply to a running index all but the block size; False if that differs."""
+        return isinstance(index, PrebleHistory) and index.adopt(self)
+
+
+class _Sent(Struct, gc=False):
+    """One request of a window."""
+
+    at_s: Seconds
+    missed_blocks: int
+    hit_blocks: int
+    requests: int = 1
+
+
+class _Window:
+    """What one endpoint got lately, and its sums."""
+
+    __slots__ = ("hit_blocks", "missed_blocks", "requests", "sent")
+
+    def __init__(self) -> None:
+        self.sent: deque[_Sent] = deque()
+        self.missed_blocks = 0
+        self.hit_blocks = 0
+        self.requests = 0
+
+    def add(self, one: _Sent) -> None:
+        self.sent.append(one)
+        self.missed_blocks += one.missed_blocks
+        self.hit_blocks += one.hit_blocks
+        self.requests += one.requests
+        if len(self.sent) > _ENTRIES_MAX:
+            self.drop_oldest()
+
+    def drop_oldest(self) -> None:
+        self.take_back(self.sent.popleft())
+
+    def take_back(self, one: _Sent) -> None:
+        """It counts no longer, wherever it is; again, nothing happens."""
+        self.missed_blocks -= one.missed_blocks
+        self.hit_blocks -= one.hit_blocks
+        self.requests -= one.requests
+        one.missed_blocks = one.hit_blocks = one.requests = 0
+
+
+class PrebleHistory(PrefixIndex):
+    """`AffinityIndex`; the unit is one full block."""
+
+    def __init__(self, settings: PrebleHistorySettings) -> None:
+        super().__init__(settings)
+        self._window_s = float(settings.window)
+        self._windows: dict[int, _Window] = {}
+
+    def adopt(self, settings: PrebleHistorySettings) -> bool:
+        """As `PrefixIndex.configure`; another window from the next sweep on."""
+        self._window_s = float(settings.window)
+        return self.configure(settings)
+
+    def match(self, request: InferenceRequest, slots: int, now: Seconds) -> Affinity:
+        """What each slot is believed to hold, and the columns of its history."""
+        known = super().match(request, slots, now)
+        missed, hits, requests = np.zeros(slots), np.zeros(slots), np.zeros(slots)
+        for slot, window in self._windows.items():
+            if slot < slots:
+                missed[slot] = window.missed_blocks
+                hits[slot] = window.hit_blocks
+                requests[slot] = window.requests
+        room = np.array(
+            [self.capacity_blocks(slot) - self.blocks_held(slot) for slot in range(slots)],
+            dtype=np.float64,
+        )
+        columns = {
+            "missed_tokens": missed * self.block_tokens,
+            "hit_tokens": hits * self.block_tokens,
+            "requests": requests,
+            "pushed_out_tokens": np.maximum(known.total - known.matched - room, 0.0)
+            * self.block_tokens,
+        }
+        return Affinity(known.matched, known.total, columns)
+
+    def record(self, request: InferenceRequest, slot: int, now: Seconds) -> Any:
+        """`slot` holds `request` and, as far as it did not hold it, had to compute it."""
+        recorded = super().record(request, slot, now)
+        hit = sum(recorded[2])
+        total = sum(len(chain) for chain in self.share(request)) // HASH_BYTES
+        one = _Sent(now, total - hit, hit)
+        self._windows.setdefault(slot, _Window()).add(one)
+        return recorded, one
+
+    def retract(self, request: InferenceRequest, slot: int, recorded: Any, now: Seconds) -> None:
+        """`slot` did not get `request`."""
+        held, one = recorded
+        super().retract(request, slot, held, now)
+        window = self._windows.get(slot)
+        if window is not None:
+            window.take_back(one)
+
+    def forget(self, slot: int) -> None:
+        """The slot holds nothing and got nothing."""
+        super().forget(slot)
+        window = self._windows.pop(slot, _Window())
+        while window.sent:
+            window.drop_oldest()
+
+    def expire(self, now: Seconds) -> None:
+        """Drop what is too old to be held or to count, a bounded number of each."""
+        super().expire(now)
+        left = _SWEEP_MAX
+        for window in self._windows.values():
+            while left and window.sent and window.sent[0].at_s < now - self._window_s:
+                window.drop_oldest()
+                left -= 1
+
+
+class ExploreExploit(Parameters, frozen=True):
+    """Preble E2: exploit a prefix that is longer than what is new, else explore by cost.
+
+    hit > T - hit: of those who hold most, the least L(e). Else the least L(e) + M(e) + P(e).
+
+    L: seconds of work that e got in the window: missed tokens / v + R(e) * o * d; P: (T - hit(e)) /
+    v; M: seconds to compute anew what the prompt pushes out, times the share of tokens that hit in
+    the window. T: tokens of the prompt; hit: those that e is believed to hold; v: its prefill
+    speed; R: requests in flight there; o: `output_tokens`; d: `decode_s`.
+
+    Where the holder to exploit has L > `rebalance_ratio` * min L, and each endpoint got
+    `rebalance_requests` on average, the least L(e) takes the prompt, and holds it from then on too.
+
+    Differs: speeds are those of the configuration where Preble has lines fitted for two GPUs; the
+    time of a decoded token is a constant where Preble takes the median of 200; subtrees are not
+    moved and hot ones not split ahead of requests, only with them; blocks of 64 tokens for its
+    radix tree's one.
+    """
+
+    type_name: ClassVar[str] = "explore-exploit-scorer"
+    producer_type: ClassVar[str] = PrebleHistorySettings.type_name
+
+    output_tokens: Annotated[float, Meta(ge=0)] = 45.0
+    """Of an answer; what Preble's code assumes."""
+    decode_s: Annotated[float, Meta(ge=0)] = 0.15
+    """Of one token; where Preble's median begins."""
+    rebalance_ratio: Annotated[float, Meta(ge=1)] = 1.5
+    rebalance_requests: Annotated[float, Meta(ge=0)] = 50.0
+
+    @property
+    def producer(self) -> str | None:
+        return self.producer_type
+
+    def score(self, request: InferenceRequest, candidates: Candidates, /) -> Floats | None:
+        known = candidates.affinity(self.producer_type)
+        if not known.columns:
+            return None
+        speed = candidates.prefill_tokens_per_s
+        missed, hits = known.columns["missed_tokens"], known.columns["hit_tokens"]
+        load = missed / speed
+        load += candidates.inflight_requests * (self.output_tokens * self.decode_s)
+        uncached = candidates.uncached_tokens
+        fewest = float(uncached.min())
+        if candidates.prompt_tokens - fewest > fewest:
+            holds = uncached == fewest
+            if not self._rebalances(load, holds, float(known.columns["requests"].mean())):
+                return scores_of_cost(np.where(holds, load, math.inf))
+            return scores_of_cost(load)
+        reused = hits / np.maximum(missed + hits, 1.0)
+        pushed_out = known.columns["pushed_out_tokens"] * reused
+        return scores_of_cost(load + (pushed_out + uncached) / speed)
+
+    def _rebalances(self, load: Floats, holds: Bools, requests: float) -> bool:
+        lightest = float(load[holds].min())
+        return requests >= self.rebalance_requests and lightest > self.rebalance_ratio * float(
+            load.min()
+        )
+
+
+INDEXES: Final = (PrebleHistorySettings,)
+SCORERS: Final = (ExploreExploit,)
+
+STRATEGIES: Final = (
+    Strategy(
+        name="preble",
+        idea=(
+            "Preble E2: exploit a prefix longer than what is new, by the load of three minutes; else "
+            "explore by load, what is pushed out and what is missing."
+        ),
+        config=config_of(
+            # 198,516 tokens a GPU, where an engine does not say.
+            producer(PrebleHistorySettings.type_name, lruCapacityPerServer=3_101),
+            step(ExploreExploit.type_name),
+        ),
+    ),
+)

@@ -1,0 +1,115 @@
+"""vLLM production-stack: its prefix-aware policy, which ignores load, and its load-aware one."""
+
+from typing import Annotated, ClassVar, Final
+
+import numpy as np
+from msgspec import Meta
+
+from epp.plugins.contract import (
+    Candidates,
+    Floats,
+    InferenceRequest,
+    Parameters,
+    Strategy,
+    config_of,
+    producer,
+    scores_of_cost,
+    step,
+)
+from homing_rivals.narrowing import least_of, most_of, only, with_room
+from homing_rivals.radix_tree import RadixTreeSettings
+
+
+class LongestPrefix(Parameters, frozen=True):
+    """`prefixaware`: argmax of matched(e), any of those that tie; anybody, where nothing matches.
+
+    There a trie of hashes of 128 characters each, here the tree with blocks of 32 tokens: to go
+    down while some available endpoint is left is to find the longest match of any. Sources:
+    `routing_logic.py`, `prefix/hashtrie.py`.
+
+    `load_factor` c, off by default, is the repair: only who would have at most
+    ceil(c * (total R + 1) / n) requests with this one, and of the longest matches the fewest
+    requests. R: requests in flight.
+
+    Differs: full blocks only, where the last part of a chunk counts as 128 characters there; the
+    model is in the hash; an endpoint that leaves is forgotten; the tree is bounded by memory, where
+    the trie grows until it is killed (#711 proposes a limit).
+    Kept: no term for load, so that a shared system prompt sends everybody to one endpoint (#957,
+    #959).
+    """
+
+    type_name: ClassVar[str] = "longest-prefix-scorer"
+    producer_type: ClassVar[str] = RadixTreeSettings.type_name
+
+    load_factor: Annotated[float, Meta(ge=1)] | None = None
+
+    @property
+    def producer(self) -> str | None:
+        return self.producer_type
+
+    def score(self, request: InferenceRequest, candidates: Candidates, /) -> Floats:
+        matched = candidates.affinity(self.producer_type).matched
+        if self.load_factor is None:
+            return only(most_of(matched))
+        inflight = candidates.inflight_requests
+        return only(least_of(inflight, most_of(matched, with_room(inflight, self.load_factor))))
+
+
+class RelativeLoad(Parameters, frozen=True):
+    """`loadaware` (#1035): argmax of matched(e) / T - beta * (R(e) - mean R) / max(1, mean R).
+
+    T: tokens of the prompt; R: requests in flight. Both terms have no unit: an endpoint with twice
+    the mean load needs the whole prompt cached.
+
+    Differs: what endpoints hold is believed by the prefix index, where LMCache's controller tells
+    it; ties take turns.
+    """
+
+    type_name: ClassVar[str] = "relative-load-scorer"
+    producer_type: ClassVar[str] = "approx-prefix-cache-producer"
+
+    beta: Annotated[float, Meta(ge=0)] = 1.0
+
+    @property
+    def producer(self) -> str | None:
+        return ""
+
+    def score(self, request: InferenceRequest, candidates: Candidates, /) -> Floats:
+        cached = candidates.matched_blocks * candidates.block_tokens / max(1, request.prompt_tokens)
+        inflight = candidates.inflight_requests.astype(np.float64)
+        mean = float(inflight.mean())
+        return scores_of_cost(self.beta * (inflight - mean) / max(1.0, mean) - cached)
+
+
+SCORERS: Final = (LongestPrefix, RelativeLoad)
+
+STRATEGIES: Final = (
+    Strategy(
+        name="production-stack-prefix-aware",
+        idea="production-stack prefixaware: any of those that hold the longest prefix.",
+        config=config_of(
+            producer(
+                RadixTreeSettings.type_name,
+                blockSizeTokens=32,
+                lruCapacityPerServer=67_108_864,
+                memoryMaxBytes=1_073_741_824,
+            ),
+            step(LongestPrefix.type_name),
+            picker=step("weighted-random-picker"),
+        ),
+    ),
+    Strategy(
+        name="production-stack-prefix-aware-fixed",
+        idea="production-stack prefixaware within 1.25 times the mean load, with a bounded tree.",
+        config=config_of(
+            producer(RadixTreeSettings.type_name, blockSizeTokens=32),
+            step(LongestPrefix.type_name, loadFactor=1.25),
+            picker=step("weighted-random-picker"),
+        ),
+    ),
+    Strategy(
+        name="production-stack-load-aware",
+        idea="production-stack loadaware: share of the prompt cached, less the relative load.",
+        config=config_of(step(RelativeLoad.type_name)),
+    ),
+)

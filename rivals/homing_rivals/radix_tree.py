@@ -1,0 +1,91 @@
+"""The tree of prompts that cache-aware routers keep: who was sent what, who first, and how much.
+
+SGLang's router, its successor smg, vllm-router, Ray Serve and production-stack each keep such a
+tree over characters or tokens. Here it is the prefix index with what their rules ask besides.
+"""
+
+from typing import Annotated, ClassVar, Final
+
+import numpy as np
+from msgspec import Meta
+
+from epp.plugins.contract import (
+    Affinity,
+    AffinityIndex,
+    Duration,
+    InferenceRequest,
+    PrefixIndex,
+    PrefixIndexSettings,
+    Seconds,
+)
+
+FIRST_HOLDER: Final = "first_holder"
+"""Column: 1 for the endpoint to which the deepest known block was first routed, 0 for the others."""
+HELD_BLOCKS: Final = "held_blocks"
+"""Column: blocks that the tree has of each endpoint."""
+DEEPEST_BLOCKS: Final = "deepest_blocks"
+"""Column: blocks of the prompt that anybody holds, be it a candidate or not; one number for all."""
+
+_FOR_EVER: Final = Duration(1e9)
+
+
+class RadixTreeSettings(PrefixIndexSettings, frozen=True):
+    """`radix-tree-producer`: the tree's parameters, spelt as those of the prefix index.
+
+    Differs from the trees that it stands for: edges are blocks of tokens and not characters, so a
+    prompt shorter than a block is unknown; it evicts as soon as it is full and not once a minute; it
+    evicts by the endpoint's oldest prompt, tails first, where smg takes the leaf used least recently;
+    a look-up refreshes nothing, because the choice is recorded anyway. Model, salt and API are in
+    the first block's hash: there is one tree for all models.
+    """
+
+    type_name: ClassVar[str] = "radix-tree-producer"
+
+    auto_tune: bool = False
+    block_size_tokens: Annotated[int, Meta(ge=1)] = 16
+    """Tokens in a block; smg's page."""
+    lru_capacity_per_server: Annotated[int, Meta(ge=1)] = 1_048_576
+    """Blocks an endpoint: with those of 16 tokens about 2^26 characters, as in smg."""
+    ttl: Duration = _FOR_EVER
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.block_size is not None:
+            raise ValueError(f"blockSize {self.block_size} has no effect: give blockSizeTokens")
+
+    @property
+    def block_tokens(self) -> int:
+        """Tokens in a block."""
+        return self.block_size_tokens
+
+    def open(self) -> AffinityIndex:
+        """A new, empty tree."""
+        return RadixTree(self)
+
+    def adopt(self, index: AffinityIndex) -> bool:
+        """Apply to a running tree all but the block size; False if that differs."""
+        return isinstance(index, RadixTree) and index.configure(self)
+
+
+class RadixTree(PrefixIndex):
+    """The prefix index, with the columns of this module. Of several prompts the first decides them."""
+
+    def match(self, request: InferenceRequest, slots: int, now: Seconds) -> Affinity:
+        """As the prefix index does, and the columns."""
+        known = super().match(request, slots, now)
+        first = np.zeros(slots)
+        holder = self.first_holder(request, now)
+        if 0 <= holder < slots:
+            first[holder] = 1.0
+        columns = {
+            FIRST_HOLDER: first,
+            HELD_BLOCKS: np.array([self.blocks_held(slot) for slot in range(slots)], np.float64),
+            DEEPEST_BLOCKS: np.full(slots, float(known.matched.max(initial=0))),
+        }
+        return Affinity(known.matched, known.total, columns)
+
+
+INDEXES: Final = (RadixTreeSettings,)
+
+STRATEGIES: Final = ()
+"""Those that read the tree are in files of their own."""

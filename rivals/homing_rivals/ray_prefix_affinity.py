@@ -1,0 +1,94 @@
+"""Ray Serve LLM's prefix cache affinity router."""
+
+import math
+from random import Random
+from typing import Annotated, ClassVar, Final
+
+import numpy as np
+from msgspec import Meta
+
+from epp.plugins.contract import (
+    Candidates,
+    Floats,
+    InferenceRequest,
+    Ints,
+    Parameters,
+    Strategy,
+    config_of,
+    highest,
+    producer,
+    step,
+)
+from homing_rivals.narrowing import least_of, most_of, only
+from homing_rivals.radix_tree import HELD_BLOCKS, RadixTreeSettings
+
+
+class RayPrefixAffinity(Parameters, frozen=True):
+    """The best match from 10 % on, else the smallest tree; of those the shortest queue.
+
+    If max R - min R > `imbalanced_threshold`, anybody: two are drawn and the shorter queue wins
+    (`two-of-best-picker`). R: requests in flight. The threshold is None, infinity, since
+    ray-project/ray #59390; it was 10. Source: ray 2.60, `PrefixCacheAffinityRouter`.
+
+    Differs: blocks of 16 tokens instead of characters; queue lengths are this picker's own count,
+    where Ray asks replicas; the tree is bounded, where Ray's is unless it is told otherwise.
+    Kept: without a threshold the replica with a hot prefix gets all of it, however long its queue.
+    """
+
+    type_name: ClassVar[str] = "ray-prefix-affinity-scorer"
+    producer_type: ClassVar[str] = RadixTreeSettings.type_name
+
+    match_rate_threshold: Annotated[float, Meta(ge=0, le=1)] = 0.1
+    imbalanced_threshold: Annotated[float, Meta(ge=0)] | None = None
+
+    @property
+    def producer(self) -> str | None:
+        return self.producer_type
+
+    def score(self, request: InferenceRequest, candidates: Candidates, /) -> Floats:
+        inflight = candidates.inflight_requests
+        apart = float(inflight.max() - inflight.min())
+        if apart > (math.inf if self.imbalanced_threshold is None else self.imbalanced_threshold):
+            return np.ones(len(inflight))
+        tree = candidates.affinity(self.producer_type)
+        share = tree.matched / (tree.total or 1)
+        if share.max() >= self.match_rate_threshold:
+            chosen = most_of(tree.matched)
+        else:
+            chosen = least_of(tree.columns.get(HELD_BLOCKS, inflight))
+        return only(least_of(inflight, chosen))
+
+
+class TwoOfBest(Parameters, frozen=True):
+    """Of all that tie for the highest sum two are drawn, and the fewer requests in flight win.
+
+    Power of two choices (Mitzenmacher, 2001); equal ones: the first that was drawn.
+    """
+
+    type_name: ClassVar[str] = "two-of-best-picker"
+
+    def pick(
+        self, scores: Floats, candidates: Candidates, random: Random, rotation: int, /
+    ) -> Ints:
+        tied = highest(scores)
+        drawn = random.sample(range(len(tied)), min(2, len(tied)))
+        inflight = candidates.inflight_requests
+        winner = min(drawn, key=lambda at: int(inflight[tied[at]]))
+        return tied[winner : winner + 1]
+
+
+SCORERS: Final = (RayPrefixAffinity,)
+
+PICKERS: Final = (TwoOfBest,)
+
+STRATEGIES: Final = (
+    Strategy(
+        name="ray-prefix-affinity",
+        idea="Ray Serve 2.60: the best match from 10 % on, else the smallest tree.",
+        config=config_of(
+            producer(RadixTreeSettings.type_name, blockSizeTokens=16),
+            step(RayPrefixAffinity.type_name),
+            picker=step(TwoOfBest.type_name),
+        ),
+    ),
+)

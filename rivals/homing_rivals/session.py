@@ -1,0 +1,93 @@
+"""Session affinity: an endpoint keeps its sessions, for ever or until it is too busy for them."""
+
+from typing import Annotated, ClassVar, Final
+
+import numpy as np
+import xxhash
+from msgspec import Meta
+
+from epp.plugins.contract import (
+    Candidates,
+    Floats,
+    InferenceRequest,
+    Parameters,
+    Strategy,
+    config_of,
+    scores_of_cost,
+    step,
+)
+
+
+class BoundedSession(Parameters, frozen=True):
+    """Stay while R(home) <= `skew` x max(mean R, 1), else go to argmin R and make that the home.
+
+    R is what is in flight without this request. It is the form that users ask for where sessions
+    stick to a saturated pod (sgl-project/sglang #33625 and #33959, skew 1.5). Where a session is
+    known the index of sessions, which takes it along wherever it goes, says where; what has no
+    session goes to argmin R.
+    """
+
+    type_name: ClassVar[str] = "bounded-session-scorer"
+    producer_type: ClassVar[str] = "session-id-producer"
+
+    skew: Annotated[float, Meta(ge=1)] = 1.5
+
+    @property
+    def producer(self) -> str | None:
+        return self.producer_type
+
+    def score(self, request: InferenceRequest, candidates: Candidates, /) -> Floats:
+        inflight = candidates.inflight_requests
+        limit = self.skew * max(float(inflight.mean()), 1.0)
+        home = candidates.affinity(self.producer_type).matched > 0
+        stays = home & (inflight <= limit)
+        if stays.any():
+            return stays.astype(np.float64)
+        return scores_of_cost(inflight.astype(np.float64))
+
+
+class RendezvousSession(Parameters, frozen=True):
+    """argmax of h(session, endpoint), the same at every picker; without a session anybody.
+
+    AIBrix hashes its session key so (FNV-64). Nothing is remembered, and who leaves takes along only
+    its own sessions. There is no bound.
+    """
+
+    type_name: ClassVar[str] = "rendezvous-session-scorer"
+
+    session_header: Annotated[str, Meta(min_length=1)] = "x-session-id"
+    """Request header with the session, where the request has no session id of its own."""
+
+    def score(self, request: InferenceRequest, candidates: Candidates, /) -> Floats:
+        session = request.session_id or request.headers.get(self.session_header.lower(), "")
+        if not session:
+            return np.ones(len(candidates))
+        key = xxhash.xxh64_intdigest(session.encode("utf-8", "surrogatepass"))
+        scores = np.zeros(len(candidates))
+        scores[candidates.rendezvous(key).argmax()] = 1.0
+        return scores
+
+
+SCORERS: Final = (BoundedSession, RendezvousSession)
+
+STRATEGIES: Final = (
+    Strategy(
+        name="session-sticky",
+        idea="Session affinity, plain: where the session was last, else the fewest in flight.",
+        # The scores of load are at most 1.
+        config=config_of(
+            step("session-affinity-scorer", 2, strategy="session_id"),
+            step("active-request-scorer"),
+        ),
+    ),
+    Strategy(
+        name="session-bounded",
+        idea="Session affinity, bounded: until the endpoint has 1.5 times the mean in flight.",
+        config=config_of(step(BoundedSession.type_name)),
+    ),
+    Strategy(
+        name="session-rendezvous",
+        idea="Session affinity without a memory, as AIBrix has it: a session's hash and no bound.",
+        config=config_of(step(RendezvousSession.type_name), picker=step("random-tie-picker")),
+    ),
+)

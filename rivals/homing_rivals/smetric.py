@@ -1,0 +1,87 @@
+"""SMetric: a conversation stays while its first token comes in time; who begins goes by work.
+
+Source: a proposal for vllm-project/router.
+"""
+
+import math
+from typing import Annotated, ClassVar, Final
+
+import numpy as np
+from msgspec import Meta
+
+from epp.plugins.contract import (
+    Candidates,
+    Floats,
+    InferenceRequest,
+    Parameters,
+    Strategy,
+    config_of,
+    scores_of_cost,
+    step,
+)
+
+
+class StayInTime(Parameters, frozen=True):
+    """SMetric: stay with who holds most while it is in time, else go where the least work is.
+
+    cost(n) = (n + n * (L - n / 2) / A) / v; queued(e) = P(e) / v + cost(L - hit(e)). Stay with h,
+    who holds most, if hit(h) > r * L, and queued(h) <= s * (b + cost(L)) or that is so of nobody.
+    Else the least queued(e) * (R(e) + 1), or without `colocated` the least queued(e).
+
+    L: tokens of the prompt; hit: those that e is believed to hold; P: uncached tokens waiting
+    there; v: its prefill speed; A: `attention_tokens`, the context at which attention takes as long
+    as all else; r: `hit_ratio`; s: `slack`; b: `base_ms`; R: requests in flight there.
+
+    Differs: speeds are those of the configuration, where the proposal takes the 90th percentile of
+    the last 64 that it saw; a first turn is told by its hit, not by its messages; and the
+    proposal's constants are not known: those of A, r, s and b are ours.
+    """
+
+    type_name: ClassVar[str] = "stay-in-time-scorer"
+    producer_type: ClassVar[str] = "approx-prefix-cache-producer"
+
+    attention_tokens: Annotated[float, Meta(gt=0)] = 32_768.0
+    hit_ratio: Annotated[float, Meta(ge=0, le=1)] = 0.5
+    slack: Annotated[float, Meta(ge=0)] = 2.0
+    base_ms: Annotated[float, Meta(ge=0)] = 500.0
+    colocated: bool = True
+    """Endpoints that prefill decode too: what runs there counts."""
+
+    @property
+    def producer(self) -> str | None:
+        return ""
+
+    def score(self, request: InferenceRequest, candidates: Candidates, /) -> Floats:
+        speed = candidates.prefill_tokens_per_s
+        prompt = float(candidates.prompt_tokens)
+        uncached = candidates.uncached_tokens
+        queued = candidates.inflight_prefill_tokens / speed + self._cost(uncached, prompt) / speed
+        limit_s = self.slack * (self.base_ms / 1_000 + self._cost(prompt, prompt) / speed)
+        fits = queued <= limit_s
+        hit = prompt - uncached
+        most = float(hit.max())
+        holds = hit == most
+        if most > self.hit_ratio * prompt and ((fits & holds).any() or not fits.any()):
+            return scores_of_cost(np.where(holds, queued, math.inf))
+        if self.colocated:
+            queued = queued * (candidates.inflight_requests + 1.0)
+        return scores_of_cost(queued)
+
+    def _cost(self, tokens: "Floats | float", prompt: float) -> Floats:
+        """As if at one token a second."""
+        cost: Floats = np.asarray(tokens * (1.0 + (prompt - tokens / 2) / self.attention_tokens))
+        return cost
+
+
+SCORERS: Final = (StayInTime,)
+
+STRATEGIES: Final = (
+    Strategy(
+        name="smetric",
+        idea=(
+            "SMetric: stay with who holds most while the first token comes in time, else the least "
+            "prefill time there, times requests."
+        ),
+        config=config_of(step(StayInTime.type_name)),
+    ),
+)

@@ -1,0 +1,191 @@
+"""Dynamo's cost and its two tiers, by hand and driven."""
+
+from collections import Counter
+from random import Random
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from epp.core.decision.inputs import PoolReplaced, RequestEnded
+from epp.core.knowledge.candidates import Affinity
+from epp.core.knowledge.inflight import Outcome
+from homing_rivals.dynamo import DynamoCost, Softmax, TwoTier
+from tests.builders import candidates, endpoint, request
+from tests.rivals.driven import scheduler_of
+
+BLOCK_BYTES = 256
+
+
+def costs(plugin=None, *, matched, active, added, prompt_blocks=10, prefill=None):
+    """Scores of endpoints that hold, run and would add so many blocks of a prompt of ten."""
+    known = Affinity(
+        np.array(matched, dtype=np.int64),
+        prompt_blocks,
+        {
+            "active_blocks": np.array(active, dtype=np.float64),
+            "new_blocks": np.array(added, dtype=np.float64),
+        },
+    )
+    some = candidates(
+        len(matched),
+        inflight_prefill_tokens=prefill,
+        affinities={"block-load-producer": known},
+        prompt_tokens=64 * prompt_blocks,
+    )
+    return (plugin or DynamoCost()).score(request(), some).tolist()
+
+
+def test_cost_is_blocks_to_prefill_and_blocks_that_run():
+    """10 - 4 + (6 + 6) = 18; 10 + (0 + 10) = 20; 10 + 2 + (0 + 10) = 22, two blocks ahead."""
+    scores = costs(
+        matched=[4, 0, 0], active=[6, 0, 0], added=[6, 10, 10], prefill=[0.0, 0.0, 128.0]
+    )
+    assert scores == pytest.approx([1.0, 0.5, 0.0])
+
+
+def test_credit_never_pays_for_more_than_there_is_to_prefill():
+    """max(0, ...): all is cached, and a credit of 3 buys nothing off the blocks that run."""
+    scores = costs(DynamoCost(overlap_credit=3.0), matched=[10, 10], active=[5, 6], added=[0, 0])
+    assert scores == [1.0, 0.0]
+
+
+def test_credit_decays_with_what_waits_in_front():
+    """d = 1 and as much ahead as the prompt has: half the credit."""
+    some = {"matched": [10, 4], "active": [0, 0], "added": [10, 10], "prefill": [640.0, 0.0]}
+    # 20 - 10 against 10 - 4; then 20 - 5 against 10 - 4.
+    assert costs(DynamoCost(prefill_load_scale=1.0), **some) == [0.0, 1.0]
+    with_weight = DynamoCost(overlap_decay=1.0, active_request_weight=1.0)
+    assert costs(with_weight, **some) == [0.0, 1.0]
+    third = some | {"matched": [10, 4, 0], "active": [0] * 3, "added": [10] * 3}
+    third["prefill"] = [640.0, 0.0, 0.0]
+    assert costs(DynamoCost(overlap_decay=1.0), **third)[2] == pytest.approx((15 - 10) / (15 - 6))
+
+
+def test_without_its_index_everybody_is_unknown():
+    """Another configuration declared another one."""
+    assert DynamoCost().score(request(), candidates(2)) is None
+
+
+def ask(scheduler, text, now):
+    asked = request(prompts=(text,), prompt_tokens=len(text) // 4)
+    return scheduler.schedule(asked, now)
+
+
+def test_four_requests_of_one_prompt_are_as_many_blocks_as_one():
+    """Observed of Dynamo 1.6: four active requests, four decode blocks."""
+    scheduler = scheduler_of("dynamo")
+    scheduler.take(PoolReplaced([endpoint(0)]), 0.0)
+    decisions = [ask(scheduler, b"p" * 4 * BLOCK_BYTES, 0.0) for _ in range(4)]
+    index = scheduler.indexes["block-load-producer"]
+    assert index.active.held(1).tolist() == [4]
+    for decision in decisions:
+        scheduler.take(RequestEnded(decision.lease, Outcome(status=200)), 1.0)
+    assert index.active.blocks == 0
+
+
+def test_a_shared_system_prompt_pins_one_endpoint():
+    """Dynamo #737: it counts once, so that who has it stays cheaper until its tails are as long."""
+    scheduler = scheduler_of("dynamo")
+    scheduler.take(PoolReplaced([endpoint(number) for number in range(4)]), 0.0)
+    random = Random(1)
+    system = b"s" * 100 * BLOCK_BYTES
+    went = Counter(
+        ask(scheduler, system + random.randbytes(BLOCK_BYTES), float(at)).endpoint.name
+        for at in range(60)
+    )
+    assert len(went) == 1
+    cold = scheduler_of("dynamo")
+    cold.take(PoolReplaced([endpoint(number) for number in range(4)]), 0.0)
+    spread = Counter(
+        ask(cold, random.randbytes(101 * BLOCK_BYTES), float(at)).endpoint.name for at in range(60)
+    )
+    assert max(spread.values()) == 15
+
+
+def test_what_was_sent_is_cached_for_120_seconds():
+    """Each touch counts anew."""
+    scheduler = scheduler_of("dynamo")
+    scheduler.take(PoolReplaced([endpoint(0)]), 0.0)
+    text = b"p" * 4 * BLOCK_BYTES
+    assert ask(scheduler, text, 0.0).matched_blocks == 0
+    assert ask(scheduler, text, 119.0).matched_blocks == 4
+    assert ask(scheduler, text, 238.0).matched_blocks == 4
+    assert ask(scheduler, text, 359.0).matched_blocks == 0
+
+
+# --- two tiers ---
+
+
+def chosen(plugin=None, **columns):
+    some = candidates(total_blocks=10, **columns)
+    scores = (plugin or TwoTier()).score(request(), some)
+    return [at for at, score in enumerate(scores) if score == 1.0]
+
+
+@pytest.mark.parametrize(
+    ("requests", "expected"),
+    [
+        ([33, 1], [0]),  # 32 more is not more than 32
+        ([34, 1], [1]),
+        ([400, 365], [0]),  # 35 more, and not a tenth more
+        ([402, 365], [1]),
+    ],
+)
+def test_the_load_counts_first_only_if_it_is_uneven_both_ways(requests, expected):
+    """Both strictly."""
+    assert chosen(matched_blocks=[10, 0], inflight_requests=requests) == expected
+
+
+def test_the_cache_counts_from_more_than_half_of_the_prompt():
+    """Then only those who hold the most of it, the emptiest of them."""
+    assert chosen(matched_blocks=[5, 0], inflight_requests=[2, 1]) == [1]
+    assert chosen(matched_blocks=[6, 0], inflight_requests=[2, 1]) == [0]
+    assert chosen(matched_blocks=[9, 9, 8], inflight_requests=[3, 2, 0]) == [1]
+    assert chosen(matched_blocks=[0, 0], inflight_requests=[1, 1]) == [0, 1]
+
+
+def test_a_last_block_that_is_not_full_is_one_of_the_prompt():
+    """640 tokens are ten blocks, of which six are more than half; 705 are twelve."""
+    held = {"matched_blocks": [6, 0], "inflight_requests": [2, 1]}
+    assert chosen(**held, prompt_tokens=640) == [0]
+    assert chosen(**held, prompt_tokens=705) == [1]
+
+
+# --- the picker ---
+
+
+def picks(scores, count=4_000, **parameters):
+    random = Random(3)
+    picker = Softmax(**parameters)
+    some = candidates(len(scores))
+    return Counter(int(picker.pick(np.array(scores), some, random, at)[0]) for at in range(count))
+
+
+def test_softmax_is_of_the_stretched_scores():
+    """At 0.5, 1 against 0 is e^2 to 1, however close they were."""
+    for scores in ([1.0, 0.0], [0.51, 0.5]):
+        drawn = picks(scores, temperature=0.5)
+        assert drawn[0] / 4_000 == pytest.approx(np.e**2 / (1 + np.e**2), abs=0.02)
+
+
+def test_at_temperature_0_the_best_are_drawn_alike():
+    """And nobody else."""
+    drawn = picks([1.0, 0.3, 1.0])
+    assert set(drawn) == {0, 2}
+    assert drawn[0] / 4_000 == pytest.approx(0.5, abs=0.03)
+
+
+@given(
+    scores=st.lists(st.floats(0, 5), min_size=1, max_size=6),
+    temperature=st.sampled_from([0.0, 0.01, 1.0]),
+    count=st.integers(1, 6),
+)
+def test_several_are_different_ones(scores, temperature, count):
+    """The destination first, then fallbacks; as many as there are."""
+    picker = Softmax(temperature=temperature, max_num_of_endpoints=count)
+    order = picker.pick(np.array(scores), candidates(len(scores)), Random(1), 0).tolist()
+    assert len(order) == len(set(order)) == min(count, len(scores))
+    if not temperature:
+        assert scores[order[0]] >= max(scores) * (1 - 1e-9)

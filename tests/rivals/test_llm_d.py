@@ -1,0 +1,85 @@
+"""What llm-d and GIE ship, told apart by what their indexes believe."""
+
+import pytest
+
+from epp.core.decision.inputs import PoolReplaced
+from epp.core.decision.scheduler import Decision
+from homing_rivals.routed_blocks import RoutedBlocksSettings
+from sim.cluster.built_in import configurations
+from tests.builders import endpoint, request
+from tests.rivals.driven import scheduler_of
+from tests.sim.made import arrival, ran
+
+NAMES = [name for name in configurations() if name.startswith(("llm-d", "gie"))]
+
+
+def went(scheduler, prompt, now):
+    decision = scheduler.schedule(request(prompts=(prompt,), prompt_tokens=len(prompt) // 4), now)
+    assert isinstance(decision, Decision)
+    return decision
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_prompt_goes_where_its_head_went(name):
+    """3 for the prefix outweighs nothing else: engines report nothing here."""
+    scheduler = scheduler_of(name)
+    scheduler.take(PoolReplaced([endpoint(number) for number in range(4)]), 0.0)
+    first = went(scheduler, b"a" * 4_096, 0.0)
+    for turn in range(1, 5):
+        again = went(scheduler, b"a" * 4_096 + b"b" * 512 * turn, float(turn))
+        assert again.endpoint == first.endpoint
+        assert again.matched_blocks > 0
+
+
+@pytest.mark.parametrize(("name", "blocks"), [("gie-v1", 256), ("llm-d-approximate", 1_025)])
+def test_blocks_are_those_of_the_original(name, blocks):
+    """64 characters, 256 of them at most; or 256 bytes, with the partial one at the end."""
+    scheduler = scheduler_of(name)
+    scheduler.take(PoolReplaced([endpoint(0)]), 0.0)
+    assert went(scheduler, b"a" * (256 * 1_024 + 1), 0.0).total_blocks == blocks
+
+
+def test_believed_hits_vanish_when_heads_go_first():
+    """Under the same pressure the repaired index still knows the head of each prompt.
+
+    Every later block becomes unreachable. One pod, prompts of 256 blocks each in an
+    index of 600: three in turn push each other's heads out before they come again.
+    """
+    prompts = [bytes([65 + number]) * 64 * 256 for number in range(3)]
+    believed = {}
+    for fixed in (False, True):
+        index = RoutedBlocksSettings(
+            block_tokens=16,
+            blocks_per_request_max=256,
+            blocks_per_endpoint_max=600,
+            contiguous=fixed,
+            tail_first=fixed,
+        ).open()
+        found = 0
+        for turn in range(12):
+            asked = request(prompts=(prompts[turn % 3],))
+            found += int(index.match(asked, 1, 0.0).matched[0])
+            index.record(asked, 0, 0.0)
+        believed[fixed] = found
+    assert believed == {False: 0, True: 9 * (600 - 2 * 256)}
+
+
+def test_a_cold_prompt_goes_to_the_pod_that_got_one_the_longest_ago():
+    """As shipped: pods that never got one come first, in the order of the list."""
+    scheduler = scheduler_of("llm-d-no-hit-lru")
+    scheduler.take(PoolReplaced([endpoint(number) for number in range(4)]), 0.0)
+    names = [went(scheduler, b"%d" % at * 1_024, 0.0).endpoint.name for at in range(8)]
+    assert names == [f"pod-{number}" for number in (0, 1, 2, 3) * 2]
+
+
+@pytest.mark.parametrize("name", ["gie-v1", "gie-v1-fixed", "llm-d-approximate"])
+def test_it_replays(name):
+    """The simulator makes chains of the block size that the index asks for."""
+    blocks = tuple(range(1, 21))
+    given = [
+        arrival(at, time_s=0.5 * at, prompt_tokens=1_280, blocks=blocks, block_tokens=64)
+        for at in range(6)
+    ]
+    requests, _ = ran(given, policy=name, pods=3)
+    assert len({one.pod.number for one in requests}) == 1
+    assert requests[-1].route.decision.matched_blocks == requests[-1].route.decision.total_blocks

@@ -25,8 +25,8 @@ from epp.shell.operators.decision_files import (
 from epp.shell.operators.decision_rows import iso
 from epp.shell.operators.decision_sums import Stretch, in_words, percent, seconds
 from epp.shell.operators.endpoint_states import READY, EndpointState, States
-from epp.shell.operators.printable import printable
 from epp.shell.operators.text_table import table
+from epp.shell.printable import printable
 
 SHOWN: Final = 0
 NOTHING: Final = 1

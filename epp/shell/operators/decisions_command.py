@@ -20,9 +20,9 @@ from epp.shell.operators.decision_files import (
 )
 from epp.shell.operators.decision_rows import Kept, Row, decided_row, iso, refused_row
 from epp.shell.operators.decision_sums import Stretch, in_words
-from epp.shell.operators.printable import printable
 from epp.shell.operators.recent_decisions import Wanted
 from epp.shell.operators.text_table import table
+from epp.shell.printable import printable
 
 SHOWN: Final = 0
 NOTHING: Final = 1

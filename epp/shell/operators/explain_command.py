@@ -12,7 +12,7 @@ from epp.shell.operators.debug_client import DebugClient, NoAnswerError, read_to
 from epp.shell.operators.decision_files import HistoryError
 from epp.shell.operators.decisions_command import explain_past
 from epp.shell.operators.explanation import explanation
-from epp.shell.operators.printable import printable
+from epp.shell.printable import printable
 
 FOUND: Final = 0
 NOT_FOUND: Final = 1

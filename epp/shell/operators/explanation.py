@@ -5,7 +5,7 @@ from typing import Any, Final, TypeAlias
 
 from epp.core.decision.shadow import AGREED, DIFFERED
 from epp.shell.operators.endpoint_states import READY
-from epp.shell.operators.printable import printable
+from epp.shell.printable import printable
 
 _Row: TypeAlias = dict[str, Any]
 

@@ -53,8 +53,8 @@ from epp.shell.operators.decision_history import HistorySnapshot
 from epp.shell.operators.endpoint_series import EndpointSeries
 from epp.shell.operators.metric_table import METRICS
 from epp.shell.operators.own_process import ProcessSnapshot
-from epp.shell.operators.printable import printable
 from epp.shell.peers.state import PeersSnapshot
+from epp.shell.printable import printable
 
 CHILDREN_MAX: Final = 1_000
 """Label combinations a metric keeps; the reference picker caps client-controlled values here."""

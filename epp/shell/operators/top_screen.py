@@ -10,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from epp.shell.operators.live_view import Live, LiveDecision, LiveEndpoint, LiveScore
-from epp.shell.operators.printable import printable
+from epp.shell.printable import printable
 
 COLUMNS_MIN: Final = 80
 _NAME_COLUMNS_MIN: Final = 13

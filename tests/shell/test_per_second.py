@@ -1,4 +1,4 @@
-from epp.shell.operators.per_second import PerSecond
+from epp.shell.per_second import PerSecond
 
 
 def test_the_first_of_a_second_are_admitted_and_the_rest_counted():

@@ -2,7 +2,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from epp.shell.operators.printable import printable
+from epp.shell.printable import printable
 
 
 @pytest.mark.parametrize(

@@ -40,15 +40,7 @@ from epp.shell.engines.first_tokens import FirstTokensSeen
 from epp.shell.engines.scrape import BACKOFF_S_MAX, ScrapeFailure, Scraper
 from epp.shell.engines.sources import page_reader, scraped_from
 from epp.shell.files.endpoints_file import EndpointsFileError, load_endpoints
-from epp.shell.files.garbage import GarbageCollection, spare_what_is_there
 from epp.shell.files.last_good import LastGood
-from epp.shell.files.memory import (
-    MemoryReturn,
-    malloc_trim,
-    memory_limit_bytes,
-    tune_allocator,
-)
-from epp.shell.files.pressure import LONG_BODY_BYTES, MemoryPressure
 from epp.shell.files.session_keys import Keys, SessionKeys
 from epp.shell.files.watch import FileWatcher, first_read
 from epp.shell.found import Found
@@ -69,19 +61,27 @@ from epp.shell.operators.field_metrics import FIELD_NAMES, WithFieldNames
 from epp.shell.operators.live_pages import LIVE_PAGES, LivePages
 from epp.shell.operators.live_view import LiveView
 from epp.shell.operators.logs import DecisionLog, configure_logging
-from epp.shell.operators.loop_lag import LoopLag
 from epp.shell.operators.metrics_server import MetricsServer
 from epp.shell.operators.observation import Observation
 from epp.shell.operators.outliers_log import OutliersLog
-from epp.shell.operators.own_process import OwnProcess
 from epp.shell.operators.page_queue import PageQueue
 from epp.shell.operators.recent_decisions import recent_decisions
 from epp.shell.operators.snapshot import pool_snapshot
-from epp.shell.operators.standard_error import StandardError
 from epp.shell.operators.standings_log import StandingsLog
 from epp.shell.operators.telemetry import PoolSnapshot, Telemetry
 from epp.shell.peers.secret import Identity, peer_identity
 from epp.shell.peers.service import Peers
+from epp.shell.process.garbage import GarbageCollection, spare_what_is_there
+from epp.shell.process.loop_lag import LoopLag
+from epp.shell.process.memory import (
+    MemoryReturn,
+    malloc_trim,
+    memory_limit_bytes,
+    tune_allocator,
+)
+from epp.shell.process.own_process import OwnProcess
+from epp.shell.process.pressure import LONG_BODY_BYTES, MemoryPressure
+from epp.shell.process.standard_error import StandardError
 from epp.shell.starting import EVERYWHERE, StartError, cannot_listen
 from epp.shell.supervision import Loop, Supervisor
 

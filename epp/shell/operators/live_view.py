@@ -21,8 +21,8 @@ from epp.shell.operators.configuration_changes import Applied, ConfigurationChan
 from epp.shell.operators.decision_rows import Row
 from epp.shell.operators.endpoint_rows import endpoint_rows
 from epp.shell.operators.endpoint_states import EndpointStates
-from epp.shell.operators.own_process import ProcessLately
 from epp.shell.operators.recent_decisions import Lately, LatelyThere, RecentDecisions, Wanted
+from epp.shell.process.own_process import ProcessLately
 
 LOOK_S: Final = 1.0
 WINDOW_S: Final = 60.0

@@ -19,9 +19,9 @@ from epp.core.decision.account import Account, Leg, rounded_parts
 from epp.core.decision.scheduler import Decision
 from epp.core.prompt.request import InferenceRequest
 from epp.core.types import Refusal, Seconds
-from epp.shell.operators.tracebacks import as_data, as_lines
 from epp.shell.per_second import PerSecond
 from epp.shell.printable import printable
+from epp.shell.process.tracebacks import as_data, as_lines
 
 LogFormat: TypeAlias = Literal["json", "console"]
 LogLevel: TypeAlias = Literal["debug", "info", "warning", "error"]

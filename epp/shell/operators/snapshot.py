@@ -10,9 +10,9 @@ from epp.core.knowledge.pool import Standing
 from epp.core.peers.exchange import PeerExchange
 from epp.core.protocol.budget import BodyBudget
 from epp.core.types import Seconds
-from epp.shell.files.pressure import MemoryPressure
 from epp.shell.kubernetes.state import ClusterSnapshot
 from epp.shell.operators.telemetry import PoolSnapshot
+from epp.shell.process.pressure import MemoryPressure
 
 
 def pool_snapshot(

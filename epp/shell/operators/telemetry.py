@@ -52,9 +52,9 @@ from epp.shell.operators.counting import (
 from epp.shell.operators.decision_history import HistorySnapshot
 from epp.shell.operators.endpoint_series import EndpointSeries
 from epp.shell.operators.metric_table import METRICS
-from epp.shell.operators.own_process import ProcessSnapshot
 from epp.shell.peers.state import PeersSnapshot
 from epp.shell.printable import printable
+from epp.shell.process.own_process import ProcessSnapshot
 
 CHILDREN_MAX: Final = 1_000
 """Label combinations a metric keeps; the reference picker caps client-controlled values here."""

@@ -13,7 +13,7 @@ from epp.shell.operators import live_view
 from epp.shell.operators.capture import CaptureSnapshot
 from epp.shell.operators.configuration_changes import ConfigurationChanges
 from epp.shell.operators.live_view import LOOK_S, Live, LiveView
-from epp.shell.operators.own_process import ProcessLately
+from epp.shell.process.own_process import ProcessLately
 from tests.builders import endpoint
 from tests.shell.operators.test_debug_pages import REFUSAL, Picker
 from tests.shell.operators.test_recent_decisions import exchange_of

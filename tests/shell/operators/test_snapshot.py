@@ -6,8 +6,8 @@ from epp.core.prompt.blocks import SEGMENT_BYTES
 from epp.core.prompt.request import InferenceRequest
 from epp.core.protocol.budget import BodyBudget
 from epp.core.types import EndpointMetrics
-from epp.shell.files.pressure import MemoryPressure
 from epp.shell.operators.snapshot import pool_snapshot
+from epp.shell.process.pressure import MemoryPressure
 from tests.builders import endpoint
 from tests.test_hermetic import pods
 

@@ -28,7 +28,6 @@ from epp.shell.kubernetes.state import ClusterSnapshot, Reflection
 from epp.shell.operators.capture import CaptureSnapshot
 from epp.shell.operators.decision_history import HistorySnapshot
 from epp.shell.operators.metric_table import METRICS, REQUEST_BUCKETS_S
-from epp.shell.operators.own_process import ProcessSnapshot
 from epp.shell.operators.telemetry import (
     EXEMPLARS_MAX,
     LABEL_CHARACTERS_MAX,
@@ -39,6 +38,7 @@ from epp.shell.operators.telemetry import (
     endpoint_labels,
 )
 from epp.shell.peers.state import PeersSnapshot
+from epp.shell.process.own_process import ProcessSnapshot
 from tests.shell.operators.decisions import (
     make_candidates,
     make_decision,

@@ -10,8 +10,8 @@ from rich.console import Console
 from epp.shell.operators.capture import CaptureSnapshot
 from epp.shell.operators.configuration_changes import Applied, RefusedDocument
 from epp.shell.operators.live_view import Live, LiveDecision, LiveEndpoint, LiveScore
-from epp.shell.operators.own_process import ProcessLately
 from epp.shell.operators.top_screen import top_screen
+from epp.shell.process.own_process import ProcessLately
 
 WEIGHTS = {
     "prefix-cache-scorer": 3.0,

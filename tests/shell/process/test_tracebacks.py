@@ -7,7 +7,7 @@ import ssl
 
 import pytest
 
-from epp.shell.operators.tracebacks import EXCEPTIONS_MAX, FRAMES_MAX, as_data, as_lines
+from epp.shell.process.tracebacks import EXCEPTIONS_MAX, FRAMES_MAX, as_data, as_lines
 
 SECRET = "canary-7f3a"
 

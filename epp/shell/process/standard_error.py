@@ -16,8 +16,8 @@ from typing import Any, Final, TextIO
 
 import structlog
 
-from epp.shell.operators.tracebacks import is_literal
 from epp.shell.per_second import PerSecond
+from epp.shell.process.tracebacks import is_literal
 
 LINES_PER_SECOND_MAX: Final = 10
 TEXT_CHARACTERS_MAX: Final = 256

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from epp.shell.files.memory import (
+from epp.shell.process.memory import (
     POLL_S,
     TRIM_AGAIN_S,
     TRIM_FROM_BYTES,
@@ -14,7 +14,7 @@ from epp.shell.files.memory import (
     memory_limit_bytes,
     resident_bytes,
 )
-from epp.shell.files.pressure import MemoryPressure
+from epp.shell.process.pressure import MemoryPressure
 
 MACHINE = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
@@ -153,7 +153,7 @@ async def test_what_was_freed_really_goes_back_to_the_machine():
 def test_large_blocks_are_given_back_at_once():
     """A block of two megabytes that is freed below one that stays is no part of the process."""
     asked = """
-from epp.shell.files.memory import LARGE_BYTES, tune_allocator, resident_bytes
+from epp.shell.process.memory import LARGE_BYTES, tune_allocator, resident_bytes
 tune_allocator()
 first, kept = bytearray(b"x") * (32 * LARGE_BYTES), []
 del first

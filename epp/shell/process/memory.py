@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Final
 
 from epp.core.types import Seconds
-from epp.shell.files.pressure import MemoryPressure
+from epp.shell.process.pressure import MemoryPressure
 
 _CONTROL_GROUP: Final = Path("/sys/fs/cgroup")
 _LIMITS: Final = ("memory.max", "memory/memory.limit_in_bytes")

@@ -1,5 +1,5 @@
-from epp.shell.operators.loop_lag import LoopLag
-from epp.shell.operators.own_process import OwnProcess
+from epp.shell.process.loop_lag import LoopLag
+from epp.shell.process.own_process import OwnProcess
 
 
 class Measured:

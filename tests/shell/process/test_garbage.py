@@ -8,7 +8,7 @@ import weakref
 
 import pytest
 
-from epp.shell.files.garbage import PAUSE_S, SHARE_MAX, WHOLE_PAUSE_S_MIN, GarbageCollection
+from epp.shell.process.garbage import PAUSE_S, SHARE_MAX, WHOLE_PAUSE_S_MIN, GarbageCollection
 
 
 class Cycle:
@@ -80,7 +80,7 @@ async def test_it_looks_until_it_is_cancelled():
 def test_what_is_there_at_the_start_is_spared():
     """In a process of its own: what is frozen stays so."""
     asked = (
-        "import gc; from epp.shell.files.garbage import spare_what_is_there; "
+        "import gc; from epp.shell.process.garbage import spare_what_is_there; "
         "before = len(gc.get_objects()); spare_what_is_there(); "
         "print(before, len(gc.get_objects()), gc.get_freeze_count())"
     )

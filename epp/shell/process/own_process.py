@@ -8,8 +8,8 @@ from typing import Final
 from msgspec import Struct
 
 from epp.core.types import Seconds
-from epp.shell.files.memory import resident_bytes
-from epp.shell.operators.loop_lag import WINDOW_S, LoopLag
+from epp.shell.process.loop_lag import WINDOW_S, LoopLag
+from epp.shell.process.memory import resident_bytes
 
 _LOOKED_S_MIN: Final = 1.0
 

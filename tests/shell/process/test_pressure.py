@@ -2,7 +2,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from epp.shell.files.pressure import INDEX_SHARE_MIN, MemoryPressure
+from epp.shell.process.pressure import INDEX_SHARE_MIN, MemoryPressure
 
 
 def after(*used):

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from epp.shell.operators.standard_error import LINES_PER_SECOND_MAX
+from epp.shell.process.standard_error import LINES_PER_SECOND_MAX
 
 ROOT = Path(__file__).parents[3]
 SECRET = "canary-91bc"
@@ -16,7 +16,7 @@ SECRET = "canary-91bc"
 SET_UP = f"""\
 import asyncio, gc, logging, sys, threading, warnings
 from epp.shell.operators.logs import configure_logging
-from epp.shell.operators.standard_error import StandardError
+from epp.shell.process.standard_error import StandardError
 SECRET = {SECRET!r}
 configure_logging(sys.argv[1], "info")
 standard_error = StandardError()

@@ -31,7 +31,7 @@ from epp.shell.gateway.wire import Decoder
 from epp.shell.kubernetes.list_watch import ListWatch
 from epp.shell.operators.decision_history import DecisionHistory
 from epp.shell.operators.live_view import LiveView
-from epp.shell.operators.logs import DecisionLog
+from epp.shell.operators.logs.logs import DecisionLog
 from epp.shell.operators.recent_decisions import RecentDecisions
 from epp.shell.operators.telemetry import PoolCollector, Telemetry
 from epp.shell.operators.tracing import Tracer

@@ -16,7 +16,7 @@ from epp.core.knowledge.pool import UPSTREAM_FAILURES
 from epp.core.protocol.session import Exchange, StreamFailure
 from epp.core.types import Endpoint, Refusal, Seconds
 from epp.shell.gateway.calls import Cut
-from epp.shell.operators.logs import DecisionLog
+from epp.shell.operators.logs.logs import DecisionLog
 from epp.shell.operators.recent_decisions import RecentDecisions
 from epp.shell.operators.telemetry import Telemetry
 from epp.shell.per_second import PerSecond

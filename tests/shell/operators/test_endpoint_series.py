@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from epp.shell.operators import endpoint_series
 from epp.shell.operators.endpoint_series import ENDPOINTS_MAX
 from epp.shell.operators.telemetry import endpoint_labels
-from tests.shell.operators.decisions import make_endpoints
+from tests.shell.operators.decided import make_endpoints
 from tests.shell.operators.test_telemetry import Exported
 
 SEEN = {

@@ -15,7 +15,7 @@ from epp.configuration.flags import CompatMetrics
 from epp.shell.operators.field_metrics import FIELD_NAMES, GIE, LLM_D, WithFieldNames
 from epp.shell.operators.metric_table import METRICS
 from epp.shell.operators.metrics_server import encode_in_slices
-from tests.shell.operators.decisions import make_endpoints
+from tests.shell.operators.decided import make_endpoints
 from tests.shell.operators.test_telemetry import Exported, exercise, snapshot
 
 OTHERS_QUERIES = (

@@ -18,7 +18,7 @@ from epp.shell.operators.metrics_server import (
 )
 from epp.shell.operators.page_queue import WAITING_MAX
 from epp.shell.operators.telemetry import PoolSnapshot, Telemetry
-from tests.shell.operators.decisions import make_candidates, make_decision
+from tests.shell.operators.decided import make_candidates, make_decision
 
 
 @pytest.fixture

@@ -39,7 +39,7 @@ from epp.shell.operators.telemetry import (
 )
 from epp.shell.peers.state import PeersSnapshot
 from epp.shell.process.own_process import ProcessSnapshot
-from tests.shell.operators.decisions import (
+from tests.shell.operators.decided import (
     make_candidates,
     make_decision,
     make_endpoints,

@@ -5,7 +5,7 @@ import structlog
 
 from epp.core.decision.inputs import PageScraped, PoolReplaced, ScrapeFailed
 from epp.core.types import EndpointMetrics
-from epp.shell.operators.standings_log import LINES_MAX, StandingsLog
+from epp.shell.operators.logs.standings_log import LINES_MAX, StandingsLog
 from tests.builders import endpoint
 from tests.test_hermetic import pods
 
@@ -120,7 +120,7 @@ async def test_it_looks_until_cancelled(watched, monkeypatch):
         if len(slept) == 3:
             raise asyncio.CancelledError
 
-    monkeypatch.setattr("epp.shell.operators.standings_log.asyncio.sleep", sleep)
+    monkeypatch.setattr("epp.shell.operators.logs.standings_log.asyncio.sleep", sleep)
     monkeypatch.setattr(watched.log, "look", looks.append)
     with pytest.raises(asyncio.CancelledError):
         await watched.log.run()

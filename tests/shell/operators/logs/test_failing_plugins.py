@@ -1,7 +1,7 @@
 from structlog.testing import capture_logs
 
 from epp.core.decision.failures import PluginFailures
-from epp.shell.operators.failing_plugins import FailingPluginsLog
+from epp.shell.operators.logs.failing_plugins import FailingPluginsLog
 
 
 def test_a_plugin_that_fails_is_one_line_however_often_it_does():

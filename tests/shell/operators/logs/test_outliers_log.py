@@ -9,8 +9,8 @@ from epp.core.decision.inputs import PoolReplaced, RequestEnded
 from epp.core.decision.scheduler import Scheduler
 from epp.core.knowledge.ejection import OutlierEjection
 from epp.core.knowledge.inflight import Outcome
-from epp.shell.operators import outliers_log
-from epp.shell.operators.outliers_log import AGAIN_S, LINES_MAX, OutliersLog
+from epp.shell.operators.logs import outliers_log
+from epp.shell.operators.logs.outliers_log import AGAIN_S, LINES_MAX, OutliersLog
 from tests.builders import endpoint, request
 
 

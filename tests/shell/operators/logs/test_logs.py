@@ -5,8 +5,8 @@ import structlog
 
 from epp.core.decision.profile import Scored
 from epp.core.types import Refusal, RefusalReason
-from epp.shell.operators.logs import DecisionLog, configure_logging
-from tests.shell.operators.decisions import SCORERS, make_decision, make_request
+from epp.shell.operators.logs.logs import DecisionLog, configure_logging
+from tests.shell.operators.decided import SCORERS, make_decision, make_request
 
 
 @pytest.fixture(autouse=True)

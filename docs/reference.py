@@ -48,8 +48,8 @@ from epp.configuration.compatibility import (
 from epp.core.duration import Duration
 from epp.plugins import DEPRECATED as DEPRECATED_PLUGINS
 from epp.plugins import FILTERS, PICKERS, SCORERS
-from epp.shell.operators.field_metrics import GIE, LLM_D
-from epp.shell.operators.metric_table import METRICS, MetricSpec
+from epp.shell.operators.metrics.field_metrics import GIE, LLM_D
+from epp.shell.operators.metrics.metric_table import METRICS, MetricSpec
 from homing_rivals import FAMILIES
 from sim.caches.names import BEHAVIOURS
 from sim.cluster.built_in import strategies

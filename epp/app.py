@@ -56,19 +56,19 @@ from epp.shell.operators.configuration_changes import ConfigurationChanges
 from epp.shell.operators.debug_pages import PAGES, DebugPages
 from epp.shell.operators.decision_history import DecisionHistory
 from epp.shell.operators.endpoint_states import EndpointStates
-from epp.shell.operators.field_metrics import FIELD_NAMES, WithFieldNames
 from epp.shell.operators.live_pages import LIVE_PAGES, LivePages
 from epp.shell.operators.live_view import LiveView
 from epp.shell.operators.logs.failing_plugins import FailingPluginsLog
 from epp.shell.operators.logs.logs import DecisionLog, configure_logging
 from epp.shell.operators.logs.outliers_log import OutliersLog
 from epp.shell.operators.logs.standings_log import StandingsLog
+from epp.shell.operators.metrics.field_metrics import FIELD_NAMES, WithFieldNames
+from epp.shell.operators.metrics.snapshot import pool_snapshot
+from epp.shell.operators.metrics.telemetry import PoolSnapshot, Telemetry
 from epp.shell.operators.metrics_server import MetricsServer
 from epp.shell.operators.observation import Observation
 from epp.shell.operators.page_queue import PageQueue
 from epp.shell.operators.recent_decisions import recent_decisions
-from epp.shell.operators.snapshot import pool_snapshot
-from epp.shell.operators.telemetry import PoolSnapshot, Telemetry
 from epp.shell.peers.secret import Identity, peer_identity
 from epp.shell.peers.service import Peers
 from epp.shell.process.garbage import GarbageCollection, spare_what_is_there

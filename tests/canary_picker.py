@@ -32,8 +32,8 @@ from epp.shell.kubernetes.list_watch import ListWatch
 from epp.shell.operators.decision_history import DecisionHistory
 from epp.shell.operators.live_view import LiveView
 from epp.shell.operators.logs.logs import DecisionLog
+from epp.shell.operators.metrics.telemetry import PoolCollector, Telemetry
 from epp.shell.operators.recent_decisions import RecentDecisions
-from epp.shell.operators.telemetry import PoolCollector, Telemetry
 from epp.shell.operators.tracing import Tracer
 
 STREAM = {

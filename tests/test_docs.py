@@ -23,7 +23,7 @@ from epp.core.decision.scheduler import Decision, Scheduler
 from epp.core.prompt.request import InferenceRequest
 from epp.core.types import Endpoint, EndpointMetrics
 from epp.shell.files.endpoints_file import load_endpoints
-from epp.shell.operators.metric_table import METRICS
+from epp.shell.operators.metrics.metric_table import METRICS
 from sim import __main__ as sim_command
 from sim.cluster.built_in import ENTRY_POINTS as STRATEGIES
 from sim.cluster.built_in import strategies

@@ -39,7 +39,7 @@ COVERED_ELSEWHERE = {
     "epp/shell/peers/carrier.py": ("tests/shell/peers/test_pump.py", "a protocol and its nouns"),
     "epp/shell/peers/state.py": ("tests/shell/peers/test_service.py", "nouns and totals"),
     "epp/core/parameters.py": ("tests/plugins/test_contract.py", "what every plugin is made of"),
-    "epp/shell/kubernetes/state.py": ("tests/shell/operators/test_telemetry.py", "nouns"),
+    "epp/shell/kubernetes/state.py": ("tests/shell/operators/metrics/test_telemetry.py", "nouns"),
     "sim/demo/__main__.py": ("tests/sim/demo/test_command.py", "the demo is run by it"),
     "epp/configuration/compatibility.py": (
         "tests/configuration/test_config.py",
@@ -59,8 +59,8 @@ COVERED_ELSEWHERE = {
         "tests/configuration/test_config.py",
         "the reading of configurations",
     ),
-    "epp/shell/operators/metric_table.py": (
-        "tests/shell/operators/test_telemetry.py",
+    "epp/shell/operators/metrics/metric_table.py": (
+        "tests/shell/operators/metrics/test_telemetry.py",
         "the table is compared there",
     ),
     "epp/shell/operators/decision_record.py": (

@@ -27,8 +27,8 @@ from epp.shell.gateway.calls import Connected, Cut
 from epp.shell.kubernetes.state import ClusterSnapshot, Reflection
 from epp.shell.operators.capture import CaptureSnapshot
 from epp.shell.operators.decision_history import HistorySnapshot
-from epp.shell.operators.metric_table import METRICS, REQUEST_BUCKETS_S
-from epp.shell.operators.telemetry import (
+from epp.shell.operators.metrics.metric_table import METRICS, REQUEST_BUCKETS_S
+from epp.shell.operators.metrics.telemetry import (
     EXEMPLARS_MAX,
     LABEL_CHARACTERS_MAX,
     WAITING_MAX,

@@ -20,7 +20,7 @@ from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 from prometheus_client.samples import Exemplar, Sample
 
-from epp.shell.operators.metric_table import MetricSpec
+from epp.shell.operators.metrics.metric_table import MetricSpec
 
 _NUMBER_BYTES: Final = 24
 """The longest number, with the space before it and the line break."""

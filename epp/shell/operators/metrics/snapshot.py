@@ -11,7 +11,7 @@ from epp.core.peers.exchange import PeerExchange
 from epp.core.protocol.budget import BodyBudget
 from epp.core.types import Seconds
 from epp.shell.kubernetes.state import ClusterSnapshot
-from epp.shell.operators.telemetry import PoolSnapshot
+from epp.shell.operators.metrics.telemetry import PoolSnapshot
 from epp.shell.process.pressure import MemoryPressure
 
 

@@ -4,11 +4,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from epp.shell.operators import endpoint_series
-from epp.shell.operators.endpoint_series import ENDPOINTS_MAX
-from epp.shell.operators.telemetry import endpoint_labels
+from epp.shell.operators.metrics import endpoint_series
+from epp.shell.operators.metrics.endpoint_series import ENDPOINTS_MAX
+from epp.shell.operators.metrics.telemetry import endpoint_labels
 from tests.shell.operators.decided import make_endpoints
-from tests.shell.operators.test_telemetry import Exported
+from tests.shell.operators.metrics.test_telemetry import Exported
 
 SEEN = {
     "headers_s": 0.25,

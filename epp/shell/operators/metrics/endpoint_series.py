@@ -12,7 +12,7 @@ from typing import Final
 from msgspec import Struct
 
 from epp.core.types import Endpoint, Seconds
-from epp.shell.operators.counting import Family, Number, Sum, Waiting
+from epp.shell.operators.metrics.counting import Family, Number, Sum, Waiting
 
 ENDPOINTS_MAX: Final = 1_000
 """Endpoints with series of their own; those beyond have none here."""

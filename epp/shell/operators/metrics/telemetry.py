@@ -39,7 +39,8 @@ from epp.shell.engines.first_tokens import FirstTokens
 from epp.shell.gateway.calls import Connected, Cut
 from epp.shell.kubernetes.state import ClusterSnapshot
 from epp.shell.operators.capture import CaptureSnapshot
-from epp.shell.operators.counting import (
+from epp.shell.operators.decision_history import HistorySnapshot
+from epp.shell.operators.metrics.counting import (
     Child,
     Column,
     Distribution,
@@ -49,9 +50,8 @@ from epp.shell.operators.counting import (
     Sum,
     Waiting,
 )
-from epp.shell.operators.decision_history import HistorySnapshot
-from epp.shell.operators.endpoint_series import EndpointSeries
-from epp.shell.operators.metric_table import METRICS
+from epp.shell.operators.metrics.endpoint_series import EndpointSeries
+from epp.shell.operators.metrics.metric_table import METRICS
 from epp.shell.peers.state import PeersSnapshot
 from epp.shell.printable import printable
 from epp.shell.process.own_process import ProcessSnapshot

@@ -12,11 +12,11 @@ from prometheus_client.openmetrics.parser import (
 from prometheus_client.parser import text_string_to_metric_families
 
 from epp.configuration.flags import CompatMetrics
-from epp.shell.operators.field_metrics import FIELD_NAMES, GIE, LLM_D, WithFieldNames
-from epp.shell.operators.metric_table import METRICS
+from epp.shell.operators.metrics.field_metrics import FIELD_NAMES, GIE, LLM_D, WithFieldNames
+from epp.shell.operators.metrics.metric_table import METRICS
 from epp.shell.operators.metrics_server import encode_in_slices
 from tests.shell.operators.decided import make_endpoints
-from tests.shell.operators.test_telemetry import Exported, exercise, snapshot
+from tests.shell.operators.metrics.test_telemetry import Exported, exercise, snapshot
 
 OTHERS_QUERIES = (
     'sum by(name, model_server_pod) (inference_pool_per_pod_queue_size{name="llama-pool"})',

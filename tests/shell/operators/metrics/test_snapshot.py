@@ -6,7 +6,7 @@ from epp.core.prompt.blocks import SEGMENT_BYTES
 from epp.core.prompt.request import InferenceRequest
 from epp.core.protocol.budget import BodyBudget
 from epp.core.types import EndpointMetrics
-from epp.shell.operators.snapshot import pool_snapshot
+from epp.shell.operators.metrics.snapshot import pool_snapshot
 from epp.shell.process.pressure import MemoryPressure
 from tests.builders import endpoint
 from tests.test_hermetic import pods

@@ -10,8 +10,8 @@ from prometheus_client.openmetrics.exposition import generate_latest
 from prometheus_client.openmetrics.parser import text_string_to_metric_families
 from prometheus_client.samples import Exemplar
 
-from epp.shell.operators.counting import Distribution, Family, Number, Sum, Waiting
-from epp.shell.operators.metric_table import MetricSpec
+from epp.shell.operators.metrics.counting import Distribution, Family, Number, Sum, Waiting
+from epp.shell.operators.metrics.metric_table import MetricSpec
 
 BOUNDS = (0.0, 0.25, 1.0, 4096.0)
 

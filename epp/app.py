@@ -52,10 +52,11 @@ from epp.shell.gateway.wire import Decoder
 from epp.shell.kubernetes.api_errors import KubeConfigError
 from epp.shell.operators.bearer_token import BearerToken
 from epp.shell.operators.capture import Capture, CaptureLimits, CaptureSnapshot, read_salt
-from epp.shell.operators.configuration_changes import ConfigurationChanges
 from epp.shell.operators.debug_pages import PAGES, DebugPages
-from epp.shell.operators.decision_history import DecisionHistory
-from epp.shell.operators.endpoint_states import EndpointStates
+from epp.shell.operators.decisions.configuration_changes import ConfigurationChanges
+from epp.shell.operators.decisions.decision_history import DecisionHistory
+from epp.shell.operators.decisions.endpoint_states import EndpointStates
+from epp.shell.operators.decisions.recent_decisions import recent_decisions
 from epp.shell.operators.live_pages import LIVE_PAGES, LivePages
 from epp.shell.operators.live_view import LiveView
 from epp.shell.operators.logs.failing_plugins import FailingPluginsLog
@@ -68,7 +69,6 @@ from epp.shell.operators.metrics.telemetry import PoolSnapshot, Telemetry
 from epp.shell.operators.metrics_server import MetricsServer
 from epp.shell.operators.observation import Observation
 from epp.shell.operators.page_queue import PageQueue
-from epp.shell.operators.recent_decisions import recent_decisions
 from epp.shell.peers.secret import Identity, peer_identity
 from epp.shell.peers.service import Peers
 from epp.shell.process.garbage import GarbageCollection, spare_what_is_there

@@ -21,7 +21,7 @@ from aiohttp.test_utils import TestServer
 from envoy_data_plane.envoy.service.ext_proc import v3
 
 from epp.configuration.past_decisions import lines_of
-from epp.shell.operators.decision_files import read_past
+from epp.shell.operators.decisions.decision_files import read_past
 from tests import gateway as gw
 from tests.canary_picker import LAST, OTHERS, PAGES, STREAM
 from tests.envoy.rig import free_ports, start_process, until

@@ -63,12 +63,12 @@ COVERED_ELSEWHERE = {
         "tests/shell/operators/metrics/test_telemetry.py",
         "the table is compared there",
     ),
-    "epp/shell/operators/decision_record.py": (
-        "tests/shell/operators/test_recent_decisions.py",
+    "epp/shell/operators/decisions/decision_record.py": (
+        "tests/shell/operators/decisions/test_recent_decisions.py",
         "what is kept is read back there",
     ),
-    "epp/shell/operators/decision_rows.py": (
-        "tests/shell/operators/test_recent_decisions.py",
+    "epp/shell/operators/decisions/decision_rows.py": (
+        "tests/shell/operators/decisions/test_recent_decisions.py",
         "what is told of what is kept",
     ),
     "epp/shell/operators/endpoint_rows.py": (

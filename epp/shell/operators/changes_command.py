@@ -10,8 +10,8 @@ import msgspec
 
 from epp.configuration.flags import ChangesFlags
 from epp.core.types import Seconds
-from epp.shell.operators.configuration_changes import Applied
-from epp.shell.operators.decision_files import (
+from epp.shell.operators.decisions.configuration_changes import Applied
+from epp.shell.operators.decisions.decision_files import (
     HistoryError,
     PastChange,
     PastDecision,
@@ -22,9 +22,9 @@ from epp.shell.operators.decision_files import (
     moment_of,
     read_past,
 )
-from epp.shell.operators.decision_rows import iso
-from epp.shell.operators.decision_sums import Stretch, in_words, percent, seconds
-from epp.shell.operators.endpoint_states import READY, EndpointState, States
+from epp.shell.operators.decisions.decision_rows import iso
+from epp.shell.operators.decisions.decision_sums import Stretch, in_words, percent, seconds
+from epp.shell.operators.decisions.endpoint_states import READY, EndpointState, States
 from epp.shell.operators.text_table import table
 from epp.shell.printable import printable
 

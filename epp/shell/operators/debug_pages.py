@@ -17,13 +17,13 @@ from epp.core.decision.scheduler import Scheduler
 from epp.core.types import RefusalReason, Seconds
 from epp.shell.engines.first_tokens import FirstTokens
 from epp.shell.operators.bearer_token import BearerToken
-from epp.shell.operators.decision_record import TEXT_CHARACTERS_MAX
-from epp.shell.operators.decision_rows import Row, iso
+from epp.shell.operators.decisions.decision_record import TEXT_CHARACTERS_MAX
+from epp.shell.operators.decisions.decision_rows import Row, iso
+from epp.shell.operators.decisions.endpoint_states import READY, EndpointStates
+from epp.shell.operators.decisions.explanation import explanation
+from epp.shell.operators.decisions.recent_decisions import RecentDecisions, Wanted
 from epp.shell.operators.endpoint_rows import endpoint_rows
-from epp.shell.operators.endpoint_states import READY, EndpointStates
-from epp.shell.operators.explanation import explanation
 from epp.shell.operators.page_queue import PageQueue, in_turns
-from epp.shell.operators.recent_decisions import RecentDecisions, Wanted
 from epp.shell.operators.text_table import cell, table_in_turns
 from epp.shell.peers.state import PeerRow
 

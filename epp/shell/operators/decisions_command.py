@@ -10,7 +10,7 @@ import msgspec
 
 from epp.configuration.flags import DecisionsFlags
 from epp.core.types import Seconds
-from epp.shell.operators.decision_files import (
+from epp.shell.operators.decisions.decision_files import (
     HistoryError,
     PastDecision,
     PastLoss,
@@ -18,9 +18,9 @@ from epp.shell.operators.decision_files import (
     moment_of,
     read_past,
 )
-from epp.shell.operators.decision_rows import Kept, Row, decided_row, iso, refused_row
-from epp.shell.operators.decision_sums import Stretch, in_words
-from epp.shell.operators.recent_decisions import Wanted
+from epp.shell.operators.decisions.decision_rows import Kept, Row, decided_row, iso, refused_row
+from epp.shell.operators.decisions.decision_sums import Stretch, in_words
+from epp.shell.operators.decisions.recent_decisions import Wanted
 from epp.shell.operators.text_table import table
 from epp.shell.printable import printable
 

@@ -9,8 +9,8 @@ from epp.core.decision.scheduler import Scheduler
 from epp.core.knowledge.candidates import Candidates, Floats
 from epp.core.types import Endpoint, Seconds
 from epp.shell.engines.first_tokens import FirstTokens
-from epp.shell.operators.decision_rows import iso
-from epp.shell.operators.endpoint_states import EndpointStates
+from epp.shell.operators.decisions.decision_rows import iso
+from epp.shell.operators.decisions.endpoint_states import EndpointStates
 
 _DIGITS: Final = 3
 _Row: TypeAlias = dict[str, Any]

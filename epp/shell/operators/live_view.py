@@ -17,11 +17,20 @@ from epp.core.knowledge.pool import Standing
 from epp.core.types import Seconds
 from epp.shell.engines.first_tokens import FirstTokens
 from epp.shell.operators.capture import CaptureSnapshot
-from epp.shell.operators.configuration_changes import Applied, ConfigurationChanges, RefusedDocument
-from epp.shell.operators.decision_rows import Row
+from epp.shell.operators.decisions.configuration_changes import (
+    Applied,
+    ConfigurationChanges,
+    RefusedDocument,
+)
+from epp.shell.operators.decisions.decision_rows import Row
+from epp.shell.operators.decisions.endpoint_states import EndpointStates
+from epp.shell.operators.decisions.recent_decisions import (
+    Lately,
+    LatelyThere,
+    RecentDecisions,
+    Wanted,
+)
 from epp.shell.operators.endpoint_rows import endpoint_rows
-from epp.shell.operators.endpoint_states import EndpointStates
-from epp.shell.operators.recent_decisions import Lately, LatelyThere, RecentDecisions, Wanted
 from epp.shell.process.own_process import ProcessLately
 
 LOOK_S: Final = 1.0

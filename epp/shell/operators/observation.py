@@ -16,9 +16,9 @@ from epp.core.knowledge.pool import UPSTREAM_FAILURES
 from epp.core.protocol.session import Exchange, StreamFailure
 from epp.core.types import Endpoint, Refusal, Seconds
 from epp.shell.gateway.calls import Cut
+from epp.shell.operators.decisions.recent_decisions import RecentDecisions
 from epp.shell.operators.logs.logs import DecisionLog
 from epp.shell.operators.metrics.telemetry import Telemetry
-from epp.shell.operators.recent_decisions import RecentDecisions
 from epp.shell.per_second import PerSecond
 
 OBJECTIVE_WARNING_S: Final = 60.0

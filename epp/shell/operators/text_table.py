@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from epp.shell.operators.decision_rows import Row
+from epp.shell.operators.decisions.decision_rows import Row
 from epp.shell.operators.page_queue import in_turns
 
 

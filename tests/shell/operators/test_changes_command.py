@@ -11,10 +11,10 @@ from epp.core.decision.inputs import RequestEnded
 from epp.core.duration import Duration
 from epp.core.knowledge.inflight import Outcome
 from epp.shell.operators.changes_command import show_changes
-from epp.shell.operators.endpoint_states import EndpointState
+from epp.shell.operators.decisions.endpoint_states import EndpointState
 from tests.builders import request as make_request
-from tests.shell.operators.test_decision_history import Keeping
-from tests.shell.operators.test_recent_decisions import exchange_of
+from tests.shell.operators.decisions.test_decision_history import Keeping
+from tests.shell.operators.decisions.test_recent_decisions import exchange_of
 
 
 class Night:

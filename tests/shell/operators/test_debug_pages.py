@@ -16,10 +16,10 @@ from epp.core.decision.inputs import PageScraped, PoolReplaced, ScrapeFailed
 from epp.core.types import EndpointMetrics, Refusal, RefusalReason
 from epp.shell.operators.bearer_token import BearerToken
 from epp.shell.operators.debug_pages import PAGES, DebugPages
-from epp.shell.operators.endpoint_states import EndpointStates
+from epp.shell.operators.decisions.endpoint_states import EndpointStates
+from epp.shell.operators.decisions.recent_decisions import RecentDecisions
 from epp.shell.operators.metrics_server import MetricsServer
 from epp.shell.operators.page_queue import ROWS_PER_TURN, WAITING_MAX, PageQueue
-from epp.shell.operators.recent_decisions import RecentDecisions
 from epp.shell.operators.text_table import table_in_turns
 from epp.shell.peers.state import PeerRow
 from tests.builders import endpoint

@@ -12,7 +12,7 @@ from aiohttp import ClientSession
 from prometheus_client import CollectorRegistry
 
 from epp.shell.operators.bearer_token import BearerToken
-from epp.shell.operators.configuration_changes import Applied, RefusedDocument
+from epp.shell.operators.decisions.configuration_changes import Applied, RefusedDocument
 from epp.shell.operators.live_pages import LIVE_PAGES, LivePages
 from epp.shell.operators.live_view import LiveScore
 from epp.shell.operators.metrics_server import MetricsServer

@@ -11,12 +11,12 @@ from epp.core.protocol.usage import Usage
 from epp.shell.engines.first_tokens import FirstTokens
 from epp.shell.operators import live_view
 from epp.shell.operators.capture import CaptureSnapshot
-from epp.shell.operators.configuration_changes import ConfigurationChanges
+from epp.shell.operators.decisions.configuration_changes import ConfigurationChanges
 from epp.shell.operators.live_view import LOOK_S, Live, LiveView
 from epp.shell.process.own_process import ProcessLately
 from tests.builders import endpoint
+from tests.shell.operators.decisions.test_recent_decisions import exchange_of
 from tests.shell.operators.test_debug_pages import REFUSAL, Picker
-from tests.shell.operators.test_recent_decisions import exchange_of
 
 
 class Seen:

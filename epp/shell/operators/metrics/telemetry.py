@@ -39,7 +39,7 @@ from epp.shell.engines.first_tokens import FirstTokens
 from epp.shell.gateway.calls import Connected, Cut
 from epp.shell.kubernetes.state import ClusterSnapshot
 from epp.shell.operators.capture import CaptureSnapshot
-from epp.shell.operators.decision_history import HistorySnapshot
+from epp.shell.operators.decisions.decision_history import HistorySnapshot
 from epp.shell.operators.metrics.counting import (
     Child,
     Column,

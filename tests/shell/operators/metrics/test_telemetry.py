@@ -26,7 +26,7 @@ from epp.shell.engines.first_tokens import FirstTokens
 from epp.shell.gateway.calls import Connected, Cut
 from epp.shell.kubernetes.state import ClusterSnapshot, Reflection
 from epp.shell.operators.capture import CaptureSnapshot
-from epp.shell.operators.decision_history import HistorySnapshot
+from epp.shell.operators.decisions.decision_history import HistorySnapshot
 from epp.shell.operators.metrics.metric_table import METRICS, REQUEST_BUCKETS_S
 from epp.shell.operators.metrics.telemetry import (
     EXEMPLARS_MAX,

@@ -8,9 +8,9 @@ import pytest
 
 from epp.core.duration import Duration
 from epp.plugins.contract import Parameters
-from epp.shell.operators.configuration_changes import Applied, RefusedDocument
-from epp.shell.operators.endpoint_states import EndpointState
-from epp.shell.operators.history_format import (
+from epp.shell.operators.decisions.configuration_changes import Applied, RefusedDocument
+from epp.shell.operators.decisions.endpoint_states import EndpointState
+from epp.shell.operators.decisions.history_format import (
     APPLIED,
     HEAD,
     LENGTH_BYTES,

@@ -6,7 +6,7 @@ from epp.core.decision.inputs import PageScraped, PoolReplaced, ScrapeFailed
 from epp.core.knowledge.ejection import Cause
 from epp.core.knowledge.outliers import Outlier
 from epp.core.types import EndpointMetrics
-from epp.shell.operators.endpoint_states import EndpointStates
+from epp.shell.operators.decisions.endpoint_states import EndpointStates
 from tests.builders import endpoint
 from tests.test_hermetic import pods
 

@@ -19,8 +19,8 @@ from epp.core.decision.plugin import TellsCost
 from epp.core.duration import parse_duration
 from epp.core.types import Seconds
 from epp.shell.files.segment_folder import segment_name
-from epp.shell.operators.configuration_changes import Applied, RefusedDocument
-from epp.shell.operators.decision_record import (
+from epp.shell.operators.decisions.configuration_changes import Applied, RefusedDocument
+from epp.shell.operators.decisions.decision_record import (
     DECIDED,
     PACKED_FROM,
     REFUSED,
@@ -36,9 +36,9 @@ from epp.shell.operators.decision_record import (
     unpack_refused,
     unpack_served,
 )
-from epp.shell.operators.decision_rows import NO_SETTING, Setting
-from epp.shell.operators.endpoint_states import States
-from epp.shell.operators.history_format import (
+from epp.shell.operators.decisions.decision_rows import NO_SETTING, Setting
+from epp.shell.operators.decisions.endpoint_states import States
+from epp.shell.operators.decisions.history_format import (
     ENDED,
     ENDING,
     FORMAT,

@@ -15,13 +15,13 @@ from epp.core.protocol.usage import Usage
 from epp.core.types import BYTES_PER_TOKEN, EndpointMetrics
 from epp.plugins import PICKERS, SCORERS
 from epp.plugins.added_time import AddedTime
-from epp.shell.operators.endpoint_states import EndpointState
-from epp.shell.operators.explanation import explanation
-from epp.shell.operators.recent_decisions import RecentDecisions, Wanted
+from epp.shell.operators.decisions.endpoint_states import EndpointState
+from epp.shell.operators.decisions.explanation import explanation
+from epp.shell.operators.decisions.recent_decisions import RecentDecisions, Wanted
 from tests.builders import PREFIX, endpoint
 from tests.builders import request as make_request
+from tests.shell.operators.decisions.test_recent_decisions import Clock, exchange_of
 from tests.shell.operators.test_debug_pages import REFUSAL
-from tests.shell.operators.test_recent_decisions import Clock, exchange_of
 
 PROMPT = b"once upon a time" * (9 * 64 * BYTES_PER_TOKEN // 16)
 WEIGHTS = {"prefix-cache-scorer": 3.0, "queue-scorer": 4.0}

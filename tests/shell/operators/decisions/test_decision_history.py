@@ -12,8 +12,8 @@ from epp.core.knowledge.inflight import Outcome
 from epp.core.protocol.usage import Usage
 from epp.shell.files.segment_folder import SegmentFolder
 from epp.shell.operators import decision_history as module
-from epp.shell.operators.configuration_changes import ConfigurationChanges
-from epp.shell.operators.decision_files import (
+from epp.shell.operators.decisions.configuration_changes import ConfigurationChanges
+from epp.shell.operators.decisions.decision_files import (
     PastChange,
     PastDecision,
     PastLoss,
@@ -22,13 +22,13 @@ from epp.shell.operators.decision_files import (
     changes_in,
     read_past,
 )
-from epp.shell.operators.decision_history import DecisionHistory
-from epp.shell.operators.endpoint_states import EndpointState
-from epp.shell.operators.recent_decisions import RecentDecisions
+from epp.shell.operators.decisions.decision_history import DecisionHistory
+from epp.shell.operators.decisions.endpoint_states import EndpointState
+from epp.shell.operators.decisions.recent_decisions import RecentDecisions
 from tests.builders import request as make_request
+from tests.shell.operators.decisions.test_explanation import Told
+from tests.shell.operators.decisions.test_recent_decisions import Clock, exchange_of
 from tests.shell.operators.test_debug_pages import REFUSAL
-from tests.shell.operators.test_explanation import Told
-from tests.shell.operators.test_recent_decisions import Clock, exchange_of
 
 SLOW = EndpointState("slow", "3 times the median", 5.0)
 

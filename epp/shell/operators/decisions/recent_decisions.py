@@ -24,8 +24,8 @@ from epp.core.knowledge.pool import EndpointPool
 from epp.core.prompt.request import InferenceRequest
 from epp.core.protocol.session import Exchange
 from epp.core.types import Refusal, Seconds
-from epp.shell.operators.decision_history import DecisionHistory
-from epp.shell.operators.decision_record import (
+from epp.shell.operators.decisions.decision_history import DecisionHistory
+from epp.shell.operators.decisions.decision_record import (
     DECIDED,
     PACKED_FROM,
     REFUSED,
@@ -49,7 +49,7 @@ from epp.shell.operators.decision_record import (
     unpack_scores,
     unpack_served,
 )
-from epp.shell.operators.decision_rows import (
+from epp.shell.operators.decisions.decision_rows import (
     NO_SETTING,
     Kept,
     Members,
@@ -59,9 +59,9 @@ from epp.shell.operators.decision_rows import (
     is_called,
     refused_row,
 )
-from epp.shell.operators.endpoint_states import States
-from epp.shell.operators.history_format import ToldSetting, ended_frame, told_plugin
-from epp.shell.operators.record_ring import RecordRing
+from epp.shell.operators.decisions.endpoint_states import States
+from epp.shell.operators.decisions.history_format import ToldSetting, ended_frame, told_plugin
+from epp.shell.operators.decisions.record_ring import RecordRing
 
 BYTES_MAX: Final = 16 * 1024 * 1024
 """Of all that is kept."""

@@ -7,11 +7,11 @@ import msgspec
 import pytest
 
 from epp.core.knowledge.inflight import Outcome
-from epp.shell.operators.decision_files import HistoryError, moment_of, read_past
-from epp.shell.operators.history_format import HEAD, Head, frame_of, framed, packed_frames
+from epp.shell.operators.decisions.decision_files import HistoryError, moment_of, read_past
+from epp.shell.operators.decisions.history_format import HEAD, Head, frame_of, framed, packed_frames
 from tests.builders import request as make_request
-from tests.shell.operators.test_decision_history import Keeping, decisions
-from tests.shell.operators.test_recent_decisions import exchange_of
+from tests.shell.operators.decisions.test_decision_history import Keeping, decisions
+from tests.shell.operators.decisions.test_recent_decisions import exchange_of
 
 
 def test_a_stretch_of_time_is_read_alone(tmp_path):

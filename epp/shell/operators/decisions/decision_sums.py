@@ -5,9 +5,9 @@ from collections.abc import Mapping
 from typing import Any, Final, TypeAlias
 
 from epp.core.decision.decisive import decisive
-from epp.shell.operators.decision_files import PastDecision, PastRefusal
-from epp.shell.operators.decision_record import predicted_at, served_at
-from epp.shell.operators.decision_rows import weighted
+from epp.shell.operators.decisions.decision_files import PastDecision, PastRefusal
+from epp.shell.operators.decisions.decision_record import predicted_at, served_at
+from epp.shell.operators.decisions.decision_rows import weighted
 
 FAILED_FROM: Final = 500
 SAMPLES_MAX: Final = 500_000

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from epp.shell.operators.record_ring import GONE, RecordRing
+from epp.shell.operators.decisions.record_ring import GONE, RecordRing
 
 
 def framed_bytes(record):

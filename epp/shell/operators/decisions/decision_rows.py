@@ -21,7 +21,7 @@ from epp.core.knowledge.candidates import NUMBERS, Candidates
 from epp.core.knowledge.retold import numbers_before, retold_candidates
 from epp.core.prompt.request import InferenceRequest
 from epp.core.types import Endpoint
-from epp.shell.operators.decision_record import (
+from epp.shell.operators.decisions.decision_record import (
     Decided,
     Ended,
     Refused,
@@ -29,7 +29,7 @@ from epp.shell.operators.decision_record import (
     Served,
     predicted_at,
 )
-from epp.shell.operators.endpoint_states import OUTLYING, READY, States
+from epp.shell.operators.decisions.endpoint_states import OUTLYING, READY, States
 
 SCORES_SHOWN_MAX: Final = 8
 """Candidates of a decision that are shown, best first."""

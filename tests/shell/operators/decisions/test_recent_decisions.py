@@ -13,7 +13,7 @@ from epp.core.prompt.request import InferenceRequest
 from epp.core.protocol.session import Exchange, StreamFailure
 from epp.core.protocol.usage import Usage
 from epp.core.types import EndpointMetrics
-from epp.shell.operators.recent_decisions import (
+from epp.shell.operators.decisions.recent_decisions import (
     _MEMBERSHIPS_MAX,
     WAITING_MAX,
     RecentDecisions,

@@ -20,9 +20,9 @@ from msgspec import Struct
 from epp.core.types import Seconds
 from epp.shell.files.segment_folder import SegmentFolder
 from epp.shell.files.writing_thread import beside_the_loop
-from epp.shell.operators.configuration_changes import Applied, RefusedDocument
-from epp.shell.operators.endpoint_states import States
-from epp.shell.operators.history_format import (
+from epp.shell.operators.decisions.configuration_changes import Applied, RefusedDocument
+from epp.shell.operators.decisions.endpoint_states import States
+from epp.shell.operators.decisions.history_format import (
     APPLIED,
     ENDING,
     FRAME_BYTES_MAX,

@@ -14,8 +14,8 @@ import msgspec
 from msgspec import Struct
 
 from epp.core.duration import Duration
-from epp.shell.operators.configuration_changes import Applied, RefusedDocument
-from epp.shell.operators.endpoint_states import EndpointState
+from epp.shell.operators.decisions.configuration_changes import Applied, RefusedDocument
+from epp.shell.operators.decisions.endpoint_states import EndpointState
 
 FORMAT: Final = "homing-decisions"
 VERSION: Final = 1

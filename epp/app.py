@@ -87,7 +87,7 @@ from epp.shell.supervision import Loop, Supervisor
 
 if TYPE_CHECKING:
     from epp.shell.kubernetes.cluster import Cluster
-    from epp.shell.operators.tracing import Tracer
+    from epp.shell.operators.traces.tracing import Tracer
 
 TICK_S: Final = 1.0
 FIRST_PASS_S_MAX: Final = 10.0
@@ -467,7 +467,7 @@ class EndpointPicker:
         """The observer; where tracing is on, one that tells a tracer besides."""
         if self._tracer is None:
             return Observation(*told, **more)
-        from epp.shell.operators.tracing import TracedObservation  # noqa: PLC0415
+        from epp.shell.operators.traces.tracing import TracedObservation  # noqa: PLC0415
 
         return TracedObservation(self._tracer, *told, **more)
 
@@ -777,8 +777,8 @@ def _open_tracer(flags: ServeFlags) -> "Tracer | None":
     """What makes spans and exports them; None: the environment forbids it."""
     # Imported where they are needed: they take 12 MB and a fifth of a second.
     try:
-        from epp.shell.operators.otlp import OtelVariableError, open_export  # noqa: PLC0415
-        from epp.shell.operators.tracing import Tracer  # noqa: PLC0415
+        from epp.shell.operators.traces.otlp import OtelVariableError, open_export  # noqa: PLC0415
+        from epp.shell.operators.traces.tracing import Tracer  # noqa: PLC0415
     except ModuleNotFoundError as error:
         sentence = "--tracing needs the extra `otel`: pip install homing-epp[otel]"
         raise StartError(sentence) from error

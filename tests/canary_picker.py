@@ -34,7 +34,7 @@ from epp.shell.operators.decisions.recent_decisions import RecentDecisions
 from epp.shell.operators.live_view import LiveView
 from epp.shell.operators.logs.logs import DecisionLog
 from epp.shell.operators.metrics.telemetry import PoolCollector, Telemetry
-from epp.shell.operators.tracing import Tracer
+from epp.shell.operators.traces.tracing import Tracer
 
 STREAM = {
     "decode": (Decoder, "decode"),

@@ -250,7 +250,7 @@ def test_tracing_that_cannot_be_is_refused_at_the_start(variables, sentence, tmp
     """In a sentence that says what to do."""
     if variables is None:
         monkeypatch.setitem(sys.modules, over_grpc.__name__, None)
-        monkeypatch.delitem(sys.modules, "epp.shell.operators.otlp", raising=False)
+        monkeypatch.delitem(sys.modules, "epp.shell.operators.traces.otlp", raising=False)
     for name, value in (variables or {}).items():
         monkeypatch.setenv(name, value)
     given, _ = arguments_for(tmp_path, TWO)

@@ -6,7 +6,7 @@ from typing import Any, Final
 from opentelemetry.exporter.otlp.proto.grpc.exporter import InvalidCompressionValueException
 from opentelemetry.sdk.trace.export import SpanExporter
 
-from epp.shell.operators.span_export import (
+from epp.shell.operators.traces.span_export import (
     BATCH_SPANS_MAX,
     DELAY_S,
     QUEUE_SPANS_MAX,

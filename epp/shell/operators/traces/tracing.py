@@ -35,8 +35,8 @@ from epp.core.knowledge.inflight import Ending, Outcome
 from epp.core.protocol.session import Exchange, StreamFailure
 from epp.core.types import Refusal, Seconds
 from epp.shell.operators.observation import Observation, contained
-from epp.shell.operators.otlp import OtelVariableError
-from epp.shell.operators.span_export import SpanExport
+from epp.shell.operators.traces.otlp import OtelVariableError
+from epp.shell.operators.traces.span_export import SpanExport
 from epp.shell.printable import printable
 
 SPAN: Final = "homing.route"

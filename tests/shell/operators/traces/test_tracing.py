@@ -14,8 +14,8 @@ from epp.core.protocol.session import SessionSettings, StreamFailure
 from epp.shell.gateway.codec import _kept_headers, _round_own
 from epp.shell.operators.logs.logs import DecisionLog
 from epp.shell.operators.metrics.telemetry import Telemetry
-from epp.shell.operators.span_export import SpanExport
-from epp.shell.operators.tracing import TEXT_CHARACTERS_MAX, TracedObservation, Tracer
+from epp.shell.operators.traces.span_export import SpanExport
+from epp.shell.operators.traces.tracing import TEXT_CHARACTERS_MAX, TracedObservation, Tracer
 from tests import gateway as gw
 from tests.test_hermetic import pods
 

@@ -11,10 +11,10 @@ from aiohttp.test_utils import TestServer
 from opentelemetry.exporter.otlp.proto.grpc import trace_exporter as over_grpc
 from opentelemetry.exporter.otlp.proto.http import trace_exporter as over_http
 
-from epp.shell.operators.otlp import OtelVariableError, open_export
+from epp.shell.operators.traces.otlp import OtelVariableError, open_export
 from tests.envoy.rig import free_ports, until
 from tests.shell.operators.collectors import PROTOCOLS, collector
-from tests.shell.operators.test_span_export import ending
+from tests.shell.operators.traces.test_span_export import ending
 
 
 @pytest.fixture(autouse=True)

@@ -10,7 +10,7 @@ import structlog
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
 
-from epp.shell.operators.span_export import EXPORTERS_LOG, SWITCH_INTERVAL_S, SpanExport
+from epp.shell.operators.traces.span_export import EXPORTERS_LOG, SWITCH_INTERVAL_S, SpanExport
 from tests.envoy.rig import until
 
 

@@ -50,9 +50,7 @@ from epp.shell.gateway.service import GatewayService
 from epp.shell.gateway.sessions import Sessions
 from epp.shell.gateway.wire import Decoder
 from epp.shell.kubernetes.api_errors import KubeConfigError
-from epp.shell.operators.bearer_token import BearerToken
 from epp.shell.operators.capture import Capture, CaptureLimits, CaptureSnapshot, read_salt
-from epp.shell.operators.debug_pages import PAGES, DebugPages
 from epp.shell.operators.decisions.configuration_changes import ConfigurationChanges
 from epp.shell.operators.decisions.decision_history import DecisionHistory
 from epp.shell.operators.decisions.endpoint_states import EndpointStates
@@ -66,9 +64,11 @@ from epp.shell.operators.logs.standings_log import StandingsLog
 from epp.shell.operators.metrics.field_metrics import FIELD_NAMES, WithFieldNames
 from epp.shell.operators.metrics.snapshot import pool_snapshot
 from epp.shell.operators.metrics.telemetry import PoolSnapshot, Telemetry
-from epp.shell.operators.metrics_server import MetricsServer
 from epp.shell.operators.observation import Observation
-from epp.shell.operators.page_queue import PageQueue
+from epp.shell.operators.pages.bearer_token import BearerToken
+from epp.shell.operators.pages.debug_pages import PAGES, DebugPages
+from epp.shell.operators.pages.metrics_server import MetricsServer
+from epp.shell.operators.pages.page_queue import PageQueue
 from epp.shell.peers.secret import Identity, peer_identity
 from epp.shell.peers.service import Peers
 from epp.shell.process.garbage import GarbageCollection, spare_what_is_there

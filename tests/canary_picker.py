@@ -11,8 +11,8 @@ from pathlib import Path
 
 import epp.core.protocol.session
 import epp.shell.gateway.ext_proc
-import epp.shell.operators.debug_pages
 import epp.shell.operators.decisions.recent_decisions
+import epp.shell.operators.pages.debug_pages
 from epp import __main__ as command
 from epp.configuration.live import LiveConfiguration
 from epp.core.decision.profile import SchedulingProfile
@@ -74,12 +74,12 @@ STREAM = {
 """Fail while a request is served."""
 PAGES = {
     "metrics-page": (PoolCollector, "collect"),
-    "endpoints-page": (epp.shell.operators.debug_pages, "endpoint_rows"),
+    "endpoints-page": (epp.shell.operators.pages.debug_pages, "endpoint_rows"),
     "decisions-page": (RecentDecisions, "rows"),
-    "explain-page": (epp.shell.operators.debug_pages, "explanation"),
+    "explain-page": (epp.shell.operators.pages.debug_pages, "explanation"),
     "live-page": (LiveView, "look"),
     "history-tell": (DecisionHistory, "tell"),
-    "config-page": (epp.shell.operators.debug_pages, "explain"),
+    "config-page": (epp.shell.operators.pages.debug_pages, "explain"),
 }
 """Fail when a page is asked for."""
 OTHERS = {

@@ -28,8 +28,8 @@ from epp.core.decision.inputs import PageScraped, Reconfigured
 from epp.core.decision.scheduler import Scheduler
 from epp.core.types import EndpointMetrics
 from epp.shell.engines.scrape import Scraper
-from epp.shell.operators.debug_pages import Wanted
 from epp.shell.operators.metrics.telemetry import Telemetry
+from epp.shell.operators.pages.debug_pages import Wanted
 from tests import gateway as gw
 from tests.envoy.rig import free_ports, until
 from tests.shell.operators.collectors import attributes, collector

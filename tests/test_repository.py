@@ -71,8 +71,8 @@ COVERED_ELSEWHERE = {
         "tests/shell/operators/decisions/test_recent_decisions.py",
         "what is told of what is kept",
     ),
-    "epp/shell/operators/endpoint_rows.py": (
-        "tests/shell/operators/test_debug_pages.py",
+    "epp/shell/operators/pages/endpoint_rows.py": (
+        "tests/shell/operators/pages/test_debug_pages.py",
         "pages are made of them",
     ),
     "sim/drive/report.py": (

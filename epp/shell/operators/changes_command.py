@@ -25,7 +25,7 @@ from epp.shell.operators.decisions.decision_files import (
 from epp.shell.operators.decisions.decision_rows import iso
 from epp.shell.operators.decisions.decision_sums import Stretch, in_words, percent, seconds
 from epp.shell.operators.decisions.endpoint_states import READY, EndpointState, States
-from epp.shell.operators.text_table import table
+from epp.shell.operators.pages.text_table import table
 from epp.shell.printable import printable
 
 SHOWN: Final = 0

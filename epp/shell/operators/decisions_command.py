@@ -21,7 +21,7 @@ from epp.shell.operators.decisions.decision_files import (
 from epp.shell.operators.decisions.decision_rows import Kept, Row, decided_row, iso, refused_row
 from epp.shell.operators.decisions.decision_sums import Stretch, in_words
 from epp.shell.operators.decisions.recent_decisions import Wanted
-from epp.shell.operators.text_table import table
+from epp.shell.operators.pages.text_table import table
 from epp.shell.printable import printable
 
 SHOWN: Final = 0

@@ -12,9 +12,9 @@ from typing import Final
 
 from aiohttp import hdrs, web
 
-from epp.shell.operators.bearer_token import BearerToken
 from epp.shell.operators.live_view import LiveView
-from epp.shell.operators.page_queue import PageQueue
+from epp.shell.operators.pages.bearer_token import BearerToken
+from epp.shell.operators.pages.page_queue import PageQueue
 
 LIVE_PAGES: Final = {
     "/live": "a page to watch the picker with, in a browser",

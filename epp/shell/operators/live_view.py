@@ -30,7 +30,7 @@ from epp.shell.operators.decisions.recent_decisions import (
     RecentDecisions,
     Wanted,
 )
-from epp.shell.operators.endpoint_rows import endpoint_rows
+from epp.shell.operators.pages.endpoint_rows import endpoint_rows
 from epp.shell.process.own_process import ProcessLately
 
 LOOK_S: Final = 1.0

@@ -15,7 +15,7 @@ from epp.shell.operators.decisions_command import show_decisions
 from tests.builders import request as make_request
 from tests.shell.operators.decisions.test_decision_history import Keeping, decisions
 from tests.shell.operators.decisions.test_explanation import PROMPT, Told
-from tests.shell.operators.test_debug_pages import REFUSAL
+from tests.shell.operators.pages.test_debug_pages import REFUSAL
 
 
 @pytest.fixture

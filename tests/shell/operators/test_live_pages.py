@@ -11,14 +11,14 @@ import pytest
 from aiohttp import ClientSession
 from prometheus_client import CollectorRegistry
 
-from epp.shell.operators.bearer_token import BearerToken
 from epp.shell.operators.decisions.configuration_changes import Applied, RefusedDocument
 from epp.shell.operators.live_pages import LIVE_PAGES, LivePages
 from epp.shell.operators.live_view import LiveScore
-from epp.shell.operators.metrics_server import MetricsServer
-from epp.shell.operators.page_queue import PageQueue
+from epp.shell.operators.pages.bearer_token import BearerToken
+from epp.shell.operators.pages.metrics_server import MetricsServer
+from epp.shell.operators.pages.page_queue import PageQueue
 from tests.envoy.rig import until
-from tests.shell.operators.test_metrics_server import get
+from tests.shell.operators.pages.test_metrics_server import get
 from tests.shell.operators.test_top_screen import WEIGHTS, live, live_decision, live_endpoint
 from tests.sim.browser import DESKTOP, browser
 

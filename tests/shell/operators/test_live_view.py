@@ -16,7 +16,7 @@ from epp.shell.operators.live_view import LOOK_S, Live, LiveView
 from epp.shell.process.own_process import ProcessLately
 from tests.builders import endpoint
 from tests.shell.operators.decisions.test_recent_decisions import exchange_of
-from tests.shell.operators.test_debug_pages import REFUSAL, Picker
+from tests.shell.operators.pages.test_debug_pages import REFUSAL, Picker
 
 
 class Seen:

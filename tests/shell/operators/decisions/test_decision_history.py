@@ -28,7 +28,7 @@ from epp.shell.operators.decisions.recent_decisions import RecentDecisions
 from tests.builders import request as make_request
 from tests.shell.operators.decisions.test_explanation import Told
 from tests.shell.operators.decisions.test_recent_decisions import Clock, exchange_of
-from tests.shell.operators.test_debug_pages import REFUSAL
+from tests.shell.operators.pages.test_debug_pages import REFUSAL
 
 SLOW = EndpointState("slow", "3 times the median", 5.0)
 

@@ -9,7 +9,7 @@ from epp.core.knowledge.inflight import Outcome
 from epp.shell.operators.decisions.decision_sums import Stretch, in_words, percentile
 from tests.builders import request as make_request
 from tests.shell.operators.decisions.test_decision_history import Keeping
-from tests.shell.operators.test_debug_pages import REFUSAL
+from tests.shell.operators.pages.test_debug_pages import REFUSAL
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ from epp.shell.operators.decisions.recent_decisions import RecentDecisions, Want
 from tests.builders import PREFIX, endpoint
 from tests.builders import request as make_request
 from tests.shell.operators.decisions.test_recent_decisions import Clock, exchange_of
-from tests.shell.operators.test_debug_pages import REFUSAL
+from tests.shell.operators.pages.test_debug_pages import REFUSAL
 
 PROMPT = b"once upon a time" * (9 * 64 * BYTES_PER_TOKEN // 16)
 WEIGHTS = {"prefix-cache-scorer": 3.0, "queue-scorer": 4.0}

@@ -22,7 +22,7 @@ from epp.shell.operators.decisions.recent_decisions import (
 )
 from tests.builders import endpoint
 from tests.builders import request as make_request
-from tests.shell.operators.test_debug_pages import REFUSAL, Picker
+from tests.shell.operators.pages.test_debug_pages import REFUSAL, Picker
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from epp.configuration.flags import CompatMetrics
 from epp.shell.operators.metrics.field_metrics import FIELD_NAMES, GIE, LLM_D, WithFieldNames
 from epp.shell.operators.metrics.metric_table import METRICS
-from epp.shell.operators.metrics_server import encode_in_slices
+from epp.shell.operators.pages.metrics_server import encode_in_slices
 from tests.shell.operators.decided import make_endpoints
 from tests.shell.operators.metrics.test_telemetry import Exported, exercise, snapshot
 

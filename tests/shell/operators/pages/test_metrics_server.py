@@ -12,12 +12,12 @@ from prometheus_client.openmetrics.parser import (
 from prometheus_client.parser import text_string_to_metric_families
 
 from epp.shell.operators.metrics.telemetry import PoolSnapshot, Telemetry
-from epp.shell.operators.metrics_server import (
+from epp.shell.operators.pages.metrics_server import (
     SAMPLES_PER_SLICE_MAX,
     MetricsServer,
     encode_in_slices,
 )
-from epp.shell.operators.page_queue import WAITING_MAX
+from epp.shell.operators.pages.page_queue import WAITING_MAX
 from tests.shell.operators.decided import make_candidates, make_decision
 
 

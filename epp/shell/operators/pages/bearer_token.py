@@ -10,7 +10,7 @@ import structlog
 from aiohttp import hdrs, web
 
 from epp.shell.files.watch import FileWatcher, first_read
-from epp.shell.operators.page_queue import Handler
+from epp.shell.operators.pages.page_queue import Handler
 from epp.shell.starting import StartError
 
 TOKEN_BYTES_MAX: Final = 4_096

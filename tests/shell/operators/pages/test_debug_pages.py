@@ -14,18 +14,18 @@ from prometheus_client import CollectorRegistry
 from epp.configuration.build import default_config, plugin_tables
 from epp.core.decision.inputs import PageScraped, PoolReplaced, ScrapeFailed
 from epp.core.types import EndpointMetrics, Refusal, RefusalReason
-from epp.shell.operators.bearer_token import BearerToken
-from epp.shell.operators.debug_pages import PAGES, DebugPages
 from epp.shell.operators.decisions.endpoint_states import EndpointStates
 from epp.shell.operators.decisions.recent_decisions import RecentDecisions
-from epp.shell.operators.metrics_server import MetricsServer
-from epp.shell.operators.page_queue import ROWS_PER_TURN, WAITING_MAX, PageQueue
-from epp.shell.operators.text_table import table_in_turns
+from epp.shell.operators.pages.bearer_token import BearerToken
+from epp.shell.operators.pages.debug_pages import PAGES, DebugPages
+from epp.shell.operators.pages.metrics_server import MetricsServer
+from epp.shell.operators.pages.page_queue import ROWS_PER_TURN, WAITING_MAX, PageQueue
+from epp.shell.operators.pages.text_table import table_in_turns
 from epp.shell.peers.state import PeerRow
 from tests.builders import endpoint
 from tests.builders import request as make_request
 from tests.envoy.rig import until
-from tests.shell.operators.test_metrics_server import get
+from tests.shell.operators.pages.test_metrics_server import get
 from tests.test_app import LONG, PREFIX_FIRST, QUEUE_FIRST, TWO, ready_at_once, replace, serving
 from tests.test_hermetic import pods
 
@@ -424,9 +424,9 @@ ENDPOINTS = 1_000
 @pytest.mark.parametrize(
     ("path", "work"),
     [
-        ("/debug/endpoints", "epp.shell.operators.text_table.cell"),
+        ("/debug/endpoints", "epp.shell.operators.pages.text_table.cell"),
         ("/debug/endpoints?format=json", "msgspec.json.encode"),
-        ("/debug/decisions?n=1000", "epp.shell.operators.text_table.cell"),
+        ("/debug/decisions?n=1000", "epp.shell.operators.pages.text_table.cell"),
         ("/debug/decisions?n=1000&format=json", "msgspec.json.encode"),
     ],
 )

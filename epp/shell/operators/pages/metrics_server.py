@@ -11,7 +11,7 @@ from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import Collector
 from prometheus_client.samples import Sample
 
-from epp.shell.operators.page_queue import PageQueue
+from epp.shell.operators.pages.page_queue import PageQueue
 
 SAMPLES_PER_SLICE_MAX: Final = 250
 """About 1 ms of encoding, the longest that a page keeps the event loop from deciding."""

@@ -6,7 +6,7 @@ import pytest
 from aiohttp import web
 from aiohttp.test_utils import make_mocked_request
 
-from epp.shell.operators.page_queue import ROWS_PER_TURN, WAITING_MAX, PageQueue, in_turns
+from epp.shell.operators.pages.page_queue import ROWS_PER_TURN, WAITING_MAX, PageQueue, in_turns
 
 REQUEST = make_mocked_request("GET", "/page")
 

@@ -3,7 +3,7 @@ import structlog
 from aiohttp import web
 from aiohttp.test_utils import TestClient, TestServer
 
-from epp.shell.operators.bearer_token import TOKEN_BYTES_MAX, BearerToken
+from epp.shell.operators.pages.bearer_token import TOKEN_BYTES_MAX, BearerToken
 from epp.shell.starting import StartError
 
 

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from epp.shell.operators.decisions.decision_rows import Row
-from epp.shell.operators.page_queue import in_turns
+from epp.shell.operators.pages.page_queue import in_turns
 
 
 def table(rows: Iterable[Row]) -> str:

@@ -16,15 +16,15 @@ from epp.configuration.config import PickerConfig, config_hash, describe
 from epp.core.decision.scheduler import Scheduler
 from epp.core.types import RefusalReason, Seconds
 from epp.shell.engines.first_tokens import FirstTokens
-from epp.shell.operators.bearer_token import BearerToken
 from epp.shell.operators.decisions.decision_record import TEXT_CHARACTERS_MAX
 from epp.shell.operators.decisions.decision_rows import Row, iso
 from epp.shell.operators.decisions.endpoint_states import READY, EndpointStates
 from epp.shell.operators.decisions.explanation import explanation
 from epp.shell.operators.decisions.recent_decisions import RecentDecisions, Wanted
-from epp.shell.operators.endpoint_rows import endpoint_rows
-from epp.shell.operators.page_queue import PageQueue, in_turns
-from epp.shell.operators.text_table import cell, table_in_turns
+from epp.shell.operators.pages.bearer_token import BearerToken
+from epp.shell.operators.pages.endpoint_rows import endpoint_rows
+from epp.shell.operators.pages.page_queue import PageQueue, in_turns
+from epp.shell.operators.pages.text_table import cell, table_in_turns
 from epp.shell.peers.state import PeerRow
 
 PAGES: Final = {

@@ -1,6 +1,6 @@
 """Rows as a table."""
 
-from epp.shell.operators.text_table import cell, table
+from epp.shell.operators.pages.text_table import cell, table
 
 
 def test_columns_are_aligned_under_their_names():

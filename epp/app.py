@@ -55,8 +55,8 @@ from epp.shell.operators.decisions.configuration_changes import ConfigurationCha
 from epp.shell.operators.decisions.decision_history import DecisionHistory
 from epp.shell.operators.decisions.endpoint_states import EndpointStates
 from epp.shell.operators.decisions.recent_decisions import recent_decisions
-from epp.shell.operators.live_pages import LIVE_PAGES, LivePages
-from epp.shell.operators.live_view import LiveView
+from epp.shell.operators.live.live_pages import LIVE_PAGES, LivePages
+from epp.shell.operators.live.live_view import LiveView
 from epp.shell.operators.logs.failing_plugins import FailingPluginsLog
 from epp.shell.operators.logs.logs import DecisionLog, configure_logging
 from epp.shell.operators.logs.outliers_log import OutliersLog

@@ -31,7 +31,7 @@ from epp.shell.gateway.wire import Decoder
 from epp.shell.kubernetes.list_watch import ListWatch
 from epp.shell.operators.decisions.decision_history import DecisionHistory
 from epp.shell.operators.decisions.recent_decisions import RecentDecisions
-from epp.shell.operators.live_view import LiveView
+from epp.shell.operators.live.live_view import LiveView
 from epp.shell.operators.logs.logs import DecisionLog
 from epp.shell.operators.metrics.telemetry import PoolCollector, Telemetry
 from epp.shell.operators.traces.tracing import Tracer

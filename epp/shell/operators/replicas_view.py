@@ -7,7 +7,7 @@ from typing import TypeVar
 from msgspec import structs
 
 from epp.shell.operators.capture import CaptureSnapshot
-from epp.shell.operators.live_view import DECISIONS_SHOWN, ENDPOINTS_MAX, Live, LiveEndpoint
+from epp.shell.operators.live.live_view import DECISIONS_SHOWN, ENDPOINTS_MAX, Live, LiveEndpoint
 
 T = TypeVar("T")
 

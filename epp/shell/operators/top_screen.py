@@ -9,7 +9,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from epp.shell.operators.live_view import Live, LiveDecision, LiveEndpoint, LiveScore
+from epp.shell.operators.live.live_view import Live, LiveDecision, LiveEndpoint, LiveScore
 from epp.shell.printable import printable
 
 COLUMNS_MIN: Final = 80

@@ -18,7 +18,7 @@ from epp.shell.operators.decisions.configuration_changes import ConfigurationCha
 from epp.shell.operators.decisions.endpoint_states import EndpointStates
 from epp.shell.operators.decisions.explanation import explanation
 from epp.shell.operators.decisions.recent_decisions import Wanted
-from epp.shell.operators.live_view import Live, LiveView
+from epp.shell.operators.live.live_view import Live, LiveView
 from tests import gateway as gw
 from tests.envoy.rig import until
 from tests.shell.operators.decisions.test_explanation import PROMPT, Told

@@ -12,7 +12,7 @@ from typing import Final
 
 from aiohttp import hdrs, web
 
-from epp.shell.operators.live_view import LiveView
+from epp.shell.operators.live.live_view import LiveView
 from epp.shell.operators.pages.bearer_token import BearerToken
 from epp.shell.operators.pages.page_queue import PageQueue
 

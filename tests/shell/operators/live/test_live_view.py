@@ -9,10 +9,10 @@ from epp.core.decision.inputs import PoolReplaced
 from epp.core.knowledge.inflight import Outcome
 from epp.core.protocol.usage import Usage
 from epp.shell.engines.first_tokens import FirstTokens
-from epp.shell.operators import live_view
 from epp.shell.operators.capture import CaptureSnapshot
 from epp.shell.operators.decisions.configuration_changes import ConfigurationChanges
-from epp.shell.operators.live_view import LOOK_S, Live, LiveView
+from epp.shell.operators.live import live_view
+from epp.shell.operators.live.live_view import LOOK_S, Live, LiveView
 from epp.shell.process.own_process import ProcessLately
 from tests.builders import endpoint
 from tests.shell.operators.decisions.test_recent_decisions import exchange_of

@@ -12,8 +12,8 @@ from aiohttp import ClientSession
 from prometheus_client import CollectorRegistry
 
 from epp.shell.operators.decisions.configuration_changes import Applied, RefusedDocument
-from epp.shell.operators.live_pages import LIVE_PAGES, LivePages
-from epp.shell.operators.live_view import LiveScore
+from epp.shell.operators.live.live_pages import LIVE_PAGES, LivePages
+from epp.shell.operators.live.live_view import LiveScore
 from epp.shell.operators.pages.bearer_token import BearerToken
 from epp.shell.operators.pages.metrics_server import MetricsServer
 from epp.shell.operators.pages.page_queue import PageQueue

@@ -36,7 +36,7 @@ from msgspec.inspect import (
 from docs import caches
 from epp.configuration import flags
 from epp.configuration.build import INDEXES
-from epp.configuration.check_config import READS
+from epp.configuration.explaining import READS
 from epp.configuration.compatibility import (
     ACCEPTED,
     DEPRECATED,

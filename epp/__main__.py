@@ -90,7 +90,7 @@ def check(arguments: Sequence[str]) -> int:
         return _help(usage, command_line.CHECK_HELP, command_line.CheckFlags)
     flags = command_line.parse_check(arguments)
     import_module("epp.interrupts").raise_interrupted()
-    code: int = import_module("epp.configuration.check_config").check_config(
+    code: int = import_module("epp.commands.check_config").check_config(
         flags, sys.stdout, sys.stderr
     )
     return code
@@ -129,7 +129,7 @@ def explain(arguments: Sequence[str]) -> int:
         usage = "epp explain REQUEST_ID [--endpoint NAME] [--url URL] [--dir DIR] [--json]"
         return _help(usage, command_line.EXPLAIN_HELP, command_line.ExplainFlags)
     flags = command_line.parse_explain(arguments)
-    code: int = import_module("epp.shell.operators.explain_command").explain_request(
+    code: int = import_module("epp.commands.explain").explain_request(
         flags, sys.stdout, sys.stderr
     )
     return code
@@ -140,7 +140,7 @@ def decisions(arguments: Sequence[str]) -> int:
         usage = "epp decisions [--dir DIR] [--since TIME] [--until TIME] [--endpoint NAME] [--json]"
         return _help(usage, command_line.DECISIONS_HELP, command_line.DecisionsFlags)
     flags = command_line.parse_decisions(arguments)
-    code: int = import_module("epp.shell.operators.decisions_command").show_decisions(
+    code: int = import_module("epp.commands.decisions").show_decisions(
         flags, sys.stdout, sys.stderr
     )
     return code
@@ -151,7 +151,7 @@ def changes(arguments: Sequence[str]) -> int:
         usage = "epp changes [--dir DIR] [--at TIME] [--window 15m] [--json]"
         return _help(usage, command_line.CHANGES_HELP, command_line.ChangesFlags)
     flags = command_line.parse_changes(arguments)
-    code: int = import_module("epp.shell.operators.changes_command").show_changes(
+    code: int = import_module("epp.commands.changes").show_changes(
         flags, sys.stdout, sys.stderr
     )
     return code
@@ -163,7 +163,7 @@ def top(arguments: Sequence[str]) -> int:
         return _help(usage, command_line.TOP_HELP, command_line.TopFlags)
     flags = command_line.parse_top(arguments)
     try:
-        command = import_module("epp.shell.operators.top_command")
+        command = import_module("epp.commands.top")
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] != "rich":
             raise

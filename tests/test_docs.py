@@ -16,7 +16,7 @@ from docs.reference import refreshed
 from epp import __main__ as epp_command
 from epp.configuration import flags
 from epp.configuration.build import ENTRY_POINTS, build_settings, plugin_tables
-from epp.configuration.check_config import explain
+from epp.configuration.explaining import explain
 from epp.configuration.config import load_config
 from epp.core.decision.inputs import PageScraped, PoolReplaced
 from epp.core.decision.scheduler import Decision, Scheduler

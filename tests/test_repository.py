@@ -356,7 +356,7 @@ def test_importing_starts_nothing():
     (found,) = run_python(
         "import os, signal, threading, asyncio;"
         "files = len(os.listdir('/proc/self/fd')); handled = signal.getsignal(signal.SIGTERM);"
-        "import epp.app, epp.__main__, epp.configuration.check_config;"
+        "import epp.app, epp.__main__, epp.commands.check_config;"
         "assert threading.active_count() == 1;"
         "assert signal.getsignal(signal.SIGTERM) == handled;"
         "assert len(os.listdir('/proc/self/fd')) <= files + 1;"

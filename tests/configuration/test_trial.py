@@ -10,7 +10,7 @@ import pytest
 from msgspec import structs
 
 from epp.configuration.build import plugin_tables
-from epp.configuration.check_config import check_config
+from epp.commands.check_config import check_config
 from epp.configuration.config import DEFAULT_CONFIG, ConfigError, load_config
 from epp.configuration.flags import CheckFlags, parse_serve
 from epp.configuration.live import LiveConfiguration

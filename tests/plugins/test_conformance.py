@@ -4,7 +4,7 @@ import msgspec
 import pytest
 
 from epp.configuration.build import build_settings, default_config, plugin_tables
-from epp.configuration.check_config import explain
+from epp.configuration.explaining import explain
 from epp.configuration.config import diff_configs, load_config
 from epp.configuration.document import ConfigError
 from epp.core.decision.inputs import PoolReplaced

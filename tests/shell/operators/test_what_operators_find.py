@@ -23,7 +23,7 @@ from tests import gateway as gw
 from tests.envoy.rig import until
 from tests.shell.operators.decisions.test_explanation import PROMPT, Told
 from tests.shell.operators.decisions.test_recent_decisions import exchange_of
-from tests.shell.operators.test_top_screen import drawn
+from tests.commands.test_top_screen import drawn
 from tests.streams import Call
 from tests.test_app import PREFIX_FIRST, QUEUE_FIRST, TWO, ready_at_once, replace, serving
 from tests.transports import TRANSPORTS

@@ -11,7 +11,7 @@ from typing import Any, Final
 import msgspec
 from aiohttp import hdrs, web
 
-from epp.configuration.check_config import explain
+from epp.configuration.explaining import explain
 from epp.configuration.config import PickerConfig, config_hash, describe
 from epp.core.decision.scheduler import Scheduler
 from epp.core.types import RefusalReason, Seconds

@@ -19,7 +19,7 @@ from epp.shell.operators.pages.metrics_server import MetricsServer
 from epp.shell.operators.pages.page_queue import PageQueue
 from tests.envoy.rig import until
 from tests.shell.operators.pages.test_metrics_server import get
-from tests.shell.operators.test_top_screen import WEIGHTS, live, live_decision, live_endpoint
+from tests.commands.test_top_screen import WEIGHTS, live, live_decision, live_endpoint
 from tests.sim.browser import DESKTOP, browser
 
 PHONE = (360, 740)

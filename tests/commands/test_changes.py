@@ -10,7 +10,7 @@ from epp.configuration.flags import ChangesFlags
 from epp.core.decision.inputs import RequestEnded
 from epp.core.duration import Duration
 from epp.core.knowledge.inflight import Outcome
-from epp.shell.operators.changes_command import show_changes
+from epp.commands.changes import show_changes
 from epp.shell.operators.decisions.endpoint_states import EndpointState
 from tests.builders import request as make_request
 from tests.shell.operators.decisions.test_decision_history import Keeping

@@ -3,7 +3,7 @@
 import json
 
 from epp.__main__ import main
-from tests.shell.operators.test_debug_client import Server, answer
+from tests.commands.test_debug_client import Server, answer
 
 KNOWN = answer(body=b"request r-1\n  went to pod-\x1b[2J3\n")
 UNKNOWN = answer("404 Not Found", b"no request r-1 was decided or refused here\n")

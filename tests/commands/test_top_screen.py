@@ -10,7 +10,7 @@ from rich.console import Console
 from epp.shell.operators.capture import CaptureSnapshot
 from epp.shell.operators.decisions.configuration_changes import Applied, RefusedDocument
 from epp.shell.operators.live.live_view import Live, LiveDecision, LiveEndpoint, LiveScore
-from epp.shell.operators.top_screen import top_screen
+from epp.commands.top_screen import top_screen
 from epp.shell.process.own_process import ProcessLately
 
 WEIGHTS = {

@@ -8,15 +8,13 @@ import pytest
 import yaml
 
 from epp.__main__ import main
-from epp.configuration.build import plugin_tables
-from epp.configuration.check_config import READS, check_config, explain
-from epp.configuration.config import DEFAULT_CONFIG, load_config
+from epp.commands.check_config import check_config
+from epp.configuration.config import DEFAULT_CONFIG
 from epp.configuration.flags import CheckFlags
-from epp.plugins import FILTERS, SCORERS
 from tests.configuration.test_past_decisions import Peered, write
 from tests.core.capture.traffic import document
 
-SAMPLES = Path(__file__).parent / "config_samples"
+SAMPLES = Path(__file__).parents[1] / "configuration" / "config_samples"
 CHART = str(SAMPLES / "chart-default.yaml")
 OLD = str(SAMPLES / "first-generation.yaml")
 REFUSED = str(SAMPLES / "refused" / "flow-control.yaml")
@@ -127,56 +125,6 @@ def test_the_default_is_explained_without_a_file():
         "  and a gateway whose response_body_mode is STREAMED or FULL_DUPLEX_STREAMED",
     ):
         assert f"{line}\n" in out
-
-
-@pytest.mark.parametrize("path", sorted(SAMPLES.glob("*.yaml")), ids=lambda path: path.stem)
-def test_every_sample_is_explained(path):
-    """Each filter and scorer is in it; nothing is assigned nothing."""
-    config = load_config(path.read_bytes(), path.name, plugin_tables())
-    text = explain(config)
-    for member in (*config.profile.filters, *config.profile.scorers):
-        assert f" {member.name}" in text
-    assert all(line == line.rstrip() for line in text.splitlines())
-
-
-@pytest.mark.parametrize("name", [*FILTERS, *SCORERS])
-def test_who_is_said_to_read_the_prefix_index_has_one(tmp_path, name):
-    """Alone in a configuration; and nobody else has one made."""
-    file = tmp_path / "alone.yaml"
-    file.write_text(
-        f"apiVersion: llm-d.ai/v1alpha1\nkind: EndpointPickerConfig\nplugins:\n- type: {name}\n"
-    )
-    if name in {"by-label", "by-label-selector", "label-selector-filter"}:
-        file.write_text(
-            file.read_text() + "  parameters: {label: a, validValues: [b]}\n" * (name == "by-label")
-        )
-    code, out, err = check(file=str(file), explain=True)
-    assert code == 0, err
-    reads = f"      reads {READS[name]}\n"
-    assert reads in out
-    made = "  index     approx-prefix-cache-producer: default prefix index\n" in out
-    assert made == ("prefix index" in reads)
-
-
-def test_the_prefill_speed_is_explained(tmp_path):
-    """Of every endpoint, or of those with labels first."""
-    said = "prefill speed, at which prompt tokens in flight drain\n"
-    assert f"{said}  15,928 tokens/s of every endpoint\n" in check(explain=True)[1]
-    file = tmp_path / "speeds.yaml"
-    file.write_text(
-        "apiVersion: llm-d.ai/v1alpha1\nkind: EndpointPickerConfig\n"
-        "plugins: [{type: token-load-scorer}, {type: inflight-load-producer, parameters: "
-        "{peakPrefillThroughput: 30000, peakPrefillThroughputs: "
-        "[{matchLabels: {gpu: h200, tp: '2'}, peakPrefillThroughput: 60000}]}}]\n"
-    )
-    assert (
-        f"{said}  60,000 tokens/s with labels gpu=h200, tp=2\n  30,000 tokens/s of the others\n"
-    ) in check(file=str(file), explain=True)[1]
-
-
-def test_what_each_filter_and_scorer_reads_is_known():
-    """A new one without a row fails here."""
-    assert set(READS) == {*FILTERS, *SCORERS, "added-time-scorer"}
 
 
 @pytest.mark.parametrize(

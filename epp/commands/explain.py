@@ -8,10 +8,10 @@ from urllib.parse import quote
 import msgspec
 
 from epp.configuration.flags import ExplainFlags
-from epp.shell.operators.debug_client import DebugClient, NoAnswerError, read_token
+from epp.commands.debug_client import DebugClient, NoAnswerError, read_token
 from epp.shell.operators.decisions.decision_files import HistoryError
 from epp.shell.operators.decisions.explanation import explanation
-from epp.shell.operators.decisions_command import explain_past
+from epp.commands.decisions import explain_past
 from epp.shell.printable import printable
 
 FOUND: Final = 0

@@ -18,11 +18,11 @@ import msgspec
 import pytest
 
 from epp.__main__ import main
-from tests.shell.operators.test_debug_client import Server, answer
-from tests.shell.operators.test_top_screen import live
+from tests.commands.test_debug_client import Server, answer
+from tests.commands.test_top_screen import live
 
 SEEN = answer(body=msgspec.json.encode(live()))
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[2]
 ENTER, LEAVE = b"\x1b[?1049h", b"\x1b[?1049l"
 
 
@@ -131,8 +131,8 @@ def test_without_the_library_it_says_what_to_install(monkeypatch, capsys):
     for name in [name for name in sys.modules if name.partition(".")[0] == "rich"]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "rich", None)
-    monkeypatch.delitem(sys.modules, "epp.shell.operators.top_command", raising=False)
-    monkeypatch.delitem(sys.modules, "epp.shell.operators.top_screen", raising=False)
+    monkeypatch.delitem(sys.modules, "epp.commands.top", raising=False)
+    monkeypatch.delitem(sys.modules, "epp.commands.top_screen", raising=False)
     assert main(["top", "--once"]) == 1
     assert capsys.readouterr().err == "epp top: it needs rich: pip install 'homing-epp[top]'\n"
 

@@ -5,8 +5,8 @@ import threading
 
 import pytest
 
-from epp.shell.operators import debug_client
-from epp.shell.operators.debug_client import DebugClient, NoAnswerError, read_token
+from epp.commands import debug_client
+from epp.commands.debug_client import DebugClient, NoAnswerError, read_token
 
 
 class Server:

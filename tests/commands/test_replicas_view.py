@@ -5,9 +5,9 @@ import pytest
 
 from epp.shell.operators.capture import CaptureSnapshot
 from epp.shell.operators.decisions.configuration_changes import Applied
-from epp.shell.operators.replicas_view import as_one, differences
+from epp.commands.replicas_view import as_one, differences
 from epp.shell.process.own_process import ProcessLately
-from tests.shell.operators.test_top_screen import live, live_decision, live_endpoint
+from tests.commands.test_top_screen import live, live_decision, live_endpoint
 
 
 def test_sums_are_sums_and_shares_are_of_all():

@@ -40,7 +40,7 @@ from epp.plugins.strategies import STRATEGIES
 from epp.shell.gateway.codec import decode, encode
 from epp.shell.gateway.wire import Decoder
 from epp.shell.operators.decisions.recent_decisions import RecentDecisions
-from epp.shell.operators.logs.logs import DecisionLog
+from epp.shell.operators.logs.decision_log import DecisionLog
 from epp.shell.operators.metrics.telemetry import Telemetry
 from epp.shell.operators.observation import Observation
 

@@ -32,7 +32,7 @@ from epp.shell.kubernetes.list_watch import ListWatch
 from epp.shell.operators.decisions.decision_history import DecisionHistory
 from epp.shell.operators.decisions.recent_decisions import RecentDecisions
 from epp.shell.operators.live.live_view import LiveView
-from epp.shell.operators.logs.logs import DecisionLog
+from epp.shell.operators.logs.decision_log import DecisionLog
 from epp.shell.operators.metrics.telemetry import PoolCollector, Telemetry
 from epp.shell.operators.traces.tracing import Tracer
 

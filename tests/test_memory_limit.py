@@ -6,8 +6,8 @@ import sys
 
 SCRIPT = """
 import json, random, sys
-from epp.app import EndpointPicker
-from epp.configuration.flags import parse_serve
+from epp.app.wiring import EndpointPicker
+from epp.flags.command_lines import parse_serve
 from epp.core.decision.inputs import Tick
 from epp.core.prompt.request import InferenceRequest
 from epp.shell.process.memory import resident_bytes

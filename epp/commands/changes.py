@@ -8,8 +8,8 @@ from typing import Any, Final, TextIO
 
 import msgspec
 
-from epp.configuration.flags import ChangesFlags
 from epp.core.types import Seconds
+from epp.flags.subcommands import ChangesFlags
 from epp.shell.operators.decisions.configuration_changes import Applied
 from epp.shell.operators.decisions.decision_files import (
     HistoryError,

@@ -15,14 +15,13 @@ from epp.configuration.config import (
     ConfigError,
     PickerConfig,
     PluginTables,
-    config_hash,
-    diff_configs,
     load_config,
 )
+from epp.configuration.describing import config_hash, diff_configs
 from epp.configuration.document import read_mapping
 from epp.configuration.explaining import explain
-from epp.configuration.flags import CheckFlags
 from epp.configuration.past_decisions import CaptureError, Judged, judge
+from epp.flags.subcommands import CheckFlags
 
 VALID: Final = 0
 INVALID: Final = 1
@@ -30,6 +29,7 @@ UNREADABLE: Final = 2
 
 CONFIG_MAP_KEY: Final = "config.yaml"
 """Where the chart's ConfigMap has its document."""
+
 
 def check_config(flags: CheckFlags, out: TextIO, err: TextIO) -> int:
     """Exit code: 0 valid, 1 invalid or unsupported, 2 unreadable.

@@ -8,8 +8,8 @@ from typing import Final, TextIO
 
 import msgspec
 
-from epp.configuration.flags import DecisionsFlags
 from epp.core.types import Seconds
+from epp.flags.subcommands import DecisionsFlags
 from epp.shell.operators.decisions.decision_files import (
     HistoryError,
     PastDecision,

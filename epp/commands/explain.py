@@ -7,11 +7,11 @@ from urllib.parse import quote
 
 import msgspec
 
-from epp.configuration.flags import ExplainFlags
 from epp.commands.debug_client import DebugClient, NoAnswerError, read_token
+from epp.commands.decisions import explain_past
+from epp.flags.subcommands import ExplainFlags
 from epp.shell.operators.decisions.decision_files import HistoryError
 from epp.shell.operators.decisions.explanation import explanation
-from epp.commands.decisions import explain_past
 from epp.shell.printable import printable
 
 FOUND: Final = 0

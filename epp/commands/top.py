@@ -10,11 +10,11 @@ import msgspec
 from rich.console import Console
 from rich.live import Live as Screen
 
-from epp.configuration.flags import TopFlags
 from epp.commands.debug_client import DebugClient, NoAnswerError, read_token
-from epp.shell.operators.live.live_view import Live
 from epp.commands.replicas_view import as_one, differences
 from epp.commands.top_screen import COLUMNS_MIN, top_screen
+from epp.flags.subcommands import TopFlags
+from epp.shell.operators.live.live_view import Live
 
 DONE: Final = 0
 NO_ANSWER: Final = 2

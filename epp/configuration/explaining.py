@@ -7,7 +7,8 @@ from typing import Any, Final
 import msgspec
 
 from epp.configuration.build import build_settings
-from epp.configuration.config import PickerConfig, config_hash, plain_parameters
+from epp.configuration.config import PickerConfig
+from epp.configuration.describing import config_hash, plain_parameters
 from epp.core.decision.profile import SchedulingProfile
 from epp.core.decision.settings import SchedulerSettings
 from epp.core.knowledge.ejection import OutlierEjection

@@ -6,11 +6,11 @@ import json
 import pytest
 
 from epp.__main__ import main
-from epp.configuration.flags import ChangesFlags
+from epp.commands.changes import show_changes
 from epp.core.decision.inputs import RequestEnded
 from epp.core.duration import Duration
 from epp.core.knowledge.inflight import Outcome
-from epp.commands.changes import show_changes
+from epp.flags.subcommands import ChangesFlags
 from epp.shell.operators.decisions.endpoint_states import EndpointState
 from tests.builders import request as make_request
 from tests.shell.operators.decisions.test_decision_history import Keeping

@@ -10,7 +10,7 @@ import yaml
 from epp.__main__ import main
 from epp.commands.check_config import check_config
 from epp.configuration.config import DEFAULT_CONFIG
-from epp.configuration.flags import CheckFlags
+from epp.flags.subcommands import CheckFlags
 from tests.configuration.test_past_decisions import Peered, write
 from tests.core.capture.traffic import document
 

@@ -6,12 +6,12 @@ import json
 import pytest
 
 from epp.__main__ import main
-from epp.configuration.flags import DecisionsFlags
+from epp.commands.decisions import show_decisions
 from epp.core.decision.profile import WeightedScorer
 from epp.core.duration import Duration
+from epp.flags.subcommands import DecisionsFlags
 from epp.plugins.added_time import AddedTime
 from epp.shell.operators.decisions.endpoint_states import EndpointState
-from epp.commands.decisions import show_decisions
 from tests.builders import request as make_request
 from tests.shell.operators.decisions.test_decision_history import Keeping, decisions
 from tests.shell.operators.decisions.test_explanation import PROMPT, Told

@@ -3,9 +3,9 @@
 import msgspec
 import pytest
 
+from epp.commands.replicas_view import as_one, differences
 from epp.shell.operators.capture import CaptureSnapshot
 from epp.shell.operators.decisions.configuration_changes import Applied
-from epp.commands.replicas_view import as_one, differences
 from epp.shell.process.own_process import ProcessLately
 from tests.commands.test_top_screen import live, live_decision, live_endpoint
 

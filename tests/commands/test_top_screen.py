@@ -7,10 +7,10 @@ import pytest
 from rich.cells import cell_len
 from rich.console import Console
 
+from epp.commands.top_screen import top_screen
 from epp.shell.operators.capture import CaptureSnapshot
 from epp.shell.operators.decisions.configuration_changes import Applied, RefusedDocument
 from epp.shell.operators.live.live_view import Live, LiveDecision, LiveEndpoint, LiveScore
-from epp.commands.top_screen import top_screen
 from epp.shell.process.own_process import ProcessLately
 
 WEIGHTS = {

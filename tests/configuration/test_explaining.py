@@ -39,7 +39,9 @@ def test_who_is_said_to_read_the_prefix_index_has_one(name):
 def test_the_prefill_speed_is_explained():
     """Of every endpoint, or of those with labels first."""
     said = "prefill speed, at which prompt tokens in flight drain\n"
-    assert f"{said}  15,928 tokens/s of every endpoint\n" in explain(default_config(plugin_tables()))
+    assert f"{said}  15,928 tokens/s of every endpoint\n" in explain(
+        default_config(plugin_tables())
+    )
     assert (
         f"{said}  60,000 tokens/s with labels gpu=h200, tp=2\n  30,000 tokens/s of the others\n"
     ) in explained(

@@ -17,7 +17,7 @@ from epp.core.protocol.session import Exchange, StreamFailure
 from epp.core.types import Endpoint, Refusal, Seconds
 from epp.shell.gateway.calls import Cut
 from epp.shell.operators.decisions.recent_decisions import RecentDecisions
-from epp.shell.operators.logs.logs import DecisionLog
+from epp.shell.operators.logs.decision_log import DecisionLog
 from epp.shell.operators.metrics.telemetry import Telemetry
 from epp.shell.per_second import PerSecond
 

@@ -17,6 +17,10 @@ from typing import Final
 
 from epp.core.types import Seconds
 
+GARBAGE_THRESHOLDS: Final = (50_000, 20, 20)
+"""The collector looks when so many objects were added. With Python's 700 it goes through each large
+body several times while it is decoded: 8 MB of small arrays, as many as are let in, take a fifth
+longer."""
 PAUSE_S: Final = 1.0
 WHOLE_PAUSE_S_MIN: Final = 10.0
 SHARE_MAX: Final = 1e-3

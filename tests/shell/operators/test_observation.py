@@ -15,7 +15,7 @@ from epp.core.types import Refusal, RefusalReason
 from epp.shell.gateway.calls import Cut
 from epp.shell.operators import observation
 from epp.shell.operators.decisions.recent_decisions import RecentDecisions
-from epp.shell.operators.logs.logs import DecisionLog
+from epp.shell.operators.logs.decision_log import DecisionLog
 from epp.shell.operators.metrics.telemetry import Telemetry
 from epp.shell.operators.observation import Observation
 from tests.shell.operators.decided import make_decision, make_endpoints, make_request

@@ -20,12 +20,12 @@ from epp.shell.operators.decisions.explanation import explanation
 from epp.shell.operators.decisions.recent_decisions import Wanted
 from epp.shell.operators.live.live_view import Live, LiveView
 from tests import gateway as gw
+from tests.app.test_wiring import PREFIX_FIRST, QUEUE_FIRST, TWO, ready_at_once, replace, serving
+from tests.commands.test_top_screen import drawn
 from tests.envoy.rig import until
 from tests.shell.operators.decisions.test_explanation import PROMPT, Told
 from tests.shell.operators.decisions.test_recent_decisions import exchange_of
-from tests.commands.test_top_screen import drawn
 from tests.streams import Call
-from tests.test_app import PREFIX_FIRST, QUEUE_FIRST, TWO, ready_at_once, replace, serving
 from tests.transports import TRANSPORTS
 
 NEW = {"prompts": (b"short",), "prompt_tokens": 2}

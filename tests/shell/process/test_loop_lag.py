@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from epp.app import loop_factory
+from epp.shell.process.event_loop import loop_factory
 from epp.shell.process.loop_lag import BEAT_S, LATE_FROM_S, MISSED_MAX, WINDOW_S, LoopLag
 
 LOOPS = [asyncio.new_event_loop, loop_factory() or asyncio.new_event_loop]

@@ -15,7 +15,7 @@ SECRET = "canary-91bc"
 
 SET_UP = f"""\
 import asyncio, gc, logging, sys, threading, warnings
-from epp.shell.operators.logs.logs import configure_logging
+from epp.shell.operators.logs.set_up import configure_logging
 from epp.shell.process.standard_error import StandardError
 SECRET = {SECRET!r}
 configure_logging(sys.argv[1], "info")

@@ -12,7 +12,7 @@ from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 from prometheus_client.samples import Sample
 
-from epp.configuration.flags import CompatMetrics
+from epp.flags.values import CompatMetrics
 
 
 class FieldName(Struct, frozen=True):

@@ -11,8 +11,9 @@ from typing import Any, Final
 import msgspec
 from aiohttp import hdrs, web
 
+from epp.configuration.config import PickerConfig
+from epp.configuration.describing import config_hash, describe
 from epp.configuration.explaining import explain
-from epp.configuration.config import PickerConfig, config_hash, describe
 from epp.core.decision.scheduler import Scheduler
 from epp.core.types import RefusalReason, Seconds
 from epp.shell.engines.first_tokens import FirstTokens

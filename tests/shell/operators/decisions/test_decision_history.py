@@ -11,7 +11,7 @@ from structlog.testing import capture_logs
 from epp.core.knowledge.inflight import Outcome
 from epp.core.protocol.usage import Usage
 from epp.shell.files.segment_folder import SegmentFolder
-from epp.shell.operators import decision_history as module
+from epp.shell.operators.decisions import decision_history as module
 from epp.shell.operators.decisions.configuration_changes import ConfigurationChanges
 from epp.shell.operators.decisions.decision_files import (
     PastChange,

@@ -17,9 +17,9 @@ from epp.shell.operators.live.live_view import LiveScore
 from epp.shell.operators.pages.bearer_token import BearerToken
 from epp.shell.operators.pages.metrics_server import MetricsServer
 from epp.shell.operators.pages.page_queue import PageQueue
+from tests.commands.test_top_screen import WEIGHTS, live, live_decision, live_endpoint
 from tests.envoy.rig import until
 from tests.shell.operators.pages.test_metrics_server import get
-from tests.commands.test_top_screen import WEIGHTS, live, live_decision, live_endpoint
 from tests.sim.browser import DESKTOP, browser
 
 PHONE = (360, 740)

@@ -11,7 +11,7 @@ from prometheus_client.openmetrics.parser import (
 )
 from prometheus_client.parser import text_string_to_metric_families
 
-from epp.configuration.flags import CompatMetrics
+from epp.flags.values import CompatMetrics
 from epp.shell.operators.metrics.field_metrics import FIELD_NAMES, GIE, LLM_D, WithFieldNames
 from epp.shell.operators.metrics.metric_table import METRICS
 from epp.shell.operators.pages.metrics_server import encode_in_slices

@@ -22,11 +22,19 @@ from epp.shell.operators.pages.metrics_server import MetricsServer
 from epp.shell.operators.pages.page_queue import ROWS_PER_TURN, WAITING_MAX, PageQueue
 from epp.shell.operators.pages.text_table import table_in_turns
 from epp.shell.peers.state import PeerRow
+from tests.app.test_wiring import (
+    LONG,
+    PREFIX_FIRST,
+    QUEUE_FIRST,
+    TWO,
+    ready_at_once,
+    replace,
+    serving,
+)
 from tests.builders import endpoint
 from tests.builders import request as make_request
 from tests.envoy.rig import until
 from tests.shell.operators.pages.test_metrics_server import get
-from tests.test_app import LONG, PREFIX_FIRST, QUEUE_FIRST, TWO, ready_at_once, replace, serving
 from tests.test_hermetic import pods
 
 REFUSAL = Refusal(reason=RefusalReason.NO_ENDPOINTS, status=503, message="secret")

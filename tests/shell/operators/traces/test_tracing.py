@@ -12,7 +12,7 @@ from prometheus_client.openmetrics.exposition import generate_latest
 from epp.core.knowledge.inflight import Ending
 from epp.core.protocol.session import SessionSettings, StreamFailure
 from epp.shell.gateway.codec import _kept_headers, _round_own
-from epp.shell.operators.logs.logs import DecisionLog
+from epp.shell.operators.logs.decision_log import DecisionLog
 from epp.shell.operators.metrics.telemetry import Telemetry
 from epp.shell.operators.traces.span_export import SpanExport
 from epp.shell.operators.traces.tracing import TEXT_CHARACTERS_MAX, TracedObservation, Tracer

@@ -20,16 +20,19 @@ from grpc_health.v1 import health_pb2
 from opentelemetry.exporter.otlp.proto.grpc import exporter as over_grpc
 from prometheus_client import generate_latest
 
-from epp.app import EndpointPicker, StartError, _until_signal, loop_factory
+from epp.app.wiring import EndpointPicker
+from epp.commands.serve import until_signal
 from epp.configuration.build import plugin_tables
-from epp.configuration.flags import parse_serve
 from epp.configuration.past_decisions import decide_again
 from epp.core.decision.inputs import PageScraped, Reconfigured
 from epp.core.decision.scheduler import Scheduler
 from epp.core.types import EndpointMetrics
+from epp.flags.command_lines import parse_serve
 from epp.shell.engines.scrape import Scraper
 from epp.shell.operators.metrics.telemetry import Telemetry
 from epp.shell.operators.pages.debug_pages import Wanted
+from epp.shell.process.event_loop import loop_factory
+from epp.shell.starting import StartError
 from tests import gateway as gw
 from tests.envoy.rig import free_ports, until
 from tests.shell.operators.collectors import attributes, collector
@@ -167,8 +170,8 @@ async def serving(
         )
         if first_pass:
             # Endpoints without metrics would keep it from being ready for their five seconds.
-            picker._scraped = True
-            picker._update_ready()
+            picker.readiness.scraped = True
+            picker.readiness.update()
             await until(lambda: served.done() or picker.health.ready, "the picker to be ready")
         assert not served.done(), await served
         credentials = await trusting(port) if tls else None
@@ -332,7 +335,7 @@ async def test_nobody_to_ask_keeps_a_picker_not_ready_for_no_longer_than_the_bou
     endpoints, tmp_path, monkeypatch
 ):
     """No endpoints is an answer; those that never answer are not waited for for ever."""
-    monkeypatch.setattr("epp.app.FIRST_PASS_S_MAX", 0.5)
+    monkeypatch.setattr("epp.app.readiness.FIRST_PASS_S_MAX", 0.5)
     async with serving(tmp_path, endpoints, first_pass=False) as running:
         if not endpoints:
             assert running.picker.health.ready
@@ -1246,7 +1249,7 @@ async def test_ctrl_c_waits_no_longer_than_somebody_at_the_keyboard():
     """However long `--drain-timeout` is; SIGTERM waits for that."""
     try:
         async with asyncio.timeout(20):
-            await _until_signal(Draining(), interrupted_max_s=0.1)
+            await until_signal(Draining(), interrupted_max_s=0.1)
     finally:
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             asyncio.get_running_loop().remove_signal_handler(number)
@@ -1294,16 +1297,16 @@ async def test_the_log_says_which_event_loop_serves(tmp_path):
 
 _WHILE_SERVING = """
 import gc, sys
-from epp import app
+from epp.commands import serve
 from epp.configuration.build import plugin_tables
-from epp.configuration.flags import parse_serve
+from epp.flags.command_lines import parse_serve
 from epp.configuration.past_decisions import decide_again
 
 async def looked_at(picker):
     print(gc.get_freeze_count(), len(gc.get_objects()), file=sys.stderr)
 
-app._until_signal = looked_at
-sys.exit(app.run(parse_serve(sys.argv[1:], {})))
+serve.until_signal = looked_at
+sys.exit(serve.serve(parse_serve(sys.argv[1:], {}), sys.stdout, sys.stderr))
 """
 
 

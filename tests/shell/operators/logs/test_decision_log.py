@@ -5,7 +5,8 @@ import structlog
 
 from epp.core.decision.profile import Scored
 from epp.core.types import Refusal, RefusalReason
-from epp.shell.operators.logs.logs import DecisionLog, configure_logging
+from epp.shell.operators.logs.decision_log import DecisionLog
+from epp.shell.operators.logs.set_up import configure_logging
 from tests.shell.operators.decided import SCORERS, make_decision, make_request
 
 

@@ -44,7 +44,6 @@ from epp.shell.operators.logs.decision_log import DecisionLog
 from epp.shell.operators.metrics.telemetry import Telemetry
 from epp.shell.operators.observation import Observation
 
-
 BLOCK_BYTES = 256
 POD_BLOCKS = 27_214
 """16-token blocks of the KV cache of an 8B model on an 80 GB card."""

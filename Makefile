@@ -9,7 +9,7 @@ WORKERS ?= 2
 # Two processes take the tests from one list; tests/conftest.py says which stay together.
 SHARED := --numprocesses $(WORKERS) --dist loadgroup --no-loadscope-reorder
 # What another version of Python may change soonest: decisions, parsers, files, and what is caught.
-QUICK := tests/core tests/plugins tests/rivals tests/configuration tests/shell/files tests/shell/operators/test_tracebacks.py \
+QUICK := tests/core tests/plugins tests/rivals tests/configuration tests/flags tests/shell/files tests/shell/process \
   tests/shell/test_supervision.py tests/test_interrupts.py tests/chart/test_migrate_values.py tests/sim/traces
 # Dask and Ray must have the version of the cluster that they speak to, which only its owner knows.
 # That is, of what the two images have.

@@ -39,10 +39,10 @@ from epp.core.types import ApiKind, Endpoint, EndpointMetrics, Refusal
 from epp.plugins.strategies import STRATEGIES
 from epp.shell.gateway.codec import decode, encode
 from epp.shell.gateway.wire import Decoder
-from epp.shell.operators.logs import DecisionLog
+from epp.shell.operators.decisions.recent_decisions import RecentDecisions
+from epp.shell.operators.logs.decision_log import DecisionLog
+from epp.shell.operators.metrics.telemetry import Telemetry
 from epp.shell.operators.observation import Observation
-from epp.shell.operators.recent_decisions import RecentDecisions
-from epp.shell.operators.telemetry import Telemetry
 
 BLOCK_BYTES = 256
 POD_BLOCKS = 27_214

@@ -14,10 +14,10 @@ from contextlib import contextmanager
 from typing import Final, NamedTuple
 
 from bench.decision import Chats, Pool, Silent
-from epp.app import GARBAGE_THRESHOLDS
 from epp.core.prompt.parse import Parsed, parse_request
 from epp.core.protocol.messages import BodyMode, BodyModes, RequestBody, RequestHeaders
 from epp.core.protocol.session import Gateway, Session, SessionSettings
+from epp.shell.process.garbage import GARBAGE_THRESHOLDS
 
 MB: Final = 1_000_000
 SIZES: Final = ((1 * MB, 5), (32 * MB, 1))

@@ -26,10 +26,10 @@ from bench.decision import (
     headers_message,
     telemetry_observer,
 )
-from epp.app import loop_factory
 from epp.core.protocol.session import Session, SessionSettings
 from epp.shell.gateway.ext_proc import PROCESS, ExtProc
 from epp.shell.gateway.grpcio import GrpcioServer
+from epp.shell.process.event_loop import loop_factory
 
 STREAMS = 16
 ROUNDS = 6

@@ -17,10 +17,10 @@ from epp.core.knowledge.inflight import Outcome
 from epp.core.prompt.request import InferenceRequest
 from epp.core.protocol.budget import BodyBudget
 from epp.core.types import ApiKind
-from epp.shell.files.pressure import MemoryPressure
-from epp.shell.operators.metrics_server import encode_in_slices
-from epp.shell.operators.snapshot import pool_snapshot
-from epp.shell.operators.telemetry import Telemetry
+from epp.shell.operators.metrics.snapshot import pool_snapshot
+from epp.shell.operators.metrics.telemetry import Telemetry
+from epp.shell.operators.pages.metrics_server import encode_in_slices
+from epp.shell.process.pressure import MemoryPressure
 
 CASES = ((1, 10), (20, 100), (4_000, 100), (4_000, 1_000))
 """Models, endpoints."""

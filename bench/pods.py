@@ -12,7 +12,7 @@ from typing import Final, Protocol, cast
 
 from msgspec import Struct
 
-from epp.app import loop_factory
+from epp.shell.process.event_loop import loop_factory
 
 _OPEN_FILES: Final = 4096
 

@@ -16,9 +16,10 @@ from random import Random
 
 from bench.index import ENDPOINTS, fill, resident_bytes
 from bench.place import free_ports
-from epp.app import EndpointPicker, loop_factory
-from epp.configuration.flags import ServeFlags
+from epp.app.wiring import EndpointPicker
 from epp.core.knowledge.prefix import PrefixIndex
+from epp.flags.serve import ServeFlags
+from epp.shell.process.event_loop import loop_factory
 
 _SERVED_S = 2.0
 

@@ -17,10 +17,10 @@ from random import Random
 
 from bench.pods import allow_open_files, served
 from bench.timing import best_us
-from epp.app import loop_factory
 from epp.core.types import Endpoint, MetricsTarget
 from epp.shell.engines.exposition import PageReader
 from epp.shell.engines.scrape import Scraper
+from epp.shell.process.event_loop import loop_factory
 from sim.engine.engine import Engine, EngineRequest, EngineSettings
 from sim.engine.profiles import DEFAULT_PROFILE, find_profile
 from sim.pods.exposition import MetricsPage

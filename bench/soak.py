@@ -28,7 +28,8 @@ from bench import soak_peers
 from bench.place import PAGES, Place, running, write_endpoints
 from bench.soak_peers import fault
 from bench.termination import end_in_order
-from epp.configuration.flags import ServeFlags, Transport
+from epp.flags.serve import ServeFlags
+from epp.flags.values import Transport
 
 PODS = 6
 CONVERSATIONS = 400

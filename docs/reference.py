@@ -34,9 +34,7 @@ from msgspec.inspect import (
 )
 
 from docs import caches
-from epp.configuration import flags
 from epp.configuration.build import INDEXES
-from epp.configuration.check_config import READS
 from epp.configuration.compatibility import (
     ACCEPTED,
     DEPRECATED,
@@ -45,11 +43,23 @@ from epp.configuration.compatibility import (
     REFUSED,
     REFUSED_SECTIONS,
 )
+from epp.configuration.explaining import READS
 from epp.core.duration import Duration
+from epp.flags.reading import help_text
+from epp.flags.reference_picker import FOREIGN, REMOVED
+from epp.flags.serve import ServeFlags
+from epp.flags.subcommands import (
+    ChangesFlags,
+    CheckFlags,
+    DecisionsFlags,
+    EnvoyFlags,
+    ExplainFlags,
+    TopFlags,
+)
 from epp.plugins import DEPRECATED as DEPRECATED_PLUGINS
 from epp.plugins import FILTERS, PICKERS, SCORERS
-from epp.shell.operators.field_metrics import GIE, LLM_D
-from epp.shell.operators.metric_table import METRICS, MetricSpec
+from epp.shell.operators.metrics.field_metrics import GIE, LLM_D
+from epp.shell.operators.metrics.metric_table import METRICS, MetricSpec
 from homing_rivals import FAMILIES
 from sim.caches.names import BEHAVIOURS
 from sim.cluster.built_in import strategies
@@ -137,13 +147,13 @@ def refreshed(page: str) -> str:
         "feature-gates": _feature_gates,
         "metrics": _metrics,
         "field-metrics": _field_metrics,
-        "serve-flags": lambda: _flags(flags.SERVE_HELP, flags.ServeFlags),
-        "check-flags": lambda: _flags(flags.CHECK_HELP, flags.CheckFlags),
-        "envoy-flags": lambda: _flags(flags.ENVOY_HELP, flags.EnvoyFlags),
-        "explain-flags": lambda: _flags(flags.EXPLAIN_HELP, flags.ExplainFlags),
-        "decisions-flags": lambda: _flags(flags.DECISIONS_HELP, flags.DecisionsFlags),
-        "changes-flags": lambda: _flags(flags.CHANGES_HELP, flags.ChangesFlags),
-        "top-flags": lambda: _flags(flags.TOP_HELP, flags.TopFlags),
+        "serve-flags": lambda: _flags(ServeFlags),
+        "check-flags": lambda: _flags(CheckFlags),
+        "envoy-flags": lambda: _flags(EnvoyFlags),
+        "explain-flags": lambda: _flags(ExplainFlags),
+        "decisions-flags": lambda: _flags(DecisionsFlags),
+        "changes-flags": lambda: _flags(ChangesFlags),
+        "top-flags": lambda: _flags(TopFlags),
         "foreign-flags": _foreign_flags,
         "strategies": _strategies,
         "families": _families,
@@ -374,17 +384,17 @@ def _labels(spec: MetricSpec) -> str:
     return ", ".join(f"`{label}`" for label in spec.labels)
 
 
-def _flags(groups: flags.Groups, kind: type[msgspec.Struct]) -> str:
+def _flags(kind: type[msgspec.Struct]) -> str:
     """The text of --help without its first line."""
-    text = flags.help_text("", groups, kind).partition("\n")[2].strip("\n")
+    text = help_text("", kind).partition("\n")[2].strip("\n")
     return f"```text\n{text}\n```"
 
 
 def _foreign_flags() -> str:
-    ignored = ((f"`--{name}`", flag.sentence) for name, flag in flags.FOREIGN.items())
+    ignored = ((f"`--{name}`", flag.sentence) for name, flag in FOREIGN.items())
     removed = (
         (f"`--{name}`", f"refused: {why.removeprefix('was removed: ')}")
-        for name, why in flags.REMOVED.items()
+        for name, why in REMOVED.items()
     )
     return _table(("flag", "instead"), (*ignored, *removed))
 

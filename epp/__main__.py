@@ -5,16 +5,25 @@ What a subcommand needs is imported when it runs, so that checking a file starts
 
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
-from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
-import msgspec
+from msgspec import Struct
 
 from epp import __version__
-from epp.configuration import flags as command_line
 from epp.configuration.document import nearest
+from epp.flags import command_lines
+from epp.flags.reading import FlagError, help_text, wants_help
+from epp.flags.serve import ServeFlags
+from epp.flags.subcommands import (
+    ChangesFlags,
+    CheckFlags,
+    DecisionsFlags,
+    EnvoyFlags,
+    ExplainFlags,
+    TopFlags,
+)
 from epp.reader_left import until_reader_leaves
 
 USAGE: Final = """\
@@ -36,6 +45,77 @@ INTERRUPTED: Final = 130
 """Ctrl-C where nothing waits for it, as shells count it."""
 
 
+class Subcommand(Struct, frozen=True):
+    """How a subcommand is called, and what runs it."""
+
+    usage: str
+    """What `--help` shows behind its name."""
+    flags: type[Struct]
+    parse: Callable[[Sequence[str]], Any]
+    module: str
+    function: str
+    """Takes flags, standard output and standard error; the exit code comes back."""
+    calls_plugins: bool = False
+    needs: str = ""
+    """A package that the extra of the subcommand's name brings."""
+
+
+SUBCOMMANDS: Final[Mapping[str, Subcommand]] = {
+    "serve": Subcommand(
+        "[flags]",
+        ServeFlags,
+        lambda arguments: command_lines.parse_serve(arguments, os.environ),
+        "epp.commands.serve",
+        "serve",
+        calls_plugins=True,
+    ),
+    "check-config": Subcommand(
+        "[FILE|-] [--diff OLD] [--explain] [--capture DIR]",
+        CheckFlags,
+        command_lines.parse_check,
+        "epp.commands.check_config",
+        "check_config",
+        calls_plugins=True,
+    ),
+    "envoy-config": Subcommand(
+        "[--out FILE] [flags]",
+        EnvoyFlags,
+        command_lines.parse_envoy,
+        "epp.commands.envoy_config",
+        "envoy_config",
+    ),
+    "explain": Subcommand(
+        "REQUEST_ID [--endpoint NAME] [--url URL] [--dir DIR] [--json]",
+        ExplainFlags,
+        command_lines.parse_explain,
+        "epp.commands.explain",
+        "explain_request",
+    ),
+    "decisions": Subcommand(
+        "[--dir DIR] [--since TIME] [--until TIME] [--endpoint NAME] [--json]",
+        DecisionsFlags,
+        command_lines.parse_decisions,
+        "epp.commands.decisions",
+        "show_decisions",
+    ),
+    "changes": Subcommand(
+        "[--dir DIR] [--at TIME] [--window 15m] [--json]",
+        ChangesFlags,
+        command_lines.parse_changes,
+        "epp.commands.changes",
+        "show_changes",
+    ),
+    "top": Subcommand(
+        "[--url URL] [--with-peers] [--interval 2s] [--once]",
+        TopFlags,
+        command_lines.parse_top,
+        "epp.commands.top",
+        "watch",
+        needs="rich",
+    ),
+}
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a subcommand; return its exit code, 2 for a command line that cannot be obeyed."""
     given = list(sys.argv[1:] if arguments is None else arguments)
@@ -43,139 +123,46 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _main(arguments: Sequence[str]) -> int:
-    command, *rest = arguments or [""]
-    if command in {"--version", "-version"}:
+    name, *rest = arguments or [""]
+    if name in {"--version", "-version"}:
         sys.stdout.write(f"epp {__version__}\n")
         return SUCCESS
-    if command.startswith("-") and not command_line.wants_help([command]):
+    if name.startswith("-") and not wants_help([name]):
         # The field's manifests give the image flags alone.
-        command, rest = "serve", list(arguments)
-    commands = {
-        "serve": serve,
-        "check-config": check,
-        "envoy-config": envoy,
-        "explain": explain,
-        "decisions": decisions,
-        "changes": changes,
-        "top": top,
-    }
-    run = commands.get(command)
-    if run is None:
-        asked = command_line.wants_help([command])
-        hint = nearest(command, commands)
-        problem = "" if asked or not command else f"epp: unknown command {command!r}{hint}\n"
+        name, rest = "serve", list(arguments)
+    command = SUBCOMMANDS.get(name)
+    if command is None:
+        asked = wants_help([name])
+        hint = nearest(name, SUBCOMMANDS)
+        problem = "" if asked or not name else f"epp: unknown command {name!r}{hint}\n"
         (sys.stdout if asked else sys.stderr).write(problem + USAGE)
         return SUCCESS if asked else USAGE_ERROR
     try:
-        return run(rest)
-    except command_line.FlagError as error:
-        print(f"epp {command}: {error}", file=sys.stderr)
+        return run(name, command, rest)
+    except FlagError as error:
+        print(f"epp {name}: {error}", file=sys.stderr)
         return USAGE_ERROR
+    except ModuleNotFoundError as error:
+        missing = (error.name or "").partition(".")[0]
+        if not missing or missing != command.needs:
+            raise
+        print(f"epp {name}: it needs {missing}: pip install 'homing-epp[{name}]'", file=sys.stderr)
+        return FAILURE
     except KeyboardInterrupt:
         return INTERRUPTED
 
 
-def serve(arguments: Sequence[str]) -> int:
-    if command_line.wants_help(arguments):
-        return _help("epp serve [flags]", command_line.SERVE_HELP, command_line.ServeFlags)
-    flags = command_line.parse_serve(arguments, os.environ)
-    import_module("epp.interrupts").raise_interrupted()
-    code: int = import_module("epp.app").run(flags)
-    return code
-
-
-def check(arguments: Sequence[str]) -> int:
-    if command_line.wants_help(arguments):
-        usage = "epp check-config [FILE|-] [--diff OLD] [--explain] [--capture DIR]"
-        return _help(usage, command_line.CHECK_HELP, command_line.CheckFlags)
-    flags = command_line.parse_check(arguments)
-    import_module("epp.interrupts").raise_interrupted()
-    code: int = import_module("epp.configuration.check_config").check_config(
-        flags, sys.stdout, sys.stderr
-    )
-    return code
-
-
-def envoy(arguments: Sequence[str]) -> int:
-    if command_line.wants_help(arguments):
-        usage = "epp envoy-config [--out FILE] [flags]"
-        return _help(usage, command_line.ENVOY_HELP, command_line.EnvoyFlags)
-    flags = command_line.parse_envoy(arguments)
-    bootstrap = import_module("epp.shell.gateway.bootstrap")
-    options = msgspec.structs.asdict(flags)
-    out, timeout = options.pop("out"), options.pop("message_timeout")
-    try:
-        # Field by field the same names; conversion checks them once more.
-        text: str = bootstrap.render(
-            msgspec.convert(
-                options | {"message_timeout_s": float(timeout)}, bootstrap.BootstrapOptions
-            )
-        )
-    except (ValueError, msgspec.ValidationError) as error:
-        raise command_line.FlagError(str(error)) from error
-    if not out:
-        sys.stdout.write(text)
+def run(name: str, command: Subcommand, arguments: Sequence[str]) -> int:
+    """Raises `FlagError` for a command line that cannot be obeyed."""
+    if wants_help(arguments):
+        sys.stdout.write(help_text(f"epp {name} {command.usage}", command.flags))
         return SUCCESS
-    try:
-        Path(out).write_text(text, encoding="utf-8")
-    except OSError as error:
-        print(f"epp envoy-config: {out} cannot be written: {error.strerror}", file=sys.stderr)
-        return FAILURE
-    return SUCCESS
-
-
-def explain(arguments: Sequence[str]) -> int:
-    if command_line.wants_help(arguments):
-        usage = "epp explain REQUEST_ID [--endpoint NAME] [--url URL] [--dir DIR] [--json]"
-        return _help(usage, command_line.EXPLAIN_HELP, command_line.ExplainFlags)
-    flags = command_line.parse_explain(arguments)
-    code: int = import_module("epp.shell.operators.explain_command").explain_request(
-        flags, sys.stdout, sys.stderr
-    )
+    flags = command.parse(arguments)
+    if command.calls_plugins:
+        import_module("epp.interrupts").raise_interrupted()
+    function = getattr(import_module(command.module), command.function)
+    code: int = function(flags, sys.stdout, sys.stderr)
     return code
-
-
-def decisions(arguments: Sequence[str]) -> int:
-    if command_line.wants_help(arguments):
-        usage = "epp decisions [--dir DIR] [--since TIME] [--until TIME] [--endpoint NAME] [--json]"
-        return _help(usage, command_line.DECISIONS_HELP, command_line.DecisionsFlags)
-    flags = command_line.parse_decisions(arguments)
-    code: int = import_module("epp.shell.operators.decisions_command").show_decisions(
-        flags, sys.stdout, sys.stderr
-    )
-    return code
-
-
-def changes(arguments: Sequence[str]) -> int:
-    if command_line.wants_help(arguments):
-        usage = "epp changes [--dir DIR] [--at TIME] [--window 15m] [--json]"
-        return _help(usage, command_line.CHANGES_HELP, command_line.ChangesFlags)
-    flags = command_line.parse_changes(arguments)
-    code: int = import_module("epp.shell.operators.changes_command").show_changes(
-        flags, sys.stdout, sys.stderr
-    )
-    return code
-
-
-def top(arguments: Sequence[str]) -> int:
-    if command_line.wants_help(arguments):
-        usage = "epp top [--url URL] [--with-peers] [--interval 2s] [--once]"
-        return _help(usage, command_line.TOP_HELP, command_line.TopFlags)
-    flags = command_line.parse_top(arguments)
-    try:
-        command = import_module("epp.shell.operators.top_command")
-    except ModuleNotFoundError as error:
-        if (error.name or "").partition(".")[0] != "rich":
-            raise
-        print("epp top: it needs rich: pip install 'homing-epp[top]'", file=sys.stderr)
-        return FAILURE
-    code: int = command.watch(flags, sys.stdout, sys.stderr)
-    return code
-
-
-def _help(usage: str, groups: command_line.Groups, kind: type[msgspec.Struct]) -> int:
-    sys.stdout.write(command_line.help_text(usage, groups, kind))
-    return SUCCESS
 
 
 if __name__ == "__main__":

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import epp.core.protocol.session
 import epp.shell.gateway.ext_proc
-import epp.shell.operators.debug_pages
-import epp.shell.operators.recent_decisions
+import epp.shell.operators.decisions.recent_decisions
+import epp.shell.operators.pages.debug_pages
 from epp import __main__ as command
 from epp.configuration.live import LiveConfiguration
 from epp.core.decision.profile import SchedulingProfile
@@ -29,12 +29,12 @@ from epp.shell.gateway.grpcio import GrpcioServer
 from epp.shell.gateway.sessions import Sessions
 from epp.shell.gateway.wire import Decoder
 from epp.shell.kubernetes.list_watch import ListWatch
-from epp.shell.operators.decision_history import DecisionHistory
-from epp.shell.operators.live_view import LiveView
-from epp.shell.operators.logs import DecisionLog
-from epp.shell.operators.recent_decisions import RecentDecisions
-from epp.shell.operators.telemetry import PoolCollector, Telemetry
-from epp.shell.operators.tracing import Tracer
+from epp.shell.operators.decisions.decision_history import DecisionHistory
+from epp.shell.operators.decisions.recent_decisions import RecentDecisions
+from epp.shell.operators.live.live_view import LiveView
+from epp.shell.operators.logs.decision_log import DecisionLog
+from epp.shell.operators.metrics.telemetry import PoolCollector, Telemetry
+from epp.shell.operators.traces.tracing import Tracer
 
 STREAM = {
     "decode": (Decoder, "decode"),
@@ -67,19 +67,19 @@ STREAM = {
     "recent-decided": (RecentDecisions, "decided"),
     "recent-refused": (RecentDecisions, "refused"),
     "recent-completed": (RecentDecisions, "completed"),
-    "recent-kept": (epp.shell.operators.recent_decisions, "Decided"),
+    "recent-kept": (epp.shell.operators.decisions.recent_decisions, "Decided"),
     "client-headers": (epp.core.protocol.session, "explaining_headers"),
     "client-headers-noted": (epp.core.protocol.session, "explained"),
 }
 """Fail while a request is served."""
 PAGES = {
     "metrics-page": (PoolCollector, "collect"),
-    "endpoints-page": (epp.shell.operators.debug_pages, "endpoint_rows"),
+    "endpoints-page": (epp.shell.operators.pages.debug_pages, "endpoint_rows"),
     "decisions-page": (RecentDecisions, "rows"),
-    "explain-page": (epp.shell.operators.debug_pages, "explanation"),
+    "explain-page": (epp.shell.operators.pages.debug_pages, "explanation"),
     "live-page": (LiveView, "look"),
     "history-tell": (DecisionHistory, "tell"),
-    "config-page": (epp.shell.operators.debug_pages, "explain"),
+    "config-page": (epp.shell.operators.pages.debug_pages, "explain"),
 }
 """Fail when a page is asked for."""
 OTHERS = {

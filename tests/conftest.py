@@ -17,7 +17,7 @@ TOGETHER: Final = {
     "chart/test_serving.py": "real time",
     "envoy": "real time",
     "sim/demo/test_command.py": "real time",
-    "test_app.py": "real time",
+    "app/test_wiring.py": "real time",
     "test_docs_commands.py": "real time",
     "test_gateways.py": "real time",
     "test_reload_under_load.py": "real time",

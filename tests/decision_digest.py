@@ -16,7 +16,7 @@ from epp.core.decision.scheduler import Decision, Scheduler
 from epp.core.knowledge.inflight import Ending, Outcome
 from epp.core.prompt.request import InferenceRequest
 from epp.core.types import AdapterReport, ApiKind, EndpointMetrics
-from epp.shell.operators.logs import DecisionLog
+from epp.shell.operators.logs.decision_log import DecisionLog
 from tests.builders import endpoint
 
 REQUESTS = 400

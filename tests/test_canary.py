@@ -21,8 +21,9 @@ from aiohttp.test_utils import TestServer
 from envoy_data_plane.envoy.service.ext_proc import v3
 
 from epp.configuration.past_decisions import lines_of
-from epp.shell.operators.decision_files import read_past
+from epp.shell.operators.decisions.decision_files import read_past
 from tests import gateway as gw
+from tests.app.test_wiring import CONFIG, PREFIX_FIRST
 from tests.canary_picker import LAST, OTHERS, PAGES, STREAM
 from tests.envoy.rig import free_ports, start_process, until
 from tests.shell.kubernetes.fake_api_server import (
@@ -36,7 +37,6 @@ from tests.shell.kubernetes.fake_api_server import (
 )
 from tests.shell.operators.collectors import collector
 from tests.streams import PROCESS, channel_to
-from tests.test_app import CONFIG, PREFIX_FIRST
 from tests.transports import TRANSPORTS
 
 SECRET = "c4n4ry"

@@ -14,16 +14,16 @@ import yaml
 from docs.pictures import PICTURES
 from docs.reference import refreshed
 from epp import __main__ as epp_command
-from epp.configuration import flags
 from epp.configuration.build import ENTRY_POINTS, build_settings, plugin_tables
-from epp.configuration.check_config import explain
 from epp.configuration.config import load_config
+from epp.configuration.explaining import explain
 from epp.core.decision.inputs import PageScraped, PoolReplaced
 from epp.core.decision.scheduler import Decision, Scheduler
 from epp.core.prompt.request import InferenceRequest
 from epp.core.types import Endpoint, EndpointMetrics
+from epp.flags import command_lines
 from epp.shell.files.endpoints_file import load_endpoints
-from epp.shell.operators.metric_table import METRICS
+from epp.shell.operators.metrics.metric_table import METRICS
 from sim import __main__ as sim_command
 from sim.cluster.built_in import ENTRY_POINTS as STRATEGIES
 from sim.cluster.built_in import strategies
@@ -134,11 +134,11 @@ def test_commands_can_be_typed(monkeypatch):
     makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
     targets = set(re.findall(r"^([a-z-]+):", makefile, re.MULTILINE))
     parsers = {
-        "serve": lambda rest: flags.parse_serve(rest, {}),
-        "check-config": flags.parse_check,
-        "envoy-config": flags.parse_envoy,
-        "explain": flags.parse_explain,
-        "top": flags.parse_top,
+        "serve": lambda rest: command_lines.parse_serve(rest, {}),
+        "check-config": command_lines.parse_check,
+        "envoy-config": command_lines.parse_envoy,
+        "explain": command_lines.parse_explain,
+        "top": command_lines.parse_top,
     }
     seen = set()
     for page, words in commands():

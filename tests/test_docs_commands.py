@@ -29,8 +29,8 @@ RUN = ("start", "scoring", "tuning", "capacity", "from-llm-d")
 
 ELSEWHERE = {
     "deploy/migrate-values": "tests/chart/test_migrate_values.py",
-    "epp check-config": "tests/configuration/test_check_config.py",
-    "epp serve": "tests/test_app.py",
+    "epp check-config": "tests/commands/test_check_config.py",
+    "epp serve": "tests/app/test_wiring.py",
     "curl": "tests/test_docs_commands.py",
     "make apiserver": "tests/apiserver/binaries.py",
     "make bench": "tests/bench",

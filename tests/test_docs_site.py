@@ -148,7 +148,9 @@ def test_links_to_pages_stay_on_the_site(linked):
 def test_links_to_other_files_lead_into_the_repository(linked, config):
     """A file or a folder of it."""
     at = config["extra"]["repository"]
-    assert linked("start.md", "[x](../epp/app.py)") == f"[x]({at}/blob/main/epp/app.py)"
+    assert (
+        linked("start.md", "[x](../epp/app/wiring.py)") == f"[x]({at}/blob/main/epp/app/wiring.py)"
+    )
     assert linked("overview.md", "[x](epp)") == f"[x]({at}/tree/main/epp)"
     assert linked("start.md", "[x](https://kind.sigs.k8s.io)") == "[x](https://kind.sigs.k8s.io)"
 

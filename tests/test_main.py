@@ -1,5 +1,5 @@
 import epp.__main__
-from epp.__main__ import USAGE, main
+from epp.__main__ import SUBCOMMANDS, USAGE, main
 
 
 def test_without_a_command_the_usage_is_an_error(capsys):
@@ -33,7 +33,7 @@ def test_help_is_no_error(capsys):
     for arguments in (["--help"], ["-h"], ["-help"]):
         assert main(arguments) == 0
         assert capsys.readouterr() == (USAGE, "")
-    for command in ("serve", "check-config", "envoy-config", "explain", "top"):
+    for command in SUBCOMMANDS:
         assert main([command, "--help"]) == 0
         shown, errors = capsys.readouterr()
         assert shown.startswith(f"usage: epp {command} ")
@@ -52,10 +52,10 @@ def test_flags_alone_are_those_of_serve(monkeypatch):
     """As the field's manifests start a picker."""
     given = ["--pool-name", "models", "--pool-namespace", "llm", "--zap-encoder", "json"]
     served = []
-    monkeypatch.setattr(epp.__main__, "serve", lambda arguments: served.append(arguments) or 0)
+    monkeypatch.setattr(epp.__main__, "run", lambda name, _, told: served.append((name, told)) or 0)
     for arguments in (given, ["serve", *given]):
         assert main(arguments) == 0
-    assert served == [given, given]
+    assert served == [("serve", given)] * 2
 
 
 def test_a_wrong_flag_alone_is_told_with_serve(capsys):
@@ -71,8 +71,8 @@ def test_a_wrong_flag_alone_is_told_with_serve(capsys):
 def test_an_interrupt_is_no_traceback(monkeypatch):
     """Ctrl-C before the server waits for it ends as shells expect."""
 
-    def interrupted(_):
+    def interrupted(*_):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(epp.__main__, "serve", interrupted)
+    monkeypatch.setattr(epp.__main__, "run", interrupted)
     assert main(["serve"]) == 130

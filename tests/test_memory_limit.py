@@ -6,11 +6,11 @@ import sys
 
 SCRIPT = """
 import json, random, sys
-from epp.app import EndpointPicker
-from epp.configuration.flags import parse_serve
+from epp.app.wiring import EndpointPicker
+from epp.flags.command_lines import parse_serve
 from epp.core.decision.inputs import Tick
 from epp.core.prompt.request import InferenceRequest
-from epp.shell.files.memory import resident_bytes
+from epp.shell.process.memory import resident_bytes
 
 picker = EndpointPicker(parse_serve(sys.argv[1:], {}))
 (index,) = picker.scheduler.indexes.values()

@@ -10,10 +10,10 @@ import grpc
 import numpy as np
 import pytest
 
-from epp.app import EndpointPicker
-from epp.configuration.flags import parse_serve
+from epp.app.wiring import EndpointPicker
 from epp.core.decision.inputs import PageScraped, PoolReplaced, Tick
 from epp.core.protocol.session import Session
+from epp.flags.command_lines import parse_serve
 from epp.shell.gateway.ext_proc import PROCESS, ExtProc
 from sim.cluster.policies import SchedulerPolicy, policy_source
 from sim.traces.prompts import body_of

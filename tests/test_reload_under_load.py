@@ -10,11 +10,11 @@ from aiohttp import ClientSession
 from envoy.service.ext_proc.v3.external_processor_pb2 import ProcessingResponse
 
 from tests import gateway as gw
+from tests.app.test_wiring import PREFIX_FIRST, QUEUE_FIRST
 from tests.envoy.process import running_epp
 from tests.envoy.rig import until
 from tests.envoy.upstream import running_pods
 from tests.streams import PROCESS, TIMEOUT_S, channel_to
-from tests.test_app import PREFIX_FIRST, QUEUE_FIRST
 
 REQUESTS_PER_S = 200
 LASTS_S = 10

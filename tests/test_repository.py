@@ -28,18 +28,42 @@ MODULES = sorted(
 )
 
 COVERED_ELSEWHERE = {
+    "epp/shell/operators/logs/set_up.py": (
+        "tests/shell/operators/logs/test_decision_log.py",
+        "its lines are read there",
+    ),
+    "epp/app/readiness.py": ("tests/app/test_wiring.py", "a whole picker becomes ready there"),
+    "epp/app/reloading.py": ("tests/app/test_wiring.py", "a whole picker is reconfigured there"),
+    "epp/app/sources.py": ("tests/app/test_wiring.py", "files break and are mended there"),
+    "epp/commands/serve.py": ("tests/app/test_wiring.py", "signals are sent to it"),
+    "epp/shell/process/event_loop.py": ("tests/app/test_wiring.py", "which loop it is"),
+    "epp/flags/reading.py": ("tests/flags/test_command_lines.py", "command lines are read by it"),
+    "epp/flags/reference_picker.py": (
+        "tests/flags/test_command_lines.py",
+        "its flags are given there",
+    ),
+    "epp/flags/serve.py": ("tests/flags/test_command_lines.py", "its command line is read there"),
+    "epp/flags/subcommands.py": ("tests/flags/test_command_lines.py", "the other tables"),
+    "epp/flags/values.py": ("tests/flags/test_command_lines.py", "what flags take"),
+    "epp/commands/envoy_config.py": (
+        "tests/commands/test_check_config.py",
+        "both commands are run there",
+    ),
     "epp/shell/gateway/calls.py": ("tests/shell/gateway/test_ext_proc.py", "what transports carry"),
-    "epp/shell/gateway/sessions.py": ("tests/test_app.py", "streams are opened through it"),
+    "epp/shell/gateway/sessions.py": ("tests/app/test_wiring.py", "streams are opened through it"),
     "epp/testing/builders.py": (
         "tests/core/knowledge/test_candidates.py",
         "most tests are made of its values",
     ),
     "epp/testing/churn.py": ("tests/rivals/test_families.py", "every strategy goes through it"),
-    "epp/configuration/live.py": ("tests/test_app.py", "configurations are changed live there"),
+    "epp/configuration/live.py": (
+        "tests/app/test_wiring.py",
+        "configurations are changed live there",
+    ),
     "epp/shell/peers/carrier.py": ("tests/shell/peers/test_pump.py", "a protocol and its nouns"),
     "epp/shell/peers/state.py": ("tests/shell/peers/test_service.py", "nouns and totals"),
     "epp/core/parameters.py": ("tests/plugins/test_contract.py", "what every plugin is made of"),
-    "epp/shell/kubernetes/state.py": ("tests/shell/operators/test_telemetry.py", "nouns"),
+    "epp/shell/kubernetes/state.py": ("tests/shell/operators/metrics/test_telemetry.py", "nouns"),
     "sim/demo/__main__.py": ("tests/sim/demo/test_command.py", "the demo is run by it"),
     "epp/configuration/compatibility.py": (
         "tests/configuration/test_config.py",
@@ -59,20 +83,20 @@ COVERED_ELSEWHERE = {
         "tests/configuration/test_config.py",
         "the reading of configurations",
     ),
-    "epp/shell/operators/metric_table.py": (
-        "tests/shell/operators/test_telemetry.py",
+    "epp/shell/operators/metrics/metric_table.py": (
+        "tests/shell/operators/metrics/test_telemetry.py",
         "the table is compared there",
     ),
-    "epp/shell/operators/decision_record.py": (
-        "tests/shell/operators/test_recent_decisions.py",
+    "epp/shell/operators/decisions/decision_record.py": (
+        "tests/shell/operators/decisions/test_recent_decisions.py",
         "what is kept is read back there",
     ),
-    "epp/shell/operators/decision_rows.py": (
-        "tests/shell/operators/test_recent_decisions.py",
+    "epp/shell/operators/decisions/decision_rows.py": (
+        "tests/shell/operators/decisions/test_recent_decisions.py",
         "what is told of what is kept",
     ),
-    "epp/shell/operators/endpoint_rows.py": (
-        "tests/shell/operators/test_debug_pages.py",
+    "epp/shell/operators/pages/endpoint_rows.py": (
+        "tests/shell/operators/pages/test_debug_pages.py",
         "pages are made of them",
     ),
     "sim/drive/report.py": (
@@ -345,9 +369,9 @@ def test_serving_needs_nothing_of_the_simulator():
     # structlog itself takes rich where it is installed, and does without where it is not.
     loaded = run_python(
         f"import sys; sys.modules.update(dict.fromkeys({NOT_FOR_SERVING!r}[:4]));"
-        "import epp.app; print(*(name for name in sys.modules if sys.modules[name]))"
+        "import epp.commands.serve; print(*(name for name in sys.modules if sys.modules[name]))"
     )
-    assert "epp.app" in loaded
+    assert "epp.app.wiring" in loaded
     assert not {name.partition(".")[0] for name in loaded} & set(NOT_FOR_SERVING)
 
 
@@ -356,7 +380,7 @@ def test_importing_starts_nothing():
     (found,) = run_python(
         "import os, signal, threading, asyncio;"
         "files = len(os.listdir('/proc/self/fd')); handled = signal.getsignal(signal.SIGTERM);"
-        "import epp.app, epp.__main__, epp.configuration.check_config;"
+        "import epp.commands.serve, epp.__main__, epp.commands.check_config;"
         "assert threading.active_count() == 1;"
         "assert signal.getsignal(signal.SIGTERM) == handled;"
         "assert len(os.listdir('/proc/self/fd')) <= files + 1;"

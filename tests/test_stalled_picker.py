@@ -14,8 +14,8 @@ import msgspec
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from epp.shell.operators.live_view import Live
-from epp.shell.operators.loop_lag import BEAT_S
+from epp.shell.operators.live.live_view import Live
+from epp.shell.process.loop_lag import BEAT_S
 from tests import gateway as gw
 from tests.envoy.rig import free_ports, start_process, until
 from tests.streams import Call, channel_to

@@ -13,10 +13,17 @@ from prometheus_client import generate_latest
 
 from epp.shell.gateway.tls import self_signed
 from epp.shell.supervision import ENDS_MAX, Supervisor
+from tests.app.test_wiring import (
+    PREFIX_FIRST,
+    QUEUE_FIRST,
+    pod_pages,
+    replace,
+    serving,
+    write_endpoints,
+)
 from tests.envoy.rig import free_ports, until
 from tests.shell.kubernetes import test_cluster as kube
 from tests.shell.kubernetes.fake_api_server import CONFIG_MAPS, PODS, POOLS, FakeApiServer
-from tests.test_app import PREFIX_FIRST, QUEUE_FIRST, pod_pages, replace, serving, write_endpoints
 
 BY_FILES = (
     *("capture", "certificate", "config", "connections (health)", "connections (serving)"),

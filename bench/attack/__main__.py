@@ -27,7 +27,8 @@ from bench.attack import gateway as gw
 from bench.attack.attacks import ATTACKS, FLAGS, PROMPT, RAW_ONLY
 from bench.place import ROOT, Place, running
 from bench.termination import end_in_order
-from epp.configuration.flags import ServeFlags, Transport
+from epp.flags.serve import ServeFlags
+from epp.flags.values import Transport
 
 PROBES_PER_S = 20
 BEFORE_S = 3.0

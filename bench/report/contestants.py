@@ -25,7 +25,7 @@ from msgspec import Struct
 
 from bench.place import free_ports
 from bench.report.accounting import session_cpu_s
-from epp.configuration.flags import Transport
+from epp.flags.values import Transport
 
 ROOT: Final = Path(__file__).resolve().parents[2]
 GO_SOURCES: Final = ROOT / "bench" / "servers" / "go"

@@ -8,7 +8,7 @@ import grpc
 import grpc.aio
 
 from bench.servers.answers import Conversation
-from epp.app import loop_factory
+from epp.shell.process.event_loop import loop_factory
 
 MESSAGE_BYTES_MAX = 64 * 2**20
 SERVICE = "envoy.service.ext_proc.v3.ExternalProcessor"

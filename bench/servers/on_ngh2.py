@@ -19,7 +19,7 @@ from ngh2 import (
 )
 
 from bench.servers.answers import Conversation
-from epp.app import loop_factory
+from epp.shell.process.event_loop import loop_factory
 
 WINDOW_BYTES = 2**31 - 1
 _RESPONSE = ((b":status", b"200"), (b"content-type", b"application/grpc"))

@@ -4,7 +4,6 @@ Nothing here is read from the world, and nothing is opened: `load_config` is a f
 arguments, used alike by the server, by `epp check-config`, by hot reload and by the simulator.
 """
 
-import hashlib
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from enum import StrEnum
@@ -51,7 +50,6 @@ from epp.core.decision.profile import (
     WeightedScorer,
 )
 from epp.core.decision.settings import SchedulerSettings
-from epp.core.duration import Duration
 from epp.core.knowledge.ejection import OutlierEjection
 from epp.core.knowledge.index import AffinityIndexSettings, Origin
 from epp.core.knowledge.saturation import UtilizationDetector
@@ -69,11 +67,7 @@ __all__ = [
     "PluginTables",
     "Role",
     "block_tokens_of",
-    "config_hash",
-    "describe",
-    "diff_configs",
     "load_config",
-    "plain_parameters",
 ]
 
 _WEIGHT: Final = 1.0
@@ -896,105 +890,3 @@ def _raised(where: str, what: str, error: BaseException, *expected: str) -> str:
     if isinstance(error, Interrupted):
         raise error
     return ", ".join((f"{where}: {what} raised {type(error).__name__}{place_of(error)}", *expected))
-
-
-# --- comparing two --------------------------------------------------------------------------------
-
-
-_SHADOW: Final = "shadow "
-"""What lines about the shadow profile begin with."""
-
-
-def describe(config: PickerConfig) -> dict[str, dict[str, Any]]:
-    """The canonical form: what decides, as plain values; equal if and only if the effect is."""
-    lines = _describe_profile(config.profile, "")
-    if config.shadow is not None:
-        lines |= _describe_profile(config.shadow, _SHADOW)
-        lines[f"{_SHADOW}profile"]["share"] = _whole(config.shadow_share)
-    for name, index in config.indexes.items():
-        lines[f"index {name}"] = _plain(index)
-    lines["saturation"] = _plain(config.saturation)
-    if not config.staleness_given:
-        lines["saturation"]["metricsStalenessThreshold"] = "by refresh interval"
-    if config.inflight.peak_prefill_throughput or config.inflight.peak_prefill_throughputs:
-        given = plain_parameters(config.inflight)
-        lines["load in flight"] = {name: given[name] for name in given if name.startswith("peak")}
-    if config.ejection != OutlierEjection():
-        lines["outlier ejection"] = plain_parameters(config.ejection)
-    lines["requestHandler"] = {"parsers": list(config.parsers)}
-    lines["metrics"] = {**_plain(config.metrics.source), **_plain(config.metrics.extractor)}
-    return lines
-
-
-def _describe_profile(profile: SchedulingProfile, kind: str) -> dict[str, dict[str, Any]]:
-    lines: dict[str, dict[str, Any]] = {
-        f"{kind}profile": {"filters": [named.name for named in profile.filters]}
-    }
-    for named in profile.filters:
-        lines[f"{kind}filter {named.name}"] = _plain(named.plugin)
-    for scorer in profile.scorers:
-        weight = {"weight": _whole(scorer.weight)}
-        lines[f"{kind}scorer {scorer.name}"] = weight | _plain(scorer.plugin)
-    lines[f"{kind}picker {profile.picker_name}"] = _plain(profile.picker)
-    for responder in profile.responders:
-        lines[f"{Role.RESPONDER} {responder.name}"] = _plain(responder.plugin)
-    return lines
-
-
-def _plain(plugin: Any) -> dict[str, Any]:
-    return {"type": getattr(plugin, "type_name", ""), **plain_parameters(plugin)}
-
-
-def plain_parameters(plugin: Any) -> dict[str, Any]:
-    """Every parameter of a plugin under its name in the document, as plain values."""
-    parameters: dict[str, Any] = msgspec.to_builtins(plugin, enc_hook=_encode)
-    return {name: _whole(value) for name, value in parameters.items()}
-
-
-def _whole(value: Any) -> Any:
-    """A float without fraction as an integer: 5 and 5.0 are one weight."""
-    return int(value) if isinstance(value, float) and value.is_integer() else value
-
-
-def _encode(value: Any) -> Any:
-    if isinstance(value, Duration):
-        return f"{float(value):g}s"
-    return str(value)
-
-
-def config_hash(config: PickerConfig) -> str:
-    """12 hexadecimal digits; the same for configurations that decide alike."""
-    encoded = msgspec.json.encode(describe(config), order="deterministic")
-    return hashlib.sha256(encoded).hexdigest()[:12]
-
-
-def diff_configs(old: PickerConfig, new: PickerConfig) -> list[str]:
-    """What changes from `old` to `new`, one line a parameter; empty if nothing that decides or judges.
-
-    What acts comes before its shadow.
-    """
-    before, after = describe(old), describe(new)
-    lines: list[str] = []
-    lines.extend(f"{name}: removed" for name in before if name not in after)
-    for name in after:
-        if name not in before:
-            weight = after[name].get("weight")
-            lines.append(f"{name}: added" + ("" if weight is None else f" with weight {weight:g}"))
-            continue
-        for member in dict.fromkeys([*before[name], *after[name]]):
-            was, now = before[name].get(member), after[name].get(member)
-            if was != now:
-                lines.append(f"{name}: {member} {_shown(was)} -> {_shown(now)}")
-    return sorted(lines, key=lambda line: line.startswith(_SHADOW))
-
-
-def _shown(value: Any) -> str:
-    if isinstance(value, float):
-        return f"{value:g}"
-    if isinstance(value, list) and all(isinstance(item, str) for item in value):
-        return ", ".join(value) or "none"
-    return "unset" if value is None else value if isinstance(value, str) else _json(value)
-
-
-def _json(value: Any) -> str:
-    return msgspec.json.encode(value).decode()

@@ -13,16 +13,15 @@ from epp.configuration.config import (
     PickerConfig,
     PluginTables,
     block_tokens_of,
-    config_hash,
-    diff_configs,
     load_config,
 )
-from epp.configuration.flags import ServeFlags
+from epp.configuration.describing import config_hash, diff_configs
 from epp.configuration.memory_plan import MemoryPlan, fitted
 from epp.core.capture.events import Configured
 from epp.core.decision.settings import SchedulerSettings
 from epp.core.prompt.parse import ParserName, ParserSet
 from epp.core.session_tokens import SessionTokens
+from epp.flags.serve import ServeFlags
 from epp.plugins.scorers import SessionAffinity
 
 
@@ -110,10 +109,10 @@ class LiveConfiguration:
         return self._offer(config, content.decode("utf-8", "replace"), endpoints)
 
     def accept(self, offer: Offer) -> None:
-        """The document of `offer` is in force from now on."""
+        """The document of `offer` is in force from now on; one that was so already counts no more."""
+        self.generation += offer.config is not self.config
         self.config = offer.config
         self._text = offer.text
-        self.generation += 1
 
     def _offer(self, config: PickerConfig, text: str, endpoints: int) -> Offer:
         flags = self._flags

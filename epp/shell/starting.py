@@ -3,7 +3,7 @@
 import os
 from typing import Final
 
-from epp.configuration.flags import IpAddress
+from epp.flags.values import IpAddress
 
 EVERYWHERE: Final = IpAddress("::")
 """All addresses, of IPv4 too."""

@@ -24,13 +24,13 @@ from typing import Final
 
 from msgspec import Struct
 
-from epp.configuration.flags import REFRESH_MIN_S, REFRESH_PER_ENDPOINT_S
 from epp.core.knowledge.inflight import Ending, Outcome
 from epp.core.knowledge.pool import UPSTREAM_FAILURES
 from epp.core.knowledge.prefill_speed import PREFILL_TOKENS_PER_S
 from epp.core.prompt.request import InferenceRequest
 from epp.core.protocol.waiting import Resolution, Resolver, Wait
 from epp.core.types import Endpoint, Refusal, Seconds
+from epp.flags.serve import REFRESH_MIN_S, REFRESH_PER_ENDPOINT_S
 from sim.cluster.assignment import Assigner, Assignment
 from sim.cluster.clients import RETRIED, Clients
 from sim.cluster.faults import Fault, FaultKind

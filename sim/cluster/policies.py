@@ -14,13 +14,8 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from epp.configuration.build import build_settings, plugin_tables
-from epp.configuration.config import (
-    CONFIG_MAX_BYTES,
-    ConfigError,
-    PickerConfig,
-    config_hash,
-    load_config,
-)
+from epp.configuration.config import CONFIG_MAX_BYTES, ConfigError, PickerConfig, load_config
+from epp.configuration.describing import config_hash
 from epp.core.decision.failures import FailingPlugin
 from epp.core.decision.inputs import (
     OutputStarted,

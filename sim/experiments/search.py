@@ -18,7 +18,8 @@ from typing import Final
 
 from msgspec import Struct
 
-from epp.configuration.config import ConfigError, config_hash
+from epp.configuration.config import ConfigError
+from epp.configuration.describing import config_hash
 from sim.cluster.policies import PolicySource
 from sim.experiments.space import Space, Value
 

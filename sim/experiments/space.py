@@ -25,7 +25,8 @@ from msgspec import Struct, inspect
 
 from epp.configuration.build import plugin_tables
 from epp.configuration.compatibility import ACCEPTED
-from epp.configuration.config import PickerConfig, plain_parameters
+from epp.configuration.config import PickerConfig
+from epp.configuration.describing import plain_parameters
 from epp.configuration.document import nearest, read_mapping, sentence_of
 from epp.plugins.agreement import Agreement
 from sim.cluster.policies import PolicySource

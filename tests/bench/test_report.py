@@ -48,7 +48,7 @@ from bench.report.writing import to_json, to_markdown, to_svg
 from bench.servers.answers import CHUNK_BYTES_MAX, Conversation
 from epp.configuration.build import plugin_tables
 from epp.configuration.config import load_config
-from epp.configuration.flags import parse_serve
+from epp.flags.command_lines import parse_serve
 
 QUIET = Disturbance(0.0, 0.0)
 LOUD = Disturbance(0.5, 0.0)

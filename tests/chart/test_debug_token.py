@@ -5,7 +5,7 @@ import shutil
 
 import pytest
 
-from epp.configuration import flags
+from epp.flags import command_lines
 from tests.chart.rendering import CHART, helm, objects, one, picker
 from tests.chart.test_peers import BASE, KUBECONFIG, cluster_with, mounted
 
@@ -44,7 +44,9 @@ def test_without_a_word_the_pages_ask_for_a_token_that_is_drawn(any_helm):
         path, volume = mounted(documents, "debug-token")
         assert volume["secret"]["secretName"] == NAME
         container = picker(documents)
-        told = flags.parse_serve(container["args"][1:], {"NAMESPACE": "models", "POD_NAME": "a"})
+        told = command_lines.parse_serve(
+            container["args"][1:], {"NAMESPACE": "models", "POD_NAME": "a"}
+        )
         assert told.debug_token_file == f"{path}/{key}"
         (named,) = (at for at in container["env"] if at["name"] == "HOMING_DEBUG_TOKEN_FILE")
         assert named["value"] == told.debug_token_file

@@ -11,7 +11,7 @@ import pytest
 import yaml
 from packaging.requirements import Requirement
 
-from epp.configuration import flags
+from epp.flags import command_lines
 from tests.chart.manifests import DEPLOY, chart_objects, generated
 from tests.chart.rendering import CHART, ROOT, objects, one, picker
 
@@ -46,7 +46,7 @@ def test_overlays_build(kubectl, overlay):
     assert {document["metadata"]["namespace"] for document in documents} == {"models"}
     container = picker(documents)
     assert container["image"].startswith("registry.example.com/homing:")
-    told = flags.parse_serve(container["args"][1:], {"NAMESPACE": "models"})
+    told = command_lines.parse_serve(container["args"][1:], {"NAMESPACE": "models"})
     assert told.pool_namespace == "models"
     (subject,) = one(documents, "RoleBinding")["subjects"]
     assert subject["namespace"] == "models"
@@ -93,7 +93,7 @@ def test_an_overlay_goes_into_any_namespace(with_component, overlay, component):
     (subject,) = binding["subjects"]
     assert subject == {"kind": "ServiceAccount", "name": account["name"], "namespace": "elsewhere"}
     assert binding["roleRef"]["name"] == one(documents, "Role")["metadata"]["name"]
-    told = flags.parse_serve(picker(documents)["args"][1:], {"NAMESPACE": "elsewhere"})
+    told = command_lines.parse_serve(picker(documents)["args"][1:], {"NAMESPACE": "elsewhere"})
     assert told.pool_namespace == "elsewhere"
 
 
@@ -125,7 +125,7 @@ def test_a_component_is_what_the_chart_renders(helm_4, with_component, component
 def test_the_component_of_replicas_fits_every_overlay(with_component, overlay):
     """The container that is patched is the picker; its flags are taken."""
     documents = with_component(overlay, "replicas")
-    told = flags.parse_serve(picker(documents)["args"][1:], {"NAMESPACE": "models"})
+    told = command_lines.parse_serve(picker(documents)["args"][1:], {"NAMESPACE": "models"})
     assert (told.replicas, told.peer_service) == (3, "homing-peers")
     (volume,) = (
         at

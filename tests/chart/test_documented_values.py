@@ -8,7 +8,7 @@ from itertools import pairwise
 import pytest
 import yaml
 
-from epp.configuration import flags
+from epp.flags import command_lines
 from tests.chart.rendering import CHART, NAMESPACE, RELEASE, helm, objects, picker
 from tests.test_docs import PAGES, blocks, joined, name_of
 
@@ -49,7 +49,7 @@ def starts(binary, *arguments):
     assert done.returncode == 0, done.stderr
     container = picker(objects(done.stdout))
     environment = {"NAMESPACE": NAMESPACE, "POD_NAME": "a", "POD_IP": "10.0.0.1"}
-    return flags.parse_serve(container["args"][1:], environment)
+    return command_lines.parse_serve(container["args"][1:], environment)
 
 
 @pytest.mark.parametrize("sets", of_page(commands()))

@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from docs.dashboards import DASHBOARDS, FOLDER, text_of
-from epp.shell.operators.metric_table import METRICS
+from epp.shell.operators.metrics.metric_table import METRICS
 from tests.chart.golden_texts import golden_text
 from tests.chart.rendering import CHART, objects, one, refusal, rendered
 

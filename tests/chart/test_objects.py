@@ -5,7 +5,7 @@ from functools import cache
 import pytest
 import yaml
 
-from epp.configuration.flags import parse_serve
+from epp.flags.command_lines import parse_serve
 from epp.shell.kubernetes.cluster import _lease_name
 from tests.chart.golden_texts import NAMES, golden_text
 from tests.chart.rendering import ROOT, objects, one, picker

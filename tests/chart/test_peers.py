@@ -9,7 +9,7 @@ from threading import Thread
 
 import pytest
 
-from epp.configuration import flags
+from epp.flags import command_lines
 from tests.chart.rendering import CHART, VALUES, helm, objects, one, picker, refusal, rendered
 
 BASE = ("--set", "image.repository=r.example.com/homing,pool.name=vllm")
@@ -33,7 +33,7 @@ def documents_of(binary, name):
 def told_of(documents):
     """The flags of the picker, as it reads them."""
     environment = {"NAMESPACE": "models", "POD_NAME": "a", "POD_IP": "10.0.0.1"}
-    return flags.parse_serve(picker(documents)["args"][1:], environment)
+    return command_lines.parse_serve(picker(documents)["args"][1:], environment)
 
 
 def mounted(documents, name):

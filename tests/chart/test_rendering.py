@@ -11,9 +11,9 @@ import pytest
 import yaml
 
 from epp import __version__
-from epp.configuration import flags
 from epp.configuration.build import plugin_tables
 from epp.configuration.config import DEFAULT_CONFIG, load_config
+from epp.flags import command_lines
 from epp.shell.gateway.bootstrap import BootstrapOptions
 from tests.chart.golden_texts import FOLDER, NAMES, file_of, golden_text
 from tests.chart.rendering import (
@@ -78,7 +78,9 @@ def test_the_picker_takes_its_flags(helm_4, values):
     container = picker(objects(rendered(helm_4, values)))
     command, *arguments = container["args"]
     assert command == "serve"
-    told = flags.parse_serve(arguments, {"NAMESPACE": "models", "POD_NAME": "inference-homing-0"})
+    told = command_lines.parse_serve(
+        arguments, {"NAMESPACE": "models", "POD_NAME": "inference-homing-0"}
+    )
     assert told.warnings == ()
     assert told.pool_namespace == told.own_namespace == "models"
     ports = {port["name"]: port["containerPort"] for port in container["ports"]}
@@ -94,7 +96,7 @@ def test_the_mounted_configuration_is_the_file_that_is_read(helm_4, values):
     """A directory, never a subPath; the ConfigMap that is watched is the one that is mounted."""
     documents = objects(rendered(helm_4, values))
     container = picker(documents)
-    told = flags.parse_serve(container["args"][1:], {})
+    told = command_lines.parse_serve(container["args"][1:], {})
     (mount,) = (m for m in container["volumeMounts"] if m["name"] == "config")
     assert "subPath" not in mount
     assert Path(told.config_file).parent == Path(mount["mountPath"])
@@ -114,7 +116,7 @@ def test_the_debug_token_is_mounted_where_it_is_read(helm_4):
     """As a directory, so that a changed Secret arrives; what is bound is bound as told."""
     documents = objects(rendered(helm_4, values_named("guarded")))
     container = picker(documents)
-    told = flags.parse_serve(container["args"][1:], {})
+    told = command_lines.parse_serve(container["args"][1:], {})
     addresses = told.grpc_bind_address, told.grpc_health_bind_address, told.metrics_bind_address
     assert addresses == ("127.0.0.1", "::", "::")
     (mount,) = (m for m in container["volumeMounts"] if m["name"] == "debug-token")
@@ -141,7 +143,7 @@ def test_the_default_configuration_is_the_built_in_one():
 @each
 def test_the_pod_is_given_the_time_that_its_drain_takes(helm_4, values):
     documents = objects(rendered(helm_4, values))
-    told = flags.parse_serve(picker(documents)["args"][1:], {})
+    told = command_lines.parse_serve(picker(documents)["args"][1:], {})
     pod = one(documents, "Deployment")["spec"]["template"]["spec"]
     goodbye_s = 10
     assert pod["terminationGracePeriodSeconds"] >= told.drain_timeout + goodbye_s
@@ -161,7 +163,7 @@ def test_an_envoy_asks_the_other_pickers_where_they_can_be_reached(helm_4):
         more = ("--set", f"bindAddresses.extProc={address}")
         documents = objects(rendered(helm_4, values_named("standalone"), *more))
         pod = one(documents, "Deployment")["spec"]["template"]["spec"]
-        told = flags.parse_envoy(pod["initContainers"][0]["args"][1:])
+        told = command_lines.parse_envoy(pod["initContainers"][0]["args"][1:])
         second[address] = told.second_picker_address
         headless = [at for at in documents if at.get("spec", {}).get("clusterIP") == "None"]
         assert len(headless) == bool(told.second_picker_address)
@@ -223,7 +225,7 @@ def test_the_lease_goes_with_the_release(helm_4):
     for name in ("leader-election", "leader-election-without-pool", "warm-standby"):
         documents = objects(rendered(helm_4, values_named(name)))
         lease = one(documents, "Lease")
-        told = flags.parse_serve(picker(documents)["args"][1:], {"NAMESPACE": "models"})
+        told = command_lines.parse_serve(picker(documents)["args"][1:], {"NAMESPACE": "models"})
         assert told.lease_name == lease["metadata"]["name"]
         assert told.own_namespace == lease["metadata"]["namespace"]
         assert set(lease) == {"apiVersion", "kind", "metadata"}
@@ -296,7 +298,7 @@ def test_notes_ask_a_picker_from_inside(helm_4, tmp_path, name):
     text = notes_of(helm_4, tmp_path, name)
     documents = objects(rendered(helm_4, values_named(name)))
     container = picker(documents)
-    served = flags.parse_serve(container["args"][1:], {})
+    served = command_lines.parse_serve(container["args"][1:], {})
     asked = re.findall(
         r"^  kubectl exec (.+) -c (\S+) -- epp (\S+)(?: -)?(?= |$)([^<\n]*)", text, re.MULTILINE
     )
@@ -305,9 +307,11 @@ def test_notes_ask_a_picker_from_inside(helm_4, tmp_path, name):
     for where, named, command, rest in asked:
         assert f"-n models deployment/{deployment}" in where
         assert named == container["name"]
-        parse = {"top": flags.parse_top, "explain": flags.parse_explain}.get(command)
+        parse = {"top": command_lines.parse_top, "explain": command_lines.parse_explain}.get(
+            command
+        )
         if parse is None:
-            assert flags.parse_check(["-", *rest.split()]).diff == served.config_file
+            assert command_lines.parse_check(["-", *rest.split()]).diff == served.config_file
         else:
             told = parse(rest.split())
             url = f"http://127.0.0.1:{served.metrics_port}"
@@ -358,7 +362,7 @@ def test_the_session_token_keys_are_read_where_they_are_mounted(helm_4):
     """A directory, never a subPath, so that other keys arrive without a restart."""
     documents = objects(rendered(helm_4, values_named("session-tokens")))
     container = picker(documents)
-    told = flags.parse_serve(container["args"][1:], {})
+    told = command_lines.parse_serve(container["args"][1:], {})
     (mount,) = (m for m in container["volumeMounts"] if m["name"] == "session-tokens")
     assert "subPath" not in mount
     assert Path(told.session_token_key_file).parent == Path(mount["mountPath"])

@@ -5,6 +5,8 @@ import json
 import pytest
 import yaml
 
+from epp.flags.row import flags_of
+from epp.flags.serve import ServeFlags
 from tests.chart.rendering import CHART, VALUES, refusal
 from tests.chart.values_table import page
 
@@ -69,6 +71,17 @@ def test_the_schema_refuses_by_name(any_helm, change, expected):
     message = refusal(any_helm, *BASE, "--set", change)
     assert "schema" in message
     assert expected in message
+
+
+def test_the_schema_refuses_what_rows_say_another_key_sets():
+    """Each flag of `epp serve`, no more and no less."""
+    schema = json.loads((CHART / "values.schema.json").read_text(encoding="utf-8"))
+    refused = {
+        name: {"const": f"unset: {flag.row.refusal_of_chart}"}
+        for name, flag in flags_of(ServeFlags).items()
+        if flag.row.refusal_of_chart
+    }
+    assert schema["properties"]["flags"]["properties"] == refused
 
 
 def test_nine_ports_are_too_many(any_helm):

@@ -24,7 +24,7 @@ from typing import Any, Final
 from aiohttp import web
 
 from bench.pods import allow_open_files
-from epp.app import loop_factory
+from epp.shell.process.event_loop import loop_factory
 from sim.engine.engine import EngineSettings
 from sim.engine.profiles import DEFAULT_PROFILE, find_profile
 from sim.pods.pods import Pod, PodSettings

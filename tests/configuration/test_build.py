@@ -13,7 +13,8 @@ from epp.configuration.build import (
     plugin_tables,
     settings_warnings,
 )
-from epp.configuration.config import ConfigError, config_hash, diff_configs, load_config
+from epp.configuration.config import ConfigError, load_config
+from epp.configuration.describing import config_hash, diff_configs
 from epp.core.decision.inputs import PoolReplaced, Reconfigured
 from epp.core.decision.scheduler import Scheduler
 from epp.core.decision.settings import SchedulerSettings

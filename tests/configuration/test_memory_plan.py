@@ -2,7 +2,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from epp.configuration.flags import parse_serve
 from epp.configuration.memory_plan import (
     INDEX_BYTES_MIN,
     PROCESS_BYTES,
@@ -11,6 +10,7 @@ from epp.configuration.memory_plan import (
 )
 from epp.core.knowledge.affinity import SessionIndexSettings
 from epp.core.knowledge.prefix import PrefixIndexSettings
+from epp.flags.command_lines import parse_serve
 
 MIB = 2**20
 

@@ -9,14 +9,15 @@ import numpy as np
 import pytest
 from msgspec import structs
 
+from epp.commands.check_config import check_config
 from epp.configuration.build import plugin_tables
-from epp.configuration.check_config import check_config
 from epp.configuration.config import DEFAULT_CONFIG, ConfigError, load_config
-from epp.configuration.flags import CheckFlags, parse_serve
 from epp.configuration.live import LiveConfiguration
 from epp.core.decision.failures import Interrupted
 from epp.core.knowledge.index import Abilities
 from epp.core.parameters import Parameters
+from epp.flags.command_lines import parse_serve
+from epp.flags.subcommands import CheckFlags
 from epp.plugins import FILTERS, PICKERS, SCORERS
 from epp.plugins.contract import Affinity
 from sim.__main__ import main as sim

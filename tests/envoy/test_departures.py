@@ -10,7 +10,7 @@ from contextlib import asynccontextmanager
 import aiohttp
 import pytest
 
-from epp.configuration.flags import BodyMode
+from epp.flags.values import BodyMode
 from epp.shell.gateway.bootstrap import BootstrapOptions
 from tests.envoy.picker import running_picker
 from tests.envoy.process import running_epp

@@ -7,10 +7,10 @@ from collections import Counter
 import pytest
 from google.protobuf.struct_pb2 import Value
 
-from epp.configuration.flags import BodyMode
 from epp.core.decision.inputs import PageScraped
 from epp.core.protocol.messages import DESTINATION_HEADER, DROP_REASON_HEADER
 from epp.core.types import EndpointMetrics
+from epp.flags.values import BodyMode
 from epp.shell.gateway.bootstrap import BootstrapOptions
 from tests.envoy.picker import running_picker
 from tests.envoy.rig import http_client, http_filters, refusing_port, running_envoy, until

@@ -5,9 +5,9 @@ import time
 import aiohttp
 import pytest
 
-from epp.configuration.flags import BodyMode
 from epp.core.decision.inputs import Tick
 from epp.core.knowledge.inflight import Ending
+from epp.flags.values import BodyMode
 from tests.envoy.rig import RawConnection, ext_proc, until
 
 pytestmark = pytest.mark.envoy

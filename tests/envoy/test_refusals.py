@@ -4,9 +4,9 @@ import io
 
 import pytest
 
-from epp.configuration.flags import BodyMode
 from epp.core.protocol.messages import DROP_REASON_HEADER
 from epp.core.protocol.session import SessionSettings
+from epp.flags.values import BodyMode
 
 pytestmark = pytest.mark.envoy
 

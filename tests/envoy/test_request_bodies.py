@@ -7,9 +7,9 @@ import io
 import grpc.aio
 import pytest
 
-from epp.configuration.flags import BodyMode
 from epp.core.protocol.messages import BODY_CHUNK_BYTES_MAX, DESTINATION_HEADER
 from epp.core.protocol.session import SessionSettings
+from epp.flags.values import BodyMode
 from tests.envoy.rig import RawConnection, http_connections, until
 
 pytestmark = pytest.mark.envoy

@@ -2,9 +2,9 @@
 
 import pytest
 
-from epp.configuration.flags import BodyMode
 from epp.core.knowledge.inflight import Ending
 from epp.core.protocol.session import SessionSettings
+from epp.flags.values import BodyMode
 from tests.envoy.rig import ext_proc, until
 from tests.envoy.upstream import large_body, sse_event, sse_stream
 

@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 import pytest
 import yaml
 
-from epp.configuration.flags import BodyMode
+from epp.flags.values import BodyMode
 from epp.shell.gateway.bootstrap import BootstrapOptions
 from epp.shell.gateway.service import QUIET_S
 from tests.envoy.process import EppProcess

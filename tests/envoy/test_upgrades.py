@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from epp.configuration.flags import BodyMode
+from epp.flags.values import BodyMode
 from epp.shell.gateway.bootstrap import BootstrapOptions
 from tests.envoy.rig import http_client, http_connections, running_envoy, until
 from tests.envoy.upstream import running_pods

@@ -4,9 +4,10 @@ import msgspec
 import pytest
 
 from epp.configuration.build import build_settings, default_config, plugin_tables
-from epp.configuration.check_config import explain
-from epp.configuration.config import diff_configs, load_config
+from epp.configuration.config import load_config
+from epp.configuration.describing import diff_configs
 from epp.configuration.document import ConfigError
+from epp.configuration.explaining import explain
 from epp.core.decision.inputs import PoolReplaced
 from epp.core.decision.scheduler import Scheduler
 from epp.plugins import FILTERS

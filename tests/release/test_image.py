@@ -175,8 +175,8 @@ def test_the_steps_of_the_dockerfile_make_a_simulator(rooms):
 
 WITHOUT_BYTE_CODE = """\
 import os, sys
-import epp.app, epp.configuration.check_config, epp.shell.gateway.bootstrap
-import epp.shell.kubernetes.cluster, epp.shell.operators.otlp, epp.shell.operators.top_command
+import epp.commands.serve, epp.commands.check_config, epp.shell.gateway.bootstrap
+import epp.shell.kubernetes.cluster, epp.shell.operators.traces.otlp, epp.commands.top
 import valkey.asyncio
 for module in list(sys.modules.values()):
     file = getattr(module, "__file__", None) or ""

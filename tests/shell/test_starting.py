@@ -1,6 +1,6 @@
 import errno
 
-from epp.configuration.flags import IpAddress
+from epp.flags.values import IpAddress
 from epp.shell.starting import cannot_listen
 
 

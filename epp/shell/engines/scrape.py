@@ -19,8 +19,8 @@ from functools import partial
 from random import Random
 from typing import Final
 
-from epp.configuration.flags import REFRESH_MIN_S, REFRESH_PER_ENDPOINT_S
 from epp.core.types import Endpoint, EndpointMetrics, Seconds
+from epp.flags.serve import REFRESH_MIN_S, REFRESH_PER_ENDPOINT_S
 from epp.shell.engines.exposition import ExpositionError, PageMemory, PageReader
 from epp.shell.engines.loop_share import Account, LoopShare
 from epp.shell.engines.page_client import BadResponseError, PageClient

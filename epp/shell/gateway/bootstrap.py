@@ -112,8 +112,8 @@ from envoy_data_plane.google.protobuf import Any, Value
 from envoy_data_plane.google.protobuf import Struct as ProtobufStruct
 from msgspec import Struct
 
-from epp.configuration.flags import BodyMode
 from epp.core.protocol.messages import REWRITE_HEADERS
+from epp.flags.values import BodyMode
 
 DESTINATION_HEADER: Final = "x-gateway-destination-endpoint"
 

@@ -11,9 +11,10 @@ from typing import Final, Self
 
 import structlog
 
-from epp.configuration.flags import IpAddress, ServeFlags
-from epp.configuration.flags import Transport as TransportName
 from epp.core.protocol.budget import BodyBudget
+from epp.flags.serve import ServeFlags
+from epp.flags.values import IpAddress
+from epp.flags.values import Transport as TransportName
 from epp.shell.gateway.arrivals import Lag
 from epp.shell.gateway.calls import Connected, Opener, Transport
 from epp.shell.gateway.envoy_admin import EnvoyAdmin

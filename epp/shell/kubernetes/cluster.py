@@ -12,8 +12,8 @@ from zlib import crc32
 import structlog
 from msgspec import Struct
 
-from epp.configuration.flags import ServeFlags
 from epp.core.types import Seconds
+from epp.flags.serve import ServeFlags
 from epp.shell.found import Found
 from epp.shell.kubernetes.client import Credentials, KubeClient
 from epp.shell.kubernetes.config_source import ConfigSource

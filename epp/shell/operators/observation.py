@@ -16,10 +16,10 @@ from epp.core.knowledge.pool import UPSTREAM_FAILURES
 from epp.core.protocol.session import Exchange, StreamFailure
 from epp.core.types import Endpoint, Refusal, Seconds
 from epp.shell.gateway.calls import Cut
-from epp.shell.operators.logs import DecisionLog
-from epp.shell.operators.per_second import PerSecond
-from epp.shell.operators.recent_decisions import RecentDecisions
-from epp.shell.operators.telemetry import Telemetry
+from epp.shell.operators.decisions.recent_decisions import RecentDecisions
+from epp.shell.operators.logs.decision_log import DecisionLog
+from epp.shell.operators.metrics.telemetry import Telemetry
+from epp.shell.per_second import PerSecond
 
 OBJECTIVE_WARNING_S: Final = 60.0
 """At most one warning in so many seconds; clients choose how often it happens."""

@@ -23,10 +23,10 @@ from urllib.parse import urlsplit
 import structlog
 from msgspec import Struct
 
-from epp.configuration.flags import PEER_URL, is_peer_url
 from epp.core.peers.exchange import PeerExchange
 from epp.core.peers.frames import FRAME_BYTES_MAX, ORIGIN_BYTES
 from epp.core.types import Seconds
+from epp.flags.values import PEER_URL, is_peer_url
 from epp.shell.peers.carrier import Kind, Message, Source
 from epp.shell.peers.complaints import Complaints
 from epp.shell.peers.secret import read_secret

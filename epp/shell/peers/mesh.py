@@ -18,9 +18,9 @@ import time
 from collections.abc import Iterable
 from typing import Final
 
-from epp.configuration.flags import IpAddress
 from epp.core.peers.frames import FRAME_BYTES_MAX, ORIGIN_BYTES
 from epp.core.types import Seconds
+from epp.flags.values import IpAddress
 from epp.shell.peers.admission import (
     ACCEPTS_PER_BEAT_MAX,
     NEWCOMER_S_MAX,

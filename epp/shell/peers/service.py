@@ -11,9 +11,9 @@ from zlib import crc32
 import structlog
 from msgspec import structs
 
-from epp.configuration.flags import ServeFlags
 from epp.core.peers.exchange import PeerExchange
 from epp.core.types import Seconds
+from epp.flags.serve import ServeFlags
 from epp.shell.peers.addresses import Addresses
 from epp.shell.peers.broker import Broker, broker_url
 from epp.shell.peers.carrier import Carrier

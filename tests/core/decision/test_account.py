@@ -1,7 +1,7 @@
 import pytest
 
 from epp.core.decision.account import Role, best, predicted_tokens
-from tests.shell.operators.decisions import make_decision
+from tests.shell.operators.decided import make_decision
 
 
 def test_a_decision_has_one_account_and_it_one_leg():

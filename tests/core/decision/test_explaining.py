@@ -9,8 +9,8 @@ from epp.core.decision.profile import WeightedScorer
 from epp.core.knowledge.ejection import Cause
 from epp.core.knowledge.outliers import Outlier
 from epp.plugins.added_time import AddedTime
-from tests.shell.operators.decisions import make_decision
-from tests.shell.operators.test_explanation import Told
+from tests.shell.operators.decided import make_decision
+from tests.shell.operators.decisions.test_explanation import Told
 
 SLOW = Outlier(cause=Cause.SLOW, slowness=3.4, failures=0, ejected=False)
 

@@ -5,7 +5,7 @@ import pytest
 import yaml
 from envoy_data_plane.envoy.config.bootstrap.v3 import Bootstrap
 
-from epp.configuration.flags import BodyMode
+from epp.flags.values import BodyMode
 from epp.shell.gateway.bootstrap import (
     CLIENT_HEADERS_REMOVED,
     DESTINATION_HEADER,

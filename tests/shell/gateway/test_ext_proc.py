@@ -18,12 +18,12 @@ from bench.raw_http2 import RawConnection
 from epp.core.protocol.budget import BodyBudget
 from epp.core.protocol.messages import ResponseHeaders
 from epp.core.protocol.session import _HANDLERS, Phase, Session, SessionSettings
-from epp.shell.files.memory import malloc_trim, resident_bytes
 from epp.shell.gateway.connections import ALLOWANCE_MAX
 from epp.shell.gateway.ext_proc import SHEDDING_STREAMS_MAX, ExtProc
 from epp.shell.gateway.grpcio import GrpcioServer
 from epp.shell.gateway.health import Health
 from epp.shell.gateway.wire import Decoder
+from epp.shell.process.memory import malloc_trim, resident_bytes
 from tests import gateway as gw
 from tests.envoy.rig import until
 from tests.streams import TIMEOUT_S, Call, channel_to

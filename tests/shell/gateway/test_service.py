@@ -4,7 +4,8 @@ import socket
 
 import pytest
 
-from epp.configuration.flags import IpAddress, parse_serve
+from epp.flags.command_lines import parse_serve
+from epp.flags.values import IpAddress
 from epp.shell.gateway.service import _connection_age_max_s, _listen
 from epp.shell.starting import StartError
 from tests.envoy.rig import free_ports

@@ -9,10 +9,11 @@ import pytest
 from prometheus_client import generate_latest
 from structlog.testing import capture_logs
 
-from epp.app import EndpointPicker, StartError
-from epp.configuration.flags import parse_serve
+from epp.app.wiring import EndpointPicker
 from epp.core.decision.inputs import PageScraped
 from epp.core.types import EndpointMetrics
+from epp.flags.command_lines import parse_serve
+from epp.shell.starting import StartError
 from tests import gateway as gw
 from tests.envoy.rig import free_ports
 from tests.shell.kubernetes.fake_api_server import (

@@ -14,11 +14,11 @@ from epp.core.protocol.usage import Usage
 from epp.core.types import Refusal, RefusalReason
 from epp.shell.gateway.calls import Cut
 from epp.shell.operators import observation
-from epp.shell.operators.logs import DecisionLog
+from epp.shell.operators.decisions.recent_decisions import RecentDecisions
+from epp.shell.operators.logs.decision_log import DecisionLog
+from epp.shell.operators.metrics.telemetry import Telemetry
 from epp.shell.operators.observation import Observation
-from epp.shell.operators.recent_decisions import RecentDecisions
-from epp.shell.operators.telemetry import Telemetry
-from tests.shell.operators.decisions import make_decision, make_endpoints, make_request
+from tests.shell.operators.decided import make_decision, make_endpoints, make_request
 
 LLAMA = {"model_name": "llama", "target_model_name": "llama", "priority": "0"}
 ALIAS = LLAMA | {"model_name": "alias"}

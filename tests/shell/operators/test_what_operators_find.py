@@ -14,18 +14,18 @@ from epp.core.protocol.usage import Usage
 from epp.core.types import EndpointMetrics
 from epp.plugins import SCORERS
 from epp.plugins.added_time import AddedTime
-from epp.shell.operators.configuration_changes import ConfigurationChanges
-from epp.shell.operators.endpoint_states import EndpointStates
-from epp.shell.operators.explanation import explanation
-from epp.shell.operators.live_view import Live, LiveView
-from epp.shell.operators.recent_decisions import Wanted
+from epp.shell.operators.decisions.configuration_changes import ConfigurationChanges
+from epp.shell.operators.decisions.endpoint_states import EndpointStates
+from epp.shell.operators.decisions.explanation import explanation
+from epp.shell.operators.decisions.recent_decisions import Wanted
+from epp.shell.operators.live.live_view import Live, LiveView
 from tests import gateway as gw
+from tests.app.test_wiring import PREFIX_FIRST, QUEUE_FIRST, TWO, ready_at_once, replace, serving
+from tests.commands.test_top_screen import drawn
 from tests.envoy.rig import until
-from tests.shell.operators.test_explanation import PROMPT, Told
-from tests.shell.operators.test_recent_decisions import exchange_of
-from tests.shell.operators.test_top_screen import drawn
+from tests.shell.operators.decisions.test_explanation import PROMPT, Told
+from tests.shell.operators.decisions.test_recent_decisions import exchange_of
 from tests.streams import Call
-from tests.test_app import PREFIX_FIRST, QUEUE_FIRST, TWO, ready_at_once, replace, serving
 from tests.transports import TRANSPORTS
 
 NEW = {"prompts": (b"short",), "prompt_tokens": 2}

@@ -8,8 +8,8 @@ import struct
 import time
 from random import Random
 
-from epp.configuration.flags import IpAddress
 from epp.core.peers.exchange import Taken
+from epp.flags.values import IpAddress
 from epp.shell.peers.complaints import Complaints
 from epp.shell.peers.mesh import Mesh
 from epp.shell.peers.pump import Pump

@@ -6,7 +6,7 @@ import contextlib
 import pytest
 import structlog
 
-from epp.configuration.flags import parse_serve
+from epp.flags.command_lines import parse_serve
 from epp.shell.peers import warm_start
 from epp.shell.peers.secret import peer_identity
 from epp.shell.peers.service import Peers

@@ -7,11 +7,11 @@ from prometheus_client import CollectorRegistry
 from epp.configuration.config import DEFAULT_CONFIG
 from epp.core.knowledge.ejection import Cause
 from epp.core.protocol.budget import BodyBudget
-from epp.shell.files.pressure import MemoryPressure
-from epp.shell.operators.endpoint_rows import endpoint_rows
-from epp.shell.operators.endpoint_states import EndpointStates
-from epp.shell.operators.snapshot import pool_snapshot
-from epp.shell.operators.telemetry import Telemetry
+from epp.shell.operators.decisions.endpoint_states import EndpointStates
+from epp.shell.operators.metrics.snapshot import pool_snapshot
+from epp.shell.operators.metrics.telemetry import Telemetry
+from epp.shell.operators.pages.endpoint_rows import endpoint_rows
+from epp.shell.process.pressure import MemoryPressure
 from sim.cluster.policies import policy_source, scheduler_of
 from tests.sim.made import arrivals, cluster, kind
 

@@ -18,7 +18,8 @@ import pytest
 from msgspec import structs
 
 from epp.configuration.build import plugin_tables
-from epp.configuration.config import DEFAULT_CONFIG, config_hash, load_config
+from epp.configuration.config import DEFAULT_CONFIG, load_config
+from epp.configuration.describing import config_hash
 from sim.__main__ import main
 from sim.cluster.policies import policy_source
 from sim.experiments.jobs import Crew, Experiment, JobError

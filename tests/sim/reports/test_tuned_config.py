@@ -5,7 +5,7 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from epp.configuration.check_config import CONFIG_MAP_KEY
+from epp.commands.check_config import CONFIG_MAP_KEY
 from epp.configuration.config import DEFAULT_CONFIG
 from sim.reports.tuned_config import KEY, config_map, with_comment
 

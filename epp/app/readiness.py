@@ -1,0 +1,75 @@
+"""Whether gateways are told to send requests: once endpoints are known, asked, and peers heard."""
+
+import time
+from typing import TYPE_CHECKING, Final
+
+from epp.core.knowledge.pool import EndpointPool
+from epp.core.types import Seconds
+from epp.shell.engines.scrape import Scraper
+from epp.shell.gateway.health import Health
+from epp.shell.gateway.service import GatewayService
+from epp.shell.peers.service import Peers
+from epp.shell.supervision import Supervisor
+
+if TYPE_CHECKING:
+    from epp.shell.kubernetes.cluster import Cluster
+
+FIRST_PASS_S_MAX: Final = 10.0
+"""Endpoints that do not answer keep the picker from being ready no longer than this."""
+
+
+class Readiness:
+    """Tells health and gateway whenever `update` finds it changed."""
+
+    def __init__(
+        self,
+        *,
+        cluster: "Cluster | None",
+        peers: Peers,
+        pool: EndpointPool,
+        scraper: Scraper,
+        supervisor: Supervisor,
+        health: Health,
+        gateway: GatewayService,
+    ) -> None:
+        self._cluster = cluster
+        self._peers = peers
+        self._pool = pool
+        self._scraper = scraper
+        self._supervisor = supervisor
+        self._health = health
+        self._gateway = gateway
+        self._known_since_s: Seconds | None = None
+        self.scraped = False
+        """The first pass over the endpoints is done, or has taken long enough."""
+
+    def update(self) -> None:
+        """Something that it depends on may have changed."""
+        known = self._cluster is None or self._cluster.ready
+        if known and self._known_since_s is None:
+            self._known_since_s = time.monotonic()
+            self._peers.endpoints_known()
+        able = known and self._first_pass_done() and self._peers.ready
+        stands_by = self._cluster is not None and self._cluster.leading is False
+        self._health.set_ready(able and not self._supervisor.broken, stands_by=stands_by)
+        self._gateway.stand_by(stands_by)
+
+    def asked(self) -> None:
+        """An endpoint was scraped, be it in vain."""
+        if not self.scraped:
+            self.update()
+
+    def _first_pass_done(self) -> bool:
+        """Whether every endpoint was asked once and somebody can serve, or `FIRST_PASS_S_MAX` passed.
+
+        Once it is done it stays so: later endpoints join a picker that serves.
+        """
+        if self.scraped or self._known_since_s is None:
+            return self.scraped
+        now = time.monotonic()
+        self.scraped = (
+            not len(self._pool)
+            or (self._scraper.passed and len(self._pool.ready(None, now)) > 0)
+            or now - self._known_since_s > FIRST_PASS_S_MAX
+        )
+        return self.scraped

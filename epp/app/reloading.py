@@ -1,0 +1,210 @@
+"""How something else comes into force while the picker serves; what is no good leaves what was.
+
+A configuration comes from its file or its ConfigMap, keys of session tokens from theirs, and how old
+metrics may be depends on how many endpoints there are: each of them ends in `Reloading._decide_by`.
+"""
+
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Final
+
+import structlog
+from msgspec import Struct
+
+from epp.app.sources import Sources
+from epp.configuration.config import ConfigError
+from epp.configuration.live import LiveConfiguration, Offer
+from epp.core.decision.inputs import PoolReplaced, Reconfigured
+from epp.core.decision.scheduler import Scheduler
+from epp.core.decision.settings import SchedulerSettings
+from epp.flags.serve import ServeFlags
+from epp.shell.engines.first_tokens import FirstTokensSeen
+from epp.shell.engines.scrape import Scraper
+from epp.shell.engines.sources import page_reader, scraped_from
+from epp.shell.files.endpoints_file import EndpointsFileError, load_endpoints
+from epp.shell.files.session_keys import Keys
+from epp.shell.found import Found
+from epp.shell.gateway.sessions import Sessions
+from epp.shell.operators.capture import Capture
+from epp.shell.operators.decisions.configuration_changes import ConfigurationChanges
+from epp.shell.operators.decisions.recent_decisions import RecentDecisions
+from epp.shell.operators.metrics.telemetry import Telemetry
+from epp.shell.peers.service import Peers
+
+if TYPE_CHECKING:
+    from epp.shell.kubernetes.cluster import Cluster
+
+INTERVAL_CHANGE_MIN: Final = 0.1
+"""By what share the interval between scrapes changes before its limits are set anew."""
+
+_log = structlog.get_logger(__name__)
+
+
+class Concerned(Struct, frozen=True, kw_only=True):
+    """Who works by what is in force."""
+
+    scheduler: Scheduler
+    sessions: Sessions
+    scraper: Scraper
+    first_tokens: FirstTokensSeen
+    peers: Peers
+    telemetry: Telemetry
+    recent: RecentDecisions
+    changes: ConfigurationChanges
+    capture: Capture | None
+
+
+class Reloading:
+    """What is in force of configuration and endpoints, and what replaces it."""
+
+    def __init__(
+        self,
+        flags: ServeFlags,
+        live: LiveConfiguration,
+        sources: Sources,
+        concerned: Concerned,
+        cluster: "Cluster | None",
+    ) -> None:
+        self._flags = flags
+        self._live = live
+        self._sources = sources
+        self._concerned = concerned
+        self._cluster = cluster
+        self._found = Found()
+
+    def start(self, found: Found, settings: SchedulerSettings, seed: int) -> None:
+        """The picker starts with `found` and decides by `settings`."""
+        self._replace(found)
+        self._count_configured(settings)
+        if self._sources.kept_config.in_force:
+            self._concerned.telemetry.config_rejected()
+        self._tell_kept()
+        _log.info(
+            "configured",
+            seed=seed,
+            config=self._live.config.source,
+            hash=self._live.hash,
+            endpoints=len(found.endpoints),
+        )
+
+    def file_changed(self, content: bytes) -> None:
+        """`--config-file` has other `content`."""
+        if self._cluster is not None:
+            # It knows whether the file or the watched ConfigMap counts.
+            self._cluster.config.file_changed(content)
+        else:
+            self.config_changed(content, self._flags.config_file)
+
+    def config_changed(self, content: bytes, told_by: str) -> None:
+        """The configuration is now `content`, of the file or the ConfigMap `told_by`."""
+        told = self._concerned
+        try:
+            offer = self._live.read(content, told_by, len(self._found.endpoints))
+            restarted = self._decide_by(offer, len(self._found.endpoints))
+        except ConfigError as error:
+            for problem in error.problems:
+                _log.error("configuration refused, the last good one stays", problem=problem)
+            self._refuse("; ".join(error.problems))
+            return
+        except BaseException:  # noqa: BLE001  the boundary of a reload: an installed plugin may fail
+            _log.exception("configuration not applied, the last good one stays")
+            self._refuse("a plugin failed while it was applied")
+            return
+        self._sources.kept_config.keep(content)
+        told.sessions.configure(self._live.parsers)
+        told.scraper.configure(page_reader(offer.config.metrics.extractor))
+        self._replace(self._found)
+        self._count_configured(offer.settings, offer.changes)
+        self._tell_kept()
+        _log.info(
+            "configured anew",
+            hash=self._live.hash,
+            generation=self._live.generation,
+            changes=list(offer.changes),
+            indexes_started_anew=list(restarted),
+        )
+        what = "; ".join(offer.changes) or "no change in effect"
+        self._tell(applied=True, message=f"generation {self._live.generation}: {what}")
+
+    def endpoints_changed(self, content: bytes) -> None:
+        """`--endpoints-file` has other `content`."""
+        try:
+            found = load_endpoints(content, self._flags.endpoints_file)
+        except EndpointsFileError as error:
+            for problem in error.problems:
+                _log.error("endpoints refused, the last good ones stay", problem=problem)
+            return
+        self.take(found)
+        self._sources.kept_endpoints.keep(content)
+        self._tell_kept()
+        _log.info("endpoints replaced", endpoints=len(found.endpoints))
+
+    def keys_changed(self, keys: Keys) -> None:
+        """Session tokens are signed with other `keys`."""
+        self._live.sign_with(keys)
+        self._decide_by_what_is_in_force(len(self._found.endpoints))
+
+    def take(self, found: Found) -> None:
+        """The file or the API server told of other endpoints, objectives or rewrites."""
+        interval_s = self._flags.refresh_interval_s
+        before_s = interval_s(len(self._found.endpoints))
+        if abs(interval_s(len(found.endpoints)) - before_s) > INTERVAL_CHANGE_MIN * before_s:
+            # How old metrics may be depends on how often they can be read.
+            self._decide_by_what_is_in_force(len(found.endpoints))
+        self._replace(found)
+
+    def _decide_by_what_is_in_force(self, endpoints: int) -> None:
+        self._decide_by(self._live.current(endpoints), endpoints)
+
+    def _decide_by(self, offer: Offer, endpoints: int) -> Sequence[str]:
+        """Decide by `offer` in a pool of so many `endpoints`; the indexes that started anew.
+
+        What it raises leaves what was in force.
+        """
+        settings = settings_of(offer)
+        scheduler, capture = self._concerned.scheduler, self._concerned.capture
+        restarted = scheduler.take(Reconfigured(settings), time.monotonic()).restarted
+        self._live.accept(offer)
+        if capture is not None:
+            capture.configured(self._live, endpoints)
+        return restarted
+
+    def _replace(self, found: Found) -> None:
+        """The pool is now `found`, scraped where the configuration says."""
+        told = self._concerned
+        self._found = found
+        endpoints = scraped_from(found.endpoints, self._live.config.metrics.source)
+        told.scheduler.take(PoolReplaced(endpoints), time.monotonic())
+        told.scraper.replace(endpoints)
+        told.first_tokens.replace([endpoint.endpoint_id for endpoint in endpoints])
+        told.telemetry.endpoints_replaced(endpoints)
+        told.sessions.know(found)
+        if found.endpoints:
+            told.peers.endpoints_known()
+
+    def _count_configured(self, settings: SchedulerSettings, changes: Sequence[str] = ()) -> None:
+        live, told = self._live, self._concerned
+        told.recent.configured(live.generation, settings)
+        weights = {scorer.name: scorer.weight for scorer in settings.profile.scorers}
+        told.changes.apply(live.generation, live.hash, live.config.source, changes, weights)
+        told.telemetry.config_applied(settings, config_hash=live.hash, generation=live.generation)
+
+    def _refuse(self, why: str) -> None:
+        self._concerned.telemetry.config_rejected()
+        self._tell(applied=False, message=why)
+        self._concerned.changes.refuse(why)
+
+    def _tell(self, *, applied: bool, message: str) -> None:
+        if self._cluster is not None:
+            self._cluster.tell(applied=applied, message=message)
+
+    def _tell_kept(self) -> None:
+        for kept in (self._sources.kept_config, self._sources.kept_endpoints):
+            self._concerned.telemetry.last_good_in_force(kept.name, kept.in_force)
+
+
+def settings_of(offer: Offer) -> SchedulerSettings:
+    """What decides by `offer`; its warnings are logged."""
+    for warning in offer.warnings:
+        _log.warning(warning)
+    return offer.settings

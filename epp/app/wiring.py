@@ -1,0 +1,572 @@
+"""Builds everything that serves, in order, by hand, and owns every task."""
+
+import asyncio
+import contextlib
+import os
+import secrets
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+import structlog
+from msgspec import structs
+from prometheus_client import CollectorRegistry
+
+from epp.app.readiness import Readiness
+from epp.app.reloading import Concerned, Reloading, settings_of
+from epp.app.sources import Sources
+from epp.configuration.build import oldest_metrics_s
+from epp.configuration.memory_plan import memory_plan
+from epp.core.capture.witness import CaptureWitness
+from epp.core.decision.inputs import (
+    IndexMemoryLimited,
+    PageScraped,
+    ScrapeFailed,
+    Tick,
+)
+from epp.core.decision.scheduler import Scheduler
+from epp.core.decision.settings import SchedulerSettings
+from epp.core.peers.exchange import PeerExchange
+from epp.core.protocol.budget import BodyBudget
+from epp.core.protocol.session import SessionSettings
+from epp.core.types import Endpoint, EndpointMetrics, Seconds
+from epp.flags.serve import ServeFlags
+from epp.shell.engines.first_tokens import FirstTokensSeen
+from epp.shell.engines.scrape import BACKOFF_S_MAX, ScrapeFailure, Scraper
+from epp.shell.engines.sources import page_reader
+from epp.shell.gateway.ext_proc import ExtProc
+from epp.shell.gateway.health import Health
+from epp.shell.gateway.service import GatewayService
+from epp.shell.gateway.sessions import Sessions
+from epp.shell.gateway.wire import Decoder
+from epp.shell.kubernetes.api_errors import KubeConfigError
+from epp.shell.operators.capture import Capture, CaptureLimits, CaptureSnapshot, read_salt
+from epp.shell.operators.decisions.configuration_changes import ConfigurationChanges
+from epp.shell.operators.decisions.decision_history import DecisionHistory
+from epp.shell.operators.decisions.endpoint_states import EndpointStates
+from epp.shell.operators.decisions.recent_decisions import recent_decisions
+from epp.shell.operators.live.live_pages import LIVE_PAGES, LivePages
+from epp.shell.operators.live.live_view import LiveView
+from epp.shell.operators.logs.decision_log import DecisionLog
+from epp.shell.operators.logs.failing_plugins import FailingPluginsLog
+from epp.shell.operators.logs.outliers_log import OutliersLog
+from epp.shell.operators.logs.standings_log import StandingsLog
+from epp.shell.operators.metrics.field_metrics import FIELD_NAMES, WithFieldNames
+from epp.shell.operators.metrics.snapshot import pool_snapshot
+from epp.shell.operators.metrics.telemetry import PoolSnapshot, Telemetry
+from epp.shell.operators.observation import Observation
+from epp.shell.operators.pages.bearer_token import BearerToken
+from epp.shell.operators.pages.debug_pages import PAGES, DebugPages
+from epp.shell.operators.pages.metrics_server import MetricsServer
+from epp.shell.operators.pages.page_queue import PageQueue
+from epp.shell.peers.secret import Identity, peer_identity
+from epp.shell.peers.service import Peers
+from epp.shell.process.garbage import GarbageCollection
+from epp.shell.process.loop_lag import LoopLag
+from epp.shell.process.memory import (
+    MemoryReturn,
+    malloc_trim,
+    memory_limit_bytes,
+)
+from epp.shell.process.own_process import OwnProcess
+from epp.shell.process.pressure import LONG_BODY_BYTES, MemoryPressure
+from epp.shell.starting import EVERYWHERE, StartError, cannot_listen
+from epp.shell.supervision import Loop, Supervisor
+
+if TYPE_CHECKING:
+    from epp.shell.kubernetes.cluster import Cluster
+    from epp.shell.operators.traces.tracing import Tracer
+
+TICK_S: Final = 1.0
+
+_log = structlog.get_logger(__name__)
+
+
+class EndpointPicker:
+    """One picker process. `serve` runs it; `scheduler` is what it decides with."""
+
+    def __init__(self, flags: ServeFlags) -> None:
+        """Read the configuration and the endpoints. Raises `StartError`."""
+        self.flags = flags
+        seed = secrets.randbits(32) if flags.seed is None else flags.seed
+        # Lambdas reach what is made after who calls it.
+        self._supervisor = Supervisor(
+            lambda task, ends: self.telemetry.task_ended(task, ends),
+            lambda: self.readiness.update(),
+        )
+        limit_bytes = flags.memory_limit or memory_limit_bytes()
+        self._memory = memory_plan(limit_bytes, flags.held_body_bytes_max(limit_bytes))
+        self.pressure = MemoryPressure(limit_bytes)
+        self._cluster = None if flags.endpoints_file else self._open_cluster(seed)
+        self._sources = Sources(
+            flags,
+            on_config=lambda content: self.reloading.file_changed(content),
+            on_endpoints=lambda content: self.reloading.endpoints_changed(content),
+            on_keys=lambda keys: self.reloading.keys_changed(keys),
+            on_not_kept=lambda name: self.telemetry.last_good_not_kept(name),
+        )
+        self.live = self._sources.configuration(self._memory, self._config_started)
+        found = self._sources.endpoints()
+        settings = settings_of(self.live.current(len(found.endpoints)))
+        self.capture = _capture(flags, seed)
+        self.scheduler = self._open_scheduler(settings, seed, len(found.endpoints))
+        self.exchange, identity = self._open_exchange()
+        self.registry = CollectorRegistry()
+        self.telemetry = Telemetry(
+            self.registry,
+            self._snapshot,
+            could_not=self._could_not,
+        )
+        self._process = OwnProcess(LoopLag(self.telemetry.loop_lagged))
+        self._first_tokens = FirstTokensSeen()
+        self._history = _history(flags)
+        self._recent = recent_decisions(
+            self.scheduler.pool,
+            flags.decision_records_max_bytes,
+            flags.decision_records_keep,
+            self._could_not,
+            self._history,
+        )
+        self.peers = Peers(
+            flags,
+            self.exchange,
+            identity=identity,
+            on_ready=lambda: self.readiness.update(),
+            on_snapshot=self.telemetry.peer_snapshot,
+            seed=seed,
+        )
+        self._states = EndpointStates(
+            self.scheduler,
+            lambda endpoint: self._scraper.problem_of(endpoint),
+            self._recent.know_states,
+        )
+        self._debug = DebugPages(
+            self.scheduler,
+            self._recent,
+            lambda: (self.live.config, self.live.generation),
+            self._states,
+            peers=self.peers.rows,
+            first_tokens=self._first_tokens.lately,
+        )
+        self._changes = (
+            ConfigurationChanges(tell=self._history.changed)
+            if self._history is not None
+            else ConfigurationChanges()
+        )
+        self._live_pages = LivePages(
+            LiveView(
+                self.scheduler,
+                self._recent,
+                self._changes,
+                self._states,
+                flags.pool_name,
+                process=self._process.lately,
+                first_tokens=self._first_tokens.lately,
+                capture=self._captured,
+            )
+        )
+        self._debug_token = (
+            BearerToken(Path(flags.debug_token_file)) if flags.debug_token_file else None
+        )
+        self._scraper = Scraper(
+            self._observe,
+            self._scrape_failed,
+            scraped=lambda elapsed_s: self.telemetry.scraped(elapsed_s=elapsed_s),
+            reader=page_reader(self.live.config.metrics.extractor),
+            seed=seed,
+            interval_s=flags.refresh_interval_s,
+            idle_oldest_s=self._oldest_metrics_s if flags.adaptive_scraping else None,
+            busy=self._has_work,
+            # Two tries before metrics are stale.
+            backoff_s_max=min(BACKOFF_S_MAX, flags.metrics_staleness_threshold / 2),
+            supervisor=self._supervisor,
+        )
+        self._tracer = _open_tracer(flags) if flags.tracing else None
+        self.observation = self._observation(
+            self.telemetry,
+            DecisionLog(structlog.get_logger("decisions"), level=flags.log_level),
+            self._recent if flags.decision_records_keep or self._history else None,
+            answered=self._scraper.answered,
+            picked=self._scraper.picked,
+        )
+        self.bodies = BodyBudget(self._memory.bodies_bytes)
+        self.memory_return = MemoryReturn(
+            lambda: self.bodies.held_bytes,
+            trim=malloc_trim(),
+            pressure=self.pressure,
+            pressed=self._pressed,
+        )
+        self.sessions = Sessions(
+            self.scheduler,
+            SessionSettings(
+                request_body_bytes_max=flags.request_body_max_bytes,
+                trust_model_rewrite=flags.trust_model_rewrite_header,
+                parsers=self.live.parsers,
+                parse_response_usage=flags.parse_response_usage,
+                decline_response_bodies=flags.decline_response_bodies,
+                request_load_metrics=flags.request_load_metrics,
+                explain_headers=flags.explain_headers,
+                subset_filter=not flags.disable_endpoint_subset_filter,
+            ),
+            self.observation,
+            self.bodies,
+            seed=seed,
+        )
+        self.decoder = Decoder()
+        self.ext_proc = ExtProc(
+            self.sessions.open,
+            self.observation,
+            streams_max=flags.concurrent_streams_max,
+            request_timeout_s=flags.request_timeout,
+            decoder=self.decoder,
+        )
+        self.health = Health()
+        self._gateway = GatewayService(
+            flags,
+            self.ext_proc,
+            self.health,
+            self.observation,
+            self.bodies,
+            lag=self._process.lag,
+            seed=seed,
+        )
+        self._standings = StandingsLog(
+            self.scheduler,
+            self._scraper.problem_of,
+            staleness_s=flags.metrics_staleness_threshold,
+        )
+        self.readiness = Readiness(
+            cluster=self._cluster,
+            peers=self.peers,
+            pool=self.scheduler.pool,
+            scraper=self._scraper,
+            supervisor=self._supervisor,
+            health=self.health,
+            gateway=self._gateway,
+        )
+        concerned = Concerned(
+            scheduler=self.scheduler,
+            sessions=self.sessions,
+            scraper=self._scraper,
+            first_tokens=self._first_tokens,
+            peers=self.peers,
+            telemetry=self.telemetry,
+            recent=self._recent,
+            changes=self._changes,
+            capture=self.capture,
+        )
+        self.reloading = Reloading(flags, self.live, self._sources, concerned, self._cluster)
+        self.reloading.start(found, settings, seed)
+
+    async def serve(self, stop: asyncio.Event, hurry: asyncio.Event | None = None) -> None:
+        """Serve until `stop` is set, then drain; `hurry` cuts the drain short.
+
+        Raises `StartError` when a port cannot be had or the certificate cannot be used.
+        """
+        flags = self.flags
+        async with contextlib.AsyncExitStack() as opened:
+            await opened.enter_async_context(self._gateway)
+            await opened.enter_async_context(self.peers)
+            turn = asyncio.Lock()
+            debug = PageQueue(turn)
+            metrics = MetricsServer(
+                WithFieldNames(self.registry, FIELD_NAMES[flags.compat_metrics]),
+                lambda: self.health.ready,
+                host=None
+                if flags.metrics_bind_address == EVERYWHERE
+                else flags.metrics_bind_address,
+                port=flags.metrics_port,
+                routes=(
+                    *self._debug.routes(debug, self._debug_token),
+                    *self._live_pages.routes(debug, self._debug_token),
+                ),
+                pages=PAGES | LIVE_PAGES,
+                turn=turn,
+            )
+            try:
+                await opened.enter_async_context(metrics)
+            except OSError as error:
+                where = flags.metrics_port, error, flags.metrics_bind_address
+                raise cannot_listen("--metrics-port", *where) from error
+            if self._tracer is not None:
+                await opened.enter_async_context(self._tracer.export)
+            if self._cluster is not None:
+                opened.push_async_callback(self._cluster.close)
+                await _connect(self._cluster)
+            await self._gateway.start()
+            async with asyncio.TaskGroup() as tasks:
+                owned = self._start(tasks)
+                self.readiness.update()
+                loop = type(asyncio.get_running_loop()).__module__.partition(".")[0]
+                _log.info(
+                    "serving",
+                    grpc_port=flags.grpc_port,
+                    secure=flags.secure_serving,
+                    event_loop=loop,
+                )
+                await stop.wait()
+                if self._cluster is not None:
+                    self._cluster.retire()
+                await self._gateway.drain(hurry or asyncio.Event())
+                if self._cluster is not None:
+                    # Cut off, the next leader would wait for the Lease to run out.
+                    await self._cluster.retired()
+                # What waits is written with the rest.
+                self._recent.fold()
+                for task in owned:
+                    task.cancel()
+        _log.info("stopped", decisions=self.scheduler.decisions)
+
+    @property
+    def has_gateway(self) -> bool:
+        """Whether a gateway is connected, as far as can be known."""
+        return self._gateway.has_gateway
+
+    def _start(self, tasks: asyncio.TaskGroup) -> "list[asyncio.Task[None]]":
+        """Everything that runs beside the server, looked after."""
+        # Without these no request and no connection is bounded in time any more.
+        essential = self._gateway.loops()
+        return [
+            tasks.create_task(
+                self._supervisor.keep(name, loop, essential=name in essential), name=name
+            )
+            for name, loop in (self._loops() | essential).items()
+        ]
+
+    def _loops(self) -> dict[str, Loop]:
+        """What runs beside the gateway's own, by the name of its task."""
+        loops: dict[str, Loop] = {
+            "tick": self._tick,
+            "loop lag": self._process.lag.run,
+            "memory": self.memory_return.run,
+            "garbage": GarbageCollection().run,
+            "scrape": self._scraper.run,
+            "standings": self._standings.run,
+            **self.peers.loops(),
+            **self._sources.loops(),
+        }
+        if self.capture is not None:
+            loops["capture"] = self.capture.run
+        if self._history is not None:
+            loops["decisions"] = self._history.run
+        if self._debug_token is not None:
+            loops["debug token"] = self._debug_token.run
+        if self._cluster is not None:
+            loops["endpoints"] = self._cluster.run
+        return loops
+
+    async def _tick(self) -> None:
+        reports = self._reports()
+        while True:
+            await asyncio.sleep(TICK_S)
+            self.scheduler.take(Tick(), time.monotonic())
+            self._expect_peers()
+            self.telemetry.fold()
+            self.readiness.asked()
+            self._recent.expire()
+            self._process.look()
+            for report in reports:
+                report()
+
+    def _reports(self) -> list[Callable[[], None]]:
+        """What tells the log about once a second, if there is anything."""
+        reports = [
+            FailingPluginsLog(self.scheduler.failures).report,
+            FailingPluginsLog(
+                self.scheduler.shadow_failures,
+                "a plugin of the shadow profile fails, no request is routed by it",
+            ).report,
+            OutliersLog(self.scheduler).report,
+            lambda: self._states.look(time.monotonic()),
+        ]
+        if self._tracer is not None:
+            reports.append(self._tracer.export.report)
+        return reports
+
+    def _could_not(self, event: str, error: Exception) -> None:
+        """As of the observation, which is made after those that tell it this."""
+        self.observation.could_not(event, error)
+
+    def _observation(self, *told: Any, **more: Any) -> Observation:
+        """The observer; where tracing is on, one that tells a tracer besides."""
+        if self._tracer is None:
+            return Observation(*told, **more)
+        from epp.shell.operators.traces.tracing import TracedObservation  # noqa: PLC0415
+
+        return TracedObservation(self._tracer, *told, **more)
+
+    def _config_started(self, content: bytes) -> None:
+        if self._cluster is not None:
+            self._cluster.config.started(content)
+
+    def _open_cluster(self, seed: int) -> "Cluster":
+        # Imported where it is needed: it takes 0.4 s and 18 MB.
+        from epp.shell.kubernetes.cluster import Cluster  # noqa: PLC0415
+
+        return Cluster(
+            self.flags,
+            on_found=lambda found: self.reloading.take(found),
+            on_ready=lambda: self.readiness.update(),
+            on_config=lambda content, told_by: self.reloading.config_changed(content, told_by),
+            on_peers=lambda addresses: self.peers.discovered(addresses),
+            seed=seed,
+            supervisor=self._supervisor,
+        )
+
+    def _open_scheduler(self, settings: SchedulerSettings, seed: int, endpoints: int) -> Scheduler:
+        scheduler = Scheduler(settings, seed=seed)
+        if self.capture is not None:
+            self.capture.configured(self.live, endpoints)
+            scheduler.witness = CaptureWitness(
+                scheduler,
+                sample=self.capture.sample,
+                tell=self.capture.tell,
+                failed=self.capture.failed,
+            )
+        return scheduler
+
+    def _open_exchange(self) -> tuple[PeerExchange, Identity]:
+        """What is told among replicas, and who we are there.
+
+        Where there are none, it keeps snapshots at the most. Raises `StartError`.
+        """
+        flags = self.flags
+        identity = peer_identity(flags.peer_secret_file if flags.meshes else "")
+        exchange = PeerExchange(
+            self.scheduler,
+            origin=identity.origin,
+            now=time.monotonic(),
+            replicas=1 + flags.replicas_besides,
+            has_peers=flags.shares,
+        )
+        return exchange, identity
+
+    def _expect_peers(self) -> None:
+        """Replicas that decide and are not heard; those that stand by decide nothing."""
+        if self.flags.shares and not self.flags.ha_enable_leader_election:
+            self.exchange.expect(
+                1 + max(self.flags.replicas_besides, self.peers.known), time.monotonic()
+            )
+
+    # What others call back.
+
+    def _observe(self, endpoint: Endpoint, metrics: EndpointMetrics) -> None:
+        slot = self.scheduler.pool.slot_of(endpoint)
+        if slot is not None:
+            now = time.monotonic()
+            self.scheduler.take(PageScraped(slot, metrics), now)
+            self._first_tokens.observe(endpoint.endpoint_id, metrics, now)
+        self.readiness.asked()
+
+    def _oldest_metrics_s(self) -> Seconds:
+        return oldest_metrics_s(self.scheduler.settings)
+
+    def _has_work(self, endpoint: Endpoint) -> bool:
+        """As far as we know ourselves; one that waits for a good scrape must not wait for long."""
+        slot = self.scheduler.pool.slot_of(endpoint)
+        if slot is None:
+            return False
+        columns = self.scheduler.pool.columns
+        return bool(columns.inflight_requests[slot] or columns.saturated[slot])
+
+    def _pressed(self, pressure: MemoryPressure) -> None:
+        self.scheduler.take(IndexMemoryLimited(pressure.index_share), time.monotonic())
+        self.sessions.pass_from(LONG_BODY_BYTES if pressure.bodies_pass else None)
+        _log.warning(
+            "memory pressure changed",
+            level=pressure.level,
+            index_share=pressure.index_share,
+            limit_bytes=pressure.limit_bytes,
+        )
+
+    def _scrape_failed(self, endpoint: Endpoint, kind: ScrapeFailure, sentence: str) -> None:
+        self.telemetry.scrape_failed(kind)
+        slot = self.scheduler.pool.slot_of(endpoint)
+        if slot is not None:
+            self.scheduler.take(ScrapeFailed(slot=slot, answered=kind.answered), time.monotonic())
+        self.readiness.asked()
+        _log.debug("scrape failed", endpoint=endpoint.name, kind=kind, problem=sentence)
+
+    def _captured(self) -> CaptureSnapshot | None:
+        return None if self.capture is None else self.capture.snapshot()
+
+    def _snapshot(self) -> PoolSnapshot:
+        cluster = self._cluster.snapshot() if self._cluster is not None else None
+        shown = pool_snapshot(
+            self.scheduler,
+            self.flags.pool_name,
+            self.bodies,
+            self.pressure,
+            cluster,
+            time.monotonic(),
+            messages=self.decoder.paths(),
+            peers=self.exchange if self.flags.shares else None,
+        )
+        shown = structs.replace(
+            shown,
+            process=self._process.snapshot(),
+            first_tokens=self._first_tokens.lately(time.monotonic()),
+            connected=self._gateway.connected(),
+        )
+        if self._tracer is not None:
+            shown = structs.replace(shown, spans=self._tracer.export.totals())
+        shown = structs.replace(shown, capture=self._captured())
+        if self._history is not None:
+            shown = structs.replace(shown, history=self._history.snapshot())
+        if not self.peers.enabled:
+            return shown
+        return structs.replace(shown, peer_links=self.peers.snapshot())
+
+
+def _open_tracer(flags: ServeFlags) -> "Tracer | None":
+    """What makes spans and exports them; None: the environment forbids it."""
+    # Imported where they are needed: they take 12 MB and a fifth of a second.
+    try:
+        from epp.shell.operators.traces.otlp import OtelVariableError, open_export  # noqa: PLC0415
+        from epp.shell.operators.traces.tracing import Tracer  # noqa: PLC0415
+    except ModuleNotFoundError as error:
+        sentence = "--tracing needs the extra `otel`: pip install homing-epp[otel]"
+        raise StartError(sentence) from error
+    try:
+        export = open_export(os.environ)
+        if export is not None:
+            return Tracer(export, instance=flags.instance, namespace=flags.own_namespace)
+    except OtelVariableError as error:
+        raise StartError(f"--tracing: {error}") from error
+    _log.warning("--tracing has no effect: OTEL_SDK_DISABLED or OTEL_TRACES_EXPORTER forbids it")
+    return None
+
+
+async def _connect(cluster: "Cluster") -> None:
+    try:
+        await cluster.connect()
+    except KubeConfigError as error:
+        raise StartError(str(error)) from error
+
+
+def _capture(flags: ServeFlags, seed: int) -> Capture | None:
+    if not flags.capture:
+        return None
+    return Capture(
+        flags.capture,
+        seed=seed,
+        salt=read_salt(flags.capture_salt_file) if flags.capture_salt_file else None,
+        share=flags.capture_share,
+        limits=CaptureLimits(
+            file_bytes_max=flags.capture_file_max_bytes,
+            file_age_max_s=flags.capture_file_max_age,
+            total_bytes_max=flags.capture_max_bytes,
+        ),
+    )
+
+
+def _history(flags: ServeFlags) -> DecisionHistory | None:
+    if not flags.decisions_dir:
+        return None
+    return DecisionHistory(
+        flags.decisions_dir,
+        picker=flags.instance,
+        total_bytes_max=flags.decisions_max_bytes,
+        age_max_s=flags.decisions_max_age,
+    )

@@ -1,0 +1,139 @@
+"""`epp decisions`: what was decided from when to when, of the files that a picker keeps."""
+
+import heapq
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Final, TextIO
+
+import msgspec
+
+from epp.core.types import Seconds
+from epp.flags.subcommands import DecisionsFlags
+from epp.shell.operators.decisions.decision_files import (
+    HistoryError,
+    PastDecision,
+    PastLoss,
+    PastRefusal,
+    moment_of,
+    read_past,
+)
+from epp.shell.operators.decisions.decision_rows import Kept, Row, decided_row, iso, refused_row
+from epp.shell.operators.decisions.decision_sums import Stretch, in_words
+from epp.shell.operators.decisions.recent_decisions import Wanted
+from epp.shell.operators.pages.text_table import table
+from epp.shell.printable import printable
+
+SHOWN: Final = 0
+NOTHING: Final = 1
+UNREADABLE: Final = 2
+EXPLAINED_MAX: Final = 5
+"""Requests that have one id, newest first."""
+
+
+def show_decisions(
+    flags: DecisionsFlags, out: TextIO, err: TextIO, clock: Callable[[], Seconds] = time.time
+) -> int:
+    """Exit code: 0 there are some, 1 there are none, 2 the files cannot be read."""
+    wanted = Wanted(endpoint=flags.endpoint, model=flags.model, refused=flags.refused)
+    now_s = clock()
+    newest: list[tuple[float, int, PastDecision | PastRefusal]] = []
+    lost = 0
+    try:
+        stretch = _stretch(flags, now_s)
+        for number, past in enumerate(read_past(Path(flags.dir), stretch.since_s, stretch.until_s)):
+            if isinstance(past, PastLoss):
+                lost += past.records
+            elif isinstance(past, PastDecision | PastRefusal) and wanted.has(past.told):
+                stretch.add(past)
+                keep = heapq.heappush if len(newest) < flags.n else heapq.heappushpop
+                keep(newest, (past.at_s, number, past))
+    except HistoryError as error:
+        print(f"epp decisions: {error}", file=err)
+        return UNREADABLE
+    shown = [past for _, _, past in sorted(newest, reverse=True, key=lambda one: one[:2])]
+    if flags.json:
+        rows = [row_of(past, now_s) for past in shown]
+        told = {"since": iso(stretch.since_s), "until": iso(stretch.until_s), "lost": lost}
+        out.write(msgspec.json.encode(told | stretch.row() | {"decisions": rows}).decode() + "\n")
+    else:
+        out.write(_text(stretch, shown, lost))
+    return SHOWN if shown else NOTHING
+
+
+def _stretch(flags: DecisionsFlags, now_s: float) -> Stretch:
+    stretch = Stretch(moment_of(flags.since, now_s), moment_of(flags.until, now_s))
+    if stretch.since_s >= stretch.until_s:
+        raise HistoryError(
+            f"--since is {iso(stretch.since_s)[:19]} UTC, expected a moment before "
+            f"{iso(stretch.until_s)[:19]} UTC"
+        )
+    return stretch
+
+
+def explain_past(folder: str, request_id: str, endpoint: str, now_s: Seconds) -> list[Row]:
+    """Rows of a request in all that is kept, newest first. Raises `HistoryError`."""
+    wanted = Wanted(request_id=request_id)
+    found: list[tuple[float, int, PastDecision | PastRefusal]] = []
+    for number, past in enumerate(read_past(Path(folder), 0.0, now_s)):
+        if isinstance(past, PastDecision | PastRefusal) and wanted.has(past.told):
+            keep = heapq.heappush if len(found) < EXPLAINED_MAX else heapq.heappushpop
+            keep(found, (past.at_s, number, past))
+    return [row_of(past, now_s, endpoint) for _, _, past in sorted(found, reverse=True)]
+
+
+def row_of(past: PastDecision | PastRefusal, now_s: float, why_not: str = "") -> Row:
+    """As of `RecentDecisions`, without what the files do not have."""
+    if isinstance(past, PastRefusal):
+        row = refused_row(past.told, past.states, at_s=past.at_s, why_not=why_not)
+    else:
+        row = decided_row(
+            Kept(told=past.told, setting=past.setting, states=past.states),
+            at_s=past.at_s,
+            now_s=now_s,
+            end=past.end,
+            served=past.served,
+            why_not=why_not,
+        )
+    return row | {"picker": past.picker}
+
+
+def _text(stretch: Stretch, shown: list[PastDecision | PastRefusal], lost: int) -> str:
+    sums = stretch.row()
+    since, until = iso(stretch.since_s)[:19], iso(stretch.until_s)[:19]
+    refused = "".join(f", {count} refused {reason}" for reason, count in sums["refused"].items())
+    lines = [
+        f"{since} to {until} UTC: {sums['decided']} decisions, {sums['decided_per_s']:g}/s{refused}"
+    ]
+    if lost:
+        lines.append(f"{lost} records are missing: the queue was full or the disk failed")
+    rows = [{"endpoint": name} | in_words(row) for name, row in sums["endpoints"].items()]
+    if len(rows) > 1:
+        rows.append({"endpoint": "all"} | in_words(sums))
+    head = "".join(f"{printable(line)}\n" for line in lines)
+    parts = [head + table(rows)] if rows else [head]
+    if shown:
+        parts.append(table([_line(past) for past in shown]))
+    return "\n".join(parts)
+
+
+def _line(past: PastDecision | PastRefusal) -> Row:
+    told = past.told
+    line: Row = {
+        "at": iso(past.at_s)[:23],
+        "picker": past.picker,
+        "request": told.request_id,
+        "model": told.model,
+    }
+    if isinstance(past, PastRefusal):
+        return line | {"endpoint": "", "blocks": "", "status": f"{past.told.status}", "first": "",
+                       "why": past.told.reason}  # fmt: skip
+    end = past.end
+    state = past.states.get(past.told.endpoint)
+    return line | {
+        "endpoint": past.told.endpoint + (f" ({state.state})" if state else ""),
+        "blocks": f"{past.told.matched_blocks}/{past.told.total_blocks}",
+        "status": "" if end is None or end.status is None else f"{end.status}",
+        "first": "" if end is None else end.first_output_s or end.response_headers_s or "",
+        "why": "" if end is None else end.failure or end.ending,
+    }

@@ -1,0 +1,38 @@
+"""`epp envoy-config`: an Envoy bootstrap for standalone use, printed or written."""
+
+from pathlib import Path
+from typing import Final, TextIO
+
+import msgspec
+
+from epp.flags.reading import FlagError
+from epp.flags.subcommands import EnvoyFlags
+from epp.shell.gateway.bootstrap import BootstrapOptions, render
+
+WRITTEN: Final = 0
+UNWRITABLE: Final = 1
+
+
+def envoy_config(flags: EnvoyFlags, out: TextIO, err: TextIO) -> int:
+    """Exit code: 0, or 1 where the file cannot be written.
+
+    Raises `FlagError` for what no bootstrap can be made of.
+    """
+    options = msgspec.structs.asdict(flags)
+    file, timeout = options.pop("out"), options.pop("message_timeout")
+    try:
+        # Field by field the same names; conversion checks them once more.
+        text = render(
+            msgspec.convert(options | {"message_timeout_s": float(timeout)}, BootstrapOptions)
+        )
+    except (ValueError, msgspec.ValidationError) as error:
+        raise FlagError(str(error)) from error
+    if not file:
+        out.write(text)
+        return WRITTEN
+    try:
+        Path(file).write_text(text, encoding="utf-8")
+    except OSError as error:
+        print(f"epp envoy-config: {file} cannot be written: {error.strerror}", file=err)
+        return UNWRITABLE
+    return WRITTEN

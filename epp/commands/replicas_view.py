@@ -1,0 +1,130 @@
+"""What several pickers tell of one pool, as if they were one."""
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from typing import TypeVar
+
+from msgspec import structs
+
+from epp.shell.operators.capture import CaptureSnapshot
+from epp.shell.operators.live.live_view import DECISIONS_SHOWN, ENDPOINTS_MAX, Live, LiveEndpoint
+
+T = TypeVar("T")
+
+
+def as_one(lives: Sequence[Live]) -> Live:
+    """Sums of at least one look, of different pickers.
+
+    An endpoint is as the picker with the freshest metrics says, but not ready, slow or failing if any
+    says so. In flight is the most that one of them knows: pickers that share count each other's. The
+    process is that whose loop is the latest, the capture the sum of all.
+    """
+    newest = max(lives, key=lambda live: live.configuration.at_s)
+    if len(lives) == 1:
+        return newest
+    decided = sum(live.decided for live in lives)
+    by_name: dict[str, list[LiveEndpoint]] = {}
+    for live in lives:
+        for one in live.endpoints:
+            by_name.setdefault(one.name, []).append(one)
+    endpoints = [_endpoint(told, decided, len(lives)) for _, told in sorted(by_name.items())]
+    if len(endpoints) > ENDPOINTS_MAX:
+        endpoints.sort(key=lambda one: (not one.reason, -one.requests))
+        endpoints = sorted(endpoints[:ENDPOINTS_MAX], key=lambda one: one.name)
+    refused: dict[str, int] = {}
+    for live in lives:
+        for reason, count in live.refused.items():
+            refused[reason] = refused.get(reason, 0) + count
+    decisions = [one for live in lives for one in live.decisions]
+    latest = max(lives, key=lambda live: live.process.lag_mean_s if live.process else -1.0)
+    return structs.replace(
+        newest,
+        at_s=max(live.at_s for live in lives),
+        window_s=max(live.window_s for live in lives),
+        decided=decided,
+        refused=refused,
+        shed_total=sum(live.shed_total for live in lives),
+        decided_total=sum(live.decided_total for live in lives),
+        endpoints_total=max(live.endpoints_total for live in lives),
+        endpoints_ready=min(live.endpoints_ready for live in lives),
+        endpoints=endpoints,
+        decisions=sorted(decisions, key=lambda one: one.at, reverse=True)[:DECISIONS_SHOWN],
+        configuration_refused=next(
+            (live.configuration_refused for live in lives if live.configuration_refused), None
+        ),
+        process=latest.process,
+        process_at=latest.process_at,
+        capture=_captures([live.capture for live in lives if live.capture]),
+    )
+
+
+def differences(lives: Sequence[Live]) -> str:
+    """What the pickers should have in common and have not, in a phrase; "": nothing."""
+    found = []
+    for what, values in (
+        ("versions", {live.version for live in lives}),
+        ("configurations", {live.configuration.hash for live in lives}),
+        ("pools", {live.pool for live in lives}),
+    ):
+        if len(values) > 1:
+            found.append(f"{len(values)} {what}")
+    return f"they have {' and '.join(found)}" if found else ""
+
+
+def _captures(told: Sequence[CaptureSnapshot]) -> CaptureSnapshot | None:
+    """Their sum; None: there is none."""
+    if not told:
+        return None
+    dropped: Counter[str] = Counter()
+    for one in told:
+        dropped.update(one.dropped)
+    return CaptureSnapshot(
+        requests=sum(one.requests for one in told),
+        events=sum(one.events for one in told),
+        dropped=dict(dropped),
+        write_errors=sum(one.write_errors for one in told),
+        bytes=sum(one.bytes for one in told),
+    )
+
+
+def _endpoint(told: Sequence[LiveEndpoint], decided: int, pickers: int) -> LiveEndpoint:
+    """One endpoint, as some of `pickers` tell of it."""
+    freshest = min(told, key=lambda one: (one.metrics_age_s is None, one.metrics_age_s or 0.0))
+    against = sorted((one for one in told if one.reason), key=lambda one: one.since)
+    if against:
+        worst = against[0]
+        reason = worst.reason
+        if len(against) < pickers:
+            reason += f"; {len(against)} of {pickers} pickers say so"
+    else:
+        worst, reason = freshest, ""
+    requests = sum(one.requests for one in told)
+    return structs.replace(
+        freshest,
+        state=worst.state,
+        slowness=worst.slowness,
+        outlier=worst.outlier,
+        ejected=worst.ejected,
+        since=worst.since,
+        reason=reason,
+        inflight_requests=max(one.inflight_requests for one in told),
+        inflight_prefill_tokens=max(
+            (tokens for one in told if (tokens := one.inflight_prefill_tokens) is not None),
+            default=None,
+        ),
+        requests=requests,
+        share=requests / decided if decided else 0.0,
+        failed=sum(one.failed for one in told),
+        prompt_tokens=sum(one.prompt_tokens for one in told),
+        compared_prompt_tokens=sum(one.compared_prompt_tokens for one in told),
+        predicted_hits=_mean((one.predicted_hits, one.prompt_tokens) for one in told),
+        compared_hits=_mean((one.compared_hits, one.compared_prompt_tokens) for one in told),
+        actual_hits=_mean((one.actual_hits, one.compared_prompt_tokens) for one in told),
+    )
+
+
+def _mean(shares: Iterable[tuple[float | None, int]]) -> float | None:
+    """Of shares of so many tokens; None: of none."""
+    known = [(share, tokens) for share, tokens in shares if share is not None]
+    total = sum(tokens for _, tokens in known)
+    return sum(share * tokens for share, tokens in known) / total if total else None

@@ -1,0 +1,292 @@
+"""What `epp top` draws: one look at a picker as text for a terminal of 80 columns and more."""
+
+from collections.abc import Iterable, Sequence
+from datetime import UTC, datetime
+from typing import Final
+
+from rich.cells import cell_len
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from epp.shell.operators.live.live_view import Live, LiveDecision, LiveEndpoint, LiveScore
+from epp.shell.printable import printable
+
+COLUMNS_MIN: Final = 80
+_NAME_COLUMNS_MIN: Final = 13
+_POD_COLUMNS: Final = 67
+"""Of a row of the table of pods beside the name."""
+_STATE_COLUMNS: Final = 13
+_DECISION_COLUMNS: Final = 66
+"""Of the line of a decision beside the names of its two endpoints."""
+_REQUEST_COLUMNS: Final = 38
+_TTFT_FROM_COLUMNS: Final = 90
+_TTFT_COLUMNS: Final = 6
+_LATE_S: Final = 0.02
+"""On average: requests wait as long."""
+_WIDE_COLUMNS: Final = 120
+"""From so many on there is room for the names of requests."""
+_FAILED_FROM: Final = 400
+_BAR_COLUMNS: Final = 16
+_OTHER_LINES: Final = 16
+"""Of the screen beside pods and decisions."""
+_DECISIONS_MAX: Final = 8
+_PODS_MIN: Final = 4
+_REASONS_MAX: Final = 4
+"""Endpoints of which it is told why they are not ready."""
+_COLOURS: Final = ("blue", "yellow", "green", "magenta", "cyan", "white")
+"""Of scorers, in their order; they are told apart by name too."""
+_FULL: Final = 0.9
+
+
+def top_screen(live: Live, *, columns: int, lines: int | None, problem: str = "") -> RenderableType:
+    """`lines` of the terminal, None: as many as there is to show. `problem`: what is wrong with `live`."""
+    columns = max(columns, COLUMNS_MIN)
+    reasons = min(sum(bool(one.reason) for one in live.endpoints), _REASONS_MAX + 1)
+    others = _OTHER_LINES + _DECISIONS_MAX + reasons
+    room = None if lines is None else max(_PODS_MIN, lines - others)
+    parts: list[RenderableType] = [_head(live), *_picker(live), *_problem(problem), Text()]
+    parts.append(_pods(live, columns, room))
+    parts += [
+        Text(),
+        *_legend(live, columns),
+        *_decisions(live, columns),
+        Text(),
+        *_configuration(live),
+    ]
+    return Group(*parts)
+
+
+def _head(live: Live) -> Text:
+    line = Text(no_wrap=True, overflow="ellipsis")
+    line.append("homing", "bold")
+    if live.pool:
+        line.append(f" {printable(live.pool)}")
+    per_s = live.decided / max(1.0, live.window_s)
+    line.append(f"  {_clock(live.at_s)} UTC  {per_s:.1f}/s in {live.window_s:.0f} s")
+    ready = f"  {live.endpoints_ready} of {live.endpoints_total} ready"
+    line.append(ready, "" if live.endpoints_ready == live.endpoints_total else "red")
+    refused = sum(live.refused.values())
+    reasons = ", ".join(f"{count} {reason}" for reason, count in live.refused.items())
+    line.append(f"  {refused} refused", "red" if refused else "")
+    if live.shed_total:
+        line.append(f"  {live.shed_total} shed", "red")
+    if reasons:
+        line.append(f"\n{printable(reasons)}", "red")
+    return line
+
+
+def _picker(live: Live) -> Iterable[Text]:
+    """The process itself, and what its capture lost."""
+    process, capture = live.process, live.capture
+    line = Text(no_wrap=True, overflow="ellipsis")
+    if process is not None:
+        late = process.lag_mean_s >= _LATE_S
+        line.append(f"loop late {_seconds(process.lag_mean_s)}", "red" if late else "")
+        line.append(f" on average, {_seconds(process.lag_most_s)} at most in a minute")
+        if live.process_at:
+            line.append(f", at {printable(live.process_at.removeprefix('http://'))}")
+        if process.cpu_cores is not None:
+            line.append(f"  {process.cpu_cores:.2f} CPU")
+        line.append(f"  {process.resident_bytes / 1e6:.0f} MB")
+    if line:
+        yield line
+    if capture is not None:
+        lost = ", ".join(f"{count} by its {by}" for by, count in capture.dropped.items() if count)
+        told = f"capture {capture.bytes / 1e6:.0f} MB"
+        if lost or capture.write_errors:
+            told += f", lost {lost or 0}, {capture.write_errors} writes failed since the start"
+        yield Text(told, "red" if lost or capture.write_errors else "", no_wrap=True)
+
+
+def _problem(problem: str) -> Iterable[Text]:
+    if problem:
+        yield Text(printable(problem), "red bold")
+
+
+def _pods(live: Live, columns: int, room: int | None) -> RenderableType:
+    wide = columns >= _TTFT_FROM_COLUMNS
+    beside = _POD_COLUMNS + (_TTFT_COLUMNS if wide else 0)
+    name_columns = max(_NAME_COLUMNS_MIN, columns - beside)
+    shown = list(live.endpoints)
+    if room is not None and len(shown) > room:
+        shown.sort(key=lambda one: (_state(one) == "ready", -one.requests))
+        shown = sorted(shown[:room], key=lambda one: one.name)
+    table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False, header_style="bold")
+    table.add_column("pod", width=name_columns, no_wrap=True)
+    table.add_column("state", width=_STATE_COLUMNS, no_wrap=True)
+    titles = ("share", "wait", "run", "infl", "KV", "pred", "found", "fail", "age")
+    for title in (*titles, "ttft") if wide else titles:
+        table.add_column(title, justify="right", no_wrap=True)
+    for one in shown:
+        cells = [*_pod(one, name_columns)]
+        if wide:
+            cells.append(Text("-" if one.engine_ttft_s is None else _seconds(one.engine_ttft_s)))
+        table.add_row(*cells)
+    shown_parts: list[RenderableType] = [table]
+    left_out = live.endpoints_total - len(shown)
+    if left_out > 0:
+        shown_parts.append(Text(f"{left_out} more, with fewer requests", "dim"))
+    return Group(*shown_parts, *_reasons(live))
+
+
+def _reasons(live: Live) -> Iterable[Text]:
+    """Why those that are not simply ready are not, and since when; the newest first."""
+    told = sorted((one for one in live.endpoints if one.reason), key=lambda one: one.since)
+    for one in told[: -_REASONS_MAX - 1 : -1]:
+        line = Text(no_wrap=True, overflow="ellipsis")
+        line.append(f"{_tail(one.name, _NAME_COLUMNS_MIN * 2)} ")
+        line.append(f"{printable(_state(one))} since {printable(one.since[11:19])}", "red")
+        line.append(f": {printable(one.reason)}")
+        yield line
+    if len(told) > _REASONS_MAX:
+        yield Text(f"and {len(told) - _REASONS_MAX} more, since longer", "dim")
+
+
+def _pod(one: LiveEndpoint, name_columns: int) -> Iterable[Text]:
+    usage = one.kv_cache_usage
+    yield Text(_tail(one.name, name_columns))
+    state = _state(one)
+    yield Text(printable(state)[:_STATE_COLUMNS], "green" if state == "ready" else "red")
+    yield Text(_share(one.share))
+    yield Text(_count(one.waiting))
+    yield Text(_count(one.running))
+    yield Text(_count(one.inflight_requests))
+    yield Text(_share(usage), "red" if usage is not None and usage > _FULL else "")
+    yield Text(_share(one.predicted_hits))
+    yield Text(_share(one.actual_hits))
+    yield Text(_count(one.failed), "red" if one.failed else "")
+    yield Text("never" if one.metrics_age_s is None else f"{one.metrics_age_s:.1f}s")
+
+
+def _state(one: LiveEndpoint) -> str:
+    """Of one that is ready, what speaks against it."""
+    if one.state != "ready" or one.outlier is None:
+        return one.state
+    if one.ejected:
+        return "ejected"
+    return one.outlier if one.slowness is None else f"{one.outlier} x{one.slowness:g}"
+
+
+def _legend(live: Live, columns: int) -> Iterable[Text]:
+    """The colours of scorers, in as many lines as they need."""
+    line = Text("decisions", "bold")
+    for at, (name, weight) in enumerate(live.configuration.weights.items()):
+        told = f"{_scorer(name)} x{weight:g}"
+        if line.cell_len + cell_len(told) + 4 > columns:
+            yield line
+            line = Text("         ")
+        line.append("  █ ", _COLOURS[at % len(_COLOURS)])
+        line.append(told, "not bold dim")
+    line.no_wrap, line.overflow = True, "ellipsis"
+    yield line
+
+
+def _decisions(live: Live, columns: int) -> Iterable[Text]:
+    scorers = list(live.configuration.weights)
+    names = columns - _DECISION_COLUMNS - (_REQUEST_COLUMNS if columns >= _WIDE_COLUMNS else 0)
+    name_columns = max(8, names // 2)
+    for one in live.decisions[:_DECISIONS_MAX]:
+        line = Text(no_wrap=True, overflow="ellipsis")
+        line.append(f"{one.at[11:19]} ", "dim")
+        if one.score is None:
+            line.append(f"refused {one.status} {printable(one.refused or '')}", "red")
+        else:
+            _choose(line, one, one.score, scorers, name_columns)
+        # `epp explain` needs the whole of it.
+        name = f"  {printable(one.request_id)}"
+        if line.cell_len + cell_len(name) <= columns:
+            line.append(name, "dim")
+        yield line
+    if not live.decisions:
+        yield Text("none yet", "dim")
+
+
+def _choose(
+    line: Text,
+    one: LiveDecision,
+    score: LiveScore,
+    scorers: Sequence[str],
+    name_columns: int,
+) -> None:
+    next_best = one.runner_up
+    most = max(score.total, next_best.total if next_best else 0.0, 1e-9)
+    name = _tail(score.endpoint, name_columns).ljust(name_columns)
+    line.append(name, "" if score.state == "ready" else "red")
+    line.append(f" {_sum(score):>6} ")
+    line.append_text(_bar(score, most, scorers))
+    if one.served_by is not None or (one.status or 0) >= _FAILED_FROM:
+        status = "" if one.status is None else f"  {one.status}"
+        went = "" if one.served_by is None else f"  went to {printable(one.served_by)}"
+        line.append(f"{status}{went}", "red")
+    elif next_best is None:
+        line.append("  the only one")
+    else:
+        line.append(f" {_tail(next_best.endpoint, name_columns):>{name_columns}}", "dim")
+        line.append(f" {_sum(next_best):>6}", "dim" if next_best.state == "ready" else "red")
+        line.append(f"  {' and '.join(map(_scorer, one.decided_by)) or 'a tie'}")
+
+
+def _sum(score: LiveScore) -> str:
+    """In the unit of a cost, where there is one: by scores one bad endpoint makes all others alike."""
+    if score.cost is None:
+        return f"{score.total:.3g}"
+    return f"{score.cost:.2g}{printable(score.unit)[:2]}"
+
+
+def _bar(score: LiveScore, most: float, scorers: Sequence[str]) -> Text:
+    """Pieces by scorer; together as long as the sum is of the greatest."""
+    bar = Text()
+    so_far, drawn = 0.0, 0
+    for name, part in score.parts.items():
+        so_far += max(0.0, part)
+        until = min(_BAR_COLUMNS, round(_BAR_COLUMNS * so_far / most))
+        at = scorers.index(name) if name in scorers else 0
+        bar.append("█" * (until - drawn), _COLOURS[at % len(_COLOURS)])
+        drawn = until
+    bar.append("·" * (_BAR_COLUMNS - drawn), "dim")
+    return bar
+
+
+def _configuration(live: Live) -> Iterable[Text]:
+    now = live.configuration
+    line = Text("configuration ", "bold", no_wrap=True, overflow="ellipsis")
+    line.append(
+        f"generation {now.generation} since {_clock(now.at_s)} UTC, {printable(now.hash)[:12]}, "
+        f"{printable(now.source)}",
+        "not bold",
+    )
+    yield line
+    for change in now.changes[:2]:
+        yield Text(printable(change), no_wrap=True, overflow="ellipsis")
+    refused = live.configuration_refused
+    if refused is not None:
+        told = f"refused at {_clock(refused.at_s)} UTC: {printable(refused.problem)}"
+        yield Text(told, "red", no_wrap=True, overflow="ellipsis")
+
+
+def _scorer(name: str) -> str:
+    """Without what all of them are."""
+    return printable(name).removesuffix("-scorer")
+
+
+def _tail(name: str, columns: int) -> str:
+    """Without its namespace; of a long name the end, by which pods of a set differ."""
+    short = printable(name).rpartition("/")[2]
+    return short if len(short) <= columns else f"…{short[len(short) - columns + 1 :]}"
+
+
+def _share(value: float | None) -> str:
+    return "-" if value is None else f"{value:.0%}"
+
+
+def _count(value: float | None) -> str:
+    return "-" if value is None else f"{value:.0f}"
+
+
+def _seconds(value: float) -> str:
+    return f"{value:.1f}s" if value >= 1.0 else f"{1e3 * value:.0f}ms"
+
+
+def _clock(at_s: float) -> str:
+    return datetime.fromtimestamp(at_s, UTC).strftime("%H:%M:%S")

@@ -1,0 +1,154 @@
+"""What a configuration does, defaults filled in, in words for a person."""
+
+import inspect
+from collections.abc import Mapping
+from typing import Any, Final
+
+import msgspec
+
+from epp.configuration.build import build_settings
+from epp.configuration.config import PickerConfig
+from epp.configuration.describing import config_hash, plain_parameters
+from epp.core.decision.profile import SchedulingProfile
+from epp.core.decision.settings import SchedulerSettings
+from epp.core.knowledge.ejection import OutlierEjection
+
+READS: Final[Mapping[str, str]] = {
+    "active-request-scorer": "requests in flight from here",
+    "added-time-scorer": (
+        "prefix index; work in flight from here; waiting and running requests, KV-cache usage and "
+        "size, LoRA adapters, age of metrics; to agree also session, conversation"
+    ),
+    "by-label": "labels",
+    "by-label-selector": "labels",
+    "decode-filter": "labels",
+    "encode-filter": "labels",
+    "fresh-metrics-filter": "age of metrics",
+    "header-based-testing-filter": "headers that only tests send",
+    "kv-cache-utilization-scorer": "KV-cache usage",
+    "label-selector-filter": "labels",
+    "load-aware-scorer": "waiting requests",
+    "lora-affinity-scorer": "LoRA adapters",
+    "lora-capacity-filter": "LoRA adapters",
+    "no-hit-lru-scorer": "prefix index, index of cold prompts",
+    "prefill-filter": "labels",
+    "prefix-cache-affinity-filter": "prefix index, prompt tokens in flight from here",
+    "prefix-cache-scorer": (
+        "prefix index; to agree also session, conversation and requests in flight from here"
+    ),
+    "queue-scorer": "waiting requests",
+    "running-requests-size-scorer": "running requests",
+    "session-affinity-scorer": "session token, or index of sessions",
+    "token-load-scorer": "prefix index, prompt tokens in flight from here",
+    "utilization-detector": "waiting requests, KV-cache usage, age of metrics",
+}
+"""Type of filter or scorer -> what it looks at."""
+
+RESPONSES: Final = (
+    "token usage and time to first token are read only with both `epp serve --parse-response-usage`",
+    "and a gateway whose response_body_mode is STREAMED or FULL_DUPLEX_STREAMED",
+)
+"""What no configuration decides and two settings do together."""
+
+
+def explain(config: PickerConfig) -> str:
+    """What `config` does, defaults filled in, for reading on a terminal."""
+    settings = build_settings(config)
+    profile = settings.profile
+    lines = [f"configuration  {config.source}", f"hash           {config_hash(config)}", ""]
+    lines.append(f"profile {profile.name}")
+    for number, named in enumerate(profile.filters, 1):
+        lines += _member(f"filter {number}", named.name, named.plugin)
+    if not profile.filters:
+        lines.append("  no filters: every ready endpoint is a candidate")
+    total = sum(scorer.weight for scorer in profile.scorers)
+    for scorer in profile.scorers:
+        share = f"weight {scorer.weight:g} of {total:g}, {scorer.weight / total:.0%}"
+        lines += _member("scorer", scorer.name, scorer.plugin, share)
+    if not profile.scorers:
+        lines.append("  no scorers: all candidates are equal")
+    lines += _member("picker", profile.picker_name, profile.picker)
+    for responder in profile.responders:
+        lines += _member("responder", responder.name, responder.plugin)
+    if config.shadow is not None:
+        lines += ["", *_shadow(config.shadow, config.shadow_share)]
+    lines += ["", "indexes"]
+    for name, index in config.indexes.items():
+        default = "default prefix index" if name == config.prefix else ""
+        lines += _member("index", name, index, default)
+    if not config.indexes:
+        lines.append("  none: nothing is remembered of where prompts went")
+    lines += ["", *_speeds(settings)]
+    lines += ["", *_ejection(settings.ejection)]
+    lines += ["", "saturation: a request of negative priority is refused from 1.0 on"]
+    lines += _member("detector", settings.saturation.type_name, settings.saturation)
+    lines += ["", "parsers, in order", f"  {', '.join(config.parsers)}"]
+    lines += ["", "responses", *(f"  {line}" for line in RESPONSES)]
+    lines += ["", "metrics of endpoints"]
+    lines += _parameters(config.metrics.source) + _parameters(config.metrics.extractor)
+    return "\n".join(lines) + "\n"
+
+
+def _shadow(profile: SchedulingProfile, share: float) -> list[str]:
+    judged = "every decision" if share == 1.0 else f"{share:.4g} of the decisions, drawn by dice"
+    lines = [f"shadow profile {profile.name}: judges {judged}, acts on none"]
+    lines += [f"  filter    {named.name}" for named in profile.filters]
+    lines += [f"  scorer    {one.name}: weight {one.weight:g}" for one in profile.scorers]
+    return [*lines, f"  picker    {profile.picker_name}"]
+
+
+def _speeds(settings: SchedulerSettings) -> list[str]:
+    """How fast each endpoint is taken to prefill, the first line that fits it."""
+    labelled = [
+        f"  {speed.peak_prefill_throughput:,.0f} tokens/s with labels "
+        + ", ".join(f"{name}={value}" for name, value in speed.match_labels.items())
+        for speed in settings.labelled_speeds
+    ]
+    rest = "of the others" if labelled else "of every endpoint"
+    return [
+        "prefill speed, at which prompt tokens in flight drain",
+        *labelled,
+        f"  {settings.prefill_tokens_per_s:,.0f} tokens/s {rest}",
+    ]
+
+
+def _ejection(ejection: OutlierEjection) -> list[str]:
+    """Who gets nothing for a while; the parameters that are not as they would be anyhow."""
+    if not ejection.enabled:
+        return ["ejection: nobody is set aside for being slow or failing"]
+    defaults = plain_parameters(OutlierEjection())
+    given = [
+        f"  {name} = {value}"
+        for name, value in plain_parameters(ejection).items()
+        if value != defaults[name]
+    ]
+    return ["ejection: who is slow or fails gets nothing for a while, whatever the profile", *given]
+
+
+def _member(kind: str, name: str, plugin: Any, note: str = "") -> list[str]:
+    heading = f"  {kind:<9} {name}"
+    type_name = plugin.type_name
+    if type_name != name:
+        heading += f" (type {type_name})"
+    if note:
+        heading += f": {note}"
+    lines = [heading, f"      {_first_sentence(plugin)}"]
+    if type_name in READS:
+        lines.append(f"      reads {READS[type_name]}")
+    return lines + [f"    {line}" for line in _parameters(plugin)]
+
+
+def _parameters(plugin: Any) -> list[str]:
+    """A line for each parameter that has a value."""
+    return [
+        f"  {name} = {value if isinstance(value, str) else msgspec.json.encode(value).decode()}"
+        for name, value in plain_parameters(plugin).items()
+        if value not in (None, "", (), [], {})
+    ]
+
+
+def _first_sentence(plugin: Any) -> str:
+    """Of the docstring."""
+    document = inspect.cleandoc(type(plugin).__doc__ or "No description.")
+    paragraph = " ".join(document.partition("\n\n")[0].split())
+    return paragraph.partition(". ")[0].rstrip(".") + "."

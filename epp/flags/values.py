@@ -1,0 +1,126 @@
+"""What flags take besides numbers and text, and how each is written."""
+
+import re
+from enum import StrEnum
+from ipaddress import ip_address
+from typing import Annotated, Final, TypeAlias
+
+from msgspec import Meta
+
+Port: TypeAlias = Annotated[int, Meta(ge=1, le=65_535)]
+
+
+class ByteCount(int):
+    """Bytes, written as a number or as a Kubernetes quantity: 4194304, 4Mi, 4M."""
+
+    __slots__ = ()
+
+
+class MemoryBytes(int):
+    """As `ByteCount`, of a process: it may be more than a message can have."""
+
+    __slots__ = ()
+
+
+class IpAddress(str):
+    """An address to listen on; "::" is all of them, IPv4 too."""
+
+    __slots__ = ()
+
+
+class Transport(StrEnum):
+    GRPCIO = "grpcio"
+    NGH2 = "ngh2"
+
+
+class LogFormat(StrEnum):
+    JSON = "json"
+    CONSOLE = "console"
+
+
+class CompatMetrics(StrEnum):
+    """Whose names our metrics have besides."""
+
+    NONE = "none"
+    GIE = "gie"
+    LLM_D = "llm-d"
+    ALL = "all"
+
+
+class BodyMode(StrEnum):
+    """How Envoy shows a body to the picker, in Envoy's spelling."""
+
+    NONE = "NONE"
+    STREAMED = "STREAMED"
+    BUFFERED = "BUFFERED"
+    BUFFERED_PARTIAL = "BUFFERED_PARTIAL"
+    FULL_DUPLEX_STREAMED = "FULL_DUPLEX_STREAMED"
+
+
+PEER_URL: Final = "valkey://[user:password@]host[:port][/db], or redis://, valkeys://, rediss://"
+_UNITS: Final = {
+    "": 1,
+    "k": 10**3,
+    "M": 10**6,
+    "G": 10**9,
+    "Ki": 2**10,
+    "Mi": 2**20,
+    "Gi": 2**30,
+}
+_QUANTITY: Final = re.compile(r"(\d{1,12})(|k|M|G|Ki|Mi|Gi)", re.ASCII)
+_HOST_PORT: Final = re.compile(
+    r"(?:\[([0-9A-Fa-f:.]{2,45})\]|([A-Za-z0-9][A-Za-z0-9._-]{0,252}))(?::(\d{1,5}))?", re.ASCII
+)
+_URL: Final = re.compile(r"(valkeys?|rediss?)://[^\s/]+(/\d{0,4})?", re.ASCII)
+_BYTES_MAX: Final = 2**31 - 1
+"""What gRPC can be told."""
+_MEMORY_BYTES_MIN: Final = 64 * 2**20
+_MEMORY_BYTES_MAX: Final = 2**40
+
+
+def parse_byte_count(text: str) -> ByteCount:
+    """Read a quantity of at least one byte and less than 2 GiB; `ValueError` for anything else."""
+    return ByteCount(_bytes_of(text, 1, _BYTES_MAX))
+
+
+def parse_memory_bytes(text: str) -> MemoryBytes:
+    """Read a quantity of 64 MiB to 1 TiB; `ValueError` for anything else."""
+    return MemoryBytes(_bytes_of(text, _MEMORY_BYTES_MIN, _MEMORY_BYTES_MAX))
+
+
+def _bytes_of(text: str, least: int, most: int) -> int:
+    match = _QUANTITY.fullmatch(text)
+    if not match:
+        raise ValueError(f"{text!r} is not a number of bytes such as 4194304 or 4Mi")
+    count = int(match[1]) * _UNITS[match[2]]
+    if not least <= count <= most:
+        raise ValueError(f"{text!r} is not one of {least} to {most} bytes")
+    return count
+
+
+def parse_ip_address(text: str) -> IpAddress:
+    """Read an IPv4 or IPv6 address without a port; `ValueError` for anything else."""
+    try:
+        return IpAddress(ip_address(text))
+    except ValueError as error:
+        raise ValueError(
+            f"{text!r} is not an IP address without a port such as 127.0.0.1 or ::1"
+        ) from error
+
+
+def parse_host_port(text: str, port: int) -> tuple[str, int]:
+    """Read "host:port", or "host" for `port`; IPv6 in brackets, which are left out.
+
+    Raises `ValueError` for anything else.
+    """
+    match = _HOST_PORT.fullmatch(text)
+    if not match or not 1 <= int(match[3] or port) <= 65_535:
+        raise ValueError(f"{text!r} is not host:port such as replica-1:9004 or [::1]:9004")
+    if match[1]:
+        parse_ip_address(match[1])
+    return match[1] or match[2], int(match[3] or port)
+
+
+def is_peer_url(text: str) -> bool:
+    """Whether `text` is a URL of Valkey or Redis."""
+    return _URL.fullmatch(text) is not None

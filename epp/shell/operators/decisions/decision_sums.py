@@ -1,0 +1,146 @@
+"""What decisions of a stretch of time come to: how many, where to, how well."""
+
+from array import array
+from collections.abc import Mapping
+from typing import Any, Final, TypeAlias
+
+from epp.core.decision.decisive import decisive
+from epp.shell.operators.decisions.decision_files import PastDecision, PastRefusal
+from epp.shell.operators.decisions.decision_record import predicted_at, served_at
+from epp.shell.operators.decisions.decision_rows import weighted
+
+FAILED_FROM: Final = 500
+SAMPLES_MAX: Final = 500_000
+"""Of one endpoint in one stretch; what comes later counts everywhere but in percentiles."""
+_DIGITS: Final = 4
+_Row: TypeAlias = dict[str, Any]
+
+
+class Sums:
+    """Of the decisions of one stretch, at one endpoint or at all."""
+
+    def __init__(self) -> None:
+        self.decided = 0
+        self.failed = 0
+        self.prompt_tokens = 0
+        self.predicted_tokens = 0
+        """Of the prompts, those that were believed to be cached where they went."""
+        self.compared_tokens = 0
+        """Of the prompts of requests whose answers told how many were."""
+        self.cached_tokens = 0
+        self.first_output_s = array("f")
+        self.headers_s = array("f")
+        self.duration_s = array("f")
+
+    def add(self, past: PastDecision) -> None:
+        told, end = past.told, past.end
+        self.decided += 1
+        self.prompt_tokens += told.prompt_tokens
+        self.predicted_tokens += predicted_at(told, past.served)
+        if end is None:
+            return
+        self.failed += (end.status or 0) >= FAILED_FROM
+        if end.cached_tokens is not None:
+            self.compared_tokens += told.prompt_tokens
+            self.cached_tokens += end.cached_tokens
+        for samples, value in (
+            (self.first_output_s, end.first_output_s),
+            (self.headers_s, end.response_headers_s),
+            (self.duration_s, end.duration_s),
+        ):
+            if value is not None and len(samples) < SAMPLES_MAX:
+                samples.append(value)
+
+    def row(self, decided: int) -> _Row:
+        """As told, beside `decided` in all; None: not known."""
+        return {
+            "decided": self.decided,
+            "share": _share(self.decided, decided),
+            "failed": _share(self.failed, self.decided),
+            "prompt_tokens": round(self.prompt_tokens / self.decided) if self.decided else None,
+            "hits_predicted": _share(self.predicted_tokens, self.prompt_tokens),
+            "hits_found": _share(self.cached_tokens, self.compared_tokens),
+            "ttft_p50_s": percentile(self.first_output_s, 0.5),
+            "ttft_p90_s": percentile(self.first_output_s, 0.9),
+            "headers_p50_s": percentile(self.headers_s, 0.5),
+            "duration_p50_s": percentile(self.duration_s, 0.5),
+        }
+
+
+class Stretch:
+    """All that is told of the time from `since_s` to `until_s`."""
+
+    def __init__(self, since_s: float, until_s: float) -> None:
+        self.since_s, self.until_s = since_s, until_s
+        self.all = Sums()
+        self.endpoints: dict[str, Sums] = {}
+        self.refused: dict[str, int] = {}
+        self.decided_by: dict[str, int] = {}
+        """Scorer -> decisions that would have been another's without it."""
+
+    def add(self, past: PastDecision | PastRefusal) -> None:
+        """Count it, if it is of that time."""
+        if not self.since_s <= past.at_s < self.until_s:
+            return
+        if isinstance(past, PastRefusal):
+            self.refused[past.told.reason] = self.refused.get(past.told.reason, 0) + 1
+            return
+        told = past.told
+        self.all.add(past)
+        name = served_at(told, past.served)
+        there = self.endpoints.get(name)
+        if there is None:
+            there = self.endpoints[name] = Sums()
+        there.add(past)
+        other = weighted(told.runner_up_scores, past.setting)
+        if other and len(past.setting.scorers) == len(told.parts):
+            for at in decisive(told.parts, other):
+                name = past.setting.scorers[at]
+                self.decided_by[name] = self.decided_by.get(name, 0) + 1
+
+    def row(self) -> _Row:
+        """As told."""
+        seconds = max(self.until_s - self.since_s, 1.0)
+        decided = self.all.decided
+        return self.all.row(decided) | {
+            "decided_per_s": round(decided / seconds, 2),
+            "refused": dict(self.refused),
+            "decided_by": {name: _share(n, decided) for name, n in self.decided_by.items()},
+            "endpoints": {name: one.row(decided) for name, one in sorted(self.endpoints.items())},
+        }
+
+
+def percentile(samples: "array[float]", share: float) -> float | None:
+    """The least sample that at least this share of them do not exceed; None: there are none."""
+    if not samples:
+        return None
+    ordered = sorted(samples)
+    return round(ordered[min(int(share * len(ordered)), len(ordered) - 1)], _DIGITS)
+
+
+def in_words(row: Mapping[str, Any]) -> dict[str, str]:
+    """The numbers of a row, short."""
+    return {
+        "decisions": f"{row['decided']}",
+        "share": percent(row["share"]),
+        "failed": percent(row["failed"]),
+        "prompt tokens": "-" if row["prompt_tokens"] is None else f"{row['prompt_tokens']}",
+        "hits predicted": percent(row["hits_predicted"]),
+        "hits found": percent(row["hits_found"]),
+        "TTFT p50": seconds(row["ttft_p50_s"]),
+        "TTFT p90": seconds(row["ttft_p90_s"]),
+        "headers p50": seconds(row["headers_p50_s"]),
+        "whole p50": seconds(row["duration_p50_s"]),
+    }
+
+
+def percent(share: float | None) -> str:
+    return "-" if share is None else f"{share:.1%}"
+
+
+def seconds(value: float | None) -> str:
+    return "-" if value is None else f"{value:.3g} s"
+
+
+def _share(part: int, whole: int) -> float | None:
+    return round(part / whole, _DIGITS) if whole else None

@@ -1,0 +1,247 @@
+"""Why a request went where it went, in words."""
+
+from collections.abc import Sequence
+from typing import Any, Final, TypeAlias
+
+from epp.core.decision.shadow import AGREED, DIFFERED
+from epp.shell.operators.decisions.endpoint_states import READY
+from epp.shell.printable import printable
+
+_Row: TypeAlias = dict[str, Any]
+
+_DIGITS: Final = 3
+_LEVEL: Final = 1e-4
+"""Totals come rounded to as much."""
+
+
+def explanation(row: _Row) -> str:
+    """A row of `RecentDecisions`, as some lines for a person; nothing in it can steer a terminal."""
+    lines = _refusal(row) if "refused" in row else _decision(row)
+    head, *rest = map(printable, lines)
+    return "".join([f"{head}\n", *(f"  {line}\n" for line in rest)])
+
+
+def _refusal(row: _Row) -> list[str]:
+    path = f", path {row['path']}" if row["path"] else ""
+    lines = [
+        f"{_request(row)}{path}, {row['at']}",
+        f"refused with {row['status']}: {row['refused']}",
+    ]
+    if row["eliminated"]:
+        lines.append(f"dropped: {_dropped(row)}")
+    if "why_not" in row:
+        lines.append(_why_not(row, row["why_not"]))
+    return lines
+
+
+def _decision(row: _Row) -> list[str]:
+    by = (
+        f", configuration generation {row['config_generation']}" if row["config_generation"] else ""
+    )
+    lines = [
+        f"{_request(row)}, {row['at']}, {row['age_s']:g} s ago, decision {row['number']}{by}",
+        f"went to {row['endpoint']} at {row['address']}",
+        _verdict(row),
+    ]
+    if "why_not" in row:
+        lines.append(_why_not(row, row["why_not"]))
+    lines += [_cost(row, cost) for cost in row.get("costs", ())]
+    lines.append(_known(row["endpoint"], row["known"]["endpoint"]))
+    if row["runner_up"]:
+        lines.append(_known(row["runner_up"]["endpoint"], row["known"]["runner_up"]))
+    if "shadow" in row:
+        lines.append(_shadow(row["shadow"]))
+    lines += _others(row)
+    lines += [_scored(row), _predicted(row), _ended(row)]
+    return lines
+
+
+def _request(row: _Row) -> str:
+    model = f"model {row['model']}, " if row["model"] else ""
+    return f"request {row['request_id'] or '-'} ({model}priority {row['priority']})"
+
+
+def _verdict(row: _Row) -> str:
+    """E.g. "pod-3: 7, of it prefix 3 (9 of 9 blocks); runner-up pod-2: 4; the prefix decided"."""
+    score, runner_up = row["score"], row["runner_up"]
+    blocks = f"{row['matched_blocks']} of {row['total_blocks']} blocks"
+    notes = dict.fromkeys(row["by_blocks"], f" ({blocks})")
+    verdict = f"{_name(score)}: {_total(score, notes)}"
+    if not runner_up:
+        return f"{verdict}; it was the only candidate"
+    verdict += f"; runner-up {_name(runner_up)}: {_total(runner_up, {})}"
+    return f"{verdict}; {_decided(row['decided_by'], score['total'], runner_up)}"
+
+
+def _name(score: _Row) -> str:
+    """Of a candidate, marked if it was slow, failing, ejected or not ready."""
+    state = score["state"]
+    return str(score["endpoint"]) if state == READY else f"{score['endpoint']} ({state})"
+
+
+def _why_not(row: _Row, why: _Row) -> str:
+    """E.g. "why not llm/pod-7: it was unreachable since 02:01:07: its scrapes get no connection"."""
+    if why["verdict"] == "scored":
+        return f"why not {why['endpoint']}: {_behind(row, why)}"
+    against = why.get("state", READY) != READY
+    told = {
+        "chosen": "it was chosen",
+        "absent": "it was not in the pool then",
+        "dropped": f"{why.get('by')} dropped it",
+        "outside the subset": "it was ready, and not in the subset that the gateway allows",
+        "not ready": "it was not ready",
+        "refused": "nobody was chosen"
+        if against
+        else "nobody was chosen; nothing spoke against it",
+    }.get(why["verdict"], "what would tell is not kept any more")
+    return f"why not {why['endpoint']}: {told}{_against(why)}"
+
+
+def _behind(row: _Row, why: _Row) -> str:
+    chosen, score = row["score"], why["score"]
+    told = f"{_name(score)} had {_short(score['total'])} against {_short(chosen['total'])}"
+    leads = [f"{name} {_short(lead)}" for name, lead in why["parts"].items() if lead > _LEVEL]
+    if why["behind"] > _LEVEL:
+        told += f", {_short(why['behind'])} less: {', '.join(leads)}"
+    elif why["behind"] < -_LEVEL:
+        told += "; the picker chose another although it has more"
+    else:
+        told += ", a tie"
+    if "cost" in score and "cost" in chosen:
+        unit = score["unit"]
+        told += f"; it cost {_short(score['cost'])} {unit} against {_short(chosen['cost'])} {unit}"
+    return told + _against(why)
+
+
+def _against(why: _Row) -> str:
+    if why.get("state", READY) == READY:
+        return ""
+    reason = f": {why['reason']}" if why["reason"] else ""
+    return f"; it was {why['state']} since {why['since'][11:19]}{reason}"
+
+
+def _others(row: _Row) -> list[str]:
+    """What the candidates beside the two cost, where that is told; best first."""
+    two = {row["score"]["endpoint"], row["runner_up"]["endpoint"] if row["runner_up"] else ""}
+    told = [
+        f"{_name(score)} {_short(score['cost'])} {score['unit']}"
+        for score in row["scores"]
+        if score["endpoint"] not in two and "cost" in score
+    ]
+    return [f"of the others: {', '.join(told)}"] if told else []
+
+
+def _decided(by: Sequence[str], total: float, runner_up: _Row) -> str:
+    if by:
+        return f"{_list(by)} decided"
+    if runner_up["total"] > total + _LEVEL:
+        return f"the picker chose it although {runner_up['endpoint']} has more"
+    return "a tie, which the picker broke"
+
+
+def _total(score: _Row, notes: dict[str, str]) -> str:
+    parts = [
+        f"{name} {_short(part)}{notes.get(name, '')}"
+        for name, part in score["parts"].items()
+        if part or name in notes
+    ]
+    return _short(score["total"]) + (f", of it {', '.join(parts)}" if parts else "")
+
+
+def _cost(row: _Row, cost: _Row) -> str:
+    """What a scorer that prefers the least of a cost went by."""
+    if "failed" in cost:
+        return f"{cost['scorer']} could not say what its cost was made of: {cost['failed']}"
+    unit, (chosen, *others) = cost["unit"], cost["endpoints"]
+    told = f"{cost['scorer']} of {chosen['endpoint']}: {_parts(chosen, unit)}"
+    for other in others:
+        told += f"; of runner-up {other['endpoint']}: {_parts(other, unit)}"
+    return told + (f"; {_list(cost['decided_by'])} decided" if cost["decided_by"] else "")
+
+
+def _parts(cost: _Row, unit: str) -> str:
+    parts = sorted(cost["parts"].items(), key=lambda part: -part[1])
+    told = [f"{name} {_short(value)}" for name, value in parts if _short(value) != "0"]
+    return f"{_short(cost['total'])} {unit}" + (f", of it {', '.join(told)}" if told else "")
+
+
+def _known(name: str, known: _Row) -> str:
+    """How an endpoint stood, as far as the picker knew when it decided."""
+    usage = known["kv_cache_usage"]
+    age = known["metrics_age_s"]
+    told = [
+        f"{_count(known['waiting_requests'])} waiting",
+        f"{_count(known['running_requests'])} running",
+        "KV cache unknown" if usage is None else f"KV cache {usage:.0%}",
+        f"{_count(known['inflight_requests'])} in flight from here",
+        f"{_count(known['inflight_prefill_tokens'])} tokens to prefill",
+        "never scraped" if age is None else f"metrics {_short(age)} s old",
+    ]
+    return f"{name} then: {', '.join(told)}"
+
+
+def _shadow(told: _Row) -> str:
+    """E.g. "the shadow profile would have chosen pod-2: 64 uncached tokens there, 576 where it went"."""
+    if told["verdict"] == AGREED:
+        return "the shadow profile agreed"
+    if told["verdict"] != DIFFERED:
+        return f"the shadow profile has no say: {told['verdict']}"
+    return (
+        f"the shadow profile would have chosen {told['endpoint']}: "
+        f"{_count(told['uncached_tokens'])} uncached tokens there, "
+        f"{_count(told['live_uncached_tokens'])} where it went; "
+        f"{told['inflight_requests']} in flight there, {told['live_inflight_requests']} where it went"
+    )
+
+
+def _scored(row: _Row) -> str:
+    told = f"{row['candidates']} of {row['ready']} ready endpoints were scored"
+    if row["eliminated"]:
+        told += f"; dropped: {_dropped(row)}"
+    if row["not_scored"]:
+        told += f"; not scored: {', '.join(row['not_scored'])}"
+    return told
+
+
+def _dropped(row: _Row) -> str:
+    return ", ".join(f"{count} by {by}" for by, count in row["eliminated"].items())
+
+
+def _predicted(row: _Row) -> str:
+    told = (
+        f"predicted {row['predicted_tokens']} of {row['prompt_tokens']} prompt tokens in its cache"
+    )
+    cached = (row["outcome"] or {}).get("cached_tokens")
+    return told if cached is None else f"{told}, the engine found {cached}"
+
+
+def _ended(row: _Row) -> str:
+    outcome = row["outcome"] or {}
+    served = outcome.get("served_by")
+    elsewhere = f"the gateway went to {served} instead; " if served else ""
+    if "ending" not in outcome:
+        return f"{elsewhere}no end was seen yet"
+    status = outcome["status"]
+    told = [f"{status}" if status else "no response was seen"]
+    if outcome["by_gateway"] and status:
+        told = [f"{status} by the gateway itself"]
+    told.append(
+        f"{outcome['failure'] or outcome['ending']} after {_short(outcome['duration_s'])} s"
+    )
+    for name, what in (("response_headers_s", "headers"), ("first_output_s", "first output")):
+        if outcome[name] is not None:
+            told.append(f"{what} after {_short(outcome[name])} s")
+    return f"{elsewhere}ended: {', '.join(told)}"
+
+
+def _list(names: Sequence[str]) -> str:
+    *most, last = names
+    return f"{', '.join(most)} and {last}" if most else last
+
+
+def _count(value: float | None) -> str:
+    return "?" if value is None else f"{value:.0f}"
+
+
+def _short(value: float | None) -> str:
+    return "?" if value is None else f"{round(value, _DIGITS):g}"

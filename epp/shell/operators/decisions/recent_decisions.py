@@ -1,0 +1,553 @@
+"""What is kept of decisions, refusals and how they ended, for who asks why.
+
+Of a request its id, its model and its numbers are kept, and of a refusal the path without its query;
+nothing of a prompt, of any other header or of an answer. What a page shows is worked out when it is
+asked for.
+"""
+
+import asyncio
+import math
+import time
+from collections.abc import AsyncIterator, Callable, Mapping
+from typing import Final
+
+import msgspec
+from msgspec import Struct, structs
+
+from epp.core.decision.account import Leg
+from epp.core.decision.scheduler import Decision
+from epp.core.decision.settings import SchedulerSettings
+from epp.core.decision.shadow import ShadowVerdict
+from epp.core.knowledge.candidates import Floats, Ints
+from epp.core.knowledge.inflight import Outcome
+from epp.core.knowledge.pool import EndpointPool
+from epp.core.prompt.request import InferenceRequest
+from epp.core.protocol.session import Exchange
+from epp.core.types import Refusal, Seconds
+from epp.shell.operators.decisions.decision_history import DecisionHistory
+from epp.shell.operators.decisions.decision_record import (
+    DECIDED,
+    PACKED_FROM,
+    REFUSED,
+    SERVED,
+    Decided,
+    Ended,
+    Refused,
+    Scores,
+    Served,
+    end_of,
+    ended_head,
+    kept_at_s,
+    kept_text,
+    predicted_at,
+    record_of,
+    scores_at_of,
+    scores_of,
+    served_at,
+    unpack_decided,
+    unpack_refused,
+    unpack_scores,
+    unpack_served,
+)
+from epp.shell.operators.decisions.decision_rows import (
+    NO_SETTING,
+    Kept,
+    Members,
+    Row,
+    Setting,
+    decided_row,
+    is_called,
+    refused_row,
+)
+from epp.shell.operators.decisions.endpoint_states import States
+from epp.shell.operators.decisions.history_format import ToldSetting, ended_frame, told_plugin
+from epp.shell.operators.decisions.record_ring import RecordRing
+
+BYTES_MAX: Final = 16 * 1024 * 1024
+"""Of all that is kept."""
+_SCORES_SHARE: Final = 4
+"""The scores of all candidates, which the newest decisions have besides, take a quarter."""
+KEEP_S: Final = 900.0
+_MEMBERSHIPS_MAX: Final = 64
+"""Lists of endpoints of which all candidates' scores can be told; each is as long as the pool."""
+_STATES_MAX: Final = 256
+"""Times at which endpoints changed their states, of which decisions can be told what they were."""
+_SETTINGS_MAX: Final = 64
+"""Configurations whose scorers can be named."""
+_OPEN_MAX: Final = 65_536
+"""Decisions whose end is waited for: more than there may be streams."""
+WAITING_MAX: Final = 64
+"""Decisions and ends that wait to be kept: one by one each would find its part of the memory cold. With
+their arrays of scores they take 40 KB each in a pool of a thousand."""
+_EXPIRED_PER_CALL_MAX: Final = 2_000
+_FAILED_FROM: Final = 500
+_FOUND_PER_TURN: Final = 8
+"""Rows that are made between two turns of the event loop."""
+_ROWS_PER_TURN: Final = 500
+"""Rows that are looked through before the event loop gets its turn: well below 1 ms."""
+_BY_BLOCKS: Final = "prefix-cache-scorer"
+"""Type of scorer whose part is the share of blocks that matched."""
+
+
+class _Deciding(Struct, frozen=True, gc=False):
+    """A decision that waits to be kept."""
+
+    at_s: float
+    told: Decided
+    picked: int
+    slot: Ints
+    scores: Floats
+    """float64[scorers, n]"""
+    dropped: Mapping[str, Ints]
+    shadow: ShadowVerdict | None
+
+
+class _Ending(Struct, frozen=True, gc=False):
+    """The end of a request, which waits to be kept."""
+
+    number: int
+    head: bytes
+
+
+class _Other(Struct, frozen=True, gc=False):
+    """A refusal, or who served instead, which waits to be kept."""
+
+    at_s: float
+    kind: bytes
+    told: Refused | Served
+
+
+class Wanted(Struct, frozen=True, kw_only=True):
+    """Which decisions and refusals to show; "": any."""
+
+    request_id: str = ""
+    endpoint: str = ""
+    """Name, with or without its namespace, or address."""
+    model: str = ""
+    refused: str = ""
+    """"true", "false" or a reason."""
+
+    def texts(self) -> tuple[bytes, ...]:
+        """What the packed row must contain."""
+        wanted = (self.request_id, self.endpoint, self.model)
+        return tuple(kept_text(text).encode() for text in wanted if text)
+
+    def has(self, told: Decided | Refused) -> bool:
+        if self.request_id and told.request_id != kept_text(self.request_id):
+            return False
+        if self.model and told.model != kept_text(self.model):
+            return False
+        if isinstance(told, Refused):
+            return not self.endpoint and self.refused in {"", "true", told.reason}
+        called = is_called(self.endpoint, told.endpoint, told.address)
+        return self.refused in {"", "false"} and (not self.endpoint or called)
+
+
+class Lately(Struct, kw_only=True):
+    """What was decided and refused from `since_s` to `until_s`, by the clock of the day."""
+
+    since_s: float
+    until_s: float
+    decided: int = 0
+    refused: dict[str, int] = msgspec.field(default_factory=dict)
+    """By reason."""
+    endpoints: dict[str, "LatelyThere"] = msgspec.field(default_factory=dict)
+    """By name."""
+
+
+class LatelyThere(Struct):
+    """Of one endpoint."""
+
+    requests: int = 0
+    prompt_tokens: int = 0
+    predicted_tokens: int = 0
+    """Of the prompts, those that were believed to be cached there."""
+    compared_tokens: int = 0
+    """As `predicted_tokens`, of the requests whose answers told how many were."""
+    compared_prompt_tokens: int = 0
+    """As `prompt_tokens`, of the same."""
+    cached_tokens: int = 0
+    failed: int = 0
+    """Ended by a status of 500 or more."""
+
+
+class RecentDecisions:
+    """The last decisions and refusals: as many as there is room for, none older than `keep_s`."""
+
+    def __init__(
+        self,
+        pool: EndpointPool,
+        *,
+        rows_bytes_max: int = BYTES_MAX - BYTES_MAX // _SCORES_SHARE,
+        scores_bytes_max: int = BYTES_MAX // _SCORES_SHARE,
+        keep_s: Seconds = KEEP_S,
+        clock: Callable[[], Seconds] = time.time,
+        could_not: Callable[[str, Exception], None] = lambda *_: None,
+        history: DecisionHistory | None = None,
+    ) -> None:
+        """Both numbers of bytes are taken at once; `clock` tells the time of the day; `could_not` is
+        told of what waited and cannot be kept; `history` gets what is kept here, to keep it longer.
+        """
+        self._pool = pool
+        self.keep_s = keep_s
+        self._rows = RecordRing(rows_bytes_max)
+        self._scores = RecordRing(scores_bytes_max)
+        self._clock = clock
+        self._could_not = could_not
+        self._history = history
+        self._waiting: list[_Deciding | _Ending | _Other] = []
+        self._memberships: dict[int, Members] = {}
+        """By the generation of the pool, oldest first."""
+        self._generation = -1
+        self._slot: object = None
+        """Of the last decision's candidates: the very array, which nobody can write."""
+        self._slot_bytes = b""
+        self._settings: dict[int, Setting] = {}
+        """By their number, oldest first."""
+        self._setting = 0
+        self._weights: object = None
+        """Of the decisions of the newest setting: the very array."""
+        self._configured: tuple[int, SchedulerSettings | None] = (0, None)
+        self._states: dict[int, States] = {0: {}}
+        """By their number, oldest first."""
+        self._states_told = 0
+        self._open: dict[int, int] = {}
+        """Number of a decision whose request has not ended -> its place, oldest first."""
+        self.shed = 0
+        """Streams that were answered without being looked at; of these nothing else is kept."""
+
+    def __len__(self) -> int:
+        self.fold()
+        return len(self._rows)
+
+    def configured(self, generation: int, settings: SchedulerSettings) -> None:
+        """From now on decisions are by `settings`, the document number `generation`."""
+        self._configured = (generation, settings)
+        self._weights = None
+
+    def know_states(self, states: States) -> None:
+        """From now on `states` are those of all endpoints that are not simply ready."""
+        self._states_told += 1
+        self._states[self._states_told] = states
+        if len(self._states) > _STATES_MAX:
+            del self._states[next(iter(self._states))]
+        if self._history is not None:
+            self._history.states(self._states_told, states)
+
+    def decided(self, decision: Decision) -> None:
+        """Keep what explains `decision`; neither the pool nor its load must have changed since."""
+        if self._pool.generation != self._generation:
+            self._remember_members()
+        account = decision.account
+        leg, request = account.leg, account.request
+        scored = leg.scored
+        if scored.weights is not self._weights:
+            self._remember_setting(leg)
+        second = leg.runner_up
+        kept = Decided(
+            account.number,
+            self._setting,
+            kept_text(request.request_id),
+            kept_text(request.model),
+            request.priority,
+            request.prompt_tokens,
+            request.output_tokens_max,
+            leg.endpoint.name,
+            leg.endpoint.address,
+            tuple([other.address for other in leg.fallbacks]) if leg.fallbacks else (),
+            leg.matched_blocks,
+            leg.total_blocks,
+            leg.block_tokens,
+            leg.ready,
+            leg.eliminated,
+            len(leg.candidates),
+            leg.parts,
+            leg.lease.prefill_tokens,
+            leg.numbers,
+            self._generation,
+            self._states_told,
+            "" if second is None else leg.candidates.name_of(second),
+            b"" if second is None else scored.scores[:, second].tobytes(),
+            leg.runner_up_numbers,
+        )
+        slot, shadow, dropped = leg.candidates.slot, account.shadow, leg.dropped
+        self._wait(_Deciding(self._clock(), kept, leg.picked, slot, scored.scores, dropped, shadow))
+
+    def refused(
+        self,
+        refusal: Refusal,
+        request: InferenceRequest | None,
+        *,
+        request_id: str = "",
+        path: str = "",
+    ) -> None:
+        """Keep why a request was refused; None: it was not understood."""
+        told = Refused(
+            kept_text(request.request_id if request else request_id),
+            kept_text(request.model) if request else "",
+            kept_text(path),
+            request.priority if request else 0,
+            refusal.reason.value,
+            refusal.status,
+            refusal.eliminated,
+            self._states_told,
+        )
+        self._wait(_Other(self._clock(), REFUSED, told))
+
+    def served(self, exchange: Exchange) -> None:
+        """The gateway says who serves; it is kept if that is not who was chosen."""
+        decision = exchange.decision
+        if decision is None or decision.lease.slot == decision.candidates.slot[decision.picked]:
+            return
+        there = exchange.endpoint
+        told = Served(
+            decision.number,
+            kept_text(exchange.served),
+            "" if there is None else there.name,
+            0 if there is None else decision.lease.matched_blocks,
+        )
+        self._wait(_Other(self._clock(), SERVED, told))
+
+    def completed(self, exchange: Exchange, outcome: Outcome, now: Seconds) -> None:
+        """Keep how the request of a decision ended."""
+        decision = exchange.decision
+        if decision is not None:
+            self._wait(_Ending(decision.number, ended_head(exchange, outcome, now)))
+
+    def fold(self) -> None:
+        """Keep what waits, in its order. Done before anything is read.
+
+        One that cannot be kept costs no other.
+        """
+        waiting, self._waiting = self._waiting, []
+        for one in waiting:
+            try:
+                self._fold(one)
+            except Exception as error:  # noqa: BLE001  telemetry never fails a request, and here it would be another's
+                self._could_not("recent", error)
+
+    def expire(self) -> None:
+        """Keep what waits and drop what is older than `keep_s`; bounded, about once a second."""
+        self.fold()
+        before_s = self._clock() - self.keep_s
+        self._rows.drop_oldest(lambda record: kept_at_s(record) < before_s, _EXPIRED_PER_CALL_MAX)
+
+    async def rows(self, count: int, wanted: Wanted, why_not: str = "") -> list[Row]:
+        """The last `count` that are wanted, newest first.
+
+        `why_not`: an endpoint by its name, with or without its namespace, or address, of which it is
+        told besides why it was not chosen.
+        """
+        found: list[Row] = []
+        texts = wanted.texts()
+        served: dict[int, Served] = {}
+        async for record in self._newest_first():
+            packed = record[PACKED_FROM:]
+            if record[:1] == SERVED:
+                told = unpack_served(packed)
+                served.setdefault(told.number, told)
+            elif all(text in packed for text in texts):
+                row = self._wanted_row(record, packed, wanted, served, why_not)
+                if row is not None:
+                    found.append(row)
+                    if len(found) == count:
+                        break
+                    if len(found) % _FOUND_PER_TURN == 0:
+                        await asyncio.sleep(0)
+        return found
+
+    async def lately(self, window_s: Seconds, records_max: int) -> Lately:
+        """Sums of the last `window_s`, or of the last `records_max` records if there were more."""
+        until_s = self._clock()
+        lately = Lately(since_s=until_s - window_s, until_s=until_s)
+        looked_at = 0
+        oldest_s = math.inf
+        served: dict[int, Served] = {}
+        async for record in self._newest_first():
+            at_s = kept_at_s(record)
+            if at_s < lately.since_s or looked_at == records_max:
+                break
+            looked_at += 1
+            oldest_s = at_s
+            if record[:1] == DECIDED:
+                told = unpack_decided(record[PACKED_FROM:])
+                _add(lately, told, served.pop(told.number, None), end_of(record))
+            elif record[:1] == SERVED:
+                elsewhere = unpack_served(record[PACKED_FROM:])
+                served.setdefault(elsewhere.number, elsewhere)
+            elif record[:1] == REFUSED:
+                reason = unpack_refused(record[PACKED_FROM:]).reason
+                lately.refused[reason] = lately.refused.get(reason, 0) + 1
+        else:
+            # What was displaced may have been within the window.
+            if self._rows.displaced and oldest_s < math.inf:
+                lately.since_s = oldest_s
+        if looked_at == records_max:
+            lately.since_s = oldest_s
+        return lately
+
+    @property
+    def oldest_at_s(self) -> float | None:
+        """When the oldest record that is kept was made; None: there is none."""
+        self.fold()
+        oldest = self._rows.oldest()
+        return None if oldest is None else kept_at_s(oldest)
+
+    async def _newest_first(self) -> AsyncIterator[bytes]:
+        """The records that are not too old; the loop has its turn every few hundred."""
+        self.fold()
+        before_s = self._clock() - self.keep_s
+        for looked_at, record in enumerate(self._rows.newest_first(), 1):
+            if kept_at_s(record) < before_s:
+                return
+            yield record
+            if looked_at % _ROWS_PER_TURN == 0:
+                await asyncio.sleep(0)
+
+    def _wait(self, one: _Deciding | _Ending | _Other) -> None:
+        self._waiting.append(one)
+        if len(self._waiting) >= WAITING_MAX:
+            self.fold()
+
+    def _fold(self, one: _Deciding | _Ending | _Other) -> None:
+        if isinstance(one, _Ending):
+            place = self._open.pop(one.number, None)
+            if place is not None:
+                self._rows.overwrite(place, one.head)
+            if self._history is not None:
+                self._history.tell(ended_frame(one.number, one.head))
+        elif isinstance(one, _Other):
+            self._append(record_of(one.kind, one.at_s, one.told))
+        else:
+            if one.slot is not self._slot:
+                self._slot, self._slot_bytes = one.slot, one.slot.tobytes()
+            dropped = {name: slots.tobytes() for name, slots in one.dropped.items()}
+            scores = Scores(one.picked, self._slot_bytes, one.scores.tobytes(), dropped)
+            scores_at = self._scores.append(scores_of(scores))
+            told = one.told
+            if one.shadow is not None:
+                told = structs.replace(told, shadow=one.shadow.told())
+            record = record_of(DECIDED, one.at_s, told, scores_at)
+            self._open[one.told.number] = self._append(record)
+            if len(self._open) > _OPEN_MAX:
+                del self._open[next(iter(self._open))]
+
+    def _append(self, record: bytes) -> int:
+        place = self._rows.append(record)
+        if self._history is not None:
+            self._history.tell(record)
+        return place
+
+    def _remember_members(self) -> None:
+        self._generation = self._pool.generation
+        self._memberships[self._generation] = tuple(self._pool.columns.endpoints)
+        if len(self._memberships) > _MEMBERSHIPS_MAX:
+            del self._memberships[next(iter(self._memberships))]
+
+    def _remember_setting(self, leg: Leg) -> None:
+        self._weights = leg.scored.weights
+        generation, settings = self._configured
+        scorers = settings.profile.scorers if settings else ()
+        self._setting += 1
+        self._settings[self._setting] = Setting(
+            generation,
+            leg.scorers,
+            tuple(leg.scored.weights.tolist()),
+            tuple(scorer.name for scorer in scorers if scorer.plugin.type_name == _BY_BLOCKS),
+            leg.tellers,
+        )
+        if len(self._settings) > _SETTINGS_MAX:
+            del self._settings[next(iter(self._settings))]
+        if self._history is not None:
+            told = self._settings[self._setting]
+            self._history.setting(
+                ToldSetting(
+                    number=self._setting,
+                    generation=generation,
+                    scorers=told.scorers,
+                    weights=told.weights,
+                    by_blocks=told.by_blocks,
+                    costs=tuple(
+                        told_plugin(scorer.plugin.type_name, scorer.plugin) if teller else None
+                        for scorer, teller in zip(scorers, leg.tellers, strict=False)
+                    ),
+                )
+            )
+
+    def _wanted_row(
+        self,
+        record: bytes,
+        packed: bytes,
+        wanted: Wanted,
+        served: Mapping[int, Served],
+        why_not: str,
+    ) -> Row | None:
+        if record[:1] == REFUSED:
+            refused = unpack_refused(packed)
+            states = self._states.get(refused.states, {})
+            if not wanted.has(refused):
+                return None
+            return refused_row(refused, states, at_s=kept_at_s(record), why_not=why_not)
+        told = unpack_decided(packed)
+        if not wanted.has(told):
+            return None
+        setting = self._settings.get(told.setting, NO_SETTING)
+        packed_scores = self._scores.get(scores_at_of(record))
+        scores = None if packed_scores is None else unpack_scores(packed_scores)
+        kept = Kept(
+            told=told,
+            setting=setting,
+            scores=scores,
+            members=self._memberships.get(told.members),
+            states=self._states.get(told.states, {}),
+        )
+        return decided_row(
+            kept,
+            at_s=kept_at_s(record),
+            now_s=self._clock(),
+            end=end_of(record),
+            served=served.get(told.number),
+            why_not=why_not,
+        )
+
+
+def recent_decisions(
+    pool: EndpointPool,
+    bytes_max: int,
+    keep_s: Seconds,
+    could_not: Callable[[str, Exception], None],
+    history: DecisionHistory | None = None,
+) -> RecentDecisions:
+    """Some that take `bytes_max` together; next to nothing, if `keep_s` is 0."""
+    if not keep_s:
+        return RecentDecisions(
+            pool, rows_bytes_max=64, scores_bytes_max=64, keep_s=0.0, history=history
+        )
+    scores_bytes = bytes_max // _SCORES_SHARE & -4
+    rows_bytes = bytes_max - scores_bytes & -4
+    return RecentDecisions(
+        pool,
+        rows_bytes_max=rows_bytes,
+        scores_bytes_max=scores_bytes,
+        keep_s=keep_s,
+        could_not=could_not,
+        history=history,
+    )
+
+
+def _add(lately: Lately, told: Decided, served: Served | None, end: Ended | None) -> None:
+    lately.decided += 1
+    name, predicted = served_at(told, served), predicted_at(told, served)
+    there = lately.endpoints.get(name)
+    if there is None:
+        there = lately.endpoints[name] = LatelyThere()
+    there.requests += 1
+    there.prompt_tokens += told.prompt_tokens
+    there.predicted_tokens += predicted
+    if end is None:
+        return
+    there.failed += (end.status or 0) >= _FAILED_FROM
+    if end.cached_tokens is not None:
+        there.compared_tokens += predicted
+        there.compared_prompt_tokens += told.prompt_tokens
+        there.cached_tokens += end.cached_tokens

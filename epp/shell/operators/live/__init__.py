@@ -1,0 +1,1 @@
+"""What a picker does now, as data and as a page that watches."""

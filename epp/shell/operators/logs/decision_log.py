@@ -1,0 +1,130 @@
+"""The line that explains a decision.
+
+Of a request a line shows its id, its model and, where it was refused, its path without the query;
+all else that a client sent never reaches a log.
+"""
+
+from typing import Final
+
+import numpy as np
+from structlog.typing import FilteringBoundLogger
+
+from epp.core.decision.account import Account, Leg, rounded_parts
+from epp.core.decision.scheduler import Decision
+from epp.core.prompt.request import InferenceRequest
+from epp.core.types import Refusal, Seconds
+from epp.shell.operators.logs.set_up import LogLevel
+from epp.shell.per_second import PerSecond
+
+_TEXT_CHARACTERS_MAX: Final = 256
+"""What a client can write into a line, a model name or a request id, is cut here."""
+
+
+class DecisionLog:
+    """Explains decisions and refusals, at a bounded rate.
+
+    At debug every decision is a line. At info every `sample_every`-th is, by its number, so that
+    two runs with the same decisions log the same ones, beginning with the first. Refusals are
+    logged at info, at most `refusals_per_second_max`; the next line tells how many were left out.
+    """
+
+    def __init__(
+        self,
+        logger: FilteringBoundLogger,
+        *,
+        level: LogLevel,
+        sample_every: int = 100,
+        refusals_per_second_max: int = 10,
+        candidates_max: int = 16,
+    ) -> None:
+        """`level` as given to `configure_logging`. At most `candidates_max` rows in a table."""
+        assert sample_every >= 1, f"sample_every must be at least 1, is {sample_every}"
+        assert candidates_max >= 1, f"candidates_max must be at least 1, is {candidates_max}"
+        self._logger = logger
+        self._debug = level == "debug"
+        self._info = self._debug or level == "info"
+        self._sample_every = sample_every
+        self._refusals = PerSecond(refusals_per_second_max)
+        self._candidates_max = candidates_max
+
+    def decided(self, decision: Decision) -> None:
+        """Log where a request goes and the best candidates' scores by scorer."""
+        if self._debug:
+            self._logger.debug("decision", **self._line(decision.account))
+            return
+        # Numbers count from 1.
+        if self._info and (decision.number - 1) % self._sample_every == 0:
+            self._logger.info(
+                "decision", sample_every=self._sample_every, **self._line(decision.account)
+            )
+
+    def refused(
+        self,
+        refusal: Refusal,
+        now: Seconds,
+        request: InferenceRequest | None = None,
+        *,
+        request_id: str = "",
+        path: str = "",
+    ) -> None:
+        """Log why a request was refused; `request` is known once it was parsed.
+
+        Not the sentence for the client: it may quote what the client sent.
+        """
+        if not self._info or not (self._debug or self._refusals.admits(now)):
+            return
+        line: dict[str, object] = {
+            "reason": refusal.reason.value,
+            "status": refusal.status,
+            "path": _cut(path),
+            "eliminated": dict(refusal.eliminated),
+        }
+        if refusal.param is not None:
+            line["param"] = _cut(refusal.param)
+        line |= _identity(request) if request is not None else {"request_id": _cut(request_id)}
+        self._logger.info("refusal", **line, **self._refusals.left_out())
+
+    def _line(self, account: Account) -> dict[str, object]:
+        leg = account.leg
+        return {
+            "number": account.number,
+            **_identity(account.request),
+            "endpoint": leg.endpoint.name,
+            "address": leg.endpoint.address,
+            "fallbacks": [endpoint.address for endpoint in leg.fallbacks],
+            "prompt_tokens": account.request.prompt_tokens,
+            "matched_blocks": leg.matched_blocks,
+            "total_blocks": leg.total_blocks,
+            "ready": leg.ready,
+            "eliminated": leg.eliminated,
+            "candidates": len(leg.candidates),
+            "scores": self._scores(leg),
+            **({} if account.shadow is None else {"shadow": account.shadow.told()}),
+        }
+
+    def _scores(self, leg: Leg) -> list[dict[str, object]]:
+        order = leg.best(self._candidates_max)
+        shown = leg.candidates.take(np.array(order, dtype=np.int64))
+        return [
+            {
+                "endpoint": endpoint.name,
+                "total": round(float(leg.scored.total[position]), 4),
+                "matched_blocks": matched,
+                "parts": rounded_parts(leg.scorers, leg.scored.parts_of(position)),
+            }
+            for position, endpoint, matched in zip(
+                order, shown.endpoints, shown.matched_blocks.tolist(), strict=True
+            )
+        ]
+
+
+def _identity(request: InferenceRequest) -> dict[str, object]:
+    return {
+        "request_id": _cut(request.request_id),
+        "model": _cut(request.model),
+        "priority": request.priority,
+    }
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= _TEXT_CHARACTERS_MAX else text[:_TEXT_CHARACTERS_MAX] + "…"

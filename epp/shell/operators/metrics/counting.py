@@ -1,0 +1,224 @@
+"""Counters, gauges and histograms for one thread, rendered by prometheus_client.
+
+The library's own take a lock for every increment and look for the bucket by a linear search: with
+some fifteen of them to a decision that is a third of its budget. Formats and escaping stay the
+library's.
+
+What has many of them a request waits in rows (`Waiting`) and is counted together: alone, each finds
+its part of the memory cold.
+"""
+
+import math
+from bisect import bisect_left
+from collections.abc import Callable, Iterator
+from struct import Struct
+from typing import Final, Generic, TypeAlias, TypeVar, cast
+
+import numpy as np
+from numpy import ndarray
+from prometheus_client.core import Metric
+from prometheus_client.registry import Collector
+from prometheus_client.samples import Exemplar, Sample
+
+from epp.shell.operators.metrics.metric_table import MetricSpec
+
+_NUMBER_BYTES: Final = 24
+"""The longest number, with the space before it and the line break."""
+_COUNT_BYTES: Final = 16
+_FEW: Final = 32
+"""Values that are sorted into buckets sooner one by one than as an array."""
+
+Column: TypeAlias = ndarray[tuple[int], np.dtype[np.float64]]
+Rows: TypeAlias = ndarray[tuple[int, int], np.dtype[np.float64]]
+Key = TypeVar("Key")
+
+
+class Number:
+    """A counter or a gauge."""
+
+    __slots__ = ("_value",)
+
+    def __init__(self) -> None:
+        self._value = 0.0
+
+    def inc(self, amount: float = 1.0) -> None:
+        self._value += amount
+
+    def dec(self) -> None:
+        self._value -= 1.0
+
+    def set(self, value: float) -> None:
+        self._value = value
+
+    def samples(self, name: str, labels: dict[str, str]) -> list[Sample]:
+        return [Sample(name, labels, self._value)]
+
+
+class Distribution:
+    """A histogram. `bounds` are upper bounds, ascending, without +Inf."""
+
+    __slots__ = ("_bounds", "_counts", "_exemplars", "_sum")
+
+    def __init__(self, bounds: tuple[float, ...]) -> None:
+        self._exemplars: dict[int, Exemplar] = {}
+        self._bounds = bounds
+        self._counts = [0] * (len(bounds) + 1)
+        self._sum = 0.0
+
+    def observe(self, value: float) -> None:
+        self._counts[bisect_left(self._bounds, value)] += 1
+        self._sum += value
+
+    def observe_all(self, values: Column) -> None:
+        """As `observe` of each; the sum is rounded once."""
+        if len(values) < _FEW:
+            for value in values.tolist():
+                self.observe(value)
+            return
+        found = np.bincount(np.searchsorted(self._bounds, values))
+        for bucket, count in enumerate(found.tolist()):
+            self._counts[bucket] += count
+        self._sum += float(values.sum())
+
+    def exemplify(self, exemplar: Exemplar, *, grow: bool) -> bool:
+        """Show `exemplar`, of a value that was observed, with its bucket, in place of its last one.
+
+        Without `grow` only where there was one. Whether there is one more now.
+        """
+        bucket = bisect_left(self._bounds, exemplar.value)
+        added = bucket not in self._exemplars
+        if grow or not added:
+            self._exemplars[bucket] = exemplar
+        return grow and added
+
+    def samples(self, name: str, labels: dict[str, str]) -> list[Sample]:
+        """Cumulative buckets, as the exposition format has them, then count and sum."""
+        found: list[Sample] = []
+        below = 0
+        exemplars = self._exemplars
+        for at, (bound, count) in enumerate(
+            zip((*self._bounds, math.inf), self._counts, strict=True)
+        ):
+            below += count
+            bucket = {**labels, "le": "+Inf" if bound == math.inf else str(bound)}
+            found.append(Sample(f"{name}_bucket", bucket, float(below), exemplar=exemplars.get(at)))
+        found.append(Sample(f"{name}_count", labels, float(below)))
+        found.append(Sample(f"{name}_sum", labels, self._sum))
+        return found
+
+
+class Sum:
+    """How much it was together and how often: a summary without quantiles."""
+
+    __slots__ = ("_count", "_sum")
+
+    def __init__(self) -> None:
+        self._count = 0
+        self._sum = 0.0
+
+    def observe(self, value: float) -> None:
+        """NaN is not known, and no observation."""
+        if not math.isnan(value):
+            self._count += 1
+            self._sum += value
+
+    def samples(self, name: str, labels: dict[str, str]) -> list[Sample]:
+        return [
+            Sample(f"{name}_count", labels, float(self._count)),
+            Sample(f"{name}_sum", labels, self._sum),
+        ]
+
+
+class Waiting(Generic[Key]):
+    """Rows of a key and `width` numbers each, until they are taken to be counted.
+
+    Nothing but the key and copies of the numbers is kept. Whoever appends bounds how many wait.
+    """
+
+    __slots__ = ("_keys", "_numbers", "_pack", "_width")
+
+    def __init__(self, width: int) -> None:
+        self._width = width
+        self._pack = Struct(f"{width}d").pack
+        self._keys: list[Key] = []
+        self._numbers = bytearray()
+
+    def __len__(self) -> int:
+        return len(self._keys)
+
+    def append(self, key: Key, *numbers: float) -> None:
+        """Raises `struct.error`, and keeps nothing, if these are not `width` numbers."""
+        self._numbers += self._pack(*numbers)
+        self._keys.append(key)
+
+    def take(self) -> tuple[list[Key], Rows]:
+        """All that wait, oldest first; none do from now on."""
+        keys, rows = self._keys, np.frombuffer(self._numbers).reshape(-1, self._width)
+        self._keys, self._numbers = [], bytearray()
+        return keys, rows
+
+
+Child = TypeVar("Child", bound=Number | Distribution | Sum)
+
+
+class Family(Collector, Generic[Child]):
+    """One metric of the table with its children by label values; a collector to register."""
+
+    def __init__(self, row: MetricSpec, make: Callable[[], Child]) -> None:
+        self.row: Final = row
+        self._make = make
+        self._children: dict[tuple[str, ...], Child] = {}
+        if not row.labels:
+            self.labels()
+
+    def labels(self, *values: str) -> Child:
+        """The child with these label values, made if there is none."""
+        assert len(values) == len(self.row.labels), f"{self.row.name} has labels {self.row.labels}"
+        child = self._children.get(values)
+        if child is None:
+            child = self._children[values] = self._make()
+        return child
+
+    def page_bytes(self, values: tuple[str, ...]) -> int:
+        """What a child with these label values takes on a page, rather too much than too little."""
+        row = self.row
+        labels = 2 + sum(
+            len(label) + 4 + len(value.encode()) + value.count('"') + value.count("\\")
+            for label, value in zip(row.labels, values, strict=True)
+        )
+        if not row.buckets:
+            return len(row.name) + labels + _NUMBER_BYTES
+        # One a bucket, +Inf, count and sum.
+        line = len(row.name) + len("_bucket") + labels + _COUNT_BYTES
+        bounds = sum(len(f'le="{bound}",') for bound in (*row.buckets, math.inf))
+        return (len(row.buckets) + 3) * line + bounds + _NUMBER_BYTES
+
+    def remove(self, *values: str) -> None:
+        del self._children[values]
+
+    def retain(self, stays: Callable[[tuple[str, ...]], bool]) -> None:
+        """Remove the children whose label values do not stay."""
+        self._children = {
+            values: child for values, child in self._children.items() if stays(values)
+        }
+
+    def clear(self) -> None:
+        self._children.clear()
+
+    def describe(self) -> Iterator[Metric]:
+        """What the registry compares names by."""
+        return self.collect()
+
+    def collect(self) -> Iterator[Metric]:
+        row = self.row
+        family = Metric(row.name.removesuffix("_total"), row.help, row.kind)
+        # Made while the page is written, so that a family of a thousand children can be written
+        # in slices. The library only iterates over it.
+        family.samples = cast("list[Sample]", self)
+        yield family
+
+    def __iter__(self) -> Iterator[Sample]:
+        names = self.row.labels
+        # A copy: between two samples children may come and go.
+        for values, child in tuple(self._children.items()):
+            yield from child.samples(self.row.name, dict(zip(names, values, strict=True)))

@@ -1,0 +1,66 @@
+"""The scheduler's state -> what a page of metrics shows of it."""
+
+from collections.abc import Mapping
+
+import numpy as np
+
+from epp.core.decision.scheduler import Scheduler
+from epp.core.knowledge.candidates import Candidates
+from epp.core.knowledge.pool import Standing
+from epp.core.peers.exchange import PeerExchange
+from epp.core.protocol.budget import BodyBudget
+from epp.core.types import Seconds
+from epp.shell.kubernetes.state import ClusterSnapshot
+from epp.shell.operators.metrics.telemetry import PoolSnapshot
+from epp.shell.process.pressure import MemoryPressure
+
+
+def pool_snapshot(
+    scheduler: Scheduler,
+    pool_name: str,
+    bodies: BodyBudget,
+    pressure: MemoryPressure,
+    cluster: ClusterSnapshot | None,
+    now: Seconds,
+    *,
+    messages: Mapping[str, int] | None = None,
+    peers: PeerExchange | None = None,
+) -> PoolSnapshot:
+    """To be read and dropped within one synchronous step. `messages` by how they were read.
+
+    `peers`: None where this picker is alone.
+    """
+    pool = scheduler.pool
+    slots = np.array([slot for slot, _ in pool.endpoints()], dtype=np.int64)
+    return PoolSnapshot(
+        pool=pool_name,
+        candidates=Candidates(
+            pool.columns,
+            slots,
+            now,
+            affinities={},
+        ),
+        ready=list(scheduler.standings(now).values()).count(Standing.READY),
+        set_aside=pool.set_aside_count(),
+        indexes={name: index.measures() for name, index in scheduler.measuring.items()},
+        held_body_bytes=bodies.held_bytes,
+        held_body_bytes_max=bodies.bytes_max,
+        memory_limit_bytes=pressure.limit_bytes,
+        memory_pressure=pressure.level,
+        load_reports={
+            "read": scheduler.load_reports,
+            "unread": scheduler.load_reports_unread,
+        },
+        messages=messages or {},
+        segments={"known": scheduler.segments.known, "new": scheduler.segments.new},
+        slowness=scheduler.outliers.slowness(),
+        outliers=dict(scheduler.outliers.found(now)),
+        ejections={
+            cause.value: count for cause, count in scheduler.outliers.ejection.total.items()
+        },
+        plugin_errors=dict.fromkeys(scheduler.settings.plugin_names, 0)
+        | {failing.name: failing.failures for failing in scheduler.failures},
+        cluster=cluster,
+        peers=peers,
+        shadow=None if scheduler.shadow is None else scheduler.shadow_totals,
+    )

@@ -1,0 +1,1028 @@
+"""Our own metrics, counted from results: decisions, refusals, outcomes, scrapes, reloads, streams.
+
+What happens per request touches cached children only, and a decision, which has some twenty of
+them, none: its facts wait, and `fold` counts them with others. Everything that a page can read from
+the scheduler when it is asked for (`PoolSnapshot`) costs nothing per request.
+"""
+
+import math
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any, Final, Generic, TypeAlias, TypeVar
+
+import numpy as np
+from msgspec import Struct, field
+from msgspec.structs import asdict
+from prometheus_client import CollectorRegistry
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    Metric,
+    SummaryMetricFamily,
+)
+from prometheus_client.registry import Collector
+from prometheus_client.samples import Exemplar
+
+from epp import __version__
+from epp.core.decision.scheduler import Decision
+from epp.core.decision.settings import SchedulerSettings
+from epp.core.decision.shadow import ShadowTotals
+from epp.core.knowledge.candidates import Candidates
+from epp.core.knowledge.index import IndexMeasures
+from epp.core.knowledge.inflight import Ending, Outcome
+from epp.core.knowledge.outliers import Outlier
+from epp.core.peers.exchange import PeerExchange
+from epp.core.prompt.request import InferenceRequest
+from epp.core.types import BYTES_PER_TOKEN, Endpoint, Refusal, Seconds
+from epp.shell.engines.first_tokens import FirstTokens
+from epp.shell.gateway.calls import Connected, Cut
+from epp.shell.kubernetes.state import ClusterSnapshot
+from epp.shell.operators.capture import CaptureSnapshot
+from epp.shell.operators.decisions.decision_history import HistorySnapshot
+from epp.shell.operators.metrics.counting import (
+    Child,
+    Column,
+    Distribution,
+    Family,
+    Number,
+    Rows,
+    Sum,
+    Waiting,
+)
+from epp.shell.operators.metrics.endpoint_series import EndpointSeries
+from epp.shell.operators.metrics.metric_table import METRICS
+from epp.shell.peers.state import PeersSnapshot
+from epp.shell.printable import printable
+from epp.shell.process.own_process import ProcessSnapshot
+
+CHILDREN_MAX: Final = 1_000
+"""Label combinations a metric keeps; the reference picker caps client-controlled values here."""
+COUNTS_BYTES_MAX: Final = 150_000
+"""Of a page, for counts of requests by model: several hundred models."""
+ERRORS_BYTES_MAX: Final = 100_000
+DISTRIBUTIONS_BYTES_MAX: Final = 560_000
+"""For histograms by model: some thirty to sixty models. With 1,000 endpoints, whose share nobody
+but the operator can grow, a page stays below 4.5 MB."""
+ATTEMPTS_BYTES_MAX: Final = 100_000
+ATTEMPTS_BYTES_PER_ENDPOINT: Final = 200
+"""For picks by model and endpoint; above it by endpoint alone."""
+WAITING_MAX: Final = 256
+"""Decisions that wait to be counted. So many take 0.3 ms, and ten times that if each has a model of
+its own; twice as many at once would save 0.3 µs of each."""
+EXEMPLARS_MAX: Final = 500
+"""Of all histograms; each adds some 80 bytes to a page of OpenMetrics."""
+LABEL_CHARACTERS_MAX: Final = 128
+OTHER: Final = "other"
+
+_Child = TypeVar("_Child")
+_Labels: TypeAlias = tuple[str, ...]
+_Decided: TypeAlias = tuple[str, str, int, str, str]
+"""Model as asked for and as served, priority, name and address of the endpoint."""
+_DECIDED_NUMBERS: Final = 7
+"""Those of every decision; one a scorer follows."""
+
+
+class PoolSnapshot(Struct, frozen=True, kw_only=True):
+    """The scheduler's state as a page shows it. Read and dropped within one synchronous step."""
+
+    pool: str = ""
+    """Name of the InferencePool."""
+    candidates: Candidates
+    """All endpoints known, ready or not."""
+    ready: int = 0
+    set_aside: int = 0
+    indexes: Mapping[str, IndexMeasures] = field(default_factory=dict)
+    """By the name of the producer in the configuration."""
+    held_body_bytes: int = 0
+    held_body_bytes_max: int = 0
+    memory_limit_bytes: int = 0
+    memory_pressure: int = 0
+    load_reports: Mapping[str, int] = field(default_factory=dict)
+    """Result -> load reports in response headers."""
+    messages: Mapping[str, int] = field(default_factory=dict)
+    """Way in which messages of gateways were read -> how many."""
+    connected: Connected | None = None
+    """None: the transport does not know."""
+    segments: Mapping[str, int] = field(default_factory=dict)
+    """Result ("known", "new") -> segments of long prompts."""
+    spans: Mapping[str, int] = field(default_factory=dict)
+    """Result -> spans; empty where tracing is off."""
+    slowness: Mapping[int, float] = field(default_factory=dict)
+    """Slot -> times the pool's median."""
+    outliers: Mapping[int, Outlier] = field(default_factory=dict)
+    """By slot."""
+    ejections: Mapping[str, int] = field(default_factory=dict)
+    """Cause -> since the start."""
+    plugin_errors: Mapping[str, int] = field(default_factory=dict)
+    """Name of every plugin that is configured -> how often it failed."""
+    cluster: ClusterSnapshot | None = None
+    """None: endpoints come from a file."""
+    peers: PeerExchange | None = None
+    """None: this picker is alone."""
+    peer_links: PeersSnapshot | None = None
+    """How it is with the connections to them; None: there are none."""
+    capture: CaptureSnapshot | None = None
+    """None: nothing is captured."""
+    history: HistorySnapshot | None = None
+    """None: decisions are not kept in files."""
+    shadow: ShadowTotals | None = None
+    """None: there is no shadow profile."""
+    first_tokens: Mapping[str, FirstTokens] = field(default_factory=dict)
+    """By the endpoint's id; those of which the engine does not tell are missing."""
+    process: ProcessSnapshot | None = None
+    """None: nobody looked."""
+
+
+class PageBudget:
+    """Bytes of a page that some children may take. The first that does not fit closes it."""
+
+    def __init__(self, bytes_max: int) -> None:
+        self._bytes_max = bytes_max
+        self._bytes_taken = 0
+        self.closed = False
+
+    def takes(self, page_bytes: int) -> bool:
+        self.closed = self.closed or self._bytes_taken + page_bytes > self._bytes_max
+        if not self.closed:
+            self._bytes_taken += page_bytes
+        return not self.closed
+
+    def gives_back(self, page_bytes: int) -> None:
+        self._bytes_taken -= page_bytes
+        self.closed = False
+
+    def resize(self, bytes_max: int) -> None:
+        self._bytes_max = bytes_max
+        self.closed = False
+
+
+def _unlimited(_: _Labels) -> int:
+    return 0
+
+
+def _all_other(labels: _Labels) -> _Labels:
+    return (OTHER,) * len(labels)
+
+
+class Children(Generic[_Child]):
+    """Children of one group of metrics, by label values, made at first use.
+
+    Values may come from clients: what is longer than `LABEL_CHARACTERS_MAX` is cut, what is not
+    printable is spelt out, and past `children_max` combinations, or what `budget` has bytes for,
+    every new one shares the child whose labels are `others(labels)`: all "other".
+    """
+
+    def __init__(
+        self,
+        make: Callable[[_Labels], _Child],
+        children_max: int = CHILDREN_MAX,
+        *,
+        budget: PageBudget | None = None,
+        page_bytes: Callable[[_Labels], int] = _unlimited,
+        others: Callable[[_Labels], _Labels] = _all_other,
+    ) -> None:
+        self._make = make
+        self._children_max = children_max
+        self._budget = budget
+        self._page_bytes = page_bytes
+        self._others = others
+        self._children: dict[_Labels, _Child] = {}
+
+    def __len__(self) -> int:
+        return len(self._children)
+
+    def __call__(self, *labels: str) -> _Child:
+        known = self._children.get(labels)
+        if known is not None:
+            return known
+        bounded = tuple(_label(value) for value in labels)
+        known = self._children.get(bounded)
+        if known is not None:
+            return known
+        if not self._admits(bounded):
+            bounded = self._others(bounded)
+            known = self._children.get(bounded)
+            if known is not None:
+                return known
+        child = self._children[bounded] = self._make(bounded)
+        return child
+
+    def drop(self, goes: Callable[[_Labels], bool]) -> list[_Labels]:
+        """Forget the children whose labels go, and say which they were."""
+        gone = [labels for labels in self._children if goes(labels)]
+        for labels in gone:
+            del self._children[labels]
+            if self._budget is not None and labels != self._others(labels):
+                self._budget.gives_back(self._page_bytes(labels))
+        return gone
+
+    def _admits(self, labels: _Labels) -> bool:
+        budget = self._budget
+        if len(self._children) >= self._children_max:
+            return False
+        if budget is None or labels == self._others(labels):
+            return True
+        # Of what is closed no size is worked out: it may be asked with every request.
+        return not budget.closed and budget.takes(self._page_bytes(labels))
+
+
+def _label(value: str) -> str:
+    """A label value that fits, in one line that UTF-8 can carry."""
+    return printable(value[:LABEL_CHARACTERS_MAX])[:LABEL_CHARACTERS_MAX]
+
+
+def _bounded_labels(endpoint: Endpoint) -> _Labels:
+    return _bounded_endpoint_labels(endpoint.name, endpoint.address)
+
+
+def _bounded_endpoint_labels(full_name: str, address: str) -> tuple[str, str, str]:
+    name, namespace, port = _endpoint_labels(full_name, address)
+    return _label(name), _label(namespace), _label(port)
+
+
+def _other_model(labels: _Labels) -> _Labels:
+    """Of an attempt: the endpoint stays, which no client names."""
+    return (labels[0], OTHER, *labels[2:])
+
+
+def endpoint_labels(endpoint: Endpoint) -> tuple[str, str, str]:
+    """(endpoint_name, namespace, port): a name is "namespace/name", or a name alone."""
+    return _endpoint_labels(endpoint.name, endpoint.address)
+
+
+def _endpoint_labels(full_name: str, address: str) -> tuple[str, str, str]:
+    namespace, _, name = full_name.rpartition("/")
+    return name, namespace, address.rpartition(":")[2]
+
+
+class _Routed(Struct, frozen=True):
+    """Distributions of one model, target model and priority that every routed request has."""
+
+    size_bytes: Distribution
+    input_tokens: Distribution
+    duration_s: Distribution
+
+
+class _Parsed(Struct, frozen=True):
+    """Those of a response that was parsed."""
+
+    ttft_s: Distribution
+    output_tokens: Distribution
+    cached_tokens: Distribution
+
+
+class _Requests(Struct, frozen=True):
+    """Children of one model, target model and priority."""
+
+    total: Number
+    running: Number
+
+
+class Telemetry:
+    """The shell calls one method an event. Owns no clock: durations are handed in."""
+
+    def __init__(  # noqa: PLR0915  a line a metric
+        self,
+        registry: CollectorRegistry,
+        pool: Callable[[], PoolSnapshot] | None = None,
+        could_not: Callable[[str, Exception], None] | None = None,
+    ) -> None:
+        """`pool` is called once a page, on the thread that makes it.
+
+        `could_not` is told of what waited and cannot be counted, by its event; None: its number is
+        all that is told.
+        """
+        self._could_not = could_not or (lambda event, _: self.telemetry_failed(event))
+        registry.register(_First(self.fold))
+        made = _Counted(registry)
+        numbers, distributions = made.numbers, made.distributions
+        self._requests = _group(
+            _Requests,
+            (numbers["homing_request_total"], numbers["homing_request_running"]),
+            PageBudget(COUNTS_BYTES_MAX),
+        )
+        by_model = PageBudget(DISTRIBUTIONS_BYTES_MAX)
+        self._routed = _group(
+            _Routed,
+            (
+                distributions["homing_request_size_bytes"],
+                distributions["homing_request_input_tokens"],
+                distributions["homing_request_duration_seconds"],
+            ),
+            by_model,
+        )
+        self._parsed = _group(
+            _Parsed,
+            (
+                distributions["homing_request_ttft_seconds"],
+                distributions["homing_request_output_tokens"],
+                distributions["homing_request_cached_tokens"],
+            ),
+            by_model,
+        )
+        self._errors = _group(
+            _only, (numbers["homing_request_error_total"],), PageBudget(ERRORS_BYTES_MAX)
+        )
+        self._processing_s = distributions["homing_request_processing_duration_seconds"].labels()
+        self._headers_s = distributions["homing_response_headers_seconds"].labels()
+        self._decision_s = distributions["homing_scheduler_e2e_duration_seconds"].labels()
+        self._attempts_metric = numbers["homing_scheduler_attempts_total"]
+        self._attempts_budget = PageBudget(ATTEMPTS_BYTES_MAX)
+        self._attempts = Children(
+            _labelled(self._attempts_metric),
+            10 * CHILDREN_MAX,
+            budget=self._attempts_budget,
+            page_bytes=self._attempts_metric.page_bytes,
+            others=_other_model,
+        )
+        self._refusals = Children(_labelled(numbers["homing_refusals_total"]))
+        self._eliminated = Children(_labelled(numbers["homing_filter_eliminated_total"]))
+        self._contribution = Children(_labelled(distributions["homing_scorer_contribution"]))
+        self._exemplars = 0
+        self._scorers: tuple[str, ...] = ()
+        """Of the decisions that wait."""
+        self._waiting: Waiting[_Decided] = Waiting(_DECIDED_NUMBERS)
+        self._without_prefix = Children(_labelled(numbers["homing_scheduled_without_prefix_total"]))
+        self._unknown_mode = Children(_labelled(numbers["homing_unknown_body_mode_total"]), 32)
+        self._declined = numbers["homing_response_bodies_declined_total"].labels()
+        self._usage_unseen = numbers["homing_response_usage_unseen_total"].labels()
+        self._gateways_blind = numbers["homing_gateways_without_responses_total"].labels()
+        self._violations = Children(_labelled(numbers["homing_protocol_violations_total"]))
+        self._hit_ratio = distributions["homing_prefix_indexer_hit_ratio"].labels()
+        self._hit_bytes = distributions["homing_prefix_indexer_hit_bytes"].labels()
+        self._hit_tokens = numbers["homing_predicted_hit_tokens_total"].labels()
+        self._compared_tokens = Children(_labelled(numbers["homing_prefix_hit_tokens_total"]))
+        # What each endpoint did with its requests; told of by whoever sees them end.
+        self.by_endpoint = EndpointSeries(made.sums, numbers, _bounded_endpoint_labels)
+        self._set_aside_metric = numbers["homing_set_aside_total"]
+        self._set_aside = Children(_labelled(numbers["homing_set_aside_total"]))
+        self._scrape_s = distributions["homing_scrape_duration_seconds"].labels()
+        self._scrape_errors = Children(_labelled(numbers["homing_scrape_errors_total"]), 64)
+        self._reload_ok = numbers["homing_config_last_reload_successful"].labels()
+        self._last_good = Children(_labelled(numbers["homing_last_good_in_force"]))
+        self._not_kept = Children(_labelled(numbers["homing_last_good_write_errors_total"]))
+        self._reloads = Children(_labelled(numbers["homing_config_reloads_total"]))
+        self._config_info = numbers["homing_config_info"]
+        self._weights = numbers["homing_scorer_weight"]
+        self._peer_snapshot_s = Children(_labelled(distributions["homing_peer_snapshot_seconds"]))
+        self._loop_lag_s = distributions["homing_loop_lag_seconds"].labels()
+        self._streams = numbers["homing_extproc_streams_inflight"].labels()
+        self._streams_ended = Children(_labelled(numbers["homing_extproc_streams_total"]), 32)
+        self._stream_s = distributions["homing_extproc_stream_duration_seconds"].labels()
+        self._unknown_objective = numbers["homing_unknown_objective_total"].labels()
+        self._drain_cut = numbers["homing_drain_cut_streams_total"].labels()
+        self._failures = Children(_labelled(numbers["homing_telemetry_failures_total"]), 32)
+        self._task_ends = Children(_labelled(numbers["homing_task_ends_total"]), 64)
+        self._connections_cut = Children(
+            _labelled(numbers["homing_extproc_connections_cut_total"]), len(Cut)
+        )
+        for reason in Cut:
+            # There from the start: an alert sees the first one too.
+            self._connections_cut(reason.value)
+        numbers["homing_info"].labels(__version__).set(1)
+        if pool is not None:
+            registry.register(PoolCollector(pool))
+
+    def decided(
+        self,
+        decision: Decision,
+        *,
+        scheduling_s: Seconds,
+        processing_s: Seconds,
+        request_bytes: int,
+        parts: Sequence[float],
+        model_name: str = "",
+    ) -> None:
+        """A request was routed. `model_name` is what the client asked for, if it was rewritten.
+
+        `parts` are what each scorer gave its endpoint.
+        """
+        request, endpoint = decision.lease.request, decision.endpoint
+        if decision.scorers != self._scorers:
+            self._fold_decisions()
+            self._scorers = decision.scorers
+            self._waiting = Waiting(_DECIDED_NUMBERS + len(decision.scorers))
+        # Cut: a name may be as long as a body.
+        model = request.model[:LABEL_CHARACTERS_MAX]
+        asked = model_name[:LABEL_CHARACTERS_MAX] or model
+        self._waiting.append(
+            (asked, model, request.priority, endpoint.name, endpoint.address),
+            scheduling_s,
+            processing_s,
+            request_bytes,
+            request.prompt_tokens,
+            decision.matched_blocks,
+            decision.total_blocks,
+            decision.block_tokens,
+            *parts,
+        )
+        for name, dropped in decision.eliminated.items():
+            self._eliminated(name).inc(dropped)
+        if len(self._waiting) >= WAITING_MAX:
+            self._fold_decisions()
+
+    def fold(self) -> None:
+        """Count the decisions that wait. Done before anything is read, so totals are exact then.
+
+        One that cannot be counted costs no other.
+        """
+        self._fold_decisions()
+        try:
+            self.by_endpoint.fold()
+        except Exception as error:  # noqa: BLE001  telemetry fails neither a page nor the picker
+            self._could_not("answered", error)
+
+    def _fold_decisions(self) -> None:
+        if not self._waiting:
+            return
+        decided, rows = self._waiting.take()
+        try:
+            self._count(decided, rows)
+        except Exception:  # noqa: BLE001  telemetry never fails a request, and here it would be another's
+            for at, key in enumerate(decided):
+                self._count_alone(key, rows[at : at + 1])
+
+    def _count_alone(self, key: _Decided, row: Rows) -> None:
+        try:
+            self._count([key], row)
+        except Exception as error:  # noqa: BLE001  as above
+            self._could_not("decided", error)
+
+    def _count(self, decided: Sequence[_Decided], rows: Rows) -> None:
+        """All or, if it raises, nothing."""
+        # What can fail comes first.
+        positions: dict[tuple[str, str, int], list[int]] = {}
+        for at, key in enumerate(decided):
+            positions.setdefault(key[:3], []).append(at)
+        models = []
+        for (asked, model, priority), found_at in positions.items():
+            labels = asked, model, str(priority)
+            models.append((self._requests(*labels), self._routed(*labels), found_at))
+        attempts = [
+            (self._attempts("success", model, *_endpoint_labels(name, address)), count)
+            for (_, model, _, name, address), count in Counter(decided).items()
+        ]
+        scorers = [self._contribution(name) for name in self._scorers]
+
+        columns = rows.T
+        scheduling_s, processing_s, sizes_bytes, input_tokens = columns[:4]
+        matched, total, block_tokens = columns[4:_DECIDED_NUMBERS]
+        for counts, routed, found_at in models:
+            counts.total.inc(len(found_at))
+            counts.running.inc(len(found_at))
+            routed.size_bytes.observe_all(sizes_bytes[found_at])
+            routed.input_tokens.observe_all(input_tokens[found_at])
+        for child, count in attempts:
+            child.inc(count)
+        self._decision_s.observe_all(scheduling_s)
+        self._processing_s.observe_all(processing_s)
+        self._count_hits(matched, total, block_tokens)
+        for scorer, part in zip(scorers, columns[_DECIDED_NUMBERS:], strict=True):
+            scorer.observe_all(part)
+
+    def _count_hits(self, matched: Column, total: Column, block_tokens: Column) -> None:
+        """Of prompts that have a full block."""
+        has_blocks = total > 0
+        matched, total = matched[has_blocks], total[has_blocks]
+        hit_tokens = matched * block_tokens[has_blocks]
+        self._hit_ratio.observe_all(matched / total)
+        self._hit_bytes.observe_all(hit_tokens * BYTES_PER_TOKEN)
+        self._hit_tokens.inc(float(hit_tokens.sum()))
+
+    def refused(
+        self,
+        refusal: Refusal,
+        *,
+        scheduling_s: Seconds | None = None,
+        request: InferenceRequest | None = None,
+        model_name: str = "",
+    ) -> None:
+        """A request was refused; `request` is known once it was parsed, the time if scheduled."""
+        reason = refusal.reason.value
+        self._refusals(reason).inc()
+        for name, dropped in refusal.eliminated.items():
+            self._eliminated(name).inc(dropped)
+        model, priority = (request.model, str(request.priority)) if request else ("", "0")
+        labels = (model_name or model, model, priority)
+        self._requests(*labels).total.inc()
+        self._errors(*labels, reason).inc()
+        if scheduling_s is not None:
+            self._decision_s.observe(scheduling_s)
+            self._attempts("failure", model, "", "", "").inc()
+
+    def failed(
+        self,
+        failure: str,
+        *,
+        request: InferenceRequest | None = None,
+        model_name: str = "",
+        counted: bool = False,
+    ) -> None:
+        """The stream of a request ended with an error; `counted`: after the request was routed."""
+        model, priority = (request.model, str(request.priority)) if request else ("", "0")
+        labels = (model_name or model, model, priority)
+        if not counted:
+            self._requests(*labels).total.inc()
+        self._errors(*labels, failure).inc()
+
+    def response_started(self, *, elapsed_s: Seconds) -> None:
+        """Response headers were seen, `elapsed_s` after the request headers."""
+        self._headers_s.observe(elapsed_s)
+
+    def first_output(self, decision: Decision, *, elapsed_s: Seconds, model_name: str = "") -> None:
+        """The first output token was seen; only where the response is parsed."""
+        labels = _model_labels(decision.lease.request, model_name)
+        self._parsed(*labels).ttft_s.observe(elapsed_s)
+
+    def traced(
+        self,
+        decision: Decision,
+        trace_id: str,
+        at_s: Seconds,
+        *,
+        elapsed_s: Seconds,
+        headers_s: Seconds | None = None,
+        ttft_s: Seconds | None = None,
+        model_name: str = "",
+    ) -> None:
+        """A request of which a span is kept took this long, as was observed before.
+
+        `at_s`: seconds since 1970; the times from the request headers on.
+        """
+        labels = _model_labels(decision.lease.request, model_name)
+        self._exemplify(self._routed(*labels).duration_s, elapsed_s, trace_id, at_s)
+        if headers_s is not None:
+            self._exemplify(self._headers_s, headers_s, trace_id, at_s)
+        if ttft_s is not None:
+            self._exemplify(self._parsed(*labels).ttft_s, ttft_s, trace_id, at_s)
+
+    def _exemplify(self, shown: Distribution, value: float, trace_id: str, at_s: Seconds) -> None:
+        exemplar = Exemplar({"trace_id": trace_id}, value, at_s)
+        self._exemplars += shown.exemplify(exemplar, grow=self._exemplars < EXEMPLARS_MAX)
+
+    def completed(
+        self,
+        decision: Decision,
+        outcome: Outcome,
+        *,
+        elapsed_s: Seconds,
+        output_tokens: int | None = None,
+        cached_tokens: int | None = None,
+        model_name: str = "",
+        counted: bool = False,
+    ) -> None:
+        """A routed request ended: exactly once for each `decided`, with the same `model_name`.
+
+        `counted`: its failure was, under its own reason.
+        """
+        request = decision.lease.request
+        labels = _model_labels(request, model_name)
+        self._requests(*labels).running.dec()
+        self._routed(*labels).duration_s.observe(elapsed_s)
+        if output_tokens is not None:
+            self._parsed(*labels).output_tokens.observe(output_tokens)
+        if cached_tokens is not None:
+            self._parsed(*labels).cached_tokens.observe(cached_tokens)
+            predicted = decision.predicted_tokens
+            self._compared_tokens("predicted").inc(predicted)
+            self._compared_tokens("served").inc(cached_tokens)
+        error_code = _error_code(outcome)
+        if error_code and not counted:
+            self._errors(*labels, error_code).inc()
+
+    def scheduled_without_prefix(self, mode: str) -> None:
+        """A request was scheduled at its headers; `mode` is its body mode or "headers-only"."""
+        self._without_prefix(mode).inc()
+
+    def unknown_body_mode(self, mode: int) -> None:
+        """A gateway announced a body mode that the picker does not know."""
+        self._unknown_mode(str(mode)).inc()
+
+    def unknown_objective(self) -> None:
+        """A request named an objective that is not known."""
+        self._unknown_objective.inc()
+
+    def protocol_violated(self, phase: str, event: str) -> None:
+        """A gateway sent `event` in a `phase` of the stream that does not allow it."""
+        self._violations(phase, event).inc()
+
+    def response_body_declined(self) -> None:
+        """The gateway was asked not to show the body of a response."""
+        self._declined.inc()
+
+    def usage_unseen(self) -> None:
+        """Usage was to be read of a response whose body the gateway does not show."""
+        self._usage_unseen.inc()
+
+    def responses_unseen(self) -> None:
+        """A gateway shows no responses."""
+        self._gateways_blind.inc()
+
+    def set_aside(self, endpoint: Endpoint) -> None:
+        self._set_aside(*endpoint_labels(endpoint)).inc()
+
+    def endpoints_replaced(self, endpoints: Iterable[Endpoint]) -> None:
+        """Drop the counters of endpoints that are gone; pods come and go for as long as we run."""
+        # What waits would make them anew.
+        self.fold()
+        endpoints = tuple(endpoints)
+        self.by_endpoint.replace(endpoints)
+        present = {_bounded_labels(endpoint) for endpoint in endpoints}
+        per_endpoint = ATTEMPTS_BYTES_PER_ENDPOINT * len(present)
+        self._attempts_budget.resize(max(ATTEMPTS_BYTES_MAX, per_endpoint))
+        present |= {("", "", ""), (OTHER, OTHER, OTHER)}
+        for children, metric in (
+            (self._attempts, self._attempts_metric),
+            (self._set_aside, self._set_aside_metric),
+        ):
+            for labels in children.drop(lambda labels: labels[-3:] not in present):
+                metric.remove(*labels)
+
+    def scraped(self, *, elapsed_s: Seconds) -> None:
+        """One endpoint was scraped with success."""
+        self._scrape_s.observe(elapsed_s)
+
+    def scrape_failed(self, kind: str) -> None:
+        self._scrape_errors(kind).inc()
+
+    def config_applied(
+        self, settings: SchedulerSettings, *, config_hash: str, generation: int
+    ) -> None:
+        """`settings` are in force from now on."""
+        self._reload_ok.set(1)
+        self._reloads("success").inc()
+        self._config_info.clear()
+        self._config_info.labels(config_hash, str(generation)).set(1)
+        self._weights.clear()
+        profile = settings.profile
+        for scorer in profile.scorers:
+            names = printable(profile.name), printable(scorer.name)
+            self._weights.labels(*names).set(scorer.weight)
+
+    def config_rejected(self) -> None:
+        """A new configuration was not taken; the last good one stays in force."""
+        self._reload_ok.set(0)
+        self._reloads("failure").inc()
+
+    def last_good_in_force(self, file: str, in_force: bool) -> None:
+        """Whether the picker runs by a copy of `file`, because that was broken at the start."""
+        self._last_good(file).set(in_force)
+
+    def last_good_not_kept(self, file: str) -> None:
+        """The copy of `file` could not be written."""
+        self._not_kept(file).inc()
+
+    def task_ended(self, task: str, times: int) -> None:
+        """`task` ended so many times though nobody asked it to; 0: it is started."""
+        self._task_ends(task).inc(times)
+
+    def peer_snapshot(self, source: str, elapsed_s: Seconds) -> None:
+        """A snapshot came in whole from `source`: "peer", "file" or "broker"."""
+        self._peer_snapshot_s(source).observe(elapsed_s)
+
+    def loop_lagged(self, late: Sequence[Seconds]) -> None:
+        """Timers of the event loop ran so late."""
+        for late_s in late:
+            self._loop_lag_s.observe(late_s)
+
+    def stream_opened(self) -> None:
+        self._streams.inc()
+
+    def stream_closed(self, code: str, *, elapsed_s: Seconds) -> None:
+        """An ext_proc stream ended with the gRPC status `code` ("OK", "CANCELLED", ...)."""
+        self._streams.dec()
+        self._streams_ended(code).inc()
+        self._stream_s.observe(elapsed_s)
+
+    def connection_cut(self, reason: Cut) -> None:
+        """A transport ended a connection that its gateway would have kept."""
+        self._connections_cut(reason.value).inc()
+
+    def drain_cut(self, streams: int) -> None:
+        """`streams` were still open when the drain timed out."""
+        self._drain_cut.inc(streams)
+        self._errors("", "", "0", "drain-cut").inc(streams)
+
+    def telemetry_failed(self, event: str) -> None:
+        """`event` was not told of, by a defect of ours."""
+        self._failures(event).inc()
+
+
+def _model_labels(request: InferenceRequest, model_name: str) -> tuple[str, str, str]:
+    return model_name or request.model, request.model, str(request.priority)
+
+
+def _error_code(outcome: Outcome) -> str:
+    """Empty for what went well."""
+    if outcome.ending is Ending.CLIENT_LEFT:
+        return outcome.ending.value
+    if outcome.status is not None and outcome.status >= 400:
+        return str(outcome.status) if outcome.status < 600 else OTHER
+    return outcome.ending.value if outcome.ending is Ending.ERROR else ""
+
+
+class _Counted:
+    """The metrics of the table that are counted as things happen, registered once."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self.numbers: dict[str, Family[Number]] = {}
+        self.distributions: dict[str, Family[Distribution]] = {}
+        self.sums: dict[str, Family[Sum]] = {}
+        for row in METRICS:
+            if row.sampled:
+                continue
+            if row.kind == "histogram":
+                made = Family(row, partial(Distribution, row.buckets))
+                self.distributions[row.name] = made
+                registry.register(made)
+                continue
+            if row.kind == "summary":
+                registry.register(self.sums.setdefault(row.name, Family(row, Sum)))
+                continue
+            registry.register(self.numbers.setdefault(row.name, Family(row, Number)))
+
+
+def _labelled(family: Family[Child]) -> Callable[[_Labels], Child]:
+    return lambda labels: family.labels(*labels)
+
+
+def _group(
+    together: Callable[..., _Child], families: Sequence[Family[Child]], budget: PageBudget
+) -> Children[_Child]:
+    """Children of several metrics of the same labels, which are made and left out together."""
+    return Children(
+        lambda labels: together(*[family.labels(*labels) for family in families]),
+        budget=budget,
+        page_bytes=lambda labels: sum(family.page_bytes(labels) for family in families),
+    )
+
+
+def _only(number: Number) -> Number:
+    return number
+
+
+class _First(Collector):
+    """Has no families. What is registered first is collected first: `prepare` runs before a read."""
+
+    def __init__(self, prepare: Callable[[], None]) -> None:
+        self._prepare = prepare
+
+    def describe(self) -> Iterator[Metric]:
+        return iter(())
+
+    def collect(self) -> Iterator[Metric]:
+        self._prepare()
+        return iter(())
+
+
+class PoolCollector(Collector):
+    """Reads the scheduler when a page is made. A family without a known value has no samples."""
+
+    def __init__(self, source: Callable[[], PoolSnapshot]) -> None:
+        self._source = source
+
+    def describe(self) -> Iterator[Metric]:
+        """The empty families: registering must not read a scheduler that is not yet built."""
+        return iter(_empty_families().values())
+
+    def collect(self) -> Iterator[Metric]:
+        snapshot = self._source()
+        families = _empty_families()
+        _add_pool(families, snapshot)
+        _add_endpoints(families, snapshot)
+        _add_indexes(families, snapshot)
+        _add_plugins(families, snapshot)
+        if snapshot.cluster is not None:
+            _add_cluster(families, snapshot.cluster)
+        if snapshot.peers is not None:
+            _add_peers(families, snapshot.peers)
+        if snapshot.peer_links is not None:
+            _add_peer_links(families, snapshot.peer_links)
+        if snapshot.capture is not None:
+            _add_capture(families, snapshot.capture)
+        if snapshot.history is not None:
+            _add_history(families, snapshot.history)
+        if snapshot.shadow is not None:
+            _add_shadow(families, snapshot.shadow, snapshot.candidates)
+        if snapshot.process is not None:
+            _add_process(families, snapshot.process)
+        return iter(families.values())
+
+
+_Family: TypeAlias = CounterMetricFamily | GaugeMetricFamily | SummaryMetricFamily
+
+
+def _empty_families() -> dict[str, Any]:
+    families: dict[str, type[_Family]] = {
+        "counter": CounterMetricFamily,
+        "gauge": GaugeMetricFamily,
+        "summary": SummaryMetricFamily,
+    }
+    return {
+        row.name: families[row.kind](row.name, row.help, labels=row.labels)
+        for row in METRICS
+        if row.sampled
+    }
+
+
+_Families: TypeAlias = Mapping[str, Any]
+"""A family of the library for each row of the table that is sampled."""
+
+
+def _add_pool(families: _Families, snapshot: PoolSnapshot) -> None:
+    name = [_label(snapshot.pool)]
+    candidates = snapshot.candidates
+    families["homing_ready_endpoints"].add_metric(name, snapshot.ready)
+    families["homing_known_endpoints"].add_metric(name, len(candidates))
+    families["homing_endpoints_set_aside"].add_metric(name, snapshot.set_aside)
+    ejected = sum(outlier.ejected for outlier in snapshot.outliers.values())
+    families["homing_endpoints_ejected"].add_metric(name, ejected)
+    for cause, ejections in snapshot.ejections.items():
+        families["homing_endpoint_ejections_total"].add_metric([cause], ejections)
+    families["homing_held_body_bytes"].add_metric([], snapshot.held_body_bytes)
+    families["homing_held_body_bytes_max"].add_metric([], snapshot.held_body_bytes_max)
+    families["homing_memory_limit_bytes"].add_metric([], snapshot.memory_limit_bytes)
+    families["homing_memory_pressure"].add_metric([], snapshot.memory_pressure)
+    for result, count in snapshot.load_reports.items():
+        families["homing_load_reports_total"].add_metric([result], count)
+    for result, segments in snapshot.segments.items():
+        families["homing_prompt_segments_total"].add_metric([result], segments)
+    for result, spans in snapshot.spans.items():
+        families["homing_spans_total"].add_metric([result], spans)
+    for path, messages in snapshot.messages.items():
+        families["homing_extproc_messages_total"].add_metric([path], messages)
+    connected = snapshot.connected
+    if connected is not None:
+        families["homing_extproc_connections"].add_metric([], connected.connections)
+        families["homing_extproc_unacknowledged_bytes"].add_metric(
+            [], connected.unacknowledged_bytes
+        )
+    for suffix, column in (
+        ("kv_cache_utilization", candidates.kv_cache_usage),
+        ("queue_size", candidates.waiting_requests),
+        ("running_requests", candidates.running_requests),
+    ):
+        known = column[~np.isnan(column)]
+        if len(known):
+            families[f"homing_average_{suffix}"].add_metric(name, float(known.mean()))
+            families[f"homing_std_dev_{suffix}"].add_metric(name, float(known.std()))
+
+
+def _add_shadow(families: _Families, totals: ShadowTotals, candidates: Candidates) -> None:
+    for verdict, count in totals.verdicts.items():
+        families["homing_shadow_decisions_total"].add_metric([verdict], count)
+    for slot, endpoint in zip(candidates.slot.tolist(), candidates.endpoints, strict=True):
+        labels = _bounded_labels(endpoint)
+        families["homing_shadow_picks_total"].add_metric(labels, totals.picks[slot])
+    for profile, tokens, inflight in (
+        ("live", totals.live_uncached_tokens, totals.live_inflight_requests),
+        ("shadow", totals.uncached_tokens, totals.inflight_requests),
+    ):
+        families["homing_shadow_uncached_tokens_total"].add_metric([profile], tokens)
+        families["homing_shadow_inflight_requests_total"].add_metric([profile], inflight)
+
+
+def _add_process(families: _Families, process: ProcessSnapshot) -> None:
+    families["homing_process_cpu_seconds_total"].add_metric([], process.cpu_s)
+    if process.resident_bytes:
+        families["homing_process_resident_memory_bytes"].add_metric([], process.resident_bytes)
+
+
+def _add_history(families: _Families, history: HistorySnapshot) -> None:
+    families["homing_decision_history_records_total"].add_metric([], history.records)
+    for reason, records in history.dropped.items():
+        families["homing_decision_history_dropped_total"].add_metric([reason], records)
+    families["homing_decision_history_write_errors_total"].add_metric([], history.write_errors)
+    families["homing_decision_history_bytes"].add_metric([], history.bytes)
+
+
+def _add_capture(families: _Families, capture: CaptureSnapshot) -> None:
+    families["homing_capture_requests_total"].add_metric([], capture.requests)
+    families["homing_capture_events_total"].add_metric([], capture.events)
+    for reason, notes in capture.dropped.items():
+        families["homing_capture_dropped_total"].add_metric([reason], notes)
+    families["homing_capture_write_errors_total"].add_metric([], capture.write_errors)
+    families["homing_capture_bytes"].add_metric([], capture.bytes)
+
+
+def _add_endpoints(families: _Families, snapshot: PoolSnapshot) -> None:
+    candidates = snapshot.candidates
+    rows = zip(
+        candidates.endpoints,
+        candidates.waiting_requests.tolist(),
+        candidates.metrics_age_s.tolist(),
+        candidates.inflight_requests.tolist(),
+        candidates.inflight_prefill_tokens.tolist(),
+        strict=True,
+    )
+    scraped = (
+        ("running_requests", candidates.running_requests.tolist()),
+        ("kv_cache_utilization", candidates.kv_cache_usage.tolist()),
+        ("cache_queried_tokens_total", candidates.cache_queried_tokens.tolist()),
+        ("cache_hit_tokens_total", candidates.cache_hit_tokens.tolist()),
+    )
+    slots = candidates.slot.tolist()
+    queue = families["homing_per_endpoint_queue_size"]
+    age = families["homing_per_endpoint_metrics_age_seconds"]
+    requests = families["homing_inflight_requests"]
+    tokens = families["homing_inflight_tokens"]
+    shown: set[_Labels] = set()
+    for at, (endpoint, waiting, age_s, inflight_requests, inflight_tokens) in enumerate(rows):
+        labels = _bounded_labels(endpoint)
+        # Two samples with the same labels would make the whole page invalid.
+        if labels in shown:
+            continue
+        shown.add(labels)
+        if math.isfinite(waiting):
+            queue.add_metric([_label(snapshot.pool), _label(endpoint.name), labels[2]], waiting)
+        if math.isfinite(age_s):
+            age.add_metric(labels, age_s)
+        requests.add_metric(labels, inflight_requests)
+        tokens.add_metric(labels, inflight_tokens)
+        for suffix, column in scraped:
+            if math.isfinite(column[at]):
+                families[f"homing_per_endpoint_{suffix}"].add_metric(labels, column[at])
+        first_tokens = snapshot.first_tokens.get(endpoint.endpoint_id)
+        if first_tokens is not None:
+            told = first_tokens.count, first_tokens.sum_s
+            families["homing_per_endpoint_engine_ttft_seconds"].add_metric(labels, *told)
+        if slots[at] in snapshot.slowness:
+            slowness = snapshot.slowness[slots[at]]
+            families["homing_per_endpoint_slowness_ratio"].add_metric(labels, slowness)
+        if slots[at] in snapshot.outliers:
+            cause = snapshot.outliers[slots[at]].cause.value
+            families["homing_per_endpoint_outlier"].add_metric((*labels, cause), 1.0)
+
+
+def _add_indexes(families: _Families, snapshot: PoolSnapshot) -> None:
+    for name, told in snapshot.indexes.items():
+        index = printable(name)
+        families["homing_prefix_indexer_size"].add_metric([index], told.entries)
+        families["homing_prefix_indexer_memory_bytes"].add_metric([index], told.memory_bytes)
+        for result, lookups in told.lookups.items():
+            families["homing_prefix_indexer_lookups_total"].add_metric([index, result], lookups)
+        for cause, entries in told.evictions.items():
+            families["homing_prefix_indexer_evictions_total"].add_metric([index, cause], entries)
+        known_from_peers = families["homing_prefix_known_from_peers_total"]
+        known_from_peers.add_metric([index], told.known_from_peers)
+
+
+def _add_plugins(families: _Families, snapshot: PoolSnapshot) -> None:
+    errors: dict[str, int] = {}
+    for name, count in snapshot.plugin_errors.items():
+        # Two names may be one when they are cut.
+        errors[_label(name)] = errors.get(_label(name), 0) + count
+    for label, count in errors.items():
+        families["homing_plugin_errors_total"].add_metric([label], count)
+
+
+def _add_cluster(families: _Families, cluster: ClusterSnapshot) -> None:
+    for resource, told in cluster.kinds.items():
+        for name, value in (
+            ("staleness_seconds", told.stale_s),
+            ("synced", float(told.synced)),
+            ("objects", told.objects),
+            ("lists_total", told.lists),
+            ("watches_total", told.watches),
+            ("repairs_total", told.repairs),
+        ):
+            families[f"homing_kube_{name}"].add_metric([resource], value)
+        for kind, errors in told.errors.items():
+            families["homing_kube_errors_total"].add_metric([resource, kind], errors)
+    for result, events in cluster.events.items():
+        families["homing_kube_events_total"].add_metric([result], events)
+    if cluster.leading is not None:
+        families["homing_leader"].add_metric([], float(cluster.leading))
+
+
+def _add_peers(families: _Families, peers: PeerExchange) -> None:
+    families["homing_peers"].add_metric([], len(peers.peers))
+    families["homing_peer_replicas_unheard"].add_metric([], peers.unheard)
+    records = families["homing_peer_records_total"]
+    records.add_metric(["sent", "sent"], peers.records_sent)
+    for outcome, count in asdict(peers.received).items():
+        records.add_metric(["received", outcome], count)
+    if peers.peers:
+        lag_s = max(peer.inbox.lag_s for peer in peers.peers.values())
+        families["homing_peer_lag_seconds"].add_metric([], lag_s)
+    for name, frames in (
+        ("lost", peers.frames_lost),
+        ("asked_again", peers.frames_asked),
+        ("recovered", peers.frames_recovered),
+    ):
+        families[f"homing_peer_frames_{name}_total"].add_metric([], frames)
+    families["homing_peer_claims_cut_total"].add_metric([], peers.claims_cut)
+
+
+def _add_peer_links(families: _Families, peers: PeersSnapshot) -> None:
+    families["homing_peers_known"].add_metric([], peers.known)
+    for frame_labels, frames in peers.frames.items():
+        families["homing_peer_frames_total"].add_metric(frame_labels, frames)
+    sizes = families["homing_peer_bytes_total"]
+    sizes.add_metric(["sent"], peers.bytes_sent)
+    sizes.add_metric(["received"], peers.bytes_received)
+    for kind, failures in peers.failures.items():
+        families["homing_peer_failures_total"].add_metric([kind], failures)
+    for snapshot_labels, count in peers.snapshots.items():
+        families["homing_peer_snapshots_total"].add_metric(snapshot_labels, count)

@@ -1,0 +1,221 @@
+"""What the picker knows and did, for who asks it: /debug/config, /debug/endpoints, /debug/decisions,
+/debug/explain, /debug/peers.
+
+Plain tables, or JSON for who accepts it or asks with `?format=json`. Nothing of a prompt is shown.
+"""
+
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Final
+
+import msgspec
+from aiohttp import hdrs, web
+
+from epp.configuration.config import PickerConfig
+from epp.configuration.describing import config_hash, describe
+from epp.configuration.explaining import explain
+from epp.core.decision.scheduler import Scheduler
+from epp.core.types import RefusalReason, Seconds
+from epp.shell.engines.first_tokens import FirstTokens
+from epp.shell.operators.decisions.decision_record import TEXT_CHARACTERS_MAX
+from epp.shell.operators.decisions.decision_rows import Row, iso
+from epp.shell.operators.decisions.endpoint_states import READY, EndpointStates
+from epp.shell.operators.decisions.explanation import explanation
+from epp.shell.operators.decisions.recent_decisions import RecentDecisions, Wanted
+from epp.shell.operators.pages.bearer_token import BearerToken
+from epp.shell.operators.pages.endpoint_rows import endpoint_rows
+from epp.shell.operators.pages.page_queue import PageQueue, in_turns
+from epp.shell.operators.pages.text_table import cell, table_in_turns
+from epp.shell.peers.state import PeerRow
+
+PAGES: Final = {
+    "/debug/config": "the configuration in force, its hash and generation",
+    "/debug/endpoints": "each endpoint: ready or why not and since when, its metrics, what is in flight",
+    "/debug/decisions": (
+        "the last decisions and refusals; ?n= ?request_id= ?endpoint= ?model= ?refused="
+    ),
+    "/debug/explain": "why a request went where it went, in words; ?request_id= ?endpoint= (why not there)",
+    "/debug/peers": "each replica that is shared with: since when, last heard, bytes, dropped",
+}
+"""Plain tables, or JSON with ?format=json."""
+SHOWN: Final = 50
+SHOWN_MAX: Final = 1_000
+EXPLAINED_MAX: Final = 5
+"""Requests that have one id, newest first: clients choose ids, and retries keep theirs."""
+_COLUMNS: Final = (
+    *("at", "number", "request_id", "model", "path", "priority", "endpoint", "address"),
+    *("prompt_tokens", "matched", "ready", "candidates", "eliminated", "refused", "status"),
+    "scores",
+)
+"""Of the table of decisions."""
+
+
+class DebugPages:
+    """Routes for the metrics server."""
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        recent: RecentDecisions,
+        config: Callable[[], tuple[PickerConfig, int]],
+        states: EndpointStates,
+        peers: Callable[[], Sequence[PeerRow]] = tuple,
+        first_tokens: Callable[[Seconds], Mapping[str, FirstTokens]] = lambda _: {},
+    ) -> None:
+        """`config` gives what is in force, and its generation; `peers` the other replicas;
+        `first_tokens` what engines tell of them by endpoint id.
+        """
+        self._first_tokens = first_tokens
+        self._scheduler = scheduler
+        self._recent = recent
+        self._config = config
+        self._states = states
+        self._peers = peers
+
+    def routes(self, queue: PageQueue, token: BearerToken | None = None) -> list[web.RouteDef]:
+        """Pages are made in `queue`. `token`: without it nothing is shown; None: to everybody."""
+        pages = (
+            self._config_page,
+            self._endpoints_page,
+            self._decisions_page,
+            self._explain_page,
+            self._peers_page,
+        )
+        made = [queue.queued(page) for page in pages]
+        # A stranger takes nobody's place in the queue.
+        return [
+            web.get(path, token.guarded(page) if token else page)
+            for path, page in zip(PAGES, made, strict=True)
+        ]
+
+    async def _config_page(self, request: web.Request) -> web.Response:
+        config, generation = self._config()
+        failing = [
+            {"plugin": one.name, "failures": one.failures, "last": one.what}
+            for one in self._scheduler.failures
+        ]
+        if _wants_json(request):
+            return _json(
+                {
+                    "source": config.source,
+                    "hash": config_hash(config),
+                    "generation": generation,
+                    "failing_plugins": failing,
+                    "config": describe(config),
+                }
+            )
+        failed = f"\nplugins that failed\n{await table_in_turns(failing)}" if failing else ""
+        return web.Response(text=f"generation     {generation}\n{explain(config)}{failed}")
+
+    async def _endpoints_page(self, request: web.Request) -> web.Response:
+        now = time.monotonic()
+        rows = endpoint_rows(self._scheduler, self._states, now, self._first_tokens(now))
+        if _wants_json(request):
+            return await _json_rows("endpoints", rows)
+        for row in rows:
+            del row["labels"]
+        return web.Response(text=await table_in_turns(rows))
+
+    async def _decisions_page(self, request: web.Request) -> web.Response:
+        count, wanted = _question(request)
+        rows = await self._recent.rows(count, wanted)
+        if _wants_json(request):
+            return await _json_rows("decisions", rows)
+        return web.Response(text=await table_in_turns(map(_flat, rows)))
+
+    async def _explain_page(self, request: web.Request) -> web.Response:
+        query = request.query
+        if set(query) - {"request_id", "endpoint", "format"} or not query.get("request_id"):
+            sentence = "expected ?request_id= and nothing else but endpoint and format\n"
+            raise web.HTTPBadRequest(text=sentence)
+        wanted = Wanted(request_id=query["request_id"])
+        rows = await self._recent.rows(EXPLAINED_MAX, wanted, query.get("endpoint", ""))
+        status = 200 if rows else 404
+        if _wants_json(request):
+            return _json({"decisions": rows, "kept_since": self._kept_since()}, status)
+        if rows:
+            return web.Response(text="\n".join(map(explanation, rows)))
+        return web.Response(status=404, text=self._not_kept(query["request_id"]))
+
+    def _kept_since(self) -> str | None:
+        oldest_s = self._recent.oldest_at_s
+        return None if oldest_s is None else iso(oldest_s)
+
+    def _not_kept(self, request_id: str) -> str:
+        since = self._kept_since()
+        kept = f"since {since}" if since else "at all yet"
+        return (
+            f"no request {cell(request_id[:TEXT_CHARACTERS_MAX])} was decided or refused here {kept}; "
+            "older ones are not kept, and other replicas keep their own\n"
+        )
+
+    async def _peers_page(self, request: web.Request) -> web.Response:
+        rows = [_peer_row(peer) for peer in self._peers()]
+        if _wants_json(request):
+            return _json({"peers": rows})
+        return web.Response(text=await table_in_turns(rows))
+
+
+def _peer_row(peer: PeerRow) -> Row:
+    row: Row = msgspec.structs.asdict(peer)
+    for name in ("connected_s", "heard_s"):
+        row[name] = None if row[name] is None else round(row[name], 1)
+    return row
+
+
+def _question(request: web.Request) -> tuple[int, Wanted]:
+    """How many to show, and which. A question that is not understood must not look answered."""
+    query = request.query
+    known = ("n", "format", *Wanted.__struct_fields__)
+    if unknown := [name for name in query if name not in known]:
+        sentence = f"{cell(unknown[0])[:TEXT_CHARACTERS_MAX]} is not one of {', '.join(known)}\n"
+        raise web.HTTPBadRequest(text=sentence)
+    count = query.get("n", str(SHOWN))
+    if not (count.isascii() and count.isdigit() and 1 <= int(count[:9]) <= SHOWN_MAX):
+        raise web.HTTPBadRequest(text=f"n must be a number from 1 to {SHOWN_MAX}\n")
+    answers = ("true", "false", *RefusalReason)
+    if query.get("refused", "true") not in answers:
+        raise web.HTTPBadRequest(text=f"refused must be one of {', '.join(answers)}\n")
+    return int(count), Wanted(
+        **{name: query[name] for name in Wanted.__struct_fields__ if name in query}
+    )
+
+
+def _flat(row: Row) -> Row:
+    """The row of a decision or refusal for the table, whose columns are always the same."""
+    flat = {name: row.get(name) for name in _COLUMNS}
+    flat["eliminated"] = ", ".join(f"{count} by {by}" for by, count in row["eliminated"].items())
+    if "scores" in row:
+        flat["matched"] = f"{row['matched_blocks']}/{row['total_blocks']}"
+        # The chosen one, and the best of the others.
+        chosen_first = sorted(row["scores"], key=lambda score: score["endpoint"] != row["endpoint"])
+        flat["scores"] = ", ".join(map(_spelt, chosen_first[:2]))
+    return flat
+
+
+def _spelt(score: Row) -> str:
+    parts = " + ".join(f"{part:g} {scorer}" for scorer, part in score["parts"].items())
+    mark = "" if score["state"] == READY else f" ({score['state']})"
+    cost = f" ({score['cost']:.3g} {score['unit']})" if "cost" in score else ""
+    return f"{score['endpoint']}{mark} {score['total']:g} = {parts or 0}{cost}"
+
+
+def _wants_json(request: web.Request) -> bool:
+    wanted = request.query.get("format")
+    if wanted is None:
+        return "application/json" in request.headers.get(hdrs.ACCEPT, "")
+    if wanted not in {"json", "text"}:
+        raise web.HTTPBadRequest(text="format must be json or text\n")
+    return wanted == "json"
+
+
+async def _json_rows(name: str, rows: Iterable[Row]) -> web.Response:
+    """`{name: rows}`, as of `_json`."""
+    encoded = [msgspec.json.encode(row) async for row in in_turns(rows)]
+    body = b'{"%b":[%b]}\n' % (name.encode(), b",".join(encoded))
+    return web.Response(body=body, content_type="application/json")
+
+
+def _json(value: Any, status: int = 200) -> web.Response:
+    body = msgspec.json.encode(value) + b"\n"
+    return web.Response(status=status, body=body, content_type="application/json")

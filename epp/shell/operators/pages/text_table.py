@@ -1,0 +1,55 @@
+"""Rows as a plain table, for pages and terminals."""
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from epp.shell.operators.decisions.decision_rows import Row
+from epp.shell.operators.pages.page_queue import in_turns
+
+
+def table(rows: Iterable[Row]) -> str:
+    """`rows` under the names of their members, in aligned columns; "-" where there is nothing."""
+    made = _Table()
+    for row in rows:
+        made.add(row)
+    return "".join(made.lines())
+
+
+async def table_in_turns(rows: Iterable[Row]) -> str:
+    """`table`, made few rows at a time, the event loop having its turns between them."""
+    made = _Table()
+    async for row in in_turns(rows):
+        made.add(row)
+    return "".join([line async for line in in_turns(made.lines())])
+
+
+class _Table:
+    """Rows as text, and how wide the widest of each column is."""
+
+    def __init__(self) -> None:
+        self._rows: list[dict[str, str]] = []
+        self._widths: dict[str, int] = {}
+
+    def add(self, row: Row) -> None:
+        line = {name: cell(value) for name, value in row.items()}
+        self._rows.append(line)
+        for name, text in line.items():
+            self._widths[name] = max(self._widths.get(name, len(name)), len(text))
+
+    def lines(self) -> Iterator[str]:
+        if not self._widths:
+            yield "none\n"
+            return
+        for row in ({name: name for name in self._widths}, *self._rows):
+            cells = (row.get(name, "-").ljust(width) for name, width in self._widths.items())
+            yield "  ".join(cells).rstrip() + "\n"
+
+
+def cell(value: Any) -> str:
+    """One word or phrase; what a client wrote cannot steer a terminal or forge a line."""
+    if value is None or value == "":
+        return "-"
+    text = f"{value:g}" if isinstance(value, float) else str(value)
+    if text.isprintable():
+        return text
+    return "".join(character if character.isprintable() else "?" for character in text)

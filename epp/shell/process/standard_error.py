@@ -1,0 +1,96 @@
+"""What Python and libraries would print on standard error, as lines of our own log.
+
+Log records of other libraries, warnings, and exceptions that nobody handled: each is one line in
+the format that is set, without local variables and without a text that may quote a request.
+"""
+
+import asyncio
+import inspect
+import logging
+import sys
+import threading
+import time
+import warnings
+from types import TracebackType
+from typing import Any, Final, TextIO
+
+import structlog
+
+from epp.shell.per_second import PerSecond
+from epp.shell.process.tracebacks import is_literal
+
+LINES_PER_SECOND_MAX: Final = 10
+TEXT_CHARACTERS_MAX: Final = 256
+
+_log = structlog.get_logger(__name__)
+
+
+class StandardError(logging.Handler):
+    """`take_over` once for the process, `task_failed` as the exception handler of each loop."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self._limit = PerSecond(LINES_PER_SECOND_MAX)
+
+    def take_over(self) -> None:
+        """From now on nothing but a crash of the interpreter itself prints there."""
+        logging.getLogger().addHandler(self)
+        warnings.showwarning = self._warned
+        sys.excepthook = self._ended
+        threading.excepthook = self._thread_failed
+        sys.unraisablehook = self._unraisable
+
+    def task_failed(self, _: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        """Of what the loop tells only the name of the task: the rest quotes arguments."""
+        task = context.get("task") or context.get("future")
+        name = task.get_name() if isinstance(task, asyncio.Task) else ""
+        error = context.get("exception")
+        self._say(logging.ERROR, "a task or callback failed", task=name, exc_info=error)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """What another library logs."""
+        self._say(
+            logging.ERROR if record.levelno >= logging.ERROR else logging.WARNING,
+            "a library logged a problem",
+            library=record.name,
+            place=f"{record.pathname}:{record.lineno}",
+            text=_template(record),
+            exc_info=record.exc_info,
+        )
+
+    def _say(self, level: int, event: str, **fields: Any) -> None:
+        if self._limit.admits(time.monotonic()):
+            _log.log(level, event, **fields, **self._limit.left_out())
+
+    def _warned(
+        self,
+        message: Warning | str,
+        category: type[Warning],
+        filename: str,
+        lineno: int,
+        file: TextIO | None = None,
+        line: str | None = None,
+    ) -> None:
+        place = f"{filename}:{lineno}"
+        self._say(logging.WARNING, "a warning", kind=category.__name__, place=place)
+
+    def _ended(
+        self, kind: type[BaseException], error: BaseException, traceback: TracebackType | None
+    ) -> None:
+        _log.critical("ended by an exception", exc_info=(kind, error, traceback))
+
+    def _thread_failed(self, told: threading.ExceptHookArgs) -> None:
+        self._say(logging.ERROR, "a thread failed", exc_info=told.exc_value)
+
+    def _unraisable(self, told: "sys.UnraisableHookArgs") -> None:
+        self._say(logging.ERROR, "a finalizer failed", exc_info=told.exc_value)
+
+
+def _template(record: logging.LogRecord) -> str:
+    """The text without its arguments; "" if it was put together before it was logged."""
+    frame = inspect.currentframe()
+    while frame is not None:
+        if is_literal(record.msg, frame.f_code):
+            return record.msg[:TEXT_CHARACTERS_MAX]
+        frame = frame.f_back
+    return ""

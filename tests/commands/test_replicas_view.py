@@ -1,0 +1,100 @@
+"""Several pickers as one."""
+
+import msgspec
+import pytest
+
+from epp.commands.replicas_view import as_one, differences
+from epp.shell.operators.capture import CaptureSnapshot
+from epp.shell.operators.decisions.configuration_changes import Applied
+from epp.shell.process.own_process import ProcessLately
+from tests.commands.test_top_screen import live, live_decision, live_endpoint
+
+
+def test_sums_are_sums_and_shares_are_of_all():
+    """Shares of tokens are weighted by the tokens that they are of."""
+    first = live(
+        decided=30,
+        refused={"a": 1},
+        shed_total=2,
+        endpoints=[
+            live_endpoint(1, requests=30, failed=1, prompt_tokens=100, predicted_hits=0.5),
+        ],
+    )
+    second = live(
+        decided=10,
+        refused={"a": 2, "b": 1},
+        endpoints=[
+            live_endpoint(1, requests=0, prompt_tokens=0, predicted_hits=None),
+            live_endpoint(2, requests=10, prompt_tokens=300, predicted_hits=0.9),
+        ],
+    )
+    seen = as_one([first, second])
+    assert (seen.decided, seen.refused, seen.shed_total) == (40, {"a": 3, "b": 1}, 2)
+    one, other = seen.endpoints
+    assert (one.requests, one.failed, one.share) == (30, 1, 0.75)
+    assert one.predicted_hits == pytest.approx(0.5)
+    assert (other.share, other.predicted_hits) == (0.25, pytest.approx(0.9))
+    assert sum(one.share for one in seen.endpoints) == 1.0
+
+
+def test_who_says_that_an_endpoint_is_bad_is_heard():
+    """Though another, with fresher metrics, says that it is ready; and how many say so is told."""
+    bad = live_endpoint(1, state="unreachable", reason="no answer", metrics_age_s=None)
+    well = live_endpoint(1, metrics_age_s=0.1, waiting=7.0, inflight_requests=9)
+    (one,) = as_one([live(endpoints=[bad]), live(endpoints=[well])]).endpoints
+    assert one.state == "unreachable"
+    assert one.reason == "no answer; 1 of 2 pickers say so"
+    assert (one.waiting, one.inflight_requests) == (7.0, 9)
+
+
+def test_the_newest_decisions_of_all_are_shown():
+    """By the clock of the day, whoever made them."""
+    told = [
+        live(decisions=[live_decision(at=f"2026-01-02T12:00:0{at}", request_id=str(at))])
+        for at in (1, 3, 2)
+    ]
+    assert [one.request_id for one in as_one(told).decisions] == ["3", "2", "1"]
+
+
+def test_the_latest_loop_of_all_is_shown_and_whose_it_is():
+    """One picker of two that stands still must not hide behind the other."""
+    well = ProcessLately(lag_mean_s=0.001, lag_most_s=0.01, cpu_cores=0.1, resident_bytes=100)
+    late = ProcessLately(lag_mean_s=0.09, lag_most_s=0.27, cpu_cores=0.1, resident_bytes=100)
+    first, second = (
+        live(process=late, process_at="http://a"),
+        live(process=well, process_at="http://b"),
+    )
+    for lives in ([first, second], [second, first], [live(), first]):
+        seen = as_one(lives)
+        assert (seen.process, seen.process_at) == (late, "http://a")
+    assert as_one([live(), live()]).process is None
+
+
+def test_what_all_captures_lost_is_lost():
+    """Whichever of them has the newest configuration."""
+
+    def capture(size_bytes, **dropped):
+        return CaptureSnapshot(
+            requests=1, events=2, dropped=dropped, write_errors=1, bytes=size_bytes
+        )
+
+    seen = as_one(
+        [live(), live(capture=capture(5, queue=1)), live(capture=capture(7, queue=2, disk=1))]
+    )
+    assert seen.capture == CaptureSnapshot(
+        requests=2, events=4, dropped={"queue": 3, "disk": 1}, write_errors=2, bytes=12
+    )
+
+
+def test_one_alone_is_itself():
+    """Nothing is rounded or lost."""
+    assert as_one([live()]) == live()
+
+
+def test_differences_are_told():
+    """A rollout that has not ended, or a ConfigMap that one replica did not take."""
+    other = msgspec.structs.replace(
+        live(), version="0.0.9", configuration=Applied(hash="other", at_s=2.0)
+    )
+    assert differences([live(), live()]) == ""
+    assert differences([live(), other]) == "they have 2 versions and 2 configurations"

@@ -13,8 +13,8 @@ from time import perf_counter, process_time
 from typing import NamedTuple
 
 from sim.cluster.built_in import DEFAULT_POLICY
-from sim.cluster.cluster import ClusterSettings
 from sim.cluster.policies import policy_source
+from sim.cluster.settings import ClusterSettings
 from sim.cluster.simulated_pod import PodKind
 from sim.engine.profiles import DEFAULT_PROFILE, find_profile
 from sim.experiments.replay import summary_of, write_run

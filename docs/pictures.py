@@ -14,8 +14,8 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from sim.__main__ import main as sim
-from sim.cluster.cluster import ClusterSettings
 from sim.cluster.policies import policy_source
+from sim.cluster.settings import ClusterSettings
 from sim.cluster.simulated_pod import PodKind
 from sim.engine.profiles import DEFAULT_PROFILE, find_profile
 from sim.experiments.run import Run, RunSettings

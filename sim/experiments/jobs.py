@@ -16,7 +16,7 @@ from typing import Any, Protocol, Self, TypeVar, cast
 from msgspec import Struct
 
 from epp.configuration.config import ConfigError
-from sim.cluster.cluster import SimulatedRequest
+from sim.cluster.simulated_request import SimulatedRequest
 from sim.experiments.run import Run, RunSettings
 from sim.experiments.run_options import count_of_runs
 from sim.interrupts import INTERRUPTED, interrupts_call

@@ -11,8 +11,8 @@ from typing import Any, Final
 from rich.progress import Progress
 
 from sim.cluster.built_in import DEFAULT_POLICY
-from sim.cluster.cluster import Fate, SimulatedRequest
 from sim.cluster.policies import policy_source
+from sim.cluster.simulated_request import Fate, SimulatedRequest
 from sim.experiments.check_decisions import check_decisions
 from sim.experiments.request_files import DecisionFile, RequestTable
 from sim.experiments.run import Run, RunSettings

@@ -19,9 +19,9 @@ from epp.configuration.config import DEFAULT_CONFIG, DEFAULT_SOURCE
 from epp.core.types import Seconds
 from sim.cluster.assignment import Assignment
 from sim.cluster.built_in import DEFAULT_POLICY
-from sim.cluster.cluster import ClusterSettings
 from sim.cluster.peering import PeerSettings
 from sim.cluster.policies import PolicySource
+from sim.cluster.settings import ClusterSettings
 from sim.cluster.simulated_pod import PodKind
 from sim.engine.profiles import DEFAULT_PROFILE, find_profile
 from sim.experiments.jobs import Experiment, Result, Results, add_experiment_options

@@ -15,10 +15,12 @@ from epp.core.types import Seconds
 from sim.cluster.arrivals import grid_s, made_ready
 from sim.cluster.autoscaler import Autoscaler
 from sim.cluster.check import checker
-from sim.cluster.cluster import Cluster, ClusterSettings, SimulatedRequest
+from sim.cluster.cluster import Cluster
 from sim.cluster.faults import draw_faults
 from sim.cluster.incidents import Configure, play
 from sim.cluster.policies import PolicySource
+from sim.cluster.settings import ClusterSettings
+from sim.cluster.simulated_request import SimulatedRequest
 from sim.experiments.scenario_file import Scenario
 from sim.measurement.measures import Measures, Targets, rounded
 from sim.measurement.timeline import Timeline
@@ -116,7 +118,7 @@ class Run:
             stepped=self.measures.gaps.add,
             faults=() if gap_s is None else draw_faults(settings.seed, mean_gap_s=gap_s),
         )
-        if self.cluster.done:
+        if self.cluster.clients.done:
             raise self.trace.without_requests()
         play(scenario.incidents, self.cluster)
         if scenario.autoscaler is not None:
@@ -188,7 +190,7 @@ class Run:
             self.cluster.run(checker(self.cluster) if self.settings.check else None)
         finally:
             gc.set_threshold(*thresholds)
-            for policy in self.cluster.policies:
+            for policy in self.cluster.pickers.policies:
                 self.measures.failing_plugins += policy.failing_plugins()
 
     def told(self) -> dict[str, Any]:
@@ -197,7 +199,7 @@ class Run:
         """
         scenario = self.settings.scenario
         told = self.measures.summary()
-        pods = self.cluster.pod_count.totals()
+        pods = self.cluster.pods.count.totals()
         told["pool"] = {
             "autoscaled": scenario is not None and scenario.autoscaler is not None,
             "pods_min": pods.pods_min,
@@ -205,13 +207,13 @@ class Run:
             "pods_mean": rounded(pods.pods_mean),
             "pod_hours": rounded(pods.pod_hours),
         }
-        peers = self.cluster.peer_summary()
+        peers = self.cluster.pickers.peering.summary()
         if peers is not None:
             told["peers"] = peers
         if self.settings.cluster.clients.retries:
-            told["retries"] = self.cluster.retried
+            told["retries"] = self.cluster.clients.retried
         if self.settings.cluster.fallback_endpoints_max:
-            told["rescheduled"] = self.cluster.rescheduled
+            told["rescheduled"] = self.cluster.gateway.rescheduled
         return told
 
     def stop(self) -> None:

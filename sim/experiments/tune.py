@@ -14,8 +14,8 @@ from msgspec.structs import replace
 
 from epp import __version__
 from sim.cluster.built_in import DEFAULT_POLICY
-from sim.cluster.cluster import ClusterSettingsError
 from sim.cluster.policies import policy_source
+from sim.cluster.settings import ClusterSettingsError
 from sim.experiments.jobs import Crew, add_experiment_options, varied_between
 from sim.experiments.measured_runs import Half, MeasuredRuns, StoppedError
 from sim.experiments.run import RunSettings

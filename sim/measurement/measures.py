@@ -13,7 +13,7 @@ from msgspec import Struct
 
 from epp.core.decision.failures import FailingPlugin
 from epp.core.types import Seconds
-from sim.cluster.cluster import Failure, Fate, SimulatedRequest
+from sim.cluster.simulated_request import Failure, Fate, SimulatedRequest
 from sim.measurement.token_gaps import Gaps, TokenGaps
 
 Floats = npt.NDArray[np.float64]

@@ -68,7 +68,7 @@ class Timeline:
             load = self._loads.get(pod.name)
             samples.hit_rate.append(load.cached_tokens / load.prompt_tokens if load else 0.0)
         self.time_s.append(self._loop.now)
-        self.pod_count.append(self._cluster.pod_count.pods)
+        self.pod_count.append(self._cluster.pods.count.pods)
         if len(self.time_s) >= SAMPLES_MAX:
             self._halve()
         self._loop.after(self._interval_s, self._sample)

@@ -8,7 +8,7 @@ from typing import Any, Final
 import numpy as np
 from msgspec.json import decode, encode
 
-from sim.cluster.cluster import Fate
+from sim.cluster.simulated_request import Fate
 from sim.measurement.measures import Series
 from sim.reports.charts import (
     SMALL,

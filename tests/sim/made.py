@@ -4,8 +4,9 @@ from random import Random
 
 from msgspec import structs
 
-from sim.cluster.cluster import Cluster, ClusterSettings
+from sim.cluster.cluster import Cluster
 from sim.cluster.policies import policy_source
+from sim.cluster.settings import ClusterSettings
 from sim.cluster.simulated_pod import PodKind
 from sim.engine.profiles import DEFAULT_PROFILE, find_profile
 from sim.traces.arrival import Arrival

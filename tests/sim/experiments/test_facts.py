@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from sim.cluster.cluster import ClusterSettings
 from sim.cluster.policies import PolicySource
+from sim.cluster.settings import ClusterSettings
 from sim.cluster.simulated_pod import PodKind
 from sim.engine.profiles import DEFAULT_PROFILE, find_profile
 from sim.experiments.run import Run, RunSettings

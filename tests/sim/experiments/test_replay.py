@@ -1037,7 +1037,7 @@ def test_the_picker_knows_how_fast_the_pods_of_its_profile_prefill(trace, tmp_pa
         settings = described(trace, policy=str(policy))
         run = Run(structs.replace(settings, cluster=structs.replace(settings.cluster, pods=pods)))
         run.run()
-        columns = run.cluster.policies[0].scheduler.pool.columns
+        columns = run.cluster.pickers.policies[0].scheduler.pool.columns
         return set(columns.prefill_tokens_per_s[: len(pods)].tolist())
 
     for pod in (fast, slow):

@@ -17,9 +17,10 @@ from sim.caches.mlx_disk import MEASURED_TOKENS, RESTORE_S, SAVE_S, Disk
 from sim.caches.names import cache_named
 from sim.caches.ruvllm_faithful import StoredPrompts
 from sim.caches.ruvllm_fixed import RadixTree
-from sim.engine.engine import Engine, EngineRequest, EngineSettings
+from sim.engine.engine import Engine, EngineSettings
 from sim.engine.profiles import DEFAULT_PROFILE, Profile, find_profile
-from sim.engine.prompt_cache import PromptCache, PromptParts
+from sim.engine.prompt_cache import PromptCache
+from sim.engine.request import EngineRequest, PromptParts
 from sim.traces.arrival import Arrival
 from sim.traces.prompts import PromptHashes
 

@@ -22,8 +22,8 @@ from sim.cluster.rerouting import Connections
 from sim.cluster.settings import ClusterSettings
 from sim.cluster.simulated_pod import PodKind, SimulatedPod
 from sim.cluster.simulated_request import Failure, Fate, SimulatedRequest
-from sim.engine.engine import EngineRequest, Step
-from sim.engine.prompt_cache import PromptParts
+from sim.engine.engine import Step
+from sim.engine.request import EngineRequest, PromptParts
 from sim.traces.arrival import Arrival
 from sim.traces.prompts import PromptHashes
 

@@ -7,7 +7,7 @@ from epp.core.protocol.waiting import Wait
 from epp.core.types import Refusal, Seconds
 from sim.cluster.policies import Policy, Route
 from sim.cluster.simulated_pod import SimulatedPod
-from sim.engine.engine import EngineRequest
+from sim.engine.request import EngineRequest
 from sim.traces.arrival import Arrival
 from sim.traces.prompts import PromptHashes
 

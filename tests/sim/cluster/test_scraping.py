@@ -14,7 +14,7 @@ from sim.cluster.faults import Fault, FaultKind
 from sim.cluster.loop import Loop
 from sim.cluster.scraping import SCRAPE_JITTER, SCRAPE_TIMEOUT_S, Scraper, ScrapeTrouble
 from sim.cluster.simulated_pod import SimulatedPod
-from sim.engine.engine import EngineRequest
+from sim.engine.request import EngineRequest
 from sim.measurement.measures import Measures, Targets
 from tests.sim.made import arrival, arrivals, cluster, kind
 

@@ -5,8 +5,9 @@ import math
 import numpy as np
 import pytest
 
-from sim.engine.engine import Engine, EngineRequest, EngineSettings, Step
+from sim.engine.engine import Engine, EngineSettings, Step
 from sim.engine.profiles import DEFAULT_PROFILE, StepWork, find_profile
+from sim.engine.request import EngineRequest
 from sim.measurement.measures import Measures, Targets
 from sim.measurement.token_gaps import STRETCHES_MAX, TokenGaps
 from tests.sim.made import arrival, arrivals, cluster, kind

@@ -12,6 +12,8 @@ from pathlib import Path
 from time import perf_counter, process_time
 from typing import NamedTuple
 
+from msgspec.structs import replace
+
 from sim.cluster.built_in import DEFAULT_POLICY
 from sim.cluster.policies import policy_source
 from sim.cluster.settings import ClusterSettings
@@ -77,7 +79,7 @@ def _replayed(settings: RunSettings, *, decisions: bool, ceilings: bool = False)
         if lines is not None:
             lines.close()
         if ceilings:
-            summary["ceilings"] = one.ceilings()
+            summary = replace(summary, ceilings=one.ceilings())
         write_run(folder, summary)
     took_s, cpu_s = perf_counter() - started_s, process_time() - cpu_s
     return _Turn(sum(one.measures.fates.values()), took_s, cpu_s)

@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from msgspec import structs
+from msgspec import structs, to_builtins
 
 from epp.configuration.config import DEFAULT_CONFIG
 from epp.shell.engines import scrape
@@ -67,16 +67,16 @@ def test_every_request_completes_and_hits_what_its_group_has_cached():
     for request in requests:
         measures.add(request)
     told = measures.summary()
-    assert told["requests"] == {
+    assert to_builtins(told.requests) == {
         "sent": 300,
         "complete": 300,
         "refused": 0,
         "failed": 0,
         "aborted": 0,
     }
-    assert told["hit_rate"] > 0.5
-    assert told["prediction"]["mean_absolute_error_tokens"] < 64
-    assert 0 < told["metrics_age_s"] < 0.25
+    assert told.hit_rate > 0.5
+    assert told.prediction.mean_absolute_error_tokens < 64
+    assert 0 < told.metrics_age_s < 0.25
 
 
 def test_pickers_know_every_pod_before_the_first_request():
@@ -284,9 +284,9 @@ def test_failures_are_counted_by_reason():
     restart = fault(FaultKind.RESTART, 1.0)
     cluster(given, pods=pods, faults=[restart], ended=measures.add).run()
     told = measures.summary()
-    assert told["failures"] == {"longer than the KV cache": 1, "the pod died": 1}
-    assert told["requests"]["failed"] == 2
-    row = dict(fact_rows(told | {"bad_lines": 0}))
+    assert told.failures == {"longer than the KV cache": 1, "the pod died": 1}
+    assert told.requests.failed == 2
+    row = dict(fact_rows(told))
     assert row["failed"] == "1 longer than the KV cache, 1 the pod died"
     assert "refused" not in row
 
@@ -373,7 +373,7 @@ def test_a_refused_request_has_no_latency():
     )
     one.run()
     told = measures.summary()
-    assert told["requests"]["refused"] == 1
-    assert told["refusals"] == {"rejected-no-endpoints": 1}
-    assert told["ttft_s"]["mean"] is None
+    assert told.requests.refused == 1
+    assert told.refusals == {"rejected-no-endpoints": 1}
+    assert told.ttft_s.mean is None
     assert math.isfinite(one.loop.now)

@@ -2,7 +2,7 @@
 
 Each picture is of the example in docs/examples/scenarios that has its name, run as
 `sim compare` runs its first seed on the traffic that the page names.
-"""  # noqa: INP001 - a program beside the pages that it draws for
+"""
 
 import tempfile
 from collections.abc import Callable, Mapping

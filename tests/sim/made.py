@@ -57,6 +57,7 @@ def cluster(
     given,
     *,
     policy="default",
+    open_policy=None,
     pods=4,
     seed=1,
     ended=None,
@@ -67,7 +68,8 @@ def cluster(
 ):
     """A cluster that is about to run `given`; `pods`: how many, or their kinds.
 
-    Prompts are looked up in blocks of `BLOCK_TOKENS` and of the sizes that the policy names.
+    Prompts are looked up in blocks of `BLOCK_TOKENS` and of the sizes that the policy names;
+    `open_policy`: what makes pickers in its place.
     """
     kinds = (kind(),) * pods if isinstance(pods, int) else pods
     made = ClusterSettings(pods=kinds, **settings)
@@ -78,7 +80,7 @@ def cluster(
     sizes = {BLOCK_TOKENS, *(getattr(index, "block_tokens", BLOCK_TOKENS) for index in indexes)}
     return Cluster(
         made,
-        opener,
+        open_policy or opener,
         lambda one, hashes: request_of(one, sorted(sizes), hashes),
         given,
         seed=seed,

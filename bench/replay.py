@@ -12,9 +12,11 @@ from pathlib import Path
 from time import perf_counter, process_time
 from typing import NamedTuple
 
+from msgspec.structs import replace
+
 from sim.cluster.built_in import DEFAULT_POLICY
-from sim.cluster.cluster import ClusterSettings
 from sim.cluster.policies import policy_source
+from sim.cluster.settings import ClusterSettings
 from sim.cluster.simulated_pod import PodKind
 from sim.engine.profiles import DEFAULT_PROFILE, find_profile
 from sim.experiments.replay import summary_of, write_run
@@ -77,7 +79,7 @@ def _replayed(settings: RunSettings, *, decisions: bool, ceilings: bool = False)
         if lines is not None:
             lines.close()
         if ceilings:
-            summary["ceilings"] = one.ceilings()
+            summary = replace(summary, ceilings=one.ceilings())
         write_run(folder, summary)
     took_s, cpu_s = perf_counter() - started_s, process_time() - cpu_s
     return _Turn(sum(one.measures.fates.values()), took_s, cpu_s)

@@ -21,8 +21,9 @@ from epp.core.types import Endpoint, MetricsTarget
 from epp.shell.engines.exposition import PageReader
 from epp.shell.engines.scrape import Scraper
 from epp.shell.process.event_loop import loop_factory
-from sim.engine.engine import Engine, EngineRequest, EngineSettings
+from sim.engine.engine import Engine, EngineSettings
 from sim.engine.profiles import DEFAULT_PROFILE, find_profile
+from sim.engine.request import EngineRequest
 from sim.pods.exposition import MetricsPage
 
 _WARM_UP_S = 1.5

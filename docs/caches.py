@@ -2,7 +2,7 @@
 
 Each cache is told of the requests one after another, by itself or in an engine of which the times
 are told. What a source leaves open is chosen here, named in the table, and varied.
-"""  # noqa: INP001 - a program beside the pages that it writes
+"""
 
 from collections.abc import Callable, Iterator, Sequence
 from random import Random
@@ -17,9 +17,10 @@ from sim.caches.mlx_disk import MEASURED_TOKENS, RESTORE_S, SAVE_S, Disk
 from sim.caches.names import cache_named
 from sim.caches.ruvllm_faithful import StoredPrompts
 from sim.caches.ruvllm_fixed import RadixTree
-from sim.engine.engine import Engine, EngineRequest, EngineSettings
+from sim.engine.engine import Engine, EngineSettings
 from sim.engine.profiles import DEFAULT_PROFILE, Profile, find_profile
-from sim.engine.prompt_cache import PromptCache, PromptParts
+from sim.engine.prompt_cache import PromptCache
+from sim.engine.request import EngineRequest, PromptParts
 from sim.traces.arrival import Arrival
 from sim.traces.prompts import PromptHashes
 
@@ -153,7 +154,7 @@ def rag(
 
     The chunks of a prompt differ and stand in the order in which they were drawn.
     """
-    random = Random("rag")  # noqa: S311 - a workload, drawn the same each time
+    random = Random("rag")
     weights = [1 / (rank + 1) ** skew for rank in range(corpus)]
     prompts: list[Prompt] = []
     for at in range(requests):
@@ -167,7 +168,7 @@ def rag(
 
 def mixed(share: float, *, system_prompts: int = 10, requests: int = 1_000) -> list[Prompt]:
     """So many begin with one of the system prompts of 200 tokens, the others with nothing known."""
-    random = Random("mixed")  # noqa: S311 - a workload, drawn the same each time
+    random = Random("mixed")
     return [
         (
             (1 + random.randrange(system_prompts), 200)
@@ -181,7 +182,7 @@ def mixed(share: float, *, system_prompts: int = 10, requests: int = 1_000) -> l
 
 def repeated(prompts: Sequence[Prompt], share: float) -> list[Prompt]:
     """So many of them are an earlier one again, to the last token."""
-    random = Random("repeated")  # noqa: S311 - a workload, drawn the same each time
+    random = Random("repeated")
     out: list[Prompt] = []
     for prompt in prompts:
         out.append(random.choice(out) if out and random.random() < share else prompt)

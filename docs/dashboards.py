@@ -2,7 +2,7 @@
 
 A dashboard is rows of panels; a panel is a title, a sentence, a unit and its queries. What Grafana
 wants besides is the same for all. `tests/chart/test_monitoring.py` fails when a file is stale.
-"""  # noqa: INP001 - a program beside the pages that it writes
+"""
 
 import json
 import sys

@@ -2,7 +2,7 @@
 
 Both are of the sum that `added-time-scorer` documents, with its defaults; tests/test_docs.py compares
 the sum with the scorer.
-"""  # noqa: INP001 - a program beside the page that it draws for
+"""
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path

@@ -3,7 +3,7 @@
 Five simulated pods, two pickers and the Envoy of `epp envoy-config`, real processes all of them, under
 an open loop of requests. What the page shows is what the commands printed; a command that does not
 name the culprit, or takes a minute, ends the night.
-"""  # noqa: INP001 - a program beside the page that it writes
+"""
 
 import argparse
 import asyncio

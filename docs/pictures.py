@@ -2,7 +2,7 @@
 
 Each picture is of the example in docs/examples/scenarios that has its name, run as
 `sim compare` runs its first seed on the traffic that the page names.
-"""  # noqa: INP001 - a program beside the pages that it draws for
+"""
 
 import tempfile
 from collections.abc import Callable, Mapping
@@ -14,8 +14,8 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from sim.__main__ import main as sim
-from sim.cluster.cluster import ClusterSettings
 from sim.cluster.policies import policy_source
+from sim.cluster.settings import ClusterSettings
 from sim.cluster.simulated_pod import PodKind
 from sim.engine.profiles import DEFAULT_PROFILE, find_profile
 from sim.experiments.run import Run, RunSettings

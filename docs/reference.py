@@ -2,7 +2,7 @@
 
 A generated part stands between `<!-- begin NAME -->` and `<!-- end NAME -->`; what is outside is
 written by hand. `tests/test_docs.py` fails when a part is not what the code says.
-"""  # noqa: INP001 - a program beside the pages that it writes
+"""
 
 import ast
 import inspect
@@ -283,7 +283,7 @@ def _default(field: Field) -> str:
     return f"`{int(value) if whole else value}`"
 
 
-def _type(kind: Any) -> str:  # noqa: PLR0911 - one case a type
+def _type(kind: Any) -> str:
     match kind:
         case BoolType():
             return "boolean"

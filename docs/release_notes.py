@@ -2,7 +2,7 @@
 
 Exits 1 with a sentence where the tag, the versions of package and chart and the changelog do not
 agree: then nothing is to be released. Needs nothing but Python.
-"""  # noqa: INP001 - a program beside the pages that it reads
+"""
 
 import re
 import sys

@@ -4,7 +4,7 @@ Pages are written for GitHub: links are to files of the repository. Here those t
 the site, those to any other file links into the repository, and one that leads nowhere is a warning,
 which ends the build. Markdown that stays where its readers look for it, beside a chart or at the
 root, becomes a page too. `extra.repository` of mkdocs.yml is where files can be read.
-"""  # noqa: INP001 - mkdocs loads it by its path
+"""
 
 import logging
 import posixpath

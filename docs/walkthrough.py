@@ -2,7 +2,7 @@
 
 Real parts: `epp serve`, Envoy, HTTP and time; simulated: the pods. What the page shows is what the
 commands printed. It takes half an hour, or less with `--minutes`, and the ports of `PORTS`.
-"""  # noqa: INP001 - a program beside the page that it writes
+"""
 
 import argparse
 import contextlib
@@ -85,7 +85,7 @@ class Walk:
 
     def run(self, command: str, *, shown: Callable[[str], str] | None = None) -> str:
         """What `command` prints, on the page as `shown` makes it. Ends the walk if it fails."""
-        print(f"$ {command}", flush=True)  # noqa: T201
+        print(f"$ {command}", flush=True)
         done = subprocess.run(  # noqa: S602 - the commands are those of this file
             command, shell=True, cwd=self.folder, env=self._environment, text=True,
             executable="/bin/bash", stdout=subprocess.PIPE, stderr=subprocess.STDOUT, check=False,
@@ -99,7 +99,7 @@ class Walk:
     @contextlib.contextmanager
     def running(self, command: str, ready: str) -> Iterator[None]:
         """`command` in the background once `ready`, a URL, answers; stopped at the end."""
-        print(f"$ {command} &", flush=True)  # noqa: T201
+        print(f"$ {command} &", flush=True)
         self.show(f"$ {command} &")
         log = self.folder / f"{command.split(maxsplit=1)[0]}.log"
         with log.open("wb") as output:

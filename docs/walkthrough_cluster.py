@@ -3,7 +3,7 @@
 Real parts: Kubernetes, the chart, `epp serve` and Envoy in its pods, HTTP and time. Not real: the
 nodes of the model servers, which kwok plays, and the engines behind their addresses. What the page
 shows is what the commands printed. It takes half an hour, or less with `--minutes`.
-"""  # noqa: INP001 - a program beside the page that it writes
+"""
 
 import argparse
 import asyncio
@@ -50,7 +50,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, default=PAGE, help="the page")
     options = parser.parse_args(arguments)
     if lacking := missing():
-        print(lacking, file=sys.stderr)  # noqa: T201
+        print(lacking, file=sys.stderr)
         return 2
     node = Node(Place.of(os.environ), os.environ, print)
     node.up()

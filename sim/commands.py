@@ -12,8 +12,8 @@ from epp import __version__
 from epp.configuration.config import ConfigError
 from epp.configuration.document import nearest
 from epp.interrupts import raise_interrupted
-from sim.cluster.cluster import ClusterSettingsError
 from sim.cluster.policies import PolicyNameError
+from sim.cluster.settings import ClusterSettingsError
 from sim.drive import command as drive_command
 from sim.engine import calibrate
 from sim.engine.profiles import ProfileError

@@ -3,9 +3,8 @@
 import argparse
 import sys
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
-import msgspec
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
@@ -64,11 +63,6 @@ def write_whole(path: Path, content: bytes) -> None:
     beside = path.with_name(f".{path.name}")
     beside.write_bytes(content)
     beside.replace(path)
-
-
-def as_json(summary: dict[str, Any]) -> bytes:
-    """summary.json. The same summary gives the same bytes."""
-    return msgspec.json.format(msgspec.json.encode(summary), indent=1) + b"\n"
 
 
 def progress_bar(title: str) -> Progress:

@@ -136,16 +136,7 @@ async def decisions_of_both(folder, config, requests):
     given = list(arrivals(requests, rate=60.0, groups=24))
     log, server = [], Server(folder, config)
     settings = server.scheduler.settings
-    simulated = cluster(given, seed=SEED)
-    simulated = type(simulated)(
-        simulated.settings,
-        lambda seed: Recorded(settings, seed=seed, log=log),
-        simulated._request_of,
-        given,
-        seed=SEED,
-        ended=lambda request: None,
-    )
-    simulated.run()
+    cluster(given, seed=SEED, open_policy=lambda seed: Recorded(settings, seed=seed, log=log)).run()
 
     async with server.serving():
         for verb, now, *told in log:

@@ -27,200 +27,6 @@ MODULES = sorted(
     for path in (ROOT / folder).rglob("*.py")
 )
 
-COVERED_ELSEWHERE = {
-    "epp/shell/operators/logs/set_up.py": (
-        "tests/shell/operators/logs/test_decision_log.py",
-        "its lines are read there",
-    ),
-    "epp/app/readiness.py": ("tests/app/test_wiring.py", "a whole picker becomes ready there"),
-    "epp/app/reloading.py": ("tests/app/test_wiring.py", "a whole picker is reconfigured there"),
-    "epp/app/sources.py": ("tests/app/test_wiring.py", "files break and are mended there"),
-    "epp/commands/serve.py": ("tests/app/test_wiring.py", "signals are sent to it"),
-    "epp/shell/process/event_loop.py": ("tests/app/test_wiring.py", "which loop it is"),
-    "epp/flags/reading.py": ("tests/flags/test_command_lines.py", "command lines are read by it"),
-    "epp/flags/reference_picker.py": (
-        "tests/flags/test_command_lines.py",
-        "its flags are given there",
-    ),
-    "epp/flags/serve.py": ("tests/flags/test_command_lines.py", "its command line is read there"),
-    "epp/flags/subcommands.py": ("tests/flags/test_command_lines.py", "the other tables"),
-    "epp/flags/values.py": ("tests/flags/test_command_lines.py", "what flags take"),
-    "epp/commands/envoy_config.py": (
-        "tests/commands/test_check_config.py",
-        "both commands are run there",
-    ),
-    "epp/shell/gateway/calls.py": ("tests/shell/gateway/test_ext_proc.py", "what transports carry"),
-    "epp/shell/gateway/sessions.py": ("tests/app/test_wiring.py", "streams are opened through it"),
-    "epp/testing/builders.py": (
-        "tests/core/knowledge/test_candidates.py",
-        "most tests are made of its values",
-    ),
-    "epp/testing/churn.py": ("tests/rivals/test_families.py", "every strategy goes through it"),
-    "epp/configuration/live.py": (
-        "tests/app/test_wiring.py",
-        "configurations are changed live there",
-    ),
-    "epp/shell/peers/carrier.py": ("tests/shell/peers/test_pump.py", "a protocol and its nouns"),
-    "epp/shell/peers/state.py": ("tests/shell/peers/test_service.py", "nouns and totals"),
-    "epp/core/parameters.py": ("tests/plugins/test_contract.py", "what every plugin is made of"),
-    "epp/shell/kubernetes/state.py": ("tests/shell/operators/metrics/test_telemetry.py", "nouns"),
-    "sim/demo/__main__.py": ("tests/sim/demo/test_command.py", "the demo is run by it"),
-    "epp/configuration/compatibility.py": (
-        "tests/configuration/test_config.py",
-        "its types are read from configurations",
-    ),
-    "epp/core/protocol/messages.py": ("tests/core/protocol/test_session.py", "nouns"),
-    "epp/core/decision/plugin.py": (
-        "tests/plugins/test_contract.py",
-        "protocols, held by every plugin",
-    ),
-    "epp/core/moment.py": ("tests/plugins/test_agreement.py", "what scorers read of it"),
-    "epp/core/decision/inputs.py": ("tests/test_golden.py", "transcripts are made of them"),
-    "epp/core/decision/settings.py": ("tests/configuration/test_build.py", "what is built there"),
-    "epp/core/decision/scheduler.py": ("tests/test_golden.py", "it decides what is written there"),
-    "epp/core/types.py": ("tests/core/knowledge/test_pool.py", "nouns"),
-    "epp/configuration/document.py": (
-        "tests/configuration/test_config.py",
-        "the reading of configurations",
-    ),
-    "epp/shell/operators/metrics/metric_table.py": (
-        "tests/shell/operators/metrics/test_telemetry.py",
-        "the table is compared there",
-    ),
-    "epp/shell/operators/decisions/decision_record.py": (
-        "tests/shell/operators/decisions/test_recent_decisions.py",
-        "what is kept is read back there",
-    ),
-    "epp/shell/operators/decisions/decision_rows.py": (
-        "tests/shell/operators/decisions/test_recent_decisions.py",
-        "what is told of what is kept",
-    ),
-    "epp/shell/operators/pages/endpoint_rows.py": (
-        "tests/shell/operators/pages/test_debug_pages.py",
-        "pages are made of them",
-    ),
-    "sim/drive/report.py": (
-        "tests/sim/drive/test_command.py",
-        "what a drive prints and writes",
-    ),
-    "sim/drive/streaming.py": (
-        "tests/sim/demo/test_client.py",
-        "answers that go wrong are read there",
-    ),
-    "sim/demo/arm.py": ("tests/sim/demo/test_command.py", "a run of the demo goes through it"),
-    "sim/pods/exposition.py": (
-        "tests/sim/truth/test_truth.py",
-        "compared with a page of a real engine",
-    ),
-    "sim/pods/openai.py": ("tests/sim/pods/test_pods.py", "what the pods speak"),
-    "sim/pods/command.py": ("tests/sim/test_main.py", "its command lines are given to it"),
-    "sim/pods/serving.py": ("tests/sim/test_main.py", "what it refuses and how it ends"),
-    "sim/pods/server.py": ("tests/sim/pods/test_pods.py", "the pods are asked over HTTP"),
-    "sim/cluster/check.py": (
-        "tests/sim/cluster/test_faults.py",
-        "runs after every event of a hundred faulty runs",
-    ),
-    "sim/commands.py": ("tests/sim/test_main.py", "command lines are given to it"),
-    "sim/experiments/compare.py": (
-        "tests/sim/experiments/test_replay.py",
-        "the three commands are run there",
-    ),
-    "sim/reports/compare_report.py": (
-        "tests/sim/experiments/test_replay.py",
-        "its page is opened there",
-    ),
-    "sim/reports/page_foot.py": (
-        "tests/sim/measurement/test_assumptions.py",
-        "every page is looked into for it",
-    ),
-    "sim/interrupts.py": (
-        "tests/sim/experiments/test_replay.py",
-        "Ctrl-C is sent to every command",
-    ),
-    "sim/experiments/jobs.py": (
-        "tests/sim/experiments/test_replay.py",
-        "comparisons and sweeps run through it",
-    ),
-    "sim/engine/least_squares.py": (
-        "tests/sim/truth/test_validate.py",
-        "fits the few unknowns of a recording",
-    ),
-    "sim/measurement/measures.py": ("tests/sim/cluster/test_cluster.py", "what runs are judged by"),
-    "sim/output.py": ("tests/sim/experiments/test_replay.py", "the folders are looked into"),
-    "sim/reports/report.py": (
-        "tests/sim/experiments/test_replay.py",
-        "what a replay prints and writes",
-    ),
-    "sim/experiments/run.py": ("tests/sim/experiments/test_facts.py", "one run"),
-    "sim/experiments/run_options.py": (
-        "tests/sim/experiments/test_replay.py",
-        "flags that make no sense are refused there",
-    ),
-    "sim/sentences.py": ("tests/sim/experiments/test_replay.py", "what is refused is told by it"),
-    "sim/cluster/simulated_pod.py": (
-        "tests/sim/cluster/test_cluster.py",
-        "the pods of every cluster",
-    ),
-    "sim/experiments/proposals.py": (
-        "tests/sim/experiments/test_search.py",
-        "searches ask it and tell it",
-    ),
-    "sim/experiments/measured_runs.py": (
-        "tests/sim/experiments/test_tune.py",
-        "which requests its runs are of, and that none is done twice",
-    ),
-    "sim/experiments/sweep.py": (
-        "tests/sim/experiments/test_replay.py",
-        "the three commands are run there",
-    ),
-    "sim/reports/sweep_report.py": (
-        "tests/sim/experiments/test_replay.py",
-        "the page of the sweep that is run there",
-    ),
-    "sim/measurement/timeline.py": (
-        "tests/sim/experiments/test_replay.py",
-        "part of the page of a replay",
-    ),
-    "sim/truth/judgement.py": ("tests/sim/truth/test_validate.py", "what every kind returns"),
-    "sim/truth/ladder.py": ("tests/sim/truth/test_validate.py", "one of the kinds"),
-    "sim/truth/latency.py": ("tests/sim/truth/test_validate.py", "one of the kinds"),
-    "sim/truth/prefix_cache.py": ("tests/sim/truth/test_validate.py", "one of the kinds"),
-    "sim/traces/arrival.py": (
-        "tests/sim/traces/test_reading.py",
-        "the noun that every reader makes",
-    ),
-    "sim/traces/blocks.py": ("tests/sim/traces/test_prompts.py", "ids become hashes there"),
-    "sim/traces/caches.py": (
-        "tests/sim/traces/test_inspection.py",
-        "what the hit ceilings are counted with",
-    ),
-    "sim/traces/formats.py": (
-        "tests/sim/traces/test_reading.py",
-        "each format is read by its name and by its content",
-    ),
-    "sim/traces/inference_perf.py": (
-        "tests/sim/traces/test_workloads.py",
-        "its workloads are generated there",
-    ),
-    "sim/traces/lengths.py": (
-        "tests/sim/traces/test_workloads.py",
-        "lengths are drawn for workloads",
-    ),
-    "sim/traces/litellm.py": ("tests/sim/traces/test_reading.py", "one of the formats"),
-    "sim/traces/mooncake.py": ("tests/sim/traces/test_reading.py", "one of the formats"),
-    "sim/traces/openai_requests.py": (
-        "tests/sim/traces/test_formats_with_prompts.py",
-        "one of the formats",
-    ),
-    "sim/traces/published.py": ("tests/sim/traces/test_reading.py", "several formats"),
-    "sim/traces/sessions.py": ("tests/sim/traces/test_workloads.py", "closed loops of workloads"),
-    "sim/traces/standard.py": (
-        "tests/sim/traces/test_workloads.py",
-        "every standard workload is generated",
-    ),
-}
-"""Module -> where it is tested, and why there."""
-
 BUCKETS = {"util", "utils", "helper", "helpers", "common", "base", "manager", "constants", "misc"}
 NOT_FOR_SERVING = (
     "rich",
@@ -280,25 +86,39 @@ def names_of(requirements):
     return [re.split(r"[<>=!~;\[ ]", each, maxsplit=1)[0] for each in requirements]
 
 
-@pytest.mark.parametrize("module", MODULES, ids=str)
-def test_every_module_has_its_tests(module):
-    """Beside it in the mirror, or where the table says; a package's own module only holds names."""
-    if module.name == "__init__.py":
-        return
-    told = COVERED_ELSEWHERE.get(module.as_posix())
-    own = (ROOT / mirror(module)).exists()
-    if told is None:
-        assert own, f"{mirror(module)} is missing"
-        return
-    where, reason = told
-    assert reason
-    assert (ROOT / where).exists()
-    assert not own, f"{mirror(module)} exists: the table need not name {module}"
+def dotted(module):
+    """`sim/pods/pods.py` -> `sim.pods.pods`; of what is run as a package, the package."""
+    parts = module.with_suffix("").parts
+    return ".".join(parts[parts[0] == "rivals" :]).removesuffix(".__main__")
 
 
-def test_the_table_of_exceptions_names_modules_that_exist():
-    """What was moved or removed leaves it."""
-    assert {ROOT / name for name in COVERED_ELSEWHERE} <= {ROOT / module for module in MODULES}
+FROM = re.compile(
+    r"^ *from ((?:epp|sim|homing_rivals)[\w.]*) import (\([\w\s,]+|[\w ,]+)", re.MULTILINE
+)
+
+
+def named_in(path):
+    """Dotted names of what a file imports or runs."""
+    text = path.read_text()
+    names = set(re.findall(r"\b(?:epp|sim|homing_rivals)(?:\.\w+)+", text))
+    for of, those in FROM.findall(text):
+        names |= {f"{of}.{name}" for name in re.findall(r"\w+", those)}
+    return names
+
+
+def test_every_module_has_its_tests():
+    """In the mirror under its name, or who tests it, or a module that uses it, names it."""
+    by_tests = set().union(*map(named_in, (ROOT / "tests").rglob("*.py")))
+    tested = {
+        module: (ROOT / mirror(module)).exists() or dotted(module) in by_tests for module in MODULES
+    }
+    by_tested = set().union(*(named_in(ROOT / module) for module in MODULES if tested[module]))
+    untested = [
+        module.as_posix()
+        for module in MODULES
+        if module.name != "__init__.py" and not tested[module] and dotted(module) not in by_tested
+    ]
+    assert untested == []
 
 
 def test_no_module_is_a_bucket():

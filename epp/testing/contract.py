@@ -558,9 +558,9 @@ def _with(tables: PluginTables, kinds: Sequence[type[Any]]) -> PluginTables:
 
 def _contents(pool: Candidates) -> dict[str, Any]:
     """Every array behind the candidates, copied."""
-    held = vars(pool._columns).items()  # noqa: SLF001  a plugin has no way to it, so it is looked at here
+    held = vars(pool._columns).items()
     arrays = {name: value.copy() for name, value in held if isinstance(value, np.ndarray)}
-    known = pool._affinities.items()  # noqa: SLF001  as above
+    known = pool._affinities.items()
     return arrays | {f"affinity {name}": one.matched.copy() for name, one in known}
 
 

@@ -6,9 +6,10 @@ from typing import Annotated, ClassVar, Final, TypeAlias
 from msgspec import Meta, Struct
 
 from sim.engine.blocks import BlockPool, Holding
-from sim.engine.engine import EngineRequest, EngineSettings
+from sim.engine.engine import EngineSettings
 from sim.engine.profiles import Profile
-from sim.engine.prompt_cache import Found, PromptCache, PromptParts
+from sim.engine.prompt_cache import Found, PromptCache
+from sim.engine.request import EngineRequest, PromptParts
 
 PCIE_5_X16_BYTES_PER_S: Final = 63e9
 """32 GT/s * 16 lanes * 128/130 / 8 bits: what a card's slot carries one way at most, an H100's too.

@@ -19,9 +19,10 @@ from sim.caches.behaviour import (
 )
 from sim.caches.kronk_spc import CACHE_TOKENS_MIN
 from sim.engine.blocks import BlockPool
-from sim.engine.engine import EngineRequest, EngineSettings
+from sim.engine.engine import EngineSettings
 from sim.engine.profiles import Profile
-from sim.engine.prompt_cache import Found, PromptCache, PromptParts
+from sim.engine.prompt_cache import Found, PromptCache
+from sim.engine.request import EngineRequest, PromptParts
 
 _SESSIONS_PER_SLOT_MIN: Final = 3
 

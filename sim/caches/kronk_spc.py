@@ -13,9 +13,10 @@ from sim.caches.behaviour import (
     parts_of,
 )
 from sim.engine.blocks import BlockPool
-from sim.engine.engine import EngineRequest, EngineSettings
+from sim.engine.engine import EngineSettings
 from sim.engine.profiles import Profile
 from sim.engine.prompt_cache import Found, PromptCache
+from sim.engine.request import EngineRequest
 
 CACHE_TOKENS_MIN: Final = 100
 """`cache_min_tokens` of Kronk's manual, chapter 5."""

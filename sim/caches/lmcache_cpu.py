@@ -15,9 +15,10 @@ from sim.caches.behaviour import (
     Tokens,
 )
 from sim.engine.blocks import BlockPool
-from sim.engine.engine import EngineRequest, EngineSettings
+from sim.engine.engine import EngineSettings
 from sim.engine.profiles import Profile
 from sim.engine.prompt_cache import Found, PromptCache
+from sim.engine.request import EngineRequest
 
 
 class LmcacheCpu(CacheBehaviour, frozen=True):

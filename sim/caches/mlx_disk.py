@@ -8,9 +8,10 @@ from msgspec import Struct
 from epp.core.types import Seconds
 from sim.caches.behaviour import Bytes, Stored, Tokens, parts_of
 from sim.caches.mlx_memory import ASSISTANT, MlxParameters, Sequences
-from sim.engine.engine import EngineRequest, EngineSettings
+from sim.engine.engine import EngineSettings
 from sim.engine.profiles import Profile
-from sim.engine.prompt_cache import Found, PromptCache, PromptParts
+from sim.engine.prompt_cache import Found, PromptCache
+from sim.engine.request import EngineRequest, PromptParts
 
 MEASURED_TOKENS: Final = (4 * 1024, 16 * 1024, 32 * 1024, 96 * 1024)
 RESTORE_S: Final = (2.0e-3, 5.9e-3, 15.9e-3, 30.8e-3)

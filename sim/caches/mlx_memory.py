@@ -8,9 +8,10 @@ from msgspec import Meta, Struct
 from epp.core.types import Seconds
 from sim.caches.behaviour import NOTHING, Bytes, CacheBehaviour, Stored, UnhashedPool, parts_of
 from sim.engine.blocks import BlockPool
-from sim.engine.engine import EngineRequest, EngineSettings
+from sim.engine.engine import EngineSettings
 from sim.engine.profiles import Profile
-from sim.engine.prompt_cache import Found, PromptCache, PromptParts
+from sim.engine.prompt_cache import Found, PromptCache
+from sim.engine.request import EngineRequest, PromptParts
 
 SYSTEM: Final = "system"
 USER: Final = "user"

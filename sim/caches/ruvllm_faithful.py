@@ -13,9 +13,10 @@ from sim.caches.behaviour import (
     parts_of,
 )
 from sim.engine.blocks import BlockPool
-from sim.engine.engine import EngineRequest, EngineSettings
+from sim.engine.engine import EngineSettings
 from sim.engine.profiles import Profile
-from sim.engine.prompt_cache import Found, PromptCache, PromptParts
+from sim.engine.prompt_cache import Found, PromptCache
+from sim.engine.request import EngineRequest, PromptParts
 
 
 class RuvllmParameters(CacheBehaviour, frozen=True):

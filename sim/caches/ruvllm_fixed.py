@@ -8,9 +8,10 @@ from epp.core.types import Seconds
 from sim.caches.behaviour import UnhashedPool, parts_of
 from sim.caches.ruvllm_faithful import RuvllmParameters, Statistics
 from sim.engine.blocks import BlockPool
-from sim.engine.engine import EngineRequest, EngineSettings
+from sim.engine.engine import EngineSettings
 from sim.engine.profiles import Profile
 from sim.engine.prompt_cache import Found, PromptCache
+from sim.engine.request import EngineRequest
 
 
 class RuvllmFixed(RuvllmParameters, frozen=True):

@@ -22,8 +22,8 @@ from typing import Annotated, Final
 from msgspec import Meta, Struct, field
 
 from epp.core.types import Seconds
-from sim.cluster.cluster import Cluster, ClusterSettingsError
-from sim.cluster.draining import drain, nothing
+from sim.cluster.cluster import Cluster
+from sim.cluster.settings import ClusterSettingsError
 from sim.cluster.simulated_pod import PodKind, SimulatedPod
 from sim.cluster.windows import Duration, Share
 
@@ -160,7 +160,7 @@ class Autoscaler:
     def _start(self) -> None:
         self._asked += 1
         self._starting.append(self._asked)
-        self._cluster.expect_pods(1)
+        self._cluster.pods.expect(1)
         self._cluster.loop.after(self.settings.startup_s, self._started, self._asked)
 
     def _started(self, asked: int) -> None:
@@ -173,19 +173,19 @@ class Autoscaler:
             pod = cluster.pods[number]
             if not pod.alive and not pod.returns and pod.kind == self._kind:
                 self._ended.remove(number)
-                cluster.expect_pods(-1)
-                cluster.restart_pod(pod)
+                cluster.pods.expect(-1)
+                cluster.pods.restart(pod)
                 return
-        cluster.add_pods([self._kind])
+        cluster.pods.add([self._kind])
 
     def _end_one(self, own: list[SimulatedPod]) -> None:
         """One of `own`, which leaves that list, if there is one that can be ended."""
         if self._starting:
             self._starting.pop()
-            self._cluster.expect_pods(-1)
+            self._cluster.pods.expect(-1)
             return
         last = next((pod for pod in reversed(own) if pod.announced), None)
         if last is not None:
             own.remove(last)
             self._ended.add(last.number)
-            drain(self._cluster, last, self.settings.grace_s, nothing)
+            self._cluster.pods.drain(last, self.settings.grace_s)

@@ -31,10 +31,11 @@ def free_and_used_are_all(cluster: Cluster) -> None:
 
 def no_request_lost(cluster: Cluster) -> None:
     """Each request that arrived is under way or has ended in one way; each is in one engine."""
-    ended = sum(cluster.ended.values())
-    under_way = len(cluster.requests)
-    assert cluster.arrived == ended + under_way, (
-        f"{cluster.arrived} requests arrived, {ended} ended, {under_way} are under way"
+    clients = cluster.clients
+    ended = sum(clients.fates.values())
+    under_way = len(clients.requests)
+    assert clients.arrived == ended + under_way, (
+        f"{clients.arrived} requests arrived, {ended} ended, {under_way} are under way"
     )
     for pod in cluster.pods:
         if not pod.alive:
@@ -57,11 +58,11 @@ def leases_return_to_zero(cluster: Cluster) -> None:
     """
     routed = [
         request.policy
-        for request in cluster.requests.values()
+        for request in cluster.clients.requests.values()
         if request.route is not None
         and not (request.passed_over and request.route.lease and request.route.lease.slot < 0)
     ]
-    for replica, policy in enumerate(cluster.policies):
+    for replica, policy in enumerate(cluster.pickers.policies):
         told = policy.open_requests
         given = sum(one is policy for one in routed)
         assert told == given, f"picker {replica} has {told} open leases for {given} requests"

@@ -1,6 +1,6 @@
 """What goes wrong with pods, drawn from the seed."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from enum import StrEnum
 from random import Random
 from typing import Final
@@ -8,6 +8,8 @@ from typing import Final
 from msgspec import Struct
 
 from epp.core.types import Seconds
+from sim.cluster.loop import Loop
+from sim.cluster.pods import Pods
 
 
 class FaultKind(StrEnum):
@@ -57,3 +59,40 @@ def draw_faults(seed: int, *, mean_gap_s: Seconds) -> Iterator[Fault]:
             duration_s=random.uniform(0.5, 10.0),
             factor=random.uniform(2.0, 10.0),
         )
+
+
+class Faults:
+    """Let `faults`, in the order of their instants, strike `pods`."""
+
+    def __init__(self, faults: Iterable[Fault], loop: Loop, pods: Pods) -> None:
+        self._faults = iter(faults)
+        self._loop = loop
+        self._pods = pods
+        self._pull()
+
+    def _pull(self) -> None:
+        fault = next(self._faults, None)
+        if fault is not None:
+            self._loop.at(max(self._loop.now, fault.at_s), self._strike, fault)
+
+    def _strike(self, fault: Fault) -> None:
+        self._pull()
+        loop, pods = self._loop, self._pods
+        pod = pods[fault.pod % len(pods)]
+        match fault.kind:
+            case FaultKind.JOIN:
+                pods.expect(1)
+                pods.add([pod.kind])
+            case FaultKind.DIE if pod.alive and sum(other.alive for other in pods) > 1:
+                pod.returns = False
+                pods.kill(pod)
+            case FaultKind.RESTART:
+                pod.returns = True
+                pods.kill(pod)
+                loop.after(fault.duration_s, pods.restart, pod)
+            case FaultKind.LAG:
+                pod.slow_down(fault.factor)
+                loop.after(fault.duration_s, pod.slow_down, 1.0)
+            case FaultKind.STALE:
+                pod.freeze_page(True)
+                loop.after(fault.duration_s, pod.freeze_page, False)

@@ -11,9 +11,9 @@ from typing import Annotated, TypeAlias
 from msgspec import Meta, Struct
 
 from epp.core.types import Seconds
-from sim.cluster.cluster import Cluster, ClusterSettingsError
-from sim.cluster.draining import drain, nothing
+from sim.cluster.cluster import Cluster
 from sim.cluster.policies import PolicySource
+from sim.cluster.settings import ClusterSettingsError
 from sim.cluster.simulated_pod import PodKind, SimulatedPod
 from sim.cluster.windows import Duration, Instant, Numbers, check_window
 
@@ -136,8 +136,8 @@ def play(incidents: Sequence[Incident], cluster: Cluster) -> None:
     for incident in incidents:
         match incident:
             case Join():
-                loop.at(incident.at_s, cluster.expect_pods, len(incident.kinds))
-                loop.at(incident.at_s + incident.startup_s, cluster.add_pods, incident.kinds)
+                loop.at(incident.at_s, cluster.pods.expect, len(incident.kinds))
+                loop.at(incident.at_s + incident.startup_s, cluster.pods.add, incident.kinds)
             case Leave() | Drain() | Restart():
                 loop.at(incident.at_s, _end_pods, cluster, incident)
             case Slow():
@@ -145,7 +145,7 @@ def play(incidents: Sequence[Incident], cluster: Cluster) -> None:
             case Freeze():
                 loop.at(incident.from_s, _freeze, cluster, incident)
             case Configure():
-                loop.at(incident.at_s, cluster.configure, incident.policy)
+                loop.at(incident.at_s, cluster.pickers.configure, incident.policy)
 
 
 def _named(cluster: Cluster, numbers: Numbers) -> list[SimulatedPod]:
@@ -161,7 +161,7 @@ def _end_pods(cluster: Cluster, incident: Leave | Drain | Restart) -> None:
         elif pod.alive:
             pod.returns = False
             grace_s = incident.grace_s if isinstance(incident, Drain) else 0.0
-            drain(cluster, pod, grace_s, nothing)
+            cluster.pods.drain(pod, grace_s)
 
 
 def _restart(cluster: Cluster, pod: SimulatedPod, incident: Restart) -> None:
@@ -170,9 +170,9 @@ def _restart(cluster: Cluster, pod: SimulatedPod, incident: Restart) -> None:
 
     def ended() -> None:
         if pod.returns:
-            cluster.loop.after(incident.startup_s, cluster.restart_pod, pod)
+            cluster.loop.after(incident.startup_s, cluster.pods.restart, pod)
 
-    drain(cluster, pod, incident.grace_s, ended)
+    cluster.pods.drain(pod, incident.grace_s, ended)
 
 
 def _slow_down(cluster: Cluster, incident: Slow) -> None:

@@ -9,9 +9,10 @@ from msgspec import Struct, field
 from epp.core.types import AdapterReport, Endpoint, EndpointMetrics, MetricsTarget, Seconds
 from sim.caches.behaviour import CacheBehaviour
 from sim.cluster.loop import Loop
-from sim.engine.engine import Engine, EngineRequest, EngineSettings, Step
+from sim.engine.engine import Engine, EngineSettings, Step
 from sim.engine.profiles import Profile
 from sim.engine.prompt_cache import PromptCache
+from sim.engine.request import EngineRequest
 
 _PORT: Final = 8000
 

@@ -2,7 +2,6 @@
 
 import argparse
 import asyncio
-import contextlib
 import sys
 from collections.abc import Callable, Iterator
 from itertools import islice
@@ -10,16 +9,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 from urllib.parse import urlsplit
 
-import msgspec
 from rich.progress import Progress
 
 from sim.drive.report import drive_page, drive_report, drive_table
 from sim.drive.summary import DriveMeasures
 from sim.interrupts import INTERRUPTED, interrupts_call
+from sim.measurement.summaries import as_json, read_run
 from sim.output import (
     OutputError,
     add_output_options,
-    as_json,
     open_folder,
     progress_bar,
     write_whole,
@@ -88,7 +86,7 @@ def run(options: argparse.Namespace) -> int:
     # HTTP takes a tenth of a second to import, which no other command shall pay for.
     from sim.drive.driver import DriveSettings  # noqa: PLC0415
 
-    beside = _simulated(options.beside)
+    beside = None if options.beside is None else read_run(options.beside / "summary.json")
     headers = dict([*options.header, *_headers_in(options.header_file)])
     trace = open_trace(
         Path(options.trace),
@@ -120,7 +118,9 @@ def run(options: argparse.Namespace) -> int:
     summary = measures.summary(
         conditions=_conditions(options),
         took_s=took_s,
-        counts={"not_sent": driver.not_sent, "unfit": driver.unfit, "cut": driver.cut},
+        not_sent=driver.not_sent,
+        unfit=driver.unfit,
+        cut=driver.cut,
         complete=not stopped,
     )
     print(drive_table(summary, beside))
@@ -134,7 +134,7 @@ def run(options: argparse.Namespace) -> int:
     if stopped:
         print("sim: interrupted", file=sys.stderr)
         return INTERRUPTED
-    return 0 if summary["requests"]["whole"] else 1
+    return 0 if summary.requests.whole else 1
 
 
 async def _drive(
@@ -180,20 +180,6 @@ def _conditions(options: argparse.Namespace) -> dict[str, Any]:
         "in_flight": options.in_flight,
         "timeout_s": options.timeout,
     }
-
-
-def _simulated(folder: Path | None) -> dict[str, Any] | None:
-    """summary.json of a simulation. Raises `OutputError`, `OSError`."""
-    if folder is None:
-        return None
-    path = folder / "summary.json"
-    summary: Any = None
-    with contextlib.suppress(msgspec.DecodeError):
-        summary = msgspec.json.decode(path.read_bytes())
-    wanted = {"ttft_s", "itl_s", "e2e_s", "hit_rate"}
-    if not isinstance(summary, dict) or not wanted <= summary.keys():
-        raise OutputError(f"{path}: expected the summary of `sim replay`")
-    return summary
 
 
 def _headers_in(path: Path | None) -> list[tuple[str, str]]:

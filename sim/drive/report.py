@@ -1,8 +1,9 @@
 """What a drive found, to be read: a table, report.md, and one page that opens offline."""
 
-from typing import Any, Final
+from typing import Final
 
 from sim.drive.summary import UNTOLD, DriveMeasures
+from sim.measurement.summaries import DriveSummary, GroupSummary, RunSummary, Summary
 from sim.reports.charts import card, cdf_chart, facts_table, figure, html_table, page, scrolling
 from sim.reports.report import markdown_table, number, seconds, share, table
 
@@ -11,43 +12,41 @@ _LATE_S_MAX: Final = 0.05
 """Later than that at the 99th percentile, the driver itself was slow."""
 
 
-def drive_table(summary: dict[str, Any], beside: dict[str, Any] | None) -> str:
+def drive_table(summary: DriveSummary, beside: RunSummary | None) -> str:
     """For the terminal."""
     warnings = "".join(f"{warning}\n\n" for warning in warnings_of(summary))
     facts = "\n".join(f"{name:<24}  {value}" for name, value in _facts(summary))
     parts = [table(_latencies(summary, beside)), facts]
     if _pods_are_told(summary):
-        parts.append(table(_groups("pod", summary["pods"])))
-    if len(summary["models"]) > 1:
-        parts.append(table(_groups("model", summary["models"])))
+        parts.append(table(_groups("pod", summary.pods)))
+    if len(summary.models) > 1:
+        parts.append(table(_groups("model", summary.models)))
     return warnings + "\n\n".join(parts) + "\n"
 
 
-def drive_report(summary: dict[str, Any], beside: dict[str, Any] | None) -> str:
+def drive_report(summary: DriveSummary, beside: RunSummary | None) -> str:
     """report.md."""
     parts = ["# A trace as real requests", *(f"**{one}**" for one in warnings_of(summary))]
     parts.append(markdown_table(_latencies(summary, beside)))
     parts.append(markdown_table([["", ""], *_facts(summary)]))
-    parts += ["## By pod", markdown_table(_groups("pod", summary["pods"]))]
-    parts += ["## By model", markdown_table(_groups("model", summary["models"]))]
+    parts += ["## By pod", markdown_table(_groups("pod", summary.pods))]
+    parts += ["## By model", markdown_table(_groups("model", summary.models))]
     parts += ["## What was run", markdown_table([["", ""], *_conditions(summary)])]
     return "\n\n".join(parts) + "\n"
 
 
-def drive_page(
-    summary: dict[str, Any], measures: DriveMeasures, beside: dict[str, Any] | None
-) -> str:
+def drive_page(summary: DriveSummary, measures: DriveMeasures, beside: RunSummary | None) -> str:
     """report.html."""
     ttft_s = {name: group.ttft_s for name, group in sorted(measures.pods.items())[:8]}
     body = [
         card(
             [
-                ("TTFT mean", seconds(summary["ttft_s"]["mean"])),
-                ("TTFT p90", seconds(summary["ttft_s"]["p90"])),
-                ("ITL p99", seconds(summary["itl_s"]["p99"])),
-                ("hit rate", share(summary["hit_rate"])),
-                ("requests", f"{summary['requests']['sent']:,}"),
-                ("errors", f"{summary['requests']['errors']:,}"),
+                ("TTFT mean", seconds(summary.ttft_s.mean)),
+                ("TTFT p90", seconds(summary.ttft_s.p90)),
+                ("ITL p99", seconds(summary.itl_s.p99)),
+                ("hit rate", share(summary.hit_rate)),
+                ("requests", f"{summary.requests.sent:,}"),
+                ("errors", f"{summary.requests.errors:,}"),
             ]
         ),
         '<div class="pair">',
@@ -61,90 +60,95 @@ def drive_page(
         body.append(cdf_chart("Time to first token, by pod", ttft_s))
     body += [
         figure("Latency", scrolling(html_table(_latencies(summary, beside)))),
-        figure("By pod", scrolling(html_table(_groups("pod", summary["pods"])))),
-        figure("By model", scrolling(html_table(_groups("model", summary["models"])))),
+        figure("By pod", scrolling(html_table(_groups("pod", summary.pods)))),
+        figure("By model", scrolling(html_table(_groups("model", summary.models)))),
         figure("In numbers", facts_table(_facts(summary))),
         figure("What was run", facts_table(_conditions(summary))),
     ]
     said = "Real requests, at the moments of the trace; no request waited for another's answer."
     return page(
-        f"{summary['conditions']['trace']}, as real requests",
+        f"{summary.conditions['trace']}, as real requests",
         "\n".join([*warnings_of(summary), said]),
         "\n".join(body),
     )
 
 
-def warnings_of(summary: dict[str, Any]) -> list[str]:
+def warnings_of(summary: DriveSummary) -> list[str]:
     """What would mislead whoever reads the figures."""
-    requests, late_s = summary["requests"], summary["late_s"]["p99"]
+    requests, late_s = summary.requests, summary.late_s.p99
     told = {
-        "Interrupted: only what had ended is counted.": not summary["complete"],
-        f"{requests['not_sent']:,} requests were not sent, because as many as --in-flight were open: "
-        "the gateway was asked less than the trace says.": requests["not_sent"],
-        f"{requests['unfit']:,} requests were not sent, because no text can be made of their ids.": (
-            requests["unfit"]
+        "Interrupted: only what had ended is counted.": not summary.complete,
+        f"{requests.not_sent:,} requests were not sent, because as many as --in-flight were open: "
+        "the gateway was asked less than the trace says.": requests.not_sent,
+        f"{requests.unfit:,} requests were not sent, because no text can be made of their ids.": (
+            requests.unfit
         ),
         f"1 % of the requests were sent {seconds(late_s)} late or later: the driver itself was "
         "slow.": late_s is not None and late_s > _LATE_S_MAX,
-        f"{requests['errors']:,} requests have no whole answer.": requests["errors"],
+        f"{requests.errors:,} requests have no whole answer.": requests.errors,
     }
     return [sentence for sentence, holds in told.items() if holds]
 
 
-def _latencies(summary: dict[str, Any], beside: dict[str, Any] | None) -> list[list[str]]:
+def _latencies(summary: DriveSummary, beside: RunSummary | None) -> list[list[str]]:
     """Each measure, and under it that of the simulation, where it has the same."""
     rows = [["", *_RANKS]]
     for name, label in (("ttft_s", "TTFT"), ("itl_s", "ITL"), ("e2e_s", "E2E")):
-        for of, found in ((label, summary), (f"{label} simulated", beside)):
-            if found is not None:
-                rows.append([of, *(seconds(found[name].get(rank)) for rank in _RANKS)])
+        rows.append([label, *_ranks(getattr(summary, name))])
+        if beside is not None:
+            rows.append([f"{label} simulated", *_ranks(getattr(beside, name))])
     if beside is not None:
-        for of, found in (("hit rate", summary), ("hit rate simulated", beside)):
-            rows.append([of, share(found["hit_rate"]), "", "", ""])
+        rows.append(["hit rate", share(summary.hit_rate), "", "", ""])
+        rows.append(["hit rate simulated", share(beside.hit_rate), "", "", ""])
     return rows
 
 
-def _groups(kind: str, groups: dict[str, Any]) -> list[list[str]]:
+def _ranks(found: Summary) -> list[str]:
+    """A dash for what it does not have."""
+    return [seconds(getattr(found, rank, None)) for rank in _RANKS]
+
+
+def _groups(kind: str, groups: dict[str, GroupSummary]) -> list[list[str]]:
     head = [kind, "requests", "errors", "TTFT p50", "TTFT p90", "ITL p50", "ITL p99", "E2E p90"]
     rows = [[*head, "hit rate"]]
     for name, found in groups.items():
         rows.append(
             [
                 name,
-                f"{found['requests']:,}",
-                f"{found['errors']:,}",
-                seconds(found["ttft_s"]["p50"]),
-                seconds(found["ttft_s"]["p90"]),
-                seconds(found["itl_s"]["p50"]),
-                seconds(found["itl_s"]["p99"]),
-                seconds(found["e2e_s"]["p90"]),
-                share(found["hit_rate"]),
+                f"{found.requests:,}",
+                f"{found.errors:,}",
+                seconds(found.ttft_s.p50),
+                seconds(found.ttft_s.p90),
+                seconds(found.itl_s.p50),
+                seconds(found.itl_s.p99),
+                seconds(found.e2e_s.p90),
+                share(found.hit_rate),
             ]
         )
     return rows
 
 
-def _facts(summary: dict[str, Any]) -> list[list[str]]:
-    requests = summary["requests"]
-    named = ", ".join(f"{count:,} {why}" for why, count in summary["errors"].items())
+def _facts(summary: DriveSummary) -> list[list[str]]:
+    requests = summary.requests
+    named = ", ".join(f"{count:,} {why}" for why, count in summary.errors.items())
     return [
-        ["requests sent", f"{requests['sent']:,}, {requests['whole']:,} with a whole answer"],
+        ["requests sent", f"{requests.sent:,}, {requests.whole:,} with a whole answer"],
         *([["errors", named]] if named else []),
-        *([["cut at the end", f"{requests['cut']:,}"]] if requests["cut"] else []),
-        ["hit rate", f"{share(summary['hit_rate'])} of prompt tokens"],
-        ["output", f"{number(summary['output_tokens_per_s'])} tokens/s"],
-        ["took", seconds(summary["took_s"])],
-        ["sent late, p99", seconds(summary["late_s"]["p99"])],
+        *([["cut at the end", f"{requests.cut:,}"]] if requests.cut else []),
+        ["hit rate", f"{share(summary.hit_rate)} of prompt tokens"],
+        ["output", f"{number(summary.output_tokens_per_s)} tokens/s"],
+        ["took", seconds(summary.took_s)],
+        ["sent late, p99", seconds(summary.late_s.p99)],
     ]
 
 
-def _conditions(summary: dict[str, Any]) -> list[list[str]]:
+def _conditions(summary: DriveSummary) -> list[list[str]]:
     return [
         [name.replace("_", " "), str(value)]
-        for name, value in summary["conditions"].items()
+        for name, value in summary.conditions.items()
         if value not in (None, "")
     ]
 
 
-def _pods_are_told(summary: dict[str, Any]) -> bool:
-    return list(summary["pods"]) not in ([], [UNTOLD])
+def _pods_are_told(summary: DriveSummary) -> bool:
+    return list(summary.pods) not in ([], [UNTOLD])

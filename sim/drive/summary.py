@@ -9,12 +9,18 @@ import numpy as np
 
 from epp.core.types import Seconds
 from sim.measurement.measures import distribution, rounded
+from sim.measurement.summaries import (
+    AnswerGaps,
+    Conditions,
+    DrivenRequests,
+    DriveSummary,
+    GroupSummary,
+)
 from sim.measurement.token_gaps import GapCounts
 
 if TYPE_CHECKING:
     from sim.drive.driver import Driven
 
-SCHEMA: Final = 1
 UNTOLD: Final = "not told"
 """Who served, where no header says so."""
 GROUPS_MAX: Final = 1_000
@@ -23,7 +29,6 @@ OTHER: Final = "other"
 ERRORS_SHOWN_MAX: Final = 10
 _GAP_S_MIN: Final = 1e-6
 """Two chunks of one read."""
-_ITL_RANKS: Final = (50, 90, 99)
 
 
 class Group:
@@ -63,24 +68,22 @@ class Group:
     def e2e_s(self) -> "np.ndarray[Any, np.dtype[np.float64]]":
         return np.array(self._e2e_s)
 
-    def told(self) -> dict[str, Any]:
-        """Plain values; None for what nothing is known of."""
+    def summary(self) -> GroupSummary:
+        """As summary.json has it."""
         hit_rate = self.cached_tokens / self.prompt_tokens if self.prompt_tokens else math.nan
         gaps = self._gaps
-        return {
-            "requests": self.requests,
-            "errors": self.errors,
-            "ttft_s": distribution(self.ttft_s),
-            "itl_s": {
-                "mean": rounded(gaps.mean_s),
-                **{f"p{rank}": rounded(gaps.percentile_s(rank / 100)) for rank in _ITL_RANKS},
-            },
-            "e2e_s": distribution(self.e2e_s),
-            "prompt_tokens": self.prompt_tokens,
-            "cached_tokens": self.cached_tokens,
-            "output_tokens": self.output_tokens,
-            "hit_rate": rounded(hit_rate),
-        }
+        p50, p90, p99 = (rounded(gaps.percentile_s(share)) for share in (0.5, 0.9, 0.99))
+        return GroupSummary(
+            requests=self.requests,
+            errors=self.errors,
+            ttft_s=distribution(self.ttft_s),
+            itl_s=AnswerGaps(mean=rounded(gaps.mean_s), p50=p50, p90=p90, p99=p99),
+            e2e_s=distribution(self.e2e_s),
+            prompt_tokens=self.prompt_tokens,
+            cached_tokens=self.cached_tokens,
+            output_tokens=self.output_tokens,
+            hit_rate=rounded(hit_rate),
+        )
 
 
 class DriveMeasures:
@@ -105,28 +108,39 @@ class DriveMeasures:
             ] += 1
 
     def summary(
-        self, *, conditions: dict[str, Any], took_s: Seconds, counts: dict[str, int], complete: bool
-    ) -> dict[str, Any]:
-        """summary.json. `counts`: of requests that are not among the measured."""
-        told = self.all.told()
-        return {
-            "schema": SCHEMA,
-            "complete": complete,
-            "conditions": conditions,
-            "took_s": rounded(took_s),
-            "requests": {
-                "sent": self.all.requests + counts.get("cut", 0),
-                "whole": self.all.requests - self.all.errors,
-                "errors": self.all.errors,
-                **counts,
-            },
-            "errors": dict(self.errors.most_common(ERRORS_SHOWN_MAX)),
-            "late_s": distribution(np.array(self._late_s)),
-            "output_tokens_per_s": rounded(self.all.output_tokens / took_s if took_s else math.nan),
-            **{name: told[name] for name in ("ttft_s", "itl_s", "e2e_s", "hit_rate")},
-            "pods": {name: group.told() for name, group in sorted(self.pods.items())},
-            "models": {name: group.told() for name, group in sorted(self.models.items())},
-        }
+        self,
+        *,
+        conditions: Conditions,
+        took_s: Seconds,
+        not_sent: int = 0,
+        unfit: int = 0,
+        cut: int = 0,
+        complete: bool,
+    ) -> DriveSummary:
+        """summary.json. `not_sent`, `unfit` and `cut` are not among the measured."""
+        told = self.all.summary()
+        return DriveSummary(
+            complete=complete,
+            conditions=conditions,
+            took_s=rounded(took_s),
+            requests=DrivenRequests(
+                sent=told.requests + cut,
+                whole=told.requests - told.errors,
+                errors=told.errors,
+                not_sent=not_sent,
+                unfit=unfit,
+                cut=cut,
+            ),
+            errors=dict(self.errors.most_common(ERRORS_SHOWN_MAX)),
+            late_s=distribution(np.array(self._late_s)),
+            output_tokens_per_s=rounded(told.output_tokens / took_s if took_s else math.nan),
+            ttft_s=told.ttft_s,
+            itl_s=told.itl_s,
+            e2e_s=told.e2e_s,
+            hit_rate=told.hit_rate,
+            pods={name: group.summary() for name, group in sorted(self.pods.items())},
+            models={name: group.summary() for name, group in sorted(self.models.items())},
+        )
 
 
 def _group(groups: dict[str, Group], name: str) -> Group:

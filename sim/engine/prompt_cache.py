@@ -5,34 +5,13 @@ does that has no `PromptCache`. Other engines keep whole prompts, one system pro
 in each slot, or more of the pool's blocks in another memory: `sim/caches` has them.
 """
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 from msgspec import Struct
 
 from epp.core.types import Seconds
 from sim.engine.blocks import BlockPool
-
-if TYPE_CHECKING:
-    from sim.engine.engine import EngineRequest
-
-
-class PromptParts(Struct, frozen=True):
-    """A prompt and its answer as stretches of text: messages, where the trace knows them.
-
-    The last part is the answer; the prompt has one at least.
-    """
-
-    keys: Sequence[int]
-    """Each stands for all text up to and with its part. Two parts with one key have the same text
-    as far as the shorter of them goes."""
-    ends: Sequence[int]
-    """Tokens up to the end of each part, ascending."""
-
-    @property
-    def messages(self) -> int:
-        """Parts of the prompt."""
-        return len(self.keys) - 1
+from sim.engine.request import EngineRequest
 
 
 class Found(Struct, frozen=True):
@@ -54,17 +33,17 @@ class PromptCache(Protocol):
         """The memory of the requests that run."""
         ...
 
-    def fetch(self, request: "EngineRequest", held_tokens: int, now: Seconds) -> Found | None:
+    def fetch(self, request: EngineRequest, held_tokens: int, now: Seconds) -> Found | None:
         """What there is of the prompt; `held_tokens` of it the pool has found.
 
         None: it waits, and all behind it, for a request that runs to leave.
         """
         ...
 
-    def computed(self, request: "EngineRequest", now: Seconds) -> Seconds:
+    def computed(self, request: EngineRequest, now: Seconds) -> Seconds:
         """The whole prompt is computed: keep what is to be kept. How long the engine saves it."""
         ...
 
-    def left(self, request: "EngineRequest", now: Seconds) -> Seconds:
+    def left(self, request: EngineRequest, now: Seconds) -> Seconds:
         """The request is `finished`, or has gone before. How long the engine saves it."""
         ...

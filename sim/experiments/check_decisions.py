@@ -8,10 +8,9 @@ from epp.configuration.build import plugin_tables
 from epp.configuration.config import ConfigError
 from epp.configuration.past_decisions import CaptureError, decide_again, sentences_of, told
 from sim.cluster.policies import policy_source
-from sim.output import OutputError, as_json, open_folder, write_whole
+from sim.measurement.summaries import SCHEMA, as_json
+from sim.output import OutputError, open_folder, write_whole
 from sim.traces.arrival import TraceError
-
-SCHEMA = 1
 
 
 def check_decisions(options: argparse.Namespace) -> int:

@@ -3,7 +3,6 @@
 import argparse
 import sys
 from collections.abc import Sequence
-from typing import Any
 
 from sim.experiments.jobs import (
     Experiment,
@@ -11,7 +10,7 @@ from sim.experiments.jobs import (
     Results,
     add_experiment_options,
     ended_of,
-    estimate_as_json,
+    estimate_summary,
     varied_between,
 )
 from sim.experiments.run_options import (
@@ -24,6 +23,13 @@ from sim.experiments.run_options import (
 from sim.measurement.assumptions import assumptions_of
 from sim.measurement.intervals import Difference, compare_runs, estimated
 from sim.measurement.measures import Series, figures_of, rounded
+from sim.measurement.summaries import (
+    ComparedConfig,
+    ComparisonSummary,
+    DifferenceSummary,
+    NamedRun,
+    RunSummary,
+)
 from sim.output import open_folder
 from sim.reports.compare_report import (
     comparison_page,
@@ -95,21 +101,23 @@ def run(options: argparse.Namespace) -> int:
     def columns(results: Results) -> list[list[Series]]:
         return [[one.series for one in found] for found in whole(results)]
 
-    def summary(results: Results) -> dict[str, Any]:
-        found = whole(results)
-        return {
-            "first_seed": options.seed,
-            "seeds": len(found[0]),
-            "conditions": what_was_run,
-            "assumptions": assumptions_of(kind.profile for kind in jobs[0].cluster.pods),
-            "varied": varied_between(found[0]).over if found[0] else "",
-            "generated": varied_between(found[0]).generated,
-            "configs": _compared(names, found),
-            "runs": [
-                {"config": names[at % len(names)], "seed": jobs[at].seed, **results[at].summary}
+    def summary(results: Results, complete: bool) -> ComparisonSummary:
+        found = [[one.summary for one in of] for of in whole(results)]
+        varied = varied_between(found[0])
+        return ComparisonSummary(
+            complete=complete,
+            first_seed=options.seed,
+            seeds=len(found[0]),
+            conditions=what_was_run,
+            assumptions=assumptions_of(kind.profile for kind in jobs[0].cluster.pods),
+            varied=varied.over if found[0] else "",
+            generated=varied.generated,
+            configs=_compared(names, found),
+            runs=[
+                NamedRun(config=names[at % len(names)], seed=jobs[at].seed, run=results[at].summary)
                 for at in sorted(results)
             ],
-        }
+        )
 
     return Experiment(
         title="compare",
@@ -127,35 +135,40 @@ def _pickers(replicas: int) -> str:
     return "1 picker" if replicas == 1 else f"{replicas} pickers"
 
 
-def _compared(names: Sequence[str], runs: Sequence[Sequence[Result]]) -> dict[str, Any]:
+def _compared(
+    names: Sequence[str], runs: Sequence[Sequence[RunSummary]]
+) -> dict[str, ComparedConfig]:
     """Every figure of every configuration, and its difference from the first one."""
     if not runs[0]:
         return {}
-    figures = [[figures_of(one.summary) for one in found] for found in runs]
+    figures = [[figures_of(one) for one in found] for found in runs]
     varied = varied_between(runs[0])
-    told: dict[str, Any] = {}
+    told: dict[str, ComparedConfig] = {}
     for at, name in enumerate(names):
         differences = compare_runs(figures[0], figures[at], varied) if at else {}
-        told[name] = {
-            "requests": ended_of(runs[at]),
-            "figures": {
-                measure: estimate_as_json(estimated([run[measure] for run in figures[at]], varied))
+        told[name] = ComparedConfig(
+            requests=ended_of(runs[at]),
+            figures={
+                measure: estimate_summary(estimated([run[measure] for run in figures[at]], varied))
                 for measure in figures[at][0]
             },
-            "difference": {
-                measure: difference_as_json(measure, found)
+            difference={
+                measure: difference_summary(measure, found)
                 for measure, found in differences.items()
             },
-        }
+        )
     return told
 
 
-def difference_as_json(measure: str, found: Difference) -> dict[str, Any]:
+def difference_summary(measure: str, found: Difference) -> DifferenceSummary:
     """As summary.json has it, with its verdict."""
     difference = found.difference
-    return {
-        **estimate_as_json(difference),
-        "relative": rounded(difference.value / found.reference) if found.reference else None,
-        "significant": difference.significant,
-        "verdict": verdict(measure, difference),
-    }
+    estimate = estimate_summary(difference)
+    return DifferenceSummary(
+        value=estimate.value,
+        low=estimate.low,
+        high=estimate.high,
+        relative=rounded(difference.value / found.reference) if found.reference else None,
+        significant=difference.significant,
+        verdict=verdict(measure, difference),
+    )

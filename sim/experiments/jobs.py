@@ -11,24 +11,36 @@ from multiprocessing.connection import Connection, wait
 from multiprocessing.context import SpawnProcess
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Protocol, Self, TypeVar, cast
+from typing import Generic, Protocol, Self, TypeVar, cast
 
-from msgspec import Struct
+from msgspec import UNSET, Struct
+from msgspec.structs import replace
 
 from epp.configuration.config import ConfigError
-from sim.cluster.cluster import SimulatedRequest
+from sim.cluster.simulated_request import SimulatedRequest
 from sim.experiments.run import Run, RunSettings
 from sim.experiments.run_options import count_of_runs
 from sim.interrupts import INTERRUPTED, interrupts_call
 from sim.measurement.intervals import Estimate, Varied
-from sim.measurement.measures import SCHEMA, Series, rounded
-from sim.output import add_output_options, as_json, progress_bar, write_whole
+from sim.measurement.measures import Series, rounded
+from sim.measurement.summaries import (
+    ComparedRun,
+    EstimateSummary,
+    Requests,
+    Resampled,
+    RunSummary,
+    Summary,
+    Traffic,
+    as_json,
+)
+from sim.output import add_output_options, progress_bar, write_whole
 from sim.sentences import sentence_of
 from sim.traces.arrival import TraceError
 from sim.traces.formats import open_trace
 
 Job = TypeVar("Job")
 Answer = TypeVar("Answer")
+OfRuns = TypeVar("OfRuns", bound=Summary)
 
 
 class JobError(Exception):
@@ -52,15 +64,10 @@ class Workers(Protocol):
         ...
 
 
-class Told(Struct, frozen=True, kw_only=True):
-    """What a run has shown, in numbers."""
-
-    summary: dict[str, Any]
-
-
-class Result(Told, frozen=True, kw_only=True):
+class Result(Struct, frozen=True, kw_only=True):
     """What comes back from a run in another process."""
 
+    summary: RunSummary
     series: Series
 
 
@@ -68,15 +75,15 @@ Results = Mapping[int, Result]
 """By the position of their settings among the jobs."""
 
 
-class Experiment(Struct, frozen=True, kw_only=True):
+class Experiment(Struct, Generic[OfRuns], frozen=True, kw_only=True):
     """Runs, and how they are told: all of them, or those that had ended by a Ctrl-C."""
 
     title: str
     jobs: Sequence[RunSettings]
-    summary: Callable[[Results], dict[str, Any]]
-    """Of as many results as there are; `schema` and `complete` come before it."""
-    table: Callable[[dict[str, Any]], str]
-    reports: Callable[[dict[str, Any], Results], dict[str, str]]
+    summary: Callable[[Results, bool], OfRuns]
+    """Of as many results as there are, and whether these are all."""
+    table: Callable[[OfRuns], str]
+    reports: Callable[[OfRuns, Results], dict[str, str]]
     """Of a summary and its results: file name -> content."""
 
     def carry_out(self, folder: Path | None, *, workers: int) -> int:
@@ -86,14 +93,13 @@ class Experiment(Struct, frozen=True, kw_only=True):
         and `OSError`; what had ended by then is written.
         """
         results: dict[int, Result] = {}
-        summary: dict[str, Any] | None = None
+        summary: OfRuns | None = None
         first = self.jobs[0]
         if first.requests_max is None:
             open_trace(Path(first.trace), first.read).keep()
 
-        def told() -> dict[str, Any]:
-            complete = len(results) == len(self.jobs)
-            summary = {"schema": SCHEMA, "complete": complete} | self.summary(results)
+        def told() -> OfRuns:
+            summary = self.summary(results, len(results) == len(self.jobs))
             if folder is not None:
                 write_whole(folder / "summary.json", as_json(summary))
                 for name, content in self.reports(summary, results).items():
@@ -112,7 +118,7 @@ class Experiment(Struct, frozen=True, kw_only=True):
         print(self.table(summary))
         if folder is not None:
             print(f"results are in {folder}")
-        if summary["complete"]:
+        if len(results) == len(self.jobs):
             return 0
         print(
             f"sim: interrupted, {len(results)} of {len(self.jobs)} runs are done", file=sys.stderr
@@ -237,45 +243,48 @@ def run_job(settings: RunSettings) -> Result:
 
     one = Run(settings, [ended])
     one.run()
-    told = one.told()
-    # What waits for answers comes later than its trace says, and other than completes counts too.
-    rate = rounded(told["requests"]["sent"] / latest_s) if latest_s else None
+    summary = one.summary()
     blocks = one.variation.blocks
-    summary = {
-        "bad_lines": one.trace.bad_lines,
-        "requests_per_s": rate,
-        "traffic": {
-            "generated": one.variation.generated,
-            "resampled": None if blocks is None else {"blocks": blocks.count, "cut": str(blocks)},
-        },
-    }
-    return Result(summary=summary | told, series=one.measures.steady_series())
+    summary = replace(
+        summary,
+        # What waits for answers comes later than its trace says, and other than completes counts too.
+        requests_per_s=rounded(summary.requests.sent / latest_s) if latest_s else None,
+        traffic=Traffic(
+            generated=one.variation.generated,
+            resampled=None if blocks is None else Resampled(blocks=blocks.count, cut=str(blocks)),
+        ),
+    )
+    return Result(summary=summary, series=one.measures.steady_series())
 
 
-def ended_of(runs: Sequence[Told]) -> dict[str, int]:
+def ended_of(runs: Sequence[ComparedRun]) -> Requests:
     """How many requests were sent, and how they ended, over all runs."""
-    counts = [one.summary["requests"] for one in runs]
-    return {fate: sum(count[fate] for count in counts) for fate in counts[0]}
+    return Requests(
+        **{
+            name: sum(getattr(one.requests, name) for one in runs)
+            for name in Requests.__struct_fields__
+        }
+    )
 
 
-def estimate_as_json(found: Estimate) -> dict[str, float | None]:
+def estimate_summary(found: Estimate) -> EstimateSummary:
     """As summary.json has it."""
-    return {
-        "value": rounded(found.value),
-        "low": None if found.low is None else rounded(found.low),
-        "high": None if found.high is None else rounded(found.high),
-    }
+    return EstimateSummary(
+        value=rounded(found.value),
+        low=None if found.low is None else rounded(found.low),
+        high=None if found.high is None else rounded(found.high),
+    )
 
 
-def varied_between(runs: Sequence[Told]) -> Varied:
+def varied_between(runs: Sequence[ComparedRun]) -> Varied:
     """What differs between the repetitions of one configuration, the first being the trace as it is."""
-    traffic = [one.summary["traffic"] for one in runs]
-    resampled = next((one["resampled"] for one in traffic if one["resampled"]), None)
+    traffic = [one.traffic for one in runs if one.traffic is not UNSET]
+    resampled = next((one.resampled for one in traffic if one.resampled), None)
     return Varied(
         repetitions=len(runs),
-        generated=any(one["generated"] for one in traffic),
-        blocks=resampled["blocks"] if resampled else 0,
-        cut=resampled["cut"] if resampled else "",
+        generated=any(one.generated for one in traffic),
+        blocks=resampled.blocks if resampled else 0,
+        cut=resampled.cut if resampled else "",
     )
 
 

@@ -7,9 +7,10 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from sim.cluster.policies import PolicySource
-from sim.experiments.jobs import Crew, Told
+from sim.experiments.jobs import Crew
 from sim.experiments.run import RunSettings
 from sim.experiments.run_journal import RunJournal
+from sim.measurement.summaries import KeptRun
 
 
 class StoppedError(Exception):
@@ -55,7 +56,7 @@ class MeasuredRuns:
         self._hashes: dict[str, str] = {}
         """Text of a configuration -> its hash, which takes longer than to ask a hundred times."""
 
-    def of(self, wanted: Sequence[tuple[PolicySource, Sample]]) -> list[Told]:
+    def of(self, wanted: Sequence[tuple[PolicySource, Sample]]) -> list[KeptRun]:
         """One for each, in order. Raises `StoppedError`, and `JobError` for one that cannot be."""
         keys = [self._key(policy, sample) for policy, sample in wanted]
         new = {
@@ -68,7 +69,7 @@ class MeasuredRuns:
         names = list(new)
         jobs = [self._settings(policy, sample) for policy, sample in new.values()]
         for number, result in self._crew.results(jobs):
-            self._journal.add(names[number], result)
+            self._journal.add(names[number], result.summary)
             self._advance()
         found = [one for key in keys if (one := self._journal.get(key)) is not None]
         if len(found) < len(keys):

@@ -9,8 +9,8 @@ from typing import Annotated, Any, Final
 from msgspec import Meta, Struct
 
 from sim.cluster.assignment import Assignment
-from sim.cluster.cluster import Absence, ClusterSettingsError
 from sim.cluster.peering import Partition, PeerSettings, SlowPeer
+from sim.cluster.settings import Absence, ClusterSettingsError
 from sim.cluster.windows import Duration, Instant, Numbers, Share, check_window
 
 PICKERS_MAX: Final = 1_000

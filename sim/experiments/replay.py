@@ -6,25 +6,25 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
+from msgspec.structs import replace
 from rich.progress import Progress
 
 from sim.cluster.built_in import DEFAULT_POLICY
-from sim.cluster.cluster import Fate, SimulatedRequest
 from sim.cluster.policies import policy_source
+from sim.cluster.simulated_request import Fate, SimulatedRequest
 from sim.experiments.check_decisions import check_decisions
 from sim.experiments.request_files import DecisionFile, RequestTable
 from sim.experiments.run import Run, RunSettings
 from sim.experiments.run_options import POLICY_HELP, add_run_options, conditions, run_settings
 from sim.interrupts import INTERRUPTED, interrupts_call
 from sim.measurement.assumptions import assumptions_of
-from sim.measurement.measures import SCHEMA
+from sim.measurement.summaries import ReplaySummary, as_json
 from sim.output import (
     DECISIONS,
     REQUESTS,
     add_output_options,
-    as_json,
     open_folder,
     progress_bar,
     write_whole,
@@ -110,14 +110,14 @@ def replay(settings: RunSettings, options: argparse.Namespace) -> int:
                 one.run()
             wall_s = time.perf_counter() - started_s
             summary = summary_of(one, complete=not one.stopped)
-            print(run_table(summary))
-            print(f"{summary['requests']['sent']:,} requests replayed in {wall_s:.1f} s")
+            print(run_table(summary.run))
+            print(f"{summary.run.requests.sent:,} requests replayed in {wall_s:.1f} s")
             for problem in one.trace.problems:
                 print(f"skipped: {problem}", file=sys.stderr)
             if folder is not None:
                 asked = options.ceilings
                 if decisions is not None if asked is None else asked:
-                    _find_ceilings(one, summary)
+                    summary = _with_ceilings(one, summary)
                 _write(one, summary, folder, decisions)
     if not one.stopped:
         return 0
@@ -136,18 +136,19 @@ def _nothing_half(folder: Path) -> Callable[..., None]:
     return leave
 
 
-def _find_ceilings(one: Run, summary: dict[str, Any]) -> None:
-    """Put the hit ceilings into the summary of a run that is complete."""
-    if not (summary["complete"] and one.measures.fates[Fate.COMPLETE]):
-        return
+def _with_ceilings(one: Run, summary: ReplaySummary) -> ReplaySummary:
+    """The same with the hit ceilings, if the run is complete."""
+    if not (summary.complete and one.measures.fates[Fate.COMPLETE]):
+        return summary
     started_s = time.perf_counter()
     with progress_bar("hit ceilings") as bar:
-        sent = summary["requests"]["sent"]
-        summary["ceilings"] = one.ceilings(lambda given: iter(bar.track(given, total=sent)))
+        sent = summary.run.requests.sent
+        ceilings = one.ceilings(lambda given: iter(bar.track(given, total=sent)))
     print(f"hit ceilings took {time.perf_counter() - started_s:.1f} s")
+    return replace(summary, ceilings=ceilings)
 
 
-def _write(one: Run, summary: dict[str, Any], folder: Path, decisions: Path | None) -> None:
+def _write(one: Run, summary: ReplaySummary, folder: Path, decisions: Path | None) -> None:
     """Write the summary and the reports; the other files are there."""
     started_s = time.perf_counter()
     write_run(folder, summary)
@@ -156,23 +157,21 @@ def _write(one: Run, summary: dict[str, Any], folder: Path, decisions: Path | No
     print(f"reports took {time.perf_counter() - started_s:.1f} s; results are in {folder}")
 
 
-def summary_of(one: Run, *, complete: bool) -> dict[str, Any]:
+def summary_of(one: Run, *, complete: bool) -> ReplaySummary:
     """summary.json. The same settings and seed give the same bytes."""
     settings = one.settings
-    return {
-        "schema": SCHEMA,
-        "complete": complete,
-        "seed": settings.seed,
-        "config": settings.policy.name,
-        "conditions": conditions(settings),
-        "bad_lines": one.trace.bad_lines,
-        **one.told(),
-        "assumptions": assumptions_of(kind.profile for kind in settings.cluster.pods),
-        "timeline": one.timeline.as_json(),
-    }
+    return ReplaySummary(
+        complete=complete,
+        seed=settings.seed,
+        config=settings.policy.name,
+        conditions=conditions(settings),
+        run=one.summary(),
+        assumptions=assumptions_of(kind.profile for kind in settings.cluster.pods),
+        timeline=one.timeline.summary(),
+    )
 
 
-def write_run(folder: Path, summary: dict[str, Any]) -> None:
+def write_run(folder: Path, summary: ReplaySummary) -> None:
     """summary.json and the report made of it."""
     write_whole(folder / "summary.json", as_json(summary))
     write_whole(folder / "report.md", run_report(summary).encode())

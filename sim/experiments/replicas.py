@@ -6,11 +6,12 @@ workloads are drawn anew for each seed; of a trace in a file a seed varies the d
 
 import argparse
 import contextlib
+import math
 import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import product
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 from msgspec import Struct, structs
@@ -19,14 +20,15 @@ from epp.configuration.config import DEFAULT_CONFIG, DEFAULT_SOURCE
 from epp.core.types import Seconds
 from sim.cluster.assignment import Assignment
 from sim.cluster.built_in import DEFAULT_POLICY
-from sim.cluster.cluster import ClusterSettings
 from sim.cluster.peering import PeerSettings
 from sim.cluster.policies import PolicySource
+from sim.cluster.settings import ClusterSettings
 from sim.cluster.simulated_pod import PodKind
 from sim.engine.profiles import DEFAULT_PROFILE, find_profile
 from sim.experiments.jobs import Experiment, Result, Results, add_experiment_options
 from sim.experiments.run import RunSettings
 from sim.measurement.measures import mean, percentile, rounded
+from sim.measurement.summaries import Range, ReplicasRow, ReplicasSummary
 from sim.output import open_folder
 from sim.reports.report import markdown_table, seconds, share, table
 from sim.traces.capture import CaptureWriter
@@ -154,7 +156,7 @@ def run(options: argparse.Namespace) -> int:
 
 def replicas_experiment(
     traffic: Iterable[Traffic], arms: Sequence[Arm], seeds: Sequence[int], folder: Path
-) -> Experiment:
+) -> Experiment[ReplicasSummary]:
     """Every workload under every arm, each with all seeds; traces are generated into `folder`.
 
     The first of `arms` is what the others are compared with.
@@ -170,22 +172,24 @@ def replicas_experiment(
                 cluster = arm.cluster(kind)
                 jobs.append(RunSettings(trace=trace, policy=arm.policy, cluster=cluster, seed=seed))
 
-    def summary(results: Results) -> dict[str, Any]:
-        rows: list[dict[str, Any]] = []
+    def summary(results: Results, complete: bool) -> ReplicasSummary:
+        rows: list[ReplicasRow] = []
         for (workload, arm), found in _by_cell(cells, results).items():
             measured = [_measured(one) for one in found]
             told = {name: _range([one[name] for one in measured]) for name in measured[0]}
             rows.append(
-                {
-                    "workload": workload.name,
-                    "replicas": arm.replicas,
-                    "sharing": arm.sharing,
-                    "assignment": str(arm.assignment),
-                    "seeds": len(found),
+                ReplicasRow(
+                    workload=workload.name,
+                    replicas=arm.replicas,
+                    sharing=arm.sharing,
+                    assignment=str(arm.assignment),
+                    seeds=len(found),
                     **told,
-                }
+                )
             )
-        return {"first_seed": seeds[0], "seeds": len(seeds), "pods": PODS, "rows": rows}
+        return ReplicasSummary(
+            complete=complete, first_seed=seeds[0], seeds=len(seeds), pods=PODS, rows=rows
+        )
 
     return Experiment(
         title="replicas",
@@ -208,25 +212,23 @@ def _by_cell(
 
 
 def _measured(result: Result) -> dict[str, float]:
-    series = result.series
+    series, busiest = result.series, result.summary.imbalance.requests.max_over_mean
     prompt_tokens = float(series.prompt_tokens.sum())
     return {
         "hit_rate": float(series.cached_tokens.sum()) / prompt_tokens,
         "ttft_mean_s": mean(series.ttft_s),
         "ttft_p90_s": percentile(series.ttft_s, 90),
-        "busiest_pod_over_mean": result.summary["imbalance"]["requests"]["max_over_mean"],
+        "busiest_pod_over_mean": math.nan if busiest is None else busiest,
     }
 
 
-def _range(values: Sequence[float]) -> dict[str, float | None]:
-    return {
-        "mean": rounded(float(np.mean(values))),
-        "low": rounded(min(values)),
-        "high": rounded(max(values)),
-    }
+def _range(values: Sequence[float]) -> Range:
+    return Range(
+        mean=rounded(float(np.mean(values))), low=rounded(min(values)), high=rounded(max(values))
+    )
 
 
-def _rows(summary: dict[str, Any]) -> list[list[str]]:
+def _rows(summary: ReplicasSummary) -> list[list[str]]:
     """Of each row the mean over its seeds; the hit rate also with the least and the greatest."""
     head = (
         "workload, pickers, sharing, requests reach pickers, hit rate, of one picker's, TTFT mean, "
@@ -234,21 +236,22 @@ def _rows(summary: dict[str, Any]) -> list[list[str]]:
     )
     lines = [head.split(", ")]
     reference: dict[str, tuple[float, float]] = {}
-    for row in summary["rows"]:
-        hits, ttft_s = row["hit_rate"], row["ttft_mean_s"]["mean"]
-        one, one_s = reference.setdefault(row["workload"], (hits["mean"], ttft_s))
+    for row in summary.rows:
+        hits, hit_rate = row.hit_rate, row.hit_rate.mean or 0.0
+        ttft_s = row.ttft_mean_s.mean or 0.0
+        one, one_s = reference.setdefault(row.workload, (hit_rate, ttft_s))
         lines.append(
             [
-                row["workload"],
-                str(row["replicas"]),
-                row["sharing"],
-                row["assignment"],
-                f"{share(hits['mean'])} ({share(hits['low'])} to {share(hits['high'])})",
-                share(hits["mean"] / one) if one else "",
+                row.workload,
+                str(row.replicas),
+                row.sharing,
+                row.assignment,
+                f"{share(hits.mean)} ({share(hits.low)} to {share(hits.high)})",
+                share(hit_rate / one) if one else "",
                 seconds(ttft_s),
                 f"{ttft_s / one_s:.2f} times" if one_s else "",
-                seconds(row["ttft_p90_s"]["mean"]),
-                f"{row['busiest_pod_over_mean']['mean']:.2f}",
+                seconds(row.ttft_p90_s.mean),
+                f"{row.busiest_pod_over_mean.mean or math.nan:.2f}",
             ]
         )
     return lines

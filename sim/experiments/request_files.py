@@ -10,7 +10,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from epp.core.decision.scheduler import Decision
-from sim.cluster.cluster import SimulatedRequest
+from sim.cluster.simulated_request import SimulatedRequest
 from sim.measurement.measures import queue_of, tpot_of, ttft_of
 
 ROWS_PER_BATCH: Final = 16_384

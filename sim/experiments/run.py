@@ -6,7 +6,7 @@ from itertools import islice, tee
 from pathlib import Path
 from typing import Any, Final
 
-from msgspec import Struct, field
+from msgspec import UNSET, Struct, field
 from msgspec.structs import replace
 
 from epp.core.decision.settings import SchedulerSettings
@@ -15,12 +15,15 @@ from epp.core.types import Seconds
 from sim.cluster.arrivals import grid_s, made_ready
 from sim.cluster.autoscaler import Autoscaler
 from sim.cluster.check import checker
-from sim.cluster.cluster import Cluster, ClusterSettings, SimulatedRequest
+from sim.cluster.cluster import Cluster
 from sim.cluster.faults import draw_faults
 from sim.cluster.incidents import Configure, play
 from sim.cluster.policies import PolicySource
+from sim.cluster.settings import ClusterSettings
+from sim.cluster.simulated_request import SimulatedRequest
 from sim.experiments.scenario_file import Scenario
 from sim.measurement.measures import Measures, Targets, rounded
+from sim.measurement.summaries import Ceilings, PeerSummary, PoolSummary, RunSummary
 from sim.measurement.timeline import Timeline
 from sim.traces.arrival import Arrival, TraceError
 from sim.traces.formats import open_trace
@@ -116,7 +119,7 @@ class Run:
             stepped=self.measures.gaps.add,
             faults=() if gap_s is None else draw_faults(settings.seed, mean_gap_s=gap_s),
         )
-        if self.cluster.done:
+        if self.cluster.clients.done:
             raise self.trace.without_requests()
         play(scenario.incidents, self.cluster)
         if scenario.autoscaler is not None:
@@ -125,7 +128,7 @@ class Run:
 
     def ceilings(
         self, watched: Callable[[Iterator[Arrival]], Iterator[Arrival]] = iter
-    ) -> dict[str, float] | None:
+    ) -> Ceilings | None:
         """The hit rates that these requests allow at most, from one more pass over the trace.
 
         `watched` gets the arrivals and hands them on. None if `stop` is called on the way.
@@ -145,12 +148,12 @@ class Run:
             hits.add(arrival)
             prompt_tokens += arrival.prompt_tokens
         affinity, random = hits.placements[AFFINITY], hits.placements[RANDOM]
-        return {
-            "one_cache": hits.one_cache_tokens / prompt_tokens,
-            "affinity": affinity.hit_tokens / prompt_tokens,
-            "affinity_at_capacity": affinity.lru_hit_tokens / prompt_tokens,
-            "random_at_capacity": random.lru_hit_tokens / prompt_tokens,
-        }
+        return Ceilings(
+            one_cache=hits.one_cache_tokens / prompt_tokens,
+            affinity=affinity.hit_tokens / prompt_tokens,
+            affinity_at_capacity=affinity.lru_hit_tokens / prompt_tokens,
+            random_at_capacity=random.lru_hit_tokens / prompt_tokens,
+        )
 
     def _arrivals(self) -> Iterator[Arrival]:
         settings = self.settings
@@ -188,31 +191,30 @@ class Run:
             self.cluster.run(checker(self.cluster) if self.settings.check else None)
         finally:
             gc.set_threshold(*thresholds)
-            for policy in self.cluster.policies:
+            for policy in self.cluster.pickers.policies:
                 self.measures.failing_plugins += policy.failing_plugins()
 
-    def told(self) -> dict[str, Any]:
+    def summary(self) -> RunSummary:
         """What was measured, how many pods there were, what pickers told each other if they did, and
         where there may be some, retries and requests that the gateway took elsewhere.
         """
-        scenario = self.settings.scenario
-        told = self.measures.summary()
-        pods = self.cluster.pod_count.totals()
-        told["pool"] = {
-            "autoscaled": scenario is not None and scenario.autoscaler is not None,
-            "pods_min": pods.pods_min,
-            "pods_max": pods.pods_max,
-            "pods_mean": rounded(pods.pods_mean),
-            "pod_hours": rounded(pods.pod_hours),
-        }
-        peers = self.cluster.peer_summary()
-        if peers is not None:
-            told["peers"] = peers
-        if self.settings.cluster.clients.retries:
-            told["retries"] = self.cluster.retried
-        if self.settings.cluster.fallback_endpoints_max:
-            told["rescheduled"] = self.cluster.rescheduled
-        return told
+        settings, cluster = self.settings.cluster, self.cluster
+        scenario, pods = self.settings.scenario, cluster.pods.count.totals()
+        peers = cluster.pickers.peering.summary()
+        return replace(
+            self.measures.summary(),
+            bad_lines=self.trace.bad_lines,
+            pool=PoolSummary(
+                autoscaled=scenario is not None and scenario.autoscaler is not None,
+                pods_min=pods.pods_min,
+                pods_max=pods.pods_max,
+                pods_mean=rounded(pods.pods_mean),
+                pod_hours=rounded(pods.pod_hours),
+            ),
+            peers=UNSET if peers is None else PeerSummary(**peers),
+            retries=cluster.clients.retried if settings.clients.retries else UNSET,
+            rescheduled=cluster.gateway.rescheduled if settings.fallback_endpoints_max else UNSET,
+        )
 
     def stop(self) -> None:
         """Let `run` return after the event that runs: what is measured by then is whole.

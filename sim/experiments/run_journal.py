@@ -9,28 +9,20 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import Any, BinaryIO, Final, Self, TypeVar
+from typing import BinaryIO, Self, TypeVar
 
 import msgspec
 from msgspec import Struct
 
-from sim.experiments.jobs import Told
+from sim.measurement.summaries import KeptRun, RunSummary
 from sim.output import OutputError
-
-KEPT: Final = (
-    *("requests", "traffic", "window", "warnings", "bad_lines", "requests_per_s"),
-    *("ttft_s", "tpot_s", "itl_s", "e2e_s", "hit_rate", "output_tokens_per_s", "goodput"),
-    "digest",
-)
-"""Of the summary of a run: what runs are compared by and reports tell."""
-
 
 T = TypeVar("T")
 
 
 class _Line(Struct, frozen=True):
     key: str
-    run: dict[str, Any]
+    run: KeptRun
 
 
 class RunJournal:
@@ -43,7 +35,7 @@ class RunJournal:
         `OSError`.
         """
         self._path = path
-        self._runs: dict[str, Told] = {}
+        self._runs: dict[str, KeptRun] = {}
         # Neither emptied nor made anew: what is there is wanted.
         self._file: BinaryIO = os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT, 0o666), "r+b")
         try:
@@ -66,14 +58,14 @@ class RunJournal:
     def __len__(self) -> int:
         return len(self._runs)
 
-    def get(self, key: str) -> Told | None:
+    def get(self, key: str) -> KeptRun | None:
         """The run of that key, if it has ended."""
         return self._runs.get(key)
 
-    def add(self, key: str, told: Told) -> Told:
+    def add(self, key: str, run: RunSummary) -> KeptRun:
         """Write it down; what is returned is what `get` will have."""
-        kept = Told(summary={name: told.summary[name] for name in KEPT})
-        self._write(_Line(key, kept.summary))
+        kept = KeptRun(**{name: getattr(run, name) for name in KeptRun.__struct_fields__})
+        self._write(_Line(key, kept))
         self._runs[key] = kept
         return kept
 
@@ -94,9 +86,7 @@ class RunJournal:
         self._check(self._decoded(head, 1, dict[str, str]), about)
         for number, line in enumerate(lines, start=2):
             one = self._decoded(line, number, _Line)
-            if not set(KEPT) <= set(one.run):
-                raise self._damaged(number)
-            self._runs[one.key] = Told(summary=one.run)
+            self._runs[one.key] = one.run
 
     def _check(self, was: Mapping[str, str], about: Mapping[str, str]) -> None:
         for name in dict.fromkeys([*about, *was]):

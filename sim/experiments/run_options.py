@@ -11,10 +11,9 @@ from epp.core.peers.exchange import OUTGOING_INTERVAL_S
 from sim.caches.behaviour import CacheBehaviour
 from sim.caches.names import NAMES, CacheNameError, cache_named, cache_spelt, check_cache
 from sim.cluster.assignment import Assignment
-from sim.cluster.clients import Clients
-from sim.cluster.cluster import ClusterSettings, ClusterSettingsError
 from sim.cluster.peering import PeerSettings
 from sim.cluster.policies import PolicyNameError, PolicySource, policy_source
+from sim.cluster.settings import ClientSettings, ClusterSettings, ClusterSettingsError
 from sim.cluster.simulated_pod import PodKind
 from sim.engine.profiles import DEFAULT_PROFILE, find_profile, profile_named
 from sim.experiments.pickers import (
@@ -180,7 +179,7 @@ def run_settings(
             response_chunks=options.response_chunks,
             abort_share=options.abort_share,
             abort_after_s=options.abort_after,
-            clients=Clients() if scenario is None else scenario.clients,
+            clients=ClientSettings() if scenario is None else scenario.clients,
         ),
         seed=seed,
         repetition=repetition,

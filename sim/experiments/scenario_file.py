@@ -19,8 +19,6 @@ from sim.caches.names import CacheNameError, cache_named, check_cache
 from sim.cluster.arrivals import Rate
 from sim.cluster.autoscaler import AutoscalerSettings
 from sim.cluster.built_in import configurations
-from sim.cluster.clients import Clients
-from sim.cluster.cluster import ClusterSettingsError
 from sim.cluster.incidents import (
     Configure,
     Drain,
@@ -35,6 +33,7 @@ from sim.cluster.incidents import (
 from sim.cluster.policies import PolicyNameError, PolicySource, policy_source
 from sim.cluster.rerouting import Reschedule
 from sim.cluster.scraping import ScrapeTrouble
+from sim.cluster.settings import ClientSettings, ClusterSettingsError
 from sim.cluster.simulated_pod import PodKind
 from sim.cluster.windows import Duration, Instant
 from sim.engine.profiles import ProfileError, find_profile
@@ -110,7 +109,7 @@ class Scenario(Struct, frozen=True, kw_only=True):
     scrape_troubles: tuple[ScrapeTrouble, ...] = ()
     rates: tuple[Rate, ...] = ()
     """Ascending, without overlap."""
-    clients: Clients = Clients()
+    clients: ClientSettings = ClientSettings()
     autoscaler: AutoscalerSettings | None = None
     pickers: PickersPlan | None = None
     """None: as the flags say."""
@@ -202,7 +201,7 @@ def scenario_in(path: Path, usual: PodKind) -> Scenario:
         scrape_troubles=_of(ScrapeTrouble, events),
         reschedules=_of(Reschedule, events),
         rates=tuple(rates),
-        clients=_converted(path, single, "clients", Clients) or Clients(),
+        clients=_converted(path, single, "clients", ClientSettings) or ClientSettings(),
         autoscaler=_converted(path, single, "autoscaler", AutoscalerSettings),
         pickers=None if says_nothing else plan,
     )

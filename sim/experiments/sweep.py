@@ -5,18 +5,16 @@ import math
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from msgspec.structs import replace
 
 from sim.cluster.arrivals import pace_of
 from sim.experiments.jobs import (
     Experiment,
-    Result,
     Results,
     add_experiment_options,
     ended_of,
-    estimate_as_json,
+    estimate_summary,
     varied_between,
 )
 from sim.experiments.run_options import (
@@ -30,6 +28,7 @@ from sim.experiments.run_options import (
 from sim.measurement.assumptions import assumptions_of
 from sim.measurement.intervals import estimated
 from sim.measurement.measures import figures_of, rounded
+from sim.measurement.summaries import NamedRun, RunSummary, SweepPoint, SweepSummary
 from sim.output import open_folder
 from sim.reports.sweep_report import sweep_page, sweep_report, sweep_table
 from sim.traces.formats import open_trace
@@ -81,33 +80,35 @@ def run(options: argparse.Namespace) -> int:
         for rate, policy in points
     ]
 
-    def summary(results: Results) -> dict[str, Any]:
-        told: list[dict[str, Any]] = []
+    def summary(results: Results, complete: bool) -> SweepSummary:
+        told: list[SweepPoint] = []
         for at, (rate, policy) in enumerate(points):
-            found = [results[job] for job in range(at, len(jobs), len(points)) if job in results]
+            mine = range(at, len(jobs), len(points))
+            found = [results[job].summary for job in mine if job in results]
             # The first is the trace as it is.
             if at in results:
-                told.append({"rate": rate, "config": policy.name} | _point(found))
-        return {
-            "first_seed": options.seed,
-            "seeds": max((point["seeds"] for point in told), default=0),
-            "varied": max((point["varied"] for point in told), key=len, default=""),
-            "generated": any(one.summary["traffic"]["generated"] for one in results.values()),
-            "trace_rate": pace.requests_per_s,
-            "waits": pace.waits,
-            "conditions": what_was_run,
-            "assumptions": assumptions_of(kind.profile for kind in jobs[0].cluster.pods),
-            "points": told,
-            "runs": [
-                {
-                    "rate": points[at % len(points)][0],
-                    "config": jobs[at].policy.name,
-                    "seed": jobs[at].seed,
-                    **results[at].summary,
-                }
+                told.append(_point(rate, policy.name, found))
+        return SweepSummary(
+            complete=complete,
+            first_seed=options.seed,
+            seeds=max((point.seeds for point in told), default=0),
+            varied=max((point.varied for point in told), key=len, default=""),
+            generated=varied_between([one.summary for one in results.values()]).generated,
+            trace_rate=pace.requests_per_s,
+            waits=pace.waits,
+            conditions=what_was_run,
+            assumptions=assumptions_of(kind.profile for kind in jobs[0].cluster.pods),
+            points=told,
+            runs=[
+                NamedRun(
+                    rate=points[at % len(points)][0],
+                    config=jobs[at].policy.name,
+                    seed=jobs[at].seed,
+                    run=results[at].summary,
+                )
                 for at in sorted(results)
             ],
-        }
+        )
 
     return Experiment(
         title="sweep",
@@ -118,23 +119,25 @@ def run(options: argparse.Namespace) -> int:
     ).carry_out(folder, workers=options.workers)
 
 
-def _point(runs: Sequence[Result]) -> dict[str, Any]:
+def _point(rate: float, config: str, runs: Sequence[RunSummary]) -> SweepPoint:
     """One configuration at one rate, over the seeds under which it has run."""
     varied = varied_between(runs)
-    figures = [figures_of(one.summary) for one in runs]
-    sent = [one.summary["requests_per_s"] or math.nan for one in runs]
-    return {
-        "seeds": len(runs),
-        "varied": varied.over,
-        "requests": ended_of(runs),
-        "requests_per_s": rounded(estimated(sent, varied).value),
-        "bad_lines": runs[0].summary["bad_lines"],
-        "goodput": runs[0].summary["goodput"],
-        "figures": {
-            name: estimate_as_json(estimated([run[name] for run in figures], varied))
+    figures = [figures_of(one) for one in runs]
+    sent = [one.requests_per_s or math.nan for one in runs]
+    return SweepPoint(
+        rate=rate,
+        config=config,
+        seeds=len(runs),
+        varied=varied.over,
+        requests=ended_of(runs),
+        requests_per_s=rounded(estimated(sent, varied).value),
+        bad_lines=runs[0].bad_lines or 0,
+        goodput=runs[0].goodput,
+        figures={
+            name: estimate_summary(estimated([run[name] for run in figures], varied))
             for name in figures[0]
         },
-    }
+    )
 
 
 def _rates(text: str) -> tuple[float, ...]:

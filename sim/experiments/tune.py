@@ -7,15 +7,15 @@ import re
 import sys
 from itertools import islice
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import msgspec
 from msgspec.structs import replace
 
 from epp import __version__
 from sim.cluster.built_in import DEFAULT_POLICY
-from sim.cluster.cluster import ClusterSettingsError
 from sim.cluster.policies import policy_source
+from sim.cluster.settings import ClusterSettingsError
 from sim.experiments.jobs import Crew, add_experiment_options, varied_between
 from sim.experiments.measured_runs import Half, MeasuredRuns, StoppedError
 from sim.experiments.run import RunSettings
@@ -27,13 +27,20 @@ from sim.experiments.tuning import LOADS, Objective, Tuning
 from sim.interrupts import INTERRUPTED, interrupts_call
 from sim.measurement.assumptions import assumptions_of
 from sim.measurement.intervals import REPETITIONS_NEEDED
-from sim.measurement.measures import SCHEMA, rounded
+from sim.measurement.measures import six_digits
+from sim.measurement.summaries import (
+    DimensionSummary,
+    NamedRun,
+    TrialSummary,
+    TunedTrace,
+    TuneSummary,
+    as_json,
+)
 from sim.output import (
     BEST_SO_FAR,
     RUNS,
     TUNED,
     TUNED_CONFIG_MAP,
-    as_json,
     open_folder,
     progress_bar,
     write_whole,
@@ -197,7 +204,7 @@ class _Task:
         seeds: int = self._options.seeds
         return runs_expected(self._options.trials) + 2 * seeds * (FINALISTS + len(LOADS))
 
-    def summary(self, tuning: Tuning) -> dict[str, Any]:
+    def summary(self, tuning: Tuning) -> TuneSummary:
         """summary.json. The same task gives the same bytes, however often it was stopped."""
         options, search = self._options, tuning.search
         pairs = [*tuning.held_out.values(), *(against for _, against in tuning.finals)]
@@ -206,49 +213,48 @@ class _Task:
         best = None if tuning.complete else tuning.best
         # Two columns of one name, and no one could tell them apart.
         tuned_name = "tuned" if tuning.present.name != "tuned" else "tuned anew"
-        return {
-            "schema": SCHEMA,
-            "complete": tuning.complete,
-            "version": __version__,
-            "first_seed": options.seed,
-            "seeds": options.seeds,
-            "varied": varied.over if varied else "",
-            "generated": bool(varied and varied.generated),
-            "config": tuning.present.name,
-            "config_hash": tuning.present.hash,
-            "tuned_name": tuned_name,
-            "trace": {
-                "name": Path(self.base.trace).name,
-                "sha256": self._trace_hash,
-                "requests": sum(map(len, self.halves.values())),
-                "tuning": len(self.halves[Half.TUNING]),
-                "hold_out": len(self.halves[Half.HOLD_OUT]),
-            },
-            "conditions": self._conditions,
-            "assumptions": assumptions_of(kind.profile for kind in self.base.cluster.pods),
-            "objective": list(tuning.measures),
-            "tolerance": tuning.tolerance,
-            "higher_is_better": sorted(HIGHER_IS_BETTER & set(tuning.measures)),
-            "rungs": list(RUNGS),
-            "space": [
-                {"name": one.name, "span": str(one.span), "present": one.present}
+        return TuneSummary(
+            complete=tuning.complete,
+            version=__version__,
+            first_seed=options.seed,
+            seeds=options.seeds,
+            varied=varied.over if varied else "",
+            generated=bool(varied and varied.generated),
+            config=tuning.present.name,
+            config_hash=tuning.present.hash,
+            tuned_name=tuned_name,
+            trace=TunedTrace(
+                name=Path(self.base.trace).name,
+                sha256=self._trace_hash,
+                requests=sum(map(len, self.halves.values())),
+                tuning=len(self.halves[Half.TUNING]),
+                hold_out=len(self.halves[Half.HOLD_OUT]),
+            ),
+            conditions=self._conditions,
+            assumptions=assumptions_of(kind.profile for kind in self.base.cluster.pods),
+            objective=list(tuning.measures),
+            tolerance=tuning.tolerance,
+            higher_is_better=sorted(HIGHER_IS_BETTER & set(tuning.measures)),
+            rungs=list(RUNGS),
+            space=[
+                DimensionSummary(name=one.name, span=str(one.span), present=one.present)
                 for one in self.space.dimensions
             ],
-            "trials": [self._as_json(one) for one in search.trials],
-            "front": [one.number for one in search.front()],
-            "finalists": [
-                {"trial": trial.number, **against.as_json(tuning.tolerance)}
+            trials=[self._tried(one) for one in search.trials],
+            front=[one.number for one in search.front()],
+            finalists=[
+                replace(against.summary(tuning.tolerance), trial=trial.number)
                 for trial, against in tuning.finals
             ],
-            "chosen": None if tuning.chosen is None else self._as_json(tuning.chosen),
-            "best_so_far": None if best is None else self._as_json(best),
-            "hold_out": [
-                {"load": load, **against.as_json(tuning.tolerance)}
+            chosen=None if tuning.chosen is None else self._tried(tuning.chosen),
+            best_so_far=None if best is None else self._tried(best),
+            hold_out=[
+                replace(against.summary(tuning.tolerance), load=load)
                 for load, against in tuning.held_out.items()
             ],
-            "beats": tuning.beats,
-            "runs": [
-                {"config": name, "seed": options.seed + repetition, **run.summary}
+            beats=tuning.beats,
+            runs=[
+                NamedRun(config=name, seed=options.seed + repetition, run=run)
                 for against in shown
                 for name, runs in (
                     (tuning.present.name, against.present),
@@ -256,18 +262,16 @@ class _Task:
                 )
                 for repetition, run in enumerate(runs)
             ],
-        }
+        )
 
-    def _as_json(self, trial: Trial) -> dict[str, Any]:
-        return {
-            "trial": trial.number,
-            "hash": trial.hash or None,
-            "refused": trial.refused,
-            "values": {
-                one.name: one.written(trial.values[one.name]) for one in self.space.dimensions
-            },
-            "costs": [[rounded(cost) for cost in costs] for costs in trial.costs],
-        }
+    def _tried(self, trial: Trial) -> TrialSummary:
+        return TrialSummary(
+            trial=trial.number,
+            hash=trial.hash or None,
+            refused=trial.refused,
+            values={one.name: one.written(trial.values[one.name]) for one in self.space.dimensions},
+            costs=[[six_digits(cost) for cost in costs] for costs in trial.costs],
+        )
 
 
 def _halves(base: RunSettings) -> dict[Half, range]:
@@ -285,7 +289,7 @@ def _halves(base: RunSettings) -> dict[Half, range]:
     return {Half.TUNING: range(count // 2), Half.HOLD_OUT: range(count // 2, count)}
 
 
-def _write(folder: Path, summary: dict[str, Any], tuning: Tuning, config_map_name: str) -> None:
+def _write(folder: Path, summary: TuneSummary, tuning: Tuning, config_map_name: str) -> None:
     """Reports, and the configuration if it is worth one; none of an earlier start remains."""
     write_whole(folder / "summary.json", as_json(summary))
     write_whole(folder / "report.md", tune_report(summary).encode())

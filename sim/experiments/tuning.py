@@ -9,19 +9,21 @@ would count for nothing beside a loss of a hundredth in the other.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from enum import StrEnum
-from typing import Any, Final
+from typing import Final
 
 from msgspec import Struct
+from msgspec.structs import replace
 
 from sim.cluster.policies import PolicySource
-from sim.experiments.compare import difference_as_json
-from sim.experiments.jobs import Told, ended_of, varied_between
+from sim.experiments.compare import difference_summary
+from sim.experiments.jobs import ended_of, varied_between
 from sim.experiments.measured_runs import Half, MeasuredRuns, Sample
 from sim.experiments.search import RUNGS, Costs, Search, Trial
 from sim.measurement.intervals import compare_runs
 from sim.measurement.measures import figures_of, rounded
+from sim.measurement.summaries import DifferenceSummary, JudgedSummary, KeptRun, Requests
 from sim.reports.compare_report import BETTER, HIGHER_IS_BETTER, WORSE
 
 LOADS: Final = (1.0, 0.7, 1.3)
@@ -49,9 +51,9 @@ class Objective(StrEnum):
 class Against(Struct, frozen=True, kw_only=True):
     """A configuration against the present one, under every seed, on the same requests."""
 
-    present: Sequence[Told]
-    other: Sequence[Told]
-    differences: dict[str, dict[str, Any]]
+    present: Sequence[KeptRun]
+    other: Sequence[KeptRun]
+    differences: dict[str, DifferenceSummary]
     """Of each objective, as summary.json has it, with the figure of the present one."""
 
     @property
@@ -62,35 +64,34 @@ class Against(Struct, frozen=True, kw_only=True):
     @property
     def better(self) -> bool:
         """In one objective at least, significantly."""
-        return any(one["verdict"] == BETTER for one in self.differences.values())
+        return any(one.verdict == BETTER for one in self.differences.values())
 
     def worse(self, tolerance: float) -> list[str]:
         """The objectives in which it is, significantly and by more than that share."""
         return [
             measure
             for measure, one in self.differences.items()
-            if one["verdict"] == WORSE
-            and (one["relative"] is None or abs(one["relative"]) > tolerance)
+            if one.verdict == WORSE and (one.relative is None or abs(one.relative) > tolerance)
         ]
 
     @property
     def gain(self) -> float:
         """Over all seeds, as costs are: the logarithms of both objectives, added."""
         return -sum(
-            _cost(measure, one["reference"] + one["value"], one["reference"])
+            _cost(measure, (one.known_reference or 0.0) + one.value, one.known_reference or 0.0)
             for measure, one in self.differences.items()
-            if one["value"] is not None
+            if one.value is not None
         )
 
-    def as_json(self, tolerance: float) -> dict[str, Any]:
-        """As summary.json has it."""
-        return {
-            "differences": self.differences,
-            "present_requests": ended_of(self.present),
-            "requests": ended_of(self.other),
-            "loses_more": self.loses_more,
-            "worse": self.worse(tolerance),
-        }
+    def summary(self, tolerance: float) -> JudgedSummary:
+        """As summary.json has it, without what it is of."""
+        return JudgedSummary(
+            differences=self.differences,
+            present_requests=ended_of(self.present),
+            requests=ended_of(self.other),
+            loses_more=self.loses_more,
+            worse=self.worse(tolerance),
+        )
 
 
 class Tuning:
@@ -158,18 +159,18 @@ class Tuning:
         )
         present, other = found[::2], found[1::2]
         differences = compare_runs(
-            [figures_of(one.summary) for one in present],
-            [figures_of(one.summary) for one in other],
+            [figures_of(one) for one in present],
+            [figures_of(one) for one in other],
             varied_between(present),
         )
         return Against(
             present=present,
             other=other,
             differences={
-                measure: {
-                    "reference": rounded(differences[measure].reference),
-                    **difference_as_json(measure, differences[measure]),
-                }
+                measure: replace(
+                    difference_summary(measure, differences[measure]),
+                    reference=rounded(differences[measure].reference),
+                )
                 for measure in self.measures
             },
         )
@@ -186,10 +187,10 @@ class Tuning:
         return against.loses_more or bool(against.worse(self.tolerance))
 
 
-def _costs(run: Told, present: Told, measures: Sequence[str]) -> Costs:
-    after, before = figures_of(run.summary), figures_of(present.summary)
+def _costs(run: KeptRun, present: KeptRun, measures: Sequence[str]) -> Costs:
+    after, before = figures_of(run), figures_of(present)
     costs = [_cost(measure, after[measure], before[measure]) for measure in measures]
-    if _lost_more(run.summary["requests"], present.summary["requests"]):
+    if _lost_more(run.requests, present.requests):
         costs = [max(cost, 0.0) + LOST for cost in costs]
     return tuple(costs)
 
@@ -202,7 +203,7 @@ def _cost(measure: str, value: float, reference: float) -> float:
     return -cost if measure in HIGHER_IS_BETTER else cost
 
 
-def _lost_more(requests: Mapping[str, int], present: Mapping[str, int]) -> bool:
+def _lost_more(requests: Requests, present: Requests) -> bool:
     """Clients who leave of themselves are no fault of a configuration."""
-    lost, lost_before = (one["refused"] + one["failed"] for one in (requests, present))
-    return lost - lost_before > LOST_MORE_MAX * requests["sent"]
+    lost, lost_before = (one.refused + one.failed for one in (requests, present))
+    return lost - lost_before > LOST_MORE_MAX * requests.sent

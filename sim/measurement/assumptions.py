@@ -1,11 +1,12 @@
 """What the simulator leaves out, and which of its constants come from one set-up only."""
 
 from collections.abc import Iterable
-from typing import Any, Final
+from typing import Final
 
 from msgspec import Struct
 
 from sim.engine.profiles import Profile
+from sim.measurement.summaries import AssumptionSummary
 
 NOT_MODELLED: Final = (
     "Speculative decoding: a pass gives one token a request.",
@@ -109,21 +110,21 @@ ASSUMED: Final = (
 )
 
 
-def assumptions_of(profiles: Iterable[Profile]) -> list[dict[str, Any]]:
+def assumptions_of(profiles: Iterable[Profile]) -> list[AssumptionSummary]:
     """As summaries have them: each constant with its value in every profile of the run."""
     known = {profile.name: profile for profile in profiles}
     return [
-        {
-            "constant": one.field,
-            "says": one.says,
-            "unit": one.unit,
-            "values": {
+        AssumptionSummary(
+            constant=one.field,
+            says=one.says,
+            unit=one.unit,
+            values={
                 name: round(one.factor * getattr(profile, one.field), 6)
                 for name, profile in known.items()
             },
-            "low": one.low,
-            "high": one.high,
-            "source": one.source,
-        }
+            low=one.low,
+            high=one.high,
+            source=one.source,
+        )
         for one in ASSUMED
     ]

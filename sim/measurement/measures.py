@@ -4,16 +4,29 @@ import math
 import struct
 from array import array
 from collections.abc import Mapping, Sequence
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
 import xxhash
-from msgspec import Struct
+from msgspec import UNSET, Struct
 
 from epp.core.decision.failures import FailingPlugin
 from epp.core.types import Seconds
-from sim.cluster.cluster import Failure, Fate, SimulatedRequest
+from sim.cluster.simulated_request import Failure, Fate, SimulatedRequest
+from sim.measurement.summaries import (
+    ComparedRun,
+    Distribution,
+    Goodput,
+    Imbalance,
+    PodLoadSummary,
+    Prediction,
+    Requests,
+    RunSummary,
+    Spread,
+    TokenGapSummary,
+    WindowSummary,
+)
 from sim.measurement.token_gaps import Gaps, TokenGaps
 
 Floats = npt.NDArray[np.float64]
@@ -31,7 +44,6 @@ COLUMNS: Final = (
 )
 """Of `Series`."""
 
-SCHEMA: Final = 1
 PERCENTILES: Final = (50, 90, 95, 99)
 WARM_UP_S_MAX: Final[Seconds] = 300.0
 """Half of the reuse in the published traces comes within 123 s, nine tenths within 480 s."""
@@ -148,17 +160,17 @@ def percentile(values: Floats, rank: float) -> float:
     return float(np.percentile(known, rank)) if len(known) else math.nan
 
 
-def spread(loads: Sequence[float]) -> dict[str, float | None]:
-    """How unequal the loads of the pods are: 1 is equal for max/mean and Jain's index."""
+def spread(loads: Sequence[float]) -> Spread:
+    """How unequal the loads of the pods are."""
     values = np.array(loads, dtype=np.float64)
     average = float(values.mean()) if len(values) else 0.0
     if not average:
-        return {"max_over_mean": None, "cv": None, "jain": None}
-    return {
-        "max_over_mean": rounded(float(values.max()) / average),
-        "cv": rounded(float(values.std()) / average),
-        "jain": rounded(float(values.sum() ** 2 / (len(values) * (values**2).sum()))),
-    }
+        return Spread(max_over_mean=None, cv=None, jain=None)
+    return Spread(
+        max_over_mean=rounded(float(values.max()) / average),
+        cv=rounded(float(values.std()) / average),
+        jain=rounded(float(values.sum() ** 2 / (len(values) * (values**2).sum()))),
+    )
 
 
 class PodLoad(Struct):
@@ -290,8 +302,8 @@ class Measures:
         """Of everything that happened to every request, in order: equal only for equal runs."""
         return self._digest.hexdigest()
 
-    def summary(self) -> dict[str, Any]:
-        """The numbers as JSON; null where there is nothing to tell."""
+    def summary(self) -> RunSummary:
+        """The numbers."""
         everything, series = self.series(), self.steady_series()
         window, gaps = self.window()
         prompt_tokens, cached_tokens = series.prompt_tokens.sum(), series.cached_tokens.sum()
@@ -305,42 +317,44 @@ class Measures:
         bias, error = (
             rounded(tokens / completed) if self._predicting else None for tokens in predicted
         )
-        return {
-            "digest": self.digest,
-            "warnings": self._warnings(sent),
-            "requests": {"sent": sent} | {fate.value: count for fate, count in self.fates.items()},
-            "refusals": self.refusals,
-            "failures": self.failures,
-            "duration_s": rounded(span_s),
-            "window": {name: rounded(getattr(window, name)) for name in Window.__struct_fields__},
-            "ttft_s": distribution(series.ttft_s),
-            "tpot_s": distribution(series.tpot_s),
-            "itl_s": {
-                "mean": rounded(gaps.mean_s),
-                "p50": rounded(gaps.p50_s),
-                "p99": rounded(gaps.p99_s),
-                "stall_share": rounded(gaps.stall_share),
-            },
-            "e2e_s": distribution(series.e2e_s),
-            "queue_s": distribution(series.queue_s),
-            "prompt_tokens": int(prompt_tokens),
-            "cached_tokens": int(cached_tokens),
-            "output_tokens": int(series.output_tokens.sum()),
-            "hit_rate": rounded(cached_tokens / prompt_tokens) if prompt_tokens else None,
-            "input_tokens_per_s": rounded(_input_tokens(everything, window) / length_s),
-            "output_tokens_per_s": rounded(gaps.output_tokens / (gaps.duration_s or math.nan)),
-            "goodput": self._goodput(series, window),
-            "imbalance": {
-                "requests": spread([load.requests for load in loads]),
-                "uncached_tokens": spread(
-                    [load.prompt_tokens - load.cached_tokens for load in loads]
-                ),
-            },
-            "prediction": {"bias_tokens": bias, "mean_absolute_error_tokens": error},
-            "metrics_age_s": rounded(self._age_s_sum / self._ages) if self._ages else None,
-            "preemptions": self.preemptions,
-            "pods": {name: _load(self.pods[name]) for name in self.pods},
-        }
+        return RunSummary(
+            digest=self.digest,
+            warnings=self._warnings(sent),
+            requests=Requests(
+                sent=sent, **{fate.value: count for fate, count in self.fates.items()}
+            ),
+            refusals=self.refusals,
+            failures=self.failures,
+            duration_s=rounded(span_s),
+            window=WindowSummary(
+                **{name: six_digits(getattr(window, name)) for name in Window.__struct_fields__}
+            ),
+            ttft_s=distribution(series.ttft_s),
+            tpot_s=distribution(series.tpot_s),
+            itl_s=TokenGapSummary(
+                mean=rounded(gaps.mean_s),
+                p50=rounded(gaps.p50_s),
+                p99=rounded(gaps.p99_s),
+                stall_share=rounded(gaps.stall_share),
+            ),
+            e2e_s=distribution(series.e2e_s),
+            queue_s=distribution(series.queue_s),
+            prompt_tokens=int(prompt_tokens),
+            cached_tokens=int(cached_tokens),
+            output_tokens=int(series.output_tokens.sum()),
+            hit_rate=rounded(cached_tokens / prompt_tokens) if prompt_tokens else None,
+            input_tokens_per_s=rounded(_input_tokens(everything, window) / length_s),
+            output_tokens_per_s=rounded(gaps.output_tokens / (gaps.duration_s or math.nan)),
+            goodput=self._goodput(series, window),
+            imbalance=Imbalance(
+                requests=spread([load.requests for load in loads]),
+                uncached_tokens=spread([load.prompt_tokens - load.cached_tokens for load in loads]),
+            ),
+            prediction=Prediction(bias_tokens=bias, mean_absolute_error_tokens=error),
+            metrics_age_s=rounded(self._age_s_sum / self._ages) if self._ages else None,
+            preemptions=self.preemptions,
+            pods={name: _load(load) for name, load in self.pods.items()},
+        )
 
     def _warnings(self, sent: int) -> list[str]:
         """What would mislead whoever reads the other numbers: sentences."""
@@ -409,7 +423,7 @@ class Measures:
             limit = limits[request.failure]
             self._too_long[limit] = self._too_long.get(limit, 0) + 1
 
-    def _goodput(self, series: Series, window: Window) -> dict[str, float | None]:
+    def _goodput(self, series: Series, window: Window) -> Goodput:
         """Of all requests that were sent after the warm-up: who was not answered was not served."""
         in_time = series.ttft_s <= self.targets.ttft_s
         # An answer of one token has no second one that could be late.
@@ -418,12 +432,12 @@ class Measures:
         lost = sum(1 for at_s in self._lost_at_s if at_s >= window.warm_up_s)
         sent = len(series) + lost
         length_s = window.end_s - window.start_s
-        return {
-            "ttft_target_s": self.targets.ttft_s,
-            "tpot_target_s": self.targets.tpot_s,
-            "share": rounded(good / sent) if sent else None,
-            "requests_per_s": rounded(good / length_s) if length_s else None,
-        }
+        return Goodput(
+            ttft_target_s=self.targets.ttft_s,
+            tpot_target_s=self.targets.tpot_s,
+            share=rounded(good / sent) if sent else None,
+            requests_per_s=rounded(good / length_s) if length_s else None,
+        )
 
 
 def _input_tokens(series: Series, window: Window) -> float:
@@ -433,29 +447,28 @@ def _input_tokens(series: Series, window: Window) -> float:
     return float(series.prompt_tokens[inside].sum())
 
 
-def figures_of(summary: Mapping[str, Any]) -> dict[str, float]:
-    """What runs are compared by, from `Measures.summary`; NaN: this run does not have it.
+def figures_of(summary: ComparedRun) -> dict[str, float]:
+    """What runs are compared by; NaN: this run does not have it.
 
     Pod-hours are of a whole run, and its choice only under an autoscaler.
     """
-    ttft_s = summary["ttft_s"]
     told = {
-        "ttft_mean_s": ttft_s["mean"],
-        "ttft_p50_s": ttft_s["p50"],
-        "ttft_p90_s": ttft_s["p90"],
-        "ttft_p99_s": ttft_s["p99"],
-        "tpot_mean_s": summary["tpot_s"]["mean"],
-        "itl_mean_s": summary["itl_s"]["mean"],
-        "itl_p99_s": summary["itl_s"]["p99"],
-        "stall_share": summary["itl_s"]["stall_share"],
-        "e2e_mean_s": summary["e2e_s"]["mean"],
-        "hit_rate": summary["hit_rate"],
-        "output_tokens_per_s": summary["output_tokens_per_s"],
-        "goodput": summary["goodput"]["share"],
+        "ttft_mean_s": summary.ttft_s.mean,
+        "ttft_p50_s": summary.ttft_s.p50,
+        "ttft_p90_s": summary.ttft_s.p90,
+        "ttft_p99_s": summary.ttft_s.p99,
+        "tpot_mean_s": summary.tpot_s.mean,
+        "itl_mean_s": summary.itl_s.mean,
+        "itl_p99_s": summary.itl_s.p99,
+        "stall_share": summary.itl_s.stall_share,
+        "e2e_mean_s": summary.e2e_s.mean,
+        "hit_rate": summary.hit_rate,
+        "output_tokens_per_s": summary.output_tokens_per_s,
+        "goodput": summary.goodput.share,
     }
-    pool = summary.get("pool")
-    if pool is not None and pool["autoscaled"]:
-        told["pod_hours"] = pool["pod_hours"]
+    pool = summary.pool if isinstance(summary, RunSummary) else UNSET
+    if pool is not UNSET and pool.autoscaled:
+        told["pod_hours"] = pool.pod_hours
     return {name: math.nan if value is None else value for name, value in told.items()}
 
 
@@ -483,28 +496,31 @@ def queue_of(request: SimulatedRequest) -> Seconds:
     return engine.scheduled_at - request.submitted_at
 
 
-def distribution(values: Floats) -> dict[str, float | None]:
-    """Mean and percentiles."""
+def distribution(values: Floats) -> Distribution:
+    """Of what is known; null if nothing is."""
     known = values[~np.isnan(values)]
     if not len(known):
-        return dict.fromkeys(("mean", *(f"p{rank}" for rank in PERCENTILES)))
-    found = np.percentile(known, PERCENTILES)
-    ranks = {f"p{rank}": rounded(value) for rank, value in zip(PERCENTILES, found, strict=True)}
-    return {"mean": rounded(known.mean())} | ranks
+        return Distribution(mean=None, p50=None, p90=None, p95=None, p99=None)
+    p50, p90, p95, p99 = map(rounded, np.percentile(known, PERCENTILES))
+    return Distribution(mean=rounded(known.mean()), p50=p50, p90=p90, p95=p95, p99=p99)
 
 
 def rounded(value: float) -> float | None:
-    """Six significant digits: what is told is read by people too. None for NaN."""
-    number = float(value)
-    return None if math.isnan(number) else float(f"{number:.6g}")
+    """`six_digits`; None for NaN."""
+    return None if math.isnan(value) else six_digits(value)
 
 
-def _load(load: PodLoad) -> Mapping[str, float | None]:
+def six_digits(value: float) -> float:
+    """Significant ones: what is told is read by people too."""
+    return float(f"{float(value):.6g}")
+
+
+def _load(load: PodLoad) -> PodLoadSummary:
     rate = load.cached_tokens / load.prompt_tokens if load.prompt_tokens else math.nan
-    return {
-        "requests": load.requests,
-        "prompt_tokens": load.prompt_tokens,
-        "cached_tokens": load.cached_tokens,
-        "output_tokens": load.output_tokens,
-        "hit_rate": rounded(rate),
-    }
+    return PodLoadSummary(
+        requests=load.requests,
+        prompt_tokens=load.prompt_tokens,
+        cached_tokens=load.cached_tokens,
+        output_tokens=load.output_tokens,
+        hit_rate=rounded(rate),
+    )

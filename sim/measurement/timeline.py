@@ -1,26 +1,15 @@
 """How many pods there were over time and what each was doing: samples, as many as a chart can show."""
 
 from collections.abc import Mapping
-from typing import Any, Final
-
-from msgspec import Struct
+from typing import Final
 
 from epp.core.types import Seconds
 from sim.cluster.cluster import Cluster
 from sim.measurement.measures import PodLoad
+from sim.measurement.summaries import PodSamples, TimelineSummary
 
 SAMPLES_MAX: Final = 600
 _FIRST_INTERVAL_S: Final = 1.0
-
-
-class PodSamples(Struct):
-    """One pod, a value a sample; a pod that joined late begins with zeros."""
-
-    running: list[int]
-    waiting: list[int]
-    kv_cache_usage: list[float]
-    hit_rate: list[float]
-    """Of all that the pod has completed so far."""
 
 
 class Timeline:
@@ -38,28 +27,31 @@ class Timeline:
         self._interval_s = _FIRST_INTERVAL_S
         cluster.loop.after(self._interval_s, self._sample)
 
-    def as_json(self) -> dict[str, Any]:
-        """Columns by pod."""
-        return {
-            "time_s": self.time_s,
-            "pod_count": self.pod_count,
-            "pods": {
-                name: {
-                    "running": samples.running,
-                    "waiting": samples.waiting,
-                    "kv_cache_usage": [round(usage, 4) for usage in samples.kv_cache_usage],
-                    "hit_rate": [round(rate, 4) for rate in samples.hit_rate],
-                }
+    def summary(self) -> TimelineSummary:
+        """With four digits of shares."""
+        return TimelineSummary(
+            time_s=self.time_s,
+            pod_count=self.pod_count,
+            pods={
+                name: PodSamples(
+                    running=samples.running,
+                    waiting=samples.waiting,
+                    kv_cache_usage=[round(usage, 4) for usage in samples.kv_cache_usage],
+                    hit_rate=[round(rate, 4) for rate in samples.hit_rate],
+                )
                 for name, samples in self.pods.items()
             },
-        }
+        )
 
     def _sample(self) -> None:
         for pod in self._cluster.pods:
             samples = self.pods.get(pod.name)
             if samples is None:
                 before = len(self.time_s)
-                samples = PodSamples([0] * before, [0] * before, [0.0] * before, [0.0] * before)
+                none, nothing = [0] * before, [0.0] * before
+                samples = PodSamples(
+                    running=none, waiting=[*none], kv_cache_usage=nothing, hit_rate=[*nothing]
+                )
                 self.pods[pod.name] = samples
             page = pod.page(self._loop.now)
             samples.running.append(0 if page is None else int(page.running_requests))
@@ -68,7 +60,7 @@ class Timeline:
             load = self._loads.get(pod.name)
             samples.hit_rate.append(load.cached_tokens / load.prompt_tokens if load else 0.0)
         self.time_s.append(self._loop.now)
-        self.pod_count.append(self._cluster.pod_count.pods)
+        self.pod_count.append(self._cluster.pods.count.pods)
         if len(self.time_s) >= SAMPLES_MAX:
             self._halve()
         self._loop.after(self._interval_s, self._sample)

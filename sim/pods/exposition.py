@@ -22,7 +22,8 @@ from prometheus_client import (
 )
 
 from epp.core.types import Seconds
-from sim.engine.engine import EngineRequest, EngineSettings, EngineSnapshot, Step
+from sim.engine.engine import EngineSettings, EngineSnapshot, Step
+from sim.engine.request import EngineRequest
 
 _SECONDS_LONG: Final = (
     *(0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0),

@@ -14,8 +14,9 @@ from collections.abc import AsyncIterator, Iterator, Sequence
 from msgspec import Struct
 
 from epp.core.types import Seconds
-from sim.engine.engine import Engine, EngineRequest, EngineSettings, Step
+from sim.engine.engine import Engine, EngineSettings, Step
 from sim.engine.profiles import Profile
+from sim.engine.request import EngineRequest
 from sim.pods.exposition import MetricsPage
 from sim.pods.openai import AdapterBody, ApiError, Body
 from sim.pods.tokens import TOKEN_BYTES, Answer, chain_seed, hash_chain

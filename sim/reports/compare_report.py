@@ -1,12 +1,18 @@
 """How a comparison is told: a table, report.md, and a page with the curves of all."""
 
 from collections.abc import Sequence
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 
 from sim.measurement.intervals import Estimate
 from sim.measurement.measures import Series
+from sim.measurement.summaries import (
+    ComparedConfig,
+    ComparisonSummary,
+    DifferenceSummary,
+    Requests,
+)
 from sim.reports.charts import cdf_chart, facts_table, figure, html_table, page
 from sim.reports.page_foot import page_foot
 from sim.reports.report import (
@@ -60,49 +66,46 @@ def verdict(measure: str, found: Estimate) -> str:
     return BETTER if (found.value > 0) == (measure in HIGHER_IS_BETTER) else WORSE
 
 
-def _rows(summary: dict[str, Any]) -> list[list[str]]:
-    rows = [["", *summary["configs"]]]
-    measured = next(iter(summary["configs"].values()))["figures"]
+def _rows(summary: ComparisonSummary) -> list[list[str]]:
+    rows = [["", *summary.configs]]
+    measured = next(iter(summary.configs.values())).figures
     for measure in measured:
         values = [
-            shown(measure, config["figures"][measure]["value"])
-            for config in summary["configs"].values()
+            shown(measure, config.figures[measure].value) for config in summary.configs.values()
         ]
         rows.append([LABELS[measure], *values])
-    lost = [not_complete(config["requests"]) for config in summary["configs"].values()]
+    lost = [not_complete(config.requests) for config in summary.configs.values()]
     return [*rows, ["not complete", *lost]]
 
 
-def _difference_rows(summary: dict[str, Any]) -> list[list[str]]:
+def _difference_rows(summary: ComparisonSummary) -> list[list[str]]:
     """A dash for what is not known; what no row has is no column. Why is told once, by `_basis`."""
-    first = next(iter(summary["configs"]))
+    first = next(iter(summary.configs))
     rows = [[f"against {first}", "difference", "95 % interval", "relative", "verdict"]]
-    for name, config in summary["configs"].items():
-        for measure, found in config["difference"].items():
-            low, high = signed(measure, found["low"]), signed(measure, found["high"])
+    for name, config in summary.configs.items():
+        for measure, found in config.difference.items():
+            low, high = signed(measure, found.low), signed(measure, found.high)
             rows.append(
                 [
                     f"{name}: {LABELS[measure]}",
-                    signed(measure, found["value"]),
-                    "-" if found["low"] is None else f"{low} to {high}",
-                    relative(found["relative"]),
-                    "-" if _reason(found) else found["verdict"],
+                    signed(measure, found.value),
+                    "-" if found.low is None else f"{low} to {high}",
+                    relative(found.relative),
+                    "-" if _reason(found) else found.verdict,
                 ]
             )
-    if not any(found["low"] is not None for found in _differences(summary)):
+    if not any(found.low is not None for found in _differences(summary)):
         rows = [[name, difference, relative] for name, difference, _, relative, _ in rows]
     return rows
 
 
-def _differences(summary: dict[str, Any]) -> list[dict[str, Any]]:
-    return [
-        found for config in summary["configs"].values() for found in config["difference"].values()
-    ]
+def _differences(summary: ComparisonSummary) -> list[DifferenceSummary]:
+    return [found for config in summary.configs.values() for found in config.difference.values()]
 
 
-def _reason(found: dict[str, Any]) -> str:
+def _reason(found: DifferenceSummary) -> str:
     """Why there is not enough to tell from; "": there is."""
-    word, _, reason = found["verdict"].partition(": ")
+    word, _, reason = found.verdict.partition(": ")
     return reason if word == _UNKNOWN else ""
 
 
@@ -130,27 +133,27 @@ def relative(value: float | None) -> str:
     return f"{value:+.1%}" if abs(value) >= _SHARE_MIN or not value else f"{value:+.3%}"
 
 
-def _conclusions(summary: dict[str, Any]) -> list[str]:
+def _conclusions(summary: ComparisonSummary) -> list[str]:
     """A sentence for each configuration but the first of which something can be said."""
-    configs = summary["configs"]
+    configs = summary.configs
     first = next(iter(configs))
     told = [
         sentence
         for name, config in configs.items()
         if name != first
-        for sentence in _conclusion(name, first, config["difference"])
+        for sentence in _conclusion(name, first, config.difference)
     ]
     return told + _lost(configs)
 
 
-def _conclusion(name: str, first: str, differences: dict[str, dict[str, Any]]) -> list[str]:
+def _conclusion(name: str, first: str, differences: dict[str, DifferenceSummary]) -> list[str]:
     """At most one sentence: nothing is concluded from what there is not enough to tell from."""
     by_verdict: dict[str, list[str]] = {}
     for measure, found in differences.items():
-        word, label = found["verdict"], LABELS[measure]
+        word, label = found.verdict, LABELS[measure]
         if word in (BETTER, WORSE):
-            known = found["relative"] is not None
-            size = relative(found["relative"]) if known else signed(measure, found["value"])
+            known = found.relative is not None
+            size = relative(found.relative) if known else signed(measure, found.value)
             label = f"{label} ({size})"
         if not _reason(found):
             by_verdict.setdefault(word, []).append(label)
@@ -164,60 +167,59 @@ def _conclusion(name: str, first: str, differences: dict[str, dict[str, Any]]) -
     return [f"{name} {'is' if sure else f'against {first}:'} {'; '.join(parts)}."] if parts else []
 
 
-def _lost(configs: dict[str, dict[str, Any]]) -> list[str]:
+def _lost(configs: dict[str, ComparedConfig]) -> list[str]:
     """Who lost requests, and how: what is measured leaves them out."""
     sentences = []
     for name, config in configs.items():
-        counts = config["requests"]
+        counts = config.requests
         fates = ", ".join(
             f"{count:,} {fate}"
-            for fate, count in counts.items()
-            if count and fate not in ("sent", "complete")
+            for fate, count in counts.ended.items()
+            if count and fate != "complete"
         )
-        if fates and not counts["complete"]:
+        if fates and not counts.complete:
             sentences.append(f"{name} completed nothing ({fates}): there is nothing to compare.")
         elif fates:
-            lost = 1 - counts["complete"] / counts["sent"]
             sentences.append(
-                f"{name} left {share(lost)} of its requests not complete ({fates}), "
+                f"{name} left {share(counts.share_lost)} of its requests not complete ({fates}), "
                 "which no other measure counts."
             )
     return sentences
 
 
-def not_complete(requests: dict[str, int]) -> str:
-    """`requests`: how many were sent, were complete, and ended otherwise."""
-    return f"{requests['sent'] - requests['complete']:,} of {requests['sent']:,}"
+def not_complete(requests: Requests) -> str:
+    """How many, of how many."""
+    return f"{requests.sent - requests.complete:,} of {requests.sent:,}"
 
 
-def comparison_table(summary: dict[str, Any]) -> str:
+def comparison_table(summary: ComparisonSummary) -> str:
     """For the terminal."""
-    if not summary["configs"]:
+    if not summary.configs:
         return "interrupted before every configuration had run once"
     said = "\n".join([_basis(summary), *_conclusions(summary)])
     warnings = "".join(f"{warning}\n\n" for warning in warnings_of(summary))
     return f"{warnings}{table(_rows(summary))}\n\n{table(_difference_rows(summary))}\n\n{said}\n"
 
 
-def comparison_report(summary: dict[str, Any]) -> str:
+def comparison_report(summary: ComparisonSummary) -> str:
     """report.md of a comparison."""
-    heading = f"# {' against '.join(summary['configs']) or 'Comparison'}\n\n"
-    if not summary["configs"]:
+    heading = f"# {' against '.join(summary.configs) or 'Comparison'}\n\n"
+    if not summary.configs:
         return heading + "Not every configuration has run once yet.\n"
-    notes = "" if summary["complete"] else "**Not complete: only whole seeds are counted.**\n\n"
+    notes = "" if summary.complete else "**Not complete: only whole seeds are counted.**\n\n"
     notes += "".join(f"**{warning}**\n\n" for warning in warnings_of(summary))
-    told = [["", ""], *condition_rows(summary["conditions"])]
+    told = [["", ""], *condition_rows(summary.conditions)]
     conclusions = "\n".join(f"- {sentence}" for sentence in _conclusions(summary))
     return (
         f"{heading}{notes}{markdown_table(_rows(summary))}\n\n"
         f"{markdown_table(_difference_rows(summary))}\n\n{conclusions}\n\n{_basis(summary)}\n\n"
-        f"## What was run\n\n{markdown_table(told)}\n\n{foot(summary)}"
+        f"## What was run\n\n{markdown_table(told)}\n\n{foot(summary.assumptions)}"
     )
 
 
-def comparison_page(summary: dict[str, Any], columns: Sequence[Sequence[Series]]) -> str:
+def comparison_page(summary: ComparisonSummary, columns: Sequence[Sequence[Series]]) -> str:
     """report.html. `columns`: of each configuration of the summary, the runs of all its seeds."""
-    names = list(summary["configs"])
+    names = list(summary.configs)
     if not names:
         return page("Comparison", "Not every configuration has run once yet.", "")
     figures = [
@@ -234,8 +236,8 @@ def comparison_page(summary: dict[str, Any], columns: Sequence[Sequence[Series]]
             ("Whole answer", "e2e_s"),
         )
     ]
-    conditions = condition_rows(summary["conditions"])
-    note = "" if summary["complete"] else " Not complete: only whole seeds are counted."
+    conditions = condition_rows(summary.conditions)
+    note = "" if summary.complete else " Not complete: only whole seeds are counted."
     return page(
         " against ".join(names),
         "\n".join([*warnings_of(summary), *_conclusions(summary), f"{_basis(summary)}{note}"]),
@@ -243,17 +245,17 @@ def comparison_page(summary: dict[str, Any], columns: Sequence[Sequence[Series]]
         + f'<div class="pair">{"".join(figures)}</div>'
         + figure("Every configuration", html_table(_rows(summary)))
         + figure("What was run", facts_table(conditions))
-        + page_foot(summary),
+        + page_foot(summary.assumptions),
     )
 
 
-def _basis(summary: dict[str, Any]) -> str:
+def _basis(summary: ComparisonSummary) -> str:
     reasons = dict.fromkeys(filter(None, map(_reason, _differences(summary))))
-    known = any(found["low"] is not None for found in _differences(summary))
+    known = any(found.low is not None for found in _differences(summary))
     lacking = ""
     if reasons:
         where = "Where the verdict is a dash, there" if known else "There"
         lacking = f" {where} is {_UNKNOWN}: {'; '.join(reasons)}."
-    bad_lines = summary["runs"][0]["bad_lines"]
+    bad_lines = summary.runs[0].run.bad_lines
     skipped = f" {bad_lines:,} malformed lines of the trace were skipped." if bad_lines else ""
-    return f"{varied_sentences(summary)}{lacking}{skipped} {windows_sentence(summary)}"
+    return f"{varied_sentences(summary)}{lacking}{skipped} {windows_sentence(summary.runs)}"

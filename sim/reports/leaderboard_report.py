@@ -1,10 +1,17 @@
 """How a leaderboard is told: a table, report.md, and a page with the distances from the best."""
 
 import math
-from collections.abc import Mapping, Sequence
-from typing import Any, Final
+from collections.abc import Sequence
+from typing import Final
 
 from sim.measurement.assumptions import NOT_MODELLED
+from sim.measurement.summaries import (
+    Behind,
+    CaseSummary,
+    LadderSummary,
+    LeaderboardSummary,
+    StandingSummary,
+)
 from sim.reports.charts import (
     COLOURS,
     Axis,
@@ -47,22 +54,20 @@ _MARKS: Final = (
     "the difference of the two, on the same requests, may be nothing."
 )
 
-Row = Mapping[str, Any]
 
-
-def leaderboard_table(summary: Row) -> str:
+def leaderboard_table(summary: LeaderboardSummary) -> str:
     """For the terminal."""
-    if not summary["rows"]:
+    if not summary.rows:
         return "no case has run with every strategy yet"
     return f"{table(_total_rows(summary))}\n\n{table(_case_rows(summary))}\n\n{_basis(summary)}\n"
 
 
-def leaderboard_report(summary: Row) -> str:
+def leaderboard_report(summary: LeaderboardSummary) -> str:
     """report.md of a leaderboard."""
     parts = ["# Leaderboard", _basis(summary)]
-    if not summary["complete"]:
+    if not summary.complete:
         parts.insert(1, "**Not complete: cells are missing or failed.**")
-    if summary["rows"]:
+    if summary.rows:
         behind = _behind_rows(summary)
         parts += [
             "## All in all",
@@ -75,27 +80,27 @@ def leaderboard_report(summary: Row) -> str:
             _CASES_SAY,
             markdown_table(_case_rows(summary)),
         ]
-    if summary["failed"]:
+    if summary.failed:
         parts += ["## Cells that failed", markdown_table(_failed_rows(summary))]
     parts += ["## Strategies", markdown_table(_strategy_rows(summary))]
-    if summary["rows"]:
+    if summary.rows:
         parts += ["## Cases", _MARKS]
-    for case in summary["cases"]:
-        rows = _of_case(summary, case["name"])
+    for case in summary.cases:
+        rows = _of_case(summary, case.name)
         if rows:
-            parts += [f"### {case['name']}", _conditions(case), markdown_table(_measure_rows(rows))]
+            parts += [f"### {case.name}", _conditions(case), markdown_table(_measure_rows(rows))]
             parts += [f"- {warning}" for warning in _warnings(rows)]
     parts += ["## What is not modelled", "\n".join(f"- {one}" for one in NOT_MODELLED)]
     return "\n\n".join(parts) + "\n"
 
 
-def leaderboard_page(summary: Row) -> str:
+def leaderboard_page(summary: LeaderboardSummary) -> str:
     """report.html of a leaderboard."""
-    if not summary["rows"]:
+    if not summary.rows:
         return page("Leaderboard", "No case has run with every strategy yet.", "")
     told = [figure("All in all", _paragraph(_TOTALS_SAY) + html_table(_total_rows(summary)))]
     told += [_bars(summary, measure) for measure in _JUDGED]
-    ladders = [_over(summary, ladder) for ladder in summary["ladders"] if len(ladder["steps"]) > 1]
+    ladders = [_over(summary, ladder) for ladder in summary.ladders if len(ladder.steps) > 1]
     told.append(f'<div class="pair">{"".join(ladders)}</div>')
     told += [_distances(summary, measure) for measure in _JUDGED]
     behind = _behind_rows(summary)
@@ -106,15 +111,15 @@ def leaderboard_page(summary: Row) -> str:
     told.append(
         figure("The best of each case", _paragraph(_CASES_SAY) + html_table(_case_rows(summary)))
     )
-    if summary["failed"]:
+    if summary.failed:
         told.append(figure("Cells that failed", html_table(_failed_rows(summary))))
     told.append(figure("Strategies", html_table(_strategy_rows(summary))))
-    for case in summary["cases"]:
-        rows = _of_case(summary, case["name"])
+    for case in summary.cases:
+        rows = _of_case(summary, case.name)
         if rows:
             said = "".join(map(_paragraph, (_conditions(case), *_warnings(rows))))
-            told.append(figure(case["name"], said + html_table(_measure_rows(rows))))
-    note = "" if summary["complete"] else "\nNot complete: cells are missing or failed."
+            told.append(figure(case.name, said + html_table(_measure_rows(rows))))
+    note = "" if summary.complete else "\nNot complete: cells are missing or failed."
     return page("Leaderboard", f"{_basis(summary)} {_MARKS}{note}", "".join(told))
 
 
@@ -127,33 +132,33 @@ _BEHIND: Final = 1.05
 _CASES_SAY: Final = "By E2E mean; level with the best is who is within its interval of it."
 
 
-def _total_rows(summary: Row) -> list[list[str]]:
+def _total_rows(summary: LeaderboardSummary) -> list[list[str]]:
     head = ["strategy", "cases"]
     for label in _JUDGED.values():
         head += [f"{label}\ntimes the best", f"{label}\nlevel"]
     head += ["E2E mean\nworst case", "E2E mean\nof hold-outs"]
     rows = [head]
-    for total in summary["totals"]:
-        row = [total["strategy"], str(total["cases"])]
+    for total in summary.totals:
+        row = [total.strategy, str(total.cases)]
         for measure in _JUDGED:
-            found = total["all"][measure]
-            row += [_times(found["times_the_best"]), f"{found['level']} of {found['cases']}"]
-        e2e = total["all"]["e2e_mean_s"]
-        worst = f"{_times(e2e['worst_times'])} in {e2e['worst']}" if e2e["worst"] else "-"
-        held = total["hold_outs"]["e2e_mean_s"]["times_the_best"]
+            found = total.all[measure]
+            row += [_times(found.times_the_best), f"{found.level} of {found.cases}"]
+        e2e = total.all["e2e_mean_s"]
+        worst = f"{_times(e2e.worst_times)} in {e2e.worst}" if e2e.worst else "-"
+        held = total.hold_outs["e2e_mean_s"].times_the_best
         rows.append([*row, worst, _times(held)])
     return rows
 
 
-def _first(summary: Row) -> str:
+def _first(summary: LeaderboardSummary) -> str:
     """The strategy in question."""
-    name: str = summary["strategies"][0]["name"]
+    name: str = summary.strategies[0].name
     return name
 
 
-def _behind_says(summary: Row, behind: Sequence[Sequence[str]]) -> str:
+def _behind_says(summary: LeaderboardSummary, behind: Sequence[Sequence[str]]) -> str:
     """What `behind` tells, the rows of that table."""
-    cases = {row["case"] for row in summary["rows"]}
+    cases = {row.case for row in summary.rows}
     which = f"not within the 95 % interval of the best and more than {_BEHIND - 1:.0%} behind it"
     measures = ", ".join(_JUDGED.values())
     if len(behind) == 1:
@@ -161,130 +166,123 @@ def _behind_says(summary: Row, behind: Sequence[Sequence[str]]) -> str:
     return f"Of the {len(cases)} cases these are all in which it is {which}, in {measures}."
 
 
-def _behind_rows(summary: Row) -> list[list[str]]:
+def _behind_rows(summary: LeaderboardSummary) -> list[list[str]]:
     first = _first(summary)
-    held = {case["name"]: _HELD if case["hold_out"] else "" for case in summary["cases"]}
+    held = {case.name: _HELD if case.hold_out else "" for case in summary.cases}
     rows = [["in", "case", "times the best", "the best"]]
     for measure, label in _JUDGED.items():
         found: list[tuple[float, list[str]]] = []
         for case, mark in held.items():
-            told = {row["strategy"]: row["behind"].get(measure) for row in _of_case(summary, case)}
+            told = {row.strategy: row.behind.get(measure) for row in _of_case(summary, case)}
             mine = told.get(first)
             times = _times_as_bad(mine, measure)
-            if mine is None or _is(mine, "within") or not times > _BEHIND:
+            if mine is None or _is_level(mine) or not times > _BEHIND:
                 continue
-            best = [name for name, behind in told.items() if _is(behind, "best")]
+            best = [name for name, behind in told.items() if _is_best(behind)]
             found.append((times, [label, case + mark, f"{times:.2f}", ", ".join(best)]))
         rows += [row for _, row in sorted(found, reverse=True)]
     return rows
 
 
-def _case_rows(summary: Row) -> list[list[str]]:
+def _case_rows(summary: LeaderboardSummary) -> list[list[str]]:
     first = _first(summary)
     rows = [["case", "what", "best", "E2E mean", "level with it", f"{first},\ntimes the best"]]
-    for case in summary["cases"]:
-        found = _of_case(summary, case["name"])
-        behind = {row["strategy"]: row["behind"].get("e2e_mean_s") for row in found}
-        best = next((row for row in found if _is(behind[row["strategy"]], "best")), None)
+    for case in summary.cases:
+        found = _of_case(summary, case.name)
+        behind = {row.strategy: row.behind.get("e2e_mean_s") for row in found}
+        best = next((row for row in found if _is_best(behind[row.strategy])), None)
         if best is None:
             continue
         level = [
-            row["strategy"]
+            row.strategy
             for row in found
-            if row is not best and row["in_the_running"] and _is(behind[row["strategy"]], "within")
+            if row is not best and row.in_the_running and _is_level(behind[row.strategy])
         ]
         mine = behind.get(first)
         rows.append(
             [
-                case["name"] + (_HELD if case["hold_out"] else ""),
-                case["says"],
-                best["strategy"],
-                shown("e2e_mean_s", best["figures"]["e2e_mean_s"]["value"]),
-                _names(level) if not best["lacking"] else f"not known: {best['lacking']}",
-                _times(mine["of_best"] if mine else None),
+                case.name + (_HELD if case.hold_out else ""),
+                case.says,
+                best.strategy,
+                shown("e2e_mean_s", best.figures["e2e_mean_s"].value),
+                _names(level) if not best.lacking else f"not known: {best.lacking}",
+                _times(mine.of_best if mine else None),
             ]
         )
     return rows
 
 
-def _measure_rows(rows: Sequence[Row]) -> list[list[str]]:
+def _measure_rows(rows: Sequence[StandingSummary]) -> list[list[str]]:
     """The strategies of one case, the best E2E mean first."""
     told = [["strategy", *_LABELS.values(), "not complete"]]
     for row in sorted(rows, key=_e2e_of):
         cells = [_marked(row, measure) for measure in _LABELS]
-        lost = not_complete(row["requests"])
-        if not row["in_the_running"]:
+        lost = not_complete(row.requests)
+        if not row.in_the_running:
             lost += ", out of the running"
-        told.append([row["strategy"], *cells, lost])
+        told.append([row.strategy, *cells, lost])
     return told
 
 
-def _marked(row: Row, measure: str) -> str:
+def _marked(row: StandingSummary, measure: str) -> str:
     """The figure with half of its interval, and whether it is the best or level with it."""
-    found = row["figures"][measure]
-    told = shown(measure, found["value"])
-    if found["low"] is not None and found["value"] is not None:
-        told += f" ± {shown(measure, found['value'] - found['low'])}"
-    behind = row["behind"].get(measure)
-    if _is(behind, "best"):
+    found = row.figures[measure]
+    told = shown(measure, found.value)
+    if found.low is not None and found.value is not None:
+        told += f" ± {shown(measure, found.value - found.low)}"
+    behind = row.behind.get(measure)
+    if _is_best(behind):
         return f"{told} *"
-    return f"{told} =" if row["in_the_running"] and _is(behind, "within") else told
+    return f"{told} =" if row.in_the_running and _is_level(behind) else told
 
 
-def _strategy_rows(summary: Row) -> list[list[str]]:
+def _strategy_rows(summary: LeaderboardSummary) -> list[list[str]]:
     return [
         ["strategy", "idea", "configuration"],
-        *(
-            [one["name"], one["idea"] or "-", one["config_hash"] or "-"]
-            for one in summary["strategies"]
-        ),
+        *([one.name, one.idea or "-", one.config_hash or "-"] for one in summary.strategies),
     ]
 
 
-def _failed_rows(summary: Row) -> list[list[str]]:
+def _failed_rows(summary: LeaderboardSummary) -> list[list[str]]:
     return [
         ["case", "strategy", "seed", "problem"],
-        *(
-            [one["case"], one["strategy"], str(one["seed"]), one["problem"]]
-            for one in summary["failed"]
-        ),
+        *([one.case, one.strategy, str(one.seed), one.problem] for one in summary.failed),
     ]
 
 
-def _bars(summary: Row, measure: str) -> str:
-    shares = {
-        total["strategy"]: 1 / total["all"][measure]["times_the_best"]
-        for total in summary["totals"]
-        if total["all"][measure]["times_the_best"]
-    }
+def _bars(summary: LeaderboardSummary, measure: str) -> str:
+    times = {total.strategy: total.all[measure].times_the_best for total in summary.totals}
+    shares = {name: 1 / value for name, value in times.items() if value}
     ordered = dict(sorted(shares.items(), key=lambda item: -item[1]))
     return figure(f"{_JUDGED[measure]}: the best of each case over its own", bars(ordered))
 
 
-def _over(summary: Row, ladder: Row) -> str:
+def _over(summary: LeaderboardSummary, ladder: LadderSummary) -> str:
     """E2E mean over what the cases of a ladder differ by, of as many strategies as have a colour."""
-    names = [total["strategy"] for total in summary["totals"]][: len(COLOURS)]
+    names = [total.strategy for total in summary.totals][: len(COLOURS)]
     series: dict[str, Points] = {}
     whiskers: dict[str, Whiskers] = {}
     for name in names:
         found = [
-            (number, row["figures"]["e2e_mean_s"])
-            for number, case in ladder["steps"]
+            (number, row.figures["e2e_mean_s"])
+            for number, case in ladder.steps
             for row in _of_case(summary, case)
-            if row["strategy"] == name and row["figures"]["e2e_mean_s"]["value"] is not None
+            if row.strategy == name
         ]
-        series[name] = [(number, one["value"]) for number, one in found]
+        series[name] = [(number, one.value) for number, one in found if one.value is not None]
         whiskers[name] = [
-            (number, one["low"], one["high"]) for number, one in found if one["low"] is not None
+            (number, one.low, one.high)
+            for number, one in found
+            if one.low is not None and one.high is not None
         ]
-    numbers = [number for number, _ in ladder["steps"]]
+    numbers = [number for number, _ in ladder.steps]
     known = [value for line in series.values() for _, value in line]
-    caption = f"E2E mean over {ladder['title']}"
-    if len(summary["totals"]) > len(names):
+    caption = f"E2E mean over {ladder.title}"
+    if len(summary.totals) > len(names):
         caption += f", of the first {len(names)} strategies"
     drawing = line_chart(
         series,
-        x=Axis.over(numbers, unit=ladder["unit"], title=ladder["title"], logarithmic=True),
+        x=Axis.over(numbers, unit=ladder.unit, title=ladder.title, logarithmic=True),
         y=Axis.over(known, unit="s", title="E2E mean"),
         label=caption,
         dots=True,
@@ -293,21 +291,19 @@ def _over(summary: Row, ladder: Row) -> str:
     return figure(caption, drawing, names)
 
 
-def _distances(summary: Row, measure: str) -> str:
+def _distances(summary: LeaderboardSummary, measure: str) -> str:
     """How far each strategy is behind in each case."""
-    names = [total["strategy"] for total in summary["totals"]]
+    names = [total.strategy for total in summary.totals]
     cells: list[list[str]] = [["case", *names]]
     shades: list[list[float]] = []
-    for case in summary["cases"]:
-        behind = {
-            row["strategy"]: row["behind"].get(measure) for row in _of_case(summary, case["name"])
-        }
+    for case in summary.cases:
+        behind = {row.strategy: row.behind.get(measure) for row in _of_case(summary, case.name)}
         if not behind:
             continue
         times = [_times_as_bad(behind.get(name), measure) for name in names]
         cells.append(
             [
-                case["name"] + (_HELD if case["hold_out"] else ""),
+                case.name + (_HELD if case.hold_out else ""),
                 *(
                     _shaded_text(behind.get(name), one)
                     for name, one in zip(names, times, strict=True)
@@ -319,10 +315,10 @@ def _distances(summary: Row, measure: str) -> str:
     return figure(f"{_JUDGED[measure]}: how many times as bad as the best of the case", drawing)
 
 
-def _shaded_text(behind: Row | None, times: float) -> str:
+def _shaded_text(behind: Behind | None, times: float) -> str:
     if math.isnan(times):
         return "-"
-    mark = " *" if _is(behind, "best") else " =" if _is(behind, "within") else ""
+    mark = " *" if _is_best(behind) else " =" if _is_level(behind) else ""
     return f"{times:.2f}{mark}"
 
 
@@ -333,19 +329,23 @@ def _shade(times: float) -> float:
     return min(1.0, max(0.0, math.log(times) / math.log(_FAR)))
 
 
-def _times_as_bad(behind: Row | None, measure: str) -> float:
-    of_best = behind["of_best"] if behind else None
+def _times_as_bad(behind: Behind | None, measure: str) -> float:
+    of_best = behind.of_best if behind else None
     if not of_best:
         return math.nan
     return 1 / float(of_best) if measure in _HIGHER_IS_BETTER else float(of_best)
 
 
-def _is(behind: Row | None, what: str) -> bool:
-    return bool(behind and behind[what])
+def _is_best(behind: Behind | None) -> bool:
+    return behind is not None and behind.best
 
 
-def _e2e_of(row: Row) -> float:
-    value = row["figures"]["e2e_mean_s"]["value"]
+def _is_level(behind: Behind | None) -> bool:
+    return behind is not None and bool(behind.within)
+
+
+def _e2e_of(row: StandingSummary) -> float:
+    value = row.figures["e2e_mean_s"].value
     return math.inf if value is None else float(value)
 
 
@@ -359,43 +359,43 @@ def _names(names: Sequence[str]) -> str:
     return f"{', '.join(names[:_NAMES_MAX])} and {len(names) - _NAMES_MAX} more"
 
 
-def _of_case(summary: Row, case: str) -> list[Row]:
-    return [row for row in summary["rows"] if row["case"] == case]
+def _of_case(summary: LeaderboardSummary, case: str) -> list[StandingSummary]:
+    return [row for row in summary.rows if row.case == case]
 
 
-def _warnings(rows: Sequence[Row]) -> list[str]:
+def _warnings(rows: Sequence[StandingSummary]) -> list[str]:
     """Each once, with those whom it is about."""
     told: dict[str, list[str]] = {}
     for row in rows:
-        for warning in row["warnings"]:
-            told.setdefault(warning, []).append(row["strategy"])
+        for warning in row.warnings:
+            told.setdefault(warning, []).append(row.strategy)
     return [
         warning if len(names) == len(rows) else f"{', '.join(names)}: {warning}"
         for warning, names in told.items()
     ]
 
 
-def _conditions(case: Row) -> str:
-    what = case["says"][:1].upper() + case["says"][1:]
+def _conditions(case: CaseSummary) -> str:
+    what = case.says[:1].upper() + case.says[1:]
     told = [
-        f"{case['pods']} pods of {case['profile']}",
-        "one picker" if case["replicas"] == 1 else f"{case['replicas']} pickers",
-        f"scraped each {case['scrape_interval_s']:g} s",
+        f"{case.pods} pods of {case.profile}",
+        "one picker" if case.replicas == 1 else f"{case.replicas} pickers",
+        f"scraped each {case.scrape_interval_s:g} s",
     ]
-    if case["max_loras"]:
-        told.append(f"{case['max_loras']} adapter slots a pod")
-    if case["happens"]:
-        told.append(case["happens"])
-    held = " A hold-out." if case["hold_out"] else ""
+    if case.max_loras:
+        told.append(f"{case.max_loras} adapter slots a pod")
+    if case.happens:
+        told.append(case.happens)
+    held = " A hold-out." if case.hold_out else ""
     return f"{what}: {', '.join(told)}.{held}"
 
 
-def _basis(summary: Row) -> str:
-    first, seeds = summary["first_seed"], summary["seeds"]
-    failed = f" {len(summary['failed']):,} cells failed." if summary["failed"] else ""
+def _basis(summary: LeaderboardSummary) -> str:
+    first, seeds = summary.first_seed, summary.seeds
+    failed = f" {len(summary.failed):,} cells failed." if summary.failed else ""
     return (
-        f"{len(summary['strategies'])} strategies on {len(summary['cases'])} cases, "
-        f"{summary['requests']:,} requests each, seeds {first} to {first + seeds - 1}: within a case "
+        f"{len(summary.strategies)} strategies on {len(summary.cases)} cases, "
+        f"{summary.requests:,} requests each, seeds {first} to {first + seeds - 1}: within a case "
         "and a seed all strategies get the same requests at the same times. Hold-outs have parameters "
         f"of their own, on which nothing was tuned.{failed}"
     )

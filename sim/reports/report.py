@@ -3,9 +3,24 @@
 import math
 from collections.abc import Sequence
 from itertools import zip_longest
-from typing import Any, Final
+from typing import Final
+
+from msgspec import UNSET, UnsetType
 
 from sim.measurement.assumptions import NOT_MODELLED
+from sim.measurement.summaries import (
+    AssumptionSummary,
+    Conditions,
+    Goodput,
+    NamedRun,
+    PeerSummary,
+    PoolSummary,
+    RepeatedSummary,
+    ReplaySummary,
+    RunSummary,
+    TokenGapSummary,
+    WindowSummary,
+)
 from sim.measurement.token_gaps import STALL_MEDIANS
 
 CONSTANTS: Final = (
@@ -124,85 +139,80 @@ def number(value: float | None) -> str:
     return f"{value:,.0f}" if abs(value) >= 1_000 else f"{value:.4g}"
 
 
-def latency_rows(summary: dict[str, Any]) -> list[list[str]]:
+def latency_rows(run: RunSummary) -> list[list[str]]:
     """TTFT, TPOT, E2E and queue, a row each."""
     ranks = ("mean", "p50", "p90", "p95", "p99")
     rows = [["", *ranks]]
-    for name, label in (
-        ("ttft_s", "TTFT"),
-        ("tpot_s", "TPOT"),
-        ("e2e_s", "E2E"),
-        ("queue_s", "queue"),
+    for label, found in (
+        ("TTFT", run.ttft_s),
+        ("TPOT", run.tpot_s),
+        ("E2E", run.e2e_s),
+        ("queue", run.queue_s),
     ):
-        rows.append([label, *(seconds(summary[name][rank]) for rank in ranks)])
+        rows.append([label, *(seconds(getattr(found, rank)) for rank in ranks)])
     return rows
 
 
-def itl_row(summary: dict[str, Any]) -> list[str]:
+def itl_row(itl: TokenGapSummary) -> list[str]:
     """The gaps between tokens, in words: their percentiles are those of tokens, not of requests."""
-    itl = summary["itl_s"]
-    told = f"mean {seconds(itl['mean'])}, p99 {seconds(itl['p99'])}"
-    if itl["p50"] is not None:
+    told = f"mean {seconds(itl.mean)}, p99 {seconds(itl.p99)}"
+    if itl.p50 is not None:
         told += (
-            f", {share(itl['stall_share'])} stalls (longer than {STALL_MEDIANS} medians, "
-            f"{seconds(STALL_MEDIANS * itl['p50'])})"
+            f", {share(itl.stall_share)} stalls (longer than {STALL_MEDIANS} medians, "
+            f"{seconds(STALL_MEDIANS * itl.p50)})"
         )
     return ["time between tokens", told]
 
 
-def window_row(summary: dict[str, Any]) -> list[str]:
+def window_row(window: WindowSummary) -> list[str]:
     """What the figures are of, and what was left out."""
-    window = summary["window"]
-    start, end = (seconds(window[name]) for name in ("start_s", "end_s"))
-    warm_up = window["warm_up_s"]
+    start, end = seconds(window.start_s), seconds(window.end_s)
+    warm_up = window.warm_up_s
     left_out = f"{seconds(warm_up)} of warm-up" if warm_up else "no warm-up"
     return [
         "throughput over",
-        f"{start} to {end}; left out: {left_out}, {seconds(window['drain_s'])} of drain",
+        f"{start} to {end}; left out: {left_out}, {seconds(window.drain_s)} of drain",
     ]
 
 
-def fact_rows(summary: dict[str, Any]) -> list[list[str]]:
+def fact_rows(run: RunSummary) -> list[list[str]]:
     """Everything else that is one number."""
-    counts = summary["requests"]
-    goodput = summary["goodput"]
-    ended = ", ".join(f"{counts[fate]:,} {fate}" for fate in list(counts)[1:] if counts[fate])
-    loads = summary["imbalance"]
-    bad_lines = summary["bad_lines"]
+    ended = ", ".join(f"{count:,} {fate}" for fate, count in run.requests.ended.items() if count)
+    loads, goodput = run.imbalance, run.goodput
     return [
-        ["requests", f"{counts['sent']:,}: {ended}"],
-        *([["refused", _reasons(summary["refusals"])]] if summary["refusals"] else []),
-        *([["failed", _reasons(summary["failures"])]] if summary["failures"] else []),
-        *([["sent again", f"{summary['retries']:,} times"]] if "retries" in summary else []),
+        ["requests", f"{run.requests.sent:,}: {ended}"],
+        *([["refused", _reasons(run.refusals)]] if run.refusals else []),
+        *([["failed", _reasons(run.failures)]] if run.failures else []),
+        *([["sent again", f"{run.retries:,} times"]] if run.retries is not UNSET else []),
         *(
-            [["served by another pod than the first named", f"{summary['rescheduled']:,}"]]
-            if "rescheduled" in summary
+            [["served by another pod than the first named", f"{run.rescheduled:,}"]]
+            if run.rescheduled is not UNSET
             else []
         ),
-        ["hit rate", f"{share(summary['hit_rate'])} of prompt tokens"],
-        itl_row(summary),
-        window_row(summary),
-        ["output", f"{number(summary['output_tokens_per_s'])} tokens/s"],
-        ["input", f"{number(summary['input_tokens_per_s'])} tokens/s"],
+        ["hit rate", f"{share(run.hit_rate)} of prompt tokens"],
+        itl_row(run.itl_s),
+        window_row(run.window),
+        ["output", f"{number(run.output_tokens_per_s)} tokens/s"],
+        ["input", f"{number(run.input_tokens_per_s)} tokens/s"],
         [
             "goodput",
-            (f"{share(goodput['share'])} with {targets(goodput)}"),
+            (f"{share(goodput.share)} with {targets(goodput)}"),
         ],
-        ["requests, most loaded pod over mean", number(loads["requests"]["max_over_mean"])],
-        ["uncached tokens, likewise", number(loads["uncached_tokens"]["max_over_mean"])],
-        *_estimate_rows(summary["prediction"]["mean_absolute_error_tokens"]),
-        ["age of metrics at a decision", seconds(summary["metrics_age_s"])],
-        *_peer_rows(summary.get("peers")),
-        *_pool_rows(summary.get("pool")),
-        ["preemptions", f"{summary['preemptions']:,}"],
-        *([["malformed lines skipped", f"{bad_lines:,}"]] if bad_lines else []),
-        ["digest", summary["digest"]],
+        ["requests, most loaded pod over mean", number(loads.requests.max_over_mean)],
+        ["uncached tokens, likewise", number(loads.uncached_tokens.max_over_mean)],
+        *_estimate_rows(run.prediction.mean_absolute_error_tokens),
+        ["age of metrics at a decision", seconds(run.metrics_age_s)],
+        *_peer_rows(run.peers),
+        *_pool_rows(run.pool),
+        ["preemptions", f"{run.preemptions:,}"],
+        *([["malformed lines skipped", f"{run.bad_lines:,}"]] if run.bad_lines else []),
+        ["digest", run.digest],
     ]
 
 
-def targets(goodput: dict[str, Any]) -> str:
+def targets(goodput: Goodput) -> str:
     """What makes a request good."""
-    ttft, tpot = limit(goodput["ttft_target_s"]), limit(goodput["tpot_target_s"])
+    ttft, tpot = limit(goodput.ttft_target_s), limit(goodput.tpot_target_s)
     return f"TTFT up to {ttft} and TPOT up to {tpot}"
 
 
@@ -213,122 +223,121 @@ def _estimate_rows(error_tokens: float | None) -> list[list[str]]:
     return [["the picker's estimate of the cache", f"off by {number(error_tokens)} tokens"]]
 
 
-def _peer_rows(peers: dict[str, int] | None) -> list[list[str]]:
+def _peer_rows(peers: PeerSummary | UnsetType) -> list[list[str]]:
     """None where pickers tell each other nothing."""
-    if peers is None:
+    if peers is UNSET:
         return []
-    told = (
-        f"{peers['frames']:,} frames, {peers['bytes'] / 1e6:.3g} MB, {peers['frames_lost']:,} lost"
-    )
-    learnt = f"{peers['records_applied']:,}"
-    if unknown := peers["records_unknown_chain"]:
+    told = f"{peers.frames:,} frames, {peers.bytes / 1e6:.3g} MB, {peers.frames_lost:,} lost"
+    learnt = f"{peers.records_applied:,}"
+    if unknown := peers.records_unknown_chain:
         learnt += f", {unknown:,} went on from a chain that was lost"
     return [["told to other pickers", told], ["decisions learnt of others", learnt]]
 
 
-def _pool_rows(pool: dict[str, Any] | None) -> list[list[str]]:
+def _pool_rows(pool: PoolSummary | UnsetType) -> list[list[str]]:
     """None of a summary that is not of a whole run."""
-    if pool is None:
+    if pool is UNSET:
         return []
-    told = f"{pool['pods_min']:,}"
-    if pool["pods_min"] != pool["pods_max"]:
-        told += f" to {pool['pods_max']:,}, mean {number(pool['pods_mean'])}"
-    return [["pods", told], ["pod-hours", number(pool["pod_hours"])]]
+    told = f"{pool.pods_min:,}"
+    if pool.pods_min != pool.pods_max:
+        told += f" to {pool.pods_max:,}, mean {number(pool.pods_mean)}"
+    return [["pods", told], ["pod-hours", number(pool.pod_hours)]]
 
 
 def _reasons(counts: dict[str, int]) -> str:
     return ", ".join(f"{count:,} {reason}" for reason, count in counts.items())
 
 
-def run_table(summary: dict[str, Any]) -> str:
+def run_table(run: RunSummary) -> str:
     """For the terminal."""
-    rows = fact_rows(summary)
+    rows = fact_rows(run)
     width = max(len(name) for name, _ in rows)
     facts = "\n".join(f"{name:<{width}}  {value}" for name, value in rows)
-    warnings = "".join(f"{warning}\n\n" for warning in summary["warnings"])
-    return f"{warnings}{table(latency_rows(summary))}\n\n{facts}\n"
+    warnings = "".join(f"{warning}\n\n" for warning in run.warnings)
+    return f"{warnings}{table(latency_rows(run))}\n\n{facts}\n"
 
 
-def warnings_of(summary: dict[str, Any]) -> list[str]:
+def warnings_of(summary: RepeatedSummary) -> list[str]:
     """What would mislead whoever reads a comparison or a sweep: of the first seed, each once."""
     told: dict[str, dict[str, None]] = {}
-    configs = {run["config"]: None for run in summary["runs"]}
-    for run in summary["runs"]:
-        if run["seed"] == summary["first_seed"]:
-            for warning in run["warnings"]:
-                told.setdefault(warning, {})[run["config"]] = None
+    configs = {run.config: None for run in summary.runs}
+    for run in summary.runs:
+        if run.seed == summary.first_seed:
+            for warning in run.run.warnings:
+                told.setdefault(warning, {})[run.config] = None
     return [
         warning if names == configs else f"{', '.join(names)}: {warning}"
         for warning, names in told.items()
     ]
 
 
-def run_report(summary: dict[str, Any]) -> str:
+def run_report(summary: ReplaySummary) -> str:
     """report.md of one run."""
-    notes = "" if summary["complete"] else "**Interrupted: only what had ended is counted.**\n\n"
-    notes += "".join(f"**{warning}**\n\n" for warning in summary["warnings"])
-    conditions = summary["conditions"]
-    rows = [["", ""], *fact_rows(summary)]
+    run = summary.run
+    notes = "" if summary.complete else "**Interrupted: only what had ended is counted.**\n\n"
+    notes += "".join(f"**{warning}**\n\n" for warning in run.warnings)
+    conditions = summary.conditions
+    rows = [["", ""], *fact_rows(run)]
     pods = [["pod", "requests", "hit rate", "output tokens"]]
-    for name, load in sorted(summary["pods"].items(), key=lambda item: (len(item[0]), item[0])):
-        requests, tokens = f"{load['requests']:,}", f"{load['output_tokens']:,}"
-        pods.append([name, requests, share(load["hit_rate"]), tokens])
+    for name, load in sorted(run.pods.items(), key=lambda item: (len(item[0]), item[0])):
+        requests, tokens = f"{load.requests:,}", f"{load.output_tokens:,}"
+        pods.append([name, requests, share(load.hit_rate), tokens])
     return (
-        f"# {summary['config']} on {conditions['trace']}\n\n{notes}"
-        f"Seed {summary['seed']}, {conditions['pods']} pods.\n\n"
-        f"{markdown_table(latency_rows(summary))}\n\n{markdown_table(rows)}\n\n"
+        f"# {summary.config} on {conditions['trace']}\n\n{notes}"
+        f"Seed {summary.seed}, {conditions['pods']} pods.\n\n"
+        f"{markdown_table(latency_rows(run))}\n\n{markdown_table(rows)}\n\n"
         f"{markdown_table(pods)}\n\n## What was run\n\n"
-        f"{markdown_table([['', ''], *condition_rows(conditions)])}\n\n{foot(summary)}"
+        f"{markdown_table([['', ''], *condition_rows(conditions)])}\n\n{foot(summary.assumptions)}"
     )
 
 
-def varied_sentences(summary: dict[str, Any]) -> str:
+def varied_sentences(summary: RepeatedSummary) -> str:
     """What was varied between the seeds of a comparison or a sweep, and what intervals mean."""
-    first, seeds = summary["first_seed"], summary["seeds"]
+    first, seeds = summary.first_seed, summary.seeds
     alike = "the same for every configuration"
     if seeds == 1:
         return (
             f"Seed {first}, one seed: nothing was varied, and how far other traffic would differ is "
             "not known (--seeds)."
         )
-    if summary["generated"]:
+    if summary.generated:
         return (
             f"Seeds {first} to {first + seeds - 1}: each draws the traffic anew, and scrapes and "
-            f"ties, {alike}. Figures are means over {summary['varied']}; a 95 % interval holds the "
+            f"ties, {alike}. Figures are means over {summary.varied}; a 95 % interval holds the "
             "mean over ever more of them, 19 times out of 20."
         )
     return (
         f"Seed {first} replays the trace as it was recorded: its figures are shown. Each other one "
         f"replays a resample of it, with scrapes and ties of its own, {alike}. A 95 % interval, over "
-        f"{summary['varied']}, says how far the figure may be off for such traffic at large; what "
+        f"{summary.varied}, says how far the figure may be off for such traffic at large; what "
         "never happens in this trace it does not know."
     )
 
 
-def assumption_rows(summary: dict[str, Any]) -> list[list[str]]:
+def assumption_rows(assumptions: Sequence[AssumptionSummary]) -> list[list[str]]:
     """The constants that come from one set-up, with their ranges; the first row is the head."""
     rows = [["constant", "here", "range", "source"]]
-    for one in summary["assumptions"]:
-        unit = f" {one['unit']}" if one["unit"] else ""
-        values = ", ".join(dict.fromkeys(f"{value:g}{unit}" for value in one["values"].values()))
-        between = f"{one['low']:g} to {one['high']:g}{unit}"
-        rows.append([f"{one['says']}, {one['constant']}", values, between, one["source"]])
+    for one in assumptions:
+        unit = f" {one.unit}" if one.unit else ""
+        values = ", ".join(dict.fromkeys(f"{value:g}{unit}" for value in one.values.values()))
+        between = f"{one.low:g} to {one.high:g}{unit}"
+        rows.append([f"{one.says}, {one.constant}", values, between, one.source])
     return rows
 
 
-def foot(summary: dict[str, Any]) -> str:
+def foot(assumptions: Sequence[AssumptionSummary]) -> str:
     """The end of a report.md: what no figure of it holds."""
     left_out = "\n".join(f"- {sentence}" for sentence in NOT_MODELLED)
     return (
         f"## What is not modelled\n\n{left_out}\n\n## Constants from one set-up\n\n{CONSTANTS}\n\n"
-        f"{markdown_table(assumption_rows(summary))}\n"
+        f"{markdown_table(assumption_rows(assumptions))}\n"
     )
 
 
-def windows_sentence(summary: dict[str, Any]) -> str:
+def windows_sentence(runs: Sequence[NamedRun]) -> str:
     """What was left out of the figures of a comparison or a sweep."""
-    warm_up = max(run["window"]["warm_up_s"] for run in summary["runs"])
-    drain = max(run["window"]["drain_s"] for run in summary["runs"])
+    warm_up = max(one.run.window.warm_up_s for one in runs)
+    drain = max(one.run.window.drain_s for one in runs)
     first = f"The first {seconds(warm_up)} are" if warm_up else "Nothing is"
     return (
         f"{first} left out as warm-up; of throughput and ITL also the drain after the last arrival, "
@@ -337,7 +346,7 @@ def windows_sentence(summary: dict[str, Any]) -> str:
     )
 
 
-def condition_rows(conditions: dict[str, Any]) -> list[list[str]]:
+def condition_rows(conditions: Conditions) -> list[list[str]]:
     """What was run, in words: name and value."""
     return [
         [_CONDITIONS.get(name, name), _words(name, value)] for name, value in conditions.items()

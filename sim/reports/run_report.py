@@ -6,10 +6,17 @@ from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
+from msgspec import UNSET
 from msgspec.json import decode, encode
 
-from sim.cluster.cluster import Fate
+from sim.cluster.simulated_request import Fate
 from sim.measurement.measures import Series
+from sim.measurement.summaries import (
+    PodLoadSummary,
+    ReplaySummary,
+    RunSummary,
+    TimelineSummary,
+)
 from sim.reports.charts import (
     SMALL,
     Axis,
@@ -35,20 +42,18 @@ _CANDIDATES_SHOWN: Final = 16
 _PODS_SHOWN: Final = 32
 _SPANS: Final = 36
 """Of a pod's small chart, of each of which the lowest and the highest point are drawn."""
-_SHARES: Final = {"KV cache in use": "kv_cache_usage", "hit rate so far": "hit_rate"}
-"""Of a pod's timeline: how they are told, and where they are."""
 _ENDED: Final = {
     Fate.FAILED: ", which could not serve it",
     Fate.ABORTED: "; its client left before the end",
 }
 
 
-def run_page(summary: dict[str, Any], series: Series, decisions: Path | None) -> str:
+def run_page(summary: ReplaySummary, series: Series, decisions: Path | None) -> str:
     """report.html. `decisions`: decisions.jsonl, if it was written."""
-    conditions = summary["conditions"]
+    conditions, run = summary.conditions, summary.run
     rows = condition_rows(conditions)
     body = [
-        card(_facts(summary)),
+        card(_facts(run)),
         '<div class="pair">',
         cdf_chart("Time to first token: share of requests within a time", {"": series.ttft_s}),
         cdf_chart("Time per output token: share of requests within a time", {"": series.tpot_s}),
@@ -57,35 +62,35 @@ def run_page(summary: dict[str, Any], series: Series, decisions: Path | None) ->
         "</div>",
         _hit_rates(summary),
         '<div class="pair">',
-        _loads(summary, "requests", "Requests that each pod completed"),
-        _uncached(summary),
+        _requests(run),
+        _uncached(run),
         "</div>",
-        _pod_count(summary),
-        _timelines(summary),
+        _pod_count(summary.timeline),
+        _timelines(summary.timeline),
         _explorer(decisions),
-        figure("In numbers", facts_table(fact_rows(summary))),
+        figure("In numbers", facts_table(fact_rows(run))),
         figure("What was run", facts_table(rows)),
-        page_foot(summary),
+        page_foot(summary.assumptions),
     ]
-    note = "" if summary["complete"] else " Interrupted: only what had ended is shown."
-    said = f"{conditions['pods']} simulated pods, seed {summary['seed']}.{note}"
+    note = "" if summary.complete else " Interrupted: only what had ended is shown."
+    said = f"{conditions['pods']} simulated pods, seed {summary.seed}.{note}"
     return page(
-        f"{summary['config']} on {conditions['trace']}",
-        "\n".join([*summary["warnings"], said]),
+        f"{summary.config} on {conditions['trace']}",
+        "\n".join([*run.warnings, said]),
         "\n".join(body),
         script=_SCRIPT if decisions is not None else "",
     )
 
 
-def _facts(summary: dict[str, Any]) -> list[tuple[str, str]]:
+def _facts(run: RunSummary) -> list[tuple[str, str]]:
     return [
-        ("TTFT mean", seconds(summary["ttft_s"]["mean"])),
-        ("TTFT p90", seconds(summary["ttft_s"]["p90"])),
-        ("ITL p99", seconds(summary["itl_s"]["p99"])),
-        ("TPOT mean", seconds(summary["tpot_s"]["mean"])),
-        ("hit rate", share(summary["hit_rate"])),
-        ("requests", f"{summary['requests']['sent']:,}"),
-        ("output tokens/s", number(summary["output_tokens_per_s"])),
+        ("TTFT mean", seconds(run.ttft_s.mean)),
+        ("TTFT p90", seconds(run.ttft_s.p90)),
+        ("ITL p99", seconds(run.itl_s.p99)),
+        ("TPOT mean", seconds(run.tpot_s.mean)),
+        ("hit rate", share(run.hit_rate)),
+        ("requests", f"{run.requests.sent:,}"),
+        ("output tokens/s", number(run.output_tokens_per_s)),
     ]
 
 
@@ -110,15 +115,15 @@ def _ttft_over_rate(series: Series) -> str:
     return figure(caption, scatter_chart(lines, x=x, y=y, label=caption), list(lines))
 
 
-def _hit_rates(summary: dict[str, Any]) -> str:
-    rates = {"this run": summary["hit_rate"] or 0.0}
-    ceilings = summary.get("ceilings")
+def _hit_rates(summary: ReplaySummary) -> str:
+    rates = {"this run": summary.run.hit_rate or 0.0}
+    ceilings = None if summary.ceilings is UNSET else summary.ceilings
     if ceilings:
         rates |= {
-            "one endless cache": ceilings["one_cache"],
-            "endless, affinity": ceilings["affinity"],
-            "this size, affinity": ceilings["affinity_at_capacity"],
-            "this size, random": ceilings["random_at_capacity"],
+            "one endless cache": ceilings.one_cache,
+            "endless, affinity": ceilings.affinity,
+            "this size, affinity": ceilings.affinity_at_capacity,
+            "this size, random": ceilings.random_at_capacity,
         }
     caption = "Share of prompt tokens served from the cache"
     if ceilings:
@@ -126,52 +131,57 @@ def _hit_rates(summary: dict[str, Any]) -> str:
     return figure(caption, bars(rates))
 
 
-def _by_pod(summary: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:
-    return sorted(summary["pods"].items(), key=lambda item: (len(item[0]), item[0]))
+def _by_pod(run: RunSummary) -> list[tuple[str, PodLoadSummary]]:
+    return sorted(run.pods.items(), key=lambda item: (len(item[0]), item[0]))
 
 
-def _loads(summary: dict[str, Any], column: str, caption: str) -> str:
-    values = {name: float(load[column]) for name, load in _by_pod(summary)}
+def _requests(run: RunSummary) -> str:
+    caption = "Requests that each pod completed"
+    values = {name: float(load.requests) for name, load in _by_pod(run)}
     return figure(caption, bar_chart(values, y=Axis.over(list(values.values())), label=caption))
 
 
-def _uncached(summary: dict[str, Any]) -> str:
+def _uncached(run: RunSummary) -> str:
     caption = "Prompt tokens that each pod had to compute, in thousands"
     values = {
-        name: round((load["prompt_tokens"] - load["cached_tokens"]) / 1000, 1)
-        for name, load in _by_pod(summary)
+        name: round((load.prompt_tokens - load.cached_tokens) / 1000, 1)
+        for name, load in _by_pod(run)
     }
     return figure(caption, bar_chart(values, y=Axis.over(list(values.values())), label=caption))
 
 
-def _pod_count(summary: dict[str, Any]) -> str:
+def _pod_count(timeline: TimelineSummary) -> str:
     """Over time, if there were not always as many."""
-    counts = summary["timeline"]["pod_count"]
+    counts = timeline.pod_count
     if len(set(counts)) < 2:
         return ""
     caption = "How many pods start, serve, drain or restart, over time"
-    points = list(zip(summary["timeline"]["time_s"], map(float, counts), strict=True))
+    points = list(zip(timeline.time_s, map(float, counts), strict=True))
     x = Axis.over([at for at, _ in points], unit="s", title="time")
     y = Axis.over([0.0, *(count for _, count in points)], title="pods")
     return figure(caption, line_chart({"pods": points}, x=x, y=y, label=caption))
 
 
-def _timelines(summary: dict[str, Any]) -> str:
+def _timelines(timeline: TimelineSummary) -> str:
     """Two small charts a pod: its requests, and its cache in per cent, over time."""
-    timeline = summary["timeline"]
-    times = timeline["time_s"]
+    times = timeline.time_s
     if not times:
         return ""
-    pods = dict(list(timeline["pods"].items())[:_PODS_SHOWN])
-    counts = [value for pod in pods.values() for value in (*pod["running"], *pod["waiting"])]
+    pods = dict(list(timeline.pods.items())[:_PODS_SHOWN])
+    counts = [value for pod in pods.values() for value in (*pod.running, *pod.waiting)]
     x = Axis.over(times, unit="s", title="time")
     requests = Axis.over([*counts, 1.0], title="requests")
     shares = Axis(low=0, high=100, unit="%", title="share")
-    names = ("running", "waiting", *_SHARES)
     drawn = []
     for name, pod in pods.items():
-        load = {told: thinned(zip(times, pod[told], strict=True)) for told in names[:2]}
-        cache = {told: _per_cent(times, pod[key]) for told, key in _SHARES.items()}
+        load = {
+            "running": thinned(zip(times, map(float, pod.running), strict=True)),
+            "waiting": thinned(zip(times, map(float, pod.waiting), strict=True)),
+        }
+        cache = {
+            "KV cache in use": _per_cent(times, pod.kv_cache_usage),
+            "hit rate so far": _per_cent(times, pod.hit_rate),
+        }
         label = f"{name} over time"
         drawn.append(
             f"<div><b>{name}</b>"
@@ -179,9 +189,9 @@ def _timelines(summary: dict[str, Any]) -> str:
             f"{line_chart(cache, x=x, y=shares, label=label, size=SMALL, first_colour=2)}</div>"
         )
     caption = "Every pod over time"
-    if len(drawn) < len(timeline["pods"]):
-        caption = f"The first {len(drawn)} of {len(timeline['pods']):,} pods over time"
-    return figure(caption, f'<div class="pods">{"".join(drawn)}</div>', names)
+    if len(drawn) < len(timeline.pods):
+        caption = f"The first {len(drawn)} of {len(timeline.pods):,} pods over time"
+    return figure(caption, f'<div class="pods">{"".join(drawn)}</div>', [*load, *cache])
 
 
 def _per_cent(times: Sequence[float], shares: Iterable[float]) -> Points:

@@ -2,8 +2,9 @@
 
 import math
 from collections.abc import Sequence
-from typing import Any, Final
+from typing import Final
 
+from sim.measurement.summaries import EstimateSummary, SweepPoint, SweepSummary
 from sim.reports.charts import (
     Axis,
     Points,
@@ -32,7 +33,7 @@ _REACHED: Final = 0.95
 """Share of the asked rate from which on it counts as reached: a last turn may come late."""
 
 
-def sweep_table(summary: dict[str, Any]) -> str:
+def sweep_table(summary: SweepSummary) -> str:
     """For the terminal."""
     intervals = _interval_rows(summary)
     told = f"{table(intervals)}\n\n" if intervals else ""
@@ -40,24 +41,24 @@ def sweep_table(summary: dict[str, Any]) -> str:
     return f"{warnings}{table(_rows(summary))}\n\n{told}{_basis(summary)}\n"
 
 
-def sweep_report(summary: dict[str, Any]) -> str:
+def sweep_report(summary: SweepSummary) -> str:
     """report.md of a sweep."""
-    notes = "" if summary["complete"] else "**Not complete.**\n\n"
+    notes = "" if summary.complete else "**Not complete.**\n\n"
     notes += "".join(f"**{warning}**\n\n" for warning in warnings_of(summary))
-    told = [["", ""], *condition_rows(summary["conditions"])]
+    told = [["", ""], *condition_rows(summary.conditions)]
     intervals = _interval_rows(summary)
     sure = f"## 95 % intervals\n\n{markdown_table(intervals)}\n\n" if intervals else ""
     return (
-        f"# Sweep of {summary['conditions']['trace']}\n\n{notes}{_basis(summary)}\n\n"
+        f"# Sweep of {summary.conditions['trace']}\n\n{notes}{_basis(summary)}\n\n"
         f"{markdown_table(_rows(summary))}\n\n{sure}"
-        f"## What was run\n\n{markdown_table(told)}\n\n{foot(summary)}"
+        f"## What was run\n\n{markdown_table(told)}\n\n{foot(summary.assumptions)}"
     )
 
 
-def sweep_page(summary: dict[str, Any]) -> str:
+def sweep_page(summary: SweepSummary) -> str:
     """report.html: latency, throughput and hit rate over the rate, a line a configuration."""
-    points = summary["points"]
-    names = list(dict.fromkeys(point["config"] for point in points))
+    points = summary.points
+    names = list(dict.fromkeys(point.config for point in points))
     figures = [
         _over_rate(points, names, "ttft_p90_s", "TTFT p90", "s", logarithmic=True),
         _over_rate(points, names, "ttft_mean_s", "TTFT mean", "s", logarithmic=True),
@@ -68,10 +69,10 @@ def sweep_page(summary: dict[str, Any]) -> str:
         _over_rate(points, names, "goodput", "requests within targets", "%"),
     ]
     intervals = _interval_rows(summary)
-    rows = condition_rows(summary["conditions"])
-    note = "" if summary["complete"] else " Not complete."
+    rows = condition_rows(summary.conditions)
+    note = "" if summary.complete else " Not complete."
     return page(
-        f"Sweep of {summary['conditions']['trace']}",
+        f"Sweep of {summary.conditions['trace']}",
         "\n".join(
             [*warnings_of(summary), f"The same requests at rising rates. {_basis(summary)}{note}"]
         ),
@@ -79,11 +80,11 @@ def sweep_page(summary: dict[str, Any]) -> str:
         + figure("In numbers", html_table(_rows(summary)))
         + (figure("95 % intervals", html_table(intervals)) if intervals else "")
         + figure("What was run", facts_table(rows))
-        + page_foot(summary),
+        + page_foot(summary.assumptions),
     )
 
 
-def _rows(summary: dict[str, Any]) -> list[list[str]]:
+def _rows(summary: SweepSummary) -> list[list[str]]:
     rows = [
         [
             "configuration",
@@ -99,24 +100,24 @@ def _rows(summary: dict[str, Any]) -> list[list[str]]:
             "not complete",
         ]
     ]
-    for point in summary["points"]:
-        value = {name: found["value"] for name, found in point["figures"].items()}
+    for point in summary.points:
+        value = {name: found.value for name, found in point.figures.items()}
         rows.append(
             [
-                point["config"],
-                f"{point['rate']:g}",
-                number(point["requests_per_s"]),
+                point.config,
+                f"{point.rate:g}",
+                number(point.requests_per_s),
                 *(shown(name, value[name]) for name in ("ttft_mean_s", "ttft_p90_s")),
                 *(shown(name, value[name]) for name in ("tpot_mean_s", "itl_p99_s")),
                 *(shown(name, value[name]) for name in ("output_tokens_per_s", "hit_rate")),
                 shown("goodput", value["goodput"]),
-                not_complete(point["requests"]),
+                not_complete(point.requests),
             ]
         )
     return rows
 
 
-def _interval_rows(summary: dict[str, Any]) -> list[list[str]]:
+def _interval_rows(summary: SweepSummary) -> list[list[str]]:
     """Nothing where there is too little to tell from."""
     names = ("ttft_mean_s", "ttft_p90_s", "output_tokens_per_s", "goodput")
     rows = [
@@ -129,15 +130,15 @@ def _interval_rows(summary: dict[str, Any]) -> list[list[str]]:
             "within targets",
         ]
     ]
-    for point in summary["points"]:
-        told = [_between(name, point["figures"][name]) for name in names]
+    for point in summary.points:
+        told = [_between(name, point.figures[name]) for name in names]
         if any(found != "-" for found in told):
-            rows.append([point["config"], f"{point['rate']:g}", *told])
+            rows.append([point.config, f"{point.rate:g}", *told])
     return rows if len(rows) > 1 else []
 
 
-def _between(name: str, found: dict[str, float | None]) -> str:
-    low, high = found["low"], found["high"]
+def _between(name: str, found: EstimateSummary) -> str:
+    low, high = found.low, found.high
     if low is None or high is None:
         return "-"
     # Half a width on both sides may reach beyond what there can be.
@@ -145,29 +146,27 @@ def _between(name: str, found: dict[str, float | None]) -> str:
     return f"{shown(name, max(low, 0.0))} to {shown(name, min(high, highest))}"
 
 
-def _basis(summary: dict[str, Any]) -> str:
-    points = summary["points"]
+def _basis(summary: SweepSummary) -> str:
+    points = summary.points
     if not points:
         return "No point has run yet."
-    told = (
-        f"{varied_sentences(summary)} The trace itself has {summary['trace_rate']:.3g} requests/s."
-    )
-    missed = [point for point in points if _sent_per_s(point) < _REACHED * point["rate"]]
-    if missed and summary["waits"]:
-        rates = ", ".join(dict.fromkeys(f"{point['rate']:g}" for point in missed))
+    told = f"{varied_sentences(summary)} The trace itself has {summary.trace_rate:.3g} requests/s."
+    missed = [point for point in points if _sent_per_s(point) < _REACHED * point.rate]
+    if missed and summary.waits:
+        rates = ", ".join(dict.fromkeys(f"{point.rate:g}" for point in missed))
         told += (
             f" Not reached: {rates} requests/s, because requests of the trace wait for answers to "
             "others; points are drawn at the rate that was sent."
         )
-    told += f" Within targets: {targets(points[0]['goodput'])}. {windows_sentence(summary)}"
-    lines = max(point["bad_lines"] for point in points)
+    told += f" Within targets: {targets(points[0].goodput)}. {windows_sentence(summary.runs)}"
+    lines = max(point.bad_lines for point in points)
     if lines:
         told += f" {lines:,} malformed lines of the trace were skipped."
     return told
 
 
 def _over_rate(
-    points: Sequence[dict[str, Any]],
+    points: Sequence[SweepPoint],
     names: Sequence[str],
     figure_name: str,
     what: str,
@@ -181,15 +180,15 @@ def _over_rate(
     whiskers: dict[str, Whiskers] = {}
     for name in names:
         found = [
-            (_sent_per_s(point), point["figures"][figure_name])
+            (_sent_per_s(point), point.figures[figure_name])
             for point in points
-            if point["config"] == name and point["figures"][figure_name]["value"] is not None
+            if point.config == name
         ]
-        series[name] = [(at, factor * one["value"]) for at, one in found]
+        series[name] = [(at, factor * one.value) for at, one in found if one.value is not None]
         whiskers[name] = [
-            (at, factor * one["low"], factor * one["high"])
+            (at, factor * one.low, factor * one.high)
             for at, one in found
-            if one["low"] is not None
+            if one.low is not None and one.high is not None
         ]
     known = [value for line in series.values() for _, value in line]
     known += [high for line in whiskers.values() for _, _, high in line]
@@ -207,6 +206,6 @@ def _over_rate(
     return figure(caption, drawing, names)
 
 
-def _sent_per_s(point: dict[str, Any]) -> float:
+def _sent_per_s(point: SweepPoint) -> float:
     """As asked where all requests came at once."""
-    return float(point["requests_per_s"] or point["rate"])
+    return float(point.requests_per_s or point.rate)

@@ -4,6 +4,12 @@ import math
 from collections.abc import Sequence
 from typing import Any, Final
 
+from sim.measurement.summaries import (
+    DifferenceSummary,
+    JudgedSummary,
+    TrialSummary,
+    TuneSummary,
+)
 from sim.reports.charts import (
     Axis,
     Points,
@@ -32,44 +38,44 @@ _MARGIN: Final = 1.02
 """Round the points of a chart whose axis does not begin at 0."""
 
 
-def conclusion(summary: dict[str, Any]) -> str:
+def conclusion(summary: TuneSummary) -> str:
     """What it comes to, in a sentence or two."""
     tried = _tried(summary)
-    present = summary["config"]
-    if not summary["complete"]:
+    present = summary.config
+    if not summary.complete:
         return (
             f"Not finished: {tried} tried so far, and none judged on the half that is held out. "
             "The same command goes on from here."
         )
-    if summary["chosen"] is None:
+    if summary.chosen is None:
         return (
             f"Nothing beats {present}: of {tried} none was better over all seeds without giving up "
-            f"more than {summary['tolerance']:.3g} of an objective, or requests, for it. No "
+            f"more than {summary.tolerance:.3g} of an objective, or requests, for it. No "
             "configuration is written."
         )
-    at = summary["hold_out"]
-    first = at[0]["differences"]
-    if summary["beats"]:
+    at = summary.hold_out
+    first = at[0].differences
+    if summary.beats:
         gains = ", ".join(_gain(name, first[name]) for name in first if _is(first[name], BETTER))
         return (
-            f"Trial {summary['chosen']['trial']} beats {present} on the half that was not used for "
+            f"Trial {summary.chosen.trial} beats {present} on the half that was not used for "
             f"tuning: {gains}. {_given_up(summary)}"
         )
     return f"Nothing beats {present}: {_why_not(summary)}. No configuration is written."
 
 
-def _tried(summary: dict[str, Any]) -> str:
-    count = len(summary["trials"])
+def _tried(summary: TuneSummary) -> str:
+    count = len(summary.trials)
     return f"{count:,} configuration{'' if count == 1 else 's'}"
 
 
-def _given_up(summary: dict[str, Any]) -> str:
+def _given_up(summary: TuneSummary) -> str:
     """What it is worse in, all of it within the tolerance."""
-    at = summary["hold_out"]
+    at = summary.hold_out
     losses = [
         f"{_gain(name, found)} at {_loads([one])} the load"
         for one in at
-        for name, found in one["differences"].items()
+        for name, found in one.differences.items()
         if _is(found, WORSE)
     ]
     if losses:
@@ -77,88 +83,88 @@ def _given_up(summary: dict[str, Any]) -> str:
     return f"In neither objective is it worse at {_loads(at)} the load."
 
 
-def _why_not(summary: dict[str, Any]) -> str:
-    at = summary["hold_out"]
-    first = at[0]["differences"]
+def _why_not(summary: TuneSummary) -> str:
+    at = summary.hold_out
+    first = at[0].differences
     best = f"the best of {_tried(summary)}"
     lacking = dict.fromkeys(
-        one["verdict"].partition(": ")[2] for one in first.values() if one["low"] is None
+        one.verdict.partition(": ")[2] for one in first.values() if one.low is None
     )
     if lacking and not any(_is(one, BETTER) for one in first.values()):
         return f"of {best} there is not enough to tell from: {'; '.join(lacking)}"
-    lossy = [one for one in at if one["loses_more"]]
+    lossy = [one for one in at if one.loses_more]
     if lossy:
         return f"{best} loses more requests at {_loads(lossy)} the load"
     for one in at:
-        if one["worse"]:
-            what = ", ".join(_gain(name, one["differences"][name]) for name in one["worse"])
+        if one.worse:
+            what = ", ".join(_gain(name, one.differences[name]) for name in one.worse)
             return f"{best} is worse at {_loads([one])} the load: {what}"
     measured = "; ".join(
-        f"{LABELS[name]} {relative(found['relative'])}, 95 % interval {_interval(name, found)}"
+        f"{LABELS[name]} {relative(found.relative)}, 95 % interval {_interval(name, found)}"
         for name, found in first.items()
     )
     return f"on the half that was not used for tuning {best} does not differ for sure ({measured})"
 
 
-def _is(found: dict[str, Any], word: str) -> bool:
-    return bool(found["verdict"] == word)
+def _is(found: DifferenceSummary, word: str) -> bool:
+    return bool(found.verdict == word)
 
 
-def _gain(measure: str, found: dict[str, Any]) -> str:
+def _gain(measure: str, found: DifferenceSummary) -> str:
     return (
-        f"{LABELS[measure]} {relative(found['relative'])} (95 % interval "
-        f"{_interval(measure, found)} of {shown(measure, found['reference'])})"
+        f"{LABELS[measure]} {relative(found.relative)} (95 % interval "
+        f"{_interval(measure, found)} of {shown(measure, found.known_reference)})"
     )
 
 
-def _interval(measure: str, found: dict[str, Any]) -> str:
-    if found["low"] is None:
+def _interval(measure: str, found: DifferenceSummary) -> str:
+    if found.low is None:
         return "not known"
-    return f"{signed(measure, found['low'])} to {signed(measure, found['high'])}"
+    return f"{signed(measure, found.low)} to {signed(measure, found.high)}"
 
 
-def _loads(judged: Sequence[dict[str, Any]]) -> str:
-    loads = ", ".join(f"{one['load']:g}" for one in judged)
+def _loads(judged: Sequence[JudgedSummary]) -> str:
+    loads = ", ".join(f"{one.load:g}" for one in judged)
     return f"{loads} times"
 
 
-def comment(summary: dict[str, Any]) -> list[str]:
+def comment(summary: TuneSummary) -> list[str]:
     """Paragraphs for whoever finds the configuration later: what was measured, on what."""
-    trace = summary["trace"]
-    conditions = summary["conditions"]
+    trace = summary.trace
+    conditions = summary.conditions
     profiles = ", ".join(f"{count} of {name}" for name, count in conditions["profiles"].items())
     pickers = "1 picker" if conditions["replicas"] == 1 else f"{conditions['replicas']} pickers"
     of_what = (
-        f"sim tune of Homing {summary['version']}, trace {trace['name']}, sha256 "
-        f"{trace['sha256'][:12]}, {trace['requests']:,} requests: tuned on the first "
-        f"{trace['tuning']:,}, judged on the other {trace['hold_out']:,}, against "
-        f"{summary['config']}, hash {summary['config_hash']}; pods: {profiles}; {pickers}."
+        f"sim tune of Homing {summary.version}, trace {trace.name}, sha256 "
+        f"{trace.sha256[:12]}, {trace.requests:,} requests: tuned on the first "
+        f"{trace.tuning:,}, judged on the other {trace.hold_out:,}, against "
+        f"{summary.config}, hash {summary.config_hash}; pods: {profiles}; {pickers}."
     )
     what = [of_what, conclusion(summary)]
-    for judged in summary["hold_out"]:
+    for judged in summary.hold_out:
         told = "; ".join(
-            f"{LABELS[name]} {shown(name, found['reference'])} to {_after(name, found)}, "
-            f"95 % interval of the difference {_interval(name, found)}, {found['verdict']}"
-            for name, found in judged["differences"].items()
+            f"{LABELS[name]} {shown(name, found.known_reference)} to {_after(name, found)}, "
+            f"95 % interval of the difference {_interval(name, found)}, {found.verdict}"
+            for name, found in judged.differences.items()
         )
-        what.append(f"At {judged['load']:g} times the load of the trace: {told}.")
-    if summary["varied"]:
-        what.append(f"Intervals over {summary['varied']}.")
-    searched = "; ".join(f"{one['name']} {one['span']}" for one in summary["space"])
+        what.append(f"At {judged.load:g} times the load of the trace: {told}.")
+    if summary.varied:
+        what.append(f"Intervals over {summary.varied}.")
+    searched = "; ".join(f"{one.name} {one.span}" for one in summary.space)
     what.append(
-        f"Searched, in {len(summary['trials']):,} trials: {searched}. "
-        f"Objectives: {' and '.join(LABELS[name] for name in summary['objective'])}."
+        f"Searched, in {len(summary.trials):,} trials: {searched}. "
+        f"Objectives: {' and '.join(LABELS[name] for name in summary.objective)}."
     )
     return what
 
 
-def _after(measure: str, found: dict[str, Any]) -> str:
-    if found["value"] is None or found["reference"] is None:
+def _after(measure: str, found: DifferenceSummary) -> str:
+    if found.value is None or found.known_reference is None:
         return "-"
-    return shown(measure, found["reference"] + found["value"])
+    return shown(measure, found.known_reference + found.value)
 
 
-def tune_table(summary: dict[str, Any]) -> str:
+def tune_table(summary: TuneSummary) -> str:
     """For the terminal."""
     parts = [*warnings_of(summary)]
     if len(rows := _judged_rows(summary)) > 1:
@@ -169,31 +175,31 @@ def tune_table(summary: dict[str, Any]) -> str:
     return "\n\n".join(parts) + "\n"
 
 
-def tune_report(summary: dict[str, Any]) -> str:
+def tune_report(summary: TuneSummary) -> str:
     """report.md of a tuning."""
-    parts = [f"# Tuning on {summary['trace']['name']}", conclusion(summary), *_basis(summary)]
+    parts = [f"# Tuning on {summary.trace.name}", conclusion(summary), *_basis(summary)]
     parts += [f"**{warning}**" for warning in warnings_of(summary)]
     for heading, rows in _tables(summary):
         parts += [f"## {heading}", markdown_table(rows)]
     told = [["", ""], *_condition_rows(summary)]
     parts += ["## What was run", markdown_table(told)]
-    return "\n\n".join(parts) + "\n\n" + foot(summary)
+    return "\n\n".join(parts) + "\n\n" + foot(summary.assumptions)
 
 
-def tune_page(summary: dict[str, Any]) -> str:
+def tune_page(summary: TuneSummary) -> str:
     """report.html of a tuning."""
     introduction = [conclusion(summary), *warnings_of(summary), *_basis(summary)]
     return page(
-        f"Tuning on {summary['trace']['name']}",
+        f"Tuning on {summary.trace.name}",
         "\n".join(introduction),
         _charts(summary)
         + "".join(figure(heading, html_table(rows)) for heading, rows in _tables(summary))
         + figure("What was run", facts_table(_condition_rows(summary)))
-        + page_foot(summary),
+        + page_foot(summary.assumptions),
     )
 
 
-def _tables(summary: dict[str, Any]) -> list[tuple[str, list[list[str]]]]:
+def _tables(summary: TuneSummary) -> list[tuple[str, list[list[str]]]]:
     """(heading, rows) of what there is something to tell of."""
     tables = [
         ("On the half that was not used for tuning", _judged_rows(summary)),
@@ -204,42 +210,42 @@ def _tables(summary: dict[str, Any]) -> list[tuple[str, list[list[str]]]]:
     return [(heading, rows) for heading, rows in tables if len(rows) > 1]
 
 
-def _judged_rows(summary: dict[str, Any]) -> list[list[str]]:
-    present = summary["config"]
+def _judged_rows(summary: TuneSummary) -> list[list[str]]:
+    present = summary.config
     head = [
         "at times the load",
         present,
-        summary["tuned_name"],
+        summary.tuned_name,
         "difference",
         "95 % interval",
         "relative",
     ]
     rows = [[*head, "verdict"]]
-    for judged in summary["hold_out"]:
-        for name, found in judged["differences"].items():
+    for judged in summary.hold_out:
+        for name, found in judged.differences.items():
             rows.append(
                 [
-                    f"{judged['load']:g}: {LABELS[name]}",
-                    shown(name, found["reference"]),
+                    f"{judged.load:g}: {LABELS[name]}",
+                    shown(name, found.known_reference),
                     _after(name, found),
-                    signed(name, found["value"]),
-                    "-" if found["low"] is None else _interval(name, found),
-                    relative(found["relative"]),
-                    found["verdict"].partition(":")[0],
+                    signed(name, found.value),
+                    "-" if found.low is None else _interval(name, found),
+                    relative(found.relative),
+                    found.verdict.partition(":")[0],
                 ]
             )
     return rows
 
 
-def _value_rows(summary: dict[str, Any]) -> list[list[str]]:
-    chosen = summary["chosen"] or summary["best_so_far"]
-    values = chosen["values"] if chosen else {}
-    whose = summary["tuned_name"] if summary["chosen"] else "best so far"
-    head = ["varied", "between", summary["config"], whose]
+def _value_rows(summary: TuneSummary) -> list[list[str]]:
+    chosen = summary.chosen or summary.best_so_far
+    values = chosen.values if chosen else {}
+    whose = summary.tuned_name if summary.chosen else "best so far"
+    head = ["varied", "between", summary.config, whose]
     rows = [head if values else head[:3]]
-    for one in summary["space"]:
-        told = [one["name"], one["span"], _value(one["present"])]
-        rows.append([*told, _value(values[one["name"]])] if values else told)
+    for one in summary.space:
+        told = [one.name, one.span, _value(one.present)]
+        rows.append([*told, _value(values[one.name])] if values else told)
     return rows
 
 
@@ -249,56 +255,56 @@ def _value(value: float | str | None) -> str:
     return value if isinstance(value, str) else f"{value:.4g}"
 
 
-def _finalist_rows(summary: dict[str, Any]) -> list[list[str]]:
-    rows = [["", *(LABELS[name] for name in summary["objective"]), "verdict"]]
-    for one in summary["finalists"]:
-        found = one["differences"]
-        words = [f"{LABELS[name]} {found[name]['verdict'].partition(':')[0]}" for name in found]
-        if one["loses_more"]:
+def _finalist_rows(summary: TuneSummary) -> list[list[str]]:
+    rows = [["", *(LABELS[name] for name in summary.objective), "verdict"]]
+    for one in summary.finalists:
+        found = one.differences
+        words = [f"{LABELS[name]} {found[name].verdict.partition(':')[0]}" for name in found]
+        if one.loses_more:
             words.append("loses more requests")
-        changes = [relative(found[name]["relative"]) for name in found]
-        rows.append([f"trial {one['trial']}", *changes, "; ".join(words)])
+        changes = [relative(found[name].relative) for name in found]
+        rows.append([f"trial {one.trial}", *changes, "; ".join(words)])
     return rows
 
 
-def _trial_rows(summary: dict[str, Any]) -> list[list[str]]:
+def _trial_rows(summary: TuneSummary) -> list[list[str]]:
     """Ratios to the present configuration, of the one run that was the last of each."""
-    names = [one["name"] for one in summary["space"]]
-    head = ["", "of the half", *(LABELS[name] for name in summary["objective"]), *names]
-    known = [one for one in summary["trials"] if one["costs"]]
-    known.sort(key=lambda one: (-len(one["costs"]), sum(one["costs"][-1]), one["trial"]))
+    names = [one.name for one in summary.space]
+    head = ["", "of the half", *(LABELS[name] for name in summary.objective), *names]
+    known = [one for one in summary.trials if one.costs]
+    known.sort(key=lambda one: (-len(one.costs), sum(one.costs[-1]), one.trial))
     rows = [head]
     for one in known[:TRIALS_SHOWN]:
         ratios = [relative(change - 1) for change in _ratios(summary, one)]
-        share = f"{summary['rungs'][len(one['costs']) - 1]:.0%}"
-        values = [_value(one["values"][name]) for name in names]
-        rows.append([f"trial {one['trial']}", share, *ratios, *values])
+        share = f"{summary.rungs[len(one.costs) - 1]:.0%}"
+        values = [_value(one.values[name]) for name in names]
+        rows.append([f"trial {one.trial}", share, *ratios, *values])
     return rows
 
 
-def _ratios(summary: dict[str, Any], trial: dict[str, Any]) -> list[float]:
+def _ratios(summary: TuneSummary, trial: TrialSummary) -> list[float]:
     """Figure over figure of the present configuration, as they are."""
     return [
-        math.exp(-cost if name in summary["higher_is_better"] else cost)
-        for name, cost in zip(summary["objective"], trial["costs"][-1], strict=True)
+        math.exp(-cost if name in summary.higher_is_better else cost)
+        for name, cost in zip(summary.objective, trial.costs[-1], strict=True)
     ]
 
 
-def _charts(summary: dict[str, Any]) -> str:
+def _charts(summary: TuneSummary) -> str:
     """Of those that ran on the whole half; nothing if none has."""
-    finished = [one for one in summary["trials"] if len(one["costs"]) == len(summary["rungs"])]
+    finished = [one for one in summary.trials if len(one.costs) == len(summary.rungs)]
     if not finished:
         return ""
     return f'<div class="pair">{_front_figure(summary, finished)}{_progress_figure(finished)}</div>'
 
 
-def _progress_figure(finished: Sequence[dict[str, Any]]) -> str:
+def _progress_figure(finished: Sequence[TrialSummary]) -> str:
     """The best of all that had been tried by then: level for long, and more trials are no use."""
     line = [(0.0, 1.0)]  # the present one is there from the beginning
     best = 1.0
     for one in finished:
-        best = min(best, math.exp(sum(one["costs"][-1])))
-        line.append((one["trial"], best))
+        best = min(best, math.exp(sum(one.costs[-1])))
+        line.append((one.trial, best))
     caption = "The best so far, both objectives multiplied, as times the present configuration's"
     drawing = line_chart(
         {"best": line},
@@ -310,18 +316,18 @@ def _progress_figure(finished: Sequence[dict[str, Any]]) -> str:
     return figure(caption, drawing)
 
 
-def _front_figure(summary: dict[str, Any], finished: Sequence[dict[str, Any]]) -> str:
-    points = {one["trial"]: tuple(_ratios(summary, one)) for one in finished}
-    chosen = summary["chosen"]
+def _front_figure(summary: TuneSummary, finished: Sequence[TrialSummary]) -> str:
+    points = {one.trial: tuple(_ratios(summary, one)) for one in finished}
+    chosen = summary.chosen
     series: dict[str, Points] = {
         "tried": _pairs(points, points),
-        "not dominated": _pairs(points, summary["front"]),
-        "tuned": _pairs(points, [chosen["trial"]] if chosen else []),
+        "not dominated": _pairs(points, summary.front),
+        "tuned": _pairs(points, [chosen.trial] if chosen else []),
         "present": [(1.0, 1.0)],
     }
     series = {name: line for name, line in series.items() if line}
     across, up = ([at[side] for line in series.values() for at in line] for side in range(2))
-    ttft, other = (LABELS[name] for name in summary["objective"])
+    ttft, other = (LABELS[name] for name in summary.objective)
     caption = f"{ttft} against {other}, as times the present configuration's"
     drawing = scatter_chart(
         series,
@@ -342,21 +348,21 @@ def _axis(values: Sequence[float], title: str, *, logarithmic: bool) -> Axis:
     return Axis(low=min(values) / _MARGIN, high=max(values) * _MARGIN, unit="times", title=title)
 
 
-def _condition_rows(summary: dict[str, Any]) -> list[list[str]]:
-    trace = summary["trace"]
+def _condition_rows(summary: TuneSummary) -> list[list[str]]:
+    trace = summary.trace
     return [
-        ["requests for tuning", f"{trace['tuning']:,}"],
-        ["requests held out", f"{trace['hold_out']:,}"],
-        ["sha256 of the trace", trace["sha256"]],
-        *condition_rows(summary["conditions"]),
+        ["requests for tuning", f"{trace.tuning:,}"],
+        ["requests held out", f"{trace.hold_out:,}"],
+        ["sha256 of the trace", trace.sha256],
+        *condition_rows(summary.conditions),
     ]
 
 
-def _basis(summary: dict[str, Any]) -> list[str]:
-    refused = sum(1 for one in summary["trials"] if one["refused"])
+def _basis(summary: TuneSummary) -> list[str]:
+    refused = sum(1 for one in summary.trials if one.refused)
     told = []
     if refused:
         told.append(f"{refused:,} of the trials are no valid configuration and were not run.")
-    if summary["runs"]:
-        told.append(f"{varied_sentences(summary)} {windows_sentence(summary)}")
+    if summary.runs:
+        told.append(f"{varied_sentences(summary)} {windows_sentence(summary.runs)}")
     return told

@@ -21,9 +21,11 @@ import numpy as np
 from msgspec import Struct
 
 from epp.core.types import Seconds
-from sim.cluster.cluster import Cluster, ClusterSettings, Fate, SimulatedRequest
+from sim.cluster.cluster import Cluster
 from sim.cluster.policies import policy_source
+from sim.cluster.settings import ClusterSettings
 from sim.cluster.simulated_pod import PodKind
+from sim.cluster.simulated_request import Fate, SimulatedRequest
 from sim.engine.engine import EngineSettings
 from sim.engine.profiles import Profile, ProfileError, find_profile
 from sim.measurement.measures import ttft_of
@@ -200,7 +202,7 @@ class Ladder:
     def stage(self, rate_per_s: float, duration_s: Seconds) -> Outcomes:
         """Arrivals for `duration_s`, and on until all are answered."""
         self._ended.clear()
-        self._cluster.send(self._arrivals(rate_per_s, duration_s))
+        self._cluster.clients.go_on(self._arrivals(rate_per_s, duration_s))
         self._cluster.run()
         if not self._ended:
             return Outcomes(output_tokens_per_s=0.0, ttft_mean_s=0.0)

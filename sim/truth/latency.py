@@ -16,9 +16,11 @@ import numpy.typing as npt
 from msgspec import Struct
 
 from epp.core.types import Seconds
-from sim.cluster.cluster import Cluster, ClusterSettings, Fate, SimulatedRequest
+from sim.cluster.cluster import Cluster
 from sim.cluster.policies import policy_source
+from sim.cluster.settings import ClusterSettings
 from sim.cluster.simulated_pod import PodKind
+from sim.cluster.simulated_request import Fate, SimulatedRequest
 from sim.engine.engine import EngineSettings
 from sim.engine.kernels import Card, profile_of_kernels
 from sim.engine.least_squares import bounded_least_squares

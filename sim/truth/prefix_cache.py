@@ -15,8 +15,9 @@ from msgspec import Struct
 
 from epp.core.types import Seconds
 from sim.engine.blocks import BlockPool, Holding
-from sim.engine.engine import Engine, EngineRequest, EngineSettings
+from sim.engine.engine import Engine, EngineSettings
 from sim.engine.profiles import DEFAULT_PROFILE, find_profile
+from sim.engine.request import EngineRequest
 from sim.pods.tokens import encode_ids, hash_chain
 from sim.truth.judgement import (
     Judgement,

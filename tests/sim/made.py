@@ -1,11 +1,14 @@
 """Arrivals and clusters for tests, small unless told otherwise."""
 
 from random import Random
+from types import UnionType
+from typing import get_args, get_origin
 
-from msgspec import structs
+from msgspec import Struct, structs
 
-from sim.cluster.cluster import Cluster, ClusterSettings
+from sim.cluster.cluster import Cluster
 from sim.cluster.policies import policy_source
+from sim.cluster.settings import ClusterSettings
 from sim.cluster.simulated_pod import PodKind
 from sim.engine.profiles import DEFAULT_PROFILE, find_profile
 from sim.traces.arrival import Arrival
@@ -54,6 +57,7 @@ def cluster(
     given,
     *,
     policy="default",
+    open_policy=None,
     pods=4,
     seed=1,
     ended=None,
@@ -64,7 +68,8 @@ def cluster(
 ):
     """A cluster that is about to run `given`; `pods`: how many, or their kinds.
 
-    Prompts are looked up in blocks of `BLOCK_TOKENS` and of the sizes that the policy names.
+    Prompts are looked up in blocks of `BLOCK_TOKENS` and of the sizes that the policy names;
+    `open_policy`: what makes pickers in its place.
     """
     kinds = (kind(),) * pods if isinstance(pods, int) else pods
     made = ClusterSettings(pods=kinds, **settings)
@@ -75,7 +80,7 @@ def cluster(
     sizes = {BLOCK_TOKENS, *(getattr(index, "block_tokens", BLOCK_TOKENS) for index in indexes)}
     return Cluster(
         made,
-        opener,
+        open_policy or opener,
         lambda one, hashes: request_of(one, sorted(sizes), hashes),
         given,
         seed=seed,
@@ -92,3 +97,33 @@ def ran(given, **fields):
     one = cluster(given, ended=requests.append, **fields)
     one.run()
     return sorted(requests, key=lambda request: request.sequence), one
+
+
+def filled(kind, **given):
+    """A summary of `kind` that says what is given, and nothing else; dictionaries stand for parts of it."""
+    hints = {one.name: one.type for one in structs.fields(kind) if one.required}
+    told = {name: _neutral(hint) for name, hint in hints.items()} | given
+    types = {one.name: one.type for one in structs.fields(kind)}
+    for name, value in told.items():
+        part = next((one for one in _alternatives(types[name]) if _is_struct(one)), None)
+        if part is not None and type(value) is dict:
+            told[name] = filled(part, **value)
+    return kind(**told)
+
+
+def _neutral(hint):
+    """Null where that may be, else nothing."""
+    options = _alternatives(hint)
+    if type(None) in options:
+        return None
+    return (
+        filled(options[0]) if _is_struct(options[0]) else (get_origin(options[0]) or options[0])()
+    )
+
+
+def _alternatives(hint):
+    return get_args(hint) if isinstance(hint, UnionType) else (hint,)
+
+
+def _is_struct(hint):
+    return isinstance(hint, type) and issubclass(hint, Struct)

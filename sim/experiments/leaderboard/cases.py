@@ -13,9 +13,8 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from epp.core.types import Seconds
-from sim.cluster.clients import Clients
-from sim.cluster.cluster import ClusterSettings
 from sim.cluster.incidents import Drain, Incident, Join, Restart, Slow
+from sim.cluster.settings import ClientSettings, ClusterSettings
 from sim.cluster.simulated_pod import PodKind
 from sim.engine.profiles import DEFAULT_PROFILE, find_profile
 from sim.experiments.scenario_file import Scenario
@@ -86,7 +85,7 @@ class Case(Struct, frozen=True, kw_only=True):
             replicas=self.replicas,
             scrape_interval_s=self.scrape_interval_s,
             # Who asks no more when a pod dies would make those look fast who lose most.
-            clients=Clients(retries=_RETRIES) if self.happens else Clients(),
+            clients=ClientSettings(retries=_RETRIES) if self.happens else ClientSettings(),
         )
 
     def scenario(self, span_s: Seconds) -> Scenario | None:

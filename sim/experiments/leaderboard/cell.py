@@ -7,12 +7,14 @@ from pathlib import Path
 
 import msgspec
 from msgspec import Struct
+from msgspec.structs import replace
 
 from sim.cluster.policies import PolicySource
-from sim.experiments.jobs import JobError, Told, run_job
+from sim.experiments.jobs import JobError, run_job
 from sim.experiments.leaderboard.cases import Case
 from sim.experiments.leaderboard.sources import code_hash, plugins_hash
 from sim.experiments.run import RunSettings
+from sim.measurement.summaries import RunSummary, Traffic
 from sim.traces.capture import CaptureWriter
 from sim.traces.reading import ReadOptions, content_hash
 
@@ -34,9 +36,10 @@ class Cell(Struct, frozen=True, kw_only=True):
         return f"{self.case.name}, {self.policy.name}, seed {self.seed}"
 
 
-class CellResult(Told, frozen=True, kw_only=True):
+class CellResult(Struct, frozen=True, kw_only=True):
     """What a cell has shown."""
 
+    summary: RunSummary
     inputs: str
     """Of the cell."""
 
@@ -49,7 +52,7 @@ def inputs_of(cell: Cell) -> str:
     case = cell.case
     told = {
         # Where the file is does not matter.
-        "case": msgspec.structs.replace(case, file="", says=""),
+        "case": replace(case, file="", says=""),
         "file": _file_hash(case.file) if case.file else "",
         # Who else is on the board does not either.
         "policy": (cell.policy.name if not cell.policy.text else "", cell.policy.text),
@@ -100,7 +103,7 @@ def _told(cell: Cell, trace: str, *, span_s: float) -> CellResult:
     summary = run_job(settings).summary
     if case.workload is not None:
         # Each seed draws the traffic anew; the file that it went through says nothing of that.
-        summary["traffic"] = {"generated": True, "resampled": None}
+        summary = replace(summary, traffic=Traffic(generated=True, resampled=None))
     return CellResult(inputs=cell.inputs, summary=summary)
 
 

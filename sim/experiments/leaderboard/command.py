@@ -5,7 +5,7 @@ import os
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 from msgspec.structs import replace
 
@@ -24,8 +24,16 @@ from sim.experiments.leaderboard.folder import CellFolder
 from sim.experiments.leaderboard.standings import Runs, case_rows, totals
 from sim.experiments.run_options import count_of_runs, named_policies
 from sim.interrupts import INTERRUPTED, interrupts_call
-from sim.measurement.measures import SCHEMA
-from sim.output import OutputError, as_json, progress_bar, write_whole
+from sim.measurement.summaries import (
+    CaseSummary,
+    FailedCell,
+    LadderSummary,
+    LeaderboardSummary,
+    StandingSummary,
+    StrategySummary,
+    as_json,
+)
+from sim.output import OutputError, progress_bar, write_whole
 from sim.reports.leaderboard_report import (
     leaderboard_page,
     leaderboard_report,
@@ -146,42 +154,39 @@ class Board:
                 if self._folder is not None:
                     self._folder.keep(self.cells[number], outcome)
 
-    def summary(self) -> dict[str, Any]:
+    def summary(self) -> LeaderboardSummary:
         """summary.json: the same results, the same bytes."""
         cases = list(dict.fromkeys(cell.case for cell in self.cells))
         policies = {cell.policy.name: cell.policy for cell in self.cells}
         first = self.cells[0]
         rows = [row for case in cases for row in self._rows(case.name, first.seed)]
         held = frozenset(case.name for case in cases if case.hold_out)
-        return {
-            "schema": SCHEMA,
-            "complete": len(self.results) == len(self.cells),
-            "first_seed": first.seed,
-            "seeds": len({cell.seed for cell in self.cells}),
-            "requests": first.requests,
-            "cells": len(self.cells),
-            "cases": [_case_as_json(case) for case in cases],
-            "strategies": [
-                {"name": name, "idea": _idea_of(policy), "config_hash": policy.hash}
+        return LeaderboardSummary(
+            complete=len(self.results) == len(self.cells),
+            first_seed=first.seed,
+            seeds=len({cell.seed for cell in self.cells}),
+            requests=first.requests,
+            cells=len(self.cells),
+            cases=[_case_summary(case) for case in cases],
+            strategies=[
+                StrategySummary(name=name, idea=_idea_of(policy), config_hash=policy.hash)
                 for name, policy in policies.items()
             ],
-            "ladders": [
-                _ladder_as_json(ladder, {row["case"] for row in rows}) for ladder in LADDERS
-            ],
-            "totals": totals(rows, held),
-            "rows": rows,
-            "failed": [
-                {
-                    "case": self.cells[number].case.name,
-                    "strategy": self.cells[number].policy.name,
-                    "seed": self.cells[number].seed,
-                    "problem": problem,
-                }
+            ladders=[_ladder_summary(ladder, {row.case for row in rows}) for ladder in LADDERS],
+            totals=totals(rows, held),
+            rows=rows,
+            failed=[
+                FailedCell(
+                    case=self.cells[number].case.name,
+                    strategy=self.cells[number].policy.name,
+                    seed=self.cells[number].seed,
+                    problem=problem,
+                )
                 for number, problem in sorted(self.failed.items())
             ],
-        }
+        )
 
-    def _rows(self, case: str, first_seed: int) -> list[dict[str, Any]]:
+    def _rows(self, case: str, first_seed: int) -> list[StandingSummary]:
         of_case = [at for at, cell in enumerate(self.cells) if cell.case.name == case]
         names = dict.fromkeys(self.cells[at].policy.name for at in of_case)
         runs = []
@@ -229,25 +234,25 @@ def _cases(names: Sequence[str], traces: Sequence[Path]) -> list[Case]:
     return cases
 
 
-def _case_as_json(case: Case) -> dict[str, Any]:
-    return {
-        "name": case.name,
-        "says": case.says,
-        "hold_out": case.hold_out,
-        "trace": Path(case.file).name or None,
-        "profile": case.profile,
-        "pods": case.pods,
-        "max_loras": case.max_loras,
-        "replicas": case.replicas,
-        "scrape_interval_s": case.cluster().refresh_interval_s,
-        "happens": case.happens or None,
-    }
+def _case_summary(case: Case) -> CaseSummary:
+    return CaseSummary(
+        name=case.name,
+        says=case.says,
+        hold_out=case.hold_out,
+        trace=Path(case.file).name or None,
+        profile=case.profile,
+        pods=case.pods,
+        max_loras=case.max_loras,
+        replicas=case.replicas,
+        scrape_interval_s=case.cluster().refresh_interval_s,
+        happens=case.happens or None,
+    )
 
 
-def _ladder_as_json(ladder: Ladder, there: set[str]) -> dict[str, Any]:
+def _ladder_summary(ladder: Ladder, there: set[str]) -> LadderSummary:
     """With the steps that have been run."""
-    steps = [[number, case] for number, case in ladder.steps if case in there]
-    return {"title": ladder.title, "unit": ladder.unit, "steps": steps}
+    steps = [(number, case) for number, case in ladder.steps if case in there]
+    return LadderSummary(title=ladder.title, unit=ladder.unit, steps=steps)
 
 
 def _idea_of(policy: PolicySource) -> str:

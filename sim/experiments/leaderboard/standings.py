@@ -2,14 +2,22 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, Final
+from typing import Final
 
 from msgspec import Struct
 
-from sim.experiments.jobs import ended_of, estimate_as_json, varied_between
+from sim.experiments.jobs import ended_of, estimate_summary, varied_between
 from sim.experiments.leaderboard.cell import CellResult
 from sim.measurement.intervals import compare_runs, estimated
 from sim.measurement.measures import figures_of, rounded
+from sim.measurement.summaries import (
+    Behind,
+    Requests,
+    RunSummary,
+    StandingSummary,
+    Total,
+    TotalSummary,
+)
 
 MEASURES: Final[Mapping[str, bool]] = {
     "ttft_mean_s": False,
@@ -40,7 +48,7 @@ class Runs(Struct, frozen=True, kw_only=True):
     """One of its seeds at least cannot be run."""
 
 
-def case_rows(case: str, runs: Sequence[Runs], first_seed: int) -> list[dict[str, Any]]:
+def case_rows(case: str, runs: Sequence[Runs], first_seed: int) -> list[StandingSummary]:
     """A row for each of `runs` that has not failed; of the seeds under which all of these have run.
 
     None as long as `first_seed` is not among them: of a recorded trace it is the trace as it is.
@@ -56,12 +64,12 @@ def case_rows(case: str, runs: Sequence[Runs], first_seed: int) -> list[dict[str
     figures = {
         name: [_figures_of(result.summary) for result in results] for name, results in found.items()
     }
-    varied = varied_between(next(iter(found.values())))
+    varied = varied_between([one.summary for one in next(iter(found.values()))])
     values = {
         name: {measure: estimated([run[measure] for run in of], varied) for measure in MEASURES}
         for name, of in figures.items()
     }
-    lost = {name: _lost_share(results) for name, results in found.items()}
+    lost = {name: _ended(results).share_lost for name, results in found.items()}
     running = [name for name in found if lost[name] <= min(lost.values()) + LOST_MORE_MAX]
     best = {
         measure: _best([(values[name][measure].value, name) for name in running], more)
@@ -74,95 +82,91 @@ def case_rows(case: str, runs: Sequence[Runs], first_seed: int) -> list[dict[str
     }
     rows = []
     for name, results in found.items():
-        behind: dict[str, dict[str, Any]] = {}
+        behind: dict[str, Behind] = {}
         for measure, leader in best.items():
             if leader is None:
                 continue
             difference = against[leader][name][measure].difference
             reference = values[leader][measure].value
-            behind[measure] = {
-                "of_best": rounded(values[name][measure].value / reference) if reference else None,
-                "best": name == leader,
-                # Where there is no interval nobody knows.
-                "within": None if difference.lacking else not difference.significant,
-            }
+            behind[measure] = Behind(
+                of_best=rounded(values[name][measure].value / reference) if reference else None,
+                best=name == leader,
+                within=None if difference.lacking else not difference.significant,
+            )
         rows.append(
-            {
-                "case": case,
-                "strategy": name,
-                "seeds": len(seeds),
-                "varied": varied.over,
-                "lacking": varied.lacking,
-                "requests": ended_of(results),
-                "in_the_running": name in running,
-                "figures": {
-                    measure: estimate_as_json(one) for measure, one in values[name].items()
-                },
-                "behind": behind,
-                "warnings": list(
-                    dict.fromkeys(said for one in results for said in one.summary["warnings"])
+            StandingSummary(
+                case=case,
+                strategy=name,
+                seeds=len(seeds),
+                varied=varied.over,
+                lacking=varied.lacking,
+                requests=_ended(results),
+                in_the_running=name in running,
+                figures={measure: estimate_summary(one) for measure, one in values[name].items()},
+                behind=behind,
+                warnings=list(
+                    dict.fromkeys(said for one in results for said in one.summary.warnings)
                 ),
-            }
+            )
         )
     return rows
 
 
-def totals(rows: Sequence[Mapping[str, Any]], hold_outs: frozenset[str]) -> list[dict[str, Any]]:
+def totals(rows: Sequence[StandingSummary], hold_outs: frozenset[str]) -> list[TotalSummary]:
     """Each strategy over all cases, and over the hold-outs alone; the best E2E mean first."""
     told = []
-    for name in dict.fromkeys(row["strategy"] for row in rows):
-        mine = [row for row in rows if row["strategy"] == name]
-        held = [row for row in mine if row["case"] in hold_outs]
+    for name in dict.fromkeys(row.strategy for row in rows):
+        mine = [row for row in rows if row.strategy == name]
+        held = [row for row in mine if row.case in hold_outs]
         told.append(
-            {
-                "strategy": name,
-                "cases": len(mine),
-                "all": {measure: _total(mine, measure) for measure in JUDGED},
-                "hold_outs": {measure: _total(held, measure) for measure in JUDGED},
-            }
+            TotalSummary(
+                strategy=name,
+                cases=len(mine),
+                all={measure: _total(mine, measure) for measure in JUDGED},
+                hold_outs={measure: _total(held, measure) for measure in JUDGED},
+            )
         )
 
-    def order(total: dict[str, Any]) -> tuple[int, float]:
-        times = total["all"]["e2e_mean_s"]["times_the_best"]
+    def order(total: TotalSummary) -> tuple[int, float]:
+        times = total.all["e2e_mean_s"].times_the_best
         # Who was not everywhere did not do all of it.
-        return -total["cases"], math.inf if times is None else times
+        return -total.cases, math.inf if times is None else times
 
     return sorted(told, key=order)
 
 
-def _total(rows: Sequence[Mapping[str, Any]], measure: str) -> dict[str, Any]:
+def _total(rows: Sequence[StandingSummary], measure: str) -> Total:
     """How many times as bad as the best, as a geometric mean, and where it is worst."""
     times: dict[str, float] = {}
     level = 0
     for row in rows:
-        found = row["behind"].get(measure)
-        if found is None or not found["of_best"]:
+        found = row.behind.get(measure)
+        if found is None or not found.of_best:
             continue
-        of_best = found["of_best"]
-        times[row["case"]] = 1 / of_best if MEASURES[measure] else of_best
-        level += bool(row["in_the_running"] and (found["best"] or found["within"]))
+        of_best = found.of_best
+        times[row.case] = 1 / of_best if MEASURES[measure] else of_best
+        level += bool(row.in_the_running and (found.best or found.within))
     if not times:
-        return {"times_the_best": None, "level": 0, "cases": 0, "worst": None, "worst_times": None}
+        return Total(times_the_best=None, level=0, cases=0, worst=None, worst_times=None)
     worst = max(times, key=times.__getitem__)
     mean = math.exp(sum(map(math.log, times.values())) / len(times))
-    return {
-        "times_the_best": rounded(mean),
-        "level": level,
-        "cases": len(times),
-        "worst": worst,
-        "worst_times": rounded(times[worst]),
-    }
+    return Total(
+        times_the_best=rounded(mean),
+        level=level,
+        cases=len(times),
+        worst=worst,
+        worst_times=rounded(times[worst]),
+    )
 
 
-def _figures_of(summary: Mapping[str, Any]) -> dict[str, float]:
-    busiest = summary["imbalance"]["requests"]["max_over_mean"]
+def _figures_of(summary: RunSummary) -> dict[str, float]:
+    busiest = summary.imbalance.requests.max_over_mean
     told = figures_of(summary) | {"imbalance": math.nan if busiest is None else busiest}
     return {measure: told[measure] for measure in MEASURES}
 
 
-def _lost_share(results: Sequence[CellResult]) -> float:
-    counts = ended_of(results)
-    return 1 - counts["complete"] / counts["sent"] if counts["sent"] else 0.0
+def _ended(results: Sequence[CellResult]) -> Requests:
+    return ended_of([one.summary for one in results])
 
 
 def _best(values: Sequence[tuple[float, str]], more: bool) -> str | None:

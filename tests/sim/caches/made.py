@@ -1,9 +1,9 @@
 """Requests made of messages, and a cache that is told of them one after another."""
 
 from sim.caches.names import cache_named
-from sim.engine.engine import EngineRequest, EngineSettings
+from sim.engine.engine import EngineSettings
 from sim.engine.profiles import DEFAULT_PROFILE, find_profile
-from sim.engine.prompt_cache import PromptParts
+from sim.engine.request import EngineRequest, PromptParts
 from sim.traces.arrival import Arrival
 from sim.traces.prompts import PromptHashes
 

@@ -8,8 +8,9 @@ from msgspec import structs
 from sim.cluster.arrivals import Rate, at_rates
 from sim.cluster.autoscaler import Autoscaler, AutoscalerSettings, ScaledBy, desired_pods
 from sim.cluster.check import checker
-from sim.cluster.cluster import ClusterSettingsError, Fate
 from sim.cluster.incidents import Leave, Restart, play
+from sim.cluster.settings import ClusterSettingsError
+from sim.cluster.simulated_request import Fate
 from tests.sim.made import arrivals, cluster, kind
 
 BURST = (Rate(from_s=20.0, to_s=45.0, factor=8.0),)
@@ -117,7 +118,7 @@ def test_pods_come_with_a_burst_and_go_after_it(burst):
     assert len(of_it) > 50
     first = min(of_it, key=lambda request: request.routed_at)
     assert first.engine.cached_tokens == 0
-    assert [policy.open_requests for policy in scaled.cluster.policies] == [0]
+    assert [policy.open_requests for policy in scaled.cluster.pickers.policies] == [0]
 
 
 def test_the_same_run_again_is_the_same(burst):
@@ -149,14 +150,14 @@ def test_what_is_away_for_a_restart_is_not_replaced_and_what_left_is():
     assert restarted.counts[-1][1] == 3
     left = Scaled(incidents=[Leave(at_s=20, pods=(1,))], **steady)
     assert [pod.alive for pod in left.cluster.pods] == [True, False, True, True]
-    assert left.cluster.pod_count.totals().pods_max == 3
+    assert left.cluster.pods.count.totals().pods_max == 3
 
 
 def test_who_has_not_started_is_given_up_first():
     """A burst that is over before a pod is there leaves none behind, and drains nobody."""
     short = (Rate(from_s=20.0, to_s=30.0, factor=12.0),)
     scaled = Scaled(rates=short, count=400, startup_s=100.0, stabilization_s=0.0)
-    totals = scaled.cluster.pod_count.totals()
+    totals = scaled.cluster.pods.count.totals()
     assert totals.pods_max > 2
     assert totals.pods_max > scaled.most() == 2
     assert len(scaled.cluster.pods) == 2

@@ -19,7 +19,7 @@ def test_every_built_in_serves(name):
     """By its name, to the end; each with a text has the hash of it."""
     requests, cluster = ran(arrivals(40), policy=name)
     assert len(requests) == 40
-    assert not cluster.requests
+    assert not cluster.clients.requests
     assert (policy_source(name).hash is None) == (name not in configurations())
 
 

@@ -5,9 +5,9 @@ from msgspec import structs
 
 from sim.caches.names import BEHAVIOURS, cache_named
 from sim.cluster.check import checker
-from sim.cluster.cluster import Failure, Fate
 from sim.cluster.incidents import Restart, play
 from sim.cluster.simulated_pod import PodKind
+from sim.cluster.simulated_request import Failure, Fate
 from sim.engine.profiles import DEFAULT_PROFILE, find_profile
 from tests.sim.made import arrival, arrivals, cluster, ran
 

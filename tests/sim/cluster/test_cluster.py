@@ -6,14 +6,15 @@ import sys
 from pathlib import Path
 
 import pytest
-from msgspec import structs
+from msgspec import structs, to_builtins
 
 from epp.configuration.config import DEFAULT_CONFIG
 from epp.shell.engines import scrape
-from sim.cluster import cluster as simulated
-from sim.cluster.cluster import ClusterSettings, Failure, Fate
+from sim.cluster import settings as simulated
 from sim.cluster.faults import Fault, FaultKind
 from sim.cluster.scraping import SCRAPE_JITTER
+from sim.cluster.settings import ClusterSettings
+from sim.cluster.simulated_request import Failure, Fate
 from sim.engine.profiles import find_profile
 from sim.measurement.measures import Measures, Targets, ttft_of
 from sim.reports.report import fact_rows
@@ -66,16 +67,16 @@ def test_every_request_completes_and_hits_what_its_group_has_cached():
     for request in requests:
         measures.add(request)
     told = measures.summary()
-    assert told["requests"] == {
+    assert to_builtins(told.requests) == {
         "sent": 300,
         "complete": 300,
         "refused": 0,
         "failed": 0,
         "aborted": 0,
     }
-    assert told["hit_rate"] > 0.5
-    assert told["prediction"]["mean_absolute_error_tokens"] < 64
-    assert 0 < told["metrics_age_s"] < 0.25
+    assert told.hit_rate > 0.5
+    assert told.prediction.mean_absolute_error_tokens < 64
+    assert 0 < told.metrics_age_s < 0.25
 
 
 def test_pickers_know_every_pod_before_the_first_request():
@@ -105,7 +106,7 @@ def test_impatient_clients_leave_and_their_work_ends():
     fates = [request.fate for request in requests]
     assert 20 < fates.count(Fate.ABORTED) < 60
     assert fates.count(Fate.ABORTED) + fates.count(Fate.COMPLETE) == 100
-    assert [policy.open_requests for policy in one.policies] == [0]
+    assert [policy.open_requests for policy in one.pickers.policies] == [0]
     assert all(not pod.engine.running for pod in one.pods)
 
 
@@ -248,7 +249,7 @@ def test_what_can_never_fit_is_refused_by_the_pod():
     assert (large.fate, large.status) == (Fate.FAILED, 400)
     assert large.failure is Failure.KV_CACHE
     assert small.fate is Fate.COMPLETE
-    assert one.policies[0].open_requests == 0
+    assert one.pickers.policies[0].open_requests == 0
 
 
 def test_what_is_longer_than_the_model_allows_is_refused_by_the_pod():
@@ -266,7 +267,7 @@ def test_what_is_longer_than_the_model_allows_is_refused_by_the_pod():
         assert (request.fate, request.status) == (Fate.FAILED, 400)
         assert request.failure is Failure.CONTEXT
         assert request.engine is None
-    assert one.policies[0].open_requests == 0
+    assert one.pickers.policies[0].open_requests == 0
 
 
 def test_a_request_for_an_adapter_fails_where_there_are_no_slots():
@@ -283,9 +284,9 @@ def test_failures_are_counted_by_reason():
     restart = fault(FaultKind.RESTART, 1.0)
     cluster(given, pods=pods, faults=[restart], ended=measures.add).run()
     told = measures.summary()
-    assert told["failures"] == {"longer than the KV cache": 1, "the pod died": 1}
-    assert told["requests"]["failed"] == 2
-    row = dict(fact_rows(told | {"bad_lines": 0}))
+    assert told.failures == {"longer than the KV cache": 1, "the pod died": 1}
+    assert told.requests.failed == 2
+    row = dict(fact_rows(told))
     assert row["failed"] == "1 longer than the KV cache, 1 the pod died"
     assert "refused" not in row
 
@@ -295,11 +296,11 @@ def test_first_outputs_are_told_only_where_the_gateway_shows_them(chunks):
     """By default a long prompt's backlog drains by estimate; with chunks it ends at the token."""
     given = [arrival(0, prompt_tokens=50_000, output_tokens=100)]
     one = cluster(given, pods=1, response_chunks=chunks)
-    columns = one.policies[0].scheduler.pool.columns
+    columns = one.pickers.policies[0].scheduler.pool.columns
     backlogs = []
 
     def look():
-        ((_, request),) = one.requests.items() or ((0, None),)
+        ((_, request),) = one.clients.requests.items() or ((0, None),)
         if request is not None and request.first_token_at is not None:
             backlogs.append(float(columns.prefill_backlog_tokens[0]))
 
@@ -336,7 +337,7 @@ def test_what_is_sent_after_the_end_goes_on_where_it_ended():
     one = cluster([arrival(0, **prompt)], pods=2, ended=ended.append)
     one.run()
     first_at = one.loop.now
-    one.send([arrival(1, time_s=first_at + 1.0, **prompt), arrival(2, time_s=0.0)])
+    one.clients.go_on([arrival(1, time_s=first_at + 1.0, **prompt), arrival(2, time_s=0.0)])
     one.run()
     _, again, late = sorted(ended, key=lambda request: request.sequence)
     assert again.arrived_at == first_at + 1.0
@@ -372,7 +373,7 @@ def test_a_refused_request_has_no_latency():
     )
     one.run()
     told = measures.summary()
-    assert told["requests"]["refused"] == 1
-    assert told["refusals"] == {"rejected-no-endpoints": 1}
-    assert told["ttft_s"]["mean"] is None
+    assert told.requests.refused == 1
+    assert told.refusals == {"rejected-no-endpoints": 1}
+    assert told.ttft_s.mean is None
     assert math.isfinite(one.loop.now)

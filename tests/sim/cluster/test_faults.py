@@ -50,7 +50,9 @@ def test_the_invariants_hold_after_every_event_under_faults(first):
         one.run(checker(one))
         assert sorted(request.sequence for request in ended) == list(range(REQUESTS)), seed
         assert one.loop.now < 60, seed
-        assert [policy.open_requests for policy in one.policies] == [0] * len(one.policies), seed
+        assert [policy.open_requests for policy in one.pickers.policies] == [0] * len(
+            one.pickers.policies
+        ), seed
 
 
 def test_a_lost_request_is_found():
@@ -59,8 +61,8 @@ def test_a_lost_request_is_found():
     check = checker(one)
 
     def lose():
-        if one.loop.now > 0.5 and one.requests:
-            one.requests.popitem()
+        if one.loop.now > 0.5 and one.clients.requests:
+            one.clients.requests.popitem()
         check()
 
     with pytest.raises(AssertionError, match="arrived"):

@@ -8,8 +8,6 @@ from msgspec import structs
 from epp.core.knowledge.prefill_speed import PREFILL_TOKENS_PER_S
 from sim.cluster.autoscaler import Autoscaler, AutoscalerSettings, ScaledBy
 from sim.cluster.check import checker
-from sim.cluster.clients import Clients
-from sim.cluster.cluster import Absence, ClusterSettingsError, Fate
 from sim.cluster.incidents import (
     Configure,
     Drain,
@@ -23,6 +21,8 @@ from sim.cluster.incidents import (
 )
 from sim.cluster.policies import policy_source
 from sim.cluster.rerouting import Reschedule
+from sim.cluster.settings import Absence, ClientSettings, ClusterSettingsError
+from sim.cluster.simulated_request import Fate
 from tests.sim.made import arrivals, cluster, kind
 
 PODS = 3
@@ -98,7 +98,7 @@ def played(incidents, *, count=120, rate=10.0, check=False, autoscaler=None, **f
 @settings(max_examples=25, deadline=None)
 @given(
     INCIDENTS,
-    st.sampled_from((Clients(), Clients(retries=2, pause_s=0.1, timeout_s=5.0))),
+    st.sampled_from((ClientSettings(), ClientSettings(retries=2, pause_s=0.1, timeout_s=5.0))),
     st.sampled_from(PICKERS),
     st.sampled_from((None, SCALED)),
 )
@@ -110,8 +110,8 @@ def test_whatever_happens_no_request_is_lost_and_no_lease_stays(
         incidents, count=80, check=True, clients=clients, autoscaler=autoscaler, **pickers
     )
     assert [request.sequence for request in requests] == list(range(80))
-    assert {policy.open_requests for policy in one.policies} == {0}
-    assert one.pod_count.pods >= sum(pod.alive for pod in one.pods)
+    assert {policy.open_requests for policy in one.pickers.policies} == {0}
+    assert one.pods.count.pods >= sum(pod.alive for pod in one.pods)
 
 
 @settings(max_examples=25, deadline=None)
@@ -141,7 +141,7 @@ def test_what_leaves_while_it_restarts_stays_away():
     restarting = [Drain(at_s=2, pods=(1,), grace_s=30), Restart(at_s=3, pods=(1,), startup_s=1)]
     _, one = played([*leaving, *restarting], count=300, traffic={"output": (200, 400)})
     assert [pod.alive for pod in one.pods] == [False, False, True]
-    assert one.pod_count.pods == 1
+    assert one.pods.count.pods == 1
 
 
 def test_when_all_pods_have_left_clients_are_refused():
@@ -194,7 +194,7 @@ def test_a_picker_that_starts_later_is_configured_like_the_others():
         replicas=2,
         absences=(Absence(1, 5.0, 8.0),),
     )
-    names = {tuple(policy.settings.plugin_names) for policy in one.policies}
+    names = {tuple(policy.settings.plugin_names) for policy in one.pickers.policies}
     assert names == {tuple(policy_source("llm-d-3-2-2").opener(0.2)(0).settings.plugin_names)}
 
 
@@ -202,7 +202,7 @@ def test_another_configuration_knows_pods_as_the_first_did():
     """How fast they prefill is told to it too."""
     _, one = played([Configure(at_s=3, policy=policy_source("llm-d-3-2-2"))])
     assert one.settings.prefill_tokens_per_s != PREFILL_TOKENS_PER_S
-    (policy,) = one.policies
+    (policy,) = one.pickers.policies
     assert policy.settings.prefill_tokens_per_s == one.settings.prefill_tokens_per_s
 
 

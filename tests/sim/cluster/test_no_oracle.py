@@ -14,8 +14,9 @@ from epp.core.moment import Moment
 from epp.core.prompt.request import InferenceRequest
 from epp.core.types import EndpointMetrics
 from epp.plugins.contract import Affinity
-from sim.cluster.cluster import Cluster, ClusterSettings
+from sim.cluster.cluster import Cluster
 from sim.cluster.policies import SchedulerPolicy, policy_source
+from sim.cluster.settings import ClusterSettings
 from sim.traces.prompts import request_of, request_through_bytes
 from tests.sim.made import arrival, kind
 

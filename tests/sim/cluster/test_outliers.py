@@ -57,7 +57,7 @@ class Watched:
         self.cluster.run(self._look)
 
     def _look(self):
-        scheduler = scheduler_of(self.cluster.policies[0])
+        scheduler = scheduler_of(self.cluster.pickers.policies[0])
         for slot, outlier in scheduler.outliers.found(self.cluster.loop.now):
             self.causes.setdefault(slot, outlier.cause)
             if outlier.ejected:
@@ -93,9 +93,9 @@ def test_a_slow_pod_is_named_and_nobody_else(pods, response_chunks, telling):
     speeds = [SLOW_SPEED if pod == bad else 1.0 for pod in range(pods)]
     watched = Watched(speeds, rate=1.0 * pods, policy=telling, response_chunks=response_chunks)
     assert watched.causes == {bad: Cause.SLOW}
-    assert pages_name(scheduler_of(watched.cluster.policies[0]), watched.cluster.loop.now) == {
-        f"pod-{bad}"
-    }
+    assert pages_name(
+        scheduler_of(watched.cluster.pickers.policies[0]), watched.cluster.loop.now
+    ) == {f"pod-{bad}"}
     assert watched.slowness[bad] > 3
     assert all(watched.slowness[pod] < 2 for pod in range(pods) if pod != bad)
     assert watched.ejected == set()
@@ -131,6 +131,6 @@ def test_a_slow_pod_is_ejected_by_default_and_tried_again(tmp_path):
     ejecting, kept = runs["ejecting"], runs["kept"]
     assert (ejecting.ejected, kept.ejected) == ({1}, set())
     assert set(ejecting.causes) == set(kept.causes) == {1}
-    outliers = scheduler_of(ejecting.cluster.policies[0]).outliers
+    outliers = scheduler_of(ejecting.cluster.pickers.policies[0]).outliers
     assert outliers.ejection.total[Cause.SLOW] >= 2
     assert 0 < ejecting.requests_at(1) < 0.5 * kept.requests_at(1)

@@ -10,11 +10,12 @@ from epp.core.peers.exchange import HEARTBEAT_S, SILENT_S_MAX
 from epp.plugins.strategy import config_of, step
 from sim.cluster.assignment import Assignment
 from sim.cluster.check import checker
-from sim.cluster.clients import Clients
-from sim.cluster.cluster import Absence, ClusterSettings, ClusterSettingsError, Failure, Fate
+from sim.cluster.cluster import Cluster
 from sim.cluster.faults import draw_faults
 from sim.cluster.peering import Partition, PeerSettings, SlowPeer
 from sim.cluster.policies import PolicySource
+from sim.cluster.settings import Absence, ClientSettings, ClusterSettings, ClusterSettingsError
+from sim.cluster.simulated_request import Failure, Fate
 from sim.measurement.measures import Measures, Targets
 from tests.sim.made import arrival, arrivals, cluster, kind, ran
 
@@ -22,7 +23,7 @@ NEAR = PeerSettings(delay_s=0.005)
 REPLICAS = 4
 
 DIGEST = """
-from sim.cluster.cluster import Absence
+from sim.cluster.settings import Absence
 from sim.cluster.peering import Partition, PeerSettings, SlowPeer
 from sim.measurement.measures import Measures, Targets
 from tests.sim.made import arrivals, cluster
@@ -32,7 +33,7 @@ measures = Measures(Targets())
 one = cluster(arrivals(200), seed=3, replicas=3, peers=peers, absences=(Absence(2, 3.0, 5.0),),
               ended=measures.add)
 one.run()
-print(measures.digest, one.peer_summary())
+print(measures.digest, one.pickers.peering.summary())
 """
 
 
@@ -89,7 +90,7 @@ def test_what_is_lost_or_late_costs_little():
 
 def beliefs(one):
     """Of each picker, how many (block, endpoint) pairs it believes in."""
-    return [sum(index.entries for index in _prefixes(policy)) for policy in one.policies]
+    return [sum(index.entries for index in _prefixes(policy)) for policy in one.pickers.policies]
 
 
 def _prefixes(policy):
@@ -106,7 +107,7 @@ def test_a_partition_parts_and_heals():
     for name, partitions in (("none", ()), ("half", (half,)), ("whole", (whole,))):
         peers = PeerSettings(delay_s=0.005, partitions=partitions)
         requests, one = ran(given, pods=SMALL, policy=TOLD_OR_BLIND, replicas=REPLICAS, peers=peers)
-        heard[name] = [policy.scheduler.replicas_unheard for policy in one.policies]
+        heard[name] = [policy.scheduler.replicas_unheard for policy in one.pickers.policies]
         late = [request for request in requests if request.arrived_at > 0.6 * last_s]
         hit[name] = hit_rate(late)
     assert heard == {"none": [0] * 4, "half": [0] * 4, "whole": [2] * 4}
@@ -120,12 +121,12 @@ def test_pickers_know_each_other_from_the_start_however_far_apart(delay_s):
     given = list(arrivals(150, rate=10.0))
     one = cluster(given, replicas=3, peers=PeerSettings(delay_s=delay_s))
     unheard = set()
-    one.run(lambda: unheard.update(p.scheduler.replicas_unheard for p in one.policies))
+    one.run(lambda: unheard.update(p.scheduler.replicas_unheard for p in one.pickers.policies))
     assert unheard == {0}
     # A round of heartbeats is under way at the end, and with 10 s what was decided since.
     learnable = sum(at.time_s + delay_s + 0.1 < one.loop.now for at in given)
     assert learnable > 20
-    assert one.peer_summary()["records_applied"] >= 2 * learnable
+    assert one.pickers.peering.summary()["records_applied"] >= 2 * learnable
 
 
 def first_decisions(requests, replica, after_s, count=100):
@@ -170,12 +171,12 @@ def test_what_a_dead_picker_had_in_flight_is_forgotten_by_the_others():
 
     def look():
         second = int(one.loop.now)
-        loads = one.policies[1].scheduler.pool.columns.peers
-        slots = [slot for slot, _ in one.policies[1].scheduler.pool.endpoints()]
+        loads = one.pickers.policies[1].scheduler.pool.columns.peers
+        slots = [slot for slot, _ in one.pickers.policies[1].scheduler.pool.endpoints()]
         seen.setdefault(second, int(loads.requests(slots, len(slots)).sum()))
 
     requests = []
-    one._tell_ended = requests.append
+    one.clients._tell_ended = requests.append
     one.run(look)
     mine = [request for request in requests if request.replica == 0]
     assert seen[1] == len(mine) > 10
@@ -229,7 +230,7 @@ def test_blind_pickers_and_policies_without_an_exchange_decide_as_ever(policy):
             arrivals(150), policy=policy, replicas=replicas, peers=peers, ended=measures.add
         )
         one.run()
-        assert one.peer_summary() is None
+        assert one.pickers.peering.summary() is None
         digests.add(measures.digest)
     assert len(digests) == 1
 
@@ -255,18 +256,22 @@ def test_loss_has_dice_of_its_own():
         peers = PeerSettings(delay_s=0.005, loss=loss)
         requests, one = ran(arrivals(150), replicas=3, peers=peers)
         assigned.append([request.replica for request in requests])
-        told = one.peer_summary()
+        told = one.pickers.peering.summary()
         assert told["frames_lost"] == pytest.approx(loss * told["frames"], rel=0.2)
     assert assigned[0] == assigned[1]
 
 
 def test_leaving_out_scrapes_that_nobody_reads_changes_nothing_for_peers():
     digests = set()
-    for calm in (True, False):
+    for eagerly in (True, False):
         measures = Measures(Targets())
         one = cluster(arrivals(150, rate=3.0), replicas=3, peers=NEAR, ended=measures.add)
-        one._calm = calm
-        one.run()
+
+        def look(one: Cluster = one) -> None:
+            for replica in range(3):
+                one.pickers.read_pages(replica)
+
+        one.run(look if eagerly else None)
         digests.add(measures.digest)
     assert len(digests) == 1
 
@@ -278,12 +283,12 @@ def test_events_follow_from_traffic_and_months_without_any_cost_nothing():
         given = [arrival(0), arrival(1, time_s=gap_s), arrival(2, time_s=gap_s + 1.0)]
         requests, one = ran(given, pods=2, replicas=2, peers=NEAR)
         assert [request.fate for request in requests] == [Fate.COMPLETE] * 3
-        assert [policy.scheduler.replicas_unheard for policy in one.policies] == [0, 0]
+        assert [policy.scheduler.replicas_unheard for policy in one.pickers.policies] == [0, 0]
         events.append(one.loop.events)
     assert events[1] < 1.1 * events[0] < 10_000
     # A minute with one request: two heartbeats a second, and the frames of its two changes.
     _, quiet = ran([arrival(0, time_s=60.0)], pods=2, replicas=2, peers=NEAR)
-    assert quiet.peer_summary()["frames"] <= 2 * 61 / HEARTBEAT_S + 4
+    assert quiet.pickers.peering.summary()["frames"] <= 2 * 61 / HEARTBEAT_S + 4
 
 
 @pytest.mark.parametrize("seed", range(10))
@@ -305,7 +310,7 @@ def test_the_invariants_hold_with_peers_absences_and_faults(seed):
     )
     one.run(checker(one))
     assert sorted(request.sequence for request in ended) == list(range(60))
-    assert [policy.open_requests for policy in one.policies] == [0, 0, 0]
+    assert [policy.open_requests for policy in one.pickers.policies] == [0, 0, 0]
 
 
 @pytest.mark.parametrize(
@@ -344,7 +349,7 @@ def test_while_no_picker_is_there_clients_are_refused(policy):
     others = [request for request in requests if request not in away]
     assert {request.fate for request in others[:-1]} == {Fate.COMPLETE}
     assert any(request.routed_at < 8.0 < request.ended_at for request in others)
-    assert [policy.open_requests for policy in one.policies] == [0]
+    assert [policy.open_requests for policy in one.pickers.policies] == [0]
 
 
 def test_a_picker_that_was_away_has_forgotten():
@@ -364,10 +369,10 @@ def test_clients_that_ask_again_outlast_a_picker_that_restarts():
     requests, one = ran(
         arrivals(200, rate=20.0),
         absences=(Absence(0, 3.0, 6.0),),
-        clients=Clients(retries=4, pause_s=0.5),
+        clients=ClientSettings(retries=4, pause_s=0.5),
     )
     assert {request.fate for request in requests} == {Fate.COMPLETE}
-    assert one.retried > 0
+    assert one.clients.retried > 0
 
 
 def test_all_pickers_may_join_late():

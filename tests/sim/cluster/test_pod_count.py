@@ -36,7 +36,7 @@ def test_a_pod_takes_its_card_from_its_start_to_its_end():
     ]
     play(script, one)
     counted = []
-    one.run(lambda: counted.append((one.loop.now, one.pod_count.pods)))
+    one.run(lambda: counted.append((one.loop.now, one.pods.count.pods)))
 
     def between(from_s, to_s):
         return {pods for at, pods in counted if from_s < at < to_s}

@@ -5,10 +5,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sim.cluster.check import checker
-from sim.cluster.cluster import ClusterSettings, ClusterSettingsError, Failure, Fate
 from sim.cluster.faults import Fault, FaultKind
 from sim.cluster.peering import PeerSettings
 from sim.cluster.rerouting import Connections, Reschedule
+from sim.cluster.settings import ClusterSettings, ClusterSettingsError
+from sim.cluster.simulated_request import Failure, Fate
 from tests.sim.made import arrivals, cluster, kind
 
 HALF = Reschedule(from_s=2.0, to_s=6.0, share=0.5)
@@ -28,7 +29,7 @@ def moved(requests):
 
 
 def inflight(one):
-    return [count for policy in one.policies for count in policy.inflight_counts()]
+    return [count for policy in one.pickers.policies for count in policy.inflight_counts()]
 
 
 @given(st.floats(0.01, 1.0), st.integers(0, 3), st.integers(0, 1_000))
@@ -59,7 +60,7 @@ def test_the_second_named_serves_and_the_books_are_right():
     within = [request for request in requests if 2.0 < request.arrived_at < 5.9]
     assert 0.35 < len(moved(within)) / len(within) < 0.65
     assert all(1.9 < request.arrived_at < 6.0 for request in moved(requests))
-    assert one.rescheduled == len(moved(requests))
+    assert one.gateway.rescheduled == len(moved(requests))
     for request in requests:
         named = request.route.endpoint.endpoint_id
         served = request.pod.endpoint.endpoint_id
@@ -80,7 +81,7 @@ def test_the_picker_counts_the_request_where_it_is_served():
     seen = []
     one.run(lambda: seen.append((one.loop.now, *inflight(one))))
     (request,) = requests
-    named = one.pods.index(one._by_endpoint[request.route.endpoint.endpoint_id])
+    named = one.pods.at(request.route.endpoint).number
     at_first = [counts for at, *counts in seen if request.routed_at < at < request.submitted_at]
     while_served = [
         counts for at, *counts in seen if request.submitted_at + 0.01 < at < request.finished_at
@@ -129,7 +130,7 @@ def test_a_pod_that_died_is_passed_over():
         )  # fmt: skip
         refused = [request for request in requests if request.status == 503]
         lost[fallbacks] = len(refused)
-        assert one.rescheduled > 0 or not fallbacks
+        assert one.gateway.rescheduled > 0 or not fallbacks
         assert not any(inflight(one))
     assert lost[1] == 0 < lost[0]
 

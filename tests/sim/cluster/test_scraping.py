@@ -14,7 +14,7 @@ from sim.cluster.faults import Fault, FaultKind
 from sim.cluster.loop import Loop
 from sim.cluster.scraping import SCRAPE_JITTER, SCRAPE_TIMEOUT_S, Scraper, ScrapeTrouble
 from sim.cluster.simulated_pod import SimulatedPod
-from sim.engine.engine import EngineRequest
+from sim.engine.request import EngineRequest
 from sim.measurement.measures import Measures, Targets
 from tests.sim.made import arrival, arrivals, cluster, kind
 
@@ -151,7 +151,7 @@ def test_looking_at_every_event_changes_nothing(monkeypatch, delay_s, faults):
 
         def look(one: Cluster = one) -> None:
             for replica in range(2):
-                one._read_pages(replica, one.loop.now)
+                one.pickers.read_pages(replica)
 
         one.run(look if eagerly else None)
         digests.add(measures.digest)
@@ -161,7 +161,7 @@ def test_looking_at_every_event_changes_nothing(monkeypatch, delay_s, faults):
 def test_pages_reach_the_picker_in_the_order_of_the_scrapes():
     """However long they are on their way: none is replaced by an older one."""
     one = cluster(arrivals(60, rate=5.0), pods=2, scrape_delay_s=0.5)
-    policy = one.policies[0]
+    policy = one.pickers.policies[0]
     told = {}
     observe = policy.observe
 

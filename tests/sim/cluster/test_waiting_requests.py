@@ -3,7 +3,7 @@
 import pytest
 
 from epp.core.types import Refusal, RefusalReason
-from sim.cluster.cluster import Fate
+from sim.cluster.simulated_request import Fate
 from tests.sim.made import arrivals, cluster, ran
 
 NO_ROOM = Refusal(reason=RefusalReason.SATURATED, status=429, message="there is no room")
@@ -43,7 +43,7 @@ def test_who_waits_is_served_later_and_all_the_same():
     assert waited.fate is plain.fate is Fate.COMPLETE
     assert waited.routed_at == plain.routed_at
     assert waited.finished_at - plain.finished_at == pytest.approx(2.0, abs=0.05)
-    assert one.policies[0].open_requests == 0
+    assert one.pickers.policies[0].open_requests == 0
 
 
 def test_there_may_be_no_room():
@@ -51,7 +51,7 @@ def test_there_may_be_no_room():
     (refused,), one = ran_with(After(1.0, NO_ROOM), list(arrivals(1)))
     assert (refused.fate, refused.status) == (Fate.REFUSED, 429)
     assert refused.ended_at > 1.0
-    assert one.policies[0].open_requests == 0
+    assert one.pickers.policies[0].open_requests == 0
 
 
 def test_a_client_that_leaves_ends_the_wait():
@@ -61,4 +61,4 @@ def test_a_client_that_leaves_ends_the_wait():
     assert {request.fate for request in requests} == {Fate.ABORTED}
     assert all(request.route is None for request in requests)
     assert resolver.cancelled == resolver.begun > 0
-    assert one.policies[0].open_requests == 0
+    assert one.pickers.policies[0].open_requests == 0

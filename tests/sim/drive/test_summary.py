@@ -24,12 +24,7 @@ def driven(index, *, pod="a", model="m", error="", ttft_s=0.1, gaps_s=(0.01, 0.0
 
 
 def summary(measures, **counts):
-    return measures.summary(
-        conditions={"trace": "t"},
-        took_s=2.0,
-        counts={"not_sent": 0, "unfit": 0, "cut": 0} | counts,
-        complete=True,
-    )
+    return measures.summary(conditions={"trace": "t"}, took_s=2.0, complete=True, **counts)
 
 
 def test_by_pod_and_by_model():
@@ -39,24 +34,24 @@ def test_by_pod_and_by_model():
     measures.add(driven(1, pod="b", ttft_s=0.3))
     measures.add(driven(2, pod="", model="n", error="status 503: no room", ttft_s=9.0))
     found = summary(measures, cut=4)
-    assert found["requests"]["sent"] == 7
-    assert (found["requests"]["whole"], found["requests"]["errors"]) == (2, 1)
-    assert found["errors"] == {"status 503": 1}
-    assert math.isclose(found["ttft_s"]["mean"], 0.2)
-    assert math.isclose(found["itl_s"]["mean"], 0.02)
-    assert found["hit_rate"] == 0.25
-    assert found["output_tokens_per_s"] == 3.0
-    assert {name: one["requests"] for name, one in found["pods"].items()} == {
+    assert found.requests.sent == 7
+    assert (found.requests.whole, found.requests.errors) == (2, 1)
+    assert found.errors == {"status 503": 1}
+    assert math.isclose(found.ttft_s.mean, 0.2)
+    assert math.isclose(found.itl_s.mean, 0.02)
+    assert found.hit_rate == 0.25
+    assert found.output_tokens_per_s == 3.0
+    assert {name: one.requests for name, one in found.pods.items()} == {
         "a": 1,
         "b": 1,
         "not told": 1,
     }
-    assert found["models"]["n"]["ttft_s"]["mean"] is None
+    assert found.models["n"].ttft_s.mean is None
 
 
 def test_nothing_is_no_division():
     found = summary(DriveMeasures())
-    assert found["ttft_s"]["p50"] is found["itl_s"]["p99"] is found["hit_rate"] is None
+    assert found.ttft_s.p50 is found.itl_s.p99 is found.hit_rate is None
 
 
 def test_names_of_responses_are_bounded(monkeypatch):

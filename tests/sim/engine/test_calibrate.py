@@ -9,8 +9,9 @@ import pytest
 
 from sim.__main__ import main
 from sim.engine.calibrate import FITTED, ItlPoint, Points, TtftPoint, calibrate
-from sim.engine.engine import Engine, EngineRequest, EngineSettings
+from sim.engine.engine import Engine, EngineSettings
 from sim.engine.profiles import find_profile
+from sim.engine.request import EngineRequest
 
 TRUTH = find_profile("llama-3.1-70b-h100-tp4")
 LENGTHS = (64, 512, 2048, 8192, 20_000)

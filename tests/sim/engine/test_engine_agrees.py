@@ -8,8 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sim.engine.engine import Engine, EngineRequest, EngineSettings
+from sim.engine.engine import Engine, EngineSettings
 from sim.engine.profiles import DEFAULT_PROFILE, find_profile
+from sim.engine.request import EngineRequest
 from sim.traces.prompts import engine_chain
 from tests.sim.engine.plain_engine import PlainEngine, PlainRequest
 from tests.sim.made import arrival, arrivals, kind, ran

@@ -3,9 +3,10 @@
 import pytest
 
 from sim.caches.behaviour import UnhashedPool
-from sim.engine.engine import Engine, EngineRequest, EngineSettings
+from sim.engine.engine import Engine, EngineSettings
 from sim.engine.profiles import DEFAULT_PROFILE, find_profile
-from sim.engine.prompt_cache import Found, PromptParts
+from sim.engine.prompt_cache import Found
+from sim.engine.request import EngineRequest, PromptParts
 
 PROFILE = find_profile(DEFAULT_PROFILE)
 

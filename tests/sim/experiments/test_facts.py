@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from sim.cluster.cluster import ClusterSettings
 from sim.cluster.policies import PolicySource
+from sim.cluster.settings import ClusterSettings
 from sim.cluster.simulated_pod import PodKind
 from sim.engine.profiles import DEFAULT_PROFILE, find_profile
 from sim.experiments.run import Run, RunSettings
@@ -92,9 +92,9 @@ def test_prefix_alone_collapses_over_the_hour(conversation):
     balanced_s, balanced = ttft_mean_s(conversation, (3, 2, 2))
     collapsed_s, collapsed = ttft_mean_s(conversation, (1, 0, 0))
     assert 0.3 < balanced_s < 0.8
-    assert 0.12 < balanced.summary()["hit_rate"] < 0.18
+    assert 0.12 < balanced.summary().hit_rate < 0.18
     assert 1_000 < collapsed_s < 4_000
-    assert collapsed.summary()["imbalance"]["requests"]["max_over_mean"] < 1.01
+    assert collapsed.summary().imbalance.requests.max_over_mean < 1.01
 
 
 @pytest.mark.long

@@ -16,6 +16,7 @@ import msgspec
 import pyarrow.parquet as pq
 import pytest
 from msgspec import structs
+from msgspec.structs import replace
 
 from epp.configuration.build import plugin_tables
 from epp.configuration.config import DEFAULT_CONFIG, load_config
@@ -26,22 +27,35 @@ from sim.experiments.jobs import Crew, Experiment, JobError
 from sim.experiments.run import Run
 from sim.experiments.run_options import add_run_options, conditions, run_settings
 from sim.measurement.intervals import Estimate
+from sim.measurement.summaries import (
+    ComparedConfig,
+    ComparisonSummary,
+    DifferenceSummary,
+    EstimateSummary,
+    NamedRun,
+    ReplicasSummary,
+    Requests,
+    RunSummary,
+)
 from sim.reports.compare_report import comparison_table, verdict
 from sim.reports.report import markdown_table, number, seconds, table
 from sim.reports.run_report import explained
 from sim.traces import reading
-from tests.sim.made import BLOCK_TOKENS, arrivals, kind
+from tests.sim.made import BLOCK_TOKENS, arrivals, filled, kind
 from tests.sim.terminal import on_a_terminal
 
 ROOT = Path(__file__).parents[3]
 
 
-FIGURES = defaultdict(lambda: {"value": 1.0, "low": 0.5, "high": 1.5})
+FIGURES = defaultdict(lambda: EstimateSummary(value=1.0, low=0.5, high=1.5))
 """Of a configuration, whatever the figure."""
-RUN = {
-    "config": "one", "seed": 1, "bad_lines": 0, "warnings": [],
-    "window": {"warm_up_s": 0.0, "drain_s": 1.0},
-}  # fmt: skip
+RUN = NamedRun(config="one", seed=1, run=filled(RunSummary, bad_lines=0, window={"drain_s": 1.0}))
+
+
+def compared(difference):
+    """A configuration that has completed all that it was sent."""
+    requests = Requests(sent=5, complete=5, refused=0, failed=0, aborted=0)
+    return ComparedConfig(requests=requests, figures=FIGURES, difference=difference)
 
 
 @pytest.fixture(scope="module")
@@ -691,21 +705,19 @@ def test_sizes_of_differences_can_be_read():
         "hit_rate": {"value": -0.5, "relative": -0.625, "low": -0.6, "high": -0.4},
         "output_tokens_per_s": {"value": -0.1, "relative": -0.0001, "low": -0.2, "high": -0.05},
     }
-    shared = {"verdict": "worse"}
-    config = {"requests": {"sent": 5, "complete": 5}, "figures": FIGURES}
+    found = {
+        name: filled(DifferenceSummary, verdict="worse", **one) for name, one in differences.items()
+    }
     told = comparison_table(
-        {
-            "configs": {
-                "one": config | {"difference": {}},
-                "other": config
-                | {"difference": {name: one | shared for name, one in differences.items()}},
-            },
-            "runs": [RUN],
-            "first_seed": 1,
-            "seeds": 5,
-            "generated": True,
-            "varied": "5 draws of the traffic",
-        }
+        filled(
+            ComparisonSummary,
+            configs={"one": compared({}), "other": compared(found)},
+            runs=[RUN],
+            first_seed=1,
+            seeds=5,
+            generated=True,
+            varied="5 draws of the traffic",
+        )
     )
     assert (
         "other is worse than one in TTFT mean (246 times), hit rate (-62.5%), "
@@ -725,22 +737,27 @@ def test_a_short_comparison_says_how_much_it_lacks(trace, capsys):
 
 def test_what_one_measure_lacks_is_a_dash_and_is_told_once():
     """Of two configurations that both lack a tail: what is known is concluded, and why not all."""
-    lacking = {"value": 1.0, "relative": 0.1, "low": None, "high": None}
-    lacking["verdict"] = "not enough to tell from: not every run has it"
-    known = {"value": 1.0, "relative": 0.1, "low": 0.5, "high": 1.5}
-    other = {
-        "requests": {"sent": 5, "complete": 5},
-        "figures": FIGURES,
-        "difference": {
-            "ttft_mean_s": known | {"verdict": "worse"},
-            "e2e_mean_s": known | {"verdict": "no significant difference"},
+    lacking = filled(
+        DifferenceSummary,
+        value=1.0,
+        relative=0.1,
+        verdict="not enough to tell from: not every run has it",
+    )
+    known = replace(lacking, low=0.5, high=1.5, verdict="worse")
+    other = compared(
+        {
+            "ttft_mean_s": known,
+            "e2e_mean_s": replace(known, verdict="no significant difference"),
             "ttft_p99_s": lacking,
-        },
-    }
-    summary = {
-        "configs": {"one": other | {"difference": {}}, "other": other, "third": other},
-        "runs": [RUN], "first_seed": 1, "seeds": 4, "generated": False, "varied": "",
-    }  # fmt: skip
+        }
+    )
+    summary = filled(
+        ComparisonSummary,
+        configs={"one": compared({}), "other": other, "third": other},
+        runs=[RUN],
+        first_seed=1,
+        seeds=4,
+    )
     told = comparison_table(summary)
     (row,) = [line for line in told.splitlines() if line.startswith("other: TTFT p99")]
     assert row.split()[-3:] == ["-", "+10.0%", "-"]
@@ -1038,7 +1055,7 @@ def test_the_picker_knows_how_fast_the_pods_of_its_profile_prefill(trace, tmp_pa
         settings = described(trace, policy=str(policy))
         run = Run(structs.replace(settings, cluster=structs.replace(settings.cluster, pods=pods)))
         run.run()
-        columns = run.cluster.policies[0].scheduler.pool.columns
+        columns = run.cluster.pickers.policies[0].scheduler.pool.columns
         return set(columns.prefill_tokens_per_s[: len(pods)].tolist())
 
     for pod in (fast, slow):
@@ -1061,7 +1078,7 @@ def test_a_process_that_dies_ends_an_experiment(trace):
     with Crew(2) as crew:
         results = crew.results([described(trace, seed) for seed in range(9)])
         _, first = next(results)
-        assert first.summary["requests"]["complete"] == 200
+        assert first.summary.requests.complete == 200
         for process in crew._members.values():
             process.kill()
         with pytest.raises(JobError, match="has died"):
@@ -1073,20 +1090,20 @@ def test_an_experiment_tells_no_results_twice(folder, times, trace, tmp_path, ca
     """With a folder after each run, else once at the end: a Ctrl-C waits for no other telling."""
     told = []
 
-    def summary(results):
-        told.append(len(results))
-        return {}
+    def summary(results, complete):
+        told.append((len(results), complete))
+        return filled(ReplicasSummary, complete=complete)
 
     experiment = Experiment(
         title="test",
         jobs=[described(trace, seed) for seed in (1, 2)],
         summary=summary,
-        table=str,
+        table=repr,
         reports=lambda *_: {},
     )
     assert experiment.carry_out(folder and tmp_path, workers=1) == 0
-    assert told == times
-    assert "'complete': True" in capsys.readouterr().out
+    assert told == [(results, results == 2) for results in times]
+    assert "complete=True" in capsys.readouterr().out
 
 
 def test_an_interrupted_replay_leaves_readable_results(tmp_path):

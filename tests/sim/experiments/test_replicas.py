@@ -51,10 +51,8 @@ def test_each_workload_runs_under_each_arm_with_each_seed(trace, tmp_path):
     assert [job.cluster.replicas for job in experiment.jobs[:6]] == [1, 1, 4, 4, 4, 4]
     assert experiment.jobs[0].trace != experiment.jobs[1].trace, "another seed, other traffic"
     assert experiment.jobs[0].trace == experiment.jobs[2].trace, "the same for every arm"
-    rows = experiment.summary({0: run_job(experiment.jobs[0])})["rows"]
-    assert [(row["workload"], row["replicas"], row["seeds"]) for row in rows] == [
-        ("hot-spot", 1, 1)
-    ]
+    rows = experiment.summary({0: run_job(experiment.jobs[0])}, False).rows
+    assert [(row.workload, row.replicas, row.seeds) for row in rows] == [("hot-spot", 1, 1)]
 
 
 def test_the_table_shows_that_agreement_helps_and_peers_more(trace, tmp_path):
@@ -62,8 +60,8 @@ def test_the_table_shows_that_agreement_helps_and_peers_more(trace, tmp_path):
     told = Traffic(name="heads", file=str(trace))
     experiment = replicas_experiment((told,), ARMS_SMALL, (1,), tmp_path)
     results = {number: run_job(job) for number, job in enumerate(experiment.jobs)}
-    summary = experiment.summary(results)
-    one, nothing, agreement, near = (row["hit_rate"]["mean"] for row in summary["rows"])
+    summary = experiment.summary(results, True)
+    one, nothing, agreement, near = (row.hit_rate.mean for row in summary.rows)
     assert agreement > 0.9 * one
     assert near > 0.97 * one
     assert min(agreement, near) > nothing + 0.1

@@ -12,12 +12,11 @@ from sim.__main__ import main
 from sim.caches.names import cache_named, cache_spelt
 from sim.cluster.assignment import Assignment
 from sim.cluster.autoscaler import AutoscalerSettings, ScaledBy
-from sim.cluster.clients import Clients
-from sim.cluster.cluster import Absence, ClusterSettingsError
 from sim.cluster.incidents import Configure, Join, Restart, Slow
 from sim.cluster.peering import Partition, PeerSettings
 from sim.cluster.rerouting import Reschedule
 from sim.cluster.scraping import ScrapeTrouble
+from sim.cluster.settings import Absence, ClientSettings, ClusterSettingsError
 from sim.cluster.simulated_pod import PodKind
 from sim.experiments.pickers import Pickers
 from sim.experiments.scenario_file import EVENTS, FILE_BYTES_MAX, ScenarioError, scenario_in
@@ -143,7 +142,7 @@ def test_all_that_can_be_said_is_read(tmp_path):
     )
     assert plan.absences == (Absence(1, 90, 100),)
     assert plan.peers == PeerSettings(delay_s=0.01, partitions=(Partition(90, 95, (0,)),))
-    assert scenario.clients == Clients(retries=2, timeout_s=30)
+    assert scenario.clients == ClientSettings(retries=2, timeout_s=30)
     scenario.check(kinds=scenario.pods, pickers=2)
 
 
@@ -531,11 +530,11 @@ def test_a_picker_that_hears_nothing_is_wrong_about_the_load(tmp_path, hears):
 
     def look():
         now = one.loop.now
-        for request in one.requests.values():
+        for request in one.clients.requests.values():
             if request.routed_at == now > 10:
                 ages_s[request.replica].append(request.metrics_age_s)
                 if request.replica == 1:
-                    routed = sum(other.route is not None for other in one.requests.values())
+                    routed = sum(other.route is not None for other in one.clients.requests.values())
                     believed = request.route.decision.candidates.inflight_requests.sum()
                     known.append(believed / routed)
 

@@ -3,10 +3,11 @@
 import pytest
 
 from sim.cluster.policies import PolicySource, policy_source
-from sim.experiments.jobs import Told
 from sim.experiments.measured_runs import Half, StoppedError
 from sim.experiments.search import Trial
 from sim.experiments.tuning import LOADS, LOST, Objective, Tuning
+from sim.measurement.summaries import KeptRun
+from tests.sim.made import filled
 
 SEEDS = 4
 PRESENT = policy_source("default")
@@ -17,18 +18,19 @@ NOISE = (0.0, 0.001, -0.001, 0.002)
 def run(ttft_s=1.0, tokens_per_s=1000.0, *, repetition=0, refused=0, aborted=0):
     """What a run of generated traffic has shown."""
     distribution = dict.fromkeys(("mean", "p50", "p90", "p99"), ttft_s)
-    return Told(
-        summary={
-            "requests": {
-                "sent": 1000, "complete": 1000 - refused - aborted, "refused": refused,
-                "failed": 0, "aborted": aborted,
-            },
-            "traffic": {"generated": repetition > 0, "resampled": None},
-            "ttft_s": distribution, "tpot_s": {"mean": 0.01}, "e2e_s": {"mean": 2.0},
-            "itl_s": {"mean": 0.01, "p99": 0.02, "stall_share": 0.0},
-            "hit_rate": 0.5, "output_tokens_per_s": tokens_per_s, "goodput": {"share": 1.0},
-        }
-    )  # fmt: skip
+    complete = 1000 - refused - aborted
+    return filled(
+        KeptRun,
+        requests={"sent": 1000, "complete": complete, "refused": refused, "aborted": aborted},
+        traffic={"generated": repetition > 0},
+        ttft_s=distribution,
+        tpot_s={"mean": 0.01},
+        e2e_s={"mean": 2.0},
+        itl_s={"mean": 0.01, "p99": 0.02, "stall_share": 0.0},
+        hit_rate=0.5,
+        output_tokens_per_s=tokens_per_s,
+        goodput={"share": 1.0},
+    )
 
 
 class Runs:
@@ -100,9 +102,9 @@ def test_the_best_is_chosen_on_one_half_and_judged_on_the_other():
     assert len(judged) == 2 * len(LOADS) * SEEDS
     assert {one.share for _, one in judged} == {1.0}
     found = tuning.held_out[1.0].differences["ttft_p90_s"]
-    assert found["verdict"] == "better"
-    assert found["reference"] == pytest.approx(1.3)
-    assert found["relative"] == pytest.approx(-0.5, abs=0.01)
+    assert found.verdict == "better"
+    assert found.reference == pytest.approx(1.3)
+    assert found.relative == pytest.approx(-0.5, abs=0.01)
 
 
 def test_what_it_costs_is_a_ratio_on_the_same_run():

@@ -33,7 +33,7 @@ def test_the_documentation_says_the_same():
     page = PAGE.read_text()
     for sentence in NOT_MODELLED:
         assert f"- {sentence}\n" in page
-    told = {"assumptions": assumptions_of([find_profile(DEFAULT_PROFILE)])}
+    told = assumptions_of([find_profile(DEFAULT_PROFILE)])
     assert markdown_table(assumption_rows(told)) in page
 
 

@@ -5,8 +5,9 @@ import math
 import numpy as np
 import pytest
 
-from sim.engine.engine import Engine, EngineRequest, EngineSettings, Step
+from sim.engine.engine import Engine, EngineSettings, Step
 from sim.engine.profiles import DEFAULT_PROFILE, StepWork, find_profile
+from sim.engine.request import EngineRequest
 from sim.measurement.measures import Measures, Targets
 from sim.measurement.token_gaps import STRETCHES_MAX, TokenGaps
 from tests.sim.made import arrival, arrivals, cluster, kind
@@ -106,8 +107,8 @@ def test_throughput_is_of_the_steady_part():
         given[-1] = arrival(299, time_s=29.9, output_tokens=straggler)
         cluster(given, ended=measures.add, stepped=measures.gaps.add).run()
         summary = measures.summary()
-        assert summary["window"]["end_s"] == 29.9
-        rates.append(summary["output_tokens_per_s"])
+        assert summary.window.end_s == 29.9
+        rates.append(summary.output_tokens_per_s)
     assert rates[0] == pytest.approx(200, rel=0.03)
     assert rates[1] == pytest.approx(rates[0], rel=0.01)
     measures = Measures(Targets())

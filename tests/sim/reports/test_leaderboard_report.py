@@ -3,24 +3,38 @@
 import re
 
 import pytest
+from msgspec.structs import replace
 
 from sim.experiments.leaderboard.standings import case_rows, totals
+from sim.measurement.summaries import (
+    CaseSummary,
+    FailedCell,
+    LadderSummary,
+    LeaderboardSummary,
+    StrategySummary,
+)
 from sim.reports.leaderboard_report import (
     leaderboard_page,
     leaderboard_report,
     leaderboard_table,
 )
 from tests.sim.experiments.leaderboard.test_standings import e2e
+from tests.sim.made import filled
 
 HOSTILE = "<script>alert(1)</script>"
 
 
 def case(name, *, hold_out=False):
-    return {
-        "name": name, "says": f"what {name} is", "hold_out": hold_out, "trace": None,
-        "profile": "a-gpu", "pods": 4, "max_loras": 0, "replicas": 4, "scrape_interval_s": 0.2,
-        "happens": None,
-    }  # fmt: skip
+    return filled(
+        CaseSummary,
+        name=name,
+        says=f"what {name} is",
+        hold_out=hold_out,
+        profile="a-gpu",
+        pods=4,
+        replicas=4,
+        scrape_interval_s=0.2,
+    )
 
 
 @pytest.fixture
@@ -35,13 +49,18 @@ def summary():
     )  # fmt: skip
     rows += case_rows("held", [e2e("slower", 8.0, 8.1, 8.2), e2e("best", 1.0, 1.1, 1.2)], 1)
     names = ("slower", "best", "level", "loses")
-    return {
-        "complete": True, "first_seed": 1, "seeds": 3, "requests": 100, "failed": [],
-        "cases": [case("one"), case("held", hold_out=True)],
-        "strategies": [{"name": name, "idea": "An idea.", "config_hash": None} for name in names],
-        "ladders": [{"title": "steps", "unit": "s", "steps": [[1.0, "one"], [2.0, "held"]]}],
-        "totals": totals(rows, frozenset({"held"})), "rows": rows,
-    }  # fmt: skip
+    return filled(
+        LeaderboardSummary,
+        complete=True,
+        first_seed=1,
+        seeds=3,
+        requests=100,
+        cases=[case("one"), case("held", hold_out=True)],
+        strategies=[filled(StrategySummary, name=name, idea="An idea.") for name in names],
+        ladders=[LadderSummary(title="steps", unit="s", steps=[(1.0, "one"), (2.0, "held")])],
+        totals=totals(rows, frozenset({"held"})),
+        rows=rows,
+    )
 
 
 def line(report, start):
@@ -76,7 +95,7 @@ def test_where_the_first_is_behind_is_told(summary):
     assert "| E2E mean | held (hold-out) | 7.36 | best |" in report
     assert "| throughput |" not in report, "it is within the interval there"
     assert "Where slower is behind" in leaderboard_page(summary)
-    summary["strategies"].insert(0, summary["strategies"].pop(1))
+    summary.strategies.insert(0, summary.strategies.pop(1))
     assert "In none of the 2 cases it is not within" in leaderboard_report(summary)
 
 
@@ -87,14 +106,14 @@ def test_the_page_draws_distances_and_ladders(summary):
     assert '<td class="shaded s0">1.00 *</td>' in page
     assert "E2E mean over steps" in page
     assert page.count("<polyline") >= 4
-    summary["ladders"][0]["steps"] = [[1.0, "one"]]
+    summary.ladders[0].steps[:] = [(1.0, "one")]
     assert "E2E mean over steps" not in leaderboard_page(summary)
 
 
 def test_what_failed_and_what_is_missing_is_said(summary):
     """Everywhere; a name is text and never markup."""
-    summary["complete"] = False
-    summary["failed"] = [{"case": "one", "strategy": HOSTILE, "seed": 2, "problem": "it died"}]
+    failed = FailedCell(case="one", strategy=HOSTILE, seed=2, problem="it died")
+    summary = replace(summary, complete=False, failed=[failed])
     report, page = leaderboard_report(summary), leaderboard_page(summary)
     assert "**Not complete: cells are missing or failed.**" in report
     assert f"| one | {HOSTILE} | 2 | it died |" in report
@@ -105,7 +124,7 @@ def test_what_failed_and_what_is_missing_is_said(summary):
 
 def test_a_board_without_a_whole_row_says_so(summary):
     """As after a Ctrl-C in the first case."""
-    summary |= {"rows": [], "totals": [], "complete": False}
+    summary = replace(summary, rows=[], totals=[], complete=False)
     assert leaderboard_table(summary) == "no case has run with every strategy yet"
     assert "Not complete" in leaderboard_report(summary)
     assert "No case has run" in leaderboard_page(summary)

@@ -1,17 +1,29 @@
 """What a tuning comes to, in words: every way in which it can end."""
 
 import pytest
+from msgspec import UNSET
+from msgspec.structs import replace
 
+from sim.measurement.summaries import (
+    DifferenceSummary,
+    DimensionSummary,
+    JudgedSummary,
+    KeptRun,
+    NamedRun,
+    TrialSummary,
+    TuneSummary,
+)
 from sim.reports.tune_report import comment, conclusion, tune_page, tune_report, tune_table
+from tests.sim.made import filled
 
 TTFT, TOKENS = "ttft_p90_s", "output_tokens_per_s"
 
 
 def difference(verdict, relative, reference=1.0, *, low=-0.1, high=0.1):
-    return {
-        "reference": reference, "value": relative * reference, "relative": relative,
-        "low": low, "high": high, "significant": verdict in ("better", "worse"), "verdict": verdict,
-    }  # fmt: skip
+    return DifferenceSummary(
+        reference=reference, value=relative * reference, relative=relative,
+        low=low, high=high, significant=verdict in ("better", "worse"), verdict=verdict,
+    )  # fmt: skip
 
 
 SAME = difference("no significant difference", 0.001, low=-0.01, high=0.012)
@@ -19,25 +31,24 @@ BETTER = difference("better", -0.4, low=-0.5, high=-0.3)
 WORSE = difference("worse", -0.05, 1000.0, low=-60.0, high=-40.0)
 
 
-def judged(load, ttft=SAME, tokens=SAME, *, worse=(), loses_more=False):
-    return {
-        "load": load, "differences": {TTFT: ttft, TOKENS: tokens}, "worse": list(worse),
-        "loses_more": loses_more, "requests": {}, "present_requests": {},
-    }  # fmt: skip
+def judged(load, ttft=SAME, tokens=SAME, **fields):
+    return filled(JudgedSummary, load=load, differences={TTFT: ttft, TOKENS: tokens}, **fields)
 
 
 def trial(number, *costs, refused=""):
-    return {
-        "trial": number, "hash": f"hash-{number}", "refused": refused,
-        "values": {"weight of queue-scorer": number, "type of max-score-picker": "random-picker"},
-        "costs": [list(cost) for cost in costs],
-    }  # fmt: skip
+    return TrialSummary(
+        trial=number,
+        hash=f"hash-{number}",
+        refused=refused,
+        values={"weight of queue-scorer": number, "type of max-score-picker": "random-picker"},
+        costs=[list(cost) for cost in costs],
+    )
 
 
 def told(**changes):
     """A summary; a tuning that has won unless something is changed."""
     hold_out = [judged(1.0, BETTER), judged(0.7), judged(1.3, BETTER)]
-    return {
+    given = {
         "complete": True, "version": "0.0", "first_seed": 1, "seeds": 5, "generated": True,
         "varied": "5 draws of the traffic", "config": "mine", "config_hash": "abc",
         "tuned_name": "tuned", "tolerance": 0.02, "objective": [TTFT, TOKENS],
@@ -45,21 +56,19 @@ def told(**changes):
         "trace": {"name": "day.jsonl", "sha256": "f" * 64, "requests": 100, "tuning": 50, "hold_out": 50},
         "conditions": {"profiles": {"fast": 8}, "replicas": 2},
         "space": [
-            {"name": "weight of queue-scorer", "span": "0.1 to 10 or off", "present": 2.0},
-            {"name": "type of max-score-picker", "span": "a, b", "present": None},
+            DimensionSummary(name="weight of queue-scorer", span="0.1 to 10 or off", present=2.0),
+            DimensionSummary(name="type of max-score-picker", span="a, b", present=None),
         ],
         "trials": [
             trial(0, (0.0, 0.0), (0.0, 0.0)), trial(1, (0.5, 0.0)), trial(2, refused="no weights"),
             trial(3, (-0.6, 0.0), (-0.5, 0.1)),
         ],
-        "front": [3, 0], "finalists": [{"trial": 3} | judged(1.0, BETTER, WORSE)],
+        "front": [3, 0], "finalists": [replace(judged(UNSET, BETTER, WORSE), trial=3)],
         "chosen": trial(3, (-0.6, 0.0), (-0.5, 0.1)), "best_so_far": None,
         "hold_out": hold_out, "beats": True,
-        "runs": [
-            {"config": "mine", "seed": 1, "warnings": ["look out"],
-             "window": {"warm_up_s": 0.0, "drain_s": 1.0}},
-        ],
-    } | changes  # fmt: skip
+        "runs": [NamedRun(config="mine", seed=1, run=filled(KeptRun, warnings=["look out"], window={"drain_s": 1.0}))],
+    }  # fmt: skip
+    return filled(TuneSummary, **(given | changes))
 
 
 def ending(*hold_out):

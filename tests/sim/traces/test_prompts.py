@@ -8,8 +8,9 @@ from hypothesis import strategies as st
 
 from epp.core.prompt.blocks import HASH_BYTES
 from epp.core.types import BYTES_PER_TOKEN
-from sim.engine.engine import Engine, EngineRequest, EngineSettings
+from sim.engine.engine import Engine, EngineSettings
 from sim.engine.profiles import DEFAULT_PROFILE, find_profile
+from sim.engine.request import EngineRequest
 from sim.traces.arrival import Arrival
 from sim.traces.prompts import (
     body_of,

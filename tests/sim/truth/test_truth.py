@@ -7,8 +7,9 @@ import tomllib
 
 import pytest
 
-from sim.engine.engine import Engine, EngineRequest, EngineSettings
+from sim.engine.engine import Engine, EngineSettings
 from sim.engine.profiles import DEFAULT_PROFILE, find_profile
+from sim.engine.request import EngineRequest
 from sim.pods.exposition import MetricsPage
 from sim.pods.tokens import encode_ids, hash_chain
 from sim.truth import validate

@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 
 from sim.__main__ import main
-from sim.engine.engine import Engine, EngineRequest
+from sim.engine.engine import Engine
 from sim.engine.least_squares import bounded_least_squares
 from sim.engine.profiles import find_profile
+from sim.engine.request import EngineRequest
 from sim.truth import ladder, latency, validate
 from sim.truth.judgement import TruthError, converted, described, lines_of
 from tests.sim.terminal import on_a_terminal

@@ -9,6 +9,7 @@ from sim.experiments.jobs import JobError
 from sim.experiments.leaderboard import cell as cells
 from sim.experiments.leaderboard.cases import CASES, Case
 from sim.experiments.leaderboard.cell import Cell, inputs_of, run_cell
+from sim.measurement.summaries import Traffic
 from sim.traces.capture import CaptureWriter
 from tests.sim.made import arrivals
 
@@ -41,23 +42,23 @@ def test_a_cell_repeats_itself_to_the_digit():
     one, other = run_cell(cell()), run_cell(cell())
     assert one == other
     assert msgspec.json.decode(msgspec.json.encode(one), type=type(one)) == one
-    assert one.summary["requests"]["sent"] == 30
-    assert one.summary["traffic"] == {"generated": True, "resampled": None}
+    assert one.summary.requests.sent == 30
+    assert one.summary.traffic == Traffic(generated=True, resampled=None)
 
 
 def test_strategies_get_the_same_requests_and_seeds_others():
     """By what was asked, not by what came of it."""
     told = [run_cell(cell(policy=name)).summary for name in ("default", "round-robin")]
-    assert told[0]["prompt_tokens"] == told[1]["prompt_tokens"]
-    assert told[0]["digest"] != told[1]["digest"]
-    assert run_cell(cell(seed=2)).summary["prompt_tokens"] != told[0]["prompt_tokens"]
+    assert told[0].prompt_tokens == told[1].prompt_tokens
+    assert told[0].digest != told[1].digest
+    assert run_cell(cell(seed=2)).summary.prompt_tokens != told[0].prompt_tokens
 
 
 def test_what_happens_in_a_case_happens():
     """Pods that restart cut requests short, which clients send again."""
     summary = run_cell(cell("pod-churn", requests=400)).summary
-    assert summary["retries"] > 0
-    assert len(summary["pods"]) == CASES["pod-churn"].pods + 1, "one has joined"
+    assert summary.retries > 0
+    assert len(summary.pods) == CASES["pod-churn"].pods + 1, "one has joined"
 
 
 def test_inputs_are_all_that_the_figures_depend_on(trace):
@@ -88,9 +89,9 @@ def test_a_recorded_trace_is_replayed_then_resampled(trace):
     case = Case(name="mine", says="", file=str(trace))
     first = run_cell(cell(case, requests=60)).summary
     again = run_cell(cell(case, seed=2, repetition=1, requests=60)).summary
-    assert first["traffic"]["resampled"] is None
-    assert first["requests"]["sent"] == 60
-    assert again["traffic"]["resampled"]["blocks"] > 1
+    assert first.traffic.resampled is None
+    assert first.requests.sent == 60
+    assert again.traffic.resampled.blocks > 1
 
 
 def test_a_machine_with_other_code_refuses(monkeypatch):

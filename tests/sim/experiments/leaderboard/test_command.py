@@ -210,7 +210,7 @@ def test_a_board_goes_seed_by_seed_through_each_case():
         f"pickers-1, {name}, seed {seed}" for seed in (1, 2) for name in ("default", "random")
     ]
     partly = Board(cells, None)
-    assert partly.summary()["rows"] == []
+    assert partly.summary().rows == []
     assert len({one.inputs for one in cells}) == len(cells)
 
 

@@ -6,8 +6,10 @@ from msgspec.structs import replace
 from sim.experiments.leaderboard.cases import Case
 from sim.experiments.leaderboard.cell import CellResult
 from sim.experiments.leaderboard.folder import CellFolder
+from sim.measurement.summaries import RunSummary
 from sim.output import OutputError
 from tests.sim.experiments.leaderboard.test_cell import cell
+from tests.sim.made import filled
 
 
 def test_a_result_is_known_until_its_inputs_change(tmp_path):
@@ -15,7 +17,7 @@ def test_a_result_is_known_until_its_inputs_change(tmp_path):
     folder = CellFolder(tmp_path / "out", anew=False)
     one = cell()
     assert folder.known(one) is None
-    result = CellResult(inputs=one.inputs, summary={"digest": "1"})
+    result = CellResult(inputs=one.inputs, summary=filled(RunSummary, digest="1"))
     folder.keep(one, result)
     again = CellFolder(tmp_path / "out", anew=False)
     assert again.known(one) == result

@@ -6,13 +6,14 @@ import pytest
 
 from sim.experiments.leaderboard.cell import CellResult
 from sim.experiments.leaderboard.standings import MEASURES, Runs, case_rows, totals
+from sim.measurement.summaries import RunSummary
+from tests.sim.made import filled
 
 
 def summary(e2e_s=1.0, ttft_s=0.1, tokens_per_s=100.0, lost=0, generated=True, **fields):
     spread = dict.fromkeys(("mean", "p50", "p90", "p99"), ttft_s)
-    return {
+    told = {
         "requests": {"sent": 100, "complete": 100 - lost, "failed": lost},
-        "warnings": [],
         "ttft_s": spread,
         "tpot_s": {"mean": 0.01},
         "itl_s": {"mean": 0.01, "p99": 0.02, "stall_share": 0.0},
@@ -21,8 +22,9 @@ def summary(e2e_s=1.0, ttft_s=0.1, tokens_per_s=100.0, lost=0, generated=True, *
         "output_tokens_per_s": tokens_per_s,
         "goodput": {"share": 1.0},
         "imbalance": {"requests": {"max_over_mean": 1.1}},
-        "traffic": {"generated": generated, "resampled": None},
-    } | fields
+        "traffic": {"generated": generated},
+    }
+    return filled(RunSummary, **(told | fields))
 
 
 def runs(strategy, *summaries, failed=False):
@@ -35,7 +37,7 @@ def runs(strategy, *summaries, failed=False):
 
 
 def rows_of(*of, first_seed=1):
-    return {row["strategy"]: row for row in case_rows("case", of, first_seed)}
+    return {row.strategy: row for row in case_rows("case", of, first_seed)}
 
 
 def e2e(strategy, *values, **fields):
@@ -49,12 +51,12 @@ def test_the_best_is_known_and_who_is_level_with_it():
         e2e("best", 1.0, 2.0, 3.0),
         e2e("level", 1.02, 1.99, 3.01),
     )
-    behind = {name: row["behind"]["e2e_mean_s"] for name, row in rows.items()}
-    assert [name for name, one in behind.items() if one["best"]] == ["best"]
-    assert behind["slower"]["within"] is False
-    assert behind["level"]["within"] is True
-    assert behind["slower"]["of_best"] == pytest.approx(6.31 / 6, rel=1e-4)
-    assert rows["best"]["figures"]["e2e_mean_s"]["value"] == 2.0
+    behind = {name: row.behind["e2e_mean_s"] for name, row in rows.items()}
+    assert [name for name, one in behind.items() if one.best] == ["best"]
+    assert behind["slower"].within is False
+    assert behind["level"].within is True
+    assert behind["slower"].of_best == pytest.approx(6.31 / 6, rel=1e-4)
+    assert rows["best"].figures["e2e_mean_s"].value == 2.0
 
 
 def test_more_is_better_where_it_is():
@@ -63,38 +65,36 @@ def test_more_is_better_where_it_is():
         runs("much", *[summary(tokens_per_s=200.0)] * 3),
         runs("little", *[summary(tokens_per_s=100.0)] * 3),
     )
-    assert rows["much"]["behind"]["output_tokens_per_s"]["best"]
-    assert rows["little"]["behind"]["output_tokens_per_s"]["of_best"] == 0.5
+    assert rows["much"].behind["output_tokens_per_s"].best
+    assert rows["little"].behind["output_tokens_per_s"].of_best == 0.5
     (first, second) = totals(list(rows.values()), frozenset())
-    assert (first["all"]["output_tokens_per_s"]["times_the_best"]) == 1.0
-    assert (second["all"]["output_tokens_per_s"]["times_the_best"]) == 2.0
+    assert (first.all["output_tokens_per_s"].times_the_best) == 1.0
+    assert (second.all["output_tokens_per_s"].times_the_best) == 2.0
 
 
 def test_who_loses_requests_is_not_in_the_running():
     """Its figures are of fewer answers; it is told all the same."""
     rows = rows_of(e2e("loses", 0.1, 0.1, 0.1, lost=2), e2e("serves", 1.0, 1.0, 1.0))
-    assert not rows["loses"]["in_the_running"]
-    assert rows["serves"]["behind"]["e2e_mean_s"]["best"]
-    (total,) = [
-        one for one in totals(list(rows.values()), frozenset()) if one["strategy"] == "loses"
-    ]
-    assert total["all"]["e2e_mean_s"]["level"] == 0
+    assert not rows["loses"].in_the_running
+    assert rows["serves"].behind["e2e_mean_s"].best
+    (total,) = [one for one in totals(list(rows.values()), frozenset()) if one.strategy == "loses"]
+    assert total.all["e2e_mean_s"].level == 0
     equal = rows_of(e2e("one", 0.1, 0.1, 0.1, lost=5), e2e("other", 1.0, 1.0, 1.0, lost=5))
-    assert equal["one"]["behind"]["e2e_mean_s"]["best"], "all lose as many"
+    assert equal["one"].behind["e2e_mean_s"].best, "all lose as many"
 
 
 def test_a_strategy_that_failed_takes_no_seeds_from_the_others():
     """It has no row; the others have all of theirs."""
     rows = rows_of(runs("failed", summary(), None, None, failed=True), e2e("whole", 1.0, 2.0, 3.0))
     assert list(rows) == ["whole"]
-    assert rows["whole"]["seeds"] == 3
+    assert rows["whole"].seeds == 3
 
 
 def test_only_seeds_that_all_have_are_compared():
     """And nothing before the first seed is there: of a trace it is the trace as it is."""
     rows = rows_of(e2e("three", 1.0, 2.0, 30.0), e2e("two", 1.0, 2.0))
-    assert {row["seeds"] for row in rows.values()} == {2}
-    assert rows["three"]["figures"]["e2e_mean_s"]["value"] == 1.5
+    assert {row.seeds for row in rows.values()} == {2}
+    assert rows["three"].figures["e2e_mean_s"].value == 1.5
     assert rows_of(runs("late", None, summary()), e2e("whole", 1.0, 2.0)) == {}
     assert rows_of(runs("nothing"), e2e("whole", 1.0, 2.0)) == {}, "the best may be missing"
     assert rows_of(runs("failed", failed=True)) == {}
@@ -103,16 +103,16 @@ def test_only_seeds_that_all_have_are_compared():
 def test_with_two_seeds_nobody_knows_who_is_level():
     """There is no interval: neither yes nor no."""
     rows = rows_of(e2e("one", 1.0, 2.0), e2e("other", 1.1, 2.1))
-    assert rows["other"]["behind"]["e2e_mean_s"]["within"] is None
-    assert "3 are needed" in rows["other"]["lacking"]
+    assert rows["other"].behind["e2e_mean_s"].within is None
+    assert "3 are needed" in rows["other"].lacking
 
 
 def test_a_figure_that_a_run_does_not_have_makes_nobody_the_best():
     """As the gap between tokens of answers of one token."""
     nothing = {"mean": None, "p99": None, "stall_share": None}
     rows = rows_of(runs("one", *[summary(itl_s=nothing)] * 3))
-    assert "itl_mean_s" not in rows["one"]["behind"]
-    assert rows["one"]["figures"]["itl_mean_s"]["value"] is None
+    assert "itl_mean_s" not in rows["one"].behind
+    assert rows["one"].figures["itl_mean_s"].value is None
 
 
 def test_totals_are_geometric_and_tell_hold_outs_apart():
@@ -123,17 +123,17 @@ def test_totals_are_geometric_and_tell_hold_outs_apart():
         for row in case_rows(case, [e2e("one", *[one] * 3), e2e("other", *[other] * 3)], 1)
     ]
     first, second = totals(rows, frozenset({"held"}))
-    assert (first["strategy"], second["strategy"]) == ("one", "other")
-    assert first["all"]["e2e_mean_s"]["times_the_best"] == pytest.approx(2 ** (1 / 3), rel=1e-5)
-    assert first["all"]["e2e_mean_s"]["worst"] == "b"
-    assert second["all"]["e2e_mean_s"]["worst_times"] == 3.0
-    assert second["all"]["e2e_mean_s"]["level"] == 1
-    assert second["hold_outs"]["e2e_mean_s"]["times_the_best"] == 3.0
-    assert second["hold_outs"]["e2e_mean_s"]["cases"] == 1
+    assert (first.strategy, second.strategy) == ("one", "other")
+    assert first.all["e2e_mean_s"].times_the_best == pytest.approx(2 ** (1 / 3), rel=1e-5)
+    assert first.all["e2e_mean_s"].worst == "b"
+    assert second.all["e2e_mean_s"].worst_times == 3.0
+    assert second.all["e2e_mean_s"].level == 1
+    assert second.hold_outs["e2e_mean_s"].times_the_best == 3.0
+    assert second.hold_outs["e2e_mean_s"].cases == 1
 
 
 def test_every_measure_has_a_figure():
     """In every row."""
     (row,) = rows_of(e2e("one", 1.0, 1.0, 1.0)).values()
-    assert list(row["figures"]) == list(MEASURES)
-    assert all(math.isfinite(one["value"]) for one in row["figures"].values())
+    assert list(row.figures) == list(MEASURES)
+    assert all(math.isfinite(one.value) for one in row.figures.values())

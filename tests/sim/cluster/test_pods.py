@@ -1,15 +1,14 @@
-"""How a pod ends that is asked to."""
+"""How pods end that are asked to, and what is counted and told of those that come and go."""
 
-from sim.cluster.cluster import Fate
-from sim.cluster.draining import drain, nothing
+from sim.cluster.simulated_request import Fate
 from tests.sim.made import arrivals, cluster
 
 
-def drained(at_s, grace_s, *, ended=nothing, output=(200, 400)):
+def drained(at_s, grace_s, *, ended=None, output=(200, 400)):
     """The requests of a run in which pod 1 of three is drained, and the cluster."""
     requests = []
     one = cluster(arrivals(300, rate=10.0, output=output), pods=3, ended=requests.append)
-    one.loop.at(at_s, lambda: drain(one, one.pods[1], grace_s, ended))
+    one.loop.at(at_s, lambda: one.pods.drain(one.pods[1], grace_s, ended))
     one.run()
     return requests, one
 
@@ -39,9 +38,9 @@ def test_a_pod_that_died_meanwhile_does_not_end_again():
     told = []
     one = cluster(arrivals(100, rate=10.0, output=(200, 400)), pods=3)
     pod = one.pods[1]
-    one.loop.at(4.0, lambda: drain(one, pod, 60.0, lambda: told.append(True)))
-    one.loop.at(4.5, one.end_pod, pod)
-    one.loop.at(5.0, lambda: drain(one, pod, 0.0, lambda: told.append(True)))
+    one.loop.at(4.0, lambda: one.pods.drain(pod, 60.0, lambda: told.append(True)))
+    one.loop.at(4.5, one.pods.end, pod)
+    one.loop.at(5.0, lambda: one.pods.drain(pod, 0.0, lambda: told.append(True)))
     one.run()
     assert told == []
     assert not pod.alive

@@ -1,0 +1,271 @@
+"""The gateway between clients, pickers and pods: it takes a request through all that happens to it.
+
+A request reaches a picker after the network delay, then its pod after the network delay and what
+the server's front end takes, and its answer comes back after the network delay. The picker is told
+of the end when the client is. With Homing's own Envoy configuration response bodies pass the picker
+by, so that it is told of first outputs only with `response_chunks`.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Final
+
+from epp.core.knowledge.inflight import Ending, Outcome
+from epp.core.prompt.request import InferenceRequest
+from epp.core.protocol.waiting import Resolution, Resolver
+from epp.core.types import Endpoint, Refusal, Seconds
+from sim.cluster.loop import Loop
+from sim.cluster.pickers import Pickers
+from sim.cluster.pods import Pods
+from sim.cluster.policies import Route
+from sim.cluster.rerouting import Connections
+from sim.cluster.settings import ClusterSettings
+from sim.cluster.simulated_pod import PodKind, SimulatedPod
+from sim.cluster.simulated_request import Failure, Fate, SimulatedRequest
+from sim.engine.engine import Step
+from sim.engine.request import EngineRequest, PromptParts
+from sim.traces.arrival import Arrival
+from sim.traces.prompts import PromptHashes
+
+NO_PICKER_STATUS: Final = 500
+"""What Envoy answers for a picker that it does not reach, unless it fails open (docs/protocol.md)."""
+
+
+class Gateway:
+    """Takes requests of clients; `ended` gets each with its fate when its client has the answer.
+
+    `request_of` gives a request as pickers have parsed it, `resolver` what requests may have to wait
+    for before pickers place them.
+    """
+
+    def __init__(
+        self,
+        settings: ClusterSettings,
+        loop: Loop,
+        pods: Pods,
+        pickers: Pickers,
+        *,
+        seed: int,
+        request_of: Callable[[Arrival, PromptHashes], InferenceRequest],
+        resolver: Resolver | None,
+        ended: Callable[[SimulatedRequest, Fate], None],
+    ) -> None:
+        self._settings = settings
+        self._loop = loop
+        self._pods = pods
+        self._pickers = pickers
+        self._request_of = request_of
+        self._resolver = resolver
+        self._ended = ended
+        self._connections = Connections(settings.reschedules, seed=seed)
+        self.rescheduled = 0
+        """Requests that a pod took that was not the first that the picker named."""
+
+    # From the client.
+
+    def take(self, request: SimulatedRequest, pause_s: Seconds = 0.0) -> None:
+        """A client sends `request` in `pause_s`, to a picker that is there now."""
+        request.replica = self._pickers.assigner.choose(request.arrival.session)
+        self._loop.after(pause_s + self._settings.network_delay_s, self._route, request)
+
+    def hang_up(self, request: SimulatedRequest) -> None:
+        """The client leaves, unless its answer is already on the way."""
+        if request.fate is not None or request.finished_at is not None:
+            return
+        pod = request.pod
+        if pod is not None and pod.requests.pop(request.request_id, None) is not None:
+            pod.abort(request.request_id)
+        self._complete(request, Ending.CLIENT_LEFT, 200 if request.submitted_at is not None else 0)
+        self._end(request, Fate.ABORTED)
+
+    # To the picker.
+
+    def _route(self, request: SimulatedRequest) -> None:
+        if request.fate is not None:
+            return
+        assigner = self._pickers.assigner
+        if not assigner.is_there(request.replica):
+            # It died on the way.
+            request.replica = assigner.choose(request.arrival.session)
+        if request.replica is None:
+            self._fail(request, Failure.NO_PICKER, NO_PICKER_STATUS)
+            return
+        request.routed_at = self._loop.now
+        request.hashes = PromptHashes(request.arrival)
+        parsed = self._request_of(request.arrival, request.hashes)
+        if self._resolver is not None:
+            request.wait = self._resolver.begin(parsed, partial(self._resolved, request))
+            if request.wait is not None:
+                return
+        self._place(request, parsed)
+
+    def _resolved(self, request: SimulatedRequest, resolution: Resolution) -> None:
+        """What `request` waited for is there."""
+        if request.wait is None:
+            return
+        request.wait = None
+        if not self._pickers.assigner.is_there(request.replica):
+            # Its stream ended with the picker.
+            self._fail(request, Failure.NO_PICKER, NO_PICKER_STATUS)
+            return
+        self._place(request, resolution)
+
+    def _place(self, request: SimulatedRequest, resolution: Resolution) -> None:
+        """Ask for the endpoint of `request`, and send it there."""
+        routed = self._pickers.route(request, resolution)
+        delay_s = self._settings.network_delay_s
+        if isinstance(routed, Refusal):
+            request.refusal = routed
+            request.status = routed.status
+            self._loop.after(delay_s, self._end, request, Fate.REFUSED)
+            return
+        request.route = routed
+        request.predicted_cached_tokens = routed.predicted_cached_tokens
+        decision = routed.decision
+        if decision is not None:
+            request.metrics_age_s = decision.candidates.metrics_age_s_of(decision.picked)
+        self._ask(request, routed.endpoint, delay_s)
+
+    # To the pod.
+
+    def _ask(self, request: SimulatedRequest, endpoint: Endpoint, delay_s: Seconds) -> None:
+        """Send `request` to `endpoint`, which has it after `delay_s`."""
+        pod = self._pods.at(endpoint)
+        request.pod = pod
+        request.life = pod.life
+        frontend_s = pod.kind.profile.frontend_delay_s(request.arrival.prompt_tokens)
+        self._loop.after(delay_s + frontend_s, self._submit, request)
+
+    def _submit(self, request: SimulatedRequest) -> None:
+        if request.fate is not None:
+            return
+        pod, arrival = request.pod, request.arrival
+        assert pod is not None
+        if not pod.alive or pod.life != request.life:
+            self._pass_over(request, Failure.POD_DIED)
+            return
+        if not self._gets_through(request, pod):
+            self._pass_over(request, Failure.UNREACHABLE)
+            return
+        if request.passed_over:
+            self.rescheduled += 1
+            self._loop.after(
+                self._settings.network_delay_s, self._reschedule, request, request.route
+            )
+        failure = _unfit(pod.kind, arrival)
+        if failure is not None:
+            # The server says so before it computes anything.
+            self._fail(request, failure, 400)
+            return
+        request.engine = _engine_request(request, pod.kind)
+        request.hashes = None
+        request.submitted_at = self._loop.now
+        pod.requests[request.request_id] = request
+        pod.submit(request.engine)
+
+    def _gets_through(self, request: SimulatedRequest, pod: SimulatedPod) -> bool:
+        """Only of the endpoint named first is it said in a scenario that it cannot be reached."""
+        if request.passed_over or not self._settings.reschedules:
+            return True
+        index = request.arrival.index
+        return not self._connections.fails(pod.number, index, request.retries, self._loop.now)
+
+    def _pass_over(self, request: SimulatedRequest, failure: Failure) -> None:
+        """Ask the next endpoint that the picker has named, if there is one."""
+        assert request.route is not None
+        decision = request.route.decision
+        others = () if decision is None else decision.fallbacks
+        if request.passed_over == len(others):
+            self._fail(request, failure, 503)
+            return
+        request.passed_over += 1
+        # Its connection came back refused.
+        delay_s = 2 * self._settings.network_delay_s
+        self._ask(request, others[request.passed_over - 1], delay_s)
+
+    # From the pod.
+
+    def stepped(self, pod: SimulatedPod, step: Step) -> None:
+        """A step of `pod` has ended."""
+        for engine in step.outputs:
+            request = pod.requests.get(engine.request_id)
+            if request is None or request.engine is not engine:
+                continue
+            if request.first_token_at is None:
+                request.first_token_at = self._loop.now
+                if self._settings.response_chunks:
+                    self._loop.after(self._settings.network_delay_s, self._first_output, request)
+            if engine.finished:
+                request.finished_at = self._loop.now
+                del pod.requests[engine.request_id]
+                self._loop.after(self._settings.network_delay_s, self._answer, request)
+
+    def cut(self, request: SimulatedRequest) -> None:
+        """Its pod has died: the client has seen the head of a response, then the connection broke."""
+        self._fail(request, Failure.POD_DIED, 200)
+
+    def _reschedule(self, request: SimulatedRequest, route: Route) -> None:
+        if request.fate is None and request.route is route:
+            assert request.pod is not None
+            self._pickers.reschedule(request, request.pod.endpoint)
+
+    def _first_output(self, request: SimulatedRequest) -> None:
+        if request.fate is None and request.route is not None:
+            self._pickers.first_output(request)
+
+    def _answer(self, request: SimulatedRequest) -> None:
+        self._complete(request, Ending.COMPLETE, 200)
+        self._end(request, Fate.COMPLETE)
+
+    def _fail(self, request: SimulatedRequest, failure: Failure, status: int) -> None:
+        request.failure = failure
+        self._loop.after(self._settings.network_delay_s, self._failed, request, status)
+
+    def _failed(self, request: SimulatedRequest, status: int) -> None:
+        if request.fate is None:
+            self._complete(request, Ending.ERROR, status)
+            self._end(request, Fate.FAILED)
+
+    def _complete(self, request: SimulatedRequest, ending: Ending, status: int) -> None:
+        """Tell the picker, if one has routed `request`, that it is over."""
+        request.status = status
+        if request.route is not None:
+            # No pod here says 503 itself: it is what a gateway says of one that is gone.
+            outcome = Outcome(ending=ending, status=status or None, by_gateway=status == 503)
+            self._pickers.complete(request, outcome)
+
+    def _end(self, request: SimulatedRequest, fate: Fate) -> None:
+        if request.fate is not None:
+            return
+        if request.wait is not None:
+            request.wait.cancel()
+            request.wait = None
+        self._ended(request, fate)
+
+
+def _engine_request(request: SimulatedRequest, kind: PodKind) -> EngineRequest:
+    """`request` as the engine of a pod of this kind gets it."""
+    hashes, arrival = request.hashes, request.arrival
+    assert hashes is not None
+    keys, ends = hashes.engine_pieces(kind.engine.block_size_tokens)
+    return EngineRequest(
+        request.request_id,
+        prompt_tokens=arrival.prompt_tokens,
+        output_tokens=arrival.output_tokens,
+        chain=keys,
+        chain_ends=ends,
+        adapter=arrival.adapter,
+        parts=None if kind.cache is None else PromptParts(*hashes.engine_pieces(1)),
+    )
+
+
+def _unfit(kind: PodKind, arrival: Arrival) -> Failure | None:
+    """Why a server of this kind answers 400: as `sim/pods/pods` and the engine decide it."""
+    tokens = arrival.prompt_tokens + arrival.output_tokens
+    if tokens > kind.profile.max_model_len_tokens:
+        return Failure.CONTEXT
+    if tokens > kind.request_tokens_max:
+        return Failure.KV_CACHE
+    if arrival.adapter and not kind.engine.max_loras:
+        return Failure.ADAPTER
+    return None

@@ -1,0 +1,220 @@
+"""The pickers of a cluster: what each knows of the pods, what it decides, and when it is there.
+
+They see pods only as production does: announced by discovery some time after they change, and
+through pages scraped one by one, with the interval and jitter of `epp/shell/engines/scrape`. A dead
+pod refuses connections, and is asked as often as one that lives. They see each other's decisions
+only as far as they tell each other (`sim/cluster/peering`).
+"""
+
+from collections.abc import Callable
+from random import Random
+
+from epp.core.knowledge.inflight import Outcome
+from epp.core.knowledge.pool import UPSTREAM_FAILURES
+from epp.core.protocol.waiting import Resolution
+from epp.core.types import Endpoint, Refusal
+from sim.cluster.assignment import Assigner
+from sim.cluster.loop import Loop
+from sim.cluster.peering import Peering
+from sim.cluster.pods import Pods
+from sim.cluster.policies import Policy, PolicySource, Route, scheduler_of
+from sim.cluster.scraping import Scraper
+from sim.cluster.settings import Absence, ClusterSettings
+from sim.cluster.simulated_pod import SimulatedPod
+from sim.cluster.simulated_request import SimulatedRequest
+
+
+class Pickers:
+    """All of them, by replica. `open_policy(seed)` makes one."""
+
+    def __init__(
+        self,
+        settings: ClusterSettings,
+        loop: Loop,
+        pods: Pods,
+        open_policy: Callable[[int], Policy],
+        *,
+        seed: int,
+    ) -> None:
+        self._settings = settings
+        self._loop = loop
+        self._pods = pods
+        self._open_policy = open_policy
+        self._seed = seed
+        self.policies = [self._open(at) for at in range(settings.replicas)]
+        self.assigner = Assigner(settings.assignment, settings.replicas, seed)
+        """Knows who is there."""
+        self.peering = Peering(loop, settings.peers, replicas=settings.replicas, seed=seed)
+        self._scrapers: list[dict[str, Scraper]] = [{} for _ in self.policies]
+        """Of each picker, by endpoint."""
+        self._resting = False
+        """Nobody is scraped or told anything until `wake`."""
+        self.announce()
+        # The pickers were there before the traffic: each has scraped every pod once.
+        for policy, scrapers in zip(self.policies, self._scrapers, strict=True):
+            for scraper in scrapers.values():
+                page = scraper.pod.page(loop.now)
+                assert page is not None, "a pod begins alive"
+                policy.observe(scraper.endpoint, page, loop.now)
+        self._start_all()
+
+    # What is asked of them.
+
+    def route(self, request: SimulatedRequest, resolution: Resolution) -> Route | Refusal:
+        """Have its picker decide on `request`, unless it is refused already."""
+        replica, now = request.replica, self._loop.now
+        assert replica is not None
+        self.read_pages(replica)
+        policy = request.policy = self.policies[replica]
+        routed = resolution if isinstance(resolution, Refusal) else policy.route(resolution, now)
+        self.peering.touched(replica)
+        return routed
+
+    def first_output(self, request: SimulatedRequest) -> None:
+        """Its picker, which has routed `request`, sees the first chunk of the answer."""
+        policy, route, replica = _routed(request)
+        policy.first_output(route, self._loop.now)
+        self.peering.touched(replica)
+
+    def reschedule(self, request: SimulatedRequest, served: Endpoint) -> None:
+        """The head of the response tells the picker of `request` that `served` has sent it."""
+        policy, route, replica = _routed(request)
+        policy.reschedule(route, served, self._loop.now)
+        self.peering.touched(replica)
+
+    def complete(self, request: SimulatedRequest, outcome: Outcome) -> None:
+        """Its picker, to which the response has been visible, sees the end of `request`."""
+        policy, route, replica = _routed(request)
+        if outcome.status in UPSTREAM_FAILURES:
+            # A good page between two failures would have parted them.
+            self.read_pages(replica)
+        policy.complete(route, outcome, self._loop.now)
+        self.peering.touched(replica)
+
+    def configure(self, source: PolicySource) -> None:
+        """All, and those that start from now on, decide by `source`, which is no baseline."""
+        self._open_policy = self._settings.opener(source)
+        settings = self._open_policy(0).settings
+        assert settings is not None, f"{source.name} has no configuration"
+        for replica, policy in enumerate(self.policies):
+            self.read_pages(replica)
+            policy.configure(settings, self._loop.now)
+
+    def tick(self) -> None:
+        """About once a second."""
+        for policy in self.policies:
+            policy.tick(self._loop.now)
+        self.peering.tick()
+
+    # What they know of pods.
+
+    def announce(self) -> None:
+        """Discovery tells every picker which pods there are now."""
+        if self._resting:
+            return
+        announced = self._pods.announced()
+        endpoints = [pod.endpoint for pod in announced]
+        for replica, policy in enumerate(self.policies):
+            policy.replace(endpoints, self._loop.now)
+            if policy.settings is None:
+                # A plain proxy scrapes nobody.
+                continue
+            scrapers = self._scrapers[replica]
+            for gone in scrapers.keys() - {endpoint.endpoint_id for endpoint in endpoints}:
+                scrapers.pop(gone).stop()
+            for pod, endpoint in zip(announced, endpoints, strict=True):
+                self._scrape(replica, pod, endpoint)
+
+    def read_pages(self, replica: int) -> None:
+        """Tell a picker what its scrapes have read by now."""
+        policy = self.policies[replica]
+        for scraper in self._scrapers[replica].values():
+            for read_at, page in scraper.read(self._loop.now):
+                if page is None:
+                    policy.refused(scraper.endpoint, read_at)
+                else:
+                    policy.observe(scraper.endpoint, page, read_at)
+
+    def rest(self) -> None:
+        """Nothing is asked and told until `wake`."""
+        self._resting = True
+        self.peering.rest()
+        for scrapers in self._scrapers:
+            for scraper in scrapers.values():
+                scraper.stop()
+            scrapers.clear()
+
+    def wake(self) -> None:
+        """All go on asking and telling."""
+        self._resting = False
+        self.peering.wake()
+        self.announce()
+
+    def _scrape(self, replica: int, pod: SimulatedPod, endpoint: Endpoint) -> None:
+        """Have a picker scrape this incarnation of a pod from now on."""
+        scrapers, settings = self._scrapers[replica], self._settings
+        known = scrapers.get(endpoint.endpoint_id)
+        if known is not None:
+            if known.endpoint.incarnation == endpoint.incarnation:
+                return
+            known.stop()
+        purpose = f"scrape:{replica}:{pod.place}:{endpoint.incarnation}"
+        scrapers[endpoint.endpoint_id] = Scraper(
+            pod,
+            endpoint,
+            Random(f"{self._seed}:{purpose}"),
+            self._loop.now,
+            interval_s=settings.refresh_interval_s,
+            delay_s=settings.scrape_delay_s,
+            troubles=[
+                trouble
+                for trouble in settings.scrape_troubles
+                if trouble.concerns(replica, pod.number)
+            ],
+        )
+
+    # When they are there.
+
+    def _open(self, replica: int) -> Policy:
+        policy = self._open_policy(_replica_seed(self._seed, replica))
+        policy.replicas_unheard(self._settings.replicas - 1)
+        return policy
+
+    def _start_all(self) -> None:
+        absences = self._settings.absences
+        late = {absence.replica for absence in absences if absence.from_s <= 0}
+        for replica, policy in enumerate(self.policies):
+            if replica not in late:
+                self.peering.start(replica, scheduler_of(policy))
+        self.peering.greet()
+        for absence in absences:
+            if absence.from_s <= 0:
+                self.assigner.leave(absence.replica)
+                self._loop.at(absence.to_s, self._start, absence.replica)
+            else:
+                self._loop.at(absence.from_s, self._stop, absence)
+
+    def _stop(self, absence: Absence) -> None:
+        replica = absence.replica
+        self.assigner.leave(replica)
+        self.peering.stop(replica)
+        policy = self.policies[replica] = self._open(replica)
+        policy.replace([pod.endpoint for pod in self._pods.announced()], self._loop.now)
+        self._loop.at(absence.to_s, self._start, replica)
+
+    def _start(self, replica: int) -> None:
+        self.peering.start(replica, scheduler_of(self.policies[replica]))
+        self.peering.warm(replica, lambda: self.assigner.join(replica))
+
+
+def _routed(request: SimulatedRequest) -> tuple[Policy, Route, int]:
+    """Who has routed `request`, and where to."""
+    assert request.policy is not None
+    assert request.route is not None
+    assert request.replica is not None
+    return request.policy, request.route, request.replica
+
+
+def _replica_seed(seed: int, replica: int) -> int:
+    """The first picker has the seed itself, as `epp serve --seed` would."""
+    return seed if replica == 0 else Random(f"{seed}:replica:{replica}").getrandbits(32)

@@ -9,7 +9,7 @@ import msgspec
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from epp.core.decision.scheduler import Decision
+from epp.core.decision.account import Leg
 from sim.cluster.simulated_request import SimulatedRequest
 from sim.measurement.measures import queue_of, tpot_of, ttft_of
 
@@ -110,7 +110,7 @@ class DecisionFile:
         """Write one request that has ended, and what waited for it."""
         route = request.route
         decision = route.decision if route is not None else None
-        candidates = _NOBODY if decision is None else candidates_of(decision)
+        candidates = _NOBODY if decision is None else candidates_of(decision.account.leg)
         line = {
             "request": request.arrival.index,
             "time_s": request.routed_at,
@@ -118,7 +118,7 @@ class DecisionFile:
             "endpoint": route.endpoint.name if route is not None else None,
             "served": request.pod.name if request.passed_over and request.pod else None,
             "refusal": request.refusal.message if request.refusal is not None else None,
-            "total_blocks": 0 if decision is None else decision.total_blocks,
+            "total_blocks": 0 if decision is None else decision.account.leg.total_blocks,
             "candidates": candidates,
             "predicted_cached_tokens": request.predicted_cached_tokens,
             "cached_tokens": 0 if request.engine is None else request.engine.cached_tokens,
@@ -136,19 +136,19 @@ class DecisionFile:
         self._file.close()
 
 
-def candidates_of(decision: Decision) -> msgspec.Raw:
+def candidates_of(leg: Leg) -> msgspec.Raw:
     """Those that were scored: what each held, its sum, and what every scorer added to it; as JSON.
 
     The numbers of all are encoded together and put in their places, column by column: an object for
     each candidate, and one for its parts, would cost twice as much.
     """
-    candidates, scored = decision.candidates, decision.scored
-    n, columns = len(scored.total), 2 + len(decision.scorers)
+    candidates, scored = leg.candidates, leg.scored
+    n, columns = len(scored.total), 2 + len(leg.scorers)
     parts = scored.parts.ravel().tolist()
     numbers = [*candidates.matched_blocks.tolist(), *scored.total.tolist(), *parts]
     spelt = _ENCODE(numbers)[1:-1].split(b",")
     names = tuple([endpoint.name for endpoint in candidates.endpoints])
-    pieces = _around_numbers(names, decision.scorers).copy()
+    pieces = _around_numbers(names, leg.scorers).copy()
     for column in range(columns):
         pieces[2 * column + 1 :: 2 * columns] = spelt[column * n : (column + 1) * n]
     return msgspec.Raw(b"".join(pieces))

@@ -229,24 +229,25 @@ class CaptureWitness:
         subset = None
         if request.subset is not None:
             subset = tuple(self._scheduler.pool.ready(request.subset, now).tolist())
-        routed = decision if isinstance(decision, Decision) else None
+        account = None if isinstance(decision, Refusal) else decision.account
+        leg = None if account is None else account.leg
         event = Scheduled(
             at_s=now,
             request=number,
-            slot=-1 if routed is None else routed.lease.slot,
-            decision=0 if routed is None else routed.number,
-            matched_blocks=0 if routed is None else routed.matched_blocks,
-            ready=0 if routed is None else routed.ready,
+            slot=-1 if leg is None else leg.lease.slot,
+            decision=0 if account is None else account.number,
+            matched_blocks=0 if leg is None else leg.matched_blocks,
+            ready=0 if leg is None else leg.ready,
             refused=decision.reason.value if isinstance(decision, Refusal) else "",
             api=request.api,
             stream=request.stream,
             subset=subset,
             replicas_unheard=self._scheduler.replicas_unheard,
         )
-        if routed is None:
+        if leg is None:
             return Decided(event, asked, "")
-        self._numbers[routed.lease] = number
-        return Decided(event, asked, routed.endpoint.name)
+        self._numbers[leg.lease] = number
+        return Decided(event, asked, leg.endpoint.name)
 
 
 def _ignored(_: object) -> None:

@@ -10,7 +10,6 @@ import math
 from collections.abc import Mapping, Sequence
 from enum import StrEnum
 from functools import cached_property
-from typing import Any
 
 from msgspec import Struct
 
@@ -32,33 +31,14 @@ class Role(StrEnum):
     """The whole of a request."""
 
 
-class Leg(Struct, frozen=True, kw_only=True, dict=True):
-    """One endpoint that was chosen for one part of a request, and why that one."""
+class Ranking(Struct, frozen=True, kw_only=True, dict=True):
+    """How the candidates of a decision were ranked: as it is decided, or of the arrays that were kept."""
 
-    role: Role = Role.SERVE
-    endpoint: Endpoint
-    fallbacks: tuple[Endpoint, ...]
-    ready: int
-    """Endpoints that were ready and in the subset, before filters."""
-    eliminated: Mapping[str, int]
-    """Name of the filter -> how many endpoints it dropped."""
-    dropped: Mapping[str, Ints]
-    """The same, as their slots."""
-    candidates: Candidates
-    """Those that were scored."""
-    picked: int
-    """Position of `endpoint` among them."""
     scorers: tuple[str, ...]
     scored: Scored
-    tellers: tuple[TellsCost | None, ...]
-    lease: Lease
-    matched_blocks: int
-    total_blocks: int
-    block_tokens: int
-
-    @property
-    def request(self) -> InferenceRequest:
-        return self.lease.request
+    """Its rows are those of `scorers`, its columns the candidates."""
+    picked: int
+    """Position of the chosen endpoint among them."""
 
     @property
     def total(self) -> float:
@@ -85,8 +65,39 @@ class Leg(Struct, frozen=True, kw_only=True, dict=True):
         """The fewest scorers without which the chosen endpoint would not be ahead, the greatest first."""
         if self.runner_up is None:
             return ()
-        found = decisive(self.parts, self.scored.parts_of(self.runner_up))
-        return tuple([self.scorers[at] for at in found])
+        return decided_by(self.scorers, self.parts, self.scored.parts_of(self.runner_up))
+
+    def best(self, most: int) -> list[int]:
+        """Positions of the `most` best candidates, best first; the chosen one is always among them."""
+        order: list[int] = (-self.scored.total).argsort(kind="stable")[:most].tolist()
+        if self.picked not in order:
+            order[-1] = self.picked
+        return order
+
+
+class Leg(Ranking, frozen=True, kw_only=True, dict=True):
+    """One endpoint that was chosen for one part of a request, and why that one."""
+
+    role: Role = Role.SERVE
+    endpoint: Endpoint
+    fallbacks: tuple[Endpoint, ...]
+    ready: int
+    """Endpoints that were ready and in the subset, before filters."""
+    eliminated: Mapping[str, int]
+    """Name of the filter -> how many endpoints it dropped."""
+    dropped: Mapping[str, Ints]
+    """The same, as their slots."""
+    candidates: Candidates
+    """Those that were scored."""
+    tellers: tuple[TellsCost | None, ...]
+    lease: Lease
+    matched_blocks: int
+    total_blocks: int
+    block_tokens: int
+
+    @property
+    def request(self) -> InferenceRequest:
+        return self.lease.request
 
     @cached_property
     def numbers(self) -> tuple[float, ...]:
@@ -113,10 +124,6 @@ class Leg(Struct, frozen=True, kw_only=True, dict=True):
         """Tokens of the prompt that the chosen endpoint is believed to hold."""
         return predicted_tokens(self.matched_blocks, self.block_tokens, self.request.prompt_tokens)
 
-    def best(self, most: int) -> list[int]:
-        """Positions of the best candidates, best first; the chosen one is always among them."""
-        return best(self.scored.total, self.picked, most)
-
 
 class Account(Struct, frozen=True, kw_only=True):
     """One decision."""
@@ -133,12 +140,11 @@ class Account(Struct, frozen=True, kw_only=True):
         return self.legs[0]
 
 
-def best(total: Any, picked: int, most: int) -> list[int]:
-    """Positions of the `most` greatest of `total`, the greatest first, `picked` among them."""
-    order: list[int] = (-total).argsort(kind="stable")[:most].tolist()
-    if picked not in order:
-        order[-1] = picked
-    return order
+def decided_by(
+    scorers: Sequence[str], parts: Sequence[float], others: Sequence[float]
+) -> tuple[str, ...]:
+    """Of scorers that gave `parts` to the chosen endpoint and `others` to the next best; as of a ranking."""
+    return tuple([scorers[at] for at in decisive(parts, others)])
 
 
 def predicted_tokens(matched_blocks: int, block_tokens: int, prompt_tokens: int) -> int:

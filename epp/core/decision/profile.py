@@ -133,6 +133,11 @@ class Scored(Struct, frozen=True):
     weights: Floats
     """float64[scorers]."""
 
+    @classmethod
+    def of(cls, scores: Floats, weights: Floats) -> "Scored":
+        """Of scores without unknown ones."""
+        return cls(weighted_sums(weights, scores), scores, weights)
+
     @property
     def parts(self) -> Floats:
         """float64[scorers, n]: what each scorer adds to each sum."""
@@ -258,24 +263,15 @@ class SchedulingProfile(Struct, frozen=True, kw_only=True, dict=True):
                 failures.returned(scorer.name, "score", array_fault(found, FLOATS, n))
         # At the length of a pool np.clip, the function, costs four times as much, and floats twice.
         scores.clip(_LEAST, _MOST, out=scores)
-        total = self._add_up(scores)
+        total = weighted_sums(self._weights, scores)
         # Where there is a NaN, argmax leads to it: one cheap test of every score.
         if n and math.isnan(total.item(total.argmax())):
             for one in scores:
                 fill_unknown(one)
-            total = self._add_up(scores)
+            total = weighted_sums(self._weights, scores)
         if kept is not None:
             kept.keep(computed, request, candidates, scores)
         return Scored(total, scores, self._weights)
-
-    def _add_up(self, scores: Floats) -> Floats:
-        if len(scores) == 1:
-            # The same numbers, at a third of what einsum takes at the length of a pool.
-            alone: Floats = scores[0] if self._weights.item() == 1.0 else scores[0] * self._weights
-            return alone
-        # Not a product of matrices: BLAS rounds differently from machine to machine.
-        total: Floats = np.einsum("i,ij->j", self._weights, scores)
-        return total
 
     @cached_property
     def _weights(self) -> Floats:
@@ -306,6 +302,17 @@ class SchedulingProfile(Struct, frozen=True, kw_only=True, dict=True):
         tied = highest(scores)
         first = rotation % len(tied)
         return tied[first : first + 1]
+
+
+def weighted_sums(weights: Floats, scores: Floats) -> Floats:
+    """float64[n] of `scores`, float64[scorers, n]."""
+    if len(scores) == 1:
+        # The same numbers, at a third of what einsum takes at the length of a pool.
+        alone: Floats = scores[0] if weights.item() == 1.0 else scores[0] * weights
+        return alone
+    # Not a product of matrices: BLAS rounds differently from machine to machine.
+    total: Floats = np.einsum("i,ij->j", weights, scores)
+    return total
 
 
 def highest(scores: Floats) -> Ints:

@@ -1,6 +1,7 @@
 import pytest
 
-from epp.core.decision.account import Role, best, predicted_tokens
+from epp.core.decision.account import Ranking, Role, predicted_tokens
+from epp.core.decision.profile import Scored
 from tests.shell.operators.decided import make_decision
 
 
@@ -26,10 +27,22 @@ def test_the_chosen_one_is_among_the_best_whatever_its_place():
     """It takes that of the last that is told."""
     leg = make_decision(endpoints=5, picked=4).account.leg
     total = leg.scored.total
-    assert leg.best(5) == best(total, 4, 5)
     assert sorted(leg.best(5)) == [0, 1, 2, 3, 4]
     assert 4 in leg.best(1)
     assert leg.runner_up == max(range(4), key=lambda at: total[at])
+
+
+def test_a_ranking_that_was_kept_tells_the_same():
+    """Of the scores and the weights alone."""
+    leg = make_decision(endpoints=5, picked=2).account.leg
+    kept = Ranking(
+        scorers=leg.scorers,
+        scored=Scored.of(leg.scored.scores.copy(), leg.scored.weights),
+        picked=leg.picked,
+    )
+    assert kept.scored.total.tobytes() == leg.scored.total.tobytes()
+    assert (kept.total, kept.parts, kept.runner_up) == (leg.total, leg.parts, leg.runner_up)
+    assert (kept.decided_by, kept.best(3)) == (leg.decided_by, leg.best(3))
 
 
 @pytest.mark.parametrize(

@@ -12,9 +12,8 @@ import msgspec
 import numpy as np
 from msgspec import Struct
 
-from epp.core.decision.account import best, rounded_parts
+from epp.core.decision.account import Ranking, decided_by, rounded_parts
 from epp.core.decision.costs import DIGITS, Cost, cost_by_score, cost_of
-from epp.core.decision.decisive import decisive
 from epp.core.decision.plugin import TellsCost
 from epp.core.decision.profile import Scored
 from epp.core.knowledge.candidates import NUMBERS, Candidates
@@ -103,7 +102,6 @@ def decided_row(
         for score, total in zip((chosen, runner_up), cost.totals, strict=False):
             if score is not None:
                 score |= {"cost": round(total, DIGITS), "unit": cost.unit}
-    deciding = decisive(told.parts, other_parts) if runner_up else ()
     ranked = _Ranked(kept, names, cost)
     among = set(ranked.slots)
     left_out = []
@@ -131,7 +129,7 @@ def decided_row(
         "not_scored": left_out[:LEFT_OUT_SHOWN_MAX],
         "score": chosen,
         "runner_up": runner_up,
-        "decided_by": [names[at] for at in deciding],
+        "decided_by": list(decided_by(names, told.parts, other_parts)) if runner_up else [],
         "by_blocks": list(setting.by_blocks),
         "costs": [_cost_row(told, one) if isinstance(one, Cost) else one for one in costs],
         "known": known,
@@ -243,7 +241,7 @@ class _Ranked:
 
     def __init__(self, kept: Kept, names: Sequence[str], cost: Cost | None) -> None:
         """`cost` tells what candidates cost, if that is known."""
-        self._kept, self._names, self._cost = kept, names, cost
+        self._kept, self._cost = kept, cost
         self.slots: list[int] = []
         """By position."""
         self.best: list[Row] = []
@@ -252,29 +250,27 @@ class _Ranked:
         if scores is None or kept.members is None or not len(weights):
             return
         parts = np.frombuffer(scores.scores).reshape(len(weights), -1)
-        total = np.einsum("i,ij->j", weights, parts)
-        self._scored, self._picked = Scored(total, parts, weights), scores.picked
+        self._ranking = Ranking(
+            scorers=tuple(names), scored=Scored.of(parts, weights), picked=scores.picked
+        )
         self.slots = np.frombuffer(scores.slot, np.int64).tolist()
-        order = best(total, scores.picked, SCORES_SHOWN_MAX)
-        rest = total.copy()
-        rest[scores.picked] = -math.inf
-        self._second = int(rest.argmax())
-        self.best = [self.row(at) for at in order]
+        self.best = [self.row(at) for at in self._ranking.best(SCORES_SHOWN_MAX)]
 
     def row(self, at: int) -> Row:
         """The score of the candidate at a position."""
         members = self._kept.members or ()
         member = members[self.slots[at]]
         name = member.name if member else ""
-        row = _score(name, self._scored.parts_of(at), self._names, self._kept.states)
-        cost = self._cost
-        if cost is None or len(cost.parts) < 2:
+        ranking, cost = self._ranking, self._cost
+        row = _score(name, ranking.scored.parts_of(at), ranking.scorers, self._kept.states)
+        second = ranking.runner_up
+        if cost is None or len(cost.parts) < 2 or second is None:
             return row
-        scores = self._scored.scores[self._names.index(cost.scorer)]
+        scores = ranking.scored.scores[ranking.scorers.index(cost.scorer)]
         total = cost_by_score(
             scores.item(at),
-            (scores.item(self._picked), cost.totals[0]),
-            (scores.item(self._second), cost.totals[1]),
+            (scores.item(ranking.picked), cost.totals[0]),
+            (scores.item(second), cost.totals[1]),
         )
         return row if total is None else row | {"cost": total, "unit": cost.unit}
 

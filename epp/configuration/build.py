@@ -19,10 +19,10 @@ from epp.configuration.config import (
     load_config,
 )
 from epp.core.decision.failures import Interrupted
-from epp.core.decision.plugin import Picker
+from epp.core.decision.plugin import Picker, declaration_fault
 from epp.core.decision.settings import SchedulerSettings
 from epp.core.knowledge.affinity import NoHitLruSettings, SessionIndexSettings
-from epp.core.knowledge.index import Abilities, AffinityIndexSettings
+from epp.core.knowledge.index import AffinityIndexSettings
 from epp.core.knowledge.prefill_speed import PREFILL_TOKENS_PER_S
 from epp.core.knowledge.prefix import PrefixIndexSettings
 from epp.core.types import Seconds
@@ -92,8 +92,8 @@ def _add(entry: EntryPoint, tables: Mapping[str, dict[str, Any]]) -> str | None:
     verbs = [verb for verb in tables if callable(getattr(kind, verb, None))]
     if len(verbs) != 1:
         return f"has {len(verbs)} of the verbs {', '.join(tables)}, expected one"
-    if verbs == ["open"] and not isinstance(getattr(kind, "abilities", None), Abilities):
-        return "declares no abilities, expected Abilities as a class variable"
+    if fault := declaration_fault(kind):
+        return fault
     taken = type_name in ACCEPTED or any(type_name in table for table in tables.values())
     if not taken:
         tables[verbs[0]][type_name] = kind
@@ -130,8 +130,11 @@ def build_settings(
             saturation,
             metrics_staleness_threshold=type(saturation.metrics_staleness_threshold)(threshold_s),
         )
-    readers = (config.inflight, *(named.plugin for named in profile.filters))
-    speeds = (getattr(plugin, "peak_prefill_throughput", None) for plugin in readers)
+    readers: list[Any] = [
+        config.inflight,
+        *(each.plugin for each in profile.filters if each.plugin.abilities.tells_prefill_speed),
+    ]
+    speeds = (plugin.peak_prefill_throughput for plugin in readers)
     return SchedulerSettings(
         profile=msgspec.structs.replace(profile, picker=picker),
         indexes=config.indexes,
@@ -158,13 +161,16 @@ def saturation_staleness_s(refresh_interval_s: Seconds) -> Seconds:
 
 def oldest_metrics_s(settings: SchedulerSettings) -> Seconds:
     """The age beyond which the first of all that decides takes metrics for nothing."""
-    filters = [named.plugin for named in settings.profile.filters]
-    limits = [
-        getattr(plugin, limit, None)
-        for plugin in (settings.saturation, *filters)
-        for limit in ("metrics_staleness_threshold", "max_age")
+    readers: list[Any] = [
+        settings.saturation,
+        *(
+            each.plugin
+            for each in settings.profile.filters
+            if each.plugin.abilities.limits_metrics_age
+        ),
     ]
-    return min(settings.metrics_staleness_s, *(float(limit) for limit in limits if limit))
+    limits_s: list[Seconds] = [plugin.metrics_age_max_s for plugin in readers]
+    return min(settings.metrics_staleness_s, *limits_s)
 
 
 def settings_warnings(
@@ -190,7 +196,8 @@ def settings_warnings(
             f"intervals of {refresh_interval_s:g}s, which are taken instead: endpoints that wait "
             "for their turn are not stale"
         )
-    picks = getattr(config.profile.picker, "max_num_of_endpoints", 1)
+    picker: Any = config.profile.picker
+    picks = picker.max_num_of_endpoints if picker.abilities.picks_several else 1
     if picks > 1 + fallback_endpoints_max:
         warnings.append(
             f"{config.source}: maxNumOfEndpoints {picks} of {config.profile.picker_name} has no "
@@ -201,7 +208,7 @@ def settings_warnings(
 
 def _picking(picker: Picker, count: int) -> Picker:
     """`picker`, choosing `count` endpoints where it can be told how many."""
-    if "max_num_of_endpoints" not in getattr(picker, "__struct_fields__", ()):
+    if not picker.abilities.picks_several:
         return picker
     replace: Callable[..., Any] = msgspec.structs.replace
     return replace(picker, max_num_of_endpoints=count)  # type: ignore[no-any-return]

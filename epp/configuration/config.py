@@ -40,9 +40,10 @@ from epp.configuration.document import (
     read_mapping,
     sentence_of,
 )
-from epp.configuration.trial import failing_plugins, prefix_reader
+from epp.configuration.trial import failing_plugins
+from epp.core.abilities import Origin
 from epp.core.decision.failures import Interrupted, place_of
-from epp.core.decision.plugin import Filter, Picker, ReadsIndex, Scorer
+from epp.core.decision.plugin import Filter, Picker, Scorer, declaration_fault, may_read_prefix
 from epp.core.decision.profile import (
     NamedFilter,
     NamedResponder,
@@ -51,7 +52,7 @@ from epp.core.decision.profile import (
 )
 from epp.core.decision.settings import SchedulerSettings
 from epp.core.knowledge.ejection import OutlierEjection
-from epp.core.knowledge.index import AffinityIndexSettings, Origin
+from epp.core.knowledge.index import AffinityIndexSettings
 from epp.core.knowledge.saturation import UtilizationDetector
 from epp.core.parameters import Parameters
 from epp.plugins.conformance import DestinationEndpointServedVerifier
@@ -443,14 +444,17 @@ class _Loader:
         if type_name == "prefix-cache-scorer":
             parameters = self._move_to_index(where, parameters)
         role, kind = found
+        if fault := declaration_fault(kind):
+            self.problem(f"{where}: {kind.__name__} {fault}")
+            return None
         plugin = self.convert(parameters, kind, f"{where}: parameters")
         if plugin is None:
             return None
         if role is Role.INDEX and not self._has_blocks(where, plugin):
             return None
         self._warn_of_parameters(where, plugin, parameters)
-        if differs := getattr(kind, "differs", ""):
-            self.warn(f"{where}: {differs}")
+        if kind.abilities.differs:
+            self.warn(f"{where}: {kind.abilities.differs}")
         return ConfiguredPlugin(
             name=name,
             type_name=type_name,
@@ -482,19 +486,8 @@ class _Loader:
 
     def _warn_of_parameters(self, where: str, plugin: Any, parameters: dict[str, Any]) -> None:
         """Parameters that are accepted and do less, or other, than they say."""
-        if "blockSize" in parameters and hasattr(plugin, "block_tokens"):
-            self.warn(f"{where}: blockSize is deprecated, use blockSizeTokens")
-        for name in ("blockSizeTokens", "blockSize"):
-            tokens = parameters.get(name)
-            in_effect = getattr(plugin, "block_tokens", tokens)
-            if tokens and tokens < _BLOCK_TOKENS_MIN and tokens != in_effect:
-                self.warn(f"{where}: {name} {tokens} is below {_BLOCK_TOKENS_MIN} and becomes it")
-        limit_tokens = getattr(plugin, "max_prefix_tokens_to_match", 0)
-        if "maxPrefixBlocksToMatch" in parameters and limit_tokens:
-            self.warn(
-                f"{where}: maxPrefixBlocksToMatch has no effect, maxPrefixTokensToMatch is "
-                f"{limit_tokens} and not 0"
-            )
+        if plugin.abilities.counts_blocks:
+            self._warn_of_blocks(where, plugin, parameters)
         match plugin:
             case DataParallelHandler():
                 self.warn(
@@ -522,6 +515,20 @@ class _Loader:
                             f"{where}: customMetrics and tieredOffloadingSpecs of engine "
                             f"{engine.name} are not read, no plugin uses them"
                         )
+
+    def _warn_of_blocks(self, where: str, index: Any, parameters: dict[str, Any]) -> None:
+        if "blockSize" in parameters:
+            self.warn(f"{where}: blockSize is deprecated, use blockSizeTokens")
+        for name in ("blockSizeTokens", "blockSize"):
+            tokens = parameters.get(name)
+            if tokens and tokens < _BLOCK_TOKENS_MIN and tokens != index.block_tokens:
+                self.warn(f"{where}: {name} {tokens} is below {_BLOCK_TOKENS_MIN} and becomes it")
+        limit_tokens = msgspec.structs.asdict(index).get("max_prefix_tokens_to_match", 0)
+        if "maxPrefixBlocksToMatch" in parameters and limit_tokens:
+            self.warn(
+                f"{where}: maxPrefixBlocksToMatch has no effect, maxPrefixTokensToMatch is "
+                f"{limit_tokens} and not 0"
+            )
 
     def _refer(self, where: str, name: str, *roles: Role) -> ConfiguredPlugin | None:
         """The plugin `name`, which has one of `roles`; None after a problem."""
@@ -670,7 +677,7 @@ class _Loader:
             if needed is not None:
                 self._need_index(where, needed, indexes, named)
         if not self.problems and not any(is_prefix(index) for index in indexes.values()):
-            reader = next(filter(None, map(prefix_reader, profiles)), None)
+            reader = next(filter(None, map(_prefix_reader, profiles)), None)
             if reader is not None:
                 default = _NeededIndex("", PREFIX_INDEX, {})
                 self._need_index(self._where(reader), default, indexes, named)
@@ -684,14 +691,18 @@ class _Loader:
 
     def _needed(self, where: str, reader: Filter | Scorer) -> _NeededIndex | None:
         """The index that `reader` asks for; None if it asks for none, or after a problem."""
+        if not reader.abilities.reads_index:
+            return None
+        index: Any = reader
         try:
-            if not isinstance(reader, ReadsIndex) or reader.producer is None:
+            if index.producer is None:
                 return None
+            given = index.producer_parameters if reader.abilities.configures_index else {}
             return msgspec.convert(
                 {
-                    "name": reader.producer,
-                    "type_name": reader.producer_type,
-                    "parameters": dict(getattr(reader, "producer_parameters", {})),
+                    "name": index.producer,
+                    "type_name": index.producer_type,
+                    "parameters": dict(given),
                 },
                 _NeededIndex,
             )
@@ -790,7 +801,7 @@ class _Loader:
             reference = reference or self.convert(old, _Reference, where)
         if reference is not None:
             plugin = self._refer(where, reference.plugin_ref, Role.FILTER)
-            if plugin is not None and not isinstance(plugin.plugin, UtilizationDetector):
+            if plugin is not None and plugin.type_name != _DETECTOR:
                 self.problem(f"{where}: {plugin.name} is a filter, expected a {_DETECTOR}")
             return plugin
         detectors = (p for p in self.plugins.values() if p.type_name == _DETECTOR)
@@ -853,6 +864,15 @@ class _Loader:
         for plugin in self.plugins.values():
             if plugin.role in in_profile and plugin.name not in used:
                 self.warn(f"{plugin.where}: is in no profile and has no effect")
+
+
+def _prefix_reader(profile: SchedulingProfile) -> str | None:
+    """The first plugin of `profile` that may read the default prefix index; None if none does."""
+    readers = (
+        *((member.name, member.plugin.abilities) for member in profile.members),
+        (profile.picker_name, profile.picker.abilities),
+    )
+    return next((name for name, abilities in readers if may_read_prefix(abilities)), None)
 
 
 def _counts_blocks(index: AffinityIndexSettings) -> bool:

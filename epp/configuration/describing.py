@@ -31,7 +31,11 @@ def describe(config: PickerConfig) -> dict[str, dict[str, Any]]:
     if config.ejection != OutlierEjection():
         lines["outlier ejection"] = plain_parameters(config.ejection)
     lines["requestHandler"] = {"parsers": list(config.parsers)}
-    lines["metrics"] = {**_plain(config.metrics.source), **_plain(config.metrics.extractor)}
+    lines["metrics"] = {
+        "type": "",
+        **plain_parameters(config.metrics.source),
+        **plain_parameters(config.metrics.extractor),
+    }
     return lines
 
 
@@ -51,7 +55,7 @@ def _describe_profile(profile: SchedulingProfile, kind: str) -> dict[str, dict[s
 
 
 def _plain(plugin: Any) -> dict[str, Any]:
-    return {"type": getattr(plugin, "type_name", ""), **plain_parameters(plugin)}
+    return {"type": plugin.type_name, **plain_parameters(plugin)}
 
 
 def plain_parameters(plugin: Any) -> dict[str, Any]:

@@ -22,7 +22,6 @@ from epp.core.decision.settings import SchedulerSettings
 from epp.core.prompt.parse import ParserName, ParserSet
 from epp.core.session_tokens import SessionTokens
 from epp.flags.serve import ServeFlags
-from epp.plugins.scorers import SessionAffinity
 
 
 class Offer(Struct, frozen=True, kw_only=True):
@@ -150,8 +149,12 @@ class LiveConfiguration:
             "alone, they end with it and other replicas do not know them: give "
             "--session-token-key-file"
             for scorer in config.profile.scorers
-            if isinstance(scorer.plugin, SessionAffinity) and scorer.plugin.reads_tokens
+            if scorer.plugin.abilities.reads_session_tokens and _reads_tokens(scorer.plugin)
         ]
+
+
+def _reads_tokens(plugin: Any) -> bool:
+    return bool(plugin.reads_tokens)
 
 
 def parser_set(config: PickerConfig) -> ParserSet:

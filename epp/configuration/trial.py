@@ -7,14 +7,12 @@ business. The same on every run: no clock, no dice.
 """
 
 import math
-from collections.abc import Callable, Iterator, Mapping
-from random import Random
-from typing import Any, Final
+from collections.abc import Iterator, Mapping
+from typing import Final
 
-import numpy as np
 from msgspec.structs import replace
 
-from epp.core.decision.failures import FailingPlugin, Interrupted, PluginFailures
+from epp.core.decision.failures import FailingPlugin, PluginFailures
 from epp.core.decision.inputs import (
     OutputStarted,
     PageScraped,
@@ -24,17 +22,11 @@ from epp.core.decision.inputs import (
     ServedBy,
     Tick,
 )
-from epp.core.decision.kept_scores import undeclared_reads
-from epp.core.decision.plugin import ReadsColumns, ReadsIndex
-from epp.core.decision.profile import SchedulingProfile, WeightedScorer
 from epp.core.decision.scheduler import Decision, Scheduler
 from epp.core.decision.settings import SchedulerSettings
 from epp.core.duration import Duration
-from epp.core.knowledge.candidates import Affinity, Candidates
 from epp.core.knowledge.inflight import Ending, Outcome
-from epp.core.knowledge.pool import EndpointPool
 from epp.core.knowledge.saturation import UtilizationDetector
-from epp.core.moment import NO_MOMENT
 from epp.core.prompt.request import InferenceRequest
 from epp.core.session_tokens import SessionTokens
 from epp.core.types import AdapterReport, ApiKind, Endpoint, EndpointMetrics, MetricsTarget, Seconds
@@ -118,8 +110,6 @@ def failing_plugins(settings: SchedulerSettings) -> list[FailingPlugin]:
             for filtered in alone:
                 filtered.filter(asked, decision.candidates, of_filters)
             served = decision.endpoint
-            for scorer in profile.scorers:
-                _check_reads(scorer, asked, decision.candidates, scheduler.failures)
             for marker in filter_markers:
                 marker.response_headers(asked, served, served.address)
             # A client sends back what it was given.
@@ -128,108 +118,6 @@ def failing_plugins(settings: SchedulerSettings) -> list[FailingPlugin]:
         scheduler.take(Reconfigured(scheduler.settings), _NOW_S)
         scheduler.take(Tick(), _NOW_S + _STEP_S)
     return [*of_filters, *scheduler.failures]
-
-
-class _NotedAffinities(dict[str, Affinity]):
-    """Knows nothing, and notes whether the default prefix index was asked for."""
-
-    asked = False
-
-    def get(self, key: str, default: Any = None, /) -> Any:
-        if not key:
-            self.asked = True
-        return super().get(key, default)
-
-
-class _NotedRequest:
-    """Stands for a request, and notes whether it was asked if the prefix index knows it."""
-
-    def __init__(self, of: InferenceRequest) -> None:
-        self._of = of
-        self.asked = False
-
-    def __getattr__(self, name: str) -> object:
-        if name == "moment":
-            return _NotedMoment(self)
-        return getattr(self._of, name)
-
-
-class _NotedMoment:
-    """Stands for the moment of a request, and notes there whether it was asked for `cold`."""
-
-    def __init__(self, request: _NotedRequest) -> None:
-        self._request = request
-
-    def __getattr__(self, name: str) -> object:
-        if name == "cold":
-            self._request.asked = True
-        return getattr(NO_MOMENT, name)
-
-
-def prefix_reader(profile: SchedulingProfile) -> str | None:
-    """The first plugin of `profile` that looks into the default prefix index; None if none does.
-
-    Each is asked for its opinion of made-up endpoints and requests, and what it reads is noted. One
-    whose `producer` is None says itself that it reads none.
-    """
-    picker = profile.picker
-    dice = Random(0)  # noqa: S311  dice, not secrets
-
-    def pick(_: object, some: Candidates) -> object:
-        return picker.pick(np.ones(len(some)), some, dice, 0)
-
-    opinions: list[tuple[str, Callable[[Any, Candidates], object]]] = [
-        *((named.name, named.plugin.keep) for named in profile.filters if _may_read(named.plugin)),
-        *((each.name, each.plugin.score) for each in profile.scorers if _may_read(each.plugin)),
-        (profile.picker_name, pick),
-    ]
-    pool = EndpointPool()
-    pool.replace(_endpoints(), _NOW_S)
-    for slot, metrics in enumerate(_METRICS):
-        if metrics is not None:
-            pool.observe(slot, metrics, _STALE_AT_S if slot == _STALE else _NOW_S)
-    for name, opinion in opinions:
-        for request in _requests():
-            noted, affinities = _NotedRequest(request), _NotedAffinities()
-            some = Candidates(
-                pool.columns,
-                np.arange(len(_METRICS)),
-                _NOW_S,
-                affinities=affinities,
-                prompt_tokens=request.prompt_tokens,
-            )
-            try:
-                opinion(noted, some)
-            except Interrupted:
-                raise
-            except BaseException:  # noqa: BLE001, S110  `failing_plugins` tells of it
-                pass
-            if noted.asked or affinities.asked:
-                return name
-    return None
-
-
-def _may_read(plugin: object) -> bool:
-    """Whether it does not say that it reads no index."""
-    return not isinstance(plugin, ReadsIndex) or plugin.producer is not None
-
-
-def _check_reads(
-    scorer: WeightedScorer,
-    request: InferenceRequest,
-    candidates: Candidates,
-    failures: PluginFailures,
-) -> None:
-    """What a scorer that says what it reads reads besides is a failure."""
-    if not isinstance(scorer.plugin, ReadsColumns):
-        return
-    try:
-        undeclared = undeclared_reads(scorer.plugin, request, candidates)
-    except BaseException as error:  # noqa: BLE001  the boundary of a plugin
-        failures.raised(scorer.name, "score", error)
-        return
-    if undeclared:
-        failures.add(scorer.name, f"score read {', '.join(undeclared)}, not named in its reads")
 
 
 def _end(scheduler: Scheduler, decision: Decision, now: Seconds) -> None:

@@ -16,6 +16,7 @@ from msgspec import Meta
 
 from epp.plugins.agreement import agreement_key
 from epp.plugins.contract import (
+    Abilities,
     Bools,
     Candidates,
     Duration,
@@ -71,6 +72,18 @@ class AddedTime(Parameters, frozen=True):
     """
 
     type_name: ClassVar[str] = "added-time-scorer"
+    abilities: ClassVar[Abilities] = Abilities(
+        reads=(
+            *("matched_blocks", "total_blocks", "inflight_prefill_tokens", "inflight_requests"),
+            *("inflight_context_tokens", "prefill_tokens_per_s", "waiting_requests"),
+            *("running_requests", "kv_cache_usage", "kv_capacity_tokens", "adapter_state"),
+            *("metrics_age_s", "model", "prompts", "prompt_tokens", "output_tokens_max"),
+            *("session_id", "headers", "rendezvous", "replicas_unheard", "sessions_return"),
+        ),
+        reads_index=True,
+        goes_by_sessions=True,
+        tells_cost=True,
+    )
     cost_unit: ClassVar[str] = "s"
     producer_type: ClassVar[str] = "approx-prefix-cache-producer"
 

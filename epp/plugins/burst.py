@@ -61,9 +61,9 @@ class BurstSettings(Parameters, frozen=True):
     """
 
     type_name: ClassVar[str] = "burst-prefix-cache-producer"
-    abilities: ClassVar[Abilities] = Abilities(counts_blocks=True)
-    differs: ClassVar[str] = (
-        "requests of a window are not held back to be placed together, each is placed as it comes"
+    abilities: ClassVar[Abilities] = Abilities(
+        counts_blocks=True,
+        differs="requests of a window are not held back to be placed together, each is placed as it comes",
     )
 
     window_duration_ms: Annotated[int, Meta(ge=1, le=10_000)] = 100

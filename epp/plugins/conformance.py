@@ -11,7 +11,14 @@ from typing import ClassVar, Final
 import numpy as np
 
 from epp.core.knowledge.pool import canonical_address
-from epp.plugins.contract import Bools, Candidates, Endpoint, InferenceRequest, Parameters
+from epp.plugins.contract import (
+    Abilities,
+    Bools,
+    Candidates,
+    Endpoint,
+    InferenceRequest,
+    Parameters,
+)
 
 SELECTION_HEADER: Final = "test-epp-endpoint-selection"
 SERVED_HEADER: Final = "x-conformance-test-served-endpoint"
@@ -31,7 +38,7 @@ class HeaderBasedTesting(Parameters, frozen=True):
     """
 
     type_name: ClassVar[str] = "header-based-testing-filter"
-    sheds_load: ClassVar[bool] = False
+    abilities: ClassVar[Abilities] = Abilities(reads=("headers", "endpoints"), marks_responses=True)
 
     def keep(self, request: InferenceRequest, candidates: Candidates, /) -> Bools:
         wanted = request.headers.get(SELECTION_HEADER, "").strip()
@@ -63,6 +70,7 @@ class DestinationEndpointServedVerifier(Parameters, frozen=True):
     """
 
     type_name: ClassVar[str] = "destination-endpoint-served-verifier"
+    abilities: ClassVar[Abilities] = Abilities(marks_responses=True)
 
     def response_headers(
         self, request: InferenceRequest, endpoint: Endpoint, served: str, /

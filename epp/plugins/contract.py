@@ -4,12 +4,12 @@
 built in or installed, names them by this module.
 """
 
+from epp.core.abilities import Abilities, Origin
 from epp.core.decision.plugin import (
     Filter,
     GoesBySessions,
     MarksResponses,
     Picker,
-    ReadsColumns,
     ReadsIndex,
     Scorer,
     TellsCost,
@@ -25,14 +25,12 @@ from epp.core.knowledge.candidates import (
     Ints,
 )
 from epp.core.knowledge.index import (
-    Abilities,
     AffinityIndex,
     AffinityIndexSettings,
     CountsInflight,
     IndexMeasures,
     LimitsMemory,
     MeasuresItself,
-    Origin,
     SharedIndex,
 )
 from epp.core.knowledge.prefix import PrefixIndex, PrefixIndexSettings
@@ -79,7 +77,6 @@ __all__ = [
     "Plugin",
     "PrefixIndex",
     "PrefixIndexSettings",
-    "ReadsColumns",
     "ReadsIndex",
     "Scorer",
     "Seconds",

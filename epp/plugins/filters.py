@@ -12,7 +12,15 @@ import numpy as np
 import xxhash
 from msgspec import Meta, field
 
-from epp.plugins.contract import Bools, Candidates, Duration, InferenceRequest, Parameters
+from epp.plugins.contract import (
+    Abilities,
+    Bools,
+    Candidates,
+    Duration,
+    InferenceRequest,
+    Parameters,
+    Seconds,
+)
 
 ROLE_LABEL: Final = "llm-d.ai/role"
 _DRAWS: Final = 1 << 64
@@ -70,7 +78,7 @@ class LabelSelector(Parameters, frozen=True):
     """Keep what a Kubernetes label selector selects; an empty selector selects everything."""
 
     type_name: ClassVar[str] = "label-selector-filter"
-    sheds_load: ClassVar[bool] = False
+    abilities: ClassVar[Abilities] = Abilities(reads=("labels",))
 
     match_labels: dict[str, str] = field(default_factory=dict)
     match_expressions: tuple[LabelExpression, ...] = ()
@@ -92,7 +100,7 @@ class LabelValues(Parameters, frozen=True):
     """Keep endpoints whose `label` has one of `valid_values`, or has none if that is allowed."""
 
     type_name: ClassVar[str] = "by-label"
-    sheds_load: ClassVar[bool] = False
+    abilities: ClassVar[Abilities] = Abilities(reads=("labels",))
 
     label: Annotated[str, Meta(min_length=1)]
     valid_values: tuple[str, ...] = ()
@@ -116,7 +124,7 @@ class DecodeRole(Parameters, frozen=True):
     """Keep endpoints that decode, by label `llm-d.ai/role`; one without the label does."""
 
     type_name: ClassVar[str] = "decode-filter"
-    sheds_load: ClassVar[bool] = False
+    abilities: ClassVar[Abilities] = Abilities(reads=("labels",))
     roles: ClassVar[AbstractSet[str | None]] = frozenset(
         {"decode", "prefill-decode", "both", "encode-prefill-decode", None}
     )
@@ -129,7 +137,7 @@ class PrefillRole(Parameters, frozen=True):
     """Keep endpoints that prefill, by label `llm-d.ai/role`, which must be there."""
 
     type_name: ClassVar[str] = "prefill-filter"
-    sheds_load: ClassVar[bool] = False
+    abilities: ClassVar[Abilities] = Abilities(reads=("labels",))
     roles: ClassVar[AbstractSet[str | None]] = frozenset(
         {"prefill", "encode-prefill", "prefill-decode", "both", "encode-prefill-decode"}
     )
@@ -142,7 +150,7 @@ class EncodeRole(Parameters, frozen=True):
     """Keep endpoints that encode, by label `llm-d.ai/role`, which must be there."""
 
     type_name: ClassVar[str] = "encode-filter"
-    sheds_load: ClassVar[bool] = False
+    abilities: ClassVar[Abilities] = Abilities(reads=("labels",))
     roles: ClassVar[AbstractSet[str | None]] = frozenset(
         {"encode", "encode-prefill", "encode-prefill-decode"}
     )
@@ -155,13 +163,17 @@ class FreshMetrics(Parameters, frozen=True):
     """Keep endpoints scraped at most `max_age` ago; all, if there is none."""
 
     type_name: ClassVar[str] = "fresh-metrics-filter"
-    sheds_load: ClassVar[bool] = False
+    abilities: ClassVar[Abilities] = Abilities(reads=("metrics_age_s",), limits_metrics_age=True)
 
     max_age: Duration = Duration(2.0)
 
     def __post_init__(self) -> None:
         if not self.max_age > 0:
             raise ValueError(f"maxAge must be more than 0s, is {self.max_age:g}s")
+
+    @property
+    def metrics_age_max_s(self) -> Seconds:
+        return float(self.max_age)
 
     def keep(self, request: InferenceRequest, candidates: Candidates, /) -> Bools:
         fresh: Bools = candidates.metrics_age_s <= self.max_age
@@ -178,7 +190,7 @@ class LoraCapacity(Parameters, frozen=True):
     """
 
     type_name: ClassVar[str] = "lora-capacity-filter"
-    sheds_load: ClassVar[bool] = False
+    abilities: ClassVar[Abilities] = Abilities(reads=("adapter_state", "model"))
 
     def keep(self, request: InferenceRequest, candidates: Candidates, /) -> Bools:
         adapters = candidates.adapter_state
@@ -218,7 +230,14 @@ class PrefixCacheAffinity(Parameters, frozen=True):
     """
 
     type_name: ClassVar[str] = "prefix-cache-affinity-filter"
-    sheds_load: ClassVar[bool] = False
+    abilities: ClassVar[Abilities] = Abilities(
+        reads=(
+            *("matched_blocks", "total_blocks", "inflight_prefill_tokens"),
+            *("prefill_tokens_per_s", "request_id"),
+        ),
+        reads_index=True,
+        tells_prefill_speed=True,
+    )
     producer_type: ClassVar[str] = "approx-prefix-cache-producer"
 
     affinity_threshold: Annotated[float, Meta(ge=0, le=1)] = 0.8

@@ -7,7 +7,13 @@ import numpy as np
 from msgspec import Meta
 
 from epp.core.decision.profile import highest
-from epp.plugins.contract import Candidates, Floats, Ints, Parameters
+from epp.plugins.contract import (
+    Abilities,
+    Candidates,
+    Floats,
+    Ints,
+    Parameters,
+)
 
 _SCORE_MIN: Final = 1e-300
 """Stands for 0 where a score divides: below any other, and equal among themselves."""
@@ -17,6 +23,7 @@ class MaxScore(Parameters, frozen=True):
     """The highest sum. Those that tie for it take turns by `rotation`, so that a burst spreads."""
 
     type_name: ClassVar[str] = "max-score-picker"
+    abilities: ClassVar[Abilities] = Abilities(reads=(), picks_several=True)
 
     max_num_of_endpoints: Annotated[int, Meta(ge=1)] = 1
 
@@ -39,6 +46,7 @@ class WeightedRandom(Parameters, frozen=True):
     """
 
     type_name: ClassVar[str] = "weighted-random-picker"
+    abilities: ClassVar[Abilities] = Abilities(reads=(), picks_several=True)
 
     max_num_of_endpoints: Annotated[int, Meta(ge=1)] = 1
 
@@ -56,6 +64,7 @@ class UniformRandom(Parameters, frozen=True):
     """Any, whatever the sums."""
 
     type_name: ClassVar[str] = "random-picker"
+    abilities: ClassVar[Abilities] = Abilities(reads=(), picks_several=True)
 
     max_num_of_endpoints: Annotated[int, Meta(ge=1)] = 1
 

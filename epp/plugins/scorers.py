@@ -13,6 +13,7 @@ from msgspec import Meta
 
 from epp.plugins.agreement import Agreement, agreed_scores, agreement_key
 from epp.plugins.contract import (
+    Abilities,
     AdapterColumns,
     Candidates,
     Endpoint,
@@ -34,6 +35,14 @@ class PrefixCache(Parameters, frozen=True):
     """
 
     type_name: ClassVar[str] = "prefix-cache-scorer"
+    abilities: ClassVar[Abilities] = Abilities(
+        reads=(
+            *("matched_blocks", "total_blocks", "inflight_requests", "rendezvous"),
+            *("prompts", "session_id", "headers", "replicas_unheard", "sessions_return"),
+        ),
+        reads_index=True,
+        goes_by_sessions=True,
+    )
     producer_type: ClassVar[str] = "approx-prefix-cache-producer"
 
     prefix_match_info_producer_name: str = ""
@@ -105,7 +114,7 @@ class Queue(Parameters, frozen=True):
     """Prefer short waiting queues, from 1 for the shortest to 0 for the longest."""
 
     type_name: ClassVar[str] = "queue-scorer"
-    reads: ClassVar[tuple[str, ...]] = ("waiting_requests",)
+    abilities: ClassVar[Abilities] = Abilities(reads=("waiting_requests",))
 
     def score(self, request: InferenceRequest, candidates: Candidates, /) -> Floats:
         return _least_first(candidates.waiting_requests)
@@ -115,7 +124,7 @@ class KVCacheUtilization(Parameters, frozen=True):
     """Prefer a free KV cache: 1 - usage."""
 
     type_name: ClassVar[str] = "kv-cache-utilization-scorer"
-    reads: ClassVar[tuple[str, ...]] = ("kv_cache_usage",)
+    abilities: ClassVar[Abilities] = Abilities(reads=("kv_cache_usage",))
 
     def score(self, request: InferenceRequest, candidates: Candidates, /) -> Floats:
         usage = candidates.kv_cache_usage
@@ -126,7 +135,7 @@ class RunningRequests(Parameters, frozen=True):
     """Prefer small running batches, from 1 for the smallest to 0 for the largest."""
 
     type_name: ClassVar[str] = "running-requests-size-scorer"
-    reads: ClassVar[tuple[str, ...]] = ("running_requests",)
+    abilities: ClassVar[Abilities] = Abilities(reads=("running_requests",))
 
     def score(self, request: InferenceRequest, candidates: Candidates, /) -> Floats:
         return _least_first(candidates.running_requests)
@@ -139,6 +148,7 @@ class ActiveRequests(Parameters, frozen=True):
     """
 
     type_name: ClassVar[str] = "active-request-scorer"
+    abilities: ClassVar[Abilities] = Abilities(reads=("inflight_requests",))
 
     idle_threshold: Annotated[int, Meta(ge=0)] = 0
     max_busy_score: Annotated[float, Meta(ge=0, le=1)] = 1.0
@@ -163,6 +173,9 @@ class TokenLoad(Parameters, frozen=True):
     """
 
     type_name: ClassVar[str] = "token-load-scorer"
+    abilities: ClassVar[Abilities] = Abilities(
+        reads=("inflight_prefill_tokens", "uncached_tokens"), reads_index=True
+    )
     producer_type: ClassVar[str] = "approx-prefix-cache-producer"
 
     queue_threshold_tokens: Annotated[float, Meta(gt=0)] = 4_194_304.0
@@ -186,7 +199,7 @@ class LoadAware(Parameters, frozen=True):
     """
 
     type_name: ClassVar[str] = "load-aware-scorer"
-    reads: ClassVar[tuple[str, ...]] = ("waiting_requests",)
+    abilities: ClassVar[Abilities] = Abilities(reads=("waiting_requests",))
 
     threshold: Annotated[float, Meta(gt=0)] = 128.0
 
@@ -208,7 +221,7 @@ class LoraAffinity(Parameters, frozen=True):
     """
 
     type_name: ClassVar[str] = "lora-affinity-scorer"
-    reads: ClassVar[tuple[str, ...]] = ("adapter_state", "model")
+    abilities: ClassVar[Abilities] = Abilities(reads=("adapter_state", "model"))
 
     def score(self, request: InferenceRequest, candidates: Candidates, /) -> Floats | None:
         adapters = candidates.adapter_state
@@ -248,6 +261,9 @@ class NoHitLru(Parameters, frozen=True):
     """
 
     type_name: ClassVar[str] = "no-hit-lru-scorer"
+    abilities: ClassVar[Abilities] = Abilities(
+        reads=("cold",), reads_index=True, configures_index=True
+    )
     producer_type: ClassVar[str] = "no-hit-lru-producer"
 
     lru_size: Annotated[int, Meta(ge=1)] = 1024
@@ -295,6 +311,12 @@ class SessionAffinity(Parameters, frozen=True):
     """
 
     type_name: ClassVar[str] = "session-affinity-scorer"
+    abilities: ClassVar[Abilities] = Abilities(
+        reads=("headers", "session_tokens", "endpoints"),
+        reads_index=True,
+        reads_session_tokens=True,
+        marks_responses=True,
+    )
     producer_type: ClassVar[str] = "session-id-producer"
 
     strategy: SessionStrategy = SessionStrategy.ENCODED_ENDPOINT_HEADER

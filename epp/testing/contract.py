@@ -6,7 +6,7 @@ A filter, a scorer, a picker or the settings of an affinity index, by the verb t
 - what it returns has the type, the length and the range of its contract;
 - it is a pure function: it changes nothing, repeats itself, and so does another instance of it;
 - candidates in another order get their own answers in that order;
-- a scorer that says what it reads reads nothing else;
+- what it does it declares in its abilities, and it reads nothing but what it declares to read;
 - an index answers in its bounds, forgets an endpoint as if it had never been there, and does not
   grow with what it is told beyond its own limits;
 - through the real scheduler it survives churn: it never fails, every request is answered and let go,
@@ -31,6 +31,7 @@ from msgspec.structs import asdict, replace
 from epp.configuration.build import build_settings, plugin_tables
 from epp.configuration.config import ConfigError, PluginTables, load_config
 from epp.configuration.document import decode
+from epp.core.abilities import Abilities
 from epp.core.decision.failures import (
     BOOLS,
     FLOATS,
@@ -38,11 +39,10 @@ from epp.core.decision.failures import (
     array_fault,
     positions_fault,
 )
-from epp.core.decision.kept_scores import undeclared_reads
-from epp.core.decision.plugin import ReadsColumns, ReadsIndex, TellsCost
+from epp.core.decision.plugin import PREFIX_READS, TellsCost, declaration_fault
 from epp.core.decision.settings import SchedulerSettings
 from epp.core.knowledge.candidates import Affinity, Candidates
-from epp.core.knowledge.index import VERBS, Abilities, AffinityIndex, missing_verbs
+from epp.core.knowledge.index import VERBS, AffinityIndex, missing_verbs
 from epp.core.prompt.request import InferenceRequest
 from epp.core.session_tokens import SessionTokens
 from epp.core.types import AdapterReport
@@ -57,6 +57,7 @@ from epp.testing.builders import (
     resident_adapters,
 )
 from epp.testing.churn import churn, prompt, strangers_differ
+from epp.testing.reads import ReadsObserved
 
 Given = Mapping[str, str]
 
@@ -93,6 +94,12 @@ class _Subject(Struct, frozen=True, kw_only=True):
     by_order: bool
     cases: int
     seed: int
+
+    @property
+    def abilities(self) -> Abilities:
+        """As the class declares them."""
+        declared: Abilities = self.kind.abilities
+        return declared
 
     def made(self) -> Any:
         """A new instance."""
@@ -166,6 +173,8 @@ def _check_class(subject: _Subject) -> None:
         bool(kind.__struct_config__.frozen) and bool(kind.__struct_config__.forbid_unknown_fields),
         "expected a struct that is frozen and forbids unknown fields, as those of Parameters are",
     )
+    fault = declaration_fault(kind)
+    subject.expect(not fault, f"it {fault}")
     try:
         subject.made()
     except (msgspec.ValidationError, ValueError) as problem:
@@ -198,13 +207,24 @@ def _check_opinions(subject: _Subject) -> None:
                 "`by_order=True`",
                 case,
             )
-        if isinstance(plugin, TellsCost):
+        if subject.abilities.tells_cost:
             _check_cost(subject, plugin, asked, pool, found, case)
-        if isinstance(plugin, ReadsColumns):
-            undeclared = undeclared_reads(plugin, asked, pool)
-            subject.expect(
-                not undeclared, f"it reads {', '.join(undeclared)}, not in `reads`", case
-            )
+        reads = ReadsObserved()
+        getattr(plugin, subject.verb)(reads.request(asked), reads.candidates(pool))
+        _check_reads(subject, reads, case)
+
+
+def _check_reads(subject: _Subject, reads: ReadsObserved, case: int) -> None:
+    """What it reads and did not declare would be missing one day, or scores be kept while it changes."""
+    declared = subject.abilities.reads
+    if declared is not None:
+        undeclared = ", ".join(sorted(reads.names - {*declared}))
+        subject.expect(
+            not undeclared, f"it reads {undeclared}, not in the `reads` of its abilities", case
+        )
+    elif subject.abilities.reads_index and subject.made().producer is None:
+        undeclared = ", ".join(sorted(reads.names & {*PREFIX_READS}))
+        subject.expect(not undeclared, f"it reads {undeclared}, and its producer is None", case)
 
 
 def _check_cost(
@@ -285,7 +305,10 @@ def _check_picker(subject: _Subject) -> None:
             before = _contents(pool)
             # Its own, to use as scratch.
             given = sums.copy()
-            chosen = subject.made().pick(given, pool, Random(seed), rotation)  # noqa: S311  dice
+            reads = ReadsObserved()
+            watched = reads.candidates(pool)
+            chosen = subject.made().pick(given, watched, Random(seed), rotation)  # noqa: S311  dice
+            _check_reads(subject, reads, case)
             fault = positions_fault(chosen, n)
             subject.expect(not fault, f"pick returned {fault}", case)
             subject.expect(_unchanged(before, _contents(pool)), "it changed the candidates", case)
@@ -298,9 +321,7 @@ def _check_picker(subject: _Subject) -> None:
 
 def _check_index(subject: _Subject) -> None:
     settings = subject.made()
-    abilities = getattr(settings, "abilities", None)
-    if not isinstance(abilities, Abilities):
-        raise ContractError(f"{subject.kind.__name__} declares no abilities")
+    abilities = subject.abilities
     index: Any = settings.open()
     missing = missing_verbs(abilities, index)
     subject.expect(not missing, f"it has not what it declares: {', '.join(missing)}")
@@ -353,7 +374,7 @@ def _told(subject: _Subject, index: Any, random: Random, step: int, now: float) 
     recorded = index.record(asked, slot, now)
     if random.random() < 0.1:
         index.retract(asked, slot, recorded, now)
-    if subject.made().abilities.shares and random.random() < 0.1:
+    if subject.abilities.shares and random.random() < 0.1:
         # A peer may say anything.
         index.learn([b"", bytes(200), random.randbytes(16)], slot, now - 1.0, now)
         index.learn(list(index.share(asked)), slot, now, now)
@@ -510,7 +531,7 @@ def _affinities(
     subject: _Subject, plugin: Any, asked: InferenceRequest, random: Random, n: int
 ) -> Iterator[tuple[str, Affinity]]:
     """What the index that it names knows, after some requests."""
-    if not isinstance(plugin, ReadsIndex) or not plugin.producer:
+    if not subject.abilities.reads_index or not plugin.producer:
         return
     kind = subject.tables.indexes.get(plugin.producer_type)
     subject.expect(

@@ -10,6 +10,7 @@ import numpy as np
 from msgspec import Meta
 
 from epp.plugins.contract import (
+    Abilities,
     Candidates,
     Floats,
     InferenceRequest,
@@ -41,6 +42,7 @@ class GuardedPrefix(Parameters, frozen=True):
     """
 
     type_name: ClassVar[str] = "guarded-prefix-scorer"
+    abilities: ClassVar[Abilities] = Abilities(reads_index=True)
     producer_type: ClassVar[str] = RoutedBlocksSettings.type_name
 
     imbalance_requests: Annotated[int, Meta(ge=0)] = 8

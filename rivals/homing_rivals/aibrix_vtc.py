@@ -11,6 +11,7 @@ import numpy as np
 from msgspec import Meta
 
 from epp.plugins.contract import (
+    Abilities,
     Candidates,
     Floats,
     InferenceRequest,
@@ -38,6 +39,7 @@ class UserTokenPlace(Parameters, frozen=True):
     """
 
     type_name: ClassVar[str] = "user-token-place-scorer"
+    abilities: ClassVar[Abilities] = Abilities(reads_index=True)
     producer_type: ClassVar[str] = UserTokensSettings.type_name
 
     tokens_min: Annotated[float, Meta(gt=0)] = 1_000.0
@@ -67,6 +69,7 @@ class NoisyMaxScore(Parameters, frozen=True):
     """
 
     type_name: ClassVar[str] = "noisy-max-score-picker"
+    abilities: ClassVar[Abilities] = Abilities(reads=())
 
     noise: Annotated[float, Meta(ge=0)] = 0.1
 

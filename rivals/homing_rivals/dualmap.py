@@ -10,6 +10,7 @@ from msgspec import Meta
 
 from epp.plugins.contract import (
     BYTES_PER_TOKEN,
+    Abilities,
     Candidates,
     Duration,
     Floats,
@@ -45,6 +46,17 @@ class TwoHashes(Parameters, frozen=True):
     """
 
     type_name: ClassVar[str] = "two-hashes-scorer"
+    abilities: ClassVar[Abilities] = Abilities(
+        reads=(
+            "inflight_prefill_tokens",
+            "matched_blocks",
+            "prefill_tokens_per_s",
+            "prompts",
+            "rendezvous",
+            "uncached_tokens",
+        ),
+        reads_index=True,
+    )
     producer_type: ClassVar[str] = _INDEX
 
     ttft_slo: Duration = Duration(5.0)

@@ -11,6 +11,7 @@ import numpy as np
 from msgspec import Meta
 
 from epp.plugins.contract import (
+    Abilities,
     Candidates,
     Floats,
     InferenceRequest,
@@ -49,6 +50,7 @@ class DynamoCost(Parameters, frozen=True):
     """
 
     type_name: ClassVar[str] = "dynamo-cost-scorer"
+    abilities: ClassVar[Abilities] = Abilities(reads_index=True)
     producer_type: ClassVar[str] = _INDEX
 
     prefill_load_scale: Annotated[float, Meta(ge=0)] = 1.0
@@ -86,6 +88,7 @@ class TwoTier(Parameters, frozen=True):
     """
 
     type_name: ClassVar[str] = "dynamo-two-tier-scorer"
+    abilities: ClassVar[Abilities] = Abilities(reads_index=True)
     producer_type: ClassVar[str] = _APPROXIMATE
 
     balance_absolute: Annotated[float, Meta(ge=0)] = 32.0
@@ -116,6 +119,7 @@ class Softmax(Parameters, frozen=True):
     """
 
     type_name: ClassVar[str] = "softmax-picker"
+    abilities: ClassVar[Abilities] = Abilities(reads=(), picks_several=True)
 
     temperature: Annotated[float, Meta(ge=0, le=1e6)] = 0.0
     max_num_of_endpoints: Annotated[int, Meta(ge=1)] = 1

@@ -15,6 +15,7 @@ from msgspec import Meta
 from epp.plugins.contract import (
     BYTES_PER_TOKEN,
     HASH_BYTES,
+    Abilities,
     Candidates,
     Floats,
     InferenceRequest,
@@ -46,6 +47,7 @@ class EarlyBlocksHash(Parameters, frozen=True):
     """
 
     type_name: ClassVar[str] = "early-blocks-hash-scorer"
+    abilities: ClassVar[Abilities] = Abilities(reads_index=True, configures_index=True)
     producer_type: ClassVar[str] = PromptBlocksSettings.type_name
 
     block_tokens: Annotated[int, Meta(ge=1)] = 64

@@ -10,6 +10,7 @@ import numpy as np
 from msgspec import Meta
 
 from epp.plugins.contract import (
+    Abilities,
     Bools,
     Candidates,
     Floats,
@@ -31,7 +32,7 @@ class AdapterFirst(Parameters, frozen=True):
     """
 
     type_name: ClassVar[str] = "adapter-first-filter"
-    sheds_load: ClassVar[bool] = False
+    abilities: ClassVar[Abilities] = Abilities(reads=("adapter_state", "model"))
 
     def keep(self, request: InferenceRequest, candidates: Candidates, /) -> Bools:
         adapters = candidates.adapter_state
@@ -55,7 +56,7 @@ class LoadAwarePrefix(Parameters, frozen=True):
     """
 
     type_name: ClassVar[str] = "load-aware-prefix-filter"
-    sheds_load: ClassVar[bool] = False
+    abilities: ClassVar[Abilities] = Abilities(reads_index=True)
     producer_type: ClassVar[str] = _APPROXIMATE
 
     queue_threshold: Annotated[float, Meta(ge=0)] = 5.0
@@ -93,7 +94,7 @@ class LeastQueue(Parameters, frozen=True):
     """
 
     type_name: ClassVar[str] = "least-queue-filter"
-    sheds_load: ClassVar[bool] = False
+    abilities: ClassVar[Abilities] = Abilities(reads=("waiting_requests",))
 
     def keep(self, request: InferenceRequest, candidates: Candidates, /) -> Bools:
         return _near_the_least(candidates.waiting_requests)
@@ -103,7 +104,7 @@ class LeastKVCache(Parameters, frozen=True):
     """As `least-queue-filter`, by the share of the KV cache in use."""
 
     type_name: ClassVar[str] = "least-kv-cache-filter"
-    sheds_load: ClassVar[bool] = False
+    abilities: ClassVar[Abilities] = Abilities(reads=("kv_cache_usage",))
 
     def keep(self, request: InferenceRequest, candidates: Candidates, /) -> Bools:
         return _near_the_least(candidates.kv_cache_usage)

@@ -8,6 +8,7 @@ from typing import Annotated, ClassVar, Final
 from msgspec import Meta
 
 from epp.plugins.contract import (
+    Abilities,
     Candidates,
     Floats,
     InferenceRequest,
@@ -36,6 +37,7 @@ class DecayedMisses(Parameters, frozen=True):
     """
 
     type_name: ClassVar[str] = "decayed-misses-scorer"
+    abilities: ClassVar[Abilities] = Abilities(reads_index=True)
     producer_type: ClassVar[str] = BlockLoadSettings.type_name
 
     overlap_weight: Annotated[float, Meta(ge=0)] = 1.0

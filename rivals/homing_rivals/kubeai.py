@@ -12,6 +12,7 @@ from msgspec import Meta
 
 from epp.plugins.contract import (
     BYTES_PER_TOKEN,
+    Abilities,
     Bools,
     Candidates,
     Floats,
@@ -46,6 +47,7 @@ class BoundedPrefixHash(Parameters, frozen=True):
     """
 
     type_name: ClassVar[str] = "bounded-prefix-hash-scorer"
+    abilities: ClassVar[Abilities] = Abilities(reads_index=True, configures_index=True)
     producer_type: ClassVar[str] = PromptBlocksSettings.type_name
 
     load_factor: Annotated[float, Meta(ge=1)] = 1.25

@@ -9,6 +9,7 @@ from typing import ClassVar, Final
 import numpy as np
 
 from epp.plugins.contract import (
+    Abilities,
     Candidates,
     Floats,
     InferenceRequest,
@@ -32,6 +33,7 @@ class LeastPendingWork(Parameters, frozen=True):
     """
 
     type_name: ClassVar[str] = "least-pending-work-scorer"
+    abilities: ClassVar[Abilities] = Abilities(reads_index=True)
     producer_type: ClassVar[str] = "approx-prefix-cache-producer"
 
     @property
@@ -52,6 +54,7 @@ class WorkTimesBatch(Parameters, frozen=True):
     """
 
     type_name: ClassVar[str] = "work-times-batch-scorer"
+    abilities: ClassVar[Abilities] = Abilities(reads_index=True)
     producer_type: ClassVar[str] = "approx-prefix-cache-producer"
 
     @property

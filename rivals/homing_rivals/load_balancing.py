@@ -11,6 +11,7 @@ from typing import ClassVar, Final
 import numpy as np
 
 from epp.plugins.contract import (
+    Abilities,
     Candidates,
     Floats,
     InferenceRequest,
@@ -31,6 +32,7 @@ class RandomTie(Parameters, frozen=True):
     """
 
     type_name: ClassVar[str] = "random-tie-picker"
+    abilities: ClassVar[Abilities] = Abilities(reads=())
 
     def pick(
         self, scores: Floats, candidates: Candidates, random: Random, rotation: int, /
@@ -48,6 +50,7 @@ class PowerOfTwo(Parameters, frozen=True):
     """
 
     type_name: ClassVar[str] = "power-of-two-picker"
+    abilities: ClassVar[Abilities] = Abilities(reads=())
 
     def pick(
         self, scores: Floats, candidates: Candidates, random: Random, rotation: int, /
@@ -69,6 +72,9 @@ class DataParallelLoad(Parameters, frozen=True):
     """
 
     type_name: ClassVar[str] = "data-parallel-load-scorer"
+    abilities: ClassVar[Abilities] = Abilities(
+        reads=("running_requests", "unreported_requests", "waiting_requests")
+    )
 
     def score(self, request: InferenceRequest, candidates: Candidates, /) -> Floats:
         waiting = candidates.waiting_requests + candidates.unreported_requests

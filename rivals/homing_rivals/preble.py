@@ -12,6 +12,7 @@ from msgspec import Meta, Struct
 
 from epp.plugins.contract import (
     HASH_BYTES,
+    Abilities,
     Affinity,
     AffinityIndex,
     Bools,
@@ -191,6 +192,10 @@ class ExploreExploit(Parameters, frozen=True):
     """
 
     type_name: ClassVar[str] = "explore-exploit-scorer"
+    abilities: ClassVar[Abilities] = Abilities(
+        reads=("inflight_requests", "prefill_tokens_per_s", "prompt_tokens", "uncached_tokens"),
+        reads_index=True,
+    )
     producer_type: ClassVar[str] = PrebleHistorySettings.type_name
 
     output_tokens: Annotated[float, Meta(ge=0)] = 45.0

@@ -6,6 +6,7 @@ import numpy as np
 from msgspec import Meta
 
 from epp.plugins.contract import (
+    Abilities,
     Candidates,
     Floats,
     InferenceRequest,
@@ -39,6 +40,7 @@ class LongestPrefix(Parameters, frozen=True):
     """
 
     type_name: ClassVar[str] = "longest-prefix-scorer"
+    abilities: ClassVar[Abilities] = Abilities(reads_index=True)
     producer_type: ClassVar[str] = RadixTreeSettings.type_name
 
     load_factor: Annotated[float, Meta(ge=1)] | None = None
@@ -66,6 +68,7 @@ class RelativeLoad(Parameters, frozen=True):
     """
 
     type_name: ClassVar[str] = "relative-load-scorer"
+    abilities: ClassVar[Abilities] = Abilities(reads_index=True)
     producer_type: ClassVar[str] = "approx-prefix-cache-producer"
 
     beta: Annotated[float, Meta(ge=0)] = 1.0

@@ -8,6 +8,7 @@ import numpy as np
 from msgspec import Meta
 
 from epp.plugins.contract import (
+    Abilities,
     Candidates,
     Floats,
     InferenceRequest,
@@ -36,6 +37,7 @@ class RayPrefixAffinity(Parameters, frozen=True):
     """
 
     type_name: ClassVar[str] = "ray-prefix-affinity-scorer"
+    abilities: ClassVar[Abilities] = Abilities(reads_index=True)
     producer_type: ClassVar[str] = RadixTreeSettings.type_name
 
     match_rate_threshold: Annotated[float, Meta(ge=0, le=1)] = 0.1
@@ -66,6 +68,7 @@ class TwoOfBest(Parameters, frozen=True):
     """
 
     type_name: ClassVar[str] = "two-of-best-picker"
+    abilities: ClassVar[Abilities] = Abilities(reads=("inflight_requests",))
 
     def pick(
         self, scores: Floats, candidates: Candidates, random: Random, rotation: int, /

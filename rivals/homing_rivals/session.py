@@ -7,6 +7,7 @@ import xxhash
 from msgspec import Meta
 
 from epp.plugins.contract import (
+    Abilities,
     Candidates,
     Floats,
     InferenceRequest,
@@ -28,6 +29,7 @@ class BoundedSession(Parameters, frozen=True):
     """
 
     type_name: ClassVar[str] = "bounded-session-scorer"
+    abilities: ClassVar[Abilities] = Abilities(reads_index=True)
     producer_type: ClassVar[str] = "session-id-producer"
 
     skew: Annotated[float, Meta(ge=1)] = 1.5
@@ -54,6 +56,7 @@ class RendezvousSession(Parameters, frozen=True):
     """
 
     type_name: ClassVar[str] = "rendezvous-session-scorer"
+    abilities: ClassVar[Abilities] = Abilities(reads=("headers", "rendezvous", "session_id"))
 
     session_header: Annotated[str, Meta(min_length=1)] = "x-session-id"
     """Request header with the session, where the request has no session id of its own."""

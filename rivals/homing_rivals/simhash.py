@@ -10,6 +10,7 @@ from msgspec import Meta
 from epp.plugins.contract import (
     BYTES_PER_TOKEN,
     HASH_BYTES,
+    Abilities,
     Candidates,
     Floats,
     InferenceRequest,
@@ -60,6 +61,7 @@ class SimHashRing(Parameters, frozen=True):
     """
 
     type_name: ClassVar[str] = "simhash-ring-scorer"
+    abilities: ClassVar[Abilities] = Abilities(reads_index=True)
     producer_type: ClassVar[str] = "approx-prefix-cache-producer"
 
     text_bytes: Annotated[int, Meta(ge=1, le=65_536)] = 512

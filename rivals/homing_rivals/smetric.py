@@ -10,6 +10,7 @@ import numpy as np
 from msgspec import Meta
 
 from epp.plugins.contract import (
+    Abilities,
     Candidates,
     Floats,
     InferenceRequest,
@@ -38,6 +39,7 @@ class StayInTime(Parameters, frozen=True):
     """
 
     type_name: ClassVar[str] = "stay-in-time-scorer"
+    abilities: ClassVar[Abilities] = Abilities(reads_index=True)
     producer_type: ClassVar[str] = "approx-prefix-cache-producer"
 
     attention_tokens: Annotated[float, Meta(gt=0)] = 32_768.0

@@ -12,6 +12,7 @@ import numpy as np
 from msgspec import Meta
 
 from epp.plugins.contract import (
+    Abilities,
     Affinity,
     Bools,
     Candidates,
@@ -79,6 +80,7 @@ class CacheAware1(Parameters, frozen=True):
     """
 
     type_name: ClassVar[str] = "smg-cache-aware-1-scorer"
+    abilities: ClassVar[Abilities] = Abilities(reads_index=True)
     producer_type: ClassVar[str] = RadixTreeSettings.type_name
 
     cache_threshold: Annotated[float, Meta(ge=0, le=1)] = 0.3
@@ -118,6 +120,7 @@ class CacheAware4(Parameters, frozen=True):
     """
 
     type_name: ClassVar[str] = "smg-cache-aware-4-scorer"
+    abilities: ClassVar[Abilities] = Abilities(reads_index=True)
     producer_type: ClassVar[str] = RadixTreeSettings.type_name
 
     cache_threshold: Annotated[float, Meta(ge=0, le=1)] = 0.3

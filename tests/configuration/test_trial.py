@@ -13,8 +13,8 @@ from epp.commands.check_config import check_config
 from epp.configuration.build import plugin_tables
 from epp.configuration.config import DEFAULT_CONFIG, ConfigError, load_config
 from epp.configuration.live import LiveConfiguration
+from epp.core.abilities import Abilities
 from epp.core.decision.failures import Interrupted
-from epp.core.knowledge.index import Abilities
 from epp.core.parameters import Parameters
 from epp.flags.command_lines import parse_serve
 from epp.flags.subcommands import CheckFlags
@@ -32,7 +32,7 @@ class Sound(Parameters, frozen=True):
     """A plugin of every kind that keeps to its contract; the tests break it."""
 
     type_name: ClassVar[str] = "odd-plugin"
-    sheds_load: ClassVar[bool] = False
+    abilities: ClassVar[Abilities] = Abilities()
 
     def keep(self, request, candidates, /):
         return np.ones(len(candidates), dtype=np.bool_)
@@ -76,6 +76,8 @@ AT = "raised KeyError at configuration/test_trial.py:"
 ENDS = (CancelledError, GeneratorExit, KeyboardInterrupt, SystemExit)
 """What ends a task, a generator or the process unless somebody catches it."""
 SCORE = documents("odd-plugin")
+NEEDS = Abilities(reads_index=True)
+MAKES = Abilities(reads_index=True, configures_index=True)
 
 
 @pytest.mark.parametrize("name", [*FILTERS, *SCORERS, *PICKERS])
@@ -120,7 +122,8 @@ def test_one_that_returns_what_it_may_not_is_named(table, verb, found, said):
 
 def test_every_one_that_fails_is_named_at_once():
     """Nobody mends a document twice."""
-    problems = refused(SCORE, scorers=broken(score=explode, response_headers=explode))
+    members = {"abilities": Abilities(marks_responses=True), "response_headers": explode}
+    problems = refused(SCORE, scorers=broken(score=explode, **members))
     assert len(problems) == 1
     text = documents("odd-plugin", "queue-scorer") + "- {type: odd-plugin, name: second}\n"
     problems = refused(text, scorers=broken(score=explode))
@@ -237,7 +240,8 @@ def test_every_verb_of_an_index_is_tried(verb):
 
 @pytest.mark.parametrize("table", ["filters", "scorers"])
 def test_the_headers_that_it_sets_are_tried(table):
-    kind = broken(response_headers=lambda *_: {"x-a": 1})
+    members = {"abilities": Abilities(marks_responses=True)}
+    kind = broken(response_headers=lambda *_: {"x-a": 1}, **members)
     (problem,) = refused(SCORE, **{table: kind})
     assert "response_headers returned a header str: int, expected str: str" in problem
 
@@ -245,9 +249,27 @@ def test_the_headers_that_it_sets_are_tried(table):
 # What can be told before anything is tried.
 
 
-def test_a_filter_that_does_not_say_whether_it_sheds_load_is_refused():
-    (problem,) = refused(SCORE, filters=broken(sheds_load=None))
-    assert problem == "c: plugins: filter odd-plugin needs sheds_load = True or False, has None"
+@pytest.mark.parametrize(
+    ("members", "said"),
+    [
+        ({"sheds_load": True}, "has a class variable sheds_load, expected it in its abilities"),
+        ({"reads": ()}, "has a class variable reads, expected it in its abilities"),
+        (
+            {"producer_type": "x", "producer": "x"},
+            "has producer_type, producer, expected reads_index=True in its abilities",
+        ),
+        (
+            {"abilities": Abilities(reads=("queue",))},
+            "reads ('queue',), expected a tuple of names among waiting_requests",
+        ),
+        ({"abilities": None}, "declares no abilities, expected Abilities as a class variable"),
+    ],
+)
+def test_what_is_declared_amiss_is_refused(members, said):
+    """Also where it is declared as plugins did before they had abilities; the sentence says how."""
+    for table in ("filters", "scorers", "pickers"):
+        (problem,) = refused(SCORE, **{table: broken(**members)})
+        assert problem.startswith(f"c: plugins[0] (odd-plugin): Odd {said}")
 
 
 @pytest.mark.parametrize("kind", [KeyError, *ENDS])
@@ -274,12 +296,18 @@ def test_parameters_that_cannot_be_checked_are_a_problem(kind):
             {"producer": "x", "producer_type": None},
             "producer.type_name: expected `str`, got `null`",
         ),
-        ({"producer": "x", "producer_parameters": property(explode)}, f"producer {AT}"),
-        ({"producer": "x", "producer_parameters": 7}, "producer raised TypeError"),
+        (
+            {"producer": "x", "producer_parameters": property(explode), "abilities": MAKES},
+            f"producer {AT}",
+        ),
+        (
+            {"producer": "x", "producer_parameters": 7, "abilities": MAKES},
+            "producer raised TypeError",
+        ),
     ],
 )
 def test_an_index_that_is_asked_for_amiss_is_a_problem(members, said):
-    kind = broken(**({"producer_type": "x"} | members))
+    kind = broken(**({"producer_type": "x", "abilities": NEEDS} | members))
     (problem,) = refused(SCORE, scorers=kind)
     assert problem.startswith(f"c: plugins[0] (odd-plugin): {said}")
 
@@ -309,24 +337,6 @@ def test_a_signal_ends_the_trial():
 
 
 # What it costs.
-
-
-def test_a_scorer_that_reads_what_it_does_not_name_is_named():
-    """Its scores would be kept while that changes."""
-
-    def score(self, request, candidates, /):
-        return candidates.waiting_requests * 0.0 + candidates.inflight_requests
-
-    odd = broken(reads=("waiting_requests",), score=score)
-    (problem,) = refused(SCORE, scorers=odd)
-    assert "score read inflight_requests, not named in its reads" in problem
-    load(SCORE, scorers=broken(score=score))
-
-
-def test_a_scorer_that_names_no_column_is_refused():
-    """The sentence says which there are."""
-    (problem,) = refused(SCORE, scorers=broken(reads=("queue",)))
-    assert "`reads` of scorer odd-plugin must be a tuple of names among waiting_requests" in problem
 
 
 def test_a_trial_is_a_bounded_number_of_decisions():
@@ -400,67 +410,29 @@ def test_the_default_is_tried_like_any_other():
     assert load_config(DEFAULT_CONFIG, "c", TABLES).warnings == ()
 
 
-def reads_none(read):
-    """Reads the prefix index and says that it needs none."""
-
-    def score(self, request, candidates, /):
-        read(request, candidates)
-        return np.ones(len(candidates))
-
-    return broken(score=score, producer_type="approx-prefix-cache-producer", producer=None)
+PREFIX = "approx-prefix-cache-producer"
 
 
-READERS = [
-    lambda request, pool: pool.matched_blocks,
-    lambda request, pool: pool.total_blocks,
-    lambda request, pool: pool.uncached_tokens,
-    lambda request, pool: pool.affinity(""),
-    lambda request, pool: pool.prefix_match(0),
-    lambda request, pool: pool.take(np.arange(1)).uncached_tokens,
-    lambda request, pool: request.moment.cold,
-    lambda request, pool: len(pool) > 1 and request.prompt_tokens > 100 and pool.matched_blocks,
-]
+@pytest.mark.parametrize("name", ["matched_blocks", "total_blocks", "uncached_tokens", "cold"])
+def test_whatever_reads_the_prefix_index_has_one(name):
+    """A filter, a scorer or a picker."""
+    for table in ("filters", "scorers", "pickers"):
+        reads = ("waiting_requests", name)
+        config = load(SCORE, **{table: broken(abilities=Abilities(reads=reads))})
+        assert (config.prefix, list(config.indexes)) == (PREFIX, [PREFIX])
 
 
-@pytest.mark.parametrize("read", READERS)
-def test_whatever_reads_the_prefix_index_has_one(read):
-    """A filter, a scorer or a picker, that declares nothing; unless it says that it reads none."""
-
-    def keep(self, request, candidates, /):
-        read(request, candidates)
-        return np.ones(len(candidates), dtype=np.bool_)
-
-    def score(self, request, candidates, /):
-        read(request, candidates)
-        return np.ones(len(candidates))
-
-    for kinds in ({"filters": broken(keep=keep)}, {"scorers": broken(score=score)}):
-        config = load(SCORE, **kinds)
-        assert config.prefix == "approx-prefix-cache-producer"
-        assert list(config.indexes) == [config.prefix]
-    assert not load(SCORE, scorers=reads_none(read)).indexes
+def test_what_declares_no_reads_may_read_the_prefix_index():
+    """So it has one; unless it names an index, which is then all that it reads of them."""
+    for table in ("filters", "scorers", "pickers"):
+        assert load(SCORE, **{table: broken()}).prefix == PREFIX
+        assert not load(SCORE, **{table: broken(abilities=Abilities(reads=()))}).indexes
+    named = {"producer_type": PREFIX, "abilities": NEEDS}
+    assert not load(SCORE, scorers=broken(producer=None, **named)).indexes
+    assert load(SCORE, scorers=broken(producer="", **named)).prefix == PREFIX
 
 
-def test_a_picker_that_reads_the_prefix_index_has_one():
-    """As a filter or a scorer has."""
-
-    def pick(self, scores, candidates, random, rotation, /):
-        return np.array([int(candidates.matched_blocks.argmax())])
-
-    assert load(SCORE, pickers=broken(pick=pick)).prefix == "approx-prefix-cache-producer"
-    assert not load(SCORE, pickers=Sound).indexes
-
-
-def test_an_index_of_another_type_does_not_stand_for_the_prefix_index():
-    """`no-hit-lru-scorer` asks for its own and looks whether a prompt is known."""
-    config = load(documents("no-hit-lru-scorer"))
-    assert list(config.indexes) == ["no-hit-lru-producer", "approx-prefix-cache-producer"]
-
-
-def test_what_fails_while_it_is_watched_is_told_as_ever():
-    """Once, and by the trial."""
-
-    def score(self, request, candidates, /):
-        raise KeyError
-
-    assert len(refused(SCORE, scorers=broken(score=score))) == 1
+def test_an_index_that_is_declared_is_the_one_that_is_read():
+    """No second one is made."""
+    config = load(documents("odd-plugin", PREFIX), scorers=broken())
+    assert list(config.indexes) == [PREFIX]

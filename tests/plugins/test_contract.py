@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 
 from epp.configuration.build import INDEXES
-from epp.core.decision.plugin import ReadsIndex
 from epp.plugins import DEPRECATED, FILTERS, PICKERS, SCORERS
 from epp.testing import candidates, check_plugin
 from homing_rivals import PLUGINS
@@ -85,7 +84,7 @@ def test_readers_of_an_index_say_which():
         name: (plugin.producer, plugin.producer_type)
         for name, table in (("filter", FILTERS), ("scorer", SCORERS))
         for name, kind in table.items()
-        if name != "by-label" and isinstance(plugin := kind(), ReadsIndex)
+        if kind.abilities.reads_index and (plugin := kind())
     }
     assert readers == {
         "added-time-scorer": ("", "approx-prefix-cache-producer"),

@@ -223,7 +223,7 @@ def test_another_prefix_index_decides_what_is_warm():
 def test_the_saturation_detector_is_a_filter():
     """Under its own name, and the only one that sheds load."""
     assert FILTERS["utilization-detector"] is UtilizationDetector
-    assert [name for name, plugin in FILTERS.items() if plugin.sheds_load] == [
+    assert [name for name, plugin in FILTERS.items() if plugin.abilities.sheds_load] == [
         "utilization-detector"
     ]
 

@@ -9,7 +9,7 @@ from typing import ClassVar
 import numpy as np
 import pytest
 
-from epp.core.knowledge.index import Abilities
+from epp.core.abilities import Abilities
 from epp.plugins.contract import Affinity, Parameters
 from epp.plugins.cost import scores_of_cost
 from epp.testing import ContractError, check_plugin
@@ -29,6 +29,21 @@ def broken(base=Fair, **members):
     return type("Broken", (base,), {"__module__": __name__, **members}, frozen=True)
 
 
+def able(**abilities):
+    return broken(abilities=Abilities(**abilities))
+
+
+def naming(type_name, name):
+    """It reads the default prefix index, and names this one."""
+
+    def score(self, request, candidates, /):
+        return 1.0 / (1.0 + candidates.uncached_tokens)
+
+    return broken(
+        abilities=Abilities(reads_index=True), producer_type=type_name, producer=name, score=score
+    )
+
+
 def scoring(function):
     return broken(score=lambda self, request, candidates, /: function(request, candidates))
 
@@ -36,7 +51,7 @@ def scoring(function):
 def test_a_plugin_that_is_as_it_must_be_passes():
     """With any seed."""
     check_plugin(Fair)
-    check_plugin(Fair, seed=7, cases=20)
+    check_plugin(able(reads=("inflight_requests",)), seed=7, cases=20)
 
 
 class Counting(Parameters, frozen=True):
@@ -76,9 +91,14 @@ def fail(request, candidates):
         (scoring(rename), "changed the request"),
         (scoring(lambda _, some: np.linspace(0, 1, len(some))), "in another order"),
         (Counting, "asked twice it answers differently"),
-        (broken(reads=("kv_cache_usage",)), "it reads inflight_requests, not in `reads`"),
+        (able(reads=("kv_cache_usage",)), "it reads inflight_requests, not in the `reads` of its"),
+        (able(reads=("queue",)), "it reads .'queue',., expected a tuple of names among waiting_r"),
+        (broken(reads=()), "it has a class variable reads, expected it in its abilities"),
+        (broken(session_of=fail), "it has session_of, expected goes_by_sessions=True in its abi"),
+        (able(tells_cost=True), "it declares tells_cost, and has no cost_unit, cost_parts"),
         (broken(type_name=""), "expected a type_name"),
-        (broken(producer_type="nothing", producer="nothing"), "no index of type nothing"),
+        (naming("nothing", "nothing"), "no index of type nothing"),
+        (naming("approx-prefix-cache-producer", None), "uncached_tokens, and its producer is None"),
     ],
 )
 def test_a_scorer_that_breaks_it_is_told(kind, said):
@@ -92,6 +112,7 @@ class Costly(Parameters, frozen=True):
     """A scorer of a cost that it tells."""
 
     type_name = "costly-scorer"
+    abilities = Abilities(tells_cost=True)
     cost_unit: ClassVar[str] = "s"
 
     def score(self, request, candidates, /):
@@ -164,7 +185,7 @@ class Zone(Parameters, frozen=True):
     """A filter that may leave nobody."""
 
     type_name = "zone-filter"
-    sheds_load = False
+    abilities: ClassVar[Abilities] = Abilities()
 
     def keep(self, request, candidates, /):
         zone = request.headers.get("x-zone", "a")
@@ -179,6 +200,20 @@ def test_a_filter_that_leaves_nobody_has_to_say_so():
     check_plugin(Zone, **given, selects=True)
     with pytest.raises(ContractError, match="keep returned float64"):
         check_plugin(broken(Zone, keep=lambda self, request, some, /: np.ones(len(some))))
+
+
+def test_a_picker_that_reads_what_it_does_not_declare_is_told():
+    """As a scorer is."""
+
+    class Idle(Parameters, frozen=True):
+        type_name = "idle-picker"
+        abilities = Abilities(reads=("slot",))
+
+        def pick(self, scores, candidates, random, rotation, /):
+            return np.array([candidates.inflight_requests.argmin()])
+
+    with pytest.raises(ContractError, match="it reads inflight_requests, not in the `reads`"):
+        check_plugin(Idle)
 
 
 TURNS = count()
@@ -261,6 +296,7 @@ class SameSession(Parameters, frozen=True):
     """A scorer that reads it."""
 
     type_name = "same-session-scorer"
+    abilities = Abilities(reads_index=True)
     producer_type = "sessions-producer"
     producer = "sessions-producer"
 
@@ -298,6 +334,11 @@ def remembering(self, request, slots, now):
         (opening(match=remembering), "asked twice match answers differently"),
         (broken(SessionsSettings, adopt=lambda self, index: True), "index of another kind"),
         (broken(SessionsSettings, adopt=lambda self, index: None), "adopt returned no bool"),
+        (opening(measures=lambda self: None), "it has measures, and does not declare that it meas"),
+        (
+            broken(SessionsSettings, abilities=Abilities(shares=True)),
+            "it has not what it declares: share, learn, known",
+        ),
     ],
 )
 def test_an_index_that_breaks_it_is_told(kind, said):

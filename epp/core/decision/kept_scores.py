@@ -1,8 +1,8 @@
 """Scores that need not be asked for again.
 
-Some hold longer than a request: of scorers that read only what scrapes change. Such a scorer says
-what it reads (`ReadsColumns`). It is asked again about the same candidates only once a column that it
-reads has changed; one that fails is asked at every decision. What is kept is final: clamped, and the
+Some hold longer than a request: of scorers that declare to read only what scrapes change
+(`KEPT_READS`). Such a one is asked again about the same candidates only once a column that it reads has
+changed; one that fails is asked at every decision. What is kept is final: clamped, and the
 unknown filled in. Nobody else sees the arrays that it is kept in.
 
 Others were found a moment ago: what a profile that acts found of a request is lent to a second one
@@ -10,12 +10,12 @@ that has the very same scorer.
 """
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
-from typing import Final, Protocol, cast
+from collections.abc import Iterable, Sequence
+from typing import Final, Protocol
 
 import numpy as np
 
-from epp.core.decision.plugin import MODEL, ReadsColumns, Scorer
+from epp.core.decision.plugin import KEPT_READS, MODEL, Scorer
 from epp.core.knowledge.candidates import Candidates, Floats, Ints
 from epp.core.prompt.request import InferenceRequest
 
@@ -29,39 +29,6 @@ MODEL_LENGTH_MAX: Final = 256
 _NOBODY: Final[Ints] = np.empty(0, dtype=np.int64)
 _OUTDATED: Final = -1
 _UNSEEN: Final = (_OUTDATED, 0.0)
-
-
-class _Watched:
-    """Stands for a request or for candidates, and notes what is read besides `declared`."""
-
-    def __init__(self, of: object, declared: Iterable[str]) -> None:
-        self._of = of
-        self._declared = frozenset(declared)
-        self.undeclared: set[str] = set()
-
-    def __len__(self) -> int:
-        return len(cast("Candidates", self._of))
-
-    def __getattr__(self, name: str) -> object:
-        if name not in self._declared:
-            self.undeclared.add(name)
-        return getattr(self._of, name)
-
-
-def undeclared_reads(
-    scorer: ReadsColumns, request: InferenceRequest, candidates: Candidates
-) -> list[str]:
-    """What `scorer` reads although its `reads` does not name it, sorted; raises what it raises.
-
-    Scores of which such a thing is part would be kept while it changes.
-    """
-    names = set(scorer.reads)
-    asked = _Watched(request, names & {MODEL})
-    # The candidates are known by their slots.
-    seen = _Watched(candidates, names - {MODEL} | {"slot"})
-    score = cast("Callable[[object, object], object]", cast("Scorer", scorer).score)
-    score(asked, seen)
-    return sorted(asked.undeclared | seen.undeclared)
 
 
 class _Named(Protocol):
@@ -109,10 +76,11 @@ class KeptScores:
         self._lent = list(lent)
         self._lent_by = list(lent.values())
         """Rows of the profile that acts, in the order of `_lent`."""
+        declared = ((row, scorer.plugin.abilities.reads) for row, scorer in enumerate(scorers))
         reads = {
-            row: scorer.plugin.reads
-            for row, scorer in enumerate(scorers)
-            if row not in lent and isinstance(scorer.plugin, ReadsColumns)
+            row: names
+            for row, names in declared
+            if row not in lent and names is not None and set(names) <= set(KEPT_READS)
         }
         self._columns = {
             row: tuple(name for name in names if name != MODEL) for row, names in reads.items()

@@ -5,29 +5,47 @@ A plugin is a frozen `msgspec.Struct`. Its fields are its parameters, spelt as i
 function of its arguments: no clock, no dice, no files. State that outlives a request belongs to an
 affinity index, which the scheduler owns and plugins only see as a column.
 
+What a plugin does besides its verb it declares as `abilities` (`epp/core/abilities`); nothing finds it
+out. Each protocol here below the verbs is one such ability.
+
 n is the number of candidates. A column that a plugin asks for is its own, to use as scratch, and so
 are the sums that a picker gets; `candidates.slot` cannot be written.
 """
 
 from collections.abc import Mapping
 from random import Random
-from typing import ClassVar, Final, Protocol, runtime_checkable
+from typing import Any, ClassVar, Final, Protocol
 
+from msgspec import structs
+
+from epp.core.abilities import Abilities
 from epp.core.knowledge.candidates import VERSIONED, Bools, Candidates, Floats, Ints
-from epp.core.parameters import Plugin
+from epp.core.moment import Moment
+from epp.core.parameters import Parameters, Plugin
 from epp.core.prompt.request import InferenceRequest
 from epp.core.types import Endpoint
 
 MODEL: Final = "model"
-READABLE: Final = (*VERSIONED, MODEL)
-"""What `reads` of a scorer may name."""
+KEPT_READS: Final = (*VERSIONED, MODEL)
+"""What `reads` of a scorer may name whose scores are kept until one of them changes."""
+PREFIX_READS: Final = ("matched_blocks", "total_blocks", "uncached_tokens", "cold")
+"""What the default prefix index fills: it is made for whoever reads any of them."""
+READABLE: Final = tuple(
+    dict.fromkeys(
+        (
+            *KEPT_READS,
+            *(name for name, member in vars(Candidates).items() if isinstance(member, property)),
+            "rendezvous",
+            *InferenceRequest.__struct_fields__,
+            *Moment.__struct_fields__,
+        )
+    )
+)
+"""What `reads` may name: columns of the candidates, fields of the request and of its moment."""
 
 
 class Filter(Plugin, Protocol):
     """Says who may serve."""
-
-    sheds_load: ClassVar[bool]
-    """True: when this filter leaves nobody the client is told 429, come back; false: 503."""
 
     def keep(self, request: InferenceRequest, candidates: Candidates, /) -> Bools:
         """Return bool[n], true for each candidate that stays. Never called with n = 0."""
@@ -47,7 +65,6 @@ class Scorer(Plugin, Protocol):
         ...
 
 
-@runtime_checkable
 class TellsCost(Protocol):
     """A scorer that prefers whoever costs least, and can say what the cost is made of.
 
@@ -70,8 +87,7 @@ class TellsCost(Protocol):
         ...
 
 
-@runtime_checkable
-class MarksResponses(Protocol):
+class MarksResponses(Plugin, Protocol):
     """A filter, a scorer, or what is nothing else, that wants headers on the response."""
 
     def response_headers(
@@ -97,19 +113,6 @@ class Picker(Plugin, Protocol):
         ...
 
 
-@runtime_checkable
-class ReadsColumns(Protocol):
-    """A scorer that says what it reads: it is asked again only once that has changed.
-
-    Until then its scores of the same candidates are taken as they were.
-    """
-
-    reads: ClassVar[tuple[str, ...]]
-    """Columns of the candidates that only scrapes or the list of endpoints change, of `READABLE`, and
-    "model" if it reads `request.model`. It reads nothing else of the request or the candidates."""
-
-
-@runtime_checkable
 class GoesBySessions(Protocol):
     """A scorer to which a session matters as long as sessions come again (`sessions_return`)."""
 
@@ -118,12 +121,8 @@ class GoesBySessions(Protocol):
         ...
 
 
-@runtime_checkable
 class ReadsIndex(Protocol):
-    """A filter or scorer that needs an affinity index; one that is missing is made for it.
-
-    The default prefix index is also made for a plugin that reads it and declares nothing.
-    """
+    """A filter or scorer that needs an affinity index; one that is missing is made for it."""
 
     producer_type: ClassVar[str]
     """The type to make it of."""
@@ -132,3 +131,58 @@ class ReadsIndex(Protocol):
     def producer(self) -> str | None:
         """Name of the index, "" for the default prefix index; None: these parameters need none."""
         ...
+
+
+_MEMBERS: Final[Mapping[str, tuple[str, ...]]] = {
+    "reads_index": ("producer_type", "producer"),
+    "configures_index": ("producer_parameters",),
+    "goes_by_sessions": ("session_of",),
+    "marks_responses": ("response_headers",),
+    "tells_cost": ("cost_unit", "cost_parts"),
+}
+"""What a plugin has for an ability, and for nothing else."""
+_NEEDED: Final[Mapping[str, tuple[str, ...]]] = {
+    **_MEMBERS,
+    "reads_session_tokens": ("reads_tokens",),
+    "limits_metrics_age": ("metrics_age_max_s",),
+    "tells_prefill_speed": ("peak_prefill_throughput",),
+    "picks_several": ("max_num_of_endpoints",),
+    "counts_blocks": ("block_tokens",),
+    "names_sessions": ("header_name",),
+    "limits_memory": ("memory_max_bytes",),
+}
+"""What a plugin, or the settings of an index, must have for each ability that it declares."""
+_DECLARED_ONLY: Final = ("reads", "sheds_load")
+"""Abilities that are nothing but declared."""
+
+
+def declaration_fault(kind: type[Any]) -> str | None:
+    """What is wrong with what the class of a plugin declares, to come behind its name; None: nothing."""
+    members = set(dir(kind))
+    missing = "abilities" not in members or not isinstance(kind.abilities, Abilities)
+    # What an index can do is never left to the defaults: peers and metrics would go without it.
+    if missing or ("open" in members and kind.abilities is Parameters.abilities):
+        return "declares no abilities, expected Abilities as a class variable"
+    for name in _DECLARED_ONLY:
+        if name in members:
+            return f"has a class variable {name}, expected it in its abilities"
+    reads: object = kind.abilities.reads
+    if reads is not None and not (isinstance(reads, tuple) and set(reads) <= set(READABLE)):
+        return f"reads {reads!r}, expected a tuple of names among {', '.join(READABLE)}"
+    declared = structs.asdict(kind.abilities)
+    for ability, names in _NEEDED.items():
+        lacking = [name for name in names if name not in members]
+        if declared[ability] and lacking:
+            return f"declares {ability}, and has no {', '.join(lacking)}"
+    for ability, names in _MEMBERS.items():
+        if not declared[ability] and members.issuperset(names):
+            return f"has {', '.join(names)}, expected {ability}=True in its abilities"
+    return None
+
+
+def may_read_prefix(abilities: Abilities) -> bool:
+    """Whether a filter, scorer or picker reads the default prefix index, as far as it declares."""
+    if abilities.reads is None:
+        # The index that it reads is the one that it names.
+        return not abilities.reads_index
+    return not set(PREFIX_READS).isdisjoint(abilities.reads)

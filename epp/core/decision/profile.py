@@ -8,7 +8,7 @@ import math
 from collections.abc import Iterable, Mapping
 from functools import cached_property
 from random import Random
-from typing import Final
+from typing import Final, cast
 
 import numpy as np
 from msgspec import Struct
@@ -23,7 +23,7 @@ from epp.core.decision.failures import (
     positions_fault,
 )
 from epp.core.decision.kept_scores import KeptScores
-from epp.core.decision.plugin import READABLE, Filter, MarksResponses, Picker, Scorer, TellsCost
+from epp.core.decision.plugin import Filter, MarksResponses, Picker, Scorer, TellsCost
 from epp.core.knowledge.candidates import Bools, Candidates, Floats, Ints
 from epp.core.prompt.request import InferenceRequest
 from epp.core.types import Endpoint
@@ -39,26 +39,16 @@ _MOST: Final = np.ones(())
 
 
 class NamedFilter(Struct, frozen=True):
-    """A filter under the name it has in the configuration.
-
-    Raises `ValueError` when it does not say whether it sheds load.
-    """
+    """A filter under the name it has in the configuration."""
 
     name: str
     plugin: Filter
-
-    def __post_init__(self) -> None:
-        sheds_load: object = getattr(self.plugin, "sheds_load", None)
-        if not isinstance(sheds_load, bool):
-            raise ValueError(  # noqa: TRY004  as what else a configuration can have wrong
-                f"filter {self.name} needs sheds_load = True or False, has {sheds_load!r}"
-            )
 
 
 class WeightedScorer(Struct, frozen=True):
     """A scorer under its name in the configuration, with its weight.
 
-    Raises `ValueError` for a weight that is none, and for reading what no scores are kept by.
+    Raises `ValueError` for a weight that is none.
     """
 
     name: str
@@ -69,12 +59,6 @@ class WeightedScorer(Struct, frozen=True):
         if not (math.isfinite(self.weight) and self.weight >= 0):
             raise ValueError(
                 f"the weight of scorer {self.name} must be finite and at least 0, is {self.weight}"
-            )
-        reads: object = getattr(self.plugin, "reads", ())
-        if not isinstance(reads, tuple) or not all(name in READABLE for name in reads):
-            raise ValueError(
-                f"`reads` of scorer {self.name} must be a tuple of names among "
-                f"{', '.join(READABLE)}, is {reads!r}"
             )
 
 
@@ -180,16 +164,18 @@ class SchedulingProfile(Struct, frozen=True, kw_only=True, dict=True):
     def markers(self, failures: PluginFailures) -> tuple[Marker, ...]:
         """The filters, scorers and others that set headers on responses."""
         return tuple(
-            Marker(member.name, member.plugin, failures)
+            Marker(member.name, cast("MarksResponses", member.plugin), failures)
             for member in (*self.members, *self.responders)
-            if isinstance(member.plugin, MarksResponses)
+            if member.plugin.abilities.marks_responses
         )
 
     @cached_property
     def tellers(self) -> tuple[TellsCost | None, ...]:
         """Those of the scorers that can say what their cost is made of, None in the place of others."""
-        plugins: list[object] = [scorer.plugin for scorer in self.scorers]
-        return tuple(one if isinstance(one, TellsCost) else None for one in plugins)
+        plugins = [scorer.plugin for scorer in self.scorers]
+        return tuple(
+            cast("TellsCost", one) if one.abilities.tells_cost else None for one in plugins
+        )
 
     def filter(
         self, request: InferenceRequest, candidates: Candidates, failures: PluginFailures
@@ -214,7 +200,7 @@ class SchedulingProfile(Struct, frozen=True, kw_only=True, dict=True):
             gone[named.name] = dropped if before is None else np.concatenate((before, dropped))
             candidates = candidates.take(keep)
             if not len(candidates):
-                shed_by = named.name if named.plugin.sheds_load else ""
+                shed_by = named.name if named.plugin.abilities.sheds_load else ""
                 return Kept(candidates, gone, shed_by)
         return Kept(candidates, gone)
 

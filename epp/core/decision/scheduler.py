@@ -9,11 +9,12 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from random import Random
-from typing import Any, Final, Protocol
+from typing import Any, Final, Protocol, cast
 
 import numpy as np
 from msgspec import Struct, structs
 
+from epp.core.abilities import Abilities
 from epp.core.decision.account import Account, Leg, predicted_tokens
 from epp.core.decision.failures import PluginFailures, affinity_fault
 from epp.core.decision.inputs import (
@@ -454,9 +455,9 @@ class Scheduler:
         self._kept_scores = KeptScores.of(profile.scorers)
         self._by_sessions = next(
             (
-                (scorer.name, scorer.plugin)
+                (scorer.name, cast("GoesBySessions", scorer.plugin))
                 for scorer in profile.scorers
-                if isinstance(scorer.plugin, GoesBySessions)
+                if scorer.plugin.abilities.goes_by_sessions
             ),
             None,
         )
@@ -503,18 +504,16 @@ class Scheduler:
 
     def _read_abilities(self) -> None:
         """Which indexes do what: as their settings declare."""
-        self.shared = self._able("shares")
-        self.measuring = self._able("measures")
-        self._counting = self._able("counts_inflight")
-        self._limited = self._able("limits_memory")
+        self.shared = self._able(lambda abilities: abilities.shares)
+        self.measuring = self._able(lambda abilities: abilities.measures)
+        self._counting = self._able(lambda abilities: abilities.counts_inflight)
+        self._limited = self._able(lambda abilities: abilities.limits_memory)
 
-    def _able(self, ability: str) -> dict[str, Any]:
+    def _able(self, ability: Callable[[Abilities], bool]) -> dict[str, Any]:
         """The indexes with one of `VERBS`, which were checked to have its verbs."""
         settings = self.settings.indexes
         return {
-            name: index
-            for name, index in self.indexes.items()
-            if getattr(settings[name].abilities, ability)
+            name: index for name, index in self.indexes.items() if ability(settings[name].abilities)
         }
 
     def _adopt(self, name: str, settings: AffinityIndexSettings, index: AffinityIndex) -> bool:

@@ -10,9 +10,10 @@ import numpy as np
 import xxhash
 from msgspec import Meta, Struct
 
+from epp.core.abilities import Abilities
 from epp.core.duration import Duration, check_above_zero
 from epp.core.knowledge.candidates import Affinity
-from epp.core.knowledge.index import Abilities, AffinityIndex
+from epp.core.knowledge.index import AffinityIndex
 from epp.core.prompt.request import InferenceRequest
 from epp.core.types import Seconds
 

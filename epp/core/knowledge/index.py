@@ -1,12 +1,12 @@
 """What any affinity index can do, and how one is configured."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from enum import StrEnum
-from typing import Any, ClassVar, Final, Protocol
+from typing import Any, Final, Protocol
 
 import numpy as np
 from msgspec import Struct, field, structs
 
+from epp.core.abilities import Abilities
 from epp.core.knowledge.candidates import Affinity
 from epp.core.parameters import Plugin
 from epp.core.prompt.request import InferenceRequest
@@ -14,37 +14,6 @@ from epp.core.types import Seconds
 
 CHAINED_KEY_BYTES: Final = 128
 """Longer keys are chains, of which peers tell only what is new."""
-
-
-class Origin(StrEnum):
-    """How an index comes to know what endpoints hold."""
-
-    TOLD = "told"
-    """The engines say so."""
-    DECIDED = "decided"
-    """Requests were sent there from here, or as peers tell from there."""
-    PEERS = "peers"
-    """Peers alone say so."""
-
-
-class Abilities(Struct, frozen=True, kw_only=True):
-    """What an index does beside matching and recording; its settings declare it."""
-
-    origin: Origin | None = None
-    """Set: it counts blocks of `block_tokens` tokens that endpoints hold. A request that is not
-    served teaches it nothing, and the first of each origin make up `matched_blocks`."""
-    counts_blocks: bool = False
-    """Its settings have `block_tokens`: it needs the hashes of blocks of so many tokens."""
-    names_sessions: bool = False
-    """Its settings have `header_name`, of the header by which sessions are told apart."""
-    shares: bool = False
-    """It is a `SharedIndex`."""
-    counts_inflight: bool = False
-    """It is a `CountsInflight`."""
-    limits_memory: bool = False
-    """It is a `LimitsMemory`, and its settings have `memory_max_bytes`."""
-    measures: bool = False
-    """It is a `MeasuresItself`."""
 
 
 class AffinityIndex(Protocol):
@@ -155,8 +124,6 @@ VERBS: Final[Mapping[str, tuple[str, ...]]] = {
 
 class AffinityIndexSettings(Plugin, Protocol):
     """A frozen struct that is configured like a plugin and opens the index it describes."""
-
-    abilities: ClassVar[Abilities]
 
     def open(self) -> AffinityIndex:
         """A new, empty index."""

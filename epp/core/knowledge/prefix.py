@@ -38,9 +38,10 @@ from typing import Annotated, Any, ClassVar, Final
 import numpy as np
 from msgspec import Meta, Struct
 
+from epp.core.abilities import Abilities, Origin
 from epp.core.duration import Duration, check_above_zero
 from epp.core.knowledge.candidates import Affinity, Ints
-from epp.core.knowledge.index import Abilities, AffinityIndex, IndexMeasures, Origin
+from epp.core.knowledge.index import AffinityIndex, IndexMeasures
 from epp.core.prompt.blocks import HASH_BYTES, HASH_SCHEME
 from epp.core.prompt.request import InferenceRequest
 from epp.core.types import BYTES_PER_TOKEN, Seconds

@@ -5,9 +5,11 @@ from typing import Annotated, ClassVar
 import numpy as np
 from msgspec import Meta, Struct
 
+from epp.core.abilities import Abilities
 from epp.core.duration import Duration
 from epp.core.knowledge.candidates import Bools, Candidates, Floats
 from epp.core.prompt.request import InferenceRequest
+from epp.core.types import Seconds
 
 
 class UtilizationDetector(
@@ -22,7 +24,11 @@ class UtilizationDetector(
     """
 
     type_name: ClassVar[str] = "utilization-detector"
-    sheds_load: ClassVar[bool] = True
+    abilities: ClassVar[Abilities] = Abilities(
+        reads=("waiting_requests", "kv_cache_usage", "metrics_age_s", "saturated"),
+        sheds_load=True,
+        limits_metrics_age=True,
+    )
 
     queue_depth_threshold: Annotated[float, Meta(gt=0)] = 5
     kv_cache_util_threshold: Annotated[float, Meta(gt=0, le=1)] = 0.8
@@ -35,6 +41,10 @@ class UtilizationDetector(
                 "metricsStalenessThreshold must be more than 0s, is "
                 f"{self.metrics_staleness_threshold:g}s"
             )
+
+    @property
+    def metrics_age_max_s(self) -> Seconds:
+        return float(self.metrics_staleness_threshold)
 
     def utilization(self, candidates: Candidates) -> Floats:
         """float64[n], 1.0 at a threshold, more beyond it."""

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from msgspec import field, structs
 
+from epp.core.abilities import Abilities
 from epp.core.decision.failures import Interrupted, PluginFailures
 from epp.core.decision.inputs import (
     OutputStarted,
@@ -26,7 +27,6 @@ from epp.core.decision.scheduler import Decision, Scheduler
 from epp.core.decision.settings import SchedulerSettings
 from epp.core.knowledge.affinity import SessionIndexSettings
 from epp.core.knowledge.candidates import Affinity
-from epp.core.knowledge.index import Abilities
 from epp.core.knowledge.inflight import Outcome
 from epp.core.parameters import Parameters
 from epp.core.types import EndpointMetrics
@@ -45,7 +45,7 @@ class Answers(Parameters, frozen=True):
     """A plugin of every kind that does what it is told."""
 
     type_name: ClassVar[str] = "answers"
-    sheds_load: ClassVar[bool] = False
+    abilities: ClassVar[Abilities] = Abilities()
     does: object
 
     def score(self, request, candidates, /):

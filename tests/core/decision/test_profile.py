@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec import structs
 
+from epp.core.abilities import Abilities
 from epp.core.decision.failures import PluginFailures
 from epp.core.decision.profile import (
     NamedFilter,
@@ -33,7 +34,7 @@ class KeepAt(Parameters, frozen=True):
     """Keeps the slots it is told."""
 
     type_name: ClassVar[str] = "keep-at"
-    sheds_load: ClassVar[bool] = False
+    abilities: ClassVar[Abilities] = Abilities()
     slots: tuple[int, ...]
 
     def keep(self, request, candidates, /):
@@ -44,7 +45,7 @@ class ShedAll(Parameters, frozen=True):
     """Keeps nobody, for load."""
 
     type_name: ClassVar[str] = "shed-all"
-    sheds_load: ClassVar[bool] = True
+    abilities: ClassVar[Abilities] = Abilities(sheds_load=True)
 
     def keep(self, request, candidates, /):
         return np.zeros(len(candidates), dtype=np.bool_)
@@ -200,21 +201,6 @@ def test_a_filter_that_keeps_all_costs_no_copy():
         .candidates
         is pool
     )
-
-
-@pytest.mark.parametrize("sheds_load", [None, 1, "yes"])
-def test_a_filter_must_say_whether_it_sheds_load(sheds_load):
-    """It is asked when nobody is left, which is too late to find out."""
-
-    class Silent(Parameters, frozen=True):
-        type_name: ClassVar[str] = "silent"
-
-        def keep(self, request, candidates, /):
-            return np.zeros(len(candidates), dtype=np.bool_)
-
-    Silent.sheds_load = sheds_load
-    with pytest.raises(ValueError, match="filter odd needs sheds_load = True or False, has"):
-        NamedFilter("odd", Silent())
 
 
 def test_the_picker_picks_positions():

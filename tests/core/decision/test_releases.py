@@ -6,11 +6,11 @@ import msgspec
 import pytest
 
 from epp.configuration.build import build_settings, default_config, plugin_tables
+from epp.core.abilities import Abilities
 from epp.core.decision.inputs import PoolReplaced, RequestEnded, ServedBy, Tick
 from epp.core.decision.scheduler import Scheduler
 from epp.core.knowledge.affinity import SessionIndexSettings
 from epp.core.knowledge.candidates import Affinity
-from epp.core.knowledge.index import Abilities
 from epp.core.knowledge.inflight import Ending, Outcome
 from tests.builders import affinity, endpoint, request
 

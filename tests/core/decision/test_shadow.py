@@ -1,6 +1,7 @@
 """A shadow profile judges and acts on nothing; where it fails, it alone fails."""
 
 from random import Random
+from typing import ClassVar
 
 import msgspec
 import numpy as np
@@ -8,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from epp.core.abilities import Abilities
 from epp.core.decision.inputs import PageScraped, PoolReplaced, Reconfigured, RequestEnded
 from epp.core.decision.profile import NamedFilter, SchedulingProfile, WeightedScorer
 from epp.core.decision.scheduler import Decision, Scheduler
@@ -28,7 +30,7 @@ class Broken(msgspec.Struct, frozen=True):
 
     type_name = "broken"
     answer: object = None
-    sheds_load: bool = False
+    abilities: ClassVar[Abilities] = Abilities()
 
     def score(self, request, candidates):
         return self._answer()
@@ -46,7 +48,7 @@ class Broken(msgspec.Struct, frozen=True):
 
 class Nobody(msgspec.Struct, frozen=True):
     type_name = "nobody"
-    sheds_load: bool = True
+    abilities: ClassVar[Abilities] = Abilities(sheds_load=True)
 
     def keep(self, request, candidates):
         return np.zeros(len(candidates), dtype=np.bool_)
@@ -57,7 +59,7 @@ class Counting(msgspec.Struct, frozen=True):
 
     asked: list[int]
     type_name = "counting"
-    sheds_load: bool = False
+    abilities: ClassVar[Abilities] = Abilities()
 
     def score(self, request, candidates):
         self.asked.append(len(candidates))
@@ -69,7 +71,7 @@ class Without(msgspec.Struct, frozen=True):
 
     asked: list[int]
     type_name = "without"
-    sheds_load: bool = False
+    abilities: ClassVar[Abilities] = Abilities()
 
     def keep(self, request, candidates):
         self.asked.append(len(candidates))

@@ -5,9 +5,10 @@ from msgspec.structs import replace
 from epp.configuration.build import build_settings, plugin_tables
 from epp.configuration.config import joined_names, load_config
 from epp.configuration.memory_plan import MemoryPlan, fitted
+from epp.core.abilities import Abilities, Origin
 from epp.core.decision.inputs import PoolReplaced, ServedBy
 from epp.core.decision.scheduler import Scheduler
-from epp.core.knowledge.index import Abilities, Origin, joined, missing_verbs
+from epp.core.knowledge.index import joined, missing_verbs
 from epp.core.knowledge.prefix import PrefixIndexSettings
 from tests.builders import affinity, endpoint, request
 

@@ -11,13 +11,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from epp.core.abilities import Abilities
 from epp.core.decision.inputs import PageScraped, PoolReplaced, Reconfigured, RequestEnded, ServedBy
 from epp.core.decision.profile import SchedulingProfile, WeightedScorer
 from epp.core.decision.scheduler import Scheduler
 from epp.core.decision.settings import SchedulerSettings
 from epp.core.knowledge.affinity import NoHitLruSettings, SessionIndexSettings
 from epp.core.knowledge.candidates import Affinity
-from epp.core.knowledge.index import Abilities
 from epp.core.knowledge.inflight import Outcome
 from epp.core.knowledge.prefix import PrefixIndexSettings
 from epp.core.peers.exchange import (

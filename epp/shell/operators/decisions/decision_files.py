@@ -7,7 +7,7 @@ import zlib
 from collections.abc import Iterator, Mapping
 from datetime import UTC, datetime, time, timedelta
 from pathlib import Path
-from typing import Final, TypeAlias
+from typing import Any, Final, TypeAlias
 
 import msgspec
 from msgspec import Struct
@@ -271,10 +271,10 @@ def _teller(told: ToldPlugin | None) -> TellsCost | None:
         kind = plugin_tables().scorers.get(told.type_name)
         if kind is None:
             return None
-        made: object = msgspec.msgpack.decode(told.parameters, type=kind, dec_hook=decode)
+        made: Any = msgspec.msgpack.decode(told.parameters, type=kind, dec_hook=decode)
     except (ConfigError, msgspec.ValidationError, ValueError):
         return None
-    return made if isinstance(made, TellsCost) else None
+    return made if kind.abilities.tells_cost else None
 
 
 def _files(folder: Path) -> Mapping[str, list[Path]]:

@@ -1,9 +1,12 @@
 """What an operator reads."""
 
+from typing import ClassVar
+
 import msgspec
 import numpy as np
 import pytest
 
+from epp.core.abilities import Abilities
 from epp.core.decision.inputs import PageScraped, PoolReplaced, Reconfigured, ServedBy
 from epp.core.decision.profile import NamedFilter, SchedulingProfile, WeightedScorer
 from epp.core.decision.scheduler import Scheduler
@@ -251,7 +254,7 @@ async def test_why_not_names_the_filter_that_dropped_it():
     class Drops(msgspec.Struct, frozen=True):
         name: str
         type_name = "drops"
-        sheds_load = False
+        abilities: ClassVar[Abilities] = Abilities()
 
         def keep(self, _, candidates, /):
             return np.array([one.name != self.name for one in candidates.endpoints])

@@ -1,0 +1,70 @@
+"""What a plugin reads, observed: so that it can be compared with what it declares."""
+
+from collections.abc import Mapping
+from typing import Any, Final
+
+from epp.core.knowledge.candidates import Affinity, Candidates
+from epp.core.prompt.request import InferenceRequest
+
+_OF_CANDIDATES: Final[Mapping[str, str]] = {
+    "metrics_age_s_max": "metrics_age_s",
+    "metrics_age_s_of": "metrics_age_s",
+    "all_observed_within": "metrics_age_s",
+    "inflight_requests_of": "inflight_requests",
+    "adapters_told": "adapter_state",
+    "prefill_alike": "prefill_tokens_per_s",
+    "name_of": "endpoints",
+    "prefix_match": "matched_blocks",
+}
+"""Another way to a column -> the name by which it is declared."""
+_OF_REQUEST: Final[Mapping[str, str]] = {
+    **dict.fromkeys(("chains", "chains_of", "tails", "tails_of", "block_hash"), "prompts"),
+    **dict.fromkeys(("first_text", "opening", "segments", "cache_salt", "api"), "prompts"),
+}
+_ANYBODY: Final = frozenset({"slot", "block_tokens", "take", "affinity"})
+"""Of the candidates, read by whoever reads any column; and what says itself what was read."""
+
+
+class ReadsObserved:
+    """Stands for a request and for candidates while a plugin is asked, and notes what it reads."""
+
+    def __init__(self) -> None:
+        self.names: set[str] = set()
+
+    def request(self, of: InferenceRequest) -> Any:
+        """`of`, observed."""
+        return _Watched(of, self, _OF_REQUEST)
+
+    def candidates(self, of: Candidates) -> Any:
+        """`of`, observed."""
+        return _WatchedCandidates(of, self, _OF_CANDIDATES)
+
+
+class _Watched:
+    def __init__(self, of: Any, reads: ReadsObserved, names: Mapping[str, str]) -> None:
+        self._of = of
+        self._reads = reads
+        self._names = names
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "moment":
+            return _Watched(self._of.moment, self._reads, {})
+        self._reads.names.add(self._names.get(name, name))
+        return getattr(self._of, name)
+
+
+class _WatchedCandidates(_Watched):
+    def __len__(self) -> int:
+        return len(self._of)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._of, name) if name in _ANYBODY else super().__getattr__(name)
+
+    def take(self, keep: Any) -> Any:
+        return _WatchedCandidates(self._of.take(keep), self._reads, self._names)
+
+    def affinity(self, name: str) -> Affinity:
+        if not name:
+            self._reads.names.add("matched_blocks")
+        found: Affinity = self._of.affinity(name)
+        return found

@@ -45,6 +45,7 @@ from epp.core.knowledge.index import (
     AffinityIndex,
     AffinityIndexSettings,
     CountsInflight,
+    IndexStanding,
     LimitsMemory,
     MeasuresItself,
     SharedIndex,
@@ -188,8 +189,8 @@ class Scheduler:
         """Those among them of which peers can be told, in the order in which they match."""
         self._counting: dict[str, CountsInflight] = {}
         """Those among them that are told when a request ends."""
-        self.measuring: dict[str, MeasuresItself] = {}
-        """Those among them that are shown among the metrics."""
+        self._measuring: dict[str, MeasuresItself] = {}
+        """Those among them that say how large they are and what they find."""
         self._limited: dict[str, LimitsMemory] = {}
         for name in settings.indexes:
             self._open(name)
@@ -396,6 +397,10 @@ class Scheduler:
         """Slot -> whether its endpoint is among those that get work first, and if not, why not."""
         return self.pool.standings(now, self.settings.metrics_staleness_s)
 
+    def index_standings(self) -> list[IndexStanding]:
+        """Every index of the configuration, in its order."""
+        return [self._index_standing(name) for name in self.settings.indexes]
+
     def tell_peers(self) -> None:
         """From now on keep in `sent` what peers are to be told, and count what they have in flight."""
         self.sent = deque(maxlen=SENT_MAX)
@@ -505,7 +510,7 @@ class Scheduler:
     def _read_abilities(self) -> None:
         """Which indexes do what: as their settings declare."""
         self.shared = self._able(lambda abilities: abilities.shares)
-        self.measuring = self._able(lambda abilities: abilities.measures)
+        self._measuring = self._able(lambda abilities: abilities.measures)
         self._counting = self._able(lambda abilities: abilities.counts_inflight)
         self._limited = self._able(lambda abilities: abilities.limits_memory)
 
@@ -515,6 +520,25 @@ class Scheduler:
         return {
             name: index for name, index in self.indexes.items() if ability(settings[name].abilities)
         }
+
+    def _index_standing(self, name: str) -> IndexStanding:
+        settings: Any = self.settings.indexes[name]
+        measures, measuring = None, self._measuring.get(name)
+        if measuring is not None:
+            try:
+                measures = measuring.measures()
+            except BaseException as error:  # noqa: BLE001  the boundary of a plugin
+                self.failures.raised(name, "measures", error)
+        return IndexStanding(
+            name=name,
+            type_name=settings.type_name,
+            origin=settings.abilities.origin,
+            is_open=name in self.indexes,
+            memory_max_bytes=settings.memory_max_bytes
+            if settings.abilities.limits_memory
+            else None,
+            measures=measures,
+        )
 
     def _adopt(self, name: str, settings: AffinityIndexSettings, index: AffinityIndex) -> bool:
         try:

@@ -13,13 +13,17 @@ from msgspec import Meta, Struct
 from epp.core.abilities import Abilities
 from epp.core.duration import Duration, check_above_zero
 from epp.core.knowledge.candidates import Affinity
-from epp.core.knowledge.index import AffinityIndex
+from epp.core.knowledge.index import AffinityIndex, IndexMeasures
 from epp.core.prompt.request import InferenceRequest
 from epp.core.types import Seconds
 
 _KEY_BYTES: Final = 16
 """Of the hash that stands for a session's id."""
 _COLD: Final = (b"cold",)
+_SESSION_BYTES: Final = 330
+"""One session, measured."""
+_USED_SLOT_BYTES: Final = 170
+"""One endpoint, measured."""
 _Sent: TypeAlias = tuple[int, Seconds]
 """A slot, and when a session was last sent there."""
 
@@ -33,7 +37,7 @@ class SessionIndexSettings(
     """
 
     type_name: ClassVar[str] = "session-id-producer"
-    abilities: ClassVar[Abilities] = Abilities(names_sessions=True, shares=True)
+    abilities: ClassVar[Abilities] = Abilities(names_sessions=True, shares=True, measures=True)
 
     header_name: Annotated[str, Meta(min_length=1)] = "x-session-id"
     """Request header with the session id, used where the request has no `session_id` of its own."""
@@ -63,6 +67,8 @@ class SessionIndex:
     def __init__(self, settings: SessionIndexSettings) -> None:
         self._sessions: OrderedDict[bytes, _Sent] = OrderedDict()
         """Key of a session -> (slot, when it was last sent there); the longest unused first."""
+        self._lookups = {"full": 0, "none": 0}
+        """Result -> how many sessions were looked up."""
         self.configure(settings)
 
     def configure(self, settings: SessionIndexSettings) -> bool:
@@ -81,9 +87,20 @@ class SessionIndex:
         matched = np.zeros(slots, dtype=np.int64)
         session = self._key_of(request)
         slot, sent_at = self._sessions.get(session, (-1, -math.inf))
-        if 0 <= slot < slots and sent_at >= now - self._ttl_s:
+        found = 0 <= slot < slots and sent_at >= now - self._ttl_s
+        if found:
             matched[slot] = 1
+        if session:
+            self._lookups["full" if found else "none"] += 1
         return Affinity(matched, 1 if session else 0)
+
+    def measures(self) -> IndexMeasures:
+        """An entry is a session; `MeasuresItself`."""
+        return IndexMeasures(
+            entries=len(self._sessions),
+            memory_bytes=len(self._sessions) * _SESSION_BYTES,
+            lookups=dict(self._lookups),
+        )
 
     def record(
         self, request: InferenceRequest, slot: int, now: Seconds
@@ -170,7 +187,7 @@ class NoHitLruSettings(
     """The memory behind `no-hit-lru-scorer`; not written in a configuration by hand."""
 
     type_name: ClassVar[str] = "no-hit-lru-producer"
-    abilities: ClassVar[Abilities] = Abilities(shares=True)
+    abilities: ClassVar[Abilities] = Abilities(shares=True, measures=True)
 
     lru_size: Annotated[int, Meta(ge=1)] = 1_024
     """Endpoints that are remembered."""
@@ -208,6 +225,12 @@ class NoHitLru:
         if self._slots:
             ranks[list(self._slots)] = np.arange(1, len(self._slots) + 1)
         return Affinity(ranks[:slots], len(self._slots))
+
+    def measures(self) -> IndexMeasures:
+        """An entry is an endpoint; `MeasuresItself`."""
+        return IndexMeasures(
+            entries=len(self._slots), memory_bytes=len(self._slots) * _USED_SLOT_BYTES
+        )
 
     def record(self, request: InferenceRequest, slot: int, now: Seconds) -> None:
         """A cold request makes `slot` the most recently used; a warm one changes nothing."""

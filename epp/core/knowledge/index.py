@@ -6,7 +6,7 @@ from typing import Any, Final, Protocol
 import numpy as np
 from msgspec import Struct, field, structs
 
-from epp.core.abilities import Abilities
+from epp.core.abilities import Abilities, Origin
 from epp.core.knowledge.candidates import Affinity
 from epp.core.parameters import Plugin
 from epp.core.prompt.request import InferenceRequest
@@ -98,10 +98,17 @@ class IndexMeasures(Struct, frozen=True, kw_only=True):
     entries: int
     memory_bytes: int
     lookups: Mapping[str, int] = field(default_factory=dict)
-    """By how much was found."""
+    """By how much was found, "none" among it."""
     evictions: Mapping[str, int] = field(default_factory=dict)
     """Entries by cause."""
     known_from_peers: int = 0
+
+    @property
+    def hits(self) -> int | None:
+        """Look-ups that found anything; None: it does not count them."""
+        if not self.lookups:
+            return None
+        return sum(count for found, count in self.lookups.items() if found != "none")
 
 
 class MeasuresItself(AffinityIndex, Protocol):
@@ -110,6 +117,21 @@ class MeasuresItself(AffinityIndex, Protocol):
     def measures(self) -> IndexMeasures:
         """As of now."""
         ...
+
+
+class IndexStanding(Struct, frozen=True, kw_only=True):
+    """What is to be told of one index that is configured, by whatever page."""
+
+    name: str
+    type_name: str
+    origin: Origin | None
+    """How it knows which blocks endpoints hold; None: it knows something else."""
+    is_open: bool
+    """False: opening it failed, and nothing is remembered under its name."""
+    memory_max_bytes: int | None
+    """What it may take; None: it is bounded otherwise."""
+    measures: IndexMeasures | None
+    """None: it measures nothing, or failed to."""
 
 
 VERBS: Final[Mapping[str, tuple[str, ...]]] = {

@@ -100,6 +100,21 @@ def test_a_retracted_session_leaves_the_slot_unless_it_was_there_before():
     index.retract(of_session(""), 1, index.record(of_session(""), 1, 4.0), 4.0)
 
 
+def test_an_index_measures_itself():
+    """Entries, what they take, and which look-ups found something."""
+    index = sessions(sessions_max=2)
+    for session in ("a", "b", "c"):
+        index.record(of_session(session), 0, 0.0)
+    for session in ("a", "c", ""):
+        index.match(of_session(session), 1, 0.0)
+    told = index.measures()
+    assert (told.entries, dict(told.lookups), told.hits) == (2, {"full": 1, "none": 1}, 1)
+    assert 200 < told.memory_bytes / told.entries < 500
+    cold = NoHitLru(NoHitLruSettings())
+    cold.record(InferenceRequest(request_id="r"), 4, 0.0)
+    assert (cold.measures().entries, cold.measures().hits) == (1, None)
+
+
 def test_a_slot_beyond_those_asked_for_is_not_matched():
     """The answer has exactly as many slots as were asked for."""
     index = sessions()

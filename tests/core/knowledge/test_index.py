@@ -1,5 +1,6 @@
 import numpy as np
 import pytest
+from msgspec import structs
 from msgspec.structs import replace
 
 from epp.configuration.build import build_settings, plugin_tables
@@ -80,10 +81,35 @@ def test_where_a_request_moved_to_all_origins_count(settings):
 def test_a_second_index_is_among_the_metrics_and_in_the_memory_plan(settings):
     """By being there."""
     scheduler = Scheduler(settings, seed=1)
-    assert set(scheduler.measuring) == set(settings.indexes)
+    standings = {one.name: one for one in scheduler.index_standings()}
+    assert {name: one.origin for name, one in standings.items()} == {
+        "approx-prefix-cache-producer": Origin.DECIDED,
+        "told": Origin.TOLD,
+    }
+    assert all(one.is_open and one.measures for one in standings.values())
     plan = MemoryPlan(limit_bytes=0, bodies_bytes=0, indexes_bytes=2**20)
     limits = [index.memory_max_bytes for index in fitted(settings.indexes, plan).values()]
     assert limits == [2**19] * 2
+
+
+def test_an_index_that_measures_nothing_or_fails_to_is_there_all_the_same(settings):
+    """Its name, type and origin are known without it."""
+
+    class Mute(PrefixIndexSettings, frozen=True):
+        abilities = Abilities(counts_blocks=True)
+
+    class Failing(PrefixIndexSettings, frozen=True):
+        def open(self):
+            index = PrefixIndexSettings().open()
+            index.measures = None
+            return index
+
+    indexes = {"mute": Mute(), "failing": Failing(), **settings.indexes}
+    scheduler = Scheduler(structs.replace(settings, indexes=indexes), seed=1)
+    mute, failing, *_ = scheduler.index_standings()
+    assert (mute.name, mute.origin, mute.is_open, mute.measures) == ("mute", None, True, None)
+    assert (failing.is_open, failing.measures) == (False, None)
+    assert [one.name for one in scheduler.failures] == ["failing"]
 
 
 def test_of_one_origin_the_first_counts_and_blocks_must_be_as_long():

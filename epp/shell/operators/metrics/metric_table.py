@@ -288,6 +288,12 @@ METRICS: Final[tuple[MetricSpec, ...]] = (
         ("source",),
     ),
     _sampled(
+        "homing_index_info",
+        "info",
+        "1 for each affinity index: its type, and how it knows what endpoints hold, if it knows that.",
+        ("index", "type", "origin"),
+    ),
+    _sampled(
         "homing_prefix_indexer_size",
         "blocks",
         "Entries of each affinity index, one a block and endpoint.",

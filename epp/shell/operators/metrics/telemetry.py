@@ -29,7 +29,7 @@ from epp.core.decision.scheduler import Decision
 from epp.core.decision.settings import SchedulerSettings
 from epp.core.decision.shadow import ShadowTotals
 from epp.core.knowledge.candidates import Candidates
-from epp.core.knowledge.index import IndexMeasures
+from epp.core.knowledge.index import IndexStanding
 from epp.core.knowledge.inflight import Ending, Outcome
 from epp.core.knowledge.outliers import Outlier
 from epp.core.peers.exchange import PeerExchange
@@ -92,8 +92,8 @@ class PoolSnapshot(Struct, frozen=True, kw_only=True):
     """All endpoints known, ready or not."""
     ready: int = 0
     set_aside: int = 0
-    indexes: Mapping[str, IndexMeasures] = field(default_factory=dict)
-    """By the name of the producer in the configuration."""
+    indexes: Sequence[IndexStanding] = ()
+    """Every one of the configuration."""
     held_body_bytes: int = 0
     held_body_bytes_max: int = 0
     memory_limit_bytes: int = 0
@@ -956,8 +956,13 @@ def _add_endpoints(families: _Families, snapshot: PoolSnapshot) -> None:
 
 
 def _add_indexes(families: _Families, snapshot: PoolSnapshot) -> None:
-    for name, told in snapshot.indexes.items():
-        index = printable(name)
+    for standing in snapshot.indexes:
+        index, told = printable(standing.name), standing.measures
+        families["homing_index_info"].add_metric(
+            [index, printable(standing.type_name), standing.origin or ""], 1.0
+        )
+        if told is None:
+            continue
         families["homing_prefix_indexer_size"].add_metric([index], told.entries)
         families["homing_prefix_indexer_memory_bytes"].add_metric([index], told.memory_bytes)
         for result, lookups in told.lookups.items():

@@ -1,5 +1,5 @@
 """What the picker knows and did, for who asks it: /debug/config, /debug/endpoints, /debug/decisions,
-/debug/explain, /debug/peers.
+/debug/explain, /debug/indexes, /debug/peers.
 
 Plain tables, or JSON for who accepts it or asks with `?format=json`. Nothing of a prompt is shown.
 """
@@ -15,6 +15,7 @@ from epp.configuration.config import PickerConfig
 from epp.configuration.describing import config_hash, describe
 from epp.configuration.explaining import explain
 from epp.core.decision.scheduler import Scheduler
+from epp.core.knowledge.index import IndexStanding
 from epp.core.types import RefusalReason, Seconds
 from epp.shell.engines.first_tokens import FirstTokens
 from epp.shell.operators.decisions.decision_record import TEXT_CHARACTERS_MAX
@@ -35,6 +36,7 @@ PAGES: Final = {
         "the last decisions and refusals; ?n= ?request_id= ?endpoint= ?model= ?refused="
     ),
     "/debug/explain": "why a request went where it went, in words; ?request_id= ?endpoint= (why not there)",
+    "/debug/indexes": "each affinity index: its type, where what it knows is from, entries, bytes, hits",
     "/debug/peers": "each replica that is shared with: since when, last heard, bytes, dropped",
 }
 """Plain tables, or JSON with ?format=json."""
@@ -79,6 +81,7 @@ class DebugPages:
             self._endpoints_page,
             self._decisions_page,
             self._explain_page,
+            self._indexes_page,
             self._peers_page,
         )
         made = [queue.queued(page) for page in pages]
@@ -149,11 +152,35 @@ class DebugPages:
             "older ones are not kept, and other replicas keep their own\n"
         )
 
+    async def _indexes_page(self, request: web.Request) -> web.Response:
+        rows = [_index_row(standing) for standing in self._scheduler.index_standings()]
+        if _wants_json(request):
+            return _json({"indexes": rows})
+        for row in rows:
+            row["lookups"] = ", ".join(f"{n} {found}" for found, n in row["lookups"].items())
+        return web.Response(text=await table_in_turns(rows))
+
     async def _peers_page(self, request: web.Request) -> web.Response:
         rows = [_peer_row(peer) for peer in self._peers()]
         if _wants_json(request):
             return _json({"peers": rows})
         return web.Response(text=await table_in_turns(rows))
+
+
+def _index_row(standing: IndexStanding) -> Row:
+    """None: not known, or it has no such bound."""
+    told = standing.measures
+    return {
+        "name": standing.name,
+        "type": standing.type_name,
+        "origin": standing.origin,
+        "open": standing.is_open,
+        "entries": None if told is None else told.entries,
+        "memory_bytes": None if told is None else told.memory_bytes,
+        "memory_max_bytes": standing.memory_max_bytes,
+        "hits": None if told is None else told.hits,
+        "lookups": {} if told is None else dict(told.lookups),
+    }
 
 
 def _peer_row(peer: PeerRow) -> Row:

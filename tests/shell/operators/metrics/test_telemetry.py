@@ -12,11 +12,12 @@ from prometheus_client.openmetrics.parser import (
 )
 from prometheus_client.parser import text_string_to_metric_families
 
+from epp.core.abilities import Origin
 from epp.core.decision.profile import SchedulingProfile, WeightedScorer
 from epp.core.decision.settings import SchedulerSettings
 from epp.core.decision.shadow import DIFFERED, ShadowTotals, ShadowVerdict
 from epp.core.knowledge.ejection import Cause
-from epp.core.knowledge.index import IndexMeasures
+from epp.core.knowledge.index import IndexMeasures, IndexStanding
 from epp.core.knowledge.inflight import Ending, Lease, Outcome
 from epp.core.knowledge.outliers import Outlier
 from epp.core.peers.exchange import PeerExchange, Taken
@@ -95,15 +96,30 @@ def snapshot(count=4, **fields):
         ),
         history=HistorySnapshot(records=7, dropped={"queue": 1}, write_errors=2, bytes=512),
         shadow=shadow_totals(),
-        indexes={
-            "approx": IndexMeasures(
-                entries=12,
-                memory_bytes=768,
-                lookups={"full": 1, "partial": 2, "none": 3},
-                evictions={"ttl": 4, "capacity": 5},
-                known_from_peers=8,
-            )
-        },
+        indexes=[
+            IndexStanding(
+                name="approx",
+                type_name="approx-prefix-cache-producer",
+                origin=Origin.DECIDED,
+                is_open=True,
+                memory_max_bytes=None,
+                measures=IndexMeasures(
+                    entries=12,
+                    memory_bytes=768,
+                    lookups={"full": 1, "partial": 2, "none": 3},
+                    evictions={"ttl": 4, "capacity": 5},
+                    known_from_peers=8,
+                ),
+            ),
+            IndexStanding(
+                name="mute",
+                type_name="mute-producer",
+                origin=None,
+                is_open=True,
+                memory_max_bytes=None,
+                measures=None,
+            ),
+        ],
         messages={"scan": 7, "protobuf": 2},
         connected=Connected(connections=3, unacknowledged_bytes=70),
         segments={"known": 5, "new": 6},
@@ -715,6 +731,10 @@ def test_the_pool_is_read_when_the_page_is_made():
     assert exported("homing_extproc_unacknowledged_bytes") == 70
     assert exported("homing_prompt_segments_total", result="known") == 5
     assert exported("homing_prefix_indexer_size", index="approx") == 12
+    kind = "approx-prefix-cache-producer"
+    assert exported("homing_index_info", index="approx", type=kind, origin="decided") == 1
+    assert exported("homing_index_info", index="mute", type="mute-producer", origin="") == 1
+    assert exported("homing_prefix_indexer_size", index="mute") is None
     evicted = exported("homing_prefix_indexer_evictions_total", index="approx", cause="ttl")
     assert evicted == 4
 

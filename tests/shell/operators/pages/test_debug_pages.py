@@ -31,7 +31,7 @@ from tests.app.test_wiring import (
     replace,
     serving,
 )
-from tests.builders import endpoint
+from tests.builders import PREFIX, endpoint
 from tests.builders import request as make_request
 from tests.envoy.rig import until
 from tests.shell.operators.pages.test_metrics_server import get
@@ -394,6 +394,29 @@ async def test_peers_are_shown_with_what_is_between_us(picker):
     head, *lines = text.splitlines()
     assert head.split()[:4] == ["address", "origin", "connected_s", "heard_s"]
     assert lines[1].split()[:4] == ["10.0.0.2:9004", "-", "-", "-"]
+
+
+async def test_indexes_are_shown_with_what_they_hold(picker):
+    """By being in the configuration, whatever they can say of themselves."""
+    for _ in range(3):
+        picker.scheduler.schedule(make_request(prompts=(bytes(1_024),)), 1.0)
+    (row,) = (await picker.json("/debug/indexes"))["indexes"]
+    assert row["memory_bytes"] > 0
+    row["memory_bytes"] = "some"
+    assert row == {
+        "name": PREFIX,
+        "type": PREFIX,
+        "origin": "decided",
+        "open": True,
+        "entries": 4,
+        "memory_bytes": "some",
+        "memory_max_bytes": 268_435_456,
+        "hits": 2,
+        "lookups": {"full": 2, "partial": 0, "none": 1},
+    }
+    head, line = (await picker.page("/debug/indexes"))[2].splitlines()
+    assert head.split()[:4] == ["name", "type", "origin", "open"]
+    assert "2 full, 0 partial, 1 none" in line
 
 
 async def test_endpoints_say_why_and_since_when(picker):

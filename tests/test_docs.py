@@ -17,8 +17,10 @@ from epp import __main__ as epp_command
 from epp.configuration.build import ENTRY_POINTS, build_settings, plugin_tables
 from epp.configuration.config import load_config
 from epp.configuration.explaining import explain
+from epp.core.abilities import Abilities
 from epp.core.decision.inputs import PageScraped, PoolReplaced
 from epp.core.decision.scheduler import Decision, Scheduler
+from epp.core.knowledge.candidates import Candidates
 from epp.core.prompt.request import InferenceRequest
 from epp.core.types import Endpoint, EndpointMetrics
 from epp.flags import command_lines
@@ -203,6 +205,14 @@ def test_every_metric_on_a_page_exists(page):
     there = {spec.name for spec in METRICS} | OTHER_NAMES
     named = set(METRIC.findall(page.read_text(encoding="utf-8")))
     assert {name for name in named if not {name, SERIES.sub("", name)} & there} == set()
+
+
+def test_the_page_of_plugins_names_every_column_and_ability():
+    """Whoever adds one says what it is."""
+    page = (ROOT / "docs/plugins.md").read_text(encoding="utf-8")
+    columns = {name for name, one in vars(Candidates).items() if isinstance(one, property)}
+    names = {*columns, *Abilities.__struct_fields__} - {"slot", "version"}
+    assert {name for name in names if f"`{name}" not in page} == set()
 
 
 def test_every_scenario_of_the_examples_has_its_picture_on_a_page():

@@ -67,7 +67,7 @@ class AdapterReport(Struct, frozen=True, kw_only=True):
     pinned: frozenset[str] = frozenset()
 
 
-class EndpointMetrics(Struct, frozen=True, kw_only=True):
+class EndpointMetrics(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """One good scrape. NaN and None: the page does not tell."""
 
     waiting_requests: float = math.nan

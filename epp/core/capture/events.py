@@ -5,14 +5,14 @@ no clock and no dice of its own. What is not told is what clients wrote: models,
 are keyed hashes, and so are the blocks of the requests, which are in the lines of the capture.
 """
 
-import math
 from collections.abc import Mapping
-from typing import Final, TypeAlias
+from typing import Any, Final, TypeAlias
 
 import msgspec
 from msgspec import Struct, field
 
 from epp.core.capture.lines import Salt
+from epp.core.decision.inputs import IndexMemoryLimited, Input, Tick
 from epp.core.types import (
     AdapterReport,
     ApiKind,
@@ -24,6 +24,8 @@ from epp.core.types import (
 
 EVENTS_FORMAT: Final = "homing-events"
 EVENTS_VERSION: Final = 1
+_UNDECIDING: Final = frozenset({"ttft_sum_s", "ttft_count"})
+"""What a scrape tells and nothing is decided by."""
 
 
 class _Event(
@@ -74,30 +76,12 @@ class Replaced(_Event, frozen=True, kw_only=True):
     members: tuple[Member, ...]
 
 
-class Page(Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """`EndpointMetrics`, without what it does not tell, and first tokens, by which nothing is decided."""
-
-    waiting_requests: float | None = None
-    running_requests: float | None = None
-    kv_cache_usage: float | None = None
-    cache_queried_tokens: float | None = None
-    cache_hit_tokens: float | None = None
-    adapters: AdapterReport | None = None
-    """Their names are keyed hashes, as those of models are."""
-    block_size_tokens: int | None = None
-    blocks_total: int | None = None
-    process_started_at_s: float | None = None
-    requests_total: float | None = None
-    rejections_total: float | None = None
-    asleep: bool = False
-
-
 class Observed(_Event, frozen=True, kw_only=True):
     """A good scrape."""
 
     slot: int
-    page: Page | None = None
-    """None: as this endpoint's last one in this file."""
+    page: EndpointMetrics | None = None
+    """As of `page_of`; None: as this endpoint's last one in this file."""
 
 
 class Opened(_Event, frozen=True, kw_only=True):
@@ -187,6 +171,36 @@ class MemoryLimited(_Event, frozen=True, kw_only=True):
     share: float
 
 
+PLAIN: Final[Mapping[type[Input], type[_Event]]] = {
+    IndexMemoryLimited: MemoryLimited,
+    Tick: Ticked,
+}
+"""Inputs that are noted as they are -> their events, which have the same fields and the time. Nothing
+that clients wrote may be in them."""
+
+
+def plain_event(given: Input, now: Seconds) -> "Event | None":
+    """What is noted of an input that is `PLAIN`; None: it is another."""
+    kind = PLAIN.get(type(given))
+    if kind is None:
+        return None
+    event: Event = kind(at_s=now, **msgspec.structs.asdict(given))  # type: ignore[assignment]
+    return event
+
+
+def plain_input(event: "Event") -> Input | None:
+    """The input again; None: the event is of another."""
+    kind = _PLAIN_INPUTS.get(type(event))
+    if kind is None:
+        return None
+    fields = msgspec.structs.asdict(event)
+    del fields["at_s"]
+    return kind(**fields)
+
+
+_PLAIN_INPUTS: Final = {event: given for given, event in PLAIN.items()}
+
+
 class Learnt(_Event, frozen=True, kw_only=True):
     """Peers told so much since the last of these; what it was is not noted."""
 
@@ -258,40 +272,25 @@ Note: TypeAlias = Event | Seen | Decided | Ended
 """What a witness tells; what clients wrote is in it as they wrote it."""
 
 
-def page_of(metrics: EndpointMetrics, salt: Salt) -> Page:
-    """What can be written of a scrape, of all that decides."""
-    return Page(
-        waiting_requests=_told(metrics.waiting_requests),
-        running_requests=_told(metrics.running_requests),
-        kv_cache_usage=_told(metrics.kv_cache_usage),
-        cache_queried_tokens=_told(metrics.cache_queried_tokens),
-        cache_hit_tokens=_told(metrics.cache_hit_tokens),
-        adapters=None if metrics.adapters is None else _salted(metrics.adapters, salt),
-        block_size_tokens=metrics.block_size_tokens,
-        blocks_total=metrics.blocks_total,
-        process_started_at_s=metrics.process_started_at_s,
-        requests_total=metrics.requests_total,
-        rejections_total=metrics.rejections_total,
-        asleep=metrics.asleep,
-    )
+def page_of(metrics: EndpointMetrics, salt: Salt) -> EndpointMetrics:
+    """What is written of a scrape: what decides and is told, and nothing else; adapters by keyed hashes."""
+    page: dict[str, Any] = {
+        name: default if value != value or name in _UNDECIDING else value  # noqa: PLR0124  NaN
+        for name, default, value in zip(
+            EndpointMetrics.__struct_fields__,
+            EndpointMetrics.__struct_defaults__,
+            msgspec.structs.astuple(metrics),
+            strict=True,
+        )
+    }
+    if metrics.adapters is not None:
+        page["adapters"] = _salted(metrics.adapters, salt)
+    return EndpointMetrics(**page)
 
 
-def metrics_of(page: Page) -> EndpointMetrics:
-    """The scrape again."""
-    return EndpointMetrics(
-        waiting_requests=_number(page.waiting_requests),
-        running_requests=_number(page.running_requests),
-        kv_cache_usage=_number(page.kv_cache_usage),
-        cache_queried_tokens=_number(page.cache_queried_tokens),
-        cache_hit_tokens=_number(page.cache_hit_tokens),
-        adapters=page.adapters,
-        block_size_tokens=page.block_size_tokens,
-        blocks_total=page.blocks_total,
-        process_started_at_s=page.process_started_at_s,
-        requests_total=page.requests_total,
-        rejections_total=page.rejections_total,
-        asleep=page.asleep,
-    )
+def same_page(one: EndpointMetrics, other: EndpointMetrics) -> bool:
+    """Whether two of `page_of` tell the same: what they do not tell is the very same NaN."""
+    return msgspec.structs.astuple(one) == msgspec.structs.astuple(other)
 
 
 def member_of(slot: int, endpoint: Endpoint) -> Member:
@@ -322,16 +321,6 @@ def endpoint_of(member: Member) -> Endpoint:
 
 
 def _salted(report: AdapterReport, salt: Salt) -> AdapterReport:
-    names = {
-        field: frozenset(map(salt.name, getattr(report, field)))
-        for field in ("active", "gpu", "cpu", "pinned")
-    }
-    return msgspec.structs.replace(report, **names)
-
-
-def _told(value: float) -> float | None:
-    return None if math.isnan(value) else value
-
-
-def _number(value: float | None) -> float:
-    return math.nan if value is None else value
+    told = (report.active, report.gpu, report.cpu, report.pinned)
+    active, gpu, cpu, pinned = (frozenset(map(salt.name, names)) for names in told)
+    return msgspec.structs.replace(report, active=active, gpu=gpu, cpu=cpu, pinned=pinned)

@@ -20,22 +20,18 @@ from epp.core.capture.events import (
     FirstOutput,
     Learnt,
     Lost,
-    MemoryLimited,
     Observed,
     Opened,
-    Page,
     Replaced,
     Reported,
     Rescheduled,
     Scheduled,
-    Ticked,
     Unanswered,
     endpoint_of,
-    metrics_of,
+    plain_input,
 )
 from epp.core.capture.lines import CaptureLine, pack_blocks, packed_chain
 from epp.core.decision.inputs import (
-    IndexMemoryLimited,
     LoadReported,
     OutputStarted,
     PageScraped,
@@ -45,13 +41,12 @@ from epp.core.decision.inputs import (
     RequestEnded,
     ScrapeFailed,
     ServedBy,
-    Tick,
 )
 from epp.core.decision.scheduler import Decision, Scheduler
 from epp.core.decision.settings import SchedulerSettings
 from epp.core.knowledge.inflight import Ending, Lease, Outcome
 from epp.core.prompt.request import InferenceRequest
-from epp.core.types import BYTES_PER_TOKEN, Endpoint, Refusal
+from epp.core.types import BYTES_PER_TOKEN, Endpoint, EndpointMetrics, Refusal
 
 DIFFERENCES_SHOWN_MAX: Final = 10
 _NOWHERE: Final = ""
@@ -128,7 +123,7 @@ class Reenactment:
         self._file = -1
         self._endpoints: dict[int, Endpoint] = {}
         """By the slot that the live picker gave it."""
-        self._pages: dict[int, Page] = {}
+        self._pages: dict[int, EndpointMetrics] = {}
         self._leases: dict[int, Lease] = {}
         """By the number of the request."""
         self._block_tokens = 64
@@ -192,25 +187,26 @@ class Reenactment:
                 self._endpoints = {member.slot: endpoint_of(member) for member in members}
                 scheduler.take(PoolReplaced(tuple(self._endpoints.values())), at_s)
             case Observed(at_s=at_s, slot=slot, page=page):
-                page = self._pages[slot] = page or self._pages.get(slot, Page())
+                page = self._pages[slot] = page or self._pages.get(slot, EndpointMetrics())
                 own = self._own_slot(scheduler, slot)
                 if own is not None:
-                    scheduler.take(PageScraped(own, metrics_of(page)), at_s)
+                    scheduler.take(PageScraped(own, page), at_s)
             case Unanswered(at_s=at_s, slot=slot, answered=answered):
                 own = self._own_slot(scheduler, slot)
                 if own is not None:
                     scheduler.take(ScrapeFailed(slot=own, answered=answered), at_s)
-            case Ticked(at_s=at_s):
-                scheduler.take(Tick(), at_s)
-            case MemoryLimited(at_s=at_s, share=share):
-                scheduler.take(IndexMemoryLimited(share), at_s)
             case (
                 Reported(request=request)
                 | FirstOutput(request=request)
                 | Rescheduled(request=request)
                 | Completed(request=request)
-            ) if request in self._leases:
-                self._follow(scheduler, self._leases[request], event)
+            ):
+                if request in self._leases:
+                    self._follow(scheduler, self._leases[request], event)
+            case _:
+                given = plain_input(event)
+                if given is not None:
+                    scheduler.take(given, event.at_s)
 
     def _follow(
         self,

@@ -21,11 +21,11 @@ from epp.core.capture.events import (
     Note,
     Observed,
     Opened,
-    Page,
     Replaced,
     Rescheduled,
     Seen,
     page_of,
+    same_page,
 )
 from epp.core.capture.lines import (
     FORMAT_NAME,
@@ -40,7 +40,7 @@ from epp.core.knowledge.inflight import (
     SECONDS_PER_OUTPUT_TOKEN_ESTIMATE,
 )
 from epp.core.prompt.blocks import HASH_BYTES
-from epp.core.types import Seconds
+from epp.core.types import EndpointMetrics, Seconds
 
 BEHIND_MAX: Final = 8_000
 """Requests. Readers sort lines that are at most 10,000 out of order."""
@@ -77,7 +77,7 @@ class Transcript:
         """By slot."""
         self._observed: dict[int, Observed] = {}
         """By slot, the last one, with its page."""
-        self._told: dict[int, Page] = {}
+        self._told: dict[int, EndpointMetrics] = {}
         """By slot, the page that was written last to this file."""
         self._decisions = 0
         self._file = -1
@@ -184,7 +184,8 @@ class Transcript:
         page = page_of(seen.metrics, self._salt)
         whole = Observed(at_s=seen.at_s, slot=seen.slot, page=page)
         self._observed[seen.slot] = whole
-        if self._told.get(seen.slot) == page:
+        told = self._told.get(seen.slot)
+        if told is not None and same_page(told, page):
             self._write(structs.replace(whole, page=None))
         else:
             self._told[seen.slot] = page

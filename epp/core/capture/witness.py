@@ -17,20 +17,18 @@ from epp.core.capture.events import (
     Ended,
     FirstOutput,
     Learnt,
-    MemoryLimited,
     Note,
     Replaced,
     Reported,
     Rescheduled,
     Scheduled,
     Seen,
-    Ticked,
     Unanswered,
     member_of,
+    plain_event,
 )
 from epp.core.decision.inputs import (
     Effects,
-    IndexMemoryLimited,
     Input,
     LoadReported,
     OutputStarted,
@@ -146,15 +144,13 @@ class CaptureWitness:
                 self._note(lambda: Replaced(at_s=now, members=members))
             case Reconfigured(settings):
                 self._session_headers = _session_headers(settings)
-            case IndexMemoryLimited(share):
-                self._note(lambda: MemoryLimited(at_s=now, share=share))
             case PeerRecorded():
                 self._learnt += 1
-            case Tick():
-                self._note(lambda: Ticked(at_s=now))
-                if self._learnt:
-                    records, self._learnt = self._learnt, 0
-                    self._note(lambda: Learnt(at_s=now, records=records))
+            case _:
+                self._note(lambda: plain_event(given, now))
+        if self._learnt and type(given) is Tick:
+            records, self._learnt = self._learnt, 0
+            self._note(lambda: Learnt(at_s=now, records=records))
 
     def _followed(self, number: int, given: Input, effects: Effects, now: Seconds) -> Note | None:
         """What became of the captured request with `number`; None: nothing that is to be told."""

@@ -16,7 +16,7 @@ import numpy.typing as npt
 from epp.core.knowledge.peer_load import PeerLoads
 from epp.core.knowledge.prefill_speed import PREFILL_TOKENS_PER_S
 from epp.core.knowledge.rendezvous import Hashes, rendezvous_weights
-from epp.core.types import AdapterReport, Endpoint, Seconds
+from epp.core.types import AdapterReport, Endpoint, EndpointMetrics, Seconds
 
 Floats: TypeAlias = npt.NDArray[np.float64]
 Ints: TypeAlias = npt.NDArray[np.int64]
@@ -162,6 +162,17 @@ class Columns:
         self.unreachable[slot] = False
         self.set_adapters(slot, None)
 
+    def set_scraped(self, slot: int, metrics: EndpointMetrics) -> None:
+        """Keep what a good scrape says of `slot`."""
+        self.set_load(
+            slot, metrics.waiting_requests, metrics.running_requests, metrics.kv_cache_usage
+        )
+        self.set_kv_capacity(slot, _kv_capacity_tokens(metrics))
+        self.cache_queried_tokens[slot] = metrics.cache_queried_tokens
+        self.cache_hit_tokens[slot] = metrics.cache_hit_tokens
+        if self.adapters[slot] != metrics.adapters:
+            self.set_adapters(slot, metrics.adapters)
+
     def set_load(
         self, slot: int, waiting_requests: float, running_requests: float, kv_cache_usage: float
     ) -> None:
@@ -208,6 +219,13 @@ class Columns:
                 grown = np.zeros(capacity, dtype=array.dtype)
                 grown[: len(array)] = array
                 setattr(self, name, grown)
+
+
+def _kv_capacity_tokens(metrics: EndpointMetrics) -> float:
+    """NaN: the page does not tell, or tells what cannot be."""
+    # As floats: a page may tell numbers whose product is none.
+    tokens = float(metrics.blocks_total or 0) * float(metrics.block_size_tokens or 0)
+    return tokens if 0.0 < tokens < math.inf else math.nan
 
 
 class AdapterColumns:

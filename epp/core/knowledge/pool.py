@@ -169,14 +169,7 @@ class EndpointPool:
         columns.saturated[slot] = False
         columns.observed_at_s[slot] = now
         columns.unreported_requests[slot] = 0
-        columns.set_load(
-            slot, metrics.waiting_requests, metrics.running_requests, metrics.kv_cache_usage
-        )
-        columns.set_kv_capacity(slot, _kv_capacity_tokens(metrics))
-        columns.cache_queried_tokens[slot] = metrics.cache_queried_tokens
-        columns.cache_hit_tokens[slot] = metrics.cache_hit_tokens
-        if columns.adapters[slot] != metrics.adapters:
-            columns.set_adapters(slot, metrics.adapters)
+        columns.set_scraped(slot, metrics)
         return restarted
 
     def report(self, slot: int, report: LoadReport) -> bool:
@@ -402,13 +395,6 @@ def canonical_address(text: str) -> str:
     if not port:
         return str(ip)
     return f"[{ip}]:{port}" if ip.version == 6 else f"{ip}:{port}"
-
-
-def _kv_capacity_tokens(metrics: EndpointMetrics) -> float:
-    """NaN: the page does not tell, or tells what cannot be."""
-    # As floats: a page may tell numbers whose product is none.
-    tokens = float(metrics.blocks_total or 0) * float(metrics.block_size_tokens or 0)
-    return tokens if 0.0 < tokens < math.inf else math.nan
 
 
 def _changed(before: float | None, after: float | None) -> bool:

@@ -9,15 +9,19 @@ import msgspec
 import pytest
 
 from epp.core.capture.events import (
+    PLAIN,
     Event,
     Observed,
     Opened,
     endpoint_of,
     member_of,
-    metrics_of,
     page_of,
+    plain_event,
+    plain_input,
+    same_page,
 )
 from epp.core.capture.lines import Salt
+from epp.core.decision.inputs import IndexMemoryLimited, ScrapeFailed, Tick
 from epp.core.types import AdapterReport, EndpointMetrics, MetricsTarget
 from tests.builders import endpoint
 
@@ -54,10 +58,24 @@ def through_json(event):
 )
 def test_a_scrape_comes_back_as_it_was(metrics):
     """What it did not tell is not told again; floats are exact."""
-    page = through_json(Observed(at_s=0.1 + 0.2, slot=1, page=page_of(metrics, SALT))).page
-    again = msgspec.to_builtins(metrics_of(page))
-    for name, value in msgspec.to_builtins(metrics).items():
-        assert again[name] == value or (math.isnan(again[name]) and math.isnan(value))
+    page = page_of(metrics, SALT)
+    again = through_json(Observed(at_s=0.1 + 0.2, slot=1, page=page)).page
+    assert same_page(again, page)
+    told = msgspec.structs.asdict(again)
+    for name, value in msgspec.structs.asdict(metrics).items():
+        assert told[name] == value or (math.isnan(told[name]) and math.isnan(value))
+
+
+def test_what_a_scrape_does_not_tell_is_not_written():
+    """Whichever NaN stands for it, and times to first token, by which nothing is decided."""
+    nan = float("nan")
+    metrics = EndpointMetrics(waiting_requests=nan, running_requests=2.0, ttft_sum_s=1.0)
+    page = page_of(metrics, SALT)
+    assert msgspec.json.encode(Observed(slot=0, page=page)) == (
+        b'{"event":"observed","slot":0,"page":{"running_requests":2.0}}'
+    )
+    assert same_page(page, page_of(EndpointMetrics(running_requests=2.0), SALT))
+    assert not same_page(page, page_of(EndpointMetrics(running_requests=3.0), SALT))
 
 
 def test_a_whole_scrape_tells_every_field():
@@ -71,7 +89,7 @@ def test_a_whole_scrape_tells_every_field():
 def test_adapters_are_named_as_requests_name_them():
     """So that a request finds its adapter, and nobody else does."""
     report = AdapterReport(active=frozenset({"sql"}), gpu=frozenset({"chat"}), slots_max=4)
-    found = metrics_of(page_of(EndpointMetrics(adapters=report), SALT)).adapters
+    found = page_of(EndpointMetrics(adapters=report), SALT).adapters
     assert found.active == {SALT.name("sql")}
     assert found.gpu == {SALT.name("chat")}
     assert found.slots_max == 4
@@ -84,6 +102,20 @@ def test_an_endpoint_comes_back_but_for_where_it_is_scraped(metrics):
     again = endpoint_of(member_of(3, one))
     assert msgspec.structs.replace(again, metrics=metrics) == one
     assert (again.metrics is None) is (metrics is None)
+
+
+@pytest.mark.parametrize("given", [Tick(), IndexMemoryLimited(0.25)])
+def test_an_input_that_is_noted_as_it_is_comes_back(given):
+    """With the time, and by the tag of its event."""
+    event = through_json(plain_event(given, 1.5))
+    assert (event.at_s, plain_input(event)) == (1.5, given)
+
+
+def test_every_input_that_is_noted_as_it_is_is_among_those_above():
+    """Others, and their events, have no plain form."""
+    assert set(PLAIN) == {Tick, IndexMemoryLimited}
+    assert plain_event(ScrapeFailed(slot=1, answered=True), 0.0) is None
+    assert plain_input(Observed(slot=1)) is None
 
 
 def test_the_documentation_lists_every_event():

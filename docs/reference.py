@@ -9,7 +9,7 @@ import inspect
 import json
 import re
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from types import ModuleType
@@ -43,7 +43,7 @@ from epp.configuration.compatibility import (
     REFUSED,
     REFUSED_SECTIONS,
 )
-from epp.configuration.explaining import READS
+from epp.configuration.explaining import what_it_reads
 from epp.core.duration import Duration
 from epp.flags.reading import help_text
 from epp.flags.reference_picker import FOREIGN, REMOVED
@@ -136,9 +136,9 @@ def refreshed(page: str) -> str:
     """`page` with its generated parts as the code has them now."""
     parts = {
         "cluster-rows": _cluster_rows,
-        "filters": lambda: _plugins(FILTERS),
-        "scorers": lambda: _plugins(SCORERS),
-        "pickers": lambda: _plugins(PICKERS),
+        "filters": lambda: _plugins(FILTERS, what_it_reads),
+        "scorers": lambda: _plugins(SCORERS, what_it_reads),
+        "pickers": lambda: _plugins(PICKERS, what_it_reads),
         "indexes": lambda: _plugins(INDEXES),
         "accepted": lambda: _plugins(ACCEPTED),
         "refused": _refused,
@@ -171,8 +171,10 @@ def refreshed(page: str) -> str:
 # --- plugins --------------------------------------------------------------------------------------
 
 
-def _plugins(table: Mapping[str, type[Any]]) -> str:
-    return "\n\n".join(_plugin(name, kind) for name, kind in table.items())
+def _plugins(
+    table: Mapping[str, type[Any]], reads: Callable[[type[Any]], str] = lambda _: ""
+) -> str:
+    return "\n\n".join(_plugin(name, kind, reads(kind)) for name, kind in table.items())
 
 
 def _strategies() -> str:
@@ -191,11 +193,14 @@ def _family(family: ModuleType) -> str:
     parts = [f"## {family.__name__.rpartition('.')[2].replace('_', ' ').capitalize()}", head]
     parts += [f"Strategies: {names}."] + ([rest] if rest else [])
     for kinds in ("FILTERS", "SCORERS", "PICKERS", "INDEXES"):
-        parts += [_plugin(kind.type_name, kind) for kind in getattr(family, kinds, ())]
+        parts += [
+            _plugin(kind.type_name, kind, what_it_reads(kind))
+            for kind in getattr(family, kinds, ())
+        ]
     return "\n\n".join(parts)
 
 
-def _plugin(name: str, kind: type[Any]) -> str:
+def _plugin(name: str, kind: type[Any], reads: str) -> str:
     lines = [f"### {name}", ""]
     newer = DEPRECATED_PLUGINS.get(name) or DEPRECATED.get(name)
     if newer:
@@ -203,8 +208,8 @@ def _plugin(name: str, kind: type[Any]) -> str:
     if newer and newer in {**FILTERS, **ACCEPTED} and _class(newer) is kind:
         return "\n".join([*lines, "The same under its old name."])
     lines.append(TYPES.get(name) or _prose(kind))
-    if name in READS:
-        lines += ["", f"Reads {READS[name]}."]
+    if reads:
+        lines += ["", f"Reads {reads}."]
     fields = _fields(kind)
     if fields:
         head = ("parameter", "type", "default", "meaning")

@@ -9,46 +9,55 @@ import msgspec
 from epp.configuration.build import build_settings
 from epp.configuration.config import PickerConfig
 from epp.configuration.describing import config_hash, plain_parameters
+from epp.core.decision.plugin import PREFIX_READS
 from epp.core.decision.profile import SchedulingProfile
 from epp.core.decision.settings import SchedulerSettings
 from epp.core.knowledge.ejection import OutlierEjection
+from epp.core.knowledge.prefix import PrefixIndexSettings
 
-READS: Final[Mapping[str, str]] = {
-    "active-request-scorer": "requests in flight from here",
-    "added-time-scorer": (
-        "prefix index; work in flight from here; waiting and running requests, KV-cache usage and "
-        "size, LoRA adapters, age of metrics; to agree also session, conversation"
-    ),
-    "by-label": "labels",
-    "by-label-selector": "labels",
-    "decode-filter": "labels",
-    "encode-filter": "labels",
-    "fresh-metrics-filter": "age of metrics",
-    "header-based-testing-filter": "headers that only tests send",
-    "kv-cache-utilization-scorer": "KV-cache usage",
-    "label-selector-filter": "labels",
-    "load-aware-scorer": "waiting requests",
-    "lora-affinity-scorer": "LoRA adapters",
-    "lora-capacity-filter": "LoRA adapters",
-    "no-hit-lru-scorer": "prefix index, index of cold prompts",
-    "prefill-filter": "labels",
-    "prefix-cache-affinity-filter": "prefix index, prompt tokens in flight from here",
-    "prefix-cache-scorer": (
-        "prefix index; to agree also session, conversation and requests in flight from here"
-    ),
-    "queue-scorer": "waiting requests",
-    "running-requests-size-scorer": "running requests",
-    "session-affinity-scorer": "session token, or index of sessions",
-    "token-load-scorer": "prefix index, prompt tokens in flight from here",
-    "utilization-detector": "waiting requests, KV-cache usage, age of metrics",
+_PREFIX_INDEX: Final = "prefix index"
+_WORDS: Final[Mapping[str, str]] = {
+    **dict.fromkeys(PREFIX_READS, _PREFIX_INDEX),
+    "adapter_state": "LoRA adapters",
+    "cache_hit_tokens": "tokens found in caches",
+    "cache_queried_tokens": "tokens looked up in caches",
+    "inflight_context_tokens": "prompt tokens in flight from here",
+    "inflight_prefill_tokens": "prompt tokens in flight from here",
+    "inflight_requests": "requests in flight from here",
+    "kv_cache_usage": "KV-cache usage",
+    "kv_capacity_tokens": "KV-cache size",
+    "metrics_age_s": "age of metrics",
+    "output_tokens_max": "limit of the answer",
+    "prefill_tokens_per_s": "prefill speed",
+    "prompt_tokens": "length of the prompt",
+    "prompts": "prompt",
+    "rendezvous": "names of endpoints",
+    "replicas_unheard": "replicas that are not heard",
+    "saturated": "refusals by engines",
+    "session_id": "session",
+    "session_tokens": "session token",
+    "sessions_return": "whether sessions return",
+    "unreported_requests": "requests that engines have not told yet",
 }
-"""Type of filter or scorer -> what it looks at."""
+"""How what `reads` may name is called; what is not here is called by its name."""
 
 RESPONSES: Final = (
     "token usage and time to first token are read only with both `epp serve --parse-response-usage`",
     "and a gateway whose response_body_mode is STREAMED or FULL_DUPLEX_STREAMED",
 )
 """What no configuration decides and two settings do together."""
+
+
+def what_it_reads(kind: type[Any]) -> str:
+    """In words, as the class of a plugin declares it; "" if it reads nothing, or does not declare it."""
+    if kind.abilities.reads is None:
+        return ""
+    found: list[str] = []
+    if kind.abilities.reads_index:
+        is_prefix = kind.producer_type == PrefixIndexSettings.type_name
+        found.append(_PREFIX_INDEX if is_prefix else kind.producer_type)
+    found += [_WORDS.get(name, name.replace("_", " ")) for name in kind.abilities.reads]
+    return ", ".join(dict.fromkeys(found))
 
 
 def explain(config: PickerConfig) -> str:
@@ -133,8 +142,8 @@ def _member(kind: str, name: str, plugin: Any, note: str = "") -> list[str]:
     if note:
         heading += f": {note}"
     lines = [heading, f"      {_first_sentence(plugin)}"]
-    if type_name in READS:
-        lines.append(f"      reads {READS[type_name]}")
+    if reads := what_it_reads(type(plugin)):
+        lines.append(f"      reads {reads}")
     return lines + [f"    {line}" for line in _parameters(plugin)]
 
 

@@ -4,7 +4,8 @@ import pytest
 
 from epp.configuration.build import default_config, plugin_tables
 from epp.configuration.config import load_config
-from epp.configuration.explaining import READS, explain
+from epp.configuration.explaining import explain, what_it_reads
+from epp.core.parameters import Parameters
 from epp.plugins import FILTERS, SCORERS
 
 SAMPLES = Path(__file__).parent / "config_samples"
@@ -30,7 +31,7 @@ def test_who_is_said_to_read_the_prefix_index_has_one(name):
     """Alone in a configuration; and nobody else has one made."""
     parameters = "  parameters: {label: a, validValues: [b]}\n" if name == "by-label" else ""
     text = explained(f"plugins:\n- type: {name}\n{parameters}")
-    reads = f"      reads {READS[name]}\n"
+    reads = f"      reads {what_it_reads({**FILTERS, **SCORERS}[name])}\n"
     assert reads in text
     made = "  index     approx-prefix-cache-producer: default prefix index\n" in text
     assert made == ("prefix index" in reads)
@@ -51,6 +52,19 @@ def test_the_prefill_speed_is_explained():
     )
 
 
-def test_what_each_filter_and_scorer_reads_is_known():
-    """A new one without a row fails here."""
-    assert set(READS) == {*FILTERS, *SCORERS, "added-time-scorer"}
+@pytest.mark.parametrize("kind", [*FILTERS.values(), *SCORERS.values()])
+def test_what_each_filter_and_scorer_reads_is_told(kind):
+    """In words, each once."""
+    told = what_it_reads(kind).split(", ")
+    assert told != [""]
+    assert len(set(told)) == len(told)
+    assert "_" not in "".join(told)
+
+
+def test_an_index_that_is_read_is_told_by_its_type():
+    """But for the default prefix index."""
+    assert what_it_reads(SCORERS["no-hit-lru-scorer"]) == "no-hit-lru-producer, prefix index"
+    assert what_it_reads(SCORERS["token-load-scorer"]) == (
+        "prefix index, prompt tokens in flight from here"
+    )
+    assert what_it_reads(Parameters) == ""

@@ -470,6 +470,7 @@ def test_who_is_configured_no_more_is_forgotten():
 
 class Marks(Parameters, frozen=True):
     type_name: ClassVar[str] = "marks"
+    abilities: ClassVar[Abilities] = Abilities(marks_responses=True)
     headers: object
 
     def score(self, request, candidates, /):
@@ -545,6 +546,7 @@ class NamesSessions(Answers, frozen=True):
     """A scorer to which everybody is alike and sessions matter, or so it says."""
 
     type_name: ClassVar[str] = "names-sessions"
+    abilities: ClassVar[Abilities] = Abilities(goes_by_sessions=True)
 
     def score(self, request, candidates, /):
         return np.ones(len(candidates))

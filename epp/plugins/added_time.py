@@ -155,10 +155,10 @@ class AddedTime(Parameters, frozen=True):
         self._add_memory(
             cost, candidates, old, to_compute, waiting, held_up, context, decode_tokens
         )
-        adapters_told = candidates.adapters_told
-        if adapters_told or not candidates.prefill_alike:
+        adapters_reported = candidates.adapters_reported
+        if adapters_reported or not candidates.prefill_alike:
             cost /= candidates.prefill_tokens_per_s
-        if adapters_told:
+        if adapters_reported:
             self._add_adapter(cost, request, candidates)
         return scores_of_cost(cost)
 
@@ -184,7 +184,7 @@ class AddedTime(Parameters, frozen=True):
             memory, candidates, old, to_compute, waiting, held_up if waiting.any() else None,
             context * (decode_tokens * DECODE_SHARE), decode_tokens,
         )  # fmt: skip
-        if candidates.adapters_told:
+        if candidates.adapters_reported:
             self._add_adapter(adapter, request, candidates)
         tokens = {
             "queue": candidates.inflight_prefill_tokens + queued,

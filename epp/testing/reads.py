@@ -11,7 +11,7 @@ _OF_CANDIDATES: Final[Mapping[str, str]] = {
     "metrics_age_s_of": "metrics_age_s",
     "all_observed_within": "metrics_age_s",
     "inflight_requests_of": "inflight_requests",
-    "adapters_told": "adapter_state",
+    "adapters_reported": "adapter_state",
     "prefill_alike": "prefill_tokens_per_s",
     "name_of": "endpoints",
     "prefix_match": "matched_blocks",

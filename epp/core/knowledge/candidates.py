@@ -103,7 +103,7 @@ class Columns:
         self.prefill_alike = False
         """All are known to prefill equally fast."""
         self.adapter_generation: Ints = np.empty(0, dtype=np.int64)
-        self.adapters_told = 0
+        self.adapters_reported = 0
         """Endpoints of which any of the next is told."""
         self.adapter_slots_max: Ints = np.empty(0, dtype=np.int64)
         self.adapters_active: Ints = np.empty(0, dtype=np.int64)
@@ -200,7 +200,7 @@ class Columns:
 
     def set_adapters(self, slot: int, report: AdapterReport | None) -> None:
         """Keep what a scrape said of adapters, counted once here and not at every decision."""
-        self.adapters_told += (report is not None) - (self.adapters[slot] is not None)
+        self.adapters_reported += (report is not None) - (self.adapters[slot] is not None)
         self.adapters[slot] = report
         self.changed("adapter_state")
         if report is None:
@@ -483,9 +483,9 @@ class Candidates:
         return uncached
 
     @property
-    def adapters_told(self) -> bool:
+    def adapters_reported(self) -> bool:
         """Anything is reported of LoRA adapters, of any endpoint of the pool."""
-        return self._columns.adapters_told > 0
+        return self._columns.adapters_reported > 0
 
     @property
     def adapter_state(self) -> AdapterColumns:

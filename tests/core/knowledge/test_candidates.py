@@ -249,13 +249,13 @@ def test_adapters_are_told_of_while_anybody_tells_of_them():
     columns = Columns()
     first, second = columns.add_slot(), columns.add_slot()
     seen = Candidates(columns, np.array([0, 1]), NOW_S, affinities={})
-    assert not seen.adapters_told
+    assert not seen.adapters_reported
     for slot in (first, second, second):
         columns.set_adapters(slot, lora("a"))
     columns.clear(first)
-    assert seen.adapters_told
+    assert seen.adapters_reported
     columns.forget_observations(second)
-    assert not seen.adapters_told
+    assert not seen.adapters_reported
 
 
 def test_the_greatest_age_is_that_of_whom_nobody_has_scraped():

@@ -64,7 +64,7 @@ SEEN_OF_CANDIDATES = {
     "total_blocks": "body",
     "uncached_tokens": "own decisions",
     "adapter_state": "metrics page",
-    "adapters_told": "metrics page",
+    "adapters_reported": "metrics page",
     "prefill_alike": "configuration",
     "endpoints": "discovery",
     "labels": "discovery",

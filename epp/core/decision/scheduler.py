@@ -434,7 +434,7 @@ class Scheduler:
     def _tick(self, given: Tick, now: Seconds) -> None:
         self.ledger.close_due(now)
         self.outliers.tick(now)
-        self.outlying = dict(self.outliers.found(now))
+        self.outlying = dict(self.outliers.detected(now))
         for name, index in self.indexes.items():
             self.failures.call(name, "expire", index.expire, now)
 

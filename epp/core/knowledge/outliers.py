@@ -267,7 +267,7 @@ class Outliers:
             if not math.isnan(record.slowness)
         }
 
-    def found(self, now: Seconds) -> Iterator[tuple[int, Outlier]]:
+    def detected(self, now: Seconds) -> Iterator[tuple[int, Outlier]]:
         """Slot and reason of each that is slow, fails or is ejected, as of `now`."""
         for slot, record in self._records.items():
             away = self.ejection.away.get(slot)

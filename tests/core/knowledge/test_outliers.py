@@ -85,7 +85,7 @@ class Pool:
             self.outliers.tick(self.now)
 
     def found(self):
-        return dict(self.outliers.found(self.now))
+        return dict(self.outliers.detected(self.now))
 
     def page(self, slot, **told):
         """The engine in `slot` serves a page."""
@@ -481,4 +481,4 @@ def test_a_request_that_moved_is_timed_where_it_is():
         else:
             scheduler.take(RequestEnded(lease, OK), 1.0)
     scheduler.take(Tick(), EVALUATE_EVERY_S)
-    assert dict(scheduler.outliers.found(EVALUATE_EVERY_S)) == {}
+    assert dict(scheduler.outliers.detected(EVALUATE_EVERY_S)) == {}

@@ -58,7 +58,7 @@ class Watched:
 
     def _look(self):
         scheduler = scheduler_of(self.cluster.pickers.policies[0])
-        for slot, outlier in scheduler.outliers.found(self.cluster.loop.now):
+        for slot, outlier in scheduler.outliers.detected(self.cluster.loop.now):
             self.causes.setdefault(slot, outlier.cause)
             if outlier.ejected:
                 self.ejected.add(slot)

@@ -76,7 +76,7 @@ class EndpointStates:
         """Compare with the last look."""
         scheduler, at_s = self._scheduler, self._clock()
         standings = scheduler.standings(now)
-        outliers = dict(scheduler.outliers.found(now))
+        outliers = dict(scheduler.outliers.detected(now))
         before, self._states = self._states, {}
         notable: dict[str, EndpointState] = {}
         differs = False

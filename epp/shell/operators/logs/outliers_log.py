@@ -30,7 +30,7 @@ class OutliersLog:
     def report(self) -> None:
         """Log what has changed since it was told."""
         now = time.monotonic()
-        found = dict(self._scheduler.outliers.found(now))
+        found = dict(self._scheduler.outliers.detected(now))
         before, self._told = self._told, {}
         changed = 0
         for slot, endpoint in self._scheduler.pool.endpoints():

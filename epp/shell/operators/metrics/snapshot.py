@@ -54,7 +54,7 @@ def pool_snapshot(
         messages=messages or {},
         segments={"known": scheduler.segments.known, "new": scheduler.segments.new},
         slowness=scheduler.outliers.slowness(),
-        outliers=dict(scheduler.outliers.found(now)),
+        outliers=dict(scheduler.outliers.detected(now)),
         ejections={
             cause.value: count for cause, count in scheduler.outliers.ejection.total.items()
         },

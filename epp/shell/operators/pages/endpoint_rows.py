@@ -32,7 +32,7 @@ def endpoint_rows(
         now,
         affinities={},
     )
-    outliers = dict(scheduler.outliers.found(now))
+    outliers = dict(scheduler.outliers.detected(now))
     slowness = scheduler.outliers.slowness()
     told = [states.of(endpoint) for endpoint in candidates.endpoints]
     columns: dict[str, Sequence[Any]] = {

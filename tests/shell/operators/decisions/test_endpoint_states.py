@@ -27,7 +27,7 @@ class Watched:
         for slot in range(3):
             self.scheduler.take(PageScraped(slot, EndpointMetrics()), 10.0)
         self.found = {}
-        self.scheduler.outliers.found = lambda _: iter(self.found.items())
+        self.scheduler.outliers.detected = lambda _: iter(self.found.items())
 
     def look(self, after_s=1.0):
         self.clock_s += after_s

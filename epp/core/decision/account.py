@@ -19,7 +19,7 @@ from epp.core.decision.profile import Scored
 from epp.core.decision.shadow import ShadowVerdict
 from epp.core.knowledge.candidates import Candidates, Ints
 from epp.core.knowledge.inflight import Lease
-from epp.core.knowledge.retold import numbers_before
+from epp.core.knowledge.rebuilt import numbers_before
 from epp.core.prompt.request import InferenceRequest
 from epp.core.types import Endpoint
 

@@ -9,7 +9,7 @@ from epp.core.decision.account import Leg
 from epp.core.decision.costs import Cost, cost_of
 from epp.core.decision.failures import PluginFailures
 from epp.core.knowledge.outliers import Outlier
-from epp.core.knowledge.retold import retold_candidates
+from epp.core.knowledge.rebuilt import rebuilt_candidates
 
 ENDPOINT_HEADER: Final = "x-homing-endpoint"
 REASON_HEADER: Final = "x-homing-reason"
@@ -70,7 +70,7 @@ def _costs(noted: Explained, failures: PluginFailures) -> list[str]:
     if not noted.numbers:
         return []
     leg = noted.leg
-    pair = retold_candidates(
+    pair = rebuilt_candidates(
         [leg.endpoint] * len(noted.numbers),
         noted.numbers,
         total_blocks=leg.total_blocks,

@@ -17,7 +17,7 @@ from epp.core.decision.costs import DIGITS, Cost, cost_by_score, cost_of
 from epp.core.decision.plugin import TellsCost
 from epp.core.decision.profile import Scored
 from epp.core.knowledge.candidates import NUMBERS, Candidates
-from epp.core.knowledge.retold import numbers_before, retold_candidates
+from epp.core.knowledge.rebuilt import numbers_before, rebuilt_candidates
 from epp.core.prompt.request import InferenceRequest
 from epp.core.types import Endpoint
 from epp.shell.operators.decisions.decision_record import (
@@ -337,7 +337,7 @@ def _pair(told: Decided, before: Sequence[float]) -> Candidates:
     numbers = {told.endpoint: before}
     if told.runner_up:
         numbers[told.runner_up] = told.runner_up_numbers
-    return retold_candidates(
+    return rebuilt_candidates(
         [Endpoint(endpoint_id=name, name=name, address="") for name in numbers],
         list(numbers.values()),
         total_blocks=told.total_blocks,

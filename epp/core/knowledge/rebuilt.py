@@ -29,7 +29,7 @@ def numbers_before(
     return before
 
 
-def retold_candidates(
+def rebuilt_candidates(
     endpoints: Sequence[Endpoint],
     numbers: Sequence[Sequence[float]],
     *,

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from epp.core.knowledge.candidates import NUMBERS
 from epp.core.knowledge.peer_load import PeerLoads
-from epp.core.knowledge.retold import retold_candidates
+from epp.core.knowledge.rebuilt import rebuilt_candidates
 from tests.builders import candidates
 
 SOME = st.floats(0, 1e9) | st.just(math.nan)
@@ -31,7 +31,7 @@ def test_the_numbers_of_one_candidate_are_its_columns(rows):
         prompt_tokens=700,
     )
     numbers = [pool.numbers_of(at) for at in range(len(rows))]
-    again = retold_candidates(
+    again = rebuilt_candidates(
         pool.endpoints, numbers, total_blocks=9, block_tokens=64, prompt_tokens=700
     )
     assert again.endpoints == pool.endpoints

@@ -49,7 +49,7 @@ class ShadowVerdict(Struct, frozen=True, kw_only=True):
     live_position: int = -1
     """Of where it went; -1 if the filters did not leave that."""
 
-    def told(self) -> dict[str, object]:
+    def fields(self) -> dict[str, object]:
         """For a log line or a record of the decision: plain values, rounded."""
         return {
             "verdict": self.verdict,

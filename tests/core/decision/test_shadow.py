@@ -177,8 +177,8 @@ def test_it_is_told_where_it_would_have_gone_and_at_what_price():
     assert verdict.endpoint.name == f"pod-{min(set(range(4)) - {holder})}"
     assert (verdict.live_uncached_tokens, verdict.uncached_tokens) == (0.0, 640.0)
     assert (verdict.live_inflight_requests, verdict.inflight_requests) == (1, 0)
-    assert verdict.told()["parts"]["queue"] == 5.0
-    assert verdict.told()["live_parts"]["queue"] == 0.0
+    assert verdict.fields()["parts"]["queue"] == 5.0
+    assert verdict.fields()["live_parts"]["queue"] == 0.0
     totals = made.shadow_totals
     assert totals.uncached_tokens - totals.live_uncached_tokens == 640.0
     assert totals.picks.total() == 2
@@ -246,7 +246,7 @@ def told(made, seed, weights, acting_filters, filters):
     judge = one.shadow.judge
     one.shadow.judge = lambda *given: verdicts.append(judge(*given)) or verdicts[-1]
     traffic(one, seed)
-    return [verdict.told() for verdict in verdicts]
+    return [verdict.fields() for verdict in verdicts]
 
 
 def three(*plugins):

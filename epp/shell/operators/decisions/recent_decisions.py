@@ -426,7 +426,7 @@ class RecentDecisions:
             scores_at = self._scores.append(scores_of(scores))
             told = one.told
             if one.shadow is not None:
-                told = structs.replace(told, shadow=one.shadow.told())
+                told = structs.replace(told, shadow=one.shadow.fields())
             record = record_of(DECIDED, one.at_s, told, scores_at)
             self._open[one.told.number] = self._append(record)
             if len(self._open) > _OPEN_MAX:

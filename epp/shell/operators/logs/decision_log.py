@@ -99,7 +99,7 @@ class DecisionLog:
             "eliminated": leg.eliminated,
             "candidates": len(leg.candidates),
             "scores": self._scores(leg),
-            **({} if account.shadow is None else {"shadow": account.shadow.told()}),
+            **({} if account.shadow is None else {"shadow": account.shadow.fields()}),
         }
 
     def _scores(self, leg: Leg) -> list[dict[str, object]]:

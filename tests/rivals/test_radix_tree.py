@@ -79,7 +79,7 @@ def test_what_a_peer_routed_counts_as_held():
     """As if it had been sent there from here."""
     made, peer = tree((A, 0)), tree((A + B, 1))
     assert made.signature == peer.signature
-    for slot, stamp, keys in peer.known():
+    for slot, stamp, keys in peer.shared_entries():
         made.learn(keys, slot, stamp + 5.0, 6.0)
     told = columns(made, A + B)
     assert told[HELD_BLOCKS] == [4, 8, 0]

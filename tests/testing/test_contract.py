@@ -337,7 +337,7 @@ def remembering(self, request, slots, now):
         (opening(measures=lambda self: None), "it has measures, and does not declare that it meas"),
         (
             broken(SessionsSettings, abilities=Abilities(shares=True)),
-            "it has not what it declares: share, learn, known",
+            "it has not what it declares: share, learn, shared_entries",
         ),
     ],
 )

@@ -136,7 +136,7 @@ class SessionIndex:
             self._sessions.move_to_end(session)
         self._fit()
 
-    def known(self) -> Iterator[tuple[int, Seconds, Sequence[bytes]]]:
+    def shared_entries(self) -> Iterator[tuple[int, Seconds, Sequence[bytes]]]:
         """Every session, the longest unused first."""
         for session, (slot, sent_at) in tuple(self._sessions.items()):
             yield slot, sent_at, (session,)
@@ -258,7 +258,7 @@ class NoHitLru:
             self._slots.move_to_end(other)
         self._fit()
 
-    def known(self) -> Iterator[tuple[int, Seconds, Sequence[bytes]]]:
+    def shared_entries(self) -> Iterator[tuple[int, Seconds, Sequence[bytes]]]:
         """Every slot that was used, the least recently used first."""
         for slot, used_at in tuple(self._slots.items()):
             if used_at > -math.inf:

@@ -67,7 +67,7 @@ class SharedIndex(AffinityIndex, Protocol):
         """A peer noted `keys` for `slot` at `stamp`; keys may be anything, late or repeated."""
         ...
 
-    def known(self) -> Iterator[tuple[int, Seconds, Sequence[bytes]]]:
+    def shared_entries(self) -> Iterator[tuple[int, Seconds, Sequence[bytes]]]:
         """(slot, stamp, keys) of all that is known, oldest first; it may change meanwhile."""
         ...
 
@@ -136,7 +136,7 @@ class IndexStanding(Struct, frozen=True, kw_only=True):
 
 VERBS: Final[Mapping[str, tuple[str, ...]]] = {
     "": ("match", "record", "retract", "forget", "expire", "resize"),
-    "shares": ("share", "learn", "known"),
+    "shares": ("share", "learn", "shared_entries"),
     "counts_inflight": ("release",),
     "limits_memory": ("limit_memory",),
     "measures": ("measures",),

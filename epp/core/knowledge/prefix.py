@@ -368,7 +368,7 @@ class PrefixIndex:
             whole = min(len(chain), longest) // HASH_BYTES * HASH_BYTES
             self._learn_chain(chain[:whole], to, min(stamp, now))
 
-    def known(self) -> Iterator[tuple[int, Seconds, Sequence[bytes]]]:
+    def shared_entries(self) -> Iterator[tuple[int, Seconds, Sequence[bytes]]]:
         """(slot, stamp, keys) of all that is held, oldest first; each what `learn` takes.
 
         What changes while it is read may be told as it was or as it is.

@@ -264,14 +264,14 @@ class PeerExchange:
             book = ChainBook(BOOK_BYTES_MAX)
             records: list[bytes] = []
             size = 0
-            known = index.known()
+            known = index.shared_entries()
             while True:
                 try:
                     slot, stamp, keys = next(known)
                 except StopIteration:
                     break
                 except BaseException as error:  # noqa: BLE001  the boundary of a plugin
-                    self._scheduler.failures.raised(name, "known", error)
+                    self._scheduler.failures.raised(name, "shared_entries", error)
                     break
                 endpoint = self._hashes.get(slot)
                 if endpoint is None:

@@ -93,7 +93,7 @@ def test_a_retracted_session_leaves_the_slot_unless_it_was_there_before():
     index.retract(of_session("s"), 0, first, 2.0)
     assert len(index) == 1
     index.retract(of_session("s"), 0, again, 2.0)
-    assert list(index.known()) == [(0, 0.0, index.share(of_session("s")))]
+    assert list(index.shared_entries()) == [(0, 0.0, index.share(of_session("s")))]
     moved = index.record(of_session("s"), 1, 3.0)
     index.retract(of_session("s"), 1, moved, 3.0)
     assert len(index) == 0
@@ -211,7 +211,7 @@ def test_sessions_that_peers_tell_stay_within_the_bound_and_are_told_on():
     keys = [index.share(of_session(f"s{number}")) for number in range(5)]
     for number, key in enumerate(keys):
         index.learn(key, 0, float(number), 9.0)
-    assert [(slot, stamp) for slot, stamp, _ in index.known()] == [(0, 2.0), (0, 3.0), (0, 4.0)]
+    assert [(slot, stamp) for slot, stamp, _ in index.shared_entries()] == [(0, 2.0), (0, 3.0), (0, 4.0)]
     index.learn(keys[0], 0, -400.0, 9.0)
     assert len(index) == 3
 
@@ -228,4 +228,4 @@ def test_cold_prompts_of_peers_take_their_place_by_when_they_were_sent():
     index.learn(cold, 0, 2.5, 3.0)
     index.learn((), 1, 9.0, 9.0)
     assert ranks(index) == [2, 1, 3]
-    assert [slot for slot, _, _ in index.known()] == [1, 0, 2]
+    assert [slot for slot, _, _ in index.shared_entries()] == [1, 0, 2]

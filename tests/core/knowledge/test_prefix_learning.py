@@ -108,7 +108,7 @@ def test_a_snapshot_is_what_was_known_oldest_first():
     for turn in range(200):
         text = "".join(random.choices("ab", k=random.randint(1, 12)))
         index.record(request_of(text), random.randrange(SLOTS), turn / 2)
-    known = list(index.known())
+    known = list(index.shared_entries())
     stamps = [stamp for _, stamp, _ in known]
     assert stamps == sorted(stamps)
     other = opened(ttl=Duration(100))
@@ -126,7 +126,7 @@ def test_what_is_dropped_while_a_snapshot_is_read_is_not_told():
     index = opened()
     index.record(request_of("aaa"), 0, 0.0)
     index.record(request_of("bbb"), 1, 1.0)
-    reading = index.known()
+    reading = index.shared_entries()
     assert next(reading)[0] == 0
     index.forget(1)
     assert list(reading) == []

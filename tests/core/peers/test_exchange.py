@@ -686,7 +686,7 @@ class Failing:
     def learn(self, keys, slot, stamp, now):
         raise self.kind("secret")
 
-    def known(self):
+    def shared_entries(self):
         raise self.kind("secret")
         yield
 

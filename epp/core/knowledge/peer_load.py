@@ -22,19 +22,19 @@ _Ints: TypeAlias = npt.NDArray[np.int64]
 class _Load:
     """Of one peer, by endpoint slot."""
 
-    __slots__ = ("prefill_tokens", "requests", "told_at_s")
+    __slots__ = ("prefill_tokens", "reported_at_s", "requests")
 
     def __init__(self) -> None:
         self.requests: _Ints = np.zeros(0, dtype=np.int64)
         self.prefill_tokens: _Floats = np.zeros(0)
-        self.told_at_s: _Floats = np.zeros(0)
+        self.reported_at_s: _Floats = np.zeros(0)
 
     def fit(self, slots: int) -> None:
         missing = slots - len(self.requests)
         if missing > 0:
             self.requests = np.concatenate((self.requests, np.zeros(missing, dtype=np.int64)))
             self.prefill_tokens = np.concatenate((self.prefill_tokens, np.zeros(missing)))
-            self.told_at_s = np.concatenate((self.told_at_s, np.zeros(missing)))
+            self.reported_at_s = np.concatenate((self.reported_at_s, np.zeros(missing)))
 
 
 class PeerLoads:
@@ -69,7 +69,7 @@ class PeerLoads:
             load.prefill_tokens[:] = 0.0
         load.requests[slots] = requests.clip(0, REQUESTS_MAX)
         load.prefill_tokens[slots] = np.nan_to_num(prefill_tokens).clip(0.0, TOKENS_MAX)
-        load.told_at_s[slots] = now
+        load.reported_at_s[slots] = now
         self._add_up()
 
     def forget(self, origin: bytes) -> None:
@@ -100,7 +100,7 @@ class PeerLoads:
         for load in self._loads.values():
             within = slots < len(load.requests)
             known = slots[within]
-            elapsed_s = now - load.told_at_s[known]
+            elapsed_s = now - load.reported_at_s[known]
             left = load.prefill_tokens[known] - elapsed_s * tokens_per_s[within]
             total[within] += np.maximum(left, 0.0)
         return total

@@ -52,7 +52,7 @@ from epp.core.peers.frames import (
     loads_of,
 )
 from epp.core.peers.inbox import Inbox, Received
-from epp.core.peers.retelling import KEPT_S_MAX, MissedFrames, ToldFrames
+from epp.core.peers.retelling import KEPT_S_MAX, MissedFrames, SentFrames
 from epp.core.prompt.blocks import HASH_BYTES
 from epp.core.types import Seconds
 
@@ -154,7 +154,7 @@ class PeerExchange:
         self.peers: dict[bytes, Peer] = {}
         self._silent: dict[bytes, Peer] = {}
         """Those that fell silent and may come back, who was heard last is last."""
-        self._told = ToldFrames()
+        self._sent = SentFrames()
         self.received = Received()
         self.restored = Received()
         """What `received` is for live frames, for those of snapshots."""
@@ -179,7 +179,7 @@ class PeerExchange:
         self._snapshot = Inbox(self.restored)
         self._book = ChainBook(BOOK_BYTES_MAX)
         self._book_aged_at_s = now
-        self._retold_at_s: Seconds = -math.inf
+        self._book_cleared_at_s: Seconds = -math.inf
         self._generation = -1
         self._slots: dict[int, int] = {}
         """Hash of an endpoint -> its slot."""
@@ -190,9 +190,9 @@ class PeerExchange:
         self._index_names: tuple[str, ...] = ()
         self._index_hashes: tuple[int, ...] = ()
         self._by_hash: dict[int, str] = {}
-        self._told_requests: Ints = np.zeros(0, dtype=np.int64)
-        self._told_tokens: Floats = np.zeros(0)
-        self._told_at_s = now
+        self._sent_requests: Ints = np.zeros(0, dtype=np.int64)
+        self._sent_tokens: Floats = np.zeros(0)
+        self._sent_at_s = now
         self._turn = 0
         if has_peers:
             scheduler.tell_peers()
@@ -242,8 +242,8 @@ class PeerExchange:
             self._beat_at_s = now
         if self.peers or self._silent:
             for frame in frames:
-                self._told.keep(frame, now)
-        return [encode(frame) for frame in (*frames, *self._told.again(now))]
+                self._sent.keep(frame, now)
+        return [encode(frame) for frame in (*frames, *self._sent.again(now))]
 
     def goodbye(self, now: Seconds) -> bytes:
         """The last frame: what we have in flight is ours no more."""
@@ -336,9 +336,9 @@ class PeerExchange:
             return Taken.AGAIN
         for origin, first, last in frame.wanted[:WANTED_MAX]:
             if origin == self.origin:
-                self._told.want(first, last)
-        if self.origin in frame.unread and now >= self._retold_at_s + RETELL_S_MIN:
-            self._retold_at_s = now
+                self._sent.want(first, last)
+        if self.origin in frame.unread and now >= self._book_cleared_at_s + RETELL_S_MIN:
+            self._book_cleared_at_s = now
             self._book.clear()
         return Taken.TAKEN
 
@@ -524,21 +524,21 @@ class PeerExchange:
         columns = scheduler.pool.columns
         n = len(columns)
         speed = columns.prefill_tokens_per_s[:n]
-        if len(self._told_requests) < n:
-            more = n - len(self._told_requests)
-            self._told_requests = np.concatenate((self._told_requests, np.zeros(more, np.int64)))
-            self._told_tokens = np.concatenate((self._told_tokens, np.zeros(more)))
+        if len(self._sent_requests) < n:
+            more = n - len(self._sent_requests)
+            self._sent_requests = np.concatenate((self._sent_requests, np.zeros(more, np.int64)))
+            self._sent_tokens = np.concatenate((self._sent_tokens, np.zeros(more)))
         requests = columns.inflight_requests[:n]
         elapsed_s = now - columns.prefill_drained_at_s[:n]
         tokens = np.maximum(columns.prefill_backlog_tokens[:n] - elapsed_s * speed, 0.0)
-        expected = np.maximum(self._told_tokens[:n] - (now - self._told_at_s) * speed, 0.0)
-        self._told_at_s = now
+        expected = np.maximum(self._sent_tokens[:n] - (now - self._sent_at_s) * speed, 0.0)
+        self._sent_at_s = now
         if whole:
             told = (requests > 0) | (tokens > 0)
         else:
-            told = (requests != self._told_requests[:n]) | (np.abs(tokens - expected) > 1.0)
-        self._told_requests[:n] = requests
-        self._told_tokens[:n] = np.where(told, tokens, expected)
+            told = (requests != self._sent_requests[:n]) | (np.abs(tokens - expected) > 1.0)
+        self._sent_requests[:n] = requests
+        self._sent_tokens[:n] = np.where(told, tokens, expected)
         slots = told.nonzero()[0][:LOADS_MAX]
         if not len(slots):
             return b""

@@ -32,10 +32,10 @@ ASKS_MAX: Final = 15
 
 class _Kept(Struct, frozen=True, gc=False):
     frame: Frame
-    told_at_s: Seconds
+    sent_at_s: Seconds
 
 
-class ToldFrames:
+class SentFrames:
     """The live frames that we told last, to be told again to whom they did not reach."""
 
     def __init__(self) -> None:
@@ -55,7 +55,7 @@ class ToldFrames:
         while (
             len(self._kept) > KEPT_FRAMES_MAX
             or self._bytes > KEPT_BYTES_MAX
-            or now - self._kept[0].told_at_s > KEPT_S_MAX
+            or now - self._kept[0].sent_at_s > KEPT_S_MAX
         ):
             self._bytes -= len(self._kept.popleft().frame.records)
 
@@ -76,7 +76,7 @@ class ToldFrames:
             if 0 <= at < len(self._kept):
                 kept = self._kept[at]
                 left -= len(kept.frame.records)
-                age_s = max(0.0, now - kept.told_at_s)
+                age_s = max(0.0, now - kept.sent_at_s)
                 found.append(msgspec.structs.replace(kept.frame, age_s=age_s))
         return found
 

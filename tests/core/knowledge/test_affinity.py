@@ -211,7 +211,11 @@ def test_sessions_that_peers_tell_stay_within_the_bound_and_are_told_on():
     keys = [index.share(of_session(f"s{number}")) for number in range(5)]
     for number, key in enumerate(keys):
         index.learn(key, 0, float(number), 9.0)
-    assert [(slot, stamp) for slot, stamp, _ in index.shared_entries()] == [(0, 2.0), (0, 3.0), (0, 4.0)]
+    assert [(slot, stamp) for slot, stamp, _ in index.shared_entries()] == [
+        (0, 2.0),
+        (0, 3.0),
+        (0, 4.0),
+    ]
     index.learn(keys[0], 0, -400.0, 9.0)
     assert len(index) == 3
 

@@ -13,7 +13,7 @@ from epp.core.peers.retelling import (
     RANGE_FRAMES_MAX,
     RANGES_MAX,
     MissedFrames,
-    ToldFrames,
+    SentFrames,
 )
 
 
@@ -22,7 +22,7 @@ def frame(number, records=b"r"):
 
 
 def told(*numbers, records=b"r", step_s=0.0):
-    kept = ToldFrames()
+    kept = SentFrames()
     for turn, number in enumerate(numbers):
         kept.keep(frame(number, records), turn * step_s)
     return kept
@@ -54,7 +54,7 @@ def test_what_is_not_kept_is_not_told():
     assert numbers(kept) == []
     kept.want(-(2**63), 2**63)
     assert numbers(kept) == [9, 10]
-    ToldFrames().want(1, 2)
+    SentFrames().want(1, 2)
 
 
 @pytest.mark.parametrize(

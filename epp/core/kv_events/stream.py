@@ -381,9 +381,7 @@ class KVEventStream:
 
     def _may_replay(self, now: Seconds) -> bool:
         times = self._replay_times
-        return self._replays and not (
-            len(times) == REPLAYS_MAX and now - times[0] < REPLAYS_S
-        )
+        return self._replays and not (len(times) == REPLAYS_MAX and now - times[0] < REPLAYS_S)
 
     def _begin_anew(self, now: Seconds) -> None:
         if self._snapshots:

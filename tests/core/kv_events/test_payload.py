@@ -54,8 +54,36 @@ ARRAYS = {
     "vllm 0.14": ["BlockStored", [1, 2], 7, IDS, 16, None, "GPU", None],
     "vllm 0.17": ["BlockStored", [1, 2], 7, IDS, 16, None, "GPU", None, [None, None]],
     "vllm 0.20": ["BlockStored", [1, 2], 7, IDS, 16, None, "GPU", None, None, 0],
-    "vllm 0.22": ["BlockStored", [1, 2], 7, IDS, 16, None, "GPU", None, None, 0, "full_attention", None],
-    "later": ["BlockStored", [1, 2], 7, IDS, 16, None, "GPU", None, None, 0, "", 0, "new", [1, [2]]],
+    "vllm 0.22": [
+        "BlockStored",
+        [1, 2],
+        7,
+        IDS,
+        16,
+        None,
+        "GPU",
+        None,
+        None,
+        0,
+        "full_attention",
+        None,
+    ],
+    "later": [
+        "BlockStored",
+        [1, 2],
+        7,
+        IDS,
+        16,
+        None,
+        "GPU",
+        None,
+        None,
+        0,
+        "",
+        0,
+        "new",
+        [1, [2]],
+    ],
     "sglang": ["BlockStored", [1, 2], 7, IDS, 16, None, "GPU"],
 }
 
@@ -126,8 +154,12 @@ def test_blocks_elsewhere_and_hashes_alone_are_told_as_such():
 def test_a_group_that_lists_some_of_its_blocks_is_sparse():
     """The tokens of all are there, and are not those of the hashes."""
     (found,) = read(
-        stored(block_hashes=[2], group_idx=1, kv_cache_spec_kind="sliding_window",
-               kv_cache_spec_sliding_window=16)
+        stored(
+            block_hashes=[2],
+            group_idx=1,
+            kv_cache_spec_kind="sliding_window",
+            kv_cache_spec_sliding_window=16,
+        )
     )
     assert found.sparse
     assert (found.tokens, found.group, found.kind, found.window) == (b"", 1, "sliding_window", 16)
@@ -136,16 +168,26 @@ def test_a_group_that_lists_some_of_its_blocks_is_sparse():
 @pytest.mark.parametrize(
     ("members", "adapter", "extras"),
     [
-        ({"lora_id": 1, "lora_name": "sql", "extra_keys": [["sql"], ["sql"]]}, "sql", (BlockExtra(),) * 2),
+        (
+            {"lora_id": 1, "lora_name": "sql", "extra_keys": [["sql"], ["sql"]]},
+            "sql",
+            (BlockExtra(),) * 2,
+        ),
         ({"extra_keys": [["tenant"], None]}, "", (BlockExtra(salt="tenant"), BlockExtra())),
         ({"cache_salt": "tenant"}, "", (BlockExtra(salt="tenant"), BlockExtra())),
         (
-            {"lora_name": "sql", "extra_keys": [["sql", ["cat", 3], "tenant"], ["sql", ["cat", -13]]]},
+            {
+                "lora_name": "sql",
+                "extra_keys": [["sql", ["cat", 3], "tenant"], ["sql", ["cat", -13]]],
+            },
             "sql",
             (BlockExtra((("cat", 3),), "tenant"), BlockExtra()),
         ),
-        ({"lora_id": 0, "extra_keys": [None, [["cat", 0], ["dog", 9]]]}, "",
-         (BlockExtra(), BlockExtra((("cat", 0), ("dog", 9))))),
+        (
+            {"lora_id": 0, "extra_keys": [None, [["cat", 0], ["dog", 9]]]},
+            "",
+            (BlockExtra(), BlockExtra((("cat", 0), ("dog", 9)))),
+        ),
     ],
 )
 def test_what_decides_beside_the_tokens_is_told_by_its_place(members, adapter, extras):
@@ -239,12 +281,28 @@ def test_any_bytes_are_a_batch(data):
 
 
 VALUES = st.recursive(
-    st.none() | st.booleans() | st.integers(-(2**63), 2**64 - 1) | st.floats() | st.text() | st.binary(),
+    st.none()
+    | st.booleans()
+    | st.integers(-(2**63), 2**64 - 1)
+    | st.floats()
+    | st.text()
+    | st.binary(),
     lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(), inner, max_size=3),
     max_leaves=8,
 )
-MEMBERS = [*stored(), "medium", "lora_id", "lora_name", "extra_keys", "group_idx", "cache_salt",
-           "locality", "kv_cache_spec_kind", "kv_cache_spec_sliding_window", "remaining_copy_counts"]
+MEMBERS = [
+    *stored(),
+    "medium",
+    "lora_id",
+    "lora_name",
+    "extra_keys",
+    "group_idx",
+    "cache_salt",
+    "locality",
+    "kv_cache_spec_kind",
+    "kv_cache_spec_sliding_window",
+    "remaining_copy_counts",
+]
 
 
 @settings(deadline=None)
@@ -272,7 +330,10 @@ def test_both_forms_of_the_same_events_are_the_same():
         hashes = [dice.getrandbits(64) for _ in range(dice.randint(1, 5))]
         ids = [dice.getrandbits(17) for _ in range(len(hashes) * size)]
         event = stored(
-            block_hashes=hashes, parent_block_hash=dice.choice([None, 5]), token_ids=ids, block_size=size
+            block_hashes=hashes,
+            parent_block_hash=dice.choice([None, 5]),
+            token_ids=ids,
+            block_size=size,
         )
         event |= {"lora_id": None, "medium": dice.choice(["GPU", "CPU"])}
         assert read(event) == read([*event.values()])

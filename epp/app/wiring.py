@@ -149,6 +149,7 @@ class EndpointPicker:
             self._states,
             peers=self.peers.rows,
             first_tokens=self._first_tokens.lately,
+            kv_events=lambda endpoint: self._listener.row_of(endpoint),  # noqa: PLW0108  that is made below
         )
         self._changes = (
             ConfigurationChanges(tell=self._history.changed)
@@ -510,6 +511,7 @@ class EndpointPicker:
         shown = structs.replace(
             shown,
             process=self._process.snapshot(),
+            kv_events=self._listener.snapshot(),
             first_tokens=self._first_tokens.lately(time.monotonic()),
             connected=self._gateway.connected(),
         )

@@ -771,7 +771,10 @@ def test_the_wiring_of_the_field_loads_and_means_nothing():
 
 def test_what_was_one_plugin_is_an_index_and_a_scorer():
     """With a sentence on how to write it now."""
-    old = {"type": "precise-prefix-cache-scorer", "parameters": {"tokenProcessorConfig": {"blockSize": 64}}}
+    old = {
+        "type": "precise-prefix-cache-scorer",
+        "parameters": {"tokenProcessorConfig": {"blockSize": 64}},
+    }
     config = load_plugins(old)
     assert config.indexes[TOLD].block_tokens == 64
     (scorer,) = config.profile.scorers
@@ -787,13 +790,17 @@ def test_what_does_less_than_it_says_is_named():
         told(
             tokenProcessorConfig={"blockSize": 16},
             indexerConfig={"kvBlockIndexConfig": {"inMemoryConfig": {"size": 5}}},
-            kvEventsConfig={"podDiscoveryConfig": {"podLabelSelector": "a=b"}},
+            kvEventsConfig={
+                "zmqEndpoint": "tcp://0.0.0.0:5557",
+                "discoverPods": False,
+                "podDiscoveryConfig": {"podLabelSelector": "a=b"},
+            },
         ),
         READER,
     )
     found = " | ".join(warnings(config))
     for part in ("blockSize is deprecated", "16 tokens cost much", "memoryMaxBytes", "podLabelSelector",
-                 "only prompts that come as token ids"):  # fmt: skip
+                 "zmqEndpoint has no effect", "no engine is listened to", "only prompts that come as token ids"):  # fmt: skip
         assert part in found
     quiet = load_plugins(told(tokenProcessorConfig={"blockSizeTokens": 64}), READER)
     assert [text for text in warnings(quiet) if "token-producer" not in text] == []

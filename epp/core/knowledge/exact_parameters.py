@@ -106,7 +106,7 @@ class KvEventsConfig(Parameters, frozen=True):
     """How engines are heard."""
 
     zmq_endpoint: str = ""
-    """"tcp://host:port" on which this picker listens and to which engines connect; "": nowhere."""
+    """Where engines would connect to, of whom then only one picker hears; not supported."""
     topic_filter: str = ""
     """What topics begin with. Endpoints are told apart by the connection, not by the topic."""
     concurrency: Annotated[int, Meta(ge=1)] = 4
@@ -164,11 +164,13 @@ class PrecisePrefixCacheParameters(Parameters, frozen=True):
                 "podLabelSelector and podNamespace have no effect, the endpoints of the pool are "
                 "listened to"
             )
-        if events.zmq_endpoint and events.discover_pods:
+        if events.zmq_endpoint:
             found.append(
-                "engines connect to zmqEndpoint and each endpoint is listened to besides, "
-                "discoverPods is true"
+                "zmqEndpoint has no effect, engines cannot connect to the picker: let them bind, each "
+                "endpoint is listened to"
             )
+        if not events.discover_pods:
+            found.append("discoverPods is false: no engine is listened to")
         return found
 
     def weight_of(self, tier: str) -> float:

@@ -12,8 +12,8 @@ Where no port is configured each endpoint is asked `GET /kv_event_sources`, whic
 
 import asyncio
 import time
-from collections import deque
-from collections.abc import Callable, Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from random import Random
 from typing import Any, Final, cast
@@ -91,8 +91,25 @@ class SourceRow(Struct, frozen=True, kw_only=True):
     problem: str = ""
     """Why it is not heard, in words; "": it is, or is about to be."""
     place: str = ""
-    blocks_held: int = 0
+    """Where it publishes, as far as that is known."""
     lag_s: Seconds | None = None
+    """How old the last frame is, by the clocks of engine and picker."""
+
+
+class KVEventsSnapshot(Struct, frozen=True, kw_only=True):
+    """What all endpoints together told, for metrics; counts since the start."""
+
+    states: Mapping[str, int]
+    """How many endpoints are in each state."""
+    incomplete: int = 0
+    """Those that are live and told not all that they hold."""
+    silent: int = 0
+    events: Mapping[str, int]
+    """By type."""
+    faults: Mapping[str, int]
+    """Events and payloads that are not known, by reason."""
+    streams: Mapping[str, int]
+    """Gaps, replays and the like."""
 
 
 class _Lines(asyncio.Protocol):
@@ -202,6 +219,8 @@ class KVEventListener:
         self._share = LoopShare(time.thread_time)
         self._busy: deque[_Source] = deque()
         self._turn: asyncio.Handle | None = None
+        self._gone: Counter[tuple[str, str]] = Counter()
+        """(kind, name) -> what endpoints told that are not heard any more."""
         self._wanted = asyncio.Event()
         """An index hears engines."""
 
@@ -244,6 +263,30 @@ class KVEventListener:
     def rows(self) -> list[SourceRow]:
         """One an endpoint that is to be heard."""
         return [self._row(source) for source in self._sources.values()]
+
+    def row_of(self, endpoint: Endpoint) -> SourceRow | None:
+        """How `endpoint` is heard; None: it is not to be."""
+        source = self._sources.get(endpoint.endpoint_id)
+        return None if source is None else self._row(source)
+
+    def snapshot(self) -> KVEventsSnapshot | None:
+        """None: no index hears engines."""
+        if self._settings is None:
+            return None
+        rows = self.rows()
+        totals = self._gone.copy()
+        for _, subscription in self.subscriptions():
+            totals.update(_counts_of(subscription))
+        kinds: dict[str, dict[str, int]] = {"events": {}, "faults": {}, "streams": {}}
+        for (kind, name), count in totals.items():
+            kinds[kind][name] = count
+        return KVEventsSnapshot(
+            states=dict.fromkeys(map(str, StreamState), 0)
+            | Counter(str(row.state) for row in rows),
+            incomplete=sum(row.state is StreamState.LIVE and not row.complete for row in rows),
+            silent=sum(row.silent for row in rows),
+            **kinds,
+        )
 
     def subscriptions(self) -> list[tuple[Endpoint, Subscription]]:
         """Of the endpoints that have a source."""
@@ -294,6 +337,7 @@ class KVEventListener:
         if source.lines is not None:
             source.lines.close()
         if source.subscription is not None:
+            self._gone.update(_counts_of(source.subscription))
             # Who is in the slot now is another.
             if self._scheduler.pool.slot_of(source.endpoint) == source.slot:
                 source.subscription.close(self._clock())
@@ -547,6 +591,16 @@ class KVEventListener:
             place=place,
             lag_s=None if told_at_s is None else self._wall_clock() - told_at_s,
         )
+
+
+def _counts_of(subscription: Subscription) -> dict[tuple[str, str], int]:
+    streams = msgspec.structs.asdict(subscription.stream.counts)
+    streams["unreadable"] = subscription.unreadable
+    return {
+        **{("events", name): count for name, count in subscription.events.items()},
+        **{("faults", fault.value): count for fault, count in subscription.faults.items()},
+        **{("streams", name): count for name, count in streams.items()},
+    }
 
 
 def place_of(page: bytes, host: str, rank: int) -> Place | str:

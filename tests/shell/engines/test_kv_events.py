@@ -20,6 +20,8 @@ from epp.core.kv_events.stream import StreamState
 from epp.core.types import Endpoint, EndpointMetrics
 from epp.shell.engines import kv_events
 from epp.shell.engines.kv_events import KVEventListener, Place, place_of
+from epp.shell.operators.decisions.endpoint_states import EndpointStates
+from epp.shell.operators.pages.endpoint_rows import endpoint_rows
 from tests.builders import request
 from tests.shell.engines.kv_event_pod import KVEventPod
 
@@ -226,6 +228,38 @@ async def test_an_endpoint_that_left_is_not_heard_any_more():
         picker.listener.replace(picker.endpoints[1:])
         await eventually(lambda: not other.subscribers)
         assert picker.listener.rows() == []
+
+
+async def test_what_was_told_is_counted_and_shown():
+    """Of endpoints that left too; nothing while no index hears engines."""
+    async with KVEventPod() as pod, Picker(pod) as picker:
+        await eventually(lambda: pod.subscribers and picker.live)
+        pod.serve(prompt(1))
+        pod.send(b"topic", (1).to_bytes(8, "big"), b"garbage")
+        await eventually(lambda: picker.listener.snapshot().faults)
+        picker.replace()
+        told = picker.listener.snapshot()
+        assert told.events == {"stored": 1}
+        assert told.faults == {"not a batch": 1}
+        assert told.streams["frames"] == 2
+        assert sum(told.states.values()) == 0
+        settings = build_settings(default_config(plugin_tables()))
+        picker.scheduler.take(Reconfigured(settings), time.monotonic())
+        picker.listener.replace(())
+        assert picker.listener.snapshot() is None
+
+
+async def test_a_row_tells_how_an_endpoint_is_heard():
+    """And rows tell nothing of it where nobody is to be."""
+    async with KVEventPod(sources=b"{}") as pod, Picker(pod) as picker:
+        await eventually(lambda: picker.row().problem)
+        states = EndpointStates(picker.scheduler)
+        asked = (picker.scheduler, states, time.monotonic(), None)
+        (row,) = endpoint_rows(*asked, picker.listener.row_of)
+        assert row["kv_events"] == "none"
+        assert "names no source" in row["kv_events_problem"]
+        (row,) = endpoint_rows(*asked)
+        assert "kv_events" not in row
 
 
 async def test_an_index_that_was_opened_anew_is_told_all_again():

@@ -149,7 +149,7 @@ class EndpointPicker:
             self._states,
             peers=self.peers.rows,
             first_tokens=self._first_tokens.lately,
-            kv_events=lambda endpoint: self._listener.row_of(endpoint),  # noqa: PLW0108  that is made below
+            kv_events=lambda endpoint: self._listener.row_of(endpoint),
         )
         self._changes = (
             ConfigurationChanges(tell=self._history.changed)

@@ -32,6 +32,8 @@ Asked: TypeAlias = AskReplay | AskSnapshot
 BLOCKS_PER_WORK: Final = 1_024
 """Of the engine, of which one call of `work` takes note: one to two milliseconds."""
 
+_NAMES: Final = {Stored: "stored", Removed: "removed", Cleared: "cleared"}
+
 
 class Subscription:
     """What the endpoint in `slot` says, for the indexes of a scheduler that hear engines."""
@@ -212,7 +214,7 @@ class Subscription:
     def _hear(self, events: list[Event], now: Seconds) -> bool:
         """Whether what was told so far does not add up."""
         for event in events:
-            self.events[type(event).__name__.lower()] += 1
+            self.events[_NAMES[type(event)]] += 1
         heard = self._scheduler.take(EventsHeard(self.slot, tuple(events)), now).heard
         if heard is None:
             return False

@@ -170,9 +170,12 @@ class Mirror:
 
     def __len__(self) -> int:
         """Blocks of the engine that are kept, of all tiers and groups."""
-        return sum(map(len, self.tiers.values())) + sum(
-            len(group.held) for group in self.groups.values()
-        )
+        device = self.tiers[DEVICE]
+        kept = len(device.ends) + len(device.inner)
+        if len(self.tiers) > 1 or self.groups:
+            kept += sum(len(tier) for name, tier in self.tiers.items() if name != DEVICE)
+            kept += sum(len(group.held) for group in self.groups.values())
+        return kept
 
     @property
     def floating_runs(self) -> int:
@@ -244,6 +247,13 @@ class Mirror:
             self.counts.unknown += len(removed.hashes)
             return
         gone: list[int] = []
+        if removed.copies_left is None and not (
+            tier.copies or tier.more or self._tails or self._named
+        ):
+            self._remove_usual(removed, tier, gone)
+            if gone:
+                changes.append(Changed(False, removed.tier, gone))
+            return
         for at, block in enumerate(removed.hashes):
             left = 0 if removed.copies_left is None else removed.copies_left[at]
             if left > 0:
@@ -258,6 +268,23 @@ class Mirror:
                 self.counts.unknown += 1
         if gone:
             changes.append(Changed(False, removed.tier, gone))
+
+    def _remove_usual(self, removed: Removed, tier: _Tier, gone: list[int]) -> None:
+        """As `remove`, where there is nothing but ends and inner ends."""
+        ends, inner = tier.ends, tier.inner
+        known = 0
+        for block in removed.hashes:
+            key = ends.pop(block, None)
+            if key is not None:
+                gone.append(key)
+                known += 1
+            elif inner.pop(block, None) is not None:
+                known += 1
+            elif block in self._floating_at:
+                self._cut_floating(block)
+            else:
+                self.counts.unknown += 1
+        self.counts.removed += known
 
     def adopt(self, changes: Iterable[Changed]) -> None:
         """Hold keys, and hold them no more, of blocks whose names are not known: each its own."""

@@ -231,33 +231,37 @@ def read_payload(payload: bytes) -> Batch:
     if count > EVENTS_MAX:
         return Batch(faults=(Fault.TOO_MANY,))
     maps = first in _FIXMAP or first in _MAPS
-    read: Sequence[Any]
     faults: list[Fault] = []
+    # What it is made of is asked at each, by its class.
+    read: list[Any] = []
     try:
-        read = _decode_maps(raw) if maps else _decode_arrays(raw)
+        read += _decode_maps(raw) if maps else _decode_arrays(raw)
     except _UNREADABLE:
         read = _one_by_one(raw, faults)
     events: list[Event] = []
-    removed: Removed | None = None
+    run: _Removed | None = None
+    removed: list[int] = []
     blocks = 0
     for each in read:
+        if run is not None and _goes_on(run, each):
+            # One a block is what engines write, and most of what they write.
+            try:
+                removed += _hashes(each.block_hashes)
+            except _UNREADABLE:
+                faults.append(Fault.REMOVAL)
+            continue
+        blocks += len(removed)
+        run, removed = None, []
         found = _event(each)
         if isinstance(found, Fault):
             faults.append(found)
             continue
         if type(found) is Removed:
-            blocks += len(found.hashes)
-            # One a block is what engines write, and most of what they write.
-            if removed is not None and _alike(removed, found):
-                removed.hashes.extend(found.hashes)
-                continue
-            removed = found
+            run, removed = each, found.hashes
         elif type(found) is Stored:
             blocks += len(found.hashes)
-            removed = None
-        else:
-            removed = None
         events.append(found)
+    blocks += len(removed)
     if blocks > BLOCKS_MAX:
         return Batch(faults=(*faults, Fault.TOO_MANY))
     rank = envelope.rank
@@ -269,13 +273,20 @@ def read_payload(payload: bytes) -> Batch:
     )
 
 
-def _alike(one: Removed, other: Removed) -> bool:
-    return (
-        one.tier == other.tier
-        and one.group == other.group
-        and one.local is other.local
-        and one.copies_left is None is other.copies_left
-    )
+def _goes_on(run: _Removed, other: Any) -> bool:
+    """Whether `other` removes blocks as `run` does, from which only their hashes differ."""
+    kind = type(other)
+    if kind is not type(run) or not isinstance(other, _Removed):
+        return False
+    if other.medium != run.medium or other.group_idx != run.group_idx:
+        return False
+    if kind is _RemovedArray:
+        return True
+    return _plain(run) and _plain(other)
+
+
+def _plain(read: Any) -> bool:
+    return read.locality is None and read.remaining_copy_counts is None
 
 
 def _first_of(events: memoryview) -> tuple[int, int]:

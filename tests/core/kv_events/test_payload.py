@@ -114,7 +114,7 @@ def test_hashes_are_integers_of_either_sign_or_digests():
 def test_removals_that_follow_each_other_are_one():
     """Engines write one a block."""
     events = read(
-        ["BlockRemoved", [1]],
+        ["BlockRemoved", [1], "GPU"],
         ["BlockRemoved", [2], "GPU"],
         ["BlockRemoved", [3], "CPU"],
         ["BlockRemoved", [4], "CPU", 1],

@@ -30,6 +30,7 @@ NAMES = (
     "parse",
     "hostile_bodies",
     "index",
+    "kv_events",
     "peers",
     "peer_transport",
     "process",

@@ -68,6 +68,11 @@ FOLDER: Final = Path(__file__).parent
 
 TYPES: Final[Mapping[str, str]] = {
     "approx-prefix-cache-producer": "Which endpoint holds which head of a prompt.",
+    "precise-prefix-cache-producer": (
+        "Which endpoint holds which head of a prompt, as the engines say: [KV events](kv-events.md)."
+    ),
+    "endpoint-notification-source": "No effect: changes of endpoints always arrive.",
+    "k8s-notification-source": "No effect: changes of endpoints always arrive.",
     "session-id-producer": "Which endpoint each session was sent to last.",
     "no-hit-lru-producer": "In which order endpoints last got a prompt that nobody held.",
     "single-profile-handler": "There is one profile anyhow.",
@@ -278,7 +283,7 @@ def _default(field: Field) -> str:
     value: Any = field.default
     if field.default_factory is not msgspec.NODEFAULT:
         value = field.default_factory()
-    if value in (None, "", (), {}, []):
+    if value in (None, "", (), {}, []) or isinstance(value, msgspec.Struct):
         return "none"
     if isinstance(value, Duration):
         return f"`{float(value):g}s`"

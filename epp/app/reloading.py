@@ -19,6 +19,7 @@ from epp.core.decision.scheduler import Scheduler
 from epp.core.decision.settings import SchedulerSettings
 from epp.flags.serve import ServeFlags
 from epp.shell.engines.first_tokens import FirstTokensSeen
+from epp.shell.engines.kv_events import KVEventListener
 from epp.shell.engines.scrape import Scraper
 from epp.shell.engines.sources import page_reader, scraped_from
 from epp.shell.files.endpoints_file import EndpointsFileError, load_endpoints
@@ -46,6 +47,7 @@ class Concerned(Struct, frozen=True, kw_only=True):
     scheduler: Scheduler
     sessions: Sessions
     scraper: Scraper
+    listener: KVEventListener
     first_tokens: FirstTokensSeen
     peers: Peers
     telemetry: Telemetry
@@ -176,6 +178,7 @@ class Reloading:
         endpoints = scraped_from(found.endpoints, self._live.config.metrics.source)
         told.scheduler.take(PoolReplaced(endpoints), time.monotonic())
         told.scraper.replace(endpoints)
+        told.listener.replace(endpoints)
         told.first_tokens.replace([endpoint.endpoint_id for endpoint in endpoints])
         told.telemetry.endpoints_replaced(endpoints)
         told.sessions.know(found)

@@ -33,6 +33,7 @@ from epp.core.protocol.session import SessionSettings
 from epp.core.types import Endpoint, EndpointMetrics, Seconds
 from epp.flags.serve import ServeFlags
 from epp.shell.engines.first_tokens import FirstTokensSeen
+from epp.shell.engines.kv_events import KVEventListener
 from epp.shell.engines.scrape import BACKOFF_S_MAX, ScrapeFailure, Scraper
 from epp.shell.engines.sources import page_reader
 from epp.shell.gateway.ext_proc import ExtProc
@@ -148,6 +149,7 @@ class EndpointPicker:
             self._states,
             peers=self.peers.rows,
             first_tokens=self._first_tokens.lately,
+            kv_events=lambda endpoint: self._listener.row_of(endpoint),
         )
         self._changes = (
             ConfigurationChanges(tell=self._history.changed)
@@ -182,6 +184,7 @@ class EndpointPicker:
             backoff_s_max=min(BACKOFF_S_MAX, flags.metrics_staleness_threshold / 2),
             supervisor=self._supervisor,
         )
+        self._listener = KVEventListener(self.scheduler, seed=seed, supervisor=self._supervisor)
         self._tracer = _open_tracer(flags) if flags.tracing else None
         self.observation = self._observation(
             self.telemetry,
@@ -249,6 +252,7 @@ class EndpointPicker:
             scheduler=self.scheduler,
             sessions=self.sessions,
             scraper=self._scraper,
+            listener=self._listener,
             first_tokens=self._first_tokens,
             peers=self.peers,
             telemetry=self.telemetry,
@@ -342,6 +346,7 @@ class EndpointPicker:
             "memory": self.memory_return.run,
             "garbage": GarbageCollection().run,
             "scrape": self._scraper.run,
+            "KV events": self._listener.run,
             "standings": self._standings.run,
             **self.peers.loops(),
             **self._sources.loops(),
@@ -506,6 +511,7 @@ class EndpointPicker:
         shown = structs.replace(
             shown,
             process=self._process.snapshot(),
+            kv_events=self._listener.snapshot(),
             first_tokens=self._first_tokens.lately(time.monotonic()),
             connected=self._gateway.connected(),
         )

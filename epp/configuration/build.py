@@ -22,6 +22,7 @@ from epp.core.decision.failures import Interrupted
 from epp.core.decision.plugin import Picker, declaration_fault
 from epp.core.decision.settings import SchedulerSettings
 from epp.core.knowledge.affinity import NoHitLruSettings, SessionIndexSettings
+from epp.core.knowledge.exact import ExactIndexSettings
 from epp.core.knowledge.index import AffinityIndexSettings
 from epp.core.knowledge.prefill_speed import PREFILL_TOKENS_PER_S
 from epp.core.knowledge.prefix import PrefixIndexSettings
@@ -34,6 +35,7 @@ ENTRY_POINTS: Final = "homing.plugins"
 
 INDEXES: Final[Mapping[str, type[AffinityIndexSettings]]] = {
     "approx-prefix-cache-producer": PrefixIndexSettings,
+    "precise-prefix-cache-producer": ExactIndexSettings,
     "session-id-producer": SessionIndexSettings,
     "no-hit-lru-producer": NoHitLruSettings,
     "burst-prefix-cache-producer": BurstSettings,

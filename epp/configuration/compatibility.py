@@ -172,8 +172,12 @@ HANDLERS: Final[Mapping[str, type[Parameters]]] = {
     "data-parallel-profile-handler": DataParallelHandler,
 }
 
+NOTIFICATION_SOURCES: Final = ("endpoint-notification-source", "k8s-notification-source")
+"""They wire what hears of endpoints that come and go, which here always arrives."""
+
 ACCEPTED: Final[Mapping[str, type[Parameters]]] = {
     **HANDLERS,
+    **dict.fromkeys(NOTIFICATION_SOURCES, NoParameters),
     "token-producer": TokenProducer,
     "inflight-load-producer": InflightLoadProducer,
     "metrics-data-source": MetricsDataSource,
@@ -199,14 +203,11 @@ MOVED_TO_INDEX: Final = (
 )
 """Parameters that `prefix-cache-scorer` had before the index became a plugin of its own."""
 
-_NO_EVENTS: Final = "there are no KV-cache events here"
 _NO_DISAGGREGATION: Final = "prefill and decode are not disaggregated here"
 _NO_QUEUE: Final = "requests are not queued in the picker"
 _NO_PREDICTOR: Final = "there is no latency predictor"
 
 REFUSED: Final[Mapping[str, str]] = {
-    "precise-prefix-cache-scorer": f"{_NO_EVENTS}: use prefix-cache-scorer",
-    "precise-prefix-cache-producer": f"{_NO_EVENTS}: use approx-prefix-cache-producer",
     "tokenizer": "there is no tokenizer: use token-producer with `estimate`, or remove it",
     "disagg-profile-handler": f"{_NO_DISAGGREGATION}: use single-profile-handler with one profile",
     "pd-profile-handler": f"{_NO_DISAGGREGATION}: use single-profile-handler with one profile",
@@ -254,8 +255,6 @@ REFUSED: Final[Mapping[str, str]] = {
     "agent-identity": "there is no fairness between agents: remove it",
     "models-data-source": "models are not listed by endpoint: use metrics-data-source",
     "dcgm-data-source": "GPUs are not read: use metrics-data-source",
-    "endpoint-notification-source": "changes of endpoints always arrive: remove it",
-    "k8s-notification-source": "changes of endpoints always arrive: remove it",
     "outlier-ejection-filter": (
         f"no profile needs a filter for it: declare {OutlierEjection.type_name}, or nothing"
     ),

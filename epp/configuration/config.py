@@ -22,6 +22,7 @@ from epp.configuration.compatibility import (
     HANDLERS,
     IGNORED_SECTIONS,
     MOVED_TO_INDEX,
+    NOTIFICATION_SOURCES,
     PARSERS,
     REFUSED_SECTIONS,
     CoreMetricsExtractor,
@@ -52,6 +53,7 @@ from epp.core.decision.profile import (
 )
 from epp.core.decision.settings import SchedulerSettings
 from epp.core.knowledge.ejection import OutlierEjection
+from epp.core.knowledge.exact_parameters import PrecisePrefixCacheParameters
 from epp.core.knowledge.index import AffinityIndexSettings
 from epp.core.knowledge.saturation import UtilizationDetector
 from epp.core.parameters import Parameters
@@ -75,6 +77,8 @@ _WEIGHT: Final = 1.0
 """Of a scorer without one, as in the reference picker."""
 
 PREFIX_INDEX: Final = "approx-prefix-cache-producer"
+PRECISE_INDEX: Final = "precise-prefix-cache-producer"
+_PRECISE_SCORER: Final = "precise-prefix-cache-scorer"
 _PICKER: Final = "max-score-picker"
 _DETECTOR: Final = "utilization-detector"
 _BLOCK_TOKENS_MIN: Final = 64
@@ -122,6 +126,7 @@ class Role(StrEnum):
     EXTRACTOR = "extractor"
     PRODUCER = "producer"
     RESPONDER = "response plugin"
+    NOTIFIER = "notification source"
 
 
 class ConfiguredPlugin(Struct, frozen=True, kw_only=True):
@@ -258,6 +263,7 @@ _ROLES: Final[Mapping[str, Role]] = {
     "metrics-data-source": Role.SOURCE,
     "core-metrics-extractor": Role.EXTRACTOR,
     "model-server-protocol-metrics": Role.EXTRACTOR,
+    **dict.fromkeys(NOTIFICATION_SOURCES, Role.NOTIFIER),
     DestinationEndpointServedVerifier.type_name: Role.RESPONDER,
 }
 
@@ -406,11 +412,30 @@ class _Loader:
             if names[name] > 1:
                 self.problem(f"{where}: the name {name} is taken by an earlier plugin")
                 continue
-            plugin = self._plugin(where, name, spec.type, spec.parameters or {})
+            parameters = spec.parameters or {}
+            type_name = spec.type
+            if type_name == _PRECISE_SCORER:
+                self._add_precise_index(where, parameters)
+                type_name = "prefix-cache-scorer"
+                parameters = {"prefixMatchInfoProducerName": PRECISE_INDEX}
+            plugin = self._plugin(where, name, type_name, parameters)
             if plugin is None:
                 self.broken.add(name)
             else:
                 self.plugins[name] = plugin
+
+    def _add_precise_index(self, where: str, parameters: dict[str, Any]) -> None:
+        """What was one plugin is a scorer and the index that it reads."""
+        self.warn(
+            f"{where}: type {_PRECISE_SCORER} is deprecated, use {PRECISE_INDEX} with these "
+            f"parameters, and prefix-cache-scorer with prefixMatchInfoProducerName {PRECISE_INDEX}"
+        )
+        if PRECISE_INDEX in self.plugins:
+            self.problem(f"{where}: there is a {PRECISE_INDEX} besides, expected one of the two")
+            return
+        index = self._plugin(where, PRECISE_INDEX, PRECISE_INDEX, parameters)
+        if index is not None:
+            self.plugins[PRECISE_INDEX] = index
 
     def _find(self, type_name: str) -> tuple[Role, type[Any]] | None:
         tables: tuple[tuple[Role, Mapping[str, type[Any]]], ...] = (
@@ -453,6 +478,9 @@ class _Loader:
         if role is Role.INDEX and not self._has_blocks(where, plugin):
             return None
         self._warn_of_parameters(where, plugin, parameters)
+        if isinstance(plugin, PrecisePrefixCacheParameters):
+            for warning in plugin.warnings():
+                self.warn(f"{where}: {warning}")
         if kind.abilities.differs:
             self.warn(f"{where}: {kind.abilities.differs}")
         return ConfiguredPlugin(
@@ -686,8 +714,28 @@ class _Loader:
                 f"{', '.join(self.for_index)} of prefix-cache-scorer have no effect, "
                 f"{PREFIX_INDEX} is declared"
             )
-        prefix = next((name for name, index in indexes.items() if is_prefix(index)), "")
+        self._beside_told(indexes, named)
+        # Told in tokens and not in bytes: what others know is read in its blocks.
+        prefix = next((name for name, index in indexes.items() if is_told(index)), "")
+        prefix = prefix or next((name for name, index in indexes.items() if is_prefix(index)), "")
         return indexes, prefix
+
+    def _beside_told(
+        self, indexes: dict[str, AffinityIndexSettings], named: dict[str, str]
+    ) -> None:
+        """Where engines tell what they hold, decisions answer for those that do not."""
+        told = next((name for name, index in indexes.items() if is_told(index)), None)
+        if told is None or self.problems:
+            return
+        if not any(_is_decided(index) for index in indexes.values()):
+            needed = _NeededIndex("", PREFIX_INDEX, {})
+            self._need_index(self._where(told), needed, indexes, named)
+        producers = [p.plugin for p in self.plugins.values() if isinstance(p.plugin, TokenProducer)]
+        if not any(producer.vllm or producer.local for producer in producers):
+            self.warn(
+                f"{self._where(told)}: only prompts that come as token ids are looked up, there is "
+                "no token-producer with `vllm` or `local` that makes ids of the others"
+            )
 
     def _needed(self, where: str, reader: Filter | Scorer) -> _NeededIndex | None:
         """The index that `reader` asks for; None if it asks for none, or after a problem."""
@@ -837,9 +885,11 @@ class _Loader:
                 found.setdefault(plugin.role, plugin)
         for index, source in enumerate(layer.sources):
             where = f"dataLayer.sources[{index}]"
-            self._refer(where, source.plugin_ref, Role.SOURCE)
+            referred = self._refer(where, source.plugin_ref, Role.SOURCE, Role.NOTIFIER)
+            notifies = referred is not None and referred.role is Role.NOTIFIER
+            role = Role.INDEX if notifies else Role.EXTRACTOR
             for number, extractor in enumerate(source.extractors):
-                self._refer(f"{where}.extractors[{number}]", extractor.plugin_ref, Role.EXTRACTOR)
+                self._refer(f"{where}.extractors[{number}]", extractor.plugin_ref, role)
         if not layer.inject_defaults and not layer.sources:
             self.warn("dataLayer.injectDefaults has no effect, metrics are always collected")
         given = {role.name.lower(): plugin.plugin for role, plugin in found.items()}
@@ -885,15 +935,27 @@ def is_prefix(index: AffinityIndexSettings) -> bool:
     return index.abilities.origin is not None
 
 
+def is_told(index: AffinityIndexSettings) -> bool:
+    """Whether engines tell it what they hold."""
+    return index.abilities.hears_engines
+
+
+def _is_decided(index: AffinityIndexSettings) -> bool:
+    return index.abilities.origin is Origin.DECIDED
+
+
 def joined_names(indexes: Mapping[str, AffinityIndexSettings], prefix: str) -> tuple[str, ...]:
-    """The index `prefix`, and the first of each other origin whose blocks are as long."""
+    """The index `prefix`, and the first of each other origin whose blocks are as long.
+
+    Blocks of one that engines tell are counted in tokens anyway, and those of others are converted.
+    """
     named: dict[Origin | None, str] = {}
     tokens = block_tokens_of(indexes, prefix)
     for name in (prefix, *indexes):
         if (
             name in indexes
             and is_prefix(indexes[name])
-            and block_tokens_of(indexes, name) == tokens
+            and (block_tokens_of(indexes, name) == tokens or is_told(indexes[prefix]))
         ):
             named.setdefault(indexes[name].abilities.origin, name)
     return tuple(named.values())

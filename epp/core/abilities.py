@@ -68,3 +68,5 @@ class Abilities(Struct, frozen=True, kw_only=True):
     """It is a `LimitsMemory`, and its settings have `memory_max_bytes`."""
     measures: bool = False
     """It is a `MeasuresItself`."""
+    hears_engines: bool = False
+    """It is a `HearsEngines`, and its settings have `kv_events_config`."""

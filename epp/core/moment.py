@@ -7,6 +7,16 @@ from msgspec import Struct
 from epp.core.session_tokens import NO_TOKENS, SessionTokens
 
 
+class PlacedMedia(Struct, frozen=True, gc=False):
+    """An image or the like, and the tokens of a prompt that stand in its place."""
+
+    identifier: str
+    """What the engine calls it: a hash of its content, or the client's name of it."""
+    offset: int
+    """Of the first of them."""
+    length: int
+
+
 class Moment(Struct, frozen=True, kw_only=True):
     """Set by the scheduler with each request that it decides; plugins read it as `request.moment`."""
 
@@ -18,6 +28,12 @@ class Moment(Struct, frozen=True, kw_only=True):
     """Makes and reads the tokens by which a session finds its endpoint."""
     cold: bool = True
     """No endpoint holds the head of any prompt of the request."""
+    token_ids: tuple[bytes, ...] = ()
+    """Of each prompt its tokens as the engine will have them, 4 little-endian bytes an id; (): not known.
+    Set by a `Resolver` with the request that waited for them."""
+    token_media: tuple[tuple[PlacedMedia, ...], ...] = ()
+    """Of each prompt all media in it, in their order, set with `token_ids`; (): there are none. Of a
+    prompt with media that are not known the tokens are not known either: all images have the same."""
 
 
 NO_MOMENT: Final = Moment()

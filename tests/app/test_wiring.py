@@ -35,6 +35,7 @@ from epp.shell.process.event_loop import loop_factory
 from epp.shell.starting import StartError
 from tests import gateway as gw
 from tests.envoy.rig import free_ports, until
+from tests.shell.engines.kv_event_pod import KVEventPod
 from tests.shell.operators.collectors import attributes, collector
 from tests.streams import Call, channel_to
 from tests.transports import TRANSPORTS
@@ -386,6 +387,49 @@ async def test_a_picker_that_is_alone_shows_no_series_of_links_to_peers(tmp_path
             r"^homing_peers?_(?:known|frames|bytes|failures|snapshots).*", page, re.MULTILINE
         )
         assert not links
+
+
+ENGINES_TELL = PREFIX_FIRST.replace(
+    "- type: prefix-cache-scorer\n",
+    "- type: precise-prefix-cache-producer\n"
+    "  parameters: {tokenProcessorConfig: {blockSizeTokens: 16}, speculativeIndexing: false}\n"
+    "- type: prefix-cache-scorer\n",
+)
+
+
+def heard_of(running):
+    """KV events by type."""
+    return {kind: running.metric("kv_events_total", type=kind) for kind in ("stored", "cleared")}
+
+
+async def test_a_prompt_goes_to_who_says_that_it_holds_it(tmp_path):
+    """Whatever was decided before; a configuration without the index lets all connections go."""
+    tokens = [*range(1_000, 1_200)]
+    async with KVEventPod() as one, KVEventPod() as other:
+        pods = [
+            {"name": name, "address": "127.0.0.1", "port": pod.port, "metrics": None}
+            for name, pod in (("a", one), ("b", other))
+        ]
+        other.serve(tokens)
+        async with serving(tmp_path, pods, config=ENGINES_TELL) as running:
+            await until(
+                lambda: running.metric("kv_event_streams", state="live") == 2, "both to be heard"
+            )
+            ready_at_once(running)
+            for _ in range(3):
+                picked = await running.pick(gw.prompt(tokens))
+                assert picked == f"127.0.0.1:{other.port}"
+            other.engine.clear()
+            one.serve(tokens)
+            other.serve([1] * 20)
+            events = {"stored": 3, "cleared": 1}
+            await until(
+                lambda: events.items() <= heard_of(running).items(), "what both say to be heard"
+            )
+            assert await running.pick(gw.prompt(tokens)) == f"127.0.0.1:{one.port}"
+            replace(tmp_path / "config.yaml", QUEUE_FIRST)
+            await until(lambda: not one.subscribers and not other.subscribers, "both to be let go")
+            assert running.metric("kv_event_streams", state="live") is None
 
 
 async def test_new_weights_decide_without_forgetting_anything(tmp_path):

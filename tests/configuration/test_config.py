@@ -288,7 +288,7 @@ def test_no_type_is_both_known_and_refused():
 
 
 @pytest.mark.parametrize(
-    ("name", "count"), [("precise", 3), ("disaggregated", 3), ("flow-control", 4), ("latency", 3)]
+    ("name", "count"), [("disaggregated", 3), ("flow-control", 4), ("latency", 3)]
 )
 def test_guides_that_need_more_than_there_is_are_refused_as_a_whole(name, count):
     """Every problem at once, each in one line, none of them a consequence of another."""
@@ -374,9 +374,9 @@ def test_guides_that_need_more_than_there_is_are_refused_as_a_whole(name, count)
         (
             {
                 "type": "prefix-cache-scorer",
-                "parameters": {"prefixMatchInfoProducerName": "precise-prefix-cache-producer"},
+                "parameters": {"prefixMatchInfoProducerName": "mm-embeddings-cache-producer"},
             },
-            "plugins[0] (prefix-cache-scorer): producer precise-prefix-cache-producer is not supported: there are no KV-cache events here: use approx-prefix-cache-producer",
+            "plugins[0] (prefix-cache-scorer): producer mm-embeddings-cache-producer is not supported: there is no encoder-cache index: use approx-prefix-cache-producer",
         ),
     ],
 )  # fmt: skip
@@ -730,3 +730,77 @@ def test_a_shadow_that_is_none_is_refused(shadow, problem):
     with pytest.raises(ConfigError) as found:
         load_config(SHADOW.partition("shadow:")[0] + shadow, "here", TABLES)
     assert problem in " ".join(found.value.problems)
+
+
+# --- an index that engines tell ---
+
+TOLD = "precise-prefix-cache-producer"
+APPROXIMATE = "approx-prefix-cache-producer"
+READER = {"type": "prefix-cache-scorer", "parameters": {"prefixMatchInfoProducerName": TOLD}}
+
+
+def told(**parameters):
+    return {"type": TOLD, "parameters": parameters}
+
+
+def test_where_engines_tell_decisions_answer_for_those_that_do_not():
+    """In blocks of the first, whatever those of the other are; the order of the document does not count."""
+    for plugins in (
+        [told(), READER],
+        [{"type": APPROXIMATE}, told(), READER],
+        [READER, told(), {"type": APPROXIMATE}],
+    ):
+        config = load_plugins(*plugins)
+        assert config.prefix == TOLD
+        assert set(config.indexes) == {TOLD, APPROXIMATE}
+        made = build_settings(config)
+        assert made.joined == (TOLD, APPROXIMATE)
+        assert made.block_tokens == 16
+
+
+def test_the_wiring_of_the_field_loads_and_means_nothing():
+    """Changes of endpoints always arrive; what would hear of them is named all the same."""
+    source = {"pluginRef": "endpoint-notification-source", "extractors": [{"pluginRef": TOLD}]}
+    plugins = [{"type": "endpoint-notification-source"}, told(), READER]
+    config = load_parts(plugins=plugins, dataLayer={"sources": [source]})
+    assert config.prefix == TOLD
+    wrong = {**source, "extractors": [{"pluginRef": "prefix-cache-scorer"}]}
+    (problem,) = problems(load_parts, plugins=plugins, dataLayer={"sources": [wrong]})
+    assert "prefix-cache-scorer is a scorer, expected a index" in problem
+
+
+def test_what_was_one_plugin_is_an_index_and_a_scorer():
+    """With a sentence on how to write it now."""
+    old = {
+        "type": "precise-prefix-cache-scorer",
+        "parameters": {"tokenProcessorConfig": {"blockSize": 64}},
+    }
+    config = load_plugins(old)
+    assert config.indexes[TOLD].block_tokens == 64
+    (scorer,) = config.profile.scorers
+    assert scorer.plugin.prefix_match_info_producer_name == TOLD
+    assert any("precise-prefix-cache-scorer is deprecated" in text for text in warnings(config))
+    (problem,) = problems(load_plugins, told(), old)
+    assert "expected one of the two" in problem
+
+
+def test_what_does_less_than_it_says_is_named():
+    """Small blocks, sizes of stores, selectors, and prompts of which nobody makes tokens."""
+    config = load_plugins(
+        told(
+            tokenProcessorConfig={"blockSize": 16},
+            indexerConfig={"kvBlockIndexConfig": {"inMemoryConfig": {"size": 5}}},
+            kvEventsConfig={
+                "zmqEndpoint": "tcp://0.0.0.0:5557",
+                "discoverPods": False,
+                "podDiscoveryConfig": {"podLabelSelector": "a=b"},
+            },
+        ),
+        READER,
+    )
+    found = " | ".join(warnings(config))
+    for part in ("blockSize is deprecated", "16 tokens cost much", "memoryMaxBytes", "podLabelSelector",
+                 "zmqEndpoint has no effect", "no engine is listened to", "only prompts that come as token ids"):  # fmt: skip
+        assert part in found
+    quiet = load_plugins(told(tokenProcessorConfig={"blockSizeTokens": 64}), READER)
+    assert [text for text in warnings(quiet) if "token-producer" not in text] == []

@@ -5,14 +5,18 @@ no clock and no dice of its own. What is not told is what clients wrote: models,
 are keyed hashes, and so are the blocks of the requests, which are in the lines of the capture.
 """
 
-from collections.abc import Mapping
+from array import array
+from collections.abc import Mapping, Sequence
 from typing import Any, Final, TypeAlias
 
 import msgspec
 from msgspec import Struct, field
 
-from epp.core.capture.lines import Salt
+from epp.core.capture.lines import Salt, pack_blocks, packed_chain
 from epp.core.decision.inputs import IndexMemoryLimited, Input, Tick
+from epp.core.kv_events.mirror import Changed
+from epp.core.kv_events.payload import DEVICE
+from epp.core.kv_events.stream import StreamState
 from epp.core.types import (
     AdapterReport,
     ApiKind,
@@ -207,6 +211,39 @@ class Learnt(_Event, frozen=True, kw_only=True):
     records: int
 
 
+class Blocks(Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Keys over token ids, of one tier; keyed hashes, eight bytes each, as blocks of requests are."""
+
+    held: bool = True
+    """From here on; False: not any more."""
+    tier: str = DEVICE
+    keys: bytes
+
+
+class Told(_Event, frozen=True, kw_only=True):
+    """An engine said what it holds, or holds no more."""
+
+    slot: int
+    cleared: bool = False
+    """Before that, all that it held was gone."""
+    engine_block_tokens: int = 0
+    blocks: tuple[Blocks, ...] = ()
+
+
+class Streamed(_Event, frozen=True, kw_only=True):
+    """How much counts what an engine says."""
+
+    slot: int
+    state: StreamState
+    complete: bool = False
+
+
+class Voided(_Event, frozen=True, kw_only=True):
+    """What an engine said so far does not hold."""
+
+    slot: int
+
+
 class Lost(_Event, frozen=True, kw_only=True):
     """So many events before this one are missing."""
 
@@ -227,6 +264,9 @@ Event: TypeAlias = (
     | Ticked
     | MemoryLimited
     | Learnt
+    | Told
+    | Streamed
+    | Voided
     | Lost
 )
 
@@ -242,6 +282,8 @@ class Asked(Struct, frozen=True, gc=False):
     priority: int
     chains: tuple[bytes, ...]
     """Of the block size that is captured: one a prompt, native byte order."""
+    token_chains: tuple[bytes, ...] = ()
+    """The same over token ids, where they are known."""
 
 
 class Seen(Struct, frozen=True, gc=False):
@@ -268,8 +310,44 @@ class Decided(Struct, frozen=True, gc=False):
     endpoint: str
 
 
-Note: TypeAlias = Event | Seen | Decided | Ended
+class Heard(Struct, frozen=True, gc=False):
+    """`Told`, before keys are hashed."""
+
+    at_s: Seconds
+    slot: int
+    cleared: bool
+    engine_block_tokens: int
+    changes: Sequence[Changed]
+
+
+Note: TypeAlias = Event | Seen | Decided | Ended | Heard
 """What a witness tells; what clients wrote is in it as they wrote it."""
+
+
+def told_of(heard: Heard, salt: Salt) -> Told:
+    """What can be written of what an engine said."""
+    return Told(
+        at_s=heard.at_s,
+        slot=heard.slot,
+        cleared=heard.cleared,
+        engine_block_tokens=heard.engine_block_tokens,
+        blocks=tuple(
+            Blocks(
+                held=changed.held,
+                tier=changed.tier,
+                keys=salt.blocks(pack_blocks(changed.keys)),
+            )
+            for changed in heard.changes
+        ),
+    )
+
+
+def changes_of(told: Told) -> list[Changed]:
+    """The same again, with the keys that are written."""
+    return [
+        Changed(blocks.held, blocks.tier, array("Q", packed_chain(blocks.keys)).tolist())
+        for blocks in told.blocks
+    ]
 
 
 def page_of(metrics: EndpointMetrics, salt: Salt) -> EndpointMetrics:

@@ -82,6 +82,8 @@ class CaptureLine(Struct, kw_only=True, omit_defaults=True, gc=False):
     """Its number in the events of a live capture."""
     more: tuple[bytes, ...] = ()
     """As `blocks`, of the second prompt on, where a body has several."""
+    token_blocks: tuple[bytes, ...] = ()
+    """As `blocks`, of each prompt, over the token ids that the engine reads."""
 
 
 def pack_blocks(blocks: Iterable[int]) -> bytes:

@@ -26,12 +26,19 @@ from epp.core.capture.events import (
     Reported,
     Rescheduled,
     Scheduled,
+    Streamed,
+    Told,
     Unanswered,
+    Voided,
+    changes_of,
     endpoint_of,
     plain_input,
 )
 from epp.core.capture.lines import CaptureLine, pack_blocks, packed_chain
 from epp.core.decision.inputs import (
+    BlocksChanged,
+    EventsVoided,
+    Input,
     LoadReported,
     OutputStarted,
     PageScraped,
@@ -41,6 +48,7 @@ from epp.core.decision.inputs import (
     RequestEnded,
     ScrapeFailed,
     ServedBy,
+    StreamChanged,
 )
 from epp.core.decision.scheduler import Decision, Scheduler
 from epp.core.decision.settings import SchedulerSettings
@@ -195,6 +203,10 @@ class Reenactment:
                 own = self._own_slot(scheduler, slot)
                 if own is not None:
                     scheduler.take(ScrapeFailed(slot=own, answered=answered), at_s)
+            case Told() | Streamed() | Voided():
+                own = self._own_slot(scheduler, event.slot)
+                if own is not None:
+                    scheduler.take(_of_engine(event, own), event.at_s)
             case (
                 Reported(request=request)
                 | FirstOutput(request=request)
@@ -299,6 +311,11 @@ class Reenactment:
                 )
                 for size in _block_sizes(scheduler.settings)
             },
+            token_chains={
+                self._block_tokens: tuple(packed_chain(chain) for chain in line.token_blocks)
+            }
+            if line.token_blocks
+            else {},
         )
 
     def _own_slot(self, scheduler: Scheduler, slot: int) -> int | None:
@@ -308,6 +325,17 @@ class Reenactment:
     def _address(self, slot: int) -> str:
         endpoint = self._endpoints.get(slot)
         return _NOWHERE if endpoint is None else endpoint.address
+
+
+def _of_engine(event: Told | Streamed | Voided, slot: int) -> Input:
+    match event:
+        case Told():
+            size = event.engine_block_tokens
+            return BlocksChanged(slot, changes_of(event), event.cleared, size)
+        case Streamed(state=state, complete=complete):
+            return StreamChanged(slot, state, complete)
+        case Voided():
+            return EventsVoided(slot)
 
 
 def _block_sizes(settings: SchedulerSettings) -> list[int]:

@@ -18,6 +18,7 @@ from epp.core.capture.events import (
     Ended,
     Event,
     FirstOutput,
+    Heard,
     Note,
     Observed,
     Opened,
@@ -26,6 +27,7 @@ from epp.core.capture.events import (
     Seen,
     page_of,
     same_page,
+    told_of,
 )
 from epp.core.capture.lines import (
     FORMAT_NAME,
@@ -133,6 +135,8 @@ class Transcript:
                 self._write(note.event)
             case Seen():
                 self._see(note)
+            case Heard():
+                self._write(told_of(note, self._salt))
             case Ended():
                 self._end(note)
                 self._write(note.event)
@@ -217,6 +221,7 @@ class Transcript:
             session=salt.name(asked.session),
             priority=asked.priority,
             more=tuple(others),
+            token_blocks=tuple(salt.blocks(packed_chain(chain)) for chain in asked.token_chains),
         )
         blocks, size = len(first) // HASH_BYTES, self.block_tokens
         whole, rest = divmod(line.prompt_tokens, size)

@@ -16,6 +16,7 @@ from epp.core.capture.events import (
     Decided,
     Ended,
     FirstOutput,
+    Heard,
     Learnt,
     Note,
     Replaced,
@@ -23,12 +24,17 @@ from epp.core.capture.events import (
     Rescheduled,
     Scheduled,
     Seen,
+    Streamed,
     Unanswered,
+    Voided,
     member_of,
     plain_event,
 )
 from epp.core.decision.inputs import (
+    BlocksChanged,
     Effects,
+    EventsHeard,
+    EventsVoided,
     Input,
     LoadReported,
     OutputStarted,
@@ -39,6 +45,7 @@ from epp.core.decision.inputs import (
     RequestEnded,
     ScrapeFailed,
     ServedBy,
+    StreamChanged,
     Tick,
 )
 from epp.core.decision.scheduler import Decision, Scheduler
@@ -144,6 +151,8 @@ class CaptureWitness:
                 self._note(lambda: Replaced(at_s=now, members=members))
             case Reconfigured(settings):
                 self._session_headers = _session_headers(settings)
+            case EventsHeard() | BlocksChanged() | StreamChanged() | EventsVoided():
+                self._note(lambda: _of_engine(given, effects, now))
             case PeerRecorded():
                 self._learnt += 1
             case _:
@@ -189,7 +198,7 @@ class CaptureWitness:
             block_bytes = self._scheduler.settings.block_tokens * BYTES_PER_TOKEN
             if not self._sample.takes(session, request, block_bytes):
                 return None
-            if not self._scheduler.settings.prefix:
+            if not self._scheduler.settings.prefix or self._scheduler.hearing:
                 # No index will, and afterwards the prompt is gone.
                 request.chains_of(block_bytes, _BLOCKS_MAX)
         except Exception as error:  # noqa: BLE001  as in `_note`
@@ -221,6 +230,7 @@ class CaptureWitness:
             request.chains.get(self._scheduler.settings.block_tokens * BYTES_PER_TOKEN, ())[
                 :PROMPTS_MAX
             ],
+            request.token_chains.get(self._scheduler.settings.block_tokens, ())[:PROMPTS_MAX],
         )
         subset = None
         if request.subset is not None:
@@ -255,6 +265,26 @@ def _session_headers(settings: SchedulerSettings) -> tuple[str, ...]:
     indexes: list[Any] = [*settings.indexes.values()]
     named = [index.header_name for index in indexes if index.abilities.names_sessions]
     return tuple(dict.fromkeys([*(name.lower() for name in named), SESSION_HEADER]))
+
+
+def _of_engine(
+    given: EventsHeard | BlocksChanged | StreamChanged | EventsVoided,
+    effects: Effects,
+    now: Seconds,
+) -> Note | None:
+    """What an engine said, without its tokens; None: nothing came of it."""
+    match given:
+        case EventsHeard(slot):
+            heard = effects.heard
+            if heard is None or not (heard.cleared or heard.changes):
+                return None
+            return Heard(now, slot, heard.cleared, heard.engine_block_tokens, heard.changes)
+        case BlocksChanged(slot, changes, cleared, size):
+            return Heard(now, slot, cleared, size, changes)
+        case StreamChanged(slot, state, complete):
+            return Streamed(at_s=now, slot=slot, state=state, complete=complete)
+        case EventsVoided(slot):
+            return Voided(at_s=now, slot=slot)
 
 
 def _ended(number: int, outcome: Outcome, now: Seconds) -> Ended:

@@ -11,7 +11,11 @@ from typing import TypeAlias
 from msgspec import Struct
 
 from epp.core.decision.settings import SchedulerSettings
+from epp.core.knowledge.index import Heard
 from epp.core.knowledge.inflight import Lease, Outcome
+from epp.core.kv_events.mirror import Changed
+from epp.core.kv_events.payload import Event
+from epp.core.kv_events.stream import StreamState
 from epp.core.types import Endpoint, EndpointMetrics, Seconds
 
 
@@ -92,6 +96,38 @@ class PeersUnheard(Struct, frozen=True, gc=False):
     replicas: int
 
 
+class EventsHeard(Struct, frozen=True, gc=False):
+    """The engine in `slot` says which blocks it holds from now on, or not any more."""
+
+    slot: int
+    events: Sequence[Event]
+
+
+class BlocksChanged(Struct, frozen=True, gc=False):
+    """What came of `EventsHeard`, for whoever knows no more: a capture has no tokens."""
+
+    slot: int
+    changes: Sequence[Changed]
+    cleared: bool = False
+    """Before that, all that it held was gone."""
+    engine_block_tokens: int = 0
+    """The most that a block of the engine has."""
+
+
+class StreamChanged(Struct, frozen=True, gc=False):
+    """How much counts what the engine in `slot` says; `complete`: it told all that it holds."""
+
+    slot: int
+    state: StreamState
+    complete: bool
+
+
+class EventsVoided(Struct, frozen=True, gc=False):
+    """What the engine in `slot` said so far does not hold; what was decided does."""
+
+    slot: int
+
+
 class Tick(Struct, frozen=True, gc=False):
     """About a second has passed: time for bounded housekeeping."""
 
@@ -108,6 +144,10 @@ Input: TypeAlias = (
     | IndexMemoryLimited
     | PeerRecorded
     | PeersUnheard
+    | EventsHeard
+    | BlocksChanged
+    | StreamChanged
+    | EventsVoided
     | Tick
 )
 
@@ -121,6 +161,8 @@ class Effects(Struct, frozen=True):
     """Names of the indexes that had to start anew."""
     moved: bool = False
     """The request is counted somewhere else now, or nowhere."""
+    heard: Heard | None = None
+    """What came of events, in the first index that hears engines."""
 
 
 NO_EFFECTS = Effects()

@@ -19,7 +19,10 @@ from epp.core.decision.account import Account, Leg, predicted_tokens
 from epp.core.decision.failures import PluginFailures, affinity_fault
 from epp.core.decision.inputs import (
     NO_EFFECTS,
+    BlocksChanged,
     Effects,
+    EventsHeard,
+    EventsVoided,
     IndexMemoryLimited,
     Input,
     LoadReported,
@@ -32,6 +35,7 @@ from epp.core.decision.inputs import (
     RequestEnded,
     ScrapeFailed,
     ServedBy,
+    StreamChanged,
     Tick,
 )
 from epp.core.decision.kept_scores import KeptScores
@@ -45,6 +49,8 @@ from epp.core.knowledge.index import (
     AffinityIndex,
     AffinityIndexSettings,
     CountsInflight,
+    Heard,
+    HearsEngines,
     IndexStanding,
     LimitsMemory,
     MeasuresItself,
@@ -192,6 +198,12 @@ class Scheduler:
         self._measuring: dict[str, MeasuresItself] = {}
         """Those among them that say how large they are and what they find."""
         self._limited: dict[str, LimitsMemory] = {}
+        self.hearing: dict[str, HearsEngines] = {}
+        """Those among them that engines tell what they hold."""
+        self.lives: dict[int, int] = {}
+        """Slot -> how often what was known of its endpoint was forgotten: it left, or restarted."""
+        self._asleep: set[int] = set()
+        """Slots whose engines sleep, where any index hears engines."""
         for name in settings.indexes:
             self._open(name)
         self.replicas_unheard = 0
@@ -249,6 +261,8 @@ class Scheduler:
         # Every scrape says it again.
         if size != self._sizes.get(slot):
             self._resize(slot, *size)
+        if self.hearing:
+            self._note_sleep(slot, asleep=metrics.asleep)
 
     def _observe_failure(self, given: ScrapeFailed, now: Seconds) -> None:
         self.pool.observe_failure(given.slot, answered=given.answered)
@@ -421,6 +435,47 @@ class Scheduler:
     def _note_unheard(self, given: PeersUnheard, now: Seconds) -> None:
         self.replicas_unheard = given.replicas
 
+    def _hear(self, given: EventsHeard, now: Seconds) -> Effects:
+        heard: Heard | None = None
+        for name, hearing in self.hearing.items():
+            try:
+                said = hearing.hear(given.slot, given.events, now)
+            except BaseException as error:  # noqa: BLE001  the boundary of a plugin
+                self.failures.raised(name, "hear", error)
+            else:
+                heard = heard or said
+        return Effects(heard=heard)
+
+    def _note_sleep(self, slot: int, *, asleep: bool) -> None:
+        """An engine that goes to sleep gives up its cache, and says so with its next request."""
+        if not asleep:
+            self._asleep.discard(slot)
+        elif slot not in self._asleep:
+            self._asleep.add(slot)
+            for name, hearing in self.hearing.items():
+                self.failures.call(name, "clear", hearing.clear, slot)
+
+    def _change_blocks(self, given: BlocksChanged, now: Seconds) -> None:
+        for name, hearing in self.hearing.items():
+            if given.cleared:
+                self.failures.call(name, "clear", hearing.clear, given.slot)
+            told = (given.slot, given.changes, given.engine_block_tokens)
+            self.failures.call(name, "change", hearing.change, *told)
+
+    def _change_stream(self, given: StreamChanged, now: Seconds) -> None:
+        for name, hearing in self.hearing.items():
+            self._set_stream(name, hearing, given)
+
+    def _set_stream(self, name: str, hearing: HearsEngines, given: StreamChanged) -> None:
+        def change() -> None:
+            hearing.set_stream(given.slot, given.state, complete=given.complete)
+
+        self.failures.call(name, "set_stream", change)
+
+    def _void_events(self, given: EventsVoided, now: Seconds) -> None:
+        for name, hearing in self.hearing.items():
+            self.failures.call(name, "silence", hearing.silence, given.slot)
+
     def _limit_memory(self, given: IndexMemoryLimited, now: Seconds) -> None:
         self._memory_share = given.share
         for name in self.indexes:
@@ -513,6 +568,7 @@ class Scheduler:
         self._measuring = self._able(lambda abilities: abilities.measures)
         self._counting = self._able(lambda abilities: abilities.counts_inflight)
         self._limited = self._able(lambda abilities: abilities.limits_memory)
+        self.hearing = self._able(lambda abilities: abilities.hears_engines)
 
     def _able(self, ability: Callable[[Abilities], bool]) -> dict[str, Any]:
         """The indexes with one of `VERBS`, which were checked to have its verbs."""
@@ -572,6 +628,8 @@ class Scheduler:
             sessions_return=self._session_returns.expected,
             session_tokens=self.settings.session_tokens,
             cold=prefix is None or not prefix.matched[prefix.matched.argmax()],
+            token_ids=request.moment.token_ids,
+            token_media=request.moment.token_media,
         )
         return structs.replace(request, moment=moment)
 
@@ -686,7 +744,14 @@ class Scheduler:
         """What the indexes that fill `matched_blocks` know together; None: all of them failed."""
         names = self.settings.joined or (self.settings.prefix,)
         known = [affinities[name] for name in names if name in affinities]
-        return joined(known) if known else None
+        if not known:
+            return None
+        return joined(known, [self._block_tokens_of(name) for name in names if name in affinities])
+
+    def _block_tokens_of(self, name: str) -> int:
+        counting: Any = self.settings.indexes[name]
+        tokens: int = counting.block_tokens
+        return tokens
 
     def _matched_at(self, request: InferenceRequest, slot: int, now: Seconds) -> int:
         """Blocks of `request` that the endpoint in `slot` is believed to hold."""
@@ -735,6 +800,7 @@ class Scheduler:
 
     def _forget(self, slot: int) -> None:
         self._sizes.pop(slot, None)
+        self.lives[slot] = self.lives.get(slot, 0) + 1
         self.ledger.forget(slot)
         self.outliers.forget(slot)
         self.outlying.pop(slot, None)
@@ -766,6 +832,10 @@ _HANDLERS: Final[Mapping[type[Input], Callable[..., Effects | None]]] = {
     IndexMemoryLimited: Scheduler._limit_memory,
     PeerRecorded: Scheduler._learn,
     PeersUnheard: Scheduler._note_unheard,
+    EventsHeard: Scheduler._hear,
+    BlocksChanged: Scheduler._change_blocks,
+    StreamChanged: Scheduler._change_stream,
+    EventsVoided: Scheduler._void_events,
     Tick: Scheduler._tick,
 }
 

@@ -8,12 +8,20 @@ from msgspec import Struct, field, structs
 
 from epp.core.abilities import Abilities, Origin
 from epp.core.knowledge.candidates import Affinity
+from epp.core.kv_events.mirror import Changed
+from epp.core.kv_events.payload import Event, Fault
+from epp.core.kv_events.stream import StreamState
 from epp.core.parameters import Plugin
 from epp.core.prompt.request import InferenceRequest
 from epp.core.types import Seconds
 
 CHAINED_KEY_BYTES: Final = 128
 """Longer keys are chains, of which peers tell only what is new."""
+
+
+EXACT: Final = "exact"
+"""A column of an index that engines tell: 1.0 where it knows all that is held, so that what others say of
+that endpoint is not asked."""
 
 
 class AffinityIndex(Protocol):
@@ -92,6 +100,45 @@ class LimitsMemory(AffinityIndex, Protocol):
         ...
 
 
+class Heard(Struct, frozen=True, kw_only=True):
+    """What came of events."""
+
+    cleared: bool = False
+    """Before the changes, all that the engine held was gone."""
+    changes: Sequence[Changed] = ()
+    """Keys that are held from now on or not any more, in their order."""
+    engine_block_tokens: int = 0
+    """The most that a block of the engine has."""
+    faults: Sequence[Fault] = ()
+    """Events that were not followed."""
+    unbalanced: bool = False
+    """What was told does not add up, and is forgotten: all is to be told again."""
+
+
+class HearsEngines(AffinityIndex, Protocol):
+    """An affinity index that engines tell what they hold."""
+
+    def hear(self, slot: int, events: Sequence[Event], now: Seconds) -> Heard:
+        """The engine in `slot` says so; events may be anything."""
+        ...
+
+    def set_stream(self, slot: int, state: StreamState, *, complete: bool) -> None:
+        """How much what it says counts; `complete`: it told all that it holds."""
+        ...
+
+    def change(self, slot: int, changes: Sequence[Changed], engine_block_tokens: int) -> None:
+        """As `hear`, for whoever has only what came of it."""
+        ...
+
+    def clear(self, slot: int) -> None:
+        """The engine in `slot` holds nothing, neither of what it said nor of what was decided."""
+        ...
+
+    def silence(self, slot: int) -> None:
+        """What the engine in `slot` said so far does not hold; what was decided does."""
+        ...
+
+
 class IndexMeasures(Struct, frozen=True, kw_only=True):
     """What one affinity index tells of itself; the mappings are totals since it was opened."""
 
@@ -140,6 +187,7 @@ VERBS: Final[Mapping[str, tuple[str, ...]]] = {
     "counts_inflight": ("release",),
     "limits_memory": ("limit_memory",),
     "measures": ("measures",),
+    "hears_engines": ("hear", "set_stream", "change", "clear", "silence"),
 }
 """What an index must have: for each of its abilities, and "" for all."""
 
@@ -167,10 +215,33 @@ def missing_verbs(abilities: Abilities, index: object) -> list[str]:
     return [verb for verb in wanted if not callable(getattr(index, verb, None))]
 
 
-def joined(affinities: Sequence[Affinity]) -> Affinity:
-    """What indexes of one block size know of one prompt, by different origins: what any says is held."""
+def joined(affinities: Sequence[Affinity], block_tokens: Sequence[int] = ()) -> Affinity:
+    """What indexes of different origins know of one prompt: what any says is held.
+
+    Where one of them is told by engines, it comes first, and it alone is asked of the endpoints that it
+    knows all of. It counts in tokens and the others in bytes, so of the others that share of the prompt
+    is taken which they say is held. Without the tokens of the prompt they answer alone, in blocks as long
+    as its own. `block_tokens`: of each; (): all are alike.
+    """
     first, *others = affinities
     if not others:
         return first
-    matched = np.maximum.reduce([known.matched for known in affinities])
-    return Affinity(matched, max(known.total for known in affinities), first.columns)
+    exact = first.columns.get(EXACT)
+    if exact is None:
+        matched = np.maximum.reduce([known.matched for known in affinities])
+        return Affinity(matched, max(known.total for known in affinities), first.columns)
+    if not first.total:
+        sizes = block_tokens or (1,) * len(affinities)
+        ratios = [(size, sizes[0]) for size in sizes]
+        total = max(
+            known.total * size // sizes[0] for known, size in zip(affinities, sizes, strict=True)
+        )
+    else:
+        ratios = [(first.total, max(1, known.total)) for known in affinities]
+        total = first.total
+    matched = np.maximum.reduce(
+        [known.matched * up // down for known, (up, down) in zip(affinities, ratios, strict=True)]
+    )
+    if first.total:
+        matched = np.where(exact > 0.0, first.matched, matched)
+    return Affinity(matched, total, first.columns)

@@ -10,6 +10,7 @@ from msgspec import Struct, field, structs
 from epp.core.moment import NO_MOMENT, Moment
 from epp.core.prompt.blocks import HASH_BYTES, KnownSegments, chain_seed, hash_blocks
 from epp.core.prompt.canonical import TERMINATORS, TEXT, opening_of
+from epp.core.prompt.token_blocks import hash_tokens, token_seed
 from epp.core.types import ApiKind
 
 _CONVERSATIONS: Final = frozenset({ApiKind.CHAT, ApiKind.RESPONSES, ApiKind.MESSAGES})
@@ -45,6 +46,8 @@ class InferenceRequest(Struct, frozen=True, kw_only=True):
     """Block size in bytes -> one chain a prompt. A replayed trace fills it instead of `prompts`."""
     tails: dict[int, tuple[int | None, ...]] = field(default_factory=dict)
     """Block size in bytes -> the hash of what is left of each prompt behind its last full block."""
+    token_chains: dict[int, tuple[bytes, ...]] = field(default_factory=dict)
+    """Tokens in a block -> one chain a prompt, over the ids that the engine reads."""
     segments: KnownSegments | None = None
     """What is known of long prompts; it saves time and changes no chain."""
     moment: Moment = NO_MOMENT
@@ -63,6 +66,29 @@ class InferenceRequest(Struct, frozen=True, kw_only=True):
                 for prompt in self.prompts
             )
             self.chains[block_bytes] = known
+        return known
+
+    def token_chains_of(
+        self, block_tokens: int, blocks_max: int, *, adapter: str = ""
+    ) -> tuple[bytes, ...]:
+        """Chained hashes of the full blocks of token ids of each prompt, computed once.
+
+        `adapter`: the LoRA adapter that is to serve; "": the model itself. (): the ids are not known.
+        """
+        known = self.token_chains.get(block_tokens)
+        if known is None:
+            prompts = self.token_ids
+            if not prompts:
+                return ()
+            seed = token_seed(adapter, self.cache_salt)
+            media = self.moment.token_media or ((),) * len(prompts)
+            known = tuple(
+                hash_tokens(
+                    ids, media=placed, seed=seed, block_tokens=block_tokens, blocks_max=blocks_max
+                )
+                for ids, placed in zip(prompts, media, strict=False)
+            )
+            self.token_chains[block_tokens] = known
         return known
 
     def tails_of(self, block_bytes: int, blocks_max: int) -> tuple[int | None, ...]:
@@ -128,6 +154,17 @@ class InferenceRequest(Struct, frozen=True, kw_only=True):
         end = min(blocks * HASH_BYTES, len(chain))
         return int.from_bytes(chain[end - HASH_BYTES : end], sys.byteorder) if end else None
 
+    @property
+    def token_ids(self) -> tuple[bytes, ...]:
+        """Of each prompt its tokens, 4 little-endian bytes an id, as they came or as they were found out.
+
+        (): not known.
+        """
+        return self.prompts if self.api is ApiKind.TOKENS else self.moment.token_ids
+
     def without_prompts(self) -> "InferenceRequest":
-        """The same without the prompt bytes; the chains stay."""
-        return structs.replace(self, prompts=())
+        """The same without the prompt bytes and ids; the chains stay."""
+        moment = self.moment
+        if moment.token_ids:
+            moment = structs.replace(moment, token_ids=(), token_media=())
+        return structs.replace(self, prompts=(), moment=moment)

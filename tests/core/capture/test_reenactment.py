@@ -1,14 +1,19 @@
 """What was captured is decided again: the same, and if it is not, it is said why."""
 
+import struct
+
 import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from epp.core.capture.events import Event, Learnt, Lost
+from epp.core.capture.events import Event, Learnt, Lost, Streamed, Told, Voided
 from epp.core.capture.lines import CaptureLine
 from epp.core.capture.reenactment import Difference, Reenactment
+from epp.core.decision.inputs import EventsHeard, EventsVoided, StreamChanged
 from epp.core.decision.scheduler import Decision
+from epp.core.kv_events.payload import Cleared, Removed, Stored
+from epp.core.kv_events.stream import StreamState
 from epp.core.types import ApiKind
 from tests.builders import request
 from tests.core.capture.traffic import Live, document, settings_of
@@ -221,3 +226,44 @@ def test_a_witness_that_fails_costs_no_decision():
     assert len(live.decisions) == 50
     assert all(isinstance(one, Decision) for one in live.decisions[20:25])
     assert not live.witness._numbers
+
+
+def engines_tell(text):
+    """The same document, whose index engines tell."""
+    told = "{tokenProcessorConfig: {blockSizeTokens: 64}, speculativeIndexing: false}"
+    producer = f"- {{type: precise-prefix-cache-producer, parameters: {told}}}\n"
+    return text.replace("- type: prefix-cache-scorer\n", f"{producer}- type: prefix-cache-scorer\n")
+
+
+def test_what_engines_said_is_done_again():
+    """In keys that no token can be told from; without it the index would know nothing."""
+    live = Live(engines_tell(document()))
+    live.begin(3)
+    for slot in range(3):
+        live.scheduler.take(StreamChanged(slot, StreamState.LIVE, complete=True), live.now)
+    matched = 0
+    for number in range(80):
+        live.now += 0.1
+        live.scrape()
+        ids = struct.pack("<350I", *[number % 7] * 350)
+        decision = live.ask(api=ApiKind.TOKENS, prompts=(ids,), prompt_tokens=350, priority=0)
+        matched += decision.matched_blocks
+        hashes = [1_000 * number + at for at in range(5)]
+        stored = Stored(hashes=hashes, tokens=ids[: 5 * 64 * 4], block_tokens=64)
+        live.scheduler.take(EventsHeard(number % 3, (stored,)), live.now)
+        if number % 5 == 4:
+            gone = Removed([1_000 * (number - 3) + 4, 1_000 * (number - 3) + 3])
+            live.scheduler.take(EventsHeard((number - 3) % 3, (gone,)), live.now)
+        if number % 20 == 19:
+            live.scheduler.take(EventsHeard(1, (Cleared(),)), live.now)
+        if number % 30 == 29:
+            live.scheduler.take(EventsVoided(2), live.now)
+    assert matched > 50
+    events, lines = read(live.transcript)
+    result = done_again(events, lines).result
+    assert (result.decisions, result.same) == (80, 80), result.first
+    told = {type(event) for event in events}
+    assert {Told, Streamed, Voided} <= told
+    assert all(line.token_blocks for line in lines.values())
+    without = [event for event in events if not isinstance(event, Told)]
+    assert Difference.KNOWLEDGE in done_again(without, lines).result.differences

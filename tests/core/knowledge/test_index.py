@@ -7,10 +7,20 @@ from epp.configuration.build import build_settings, plugin_tables
 from epp.configuration.config import joined_names, load_config
 from epp.configuration.memory_plan import MemoryPlan, fitted
 from epp.core.abilities import Abilities, Origin
-from epp.core.decision.inputs import PoolReplaced, ServedBy
+from epp.core.decision.inputs import (
+    EventsHeard,
+    EventsVoided,
+    PoolReplaced,
+    ServedBy,
+    StreamChanged,
+    Tick,
+)
 from epp.core.decision.scheduler import Scheduler
-from epp.core.knowledge.index import joined, missing_verbs
+from epp.core.knowledge.candidates import Affinity
+from epp.core.knowledge.index import EXACT, joined, missing_verbs
 from epp.core.knowledge.prefix import PrefixIndexSettings
+from epp.core.kv_events.payload import Stored
+from epp.core.kv_events.stream import StreamState
 from tests.builders import affinity, endpoint, request
 
 DOCUMENT = """\
@@ -127,3 +137,59 @@ def test_an_index_that_lacks_what_it_declares_is_told():
     assert missing_verbs(PrefixIndexSettings.abilities, index) == []
     assert missing_verbs(Abilities(counts_inflight=True), index) == ["release"]
     assert "match" in missing_verbs(Abilities(), np)
+
+
+def told_by_engines(matched, total, exact):
+    """What an index says whose engines tell all of some endpoints."""
+    return Affinity(np.array(matched), total, {EXACT: np.array(exact)})
+
+
+def test_of_an_endpoint_that_told_all_nobody_else_is_asked():
+    """Of the others the greater share of the prompt counts, in blocks of the first."""
+    told = told_by_engines([2, 2, 0, 9], 12, [1.0, 0.0, 0.0, 0.0])
+    decided = affinity([4, 4, 2, 1], 4)
+    found = joined([told, decided], [16, 64])
+    assert (found.matched.tolist(), found.total) == ([2, 12, 6, 9], 12)
+
+
+def test_without_the_tokens_of_a_prompt_decisions_answer_alone():
+    """In blocks as long as those of the first, also of endpoints that told all."""
+    told = told_by_engines([0, 0], 0, [1.0, 0.0])
+    found = joined([told, affinity([3, 1], 4)], [16, 64])
+    assert (found.matched.tolist(), found.total) == ([12, 4], 16)
+
+
+ENGINES_TELL = DOCUMENT.replace(
+    "- type: approx-prefix-cache-producer\n",
+    "- type: precise-prefix-cache-producer\n"
+    "  parameters: {tokenProcessorConfig: {blockSizeTokens: 64}}\n",
+)
+
+
+def test_decisions_count_where_engines_are_not_heard():
+    """Live and complete: what the engine says, and what was decided a moment ago; else decisions."""
+    made = build_settings(load_config(ENGINES_TELL, "here", plugin_tables()))
+    scheduler = Scheduler(made, seed=1)
+    scheduler.take(PoolReplaced([endpoint(0), endpoint(1)]), 0.0)
+    ids = b"".join(number.to_bytes(4, "little") for number in range(300))
+    asked = request(prompts=(bytes(1_500),), token_ids=(ids,), prompt_tokens=300)
+    first = scheduler.schedule(asked, 0.0)
+    slot = first.lease.slot
+
+    def matched(now, given=asked):
+        return scheduler._matched_at(given, slot, now)
+
+    scheduler.take(Tick(), 50.0)
+    assert matched(100.0) == 4, "all of its 5 blocks of bytes, which are 4 of tokens"
+    scheduler.take(StreamChanged(slot, StreamState.LIVE, complete=True), 100.0)
+    assert matched(101.0) == 0, "it said nothing of this prompt"
+    stored = Stored(hashes=[1, 2], tokens=ids[: 128 * 4], block_tokens=64)
+    scheduler.take(EventsHeard(slot, (stored,)), 101.0)
+    assert matched(102.0) == 2
+    without = request(prompts=(bytes(1_500),), prompt_tokens=375)
+    assert matched(103.0, without) == 5, "nobody knows its tokens"
+    scheduler.take(StreamChanged(slot, StreamState.STALE, complete=True), 103.0)
+    assert matched(104.0) == 4
+    scheduler.take(EventsVoided(slot), 104.0)
+    scheduler.take(StreamChanged(slot, StreamState.LIVE, complete=True), 104.0)
+    assert matched(105.0) == 0

@@ -588,6 +588,44 @@ METRICS: Final[tuple[MetricSpec, ...]] = (
         "boolean",
         "1: this replica leads; 0: it follows; absent without leader election.",
     ),
+    # KV events. All absent where no index hears engines.
+    _sampled(
+        "homing_kv_event_streams",
+        "endpoints",
+        "Endpoints by how their KV events are heard: none, connecting, replaying, live, stale.",
+        ("state",),
+    ),
+    _sampled(
+        "homing_kv_event_streams_incomplete",
+        "endpoints",
+        "Endpoints whose KV events are live and that told not all that they hold.",
+    ),
+    _sampled(
+        "homing_kv_event_streams_silent",
+        "endpoints",
+        "Endpoints that send no KV events although their engines compute prompts.",
+    ),
+    _sampled(
+        "homing_kv_events_total",
+        "events",
+        "KV events that were read, by type.",
+        ("type",),
+        "counter",
+    ),
+    _sampled(
+        "homing_kv_event_faults_total",
+        "events",
+        "KV events and payloads that are not known, by reason.",
+        ("reason",),
+        "counter",
+    ),
+    _sampled(
+        "homing_kv_event_stream_changes_total",
+        "changes",
+        "What happened to streams of KV events: frames, gaps, lost, replays, restarts and others.",
+        ("kind",),
+        "counter",
+    ),
     # Replicas. All absent where this picker is alone.
     _sampled("homing_peers", "replicas", "Other replicas that were heard in the last 3 seconds."),
     _sampled(

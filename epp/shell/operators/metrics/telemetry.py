@@ -36,6 +36,7 @@ from epp.core.peers.exchange import PeerExchange
 from epp.core.prompt.request import InferenceRequest
 from epp.core.types import BYTES_PER_TOKEN, Endpoint, Refusal, Seconds
 from epp.shell.engines.first_tokens import FirstTokens
+from epp.shell.engines.kv_events import KVEventsSnapshot
 from epp.shell.gateway.calls import Connected, Cut
 from epp.shell.kubernetes.state import ClusterSnapshot
 from epp.shell.operators.capture import CaptureSnapshot
@@ -118,6 +119,8 @@ class PoolSnapshot(Struct, frozen=True, kw_only=True):
     """Name of every plugin that is configured -> how often it failed."""
     cluster: ClusterSnapshot | None = None
     """None: endpoints come from a file."""
+    kv_events: KVEventsSnapshot | None = None
+    """None: no index hears engines."""
     peers: PeerExchange | None = None
     """None: this picker is alone."""
     peer_links: PeersSnapshot | None = None
@@ -795,6 +798,8 @@ class PoolCollector(Collector):
         _add_plugins(families, snapshot)
         if snapshot.cluster is not None:
             _add_cluster(families, snapshot.cluster)
+        if snapshot.kv_events is not None:
+            _add_kv_events(families, snapshot.kv_events)
         if snapshot.peers is not None:
             _add_peers(families, snapshot.peers)
         if snapshot.peer_links is not None:
@@ -999,6 +1004,19 @@ def _add_cluster(families: _Families, cluster: ClusterSnapshot) -> None:
         families["homing_kube_events_total"].add_metric([result], events)
     if cluster.leading is not None:
         families["homing_leader"].add_metric([], float(cluster.leading))
+
+
+def _add_kv_events(families: _Families, told: KVEventsSnapshot) -> None:
+    families["homing_kv_event_streams_incomplete"].add_metric([], told.incomplete)
+    families["homing_kv_event_streams_silent"].add_metric([], told.silent)
+    for name, counts in (
+        ("homing_kv_event_streams", told.states),
+        ("homing_kv_events_total", told.events),
+        ("homing_kv_event_faults_total", told.faults),
+        ("homing_kv_event_stream_changes_total", told.streams),
+    ):
+        for label, count in counts.items():
+            families[name].add_metric([label], count)
 
 
 def _add_peers(families: _Families, peers: PeerExchange) -> None:

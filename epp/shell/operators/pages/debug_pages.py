@@ -16,8 +16,9 @@ from epp.configuration.describing import config_hash, describe
 from epp.configuration.explaining import explain
 from epp.core.decision.scheduler import Scheduler
 from epp.core.knowledge.index import IndexStanding
-from epp.core.types import RefusalReason, Seconds
+from epp.core.types import Endpoint, RefusalReason, Seconds
 from epp.shell.engines.first_tokens import FirstTokens
+from epp.shell.engines.kv_events import SourceRow
 from epp.shell.operators.decisions.decision_record import TEXT_CHARACTERS_MAX
 from epp.shell.operators.decisions.decision_rows import Row, iso
 from epp.shell.operators.decisions.endpoint_states import READY, EndpointStates
@@ -63,11 +64,13 @@ class DebugPages:
         states: EndpointStates,
         peers: Callable[[], Sequence[PeerRow]] = tuple,
         first_tokens: Callable[[Seconds], Mapping[str, FirstTokens]] = lambda _: {},
+        kv_events: Callable[[Endpoint], SourceRow | None] = lambda _: None,
     ) -> None:
         """`config` gives what is in force, and its generation; `peers` the other replicas;
-        `first_tokens` what engines tell of them by endpoint id.
+        `first_tokens` what engines tell of them by endpoint id; `kv_events` how one is heard.
         """
         self._first_tokens = first_tokens
+        self._kv_events = kv_events
         self._scheduler = scheduler
         self._recent = recent
         self._config = config
@@ -112,7 +115,8 @@ class DebugPages:
 
     async def _endpoints_page(self, request: web.Request) -> web.Response:
         now = time.monotonic()
-        rows = endpoint_rows(self._scheduler, self._states, now, self._first_tokens(now))
+        tokens = self._first_tokens(now)
+        rows = endpoint_rows(self._scheduler, self._states, now, tokens, self._kv_events)
         if _wants_json(request):
             return await _json_rows("endpoints", rows)
         for row in rows:

@@ -1,14 +1,16 @@
 """What the picker knows of each endpoint, as rows for pages."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, TypeAlias
 
 import numpy as np
 
 from epp.core.decision.scheduler import Scheduler
 from epp.core.knowledge.candidates import Candidates, Floats
+from epp.core.kv_events.stream import StreamState
 from epp.core.types import Endpoint, Seconds
 from epp.shell.engines.first_tokens import FirstTokens
+from epp.shell.engines.kv_events import SourceRow
 from epp.shell.operators.decisions.decision_rows import iso
 from epp.shell.operators.decisions.endpoint_states import EndpointStates
 
@@ -21,8 +23,12 @@ def endpoint_rows(
     states: EndpointStates,
     now: Seconds,
     first_tokens: Mapping[str, FirstTokens] | None = None,
+    kv_events: Callable[[Endpoint], SourceRow | None] = lambda _: None,
 ) -> list[_Row]:
-    """A row an endpoint, by slot. None: not known. `first_tokens` by endpoint id."""
+    """A row an endpoint, by slot. None: not known. `first_tokens` by endpoint id.
+
+    `kv_events` says how an endpoint is heard; where none is to be, no row tells of it.
+    """
     pool = scheduler.pool
     states.look(now)
     standings = scheduler.standings(now)
@@ -54,9 +60,22 @@ def endpoint_rows(
         "reason": [one.reason for one in told],
         "labels": [dict(labels) for labels in candidates.labels],
     }
+    sources = [kv_events(endpoint) for endpoint in candidates.endpoints]
+    if any(sources):
+        columns["kv_events"] = [source and _heard(source) for source in sources]
+        columns["kv_events_problem"] = [source and (source.problem or None) for source in sources]
     return [
         dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)
     ]
+
+
+def _heard(source: SourceRow) -> str:
+    """In one word or two."""
+    if source.silent:
+        return "silent"
+    if source.state is StreamState.LIVE and not source.complete:
+        return "live, incomplete"
+    return source.state.value
 
 
 def _lately(first_tokens: Mapping[str, FirstTokens] | None, endpoint: Endpoint) -> Seconds | None:

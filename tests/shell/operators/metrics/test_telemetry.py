@@ -24,6 +24,7 @@ from epp.core.peers.exchange import PeerExchange, Taken
 from epp.core.peers.frames import Frame, encode
 from epp.core.types import Refusal, RefusalReason
 from epp.shell.engines.first_tokens import FirstTokens
+from epp.shell.engines.kv_events import KVEventsSnapshot
 from epp.shell.gateway.calls import Connected, Cut
 from epp.shell.kubernetes.state import ClusterSnapshot, Reflection
 from epp.shell.operators.capture import CaptureSnapshot
@@ -145,6 +146,14 @@ def snapshot(count=4, **fields):
             },
             events={"written": 5, "dropped": 6},
             leading=False,
+        ),
+        kv_events=KVEventsSnapshot(
+            states={"live": 3, "stale": 1},
+            incomplete=2,
+            silent=1,
+            events={"stored": 5, "removed": 4},
+            faults={"too large": 1},
+            streams={"gaps": 2, "replays": 3},
         ),
         peers=acquainted(),
         peer_links=PeersSnapshot(
@@ -913,6 +922,19 @@ def test_a_hostile_replica_cannot_grow_the_page():
         talk.apply(10.0)
     assert len(samples_of(exported.registry.collect())) == lines
     generate_latest(exported.registry)
+
+
+def test_kv_events_are_shown_where_an_index_hears_engines():
+    """By state, type, reason and kind; else nothing is."""
+    exported = Exported(snapshot)
+    assert exported("homing_kv_event_streams", state="live") == 3
+    assert exported("homing_kv_event_streams_incomplete") == 2
+    assert exported("homing_kv_event_streams_silent") == 1
+    assert exported("homing_kv_events_total", type="removed") == 4
+    assert exported("homing_kv_event_faults_total", reason="too large") == 1
+    assert exported("homing_kv_event_stream_changes_total", kind="replays") == 3
+    without = Exported(lambda: msgspec.structs.replace(snapshot(), kv_events=None))
+    assert without("homing_kv_event_streams_silent") is None
 
 
 def test_peers_are_counted_by_direction_outcome_and_place():

@@ -1,0 +1,142 @@
+"""What hearing engines takes of the event loop: `python -m bench kv_events`.
+
+One message a step of an engine, as vLLM writes it: a run of blocks stored and as many removed, from a
+subscription's socket to the index. A hundred engines take turns, so that each finds its memory cold. A
+share of a core is CPU time a change times the changes.
+"""
+
+import itertools
+from collections.abc import Iterator
+from random import Random
+from typing import Any
+
+import msgspec
+
+from bench.timing import best_us
+from epp.configuration.build import build_settings, plugin_tables
+from epp.configuration.config import load_config
+from epp.core.decision.inputs import PoolReplaced
+from epp.core.decision.scheduler import Scheduler
+from epp.core.kv_events.payload import read_payload
+from epp.core.subscription import Subscription
+from epp.core.types import Endpoint
+
+ENGINES = 100
+CHANGES_PER_S = 1_000
+"""Of each engine: its top in the published ladders, in blocks of 16 tokens."""
+KEPT_BLOCKS = 500
+"""Of each engine: it is full."""
+MESSAGES = 400
+"""A batch."""
+BATCHES = 30
+SHAPES = {
+    "a step of a prompt": (16, 13),
+    "a step of a batch that decodes": (16, 3),
+    "in blocks of 64": (64, 13),
+}
+"""Tokens in a block of the engine, and blocks that a message stores."""
+DOCUMENT = """\
+apiVersion: llm-d.ai/v1alpha1
+kind: EndpointPickerConfig
+plugins:
+- type: precise-prefix-cache-producer
+  parameters:
+    tokenProcessorConfig: {blockSizeTokens: 64}
+- type: prefix-cache-scorer
+  parameters: {prefixMatchInfoProducerName: precise-prefix-cache-producer}
+"""
+
+
+class Engine:
+    """Goes on with one conversation for ever, and gives up what is oldest."""
+
+    def __init__(self, random: Random, block_tokens: int, blocks: int) -> None:
+        self._random = random
+        self._block_tokens = block_tokens
+        self._blocks = blocks
+        self._held: list[int] = []
+        self._parent: int | None = None
+        self.sequence = itertools.count()
+
+    def message(self) -> bytes:
+        """The payload of its next step."""
+        hashes = [self._random.getrandbits(64) for _ in range(self._blocks)]
+        self._held += hashes
+        removed = self._held[: max(0, len(self._held) - KEPT_BLOCKS)]
+        del self._held[: len(removed)]
+        events: list[dict[str, Any]] = [
+            {"type": "BlockRemoved", "block_hashes": [block], "medium": "GPU", "group_idx": 0}
+            for block in removed
+        ]
+        size = self._block_tokens * self._blocks
+        events.append(
+            {
+                "type": "BlockStored",
+                "block_hashes": hashes,
+                "parent_block_hash": self._parent,
+                "token_ids": [self._random.getrandbits(17) for _ in range(size)],
+                "block_size": self._block_tokens,
+                "lora_id": None,
+                "medium": "GPU",
+                "lora_name": None,
+                "extra_keys": [None] * self._blocks,
+                "group_idx": 0,
+                "kv_cache_spec_kind": "full_attention",
+            }
+        )
+        self._parent = hashes[-1]
+        return msgspec.msgpack.encode([1_700_000_000.0, events, 0])
+
+
+def subscriptions() -> list[Subscription]:
+    """One an engine, live."""
+    scheduler = Scheduler(build_settings(load_config(DOCUMENT, "bench", plugin_tables())), seed=1)
+    pool = [
+        Endpoint(endpoint_id=f"uid-{at}", name=f"pod-{at}", address=f"10.0.0.{at}:8000")
+        for at in range(ENGINES)
+    ]
+    scheduler.take(PoolReplaced(pool), 0.0)
+    found = [Subscription(scheduler, slot, replays=False, now=0.0) for slot in range(ENGINES)]
+    for subscription in found:
+        subscription.connected(0.0)
+    return found
+
+
+def rows_of(name: str, block_tokens: int, blocks: int) -> list[tuple[str, str]]:
+    """(what, how much) for messages of one shape."""
+    random = Random(f"bench:{name}")
+    heard = subscriptions()
+    engines = [Engine(random, block_tokens, blocks) for _ in range(ENGINES)]
+    pairs = itertools.cycle(zip(engines, heard, strict=True))
+
+    def messages(count: int) -> Iterator[tuple[Subscription, int, bytes]]:
+        for engine, subscription in itertools.islice(pairs, count):
+            yield subscription, next(engine.sequence), engine.message()
+
+    def hear(given: tuple[Subscription, int, bytes]) -> None:
+        subscription, number, payload = given
+        subscription.received(number, payload, 0.0)
+        while subscription.works:
+            subscription.work(0.0)
+
+    for given in messages(ENGINES * (KEPT_BLOCKS // blocks + 1)):
+        hear(given)
+    message_us = best_us(hear, lambda: messages(MESSAGES), batches=BATCHES)
+    decode_us = best_us(
+        lambda given: read_payload(given[2]), lambda: list(messages(MESSAGES)), batches=BATCHES
+    )
+    changes = 2 * blocks
+    share = message_us / changes * 1e-6 * ENGINES * CHANGES_PER_S
+    return [
+        (
+            f"{name}, {changes} changes a message",
+            f"{message_us:.1f} us, {message_us / changes:.2f} a change",
+        ),
+        ("  of that to read it", f"{decode_us:.1f} us"),
+        (f"  {ENGINES} engines, {CHANGES_PER_S:,} changes a second each", f"{share:.2f} of a core"),
+    ]
+
+
+def run() -> list[tuple[str, str]]:
+    """(what, how much)."""
+    return [row for name, shape in SHAPES.items() for row in rows_of(name, *shape)]

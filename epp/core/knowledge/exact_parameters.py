@@ -1,0 +1,181 @@
+"""Parameters of `precise-prefix-cache-producer`, as the field spells them."""
+
+from typing import Annotated, Any, Final, Literal, TypeAlias
+
+from msgspec import Meta, field
+
+from epp.core.duration import Duration, check_above_zero, parse_duration
+from epp.core.kv_events.payload import DEVICE
+from epp.core.parameters import Parameters
+
+Port: TypeAlias = Annotated[int, Meta(ge=1, le=65_535)]
+
+BLOCK_TOKENS: Final = 16
+"""Where nothing is said, as in the reference picker."""
+BLOCK_TOKENS_ADVISED: Final = 32
+UNLISTED_WEIGHT: Final = 0.5
+"""Of a tier that is neither the device nor listed."""
+
+
+class TokenProcessorConfig(Parameters, frozen=True):
+    """How keys are made; of this only the size of a block matters here."""
+
+    block_size_tokens: Annotated[int, Meta(ge=1, le=65_536)] | None = None
+    block_size: Annotated[int, Meta(ge=1, le=65_536)] | None = None
+    """Deprecated name; counts while `blockSizeTokens` is not given."""
+    hash_seed: str = ""
+    """Keys are not the engines' here: nothing has to equal theirs."""
+    hash_algorithm: str = ""
+
+    @property
+    def block_tokens(self) -> int:
+        """Tokens in a block, in effect."""
+        return self.block_size_tokens or self.block_size or BLOCK_TOKENS
+
+
+class TierWeight(Parameters, frozen=True):
+    """What a block is worth in a tier, beside one on the device."""
+
+    name: Annotated[str, Meta(min_length=1)]
+    weight: Annotated[float, Meta(ge=0, le=1)]
+
+
+class InMemoryConfig(Parameters, frozen=True):
+    """`size` in keys."""
+
+    size: Annotated[int, Meta(ge=1)] | None = None
+    pod_cache_size: Annotated[int, Meta(ge=1)] | None = None
+
+
+class CostAwareMemoryConfig(Parameters, frozen=True):
+    size: str = ""
+
+
+class KvBlockIndexConfig(Parameters, frozen=True):
+    """Where the field keeps its index; here it is in memory, whatever is given."""
+
+    in_memory_config: InMemoryConfig | None = None
+    cost_aware_memory_config: CostAwareMemoryConfig | None = None
+    redis_config: dict[str, Any] | None = None
+    valkey_config: dict[str, Any] | None = None
+    enable_metrics: bool = False
+    metrics_logging_interval: str | int = 0
+    """As text, or in nanoseconds."""
+
+    def __post_init__(self) -> None:
+        if isinstance(self.metrics_logging_interval, str):
+            parse_duration(self.metrics_logging_interval)
+        if self.redis_config is not None or self.valkey_config is not None:
+            raise ValueError(
+                "the index is not kept in Redis or Valkey, each picker hears every engine itself: "
+                "remove `redisConfig`"
+            )
+
+
+class IndexerConfig(Parameters, frozen=True):
+    kv_block_index_config: KvBlockIndexConfig = field(default_factory=KvBlockIndexConfig)
+    kv_cache_backend_configs: tuple[TierWeight, ...] = (
+        TierWeight(name=DEVICE, weight=1.0),
+        TierWeight(name="cpu", weight=0.8),
+    )
+    kv_cache_default_backend_weight: Annotated[float, Meta(ge=0, le=1)] = UNLISTED_WEIGHT
+    """Of tiers that are not listed."""
+    tokenizers_pool_config: Any = None
+
+    def __post_init__(self) -> None:
+        if self.tokenizers_pool_config is not None:
+            raise ValueError(
+                "tokenizers are not configured here, prompts become tokens by `token-producer`: "
+                "remove `tokenizersPoolConfig`"
+            )
+
+
+class PodDiscoveryConfig(Parameters, frozen=True):
+    """Where each endpoint sends its events."""
+
+    socket_port: Port | None = None
+    """Of the first rank; None: each endpoint is asked, and 5557 if it does not say."""
+    replay_socket_port: Port | None = None
+    """Where old events are asked for; None: where the endpoint says, or not at all."""
+    pod_label_selector: str = ""
+    """The endpoints of the pool are listened to, whatever it says."""
+    pod_namespace: str = ""
+
+
+class KvEventsConfig(Parameters, frozen=True):
+    """How engines are heard."""
+
+    zmq_endpoint: str = ""
+    """Where engines would connect to, of whom then only one picker hears; not supported."""
+    topic_filter: str = ""
+    """What topics begin with. Endpoints are told apart by the connection, not by the topic."""
+    concurrency: Annotated[int, Meta(ge=1)] = 4
+    engine_type: Literal["vllm", "sglang"] = "vllm"
+    discover_pods: bool = True
+    """Each endpoint of the pool is listened to."""
+    pod_discovery_config: PodDiscoveryConfig = field(default_factory=PodDiscoveryConfig)
+
+
+class PrecisePrefixCacheParameters(Parameters, frozen=True):
+    """What `precise-prefix-cache-producer` and the older `precise-prefix-cache-scorer` take."""
+
+    token_processor_config: TokenProcessorConfig = field(default_factory=TokenProcessorConfig)
+    """`blockSizeTokens`, 16 if it is not given, or the older `blockSize`; keys are not the engines'
+    here, so that `hashSeed` and `hashAlgorithm` need not equal theirs."""
+    indexer_config: IndexerConfig = field(default_factory=IndexerConfig)
+    """Weights of tiers beside the device in `kvCacheBackendConfigs`, a list of `name` and `weight`, and of
+    others in `kvCacheDefaultBackendWeight`; the store in `kvBlockIndexConfig` is memory, and its metrics
+    are always on."""
+    kv_events_config: KvEventsConfig = field(default_factory=KvEventsConfig)
+    """How engines are heard: `engineType`, `topicFilter`, `discoverPods`, and
+    `podDiscoveryConfig.socketPort` and `.replaySocketPort`, without which each endpoint is asked."""
+    speculative_indexing: bool = True
+    """What was decided lately counts as held until the engine says so."""
+    speculative_ttl: Duration = field(default=Duration(2.0), name="speculativeTTL")
+    """How lately."""
+    memory_max_bytes: Annotated[int, Meta(ge=1)] = 536_870_912
+    """Estimated memory of the whole index; above it what was stored last is not kept."""
+
+    def __post_init__(self) -> None:
+        check_above_zero("speculativeTTL", self.speculative_ttl)
+
+    @property
+    def block_tokens(self) -> int:
+        """Tokens in a block, in effect."""
+        return self.token_processor_config.block_tokens
+
+    def warnings(self) -> list[str]:
+        """What does less here than it says, one sentence each."""
+        found: list[str] = []
+        processor, events = self.token_processor_config, self.kv_events_config
+        if processor.block_size is not None:
+            found.append("tokenProcessorConfig.blockSize is deprecated, use blockSizeTokens")
+        if self.block_tokens < BLOCK_TOKENS_ADVISED:
+            found.append(
+                f"blocks of {self.block_tokens} tokens cost much memory, "
+                f"{BLOCK_TOKENS_ADVISED} or 64 know as much"
+            )
+        store = self.indexer_config.kv_block_index_config
+        if store.in_memory_config is not None or store.cost_aware_memory_config is not None:
+            found.append("the size of the index is limited by memoryMaxBytes, sizes have no effect")
+        discovery = events.pod_discovery_config
+        if discovery.pod_label_selector or discovery.pod_namespace:
+            found.append(
+                "podLabelSelector and podNamespace have no effect, the endpoints of the pool are "
+                "listened to"
+            )
+        if events.zmq_endpoint:
+            found.append(
+                "zmqEndpoint has no effect, engines cannot connect to the picker: let them bind, each "
+                "endpoint is listened to"
+            )
+        if not events.discover_pods:
+            found.append("discoverPods is false: no engine is listened to")
+        return found
+
+    def weight_of(self, tier: str) -> float:
+        """Of a block in `tier`, beside one on the device."""
+        for listed in self.indexer_config.kv_cache_backend_configs:
+            if listed.name.lower() == tier:
+                return listed.weight
+        return 1.0 if tier == DEVICE else self.indexer_config.kv_cache_default_backend_weight

@@ -1,0 +1,622 @@
+"""What one endpoint holds, as its engine tells it, under keys of our own.
+
+An engine names a block by a hash that nobody else can make. `Mirror` keeps, for each block that the
+endpoint holds, which of *our* chained hashes stand for it (`core/prompt/token_blocks`), and turns
+events into keys that are held or gone.
+
+**Steps.** A key stands for a block of `block_tokens` tokens; an engine's block may be shorter, so the
+chain is made in steps of 16 tokens, and where a block of the engine ends inside one of ours, the mirror
+keeps the hash of that step: other prompts go on from there. Of blocks that do not end with a step, only
+the last of a run is kept, with the tokens behind the last step. One of ours is held while the block
+of the engine in which it ends is: engines give up the tail of a prompt before its head.
+
+**Copies.** One hash may be in several physical blocks; each copy is stored and removed. An engine whose
+copies come to more blocks than it has does not balance the two: `unbalanced`, and from then on a
+removal is one of all copies, which may forget too much and never too little.
+
+**Orphans.** A run whose parent is not known, because its store was lost or came before we listened, is
+kept apart, in bounds, until the parent comes: to hang it anywhere else would take one prompt for another.
+
+**Groups.** A hybrid model has one chain of blocks a group, of the same hashes. Blocks of groups that
+look back to the start are ours; of another group it is kept which steps it holds, and `supported` says
+how far a prompt can go that needs all groups at its end.
+"""
+
+from array import array
+from collections.abc import Iterable, Sequence
+from typing import Final
+
+import xxhash
+from msgspec import Struct
+
+from epp.core.kv_events.payload import DEVICE, Fault, Removed, Stored
+from epp.core.prompt.blocks import hash_blocks
+from epp.core.prompt.token_blocks import TOKEN_BYTES, step_tokens_of, token_seed, with_media
+
+FLOATING_RUNS_MAX: Final = 4_096
+FLOATING_BYTES_MAX: Final = 4 * 1024 * 1024
+"""Of tokens of runs whose parent is not known: a million."""
+TAILS_MAX: Final = 1_024
+"""Ends of runs whose block size is no multiple of a step."""
+TIERS_MAX: Final = 8
+GROUPS_MAX: Final = 16
+ADAPTERS_MAX: Final = 4_096
+
+LOOKS_BACK_TO_THE_START: Final = frozenset(
+    {"", "full_attention", "mla_attention", "sink_full_attention"}
+)
+"""Kinds of groups of which a prompt needs every block."""
+_LOOKS_BACK_A_WINDOW: Final = frozenset({"sliding_window", "sliding_window_mla"})
+_LOOKS_BACK_ONE: Final = frozenset({"mamba"})
+
+_STEP_BITS: Final = 12
+"""Of the value of an inner end: steps behind the last key."""
+_STEPS_MASK: Final = (1 << _STEP_BITS) - 1
+
+
+class Changed(Struct, gc=False):
+    """Keys of one tier that are held from now on, or not any more."""
+
+    held: bool
+    tier: str
+    keys: list[int]
+
+
+class MirrorCounts(Struct):
+    """Blocks of the engine, since the mirror was made, by what became of them."""
+
+    stored: int = 0
+    removed: int = 0
+    orphans: int = 0
+    """Their parent is not known; some may have found it since."""
+    unknown: int = 0
+    """Removed, and not known to be held."""
+    skipped: int = 0
+    """Not followed: held elsewhere, hashes without tokens, more than there is room for."""
+
+
+class _Tail(Struct, frozen=True, gc=False):
+    """Where a run ends."""
+
+    key: int
+    """The hash of the last step, or the seed of the chain."""
+    steps: int
+    """Since the last of our keys."""
+    rest: bytes = b""
+    """The tokens behind the last step."""
+    media: tuple[str, ...] = ()
+    """What begins among them."""
+
+
+class _Floating(Struct, gc=False):
+    """A run whose parent is not known."""
+
+    stored: Stored
+    count: int
+    """Of its blocks, from the first on, those that still are held."""
+
+
+class _Tier:
+    """The blocks of one tier, by the engine's hashes."""
+
+    __slots__ = ("copies", "ends", "inner", "more")
+
+    def __init__(self) -> None:
+        self.ends: dict[int, int] = {}
+        """Of a block with which one of ours ends -> its key."""
+        self.inner: dict[int, int] = {}
+        """Of another -> the hash of the last step, shifted, and the number of steps."""
+        self.more: dict[int, tuple[int, ...]] = {}
+        """Of a block within which some of ours end -> their keys."""
+        self.copies: dict[int, int] = {}
+        """Of a block that is there more than once -> how often."""
+
+    def __len__(self) -> int:
+        return len(self.ends) + len(self.inner)
+
+
+class _Group:
+    """A group beside the first that needs every block: what it holds, and what it needs."""
+
+    __slots__ = ("held", "kind", "window")
+
+    def __init__(self, kind: str, window: int) -> None:
+        self.kind = kind
+        self.window = window
+        """Tokens that it looks back; 0: not told."""
+        self.held: dict[int, int] = {}
+        """The engine's hash of a block -> copies."""
+
+    def blocks_needed(self, blocks: int, block_tokens: int) -> int:
+        """Of the last `blocks` blocks before the end of a prompt, those that must be held."""
+        if self.kind in _LOOKS_BACK_ONE:
+            return min(1, blocks)
+        if self.kind in _LOOKS_BACK_A_WINDOW and self.window:
+            return min(-(-(self.window - 1) // block_tokens), blocks)
+        return blocks
+
+
+class Mirror:
+    """What one endpoint holds."""
+
+    def __init__(self, block_tokens: int, *, rows_max: int) -> None:
+        """`block_tokens`: of ours. `rows_max`: blocks of the engine that are kept; more are not."""
+        self.block_tokens: Final = block_tokens
+        self.step_tokens: Final = step_tokens_of(block_tokens)
+        self.rows_max = rows_max
+        self.counts = MirrorCounts()
+        self.engine_block_tokens = 0
+        """The most that a block of the engine had."""
+        self.adapters: set[str] = set()
+        """LoRA adapters that were named."""
+        self.counting = True
+        """Copies are counted; False: a removal is one of all."""
+        self.cut = False
+        """Blocks are held that are not kept here: there was no room."""
+        self.tiers: dict[str, _Tier] = {DEVICE: _Tier()}
+        self.groups: dict[int, _Group] = {}
+        """All but the first of those that need every block."""
+        self._first_group: int | None = None
+        self._named: dict[int, int] = {}
+        """Hash of a step -> the engine's hash of the block that ends there; where there are groups."""
+        self._steps_per_block: Final = block_tokens // self.step_tokens
+        self._tails: dict[int, _Tail] = {}
+        self._floating: dict[int, list[_Floating]] = {}
+        """By the parent that is not known; the oldest first."""
+        self._floating_at: dict[int, _Floating] = {}
+        """The engine's hash of a block -> the run in which it is."""
+        self._floating_bytes = 0
+        self._floating_runs = 0
+
+    def __len__(self) -> int:
+        """Blocks of the engine that are kept, of all tiers and groups."""
+        device = self.tiers[DEVICE]
+        kept = len(device.ends) + len(device.inner)
+        if len(self.tiers) > 1 or self.groups:
+            kept += sum(len(tier) for name, tier in self.tiers.items() if name != DEVICE)
+            kept += sum(len(group.held) for group in self.groups.values())
+        return kept
+
+    @property
+    def floating_runs(self) -> int:
+        return self._floating_runs
+
+    @property
+    def copies(self) -> int:
+        """Blocks of the device, each copy counted."""
+        device = self.tiers[DEVICE]
+        return len(device) + sum(device.copies.values()) - len(device.copies)
+
+    def unbalanced(self, blocks_total: int) -> bool:
+        """More is held than the device has blocks: what it tells does not balance."""
+        return self.counting and self.copies > max(0, blocks_total - 1)
+
+    # Events.
+
+    def store(self, stored: Stored, changes: list[Changed]) -> Fault | None:
+        """Follow a run of blocks; what becomes held of ours goes to `changes`."""
+        if not stored.local:
+            self.counts.skipped += len(stored.hashes)
+            return None
+        first = self._first_group
+        if stored.kind not in LOOKS_BACK_TO_THE_START or first not in (None, stored.group):
+            return self._store_in_group(stored)
+        if first is None and stored.tier == DEVICE:
+            self._first_group = stored.group
+        if stored.sparse:
+            return Fault.NOT_DENSE
+        tier = self.tiers.get(stored.tier)
+        if tier is None:
+            if len(self.tiers) >= TIERS_MAX:
+                self.counts.skipped += len(stored.hashes)
+                return None
+            tier = self.tiers[stored.tier] = _Tier()
+        if not stored.tokens:
+            self._store_hashes(stored, tier, changes)
+        else:
+            self._store_tokens(stored, tier, changes)
+        return None
+
+    def _store_tokens(self, stored: Stored, tier: _Tier, changes: list[Changed]) -> None:
+        """Follow a run, and those that waited for it."""
+        if stored.adapter and len(self.adapters) < ADAPTERS_MAX:
+            self.adapters.add(stored.adapter)
+        runs = [stored]
+        while runs:
+            run = runs.pop()
+            start = self._start_of(run)
+            if start is None:
+                self._float(run)
+                continue
+            keys = self._follow(run, start, tier)
+            if keys:
+                changes.append(Changed(True, run.tier, keys))
+            if self._floating:
+                for block in run.hashes:
+                    runs += [self._attached(waiting) for waiting in self._floating.pop(block, ())]
+
+    def remove(self, removed: Removed, changes: list[Changed]) -> None:
+        """Blocks are gone, or one copy of them; keys that are not held any more go to `changes`."""
+        if not removed.local:
+            return
+        if removed.group in self.groups or self._first_group not in (None, removed.group):
+            self._remove_from_group(removed)
+            return
+        tier = self.tiers.get(removed.tier)
+        if tier is None:
+            self.counts.unknown += len(removed.hashes)
+            return
+        gone: list[int] = []
+        if removed.copies_left is None and not (
+            tier.copies or tier.more or self._tails or self._named
+        ):
+            self._remove_usual(removed, tier, gone)
+            if gone:
+                changes.append(Changed(False, removed.tier, gone))
+            return
+        for at, block in enumerate(removed.hashes):
+            left = 0 if removed.copies_left is None else removed.copies_left[at]
+            if left > 0:
+                continue
+            if removed.copies_left is None and tier.copies and self._one_less(block, tier):
+                continue
+            if self._drop(block, tier, gone):
+                self.counts.removed += 1
+            elif block in self._floating_at:
+                self._cut_floating(block)
+            else:
+                self.counts.unknown += 1
+        if gone:
+            changes.append(Changed(False, removed.tier, gone))
+
+    def _remove_usual(self, removed: Removed, tier: _Tier, gone: list[int]) -> None:
+        """As `remove`, where there is nothing but ends and inner ends."""
+        ends, inner = tier.ends, tier.inner
+        known = 0
+        for block in removed.hashes:
+            key = ends.pop(block, None)
+            if key is not None:
+                gone.append(key)
+                known += 1
+            elif inner.pop(block, None) is not None:
+                known += 1
+            elif block in self._floating_at:
+                self._cut_floating(block)
+            else:
+                self.counts.unknown += 1
+        self.counts.removed += known
+
+    def adopt(self, changes: Iterable[Changed]) -> None:
+        """Hold keys, and hold them no more, of blocks whose names are not known: each its own."""
+        for changed in changes:
+            tier = self.tiers.setdefault(changed.tier, _Tier())
+            if changed.held:
+                tier.ends.update(zip(changed.keys, changed.keys, strict=True))
+            else:
+                for key in changed.keys:
+                    tier.ends.pop(key, None)
+
+    def give_up(self, rows: int, changes: list[Changed]) -> int:
+        """Forget at most `rows` blocks of the engine, those that were stored last; return how many."""
+        self.cut = True
+        given = 0
+        for name, tier in reversed(self.tiers.items()):
+            gone: list[int] = []
+            for table in (tier.inner, tier.ends):
+                while given < rows and table:
+                    self._drop(next(reversed(table)), tier, gone)
+                    given += 1
+            if gone:
+                changes.append(Changed(False, name, gone))
+        for group in self.groups.values():
+            while given < rows and group.held:
+                group.held.popitem()
+                given += 1
+        return given
+
+    def supported(self, steps: Sequence[int], blocks: int) -> int:
+        """Of `blocks` of ours that are held, how many a prompt can use that needs all groups.
+
+        `steps`: the chain of the prompt in steps.
+        """
+        size, odd = divmod(self.engine_block_tokens, self.step_tokens)
+        if not self.groups:
+            return blocks
+        if odd or not size:
+            return 0
+        groups = list(self.groups.values())
+        in_a_row = [0] * len(groups)
+        best = 0
+        for number in range(1, min(len(steps), blocks * self._steps_per_block) // size + 1):
+            block = self._named.get(steps[number * size - 1], -1)
+            for at, group in enumerate(groups):
+                in_a_row[at] = in_a_row[at] + 1 if block in group.held else 0
+            ours, inside = divmod(number * size, self._steps_per_block)
+            if not inside and all(
+                run >= group.blocks_needed(number, self.engine_block_tokens)
+                for run, group in zip(in_a_row, groups, strict=True)
+            ):
+                best = ours
+        return best
+
+    # Chains.
+
+    def _start_of(self, stored: Stored) -> _Tail | None:
+        """Where the run begins; None: its parent is not known."""
+        parent = stored.parent
+        if parent is None:
+            salt = stored.extras[0].salt if stored.extras else ""
+            return _Tail(token_seed(stored.adapter, salt), 0)
+        for tier in self.tiers.values():
+            key = tier.ends.get(parent)
+            if key is not None:
+                return _Tail(key, 0)
+            inner = tier.inner.get(parent)
+            if inner is not None:
+                return _Tail(inner >> _STEP_BITS, inner & _STEPS_MASK)
+        return self._tails.get(parent)
+
+    def _follow(self, stored: Stored, start: _Tail, tier: _Tier) -> list[int]:
+        """Note each block of the run, which begins at `start`; return the keys that are new."""
+        size = stored.block_tokens
+        self.engine_block_tokens = max(self.engine_block_tokens, size)
+        steps, odd = divmod(size, self.step_tokens)
+        even = not (odd or start.rest or stored.extras)
+        new: list[int] = []
+        room = self.rows_max - len(self)
+        if even and self._steps_per_block % steps == 0 and start.steps % steps == 0:
+            self._follow_even(stored, start, tier, steps, room, new)
+        else:
+            self._follow_odd(stored, start, tier, room, new)
+        return new
+
+    def _follow_even(
+        self, stored: Stored, start: _Tail, tier: _Tier, steps: int, room: int, new: list[int]
+    ) -> None:
+        """Some blocks of the engine make one of ours."""
+        step_bytes = self.step_tokens * TOKEN_BYTES
+        tokens = stored.tokens
+        chain = hash_blocks(
+            tokens, seed=start.key, block_bytes=step_bytes, blocks_max=len(tokens) // step_bytes
+        )
+        ends, inner, named = tier.ends, tier.inner, bool(self.groups)
+        at, per_block = start.steps, self._steps_per_block
+        kept = 0
+        hashes = array("Q", chain)[steps - 1 :: steps].tolist()
+        for block, key in zip(stored.hashes, hashes, strict=True):
+            at += steps
+            if at == per_block:
+                at = 0
+            if block in ends or block in inner:
+                self._once_more(block, tier)
+                continue
+            if kept >= room:
+                self.cut = True
+                self.counts.skipped += 1
+                continue
+            kept += 1
+            if at:
+                inner[block] = key << _STEP_BITS | at
+            else:
+                ends[block] = key
+                new.append(key)
+            if named:
+                self._named[key] = block
+        self.counts.stored += kept
+
+    def _follow_odd(
+        self, stored: Stored, start: _Tail, tier: _Tier, room: int, new: list[int]
+    ) -> None:
+        """Blocks of the engine that are no part of ours, or that have more than tokens."""
+        step_bytes = self.step_tokens * TOKEN_BYTES
+        block_bytes = stored.block_tokens * TOKEN_BYTES
+        key, at = start.key, start.steps
+        rest = start.rest
+        # What begins in the tokens that are not hashed yet: (byte, identifier).
+        begins = [(0, identifier) for identifier in start.media]
+        last = len(stored.hashes) - 1
+        for number, block in enumerate(stored.hashes):
+            if stored.extras:
+                for identifier, offset in stored.extras[number].media:
+                    begins.append((len(rest) + offset * TOKEN_BYTES, identifier))
+            rest += stored.tokens[number * block_bytes : (number + 1) * block_bytes]
+            ended: list[int] = []
+            while len(rest) >= step_bytes:
+                here = [identifier for byte, identifier in begins if byte < step_bytes]
+                begins = [
+                    (byte - step_bytes, identifier)
+                    for byte, identifier in begins
+                    if byte >= step_bytes
+                ]
+                key = xxhash.xxh64_intdigest(rest[:step_bytes], with_media(key, here))
+                rest = rest[step_bytes:]
+                at += 1
+                if at == self._steps_per_block:
+                    at = 0
+                    ended.append(key)
+            if block in tier.ends or block in tier.inner or block in tier.more:
+                self._once_more(block, tier)
+                continue
+            if room <= 0:
+                self.cut = True
+                self.counts.skipped += 1
+                continue
+            room -= 1
+            self.counts.stored += 1
+            new += ended
+            media = tuple(identifier for _, identifier in begins)
+            ends = _Tail(key, at, rest, media)
+            self._note_odd(block, ends, ended, tier, last=number == last)
+
+    def _note_odd(
+        self, block: int, ends: _Tail, ended: list[int], tier: _Tier, *, last: bool
+    ) -> None:
+        """Note where a block of the engine ends, and which of ours end within it."""
+        if ends.rest:
+            if last:
+                self._tails[block] = ends
+                if len(self._tails) > TAILS_MAX:
+                    del self._tails[next(iter(self._tails))]
+        else:
+            if ends.steps:
+                tier.inner[block] = ends.key << _STEP_BITS | ends.steps
+            else:
+                tier.ends[block] = ended.pop()
+            if self.groups:
+                self._named[ends.key] = block
+        if ended:
+            tier.more[block] = tuple(ended)
+
+    def _store_hashes(self, stored: Stored, tier: _Tier, changes: list[Changed]) -> None:
+        """Blocks without tokens: those that another tier has told are known by it."""
+        keys: list[int] = []
+        room = self.rows_max - len(self)
+        for block in stored.hashes:
+            if block in tier.ends or block in tier.inner:
+                self._once_more(block, tier)
+                continue
+            for other in self.tiers.values():
+                key, inner = other.ends.get(block), other.inner.get(block)
+                if room > 0 and (key is not None or inner is not None):
+                    break
+            else:
+                self.counts.skipped += 1
+                continue
+            room -= 1
+            self.counts.stored += 1
+            more = other.more.get(block)
+            if more:
+                tier.more[block] = more
+                keys += more
+            if key is not None:
+                tier.ends[block] = key
+                keys.append(key)
+            elif inner is not None:
+                tier.inner[block] = inner
+        if keys:
+            changes.append(Changed(True, stored.tier, keys))
+
+    def _once_more(self, block: int, tier: _Tier) -> None:
+        if self.counting:
+            tier.copies[block] = tier.copies.get(block, 1) + 1
+
+    def _one_less(self, block: int, tier: _Tier) -> bool:
+        """Whether a copy is left of `block`."""
+        count = tier.copies.pop(block, 1) - 1
+        if count > 1:
+            tier.copies[block] = count
+        return count > 0
+
+    def _drop(self, block: int, tier: _Tier, gone: list[int]) -> bool:
+        """`block` is held no more; False: it was not known."""
+        if tier.copies:
+            tier.copies.pop(block, None)
+        known = False
+        step = tier.ends.pop(block, None)
+        if step is not None:
+            gone.append(step)
+            known = True
+        else:
+            inner = tier.inner.pop(block, None)
+            if inner is not None:
+                step = inner >> _STEP_BITS
+                known = True
+        if tier.more:
+            more = tier.more.pop(block, None)
+            if more is not None:
+                gone += more
+                known = True
+        if self._tails and self._tails.pop(block, None) is not None:
+            known = True
+        if step is not None and self._named:
+            self._named.pop(step, None)
+        return known
+
+    # Runs whose parent is not known.
+
+    def _float(self, stored: Stored) -> None:
+        self.counts.orphans += len(stored.hashes)
+        assert stored.parent is not None, "a first run has no parent to wait for"
+        at = self._floating_at
+        if len(stored.tokens) > FLOATING_BYTES_MAX or any(block in at for block in stored.hashes):
+            return
+        run = _Floating(stored, len(stored.hashes))
+        self._floating.setdefault(stored.parent, []).append(run)
+        at.update(dict.fromkeys(stored.hashes, run))
+        self._floating_bytes += len(stored.tokens)
+        self._floating_runs += 1
+        while self._floating_runs > FLOATING_RUNS_MAX or self._floating_bytes > FLOATING_BYTES_MAX:
+            oldest = next(iter(self._floating))
+            for gone in self._floating.pop(oldest):
+                self._attached(gone)
+
+    def _attached(self, run: _Floating) -> Stored:
+        """What is left of a run that floats no more."""
+        stored = run.stored
+        self._floating_bytes -= len(stored.tokens)
+        self._floating_runs -= 1
+        for block in stored.hashes:
+            self._floating_at.pop(block, None)
+        count = run.count
+        if count == len(stored.hashes):
+            return stored
+        return Stored(
+            hashes=stored.hashes[:count],
+            parent=stored.parent,
+            tokens=stored.tokens[: count * stored.block_tokens * TOKEN_BYTES],
+            block_tokens=stored.block_tokens,
+            tier=stored.tier,
+            adapter=stored.adapter,
+            extras=stored.extras[:count],
+            group=stored.group,
+            kind=stored.kind,
+        )
+
+    def _cut_floating(self, block: int) -> None:
+        """What follows `block` in its run leads nowhere any more."""
+        run = self._floating_at[block]
+        run.count = min(run.count, run.stored.hashes.index(block))
+        for gone in run.stored.hashes[run.count :]:
+            self._floating_at.pop(gone, None)
+
+    # Groups.
+
+    def _store_in_group(self, stored: Stored) -> Fault | None:
+        group = self.groups.get(stored.group)
+        if group is None:
+            if len(self.groups) >= GROUPS_MAX:
+                return Fault.NOT_DENSE
+            if not self.groups:
+                self._name_all()
+            group = self.groups[stored.group] = _Group(stored.kind, stored.window)
+        if stored.tier != DEVICE:
+            return None
+        room = self.rows_max - len(self)
+        for block in stored.hashes:
+            copies = group.held.get(block, 0)
+            if not copies:
+                if room <= 0:
+                    self.cut = True
+                    self.counts.skipped += 1
+                    continue
+                room -= 1
+            group.held[block] = copies + 1 if self.counting else 1
+        return None
+
+    def _remove_from_group(self, removed: Removed) -> None:
+        group = self.groups.get(removed.group)
+        if group is None or removed.tier != DEVICE:
+            return
+        for at, block in enumerate(removed.hashes):
+            told = removed.copies_left
+            left = group.held.get(block, 1) - 1 if told is None else told[at]
+            if left > 0:
+                group.held[block] = left
+            else:
+                group.held.pop(block, None)
+
+    def _name_all(self) -> None:
+        """From now on it matters which block of the engine ends where."""
+        for tier in self.tiers.values():
+            self._named.update((key, block) for block, key in tier.ends.items())
+            self._named.update((key >> _STEP_BITS, block) for block, key in tier.inner.items())

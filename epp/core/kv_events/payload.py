@@ -1,0 +1,495 @@
+"""The payload of one KV-event message to events: msgpack, whichever engine and release wrote it.
+
+`[time, [event, ...], rank]`. An event is an array, `["BlockStored", ...]`, of vLLM before 0.24 and of
+SGLang, or a map with a member `type` since. Members may be missing at the end of an array and
+anywhere in a map; those that are not known are skipped. A hash is an integer, signed or not, or the
+bytes of a digest, of which the last eight count.
+
+Nothing here raises because of what an engine writes. What cannot be read is a `Fault`, by its reason:
+one whose loss may leave a block that is gone believed to be held says so.
+"""
+
+import sys
+from array import array
+from collections.abc import Sequence
+from enum import StrEnum
+from typing import Any, Final, TypeAlias
+
+import msgspec
+from msgspec import Raw, Struct
+from msgspec.msgpack import Decoder
+
+PAYLOAD_BYTES_MAX: Final = 16 * 1024 * 1024
+BLOCKS_MAX: Final = 65_536
+"""Of all events of one payload together: 4 million tokens in blocks of 64."""
+EVENTS_MAX: Final = 65_536
+TIER_CHARACTERS_MAX: Final = 32
+NAME_CHARACTERS_MAX: Final = 256
+"""Of adapters, salts, media and kinds of groups, where they are longer the block is not known."""
+DEVICE: Final = "gpu"
+"""The tier of a block of which none is told."""
+GROUP_MAX: Final = 255
+_HASH_MASK: Final = 2**64 - 1
+
+
+class Fault(StrEnum):
+    """Why an event, or a whole payload, is not known."""
+
+    TOO_LARGE = "too large"
+    NOT_A_BATCH = "not a batch"
+    """It is not msgpack, or not a time, a list of events and a rank."""
+    TOO_MANY = "too many blocks"
+    REMOVAL = "unreadable removal"
+    """What it removed is still believed to be held."""
+    CLEARING = "unreadable clearing"
+    STORE = "unreadable store"
+    """A hash, an id or a size is none."""
+    NOT_DENSE = "not dense"
+    """It lists some of the blocks and the tokens of all, as groups with a window do."""
+    UNKNOWN_TYPE = "unknown type"
+    KEYS = "unknown keys"
+    """More than the tokens decides what its blocks are, and it cannot be told what."""
+
+    @property
+    def may_hide_a_removal(self) -> bool:
+        """What was believed of the endpoint before may not hold any more."""
+        return self in _HIDES
+
+
+_HIDES: Final = frozenset(
+    {Fault.TOO_LARGE, Fault.NOT_A_BATCH, Fault.TOO_MANY, Fault.REMOVAL, Fault.CLEARING}
+)
+
+
+class BlockExtra(Struct, frozen=True, gc=False):
+    """What decides beside its tokens what a block is."""
+
+    media: tuple[tuple[str, int], ...] = ()
+    """What begins in it: an identifier, and at which token of the block; in their order."""
+    salt: str = ""
+
+
+class Stored(Struct, frozen=True, gc=False):
+    """An endpoint holds a run of consecutive blocks."""
+
+    hashes: list[int]
+    """The engine's, 64 bits each."""
+    parent: int | None = None
+    """That of the block before the first; None: there is none."""
+    tokens: bytes = b""
+    """The ids of all blocks, 4 little-endian bytes each; b"": they are not told, only hashes."""
+    block_tokens: int = 0
+    tier: str = DEVICE
+    """Lower case."""
+    adapter: str = ""
+    extras: tuple[BlockExtra, ...] = ()
+    """One a block; (): none has any."""
+    group: int = 0
+    kind: str = ""
+    """Of the group; "": not told."""
+    window: int = 0
+    """Tokens that the group looks back, where it does not look back to the start."""
+    sparse: bool = False
+    """Of its group only some blocks are kept: `tokens` are not those of `hashes`, and not kept."""
+    local: bool = True
+    """False: held elsewhere, any endpoint can load it."""
+
+
+class Removed(Struct, frozen=True, gc=False):
+    """An endpoint does not hold blocks any more, or holds one copy less."""
+
+    hashes: list[int]
+    tier: str = DEVICE
+    group: int = 0
+    copies_left: list[int] | None = None
+    """One a hash, where the engine counts itself."""
+    local: bool = True
+
+
+class Cleared(Struct, frozen=True, gc=False):
+    """An endpoint holds nothing any more."""
+
+
+Event: TypeAlias = Stored | Removed | Cleared
+
+
+class Batch(Struct, frozen=True, kw_only=True):
+    """What one payload tells, in its order."""
+
+    events: tuple[Event, ...] = ()
+    faults: tuple[Fault, ...] = ()
+    at_s: float = 0.0
+    """By the engine's clock, since 1970."""
+    rank: int = 0
+
+    @property
+    def broken(self) -> bool:
+        """What was believed of the endpoint before may not hold any more."""
+        return any(fault.may_hide_a_removal for fault in self.faults)
+
+
+# --- as engines write them ----------------------------------------------------------------------
+
+_Hash: TypeAlias = int | bytes
+
+
+class _Stored(Struct, gc=False):
+    block_hashes: list[_Hash]
+    parent_block_hash: _Hash | None = None
+    token_ids: list[int] | None = None
+    block_size: int = 0
+    lora_id: int | str | None = None
+    medium: str | None = None
+    lora_name: str | None = None
+    extra_keys: list[Any] | None = None
+    group_idx: int | None = None
+    kv_cache_spec_kind: str | None = None
+    kv_cache_spec_sliding_window: int | None = None
+
+
+class _Removed(Struct, gc=False):
+    block_hashes: list[_Hash]
+    medium: str | None = None
+    group_idx: int | None = None
+
+
+class _StoredArray(_Stored, array_like=True, tag="BlockStored", gc=False):
+    pass
+
+
+class _RemovedArray(_Removed, array_like=True, tag="BlockRemoved", gc=False):
+    pass
+
+
+class _ClearedArray(Struct, array_like=True, tag="AllBlocksCleared", gc=False):
+    pass
+
+
+class _StoredMap(_Stored, tag_field="type", tag="BlockStored", gc=False):
+    locality: str | None = None
+    cache_salt: str | None = None
+
+
+class _RemovedMap(_Removed, tag_field="type", tag="BlockRemoved", gc=False):
+    locality: str | None = None
+    remaining_copy_counts: list[int] | None = None
+
+
+class _ClearedMap(Struct, tag_field="type", tag="AllBlocksCleared", gc=False):
+    pass
+
+
+class _Envelope(Struct, array_like=True, gc=False):
+    ts: float
+    events: Raw
+    rank: int | None = None
+
+
+_Array: TypeAlias = _StoredArray | _RemovedArray | _ClearedArray
+_Map: TypeAlias = _StoredMap | _RemovedMap | _ClearedMap
+
+_decode_envelope: Final = Decoder(_Envelope).decode
+_decode_arrays: Final = Decoder(list[_Array]).decode
+_decode_maps: Final = Decoder(list[_Map]).decode
+_decode_array: Final = Decoder(_Array).decode
+_decode_map: Final = Decoder(_Map).decode
+_decode_list: Final = Decoder(list[Raw]).decode
+
+_UNREADABLE: Final = (
+    msgspec.MsgspecError,
+    TypeError,
+    ValueError,
+    OverflowError,
+    RecursionError,
+    MemoryError,
+)
+"""What decoding and converting raise for what an engine wrote, deeply nested pieces included."""
+
+_FAULT_OF: Final = {
+    "BlockStored": Fault.STORE,
+    "BlockRemoved": Fault.REMOVAL,
+    "AllBlocksCleared": Fault.CLEARING,
+}
+
+# First bytes of msgpack's values.
+_FIXMAP: Final = range(0x80, 0x90)
+_MAPS: Final = (0xDE, 0xDF)
+_ARRAY16: Final = 0xDC
+_ARRAY32: Final = 0xDD
+
+
+def read_payload(payload: bytes) -> Batch:
+    """The events of `payload`, in its order, and what of it cannot be known."""
+    if len(payload) > PAYLOAD_BYTES_MAX:
+        return Batch(faults=(Fault.TOO_LARGE,))
+    try:
+        envelope = _decode_envelope(payload)
+        raw = memoryview(envelope.events)
+        first, count = _first_of(raw)
+    except (*_UNREADABLE, IndexError):
+        return Batch(faults=(Fault.NOT_A_BATCH,))
+    if count > EVENTS_MAX:
+        return Batch(faults=(Fault.TOO_MANY,))
+    maps = first in _FIXMAP or first in _MAPS
+    faults: list[Fault] = []
+    # What it is made of is asked at each, by its class.
+    read: list[Any] = []
+    try:
+        read += _decode_maps(raw) if maps else _decode_arrays(raw)
+    except _UNREADABLE:
+        read = _one_by_one(raw, faults)
+    events: list[Event] = []
+    run: _Removed | None = None
+    removed: list[int] = []
+    blocks = 0
+    for each in read:
+        if run is not None and _goes_on(run, each):
+            # One a block is what engines write, and most of what they write.
+            try:
+                removed += _hashes(each.block_hashes)
+            except _UNREADABLE:
+                faults.append(Fault.REMOVAL)
+            continue
+        blocks += len(removed)
+        run, removed = None, []
+        found = _event(each)
+        if isinstance(found, Fault):
+            faults.append(found)
+            continue
+        if type(found) is Removed:
+            run, removed = each, found.hashes
+        elif type(found) is Stored:
+            blocks += len(found.hashes)
+        events.append(found)
+    blocks += len(removed)
+    if blocks > BLOCKS_MAX:
+        return Batch(faults=(*faults, Fault.TOO_MANY))
+    rank = envelope.rank
+    return Batch(
+        events=tuple(events),
+        faults=tuple(faults),
+        at_s=envelope.ts,
+        rank=rank if rank is not None and 0 <= rank <= 0xFFFF else 0,
+    )
+
+
+def _goes_on(run: _Removed, other: Any) -> bool:
+    """Whether `other` removes blocks as `run` does, from which only their hashes differ."""
+    kind = type(other)
+    if kind is not type(run) or not isinstance(other, _Removed):
+        return False
+    if other.medium != run.medium or other.group_idx != run.group_idx:
+        return False
+    if kind is _RemovedArray:
+        return True
+    return _plain(run) and _plain(other)
+
+
+def _plain(read: Any) -> bool:
+    return read.locality is None and read.remaining_copy_counts is None
+
+
+def _first_of(events: memoryview) -> tuple[int, int]:
+    """The first byte of the first event, and how many there are. Raises `ValueError`."""
+    head = events[0]
+    if head & 0xF0 == 0x90:
+        start, count = 1, head & 0x0F
+    elif head == _ARRAY16:
+        start, count = 3, int.from_bytes(events[1:3], "big")
+    elif head == _ARRAY32:
+        start, count = 5, int.from_bytes(events[1:5], "big")
+    else:
+        raise ValueError("events are no list")
+    return (events[start] if count else head), count
+
+
+def _one_by_one(raw: memoryview, faults: list[Fault]) -> list[Any]:
+    """The events of a payload that cannot be read as a whole; those that cannot be are `faults`."""
+    read: list[Any] = []
+    try:
+        pieces = _decode_list(raw)
+    except _UNREADABLE:
+        faults.append(Fault.NOT_A_BATCH)
+        return read
+    for piece in pieces:
+        view = memoryview(piece)
+        maps = view[0] in _FIXMAP or view[0] in _MAPS
+        try:
+            read.append(_decode_map(view) if maps else _decode_array(view))
+        except _UNREADABLE:
+            faults.append(_why(view))
+    return read
+
+
+def _why(event: memoryview) -> Fault:
+    """What is lost with an event that cannot be read."""
+    try:
+        found: Any = msgspec.msgpack.decode(event)
+    except _UNREADABLE:
+        return Fault.REMOVAL
+    match found:
+        case {"type": str(tag)} | [str(tag), *_]:
+            return _FAULT_OF.get(tag, Fault.UNKNOWN_TYPE)
+        case _:
+            return Fault.REMOVAL
+
+
+# --- as they are known --------------------------------------------------------------------------
+
+
+def _event(read: Any) -> Event | Fault:
+    if isinstance(read, _Removed):
+        try:
+            return _removed(read)
+        except _UNREADABLE:
+            return Fault.REMOVAL
+    if isinstance(read, _Stored):
+        try:
+            return _stored(read)
+        except _UNREADABLE:
+            return Fault.STORE
+    return _CLEARED
+
+
+def _stored(read: _Stored) -> Stored | Fault:
+    hashes = _hashes(read.block_hashes)
+    told_parent = read.parent_block_hash
+    parent = None if told_parent is None else _hash(told_parent)
+    block_tokens = read.block_size
+    ids = read.token_ids or ()
+    group = read.group_idx or 0
+    if not (0 <= block_tokens <= BLOCKS_MAX and 0 <= group <= GROUP_MAX):
+        return Fault.STORE
+    sparse = bool(ids) and len(ids) != len(hashes) * block_tokens
+    adapter = read.lora_name or ""
+    if not adapter and read.lora_id is not None:
+        # Old releases tell a number alone, which depends on the order of loading; vLLM counts from 1.
+        if isinstance(read.lora_id, str):
+            adapter = read.lora_id
+        elif read.lora_id > 0:
+            return Fault.KEYS
+    extras: tuple[BlockExtra, ...] = ()
+    if read.extra_keys is not None and any(read.extra_keys):
+        known = _extras(read.extra_keys, adapter, block_tokens, starts=parent is None)
+        if known is None or len(known) != len(hashes):
+            return Fault.KEYS
+        extras = known
+    local, salt = True, ""
+    if isinstance(read, _StoredMap):
+        local = read.locality is None or read.locality.upper() != "REMOTE"
+        salt = read.cache_salt or ""
+    if salt and parent is None and hashes:
+        first, *others = extras or (_NO_EXTRA,) * len(hashes)
+        extras = (BlockExtra(first.media, salt), *others)
+    tier = _tier(read.medium)
+    kind = read.kv_cache_spec_kind or ""
+    if tier is None or max(len(adapter), len(kind), len(salt)) > NAME_CHARACTERS_MAX:
+        return Fault.KEYS
+    return Stored(
+        hashes,
+        parent,
+        b"" if sparse else _ids(ids),
+        block_tokens,
+        tier,
+        adapter,
+        extras,
+        group,
+        kind,
+        max(0, read.kv_cache_spec_sliding_window or 0),
+        sparse,
+        local,
+    )
+
+
+def _removed(read: _Removed) -> Removed | Fault:
+    tier = _tier(read.medium)
+    group = read.group_idx or 0
+    if tier is None or not 0 <= group <= GROUP_MAX:
+        return Fault.REMOVAL
+    copies, local = None, True
+    if type(read) is _RemovedMap:
+        local = read.locality is None or read.locality.upper() != "REMOTE"
+        copies = read.remaining_copy_counts
+        if copies is not None and len(copies) != len(read.block_hashes):
+            return Fault.REMOVAL
+    return Removed(_hashes(read.block_hashes), tier, group, copies, local)
+
+
+def _hashes(told: list[_Hash]) -> list[int]:
+    mask = _HASH_MASK
+    return [each & mask if type(each) is int else _hash(each) for each in told]
+
+
+def _hash(told: _Hash) -> int:
+    """The low 64 bits."""
+    if isinstance(told, int):
+        return told & _HASH_MASK
+    if not 8 <= len(told) <= 64:
+        raise ValueError("a digest has 8 to 64 bytes")
+    return int.from_bytes(told[-8:], "big")
+
+
+def _ids(told: Sequence[int]) -> bytes:
+    """4 little-endian bytes each. Raises `OverflowError` for what is no id."""
+    words = array("I", told)
+    if sys.byteorder == "big":
+        words.byteswap()
+    return words.tobytes()
+
+
+def _tier(medium: str | None) -> str | None:
+    """In lower case, "" and nothing are the device; None: it is no name."""
+    if medium == "GPU":
+        return DEVICE
+    if not medium:
+        return DEVICE
+    return medium.lower() if len(medium) <= TIER_CHARACTERS_MAX else None
+
+
+def _extras(
+    told: list[Any], adapter: str, block_tokens: int, *, starts: bool
+) -> tuple[BlockExtra, ...] | None:
+    """One a block; None: what they mean cannot be told.
+
+    They are not tagged. The adapter's name comes first, then media as (identifier, offset from the
+    start of the block), then the salt, of a first block alone, then the digest of embeddings, as
+    bytes. Around 0.18 media came as bare identifiers, which do not say where they begin.
+    """
+    found: list[BlockExtra] = []
+    for number, keys in enumerate(told):
+        if keys is None:
+            found.append(_NO_EXTRA)
+            continue
+        extra = _extra(keys, adapter, block_tokens, first=starts and number == 0)
+        if extra is None:
+            return None
+        found.append(extra)
+    return tuple(found)
+
+
+def _extra(keys: Any, adapter: str, block_tokens: int, *, first: bool) -> BlockExtra | None:
+    if not isinstance(keys, list):
+        return None
+    media: list[tuple[str, int]] = []
+    salt = ""
+    for at, key in enumerate(keys):
+        if adapter and at == 0 and key == adapter:
+            continue
+        match key:
+            case [str(identifier), int(offset)] if offset < block_tokens:
+                if offset >= 0:
+                    media.append((identifier, offset))
+                elif first:
+                    return None
+            case str() if first and at == len(keys) - 1:
+                salt = key
+            case _:
+                return None
+    names = (salt, *(identifier for identifier, _ in media))
+    if max(map(len, names)) > NAME_CHARACTERS_MAX:
+        return None
+    return BlockExtra(tuple(media), salt)
+
+
+_NO_EXTRA: Final = BlockExtra()
+_CLEARED: Final = Cleared()

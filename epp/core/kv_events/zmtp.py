@@ -1,0 +1,201 @@
+"""ZMTP 3.0 without I/O: what a subscriber, or one who asks a router, says and hears on one connection.
+
+As RFC 23 has it, with the mechanism NULL: a greeting of 64 bytes, a command READY each way, then
+messages of frames. We greet as 3.0, so that subscriptions are messages and nobody pings; who does is
+answered. Everything has a limit, and what is not understood ends the connection.
+"""
+
+from enum import StrEnum
+from typing import Final, TypeAlias
+
+FRAME_BYTES_MAX: Final = 16 * 1024 * 1024 + 1024
+MESSAGE_BYTES_MAX: Final = 2 * FRAME_BYTES_MAX
+PARTS_MAX: Final = 16
+COMMAND_BYTES_MAX: Final = 64 * 1024
+
+_GREETING_BYTES: Final = 64
+_MECHANISM: Final = b"NULL".ljust(20, b"\0")
+_GREETING: Final = b"\xff" + bytes(8) + b"\x7f" + b"\x03\x00" + _MECHANISM + b"\0" + bytes(31)
+_MORE: Final = 0x01
+_LONG: Final = 0x02
+_COMMAND: Final = 0x04
+_SHORT_MAX: Final = 255
+
+Message: TypeAlias = tuple[bytes, ...]
+
+
+class SocketType(StrEnum):
+    SUB = "SUB"
+    DEALER = "DEALER"
+
+
+_PEERS: Final = {SocketType.SUB: (b"PUB", b"XPUB"), SocketType.DEALER: (b"ROUTER",)}
+
+
+class ZmtpError(Exception):
+    """The peer speaks another protocol, or breaks this one. One sentence, of its text nothing."""
+
+
+class ZmtpConnection:
+    """One side of a connection. `feed` what arrives, send what `to_send` returns."""
+
+    def __init__(self, socket_type: SocketType, *, topic: bytes = b"") -> None:
+        """`topic`: what the messages must begin with that a subscriber hears."""
+        self._type = socket_type
+        self._topic = topic
+        self._wire = bytearray()
+        self._at = 0
+        self._outgoing = bytearray(_GREETING)
+        self._greeted = False
+        self.ready = False
+        """Both sides have said who they are; a subscriber has subscribed."""
+        self._parts: list[bytes] = []
+        self._parts_bytes = 0
+
+    def to_send(self) -> bytes:
+        """What is to be sent now, once."""
+        data = bytes(self._outgoing)
+        self._outgoing.clear()
+        return data
+
+    def send(self, message: Message) -> None:
+        """Send `message` next."""
+        last = len(message) - 1
+        for number, part in enumerate(message):
+            self._frame(part, _MORE if number < last else 0)
+
+    def feed(self, data: bytes) -> list[Message]:
+        """The messages that are whole with `data`. Raises `ZmtpError`."""
+        self._wire += data
+        found: list[Message] = []
+        if not self._greeted and not self._read_greeting():
+            return found
+        while (frame := self._next_frame()) is not None:
+            flags, body = frame
+            if flags & _COMMAND:
+                self._read_command(body)
+                continue
+            if not self.ready:
+                raise ZmtpError("sent a message before it was ready")
+            self._parts.append(body)
+            self._parts_bytes += len(body)
+            if len(self._parts) > PARTS_MAX or self._parts_bytes > MESSAGE_BYTES_MAX:
+                raise ZmtpError(f"sent a message of more than {PARTS_MAX} parts or too many bytes")
+            if not flags & _MORE:
+                found.append(tuple(self._parts))
+                self._parts = []
+                self._parts_bytes = 0
+        # What is read is let go in one cut, not frame by frame.
+        del self._wire[: self._at]
+        self._at = 0
+        return found
+
+    def _read_greeting(self) -> bool:
+        wire = self._wire
+        if wire[:1] != b"\xff"[: len(wire)] or (len(wire) > 9 and not wire[9] & 1):
+            raise ZmtpError("greets as no ZMTP 3 peer does")
+        if len(wire) < _GREETING_BYTES:
+            return False
+        if wire[10] < 3:
+            raise ZmtpError(f"speaks ZMTP {wire[10]}, expected 3")
+        if bytes(wire[12:32]) != _MECHANISM:
+            raise ZmtpError("demands a security mechanism, expected NULL")
+        self._greeted = True
+        self._at = _GREETING_BYTES
+        name = b"Socket-Type"
+        value = self._type.value.encode()
+        body = b"\x05READY" + bytes([len(name)]) + name + len(value).to_bytes(4, "big") + value
+        if self._type is SocketType.DEALER:
+            body += b"\x08Identity" + bytes(4)
+        self._frame(body, _COMMAND)
+        return True
+
+    def _next_frame(self) -> tuple[int, bytes] | None:
+        wire, at = self._wire, self._at
+        if len(wire) < at + 2:
+            return None
+        flags = wire[at]
+        if flags & ~(_MORE | _LONG | _COMMAND):
+            raise ZmtpError("sent a frame with unknown flags")
+        if flags & _LONG:
+            start = at + 9
+            if len(wire) < start:
+                return None
+            size = int.from_bytes(wire[at + 1 : start], "big")
+        else:
+            start = at + 2
+            size = wire[at + 1]
+        if size > (COMMAND_BYTES_MAX if flags & _COMMAND else FRAME_BYTES_MAX):
+            raise ZmtpError(f"sent a frame of {size} bytes")
+        if len(wire) < start + size:
+            return None
+        self._at = start + size
+        return flags, bytes(wire[start : start + size])
+
+    def _read_command(self, body: bytes) -> None:
+        length = body[0] if body else 0
+        name, rest = body[1 : 1 + length], body[1 + length :]
+        if name == b"READY":
+            if self.ready:
+                raise ZmtpError("said twice that it is ready")
+            self._check_peer(rest)
+            self.ready = True
+            if self._type is SocketType.SUB:
+                self._frame(b"\x01" + self._topic, 0)
+        elif name == b"ERROR":
+            raise ZmtpError("refused the connection")
+        elif name == b"PING":
+            # Its time to live, and what is to be repeated.
+            self._frame(b"\x04PONG" + rest[2:18], _COMMAND)
+
+    def _check_peer(self, properties: bytes) -> None:
+        at = 0
+        while at < len(properties):
+            end = at + 1 + properties[at]
+            name = properties[at + 1 : end].lower()
+            size = int.from_bytes(properties[end : end + 4], "big")
+            value = properties[end + 4 : end + 4 + size]
+            if len(value) != size or len(properties) < end + 4:
+                raise ZmtpError("says who it is in a way that cannot be read")
+            if name == b"socket-type" and value not in _PEERS[self._type]:
+                expected = " or ".join(kind.decode() for kind in _PEERS[self._type])
+                raise ZmtpError(f"is a socket of another type, expected {expected}")
+            at = end + 4 + size
+
+    def _frame(self, body: bytes, flags: int) -> None:
+        if len(body) > _SHORT_MAX:
+            self._outgoing += bytes([flags | _LONG]) + len(body).to_bytes(8, "big") + body
+        else:
+            self._outgoing += bytes([flags, len(body)]) + body
+
+
+# What travels in messages of KV events.
+
+SEQUENCE_BYTES: Final = 8
+END: Final = b"\xff" * SEQUENCE_BYTES
+"""In the place of a sequence number: nothing more was asked for."""
+
+
+def read_live(message: Message) -> tuple[int, bytes] | None:
+    """(sequence, payload) of a live message: topic, number, payload. None: it is none."""
+    if len(message) != 3 or len(message[1]) != SEQUENCE_BYTES:
+        return None
+    return int.from_bytes(message[1], "big"), message[2]
+
+
+def ask_replay(first: int) -> Message:
+    """What is sent to be told all from number `first` on."""
+    return (b"", first.to_bytes(SEQUENCE_BYTES, "big"))
+
+
+def read_replayed(message: Message) -> tuple[int, bytes] | bool | None:
+    """(sequence, payload) of an answer; True: the end marker; None: it is none.
+
+    An empty part, the topic since vLLM 0.26, number, payload.
+    """
+    number = len(message) - 2
+    if number not in (1, 2) or message[0] or len(message[number]) != SEQUENCE_BYTES:
+        return None
+    if message[number] == END:
+        return True
+    return int.from_bytes(message[number], "big"), message[number + 1]

@@ -1,0 +1,647 @@
+"""Sockets of KV events: one connection an endpoint, and one more for what was missed.
+
+ZMTP is spoken by `core/kv_events/zmtp`, on this loop and by no thread: libzmq aborts a process where it
+doubts an invariant, hides who is disconnected, and drops what a slow reader does not fetch. What
+arrives is put into subscriptions, and taken note of in turns of two milliseconds with pauses between
+them, so that an engine that never stops talking gets a third of the loop and no more; who is
+further ahead is not read from, and its engine drops what it cannot send.
+
+Where no port is configured each endpoint is asked `GET /kv_event_sources`, which vLLM answers since
+0.31; who does not know that is tried at the port that the field uses.
+"""
+
+import asyncio
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from random import Random
+from typing import Any, Final, cast
+
+import msgspec
+import structlog
+from msgspec import Struct
+
+from epp.core.decision.scheduler import Scheduler
+from epp.core.knowledge.exact_parameters import KvEventsConfig
+from epp.core.kv_events.stream import AskReplay, StreamState
+from epp.core.kv_events.zmtp import (
+    SocketType,
+    ZmtpConnection,
+    ZmtpError,
+    ask_replay,
+    read_live,
+    read_replayed,
+)
+from epp.core.subscription import Asked, Subscription
+from epp.core.types import Endpoint, MetricsTarget, Seconds
+from epp.shell.engines.loop_share import LoopShare
+from epp.shell.engines.page_client import BadResponseError, PageClient
+from epp.shell.supervision import Supervisor, forever
+
+DEFAULT_PORT: Final = 5557
+"""Of publishers, in the field."""
+SOURCES_PATH: Final = "/kv_event_sources"
+SOURCES_BYTES_MAX: Final = 64 * 1024
+ASK_S_MAX: Final[Seconds] = 2.0
+CONNECT_S_MAX: Final[Seconds] = 5.0
+BACKOFF_S: Final[Seconds] = 0.5
+BACKOFF_S_MAX: Final[Seconds] = 5.0
+NO_SOURCE_S: Final[Seconds] = 30.0
+"""Until an endpoint that has no source is asked again."""
+TRIES_BEFORE_ASKING: Final = 3
+"""Connections in vain, after which an endpoint is asked anew where its source is."""
+REPLAYS_AT_ONCE_MAX: Final = 8
+REPLAY_IDLE_S: Final[Seconds] = 2.0
+REPLAY_S_MAX: Final[Seconds] = 120.0
+WATCH_S: Final[Seconds] = 0.25
+TURN_S: Final[Seconds] = 0.002
+PAUSE_S: Final[Seconds] = 0.004
+"""Between two turns while there is more to do."""
+WAITING_BYTES_MAX: Final = 8 * 1024 * 1024
+"""Of one endpoint, that are not taken note of yet: above it is not read from."""
+
+_log = structlog.get_logger(__name__)
+
+
+class Place(Struct, frozen=True):
+    """Where one endpoint publishes."""
+
+    host: str
+    port: int
+    replay_port: int | None = None
+
+
+class _Published(Struct, gc=False):
+    """What an engine says of one rank."""
+
+    endpoint: str | None = None
+    replay_endpoint: str | None = None
+    publisher: str | None = None
+    enable_kv_cache_events: bool = True
+
+
+class SourceRow(Struct, frozen=True, kw_only=True):
+    """How one endpoint is heard, for operators."""
+
+    endpoint: str
+    state: StreamState
+    complete: bool = False
+    silent: bool = False
+    problem: str = ""
+    """Why it is not heard, in words; "": it is, or is about to be."""
+    place: str = ""
+    """Where it publishes, as far as that is known."""
+    lag_s: Seconds | None = None
+    """How old the last frame is, by the clocks of engine and picker."""
+
+
+class KVEventsSnapshot(Struct, frozen=True, kw_only=True):
+    """What all endpoints together told, for metrics; counts since the start."""
+
+    states: Mapping[str, int]
+    """How many endpoints are in each state."""
+    incomplete: int = 0
+    """Those that are live and told not all that they hold."""
+    silent: int = 0
+    events: Mapping[str, int]
+    """By type."""
+    faults: Mapping[str, int]
+    """Events and payloads that are not known, by reason."""
+    streams: Mapping[str, int]
+    """Gaps, replays and the like."""
+
+
+class _Lines(asyncio.Protocol):
+    """Carries one ZMTP connection."""
+
+    def __init__(
+        self,
+        connection: ZmtpConnection,
+        heard: Callable[[tuple[bytes, ...]], None],
+    ) -> None:
+        loop = asyncio.get_running_loop()
+        self.zmtp = connection
+        self.ready: asyncio.Future[None] = loop.create_future()
+        self.closed: asyncio.Future[str] = loop.create_future()
+        """Why, in words."""
+        self.transport: asyncio.Transport | None = None
+        self._heard = heard
+        self._paused = False
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        # What uvloop gives is one in all but its bases.
+        self.transport = cast("asyncio.Transport", transport)
+        self.flush()
+
+    def data_received(self, data: bytes) -> None:
+        try:
+            messages = self.zmtp.feed(data)
+        except ZmtpError as error:
+            self._end(str(error))
+            return
+        self.flush()
+        if self.zmtp.ready and not self.ready.done():
+            self.ready.set_result(None)
+        for message in messages:
+            self._heard(message)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._end("closed the connection" if exc is None else "lost the connection")
+
+    def flush(self) -> None:
+        """Send what is to be sent."""
+        if self.transport is not None and not self.transport.is_closing():
+            self.transport.write(self.zmtp.to_send())
+
+    def read(self, *, on: bool) -> None:
+        """Read on, or not for now."""
+        if self.transport is None or self.transport.is_closing() or on is not self._paused:
+            return
+        self._paused = not on
+        if on:
+            self.transport.resume_reading()
+        else:
+            self.transport.pause_reading()
+
+    def close(self) -> None:
+        self._end("is not listened to any more")
+
+    def _end(self, why: str) -> None:
+        if not self.closed.done():
+            self.closed.set_result(why)
+        if not self.ready.done():
+            self.ready.set_exception(ConnectionError(why))
+            # Whoever waits for it may be gone.
+            self.ready.exception()
+        if self.transport is not None:
+            self.transport.abort()
+
+
+class _Source:
+    """One endpoint."""
+
+    def __init__(self, endpoint: Endpoint, slot: int) -> None:
+        self.endpoint = endpoint
+        self.slot = slot
+        self.subscription: Subscription | None = None
+        self.place: Place | None = None
+        self.problem = ""
+        self.lines: _Lines | None = None
+        self.task: asyncio.Task[None] | None = None
+        self.replay: asyncio.Task[None] | None = None
+        self.named_silent = False
+
+
+class KVEventListener:
+    """Hears every endpoint of the pool while an index of the scheduler hears engines."""
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        *,
+        seed: int,
+        supervisor: Supervisor | None = None,
+        clock: Callable[[], Seconds] = time.monotonic,
+        wall_clock: Callable[[], Seconds] = time.time,
+    ) -> None:
+        """`seed` is for jitter alone."""
+        self._scheduler = scheduler
+        self._supervisor = supervisor or Supervisor()
+        self._clock = clock
+        self._wall_clock = wall_clock
+        self._random = Random(f"{seed}:kv-events")  # noqa: S311  jitter, not secrets
+        self._settings: KvEventsConfig | None = None
+        self._endpoints: Sequence[Endpoint] = ()
+        self._sources: dict[str, _Source] = {}
+        self._group: asyncio.TaskGroup | None = None
+        self._replays = asyncio.Semaphore(REPLAYS_AT_ONCE_MAX)
+        self._share = LoopShare(time.thread_time)
+        self._busy: deque[_Source] = deque()
+        self._turn: asyncio.Handle | None = None
+        self._gone: Counter[tuple[str, str]] = Counter()
+        """(kind, name) -> what endpoints told that are not heard any more."""
+        self._wanted = asyncio.Event()
+        """An index hears engines."""
+
+    # What the pool is.
+
+    def replace(self, endpoints: Sequence[Endpoint]) -> None:
+        """The endpoints are these from now on, and are heard as the scheduler is configured now.
+
+        It knows both already.
+        """
+        self._endpoints = endpoints
+        names = self._scheduler.hearing
+        configured: Any = next((self._scheduler.settings.indexes[name] for name in names), None)
+        settings = None if configured is None else configured.kv_events_config
+        if settings != self._settings:
+            self._settings = settings
+            for source in self._sources.values():
+                self._drop(source)
+            self._sources = {}
+        self._wanted.clear()
+        if settings is not None:
+            self._wanted.set()
+        before, self._sources = self._sources, {}
+        if self._settings is not None and self._settings.discover_pods:
+            for endpoint in endpoints:
+                slot = self._scheduler.pool.slot_of(endpoint)
+                if slot is None:
+                    continue
+                known = before.get(endpoint.endpoint_id)
+                if known is not None and _same_process(known, endpoint, slot):
+                    del before[endpoint.endpoint_id]
+                    known.endpoint = endpoint
+                    self._sources[endpoint.endpoint_id] = known
+                else:
+                    self._sources[endpoint.endpoint_id] = _Source(endpoint, slot)
+        for gone in before.values():
+            self._drop(gone)
+        self._start()
+
+    def rows(self) -> list[SourceRow]:
+        """One an endpoint that is to be heard."""
+        return [self._row(source) for source in self._sources.values()]
+
+    def row_of(self, endpoint: Endpoint) -> SourceRow | None:
+        """How `endpoint` is heard; None: it is not to be."""
+        source = self._sources.get(endpoint.endpoint_id)
+        return None if source is None else self._row(source)
+
+    def snapshot(self) -> KVEventsSnapshot | None:
+        """None: no index hears engines."""
+        if self._settings is None:
+            return None
+        rows = self.rows()
+        totals = self._gone.copy()
+        for _, subscription in self.subscriptions():
+            totals.update(_counts_of(subscription))
+        kinds: dict[str, dict[str, int]] = {"events": {}, "faults": {}, "streams": {}}
+        for (kind, name), count in totals.items():
+            kinds[kind][name] = count
+        return KVEventsSnapshot(
+            states=dict.fromkeys(map(str, StreamState), 0)
+            | Counter(str(row.state) for row in rows),
+            incomplete=sum(row.state is StreamState.LIVE and not row.complete for row in rows),
+            silent=sum(row.silent for row in rows),
+            **kinds,
+        )
+
+    def subscriptions(self) -> list[tuple[Endpoint, Subscription]]:
+        """Of the endpoints that have a source."""
+        return [
+            (source.endpoint, source.subscription)
+            for source in self._sources.values()
+            if source.subscription is not None
+        ]
+
+    async def run(self) -> None:
+        """Hear until cancelled. Owns every task and connection there is."""
+        try:
+            async with asyncio.TaskGroup() as group:
+                self._group = group
+                self.replace(self._endpoints)
+                group.create_task(
+                    self._supervisor.keep("watch KV events", self._watch), name="watch KV events"
+                )
+                await forever()
+        finally:
+            self._group = None
+            if self._turn is not None:
+                self._turn.cancel()
+                self._turn = None
+            for source in self._sources.values():
+                self._drop(source)
+            self._sources = {}
+
+    # Sources.
+
+    def _start(self) -> None:
+        if self._group is None:
+            return
+        for source in self._sources.values():
+            if source.task is None:
+                name = source.endpoint.name
+                follow = partial(self._follow, source)
+                source.task = self._group.create_task(
+                    self._supervisor.keep("hear KV events", follow, of=name),
+                    name=f"KV events {name}",
+                )
+
+    def _drop(self, source: _Source) -> None:
+        for task in (source.task, source.replay):
+            if task is not None:
+                task.cancel()
+        source.task = source.replay = None
+        if source.lines is not None:
+            source.lines.close()
+        if source.subscription is not None:
+            self._gone.update(_counts_of(source.subscription))
+            # Who is in the slot now is another.
+            if self._scheduler.pool.slot_of(source.endpoint) == source.slot:
+                source.subscription.close(self._clock())
+            source.subscription = None
+
+    async def _follow(self, source: _Source) -> None:
+        """Find where an endpoint publishes, hear it, and come back when it is gone."""
+        await asyncio.sleep(self._random.random() * BACKOFF_S)
+        tries = 0
+        while True:
+            if source.place is None or tries >= TRIES_BEFORE_ASKING:
+                tries = 0
+                await self._find(source)
+            if source.place is None:
+                await asyncio.sleep(self._jittered(NO_SOURCE_S))
+                continue
+            heard = await self._hear(source, source.place)
+            tries = 0 if heard else tries + 1
+            pause_s = min(BACKOFF_S * 2.0 ** min(tries, 10), BACKOFF_S_MAX)
+            await asyncio.sleep(self._jittered(pause_s))
+
+    def _jittered(self, pause_s: Seconds) -> Seconds:
+        return pause_s * self._random.uniform(0.8, 1.2)
+
+    async def _find(self, source: _Source) -> None:
+        """Set where `source` publishes, or why that is not known."""
+        assert self._settings is not None, "who is heard is configured"
+        discovery = self._settings.pod_discovery_config
+        host = source.endpoint.address.rpartition(":")[0].strip("[]")
+        rank = self._rank_of(source)
+        if discovery.socket_port is not None:
+            replay = discovery.replay_socket_port
+            source.place = Place(
+                host, discovery.socket_port + rank, None if replay is None else replay + rank
+            )
+            return
+        target = MetricsTarget(
+            port=int(source.endpoint.address.rpartition(":")[2]), path=SOURCES_PATH
+        )
+        account = self._share.open()
+        client = PageClient(
+            source.endpoint, target, page_bytes_max=SOURCES_BYTES_MAX, tls=None, account=account
+        )
+        replay = discovery.replay_socket_port
+        try:
+            page = await client.fetch(ASK_S_MAX)
+        except BadResponseError:
+            # An engine before vLLM 0.31, or another one.
+            source.place = Place(
+                host, DEFAULT_PORT + rank, None if replay is None else replay + rank
+            )
+            return
+        except OSError as error:
+            source.problem = f"{client.url} cannot be reached: {type(error).__name__}"
+            return
+        finally:
+            client.close()
+            account.close()
+        found = place_of(page, host, rank)
+        if isinstance(found, str):
+            source.place, source.problem = None, f"{client.url} {found}"
+        else:
+            source.place = found
+
+    def _rank_of(self, source: _Source) -> int:
+        """Data-parallel ranks are endpoints of one host, by their ports."""
+        host = source.endpoint.address.rpartition(":")[0]
+        ports = sorted(
+            int(other.endpoint.address.rpartition(":")[2])
+            for other in self._sources.values()
+            if other.endpoint.address.rpartition(":")[0] == host
+            and _pod_of(other.endpoint) == _pod_of(source.endpoint)
+        )
+        return ports.index(int(source.endpoint.address.rpartition(":")[2]))
+
+    async def _hear(self, source: _Source, place: Place) -> bool:
+        """Hear until the connection ends; whether anything was heard."""
+        loop = asyncio.get_running_loop()
+        subscription = source.subscription
+        if subscription is None:
+            subscription = source.subscription = Subscription(
+                self._scheduler,
+                source.slot,
+                replays=place.replay_port is not None,
+                now=self._clock(),
+            )
+        topic = b"" if self._settings is None else self._settings.topic_filter.encode()
+        zmtp = ZmtpConnection(SocketType.SUB, topic=topic)
+        lines: _Lines | None = None
+        try:
+            async with asyncio.timeout(CONNECT_S_MAX):
+                _, lines = await loop.create_connection(
+                    lambda: _Lines(zmtp, partial(self._received, source)), place.host, place.port
+                )
+                source.lines = lines
+                await lines.ready
+            source.problem = ""
+            self._ask(source, subscription.connected(self._clock()))
+            why = await lines.closed
+            source.problem = f"{_spelt(place)} {why}"
+        except (OSError, TimeoutError) as error:
+            # A ZMTP error is told in a sentence, one of the system by its type.
+            what = str(error) if type(error) is ConnectionError else type(error).__name__
+            source.problem = f"{_spelt(place)} cannot be heard: {what}"
+            return False
+        finally:
+            source.lines = None
+            if lines is not None:
+                lines.close()
+            if source.replay is not None:
+                source.replay.cancel()
+                source.replay = None
+            if source.subscription is subscription:
+                self._ask(source, subscription.disconnected(self._clock()))
+        return True
+
+    def _received(self, source: _Source, message: tuple[bytes, ...]) -> None:
+        subscription = source.subscription
+        if subscription is None:
+            return
+        live = read_live(message)
+        if live is None:
+            subscription.unreadable += 1
+            return
+        self._ask(source, subscription.received(*live, self._clock()))
+
+    def _ask(self, source: _Source, asked: Sequence[Asked]) -> None:
+        """Do what a subscription wants, and see that what came is taken note of."""
+        place = source.place
+        for question in asked:
+            if not isinstance(question, AskReplay) or place is None or self._group is None:
+                continue
+            if source.replay is not None:
+                source.replay.cancel()
+            source.replay = self._group.create_task(
+                self._replay(source, place, question.first),
+                name=f"KV events again {source.endpoint.name}",
+            )
+        subscription = source.subscription
+        if subscription is None or not subscription.works:
+            return
+        if source not in self._busy:
+            self._busy.append(source)
+        if source.lines is not None and subscription.waiting_bytes > WAITING_BYTES_MAX:
+            source.lines.read(on=False)
+        if self._turn is None:
+            self._turn = asyncio.get_running_loop().call_soon(self._work)
+
+    def _work(self) -> None:
+        """Take note of what came, for `TURN_S`, of one endpoint after the other."""
+        self._turn = None
+        until_s = self._clock() + TURN_S
+        while self._busy and self._clock() < until_s:
+            source = self._busy.popleft()
+            subscription = source.subscription
+            if subscription is None:
+                continue
+            asked = subscription.work(self._clock(), blocks_max=256)
+            if subscription.works:
+                self._busy.append(source)
+            if source.lines is not None and subscription.waiting_bytes <= WAITING_BYTES_MAX // 2:
+                source.lines.read(on=True)
+            if asked:
+                self._ask(source, asked)
+        if self._busy and self._turn is None:
+            self._turn = asyncio.get_running_loop().call_later(PAUSE_S, self._work)
+
+    async def _replay(self, source: _Source, place: Place, first: int) -> None:
+        """Ask for what was missed; what comes is gathered first, so that nothing waits for us."""
+        subscription = source.subscription
+        if subscription is None or place.replay_port is None:
+            return
+        marked = False
+        arrived = asyncio.Event()
+
+        def heard(message: tuple[bytes, ...]) -> None:
+            nonlocal marked
+            found = read_replayed(message)
+            if found is True:
+                marked = True
+            elif isinstance(found, tuple):
+                subscription.replayed(*found, self._clock())
+            arrived.set()
+
+        lines: _Lines | None = None
+        try:
+            async with self._replays, asyncio.timeout(REPLAY_S_MAX):
+                async with asyncio.timeout(CONNECT_S_MAX):
+                    _, lines = await asyncio.get_running_loop().create_connection(
+                        lambda: _Lines(ZmtpConnection(SocketType.DEALER), heard),
+                        place.host,
+                        place.replay_port,
+                    )
+                    await lines.ready
+                lines.zmtp.send(ask_replay(first))
+                lines.flush()
+                while not marked and not lines.closed.done():
+                    arrived.clear()
+                    async with asyncio.timeout(REPLAY_IDLE_S):
+                        await arrived.wait()
+        except (OSError, TimeoutError) as error:
+            _log.debug(
+                "KV events were not told again",
+                endpoint=source.endpoint.name,
+                problem=type(error).__name__,
+            )
+        finally:
+            if lines is not None:
+                lines.close()
+        source.replay = None
+        if source.subscription is subscription:
+            self._ask(source, subscription.replay_ended(self._clock(), marked=marked))
+
+    async def _watch(self) -> None:
+        while True:
+            await self._wanted.wait()
+            await asyncio.sleep(WATCH_S)
+            now = self._clock()
+            for source in self._sources.values():
+                subscription = source.subscription
+                if subscription is None:
+                    continue
+                self._ask(source, subscription.watch(now))
+                silent = subscription.stream.silent
+                if silent is not source.named_silent:
+                    source.named_silent = silent
+                    if silent:
+                        _log.warning(
+                            "KV events are silent while the engine works",
+                            endpoint=source.endpoint.name,
+                            source="" if source.place is None else _spelt(source.place),
+                        )
+
+    def _row(self, source: _Source) -> SourceRow:
+        subscription = source.subscription
+        place = "" if source.place is None else _spelt(source.place)
+        if subscription is None:
+            return SourceRow(
+                endpoint=source.endpoint.name,
+                state=StreamState.NONE,
+                problem=source.problem,
+                place=place,
+            )
+        told_at_s = subscription.engine_clock_s
+        return SourceRow(
+            endpoint=source.endpoint.name,
+            state=subscription.state,
+            complete=subscription.complete,
+            silent=subscription.stream.silent,
+            problem=source.problem,
+            place=place,
+            lag_s=None if told_at_s is None else self._wall_clock() - told_at_s,
+        )
+
+
+def _counts_of(subscription: Subscription) -> dict[tuple[str, str], int]:
+    streams = msgspec.structs.asdict(subscription.stream.counts)
+    streams["unreadable"] = subscription.unreadable
+    return {
+        **{("events", name): count for name, count in subscription.events.items()},
+        **{("faults", fault.value): count for fault, count in subscription.faults.items()},
+        **{("streams", name): count for name, count in streams.items()},
+    }
+
+
+def place_of(page: bytes, host: str, rank: int) -> Place | str:
+    """Where an engine that answers `page` publishes its rank `rank`; or why that is not known.
+
+    Its host is taken for ours: an engine does not say where else this picker connects to.
+    """
+    try:
+        ranks = msgspec.json.decode(page, type=dict[str, _Published])
+    except (msgspec.MsgspecError, ValueError, RecursionError):
+        return "answered with something else than sources by rank"
+    config = ranks.get(str(rank))
+    if config is None and len(ranks) == 1:
+        config = next(iter(ranks.values()))
+    if config is None:
+        return f"names no source of rank {rank}" if ranks else "names no source"
+    port = _port_of(config.endpoint)
+    if not config.enable_kv_cache_events or config.publisher == "null" or port is None:
+        return "names no source that publishes to a port of tcp"
+    return Place(host, port, _port_of(config.replay_endpoint))
+
+
+def _port_of(endpoint: str | None) -> int | None:
+    if endpoint is None or not endpoint.startswith("tcp://"):
+        return None
+    port = endpoint.rpartition(":")[2]
+    return int(port) if port.isascii() and port.isdigit() and 0 < int(port[:6]) < 65_536 else None
+
+
+def _same_process(known: _Source, endpoint: Endpoint, slot: int) -> bool:
+    return (known.endpoint.address, known.endpoint.incarnation, known.slot) == (
+        endpoint.address,
+        endpoint.incarnation,
+        slot,
+    )
+
+
+def _pod_of(endpoint: Endpoint) -> str:
+    return endpoint.endpoint_id.rpartition(":")[0]
+
+
+def _spelt(place: Place) -> str:
+    host = f"[{place.host}]" if ":" in place.host else place.host
+    return f"tcp://{host}:{place.port}"

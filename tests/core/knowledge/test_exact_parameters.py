@@ -1,0 +1,78 @@
+import msgspec
+import pytest
+
+from epp.configuration.document import decode
+from epp.core.knowledge.exact_parameters import PrecisePrefixCacheParameters
+
+
+def read(**parameters):
+    return msgspec.convert(parameters, PrecisePrefixCacheParameters, dec_hook=decode)
+
+
+@pytest.mark.parametrize(
+    ("processor", "tokens"),
+    [
+        ({}, 16),
+        ({"blockSize": 64}, 64),
+        ({"blockSizeTokens": 32}, 32),
+        ({"blockSizeTokens": 32, "blockSize": 64, "hashSeed": "42", "hashAlgorithm": "xxh64"}, 32),
+    ],
+)
+def test_the_newer_name_of_the_block_size_counts(processor, tokens):
+    assert read(tokenProcessorConfig=processor).block_tokens == tokens
+
+
+def test_all_that_the_samples_of_the_field_write_is_read():
+    """Durations as text, or in nanoseconds."""
+    parameters = read(
+        tokenProcessorConfig={"blockSize": 16},
+        kvEventsConfig={
+            "zmqEndpoint": "tcp://0.0.0.0:5557",
+            "topicFilter": "kv@",
+            "concurrency": 4,
+            "engineType": "sglang",
+            "discoverPods": False,
+            "podDiscoveryConfig": {
+                "socketPort": 5557,
+                "replaySocketPort": 5558,
+                "podLabelSelector": "a=b",
+                "podNamespace": "default",
+            },
+        },
+        indexerConfig={
+            "kvBlockIndexConfig": {
+                "enableMetrics": True,
+                "metricsLoggingInterval": 60_000_000_000,
+                "inMemoryConfig": {"size": 100, "podCacheSize": 10},
+                "costAwareMemoryConfig": {"size": "2GiB"},
+            },
+            "kvCacheBackendConfigs": [{"name": "disk", "weight": 0.3}],
+        },
+        speculativeIndexing=False,
+        speculativeTTL="5s",
+    )
+    assert parameters.speculative_ttl == 5.0
+    assert parameters.kv_events_config.pod_discovery_config.replay_socket_port == 5558
+    read(indexerConfig={"kvBlockIndexConfig": {"metricsLoggingInterval": "1m"}})
+
+
+@pytest.mark.parametrize(
+    ("parameters", "sentence"),
+    [
+        ({"indexerConfig": {"kvBlockIndexConfig": {"redisConfig": {}}}}, "remove `redisConfig`"),
+        ({"indexerConfig": {"tokenizersPoolConfig": {}}}, "token-producer"),
+        ({"speculativeTTL": "0s"}, "speculativeTTL must be a duration above 0s"),
+        ({"kvEventsConfig": {"engineType": "other"}}, "other"),
+        ({"indexerConfig": {"kvBlockIndexConfig": {"metricsLoggingInterval": "x"}}}, "duration"),
+    ],
+)
+def test_what_cannot_be_obeyed_is_refused_with_a_sentence(parameters, sentence):
+    with pytest.raises(msgspec.ValidationError, match=sentence):
+        read(**parameters)
+
+
+def test_a_tier_that_is_not_listed_is_worth_less_than_the_device():
+    parameters = read(indexerConfig={"kvCacheBackendConfigs": [{"name": "CPU", "weight": 0.7}]})
+    weights = [parameters.weight_of(tier) for tier in ("gpu", "cpu", "storage")]
+    assert weights == [1.0, 0.7, 0.5]
+    assert [read().weight_of(tier) for tier in ("gpu", "cpu")] == [1.0, 0.8]

@@ -1,0 +1,341 @@
+import struct
+from random import Random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from epp.core.kv_events import mirror as module
+from epp.core.kv_events.mirror import Mirror
+from epp.core.kv_events.payload import BlockExtra, Fault, Removed, Stored
+from epp.core.moment import PlacedMedia
+from epp.core.prompt.token_blocks import hash_tokens, token_seed
+from tests.core.kv_events.publisher import FakeEngine
+from tests.core.kv_events.test_payload import read_payload
+
+
+def packed(tokens):
+    return struct.pack(f"<{len(tokens)}I", *tokens)
+
+
+def keys_of(tokens, block_tokens, *, adapter="", salt="", media=()):
+    """What a request with these tokens asks for."""
+    chain = hash_tokens(
+        packed(tokens),
+        media=media,
+        seed=token_seed(adapter, salt),
+        block_tokens=block_tokens,
+        blocks_max=10_000,
+    )
+    return [*struct.unpack(f"={len(chain) // 8}Q", chain)]
+
+
+class Followed:
+    """A mirror, and the keys that it says are held, by tier."""
+
+    def __init__(self, block_tokens=64, rows_max=10_000):
+        self.mirror = Mirror(block_tokens, rows_max=rows_max)
+        self.held = {}
+        self.faults = []
+
+    def take(self, *events):
+        changes = []
+        for event in events:
+            if isinstance(event, Removed):
+                self.mirror.remove(event, changes)
+            else:
+                fault = self.mirror.store(event, changes)
+                self.faults += [fault] * (fault is not None)
+        for changed in changes:
+            held = self.held.setdefault(changed.tier, set())
+            (held.update if changed.held else held.difference_update)(changed.keys)
+        return self
+
+    def keys(self, tier="gpu"):
+        return self.held.get(tier, set())
+
+
+def run(tokens, size, *, first=100, parent=None, **members):
+    """The store of a run of blocks whose hashes count from `first`."""
+    hashes = [first + at for at in range(len(tokens) // size)]
+    return Stored(hashes=hashes, parent=parent, tokens=packed(tokens), block_tokens=size, **members)
+
+
+DICE = Random(7)
+TOKENS = [DICE.getrandbits(17) for _ in range(512)]
+
+
+@pytest.mark.parametrize("size", [1, 2, 8, 16, 24, 32, 48, 64, 128, 256])
+@pytest.mark.parametrize("ours", [16, 32, 64, 100])
+def test_keys_do_not_depend_on_the_block_size_of_the_engine(size, ours):
+    """Whether ours are longer, as long, shorter, or neither divides the other."""
+    whole = len(TOKENS) // size * size
+    followed = Followed(ours).take(run(TOKENS[:whole], size))
+    assert followed.keys() == {*keys_of(TOKENS[:whole], ours)}
+
+
+@pytest.mark.parametrize("size", [1, 8, 16, 24, 64, 128])
+def test_a_run_goes_on_where_the_one_before_it_ended(size):
+    """Inside one of our blocks too."""
+    cut = 3 * size
+    whole = len(TOKENS) // size * size
+    followed = Followed().take(
+        run(TOKENS[:cut], size), run(TOKENS[cut:whole], size, first=500, parent=102)
+    )
+    assert followed.keys() == {*keys_of(TOKENS[:whole], 64)}
+
+
+def test_two_prompts_part_inside_one_of_our_blocks():
+    """At any block of the engine, not only at the end of what was stored in one go."""
+    other = [*TOKENS[:48], *range(80)]
+    followed = Followed().take(run(TOKENS[:256], 16), run(other[48:], 16, first=900, parent=102))
+    assert followed.keys() == {*keys_of(TOKENS[:256], 64), *keys_of(other, 64)}
+
+
+def test_one_of_ours_is_gone_with_the_block_in_which_it_ends():
+    """Four of the engine's make one of ours."""
+    followed = Followed().take(run(TOKENS[:128], 16), Removed([107]))
+    assert followed.keys() == {*keys_of(TOKENS[:64], 64)}
+    followed.take(Removed([106, 105, 104, 103]))
+    assert followed.keys() == set()
+    assert len(followed.mirror) == 3
+
+
+def test_several_of_ours_are_gone_with_their_block():
+    followed = Followed().take(run(TOKENS[:256], 128), Removed([101]))
+    assert followed.keys() == {*keys_of(TOKENS[:128], 64)}
+    followed.take(Removed([100]))
+    assert followed.keys() == set()
+    assert not len(followed.mirror)
+
+
+def test_each_copy_is_stored_and_removed():
+    """The last one takes it along."""
+    store = run(TOKENS[:64], 64)
+    followed = Followed().take(store, store, store, Removed([100]), Removed([100]))
+    assert len(followed.keys()) == 1
+    assert followed.mirror.copies == 1
+    followed.take(Removed([100]))
+    assert followed.keys() == set()
+
+
+def test_an_engine_that_does_not_count_is_not_counted():
+    """A removal is of all copies: too much is forgotten rather than too little."""
+    followed = Followed()
+    followed.mirror.counting = False
+    store = run(TOKENS[:64], 64)
+    followed.take(store, store, Removed([100]))
+    assert followed.keys() == set()
+
+
+def test_an_engine_that_says_how_many_copies_are_left_is_believed():
+    followed = Followed().take(run(TOKENS[:64], 64), Removed([100], copies_left=[1]))
+    assert len(followed.keys()) == 1
+    followed.take(Removed([100], copies_left=[0]))
+    assert followed.keys() == set()
+
+
+def test_more_copies_than_blocks_do_not_balance():
+    """Hits that are announced again, or removals that are told once."""
+    followed = Followed()
+    store = run(TOKENS[:128], 64)
+    for _ in range(3):
+        followed.take(store)
+    assert followed.mirror.copies == 6
+    assert followed.mirror.unbalanced(6)
+    assert not followed.mirror.unbalanced(7)
+
+
+def test_a_run_without_its_parent_waits_for_it():
+    """To hang it at the root would take one prompt for another."""
+    head, middle = run(TOKENS[:64], 16), run(TOKENS[64:96], 16, first=200, parent=103)
+    tail = run(TOKENS[96:128], 16, first=300, parent=201)
+    followed = Followed().take(tail, middle)
+    assert followed.keys() == set()
+    assert followed.mirror.floating_runs == 2
+    followed.take(head)
+    assert followed.keys() == {*keys_of(TOKENS[:128], 64)}
+    assert followed.mirror.floating_runs == 0
+    followed.take(Removed([301]))
+    assert followed.keys() == {*keys_of(TOKENS[:64], 64)}
+
+
+def test_what_is_removed_while_it_waits_is_not_held_later():
+    """Nor what follows it."""
+    followed = Followed().take(
+        run(TOKENS[64:256], 64, first=200, parent=100), Removed([201]), run(TOKENS[:64], 64)
+    )
+    assert followed.keys() == {*keys_of(TOKENS[:128], 64)}
+
+
+def test_runs_that_wait_are_bounded(monkeypatch):
+    """The oldest goes."""
+    monkeypatch.setattr(module, "FLOATING_RUNS_MAX", 2)
+    followed = Followed().take(
+        *(run(TOKENS[:64], 64, first=10 * at, parent=10 * at - 1) for at in range(1, 4))
+    )
+    assert followed.mirror.floating_runs == 2
+    assert sorted(followed.mirror._floating_at) == [20, 30]
+
+
+def test_adapters_and_salts_have_keys_of_their_own():
+    """And go on with them."""
+    salted = (BlockExtra(salt="tenant"),)
+    followed = Followed().take(
+        run(TOKENS[:64], 64, adapter="sql", extras=salted),
+        run(TOKENS[64:128], 64, first=101, parent=100, adapter="sql"),
+        run(TOKENS[:64], 64, first=300),
+    )
+    keys = keys_of(TOKENS[:128], 64, adapter="sql", salt="tenant") + keys_of(TOKENS[:64], 64)
+    assert followed.keys() == {*keys}
+    assert followed.mirror.adapters == {"sql"}
+
+
+@pytest.mark.parametrize("size", [16, 32, 64])
+def test_an_image_is_part_of_the_key_from_where_it_begins(size):
+    """Its placeholder is the same for all."""
+    media = (PlacedMedia("cat", 40, 100), PlacedMedia("dog", 150, 9))
+    extras = []
+    for start in range(0, 256, size):
+        over = [
+            (item.identifier, item.offset - start)
+            for item in media
+            if item.offset < start + size and item.offset + item.length > start
+        ]
+        extras.append(BlockExtra(tuple(pair for pair in over if pair[1] >= 0)))
+    followed = Followed().take(run(TOKENS[:256], size, extras=tuple(extras)))
+    assert followed.keys() == {*keys_of(TOKENS[:256], 64, media=media)}
+    plain = keys_of(TOKENS[:256], 64)
+    assert not followed.keys() & {*plain}
+    later = (PlacedMedia("cat", 200, 10),)
+    assert keys_of(TOKENS[:256], 64, media=later)[:3] == plain[:3]
+
+
+def test_a_tier_knows_hashes_that_the_device_told():
+    """A placeholder has no tokens."""
+    hashes = Stored(hashes=[100, 101, 555], tier="cpu")
+    followed = Followed().take(run(TOKENS[:128], 64), hashes, Removed([100, 101]))
+    assert followed.keys() == set()
+    assert followed.keys("cpu") == {*keys_of(TOKENS[:128], 64)}
+    assert followed.mirror.counts.skipped == 1
+    followed.take(run(TOKENS[128:192], 64, first=102, parent=101))
+    assert followed.keys() == {keys_of(TOKENS[:192], 64)[2]}, "it goes on where the tier ends"
+    followed.take(Removed([100, 101], "cpu"))
+    assert followed.keys("cpu") == set()
+
+
+def test_what_is_held_elsewhere_ties_nothing_to_this_endpoint():
+    followed = Followed().take(run(TOKENS[:64], 64, local=False), Removed([100], local=False))
+    assert followed.keys() == set()
+
+
+def test_tiers_are_bounded():
+    followed = Followed()
+    for number in range(50):
+        followed.take(run(TOKENS[:64], 64, tier=f"tier-{number}"))
+    assert len(followed.mirror.tiers) == module.TIERS_MAX
+
+
+def test_a_run_of_which_not_all_blocks_are_told_is_a_fault():
+    """Its tokens are not those of its hashes."""
+    followed = Followed().take(Stored(hashes=[1], block_tokens=16, sparse=True))
+    assert followed.faults == [Fault.NOT_DENSE]
+
+
+def steps_of(tokens):
+    return keys_of(tokens, 16)
+
+
+@pytest.mark.parametrize(
+    ("kind", "window", "held", "blocks"),
+    [
+        ("sliding_window", 96, range(5, 8), 4),
+        ("sliding_window", 96, range(6, 8), 0),
+        ("sliding_window", 96, [2, 3, 4, 5], 3),
+        ("sliding_window", 96, [0, 1], 1),
+        ("sliding_window", 0, range(1, 8), 0),
+        ("mamba", 0, [7], 4),
+        ("mamba", 0, [6, 3], 2),
+        ("mamba", 0, [2, 4, 6], 0),
+        ("full_attention", 0, range(6), 3),
+        ("chunked_local_attention", 128, range(4), 2),
+        ("unheard of", 0, range(8), 4),
+    ],
+)
+def test_a_hybrid_can_use_what_all_groups_hold_at_one_place(kind, window, held, blocks):
+    """Blocks of 32 tokens, eight of which make four of ours."""
+    other = Stored(
+        hashes=[100 + at for at in held],
+        block_tokens=32,
+        group=1,
+        kind=kind,
+        window=window,
+        sparse=True,
+    )
+    for events in ((run(TOKENS[:256], 32), other), (other, run(TOKENS[:256], 32))):
+        if events[0] is other and kind == "full_attention":
+            continue
+        followed = Followed().take(*events)
+        assert followed.mirror.supported(steps_of(TOKENS[:256]), 4) == blocks
+    assert Followed().take(run(TOKENS[:256], 32)).mirror.supported([], 4) == 4
+
+
+def test_a_hybrid_gives_up_blocks_by_group():
+    """Copies too."""
+    other = Stored(hashes=[101, 103], block_tokens=32, group=1, kind="mamba", sparse=True)
+    followed = Followed().take(run(TOKENS[:128], 32), other, other)
+    assert followed.mirror.supported(steps_of(TOKENS[:128]), 2) == 2
+    followed.take(Removed([103], group=1))
+    assert followed.mirror.supported(steps_of(TOKENS[:128]), 2) == 2
+    followed.take(Removed([103], group=1))
+    assert followed.mirror.supported(steps_of(TOKENS[:128]), 2) == 1
+    assert len(followed.keys()) == 2, "the group that looks back to the start has it still"
+    followed.take(Removed([103], group=7))
+    assert len(followed.keys()) == 2
+
+
+def test_what_there_is_no_room_for_is_not_kept():
+    """The head of a prompt is worth more than its tail."""
+    followed = Followed(rows_max=2).take(run(TOKENS[:256], 64))
+    assert followed.keys() == {*keys_of(TOKENS[:128], 64)}
+    assert followed.mirror.cut
+
+
+def test_what_was_stored_last_is_given_up_first():
+    followed = Followed().take(run(TOKENS[:256], 64))
+    changes = []
+    assert followed.mirror.give_up(3, changes) == 3
+    gone = [key for changed in changes for key in changed.keys]
+    assert sorted(gone) == sorted(keys_of(TOKENS[:256], 64)[1:])
+    assert followed.mirror.cut
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    st.data(),
+    st.sampled_from([1, 16, 32, 64, 128]),
+    st.sampled_from([16, 64]),
+    st.booleans(),
+    st.sampled_from(["map", "array"]),
+)
+def test_a_mirror_follows_a_pool(data, size, ours, digests, form):
+    """Random prompts with much in common, copies and all: it holds what the pool holds, and no more."""
+    engine = FakeEngine(12, size, form=form, digests=digests)
+    followed = Followed(ours)
+    for _ in range(data.draw(st.integers(1, 12))):
+        tokens = []
+        for part in data.draw(st.lists(st.integers(0, 2), min_size=1, max_size=4)):
+            tokens += [part * 1_000 + at for at in range(data.draw(st.sampled_from([7, 64, 128])))]
+        engine.serve(tokens, twins=data.draw(st.integers(1, 2)))
+        followed.take(*read_payload(engine.step()).events)
+        hit = engine.cached_tokens(tokens)
+        believed = 0
+        known = followed.keys()
+        for key in keys_of(tokens, ours)[: (len(tokens) - 1) // ours]:
+            if key not in known:
+                break
+            believed += ours
+        if size <= ours:
+            assert believed <= hit
+        if size >= 16 and size <= ours:
+            assert believed == hit // ours * ours

@@ -34,11 +34,9 @@ from epp.core.knowledge.candidates import Affinity, Floats, Ints
 from epp.core.knowledge.exact_parameters import PrecisePrefixCacheParameters
 from epp.core.knowledge.index import (
     EXACT,
-    Abilities,
     AffinityIndex,
     Heard,
     IndexMeasures,
-    Origin,
 )
 from epp.core.knowledge.prefix import PrefixIndex, PrefixIndexSettings
 from epp.core.kv_events.mirror import Changed, Mirror

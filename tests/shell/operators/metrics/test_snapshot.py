@@ -31,7 +31,7 @@ def test_a_snapshot_counts_what_is_known_and_what_is_ready():
     assert len(shown.candidates) == 3
     assert shown.ready == 2
     assert shown.set_aside == 0
-    assert set(shown.indexes) == set(scheduler.indexes)
+    assert {index.name for index in shown.indexes} == set(scheduler.indexes)
     assert (shown.memory_limit_bytes, shown.memory_pressure) == (1_000, 0)
     assert shown.load_reports == {"read": 0, "unread": 0}
     assert (shown.cluster, shown.peers) == (None, None)
@@ -75,8 +75,8 @@ def test_a_snapshot_counts_what_is_owed_to_a_peer():
         pool_snapshot(made, "", BodyBudget(1), MemoryPressure(1), None, 2.0, peers=talk)
         for made, talk in zip(pickers, talks, strict=True)
     )
-    assert [index.known_from_peers for index in first.indexes.values()] == [0]
-    assert [index.known_from_peers for index in second.indexes.values()] == [1]
+    assert [index.measures.known_from_peers for index in first.indexes] == [0]
+    assert [index.measures.known_from_peers for index in second.indexes] == [1]
     assert (first.peers, second.peers) == tuple(talks)
 
 

@@ -18,6 +18,9 @@ class Moment(Struct, frozen=True, kw_only=True):
     """Makes and reads the tokens by which a session finds its endpoint."""
     cold: bool = True
     """No endpoint holds the head of any prompt of the request."""
+    token_ids: tuple[bytes, ...] = ()
+    """Of each prompt its tokens as the engine will have them, 4 little-endian bytes an id; (): not known.
+    Set by a `Resolver` with the request that waited for them."""
 
 
 NO_MOMENT: Final = Moment()

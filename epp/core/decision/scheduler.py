@@ -549,6 +549,7 @@ class Scheduler:
             sessions_return=self._session_returns.expected,
             session_tokens=self.settings.session_tokens,
             cold=prefix is None or not prefix.matched[prefix.matched.argmax()],
+            token_ids=request.moment.token_ids,
         )
         return structs.replace(request, moment=moment)
 

@@ -128,6 +128,17 @@ class InferenceRequest(Struct, frozen=True, kw_only=True):
         end = min(blocks * HASH_BYTES, len(chain))
         return int.from_bytes(chain[end - HASH_BYTES : end], sys.byteorder) if end else None
 
+    @property
+    def token_ids(self) -> tuple[bytes, ...]:
+        """Of each prompt its tokens, 4 little-endian bytes an id, as they came or as they were found out.
+
+        (): not known.
+        """
+        return self.prompts if self.api is ApiKind.TOKENS else self.moment.token_ids
+
     def without_prompts(self) -> "InferenceRequest":
-        """The same without the prompt bytes; the chains stay."""
-        return structs.replace(self, prompts=())
+        """The same without the prompt bytes and ids; the chains stay."""
+        moment = self.moment
+        if moment.token_ids:
+            moment = structs.replace(moment, token_ids=())
+        return structs.replace(self, prompts=(), moment=moment)

@@ -28,7 +28,6 @@ from epp.configuration.compatibility import (
     DataParallelHandler,
     InflightLoadProducer,
     MetricsDataSource,
-    TokenProducer,
     refusal_of,
 )
 from epp.configuration.document import (
@@ -40,6 +39,7 @@ from epp.configuration.document import (
     read_mapping,
     sentence_of,
 )
+from epp.configuration.token_producer import TokenProducer
 from epp.configuration.trial import failing_plugins, prefix_reader
 from epp.core.decision.failures import Interrupted, place_of
 from epp.core.decision.plugin import Filter, Picker, ReadsIndex, Scorer
@@ -94,7 +94,7 @@ schedulingProfiles:
 DEFAULT_SOURCE: Final = "built-in default"
 
 T = TypeVar("T")
-P = TypeVar("P", InflightLoadProducer, OutlierEjection)
+P = TypeVar("P", InflightLoadProducer, OutlierEjection, TokenProducer)
 
 
 class PluginTables(Struct, frozen=True, kw_only=True):
@@ -163,6 +163,8 @@ class PickerConfig(Struct, frozen=True, kw_only=True):
     """How fast endpoints prefill, as far as the document says so here."""
     ejection: OutlierEjection = field(default_factory=OutlierEjection)
     """Who is set aside for being slow or failing, whatever the profile."""
+    tokens: TokenProducer = field(default_factory=TokenProducer)
+    """Who says which tokens a prompt becomes."""
     shadow: SchedulingProfile | None = None
     """Judges what `profile` decides and acts on nothing."""
     shadow_share: float = 1.0
@@ -291,6 +293,7 @@ class _Loader:
         metrics = self._read_metrics(document.get("dataLayer"))
         inflight = self._only(InflightLoadProducer)
         ejection = self._only(OutlierEjection)
+        tokens = self._only(TokenProducer)
         if self.problems or profile is None:
             raise ConfigError(self.problems)
         profiles = (profile,) if shadow is None else (profile, shadow)
@@ -311,6 +314,7 @@ class _Loader:
             metrics=metrics,
             inflight=inflight,
             ejection=ejection,
+            tokens=tokens,
             shadow=shadow,
             shadow_share=shadow_share,
             warnings=tuple(self.warnings),
@@ -449,6 +453,9 @@ class _Loader:
         if role is Role.INDEX and not self._has_blocks(where, plugin):
             return None
         self._warn_of_parameters(where, plugin, parameters)
+        if isinstance(plugin, TokenProducer):
+            for warning in plugin.warnings():
+                self.warn(f"{where}: {warning}")
         if differs := getattr(kind, "differs", ""):
             self.warn(f"{where}: {differs}")
         return ConfiguredPlugin(
@@ -500,8 +507,6 @@ class _Loader:
                 self.warn(
                     f"{where}: has no effect, each data-parallel rank is an endpoint of its own"
                 )
-            case TokenProducer(estimate=estimate) if estimate:
-                self.warn(f"{where}: parameters of `estimate` have no effect, a token is 4 bytes")
             case InflightLoadProducer(
                 add_estimated_output_tokens=adds, sync_cross_replica_state=shared
             ):

@@ -15,7 +15,7 @@ from prometheus_client import CollectorRegistry
 
 from epp.app.readiness import Readiness
 from epp.app.reloading import Concerned, Reloading, settings_of
-from epp.app.sources import Sources
+from epp.app.sources import Sources, or_start_error
 from epp.configuration.build import oldest_metrics_s
 from epp.configuration.memory_plan import memory_plan
 from epp.core.capture.witness import CaptureWitness
@@ -35,6 +35,7 @@ from epp.flags.serve import ServeFlags
 from epp.shell.engines.first_tokens import FirstTokensSeen
 from epp.shell.engines.scrape import BACKOFF_S_MAX, ScrapeFailure, Scraper
 from epp.shell.engines.sources import page_reader
+from epp.shell.engines.tokens.service import Tokens
 from epp.shell.gateway.ext_proc import ExtProc
 from epp.shell.gateway.health import Health
 from epp.shell.gateway.service import GatewayService
@@ -148,6 +149,7 @@ class EndpointPicker:
             self._states,
             peers=self.peers.rows,
             first_tokens=self._first_tokens.lately,
+            tokens=lambda: self.tokens.described(),
         )
         self._changes = (
             ConfigurationChanges(tell=self._history.changed)
@@ -190,6 +192,8 @@ class EndpointPicker:
             answered=self._scraper.answered,
             picked=self._scraper.picked,
         )
+        self.tokens = Tokens(self.observation)
+        self.tokens.accept(or_start_error(lambda: self.tokens.prepare(self.live.config.tokens)))
         self.bodies = BodyBudget(self._memory.bodies_bytes)
         self.memory_return = MemoryReturn(
             lambda: self.bodies.held_bytes,
@@ -212,6 +216,7 @@ class EndpointPicker:
             self.observation,
             self.bodies,
             seed=seed,
+            resolver=self.tokens.resolver,
         )
         self.decoder = Decoder()
         self.ext_proc = ExtProc(
@@ -249,6 +254,7 @@ class EndpointPicker:
             scheduler=self.scheduler,
             sessions=self.sessions,
             scraper=self._scraper,
+            tokens=self.tokens,
             first_tokens=self._first_tokens,
             peers=self.peers,
             telemetry=self.telemetry,
@@ -342,6 +348,7 @@ class EndpointPicker:
             "memory": self.memory_return.run,
             "garbage": GarbageCollection().run,
             "scrape": self._scraper.run,
+            "tokens": self.tokens.run,
             "standings": self._standings.run,
             **self.peers.loops(),
             **self._sources.loops(),
@@ -508,6 +515,7 @@ class EndpointPicker:
             process=self._process.snapshot(),
             first_tokens=self._first_tokens.lately(time.monotonic()),
             connected=self._gateway.connected(),
+            tokens=self.tokens.snapshots(),
         )
         if self._tracer is not None:
             shown = structs.replace(shown, spans=self._tracer.export.totals())

@@ -1,5 +1,5 @@
 """What the picker knows and did, for who asks it: /debug/config, /debug/endpoints, /debug/decisions,
-/debug/explain, /debug/peers.
+/debug/explain, /debug/tokens, /debug/peers.
 
 Plain tables, or JSON for who accepts it or asks with `?format=json`. Nothing of a prompt is shown.
 """
@@ -35,6 +35,7 @@ PAGES: Final = {
         "the last decisions and refusals; ?n= ?request_id= ?endpoint= ?model= ?refused="
     ),
     "/debug/explain": "why a request went where it went, in words; ?request_id= ?endpoint= (why not there)",
+    "/debug/tokens": "who says which tokens prompts become, how that went, and each tokenizer or renderer",
     "/debug/peers": "each replica that is shared with: since when, last heard, bytes, dropped",
 }
 """Plain tables, or JSON with ?format=json."""
@@ -61,10 +62,12 @@ class DebugPages:
         states: EndpointStates,
         peers: Callable[[], Sequence[PeerRow]] = tuple,
         first_tokens: Callable[[Seconds], Mapping[str, FirstTokens]] = lambda _: {},
+        tokens: Callable[[], dict[str, Any]] = dict,
     ) -> None:
         """`config` gives what is in force, and its generation; `peers` the other replicas;
-        `first_tokens` what engines tell of them by endpoint id.
+        `first_tokens` what engines tell of them by endpoint id; `tokens` who tells prompts' tokens.
         """
+        self._tokens = tokens
         self._first_tokens = first_tokens
         self._scheduler = scheduler
         self._recent = recent
@@ -79,6 +82,7 @@ class DebugPages:
             self._endpoints_page,
             self._decisions_page,
             self._explain_page,
+            self._tokens_page,
             self._peers_page,
         )
         made = [queue.queued(page) for page in pages]
@@ -149,11 +153,30 @@ class DebugPages:
             "older ones are not kept, and other replicas keep their own\n"
         )
 
+    async def _tokens_page(self, request: web.Request) -> web.Response:
+        told = self._tokens()
+        if _wants_json(request):
+            return _json(told)
+        lists = {name: rows for name, rows in told.items() if isinstance(rows, list)}
+        lines = [
+            f"{name:<14} {_told(value)}\n" for name, value in told.items() if name not in lists
+        ]
+        for name, rows in lists.items():
+            if rows:
+                lines.append(f"\n{name}\n{await table_in_turns(rows)}")
+        return web.Response(text="".join(lines))
+
     async def _peers_page(self, request: web.Request) -> web.Response:
         rows = [_peer_row(peer) for peer in self._peers()]
         if _wants_json(request):
             return _json({"peers": rows})
         return web.Response(text=await table_in_turns(rows))
+
+
+def _told(value: Any) -> str:
+    if isinstance(value, dict):
+        return ", ".join(f"{count} {name}" for name, count in value.items()) or "none"
+    return cell(value)
 
 
 def _peer_row(peer: PeerRow) -> Row:

@@ -36,6 +36,7 @@ NAMES = (
     "scrape",
     "hostile_pages",
     "metrics_page",
+    "tokens",
     "reload",
     "replay",
     "million",

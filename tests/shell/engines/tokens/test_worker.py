@@ -9,9 +9,7 @@ import pytest
 from epp.configuration.token_producer import LocalTokenizers
 from epp.core.prompt.token_ids import unpacked
 from epp.shell.engines.tokens.frames import (
-    FRAME_BYTES_MAX,
     Begin,
-    Cannot,
     Done,
     Job,
     Load,
@@ -163,17 +161,6 @@ def test_it_answers_frame_by_frame_until_its_input_ends(folder):
         answers.append(from_worker(rest[4 : 4 + length]))
         rest = rest[4 + length :]
     assert [type(answer) for answer in answers] == [Ready, Loaded, Done]
-
-
-def test_a_frame_without_end_is_not_read():
-    """Neither side trusts the other's length."""
-    with pytest.raises(ValueError, match="a frame has"):
-        length_of((FRAME_BYTES_MAX + 1).to_bytes(4, "little"))
-
-
-def test_why_not_is_an_answer_too():
-    """It comes back as it went."""
-    assert from_worker(framed(Cannot("why"))[4:]) == Cannot("why")
 
 
 @pytest.mark.parametrize("model", PACKAGES)

@@ -61,7 +61,7 @@ class TextEncoder:
         self._encode: Encode = self._by_tokenizers
         faster = _by_tiktoken(described)
         if faster is not None and self._alike(faster, samples):
-            self._encode = faster
+            self._encode = self._or_by_tokenizers(faster)
             self.library = "tiktoken"
         self.cut = bool(by_length) and _may_be_cut(described) and self._cuts_well(samples)
         """Whether texts are cut at special tokens."""
@@ -95,6 +95,19 @@ class TextEncoder:
         ids: Sequence[int] = encoded.ids
         return ids
 
+    def _or_by_tokenizers(self, faster: Encode) -> Encode:
+        """`faster`, and where it cannot: its patterns give up on very long runs of blanks."""
+
+        def encode(text: str) -> Sequence[int]:
+            try:
+                return faster(text)
+            except (KeyboardInterrupt, SystemExit):
+                raise
+            except BaseException:  # noqa: BLE001  a panic of its library is one
+                return self._by_tokenizers(text)
+
+        return encode
+
     def _surroundings(self) -> tuple[bytes, bytes]:
         inner = self._by_tokenizers("a")
         outer = self._whole.encode("a", add_special_tokens=True).ids
@@ -108,7 +121,9 @@ class TextEncoder:
         texts = [part for sample in samples for part in self._cuts.split(sample)[::2] if part]
         try:
             return all(list(faster(text)) == list(self._by_tokenizers(text)) for text in texts)
-        except Exception:  # noqa: BLE001  a pattern that the library cannot run
+        except (KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException:  # noqa: BLE001  a pattern that the library cannot run
             return False
 
     def _cuts_well(self, samples: Sequence[str]) -> bool:

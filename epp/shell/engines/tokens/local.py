@@ -36,8 +36,9 @@ from epp.shell.engines.tokens.question import Question, TokensResult, TokensUnkn
 QUEUE_MAX: Final = 64
 """Questions that wait for the worker."""
 QUEUE_BYTES_MAX: Final = 16 * 1024 * 1024
-JOB_S_MAX: Final[Seconds] = 5.0
-"""A question that takes longer hangs: the process is ended and begins anew."""
+JOB_S_MAX: Final[Seconds] = 20.0
+"""A question that takes longer hangs: the process is ended and begins anew. Two megabytes of blanks,
+which take longest, take two seconds of a whole core."""
 LOAD_S_MAX: Final[Seconds] = 60.0
 LOADED_AT_ONCE_MAX: Final = 8
 """Tokenizers that are loaded before somebody asks."""
@@ -179,6 +180,8 @@ class LocalWorker:
             *self._command,
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
+            # What libraries say of a prompt that they cannot read must not be read.
+            stderr=asyncio.subprocess.DEVNULL,
             # A Ctrl-C is the picker's to answer.
             start_new_session=True,
         )

@@ -128,7 +128,9 @@ class Worker:
             ids, result = self._ids_of(job), TokensResult.FOUND
         except _RefusedError as refused:
             ids, result = (), refused.result
-        except Exception:  # noqa: BLE001  whatever a prompt can do to two libraries and a template
+        except (KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException:  # noqa: BLE001  whatever a prompt can do to two libraries and a template
             ids, result = (), TokensResult.FAILED
         told = cache.hits - known, cache.misses - new, cache.held_bytes
         return Done(ids, result.value, *told)

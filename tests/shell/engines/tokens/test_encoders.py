@@ -104,3 +104,22 @@ def test_each_byte_has_its_character():
     assert len(set(byte_characters())) == 256
     assert byte_characters()[ord("a")] == "a"
     assert byte_characters()[ord(" ")] == "Ġ"
+
+
+HOSTILE = {
+    "blanks": " ",
+    "line breaks": "\n",
+    "letters": "a",
+    "marks": "e\u0301",
+    "special tokens": "<|im_end|>",
+    "ideographs": "我",
+}
+
+
+@pytest.mark.parametrize("kind", HOSTILE)
+def test_a_prompt_that_is_one_thing_again_and_again_has_its_ids(made, kind):
+    """Where one library gives up, the other one does it."""
+    folder, _ = made
+    encoder = TextEncoder(folder / "tokenizer.json")
+    text = HOSTILE[kind] * (200_000 // len(HOSTILE[kind]))
+    assert packed(ids_by(encoder, text)) == encoder.whole(text)

@@ -3,8 +3,8 @@
 import pytest
 
 from epp.core.protocol.waiting import Resolver
-from sim.cluster.simulated_request import Fate
 from sim.cluster.loop import Loop
+from sim.cluster.simulated_request import Fate
 from sim.cluster.tokenizing import SimulatedRenderer, TokenizeSettings
 from tests.builders import request
 from tests.sim.made import arrivals, cluster, ran

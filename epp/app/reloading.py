@@ -22,6 +22,7 @@ from epp.shell.engines.first_tokens import FirstTokensSeen
 from epp.shell.engines.kv_events import KVEventListener
 from epp.shell.engines.scrape import Scraper
 from epp.shell.engines.sources import page_reader, scraped_from
+from epp.shell.engines.tokens.service import Tokens
 from epp.shell.files.endpoints_file import EndpointsFileError, load_endpoints
 from epp.shell.files.session_keys import Keys
 from epp.shell.found import Found
@@ -48,6 +49,7 @@ class Concerned(Struct, frozen=True, kw_only=True):
     sessions: Sessions
     scraper: Scraper
     listener: KVEventListener
+    tokens: Tokens
     first_tokens: FirstTokensSeen
     peers: Peers
     telemetry: Telemetry
@@ -102,6 +104,7 @@ class Reloading:
         told = self._concerned
         try:
             offer = self._live.read(content, told_by, len(self._found.endpoints))
+            tokens = told.tokens.prepare(offer.config.tokens)
             restarted = self._decide_by(offer, len(self._found.endpoints))
         except ConfigError as error:
             for problem in error.problems:
@@ -113,7 +116,8 @@ class Reloading:
             self._refuse("a plugin failed while it was applied")
             return
         self._sources.kept_config.keep(content)
-        told.sessions.configure(self._live.parsers)
+        told.tokens.accept(tokens)
+        told.sessions.configure(self._live.parsers, told.tokens.resolver)
         told.scraper.configure(page_reader(offer.config.metrics.extractor))
         self._replace(self._found)
         self._count_configured(offer.settings, offer.changes)
@@ -179,6 +183,7 @@ class Reloading:
         told.scheduler.take(PoolReplaced(endpoints), time.monotonic())
         told.scraper.replace(endpoints)
         told.listener.replace(endpoints)
+        told.tokens.replace(found.endpoints)
         told.first_tokens.replace([endpoint.endpoint_id for endpoint in endpoints])
         told.telemetry.endpoints_replaced(endpoints)
         told.sessions.know(found)

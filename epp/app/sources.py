@@ -64,7 +64,7 @@ class Sources:
             return content
 
         def made(content: bytes | None) -> LiveConfiguration:
-            return _or_start_error(
+            return or_start_error(
                 lambda: LiveConfiguration(flags, plugin_tables(), content, self._keys.keys, memory)
             )
 
@@ -77,7 +77,7 @@ class Sources:
             return Found()
         return self.kept_endpoints.start(
             lambda: first_read(self._endpoints, f"--endpoints-file {name}"),
-            lambda content: _or_start_error(lambda: load_endpoints(content, name)),
+            lambda content: or_start_error(lambda: load_endpoints(content, name)),
         )
 
     def loops(self) -> dict[str, Loop]:
@@ -95,7 +95,8 @@ class Sources:
         return loops
 
 
-def _or_start_error(make: Callable[[], T]) -> T:
+def or_start_error(make: Callable[[], T]) -> T:
+    """What `make` makes; at the start a problem of what it reads is fatal."""
     try:
         return make()
     except (ConfigError, EndpointsFileError) as error:

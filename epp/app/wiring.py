@@ -15,7 +15,7 @@ from prometheus_client import CollectorRegistry
 
 from epp.app.readiness import Readiness
 from epp.app.reloading import Concerned, Reloading, settings_of
-from epp.app.sources import Sources
+from epp.app.sources import Sources, or_start_error
 from epp.configuration.build import oldest_metrics_s
 from epp.configuration.memory_plan import memory_plan
 from epp.core.capture.witness import CaptureWitness
@@ -36,6 +36,7 @@ from epp.shell.engines.first_tokens import FirstTokensSeen
 from epp.shell.engines.kv_events import KVEventListener
 from epp.shell.engines.scrape import BACKOFF_S_MAX, ScrapeFailure, Scraper
 from epp.shell.engines.sources import page_reader
+from epp.shell.engines.tokens.service import Tokens
 from epp.shell.gateway.ext_proc import ExtProc
 from epp.shell.gateway.health import Health
 from epp.shell.gateway.service import GatewayService
@@ -150,6 +151,7 @@ class EndpointPicker:
             peers=self.peers.rows,
             first_tokens=self._first_tokens.lately,
             kv_events=lambda endpoint: self._listener.row_of(endpoint),
+            tokens=lambda: self.tokens.described(),
         )
         self._changes = (
             ConfigurationChanges(tell=self._history.changed)
@@ -193,6 +195,8 @@ class EndpointPicker:
             answered=self._scraper.answered,
             picked=self._scraper.picked,
         )
+        self.tokens = Tokens(self.observation)
+        self.tokens.accept(or_start_error(lambda: self.tokens.prepare(self.live.config.tokens)))
         self.bodies = BodyBudget(self._memory.bodies_bytes)
         self.memory_return = MemoryReturn(
             lambda: self.bodies.held_bytes,
@@ -215,6 +219,7 @@ class EndpointPicker:
             self.observation,
             self.bodies,
             seed=seed,
+            resolver=self.tokens.resolver,
         )
         self.decoder = Decoder()
         self.ext_proc = ExtProc(
@@ -253,6 +258,7 @@ class EndpointPicker:
             sessions=self.sessions,
             scraper=self._scraper,
             listener=self._listener,
+            tokens=self.tokens,
             first_tokens=self._first_tokens,
             peers=self.peers,
             telemetry=self.telemetry,
@@ -347,6 +353,7 @@ class EndpointPicker:
             "garbage": GarbageCollection().run,
             "scrape": self._scraper.run,
             "KV events": self._listener.run,
+            "tokens": self.tokens.run,
             "standings": self._standings.run,
             **self.peers.loops(),
             **self._sources.loops(),
@@ -514,6 +521,7 @@ class EndpointPicker:
             kv_events=self._listener.snapshot(),
             first_tokens=self._first_tokens.lately(time.monotonic()),
             connected=self._gateway.connected(),
+            tokens=self.tokens.snapshots(),
         )
         if self._tracer is not None:
             shown = structs.replace(shown, spans=self._tracer.export.totals())

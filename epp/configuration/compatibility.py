@@ -8,10 +8,11 @@ llm-d-router v0.10 and of gateway-api-inference-extension v1.
 import re
 from collections.abc import Mapping
 from enum import StrEnum
-from typing import Annotated, Any, ClassVar, Final
+from typing import Annotated, Final
 
-from msgspec import Meta, field
+from msgspec import Meta
 
+from epp.configuration.token_producer import TokenProducer
 from epp.core.knowledge.ejection import OutlierEjection
 from epp.core.knowledge.prefill_speed import LabelledSpeed
 from epp.core.parameters import Parameters
@@ -52,28 +53,6 @@ class DataParallelHandler(Parameters, frozen=True):
     """`data-parallel-profile-handler`: each rank is an endpoint of its own anyhow."""
 
     primary_port: Annotated[int, Meta(ge=1, le=65_535)] | None = None
-
-
-class TokenProducer(Parameters, frozen=True):
-    """`token-producer`: prompts are measured by their bytes, 4 a token; nothing else is there."""
-
-    backends: ClassVar[tuple[str, ...]] = ("vllm", "uds_tokenizer_config", "local", "hf")
-
-    model_name: str = ""
-    estimate: dict[str, Any] = field(default_factory=dict)
-    vllm: Any = None
-    uds_tokenizer_config: Any = None
-    local: Any = None
-    hf: Any = None
-
-    def __post_init__(self) -> None:
-        for backend in self.backends:
-            if getattr(self, backend) is not None:
-                spelling = "udsTokenizerConfig" if "_" in backend else backend
-                raise ValueError(
-                    f"the {spelling} tokenizer backend is not supported, prompts are measured by "
-                    f"their bytes: remove `{spelling}` or use `estimate`"
-                )
 
 
 class InflightLoadProducer(Parameters, frozen=True):
@@ -179,6 +158,7 @@ ACCEPTED: Final[Mapping[str, type[Parameters]]] = {
     **HANDLERS,
     **dict.fromkeys(NOTIFICATION_SOURCES, NoParameters),
     "token-producer": TokenProducer,
+    "tokenizer": TokenProducer,
     "inflight-load-producer": InflightLoadProducer,
     "metrics-data-source": MetricsDataSource,
     "core-metrics-extractor": CoreMetricsExtractor,
@@ -189,7 +169,10 @@ ACCEPTED: Final[Mapping[str, type[Parameters]]] = {
     **dict.fromkeys(PARSERS, NoParameters),
 }
 
-DEPRECATED: Final[Mapping[str, str]] = {"model-server-protocol-metrics": "core-metrics-extractor"}
+DEPRECATED: Final[Mapping[str, str]] = {
+    "model-server-protocol-metrics": "core-metrics-extractor",
+    "tokenizer": "token-producer",
+}
 """Old type name -> the one to use instead. The old ones keep working."""
 
 MOVED_TO_INDEX: Final = (
@@ -208,7 +191,6 @@ _NO_QUEUE: Final = "requests are not queued in the picker"
 _NO_PREDICTOR: Final = "there is no latency predictor"
 
 REFUSED: Final[Mapping[str, str]] = {
-    "tokenizer": "there is no tokenizer: use token-producer with `estimate`, or remove it",
     "disagg-profile-handler": f"{_NO_DISAGGREGATION}: use single-profile-handler with one profile",
     "pd-profile-handler": f"{_NO_DISAGGREGATION}: use single-profile-handler with one profile",
     "header-profile-handler": "there is one profile: use single-profile-handler",

@@ -29,7 +29,6 @@ from epp.configuration.compatibility import (
     DataParallelHandler,
     InflightLoadProducer,
     MetricsDataSource,
-    TokenProducer,
     refusal_of,
 )
 from epp.configuration.document import (
@@ -41,6 +40,7 @@ from epp.configuration.document import (
     read_mapping,
     sentence_of,
 )
+from epp.configuration.token_producer import Backend, TokenProducer
 from epp.configuration.trial import failing_plugins
 from epp.core.abilities import Origin
 from epp.core.decision.failures import Interrupted, place_of
@@ -99,7 +99,7 @@ schedulingProfiles:
 DEFAULT_SOURCE: Final = "built-in default"
 
 T = TypeVar("T")
-P = TypeVar("P", InflightLoadProducer, OutlierEjection)
+P = TypeVar("P", InflightLoadProducer, OutlierEjection, TokenProducer)
 
 
 class PluginTables(Struct, frozen=True, kw_only=True):
@@ -169,6 +169,8 @@ class PickerConfig(Struct, frozen=True, kw_only=True):
     """How fast endpoints prefill, as far as the document says so here."""
     ejection: OutlierEjection = field(default_factory=OutlierEjection)
     """Who is set aside for being slow or failing, whatever the profile."""
+    tokens: TokenProducer = field(default_factory=TokenProducer)
+    """Who says which tokens a prompt becomes."""
     shadow: SchedulingProfile | None = None
     """Judges what `profile` decides and acts on nothing."""
     shadow_share: float = 1.0
@@ -298,6 +300,7 @@ class _Loader:
         metrics = self._read_metrics(document.get("dataLayer"))
         inflight = self._only(InflightLoadProducer)
         ejection = self._only(OutlierEjection)
+        tokens = self._only(TokenProducer)
         if self.problems or profile is None:
             raise ConfigError(self.problems)
         profiles = (profile,) if shadow is None else (profile, shadow)
@@ -318,6 +321,7 @@ class _Loader:
             metrics=metrics,
             inflight=inflight,
             ejection=ejection,
+            tokens=tokens,
             shadow=shadow,
             shadow_share=shadow_share,
             warnings=tuple(self.warnings),
@@ -478,7 +482,7 @@ class _Loader:
         if role is Role.INDEX and not self._has_blocks(where, plugin):
             return None
         self._warn_of_parameters(where, plugin, parameters)
-        if isinstance(plugin, PrecisePrefixCacheParameters):
+        if isinstance(plugin, (PrecisePrefixCacheParameters, TokenProducer)):
             for warning in plugin.warnings():
                 self.warn(f"{where}: {warning}")
         if kind.abilities.differs:
@@ -521,8 +525,6 @@ class _Loader:
                 self.warn(
                     f"{where}: has no effect, each data-parallel rank is an endpoint of its own"
                 )
-            case TokenProducer(estimate=estimate) if estimate:
-                self.warn(f"{where}: parameters of `estimate` have no effect, a token is 4 bytes")
             case InflightLoadProducer(
                 add_estimated_output_tokens=adds, sync_cross_replica_state=shared
             ):
@@ -731,7 +733,7 @@ class _Loader:
             needed = _NeededIndex("", PREFIX_INDEX, {})
             self._need_index(self._where(told), needed, indexes, named)
         producers = [p.plugin for p in self.plugins.values() if isinstance(p.plugin, TokenProducer)]
-        if not any(producer.vllm or producer.local for producer in producers):
+        if all(producer.backend is Backend.ESTIMATE for producer in producers):
             self.warn(
                 f"{self._where(told)}: only prompts that come as token ids are looked up, there is "
                 "no token-producer with `vllm` or `local` that makes ids of the others"

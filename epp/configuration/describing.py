@@ -6,6 +6,7 @@ from typing import Any, Final
 import msgspec
 
 from epp.configuration.config import PickerConfig, Role
+from epp.configuration.token_producer import Backend, TokenProducer
 from epp.core.decision.profile import SchedulingProfile
 from epp.core.duration import Duration
 from epp.core.knowledge.ejection import OutlierEjection
@@ -30,6 +31,8 @@ def describe(config: PickerConfig) -> dict[str, dict[str, Any]]:
         lines["load in flight"] = {name: given[name] for name in given if name.startswith("peak")}
     if config.ejection != OutlierEjection():
         lines["outlier ejection"] = plain_parameters(config.ejection)
+    if config.tokens.backend is not Backend.ESTIMATE:
+        lines["tokens"] = _describe_tokens(config.tokens)
     lines["requestHandler"] = {"parsers": list(config.parsers)}
     lines["metrics"] = {
         "type": "",
@@ -37,6 +40,13 @@ def describe(config: PickerConfig) -> dict[str, dict[str, Any]]:
         **plain_parameters(config.metrics.extractor),
     }
     return lines
+
+
+def _describe_tokens(tokens: TokenProducer) -> dict[str, Any]:
+    given = plain_parameters(tokens)
+    backend = plain_parameters(tokens.local or tokens.renderer)
+    of_all = {name: given[name] for name in ("modelName", "tokenizeTimeout")}
+    return {"backend": str(tokens.backend), **of_all, **backend}
 
 
 def _describe_profile(profile: SchedulingProfile, kind: str) -> dict[str, dict[str, Any]]:

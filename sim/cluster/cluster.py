@@ -21,6 +21,7 @@ from sim.cluster.policies import Policy
 from sim.cluster.settings import TICK_S, ClusterSettings
 from sim.cluster.simulated_pod import SimulatedPod
 from sim.cluster.simulated_request import Fate, SimulatedRequest
+from sim.cluster.tokenizing import SimulatedRenderer
 from sim.engine.engine import Step
 from sim.traces.arrival import Arrival
 from sim.traces.prompts import PromptHashes
@@ -66,6 +67,8 @@ class Cluster:
             changed=self._announce,
         )
         self.pickers = Pickers(settings, self.loop, self.pods, open_policy, seed=seed)
+        if resolver is None and settings.tokenize is not None:
+            resolver = SimulatedRenderer(settings.tokenize, self.loop)
         self.gateway = Gateway(
             settings,
             self.loop,

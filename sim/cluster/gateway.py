@@ -94,7 +94,7 @@ class Gateway:
         request.hashes = PromptHashes(request.arrival)
         parsed = self._request_of(request.arrival, request.hashes)
         if self._resolver is not None:
-            request.wait = self._resolver.begin(parsed, partial(self._resolved, request))
+            request.wait = self._resolver.begin(parsed, b"", partial(self._resolved, request))
             if request.wait is not None:
                 return
         self._place(request, parsed)

@@ -15,6 +15,7 @@ from sim.cluster.policies import Policy, PolicySource
 from sim.cluster.rerouting import Reschedule
 from sim.cluster.scraping import ScrapeTrouble
 from sim.cluster.simulated_pod import PodKind
+from sim.cluster.tokenizing import TokenizeSettings
 
 SCRAPE_INTERVAL_S_MIN: Final = REFRESH_MIN_S
 SCRAPE_INTERVAL_S_PER_POD: Final = REFRESH_PER_ENDPOINT_S
@@ -91,6 +92,8 @@ class ClusterSettings(Struct, frozen=True, kw_only=True):
     abort_after_s: Seconds = 10.0
     """Mean of the exponentially distributed patience of those clients."""
     clients: ClientSettings = ClientSettings()
+    tokenize: TokenizeSettings | None = None
+    """What requests wait for before they are placed; None: for nothing."""
 
     @property
     def refresh_interval_s(self) -> Seconds:

@@ -15,6 +15,7 @@ from sim.cluster.peering import PeerSettings
 from sim.cluster.policies import PolicyNameError, PolicySource, policy_source
 from sim.cluster.settings import ClientSettings, ClusterSettings, ClusterSettingsError
 from sim.cluster.simulated_pod import PodKind
+from sim.cluster.tokenizing import TokenizeSettings
 from sim.engine.profiles import DEFAULT_PROFILE, find_profile, profile_named
 from sim.experiments.pickers import (
     PICKERS_MAX,
@@ -81,6 +82,11 @@ def add_run_options(parser: argparse.ArgumentParser, *, several_replicas: bool =
     add("--scrape-delay", type=_seconds, default=0.001, metavar="S", help="age of a page (0.001)")
     add("--network-delay", type=_seconds, default=0.0005, metavar="S", help="one way (0.0005)")
     add("--discovery-delay", type=_seconds, default=1.0, metavar="S", help="of pod changes (1)")
+    add("--tokenize", type=_positive, metavar="US", help="a renderer makes a token of a prompt in so "
+        "many microseconds, and requests wait for it (default: nobody waits)")  # fmt: skip
+    add(
+        "--tokenize-timeout", type=_positive, default=0.02, metavar="S", help="and no longer (0.02)"
+    )
     add("--response-chunks", action="store_true", help="the picker sees first tokens")
     add("--abort-share", type=_share, default=0.0, metavar="P", help="impatient clients (0)")
     add("--abort-after", type=_positive, default=10.0, metavar="S", help="mean patience (10)")
@@ -180,6 +186,11 @@ def run_settings(
             abort_share=options.abort_share,
             abort_after_s=options.abort_after,
             clients=ClientSettings() if scenario is None else scenario.clients,
+            tokenize=None
+            if options.tokenize is None
+            else TokenizeSettings(
+                seconds_per_token=options.tokenize / 1e6, timeout_s=options.tokenize_timeout
+            ),
         ),
         seed=seed,
         repetition=repetition,
@@ -254,6 +265,15 @@ def _whole_tuple(given: list[Any] | None) -> tuple[Any, ...] | None:
     return None if given is None else tuple(given)
 
 
+def _tokenize_conditions(tokenize: TokenizeSettings | None) -> dict[str, float]:
+    if tokenize is None:
+        return {}
+    return {
+        "tokenize_us_per_token": tokenize.seconds_per_token * 1e6,
+        "tokenize_timeout_s": tokenize.timeout_s,
+    }
+
+
 def conditions(settings: RunSettings, *others: RunSettings) -> dict[str, Any]:
     """What was run, for reports; of several runs that differ in nothing but policy, number of
     pickers, seed and speed.
@@ -287,6 +307,7 @@ def conditions(settings: RunSettings, *others: RunSettings) -> dict[str, Any]:
         "scrape_delay_s": cluster.scrape_delay_s,
         "network_delay_s": cluster.network_delay_s,
         "discovery_delay_s": cluster.discovery_delay_s,
+        **_tokenize_conditions(cluster.tokenize),
         "response_chunks": cluster.response_chunks,
         "abort_share": cluster.abort_share,
         "abort_after_s": cluster.abort_after_s,

@@ -68,6 +68,8 @@ _CONDITIONS: Final = {
     "fallback_endpoints_max": "endpoints that pickers name besides the first",
     "scrape_interval_s": "time between scrapes",
     "scrape_delay_s": "age of a scraped page",
+    "tokenize_us_per_token": "a renderer makes a token in µs",
+    "tokenize_timeout_s": "requests wait for it at most",
     "network_delay_s": "network delay, one way",
     "discovery_delay_s": "delay of pod changes",
     "response_chunks": "the picker sees first tokens",

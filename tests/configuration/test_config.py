@@ -339,8 +339,8 @@ def test_guides_that_need_more_than_there_is_are_refused_as_a_whole(name, count)
             "plugins[0] (label-selector-filter): parameters.matchExpressions[0].operator: Invalid enum value 'Has'",
         ),
         (
-            {"type": "token-producer", "parameters": {"vllm": {"url": "http://x"}}},
-            "plugins[0] (token-producer): parameters: the vllm tokenizer backend is not supported, prompts are measured by their bytes: remove `vllm` or use `estimate`",
+            {"type": "token-producer", "parameters": {"udsTokenizerConfig": {}}},
+            "plugins[0] (token-producer): parameters: the udsTokenizerConfig tokenizer backend is not supported: use `vllm`, the renderer, or `local`",
         ),
         (
             {"type": "core-metrics-extractor", "parameters": {"engineConfigs": [{"name": "a", "kvUsageSpec": "a{b"}]}},

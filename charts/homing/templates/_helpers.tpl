@@ -288,3 +288,22 @@ labels:
 {{- $found := (lookup "v1" "Secret" .Release.Namespace (include "homing.debugTokenName" .)).data | default dict -}}
 {{- get $found .Values.debugToken.key | default (randAlphaNum 48 | b64enc) -}}
 {{- end -}}
+
+{{/* The configuration with the renderer of `tokens.rendererUrl` in it. */}}
+{{- define "homing.configWithRenderer" -}}
+{{- $config := .Values.config | default (.Files.Get "files/default-config.yaml" | fromYaml) | deepCopy }}
+{{- range $config.plugins }}
+{{- if has .type (list "token-producer" "tokenizer") }}
+{{- fail "tokens.rendererUrl: config has a token-producer, expected one of both" }}
+{{- end }}
+{{- end }}
+{{- $renderer := dict "type" "token-producer" "parameters" (dict "vllm" (dict "url" .Values.tokens.rendererUrl)) }}
+{{- toYaml (set $config "plugins" (append $config.plugins $renderer)) }}
+{{- end }}
+
+{{/* The port of `tokens.rendererUrl`. */}}
+{{- define "homing.rendererPort" -}}
+{{- $url := urlParse .Values.tokens.rendererUrl }}
+{{- $port := regexFind ":[0-9]+$" $url.host | trimPrefix ":" }}
+{{- $port | default (ternary "443" "80" (eq $url.scheme "https")) }}
+{{- end }}

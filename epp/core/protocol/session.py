@@ -261,6 +261,8 @@ class _Pending(Struct, frozen=True):
     changed_body: bytes | None
     """The new body if the model was rewritten."""
     answers: Callable[[Destination], list[Answer]]
+    body: bytes = b""
+    """What the endpoint gets, where it was read."""
 
 
 class Session:
@@ -482,25 +484,24 @@ class Session:
         if partial:
             # The body did not fit into Envoy's buffer: what is here is no whole JSON document.
             self._exchange.unseen_body = self._modes.request
-            return self._route_body(self._opaque(), None, now)
+            return self._route_body(self._opaque(), None, b"", now)
         self._body.clear()
         if self._is_to_pass():
             self._exchange.passed_unread = True
-            return self._route_body(self._opaque(), None, now)
+            return self._route_body(self._opaque(), None, b"", now)
         parsed = self._parse(event.body)
         if isinstance(parsed, Refusal):
             return self._refuse(parsed)
-        return self._route_body(parsed.request, _changed(parsed, event.body), now)
+        changed = _changed(parsed, event.body)
+        return self._route_body(parsed.request, changed, parsed.body, now)
 
     def _route_body(
-        self, request: InferenceRequest, changed: bytes | None, now: Seconds
+        self, request: InferenceRequest, changed: bytes | None, body: bytes, now: Seconds
     ) -> list[Answer]:
-        return self._place(
-            _Pending(
-                request, changed, lambda destination: [RequestBodyAnswer(destination, changed)]
-            ),
-            now,
-        )
+        def answers(destination: Destination) -> list[Answer]:
+            return [RequestBodyAnswer(destination, changed)]
+
+        return self._place(_Pending(request, changed, answers, body), now)
 
     def _buffered_trailers(self, event: RequestTrailers, now: Seconds) -> list[Answer]:
         """Trailers and no body at all: too late for a destination, there is nothing to serve."""
@@ -683,7 +684,8 @@ class Session:
                 *after,
             ]
 
-        return self._place(_Pending(parsed.request, _changed(parsed, body), answers), now)
+        changed = _changed(parsed, body)
+        return self._place(_Pending(parsed.request, changed, answers, parsed.body), now)
 
     def _is_to_pass(self) -> bool:
         """The body is too long to be read now, and nothing in it needs to be changed."""
@@ -715,7 +717,7 @@ class Session:
         """Place a request that was understood, unless it has to wait."""
         if self._resolver is not None:
             assert self.resume is not None, "what drives a session that may wait can resume it"
-            self._wait = self._resolver.begin(pending.request, self.resume)
+            self._wait = self._resolver.begin(pending.request, pending.body, self.resume)
             if self._wait is not None:
                 self._phase = Phase.WAITING
                 self._pending = pending

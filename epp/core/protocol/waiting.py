@@ -27,6 +27,9 @@ class Wait(Protocol):
 class Resolver(Protocol):
     """Finds something out, or waits for room, before a request is placed."""
 
-    def begin(self, request: InferenceRequest, resume: Resume) -> Wait | None:
-        """None: the request can be placed now. Else `resume` is called later, never from in here."""
+    def begin(self, request: InferenceRequest, body: bytes, resume: Resume) -> Wait | None:
+        """None: the request can be placed now. Else `resume` is called later, never from in here.
+
+        `body` is what the endpoint will get, after any rewrite; b"" where the picker has not seen it.
+        """
         ...

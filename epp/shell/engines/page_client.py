@@ -41,12 +41,14 @@ _PATH_SAFE: Final = "/%?&=:@!$'()*+,;~-._"
 class BadResponseError(Exception):
     """An answer that is no page. The text continues a sentence that begins with the URL."""
 
-    def __init__(self, kind: Literal["status", "page"], what: str) -> None:
+    def __init__(self, kind: Literal["status", "page"], what: str, status: int = 0) -> None:
         super().__init__(what)
         self.kind: Literal["status", "page"] = kind
+        self.status = status
+        """That it was; 0 where that is not what is bad."""
 
 
-class _StaleConnectionError(ConnectionError):
+class StaleConnectionError(ConnectionError):
     """A kept-alive connection was closed before a byte of the answer: ask again on a new one."""
 
 
@@ -144,7 +146,8 @@ class ResponseReader:
         if status is None:
             raise BadResponseError("page", "did not answer with HTTP/1")
         if status[2] != b"200":
-            raise BadResponseError("status", f"answered {status[2].decode()}, expected 200")
+            told = status[2].decode()
+            raise BadResponseError("status", f"answered {told}, expected 200", int(told))
         self.keep_alive = status[1] == b"1"
         for line in lines[1:]:
             name, _, value = line.partition(b":")
@@ -209,7 +212,7 @@ class ResponseReader:
             self._at = data_end + 2
 
 
-class _Connection(asyncio.Protocol):
+class Connection(asyncio.Protocol):
     """Carries one answer at a time from the socket to a reader."""
 
     def __init__(self, account: Account) -> None:
@@ -269,7 +272,7 @@ class _Connection(asyncio.Protocol):
         if reader is None or answered is None or answered.done():
             return
         if not reader.started:
-            answered.set_exception(_StaleConnectionError("closed without an answer"))
+            answered.set_exception(StaleConnectionError("closed without an answer"))
         elif exc is not None:
             answered.set_exception(exc)
         else:
@@ -313,7 +316,7 @@ class PageClient:
             f"GET {path} HTTP/1.1\r\nHost: {authority}\r\n"
             "User-Agent: homing\r\nAccept: text/plain;version=0.0.4\r\n\r\n"
         ).encode("ascii")
-        self._connection: _Connection | None = None
+        self._connection: Connection | None = None
 
     async def fetch(self, timeout_s: Seconds) -> bytes:
         """Return the page.
@@ -326,16 +329,16 @@ class PageClient:
         if connection is not None and connection.transport is not None:
             try:
                 return await self._exchange(connection, timeout_s)
-            except _StaleConnectionError:
+            except StaleConnectionError:
                 pass  # an idle connection may close at any time; that is no failure
         async with asyncio.timeout(timeout_s):
             _, connection = await asyncio.get_running_loop().create_connection(
-                lambda: _Connection(self._account), self._host, self._port, ssl=self._tls
+                lambda: Connection(self._account), self._host, self._port, ssl=self._tls
             )
             self._connection = connection
             return await self._exchange(connection, timeout_s)
 
-    async def _exchange(self, connection: _Connection, timeout_s: Seconds) -> bytes:
+    async def _exchange(self, connection: Connection, timeout_s: Seconds) -> bytes:
         reader = ResponseReader(self._page_bytes_max)
         try:
             return await connection.ask(self._request, reader, timeout_s)

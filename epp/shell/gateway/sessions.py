@@ -35,9 +35,10 @@ class Sessions:
         self._rewrite_dice = Random(f"{seed}:rewrite")  # noqa: S311  weights, not secrets
         self.settings = settings
 
-    def configure(self, parsers: ParserSet) -> None:
-        """The document names other parsers."""
+    def configure(self, parsers: ParserSet, resolver: Resolver | None = None) -> None:
+        """The document names other parsers, or what requests wait for."""
         self.settings = msgspec.structs.replace(self.settings, parsers=parsers)
+        self._resolver = resolver
 
     def pass_from(self, bytes_: int | None) -> None:
         """Memory is scarce: bodies of so many bytes are routed unread; None: it is not."""

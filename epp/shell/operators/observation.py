@@ -15,6 +15,7 @@ from epp.core.knowledge.inflight import Ending, Outcome
 from epp.core.knowledge.pool import UPSTREAM_FAILURES
 from epp.core.protocol.session import Exchange, StreamFailure
 from epp.core.types import Endpoint, Refusal, Seconds
+from epp.shell.engines.tokens.question import TokensResult
 from epp.shell.gateway.calls import Cut
 from epp.shell.operators.decisions.recent_decisions import RecentDecisions
 from epp.shell.operators.logs.decision_log import DecisionLog
@@ -139,6 +140,12 @@ class Observation:
             model_name=exchange.incoming_model,
             counted=exchange.decision is not None,
         )
+
+    @contained
+    def tokens_asked(
+        self, backend: str, result: TokensResult, waited_s: Seconds, tokens: int
+    ) -> None:
+        self._telemetry.tokens_asked(backend, result, waited_s, tokens)
 
     @contained
     def response_started(self, exchange: Exchange) -> None:

@@ -102,3 +102,18 @@ def test_there_is_no_first_text_where_nobody_says_one():
     assert chat(SYSTEM).first_text(9) == ""
     assert chat(user("Hi")).without_prompts().first_text(9) is None
     assert request(api=ApiKind.EMBEDDINGS, prompts=(b"Hi",)).first_text(9) is None
+
+
+def test_prompts_that_come_as_token_ids_are_their_own():
+    """Nobody has to find them out."""
+    ids = b"\1\0\0\0\2\0\0\0"
+    assert request(api=ApiKind.TOKENS, prompts=(ids,)).token_ids == (ids,)
+    assert request(api=ApiKind.CHAT, prompts=(b"x",)).token_ids == ()
+    assert request(api=ApiKind.CHAT, prompts=(b"x",), token_ids=(ids,)).token_ids == (ids,)
+
+
+def test_without_its_prompts_a_request_has_no_ids():
+    """It is kept for as long as its answer takes."""
+    kept = request(api=ApiKind.CHAT, prompts=(b"x",), token_ids=(b"\1\0\0\0",), cold=False)
+    assert kept.without_prompts().token_ids == ()
+    assert not kept.without_prompts().moment.cold

@@ -6,6 +6,7 @@ from msgspec import structs
 from epp.configuration.build import build_settings, plugin_tables
 from epp.configuration.config import load_config
 from epp.core.decision.inputs import PoolReplaced, Reconfigured
+from epp.core.moment import Moment
 from epp.core.protocol.budget import BodyBudget
 from epp.core.protocol.session import SessionSettings, StreamFailure
 from epp.core.types import Refusal, RefusalReason
@@ -24,8 +25,10 @@ class Later:
         self.waiting = []
         self.cancelled = 0
         self.waits = True
+        self.bodies = []
 
-    def begin(self, request, resume):
+    def begin(self, request, body, resume):
+        self.bodies.append(body)
         if not self.waits:
             return None
         self.waiting.append((request, resume))
@@ -102,6 +105,46 @@ def test_what_was_found_out_decides(later):
     stream.send(*MODES["full duplex"][0])
     later.resolve(prompt_tokens=4_321)
     assert stream.told.exchange.request.prompt_tokens == 4_321
+
+
+@pytest.mark.parametrize("mode", ["full duplex", "buffered", "with trailers"])
+@pytest.mark.parametrize("rewrite", [None, lambda model: "other"])
+def test_what_is_forwarded_is_shown_to_who_resolves(later, mode, rewrite):
+    """Byte for byte, after any rewrite."""
+    settings = SessionSettings(rewrite=rewrite)
+    stream = stream_of(later, settings=settings)
+    messages, _ = MODES[mode]
+    stream.send(*(message for message in messages))
+    expected = BODY if rewrite is None else BODY.replace(b"my-model", b"other")
+    assert later.bodies == [expected]
+
+
+@pytest.mark.parametrize("mode", ["streamed", "none", "no body"])
+def test_who_has_not_seen_the_body_shows_none(later, mode):
+    """There is nothing to find out of it."""
+    stream_of(later).send(*MODES[mode][0])
+    assert later.bodies == [b""]
+
+
+def test_tokens_that_were_found_out_are_there_at_the_decision_and_gone_after_it(later):
+    """Plugins read them in the moment; a lease keeps no prompt, in no form."""
+    stream = stream_of(later)
+    seen = []
+
+    class Witness:
+        def asked(self, request):
+            seen.append(request.token_ids)
+
+        def decided(self, request, decision, now):
+            seen.append(decision.lease.request.token_ids)
+
+        def took(self, given, effects, now):
+            pass
+
+    stream.scheduler.witness = Witness()
+    stream.send(*MODES["full duplex"][0])
+    later.resolve(moment=Moment(token_ids=(b"\1\0\0\0",)))
+    assert seen == [(b"\1\0\0\0",), ()]
 
 
 def test_there_may_be_no_room(later):

@@ -18,7 +18,7 @@ class After:
         self.loop = None
         self.begun = self.cancelled = 0
 
-    def begin(self, request, resume):
+    def begin(self, request, body, resume):
         self.begun += 1
         self.loop.after(self.wait_s, resume, self.resolution or request)
         return self

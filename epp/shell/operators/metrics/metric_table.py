@@ -27,6 +27,10 @@ TOKEN_BUCKETS: Final = (0.0, *(float(2**power) for power in range(4, 19)))
 """0, then 16 to 262,144."""
 RATIO_BUCKETS: Final = (0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
 CONTRIBUTION_BUCKETS: Final = (0.0, 0.1, 0.25, 0.5, 0.75, 1.0, 1.5, 2.0, 3.0, 5.0, 10.0)
+TOKENIZE_BUCKETS_S: Final = (
+    *(0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5),
+    *(1.0, 2.0, 5.0),
+)
 SCRAPE_BUCKETS_S: Final = (0.001, 0.002, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.0)
 
 
@@ -525,6 +529,34 @@ METRICS: Final[tuple[MetricSpec, ...]] = (
         "counter",
     ),
     # Scrapes.
+    _sampled(
+        "homing_tokenize_requests_total",
+        "requests",
+        "Requests whose tokens were to be found out, by who was asked and how that ended: found, or "
+        "why they were placed by their bytes.",
+        ("backend", "result"),
+        "counter",
+    ),
+    MetricSpec(
+        "homing_tokenize_duration_seconds",
+        "histogram",
+        "seconds",
+        "How long requests waited for their tokens, in vain or not.",
+        ("backend",),
+        TOKENIZE_BUCKETS_S,
+    ),
+    _sampled(
+        "homing_tokenize_waiting",
+        "requests",
+        "Requests that wait for their tokens now.",
+        ("backend",),
+    ),
+    _sampled(
+        "homing_tokenize_circuit_open",
+        "boolean",
+        "Whether nobody is asked for tokens for some seconds, because the last questions failed.",
+        ("backend",),
+    ),
     MetricSpec(
         "homing_scrape_duration_seconds",
         "histogram",

@@ -25,6 +25,7 @@ from prometheus_client.registry import Collector
 from prometheus_client.samples import Exemplar
 
 from epp import __version__
+from epp.configuration.token_producer import Backend
 from epp.core.decision.scheduler import Decision
 from epp.core.decision.settings import SchedulerSettings
 from epp.core.decision.shadow import ShadowTotals
@@ -37,6 +38,8 @@ from epp.core.prompt.request import InferenceRequest
 from epp.core.types import BYTES_PER_TOKEN, Endpoint, Refusal, Seconds
 from epp.shell.engines.first_tokens import FirstTokens
 from epp.shell.engines.kv_events import KVEventsSnapshot
+from epp.shell.engines.tokens.question import TokensResult
+from epp.shell.engines.tokens.service import TokensSnapshot
 from epp.shell.gateway.calls import Connected, Cut
 from epp.shell.kubernetes.state import ClusterSnapshot
 from epp.shell.operators.capture import CaptureSnapshot
@@ -135,6 +138,8 @@ class PoolSnapshot(Struct, frozen=True, kw_only=True):
     """By the endpoint's id; those of which the engine does not tell are missing."""
     process: ProcessSnapshot | None = None
     """None: nobody looked."""
+    tokens: Sequence[TokensSnapshot] = ()
+    """Of each backend that was in force."""
 
 
 class PageBudget:
@@ -369,6 +374,9 @@ class Telemetry:
         self._config_info = numbers["homing_config_info"]
         self._weights = numbers["homing_scorer_weight"]
         self._peer_snapshot_s = Children(_labelled(distributions["homing_peer_snapshot_seconds"]))
+        self._tokenize_s = Children(
+            _labelled(distributions["homing_tokenize_duration_seconds"]), len(Backend)
+        )
         self._loop_lag_s = distributions["homing_loop_lag_seconds"].labels()
         self._streams = numbers["homing_extproc_streams_inflight"].labels()
         self._streams_ended = Children(_labelled(numbers["homing_extproc_streams_total"]), 32)
@@ -680,6 +688,13 @@ class Telemetry:
         """`task` ended so many times though nobody asked it to; 0: it is started."""
         self._task_ends(task).inc(times)
 
+    def tokens_asked(
+        self, backend: str, result: TokensResult, waited_s: Seconds, tokens: int
+    ) -> None:
+        """A request's tokens were asked for; how often is read from who asked."""
+        if waited_s:
+            self._tokenize_s(backend).observe(waited_s)
+
     def peer_snapshot(self, source: str, elapsed_s: Seconds) -> None:
         """A snapshot came in whole from `source`: "peer", "file" or "broker"."""
         self._peer_snapshot_s(source).observe(elapsed_s)
@@ -812,6 +827,8 @@ class PoolCollector(Collector):
             _add_shadow(families, snapshot.shadow, snapshot.candidates)
         if snapshot.process is not None:
             _add_process(families, snapshot.process)
+        for backend in snapshot.tokens:
+            _add_tokens(families, backend)
         return iter(families.values())
 
 
@@ -892,6 +909,13 @@ def _add_process(families: _Families, process: ProcessSnapshot) -> None:
     families["homing_process_cpu_seconds_total"].add_metric([], process.cpu_s)
     if process.resident_bytes:
         families["homing_process_resident_memory_bytes"].add_metric([], process.resident_bytes)
+
+
+def _add_tokens(families: _Families, tokens: TokensSnapshot) -> None:
+    families["homing_tokenize_waiting"].add_metric([tokens.backend], tokens.waiting)
+    families["homing_tokenize_circuit_open"].add_metric([tokens.backend], tokens.circuit_open)
+    for result, count in tokens.results.items():
+        families["homing_tokenize_requests_total"].add_metric([tokens.backend, result], count)
 
 
 def _add_history(families: _Families, history: HistorySnapshot) -> None:

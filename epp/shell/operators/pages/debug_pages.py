@@ -1,5 +1,5 @@
 """What the picker knows and did, for who asks it: /debug/config, /debug/endpoints, /debug/decisions,
-/debug/explain, /debug/indexes, /debug/peers.
+/debug/explain, /debug/indexes, /debug/tokens, /debug/peers.
 
 Plain tables, or JSON for who accepts it or asks with `?format=json`. Nothing of a prompt is shown.
 """
@@ -38,6 +38,7 @@ PAGES: Final = {
     ),
     "/debug/explain": "why a request went where it went, in words; ?request_id= ?endpoint= (why not there)",
     "/debug/indexes": "each affinity index: its type, where what it knows is from, entries, bytes, hits",
+    "/debug/tokens": "who says which tokens prompts become, how that went, and each tokenizer or renderer",
     "/debug/peers": "each replica that is shared with: since when, last heard, bytes, dropped",
 }
 """Plain tables, or JSON with ?format=json."""
@@ -65,10 +66,13 @@ class DebugPages:
         peers: Callable[[], Sequence[PeerRow]] = tuple,
         first_tokens: Callable[[Seconds], Mapping[str, FirstTokens]] = lambda _: {},
         kv_events: Callable[[Endpoint], SourceRow | None] = lambda _: None,
+        tokens: Callable[[], dict[str, Any]] = dict,
     ) -> None:
         """`config` gives what is in force, and its generation; `peers` the other replicas;
-        `first_tokens` what engines tell of them by endpoint id; `kv_events` how one is heard.
+        `first_tokens` what engines tell of them by endpoint id; `kv_events` how one is heard; `tokens` who
+        tells prompts' tokens.
         """
+        self._tokens = tokens
         self._first_tokens = first_tokens
         self._kv_events = kv_events
         self._scheduler = scheduler
@@ -85,6 +89,7 @@ class DebugPages:
             self._decisions_page,
             self._explain_page,
             self._indexes_page,
+            self._tokens_page,
             self._peers_page,
         )
         made = [queue.queued(page) for page in pages]
@@ -164,6 +169,19 @@ class DebugPages:
             row["lookups"] = ", ".join(f"{n} {found}" for found, n in row["lookups"].items())
         return web.Response(text=await table_in_turns(rows))
 
+    async def _tokens_page(self, request: web.Request) -> web.Response:
+        told = self._tokens()
+        if _wants_json(request):
+            return _json(told)
+        lists = {name: rows for name, rows in told.items() if isinstance(rows, list)}
+        lines = [
+            f"{name:<14} {_told(value)}\n" for name, value in told.items() if name not in lists
+        ]
+        for name, rows in lists.items():
+            if rows:
+                lines.append(f"\n{name}\n{await table_in_turns(rows)}")
+        return web.Response(text="".join(lines))
+
     async def _peers_page(self, request: web.Request) -> web.Response:
         rows = [_peer_row(peer) for peer in self._peers()]
         if _wants_json(request):
@@ -185,6 +203,12 @@ def _index_row(standing: IndexStanding) -> Row:
         "hits": None if told is None else told.hits,
         "lookups": {} if told is None else dict(told.lookups),
     }
+
+
+def _told(value: Any) -> str:
+    if isinstance(value, dict):
+        return ", ".join(f"{count} {name}" for name, count in value.items()) or "none"
+    return cell(value)
 
 
 def _peer_row(peer: PeerRow) -> Row:

@@ -25,6 +25,8 @@ from epp.core.peers.frames import Frame, encode
 from epp.core.types import Refusal, RefusalReason
 from epp.shell.engines.first_tokens import FirstTokens
 from epp.shell.engines.kv_events import KVEventsSnapshot
+from epp.shell.engines.tokens.question import TokensResult
+from epp.shell.engines.tokens.service import TokensSnapshot
 from epp.shell.gateway.calls import Connected, Cut
 from epp.shell.kubernetes.state import ClusterSnapshot, Reflection
 from epp.shell.operators.capture import CaptureSnapshot
@@ -90,6 +92,10 @@ def snapshot(count=4, **fields):
             for endpoint in list(candidates.endpoints)[:2]
         },
         process=ProcessSnapshot(cpu_s=12.5, resident_bytes=2**27),
+        tokens=[
+            TokensSnapshot(backend="vllm", waiting=2, results={"found": 3, "timeout": 1}),
+            TokensSnapshot(backend="local", circuit_open=True, results={"loading": 4}),
+        ],
         ready=3,
         set_aside=1,
         capture=CaptureSnapshot(
@@ -212,6 +218,7 @@ def exercise(exported):
     telemetry.last_good_in_force("configuration", True)
     telemetry.last_good_not_kept("endpoints")
     telemetry.peer_snapshot("peer", 0.3)
+    telemetry.tokens_asked("vllm", TokensResult.FOUND, 0.004, 900)
     telemetry.set_aside(make_endpoints(1)[0])
     telemetry.scraped(elapsed_s=0.01)
     telemetry.scrape_failed("timeout")
@@ -998,3 +1005,16 @@ def test_each_late_timer_is_a_sample_of_the_lag(exported):
     exported.telemetry.loop_lagged([0.25, 0.15, 0.0])
     assert exported("homing_loop_lag_seconds_count") == 3
     assert exported("homing_loop_lag_seconds_bucket", le="0.2") == 2
+
+
+def test_how_questions_for_tokens_ended_is_counted_by_who_was_asked():
+    """With how long requests waited; those that did not wait are in no histogram."""
+    exported = Exported(snapshot)
+    exported.telemetry.tokens_asked("vllm", TokensResult.TIMEOUT, 0.02, 0)
+    exported.telemetry.tokens_asked("vllm", TokensResult.MEDIA, 0.0, 0)
+    value = exported.registry.get_sample_value
+    timeouts = {"backend": "vllm", "result": "timeout"}
+    assert value("homing_tokenize_requests_total", timeouts) == 1
+    assert value("homing_tokenize_duration_seconds_count", {"backend": "vllm"}) == 1
+    assert value("homing_tokenize_waiting", {"backend": "vllm"}) == 2
+    assert value("homing_tokenize_circuit_open", {"backend": "local"}) == 1

@@ -1,0 +1,157 @@
+"""What tokens cost: `python -m bench tokens`.
+
+Ids of texts by each library, a growing conversation with and without what is kept of it, and for how
+long the event loop stands still while a long prompt is made into ids in a thread and in the process.
+The tokenizers are those of `make tokenizers`; without them there are no rows.
+"""
+
+import asyncio
+import json
+import os
+import time
+from collections.abc import Awaitable, Callable, Iterator
+from pathlib import Path
+from typing import Final
+
+from bench.timing import best_us
+from epp.configuration.token_producer import LocalTokenizers
+from epp.core.prompt.parse import parse_request
+from epp.core.types import Refusal
+from epp.shell.engines.tokens.answers import id_arrays, ids_of, pieces_of
+from epp.shell.engines.tokens.encoders import TextEncoder
+from epp.shell.engines.tokens.local import LocalWorker
+from epp.shell.engines.tokens.question import Question
+from epp.shell.engines.tokens.segments import SegmentCache
+
+FOLDER: Final = Path(
+    os.environ.get("HOMING_TOKENIZERS") or Path.home() / ".cache/homing/tokenizers"
+)
+MODELS: Final = ("llama-3.1", "qwen3")
+SIZES_KB: Final = (1, 8, 64, 200)
+TEXT: Final = Path("docs/configuration.md")
+BATCHES: Final = 10
+TURNS: Final = 40
+LONG_KB: Final = 200
+TRIALS: Final = 5
+
+
+def run() -> Iterator[tuple[str, str]]:
+    found = [model for model in MODELS if (FOLDER / model / "tokenizer.json").is_file()]
+    if not found:
+        yield f"no tokenizers in {FOLDER}: `make tokenizers` gets them", "-"
+        return
+    text = TEXT.read_text(encoding="utf-8") * 5
+    for model in found:
+        encoder = TextEncoder(FOLDER / model / "tokenizer.json")
+        for size_kb in SIZES_KB:
+            part = text[: size_kb * 1024]
+            for library, encode in (
+                (encoder.library, encoder.encode),
+                ("tokenizers", encoder.whole),
+            ):
+                taken_us = best_us(encode, lambda part=part: [part], batches=BATCHES)
+                yield f"{model}, {size_kb} KB, {library}", f"{taken_us / size_kb:7.0f} µs a KB"
+        yield from _conversation(model, encoder, text)
+    yield from _answers()
+    yield from asyncio.run(_loop_held(found[0], text))
+
+
+def _conversation(model: str, encoder: TextEncoder, text: str) -> Iterator[tuple[str, str]]:
+    """The last turn of a conversation of `TURNS` KB."""
+    turns = [text[at * 1024 : (at + 1) * 1024] for at in range(TURNS)]
+    cut = "<|eot_id|>" if "llama" in model else "<|im_end|>"
+    before, whole = cut.join(turns[:-1]), cut.join(turns)
+
+    def warm() -> list[SegmentCache]:
+        cache = SegmentCache()
+        cache.ids_of(model, encoder, before)
+        return [cache]
+
+    for what, made in (("anew", lambda: [SegmentCache()]), ("from what is kept", warm)):
+        taken_us = best_us(lambda cache: cache.ids_of(model, encoder, whole), made, batches=BATCHES)
+        yield f"{model}, a chat of {TURNS} KB, {what}", f"{taken_us / 1000:7.2f} ms"
+
+
+def _answers() -> Iterator[tuple[str, str]]:
+    """Reading what a renderer answers, on the event loop."""
+    answer = json.dumps({"token_ids": list(range(100_000, 200_000))}).encode()
+    (array,) = id_arrays(answer, 1)
+    taken_us = best_us(lambda whole: id_arrays(whole, 1), lambda: [answer], batches=BATCHES)
+    yield "an answer of 100,000 ids: its members, at once", f"{taken_us / 1000:7.2f} ms"
+    taken_us = best_us(ids_of, lambda: list(pieces_of(array)), batches=BATCHES)
+    yield "and each piece of its ids", f"{taken_us / 1000:7.2f} ms"
+
+
+async def _loop_held(model: str, text: str) -> list[tuple[str, str]]:
+    """For how long the loop stood still while `LONG_KB` became ids; the best of `TRIALS`."""
+    encoder = TextEncoder(FOLDER / model / "tokenizer.json")
+    loop = asyncio.get_running_loop()
+    rows: list[tuple[str, str]] = []
+
+    def part(number: int) -> str:
+        return text[number : number + LONG_KB * 1024]
+
+    async def in_a_thread(number: int) -> None:
+        await loop.run_in_executor(None, encoder.whole, part(number))
+
+    async def in_a_thread_faster(number: int) -> None:
+        await loop.run_in_executor(None, encoder.encode, part(number))
+
+    worker = LocalWorker(LocalTokenizers(model_tokenizer_map={model: str(FOLDER / model)}), "")
+    running = asyncio.create_task(worker.run())
+
+    def question(number: int) -> Question:
+        content = {"role": "user", "content": part(number)}
+        body = json.dumps({"model": model, "messages": [content]}).encode()
+        path = "/v1/chat/completions"
+        parsed = parse_request(path=path, headers={}, body=body, request_id="")
+        assert not isinstance(parsed, Refusal), "it is a chat"
+        return Question(parsed.request, parsed.body)
+
+    while worker.refuses(question(0)) is not None:  # noqa: ASYNC110  it tells nobody
+        await asyncio.sleep(0.05)
+    questions = iter([question(number) for number in range(TRIALS)])
+
+    async def in_the_process(_: int) -> None:
+        await worker.token_ids(next(questions))
+
+    ways: tuple[tuple[str, Callable[[int], Awaitable[None]]], ...] = (
+        ("in a thread, by tokenizers", in_a_thread),
+        (f"in a thread, by {encoder.library}", in_a_thread_faster),
+        ("in the process, template and JSON included", in_the_process),
+    )
+    for way, make in ways:
+        held = [await _held_s(make, number) for number in range(TRIALS)]
+        longest, taken = min(held)
+        rows.append(
+            (
+                f"{model}, {LONG_KB} KB {way}: the loop stands still for",
+                f"{longest * 1000:7.2f} ms of {taken * 1000:.0f}",
+            )
+        )
+    running.cancel()
+    await asyncio.gather(running, return_exceptions=True)
+    return rows
+
+
+async def _held_s(make: Callable[[int], Awaitable[None]], number: int) -> tuple[float, float]:
+    """The longest time between two turns of the loop, and how long it took in all."""
+    longest = 0.0
+    ended = False
+
+    async def turns() -> None:
+        nonlocal longest
+        last = time.perf_counter()
+        while not ended:
+            await asyncio.sleep(0)
+            now = time.perf_counter()
+            longest = max(longest, now - last)
+            last = now
+
+    ticking = asyncio.create_task(turns())
+    began = time.perf_counter()
+    await make(number)
+    taken = time.perf_counter() - began
+    ended = True
+    await ticking
+    return longest, taken

@@ -1,0 +1,96 @@
+"""What a renderer answers -> ids, in steps that are short for the event loop. Pure.
+
+Whoever answers may lie. The answer was bounded in bytes before; here its members are checked, and
+ids are decoded by pieces, because a hundred thousand of them take some milliseconds.
+"""
+
+import re
+from collections.abc import Iterator
+from typing import Annotated, Final, TypeAlias
+
+import msgspec
+from msgspec import Meta, Raw, Struct
+from msgspec.json import Decoder
+
+from epp.core.prompt.token_ids import ID_BYTES, packed
+
+ANSWER_BYTES_MAX: Final = 4 * 1024 * 1024
+"""Of ids of six digits, some 600,000. To find its members takes the loop about 2 ms."""
+PIECE_BYTES: Final = 64 * 1024
+"""Ids of which are decoded at once, in half a millisecond."""
+_NOTHING: Final = Raw(b"")
+
+_TokenId: TypeAlias = Annotated[int, Meta(ge=0, le=2**32 - 1)]
+
+
+class _Rendered(Struct, gc=False):
+    """`token_ids` of /render, `tokens` of /tokenize."""
+
+    token_ids: Raw = _NOTHING
+    tokens: Raw = _NOTHING
+    features: Raw = _NOTHING
+
+
+_decode_one = Decoder(_Rendered).decode
+_decode_all = Decoder(list[_Rendered]).decode
+_decode_ids = Decoder(list[_TokenId]).decode
+_COMMA: Final = re.compile(rb",")
+
+
+class BadAnswerError(Exception):
+    """The text says what of the answer is bad, without repeating any of it."""
+
+
+class HasMediaError(Exception):
+    """The prompt has parts that are not told apart by ids."""
+
+
+def id_arrays(answer: bytes, prompts: int) -> list[bytes]:
+    """The JSON array of ids of each of the first `prompts` prompts.
+
+    Raises `BadAnswerError`, and `HasMediaError`.
+    """
+    try:
+        listed = answer.lstrip()[:1] == b"["
+        rendered = _decode_all(answer) if listed else [_decode_one(answer)]
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise BadAnswerError("is not the JSON of a rendered request") from error
+    if len(rendered) < prompts:
+        raise BadAnswerError(f"has {len(rendered)} prompts, expected {prompts}")
+    arrays: list[bytes] = []
+    for one in rendered[:prompts]:
+        if bytes(one.features) not in {b"", b"null", b"{}"}:
+            raise HasMediaError
+        array = bytes(one.token_ids if one.tokens is _NOTHING else one.tokens)
+        if not (array.startswith(b"[") and array.endswith(b"]")) or not array[1:-1].strip():
+            raise BadAnswerError("has no token ids")
+        arrays.append(array)
+    return arrays
+
+
+def pieces_of(array: bytes) -> Iterator[bytes]:
+    """Arrays of some ids each, which together have all of `array`."""
+    start, end = 1, len(array) - 1
+    while end - start > PIECE_BYTES:
+        comma = _COMMA.search(array, start + PIECE_BYTES, end)
+        if comma is None:
+            break
+        yield b"[%b]" % array[start : comma.start()]
+        start = comma.end()
+    yield b"[%b]" % array[start:end]
+
+
+def ids_of(piece: bytes) -> bytes:
+    """Raises `BadAnswerError` unless `piece` is an array of ids."""
+    try:
+        return packed(_decode_ids(piece))
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise BadAnswerError("has other than token ids from 0 to 2**32 - 1") from error
+
+
+def too_many(ids: bytes, body: bytes) -> bool:
+    """Whether these are more ids than a prompt of so many bytes can become, with any template."""
+    return len(ids) // ID_BYTES > len(body) + TEMPLATE_TOKENS_MAX
+
+
+TEMPLATE_TOKENS_MAX: Final = 65_536

@@ -1,0 +1,339 @@
+"""The picker's end of the worker process: starts it, asks it, ends it when it hangs.
+
+The worker answers one question at a time. Who waits for it waits here, in a queue that is bounded;
+who leaves is taken out of it. A question that is being answered goes on without who asked: what it
+finds is kept by the worker for the next turn of the conversation.
+"""
+
+import asyncio
+import sys
+import time
+from collections import deque
+from typing import Final
+
+import msgspec
+import structlog
+
+from epp.configuration.token_producer import LocalTokenizers
+from epp.core.types import ApiKind, Seconds
+from epp.shell.engines.tokens.frames import (
+    LENGTH_BYTES,
+    Begin,
+    Cannot,
+    Done,
+    FromWorker,
+    Job,
+    Load,
+    Loaded,
+    Ready,
+    ToWorker,
+    framed,
+    from_worker,
+    length_of,
+)
+from epp.shell.engines.tokens.question import Question, TokensResult, TokensUnknownError
+
+QUEUE_MAX: Final = 64
+"""Questions that wait for the worker."""
+QUEUE_BYTES_MAX: Final = 16 * 1024 * 1024
+JOB_S_MAX: Final[Seconds] = 20.0
+"""A question that takes longer hangs: the process is ended and begins anew. Two megabytes of blanks,
+which take longest, take two seconds of a whole core."""
+LOAD_S_MAX: Final[Seconds] = 60.0
+LOADED_AT_ONCE_MAX: Final = 8
+"""Tokenizers that are loaded before somebody asks."""
+BACKOFF_S: Final[Seconds] = 0.5
+BACKOFF_S_MAX: Final[Seconds] = 30.0
+MODELS_TOLD_MAX: Final = 256
+"""Models without a tokenizer that are warned of; clients choose names."""
+_APIS: Final = frozenset({ApiKind.CHAT, ApiKind.COMPLETIONS})
+MODULE: Final = "epp.shell.engines.tokens.worker"
+
+_log = structlog.get_logger(__name__)
+
+
+class WorkerHungError(Exception):
+    """It did not answer in time."""
+
+
+class _Waiting:
+    __slots__ = ("answered", "job")
+
+    def __init__(self, job: Job, answered: asyncio.Future[Done]) -> None:
+        self.job = job
+        self.answered = answered
+
+
+class LocalWorker:
+    """The backend `local`."""
+
+    name = "local"
+
+    def __init__(
+        self,
+        settings: LocalTokenizers,
+        model_name: str,
+        *,
+        command: tuple[str, ...] = (sys.executable, "-m", MODULE),
+        job_s_max: Seconds = JOB_S_MAX,
+        backoff_s: Seconds = BACKOFF_S,
+    ) -> None:
+        """`model_name`: whose tokenizer models have that have none of their own."""
+        self._begin = Begin(msgspec.json.encode(settings), model_name)
+        self._model_name = model_name
+        self._command = command
+        self._job_s_max = job_s_max
+        self._backoff_s = backoff_s
+        self._models: dict[str, Loaded | None] = {}
+        """Those that have files -> how they were loaded, since the process began."""
+        self._broken: dict[str, str] = {}
+        """Model -> why its files cannot be used."""
+        self._to_load: deque[str] = deque()
+        self._queue: deque[_Waiting] = deque()
+        self._queued_bytes = 0
+        self._wakened = asyncio.Event()
+        self._ready = False
+        self._loading = ""
+        self._cannot = ""
+        self._told: set[str] = set()
+        self.starts = 0
+        self.parts_known = 0
+        self.parts_new = 0
+        self.kept_bytes = 0
+
+    def refuses(self, question: Question) -> TokensResult | None:
+        request = question.request
+        if not self._cannot and request.api not in _APIS:
+            return TokensResult.UNSUPPORTED
+        if self._cannot or not self._ready:
+            return TokensResult.NO_TOKENIZER if self._cannot else TokensResult.LOADING
+        without = self._without_tokenizer(request.model)
+        if without is not None:
+            return without
+        full = len(self._queue) >= QUEUE_MAX
+        if full or self._queued_bytes + len(question.body) > QUEUE_BYTES_MAX:
+            return TokensResult.BUSY
+        return None
+
+    def _without_tokenizer(self, asked: str) -> TokensResult | None:
+        """Why the model that is asked for has none now; one that has files is loaded from now on."""
+        model = self._tokenizer_of(asked)
+        if model is None or model in self._broken:
+            if model is None:
+                self._tell_missing(asked, "has no tokenizer")
+            return TokensResult.NO_TOKENIZER
+        if self._models[model] is None and model not in {*self._to_load, self._loading}:
+            self._to_load.append(model)
+            self._wakened.set()
+        return TokensResult.LOADING if self._loading or self._to_load else None
+
+    def _tokenizer_of(self, model: str) -> str | None:
+        if model in self._models:
+            return model
+        return self._model_name if self._model_name in self._models else None
+
+    async def token_ids(self, question: Question) -> tuple[bytes, ...]:
+        request = question.request
+        model = self._tokenizer_of(request.model)
+        assert model is not None, "who has no tokenizer is refused before"
+        job = Job(model, request.api is ApiKind.CHAT, question.body)
+        waiting = _Waiting(job, asyncio.get_running_loop().create_future())
+        self._queue.append(waiting)
+        self._queued_bytes += len(job.body)
+        self._wakened.set()
+        try:
+            done = await waiting.answered
+        finally:
+            if waiting in self._queue:
+                self._queue.remove(waiting)
+                self._queued_bytes -= len(job.body)
+        if done.result != TokensResult.FOUND:
+            raise TokensUnknownError(TokensResult(done.result))
+        if len(done.ids) < len(request.prompts) or not all(done.ids):
+            raise TokensUnknownError(TokensResult.INVALID)
+        return done.ids
+
+    async def run(self) -> None:
+        """Keep the process running until cancelled."""
+        backoff_s = self._backoff_s
+        while True:
+            began_s = time.monotonic()
+            try:
+                await self._run_once()
+            except (OSError, EOFError, msgspec.DecodeError, ValueError, WorkerHungError) as error:
+                _log.warning(
+                    "the tokenizer's process ended and is started anew",
+                    problem=type(error).__name__,
+                    starts=self.starts,
+                )
+            self._forget_process()
+            if self._cannot:
+                await asyncio.Event().wait()
+            if time.monotonic() - began_s > BACKOFF_S_MAX:
+                backoff_s = self._backoff_s
+            await asyncio.sleep(backoff_s)
+            backoff_s = min(2 * backoff_s, BACKOFF_S_MAX)
+
+    async def _run_once(self) -> None:
+        self.starts += 1
+        process = await self._started()
+        try:
+            await self._talk(process)
+        finally:
+            await _end(process)
+
+    async def _started(self) -> asyncio.subprocess.Process:
+        starting = asyncio.create_task(
+            asyncio.create_subprocess_exec(
+                *self._command,
+                stdin=asyncio.subprocess.PIPE,
+                stdout=asyncio.subprocess.PIPE,
+                # What libraries say of a prompt that they cannot read must not be read.
+                stderr=asyncio.subprocess.DEVNULL,
+                # A Ctrl-C is the picker's to answer.
+                start_new_session=True,
+            )
+        )
+        try:
+            return await asyncio.shield(starting)
+        except asyncio.CancelledError:
+            # Left half-way it would be nobody's to end.
+            await _end(await starting)
+            raise
+
+    async def _talk(self, process: asyncio.subprocess.Process) -> None:
+        hello = await self._exchange(process, self._begin, LOAD_S_MAX)
+        if isinstance(hello, Cannot):
+            self._cannot = hello.sentence
+            _log.warning("prompts are measured by their bytes", problem=hello.sentence)
+            return
+        if not isinstance(hello, Ready):
+            raise ValueError("the worker did not begin")  # noqa: TRY004  it is what it says
+        self._models = dict.fromkeys(hello.models)
+        self._to_load.extend(list(self._models)[:LOADED_AT_ONCE_MAX])
+        if not self._models:
+            self._tell_missing("", "no model has a tokenizer")
+        self._ready = True
+        while True:
+            self._wakened.clear()
+            if self._to_load:
+                await self._load(process, self._to_load.popleft())
+            elif self._queue:
+                await self._answer(process, self._queue.popleft())
+            elif process.stdout is None or process.stdout.at_eof():
+                raise EOFError
+            else:
+                await self._wakened.wait()
+
+    async def _load(self, process: asyncio.subprocess.Process, model: str) -> None:
+        self._loading = model
+        loaded = await self._exchange(process, Load(model), LOAD_S_MAX)
+        self._loading = ""
+        if not isinstance(loaded, Loaded):
+            raise ValueError("the worker answered another question")  # noqa: TRY004
+        if loaded.problem:
+            self._broken[model] = loaded.problem
+            self._tell_missing(model, loaded.problem)
+            return
+        self._models[model] = loaded
+        _log.info(
+            "tokenizer loaded",
+            model=model,
+            library=loaded.library,
+            keeps_parts=loaded.cut,
+            chat_template=loaded.template,
+            seconds=round(loaded.seconds, 1),
+        )
+
+    async def _answer(self, process: asyncio.subprocess.Process, waiting: _Waiting) -> None:
+        self._queued_bytes -= len(waiting.job.body)
+        if waiting.answered.done():
+            return
+        try:
+            done = await self._exchange(process, waiting.job, self._job_s_max)
+            if not isinstance(done, Done):
+                raise ValueError("the worker answered another question")  # noqa: TRY004, TRY301
+        except BaseException:
+            if not waiting.answered.done():
+                waiting.answered.set_exception(TokensUnknownError(TokensResult.FAILED))
+            raise
+        self.parts_known += done.parts_known
+        self.parts_new += done.parts_new
+        self.kept_bytes = done.kept_bytes
+        if not waiting.answered.done():
+            waiting.answered.set_result(done)
+
+    async def _exchange(
+        self, process: asyncio.subprocess.Process, message: ToWorker, timeout_s: Seconds
+    ) -> FromWorker:
+        assert process.stdin is not None, "it has a pipe"
+        assert process.stdout is not None, "it has a pipe"
+        try:
+            async with asyncio.timeout(timeout_s):
+                process.stdin.write(framed(message))
+                await process.stdin.drain()
+                length = length_of(await process.stdout.readexactly(LENGTH_BYTES))
+                return from_worker(await process.stdout.readexactly(length))
+        except TimeoutError as error:
+            raise WorkerHungError from error
+
+    def _forget_process(self) -> None:
+        self._ready = False
+        self._loading = ""
+        self._to_load.clear()
+        self._models = dict.fromkeys(self._models)
+        self._broken.clear()
+        self.kept_bytes = 0
+        while self._queue:
+            waiting = self._queue.popleft()
+            if not waiting.answered.done():
+                waiting.answered.set_exception(TokensUnknownError(TokensResult.FAILED))
+        self._queued_bytes = 0
+
+    def _tell_missing(self, model: str, problem: str) -> None:
+        """Once a model."""
+        if model in self._told or len(self._told) >= MODELS_TOLD_MAX:
+            return
+        self._told.add(model)
+        _log.warning("prompts are measured by their bytes", model=model, problem=problem)
+
+    def rows(self) -> list[dict[str, object]]:
+        rows: list[dict[str, object]] = []
+        for model, loaded in self._models.items():
+            state = "loaded" if loaded else self._broken.get(model, "not loaded")
+            if model == self._loading:
+                state = "loading"
+            rows.append(
+                {
+                    "model": model,
+                    "state": state,
+                    "library": loaded.library if loaded else "",
+                    "keeps_parts": bool(loaded and loaded.cut),
+                    "chat_template": bool(loaded and loaded.template),
+                }
+            )
+        return rows
+
+    def totals(self) -> dict[str, object]:
+        """Of the process."""
+        return {
+            "starts": self.starts,
+            "waiting": len(self._queue),
+            "parts_known": self.parts_known,
+            "parts_new": self.parts_new,
+            "kept_bytes": self.kept_bytes,
+            "problem": self._cannot,
+        }
+
+    def close(self) -> None:
+        """`run` is cancelled by who runs it, which ends the process."""
+        self._forget_process()
+
+
+async def _end(process: asyncio.subprocess.Process) -> None:
+    """The process is gone, and its pipes with it."""
+    if process.returncode is None:
+        process.kill()
+    assert process.stdin is not None, "it has a pipe"
+    process.stdin.close()
+    await process.communicate()

@@ -1,0 +1,439 @@
+"""Asks the engine's render and tokenize API which tokens a request becomes.
+
+A renderer gets the bytes that the endpoint will get, and with them the client's `Authorization`; so
+it says what the engine would. What it may cost is bounded: in time, in connections, in bytes.
+"""
+
+import asyncio
+import re
+import ssl
+import time
+from collections import deque
+from collections.abc import Mapping, Sequence
+from typing import Final
+from urllib.parse import quote, urlsplit
+
+import msgspec
+import structlog
+from msgspec import Raw
+
+from epp.configuration.document import ConfigError
+from epp.configuration.token_producer import EndpointDiscovery, RenderMode, VllmRenderer
+from epp.core.types import ApiKind, Endpoint, Seconds
+from epp.shell.engines.loop_share import Account, LoopShare
+from epp.shell.engines.page_client import (
+    BadResponseError,
+    Connection,
+    ResponseReader,
+    StaleConnectionError,
+)
+from epp.shell.engines.tokens.answers import (
+    ANSWER_BYTES_MAX,
+    BadAnswerError,
+    HasMediaError,
+    id_arrays,
+    ids_of,
+    pieces_of,
+    too_many,
+)
+from epp.shell.engines.tokens.breaker import CircuitBreaker
+from epp.shell.engines.tokens.question import Question, TokensResult, TokensUnknownError
+
+CONNECTIONS_MAX: Final = 16
+"""To one renderer, each with one question; as the field's renderer client keeps idle."""
+NOT_RENDERED_S: Final[Seconds] = 60.0
+"""A path that a renderer does not have is asked for again after so long: it may be a newer one."""
+ATTEMPTS_MAX: Final = 2
+
+_TOKENIZE: Final = "/tokenize"
+_PATHS: Final[Mapping[ApiKind, str]] = {
+    ApiKind.CHAT: "/v1/chat/completions/render",
+    ApiKind.COMPLETIONS: "/v1/completions/render",
+    ApiKind.MESSAGES: "/v1/messages/render",
+    ApiKind.RESPONSES: "/v1/responses/render",
+}
+_TOKENIZED: Final = frozenset({ApiKind.CHAT, ApiKind.COMPLETIONS})
+"""APIs whose requests /tokenize takes as they are."""
+_NOT_THERE: Final = frozenset({403, 404, 405, 501})
+"""What a server answers that does not render, or not this API."""
+_FULL: Final = frozenset({408, 429, 503})
+_HEADER_VALUE: Final = re.compile(r"[\t\x20-\x7e\x80-\xff]*")
+_OUTPUT_LIMITS: Final = ("max_completion_tokens", "max_tokens")
+
+_log = structlog.get_logger(__name__)
+_decode_members = msgspec.json.Decoder(dict[str, Raw]).decode
+
+
+def tls_of(settings: VllmRenderer) -> ssl.SSLContext | None:
+    """What https is spoken with; None for http. Reads files. Raises `ConfigError`."""
+    if settings.endpoint_discovery is not None or urlsplit(settings.url).scheme != "https":
+        return None
+    try:
+        context = ssl.create_default_context(
+            cafile=settings.ca_cert_path
+            if settings.ca_cert_path and not settings.insecure_skip_verify
+            else None
+        )
+        if settings.client_cert_path:
+            context.load_cert_chain(settings.client_cert_path, settings.client_key_path)
+    except (OSError, ssl.SSLError) as error:
+        sentence = f"token-producer: files of the renderer's TLS cannot be used: {error}"
+        raise ConfigError([sentence]) from error
+    if settings.insecure_skip_verify:
+        context.check_hostname = False
+        context.verify_mode = ssl.CERT_NONE
+    return context
+
+
+class _Server:
+    """One place that renders. As many questions at once as it may have connections."""
+
+    def __init__(
+        self, host: str, port: int, base: str, tls: ssl.SSLContext | None, account: Account
+    ) -> None:
+        bracketed = f"[{host}]" if ":" in host else host
+        scheme = "http" if tls is None else "https"
+        self.authority = f"{bracketed}:{port}"
+        self.url = f"{scheme}://{self.authority}{base}"
+        self._host = host
+        self._port = port
+        self._base = quote(base, safe="/%:@!$&'()*+,;=~-._")
+        self._tls = tls
+        self._account = account
+        self._idle: list[Connection] = []
+        self._under_way = 0
+        self.breaker = CircuitBreaker()
+        self._not_there: dict[str, Seconds] = {}
+        """Path -> until when it is not asked for."""
+        self.asked = 0
+
+    @property
+    def full(self) -> bool:
+        return self._under_way >= CONNECTIONS_MAX
+
+    def has(self, path: str, now: Seconds) -> bool:
+        return now >= self._not_there.get(path, now)
+
+    def has_not(self, path: str, now: Seconds) -> None:
+        self._not_there[path] = now + NOT_RENDERED_S
+
+    def row(self, now: Seconds) -> dict[str, object]:
+        without = sorted(path for path in self._not_there if not self.has(path, now))
+        return {
+            "renderer": self.url,
+            "circuit": "open" if self.breaker.is_open(now) else "closed",
+            "asked": self.asked,
+            "under_way": self._under_way,
+            "does_not_render": ", ".join(without),
+        }
+
+    async def post(self, path: str, body: bytes, authorization: str, timeout_s: Seconds) -> bytes:
+        """The answer. Raises as `PageClient.fetch` does; when it is left, the connection goes."""
+        self.asked += 1
+        self._under_way += 1
+        lines = [
+            f"POST {self._base}{path} HTTP/1.1",
+            f"Host: {self.authority}",
+            "User-Agent: homing",
+            "Accept: application/json",
+            "Content-Type: application/json",
+            f"Content-Length: {len(body)}",
+        ]
+        if authorization and _HEADER_VALUE.fullmatch(authorization):
+            lines.append(f"Authorization: {authorization}")
+        head = ("\r\n".join(lines) + "\r\n\r\n").encode("latin-1")
+        try:
+            return await self._exchange(head + body, timeout_s)
+        finally:
+            self._under_way -= 1
+
+    async def _exchange(self, request: bytes, timeout_s: Seconds) -> bytes:
+        loop = asyncio.get_running_loop()
+        ends_at_s = loop.time() + timeout_s
+        while self._idle:
+            connection = self._idle.pop()
+            if connection.transport is None:
+                continue
+            try:
+                return await self._ask(connection, request, timeout_s)
+            except StaleConnectionError:
+                pass  # an idle connection may close at any time
+        async with asyncio.timeout_at(ends_at_s):
+            _, connection = await loop.create_connection(
+                lambda: Connection(self._account),
+                self._host,
+                self._port,
+                ssl=self._tls,
+                server_hostname=None if self._tls is None else self._host,
+            )
+            return await self._ask(connection, request, timeout_s)
+
+    async def _ask(self, connection: Connection, request: bytes, timeout_s: Seconds) -> bytes:
+        try:
+            answer = await connection.ask(request, ResponseReader(ANSWER_BYTES_MAX), timeout_s)
+        except BaseException:
+            connection.abort()
+            raise
+        if connection.transport is not None:
+            self._idle.append(connection)
+        return answer
+
+    def close(self) -> None:
+        for connection in self._idle:
+            connection.abort()
+        self._idle.clear()
+
+
+class Renderer:
+    """The backend `vllm`."""
+
+    name = "vllm"
+
+    def __init__(self, settings: VllmRenderer, tls: ssl.SSLContext | None) -> None:
+        self._settings = settings
+        self._tls = tls
+        self._account = LoopShare(time.thread_time).open()
+        self._servers: dict[str, _Server] = {}
+        self._turns: deque[_Server] = deque()
+        self._warned = False
+        discovery = settings.endpoint_discovery
+        if discovery is None:
+            parts = urlsplit(settings.url)
+            port = parts.port or (443 if parts.scheme == "https" else 80)
+            self._set({(parts.hostname or "", port, parts.path.rstrip("/"))})
+
+    def replace(self, endpoints: Sequence[Endpoint]) -> None:
+        """The pool is now `endpoints`; matters where they are what renders."""
+        discovery = self._settings.endpoint_discovery
+        if discovery is not None:
+            self._set(_places(endpoints, discovery))
+
+    def _set(self, places: set[tuple[str, int, str]]) -> None:
+        before, self._servers = self._servers, {}
+        for host, port, base in sorted(places):
+            key = f"{host} {port} {base}"
+            known = before.pop(key, None)
+            self._servers[key] = known or _Server(host, port, base, self._tls, self._account)
+        for gone in before.values():
+            gone.close()
+        self._turns = deque(self._servers.values())
+
+    def refuses(self, question: Question) -> TokensResult | None:
+        api = question.request.api
+        if api not in _PATHS or not self._may_render(api):
+            return TokensResult.UNSUPPORTED
+        now = time.monotonic()
+        if not self._servers:
+            return TokensResult.UNREACHABLE
+        able = [server for server in self._servers.values() if server.breaker.allows(now)]
+        if not able:
+            return TokensResult.OPEN
+        return TokensResult.BUSY if all(server.full for server in able) else None
+
+    def _may_render(self, api: ApiKind) -> bool:
+        modes = {
+            ApiKind.MESSAGES: self._settings.messages_render_mode,
+            ApiKind.RESPONSES: self._settings.responses_render_mode,
+        }
+        return modes.get(api, RenderMode.NATIVE) is not RenderMode.LEGACY
+
+    async def token_ids(self, question: Question) -> tuple[bytes, ...]:
+        settings = self._settings
+        limit_s: Seconds = settings.timeout
+        if question.request.api is not ApiKind.COMPLETIONS:
+            limit_s = max(settings.timeout, settings.mm_timeout)
+        discovery = settings.endpoint_discovery
+        attempt_s = (discovery and discovery.attempt_timeout) or limit_s
+        ends_at_s = time.monotonic() + limit_s
+        tried: set[str] = set()
+        failure = TokensUnknownError(TokensResult.BUSY)
+        for _ in range(ATTEMPTS_MAX if discovery is not None else 1):
+            server = self._next(tried)
+            if server is None:
+                break
+            tried.add(server.url)
+            left_s = min(attempt_s, ends_at_s - time.monotonic())
+            try:
+                return await self._ask(server, question, max(left_s, 0.0))
+            except TokensUnknownError as error:
+                failure = error
+                if error.result not in _WORTH_ANOTHER:
+                    break
+        raise failure
+
+    def _next(self, tried: set[str]) -> _Server | None:
+        """Whose turn it is of those that can be asked."""
+        now = time.monotonic()
+        for _ in range(len(self._turns)):
+            server = self._turns[0]
+            self._turns.rotate(-1)
+            if server.url not in tried and not server.full and server.breaker.allows(now):
+                return server
+        return None
+
+    async def _ask(
+        self, server: _Server, question: Question, timeout_s: Seconds
+    ) -> tuple[bytes, ...]:
+        """One attempt; what it says of the server is noted."""
+        server.breaker.asked(time.monotonic())
+        failed = True
+        try:
+            found = await self._render(server, question, timeout_s)
+            failed = False
+        except asyncio.CancelledError:
+            # The client left, which says nothing of the server; or it was too slow.
+            failed = question.expired
+            raise
+        except TimeoutError as error:
+            raise TokensUnknownError(TokensResult.TIMEOUT) from error
+        except BadAnswerError as error:
+            raise TokensUnknownError(TokensResult.INVALID) from error
+        except HasMediaError as error:
+            failed = False
+            raise TokensUnknownError(TokensResult.MEDIA) from error
+        except BadResponseError as error:
+            result = _result_of(error)
+            failed = result is not TokensResult.REFUSED
+            raise TokensUnknownError(result) from error
+        except TokensUnknownError:
+            failed = False
+            raise
+        except OSError as error:
+            raise TokensUnknownError(TokensResult.UNREACHABLE) from error
+        finally:
+            if not failed:
+                server.breaker.succeeded()
+            elif server.breaker.failed(time.monotonic()):
+                _log.warning("a renderer fails, it is left alone for a while", renderer=server.url)
+        return found
+
+    async def _render(
+        self, server: _Server, question: Question, timeout_s: Seconds
+    ) -> tuple[bytes, ...]:
+        request, path = question.request, _PATHS[question.request.api]
+        authorization = request.headers.get("authorization", "")
+        now = time.monotonic()
+        ends_at_s = now + timeout_s
+        if server.has(path, now):
+            body = one_token_more(question.body) if self._settings.prefill_only else question.body
+            try:
+                answer = await server.post(path, body, authorization, timeout_s)
+                return await _read(answer, question)
+            except BadResponseError as bad:
+                if bad.status not in _NOT_THERE:
+                    raise
+                if request.api not in _TOKENIZED:
+                    # It may be the model that is not there; who asks for another one asks again.
+                    server.has_not(path, now)
+                    raise TokensUnknownError(TokensResult.UNSUPPORTED) from bad
+        if request.api not in _TOKENIZED or not _can_be_tokenized(question):
+            raise TokensUnknownError(TokensResult.UNSUPPORTED)
+        left_s = max(ends_at_s - time.monotonic(), 0.0)
+        answer = await server.post(_TOKENIZE, question.body, authorization, left_s)
+        found = await _read(answer, question)
+        if server.has(path, now):
+            # It knows the model and tokenizes it: what it does not do is to render.
+            server.has_not(path, now)
+            self._warn(server)
+        return found
+
+    def _warn(self, server: _Server) -> None:
+        if not self._warned:
+            self._warned = True
+            _log.warning(
+                "a renderer does not render and is asked at /tokenize: start vLLM with "
+                "--enable-scale-out, or `vllm launch render`",
+                renderer=server.url,
+            )
+
+    async def run(self) -> None:
+        await asyncio.Event().wait()
+
+    def rows(self) -> list[dict[str, object]]:
+        now = time.monotonic()
+        return [server.row(now) for server in self._servers.values()]
+
+    def totals(self) -> dict[str, object]:
+        return {"asked": sum(server.asked for server in self._servers.values())}
+
+    def close(self) -> None:
+        for server in self._servers.values():
+            server.close()
+
+
+_WORTH_ANOTHER: Final = frozenset(
+    {
+        TokensResult.TIMEOUT,
+        TokensResult.BUSY,
+        TokensResult.UNREACHABLE,
+        TokensResult.FAILED,
+        TokensResult.INVALID,
+    }
+)
+"""What another renderer of the pool may do better."""
+
+
+def _result_of(error: BadResponseError) -> TokensResult:
+    if error.kind == "page":
+        return TokensResult.INVALID
+    if error.status in _FULL:
+        return TokensResult.BUSY
+    return TokensResult.FAILED if error.status >= 500 else TokensResult.REFUSED
+
+
+def _places(
+    endpoints: Sequence[Endpoint], discovery: EndpointDiscovery
+) -> set[tuple[str, int, str]]:
+    ranks: dict[str, int] = {}
+    found: set[tuple[str, int, str]] = set()
+    for endpoint in endpoints:
+        pod = endpoint.endpoint_id.rpartition(":")[0]
+        rank = ranks[pod] = ranks.get(pod, -1) + 1
+        port = discovery.port_of(endpoint, rank)
+        if port is not None:
+            found.add((endpoint.address.rpartition(":")[0].strip("[]"), port, ""))
+    return found
+
+
+async def _read(answer: bytes, question: Question) -> tuple[bytes, ...]:
+    """The ids of each prompt; others have their turn between two pieces."""
+    found: list[bytes] = []
+    for array in id_arrays(answer, len(question.request.prompts)):
+        ids: list[bytes] = []
+        for piece in pieces_of(array):
+            if ids:
+                await asyncio.sleep(0)
+            ids.append(ids_of(piece))
+        found.append(b"".join(ids))
+        if too_many(found[-1], question.body):
+            raise BadAnswerError("has more ids than the request has bytes")
+    return tuple(found)
+
+
+def _can_be_tokenized(question: Question) -> bool:
+    """Whether /tokenize makes of the body what the engine would: it takes one text, and all of it."""
+    return len(question.request.prompts) == 1 and not _is_set(question, "truncate_prompt_tokens")
+
+
+def _is_set(question: Question, member: str) -> bool:
+    if member.encode() not in question.body:
+        return False
+    return bytes(_decode_members(question.body).get(member, b"null")) != b"null"
+
+
+def one_token_more(body: bytes) -> bytes:
+    """A body that asks for one token of output, all else as it was: to render it needs no more room.
+
+    As it is where the prompt is to be cut, which goes by the room that is left.
+    """
+    members = _decode_members(body)
+    if bytes(members.get("truncate_prompt_tokens", b"null")) != b"null":
+        return body
+    one = Raw(b"1")
+    members["max_tokens"] = one
+    for limit in _OUTPUT_LIMITS:
+        if limit in members:
+            members[limit] = one
+    if "min_tokens" in members:
+        members["min_tokens"] = Raw(b"0")
+    return msgspec.json.encode(members)

@@ -1,0 +1,197 @@
+"""Lets a request wait until its tokens are known, for a short while: `core/protocol/waiting`."""
+
+import asyncio
+import time
+from collections.abc import Callable
+from typing import Final, Protocol
+
+import structlog
+from msgspec import structs
+
+from epp.core.prompt.canonical import DIGEST
+from epp.core.prompt.request import InferenceRequest
+from epp.core.protocol.waiting import Resume
+from epp.core.types import ApiKind, Seconds
+from epp.shell.engines.tokens.breaker import CircuitBreaker
+from epp.shell.engines.tokens.question import (
+    Question,
+    TokensBackend,
+    TokensResult,
+    TokensUnknownError,
+)
+
+WAITING_MAX: Final = 1_024
+"""Requests that wait at once."""
+BODY_BYTES_MAX: Final = 2 * 1024 * 1024
+"""Of longer ones the tokens are not asked: half a million take a second, and no engine a third of
+them."""
+_WITHOUT_TEXT: Final = frozenset({ApiKind.TOKENS, ApiKind.OPAQUE})
+"""Ids are there already, or nothing of the prompt is."""
+_FAULTS: Final = frozenset(
+    {TokensResult.TIMEOUT, TokensResult.FAILED, TokensResult.INVALID, TokensResult.DEFECT}
+)
+"""Of the backend: so many in a row and it is left alone."""
+
+_log = structlog.get_logger(__name__)
+
+
+class TokensObserver(Protocol):
+    """Is told how each question ended; must not raise."""
+
+    def tokens_asked(
+        self, backend: str, result: TokensResult, waited_s: Seconds, tokens: int
+    ) -> None: ...
+
+
+class TokenResolver:
+    """A `Resolver`, of one backend, for requests whose tokens are not there.
+
+    Whatever happens, a request is resumed once, at the latest after `timeout_s`, or nobody waits for
+    it any more.
+    """
+
+    def __init__(
+        self,
+        backend: TokensBackend,
+        timeout_s: Seconds,
+        observer: TokensObserver,
+        clock: Callable[[], Seconds] = time.monotonic,
+    ) -> None:
+        self.backend = backend
+        self.timeout_s = timeout_s
+        self._observer = observer
+        self._clock = clock
+        self._breaker = CircuitBreaker()
+        self._waits: set[_TokenWait] = set()
+        self.asked = 0
+        self.results: dict[TokensResult, int] = {}
+
+    @property
+    def waiting(self) -> int:
+        """Requests that wait now."""
+        return len(self._waits)
+
+    @property
+    def open_circuit(self) -> bool:
+        return self._breaker.is_open(self._clock())
+
+    def begin(self, request: InferenceRequest, body: bytes, resume: Resume) -> "_TokenWait | None":
+        if request.api in _WITHOUT_TEXT or not body or request.token_ids:
+            return None
+        question = Question(request, body)
+        now = self._clock()
+        refused = self._refuses(question, now)
+        if refused is not None:
+            self._tell(refused, 0.0, 0)
+            return None
+        self._breaker.asked(now)
+        return _TokenWait(self, question, resume, now)
+
+    def _refuses(self, question: Question, now: Seconds) -> TokensResult | None:
+        if any(DIGEST in prompt for prompt in question.request.prompts):
+            return TokensResult.MEDIA
+        if len(question.body) > BODY_BYTES_MAX:
+            return TokensResult.TOO_LONG
+        if not self._breaker.allows(now):
+            return TokensResult.OPEN
+        if len(self._waits) >= WAITING_MAX:
+            return TokensResult.BUSY
+        try:
+            return self.backend.refuses(question)
+        except Exception:  # noqa: BLE001  the boundary of a backend
+            _log.exception("the tokens of a prompt were not asked for")
+            return TokensResult.DEFECT
+
+    def began(self, wait: "_TokenWait") -> None:
+        self._waits.add(wait)
+
+    def ended(
+        self, wait: "_TokenWait", result: TokensResult | None, began_s: Seconds, tokens: int
+    ) -> None:
+        """None: nobody waited any more."""
+        self._waits.discard(wait)
+        if result is None:
+            return
+        now = self._clock()
+        if result not in _FAULTS:
+            self._breaker.succeeded()
+        elif self._breaker.failed(now):
+            _log.warning(
+                "tokens cannot be had, prompts are measured by their bytes for a while",
+                backend=self.backend.name,
+                problem=result.value,
+            )
+        self._tell(result, now - began_s, tokens)
+
+    def _tell(self, result: TokensResult, waited_s: Seconds, tokens: int) -> None:
+        self.results[result] = self.results.get(result, 0) + 1
+        self._observer.tokens_asked(self.backend.name, result, waited_s, tokens)
+
+    def close(self) -> None:
+        """Who waits is resumed without tokens."""
+        for wait in list(self._waits):
+            wait.give_up(TokensResult.FAILED)
+        self.backend.close()
+
+
+class _TokenWait:
+    """One request that waits."""
+
+    __slots__ = ("_began_s", "_expiry", "_question", "_resolver", "_resume", "_task")
+
+    def __init__(
+        self, resolver: TokenResolver, question: Question, resume: Resume, began_s: Seconds
+    ) -> None:
+        loop = asyncio.get_running_loop()
+        self._resolver = resolver
+        self._question = question
+        self._resume: Resume | None = resume
+        self._began_s = began_s
+        resolver.began(self)
+        self._expiry = loop.call_later(resolver.timeout_s, self._expire)
+        self._task = loop.create_task(self._find())
+
+    def cancel(self) -> None:
+        """The client left, or the gateway answered: nobody asks any more."""
+        self._end(None, 0)
+
+    def give_up(self, result: TokensResult) -> None:
+        """Go on without tokens."""
+        resume = self._end(result, 0)
+        if resume is not None:
+            resume(self._question.request)
+
+    def _expire(self) -> None:
+        self._question.expired = True
+        self.give_up(TokensResult.TIMEOUT)
+
+    async def _find(self) -> None:
+        try:
+            ids = await self._resolver.backend.token_ids(self._question)
+        except asyncio.CancelledError:
+            # By `_end`; or by what the backend awaited, and then nobody else goes on with it.
+            self.give_up(TokensResult.DEFECT)
+            raise
+        except TokensUnknownError as unknown:
+            self.give_up(unknown.result)
+            return
+        except Exception:  # noqa: BLE001  the boundary of a backend: a defect costs one prompt's tokens
+            _log.exception("the tokens of a prompt were not found out")
+            self.give_up(TokensResult.DEFECT)
+            return
+        resume = self._end(TokensResult.FOUND, sum(map(len, ids)) // 4)
+        if resume is not None:
+            request = self._question.request
+            moment = structs.replace(request.moment, token_ids=ids)
+            resume(structs.replace(request, moment=moment))
+
+    def _end(self, result: TokensResult | None, tokens: int) -> Resume | None:
+        """What is to be called now; None: it was, or is not to be."""
+        resume, self._resume = self._resume, None
+        if resume is None:
+            return None
+        self._expiry.cancel()
+        if asyncio.current_task() is not self._task:
+            self._task.cancel()
+        self._resolver.ended(self, result, self._began_s, tokens)
+        return resume

@@ -1,0 +1,215 @@
+"""The process that makes ids of prompts: `python -m epp.shell.engines.tokens.worker`.
+
+It is a process because nothing less is quiet: `tokenizers` holds Python's lock while it encodes, and
+a template is Python. One question at a time, asked and answered by frames on standard input and
+output; it ends when its input does. It writes nothing else, least of all anything of a prompt.
+"""
+
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any, BinaryIO, Final
+
+import msgspec
+
+from epp.configuration.token_producer import LocalTokenizers
+from epp.core.prompt.token_ids import packed
+from epp.shell.engines.tokens.frames import (
+    LENGTH_BYTES,
+    Begin,
+    Cannot,
+    Done,
+    FromWorker,
+    Job,
+    Load,
+    Loaded,
+    Ready,
+    ToWorker,
+    framed,
+    length_of,
+    to_worker,
+)
+from epp.shell.engines.tokens.question import TokensResult
+from epp.shell.engines.tokens.segments import SegmentCache
+from epp.shell.engines.tokens.tokenizer_files import files_of, read_config
+
+PROMPTS_MAX: Final = 2_048
+"""Of one request; the picker remembers no more."""
+LOADED_MAX: Final = 8
+"""Models at once; one takes about 100 MB."""
+NICE: Final = 5
+"""Of two that want the same processor the one that answers gateways goes first."""
+NEEDED: Final = (
+    "the local tokenizer backend needs the extra `tokens`: pip install homing-epp[tokens]"
+)
+
+_decode_body = msgspec.json.Decoder(dict[str, Any]).decode
+
+
+class _Model:
+    def __init__(self, file: Path, settings: LocalTokenizers) -> None:
+        # Imported where they are needed: the picker itself has no use for them.
+        from epp.shell.engines.tokens.chat_template import ChatTemplate  # noqa: PLC0415
+        from epp.shell.engines.tokens.encoders import TextEncoder  # noqa: PLC0415
+
+        self.encoder = TextEncoder(file)
+        config = read_config(file.parent)
+
+        def template(*, tools: bool) -> ChatTemplate | None:
+            source = config.template(tools=tools)
+            if not source:
+                return None
+            return ChatTemplate(
+                source,
+                config.special,
+                settings.chat_template_content_format,
+                settings.chat_template_kwargs,
+            )
+
+        self.template = template(tools=False)
+        self.tool_template = template(tools=True)
+
+
+class Worker:
+    """Answers messages, one at a time. Whatever fails is an answer too."""
+
+    def __init__(self) -> None:
+        self._settings: LocalTokenizers | None = None
+        self._files: dict[str, Path] = {}
+        self._models: dict[str, _Model] = {}
+        self._cache = SegmentCache()
+
+    def answer(self, message: ToWorker) -> FromWorker:
+        match message:
+            case Begin():
+                return self._begin(message)
+            case Load(model=model):
+                return self._load(model)
+            case Job():
+                return self._job(message)
+
+    def _begin(self, message: Begin) -> FromWorker:
+        try:
+            import jinja2  # noqa: F401, PLC0415
+            import tiktoken  # noqa: F401, PLC0415
+            import tokenizers  # noqa: F401, PLC0415
+        except ImportError:
+            return Cannot(NEEDED)
+        self._settings = msgspec.json.decode(message.settings, type=LocalTokenizers)
+        self._files = files_of(self._settings)
+        return Ready(tuple(self._files))
+
+    def _load(self, model: str) -> Loaded:
+        assert self._settings is not None, "Begin comes first"
+        began_s = time.monotonic()
+        file = self._files.get(model)
+        if file is None:
+            return Loaded(model, "there is no tokenizer of that name")
+        if len(self._models) >= LOADED_MAX and model not in self._models:
+            return Loaded(model, f"{LOADED_MAX} tokenizers are loaded, which is as many as may be")
+        try:
+            known = self._models[model] = _Model(file, self._settings)
+        except Exception as error:  # noqa: BLE001  files of strangers, read by two libraries
+            return Loaded(model, f"{file} cannot be used: {_said(error)}")
+        return Loaded(
+            model,
+            "",
+            known.encoder.library,
+            known.encoder.cut,
+            known.template is not None,
+            time.monotonic() - began_s,
+        )
+
+    def _job(self, job: Job) -> Done:
+        cache = self._cache
+        known, new = cache.hits, cache.misses
+        try:
+            ids, result = self._ids_of(job), TokensResult.FOUND
+        except _RefusedError as refused:
+            ids, result = (), refused.result
+        except (KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException:  # noqa: BLE001  whatever a prompt can do to two libraries and a template
+            ids, result = (), TokensResult.FAILED
+        told = cache.hits - known, cache.misses - new, cache.held_bytes
+        return Done(ids, result.value, *told)
+
+    def _ids_of(self, job: Job) -> tuple[bytes, ...]:
+        model = self._models.get(job.model)
+        if model is None:
+            raise _RefusedError(TokensResult.NO_TOKENIZER)
+        body = _decode_body(job.body)
+        if body.get("truncate_prompt_tokens") is not None:
+            raise _RefusedError(TokensResult.UNSUPPORTED)
+        if not job.chat:
+            given = body.get("prompt")
+            prompts = given if isinstance(given, list) else [given]
+            around = body.get("add_special_tokens", True) is not False
+            return tuple(
+                self._text_ids(job.model, model, prompt, around=around)
+                for prompt in prompts[:PROMPTS_MAX]
+            )
+        from epp.shell.engines.tokens.chat_template import NotRenderedError  # noqa: PLC0415
+
+        template = model.tool_template if body.get("tools") else model.template
+        if template is None:
+            raise _RefusedError(TokensResult.UNSUPPORTED)
+        try:
+            text = template.render(body)
+        except NotRenderedError as error:
+            raise _RefusedError(TokensResult.REFUSED) from error
+        around = body.get("add_special_tokens") is True
+        return (self._text_ids(job.model, model, text, around=around),)
+
+    def _text_ids(self, name: str, model: _Model, text: Any, *, around: bool) -> bytes:
+        if isinstance(text, list):
+            return packed(text)
+        if not isinstance(text, str):
+            raise _RefusedError(TokensResult.UNSUPPORTED)
+        ids = self._cache.ids_of(name, model.encoder, text)
+        return model.encoder.surrounded(ids) if around else ids
+
+
+class _RefusedError(Exception):
+    def __init__(self, result: TokensResult) -> None:
+        super().__init__(result.value)
+        self.result = result
+
+
+def _said(error: Exception) -> str:
+    """Our own sentences as they are; of others' errors the type, for they may quote a file."""
+    ours = type(error).__module__.startswith("epp.")
+    return str(error) if ours else type(error).__name__
+
+
+def serve(source: BinaryIO, sink: BinaryIO) -> None:
+    """Answer until `source` ends."""
+    worker = Worker()
+    while True:
+        head = source.read(LENGTH_BYTES)
+        if len(head) < LENGTH_BYTES:
+            return
+        length = length_of(head)
+        frame = source.read(length)
+        if len(frame) < length:
+            return
+        sink.write(framed(worker.answer(to_worker(frame))))
+        sink.flush()
+
+
+def main() -> None:
+    # Threads of the library take the processors of those who serve.
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    os.environ["RAYON_NUM_THREADS"] = "1"
+    # Nothing is loaded from there; and nothing can be.
+    os.environ["HF_HUB_OFFLINE"] = "1"
+    os.nice(NICE)
+    try:
+        serve(sys.stdin.buffer, sys.stdout.buffer)
+    except (BrokenPipeError, KeyboardInterrupt):
+        os._exit(0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,66 @@
+"""Requests wait at their picker until a renderer has made tokens of their prompts, as in production.
+
+A renderer works on one prompt at a time, and is shared by all pickers. Nobody waits for it longer
+than the picker's deadline; it does not know that, and finishes what it was asked.
+"""
+
+from msgspec import Struct
+
+from epp.core.prompt.request import InferenceRequest
+from epp.core.protocol.waiting import Resume
+from epp.core.types import Seconds
+from sim.cluster.loop import Loop
+
+
+class TokenizeSettings(Struct, frozen=True, kw_only=True):
+    """What it takes to find out the tokens of a prompt."""
+
+    seconds_per_token: Seconds
+    timeout_s: Seconds = 0.02
+    """`tokenizeTimeout` of the picker."""
+
+
+class SimulatedRenderer:
+    """A `Resolver`. What requests it lets wait learn nothing: traces know their tokens anyhow."""
+
+    def __init__(self, settings: TokenizeSettings, loop: Loop) -> None:
+        self._settings = settings
+        self._loop = loop
+        self._free_at: Seconds = 0.0
+        self.found = 0
+        self.timeouts = 0
+
+    def begin(
+        self, request: InferenceRequest, body: bytes, resume: Resume
+    ) -> "_SimulatedWait | None":
+        """`body` is not there in simulated time."""
+        settings, now = self._settings, self._loop.now
+        takes_s = settings.seconds_per_token * request.prompt_tokens
+        if takes_s == 0.0:
+            return None
+        self._free_at = max(self._free_at, now) + takes_s
+        wait_s = self._free_at - now
+        if wait_s > settings.timeout_s:
+            self.timeouts += 1
+            wait_s = settings.timeout_s
+        else:
+            self.found += 1
+        wait = _SimulatedWait(request, resume)
+        self._loop.after(wait_s, wait.end)
+        return wait
+
+
+class _SimulatedWait:
+    __slots__ = ("_request", "_resume")
+
+    def __init__(self, request: InferenceRequest, resume: Resume) -> None:
+        self._request = request
+        self._resume: Resume | None = resume
+
+    def cancel(self) -> None:
+        self._resume = None
+
+    def end(self) -> None:
+        resume, self._resume = self._resume, None
+        if resume is not None:
+            resume(self._request)

@@ -1,0 +1,165 @@
+"""Which backends a `token-producer` may have, and what is told of parameters that do less."""
+
+import pytest
+import yaml
+
+from epp.configuration.build import plugin_tables
+from epp.configuration.config import ConfigError, load_config
+from epp.configuration.describing import describe, diff_configs
+from epp.configuration.token_producer import (
+    Backend,
+    EndpointDiscovery,
+    LabelExpression,
+    LabelOperator,
+    Selector,
+)
+from tests.builders import endpoint
+
+
+def loaded(*producers, type_name="token-producer"):
+    document = {
+        "apiVersion": "llm-d.ai/v1alpha1",
+        "kind": "EndpointPickerConfig",
+        "plugins": [
+            *({"type": type_name, "name": f"t{n}", "parameters": one} for n, one in enumerate(producers)),
+            {"type": "queue-scorer"},
+        ],
+        "schedulingProfiles": [{"name": "default", "plugins": [{"pluginRef": "queue-scorer"}]}],
+    }  # fmt: skip
+    return load_config(yaml.safe_dump(document), "config.yaml", plugin_tables())
+
+
+@pytest.mark.parametrize(
+    ("parameters", "backend"),
+    [
+        ({}, Backend.ESTIMATE),
+        ({"estimate": {}}, Backend.ESTIMATE),
+        ({"modelName": "m", "estimate": {}}, Backend.ESTIMATE),
+        ({"vllm": {}}, Backend.VLLM),
+        ({"modelName": "m", "vllm": {"url": "https://r:1/base"}}, Backend.VLLM),
+        ({"modelName": "m"}, Backend.VLLM),
+        ({"local": {"autoDiscoveryDir": "/t"}}, Backend.LOCAL),
+        ({"local": {"modelTokenizerMap": {"m": "/t"}}, "tokenizeTimeout": "50ms"}, Backend.LOCAL),
+    ],
+)
+def test_the_backend_is_what_is_given(parameters, backend):
+    """A model's name alone means the renderer, as in the reference picker."""
+    config = loaded(parameters)
+    assert config.tokens.backend is backend
+    assert ("tokens" in describe(config)) == (backend is not Backend.ESTIMATE)
+
+
+def test_without_one_prompts_are_measured_by_their_bytes():
+    """And a second one has no effect."""
+    assert loaded().tokens.backend is Backend.ESTIMATE
+    config = loaded({"vllm": {}}, {"local": {"autoDiscoveryDir": "/t"}})
+    assert config.tokens.backend is Backend.VLLM
+    assert any("t0 is declared before it" in warning for warning in config.warnings)
+
+
+def test_its_old_name_is_deprecated():
+    """It loads all the same."""
+    config = loaded({"vllm": {}}, type_name="tokenizer")
+    assert config.tokens.backend is Backend.VLLM
+    assert any("use token-producer" in warning for warning in config.warnings)
+
+
+def test_the_fields_own_parameters_load():
+    """All that the reference picker documents for its renderer."""
+    renderer = {
+        "timeout": "5s",
+        "mmTimeout": "30s",
+        "messagesRenderMode": "auto",
+        "responsesRenderMode": "native",
+        "prefillOnly": True,
+        "omitMMKwargs": False,
+        "endpointDiscovery": {
+            "portRules": [
+                {"selector": {"matchLabels": {"role": "decode"}}, "basePort": 8200},
+                {"basePort": 8000},
+            ],
+            "loadBalancer": {"type": "round-robin"},
+            "attemptTimeout": "1s",
+            "minModelLen": 1000,
+            "contextLimitLabel": "room",
+        },
+    }
+    tls = {"url": "https://r", "caCertPath": "/a", "clientCertPath": "/b", "clientKeyPath": "/c"}
+    assert loaded({"modelName": "m", "vllm": renderer}).tokens.renderer.prefill_only
+    assert loaded({"vllm": tls | {"insecureSkipVerify": True}}).warnings == ()
+
+
+@pytest.mark.parametrize(
+    ("parameters", "problem"),
+    [
+        ({"vllm": {}, "local": {"autoDiscoveryDir": "/t"}}, "has the backends vllm and local"),
+        ({"hf": {}}, "nothing is loaded from a hub"),
+        ({"udsTokenizerConfig": {}}, "use `vllm`"),
+        ({"local": {}}, "autoDiscoveryDir or modelTokenizerMap"),
+        ({"tokenizeTimeout": "0s"}, "tokenizeTimeout must be a duration above 0s"),
+        ({"vllm": {"url": "renderer:8000"}}, "is not one such as"),
+        ({"vllm": {"url": "http://r:99999"}}, "is not one such as"),
+        ({"vllm": {"url": "http://u:p@r"}}, "is not one such as"),
+        ({"vllm": {"url": "http://r?a=1"}}, "is not one such as"),
+        ({"vllm": {"timeout": "-1s"}}, "timeout must be"),
+        ({"vllm": {"clientCertPath": "/a"}}, "need each other"),
+        ({"vllm": {"endpointDiscovery": {}, "caCertPath": "/a"}}, "render by http"),
+        ({"vllm": {"endpointDiscovery": {"discoverModelLimits": True}}}, "give contextLimitLabel"),
+        ({"vllm": {"endpointDiscovery": {"minModelLen": 5}}}, "needs contextLimitLabel"),
+        ({"vllm": {"endpointDiscovery": {"loadBalancer": {"type": "random"}}}}, "random"),
+        ({"vllm": {"endpointDiscovery": {"portRules": [{"basePort": 0}]}}}, "basePort"),
+        ({"vllm": {"messagesRenderMode": "new"}}, "new"),
+    ],
+)
+def test_what_does_not_go_is_refused(parameters, problem):
+    """With one sentence."""
+    with pytest.raises(ConfigError) as error:
+        loaded(parameters)
+    (told,) = error.value.problems
+    assert problem in told
+
+
+@pytest.mark.parametrize(
+    ("parameters", "warning"),
+    [
+        ({"estimate": {"image": {}}}, "a token is 4 bytes"),
+        ({"modelName": "m"}, "modelName alone asks the renderer at http://localhost:8000"),
+        ({"vllm": {"messagesRenderMode": "legacy"}}, "render mode legacy has no effect"),
+        ({"modelName": "${MODEL_NAME}", "vllm": {}}, "has a literal ${"),
+    ],
+)
+def test_what_does_less_than_it_says_is_warned_of(parameters, warning):
+    """Once."""
+    (told,) = loaded(parameters).warnings
+    assert warning in told
+
+
+def test_a_change_is_told_of():
+    """As of every other part of a configuration."""
+    before, after = loaded({"vllm": {}}), loaded({"vllm": {"url": "http://r"}})
+    assert diff_configs(before, after) == ["tokens: url http://localhost:8000 -> http://r"]
+    assert diff_configs(loaded(), before) == ["tokens: added"]
+
+
+@pytest.mark.parametrize(
+    ("operator", "values", "labels", "selected"),
+    [
+        (LabelOperator.IN, ("a", "b"), {"k": "b"}, True),
+        (LabelOperator.IN, ("a",), {}, False),
+        (LabelOperator.NOT_IN, ("a",), {}, True),
+        (LabelOperator.NOT_IN, ("a",), {"k": "a"}, False),
+        (LabelOperator.EXISTS, (), {"k": ""}, True),
+        (LabelOperator.DOES_NOT_EXIST, (), {"k": ""}, False),
+    ],
+)
+def test_selectors_are_those_of_kubernetes(operator, values, labels, selected):
+    """Expressions and labels must all hold."""
+    expression = LabelExpression(key="k", operator=operator, values=values)
+    selector = Selector(match_expressions=(expression,), match_labels={"l": "1"})
+    assert selector.matches(labels | {"l": "1"}) is selected
+    assert not selector.matches(labels)
+
+
+def test_without_rules_an_endpoint_renders_where_it_serves():
+    """Whatever its rank."""
+    assert EndpointDiscovery().port_of(endpoint(address="[::1]:8001"), 3) == 8001

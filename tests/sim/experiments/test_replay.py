@@ -1068,7 +1068,7 @@ def test_an_interrupt_ends_the_search_for_ceilings_too(trace):
     """It is one more pass over the trace, and what the run has found is there without it."""
     one = Run(described(trace))
     one.run()
-    assert one.ceilings()["one_cache"] > 0
+    assert one.ceilings().one_cache > 0
     one.stop()
     assert one.ceilings() is None
 

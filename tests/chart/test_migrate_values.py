@@ -207,7 +207,7 @@ apiVersion: llm-d.ai/v1
 kind: EndpointPickerConfig
 plugins:
 - type: queu-scorer
-- type: precise-prefix-cache-scorer
+- type: agent-identity
 """
 
 
@@ -221,9 +221,8 @@ def test_a_configuration_that_would_not_start_is_not_written():
             "did you mean `queue-scorer`?"
         ),
         (
-            "migrate-values: config: plugins[1] (precise-prefix-cache-scorer): type "
-            "precise-prefix-cache-scorer is not supported: there are no KV-cache events here: "
-            "use prefix-cache-scorer"
+            "migrate-values: config: plugins[1] (agent-identity): type agent-identity is not "
+            "supported: there is no fairness between agents: remove it"
         ),
         "migrate-values: the picker would not start, so nothing is written",
     ]

@@ -35,6 +35,7 @@ LIVE = {
     "session_id": "header",
     "chains": "body",
     "tails": "body",
+    "token_chains": "ids of the body, or of the token producer",
     "segments": "own",
     "moment": "own, see below",
 }
@@ -43,6 +44,8 @@ MOMENT = {
     "replicas_unheard": "--replicas, less those that are heard",
     "sessions_return": "own requests before",
     "session_tokens": "own",
+    "token_ids": "token producer",
+    "token_media": "token producer",
 }
 """Where `epp serve` has each field of a request from."""
 SEEN_OF_CANDIDATES = {

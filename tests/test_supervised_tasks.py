@@ -26,11 +26,26 @@ from tests.shell.kubernetes import test_cluster as kube
 from tests.shell.kubernetes.fake_api_server import CONFIG_MAPS, PODS, POOLS, FakeApiServer
 
 BY_FILES = (
-    *("capture", "certificate", "config", "connections (health)", "connections (serving)"),
+    *(
+        "KV events",
+        "capture",
+        "certificate",
+        "config",
+        "connections (health)",
+        "connections (serving)",
+    ),
     *("debug token", "endpoints", "garbage", "kept configuration", "kept endpoints", "loop lag"),
     *("memory", "overdue", "peers: addresses", "peers: catching up", "peers: pump"),
     *("peers: snapshots", "peers: warm start"),
-    *("scrape", "scrape endpoint", "session-keys", "standings", "tick"),
+    *(
+        "scrape",
+        "scrape endpoint",
+        "session-keys",
+        "standings",
+        "tick",
+        "tokens",
+        "watch KV events",
+    ),
 )
 """Of a picker that has everything but Kubernetes and a broker."""
 BY_KUBERNETES = (

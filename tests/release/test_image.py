@@ -31,13 +31,21 @@ def rooms(tmp_path):
 
 @pytest.fixture
 def installed(rooms):
-    """A root with the wheel, and beside it, read-only, what it depends on."""
+    """A root with the wheels, and beside it, read-only, what they depend on.
+
+    The rivals' too: `make` installs them from the tree, which the root has not, and their entry
+    points are in what is beside it.
+    """
     packages = Path(sysconfig.get_path("purelib")).resolve()
     if packages.is_relative_to("/tmp"):
         pytest.skip(f"{packages} is in /tmp, which the root has for itself")
     root = Root(rooms / "root", also=[packages])
     environment = Root.environment()
-    (wheel,) = WheelBuilder(str(ROOT)).build(directory=str(root.at("/dist")))
+    wheels = [
+        Path(wheel).name
+        for project in (ROOT, ROOT / "rivals")
+        for wheel in WheelBuilder(str(project)).build(directory=str(root.at("/dist")))
+    ]
     root.run(["python3", "-m", "venv", "--without-pip", "/opt/homing"], environment=environment)
     python = "/opt/homing/bin/python"
     found = root.run(
@@ -54,7 +62,7 @@ def installed(rooms):
             "--no-deps",
             "--no-index",
             "--ignore-installed",
-            f"/dist/{Path(wheel).name}",
+            *(f"/dist/{wheel}" for wheel in wheels),
         ],
         environment=environment,
     )

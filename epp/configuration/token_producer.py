@@ -8,6 +8,7 @@ from urllib.parse import urlsplit
 from msgspec import Meta, field
 
 from epp.core.duration import Duration, check_above_zero
+from epp.core.labels import Selector
 from epp.core.parameters import Parameters
 from epp.core.types import Endpoint
 
@@ -21,42 +22,6 @@ class RenderMode(StrEnum):
     """At its own path, where the engine has one."""
     NATIVE = "native"
     LEGACY = "legacy"
-
-
-class LabelOperator(StrEnum):
-    IN = "In"
-    NOT_IN = "NotIn"
-    EXISTS = "Exists"
-    DOES_NOT_EXIST = "DoesNotExist"
-
-
-class LabelExpression(Parameters, frozen=True):
-    key: Annotated[str, Meta(min_length=1)]
-    operator: LabelOperator
-    values: tuple[str, ...] = ()
-
-    def matches(self, labels: Mapping[str, str]) -> bool:
-        match self.operator:
-            case LabelOperator.IN:
-                return labels.get(self.key) in self.values
-            case LabelOperator.NOT_IN:
-                return labels.get(self.key) not in self.values
-            case LabelOperator.EXISTS:
-                return self.key in labels
-            case LabelOperator.DOES_NOT_EXIST:
-                return self.key not in labels
-
-
-class Selector(Parameters, frozen=True):
-    """A label selector of Kubernetes; an empty one selects every endpoint."""
-
-    match_labels: Mapping[str, str] = field(default_factory=dict)
-    match_expressions: tuple[LabelExpression, ...] = ()
-
-    def matches(self, labels: Mapping[str, str]) -> bool:
-        return self.match_labels.items() <= labels.items() and all(
-            expression.matches(labels) for expression in self.match_expressions
-        )
 
 
 class PortRule(Parameters, frozen=True):

@@ -3,7 +3,6 @@
 Only a label filter can leave nobody, and that is not load: the client is told 503.
 """
 
-from collections.abc import Mapping
 from collections.abc import Set as AbstractSet
 from enum import StrEnum
 from typing import Annotated, ClassVar, Final
@@ -12,6 +11,7 @@ import numpy as np
 import xxhash
 from msgspec import Meta, field
 
+from epp.core.labels import Selector
 from epp.plugins.contract import (
     Abilities,
     Bools,
@@ -35,65 +35,14 @@ def _labelled(candidates: Candidates, label: str, accepted: AbstractSet[str | No
     return np.array([labels.get(label) in accepted for labels in candidates.labels], dtype=np.bool_)
 
 
-class LabelOperator(StrEnum):
-    IN = "In"
-    NOT_IN = "NotIn"
-    EXISTS = "Exists"
-    DOES_NOT_EXIST = "DoesNotExist"
-
-
-class LabelExpression(Parameters, frozen=True):
-    """One requirement of a Kubernetes label selector.
-
-    As in Kubernetes, `NotIn` also accepts an endpoint without the label. Raises `ValueError` when
-    `values` is missing where the operator needs it, or given where it takes none.
-    """
-
-    key: Annotated[str, Meta(min_length=1)]
-    operator: LabelOperator
-    values: tuple[str, ...] = ()
-
-    def __post_init__(self) -> None:
-        needed = self.operator in {LabelOperator.IN, LabelOperator.NOT_IN}
-        if needed != bool(self.values):
-            expected = "at least one" if needed else "none"
-            raise ValueError(
-                f"matchExpressions: {self.operator} of label {self.key} takes {expected} of "
-                f"`values`, has {len(self.values)}"
-            )
-
-    def matches(self, labels: Mapping[str, str]) -> bool:
-        match self.operator:
-            case LabelOperator.IN:
-                return labels.get(self.key) in self.values
-            case LabelOperator.NOT_IN:
-                return labels.get(self.key) not in self.values
-            case LabelOperator.EXISTS:
-                return self.key in labels
-            case LabelOperator.DOES_NOT_EXIST:
-                return self.key not in labels
-
-
-class LabelSelector(Parameters, frozen=True):
+class LabelSelector(Selector, frozen=True):
     """Keep what a Kubernetes label selector selects; an empty selector selects everything."""
 
     type_name: ClassVar[str] = "label-selector-filter"
     abilities: ClassVar[Abilities] = Abilities(reads=("labels",))
 
-    match_labels: dict[str, str] = field(default_factory=dict)
-    match_expressions: tuple[LabelExpression, ...] = ()
-
     def keep(self, request: InferenceRequest, candidates: Candidates, /) -> Bools:
-        wanted = self.match_labels.items()
-        expressions = self.match_expressions
-        return np.array(
-            [
-                wanted <= labels.items()
-                and (not expressions or all(each.matches(labels) for each in expressions))
-                for labels in candidates.labels
-            ],
-            dtype=np.bool_,
-        )
+        return np.array([self.matches(labels) for labels in candidates.labels], dtype=np.bool_)
 
 
 class LabelValues(Parameters, frozen=True):

@@ -9,9 +9,6 @@ from epp.configuration.describing import describe, diff_configs
 from epp.configuration.token_producer import (
     Backend,
     EndpointDiscovery,
-    LabelExpression,
-    LabelOperator,
-    Selector,
 )
 from tests.builders import endpoint
 
@@ -139,25 +136,6 @@ def test_a_change_is_told_of():
     before, after = loaded({"vllm": {}}), loaded({"vllm": {"url": "http://r"}})
     assert diff_configs(before, after) == ["tokens: url http://localhost:8000 -> http://r"]
     assert diff_configs(loaded(), before) == ["tokens: added"]
-
-
-@pytest.mark.parametrize(
-    ("operator", "values", "labels", "selected"),
-    [
-        (LabelOperator.IN, ("a", "b"), {"k": "b"}, True),
-        (LabelOperator.IN, ("a",), {}, False),
-        (LabelOperator.NOT_IN, ("a",), {}, True),
-        (LabelOperator.NOT_IN, ("a",), {"k": "a"}, False),
-        (LabelOperator.EXISTS, (), {"k": ""}, True),
-        (LabelOperator.DOES_NOT_EXIST, (), {"k": ""}, False),
-    ],
-)
-def test_selectors_are_those_of_kubernetes(operator, values, labels, selected):
-    """Expressions and labels must all hold."""
-    expression = LabelExpression(key="k", operator=operator, values=values)
-    selector = Selector(match_expressions=(expression,), match_labels={"l": "1"})
-    assert selector.matches(labels | {"l": "1"}) is selected
-    assert not selector.matches(labels)
 
 
 def test_without_rules_an_endpoint_renders_where_it_serves():

@@ -1,0 +1,61 @@
+"""Label selectors of Kubernetes, as parameters."""
+
+from collections.abc import Mapping
+from enum import StrEnum
+from typing import Annotated
+
+from msgspec import Meta, field
+
+from epp.core.parameters import Parameters
+
+
+class LabelOperator(StrEnum):
+    IN = "In"
+    NOT_IN = "NotIn"
+    EXISTS = "Exists"
+    DOES_NOT_EXIST = "DoesNotExist"
+
+
+class LabelExpression(Parameters, frozen=True):
+    """One requirement of a label selector.
+
+    As in Kubernetes, `NotIn` also accepts an endpoint without the label. Raises `ValueError` when
+    `values` is missing where the operator needs it, or given where it takes none.
+    """
+
+    key: Annotated[str, Meta(min_length=1)]
+    operator: LabelOperator
+    values: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        needed = self.operator in {LabelOperator.IN, LabelOperator.NOT_IN}
+        if needed != bool(self.values):
+            expected = "at least one" if needed else "none"
+            raise ValueError(
+                f"matchExpressions: {self.operator} of label {self.key} takes {expected} of "
+                f"`values`, has {len(self.values)}"
+            )
+
+    def matches(self, labels: Mapping[str, str]) -> bool:
+        match self.operator:
+            case LabelOperator.IN:
+                return labels.get(self.key) in self.values
+            case LabelOperator.NOT_IN:
+                return labels.get(self.key) not in self.values
+            case LabelOperator.EXISTS:
+                return self.key in labels
+            case LabelOperator.DOES_NOT_EXIST:
+                return self.key not in labels
+
+
+class Selector(Parameters, frozen=True):
+    """All of its labels and expressions must hold; an empty one selects everything."""
+
+    match_labels: dict[str, str] = field(default_factory=dict)
+    match_expressions: tuple[LabelExpression, ...] = ()
+
+    def matches(self, labels: Mapping[str, str]) -> bool:
+        expressions = self.match_expressions
+        return self.match_labels.items() <= labels.items() and (
+            not expressions or all(each.matches(labels) for each in expressions)
+        )

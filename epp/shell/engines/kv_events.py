@@ -12,7 +12,7 @@ Where no port is configured each endpoint is asked `GET /kv_event_sources`, whic
 
 import asyncio
 import time
-from collections import Counter, deque
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from random import Random
@@ -217,7 +217,8 @@ class KVEventListener:
         self._group: asyncio.TaskGroup | None = None
         self._replays = asyncio.Semaphore(REPLAYS_AT_ONCE_MAX)
         self._share = LoopShare(time.thread_time)
-        self._busy: deque[_Source] = deque()
+        self._busy: OrderedDict[_Source, None] = OrderedDict()
+        """Which have work, in the order of their turns."""
         self._turn: asyncio.Handle | None = None
         self._gone: Counter[tuple[str, str]] = Counter()
         """(kind, name) -> what endpoints told that are not heard any more."""
@@ -479,8 +480,7 @@ class KVEventListener:
         subscription = source.subscription
         if subscription is None or not subscription.works:
             return
-        if source not in self._busy:
-            self._busy.append(source)
+        self._busy.setdefault(source)
         if source.lines is not None and subscription.waiting_bytes > WAITING_BYTES_MAX:
             source.lines.read(on=False)
         if self._turn is None:
@@ -491,13 +491,13 @@ class KVEventListener:
         self._turn = None
         until_s = self._clock() + TURN_S
         while self._busy and self._clock() < until_s:
-            source = self._busy.popleft()
+            source, _ = self._busy.popitem(last=False)
             subscription = source.subscription
             if subscription is None:
                 continue
             asked = subscription.work(self._clock(), blocks_max=256)
             if subscription.works:
-                self._busy.append(source)
+                self._busy[source] = None
             if source.lines is not None and subscription.waiting_bytes <= WAITING_BYTES_MAX // 2:
                 source.lines.read(on=True)
             if asked:

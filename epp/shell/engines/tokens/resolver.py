@@ -63,7 +63,6 @@ class TokenResolver:
         self._clock = clock
         self._breaker = CircuitBreaker()
         self._waits: set[_TokenWait] = set()
-        self.asked = 0
         self.results: dict[TokensResult, int] = {}
 
     @property

@@ -4,6 +4,7 @@ import socket
 from contextlib import suppress
 
 import pytest
+import zmq
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -27,13 +28,7 @@ def number(value):
 
 
 @pytest.fixture
-def zmq():
-    """The binding of libzmq, which only these tests need."""
-    return pytest.importorskip("zmq", reason="pyzmq is not installed")
-
-
-@pytest.fixture
-def context(zmq):
+def context():
     with zmq.Context() as made:
         yield made
 
@@ -72,7 +67,7 @@ class Client:
         self.connection.feed(self.socket.recv(65_536))
 
 
-def test_a_publisher_of_libzmq_is_heard(zmq, context):
+def test_a_publisher_of_libzmq_is_heard(context):
     """Short frames and long ones, whole topics and some."""
     with context.socket(zmq.XPUB) as publisher:
         port = publisher.bind_to_random_port("tcp://127.0.0.1")
@@ -87,7 +82,7 @@ def test_a_publisher_of_libzmq_is_heard(zmq, context):
     assert [read_live(message) for message in found] == [(1, b"x" * 10), (2, b"y" * 300_000)]
 
 
-def test_a_router_of_libzmq_answers(zmq, context):
+def test_a_router_of_libzmq_answers(context):
     """With topic and without, and with an end marker."""
     with context.socket(zmq.ROUTER) as router:
         port = router.bind_to_random_port("tcp://127.0.0.1")
@@ -105,7 +100,7 @@ def test_a_router_of_libzmq_answers(zmq, context):
     assert found == [(7, b"seven"), (8, b"eight"), True]
 
 
-def test_a_publisher_that_pings_is_answered(zmq, context):
+def test_a_publisher_that_pings_is_answered(context):
     """Or it would close."""
     with context.socket(zmq.XPUB) as publisher:
         publisher.setsockopt(zmq.HEARTBEAT_IVL, 20)

@@ -1,10 +1,10 @@
 """`make cluster`: a Kubernetes of one node on this machine; `make cluster-down` takes it away.
 
-`python -m tests.cluster up|down|load|gateway|test|page|env|kept`. Nothing of it reaches another
+`python -m tests.cluster up|down|load|gateway|test|brief|page|env|kept`. Nothing of it reaches another
 address. `load` gives it images of the tree anew, `gateway` puts Envoy Gateway into it, `test` runs
-the tests that need it and takes it away if it did not run before, `page` puts what they counted into
-docs/cluster.md, `env` prints what makes its `kubectl` and `helm` ready to type, `kept` only says
-whether it could come up at once.
+the tests that need it and takes it away if it did not run before, `brief` only those that need
+neither minutes nor a gateway, `page` puts what they counted into docs/cluster.md, `env` prints what
+makes its `kubectl` and `helm` ready to type, `kept` only says whether it could come up at once.
 """
 
 import argparse
@@ -14,6 +14,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Final
 
 from docs import reference
@@ -21,6 +22,7 @@ from tests.apiserver.binaries import BinariesError
 from tests.chart.rendering import ROOT
 from tests.chart.tools import HELM_3, HELM_4, ToolsError, tools_of
 from tests.cluster import gateway_class
+from tests.cluster.conftest import ALONE, MINUTES
 from tests.cluster.daemons import INSIDE
 from tests.cluster.node import Node, missing
 from tests.cluster.place import ClusterError, Place
@@ -34,10 +36,17 @@ The cluster is ready. To type commands:
 """
 _PYTEST: Final = (sys.executable, "-m", "pytest", "tests/cluster")
 _PASSES: Final = (
-    ("-m", "cluster and not alone_in_cluster", "-n", "2", "--dist", "loadgroup"),
-    ("-m", "cluster and alone_in_cluster", "-n", "0"),
+    ("-m", f"cluster and not {ALONE}", "-n", "2", "--dist", "loadgroup"),
+    ("-m", f"cluster and {ALONE}", "-n", "0"),
 )
 """Most of what they do is to wait for streams: two at a time, where they leave each other alone."""
+_BRIEF: Final = (
+    (
+        "-m",
+        f"cluster and not gateway and not {ALONE} and not {MINUTES}",
+        *("-n", "2", "--dist", "loadgroup"),
+    ),
+)
 
 
 class LackingError(Exception):
@@ -49,11 +58,11 @@ def _up(node: Node) -> None:
     print(_TYPED)
 
 
-def _test(node: Node) -> None:
+def _test(node: Node, passes: Sequence[Sequence[str]] = _PASSES) -> None:
     ran = node.runs
     node.up()
     try:
-        ended = [subprocess.run([*_PYTEST, *one], cwd=ROOT, check=False) for one in _PASSES]
+        ended = [subprocess.run([*_PYTEST, *one], cwd=ROOT, check=False) for one in passes]
         if any(one.returncode for one in ended):
             raise ClusterError("tests in the cluster failed: what pytest said stands above")
     finally:
@@ -97,6 +106,7 @@ _ACTIONS: Final[Mapping[str, Callable[[Node], None]]] = {
     "load": Node.load,
     "gateway": _gateway,
     "test": _test,
+    "brief": partial(_test, passes=_BRIEF),
     "page": _page,
     "env": _env,
     "kept": _kept,

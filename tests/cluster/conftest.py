@@ -11,10 +11,13 @@ from tests.cluster.rows import Rows
 
 ALONE = "alone_in_cluster"
 """Marks a test that takes from others what they need: the API server, the node."""
+MINUTES = "minutes_in_cluster"
+"""Marks a test of minutes, as those are that watch streams to their end."""
 
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", f"{ALONE}: no other test of the cluster runs beside it")
+    config.addinivalue_line("markers", f"{MINUTES}: `python -m tests.cluster brief` leaves it out")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -6,6 +6,7 @@ import pytest
 
 from tests.chart.rendering import CHART
 from tests.chart.tools import HELM_3, HELM_4
+from tests.cluster.conftest import MINUTES
 from tests.cluster.images import EARLIER, has_earlier, unpack_earlier
 from tests.cluster.place import ClusterError
 from tests.cluster.release import BY_LABEL, ENVOY, NAME, load, namespace
@@ -68,6 +69,7 @@ async def test_it_is_installed_tested_and_leaves_nothing(node, tmp_path, package
         await space.until(nothing_left, 60, f"no more than {sorted(before)}")
 
 
+@getattr(pytest.mark, MINUTES)
 async def test_it_is_brought_up_to_date_under_load(node, tmp_path, rows):
     """From the chart and the image of the version before, which share what they know meanwhile."""
     if not has_earlier():

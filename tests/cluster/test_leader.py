@@ -4,6 +4,7 @@ import asyncio
 
 import pytest
 
+from tests.cluster.conftest import MINUTES
 from tests.cluster.release import BY_LABEL, GATEWAY, GATEWAY_PORT, NAME, load, name_of, namespace
 from tests.cluster.rows import Row
 
@@ -27,6 +28,7 @@ def leader(space):
     return next((pod for pod in space.pickers() if holder.startswith(name_of(pod))), None)
 
 
+@getattr(pytest.mark, MINUTES)
 @pytest.mark.parametrize(
     ("what", "killed"), [("the leader deleted", False), ("the leader killed", True)]
 )

@@ -10,6 +10,7 @@ import yaml
 
 from tests.chart.rendering import CHART
 from tests.chart.test_monitoring import dashboards
+from tests.cluster.conftest import MINUTES
 from tests.cluster.daemons import INSIDE
 from tests.cluster.release import BY_LABEL, ENVOY, MODELS, NAME, load, name_of, namespace
 
@@ -109,6 +110,7 @@ def panels():
                     yield f"{name}: {panel['title']}", query
 
 
+@getattr(pytest.mark, MINUTES)
 async def test_alerts_fire_and_resolve_and_dashboards_have_data(
     node, tmp_path, asked_of_prometheus
 ):

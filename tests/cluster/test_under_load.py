@@ -2,6 +2,7 @@
 
 import pytest
 
+from tests.cluster.conftest import MINUTES
 from tests.cluster.release import (
     BY_LABEL,
     ENVOY,
@@ -12,6 +13,7 @@ from tests.cluster.release import (
 )
 from tests.cluster.stage import FIRST_MODELS, PICKERS, STREAMS, Stage
 
+pytestmark = getattr(pytest.mark, MINUTES)
 SERVED = {"200", "whole"}
 LOST_S_MAX = 5.0
 """From the first loss to the last: its container takes longer to come back."""

@@ -9,7 +9,7 @@ import asyncio
 import sys
 import time
 from collections import deque
-from typing import Final
+from typing import Final, TypeVar
 
 import msgspec
 import structlog
@@ -21,7 +21,6 @@ from epp.shell.engines.tokens.frames import (
     Begin,
     Cannot,
     Done,
-    FromWorker,
     Job,
     Load,
     Loaded,
@@ -49,11 +48,17 @@ MODELS_TOLD_MAX: Final = 256
 _APIS: Final = frozenset({ApiKind.CHAT, ApiKind.COMPLETIONS})
 MODULE: Final = "epp.shell.engines.tokens.worker"
 
+_Answer = TypeVar("_Answer", Ready, Loaded, Done)
+
 _log = structlog.get_logger(__name__)
 
 
 class WorkerHungError(Exception):
     """It did not answer in time."""
+
+
+class WorkerCannotError(Exception):
+    """It cannot do what it is for, in one sentence, and will not be able to."""
 
 
 class _Waiting:
@@ -160,6 +165,9 @@ class LocalWorker:
             began_s = time.monotonic()
             try:
                 await self._run_once()
+            except WorkerCannotError as error:
+                self._cannot = str(error)
+                _log.warning("prompts are measured by their bytes", problem=self._cannot)
             except (OSError, EOFError, msgspec.DecodeError, ValueError, WorkerHungError) as error:
                 _log.warning(
                     "the tokenizer's process ended and is started anew",
@@ -202,13 +210,7 @@ class LocalWorker:
             raise
 
     async def _talk(self, process: asyncio.subprocess.Process) -> None:
-        hello = await self._exchange(process, self._begin, LOAD_S_MAX)
-        if isinstance(hello, Cannot):
-            self._cannot = hello.sentence
-            _log.warning("prompts are measured by their bytes", problem=hello.sentence)
-            return
-        if not isinstance(hello, Ready):
-            raise ValueError("the worker did not begin")  # noqa: TRY004  it is what it says
+        hello = await self._expect(process, self._begin, Ready, LOAD_S_MAX)
         self._models = dict.fromkeys(hello.models)
         self._to_load.extend(list(self._models)[:LOADED_AT_ONCE_MAX])
         if not self._models:
@@ -227,10 +229,8 @@ class LocalWorker:
 
     async def _load(self, process: asyncio.subprocess.Process, model: str) -> None:
         self._loading = model
-        loaded = await self._exchange(process, Load(model), LOAD_S_MAX)
+        loaded = await self._expect(process, Load(model), Loaded, LOAD_S_MAX)
         self._loading = ""
-        if not isinstance(loaded, Loaded):
-            raise ValueError("the worker answered another question")  # noqa: TRY004
         if loaded.problem:
             self._broken[model] = loaded.problem
             self._tell_missing(model, loaded.problem)
@@ -250,9 +250,7 @@ class LocalWorker:
         if waiting.answered.done():
             return
         try:
-            done = await self._exchange(process, waiting.job, self._job_s_max)
-            if not isinstance(done, Done):
-                raise ValueError("the worker answered another question")  # noqa: TRY004, TRY301
+            done = await self._expect(process, waiting.job, Done, self._job_s_max)
         except BaseException:
             if not waiting.answered.done():
                 waiting.answered.set_exception(TokensUnknownError(TokensResult.FAILED))
@@ -263,9 +261,14 @@ class LocalWorker:
         if not waiting.answered.done():
             waiting.answered.set_result(done)
 
-    async def _exchange(
-        self, process: asyncio.subprocess.Process, message: ToWorker, timeout_s: Seconds
-    ) -> FromWorker:
+    async def _expect(
+        self,
+        process: asyncio.subprocess.Process,
+        message: ToWorker,
+        kind: type[_Answer],
+        timeout_s: Seconds,
+    ) -> _Answer:
+        """What it answers to `message`, a `kind`. Raises `ValueError` where it is something else."""
         assert process.stdin is not None, "it has a pipe"
         assert process.stdout is not None, "it has a pipe"
         try:
@@ -273,9 +276,15 @@ class LocalWorker:
                 process.stdin.write(framed(message))
                 await process.stdin.drain()
                 length = length_of(await process.stdout.readexactly(LENGTH_BYTES))
-                return from_worker(await process.stdout.readexactly(length))
+                answer = from_worker(await process.stdout.readexactly(length))
         except TimeoutError as error:
             raise WorkerHungError from error
+        if isinstance(answer, Cannot):
+            raise WorkerCannotError(answer.sentence)
+        if not isinstance(answer, kind):
+            told = type(answer).__name__
+            raise ValueError(f"the worker answered with {told}, expected {kind.__name__}")  # noqa: TRY004  it lies
+        return answer
 
     def _forget_process(self) -> None:
         self._ready = False

@@ -13,6 +13,7 @@ from rich.live import Live as Screen
 from epp.commands.debug_client import DebugClient, NoAnswerError, read_token
 from epp.commands.replicas_view import as_one, differences
 from epp.commands.top_screen import COLUMNS_MIN, top_screen
+from epp.core.address import host_of
 from epp.flags.subcommands import TopFlags
 from epp.shell.operators.live.live_view import Live
 
@@ -112,7 +113,7 @@ def _clients(flags: TopFlags) -> list[DebugClient]:
 def _peers(client: DebugClient) -> list[str]:
     """IP addresses of the replicas that a picker shares with. Raises `NoAnswerError`."""
     rows = _asked(client, _PEERS_PATH, _decode_peers).peers
-    hosts = [row.address.rpartition(":")[0].strip("[]") for row in rows]
+    hosts = [host_of(row.address) for row in rows]
     try:
         return [str(ipaddress.ip_address(host)) for host in hosts]
     except ValueError as error:

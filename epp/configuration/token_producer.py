@@ -71,7 +71,7 @@ class EndpointDiscovery(Parameters, frozen=True):
             if int(limit[:18]) < self.min_model_len:
                 return None
         if not self.port_rules:
-            return int(endpoint.address.rpartition(":")[2])
+            return endpoint.port
         for rule in self.port_rules:
             if rule.selector.matches(endpoint.labels):
                 port = rule.base_port + rank

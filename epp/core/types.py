@@ -1,11 +1,13 @@
 """The nouns: what the shells hand to the core and what the core hands back."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from enum import StrEnum
 from typing import TypeAlias
 
 from msgspec import Struct, field
+
+from epp.core.address import host_of, port_of
 
 Seconds: TypeAlias = float
 """Monotonic seconds since any origin; the core never asks for the time, it is told."""
@@ -49,6 +51,32 @@ class Endpoint(Struct, frozen=True, kw_only=True):
     metrics: MetricsTarget | None = None
     ready_after_s: float = 0.0
     """Ready this long after it joined even if it was never scraped (static endpoints: 5 s)."""
+
+    @property
+    def host(self) -> str:
+        """Of `address`, without brackets."""
+        return host_of(self.address)
+
+    @property
+    def port(self) -> int:
+        """Of `address`."""
+        return port_of(self.address)
+
+
+def ranks_of(endpoints: Iterable[Endpoint]) -> dict[str, int]:
+    """By its identity, the data-parallel rank of each endpoint: ranks of a pod count up with its ports.
+
+    Endpoints are of one pod if they share what identifies them but for the port, and their host.
+    """
+    pods: dict[tuple[str, str], list[Endpoint]] = {}
+    for endpoint in endpoints:
+        pod = endpoint.endpoint_id.rpartition(":")[0]
+        pods.setdefault((pod, endpoint.host), []).append(endpoint)
+    return {
+        endpoint.endpoint_id: rank
+        for pod in pods.values()
+        for rank, endpoint in enumerate(sorted(pod, key=lambda one: one.port))
+    }
 
 
 class AdapterReport(Struct, frozen=True, kw_only=True):

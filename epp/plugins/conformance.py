@@ -10,6 +10,7 @@ from typing import ClassVar, Final
 
 import numpy as np
 
+from epp.core.address import host_of
 from epp.core.knowledge.pool import canonical_address
 from epp.plugins.contract import (
     Abilities,
@@ -47,7 +48,7 @@ class HeaderBasedTesting(Parameters, frozen=True):
         named = {canonical_address(entry) for entry in wanted.split(",")}
         addresses = [canonical_address(endpoint.address) for endpoint in candidates.endpoints]
         return np.array(
-            [not named.isdisjoint((address, _ip(address))) for address in addresses],
+            [not named.isdisjoint((address, host_of(address))) for address in addresses],
             dtype=np.bool_,
         )
 
@@ -76,7 +77,3 @@ class DestinationEndpointServedVerifier(Parameters, frozen=True):
         self, request: InferenceRequest, endpoint: Endpoint, served: str, /
     ) -> Mapping[str, str]:
         return {SERVED_HEADER: served or SERVED_MISSING}
-
-
-def _ip(address: str) -> str:
-    return address.rpartition(":")[0].strip("[]")

@@ -8,6 +8,7 @@ from typing import Final
 
 import numpy as np
 
+from epp.core.address import host_of
 from epp.core.knowledge.candidates import LISTED, Columns, Ints
 from epp.core.knowledge.load_report import LoadReport
 from epp.core.knowledge.rendezvous import identity_hash
@@ -373,7 +374,7 @@ class EndpointPool:
             address = known.get(endpoint.address) or canonical_address(endpoint.address)
             self._canonical[endpoint.address] = address
             self._slot_by_address[address] = slot
-            ip = address.rpartition(":")[0].strip("[]")
+            ip = host_of(address)
             self._slots_by_ip.setdefault(ip, []).append(slot)
 
 

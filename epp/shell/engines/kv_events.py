@@ -22,6 +22,7 @@ import msgspec
 import structlog
 from msgspec import Struct
 
+from epp.core.address import address_of
 from epp.core.decision.scheduler import Scheduler
 from epp.core.knowledge.exact_parameters import KvEventsConfig
 from epp.core.kv_events.stream import AskReplay, StreamState
@@ -34,7 +35,7 @@ from epp.core.kv_events.zmtp import (
     read_replayed,
 )
 from epp.core.subscription import Asked, Subscription
-from epp.core.types import Endpoint, MetricsTarget, Seconds
+from epp.core.types import Endpoint, MetricsTarget, Seconds, ranks_of
 from epp.shell.engines.loop_share import LoopShare
 from epp.shell.engines.page_client import BadResponseError, PageClient
 from epp.shell.supervision import Supervisor, forever
@@ -213,6 +214,8 @@ class KVEventListener:
         self._random = Random(f"{seed}:kv-events")  # noqa: S311  jitter, not secrets
         self._settings: KvEventsConfig | None = None
         self._endpoints: Sequence[Endpoint] = ()
+        self._ranks: Mapping[str, int] = {}
+        """Identity of an endpoint -> its rank in its pod."""
         self._sources: dict[str, _Source] = {}
         self._group: asyncio.TaskGroup | None = None
         self._replays = asyncio.Semaphore(REPLAYS_AT_ONCE_MAX)
@@ -233,6 +236,7 @@ class KVEventListener:
         It knows both already.
         """
         self._endpoints = endpoints
+        self._ranks = ranks_of(endpoints)
         names = self._scheduler.hearing
         configured: Any = next((self._scheduler.settings.indexes[name] for name in names), None)
         settings = None if configured is None else configured.kv_events_config
@@ -367,17 +371,15 @@ class KVEventListener:
         """Set where `source` publishes, or why that is not known."""
         assert self._settings is not None, "who is heard is configured"
         discovery = self._settings.pod_discovery_config
-        host = source.endpoint.address.rpartition(":")[0].strip("[]")
-        rank = self._rank_of(source)
+        host = source.endpoint.host
+        rank = self._ranks[source.endpoint.endpoint_id]
         if discovery.socket_port is not None:
             replay = discovery.replay_socket_port
             source.place = Place(
                 host, discovery.socket_port + rank, None if replay is None else replay + rank
             )
             return
-        target = MetricsTarget(
-            port=int(source.endpoint.address.rpartition(":")[2]), path=SOURCES_PATH
-        )
+        target = MetricsTarget(port=source.endpoint.port, path=SOURCES_PATH)
         account = self._share.open()
         client = PageClient(
             source.endpoint, target, page_bytes_max=SOURCES_BYTES_MAX, tls=None, account=account
@@ -402,17 +404,6 @@ class KVEventListener:
             source.place, source.problem = None, f"{client.url} {found}"
         else:
             source.place = found
-
-    def _rank_of(self, source: _Source) -> int:
-        """Data-parallel ranks are endpoints of one host, by their ports."""
-        host = source.endpoint.address.rpartition(":")[0]
-        ports = sorted(
-            int(other.endpoint.address.rpartition(":")[2])
-            for other in self._sources.values()
-            if other.endpoint.address.rpartition(":")[0] == host
-            and _pod_of(other.endpoint) == _pod_of(source.endpoint)
-        )
-        return ports.index(int(source.endpoint.address.rpartition(":")[2]))
 
     async def _hear(self, source: _Source, place: Place) -> bool:
         """Hear until the connection ends; whether anything was heard."""
@@ -638,10 +629,5 @@ def _same_process(known: _Source, endpoint: Endpoint, slot: int) -> bool:
     )
 
 
-def _pod_of(endpoint: Endpoint) -> str:
-    return endpoint.endpoint_id.rpartition(":")[0]
-
-
 def _spelt(place: Place) -> str:
-    host = f"[{place.host}]" if ":" in place.host else place.host
-    return f"tcp://{host}:{place.port}"
+    return f"tcp://{address_of(place.host, place.port)}"

@@ -11,6 +11,7 @@ import ssl
 from typing import Final, Literal, cast
 from urllib.parse import quote
 
+from epp.core.address import address_of
 from epp.core.types import Endpoint, MetricsTarget, Seconds
 from epp.shell.engines.loop_share import Account
 
@@ -304,11 +305,10 @@ class PageClient:
     ) -> None:
         """`account` is charged with what receiving the page takes of the loop."""
         self._account = account
-        bracketed = endpoint.address.rpartition(":")[0]
-        authority = f"{bracketed}:{target.port}"
+        authority = address_of(endpoint.host, target.port)
         path = quote(target.path, safe=_PATH_SAFE)
         self.url = f"{target.scheme}://{authority}{path}"
-        self._host = bracketed.strip("[]")
+        self._host = endpoint.host
         self._port = target.port
         self._tls = tls if target.scheme == "https" else None
         self._page_bytes_max = page_bytes_max

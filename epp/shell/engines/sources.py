@@ -73,7 +73,7 @@ def scraped_from(endpoints: Iterable[Endpoint], source: MetricsDataSource) -> tu
 
 
 def _scraped_from(endpoint: Endpoint, source: MetricsDataSource) -> Endpoint:
-    serving_port = int(endpoint.address.rpartition(":")[2])
+    serving_port = endpoint.port
     if endpoint.metrics != MetricsTarget(port=serving_port):
         return endpoint
     target = MetricsTarget(

@@ -15,6 +15,7 @@ import grpc
 import grpc.aio
 import structlog
 
+from epp.core.address import address_of
 from epp.core.types import Seconds
 from epp.shell.gateway.arrivals import Lag, NoLag
 from epp.shell.gateway.calls import CANCELLED, DEFECT, Call, Cut, Opener, Status
@@ -194,7 +195,7 @@ class GrpcioServer:
         """Take `port` at `host`, 0: any free one, and return it. Raises `OSError`."""
         # gRPC would tell the reason on standard error only, and not as a log line.
         _try_port(host, port)
-        address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+        address = address_of(host, port)
         try:
             if certificate is None:
                 return self._server.add_insecure_port(address)

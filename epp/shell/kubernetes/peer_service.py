@@ -5,6 +5,7 @@ from random import Random
 
 import structlog
 
+from epp.core.address import address_of
 from epp.shell.kubernetes.client import KubeClient
 from epp.shell.kubernetes.list_watch import Timing
 from epp.shell.kubernetes.objects import Collection, read_endpoint_slice
@@ -62,9 +63,7 @@ class PeerService:
         if not self._reflector.synced:
             return
         hosts = frozenset[str]().union(*self._reflector.objects.values())
-        found = frozenset(
-            f"[{host}]:{self._port}" if ":" in host else f"{host}:{self._port}" for host in hosts
-        )
+        found = frozenset(address_of(host, self._port) for host in hosts)
         if found == self._told:
             return
         if not found:

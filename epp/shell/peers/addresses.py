@@ -7,9 +7,9 @@ from typing import Final, TypeAlias
 
 import structlog
 
+from epp.core.address import address_of
 from epp.core.types import Seconds
 from epp.shell.peers.admission import plain_host
-from epp.shell.peers.mesh import address_of
 from epp.shell.supervision import forever
 
 POLL_S: Final[Seconds] = 5.0

@@ -18,6 +18,7 @@ import time
 from collections.abc import Iterable
 from typing import Final
 
+from epp.core.address import host_of, port_of
 from epp.core.peers.frames import FRAME_BYTES_MAX, ORIGIN_BYTES
 from epp.core.types import Seconds
 from epp.flags.values import IpAddress
@@ -478,7 +479,7 @@ class Mesh:
             self._end(link, now)
 
     def _begin(self, link: Link, now: Seconds) -> None:
-        host, port = host_of(link.address), int(link.address.rpartition(":")[2])
+        host, port = host_of(link.address), port_of(link.address)
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         try:
             connecting = socket.socket(family, socket.SOCK_STREAM)
@@ -580,13 +581,3 @@ def _prepare(connected: socket.socket) -> None:
     connected.setblocking(False)
     # Frames are gathered already.
     connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-
-
-def host_of(address: str) -> str:
-    """Of "ip:port", IPv6 in brackets, without them."""
-    return address.rpartition(":")[0].strip("[]")
-
-
-def address_of(host: str, port: int) -> str:
-    """As "ip:port", IPv6 in brackets."""
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

@@ -11,6 +11,7 @@ from zlib import crc32
 import structlog
 from msgspec import structs
 
+from epp.core.address import address_of
 from epp.core.peers.exchange import PeerExchange
 from epp.core.types import Seconds
 from epp.flags.serve import ServeFlags
@@ -18,7 +19,7 @@ from epp.shell.peers.addresses import Addresses
 from epp.shell.peers.broker import Broker, broker_url
 from epp.shell.peers.carrier import Carrier
 from epp.shell.peers.complaints import Complaints
-from epp.shell.peers.mesh import Mesh, address_of
+from epp.shell.peers.mesh import Mesh
 from epp.shell.peers.pump import Pump
 from epp.shell.peers.secret import Identity
 from epp.shell.peers.snapshot_file import SnapshotFile

@@ -17,7 +17,7 @@ import structlog
 from epp.core.peers.frames import FRAME_BYTES_MAX
 from epp.shell.peers import mesh as mesh_module
 from epp.shell.peers.connection import SENT_BYTES_MAX, Connection
-from epp.shell.peers.mesh import PEERS_MAX, Mesh, address_of, host_of
+from epp.shell.peers.mesh import PEERS_MAX, Mesh
 from epp.shell.peers.secret import stranger as no_secret
 from epp.shell.peers.state import Traffic
 from epp.shell.starting import StartError
@@ -520,12 +520,3 @@ async def test_a_mesh_tells_what_it_is():
         assert row.heard_s >= 0
         assert row.bytes_sent > 0
         assert row.bytes_received > 0
-
-
-@pytest.mark.parametrize(
-    ("host", "port", "address"),
-    [("10.0.0.1", 9004, "10.0.0.1:9004"), ("fe80::1", 1, "[fe80::1]:1")],
-)
-def test_addresses_have_brackets_where_they_need_them(host, port, address):
-    assert address_of(host, port) == address
-    assert host_of(address) == host

@@ -19,7 +19,8 @@ from msgspec import Raw
 
 from epp.configuration.document import ConfigError
 from epp.configuration.token_producer import EndpointDiscovery, RenderMode, VllmRenderer
-from epp.core.types import ApiKind, Endpoint, Seconds
+from epp.core.address import address_of
+from epp.core.types import ApiKind, Endpoint, Seconds, ranks_of
 from epp.shell.engines.loop_share import Account, LoopShare
 from epp.shell.engines.page_client import (
     BadResponseError,
@@ -91,9 +92,8 @@ class _Server:
     def __init__(
         self, host: str, port: int, base: str, tls: ssl.SSLContext | None, account: Account
     ) -> None:
-        bracketed = f"[{host}]" if ":" in host else host
         scheme = "http" if tls is None else "https"
-        self.authority = f"{bracketed}:{port}"
+        self.authority = address_of(host, port)
         self.url = f"{scheme}://{self.authority}{base}"
         self._host = host
         self._port = port
@@ -384,14 +384,12 @@ def _result_of(error: BadResponseError) -> TokensResult:
 def _places(
     endpoints: Sequence[Endpoint], discovery: EndpointDiscovery
 ) -> set[tuple[str, int, str]]:
-    ranks: dict[str, int] = {}
+    ranks = ranks_of(endpoints)
     found: set[tuple[str, int, str]] = set()
     for endpoint in endpoints:
-        pod = endpoint.endpoint_id.rpartition(":")[0]
-        rank = ranks[pod] = ranks.get(pod, -1) + 1
-        port = discovery.port_of(endpoint, rank)
+        port = discovery.port_of(endpoint, ranks[endpoint.endpoint_id])
         if port is not None:
-            found.add((endpoint.address.rpartition(":")[0].strip("[]"), port, ""))
+            found.add((endpoint.host, port, ""))
     return found
 
 

@@ -314,10 +314,9 @@ def _request_attributes(exchange: Exchange) -> dict[str, Any]:
 
 def _destination(account: Account) -> dict[str, Any]:
     leg = account.leg
-    host, _, port = leg.endpoint.address.rpartition(":")
     return {
-        "server.address": host.strip("[]"),
-        "server.port": int(port),
+        "server.address": leg.endpoint.host,
+        "server.port": leg.endpoint.port,
         "homing.endpoint": _cut(leg.endpoint.name),
         "homing.decision": account.number,
         "homing.matched_blocks": leg.matched_blocks,

@@ -395,7 +395,8 @@ def test_ports_go_by_rules_and_ranks():
         [
             endpoint(address=f"10.0.0.{number}:{8000 + rank}", endpoint_id=f"{role}:{8000 + rank}", labels={"role": role})
             for number, role in enumerate(("decode", "prefill", "none"))
-            for rank in range(2)
+            # As sources tell them, in no order.
+            for rank in (1, 0)
         ]
     )  # fmt: skip
     urls = [row["renderer"] for row in renderer.rows()]

@@ -142,6 +142,8 @@ class KVEventStream:
         """The last replay came to its end."""
         self._attempts = 0
         self._replay_times: deque[Seconds] = deque(maxlen=REPLAYS_MAX)
+        self._owed = False
+        """What is missing was not asked for, because of `REPLAYS_MAX`, or not answered."""
         self._confirm_after_s: Seconds = -math.inf
         """What is asked for is grafted once a scrape newer than this has shown the same process."""
         self._confirmed = True
@@ -286,6 +288,14 @@ class KVEventStream:
             elif now - self._confirm_after_s > CONFIRMED_S_MAX:
                 self.counts.restarts += 1
                 self._reset(now)
+        if (
+            self._owed
+            and self._connected
+            and not self._waits
+            and now - self._replay_times[-1] >= REPLAYS_S
+        ):
+            # What came meanwhile counts until there is an answer.
+            self._ask(0, now)
         self._watch_silence(computed_tokens, now)
         self._watch_staleness(now)
 
@@ -380,8 +390,12 @@ class KVEventStream:
     # Asking for what is missing.
 
     def _may_replay(self, now: Seconds) -> bool:
+        """Whether a replay can begin; one that cannot begin yet is owed."""
         times = self._replay_times
-        return self._replays and not (len(times) == REPLAYS_MAX and now - times[0] < REPLAYS_S)
+        if len(times) == REPLAYS_MAX and now - times[0] < REPLAYS_S:
+            self._owed = True
+            return False
+        return self._replays
 
     def _begin_anew(self, now: Seconds) -> None:
         if self._snapshots:
@@ -400,6 +414,7 @@ class KVEventStream:
         self._replayed_bytes = 0
         self._replay_ended = False
         self._replay_times.append(now)
+        self._owed = False
         self.counts.replays += 1
         if confirm:
             self._confirm_after_s = now
@@ -445,6 +460,12 @@ class KVEventStream:
             self.counts.lost += frames[0].sequence - first
             self._reset_with(held, now)
             return
+        if first == 0 and self._last is not None:
+            if not frames:
+                self._ask_later()
+                self._take_all(held, now)
+                return
+            self._forget()
         if first == 0:
             self.complete = frames[0].sequence == 0 if frames else self._marked
             if frames:
@@ -463,11 +484,16 @@ class KVEventStream:
             # The same process still: it was confirmed for this gap.
             self._ask(self._last + 1, now)
             return
-        self.counts.replays_vain += 1
-        self._stop_asking()
+        self._ask_later()
         self._forget()
         self._apply(rest[0])
         self._take_all(rest[1:], now)
+
+    def _ask_later(self) -> None:
+        """What was asked for did not come."""
+        self.counts.replays_vain += 1
+        self._stop_asking()
+        self._owed = True
 
     def _reset_with(self, held: list[_Frame], now: Seconds) -> None:
         """From 0, and what came meanwhile is of the same process and stays."""

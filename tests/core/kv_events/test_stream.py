@@ -203,6 +203,54 @@ def test_replays_have_a_rate():
     assert AskReplay(199) in stream.actions()
 
 
+def worn_out():
+    """A stream that has lost frames more often than it may ask for; the time, and its last number."""
+    stream = opened()
+    for number in range(0, 100, 2):
+        stream.received(number, frame(number), 1.0)
+        stream.replay_ended(1.0, marked=True)
+        seen(stream, 1.0 + 1e-3 * number)
+    stream.actions()
+    assert (stream.state, stream.complete) == (StreamState.LIVE, False)
+    return stream, 98
+
+
+def test_who_has_asked_too_often_asks_for_all_later():
+    """What comes meanwhile counts, until all that the engine keeps takes its place."""
+    stream, last = worn_out()
+    assert came(stream, last + 1, now=30.0) == applied(last + 1)
+    assert seen(stream, 1.0 + module.REPLAYS_S) == [AskReplay(0)]
+    assert stream.state is StreamState.REPLAYING
+    assert came(stream, last + 2, now=62.0) == []
+    told = range(last + 2)
+    assert answered(stream, *told, now=62.0) == [FORGET, *applied(*told, last + 2)]
+    assert (stream.state, stream.complete) == (StreamState.LIVE, True)
+    assert seen(stream, 200.0) == []
+
+
+def test_who_asks_for_all_in_vain_keeps_what_it_knows():
+    """And asks again, later still."""
+    stream, last = worn_out()
+    at_s = 1.0 + module.REPLAYS_S
+    for _ in range(3):
+        assert seen(stream, at_s) == [AskReplay(0)]
+        assert came(stream, last + 1, now=at_s) == []
+        assert answered(stream, now=at_s, marked=False) == applied(last + 1)
+        assert (stream.state, stream.complete) == (StreamState.LIVE, False)
+        last += 1
+        assert seen(stream, at_s + module.REPLAYS_S / 2) == []
+        at_s += module.REPLAYS_S
+
+
+def test_who_keeps_less_than_all_is_not_asked_again():
+    """It answered: more there is not."""
+    stream = KVEventStream(replays=True, now=0.0)
+    stream.connected(0.0)
+    stream.actions()
+    assert answered(stream, 3, 4) == applied(3, 4)
+    assert seen(stream, 1_000.0) == []
+
+
 def test_without_replay_a_gap_forgets():
     """What is gone since may have been in it."""
     stream = opened(replays=False)

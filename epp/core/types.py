@@ -94,6 +94,16 @@ class AdapterReport(Struct, frozen=True, kw_only=True):
     cpu: frozenset[str] = frozenset()
     pinned: frozenset[str] = frozenset()
 
+    @property
+    def serves_adapters(self) -> bool:
+        """The engine can."""
+        return self.slots_max > 0 or self.resident_known or bool(self.active)
+
+    @property
+    def names(self) -> frozenset[str]:
+        """Of all adapters that it tells."""
+        return self.active | self.gpu | self.cpu
+
 
 class EndpointMetrics(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """One good scrape. NaN and None: the page does not tell."""

@@ -19,6 +19,7 @@ from epp.core.kv_events.payload import Fault
 from epp.core.kv_events.stream import AskReplay, StreamState
 from epp.core.subscription import Subscription
 from epp.core.types import EndpointMetrics, MetricsTarget
+from epp.testing.builders import loaded_adapters
 from tests.builders import endpoint, request
 from tests.core.kv_events.publisher import FakeEngine, FakePublisher
 
@@ -205,6 +206,22 @@ def test_an_engine_that_slept_is_forgotten():
     pod.work()
     pod.settle()
     assert pod.believed(prompt(1, 3)) == 64
+
+
+def test_an_adapter_that_a_scrape_names_is_not_taken_for_its_model():
+    """What the model holds is nothing to it, though no event has named it yet."""
+    pod = Pod()
+    pod.connect()
+    pod.answer()
+    pod.serve(prompt(1, 2))
+    pod.work()
+    page = EndpointMetrics(
+        process_started_at_s=pod.process, adapters=loaded_adapters("sql", slots_max=2)
+    )
+    pod.scheduler.take(PageScraped(0, page), pod.now)
+    given = request(token_ids=(packed(prompt(1, 2)),), model="sql")
+    known = pod.scheduler.indexes[INDEX].match(given, 1, pod.now)
+    assert (known.matched.tolist(), known.total) == ([0], 5)
 
 
 def test_an_engine_that_was_cleared_is_forgotten():

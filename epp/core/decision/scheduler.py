@@ -263,6 +263,11 @@ class Scheduler:
             self._resize(slot, *size)
         if self.hearing:
             self._note_sleep(slot, asleep=metrics.asleep)
+            adapters = metrics.adapters
+            if adapters is not None and adapters.serves_adapters:
+                for name, hearing in self.hearing.items():
+                    told = hearing.adapters_told
+                    self.failures.call(name, "adapters_told", told, adapters.names)
 
     def _observe_failure(self, given: ScrapeFailed, now: Seconds) -> None:
         self.pool.observe_failure(given.slot, answered=given.answered)

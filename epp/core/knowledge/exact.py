@@ -22,7 +22,7 @@ share gives up what it stored last, which is the tail of conversations; it then 
 """
 
 from array import array
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Any, ClassVar, Final
 
 import numpy as np
@@ -38,13 +38,14 @@ from epp.core.knowledge.index import (
     Heard,
     IndexMeasures,
 )
+from epp.core.knowledge.model_names import ModelNames
 from epp.core.knowledge.prefix import PrefixIndex, PrefixIndexSettings
 from epp.core.kv_events.mirror import Changed, Mirror
 from epp.core.kv_events.payload import DEVICE, Cleared, Event, Fault, Removed, Stored
 from epp.core.kv_events.stream import StreamState
 from epp.core.prompt.blocks import HASH_BYTES
 from epp.core.prompt.request import InferenceRequest
-from epp.core.prompt.token_blocks import TOKEN_BYTES
+from epp.core.prompt.token_blocks import TOKEN_BYTES, hash_tokens, token_seed
 from epp.core.types import Seconds
 
 TOKENS_MAX: Final = 131_072
@@ -97,7 +98,7 @@ class ExactStatistics(Struct):
     partial_hits: int = 0
     no_hits: int = 0
     unknown_tokens: int = 0
-    """Requests whose tokens are not known: nothing was looked up."""
+    """Requests whose tokens are not known, or whether they ask for an adapter: nothing was looked up."""
     evicted_told: int = 0
     """The engine said so."""
     evicted_memory: int = 0
@@ -138,6 +139,7 @@ class ExactIndex:
 
     def __init__(self, settings: ExactIndexSettings) -> None:
         self.block_tokens: Final = settings.block_tokens
+        self._blocks_max: Final = max(1, TOKENS_MAX // settings.block_tokens)
         self.statistics: Final = ExactStatistics()
         self.entries = 0
         """(key, endpoint) pairs, of all tiers, those that are forgotten and not yet swept included."""
@@ -151,7 +153,7 @@ class ExactIndex:
         self._blocks = 0
         """Of the engines, in all mirrors."""
         self._memory_share = 1.0
-        self._adapters: set[str] = set()
+        self._names = ModelNames()
         self._exact: Floats | None = None
         """The column `EXACT`; None: it is to be made anew."""
         self._settings = settings
@@ -260,6 +262,7 @@ class ExactIndex:
         place = known.place or self._new_place(slot)
         mirror = place.mirror
         cut = mirror.cut
+        adapters_before = len(mirror.adapters)
         for event in events:
             before = len(mirror)
             if isinstance(event, Removed):
@@ -277,8 +280,8 @@ class ExactIndex:
         self.statistics.evicted_told += told
         if mirror.cut is not cut:
             self._exact = None
-        if not mirror.adapters <= self._adapters:
-            self._adapters |= mirror.adapters
+        if len(mirror.adapters) > adapters_before:
+            self._names.adapters_told(mirror.adapters)
         unbalanced = bool(known.blocks_total) and mirror.unbalanced(known.blocks_total)
         if unbalanced:
             self.statistics.unbalanced += 1
@@ -305,6 +308,10 @@ class ExactIndex:
         place.mirror.adopt(changes)
         self._blocks += len(place.mirror) - before
         self._apply(changes, place)
+
+    def adapters_told(self, names: Collection[str]) -> None:
+        """Engines serve LoRA adapters, these among them."""
+        self._names.adapters_told(names)
 
     def set_stream(self, slot: int, state: StreamState, *, complete: bool) -> None:
         """How much what `slot` says counts; `complete`: it told all that it holds."""
@@ -333,10 +340,12 @@ class ExactIndex:
 
     def record(self, request: InferenceRequest, slot: int, now: Seconds) -> Any:
         """Assume for a little while that `slot` holds `request`; returns what undoes it, or None."""
-        if not self._settings.speculative_indexing:
-            return None
         chains = self._chains(request)
-        return self._recent.record(self._as_recent(chains), slot, now) if chains else None
+        if not chains:
+            self._await_own(request, now)
+        if not chains or not self._settings.speculative_indexing:
+            return None
+        return self._recent.record(self._as_recent(chains), slot, now)
 
     def retract(self, request: InferenceRequest, slot: int, recorded: Any, now: Seconds) -> None:
         """`slot` was not sent `request` after all."""
@@ -370,12 +379,31 @@ class ExactIndex:
     # Looking up.
 
     def _chains(self, request: InferenceRequest) -> tuple[bytes, ...]:
-        adapter = request.model if request.model in self._adapters else ""
-        if self._sglang and (adapter or request.cache_salt):
-            # Its hashes leave these out, so that what it says of them cannot be told from the rest.
+        made = request.token_chains.get(self.block_tokens)
+        if made is not None:
+            return made
+        adapter = self._names.adapter_of(request.model, self._tiers[DEVICE])
+        if adapter is None or (self._sglang and (adapter or request.cache_salt)):
+            # The hashes of SGLang leave these out: what it says of them cannot be told from the rest.
             return ()
-        blocks_max = max(1, TOKENS_MAX // self.block_tokens)
-        return request.token_chains_of(self.block_tokens, blocks_max, adapter=adapter)
+        return request.token_chains_of(self.block_tokens, self._blocks_max, adapter=adapter)
+
+    def _await_own(self, request: InferenceRequest, now: Seconds) -> None:
+        """Whether `request` asks for the model itself is seen by what engines hold of it."""
+        names, prompts = self._names, request.token_ids
+        if not prompts or self._sglang or any(request.moment.token_media):
+            return
+        if names.awaits(request.model, now):
+            return
+        chain = hash_tokens(
+            prompts[0],
+            seed=token_seed("", request.cache_salt),
+            block_tokens=self.block_tokens,
+            blocks_max=self._blocks_max,
+        )
+        if chain:
+            # The last is the one that fewest others have.
+            names.asked(request.model, array("Q", chain)[-1], self._tiers[DEVICE], now)
 
     def _as_recent(self, chains: tuple[bytes, ...]) -> InferenceRequest:
         block_bytes = self.block_tokens * TOKEN_BYTES
@@ -443,7 +471,7 @@ class ExactIndex:
         step_tokens = next(place.mirror.step_tokens for place in self._places if place is not None)
         if not request.token_ids:
             return ()
-        adapter = request.model if request.model in self._adapters else ""
+        adapter = self._names.adapter_of(request.model, self._tiers[DEVICE]) or ""
         chains = request.token_chains_of(step_tokens, TOKENS_MAX, adapter=adapter)
         return array("Q", chains[number])
 

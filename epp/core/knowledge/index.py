@@ -1,6 +1,6 @@
 """What any affinity index can do, and how one is configured."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, Final, Protocol
 
 import numpy as np
@@ -126,6 +126,10 @@ class HearsEngines(AffinityIndex, Protocol):
         """How much what it says counts; `complete`: it told all that it holds."""
         ...
 
+    def adapters_told(self, names: Collection[str]) -> None:
+        """Engines serve LoRA adapters, these among them; told with every scrape that names any."""
+        ...
+
     def change(self, slot: int, changes: Sequence[Changed], engine_block_tokens: int) -> None:
         """As `hear`, for whoever has only what came of it."""
         ...
@@ -187,7 +191,7 @@ VERBS: Final[Mapping[str, tuple[str, ...]]] = {
     "counts_inflight": ("release",),
     "limits_memory": ("limit_memory",),
     "measures": ("measures",),
-    "hears_engines": ("hear", "set_stream", "change", "clear", "silence"),
+    "hears_engines": ("hear", "set_stream", "adapters_told", "change", "clear", "silence"),
 }
 """What an index must have: for each of its abilities, and "" for all."""
 

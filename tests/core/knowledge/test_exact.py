@@ -126,9 +126,43 @@ def test_adapters_salts_and_images_are_prompts_of_their_own():
     index.hear(2, [run(TOKENS[:128], extras=(BlockExtra((("cat", 10),)), BlockExtra()))], 0.0)
     prompt = TOKENS[:200]
     assert held(index, asked(prompt, model="sql")) == [2, 0, 0]
-    assert held(index, asked(prompt, cache_salt="s")) == [0, 2, 0]
-    assert held(index, asked(prompt, media=cat)) == [0, 0, 2]
-    assert held(index, asked(prompt, model="base")) == [0, 0, 0]
+    assert held(index, asked(prompt, model="", cache_salt="s")) == [0, 2, 0]
+    assert held(index, asked(prompt, model="", media=cat)) == [0, 0, 2]
+    assert held(index, asked(prompt, model="")) == [0, 0, 0]
+
+
+def total(index, given):
+    """0: nothing is known of it."""
+    return index.match(given, SLOTS, 0.0).total
+
+
+def test_an_adapter_that_nobody_has_named_is_not_taken_for_its_model():
+    """What the model holds is nothing to it; the index of decisions answers meanwhile."""
+    index = opened()
+    index.hear(0, [run(TOKENS[:128])], 0.0)
+    new = TOKENS[:200]
+    assert held(index, asked(new, model="sql")) == [2, 0, 0], "no engine serves adapters"
+    index.adapters_told(["others"])
+    assert total(index, asked(new, model="sql")) == 0
+    index.adapters_told(["others", "sql"])
+    assert held(index, asked(new, model="sql")) == [0, 0, 0]
+    assert total(index, asked(new, model="sql")) == 3
+
+
+def test_a_name_of_the_model_itself_is_known_by_what_engines_hold_of_it():
+    """Once one has stored what was asked for under it."""
+    index = opened()
+    index.adapters_told(["sql"])
+    index.hear(0, [run(TOKENS[:128])], 0.0)
+    index.record(asked(TOKENS[:130], model="base"), 0, 0.0)
+    assert total(index, asked(TOKENS[:256], model="base")) == 0, "it was there before"
+    index.record(asked(TOKENS[:256], model="base"), 0, 0.0)
+    index.record(asked(TOKENS[:256], model="tuned"), 0, 0.0)
+    assert total(index, asked(TOKENS[:256], model="base")) == 0
+    index.hear(0, [run(TOKENS[128:256], first=102, parent=101, adapter="")], 1.0)
+    assert held(index, asked(TOKENS[:300], model="base")) == [4, 0, 0]
+    index.adapters_told(["tuned"])
+    assert held(index, asked(TOKENS[:300], model="tuned")) == [0, 0, 0]
 
 
 def test_what_sglang_leaves_out_of_its_hashes_is_not_known():

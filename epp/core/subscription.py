@@ -49,6 +49,7 @@ class Subscription:
     ) -> None:
         """`replays`: it can be asked for old frames; `snapshots`: for all that it holds."""
         self.slot: Final = slot
+        self.replays: Final = replays
         self.stream = KVEventStream(replays=replays, snapshots=snapshots, now=now)
         self.faults: Counter[Fault] = Counter()
         """Events and payloads that are not known, by their reason."""

@@ -1,5 +1,7 @@
 """Parameters of `precise-prefix-cache-producer`, as the field spells them."""
 
+import re
+from ipaddress import ip_address
 from typing import Annotated, Any, Final, Literal, TypeAlias
 
 from msgspec import Meta, field
@@ -15,6 +17,10 @@ BLOCK_TOKENS: Final = 16
 BLOCK_TOKENS_ADVISED: Final = 32
 UNLISTED_WEIGHT: Final = 0.5
 """Of a tier that is neither the device nor listed."""
+
+_PORT: Final = re.compile("[0-9]{1,5}")
+_PORT_MAX: Final = 65_535
+_EVERYWHERE: Final = ("*", "0.0.0.0", "::")  # noqa: S104  who connects is looked at
 
 
 class TokenProcessorConfig(Parameters, frozen=True):
@@ -106,14 +112,48 @@ class KvEventsConfig(Parameters, frozen=True):
     """How engines are heard."""
 
     zmq_endpoint: str = ""
-    """Where engines would connect to, of whom then only one picker hears; not supported."""
+    """Where the picker listens and engines connect to, "tcp://*:5557": each tells one picker alone."""
     topic_filter: str = ""
-    """What topics begin with. Endpoints are told apart by the connection, not by the topic."""
+    """What topics begin with. Endpoints are told apart by the connection; those that connect and share
+    an address also by their topic, `kv@IP:PORT@MODEL`."""
     concurrency: Annotated[int, Meta(ge=1)] = 4
     engine_type: Literal["vllm", "sglang"] = "vllm"
     discover_pods: bool = True
-    """Each endpoint of the pool is listened to."""
+    """The picker connects to each endpoint of the pool."""
     pod_discovery_config: PodDiscoveryConfig = field(default_factory=PodDiscoveryConfig)
+
+    def __post_init__(self) -> None:
+        self._read_binds()
+
+    @property
+    def binds(self) -> tuple[str, int] | None:
+        """(address, port) at which engines may connect, "" for every address; None: they may not."""
+        return self._read_binds()
+
+    def _read_binds(self) -> tuple[str, int] | None:
+        if not self.zmq_endpoint:
+            return None
+        scheme, _, address = self.zmq_endpoint.partition("://")
+        host, _, port = address.rpartition(":")
+        host = host.strip("[]")
+        port_given = _PORT.fullmatch(port) and int(port) <= _PORT_MAX
+        if scheme != "tcp" or not port_given or not _is_own_address(host):
+            raise ValueError(
+                f"zmqEndpoint is {self.zmq_endpoint!r}, expected tcp://ADDRESS:PORT of the picker "
+                "itself, such as tcp://*:5557"
+            )
+        return ("" if host in _EVERYWHERE else host, int(port))
+
+
+def _is_own_address(host: str) -> bool:
+    """As the picker can listen at; a name may be anybody's."""
+    if host == "*":
+        return True
+    try:
+        ip_address(host)
+    except ValueError:
+        return False
+    return True
 
 
 class PrecisePrefixCacheParameters(Parameters, frozen=True):
@@ -128,7 +168,8 @@ class PrecisePrefixCacheParameters(Parameters, frozen=True):
     are always on."""
     kv_events_config: KvEventsConfig = field(default_factory=KvEventsConfig)
     """How engines are heard: `engineType`, `topicFilter`, `discoverPods`, and
-    `podDiscoveryConfig.socketPort` and `.replaySocketPort`, without which each endpoint is asked."""
+    `podDiscoveryConfig.socketPort` and `.replaySocketPort`, without which each endpoint is asked;
+    `zmqEndpoint`, where engines connect to."""
     speculative_indexing: bool = True
     """What was decided lately counts as held until the engine says so."""
     speculative_ttl: Duration = field(default=Duration(2.0), name="speculativeTTL")
@@ -164,12 +205,7 @@ class PrecisePrefixCacheParameters(Parameters, frozen=True):
                 "podLabelSelector and podNamespace have no effect, the endpoints of the pool are "
                 "listened to"
             )
-        if events.zmq_endpoint:
-            found.append(
-                "zmqEndpoint has no effect, engines cannot connect to the picker: let them bind, each "
-                "endpoint is listened to"
-            )
-        if not events.discover_pods:
+        if not (events.discover_pods or events.zmq_endpoint):
             found.append("discoverPods is false: no engine is listened to")
         return found
 

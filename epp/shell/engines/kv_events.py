@@ -6,7 +6,8 @@ arrives is put into subscriptions, and taken note of in turns of two millisecond
 them, so that an engine that never stops talking gets a third of the loop and no more; who is
 further ahead is not read from, and its engine drops what it cannot send.
 
-Where no port is configured each endpoint is asked `GET /kv_event_sources`, which vLLM answers since
+Engines that connect themselves are taken in by `kv_event_server`; of both ways an endpoint has one at a
+time. Where no port is configured each endpoint is asked `GET /kv_event_sources`, which vLLM answers since
 0.31; who does not know that is tried at the port that the field uses.
 """
 
@@ -16,7 +17,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from random import Random
-from typing import Any, Final, cast
+from typing import Any, Final
 
 import msgspec
 import structlog
@@ -29,15 +30,16 @@ from epp.core.kv_events.stream import AskReplay, StreamState
 from epp.core.kv_events.zmtp import (
     SocketType,
     ZmtpConnection,
-    ZmtpError,
     ask_replay,
     read_live,
     read_replayed,
 )
 from epp.core.subscription import Asked, Subscription
 from epp.core.types import Endpoint, MetricsTarget, Seconds, ranks_of
+from epp.shell.engines.kv_event_server import KVEventServer
 from epp.shell.engines.loop_share import LoopShare
 from epp.shell.engines.page_client import BadResponseError, PageClient
+from epp.shell.engines.zmtp_lines import ZmtpLines
 from epp.shell.supervision import Supervisor, forever
 
 DEFAULT_PORT: Final = 5557
@@ -50,6 +52,8 @@ BACKOFF_S: Final[Seconds] = 0.5
 BACKOFF_S_MAX: Final[Seconds] = 5.0
 NO_SOURCE_S: Final[Seconds] = 30.0
 """Until an endpoint that has no source is asked again."""
+TAKEN_OVER_S: Final[Seconds] = 5.0
+"""A connection on which nothing was heard for so long gives way to another of the same endpoint."""
 TRIES_BEFORE_ASKING: Final = 3
 """Connections in vain, after which an endpoint is asked anew where its source is."""
 REPLAYS_AT_ONCE_MAX: Final = 8
@@ -113,72 +117,6 @@ class KVEventsSnapshot(Struct, frozen=True, kw_only=True):
     """Gaps, replays and the like."""
 
 
-class _Lines(asyncio.Protocol):
-    """Carries one ZMTP connection."""
-
-    def __init__(
-        self,
-        connection: ZmtpConnection,
-        heard: Callable[[tuple[bytes, ...]], None],
-    ) -> None:
-        loop = asyncio.get_running_loop()
-        self.zmtp = connection
-        self.ready: asyncio.Future[None] = loop.create_future()
-        self.closed: asyncio.Future[str] = loop.create_future()
-        """Why, in words."""
-        self.transport: asyncio.Transport | None = None
-        self._heard = heard
-        self._paused = False
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        # What uvloop gives is one in all but its bases.
-        self.transport = cast("asyncio.Transport", transport)
-        self.flush()
-
-    def data_received(self, data: bytes) -> None:
-        try:
-            messages = self.zmtp.feed(data)
-        except ZmtpError as error:
-            self._end(str(error))
-            return
-        self.flush()
-        if self.zmtp.ready and not self.ready.done():
-            self.ready.set_result(None)
-        for message in messages:
-            self._heard(message)
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        self._end("closed the connection" if exc is None else "lost the connection")
-
-    def flush(self) -> None:
-        """Send what is to be sent."""
-        if self.transport is not None and not self.transport.is_closing():
-            self.transport.write(self.zmtp.to_send())
-
-    def read(self, *, on: bool) -> None:
-        """Read on, or not for now."""
-        if self.transport is None or self.transport.is_closing() or on is not self._paused:
-            return
-        self._paused = not on
-        if on:
-            self.transport.resume_reading()
-        else:
-            self.transport.pause_reading()
-
-    def close(self) -> None:
-        self._end("is not listened to any more")
-
-    def _end(self, why: str) -> None:
-        if not self.closed.done():
-            self.closed.set_result(why)
-        if not self.ready.done():
-            self.ready.set_exception(ConnectionError(why))
-            # Whoever waits for it may be gone.
-            self.ready.exception()
-        if self.transport is not None:
-            self.transport.abort()
-
-
 class _Source:
     """One endpoint."""
 
@@ -187,8 +125,11 @@ class _Source:
         self.slot = slot
         self.subscription: Subscription | None = None
         self.place: Place | None = None
+        """Where it is to be heard."""
+        self.heard_at: Place | None = None
+        """Where it is heard: by `lines`, whoever opened them."""
         self.problem = ""
-        self.lines: _Lines | None = None
+        self.lines: ZmtpLines | None = None
         self.task: asyncio.Task[None] | None = None
         self.replay: asyncio.Task[None] | None = None
         self.named_silent = False
@@ -223,6 +164,9 @@ class KVEventListener:
         self._busy: OrderedDict[_Source, None] = OrderedDict()
         """Which have work, in the order of their turns."""
         self._turn: asyncio.Handle | None = None
+        self.server: KVEventServer | None = None
+        """Where engines connect to, if they are to."""
+        self._server_task: asyncio.Task[None] | None = None
         self._gone: Counter[tuple[str, str]] = Counter()
         """(kind, name) -> what endpoints told that are not heard any more."""
         self._wanted = asyncio.Event()
@@ -245,11 +189,15 @@ class KVEventListener:
             for source in self._sources.values():
                 self._drop(source)
             self._sources = {}
+            self._close_server()
+            if settings is not None and settings.binds is not None:
+                topic = settings.topic_filter.encode()
+                self.server = KVEventServer(self, *settings.binds, topic=topic, clock=self._clock)
         self._wanted.clear()
         if settings is not None:
             self._wanted.set()
         before, self._sources = self._sources, {}
-        if self._settings is not None and self._settings.discover_pods:
+        if settings is not None and (settings.discover_pods or settings.binds is not None):
             for endpoint in endpoints:
                 slot = self._scheduler.pool.slot_of(endpoint)
                 if slot is None:
@@ -263,6 +211,8 @@ class KVEventListener:
                     self._sources[endpoint.endpoint_id] = _Source(endpoint, slot)
         for gone in before.values():
             self._drop(gone)
+        if self.server is not None:
+            self.server.replace(source.endpoint for source in self._sources.values())
         self._start()
 
     def rows(self) -> list[SourceRow]:
@@ -282,6 +232,9 @@ class KVEventListener:
         totals = self._gone.copy()
         for _, subscription in self.subscriptions():
             totals.update(_counts_of(subscription))
+        if self.server is not None:
+            turned = self.server.turned
+            totals.update({("faults", why.value): count for why, count in turned.items()})
         kinds: dict[str, dict[str, int]] = {"events": {}, "faults": {}, "streams": {}}
         for (kind, name), count in totals.items():
             kinds[kind][name] = count
@@ -319,11 +272,73 @@ class KVEventListener:
             for source in self._sources.values():
                 self._drop(source)
             self._sources = {}
+            self._close_server()
+            self._settings = None
+
+    # Who connects to us.
+
+    def engine_connected(self, endpoint_id: str, lines: ZmtpLines) -> bool:
+        """From now on `lines` speak for it; False: others do."""
+        source = self._sources.get(endpoint_id)
+        if source is None or self._settings is None or lines.transport is None:
+            return False
+        if source.lines is lines:
+            return True
+        now, before = self._clock(), source.lines
+        subscription = source.subscription
+        if (
+            before is not None
+            and before.is_ready
+            and subscription is not None
+            # Later it may be gone, and nobody has told us.
+            and now - subscription.stream.heard_at_s < TAKEN_OVER_S
+        ):
+            return False
+        if before is not None:
+            before.end("is not listened to any more: another connection speaks for the endpoint")
+        replay = self._settings.pod_discovery_config.replay_socket_port
+        rank = self._ranks[endpoint_id]
+        port: int = lines.transport.get_extra_info("peername")[1]
+        place = Place(source.endpoint.host, port, None if replay is None else replay + rank)
+        source.lines = lines
+        self._connected(source, place)
+        return True
+
+    def engine_said(
+        self, endpoint_id: str, lines: ZmtpLines, sequence: int, payload: bytes
+    ) -> None:
+        """Of lines that speak for it."""
+        source = self._sources[endpoint_id]
+        assert source.subscription is not None, "it was made when they connected"
+        self._ask(source, source.subscription.received(sequence, payload, self._clock()))
+
+    def engine_parted(self, lines: ZmtpLines, why: str) -> None:
+        """`lines` speak for nobody any more."""
+        for source in self._sources.values():
+            if source.lines is lines:
+                source.problem = f"{_spelt(source.heard_at)} {why}"
+                self._parted(source, lines)
+
+    def _close_server(self) -> None:
+        if self._server_task is not None:
+            self._server_task.cancel()
+            self._server_task = None
+        if self.server is not None:
+            turned = self.server.turned
+            self._gone.update({("faults", why.value): count for why, count in turned.items()})
+            self.server = None
 
     # Sources.
 
     def _start(self) -> None:
         if self._group is None:
+            return
+        if self.server is not None and self._server_task is None:
+            self._server_task = self._group.create_task(
+                self._supervisor.keep("listen for KV events", self.server.run),
+                name="listen for KV events",
+            )
+        if self._settings is None or not self._settings.discover_pods:
             return
         for source in self._sources.values():
             if source.task is None:
@@ -340,19 +355,29 @@ class KVEventListener:
                 task.cancel()
         source.task = source.replay = None
         if source.lines is not None:
-            source.lines.close()
-        if source.subscription is not None:
-            self._gone.update(_counts_of(source.subscription))
-            # Who is in the slot now is another.
-            if self._scheduler.pool.slot_of(source.endpoint) == source.slot:
-                source.subscription.close(self._clock())
-            source.subscription = None
+            source.lines.end()
+            source.lines = None
+        self._end_subscription(source)
+
+    def _end_subscription(self, source: _Source) -> None:
+        subscription, source.subscription = source.subscription, None
+        if subscription is None:
+            return
+        self._gone.update(_counts_of(subscription))
+        # Who is in the slot now may be another.
+        if self._scheduler.pool.slot_of(source.endpoint) == source.slot:
+            subscription.close(self._clock())
 
     async def _follow(self, source: _Source) -> None:
         """Find where an endpoint publishes, hear it, and come back when it is gone."""
         await asyncio.sleep(self._random.random() * BACKOFF_S)
         tries = 0
         while True:
+            if source.lines is not None:
+                # It has connected to us.
+                await asyncio.wait([source.lines.closed])
+                await asyncio.sleep(self._jittered(BACKOFF_S_MAX))
+                continue
             if source.place is None or tries >= TRIES_BEFORE_ASKING:
                 tries = 0
                 await self._find(source)
@@ -407,27 +432,21 @@ class KVEventListener:
 
     async def _hear(self, source: _Source, place: Place) -> bool:
         """Hear until the connection ends; whether anything was heard."""
-        loop = asyncio.get_running_loop()
-        subscription = source.subscription
-        if subscription is None:
-            subscription = source.subscription = Subscription(
-                self._scheduler,
-                source.slot,
-                replays=place.replay_port is not None,
-                now=self._clock(),
-            )
         topic = b"" if self._settings is None else self._settings.topic_filter.encode()
         zmtp = ZmtpConnection(SocketType.SUB, topic=topic)
-        lines: _Lines | None = None
+        lines: ZmtpLines | None = None
         try:
             async with asyncio.timeout(CONNECT_S_MAX):
-                _, lines = await loop.create_connection(
-                    lambda: _Lines(zmtp, partial(self._received, source)), place.host, place.port
+                _, lines = await asyncio.get_running_loop().create_connection(
+                    lambda: ZmtpLines(zmtp, partial(self._received, source)), place.host, place.port
                 )
+                if source.lines is not None:
+                    # It has connected to us meanwhile.
+                    return True
                 source.lines = lines
                 await lines.ready
-            source.problem = ""
-            self._ask(source, subscription.connected(self._clock()))
+            if source.lines is lines:
+                self._connected(source, place)
             why = await lines.closed
             source.problem = f"{_spelt(place)} {why}"
         except (OSError, TimeoutError) as error:
@@ -436,15 +455,34 @@ class KVEventListener:
             source.problem = f"{_spelt(place)} cannot be heard: {what}"
             return False
         finally:
-            source.lines = None
             if lines is not None:
-                lines.close()
-            if source.replay is not None:
-                source.replay.cancel()
-                source.replay = None
-            if source.subscription is subscription:
-                self._ask(source, subscription.disconnected(self._clock()))
+                lines.end()
+                self._parted(source, lines)
         return True
+
+    def _connected(self, source: _Source, place: Place) -> None:
+        """The lines of `source` are open."""
+        replays = place.replay_port is not None
+        if source.subscription is not None and source.subscription.replays is not replays:
+            self._end_subscription(source)
+        if source.subscription is None:
+            source.subscription = Subscription(
+                self._scheduler, source.slot, replays=replays, now=self._clock()
+            )
+        source.heard_at = place
+        source.problem = ""
+        self._ask(source, source.subscription.connected(self._clock()))
+
+    def _parted(self, source: _Source, lines: ZmtpLines) -> None:
+        """`lines` carry nothing any more."""
+        if source.lines is not lines:
+            return
+        source.lines = None
+        if source.replay is not None:
+            source.replay.cancel()
+            source.replay = None
+        if source.subscription is not None:
+            self._ask(source, source.subscription.disconnected(self._clock()))
 
     def _received(self, source: _Source, message: tuple[bytes, ...]) -> None:
         subscription = source.subscription
@@ -458,7 +496,7 @@ class KVEventListener:
 
     def _ask(self, source: _Source, asked: Sequence[Asked]) -> None:
         """Do what a subscription wants, and see that what came is taken note of."""
-        place = source.place
+        place = source.heard_at
         for question in asked:
             if not isinstance(question, AskReplay) or place is None or self._group is None:
                 continue
@@ -513,12 +551,12 @@ class KVEventListener:
                 subscription.replayed(*found, self._clock())
             arrived.set()
 
-        lines: _Lines | None = None
+        lines: ZmtpLines | None = None
         try:
             async with self._replays, asyncio.timeout(REPLAY_S_MAX):
                 async with asyncio.timeout(CONNECT_S_MAX):
                     _, lines = await asyncio.get_running_loop().create_connection(
-                        lambda: _Lines(ZmtpConnection(SocketType.DEALER), heard),
+                        lambda: ZmtpLines(ZmtpConnection(SocketType.DEALER), heard),
                         place.host,
                         place.replay_port,
                     )
@@ -537,7 +575,7 @@ class KVEventListener:
             )
         finally:
             if lines is not None:
-                lines.close()
+                lines.end()
         source.replay = None
         if source.subscription is subscription:
             self._ask(source, subscription.replay_ended(self._clock(), marked=marked))
@@ -559,27 +597,30 @@ class KVEventListener:
                         _log.warning(
                             "KV events are silent while the engine works",
                             endpoint=source.endpoint.name,
-                            source="" if source.place is None else _spelt(source.place),
+                            source=_spelt(source.heard_at),
                         )
 
     def _row(self, source: _Source) -> SourceRow:
         subscription = source.subscription
-        place = "" if source.place is None else _spelt(source.place)
         if subscription is None:
+            problem = source.problem
+            if self.server is not None and not problem:
+                problem = self.server.problem or f"has not connected to port {self.server.port}"
             return SourceRow(
                 endpoint=source.endpoint.name,
                 state=StreamState.NONE,
-                problem=source.problem,
-                place=place,
+                problem=problem,
+                place=_spelt(source.place),
             )
         told_at_s = subscription.engine_clock_s
+        heard = source.lines is not None and source.lines.is_ready
         return SourceRow(
             endpoint=source.endpoint.name,
             state=subscription.state,
             complete=subscription.complete,
             silent=subscription.stream.silent,
-            problem=source.problem,
-            place=place,
+            problem="" if heard else source.problem,
+            place=_spelt(source.heard_at),
             lag_s=None if told_at_s is None else self._wall_clock() - told_at_s,
         )
 
@@ -629,5 +670,5 @@ def _same_process(known: _Source, endpoint: Endpoint, slot: int) -> bool:
     )
 
 
-def _spelt(place: Place) -> str:
-    return f"tcp://{address_of(place.host, place.port)}"
+def _spelt(place: Place | None) -> str:
+    return "" if place is None else f"tcp://{address_of(place.host, place.port)}"

@@ -53,6 +53,7 @@ def test_all_that_the_samples_of_the_field_write_is_read():
     )
     assert parameters.speculative_ttl == 5.0
     assert parameters.kv_events_config.pod_discovery_config.replay_socket_port == 5558
+    assert parameters.kv_events_config.binds == ("", 5557)
     read(indexerConfig={"kvBlockIndexConfig": {"metricsLoggingInterval": "1m"}})
 
 
@@ -63,12 +64,33 @@ def test_all_that_the_samples_of_the_field_write_is_read():
         ({"indexerConfig": {"tokenizersPoolConfig": {}}}, "token-producer"),
         ({"speculativeTTL": "0s"}, "speculativeTTL must be a duration above 0s"),
         ({"kvEventsConfig": {"engineType": "other"}}, "other"),
+        (
+            {"kvEventsConfig": {"zmqEndpoint": "tcp://picker:5557"}},
+            "zmqEndpoint is 'tcp://picker:5557', expected",
+        ),
+        ({"kvEventsConfig": {"zmqEndpoint": "ipc:///tmp/x"}}, "expected tcp://ADDRESS:PORT"),
+        ({"kvEventsConfig": {"zmqEndpoint": "tcp://*:70000"}}, "expected tcp://ADDRESS:PORT"),
+        ({"kvEventsConfig": {"zmqEndpoint": "tcp://*"}}, "expected tcp://ADDRESS:PORT"),
         ({"indexerConfig": {"kvBlockIndexConfig": {"metricsLoggingInterval": "x"}}}, "duration"),
     ],
 )
 def test_what_cannot_be_obeyed_is_refused_with_a_sentence(parameters, sentence):
     with pytest.raises(msgspec.ValidationError, match=sentence):
         read(**parameters)
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "binds"),
+    [
+        ("", None),
+        ("tcp://*:5557", ("", 5557)),
+        ("tcp://[::]:5557", ("", 5557)),
+        ("tcp://10.0.0.1:1", ("10.0.0.1", 1)),
+        ("tcp://[fe80::1]:1", ("fe80::1", 1)),
+    ],
+)
+def test_where_engines_connect_to_is_an_address_of_the_picker(endpoint, binds):
+    assert read(kvEventsConfig={"zmqEndpoint": endpoint}).kv_events_config.binds == binds
 
 
 def test_a_tier_that_is_not_listed_is_worth_less_than_the_device():

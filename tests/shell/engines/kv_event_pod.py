@@ -42,11 +42,13 @@ class KVEventPod:
     """`sources`: what it answers when it is asked where it publishes; None: as it is; b"": 404."""
 
     def __init__(self, *, blocks=40, block_tokens=16, sources=None, replays=True):
+        self.host = "127.0.0.1"
         self.engine = FakeEngine(blocks, block_tokens)
         self.publisher = FakePublisher()
         self.sources = sources
         self.replays = replays
         self.subscribers = set()
+        self.topics = {}
         self.asked = 0
         self.replayed = 0
         self.port = self.live_port = self.replay_port = 0
@@ -64,7 +66,11 @@ class KVEventPod:
         return self
 
     async def __aexit__(self, *_):
+        writers = [*self.topics]
         self.cut()
+        for writer in writers:
+            with contextlib.suppress(ConnectionError):
+                await writer.wait_closed()
         await self.stack.aclose()
 
     async def http(self, reader, writer):
@@ -109,15 +115,26 @@ class KVEventPod:
         if self.engine.events:
             number, payload = self.publisher.publish(self.engine.step())
             if not lost:
-                self.send(b"topic", number.to_bytes(8, "big"), payload)
+                for writer in self.subscribers:
+                    topic = self.topics.get(writer, b"topic")
+                    writer.write(frames(topic, number.to_bytes(8, "big"), payload))
         return cached
 
     def send(self, *parts):
         for writer in self.subscribers:
             writer.write(frames(*parts))
 
+    async def connect(self, port, *, host="127.0.0.1", topic=b"", kind=b"PUB"):
+        """Publish to the picker at `port`, from the address `host`; who reads what it says."""
+        reader, writer = await asyncio.open_connection("127.0.0.1", port, local_addr=(host, 0))
+        ready = b"\x05READY\x0bSocket-Type" + len(kind).to_bytes(4, "big") + kind
+        writer.write(GREETING + bytes([4, len(ready)]) + ready)
+        self.topics[writer] = topic
+        self.subscribers.add(writer)
+        return reader
+
     def cut(self):
         """Close what is connected."""
-        for writer in self.subscribers:
+        for writer in {*self.subscribers, *self.topics}:
             writer.close()
         self.subscribers.clear()

@@ -1,0 +1,90 @@
+"""Carries one ZMTP connection over TCP, whoever opened it."""
+
+import asyncio
+from collections.abc import Callable
+from typing import Final, TypeAlias, cast
+
+from epp.core.kv_events.zmtp import Message, ZmtpConnection, ZmtpError
+
+UNSENT_BYTES_MAX: Final = 64 * 1024
+"""That a peer does not read; above it the connection ends. What we say fits in a kilobyte."""
+
+Heard: TypeAlias = Callable[[Message], None]
+
+
+class ZmtpLines(asyncio.Protocol):
+    """`heard` gets each message; `made` is called when there is a transport."""
+
+    def __init__(
+        self,
+        connection: ZmtpConnection,
+        heard: Heard,
+        made: Callable[["ZmtpLines"], None] = lambda _: None,
+    ) -> None:
+        loop = asyncio.get_running_loop()
+        self.zmtp = connection
+        self.ready: asyncio.Future[None] = loop.create_future()
+        self.closed: asyncio.Future[str] = loop.create_future()
+        """Why, in words."""
+        self.transport: asyncio.Transport | None = None
+        self._heard = heard
+        self._made = made
+        self._paused = False
+
+    @property
+    def is_ready(self) -> bool:
+        """Both sides have said who they are, and neither has gone."""
+        return self.ready.done() and not self.closed.done()
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        # What uvloop gives is one in all but its bases.
+        self.transport = cast("asyncio.Transport", transport)
+        self._made(self)
+        self.flush()
+
+    def data_received(self, data: bytes) -> None:
+        try:
+            messages = self.zmtp.feed(data)
+        except ZmtpError as error:
+            self.end(str(error))
+            return
+        self.flush()
+        if self.zmtp.ready and not self.ready.done():
+            self.ready.set_result(None)
+        for message in messages:
+            self._heard(message)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self.end("closed the connection" if exc is None else "lost the connection")
+
+    def flush(self) -> None:
+        """Send what is to be sent."""
+        if self.transport is None or self.transport.is_closing():
+            return
+        data = self.zmtp.to_send()
+        if not data:
+            return
+        self.transport.write(data)
+        if self.transport.get_write_buffer_size() > UNSENT_BYTES_MAX:
+            self.end("does not read what it is sent")
+
+    def read(self, *, on: bool) -> None:
+        """Read on, or not for now."""
+        if self.transport is None or self.transport.is_closing() or on is not self._paused:
+            return
+        self._paused = not on
+        if on:
+            self.transport.resume_reading()
+        else:
+            self.transport.pause_reading()
+
+    def end(self, why: str = "is not listened to any more") -> None:
+        """Close the connection; the first reason counts."""
+        if not self.closed.done():
+            self.closed.set_result(why)
+        if not self.ready.done():
+            self.ready.set_exception(ConnectionError(why))
+            # Whoever waits for it may be gone.
+            self.ready.exception()
+        if self.transport is not None:
+            self.transport.abort()

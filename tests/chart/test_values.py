@@ -12,6 +12,7 @@ from tests.chart.values_table import page
 
 BASE = ("--set", "image.repository=r.example.com/homing", "--set", "pool.name=vllm")
 EMPTY = "--set-json"
+TOLD = 'config={"plugins": [{"type": "precise-prefix-cache-producer"}]}'
 
 
 @pytest.mark.parametrize(
@@ -50,6 +51,8 @@ EMPTY = "--set-json"
         ("decisions.maxAge=2d", "maxAge"),
         ("tokens.rendererUrl=renderer:8000", "rendererUrl"),
         ("tokens.rendererTo=x", "rendererTo"),
+        ("kvEvents.socketPort=0", "minimum"),
+        ("kvEvents.listenPort=zmq", "listenPort"),
         ("peers.enabled=maybe", "auto"),
         ("peers.port=0", "minimum"),
         ("peers.url=http://a", "peers"),
@@ -113,6 +116,10 @@ def test_nine_ports_are_too_many(any_helm):
         (
             (*BASE, "--set", "pool.name=,pool.matchLabels.a=b,httpRoute.create=true"),
             "no InferencePool to route to",
+        ),
+        (
+            (*BASE, "--set", "kvEvents.enabled=true", "--set-json", TOLD),
+            "kvEvents.enabled: config has a precise-prefix-cache-producer, expected one of both",
         ),
     ],
 )

@@ -289,16 +289,46 @@ labels:
 {{- get $found .Values.debugToken.key | default (randAlphaNum 48 | b64enc) -}}
 {{- end -}}
 
-{{/* The configuration with the renderer of `tokens.rendererUrl` in it. */}}
-{{- define "homing.configWithRenderer" -}}
+{{/* The configuration with what other values add to it: `tokens.rendererUrl`, `kvEvents.enabled`. */}}
+{{- define "homing.completedConfig" -}}
 {{- $config := .Values.config | default (.Files.Get "files/default-config.yaml" | fromYaml) | deepCopy }}
-{{- range $config.plugins }}
-{{- if has .type (list "token-producer" "tokenizer") }}
+{{- $plugins := $config.plugins }}
+{{- $types := list }}
+{{- range $plugins }}
+{{- $types = append $types .type }}
+{{- end }}
+{{- if .Values.tokens.rendererUrl }}
+{{- if or (has "token-producer" $types) (has "tokenizer" $types) }}
 {{- fail "tokens.rendererUrl: config has a token-producer, expected one of both" }}
 {{- end }}
+{{- $plugins = append $plugins (dict "type" "token-producer" "parameters" (dict "vllm" (dict "url" .Values.tokens.rendererUrl))) }}
 {{- end }}
-{{- $renderer := dict "type" "token-producer" "parameters" (dict "vllm" (dict "url" .Values.tokens.rendererUrl)) }}
-{{- toYaml (set $config "plugins" (append $config.plugins $renderer)) }}
+{{- if .Values.kvEvents.enabled }}
+{{- if or (has "precise-prefix-cache-producer" $types) (has "precise-prefix-cache-scorer" $types) }}
+{{- fail "kvEvents.enabled: config has a precise-prefix-cache-producer, expected one of both" }}
+{{- end }}
+{{- $heard := dict }}
+{{- $ports := dict }}
+{{- with .Values.kvEvents.socketPort }}
+{{- $_ := set $ports "socketPort" (int .) }}
+{{- end }}
+{{- with .Values.kvEvents.replaySocketPort }}
+{{- $_ := set $ports "replaySocketPort" (int .) }}
+{{- end }}
+{{- with $ports }}
+{{- $_ := set $heard "podDiscoveryConfig" . }}
+{{- end }}
+{{- with .Values.kvEvents.listenPort }}
+{{- $_ := set $heard "zmqEndpoint" (printf "tcp://*:%d" (int .)) }}
+{{- $_ := set $heard "discoverPods" false }}
+{{- end }}
+{{- $parameters := dict "tokenProcessorConfig" (dict "blockSizeTokens" 64) }}
+{{- with $heard }}
+{{- $_ := set $parameters "kvEventsConfig" . }}
+{{- end }}
+{{- $plugins = append $plugins (dict "type" "precise-prefix-cache-producer" "parameters" $parameters) }}
+{{- end }}
+{{- toYaml (set $config "plugins" $plugins) }}
 {{- end }}
 
 {{/* The port of `tokens.rendererUrl`. */}}

@@ -1,0 +1,246 @@
+"""A hundred engines that tell at once, for ten seconds: `python -m bench kv_streams`.
+
+They are one process that does not count, each with a port of ZMTP at an address of its own; what hears them
+is what `epp serve` has for it, sockets and all. Each engine sends a message a step, with as many blocks
+stored as removed, the steps of all spread over time. How late the loop is, is asked every five
+milliseconds; beside it stands the same of a while in which the engines say nothing, which is the machine's.
+"""
+
+import asyncio
+import multiprocessing
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from multiprocessing.connection import Connection
+from random import Random
+from typing import Final, cast
+
+import msgspec
+import numpy as np
+
+from bench.kv_events import CHANGES_PER_S, DOCUMENT, ENGINES, KEPT_BLOCKS, Engine
+from bench.place import free_ports
+from bench.pods import allow_open_files
+from epp.configuration.build import build_settings, plugin_tables
+from epp.configuration.config import load_config
+from epp.core.decision.inputs import PoolReplaced
+from epp.core.decision.scheduler import Scheduler
+from epp.core.kv_events.stream import StreamState
+from epp.core.types import Endpoint
+from epp.shell.engines.kv_events import KVEventListener
+from epp.shell.process.event_loop import loop_factory
+
+MEASURED_S: Final = 10.0
+QUIET_S: Final = 4.0
+BLOCK_TOKENS: Final = 16
+BLOCKS: Final = 13
+"""That a message stores, and removes."""
+ASKED_EVERY_S: Final = 0.005
+READY_S_MAX: Final = 240.0
+_TOPIC: Final = b"kv@bench"
+_GREETING: Final = b"\xff" + bytes(8) + b"\x7f\x03\x01" + b"NULL".ljust(20, b"\0") + bytes(32)
+_READY: Final = b"\x04\x19\x05READY\x0bSocket-Type\x00\x00\x00\x03PUB"
+
+
+def hosts() -> list[str]:
+    """An address of loopback for each engine."""
+    return [f"127.0.1.{at + 1}" for at in range(ENGINES)]
+
+
+# --- engines, in a process of their own --------------------------------------------------------
+
+
+def _frame(part: bytes, more: int) -> bytes:
+    if len(part) > 255:
+        return bytes([2 | more]) + len(part).to_bytes(8, "big") + part
+    return bytes([more, len(part)]) + part
+
+
+def _messages(number: int, count: int) -> list[bytes]:
+    """The first `count` of one engine, as they travel."""
+    engine = Engine(Random(f"bench:kv_streams:{number}"), BLOCK_TOKENS, BLOCKS)
+    found = []
+    for sequence in range(count):
+        counted = sequence.to_bytes(8, "big")
+        found.append(_frame(_TOPIC, 1) + _frame(counted, 1) + _frame(engine.message(), 0))
+    return found
+
+
+class _Publisher(asyncio.Protocol):
+    """One engine's end of the connection."""
+
+    def __init__(self) -> None:
+        self.transport: asyncio.Transport | None = None
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self.transport = cast("asyncio.Transport", transport)
+        self.transport.write(_GREETING + _READY)
+
+
+def _itself(publisher: _Publisher) -> _Publisher:
+    """Each engine has one connection."""
+    return publisher
+
+
+async def _publish(port: int, told: Connection) -> None:
+    loop = asyncio.get_running_loop()
+    filled = KEPT_BLOCKS // BLOCKS + 1
+    each = int(MEASURED_S * CHANGES_PER_S / (2 * BLOCKS))
+    streams = [_messages(number, filled + each) for number in range(ENGINES)]
+    publishers = [_Publisher() for _ in range(ENGINES)]
+    for host, publisher in zip(hosts(), publishers, strict=True):
+        await loop.create_server(partial(_itself, publisher), host, port)
+    told.send("ready")
+
+    def send(number: int, at: int) -> None:
+        transport = publishers[number].transport
+        assert transport is not None, "the picker has connected"
+        transport.write(streams[number][at])
+
+    # The picker hears all by the time it says so.
+    await asyncio.to_thread(told.recv)
+    for at in range(filled):
+        for number in range(ENGINES):
+            send(number, at)
+        await asyncio.sleep(0.05)
+    await asyncio.to_thread(told.recv)
+    began_s = loop.time()
+    for sent in range(each * ENGINES):
+        due_s = began_s + sent * MEASURED_S / (each * ENGINES)
+        if due_s > loop.time():
+            await asyncio.sleep(due_s - loop.time())
+        turn, number = divmod(sent, ENGINES)
+        send(number, filled + turn)
+    await asyncio.to_thread(told.recv)
+
+
+def _engines(port: int, told: Connection) -> None:
+    allow_open_files()
+    with asyncio.Runner(loop_factory=loop_factory()) as runner:
+        runner.run(_publish(port, told))
+
+
+# --- the picker ---------------------------------------------------------------------------------
+
+
+class Lateness:
+    """How late the loop comes to what is due."""
+
+    def __init__(self) -> None:
+        self.late_s: list[float] = []
+        self._due_s = 0.0
+        self._handle: asyncio.TimerHandle | None = None
+
+    def start(self) -> None:
+        self._ask_at(asyncio.get_running_loop().time() + ASKED_EVERY_S)
+
+    def stop(self) -> None:
+        if self._handle is not None:
+            self._handle.cancel()
+
+    def _ask_at(self, due_s: float) -> None:
+        self._due_s = due_s
+        self._handle = asyncio.get_running_loop().call_at(due_s, self._come)
+
+    def _come(self) -> None:
+        now_s = asyncio.get_running_loop().time()
+        self.late_s.append(now_s - self._due_s)
+        self._ask_at(max(self._due_s, now_s) + ASKED_EVERY_S)
+
+
+class Measured(msgspec.Struct, frozen=True):
+    """A while of the picker."""
+
+    cores: float
+    blocks: int
+    """That were taken note of."""
+    late_s: Sequence[float]
+
+    def late_ms(self) -> str:
+        """The median, the 99th percentile and the most."""
+        return " / ".join(f"{1e3 * np.quantile(self.late_s, at):.1f}" for at in (0.5, 0.99, 1.0))
+
+
+async def _measure(blocks: Callable[[], int], for_s: float) -> Measured:
+    lateness = Lateness()
+    lateness.start()
+    began_s, cpu_s, before = time.monotonic(), time.process_time(), blocks()
+    await asyncio.sleep(for_s)
+    elapsed_s = time.monotonic() - began_s
+    cores = (time.process_time() - cpu_s) / elapsed_s
+    lateness.stop()
+    return Measured(cores, blocks() - before, lateness.late_s)
+
+
+async def _until(condition: Callable[[], bool]) -> None:
+    """Wait for it; an engine or a picker that is not there in time is a `TimeoutError`."""
+    async with asyncio.timeout(READY_S_MAX):
+        while not condition():  # noqa: ASYNC110  it tells nobody
+            await asyncio.sleep(0.01)
+
+
+def _listener(port: int) -> tuple[KVEventListener, list[Endpoint]]:
+    at_port = f"kvEventsConfig: {{podDiscoveryConfig: {{socketPort: {port}}}}}"
+    document = DOCUMENT.replace("tokenProcessorConfig:", f"{at_port}\n    tokenProcessorConfig:")
+    settings = build_settings(load_config(document, "bench", plugin_tables()))
+    scheduler = Scheduler(settings, seed=1)
+    pool = [
+        Endpoint(endpoint_id=f"uid-{at}:8000", name=f"pod-{at}", address=f"{host}:8000")
+        for at, host in enumerate(hosts())
+    ]
+    scheduler.take(PoolReplaced(pool), time.monotonic())
+    listener = KVEventListener(scheduler, seed=1)
+    listener.replace(pool)
+    return listener, pool
+
+
+async def _hear(port: int, engines: Connection) -> list[tuple[str, str]]:
+    listener, pool = _listener(port)
+    running = asyncio.create_task(listener.run())
+
+    def blocks() -> int:
+        return sum(heard.blocks_heard for _, heard in listener.subscriptions())
+
+    await _until(lambda: all(row.state is StreamState.LIVE for row in listener.rows()))
+    engines.send("fill")
+    filled = KEPT_BLOCKS // BLOCKS + 1
+    before = len(pool) * (2 * filled * BLOCKS - KEPT_BLOCKS)
+    await _until(lambda: blocks() >= before)
+    quiet = await _measure(blocks, QUIET_S)
+    engines.send("go")
+    each = int(MEASURED_S * CHANGES_PER_S / (2 * BLOCKS))
+    said = len(pool) * each * 2 * BLOCKS
+    busy = await _measure(blocks, MEASURED_S)
+    await _until(lambda: blocks() >= before + said)
+    engines.send("end")
+    running.cancel()
+    await asyncio.gather(running, return_exceptions=True)
+    per_change_us = busy.cores * MEASURED_S / busy.blocks * 1e6
+    return [
+        (
+            f"{ENGINES} engines, {CHANGES_PER_S:,} changes a second each, {MEASURED_S:.0f} s: cores",
+            f"{busy.cores:.2f}, quiet {quiet.cores:.2f}, {per_change_us:.2f} us a change",
+        ),
+        (
+            "  how late the loop is: median / p99 / most",
+            f"{busy.late_ms()} ms, quiet {quiet.late_ms()} ms",
+        ),
+        ("  of what they said, taken note of while they did", f"{busy.blocks / said:.1%}"),
+    ]
+
+
+def run() -> list[tuple[str, str]]:
+    """(what, how much)."""
+    (port,) = free_ports(1)
+    spawn = multiprocessing.get_context("spawn")
+    ours, theirs = spawn.Pipe()
+    process = spawn.Process(target=_engines, args=(port, theirs), daemon=True)
+    process.start()
+    allow_open_files()
+    try:
+        ours.recv()
+        with asyncio.Runner(loop_factory=loop_factory()) as runner:
+            return runner.run(_hear(port, ours))
+    finally:
+        process.terminate()
+        process.join()

@@ -202,7 +202,8 @@ class Subscription:
 
     def _read(self, payload: bytes, now: Seconds) -> None:
         batch = read_payload(payload)
-        self.faults.update(batch.faults)
+        if batch.faults:
+            self.faults.update(batch.faults)
         if batch.at_s:
             self.engine_clock_s = batch.at_s
         events: list[Apply | Forget | Event] = [*batch.events]
@@ -219,7 +220,8 @@ class Subscription:
         heard = self._scheduler.take(EventsHeard(self.slot, tuple(events)), now).heard
         if heard is None:
             return False
-        self.faults.update(heard.faults)
+        if heard.faults:
+            self.faults.update(heard.faults)
         return heard.unbalanced
 
     def _say_state(self, now: Seconds) -> None:

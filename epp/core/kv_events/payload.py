@@ -9,6 +9,8 @@ Nothing here raises because of what an engine writes. What cannot be read is a `
 one whose loss may leave a block that is gone believed to be held says so.
 """
 
+import re
+import struct
 import sys
 from array import array
 from collections.abc import Sequence
@@ -217,6 +219,19 @@ _MAPS: Final = (0xDE, 0xDF)
 _ARRAY16: Final = 0xDC
 _ARRAY32: Final = 0xDD
 
+# An engine that is full removes a block for each that it stores, one an event, and vLLM writes them before
+# all else: of these the hashes are cut out, in a tenth of the time that reading them takes.
+_BEFORE_HASH: Final = b"\x84\xa4type\xacBlockRemoved\xacblock_hashes\x91\xcf"
+_AFTER_HASH: Final = b"\xa6medium\xa3GPU\xa9group_idx\x00"
+_usual_removals: Final = re.compile(
+    b"(?s:(?:" + re.escape(_BEFORE_HASH) + b".{8}" + re.escape(_AFTER_HASH) + b")+)"
+).match
+_hash_of_usual_removal: Final = struct.Struct(
+    f">{len(_BEFORE_HASH)}xQ{len(_AFTER_HASH)}x"
+).iter_unpack
+_USUAL_REMOVAL: Final = _RemovedMap([], medium="GPU", group_idx=0)
+_ARRAY32_HEAD: Final = bytes([_ARRAY32])
+
 
 def read_payload(payload: bytes) -> Batch:
     """The events of `payload`, in its order, and what of it cannot be known."""
@@ -225,22 +240,31 @@ def read_payload(payload: bytes) -> Batch:
     try:
         envelope = _decode_envelope(payload)
         raw = memoryview(envelope.events)
-        first, count = _first_of(raw)
+        start, count = _first_of(raw)
+        first = raw[start if count else 0]
     except (*_UNREADABLE, IndexError):
         return Batch(faults=(Fault.NOT_A_BATCH,))
     if count > EVENTS_MAX:
         return Batch(faults=(Fault.TOO_MANY,))
     maps = first in _FIXMAP or first in _MAPS
     faults: list[Fault] = []
-    # What it is made of is asked at each, by its class.
-    read: list[Any] = []
-    try:
-        read += _decode_maps(raw) if maps else _decode_arrays(raw)
-    except _UNREADABLE:
-        read = _one_by_one(raw, faults)
     events: list[Event] = []
     run: _Removed | None = None
     removed: list[int] = []
+    rest: memoryview | bytes = raw
+    usual = _usual_removals(raw, start) if maps else None
+    if usual is not None:
+        end = usual.end()
+        removed = [block for (block,) in _hash_of_usual_removal(raw[start:end])]
+        events.append(Removed(removed))
+        run = _USUAL_REMOVAL
+        rest = _ARRAY32_HEAD + (count - len(removed)).to_bytes(4, "big") + raw[end:]
+    # What it is made of is asked at each, by its class.
+    read: list[Any] = []
+    try:
+        read += _decode_maps(rest) if maps else _decode_arrays(rest)
+    except _UNREADABLE:
+        read = _one_by_one(rest, faults)
     blocks = 0
     for each in read:
         if run is not None and _goes_on(run, each):
@@ -290,7 +314,7 @@ def _plain(read: Any) -> bool:
 
 
 def _first_of(events: memoryview) -> tuple[int, int]:
-    """The first byte of the first event, and how many there are. Raises `ValueError`."""
+    """Where the first event begins, and how many there are. Raises `ValueError`."""
     head = events[0]
     if head & 0xF0 == 0x90:
         start, count = 1, head & 0x0F
@@ -300,10 +324,10 @@ def _first_of(events: memoryview) -> tuple[int, int]:
         start, count = 5, int.from_bytes(events[1:5], "big")
     else:
         raise ValueError("events are no list")
-    return (events[start] if count else head), count
+    return start, count
 
 
-def _one_by_one(raw: memoryview, faults: list[Fault]) -> list[Any]:
+def _one_by_one(raw: memoryview | bytes, faults: list[Fault]) -> list[Any]:
     """The events of a payload that cannot be read as a whole; those that cannot be are `faults`."""
     read: list[Any] = []
     try:

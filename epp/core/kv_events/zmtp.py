@@ -43,7 +43,10 @@ class ZmtpConnection:
         """`topic`: what the messages must begin with that a subscriber hears."""
         self._type = socket_type
         self._topic = topic
-        self._wire = bytearray()
+        self._rest = bytearray()
+        """What came of a frame that is not whole."""
+        self._wire: bytes | bytearray = b""
+        """What is being read, and up to where it was."""
         self._at = 0
         self._outgoing = bytearray(_GREETING)
         self._greeted = False
@@ -54,6 +57,8 @@ class ZmtpConnection:
 
     def to_send(self) -> bytes:
         """What is to be sent now, once."""
+        if not self._outgoing:
+            return b""
         data = bytes(self._outgoing)
         self._outgoing.clear()
         return data
@@ -66,10 +71,26 @@ class ZmtpConnection:
 
     def feed(self, data: bytes) -> list[Message]:
         """The messages that are whole with `data`. Raises `ZmtpError`."""
-        self._wire += data
+        rest = self._rest
+        if rest:
+            rest += data
+            self._wire = rest
+        else:
+            # Most comes in whole messages: they are read where they are.
+            self._wire = data
         found: list[Message] = []
-        if not self._greeted and not self._read_greeting():
-            return found
+        if self._greeted or self._read_greeting():
+            self._read_messages(found)
+        # What is read is let go in one cut, not frame by frame.
+        if self._wire is rest:
+            del rest[: self._at]
+        else:
+            rest += data[self._at :]
+        self._wire = b""
+        self._at = 0
+        return found
+
+    def _read_messages(self, found: list[Message]) -> None:
         while (frame := self._next_frame()) is not None:
             flags, body = frame
             if flags & _COMMAND:
@@ -85,10 +106,6 @@ class ZmtpConnection:
                 found.append(tuple(self._parts))
                 self._parts = []
                 self._parts_bytes = 0
-        # What is read is let go in one cut, not frame by frame.
-        del self._wire[: self._at]
-        self._at = 0
-        return found
 
     def _read_greeting(self) -> bool:
         wire = self._wire

@@ -130,6 +130,40 @@ def test_removals_that_follow_each_other_are_one():
     ]
 
 
+OTHERS = [
+    stored(),
+    {"type": "AllBlocksCleared"},
+    {"type": "BlockRemoved", "block_hashes": [5, 6], "medium": "GPU", "group_idx": 0},
+    {"type": "BlockRemoved", "block_hashes": [2**63], "medium": "CPU", "group_idx": 0},
+    {"type": "BlockRemoved", "block_hashes": [2**63], "medium": "GPU", "group_idx": 1},
+    {"type": "Other"},
+]
+
+
+@settings(deadline=None)
+@given(
+    st.lists(st.integers(min_value=0, max_value=2**64 - 1), max_size=40),
+    st.lists(st.sampled_from(OTHERS), max_size=4),
+)
+def test_removals_as_vllm_writes_them_are_read_as_any_others(hashes, others):
+    """They are cut out; with a member more each is read by itself."""
+    usual = [
+        {"type": "BlockRemoved", "block_hashes": [block], "medium": "GPU", "group_idx": 0}
+        for block in hashes
+    ]
+    by_itself = [event | {"new": None} for event in usual]
+    found = read_payload(payload(*usual, *others))
+    assert found == read_payload(payload(*by_itself, *others))
+    assert not hashes or found.events[0].hashes[: len(hashes)] == hashes
+
+
+def test_removals_that_are_cut_short_are_no_batch():
+    whole = payload(
+        *[{"type": "BlockRemoved", "block_hashes": [2**63], "medium": "GPU", "group_idx": 0}] * 3
+    )
+    assert all(read_payload(whole[:end]).broken for end in range(1, len(whole) - 1))
+
+
 def test_an_engine_that_counts_copies_itself_says_how_many_are_left():
     """One a hash."""
     event = {"type": "BlockRemoved", "block_hashes": [1, 2], "remaining_copy_counts": [1, 0]}

@@ -713,6 +713,46 @@ ENDPOINTS: Final = Dashboard(
                 ),
             ),
         ),
+        Row(
+            "KV events",
+            (
+                Panel(
+                    "Streams",
+                    "Endpoints by how their KV events are heard, as the picker that hears most of each state. Empty: no index is told by engines.",
+                    "short",
+                    (
+                        (latest("homing_kv_event_streams", "state"), "{{state}}"),
+                        (
+                            f"max(homing_kv_event_streams_incomplete{{{JOB}}})",
+                            "live, not all told",
+                        ),
+                        (f"max(homing_kv_event_streams_silent{{{JOB}}})", "silent"),
+                    ),
+                ),
+                Panel(
+                    "Events",
+                    "Read in a second by all pickers together, each of which hears every engine.",
+                    "short",
+                    ((rate("homing_kv_events_total", "type"), "{{type}}"),),
+                ),
+                Panel(
+                    "What went wrong",
+                    "What was not understood or not listened to, and what streams lost or asked for again.",
+                    "short",
+                    (
+                        (rate("homing_kv_event_faults_total", "reason"), "{{reason}}"),
+                        (
+                            rate(
+                                "homing_kv_event_stream_changes_total",
+                                "kind",
+                                select=JOB + ', kind!~"frames|duplicates"',
+                            ),
+                            "{{kind}}",
+                        ),
+                    ),
+                ),
+            ),
+        ),
     ),
     (
         (

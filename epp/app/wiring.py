@@ -168,6 +168,7 @@ class EndpointPicker:
                 process=self._process.lately,
                 first_tokens=self._first_tokens.lately,
                 capture=self._captured,
+                kv_events=lambda endpoint: self._listener.row_of(endpoint),
             )
         )
         self._debug_token = (

@@ -16,7 +16,7 @@ def as_one(lives: Sequence[Live]) -> Live:
     """Sums of at least one look, of different pickers.
 
     An endpoint is as the picker with the freshest metrics says, but not ready, slow or failing if any
-    says so. In flight is the most that one of them knows: pickers that share count each other's. The
+    says so, and its KV events are as who hears them not says. In flight is the most that one of them knows: pickers that share count each other's. The
     process is that whose loop is the latest, the capture the sum of all.
     """
     newest = max(lives, key=lambda live: live.configuration.at_s)
@@ -98,6 +98,8 @@ def _endpoint(told: Sequence[LiveEndpoint], decided: int, pickers: int) -> LiveE
             reason += f"; {len(against)} of {pickers} pickers say so"
     else:
         worst, reason = freshest, ""
+    heard = [one for one in told if one.kv_events is not None] or [freshest]
+    unheard = max(heard, key=lambda one: one.kv_events != "live")
     requests = sum(one.requests for one in told)
     return structs.replace(
         freshest,
@@ -107,6 +109,8 @@ def _endpoint(told: Sequence[LiveEndpoint], decided: int, pickers: int) -> LiveE
         ejected=worst.ejected,
         since=worst.since,
         reason=reason,
+        kv_events=unheard.kv_events,
+        kv_events_problem=unheard.kv_events_problem,
         inflight_requests=max(one.inflight_requests for one in told),
         inflight_prefill_tokens=max(
             (tokens for one in told if (tokens := one.inflight_prefill_tokens) is not None),

@@ -22,6 +22,8 @@ _DECISION_COLUMNS: Final = 66
 _REQUEST_COLUMNS: Final = 38
 _TTFT_FROM_COLUMNS: Final = 90
 _TTFT_COLUMNS: Final = 6
+_EVENTS_FROM_COLUMNS: Final = 102
+_EVENTS_COLUMNS: Final = 11
 _LATE_S: Final = 0.02
 """On average: requests wait as long."""
 _WIDE_COLUMNS: Final = 120
@@ -37,13 +39,15 @@ _REASONS_MAX: Final = 4
 _COLOURS: Final = ("blue", "yellow", "green", "magenta", "cyan", "white")
 """Of scorers, in their order; they are told apart by name too."""
 _FULL: Final = 0.9
+_UNHEARD: Final = frozenset({"none", "stale", "silent"})
+"""Of KV events: what the endpoint holds is not told."""
 
 
 def top_screen(live: Live, *, columns: int, lines: int | None, problem: str = "") -> RenderableType:
     """`lines` of the terminal, None: as many as there is to show. `problem`: what is wrong with `live`."""
     columns = max(columns, COLUMNS_MIN)
     reasons = min(sum(bool(one.reason) for one in live.endpoints), _REASONS_MAX + 1)
-    others = _OTHER_LINES + _DECISIONS_MAX + reasons
+    others = _OTHER_LINES + _DECISIONS_MAX + reasons + any(map(_is_unheard, live.endpoints))
     room = None if lines is None else max(_PODS_MIN, lines - others)
     parts: list[RenderableType] = [_head(live), *_picker(live), *_problem(problem), Text()]
     parts.append(_pods(live, columns, room))
@@ -106,7 +110,8 @@ def _problem(problem: str) -> Iterable[Text]:
 
 def _pods(live: Live, columns: int, room: int | None) -> RenderableType:
     wide = columns >= _TTFT_FROM_COLUMNS
-    beside = _POD_COLUMNS + (_TTFT_COLUMNS if wide else 0)
+    heard = columns >= _EVENTS_FROM_COLUMNS and any(one.kv_events for one in live.endpoints)
+    beside = _POD_COLUMNS + (_TTFT_COLUMNS if wide else 0) + (_EVENTS_COLUMNS if heard else 0)
     name_columns = max(_NAME_COLUMNS_MIN, columns - beside)
     shown = list(live.endpoints)
     if room is not None and len(shown) > room:
@@ -118,16 +123,45 @@ def _pods(live: Live, columns: int, room: int | None) -> RenderableType:
     titles = ("share", "wait", "run", "infl", "KV", "pred", "found", "fail", "age")
     for title in (*titles, "ttft") if wide else titles:
         table.add_column(title, justify="right", no_wrap=True)
+    if heard:
+        table.add_column("events", width=_EVENTS_COLUMNS - 1, no_wrap=True)
     for one in shown:
         cells = [*_pod(one, name_columns)]
         if wide:
             cells.append(Text("-" if one.engine_ttft_s is None else _seconds(one.engine_ttft_s)))
+        if heard:
+            cells.append(_events(one))
         table.add_row(*cells)
     shown_parts: list[RenderableType] = [table]
     left_out = live.endpoints_total - len(shown)
     if left_out > 0:
         shown_parts.append(Text(f"{left_out} more, with fewer requests", "dim"))
-    return Group(*shown_parts, *_reasons(live))
+    return Group(*shown_parts, *_reasons(live), *_unheard(live))
+
+
+def _events(one: LiveEndpoint) -> Text:
+    """How its KV events are heard; "partly": not all that it holds is known."""
+    told = printable(one.kv_events or "-")
+    return Text("partly" if told == "live, incomplete" else told, "red" if _is_unheard(one) else "")
+
+
+def _is_unheard(one: LiveEndpoint) -> bool:
+    return one.kv_events in _UNHEARD
+
+
+def _unheard(live: Live) -> Iterable[Text]:
+    """Whose KV events are not heard: how many, and why one is not."""
+    unheard = [one for one in live.endpoints if _is_unheard(one)]
+    if unheard:
+        first = next((one for one in unheard if one.kv_events_problem), unheard[0])
+        line = Text(no_wrap=True, overflow="ellipsis")
+        line.append(f"KV events of {len(unheard)} not heard", "red")
+        line.append(
+            f": {_tail(first.name, _NAME_COLUMNS_MIN * 2)} {printable(first.kv_events or '')}"
+        )
+        if first.kv_events_problem:
+            line.append(f", {printable(first.kv_events_problem)}")
+        yield line
 
 
 def _reasons(live: Live) -> Iterable[Text]:

@@ -47,6 +47,19 @@ def test_who_says_that_an_endpoint_is_bad_is_heard():
     assert (one.waiting, one.inflight_requests) == (7.0, 9)
 
 
+def test_who_does_not_hear_an_engine_is_heard():
+    """Whichever picker it is; where none is to hear it, there is nothing to say."""
+    heard = live_endpoint(1, kv_events="live", metrics_age_s=0.1)
+    not_heard = live_endpoint(
+        1, kv_events="stale", kv_events_problem="it closed", metrics_age_s=3.0
+    )
+    for told in ((heard, not_heard), (not_heard, heard)):
+        (one,) = as_one([live(endpoints=[each]) for each in told]).endpoints
+        assert (one.kv_events, one.kv_events_problem) == ("stale", "it closed")
+    (one,) = as_one([live(endpoints=[live_endpoint(1)])] * 2).endpoints
+    assert one.kv_events is None
+
+
 def test_the_newest_decisions_of_all_are_shown():
     """By the clock of the day, whoever made them."""
     told = [

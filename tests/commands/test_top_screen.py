@@ -259,6 +259,25 @@ def test_first_tokens_by_the_engines_clock_have_a_column_where_there_is_room():
     assert "ttft" not in "".join(drawn(live(endpoints=pods), columns=80))
 
 
+def test_how_kv_events_are_heard_has_a_column_where_there_is_room():
+    """And only where they are to be heard; who is not heard is named on every screen."""
+    pods = [
+        live_endpoint(1, kv_events="live"),
+        live_endpoint(2, kv_events="live, incomplete"),
+        live_endpoint(3, kv_events="stale", kv_events_problem="5557 closed"),
+        live_endpoint(4, kv_events="none"),
+    ]
+    lines = drawn(live(endpoints=pods), columns=102)
+    assert all(cell_len(line) <= 102 for line in lines)
+    told = [line_of(lines, f"x{number}k2p").split()[-1] for number in (1, 2, 4)]
+    assert told == ["live", "partly", "none"]
+    for columns in (80, 102):
+        line = line_of(drawn(live(endpoints=pods), columns=columns), "KV events of 2 not heard")
+        assert "stale, 5557 closed" in line
+    assert "events" not in "".join(drawn(live(endpoints=pods[:2]), columns=80))
+    assert "events" not in "".join(drawn(live(endpoints=[live_endpoint(1)]), columns=120))
+
+
 def test_reasons_stand_below_the_table_newest_first():
     """Which pod, since when, and why; of many the newest."""
     bad = [

@@ -14,8 +14,9 @@ from msgspec import Struct, field
 from epp import __version__
 from epp.core.decision.scheduler import Scheduler
 from epp.core.knowledge.pool import Standing
-from epp.core.types import Seconds
+from epp.core.types import Endpoint, Seconds
 from epp.shell.engines.first_tokens import FirstTokens
+from epp.shell.engines.kv_events import SourceRow
 from epp.shell.operators.capture import CaptureSnapshot
 from epp.shell.operators.decisions.configuration_changes import (
     Applied,
@@ -80,6 +81,10 @@ class LiveEndpoint(Struct, frozen=True, kw_only=True):
     """Share of their prompt tokens that was."""
     engine_ttft_s: Seconds | None = None
     """Mean time to first token in the last minute, by the engine's own clock."""
+    kv_events: str | None = None
+    """How its KV events are heard, "live" or what is wrong with them; None: nobody is to hear them."""
+    kv_events_problem: str | None = None
+    """Why they are not heard."""
 
 
 class LiveScore(Struct, frozen=True, kw_only=True):
@@ -161,10 +166,12 @@ class LiveView:
         process: Callable[[], ProcessLately | None] = lambda: None,
         first_tokens: Callable[[Seconds], Mapping[str, FirstTokens]] = lambda _: {},
         capture: Callable[[], CaptureSnapshot | None] = lambda: None,
+        kv_events: Callable[[Endpoint], SourceRow | None] = lambda _: None,
     ) -> None:
         """`pool`: its name; "": it has none. `first_tokens` by endpoint id."""
         self._first_tokens = first_tokens
         self._capture = capture
+        self._kv_events = kv_events
         self._process = process
         self._scheduler = scheduler
         self._recent = recent
@@ -188,7 +195,8 @@ class LiveView:
         lately = await self._recent.lately(WINDOW_S, RECORDS_MAX)
         decisions = await self._recent.rows(DECISIONS_SHOWN, Wanted())
         now = self._clock()
-        rows = endpoint_rows(self._scheduler, self._states, now, self._first_tokens(now))
+        told = (self._first_tokens(now), self._kv_events)
+        rows = endpoint_rows(self._scheduler, self._states, now, *told)
         ready = sum(row["state"] == Standing.READY for row in rows)
         shown = sorted(rows, key=lambda row: _worth(row, lately))[:ENDPOINTS_MAX]
         shown.sort(key=lambda row: str(row["name"]))
@@ -245,6 +253,8 @@ def _endpoint(row: Row, lately: Lately) -> LiveEndpoint:
         compared_hits=_share(there.compared_tokens, there.compared_prompt_tokens),
         actual_hits=_share(there.cached_tokens, there.compared_prompt_tokens),
         engine_ttft_s=row["engine_ttft_s"],
+        kv_events=row.get("kv_events"),
+        kv_events_problem=row.get("kv_events_problem"),
     )
 
 

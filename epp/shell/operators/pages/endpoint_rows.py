@@ -64,6 +64,8 @@ def endpoint_rows(
     if any(sources):
         columns["kv_events"] = [source and _heard(source) for source in sources]
         columns["kv_events_problem"] = [source and (source.problem or None) for source in sources]
+        columns["kv_events_source"] = [source and (source.place or None) for source in sources]
+        columns["kv_events_lag_s"] = [source and _lag(source) for source in sources]
     return [
         dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)
     ]
@@ -76,6 +78,10 @@ def _heard(source: SourceRow) -> str:
     if source.state is StreamState.LIVE and not source.complete:
         return "live, incomplete"
     return source.state.value
+
+
+def _lag(source: SourceRow) -> Seconds | None:
+    return None if source.lag_s is None else round(source.lag_s, _DIGITS)
 
 
 def _lately(first_tokens: Mapping[str, FirstTokens] | None, endpoint: Endpoint) -> Seconds | None:

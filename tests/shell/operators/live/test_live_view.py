@@ -7,8 +7,10 @@ import pytest
 
 from epp.core.decision.inputs import PoolReplaced
 from epp.core.knowledge.inflight import Outcome
+from epp.core.kv_events.stream import StreamState
 from epp.core.protocol.usage import Usage
 from epp.shell.engines.first_tokens import FirstTokens
+from epp.shell.engines.kv_events import SourceRow
 from epp.shell.operators.capture import CaptureSnapshot
 from epp.shell.operators.decisions.configuration_changes import ConfigurationChanges
 from epp.shell.operators.live import live_view
@@ -136,6 +138,27 @@ async def test_an_idle_picker_is_told_too(seen):
     assert live.decided == 0
     assert live.decisions == []
     assert {one.share for one in live.endpoints} == {0.0}
+
+
+async def test_how_kv_events_are_heard_is_told_where_they_are_to_be(seen):
+    (_, one), _ = seen.picker.scheduler.pool.endpoints()
+    row = SourceRow(endpoint=one.name, state=StreamState.STALE, problem="it closed")
+    assert {each.kv_events for each in (await seen.look()).endpoints} == {None}
+    seen.view = LiveView(
+        seen.picker.scheduler,
+        seen.picker.recent,
+        seen.changes,
+        seen.picker.states,
+        clock=lambda: seen.now_s,
+        kv_events=lambda endpoint: row if endpoint is one else None,
+    )
+    told = {
+        each.name: (each.kv_events, each.kv_events_problem)
+        for each in (await seen.look()).endpoints
+    }
+    assert told == {"pod-0": (None, None), "pod-1": (None, None)} | {
+        one.name: ("stale", "it closed")
+    }
 
 
 async def test_first_tokens_process_and_capture_are_told_where_they_are_known(seen):

@@ -196,7 +196,8 @@ class EndpointPicker:
             picked=self._scraper.picked,
         )
         self.tokens = Tokens(self.observation)
-        self.tokens.accept(or_start_error(lambda: self.tokens.prepare(self.live.config.tokens)))
+        asked = self.live.config.tokens_asked
+        self.tokens.accept(or_start_error(lambda: self.tokens.prepare(asked)))
         self.bodies = BodyBudget(self._memory.bodies_bytes)
         self.memory_return = MemoryReturn(
             lambda: self.bodies.held_bytes,

@@ -44,7 +44,14 @@ from epp.configuration.token_producer import Backend, TokenProducer
 from epp.configuration.trial import failing_plugins
 from epp.core.abilities import Origin
 from epp.core.decision.failures import Interrupted, place_of
-from epp.core.decision.plugin import Filter, Picker, Scorer, declaration_fault, may_read_prefix
+from epp.core.decision.plugin import (
+    Filter,
+    Picker,
+    Scorer,
+    declaration_fault,
+    may_read_prefix,
+    may_read_tokens,
+)
 from epp.core.decision.profile import (
     NamedFilter,
     NamedResponder,
@@ -177,6 +184,12 @@ class PickerConfig(Struct, frozen=True, kw_only=True):
     """Of the decisions, those that it judges."""
     warnings: tuple[str, ...] = ()
 
+    @property
+    def tokens_asked(self) -> TokenProducer:
+        """Who is asked for tokens: where nothing that decides reads them nobody, and no request waits."""
+        profiles = (self.profile,) if self.shadow is None else (self.profile, self.shadow)
+        return self.tokens if _reads_tokens(self.indexes, profiles) else TokenProducer()
+
 
 def load_config(text: bytes | str, source: str, plugins: PluginTables) -> PickerConfig:
     """Read a configuration and try its plugins; `source` names it in messages.
@@ -308,6 +321,8 @@ class _Loader:
         if self.problems:
             raise ConfigError(self.problems)
         self._warn_of_unused(profiles, detector)
+        if tokens.backend is not Backend.ESTIMATE and not _reads_tokens(indexes, profiles):
+            self._warn_of_unread_tokens()
         for one in profiles:
             self._try_out(one, indexes, prefix)
         return PickerConfig(
@@ -916,6 +931,26 @@ class _Loader:
         for plugin in self.plugins.values():
             if plugin.role in in_profile and plugin.name not in used:
                 self.warn(f"{plugin.where}: is in no profile and has no effect")
+
+    def _warn_of_unread_tokens(self) -> None:
+        producers = (p for p in self.plugins.values() if isinstance(p.plugin, TokenProducer))
+        self.warn(
+            f"{next(producers).where}: is asked for nothing and no request waits for it, nothing that "
+            f"decides reads token ids: add {PRECISE_INDEX}, which does, or remove it"
+        )
+
+
+def _reads_tokens(
+    indexes: Mapping[str, AffinityIndexSettings], profiles: Sequence[SchedulingProfile]
+) -> bool:
+    """Whether an index, or a plugin of a profile, may read the ids of the tokens of prompts."""
+    if any(index.abilities.reads_token_ids for index in indexes.values()):
+        return True
+    return any(
+        may_read_tokens(plugin.abilities)
+        for profile in profiles
+        for plugin in (*(member.plugin for member in profile.members), profile.picker)
+    )
 
 
 def _prefix_reader(profile: SchedulingProfile) -> str | None:

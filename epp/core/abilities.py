@@ -70,3 +70,5 @@ class Abilities(Struct, frozen=True, kw_only=True):
     """It is a `MeasuresItself`."""
     hears_engines: bool = False
     """It is a `HearsEngines`, and its settings have `kv_events_config`."""
+    reads_token_ids: bool = False
+    """It looks up prompts by the ids of their tokens: requests wait until those are found out."""

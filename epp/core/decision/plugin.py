@@ -30,6 +30,8 @@ KEPT_READS: Final = (*VERSIONED, MODEL)
 """What `reads` of a scorer may name whose scores are kept until one of them changes."""
 PREFIX_READS: Final = ("matched_blocks", "total_blocks", "uncached_tokens", "cold")
 """What the default prefix index fills: it is made for whoever reads any of them."""
+TOKEN_READS: Final = ("token_ids", "token_media")
+"""What a request has to wait for where a `token-producer` finds it out."""
 READABLE: Final = tuple(
     dict.fromkeys(
         (
@@ -182,7 +184,16 @@ def declaration_fault(kind: type[Any]) -> str | None:
 
 def may_read_prefix(abilities: Abilities) -> bool:
     """Whether a filter, scorer or picker reads the default prefix index, as far as it declares."""
+    return _may_read(abilities, PREFIX_READS)
+
+
+def may_read_tokens(abilities: Abilities) -> bool:
+    """Whether a filter, scorer or picker reads the ids of tokens, as far as it declares."""
+    return _may_read(abilities, TOKEN_READS)
+
+
+def _may_read(abilities: Abilities, names: tuple[str, ...]) -> bool:
     if abilities.reads is None:
         # The index that it reads is the one that it names.
         return not abilities.reads_index
-    return not set(PREFIX_READS).isdisjoint(abilities.reads)
+    return not set(names).isdisjoint(abilities.reads)

@@ -24,11 +24,17 @@ plugins:
 - type: queue-scorer
 - type: max-score-picker
 {tokens}
+{index}
 schedulingProfiles:
 - name: default
   plugins:
   - pluginRef: queue-scorer
   - pluginRef: max-score-picker
+"""
+EXACT = """\
+- type: precise-prefix-cache-producer
+  parameters:
+    kvEventsConfig: {discoverPods: false}
 """
 PRODUCER = """\
 - type: token-producer
@@ -38,8 +44,8 @@ PRODUCER = """\
 """
 
 
-def asking(url, timeout="30s"):
-    return CONFIG.format(tokens=PRODUCER.format(url=url, timeout=timeout))
+def asking(url, timeout="30s", index=EXACT):
+    return CONFIG.format(tokens=PRODUCER.format(url=url, timeout=timeout), index=index)
 
 
 class Witness:
@@ -144,7 +150,7 @@ async def test_prompts_of_another_model_are_asked_for_under_its_name(tmp_path):
 async def test_tokens_come_and_go_with_the_configuration(tmp_path):
     """Who waits when they go is placed."""
     async with FakeRenderer({RENDER: never}) as fake:
-        plain = CONFIG.format(tokens="")
+        plain = CONFIG.format(tokens="", index="")
         async with serving(tmp_path, TWO, config=plain) as running:
             ready_at_once(running)
             file = tmp_path / "config.yaml"
@@ -163,11 +169,11 @@ async def test_tokens_come_and_go_with_the_configuration(tmp_path):
 
 async def test_files_of_tls_that_are_not_there_refuse_the_configuration(tmp_path):
     """The last good one stays."""
-    async with serving(tmp_path, TWO, config=CONFIG.format(tokens="")) as running:
+    async with serving(tmp_path, TWO, config=CONFIG.format(tokens="", index="")) as running:
         bad = PRODUCER.format(url="https://renderer", timeout="1s").replace(
             "}", ', caCertPath: "/none.pem"}'
         )
-        replace(tmp_path / "config.yaml", CONFIG.format(tokens=bad))
+        replace(tmp_path / "config.yaml", CONFIG.format(tokens=bad, index=EXACT))
         await until(
             lambda: any("TLS cannot be used" in str(line.get("problem")) for line in running.lines),
             "the refusal",
@@ -199,9 +205,25 @@ async def test_its_page_tells_of_it(tmp_path):
 
 async def test_without_a_producer_nobody_waits(tmp_path):
     """Sessions are not even asked."""
-    async with serving(tmp_path, TWO, config=CONFIG.format(tokens="")) as running:
+    async with serving(tmp_path, TWO, config=CONFIG.format(tokens="", index="")) as running:
         ready_at_once(running)
         call = Call(running.channel)
         assert await call.exchange(gw.request_headers(), gw.request_body(LONG), answers=2)
         await call.end()
         assert running.picker.tokens.snapshots() == []
+
+
+async def test_without_an_index_that_reads_them_nobody_waits(tmp_path):
+    """The renderer is not asked, and it is said once, with the configuration's name."""
+    async with FakeRenderer({RENDER: never}) as fake:
+        config = asking(fake.url, index="")
+        async with serving(tmp_path, TWO, config=config) as running:
+            ready_at_once(running)
+            call, answered = await chat(running)
+            assert gw.kinds(answered) == ["request_headers", "request_body"]
+            await call.end()
+            assert running.picker.tokens.resolver is None
+            assert fake.asked == []
+            told = [line for line in running.lines if "no request waits" in line["event"]]
+            assert len(told) == 1
+            assert "config.yaml" in told[0]["event"]

@@ -51,6 +51,7 @@ from epp.core.knowledge.index import (
     CountsInflight,
     Heard,
     HearsEngines,
+    Held,
     IndexStanding,
     LimitsMemory,
     MeasuresItself,
@@ -414,6 +415,21 @@ class Scheduler:
     def index_standings(self) -> list[IndexStanding]:
         """Every index of the configuration, in its order."""
         return [self._index_standing(name) for name in self.settings.indexes]
+
+    def held(self, request: InferenceRequest, endpoint: Endpoint) -> Held | None:
+        """How much of the first prompt of `request` the engine of `endpoint` says that it holds.
+
+        `request` is as a lease keeps it. None: it is not heard, or that cannot be told.
+        """
+        slot = self.pool.slot_of(endpoint)
+        if slot is None:
+            return None
+        for name, hearing in self.hearing.items():
+            try:
+                return hearing.held(request, slot)
+            except BaseException as error:  # noqa: BLE001  the boundary of a plugin
+                self.failures.raised(name, "held", error)
+        return None
 
     def tell_peers(self) -> None:
         """From now on keep in `sent` what peers are to be told, and count what they have in flight."""

@@ -22,6 +22,7 @@ share gives up what it stored last, which is the tail of conversations; it then 
 """
 
 from array import array
+from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, ClassVar, Final
 
@@ -36,10 +37,11 @@ from epp.core.knowledge.index import (
     EXACT,
     AffinityIndex,
     Heard,
+    Held,
     IndexMeasures,
 )
 from epp.core.knowledge.prefix import PrefixIndex, PrefixIndexSettings
-from epp.core.kv_events.mirror import Changed, Mirror
+from epp.core.kv_events.mirror import ADAPTERS_MAX, Changed, Mirror
 from epp.core.kv_events.payload import DEVICE, Cleared, Event, Fault, Removed, Stored
 from epp.core.kv_events.stream import StreamState
 from epp.core.prompt.blocks import HASH_BYTES
@@ -267,6 +269,8 @@ class ExactIndex:
                 mirror.remove(event, changes)
             elif isinstance(event, Stored):
                 if self._sglang and event.adapter:
+                    if len(self._adapters) < ADAPTERS_MAX:
+                        self._adapters.add(event.adapter)
                     faults.append(Fault.KEYS)
                     continue
                 mirror.rows_max = before + self._room(mirror, len(event.hashes))
@@ -329,6 +333,44 @@ class ExactIndex:
         if known.state in _COUNTS:
             self._new_place(slot)
         self._count_places()
+
+    def held(self, request: InferenceRequest, slot: int) -> Held | None:
+        """How much of the first prompt of `request` the engine in `slot` said that it holds.
+
+        None: it tells not all that it holds, its blocks are too small to be followed from run to run, or
+        more than the tokens decides what they are: an adapter, a salt.
+        """
+        known = self._slots[slot] if slot < len(self._slots) else None
+        chains = request.token_chains.get(self.block_tokens)
+        if known is None or known.place is None or not chains or not chains[0]:
+            return None
+        if not known.complete or known.state is not StreamState.LIVE or known.place.mirror.cut:
+            return None
+        mirror = known.place.mirror
+        size = mirror.engine_block_tokens
+        if not size or request.cache_salt or request.model in self._adapters:
+            return None
+        if size % mirror.step_tokens:
+            # Of such blocks the mirror does not follow every run to its end.
+            return None
+        keys = array("Q", chains[0])
+        total = len(keys)
+        if self.block_tokens % size:
+            total = total * self.block_tokens // size * size // self.block_tokens
+        if not total:
+            return None
+        bit = known.place.bit
+        tiers = tuple(self._tiers.values())
+
+        def holds(key: int) -> bool:
+            return any(rows.get(key, 0) & bit for rows in tiers)
+
+        # The key of a block stands for all of the prompt up to there.
+        if holds(keys[total - 1]):
+            return Held(total, total, self.block_tokens)
+        # Engines give up tails before heads.
+        lost = bisect_left(range(total), True, key=lambda at: not holds(keys[at]))
+        return Held(lost, total, self.block_tokens)
 
     # What the scheduler does.
 

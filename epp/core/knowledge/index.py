@@ -115,6 +115,16 @@ class Heard(Struct, frozen=True, kw_only=True):
     """What was told does not add up, and is forgotten: all is to be told again."""
 
 
+class Held(Struct, frozen=True):
+    """How much of a prompt an engine says that it holds."""
+
+    blocks: int
+    """From the head on, without those that were only decided."""
+    total: int
+    """As many as it holds of a prompt that it has computed."""
+    block_tokens: int
+
+
 class HearsEngines(AffinityIndex, Protocol):
     """An affinity index that engines tell what they hold."""
 
@@ -136,6 +146,12 @@ class HearsEngines(AffinityIndex, Protocol):
 
     def silence(self, slot: int) -> None:
         """What the engine in `slot` said so far does not hold; what was decided does."""
+        ...
+
+    def held(self, request: InferenceRequest, slot: int) -> Held | None:
+        """How much of the first prompt of `request`, which has let it go, the engine in `slot` said
+        that it holds; None: that cannot be told. Changes nothing.
+        """
         ...
 
 
@@ -187,7 +203,7 @@ VERBS: Final[Mapping[str, tuple[str, ...]]] = {
     "counts_inflight": ("release",),
     "limits_memory": ("limit_memory",),
     "measures": ("measures",),
-    "hears_engines": ("hear", "set_stream", "change", "clear", "silence"),
+    "hears_engines": ("hear", "set_stream", "change", "clear", "silence", "held"),
 }
 """What an index must have: for each of its abilities, and "" for all."""
 

@@ -26,6 +26,8 @@ class TokensResult(StrEnum):
     """An API, or a member of the body, for which the backend has no tokens."""
     MEDIA = "media"
     """The ids of two images are the same, so ids alone would mix them up."""
+    NOT_THE_ENGINES = "not-the-engines"
+    """The ids of this model are other than those that engines store."""
     TOO_LONG = "too-long"
     NO_TOKENIZER = "no-tokenizer"
     LOADING = "loading"

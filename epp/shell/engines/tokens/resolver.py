@@ -25,7 +25,7 @@ WAITING_MAX: Final = 1_024
 BODY_BYTES_MAX: Final = 2 * 1024 * 1024
 """Of longer ones the tokens are not asked: half a million take a second, and no engine a third of
 them."""
-_WITHOUT_TEXT: Final = frozenset({ApiKind.TOKENS, ApiKind.OPAQUE})
+WITHOUT_TEXT: Final = frozenset({ApiKind.TOKENS, ApiKind.OPAQUE})
 """Ids are there already, or nothing of the prompt is."""
 _FAULTS: Final = frozenset(
     {TokensResult.TIMEOUT, TokensResult.FAILED, TokensResult.INVALID, TokensResult.DEFECT}
@@ -56,10 +56,14 @@ class TokenResolver:
         timeout_s: Seconds,
         observer: TokensObserver,
         clock: Callable[[], Seconds] = time.monotonic,
+        *,
+        asks: Callable[[str], bool] = lambda _: True,
     ) -> None:
+        """`asks`: whether the ids of one more prompt of a model are worth to be found out."""
         self.backend = backend
         self.timeout_s = timeout_s
         self._observer = observer
+        self._asks = asks
         self._clock = clock
         self._breaker = CircuitBreaker()
         self._waits: set[_TokenWait] = set()
@@ -75,7 +79,7 @@ class TokenResolver:
         return self._breaker.is_open(self._clock())
 
     def begin(self, request: InferenceRequest, body: bytes, resume: Resume) -> "_TokenWait | None":
-        if request.api in _WITHOUT_TEXT or not body or request.token_ids:
+        if request.api in WITHOUT_TEXT or not body or request.token_ids:
             return None
         question = Question(request, body)
         now = self._clock()
@@ -93,6 +97,8 @@ class TokenResolver:
             return TokensResult.TOO_LONG
         if not self._breaker.allows(now):
             return TokensResult.OPEN
+        if not self._asks(question.request.model):
+            return TokensResult.NOT_THE_ENGINES
         if len(self._waits) >= WAITING_MAX:
             return TokensResult.BUSY
         try:

@@ -4,6 +4,9 @@ import json
 
 import pytest
 
+from epp.core.decision.inputs import EventsHeard, StreamChanged
+from epp.core.kv_events.payload import Stored
+from epp.core.kv_events.stream import StreamState
 from epp.core.prompt.token_ids import packed
 from tests import gateway as gw
 from tests.app.test_wiring import LONG, TWO, ready_at_once, replace, serving
@@ -227,3 +230,27 @@ async def test_without_an_index_that_reads_them_nobody_waits(tmp_path):
             told = [line for line in running.lines if "no request waits" in line["event"]]
             assert len(told) == 1
             assert "config.yaml" in told[0]["event"]
+
+
+@pytest.mark.parametrize(("stored", "result"), [(128, "agrees"), (64, "differs")])
+async def test_ids_are_compared_with_those_that_the_engine_stores(stored, result, tmp_path):
+    """As its events tell them: here all of the prompt, or its first block and then others."""
+    ids = list(range(1_000, 1_130))
+    events = Stored([1, 2], None, packed([*ids[:stored], *range(128 - stored)]), 64)
+    async with (
+        FakeRenderer({RENDER: rendered(*ids)}) as fake,
+        serving(tmp_path, TWO, config=asking(fake.url)) as running,
+    ):
+        ready_at_once(running)
+        call, _ = await chat(running)
+        for slot, _ in running.scheduler.pool.endpoints():
+            running.scheduler.take(StreamChanged(slot, StreamState.LIVE, complete=True), 0.0)
+            running.scheduler.take(EventsHeard(slot, (events,)), 0.0)
+        await call.exchange(gw.response_headers(end=True, date="today"), answers=1)
+        await call.end()
+        labels = {"backend": "vllm", "result": result}
+        await until(
+            lambda: running.metric("tokenize_compared_total", **labels) == 1, "the comparison"
+        )
+        (row,) = running.picker.tokens.described()["compared"]
+        assert (row["model"], row["agreed"]) == ("my-model", int(result == "agrees"))

@@ -46,7 +46,7 @@ BACKOFF_S: Final[Seconds] = 0.5
 BACKOFF_S_MAX: Final[Seconds] = 30.0
 MODELS_TOLD_MAX: Final = 256
 """Models without a tokenizer that are warned of; clients choose names."""
-_APIS: Final = frozenset({ApiKind.CHAT, ApiKind.COMPLETIONS})
+_APIS: Final = frozenset({ApiKind.CHAT, ApiKind.COMPLETIONS, ApiKind.MESSAGES, ApiKind.RESPONSES})
 MODULE: Final = "epp.shell.engines.tokens.worker"
 
 _log = structlog.get_logger(__name__)
@@ -136,7 +136,7 @@ class LocalWorker:
         request = question.request
         model = self._tokenizer_of(request.model)
         assert model is not None, "who has no tokenizer is refused before"
-        job = Job(model, request.api is ApiKind.CHAT, question.body)
+        job = Job(model, request.api, question.body)
         waiting = _Waiting(job, asyncio.get_running_loop().create_future())
         self._queue.append(waiting)
         self._queued_bytes += len(job.body)

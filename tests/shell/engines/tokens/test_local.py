@@ -103,10 +103,14 @@ async def test_an_adapter_has_the_tokenizer_of_its_model(folder):
         assert await worker.token_ids(adapter) == await worker.token_ids(question())
 
 
-@pytest.mark.parametrize("path", ["/v1/messages", "/v1/embeddings"])
-async def test_other_apis_have_no_tokens_here(folder, path):
-    """Their prompts are made in other ways."""
-    assert of(folder).refuses(question(path=path)) is TokensResult.UNSUPPORTED
+async def test_other_apis_have_no_tokens_here(folder):
+    """Their prompts are made in other ways; messages are the chat that the engine makes of them."""
+    async with running(of(folder)) as worker:
+        await ready(worker)
+        assert worker.refuses(question(path="/v1/embeddings")) is TokensResult.UNSUPPORTED
+        messages = question(path="/v1/messages")
+        assert worker.refuses(messages) is None
+        assert await worker.token_ids(messages) == await worker.token_ids(question())
 
 
 async def test_a_question_that_cannot_be_answered_says_why(folder):

@@ -17,7 +17,7 @@ from bench.timing import best_us
 from epp.configuration.token_producer import LocalTokenizers
 from epp.core.prompt.parse import parse_request
 from epp.core.types import Refusal
-from epp.shell.engines.tokens.answers import id_arrays, ids_of, pieces_of
+from epp.shell.engines.tokens.answers import ids_of, pieces_of, rendered_prompts
 from epp.shell.engines.tokens.encoders import TextEncoder
 from epp.shell.engines.tokens.local import LocalWorker
 from epp.shell.engines.tokens.question import Question
@@ -75,10 +75,10 @@ def _conversation(model: str, encoder: TextEncoder, text: str) -> Iterator[tuple
 def _answers() -> Iterator[tuple[str, str]]:
     """Reading what a renderer answers, on the event loop."""
     answer = json.dumps({"token_ids": list(range(100_000, 200_000))}).encode()
-    (array,) = id_arrays(answer, 1)
-    taken_us = best_us(lambda whole: id_arrays(whole, 1), lambda: [answer], batches=BATCHES)
+    (prompt,) = rendered_prompts(answer, 1)
+    taken_us = best_us(lambda whole: rendered_prompts(whole, 1), lambda: [answer], batches=BATCHES)
     yield "an answer of 100,000 ids: its members, at once", f"{taken_us / 1000:7.2f} ms"
-    taken_us = best_us(ids_of, lambda: list(pieces_of(array)), batches=BATCHES)
+    taken_us = best_us(ids_of, lambda: list(pieces_of(prompt.ids)), batches=BATCHES)
     yield "and each piece of its ids", f"{taken_us / 1000:7.2f} ms"
 
 
@@ -113,7 +113,7 @@ async def _loop_held(model: str, text: str) -> list[tuple[str, str]]:
     questions = iter([question(number) for number in range(TRIALS)])
 
     async def in_the_process(_: int) -> None:
-        await worker.token_ids(next(questions))
+        await worker.find(next(questions))
 
     ways: tuple[tuple[str, Callable[[int], Awaitable[None]]], ...] = (
         ("in a thread, by tokenizers", in_a_thread),

@@ -31,7 +31,12 @@ from epp.shell.engines.tokens.frames import (
     from_worker,
     length_of,
 )
-from epp.shell.engines.tokens.question import Question, TokensResult, TokensUnknownError
+from epp.shell.engines.tokens.question import (
+    PromptTokens,
+    Question,
+    TokensResult,
+    TokensUnknownError,
+)
 
 QUEUE_MAX: Final = 64
 """Questions that wait for the worker."""
@@ -105,6 +110,8 @@ class LocalWorker:
         request = question.request
         if not self._cannot and request.api not in _APIS:
             return TokensResult.UNSUPPORTED
+        if question.has_media:
+            return TokensResult.MEDIA
         if self._cannot or not self._ready:
             return TokensResult.NO_TOKENIZER if self._cannot else TokensResult.LOADING
         without = self._without_tokenizer(request.model)
@@ -132,7 +139,7 @@ class LocalWorker:
             return model
         return self._model_name if self._model_name in self._models else None
 
-    async def token_ids(self, question: Question) -> tuple[bytes, ...]:
+    async def find(self, question: Question) -> PromptTokens:
         request = question.request
         model = self._tokenizer_of(request.model)
         assert model is not None, "who has no tokenizer is refused before"
@@ -151,7 +158,7 @@ class LocalWorker:
             raise TokensUnknownError(TokensResult(done.result))
         if len(done.ids) < len(request.prompts) or not all(done.ids):
             raise TokensUnknownError(TokensResult.INVALID)
-        return done.ids
+        return PromptTokens(done.ids)
 
     async def run(self) -> None:
         """Keep the process running until cancelled."""

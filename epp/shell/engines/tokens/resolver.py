@@ -8,8 +8,8 @@ from typing import Final, Protocol
 import structlog
 from msgspec import structs
 
-from epp.core.prompt.canonical import DIGEST
 from epp.core.prompt.request import InferenceRequest
+from epp.core.prompt.token_ids import ID_BYTES
 from epp.core.protocol.waiting import Resume
 from epp.core.types import ApiKind, Seconds
 from epp.shell.engines.tokens.breaker import CircuitBreaker
@@ -91,8 +91,6 @@ class TokenResolver:
         return _TokenWait(self, question, resume, now)
 
     def _refuses(self, question: Question, now: Seconds) -> TokensResult | None:
-        if any(DIGEST in prompt for prompt in question.request.prompts):
-            return TokensResult.MEDIA
         if len(question.body) > BODY_BYTES_MAX:
             return TokensResult.TOO_LONG
         if not self._breaker.allows(now):
@@ -172,7 +170,7 @@ class _TokenWait:
 
     async def _find(self) -> None:
         try:
-            ids = await self._resolver.backend.token_ids(self._question)
+            found = await self._resolver.backend.find(self._question)
         except asyncio.CancelledError:
             # By `_end`; or by what the backend awaited, and then nobody else goes on with it.
             self.give_up(TokensResult.DEFECT)
@@ -184,10 +182,10 @@ class _TokenWait:
             _log.exception("the tokens of a prompt were not found out")
             self.give_up(TokensResult.DEFECT)
             return
-        resume = self._end(TokensResult.FOUND, sum(map(len, ids)) // 4)
+        resume = self._end(TokensResult.FOUND, sum(map(len, found.ids)) // ID_BYTES)
         if resume is not None:
             request = self._question.request
-            moment = structs.replace(request.moment, token_ids=ids)
+            moment = structs.replace(request.moment, token_ids=found.ids, token_media=found.media)
             resume(structs.replace(request, moment=moment))
 
     def _end(self, result: TokensResult | None, tokens: int) -> Resume | None:

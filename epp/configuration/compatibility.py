@@ -228,10 +228,6 @@ REFUSED: Final[Mapping[str, str]] = {
     "topology-affinity-filter": "use label-selector-filter",
     "topology-affinity-scorer": "use label-selector-filter",
     "context-length-aware": "use token-load-scorer",
-    "mm-embeddings-cache-scorer": "there is no encoder-cache index: use prefix-cache-scorer",
-    "mm-embeddings-cache-producer": (
-        "there is no encoder-cache index: use approx-prefix-cache-producer"
-    ),
     "p2p-source-producer": "KV blocks are not moved between engines: remove it",
     "request-attribute-reporter": "nothing is computed from usage: use --parse-response-usage",
     "agent-identity": "there is no fairness between agents: remove it",

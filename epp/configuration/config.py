@@ -65,6 +65,7 @@ from epp.core.knowledge.index import AffinityIndexSettings
 from epp.core.knowledge.saturation import UtilizationDetector
 from epp.core.parameters import Parameters
 from epp.plugins.conformance import DestinationEndpointServedVerifier
+from epp.plugins.encoder_cache import EncoderCacheSettings
 
 __all__ = [
     "CONFIG_MAX_BYTES",
@@ -497,7 +498,7 @@ class _Loader:
         if role is Role.INDEX and not self._has_blocks(where, plugin):
             return None
         self._warn_of_parameters(where, plugin, parameters)
-        if isinstance(plugin, (PrecisePrefixCacheParameters, TokenProducer)):
+        if isinstance(plugin, (PrecisePrefixCacheParameters, TokenProducer, EncoderCacheSettings)):
             for warning in plugin.warnings():
                 self.warn(f"{where}: {warning}")
         if kind.abilities.differs:
@@ -708,19 +709,24 @@ class _Loader:
         """Those declared, and those that the profiles need besides."""
         indexes: dict[str, AffinityIndexSettings] = {}
         named: dict[str, str] = {}
-        for plugin in self.plugins.values():
-            if plugin.role is Role.INDEX:
-                # What asks for an index by its type means the first of that type.
-                lookup = plugin.name
-                if not _counts_blocks(plugin.plugin) and plugin.type_name not in named:
-                    lookup = plugin.type_name
-                named.setdefault(plugin.type_name, lookup)
-                indexes[lookup] = plugin.plugin
+        wanted: list[tuple[str, _NeededIndex]] = []
         for member in (member for profile in profiles for member in profile.members):
             where = self._where(member.name)
             needed = self._needed(where, member.plugin)
             if needed is not None:
-                self._need_index(where, needed, indexes, named)
+                wanted.append((where, needed))
+        asked = {needed.name for _, needed in wanted}
+        for plugin in self.plugins.values():
+            if plugin.role is Role.INDEX:
+                # What asks for an index by its type means the first of that type.
+                lookup = plugin.name
+                by_type = not _counts_blocks(plugin.plugin) and plugin.type_name not in named
+                if by_type and plugin.name not in asked:
+                    lookup = plugin.type_name
+                named.setdefault(plugin.type_name, lookup)
+                indexes[lookup] = plugin.plugin
+        for where, needed in wanted:
+            self._need_index(where, needed, indexes, named)
         if not self.problems and not any(is_prefix(index) for index in indexes.values()):
             reader = next(filter(None, map(_prefix_reader, profiles)), None)
             if reader is not None:

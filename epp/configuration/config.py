@@ -63,9 +63,10 @@ from epp.core.knowledge.ejection import OutlierEjection
 from epp.core.knowledge.exact_parameters import PrecisePrefixCacheParameters
 from epp.core.knowledge.index import AffinityIndexSettings
 from epp.core.knowledge.saturation import UtilizationDetector
-from epp.core.parameters import Parameters
+from epp.core.parameters import Parameters, Plugin
 from epp.plugins.conformance import DestinationEndpointServedVerifier
 from epp.plugins.encoder_cache import EncoderCacheSettings
+from epp.plugins.pull_source import PullSource
 
 __all__ = [
     "CONFIG_MAX_BYTES",
@@ -134,6 +135,7 @@ class Role(StrEnum):
     EXTRACTOR = "extractor"
     PRODUCER = "producer"
     RESPONDER = "response plugin"
+    REQUEST_MARKER = "request plugin"
     NOTIFIER = "notification source"
 
 
@@ -281,7 +283,17 @@ _ROLES: Final[Mapping[str, Role]] = {
     "model-server-protocol-metrics": Role.EXTRACTOR,
     **dict.fromkeys(NOTIFICATION_SOURCES, Role.NOTIFIER),
     DestinationEndpointServedVerifier.type_name: Role.RESPONDER,
+    PullSource.type_name: Role.REQUEST_MARKER,
 }
+
+
+_TELLS_WARNINGS: Final = (
+    PrecisePrefixCacheParameters,
+    TokenProducer,
+    EncoderCacheSettings,
+    PullSource,
+)
+"""They say themselves what of their parameters does less than it says."""
 
 
 class _Loader:
@@ -498,7 +510,7 @@ class _Loader:
         if role is Role.INDEX and not self._has_blocks(where, plugin):
             return None
         self._warn_of_parameters(where, plugin, parameters)
-        if isinstance(plugin, (PrecisePrefixCacheParameters, TokenProducer, EncoderCacheSettings)):
+        if isinstance(plugin, _TELLS_WARNINGS):
             for warning in plugin.warnings():
                 self.warn(f"{where}: {warning}")
         if kind.abilities.differs:
@@ -617,7 +629,7 @@ class _Loader:
         return tuple(
             NamedResponder(plugin.name, plugin.plugin)
             for plugin in self.plugins.values()
-            if plugin.role is Role.RESPONDER
+            if plugin.role in {Role.RESPONDER, Role.REQUEST_MARKER}
         )
 
     def _read_shadow(self, value: Any) -> tuple[SchedulingProfile | None, float]:
@@ -710,7 +722,9 @@ class _Loader:
         indexes: dict[str, AffinityIndexSettings] = {}
         named: dict[str, str] = {}
         wanted: list[tuple[str, _NeededIndex]] = []
-        for member in (member for profile in profiles for member in profile.members):
+        for member in (
+            member for profile in profiles for member in (*profile.members, *profile.responders)
+        ):
             where = self._where(member.name)
             needed = self._needed(where, member.plugin)
             if needed is not None:
@@ -760,7 +774,7 @@ class _Loader:
                 "no token-producer with `vllm` or `local` that makes ids of the others"
             )
 
-    def _needed(self, where: str, reader: Filter | Scorer) -> _NeededIndex | None:
+    def _needed(self, where: str, reader: Plugin) -> _NeededIndex | None:
         """The index that `reader` asks for; None if it asks for none, or after a problem."""
         if not reader.abilities.reads_index:
             return None

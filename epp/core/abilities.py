@@ -42,6 +42,8 @@ class Abilities(Struct, frozen=True, kw_only=True):
     """It has `reads_tokens`, whether its parameters make the tokens of sessions decide."""
     marks_responses: bool = False
     """It is a `MarksResponses`."""
+    marks_requests: bool = False
+    """It is a `MarksRequests`."""
     tells_cost: bool = False
     """It is a `TellsCost`."""
     limits_metrics_age: bool = False

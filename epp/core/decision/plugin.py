@@ -102,6 +102,22 @@ class MarksResponses(Plugin, Protocol):
         ...
 
 
+class MarksRequests(Plugin, Protocol):
+    """A filter, a scorer, or what is nothing else, that wants headers on the request."""
+
+    own_headers: ClassVar[tuple[str, ...]]
+    """Lower-case names of those that it sets: a client's are removed."""
+
+    def request_headers(
+        self, request: InferenceRequest, candidates: Candidates, endpoint: Endpoint, /
+    ) -> Mapping[str, str]:
+        """Of `own_headers` those to set on `request`, which is sent to `endpoint`.
+
+        `candidates`: all that were ready, before filters. Of the request there is no prompt any more.
+        """
+        ...
+
+
 class Picker(Plugin, Protocol):
     """Chooses from the weighted sums."""
 
@@ -140,6 +156,7 @@ _MEMBERS: Final[Mapping[str, tuple[str, ...]]] = {
     "configures_index": ("producer_parameters",),
     "goes_by_sessions": ("session_of",),
     "marks_responses": ("response_headers",),
+    "marks_requests": ("own_headers", "request_headers"),
     "tells_cost": ("cost_unit", "cost_parts"),
 }
 """What a plugin has for an ability, and for nothing else."""

@@ -35,6 +35,7 @@ from epp.core.knowledge.candidates import Affinity, Floats, Ints
 from epp.core.knowledge.exact_parameters import PrecisePrefixCacheParameters
 from epp.core.knowledge.index import (
     EXACT,
+    HOST_BLOCKS,
     AffinityIndex,
     Heard,
     Held,
@@ -60,6 +61,8 @@ SWEPT_AT_ONCE_MAX: Final = 1_024
 GIVEN_UP_SHARE: Final = 64
 """Whoever gives up blocks for others gives up at least one in so many."""
 RECENT_BYTES_MAX: Final = 16 * 1024 * 1024
+HOST: Final = "cpu"
+"""The tier from which engines let others fetch blocks, as they call it."""
 _COUNTS: Final = frozenset({StreamState.REPLAYING, StreamState.LIVE})
 
 
@@ -200,6 +203,7 @@ class ExactIndex:
             self.statistics.unknown_tokens += 1
             return Affinity(np.zeros(slots, dtype=np.int64), 0, columns)
         matched = np.zeros(slots, dtype=np.int64)
+        host = np.zeros(slots) if self._tiers.get(HOST) else None
         total = 0
         for number, chain in enumerate(chains):
             blocks = len(chain) // HASH_BYTES
@@ -208,6 +212,10 @@ class ExactIndex:
             # The last token is always computed, to have what comes after it.
             usable = min(blocks, max(0, tokens - 1) // self.block_tokens)
             matched += self._matched(request, number, chain, usable, tokens, slots, now)
+            if host is not None:
+                self._add_host_blocks(host, array("Q", chain).tolist()[:usable])
+        if host is not None:
+            columns[HOST_BLOCKS] = host
         if total:
             best = int(matched.max(initial=0))
             if not best:
@@ -470,6 +478,13 @@ class ExactIndex:
             depths[place.slot] = max(depths.item(place.slot), weighed)
         return depths
 
+    def _add_host_blocks(self, host: Floats, keys: list[int]) -> None:
+        """Add to each slot how many of `keys`, from the first on, are in the memory of its host."""
+        for place_number, blocks in self._walk_one(self._tiers[HOST], keys).items():
+            place = self._places[place_number]
+            if place is not None and 0 <= place.slot < len(host):
+                host[place.slot] += blocks
+
     def _exact_of(self, slots: int) -> Floats:
         """1.0 for each slot that told all that it holds, and of which all is kept."""
         exact = self._exact
@@ -492,21 +507,23 @@ class ExactIndex:
 
     def _walk(self, keys: list[int]) -> tuple[dict[int, int], dict[int, float]]:
         """Number of a place -> how many of `keys` it holds from the first on; and what tiers take off."""
-        found: dict[int, int] = {}
-        lost: dict[int, float] = {}
-        alive = self._counted
-        device = self._tiers[DEVICE]
         if any(rows for tier, rows in self._tiers.items() if tier != DEVICE):
             return self._walk_tiers(keys)
+        return self._walk_one(self._tiers[DEVICE], keys), {}
+
+    def _walk_one(self, rows: dict[int, int], keys: list[int]) -> dict[int, int]:
+        """Number of a place -> how many of `keys` it holds in one tier, from the first on."""
+        found: dict[int, int] = {}
+        alive = self._counted
         for depth, key in enumerate(keys):
-            mask = device.get(key, 0) & alive
+            mask = rows.get(key, 0) & alive
             if mask != alive:
                 _note(found, alive & ~mask, depth)
                 alive = mask
                 if not alive:
-                    return found, lost
+                    return found
         _note(found, alive, len(keys))
-        return found, lost
+        return found
 
     def _walk_tiers(self, keys: list[int]) -> tuple[dict[int, int], dict[int, float]]:
         """As `_walk`, where a block counts by the best of the tiers that hold it."""

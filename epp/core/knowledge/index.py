@@ -24,6 +24,11 @@ EXACT: Final = "exact"
 that endpoint is not asked."""
 
 
+HOST_BLOCKS: Final = "host"
+"""A column of an index that engines tell: leading blocks of the prompt in the memory of the host, without
+a gap, from where others can fetch them."""
+
+
 class AffinityIndex(Protocol):
     """State that a strategy keeps about which endpoint has seen what (design D12)."""
 

@@ -397,7 +397,7 @@ class KVEventListener:
         finally:
             client.close()
             account.close()
-        found = place_of(page, host, rank)
+        found = place_of(page, host, rank, len(self._ports_of(source)))
         if isinstance(found, str):
             source.place, source.problem = None, f"{client.url} {found}"
         else:
@@ -405,14 +405,17 @@ class KVEventListener:
 
     def _rank_of(self, source: _Source) -> int:
         """Data-parallel ranks are endpoints of one host, by their ports."""
+        return self._ports_of(source).index(int(source.endpoint.address.rpartition(":")[2]))
+
+    def _ports_of(self, source: _Source) -> list[int]:
+        """Of the endpoints of the same pod."""
         host = source.endpoint.address.rpartition(":")[0]
-        ports = sorted(
+        return sorted(
             int(other.endpoint.address.rpartition(":")[2])
             for other in self._sources.values()
             if other.endpoint.address.rpartition(":")[0] == host
             and _pod_of(other.endpoint) == _pod_of(source.endpoint)
         )
-        return ports.index(int(source.endpoint.address.rpartition(":")[2]))
 
     async def _hear(self, source: _Source, place: Place) -> bool:
         """Hear until the connection ends; whether anything was heard."""
@@ -603,15 +606,22 @@ def _counts_of(subscription: Subscription) -> dict[tuple[str, str], int]:
     }
 
 
-def place_of(page: bytes, host: str, rank: int) -> Place | str:
+def place_of(page: bytes, host: str, rank: int, endpoints: int) -> Place | str:
     """Where an engine that answers `page` publishes its rank `rank`; or why that is not known.
 
-    Its host is taken for ours: an engine does not say where else this picker connects to.
+    Its host is taken for ours: an engine does not say where else this picker connects to. An engine that
+    has more ranks than its pod has `endpoints` shares its requests out among them: what one of them
+    holds does not say what a request finds.
     """
     try:
         ranks = msgspec.json.decode(page, type=dict[str, _Published])
     except (msgspec.MsgspecError, ValueError, RecursionError):
         return "answered with something else than sources by rank"
+    if len(ranks) > max(endpoints, 1):
+        return (
+            f"names {len(ranks)} ranks behind {endpoints} endpoint{'s' * (endpoints != 1)}, among which "
+            "its own balancer chooses: give each rank a port of its own"
+        )
     config = ranks.get(str(rank))
     if config is None and len(ranks) == 1:
         config = next(iter(ranks.values()))

@@ -15,7 +15,7 @@ from epp.core.knowledge.exact_parameters import (
     TierWeight,
     TokenProcessorConfig,
 )
-from epp.core.knowledge.index import EXACT, missing_verbs
+from epp.core.knowledge.index import EXACT, HOST_BLOCKS, missing_verbs
 from epp.core.kv_events.mirror import Changed
 from epp.core.kv_events.payload import BlockExtra, Cleared, Fault, Removed, Stored, read_payload
 from epp.core.kv_events.stream import StreamState
@@ -206,6 +206,21 @@ def test_tiers_count_by_their_weight():
     index.hear(1, [run(TOKENS[:832], tier="cpu"), run(TOKENS[:832])], 0.0)
     index.hear(2, [run(TOKENS[:832], tier="tape")], 0.0)
     assert held(index, asked(TOKENS[:900])) == [int(2 + 11 * 0.8), 13, int(13 * 0.5)]
+
+
+def test_what_others_can_fetch_is_told_apart():
+    """In the memory of the host, from the first block on without a gap, whatever the device holds."""
+    index = opened()
+    index.hear(0, [run(TOKENS[:512]), run(TOKENS[:192], tier="cpu")], 0.0)
+    index.hear(1, [run(TOKENS[:320], tier="cpu")], 0.0)
+    index.hear(1, [Removed([103], tier="cpu")], 0.0)
+    index.set_stream(2, LIVE, complete=True)
+    known = index.match(asked(TOKENS[:500]), SLOTS, 0.0)
+    assert known.columns[HOST_BLOCKS].tolist() == [3.0, 3.0, 0.0]
+    index.set_stream(1, STALE, complete=True)
+    known = index.match(asked(TOKENS[:500], TOKENS[:100]), SLOTS, 0.0)
+    assert known.columns[HOST_BLOCKS].tolist() == [4.0, 0.0, 0.0]
+    assert HOST_BLOCKS not in opened().match(asked(TOKENS[:500]), SLOTS, 0.0).columns
 
 
 def test_a_hybrid_counts_up_to_where_all_its_groups_are():

@@ -1,6 +1,6 @@
 """What tokens cost: `python -m bench tokens`.
 
-Ids of texts by each library, a growing conversation with and without what is kept of it, and for how
+Ids of texts by each library and by the backend `local` as a request sees it, a growing conversation with and without what is kept of it, and for how
 long the event loop stands still while a long prompt is made into ids in a thread and in the process.
 The tokenizers are those of `make tokenizers`; without them there are no rows.
 """
@@ -9,7 +9,8 @@ import asyncio
 import json
 import os
 import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Final
 
@@ -17,7 +18,7 @@ from bench.timing import best_us
 from epp.configuration.token_producer import LocalTokenizers
 from epp.core.prompt.parse import parse_request
 from epp.core.types import Refusal
-from epp.shell.engines.tokens.answers import id_arrays, ids_of, pieces_of
+from epp.shell.engines.tokens.answers import ids_of, pieces_of, rendered_prompts
 from epp.shell.engines.tokens.encoders import TextEncoder
 from epp.shell.engines.tokens.local import LocalWorker
 from epp.shell.engines.tokens.question import Question
@@ -52,6 +53,7 @@ def run() -> Iterator[tuple[str, str]]:
                 taken_us = best_us(encode, lambda part=part: [part], batches=BATCHES)
                 yield f"{model}, {size_kb} KB, {library}", f"{taken_us / size_kb:7.0f} µs a KB"
         yield from _conversation(model, encoder, text)
+        yield from asyncio.run(_backend(model, text))
     yield from _answers()
     yield from asyncio.run(_loop_held(found[0], text))
 
@@ -72,13 +74,51 @@ def _conversation(model: str, encoder: TextEncoder, text: str) -> Iterator[tuple
         yield f"{model}, a chat of {TURNS} KB, {what}", f"{taken_us / 1000:7.2f} ms"
 
 
+@asynccontextmanager
+async def _local(model: str) -> AsyncIterator[LocalWorker]:
+    """The backend `local` with its process, once the tokenizer is loaded."""
+    worker = LocalWorker(LocalTokenizers(model_tokenizer_map={model: str(FOLDER / model)}), "")
+    running = asyncio.create_task(worker.run())
+    while worker.refuses(_question(model, "")) is not None:  # noqa: ASYNC110  it tells nobody
+        await asyncio.sleep(0.05)
+    try:
+        yield worker
+    finally:
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+
+
+def _question(model: str, text: str) -> Question:
+    content = {"role": "user", "content": text}
+    body = json.dumps({"model": model, "messages": [content]}).encode()
+    parsed = parse_request(path="/v1/chat/completions", headers={}, body=body, request_id="")
+    assert not isinstance(parsed, Refusal), "it is a chat"
+    return Question(parsed.request, parsed.body)
+
+
+async def _backend(model: str, text: str) -> list[tuple[str, str]]:
+    """All that a request waits for: pipe, JSON, template and ids of a text that is new each time."""
+    rows: list[tuple[str, str]] = []
+    async with _local(model) as worker:
+        for size_kb in SIZES_KB:
+            taken_s: list[float] = []
+            for number in range(BATCHES):
+                question = _question(model, text[number : number + size_kb * 1024])
+                began = time.perf_counter()
+                await worker.find(question)
+                taken_s.append(time.perf_counter() - began)
+            each_us = min(taken_s) * 1e6 / size_kb
+            rows.append((f"{model}, {size_kb} KB, by `local`", f"{each_us:7.0f} µs a KB"))
+    return rows
+
+
 def _answers() -> Iterator[tuple[str, str]]:
     """Reading what a renderer answers, on the event loop."""
     answer = json.dumps({"token_ids": list(range(100_000, 200_000))}).encode()
-    (array,) = id_arrays(answer, 1)
-    taken_us = best_us(lambda whole: id_arrays(whole, 1), lambda: [answer], batches=BATCHES)
+    (prompt,) = rendered_prompts(answer, 1)
+    taken_us = best_us(lambda whole: rendered_prompts(whole, 1), lambda: [answer], batches=BATCHES)
     yield "an answer of 100,000 ids: its members, at once", f"{taken_us / 1000:7.2f} ms"
-    taken_us = best_us(ids_of, lambda: list(pieces_of(array)), batches=BATCHES)
+    taken_us = best_us(ids_of, lambda: list(pieces_of(prompt.ids)), batches=BATCHES)
     yield "and each piece of its ids", f"{taken_us / 1000:7.2f} ms"
 
 
@@ -97,40 +137,25 @@ async def _loop_held(model: str, text: str) -> list[tuple[str, str]]:
     async def in_a_thread_faster(number: int) -> None:
         await loop.run_in_executor(None, encoder.encode, part(number))
 
-    worker = LocalWorker(LocalTokenizers(model_tokenizer_map={model: str(FOLDER / model)}), "")
-    running = asyncio.create_task(worker.run())
-
-    def question(number: int) -> Question:
-        content = {"role": "user", "content": part(number)}
-        body = json.dumps({"model": model, "messages": [content]}).encode()
-        path = "/v1/chat/completions"
-        parsed = parse_request(path=path, headers={}, body=body, request_id="")
-        assert not isinstance(parsed, Refusal), "it is a chat"
-        return Question(parsed.request, parsed.body)
-
-    while worker.refuses(question(0)) is not None:  # noqa: ASYNC110  it tells nobody
-        await asyncio.sleep(0.05)
-    questions = iter([question(number) for number in range(TRIALS)])
-
     async def in_the_process(_: int) -> None:
-        await worker.token_ids(next(questions))
+        await worker.find(next(questions))
 
+    questions = iter([_question(model, part(number)) for number in range(TRIALS)])
     ways: tuple[tuple[str, Callable[[int], Awaitable[None]]], ...] = (
         ("in a thread, by tokenizers", in_a_thread),
         (f"in a thread, by {encoder.library}", in_a_thread_faster),
         ("in the process, template and JSON included", in_the_process),
     )
-    for way, make in ways:
-        held = [await _held_s(make, number) for number in range(TRIALS)]
-        longest, taken = min(held)
-        rows.append(
-            (
-                f"{model}, {LONG_KB} KB {way}: the loop stands still for",
-                f"{longest * 1000:7.2f} ms of {taken * 1000:.0f}",
+    async with _local(model) as worker:
+        for way, make in ways:
+            held = [await _held_s(make, number) for number in range(TRIALS)]
+            longest, taken = min(held)
+            rows.append(
+                (
+                    f"{model}, {LONG_KB} KB {way}: the loop stands still for",
+                    f"{longest * 1000:7.2f} ms of {taken * 1000:.0f}",
+                )
             )
-        )
-    running.cancel()
-    await asyncio.gather(running, return_exceptions=True)
     return rows
 
 

@@ -104,7 +104,7 @@ class Reloading:
         told = self._concerned
         try:
             offer = self._live.read(content, told_by, len(self._found.endpoints))
-            tokens = told.tokens.prepare(offer.config.tokens)
+            tokens = told.tokens.prepare(offer.config.tokens_asked)
             restarted = self._decide_by(offer, len(self._found.endpoints))
         except ConfigError as error:
             for problem in error.problems:

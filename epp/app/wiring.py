@@ -28,6 +28,7 @@ from epp.core.decision.inputs import (
 from epp.core.decision.scheduler import Scheduler
 from epp.core.decision.settings import SchedulerSettings
 from epp.core.peers.exchange import PeerExchange
+from epp.core.prompt.request import InferenceRequest
 from epp.core.protocol.budget import BodyBudget
 from epp.core.protocol.session import SessionSettings
 from epp.core.types import Endpoint, EndpointMetrics, Seconds
@@ -195,9 +196,11 @@ class EndpointPicker:
             self._recent if flags.decision_records_keep or self._history else None,
             answered=self._scraper.answered,
             picked=self._scraper.picked,
+            served=self._served,
         )
-        self.tokens = Tokens(self.observation)
-        self.tokens.accept(or_start_error(lambda: self.tokens.prepare(self.live.config.tokens)))
+        self.tokens = Tokens(self.observation, self.scheduler.held)
+        asked = self.live.config.tokens_asked
+        self.tokens.accept(or_start_error(lambda: self.tokens.prepare(asked)))
         self.bodies = BodyBudget(self._memory.bodies_bytes)
         self.memory_return = MemoryReturn(
             lambda: self.bodies.held_bytes,
@@ -379,6 +382,7 @@ class EndpointPicker:
             self.readiness.asked()
             self._recent.expire()
             self._process.look()
+            self.tokens.look(time.monotonic())
             for report in reports:
                 report()
 
@@ -471,6 +475,9 @@ class EndpointPicker:
             self.scheduler.take(PageScraped(slot, metrics), now)
             self._first_tokens.observe(endpoint.endpoint_id, metrics, now)
         self.readiness.asked()
+
+    def _served(self, request: InferenceRequest, endpoint: Endpoint, now: Seconds) -> None:
+        self.tokens.served(request, endpoint, now)
 
     def _oldest_metrics_s(self) -> Seconds:
         return oldest_metrics_s(self.scheduler.settings)

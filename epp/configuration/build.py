@@ -29,6 +29,7 @@ from epp.core.knowledge.prefix import PrefixIndexSettings
 from epp.core.types import Seconds
 from epp.plugins import DEPRECATED, FILTERS, PICKERS, SCORERS
 from epp.plugins.burst import BurstSettings
+from epp.plugins.encoder_cache import EncoderCacheSettings
 
 ENTRY_POINTS: Final = "homing.plugins"
 """Group in which other distributions offer their plugins, one class an entry point (D13)."""
@@ -39,6 +40,7 @@ INDEXES: Final[Mapping[str, type[AffinityIndexSettings]]] = {
     "session-id-producer": SessionIndexSettings,
     "no-hit-lru-producer": NoHitLruSettings,
     "burst-prefix-cache-producer": BurstSettings,
+    "mm-embeddings-cache-producer": EncoderCacheSettings,
 }
 
 REFRESH_INTERVAL_S: Final = 0.2

@@ -17,6 +17,7 @@ from epp.core.knowledge.ejection import OutlierEjection
 from epp.core.knowledge.prefill_speed import LabelledSpeed
 from epp.core.parameters import Parameters
 from epp.plugins.conformance import DestinationEndpointServedVerifier
+from epp.plugins.pull_source import PullSource
 
 API_VERSION: Final = "llm-d.ai/v1alpha1"
 API_VERSIONS: Final = ("llm-d.ai/v1", API_VERSION)
@@ -166,6 +167,7 @@ ACCEPTED: Final[Mapping[str, type[Parameters]]] = {
     "model-server-protocol-metrics": CoreMetricsExtractor,
     OutlierEjection.type_name: OutlierEjection,
     DestinationEndpointServedVerifier.type_name: DestinationEndpointServedVerifier,
+    PullSource.type_name: PullSource,
     **dict.fromkeys(PARSERS, NoParameters),
 }
 
@@ -228,11 +230,6 @@ REFUSED: Final[Mapping[str, str]] = {
     "topology-affinity-filter": "use label-selector-filter",
     "topology-affinity-scorer": "use label-selector-filter",
     "context-length-aware": "use token-load-scorer",
-    "mm-embeddings-cache-scorer": "there is no encoder-cache index: use prefix-cache-scorer",
-    "mm-embeddings-cache-producer": (
-        "there is no encoder-cache index: use approx-prefix-cache-producer"
-    ),
-    "p2p-source-producer": "KV blocks are not moved between engines: remove it",
     "request-attribute-reporter": "nothing is computed from usage: use --parse-response-usage",
     "agent-identity": "there is no fairness between agents: remove it",
     "models-data-source": "models are not listed by endpoint: use metrics-data-source",

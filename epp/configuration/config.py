@@ -44,7 +44,14 @@ from epp.configuration.token_producer import Backend, TokenProducer
 from epp.configuration.trial import failing_plugins
 from epp.core.abilities import Origin
 from epp.core.decision.failures import Interrupted, place_of
-from epp.core.decision.plugin import Filter, Picker, Scorer, declaration_fault, may_read_prefix
+from epp.core.decision.plugin import (
+    Filter,
+    Picker,
+    Scorer,
+    declaration_fault,
+    may_read_prefix,
+    may_read_tokens,
+)
 from epp.core.decision.profile import (
     NamedFilter,
     NamedResponder,
@@ -56,8 +63,10 @@ from epp.core.knowledge.ejection import OutlierEjection
 from epp.core.knowledge.exact_parameters import PrecisePrefixCacheParameters
 from epp.core.knowledge.index import AffinityIndexSettings
 from epp.core.knowledge.saturation import UtilizationDetector
-from epp.core.parameters import Parameters
+from epp.core.parameters import Parameters, Plugin
 from epp.plugins.conformance import DestinationEndpointServedVerifier
+from epp.plugins.encoder_cache import EncoderCacheSettings
+from epp.plugins.pull_source import PullSource
 
 __all__ = [
     "CONFIG_MAX_BYTES",
@@ -126,6 +135,7 @@ class Role(StrEnum):
     EXTRACTOR = "extractor"
     PRODUCER = "producer"
     RESPONDER = "response plugin"
+    REQUEST_MARKER = "request plugin"
     NOTIFIER = "notification source"
 
 
@@ -176,6 +186,12 @@ class PickerConfig(Struct, frozen=True, kw_only=True):
     shadow_share: float = 1.0
     """Of the decisions, those that it judges."""
     warnings: tuple[str, ...] = ()
+
+    @property
+    def tokens_asked(self) -> TokenProducer:
+        """Who is asked for tokens: where nothing that decides reads them nobody, and no request waits."""
+        profiles = (self.profile,) if self.shadow is None else (self.profile, self.shadow)
+        return self.tokens if _reads_tokens(self.indexes, profiles) else TokenProducer()
 
 
 def load_config(text: bytes | str, source: str, plugins: PluginTables) -> PickerConfig:
@@ -267,7 +283,17 @@ _ROLES: Final[Mapping[str, Role]] = {
     "model-server-protocol-metrics": Role.EXTRACTOR,
     **dict.fromkeys(NOTIFICATION_SOURCES, Role.NOTIFIER),
     DestinationEndpointServedVerifier.type_name: Role.RESPONDER,
+    PullSource.type_name: Role.REQUEST_MARKER,
 }
+
+
+_TELLS_WARNINGS: Final = (
+    PrecisePrefixCacheParameters,
+    TokenProducer,
+    EncoderCacheSettings,
+    PullSource,
+)
+"""They say themselves what of their parameters does less than it says."""
 
 
 class _Loader:
@@ -308,6 +334,8 @@ class _Loader:
         if self.problems:
             raise ConfigError(self.problems)
         self._warn_of_unused(profiles, detector)
+        if tokens.backend is not Backend.ESTIMATE and not _reads_tokens(indexes, profiles):
+            self._warn_of_unread_tokens()
         for one in profiles:
             self._try_out(one, indexes, prefix)
         return PickerConfig(
@@ -482,7 +510,7 @@ class _Loader:
         if role is Role.INDEX and not self._has_blocks(where, plugin):
             return None
         self._warn_of_parameters(where, plugin, parameters)
-        if isinstance(plugin, (PrecisePrefixCacheParameters, TokenProducer)):
+        if isinstance(plugin, _TELLS_WARNINGS):
             for warning in plugin.warnings():
                 self.warn(f"{where}: {warning}")
         if kind.abilities.differs:
@@ -601,7 +629,7 @@ class _Loader:
         return tuple(
             NamedResponder(plugin.name, plugin.plugin)
             for plugin in self.plugins.values()
-            if plugin.role is Role.RESPONDER
+            if plugin.role in {Role.RESPONDER, Role.REQUEST_MARKER}
         )
 
     def _read_shadow(self, value: Any) -> tuple[SchedulingProfile | None, float]:
@@ -693,19 +721,26 @@ class _Loader:
         """Those declared, and those that the profiles need besides."""
         indexes: dict[str, AffinityIndexSettings] = {}
         named: dict[str, str] = {}
+        wanted: list[tuple[str, _NeededIndex]] = []
+        for member in (
+            member for profile in profiles for member in (*profile.members, *profile.responders)
+        ):
+            where = self._where(member.name)
+            needed = self._needed(where, member.plugin)
+            if needed is not None:
+                wanted.append((where, needed))
+        asked = {needed.name for _, needed in wanted}
         for plugin in self.plugins.values():
             if plugin.role is Role.INDEX:
                 # What asks for an index by its type means the first of that type.
                 lookup = plugin.name
-                if not _counts_blocks(plugin.plugin) and plugin.type_name not in named:
+                by_type = not _counts_blocks(plugin.plugin) and plugin.type_name not in named
+                if by_type and plugin.name not in asked:
                     lookup = plugin.type_name
                 named.setdefault(plugin.type_name, lookup)
                 indexes[lookup] = plugin.plugin
-        for member in (member for profile in profiles for member in profile.members):
-            where = self._where(member.name)
-            needed = self._needed(where, member.plugin)
-            if needed is not None:
-                self._need_index(where, needed, indexes, named)
+        for where, needed in wanted:
+            self._need_index(where, needed, indexes, named)
         if not self.problems and not any(is_prefix(index) for index in indexes.values()):
             reader = next(filter(None, map(_prefix_reader, profiles)), None)
             if reader is not None:
@@ -739,7 +774,7 @@ class _Loader:
                 "no token-producer with `vllm` or `local` that makes ids of the others"
             )
 
-    def _needed(self, where: str, reader: Filter | Scorer) -> _NeededIndex | None:
+    def _needed(self, where: str, reader: Plugin) -> _NeededIndex | None:
         """The index that `reader` asks for; None if it asks for none, or after a problem."""
         if not reader.abilities.reads_index:
             return None
@@ -916,6 +951,26 @@ class _Loader:
         for plugin in self.plugins.values():
             if plugin.role in in_profile and plugin.name not in used:
                 self.warn(f"{plugin.where}: is in no profile and has no effect")
+
+    def _warn_of_unread_tokens(self) -> None:
+        producers = (p for p in self.plugins.values() if isinstance(p.plugin, TokenProducer))
+        self.warn(
+            f"{next(producers).where}: is asked for nothing and no request waits for it, nothing that "
+            f"decides reads token ids: add {PRECISE_INDEX}, which does, or remove it"
+        )
+
+
+def _reads_tokens(
+    indexes: Mapping[str, AffinityIndexSettings], profiles: Sequence[SchedulingProfile]
+) -> bool:
+    """Whether an index, or a plugin of a profile, may read the ids of the tokens of prompts."""
+    if any(index.abilities.reads_token_ids for index in indexes.values()):
+        return True
+    return any(
+        may_read_tokens(plugin.abilities)
+        for profile in profiles
+        for plugin in (*(member.plugin for member in profile.members), profile.picker)
+    )
 
 
 def _prefix_reader(profile: SchedulingProfile) -> str | None:

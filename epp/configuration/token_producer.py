@@ -97,7 +97,7 @@ class VllmRenderer(Parameters, frozen=True):
     prefill_only: bool = False
     """Ask the renderer for one token of output, whatever the client wants."""
     omit_mm_kwargs: bool = field(default=True, name="omitMMKwargs")
-    """No effect: requests with media are not rendered."""
+    """Ask for prompts with media without the tensors that the renderer made of them."""
     ca_cert_path: str = ""
     """PEM of the authority that vouches for the renderer; none: the system's."""
     client_cert_path: str = ""

@@ -110,6 +110,7 @@ def failing_plugins(settings: SchedulerSettings) -> list[FailingPlugin]:
             for filtered in alone:
                 filtered.filter(asked, decision.candidates, of_filters)
             served = decision.endpoint
+            decision.request_headers()
             for marker in filter_markers:
                 marker.response_headers(asked, served, served.address)
             # A client sends back what it was given.

@@ -42,6 +42,8 @@ class Abilities(Struct, frozen=True, kw_only=True):
     """It has `reads_tokens`, whether its parameters make the tokens of sessions decide."""
     marks_responses: bool = False
     """It is a `MarksResponses`."""
+    marks_requests: bool = False
+    """It is a `MarksRequests`."""
     tells_cost: bool = False
     """It is a `TellsCost`."""
     limits_metrics_age: bool = False
@@ -70,3 +72,5 @@ class Abilities(Struct, frozen=True, kw_only=True):
     """It is a `MeasuresItself`."""
     hears_engines: bool = False
     """It is a `HearsEngines`, and its settings have `kv_events_config`."""
+    reads_token_ids: bool = False
+    """It looks up prompts by the ids of their tokens: requests wait until those are found out."""

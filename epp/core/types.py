@@ -63,15 +63,16 @@ class Endpoint(Struct, frozen=True, kw_only=True):
         return port_of(self.address)
 
 
-def ranks_of(endpoints: Iterable[Endpoint]) -> dict[str, int]:
-    """By its identity, the data-parallel rank of each endpoint: ranks of a pod count up with its ports.
+def pod_of(endpoint: Endpoint) -> tuple[str, str]:
+    """What endpoints of one pod share: what identifies them but for the port, and their host."""
+    return endpoint.endpoint_id.rpartition(":")[0], endpoint.host
 
-    Endpoints are of one pod if they share what identifies them but for the port, and their host.
-    """
+
+def ranks_of(endpoints: Iterable[Endpoint]) -> dict[str, int]:
+    """By its identity, the data-parallel rank of each endpoint: ranks of a pod count up with its ports."""
     pods: dict[tuple[str, str], list[Endpoint]] = {}
     for endpoint in endpoints:
-        pod = endpoint.endpoint_id.rpartition(":")[0]
-        pods.setdefault((pod, endpoint.host), []).append(endpoint)
+        pods.setdefault(pod_of(endpoint), []).append(endpoint)
     return {
         endpoint.endpoint_id: rank
         for pod in pods.values()

@@ -10,6 +10,7 @@ from epp.core.decision.plugin import Filter, Picker, Scorer
 from epp.core.knowledge.saturation import UtilizationDetector
 from epp.plugins import conformance, filters, pickers, scorers
 from epp.plugins.added_time import AddedTime
+from epp.plugins.encoder_cache import EncoderCacheAffinity
 
 FILTERS: Final[Mapping[str, type[Filter]]] = {
     "label-selector-filter": filters.LabelSelector,
@@ -37,6 +38,7 @@ SCORERS: Final[Mapping[str, type[Scorer]]] = {
     "lora-affinity-scorer": scorers.LoraAffinity,
     "no-hit-lru-scorer": scorers.NoHitLru,
     "session-affinity-scorer": scorers.SessionAffinity,
+    "mm-embeddings-cache-scorer": EncoderCacheAffinity,
 }
 
 PICKERS: Final[Mapping[str, type[Picker]]] = {

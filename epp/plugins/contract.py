@@ -8,6 +8,7 @@ from epp.core.abilities import Abilities, Origin
 from epp.core.decision.plugin import (
     Filter,
     GoesBySessions,
+    MarksRequests,
     MarksResponses,
     Picker,
     ReadsIndex,
@@ -25,6 +26,8 @@ from epp.core.knowledge.candidates import (
     Ints,
 )
 from epp.core.knowledge.index import (
+    EXACT,
+    HOST_BLOCKS,
     AffinityIndex,
     AffinityIndexSettings,
     CountsInflight,
@@ -47,7 +50,9 @@ from epp.plugins.strategy import Step, Strategy, config_of, named, producer, ste
 
 __all__ = [
     "BYTES_PER_TOKEN",
+    "EXACT",
     "HASH_BYTES",
+    "HOST_BLOCKS",
     "Abilities",
     "AdapterColumns",
     "Affinity",
@@ -68,6 +73,7 @@ __all__ = [
     "InferenceRequest",
     "Ints",
     "LimitsMemory",
+    "MarksRequests",
     "MarksResponses",
     "MeasuresItself",
     "Moment",

@@ -374,9 +374,9 @@ def test_guides_that_need_more_than_there_is_are_refused_as_a_whole(name, count)
         (
             {
                 "type": "prefix-cache-scorer",
-                "parameters": {"prefixMatchInfoProducerName": "mm-embeddings-cache-producer"},
+                "parameters": {"prefixMatchInfoProducerName": "predicted-latency-producer"},
             },
-            "plugins[0] (prefix-cache-scorer): producer mm-embeddings-cache-producer is not supported: there is no encoder-cache index: use approx-prefix-cache-producer",
+            "plugins[0] (prefix-cache-scorer): producer predicted-latency-producer is not supported: there is no latency predictor: use inflight-load-producer",
         ),
     ],
 )  # fmt: skip
@@ -803,3 +803,46 @@ def test_what_does_less_than_it_says_is_named():
         assert part in found
     quiet = load_plugins(told(tokenProcessorConfig={"blockSizeTokens": 64}), READER)
     assert [text for text in warnings(quiet) if "token-producer" not in text] == []
+
+
+# --- images ---
+
+
+def mm(producer, scorer):
+    return load_parts(
+        plugins=[
+            {"type": "mm-embeddings-cache-producer", **producer},
+            {"type": "mm-embeddings-cache-scorer", "parameters": scorer},
+        ],
+        schedulingProfiles=[
+            {"name": "default", "plugins": [{"pluginRef": "mm-embeddings-cache-scorer"}]}
+        ],
+    )
+
+
+def test_the_fields_sample_for_images_loads():
+    """It spells the parameter of its picker in another way, which is told."""
+    config = mm({"parameters": {"cacheSizeInMB": 2048}}, {})
+    (index,) = config.indexes.values()
+    assert index.items_max == 1_024
+    (told,) = warnings(config)
+    assert "give that" in told
+    assert told.startswith("plugins[0] (mm-embeddings-cache-producer): ")
+    right = mm({"parameters": {"cacheSizeInMBPerServer": 2048}}, {})
+    assert (right.indexes["mm-embeddings-cache-producer"].items_max, warnings(right)) == (1_024, [])
+
+
+@pytest.mark.parametrize("scorer", [{}, {"producerName": "images"}])
+def test_an_index_of_images_is_found_by_its_name_or_its_type(scorer):
+    """It is one, whatever it is called by."""
+    config = mm({"name": "images"}, scorer)
+    (name,) = config.indexes
+    (asking,) = config.profile.scorers
+    assert asking.plugin.producer == name
+
+
+def test_an_index_of_images_that_is_missing_is_made():
+    config = load_plugins({"type": "mm-embeddings-cache-scorer"})
+    assert list(config.indexes) == ["mm-embeddings-cache-producer"]
+    (problem,) = problems(mm, {}, {"producerName": "no such"})
+    assert "producer no such names no plugin" in problem

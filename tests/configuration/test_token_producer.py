@@ -1,7 +1,10 @@
 """Which backends a `token-producer` may have, and what is told of parameters that do less."""
 
+from typing import ClassVar
+
 import pytest
 import yaml
+from msgspec import structs
 
 from epp.configuration.build import plugin_tables
 from epp.configuration.config import ConfigError, load_config
@@ -10,20 +13,31 @@ from epp.configuration.token_producer import (
     Backend,
     EndpointDiscovery,
 )
+from epp.core.abilities import Abilities
+from epp.core.parameters import Parameters
 from tests.builders import endpoint
 
 
-def loaded(*producers, type_name="token-producer"):
+def loaded(
+    *producers, type_name="token-producer", index="precise-prefix-cache-producer", scorer=None
+):
+    """`scorer`: a class that scores instead of `queue-scorer`."""
+    tables = plugin_tables()
+    name = "queue-scorer"
+    if scorer is not None:
+        name = scorer.type_name
+        tables = structs.replace(tables, scorers={**tables.scorers, name: scorer})
     document = {
         "apiVersion": "llm-d.ai/v1alpha1",
         "kind": "EndpointPickerConfig",
         "plugins": [
             *({"type": type_name, "name": f"t{n}", "parameters": one} for n, one in enumerate(producers)),
-            {"type": "queue-scorer"},
+            *([{"type": index}] if index else []),
+            {"type": name},
         ],
-        "schedulingProfiles": [{"name": "default", "plugins": [{"pluginRef": "queue-scorer"}]}],
+        "schedulingProfiles": [{"name": "default", "plugins": [{"pluginRef": name}]}],
     }  # fmt: skip
-    return load_config(yaml.safe_dump(document), "config.yaml", plugin_tables())
+    return load_config(yaml.safe_dump(document), "config.yaml", tables)
 
 
 @pytest.mark.parametrize(
@@ -83,7 +97,8 @@ def test_the_fields_own_parameters_load():
     }
     tls = {"url": "https://r", "caCertPath": "/a", "clientCertPath": "/b", "clientKeyPath": "/c"}
     assert loaded({"modelName": "m", "vllm": renderer}).tokens.renderer.prefill_only
-    assert loaded({"vllm": tls | {"insecureSkipVerify": True}}).warnings == ()
+    config = loaded({"vllm": tls | {"insecureSkipVerify": True}})
+    assert not any("(t0)" in warning for warning in config.warnings)
 
 
 @pytest.mark.parametrize(
@@ -127,8 +142,51 @@ def test_what_does_not_go_is_refused(parameters, problem):
 )
 def test_what_does_less_than_it_says_is_warned_of(parameters, warning):
     """Once."""
-    (told,) = loaded(parameters).warnings
+    (told,) = [sentence for sentence in loaded(parameters).warnings if "(t0)" in sentence]
     assert warning in told
+
+
+class IdsScorer(Parameters, frozen=True):
+    """Reads ids itself."""
+
+    type_name: ClassVar[str] = "ids-scorer"
+    abilities: ClassVar[Abilities] = Abilities(reads=("token_ids",))
+
+    def score(self, request, candidates):
+        return None
+
+
+class AnythingScorer(IdsScorer, frozen=True):
+    """Does not say what it reads."""
+
+    type_name: ClassVar[str] = "anything-scorer"
+    abilities: ClassVar[Abilities] = Abilities()
+
+
+@pytest.mark.parametrize("parameters", [{"vllm": {}}, {"local": {"autoDiscoveryDir": "/t"}}])
+def test_nobody_waits_for_ids_that_nothing_reads(parameters):
+    """It is said once, with the name of the configuration; what was configured stays what it is."""
+    config = loaded(parameters, index="approx-prefix-cache-producer")
+    assert config.tokens_asked.backend is Backend.ESTIMATE
+    assert config.tokens.backend is not Backend.ESTIMATE
+    (told,) = config.warnings
+    assert told.startswith("config.yaml: plugins[0] (t0): ")
+    assert "no request waits" in told
+
+
+@pytest.mark.parametrize(
+    ("index", "scorer"),
+    [
+        ("precise-prefix-cache-producer", None),
+        (None, IdsScorer),
+        (None, AnythingScorer),
+    ],
+)
+def test_requests_wait_for_ids_that_something_may_read(index, scorer):
+    """An index, or a plugin that reads them itself, or does not say what it reads."""
+    config = loaded({"vllm": {}}, index=index, scorer=scorer)
+    assert config.tokens_asked is config.tokens
+    assert not any("no request waits" in warning for warning in config.warnings)
 
 
 def test_a_change_is_told_of():

@@ -27,6 +27,7 @@ VARIANTS = {
     "session-affinity-scorer": [{}, {"strategy": "session_id"}],
     "approx-prefix-cache-producer": [{"lruCapacityPerServer": 50}],
     "session-id-producer": [{"sessionsMax": 50}],
+    "mm-embeddings-cache-producer": [{"cacheSizeInMBPerServer": 10}],
     "user-tokens-producer": [{"usersMax": 20}],
     "block-load-producer": [{"activeBlocksMax": 50, "lruCapacityPerServer": 50}],
     "routed-blocks-producer": [{"blocksPerEndpointMax": 50}],
@@ -88,6 +89,7 @@ def test_readers_of_an_index_say_which():
     }
     assert readers == {
         "added-time-scorer": ("", "approx-prefix-cache-producer"),
+        "mm-embeddings-cache-scorer": ("mm-embeddings-cache-producer",) * 2,
         "prefix-cache-affinity-filter": ("", "approx-prefix-cache-producer"),
         "prefix-cache-scorer": ("", "approx-prefix-cache-producer"),
         "no-hit-lru-scorer": ("no-hit-lru-producer", "no-hit-lru-producer"),

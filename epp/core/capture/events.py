@@ -284,6 +284,8 @@ class Asked(Struct, frozen=True, gc=False):
     """Of the block size that is captured: one a prompt, native byte order."""
     token_chains: tuple[bytes, ...] = ()
     """The same over token ids, where they are known."""
+    media: tuple[bytes, ...] = ()
+    """Of images and the like, where an index goes by them."""
 
 
 class Seen(Struct, frozen=True, gc=False):

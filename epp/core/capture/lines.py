@@ -84,6 +84,8 @@ class CaptureLine(Struct, kw_only=True, omit_defaults=True, gc=False):
     """As `blocks`, of the second prompt on, where a body has several."""
     token_blocks: tuple[bytes, ...] = ()
     """As `blocks`, of each prompt, over the token ids that the engine reads."""
+    media: bytes = b""
+    """Eight bytes for each distinct image, audio or video, where plugins go by them."""
 
 
 def pack_blocks(blocks: Iterable[int]) -> bytes:

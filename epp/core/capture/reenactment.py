@@ -53,6 +53,7 @@ from epp.core.decision.inputs import (
 from epp.core.decision.scheduler import Decision, Scheduler
 from epp.core.decision.settings import SchedulerSettings
 from epp.core.knowledge.inflight import Ending, Lease, Outcome
+from epp.core.prompt.blocks import HASH_BYTES
 from epp.core.prompt.request import InferenceRequest
 from epp.core.types import BYTES_PER_TOKEN, Endpoint, EndpointMetrics, Refusal
 
@@ -316,6 +317,7 @@ class Reenactment:
             }
             if line.token_blocks
             else {},
+            media=[_items(line.media)],
         )
 
     def _own_slot(self, scheduler: Scheduler, slot: int) -> int | None:
@@ -325,6 +327,10 @@ class Reenactment:
     def _address(self, slot: int) -> str:
         endpoint = self._endpoints.get(slot)
         return _NOWHERE if endpoint is None else endpoint.address
+
+
+def _items(media: bytes) -> tuple[bytes, ...]:
+    return tuple(media[at : at + HASH_BYTES] for at in range(0, len(media), HASH_BYTES))
 
 
 def _of_engine(event: Told | Streamed | Voided, slot: int) -> Input:

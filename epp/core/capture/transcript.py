@@ -222,6 +222,7 @@ class Transcript:
             priority=asked.priority,
             more=tuple(others),
             token_blocks=tuple(salt.blocks(packed_chain(chain)) for chain in asked.token_chains),
+            media=salt.blocks(b"".join(item[:HASH_BYTES] for item in asked.media)),
         )
         blocks, size = len(first) // HASH_BYTES, self.block_tokens
         whole, rest = divmod(line.prompt_tokens, size)

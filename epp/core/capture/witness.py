@@ -231,6 +231,7 @@ class CaptureWitness:
                 :PROMPTS_MAX
             ],
             request.token_chains.get(self._scheduler.settings.block_tokens, ())[:PROMPTS_MAX],
+            request.media[0] if request.media else (),
         )
         subset = None
         if request.subset is not None:

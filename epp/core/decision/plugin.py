@@ -30,6 +30,8 @@ KEPT_READS: Final = (*VERSIONED, MODEL)
 """What `reads` of a scorer may name whose scores are kept until one of them changes."""
 PREFIX_READS: Final = ("matched_blocks", "total_blocks", "uncached_tokens", "cold")
 """What the default prefix index fills: it is made for whoever reads any of them."""
+TOKEN_READS: Final = ("token_ids", "token_media")
+"""What a request has to wait for where a `token-producer` finds it out."""
 READABLE: Final = tuple(
     dict.fromkeys(
         (
@@ -100,6 +102,22 @@ class MarksResponses(Plugin, Protocol):
         ...
 
 
+class MarksRequests(Plugin, Protocol):
+    """A filter, a scorer, or what is nothing else, that wants headers on the request."""
+
+    own_headers: ClassVar[tuple[str, ...]]
+    """Lower-case names of those that it sets: a client's are removed."""
+
+    def request_headers(
+        self, request: InferenceRequest, candidates: Candidates, endpoint: Endpoint, /
+    ) -> Mapping[str, str]:
+        """Of `own_headers` those to set on `request`, which is sent to `endpoint`.
+
+        `candidates`: all that were ready, before filters. Of the request there is no prompt any more.
+        """
+        ...
+
+
 class Picker(Plugin, Protocol):
     """Chooses from the weighted sums."""
 
@@ -138,6 +156,7 @@ _MEMBERS: Final[Mapping[str, tuple[str, ...]]] = {
     "configures_index": ("producer_parameters",),
     "goes_by_sessions": ("session_of",),
     "marks_responses": ("response_headers",),
+    "marks_requests": ("own_headers", "request_headers"),
     "tells_cost": ("cost_unit", "cost_parts"),
 }
 """What a plugin has for an ability, and for nothing else."""
@@ -182,7 +201,16 @@ def declaration_fault(kind: type[Any]) -> str | None:
 
 def may_read_prefix(abilities: Abilities) -> bool:
     """Whether a filter, scorer or picker reads the default prefix index, as far as it declares."""
+    return _may_read(abilities, PREFIX_READS)
+
+
+def may_read_tokens(abilities: Abilities) -> bool:
+    """Whether a filter, scorer or picker reads the ids of tokens, as far as it declares."""
+    return _may_read(abilities, TOKEN_READS)
+
+
+def _may_read(abilities: Abilities, names: tuple[str, ...]) -> bool:
     if abilities.reads is None:
         # The index that it reads is the one that it names.
         return not abilities.reads_index
-    return not set(PREFIX_READS).isdisjoint(abilities.reads)
+    return not set(names).isdisjoint(abilities.reads)

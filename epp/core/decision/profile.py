@@ -23,7 +23,14 @@ from epp.core.decision.failures import (
     positions_fault,
 )
 from epp.core.decision.kept_scores import KeptScores
-from epp.core.decision.plugin import Filter, MarksResponses, Picker, Scorer, TellsCost
+from epp.core.decision.plugin import (
+    Filter,
+    MarksRequests,
+    MarksResponses,
+    Picker,
+    Scorer,
+    TellsCost,
+)
 from epp.core.knowledge.candidates import Bools, Candidates, Floats, Ints
 from epp.core.prompt.request import InferenceRequest
 from epp.core.types import Endpoint
@@ -63,10 +70,10 @@ class WeightedScorer(Struct, frozen=True):
 
 
 class NamedResponder(Struct, frozen=True):
-    """What only sets headers on responses, under the name it has in the configuration."""
+    """What only sets headers, on responses or on requests, under the name it has in the configuration."""
 
     name: str
-    plugin: MarksResponses
+    plugin: MarksResponses | MarksRequests
 
 
 class Marker(Struct, frozen=True):
@@ -88,6 +95,31 @@ class Marker(Struct, frozen=True):
             return {}
         if fault:
             self.failures.returned(self.name, "response_headers", fault)
+            return {}
+        return found
+
+
+class RequestMarker(Struct, frozen=True):
+    """A plugin that sets headers on requests, under its name in the configuration."""
+
+    name: str
+    plugin: MarksRequests
+    failures: PluginFailures
+
+    def request_headers(
+        self, request: InferenceRequest, candidates: Candidates, endpoint: Endpoint
+    ) -> Mapping[str, str]:
+        """As of `MarksRequests`; none, if the plugin fails."""
+        try:
+            found = self.plugin.request_headers(request, candidates, endpoint)
+            fault = headers_fault(found)
+            if not fault and not set(found) <= set(self.plugin.own_headers):
+                fault = "a header that is none of its own"
+        except BaseException as error:  # noqa: BLE001  the boundary of a plugin
+            self.failures.raised(self.name, "request_headers", error)
+            return {}
+        if fault:
+            self.failures.returned(self.name, "request_headers", fault)
             return {}
         return found
 
@@ -167,6 +199,14 @@ class SchedulingProfile(Struct, frozen=True, kw_only=True, dict=True):
             Marker(member.name, cast("MarksResponses", member.plugin), failures)
             for member in (*self.members, *self.responders)
             if member.plugin.abilities.marks_responses
+        )
+
+    def request_markers(self, failures: PluginFailures) -> tuple[RequestMarker, ...]:
+        """The filters, scorers and others that set headers on requests."""
+        return tuple(
+            RequestMarker(member.name, cast("MarksRequests", member.plugin), failures)
+            for member in (*self.members, *self.responders)
+            if member.plugin.abilities.marks_requests
         )
 
     @cached_property

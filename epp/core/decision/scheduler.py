@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from random import Random
-from typing import Any, Final, Protocol, cast
+from typing import Any, Final, NamedTuple, Protocol, cast
 
 import numpy as np
 from msgspec import Struct, structs
@@ -40,7 +40,7 @@ from epp.core.decision.inputs import (
 )
 from epp.core.decision.kept_scores import KeptScores
 from epp.core.decision.plugin import GoesBySessions, TellsCost
-from epp.core.decision.profile import Kept, Marker, Scored
+from epp.core.decision.profile import Kept, Marker, RequestMarker, Scored
 from epp.core.decision.settings import SchedulerSettings
 from epp.core.decision.shadow import Acted, Shadow, ShadowTotals, ShadowVerdict
 from epp.core.knowledge.candidates import Affinity, Candidates, Ints
@@ -51,6 +51,7 @@ from epp.core.knowledge.index import (
     CountsInflight,
     Heard,
     HearsEngines,
+    Held,
     IndexStanding,
     LimitsMemory,
     MeasuresItself,
@@ -105,6 +106,10 @@ class Decision(Struct, frozen=True, kw_only=True, dict=True):
     """Those of the scorers that can say what their cost is made of; as many as there are scorers."""
     markers: tuple[Marker, ...] = ()
     """The plugins that set headers on the response."""
+    request_markers: tuple[RequestMarker, ...] = ()
+    """Those that set headers on the request."""
+    offered: Candidates | None = None
+    """All that were ready, before filters; None: nobody asks."""
     shadow: ShadowVerdict | None = None
     """What the shadow profile would have done; None: there is none, or it was not asked."""
 
@@ -138,6 +143,22 @@ class Decision(Struct, frozen=True, kw_only=True, dict=True):
             self.lease.matched_blocks, self.block_tokens, self.lease.request.prompt_tokens
         )
 
+    def request_headers(self) -> dict[str, str]:
+        """Headers to set on the request; asked for before anything else is decided."""
+        found: dict[str, str] = {}
+        if self.offered is not None:
+            for marker in self.request_markers:
+                request = self.lease.request
+                found.update(marker.request_headers(request, self.offered, self.endpoint))
+        return found
+
+    @property
+    def own_request_headers(self) -> frozenset[str]:
+        """Names that no client may set, because plugins do."""
+        return frozenset(
+            name for marker in self.request_markers for name in marker.plugin.own_headers
+        )
+
     def response_headers(self, served: str) -> dict[str, str]:
         """Headers to set on the response, e.g. the session token.
 
@@ -147,6 +168,15 @@ class Decision(Struct, frozen=True, kw_only=True, dict=True):
         for marker in self.markers:
             found.update(marker.response_headers(self.lease.request, self.endpoint, served))
         return found
+
+
+class _Offered(NamedTuple):
+    """Who was there before the ranking."""
+
+    ready: int
+    dropped: dict[str, Ints]
+    candidates: Candidates | None
+    """Before filters; None: nobody asks."""
 
 
 class Sent(Struct, frozen=True, gc=False):
@@ -321,7 +351,8 @@ class Scheduler:
                 lambda kept: self._fresh_first(kept, now)[0],
                 self._endpoint,
             )
-        return self._assume(request, ranked, scored, positions, ready, dropped, verdict, now)
+        offered = _Offered(ready, dropped, candidates if self._request_markers else None)
+        return self._assume(request, ranked, scored, positions, offered, verdict, now)
 
     def _read_load(self, given: LoadReported, now: Seconds) -> None:
         lease, report = given.lease, read_load_report(given.header)
@@ -420,6 +451,21 @@ class Scheduler:
         """Every index of the configuration, in its order."""
         return [self._index_standing(name) for name in self.settings.indexes]
 
+    def held(self, request: InferenceRequest, endpoint: Endpoint) -> Held | None:
+        """How much of the first prompt of `request` the engine of `endpoint` says that it holds.
+
+        `request` is as a lease keeps it. None: it is not heard, or that cannot be told.
+        """
+        slot = self.pool.slot_of(endpoint)
+        if slot is None:
+            return None
+        for name, hearing in self.hearing.items():
+            try:
+                return hearing.held(request, slot)
+            except BaseException as error:  # noqa: BLE001  the boundary of a plugin
+                self.failures.raised(name, "held", error)
+        return None
+
     def tell_peers(self) -> None:
         """From now on keep in `sent` what peers are to be told, and count what they have in flight."""
         self.sent = deque(maxlen=SENT_MAX)
@@ -515,6 +561,7 @@ class Scheduler:
         profile = self.settings.profile
         self._scorer_names = tuple(scorer.name for scorer in profile.scorers)
         self._markers = profile.markers(self.failures)
+        self._request_markers = profile.request_markers(self.failures)
         self._tellers = profile.tellers
         self.outliers.configure(self.settings.ejection)
         self._kept_scores = KeptScores.of(profile.scorers)
@@ -686,8 +733,7 @@ class Scheduler:
         candidates: Candidates,
         scored: Scored,
         picked: list[int],
-        ready: int,
-        dropped: dict[str, Ints],
+        offered: _Offered,
         verdict: ShadowVerdict | None,
         now: Seconds,
     ) -> Decision:
@@ -717,15 +763,17 @@ class Scheduler:
             matched_blocks=matched,
             total_blocks=total,
             block_tokens=self.settings.block_tokens,
-            ready=ready,
-            eliminated={name: len(slots) for name, slots in dropped.items()},
-            dropped=dropped,
+            ready=offered.ready,
+            eliminated={name: len(slots) for name, slots in offered.dropped.items()},
+            dropped=offered.dropped,
             candidates=candidates,
             picked=first,
             scorers=self._scorer_names,
             scored=scored,
             tellers=self._tellers,
             markers=self._markers,
+            request_markers=self._request_markers,
+            offered=offered.candidates,
             shadow=verdict,
         )
 

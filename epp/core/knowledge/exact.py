@@ -22,6 +22,7 @@ share gives up what it stored last, which is the tail of conversations; it then 
 """
 
 from array import array
+from bisect import bisect_left
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Any, ClassVar, Final
 
@@ -34,8 +35,10 @@ from epp.core.knowledge.candidates import Affinity, Floats, Ints
 from epp.core.knowledge.exact_parameters import PrecisePrefixCacheParameters
 from epp.core.knowledge.index import (
     EXACT,
+    HOST_BLOCKS,
     AffinityIndex,
     Heard,
+    Held,
     IndexMeasures,
 )
 from epp.core.knowledge.model_names import ModelNames
@@ -59,6 +62,8 @@ SWEPT_AT_ONCE_MAX: Final = 1_024
 GIVEN_UP_SHARE: Final = 64
 """Whoever gives up blocks for others gives up at least one in so many."""
 RECENT_BYTES_MAX: Final = 16 * 1024 * 1024
+HOST: Final = "cpu"
+"""The tier from which engines let others fetch blocks, as they call it."""
 _COUNTS: Final = frozenset({StreamState.REPLAYING, StreamState.LIVE})
 
 
@@ -72,6 +77,7 @@ class ExactIndexSettings(PrecisePrefixCacheParameters, frozen=True):
         limits_memory=True,
         measures=True,
         hears_engines=True,
+        reads_token_ids=True,
     )
 
     def open(self) -> AffinityIndex:
@@ -199,6 +205,7 @@ class ExactIndex:
             self.statistics.unknown_tokens += 1
             return Affinity(np.zeros(slots, dtype=np.int64), 0, columns)
         matched = np.zeros(slots, dtype=np.int64)
+        host = np.zeros(slots) if self._tiers.get(HOST) else None
         total = 0
         for number, chain in enumerate(chains):
             blocks = len(chain) // HASH_BYTES
@@ -207,6 +214,10 @@ class ExactIndex:
             # The last token is always computed, to have what comes after it.
             usable = min(blocks, max(0, tokens - 1) // self.block_tokens)
             matched += self._matched(request, number, chain, usable, tokens, slots, now)
+            if host is not None:
+                self._add_host_blocks(host, array("Q", chain).tolist()[:usable])
+        if host is not None:
+            columns[HOST_BLOCKS] = host
         if total:
             best = int(matched.max(initial=0))
             if not best:
@@ -269,6 +280,7 @@ class ExactIndex:
                 mirror.remove(event, changes)
             elif isinstance(event, Stored):
                 if self._sglang and event.adapter:
+                    self._names.adapters_told((event.adapter,))
                     faults.append(Fault.KEYS)
                     continue
                 mirror.rows_max = before + self._room(mirror, len(event.hashes))
@@ -336,6 +348,44 @@ class ExactIndex:
             self._new_place(slot)
         self._count_places()
 
+    def held(self, request: InferenceRequest, slot: int) -> Held | None:
+        """How much of the first prompt of `request` the engine in `slot` said that it holds.
+
+        None: it tells not all that it holds, its blocks are too small to be followed from run to run, or
+        more than the tokens decides what they are: an adapter, a salt.
+        """
+        known = self._slots[slot] if slot < len(self._slots) else None
+        chains = request.token_chains.get(self.block_tokens)
+        if known is None or known.place is None or not chains or not chains[0]:
+            return None
+        if not known.complete or known.state is not StreamState.LIVE or known.place.mirror.cut:
+            return None
+        mirror = known.place.mirror
+        size = mirror.engine_block_tokens
+        if not size or request.cache_salt or self._adapter_of(request) != "":
+            return None
+        if size % mirror.step_tokens:
+            # Of such blocks the mirror does not follow every run to its end.
+            return None
+        keys = array("Q", chains[0])
+        total = len(keys)
+        if self.block_tokens % size:
+            total = total * self.block_tokens // size * size // self.block_tokens
+        if not total:
+            return None
+        bit = known.place.bit
+        tiers = tuple(self._tiers.values())
+
+        def holds(key: int) -> bool:
+            return any(rows.get(key, 0) & bit for rows in tiers)
+
+        # The key of a block stands for all of the prompt up to there.
+        if holds(keys[total - 1]):
+            return Held(total, total, self.block_tokens)
+        # Engines give up tails before heads.
+        lost = bisect_left(range(total), True, key=lambda at: not holds(keys[at]))
+        return Held(lost, total, self.block_tokens)
+
     # What the scheduler does.
 
     def record(self, request: InferenceRequest, slot: int, now: Seconds) -> Any:
@@ -382,11 +432,15 @@ class ExactIndex:
         made = request.token_chains.get(self.block_tokens)
         if made is not None:
             return made
-        adapter = self._names.adapter_of(request.model, self._tiers[DEVICE])
+        adapter = self._adapter_of(request)
         if adapter is None or (self._sglang and (adapter or request.cache_salt)):
             # The hashes of SGLang leave these out: what it says of them cannot be told from the rest.
             return ()
         return request.token_chains_of(self.block_tokens, self._blocks_max, adapter=adapter)
+
+    def _adapter_of(self, request: InferenceRequest) -> str | None:
+        """As `ModelNames.adapter_of`."""
+        return self._names.adapter_of(request.model, self._tiers[DEVICE])
 
     def _await_own(self, request: InferenceRequest, now: Seconds) -> None:
         """Whether `request` asks for the model itself is seen by what engines hold of it."""
@@ -455,6 +509,13 @@ class ExactIndex:
             depths[place.slot] = max(depths.item(place.slot), weighed)
         return depths
 
+    def _add_host_blocks(self, host: Floats, keys: list[int]) -> None:
+        """Add to each slot how many of `keys`, from the first on, are in the memory of its host."""
+        for place_number, blocks in self._walk_one(self._tiers[HOST], keys).items():
+            place = self._places[place_number]
+            if place is not None and 0 <= place.slot < len(host):
+                host[place.slot] += blocks
+
     def _exact_of(self, slots: int) -> Floats:
         """1.0 for each slot that told all that it holds, and of which all is kept."""
         exact = self._exact
@@ -471,27 +532,29 @@ class ExactIndex:
         step_tokens = next(place.mirror.step_tokens for place in self._places if place is not None)
         if not request.token_ids:
             return ()
-        adapter = self._names.adapter_of(request.model, self._tiers[DEVICE]) or ""
+        adapter = self._adapter_of(request) or ""
         chains = request.token_chains_of(step_tokens, TOKENS_MAX, adapter=adapter)
         return array("Q", chains[number])
 
     def _walk(self, keys: list[int]) -> tuple[dict[int, int], dict[int, float]]:
         """Number of a place -> how many of `keys` it holds from the first on; and what tiers take off."""
-        found: dict[int, int] = {}
-        lost: dict[int, float] = {}
-        alive = self._counted
-        device = self._tiers[DEVICE]
         if any(rows for tier, rows in self._tiers.items() if tier != DEVICE):
             return self._walk_tiers(keys)
+        return self._walk_one(self._tiers[DEVICE], keys), {}
+
+    def _walk_one(self, rows: dict[int, int], keys: list[int]) -> dict[int, int]:
+        """Number of a place -> how many of `keys` it holds in one tier, from the first on."""
+        found: dict[int, int] = {}
+        alive = self._counted
         for depth, key in enumerate(keys):
-            mask = device.get(key, 0) & alive
+            mask = rows.get(key, 0) & alive
             if mask != alive:
                 _note(found, alive & ~mask, depth)
                 alive = mask
                 if not alive:
-                    return found, lost
+                    return found
         _note(found, alive, len(keys))
-        return found, lost
+        return found
 
     def _walk_tiers(self, keys: list[int]) -> tuple[dict[int, int], dict[int, float]]:
         """As `_walk`, where a block counts by the best of the tiers that hold it."""

@@ -24,6 +24,11 @@ EXACT: Final = "exact"
 that endpoint is not asked."""
 
 
+HOST_BLOCKS: Final = "host"
+"""A column of an index that engines tell: leading blocks of the prompt in the memory of the host, without
+a gap, from where others can fetch them."""
+
+
 class AffinityIndex(Protocol):
     """State that a strategy keeps about which endpoint has seen what (design D12)."""
 
@@ -115,6 +120,16 @@ class Heard(Struct, frozen=True, kw_only=True):
     """What was told does not add up, and is forgotten: all is to be told again."""
 
 
+class Held(Struct, frozen=True):
+    """How much of a prompt an engine says that it holds."""
+
+    blocks: int
+    """From the head on, without those that were only decided."""
+    total: int
+    """As many as it holds of a prompt that it has computed."""
+    block_tokens: int
+
+
 class HearsEngines(AffinityIndex, Protocol):
     """An affinity index that engines tell what they hold."""
 
@@ -140,6 +155,12 @@ class HearsEngines(AffinityIndex, Protocol):
 
     def silence(self, slot: int) -> None:
         """What the engine in `slot` said so far does not hold; what was decided does."""
+        ...
+
+    def held(self, request: InferenceRequest, slot: int) -> Held | None:
+        """How much of the first prompt of `request`, which has let it go, the engine in `slot` said
+        that it holds; None: that cannot be told. Changes nothing.
+        """
         ...
 
 
@@ -191,7 +212,9 @@ VERBS: Final[Mapping[str, tuple[str, ...]]] = {
     "counts_inflight": ("release",),
     "limits_memory": ("limit_memory",),
     "measures": ("measures",),
-    "hears_engines": ("hear", "set_stream", "adapters_told", "change", "clear", "silence"),
+    "hears_engines": (
+        *("hear", "set_stream", "adapters_told", "change", "clear", "silence", "held"),
+    ),
 }
 """What an index must have: for each of its abilities, and "" for all."""
 

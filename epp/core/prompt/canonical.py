@@ -21,7 +21,8 @@ that is missing; members that do not reach the model (`cache_control`, `detail`,
 Responses items). A tool call or result without an id or arguments has empty ones.
 """
 
-from collections.abc import Collection, Mapping, Sequence
+import re
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, Final, TypeAlias
 
 import xxhash
@@ -73,6 +74,10 @@ _FIELDS_EACH: Final = 3
 _FIELDS_PER_MEMBER: Final = 8
 """As many as a member of a media part takes the time of; it adds none."""
 
+MEDIA_ITEMS_MAX: Final = 256
+"""Of one request, that are told apart."""
+_MEDIA: Final = re.compile(rb"\xfa([0-9a-f]{32})\xfd")
+
 _encode = json.Encoder().encode
 
 
@@ -89,6 +94,19 @@ class Message(Struct, gc=False):
     audio: Item | None = None
     tool_calls: list[Item] | None = None
     function_call: Item | None = None
+
+
+def media_digests(prompts: Iterable[bytes]) -> tuple[bytes, ...]:
+    """16 bytes of the content of each distinct image or the like, in the order of `prompts`."""
+    found: dict[bytes, None] = {}
+    for prompt in prompts:
+        if DIGEST not in prompt:
+            continue
+        for media in _MEDIA.finditer(prompt):
+            found.setdefault(bytes.fromhex(media[1].decode()))
+            if len(found) >= MEDIA_ITEMS_MAX:
+                return tuple(found)
+    return tuple(found)
 
 
 def text_prompt(text: str) -> bytes:

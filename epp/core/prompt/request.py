@@ -9,7 +9,7 @@ from msgspec import Struct, field, structs
 
 from epp.core.moment import NO_MOMENT, Moment
 from epp.core.prompt.blocks import HASH_BYTES, KnownSegments, chain_seed, hash_blocks
-from epp.core.prompt.canonical import TERMINATORS, TEXT, opening_of
+from epp.core.prompt.canonical import TERMINATORS, TEXT, media_digests, opening_of
 from epp.core.prompt.token_blocks import hash_tokens, token_seed
 from epp.core.types import ApiKind
 
@@ -48,6 +48,8 @@ class InferenceRequest(Struct, frozen=True, kw_only=True):
     """Block size in bytes -> the hash of what is left of each prompt behind its last full block."""
     token_chains: dict[int, tuple[bytes, ...]] = field(default_factory=dict)
     """Tokens in a block -> one chain a prompt, over the ids that the engine reads."""
+    media: list[tuple[bytes, ...]] = field(default_factory=list)
+    """What `media_items` found, once it has looked. A capture that is decided again fills it."""
     segments: KnownSegments | None = None
     """What is known of long prompts; it saves time and changes no chain."""
     moment: Moment = NO_MOMENT
@@ -108,6 +110,13 @@ class InferenceRequest(Struct, frozen=True, kw_only=True):
                 tails.append(xxhash.xxh64_intdigest(rest, last) if whole else None)
             known = self.tails[block_bytes] = tuple(tails)
         return known
+
+    def media_items(self) -> tuple[bytes, ...]:
+        """Up to 16 bytes for each distinct image, audio or video in the prompts, computed once."""
+        if not self.media:
+            by_ids = self.api is ApiKind.TOKENS
+            self.media.append(() if by_ids else media_digests(self.prompts))
+        return self.media[0]
 
     def opening(self) -> tuple[int, int] | None:
         """Of a conversation: bytes before the user's first message, and 64 bits for all up to its end.

@@ -5,7 +5,6 @@ from array import array
 from collections.abc import Iterable, Sequence
 from typing import Final
 
-import numpy as np
 from msgspec import Struct
 
 ID_BYTES: Final = 4
@@ -13,6 +12,8 @@ COMPARED_MIN: Final = 100
 """Prompts of a model after which it is judged."""
 AGREEMENT_MIN: Final = 0.95
 """Of them, that had the engine's ids; with less, ours are not the engine's."""
+TRIED_EACH: Final = 16
+"""Of so many prompts of a model whose ids are not the engine's those of one are found out."""
 MODELS_MAX: Final = 256
 
 
@@ -31,66 +32,81 @@ def unpacked(ids: bytes) -> list[int]:
     return words.tolist()
 
 
-def first_difference(ours: bytes, theirs: bytes) -> int | None:
-    """The first position at which the two differ, as far as both go; None: they do not."""
-    count = min(len(ours), len(theirs)) // ID_BYTES
-    differ = np.frombuffer(ours, "<u4", count) != np.frombuffer(theirs, "<u4", count)
-    return int(differ.argmax()) if differ.any() else None
-
-
 class Disagreement(Struct, frozen=True):
     """Of a model whose ids are not the engine's."""
 
     model: str
     compared: int
     agreed: int
-    position: int
-    """The first one that differed in the last prompt that did."""
+    same_tokens: int
+    """From the head on, of the last prompt that differed."""
 
 
-class _Compared:
-    __slots__ = ("agreed", "count", "told")
+class ComparedModel(Struct):
+    """How often the ids of one model's prompts were the engine's."""
 
-    def __init__(self) -> None:
-        self.count = 0
-        self.agreed = 0
-        self.told = False
+    model: str
+    compared: int = 0
+    agreed: int = 0
+    lately_compared: int = 0
+    """What is long ago counts less and less."""
+    lately_agreed: int = 0
+    told: bool = False
+    asked: int = 0
+    """Since its ids are not the engine's."""
+
+    @property
+    def exact(self) -> bool:
+        """Nothing speaks against using these ids for those of the engine."""
+        lately = self.lately_compared
+        return lately < COMPARED_MIN or self.lately_agreed >= AGREEMENT_MIN * lately
 
 
 class Agreement:
     """How often the ids that were found out are those that the engine says it has stored."""
 
     def __init__(self) -> None:
-        self._by_model: dict[str, _Compared] = {}
+        self._by_model: dict[str, ComparedModel] = {}
 
-    def compare(self, model: str, ours: bytes, theirs: bytes) -> Disagreement | None:
-        """`theirs` are the ids of a stored prompt, or of its head, that was routed as `ours`.
+    def note(self, model: str, same_tokens: int | None) -> Disagreement | None:
+        """A prompt was compared: None, its ids are the engine's; else so many from the head on are.
 
-        Returns what is to be warned of, once a model: less than `AGREEMENT_MIN` of so far at least
+        Returns what is to be warned of, once a model: less than `AGREEMENT_MIN` of lately at least
         `COMPARED_MIN` prompts had the engine's ids.
         """
         known = self._by_model.get(model)
         if known is None:
             if len(self._by_model) >= MODELS_MAX:
                 return None
-            known = self._by_model[model] = _Compared()
-        position = first_difference(ours, theirs)
-        known.count += 1
-        if position is None:
-            known.agreed += 1
-            return None
-        if known.told or known.count < COMPARED_MIN or self.exact(model):
+            known = self._by_model[model] = ComparedModel(model)
+        agrees = same_tokens is None
+        known.compared += 1
+        known.agreed += agrees
+        known.lately_compared += 1
+        known.lately_agreed += agrees
+        if known.lately_compared >= 2 * COMPARED_MIN:
+            known.lately_compared //= 2
+            known.lately_agreed //= 2
+        if same_tokens is None or known.told or known.exact:
             return None
         known.told = True
-        return Disagreement(model, known.count, known.agreed, position)
+        return Disagreement(model, known.compared, known.agreed, same_tokens)
 
     def exact(self, model: str) -> bool:
         """Whether nothing speaks against using the ids of `model` for those of the engine."""
         known = self._by_model.get(model)
-        if known is None or known.count < COMPARED_MIN:
-            return True
-        return known.agreed >= AGREEMENT_MIN * known.count
+        return known is None or known.exact
 
-    def rows(self) -> Sequence[tuple[str, int, int]]:
-        """Model, prompts compared, prompts that agreed."""
-        return [(model, known.count, known.agreed) for model, known in self._by_model.items()]
+    def asks(self, model: str) -> bool:
+        """Whether to find out the ids of one more prompt: where they are not the engine's of one in
+        `TRIED_EACH`, to see whether they still are not.
+        """
+        known = self._by_model.get(model)
+        if known is None or known.exact:
+            return True
+        known.asked += 1
+        return known.asked % TRIED_EACH == 0
+
+    def rows(self) -> Sequence[ComparedModel]:
+        """In the order in which they were first compared."""
+        return list(self._by_model.values())

@@ -821,8 +821,13 @@ class Session:
         if self._settings.request_load_metrics and LOAD_REPORT_REQUEST_HEADER not in headers:
             set_headers.append((LOAD_REPORT_REQUEST_HEADER, LOAD_REPORT_FORMAT))
         remove_headers: tuple[str, ...] = ()
-        if not CONTROL_HEADERS.isdisjoint(headers):
-            remove_headers = tuple([name for name in headers if name in CONTROL_HEADERS])
+        not_clients = CONTROL_HEADERS
+        if decision.request_markers:
+            marked = decision.request_headers()
+            set_headers += marked.items()
+            not_clients = (CONTROL_HEADERS | decision.own_request_headers) - marked.keys()
+        if not not_clients.isdisjoint(headers):
+            remove_headers = tuple([name for name in headers if name in not_clients])
         trace = self._exchange.trace
         if trace is not None:
             remove_headers += trace.remove_headers

@@ -35,7 +35,7 @@ from epp.core.kv_events.zmtp import (
     read_replayed,
 )
 from epp.core.subscription import Asked, Subscription
-from epp.core.types import Endpoint, MetricsTarget, Seconds, ranks_of
+from epp.core.types import Endpoint, MetricsTarget, Seconds, pod_of, ranks_of
 from epp.shell.engines.kv_event_server import KVEventServer
 from epp.shell.engines.loop_share import LoopShare
 from epp.shell.engines.page_client import BadResponseError, PageClient
@@ -157,6 +157,8 @@ class KVEventListener:
         self._endpoints: Sequence[Endpoint] = ()
         self._ranks: Mapping[str, int] = {}
         """Identity of an endpoint -> its rank in its pod."""
+        self._pods: Mapping[tuple[str, str], int] = Counter()
+        """Pod -> how many endpoints it has."""
         self._sources: dict[str, _Source] = {}
         self._group: asyncio.TaskGroup | None = None
         self._replays = asyncio.Semaphore(REPLAYS_AT_ONCE_MAX)
@@ -181,6 +183,7 @@ class KVEventListener:
         """
         self._endpoints = endpoints
         self._ranks = ranks_of(endpoints)
+        self._pods = Counter(map(pod_of, endpoints))
         names = self._scheduler.hearing
         configured: Any = next((self._scheduler.settings.indexes[name] for name in names), None)
         settings = None if configured is None else configured.kv_events_config
@@ -424,7 +427,7 @@ class KVEventListener:
         finally:
             client.close()
             account.close()
-        found = place_of(page, host, rank)
+        found = place_of(page, host, rank, self._pods[pod_of(source.endpoint)])
         if isinstance(found, str):
             source.place, source.problem = None, f"{client.url} {found}"
         else:
@@ -635,15 +638,22 @@ def _counts_of(subscription: Subscription) -> dict[tuple[str, str], int]:
     }
 
 
-def place_of(page: bytes, host: str, rank: int) -> Place | str:
+def place_of(page: bytes, host: str, rank: int, endpoints: int) -> Place | str:
     """Where an engine that answers `page` publishes its rank `rank`; or why that is not known.
 
-    Its host is taken for ours: an engine does not say where else this picker connects to.
+    Its host is taken for ours: an engine does not say where else this picker connects to. An engine that
+    has more ranks than its pod has `endpoints` shares its requests out among them: what one of them
+    holds does not say what a request finds.
     """
     try:
         ranks = msgspec.json.decode(page, type=dict[str, _Published])
     except (msgspec.MsgspecError, ValueError, RecursionError):
         return "answered with something else than sources by rank"
+    if len(ranks) > max(endpoints, 1):
+        return (
+            f"names {len(ranks)} ranks behind {endpoints} endpoint{'s' * (endpoints != 1)}, among which "
+            "its own balancer chooses: give each rank a port of its own"
+        )
     config = ranks.get(str(rank))
     if config is None and len(ranks) == 1:
         config = next(iter(ranks.values()))

@@ -7,12 +7,14 @@ import math
 import time
 from collections.abc import Callable
 from functools import wraps
+from http import HTTPStatus
 from typing import Concatenate, Final, ParamSpec, TypeVar
 
 import structlog
 
 from epp.core.knowledge.inflight import Ending, Outcome
 from epp.core.knowledge.pool import UPSTREAM_FAILURES
+from epp.core.prompt.request import InferenceRequest
 from epp.core.protocol.session import Exchange, StreamFailure
 from epp.core.types import Endpoint, Refusal, Seconds
 from epp.shell.engines.tokens.question import TokensResult
@@ -74,9 +76,11 @@ class Observation:
         recent: RecentDecisions | None = None,
         answered: Callable[[Endpoint], None] = lambda _: None,
         picked: Callable[[Endpoint], None] = lambda _: None,
+        served: Callable[[InferenceRequest, Endpoint, Seconds], None] = lambda *_: None,
     ) -> None:
         """`recent`: keeps the last decisions and refusals for who debugs. `answered` is told of each
-        endpoint that has just served a request, `picked` of each that is about to get one.
+        endpoint that has just served a request, `picked` of each that is about to get one, `served` of
+        each request that was served to its end.
         """
         self._telemetry = telemetry
         self._decisions = decisions
@@ -84,6 +88,7 @@ class Observation:
         self._objective_warned_at_s = -math.inf
         self._answered = answered
         self._picked = picked
+        self._served = served
         self._failures = PerSecond(FAILURES_PER_SECOND_MAX)
         self._cut = False
         self._usage_seen = True
@@ -194,6 +199,9 @@ class Observation:
         )
         if self._recent is not None:
             self._recent.completed(exchange, outcome, now)
+        served = outcome.ending is Ending.COMPLETE and outcome.status == HTTPStatus.OK
+        if served and exchange.endpoint is not None and not outcome.by_gateway:
+            self._served(decision.lease.request, exchange.endpoint, now)
 
     @contained
     def set_aside(self, endpoint: Endpoint) -> None:

@@ -269,3 +269,28 @@ def test_what_engines_said_is_done_again():
     assert 0 < looked_up.count(False) < 5
     without = [event for event in events if not isinstance(event, Told)]
     assert Difference.KNOWLEDGE in done_again(without, lines).result.differences
+
+
+def test_where_an_image_went_is_done_again():
+    """By hashes that nobody can look up; without them the index would know nothing."""
+    text = document().replace(
+        "- type: queue-scorer\n", "- type: queue-scorer\n- type: mm-embeddings-cache-scorer\n"
+    )
+    text = text.replace(
+        "  - {pluginRef: queue",
+        "  - {pluginRef: mm-embeddings-cache-scorer, weight: 9}\n  - {pluginRef: queue",
+    )
+    live = Live(text)
+    live.begin(4)
+    for number in range(60):
+        live.now += 0.1
+        live.scrape()
+        shown = b"image_url\xfa%032x\xfd" % (number * number % 7 << 96)
+        live.ask(api=ApiKind.CHAT, prompts=(shown + b"what is it?\xf8",), priority=0)
+    events, lines = read(live.transcript)
+    result = done_again(events, lines).result
+    assert (result.decisions, result.same) == (60, 60), result.first
+    assert {len(line.media) for line in lines.values()} == {8}
+    for line in lines.values():
+        line.media = b""
+    assert done_again(events, lines).result.changed > 10

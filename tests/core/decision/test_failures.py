@@ -27,6 +27,7 @@ from epp.core.decision.scheduler import Decision, Scheduler
 from epp.core.decision.settings import SchedulerSettings
 from epp.core.knowledge.affinity import SessionIndexSettings
 from epp.core.knowledge.candidates import Affinity
+from epp.core.knowledge.index import Held
 from epp.core.knowledge.inflight import Outcome
 from epp.core.parameters import Parameters
 from epp.core.types import EndpointMetrics
@@ -465,7 +466,58 @@ def test_who_is_configured_no_more_is_forgotten():
     assert not len(made.failures)
 
 
-# --- headers of the response ---
+class Heard(Index):
+    """Engines tell it, to no effect."""
+
+    def hear(self, slot, events, now):
+        return None
+
+    def set_stream(self, slot, state, *, complete):
+        pass
+
+    def change(self, slot, changes, engine_block_tokens):
+        pass
+
+    def clear(self, slot):
+        pass
+
+    silence = clear
+
+    def held(self, request, slot):
+        return self._do("held", Held(slot, 2, 64))
+
+
+class HeardSettings(IndexSettings, frozen=True):
+    abilities: ClassVar = Abilities(hears_engines=True)
+    kv_events_config: ClassVar = None
+
+    def open(self):
+        return Heard(self.does)
+
+
+@pytest.mark.parametrize("kind", [KeyError, *ENDS])
+def test_what_an_engine_holds_is_not_known_where_the_index_fails(kind):
+    """Nor of an endpoint that is gone, or restarted."""
+
+    def opened(**does):
+        settings = SchedulerSettings(
+            profile=profile(scorers=[ByIndex()]), indexes={"told": HeardSettings(does=does)}
+        )
+        made = Scheduler(settings, seed=1)
+        made.take(PoolReplaced([endpoint(number) for number in range(N)]), 0.0)
+        return made
+
+    made = opened()
+    assert made.held(request(), endpoint(2)) == Held(2, 2, 64)
+    assert made.held(request(), endpoint(N)) is None
+    assert made.held(request(), endpoint(2, incarnation="other")) is None
+    made = opened(held=ends(kind))
+    assert made.held(request(), endpoint(2)) is None
+    ((name, _, what),) = told(made.failures)
+    assert (name, what.startswith(f"held raised {kind.__name__}")) == ("told", True)
+
+
+# --- headers of the response, and of the request ---
 
 
 class Marks(Parameters, frozen=True):
@@ -511,6 +563,38 @@ def test_headers_that_cannot_be_set_are_left_out(headers, what):
     ((name, count, found),) = told(made.failures)
     assert (name, count) == ("scorer-0", 1)
     assert found.startswith(f"response_headers {what}")
+
+
+class MarksRequest(Marks, frozen=True):
+    abilities: ClassVar[Abilities] = Abilities(marks_requests=True)
+    own_headers: ClassVar[tuple[str, ...]] = ("x-a", "x-good")
+    response_headers: ClassVar = None
+
+    def request_headers(self, request, candidates, endpoint, /):
+        return self.headers()
+
+
+@pytest.mark.parametrize(
+    ("headers", "what"),
+    [
+        (explode, "raised KeyError at "),
+        *((ends(kind), f"raised {kind.__name__} at ") for kind in ENDS),
+        (lambda: None, "returned NoneType, expected a mapping"),
+        (lambda: {"x-a": "b\r\nx-evil: c"}, "returned a header with a character in its value"),
+        (lambda: {"x-other": "b"}, "returned a header that is none of its own"),
+    ],
+)
+def test_headers_of_requests_that_cannot_be_set_are_left_out(headers, what):
+    """As those of responses."""
+    marking = [MarksRequest(headers=headers), MarksRequest(headers=lambda: {"x-good": "yes"})]
+    made = Scheduler(SchedulerSettings(profile=profile(scorers=marking)), seed=1)
+    made.take(PoolReplaced([endpoint(0)]), 0.0)
+    decision = made.schedule(request(), 1.0)
+    assert decision.request_headers() == {"x-good": "yes"}
+    assert decision.own_request_headers == {"x-a", "x-good"}
+    ((name, count, found),) = told(made.failures)
+    assert (name, count) == ("scorer-0", 1)
+    assert found.startswith(f"request_headers {what}")
 
 
 def test_results_are_checked_without_asserts():

@@ -6,7 +6,13 @@ import msgspec
 import pytest
 
 from epp.core.abilities import Abilities
-from epp.core.decision.plugin import KEPT_READS, READABLE, declaration_fault, may_read_prefix
+from epp.core.decision.plugin import (
+    KEPT_READS,
+    READABLE,
+    declaration_fault,
+    may_read_prefix,
+    may_read_tokens,
+)
 from epp.core.knowledge.candidates import Candidates
 from epp.core.parameters import Parameters
 
@@ -84,3 +90,17 @@ def test_every_column_can_be_declared():
 def test_who_may_read_the_prefix_index(abilities, may):
     """By what is declared alone."""
     assert may_read_prefix(Abilities(**abilities)) is may
+
+
+@pytest.mark.parametrize(
+    ("abilities", "may"),
+    [
+        ({"reads": ("prompts", "matched_blocks")}, False),
+        ({"reads": ("token_media",)}, True),
+        ({"reads_index": True}, False),
+        ({}, True),
+    ],
+)
+def test_who_may_read_tokens(abilities, may):
+    """Whoever does not say what it reads may read them, too."""
+    assert may_read_tokens(Abilities(**abilities)) is may

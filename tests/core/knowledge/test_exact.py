@@ -15,7 +15,7 @@ from epp.core.knowledge.exact_parameters import (
     TierWeight,
     TokenProcessorConfig,
 )
-from epp.core.knowledge.index import EXACT, missing_verbs
+from epp.core.knowledge.index import EXACT, HOST_BLOCKS, missing_verbs
 from epp.core.kv_events.mirror import Changed
 from epp.core.kv_events.payload import BlockExtra, Cleared, Fault, Removed, Stored, read_payload
 from epp.core.kv_events.stream import StreamState
@@ -175,6 +175,63 @@ def test_what_sglang_leaves_out_of_its_hashes_is_not_known():
     assert known.total == 0
 
 
+def stored(index, given, slot=0):
+    """(blocks, of how many) that the engine in `slot` tells of what its lease keeps."""
+    index.match(given, SLOTS, 0.0)
+    told = index.held(given.without_prompts(), slot)
+    return told and (told.blocks, told.total)
+
+
+@pytest.mark.parametrize(("size", "tokens", "blocks"), [
+    (64, 512, 8), (64, 513, 8), (16, 540, 8), (128, 512, 8), (128, 640, 10), (128, 500, 6),
+    (256, 767, 8), (48, 200, 3),
+])  # fmt: skip
+def test_an_engine_holds_all_of_a_prompt_that_it_has_computed(size, tokens, blocks):
+    """As far as its blocks go; that is how the ids are compared."""
+    index = opened()
+    index.hear(0, [run(TOKENS[: tokens // size * size], size)], 0.0)
+    assert stored(index, asked(TOKENS[:tokens])) == (blocks, blocks)
+
+
+def test_of_a_prompt_that_differs_it_is_told_how_far_it_is_the_same():
+    """To the block; what was only decided does not count."""
+    index = opened()
+    index.hear(0, [run(TOKENS[:512])], 0.0)
+    other = [*TOKENS[:200], 7, *TOKENS[201:512]]
+    index.record(asked(other), 0, 0.0)
+    assert stored(index, asked(other)) == (3, 8)
+    assert stored(index, asked([7, *TOKENS[:511]])) == (0, 8)
+    assert stored(index, asked(TOKENS[:256])) == (4, 4)
+
+
+def test_where_more_or_less_than_ids_decides_nothing_is_compared():
+    """An endpoint that is not heard, or not from its start; adapters, salts, short prompts, bytes."""
+    index = opened()
+    index.hear(0, [run(TOKENS[:512]), run(TOKENS[:512], first=900, adapter="sql")], 0.0)
+    assert stored(index, asked(TOKENS[:512]), slot=1) is None
+    assert stored(index, asked(TOKENS[:512]), slot=SLOTS) is None
+    for given in (
+        asked(TOKENS[:512], model="sql"),
+        asked(TOKENS[:512], cache_salt="s"),
+        asked(TOKENS[:63]),
+        request(prompts=(bytes(1_024),)),
+    ):
+        assert stored(index, given) is None
+    index.hear(2, [run(TOKENS[:512], 8)], 0.0)
+    assert stored(index, asked(TOKENS[:512]), slot=2) is None
+    for state, complete in ((LIVE, False), (STALE, True), (REPLAYING, True)):
+        index.set_stream(0, state, complete=complete)
+        assert stored(index, asked(TOKENS[:512])) is None
+
+
+def test_adapters_of_sglang_are_known_by_what_it_says_of_them():
+    """And not taken for the model itself."""
+    index = opened(kv_events_config=KvEventsConfig(engine_type="sglang"))
+    index.hear(0, [run(TOKENS[:128]), run(TOKENS[:128], first=7, adapter="sql")], 0.0)
+    assert held(index, asked(TOKENS[:200])) == [2, 0, 0]
+    assert held(index, asked(TOKENS[:200], model="sql")) == [0, 0, 0]
+
+
 def test_tiers_count_by_their_weight():
     """The best that holds a block, truncated at the end."""
     weights = (TierWeight(name="CPU", weight=0.8),)
@@ -183,6 +240,21 @@ def test_tiers_count_by_their_weight():
     index.hear(1, [run(TOKENS[:832], tier="cpu"), run(TOKENS[:832])], 0.0)
     index.hear(2, [run(TOKENS[:832], tier="tape")], 0.0)
     assert held(index, asked(TOKENS[:900])) == [int(2 + 11 * 0.8), 13, int(13 * 0.5)]
+
+
+def test_what_others_can_fetch_is_told_apart():
+    """In the memory of the host, from the first block on without a gap, whatever the device holds."""
+    index = opened()
+    index.hear(0, [run(TOKENS[:512]), run(TOKENS[:192], tier="cpu")], 0.0)
+    index.hear(1, [run(TOKENS[:320], tier="cpu")], 0.0)
+    index.hear(1, [Removed([103], tier="cpu")], 0.0)
+    index.set_stream(2, LIVE, complete=True)
+    known = index.match(asked(TOKENS[:500]), SLOTS, 0.0)
+    assert known.columns[HOST_BLOCKS].tolist() == [3.0, 3.0, 0.0]
+    index.set_stream(1, STALE, complete=True)
+    known = index.match(asked(TOKENS[:500], TOKENS[:100]), SLOTS, 0.0)
+    assert known.columns[HOST_BLOCKS].tolist() == [4.0, 0.0, 0.0]
+    assert HOST_BLOCKS not in opened().match(asked(TOKENS[:500]), SLOTS, 0.0).columns
 
 
 def test_a_hybrid_counts_up_to_where_all_its_groups_are():

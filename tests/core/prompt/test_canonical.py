@@ -7,7 +7,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from epp.core.prompt.blocks import chain_seed, hash_blocks
-from epp.core.prompt.canonical import Message, chat_prompt, responses_prompt, text_prompt
+from epp.core.prompt.canonical import (
+    MEDIA_ITEMS_MAX,
+    Message,
+    chat_prompt,
+    media_digests,
+    responses_prompt,
+    text_prompt,
+)
 
 TOKEN = re.compile(rb"([^\xf8-\xff]*)([\xf8-\xff])", re.DOTALL)
 
@@ -266,3 +273,22 @@ def test_responses_items():
 def test_a_text_prompt_ends_with_its_terminator():
     """A plain prompt is its UTF-8 and one terminator."""
     assert text_prompt("hé") == b"h\xc3\xa9\xf8"
+
+
+def with_images(*urls):
+    parts = [{"type": "image_url", "image_url": {"url": url, "detail": "low"}} for url in urls]
+    document = json.dumps([{"role": "user", "content": parts}])
+    return chat_prompt(msgspec.json.decode(document, type=list[Message]), preamble={})
+
+
+def test_images_are_told_apart_by_their_content():
+    """Each once, in their order, whatever the text says."""
+    cat, dog = media_digests([with_images("cat", "dog", "cat")])
+    assert media_digests([with_images("dog"), with_images("cat")]) == (dog, cat)
+    assert len(cat) == 16
+    assert media_digests([text_prompt("image_url " + cat.hex())]) == ()
+
+
+def test_images_of_one_prompt_are_bounded():
+    shown = with_images(*map(str, range(MEDIA_ITEMS_MAX + 5)))
+    assert len(media_digests([shown])) == MEDIA_ITEMS_MAX

@@ -117,3 +117,12 @@ def test_without_its_prompts_a_request_has_no_ids():
     kept = request(api=ApiKind.CHAT, prompts=(b"x",), token_ids=(b"\1\0\0\0",), cold=False)
     assert kept.without_prompts().token_ids == ()
     assert not kept.without_prompts().moment.cold
+
+
+def test_images_are_known_when_the_prompt_is_gone():
+    """They are looked for once; prompts that are ids have none that could be read."""
+    shown = b"image_url\xfa%032x\xfd" % 7
+    asked = request(prompts=(shown,), api=ApiKind.CHAT)
+    (item,) = asked.media_items()
+    assert asked.without_prompts().media_items() == (item,)
+    assert request(prompts=(shown,), api=ApiKind.TOKENS).media_items() == ()

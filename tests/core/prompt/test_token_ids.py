@@ -5,8 +5,8 @@ from hypothesis import strategies as st
 from epp.core.prompt.token_ids import (
     COMPARED_MIN,
     MODELS_MAX,
+    TRIED_EACH,
     Agreement,
-    first_difference,
     packed,
     unpacked,
 )
@@ -28,28 +28,15 @@ def test_what_is_no_id_is_not_packed(number):
         packed([number])
 
 
-@given(IDS, IDS)
-def test_the_first_difference_is_as_far_as_both_go(ours, theirs):
-    """An engine tells of the blocks that are full."""
-    expected = next(
-        (at for at, (one, other) in enumerate(zip(ours, theirs, strict=False)) if one != other),
-        None,
-    )
-    assert first_difference(packed(ours), packed(theirs)) == expected
-
-
 def compared(agreement, model, agreed, differ):
-    right, wrong = packed([1, 2, 3]), packed([1, 9])
-    told = [agreement.compare(model, right, right) for _ in range(agreed)]
-    return [
-        one for one in told + [agreement.compare(model, right, wrong) for _ in range(differ)] if one
-    ]
+    told = [agreement.note(model, None) for _ in range(agreed)]
+    return [one for one in told + [agreement.note(model, 64) for _ in range(differ)] if one]
 
 
 def test_a_model_whose_ids_are_not_the_engines_is_warned_of_once():
-    """With where they part."""
-    (told,) = compared(Agreement(), "m", COMPARED_MIN - 20, 200)
-    assert (told.model, told.position) == ("m", 1)
+    """With how far they are the same."""
+    (told,) = compared(Agreement(), "m", COMPARED_MIN - 20, 400)
+    assert (told.model, told.same_tokens) == ("m", 64)
     assert told.agreed < 0.95 * told.compared
 
 
@@ -68,12 +55,23 @@ def test_a_model_is_judged_after_enough_prompts():
     assert agreement.exact("m")
     assert len(compared(agreement, "m", 0, 1)) == 1
     assert not agreement.exact("m")
-    assert agreement.rows() == [("m", COMPARED_MIN, 0)]
+    (row,) = agreement.rows()
+    assert (row.model, row.compared, row.agreed, row.exact) == ("m", COMPARED_MIN, 0, False)
+
+
+def test_ids_that_are_not_the_engines_are_found_out_now_and_then():
+    """Those that are are always; when they are again, always again."""
+    agreement = Agreement()
+    assert all(agreement.asks("m") for _ in range(2 * TRIED_EACH))
+    compared(agreement, "m", 0, 1_000)
+    assert sum(agreement.asks("m") for _ in range(10 * TRIED_EACH)) == 10
+    compared(agreement, "m", 1_000, 0)
+    assert all(agreement.asks("m") for _ in range(2 * TRIED_EACH))
 
 
 def test_models_are_bounded():
     """Their names are clients'."""
     agreement = Agreement()
     for number in range(MODELS_MAX + 10):
-        agreement.compare(str(number), b"", b"")
+        agreement.note(str(number), None)
     assert len(agreement.rows()) == MODELS_MAX

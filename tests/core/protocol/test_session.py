@@ -1,14 +1,19 @@
 """The phases of a stream, driven through both codecs so that what is asserted is on the wire."""
 
 import re
+from typing import ClassVar
 
 import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec import field, structs
 
-from epp.core.decision.inputs import PoolReplaced, Tick
+from epp.core.abilities import Abilities
+from epp.core.decision.inputs import PoolReplaced, Reconfigured, Tick
+from epp.core.decision.profile import NamedResponder
 from epp.core.knowledge.inflight import Ending
+from epp.core.parameters import Parameters
 from epp.core.protocol.budget import PIECE_BYTES, BodyBudget
 from epp.core.protocol.messages import BODY_CHUNK_BYTES_MAX, BodyMode
 from epp.core.protocol.session import (
@@ -199,6 +204,47 @@ def test_control_headers_of_the_client_do_not_reach_the_pod():
         "x-gateway-destination-endpoint-subset",
         "x-prefiller-host-port",
     }
+
+
+SOURCE = "x-kv-cache-source-host-port"
+
+
+class Marks(Parameters, frozen=True):
+    """Sets two headers, or one."""
+
+    type_name: ClassVar[str] = "marks"
+    abilities: ClassVar[Abilities] = Abilities(marks_requests=True)
+    own_headers: ClassVar[tuple[str, ...]] = (SOURCE, "x-mine")
+    found: dict[str, str] = field(default_factory=dict)
+
+    def request_headers(self, request, candidates, endpoint):
+        assert len(candidates) == 2
+        return {name: value.format(endpoint.address) for name, value in self.found.items()}
+
+
+@pytest.mark.parametrize(
+    ("found", "removed"),
+    [
+        ({SOURCE: "not {}"}, {"x-mine"}),
+        ({"x-mine": "1"}, {SOURCE}),
+        ({}, {SOURCE, "x-mine"}),
+        ({"x-other": "1"}, {SOURCE, "x-mine"}),
+    ],
+)
+def test_headers_that_a_plugin_sets_are_no_clients(found, removed):
+    """Those that it does not set now are removed; it sets none but its own."""
+    pool = pods((0, 0.1), (5, 0.5))
+    profile = pool.settings.profile
+    marked = structs.replace(profile, responders=(NamedResponder("marks", Marks(found=found)),))
+    pool.take(Reconfigured(structs.replace(pool.settings, profile=marked)), 0.0)
+    fields = gw.COMPLETIONS | {SOURCE: "10.6.6.6:1", "x-mine": "a client's", "x-request-id": "r"}
+    head, *_ = stream_of(pool).send(gw.request_headers(fields), gw.request_body(BODY))
+    told = gw.set_headers(head)
+    expected = {SOURCE: "not 192.168.1.1:8000"} if SOURCE in found else found
+    expected = {} if "x-other" in found else expected
+    assert {name: told[name] for name in (SOURCE, "x-mine", "x-other") if name in told} == expected
+    assert gw.removed_headers(head) == removed
+    assert [one.name for one in pool.failures] == (["marks"] if "x-other" in found else [])
 
 
 @pytest.mark.parametrize("mode", [gw.FULL_DUPLEX, gw.BUFFERED])

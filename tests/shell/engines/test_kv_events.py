@@ -216,6 +216,7 @@ RANK = {"endpoint": "tcp://*:5557", "replay_endpoint": "tcp://*:5558", "topic": 
         ({"0": RANK, "1": RANK | {"endpoint": "tcp://1.2.3.4:6000"}}, 1, Place("10.0.0.1", 6000, 5558)),
         ({"0": RANK | {"replay_endpoint": None}}, 0, Place("10.0.0.1", 5557, None)),
         ({"0": RANK, "1": RANK}, 2, "names no source of rank 2"),
+        ({"0": RANK, "1": RANK, "2": RANK, "3": RANK}, 0, "names 4 ranks behind 3 endpoints"),
         ({}, 0, "names no source"),
         ({"0": RANK | {"endpoint": "ipc:///tmp/x"}}, 0, "names no source that publishes"),
         ({"0": RANK | {"endpoint": "tcp://*:99999"}}, 0, "names no source that publishes"),
@@ -227,7 +228,7 @@ RANK = {"endpoint": "tcp://*:5557", "replay_endpoint": "tcp://*:5558", "topic": 
 )  # fmt: skip
 def test_where_an_engine_publishes_is_read_from_its_answer(page, rank, found):
     """The port alone: an engine does not say where else this picker connects to."""
-    said = place_of(json.dumps(page).encode(), "10.0.0.1", rank)
+    said = place_of(json.dumps(page).encode(), "10.0.0.1", rank, 3)
     if isinstance(found, str):
         assert found in said
     else:

@@ -34,6 +34,7 @@ class Observed:
         self.answered = []
         log = DecisionLog(self, level="debug")
         self.picked = []
+        self.served = []
         telemetry = Telemetry(self.registry)
         telemetry.endpoints_replaced(make_endpoints(4))
         self.observation = Observation(
@@ -41,6 +42,7 @@ class Observed:
             log,
             answered=self.answered.append,
             picked=self.picked.append,
+            served=lambda *told: self.served.append(told),
         )
 
     def debug(self, event, **line):
@@ -108,6 +110,25 @@ def test_a_rewritten_model_is_counted_under_both_names(observed):
     assert observed("request_running", **ALIAS) == 0
     assert observed("request_total", **ALIAS) == 1
     assert observed("request_total", **LLAMA) is None
+
+
+@pytest.mark.parametrize(
+    ("outcome", "known", "told"),
+    [
+        (Outcome(status=200), True, True),
+        (Outcome(status=200), False, False),
+        (Outcome(status=200, by_gateway=True), True, False),
+        (Outcome(status=200, ending=Ending.CLIENT_LEFT), True, False),
+        (Outcome(status=503), True, False),
+        (Outcome(), True, False),
+    ],
+)
+def test_what_was_served_to_its_end_is_told(observed, outcome, known, told):
+    """With who served it."""
+    where = make_endpoints(1)[0] if known else None
+    one = exchange(endpoint=where)
+    observed.observation.completed(one, outcome, NOW_S)
+    assert observed.served == ([(one.decision.lease.request, where, NOW_S)] if told else [])
 
 
 def test_deciding_without_the_body_is_counted_by_its_mode(observed):

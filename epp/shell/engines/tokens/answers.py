@@ -5,19 +5,23 @@ ids are decoded by pieces, because a hundred thousand of them take some millisec
 """
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Annotated, Final, TypeAlias
 
 import msgspec
 from msgspec import Meta, Raw, Struct
 from msgspec.json import Decoder
 
+from epp.core.kv_events.payload import NAME_CHARACTERS_MAX
+from epp.core.moment import PlacedMedia
 from epp.core.prompt.token_ids import ID_BYTES, packed
 
 ANSWER_BYTES_MAX: Final = 4 * 1024 * 1024
 """Of ids of six digits, some 600,000. To find its members takes the loop about 2 ms."""
 PIECE_BYTES: Final = 64 * 1024
 """Ids of which are decoded at once, in half a millisecond."""
+MEDIA_MAX: Final = 1_024
+"""Of one prompt."""
 _NOTHING: Final = Raw(b"")
 
 _TokenId: TypeAlias = Annotated[int, Meta(ge=0, le=2**32 - 1)]
@@ -37,19 +41,40 @@ _decode_ids = Decoder(list[_TokenId]).decode
 _COMMA: Final = re.compile(rb",")
 
 
+class _Placeholder(Struct, gc=False):
+    offset: Annotated[int, Meta(ge=0, le=2**31)]
+    length: Annotated[int, Meta(ge=1, le=2**31)]
+
+
+class _Features(Struct, gc=False):
+    """By modality, such as "image"."""
+
+    mm_hashes: dict[str, list[str | None]] | None = None
+    mm_placeholders: dict[str, list[_Placeholder]] | None = None
+
+
+_decode_features = Decoder(_Features).decode
+
+
+class RenderedPrompt(Struct, frozen=True, gc=False):
+    """One prompt of an answer."""
+
+    ids: bytes
+    """The JSON array of its ids."""
+    media: tuple[PlacedMedia, ...] = ()
+    """In their order."""
+
+
 class BadAnswerError(Exception):
     """The text says what of the answer is bad, without repeating any of it."""
 
 
 class HasMediaError(Exception):
-    """The prompt has parts that are not told apart by ids."""
+    """The prompt has parts that are not told apart by ids, nor by identifiers in the answer."""
 
 
-def id_arrays(answer: bytes, prompts: int) -> list[bytes]:
-    """The JSON array of ids of each of the first `prompts` prompts.
-
-    Raises `BadAnswerError`, and `HasMediaError`.
-    """
+def rendered_prompts(answer: bytes, prompts: int) -> list[RenderedPrompt]:
+    """The first `prompts` prompts. Raises `BadAnswerError`, and `HasMediaError`."""
     try:
         listed = answer.lstrip()[:1] == b"["
         rendered = _decode_all(answer) if listed else [_decode_one(answer)]
@@ -57,15 +82,41 @@ def id_arrays(answer: bytes, prompts: int) -> list[bytes]:
         raise BadAnswerError("is not the JSON of a rendered request") from error
     if len(rendered) < prompts:
         raise BadAnswerError(f"has {len(rendered)} prompts, expected {prompts}")
-    arrays: list[bytes] = []
+    found: list[RenderedPrompt] = []
     for one in rendered[:prompts]:
-        if bytes(one.features) not in {b"", b"null", b"{}"}:
-            raise HasMediaError
         array = bytes(one.token_ids if one.tokens is _NOTHING else one.tokens)
         if not (array.startswith(b"[") and array.endswith(b"]")) or not array[1:-1].strip():
             raise BadAnswerError("has no token ids")
-        arrays.append(array)
-    return arrays
+        found.append(RenderedPrompt(array, _media(bytes(one.features))))
+    return found
+
+
+def _media(features: bytes) -> tuple[PlacedMedia, ...]:
+    if features in {b"", b"null", b"{}"}:
+        return ()
+    try:
+        read = _decode_features(features)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise BadAnswerError("has features that are none") from error
+    hashes, places = read.mm_hashes or {}, read.mm_placeholders or {}
+    placed: list[PlacedMedia] = []
+    for modality in hashes.keys() | places.keys():
+        identifiers, ranges = hashes.get(modality, ()), places.get(modality, ())
+        if len(identifiers) != len(ranges) or len(placed) + len(ranges) > MEDIA_MAX:
+            raise HasMediaError
+        for identifier, place in zip(identifiers, ranges, strict=True):
+            if not identifier or len(identifier) > NAME_CHARACTERS_MAX:
+                raise HasMediaError
+            placed.append(PlacedMedia(identifier, place.offset, place.length))
+    if not placed:
+        raise HasMediaError
+    return tuple(sorted(placed, key=lambda one: one.offset))
+
+
+def check_placed(media: Sequence[PlacedMedia], ids: bytes) -> None:
+    """Raises `BadAnswerError` unless `media` are within the prompt of `ids`."""
+    if any(one.offset + one.length > len(ids) // ID_BYTES for one in media):
+        raise BadAnswerError("has media behind the end of the prompt")
 
 
 def pieces_of(array: bytes) -> Iterator[bytes]:

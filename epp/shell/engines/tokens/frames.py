@@ -5,6 +5,8 @@ from typing import Final, TypeAlias
 import msgspec
 from msgspec import Struct
 
+from epp.core.types import ApiKind
+
 LENGTH_BYTES: Final = 4
 FRAME_BYTES_MAX: Final = 48 * 1024 * 1024
 """The longest body that is asked for is far shorter, and so is what it becomes."""
@@ -27,7 +29,7 @@ class Job(Struct, frozen=True, tag=True, array_like=True):
     """Asks which tokens the prompts of `body` become."""
 
     model: str
-    chat: bool
+    api: ApiKind
     body: bytes
 
 

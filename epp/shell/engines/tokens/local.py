@@ -30,7 +30,12 @@ from epp.shell.engines.tokens.frames import (
     from_worker,
     length_of,
 )
-from epp.shell.engines.tokens.question import Question, TokensResult, TokensUnknownError
+from epp.shell.engines.tokens.question import (
+    PromptTokens,
+    Question,
+    TokensResult,
+    TokensUnknownError,
+)
 
 QUEUE_MAX: Final = 64
 """Questions that wait for the worker."""
@@ -45,7 +50,7 @@ BACKOFF_S: Final[Seconds] = 0.5
 BACKOFF_S_MAX: Final[Seconds] = 30.0
 MODELS_TOLD_MAX: Final = 256
 """Models without a tokenizer that are warned of; clients choose names."""
-_APIS: Final = frozenset({ApiKind.CHAT, ApiKind.COMPLETIONS})
+_APIS: Final = frozenset({ApiKind.CHAT, ApiKind.COMPLETIONS, ApiKind.MESSAGES, ApiKind.RESPONSES})
 MODULE: Final = "epp.shell.engines.tokens.worker"
 
 _Answer = TypeVar("_Answer", Ready, Loaded, Done)
@@ -110,6 +115,8 @@ class LocalWorker:
         request = question.request
         if not self._cannot and request.api not in _APIS:
             return TokensResult.UNSUPPORTED
+        if question.has_media:
+            return TokensResult.MEDIA
         if self._cannot or not self._ready:
             return TokensResult.NO_TOKENIZER if self._cannot else TokensResult.LOADING
         without = self._without_tokenizer(request.model)
@@ -137,11 +144,11 @@ class LocalWorker:
             return model
         return self._model_name if self._model_name in self._models else None
 
-    async def token_ids(self, question: Question) -> tuple[bytes, ...]:
+    async def find(self, question: Question) -> PromptTokens:
         request = question.request
         model = self._tokenizer_of(request.model)
         assert model is not None, "who has no tokenizer is refused before"
-        job = Job(model, request.api is ApiKind.CHAT, question.body)
+        job = Job(model, request.api, question.body)
         waiting = _Waiting(job, asyncio.get_running_loop().create_future())
         self._queue.append(waiting)
         self._queued_bytes += len(job.body)
@@ -156,7 +163,7 @@ class LocalWorker:
             raise TokensUnknownError(TokensResult(done.result))
         if len(done.ids) < len(request.prompts) or not all(done.ids):
             raise TokensUnknownError(TokensResult.INVALID)
-        return done.ids
+        return PromptTokens(done.ids)
 
     async def run(self) -> None:
         """Keep the process running until cancelled."""

@@ -1,8 +1,13 @@
 """What is asked for a request, and how it may end."""
 
 from enum import StrEnum
+from functools import cached_property
 from typing import Protocol
 
+from msgspec import Struct
+
+from epp.core.moment import PlacedMedia
+from epp.core.prompt.canonical import DIGEST
 from epp.core.prompt.request import InferenceRequest
 
 
@@ -25,7 +30,9 @@ class TokensResult(StrEnum):
     UNSUPPORTED = "unsupported"
     """An API, or a member of the body, for which the backend has no tokens."""
     MEDIA = "media"
-    """The ids of two images are the same, so ids alone would mix them up."""
+    """The ids of two images are the same, and the backend does not say which ones they are."""
+    NOT_THE_ENGINES = "not-the-engines"
+    """The ids of this model are other than those that engines store."""
     TOO_LONG = "too-long"
     NO_TOKENIZER = "no-tokenizer"
     LOADING = "loading"
@@ -40,15 +47,27 @@ class TokensUnknownError(Exception):
         self.result = result
 
 
+class PromptTokens(Struct, frozen=True):
+    """What was found out of one request."""
+
+    ids: tuple[bytes, ...]
+    """Of each of the prompts that it remembers, 4 little-endian bytes an id."""
+    media: tuple[tuple[PlacedMedia, ...], ...] = ()
+    """Of each prompt what is in it, in its order; (): none has any."""
+
+
 class Question:
     """For one request; `expired` is set before its task is cancelled by the deadline."""
-
-    __slots__ = ("body", "expired", "request")
 
     def __init__(self, request: InferenceRequest, body: bytes) -> None:
         self.request = request
         self.body = body
         self.expired = False
+
+    @cached_property
+    def has_media(self) -> bool:
+        """Images or the like are in a prompt."""
+        return any(DIGEST in prompt for prompt in self.request.prompts)
 
 
 class TokensBackend(Protocol):
@@ -60,8 +79,8 @@ class TokensBackend(Protocol):
         """Why it is not worth to ask, which costs nothing; None: ask."""
         ...
 
-    async def token_ids(self, question: Question) -> tuple[bytes, ...]:
-        """Of each of the prompts that the request remembers. Raises `TokensUnknownError`."""
+    async def find(self, question: Question) -> PromptTokens:
+        """Raises `TokensUnknownError`."""
         ...
 
     async def run(self) -> None:

@@ -20,6 +20,7 @@ from msgspec import Raw
 from epp.configuration.document import ConfigError
 from epp.configuration.token_producer import EndpointDiscovery, RenderMode, VllmRenderer
 from epp.core.address import address_of
+from epp.core.moment import PlacedMedia
 from epp.core.types import ApiKind, Endpoint, Seconds, ranks_of
 from epp.shell.engines.loop_share import Account, LoopShare
 from epp.shell.engines.page_client import (
@@ -32,13 +33,19 @@ from epp.shell.engines.tokens.answers import (
     ANSWER_BYTES_MAX,
     BadAnswerError,
     HasMediaError,
-    id_arrays,
+    check_placed,
     ids_of,
     pieces_of,
+    rendered_prompts,
     too_many,
 )
 from epp.shell.engines.tokens.breaker import CircuitBreaker
-from epp.shell.engines.tokens.question import Question, TokensResult, TokensUnknownError
+from epp.shell.engines.tokens.question import (
+    PromptTokens,
+    Question,
+    TokensResult,
+    TokensUnknownError,
+)
 
 CONNECTIONS_MAX: Final = 16
 """To one renderer, each with one question; as the field's renderer client keeps idle."""
@@ -237,7 +244,7 @@ class Renderer:
         }
         return modes.get(api, RenderMode.NATIVE) is not RenderMode.LEGACY
 
-    async def token_ids(self, question: Question) -> tuple[bytes, ...]:
+    async def find(self, question: Question) -> PromptTokens:
         settings = self._settings
         limit_s: Seconds = settings.timeout
         if question.request.api is not ApiKind.COMPLETIONS:
@@ -271,9 +278,7 @@ class Renderer:
                 return server
         return None
 
-    async def _ask(
-        self, server: _Server, question: Question, timeout_s: Seconds
-    ) -> tuple[bytes, ...]:
+    async def _ask(self, server: _Server, question: Question, timeout_s: Seconds) -> PromptTokens:
         """One attempt; what it says of the server is noted."""
         server.breaker.asked(time.monotonic())
         failed = True
@@ -309,15 +314,14 @@ class Renderer:
 
     async def _render(
         self, server: _Server, question: Question, timeout_s: Seconds
-    ) -> tuple[bytes, ...]:
+    ) -> PromptTokens:
         request, path = question.request, _PATHS[question.request.api]
         authorization = request.headers.get("authorization", "")
         now = time.monotonic()
         ends_at_s = now + timeout_s
         if server.has(path, now):
-            body = one_token_more(question.body) if self._settings.prefill_only else question.body
             try:
-                answer = await server.post(path, body, authorization, timeout_s)
+                answer = await server.post(path, self._body_of(question), authorization, timeout_s)
                 return await _read(answer, question)
             except BadResponseError as bad:
                 if bad.status not in _NOT_THERE:
@@ -328,6 +332,8 @@ class Renderer:
                     raise TokensUnknownError(TokensResult.UNSUPPORTED) from bad
         if request.api not in _TOKENIZED or not _can_be_tokenized(question):
             raise TokensUnknownError(TokensResult.UNSUPPORTED)
+        if question.has_media:
+            raise HasMediaError
         left_s = max(ends_at_s - time.monotonic(), 0.0)
         answer = await server.post(_TOKENIZE, question.body, authorization, left_s)
         found = await _read(answer, question)
@@ -336,6 +342,14 @@ class Renderer:
             server.has_not(path, now)
             self._warn(server)
         return found
+
+    def _body_of(self, question: Question) -> bytes:
+        body = question.body
+        if self._settings.prefill_only:
+            body = one_token_more(body)
+        if self._settings.omit_mm_kwargs and question.has_media:
+            body = without_tensors(body)
+        return body
 
     def _warn(self, server: _Server) -> None:
         if not self._warned:
@@ -393,19 +407,26 @@ def _places(
     return found
 
 
-async def _read(answer: bytes, question: Question) -> tuple[bytes, ...]:
+async def _read(answer: bytes, question: Question) -> PromptTokens:
     """The ids of each prompt; others have their turn between two pieces."""
     found: list[bytes] = []
-    for array in id_arrays(answer, len(question.request.prompts)):
+    media: list[tuple[PlacedMedia, ...]] = []
+    for prompt in rendered_prompts(answer, len(question.request.prompts)):
         ids: list[bytes] = []
-        for piece in pieces_of(array):
+        for piece in pieces_of(prompt.ids):
             if ids:
                 await asyncio.sleep(0)
             ids.append(ids_of(piece))
         found.append(b"".join(ids))
         if too_many(found[-1], question.body):
             raise BadAnswerError("has more ids than the request has bytes")
-    return tuple(found)
+        check_placed(prompt.media, found[-1])
+        media.append(prompt.media)
+    if not any(media):
+        if question.has_media:
+            raise HasMediaError
+        media.clear()
+    return PromptTokens(tuple(found), tuple(media))
 
 
 def _can_be_tokenized(question: Question) -> bool:
@@ -417,6 +438,12 @@ def _is_set(question: Question, member: str) -> bool:
     if member.encode() not in question.body:
         return False
     return bytes(_decode_members(question.body).get(member, b"null")) != b"null"
+
+
+def without_tensors(body: bytes) -> bytes:
+    """A body that asks for a prompt without what was computed of its media, all else as it was."""
+    members, _, blanks = body.rpartition(b"}")
+    return members + b',"return_mm_kwargs":false}' + blanks
 
 
 def one_token_more(body: bytes) -> bytes:

@@ -8,8 +8,8 @@ from typing import Final, Protocol
 import structlog
 from msgspec import structs
 
-from epp.core.prompt.canonical import DIGEST
 from epp.core.prompt.request import InferenceRequest
+from epp.core.prompt.token_ids import ID_BYTES
 from epp.core.protocol.waiting import Resume
 from epp.core.types import ApiKind, Seconds
 from epp.shell.engines.tokens.breaker import CircuitBreaker
@@ -25,7 +25,7 @@ WAITING_MAX: Final = 1_024
 BODY_BYTES_MAX: Final = 2 * 1024 * 1024
 """Of longer ones the tokens are not asked: half a million take a second, and no engine a third of
 them."""
-_WITHOUT_TEXT: Final = frozenset({ApiKind.TOKENS, ApiKind.OPAQUE})
+WITHOUT_TEXT: Final = frozenset({ApiKind.TOKENS, ApiKind.OPAQUE})
 """Ids are there already, or nothing of the prompt is."""
 _FAULTS: Final = frozenset(
     {TokensResult.TIMEOUT, TokensResult.FAILED, TokensResult.INVALID, TokensResult.DEFECT}
@@ -56,10 +56,14 @@ class TokenResolver:
         timeout_s: Seconds,
         observer: TokensObserver,
         clock: Callable[[], Seconds] = time.monotonic,
+        *,
+        asks: Callable[[str], bool] = lambda _: True,
     ) -> None:
+        """`asks`: whether the ids of one more prompt of a model are worth to be found out."""
         self.backend = backend
         self.timeout_s = timeout_s
         self._observer = observer
+        self._asks = asks
         self._clock = clock
         self._breaker = CircuitBreaker()
         self._waits: set[_TokenWait] = set()
@@ -75,7 +79,7 @@ class TokenResolver:
         return self._breaker.is_open(self._clock())
 
     def begin(self, request: InferenceRequest, body: bytes, resume: Resume) -> "_TokenWait | None":
-        if request.api in _WITHOUT_TEXT or not body or request.token_ids:
+        if request.api in WITHOUT_TEXT or not body or request.token_ids:
             return None
         question = Question(request, body)
         now = self._clock()
@@ -87,12 +91,12 @@ class TokenResolver:
         return _TokenWait(self, question, resume, now)
 
     def _refuses(self, question: Question, now: Seconds) -> TokensResult | None:
-        if any(DIGEST in prompt for prompt in question.request.prompts):
-            return TokensResult.MEDIA
         if len(question.body) > BODY_BYTES_MAX:
             return TokensResult.TOO_LONG
         if not self._breaker.allows(now):
             return TokensResult.OPEN
+        if not self._asks(question.request.model):
+            return TokensResult.NOT_THE_ENGINES
         if len(self._waits) >= WAITING_MAX:
             return TokensResult.BUSY
         try:
@@ -166,7 +170,7 @@ class _TokenWait:
 
     async def _find(self) -> None:
         try:
-            ids = await self._resolver.backend.token_ids(self._question)
+            found = await self._resolver.backend.find(self._question)
         except asyncio.CancelledError:
             # By `_end`; or by what the backend awaited, and then nobody else goes on with it.
             self.give_up(TokensResult.DEFECT)
@@ -178,10 +182,10 @@ class _TokenWait:
             _log.exception("the tokens of a prompt were not found out")
             self.give_up(TokensResult.DEFECT)
             return
-        resume = self._end(TokensResult.FOUND, sum(map(len, ids)) // 4)
+        resume = self._end(TokensResult.FOUND, sum(map(len, found.ids)) // ID_BYTES)
         if resume is not None:
             request = self._question.request
-            moment = structs.replace(request.moment, token_ids=ids)
+            moment = structs.replace(request.moment, token_ids=found.ids, token_media=found.media)
             resume(structs.replace(request, moment=moment))
 
     def _end(self, result: TokensResult | None, tokens: int) -> Resume | None:

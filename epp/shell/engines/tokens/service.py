@@ -1,20 +1,39 @@
 """The token producer that the configuration in force names, and what runs for it."""
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from enum import StrEnum
+from typing import Final
 
 import structlog
 from msgspec import Struct, field
 
 from epp.configuration.token_producer import Backend, TokenProducer
+from epp.core.knowledge.index import Held
+from epp.core.prompt.request import InferenceRequest
 from epp.core.prompt.token_ids import Agreement
-from epp.core.types import Endpoint
+from epp.core.types import Endpoint, Seconds
 from epp.shell.engines.tokens.local import LocalWorker
 from epp.shell.engines.tokens.question import TokensResult
 from epp.shell.engines.tokens.renderer import Renderer, tls_of
-from epp.shell.engines.tokens.resolver import TokenResolver, TokensObserver
+from epp.shell.engines.tokens.resolver import WITHOUT_TEXT, TokenResolver, TokensObserver
+
+SERVED_MAX: Final = 256
+"""Requests that wait to be compared; of more the oldest are not."""
+LOOKED_AT_MAX: Final = 64
+"""In one turn."""
+TOLD_S_MAX: Final[Seconds] = 1.0
+"""Until an engine has told what it stored of a prompt, after it has served it."""
 
 _log = structlog.get_logger(__name__)
+
+
+class Compared(StrEnum):
+    """Whether the ids of a prompt are those that the engine stored."""
+
+    AGREES = "agrees"
+    DIFFERS = "differs"
 
 
 class TokensSnapshot(Struct, frozen=True, kw_only=True):
@@ -25,6 +44,16 @@ class TokensSnapshot(Struct, frozen=True, kw_only=True):
     circuit_open: bool = False
     results: Mapping[str, int] = field(default_factory=dict)
     """`TokensResult` -> questions."""
+    compared: Mapping[str, int] = field(default_factory=dict)
+    """`Compared` -> prompts whose ids were compared with the engine's."""
+
+
+class _Served(Struct, frozen=True):
+    """A request whose blocks the engine may not have told yet."""
+
+    request: InferenceRequest
+    endpoint: Endpoint
+    at_s: Seconds
 
 
 class Prepared(Struct, frozen=True):
@@ -37,14 +66,23 @@ class Prepared(Struct, frozen=True):
 class Tokens:
     """`resolver` is what sessions ask; None: prompts are measured by their bytes, and nobody waits."""
 
-    def __init__(self, observer: TokensObserver) -> None:
+    def __init__(
+        self,
+        observer: TokensObserver,
+        held: Callable[[InferenceRequest, Endpoint], Held | None] = lambda *_: None,
+    ) -> None:
+        """`held` says how much of a request the engine of an endpoint has stored, as it tells."""
         self._observer = observer
+        self._held = held
         self._settings = TokenProducer()
         self._endpoints: Sequence[Endpoint] = ()
         self._changed = asyncio.Event()
         self._agreement = Agreement()
         self._results: dict[str, dict[TokensResult, int]] = {}
         """Of backends that are no more in force."""
+        self._compared: dict[str, dict[Compared, int]] = {}
+        """By backend, since the start."""
+        self._served: deque[_Served] = deque(maxlen=SERVED_MAX)
         self.resolver: TokenResolver | None = None
 
     def prepare(self, settings: TokenProducer) -> Prepared:
@@ -60,7 +98,9 @@ class Tokens:
             case Backend.LOCAL:
                 assert settings.local is not None, "the backend is what is given"
                 backend = LocalWorker(settings.local, settings.model_name)
-        resolver = TokenResolver(backend, settings.tokenize_timeout, self._observer)
+        resolver = TokenResolver(
+            backend, settings.tokenize_timeout, self._observer, asks=self._asks
+        )
         return Prepared(settings, resolver)
 
     def accept(self, prepared: Prepared) -> None:
@@ -69,6 +109,8 @@ class Tokens:
         self._settings = prepared.settings
         if before is prepared.resolver:
             return
+        self._agreement = Agreement()
+        self._served.clear()
         if before is not None:
             before.close()
             kept = self._results.setdefault(before.backend.name, {})
@@ -96,18 +138,53 @@ class Tokens:
                 await self._changed.wait()
                 running.cancel()
 
-    def compare(self, model: str, ours: bytes, theirs: bytes) -> None:
-        """An engine says that it stored `theirs`, ids of the head of a prompt that we took for `ours`."""
-        disagreement = self._agreement.compare(model, ours, theirs)
+    def served(self, request: InferenceRequest, endpoint: Endpoint, now: Seconds) -> None:
+        """`endpoint` has served `request`, which is as its lease keeps it: without its prompt.
+
+        What its engine stored of it, it told in the ids of its own events: their keys are compared
+        with those of ours.
+        """
+        if self.resolver is None or request.api in WITHOUT_TEXT or not request.token_chains:
+            return
+        held = self._held(request, endpoint)
+        if held is not None and held.blocks >= held.total:
+            self._note(request.model, None)
+        else:
+            self._served.append(_Served(request, endpoint, now))
+
+    def look(self, now: Seconds) -> None:
+        """Compare what was served a while ago and was not told then; about once a second."""
+        served = self._served
+        for _ in range(LOOKED_AT_MAX):
+            if not served or served[0].at_s > now - TOLD_S_MAX:
+                return
+            one = served.popleft()
+            held = self._held(one.request, one.endpoint)
+            if held is not None:
+                differs = held.blocks < held.total
+                same_tokens = held.blocks * held.block_tokens if differs else None
+                self._note(one.request.model, same_tokens)
+
+    def _note(self, model: str, same_tokens: int | None) -> None:
+        if self.resolver is None:
+            return
+        compared = self._compared.setdefault(self.resolver.backend.name, {})
+        result = Compared.AGREES if same_tokens is None else Compared.DIFFERS
+        compared[result] = compared.get(result, 0) + 1
+        disagreement = self._agreement.note(model, same_tokens)
         if disagreement is not None:
             _log.warning(
                 "the token ids of a model are not the engine's: its tokenizer, chat template or "
-                "special tokens differ",
+                "special tokens differ; its prompts are measured by their bytes",
                 model=disagreement.model,
+                backend=self.resolver.backend.name,
                 compared=disagreement.compared,
                 agreed=disagreement.agreed,
-                first_difference_at=disagreement.position,
+                same_tokens=disagreement.same_tokens,
             )
+
+    def _asks(self, model: str) -> bool:
+        return self._agreement.asks(model)
 
     def exact(self, model: str) -> bool:
         """Whether nothing speaks against taking our ids for the engine's."""
@@ -128,6 +205,9 @@ class Tokens:
                 waiting=current.waiting if current else 0,
                 circuit_open=bool(current and current.open_circuit),
                 results={result.value: count for result, count in counted.items()},
+                compared={
+                    result.value: count for result, count in self._compared.get(name, {}).items()
+                },
             )
         return list(found.values())
 
@@ -135,8 +215,13 @@ class Tokens:
         """For who debugs; nothing of a prompt."""
         resolver = self.resolver
         compared = [
-            {"model": model, "compared": count, "agreed": agreed}
-            for model, count, agreed in self._agreement.rows()
+            {
+                "model": row.model,
+                "compared": row.compared,
+                "agreed": row.agreed,
+                "exact": row.exact,
+            }
+            for row in self._agreement.rows()
         ]
         if resolver is None:
             return {"backend": Backend.ESTIMATE.value, "parts": [], "compared": compared}

@@ -15,6 +15,8 @@ import msgspec
 
 from epp.configuration.token_producer import LocalTokenizers
 from epp.core.prompt.token_ids import packed
+from epp.core.types import ApiKind
+from epp.shell.engines.tokens.chat_bodies import NoChatError, as_chat
 from epp.shell.engines.tokens.frames import (
     LENGTH_BYTES,
     Begin,
@@ -142,7 +144,7 @@ class Worker:
         body = _decode_body(job.body)
         if body.get("truncate_prompt_tokens") is not None:
             raise _RefusedError(TokensResult.UNSUPPORTED)
-        if not job.chat:
+        if job.api is ApiKind.COMPLETIONS:
             given = body.get("prompt")
             prompts = given if isinstance(given, list) else [given]
             around = body.get("add_special_tokens", True) is not False
@@ -152,6 +154,10 @@ class Worker:
             )
         from epp.shell.engines.tokens.chat_template import NotRenderedError  # noqa: PLC0415
 
+        try:
+            body = as_chat(job.api, body)
+        except NoChatError as error:
+            raise _RefusedError(TokensResult.UNSUPPORTED) from error
         template = model.tool_template if body.get("tools") else model.template
         if template is None:
             raise _RefusedError(TokensResult.UNSUPPORTED)
@@ -160,7 +166,11 @@ class Worker:
         except NotRenderedError as error:
             raise _RefusedError(TokensResult.REFUSED) from error
         around = body.get("add_special_tokens") is True
-        return (self._text_ids(job.model, model, text, around=around),)
+        ids = self._text_ids(job.model, model, text, around=around)
+        if job.api is ApiKind.RESPONSES and model.encoder.surrounded(ids) != ids:
+            # vLLM puts the special tokens of a tokenizer round it once more, by release.
+            raise _RefusedError(TokensResult.UNSUPPORTED)
+        return (ids,)
 
     def _text_ids(self, name: str, model: _Model, text: Any, *, around: bool) -> bytes:
         if isinstance(text, list):

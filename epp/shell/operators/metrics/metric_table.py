@@ -546,6 +546,14 @@ METRICS: Final[tuple[MetricSpec, ...]] = (
         TOKENIZE_BUCKETS_S,
     ),
     _sampled(
+        "homing_tokenize_compared_total",
+        "requests",
+        "Requests whose token ids were compared with those that the engine stored, by who found them "
+        "out: it agrees or differs.",
+        ("backend", "result"),
+        "counter",
+    ),
+    _sampled(
         "homing_tokenize_waiting",
         "requests",
         "Requests that wait for their tokens now.",

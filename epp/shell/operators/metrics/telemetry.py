@@ -916,6 +916,8 @@ def _add_tokens(families: _Families, tokens: TokensSnapshot) -> None:
     families["homing_tokenize_circuit_open"].add_metric([tokens.backend], tokens.circuit_open)
     for result, count in tokens.results.items():
         families["homing_tokenize_requests_total"].add_metric([tokens.backend, result], count)
+    for result, count in tokens.compared.items():
+        families["homing_tokenize_compared_total"].add_metric([tokens.backend, result], count)
 
 
 def _add_history(families: _Families, history: HistorySnapshot) -> None:

@@ -1,6 +1,7 @@
 import msgspec
 import pytest
 
+from epp.core.types import ApiKind
 from epp.shell.engines.tokens.frames import (
     FRAME_BYTES_MAX,
     LENGTH_BYTES,
@@ -17,7 +18,7 @@ from epp.shell.engines.tokens.frames import (
     to_worker,
 )
 
-ASKED = (Begin(b"{}", "m"), Load("m"), Job("m", chat=True, body=b'{"a":1}'))
+ASKED = (Begin(b"{}", "m"), Load("m"), Job("m", ApiKind.CHAT, body=b'{"a":1}'))
 ANSWERED = (
     Ready(("m", "n")),
     Cannot("why"),

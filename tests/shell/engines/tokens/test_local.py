@@ -20,6 +20,9 @@ from tests.shell.engines.tokens import tiny
 BODY = b'{"model":"tiny","messages":[{"role":"user","content":"The quick fox"}]}'
 
 
+IMAGE = BODY.replace(b'"The quick fox"', b'[{"type":"image_url","image_url":{"url":"data:,A"}}]')
+
+
 def question(body=BODY, path="/v1/chat/completions"):
     parsed = parse_request(path=path, headers={":path": path}, body=body, request_id="r")
     return Question(parsed.request, parsed.body)
@@ -77,11 +80,11 @@ async def test_prompts_have_the_ids_of_their_tokenizer(folder):
         async with running(of(folder)) as worker:
             assert worker.refuses(question()) is TokensResult.LOADING
             await ready(worker)
-            (ids,) = await worker.token_ids(question())
+            (ids,) = (await worker.find(question())).ids
             assert unpacked(ids)
             other = question(BODY.replace(b'"tiny"', b'"other"'))
             assert worker.refuses(other) is None
-            assert await worker.token_ids(other) == (ids,)
+            assert (await worker.find(other)).ids == (ids,)
             unknown = question(BODY.replace(b'"tiny"', b'"mine"'))
             for _ in range(3):
                 assert worker.refuses(unknown) is TokensResult.NO_TOKENIZER
@@ -100,13 +103,18 @@ async def test_an_adapter_has_the_tokenizer_of_its_model(folder):
         await ready(worker)
         adapter = question(BODY.replace(b'"tiny"', b'"adapter"'))
         assert worker.refuses(adapter) is None
-        assert await worker.token_ids(adapter) == await worker.token_ids(question())
+        assert await worker.find(adapter) == await worker.find(question())
 
 
-@pytest.mark.parametrize("path", ["/v1/messages", "/v1/embeddings"])
-async def test_other_apis_have_no_tokens_here(folder, path):
-    """Their prompts are made in other ways."""
-    assert of(folder).refuses(question(path=path)) is TokensResult.UNSUPPORTED
+async def test_other_apis_have_no_tokens_here(folder):
+    """Their prompts are made in other ways; messages are the chat that the engine makes of them."""
+    async with running(of(folder)) as worker:
+        await ready(worker)
+        assert worker.refuses(question(path="/v1/embeddings")) is TokensResult.UNSUPPORTED
+        assert worker.refuses(question(IMAGE)) is TokensResult.MEDIA
+        messages = question(path="/v1/messages")
+        assert worker.refuses(messages) is None
+        assert await worker.find(messages) == await worker.find(question())
 
 
 async def test_a_question_that_cannot_be_answered_says_why(folder):
@@ -115,7 +123,7 @@ async def test_a_question_that_cannot_be_answered_says_why(folder):
         await ready(worker)
         cut = question(BODY[:-1] + b',"truncate_prompt_tokens":2}')
         with pytest.raises(TokensUnknownError) as told:
-            await worker.token_ids(cut)
+            await worker.find(cut)
         assert told.value.result is TokensResult.UNSUPPORTED
 
 
@@ -126,7 +134,7 @@ async def test_one_that_hangs_is_ended_and_begins_anew():
         async with running(worker):
             await ready(worker)
             with pytest.raises(TokensUnknownError) as told:
-                await worker.token_ids(question())
+                await worker.find(question())
             assert told.value.result is TokensResult.FAILED
             await until(lambda: worker.starts > 1, "the next one", timeout_s=30.0)
     assert any(line.get("problem") == "WorkerHungError" for line in logs)
@@ -148,7 +156,7 @@ async def test_one_that_fails_costs_a_question(death):
     async with running(worker):
         await ready(worker)
         with pytest.raises(TokensUnknownError) as told:
-            await worker.token_ids(question())
+            await worker.find(question())
         assert told.value.result is TokensResult.FAILED
         await until(lambda: worker.starts > 1, "the next one", timeout_s=30.0)
 
@@ -160,7 +168,7 @@ async def test_too_few_ids_are_none(ids):
     async with running(worker):
         await ready(worker)
         with pytest.raises(TokensUnknownError) as told:
-            await worker.token_ids(question())
+            await worker.find(question())
         assert told.value.result is TokensResult.INVALID
 
 
@@ -169,11 +177,11 @@ async def test_the_queue_is_bounded():
     worker = fake("hear(); time.sleep(1000)", job_s_max=1000.0)
     async with running(worker):
         await ready(worker)
-        first = asyncio.create_task(worker.token_ids(question()))
+        first = asyncio.create_task(worker.find(question()))
         await until(
             lambda: worker._queued_bytes == 0 and not worker._queue, "the first to be asked"
         )
-        others = [asyncio.create_task(worker.token_ids(question())) for _ in range(QUEUE_MAX)]
+        others = [asyncio.create_task(worker.find(question())) for _ in range(QUEUE_MAX)]
         await until(lambda: len(worker._queue) == QUEUE_MAX, "a full queue")
         assert worker.refuses(question()) is TokensResult.BUSY
         for task in others[1:]:
@@ -193,7 +201,7 @@ async def test_no_process_is_left_behind(folder):
     worker = fake("say(Done((str(os.getpid()).encode(),), 'found', 0, 0, 0)); time.sleep(1000)")
     async with running(worker):
         await ready(worker)
-        (pid,) = await worker.token_ids(question())
+        (pid,) = (await worker.find(question())).ids
         os.kill(int(pid), 0)
     with pytest.raises(ProcessLookupError):
         os.kill(int(pid), signal.SIG_DFL)

@@ -17,11 +17,17 @@ from epp.configuration.token_producer import (
     VllmRenderer,
 )
 from epp.core.duration import Duration
+from epp.core.moment import PlacedMedia
 from epp.core.prompt.parse import parse_request
 from epp.core.prompt.token_ids import packed, unpacked
 from epp.shell.engines.tokens.answers import ANSWER_BYTES_MAX, PIECE_BYTES
 from epp.shell.engines.tokens.breaker import FAILURES_MAX
-from epp.shell.engines.tokens.question import Question, TokensResult, TokensUnknownError
+from epp.shell.engines.tokens.question import (
+    PromptTokens,
+    Question,
+    TokensResult,
+    TokensUnknownError,
+)
 from epp.shell.engines.tokens.renderer import CONNECTIONS_MAX, Renderer, one_token_more, tls_of
 from epp.shell.gateway.tls import self_signed
 from tests.builders import endpoint
@@ -52,7 +58,7 @@ async def found(renderer, asked=None):
     if refused is not None:
         return refused
     try:
-        return [unpacked(ids) for ids in await renderer.token_ids(asked)]
+        return [unpacked(ids) for ids in (await renderer.find(asked)).ids]
     except TokensUnknownError as unknown:
         return unknown.result
 
@@ -223,19 +229,63 @@ async def test_a_long_answer_lets_others_have_their_turn():
                 turns += 1
 
         other = asyncio.create_task(others())
-        (answer,) = await renderer.token_ids(question(body))
+        (answer,) = (await renderer.find(question(body))).ids
         other.cancel()
         assert answer == packed(ids)
         assert turns >= len(json.dumps(ids)) // PIECE_BYTES
         renderer.close()
 
 
-async def test_media_are_not_told_apart_by_ids():
-    """A renderer that says so is right."""
-    answer = rendered(1, 2, features={"mm_hashes": {"image": ["a"]}})
-    async with FakeRenderer({f"{CHAT}/render": answer}) as fake:
+CAT = {"mm_hashes": {"image": ["cat"]}, "mm_placeholders": {"image": [{"offset": 1, "length": 2}]}}
+
+
+PARTS = b'[{"type":"image_url","image_url":{"url":"data:,A"}},{"type":"text","text":"hi"}]'
+
+
+def shown():
+    """A question with an image in its prompt."""
+    return question(CHAT_BODY.replace(b'"hi"', PARTS) + b" \n")
+
+
+@pytest.mark.parametrize("omits", [True, False])
+async def test_media_are_known_by_what_the_renderer_calls_them(omits):
+    """It is asked to keep what it computed of them to itself, unless that is not wanted."""
+    asked = shown()
+    assert asked.has_media
+    async with FakeRenderer({f"{CHAT}/render": rendered(1, 2, 3, features=CAT)}) as fake:
+        renderer = renderer_at(fake.url, omit_mm_kwargs=omits)
+        told = await renderer.find(asked)
+        assert told == PromptTokens((packed([1, 2, 3]),), ((PlacedMedia("cat", 1, 2),),))
+        ((_, _, body),) = fake.asked
+        told = json.loads(body)
+        assert told.pop("return_mm_kwargs", None) is (False if omits else None)
+        assert told == json.loads(asked.body)
+        assert (body == asked.body) is not omits
+        renderer.close()
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        rendered(1, 2, 3),
+        rendered(1, 2, 3, features={"mm_hashes": {"image": ["cat"]}}),
+        (404, b""),
+    ],
+)
+async def test_media_that_the_renderer_does_not_name_are_not_told_apart(answer):
+    """Nor by /tokenize, which is not asked for them."""
+    answers = {f"{CHAT}/render": answer, "/tokenize": tokenized(1, 2, 3)}
+    async with FakeRenderer(answers) as fake:
         renderer = renderer_at(fake.url)
-        assert await found(renderer) == TokensResult.MEDIA
+        assert await found(renderer, shown()) == TokensResult.MEDIA
+        assert [path for path, _, _ in fake.asked] == [f"{CHAT}/render"]
+        renderer.close()
+
+
+async def test_media_behind_the_prompt_are_a_lie():
+    async with FakeRenderer({f"{CHAT}/render": rendered(1, 2, features=CAT)}) as fake:
+        renderer = renderer_at(fake.url)
+        assert await found(renderer, shown()) == TokensResult.INVALID
         renderer.close()
 
 
@@ -286,7 +336,7 @@ async def test_who_leaves_cuts_the_connection():
     """The next question gets another one."""
     async with FakeRenderer({f"{CHAT}/render": never}) as fake:
         renderer = renderer_at(fake.url)
-        task = asyncio.create_task(renderer.token_ids(question()))
+        task = asyncio.create_task(renderer.find(question()))
         await until(lambda: fake.asked, "the question")
         task.cancel()
         await until(lambda: fake.left == 1, "the connection to go")
@@ -302,7 +352,7 @@ async def test_only_the_deadline_speaks_against_the_renderer(expired):
         renderer = renderer_at(fake.url)
         for count in range(FAILURES_MAX):
             asked = question()
-            task = asyncio.create_task(renderer.token_ids(asked))
+            task = asyncio.create_task(renderer.find(asked))
             await until(lambda count=count: len(fake.asked) == count + 1, "the question")
             asked.expired = expired
             task.cancel()
@@ -316,9 +366,7 @@ async def test_so_many_questions_at_once_and_no_more():
     """The others are placed by their bytes."""
     async with FakeRenderer({f"{CHAT}/render": never}) as fake:
         renderer = renderer_at(fake.url)
-        tasks = [
-            asyncio.create_task(renderer.token_ids(question())) for _ in range(CONNECTIONS_MAX)
-        ]
+        tasks = [asyncio.create_task(renderer.find(question())) for _ in range(CONNECTIONS_MAX)]
         await until(lambda: len(fake.asked) == CONNECTIONS_MAX, "the questions")
         assert await found(renderer) == TokensResult.BUSY
         for task in tasks:

@@ -4,6 +4,9 @@ import json
 
 import pytest
 
+from epp.core.decision.inputs import EventsHeard, StreamChanged
+from epp.core.kv_events.payload import Stored
+from epp.core.kv_events.stream import StreamState
 from epp.core.prompt.token_ids import packed
 from tests import gateway as gw
 from tests.app.test_wiring import LONG, TWO, ready_at_once, replace, serving
@@ -24,11 +27,17 @@ plugins:
 - type: queue-scorer
 - type: max-score-picker
 {tokens}
+{index}
 schedulingProfiles:
 - name: default
   plugins:
   - pluginRef: queue-scorer
   - pluginRef: max-score-picker
+"""
+EXACT = """\
+- type: precise-prefix-cache-producer
+  parameters:
+    kvEventsConfig: {discoverPods: false}
 """
 PRODUCER = """\
 - type: token-producer
@@ -38,8 +47,8 @@ PRODUCER = """\
 """
 
 
-def asking(url, timeout="30s"):
-    return CONFIG.format(tokens=PRODUCER.format(url=url, timeout=timeout))
+def asking(url, timeout="30s", index=EXACT):
+    return CONFIG.format(tokens=PRODUCER.format(url=url, timeout=timeout), index=index)
 
 
 class Witness:
@@ -144,7 +153,7 @@ async def test_prompts_of_another_model_are_asked_for_under_its_name(tmp_path):
 async def test_tokens_come_and_go_with_the_configuration(tmp_path):
     """Who waits when they go is placed."""
     async with FakeRenderer({RENDER: never}) as fake:
-        plain = CONFIG.format(tokens="")
+        plain = CONFIG.format(tokens="", index="")
         async with serving(tmp_path, TWO, config=plain) as running:
             ready_at_once(running)
             file = tmp_path / "config.yaml"
@@ -163,11 +172,11 @@ async def test_tokens_come_and_go_with_the_configuration(tmp_path):
 
 async def test_files_of_tls_that_are_not_there_refuse_the_configuration(tmp_path):
     """The last good one stays."""
-    async with serving(tmp_path, TWO, config=CONFIG.format(tokens="")) as running:
+    async with serving(tmp_path, TWO, config=CONFIG.format(tokens="", index="")) as running:
         bad = PRODUCER.format(url="https://renderer", timeout="1s").replace(
             "}", ', caCertPath: "/none.pem"}'
         )
-        replace(tmp_path / "config.yaml", CONFIG.format(tokens=bad))
+        replace(tmp_path / "config.yaml", CONFIG.format(tokens=bad, index=EXACT))
         await until(
             lambda: any("TLS cannot be used" in str(line.get("problem")) for line in running.lines),
             "the refusal",
@@ -199,9 +208,49 @@ async def test_its_page_tells_of_it(tmp_path):
 
 async def test_without_a_producer_nobody_waits(tmp_path):
     """Sessions are not even asked."""
-    async with serving(tmp_path, TWO, config=CONFIG.format(tokens="")) as running:
+    async with serving(tmp_path, TWO, config=CONFIG.format(tokens="", index="")) as running:
         ready_at_once(running)
         call = Call(running.channel)
         assert await call.exchange(gw.request_headers(), gw.request_body(LONG), answers=2)
         await call.end()
         assert running.picker.tokens.snapshots() == []
+
+
+async def test_without_an_index_that_reads_them_nobody_waits(tmp_path):
+    """The renderer is not asked, and it is said once, with the configuration's name."""
+    async with FakeRenderer({RENDER: never}) as fake:
+        config = asking(fake.url, index="")
+        async with serving(tmp_path, TWO, config=config) as running:
+            ready_at_once(running)
+            call, answered = await chat(running)
+            assert gw.kinds(answered) == ["request_headers", "request_body"]
+            await call.end()
+            assert running.picker.tokens.resolver is None
+            assert fake.asked == []
+            told = [line for line in running.lines if "no request waits" in line["event"]]
+            assert len(told) == 1
+            assert "config.yaml" in told[0]["event"]
+
+
+@pytest.mark.parametrize(("stored", "result"), [(128, "agrees"), (64, "differs")])
+async def test_ids_are_compared_with_those_that_the_engine_stores(stored, result, tmp_path):
+    """As its events tell them: here all of the prompt, or its first block and then others."""
+    ids = list(range(1_000, 1_130))
+    events = Stored([1, 2], None, packed([*ids[:stored], *range(128 - stored)]), 64)
+    async with (
+        FakeRenderer({RENDER: rendered(*ids)}) as fake,
+        serving(tmp_path, TWO, config=asking(fake.url)) as running,
+    ):
+        ready_at_once(running)
+        call, _ = await chat(running)
+        for slot, _ in running.scheduler.pool.endpoints():
+            running.scheduler.take(StreamChanged(slot, StreamState.LIVE, complete=True), 0.0)
+            running.scheduler.take(EventsHeard(slot, (events,)), 0.0)
+        await call.exchange(gw.response_headers(end=True, date="today"), answers=1)
+        await call.end()
+        labels = {"backend": "vllm", "result": result}
+        await until(
+            lambda: running.metric("tokenize_compared_total", **labels) == 1, "the comparison"
+        )
+        (row,) = running.picker.tokens.described()["compared"]
+        assert (row["model"], row["agreed"]) == ("my-model", int(result == "agrees"))

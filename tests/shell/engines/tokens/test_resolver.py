@@ -5,15 +5,17 @@ import asyncio
 import pytest
 import structlog
 
+from epp.core.moment import PlacedMedia
 from epp.core.prompt.parse import parse_request
 from epp.core.prompt.token_ids import packed
 from epp.shell.engines.tokens.breaker import FAILURES_MAX, OPEN_S
-from epp.shell.engines.tokens.question import TokensResult, TokensUnknownError
+from epp.shell.engines.tokens.question import PromptTokens, TokensResult, TokensUnknownError
 from epp.shell.engines.tokens.resolver import BODY_BYTES_MAX, WAITING_MAX, TokenResolver
 
 BODY = b'{"model":"m","messages":[{"role":"user","content":"a secret"}]}'
 IMAGE = b'{"model":"m","messages":[{"role":"user","content":[{"type":"image_url","image_url":{"url":"data:,%b"}}]}]}'  # fmt: skip
 IDS = (packed([1, 2, 3]),)
+CAT = ((PlacedMedia("cat", 1, 2),),)
 
 
 def asked(body=BODY, path="/v1/chat/completions"):
@@ -35,7 +37,7 @@ class Backend:
     def refuses(self, question):
         return self.refusal
 
-    async def token_ids(self, question):
+    async def find(self, question):
         self.questions.append(question)
         try:
             answer = await self.answers.get()
@@ -44,7 +46,7 @@ class Backend:
             raise
         if isinstance(answer, BaseException):
             raise answer
-        return answer
+        return answer if isinstance(answer, PromptTokens) else PromptTokens(answer)
 
     def close(self):
         pass
@@ -120,10 +122,16 @@ async def test_a_body_that_was_not_seen_is_not_asked_about(rig):
     assert rig.resolver.begin(request, b"", rig.resumed.append) is None
 
 
-async def test_an_image_of_megabytes_is_not_sent_anywhere(rig):
-    """Its ids would say nothing of it."""
-    assert rig.begin(body=IMAGE % (b"A" * 1_000_000)) is None
-    assert (rig.results, rig.backend.questions) == ([TokensResult.MEDIA], [])
+async def test_a_request_with_media_goes_on_with_what_they_are(rig):
+    """Their ids alone would say nothing of them."""
+    rig.begin(body=IMAGE % b"A")
+    assert rig.backend.questions == []
+    await rig.settle()
+    assert rig.backend.questions[0].has_media
+    rig.backend.answers.put_nowait(PromptTokens(IDS, CAT))
+    await rig.settle()
+    (request,) = rig.resumed
+    assert (request.token_ids, request.moment.token_media) == (IDS, CAT)
 
 
 async def test_a_very_long_prompt_is_not_asked_about(rig):

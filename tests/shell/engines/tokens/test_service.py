@@ -6,10 +6,13 @@ import contextlib
 import structlog
 
 from epp.configuration.token_producer import EndpointDiscovery, TokenProducer, VllmRenderer
-from epp.core.prompt.token_ids import COMPARED_MIN
+from epp.core.knowledge.index import Held
+from epp.core.prompt.token_ids import COMPARED_MIN, TRIED_EACH
+from epp.core.types import ApiKind
 from epp.shell.engines.tokens.question import TokensResult
-from epp.shell.engines.tokens.service import Tokens
-from tests.builders import endpoint
+from epp.shell.engines.tokens.service import LOOKED_AT_MAX, SERVED_MAX, TOLD_S_MAX, Tokens
+from tests.builders import endpoint, request
+from tests.shell.engines.tokens.test_resolver import Backend as Asked
 from tests.shell.engines.tokens.test_resolver import Told, asked
 
 URL = TokenProducer(vllm=VllmRenderer(url="http://127.0.0.1:1"))
@@ -110,13 +113,97 @@ async def test_what_runs_is_of_the_backend_in_force():
     assert log[-1] == "2 ends"
 
 
-def test_ids_that_are_not_the_engines_are_told_of():
-    """With nothing of the prompt."""
-    tokens = tokens_of(URL)
+class Engine:
+    """Says how much it holds of what it served."""
+
+    def __init__(self):
+        self.blocks = {}
+        self.asked = 0
+
+    def held(self, served, at):
+        self.asked += 1
+        blocks = self.blocks.get(served.request_id)
+        return None if blocks is None else Held(blocks, 8, 64)
+
+    def tokens(self):
+        tokens = Tokens(Told(), self.held)
+        tokens.accept(tokens.prepare(URL))
+        return tokens
+
+
+def served(request_id, **fields):
+    chains = {"token_chains": {64: (bytes(64),)}}
+    return request(request_id=request_id, **({"api": ApiKind.CHAT, "model": "m"} | chains | fields))
+
+
+def counts_of(tokens):
+    (snapshot,) = tokens.snapshots()
+    return snapshot.compared
+
+
+def test_what_an_engine_stored_is_compared_with_what_was_sent():
+    """At once where it told already, and once more a second later."""
+    engine = Engine()
+    tokens = engine.tokens()
+    engine.blocks = {"told": 8, "differs": 3}
+    for request_id in ("told", "late", "differs", "never told"):
+        tokens.served(served(request_id), endpoint(0), 10.0)
+    assert counts_of(tokens) == {"agrees": 1}
+    engine.blocks["late"] = 8
+    tokens.look(10.0 + 0.9 * TOLD_S_MAX)
+    assert counts_of(tokens) == {"agrees": 1}
+    tokens.look(10.0 + TOLD_S_MAX)
+    assert counts_of(tokens) == {"agrees": 2, "differs": 1}
+    assert tokens.described()["compared"] == [
+        {"model": "m", "compared": 3, "agreed": 2, "exact": True}
+    ]
+
+
+def test_only_ids_that_were_found_out_are_compared():
+    """Those of clients are theirs; without ids, or where nobody is asked, nothing is."""
+    engine = Engine()
+    tokens = engine.tokens()
+    tokens.served(served("ids", api=ApiKind.TOKENS), endpoint(0), 0.0)
+    tokens.served(served("bytes", token_chains={}), endpoint(0), 0.0)
+    tokens.accept(tokens.prepare(TokenProducer()))
+    tokens.served(served("nobody"), endpoint(0), 0.0)
+    tokens.look(100.0)
+    assert engine.asked == 0
+
+
+def test_comparing_is_bounded():
+    """In what waits, and in each turn."""
+    engine = Engine()
+    tokens = engine.tokens()
+    for number in range(2 * SERVED_MAX):
+        tokens.served(served(str(number)), endpoint(0), 0.0)
+    engine.asked = 0
+    tokens.look(100.0)
+    assert engine.asked == LOOKED_AT_MAX
+    for _ in range(100):
+        tokens.look(100.0)
+    assert engine.asked == SERVED_MAX
+
+
+async def test_ids_that_are_not_the_engines_are_told_of_and_not_used():
+    """With nothing of the prompt, once; another configuration begins anew."""
+    engine = Engine()
+    tokens = engine.tokens()
+    tokens.resolver.backend = Asked()
+    engine.blocks["r"] = 2
     with structlog.testing.capture_logs() as logs:
         for _ in range(COMPARED_MIN + 5):
-            tokens.compare("m", b"\1\0\0\0\2\0\0\0", b"\1\0\0\0\3\0\0\0")
+            tokens.served(served("r"), endpoint(0), 0.0)
+            tokens.look(100.0)
     (line,) = logs
-    assert (line["model"], line["first_difference_at"]) == ("m", 1)
+    assert (line["model"], line["same_tokens"]) == ("m", 128)
     assert not tokens.exact("m")
-    assert tokens.described()["compared"] == [{"model": "m", "compared": 105, "agreed": 0}]
+    waits = [tokens.resolver.begin(*asked(), lambda _: None) for _ in range(TRIED_EACH)]
+    assert sum(wait is not None for wait in waits) == 1
+    assert tokens.resolver.results == {TokensResult.NOT_THE_ENGINES: TRIED_EACH - 1}
+    for wait in waits:
+        if wait is not None:
+            wait.cancel()
+    tokens.accept(tokens.prepare(POOL))
+    assert tokens.exact("m")
+    assert counts_of(tokens) == {"differs": COMPARED_MIN + 5}

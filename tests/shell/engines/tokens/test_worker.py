@@ -8,6 +8,7 @@ import pytest
 
 from epp.configuration.token_producer import LocalTokenizers
 from epp.core.prompt.token_ids import unpacked
+from epp.core.types import ApiKind
 from epp.shell.engines.tokens.frames import (
     Begin,
     Done,
@@ -25,6 +26,7 @@ from tests.real_tokenizers import PACKAGES, folder_of, golden
 from tests.shell.engines.tokens import tiny
 from tests.shell.engines.tokens.conversations import CONVERSATIONS, PROMPTS
 
+COMPLETIONS = ApiKind.COMPLETIONS
 CHAT = {"messages": [{"role": "user", "content": "The quick fox " * 10}]}
 
 
@@ -50,8 +52,8 @@ def loaded(folder, model="tiny", **fields):
     return worker
 
 
-def job(body, *, chat=True, model="tiny"):
-    return Job(model, chat, msgspec.json.encode(body))
+def job(body, api=ApiKind.CHAT, *, model="tiny"):
+    return Job(model, api, msgspec.json.encode(body))
 
 
 def ids(done):
@@ -108,12 +110,12 @@ def test_a_turn_that_was_there_is_not_encoded_again(worker):
 def test_prompts_of_completions_begin_as_the_tokenizer_has_it(worker):
     """Unless the request says otherwise; those that are ids are."""
     (plain, other), ((told,),) = (
-        ids(worker.answer(job({"prompt": ["a", "b"]}, chat=False))),
-        (ids(worker.answer(job({"prompt": "a", "add_special_tokens": False}, chat=False))),),
+        ids(worker.answer(job({"prompt": ["a", "b"]}, COMPLETIONS))),
+        (ids(worker.answer(job({"prompt": "a", "add_special_tokens": False}, COMPLETIONS))),),
     )
     assert plain[1:] == told
     assert other[0] == plain[0]
-    assert ids(worker.answer(job({"prompt": [[1, 2], "a"]}, chat=False)))[0] == [1, 2]
+    assert ids(worker.answer(job({"prompt": [[1, 2], "a"]}, COMPLETIONS)))[0] == [1, 2]
 
 
 @pytest.mark.parametrize(
@@ -121,12 +123,12 @@ def test_prompts_of_completions_begin_as_the_tokenizer_has_it(worker):
     [
         (job({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}), "refused"),
         (job({"messages": 1}), "refused"),
-        (job({}, chat=False), "unsupported"),
-        (job({"prompt": ["a", 7]}, chat=False), "unsupported"),
-        (job({"prompt": [[-1]]}, chat=False), "failed"),
+        (job({}, COMPLETIONS), "unsupported"),
+        (job({"prompt": ["a", 7]}, COMPLETIONS), "unsupported"),
+        (job({"prompt": [[-1]]}, COMPLETIONS), "failed"),
         (job(CHAT | {"truncate_prompt_tokens": 3}), "unsupported"),
-        (Job("tiny", chat=True, body=b"no JSON"), "failed"),
-        (Job("tiny", chat=True, body=b'{"messages":' + b"[" * 100_000), "failed"),
+        (Job("tiny", ApiKind.CHAT, body=b"no JSON"), "failed"),
+        (Job("tiny", ApiKind.CHAT, body=b'{"messages":' + b"[" * 100_000), "failed"),
     ],
 )
 def test_what_has_no_tokens_has_a_reason(worker, message, result):
@@ -140,7 +142,29 @@ def test_a_model_without_a_template_has_no_chats(folder):
     """Its completions have tokens."""
     worker = loaded(folder, "bare")
     assert worker.answer(job(CHAT, model="bare")).result == TokensResult.UNSUPPORTED
-    assert ids(worker.answer(job({"prompt": "a"}, chat=False, model="bare")))
+    assert ids(worker.answer(job({"prompt": "a"}, COMPLETIONS, model="bare")))
+
+
+def test_messages_have_the_ids_of_the_chat_that_they_are(worker):
+    """Those that may be another chat have none."""
+    chat = {"messages": [{"role": "system", "content": "You help."}, *CHAT["messages"]]}
+    messages = CHAT | {"max_tokens": 5, "system": [{"type": "text", "text": "You help."}]}
+    done = worker.answer(job(messages, ApiKind.MESSAGES))
+    assert ids(done) == ids(worker.answer(job(chat)))
+    unknown = messages | {"output_config": {"effort": "low"}}
+    done = worker.answer(job(unknown, ApiKind.MESSAGES))
+    assert (done.ids, done.result) == ((), TokensResult.UNSUPPORTED)
+
+
+def test_responses_have_ids_where_nothing_is_put_round_a_prompt(folder, tmp_path):
+    """Else it is there once or twice, by the engine's release."""
+    responses = {"input": "The quick fox " * 10}
+    tiny.make(tmp_path / "plain", begins=False)
+    worker = loaded(tmp_path, "plain")
+    done = worker.answer(job(responses, ApiKind.RESPONSES, model="plain"))
+    assert ids(done) == ids(worker.answer(job(CHAT, model="plain")))
+    done = loaded(folder).answer(job(responses, ApiKind.RESPONSES))
+    assert done.result == TokensResult.UNSUPPORTED
 
 
 def test_without_the_libraries_it_says_what_to_install(folder, monkeypatch):
@@ -177,5 +201,5 @@ def test_real_tokenizers_give_the_ids_of_another_library(model):
         for name, (body, _) in CONVERSATIONS.items():
             assert ids(worker.answer(job(body, model=model))) == [expected["chats"][name]], name
         for prompt in PROMPTS:
-            done = worker.answer(job({"prompt": prompt}, chat=False, model=model))
+            done = worker.answer(job({"prompt": prompt}, COMPLETIONS, model=model))
             assert ids(done) == [expected["prompts"][prompt]], prompt

@@ -24,8 +24,10 @@ TEMPLATE = """\
 {% endif %}"""
 
 
-def make(folder, *, template=TEMPLATE, strips=False, words=WORDS):
-    """Write the files of a model to `folder`. `strips`: a special token takes blanks with it."""
+def make(folder, *, template=TEMPLATE, strips=False, words=WORDS, begins=True):
+    """Write the files of a model to `folder`. `strips`: a special token takes blanks with it.
+    `begins`: it puts one before each prompt.
+    """
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
@@ -39,9 +41,10 @@ def make(folder, *, template=TEMPLATE, strips=False, words=WORDS):
     tokenizer.train_from_iterator(TEXT, trainer)
     tokenizer.add_special_tokens([AddedToken(text, lstrip=strips) for text in SPECIAL])
     begin = tokenizer.token_to_id(SPECIAL[0])
-    tokenizer.post_processor = processors.TemplateProcessing(
-        single=f"{SPECIAL[0]} $A", special_tokens=[(SPECIAL[0], begin)]
-    )
+    if begins:
+        tokenizer.post_processor = processors.TemplateProcessing(
+            single=f"{SPECIAL[0]} $A", special_tokens=[(SPECIAL[0], begin)]
+        )
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer.save(str(folder / "tokenizer.json"))
     config = {"bos_token": {"content": SPECIAL[0]}, "eos_token": SPECIAL[2]}

@@ -93,7 +93,12 @@ def snapshot(count=4, **fields):
         },
         process=ProcessSnapshot(cpu_s=12.5, resident_bytes=2**27),
         tokens=[
-            TokensSnapshot(backend="vllm", waiting=2, results={"found": 3, "timeout": 1}),
+            TokensSnapshot(
+                backend="vllm",
+                waiting=2,
+                results={"found": 3, "timeout": 1},
+                compared={"agrees": 7, "differs": 1},
+            ),
             TokensSnapshot(backend="local", circuit_open=True, results={"loading": 4}),
         ],
         ready=3,
@@ -1017,4 +1022,6 @@ def test_how_questions_for_tokens_ended_is_counted_by_who_was_asked():
     assert value("homing_tokenize_requests_total", timeouts) == 1
     assert value("homing_tokenize_duration_seconds_count", {"backend": "vllm"}) == 1
     assert value("homing_tokenize_waiting", {"backend": "vllm"}) == 2
+    labels = {"backend": "vllm", "result": "agrees"}
+    assert value("homing_tokenize_compared_total", labels) == 7
     assert value("homing_tokenize_circuit_open", {"backend": "local"}) == 1

@@ -71,6 +71,7 @@ class ExactIndexSettings(PrecisePrefixCacheParameters, frozen=True):
         limits_memory=True,
         measures=True,
         hears_engines=True,
+        warns=True,
     )
 
     def open(self) -> AffinityIndex:

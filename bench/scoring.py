@@ -1,8 +1,10 @@
 """What one plugin costs: `python -m bench.scoring`."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from random import Random
+from typing import Any
 
+import msgspec
 import numpy as np
 from msgspec import structs
 
@@ -13,11 +15,24 @@ from epp.core.knowledge.candidates import Affinity, Candidates, Columns
 from epp.core.moment import Moment
 from epp.core.prompt.request import InferenceRequest
 from epp.core.session_tokens import SessionTokens
-from epp.core.types import AdapterReport, Endpoint
-from epp.plugins import FILTERS, PICKERS, SCORERS, filters, pickers
+from epp.core.types import AdapterReport, Endpoint, attribute_key
+from epp.plugins import FILTERS, PICKERS, SCORERS, pickers
 
 ENDPOINTS = 100
 NOW_S = 100.0
+NEEDED: Mapping[str, Mapping[str, Any]] = {
+    "by-label": {"label": "app", "validValues": ["vllm"]},
+    "utilization-filter": {"conditions": [{"metric": "waiting-queue", "maxValue": 5}]},
+    "endpoint-attribute-filter": {
+        "attribute": "load",
+        "algorithm": {"type": "threshold", "threshold": {"operator": "LessThan", "value": 0.5}},
+    },
+    "endpoint-attribute-scorer": {
+        "attributeKey": "load",
+        "algorithm": {"type": "linear_lower_is_better"},
+    },
+}
+"""Parameters of plugins that do not do without."""
 DEFAULT_WEIGHTS = {
     "prefix-cache-scorer": 3.0,
     "queue-scorer": 2.0,
@@ -37,8 +52,13 @@ def pool(*, adapters: bool) -> Candidates:
             endpoint_id=f"uid-{number}",
             name=f"default/pod-{number}",
             address=f"10.0.0.{number}:8000",
-            labels={"llm-d.ai/role": "decode", "app": "vllm"},
+            labels={
+                "llm-d.ai/role": "decode",
+                "app": "vllm",
+                "llm-d.ai/context-length-range": "0-8192",
+            },
         )
+        columns.set_attributes(slot, {attribute_key("load"): random.random()})
         if adapters:
             report = AdapterReport(active=frozenset({f"adapter-{number % 7}", "b"}), slots_max=2)
             columns.set_adapters(slot, report)
@@ -85,14 +105,13 @@ def run() -> list[tuple[str, str]]:
         rows.append((f"{name}, {ENDPOINTS} endpoints", f"{took_us:.1f} µs"))
 
     for name, kind in SCORERS.items():
-        scorer = kind()
+        scorer = msgspec.convert(NEEDED.get(name, {}), kind)
         candidates = with_adapters if "lora" in name else without
         measure(name, lambda s=scorer, c=candidates: s.score(request, c))
         if "lora" in name:
             measure(f"{name} (none reported)", lambda s=scorer: s.score(request, without))
-    label_values = filters.LabelValues(label="app", valid_values=("vllm",))
     for name, filtering in FILTERS.items():
-        plugin = label_values if filtering is filters.LabelValues else filtering()
+        plugin = msgspec.convert(NEEDED.get(name, {}), filtering)
         candidates = with_adapters if "lora" in name else without
         measure(name, lambda p=plugin, c=candidates: p.keep(request, c))
     for name, picking in PICKERS.items():

@@ -76,6 +76,8 @@ TYPES: Final[Mapping[str, str]] = {
     "k8s-notification-source": "No effect: changes of endpoints always arrive.",
     "session-id-producer": "Which endpoint each session was sent to last.",
     "no-hit-lru-producer": "In which order endpoints last got a prompt that nobody held.",
+    "dcgm-extractor": "Reads the pages of `dcgm-data-source`; without that no effect.",
+    "models-data-extractor": "Reads the pages of `models-data-source`; without that no effect.",
     "single-profile-handler": "There is one profile anyhow.",
     "local-syncer": "No effect: replicas share by flags.",
     "openai-parser": (
@@ -89,13 +91,11 @@ TYPES: Final[Mapping[str, str]] = {
 """Types of which the docstring of the class says too little, or what is for programmers."""
 
 PARAMETERS: Final[Mapping[str, str]] = {
-    "customMetrics": "Not read.",
     "defaultEngine": "Engine of an endpoint without the label whose page does not tell.",
     "engineConfigs": "Names of metrics by engine; one with a built-in name replaces that.",
     "engineLabelKey": "Label of an endpoint that names its engine.",
     "estimate": "The default. Its members have no effect: a token is 4 bytes.",
     "hf": "Refused.",
-    "insecureSkipVerify": "No effect: certificates of endpoints are not verified.",
     "local": "[Tokenizers of files](tokens.md#tokenizers-of-files).",
     "lruSize": "Endpoints that are remembered.",
     "matchExpressions": "All must hold; operators `In`, `NotIn`, `Exists`, `DoesNotExist`.",
@@ -106,11 +106,11 @@ PARAMETERS: Final[Mapping[str, str]] = {
     ),
     "tokenizeTimeout": "A request waits for its tokens no longer.",
     "outputRatio": "No effect.",
-    "path": "Of the metrics page.",
+    "path": "Of the page.",
     "prefixMatchInfoProducerName": "Name of the prefix index to ask; none: the first.",
     "prefixPluginName": "No effect.",
     "primaryPort": "No effect.",
-    "scheme": "Of the metrics page.",
+    "scheme": "Of the page.",
     "strategy": "See above.",
     "threshold": "Waiting requests from which the score is 0.",
     "tieredOffloadingSpecs": "Not read.",

@@ -70,7 +70,7 @@ SUBCOMMANDS: Final[Mapping[str, Subcommand]] = {
         calls_plugins=True,
     ),
     "check-config": Subcommand(
-        "[FILE|-] [--diff OLD] [--explain] [--capture DIR]",
+        "[FILE|-] [--diff OLD] [--explain] [--upgrade] [--capture DIR]",
         CheckFlags,
         command_lines.parse_check,
         "epp.commands.check_config",

@@ -34,7 +34,15 @@ BY_FILES = (
         "connections (health)",
         "connections (serving)",
     ),
-    *("debug token", "endpoints", "garbage", "kept configuration", "kept endpoints", "loop lag"),
+    *(
+        "debug token",
+        "endpoint pages",
+        "endpoints",
+        "garbage",
+        "kept configuration",
+        "kept endpoints",
+        "loop lag",
+    ),
     *("memory", "overdue", "peers: addresses", "peers: catching up", "peers: pump"),
     *("peers: snapshots", "peers: warm start"),
     *(

@@ -18,11 +18,13 @@ from epp.core.decision.inputs import PoolReplaced, Reconfigured
 from epp.core.decision.scheduler import Scheduler
 from epp.core.decision.settings import SchedulerSettings
 from epp.flags.serve import ServeFlags
+from epp.shell.engines.endpoint_pages import EndpointPages, prepare
 from epp.shell.engines.first_tokens import FirstTokensSeen
 from epp.shell.engines.kv_events import KVEventListener
 from epp.shell.engines.scrape import Scraper
 from epp.shell.engines.sources import page_reader, scraped_from
 from epp.shell.engines.tokens.service import Tokens
+from epp.shell.engines.trust import trust_of
 from epp.shell.files.endpoints_file import EndpointsFileError, load_endpoints
 from epp.shell.files.session_keys import Keys
 from epp.shell.found import Found
@@ -48,6 +50,7 @@ class Concerned(Struct, frozen=True, kw_only=True):
     scheduler: Scheduler
     sessions: Sessions
     scraper: Scraper
+    pages: EndpointPages
     listener: KVEventListener
     tokens: Tokens
     first_tokens: FirstTokensSeen
@@ -104,6 +107,8 @@ class Reloading:
         told = self._concerned
         try:
             offer = self._live.read(content, told_by, len(self._found.endpoints))
+            metrics = offer.config.metrics
+            trust, pages = trust_of(metrics.source), prepare(metrics)
             tokens = told.tokens.prepare(offer.config.tokens_asked)
             restarted = self._decide_by(offer, len(self._found.endpoints))
         except ConfigError as error:
@@ -118,7 +123,8 @@ class Reloading:
         self._sources.kept_config.keep(content)
         told.tokens.accept(tokens)
         told.sessions.configure(self._live.parsers, told.tokens.resolver)
-        told.scraper.configure(page_reader(offer.config.metrics.extractor))
+        told.scraper.configure(page_reader(metrics.extractor), trust, metrics.source.interval_s)
+        told.pages.configure(pages)
         self._replace(self._found)
         self._count_configured(offer.settings, offer.changes)
         self._tell_kept()
@@ -182,6 +188,7 @@ class Reloading:
         endpoints = scraped_from(found.endpoints, self._live.config.metrics.source)
         told.scheduler.take(PoolReplaced(endpoints), time.monotonic())
         told.scraper.replace(endpoints)
+        told.pages.replace(endpoints)
         told.listener.replace(endpoints)
         told.tokens.replace(found.endpoints)
         told.first_tokens.replace([endpoint.endpoint_id for endpoint in endpoints])

@@ -33,11 +33,13 @@ from epp.core.protocol.budget import BodyBudget
 from epp.core.protocol.session import SessionSettings
 from epp.core.types import Endpoint, EndpointMetrics, Seconds
 from epp.flags.serve import ServeFlags
+from epp.shell.engines.endpoint_pages import EndpointPages, prepare
 from epp.shell.engines.first_tokens import FirstTokensSeen
 from epp.shell.engines.kv_events import KVEventListener
 from epp.shell.engines.scrape import BACKOFF_S_MAX, ScrapeFailure, Scraper
 from epp.shell.engines.sources import page_reader
 from epp.shell.engines.tokens.service import Tokens
+from epp.shell.engines.trust import trust_of
 from epp.shell.gateway.ext_proc import ExtProc
 from epp.shell.gateway.health import Health
 from epp.shell.gateway.service import GatewayService
@@ -152,6 +154,7 @@ class EndpointPicker:
             peers=self.peers.rows,
             first_tokens=self._first_tokens.lately,
             kv_events=lambda endpoint: self._listener.row_of(endpoint),
+            pages=lambda endpoint: self._pages.row_of(endpoint),
             tokens=lambda: self.tokens.described(),
         )
         self._changes = (
@@ -187,7 +190,11 @@ class EndpointPicker:
             # Two tries before metrics are stale.
             backoff_s_max=min(BACKOFF_S_MAX, flags.metrics_staleness_threshold / 2),
             supervisor=self._supervisor,
+            trust=or_start_error(lambda: trust_of(self.live.config.metrics.source)),
+            interval_s_min=self.live.config.metrics.source.interval_s,
         )
+        self._pages = EndpointPages(seed=seed, supervisor=self._supervisor)
+        self._pages.configure(or_start_error(lambda: prepare(self.live.config.metrics)))
         self._listener = KVEventListener(self.scheduler, seed=seed, supervisor=self._supervisor)
         self._tracer = _open_tracer(flags) if flags.tracing else None
         self.observation = self._observation(
@@ -261,6 +268,7 @@ class EndpointPicker:
             scheduler=self.scheduler,
             sessions=self.sessions,
             scraper=self._scraper,
+            pages=self._pages,
             listener=self._listener,
             tokens=self.tokens,
             first_tokens=self._first_tokens,
@@ -356,6 +364,7 @@ class EndpointPicker:
             "memory": self.memory_return.run,
             "garbage": GarbageCollection().run,
             "scrape": self._scraper.run,
+            "endpoint pages": self._pages.run,
             "KV events": self._listener.run,
             "tokens": self.tokens.run,
             "standings": self._standings.run,
@@ -472,6 +481,10 @@ class EndpointPicker:
         slot = self.scheduler.pool.slot_of(endpoint)
         if slot is not None:
             now = time.monotonic()
+            told = self._pages.attributes_of(endpoint, asyncio.get_running_loop().time())
+            if told:
+                attributes = {**metrics.attributes, **told}
+                metrics = structs.replace(metrics, attributes=attributes)
             self.scheduler.take(PageScraped(slot, metrics), now)
             self._first_tokens.observe(endpoint.endpoint_id, metrics, now)
         self.readiness.asked()
@@ -526,6 +539,7 @@ class EndpointPicker:
         shown = structs.replace(
             shown,
             process=self._process.snapshot(),
+            pages_unread=self._pages.unread(),
             kv_events=self._listener.snapshot(),
             first_tokens=self._first_tokens.lately(time.monotonic()),
             connected=self._gateway.connected(),

@@ -127,6 +127,7 @@ def build_settings(
     """
     profile = config.profile
     picker = _picking(profile.picker, 1 + fallback_endpoints_max)
+    refresh_interval_s = max(refresh_interval_s, config.metrics.source.interval_s)
     saturation = config.saturation
     if not config.staleness_given:
         threshold_s = saturation_staleness_s(refresh_interval_s)
@@ -186,6 +187,7 @@ def settings_warnings(
 ) -> list[str]:
     """What in `config` does not go with these flags, one sentence each."""
     warnings: list[str] = []
+    refresh_interval_s = max(refresh_interval_s, config.metrics.source.interval_s)
     threshold_s = float(config.saturation.metrics_staleness_threshold)
     expected_s = saturation_staleness_s(refresh_interval_s)
     if config.staleness_given and threshold_s < expected_s:

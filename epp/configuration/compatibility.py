@@ -13,9 +13,12 @@ from typing import Annotated, Final
 from msgspec import Meta
 
 from epp.configuration.token_producer import TokenProducer
+from epp.core.duration import parse_duration
+from epp.core.knowledge.candidates import ATTRIBUTES_MAX
 from epp.core.knowledge.ejection import OutlierEjection
 from epp.core.knowledge.prefill_speed import LabelledSpeed
 from epp.core.parameters import Parameters
+from epp.core.types import Seconds
 from epp.plugins.conformance import DestinationEndpointServedVerifier
 from epp.plugins.pull_source import PullSource
 
@@ -69,7 +72,18 @@ class InflightLoadProducer(Parameters, frozen=True):
     peak_prefill_throughputs: tuple[LabelledSpeed, ...] = ()
     add_estimated_output_tokens: bool = False
     output_ratio: Annotated[float, Meta(ge=0)] = 1.5
+    max_estimated_output_tokens: Annotated[int, Meta(ge=0)] | None = None
+    """No effect: tokens of answers are not added."""
+    prefix_match_info_producer_name: str = ""
+    """Name of the prefix index that says what is uncached: the default one."""
     sync_cross_replica_state: bool = True
+
+
+INTERVAL_MAX_S: Final = 3_600.0
+GPU_UTILIZATION: Final = "GPUUtilization"
+"""What `dcgm-extractor` tells of an endpoint."""
+DCGM_EXTRACTOR: Final = "dcgm-extractor"
+MODELS_EXTRACTOR: Final = "models-data-extractor"
 
 
 class MetricsScheme(StrEnum):
@@ -77,20 +91,81 @@ class MetricsScheme(StrEnum):
     HTTPS = "https"
 
 
-class MetricsDataSource(Parameters, frozen=True):
-    """`metrics-data-source`: where each endpoint serves its metrics."""
+class _PageSource(Parameters, frozen=True):
+    """How pages of endpoints are asked for."""
 
     scheme: MetricsScheme = MetricsScheme.HTTP
+    insecure_skip_verify: bool = True
+    """With `https`: trust whoever answers."""
+    interval: str = ""
+    """A duration: between two pages of an endpoint, where that is longer than it would be anyhow."""
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.interval_s <= INTERVAL_MAX_S:
+            raise ValueError(
+                f"interval must be from 0s to {INTERVAL_MAX_S:g}s, is {self.interval_s:g}s"
+            )
+
+    @property
+    def interval_s(self) -> Seconds:
+        """0: as often as others."""
+        return float(parse_duration(self.interval)) if self.interval else 0.0
+
+
+class _TrustingSource(_PageSource, frozen=True):
+    """With certificates of its own."""
+
+    ca_cert_path: str = ""
+    """With `https` and without `insecureSkipVerify`: PEM of who vouches for endpoints; none: the
+    system's."""
+    client_cert_path: str = ""
+    """With `https`: PEM of the picker's own certificate, where endpoints ask for one."""
+    client_key_path: str = ""
+    """Its private key."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if bool(self.client_cert_path) != bool(self.client_key_path):
+            raise ValueError("clientCertPath and clientKeyPath need each other")
+
+
+class MetricsDataSource(_TrustingSource, frozen=True):
+    """`metrics-data-source`: where each endpoint serves its metrics."""
+
     path: Annotated[str, Meta(pattern="^/")] = "/metrics"
     port: Annotated[int, Meta(ge=1, le=65_535)] | None = None
     """None: the port that serves requests."""
-    insecure_skip_verify: bool = True
+
+
+class ModelsDataSource(_TrustingSource, frozen=True):
+    """`models-data-source`: where each endpoint lists its models, which `/debug/endpoints` shows.
+
+    Only with a `models-data-extractor`. Nothing is decided by it.
+    """
+
+    path: Annotated[str, Meta(pattern="^/")] = "/v1/models"
+    """Of the list."""
+
+
+class DcgmDataSource(_PageSource, frozen=True):
+    """`dcgm-data-source`: where the DCGM exporter serves the metrics of each endpoint's GPUs.
+
+    With a `dcgm-extractor` the highest `DCGM_FI_DEV_GPU_UTIL` of an endpoint's GPUs, 0 to 1, is its
+    attribute `GPUUtilization`, by which `endpoint-attribute-filter` and `-scorer` can go. Samples
+    with a label `pod` count for the pod of that name alone.
+    """
+
+    path: Annotated[str, Meta(pattern="^/")] = "/metrics"
+    port: Annotated[int, Meta(ge=1, le=65_535)] = 9400
+    """Of the exporter."""
+    use_node_address: bool = False
+    """Ask the exporter of the node, where its address is known, and not one within the pod."""
 
 
 class ExtraMetric(Parameters, frozen=True):
-    """A series that the reference picker would show to attribute plugins."""
+    """A series, and the name under which `endpoint-attribute-filter` and `-scorer` find it."""
 
-    attribute_key: str
+    attribute_key: Annotated[str, Meta(min_length=1)]
     metric_spec: MetricSpec
 
 
@@ -105,7 +180,7 @@ class EngineMetrics(Parameters, frozen=True):
     cache_info_spec: MetricSpec = MetricSpec("")
     cache_block_size_spec: MetricSpec = MetricSpec("")
     cache_num_blocks_spec: MetricSpec = MetricSpec("")
-    custom_metrics: tuple[ExtraMetric, ...] = ()
+    custom_metrics: Annotated[tuple[ExtraMetric, ...], Meta(max_length=ATTRIBUTES_MAX)] = ()
     tiered_offloading_specs: tuple[ExtraMetric, ...] = ()
 
     def __post_init__(self) -> None:
@@ -147,6 +222,17 @@ class CoreMetricsExtractor(Parameters, frozen=True):
             )
 
 
+class KubernetesNotificationSource(Parameters, frozen=True):
+    """`k8s-notification-source`: changes of objects of Kubernetes always arrive."""
+
+    group: str = ""
+    """No effect."""
+    version: str = ""
+    """No effect."""
+    kind: str = ""
+    """No effect."""
+
+
 HANDLERS: Final[Mapping[str, type[Parameters]]] = {
     "single-profile-handler": NoParameters,
     "data-parallel-profile-handler": DataParallelHandler,
@@ -157,12 +243,17 @@ NOTIFICATION_SOURCES: Final = ("endpoint-notification-source", "k8s-notification
 
 ACCEPTED: Final[Mapping[str, type[Parameters]]] = {
     **HANDLERS,
-    **dict.fromkeys(NOTIFICATION_SOURCES, NoParameters),
+    "endpoint-notification-source": NoParameters,
+    "k8s-notification-source": KubernetesNotificationSource,
     "token-producer": TokenProducer,
     "tokenizer": TokenProducer,
     "inflight-load-producer": InflightLoadProducer,
     "metrics-data-source": MetricsDataSource,
     "core-metrics-extractor": CoreMetricsExtractor,
+    "models-data-source": ModelsDataSource,
+    MODELS_EXTRACTOR: NoParameters,
+    "dcgm-data-source": DcgmDataSource,
+    DCGM_EXTRACTOR: NoParameters,
     "local-syncer": NoParameters,
     "model-server-protocol-metrics": CoreMetricsExtractor,
     OutlierEjection.type_name: OutlierEjection,
@@ -209,7 +300,6 @@ REFUSED: Final[Mapping[str, str]] = {
     "latency-slo-admitter": f"{_NO_PREDICTOR}: use utilization-detector",
     "probabilistic-admitter": "requests are shed by priority: use utilization-detector",
     "concurrency-detector": "saturation is read from the engines: use utilization-detector",
-    "utilization-filter": "use utilization-detector as a filter",
     "fcfs-ordering-policy": f"{_NO_QUEUE}: remove it",
     "edf-ordering-policy": f"{_NO_QUEUE}: remove it",
     "slo-deadline-ordering-policy": f"{_NO_QUEUE}: remove it",
@@ -223,17 +313,12 @@ REFUSED: Final[Mapping[str, str]] = {
     "priority-then-time-eviction-order-policy": (
         f"{_NO_QUEUE}, nor evicted from the engines: remove it"
     ),
-    "session-affinity-filter": "use session-affinity-scorer with a high weight",
     "header-label-affinity-scorer": "use label-selector-filter",
-    "endpoint-attribute-filter": "use label-selector-filter",
-    "endpoint-attribute-scorer": "use queue-scorer or kv-cache-utilization-scorer",
     "topology-affinity-filter": "use label-selector-filter",
     "topology-affinity-scorer": "use label-selector-filter",
-    "context-length-aware": "use token-load-scorer",
+    "topology-extractor": "topology is not read: use label-selector-filter",
     "request-attribute-reporter": "nothing is computed from usage: use --parse-response-usage",
     "agent-identity": "there is no fairness between agents: remove it",
-    "models-data-source": "models are not listed by endpoint: use metrics-data-source",
-    "dcgm-data-source": "GPUs are not read: use metrics-data-source",
     "outlier-ejection-filter": (
         f"no profile needs a filter for it: declare {OutlierEjection.type_name}, or nothing"
     ),

@@ -17,18 +17,23 @@ from epp.configuration.compatibility import (
     API_VERSION,
     API_VERSION_DEPRECATED,
     API_VERSIONS,
+    DCGM_EXTRACTOR,
     DEPRECATED,
     FEATURE_GATES,
+    GPU_UTILIZATION,
     HANDLERS,
     IGNORED_SECTIONS,
+    MODELS_EXTRACTOR,
     MOVED_TO_INDEX,
     NOTIFICATION_SOURCES,
     PARSERS,
     REFUSED_SECTIONS,
     CoreMetricsExtractor,
     DataParallelHandler,
+    DcgmDataSource,
     InflightLoadProducer,
     MetricsDataSource,
+    ModelsDataSource,
     refusal_of,
 )
 from epp.configuration.document import (
@@ -60,12 +65,11 @@ from epp.core.decision.profile import (
 )
 from epp.core.decision.settings import SchedulerSettings
 from epp.core.knowledge.ejection import OutlierEjection
-from epp.core.knowledge.exact_parameters import PrecisePrefixCacheParameters
 from epp.core.knowledge.index import AffinityIndexSettings
 from epp.core.knowledge.saturation import UtilizationDetector
 from epp.core.parameters import Parameters, Plugin
+from epp.core.types import attribute_key
 from epp.plugins.conformance import DestinationEndpointServedVerifier
-from epp.plugins.encoder_cache import EncoderCacheSettings
 from epp.plugins.pull_source import PullSource
 
 __all__ = [
@@ -158,6 +162,28 @@ class MetricsSettings(Struct, frozen=True, kw_only=True):
 
     source: MetricsDataSource = field(default_factory=MetricsDataSource)
     extractor: CoreMetricsExtractor = field(default_factory=CoreMetricsExtractor)
+    models: ModelsDataSource | None = None
+    """Where each endpoint lists its models; None: nobody asks."""
+    gpus: DcgmDataSource | None = None
+    """Where each endpoint's GPUs are told of; None: nobody asks."""
+
+    @property
+    def pages(self) -> dict[str, ModelsDataSource | DcgmDataSource]:
+        """Name -> a page of each endpoint beside its metrics that is asked for."""
+        asked = {"models": self.models, "gpus": self.gpus}
+        return {name: source for name, source in asked.items() if source is not None}
+
+    @property
+    def attributes(self) -> frozenset[str]:
+        """Keys of the attributes that endpoints may tell."""
+        keys = {
+            attribute_key(metric.attribute_key)
+            for engine in self.extractor.engine_configs
+            for metric in engine.custom_metrics
+        }
+        if self.gpus is not None:
+            keys.add(attribute_key(GPU_UTILIZATION, DCGM_EXTRACTOR))
+        return frozenset(keys)
 
 
 class PickerConfig(Struct, frozen=True, kw_only=True):
@@ -281,19 +307,22 @@ _ROLES: Final[Mapping[str, Role]] = {
     "metrics-data-source": Role.SOURCE,
     "core-metrics-extractor": Role.EXTRACTOR,
     "model-server-protocol-metrics": Role.EXTRACTOR,
+    "models-data-source": Role.SOURCE,
+    MODELS_EXTRACTOR: Role.EXTRACTOR,
+    "dcgm-data-source": Role.SOURCE,
+    DCGM_EXTRACTOR: Role.EXTRACTOR,
     **dict.fromkeys(NOTIFICATION_SOURCES, Role.NOTIFIER),
     DestinationEndpointServedVerifier.type_name: Role.RESPONDER,
     PullSource.type_name: Role.REQUEST_MARKER,
 }
 
-
-_TELLS_WARNINGS: Final = (
-    PrecisePrefixCacheParameters,
-    TokenProducer,
-    EncoderCacheSettings,
-    PullSource,
-)
-"""They say themselves what of their parameters does less than it says."""
+_EXTRACTORS: Final[Mapping[str, str]] = {
+    "metrics-data-source": "core-metrics-extractor",
+    "models-data-source": MODELS_EXTRACTOR,
+    "dcgm-data-source": DCGM_EXTRACTOR,
+}
+"""Type of a data source -> the type of what reads its pages."""
+_LOAD_PRODUCER: Final = "inflight-load-producer"
 
 
 class _Loader:
@@ -309,6 +338,8 @@ class _Loader:
         """Names of plugins that have a problem of their own: not missing when referred to."""
         self.for_index: dict[str, Any] = {}
         """Parameters of the index that old configurations give to `prefix-cache-scorer`."""
+        self.settled: dict[str, set[str]] = {}
+        """Lookup of an index -> parameters of it that somebody spelt out."""
 
     def problem(self, sentence: str) -> None:
         self.problems.append(f"{self.source}: {sentence}")
@@ -327,10 +358,13 @@ class _Loader:
         inflight = self._only(InflightLoadProducer)
         ejection = self._only(OutlierEjection)
         tokens = self._only(TokenProducer)
+        self._check_load_producers()
+        self._check_attributes(metrics)
         if self.problems or profile is None:
             raise ConfigError(self.problems)
         profiles = (profile,) if shadow is None else (profile, shadow)
         indexes, prefix = self._indexes(profiles)
+        self._check_uncached_by(indexes, prefix)
         if self.problems:
             raise ConfigError(self.problems)
         self._warn_of_unused(profiles, detector)
@@ -510,9 +544,8 @@ class _Loader:
         if role is Role.INDEX and not self._has_blocks(where, plugin):
             return None
         self._warn_of_parameters(where, plugin, parameters)
-        if isinstance(plugin, _TELLS_WARNINGS):
-            for warning in plugin.warnings():
-                self.warn(f"{where}: {warning}")
+        if kind.abilities.warns:
+            self._warn_as_told(where, plugin)
         if kind.abilities.differs:
             self.warn(f"{where}: {kind.abilities.differs}")
         return ConfiguredPlugin(
@@ -523,6 +556,15 @@ class _Loader:
             plugin=plugin,
             given=frozenset(parameters),
         )
+
+    def _warn_as_told(self, where: str, plugin: Any) -> None:
+        try:
+            told: tuple[str, ...] = msgspec.convert(plugin.warnings(), tuple[str, ...])
+        except BaseException as error:  # noqa: BLE001  the boundary of a plugin
+            self.problem(_raised(where, "warnings", error))
+            return
+        for warning in told:
+            self.warn(f"{where}: {warning}")
 
     def _known_types(self) -> list[str]:
         tables = self.tables
@@ -554,12 +596,15 @@ class _Loader:
                     f"{where}: has no effect, each data-parallel rank is an endpoint of its own"
                 )
             case InflightLoadProducer(
-                add_estimated_output_tokens=adds, sync_cross_replica_state=shared
+                add_estimated_output_tokens=adds,
+                max_estimated_output_tokens=most,
+                sync_cross_replica_state=shared,
             ):
-                if adds:
+                named = {"addEstimatedOutputTokens": adds, "maxEstimatedOutputTokens": most}
+                for name in (name for name, value in named.items() if value):
                     self.warn(
-                        f"{where}: addEstimatedOutputTokens has no effect, load in flight is "
-                        "requests and uncached prompt tokens"
+                        f"{where}: {name} has no effect, load in flight is requests and uncached "
+                        "prompt tokens"
                     )
                 if not shared:
                     self.warn(
@@ -568,10 +613,10 @@ class _Loader:
                     )
             case CoreMetricsExtractor(engine_configs=engines):
                 for engine in engines:
-                    if engine.custom_metrics or engine.tiered_offloading_specs:
+                    if engine.tiered_offloading_specs:
                         self.warn(
-                            f"{where}: customMetrics and tieredOffloadingSpecs of engine "
-                            f"{engine.name} are not read, no plugin uses them"
+                            f"{where}: tieredOffloadingSpecs of engine {engine.name} are not read, "
+                            "no plugin uses them"
                         )
 
     def _warn_of_blocks(self, where: str, index: Any, parameters: dict[str, Any]) -> None:
@@ -693,11 +738,13 @@ class _Loader:
         if self.problems:
             return None
         picker_name, picker = self._picker(pickers)
-        filters = [plugin for plugin, _ in entries if plugin.role is Role.FILTER]
+        filters = [found for plugin, _ in entries if (found := self._filter_of(plugin))]
+        if self.problems:
+            return None
         try:
             return SchedulingProfile(
                 name=name,
-                filters=tuple(NamedFilter(plugin.name, plugin.plugin) for plugin in filters),
+                filters=tuple(filters),
                 scorers=tuple(scorers),
                 picker_name=picker_name,
                 picker=picker,
@@ -706,6 +753,24 @@ class _Loader:
         except ValueError as error:
             self.problem(f"{where}: {error}")
             return None
+
+    def _filter_of(self, plugin: ConfiguredPlugin) -> NamedFilter | None:
+        """What `plugin` is, or brings along; None: no filter, or a problem."""
+        if plugin.role is Role.FILTER:
+            return NamedFilter(plugin.name, plugin.plugin)
+        if plugin.role is not Role.SCORER or not plugin.plugin.abilities.brings_filter:
+            return None
+        try:
+            brought = plugin.plugin.filter
+        except BaseException as error:  # noqa: BLE001  the boundary of a plugin
+            self.problem(_raised(plugin.where, "filter", error))
+            return None
+        if brought is None:
+            return None
+        if fault := declaration_fault(type(brought)):
+            self.problem(f"{plugin.where}: {type(brought).__name__} {fault}")
+            return None
+        return NamedFilter(plugin.name, brought)
 
     def _picker(self, pickers: Sequence[ConfiguredPlugin]) -> tuple[str, Picker]:
         for plugin in (*pickers, *self.plugins.values()):
@@ -739,6 +804,7 @@ class _Loader:
                     lookup = plugin.type_name
                 named.setdefault(plugin.type_name, lookup)
                 indexes[lookup] = plugin.plugin
+                self.settled[lookup] = set(plugin.given)
         for where, needed in wanted:
             self._need_index(where, needed, indexes, named)
         if not self.problems and not any(is_prefix(index) for index in indexes.values()):
@@ -820,7 +886,9 @@ class _Loader:
         named: dict[str, str],
     ) -> None:
         wanted, type_name = needed.name, needed.type_name
-        if wanted in indexes or (not wanted and type_name in named):
+        known = wanted if wanted in indexes else named.get(type_name) if not wanted else None
+        if known is not None:
+            self._adjust(where, known, needed.parameters, indexes)
             return
         if wanted and wanted != type_name:
             if why := refusal_of(wanted):
@@ -841,6 +909,34 @@ class _Loader:
             self._warn_of_parameters(where, settings, parameters)
             indexes[type_name] = settings
             named[type_name] = type_name
+            self.settled[type_name] = set(parameters)
+
+    def _adjust(
+        self,
+        where: str,
+        lookup: str,
+        parameters: Mapping[str, Any],
+        indexes: dict[str, AffinityIndexSettings],
+    ) -> None:
+        """Give an index that there is what a reader says of it; who spelt it out first is right."""
+        index: Any = indexes[lookup]
+        told = self.convert(dict(parameters), type(index), f"{where}: parameters of {lookup}")
+        if told is None or not parameters:
+            return
+        fields = dict(zip(index.__struct_encode_fields__, index.__struct_fields__, strict=True))
+        wanted = msgspec.structs.asdict(told)
+        settled = self.settled.setdefault(lookup, set())
+        for parameter, name in fields.items():
+            if parameter not in parameters:
+                continue
+            if parameter not in settled:
+                index = msgspec.structs.replace(index, **{name: wanted[name]})
+            elif msgspec.structs.asdict(index)[name] != wanted[name]:
+                self.warn(
+                    f"{where}: what it says of {parameter} has no effect, {lookup} is told otherwise"
+                )
+        settled |= parameters.keys()
+        indexes[lookup] = index
 
     def _where(self, name: str) -> str:
         plugin = self.plugins.get(name)
@@ -913,24 +1009,92 @@ class _Loader:
         layer = _DataLayer()
         if value is not None:
             layer = self.convert(value, _DataLayer, "dataLayer") or layer
-        found: dict[Role, ConfiguredPlugin] = {}
+        found: dict[str, ConfiguredPlugin] = {}
         for plugin in self.plugins.values():
             if plugin.role in {Role.SOURCE, Role.EXTRACTOR}:
-                if plugin.role in found:
-                    first = found[plugin.role].name
-                    self.problem(f"{plugin.where}: there is one {plugin.role}, {first} is taken")
-                found.setdefault(plugin.role, plugin)
+                type_name = DEPRECATED.get(plugin.type_name, plugin.type_name)
+                if type_name in found:
+                    first = found[type_name].name
+                    self.problem(f"{plugin.where}: there is one {type_name}, {first} is taken")
+                found.setdefault(type_name, plugin)
         for index, source in enumerate(layer.sources):
             where = f"dataLayer.sources[{index}]"
             referred = self._refer(where, source.plugin_ref, Role.SOURCE, Role.NOTIFIER)
-            notifies = referred is not None and referred.role is Role.NOTIFIER
-            role = Role.INDEX if notifies else Role.EXTRACTOR
             for number, extractor in enumerate(source.extractors):
-                self._refer(f"{where}.extractors[{number}]", extractor.plugin_ref, role)
+                self._check_extractor(f"{where}.extractors[{number}]", referred, extractor)
         if not layer.inject_defaults and not layer.sources:
             self.warn("dataLayer.injectDefaults has no effect, metrics are always collected")
-        given = {role.name.lower(): plugin.plugin for role, plugin in found.items()}
+        for source_type, extractor_type in _EXTRACTORS.items():
+            one, other = found.get(source_type), found.get(extractor_type)
+            if source_type != "metrics-data-source" and (one is None) is not (other is None):
+                there, missing = (one, extractor_type) if one else (other, source_type)
+                assert there is not None
+                self.warn(f"{there.where}: has no effect, there is no {missing}")
+                found.pop(source_type, None)
+        members = {
+            "source": "metrics-data-source",
+            "extractor": "core-metrics-extractor",
+            "models": "models-data-source",
+            "gpus": "dcgm-data-source",
+        }
+        given = {name: found[kind].plugin for name, kind in members.items() if kind in found}
         return MetricsSettings(**given)
+
+    def _check_extractor(
+        self, where: str, source: ConfiguredPlugin | None, extractor: _Reference
+    ) -> None:
+        if source is not None and source.role is Role.NOTIFIER:
+            self._refer(where, extractor.plugin_ref, Role.INDEX)
+            return
+        referred = self._refer(where, extractor.plugin_ref, Role.EXTRACTOR)
+        if source is None or referred is None:
+            return
+        expected = _EXTRACTORS[source.type_name]
+        if DEPRECATED.get(referred.type_name, referred.type_name) != expected:
+            self.problem(
+                f"{where}: {referred.name} is a {referred.type_name}, expected a {expected}, which "
+                f"reads the pages of {source.type_name}"
+            )
+
+    def _check_load_producers(self) -> None:
+        """Whoever names a producer of load in flight means one that there is."""
+        for plugin in self.plugins.values():
+            if not plugin.plugin.abilities.names_load_producer:
+                continue
+            name: object = plugin.plugin.in_flight_load_producer_name
+            if name in {"", _LOAD_PRODUCER}:
+                continue
+            producer = self.plugins.get(str(name))
+            if producer is None or not isinstance(producer.plugin, InflightLoadProducer):
+                self.problem(
+                    f"{plugin.where}: inFlightLoadProducerName {name} names no {_LOAD_PRODUCER}"
+                )
+
+    def _check_attributes(self, metrics: MetricsSettings) -> None:
+        """Say who goes by an attribute that nobody tells: it would be unknown for ever."""
+        for plugin in self.plugins.values():
+            if plugin.plugin.abilities.reads_attribute:
+                key: object = plugin.plugin.attribute_key
+                if key not in metrics.attributes:
+                    self.warn(
+                        f"{plugin.where}: nobody tells {key}, expected a customMetrics of "
+                        f"core-metrics-extractor, or {GPU_UTILIZATION} of {DCGM_EXTRACTOR}"
+                    )
+
+    def _check_uncached_by(self, indexes: Mapping[str, AffinityIndexSettings], prefix: str) -> None:
+        for plugin in self.plugins.values():
+            if isinstance(plugin.plugin, InflightLoadProducer):
+                name = plugin.plugin.prefix_match_info_producer_name
+                if name and name not in indexes and name != PREFIX_INDEX:
+                    self.problem(
+                        f"{plugin.where}: prefixMatchInfoProducerName {name} names no plugin"
+                        f"{nearest(name, indexes)}"
+                    )
+                elif name in indexes and name != prefix:
+                    self.warn(
+                        f"{plugin.where}: prefixMatchInfoProducerName {name} has no effect, what is "
+                        f"uncached is known by {prefix or 'nobody'}"
+                    )
 
     def _only(self, kind: type[P]) -> P:
         """Of `kind` the first that is declared counts, because there is one; none: its defaults."""

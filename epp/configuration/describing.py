@@ -39,6 +39,8 @@ def describe(config: PickerConfig) -> dict[str, dict[str, Any]]:
         **plain_parameters(config.metrics.source),
         **plain_parameters(config.metrics.extractor),
     }
+    for page, source in config.metrics.pages.items():
+        lines[f"page {page}"] = plain_parameters(source)
     return lines
 
 
@@ -118,7 +120,9 @@ def _shown(value: Any) -> str:
         return f"{value:g}"
     if isinstance(value, list) and all(isinstance(item, str) for item in value):
         return ", ".join(value) or "none"
-    return "unset" if value is None else value if isinstance(value, str) else _json(value)
+    if value is None or value == "":
+        return "unset"
+    return value if isinstance(value, str) else _json(value)
 
 
 def _json(value: Any) -> str:

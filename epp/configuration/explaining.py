@@ -19,6 +19,7 @@ _PREFIX_INDEX: Final = "prefix index"
 _WORDS: Final[Mapping[str, str]] = {
     **dict.fromkeys(PREFIX_READS, _PREFIX_INDEX),
     "adapter_state": "LoRA adapters",
+    "attribute": "an attribute of endpoints",
     "cache_hit_tokens": "tokens found in caches",
     "cache_queried_tokens": "tokens looked up in caches",
     "inflight_context_tokens": "prompt tokens in flight from here",
@@ -95,6 +96,8 @@ def explain(config: PickerConfig) -> str:
     lines += ["", "responses", *(f"  {line}" for line in RESPONSES)]
     lines += ["", "metrics of endpoints"]
     lines += _parameters(config.metrics.source) + _parameters(config.metrics.extractor)
+    for page, source in config.metrics.pages.items():
+        lines += ["", f"page {page} of endpoints", *_parameters(source)]
     return "\n".join(lines) + "\n"
 
 

@@ -7,6 +7,7 @@ from urllib.parse import urlsplit
 
 from msgspec import Meta, field
 
+from epp.core.abilities import Abilities
 from epp.core.duration import Duration, check_above_zero
 from epp.core.labels import Selector
 from epp.core.parameters import Parameters
@@ -170,6 +171,7 @@ class TokenProducer(Parameters, frozen=True):
     without a wait, where the tokens cannot be had.
     """
 
+    abilities: ClassVar[Abilities] = Abilities(warns=True)
     refused: ClassVar[Mapping[str, str]] = {
         "uds_tokenizer_config": "udsTokenizerConfig tokenizer backend is not supported: use `vllm`, "
         "the renderer, or `local`",

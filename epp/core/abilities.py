@@ -50,6 +50,14 @@ class Abilities(Struct, frozen=True, kw_only=True):
     """It has `metrics_age_max_s`: metrics that are older mean nothing to it."""
     tells_prefill_speed: bool = False
     """It has `peak_prefill_throughput`, in tokens a second, or None."""
+    reads_attribute: bool = False
+    """It has `attribute_key`, of the attribute of endpoints that it goes by."""
+    brings_filter: bool = False
+    """This scorer has `filter`: the filter that comes with it into a profile, or None."""
+    names_load_producer: bool = False
+    """It has `in_flight_load_producer_name`, of who counts load in flight; "" for whoever does."""
+    warns: bool = False
+    """It has `warnings`: what its parameters do less, or other, than they say; sentences without a place."""
     picks_several: bool = False
     """This picker has a parameter `max_num_of_endpoints`."""
 
@@ -61,7 +69,7 @@ class Abilities(Struct, frozen=True, kw_only=True):
     counts_blocks: bool = False
     """Its settings have `block_tokens`: it needs the hashes of blocks of so many tokens."""
     names_sessions: bool = False
-    """Its settings have `header_name`, of the header by which sessions are told apart."""
+    """Its settings have `session_in`, which says what a request names as its session, "" for nothing."""
     shares: bool = False
     """It is a `SharedIndex`."""
     counts_inflight: bool = False

@@ -3,7 +3,8 @@
 import math
 from collections.abc import Iterable, Mapping
 from enum import StrEnum
-from typing import TypeAlias
+from types import MappingProxyType
+from typing import Final, TypeAlias
 
 from msgspec import Struct, field
 
@@ -29,6 +30,16 @@ class ApiKind(StrEnum):
     """Not understood, or not looked at: routed by load alone."""
 
 
+CORE_EXTRACTOR: Final = "core-metrics-extractor"
+"""Who tells the attributes that a configuration names without saying who does."""
+NO_ATTRIBUTES: Final[Mapping[str, float]] = MappingProxyType({})
+
+
+def attribute_key(attribute: str, producer: str = CORE_EXTRACTOR) -> str:
+    """Under which an attribute of endpoints is kept: its name, and who tells it, "" for anybody."""
+    return f"{attribute}/{producer}"
+
+
 class MetricsTarget(Struct, frozen=True, kw_only=True):
     """Where the shell scrapes an endpoint; the core does not look."""
 
@@ -48,6 +59,8 @@ class Endpoint(Struct, frozen=True, kw_only=True):
     incarnation: str = ""
     """Changes when the container restarts; what was known of the old one is forgotten."""
     labels: Mapping[str, str] = field(default_factory=dict)
+    node_address: str = ""
+    """IP of the node that it runs on, IPv6 in brackets; "": not known."""
     metrics: MetricsTarget | None = None
     ready_after_s: float = 0.0
     """Ready this long after it joined even if it was never scraped (static endpoints: 5 s)."""
@@ -130,6 +143,8 @@ class EndpointMetrics(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Sum of a counter that only a restart can lower."""
     rejections_total: float | None = None
     """Requests that the engine refused because it is full, since it started."""
+    attributes: Mapping[str, float] = field(default_factory=dict)
+    """What a configuration asks for beside the load: `attribute_key` -> value. What is missing is unknown."""
     asleep: bool = False
     """vLLM's sleep mode: weights are off the GPU in every rank, no request is served."""
 

@@ -78,6 +78,8 @@ def parse_check(arguments: Sequence[str]) -> CheckFlags:
     flags = convert(given, CheckFlags, file=rest[0] if rest else "")
     if not flags.file and not flags.explain:
         raise FlagError("expected FILE, - for standard input, or --explain for the default")
+    if flags.upgrade and (not flags.file or flags.diff or flags.explain or flags.capture):
+        raise FlagError("--upgrade goes with FILE alone: what it prints is a document")
     return flags
 
 

@@ -107,6 +107,14 @@ class CheckFlags(Struct, frozen=True, kw_only=True):
 
     diff: Annotated[str, Row(OUTPUT, "another configuration; say what FILE changes in it")] = ""
     explain: Annotated[bool, Row(OUTPUT, "print what is in effect, defaults filled in")] = False
+    upgrade: Annotated[
+        bool,
+        Row(
+            OUTPUT,
+            "print FILE with what llm-d-router has renamed or removed as it loads today, and on "
+            "standard error what was rewritten, by its line",
+        ),
+    ] = False
     capture: Annotated[
         str,
         Row(

@@ -8,9 +8,11 @@ from typing import Final
 
 from epp.core.decision.plugin import Filter, Picker, Scorer
 from epp.core.knowledge.saturation import UtilizationDetector
-from epp.plugins import conformance, filters, pickers, scorers
+from epp.plugins import conformance, filters, pickers, scorers, session_affinity
 from epp.plugins.added_time import AddedTime
+from epp.plugins.context_length import ContextLengthAware
 from epp.plugins.encoder_cache import EncoderCacheAffinity
+from epp.plugins.endpoint_attributes import EndpointAttributeFilter, EndpointAttributeScorer
 
 FILTERS: Final[Mapping[str, type[Filter]]] = {
     "label-selector-filter": filters.LabelSelector,
@@ -22,6 +24,9 @@ FILTERS: Final[Mapping[str, type[Filter]]] = {
     "fresh-metrics-filter": filters.FreshMetrics,
     "lora-capacity-filter": filters.LoraCapacity,
     "prefix-cache-affinity-filter": filters.PrefixCacheAffinity,
+    "session-affinity-filter": session_affinity.SessionAffinityFilter,
+    "utilization-filter": filters.Utilization,
+    "endpoint-attribute-filter": EndpointAttributeFilter,
     "header-based-testing-filter": conformance.HeaderBasedTesting,
     "utilization-detector": UtilizationDetector,
 }
@@ -37,8 +42,10 @@ SCORERS: Final[Mapping[str, type[Scorer]]] = {
     "load-aware-scorer": scorers.LoadAware,
     "lora-affinity-scorer": scorers.LoraAffinity,
     "no-hit-lru-scorer": scorers.NoHitLru,
-    "session-affinity-scorer": scorers.SessionAffinity,
+    "session-affinity-scorer": session_affinity.SessionAffinityScorer,
     "mm-embeddings-cache-scorer": EncoderCacheAffinity,
+    "endpoint-attribute-scorer": EndpointAttributeScorer,
+    "context-length-aware": ContextLengthAware,
 }
 
 PICKERS: Final[Mapping[str, type[Picker]]] = {

@@ -17,6 +17,7 @@ from epp.core.decision.plugin import (
 )
 from epp.core.decision.profile import highest
 from epp.core.duration import Duration, check_above_zero
+from epp.core.knowledge.affinity import SessionSources
 from epp.core.knowledge.candidates import (
     AdapterColumns,
     Affinity,
@@ -43,7 +44,7 @@ from epp.core.parameters import Parameters, Plugin
 from epp.core.prompt.blocks import HASH_BYTES
 from epp.core.prompt.request import InferenceRequest
 from epp.core.session_tokens import SessionTokens
-from epp.core.types import BYTES_PER_TOKEN, ApiKind, Endpoint, Seconds
+from epp.core.types import BYTES_PER_TOKEN, ApiKind, Endpoint, Seconds, attribute_key
 from epp.plugins.cost import scores_of_cost
 from epp.plugins.held_blocks import HeldBlocks, block_lists
 from epp.plugins.strategy import Step, Strategy, config_of, named, producer, step
@@ -86,11 +87,13 @@ __all__ = [
     "ReadsIndex",
     "Scorer",
     "Seconds",
+    "SessionSources",
     "SessionTokens",
     "SharedIndex",
     "Step",
     "Strategy",
     "TellsCost",
+    "attribute_key",
     "block_lists",
     "check_above_zero",
     "config_of",

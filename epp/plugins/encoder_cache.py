@@ -45,7 +45,7 @@ class EncoderCacheSettings(Parameters, frozen=True):
     """
 
     type_name: ClassVar[str] = "mm-embeddings-cache-producer"
-    abilities: ClassVar[Abilities] = Abilities(shares=True, measures=True)
+    abilities: ClassVar[Abilities] = Abilities(shares=True, measures=True, warns=True)
 
     cache_size_in_mb_per_server: _Mebibytes | None = field(
         default=None, name="cacheSizeInMBPerServer"

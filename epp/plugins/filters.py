@@ -1,6 +1,7 @@
 """Filters: who may serve. Formulas and parameters are those of llm-d-router v0.10 where it has any.
 
-Only a label filter can leave nobody, and that is not load: the client is told 503.
+A filter by labels can leave nobody, and that is not load: the client is told 503. One by
+utilization can too, and that is.
 """
 
 from collections.abc import Set as AbstractSet
@@ -17,7 +18,9 @@ from epp.plugins.contract import (
     Bools,
     Candidates,
     Duration,
+    Floats,
     InferenceRequest,
+    Ints,
     Parameters,
     Seconds,
 )
@@ -159,6 +162,67 @@ class LoraCapacity(Parameters, frozen=True):
         return keep if keep.any() else _all(candidates)
 
 
+class UtilizationMetric(StrEnum):
+    ACTIVE_REQUESTS = "active-requests"
+    RUNNING_REQUESTS = "running-requests"
+    WAITING_QUEUE = "waiting-queue"
+    KV_CACHE_UTILIZATION = "kv-cache-utilization"
+
+
+class UtilizationCondition(Parameters, frozen=True):
+    """At most `max_value` of a metric."""
+
+    metric: UtilizationMetric
+    max_value: Annotated[float, Meta(ge=0)]
+
+    def __post_init__(self) -> None:
+        if self.metric is UtilizationMetric.KV_CACHE_UTILIZATION and self.max_value > 1:
+            raise ValueError(
+                f"maxValue of {self.metric} is a share, expected at most 1, is {self.max_value:g}"
+            )
+
+
+class Utilization(Parameters, frozen=True):
+    """Keep endpoints that meet each of the `conditions`.
+
+    Metrics: `active-requests`, in flight from pickers; `running-requests`, `waiting-queue` and
+    `kv-cache-utilization` (0 to 1), as the engine tells them. What an engine does not tell counts as 0.
+    Where nobody is left, all are with `fallback_on_empty`; without it the client is told 429.
+    """
+
+    type_name: ClassVar[str] = "utilization-filter"
+    abilities: ClassVar[Abilities] = Abilities(
+        reads=("inflight_requests", "running_requests", "waiting_requests", "kv_cache_usage"),
+        sheds_load=True,
+        names_load_producer=True,
+    )
+
+    conditions: Annotated[tuple[UtilizationCondition, ...], Meta(min_length=1, max_length=64)]
+    """Each a `metric` and its `maxValue`."""
+    fallback_on_empty: bool = False
+    in_flight_load_producer_name: str = ""
+    """Name of the `inflight-load-producer`, of which there is one."""
+
+    def keep(self, request: InferenceRequest, candidates: Candidates, /) -> Bools:
+        keep = _all(candidates)
+        for condition in self.conditions:
+            # Of NaN nothing is true: not known to be more, it stays.
+            keep &= ~(_utilization(candidates, condition.metric) > condition.max_value)
+        return _all(candidates) if self.fallback_on_empty and not keep.any() else keep
+
+
+def _utilization(candidates: Candidates, metric: UtilizationMetric) -> Floats | Ints:
+    match metric:
+        case UtilizationMetric.ACTIVE_REQUESTS:
+            return candidates.inflight_requests
+        case UtilizationMetric.RUNNING_REQUESTS:
+            return candidates.running_requests
+        case UtilizationMetric.WAITING_QUEUE:
+            return candidates.waiting_requests
+        case UtilizationMetric.KV_CACHE_UTILIZATION:
+            return candidates.kv_cache_usage
+
+
 class TTFTSource(StrEnum):
     PREFILL_THROUGHPUT = "prefillThroughput"
     LATENCY_PREDICTOR = "latencyPredictor"
@@ -186,6 +250,7 @@ class PrefixCacheAffinity(Parameters, frozen=True):
         ),
         reads_index=True,
         tells_prefill_speed=True,
+        names_load_producer=True,
     )
     producer_type: ClassVar[str] = "approx-prefix-cache-producer"
 
@@ -197,6 +262,10 @@ class PrefixCacheAffinity(Parameters, frozen=True):
     ttft_source: TTFTSource = TTFTSource.PREFILL_THROUGHPUT
     peak_prefill_throughput: Annotated[float, Meta(gt=0)] | None = None
     prefix_match_info_producer_name: str = ""
+    in_flight_load_producer_name: str = ""
+    """Name of the `inflight-load-producer`, of which there is one."""
+    latency_prediction_info_producer_name: str = ""
+    """No effect: there is no latency predictor."""
 
     def __post_init__(self) -> None:
         if self.ttft_source is not TTFTSource.PREFILL_THROUGHPUT:

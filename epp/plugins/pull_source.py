@@ -44,7 +44,7 @@ class PullSource(Parameters, frozen=True):
     """
 
     type_name: ClassVar[str] = "p2p-source-producer"
-    abilities: ClassVar[Abilities] = Abilities(reads_index=True, marks_requests=True)
+    abilities: ClassVar[Abilities] = Abilities(reads_index=True, marks_requests=True, warns=True)
     producer_type: ClassVar[str] = "approx-prefix-cache-producer"
     own_headers: ClassVar[tuple[str, ...]] = (SOURCE_HEADER,)
 

@@ -5,7 +5,6 @@ Formulas and parameters are those of llm-d-router v0.10, except where a docstrin
 
 import math
 from collections.abc import Mapping
-from enum import StrEnum
 from typing import Annotated, ClassVar
 
 import numpy as np
@@ -16,7 +15,6 @@ from epp.plugins.contract import (
     Abilities,
     AdapterColumns,
     Candidates,
-    Endpoint,
     Floats,
     InferenceRequest,
     Parameters,
@@ -148,10 +146,16 @@ class ActiveRequests(Parameters, frozen=True):
     """
 
     type_name: ClassVar[str] = "active-request-scorer"
-    abilities: ClassVar[Abilities] = Abilities(reads=("inflight_requests",))
+    abilities: ClassVar[Abilities] = Abilities(
+        reads=("inflight_requests",), names_load_producer=True
+    )
 
     idle_threshold: Annotated[int, Meta(ge=0)] = 0
     max_busy_score: Annotated[float, Meta(ge=0, le=1)] = 1.0
+    in_flight_load_producer_name: str = ""
+    """Name of the `inflight-load-producer`, of which there is one."""
+    request_timeout: str = ""
+    """No effect, as in llm-d-router: what is in flight is known by how requests end."""
 
     def score(self, request: InferenceRequest, candidates: Candidates, /) -> Floats:
         inflight = candidates.inflight_requests
@@ -174,11 +178,15 @@ class TokenLoad(Parameters, frozen=True):
 
     type_name: ClassVar[str] = "token-load-scorer"
     abilities: ClassVar[Abilities] = Abilities(
-        reads=("inflight_prefill_tokens", "uncached_tokens"), reads_index=True
+        reads=("inflight_prefill_tokens", "uncached_tokens"),
+        reads_index=True,
+        names_load_producer=True,
     )
     producer_type: ClassVar[str] = "approx-prefix-cache-producer"
 
     queue_threshold_tokens: Annotated[float, Meta(gt=0)] = 4_194_304.0
+    in_flight_load_producer_name: str = ""
+    """Name of the `inflight-load-producer`, of which there is one."""
 
     @property
     def producer(self) -> str | None:
@@ -294,58 +302,3 @@ class NoHitLru(Parameters, frozen=True):
         if not self.prefix_match_info_producer_name:
             return request.moment.cold
         return not candidates.affinity(self.prefix_match_info_producer_name).matched.any()
-
-
-class SessionStrategy(StrEnum):
-    ENCODED_ENDPOINT_HEADER = "encoded_endpoint_header"
-    SESSION_ID = "session_id"
-
-
-class SessionAffinity(Parameters, frozen=True):
-    """1 for the endpoint that served this session before, 0 for the others; all 0 if none did.
-
-    `encoded_endpoint_header`: the client sends back, in `header_name`, the token that the response
-    gave it: a keyed hash of the endpoint, which shows nothing and which nobody else can make. A
-    token that is none, or of an endpoint that is not a candidate, prefers nobody. `session_id`: an
-    affinity index remembers where each session went.
-    """
-
-    type_name: ClassVar[str] = "session-affinity-scorer"
-    abilities: ClassVar[Abilities] = Abilities(
-        reads=("headers", "session_tokens", "endpoints"),
-        reads_index=True,
-        reads_session_tokens=True,
-        marks_responses=True,
-    )
-    producer_type: ClassVar[str] = "session-id-producer"
-
-    strategy: SessionStrategy = SessionStrategy.ENCODED_ENDPOINT_HEADER
-    header_name: Annotated[str, Meta(min_length=1)] = "x-session-token"
-
-    @property
-    def reads_tokens(self) -> bool:
-        """Whether session tokens decide."""
-        return self.strategy is SessionStrategy.ENCODED_ENDPOINT_HEADER
-
-    @property
-    def producer(self) -> str | None:
-        return self.producer_type if self.strategy is SessionStrategy.SESSION_ID else None
-
-    def score(self, request: InferenceRequest, candidates: Candidates, /) -> Floats:
-        if self.strategy is SessionStrategy.SESSION_ID:
-            matched = candidates.affinity(self.producer_type).matched
-            return (matched > 0).astype(np.float64)
-        token = request.headers.get(self.header_name.lower())
-        if not token:
-            return np.zeros(len(candidates))
-        holders = request.moment.session_tokens.holders(token, candidates.endpoints)
-        return np.array(holders, dtype=np.float64)
-
-    def response_headers(
-        self, request: InferenceRequest, endpoint: Endpoint, served: str, /
-    ) -> Mapping[str, str]:
-        """The token of `endpoint`, to be sent back with the session's next request."""
-        if self.strategy is SessionStrategy.SESSION_ID:
-            return {}
-        token = request.moment.session_tokens.of(endpoint)
-        return {self.header_name.lower(): token} if token else {}

@@ -75,6 +75,7 @@ def candidates(  # noqa: PLR0913  one argument a column
     adapters: Sequence[AdapterReport | None] | None = None,
     labels: Sequence[Mapping[str, str]] | None = None,
     names: Sequence[str] | None = None,
+    attributes: Sequence[Mapping[str, float]] | None = None,
     affinities: Mapping[str, Affinity] | None = None,
     block_tokens: int = 64,
     prompt_tokens: int = 0,
@@ -87,7 +88,7 @@ def candidates(  # noqa: PLR0913  one argument a column
     given = (
         waiting_requests, running_requests, kv_cache_usage, metrics_age_s, saturated,
         inflight_requests, inflight_prefill_tokens, unreported_requests, matched_blocks, adapters,
-        labels, names,
+        labels, names, attributes,
     )  # fmt: skip
     lengths = {len(column) for column in given if column is not None}
     if n is not None:
@@ -104,6 +105,7 @@ def candidates(  # noqa: PLR0913  one argument a column
         made = columns.endpoints[slot] = endpoint(slot, **fields)
         columns.identities[slot] = identity_hash(made.endpoint_id)
         columns.set_adapters(slot, adapters[slot] if adapters else None)
+        columns.set_attributes(slot, attributes[slot] if attributes else {})
 
     def fill(column: npt.NDArray[Any], values: Sequence[Any] | None, default: object) -> None:
         column[:n] = default if values is None else values

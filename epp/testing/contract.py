@@ -522,9 +522,17 @@ def _pool(subject: _Subject, plugin: Any, asked: InferenceRequest, random: Rando
         total_blocks=total,
         adapters=column(lambda: _adapters(random)),
         labels=column(labels),
+        attributes=column(lambda: _attributes(subject, plugin, random)),
         affinities=dict(_affinities(subject, plugin, asked, random, n)),
         prompt_tokens=asked.prompt_tokens,
     )
+
+
+def _attributes(subject: _Subject, plugin: Any, random: Random) -> Mapping[str, float]:
+    """What an endpoint tells of the attribute that it goes by, if it does."""
+    if not subject.abilities.reads_attribute or random.random() < 0.2:
+        return {}
+    return {plugin.attribute_key: random.choice([0.0, 1.0, random.random(), 1e15])}
 
 
 def _affinities(
@@ -579,7 +587,7 @@ def _with(tables: PluginTables, kinds: Sequence[type[Any]]) -> PluginTables:
 
 def _contents(pool: Candidates) -> dict[str, Any]:
     """Every array behind the candidates, copied."""
-    held = vars(pool._columns).items()
+    held = (vars(pool._columns) | pool._columns.attributes).items()
     arrays = {name: value.copy() for name, value in held if isinstance(value, np.ndarray)}
     known = pool._affinities.items()
     return arrays | {f"affinity {name}": one.matched.copy() for name, one in known}

@@ -41,6 +41,10 @@ class UserTokensSettings(Parameters, frozen=True):
     users_max: Annotated[int, Meta(ge=1)] = 10_000
     """Above it the user that was silent for longest is forgotten."""
 
+    def session_in(self, request: InferenceRequest, /) -> str:
+        """The user of `request`; "" if it names none."""
+        return request.headers.get(self.header_name.lower(), "") or request.session_id
+
     def open(self) -> AffinityIndex:
         """A new, empty index."""
         return UserTokens(self)
@@ -71,7 +75,6 @@ class UserTokens:
     def configure(self, settings: UserTokensSettings) -> bool:
         """Adopt `settings`; what is too much for them goes at once."""
         self._settings = settings
-        self._header_name = settings.header_name.lower()
         self._fit()
         self._find_extremes()
         return True
@@ -141,7 +144,7 @@ class UserTokens:
 
     def _name_of(self, request: InferenceRequest) -> bytes:
         """16 bytes; b"": it has no user."""
-        user = request.headers.get(self._header_name, "") or request.session_id
+        user = self._settings.session_in(request)
         return xxhash.xxh3_128_digest(user.encode("utf-8", "surrogatepass")) if user else b""
 
     def _fit(self) -> None:

@@ -1104,6 +1104,44 @@ async def test_a_new_source_of_metrics_is_read_at_once(three_pods, tmp_path):
         await until(lambda: "/two" in a.paths, "a scrape of the new path")
 
 
+async def test_gpus_that_are_busy_get_nothing(three_pods, tmp_path):
+    """By what the exporter says of each pod, from the configuration on that asks it."""
+    a, b, exporter = three_pods
+    exporter.more = (
+        'DCGM_FI_DEV_GPU_UTIL{gpu="0",pod="a"} 97\nDCGM_FI_DEV_GPU_UTIL{gpu="1",pod="b"} 20\n'
+    )
+    config = f"""\
+apiVersion: llm-d.ai/v1alpha1
+kind: EndpointPickerConfig
+plugins:
+- type: dcgm-data-source
+  parameters: {{port: {exporter.port}}}
+- type: dcgm-extractor
+- type: endpoint-attribute-filter
+  parameters:
+    attribute: GPUUtilization
+    producer: dcgm-extractor
+    algorithm: {{type: threshold, threshold: {{operator: LessThan, value: 0.9}}}}
+- type: queue-scorer
+"""
+    b.waiting = 5
+    async with serving(tmp_path, [a.entry, b.entry], config=QUEUE_FIRST) as running:
+        await until(lambda: running.metric("ready_endpoints", name="") == 2, "two ready pods")
+        assert await running.pick() == a.address
+        assert running.metric("endpoint_pages_unread", page="gpus") is None
+        replace(tmp_path / "config.yaml", config)
+
+        async def found():
+            return await running.pick() == b.address
+
+        await until(found, "the idle GPU to be used")
+        assert running.metric("endpoint_pages_unread", page="gpus") == 0
+        exporter.more = ""
+        await until(
+            lambda: running.metric("endpoint_pages_unread", page="gpus") == 2, "unread pages"
+        )
+
+
 # The drain.
 
 

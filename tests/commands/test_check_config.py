@@ -232,3 +232,55 @@ def test_a_capture_that_cannot_be_read_exits_2(tmp_path):
         code, _, err = check(file=CHART, capture=str(capture))
         assert code == 2
         assert f"--capture {capture} cannot be read" in err
+
+
+def test_an_older_document_is_printed_as_it_loads_today(tmp_path):
+    """What was rewritten by its line, then what there is to say of the new one; and once is enough."""
+    code, out, err = check(file=OLD, upgrade=True)
+    assert code == 0
+    assert f"{OLD}: line 2: apiVersion inference.networking.x-k8s.io/v1alpha1 is " in err
+    assert f"warning: {OLD}, rewritten: " in err
+    assert "deprecated" not in err
+    assert "# As written for the first releases" in out
+    newer = tmp_path / "newer.yaml"
+    newer.write_text(out)
+    assert check(file=str(newer))[0] == 0
+    again = check(file=str(newer), upgrade=True)
+    assert again[:2] == (0, out)
+    assert again[2].startswith(f"{newer}: nothing to rewrite\n")
+
+
+def test_of_a_config_map_the_document_in_it_is_printed(tmp_path):
+    """With the name of its key in what is told."""
+    file = tmp_path / "configmap.yaml"
+    file.write_text(config_map({"config.yaml": Path(OLD).read_text()}))
+    code, out, err = check(file=str(file), upgrade=True)
+    assert (code, out) == (0, check(file=OLD, upgrade=True)[1])
+    assert err.startswith(f"{file}: config.yaml: line 2: ")
+
+
+def test_what_stays_unsupported_is_told_behind_the_document():
+    """It is printed all the same: what could be rewritten was."""
+    code, out, err = check(file=REFUSED, upgrade=True)
+    assert code == 1
+    assert out == Path(REFUSED).read_text()
+    assert "nothing to rewrite" in err
+    assert len(err.splitlines()) == 5
+
+
+@pytest.mark.parametrize(
+    ("content", "exit_code", "problem"),
+    [
+        (b"[]", 1, "is not a mapping"),
+        ("kind: EndpointPickerConfig".encode("utf-16"), 1, "is not UTF-8"),
+        (None, 2, "cannot be read"),
+    ],
+)
+def test_what_cannot_be_rewritten_is_told_in_a_sentence(tmp_path, content, exit_code, problem):
+    """And nothing is printed."""
+    file = tmp_path / "config.yaml"
+    if content is not None:
+        file.write_bytes(content)
+    code, out, err = check(file=str(file), upgrade=True)
+    assert (code, out) == (exit_code, "")
+    assert problem in err

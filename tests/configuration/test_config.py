@@ -10,13 +10,29 @@ from epp.configuration.build import build_settings, default_config, plugin_table
 from epp.configuration.compatibility import ACCEPTED, PARSERS, REFUSED
 from epp.configuration.config import CONFIG_MAX_BYTES, ConfigError, PickerConfig, load_config
 from epp.configuration.describing import config_hash, diff_configs
+from epp.core.abilities import Abilities
 from epp.core.knowledge.prefix import PrefixIndexSettings
+from epp.core.parameters import Parameters
 from epp.plugins import DEPRECATED, FILTERS, PICKERS, SCORERS
 from epp.plugins.strategies import STRATEGIES
 
 SAMPLES = Path(__file__).parent / "config_samples"
 TABLES = plugin_tables()
 WEIGHTED = STRATEGIES["weighted-scores"].config
+
+NEEDED = {
+    "by-label": {"label": "tier", "validValues": ["a"]},
+    "utilization-filter": {"conditions": [{"metric": "waiting-queue", "maxValue": 1}]},
+    "endpoint-attribute-filter": {
+        "attribute": "a",
+        "algorithm": {"type": "threshold", "threshold": {"operator": "LessThan", "value": 1}},
+    },
+    "endpoint-attribute-scorer": {
+        "attributeKey": "a",
+        "algorithm": {"type": "linear_lower_is_better"},
+    },
+}
+"""Parameters of types that do not do without."""
 
 HEAD = "apiVersion: llm-d.ai/v1alpha1\nkind: EndpointPickerConfig\n"
 
@@ -172,9 +188,8 @@ def test_a_profile_without_picker_takes_the_best_score():
 
 @pytest.mark.parametrize("type_name", sorted({*FILTERS, *SCORERS, *PICKERS, *ACCEPTED}))
 def test_every_type_loads_with_no_more_than_it_needs(type_name):
-    """Only `by-label` has a parameter that must be given."""
-    needed = {"by-label": {"label": "tier", "validValues": ["a"]}}
-    config = load_plugins({"type": type_name, "parameters": needed.get(type_name)})
+    """Of those that must be given."""
+    config = load_plugins({"type": type_name, "parameters": NEEDED.get(type_name)})
     assert config.profile.picker_name in {"max-score-picker", type_name}
 
 
@@ -220,6 +235,26 @@ def test_json_is_read_like_yaml():
         (
             {"type": "model-server-protocol-metrics"},
             "plugins[0] (model-server-protocol-metrics): type model-server-protocol-metrics is deprecated, use core-metrics-extractor",
+        ),
+        (
+            {"type": "inflight-load-producer", "parameters": {"maxEstimatedOutputTokens": 9}},
+            "plugins[0] (inflight-load-producer): maxEstimatedOutputTokens has no effect, load in flight is requests and uncached prompt tokens",
+        ),
+        (
+            {"type": "session-affinity-filter", "parameters": {"profileName": "prefill"}},
+            "plugins[0] (session-affinity-filter): profileName has no effect, there is one profile",
+        ),
+        (
+            {"type": "dcgm-data-source"},
+            "plugins[0] (dcgm-data-source): has no effect, there is no dcgm-extractor",
+        ),
+        (
+            {"type": "models-data-extractor"},
+            "plugins[0] (models-data-extractor): has no effect, there is no models-data-source",
+        ),
+        (
+            {"type": "endpoint-attribute-scorer", "parameters": {"attributeKey": "load", "algorithm": {"type": "linear_lower_is_better"}}},
+            "plugins[0] (endpoint-attribute-scorer): nobody tells load/core-metrics-extractor, expected a customMetrics of core-metrics-extractor, or GPUUtilization of dcgm-extractor",
         ),
         (
             {"type": "by-label-selector"},
@@ -357,6 +392,26 @@ def test_guides_that_need_more_than_there_is_are_refused_as_a_whole(name, count)
         (
             {"type": "metrics-data-source", "parameters": {"port": 0}},
             "plugins[0] (metrics-data-source): parameters.port: expected `int` >= 1",
+        ),
+        (
+            {"type": "metrics-data-source", "parameters": {"clientCertPath": "a.pem"}},
+            "plugins[0] (metrics-data-source): parameters: clientCertPath and clientKeyPath need each other",
+        ),
+        (
+            {"type": "dcgm-data-source", "parameters": {"interval": "2h"}},
+            "plugins[0] (dcgm-data-source): parameters: interval must be from 0s to 3600s, is 7200s",
+        ),
+        (
+            {"type": "models-data-source", "parameters": {"interval": "5"}},
+            "plugins[0] (models-data-source): parameters: '5' is not a duration such as 300ms, 2s or 1m30s",
+        ),
+        (
+            {"type": "utilization-filter", "parameters": {"conditions": [{"metric": "waiting-queue", "maxValue": 1}], "inFlightLoadProducerName": "mine"}},
+            "plugins[0] (utilization-filter): inFlightLoadProducerName mine names no inflight-load-producer",
+        ),
+        (
+            {"type": "inflight-load-producer", "parameters": {"prefixMatchInfoProducerName": "aprox-prefix-cache-producer"}},
+            "plugins[0] (inflight-load-producer): prefixMatchInfoProducerName aprox-prefix-cache-producer names no plugin",
         ),
         (
             {"type": "queue-scorr"},
@@ -663,6 +718,172 @@ def test_a_configuration_is_a_value():
     with pytest.raises(AttributeError):
         config.prefix = "x"
     assert msgspec.structs.replace(config, prefix="") != config
+
+
+# --- pages beside the metrics, attributes, names ---
+
+GPU_FILTER = {
+    "type": "endpoint-attribute-filter",
+    "parameters": {
+        "attribute": "GPUUtilization",
+        "producer": "dcgm-extractor",
+        "algorithm": {"type": "threshold", "threshold": {"operator": "LessThan", "value": 0.9}},
+    },
+}
+
+
+def test_pages_of_gpus_and_models_are_asked_for_where_somebody_reads_them():
+    """By whatever name, with or without a wiring of the data layer."""
+    plugins = [
+        {"type": "dcgm-data-source", "name": "gpus", "parameters": {"interval": "3s"}},
+        {"type": "dcgm-extractor", "name": "of-gpus"},
+        {"type": "models-data-source"},
+        {"type": "models-data-extractor"},
+        GPU_FILTER,
+    ]
+    wired = {"sources": [{"pluginRef": "gpus", "extractors": [{"pluginRef": "of-gpus"}]}]}
+    for layer in ({}, wired):
+        config = load_parts(plugins=plugins, dataLayer=layer)
+        assert config.warnings == ()
+        assert (config.metrics.gpus.port, config.metrics.gpus.interval_s) == (9400, 3.0)
+        assert config.metrics.models.path == "/v1/models"
+    assert load_plugins(GPU_FILTER).metrics.gpus is None
+
+
+@pytest.mark.parametrize(
+    ("plugins", "sources", "problem"),
+    [
+        (
+            ["dcgm-data-source", "core-metrics-extractor"],
+            [{"pluginRef": "dcgm-data-source", "extractors": [{"pluginRef": "core-metrics-extractor"}]}],
+            "dataLayer.sources[0].extractors[0]: core-metrics-extractor is a core-metrics-extractor, expected a dcgm-extractor, which reads the pages of dcgm-data-source",
+        ),
+        (
+            ["dcgm-data-source", "queue-scorer"],
+            [{"pluginRef": "dcgm-data-source", "extractors": [{"pluginRef": "queue-scorer"}]}],
+            "dataLayer.sources[0].extractors[0]: queue-scorer is a scorer, expected a extractor",
+        ),
+        (
+            ["dcgm-data-source", {"type": "dcgm-data-source", "name": "other"}],
+            [],
+            "plugins[1] (other): there is one dcgm-data-source, dcgm-data-source is taken",
+        ),
+    ],
+)  # fmt: skip
+def test_a_page_is_read_by_what_understands_it(plugins, sources, problem):
+    """Once."""
+    given = [{"type": one} if isinstance(one, str) else one for one in plugins]
+    assert problems(load_parts, plugins=given, dataLayer={"sources": sources}) == [problem]
+
+
+def test_a_scorer_can_bring_a_filter():
+    """At its place among the filters; where it does not filter it brings none."""
+    aware = {"type": "context-length-aware", "parameters": {"enableFiltering": True}}
+    names = [
+        filter_.name
+        for filter_ in load_plugins(
+            {"type": "decode-filter"}, aware, {"type": "fresh-metrics-filter"}
+        ).profile.filters
+    ]
+    assert names == ["decode-filter", "context-length-aware", "fresh-metrics-filter"]
+    plain = load_plugins({"type": "context-length-aware"})
+    assert plain.profile.filters == ()
+    assert [scorer.name for scorer in plain.profile.scorers] == ["context-length-aware"]
+
+
+def test_names_of_producers_are_those_of_plugins():
+    """By type or by name; of an index that is not the default one what is uncached is not known."""
+    config = load_plugins(
+        {"type": "inflight-load-producer", "name": "load"},
+        {"type": "token-load-scorer", "parameters": {"inFlightLoadProducerName": "load"}},
+        {
+            "type": "active-request-scorer",
+            "parameters": {"inFlightLoadProducerName": "inflight-load-producer"},
+        },
+    )
+    assert config.warnings == ()
+    other = load_plugins(
+        {"type": APPROXIMATE},
+        {"type": APPROXIMATE, "name": "other"},
+        {
+            "type": "inflight-load-producer",
+            "parameters": {"prefixMatchInfoProducerName": "other"},
+        },
+        {"type": "prefix-cache-scorer"},
+    )
+    assert warnings(other) == [
+        f"plugins[2] (inflight-load-producer): prefixMatchInfoProducerName other has no effect, what is uncached is known by {APPROXIMATE}"
+    ]
+
+
+def test_where_a_session_is_named_is_told_to_its_index():
+    """By a scorer or a filter, to one that is declared too; of two who differ the first is right."""
+    config = {"sources": [{"header": "x-a"}], "evictionTtlSeconds": 60}
+    reader = {
+        "type": "session-affinity-filter",
+        "parameters": {"strategy": "session_id", "sessionIdConfig": config},
+    }
+    for declared in ([], [{"type": "session-id-producer", "parameters": {"sessionsMax": 7}}]):
+        index = load_plugins(*declared, reader).indexes["session-id-producer"]
+        assert [source.header for source in index.sources] == ["x-a"]
+        assert (index.ttl, index.sessions_max) == (60.0, 7 if declared else 65_536)
+    other = {
+        "type": "session-affinity-scorer",
+        "parameters": {"strategy": "session_id", "sessionIdConfig": {"evictionTtlSeconds": 30}},
+    }
+    both = load_plugins(reader, other)
+    assert both.indexes["session-id-producer"].ttl == 60.0
+    assert any("what it says of ttl has no effect" in text for text in warnings(both))
+
+
+class Broken(Parameters, frozen=True):
+    """Raises wherever it is asked for what it declares."""
+
+    type_name = "broken-scorer"
+    abilities = Abilities(reads=(), warns=True, brings_filter=True)
+
+    fails: str = "warnings"
+
+    def score(self, request, candidates, /):
+        return None
+
+    def warnings(self):
+        return [1 / 0] if self.fails == "warnings" else []
+
+    @property
+    def filter(self):
+        return 1 / 0 if self.fails == "filter" else Undeclared()
+
+
+class Undeclared(Parameters, frozen=True):
+    """A filter that declares nothing."""
+
+    abilities = None
+
+    def keep(self, request, candidates, /):
+        return None
+
+
+@pytest.mark.parametrize(
+    ("fails", "said"),
+    [
+        ("warnings", "warnings raised ZeroDivisionError"),
+        ("filter", "filter raised ZeroDivisionError"),
+        ("nothing", "Undeclared declares no abilities"),
+    ],
+)
+def test_a_plugin_that_fails_to_say_what_it_declares_is_refused(fails, said):
+    """By its name."""
+    tables = msgspec.structs.replace(TABLES, scorers={"broken-scorer": Broken})
+    plugin = {"type": "broken-scorer", "parameters": {"fails": fails}}
+    document = {
+        "apiVersion": "llm-d.ai/v1alpha1",
+        "kind": "EndpointPickerConfig",
+        "plugins": [plugin],
+    }
+    with pytest.raises(ConfigError, match=said) as error:
+        load_config(json.dumps(document), "config.yaml", tables)
+    assert error.value.problems[0].startswith("config.yaml: plugins[0] (broken-scorer): ")
 
 
 SHADOW = """\

@@ -2,7 +2,8 @@ import pytest
 
 from epp.configuration.build import default_config
 from epp.configuration.describing import config_hash, diff_configs
-from tests.configuration.test_config import SAMPLES, TABLES, WEIGHTED, load, sample
+from epp.configuration.explaining import explain
+from tests.configuration.test_config import HEAD, SAMPLES, TABLES, WEIGHTED, load, sample
 
 
 def test_the_hash_tells_what_decides_and_nothing_else():
@@ -58,3 +59,19 @@ def test_equal_hash_means_no_difference(name):
     config, default = sample(name), default_config(TABLES)
     assert diff_configs(config, config) == []
     assert bool(diff_configs(default, config)) == (config_hash(default) != config_hash(config))
+
+
+def test_pages_beside_the_metrics_are_part_of_a_configuration():
+    """Whether they are asked for, and how."""
+    plugins = HEAD + "plugins:\n- {type: queue-scorer}\n- {type: models-data-extractor}\n"
+    documents = [
+        plugins,
+        plugins + "- {type: models-data-source}\n",
+        plugins + "- {type: models-data-source, parameters: {interval: 9s}}\n",
+    ]
+    none, some, slower = map(load, documents)
+    assert diff_configs(none, some) == ["page models: added"]
+    assert diff_configs(some, slower) == ["page models: interval unset -> 9s"]
+    assert len({config_hash(config) for config in (none, some, slower)}) == 3
+    assert "page models of endpoints\n" in explain(some)
+    assert "page models" not in explain(none)

@@ -1,3 +1,4 @@
+import json
 from pathlib import Path
 
 import pytest
@@ -7,6 +8,7 @@ from epp.configuration.config import load_config
 from epp.configuration.explaining import explain, what_it_reads
 from epp.core.parameters import Parameters
 from epp.plugins import FILTERS, SCORERS
+from tests.configuration.test_config import NEEDED
 
 SAMPLES = Path(__file__).parent / "config_samples"
 HEAD = "apiVersion: llm-d.ai/v1alpha1\nkind: EndpointPickerConfig\n"
@@ -29,8 +31,8 @@ def test_every_sample_is_explained(path):
 @pytest.mark.parametrize("name", [*FILTERS, *SCORERS])
 def test_who_is_said_to_read_the_prefix_index_has_one(name):
     """Alone in a configuration; and nobody else has one made."""
-    parameters = "  parameters: {label: a, validValues: [b]}\n" if name == "by-label" else ""
-    text = explained(f"plugins:\n- type: {name}\n{parameters}")
+    parameters = json.dumps(NEEDED.get(name, {}))
+    text = explained(f"plugins:\n- type: {name}\n  parameters: {parameters}\n")
     reads = f"      reads {what_it_reads({**FILTERS, **SCORERS}[name])}\n"
     assert reads in text
     made = "  index     approx-prefix-cache-producer: default prefix index\n" in text

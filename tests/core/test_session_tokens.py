@@ -16,7 +16,7 @@ from epp.core.decision.scheduler import Scheduler
 from epp.core.decision.settings import SchedulerSettings
 from epp.core.session_tokens import NO_TOKENS, SessionTokens
 from epp.plugins.pickers import MaxScore
-from epp.plugins.scorers import SessionAffinity
+from epp.plugins.session_affinity import SessionAffinityScorer
 from tests.builders import endpoint, request
 
 OLD, NEW, OTHER = (bytes([number]) * 32 for number in (1, 2, 3))
@@ -131,7 +131,7 @@ def picker(*keys, accept_unsigned=False):
     profile = SchedulingProfile(
         name="default",
         filters=(),
-        scorers=(WeightedScorer("session-affinity-scorer", SessionAffinity(), 1.0),),
+        scorers=(WeightedScorer("session-affinity-scorer", SessionAffinityScorer(), 1.0),),
         picker_name="max-score-picker",
         picker=MaxScore(),
     )

@@ -367,6 +367,10 @@ def test_check_flags_take_one_file():
     assert parse_check(["--explain", "-"]) == CheckFlags(file="-", explain=True)
     assert parse_check(["--", "--odd"]) == CheckFlags(file="--odd")
     assert parse_check(["--explain"]).explain
+    assert parse_check(["a.yaml", "--upgrade"]) == CheckFlags(file="a.yaml", upgrade=True)
+    for more in ([], ["a", "--explain"], ["a", "--diff=b"], ["a", "--capture=c"]):
+        with pytest.raises(FlagError, match=r"^(--upgrade goes with|expected) FILE"):
+            parse_check([*more, "--upgrade"])
     with pytest.raises(FlagError, match=r"^expected FILE"):
         parse_check([])
     with pytest.raises(FlagError, match=r"^unexpected argument 'b', expected one FILE"):

@@ -10,6 +10,7 @@ from epp.plugins import DEPRECATED, FILTERS, PICKERS, SCORERS
 from epp.testing import candidates, check_plugin
 from homing_rivals import PLUGINS
 
+THRESHOLD = {"type": "threshold", "threshold": {"operator": "LessThan", "value": 0.5}}
 VARIANTS = {
     "by-label": [{"label": "llm-d.ai/role", "validValues": ["decode"], "allowsNoLabel": True}],
     "label-selector-filter": [
@@ -22,11 +23,39 @@ VARIANTS = {
         {"matchLengthWeight": 0.5, "matchLengthScaleTokens": 100},
         {"agreement": "rendezvous", "agreementBelow": 1.0, "agreementKeyTokens": 1},
     ],
+    "utilization-filter": [
+        {"conditions": [{"metric": "waiting-queue", "maxValue": 4}], "fallbackOnEmpty": True},
+        {
+            "conditions": [
+                {"metric": "active-requests", "maxValue": 4},
+                {"metric": "kv-cache-utilization", "maxValue": 0.5},
+            ]
+        },
+    ],
+    "endpoint-attribute-filter": [
+        {"attribute": "a", "algorithm": THRESHOLD},
+        {"attribute": "a", "algorithm": THRESHOLD, "onMissing": "Fail", "fallbackOnEmpty": True},
+    ],
+    "endpoint-attribute-scorer": [
+        {"attributeKey": "a", "algorithm": {"type": "linear_lower_is_better"}},
+        {
+            "attributeKey": "a",
+            "algorithm": {
+                "type": "linear_higher_is_better",
+                "normalization": {"fixedRange": {"min": 0, "max": 2}},
+            },
+        },
+    ],
+    "context-length-aware": [{"label": "llm-d.ai/role"}],
     "active-request-scorer": [{}, {"idleThreshold": 2, "maxBusyScore": 0.5}],
     "token-load-scorer": [{}, {"queueThresholdTokens": 1000}],
     "session-affinity-scorer": [{}, {"strategy": "session_id"}],
+    "session-affinity-filter": [{}, {"strategy": "session_id"}],
     "approx-prefix-cache-producer": [{"lruCapacityPerServer": 50}],
-    "session-id-producer": [{"sessionsMax": 50}],
+    "session-id-producer": [
+        {"sessionsMax": 50},
+        {"sessionsMax": 50, "sources": [{"header": "x-user-id"}], "cookieName": "a"},
+    ],
     "mm-embeddings-cache-producer": [{"cacheSizeInMBPerServer": 10}],
     "user-tokens-producer": [{"usersMax": 20}],
     "block-load-producer": [{"activeBlocksMax": 50, "lruCapacityPerServer": 50}],
@@ -37,6 +66,7 @@ VARIANTS = {
 
 SELECTING = {
     "label-selector-filter", "by-label-selector", "by-label", "decode-filter", "prefill-filter", "encode-filter",
+    "endpoint-attribute-filter", "utilization-filter",
 }  # fmt: skip
 """They select, so they may select nobody."""
 
@@ -93,6 +123,7 @@ def test_readers_of_an_index_say_which():
         "prefix-cache-affinity-filter": ("", "approx-prefix-cache-producer"),
         "prefix-cache-scorer": ("", "approx-prefix-cache-producer"),
         "no-hit-lru-scorer": ("no-hit-lru-producer", "no-hit-lru-producer"),
+        "session-affinity-filter": (None, "session-id-producer"),
         "session-affinity-scorer": (None, "session-id-producer"),
         "token-load-scorer": ("", "approx-prefix-cache-producer"),
     }

@@ -7,6 +7,11 @@ from epp.plugins import FILTERS, filters
 from tests.builders import affinity, candidates, lora, request, resident
 
 
+def utilization(*conditions, **parameters):
+    told = [{"metric": metric, "maxValue": most} for metric, most in conditions]
+    return convert({"conditions": told, **parameters}, filters.Utilization)
+
+
 def kept(plugin, pool, **fields):
     return plugin.keep(request(**fields), pool).tolist()
 
@@ -221,11 +226,12 @@ def test_another_prefix_index_decides_what_is_warm():
 
 
 def test_the_saturation_detector_is_a_filter():
-    """Under its own name, and the only one that sheds load."""
+    """Under its own name; as the one by utilization it sheds load."""
     assert FILTERS["utilization-detector"] is UtilizationDetector
-    assert [name for name, plugin in FILTERS.items() if plugin.abilities.sheds_load] == [
-        "utilization-detector"
-    ]
+    assert {name for name, plugin in FILTERS.items() if plugin.abilities.sheds_load} == {
+        "utilization-detector",
+        "utilization-filter",
+    }
 
 
 @pytest.mark.parametrize(
@@ -269,3 +275,54 @@ def test_an_age_limit_that_nothing_meets_is_refused():
     """0 s would call every endpoint stale."""
     with pytest.raises(ValueError, match="maxAge must be more than 0s, is 0s"):
         filters.FreshMetrics(max_age=Duration(0))
+
+
+@pytest.mark.parametrize(
+    ("metric", "column"),
+    [
+        ("active-requests", "inflight_requests"),
+        ("running-requests", "running_requests"),
+        ("waiting-queue", "waiting_requests"),
+    ],
+)
+def test_utilization_keeps_who_has_at_most_so_much(metric, column):
+    """What an engine does not tell counts as nothing."""
+    pool = candidates(**{column: [0, 4, 5]})
+    assert kept(utilization((metric, 4)), pool) == [True, True, False]
+    unknown = candidates(n=1)
+    assert kept(utilization((metric, 0)), unknown) == [True]
+
+
+def test_utilization_wants_every_condition():
+    """Of which there can be several of one metric, too."""
+    pool = candidates(kv_cache_usage=[0.5, 0.9, 0.5], waiting_requests=[0, 0, 9])
+    both = utilization(("kv-cache-utilization", 0.8), ("waiting-queue", 2))
+    assert kept(both, pool) == [True, False, False]
+    assert kept(utilization(("waiting-queue", 10), ("waiting-queue", 2)), pool) == [
+        *(True, True, False)
+    ]
+
+
+def test_where_utilization_leaves_nobody_all_are_left_only_if_it_is_told():
+    """Else the client is told to come back."""
+    pool = candidates(waiting_requests=[5, 6])
+    assert kept(utilization(("waiting-queue", 1)), pool) == [False, False]
+    assert kept(utilization(("waiting-queue", 1), fallbackOnEmpty=True), pool) == [True, True]
+    assert filters.Utilization.abilities.sheds_load
+
+
+@pytest.mark.parametrize(
+    "conditions",
+    [
+        [],
+        [{"metric": "waiting-queue"}],
+        [{"metric": "queue", "maxValue": 1}],
+        [{"metric": "waiting-queue", "maxValue": -1}],
+        [{"metric": "kv-cache-utilization", "maxValue": 1.1}],
+        [{"metric": "waiting-queue", "maxValue": 1}] * 65,
+    ],
+)
+def test_conditions_that_cannot_be_are_refused(conditions):
+    """None, unknown, without a limit, below zero, more than all, too many."""
+    with pytest.raises(ValidationError):
+        convert({"conditions": conditions}, filters.Utilization)

@@ -6,9 +6,8 @@ from msgspec import ValidationError, convert
 
 from epp.core.decision.failures import PluginFailures
 from epp.core.decision.profile import SchedulingProfile, WeightedScorer
-from epp.core.session_tokens import SessionTokens
 from epp.plugins import pickers, scorers
-from tests.builders import affinity, candidates, endpoint, lora, request, resident
+from tests.builders import affinity, candidates, lora, request, resident
 
 NAN = math.nan
 
@@ -250,51 +249,6 @@ def test_the_lru_index_is_made_with_the_size_of_the_scorer():
     assert (scorer.producer, scorer.producer_parameters) == ("no-hit-lru-producer", {"lruSize": 7})
 
 
-TOKENS = SessionTokens((b"key",))
-
-
-def test_a_session_returns_to_the_endpoint_in_its_token():
-    """The token that a response sets is the token that a request is pinned by."""
-    scorer = scorers.SessionAffinity()
-    headers = scorer.response_headers(request(session_tokens=TOKENS), endpoint(1), "")
-    assert headers == {"x-session-token": TOKENS.of(endpoint(1))}
-    asked = {"headers": headers, "session_tokens": TOKENS}
-    assert scored(scorer, candidates(3), **asked) == [0.0, 1.0, 0.0]
-    assert scorer.producer is None
-
-
-@pytest.mark.parametrize("token", ["", "%%%", "é", "abc", "cG9kLTE=", TOKENS.of(endpoint(7))])
-def test_a_token_that_names_no_candidate_prefers_nobody(token):
-    """Missing, malformed, unsigned, or of an endpoint that is gone."""
-    headers = {"x-session-token": token} if token else {}
-    asked = {"headers": headers, "session_tokens": TOKENS}
-    assert scored(scorers.SessionAffinity(), candidates(2), **asked) == [0.0, 0.0]
-
-
-def test_where_there_is_no_key_no_token_is_given():
-    """Nobody could read it."""
-    assert scorers.SessionAffinity().response_headers(request(), endpoint(1), "") == {}
-
-
-def test_the_session_header_has_the_name_it_is_given():
-    """Header names are compared in lower case."""
-    scorer = convert({"headerName": "X-Pin"}, scorers.SessionAffinity)
-    headers = scorer.response_headers(request(session_tokens=TOKENS), endpoint(0), "")
-    assert list(headers) == ["x-pin"]
-    asked = {"headers": headers, "session_tokens": TOKENS}
-    assert scored(scorer, candidates(2), **asked) == [1.0, 0.0]
-
-
-def test_a_session_id_is_looked_up_in_its_index():
-    """Nothing is written to the response: the client already has its id."""
-    scorer = convert({"strategy": "session_id"}, scorers.SessionAffinity)
-    pool = candidates(3, affinities={"session-id-producer": affinity([0, 1, 0])})
-    assert scored(scorer, pool) == [0.0, 1.0, 0.0]
-    assert scored(scorer, candidates(2)) == [0.0, 0.0]
-    assert scorer.producer == "session-id-producer"
-    assert scorer.response_headers(request(), endpoint(), "") == {}
-
-
 @pytest.mark.parametrize(
     ("scorer", "parameters"),
     [
@@ -305,7 +259,6 @@ def test_a_session_id_is_looked_up_in_its_index():
         (scorers.TokenLoad, {"queueThresholdTokens": 0}),
         (scorers.LoadAware, {"threshold": 0}),
         (scorers.NoHitLru, {"lruSize": 0}),
-        (scorers.SessionAffinity, {"strategy": "cookie"}),
         (scorers.Queue, {"queueThreshold": 3}),
     ],
 )

@@ -50,13 +50,12 @@ from epp.core.decision.inputs import (
 )
 from epp.core.decision.scheduler import Decision, Scheduler
 from epp.core.decision.settings import SchedulerSettings
+from epp.core.knowledge.affinity import SESSION_HEADER
 from epp.core.knowledge.inflight import Lease, Outcome
 from epp.core.knowledge.load_report import read_load_report
 from epp.core.prompt.request import InferenceRequest
 from epp.core.types import BYTES_PER_TOKEN, Refusal, Seconds
 
-SESSION_HEADER: Final = "x-session-id"
-"""Of clients that name their session, unless an index of the configuration goes by another."""
 _BLOCKS_MAX: Final = 2_048
 """Of a prompt where no index hashes it: as many as the default index looks at."""
 PROMPTS_MAX: Final = 256
@@ -121,7 +120,7 @@ class CaptureWitness:
         """What peers told since the last tick."""
         self._session: str | None = None
         """Of the request that is being decided; None: it is not captured."""
-        self._session_headers = _session_headers(scheduler.settings)
+        self._sessions_named = _sessions_named(scheduler.settings)
 
     def asked(self, request: InferenceRequest) -> None:
         """The prompt is still there."""
@@ -150,7 +149,7 @@ class CaptureWitness:
                 members = tuple(member_of(*found) for found in self._scheduler.pool.endpoints())
                 self._note(lambda: Replaced(at_s=now, members=members))
             case Reconfigured(settings):
-                self._session_headers = _session_headers(settings)
+                self._sessions_named = _sessions_named(settings)
             case EventsHeard() | BlocksChanged() | StreamChanged() | EventsVoided():
                 self._note(lambda: _of_engine(given, effects, now))
             case PeerRecorded():
@@ -194,7 +193,7 @@ class CaptureWitness:
     def _taken(self, request: InferenceRequest) -> str | None:
         """The session of `request`, "" if it names none; None: it is not captured."""
         try:
-            session = self._session_of(request)
+            session = self._session_in(request)
             block_bytes = self._scheduler.settings.block_tokens * BYTES_PER_TOKEN
             if not self._sample.takes(session, request, block_bytes):
                 return None
@@ -206,14 +205,11 @@ class CaptureWitness:
             return None
         return session
 
-    def _session_of(self, request: InferenceRequest) -> str:
-        if request.session_id:
-            return request.session_id
-        for name in self._session_headers:
-            session = request.headers.get(name, "")
-            if session:
+    def _session_in(self, request: InferenceRequest) -> str:
+        for session_in in self._sessions_named:
+            if session := session_in(request):
                 return session
-        return ""
+        return request.session_id or request.headers.get(SESSION_HEADER, "")
 
     def _decided(
         self, request: InferenceRequest, session: str, decision: Decision | Refusal, now: Seconds
@@ -261,11 +257,12 @@ def _ignored(_: object) -> None:
     pass
 
 
-def _session_headers(settings: SchedulerSettings) -> tuple[str, ...]:
-    """By which indexes of the configuration tell sessions apart."""
+def _sessions_named(
+    settings: SchedulerSettings,
+) -> tuple[Callable[[InferenceRequest], str], ...]:
+    """How indexes of the configuration tell sessions apart."""
     indexes: list[Any] = [*settings.indexes.values()]
-    named = [index.header_name for index in indexes if index.abilities.names_sessions]
-    return tuple(dict.fromkeys([*(name.lower() for name in named), SESSION_HEADER]))
+    return tuple(index.session_in for index in indexes if index.abilities.names_sessions)
 
 
 def _of_engine(

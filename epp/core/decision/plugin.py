@@ -165,9 +165,13 @@ _NEEDED: Final[Mapping[str, tuple[str, ...]]] = {
     "reads_session_tokens": ("reads_tokens",),
     "limits_metrics_age": ("metrics_age_max_s",),
     "tells_prefill_speed": ("peak_prefill_throughput",),
+    "reads_attribute": ("attribute_key",),
+    "brings_filter": ("filter",),
+    "names_load_producer": ("in_flight_load_producer_name",),
+    "warns": ("warnings",),
     "picks_several": ("max_num_of_endpoints",),
     "counts_blocks": ("block_tokens",),
-    "names_sessions": ("header_name",),
+    "names_sessions": ("session_in",),
     "limits_memory": ("memory_max_bytes",),
 }
 """What a plugin, or the settings of an index, must have for each ability that it declares."""

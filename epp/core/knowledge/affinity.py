@@ -2,7 +2,7 @@
 
 import math
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import takewhile
 from typing import Annotated, Any, ClassVar, Final, TypeAlias
 
@@ -14,9 +14,15 @@ from epp.core.abilities import Abilities
 from epp.core.duration import Duration, check_above_zero
 from epp.core.knowledge.candidates import Affinity
 from epp.core.knowledge.index import AffinityIndex, IndexMeasures
+from epp.core.parameters import Parameters
 from epp.core.prompt.request import InferenceRequest
 from epp.core.types import Seconds
 
+SESSION_HEADER: Final = "x-session-id"
+SESSION_ATTRIBUTE: Final = "SessionIDDataKey"
+"""Under which a `session-id-producer` of the field tells what it found."""
+_COOKIE_BYTES_MAX: Final = 16 * 1024
+"""Of a header with cookies: a longer one names no session."""
 _KEY_BYTES: Final = 16
 """Of the hash that stands for a session's id."""
 _COLD: Final = (b"cold",)
@@ -26,6 +32,35 @@ _USED_SLOT_BYTES: Final = 170
 """One endpoint, likewise: 166."""
 _Sent: TypeAlias = tuple[int, Seconds]
 """A slot, and when a session was last sent there."""
+
+
+class SessionSource(Parameters, frozen=True):
+    """One place where a request may name its session. Raises `ValueError` unless it is one."""
+
+    header: str = ""
+    attribute: str = ""
+    """Only `SessionIDDataKey`: what the header or the cookie of the `session-id-producer` says."""
+    producer: str = ""
+    """Name of that producer, of which there is one."""
+
+    def __post_init__(self) -> None:
+        if bool(self.header.strip()) == bool(self.attribute):
+            raise ValueError("a source of sessions needs one of header and attribute")
+        if self.attribute and self.attribute != SESSION_ATTRIBUTE:
+            raise ValueError(
+                f"nothing here tells the attribute {self.attribute} of requests, expected "
+                f"{SESSION_ATTRIBUTE}, or header with each header that may have it"
+            )
+
+    @property
+    def described(self) -> dict[str, str]:
+        """As a document has it."""
+        told = {"header": self.header, "attribute": self.attribute, "producer": self.producer}
+        return {name: value for name, value in told.items() if value}
+
+
+SessionSources: TypeAlias = Annotated[tuple[SessionSource, ...], Meta(max_length=16)]
+"""The first that a request has names its session."""
 
 
 class SessionIndexSettings(
@@ -39,8 +74,13 @@ class SessionIndexSettings(
     type_name: ClassVar[str] = "session-id-producer"
     abilities: ClassVar[Abilities] = Abilities(names_sessions=True, shares=True, measures=True)
 
-    header_name: Annotated[str, Meta(min_length=1)] = "x-session-id"
+    header_name: Annotated[str, Meta(min_length=1)] = SESSION_HEADER
     """Request header with the session id, used where the request has no `session_id` of its own."""
+    cookie_name: str = ""
+    """A cookie with the session id, in the place of a header."""
+    sources: SessionSources = ()
+    """Each a `header`, or `attribute` `SessionIDDataKey` for what `headerName` or `cookieName` say: the
+    first that a request has names its session. None: those two alone."""
     ttl: Duration = Duration(300.0)
     """A session is forgotten this long after its last request."""
     sessions_max: Annotated[int, Meta(ge=1)] = 65_536
@@ -48,6 +88,30 @@ class SessionIndexSettings(
 
     def __post_init__(self) -> None:
         check_above_zero("ttl", self.ttl)
+        if self.cookie_name and self.header_name != SESSION_HEADER:
+            raise ValueError(
+                f"headerName is {self.header_name} and cookieName {self.cookie_name}, expected one "
+                "of the two"
+            )
+
+    def session_in(self, request: InferenceRequest, /) -> str:
+        """What `request` names as its session; "" if nothing."""
+        return request.session_id or self._named_by(request.headers)
+
+    @property
+    def places(self) -> tuple[tuple[str, str], ...]:
+        """Headers that may name a session, the first first; each with the cookie within it, "" for none."""
+        own = ("cookie", self.cookie_name) if self.cookie_name else (self.header_name.lower(), "")
+        named = ((source.header.strip().lower(), "") for source in self.sources)
+        return tuple(place if place[0] else own for place in named) or (own,)
+
+    def _named_by(self, headers: Mapping[str, str]) -> str:
+        for header, cookie in self.places:
+            value = headers.get(header, "")
+            session = (_cookie(value, cookie) if cookie else value).strip()
+            if session:
+                return session
+        return ""
 
     def open(self) -> AffinityIndex:
         """A new, empty index."""
@@ -73,7 +137,7 @@ class SessionIndex:
 
     def configure(self, settings: SessionIndexSettings) -> bool:
         """Adopt `settings`; what is too much for them goes at once."""
-        self._header_name = settings.header_name.lower()
+        self._settings = settings
         self._ttl_s = float(settings.ttl)
         self._sessions_max = settings.sessions_max
         self._fit()
@@ -117,8 +181,9 @@ class SessionIndex:
 
     @property
     def signature(self) -> str:
-        """Sessions are known by the same header; `SharedIndex`."""
-        return f"session:{self._header_name}"
+        """Sessions are known by the same headers and cookies; `SharedIndex`."""
+        named = (f"{header} {cookie}".rstrip() for header, cookie in self._settings.places)
+        return "session:" + ",".join(named)
 
     def share(self, request: InferenceRequest) -> Sequence[bytes]:
         """The session of `request`, if it has one."""
@@ -171,7 +236,7 @@ class SessionIndex:
 
     def _key_of(self, request: InferenceRequest) -> bytes:
         """A hash of the session's id, of 16 bytes; b"" if it has none."""
-        session = request.session_id or request.headers.get(self._header_name, "")
+        session = self._settings.session_in(request)
         if not session:
             return b""
         return xxhash.xxh3_128_digest(session.encode("utf-8", "surrogatepass"))
@@ -179,6 +244,17 @@ class SessionIndex:
     def _fit(self) -> None:
         while len(self._sessions) > self._sessions_max:
             self._sessions.popitem(last=False)
+
+
+def _cookie(header: str, name: str) -> str:
+    """The value of the first cookie `name`; "" if there is none."""
+    if len(header) > _COOKIE_BYTES_MAX:
+        return ""
+    for pair in header.split(";"):
+        key, _, value = pair.partition("=")
+        if key.strip() == name:
+            return value
+    return ""
 
 
 class NoHitLruSettings(

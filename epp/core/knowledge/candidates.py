@@ -16,7 +16,7 @@ import numpy.typing as npt
 from epp.core.knowledge.peer_load import PeerLoads
 from epp.core.knowledge.prefill_speed import PREFILL_TOKENS_PER_S
 from epp.core.knowledge.rendezvous import Hashes, rendezvous_weights
-from epp.core.types import AdapterReport, Endpoint, EndpointMetrics, Seconds
+from epp.core.types import NO_ATTRIBUTES, AdapterReport, Endpoint, EndpointMetrics, Seconds
 
 Floats: TypeAlias = npt.NDArray[np.float64]
 Ints: TypeAlias = npt.NDArray[np.int64]
@@ -28,6 +28,7 @@ SCRAPED: Final = (
     "kv_cache_usage",
     "kv_capacity_tokens",
     "adapter_state",
+    "attribute",
 )
 """Columns that change only when a scrape tells another value, or an endpoint comes, goes or restarts."""
 LISTED: Final = ("endpoints", "labels")
@@ -39,6 +40,9 @@ NUMBERS: Final = (
     *("inflight_prefill_tokens", "prefill_tokens_per_s", "matched_blocks"),
 )
 """Columns that together say how an endpoint stood at a decision, as `numbers_of` gives them."""
+
+ATTRIBUTES_MAX: Final = 64
+"""Of one pool: each is a column. What a configuration names beyond them is unknown of everybody."""
 
 _NO_ADAPTERS: Final = AdapterReport()
 _NOTHING: Final = np.zeros(())
@@ -111,6 +115,8 @@ class Columns:
         self.adapters_idle: Ints = np.empty(0, dtype=np.int64)
         self.peers: PeerLoads | None = None
         """What peers have in flight; None while there are none."""
+        self.attributes: dict[str, Floats] = {}
+        """Key of an attribute -> its column; NaN: unknown. A key that nobody told of has none."""
         self.version = 0
         """Counts changes of the columns in `versions`."""
         self.versions = dict.fromkeys(VERSIONED, 0)
@@ -161,6 +167,7 @@ class Columns:
         self.saturated[slot] = False
         self.unreachable[slot] = False
         self.set_adapters(slot, None)
+        self.set_attributes(slot, NO_ATTRIBUTES)
 
     def set_scraped(self, slot: int, metrics: EndpointMetrics) -> None:
         """Keep what a good scrape says of `slot`."""
@@ -172,6 +179,8 @@ class Columns:
         self.cache_hit_tokens[slot] = metrics.cache_hit_tokens
         if self.adapters[slot] != metrics.adapters:
             self.set_adapters(slot, metrics.adapters)
+        if metrics.attributes or self.attributes:
+            self.set_attributes(slot, metrics.attributes)
 
     def set_load(
         self, slot: int, waiting_requests: float, running_requests: float, kv_cache_usage: float
@@ -213,12 +222,38 @@ class Columns:
         self.adapters_resident[slot] = len(report.gpu)
         self.adapters_idle[slot] = len(report.gpu - report.active - report.pinned)
 
+    def set_attributes(self, slot: int, told: Mapping[str, float]) -> None:
+        """Keep what a scrape said of `slot` beside its load; an attribute that is not there is unknown.
+
+        One of which nobody tells any more has no column.
+        """
+        for key in told.keys() - self.attributes.keys():
+            if len(self.attributes) < ATTRIBUTES_MAX:
+                self.attributes[key] = np.full(len(self.waiting_requests), math.nan)
+        forgotten: list[str] = []
+        changed = False
+        for key, column in self.attributes.items():
+            before, now = column.item(slot), told.get(key, math.nan)
+            if before != now and not (isnan(before) and isnan(now)):
+                column[slot] = now
+                changed = True
+                if isnan(now) and np.isnan(column).all():
+                    forgotten.append(key)
+        for key in forgotten:
+            del self.attributes[key]
+        if changed:
+            self.changed("attribute")
+
     def _grow(self, capacity: int) -> None:
         for name, array in vars(self).items():
             if isinstance(array, np.ndarray):
                 grown = np.zeros(capacity, dtype=array.dtype)
                 grown[: len(array)] = array
                 setattr(self, name, grown)
+        for key, column in self.attributes.items():
+            wider = np.full(capacity, math.nan)
+            wider[: len(column)] = column
+            self.attributes[key] = wider
 
 
 def _kv_capacity_tokens(metrics: EndpointMetrics) -> float:
@@ -491,6 +526,11 @@ class Candidates:
     def adapter_state(self) -> AdapterColumns:
         """LoRA adapters, as the last good scrape told."""
         return AdapterColumns(self._columns, self._slot)
+
+    def attribute(self, key: str) -> Floats:
+        """float64[n], what each tells of itself under `key` (`attribute_key`); NaN: unknown."""
+        column = self._columns.attributes.get(key)
+        return np.full(len(self._slot), math.nan) if column is None else column[self._slot]
 
     @property
     def endpoints(self) -> tuple[Endpoint, ...]:

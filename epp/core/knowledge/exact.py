@@ -78,6 +78,7 @@ class ExactIndexSettings(PrecisePrefixCacheParameters, frozen=True):
         measures=True,
         hears_engines=True,
         reads_token_ids=True,
+        warns=True,
     )
 
     def open(self) -> AffinityIndex:

@@ -105,6 +105,8 @@ class MetricNames(Struct, frozen=True, kw_only=True):
     """`max_gpu_lora_adapters`, the companion of `adapter_loaded` that is always there."""
     awake: tuple[Selector, ...] = ()
     """0 in every rank: the engine sleeps."""
+    attributes: tuple[tuple[str, Selector], ...] = ()
+    """Keys, and the series that tell them, what a configuration asks for beside the load; not summed."""
 
 
 def selector(text: str) -> Selector:
@@ -240,6 +242,7 @@ class _Engine:
             *(*names.waiting, *names.running, *names.kv_cache_usage, *names.requests_total),
             *(*names.cache_queried, *names.cache_hit, *names.rejections_total),
             *(*self.ttft_sum, *self.ttft_count),
+            *(series for _, series in names.attributes),
         )
         seldom = (*names.block_size_tokens, *names.blocks_total, *names.awake)
         infos = {
@@ -443,6 +446,25 @@ class PageReader:
         return self._every
 
 
+class SeriesReader:
+    """Reads the series of one name on pages of whatever server, within the same limits."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name.encode()
+        self._engine = _Engine(MetricNames(attributes=((name, selector(name)),)))
+
+    def read(self, page: bytes) -> list[tuple[Mapping[bytes, bytes], float]]:
+        """Labels and value of each; one whose value is no count is left out.
+
+        Raises `ExpositionError` when one is malformed, or when a limit is exceeded.
+        """
+        if page.count(b"\n") > LINES_MAX:
+            raise ExpositionError(f"it has more than {LINES_MAX} lines")
+        found = _Allowance().take(b"\n" + page, self._engine)
+        rows = found.get(self._name, ())
+        return [(_labels(labels), value) for labels, value in rows if not math.isnan(value)]
+
+
 def _alternatives(names: Sequence[bytes]) -> bytes:
     """An expression for the names, and for the start of the process."""
     # The inner group lets the compiler see that the engine's names begin alike: twice as fast.
@@ -486,7 +508,14 @@ def _with_load(rest: EndpointMetrics, engine: _Engine, found: _Found) -> Endpoin
         cache_hit_tokens=_summed(found, names.cache_hit),
         ttft_sum_s=_summed(found, engine.ttft_sum),
         ttft_count=_summed(found, engine.ttft_count),
+        attributes=_attributes(names, found) if names.attributes else {},
     )
+
+
+def _attributes(names: MetricNames, found: _Found) -> dict[str, float]:
+    """What a page tells of them, by the first series of each; a value that is no number from 0 on is none."""
+    told = ((key, _values(found, (series,))[:1]) for key, series in names.attributes)
+    return {key: value for key, values in told for value in values if not math.isnan(value)}
 
 
 def _gauges(found: _Found, selectors: Sequence[Selector], most: float = VALUE_MAX) -> list[float]:

@@ -24,6 +24,7 @@ from epp.flags.serve import REFRESH_MIN_S, REFRESH_PER_ENDPOINT_S
 from epp.shell.engines.exposition import ExpositionError, PageMemory, PageReader
 from epp.shell.engines.loop_share import Account, LoopShare
 from epp.shell.engines.page_client import BadResponseError, PageClient
+from epp.shell.engines.trust import client_context
 from epp.shell.supervision import Supervisor, forever
 
 INTERVAL_S_MIN: Final = REFRESH_MIN_S
@@ -87,6 +88,7 @@ class _Target:
         "resting",
         "task",
         "tried",
+        "trusted_otherwise",
     )
 
     def __init__(self, endpoint: Endpoint, client: PageClient, account: Account) -> None:
@@ -107,6 +109,8 @@ class _Target:
         self.task: asyncio.Task[None] | None = None
         self.tried = False
         """It was scraped, be it in vain."""
+        self.trusted_otherwise = False
+        """Its connection was made by certificates that do not count any more."""
 
 
 class Scraper:
@@ -118,10 +122,11 @@ class Scraper:
     answers. With `idle_oldest_s`, scraping is adaptive: an endpoint whose engine reports no work, and
     of which `busy` does not know better, is asked every `idle_interval_s`; `picked` ends that.
     `backoff_s_max` should be well below the age at which metrics are stale. `seed` is for
-    the jitter alone. `clock` gives the CPU time of the loop's thread.
+    the jitter alone. `clock` gives the CPU time of the loop's thread. `trust` and `interval_s_min` are
+    those of `configure`.
     """
 
-    def __init__(  # noqa: PLR0913 - four listeners, six limits and a clock
+    def __init__(  # noqa: PLR0913 - four listeners, seven limits, a trust and a clock
         self,
         observe: Callable[[Endpoint, EndpointMetrics], None],
         failed: Callable[[Endpoint, ScrapeFailure, str], None],
@@ -138,6 +143,8 @@ class Scraper:
         page_bytes_max: int = 4 * 1024 * 1024,
         clock: Callable[[], Seconds] = time.thread_time,
         supervisor: Supervisor | None = None,
+        trust: ssl.SSLContext | None = None,
+        interval_s_min: Seconds = 0.0,
     ) -> None:
         self._observe = observe
         self._failed = failed
@@ -157,21 +164,33 @@ class Scraper:
         self._retry_slots = asyncio.Semaphore(concurrency_max)
         self._targets: dict[str, _Target] = {}
         self._group: asyncio.TaskGroup | None = None
-        self._tls: ssl.SSLContext | None = None
+        self._trust = trust
+        self._interval_s_min = interval_s_min
+        self._tls: ssl.SSLContext | None = trust
 
     @property
     def interval_s(self) -> Seconds:
         """Mean time between two scrapes of one endpoint that answers."""
-        return self._interval_s(len(self._targets))
+        return max(self._interval_s_min, self._interval_s(len(self._targets)))
 
     @property
     def passed(self) -> bool:
         """Every endpoint there is was asked once, whatever it answered."""
         return all(target.tried for target in self._targets.values())
 
-    def configure(self, reader: PageReader) -> None:
-        """Read pages with `reader` from the next one on."""
+    def configure(
+        self, reader: PageReader, trust: ssl.SSLContext | None, interval_s_min: Seconds
+    ) -> None:
+        """Read pages with `reader`, and ask each endpoint so seldom, from the next one on.
+
+        `trust`: whom to speak https with; None: whoever answers. With the next `replace`.
+        """
         self._reader = reader
+        self._interval_s_min = interval_s_min
+        if trust is not None or self._trust is not None:
+            self._trust = self._tls = trust
+            for target in self._targets.values():
+                target.trusted_otherwise = True
 
     def replace(self, endpoints: Sequence[Endpoint]) -> None:
         """From now on the endpoints are these; what is on its way from others is dropped."""
@@ -180,7 +199,11 @@ class Scraper:
             if endpoint.metrics is None:
                 continue
             known = before.get(endpoint.endpoint_id)
-            if known is not None and _same_server(known.endpoint, endpoint):
+            if (
+                known is not None
+                and _same_server(known.endpoint, endpoint)
+                and not (known.trusted_otherwise and endpoint.metrics.scheme == "https")
+            ):
                 del before[endpoint.endpoint_id]
                 known.endpoint = endpoint
                 self._targets[endpoint.endpoint_id] = known
@@ -232,9 +255,7 @@ class Scraper:
         assert endpoint.metrics is not None
         if endpoint.metrics.scheme == "https" and self._tls is None:
             # Pods serve what certificate they like; what matters is that the page can be read.
-            self._tls = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-            self._tls.check_hostname = False
-            self._tls.verify_mode = ssl.CERT_NONE
+            self._tls = client_context("", insecure_skip_verify=True)
         account = self._loop_share.open()
         client = PageClient(
             endpoint,

@@ -12,7 +12,7 @@ from epp.configuration.compatibility import (
     MetricsDataSource,
     MetricSpec,
 )
-from epp.core.types import Endpoint, MetricsTarget
+from epp.core.types import Endpoint, MetricsTarget, attribute_key
 from epp.shell.engines.exposition import ENGINES, MetricNames, PageReader, Selector, selector
 
 _UNKNOWN: Final = MetricNames(waiting=())
@@ -52,6 +52,11 @@ def _names(configured: EngineMetrics, built_in: Mapping[str, MetricNames]) -> Me
         adapter_requests=lora,
         adapter_loaded=base.adapter_loaded if lora else b"",
         adapter_slots=base.adapter_slots if lora else b"",
+        attributes=tuple(
+            (attribute_key(metric.attribute_key), selector(metric.metric_spec))
+            for metric in configured.custom_metrics
+            if metric.metric_spec
+        ),
     )
 
 

@@ -156,6 +156,8 @@ class Pod(Struct, frozen=True, kw_only=True):
     """None: all."""
     incarnations: Mapping[int, str]
     """Port -> the life of the container that declares it; 0 -> the lives of all containers."""
+    node: str = ""
+    """Address of its node, IPv6 in brackets; "": not told."""
 
 
 class _Condition(Struct, frozen=True):
@@ -172,6 +174,7 @@ class _ContainerStatus(Struct, frozen=True):
 class _PodStatus(Struct, frozen=True):
     phase: str | None = None
     pod_ip: str | None = field(default=None, name="podIP")
+    host_ip: str | None = field(default=None, name="hostIP")
     conditions: list[_Condition] | None = None
     container_statuses: list[_ContainerStatus] | None = field(
         default=None, name="containerStatuses"
@@ -211,15 +214,28 @@ def read_pod(raw: bytes) -> Pod | None:
     ended = status.phase in {"Succeeded", "Failed"}
     if not ready or ended or metadata.deleted or not status.pod_ip:
         return None
-    address = ip_address(status.pod_ip)
     return Pod(
         uid=metadata.uid,
         name=f"{metadata.namespace}/{metadata.name}",
-        host=f"[{address}]" if address.version == 6 else str(address),
+        host=_host(status.pod_ip),
+        node=_node(status.host_ip or ""),
         labels=metadata.labels or {},
         active_ports=_active_ports(metadata.annotations or {}),
         incarnations=_incarnations(pod.spec.containers or (), status.container_statuses or ()),
     )
+
+
+def _host(ip: str) -> str:
+    """As it stands before a port. Raises `ValueError` for what is no address."""
+    address = ip_address(ip)
+    return f"[{address}]" if address.version == 6 else str(address)
+
+
+def _node(ip: str) -> str:
+    try:
+        return _host(ip)
+    except ValueError:
+        return ""
 
 
 def _active_ports(annotations: Mapping[str, str]) -> frozenset[int] | None:
@@ -256,6 +272,7 @@ def endpoints_of(pods: Iterable[Pod], target_ports: tuple[int, ...]) -> tuple[En
             address=f"{pod.host}:{port}",
             incarnation=pod.incarnations.get(port, pod.incarnations[0]),
             labels=pod.labels,
+            node_address=pod.node,
             metrics=MetricsTarget(port=port),
             ready_after_s=READY_AFTER_S,
         )

@@ -38,6 +38,7 @@ WHOLE = EndpointMetrics(
     process_started_at_s=8.0,
     requests_total=9.0,
     rejections_total=3.0,
+    attributes={"load/me": 0.1},
     asleep=True,
 )
 """All but adapters, whose names are hashed."""

@@ -78,6 +78,23 @@ def test_another_secret_takes_others(session):
     assert 10 < sum(taken[0]) < 54
 
 
+def test_sessions_are_those_of_the_indexes_of_the_configuration():
+    """By cookies too; where no index tells them apart, by the usual header."""
+    index = """\
+- type: session-id-producer
+  parameters: {cookieName: chat}
+schedulingProfiles:"""
+    for text, headers in (
+        (document().replace("schedulingProfiles:", index), {"cookie": "a=b; chat=somebody"}),
+        (document(), {"x-session-id": "somebody"}),
+    ):
+        live = Live(text)
+        live.begin(2)
+        live.ask(headers=headers, priority=0)
+        (asked,) = [note.asked for note in live.notes if isinstance(note, Decided)]
+        assert asked.session == "somebody"
+
+
 def test_what_clients_make_long_is_cut():
     """A model, a session or a salt as long as a body, and thousands of prompts."""
     live = Live(document())

@@ -323,9 +323,17 @@ class Moody(Parameters, frozen=True):
         return running - 3.0
 
 
+NEEDED = {
+    "endpoint-attribute-scorer": (
+        "{attributeKey: load, producer: me, algorithm: {type: linear_lower_is_better}}"
+    )
+}
 CONFIG = (
     "apiVersion: llm-d.ai/v1alpha1\nkind: EndpointPickerConfig\nplugins:\n"
-    + "".join(f"- type: {name}\n" for name in (*SCORERS, "lora-capacity-filter"))
+    + "".join(
+        f"- {{type: {name}, parameters: {NEEDED.get(name, '{}')}}}\n"
+        for name in (*SCORERS, "lora-capacity-filter")
+    )
     + "- {type: label-selector-filter, parameters: {matchLabels: {app: vllm}}}\n"
 )
 
@@ -358,6 +366,7 @@ PROMPTS = (b"", b"one " * 200, b"two " * 300)
 def metrics(dice):
     return EndpointMetrics(
         waiting_requests=dice.choice([math.nan, 0.0, 0.0, 1.0, 3.0, 9.0]),
+        attributes=dice.choice([{}, {}, {"load/me": 1.0}, {"load/me": 2.0}]),
         running_requests=dice.choice([math.nan, 0.0, 2.0, 5.0, 8.0, 9.0]),
         kv_cache_usage=dice.choice([math.nan, 0.0, 0.25, 1.0]),
         adapters=dice.choice(REPORTS),

@@ -52,6 +52,47 @@ def test_the_session_id_comes_from_the_configured_header_if_the_request_has_none
     assert index.match(of_session("t", **{"x-chat": "s"}), 2, 0.0).matched.tolist() == [0, 0]
 
 
+def test_a_cookie_can_name_the_session():
+    """The first of that name, in whatever company; of a header that is too long none."""
+    index = sessions(cookie_name="chat")
+    index.record(of_session("", cookie="a=b; chat=s; chat=t"), 1, 0.0)
+    assert index.match(of_session("s"), 2, 0.0).matched.tolist() == [0, 1]
+    for cookie in ("", "chat", "chat=", "Chat=s", "xchat=s", "a=chat=s", "chat=s;" + "x" * 20_000):
+        assert index.match(of_session("", cookie=cookie), 2, 0.0).total == 0, cookie
+    assert index.match(of_session("", cookie="chat=s=1"), 2, 0.0).total == 1
+    assert index.match(of_session("", **{"x-session-id": "s"}), 2, 0.0).total == 0
+
+
+def test_the_first_source_that_a_request_has_names_its_session():
+    """Headers, and what the producer itself reads; what is blank is not there."""
+    told = [{"header": " X-A "}, {"attribute": "SessionIDDataKey"}, {"header": "x-b"}]
+    settings = msgspec.convert({"sources": told, "cookieName": "c"}, SessionIndexSettings)
+    everything = {"x-a": "a", "cookie": "c=c", "x-b": "b"}
+    assert settings.session_in(of_session("", **everything)) == "a"
+    assert settings.session_in(of_session("", **everything | {"x-a": " "})) == "c"
+    assert settings.session_in(of_session("", **{"x-b": " b "})) == "b"
+    assert settings.session_in(of_session("own", **everything)) == "own"
+    assert settings.session_in(of_session("", **{"x-session-id": "s"})) == ""
+    assert SessionIndex(settings).signature == "session:x-a,cookie c,x-b"
+    assert sessions().signature == "session:x-session-id"
+
+
+@pytest.mark.parametrize(
+    ("parameters", "problem"),
+    [
+        ({"headerName": "x-a", "cookieName": "b"}, "expected one of the two"),
+        ({"sources": [{}]}, "one of header and attribute"),
+        ({"sources": [{"header": "x", "attribute": "SessionIDDataKey"}]}, "one of header and"),
+        ({"sources": [{"attribute": "agent-identity"}]}, "nothing here tells"),
+        ({"sources": [{"header": "x"}] * 17}, "length <= 16"),
+    ],
+)
+def test_what_can_name_no_session_is_refused(parameters, problem):
+    """Before it serves."""
+    with pytest.raises(msgspec.ValidationError, match=problem):
+        msgspec.convert(parameters, SessionIndexSettings)
+
+
 def test_a_session_expires_after_the_ttl_since_its_last_request():
     """A look-up refreshes nothing, a request does, and what expired is dropped."""
     index = sessions(ttl=Duration(10))

@@ -3,7 +3,13 @@ import math
 import numpy as np
 import pytest
 
-from epp.core.knowledge.candidates import SCRAPED, VERSIONED, Candidates, Columns
+from epp.core.knowledge.candidates import (
+    ATTRIBUTES_MAX,
+    SCRAPED,
+    VERSIONED,
+    Candidates,
+    Columns,
+)
 from epp.core.types import AdapterReport
 from tests.builders import NOW_S, affinity, candidates, endpoint, lora, resident
 
@@ -232,8 +238,42 @@ def test_a_column_has_another_version_when_it_tells_something_else():
     assert changed(columns.set_kv_capacity, 4_096.0) == {"kv_capacity_tokens"}
     assert changed(columns.set_kv_capacity, 4_096.0) == set()
     assert changed(columns.set_adapters, lora("a")) == {"adapter_state"}
+    assert changed(columns.set_attributes, {}) == set()
+    assert changed(columns.set_attributes, {"a": 1.0}) == {"attribute"}
+    assert changed(columns.set_attributes, {"a": 1.0}) == set()
     assert changed(columns.forget_observations) == set(SCRAPED)
     assert np.isnan(columns.running_requests[slot])
+
+
+def test_attributes_are_known_of_those_that_tell_them():
+    """Whatever they are called, also after the columns grew; the copy is the caller's."""
+    pool = candidates(attributes=[{"a": 1.0}, {"b": 2.0}, {}])
+    assert pool.attribute("a").tolist()[0] == 1.0
+    assert np.isnan(pool.attribute("a")[1:]).all()
+    assert pool.attribute("b").tolist()[1] == 2.0
+    assert np.isnan(pool.attribute("c")).all()
+    pool.attribute("a")[:] = 9.0
+    assert pool.attribute("a").tolist()[0] == 1.0
+    for _ in range(100):
+        pool._columns.add_slot()
+    assert pool._columns.attributes["a"][0] == 1.0
+    assert np.isnan(pool._columns.attributes["a"][1:]).all()
+
+
+def test_an_attribute_that_nobody_tells_any_more_leaves_its_place_to_others():
+    """There are so many places, and configurations change."""
+    columns = Columns()
+    first, second = columns.add_slot(), columns.add_slot()
+    for slot in (first, second):
+        columns.set_attributes(slot, {str(number): 1.0 for number in range(ATTRIBUTES_MAX)})
+    columns.set_attributes(first, {"new": 2.0})
+    assert "new" not in columns.attributes
+    columns.set_attributes(second, {})
+    assert columns.attributes == {}
+    columns.set_attributes(first, {"new": 2.0})
+    assert columns.attributes["new"][first] == 2.0
+    columns.clear(first)
+    assert columns.attributes == {}
 
 
 def test_the_version_of_columns_is_that_of_all_of_them():

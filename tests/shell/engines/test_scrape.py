@@ -14,10 +14,13 @@ from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 
+from epp.configuration.compatibility import MetricsDataSource, MetricsScheme
 from epp.core.types import Endpoint, MetricsTarget
 from epp.shell.engines.exposition import PageReader
 from epp.shell.engines.page_client import PageClient
 from epp.shell.engines.scrape import TOGETHER, Scraper, idle_interval_s, interval_s_by_pool
+from epp.shell.engines.trust import client_context, trust_of
+from tests.shell.engines.certificates import serving_by, written
 
 
 def page(waiting):
@@ -522,7 +525,7 @@ async def test_a_bug_in_a_reader_is_contained_and_told():
             raise ZeroDivisionError
 
     running = Running()
-    running.scraper.configure(Broken())
+    running.scraper.configure(Broken(), None, 0.0)
     async with pod(GOOD) as served:
         running.scraper.replace([endpoint(served.port)])
         task = asyncio.create_task(running.scraper.run())
@@ -577,6 +580,64 @@ async def test_https_is_scraped_without_verification(self_signed):
         for _ in range(2):
             assert (await running.observed.get())[1].waiting_requests == 1.0
         assert served.connections == 1
+
+
+async def test_https_is_verified_where_it_is_to(tmp_path):
+    """Who is vouched for is scraped, and nobody else."""
+    mine, other = written(tmp_path, "mine"), written(tmp_path, "other")
+    trust = client_context("", ca_cert_path=str(mine[0]))
+    async with pod(GOOD, tls=serving_by(mine)) as good, pod(GOOD, tls=serving_by(other)) as bad:
+        known = endpoint(good.port, scheme="https", name="known")
+        stranger = endpoint(bad.port, scheme="https", name="stranger")
+        async with scraping(known, stranger, trust=trust) as running:
+            assert (await running.observed.get())[0] == known
+            failing, kind, sentence = await running.failures.get()
+            assert (failing, kind) == (stranger, "refused")
+            assert "certificate" in sentence
+
+
+async def test_endpoints_are_shown_the_certificate_that_they_ask_for(tmp_path):
+    """Also by who believes whoever answers."""
+    mine, own = written(tmp_path, "mine"), written(tmp_path, "own")
+    source = MetricsDataSource(
+        scheme=MetricsScheme.HTTPS,
+        client_cert_path=str(own[0]),
+        client_key_path=str(own[1]),
+    )
+    async with (
+        pod(GOOD, tls=serving_by(mine, own[0])) as served,
+        scraping(endpoint(served.port, scheme="https"), trust=trust_of(source)) as running,
+    ):
+        assert (await running.observed.get())[1].waiting_requests == 1.0
+
+
+async def test_another_trust_holds_from_the_next_list_on(tmp_path):
+    """Of endpoints that were connected to, too; those by http stay as they are."""
+    mine = written(tmp_path, "mine")
+    other = client_context("", ca_cert_path=str(written(tmp_path, "other")[0]))
+    async with pod(GOOD, tls=serving_by(mine)) as served, pod(GOOD) as plain:
+        secured, open_to_all = endpoint(served.port, scheme="https"), endpoint(plain.port)
+        async with scraping(secured, open_to_all) as running:
+            seen = set()
+            while len(seen) < 2:
+                seen.add((await running.observed.get())[0].endpoint_id)
+            for trust, expected in ((other, "failures"), (None, "observed")):
+                running.scraper.configure(PageReader(), trust, 0.0)
+                running.scraper.replace((secured, open_to_all))
+                told = getattr(running, expected)
+                while not told.empty():
+                    told.get_nowait()
+                while (await told.get())[0] != secured:
+                    pass
+            assert plain.connections == 1
+
+
+def test_a_longer_interval_of_the_configuration_holds():
+    """A shorter one does not: what is decided by must not be older."""
+    scraper = Running(interval_s=lambda _: 0.2, interval_s_min=3.0).scraper
+    assert scraper.interval_s == 3.0
+    scraper.configure(PageReader(), None, 0.1)
+    assert scraper.interval_s == 0.2
 
 
 class MillisecondLoop(asyncio.SelectorEventLoop):

@@ -1,15 +1,17 @@
 import pytest
+from msgspec import structs
 
 from epp.configuration.compatibility import (
     BUILT_IN_ENGINES,
     CoreMetricsExtractor,
     EngineMetrics,
+    ExtraMetric,
     MetricsDataSource,
     MetricSpec,
     MetricsScheme,
 )
 from epp.core.types import Endpoint, MetricsTarget
-from epp.shell.engines.exposition import ENGINES
+from epp.shell.engines.exposition import ENGINES, PageMemory
 from epp.shell.engines.sources import engines_of, page_reader, scraped_from
 
 ATOM = EngineMetrics(
@@ -79,3 +81,35 @@ def test_the_source_moves_targets_that_are_not_an_endpoints_own(before, after):
     source = MetricsDataSource(scheme=MetricsScheme.HTTPS, path="/prometheus", port=9400)
     assert scraped_from([endpoint(before)], source) == (endpoint(after),)
     assert scraped_from([endpoint(before)], MetricsDataSource()) == (endpoint(before),)
+
+
+def test_custom_metrics_are_attributes():
+    """By their names here; the first series counts, and what is missing or none is unknown."""
+    told = {
+        "first": "atom:queue",
+        "running": "atom:queue{state=running}",
+        "missing": "atom:none",
+        "nan": "atom:nan",
+        "empty": "",
+    }
+    atom = structs.replace(
+        ATOM,
+        custom_metrics=tuple(
+            ExtraMetric(attribute_key=key, metric_spec=MetricSpec(spec))
+            for key, spec in told.items()
+        ),
+    )
+    extractor = CoreMetricsExtractor(default_engine="atom", engine_configs=(atom,))
+    reader, memory = page_reader(extractor), PageMemory()
+    for _ in range(3):
+        metrics = reader.read(PAGE + b"atom:nan NaN\n", {}, memory)
+        assert metrics.attributes == {
+            "first/core-metrics-extractor": 3,
+            "running/core-metrics-extractor": 5,
+        }
+    later = PAGE.replace(b"} 5", b"} 7") + b"atom:nan NaN\n"
+    assert reader.read(later, {}, memory).attributes["running/core-metrics-extractor"] == 7
+    assert (
+        page_reader(CoreMetricsExtractor()).read(b"vllm:num_requests_waiting 1\n", {}).attributes
+        == {}
+    )

@@ -80,6 +80,17 @@ def test_several_ports_are_ranks_of_one_pod():
 
 
 @pytest.mark.parametrize(
+    ("told", "known"),
+    [("10.1.0.1", "10.1.0.1"), ("fd00::1", "[fd00::1]"), ("", ""), (None, ""), ("node-1", "")],
+)
+def test_the_address_of_its_node_is_known_where_it_is_told(told, known):
+    """IPv6 in brackets; what is no address is none."""
+    item = pod("a")
+    item["status"]["hostIP"] = told
+    assert [one.node_address for one in endpoints(item)] == [known]
+
+
+@pytest.mark.parametrize(
     ("annotations", "ports"),
     [
         ({}, [8000, 8001]),

@@ -77,13 +77,13 @@ SEEN_OF_CANDIDATES = {
     "prompt_tokens": "body",
 }
 METHODS = {
-    "take", "rendezvous", "version_of", "prefix_match", "metrics_age_s_of", "affinity", "named",
+    "take", "rendezvous", "version_of", "prefix_match", "metrics_age_s_of", "affinity", "attribute", "named",
     "name_of", "numbers_of", "inflight_requests_of", "all_observed_within",
 }  # fmt: skip
 PAGE = {
     "waiting_requests", "running_requests", "kv_cache_usage", "adapters", "block_size_tokens",
     "blocks_total", "cache_queried_tokens", "cache_hit_tokens", "process_started_at_s", "requests_total",
-    "rejections_total", "asleep", "ttft_sum_s", "ttft_count",
+    "rejections_total", "attributes", "asleep", "ttft_sum_s", "ttft_count",
 }  # fmt: skip
 """What the pages of engines say."""
 

@@ -17,7 +17,6 @@ import msgspec
 import structlog
 from msgspec import Raw
 
-from epp.configuration.document import ConfigError
 from epp.configuration.token_producer import EndpointDiscovery, RenderMode, VllmRenderer
 from epp.core.address import address_of
 from epp.core.moment import PlacedMedia
@@ -46,6 +45,7 @@ from epp.shell.engines.tokens.question import (
     TokensResult,
     TokensUnknownError,
 )
+from epp.shell.engines.trust import client_context
 
 CONNECTIONS_MAX: Final = 16
 """To one renderer, each with one question; as the field's renderer client keeps idle."""
@@ -76,21 +76,13 @@ def tls_of(settings: VllmRenderer) -> ssl.SSLContext | None:
     """What https is spoken with; None for http. Reads files. Raises `ConfigError`."""
     if settings.endpoint_discovery is not None or urlsplit(settings.url).scheme != "https":
         return None
-    try:
-        context = ssl.create_default_context(
-            cafile=settings.ca_cert_path
-            if settings.ca_cert_path and not settings.insecure_skip_verify
-            else None
-        )
-        if settings.client_cert_path:
-            context.load_cert_chain(settings.client_cert_path, settings.client_key_path)
-    except (OSError, ssl.SSLError) as error:
-        sentence = f"token-producer: files of the renderer's TLS cannot be used: {error}"
-        raise ConfigError([sentence]) from error
-    if settings.insecure_skip_verify:
-        context.check_hostname = False
-        context.verify_mode = ssl.CERT_NONE
-    return context
+    return client_context(
+        "token-producer: files of the renderer's TLS",
+        ca_cert_path=settings.ca_cert_path,
+        client_cert_path=settings.client_cert_path,
+        client_key_path=settings.client_key_path,
+        insecure_skip_verify=settings.insecure_skip_verify,
+    )
 
 
 class _Server:

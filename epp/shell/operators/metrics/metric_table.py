@@ -580,6 +580,13 @@ METRICS: Final[tuple[MetricSpec, ...]] = (
         "Scrapes that failed, by kind of failure.",
         ("kind",),
     ),
+    _sampled(
+        "homing_endpoint_pages_unread",
+        "endpoints",
+        "Endpoints that did not give a page beside their metrics when they were asked last: models, "
+        "gpus.",
+        ("page",),
+    ),
     # Kubernetes.
     _sampled(
         "homing_kube_staleness_seconds",

@@ -122,6 +122,8 @@ class PoolSnapshot(Struct, frozen=True, kw_only=True):
     """Name of every plugin that is configured -> how often it failed."""
     cluster: ClusterSnapshot | None = None
     """None: endpoints come from a file."""
+    pages_unread: Mapping[str, int] = field(default_factory=dict)
+    """Page beside the metrics -> endpoints that did not give it; empty where none is asked for."""
     kv_events: KVEventsSnapshot | None = None
     """None: no index hears engines."""
     peers: PeerExchange | None = None
@@ -813,6 +815,8 @@ class PoolCollector(Collector):
         _add_plugins(families, snapshot)
         if snapshot.cluster is not None:
             _add_cluster(families, snapshot.cluster)
+        for page, unread in snapshot.pages_unread.items():
+            families["homing_endpoint_pages_unread"].add_metric([page], unread)
         if snapshot.kv_events is not None:
             _add_kv_events(families, snapshot.kv_events)
         if snapshot.peers is not None:

@@ -17,6 +17,7 @@ from epp.configuration.explaining import explain
 from epp.core.decision.scheduler import Scheduler
 from epp.core.knowledge.index import IndexStanding
 from epp.core.types import Endpoint, RefusalReason, Seconds
+from epp.shell.engines.endpoint_pages import PagesRow
 from epp.shell.engines.first_tokens import FirstTokens
 from epp.shell.engines.kv_events import SourceRow
 from epp.shell.operators.decisions.decision_record import TEXT_CHARACTERS_MAX
@@ -57,7 +58,7 @@ _COLUMNS: Final = (
 class DebugPages:
     """Routes for the metrics server."""
 
-    def __init__(
+    def __init__(  # noqa: PLR0913, PLR0917 - who decides, and who tells what beside it
         self,
         scheduler: Scheduler,
         recent: RecentDecisions,
@@ -67,11 +68,13 @@ class DebugPages:
         first_tokens: Callable[[Seconds], Mapping[str, FirstTokens]] = lambda _: {},
         kv_events: Callable[[Endpoint], SourceRow | None] = lambda _: None,
         tokens: Callable[[], dict[str, Any]] = dict,
+        pages: Callable[[Endpoint], PagesRow | None] = lambda _: None,
     ) -> None:
         """`config` gives what is in force, and its generation; `peers` the other replicas;
         `first_tokens` what engines tell of them by endpoint id; `kv_events` how one is heard; `tokens` who
-        tells prompts' tokens.
+        tells prompts' tokens; `pages` what other pages tell of an endpoint.
         """
+        self._pages = pages
         self._tokens = tokens
         self._first_tokens = first_tokens
         self._kv_events = kv_events
@@ -121,7 +124,9 @@ class DebugPages:
     async def _endpoints_page(self, request: web.Request) -> web.Response:
         now = time.monotonic()
         tokens = self._first_tokens(now)
-        rows = endpoint_rows(self._scheduler, self._states, now, tokens, self._kv_events)
+        rows = endpoint_rows(
+            self._scheduler, self._states, now, tokens, self._kv_events, self._pages
+        )
         if _wants_json(request):
             return await _json_rows("endpoints", rows)
         for row in rows:

@@ -9,6 +9,7 @@ from epp.core.decision.scheduler import Scheduler
 from epp.core.knowledge.candidates import Candidates, Floats
 from epp.core.kv_events.stream import StreamState
 from epp.core.types import Endpoint, Seconds
+from epp.shell.engines.endpoint_pages import PagesRow
 from epp.shell.engines.first_tokens import FirstTokens
 from epp.shell.engines.kv_events import SourceRow
 from epp.shell.operators.decisions.decision_rows import iso
@@ -24,10 +25,12 @@ def endpoint_rows(
     now: Seconds,
     first_tokens: Mapping[str, FirstTokens] | None = None,
     kv_events: Callable[[Endpoint], SourceRow | None] = lambda _: None,
+    pages: Callable[[Endpoint], PagesRow | None] = lambda _: None,
 ) -> list[_Row]:
     """A row an endpoint, by slot. None: not known. `first_tokens` by endpoint id.
 
-    `kv_events` says how an endpoint is heard; where none is to be, no row tells of it.
+    `kv_events` says how an endpoint is heard, `pages` what pages beside the metrics told; where none
+    is to be, no row tells of it.
     """
     pool = scheduler.pool
     states.look(now)
@@ -66,6 +69,16 @@ def endpoint_rows(
         columns["kv_events_problem"] = [source and (source.problem or None) for source in sources]
         columns["kv_events_source"] = [source and (source.place or None) for source in sources]
         columns["kv_events_lag_s"] = [source and _lag(source) for source in sources]
+    if pool.columns.attributes:
+        told_of = {key: _rounded(candidates.attribute(key)) for key in pool.columns.attributes}
+        columns["attributes"] = [
+            {key: values[position] for key, values in told_of.items()}
+            for position in range(len(candidates))
+        ]
+    listed = [pages(endpoint) for endpoint in candidates.endpoints]
+    if any(listed):
+        columns["models"] = [row and row.models and list(row.models) for row in listed]
+        columns["page_problems"] = [row and list(row.problems) for row in listed]
     return [
         dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)
     ]

@@ -158,6 +158,7 @@ def snapshot(count=4, **fields):
             events={"written": 5, "dropped": 6},
             leading=False,
         ),
+        pages_unread={"gpus": 2, "models": 0},
         kv_events=KVEventsSnapshot(
             states={"live": 3, "stale": 1},
             incomplete=2,
@@ -934,6 +935,15 @@ def test_a_hostile_replica_cannot_grow_the_page():
         talk.apply(10.0)
     assert len(samples_of(exported.registry.collect())) == lines
     generate_latest(exported.registry)
+
+
+def test_pages_that_are_not_read_are_shown_where_they_are_asked_for():
+    """By page."""
+    exported = Exported(snapshot)
+    assert exported("homing_endpoint_pages_unread", page="gpus") == 2
+    assert exported("homing_endpoint_pages_unread", page="models") == 0
+    without = Exported(lambda: msgspec.structs.replace(snapshot(), pages_unread={}))
+    assert without("homing_endpoint_pages_unread", page="gpus") is None
 
 
 def test_kv_events_are_shown_where_an_index_hears_engines():

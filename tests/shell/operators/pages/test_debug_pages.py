@@ -14,6 +14,7 @@ from prometheus_client import CollectorRegistry
 from epp.configuration.build import default_config, plugin_tables
 from epp.core.decision.inputs import PageScraped, PoolReplaced, ScrapeFailed
 from epp.core.types import EndpointMetrics, Refusal, RefusalReason
+from epp.shell.engines.endpoint_pages import PagesRow
 from epp.shell.operators.decisions.endpoint_states import EndpointStates
 from epp.shell.operators.decisions.recent_decisions import RecentDecisions
 from epp.shell.operators.pages.bearer_token import BearerToken
@@ -288,6 +289,30 @@ async def test_endpoints_are_listed_with_their_state(picker):
         picker.scheduler.take(ScrapeFailed(slot=0, answered=False), 0.0)
     listed = (await picker.json("/debug/endpoints"))["endpoints"]
     assert [row["state"] for row in listed] == ["unreachable", "stale", "never scraped"]
+
+
+async def test_attributes_and_models_are_shown_where_endpoints_tell_them(picker):
+    """Of who does not, that it is not known; and why a page could not be read."""
+    (row, *_) = (await picker.json("/debug/endpoints"))["endpoints"]
+    assert not {"attributes", "models", "page_problems"} & row.keys()
+    slot, told = next(iter(picker.scheduler.pool.endpoints()))
+    metrics = EndpointMetrics(waiting_requests=0.0, attributes={"load/me": 0.123456})
+    picker.scheduler.take(PageScraped(slot, metrics), 1.0)
+    picker.pages._pages = lambda endpoint: (
+        PagesRow(models=("base", "sql"), problems=())
+        if endpoint == told
+        else PagesRow(models=None, problems=("http://x answered 404",))
+    )
+    rows = (await picker.json("/debug/endpoints"))["endpoints"]
+    found = {row["name"]: row for row in rows}
+    mine = found.pop(told.name)
+    (other,) = found.values()
+    assert mine["attributes"] == {"load/me": pytest.approx(0.123, abs=0.001)}
+    assert (mine["models"], mine["page_problems"]) == (["base", "sql"], [])
+    assert other["attributes"] == {"load/me": None}
+    assert (other["models"], other["page_problems"]) == (None, ["http://x answered 404"])
+    _, _, text = await picker.page("/debug/endpoints")
+    assert "answered 404" in text
 
 
 async def test_the_configuration_in_force_is_shown(picker):

@@ -1,0 +1,618 @@
+"""A document with what the field has renamed, moved or removed -> the same in what it loads today.
+
+The text is edited and not written anew, so that comments, order and layout stay. One change is made
+at a time, and the document is read again before the next: places in it are only true until then.
+"""
+
+import json
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Final
+
+import yaml
+from msgspec import Struct
+
+from epp.configuration.compatibility import (
+    API_VERSION,
+    API_VERSION_DEPRECATED,
+    DEPRECATED,
+    MOVED_TO_INDEX,
+)
+from epp.configuration.document import ConfigError, as_one_line, read_mapping
+
+CHANGES_MAX: Final = 64
+"""Of one document; it is read anew for each of them."""
+_PREFIX_INDEX: Final = "approx-prefix-cache-producer"
+_PRECISE_INDEX: Final = "precise-prefix-cache-producer"
+_PRECISE_SCORER: Final = "precise-prefix-cache-scorer"
+_PREFIX_SCORER: Final = "prefix-cache-scorer"
+_DETECTOR: Final = "utilization-detector"
+_SELECTOR: Final = "label-selector-filter"
+_CHARACTERS_PER_TOKEN: Final = 4
+_BLOCK_TOKENS: Final = dict.fromkeys(("blockSize", "hashBlockSize"), "blockSizeTokens")
+
+_RENAMED: Final[Mapping[str, str]] = {
+    **DEPRECATED,
+    "by-label-selector": _SELECTOR,
+}
+"""Type -> the one that takes the same parameters today."""
+_RENAMED_PARAMETERS: Final[Mapping[tuple[str, str], str]] = {
+    (_PREFIX_INDEX, "blockSize"): "blockSizeTokens",
+    ("mm-embeddings-cache-producer", "cacheSizeInMB"): "cacheSizeInMBPerServer",
+}
+_REMOVED_PARAMETERS: Final[Mapping[tuple[str, str], str]] = {
+    ("active-request-scorer", "requestTimeout"): "requests in flight are known by how they end",
+    ("predicted-latency-producer", "samplingMean"): "it is not predicted amid a stream any more",
+    ("predicted-latency-producer", "maxDecodeTokenSamplesForPrediction"): (
+        "it is not predicted amid a stream any more"
+    ),
+}
+"""Of a type, a parameter that is ignored -> why."""
+_REMOVED_GATES: Final = ("dataLayer", "prepareDataPlugins")
+"""What they turned on is always on."""
+_ATTRIBUTE_MEMBERS: Final[Mapping[str, str]] = {
+    "endpoint-attribute-filter": "attribute",
+    "endpoint-attribute-scorer": "attributeKey",
+}
+
+
+class Change(Struct, frozen=True):
+    """One thing that was rewritten."""
+
+    line: int
+    """Of the document as it was, from 1."""
+    what: str
+    """A sentence without its end."""
+
+
+class Upgraded(Struct, frozen=True):
+    """What became of a document."""
+
+    text: str
+    changes: tuple[Change, ...]
+    """In the order of its lines."""
+
+
+def upgrade(text: bytes | str, source: str) -> Upgraded:
+    """`text` in what the field loads today. Raises `ConfigError` for what is no mapping at all."""
+    read_mapping(text, source)
+    try:
+        return _upgraded(_Document(text if isinstance(text, str) else text.decode()), source)
+    except UnicodeDecodeError:
+        # YAML may be UTF-16 too.
+        raise ConfigError([f"{source}: is not UTF-8, which is what can be rewritten"]) from None
+    except yaml.YAMLError as error:
+        raise ConfigError([f"{source}: cannot be rewritten: {error}"]) from error
+
+
+def _upgraded(document: "_Document", source: str) -> Upgraded:
+    for _ in range(CHANGES_MAX):
+        if not any(rule(document) for rule in _RULES):
+            changes = sorted(document.changes, key=lambda change: change.line)
+            return Upgraded(document.text, tuple(changes))
+        read_mapping(document.text, source)
+        document.compose()
+    raise ConfigError([f"{source}: has more than {CHANGES_MAX} things to rewrite"])
+
+
+# --- the text ---------------------------------------------------------------------------------------
+
+
+class _Entry(Struct, frozen=True):
+    """A key of a mapping, and what it has."""
+
+    key: Any
+    value: Any
+
+
+def _entries(node: Any) -> dict[str, _Entry]:
+    if not isinstance(node, yaml.MappingNode):
+        return {}
+    return {key.value: _Entry(key, value) for key, value in node.value if _is_text(key)}
+
+
+def _items(node: Any) -> list[Any]:
+    return node.value if isinstance(node, yaml.SequenceNode) else []
+
+
+def _is_text(node: Any) -> bool:
+    return isinstance(node, yaml.ScalarNode)
+
+
+def _text_of(entry: _Entry | None) -> str:
+    return entry.value.value if entry is not None and _is_text(entry.value) else ""
+
+
+def _end_of(node: Any) -> int:
+    """Where its last character is: a block ends for YAML only where the next thing begins."""
+    if isinstance(node, yaml.CollectionNode) and not node.flow_style and node.value:
+        last = node.value[-1]
+        return _end_of(last[1] if isinstance(last, tuple) else last)
+    end: int = node.end_mark.index
+    return end
+
+
+class _Document:
+    """A text that is edited, and what stands where in it."""
+
+    def __init__(self, text: str) -> None:
+        # A mark counts characters, and a carriage return or a byte order mark is none of ours.
+        self.text = text.removeprefix("\ufeff").replace("\r\n", "\n")
+        if not self.text.endswith("\n"):
+            self.text += "\n"
+        self._lines = list(range(1, self.text.count("\n") + 2))
+        """Line of the text -> line of the text as it was."""
+        self.changes: list[Change] = []
+        self.compose()
+
+    def compose(self) -> None:
+        """Find out anew what stands where. Raises `yaml.YAMLError`."""
+        # The loader in Python: marks of the one in C count bytes.
+        self.root = yaml.compose(self.text, Loader=yaml.SafeLoader)
+
+    @property
+    def members(self) -> dict[str, _Entry]:
+        return _entries(self.root)
+
+    def plugins(self) -> Iterator[tuple[Any, str]]:
+        """The node of each plugin, and its type."""
+        found = self.members.get("plugins")
+        for item in _items(found.value if found else None):
+            yield item, _text_of(_entries(item).get("type"))
+
+    @property
+    def names(self) -> list[str]:
+        """Of the plugins: those that they are given, else their types."""
+        return [_text_of(_entries(one).get("name")) or kind for one, kind in self.plugins()]
+
+    def tell(self, node: Any, what: str) -> None:
+        """Note what is done about `node`, before it is."""
+        line = self.text.count("\n", 0, node.start_mark.index)
+        self.changes.append(Change(self._lines[line], as_one_line(what)))
+
+    def replace(self, start: int, end: int, by: str) -> None:
+        """One edit. Others of the same change are to be made from the end of the text on."""
+        first, last = self.text.count("\n", 0, start), self.text.count("\n", 0, end)
+        self._lines[first : last + 1] = [self._lines[first]] * (by.count("\n") + 1)
+        self.text = self.text[:start] + by + self.text[end:]
+
+    def rewrite(self, node: Any, value: str) -> None:
+        """Another value in the place of a scalar."""
+        start, end = node.start_mark.index, node.end_mark.index
+        # A block of text has its last line break within it.
+        ending = "\n" if self.text[:end].endswith("\n") else ""
+        self.replace(start, end, _spelt(value, node.style) + ending)
+
+    def remove(self, parent: Any, name: str) -> None:
+        """A member of a mapping; the mapping is empty afterwards if it was the last."""
+        entries = [(key, value) for key, value in parent.value]
+        at = next(index for index, (key, _) in enumerate(entries) if key.value == name)
+        key, value = entries[at]
+        start, end = key.start_mark.index, _end_of(value)
+        if len(entries) == 1:
+            self.replace(parent.start_mark.index, _end_of(parent), "{}")
+            return
+        before = self.text.rfind("\n", 0, start) + 1
+        if parent.flow_style or self.text[before:start].strip():
+            # Amid a line: up to the next member, or from the last one on.
+            if at + 1 < len(entries):
+                end = entries[at + 1][0].start_mark.index
+            else:
+                start = _end_of(entries[at - 1][1])
+            self.replace(start, end, "")
+            return
+        self.replace(before, self._line_after(end), "")
+
+    def remove_item(self, parent: Any, at: int) -> None:
+        """An item of a list that has others."""
+        item = parent.value[at]
+        start, end = item.start_mark.index, _end_of(item)
+        if parent.flow_style:
+            if at + 1 < len(parent.value):
+                end = parent.value[at + 1].start_mark.index
+            else:
+                start = _end_of(parent.value[at - 1])
+            self.replace(start, end, "")
+            return
+        self.replace(self.text.rfind("\n", 0, start) + 1, self._line_after(end), "")
+
+    def append(self, parent: Any, value: Any) -> None:
+        """One more item of a list, or more members of a mapping, at its end."""
+        end = _end_of(parent)
+        if parent.flow_style:
+            written = _on_one_line(value)
+            written = written[1:-1] if isinstance(parent, yaml.MappingNode) else written
+            inside = self.text.rfind("}" if isinstance(parent, yaml.MappingNode) else "]", 0, end)
+            self.replace(inside, inside, f", {written}" if parent.value else written)
+            return
+        column = parent.start_mark.column
+        items = value if isinstance(parent, yaml.MappingNode) else [value]
+        written = yaml.safe_dump(
+            items, sort_keys=False, default_flow_style=False, allow_unicode=True, width=math.inf
+        )
+        lines = written.splitlines()
+        after = self._line_after(end)
+        self.replace(after, after, "".join(f"{' ' * column}{line}\n" for line in lines))
+
+    def _line_after(self, end: int) -> int:
+        """Where the line after what ends at `end` begins; a block of text ends behind its last line."""
+        if self.text[:end].endswith("\n"):
+            return end
+        at = self.text.find("\n", end)
+        return len(self.text) if at < 0 else at + 1
+
+
+def _spelt(value: str, style: str | None) -> str:
+    if style == "'":
+        return "'" + value.replace("'", "''") + "'"
+    return json.dumps(value) if style == '"' else value
+
+
+def _on_one_line(value: Any) -> str:
+    """In JSON, which YAML is too, so that a document in JSON stays one."""
+    try:
+        return json.dumps(value, ensure_ascii=False, default=str)
+    except TypeError:  # a key that JSON does not have
+        return yaml.safe_dump(value, default_flow_style=True, width=math.inf).strip()
+
+
+def _plain(node: Any) -> Any:
+    """A node as plain values."""
+    constructor = yaml.constructor.SafeConstructor()
+    return constructor.construct_document(node)
+
+
+# --- the rules: each makes one change, or says that there is none ------------------------------------
+
+
+def _api_version(document: _Document) -> bool:
+    entry = document.members.get("apiVersion")
+    if entry is None or _text_of(entry) != API_VERSION_DEPRECATED:
+        return False
+    document.tell(entry.key, f"apiVersion {API_VERSION_DEPRECATED} is {API_VERSION} now")
+    document.rewrite(entry.value, API_VERSION)
+    return True
+
+
+def _types(document: _Document) -> bool:
+    for plugin, type_name in document.plugins():
+        if type_name in _RENAMED:
+            newer = _RENAMED[type_name]
+            document.tell(plugin, f"type {type_name} is {newer} now")
+            for node in reversed(_places(document, plugin, type_name, newer)):
+                document.rewrite(node, newer)
+            return True
+    return False
+
+
+def _places(document: _Document, plugin: Any, type_name: str, newer: str) -> list[Any]:
+    """Scalars that say the type of `plugin`, and who goes by it; in the order of the document.
+
+    Where `newer` is the name of another plugin, this one keeps the old type as its name.
+    """
+    type_node = _entries(plugin)["type"].value
+    if "name" in _entries(plugin):
+        return [type_node]
+    if newer in document.names:
+        document.append(plugin, {"name": type_name})
+        return [type_node]
+    named = [node for node in _references(document.root) if node.value == type_name]
+    return sorted([type_node, *named], key=lambda node: int(node.start_mark.index))
+
+
+def _references(node: Any) -> Iterator[Any]:
+    """Scalars that name a plugin."""
+    if isinstance(node, yaml.SequenceNode):
+        for item in node.value:
+            yield from _references(item)
+    elif isinstance(node, yaml.MappingNode):
+        for key, value in node.value:
+            if _is_text(value):
+                if str(key.value).endswith(("luginRef", "ProducerName", "PluginName")):
+                    yield value
+            else:
+                yield from _references(value)
+
+
+def _labels(document: _Document) -> bool:
+    """`by-label` of a label that must be there is a selector."""
+    for plugin, type_name in document.plugins():
+        entries = _entries(plugin)
+        parameters = entries.get("parameters")
+        if type_name != "by-label" or parameters is None:
+            continue
+        told = _plain(parameters.value)
+        if not isinstance(told, dict) or told.get("allowsNoLabel") or not told.get("validValues"):
+            continue
+        document.tell(plugin, f"type {type_name} is {_SELECTOR} now, with matchExpressions")
+        selector = {
+            "matchExpressions": [
+                {"key": told.get("label"), "operator": "In", "values": told["validValues"]}
+            ]
+        }
+        edits = [
+            (node.start_mark.index, node.end_mark.index, _SELECTOR)
+            for node in _places(document, plugin, type_name, _SELECTOR)
+        ]
+        # Behind the key: a block below it goes to its line.
+        value_at = document.text.find(":", parameters.key.end_mark.index) + 1
+        edits.append((value_at, _end_of(parameters.value), f" {_on_one_line(selector)}"))
+        for start, end, by in sorted(edits, reverse=True):
+            document.replace(start, end, by)
+        return True
+    return False
+
+
+def _parameters(document: _Document) -> bool:
+    for plugin, type_name in document.plugins():
+        parameters = _entries(plugin).get("parameters")
+        if parameters is None:
+            continue
+        entries = _entries(parameters.value)
+        for name, entry in entries.items():
+            newer = _RENAMED_PARAMETERS.get((type_name, name))
+            why = _REMOVED_PARAMETERS.get((type_name, name))
+            if newer in entries:
+                newer, why = None, f"{newer} is there and goes before it"
+            if newer is not None:
+                document.tell(entry.key, f"{name} of {type_name} is {newer} now")
+                document.rewrite(entry.key, newer)
+                return True
+            if why is not None:
+                document.tell(entry.key, f"{name} of {type_name} is removed, {why}")
+                _drop(document, plugin, name)
+                return True
+        if any(rule(document, type_name, plugin) for rule in _PARAMETER_RULES):
+            return True
+    return False
+
+
+def _drop(document: _Document, plugin: Any, name: str) -> None:
+    """Remove a parameter, and with the last one the member that held them."""
+    parameters = _parameters_of(plugin)
+    if len(parameters.value) == 1:
+        document.remove(plugin, "parameters")
+    else:
+        document.remove(parameters, name)
+
+
+def _parameters_of(plugin: Any) -> Any:
+    entry = _entries(plugin).get("parameters")
+    return entry.value if entry else None
+
+
+def _blocks_to_match(document: _Document, type_name: str, plugin: Any) -> bool:
+    """A limit in blocks means nothing beside one in tokens, which there is unless it is 0."""
+    entries = _entries(_parameters_of(plugin))
+    old, newer = entries.get("maxPrefixBlocksToMatch"), entries.get("maxPrefixTokensToMatch")
+    if type_name != _PREFIX_INDEX or old is None or (newer and _plain(newer.value) == 0):
+        return False
+    why = "is there" if newer else "is 131072 where it is not given"
+    document.tell(
+        old.key,
+        f"maxPrefixBlocksToMatch is removed, maxPrefixTokensToMatch {why} and goes before it",
+    )
+    _drop(document, plugin, "maxPrefixBlocksToMatch")
+    return True
+
+
+def _token_blocks(document: _Document, type_name: str, plugin: Any) -> bool:
+    """`blockSize` of `tokenProcessorConfig`."""
+    processor = _entries(_parameters_of(plugin)).get("tokenProcessorConfig")
+    inner = _entries(processor.value) if processor else {}
+    old = inner.get("blockSize")
+    if processor is None or old is None:
+        return False
+    if "blockSizeTokens" in inner:
+        document.tell(old.key, "blockSize is removed, blockSizeTokens is there and goes before it")
+        document.remove(processor.value, "blockSize")
+    else:
+        document.tell(old.key, f"blockSize of {type_name} is blockSizeTokens now")
+        document.rewrite(old.key, "blockSizeTokens")
+    return True
+
+
+def _attribute(document: _Document, type_name: str, plugin: Any) -> bool:
+    """An attribute and its producer were one text."""
+    parameters = _parameters_of(plugin)
+    entries = _entries(parameters)
+    entry = entries.get(_ATTRIBUTE_MEMBERS.get(type_name, ""))
+    name, slash, producer = _text_of(entry).rpartition("/")
+    if entry is None or not slash or "producer" in entries:
+        return False
+    document.tell(entry.key, f"{_text_of(entry)} is {name} with producer {producer} now")
+    document.append(parameters, {"producer": producer})
+    document.rewrite(entry.value, name)
+    return True
+
+
+def _session_header(document: _Document, type_name: str, plugin: Any) -> bool:
+    entries = _entries(_parameters_of(plugin))
+    entry = entries.get("headerName")
+    if not type_name.startswith("session-affinity-") or entry is None:
+        return False
+    if "encodedEndpointHeaderConfig" in entries:
+        return False
+    document.tell(entry.key, f"headerName of {type_name} is encodedEndpointHeaderConfig.header now")
+    header = _on_one_line({"header": _text_of(entry)})
+    document.replace(
+        entry.key.start_mark.index, _end_of(entry.value), f"encodedEndpointHeaderConfig: {header}"
+    )
+    return True
+
+
+_PARAMETER_RULES: Final = (_blocks_to_match, _token_blocks, _attribute, _session_header)
+
+
+def _index_parameters(document: _Document) -> bool:
+    """What `prefix-cache-scorer` told of the index is told by a plugin of its own."""
+    for plugin, type_name in document.plugins():
+        told = _entries(_parameters_of(plugin)) if type_name == _PREFIX_SCORER else {}
+        moved = {name: entry for name, entry in told.items() if name in MOVED_TO_INDEX}
+        if not moved:
+            continue
+        declared = _PREFIX_INDEX in [kind for _, kind in document.plugins()]
+        for name, entry in moved.items():
+            if declared:
+                what = f"is removed, {_PREFIX_INDEX} is there and goes before it"
+            else:
+                what = f"is {_BLOCK_TOKENS.get(name, name)} of {_PREFIX_INDEX} now"
+            document.tell(entry.key, f"{name} of {_PREFIX_SCORER} {what}")
+        if not declared:
+            values = {name: _plain(entry.value) for name, entry in moved.items()}
+            made = {"type": _PREFIX_INDEX, "parameters": _of_index(values)}
+            document.append(document.members["plugins"].value, made)
+        for name in moved:
+            # Places are found anew.
+            document.compose()
+            _drop(document, _scorer_with(document, name), name)
+        return True
+    return False
+
+
+def _of_index(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Parameters that a scorer had, as the index has them: one size of a block, in tokens."""
+    found = {name: value for name, value in values.items() if name not in _BLOCK_TOKENS}
+    characters = values.get("hashBlockSize")
+    if isinstance(characters, int):
+        found.setdefault("blockSizeTokens", max(1, characters // _CHARACTERS_PER_TOKEN))
+    if "blockSize" in values:
+        found.setdefault("blockSizeTokens", values["blockSize"])
+    return found
+
+
+def _scorer_with(document: _Document, name: str) -> Any:
+    """The first `prefix-cache-scorer` that has a parameter `name`."""
+    return next(
+        one
+        for one, kind in document.plugins()
+        if kind == _PREFIX_SCORER and name in _entries(_parameters_of(one))
+    )
+
+
+def _precise_scorer(document: _Document) -> bool:
+    """One plugin became two: the index, and the scorer that reads it."""
+    kinds = [kind for _, kind in document.plugins()]
+    for plugin, type_name in document.plugins():
+        if type_name != _PRECISE_SCORER or _PRECISE_INDEX in kinds:
+            continue
+        entries = _entries(plugin)
+        name = _text_of(entries.get("name")) or _PRECISE_SCORER
+        document.tell(
+            plugin,
+            f"type {_PRECISE_SCORER} is {_PRECISE_INDEX} with these parameters and "
+            f"{_PREFIX_SCORER} with prefixMatchInfoProducerName now",
+        )
+        scorer = {
+            "type": _PREFIX_SCORER,
+            "name": name,
+            "parameters": {"prefixMatchInfoProducerName": _PRECISE_INDEX},
+        }
+        document.append(document.members["plugins"].value, scorer)
+        nodes = [(entries["type"].value, _PRECISE_INDEX)]
+        if "name" in entries:
+            nodes.append((entries["name"].value, _PRECISE_INDEX))
+        for node, by in sorted(nodes, key=lambda one: one[0].start_mark.index, reverse=True):
+            document.rewrite(node, by)
+        return True
+    return False
+
+
+def _detector(document: _Document) -> bool:
+    """`saturationDetector` stands in `flowControl`."""
+    old = document.members.get("saturationDetector")
+    told = _plain(old.value) if old else None
+    flow = document.members.get("flowControl")
+    if old is None or not isinstance(told, dict):
+        return False
+    if flow is not None and not isinstance(flow.value, yaml.MappingNode):
+        return False
+    if flow is not None and "saturationDetector" in _entries(flow.value):
+        document.tell(
+            old.key,
+            "saturationDetector is removed, that of flowControl is there and goes before it",
+        )
+        document.remove(document.root, "saturationDetector")
+        return True
+    reference = told.get("pluginRef")
+    if (reference and len(told) > 1) or (not reference and not _has_room(document)):
+        return False
+    document.tell(old.key, "saturationDetector is flowControl.saturationDetector now")
+    document.remove(document.root, "saturationDetector")
+    if not reference:
+        reference = _DETECTOR
+        made = {"type": _DETECTOR, **({"parameters": told} if told else {})}
+        document.compose()
+        plugins = document.members.get("plugins")
+        if plugins is None:
+            document.append(document.root, {"plugins": [made]})
+        else:
+            document.append(plugins.value, made)
+    document.compose()
+    flow = document.members.get("flowControl")
+    wanted = {"saturationDetector": {"pluginRef": reference}}
+    if flow is None:
+        document.append(document.root, {"flowControl": wanted})
+    else:
+        document.append(flow.value, wanted)
+    return True
+
+
+def _has_room(document: _Document) -> bool:
+    """Whether a detector can be declared: there is none, and none of its name."""
+    plugins = document.members.get("plugins")
+    if plugins is not None and not isinstance(plugins.value, yaml.SequenceNode):
+        return False
+    taken = {*document.names, *(kind for _, kind in document.plugins())}
+    return _DETECTOR not in taken
+
+
+def _parser(document: _Document) -> bool:
+    """`parser` is one of `requestHandler.parsers`."""
+    old = document.members.get("parser")
+    told = _plain(old.value) if old else None
+    handler = document.members.get("requestHandler")
+    if old is None or not isinstance(told, dict):
+        return False
+    if handler is None:
+        document.tell(old.key, "parser is requestHandler.parsers now")
+        document.remove(document.root, "parser")
+        document.compose()
+        document.append(document.root, {"requestHandler": {"parsers": [told]}})
+        return True
+    parsers = _entries(handler.value).get("parsers")
+    if parsers is None or not _items(parsers.value):
+        return False
+    document.tell(old.key, "parser is removed, requestHandler.parsers is there and goes before it")
+    document.remove(document.root, "parser")
+    return True
+
+
+def _gates(document: _Document) -> bool:
+    """Gates that the field does not know any more."""
+    gates = document.members.get("featureGates")
+    items: Sequence[Any] = _items(gates.value) if gates else ()
+    for at, item in enumerate(items):
+        name = str(item.value).partition("=")[0] if _is_text(item) else ""
+        if gates is None or name not in _REMOVED_GATES:
+            continue
+        document.tell(item, f"feature gate {name} is removed, what it turned on is always on")
+        if len(items) == 1:
+            document.remove(document.root, "featureGates")
+        else:
+            document.remove_item(gates.value, at)
+        return True
+    return False
+
+
+_RULES: Final[Sequence[Callable[[_Document], bool]]] = (
+    _api_version,
+    _labels,
+    _types,
+    _precise_scorer,
+    _index_parameters,
+    _parameters,
+    _detector,
+    _parser,
+    _gates,
+)

@@ -1,0 +1,360 @@
+"""Pages of endpoints beside their metrics: which models they list, and how busy their GPUs are.
+
+Asked for like metrics, by the same client with its bounds, and far less often: one task an endpoint
+and page. What a page told counts for some intervals; then it is unknown.
+"""
+
+import asyncio
+import re
+import ssl
+import time
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from random import Random
+from typing import Final
+
+import msgspec
+from msgspec import Struct, structs
+
+from epp.configuration.compatibility import (
+    DCGM_EXTRACTOR,
+    GPU_UTILIZATION,
+    DcgmDataSource,
+    ModelsDataSource,
+)
+from epp.configuration.config import MetricsSettings
+from epp.core.types import NO_ATTRIBUTES, Endpoint, MetricsTarget, Seconds, attribute_key
+from epp.shell.engines.exposition import ExpositionError, SeriesReader
+from epp.shell.engines.loop_share import Account, LoopShare
+from epp.shell.engines.page_client import BadResponseError, PageClient
+from epp.shell.engines.trust import client_context, trust_of
+from epp.shell.supervision import Supervisor, forever
+
+MODELS_INTERVAL_S_MIN: Final = 5.0
+"""Adapters are loaded now and then."""
+GPU_INTERVAL_S_MIN: Final = 1.0
+"""The exporter itself looks at GPUs more seldom."""
+BACKOFF_S_MAX: Final = 30.0
+KEPT_INTERVALS: Final = 5
+"""So long what a page told is taken for true while the next ones fail."""
+TIMEOUT_S: Final = 1.0
+PAGE_BYTES_MAX: Final = 1024 * 1024
+AT_ONCE_MAX: Final = 64
+MODELS_MAX: Final = 1_024
+"""In one list, which is kept of every endpoint."""
+MODEL_NAME_BYTES_MAX: Final = 256
+_JITTER: Final = 0.1
+_GPU_METRIC: Final = "DCGM_FI_DEV_GPU_UTIL"
+_GPU_SERIES: Final = SeriesReader(_GPU_METRIC)
+_GPU_KEY: Final = attribute_key(GPU_UTILIZATION, DCGM_EXTRACTOR)
+_PERCENT: Final = 100.0
+_RANK: Final = re.compile(r"-rank-\d+\Z")
+
+
+class Told(Struct, frozen=True):
+    """What one page says of an endpoint."""
+
+    attributes: Mapping[str, float] = NO_ATTRIBUTES
+    models: tuple[str, ...] | None = None
+    """None: this page does not list any."""
+
+
+class PagesRow(Struct, frozen=True):
+    """What is told of an endpoint to people."""
+
+    models: tuple[str, ...] | None
+    """None: not known."""
+    problems: tuple[str, ...]
+    """A sentence each."""
+
+
+class _Model(Struct, frozen=True):
+    id: str
+
+
+class _ModelList(Struct, frozen=True):
+    data: tuple[_Model, ...]
+
+
+_decode_models = msgspec.json.Decoder(_ModelList).decode
+
+
+def models_on(page: bytes) -> tuple[str, ...]:
+    """Names on a page of `/v1/models`. Raises `ExpositionError`, in one sentence."""
+    try:
+        names = tuple(dict.fromkeys(model.id for model in _decode_models(page).data))
+    except (msgspec.MsgspecError, UnicodeError, RecursionError) as error:
+        # Its text may quote the page.
+        raise ExpositionError(
+            "it is no list of models, expected data with an id in each"
+        ) from error
+    if len(names) > MODELS_MAX:
+        raise ExpositionError(f"it lists more than {MODELS_MAX} models")
+    if any(len(name.encode("utf-8", "surrogatepass")) > MODEL_NAME_BYTES_MAX for name in names):
+        raise ExpositionError(f"a name of a model has more than {MODEL_NAME_BYTES_MAX} bytes")
+    return names
+
+
+def gpu_utilization_on(page: bytes, pod: str) -> float:
+    """The highest of a DCGM page, 0 to 1; of samples that say their pod, those of `pod` alone.
+
+    Raises `ExpositionError`, in one sentence, where there is none.
+    """
+    values = [
+        value
+        for labels, value in _GPU_SERIES.read(page)
+        if labels.get(b"pod", pod.encode()) == pod.encode() and value <= _PERCENT
+    ]
+    if not values:
+        raise ExpositionError(f"it has no {_GPU_METRIC} of this pod from 0 to {_PERCENT:g}")
+    return max(values) / _PERCENT
+
+
+def pod_of(endpoint: Endpoint) -> str:
+    """Its name without namespace and rank."""
+    return _RANK.sub("", endpoint.name.rpartition("/")[2])
+
+
+def _read_models(page: bytes, _: Endpoint) -> Told:
+    return Told(models=models_on(page))
+
+
+def _read_gpus(page: bytes, endpoint: Endpoint) -> Told:
+    return Told(attributes={_GPU_KEY: gpu_utilization_on(page, pod_of(endpoint))})
+
+
+_READERS: Final[Mapping[str, tuple[Callable[[bytes, Endpoint], Told], Seconds]]] = {
+    "models": (_read_models, MODELS_INTERVAL_S_MIN),
+    "gpus": (_read_gpus, GPU_INTERVAL_S_MIN),
+}
+"""Page -> who reads it, and the least time between two of them."""
+
+
+class _Source(Struct, frozen=True):
+    """One page of every endpoint."""
+
+    name: str
+    settings: ModelsDataSource | DcgmDataSource
+    tls: ssl.SSLContext
+    read: Callable[[bytes, Endpoint], Told]
+    interval_s_min: Seconds
+
+    @property
+    def interval_s(self) -> Seconds:
+        return max(self.interval_s_min, self.settings.interval_s)
+
+    def where(self, endpoint: Endpoint) -> tuple[Endpoint, MetricsTarget]:
+        """Whom to ask, and for what."""
+        port = int(endpoint.address.rpartition(":")[2])
+        if isinstance(self.settings, DcgmDataSource):
+            port = self.settings.port
+            if self.settings.use_node_address and endpoint.node_address:
+                endpoint = structs.replace(endpoint, address=f"{endpoint.node_address}:{port}")
+        scheme, path = self.settings.scheme.value, self.settings.path
+        return endpoint, MetricsTarget(port=port, scheme=scheme, path=path)
+
+
+class _Page:
+    """One page of one endpoint, and how that goes."""
+
+    __slots__ = (
+        *("account", "client", "endpoint", "failures", "problem", "source", "task"),
+        *("told", "told_at_s"),
+    )
+
+    def __init__(
+        self, endpoint: Endpoint, source: _Source, client: PageClient, account: Account
+    ) -> None:
+        self.endpoint = endpoint
+        self.source = source
+        self.client = client
+        self.account = account
+        self.failures = 0
+        """In a row."""
+        self.problem = ""
+        """Why the last one failed; "" if it did not."""
+        self.told = Told()
+        self.told_at_s: Seconds = float("-inf")
+        self.task: asyncio.Task[None] | None = None
+
+
+class Prepared(Struct, frozen=True):
+    """What `configure` takes: all files are read."""
+
+    sources: tuple[_Source, ...]
+
+
+def prepare(settings: MetricsSettings) -> Prepared:
+    """Which pages to ask for. Reads files; raises `ConfigError`."""
+    return Prepared(
+        tuple(
+            _Source(name, source, _tls_of(source), *_READERS[name])
+            for name, source in settings.pages.items()
+        )
+    )
+
+
+def _tls_of(source: ModelsDataSource | DcgmDataSource) -> ssl.SSLContext:
+    return trust_of(source) or client_context("", insecure_skip_verify=True)
+
+
+class EndpointPages:
+    """Keeps what those pages tell. `clock` gives the CPU time of the loop's thread."""
+
+    def __init__(
+        self,
+        *,
+        seed: int,
+        supervisor: Supervisor | None = None,
+        clock: Callable[[], Seconds] = time.thread_time,
+    ) -> None:
+        self._random = Random(f"{seed}:endpoint-pages")  # noqa: S311  jitter, not secrets
+        self._supervisor = supervisor or Supervisor()
+        self._loop_share = LoopShare(clock)
+        self._slots = asyncio.Semaphore(AT_ONCE_MAX)
+        self._sources: tuple[_Source, ...] = ()
+        self._endpoints: Sequence[Endpoint] = ()
+        self._pages: dict[tuple[str, str], _Page] = {}
+        """By endpoint id and source."""
+        self._group: asyncio.TaskGroup | None = None
+
+    def configure(self, prepared: Prepared) -> None:
+        """Ask for these pages from now on; what others told is forgotten."""
+        kept = {source.name: source.settings for source in prepared.sources}
+        if kept == {source.name: source.settings for source in self._sources}:
+            return
+        self._end(tuple(self._pages))
+        self._sources = prepared.sources
+        self.replace(self._endpoints)
+
+    def replace(self, endpoints: Sequence[Endpoint]) -> None:
+        """From now on the endpoints are these."""
+        self._endpoints = endpoints
+        wanted: dict[tuple[str, str], tuple[Endpoint, _Source]] = {
+            (endpoint.endpoint_id, source.name): (endpoint, source)
+            for endpoint in endpoints
+            if endpoint.metrics is not None
+            for source in self._sources
+        }
+        gone = [
+            key
+            for key, page in self._pages.items()
+            if key not in wanted or not _same_server(page.endpoint, wanted[key][0])
+        ]
+        self._end(gone)
+        for key, (endpoint, source) in wanted.items():
+            if key in self._pages:
+                self._pages[key].endpoint = endpoint
+                continue
+            account = self._loop_share.open()
+            client = PageClient(
+                *source.where(endpoint),
+                page_bytes_max=PAGE_BYTES_MAX,
+                tls=source.tls,
+                account=account,
+            )
+            self._pages[key] = _Page(endpoint, source, client, account)
+        self._start()
+
+    def attributes_of(self, endpoint: Endpoint, now: Seconds) -> Mapping[str, float]:
+        """What pages tell of `endpoint`; `now` is the time of the loop."""
+        found: dict[str, float] = {}
+        for page in self._pages_of(endpoint):
+            if now - page.told_at_s <= KEPT_INTERVALS * page.source.interval_s:
+                found.update(page.told.attributes)
+        return found or NO_ATTRIBUTES
+
+    def row_of(self, endpoint: Endpoint) -> PagesRow | None:
+        """What pages told of `endpoint` last, and why they fail; None: nobody asks for any."""
+        pages = self._pages_of(endpoint)
+        if not self._sources:
+            return None
+        listed = [page.told.models for page in pages if page.told.models is not None]
+        problems = tuple(page.problem for page in pages if page.problem)
+        return PagesRow(models=listed[0] if listed else None, problems=problems)
+
+    def unread(self) -> Mapping[str, int]:
+        """Name of a page -> how many endpoints did not give it when they were asked last."""
+        names = [page.source.name for page in self._pages.values() if page.problem]
+        return {source.name: names.count(source.name) for source in self._sources}
+
+    async def run(self) -> None:
+        """Ask until cancelled. Owns every task and connection there is."""
+        try:
+            async with asyncio.TaskGroup() as group:
+                self._group = group
+                self._start()
+                await forever()
+        finally:
+            self._group = None
+            for page in self._pages.values():
+                page.task = None
+
+    def _pages_of(self, endpoint: Endpoint) -> list[_Page]:
+        keys = ((endpoint.endpoint_id, source.name) for source in self._sources)
+        return [self._pages[key] for key in keys if key in self._pages]
+
+    def _end(self, keys: Sequence[tuple[str, str]]) -> None:
+        for key in keys:
+            page = self._pages.pop(key)
+            if page.task is not None:
+                page.task.cancel()
+
+    def _start(self) -> None:
+        if self._group is None:
+            return
+        for page in self._pages.values():
+            if page.task is None:
+                name = f"{page.source.name} of {page.endpoint.name}"
+                page.task = self._group.create_task(
+                    self._supervisor.keep("endpoint page", partial(self._follow, page), of=name),
+                    name=f"endpoint page {name}",
+                )
+
+    async def _follow(self, page: _Page) -> None:
+        interval_s = page.source.interval_s
+        try:
+            # Spread the start, or a thousand endpoints would be asked at one instant.
+            await asyncio.sleep(self._random.random() * min(interval_s, GPU_INTERVAL_S_MIN))
+            while True:
+                async with self._slots:
+                    await self._ask(page)
+                # 2**8 intervals are more than the cap.
+                pause_s = interval_s * 2.0 ** min(page.failures, 8)
+                pause_s = max(interval_s, min(pause_s, BACKOFF_S_MAX))
+                pause_s = max(pause_s, page.account.settle(interval_s, BACKOFF_S_MAX))
+                await asyncio.sleep(pause_s * self._random.uniform(1 - _JITTER, 1 + _JITTER))
+        finally:
+            page.client.close()
+            page.account.close()
+
+    async def _ask(self, page: _Page) -> None:
+        url = page.client.url
+        try:
+            content = await page.client.fetch(TIMEOUT_S)
+            with page.account:
+                page.told = page.source.read(content, page.endpoint)
+        except TimeoutError:
+            self._failed(page, f"{url} gave no page within {TIMEOUT_S:g} s")
+        except OSError as problem:
+            self._failed(page, f"{url} cannot be reached: {problem}")
+        except BadResponseError as bad:
+            self._failed(page, f"{url} {bad}")
+        except ExpositionError as problem:
+            self._failed(page, f"{url} is not understood: {problem}")
+        else:
+            page.failures = 0
+            page.problem = ""
+            page.told_at_s = asyncio.get_running_loop().time()
+
+    def _failed(self, page: _Page, sentence: str) -> None:
+        page.failures += 1
+        page.problem = sentence
+
+
+def _same_server(one: Endpoint, other: Endpoint) -> bool:
+    return (one.address, one.incarnation, one.node_address) == (
+        other.address,
+        other.incarnation,
+        other.node_address,
+    )

@@ -19,6 +19,7 @@ _OF_CANDIDATES: Final[Mapping[str, str]] = {
 """Another way to a column -> the name by which it is declared."""
 _OF_REQUEST: Final[Mapping[str, str]] = {
     **dict.fromkeys(("chains", "chains_of", "tails", "tails_of", "block_hash"), "prompts"),
+    "prompt_count": "prompts",
     **dict.fromkeys(("first_text", "opening", "segments", "cache_salt", "api"), "prompts"),
 }
 _ANYBODY: Final = frozenset({"slot", "block_tokens", "take", "affinity"})

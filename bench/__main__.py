@@ -31,6 +31,7 @@ NAMES = (
     "hostile_bodies",
     "index",
     "kv_events",
+    "corrections",
     "peers",
     "peer_transport",
     "process",

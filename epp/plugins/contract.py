@@ -24,9 +24,11 @@ from epp.core.knowledge.candidates import (
     Floats,
     Ints,
 )
+from epp.core.knowledge.hit_accuracy import Correction
 from epp.core.knowledge.index import (
     AffinityIndex,
     AffinityIndexSettings,
+    CorrectedIndex,
     CountsInflight,
     IndexMeasures,
     LimitsMemory,
@@ -56,6 +58,8 @@ __all__ = [
     "ApiKind",
     "Bools",
     "Candidates",
+    "CorrectedIndex",
+    "Correction",
     "CountsInflight",
     "Duration",
     "Endpoint",

@@ -49,6 +49,7 @@ from epp.core.knowledge.hit_accuracy import NO_INDEXES, Expected, HitAccuracy
 from epp.core.knowledge.index import (
     AffinityIndex,
     AffinityIndexSettings,
+    CorrectedIndex,
     CountsInflight,
     Heard,
     HearsEngines,
@@ -72,7 +73,14 @@ from epp.core.moment import Moment
 from epp.core.prompt.blocks import KnownSegments
 from epp.core.prompt.request import InferenceRequest
 from epp.core.prompt.token_blocks import TOKEN_BYTES
-from epp.core.types import BYTES_PER_TOKEN, Endpoint, Refusal, RefusalReason, Seconds
+from epp.core.types import (
+    BYTES_PER_TOKEN,
+    Endpoint,
+    EndpointMetrics,
+    Refusal,
+    RefusalReason,
+    Seconds,
+)
 
 SENT_MAX: Final = 16_384
 """Decisions that wait to be told to peers: of more the oldest are not told."""
@@ -262,12 +270,23 @@ class Scheduler:
             self._forget(slot)
         size = (metrics.blocks_total, metrics.block_size_tokens)
         self.outliers.observed(slot, metrics, now)
-        self.accuracy.scraped(slot, metrics, now)
+        self._compare(slot, metrics, now)
         # Every scrape says it again.
         if size != self._sizes.get(slot):
             self._resize(slot, *size)
         if self.hearing:
             self._note_sleep(slot, asleep=metrics.asleep)
+
+    def _compare(self, slot: int, metrics: EndpointMetrics, now: Seconds) -> None:
+        """Belief with what the engine in `slot` counts; the index it comes from learns of it."""
+        correction = self.accuracy.scraped(slot, metrics, now)
+        prefix = self.settings.prefix
+        # What indexes predict together says of none of them how wrong it is.
+        if correction is None or len(self.settings.joined) > 1:
+            return
+        corrected: Mapping[str, CorrectedIndex] = self._able(lambda abilities: abilities.corrected)
+        if prefix in corrected:
+            self.failures.call(prefix, "correct", corrected[prefix].correct, correction)
 
     def _observe_failure(self, given: ScrapeFailed, now: Seconds) -> None:
         self.pool.observe_failure(given.slot, answered=given.answered)

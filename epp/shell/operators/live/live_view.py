@@ -80,6 +80,8 @@ class LiveEndpoint(Struct, frozen=True, kw_only=True):
     """Share of their prompt tokens that was."""
     engine_ttft_s: Seconds | None = None
     """Mean time to first token in the last minute, by the engine's own clock."""
+    engine_hits: float | None = None
+    """Share of the prompt tokens of all that it served, by the engine's own counters."""
 
 
 class LiveScore(Struct, frozen=True, kw_only=True):
@@ -245,6 +247,7 @@ def _endpoint(row: Row, lately: Lately) -> LiveEndpoint:
         compared_hits=_share(there.compared_tokens, there.compared_prompt_tokens),
         actual_hits=_share(there.cached_tokens, there.compared_prompt_tokens),
         engine_ttft_s=row["engine_ttft_s"],
+        engine_hits=row["engine_hits"],
     )
 
 

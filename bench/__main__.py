@@ -32,6 +32,7 @@ NAMES = (
     "index",
     "kv_events",
     "kv_streams",
+    "corrections",
     "peers",
     "peer_transport",
     "process",

@@ -548,6 +548,61 @@ ENDPOINTS: Final = Dashboard(
                     ),
                 ),
                 Panel(
+                    "Belief and engine",
+                    "Believed less found, as a share of the prompt tokens, in the last windows of each. Above 0: too much is believed.",
+                    "percentunit",
+                    (
+                        (
+                            latest(
+                                "homing_predicted_hit_ratio",
+                                BY_ENDPOINT,
+                                how="avg",
+                                select=POD + ', index="all"',
+                            )
+                            + " - "
+                            + latest(
+                                "homing_engine_hit_ratio",
+                                BY_ENDPOINT,
+                                how="avg",
+                                select=POD + ', tier="all"',
+                            ),
+                            _ENDPOINT_LEGEND,
+                        ),
+                    ),
+                ),
+                Panel(
+                    "Found, by tier",
+                    "Share of the prompt tokens that engines found, by where they had them.",
+                    "percentunit",
+                    (
+                        (
+                            latest(
+                                "homing_engine_hit_ratio",
+                                BY_ENDPOINT + ", tier",
+                                how="avg",
+                                select=POD,
+                            ),
+                            _ENDPOINT_LEGEND + " {{tier}}",
+                        ),
+                    ),
+                ),
+                Panel(
+                    "Believed, by index",
+                    "all: what decisions went by. Others: had that index alone been asked, beside the one that engines tell.",
+                    "percentunit",
+                    (
+                        (
+                            latest(
+                                "homing_predicted_hit_ratio",
+                                BY_ENDPOINT + ", index",
+                                how="avg",
+                                select=POD,
+                            ),
+                            _ENDPOINT_LEGEND + " {{index}}",
+                        ),
+                    ),
+                ),
+                Panel(
                     "Believed hits",
                     "Share of its prompt tokens that each was believed to hold.",
                     "percentunit",

@@ -188,7 +188,8 @@ def _pod(one: LiveEndpoint, name_columns: int) -> Iterable[Text]:
     yield Text(_count(one.inflight_requests))
     yield Text(_share(usage), "red" if usage is not None and usage > _FULL else "")
     yield Text(_share(one.predicted_hits))
-    yield Text(_share(one.actual_hits))
+    # Where no answer told, the engine's counters do.
+    yield Text(_share(one.engine_hits if one.actual_hits is None else one.actual_hits))
     yield Text(_count(one.failed), "red" if one.failed else "")
     yield Text("never" if one.metrics_age_s is None else f"{one.metrics_age_s:.1f}s")
 

@@ -74,6 +74,8 @@ class Abilities(Struct, frozen=True, kw_only=True):
     """It is a `SharedIndex`."""
     counts_inflight: bool = False
     """It is a `CountsInflight`."""
+    corrected: bool = False
+    """It is a `CorrectedIndex`."""
     limits_memory: bool = False
     """It is a `LimitsMemory`, and its settings have `memory_max_bytes`."""
     measures: bool = False

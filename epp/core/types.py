@@ -129,7 +129,9 @@ class EndpointMetrics(Struct, frozen=True, kw_only=True, omit_defaults=True):
     cache_queried_tokens: float = math.nan
     """Prompt tokens looked up in the prefix cache since the engine started."""
     cache_hit_tokens: float = math.nan
-    """Those among them that were there."""
+    """Those among them that were there, in all tiers that the engine tells of together."""
+    tier_hit_tokens: Mapping[str, float] | None = None
+    """Tier -> those among them that were there, "device" among the tiers; None: it does not tell."""
     ttft_sum_s: float = math.nan
     """Time to first token, all requests since the engine started together."""
     ttft_count: float = math.nan

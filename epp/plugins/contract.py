@@ -26,11 +26,13 @@ from epp.core.knowledge.candidates import (
     Floats,
     Ints,
 )
+from epp.core.knowledge.hit_accuracy import Correction
 from epp.core.knowledge.index import (
     EXACT,
     HOST_BLOCKS,
     AffinityIndex,
     AffinityIndexSettings,
+    CorrectedIndex,
     CountsInflight,
     IndexMeasures,
     LimitsMemory,
@@ -62,6 +64,8 @@ __all__ = [
     "ApiKind",
     "Bools",
     "Candidates",
+    "CorrectedIndex",
+    "Correction",
     "CountsInflight",
     "Duration",
     "Endpoint",

@@ -42,6 +42,7 @@ from epp.core.decision.failures import (
 from epp.core.decision.plugin import PREFIX_READS, TellsCost, declaration_fault
 from epp.core.decision.settings import SchedulerSettings
 from epp.core.knowledge.candidates import Affinity, Candidates
+from epp.core.knowledge.hit_accuracy import Correction
 from epp.core.knowledge.index import VERBS, AffinityIndex, missing_verbs
 from epp.core.prompt.request import InferenceRequest
 from epp.core.session_tokens import SessionTokens
@@ -378,6 +379,10 @@ def _told(subject: _Subject, index: Any, random: Random, step: int, now: float) 
         # A peer may say anything.
         index.learn([b"", bytes(200), random.randbytes(16)], slot, now - 1.0, now)
         index.learn(list(index.share(asked)), slot, now, now)
+    if subject.abilities.corrected and random.random() < 0.05:
+        # An engine may count anything.
+        error, size = random.uniform(-1.0, 1.0), random.uniform(1.0, 16.0)
+        index.correct(Correction(slot=slot, error=error, bytes_per_token=size))
     if random.random() < 0.05:
         index.resize(slot, random.choice([1, 100, 10_000]), 16)
     if random.random() < 0.02:

@@ -20,6 +20,7 @@ _OF_CANDIDATES: Final[Mapping[str, str]] = {
 _OF_REQUEST: Final[Mapping[str, str]] = {
     **dict.fromkeys(("chains", "chains_of", "tails", "tails_of", "block_hash"), "prompts"),
     "media_items": "media",
+    "prompt_count": "prompts",
     **dict.fromkeys(("first_text", "opening", "segments", "cache_salt", "api"), "prompts"),
 }
 _ANYBODY: Final = frozenset({"slot", "block_tokens", "take", "affinity"})

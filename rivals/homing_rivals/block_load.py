@@ -40,6 +40,7 @@ class BlockLoadSettings(
         counts_blocks=True,
         shares=True,
         counts_inflight=True,
+        corrected=True,
         limits_memory=True,
         measures=True,
     )

@@ -226,6 +226,8 @@ class SimulatedPod:
         self._show()
         self._started_at = self._loop.now
         self._requests = 0
+        self._queried_tokens = self._hit_tokens = 0.0
+        self._first_tokens = 0.0
         self._due: Seconds | None = None
         self.leaving.clear()
         self.life += 1
@@ -265,11 +267,20 @@ class SimulatedPod:
             return
         self._catch_up()
         step = self.engine.end()
+        self._count(step)
         self._due = None
         self.leaving.clear()
         self._show()
         self._stepped(self, step)
         self._follow()
+
+    def _count(self, step: Step) -> None:
+        """What the page counts: prompt tokens looked up and found as requests are admitted, first tokens."""
+        for request in step.admitted:
+            self._queried_tokens += request.prompt_tokens
+            self._hit_tokens += request.cached_tokens
+        for request in step.outputs:
+            self._first_tokens += request.first_token_at == step.ends_at
 
     def _metrics(self, at: Seconds) -> EndpointMetrics:
         usage = self._shown_usage
@@ -286,4 +297,7 @@ class SimulatedPod:
             blocks_total=settings.blocks_total,
             process_started_at_s=self._started_at,
             requests_total=self._requests,
+            cache_queried_tokens=self._queried_tokens,
+            cache_hit_tokens=self._hit_tokens,
+            ttft_count=self._first_tokens,
         )

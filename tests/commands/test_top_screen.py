@@ -278,6 +278,17 @@ def test_how_kv_events_are_heard_has_a_column_where_there_is_room():
     assert "events" not in "".join(drawn(live(endpoints=[live_endpoint(1)]), columns=120))
 
 
+def test_what_engines_count_stands_in_for_answers_that_do_not_tell():
+    pods = [
+        live_endpoint(1, actual_hits=None, engine_hits=0.37),
+        live_endpoint(2, actual_hits=0.42, engine_hits=0.37),
+        live_endpoint(3, actual_hits=None),
+    ]
+    lines = drawn(live(endpoints=pods))
+    found = [line_of(lines, f"x{number}k2p").split()[-3] for number in (1, 2, 3)]
+    assert found == ["37%", "42%", "-"]
+
+
 def test_reasons_stand_below_the_table_newest_first():
     """Which pod, since when, and why; of many the newest."""
     bad = [

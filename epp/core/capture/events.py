@@ -28,7 +28,7 @@ from epp.core.types import (
 
 EVENTS_FORMAT: Final = "homing-events"
 EVENTS_VERSION: Final = 1
-_UNDECIDING: Final = frozenset({"ttft_sum_s", "ttft_count"})
+_UNDECIDING: Final = frozenset({"ttft_sum_s", "tier_hit_tokens"})
 """What a scrape tells and nothing is decided by."""
 
 

@@ -45,9 +45,11 @@ from epp.core.decision.settings import SchedulerSettings
 from epp.core.decision.shadow import Acted, Shadow, ShadowTotals, ShadowVerdict
 from epp.core.knowledge.candidates import Affinity, Candidates, Ints
 from epp.core.knowledge.ejection import OutlierEjection
+from epp.core.knowledge.hit_accuracy import NO_INDEXES, Expected, HitAccuracy
 from epp.core.knowledge.index import (
     AffinityIndex,
     AffinityIndexSettings,
+    CorrectedIndex,
     CountsInflight,
     Heard,
     HearsEngines,
@@ -71,7 +73,15 @@ from epp.core.knowledge.sessions import SessionReturns
 from epp.core.moment import Moment
 from epp.core.prompt.blocks import KnownSegments
 from epp.core.prompt.request import InferenceRequest
-from epp.core.types import Endpoint, Refusal, RefusalReason, Seconds
+from epp.core.prompt.token_blocks import TOKEN_BYTES
+from epp.core.types import (
+    BYTES_PER_TOKEN,
+    Endpoint,
+    EndpointMetrics,
+    Refusal,
+    RefusalReason,
+    Seconds,
+)
 
 SENT_MAX: Final = 16_384
 """Decisions that wait to be told to peers: of more the oldest are not told."""
@@ -212,6 +222,8 @@ class Scheduler:
         self.ledger = InflightLedger(self.pool.columns, self._ended)
         self.outliers = Outliers(self.pool.columns)
         """Who is slow or fails beside the others, and gets nothing for it."""
+        self.accuracy = HitAccuracy()
+        """What was predicted of caches beside what engines count."""
         self.outlying: dict[int, Outlier] = {}
         """Slot -> why, as of the last tick."""
         self.failures = PluginFailures()
@@ -288,6 +300,7 @@ class Scheduler:
             self._forget(slot)
         size = (metrics.blocks_total, metrics.block_size_tokens)
         self.outliers.observed(slot, metrics, now)
+        self._compare(slot, metrics, now)
         # Every scrape says it again.
         if size != self._sizes.get(slot):
             self._resize(slot, *size)
@@ -298,6 +311,17 @@ class Scheduler:
                 for name, hearing in self.hearing.items():
                     told = hearing.adapters_told
                     self.failures.call(name, "adapters_told", told, adapters.names)
+
+    def _compare(self, slot: int, metrics: EndpointMetrics, now: Seconds) -> None:
+        """Belief with what the engine in `slot` counts; the index it comes from learns of it."""
+        correction = self.accuracy.scraped(slot, metrics, now)
+        prefix = self.settings.prefix
+        # What indexes predict together says of none of them how wrong it is.
+        if correction is None or len(self.settings.joined) > 1:
+            return
+        corrected: Mapping[str, CorrectedIndex] = self._able(lambda abilities: abilities.corrected)
+        if prefix in corrected:
+            self.failures.call(prefix, "correct", corrected[prefix].correct, correction)
 
     def _observe_failure(self, given: ScrapeFailed, now: Seconds) -> None:
         self.pool.observe_failure(given.slot, answered=given.answered)
@@ -376,6 +400,7 @@ class Scheduler:
         request = lease.request
         self.outliers.left(lease)
         if self.ledger.is_live(lease):
+            self._withdraw(lease, lease.slot)
             for name in tuple(lease.recorded):
                 self._retract(name, lease, lease.slot, now)
         lease.recorded.clear()
@@ -390,6 +415,14 @@ class Scheduler:
             self.sent.append(Sent(request, slot, now))
         lease.matched_blocks = matched
         uncached = max(0.0, request.prompt_tokens - matched * self.settings.block_tokens)
+        if lease.expected is not None:
+            # Its ids went with its prompt, how many they were did not.
+            tokens = lease.expected.prompt_tokens
+            predicted = predicted_tokens(matched, self.settings.block_tokens, tokens)
+            expected = structs.replace(
+                lease.expected, predicted_tokens=predicted, indexes=NO_INDEXES
+            )
+            self._expect(lease, slot, expected)
         self.ledger.move(lease, slot, uncached, now)
         self.outliers.ejection.sent(lease)
         return Effects(moved=True)
@@ -421,8 +454,38 @@ class Scheduler:
 
     def _unlearn(self, lease: Lease, slot: int, now: Seconds) -> None:
         """The prompt of `lease` was not computed at `slot`: what was assumed of it there is wrong."""
+        self._withdraw(lease, slot)
         for name in self.settings.beliefs:
             self._retract(name, lease, slot, now)
+
+    def _expect(self, lease: Lease, slot: int, expected: Expected) -> None:
+        lease.expected = expected
+        self.accuracy.decided(slot, lease.request.model, expected)
+
+    def _expected(
+        self, request: InferenceRequest, matched: int, position: int, candidates: Candidates
+    ) -> Expected:
+        """Of the candidate at `position`, in the tokens that `matched` is counted in."""
+        settings, tokens = self.settings, request.prompt_tokens
+        if settings.prefix in self.hearing and (ids := request.token_ids):
+            tokens = sum(map(len, ids)) // TOKEN_BYTES
+        expected = Expected(
+            prompt_tokens=tokens,
+            predicted_tokens=predicted_tokens(matched, settings.block_tokens, tokens),
+            prompt_bytes=request.prompt_tokens * BYTES_PER_TOKEN,
+            prompts=request.prompt_count,
+        )
+        if len(settings.joined) <= 1:
+            return expected
+        indexes: dict[str, int] = {}
+        for name in settings.joined[1:]:
+            known = candidates.affinity(name)
+            indexes[name] = tokens * known.matched.item(position) // max(1, known.total)
+        return structs.replace(expected, indexes=indexes)
+
+    def _withdraw(self, lease: Lease, slot: int) -> None:
+        if lease.expected is not None:
+            self.accuracy.withdrawn(slot, lease.expected, lease.opened_at_s)
 
     def _configure(self, given: Reconfigured, now: Seconds) -> Effects:
         settings = given.settings
@@ -482,6 +545,8 @@ class Scheduler:
     def _learn(self, given: PeerRecorded, now: Seconds) -> None:
         learn = self.shared[given.index].learn
         self.failures.call(given.index, "learn", learn, given.keys, given.slot, given.stamp, now)
+        if given.index == next(iter(self.shared)):
+            self.accuracy.peer_decided(given.slot, given.stamp)
 
     def _note_unheard(self, given: PeersUnheard, now: Seconds) -> None:
         self.replicas_unheard = given.replicas
@@ -746,6 +811,7 @@ class Scheduler:
             request, slot, matched_blocks=matched, prefill_tokens=uncached, now=now
         )
         self.outliers.ejection.sent(lease)
+        self._expect(lease, slot, self._expected(request, matched, first, candidates))
         for name, index in self.indexes.items():
             self._record(name, index, lease, slot, now)
         if self._by_sessions is not None:
@@ -856,6 +922,7 @@ class Scheduler:
         self.lives[slot] = self.lives.get(slot, 0) + 1
         self.ledger.forget(slot)
         self.outliers.forget(slot)
+        self.accuracy.forget(slot)
         self.outlying.pop(slot, None)
         self.shadow_totals.picks.pop(slot, None)
         for name, index in tuple(self.indexes.items()):

@@ -8,6 +8,7 @@ from msgspec import Struct, field, structs
 
 from epp.core.abilities import Abilities, Origin
 from epp.core.knowledge.candidates import Affinity
+from epp.core.knowledge.hit_accuracy import Correction
 from epp.core.kv_events.mirror import Changed
 from epp.core.kv_events.payload import Event, Fault
 from epp.core.kv_events.stream import StreamState
@@ -94,6 +95,14 @@ class CountsInflight(AffinityIndex, Protocol):
         Once for each at most, and not for what was taken back by `retract`, or was at an endpoint
         that left or restarted, which `forget` tells. `recorded` is what `record` returned.
         """
+        ...
+
+
+class CorrectedIndex(AffinityIndex, Protocol):
+    """An affinity index that is told how wrong it was."""
+
+    def correct(self, correction: Correction) -> None:
+        """What engines found beside what was predicted by this index alone."""
         ...
 
 
@@ -210,6 +219,7 @@ VERBS: Final[Mapping[str, tuple[str, ...]]] = {
     "": ("match", "record", "retract", "forget", "expire", "resize"),
     "shares": ("share", "learn", "shared_entries"),
     "counts_inflight": ("release",),
+    "corrected": ("correct",),
     "limits_memory": ("limit_memory",),
     "measures": ("measures",),
     "hears_engines": (

@@ -14,6 +14,7 @@ from typing import Any, Final
 from msgspec import Struct
 
 from epp.core.knowledge.candidates import Columns
+from epp.core.knowledge.hit_accuracy import Expected
 from epp.core.prompt.request import InferenceRequest
 from epp.core.types import Seconds
 
@@ -62,6 +63,7 @@ class Lease:
 
     __slots__ = (
         "ahead_tokens",
+        "expected",
         "first_output_at_s",
         "generation",
         "matched_blocks",
@@ -87,6 +89,8 @@ class Lease:
         self.generation = generation
         self.matched_blocks = matched_blocks
         """Blocks that the endpoint held before this request was recorded there."""
+        self.expected: Expected | None = None
+        """What is compared with what its engine counts; None: nothing."""
         self.opened_at_s = opened_at_s
         """When it was sent to where it is."""
         self.first_output_at_s: Seconds | None = None

@@ -23,6 +23,10 @@ needed.
 the others: any order of the same records leaves the same belief. What only a peer has told is marked
 until it is recorded here.
 
+**Corrections.** Where engines count what they find (`hit_accuracy`), capacity and TTL of an endpoint follow
+by small steps within bounds: too much was predicted, and both shrink, the capacity from what is held, so
+that it counts at once; too little, and what bound it since the last step grows, be it the one or the other.
+
 **No cycles.** Nodes point to their parent only. They are invisible to the garbage collector, which
 a million tracked objects would otherwise stop for tens of milliseconds.
 """
@@ -41,6 +45,7 @@ from msgspec import Meta, Struct
 from epp.core.abilities import Abilities, Origin
 from epp.core.duration import Duration, check_above_zero
 from epp.core.knowledge.candidates import Affinity, Ints
+from epp.core.knowledge.hit_accuracy import Correction
 from epp.core.knowledge.index import AffinityIndex, IndexMeasures
 from epp.core.prompt.blocks import HASH_BYTES, HASH_SCHEME
 from epp.core.prompt.request import InferenceRequest
@@ -68,6 +73,15 @@ _SHRINK_HOLDINGS_MAX: Final = 512
 _SEARCHED_MAX: Final = 4_096
 """Prompts of an endpoint among which `retract` looks for one that it must not cut."""
 
+CORRECTION_MAX: Final = 8.0
+"""Capacity and TTL are at most so many times what they are without corrections, and at least one part
+of as many. What an engine says that it can hold is never exceeded."""
+CORRECTION_STEP_MAX: Final = 0.2
+"""By so much of themselves they change at most with one window."""
+ERROR_TOLERATED: Final = 0.02
+"""Of the prompt tokens; by less nothing is corrected."""
+CORRECTED_BLOCKS_MAX: Final = 4_096
+"""That one correction makes an endpoint forget; the next one goes on."""
 
 _SINGLE_BITS_MAX: Final = 12
 """Up to so many slots are cheaper to write one by one than as an array of bits."""
@@ -76,13 +90,14 @@ _SINGLE_BITS_MAX: Final = 12
 class PrefixIndexSettings(
     Struct, frozen=True, kw_only=True, rename="camel", forbid_unknown_fields=True
 ):
-    """`approx-prefix-cache-producer`; parameters as in the reference picker, and two of ours."""
+    """`approx-prefix-cache-producer`; parameters as in the reference picker, and three of ours."""
 
     type_name: ClassVar[str] = "approx-prefix-cache-producer"
     abilities: ClassVar[Abilities] = Abilities(
         origin=Origin.DECIDED,
         counts_blocks=True,
         shares=True,
+        corrected=True,
         limits_memory=True,
         measures=True,
     )
@@ -103,6 +118,8 @@ class PrefixIndexSettings(
     """A block is forgotten this long after it was last routed to an endpoint."""
     memory_max_bytes: Annotated[int, Meta(ge=1)] = 268_435_456
     """Estimated memory of the whole index; above it the oldest content goes first."""
+    correct_by_engine: bool = False
+    """Correct capacity and TTL of each endpoint by what its engine counts of its cache."""
 
     def __post_init__(self) -> None:
         check_above_zero("ttl", self.ttl)
@@ -176,13 +193,28 @@ class _Node(Struct, gc=False, eq=False):
 class _Slot:
     """What one endpoint holds: its size and its queue of prompts, oldest first."""
 
-    __slots__ = ("blocks", "capacity_blocks", "ends", "live", "number", "queued", "stamps", "tuned")
+    __slots__ = (
+        "blocks",
+        "bytes_per_token",
+        "capacity_blocks",
+        "capacity_bound",
+        "capacity_factor",
+        "ends",
+        "engine_tokens",
+        "live",
+        "number",
+        "queued",
+        "stamps",
+        "ttl_bound",
+        "ttl_factor",
+    )
 
     def __init__(self, number: int, capacity_blocks: int) -> None:
         self.number = number
         self.capacity_blocks = capacity_blocks
-        self.tuned = False
-        """The capacity came from the engine."""
+        self.engine_tokens = 0
+        """What the engine says that its cache holds; 0: it did not, or is not to be asked."""
+        self.uncorrected()
         self.blocks = 0
         self.stamps: deque[Seconds] = deque()
         self.ends: deque[_Node] = deque()
@@ -191,6 +223,14 @@ class _Slot:
         """Entries left when stale ones were last swept out."""
         self.queued = False
         """It has its place in the heap of slots by oldest stamp."""
+
+    def uncorrected(self) -> None:
+        """Nothing was learnt of its engine."""
+        self.capacity_factor = 1.0
+        self.ttl_factor = 1.0
+        self.bytes_per_token = float(BYTES_PER_TOKEN)
+        self.capacity_bound = self.ttl_bound = False
+        """Since the last correction blocks went for it."""
 
 
 class PrefixIndex:
@@ -216,6 +256,10 @@ class PrefixIndex:
         self._run_blocks = 0
         self._records = 0
         self._memory_share = 1.0
+        self._ttl_least_s = math.inf
+        self._ttls_alike = True
+        self._swept = 0
+        """The slot with which the next sweep begins, where they differ."""
         self.configure(settings)
 
     def configure(self, settings: PrefixIndexSettings) -> bool:
@@ -230,9 +274,12 @@ class PrefixIndex:
         self.limit_memory(self._memory_share)
         self._blocks_max = settings.blocks_max
         for slot in self._slots:
-            if not (slot.tuned and settings.auto_tune):
-                slot.capacity_blocks = settings.lru_capacity_per_server
-                slot.tuned = False
+            if not settings.auto_tune:
+                slot.engine_tokens = 0
+            if not settings.correct_by_engine:
+                slot.uncorrected()
+            slot.capacity_blocks = self._capacity_of(slot)
+        self._compare_ttls()
         return True
 
     def limit_memory(self, share: float) -> None:
@@ -245,10 +292,9 @@ class PrefixIndex:
     def match(self, request: InferenceRequest, slots: int, now: Seconds) -> Affinity:
         """Leading full blocks that each slot holds, summed over the prompts of the request."""
         chains = self._chains(request)
-        cutoff = now - self._ttl_s
         size = max(slots, len(self._slots), 1)
         if len(chains) == 1:
-            path = self._path(chains[0], cutoff)
+            path = self._path(chains[0], now)
             deepest, total = path[-1][1] if path else 0, len(chains[0]) // HASH_BYTES
             if total:
                 self._count_lookup(best=deepest, full=deepest == total)
@@ -257,7 +303,7 @@ class PrefixIndex:
         best = 0
         full = True
         for chain in chains:
-            path = self._path(chain, cutoff)
+            path = self._path(chain, now)
             deepest = path[-1][1] if path else 0
             best += deepest
             full = full and deepest == len(chain) // HASH_BYTES
@@ -280,11 +326,10 @@ class PrefixIndex:
         """
         chains = self._chains(request)
         chain = chains[0] if chains else b""
-        cutoff = now - self._ttl_s
         deepest: _Node | None = None
         node = self._first.get(chain[:HASH_BYTES])
         at = 0
-        while node is not None and node.parent is deepest and _live(node, cutoff):
+        while node is not None and node.parent is deepest and self._live(node, now):
             deepest = node
             if chain[at : at + len(node.run)] != node.run:
                 break
@@ -360,9 +405,9 @@ class PrefixIndex:
         Any order of the same calls, with any repeated, leaves the same matches, but for what they
         push out. Nothing is learnt of what is older than the TTL.
         """
-        if stamp < now - self._ttl_s:
-            return
         to = self._slot(slot)
+        if stamp < now - self._ttl_s * to.ttl_factor:
+            return
         longest = self._blocks_max * HASH_BYTES
         for chain in keys:
             whole = min(len(chain), longest) // HASH_BYTES * HASH_BYTES
@@ -406,30 +451,95 @@ class PrefixIndex:
             self.statistics.evicted_forgotten += self._evict_oldest_of(gone, gone.blocks)
         assert gone.blocks == 0, f"slot {slot} still holds {gone.blocks} blocks"
         gone.live = 0
-        gone.tuned = False
-        gone.capacity_blocks = self._settings.lru_capacity_per_server
+        gone.engine_tokens = 0
+        gone.uncorrected()
+        gone.capacity_blocks = self._capacity_of(gone)
+        self._compare_ttls()
 
     def expire(self, now: Seconds) -> None:
         """Drop what was last routed longer ago than the TTL, oldest first, a bounded number."""
-        cutoff = now - self._ttl_s
         floor = self._holdings - self._sweep_holdings_max
-        for _ in range(self._sweep_holdings_max):
-            oldest = self._oldest()
-            if oldest is None or oldest.stamps[0] >= cutoff or self._holdings <= floor:
-                break
-            self.statistics.evicted_ttl += self._evict_oldest_of(oldest, oldest.blocks)
+        if self._ttls_alike:
+            cutoff = now - self._ttl_least_s
+            for _ in range(self._sweep_holdings_max):
+                oldest = self._oldest()
+                if oldest is None or oldest.stamps[0] >= cutoff or self._holdings <= floor:
+                    break
+                self._evict_expired(oldest)
+        else:
+            self._expire_each(now, floor)
         self._shrink(self._sweep_holdings_max)
+
+    def correct(self, correction: Correction) -> None:
+        """With `correctByEngine`: hold less of an endpoint of which too much was predicted, or more."""
+        if not self._settings.correct_by_engine:
+            return
+        slot = self._slot(correction.slot)
+        slot.bytes_per_token = correction.bytes_per_token
+        error = correction.error
+        if error > ERROR_TOLERATED:
+            step = 1.0 - min(error, CORRECTION_STEP_MAX)
+            held = slot.blocks / self._uncorrected_capacity_of(slot)
+            # An endpoint of which all is forgotten says nothing of how much it can hold.
+            factor = min(slot.capacity_factor, held) if held else slot.capacity_factor
+            slot.capacity_factor = _bounded(factor * step)
+            slot.ttl_factor = _bounded(slot.ttl_factor * step)
+        elif error < -ERROR_TOLERATED:
+            step = 1.0 + min(-error, CORRECTION_STEP_MAX)
+            if slot.capacity_bound:
+                most = 1.0 if slot.engine_tokens else CORRECTION_MAX
+                slot.capacity_factor = min(most, _bounded(slot.capacity_factor * step))
+            if slot.ttl_bound:
+                slot.ttl_factor = _bounded(slot.ttl_factor * step)
+        slot.capacity_bound = slot.ttl_bound = False
+        least = slot.blocks - CORRECTED_BLOCKS_MAX
+        slot.capacity_blocks = max(self._capacity_of(slot), least)
+        self._compare_ttls()
+        self._fit(slot)
+        # What its own correction takes says nothing of the next window.
+        slot.capacity_bound = False
+
+    def _uncorrected_capacity_of(self, slot: _Slot) -> int:
+        """In blocks, by the engine's word or else by the configuration."""
+        if not slot.engine_tokens:
+            return self._settings.lru_capacity_per_server
+        tokens = int(slot.engine_tokens * slot.bytes_per_token) // BYTES_PER_TOKEN
+        return max(1, tokens // self.block_tokens)
+
+    def _capacity_of(self, slot: _Slot) -> int:
+        return max(1, int(self._uncorrected_capacity_of(slot) * slot.capacity_factor))
+
+    def _compare_ttls(self) -> None:
+        """How old the oldest is that counts at every endpoint."""
+        factors = {slot.ttl_factor for slot in self._slots} or {1.0}
+        self._ttls_alike = len(factors) == 1
+        self._ttl_least_s = self._ttl_s * min(factors)
+
+    def _expire_each(self, now: Seconds, floor: int) -> None:
+        """As `expire`, of endpoints whose TTLs differ; the next time it goes on where it stopped."""
+        left = self._sweep_holdings_max
+        for _ in range(len(self._slots)):
+            slot = self._slots[self._swept % len(self._slots)]
+            cutoff = now - self._ttl_s * slot.ttl_factor
+            while slot.stamps and slot.stamps[0] < cutoff:
+                if not left or self._holdings <= floor:
+                    return
+                left -= 1
+                self._evict_expired(slot)
+            self._swept += 1
+
+    def _evict_expired(self, slot: _Slot) -> None:
+        slot.ttl_bound = True
+        self.statistics.evicted_ttl += self._evict_oldest_of(slot, slot.blocks)
 
     def resize(self, slot: int, blocks_total: int, block_size_tokens: int) -> None:
         """With `autoTune`: the endpoint holds as many tokens as its engine's KV cache."""
         if not self._settings.auto_tune or blocks_total <= 0 or block_size_tokens <= 0:
             return
         tuned = self._slot(slot)
-        capacity_blocks = max(1, blocks_total * block_size_tokens // self.block_tokens)
-        if tuned.tuned and tuned.capacity_blocks == capacity_blocks:
-            return  # every scrape says it again
-        tuned.capacity_blocks = capacity_blocks
-        tuned.tuned = True
+        tuned.engine_tokens = blocks_total * block_size_tokens
+        tuned.capacity_factor = min(tuned.capacity_factor, 1.0)
+        tuned.capacity_blocks = self._capacity_of(tuned)
         self._fit(tuned)
 
     # Looking up.
@@ -461,8 +571,8 @@ class PrefixIndex:
             deeper = mask
         return depths
 
-    def _path(self, chain: bytes, cutoff: Seconds) -> tuple[tuple[int, int], ...]:
-        """(mask of the slots whose stamp is at least `cutoff`, depth in blocks) a node, from the top.
+    def _path(self, chain: bytes, now: Seconds) -> tuple[tuple[int, int], ...]:
+        """(mask of the slots whose stamp is not too old, depth in blocks) a node, from the top.
 
         Stamps never increase downwards: each mask is part of the one before it.
         """
@@ -470,6 +580,7 @@ class PrefixIndex:
         node = first.get(chain[:HASH_BYTES])
         if node is None:
             return ()
+        cutoff = now - self._ttl_least_s
         path: list[tuple[int, int]] = []
         parent = None
         at = 0
@@ -482,7 +593,7 @@ class PrefixIndex:
             else:
                 depth = at // HASH_BYTES + _common_blocks(run, chain, at)
                 end = len(chain)
-            mask = node.mask if node.oldest >= cutoff else _live(node, cutoff)
+            mask = node.mask if node.oldest >= cutoff else self._live(node, now)
             if not mask:
                 break
             path.append((mask, depth))
@@ -490,6 +601,21 @@ class PrefixIndex:
             at = end
             node = first.get(chain[at : at + HASH_BYTES])
         return tuple(path)
+
+    def _live(self, node: _Node, now: Seconds) -> int:
+        """The slots that hold `node` with a stamp that is not too old, as bits."""
+        node.oldest = min(node.holders.values())
+        cutoff = now - self._ttl_least_s
+        if node.oldest >= cutoff:
+            return node.mask
+        if self._ttls_alike:
+            return sum(1 << slot for slot, stamp in node.holders.items() if stamp >= cutoff)
+        ttl_s, slots = self._ttl_s, self._slots
+        return sum(
+            1 << slot
+            for slot, stamp in node.holders.items()
+            if stamp >= now - ttl_s * slots[slot].ttl_factor
+        )
 
     def _count_lookup(self, *, best: int, full: bool) -> None:
         statistics = self.statistics
@@ -507,6 +633,8 @@ class PrefixIndex:
         slots = self._slots
         while number >= len(slots):
             slots.append(_Slot(len(slots), self._settings.lru_capacity_per_server))
+            if self._ttl_least_s != self._ttl_s:
+                self._compare_ttls()
         return slots[number]
 
     def _record_chain(self, chain: bytes, slot: _Slot, now: Seconds) -> int:
@@ -688,6 +816,7 @@ class PrefixIndex:
         """Evict from `slot` exactly what is above its capacity."""
         while slot.blocks > slot.capacity_blocks:
             excess = slot.blocks - slot.capacity_blocks
+            slot.capacity_bound = True
             self.statistics.evicted_capacity += self._evict_oldest_of(slot, excess)
 
     def _shrink(self, holdings_max: int) -> None:
@@ -860,12 +989,9 @@ def _position(stamps: deque[Seconds], stamp: Seconds) -> int:
     return position
 
 
-def _live(node: _Node, cutoff: Seconds) -> int:
-    """The slots that hold `node` with a stamp of at least `cutoff`, as bits."""
-    node.oldest = min(node.holders.values())
-    if node.oldest >= cutoff:
-        return node.mask
-    return sum(1 << slot for slot, stamp in node.holders.items() if stamp >= cutoff)
+def _bounded(factor: float) -> float:
+    """Within what corrections may come to."""
+    return min(max(factor, 1.0 / CORRECTION_MAX), CORRECTION_MAX)
 
 
 def _common_blocks(run: bytes, chain: bytes, at: int) -> int:

@@ -171,6 +171,13 @@ class InferenceRequest(Struct, frozen=True, kw_only=True):
         """
         return self.prompts if self.api is ApiKind.TOKENS else self.moment.token_ids
 
+    @property
+    def prompt_count(self) -> int:
+        """How many prompts an engine gets with it, each of which it counts as a request."""
+        if self.prompts:
+            return len(self.prompts)
+        return max((len(chains) for chains in self.chains.values()), default=1)
+
     def without_prompts(self) -> "InferenceRequest":
         """The same without the prompt bytes and ids; the chains stay."""
         moment = self.moment

@@ -90,7 +90,7 @@ class MetricNames(Struct, frozen=True, kw_only=True):
     cache_queried: tuple[Selector, ...] = ()
     """Counter of prompt tokens that were looked up in the prefix cache."""
     cache_hit: tuple[Selector, ...] = ()
-    """Those among them that were there."""
+    """Those among them that were there, in all tiers together; a label may say in which."""
     ttft: bytes = b""
     """A histogram or summary of seconds to the first token, of which sum and count are read."""
     block_size_tokens: tuple[Selector, ...] = ()
@@ -163,7 +163,12 @@ ENGINES: Final[Mapping[str, MetricNames]] = {
         cache_queried=_selectors(
             "vllm:prefix_cache_queries_total", "vllm:gpu_prefix_cache_queries_total"
         ),
-        cache_hit=_selectors("vllm:prefix_cache_hits_total", "vllm:gpu_prefix_cache_hits_total"),
+        # Since 0.32 by tier; those after it are of the device alone.
+        cache_hit=_selectors(
+            "vllm:prompt_tokens_cached_by_source_total",
+            "vllm:prefix_cache_hits_total",
+            "vllm:gpu_prefix_cache_hits_total",
+        ),
         ttft=b"vllm:time_to_first_token_seconds",
         cache_info=b"vllm:cache_config_info",
         adapter_requests=b"vllm:lora_requests_info",
@@ -224,6 +229,10 @@ ENGINES: Final[Mapping[str, MetricNames]] = {
 _BLOCK_SIZE_LABELS: Final = (b"block_size", b"page_size")
 _BLOCKS_TOTAL_LABELS: Final = (b"num_gpu_blocks", b"num_pages")
 _PROCESS_STARTED: Final = b"process_start_time_seconds"
+_TIER: Final = re.compile(
+    rb'(?:\A|,)(?:cache_)?source="(?:(device|host|disk|p2p|external_unspecified)"|(storage))'
+)
+"""How vLLM and SGLang say of a series which tier it is of; storage of SGLang has its kind behind it."""
 
 _Found: TypeAlias = dict[bytes, list[tuple[bytes, float]]]
 """Name -> (text between the braces, value) of each of its series on one page."""
@@ -506,6 +515,7 @@ def _with_load(rest: EndpointMetrics, engine: _Engine, found: _Found) -> Endpoin
         rejections_total=_known(_values(found, names.rejections_total)),
         cache_queried_tokens=_summed(found, names.cache_queried),
         cache_hit_tokens=_summed(found, names.cache_hit),
+        tier_hit_tokens=_by_tier(found, names.cache_hit),
         ttft_sum_s=_summed(found, engine.ttft_sum),
         ttft_count=_summed(found, engine.ttft_count),
         attributes=_attributes(names, found) if names.attributes else {},
@@ -533,6 +543,17 @@ def _summed(found: _Found, selectors: Sequence[Selector]) -> float:
     """NaN: the page does not tell."""
     values = _values(found, selectors)
     return sum(values) if values else math.nan
+
+
+def _by_tier(found: _Found, selectors: Sequence[Selector]) -> dict[str, float] | None:
+    """What `_summed` adds up, by tier. None: no series says its tier, or one what cannot be."""
+    tiers: dict[str, float] = {}
+    for labels, value in next(filter(None, (found.get(one.name) for one in selectors)), ()):
+        carried = _TIER.search(labels)
+        if carried is not None:
+            tier = (carried[1] or carried[2]).decode()
+            tiers[tier] = tiers.get(tier, 0.0) + value
+    return tiers if tiers and not math.isnan(sum(tiers.values())) else None
 
 
 def _known(values: Sequence[float]) -> float | None:

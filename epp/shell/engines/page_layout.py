@@ -5,8 +5,8 @@ and engines write that line before there is a series. An endpoint also keeps the
 metrics. So the heading of each wanted metric is looked for close to where the last page had it,
 and series that are the same bytes as before are not read again. Of a histogram only the lines of its
 sum and its count are wanted, which stand among those of its buckets: each is looked for by its labels,
-close to where it was, on one page of `ALONE_EVERY`. Nothing is decided by them, and on every page they
-would take half as long again as all the rest.
+close to where it was, on one page of `ALONE_EVERY`. They are compared over half a minute or more, and
+on every page they would take half as long again as all the rest.
 
 It differs from reading the whole page in two ways. Lines that stand alone are seen some pages later.
 And a metric that the page did not have when its

@@ -10,11 +10,12 @@ from hypothesis import strategies as st
 from epp.core.capture.events import Event, Learnt, Lost, Streamed, Told, Voided
 from epp.core.capture.lines import CaptureLine
 from epp.core.capture.reenactment import Difference, Reenactment
-from epp.core.decision.inputs import EventsHeard, EventsVoided, StreamChanged
+from epp.core.decision.inputs import EventsHeard, EventsVoided, PageScraped, StreamChanged
 from epp.core.decision.scheduler import Decision
+from epp.core.knowledge import hit_accuracy
 from epp.core.kv_events.payload import Cleared, Removed, Stored
 from epp.core.kv_events.stream import StreamState
-from epp.core.types import ApiKind
+from epp.core.types import ApiKind, EndpointMetrics
 from tests.builders import request
 from tests.core.capture.traffic import Live, document, settings_of
 
@@ -51,6 +52,43 @@ def test_every_decision_is_the_same_again(seed, picker):
     assert result.decisions == len(live.decisions) == 250
     assert result.same == result.decisions, result.first
     assert result.caveats() == []
+
+
+class Counting(Live):
+    """Whose engines count, and find less than is believed."""
+
+    def scrape(self):
+        sent = len(self.decisions)
+        page = EndpointMetrics(
+            waiting_requests=0.0,
+            cache_queried_tokens=1_000.0 * sent,
+            cache_hit_tokens=100.0 * sent,
+            ttft_count=float(sent),
+        )
+        for slot, _ in self.scheduler.pool.endpoints():
+            self.scheduler.take(PageScraped(slot, page), self.now)
+
+
+def test_corrections_by_engines_are_the_same_again(monkeypatch):
+    monkeypatch.setattr(hit_accuracy, "WINDOW_S_MIN", 1.0)
+    producer = (
+        "- type: approx-prefix-cache-producer\n"
+        "  parameters: {correctByEngine: true, autoTune: false, lruCapacityPerServer: 100}\n"
+    )
+    live = Counting(document().replace("plugins:\n", "plugins:\n" + producer, 1))
+    live.begin(1)
+    live.now = 0.1
+    for _ in range(3):
+        live.run(100, endpoints=1)
+    again = done_again(*read(live.transcript))
+    (was,), (now,) = (
+        [index.capacity_blocks(0) for index in scheduler.indexes.values()]
+        for scheduler in (live.scheduler, again.scheduler)
+    )
+    assert was == now < 100
+    assert again.result.same == again.result.decisions == 300
+    sizes = [dict(one.accuracy.models()) for one in (live.scheduler, again.scheduler)]
+    assert sizes[0] == sizes[1]
 
 
 def test_the_same_state_is_reached():

@@ -9,7 +9,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from epp.core.duration import Duration, parse_duration
+from epp.core.knowledge import prefix as module
 from epp.core.knowledge.affinity import NoHitLruSettings
+from epp.core.knowledge.hit_accuracy import Correction
 from epp.core.knowledge.prefix import PrefixIndex, PrefixIndexSettings
 from epp.core.prompt.blocks import hash_blocks
 from epp.core.prompt.request import InferenceRequest
@@ -559,3 +561,141 @@ def test_a_full_index_takes_at_most_64_bytes_a_pair_and_knows_it(shortest, longe
         tracemalloc.stop()
     assert used_bytes / index.entries <= 64
     assert 0.8 <= index.bytes_estimated / used_bytes <= 1.2
+
+
+# Corrections by what engines find.
+
+
+def correction(error: float, slot: int = 0, bytes_per_token: float = 4.0) -> Correction:
+    return Correction(slot=slot, error=error, bytes_per_token=bytes_per_token)
+
+
+def test_nothing_is_corrected_unless_it_is_asked_for():
+    index = opened(lru_capacity_per_server=10)
+    index.correct(correction(0.5))
+    assert index.capacity_blocks(0) == 10
+
+
+def test_too_much_believed_shrinks_from_what_is_held():
+    """Half of the capacity was in use: a tenth less than that counts at once."""
+    index = opened(lru_capacity_per_server=10, correct_by_engine=True)
+    index.record(request_of("abcde"), 0, 0.0)
+    index.correct(correction(0.1))
+    assert index.capacity_blocks(0) == 4
+    assert matched(index, "abcde")[0] == 4
+    assert index.capacity_blocks(1) == 10
+
+
+def test_too_little_believed_grows_what_made_it_forget():
+    index = opened(lru_capacity_per_server=10, correct_by_engine=True, ttl=Duration(TTL_S))
+    index.correct(correction(-0.5))
+    assert index.capacity_blocks(0) == 10, "nothing was forgotten"
+    index.record(request_of("abcdefghij"), 0, 0.0)
+    index.record(request_of("KLM"), 0, 0.0)
+    index.correct(correction(-0.5))
+    assert index.capacity_blocks(0) == 12
+    assert matched(index, "KLM", now=21.0)[0] == 0, "the TTL made nothing be forgotten"
+    index.expire(21.0)
+    index.correct(correction(-0.1))
+    assert index.capacity_blocks(0) == 12
+    index.record(request_of("xyz"), 0, 30.0)
+    assert matched(index, "xyz", now=51.5)[0] == 3
+    assert matched(index, "xyz", now=52.5)[0] == 0
+
+
+def test_ttls_that_differ_are_each_their_own():
+    """Of one prefix that two hold; a sweep takes it from the one alone."""
+    index = opened(correct_by_engine=True, ttl=Duration(TTL_S))
+    for slot in (0, 1):
+        index.record(request_of("abc"), slot, 0.0)
+    index.correct(correction(0.1, slot=1))
+    assert matched(index, "abc", now=17.0)[:2] == [3, 3]
+    assert matched(index, "abc", now=19.0)[:2] == [3, 0]
+    index.expire(19.0)
+    check_structure(index)
+    assert [index.blocks_held(slot) for slot in (0, 1)] == [3, 0]
+    index.record(request_of("abc"), 2, 19.0)
+    assert matched(index, "abc", now=38.0)[:3] == [0, 0, 3], "a new slot has the configured one"
+
+
+def test_corrections_end_somewhere():
+    """Whatever engines say for however long."""
+    index = opened(lru_capacity_per_server=100, correct_by_engine=True)
+    for _ in range(50):
+        index.correct(correction(1.0))
+    assert index.capacity_blocks(0) == 12
+    for _ in range(50):
+        index.record(request_of("abcdefghij" * 90), 0, 0.0)
+        index.record(request_of("ABCDEFGHIJ" * 90), 0, 0.0)
+        index.correct(correction(-1.0))
+    assert index.capacity_blocks(0) == 800
+
+
+def test_no_more_is_believed_than_the_engine_says_that_it_can_hold():
+    index = opened(correct_by_engine=True)
+    index.resize(0, 10, 64)
+    for letters in ("abcdefghij", "KLMNOPQRST"):
+        index.record(request_of(letters), 0, 0.0)
+    index.correct(correction(-0.5))
+    assert index.capacity_blocks(0) == 10
+
+
+def test_an_endpoint_of_which_all_is_forgotten_keeps_its_capacity_but_for_the_step():
+    """Nothing is held of it, which says nothing of how much it can hold."""
+    index = opened(lru_capacity_per_server=100, correct_by_engine=True)
+    index.correct(correction(0.1))
+    assert index.capacity_blocks(0) == 90
+
+
+def test_a_correction_takes_so_many_blocks_at_once_and_the_next_one_goes_on(monkeypatch):
+    monkeypatch.setattr(module, "CORRECTED_BLOCKS_MAX", 3)
+    index = opened(correct_by_engine=True)
+    index.resize(0, 20, 64)
+    index.record(request_of("abcdefghij"), 0, 0.0)
+    held = []
+    for _ in range(3):
+        index.correct(correction(0.0, bytes_per_token=1.0))
+        held.append(index.blocks_held(0))
+    assert held == [7, 5, 5]
+
+
+def test_sweeps_of_ttls_that_differ_are_bounded_and_go_on():
+    index = opened(sweep_holdings_max=2, correct_by_engine=True, ttl=Duration(TTL_S))
+    for slot in (0, 1):
+        for letter in "abcde":
+            index.record(request_of(letter), slot, 0.0)
+    index.correct(correction(0.1, slot=1))
+    left = []
+    for _ in range(5):
+        index.expire(100.0)
+        left.append(index.blocks_held(0) + index.blocks_held(1))
+    assert left == [8, 6, 4, 2, 0]
+    check_structure(index)
+
+
+def test_small_errors_are_left_alone():
+    index = opened(lru_capacity_per_server=100, correct_by_engine=True)
+    index.correct(correction(0.02))
+    index.correct(correction(-0.02))
+    assert index.capacity_blocks(0) == 100
+
+
+def test_what_the_engine_holds_is_counted_by_the_bytes_of_a_token():
+    index = opened(correct_by_engine=True)
+    index.resize(0, 1_000, 64)
+    assert index.capacity_blocks(0) == 1_000
+    index.correct(correction(0.0, bytes_per_token=3.0))
+    assert index.capacity_blocks(0) == 750
+    index.resize(0, 2_000, 64)
+    assert index.capacity_blocks(0) == 1_500
+
+
+def test_a_restart_and_a_configuration_without_it_end_corrections():
+    index = opened(lru_capacity_per_server=100, correct_by_engine=True)
+    for slot in (0, 1):
+        index.correct(correction(1.0, slot=slot))
+    index.forget(0)
+    assert index.capacity_blocks(0) == 100
+    assert index.capacity_blocks(1) < 100
+    assert index.configure(PrefixIndexSettings(lru_capacity_per_server=100))
+    assert index.capacity_blocks(1) == 100

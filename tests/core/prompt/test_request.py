@@ -112,6 +112,14 @@ def test_prompts_that_come_as_token_ids_are_their_own():
     assert request(api=ApiKind.CHAT, prompts=(b"x",), token_ids=(ids,)).token_ids == (ids,)
 
 
+def test_prompts_are_counted_when_they_are_gone_too():
+    several = request(api=ApiKind.COMPLETIONS, prompts=(b"x" * 300, b"y", b""))
+    assert several.prompt_count == 3
+    several.chains_of(256, 100)
+    assert several.without_prompts().prompt_count == 3
+    assert request().prompt_count == 1, "where nothing is known of them"
+
+
 def test_without_its_prompts_a_request_has_no_ids():
     """It is kept for as long as its answer takes."""
     kept = request(api=ApiKind.CHAT, prompts=(b"x",), token_ids=(b"\1\0\0\0",), cold=False)

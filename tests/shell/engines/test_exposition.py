@@ -39,6 +39,8 @@ def test_a_real_page_is_read(shared_data):
     assert metrics.requests_total == 176887.0
     assert (metrics.cache_queried_tokens, metrics.cache_hit_tokens) == (176887.0, 102272.0)
     assert (round(metrics.ttft_sum_s, 3), metrics.ttft_count) == (3.856, 300.0)
+    others = dict.fromkeys(("host", "disk", "p2p", "external_unspecified"), 0.0)
+    assert metrics.tier_hit_tokens == {"device": 102272.0, **others}
     assert metrics.adapters is None
     assert not metrics.asleep
 
@@ -108,16 +110,58 @@ def test_ranks_are_summed_and_their_kv_usage_averaged():
             ),
             *(7.0, 5.0),
         ),
+        (
+            (
+                "vllm:num_requests_waiting 0\nvllm:prefix_cache_queries_total 100\n"
+                "vllm:prefix_cache_hits_total 60\n"
+                'vllm:prompt_tokens_cached_by_source_total{engine="0",source="device"} 60\n'
+                'vllm:prompt_tokens_cached_by_source_total{engine="0",source="host"} 25\n'
+            ),
+            *(100.0, 85.0),
+        ),
         ("vllm:num_requests_waiting 0\n", math.nan, math.nan),
         ("llamacpp:requests_deferred 0\n", math.nan, math.nan),
     ],
-    ids=["vllm", "vllm before 0.11", "sglang", "off", "does not tell"],
+    ids=["vllm", "vllm before 0.11", "sglang", "vllm of several tiers", "off", "does not tell"],
 )
 def test_what_the_engine_found_in_its_cache_is_read(page, queried, hit):
     """All ranks together; an engine that does not tell is unknown, not without hits."""
     metrics = read(page)
     assert metrics.cache_queried_tokens == pytest.approx(queried, nan_ok=True)
     assert metrics.cache_hit_tokens == pytest.approx(hit, nan_ok=True)
+
+
+@pytest.mark.parametrize(
+    ("name", "series", "tiers"),
+    [
+        (
+            "vllm:prompt_tokens_cached_by_source_total",
+            {'engine="0",source="device"': 4, 'engine="1",source="device"': 2, 'source="p2p"': 1},
+            {"device": 6.0, "p2p": 1.0},
+        ),
+        (
+            "sglang:cached_tokens_total",
+            {
+                'cache_source="device"': 4,
+                'cache_source="storage_nixl"': 2,
+                'cache_source="total"': 9,
+            },
+            {"device": 4.0, "storage": 2.0},
+        ),
+        ("vllm:prompt_tokens_cached_by_source_total", {'source="device"': "NaN"}, None),
+        ("vllm:prompt_tokens_cached_by_source_total", {'source="moon"': 1}, None),
+        ("vllm:prompt_tokens_cached_by_source_total", {'resource="device"': 1}, None),
+        ("vllm:prompt_tokens_cached_by_source_total", {r'x="\",source=\"device"': 1}, None),
+        ("vllm:prefix_cache_hits_total", {'engine="0"': 1}, None),
+    ],
+)
+def test_the_tier_of_what_was_found_is_read(name, series, tiers):
+    """Of all ranks together; what names no tier, or says what cannot be, tells none."""
+    page = (
+        "vllm:num_requests_waiting 0\n" if name.startswith("vllm") else "sglang:num_queue_reqs 0\n"
+    )
+    page += "".join(f"{name}{{{labels}}} {value}\n" for labels, value in series.items())
+    assert read(page).tier_hit_tokens == tiers
 
 
 @pytest.mark.parametrize(

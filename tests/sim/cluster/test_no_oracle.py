@@ -84,6 +84,7 @@ PAGE = {
     "waiting_requests", "running_requests", "kv_cache_usage", "adapters", "block_size_tokens",
     "blocks_total", "cache_queried_tokens", "cache_hit_tokens", "process_started_at_s", "requests_total",
     "rejections_total", "attributes", "asleep", "ttft_sum_s", "ttft_count",
+    "tier_hit_tokens",
 }  # fmt: skip
 """What the pages of engines say."""
 

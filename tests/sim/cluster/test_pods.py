@@ -1,7 +1,7 @@
 """How pods end that are asked to, and what is counted and told of those that come and go."""
 
 from sim.cluster.simulated_request import Fate
-from tests.sim.made import arrivals, cluster
+from tests.sim.made import arrivals, cluster, ran
 
 
 def drained(at_s, grace_s, *, ended=None, output=(200, 400)):
@@ -44,3 +44,23 @@ def test_a_pod_that_died_meanwhile_does_not_end_again():
     one.run()
     assert told == []
     assert not pod.alive
+
+
+def test_a_page_counts_what_its_engine_looked_up_and_found():
+    """As that of a real engine does: each request once, when it is admitted and with its first token."""
+    requests, one = ran(arrivals(200, rate=10.0), pods=2)
+    for pod in one.pods:
+        page = pod.page(one.loop.now)
+        there = [request for request in requests if request.pod is pod]
+        assert page.ttft_count == len(there) > 0
+        assert page.cache_queried_tokens == sum(each.engine.prompt_tokens for each in there)
+        assert page.cache_hit_tokens == sum(each.engine.cached_tokens for each in there) > 0
+
+
+def test_a_new_process_counts_from_nothing():
+    _, one = ran(arrivals(20, rate=10.0), pods=1)
+    (pod,) = one.pods
+    pod.die()
+    pod.restart()
+    page = pod.page(one.loop.now)
+    assert (page.cache_queried_tokens, page.cache_hit_tokens, page.ttft_count) == (0.0, 0.0, 0.0)

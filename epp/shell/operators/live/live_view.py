@@ -85,6 +85,8 @@ class LiveEndpoint(Struct, frozen=True, kw_only=True):
     """How its KV events are heard, "live" or what is wrong with them; None: nobody is to hear them."""
     kv_events_problem: str | None = None
     """Why they are not heard."""
+    engine_hits: float | None = None
+    """Share of the prompt tokens of all that it served, by the engine's own counters."""
 
 
 class LiveScore(Struct, frozen=True, kw_only=True):
@@ -255,6 +257,7 @@ def _endpoint(row: Row, lately: Lately) -> LiveEndpoint:
         engine_ttft_s=row["engine_ttft_s"],
         kv_events=row.get("kv_events"),
         kv_events_problem=row.get("kv_events_problem"),
+        engine_hits=row["engine_hits"],
     )
 
 

@@ -8,6 +8,8 @@ from typing import Final, Literal, TypeAlias
 
 from msgspec import Struct
 
+from epp.core.knowledge.hit_accuracy import ERROR_BOUNDS
+
 Kind: TypeAlias = Literal["counter", "gauge", "histogram", "summary"]
 """A summary has no quantiles: a sum and a count."""
 
@@ -479,9 +481,47 @@ METRICS: Final[tuple[MetricSpec, ...]] = (
     _sampled(
         "homing_per_endpoint_cache_hit_tokens_total",
         "tokens",
-        "Those among them that it held, as last scraped.",
+        "Those among them that it held, in any tier that it tells of, as last scraped.",
         _ENDPOINT,
         "counter",
+    ),
+    _sampled(
+        "homing_predicted_hit_ratio",
+        "ratio",
+        "Share of the prompt tokens sent there that the endpoint was believed to hold, over the last "
+        "windows of half a minute to five minutes: in all, and by each index beside the one that "
+        "engines tell, had it alone been asked.",
+        (*_ENDPOINT, "index"),
+    ),
+    _sampled(
+        "homing_engine_hit_ratio",
+        "ratio",
+        "Share of the prompt tokens looked up there that its engine found, over the same windows: in "
+        "all, and by tier where it tells.",
+        (*_ENDPOINT, "tier"),
+    ),
+    MetricSpec(
+        "homing_predicted_hit_error_ratio",
+        "histogram",
+        "ratio",
+        "By how much of the prompt tokens belief was wrong in each window of an endpoint of which "
+        "that can be said: by too much or too little. One without an error is in both.",
+        ("side",),
+        ERROR_BOUNDS,
+        sampled=True,
+    ),
+    _sampled(
+        "homing_hit_verdicts",
+        "endpoints",
+        "Endpoints by what the last window came to: measured, waiting for requests, untold by the "
+        "engine, or with counters that stand still, fell or say what cannot be.",
+        ("verdict",),
+    ),
+    _sampled(
+        "homing_bytes_per_token",
+        "bytes",
+        "Bytes of prompts a token, by model, as the engines' counters show.",
+        ("model_name",),
     ),
     _sampled(
         "homing_per_endpoint_engine_ttft_seconds",

@@ -1,11 +1,13 @@
 """The scheduler's state -> what a page of metrics shows of it."""
 
+from collections import Counter
 from collections.abc import Mapping
 
 import numpy as np
 
 from epp.core.decision.scheduler import Scheduler
 from epp.core.knowledge.candidates import Candidates
+from epp.core.knowledge.hit_accuracy import Verdict
 from epp.core.knowledge.pool import Standing
 from epp.core.peers.exchange import PeerExchange
 from epp.core.protocol.budget import BodyBudget
@@ -30,7 +32,8 @@ def pool_snapshot(
 
     `peers`: None where this picker is alone.
     """
-    pool = scheduler.pool
+    pool, accuracy = scheduler.pool, scheduler.accuracy
+    compared = {slot: accuracy.comparison(slot) for slot, _ in pool.endpoints()}
     slots = np.array([slot for slot, _ in pool.endpoints()], dtype=np.int64)
     return PoolSnapshot(
         pool=pool_name,
@@ -53,6 +56,11 @@ def pool_snapshot(
         },
         messages=messages or {},
         segments={"known": scheduler.segments.known, "new": scheduler.segments.new},
+        hits={slot: one for slot, one in compared.items() if one is not None},
+        hit_verdicts={verdict.value: 0 for verdict in Verdict}
+        | Counter(accuracy.verdict(slot).value for slot in compared),
+        hit_errors={side.value: errors for side, errors in accuracy.errors.items()},
+        bytes_per_token=dict(accuracy.models()),
         slowness=scheduler.outliers.slowness(),
         outliers=dict(scheduler.outliers.detected(now)),
         ejections={

@@ -9,6 +9,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
+from itertools import accumulate
 from typing import Any, Final, Generic, TypeAlias, TypeVar
 
 import numpy as np
@@ -18,6 +19,7 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.core import (
     CounterMetricFamily,
     GaugeMetricFamily,
+    HistogramMetricFamily,
     Metric,
     SummaryMetricFamily,
 )
@@ -30,6 +32,7 @@ from epp.core.decision.scheduler import Decision
 from epp.core.decision.settings import SchedulerSettings
 from epp.core.decision.shadow import ShadowTotals
 from epp.core.knowledge.candidates import Candidates
+from epp.core.knowledge.hit_accuracy import ERROR_BOUNDS, ErrorHistogram, HitComparison
 from epp.core.knowledge.index import IndexStanding
 from epp.core.knowledge.inflight import Ending, Outcome
 from epp.core.knowledge.outliers import Outlier
@@ -138,6 +141,14 @@ class PoolSnapshot(Struct, frozen=True, kw_only=True):
     """None: there is no shadow profile."""
     first_tokens: Mapping[str, FirstTokens] = field(default_factory=dict)
     """By the endpoint's id; those of which the engine does not tell are missing."""
+    hits: Mapping[int, HitComparison] = field(default_factory=dict)
+    """By slot, of endpoints where belief and the engine's counters were compared."""
+    hit_verdicts: Mapping[str, int] = field(default_factory=dict)
+    """Verdict -> endpoints."""
+    hit_errors: Mapping[str, ErrorHistogram] = field(default_factory=dict)
+    """By side."""
+    bytes_per_token: Mapping[str, float] = field(default_factory=dict)
+    """By model."""
     process: ProcessSnapshot | None = None
     """None: nobody looked."""
     tokens: Sequence[TokensSnapshot] = ()
@@ -811,6 +822,7 @@ class PoolCollector(Collector):
         families = _empty_families()
         _add_pool(families, snapshot)
         _add_endpoints(families, snapshot)
+        _add_accuracy(families, snapshot)
         _add_indexes(families, snapshot)
         _add_plugins(families, snapshot)
         if snapshot.cluster is not None:
@@ -836,13 +848,16 @@ class PoolCollector(Collector):
         return iter(families.values())
 
 
-_Family: TypeAlias = CounterMetricFamily | GaugeMetricFamily | SummaryMetricFamily
+_Family: TypeAlias = (
+    CounterMetricFamily | GaugeMetricFamily | HistogramMetricFamily | SummaryMetricFamily
+)
 
 
 def _empty_families() -> dict[str, Any]:
     families: dict[str, type[_Family]] = {
         "counter": CounterMetricFamily,
         "gauge": GaugeMetricFamily,
+        "histogram": HistogramMetricFamily,
         "summary": SummaryMetricFamily,
     }
     return {
@@ -982,12 +997,43 @@ def _add_endpoints(families: _Families, snapshot: PoolSnapshot) -> None:
         if first_tokens is not None:
             told = first_tokens.count, first_tokens.sum_s
             families["homing_per_endpoint_engine_ttft_seconds"].add_metric(labels, *told)
+        if slots[at] in snapshot.hits:
+            _add_hits(families, labels, snapshot.hits[slots[at]])
         if slots[at] in snapshot.slowness:
             slowness = snapshot.slowness[slots[at]]
             families["homing_per_endpoint_slowness_ratio"].add_metric(labels, slowness)
         if slots[at] in snapshot.outliers:
             cause = snapshot.outliers[slots[at]].cause.value
             families["homing_per_endpoint_outlier"].add_metric((*labels, cause), 1.0)
+
+
+def _add_hits(families: _Families, labels: _Labels, compared: HitComparison) -> None:
+    predicted = {"all": compared.predicted}
+    for index, ratio in compared.indexes.items():
+        predicted.setdefault(_label(index), ratio)
+    for index, ratio in predicted.items():
+        families["homing_predicted_hit_ratio"].add_metric((*labels, index), ratio)
+    engine = families["homing_engine_hit_ratio"]
+    engine.add_metric((*labels, "all"), compared.engine)
+    for tier, ratio in compared.tiers.items():
+        # A tier that nothing was ever found in is one that the engine does not have.
+        if ratio:
+            engine.add_metric((*labels, tier), ratio)
+
+
+def _add_accuracy(families: _Families, snapshot: PoolSnapshot) -> None:
+    for verdict, count in snapshot.hit_verdicts.items():
+        families["homing_hit_verdicts"].add_metric([verdict], count)
+    for side, errors in snapshot.hit_errors.items():
+        bounds = [*map(str, ERROR_BOUNDS), "+Inf"]
+        buckets = list(zip(bounds, accumulate(errors.counts), strict=True))
+        families["homing_predicted_hit_error_ratio"].add_metric([side], buckets, errors.total)
+    sizes: dict[str, float] = {}
+    for model, size in snapshot.bytes_per_token.items():
+        # Two names may be one when they are cut.
+        sizes.setdefault(_label(model), size)
+    for model, size in sizes.items():
+        families["homing_bytes_per_token"].add_metric([model], size)
 
 
 def _add_indexes(families: _Families, snapshot: PoolSnapshot) -> None:

@@ -43,6 +43,7 @@ def endpoint_rows(
     )
     outliers = dict(scheduler.outliers.detected(now))
     slowness = scheduler.outliers.slowness()
+    compared = [scheduler.accuracy.comparison(slot) for slot in standings]
     told = [states.of(endpoint) for endpoint in candidates.endpoints]
     columns: dict[str, Sequence[Any]] = {
         "name": [endpoint.name for endpoint in candidates.endpoints],
@@ -54,6 +55,9 @@ def endpoint_rows(
         "running": _rounded(candidates.running_requests),
         "kv_cache_usage": _rounded(candidates.kv_cache_usage),
         "engine_ttft_s": [_lately(first_tokens, each) for each in candidates.endpoints],
+        "predicted_hits": [one and round(one.predicted, _DIGITS) for one in compared],
+        "engine_hits": [one and round(one.engine, _DIGITS) for one in compared],
+        "hit_counters": [scheduler.accuracy.verdict(slot).value for slot in standings],
         "inflight_requests": candidates.inflight_requests.tolist(),
         "inflight_prefill_tokens": _rounded(candidates.inflight_prefill_tokens),
         "saturated": candidates.saturated.tolist(),
@@ -63,6 +67,12 @@ def endpoint_rows(
         "reason": [one.reason for one in told],
         "labels": [dict(labels) for labels in candidates.labels],
     }
+    for name, shares in (
+        ("predicted_hits_by_index", [one.indexes if one else {} for one in compared]),
+        ("engine_hits_by_tier", [one.tiers if one else {} for one in compared]),
+    ):
+        if any(shares):
+            columns[name] = [_named(each) for each in shares]
     sources = [kv_events(endpoint) for endpoint in candidates.endpoints]
     if any(sources):
         columns["kv_events"] = [source and _heard(source) for source in sources]
@@ -82,6 +92,11 @@ def endpoint_rows(
     return [
         dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)
     ]
+
+
+def _named(shares: Mapping[str, float]) -> dict[str, float] | None:
+    """Those that are any; None: none is told."""
+    return {name: round(share, _DIGITS) for name, share in shares.items() if share} or None
 
 
 def _heard(source: SourceRow) -> str:

@@ -1,6 +1,7 @@
 from epp.core.decision.inputs import PageScraped, PoolReplaced, ScrapeFailed
 from epp.core.decision.scheduler import Decision, Scheduler
 from epp.core.decision.settings import SchedulerSettings
+from epp.core.knowledge.hit_accuracy import Verdict
 from epp.core.peers.exchange import PeerExchange
 from epp.core.prompt.blocks import SEGMENT_BYTES
 from epp.core.prompt.request import InferenceRequest
@@ -99,3 +100,12 @@ def test_a_snapshot_counts_the_failures_of_every_plugin_configured():
     scheduler.failures.add("queue-scorer", "score raised KeyError")
     counts = pool_snapshot(scheduler, "", BodyBudget(1), MemoryPressure(1), None, 1.0).plugin_errors
     assert counts == dict.fromkeys(scheduler.settings.plugin_names, 0) | {"queue-scorer": 1}
+
+
+def test_a_snapshot_says_what_became_of_every_endpoints_counters():
+    scheduler = pods((0, 0.1), (3, 0.5))
+    shown = pool_snapshot(scheduler, "", BodyBudget(1), MemoryPressure(1), None, 0.0)
+    assert set(shown.hit_verdicts) == {verdict.value for verdict in Verdict}
+    assert sum(shown.hit_verdicts.values()) == len(shown.candidates)
+    assert (shown.hits, shown.bytes_per_token) == ({}, {})
+    assert set(shown.hit_errors) == {"over", "under"}

@@ -17,6 +17,7 @@ from epp.core.decision.profile import SchedulingProfile, WeightedScorer
 from epp.core.decision.settings import SchedulerSettings
 from epp.core.decision.shadow import DIFFERED, ShadowTotals, ShadowVerdict
 from epp.core.knowledge.ejection import Cause
+from epp.core.knowledge.hit_accuracy import ErrorHistogram, HitComparison
 from epp.core.knowledge.index import IndexMeasures, IndexStanding
 from epp.core.knowledge.inflight import Ending, Lease, Outcome
 from epp.core.knowledge.outliers import Outlier
@@ -82,6 +83,13 @@ def shadow_totals():
     return totals
 
 
+def errors_of(*errors):
+    histogram = ErrorHistogram()
+    for error in errors:
+        histogram.observe(error)
+    return histogram
+
+
 def snapshot(count=4, **fields):
     candidates = make_candidates(count, **fields)
     return PoolSnapshot(
@@ -91,6 +99,20 @@ def snapshot(count=4, **fields):
             endpoint.endpoint_id: FirstTokens(sum_s=2.5, count=10.0, lately_s=None)
             for endpoint in list(candidates.endpoints)[:2]
         },
+        hits={
+            2: HitComparison(
+                predicted=0.5,
+                engine=0.375,
+                low=0.375,
+                high=0.375,
+                known_share=1.0,
+                tiers={"device": 0.25, "host": 0.125, "disk": 0.0},
+                indexes={"approx": 0.25, "all": 0.125},
+            )
+        },
+        hit_verdicts={"measured": 1, "still": 3},
+        hit_errors={"over": errors_of(0.125), "under": errors_of()},
+        bytes_per_token={"llama": 4.5, "m" * 128 + "1": 2.0, "m" * 128 + "2": 3.0},
         process=ProcessSnapshot(cpu_s=12.5, resident_bytes=2**27),
         tokens=[
             TokensSnapshot(
@@ -775,6 +797,28 @@ def test_who_is_an_outlier_is_shown_and_nobody_else():
     assert exported("homing_per_endpoint_kv_cache_utilization", **pod) == 0.5
     assert exported("homing_endpoints_ejected", name="llama-pool") == 1
     assert exported("homing_endpoint_ejections_total", cause="slow") == 3
+
+
+def test_belief_stands_beside_what_engines_count():
+    """A tier in which nothing was found is not shown, and nobody who was not compared."""
+    exported = Exported(snapshot)
+    pod = {"endpoint_name": "vllm-2", "namespace": "prod", "port": "8000"}
+    predicted = "homing_predicted_hit_ratio"
+    assert exported(predicted, index="all", **pod) == 0.5, "whatever an index is called"
+    assert exported(predicted, index="approx", **pod) == 0.25
+    assert exported(predicted, index="all", **(pod | {"endpoint_name": "vllm-1"})) is None
+    assert exported("homing_engine_hit_ratio", tier="all", **pod) == 0.375
+    assert exported("homing_engine_hit_ratio", tier="host", **pod) == 0.125
+    assert exported("homing_engine_hit_ratio", tier="disk", **pod) is None
+    assert exported("homing_hit_verdicts", verdict="still") == 3
+    error = "homing_predicted_hit_error_ratio"
+    assert exported(f"{error}_bucket", side="over", le="0.1") == 0
+    assert exported(f"{error}_bucket", side="over", le="0.2") == 1
+    assert exported(f"{error}_count", side="over") == 1
+    assert exported(f"{error}_sum", side="over") == 0.125
+    assert exported(f"{error}_count", side="under") == 0
+    assert exported("homing_bytes_per_token", model_name="llama") == 4.5
+    assert exported("homing_bytes_per_token", model_name="m" * 128) == 2.0
 
 
 def test_every_plugin_has_its_count_of_failures():

@@ -13,6 +13,7 @@ from prometheus_client import CollectorRegistry
 
 from epp.configuration.build import default_config, plugin_tables
 from epp.core.decision.inputs import PageScraped, PoolReplaced, ScrapeFailed
+from epp.core.knowledge.hit_accuracy import Expected
 from epp.core.types import EndpointMetrics, Refusal, RefusalReason
 from epp.shell.engines.endpoint_pages import PagesRow
 from epp.shell.operators.decisions.endpoint_states import EndpointStates
@@ -530,6 +531,40 @@ async def test_the_numbers_of_a_page_are_rounded_by_column():
     first, second = (await picker.json("/debug/endpoints?format=json"))["endpoints"]
     assert (first["waiting"], first["kv_cache_usage"]) == (2.0, 0.123)
     assert (second["waiting"], second["kv_cache_usage"]) == (None, None)
+
+
+async def test_a_row_has_belief_beside_what_its_engine_counts():
+    """And why not, where the engine's counters cannot be used."""
+    picker = Picker()
+    picker.scheduler.take(PoolReplaced([endpoint(0), endpoint(7)]), 0.0)
+    decided = Expected(
+        prompt_tokens=1_000, predicted_tokens=500, prompt_bytes=4_000, indexes={"approx": 125}
+    )
+    for now, queried in ((0.0, 0.0), (30.0, 40_000.0)):
+        for slot, told in ((0, queried), (1, 0.0)):
+            report = EndpointMetrics(
+                waiting_requests=0.0,
+                cache_queried_tokens=told,
+                cache_hit_tokens=told / 4,
+                tier_hit_tokens={"device": told / 5, "host": told / 20, "disk": 0.0},
+            )
+            picker.scheduler.take(PageScraped(slot, report), now)
+            for _ in range(40):
+                picker.scheduler.accuracy.decided(slot, "llama", decided)
+    first, second = (await picker.json("/debug/endpoints?format=json"))["endpoints"]
+    shown = "predicted_hits", "engine_hits", "hit_counters"
+    assert [first[name] for name in shown] == [0.5, 0.25, "measured"]
+    assert [second[name] for name in shown] == [None, None, "still"]
+    assert first["predicted_hits_by_index"] == {"approx": 0.125}
+    assert first["engine_hits_by_tier"] == {"device": 0.2, "host": 0.05}
+    assert (second["predicted_hits_by_index"], second["engine_hits_by_tier"]) == (None, None)
+
+
+async def test_where_one_index_believes_and_no_engine_tells_tiers_no_row_has_them():
+    picker = Picker()
+    picker.scheduler.take(PoolReplaced([endpoint(0)]), 0.0)
+    (row,) = (await picker.json("/debug/endpoints?format=json"))["endpoints"]
+    assert row.keys().isdisjoint({"predicted_hits_by_index", "engine_hits_by_tier"})
 
 
 async def test_debug_pages_wait_in_a_queue_of_their_own_for_the_turn_of_all_pages():

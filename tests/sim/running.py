@@ -10,8 +10,9 @@ from aiohttp.test_utils import TestServer
 
 from sim.engine.engine import EngineSettings
 from sim.engine.profiles import DEFAULT_PROFILE, find_profile
+from sim.pods.kv_event_sockets import publishing
 from sim.pods.pods import Pod, PodSettings
-from sim.pods.server import PodServer
+from sim.pods.server import PodServer, listen
 
 MODEL = "base-model"
 
@@ -56,7 +57,7 @@ class Running:
 
 
 @contextlib.asynccontextmanager
-async def running_pod(*, speed=200.0, max_num_queued_reqs=0, **engine):
+async def running_pod(*, speed=200.0, max_num_queued_reqs=0, kv_events=False, **engine):
     settings = PodSettings(
         profile=find_profile(DEFAULT_PROFILE),
         engine=EngineSettings(**{"blocks_total": 2000, "max_loras": 2, **engine}),
@@ -64,13 +65,19 @@ async def running_pod(*, speed=200.0, max_num_queued_reqs=0, **engine):
         adapters=("sql",),
         speed=speed,
         max_num_queued_reqs=max_num_queued_reqs,
+        kv_events=kv_events,
     )
     pod = Pod("pod-0", settings)
-    server = TestServer(PodServer(pod).application())
+    stack = contextlib.AsyncExitStack()
+    source = None
+    if pod.kv_events is not None:
+        live, replay = listen("127.0.0.1", 0, 2)
+        source = await stack.enter_async_context(publishing(pod.kv_events, live, replay, "kv@"))
+    server = TestServer(PodServer(pod, source).application())
     pump = asyncio.create_task(pod.run())
     await server.start_server()
     try:
-        async with ClientSession() as client:
+        async with stack, ClientSession() as client:
             yield Running(pod, server, client)
     finally:
         pump.cancel()

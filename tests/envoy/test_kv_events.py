@@ -258,9 +258,9 @@ def exact(off: list[list[int]]) -> bool:
 async def test_what_is_predicted_is_served(rig):
     """At both pickers, under pressure; and again after a pod restarted and three streams broke."""
     chat = rig.chat
-    await rig.all_live()
     # Every pod is filled, and has begun to evict.
     await chat.ask(80)
+    await rig.all_live()
     asked = await chat.ask(210)
     assert exact(await rig.off(asked))
     cached = [chat.cached_tokens[name] for name in asked]

@@ -33,7 +33,7 @@ from msgspec.inspect import (
     type_info,
 )
 
-from docs import caches
+from docs import caches, exact
 from epp.configuration.build import INDEXES
 from epp.configuration.compatibility import (
     ACCEPTED,
@@ -173,6 +173,9 @@ def refreshed(page: str) -> str:
         "cache-slots": caches.agent_table,
         "cache-system-prompt": caches.spc_table,
         "cache-disk": caches.mlx_table,
+        "exact-known": lambda: exact.known_table(exact.read()),
+        "exact-adapters": lambda: exact.adapter_table(exact.read()),
+        "exact-delays": lambda: exact.delay_table(exact.read()),
     }
     return _PART.sub(lambda found: f"{found[1]}\n{parts[found['name']]()}\n\n{found[3]}", page)
 

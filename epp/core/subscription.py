@@ -6,11 +6,13 @@ that were asked for again do not hold the loop. While any wait, the stream does 
 """
 
 from collections import Counter, deque
+from collections.abc import Callable
 from typing import Final, TypeAlias
 
-from epp.core.decision.inputs import EventsHeard, EventsVoided, StreamChanged
+from epp.core.decision.inputs import BlocksChanged, EventsHeard, EventsVoided, StreamChanged
 from epp.core.decision.scheduler import Scheduler
 from epp.core.kv_events.payload import (
+    Batch,
     Cleared,
     Event,
     Fault,
@@ -45,11 +47,16 @@ class Subscription:
         *,
         replays: bool,
         snapshots: bool = False,
+        read: Callable[[bytes], Batch | BlocksChanged] = read_payload,
         now: Seconds,
     ) -> None:
-        """`replays`: it can be asked for old frames; `snapshots`: for all that it holds."""
+        """`replays`: it can be asked for old frames; `snapshots`: for all that it holds.
+
+        `read`: what a payload tells; a simulated one has our keys already.
+        """
         self.slot: Final = slot
         self.replays: Final = replays
+        self._read_payload = read
         self.stream = KVEventStream(replays=replays, snapshots=snapshots, now=now)
         self.faults: Counter[Fault] = Counter()
         """Events and payloads that are not known, by their reason."""
@@ -201,7 +208,11 @@ class Subscription:
         self.waiting_bytes = 0
 
     def _read(self, payload: bytes, now: Seconds) -> None:
-        batch = read_payload(payload)
+        batch = self._read_payload(payload)
+        if isinstance(batch, BlocksChanged):
+            self.blocks_heard += sum(len(changed.keys) for changed in batch.changes)
+            self._scheduler.take(batch, now)
+            return
         if batch.faults:
             self.faults.update(batch.faults)
         if batch.at_s:

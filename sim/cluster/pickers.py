@@ -14,6 +14,7 @@ from epp.core.knowledge.pool import UPSTREAM_FAILURES
 from epp.core.protocol.waiting import Resolution
 from epp.core.types import Endpoint, Refusal
 from sim.cluster.assignment import Assigner
+from sim.cluster.kv_events import Listener
 from sim.cluster.loop import Loop
 from sim.cluster.peering import Peering
 from sim.cluster.pods import Pods
@@ -47,6 +48,7 @@ class Pickers:
         self.peering = Peering(loop, settings.peers, replicas=settings.replicas, seed=seed)
         self._scrapers: list[dict[str, Scraper]] = [{} for _ in self.policies]
         """Of each picker, by endpoint."""
+        self._listeners = [self._listener(replica) for replica in range(settings.replicas)]
         self._resting = False
         """Nobody is scraped or told anything until `wake`."""
         self.announce()
@@ -99,10 +101,13 @@ class Pickers:
         for replica, policy in enumerate(self.policies):
             self.read_pages(replica)
             policy.configure(settings, self._loop.now)
+            self._listen(replica)
 
     def tick(self) -> None:
         """About once a second."""
-        for policy in self.policies:
+        for policy, listener in zip(self.policies, self._listeners, strict=True):
+            if listener is not None:
+                listener.hear(self._loop.now)
             policy.tick(self._loop.now)
         self.peering.tick()
 
@@ -116,6 +121,7 @@ class Pickers:
         endpoints = [pod.endpoint for pod in announced]
         for replica, policy in enumerate(self.policies):
             policy.replace(endpoints, self._loop.now)
+            self._listen(replica)
             if policy.settings is None:
                 # A plain proxy scrapes nobody.
                 continue
@@ -126,7 +132,7 @@ class Pickers:
                 self._scrape(replica, pod, endpoint)
 
     def read_pages(self, replica: int) -> None:
-        """Tell a picker what its scrapes have read by now."""
+        """Tell a picker what its scrapes have read by now, and what engines have told it."""
         policy = self.policies[replica]
         for scraper in self._scrapers[replica].values():
             for read_at, page in scraper.read(self._loop.now):
@@ -134,6 +140,9 @@ class Pickers:
                     policy.refused(scraper.endpoint, read_at)
                 else:
                     policy.observe(scraper.endpoint, page, read_at)
+        listener = self._listeners[replica]
+        if listener is not None:
+            listener.hear(self._loop.now)
 
     def rest(self) -> None:
         """Nothing is asked and told until `wake`."""
@@ -173,6 +182,19 @@ class Pickers:
             ],
         )
 
+    def _listener(self, replica: int) -> Listener | None:
+        """What hears engines for the policy that `replica` has now; None: it does not listen."""
+        scheduler, told = scheduler_of(self.policies[replica]), self._settings.kv_events
+        if scheduler is None or told is None:
+            return None
+        return Listener(scheduler, told, seed=self._seed, replica=replica)
+
+    def _listen(self, replica: int) -> None:
+        """Let a picker hear the pods that it knows, as it is configured."""
+        listener = self._listeners[replica]
+        if listener is not None:
+            listener.replace(self._pods.announced(), self._loop.now)
+
     # When they are there.
 
     def _open(self, replica: int) -> Policy:
@@ -200,6 +222,8 @@ class Pickers:
         self.peering.stop(replica)
         policy = self.policies[replica] = self._open(replica)
         policy.replace([pod.endpoint for pod in self._pods.announced()], self._loop.now)
+        self._listeners[replica] = self._listener(replica)
+        self._listen(replica)
         self._loop.at(absence.to_s, self._start, replica)
 
     def _start(self, replica: int) -> None:

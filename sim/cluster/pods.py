@@ -134,7 +134,8 @@ class Pods:
         number = len(self._pods)
         # As uids of real pods, other ones each time: what is placed by a hash of them is placed by luck.
         uid = f"pod-{number}.{self._seed}"
-        pod = SimulatedPod(number, uid, kind, self._loop, self._stepped)
+        tells = self._settings.kv_events is not None
+        pod = SimulatedPod(number, uid, kind, self._loop, self._stepped, tells=tells)
         self._pods.append(pod)
         self._by_endpoint[pod.endpoint.endpoint_id] = pod
 

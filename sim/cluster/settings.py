@@ -10,6 +10,7 @@ from epp.core.knowledge.prefill_speed import PREFILL_TOKENS_PER_S
 from epp.core.types import Seconds
 from epp.flags.serve import REFRESH_MIN_S, REFRESH_PER_ENDPOINT_S
 from sim.cluster.assignment import Assignment
+from sim.cluster.kv_events import KVEventSettings
 from sim.cluster.peering import SNAPSHOT_S_MAX, PeerSettings
 from sim.cluster.policies import Policy, PolicySource
 from sim.cluster.rerouting import Reschedule
@@ -94,6 +95,8 @@ class ClusterSettings(Struct, frozen=True, kw_only=True):
     clients: ClientSettings = ClientSettings()
     tokenize: TokenizeSettings | None = None
     """What requests wait for before they are placed; None: for nothing."""
+    kv_events: KVEventSettings | None = None
+    """How pickers hear what engines hold; None: nobody tells them."""
 
     @property
     def refresh_interval_s(self) -> Seconds:

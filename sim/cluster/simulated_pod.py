@@ -8,6 +8,7 @@ from msgspec import Struct, field
 
 from epp.core.types import AdapterReport, Endpoint, EndpointMetrics, MetricsTarget, Seconds
 from sim.caches.behaviour import CacheBehaviour
+from sim.cluster.event_log import EventLog
 from sim.cluster.loop import Loop
 from sim.engine.engine import Engine, EngineSettings, Step
 from sim.engine.profiles import Profile
@@ -99,8 +100,14 @@ class SimulatedPod:
         kind: PodKind,
         loop: Loop,
         stepped: Callable[["SimulatedPod", Step], None],
+        *,
+        tells: bool = False,
     ) -> None:
+        """`tells`: it publishes KV events, step by step."""
         self.number = number
+        self.events: EventLog | None = None
+        """What the process has published that runs or ran last; None: none does."""
+        self._tells = tells
         self.name = f"pod-{number}"
         self.uid = uid
         self.kind = kind
@@ -207,6 +214,8 @@ class SimulatedPod:
         self.alive = False
         self._frozen = None
         self.life += 1
+        if self.events is not None:
+            self.events.end(self._loop.now)
 
     def restart(self) -> None:
         """A new process in the same pod: same name and address, an empty cache."""
@@ -223,6 +232,10 @@ class SimulatedPod:
             self._cache = kind.cache.open(kind.profile, kind.engine, self._cache)
         self.engine = Engine(kind.engine, kind.profile, self._cache)
         self.engine.slowness = self._slowness
+        if self._tells:
+            self.events = EventLog(kind.engine.block_size_tokens)
+            self.engine.pool.watcher = self.events
+            self.engine.pass_by_pass = True
         self._show()
         self._started_at = self._loop.now
         self._requests = 0
@@ -268,6 +281,8 @@ class SimulatedPod:
         self._catch_up()
         step = self.engine.end()
         self._count(step)
+        if self.events is not None:
+            self.events.end_step(self._loop.now)
         self._due = None
         self.leaving.clear()
         self._show()

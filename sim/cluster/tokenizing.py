@@ -4,7 +4,7 @@ A renderer works on one prompt at a time, and is shared by all pickers. Nobody w
 than the picker's deadline; it does not know that, and finishes what it was asked.
 """
 
-from msgspec import Struct
+from msgspec import Struct, structs
 
 from epp.core.prompt.request import InferenceRequest
 from epp.core.protocol.waiting import Resume
@@ -21,7 +21,7 @@ class TokenizeSettings(Struct, frozen=True, kw_only=True):
 
 
 class SimulatedRenderer:
-    """A `Resolver`. What requests it lets wait learn nothing: traces know their tokens anyhow."""
+    """A `Resolver`. Traces know the tokens of requests: one that waits in vain loses them."""
 
     def __init__(self, settings: TokenizeSettings, loop: Loop) -> None:
         self._settings = settings
@@ -43,6 +43,7 @@ class SimulatedRenderer:
         if wait_s > settings.timeout_s:
             self.timeouts += 1
             wait_s = settings.timeout_s
+            request = structs.replace(request, token_chains={})
         else:
             self.found += 1
         wait = _SimulatedWait(request, resume)

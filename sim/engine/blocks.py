@@ -21,6 +21,7 @@ same: block numbers are the one thing that is not modelled, and nothing depends 
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
+from typing import Protocol
 
 
 class Run:
@@ -76,6 +77,25 @@ class Holding:
         return self.registered_blocks + self.open_blocks
 
 
+class PoolWatcher(Protocol):
+    """Is told which blocks can be hit and which cannot any more, in the order of vLLM's KV events.
+
+    Of a block that is there more than once it is told for each copy.
+    """
+
+    def stored(self, keys: Sequence[int], ends: Sequence[int], start: int, end: int) -> None:
+        """Blocks `start` to `end` of a chain can be hit from now on."""
+        ...
+
+    def forgotten(self, keys: Sequence[int], ends: Sequence[int], start: int, end: int) -> None:
+        """Blocks `start` to `end` of a chain are taken for something else, the last one first."""
+        ...
+
+    def cleared(self) -> None:
+        """No block can be hit any more."""
+        ...
+
+
 class BlockPool:
     """`blocks_total` blocks, one of them reserved. No time, no tokens: keys and counts."""
 
@@ -97,6 +117,7 @@ class BlockPool:
         self._runs: dict[int, tuple[Run, ...]] = {}
         """Those with blocks of a key; of two with the same block the older comes first."""
         self._holdings: dict[Holding, None] = {}
+        self.watcher: PoolWatcher | None = None
 
     @property
     def blocks_free(self) -> int:
@@ -164,15 +185,20 @@ class BlockPool:
         if not count:
             return
         self._cached_blocks -= count
+        watcher = self.watcher
         run = self._order.after
         while 0 < run.end - run.start <= count:
             count -= run.end - run.start
             self._forget(run, run.first)
+            if watcher is not None:
+                watcher.forgotten(run.keys, run.ends, run.start, run.end)
             run = run.after
             # Two runs that are gone must not keep each other alive.
             run.before = self._order
         if count:
             run.end -= count
+            if watcher is not None:
+                watcher.forgotten(run.keys, run.ends, run.end, run.end + count)
             piece = run.last
             while piece > run.first and run.ends[piece - 1] >= run.end:
                 piece -= 1
@@ -213,6 +239,8 @@ class BlockPool:
         else:
             for key in fresh:
                 known[key] = known.get(key, ()) + alone
+        if self.watcher is not None:
+            self.watcher.stored(keys, ends, position, upto)
 
     def extend(self, holding: Holding, keys: Sequence[int], ends: Sequence[int], upto: int) -> bool:
         """`register`, if the blocks only make the holding's last run longer and nobody else has any
@@ -238,8 +266,11 @@ class BlockPool:
                 return False
             self._runs.update(dict.fromkeys(fresh, (run,)))
             run.last = holding.piece = last
-        holding.open_blocks -= upto - run.end
+        start = run.end
+        holding.open_blocks -= upto - start
         run.end = holding.registered_blocks = upto
+        if self.watcher is not None:
+            self.watcher.stored(keys, ends, start, upto)
         return True
 
     def release(self, holding: Holding) -> None:
@@ -260,6 +291,17 @@ class BlockPool:
         del self._holdings[holding]
         holding.runs = []
         holding.registered_blocks = holding.open_blocks = 0
+
+    def clear(self) -> bool:
+        """Forget all that is cached; False, and nothing changed, while anybody holds blocks."""
+        if self._holdings:
+            return False
+        self._runs.clear()
+        self._order = Run((), (), 0, 0, 0, 0, 0)
+        self._blank_blocks, self._cached_blocks = self.blocks_usable, 0
+        if self.watcher is not None:
+            self.watcher.cleared()
+        return True
 
     def free_runs(self) -> Iterator[Run]:
         """What is cached and without a holder, next to be evicted first."""

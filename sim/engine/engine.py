@@ -159,6 +159,8 @@ class Engine:
         self.preemptions = 0
         self.slowness = 1.0
         """Steps that begin from now on take this many times as long."""
+        self.pass_by_pass = False
+        """`begin` begins steps of one pass, so that what a pass stores is known when it ends."""
         self._pending: _Pending | None = None
         self._aborted: list[EngineRequest] = []
         """While a step is pending."""
@@ -274,7 +276,8 @@ class Engine:
             if pending.work.restore_s:
                 # Only the first pass of many would wait for it.
                 return self.ends_at
-            pending.passes = self._passes_alike()
+            if not self.pass_by_pass:
+                pending.passes = self._passes_alike()
         return self.ends_at
 
     def cut(self, now: Seconds) -> None:

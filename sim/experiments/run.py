@@ -1,7 +1,7 @@
 """One run: a trace, a policy, a cluster and a seed in; what happened out."""
 
 import gc
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice, tee
 from pathlib import Path
 from typing import Any, Final
@@ -9,6 +9,7 @@ from typing import Any, Final
 from msgspec import UNSET, Struct, field
 from msgspec.structs import replace
 
+from epp.configuration.document import ConfigError
 from epp.core.decision.settings import SchedulerSettings
 from epp.core.prompt.request import InferenceRequest
 from epp.core.types import Seconds
@@ -91,6 +92,8 @@ class Run:
         open_policy = cluster.opener(settings.policy)
         scheduler = open_policy(0).settings
         scenario = settings.scenario or Scenario(file="")
+        configured = [scheduler, *_configured(scenario, cluster)]
+        told = _told_block_tokens(configured, cluster) if cluster.kv_events else ()
         self.measures = Measures(
             settings.targets,
             predicting=scheduler is not None and bool(scheduler.prefix),
@@ -109,9 +112,9 @@ class Run:
             settings.cluster,
             open_policy,
             (
-                _parsed(settings.trace)
+                _parsed(settings.trace, told)
                 if settings.through_bytes
-                else _hashed([scheduler, *_configured(scenario, settings.cluster)])
+                else _hashed(configured, told)
             ),
             arrivals,
             seed=settings.seed,
@@ -244,28 +247,51 @@ def _configured(scenario: Scenario, cluster: ClusterSettings) -> Iterator[Schedu
             yield cluster.opener(incident.policy)(0).settings
 
 
+def _indexes(configured: Iterable[SchedulerSettings | None]) -> list[Any]:
+    """What these look prompts up in; None is a baseline."""
+    return [index for settings in configured if settings for index in settings.indexes.values()]
+
+
+def _told_block_tokens(
+    configured: Iterable[SchedulerSettings | None], cluster: ClusterSettings
+) -> tuple[int, ...]:
+    """The sizes of blocks of indexes that engines tell. `ConfigError` for one that engines' do not fit."""
+    hearing = (index for index in _indexes(configured) if index.abilities.hears_engines)
+    sizes = sorted({index.block_tokens for index in hearing})
+    of_engines = {kind.engine.block_size_tokens for kind in cluster.pods}
+    for size in sizes:
+        for block_tokens in of_engines:
+            if size % block_tokens:
+                problem = (
+                    f"blockSizeTokens is {size}, expected a multiple of {block_tokens}: simulated "
+                    "engines tell of blocks of so many tokens"
+                )
+                raise ConfigError([problem])
+    return tuple(sizes)
+
+
 def _hashed(
-    configured: Iterable[SchedulerSettings | None],
+    configured: Iterable[SchedulerSettings | None], told: Sequence[int]
 ) -> Callable[[Arrival, PromptHashes], InferenceRequest]:
-    """`request_of` for the block sizes in which these look prompts up; None is a baseline."""
-    indexes: list[Any] = [
-        index for settings in configured if settings for index in settings.indexes.values()
-    ]
-    sizes = {index.block_tokens for index in indexes if index.abilities.counts_blocks}
-    sizes_sorted = tuple(sorted(sizes))
+    """`request_of` for the block sizes in which these look prompts up, and for `told`."""
+    counting = (index for index in _indexes(configured) if index.abilities.counts_blocks)
+    sizes = tuple(sorted({index.block_tokens for index in counting}))
 
     def request(arrival: Arrival, hashes: PromptHashes) -> InferenceRequest:
-        return request_of(arrival, sizes_sorted, hashes)
+        return request_of(arrival, sizes, hashes, told_block_tokens=told)
 
     return request
 
 
-def _parsed(path: str) -> Callable[[Arrival, PromptHashes], InferenceRequest]:
+def _parsed(path: str, told: Sequence[int]) -> Callable[[Arrival, PromptHashes], InferenceRequest]:
     def request(arrival: Arrival, hashes: PromptHashes) -> InferenceRequest:
         try:
-            return request_through_bytes(arrival)
+            parsed = request_through_bytes(arrival)
         except ValueError as problem:
             raise TraceError(path, 0, "", str(problem)) from problem
+        # Its tokens are those of the trace, whatever its text is.
+        chains = {size: (hashes.picker_chain(size),) for size in told}
+        return replace(parsed, token_chains=chains)
 
     return request
 

@@ -11,6 +11,7 @@ from epp.core.peers.exchange import OUTGOING_INTERVAL_S
 from sim.caches.behaviour import CacheBehaviour
 from sim.caches.names import NAMES, CacheNameError, cache_named, cache_spelt, check_cache
 from sim.cluster.assignment import Assignment
+from sim.cluster.kv_events import KVEventSettings
 from sim.cluster.peering import PeerSettings
 from sim.cluster.policies import PolicyNameError, PolicySource, policy_source
 from sim.cluster.settings import ClientSettings, ClusterSettings, ClusterSettingsError
@@ -87,6 +88,9 @@ def add_run_options(parser: argparse.ArgumentParser, *, several_replicas: bool =
     add(
         "--tokenize-timeout", type=_positive, default=0.02, metavar="S", help="and no longer (0.02)"
     )
+    add("--kv-events", type=_kv_events, metavar="DELAY[:LOSS]", help="engines tell pickers what they "
+        "hold, which takes DELAY seconds one way; a share of LOSS frames is lost on the way (default: "
+        "they do not)")  # fmt: skip
     add("--response-chunks", action="store_true", help="the picker sees first tokens")
     add("--abort-share", type=_share, default=0.0, metavar="P", help="impatient clients (0)")
     add("--abort-after", type=_positive, default=10.0, metavar="S", help="mean patience (10)")
@@ -191,6 +195,7 @@ def run_settings(
             else TokenizeSettings(
                 seconds_per_token=options.tokenize / 1e6, timeout_s=options.tokenize_timeout
             ),
+            kv_events=options.kv_events,
         ),
         seed=seed,
         repetition=repetition,
@@ -274,6 +279,10 @@ def _tokenize_conditions(tokenize: TokenizeSettings | None) -> dict[str, float]:
     }
 
 
+def _kv_event_conditions(told: KVEventSettings | None) -> dict[str, float]:
+    return {} if told is None else {"kv_events_delay_s": told.delay_s, "kv_events_loss": told.loss}
+
+
 def conditions(settings: RunSettings, *others: RunSettings) -> dict[str, Any]:
     """What was run, for reports; of several runs that differ in nothing but policy, number of
     pickers, seed and speed.
@@ -308,6 +317,7 @@ def conditions(settings: RunSettings, *others: RunSettings) -> dict[str, Any]:
         "network_delay_s": cluster.network_delay_s,
         "discovery_delay_s": cluster.discovery_delay_s,
         **_tokenize_conditions(cluster.tokenize),
+        **_kv_event_conditions(cluster.kv_events),
         "response_chunks": cluster.response_chunks,
         "abort_share": cluster.abort_share,
         "abort_after_s": cluster.abort_after_s,
@@ -411,6 +421,11 @@ def _parts(text: str, count: int, expected: str) -> list[str]:
 
 def _pods(text: str) -> int:
     return int(_number(text, lowest=1, highest=PODS_MAX, integer=True))
+
+
+def _kv_events(text: str) -> KVEventSettings:
+    delay_s, _, loss = text.partition(":")
+    return KVEventSettings(delay_s=_seconds(delay_s), loss=_share(loss or "0"))
 
 
 def _whole(text: str) -> int:

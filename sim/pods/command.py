@@ -53,6 +53,15 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         metavar="N",
         help="unfinished requests of a pod before it answers 503; 0: no limit",
     )
+    add(
+        "--kv-events",
+        type=_between(0, 65535),
+        nargs="?",
+        const=0,
+        metavar="PORT",
+        help="publish KV events, from this port on one a pod, and behind them old ones again; "
+        "free ports if none is given, which GET /kv_event_sources tells (default: no events)",
+    )
     add("--speed", type=_speed, default=1.0, metavar="X", help="time runs X times as fast")
     add("--seed", type=int, default=1, help="decides the answers")
     add("--endpoints-out", type=Path, metavar="FILE", help="write the file epp serve reads")

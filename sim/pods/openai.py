@@ -104,14 +104,30 @@ class ChatBody(_Body, kw_only=True):
             raise ApiError(
                 400, "`messages` is empty; expected at least one message.", param="messages"
             )
-        turns = [(message.role, message.text()) for message in self.messages]
-        return [render_chat(turns, preamble=bytes(self.tools).decode())]
+        return [_rendered(self.messages, self.tools)]
 
     def tokens_max(self) -> int | None:
         """None: as many as the context allows."""
         if self.max_completion_tokens is not None:
             return self.max_completion_tokens
         return self.max_tokens
+
+
+class TokenizeBody(Struct, kw_only=True):
+    """POST /tokenize: the tokens of `prompt`, or those of a chat."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[_Message] | None = None
+    tools: msgspec.Raw = msgspec.Raw()
+
+    def tokens(self) -> bytes:
+        """4 bytes each. ApiError 400 if there is nothing to be tokenized."""
+        if self.prompt is not None:
+            return encode_text(self.prompt)
+        if self.messages:
+            return _rendered(self.messages, self.tools)
+        raise ApiError(400, "There is neither `prompt` nor a message in `messages`.")
 
 
 class AdapterBody(Struct):
@@ -140,6 +156,14 @@ def decode_body(raw: bytes, kind: type[CompletionBody] | type[ChatBody]) -> Body
             400, f"`max_tokens` is {tokens_max}; expected at least 1.", param="max_tokens"
         )
     return body
+
+
+def decode_tokenize(raw: bytes) -> TokenizeBody:
+    """The typed body of a request for tokens, or ApiError 400."""
+    try:
+        return msgspec.json.decode(raw, type=TokenizeBody)
+    except (msgspec.DecodeError, UnicodeDecodeError) as problem:
+        raise ApiError(400, f"The request body is not valid: {problem}.") from None
 
 
 def decode_adapter(raw: bytes) -> AdapterBody:
@@ -223,6 +247,12 @@ def model_card(
         "parent": parent,
         "max_model_len": None if parent else max_model_len_tokens,
     }
+
+
+def _rendered(messages: list[_Message], tools: msgspec.Raw) -> bytes:
+    """The tokens of a conversation."""
+    turns = [(message.role, message.text()) for message in messages]
+    return render_chat(turns, preamble=bytes(tools).decode())
 
 
 def _choice(index: int, part: Json, finish_reason: str | None = None) -> Json:

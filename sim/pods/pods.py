@@ -18,6 +18,7 @@ from sim.engine.engine import Engine, EngineSettings, Step
 from sim.engine.profiles import Profile
 from sim.engine.request import EngineRequest
 from sim.pods.exposition import MetricsPage
+from sim.pods.kv_events import KVEvents, TokenChain
 from sim.pods.openai import AdapterBody, ApiError, Body
 from sim.pods.tokens import TOKEN_BYTES, Answer, chain_seed, hash_chain
 
@@ -34,6 +35,8 @@ class PodSettings(Struct, frozen=True, kw_only=True):
     """Decides the answers, together with the prompt."""
     max_num_queued_reqs: int = 0
     """Requests inside the server, waiting or running, before it answers 503; 0: no limit."""
+    kv_events: bool = False
+    """Tell what is cached, and what not any more."""
 
     @property
     def max_model_len_tokens(self) -> int:
@@ -80,6 +83,10 @@ class Pod:
         self.name = name
         self.settings = settings
         self.engine = Engine(settings.engine, settings.profile)
+        self.kv_events: KVEvents | None = None
+        if settings.kv_events:
+            self.kv_events = KVEvents(settings.engine.block_size_tokens)
+            self.engine.pool.watcher = self.kv_events
         self.page = MetricsPage(
             model=settings.model,
             settings=settings.engine,
@@ -112,6 +119,8 @@ class Pod:
             while (step := self.engine.step(max(ended_at, self._submitted_at))) is not None:
                 ended_at = step.ends_at
                 await self._sleep_until(ended_at)
+                if self.kv_events is not None:
+                    self.kv_events.end_step(self.wall_clock())
                 self._publish(step)
             self.page.show(self.engine.snapshot(), self.wall_clock())
 
@@ -151,14 +160,19 @@ class Pod:
             f"{self.name}-{self._requests}",
             prompt_tokens=prompt_tokens,
             output_tokens=answer.tokens,
-            chain=hash_chain(
-                prompt + answer.text.encode(),
-                block_size_tokens=self.settings.engine.block_size_tokens,
-                seed=chain_seed(adapter, body.cache_salt),
-            ),
+            chain=self._chain(prompt + answer.text.encode(), adapter, body.cache_salt),
             adapter=adapter,
         )
         return Generation(request, answer, tokens_max)
+
+    def reset_cache(self) -> None:
+        """Forget all prompts; ApiError 503 while requests run."""
+        if not self.engine.pool.clear():
+            raise ApiError(
+                503,
+                "The prefix cache is in use; it can be reset when no request runs.",
+                kind="ServiceUnavailableError",
+            )
 
     @contextlib.contextmanager
     def following(self, generations: Sequence[Generation]) -> Iterator[None]:
@@ -207,6 +221,13 @@ class Pod:
         del self.adapters[body.lora_name]
         self.engine.forget_adapter(body.lora_name)
         return f"Success: LoRA adapter '{body.lora_name}' removed successfully."
+
+    def _chain(self, tokens: bytes, adapter: str, cache_salt: str) -> list[int]:
+        size = self.settings.engine.block_size_tokens
+        if self.kv_events is None:
+            seed = chain_seed(adapter, cache_salt)
+            return hash_chain(tokens, block_size_tokens=size, seed=seed)
+        return TokenChain(tokens, block_size_tokens=size, adapter=adapter, cache_salt=cache_salt)
 
     def _publish(self, step: Step) -> None:
         self.page.observe(step, self.engine.snapshot(), self.wall_clock())

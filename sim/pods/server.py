@@ -19,6 +19,7 @@ from aiohttp import web
 from msgspec import Struct
 
 from epp import __version__
+from sim.pods.kv_event_sockets import KVEventSource, publishing
 from sim.pods.openai import (
     ApiError,
     Body,
@@ -28,11 +29,12 @@ from sim.pods.openai import (
     Json,
     decode_adapter,
     decode_body,
+    decode_tokenize,
     model_card,
     usage_of,
 )
 from sim.pods.pods import Generation, Pod, PodSettings
-from sim.pods.tokens import decode_ids
+from sim.pods.tokens import TOKEN_BYTES, decode_ids
 
 _BODY_BYTES_MAX: Final = 64 * 1024 * 1024
 _VLLM_VERSION: Final = "0.32.0"
@@ -47,8 +49,10 @@ log = structlog.get_logger("sim")
 class PodServer:
     """The HTTP side of one pod."""
 
-    def __init__(self, pod: Pod) -> None:
+    def __init__(self, pod: Pod, source: KVEventSource | None = None) -> None:
+        """`source`: where it publishes its KV events."""
         self.pod = pod
+        self._source = source
         self._created = int(pod.wall_clock())
 
     def application(self) -> web.Application:
@@ -62,6 +66,8 @@ class PodServer:
                 web.post("/v1/chat/completions", self.chat),
                 web.post("/v1/completions/render", self.render_completion),
                 web.post("/v1/chat/completions/render", self.render_chat),
+                web.post("/tokenize", self.tokenize),
+                web.post("/reset_prefix_cache", self.reset_cache),
                 web.get("/v1/models", self.models),
                 web.post("/v1/load_lora_adapter", self.load_adapter),
                 web.post("/v1/unload_lora_adapter", self.unload_adapter),
@@ -71,6 +77,8 @@ class PodServer:
                 web.get("/version", self.version),
             ]
         )
+        if self._source is not None:
+            application.router.add_get("/kv_event_sources", self.kv_event_sources)
         return application
 
     async def completions(self, request: web.Request) -> web.StreamResponse:
@@ -85,6 +93,28 @@ class PodServer:
     async def render_chat(self, request: web.Request) -> web.Response:
         (only,) = await self._render(request, ChatBody)
         return _json(only)
+
+    async def tokenize(self, request: web.Request) -> web.Response:
+        body = decode_tokenize(await request.read())
+        if body.model is not None:
+            self._check_model(body.model)
+        tokens = body.tokens()
+        return _json(
+            {
+                "count": len(tokens) // TOKEN_BYTES,
+                "max_model_len": self.pod.settings.max_model_len_tokens,
+                "tokens": decode_ids(tokens),
+                "token_strs": None,
+            }
+        )
+
+    async def reset_cache(self, request: web.Request) -> web.Response:
+        self.pod.reset_cache()
+        return web.Response()
+
+    async def kv_event_sources(self, request: web.Request) -> web.Response:
+        assert self._source is not None, "only who publishes has this route"
+        return _json(self._source.config())
 
     async def models(self, request: web.Request) -> web.Response:
         pod = self.pod
@@ -144,16 +174,16 @@ class PodServer:
         self, request: web.Request, kind: type[CompletionBody] | type[ChatBody]
     ) -> Body:
         """The body; ApiError 400 if it is none, 404 for a model that is not here."""
-        pod = self.pod
         body = decode_body(await request.read(), kind)
-        if body.model != pod.settings.model and body.model not in pod.adapters:
-            raise ApiError(
-                404,
-                f"The model `{body.model}` does not exist.",
-                kind="NotFoundError",
-                param="model",
-            )
+        self._check_model(body.model)
         return body
+
+    def _check_model(self, model: str) -> None:
+        pod = self.pod
+        if model != pod.settings.model and model not in pod.adapters:
+            raise ApiError(
+                404, f"The model `{model}` does not exist.", kind="NotFoundError", param="model"
+            )
 
     async def _answer(
         self, request: web.Request, kind: type[CompletionBody] | type[ChatBody]
@@ -295,8 +325,12 @@ async def serve(
     settings: PodSettings,
     sockets: Sequence[socket.socket],
     ready: Callable[[Sequence[PodAddress]], None],
+    event_sockets: Sequence[socket.socket] = (),
 ) -> None:
-    """Serve one pod a socket until SIGINT or SIGTERM; `ready` is called once all listen."""
+    """Serve one pod a socket until SIGINT or SIGTERM; `ready` is called once all listen.
+
+    `event_sockets`: where they publish KV events, in their order, then where each tells old ones again.
+    """
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
@@ -304,9 +338,17 @@ async def serve(
     pods = [Pod(f"pod-{index}", settings) for index in range(len(sockets))]
     async with asyncio.TaskGroup() as tasks, contextlib.AsyncExitStack() as open_servers:
         addresses = []
-        for pod, listener in zip(pods, sockets, strict=True):
-            await open_servers.enter_async_context(serving(PodServer(pod), listener, tasks))
-            addresses.append(_address(pod.name, listener))
+        for place, (pod, listener) in enumerate(zip(pods, sockets, strict=True)):
+            address = _address(pod.name, listener)
+            source = None
+            if pod.kv_events is not None:
+                live, replay = event_sockets[place], event_sockets[len(pods) + place]
+                topic = f"kv@{address.address}:{address.port}@{settings.model}"
+                source = await open_servers.enter_async_context(
+                    publishing(pod.kv_events, live, replay, topic)
+                )
+            await open_servers.enter_async_context(serving(PodServer(pod, source), listener, tasks))
+            addresses.append(address)
         ready(addresses)
         log.info("pods are listening", pods=len(pods), first=addresses[0].url)
         await stop.wait()

@@ -37,6 +37,7 @@ def run(options: argparse.Namespace) -> int:
         speed=options.speed,
         seed=options.seed,
         max_num_queued_reqs=options.max_num_queued_reqs,
+        kv_events=options.kv_events is not None,
     )
     if settings.model in settings.adapters:
         return failed(f"--lora {settings.model} is the name of the model.", code=2)
@@ -51,7 +52,11 @@ def run(options: argparse.Namespace) -> int:
         print(_announcement(settings.model, addresses, as_json=options.json), flush=True)
 
     try:
-        asyncio.run(serve(settings, listen(options.host, options.port, options.pods), ready))
+        sockets = listen(options.host, options.port, options.pods)
+        events = []
+        if options.kv_events is not None:
+            events = listen(options.host, options.kv_events, 2 * options.pods)
+        asyncio.run(serve(settings, sockets, ready, events))
     except* OSError as problems:
         code = failed(str(problems.exceptions[0]), code=1)
     return code

@@ -70,6 +70,8 @@ _CONDITIONS: Final = {
     "scrape_delay_s": "age of a scraped page",
     "tokenize_us_per_token": "a renderer makes a token in µs",
     "tokenize_timeout_s": "requests wait for it at most",
+    "kv_events_delay_s": "engines tell what they hold after",
+    "kv_events_loss": "share of what they tell that is lost",
     "network_delay_s": "network delay, one way",
     "discovery_delay_s": "delay of pod changes",
     "response_chunks": "the picker sees first tokens",

@@ -16,6 +16,7 @@ What follows the last block is the request's own, and so is the answer unless th
 id. Answers are no part of what the picker hashes.
 """
 
+from bisect import bisect_right
 from collections.abc import Sequence
 from functools import lru_cache
 from itertools import accumulate, compress
@@ -71,11 +72,15 @@ def request_of(
     arrival: Arrival,
     block_tokens: Sequence[int] = (PICKER_BLOCK_TOKENS,),
     hashes: "PromptHashes | None" = None,
+    *,
+    told_block_tokens: Sequence[int] = (),
 ) -> InferenceRequest:
     """The request as the picker sees it, without text.
 
     `block_tokens` are all the block sizes in which affinity indexes will look: for any other they
-    would find a prompt without blocks. `hashes`, if they are made already, are those of `arrival`.
+    would find a prompt without blocks. `told_block_tokens`: those in which indexes look that engines
+    tell what they hold, where the tokens of prompts are known. `hashes`, if they are made already, are
+    those of `arrival`.
     """
     hashes = hashes or PromptHashes(arrival)
     return InferenceRequest(
@@ -90,6 +95,7 @@ def request_of(
         output_tokens_max=arrival.output_tokens_max,
         session_id=arrival.session,
         chains={size * BYTES_PER_TOKEN: (hashes.picker_chain(size),) for size in block_tokens},
+        token_chains={size: (hashes.picker_chain(size),) for size in told_block_tokens},
     )
 
 
@@ -173,6 +179,22 @@ def _text(first: str, number: int, tokens: int) -> str:
             high >>= _DIGIT_BITS
     rest = (tokens - 1) * BYTES_PER_TOKEN
     return word + (others * (rest // len(others) + 1))[:rest]
+
+
+def block_hashes(
+    keys: Sequence[int], ends: Sequence[int], start: int, end: int, block_tokens: int
+) -> list[int]:
+    """The hashes of blocks `start` to `end` of a chain in pieces, as `PromptHashes.chain` has them."""
+    stride = block_tokens * _STRIDE
+    found: list[int] = []
+    piece = bisect_right(ends, start)
+    while start < end:
+        stop = min(end, ends[piece])
+        base = keys[piece]
+        found += [(base + number * stride) & _WORD for number in range(start + 1, stop + 1)]
+        start = stop
+        piece += 1
+    return found
 
 
 class PromptHashes:

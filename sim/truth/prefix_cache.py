@@ -5,8 +5,7 @@ that the server reported. `kv_events.jsonl`: the KV events of the run, one ZMQ m
 """
 
 import base64
-from collections.abc import Iterator
-from itertools import islice
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -14,7 +13,6 @@ import msgspec
 from msgspec import Struct
 
 from epp.core.types import Seconds
-from sim.engine.blocks import BlockPool, Holding
 from sim.engine.engine import Engine, EngineSettings
 from sim.engine.profiles import DEFAULT_PROFILE, find_profile
 from sim.engine.request import EngineRequest
@@ -51,26 +49,20 @@ class Recorded(Struct, frozen=True, kw_only=True):
     cached_tokens: int
 
 
-class WatchedPool(BlockPool):
-    """A pool for chains with a key a block that writes down what vLLM tells in its KV events."""
+class WrittenEvents:
+    """A `PoolWatcher` of chains with a key a block: what vLLM tells in its KV events."""
 
-    def __init__(self, blocks_total: int) -> None:
-        super().__init__(blocks_total)
+    def __init__(self) -> None:
         self.events: list[Event] = []
 
-    def register(self, holding: Holding, keys: Any, ends: Any, upto: int) -> None:
-        stored = list(keys[holding.registered_blocks : upto])
-        super().register(holding, keys, ends, upto)
-        if stored:
-            self.events.append(("stored", stored))
+    def stored(self, keys: Sequence[int], ends: Sequence[int], start: int, end: int) -> None:
+        self.events.append(("stored", list(keys[start:end])))
 
-    def take(self, count: int) -> None:
-        cached = max(0, count - self._blank_blocks)
-        free = (
-            run.keys[at] for run in self.free_runs() for at in range(run.end - 1, run.start - 1, -1)
-        )
-        self.events += [("removed", [key]) for key in islice(free, cached)]
-        super().take(count)
+    def forgotten(self, keys: Sequence[int], ends: Sequence[int], start: int, end: int) -> None:
+        self.events += [("removed", [keys[at]]) for at in range(end - 1, start - 1, -1)]
+
+    def cleared(self) -> None:
+        raise AssertionError("nobody resets a cache of the truth")
 
 
 def judge(folder: Path, description: dict[str, Any], told: Told) -> Iterator[Judgement]:
@@ -84,7 +76,7 @@ def judge(folder: Path, description: dict[str, Any], told: Told) -> Iterator[Jud
         max_num_batched_tokens=shape.max_num_batched_tokens,
     )
     engine = Engine(settings, find_profile(DEFAULT_PROFILE))
-    engine.pool = pool = WatchedPool(shape.num_gpu_blocks)
+    engine.pool.watcher = written = WrittenEvents()
     now: Seconds = 0.0
     agreed = 0
     for number, row in enumerate(recorded):
@@ -105,9 +97,9 @@ def judge(folder: Path, description: dict[str, Any], told: Told) -> Iterator[Jud
     events = folder / "kv_events.jsonl"
     if is_there(events):
         expected = list(recorded_events(events, shape.block_size_tokens))
-        same = sum(ours == theirs for ours, theirs in zip(pool.events, expected, strict=False))
+        same = sum(ours == theirs for ours, theirs in zip(written.events, expected, strict=False))
         # Events too many are as wrong as events too few.
-        total = max(len(expected), len(pool.events))
+        total = max(len(expected), len(written.events))
         yield all_of(folder.name, "blocks stored and removed, in order", total, same)
 
 

@@ -10,12 +10,13 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from epp.configuration.build import build_settings, default_config, plugin_tables
-from epp.core.decision.inputs import PageScraped, PoolReplaced, Tick
+from epp.core.decision.inputs import BlocksChanged, PageScraped, PoolReplaced, Tick
 from epp.core.decision.scheduler import Scheduler
 from epp.core.knowledge.exact import ExactIndexSettings
 from epp.core.knowledge.exact_parameters import TokenProcessorConfig
 from epp.core.knowledge.index import EXACT
-from epp.core.kv_events.payload import Fault
+from epp.core.kv_events.mirror import Changed
+from epp.core.kv_events.payload import DEVICE, Fault
 from epp.core.kv_events.stream import AskReplay, StreamState
 from epp.core.subscription import Subscription
 from epp.core.types import EndpointMetrics, MetricsTarget
@@ -385,3 +386,19 @@ Pipe.TestCase.settings = settings(
     suppress_health_check=[HealthCheck.too_slow],
 )  # fmt: skip
 TestPipe = Pipe.TestCase
+
+
+def test_a_payload_may_have_our_keys_already():
+    """As in simulated time; the stream is the same."""
+    scheduler = scheduler_of()
+
+    def read(payload):
+        return BlocksChanged(0, [Changed(True, DEVICE, [*payload])], engine_block_tokens=BLOCK)
+
+    heard = Subscription(scheduler, 0, replays=False, read=read, now=1.0)
+    heard.connected(1.0)
+    for number, payload in ((0, b"ab"), (1, b"c"), (1, b"c")):
+        heard.received(number, payload, 1.0)
+    heard.work(1.0)
+    (index,) = scheduler.hearing.values()
+    assert (index.entries, heard.blocks_heard, heard.state) == (3, 3, StreamState.LIVE)

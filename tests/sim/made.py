@@ -78,10 +78,13 @@ def cluster(
     decides = opener(seed).settings
     indexes = decides.indexes.values() if decides else ()
     sizes = {BLOCK_TOKENS, *(getattr(index, "block_tokens", BLOCK_TOKENS) for index in indexes)}
+    told = [index.block_tokens for index in indexes if index.abilities.hears_engines]
     return Cluster(
         made,
         open_policy or opener,
-        lambda one, hashes: request_of(one, sorted(sizes), hashes),
+        lambda one, hashes: request_of(
+            one, sorted(sizes), hashes, told_block_tokens=told if made.kv_events else ()
+        ),
         given,
         seed=seed,
         ended=ended or (lambda request: None),

@@ -10,8 +10,9 @@ from aiohttp.test_utils import TestServer
 
 from sim.engine.engine import EngineSettings
 from sim.engine.profiles import DEFAULT_PROFILE, find_profile
+from sim.pods.kv_event_sockets import publishing
 from sim.pods.pods import Pod, PodSettings
-from sim.pods.server import PodServer
+from sim.pods.server import PodServer, listen
 
 MODEL = "base-model"
 
@@ -19,10 +20,20 @@ MODEL = "base-model"
 class Running:
     """A pod behind a loopback server, and a client for it."""
 
-    def __init__(self, pod, server, client):
+    def __init__(self, pod, server, client, source=None):
         self.pod = pod
         self.server = server
         self.client = client
+        self.source = source
+
+    @property
+    def ports(self):
+        """Where it serves, publishes KV events and tells old ones again."""
+        return self.server.port, self.source.port, self.source.replay_port
+
+    @property
+    def port(self):
+        return self.server.port
 
     def url(self, path):
         return self.server.make_url(path)
@@ -56,7 +67,10 @@ class Running:
 
 
 @contextlib.asynccontextmanager
-async def running_pod(*, speed=200.0, max_num_queued_reqs=0, **engine):
+async def running_pod(
+    *, speed=200.0, max_num_queued_reqs=0, kv_events=False, ports=(0, 0, 0), **engine
+):
+    """`ports`: where it serves, publishes KV events and tells old ones again; 0: a free one."""
     settings = PodSettings(
         profile=find_profile(DEFAULT_PROFILE),
         engine=EngineSettings(**{"blocks_total": 2000, "max_loras": 2, **engine}),
@@ -64,14 +78,21 @@ async def running_pod(*, speed=200.0, max_num_queued_reqs=0, **engine):
         adapters=("sql",),
         speed=speed,
         max_num_queued_reqs=max_num_queued_reqs,
+        kv_events=kv_events,
     )
     pod = Pod("pod-0", settings)
-    server = TestServer(PodServer(pod).application())
+    port, *event_ports = ports
+    stack = contextlib.AsyncExitStack()
+    source = None
+    if pod.kv_events is not None:
+        live, replay = (listen("127.0.0.1", wanted, 1)[0] for wanted in event_ports)
+        source = await stack.enter_async_context(publishing(pod.kv_events, live, replay, "kv@"))
+    server = TestServer(PodServer(pod, source).application(), port=port)
     pump = asyncio.create_task(pod.run())
     await server.start_server()
     try:
-        async with ClientSession() as client:
-            yield Running(pod, server, client)
+        async with stack, ClientSession() as client:
+            yield Running(pod, server, client, source)
     finally:
         pump.cancel()
         await asyncio.gather(pump, return_exceptions=True)

@@ -336,7 +336,6 @@ class KVEventStream:
         sequence, last = frame.sequence, self._last
         if last is None:
             if sequence == 0:
-                self.complete = True
                 self._apply(frame)
             elif self._may_replay(now):
                 self._ask(0, now)
@@ -375,6 +374,8 @@ class KVEventStream:
 
     def _apply(self, frame: _Frame) -> None:
         self._last = frame.sequence
+        # Before its first frame nothing was told, whether an engine could be asked for that or not.
+        self.complete = self.complete or frame.sequence == 0
         self.counts.frames += 1
         self._recent.append((frame.sequence, _digest(frame)))
         self._actions.append(Apply(frame.payload))

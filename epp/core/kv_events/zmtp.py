@@ -1,4 +1,6 @@
-"""ZMTP 3.0 without I/O: what a subscriber, or one who asks a router, says and hears on one connection.
+"""ZMTP 3.0 without I/O: what either side of a connection says and hears.
+
+Pickers subscribe and ask a router; the simulator's pods publish and answer.
 
 As RFC 23 has it, with the mechanism NULL: a greeting of 64 bytes, a command READY each way, then
 messages of frames. We greet as 3.0, so that subscriptions are messages and nobody pings; who does is
@@ -27,9 +29,16 @@ Message: TypeAlias = tuple[bytes, ...]
 class SocketType(StrEnum):
     SUB = "SUB"
     DEALER = "DEALER"
+    PUB = "PUB"
+    ROUTER = "ROUTER"
 
 
-_PEERS: Final = {SocketType.SUB: (b"PUB", b"XPUB"), SocketType.DEALER: (b"ROUTER",)}
+_PEERS: Final = {
+    SocketType.SUB: (b"PUB", b"XPUB"),
+    SocketType.DEALER: (b"ROUTER",),
+    SocketType.PUB: (b"SUB", b"XSUB"),
+    SocketType.ROUTER: (b"DEALER", b"REQ"),
+}
 
 
 class ZmtpError(Exception):
@@ -193,6 +202,18 @@ END: Final = b"\xff" * SEQUENCE_BYTES
 """In the place of a sequence number: nothing more was asked for."""
 
 
+def read_subscription(message: Message) -> tuple[bool, bytes] | None:
+    """(whether it is wanted from now on, what topics begin with), as a publisher hears it. None: it is none."""
+    if len(message) != 1 or message[0][:1] not in (b"\0", b"\1"):
+        return None
+    return message[0][:1] == b"\1", message[0][1:]
+
+
+def live_message(topic: bytes, sequence: int, payload: bytes) -> Message:
+    """What `read_live` reads."""
+    return (topic, sequence.to_bytes(SEQUENCE_BYTES, "big"), payload)
+
+
 def read_live(message: Message) -> tuple[int, bytes] | None:
     """(sequence, payload) of a live message: topic, number, payload. None: it is none."""
     if len(message) != 3 or len(message[1]) != SEQUENCE_BYTES:
@@ -203,6 +224,21 @@ def read_live(message: Message) -> tuple[int, bytes] | None:
 def ask_replay(first: int) -> Message:
     """What is sent to be told all from number `first` on."""
     return (b"", first.to_bytes(SEQUENCE_BYTES, "big"))
+
+
+def read_asked(message: Message) -> int | None:
+    """The first number that `ask_replay` asks for. None: it asks for nothing."""
+    if len(message) != 2 or message[0] or len(message[1]) != SEQUENCE_BYTES:
+        return None
+    return int.from_bytes(message[1], "big")
+
+
+def replayed_message(topic: bytes, sequence: int, payload: bytes) -> Message:
+    """What `read_replayed` reads."""
+    return (b"", *live_message(topic, sequence, payload))
+
+
+REPLAY_ENDED: Final[Message] = (b"", b"", END, b"")
 
 
 def read_replayed(message: Message) -> tuple[int, bytes] | bool | None:

@@ -149,6 +149,21 @@ def test_a_late_join_asks_for_all():
     assert not stream.complete
 
 
+@pytest.mark.parametrize("held", [False, True])
+def test_who_hears_the_first_frame_knows_all_though_nobody_answered(held):
+    """Before or after it gave up to ask what there was before."""
+    stream = KVEventStream(replays=True, now=0.0)
+    stream.connected(0.0)
+    if held:
+        came(stream, 0)
+    stream.replay_ended(1.0, marked=False)
+    assert stream.complete is held
+    if not held:
+        came(stream, 0)
+    came(stream, 1)
+    assert (stream.state, stream.complete, stream.last) == (StreamState.LIVE, True, 1)
+
+
 def test_an_answer_with_holes_is_good_up_to_the_first():
     """The rest is asked for again, from the last good frame."""
     stream = opened()

@@ -11,12 +11,17 @@ from hypothesis import strategies as st
 from epp.core.kv_events import zmtp
 from epp.core.kv_events.zmtp import (
     END,
+    REPLAY_ENDED,
     SocketType,
     ZmtpConnection,
     ZmtpError,
     ask_replay,
+    live_message,
+    read_asked,
     read_live,
     read_replayed,
+    read_subscription,
+    replayed_message,
 )
 
 GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x01" + b"NULL".ljust(20, b"\0") + b"\0" + bytes(31)
@@ -134,6 +139,50 @@ def test_a_ping_is_repeated():
     connection.to_send()
     connection.feed(b"\x04\x0a\x04PING\x00\x64abc")
     assert connection.to_send() == b"\x04\x08\x04PONGabc"
+
+
+def talked(one, other):
+    """Both say what they have to say, until neither has more; what the second one hears."""
+    found = []
+    while (said := one.to_send()) or (answer := other.to_send()):
+        found += other.feed(said)
+        one.feed(other.to_send() if said else answer)
+    return found
+
+
+def test_a_publisher_hears_what_is_wanted():
+    """And what is not any more."""
+    subscriber, publisher = (
+        ZmtpConnection(SocketType.SUB, topic=b"kv@"),
+        ZmtpConnection(SocketType.PUB),
+    )
+    (wish,) = talked(subscriber, publisher)
+    assert publisher.ready
+    assert read_subscription(wish) == (True, b"kv@")
+    assert read_subscription((b"\0kv@",)) == (False, b"kv@")
+    for other in ((), (b"",), (b"\2kv@",), (b"\1", b"")):
+        assert read_subscription(other) is None
+    publisher.send(live_message(b"kv@a", 7, b"x"))
+    (message,) = subscriber.feed(publisher.to_send())
+    assert read_live(message) == (7, b"x")
+
+
+def test_a_router_hears_what_is_asked_and_answers():
+    dealer, router = ZmtpConnection(SocketType.DEALER), ZmtpConnection(SocketType.ROUTER)
+    assert talked(dealer, router) == []
+    dealer.send(ask_replay(5))
+    (asked,) = router.feed(dealer.to_send())
+    assert read_asked(asked) == 5
+    for other in ((), (b"",), (b"x", number(1)), (b"", b"short"), (b"", number(1), b"")):
+        assert read_asked(other) is None
+    router.send(replayed_message(b"t", 5, b"five"))
+    router.send(REPLAY_ENDED)
+    assert [read_replayed(one) for one in dealer.feed(router.to_send())] == [(5, b"five"), True]
+
+
+def test_two_of_one_side_do_not_talk():
+    with pytest.raises(ZmtpError, match="another type"):
+        talked(ZmtpConnection(SocketType.PUB), ZmtpConnection(SocketType.ROUTER))
 
 
 HOSTILE = {

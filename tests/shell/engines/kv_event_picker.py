@@ -1,4 +1,4 @@
-"""A scheduler that hears engines, and what listens to them for it."""
+"""A picker that hears pods of a test: a scheduler with an exact index, and production's listener."""
 
 import asyncio
 import time
@@ -49,16 +49,17 @@ async def eventually(condition):
 
 
 class Picker:
-    """A scheduler and its listener, with one endpoint a pod."""
+    """A scheduler and its listener, with one endpoint a pod, of which the port matters here."""
 
-    def __init__(self, *pods, **events):
+    def __init__(self, *pods, host="", **events):
         self.scheduler = Scheduler(settings_of(**events), seed=1)
         self.listener = KVEventListener(self.scheduler, seed=1)
+        places = [host or getattr(pod, "host", "127.0.0.1") for pod in pods]
         self.endpoints = [
             Endpoint(
                 endpoint_id=f"uid-{at}:{pod.port}",
                 name=f"pod-{at}",
-                address=f"{pod.host}:{pod.port}",
+                address=f"{places[at]}:{pod.port}",
             )
             for at, pod in enumerate(pods)
         ]
@@ -82,8 +83,8 @@ class Picker:
         for slot, _ in self.scheduler.pool.endpoints():
             self.scheduler.take(PageScraped(slot, page), time.monotonic())
 
-    def believed(self, tokens, slot=0):
-        asked = request(token_ids=(packed(tokens),))
+    def believed(self, tokens, slot=0, **fields):
+        asked = request(token_ids=(packed(tokens),), **fields)
         known = self.scheduler.indexes[INDEX].match(asked, len(self.endpoints), time.monotonic())
         return int(known.matched[slot]) * 16
 

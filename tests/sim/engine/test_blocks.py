@@ -1,6 +1,8 @@
 """The block pool in runs against one that numbers its blocks."""
 
 import gc
+from bisect import bisect_right
+from collections import Counter
 
 import pytest
 from hypothesis import settings
@@ -28,12 +30,36 @@ class Chain:
             state = self.hashes[-1]
 
 
+class Told:
+    """Who is told what can be hit: each block by its hash, as often as it is there."""
+
+    def __init__(self):
+        self.there = Counter()
+
+    def hashes(self, keys, ends, start, end):
+        for block in range(start, end):
+            piece = bisect_right(ends, block)
+            yield hash((keys[piece], block - (ends[piece - 1] if piece else 0)))
+
+    def stored(self, keys, ends, start, end):
+        self.there.update(self.hashes(keys, ends, start, end))
+
+    def forgotten(self, keys, ends, start, end):
+        self.there.subtract(self.hashes(keys, ends, start, end))
+        assert min(self.there.values()) >= 0
+
+    def cleared(self):
+        self.there.clear()
+
+
 class PoolMachine(RuleBasedStateMachine):
     """Requests come, grow and go; both pools must always have the same hits and as many free."""
 
     @initialize(blocks=st.integers(4, 24))
     def start(self, blocks):
         self.pool, self.plain = BlockPool(blocks), PlainPool(blocks)
+        self.blocks = blocks
+        self.pool.watcher = self.told = Told()
         self.held = []
 
     @rule(pieces=PIECES, partial=st.booleans(), spare=st.integers(0, 4))
@@ -71,11 +97,19 @@ class PoolMachine(RuleBasedStateMachine):
         self.pool.release(holding)
         self.plain.release(blocks)
 
+    @rule()
+    def clear(self):
+        assert self.pool.clear() == (not self.held)
+        if not self.held:
+            self.plain = PlainPool(self.blocks)
+
     @invariant()
     def nothing_is_lost(self):
         if not hasattr(self, "pool"):
             return
         self.pool.check()
+        there = {block: len(copies) for block, copies in self.plain.with_hash.items()}
+        assert +self.told.there == Counter(there)
         assert self.pool.blocks_free == len(self.plain.free)
         assert self.pool.blocks_used == sum(1 for count in self.plain.holders if count)
         twice = sum(count - 1 for count in self.plain.holders if count)

@@ -21,7 +21,9 @@ from msgspec.structs import replace
 from epp.configuration.build import plugin_tables
 from epp.configuration.config import DEFAULT_CONFIG, load_config
 from epp.configuration.describing import config_hash
+from epp.configuration.document import ConfigError
 from sim.__main__ import main
+from sim.cluster.kv_events import KVEventSettings
 from sim.cluster.policies import policy_source
 from sim.experiments.jobs import Crew, Experiment, JobError
 from sim.experiments.run import Run
@@ -1032,12 +1034,54 @@ def test_an_interrupted_experiment_leaves_readable_results(command, told, whom, 
     assert "ot complete" in (out / "report.md").read_text() or not summary.get("configs")
 
 
-def described(trace, seed=1, policy="random"):
+def described(trace, seed=1, policy="random", flags=()):
     """The run that `sim replay TRACE` would do."""
     options = argparse.ArgumentParser()
     add_run_options(options)
-    given = options.parse_args([str(trace), "--block-tokens", str(BLOCK_TOKENS)])
+    given = options.parse_args([str(trace), "--block-tokens", str(BLOCK_TOKENS), *flags])
     return run_settings(given, policy_source(policy), seed)
+
+
+@pytest.mark.parametrize(
+    ("told", "delay_s", "loss"), [("0.2", 0.2, 0.0), ("0:0.5", 0.0, 0.5), ("1:0", 1.0, 0.0)]
+)
+def test_engines_tell_pickers_as_the_flag_says(trace, told, delay_s, loss):
+    """And conditions say so."""
+    settings = described(trace, flags=["--kv-events", told])
+    assert settings.cluster.kv_events == KVEventSettings(delay_s=delay_s, loss=loss)
+    named = {name: value for name, value in conditions(settings).items() if "kv_events" in name}
+    assert named == {"kv_events_delay_s": delay_s, "kv_events_loss": loss}
+    assert described(trace).cluster.kv_events is None
+
+
+@pytest.mark.parametrize("told", ["", "x", "-1", "1:2", "1:0.1:3"])
+def test_what_is_no_delay_or_loss_is_refused(trace, told, capsys):
+    with pytest.raises(SystemExit):
+        described(trace, flags=[f"--kv-events={told}"])
+    assert "--kv-events" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("through_bytes", [False, True])
+def test_an_exact_index_knows_more_than_decisions_do(trace, through_bytes):
+    """By hashes and by bytes alike: pods serve the same, and the estimate is nearer."""
+    exact = str(ROOT / "docs/examples/exact.yaml")
+    off = []
+    usual = ["--replicas", "2", *(["--through", "bytes"] if through_bytes else [])]
+    for told in ([], ["--kv-events", "0"]):
+        run = Run(described(trace, policy=exact, flags=[*usual, *told]))
+        run.run()
+        off.append(run.summary().prediction.mean_absolute_error_tokens)
+    assert off[1] < off[0]
+
+
+def test_blocks_that_those_of_engines_do_not_fit_are_refused(trace, tmp_path):
+    text = (ROOT / "docs/examples/exact.yaml").read_text().replace("64", "24")
+    odd = tmp_path / "odd.yaml"
+    odd.write_text(text)
+    with pytest.raises(ConfigError) as problem:
+        Run(described(trace, policy=str(odd), flags=["--kv-events", "0"]))
+    assert "expected a multiple of 16" in problem.value.problems[0]
+    Run(described(trace, policy=str(odd)))
 
 
 def test_the_picker_knows_how_fast_the_pods_of_its_profile_prefill(trace, tmp_path):

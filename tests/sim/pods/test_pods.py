@@ -12,6 +12,8 @@ import pytest
 from aiohttp import ClientSession
 from prometheus_client import generate_latest
 
+from epp.core.kv_events.payload import read_payload
+from epp.core.kv_events.zmtp import SocketType, ZmtpConnection, ask_replay, read_replayed
 from sim.engine.profiles import DEFAULT_PROFILE, find_profile
 from tests.sim.running import MODEL, running_pod
 
@@ -71,6 +73,60 @@ async def test_a_prompt_is_rendered_without_being_run():
         assert await pod.metric(of_model("prefix_cache_queries_total")) == 0
         status, _ = await pod.post("/v1/completions/render", {**asked, "model": "another"})
         assert status == 404
+
+
+async def test_tokens_are_told_without_a_request():
+    """Those that render tells, of a prompt and of a chat; the model may be left out."""
+    async with running_pod() as pod:
+        status, told = await pod.post("/tokenize", {"prompt": "abcdefgh"})
+        assert status == 200
+        assert (told["count"], told["tokens"]) == (2, [0x64636261, 0x68676665])
+        assert told["max_model_len"] == 31_984
+        chat = {"model": MODEL, "messages": [{"role": "user", "content": "abcd"}]}
+        _, told = await pod.post("/tokenize", chat)
+        _, rendered = await pod.post("/v1/chat/completions/render", chat)
+        assert told["tokens"] == rendered["token_ids"]
+        for body, expected in (
+            ({"model": "another", "prompt": "x"}, 404), ({"model": MODEL}, 400), ([], 400),
+        ):  # fmt: skip
+            assert (await pod.post("/tokenize", body))[0] == expected
+
+
+async def test_a_pod_says_where_it_tells_what_it_holds():
+    """One that does not tell knows no such path."""
+    async with running_pod() as pod, pod.client.get(pod.url("/kv_event_sources")) as response:
+        assert response.status == 404
+    async with running_pod(kv_events=True) as pod:
+        async with pod.client.get(pod.url("/kv_event_sources")) as response:
+            told = (await response.json())["0"]
+        assert told["enable_kv_cache_events"]
+        await pod.completion(prompt="a" * 640, max_tokens=4)
+        port = int(told["replay_endpoint"].rpartition(":")[2])
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        dealer = ZmtpConnection(SocketType.DEALER)
+        while not dealer.ready:
+            writer.write(dealer.to_send())
+            dealer.feed(await reader.readexactly(1))
+        dealer.send(ask_replay(0))
+        writer.write(dealer.to_send())
+        found = []
+        while True not in found:
+            data = await reader.read(65_536)
+            assert data, "the pod closed"
+            found += map(read_replayed, dealer.feed(data))
+        writer.close()
+        (event,) = read_payload(found[0][1]).events
+        assert event.tokens == b"a" * 640
+
+
+async def test_an_idle_pod_forgets_its_prompts_when_it_is_asked_to():
+    async with running_pod() as pod:
+        body = {"prompt": "a" * 640, "max_tokens": 4}
+        await pod.completion(**body)
+        async with pod.client.post(pod.url("/reset_prefix_cache")) as response:
+            assert response.status == 200
+        answer = await pod.completion(**body)
+        assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
 
 
 async def test_a_stream_has_the_text_of_the_whole_answer():

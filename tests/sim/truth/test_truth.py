@@ -13,7 +13,7 @@ from sim.engine.request import EngineRequest
 from sim.pods.exposition import MetricsPage
 from sim.pods.tokens import encode_ids, hash_chain
 from sim.truth import validate
-from sim.truth.prefix_cache import WatchedPool, recorded_events
+from sim.truth.prefix_cache import WrittenEvents, recorded_events
 from tests.sim.engine.plain_engine import PlainEngine, PlainPool, PlainRequest
 
 MAX_MODEL_LEN_TOKENS = 4096
@@ -43,7 +43,7 @@ class Replay:
             max_num_batched_tokens=2048,
         )
         engine = Engine(settings, find_profile(DEFAULT_PROFILE))
-        engine.pool = self.pool = WatchedPool(settings.blocks_total)
+        engine.pool.watcher = self.written = WrittenEvents()
         page = MetricsPage(
             model="tiny", settings=settings, max_model_len_tokens=MAX_MODEL_LEN_TOKENS
         )
@@ -78,7 +78,7 @@ def test_blocks_are_stored_and_removed_as_recorded(truth, replay):
     """The KV events of the run: the same blocks, stored and evicted in the same order."""
     expected = list(recorded_events(truth / "kv_events.jsonl", 32))
     assert sum(kind == "removed" for kind, _ in expected) > 1000
-    assert replay.pool.events == expected
+    assert replay.written.events == expected
 
 
 def test_cached_tokens_equal_the_recorded_ones(replay):

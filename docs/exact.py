@@ -1,0 +1,369 @@
+"""Measures docs/exact.md: `python -m docs.exact`, some minutes of one core.
+
+The same generated traffic is routed by what pickers decided and by what engines tell, with everything
+else alike: the default scorer, the same pods, the same instants. The figures of each run go to
+docs/exact.json, cell by cell; what stands there is not measured again, so that another arm costs only
+its own column. `python -m docs.reference` makes the tables of the page from it.
+"""
+
+import argparse
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import product
+from pathlib import Path
+from typing import Final
+
+import msgspec
+from msgspec import Struct
+from msgspec.structs import replace
+
+from epp.configuration.config import DEFAULT_CONFIG, DEFAULT_SOURCE
+from sim.cluster.kv_events import KVEventSettings
+from sim.cluster.peering import PeerSettings
+from sim.cluster.policies import PolicySource
+from sim.cluster.settings import ClusterSettings
+from sim.cluster.simulated_pod import PodKind
+from sim.engine.profiles import DEFAULT_PROFILE, find_profile
+from sim.experiments.jobs import Crew, Result
+from sim.experiments.run import RunSettings
+from sim.measurement.intervals import Estimate, Varied, estimated
+from sim.measurement.measures import mean, percentile, rounded
+from sim.output import progress_bar, write_whole
+from sim.reports.report import markdown_table, seconds, share
+from sim.traces.capture import CaptureWriter
+from sim.traces.lengths import around
+from sim.traces.workloads import Adapters, OpenLoad, SharedPrefix, Stage, Workload, arrivals
+
+FOLDER: Final = Path(__file__).parent
+RESULTS: Final = FOLDER / "exact.json"
+SEEDS: Final = 3
+PODS: Final = 4
+CACHE_TOKENS: Final = 60_000
+"""Of a pod; small, as traffic is short."""
+PREFIX_TOKENS: Final = 3_000
+RATE_PER_S: Final = 28.0
+DURATION_S: Final = 30.0
+WARM_UP_S: Final = 8.0
+PEER_DELAY_S: Final = 0.005
+
+
+class Arm(Struct, frozen=True, kw_only=True):
+    """A way to know what is cached: a column of the tables."""
+
+    name: str
+    config: str
+    told: bool = False
+    """Engines tell pickers what they hold."""
+
+    @property
+    def policy(self) -> PolicySource:
+        return PolicySource(name=self.name, text=self.config, source=DEFAULT_SOURCE)
+
+
+APPROXIMATE: Final = Arm(name="approximate", config=DEFAULT_CONFIG)
+EXACT: Final = Arm(
+    name="exact", config=(FOLDER / "examples" / "exact.yaml").read_text(encoding="utf-8"), told=True
+)
+ARMS: Final = (APPROXIMATE, EXACT)
+"""The first is what the others are compared with."""
+
+
+class Condition(Struct, frozen=True, kw_only=True):
+    """What it meets: a row of the tables."""
+
+    pressure: float = 1.2
+    """All prefixes, in times the caches of all pods."""
+    pickers: int = 4
+    peers: bool = True
+    """Pickers tell each other what they decide."""
+    adapters: int = 0
+    """Each prefix is one of so many adapters', evenly; 0: of the model."""
+    delay_s: float = 0.01
+    loss: float = 0.0
+    """Both of KV events."""
+
+    def of(self, arm: Arm) -> "Condition":
+        """All that `arm` can know of."""
+        return self if arm.told else replace(self, delay_s=0.0, loss=0.0)
+
+    def workload(self) -> Workload:
+        """Its traffic: of skewed popularity, as prefixes of tenants have it."""
+        prefixes = round(self.pressure * PODS * CACHE_TOKENS / PREFIX_TOKENS)
+        names = tuple((f"adapter-{number}", 1.0) for number in range(self.adapters))
+        return Workload(
+            content=SharedPrefix(
+                groups=prefixes // max(1, self.adapters),
+                prompts_per_group=1_000,
+                system_tokens=PREFIX_TOKENS,
+                question=around(300),
+                output=around(100),
+                skew=0.6,
+            ),
+            load=OpenLoad(stages=(Stage(rate_per_s=RATE_PER_S, duration_s=DURATION_S),)),
+            adapters=Adapters(weights=names),
+        )
+
+    def cluster(self, arm: Arm) -> ClusterSettings:
+        """Its pods and pickers."""
+        kind = PodKind.of(find_profile(DEFAULT_PROFILE), max_loras=self.adapters)
+        blocks = CACHE_TOKENS // kind.engine.block_size_tokens + 1
+        kind = replace(kind, engine=replace(kind.engine, blocks_total=blocks))
+        return ClusterSettings(
+            pods=(kind,) * PODS,
+            replicas=self.pickers,
+            peers=PeerSettings(delay_s=PEER_DELAY_S) if self.peers and self.pickers > 1 else None,
+            kv_events=KVEventSettings(delay_s=self.delay_s, loss=self.loss) if arm.told else None,
+        )
+
+
+class Figures(Struct, frozen=True, kw_only=True):
+    """Of one run."""
+
+    hit_rate: float | None
+    ttft_mean_s: float | None
+    ttft_p90_s: float | None
+    off_tokens: float | None
+    """By so many a prediction was wrong, on average."""
+
+
+class Cell(Struct, frozen=True, kw_only=True):
+    """One arm under one condition, with every seed."""
+
+    arm: str
+    condition: Condition
+    runs: list[Figures]
+
+
+class Measured(Struct, frozen=True, kw_only=True):
+    """docs/exact.json."""
+
+    under: dict[str, float]
+    """What is the same for all; of other runs nothing is kept."""
+    cells: list[Cell]
+
+    def of(self, arm: Arm, condition: Condition) -> list[Figures]:
+        """By seed. `LookupError`: it was not measured."""
+        wanted = (arm.name, condition.of(arm))
+        for cell in self.cells:
+            if (cell.arm, cell.condition) == wanted:
+                return cell.runs
+        raise LookupError(f"{RESULTS.name} has no {wanted}: run `python -m docs.exact`")
+
+
+def under() -> dict[str, float]:
+    """What every run has in common."""
+    return {
+        "pods": PODS,
+        "cache_tokens": CACHE_TOKENS,
+        "prefix_tokens": PREFIX_TOKENS,
+        "rate_per_s": RATE_PER_S,
+        "duration_s": DURATION_S,
+        "warm_up_s": WARM_UP_S,
+        "peer_delay_s": PEER_DELAY_S,
+    }
+
+
+PRESSURES: Final = (0.5, 1.2, 2.0)
+_TOGETHER: Final = {
+    (1, False): PRESSURES,
+    (4, False): PRESSURES,
+    (4, True): PRESSURES,
+    (8, False): (1.2,),
+    (8, True): (1.2,),
+}
+KNOWN: Final[Mapping[str, Condition]] = {
+    f"{pressure:g} \N{MULTIPLICATION SIGN} | {pickers} | {_sharing}": Condition(
+        pressure=pressure, pickers=pickers, peers=peers
+    )
+    for (pickers, peers), pressures in _TOGETHER.items()
+    for pressure in pressures
+    for _sharing in (("share" if peers else "do not share") if pickers > 1 else "",)
+}
+"""Row -> condition: how full caches are, and how many pickers there are."""
+ALONE: Final = Condition(peers=False)
+"""Where it matters what engines tell."""
+ADAPTERS: Final[Mapping[str, Condition]] = {
+    "the model alone": ALONE,
+    "16 adapters": replace(ALONE, adapters=16),
+}
+DELAYS: Final[Mapping[str, Condition]] = {
+    **{
+        f"{_delay}, nothing is lost": replace(ALONE, delay_s=delay_s)
+        for _delay, delay_s in (("10 ms", 0.01), ("1 s", 1.0), ("5 s", 5.0))
+    },
+    **{
+        f"10 ms, {loss:.1%} of the frames are lost": replace(ALONE, loss=loss)
+        for loss in (0.001, 0.1, 0.5)
+    },
+}
+
+
+def cells() -> list[tuple[Arm, Condition]]:
+    """All that is measured, each once."""
+    wanted = [(EXACT, condition) for condition in DELAYS.values()]
+    for conditions in (ADAPTERS, KNOWN):
+        wanted += [(arm, one.of(arm)) for one, arm in product(conditions.values(), ARMS)]
+    return [*dict.fromkeys(wanted)]
+
+
+def measure(
+    wanted: Sequence[tuple[Arm, Condition]], seeds: Sequence[int], *, workers: int = 1
+) -> Iterator[Cell]:
+    """These as they end, with traffic that each seed draws anew and that is the same for every arm."""
+    with tempfile.TemporaryDirectory(prefix="docs-exact-") as name:
+        folder = Path(name)
+        traces: dict[tuple[Workload, int], str] = {}
+        jobs: list[RunSettings] = []
+        for (arm, condition), seed in product(wanted, seeds):
+            workload = condition.workload()
+            if (workload, seed) not in traces:
+                traces[workload, seed] = _drawn(workload, seed, folder / f"{len(traces)}.jsonl")
+            jobs.append(
+                RunSettings(
+                    trace=traces[workload, seed],
+                    policy=arm.policy,
+                    cluster=condition.cluster(arm),
+                    seed=seed,
+                    warm_up_s=WARM_UP_S,
+                )
+            )
+        found: dict[int, Figures] = {}
+        with Crew(max(1, min(workers, len(jobs)))) as crew, progress_bar("exact") as bar:
+            for number, result in bar.track(crew.results(jobs), total=len(jobs)):
+                found[number] = _figures(result)
+                at = number // len(seeds)
+                of_cell = range(at * len(seeds), (at + 1) * len(seeds))
+                if all(each in found for each in of_cell):
+                    arm, condition = wanted[at]
+                    runs = [found[each] for each in of_cell]
+                    yield Cell(arm=arm.name, condition=condition, runs=runs)
+
+
+def _drawn(workload: Workload, seed: int, path: Path) -> str:
+    """`path`, with what `seed` draws in it."""
+    with path.open("wb") as file:
+        writer = CaptureWriter(file, source=f"docs/exact.py, seed {seed}")
+        for arrival in arrivals(workload, seed):
+            writer.write_arrival(arrival)
+    return str(path)
+
+
+def _figures(result: Result) -> Figures:
+    series = result.series
+    return Figures(
+        hit_rate=rounded(float(series.cached_tokens.sum()) / float(series.prompt_tokens.sum())),
+        ttft_mean_s=rounded(mean(series.ttft_s)),
+        ttft_p90_s=rounded(percentile(series.ttft_s, 90)),
+        off_tokens=result.summary.prediction.mean_absolute_error_tokens,
+    )
+
+
+# --- tables ---------------------------------------------------------------------------------------
+
+
+def known_table(measured: Measured) -> str:
+    """How full caches are, and how many pickers decide."""
+    head = ["all prefixes, of all caches", "pickers", "they"]
+    return _compared(measured, head, KNOWN)
+
+
+def adapter_table(measured: Measured) -> str:
+    """The same prefixes, each of one of several adapters."""
+    return _compared(measured, ["requests are for"], ADAPTERS)
+
+
+def delay_table(measured: Measured) -> str:
+    """Of what is told, late or not at all; first what is decided without."""
+    head = ["engines tell", "hits", "TTFT mean", "TTFT p90", "wrong by tokens"]
+    rows = [["nothing, the approximate index", *_told(measured.of(APPROXIMATE, ALONE))]]
+    rows += [[name, *_told(measured.of(EXACT, one))] for name, one in DELAYS.items()]
+    return markdown_table([head, *rows])
+
+
+def _told(runs: Sequence[Figures]) -> list[str]:
+    return [
+        share(_mean(runs, "hit_rate")),
+        seconds(_mean(runs, "ttft_mean_s")),
+        seconds(_mean(runs, "ttft_p90_s")),
+        _tokens(_mean(runs, "off_tokens")),
+    ]
+
+
+def _compared(measured: Measured, names: Sequence[str], conditions: Mapping[str, Condition]) -> str:
+    """Of every arm hits, TTFT and how wrong it was; of all but the first how many more hits."""
+    reference, *others = ARMS
+    head = [*names, *(f"hits, {arm.name}" for arm in ARMS)]
+    head += [f"{arm.name}: points more" for arm in others]
+    head += [f"TTFT mean, {arm.name}" for arm in ARMS]
+    head += [f"wrong by tokens, {arm.name}" for arm in ARMS]
+    rows = [head]
+    for name, condition in conditions.items():
+        runs = {arm: measured.of(arm, condition) for arm in ARMS}
+        row = [part.strip() for part in name.split("|")]
+        row += [share(_mean(runs[arm], "hit_rate")) for arm in ARMS]
+        row += [_more(runs[reference], runs[arm]) for arm in others]
+        row += [seconds(_mean(runs[arm], "ttft_mean_s")) for arm in ARMS]
+        row += [_tokens(_mean(runs[arm], "off_tokens")) for arm in ARMS]
+        rows.append(row)
+    return markdown_table(rows)
+
+
+def _more(reference: Sequence[Figures], other: Sequence[Figures]) -> str:
+    """Hits of `other` less those of `reference`, in points, with the 95 % interval of the mean."""
+    found = hits_more(reference, other)
+    if found.low is None or found.high is None:
+        return f"{100 * found.value:+.1f}"
+    return f"{100 * found.value:+.1f} ({100 * found.low:+.1f} to {100 * found.high:+.1f})"
+
+
+def hits_more(reference: Sequence[Figures], other: Sequence[Figures]) -> Estimate:
+    """The difference of the hit rates; both have the same traffic, seed by seed."""
+    differences = [
+        (after.hit_rate or 0.0) - (before.hit_rate or 0.0)
+        for before, after in zip(reference, other, strict=True)
+    ]
+    return estimated(differences, Varied(repetitions=len(differences), generated=True))
+
+
+def _mean(runs: Sequence[Figures], name: str) -> float:
+    values = [getattr(one, name) for one in runs]
+    return float(sum(values)) / len(values)
+
+
+def _tokens(value: float) -> str:
+    return f"{value:,.0f}"
+
+
+def read() -> Measured:
+    """What was measured last."""
+    return msgspec.json.decode(RESULTS.read_bytes(), type=Measured)
+
+
+def _write(measured: Measured) -> None:
+    content = msgspec.json.format(msgspec.json.encode(measured), indent=1)
+    write_whole(RESULTS, content + b"\n")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measure what is not there yet and keep it; the exit code."""
+    parser = argparse.ArgumentParser(prog="python -m docs.exact", description=__doc__)
+    parser.add_argument("--anew", action="store_true", help="measure also what is there")
+    parser.add_argument("--workers", type=int, default=1, help="processes (1)")
+    options = parser.parse_args(arguments)
+    wanted = cells()
+    kept: dict[tuple[str, Condition], Cell] = {}
+    if RESULTS.exists() and not options.anew and (before := read()).under == under():
+        kept = {(cell.arm, cell.condition): cell for cell in before.cells}
+    missing = [(arm, one) for arm, one in wanted if (arm.name, one) not in kept]
+    if not missing:
+        return 0
+    for cell in measure(missing, range(1, SEEDS + 1), workers=options.workers):
+        kept[cell.arm, cell.condition] = cell
+        there = [key for arm, one in wanted if (key := (arm.name, one)) in kept]
+        _write(Measured(under=under(), cells=[kept[key] for key in there]))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

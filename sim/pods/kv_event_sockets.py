@@ -1,0 +1,222 @@
+"""The sockets of a pod's KV events: a publisher, and a router that tells old frames again.
+
+ZMTP is spoken by `epp/core/kv_events/zmtp`, the other side of what pickers speak. What a subscriber
+does not fetch is dropped for it alone, as ZeroMQ does; a replay is written as fast as it is read.
+"""
+
+import asyncio
+import contextlib
+import socket
+from collections import deque
+from collections.abc import AsyncIterator, Iterator
+from typing import Any, Final, cast
+
+from msgspec import Struct
+
+from epp.core.kv_events.zmtp import (
+    REPLAY_ENDED,
+    Message,
+    SocketType,
+    ZmtpConnection,
+    ZmtpError,
+    live_message,
+    read_asked,
+    read_subscription,
+    replayed_message,
+)
+from sim.pods.kv_events import FRAMES_KEPT_MAX, KVEvents
+
+CONNECTIONS_MAX: Final = 256
+"""To each of the two sockets; further ones are closed."""
+UNSENT_BYTES_MAX: Final = 64 * 1024 * 1024
+"""Of one subscriber; above it frames are dropped."""
+TOPICS_MAX: Final = 64
+TOPIC_BYTES_MAX: Final = 1_024
+ASKED_MAX: Final = 64
+"""Replays that one peer waits for."""
+_HIGH_WATER_MARK: Final = 100_000
+"""What `/kv_event_sources` tells of the queues of vLLM, which are not modelled."""
+
+
+class KVEventSource(Struct, frozen=True, kw_only=True):
+    """Where one pod publishes."""
+
+    port: int
+    replay_port: int
+    topic: str
+
+    def config(self) -> dict[str, Any]:
+        """What vLLM answers to `GET /kv_event_sources`: by rank."""
+        return {
+            "0": {
+                "enable_kv_cache_events": True,
+                "publisher": "zmq",
+                "endpoint": f"tcp://*:{self.port}",
+                "replay_endpoint": f"tcp://*:{self.replay_port}",
+                "buffer_steps": FRAMES_KEPT_MAX,
+                "hwm": _HIGH_WATER_MARK,
+                "max_queue_size": _HIGH_WATER_MARK,
+                "topic": self.topic,
+            }
+        }
+
+
+class _Peer(asyncio.Protocol):
+    """One connection; `peers` are those of its socket."""
+
+    socket_type: SocketType
+
+    def __init__(self, peers: "set[_Peer]") -> None:
+        self._peers = peers
+        self._zmtp = ZmtpConnection(self.socket_type)
+        self._transport: asyncio.Transport | None = None
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        # What uvloop gives is one in all but its bases.
+        self._transport = cast("asyncio.Transport", transport)
+        if len(self._peers) >= CONNECTIONS_MAX:
+            self._transport.abort()
+            return
+        self._peers.add(self)
+        self._flush()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._peers.discard(self)
+
+    def data_received(self, data: bytes) -> None:
+        try:
+            messages = self._zmtp.feed(data)
+        except ZmtpError:
+            self.close()
+            return
+        self._flush()
+        for message in messages:
+            self.heard(message)
+
+    def heard(self, message: Message) -> None:
+        """The peer has sent `message`."""
+        raise NotImplementedError
+
+    def send(self, message: Message) -> None:
+        self._zmtp.send(message)
+        self._flush()
+
+    @property
+    def unsent_bytes(self) -> int:
+        return 0 if self._transport is None else self._transport.get_write_buffer_size()
+
+    @property
+    def gone(self) -> bool:
+        return self._transport is None or self._transport.is_closing()
+
+    def close(self) -> None:
+        if self._transport is not None:
+            self._transport.abort()
+
+    def _flush(self) -> None:
+        if self._transport is not None and not self.gone:
+            self._transport.write(self._zmtp.to_send())
+
+
+class _Subscriber(_Peer):
+    """Gets each frame whose topic it wants, from now on."""
+
+    socket_type = SocketType.PUB
+
+    def __init__(self, peers: set[_Peer]) -> None:
+        super().__init__(peers)
+        self._topics: set[bytes] = set()
+
+    def heard(self, message: Message) -> None:
+        found = read_subscription(message)
+        if found is None or len(found[1]) > TOPIC_BYTES_MAX:
+            self.close()
+            return
+        wanted, topic = found
+        if not wanted:
+            self._topics.discard(topic)
+        elif len(self._topics) < TOPICS_MAX:
+            self._topics.add(topic)
+
+    def publish(self, message: Message) -> None:
+        wanted = message[0].startswith(tuple(self._topics)) if self._topics else False
+        if wanted and self.unsent_bytes <= UNSENT_BYTES_MAX:
+            self.send(message)
+
+
+class _Asker(_Peer):
+    """Is told old frames again, one replay after the other."""
+
+    socket_type = SocketType.ROUTER
+
+    def __init__(self, peers: set[_Peer], events: KVEvents, topic: bytes) -> None:
+        super().__init__(peers)
+        self._events = events
+        self._topic = topic
+        self._asked: deque[int] = deque()
+        self._answer: Iterator[Message] | None = None
+        self._paused = False
+
+    def heard(self, message: Message) -> None:
+        first = read_asked(message)
+        if first is None or len(self._asked) >= ASKED_MAX:
+            self.close()
+            return
+        self._asked.append(first)
+        self._go_on()
+
+    def pause_writing(self) -> None:
+        self._paused = True
+
+    def resume_writing(self) -> None:
+        self._paused = False
+        self._go_on()
+
+    def _go_on(self) -> None:
+        while not self._paused and not self.gone:
+            if self._answer is None:
+                if not self._asked:
+                    return
+                self._answer = self._frames_from(self._asked.popleft())
+            message = next(self._answer, None)
+            if message is None:
+                self._answer = None
+            else:
+                self.send(message)
+
+    def _frames_from(self, first: int) -> Iterator[Message]:
+        for number, payload in self._events.kept_from(first):
+            yield replayed_message(self._topic, number, payload)
+        yield REPLAY_ENDED
+
+
+@contextlib.asynccontextmanager
+async def publishing(
+    events: KVEvents, live: socket.socket, replay: socket.socket, topic: str
+) -> AsyncIterator[KVEventSource]:
+    """Inside, who connects to `live` hears `events`, and who asks at `replay` is told old ones."""
+    loop = asyncio.get_running_loop()
+    encoded = topic.encode()
+    subscribers: set[_Peer] = set()
+    askers: set[_Peer] = set()
+
+    def send(number: int, payload: bytes) -> None:
+        message = live_message(encoded, number, payload)
+        for peer in tuple(subscribers):
+            cast("_Subscriber", peer).publish(message)
+
+    servers = [
+        await loop.create_server(lambda: _Subscriber(subscribers), sock=live),
+        await loop.create_server(lambda: _Asker(askers, events, encoded), sock=replay),
+    ]
+    events.send = send
+    try:
+        yield KVEventSource(
+            port=live.getsockname()[1], replay_port=replay.getsockname()[1], topic=topic
+        )
+    finally:
+        events.send = None
+        for server in servers:
+            server.close()
+        for peer in (*subscribers, *askers):
+            peer.close()

@@ -1,0 +1,106 @@
+"""What a simulated engine tells of its cache, as vLLM 0.32 writes it. No I/O.
+
+What a step stores and evicts is one frame, which leaves when the step has ended: blocks are known to be
+held no earlier than the engine has computed them. A cache that is reset while nothing runs is told with
+the next step, as vLLM does.
+"""
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any, Final
+
+import msgspec
+
+from epp.core.types import Seconds
+from sim.pods.tokens import TOKEN_BYTES, chain_seed, decode_ids, hash_chain
+
+FRAMES_KEPT_MAX: Final = 10_000
+"""To be told again; `buffer_steps` of vLLM."""
+_DEVICE: Final = "GPU"
+_KIND: Final = "full_attention"
+_RANK: Final = 0
+
+
+class TokenChain(list[int]):
+    """The hash of each full block of some tokens, and the tokens."""
+
+    __slots__ = ("adapter", "cache_salt", "tokens")
+
+    def __init__(
+        self, tokens: bytes, *, block_size_tokens: int, adapter: str, cache_salt: str
+    ) -> None:
+        """`tokens`: 4 little-endian bytes each."""
+        seed = chain_seed(adapter, cache_salt)
+        super().__init__(hash_chain(tokens, block_size_tokens=block_size_tokens, seed=seed))
+        self.tokens = tokens
+        self.adapter = adapter
+        self.cache_salt = cache_salt
+
+    def extra_keys(self, start: int, end: int) -> list[list[str] | None]:
+        """What decides beside its tokens what each block is: the adapter, and the salt in the first."""
+        usual = [self.adapter] if self.adapter else None
+        extra: list[list[str] | None] = [usual] * (end - start)
+        if start == 0 and self.cache_salt:
+            extra[0] = [*(usual or ()), self.cache_salt]
+        return extra
+
+
+class KVEvents:
+    """A `PoolWatcher` of chains that are `TokenChain`: frames, numbered from 0.
+
+    The last are kept; `send` gets each as it leaves.
+    """
+
+    def __init__(self, block_size_tokens: int, *, kept_max: int = FRAMES_KEPT_MAX) -> None:
+        self.send: Callable[[int, bytes], None] | None = None
+        """(number, payload); None: nobody listens."""
+        self._block_size_tokens = block_size_tokens
+        self._events: list[dict[str, Any]] = []
+        self._kept: deque[tuple[int, bytes]] = deque(maxlen=kept_max)
+        self._next = 0
+
+    def stored(self, keys: Sequence[int], ends: Sequence[int], start: int, end: int) -> None:
+        """One run is one event."""
+        assert isinstance(keys, TokenChain), "a pod that tells events gives its engine such chains"
+        block_bytes = self._block_size_tokens * TOKEN_BYTES
+        event: dict[str, Any] = {
+            "type": "BlockStored",
+            "block_hashes": keys[start:end],
+            "parent_block_hash": keys[start - 1] if start else None,
+            "token_ids": decode_ids(keys.tokens[start * block_bytes : end * block_bytes]),
+            "block_size": self._block_size_tokens,
+            "medium": _DEVICE,
+            "extra_keys": keys.extra_keys(start, end),
+            "group_idx": 0,
+            "kv_cache_spec_kind": _KIND,
+        }
+        if keys.adapter:
+            event["lora_name"] = keys.adapter
+        self._events.append(event)
+
+    def forgotten(self, keys: Sequence[int], ends: Sequence[int], start: int, end: int) -> None:
+        """An event a block, as vLLM has it."""
+        self._events += [
+            {"type": "BlockRemoved", "block_hashes": [key], "medium": _DEVICE, "group_idx": 0}
+            for key in reversed(keys[start:end])
+        ]
+
+    def cleared(self) -> None:
+        """It waits for the next step."""
+        self._events.append({"type": "AllBlocksCleared"})
+
+    def end_step(self, at_s: Seconds) -> None:
+        """A step has ended at `at_s`, since 1970: send what it did, if it did anything."""
+        if not self._events:
+            return
+        payload = msgspec.msgpack.encode([at_s, self._events, _RANK])
+        self._events = []
+        frame = (self._next, payload)
+        self._next += 1
+        self._kept.append(frame)
+        if self.send is not None:
+            self.send(*frame)
+
+    def kept_from(self, first: int) -> list[tuple[int, bytes]]:
+        """The frames from number `first` on that are still there."""
+        return [frame for frame in self._kept if frame[0] >= first]

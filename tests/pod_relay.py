@@ -1,0 +1,114 @@
+"""A pod of loopback under another address of loopback, so that what passes of its KV events can be spoilt.
+
+Its ports are the pod's, so that what the pod says of where it publishes holds here too.
+"""
+
+import asyncio
+import contextlib
+from functools import partial
+
+from tests.shell.engines.kv_event_pod import GREETING, next_frame
+
+ADDRESS = "127.0.0.2"
+_MORE, _COMMAND = 1, 4
+
+
+class PodRelay:
+    """`lose_every`: of how many live frames the last does not arrive; 0: all do."""
+
+    def __init__(self, port, live_port, replay_port, *, pod="127.0.0.1", address=ADDRESS):
+        self.port = port
+        self.address = address
+        self.lose_every = 0
+        self.lost = 0
+        self._pod = pod
+        self._live_port = live_port
+        self._replay_port = replay_port
+        self._leads_to = {}
+        self._open = {}
+        self.mend()
+
+    async def __aenter__(self):
+        self._stack = contextlib.AsyncExitStack()
+        for port in (self.port, self._live_port, self._replay_port):
+            self._open[port] = set()
+            server = await asyncio.start_server(partial(self._relay, port), self.address, port)
+            self._stack.push_async_callback(server.wait_closed)
+            self._stack.callback(self._abort, port)
+            self._stack.callback(server.close)
+        return self
+
+    async def __aexit__(self, *_):
+        await self._stack.aclose()
+
+    def cut(self):
+        """Nobody hears its events any more, until `mend`."""
+        self._leads_to = {self.port: self.port}
+        self._abort(self._live_port)
+        self._abort(self._replay_port)
+
+    def mislead(self):
+        """Who wants to hear its events reaches another socket, until `mend`."""
+        self._leads_to[self._live_port] = self._replay_port
+        self._abort(self._live_port)
+
+    def mend(self):
+        """All of it is reached as it is, from the next connection on, and nothing is lost."""
+        self.lose_every = 0
+        self._leads_to = {port: port for port in (self.port, self._live_port, self._replay_port)}
+
+    def _abort(self, port):
+        for writer in self._open[port]:
+            writer.transport.abort()
+
+    async def _relay(self, port, reader, writer):
+        target = self._leads_to.get(port)
+        try:
+            if target is None:
+                raise ConnectionRefusedError
+            pod_reader, pod_writer = await asyncio.open_connection(self._pod, target)
+        except OSError:
+            writer.transport.abort()
+            return
+        ends = {writer, pod_writer}
+        self._open[port] |= ends
+        down = self._messages if port == self._live_port else _pump
+        pumps = [
+            asyncio.ensure_future(_pump(reader, pod_writer)),
+            asyncio.ensure_future(down(pod_reader, writer)),
+        ]
+        try:
+            await asyncio.wait(pumps, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for pump in pumps:
+                pump.cancel()
+            for end in ends:
+                end.close()
+            self._open[port] -= ends
+            await asyncio.gather(*pumps, return_exceptions=True)
+
+    async def _messages(self, reader, writer):
+        """From a publisher, message by message."""
+        with contextlib.suppress(OSError, asyncio.IncompleteReadError):
+            writer.write(await reader.readexactly(len(GREETING)))
+            number, message = 0, b""
+            while True:
+                flags, body = await next_frame(reader)
+                size = len(body).to_bytes(8 if flags & 2 else 1, "big")
+                message += bytes([flags]) + size + body
+                if flags & _MORE:
+                    continue
+                number += not flags & _COMMAND
+                if self.lose_every and not flags & _COMMAND and number % self.lose_every == 0:
+                    self.lost += 1
+                else:
+                    writer.write(message)
+                    await writer.drain()
+                message = b""
+
+
+async def _pump(reader, writer):
+    with contextlib.suppress(OSError):
+        while data := await reader.read(65_536):
+            writer.write(data)
+            await writer.drain()

@@ -132,7 +132,7 @@ def test_the_default_is_explained_without_a_file():
     [
         ([], 2, "err", "usage: epp serve"),
         (["--help"], 0, "out", "usage: epp serve"),
-        (["fly"], 2, "err", "epp: unknown command 'fly'\nusage: "),
+        (["fly"], 2, "err", "epp: unknown command 'fly', `epp --help` lists them\n"),
         (["serve", "--help"], 0, "out", "usage: epp serve [flags]\n\nServing:\n  --grpc-port\n"),
         (["serve"], 2, "err", "epp serve: no endpoints: give --pool-name, "),
         (["serve", "--grpc-prt"], 2, "err", "epp serve: unknown flag '--grpc-prt', did you mean"),

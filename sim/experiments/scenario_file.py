@@ -102,7 +102,7 @@ class Scenario(Struct, frozen=True, kw_only=True):
     """A scenario file, read; small enough to be sent to another process."""
 
     file: str
-    """Its name."""
+    """Its name, without the folder: the same scenario in another folder is the same run."""
     pods: tuple[PodKind, ...] = ()
     """Empty: as the flags say."""
     incidents: tuple[Incident, ...] = ()
@@ -126,21 +126,18 @@ class Scenario(Struct, frozen=True, kw_only=True):
         return any(isinstance(incident, Join) for incident in self.incidents)
 
     def check(self, *, kinds: Sequence[PodKind], pickers: int) -> None:
-        """`ClusterSettingsError` if it speaks of pods or pickers that there are not.
+        """`ClusterSettingsError`, without the file, if it speaks of pods or pickers that there are not.
 
         `kinds`: the pods at the beginning.
         """
         pods = len(kinds)
-        try:
-            check_incidents(self.incidents, pods=pods)
-            if self.autoscaler is not None:
-                self.autoscaler.check(kinds)
-        except ClusterSettingsError as problem:
-            raise ClusterSettingsError(f"{self.file}: {problem}") from problem
+        check_incidents(self.incidents, pods=pods)
+        if self.autoscaler is not None:
+            self.autoscaler.check(kinds)
         joining = sum(len(one.kinds) for one in self.incidents if isinstance(one, Join))
         if pods + joining > PODS_MAX:
             raise ClusterSettingsError(
-                f"{self.file}: expected {PODS_MAX:,} pods at most, got {pods + joining:,}"
+                f"expected {PODS_MAX:,} pods at most, got {pods + joining:,}"
             )
         plan = self.pickers or PickersPlan()
         named = [
@@ -154,7 +151,7 @@ class Scenario(Struct, frozen=True, kw_only=True):
         for kind, at_s, what, numbers in named:
             if any(number >= counts[what] for number in numbers):
                 raise ClusterSettingsError(
-                    f"{self.file}: {kind} at {at_s:g} s: expected a {what} from 0 to "
+                    f"{kind} at {at_s:g} s: expected a {what} from 0 to "
                     f"{counts[what] - 1}, got {max(numbers)}"
                 )
 

@@ -169,7 +169,7 @@ class _Task:
         base = run_settings(options, policy, options.seed)
         if base.scenario is not None and base.scenario.configures:
             raise ClusterSettingsError(
-                f"{base.scenario.file} configures pickers, which would undo what is tried"
+                f"{options.scenario} configures pickers, which would undo what is tried"
             )
         self.halves = _halves(base)
         self._conditions = conditions(base)

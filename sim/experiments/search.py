@@ -21,6 +21,7 @@ from msgspec import Struct
 from epp.configuration.config import ConfigError
 from epp.configuration.describing import config_hash
 from sim.cluster.policies import PolicySource
+from sim.experiments.power import PILOTS
 from sim.experiments.space import Space, Value
 
 BATCH: Final = 12
@@ -73,11 +74,26 @@ class Search:
         self._space = space
         self._trials_max = trials
         self._proposals = Proposals(space.dimensions, seed=seed, random=BATCH)
+        # Asked for the first batch before it is due: what that shows need not be run again.
+        self._pilots = Proposals(space.dimensions, seed=seed, random=BATCH)
 
     def run(self, measured: Measured) -> None:
         """All batches. What `measured` raises ends it."""
         while len(self.trials) < self._trials_max:
             self._batch(measured)
+
+    def pilots(self, present_hash: str | None) -> list[PolicySource]:
+        """A few of the first batch, other than the present configuration and each other.
+
+        To be asked for once.
+        """
+        found: dict[str, PolicySource] = {}
+        asked = self._pilots.ask(min(BATCH, self._trials_max))
+        for at, values in enumerate(asked):
+            one = self._proposed(at, values)
+            if not one.refused and one.hash != present_hash:
+                found.setdefault(one.hash, one.policy)
+        return list(found.values())[:PILOTS]
 
     def best(self) -> Trial | None:
         """By the sum of costs, of those that got furthest; None: none was measured."""

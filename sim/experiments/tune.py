@@ -148,7 +148,12 @@ def run(options: argparse.Namespace) -> int:
         at = bar.add_task("runs", total=task.runs_expected)
         with Crew(options.workers) as crew, interrupts_call(crew.stop):
             tuning = Tuning(
-                Search(task.space, trials=options.trials, seed=options.seed),
+                Search(
+                    task.space,
+                    trials=options.trials,
+                    seed=options.seed,
+                    tolerance=options.tolerance,
+                ),
                 MeasuredRuns(crew, journal, task.base, task.halves, lambda: bar.advance(at)),
                 task.space.policy,
                 measures=options.objective.measures,
@@ -299,6 +304,7 @@ class _Task:
             refused=trial.refused,
             values={one.name: one.written(trial.values[one.name]) for one in self.space.dimensions},
             costs=[[six_digits(cost) for cost in costs] for costs in trial.costs],
+            cost=six_digits(trial.cost) if trial.costs else None,
         )
 
 

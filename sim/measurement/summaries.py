@@ -425,6 +425,8 @@ class TrialSummary(Summary, frozen=True, kw_only=True):
     values: Values
     costs: list[list[float]]
     """Of each objective, of each share of the half that it ran on."""
+    cost: float | None
+    """As one number, by which the search goes; None: it was not run."""
 
 
 class JudgedSummary(Summary, frozen=True, kw_only=True):

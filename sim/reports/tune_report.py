@@ -309,7 +309,7 @@ def _trial_rows(summary: TuneSummary) -> list[list[str]]:
     names = [one.name for one in summary.space]
     head = ["", "of the half", *(LABELS[name] for name in summary.objective), *names]
     known = [one for one in summary.trials if one.costs]
-    known.sort(key=lambda one: (-len(one.costs), sum(one.costs[-1]), one.trial))
+    known.sort(key=lambda one: (-len(one.costs), one.cost or 0.0, one.trial))
     rows = [head]
     for one in known[:TRIALS_SHOWN]:
         ratios = [relative(change - 1) for change in _ratios(summary, one)]

@@ -44,12 +44,13 @@ WORKLOAD = """\
 data:
   type: shared_prefix
   shared_prefix:
-    {num_groups: 16, num_prompts_per_group: 100, system_prompt_len: 4500, question_len: 60, output_len: 3}
-load: {type: poisson, stages: [{rate: 60, duration: 4}]}
+    {num_groups: 8, num_prompts_per_group: 100, system_prompt_len: 4500, question_len: 60, output_len: 3}
+load: {type: poisson, stages: [{rate: 60, duration: 2}]}
 """
 TRIALS = 6
 RUN = ("--pods", "4", "--block-tokens", str(BLOCK_TOKENS))
-SMALL = (*RUN, "--trials", str(TRIALS), "--seeds", "6")
+SEEDS = ("--seeds", "4")
+SMALL = (*RUN, "--trials", str(TRIALS), *SEEDS, "--workers", "1")
 
 
 @pytest.fixture(scope="module")
@@ -143,7 +144,7 @@ def test_the_config_map_is_ready(planted):
         "trace made.yml", summary["trace"]["sha256"][:12], "requests: tuned on",
         f"first {summary['trace']['tuning']}, judged on the other", "against blind, hash",
         "4 of llama-3.1-8b-h100-tp1; 1 picker", "TTFT p90", "95 % interval", "1.3 times the load",
-        "Intervals over 6 draws of the traffic", "weight of prefix-cache-scorer 0.1 to 10 or off", f"in {TRIALS} trials",
+        "Intervals over 4 draws of the traffic", "weight of prefix-cache-scorer 0.1 to 10 or off", f"in {TRIALS} trials",
     ):  # fmt: skip
         assert part in told
 
@@ -178,7 +179,7 @@ def test_it_tells_people_too(planted):
 def test_the_answer_is_the_same_on_any_number_of_processes(folder, planted):
     """To the byte; where it was stopped before does not matter either."""
     out = folder / "one-process"
-    assert tune(folder, *SMALL, "--workers", "1", "--out", out) == 0
+    assert tune(folder, *SMALL, "--out", out) == 0
     for name in ("summary.json", "tuned.yaml", "tuned-configmap.yaml", "report.md", "report.html"):
         assert (out / name).read_bytes() == (planted / name).read_bytes()
 
@@ -186,14 +187,14 @@ def test_the_answer_is_the_same_on_any_number_of_processes(folder, planted):
 def test_what_is_best_already_stays(folder, capsys):
     """It says so, exits with 0, and writes no configuration, nor leaves one of an earlier start."""
     out = folder / "good"
-    assert tune(folder, *SMALL, "--workers", "2", "--out", out, config="good.yaml") == 0
+    assert tune(folder, *SMALL, "--out", out, config="good.yaml") == 0
     told = capsys.readouterr().out
     assert "Nothing beats good: " in told
     assert "No configuration is written." in told
     assert not [*out.glob("*.yaml")]
     assert not summary_of(out)["beats"]
     (out / "tuned.yaml").write_text("of an earlier start")
-    assert tune(folder, *SMALL, "--workers", "2", "--out", out, config="good.yaml") == 0
+    assert tune(folder, *SMALL, "--out", out, config="good.yaml") == 0
     assert "going on from" in capsys.readouterr().out
     assert not [*out.glob("*.yaml")]
 
@@ -203,7 +204,7 @@ def test_it_goes_on_where_it_was_stopped(folder, planted, capsys):
     out = folder / "stopped"
     process = started(
         "tune", folder / "made.yml", "--config", folder / "blind.yaml", "--space",
-        folder / "space.toml", *RUN[:2], *SMALL[-2:], "--workers", "2", "--out", out,
+        folder / "space.toml", *RUN[:2], *SEEDS, "--workers", "2", "--out", out,
     )  # fmt: skip
     runs = out / "runs.jsonl"
     wait_for(process, runs)
@@ -226,7 +227,7 @@ def test_it_goes_on_where_it_was_stopped(folder, planted, capsys):
     tried = len(summary["trials"])
     assert f"# Not finished: {tried} configurations tried so far" in best.text
     assert "Not finished" in (out / "report.md").read_text()
-    assert tune(folder, *SMALL, "--workers", "2", "--out", out) == 0
+    assert tune(folder, *SMALL, "--out", out) == 0
     assert f"going on from {len(kept) - 1} runs" in capsys.readouterr().out
     assert runs.read_bytes().splitlines()[: len(kept)] == kept
     keys = [json.loads(line)["key"] for line in runs.read_text().splitlines()[1:]]

@@ -31,7 +31,9 @@ from sim.traces.arrival import TraceError
 from sim.truth import validate
 
 _MISSING: Final = "the following arguments are required: "
-"""As argparse begins when an argument was not given."""
+_TOO_MANY: Final = "unrecognized arguments: "
+_NO_VALUE: Final = "expected one argument"
+"""What argparse says of arguments that were not given, that nobody takes, and of a flag alone."""
 
 
 def run(arguments: Sequence[str] | None) -> int:
@@ -88,10 +90,15 @@ class _Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Without the usage, a screen of flags under which the sentence would be looked for."""
-        told = message.removeprefix("argument ")
-        missing = told.removeprefix(_MISSING)
-        if missing != told:
-            told = f"{missing} is missing, `{self.prog} --help` tells what it takes"
+        told = message.removeprefix("argument ").replace(_NO_VALUE, "expected a value, got none")
+        if told.startswith(_TOO_MANY):
+            told = f"expected nothing more, got {told.removeprefix(_TOO_MANY)}"
+        elif told.startswith(_MISSING):
+            missing = told.removeprefix(_MISSING).split(", ")
+            told = (
+                f"{' and '.join(missing)} {'are' if missing[1:] else 'is'} missing, "
+                f"`{self.prog} --help` tells what it takes"
+            )
         self.exit(2, f"{self.prog}: {told}\n")
 
     def _get_value(self, action: argparse.Action, arg_string: str) -> Any:

@@ -223,7 +223,9 @@ def _scenario(options: argparse.Namespace, policy: PolicySource, usual: PodKind)
         return None
     scenario = scenario_in(options.scenario, usual)
     if scenario.pods and options.pods is not None:
-        raise ClusterSettingsError(f"{options.scenario} says which pods there are: leave out --pods")
+        raise ClusterSettingsError(
+            f"{options.scenario} says which pods there are: leave out --pods"
+        )
     if (scenario.joins or scenario.autoscaler) and options.faults_per_hour:
         raise ClusterSettingsError(
             f"{options.scenario} says which pods join, and faults would add others: leave out "
@@ -440,6 +442,11 @@ def _positive(text: str) -> float:
     return _number(text, lowest=1e-6, highest=1e9)
 
 
+def _in_digits(number: float) -> str:
+    """Without an exponent, as people write it."""
+    return f"{number:,.6f}".rstrip("0").removesuffix(".")
+
+
 def _number(text: str, *, lowest: float, highest: float, integer: bool = False) -> float:
     try:
         number = int(text) if integer else float(text)
@@ -447,5 +454,7 @@ def _number(text: str, *, lowest: float, highest: float, integer: bool = False) 
         number = lowest - 1
     if not lowest <= number <= highest:
         kind = "an integer" if integer else "a number"
-        raise argparse.ArgumentTypeError(f"{text!r} is not {kind} from {lowest:g} to {highest:g}")
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not {kind} from {_in_digits(lowest)} to {_in_digits(highest)}"
+        )
     return number

@@ -15,6 +15,7 @@ from msgspec import Meta, Struct, field
 
 from epp.configuration.config import ConfigError
 from epp.configuration.document import nearest
+from epp.core.expectation import misfit
 from sim.caches.names import CacheNameError, cache_named, check_cache
 from sim.cluster.arrivals import Rate
 from sim.cluster.autoscaler import AutoscalerSettings
@@ -38,7 +39,7 @@ from sim.cluster.simulated_pod import PodKind
 from sim.cluster.windows import Duration, Instant
 from sim.engine.profiles import ProfileError, find_profile
 from sim.experiments.pickers import PeerPartition, PickerRestart, Pickers, PickersPlan
-from sim.sentences import sentence_of
+from sim.sentences import sentence_of, unread
 
 FILE_BYTES_MAX: Final = 1_000_000
 EVENTS_MAX: Final = 10_000
@@ -234,10 +235,8 @@ def _document(path: Path) -> dict[str, Any]:
         if len(content) > FILE_BYTES_MAX:
             raise ScenarioError(f"{path}: expected {FILE_BYTES_MAX:,} bytes at most, got more.")
         return tomllib.loads(content.decode())
-    except OSError as problem:
-        raise ScenarioError(sentence_of(problem)) from problem
-    except (UnicodeDecodeError, tomllib.TOMLDecodeError) as problem:
-        raise ScenarioError(f"{path}: {problem}.") from problem
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as problem:
+        raise ScenarioError(unread(path, problem, "TOML")) from problem
 
 
 def _tables(path: Path, document: dict[str, Any], name: str) -> list[dict[str, Any]]:
@@ -276,7 +275,7 @@ def _convert(place: str, fields: dict[str, Any], table: type[Table]) -> Table:
     try:
         return msgspec.convert(fields, table)
     except msgspec.ValidationError as problem:
-        raise ScenarioError(f"{place}: {problem}.") from problem
+        raise ScenarioError(f"{misfit(place, problem, table)}.") from problem
 
 
 def _kinds(path: Path, place: str, told: Pods, usual: PodKind) -> list[PodKind]:

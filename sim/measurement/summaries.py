@@ -11,6 +11,7 @@ from typing import Any, ClassVar, Final, TypeAlias
 import msgspec
 from msgspec import UNSET, Struct, UnsetType
 
+from epp.core.expectation import misfit
 from sim.output import OutputError
 
 SCHEMA: Final = 1
@@ -666,9 +667,8 @@ def read_run(path: Path) -> RunSummary:
     try:
         return msgspec.json.decode(path.read_bytes(), type=RunSummary)
     except msgspec.DecodeError as problem:
-        raise OutputError(
-            f"{path}: expected the summary of `sim replay` as this release writes it: {problem}"
-        ) from problem
+        place = f"{path}: expected the summary of `sim replay` as this release writes it"
+        raise OutputError(misfit(place, problem, RunSummary)) from problem
 
 
 def _plain(value: Any) -> Any:

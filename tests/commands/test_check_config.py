@@ -71,7 +71,7 @@ def test_a_config_map_is_checked_by_what_it_holds(tmp_path, key):
         ({"a": DEFAULT_CONFIG, "b": ""}, "data of the ConfigMap has no text config.yaml"),
         (None, "data of the ConfigMap has no text config.yaml"),
         ({"config.yaml": None}, "data of the ConfigMap has no text config.yaml"),
-        ({"config.yaml": "{}"}, "config.yaml: kind is None, expected 'EndpointPickerConfig'"),
+        ({"config.yaml": "{}"}, "config.yaml: kind is missing, expected 'EndpointPickerConfig'"),
     ],
 )
 def test_a_config_map_without_a_configuration_is_invalid(tmp_path, texts, problem):

@@ -33,9 +33,16 @@ def refused(arguments, capsys):
         (["serve", "--port=x"], "'x' is not an integer from 0 to 65535"),
         (["serve", "--speed=0"], "'0' is not a number above 0"),
         (["serve", "--nonsense"], "--nonsense"),
+        (["replay", "x.jsonl", "--pods"], "sim replay: --pods: expected a value, got none"),
+        (["replay", "x.jsonl", "y.jsonl"], "sim: expected nothing more, got y.jsonl"),
+        (["trace", "generate"], "sim trace generate: KIND and --out are missing,"),
+        (["replay", "x.jsonl", "--speed", "0"], "is not a number from 0.000001 to 1,000,000,000"),
         (["replay"], "sim replay: TRACE is missing, `sim replay --help` tells what it takes"),
         (["replay", "x.jsonl", "--seed", "x"], "--seed: expected a whole number, got 'x'"),
-        (["replay", "x.jsonl", "--through", "air"], "--through: expected hashes or bytes, got 'air'"),
+        (
+            ["replay", "x.jsonl", "--through", "air"],
+            "--through: expected hashes or bytes, got 'air'",
+        ),
         (
             ["tune", "x.jsonl", "--objective", "itll"],
             "sim tune: --objective: expected throughput or itl, got 'itll', did you mean `itl`?",

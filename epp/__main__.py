@@ -132,11 +132,12 @@ def _main(arguments: Sequence[str]) -> int:
         name, rest = "serve", list(arguments)
     command = SUBCOMMANDS.get(name)
     if command is None:
-        asked = wants_help([name])
-        hint = nearest(name, SUBCOMMANDS)
-        problem = "" if asked or not name else f"epp: unknown command {name!r}{hint}\n"
-        (sys.stdout if asked else sys.stderr).write(problem + USAGE)
-        return SUCCESS if asked else USAGE_ERROR
+        if wants_help([name]):
+            sys.stdout.write(USAGE)
+            return SUCCESS
+        hint = nearest(name, SUBCOMMANDS) or ", `epp --help` lists them"
+        sys.stderr.write(f"epp: unknown command {name!r}{hint}\n" if name else USAGE)
+        return USAGE_ERROR
     try:
         return run(name, command, rest)
     except FlagError as error:

@@ -6,7 +6,7 @@
 import argparse
 import sys
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Final, NoReturn
 
 from epp import __version__
 from epp.configuration.config import ConfigError
@@ -29,6 +29,11 @@ from sim.sentences import failed, sentence_of
 from sim.traces import command as trace_command
 from sim.traces.arrival import TraceError
 from sim.truth import validate
+
+_MISSING: Final = "the following arguments are required: "
+_TOO_MANY: Final = "unrecognized arguments: "
+_NO_VALUE: Final = "expected one argument"
+"""What argparse says of arguments that were not given, that nobody takes, and of a flag alone."""
 
 
 def run(arguments: Sequence[str] | None) -> int:
@@ -67,7 +72,10 @@ def run(arguments: Sequence[str] | None) -> int:
 
 
 class _Parser(argparse.ArgumentParser):
-    """Says what a misspelt flag or command may have meant; its commands are parsed by it too."""
+    """Says what is wrong in one sentence, and what a misspelt flag or command may have meant.
+
+    Commands are parsed by it too.
+    """
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
         """Refuses unknown flags where they stand; argparse first misses what they leave unsaid."""
@@ -80,9 +88,40 @@ class _Parser(argparse.ArgumentParser):
                 self.error(f"unknown flag {name}{nearest(name, self._option_string_actions)}")
         return super().parse_known_args(arguments, namespace)
 
+    def error(self, message: str) -> NoReturn:
+        """Without the usage, a screen of flags under which the sentence would be looked for."""
+        told = message.removeprefix("argument ").replace(_NO_VALUE, "expected a value, got none")
+        if told.startswith(_TOO_MANY):
+            told = f"expected nothing more, got {told.removeprefix(_TOO_MANY)}"
+        elif told.startswith(_MISSING):
+            missing = told.removeprefix(_MISSING).split(", ")
+            told = (
+                f"{' and '.join(missing)} {'are' if missing[1:] else 'is'} missing, "
+                f"`{self.prog} --help` tells what it takes"
+            )
+        self.exit(2, f"{self.prog}: {told}\n")
+
+    def _get_value(self, action: argparse.Action, arg_string: str) -> Any:
+        try:
+            return super()._get_value(action, arg_string)
+        except argparse.ArgumentError as error:
+            if isinstance(error.__context__, argparse.ArgumentTypeError):
+                raise  # a sentence of ours
+            raise argparse.ArgumentError(action, _expected(action, arg_string)) from None
+
     def _check_value(self, action: argparse.Action, value: Any) -> None:
         try:
             super()._check_value(action, value)
-        except argparse.ArgumentError as error:
-            hint = nearest(str(value), map(str, action.choices or ()))
-            raise argparse.ArgumentError(action, f"{error.message}{hint}") from None
+        except argparse.ArgumentError:
+            raise argparse.ArgumentError(action, _expected(action, value)) from None
+
+
+def _expected(action: argparse.Action, value: Any) -> str:
+    """What a flag or an argument takes, and what it was given."""
+    choices = [choice for choice in map(str, action.choices or ()) if choice]
+    numbers: dict[Any, str] = {int: "a whole number", float: "a number"}
+    if choices:
+        expected = " or ".join([", ".join(choices[:-1]), choices[-1]] if choices[1:] else choices)
+    else:
+        expected = numbers.get(action.type, "another value")
+    return f"expected {expected}, got {str(value)!r}{nearest(str(value), choices)}"

@@ -49,6 +49,8 @@ def open_folder(options: argparse.Namespace, *, goes_on: str = "") -> Path | Non
     path: Path | None = options.out
     if path is None:
         return None
+    if path.is_file():
+        raise OutputError(f"--out {path}: expected a folder, got a file")
     path.mkdir(parents=True, exist_ok=True)
     if options.force:
         for name in _WRITTEN:

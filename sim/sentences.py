@@ -10,6 +10,16 @@ def sentence_of(problem: Exception) -> str:
     return str(problem)
 
 
+def unread(file: object, problem: Exception, what: str) -> str:
+    """Why `file`, which should hold `what`, cannot be read; an `OSError` names it itself."""
+    if isinstance(problem, OSError):
+        return sentence_of(problem)
+    if isinstance(problem, UnicodeDecodeError):
+        byte = problem.object[problem.start]
+        return f"{file}: expected {what} in UTF-8, got the byte {byte:#04x} at {problem.start:,}"
+    return f"{file}: expected {what}: {problem}"
+
+
 def failed(sentence: str, *, code: int) -> int:
     """Tell what ends a command on stderr; `code` is the one that it exits with."""
     sys.stderr.write(f"sim: {sentence}\n")

@@ -10,6 +10,7 @@ from xml.etree import ElementTree as ET
 
 import pytest
 import yaml
+from msgspec import structs
 
 from docs.pictures import PICTURES
 from docs.reference import refreshed
@@ -21,9 +22,12 @@ from epp.core.abilities import Abilities
 from epp.core.decision.inputs import PageScraped, PoolReplaced
 from epp.core.decision.scheduler import Decision, Scheduler
 from epp.core.knowledge.candidates import Candidates
+from epp.core.knowledge.prefill_speed import PREFILL_TOKENS_PER_S
 from epp.core.prompt.request import InferenceRequest
 from epp.core.types import Endpoint, EndpointMetrics
 from epp.flags import command_lines
+from epp.plugins import added_time
+from epp.plugins.added_time import AddedTime
 from epp.shell.files.endpoints_file import load_endpoints
 from epp.shell.operators.metrics.metric_table import METRICS
 from sim import __main__ as sim_command
@@ -51,7 +55,7 @@ LINK = re.compile(r"\]\(([^)\s]+)\)")
 OTHERS = frozenset(
     {
         ".", "cat", "cp", "curl", "deploy/migrate-values", "docker", "envoy", "export", "fi", "helm",
-        "if", "kill", "kind", "kubectl", "ls", "sed", "until",
+        "if", "kill", "kind", "kubectl", "ls", "python3", "sed", "until",
     }
 )  # fmt: skip
 """Commands in fenced blocks that are not ours."""
@@ -225,6 +229,24 @@ def test_every_scenario_of_the_examples_has_its_picture_on_a_page():
         assert len(drawn.findall(".//{*}polyline")) >= len(PICTURES[name].lines)
         assert f"](incidents/{name}.svg)" in page
         assert f"](examples/scenarios/{name}.toml)" in page
+
+
+def test_constants_of_the_default_scorer_have_their_source():
+    """All of them, with the values of the code; where a number is from is no empty cell."""
+    page = (ROOT / "docs/scoring.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| `(\w+)` \| (\S+)[^|]* \| (.+) \|$", page, re.MULTILINE)
+    told = {name: float(value.replace(",", "")) for name, value, source in rows if source.strip()}
+    constants = {
+        name: value
+        for name, value in vars(added_time).items()
+        if name.isupper() and not name.startswith("_")
+    }
+    parameters = {
+        field.encode_name: float(field.default)
+        for field in structs.fields(AddedTime)
+        if field.default != ""
+    }
+    assert told == constants | parameters | {"peakPrefillThroughput": PREFILL_TOKENS_PER_S}
 
 
 def test_configurations_load():

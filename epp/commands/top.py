@@ -14,6 +14,7 @@ from epp.commands.debug_client import DebugClient, NoAnswerError, read_token
 from epp.commands.replicas_view import as_one, differences
 from epp.commands.top_screen import COLUMNS_MIN, top_screen
 from epp.core.address import host_of
+from epp.core.expectation import misfit
 from epp.flags.subcommands import TopFlags
 from epp.shell.operators.live.live_view import Live
 
@@ -134,6 +135,5 @@ def _asked(client: DebugClient, path: str, decode: Callable[[bytes], T]) -> T:
     try:
         return decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise NoAnswerError(
-            f"{client.url}{path} answers with what this version does not understand: {error}"
-        ) from error
+        place = f"{client.url}{path} answers with what this version does not understand"
+        raise NoAnswerError(misfit(place, error, None)) from error

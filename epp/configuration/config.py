@@ -397,7 +397,7 @@ class _Loader:
         try:
             converted = msgspec.convert(value, kind, dec_hook=decode)
         except (msgspec.ValidationError, TypeError) as error:
-            self.problem(sentence_of(where, error))
+            self.problem(sentence_of(where, error, kind))
             return None
         except BaseException as error:  # noqa: BLE001  a plugin checks its own parameters
             self.problem(_raised(where, "checking them", error, "expected ValueError"))
@@ -422,12 +422,12 @@ class _Loader:
     def _check_head(self, document: dict[str, Any]) -> None:
         version, kind = document.get("apiVersion"), document.get("kind")
         if kind != "EndpointPickerConfig":
-            self.problem(f"kind is {kind!r}, expected 'EndpointPickerConfig'")
+            self.problem(f"kind is {_shown(kind)}, expected 'EndpointPickerConfig'")
         if version == API_VERSION_DEPRECATED:
             self.warn(f"apiVersion {version} is deprecated, use {API_VERSION}")
         elif version not in API_VERSIONS:
             expected = " or ".join(map(repr, API_VERSIONS))
-            self.problem(f"apiVersion is {version!r}, expected {expected}")
+            self.problem(f"apiVersion is {_shown(version)}, expected {expected}")
         for name in document:
             if name in REFUSED_SECTIONS:
                 self.problem(f"{name} is not supported, {REFUSED_SECTIONS[name]}: remove it")
@@ -858,7 +858,7 @@ class _Loader:
                 _NeededIndex,
             )
         except msgspec.ValidationError as error:
-            self.problem(sentence_of(f"{where}: producer", error))
+            self.problem(sentence_of(f"{where}: producer", error, _NeededIndex))
         except BaseException as error:  # noqa: BLE001  the boundary of a plugin
             self.problem(_raised(where, "producer", error))
         return None
@@ -1144,6 +1144,11 @@ def _prefix_reader(profile: SchedulingProfile) -> str | None:
         (profile.picker_name, profile.picker.abilities),
     )
     return next((name for name, abilities in readers if may_read_prefix(abilities)), None)
+
+
+def _shown(given: object) -> str:
+    """A value of a document, for people."""
+    return "missing" if given is None else repr(given)
 
 
 def _counts_blocks(index: AffinityIndexSettings) -> bool:

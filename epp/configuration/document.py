@@ -4,7 +4,6 @@ YAML as Kubernetes users write it (JSON is a part of it): a key that stands twic
 nesting are refused, because each of them is a mistake or an attack.
 """
 
-import re
 from collections.abc import Iterable
 from difflib import get_close_matches
 from typing import Any, Final, cast
@@ -13,6 +12,7 @@ import yaml
 
 from epp.configuration.compatibility import MetricSpec, parse_metric_spec
 from epp.core.duration import Duration, parse_duration
+from epp.core.expectation import place_and_sentence
 
 CONFIG_MAX_BYTES: Final = 1_048_576
 """What a ConfigMap can hold."""
@@ -70,6 +70,8 @@ def read_mapping(text: bytes | str, source: str) -> dict[str, Any]:
         what = error.problem or error.context
         if error.context and error.context.startswith("expected"):
             what = f"{error.context}, {error.problem}"
+        if isinstance(error, yaml.scanner.ScannerError | yaml.parser.ParserError):
+            what = f"expected YAML: {what}"
         raise ConfigError([f"{source}: {line}{what}"]) from error
     except (yaml.YAMLError, ValueError) as error:
         reason = " ".join(str(error).split())
@@ -113,10 +115,6 @@ def _refused(problem: str, event: yaml.Event) -> yaml.MarkedYAMLError:
     return yaml.MarkedYAMLError(problem=problem, problem_mark=mark)
 
 
-_PATH: Final = re.compile(r"(?P<what>.*?)(?: - at `(?:key in )?\$(?P<path>.*)`)?", re.DOTALL)
-_FIELD: Final = re.compile(r"Object (?:contains (unknown)|missing (required)) field (`.*`)")
-
-
 def decode(kind: type[Any], value: Any) -> Any:
     """What msgspec does not know: durations and metric specs, both written as text."""
     if not isinstance(value, str):
@@ -128,16 +126,11 @@ def decode(kind: type[Any], value: Any) -> Any:
     raise ValueError(f"a parameter of type {kind.__name__} cannot be read from a configuration")
 
 
-def sentence_of(where: str, error: Exception) -> str:
-    """`where`, the path within it, and what is wrong there."""
-    parts = _PATH.fullmatch(str(error))
-    assert parts is not None
-    what, place = parts["what"], where + (parts["path"] or "")
-    if missing := _FIELD.fullmatch(what):
-        return f"{place} {'has unknown' if missing[1] else 'needs'} field {missing[3]}"
-    if what.startswith("Expected "):
-        what = "e" + what[1:]
-    return f"{place}: {what}"
+def sentence_of(where: str, error: Exception, kind: Any) -> str:
+    """`where`, the path within it, and what is wrong there with a `kind`."""
+    place, what = place_and_sentence(str(error), kind)
+    colon = "" if what.startswith(("needs field", "has unknown field")) else ":"
+    return f"{where}{place}{colon} {what}"
 
 
 def nearest(name: str, known: Iterable[str]) -> str:

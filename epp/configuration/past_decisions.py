@@ -31,6 +31,7 @@ from epp.core.capture.reenactment import (
 )
 from epp.core.capture.transcript import BEHIND_MAX
 from epp.core.decision.settings import SchedulerSettings
+from epp.core.expectation import misfit
 
 _NAME: Final = re.compile(r"(requests|events)-(\w+-[0-9a-f]+)-(\d+)\.jsonl\.gz", re.ASCII)
 _LINE_BYTES_MAX: Final = 16 * 1024 * 1024
@@ -173,7 +174,7 @@ def _events(files: list[Path]) -> Iterator[Event]:
             try:
                 event: Event = decode(line)
             except msgspec.DecodeError as error:
-                raise CaptureError(f"{path}:{number}: {error}") from None
+                raise CaptureError(misfit(f"{path}:{number}", error, Event)) from None
             if isinstance(event, Opened) and (event.format, event.version) != (
                 EVENTS_FORMAT,
                 EVENTS_VERSION,
@@ -217,7 +218,7 @@ def _request_lines(files: list[Path]) -> Iterator[CaptureLine]:
             try:
                 yield decode(line)
             except msgspec.DecodeError as error:
-                raise CaptureError(f"{path}:{number}: {error}") from None
+                raise CaptureError(misfit(f"{path}:{number}", error, CaptureLine)) from None
 
 
 def told(found: Mapping[str, Reenacted]) -> dict[str, Any]:

@@ -14,6 +14,7 @@ import msgspec
 from msgspec import Struct
 
 from epp.core.duration import Duration, parse_duration
+from epp.core.expectation import place_and_sentence
 from epp.flags.row import Flag, flags_of
 from epp.flags.values import (
     ByteCount,
@@ -126,9 +127,9 @@ def _read(flag: Flag, text: str) -> Any:
     try:
         value = msgspec.convert(value, flag.type, strict=False, dec_hook=_decode)
     except msgspec.ValidationError as error:
-        sentence = str(error).partition(" - at `$")[0].removesuffix(", got `str`")
-        if sentence.startswith("Expected"):
-            sentence = f"e{sentence[1:]}, got {text!r}"
+        sentence = place_and_sentence(str(error))[1].removesuffix(", got a text")
+        if sentence.startswith("expected"):
+            sentence += f", got {text!r}"
         raise FlagError(f"--{flag.name}: {sentence}") from error
     _check_bounds(flag, value)
     return value

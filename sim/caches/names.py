@@ -5,6 +5,7 @@ from typing import Final
 
 import msgspec
 
+from epp.core.expectation import misfit
 from sim.caches.behaviour import CacheBehaviour
 from sim.caches.kronk_imc_v1 import KronkImcV1
 from sim.caches.kronk_imc_v2 import KronkImcV2
@@ -59,7 +60,7 @@ def cache_named(text: str) -> CacheBehaviour | None:
     try:
         return msgspec.convert(parameters, behaviour, strict=False)
     except msgspec.ValidationError as problem:
-        raise CacheNameError(f"The cache {text!r}: {problem}.") from problem
+        raise CacheNameError(f"{misfit(f'The cache {text!r}', problem, behaviour)}.") from problem
 
 
 def cache_spelt(cache: CacheBehaviour | None) -> str:

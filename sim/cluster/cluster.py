@@ -36,7 +36,7 @@ _LOOK_AHEAD_S: Final[Seconds] = 60.0
 class Cluster:
     """Runs `arrivals` through pickers and pods; `ended` gets each request when it ends.
 
-    `stepped` gets each step of each pod when it ends.
+    `stepped` gets each step of each pod when it ends, `decided` each request when it has a route.
     `open_policy(seed)` makes a picker, `request_of` the request as it has parsed it. `seed` decides
     everything that is drawn: nothing else does.
     """
@@ -51,6 +51,7 @@ class Cluster:
         seed: int,
         ended: Callable[[SimulatedRequest], None],
         stepped: Callable[[Step], None] | None = None,
+        decided: Callable[[SimulatedRequest], None] | None = None,
         faults: Iterable[Fault] = (),
         resolver: Resolver | None = None,
     ) -> None:
@@ -79,6 +80,7 @@ class Cluster:
             resolver=resolver,
             ended=self._end,
         )
+        self.gateway.decided = decided
         self.loop.after(TICK_S, self._tick)
         self.clients = Clients(
             settings, self.loop, self.gateway, arrivals, seed=seed, tell_ended=ended

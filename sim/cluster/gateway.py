@@ -57,6 +57,8 @@ class Gateway:
         self._request_of = request_of
         self._resolver = resolver
         self._ended = ended
+        self.decided: Callable[[SimulatedRequest], None] | None = None
+        """Gets each request when it has a route, before anything else happens."""
         self._connections = Connections(settings.reschedules, seed=seed)
         self.rescheduled = 0
         """Requests that a pod took that was not the first that the picker named."""
@@ -121,6 +123,8 @@ class Gateway:
             return
         request.route = routed
         request.predicted_cached_tokens = routed.predicted_cached_tokens
+        if self.decided is not None:
+            self.decided(request)
         decision = routed.decision
         if decision is not None:
             request.metrics_age_s = decision.candidates.metrics_age_s_of(decision.picked)

@@ -36,6 +36,7 @@ from epp.core.prompt.request import InferenceRequest
 from epp.core.session_tokens import SessionTokens
 from epp.core.types import Endpoint, EndpointMetrics, Refusal, RefusalReason, Seconds
 from sim.cluster.built_in import RIVALS_MISSING, configurations, rivals_installed
+from sim.sentences import unread
 
 _SESSION_AFFINITY: Final = "session-affinity"
 _SESSION_KEY: Final = b"of every replica in every run"
@@ -361,7 +362,7 @@ def policy_source(named: str) -> PolicySource:
     try:
         text = path.read_text(encoding="utf-8")
     except UnicodeDecodeError as problem:
-        raise ConfigError([f"{named} is not UTF-8: {problem.reason}"]) from problem
+        raise ConfigError([unread(named, problem, "YAML")]) from problem
     source = PolicySource(name=path.stem, text=text, source=named)
     source.load()
     return source

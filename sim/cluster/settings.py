@@ -126,16 +126,20 @@ class ClusterSettings(Struct, frozen=True, kw_only=True):
 
 def _check_pickers(settings: ClusterSettings) -> None:
     """`ClusterSettingsError` if something is said of pickers that there are not or cannot be."""
-    named = [absence.replica for absence in settings.absences]
+    named = [("--picker-away (picker-restart)", one.replica) for one in settings.absences]
     peers = settings.peers
     if peers is not None and settings.replicas > 1:
-        named += [slow.replica for slow in peers.slow]
-        named += [replica for partition in peers.partitions for replica in partition.side]
-    unknown = [replica for replica in named if not 0 <= replica < settings.replicas]
-    if unknown:
-        raise ClusterSettingsError(
-            f"expected a picker from 0 to {settings.replicas - 1}, got {unknown[0]}"
-        )
+        named += [("--peer-slow (peer_slow)", one.replica) for one in peers.slow]
+        named += [
+            ("--peer-partition (peer-partition)", replica)
+            for partition in peers.partitions
+            for replica in partition.side
+        ]
+    for what, replica in named:
+        if not 0 <= replica < settings.replicas:
+            raise ClusterSettingsError(
+                f"{what}: expected a picker from 0 to {settings.replicas - 1}, got {replica}"
+            )
     if settings.reschedules and not settings.fallback_endpoints_max:
         raise ClusterSettingsError(
             f"reschedule at {settings.reschedules[0].from_s:g} s: expected fallback_endpoints_max "

@@ -22,6 +22,7 @@ from sim.output import (
     progress_bar,
     write_whole,
 )
+from sim.sentences import unread
 from sim.traces.arrival import Arrival
 from sim.traces.formats import FORMATS, open_trace
 from sim.traces.reading import ReadOptions
@@ -186,7 +187,10 @@ def _headers_in(path: Path | None) -> list[tuple[str, str]]:
     """Raises `OutputError`, `OSError`; what is wrong is not quoted: it may be a key."""
     if path is None:
         return []
-    lines = [line for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+    try:
+        lines = [line for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+    except UnicodeDecodeError as problem:
+        raise OutputError(unread(path, problem, "headers")) from None
     if len(lines) > _HEADERS_MAX:
         raise OutputError(f"{path}: expected at most {_HEADERS_MAX} headers, got {len(lines)}")
     try:
@@ -219,16 +223,22 @@ def _header(text: str) -> tuple[str, str]:
 
 
 def _positive(text: str) -> float:
-    value = float(text)
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
     if not 0 < value < float("inf"):
-        raise argparse.ArgumentTypeError(f"expected more than 0, got {text}")
+        raise argparse.ArgumentTypeError(f"expected a number above 0, got {text!r}")
     return value
 
 
 def _count(text: str) -> int:
-    value = int(text)
+    try:
+        value = int(text)
+    except ValueError:
+        value = 0
     if value < 1:
-        raise argparse.ArgumentTypeError(f"expected at least 1, got {text}")
+        raise argparse.ArgumentTypeError(f"expected a whole number of at least 1, got {text!r}")
     return value
 
 

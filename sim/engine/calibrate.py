@@ -41,6 +41,7 @@ import numpy as np
 import numpy.typing as npt
 from msgspec import Meta, Struct
 
+from epp.core.expectation import misfit
 from epp.core.types import Seconds
 from sim.engine.least_squares import bounded_least_squares
 from sim.engine.profiles import (
@@ -159,7 +160,7 @@ def points_in(path: Path) -> Points:
     try:
         return msgspec.convert(toml_in(path), Points)
     except msgspec.ValidationError as problem:
-        raise ProfileError(f"{path}: {problem}.") from problem
+        raise ProfileError(f"{misfit(str(path), problem, Points)}.") from problem
 
 
 def calibrate(points: Points) -> tuple[Profile, list[Residual]]:
@@ -170,7 +171,7 @@ def calibrate(points: Points) -> tuple[Profile, list[Residual]]:
     try:
         profile = msgspec.convert({**base, "name": points.name}, Profile)
     except (msgspec.ValidationError, TypeError) as problem:
-        raise ProfileError(f"profile: {problem}.") from problem
+        raise ProfileError(f"{misfit('profile', problem, Profile)}.") from problem
     seconds = [p.seconds for p in points.ttft] + [p.seconds for p in points.itl]
     measured = np.array(seconds)
     # In units of where the fit begins: the constants are of very different sizes.
@@ -189,9 +190,8 @@ def calibrate(points: Points) -> tuple[Profile, list[Residual]]:
         # What cannot be read back is no profile either.
         msgspec.convert(msgspec.to_builtins(profile), Profile)
     except ValueError as problem:
-        raise ProfileError(
-            f"{points.name}: the points are those of no engine: {problem}."
-        ) from problem
+        place = f"{points.name}: the points are those of no engine"
+        raise ProfileError(f"{misfit(place, problem, Profile)}.") from problem
     names = [f"TTFT of {point.prompt_tokens} tokens" for point in points.ttft]
     names += [f"ITL of {p.requests} requests, {p.context_tokens} tokens each" for p in points.itl]
     residuals = [

@@ -35,7 +35,8 @@ from typing import Annotated, Any, Final, TypeAlias
 import msgspec
 from msgspec import Meta, Struct
 
-from sim.sentences import sentence_of
+from epp.core.expectation import misfit
+from sim.sentences import unread
 
 DEFAULT_PROFILE: Final = "llama-3.1-8b-h100-tp1"
 ADAPTER_LINEAR_FACTORS: Final = {8: 1.02, 16: 1.035, 32: 1.06}
@@ -271,7 +272,7 @@ def _profiles_of(path: Path, *, known: Mapping[str, Profile]) -> dict[str, Profi
             place = f"{path}: {name}"
             profiles[name] = msgspec.convert(fields, Profile)
         except msgspec.ValidationError as problem:
-            raise ProfileError(f"{place}: {problem}.") from problem
+            raise ProfileError(f"{misfit(place, problem, Profile)}.") from problem
     if not profiles:
         raise ProfileError(f"{path}: expected at least one table, a profile.")
     return profiles
@@ -281,10 +282,8 @@ def toml_in(path: Path) -> dict[str, Any]:
     """What a TOML file says. Raises ProfileError."""
     try:
         return tomllib.loads(path.read_text(encoding="utf-8"))
-    except OSError as problem:
-        raise ProfileError(sentence_of(problem)) from problem
-    except (UnicodeDecodeError, tomllib.TOMLDecodeError) as problem:
-        raise ProfileError(f"{path}: {problem}") from problem
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as problem:
+        raise ProfileError(unread(path, problem, "TOML")) from problem
 
 
 def profile_as_toml(profile: Profile, comments: dict[str, str]) -> str:

@@ -1,4 +1,4 @@
-"""What to try next, by Optuna's tree-structured Parzen estimator, for two objectives at once.
+"""What to try next, by Optuna's tree-structured Parzen estimator, of each dimension by itself.
 
 This alone knows Optuna, which takes half a second to import. Its study lives in memory: what is
 asked for follows from seed and what was told, so that a command that starts anew asks for the same.
@@ -34,7 +34,7 @@ class Proposals:
         # It tells each trial, and warns of what of it is experimental.
         optuna.logging.set_verbosity(optuna.logging.CRITICAL)
         with warnings.catch_warnings(action="ignore"):
-            self._study = optuna.create_study(directions=["minimize", "minimize"])
+            self._study = optuna.create_study(direction="minimize")
         present = {one.name: one.present for one in dimensions}
         if None not in present.values():
             self._study.enqueue_trial(present)
@@ -46,12 +46,12 @@ class Proposals:
         self._batches += 1
         with warnings.catch_warnings(action="ignore"):
             self._study.sampler = optuna.samplers.TPESampler(
-                seed=seed, n_startup_trials=self._random
+                seed=seed, n_startup_trials=self._random, multivariate=False
             )
             self._asked = [self._study.ask(self._distributions) for _ in range(count)]
         return [dict(one.params) for one in self._asked]
 
-    def tell(self, costs: Sequence[Sequence[float] | None]) -> None:
+    def tell(self, costs: Sequence[float | None]) -> None:
         """What each of those asked for costs, in their order; None: it cannot be tried."""
         for one, found in zip(self._asked, costs, strict=True):
             if found is None:

@@ -60,6 +60,12 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
         help=f"write every decision, which costs time (default: below {DECISIONS_BELOW:,} requests)",
     )
     add(
+        "--inputs",
+        action="store_true",
+        help="write with every decision what was known of each candidate, and what it costs by each "
+        "scorer that tells: a file five times as large",
+    )
+    add(
         "--ceilings",
         action=argparse.BooleanOptionalAction,
         default=None,
@@ -91,20 +97,21 @@ def replay(settings: RunSettings, options: argparse.Namespace) -> int:
     progress = progress_bar("replay")
     with contextlib.ExitStack() as files:
         listeners = [_shown(progress, total)]
-        decisions = None
+        decisions = noted = None
         if folder is not None:
             files.push(_nothing_half(folder))
             requests = RequestTable(folder / REQUESTS)
             files.callback(requests.close)
             listeners.append(requests.add)
             wanted = options.decisions
-            if total < DECISIONS_BELOW if wanted is None else wanted:
+            if (total < DECISIONS_BELOW or options.inputs) if wanted is None else wanted:
                 decisions = folder / DECISIONS
                 lines = DecisionFile(decisions)
+                noted = lines.note if options.inputs else None
                 files.callback(lines.close)
                 listeners.append(lines.add)
         started_s = time.perf_counter()
-        one = Run(settings, listeners)
+        one = Run(settings, listeners, noted)
         with interrupts_call(one.stop):
             with files, progress:
                 one.run()

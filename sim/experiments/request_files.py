@@ -11,6 +11,7 @@ import pyarrow.parquet as pq
 
 from epp.core.decision.account import Leg
 from sim.cluster.simulated_request import SimulatedRequest
+from sim.experiments.decision_inputs import asked_of, scored_by
 from sim.measurement.measures import queue_of, tpot_of, ttft_of
 
 ROWS_PER_BATCH: Final = 16_384
@@ -99,18 +100,39 @@ class DecisionFile:
     for one that never got to a picker, `served` names the pod that the gateway asked in the place of
     `endpoint`, null if none, `matched_blocks` and `total_blocks` count full blocks of
     the picker's index, and `candidates` is empty for a policy that scores none.
+
+    Of requests that `note` was given, candidates also have what was `known` of them when they were
+    scored, null for what was not, and their `costs` by each scorer that tells them, in its own unit;
+    and the line has what of the request the scorers went by.
     """
 
     def __init__(self, path: Path) -> None:
         self._file: BinaryIO = path.open("wb")
         self._waiting: dict[int, bytes] = {}
+        self._noted: dict[int, msgspec.Raw] = {}
         self._next = 0
+
+    def note(self, request: SimulatedRequest) -> None:
+        """Keep what its candidates were like, just after it was decided; `add` follows when it has ended."""
+        route = request.route
+        if route is not None and route.decision is not None:
+            # As text: a later decision changes what the candidates are views of.
+            self._noted[request.sequence] = msgspec.Raw(
+                _ENCODE(scored_by(route.decision.account.leg))
+            )
 
     def add(self, request: SimulatedRequest) -> None:
         """Write one request that has ended, and what waited for it."""
         route = request.route
         decision = route.decision if route is not None else None
-        candidates = _NOBODY if decision is None else candidates_of(decision.account.leg)
+        noted = self._noted.pop(request.sequence, None)
+        asked: dict[str, Any] = {}
+        if decision is None:
+            candidates = _NOBODY
+        elif noted is None:
+            candidates = candidates_of(decision.account.leg)
+        else:
+            candidates, asked = noted, asked_of(decision.account.leg)
         line = {
             "request": request.arrival.index,
             "time_s": request.routed_at,
@@ -119,6 +141,7 @@ class DecisionFile:
             "served": request.pod.name if request.passed_over and request.pod else None,
             "refusal": request.refusal.message if request.refusal is not None else None,
             "total_blocks": 0 if decision is None else decision.account.leg.total_blocks,
+            **asked,
             "candidates": candidates,
             "predicted_cached_tokens": request.predicted_cached_tokens,
             "cached_tokens": 0 if request.engine is None else request.engine.cached_tokens,

@@ -76,12 +76,13 @@ class RunSettings(Struct, frozen=True, kw_only=True):
 
 
 class Run:
-    """A run that can be watched; `listeners` get each request as it ends."""
+    """A run that can be watched: `listeners` get each request as it ends, `decided` as it is routed."""
 
     def __init__(
         self,
         settings: RunSettings,
         listeners: Iterable[Callable[[SimulatedRequest], None]] = (),
+        decided: Callable[[SimulatedRequest], None] | None = None,
     ) -> None:
         """Raises `TraceError`, `OSError` and `ConfigError`."""
         self.settings = settings
@@ -120,6 +121,7 @@ class Run:
             seed=settings.seed,
             ended=self._ended,
             stepped=self.measures.gaps.add,
+            decided=decided,
             faults=() if gap_s is None else draw_faults(settings.seed, mean_gap_s=gap_s),
         )
         if self.cluster.clients.done:

@@ -169,7 +169,10 @@ def run_settings(
     pods = tuple(kinds[number % len(kinds)] for number in range(options.pods or PODS))
     if scenario is not None:
         pods = scenario.pods or pods
-        scenario.check(kinds=pods, pickers=plan.pickers.count)
+        try:
+            scenario.check(kinds=pods, pickers=plan.pickers.count)
+        except ClusterSettingsError as problem:
+            raise ClusterSettingsError(f"{options.scenario}: {problem}") from problem
     return RunSettings(
         trace=options.trace,
         policy=policy,
@@ -225,19 +228,21 @@ def _scenario(options: argparse.Namespace, policy: PolicySource, usual: PodKind)
         return None
     scenario = scenario_in(options.scenario, usual)
     if scenario.pods and options.pods is not None:
-        raise ClusterSettingsError(f"{scenario.file} says which pods there are: leave out --pods")
+        raise ClusterSettingsError(
+            f"{options.scenario} says which pods there are: leave out --pods"
+        )
     if (scenario.joins or scenario.autoscaler) and options.faults_per_hour:
         raise ClusterSettingsError(
-            f"{scenario.file} says which pods join, and faults would add others: leave out "
+            f"{options.scenario} says which pods join, and faults would add others: leave out "
             "--faults-per-hour"
         )
     if scenario.configures and not policy.text:
         raise ClusterSettingsError(
-            f"{scenario.file} configures pickers, and {policy.name} has no configuration"
+            f"{options.scenario} configures pickers, and {policy.name} has no configuration"
         )
     if scenario.reschedules and not policy.text:
         raise ClusterSettingsError(
-            f"{scenario.file} has a gateway ask what is named second, and {policy.name} names one "
+            f"{options.scenario} has a gateway ask what is named second, and {policy.name} names one "
             "endpoint alone"
         )
     return scenario
@@ -246,7 +251,7 @@ def _scenario(options: argparse.Namespace, policy: PolicySource, usual: PodKind)
 def _plan(
     options: argparse.Namespace, scenario: Scenario | None, replicas: int | None
 ) -> PickersPlan:
-    """What the flags or the scenario say of pickers."""
+    """What the flags or the scenario say of pickers. `ClusterSettingsError` if it makes no sense."""
     flags = {
         "count": options.replicas,
         "assignment": options.assignment,
@@ -261,8 +266,16 @@ def _plan(
     }
     if replicas is not None:
         flags["count"] = replicas
-    told, file = (None, "") if scenario is None else (scenario.pickers, scenario.file)
-    return pickers_plan(flags, told, file)
+    told = None if scenario is None else scenario.pickers
+    plan = pickers_plan(flags, told, str(options.scenario))
+    # Of several numbers of pickers one may be 1.
+    counts = options.replicas if isinstance(options.replicas, tuple) else (plan.pickers.count,)
+    if plan.peers is not None and max(counts) == 1:
+        raise ClusterSettingsError(
+            "--peer-delay (peer_delay_s) needs two pickers or more, by --replicas (count): one has "
+            "nobody to tell"
+        )
+    return plan
 
 
 def _whole_tuple(given: list[Any] | None) -> tuple[Any, ...] | None:
@@ -444,6 +457,11 @@ def _positive(text: str) -> float:
     return _number(text, lowest=1e-6, highest=1e9)
 
 
+def _in_digits(number: float) -> str:
+    """Without an exponent, as people write it."""
+    return f"{number:,.6f}".rstrip("0").removesuffix(".")
+
+
 def _number(text: str, *, lowest: float, highest: float, integer: bool = False) -> float:
     try:
         number = int(text) if integer else float(text)
@@ -451,5 +469,7 @@ def _number(text: str, *, lowest: float, highest: float, integer: bool = False) 
         number = lowest - 1
     if not lowest <= number <= highest:
         kind = "an integer" if integer else "a number"
-        raise argparse.ArgumentTypeError(f"{text!r} is not {kind} from {lowest:g} to {highest:g}")
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not {kind} from {_in_digits(lowest)} to {_in_digits(highest)}"
+        )
     return number

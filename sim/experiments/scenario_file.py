@@ -15,6 +15,7 @@ from msgspec import Meta, Struct, field
 
 from epp.configuration.config import ConfigError
 from epp.configuration.document import nearest
+from epp.core.expectation import misfit
 from sim.caches.names import CacheNameError, cache_named, check_cache
 from sim.cluster.arrivals import Rate
 from sim.cluster.autoscaler import AutoscalerSettings
@@ -38,7 +39,7 @@ from sim.cluster.simulated_pod import PodKind
 from sim.cluster.windows import Duration, Instant
 from sim.engine.profiles import ProfileError, find_profile
 from sim.experiments.pickers import PeerPartition, PickerRestart, Pickers, PickersPlan
-from sim.sentences import sentence_of
+from sim.sentences import sentence_of, unread
 
 FILE_BYTES_MAX: Final = 1_000_000
 EVENTS_MAX: Final = 10_000
@@ -102,7 +103,7 @@ class Scenario(Struct, frozen=True, kw_only=True):
     """A scenario file, read; small enough to be sent to another process."""
 
     file: str
-    """Its name."""
+    """Its name, without the folder: the same scenario in another folder is the same run."""
     pods: tuple[PodKind, ...] = ()
     """Empty: as the flags say."""
     incidents: tuple[Incident, ...] = ()
@@ -126,21 +127,18 @@ class Scenario(Struct, frozen=True, kw_only=True):
         return any(isinstance(incident, Join) for incident in self.incidents)
 
     def check(self, *, kinds: Sequence[PodKind], pickers: int) -> None:
-        """`ClusterSettingsError` if it speaks of pods or pickers that there are not.
+        """`ClusterSettingsError`, without the file, if it speaks of pods or pickers that there are not.
 
         `kinds`: the pods at the beginning.
         """
         pods = len(kinds)
-        try:
-            check_incidents(self.incidents, pods=pods)
-            if self.autoscaler is not None:
-                self.autoscaler.check(kinds)
-        except ClusterSettingsError as problem:
-            raise ClusterSettingsError(f"{self.file}: {problem}") from problem
+        check_incidents(self.incidents, pods=pods)
+        if self.autoscaler is not None:
+            self.autoscaler.check(kinds)
         joining = sum(len(one.kinds) for one in self.incidents if isinstance(one, Join))
         if pods + joining > PODS_MAX:
             raise ClusterSettingsError(
-                f"{self.file}: expected {PODS_MAX:,} pods at most, got {pods + joining:,}"
+                f"expected {PODS_MAX:,} pods at most, got {pods + joining:,}"
             )
         plan = self.pickers or PickersPlan()
         named = [
@@ -154,7 +152,7 @@ class Scenario(Struct, frozen=True, kw_only=True):
         for kind, at_s, what, numbers in named:
             if any(number >= counts[what] for number in numbers):
                 raise ClusterSettingsError(
-                    f"{self.file}: {kind} at {at_s:g} s: expected a {what} from 0 to "
+                    f"{kind} at {at_s:g} s: expected a {what} from 0 to "
                     f"{counts[what] - 1}, got {max(numbers)}"
                 )
 
@@ -237,10 +235,8 @@ def _document(path: Path) -> dict[str, Any]:
         if len(content) > FILE_BYTES_MAX:
             raise ScenarioError(f"{path}: expected {FILE_BYTES_MAX:,} bytes at most, got more.")
         return tomllib.loads(content.decode())
-    except OSError as problem:
-        raise ScenarioError(sentence_of(problem)) from problem
-    except (UnicodeDecodeError, tomllib.TOMLDecodeError) as problem:
-        raise ScenarioError(f"{path}: {problem}.") from problem
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as problem:
+        raise ScenarioError(unread(path, problem, "TOML")) from problem
 
 
 def _tables(path: Path, document: dict[str, Any], name: str) -> list[dict[str, Any]]:
@@ -279,7 +275,7 @@ def _convert(place: str, fields: dict[str, Any], table: type[Table]) -> Table:
     try:
         return msgspec.convert(fields, table)
     except msgspec.ValidationError as problem:
-        raise ScenarioError(f"{place}: {problem}.") from problem
+        raise ScenarioError(f"{misfit(place, problem, table)}.") from problem
 
 
 def _kinds(path: Path, place: str, told: Pods, usual: PodKind) -> list[PodKind]:

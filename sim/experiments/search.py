@@ -3,10 +3,11 @@
 Trials come in batches. Each of a batch runs on the first rung, a quarter of the traffic that tuning
 may see; the best third of them on the next, all of it (successive halving: Jamieson and Talwalkar,
 AISTATS 2016). What a trial costs is the logarithm of its figure over that of the present
-configuration on the very same requests, so that rungs can be compared with each other. Optuna's
-tree-structured Parzen estimator proposes the next batch from all that was told so far, for both
-objectives at once. Where one number is needed it is the sum of both costs: a gain of one per cent
-in either counts alike.
+configuration on the very same requests, so that rungs can be compared with each other. Where one number is
+needed it is the sum of both costs: a gain of one per cent in either counts alike. What is given up of
+one beyond the tolerance counts `GIVEN_UP` times besides, for nobody is chosen who gives up more, and
+a search is to end among those who can be. By that number Optuna's tree-structured Parzen estimator
+proposes the next batch, from all that was told so far.
 
 A batch is as large whatever the machine, its sampler is seeded by its place, and results are told
 in the order of trials: the search depends on seed and measurements, and on nothing else.
@@ -21,6 +22,7 @@ from msgspec import Struct
 from epp.configuration.config import ConfigError
 from epp.configuration.describing import config_hash
 from sim.cluster.policies import PolicySource
+from sim.experiments.power import PILOTS
 from sim.experiments.space import Space, Value
 
 BATCH: Final = 12
@@ -29,6 +31,8 @@ RUNGS: Final = (0.25, 1.0)
 """Share of the traffic for tuning, from its beginning."""
 KEPT: Final = 1 / 3
 """Of a batch, from one rung to the next."""
+GIVEN_UP: Final = 10.0
+"""Found on made-up landscapes, with what else may propose: docs/simulator.md has the table."""
 FINALISTS: Final = 4
 """Of all trials that reached the last rung: these are given every seed."""
 
@@ -50,37 +54,51 @@ class Trial(Struct, kw_only=True):
     """Why it is none."""
     costs: list[Costs] = []
     """Of each rung that it reached."""
+    cost: float = math.inf
+    """As one number, on the highest rung that it reached."""
 
     @property
     def finished(self) -> bool:
         """It reached the last rung."""
         return len(self.costs) == len(RUNGS)
 
-    @property
-    def cost(self) -> float:
-        """On the highest rung that it reached."""
-        return sum(self.costs[-1]) if self.costs else math.inf
-
 
 class Search:
     """Goes through the batches; `trials` has what is known at any moment."""
 
-    def __init__(self, space: Space, *, trials: int, seed: int) -> None:
+    def __init__(self, space: Space, *, trials: int, seed: int, tolerance: float) -> None:
+        """`tolerance`: share of an objective that may be given up for the other."""
         # Half a second, which no other command of `sim` needs to wait for.
         from sim.experiments.proposals import Proposals  # noqa: PLC0415
 
         self.trials: list[Trial] = []
         self._space = space
         self._trials_max = trials
+        self._tolerance = tolerance
         self._proposals = Proposals(space.dimensions, seed=seed, random=BATCH)
+        # Asked for the first batch before it is due: what that shows need not be run again.
+        self._pilots = Proposals(space.dimensions, seed=seed, random=BATCH)
 
     def run(self, measured: Measured) -> None:
         """All batches. What `measured` raises ends it."""
         while len(self.trials) < self._trials_max:
             self._batch(measured)
 
+    def pilots(self, present_hash: str | None) -> list[PolicySource]:
+        """A few of the first batch, other than the present configuration and each other.
+
+        To be asked for once.
+        """
+        found: dict[str, PolicySource] = {}
+        asked = self._pilots.ask(min(BATCH, self._trials_max))
+        for at, values in enumerate(asked):
+            one = self._proposed(at, values)
+            if not one.refused and one.hash != present_hash:
+                found.setdefault(one.hash, one.policy)
+        return list(found.values())[:PILOTS]
+
     def best(self) -> Trial | None:
-        """By the sum of costs, of those that got furthest; None: none was measured."""
+        """By their cost, of those that got furthest; None: none was measured."""
         ranked = sorted(
             (one for one in self.trials if one.costs), key=lambda one: (-len(one.costs), one.cost)
         )
@@ -110,9 +128,10 @@ class Search:
             costs = measured(rung, [one.policy for one in left])
             for one, cost in zip(left, costs, strict=True):
                 one.costs.append(cost)
+                one.cost = one_cost(cost, self._tolerance)
             left.sort(key=lambda one: (one.cost, one.number))
             left = left[: math.ceil(len(left) * KEPT)]
-        self._proposals.tell([None if one.refused else one.costs[-1] for one in batch])
+        self._proposals.tell([None if one.refused else one.cost for one in batch])
 
     def _proposed(self, number: int, values: Mapping[str, Value]) -> Trial:
         policy = self._space.source(values, f"trial-{number}")
@@ -122,6 +141,12 @@ class Search:
         except ConfigError as problem:
             trial.refused = problem.problems[0]
         return trial
+
+
+def one_cost(costs: Costs, tolerance: float) -> float:
+    """Both objectives as one number: what a search makes small."""
+    allowed = math.log1p(tolerance)
+    return sum(costs) + GIVEN_UP * sum(max(0.0, cost - allowed) for cost in costs)
 
 
 def pareto(trials: Sequence[Trial]) -> list[Trial]:

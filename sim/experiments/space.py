@@ -27,10 +27,11 @@ from epp.configuration.build import plugin_tables
 from epp.configuration.compatibility import ACCEPTED
 from epp.configuration.config import PickerConfig
 from epp.configuration.describing import plain_parameters
-from epp.configuration.document import nearest, read_mapping, sentence_of
+from epp.configuration.document import nearest, read_mapping
+from epp.core.expectation import misfit
 from epp.plugins.agreement import Agreement
 from sim.cluster.policies import PolicySource
-from sim.sentences import sentence_of as told_of
+from sim.sentences import unread
 
 WEIGHT_MIN: Final = 0.1
 WEIGHT_MAX: Final = 10.0
@@ -349,11 +350,9 @@ def _read(file: Path) -> _File:
             raise SpaceError(f"{file}: expected {FILE_BYTES_MAX:,} bytes at most, got more")
         return msgspec.convert(tomllib.loads(content.decode()), _File)
     except msgspec.ValidationError as problem:
-        raise SpaceError(sentence_of(f"{file}: ", problem)) from problem
-    except (UnicodeDecodeError, tomllib.TOMLDecodeError) as problem:
-        raise SpaceError(f"{file}: {problem}") from problem
-    except OSError as problem:
-        raise SpaceError(told_of(problem)) from problem
+        raise SpaceError(misfit(str(file), problem, _File)) from problem
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as problem:
+        raise SpaceError(unread(file, problem, "TOML")) from problem
 
 
 class _Asked:

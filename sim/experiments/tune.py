@@ -13,17 +13,19 @@ import msgspec
 from msgspec.structs import replace
 
 from epp import __version__
+from epp.configuration.document import nearest
 from sim.cluster.built_in import DEFAULT_POLICY
 from sim.cluster.policies import policy_source
 from sim.cluster.settings import ClusterSettingsError
 from sim.experiments.jobs import Crew, add_experiment_options, varied_between
 from sim.experiments.measured_runs import Half, MeasuredRuns, StoppedError
+from sim.experiments.power import PILOTS
 from sim.experiments.run import RunSettings
 from sim.experiments.run_journal import RunJournal
 from sim.experiments.run_options import POLICY_HELP, add_run_options, conditions, run_settings
 from sim.experiments.search import FINALISTS, RUNGS, Search, Trial, runs_expected
 from sim.experiments.space import Space
-from sim.experiments.tuning import LOADS, Objective, Tuning
+from sim.experiments.tuning import GUARDS, LOADS, Guard, Objective, Tuning
 from sim.interrupts import INTERRUPTED, interrupts_call
 from sim.measurement.assumptions import assumptions_of
 from sim.measurement.intervals import REPETITIONS_NEEDED
@@ -45,8 +47,8 @@ from sim.output import (
     progress_bar,
     write_whole,
 )
-from sim.reports.compare_report import HIGHER_IS_BETTER
-from sim.reports.tune_report import comment, tune_page, tune_report, tune_table
+from sim.reports.compare_report import HIGHER_IS_BETTER, LABELS
+from sim.reports.tune_report import comment, power_sentence, tune_page, tune_report, tune_table
 from sim.reports.tuned_config import config_map, with_comment
 from sim.traces.arrival import TraceError
 from sim.traces.formats import open_trace
@@ -55,6 +57,8 @@ from sim.traces.reading import content_hash
 REQUESTS_MIN: Final = 40
 """Of a trace that is to be cut in two."""
 _TRIALS_MAX: Final = 10_000
+_GUARDED: Final = tuple(measure for measure in LABELS if measure != "pod_hours")
+"""What a guard may be of: every run has these."""
 _CONFIG_MAP_NAME: Final = re.compile(r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?")
 
 
@@ -97,6 +101,14 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
         metavar="P",
         help="share of an objective that may be given up for the other (0.02)",
     )
+    add(
+        "--guard",
+        type=_guard,
+        action="append",
+        metavar="MEASURE[=P]",
+        help="what a gain may not be paid with, and by which share all the same (e2e_mean_s and "
+        "itl_mean_s, nothing of them); may be repeated, none: there are no guards",
+    )
     add("--trials", type=_trials, default=60, metavar="N", help="configurations to try (60)")
     add(
         "--config-map",
@@ -124,6 +136,7 @@ def run(options: argparse.Namespace) -> int:
             file=sys.stderr,
         )
         return 2
+    guards = _guards(options)
     task = _Task(options)
     folder = open_folder(options, goes_on=RUNS)
     assert folder is not None
@@ -135,16 +148,28 @@ def run(options: argparse.Namespace) -> int:
         at = bar.add_task("runs", total=task.runs_expected)
         with Crew(options.workers) as crew, interrupts_call(crew.stop):
             tuning = Tuning(
-                Search(task.space, trials=options.trials, seed=options.seed),
+                Search(
+                    task.space,
+                    trials=options.trials,
+                    seed=options.seed,
+                    tolerance=options.tolerance,
+                ),
                 MeasuredRuns(crew, journal, task.base, task.halves, lambda: bar.advance(at)),
                 task.space.policy,
                 measures=options.objective.measures,
                 tolerance=options.tolerance,
                 seeds=options.seeds,
+                requests=task.requests,
+                guards=guards,
             )
             # What is known when it is stopped is told all the same.
-            with bar, contextlib.suppress(StoppedError):
-                tuning.run()
+            with contextlib.suppress(StoppedError):
+                with bar:
+                    tuning.foresee()
+                if tuning.power is not None:
+                    print(power_sentence(tuning.power), flush=True)
+                with bar:
+                    tuning.run()
             summary = task.summary(tuning)
             _write(folder, summary, tuning, options.config_map)
             print(tune_table(summary))
@@ -169,7 +194,7 @@ class _Task:
         base = run_settings(options, policy, options.seed)
         if base.scenario is not None and base.scenario.configures:
             raise ClusterSettingsError(
-                f"{base.scenario.file} configures pickers, which would undo what is tried"
+                f"{options.scenario} configures pickers, which would undo what is tried"
             )
         self.halves = _halves(base)
         self._conditions = conditions(base)
@@ -202,7 +227,13 @@ class _Task:
     def runs_expected(self) -> int:
         """About."""
         seeds: int = self._options.seeds
-        return runs_expected(self._options.trials) + 2 * seeds * (FINALISTS + len(LOADS))
+        compared = PILOTS + FINALISTS + len(LOADS)
+        return runs_expected(self._options.trials) + 2 * seeds * compared
+
+    @property
+    def requests(self) -> int:
+        """Of both halves."""
+        return sum(map(len, self.halves.values()))
 
     def summary(self, tuning: Tuning) -> TuneSummary:
         """summary.json. The same task gives the same bytes, however often it was stopped."""
@@ -226,7 +257,7 @@ class _Task:
             trace=TunedTrace(
                 name=Path(self.base.trace).name,
                 sha256=self._trace_hash,
-                requests=sum(map(len, self.halves.values())),
+                requests=self.requests,
                 tuning=len(self.halves[Half.TUNING]),
                 hold_out=len(self.halves[Half.HOLD_OUT]),
             ),
@@ -234,6 +265,8 @@ class _Task:
             assumptions=assumptions_of(kind.profile for kind in self.base.cluster.pods),
             objective=list(tuning.measures),
             tolerance=tuning.tolerance,
+            guards={one.measure: one.allowed for one in tuning.guards},
+            power=tuning.power,
             higher_is_better=sorted(HIGHER_IS_BETTER & set(tuning.measures)),
             rungs=list(RUNGS),
             space=[
@@ -243,13 +276,13 @@ class _Task:
             trials=[self._tried(one) for one in search.trials],
             front=[one.number for one in search.front()],
             finalists=[
-                replace(against.summary(tuning.tolerance), trial=trial.number)
+                replace(against.summary(tuning.tolerance, tuning.guards), trial=trial.number)
                 for trial, against in tuning.finals
             ],
             chosen=None if tuning.chosen is None else self._tried(tuning.chosen),
             best_so_far=None if best is None else self._tried(best),
             hold_out=[
-                replace(against.summary(tuning.tolerance), load=load)
+                replace(against.summary(tuning.tolerance, tuning.guards), load=load)
                 for load, against in tuning.held_out.items()
             ],
             beats=tuning.beats,
@@ -271,6 +304,7 @@ class _Task:
             refused=trial.refused,
             values={one.name: one.written(trial.values[one.name]) for one in self.space.dimensions},
             costs=[[six_digits(cost) for cost in costs] for costs in trial.costs],
+            cost=six_digits(trial.cost) if trial.costs else None,
         )
 
 
@@ -306,6 +340,37 @@ def _write(folder: Path, summary: TuneSummary, tuning: Tuning, config_map_name: 
             write_whole(folder / name, texts[name].encode())
         else:
             (folder / name).unlink(missing_ok=True)
+
+
+def _guards(options: argparse.Namespace) -> tuple[Guard, ...]:
+    """Those of the command line; without any the usual ones. Raises `ClusterSettingsError`."""
+    objectives = options.objective.measures
+    if options.guard is None:
+        return tuple(one for one in GUARDS if one.measure not in objectives)
+    if None in options.guard:
+        if len(options.guard) > 1:
+            raise ClusterSettingsError("--guard none leaves out all guards: expected no other")
+        return ()
+    for one in options.guard:
+        if one.measure in objectives:
+            raise ClusterSettingsError(
+                f"--guard {one.measure}: it is an objective, of which --tolerance says how much may "
+                "be given up"
+            )
+    return tuple({one.measure: one for one in options.guard}.values())
+
+
+def _guard(text: str) -> Guard | None:
+    """None: none."""
+    if text == "none":
+        return None
+    measure, equals, share = text.partition("=")
+    if measure not in _GUARDED:
+        hint = nearest(measure, _GUARDED)
+        raise argparse.ArgumentTypeError(
+            f"expected none or one of {', '.join(_GUARDED)}, got {measure!r}{hint}"
+        )
+    return Guard(measure=measure, allowed=_tolerance(share) if equals else 0.0)
 
 
 def _trials(text: str) -> int:

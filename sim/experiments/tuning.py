@@ -6,10 +6,13 @@ greatest gain is chosen. The second half, which no choice has seen, judges the c
 the load of the trace, below it and above. At the first it must be better in an objective, at none
 worse in one. Worse by no more than a tolerance is not worse: else a gain of a third in one objective
 would count for nothing beside a loss of a hundredth in the other.
+
+Neither objective says what becomes of the rest. Guards do: a gain that makes one of them
+significantly worse, on either half and at any load, is none, and it is told which one stopped it.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from enum import StrEnum
 from typing import Final
 
@@ -20,10 +23,17 @@ from sim.cluster.policies import PolicySource
 from sim.experiments.compare import difference_summary
 from sim.experiments.jobs import ended_of, varied_between
 from sim.experiments.measured_runs import Half, MeasuredRuns, Sample
+from sim.experiments.power import power_of
 from sim.experiments.search import RUNGS, Costs, Search, Trial
 from sim.measurement.intervals import compare_runs
 from sim.measurement.measures import figures_of, rounded
-from sim.measurement.summaries import DifferenceSummary, JudgedSummary, KeptRun, Requests
+from sim.measurement.summaries import (
+    DifferenceSummary,
+    JudgedSummary,
+    KeptRun,
+    PowerSummary,
+    Requests,
+)
 from sim.reports.compare_report import BETTER, HIGHER_IS_BETTER, WORSE
 
 LOADS: Final = (1.0, 0.7, 1.3)
@@ -48,6 +58,18 @@ class Objective(StrEnum):
         return "ttft_p90_s", other
 
 
+class Guard(Struct, frozen=True, kw_only=True):
+    """A figure that nobody asked to be better and that may not become worse."""
+
+    measure: str
+    """As `figures_of` names it."""
+    allowed: float = 0.0
+    """Share of the figure that may be lost, however sure the loss is."""
+
+
+GUARDS: Final = (Guard(measure="e2e_mean_s"), Guard(measure="itl_mean_s"))
+
+
 class Against(Struct, frozen=True, kw_only=True):
     """A configuration against the present one, under every seed, on the same requests."""
 
@@ -55,6 +77,8 @@ class Against(Struct, frozen=True, kw_only=True):
     other: Sequence[KeptRun]
     differences: dict[str, DifferenceSummary]
     """Of each objective, as summary.json has it, with the figure of the present one."""
+    guards: dict[str, DifferenceSummary]
+    """Of each guard, alike."""
 
     @property
     def loses_more(self) -> bool:
@@ -68,11 +92,13 @@ class Against(Struct, frozen=True, kw_only=True):
 
     def worse(self, tolerance: float) -> list[str]:
         """The objectives in which it is, significantly and by more than that share."""
-        return [
-            measure
-            for measure, one in self.differences.items()
-            if one.verdict == WORSE and (one.relative is None or abs(one.relative) > tolerance)
-        ]
+        return [measure for measure, one in self.differences.items() if _is_worse(one, tolerance)]
+
+    def stopped_by(self, guards: Sequence[Guard]) -> list[str]:
+        """Those of the guards that it breaks: it is worse there, significantly and beyond what is
+        allowed. One that runs do not have, or too few of them to tell from, stops nobody.
+        """
+        return [one.measure for one in guards if _is_worse(self.guards[one.measure], one.allowed)]
 
     @property
     def gain(self) -> float:
@@ -83,14 +109,16 @@ class Against(Struct, frozen=True, kw_only=True):
             if one.value is not None
         )
 
-    def summary(self, tolerance: float) -> JudgedSummary:
+    def summary(self, tolerance: float, guards: Sequence[Guard]) -> JudgedSummary:
         """As summary.json has it, without what it is of."""
         return JudgedSummary(
             differences=self.differences,
+            guards=self.guards,
             present_requests=ended_of(self.present),
             requests=ended_of(self.other),
             loses_more=self.loses_more,
             worse=self.worse(tolerance),
+            stopped_by=self.stopped_by(guards),
         )
 
 
@@ -106,11 +134,16 @@ class Tuning:
         measures: Sequence[str],
         tolerance: float,
         seeds: int,
+        requests: int,
+        guards: Sequence[Guard] = (),
     ) -> None:
+        """`guards` are of other measures than `measures`; `requests`: of both halves together."""
         self.search = search
         self.present = present
         self.measures = measures
         self.tolerance = tolerance
+        self.guards = guards
+        self.power: PowerSummary | None = None
         self.complete = False
         self.finals: list[tuple[Trial, Against]] = []
         self.chosen: Trial | None = None
@@ -118,6 +151,15 @@ class Tuning:
         """By load, in the order of `LOADS`."""
         self._runs = runs
         self._seeds = seeds
+        self._requests = requests
+
+    def foresee(self) -> None:
+        """Find out `power`, unless `StoppedError` ends it."""
+        pilots = [self._against(one, Half.TUNING) for one in self.search.pilots(self.present.hash)]
+        if pilots:
+            varied = varied_between(pilots[0].present)
+            differences = [one.differences for one in pilots]
+            self.power = power_of(differences, varied, requests=self._requests)
 
     def run(self) -> None:
         """All of it, unless `StoppedError` ends it."""
@@ -137,7 +179,7 @@ class Tuning:
 
     @property
     def beats(self) -> bool:
-        """The chosen one: better in an objective, and worse in none at any load."""
+        """The chosen one: better in an objective, worse in none and in no guard at any load."""
         return (
             self.complete
             and self.chosen is not None
@@ -148,7 +190,19 @@ class Tuning:
     def _costs(self, rung: int, policies: Sequence[PolicySource]) -> list[Costs]:
         sample = Sample(half=Half.TUNING, share=RUNGS[rung])
         present, *others = self._runs.of([(one, sample) for one in (self.present, *policies)])
-        return [_costs(one, present, self.measures) for one in others]
+        return [self._cost_of(one, present) for one in others]
+
+    def _cost_of(self, run: KeptRun, present: KeptRun) -> Costs:
+        """In each objective; what is bought with lost requests or a guard is no gain in either."""
+        after, before = figures_of(run), figures_of(present)
+        costs = [_cost(measure, after[measure], before[measure]) for measure in self.measures]
+        paid = LOST if _lost_more(run.requests, present.requests) else 0.0
+        for guard in self.guards:
+            lost = _guard_cost(guard.measure, after, before)
+            # One run has no interval: what may be given up of an objective is not sure either.
+            if lost > math.log1p(max(guard.allowed, self.tolerance)):
+                paid += lost
+        return tuple(max(cost, 0.0) + paid for cost in costs) if paid else tuple(costs)
 
     def _against(self, policy: PolicySource, half: Half, load: float = 1.0) -> Against:
         samples = [
@@ -163,16 +217,18 @@ class Tuning:
             [figures_of(one) for one in other],
             varied_between(present),
         )
+        told = {
+            measure: replace(
+                difference_summary(measure, differences[measure]),
+                reference=rounded(differences[measure].reference),
+            )
+            for measure in (*self.measures, *(guard.measure for guard in self.guards))
+        }
         return Against(
             present=present,
             other=other,
-            differences={
-                measure: replace(
-                    difference_summary(measure, differences[measure]),
-                    reference=rounded(differences[measure].reference),
-                )
-                for measure in self.measures
-            },
+            differences={measure: told[measure] for measure in self.measures},
+            guards={guard.measure: told[guard.measure] for guard in self.guards},
         )
 
     def _choose(self) -> Trial | None:
@@ -184,15 +240,23 @@ class Tuning:
         return max(good)[-1] if good else None
 
     def _bad(self, against: Against) -> bool:
-        return against.loses_more or bool(against.worse(self.tolerance))
+        return (
+            against.loses_more
+            or bool(against.worse(self.tolerance))
+            or bool(against.stopped_by(self.guards))
+        )
 
 
-def _costs(run: KeptRun, present: KeptRun, measures: Sequence[str]) -> Costs:
-    after, before = figures_of(run), figures_of(present)
-    costs = [_cost(measure, after[measure], before[measure]) for measure in measures]
-    if _lost_more(run.requests, present.requests):
-        costs = [max(cost, 0.0) + LOST for cost in costs]
-    return tuple(costs)
+def _is_worse(found: DifferenceSummary, allowed: float) -> bool:
+    """Significantly, and by more than `allowed` of the figure."""
+    return found.verdict == WORSE and (found.relative is None or abs(found.relative) > allowed)
+
+
+def _guard_cost(measure: str, after: Mapping[str, float], before: Mapping[str, float]) -> float:
+    """As `_cost`; 0 for a figure that the present one does not have, or of which none is left."""
+    if not before[measure] > 0 or (after[measure] == 0 and measure not in HIGHER_IS_BETTER):
+        return 0.0
+    return _cost(measure, after[measure], before[measure])
 
 
 def _cost(measure: str, value: float, reference: float) -> float:

@@ -11,6 +11,7 @@ from typing import Any, ClassVar, Final, TypeAlias
 import msgspec
 from msgspec import UNSET, Struct, UnsetType
 
+from epp.core.expectation import misfit
 from sim.output import OutputError
 
 SCHEMA: Final = 1
@@ -425,6 +426,8 @@ class TrialSummary(Summary, frozen=True, kw_only=True):
     values: Values
     costs: list[list[float]]
     """Of each objective, of each share of the half that it ran on."""
+    cost: float | None
+    """As one number, by which the search goes; None: it was not run."""
 
 
 class JudgedSummary(Summary, frozen=True, kw_only=True):
@@ -435,10 +438,30 @@ class JudgedSummary(Summary, frozen=True, kw_only=True):
     load: float | UnsetType = UNSET
     """On the half that is held out: times that of the trace."""
     differences: dict[str, DifferenceSummary]
+    guards: dict[str, DifferenceSummary]
+    """Of what nobody asked to be better."""
     present_requests: Requests
     requests: Requests
     loses_more: bool
     worse: list[str]
+    stopped_by: list[str]
+    """Guards, by measure, that it is worse in than is allowed."""
+
+
+class PowerSummary(Summary, frozen=True, kw_only=True):
+    """What a tuning could confirm at best."""
+
+    lacking: str
+    """Why it can confirm nothing; "": it can."""
+    requests: int
+    seeds: int
+    gains: dict[str, float]
+    """By measure the smallest gain, as a share of the figure, that four of five tunings confirm."""
+    wanted: float
+    """For which follows what would be needed, of measures in which less is not confirmed."""
+    requests_needed: dict[str, int]
+    seeds_needed: dict[str, int]
+    """With as many requests as there are; not of a measure where more seeds are not enough."""
 
 
 class TuneSummary(Summary, frozen=True, kw_only=True):
@@ -459,6 +482,10 @@ class TuneSummary(Summary, frozen=True, kw_only=True):
     assumptions: list[AssumptionSummary]
     objective: list[str]
     tolerance: float
+    guards: dict[str, float]
+    """By measure the share of it that may be lost."""
+    power: PowerSummary | None
+    """None: stopped before it was known, or nothing could be drawn to see it from."""
     higher_is_better: list[str]
     rungs: list[float]
     space: list[DimensionSummary]
@@ -640,9 +667,8 @@ def read_run(path: Path) -> RunSummary:
     try:
         return msgspec.json.decode(path.read_bytes(), type=RunSummary)
     except msgspec.DecodeError as problem:
-        raise OutputError(
-            f"{path}: expected the summary of `sim replay` as this release writes it: {problem}"
-        ) from problem
+        place = f"{path}: expected the summary of `sim replay` as this release writes it"
+        raise OutputError(misfit(place, problem, RunSummary)) from problem
 
 
 def _plain(value: Any) -> Any:

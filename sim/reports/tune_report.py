@@ -7,6 +7,7 @@ from typing import Any, Final
 from sim.measurement.summaries import (
     DifferenceSummary,
     JudgedSummary,
+    PowerSummary,
     TrialSummary,
     TuneSummary,
 )
@@ -50,8 +51,8 @@ def conclusion(summary: TuneSummary) -> str:
     if summary.chosen is None:
         return (
             f"Nothing beats {present}: of {tried} none was better over all seeds without giving up "
-            f"more than {summary.tolerance:.3g} of an objective, or requests, for it. No "
-            "configuration is written."
+            f"more than {summary.tolerance:.3g} of an objective, or requests, for it. "
+            f"{_stopped(summary)}No configuration is written."
         )
     at = summary.hold_out
     first = at[0].differences
@@ -62,6 +63,32 @@ def conclusion(summary: TuneSummary) -> str:
             f"tuning: {gains}. {_given_up(summary)}"
         )
     return f"Nothing beats {present}: {_why_not(summary)}. No configuration is written."
+
+
+def _stopped(summary: TuneSummary) -> str:
+    """Who of the best would have been chosen but for a guard; ends with a space if there is one."""
+    told = ""
+    for one in summary.finalists:
+        gains = [name for name, found in one.differences.items() if _is(found, BETTER)]
+        if one.stopped_by and gains and not one.worse and not one.loses_more:
+            gained = ", ".join(
+                f"{LABELS[name]} {relative(one.differences[name].relative)}" for name in gains
+            )
+            told += f"Trial {one.trial}, {gained}, is stopped by a guard: {_broken(one)}. "
+    return told
+
+
+def _broken(judged: JudgedSummary) -> str:
+    """What the guards say that it is worse in."""
+    return ", ".join(_gain(name, judged.guards[name]) for name in judged.stopped_by)
+
+
+def _guards_told(summary: TuneSummary) -> str:
+    """All guards, with what they allow."""
+    return ", ".join(
+        LABELS[name] + (f" (up to {allowed:.3g} of it)" if allowed else "")
+        for name, allowed in summary.guards.items()
+    )
 
 
 def _tried(summary: TuneSummary) -> str:
@@ -75,12 +102,13 @@ def _given_up(summary: TuneSummary) -> str:
     losses = [
         f"{_gain(name, found)} at {_loads([one])} the load"
         for one in at
-        for name, found in one.differences.items()
+        for name, found in (one.differences | one.guards).items()
         if _is(found, WORSE)
     ]
     if losses:
         return f"It gives up {'; '.join(losses)}."
-    return f"In neither objective is it worse at {_loads(at)} the load."
+    guards = f", nor in its guards, {_guards_told(summary)}" if summary.guards else ""
+    return f"In neither objective is it worse at {_loads(at)} the load{guards}."
 
 
 def _why_not(summary: TuneSummary) -> str:
@@ -99,6 +127,8 @@ def _why_not(summary: TuneSummary) -> str:
         if one.worse:
             what = ", ".join(_gain(name, one.differences[name]) for name in one.worse)
             return f"{best} is worse at {_loads([one])} the load: {what}"
+        if one.stopped_by:
+            return f"{best} is stopped by a guard at {_loads([one])} the load: {_broken(one)}"
     measured = "; ".join(
         f"{LABELS[name]} {relative(found.relative)}, 95 % interval {_interval(name, found)}"
         for name, found in first.items()
@@ -145,7 +175,7 @@ def comment(summary: TuneSummary) -> list[str]:
         told = "; ".join(
             f"{LABELS[name]} {shown(name, found.known_reference)} to {_after(name, found)}, "
             f"95 % interval of the difference {_interval(name, found)}, {found.verdict}"
-            for name, found in judged.differences.items()
+            for name, found in (judged.differences | judged.guards).items()
         )
         what.append(f"At {judged.load:g} times the load of the trace: {told}.")
     if summary.varied:
@@ -153,7 +183,8 @@ def comment(summary: TuneSummary) -> list[str]:
     searched = "; ".join(f"{one.name} {one.span}" for one in summary.space)
     what.append(
         f"Searched, in {len(summary.trials):,} trials: {searched}. "
-        f"Objectives: {' and '.join(LABELS[name] for name in summary.objective)}."
+        f"Objectives: {' and '.join(LABELS[name] for name in summary.objective)}. "
+        f"Guards: {_guards_told(summary) or 'none'}."
     )
     return what
 
@@ -222,16 +253,18 @@ def _judged_rows(summary: TuneSummary) -> list[list[str]]:
     ]
     rows = [[*head, "verdict"]]
     for judged in summary.hold_out:
-        for name, found in judged.differences.items():
+        for name, found in (judged.differences | judged.guards).items():
+            stops = name in judged.stopped_by
+            guard = " (guard)" if name in judged.guards else ""
             rows.append(
                 [
-                    f"{judged.load:g}: {LABELS[name]}",
+                    f"{judged.load:g}: {LABELS[name]}{guard}",
                     shown(name, found.known_reference),
                     _after(name, found),
                     signed(name, found.value),
                     "-" if found.low is None else _interval(name, found),
                     relative(found.relative),
-                    found.verdict.partition(":")[0],
+                    found.verdict.partition(":")[0] + (", which stops it" if stops else ""),
                 ]
             )
     return rows
@@ -262,6 +295,10 @@ def _finalist_rows(summary: TuneSummary) -> list[list[str]]:
         words = [f"{LABELS[name]} {found[name].verdict.partition(':')[0]}" for name in found]
         if one.loses_more:
             words.append("loses more requests")
+        words += [
+            f"stopped by its guard, {LABELS[name]} {relative(one.guards[name].relative)}"
+            for name in one.stopped_by
+        ]
         changes = [relative(found[name].relative) for name in found]
         rows.append([f"trial {one.trial}", *changes, "; ".join(words)])
     return rows
@@ -272,7 +309,7 @@ def _trial_rows(summary: TuneSummary) -> list[list[str]]:
     names = [one.name for one in summary.space]
     head = ["", "of the half", *(LABELS[name] for name in summary.objective), *names]
     known = [one for one in summary.trials if one.costs]
-    known.sort(key=lambda one: (-len(one.costs), sum(one.costs[-1]), one.trial))
+    known.sort(key=lambda one: (-len(one.costs), one.cost or 0.0, one.trial))
     rows = [head]
     for one in known[:TRIALS_SHOWN]:
         ratios = [relative(change - 1) for change in _ratios(summary, one)]
@@ -354,6 +391,7 @@ def _condition_rows(summary: TuneSummary) -> list[list[str]]:
         ["requests for tuning", f"{trace.tuning:,}"],
         ["requests held out", f"{trace.hold_out:,}"],
         ["sha256 of the trace", trace.sha256],
+        ["guards", _guards_told(summary) or "none"],
         *condition_rows(summary.conditions),
     ]
 
@@ -365,4 +403,34 @@ def _basis(summary: TuneSummary) -> list[str]:
         told.append(f"{refused:,} of the trials are no valid configuration and were not run.")
     if summary.runs:
         told.append(f"{varied_sentences(summary)} {windows_sentence(summary.runs)}")
+    if summary.power is not None:
+        told.append(power_sentence(summary.power))
     return told
+
+
+def power_sentence(power: PowerSummary) -> str:
+    """What this much traffic can confirm, and how much more it would take."""
+    if power.lacking:
+        return f"With this traffic no gain can be confirmed: {power.lacking}."
+    if not power.gains:
+        return "What is varied changes nothing on this traffic, as far as a few draws show."
+    gains = ", ".join(
+        f"{LABELS[name]} {f'below {_percent(gain)}' if gain < 1 else 'of any size'}"
+        for name, gain in power.gains.items()
+    )
+    told = (
+        f"With {power.requests:,} requests and {power.seeds} seeds these gains cannot be relied on "
+        f"to be confirmed: {gains}."
+    )
+    for name, requests in power.requests_needed.items():
+        seeds = power.seeds_needed.get(name)
+        told += (
+            f" To confirm {power.wanted:.0%} of {LABELS[name]} give about "
+            f"{float(f'{requests:.2g}'):,.0f} requests" + (f", or --seeds {seeds}" if seeds else "")
+        ) + "."
+    return told
+
+
+def _percent(share: float) -> str:
+    """To two digits: it is an estimate."""
+    return f"{float(f'{100 * share:.2g}'):,g}%"

@@ -1,10 +1,15 @@
 """What every trace format is read into: one request, without its text."""
 
+import re
 from collections.abc import Iterator
+from typing import Any, Final
 
 from msgspec import Struct
 
+from epp.core.expectation import place_and_sentence
 from epp.core.types import Seconds
+
+_MISSING: Final = re.compile(r"needs field `([^`]*)`")
 
 
 class Arrival(Struct, frozen=True, kw_only=True, gc=False, array_like=True):
@@ -95,3 +100,11 @@ class FieldError(ValueError):
         super().__init__(f"{field}: {expected}")
         self.field = field
         self.expected = expected
+
+
+def field_error(problem: Exception, kind: Any = None) -> FieldError:
+    """What msgspec has refused, as a `kind` if it is known of which type."""
+    place, what = place_and_sentence(str(problem), kind)
+    if missing := _MISSING.fullmatch(what):
+        place, what = f"{place}.{missing[1]}", "expected this field, found none"
+    return FieldError(place.removeprefix("."), f"{what[:1].upper()}{what[1:]}")

@@ -12,7 +12,7 @@ import msgspec
 import yaml
 from msgspec import Meta, Struct, field
 
-from sim.traces.arrival import FieldError
+from sim.traces.arrival import FieldError, field_error
 from sim.traces.lengths import Kind, Spread, fixed
 from sim.traces.reading import DocumentFormat
 from sim.traces.workloads import (
@@ -119,7 +119,10 @@ def workload_of(document: bytes) -> Generated:
         tree = yaml.safe_load(document)
     except (yaml.YAMLError, ValueError) as problem:  # ValueError: a day that no calendar has
         raise FieldError("", f"Expected YAML: {problem}".replace("\n", " ")) from None
-    read = msgspec.convert(tree, _Document)
+    try:
+        read = msgspec.convert(tree, _Document)
+    except msgspec.ValidationError as problem:
+        raise field_error(problem, _Document) from None
     load, data = read.load, read.data
     if load.sweep is not None:
         raise FieldError("load.sweep", "Expected stages: a sweep depends on what is measured")

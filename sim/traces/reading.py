@@ -11,7 +11,6 @@ import hashlib
 import heapq
 import io
 import math
-import re
 import stat
 import zlib
 from collections.abc import Callable, Iterator
@@ -23,7 +22,7 @@ import msgspec
 from msgspec import Struct
 
 from epp.core.types import Seconds
-from sim.traces.arrival import Arrival, FieldError, TraceError
+from sim.traces.arrival import Arrival, FieldError, TraceError, field_error
 from sim.traces.captured import captured
 from sim.traces.kept import KeptTraces, NotKept
 from sim.traces.workloads import Generated
@@ -39,7 +38,6 @@ _GZIP: Final = b"\x1f\x8b"
 _KEPT_FROM_BYTES: Final = 16 * 1024 * 1024
 """A file of lines so large takes about a second to read."""
 _KEPT_FROM_PACKED_BYTES: Final = 2 * 1024 * 1024
-_AT: Final = re.compile(r" - at `\$\.?([^`]*)`$")
 
 
 class ReadOptions(Struct, frozen=True, kw_only=True):
@@ -286,16 +284,8 @@ class Trace:
             syntax = "YAML" if isinstance(self.format, DocumentFormat) else "JSON"
             expected = f"Expected {syntax} that is nested less deeply"
             return TraceError(str(self.path), number, "", expected)
-        what = str(problem)
-        at = _AT.search(what)
-        field = at[1] if at else ""
-        if at:
-            what = what[: at.start()]
-        missing = re.search(r"missing required field `([^`]*)`", what)
-        if missing:
-            field = f"{field}.{missing[1]}".removeprefix(".")
-            what = "Expected this field, found none"
-        return TraceError(str(self.path), number, field, what)
+        told = field_error(problem)
+        return TraceError(str(self.path), number, told.field, told.expected)
 
     def _bad(self, problem: TraceError) -> None:
         if not self.options.skip_bad:

@@ -10,6 +10,9 @@ from typing import Any, BinaryIO, TypeAlias, TypeVar
 import msgspec
 from msgspec import Struct
 
+from epp.core.expectation import misfit
+from sim.sentences import unread
+
 T = TypeVar("T")
 
 Told: TypeAlias = Callable[[float], None]
@@ -90,7 +93,7 @@ def described(folder: Path) -> dict[str, Any]:
     try:
         return tomllib.loads(file.read_text())
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as problem:
-        raise TruthError(f"{file}: {problem}") from problem
+        raise TruthError(unread(file, problem, "TOML")) from problem
 
 
 def converted(folder: Path, description: dict[str, Any], kind: type[T]) -> T:
@@ -98,7 +101,7 @@ def converted(folder: Path, description: dict[str, Any], kind: type[T]) -> T:
     try:
         return msgspec.convert(description, kind)
     except msgspec.ValidationError as problem:
-        raise TruthError(f"{folder / 'engine.toml'}: {problem}.") from problem
+        raise TruthError(f"{misfit(str(folder / 'engine.toml'), problem, kind)}.") from problem
 
 
 def is_there(file: Path) -> bool:
@@ -115,9 +118,9 @@ def lines_of(file: Path, kind: type[T]) -> Sequence[T]:
                 try:
                     rows.append(msgspec.json.decode(line, type=kind))
                 except msgspec.DecodeError as problem:
-                    raise TruthError(f"{file}:{number}: {problem}.") from problem
+                    raise TruthError(f"{misfit(f'{file}:{number}', problem, kind)}.") from problem
     except (OSError, EOFError, zlib.error) as problem:
-        raise TruthError(f"{file}: {problem}") from problem
+        raise TruthError(unread(file, problem, "JSON lines, or the same packed")) from problem
     if not rows:
         raise TruthError(f"{file}: expected at least one line.")
     return rows

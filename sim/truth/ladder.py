@@ -20,6 +20,7 @@ import msgspec
 import numpy as np
 from msgspec import Struct
 
+from epp.core.expectation import misfit
 from epp.core.types import Seconds
 from sim.cluster.cluster import Cluster
 from sim.cluster.policies import policy_source
@@ -246,7 +247,7 @@ def _stages(file: Path) -> list[Stage]:
             rows: list[Mapping[str, str]] = list(csv.DictReader(lines))
         stages = [msgspec.convert(row, Stage, strict=False) for row in rows]
     except (OSError, UnicodeDecodeError, msgspec.ValidationError) as problem:
-        raise TruthError(f"{file}: {problem}") from problem
+        raise TruthError(misfit(str(file), problem, Stage)) from problem
     if len(stages) < 2:
         raise TruthError(f"{file}: expected at least two rows.")
     return stages

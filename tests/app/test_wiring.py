@@ -758,7 +758,7 @@ async def test_a_start_with_broken_files_goes_by_the_copies_that_were_kept(missi
     else:
         config.write_text("[")
         endpoints.write_text("{}")
-        reasons = (f"{config}: line 2", "Object missing required field `endpoints`")
+        reasons = (f"{config}: line 2", "needs field `endpoints`")
     given = [kept, f"--endpoints-file={endpoints}", f"--config-file={config}"]
     async with serving(tmp_path, [], *given) as running:
         lines = running.logged(broken)
@@ -790,7 +790,7 @@ async def test_a_copy_that_does_not_fit_starts_nothing(tmp_path):
     (tmp_path / "kept" / "endpoints").write_text('{"endpoints": []}')
     given, _ = arguments_for(tmp_path, TWO)
     replace(tmp_path / "endpoints.yaml", "{}")
-    with pytest.raises(StartError, match=r"endpoints\.yaml: Object missing required"):
+    with pytest.raises(StartError, match=r"endpoints\.yaml: needs field"):
         EndpointPicker(parse_serve([*given, f"--last-good-dir={tmp_path / 'kept'}"], {}))
 
 

@@ -71,7 +71,7 @@ def test_a_config_map_is_checked_by_what_it_holds(tmp_path, key):
         ({"a": DEFAULT_CONFIG, "b": ""}, "data of the ConfigMap has no text config.yaml"),
         (None, "data of the ConfigMap has no text config.yaml"),
         ({"config.yaml": None}, "data of the ConfigMap has no text config.yaml"),
-        ({"config.yaml": "{}"}, "config.yaml: kind is None, expected 'EndpointPickerConfig'"),
+        ({"config.yaml": "{}"}, "config.yaml: kind is missing, expected 'EndpointPickerConfig'"),
     ],
 )
 def test_a_config_map_without_a_configuration_is_invalid(tmp_path, texts, problem):
@@ -132,7 +132,7 @@ def test_the_default_is_explained_without_a_file():
     [
         ([], 2, "err", "usage: epp serve"),
         (["--help"], 0, "out", "usage: epp serve"),
-        (["fly"], 2, "err", "epp: unknown command 'fly'\nusage: "),
+        (["fly"], 2, "err", "epp: unknown command 'fly', `epp --help` lists them\n"),
         (["serve", "--help"], 0, "out", "usage: epp serve [flags]\n\nServing:\n  --grpc-port\n"),
         (["serve"], 2, "err", "epp serve: no endpoints: give --pool-name, "),
         (["serve", "--grpc-prt"], 2, "err", "epp serve: unknown flag '--grpc-prt', did you mean"),

@@ -347,11 +347,11 @@ def test_guides_that_need_more_than_there_is_are_refused_as_a_whole(name, count)
         ),
         (
             {"name": "mine", "type": "load-aware-scorer", "parameters": {"threshold": "many"}},
-            "plugins[0] (mine): parameters.threshold: expected `float`, got `str`",
+            "plugins[0] (mine): parameters.threshold: expected a number, got a text",
         ),
         (
             {"type": "load-aware-scorer", "parameters": {"threshold": 0}},
-            "plugins[0] (load-aware-scorer): parameters.threshold: expected `float` > 0.0",
+            "plugins[0] (load-aware-scorer): parameters.threshold: expected a number above 0",
         ),
         (
             {"type": "fresh-metrics-filter", "parameters": {"maxAge": "2"}},
@@ -371,7 +371,7 @@ def test_guides_that_need_more_than_there_is_are_refused_as_a_whole(name, count)
         ),
         (
             {"type": "label-selector-filter", "parameters": {"matchExpressions": [{"key": "a", "operator": "Has"}]}},
-            "plugins[0] (label-selector-filter): parameters.matchExpressions[0].operator: Invalid enum value 'Has'",
+            "plugins[0] (label-selector-filter): parameters.matchExpressions[0].operator: expected In, NotIn, Exists or DoesNotExist, got 'Has'",
         ),
         (
             {"type": "token-producer", "parameters": {"udsTokenizerConfig": {}}},
@@ -391,7 +391,7 @@ def test_guides_that_need_more_than_there_is_are_refused_as_a_whole(name, count)
         ),
         (
             {"type": "metrics-data-source", "parameters": {"port": 0}},
-            "plugins[0] (metrics-data-source): parameters.port: expected `int` >= 1",
+            "plugins[0] (metrics-data-source): parameters.port: expected a whole number of at least 1",
         ),
         (
             {"type": "metrics-data-source", "parameters": {"clientCertPath": "a.pem"}},
@@ -420,8 +420,8 @@ def test_guides_that_need_more_than_there_is_are_refused_as_a_whole(name, count)
         ({"type": "zzz"}, "plugins[0] (zzz): type zzz is unknown"),
         ({"name": "a"}, "plugins[0] needs field `type`"),
         ({"type": "queue-scorer", "weight": 2}, "plugins[0] has unknown field `weight`"),
-        ({"type": 3}, "plugins[0].type: expected `str`, got `int`"),
-        ("queue-scorer", "plugins[0]: expected `object`, got `str`"),
+        ({"type": 3}, "plugins[0].type: expected a text, got a whole number"),
+        ("queue-scorer", "plugins[0]: expected a mapping, got a text"),
         (
             {"type": "prefix-cache-scorer", "parameters": {"prefixMatchInfoProducerName": "x"}},
             "plugins[0] (prefix-cache-scorer): producer x names no plugin",
@@ -470,11 +470,11 @@ def profile(*entries, **more):
         ),
         (
             [{"pluginRef": "queue-scorer", "weight": "2"}],
-            "schedulingProfiles[0].plugins[0].weight: expected `float | null`, got `str`",
+            "schedulingProfiles[0].plugins[0].weight: expected a number or nothing, got a text",
         ),
         (
             [{"pluginRef": "queue-scorer", "weight": True}],
-            "schedulingProfiles[0].plugins[0].weight: expected `float | null`, got `bool`",
+            "schedulingProfiles[0].plugins[0].weight: expected a number or nothing, got true or false",
         ),
         (
             [{"pluginRef": "queue-scorer", "weight": 0}],
@@ -572,6 +572,7 @@ def test_two_plugins_of_one_name_are_refused():
 @pytest.mark.parametrize(
     ("sections", "problem"),
     [
+        ({"kind": None}, "kind is missing, expected 'EndpointPickerConfig'"),
         ({"kind": "ConfigMap"}, "kind is 'ConfigMap', expected 'EndpointPickerConfig'"),
         ({"apiVersion": "v1"}, "apiVersion is 'v1', expected 'llm-d.ai/v1' or 'llm-d.ai/v1alpha1'"),
         ({"apiVersion": []}, "apiVersion is [], expected 'llm-d.ai/v1' or 'llm-d.ai/v1alpha1'"),
@@ -600,7 +601,7 @@ def test_two_plugins_of_one_name_are_refused():
         ({"parser": {}}, "parser needs field `pluginRef`"),
         (
             {"saturationDetector": {"queueDepthThreshold": 0}},
-            "saturationDetector: parameters.queueDepthThreshold: expected `float` > 0.0",
+            "saturationDetector: parameters.queueDepthThreshold: expected a number above 0",
         ),
         (
             {
@@ -643,7 +644,7 @@ def test_all_problems_are_reported_together():
         (b"plugins:\n- {type: a, type: b}", "line 2: key `type` stands twice in one mapping"),
         (b"a: &x 1\nb: *x", "line 2: alias *x is not supported, expected the value itself"),
         (b"a: [" + b"[" * 100_000, "line 1: is nested more than 32 levels deep"),
-        (b"kind: }", "line 1: did not find expected node content"),
+        (b"kind: }", "line 1: expected YAML: did not find expected node content"),
         (b"a: 1\n---\nb: 2", "line 2: expected a single document in the stream, but found another document"),
         (b"a: !!python/name:os.system x", "line 1: could not determine a constructor for the tag"),
     ],
@@ -938,9 +939,9 @@ def test_a_shadow_profile_is_read_beside_the_one_that_acts():
 @pytest.mark.parametrize(
     ("shadow", "problem"),
     [
-        ("shadow: []", "shadow: expected `object`, got `array`"),
-        ("shadow: {plugins: []}", "length >= 1"),
-        ("shadow: {plugins: [{pluginRef: queue-scorer}], share: 0}", "> 0"),
+        ("shadow: []", "shadow: expected a mapping, got a list"),
+        ("shadow: {plugins: []}", "of at least 1 entry"),
+        ("shadow: {plugins: [{pluginRef: queue-scorer}], share: 0}", "above 0"),
         ("shadow: {plugins: [{pluginRef: nothing}]}", "shadow.plugins[0]"),
         ("shadow: {plugins: [{pluginRef: queue-scorer, weight: 0}]}", "are all 0"),
         ("shadow: {plugins: [{pluginRef: queue-scorer}], weights: {}}", "unknown field `weights`"),

@@ -291,10 +291,10 @@ def test_parameters_that_cannot_be_checked_are_a_problem(kind):
             )
             for kind in (KeyError, *ENDS)
         ),
-        ({"producer": 5}, "producer.name: expected `str`, got `int`"),
+        ({"producer": 5}, "producer.name: expected a text, got a whole number"),
         (
             {"producer": "x", "producer_type": None},
-            "producer.type_name: expected `str`, got `null`",
+            "producer.type_name: expected a text, got nothing",
         ),
         (
             {"producer": "x", "producer_parameters": property(explode), "abilities": MAKES},

@@ -187,9 +187,9 @@ def test_the_namespace_comes_from_the_flag_then_the_environment_then_default():
         ("--grpc-prt=1", "unknown flag '--grpc-prt', did you mean --grpc-port?"),
         ("--zzz", "unknown flag '--zzz'"),
         ("--drain-timeout", "--drain-timeout needs a value"),
-        ("--grpc-port=http", "--grpc-port: expected `int`, got 'http'"),
-        ("--grpc-port=70000", "--grpc-port: expected `int` <= 65535, got '70000'"),
-        ("--grpc-port=0", "--grpc-port: expected `int` >= 1, got '0'"),
+        ("--grpc-port=http", "--grpc-port: expected a whole number, got 'http'"),
+        ("--grpc-port=70000", "--grpc-port: expected a whole number of at most 65535, got '70000'"),
+        ("--grpc-port=0", "--grpc-port: expected a whole number of at least 1, got '0'"),
         *(
             (
                 f"--metrics-bind-address={text}",
@@ -237,17 +237,20 @@ def test_the_namespace_comes_from_the_flag_then_the_environment_then_default():
             "--request-body-max-bytes=0",
             "--request-body-max-bytes: '0' is not one of 1 to 2147483647 bytes",
         ),
-        ("--fallback-endpoints-max=-1", "--fallback-endpoints-max: expected `int` >= 0, got '-1'"),
+        (
+            "--fallback-endpoints-max=-1",
+            "--fallback-endpoints-max: expected a whole number of at least 0, got '-1'",
+        ),
         (
             "--endpoint-target-ports=8000,x",
-            "--endpoint-target-ports: expected `int`, got '8000,x'",
+            "--endpoint-target-ports: expected a whole number, got '8000,x'",
         ),
         (
             "--endpoint-target-ports=1,2,3,4,5,6,7,8,9",
-            "--endpoint-target-ports: expected `array` of length <= 8, got '1,2,3,4,5,6,7,8,9'",
+            "--endpoint-target-ports: expected a list of at most 8 entries, got '1,2,3,4,5,6,7,8,9'",
         ),
-        ("--capture-share=0", "--capture-share: expected `float` > 0.0, got '0'"),
-        ("--capture-share=1.1", "--capture-share: expected `float` <= 1.0, got '1.1'"),
+        ("--capture-share=0", "--capture-share: expected a number above 0, got '0'"),
+        ("--capture-share=1.1", "--capture-share: expected a number of at most 1, got '1.1'"),
         ("--capture-file-max-age=0s", "--capture-file-max-age: expected more than 0s, got 0s"),
         (
             "--capture-max-bytes=100Mi",
@@ -333,7 +336,9 @@ def test_the_bound_of_open_requests_is_at_least_one():
     assert serve("--connection-age-max=0s").connection_age_max == 0.0
     with pytest.raises(FlagError, match=r"^--connection-age-max: expected at least 0s"):
         serve("--connection-age-max=-1s")
-    with pytest.raises(FlagError, match=r"^--concurrent-streams-max: expected `int` >= 1"):
+    with pytest.raises(
+        FlagError, match=r"^--concurrent-streams-max: expected a whole number of at least 1"
+    ):
         serve("--concurrent-streams-max=0")
 
 
@@ -438,7 +443,7 @@ def test_a_peer_is_a_host_with_or_without_a_port(text, found):
         (["--peers=a b"], "--peers: 'a b' is not host:port such as replica-1:9004 or [::1]:9004"),
         (["--peers=[a:b]"], "--peers: 'a:b' is not an IP address without a port"),
         (["--peer-service=a:70000"], "--peer-service: 'a:70000' is not host:port"),
-        (["--peers=" + ",".join("a" * 65)], "--peers: expected `array` of length <= 64"),
+        (["--peers=" + ",".join("a" * 65)], "--peers: expected a list of at most 64 entries"),
         (["--peers=a", "--peer-service=b"], "--peers and --peer-service are given, expected one"),
         (["--peer-url=redis://a", "--peer-url-file=b"], "--peer-url and --peer-url-file are given"),
         (["--peers=a", "--peer-url=redis://a"], "--peers and --peer-url are given, expected one"),

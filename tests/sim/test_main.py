@@ -14,13 +14,14 @@ FREE = ["serve", "--port=0"]
 
 
 def refused(arguments, capsys):
-    """The last line on standard error of a command line that is wrong."""
+    """The one line on standard error of a command line that is wrong."""
     with pytest.raises(SystemExit) as left:
         main(arguments)
     assert left.value.code == 2
     shown, errors = capsys.readouterr()
     assert shown == ""
-    return errors.splitlines()[-1]
+    (line,) = errors.splitlines()
+    return line
 
 
 @pytest.mark.parametrize(
@@ -32,10 +33,24 @@ def refused(arguments, capsys):
         (["serve", "--port=x"], "'x' is not an integer from 0 to 65535"),
         (["serve", "--speed=0"], "'0' is not a number above 0"),
         (["serve", "--nonsense"], "--nonsense"),
+        (["replay", "x.jsonl", "--pods"], "sim replay: --pods: expected a value, got none"),
+        (["replay", "x.jsonl", "y.jsonl"], "sim: expected nothing more, got y.jsonl"),
+        (["trace", "generate"], "sim trace generate: KIND and --out are missing,"),
+        (["replay", "x.jsonl", "--speed", "0"], "is not a number from 0.000001 to 1,000,000,000"),
+        (["replay"], "sim replay: TRACE is missing, `sim replay --help` tells what it takes"),
+        (["replay", "x.jsonl", "--seed", "x"], "--seed: expected a whole number, got 'x'"),
+        (
+            ["replay", "x.jsonl", "--through", "air"],
+            "--through: expected hashes or bytes, got 'air'",
+        ),
+        (
+            ["tune", "x.jsonl", "--objective", "itll"],
+            "sim tune: --objective: expected throughput or itl, got 'itll', did you mean `itl`?",
+        ),
     ],
 )
-def test_a_wrong_command_line_is_told_in_its_last_line(arguments, said, capsys):
-    """After the usage, exit code 2."""
+def test_a_wrong_command_line_is_told_in_one_line(arguments, said, capsys):
+    """Without the usage, under which nobody would find it; exit code 2."""
     assert said in refused(arguments, capsys)
 
 

@@ -299,19 +299,24 @@ class AdapterColumns:
 
     def active(self, adapter: str) -> Bools:
         """bool[n]: `adapter` has a running or waiting request."""
-        return np.array([adapter in report.active for report in self._reports()], dtype=np.bool_)
+        return np.array([adapter in report.active for report in self._known()], dtype=np.bool_)
 
     def on_gpu(self, adapter: str) -> Bools:
         """bool[n]: `adapter` is in GPU memory (generation 2)."""
-        return np.array([adapter in report.gpu for report in self._reports()], dtype=np.bool_)
+        return np.array([adapter in report.gpu for report in self._known()], dtype=np.bool_)
 
     def on_cpu(self, adapter: str) -> Bools:
         """bool[n]: `adapter` is in CPU memory (generation 2)."""
-        return np.array([adapter in report.cpu for report in self._reports()], dtype=np.bool_)
+        return np.array([adapter in report.cpu for report in self._known()], dtype=np.bool_)
 
-    def _reports(self) -> list[AdapterReport]:
+    @property
+    def reports(self) -> list[AdapterReport | None]:
+        """What each told of its adapters; None: nothing."""
         adapters = self._columns.adapters
-        return [adapters[slot] or _NO_ADAPTERS for slot in self._slot.tolist()]
+        return [adapters[slot] for slot in self._slot.tolist()]
+
+    def _known(self) -> list[AdapterReport]:
+        return [report or _NO_ADAPTERS for report in self.reports]
 
 
 class Candidates:

@@ -6,7 +6,8 @@ from typing import Final
 import numpy as np
 
 from epp.core.knowledge.candidates import NUMBERS, Affinity, Candidates, Columns
-from epp.core.types import Endpoint
+from epp.core.knowledge.rendezvous import identity_hash
+from epp.core.types import AdapterReport, Endpoint
 
 _PREFIX: Final = "prefix"
 _INFLIGHT_REQUESTS: Final = NUMBERS.index("inflight_requests")
@@ -36,11 +37,12 @@ def rebuilt_candidates(
     total_blocks: int,
     block_tokens: int,
     prompt_tokens: int,
+    adapters: Sequence[AdapterReport | None] = (),
 ) -> Candidates:
     """Candidates whose `NUMBERS` are `numbers`: a row each, in the order of `endpoints`.
 
-    The rest is as of an endpoint of which nothing is known: no adapters, nobody saturated, one index
-    alone, the default one.
+    `adapters`: what each told of them; none: nobody told anything. The rest is as of an endpoint of
+    which nothing is known: nobody saturated, one index alone, the default one.
     """
     columns = Columns()
     matched = np.zeros(len(endpoints), dtype=np.int64)
@@ -48,6 +50,7 @@ def rebuilt_candidates(
         told = dict(zip(NUMBERS, row, strict=True))
         slot = columns.add_slot()
         columns.endpoints[slot] = endpoint
+        columns.identities[slot] = identity_hash(endpoint.endpoint_id)
         columns.set_load(
             slot, told["waiting_requests"], told["running_requests"], told["kv_cache_usage"]
         )
@@ -58,6 +61,8 @@ def rebuilt_candidates(
         columns.prefill_backlog_tokens[slot] = told["inflight_prefill_tokens"]
         columns.prefill_tokens_per_s[slot] = told["prefill_tokens_per_s"]
         matched[slot] = int(told["matched_blocks"])
+    for slot, report in enumerate(adapters):
+        columns.set_adapters(slot, report)
     return Candidates(
         columns,
         np.arange(len(endpoints), dtype=np.int64),

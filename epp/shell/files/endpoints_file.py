@@ -10,7 +10,6 @@ YAML or JSON. An endpoint's metrics are at `/metrics` of its serving port unless
 write ports as text, and a name is unique within its `namespace`.
 """
 
-import re
 from ipaddress import ip_address
 from typing import Annotated, Any, Final, Literal
 
@@ -19,14 +18,12 @@ import yaml
 from msgspec import UNSET, Meta, Struct, UnsetType, field
 
 from epp.configuration.document import load_yaml
+from epp.core.expectation import place_and_sentence
 from epp.core.types import Endpoint, MetricsTarget
 from epp.shell.found import Found
 
 READY_AFTER_S: Final = 5.0
 """An endpoint that serves no metrics is ready this long after it joined (design section 4)."""
-
-_AT: Final = re.compile(r"(.*) - at `(?:\$|key in \$)?(.*)`", re.DOTALL)
-
 _PORT: Final = Annotated[int, Meta(ge=1, le=65535)]
 _Name = Annotated[str, Meta(min_length=1, max_length=253)]
 
@@ -71,7 +68,7 @@ def load_endpoints(text: bytes, source: str) -> Found:
     try:
         document = msgspec.convert(_parse(text), _Document)
     except (msgspec.ValidationError, ValueError) as problem:
-        raise EndpointsFileError([_sentence(source, "", problem)]) from None
+        raise EndpointsFileError([_sentence(source, "", problem, _Document)]) from None
     endpoints: list[Endpoint] = []
     problems: list[str] = []
     seen: dict[tuple[str, str], str] = {}
@@ -80,7 +77,7 @@ def load_endpoints(text: bytes, source: str) -> Found:
         try:
             endpoint = _endpoint(msgspec.convert(raw, _Entry, dec_hook=_decode))
         except (msgspec.ValidationError, ValueError) as problem:
-            problems.append(_sentence(source, path, problem))
+            problems.append(_sentence(source, path, problem, _Entry))
             continue
         for kind, key in (("name", endpoint.endpoint_id), ("address", endpoint.address)):
             first = seen.setdefault((kind, key), path)
@@ -143,11 +140,8 @@ def _endpoint(entry: _Entry) -> Endpoint:
     )
 
 
-def _sentence(source: str, path: str, problem: Exception) -> str:
-    """`Expected X, got Y - at $.a` at endpoints[0] -> `file: endpoints[0].a: Expected X, got Y`."""
-    what, inner = str(problem), ""
-    told = _AT.fullmatch(what)
-    if told is not None:
-        what, inner = told[1], told[2]
+def _sentence(source: str, path: str, problem: Exception, kind: type[Struct]) -> str:
+    """The file, the place in it, and what is wrong there with a `kind`."""
+    inner, what = place_and_sentence(str(problem), kind)
     where = (path + inner).lstrip(".")
     return f"{source}: {where}: {what}" if where else f"{source}: {what}"

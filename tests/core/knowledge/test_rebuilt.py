@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from epp.core.knowledge.candidates import NUMBERS
 from epp.core.knowledge.peer_load import PeerLoads
 from epp.core.knowledge.rebuilt import rebuilt_candidates
-from tests.builders import candidates
+from tests.builders import candidates, lora, resident
 
 SOME = st.floats(0, 1e9) | st.just(math.nan)
 ROW = st.tuples(SOME, SOME, SOME, st.integers(0, 99), st.floats(0, 1e6), st.integers(0, 9))
@@ -54,3 +54,24 @@ def test_what_peers_have_in_flight_is_among_them():
     assert told["inflight_requests"] == pool.inflight_requests[1] == 7
     assert told["inflight_prefill_tokens"] == pool.inflight_prefill_tokens[1] == 120.0
     assert pool.numbers_of(0)[5:8] == (1, 0, 10.0)
+
+
+def test_adapters_and_rendezvous_come_along():
+    """A scorer that asks for either finds what it found then; of who told nothing there is nothing."""
+    pool = candidates(
+        3, adapters=[lora("sql", slots_max=2), None, resident(gpu=["chat"], slots_max=4)]
+    )
+    again = rebuilt_candidates(
+        pool.endpoints,
+        [pool.numbers_of(at) for at in range(3)],
+        total_blocks=0,
+        block_tokens=64,
+        prompt_tokens=0,
+        adapters=pool.adapter_state.reports,
+    )
+    assert again.adapters_reported
+    assert again.adapter_state.generation.tolist() == [1, 0, 2]
+    assert again.adapter_state.slots_max.tolist() == [2, 0, 4]
+    assert again.adapter_state.active("sql").tolist() == [True, False, False]
+    assert again.adapter_state.on_gpu("chat").tolist() == [False, False, True]
+    np.testing.assert_array_equal(again.rendezvous(7), pool.rendezvous(7))

@@ -126,8 +126,16 @@ def test_ctrl_c_leaves_what_was_done(trace, tmp_path, capsys):
         (["--url", "http://user:word@x"], "expected no password in it"),
         (["--url", "http://x", "--model", "=a"], "expected NAME or TRACED=NAME"),
         (["--url", "http://x", "--header", "nothing"], "expected NAME:VALUE"),
-        (["--url", "http://x", "--in-flight", "0"], "expected at least 1"),
-        (["--url", "http://x", "--speed", "0"], "expected more than 0"),
+        (
+            ["--url", "http://x", "--in-flight", "0"],
+            "expected a whole number of at least 1, got '0'",
+        ),
+        (
+            ["--url", "http://x", "--requests", "x"],
+            "expected a whole number of at least 1, got 'x'",
+        ),
+        (["--url", "http://x", "--speed", "0"], "expected a number above 0, got '0'"),
+        (["--url", "http://x", "--speed", "x"], "expected a number above 0, got 'x'"),
     ],
 )
 def test_a_command_line_that_makes_no_sense_is_refused(given, problem, trace, capsys):
@@ -156,3 +164,7 @@ def test_a_file_of_headers_is_not_quoted(trace, tmp_path, capsys):
     (tmp_path / "keys").write_text("c4n4ry\n")
     assert drive(trace, "http://127.0.0.1:1", "--header-file", tmp_path / "keys") == 1
     assert "c4n4ry" not in capsys.readouterr().err
+    (tmp_path / "keys").write_bytes(b"\xffc4n4ry")
+    assert drive(trace, "http://127.0.0.1:1", "--header-file", tmp_path / "keys") == 1
+    told = capsys.readouterr().err
+    assert told == f"sim: {tmp_path / 'keys'}: expected headers in UTF-8, got the byte 0xff at 0\n"

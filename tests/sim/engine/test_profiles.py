@@ -188,7 +188,7 @@ def test_a_profile_survives_its_file(tmp_path, name):
         ("a = 1", "expected a table"),
         ("[a]\nlike = [1]", "like: no profile"),
         ('[a]\nlike = "nobody"', "no profile 'nobody' before it"),
-        ("[a]\nhost_s = 1.0", "missing required field"),
+        ("[a]\nhost_s = 1.0", "needs field"),
         ('[a]\nlike = "llama-3.1-8b-h100-tp1"\nhots_s = 1.0', "unknown field `hots_s`"),
         ('[a]\nlike = "llama-3.1-8b-h100-tp1"\nlinear_tokens = [2, 1]', "differ in length"),
         (
@@ -210,21 +210,24 @@ def test_a_bad_file_is_refused_with_a_sentence(tmp_path, text, sentence):
 @pytest.mark.parametrize(
     ("line", "sentence"),
     [
-        ("kv_tokens = -5", r"`int` >= 256 - at `\$\.kv_tokens`"),
-        ("kv_tokens = 10", r"`int` >= 256 - at `\$\.kv_tokens`"),
-        ("max_model_len_tokens = 0", r">= 1 - at `\$\.max_model_len_tokens`"),
-        ("max_num_seqs = 0", r"`int` >= 1 - at `\$\.max_num_seqs`"),
-        ("max_num_batched_tokens = 0", r">= 1 - at `\$\.max_num_batched_tokens`"),
+        ("kv_tokens = -5", "kv_tokens: expected a whole number of at least 256"),
+        ("kv_tokens = 10", "kv_tokens: expected a whole number of at least 256"),
+        ("max_model_len_tokens = 0", "max_model_len_tokens: expected a whole number of at least 1"),
+        ("max_num_seqs = 0", "max_num_seqs: expected a whole number of at least 1"),
+        (
+            "max_num_batched_tokens = 0",
+            "max_num_batched_tokens: expected a whole number of at least 1",
+        ),
         ("max_num_seqs = 9000", "max_num_batched_tokens is 8192; expected at least max_num_seqs"),
-        ("pair_s = nan", r"`float` >= 0\.0 - at `\$\.pair_s`"),
-        ("pair_s = -1.0", r"`float` >= 0\.0 - at `\$\.pair_s`"),
-        ("host_s = inf", r"`float` <= 60\.0 - at `\$\.host_s`"),
-        ("shared_context_factor = 1.5", r"<= 1\.0 - at `\$\.shared_context_factor`"),
-        ("linear_tokens = [1, 2]\nlinear_s = [0.1, nan]", r"- at `\$\.linear_s\["),
-        ("linear_tokens = [1]\nlinear_s = [0.0]", r"- at `\$\.linear_s\["),
+        ("pair_s = nan", "pair_s: expected a number of at least 0"),
+        ("pair_s = -1.0", "pair_s: expected a number of at least 0"),
+        ("host_s = inf", "host_s: expected a number of at most 60"),
+        ("shared_context_factor = 1.5", "shared_context_factor: expected a number of at most 1"),
+        ("linear_tokens = [1, 2]\nlinear_s = [0.1, nan]", r"linear_s\[.*\]: expected a number"),
+        ("linear_tokens = [1]\nlinear_s = [0.0]", r"linear_s\[.*\]: expected a number"),
         (
             "memory = {bytes = 1, weight_bytes = 2, kv_bytes_per_token = 0}",
-            r"memory: .*>= 1 - at `\$\.kv_bytes_per_token`",
+            "memory: kv_bytes_per_token: expected a whole number of at least 1",
         ),
         (
             "memory = {bytes = 1, weight_bytes = 2, kv_bytes_per_token = 8}",
@@ -232,9 +235,9 @@ def test_a_bad_file_is_refused_with_a_sentence(tmp_path, text, sentence):
         ),
         (
             "memory = {bytes = nan, weight_bytes = 2, kv_bytes_per_token = 8}",
-            r"memory: .*at `\$\.bytes`",
+            "memory: bytes: expected a number",
         ),
-        ("memory = 5", "memory: Expected `object`"),
+        ("memory = 5", "memory: expected a mapping"),
     ],
 )
 def test_a_number_that_no_engine_has_is_refused(tmp_path, line, sentence):

@@ -142,6 +142,7 @@ def test_a_scenario_says_of_pickers_what_flags_say(trace, tmp_path):
             "leave out --replicas, --peer-snapshot",
         ),
         ("[pickers]\ncount = 2\npeer_loss = 0.1", (), "need --peer-delay (peer_delay_s)"),
+        ("[pickers]\npeer_delay_s = 0.1", (), "needs two pickers or more"),
         (
             "[[events]]\nkind = 'peer-partition'\nfrom_s = 1\nto_s = 2\npickers = [0]",
             (),
@@ -176,7 +177,9 @@ def test_a_scenario_and_flags_do_not_speak_of_the_same(
     file = tmp_path / "p.toml"
     file.write_text(text)
     assert sim("replay", trace, "--scenario", file, *arguments) == 2
-    assert said in capsys.readouterr().err
+    told = capsys.readouterr().err
+    assert said in told
+    assert "p.toml" not in told or str(file) in told, "which of the files of that name?"
 
 
 def test_a_comparison_takes_pickers_from_the_scenario(trace, tmp_path, capsys):
@@ -197,11 +200,32 @@ def test_a_comparison_takes_pickers_from_the_scenario(trace, tmp_path, capsys):
     ("arguments", "said"),
     [
         (("replay", "--peer-loss", "0.1"), "need --peer-delay"),
+        (
+            ("replay", "--peer-delay", "0.1"),
+            "--peer-delay (peer_delay_s) needs two pickers or more",
+        ),
+        (
+            (
+                "compare",
+                "--config",
+                "default",
+                "--config",
+                "random",
+                "--replicas",
+                "1",
+                "--peer-delay",
+                "0.1",
+            ),
+            "needs two pickers or more",
+        ),
         (("replay", "--picker-away", "0:5:5"), "expected an end after 5 s, got 5 s"),
-        (("replay", "--replicas", "1001"), "'1001' is not an integer from 1 to 1000"),
-        (("replay", "--replicas", "2", "--picker-away", "2:1:5"), "a picker from 0 to 1, got 2"),
+        (("replay", "--replicas", "1001"), "'1001' is not an integer from 1 to 1,000"),
+        (
+            ("replay", "--replicas", "2", "--picker-away", "2:1:5"),
+            "--picker-away (picker-restart): expected a picker from 0 to 1, got 2",
+        ),
         (("replay", "--picker-away", "1:5"), "'1:5' is not N:FROM:TO"),
-        (("replay", "--peer-delay", "-1"), "'-1' is not a number from 0 to 1e+09"),
+        (("replay", "--peer-delay", "-1"), "'-1' is not a number from 0 to 1,000,000,000"),
         (("replay", "--peer-partition", "1:2:x"), "'x' is not an integer"),
         (("replay", "--assignment", "even"), "even"),
         (("replay", "--replicas", "1,2"), "'1,2' is not an integer"),

@@ -11,10 +11,12 @@ from sim.cluster.policies import PolicySource, policy_source
 from sim.experiments.search import (
     BATCH,
     FINALISTS,
+    GIVEN_UP,
     KEPT,
     RUNGS,
     Search,
     Trial,
+    one_cost,
     pareto,
     runs_expected,
 )
@@ -30,6 +32,7 @@ schedulingProfiles:
 """
 PRESENT = PolicySource(name="present", text=TEXT, source="present.yaml")
 PICKER = '[[plugins]]\nplugin = "max-score-picker"\ntypes = ["random-picker"]\n'
+TOLERANCE = 0.02
 PREFIX_OVER_QUEUE = 20.0
 """The planted optimum; the present configuration has 1."""
 
@@ -52,7 +55,7 @@ def described(policy):
 
 
 def searched(measured=planted, *, trials=60, seed=1, space=None):
-    search = Search(space or Space(PRESENT), trials=trials, seed=seed)
+    search = Search(space or Space(PRESENT), trials=trials, seed=seed, tolerance=TOLERANCE)
     search.run(measured)
     return search
 
@@ -105,7 +108,7 @@ def test_the_same_seed_tries_the_same_however_often_it_is_stopped():
             raise StoppedError
         return planted(rung, policies)
 
-    search = Search(Space(PRESENT), trials=2 * BATCH, seed=1)
+    search = Search(Space(PRESENT), trials=2 * BATCH, seed=1, tolerance=TOLERANCE)
     with pytest.raises(StoppedError):
         search.run(stopping)
     assert search.best().finished, "what is known by then can be told"
@@ -156,7 +159,7 @@ def test_finalists_are_others_than_the_present_and_than_each_other():
     search = searched(alike, trials=2 * BATCH)
     twin = search.trials[1]
     for one in search.trials[:FINALISTS]:
-        one.costs = [(0.0, 0.0), (-1.0, 0.0)]
+        one.costs, one.cost = [(0.0, 0.0), (-1.0, 0.0)], -1.0
     search.trials[2].hash = twin.hash
     found = search.finalists(PRESENT.hash)
     assert found[:2] == [twin, search.trials[3]]
@@ -165,9 +168,35 @@ def test_finalists_are_others_than_the_present_and_than_each_other():
 
 def test_of_nothing_there_is_no_best():
     """Before the first batch has been measured."""
-    search = Search(Space(PRESENT), trials=5, seed=1)
+    search = Search(Space(PRESENT), trials=5, seed=1, tolerance=TOLERANCE)
     assert search.best() is None
     assert search.finalists(PRESENT.hash) == search.front() == []
+
+
+@pytest.mark.parametrize(
+    ("costs", "number"),
+    [
+        ((-0.5, 0.1), -0.4 + GIVEN_UP * (0.1 - math.log(1.02))),
+        ((-0.5, math.log(1.02)), -0.5 + math.log(1.02)),
+        ((-0.5, -0.1), -0.6),
+        ((0.2, 0.2), 0.4 + 2 * GIVEN_UP * (0.2 - math.log(1.02))),
+    ],
+)
+def test_what_is_given_up_beyond_the_tolerance_weighs_more_than_a_gain(costs, number):
+    """Nobody is chosen who gives up more, so that it is no use to look there."""
+    assert one_cost(costs, TOLERANCE) == pytest.approx(number)
+
+
+def test_those_who_give_up_too_much_do_not_go_on():
+    """However much they gain in the other objective."""
+
+    def dear(rung, policies):
+        return [(-1.0, 0.3) if at % 3 else (-0.1, 0.0) for at, _ in enumerate(policies)]
+
+    search = searched(dear, trials=BATCH)
+    finished = [one for one in search.trials if one.finished]
+    assert {one.costs[0] for one in finished} == {(-0.1, 0.0)}
+    assert search.best().cost == pytest.approx(-0.1)
 
 
 @given(st.lists(st.tuples(st.integers(-3, 3), st.integers(-3, 3)), max_size=20))

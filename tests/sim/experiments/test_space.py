@@ -258,7 +258,7 @@ BUSY = '[[parameters]]\nplugin = "active-request-scorer"\nname = "maxBusyScore"\
         ("a = [", "Invalid value|Unclosed array"),
         ('[[weights]]\nplugin = "queu-scorer"', "profile, did you mean `queue-scorer`"),
         ('[[weights]]\nplugin = "queue-scorer"\nlow = 0', r"weights\[0\]: expected 0 < low < high"),
-        ('[[weights]]\nplugin = "queue-scorer"\nlow = "a"', r"weights\[0\].low: expected `float`"),
+        ('[[weights]]\nplugin = "queue-scorer"\nlow = "a"', r"weights\[0\].low: expected a number"),
         (PARAMETER + 'name = "x"\nlow = 1\nhigh = 2', "queue-scorer has no parameter x"),
         (BUSY, "expected values, or low and high"),
         (BUSY + "low = 0.5\nhigh = 0.1", "low below high"),

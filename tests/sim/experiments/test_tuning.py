@@ -1,11 +1,13 @@
 """The judgement: who is chosen, and what it takes to beat the present configuration."""
 
+import math
+
 import pytest
 
 from sim.cluster.policies import PolicySource, policy_source
 from sim.experiments.measured_runs import Half, StoppedError
 from sim.experiments.search import Trial
-from sim.experiments.tuning import LOADS, LOST, Objective, Tuning
+from sim.experiments.tuning import GUARDS, LOADS, LOST, Guard, Objective, Tuning
 from sim.measurement.summaries import KeptRun
 from tests.sim.made import filled
 
@@ -15,7 +17,9 @@ NOISE = (0.0, 0.001, -0.001, 0.002)
 """By repetition, a share of the figure: what traffic does to it."""
 
 
-def run(ttft_s=1.0, tokens_per_s=1000.0, *, repetition=0, refused=0, aborted=0):
+def run(
+    ttft_s=1.0, tokens_per_s=1000.0, *, repetition=0, refused=0, aborted=0, e2e_s=2.0, stalls=0.0
+):
     """What a run of generated traffic has shown."""
     distribution = dict.fromkeys(("mean", "p50", "p90", "p99"), ttft_s)
     complete = 1000 - refused - aborted
@@ -25,8 +29,8 @@ def run(ttft_s=1.0, tokens_per_s=1000.0, *, repetition=0, refused=0, aborted=0):
         traffic={"generated": repetition > 0},
         ttft_s=distribution,
         tpot_s={"mean": 0.01},
-        e2e_s={"mean": 2.0},
-        itl_s={"mean": 0.01, "p99": 0.02, "stall_share": 0.0},
+        e2e_s={"mean": e2e_s},
+        itl_s={"mean": 0.01, "p99": 0.02, "stall_share": stalls},
         hit_rate=0.5,
         output_tokens_per_s=tokens_per_s,
         goodput={"share": 1.0},
@@ -74,16 +78,20 @@ class Found:
     def best(self):
         return self.trials[0]
 
+    def pilots(self, present_hash):
+        return [one.policy for one in self.finalists(present_hash)]
+
     def finalists(self, present_hash):
         assert present_hash == PRESENT.hash
         return self.trials
 
 
-def tuned(objective=Objective.THROUGHPUT, tolerance=0.0, **figures):
+def tuned(objective=Objective.THROUGHPUT, tolerance=0.0, guards=(), **figures):
     runs, search = Runs(**figures), Found(figures)
     tuning = Tuning(
-        search, runs, PRESENT, measures=objective.measures, tolerance=tolerance, seeds=SEEDS
-    )
+        search, runs, PRESENT, measures=objective.measures, tolerance=tolerance, seeds=SEEDS,
+        requests=400, guards=guards,
+    )  # fmt: skip
     tuning.run()
     return tuning, runs, search
 
@@ -189,8 +197,9 @@ def test_what_is_stopped_is_not_complete():
     """What was known by then stays, and nothing counts as beaten."""
     runs, search = Runs(fast=FAST), Found(["fast"])
     tuning = Tuning(
-        search, runs, PRESENT, measures=Objective.ITL.measures, tolerance=0.0, seeds=SEEDS
-    )
+        search, runs, PRESENT, measures=Objective.ITL.measures, tolerance=0.0, seeds=SEEDS,
+        requests=400,
+    )  # fmt: skip
     plain = runs.of
 
     def of(wanted):
@@ -205,3 +214,74 @@ def test_what_is_stopped_is_not_complete():
     assert tuning.chosen is tuning.best is not None
     assert not tuning.complete
     assert not tuning.beats
+
+
+def test_a_guard_stops_a_gain_that_costs_elsewhere():
+    """Half of the time to the first token, a hundredth more of the whole: sure, and so too much."""
+    dear = {"always": {"ttft_s": 0.5, "e2e_s": 2.02}}
+    tuning, _, _ = tuned(guards=GUARDS, dear=dear)
+    assert tuning.chosen is None
+    ((_, against),) = tuning.finals
+    assert against.better
+    assert against.stopped_by(GUARDS) == ["e2e_mean_s"]
+    told = against.summary(0.0, GUARDS)
+    assert told.stopped_by == ["e2e_mean_s"]
+    assert told.guards["e2e_mean_s"].relative == pytest.approx(0.01)
+    assert set(told.differences) == {"ttft_p90_s", "output_tokens_per_s"}
+    assert tuned(dear=dear)[0].beats, "without guards nobody looks"
+
+
+def test_a_guard_may_allow_a_share():
+    """As much as somebody says, and no more."""
+    dear = {"always": {"ttft_s": 0.5, "e2e_s": 2.02}}
+    for allowed, beats in ((0.005, False), (0.02, True)):
+        guards = [Guard(measure="e2e_mean_s", allowed=allowed)]
+        assert tuned(guards=guards, dear=dear)[0].beats is beats
+
+
+def test_a_guard_looks_at_every_load_of_the_half_that_judges():
+    """Chosen, because on the first half it costs nothing."""
+    tuning, _, _ = tuned(guards=GUARDS, lucky=FAST | {1.3: {"e2e_s": 3.0}})
+    assert tuning.chosen.policy.name == "lucky"
+    assert not tuning.beats
+    stopped = {load: one.stopped_by(GUARDS) for load, one in tuning.held_out.items()}
+    assert stopped == {1.0: [], 0.7: [], 1.3: ["e2e_mean_s"]}
+
+
+def test_the_search_keeps_away_from_what_a_guard_would_stop():
+    """No gain in either objective, and the worse the more it costs; what is little may be chance."""
+    _, _, search = tuned(
+        guards=GUARDS,
+        tolerance=0.02,
+        dear={"always": {"ttft_s": 0.5, "e2e_s": 4.0}},
+        chance={"always": {"ttft_s": 0.5, "e2e_s": 2.02}},
+    )
+    dear, chance = search.costs[0]
+    assert dear == (pytest.approx(math.log(2)), pytest.approx(math.log(2)))
+    assert chance == (pytest.approx(-math.log(2), abs=1e-3), 0.0)
+
+
+def test_a_guard_of_what_there_is_none_of_stops_nobody():
+    """No stalls before, and none to divide by; none left is no loss."""
+    guards = [Guard(measure="stall_share")]
+    before = {PRESENT.name: {"always": {"stalls": 0.1}}}
+    _, _, search = tuned(guards=guards, fast=FAST)
+    assert search.costs[0] == [(pytest.approx(-math.log(2)), 0.0)]
+    tuning, _, search = tuned(guards=guards, fast=FAST, **before)
+    assert search.costs[0][0] == (pytest.approx(-math.log(2)), 0.0)
+    assert tuning.beats
+
+
+def test_what_can_be_confirmed_is_known_before_the_search():
+    """From a few on the half for tuning, and of the objectives alone."""
+    runs, search = Runs(fast=FAST), Found(["fast"])
+    tuning = Tuning(
+        search, runs, PRESENT, measures=Objective.ITL.measures, tolerance=0.0, seeds=SEEDS,
+        requests=400, guards=GUARDS[:1],
+    )  # fmt: skip
+    tuning.foresee()
+    assert search.costs is None
+    assert {one.half for _, one in runs.asked} == {Half.TUNING}
+    assert tuning.power.requests == 400
+    assert tuning.power.seeds == SEEDS
+    assert set(tuning.power.gains) == {"ttft_p90_s"}, "of the other nothing varies here"

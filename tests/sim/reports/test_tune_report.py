@@ -10,13 +10,21 @@ from sim.measurement.summaries import (
     JudgedSummary,
     KeptRun,
     NamedRun,
+    PowerSummary,
     TrialSummary,
     TuneSummary,
 )
-from sim.reports.tune_report import comment, conclusion, tune_page, tune_report, tune_table
+from sim.reports.tune_report import (
+    comment,
+    conclusion,
+    power_sentence,
+    tune_page,
+    tune_report,
+    tune_table,
+)
 from tests.sim.made import filled
 
-TTFT, TOKENS = "ttft_p90_s", "output_tokens_per_s"
+TTFT, TOKENS, E2E = "ttft_p90_s", "output_tokens_per_s", "e2e_mean_s"
 
 
 def difference(verdict, relative, reference=1.0, *, low=-0.1, high=0.1):
@@ -31,8 +39,9 @@ BETTER = difference("better", -0.4, low=-0.5, high=-0.3)
 WORSE = difference("worse", -0.05, 1000.0, low=-60.0, high=-40.0)
 
 
-def judged(load, ttft=SAME, tokens=SAME, **fields):
-    return filled(JudgedSummary, load=load, differences={TTFT: ttft, TOKENS: tokens}, **fields)
+def judged(load, ttft=SAME, tokens=SAME, e2e=SAME, **fields):
+    fields |= {"differences": {TTFT: ttft, TOKENS: tokens}, "guards": {E2E: e2e}}
+    return filled(JudgedSummary, load=load, **fields)
 
 
 def trial(number, *costs, refused=""):
@@ -42,6 +51,7 @@ def trial(number, *costs, refused=""):
         refused=refused,
         values={"weight of queue-scorer": number, "type of max-score-picker": "random-picker"},
         costs=[list(cost) for cost in costs],
+        cost=sum(costs[-1]) if costs else None,
     )
 
 
@@ -51,7 +61,7 @@ def told(**changes):
     given = {
         "complete": True, "version": "0.0", "first_seed": 1, "seeds": 5, "generated": True,
         "varied": "5 draws of the traffic", "config": "mine", "config_hash": "abc",
-        "tuned_name": "tuned", "tolerance": 0.02, "objective": [TTFT, TOKENS],
+        "tuned_name": "tuned", "tolerance": 0.02, "guards": {E2E: 0.0}, "objective": [TTFT, TOKENS],
         "higher_is_better": [TOKENS], "rungs": [0.25, 1.0], "assumptions": [],
         "trace": {"name": "day.jsonl", "sha256": "f" * 64, "requests": 100, "tuning": 50, "hold_out": 50},
         "conditions": {"profiles": {"fast": 8}, "replicas": 2},
@@ -75,6 +85,8 @@ def ending(*hold_out):
     return told(hold_out=list(hold_out), beats=False)
 
 
+SLOWER = difference("worse", 0.05, 2.0, low=0.06, high=0.14)
+STOPPED = replace(judged(UNSET, BETTER, e2e=SLOWER, stopped_by=[E2E]), trial=3)
 LACKING = difference("not enough to tell from: the trace has 3 sessions", -0.4, low=None, high=None)
 
 
@@ -83,7 +95,16 @@ LACKING = difference("not enough to tell from: the trace has 3 sessions", -0.4, 
     [
         (told(), ("Trial 3 beats mine on the half that was not used for tuning: TTFT p90 -40.0% (95 % "
          "interval -500 ms to -300 ms of 1.00 s). In neither objective is it worse at 1, 0.7, 1.3 "
-         "times the load.")),
+         "times the load, nor in its guards, E2E mean.")),
+        (told(guards={}, hold_out=[judged(1.0, BETTER)]), "worse at 1 times the load."),
+        (told(hold_out=[judged(1.0, BETTER, e2e=SLOWER)], guards={E2E: 0.1}), ("It gives up E2E mean "
+         "+5.0% (95 % interval +60.0 ms to +140 ms of 2.00 s) at 1 times the load.")),
+        (ending(judged(1.0, BETTER), judged(1.3, BETTER, e2e=SLOWER, stopped_by=[E2E])), ("the best of "
+         "4 configurations is stopped by a guard at 1.3 times the load: E2E mean +5.0% (95 % interval "
+         "+60.0 ms to +140 ms of 2.00 s)")),
+        (told(chosen=None, hold_out=[], beats=False, finalists=[STOPPED]), ("Trial 3, TTFT p90 -40.0%, "
+         "is stopped by a guard: E2E mean +5.0% (95 % interval +60.0 ms to +140 ms of 2.00 s). No "
+         "configuration is written.")),
         (told(hold_out=[judged(1.0, BETTER, WORSE)]), ("It gives up output tokens/s -5.0% (95 % "
          "interval -60 to -40 of 1,000) at 1 times the load.")),
         (ending(judged(1.0)), ("Nothing beats mine: on the half that was not used for tuning the best "
@@ -122,6 +143,44 @@ def test_a_report_has_what_was_tried_and_what_came_of_it():
     assert report.index("| trial 0 | 100%") < report.index("| trial 1 | 25%")
     assert "1 of the trials are no valid configuration and were not run" in report
     assert "TTFT p90 better; output tokens/s worse" in report
+    assert "| guards | E2E mean |" in report
+    assert "| 1: E2E mean (guard) | 1.00 s |" in report
+
+
+def test_a_guard_that_stops_is_marked_where_it_stands():
+    """In the row of its load, and in that of the trial."""
+    report = tune_report(
+        told(
+            finalists=[STOPPED], beats=False,
+            hold_out=[judged(1.0, BETTER, e2e=SLOWER, stopped_by=[E2E])],
+        )
+    )  # fmt: skip
+    assert "| 1: E2E mean (guard) | 2.00 s | 2.10 s | +100 ms | +60.0 ms to +140 ms | +5.0% | worse, which stops it |" in report  # fmt: skip
+    assert "stopped by its guard, E2E mean +5.0%" in report
+    assert "Guards: none." in comment(told(guards={}))[-1]
+    assert "Guards: E2E mean (up to 0.1 of it)." in comment(told(guards={E2E: 0.1}))[-1]
+
+
+@pytest.mark.parametrize(
+    ("fields", "says"),
+    [
+        ({"gains": {TTFT: 0.2134, TOKENS: 0.031}, "requests_needed": {TTFT: 18_213},
+          "seeds_needed": {TTFT: 17}},
+         ("With 4,000 requests and 5 seeds these gains cannot be relied on to be confirmed: TTFT p90 "
+         "below 21%, output tokens/s below 3.1%. To confirm 10% of TTFT p90 give about 18,000 "
+         "requests, or --seeds 17.")),
+        ({"gains": {TTFT: 1.5}, "requests_needed": {TTFT: 900_000}},
+         "confirmed: TTFT p90 of any size. To confirm 10% of TTFT p90 give about 900,000 requests."),
+        ({"lacking": "the trace has 2 blocks of 120 s, 5 are needed"},
+         "With this traffic no gain can be confirmed: the trace has 2 blocks of 120 s, 5 are needed."),
+        ({}, "What is varied changes nothing on this traffic, as far as a few draws show."),
+    ],
+)  # fmt: skip
+def test_what_can_be_confirmed_is_told(fields, says):
+    """The same words before the search and in its reports."""
+    power = filled(PowerSummary, **({"requests": 4_000, "seeds": 5, "wanted": 0.1} | fields))
+    assert says in power_sentence(power)
+    assert says in tune_report(told(power=power))
 
 
 def test_of_nothing_there_is_a_report_too():

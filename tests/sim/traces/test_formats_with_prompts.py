@@ -255,7 +255,11 @@ data:
 @pytest.mark.parametrize(
     ("old", "new", "problem"),
     [
-        ("poisson", "trace_session_replay", "load.type: Invalid enum value"),
+        (
+            "poisson",
+            "trace_session_replay",
+            "load.type: Expected concurrent, constant or poisson, got 'trace_session_replay'",
+        ),
         ("rate: 20, ", "", r"load.stages\[0\]: Expected rate and duration"),
         ("num_groups: 3", "num_groups: 0", "data.shared_prefix.num_groups"),
         ("  stages:", "  sweep: {type: linear}\n  stages:", "load.sweep: Expected stages"),
@@ -265,16 +269,16 @@ data:
         (
             "num_groups: 3",
             f"num_groups: {10**20}",
-            "data.shared_prefix.num_groups: Expected `int` <= ",
+            "data.shared_prefix.num_groups: Expected a whole number of at most ",
         ),
-        ("rate: 20", "rate: .inf", r"load.stages\[0\].rate: Expected `float` <= "),
+        ("rate: 20", "rate: .inf", r"load.stages\[0\].rate: Expected a number of at most "),
         ("max: 20, ", "", "data.shared_prefix.output_distribution.max: Expected an end"),
         (
             "uniform, min: 10, max: 20, mean: 15",
             "lognormal, std_dev: 2, mean: 0",
             "data.shared_prefix.output_distribution.mean: Expected above 0 for a lognormal",
         ),
-        ("mean: 15", "mean: .nan", "output_distribution.mean: Expected `float` >= 0"),
+        ("mean: 15", "mean: .nan", "output_distribution.mean: Expected a number of at least 0"),
         ("min: 10", "min: 30", "data.shared_prefix.output_distribution: Expected 0 <= min <= max"),
     ],
 )

@@ -112,13 +112,18 @@ def test_lines_of_which_none_was_a_request_are_no_empty_trace(trace_of):
 
 
 BAD_LINES = [
-    (MOONCAKE % (0, 1, 2) + "\n{", 2, "", "Input data was truncated"),
-    (MOONCAKE % (0, 1, 2) + "\n\n" + MOONCAKE % (0, 1, -2), 3, "hash_ids[1]", ">= 0"),
+    (MOONCAKE % (0, 1, 2) + "\n{", 2, "", "Expected more: the text ends before it is whole"),
+    (
+        MOONCAKE % (0, 1, 2) + "\n\n" + MOONCAKE % (0, 1, -2),
+        3,
+        "hash_ids[1]",
+        "Expected a whole number of at least 0",
+    ),
     (
         '{"timestamp": 0, "input_length": "x", "output_length": 1, "hash_ids": []}',
         1,
         "input_length",
-        "Expected `int`, got `str`",
+        "Expected a whole number, got a text",
     ),
     ('{"timestamp": 0, "output_length": 1, "hash_ids": []}', 1, "input_length", "found none"),
     (

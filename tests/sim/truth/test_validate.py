@@ -215,7 +215,7 @@ def test_nothing_found_is_no_success(tmp_path, capsys):
         (lambda folder: (folder / "engine.toml").write_text("kind"), "engine.toml: Expected"),
         (
             lambda folder: (folder / "engine.toml").write_text("kind = 'latency'"),
-            "missing required",
+            "needs field",
         ),
         (lambda folder: (folder / "requests.jsonl").unlink(), "requests.jsonl"),
         (lambda folder: (folder / "requests.jsonl").write_text("{}\n"), "requests.jsonl:1: "),

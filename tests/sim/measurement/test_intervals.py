@@ -6,7 +6,13 @@ from random import Random
 import numpy as np
 import pytest
 
-from sim.measurement.intervals import Varied, compare_runs, estimated, student_t
+from sim.measurement.intervals import (
+    Varied,
+    compare_runs,
+    confidence_limit,
+    estimated,
+    student_t,
+)
 from sim.measurement.measures import Measures, Targets, figures_of
 from sim.traces.lengths import Spread, fixed
 from sim.traces.variation import resampled
@@ -43,6 +49,16 @@ def test_draws_are_averaged():
     assert found.value == pytest.approx(2.7)
     assert found.high - found.value == pytest.approx(half, rel=0.01)
     assert found.low == pytest.approx(found.value - half, rel=0.05)
+
+
+def test_one_end_alone_is_nearer():
+    """The textbook's one-sided limit of a mean, on either side; of two draws there is none."""
+    values = [1.0, 3.0, 0.5, 2.0, 7.0]
+    half = 2.132 * np.std(values, ddof=1) / math.sqrt(5)
+    above, below = (confidence_limit(values, drawn(5), upper=one) for one in (True, False))
+    assert above == pytest.approx(2.7 + half, rel=0.01)
+    assert below == pytest.approx(2.7 - half, rel=0.05)
+    assert confidence_limit(values[:2], drawn(2), upper=True) is None
 
 
 def test_a_recorded_trace_keeps_its_own_figure():

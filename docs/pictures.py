@@ -5,7 +5,7 @@ Each picture is of the example in docs/examples/scenarios that has its name, run
 """
 
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Final
 
@@ -89,22 +89,40 @@ def draw(name: str, trace: str) -> str:
     x = Axis.over(times_s, unit="s", title="arrival")
     y = Axis.over(values, unit=picture.unit, title=picture.title)
     drawn = line_chart(lines, x=x, y=y, label=f"{picture.title} over time", size=FULL)
-    opened, _, rest = drawn.partition(">")
     begins, ends = (FULL.across(x.share(at_s)) for at_s in (picture.from_s, picture.to_s))
     top = FULL.up(1.0)
     shade = (
-        f'<rect class="page" width="{FULL.width}" height="{FULL.height}"/>'
         f'<rect class="while" x="{begins:.1f}" y="{top:.1f}" width="{ends - begins:.1f}" '
         f'height="{FULL.up(0.0) - top:.1f}"/>'
     )
-    return f'{opened} xmlns="http://www.w3.org/2000/svg"><style>{STYLE}</style>{shade}{_legend(lines)}{rest}\n'
+    return svg_file(drawn, list(lines), under=shade)
 
 
-def _legend(lines: Mapping[str, Points]) -> str:
+def svg_file(
+    drawn: str,
+    names: Sequence[str],
+    *,
+    under: str = "",
+    over: str = "",
+    legend_from: int = LEFT + 180,
+) -> str:
+    """A full drawing of `sim.reports.charts` as a file of its own, with a legend beside its title.
+
+    `under` and `over` are drawn before and after it.
+    """
+    opened, _, rest = drawn.partition(">")
+    page = f'<rect class="page" width="{FULL.width}" height="{FULL.height}"/>'
+    rest = rest.removesuffix("</svg>")
+    return (
+        f'{opened} xmlns="http://www.w3.org/2000/svg"><style>{STYLE}</style>{page}{under}'
+        f"{_legend(names, legend_from)}{rest}{over}</svg>\n"
+    )
+
+
+def _legend(names: Sequence[str], begins: int) -> str:
     parts = []
-    begins = LEFT + 180
-    apart = min(170, (FULL.width - begins) // len(lines))
-    for number, name in enumerate(lines):
+    apart = min(170, (FULL.width - begins) // len(names))
+    for number, name in enumerate(names):
         left = begins + apart * number
         parts.append(
             f'<polyline class="c{number}" points="{left},10 {left + 22},10"/>'

@@ -17,7 +17,7 @@ from sim.cluster.settings import ClusterSettingsError
 from sim.drive import command as drive_command
 from sim.engine import calibrate
 from sim.engine.profiles import ProfileError
-from sim.experiments import compare, replay, replicas, strategies, sweep, tune
+from sim.experiments import compare, replay, replicas, size, strategies, sweep, tune
 from sim.experiments.executors import ExecutorError
 from sim.experiments.jobs import JobError
 from sim.experiments.leaderboard import command as leaderboard
@@ -50,6 +50,7 @@ def run(arguments: Sequence[str] | None) -> int:
     compare.add_parser(commands)
     sweep.add_parser(commands)
     tune.add_parser(commands)
+    size.add_parser(commands)
     replicas.add_parser(commands)
     strategies.add_parser(commands)
     leaderboard.add_parser(commands)

@@ -1,4 +1,4 @@
-"""What `sim replay`, `compare`, `sweep` and `tune` leave behind: a folder, and a bar while they work."""
+"""What `sim replay`, `compare`, `sweep`, `tune` and `size` leave behind: a folder, and a bar while they work."""
 
 import argparse
 import sys
@@ -14,9 +14,10 @@ RUNS: Final = "runs.jsonl"
 TUNED: Final = "tuned.yaml"
 TUNED_CONFIG_MAP: Final = "tuned-configmap.yaml"
 BEST_SO_FAR: Final = "best-so-far.yaml"
+AUTOSCALING: Final = "autoscaling.yaml"
 _WRITTEN: Final = (
     *("summary.json", "report.md", "report.html", REQUESTS, DECISIONS),
-    *(RUNS, TUNED, TUNED_CONFIG_MAP, BEST_SO_FAR),
+    *(RUNS, TUNED, TUNED_CONFIG_MAP, BEST_SO_FAR, AUTOSCALING),
 )
 """What the commands write; no command writes all of it."""
 

@@ -52,6 +52,7 @@ ELSEWHERE = {
     "sim replay": "tests/sim/experiments/test_replay.py",
     "sim replicas": "tests/sim/experiments/test_replicas.py",
     "sim serve": "tests/sim/pods/test_pods.py",
+    "sim size": "tests/sim/experiments/test_size.py",
     "sim strategies": "tests/sim/experiments/test_strategies.py",
     "sim trace": "tests/sim/traces/test_workloads.py",
     "sim tune": "tests/sim/experiments/test_tune.py",
@@ -61,6 +62,7 @@ ELSEWHERE = {
 SMALL = {
     "trace generate": "--duration 30",
     "compare": "--requests 60 --seeds 2 --workers 1",
+    "size": "--requests 60 --seeds 3 --pods-max 4 --workers 1",
     "tune": "--requests 120 --seeds 3 --trials 12 --workers 1",
 }
 """What is added to a command of `sim`; of a flag given twice the last counts."""

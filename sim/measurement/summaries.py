@@ -196,7 +196,7 @@ class RunSummary(Summary, frozen=True, kw_only=True):
 
 
 class KeptRun(Summary, frozen=True, kw_only=True):
-    """What a tuning keeps of a run: what runs are compared by and reports tell."""
+    """What a tuning or a sizing keeps of a run: what runs are compared by and reports tell."""
 
     requests: Requests
     traffic: Traffic
@@ -212,6 +212,8 @@ class KeptRun(Summary, frozen=True, kw_only=True):
     output_tokens_per_s: float | None
     goodput: Goodput
     digest: str
+    pool: PoolSummary | UnsetType = UNSET
+    """Only of whole runs."""
 
 
 ComparedRun: TypeAlias = RunSummary | KeptRun
@@ -499,7 +501,142 @@ class TuneSummary(Summary, frozen=True, kw_only=True):
     runs: list[NamedRun]
 
 
-RepeatedSummary: TypeAlias = ComparisonSummary | SweepSummary | TuneSummary
+class BoundSummary(Summary, frozen=True, kw_only=True):
+    """A figure over repeated runs, and the bound that it is to keep."""
+
+    name: str
+    limit: float
+    figure: EstimateSummary
+    sure: float | None
+    """The end of the one-sided 95 % interval that lies towards the bound."""
+    used: float | None
+    """Of what the bound allows, by `sure`, and by the figure where nothing is sure."""
+    kept: bool
+    """By `sure`."""
+    kept_by_figure: bool
+
+
+class CountSummary(Summary, frozen=True, kw_only=True):
+    """A number of pods that was tried."""
+
+    pods: int
+    runs: int
+    """Fewer than all where the first has decided."""
+    kept: bool | None
+    """None: it was stopped before that was known."""
+    cost_per_hour: float | None
+    used: float | None
+    """Of the bound that is nearest to being broken, or furthest beyond."""
+    bounds: list[BoundSummary]
+
+
+class EveryCountSummary(Summary, frozen=True, kw_only=True):
+    """What running every number of pods finds, to hold a search to it."""
+
+    pods: int | None
+    runs: int
+    counts: list[CountSummary]
+
+
+class SizedSummary(Summary, frozen=True, kw_only=True):
+    """What one profile under one strategy needs."""
+
+    profile: str
+    config: str
+    price_per_hour: float | None
+    """Of a pod; None: it was not told."""
+    pods: int | None
+    """The smallest number that keeps the bounds; None: none up to the highest does."""
+    pods_perhaps: int | None
+    """A smaller one of which the figures keep the bounds, but not surely."""
+    used: float | None
+    """Of what the bounds allow, with these pods."""
+    cost_per_hour: float | None
+    cost_per_million_tokens: float | None
+    """Prompt and output tokens."""
+    cost_per_million_output_tokens: float | None
+    on_front: bool
+    """No other option is cheaper and needs no more of what its bounds allow."""
+    counts: list[CountSummary]
+    """That were tried, ascending."""
+    runs: int
+    every_count: EveryCountSummary | UnsetType = UNSET
+    """Only where that was asked for."""
+
+
+class HeadroomSummary(Summary, frozen=True, kw_only=True):
+    """What the chosen option needs if something is worse than the trace."""
+
+    case: str
+    says: str
+    pods: int | None
+    cost_per_hour: float | None
+    counts: list[CountSummary]
+
+
+class DemandSummary(Summary, frozen=True, kw_only=True):
+    """A stretch of the trace."""
+
+    start_s: float
+    end_s: float
+    requests: int
+    prompt_tokens: int
+    output_tokens: int
+    of_busiest: float
+    """Its work as a share of that of the busiest stretch of this length."""
+
+
+class AutoscalingSummary(Summary, frozen=True, kw_only=True):
+    """The chosen option under a HorizontalPodAutoscaler with the target that was found."""
+
+    metric: str
+    target: float
+    pods_min: int
+    pods_max: int
+    startup_s: float
+    whole_trace: bool
+    """Else it is the stretch that was sized for."""
+    runs: int
+    varied: str
+    pods_mean: float | None
+    pods_highest: int | None
+    pod_hours: float | None
+    fixed_pod_hours: float | None
+    """Of as many pods as were found, over the same time."""
+    kept: bool | None
+    """None: of so few runs it cannot be told."""
+    bounds: list[BoundSummary]
+
+
+class SizeSummary(Summary, frozen=True, kw_only=True):
+    """`sim size`."""
+
+    schema: int = SCHEMA
+    complete: bool
+    version: str
+    first_seed: int
+    seeds: int
+    varied: str
+    generated: bool
+    conditions: Conditions
+    assumptions: list[AssumptionSummary]
+    pods_max: int
+    bounds: list[str]
+    trace: DemandSummary
+    sized_for: DemandSummary
+    """The stretch that was replayed: all of a short trace, else the busiest of a long one."""
+    over_time: list[DemandSummary]
+    options: list[SizedSummary]
+    chosen: int | None
+    """Position among `options`."""
+    why_none: str
+    headroom: list[HeadroomSummary]
+    autoscaling: AutoscalingSummary | None
+    runs: list[NamedRun]
+    """Of the chosen option, with as many pods as it needs."""
+
+
+RepeatedSummary: TypeAlias = ComparisonSummary | SweepSummary | TuneSummary | SizeSummary
 """Of runs that differ in seeds."""
 
 

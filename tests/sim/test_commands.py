@@ -19,6 +19,6 @@ def test_every_command_says_what_it_is_for(capsys):
     """In the list of all of them, and when it is asked itself."""
     told = asked(capsys, "--help")
     commands = re.findall(r"^    (\w+)(?: |$)", told, re.MULTILINE)
-    assert {"replay", "compare", "sweep", "tune", "leaderboard"} <= set(commands)
+    assert {"replay", "compare", "sweep", "tune", "size", "leaderboard"} <= set(commands)
     for command in commands:
         assert asked(capsys, command, "--help").startswith(f"usage: sim {command} ")

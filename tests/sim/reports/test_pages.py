@@ -23,7 +23,7 @@ TEXT_CONTRAST_MIN = 4.5
 MARK_CONTRAST_MIN = 3.0
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
-PAGES = ("replay", "compare", "sweep", "tune", "leaderboard", "demo")
+PAGES = ("replay", "compare", "sweep", "tune", "size", "leaderboard", "demo")
 
 
 def demo_page():
@@ -55,6 +55,7 @@ def folder(tmp_path_factory):
         ("compare", "--seeds", "5", "--pods", "2", *compared),
         ("sweep", "--rates", "5,50,1000", "--pods", "2", *compared),
         ("tune", "--trials", "4", "--seeds", "3", "--pods", "2", *named),
+        ("size", "--slo", "ttft-p90=1", "--pods-max", "4", "--seeds", "3", *compared),
     ):
         blocks = ["--block-tokens", str(BLOCK_TOKENS)]
         out = ["--out", str(folder / command)]

@@ -11,7 +11,6 @@ import time
 from pathlib import Path
 
 import pytest
-from distributed import LocalCluster
 
 from sim.cluster.policies import BASELINES, built_in
 from sim.commands import run
@@ -237,24 +236,6 @@ def test_an_interrupted_board_keeps_what_is_done_and_goes_on(tmp_path):
     assert run(["leaderboard", *arguments, "--workers=1", f"--out={out}"]) == 0
     assert summary_in(out)["complete"]
     assert {path: path.stat().st_mtime_ns for path in kept} == kept
-
-
-@pytest.fixture
-def scheduler():
-    """Dask's own, with two processes to work."""
-    path = os.environ.get("PYTHONPATH")
-    os.environ["PYTHONPATH"] = ":".join([str(ROOT), *sys.path])
-    try:
-        with LocalCluster(
-            n_workers=2, threads_per_worker=1, processes=True, dashboard_address=None,
-            host="127.0.0.1",
-        ) as cluster:  # fmt: skip
-            yield cluster.scheduler_address.removeprefix("tcp://")
-    finally:
-        if path is None:
-            del os.environ["PYTHONPATH"]
-        else:
-            os.environ["PYTHONPATH"] = path
 
 
 @pytest.mark.filterwarnings("default")

@@ -1,0 +1,135 @@
+"""Holds `sim size` to every number of pods: `python -m docs.sizes TRACE... --out DIR`.
+
+Writes the table between the marks in docs/simulator.md, and the picture beside it. The same command
+goes on where it was stopped.
+"""
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+from msgspec import UNSET, Struct
+
+from docs.pictures import svg_file
+from sim.__main__ import main as sim
+from sim.measurement.summaries import DemandSummary, EveryCountSummary, SizedSummary
+from sim.reports.charts import COLOURS, FULL, Axis, Points, line_chart
+from sim.reports.report import markdown_table, share
+from sim.reports.size_report import USED_MAX, number_of_pods
+
+PAGE: Final = Path(__file__).with_name("simulator.md")
+PICTURE: Final = Path(__file__).with_name("sizes.svg")
+BEGIN: Final = "<!-- sizes, by `python -m docs.sizes` -->"
+END: Final = "<!-- end of sizes -->"
+SLO: Final = "ttft-p90=2,itl-p99=0.15"
+SPEED: Final = 3.0
+"""The published hours are of few requests for one card."""
+STRETCH_S: Final = 30.0
+"""Every number of pods takes a run a seed: of an hour that would be hours."""
+PODS_MAX: Final = 32
+SEEDS: Final = 5
+
+
+class Sized(Struct, frozen=True, kw_only=True):
+    """What is read of a sizing's summary.json."""
+
+    conditions: dict[str, Any]
+    sized_for: DemandSummary
+    options: list[SizedSummary]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """0: the table is written. Else the exit code of the sizing that did not end."""
+    parser = argparse.ArgumentParser(prog="python -m docs.sizes", description=__doc__)
+    parser.add_argument("traces", nargs="+", type=Path, metavar="TRACE")
+    parser.add_argument(
+        "--out", type=Path, required=True, metavar="DIR", help="runs are kept there"
+    )
+    parser.add_argument("--workers", default="1", metavar="N", help="processes (1)")
+    options = parser.parse_args(arguments)
+    found = []
+    for trace in options.traces:
+        out = options.out / trace.stem
+        code = sim(
+            ["size", str(trace), "--slo", SLO, "--speed", f"{SPEED:g}", "--stretch",
+             f"{STRETCH_S:g}", "--pods-max", str(PODS_MAX), "--seeds", str(SEEDS),
+             "--answer-only", "--every-count", "--workers", options.workers, "--out", str(out)]
+        )  # fmt: skip
+        if code:
+            return code
+        found.append(msgspec.json.decode((out / "summary.json").read_bytes(), type=Sized))
+    PAGE.write_text(with_table(PAGE.read_text(encoding="utf-8"), found), encoding="utf-8")
+    PICTURE.write_text(picture(found), encoding="utf-8")
+    return 0
+
+
+def with_table(page: str, summaries: Sequence[Sized]) -> str:
+    """The page with what stands between the marks replaced."""
+    before, _, rest = page.partition(BEGIN)
+    _, _, after = rest.partition(END)
+    return f"{before}{BEGIN}\n\n{markdown_table(rows(summaries))}\n\n{END}{after}"
+
+
+def rows(summaries: Sequence[Sized]) -> list[list[str]]:
+    """A row a trace: what the search has found and what every number finds, and their runs."""
+    found = [["trace", "requests", "`sim size`", "every number", "runs", "runs of every number", "share"]]  # fmt: skip
+    for summary in summaries:
+        for option in summary.options:
+            every = checked(option)
+            found.append(
+                [
+                    str(summary.conditions["trace"]),
+                    f"{summary.sized_for.requests:,}",
+                    number_of_pods(option.pods),
+                    number_of_pods(every.pods),
+                    f"{option.runs:,}",
+                    f"{every.runs:,}",
+                    share(option.runs / every.runs),
+                ]
+            )
+    return found
+
+
+def picture(summaries: Sequence[Sized]) -> str:
+    """An SVG file: how much of the bounds each number of pods uses, and which the search tried."""
+    lines: dict[str, Points] = {}
+    tried: list[Points] = []
+    for summary in summaries:
+        for option in summary.options:
+            points = [
+                (float(one.pods), min(one.used, USED_MAX))
+                for one in checked(option).counts
+                if one.used is not None and one.used > 0
+            ]
+            lines[Path(str(summary.conditions["trace"])).stem] = points
+            pods = {one.pods for one in option.counts}
+            tried.append([point for point in points if point[0] in pods])
+    flat = [point for points in lines.values() for point in points]
+    x = Axis(low=0.0, high=max(at for at, _ in flat) + 1, title="pods")
+    y = Axis.over([*(used for _, used in flat), 1.0], title="bounds used", logarithmic=True)
+    dots = "".join(
+        f'<circle cx="{FULL.across(x.share(at)):.1f}" cy="{FULL.up(y.share(used)):.1f}" r="4" '
+        f'fill="{COLOURS[number][0]}"/>'
+        for number, points in enumerate(tried)
+        for at, used in points
+    )
+    allowed = FULL.up(y.share(1.0))
+    broken = (
+        f'<rect class="while" x="{FULL.across(0.0):.1f}" y="{FULL.up(1.0):.1f}" '
+        f'width="{FULL.across(1.0) - FULL.across(0.0):.1f}" height="{allowed - FULL.up(1.0):.1f}"/>'
+    )
+    label = "How much of the bounds each number of pods uses"
+    drawn = line_chart(lines, x=x, y=y, label=label, size=FULL)
+    return svg_file(drawn, list(lines), under=broken, over=dots, legend_from=96)
+
+
+def checked(option: SizedSummary) -> EveryCountSummary:
+    """What every number of pods finds."""
+    assert option.every_count is not UNSET, "asked for by main"
+    return option.every_count
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

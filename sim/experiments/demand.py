@@ -1,0 +1,167 @@
+"""How much a trace asks for, over time: the stretch that pods are sized for, and a first guess."""
+
+import math
+from collections.abc import Iterable, Sequence
+from typing import Final
+
+from msgspec import Struct
+
+from epp.core.types import Seconds
+from sim.engine.profiles import Profile, StepWork
+from sim.measurement.summaries import DemandSummary
+from sim.traces.arrival import Arrival
+
+STRETCHES_MAX: Final = 288
+"""Of a trace over time: a day in steps of five minutes."""
+STRETCH_S_MIN: Final[Seconds] = 300.0
+_OUTPUT_WEIGHT: Final = 10.0
+"""An output token takes about so many times as long as one of a prompt, on the built-in profiles with
+a full batch: it only decides which stretch counts as busier."""
+_BATCH: Final = 64
+"""Requests that decode together, for the guess."""
+_PREFILL_TOKENS: Final = 8_192
+
+
+class Demand(Struct, frozen=True, kw_only=True):
+    """What requests ask for together."""
+
+    requests: int = 0
+    prompt_tokens: int = 0
+    output_tokens: int = 0
+
+    @property
+    def work(self) -> float:
+        """In prompt tokens."""
+        return self.prompt_tokens + _OUTPUT_WEIGHT * self.output_tokens
+
+
+class Stretch(Struct, frozen=True, kw_only=True):
+    """Requests of a trace that follow each other."""
+
+    start_s: Seconds
+    end_s: Seconds
+    places: range
+    """Of its requests in the trace."""
+    demand: Demand
+
+    def summary(self, busiest: float) -> DemandSummary:
+        """As summary.json has it; `busiest`: the work of the busiest."""
+        return DemandSummary(
+            start_s=self.start_s,
+            end_s=self.end_s,
+            requests=self.demand.requests,
+            prompt_tokens=self.demand.prompt_tokens,
+            output_tokens=self.demand.output_tokens,
+            of_busiest=self.demand.work / busiest if busiest else 0.0,
+        )
+
+
+class TraceDemand(Struct, frozen=True, kw_only=True):
+    """What a trace asks for."""
+
+    whole: Stretch
+    sized_for: Stretch
+    """All of it if that is short enough, else its busiest stretch."""
+    over_time: list[Stretch]
+
+    @property
+    def work_per_s(self) -> float:
+        """Of the stretch that is sized for."""
+        return _per_s(self.sized_for)
+
+    def share_of_sized(self, stretch: Stretch) -> float:
+        """How fast its work comes, as a share of how fast that does which is sized for."""
+        return _per_s(stretch) / self.work_per_s if self.work_per_s else 1.0
+
+    @property
+    def cut(self) -> bool:
+        """Not all of it is sized for."""
+        return self.sized_for.places != self.whole.places
+
+
+def demand_of(arrivals: Iterable[Arrival], *, sized_s_max: Seconds) -> TraceDemand:
+    """Of a trace in order of time; `sized_s_max`: how long the stretch that is sized for may be.
+
+    Holds two numbers a request. Raises as iterating does, and `ValueError` if there are none.
+    """
+    times_s: list[Seconds] = []
+    work: list[tuple[int, int]] = []
+    for arrival in arrivals:
+        times_s.append(arrival.time_s)
+        work.append((arrival.prompt_tokens, arrival.output_tokens))
+    if not times_s:
+        raise ValueError("no requests")
+    span_s = times_s[-1]
+    whole = _stretch(0.0, span_s, range(len(times_s)), work)
+    step_s = max(STRETCH_S_MIN, span_s / STRETCHES_MAX)
+    # The last request belongs to the stretch that ends with it.
+    last = max(0, math.ceil(span_s / step_s) - 1)
+    firsts: dict[int, int] = {}
+    for at, time_s in enumerate(times_s):
+        firsts.setdefault(min(int(time_s / step_s), last), at)
+    ends = [*list(firsts.values())[1:], len(times_s)]
+    over_time = [
+        _stretch(number * step_s, min((number + 1) * step_s, span_s), range(first, end), work)
+        for (number, first), end in zip(firsts.items(), ends, strict=True)
+    ]
+    sized_for = whole if span_s <= sized_s_max else _busiest(times_s, work, sized_s_max)
+    return TraceDemand(whole=whole, sized_for=sized_for, over_time=over_time)
+
+
+def guessed_pods(stretch: Stretch, profile: Profile, speed: float) -> int:
+    """About how many pods its work keeps busy, half of the prompts being found in caches.
+
+    Only where a search begins depends on it.
+    """
+    demand = stretch.demand
+    span_s = (stretch.end_s - stretch.start_s) / speed
+    if not span_s:
+        return 1
+    tokens = min(_PREFILL_TOKENS, profile.max_num_batched_tokens)
+    context = demand.prompt_tokens // demand.requests
+    batch = max(1, min(_BATCH, profile.kv_tokens // max(1, context), profile.max_num_seqs))
+    step = StepWork(
+        tokens=batch, decodes=batch, decode_context_tokens=batch * context, sequences=batch
+    )
+    busy_s = (
+        demand.prompt_tokens / 2 / profile.prefill_tokens_per_s(tokens)
+        + demand.output_tokens * profile.step_s(step) / batch
+    )
+    return max(1, round(busy_s / span_s))
+
+
+def _busiest(
+    times_s: Sequence[Seconds], work: Sequence[tuple[int, int]], span_s: Seconds
+) -> Stretch:
+    """Of all stretches of `span_s` that begin with a request, the one with the most work."""
+    best = (-1.0, 0, 0)
+    now, end = 0.0, 0
+    for first, begins_s in enumerate(times_s):
+        while end < len(times_s) and times_s[end] < begins_s + span_s:
+            now += _weight(work[end])
+            end += 1
+        if now > best[0]:
+            best = (now, first, end)
+        now -= _weight(work[first])
+    _, first, end = best
+    return _stretch(times_s[first], times_s[first] + span_s, range(first, end), work)
+
+
+def _per_s(stretch: Stretch) -> float:
+    length_s = stretch.end_s - stretch.start_s
+    return stretch.demand.work / length_s if length_s else 0.0
+
+
+def _weight(one: tuple[int, int]) -> float:
+    return one[0] + _OUTPUT_WEIGHT * one[1]
+
+
+def _stretch(
+    start_s: Seconds, end_s: Seconds, places: range, work: Sequence[tuple[int, int]]
+) -> Stretch:
+    demand = Demand(
+        requests=len(places),
+        prompt_tokens=sum(work[at][0] for at in places),
+        output_tokens=sum(work[at][1] for at in places),
+    )
+    return Stretch(start_s=start_s, end_s=end_s, places=places, demand=demand)

@@ -1,0 +1,392 @@
+"""How few pods keep bounds: of each option, of the cheapest if something is worse, of an autoscaler.
+
+Which runs are wanted follows from what those before have shown; who runs them, here or elsewhere, or
+has kept them of an earlier start, is nothing to this module.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import Final, Protocol
+
+from msgspec import Struct
+from msgspec.structs import replace
+
+from epp.core.types import Seconds
+from sim.cluster.autoscaler import AutoscalerSettings, ScaledBy
+from sim.cluster.incidents import Leave
+from sim.cluster.policies import PolicySource
+from sim.cluster.settings import ClientSettings
+from sim.engine.profiles import Profile
+from sim.experiments.demand import TraceDemand, guessed_pods
+from sim.experiments.jobs import varied_between
+from sim.experiments.pod_search import next_step, smallest_of_all
+from sim.experiments.run import RunSettings
+from sim.experiments.scenario_file import PODS_MAX, Scenario
+from sim.measurement.measures import rounded, six_digits
+from sim.measurement.objectives import Bound, bound_summary, cannot_be_kept
+from sim.measurement.summaries import BoundSummary, CountSummary, KeptRun
+
+ONE_LOST: Final = "one pod lost"
+GROWTH: Final = "more traffic"
+LOST_AFTER: Final = 0.1
+"""Share of the stretch: the figures are of it whole, and what came before would flatter them."""
+TARGET_SHARES: Final = (1.0, 0.8, 0.6, 0.4)
+"""Of what a pod has in flight where its number is just enough: an autoscaler that waits for that is
+late by as long as a pod takes to start."""
+_TARGET_MIN: Final = 0.1
+_COUNTS_EXPECTED: Final = 6
+"""That are tried of an option, half of them with every repetition: for the bar."""
+
+
+class Option(Struct, frozen=True, kw_only=True):
+    """A profile under a strategy."""
+
+    profile: Profile
+    policy: PolicySource
+    price_per_hour: float | None
+    settings: RunSettings
+    """With one pod."""
+
+
+class SizingTask(Struct, frozen=True, kw_only=True):
+    """What is to be found out."""
+
+    bounds: tuple[Bound, ...]
+    seeds: int
+    """Repetitions, each with traffic of its own."""
+    generated: bool
+    """The traffic is drawn anew each time, else resampled."""
+    pods_max: int
+    growth: float
+    """How much faster requests may come one day."""
+    pod_startup_s: Seconds
+    answer_only: bool
+    """Neither headroom nor a target for an autoscaler."""
+    every_count: bool
+    """Run every number of pods besides."""
+    demand: TraceDemand
+    options: list[Option]
+
+    @property
+    def span_s(self) -> Seconds:
+        """Of what is sized for, in the trace's time."""
+        return self.demand.sized_for.end_s - self.demand.sized_for.start_s
+
+    @property
+    def runs_expected(self) -> int:
+        """About."""
+        counts = len(self.options) * _COUNTS_EXPECTED
+        searched = counts // 2 * (1 + self.seeds)
+        besides = 0 if self.answer_only else 6 * self.seeds
+        every = len(self.options) * self.pods_max * self.seeds if self.every_count else 0
+        return searched + besides + every
+
+
+class Runs(Protocol):
+    """Who has runs done."""
+
+    def of(self, wanted: Sequence[RunSettings]) -> list[KeptRun]:
+        """One for each, in order."""
+        ...
+
+
+class Sought:
+    """A number of pods that is looked for: what was run of which number, and what follows."""
+
+    def __init__(self, settings: RunSettings, task: SizingTask, start: int) -> None:
+        """`settings`: of a run with any number of pods; `start`: where to begin."""
+        self._settings = settings
+        self._task = task
+        self._start = start
+        self.runs: dict[int, list[KeptRun]] = {}
+
+    @property
+    def known(self) -> dict[int, bool]:
+        """Number of pods -> whether it is enough, of those that are decided."""
+        decided = ((pods, self.verdict(pods)) for pods in self.runs)
+        return {pods: verdict for pods, verdict in decided if verdict is not None}
+
+    @property
+    def pods(self) -> int | None:
+        """What has been found."""
+        return next_step(self.known, start=self._start, highest=self._task.pods_max).found
+
+    @property
+    def ended(self) -> bool:
+        """There is nothing left to try."""
+        return self._asked() is None
+
+    @property
+    def perhaps(self) -> int | None:
+        """The smallest number below what was found of which figures keep all bounds, not surely."""
+        pods = self.pods
+        return min(
+            (
+                one.pods
+                for one in self.counts()
+                if one.runs == self._task.seeds
+                and not one.kept
+                and all(bound.kept_by_figure for bound in one.bounds)
+                and (pods is None or one.pods < pods)
+            ),
+            default=None,
+        )
+
+    def wanted(self) -> list[tuple[int, RunSettings]]:
+        """The runs that decide what to do next: the first repetition alone, as it may be enough."""
+        pods = self._asked()
+        if pods is None:
+            return []
+        done = len(self.runs.get(pods, ()))
+        repetitions = range(done, self._task.seeds) if done else range(1)
+        return [(pods, self.settings(pods, repetition)) for repetition in repetitions]
+
+    def settings(self, pods: int, repetition: int) -> RunSettings:
+        """One run of so many pods."""
+        return repeated(with_pods(self._settings, pods), repetition)
+
+    def verdict(self, pods: int) -> bool | None:
+        """Whether so many are enough; None: the runs do not say yet."""
+        task, runs = self._task, self.runs.get(pods, [])
+        if cannot_be_kept(task.bounds, runs, repetitions=task.seeds, generated=task.generated):
+            return False
+        if len(runs) < task.seeds:
+            return None
+        return all(bound.kept for bound in bounds_of(task.bounds, runs))
+
+    def counts(self, price_per_hour: float | None = None) -> list[CountSummary]:
+        """All that were tried, ascending."""
+        found = []
+        for pods, runs in sorted(self.runs.items()):
+            bounds = bounds_of(self._task.bounds, runs)
+            found.append(
+                CountSummary(
+                    pods=pods,
+                    runs=len(runs),
+                    kept=self.verdict(pods),
+                    cost_per_hour=None
+                    if price_per_hour is None
+                    else six_digits(pods * price_per_hour),
+                    used=_used(bounds),
+                    bounds=bounds,
+                )
+            )
+        return found
+
+    def used(self) -> float:
+        """Of what is allowed, with the pods that were found; none: infinity."""
+        told = (one.used for one in self.counts() if one.pods == self.pods)
+        return next((used for used in told if used is not None), math.inf)
+
+    def _asked(self) -> int | None:
+        return next_step(self.known, start=self._start, highest=self._task.pods_max).ask
+
+
+class Sizing:
+    """The whole search: options, what is needed if something is worse, an autoscaler."""
+
+    def __init__(self, task: SizingTask, runs: Runs) -> None:
+        self.task = task
+        self._runs = runs
+        self.options = [
+            Sought(
+                option.settings,
+                task,
+                guessed_pods(task.demand.sized_for, option.profile, option.settings.speed),
+            )
+            for option in task.options
+        ]
+        self.headroom: dict[str, Sought] = {}
+        """By case, of the chosen option."""
+        self.every: list[Sought] = []
+        """Of each option, with every number of pods run."""
+        self.autoscaled: tuple[AutoscalerSettings, list[KeptRun]] | None = None
+        self.complete = False
+
+    def carry_out(self) -> None:
+        """Raises what the runs raise; what is known by then can be told."""
+        self._search(self.options)
+        chosen = self.chosen
+        if chosen is not None and not self.task.answer_only:
+            self._search_headroom(chosen)
+            self._autoscale(chosen)
+        if self.task.every_count:
+            self._run_every_count()
+        self.complete = True
+
+    @property
+    def chosen(self) -> int | None:
+        """The cheapest option, once all have been searched; None also if none can be called that."""
+        enough = self._enough()
+        if not enough or not all(sought.ended for sought in self.options) or self.why_none:
+            return None
+        return min(enough, key=lambda at: (self._cost(at), self.options[at].used(), at))
+
+    @property
+    def why_none(self) -> str:
+        """Why no option is called the cheapest; "": one is, or is still looked for."""
+        task = self.task
+        if not all(sought.ended for sought in self.options):
+            return ""
+        enough = self._enough()
+        if not enough:
+            return f"No option keeps all bounds with up to {task.pods_max:,} pods."
+        profiles = {task.options[at].profile.name for at in enough}
+        unpriced = any(task.options[at].price_per_hour is None for at in enough)
+        if len(profiles) > 1 and unpriced:
+            return "Pods of different profiles are compared by --price, which not all have."
+        return ""
+
+    @property
+    def longest(self) -> list[KeptRun]:
+        """Of the number of pods with the most repetitions: what was varied can be read there."""
+        of_counts = [runs for sought in self.options for runs in sought.runs.values()]
+        return max(of_counts, key=len, default=[])
+
+    def found_runs(self, at: int) -> list[KeptRun]:
+        """Of an option with the pods that were found for it."""
+        pods = self.options[at].pods
+        assert pods is not None
+        return self.options[at].runs[pods]
+
+    def every_smallest(self, at: int) -> int | None:
+        """What every number of pods finds; None: none is enough."""
+        return smallest_of_all(self.every[at].known)
+
+    def _search(self, sought: Sequence[Sought]) -> None:
+        """All of them at once, so that one does not wait for the other."""
+        while True:
+            wanted = [(one, *each) for one in sought for each in one.wanted()]
+            if not wanted:
+                return
+            found = self._runs.of([settings for _, _, settings in wanted])
+            for (one, pods, _), run_found in zip(wanted, found, strict=True):
+                one.runs.setdefault(pods, []).append(run_found)
+
+    def _search_headroom(self, chosen: int) -> None:
+        task, pods = self.task, self.options[chosen].pods
+        assert pods is not None
+        settings = task.options[chosen].settings
+        at_s = LOST_AFTER * task.span_s / settings.speed
+        lost = Scenario(file=ONE_LOST, incidents=(Leave(at_s=at_s, pods=(0,)),))
+        # Else what was under way there would be lost with any number of pods.
+        again = replace(settings.cluster, clients=ClientSettings(retries=1))
+        self.headroom = {
+            ONE_LOST: Sought(replace(settings, scenario=lost, cluster=again), task, pods + 1),
+            GROWTH: Sought(
+                replace(settings, speed=settings.speed * task.growth),
+                task,
+                math.ceil(pods * task.growth),
+            ),
+        }
+        self._search(list(self.headroom.values()))
+
+    def _autoscale(self, chosen: int) -> None:
+        """The highest target that keeps the bounds, of some below what a pod has in flight."""
+        task = self.task
+        repetitions = range(1 if task.demand.cut else task.seeds)
+        inflight = self._inflight_of_pod(chosen)
+        for share in TARGET_SHARES:
+            settings = self._autoscaler(chosen, max(_TARGET_MIN, six_digits(share * inflight)))
+            wanted = [self._autoscaled(chosen, settings, repetition) for repetition in repetitions]
+            runs = self._runs.of(wanted)
+            self.autoscaled = settings, runs
+            told = bounds_of(task.bounds, runs)
+            if all(one.kept_by_figure if len(runs) == 1 else one.kept for one in told):
+                return
+
+    def _autoscaler(self, chosen: int, target: float) -> AutoscalerSettings:
+        task, pods = self.task, self.options[chosen].pods
+        assert pods is not None
+        shares = [task.demand.share_of_sized(one) for one in task.demand.over_time]
+        lowest = min(max(1, math.ceil(pods * min(shares))), pods)
+        with_one_lost = self.headroom[ONE_LOST].pods
+        return AutoscalerSettings(
+            metric=ScaledBy.INFLIGHT_REQUESTS,
+            target=target,
+            pods_min=lowest,
+            pods_max=min(max(pods + 1, with_one_lost or 0), PODS_MAX),
+            startup_s=task.pod_startup_s,
+        )
+
+    def _autoscaled(
+        self, chosen: int, settings: AutoscalerSettings, repetition: int
+    ) -> RunSettings:
+        task, pods = self.task, self.options[chosen].pods
+        assert pods is not None
+        first = math.ceil(pods * task.demand.share_of_sized(task.demand.over_time[0]))
+        begins = min(max(first, settings.pods_min), settings.pods_max)
+        whole = task.demand.whole.places
+        return repeated(
+            replace(
+                with_pods(task.options[chosen].settings, begins),
+                requests_from=whole.start,
+                requests_max=len(whole),
+                scenario=Scenario(file="an autoscaler", autoscaler=settings),
+            ),
+            repetition,
+        )
+
+    def _inflight_of_pod(self, chosen: int) -> float:
+        """Requests that a pod has at a time, by Little's law, where so many are just enough."""
+        runs, pods = self.found_runs(chosen), self.options[chosen].pods
+        assert pods is not None
+        told = []
+        for one in runs:
+            inflight = (one.requests_per_s or 0.0) * (one.e2e_s.mean or 0.0)
+            # The law is of what goes on for long; of requests at once there are no more than came.
+            told.append(min(inflight, one.requests.sent) / pods)
+        return sum(told) / len(told) if self.task.generated else told[0]
+
+    def _run_every_count(self) -> None:
+        """Each number of pods with every repetition, whatever the search has found."""
+        task = self.task
+        for option in task.options:
+            sought = Sought(option.settings, task, start=1)
+            wanted = [
+                (pods, sought.settings(pods, repetition))
+                for pods in range(1, task.pods_max + 1)
+                for repetition in range(task.seeds)
+            ]
+            found = self._runs.of([settings for _, settings in wanted])
+            for (pods, _), one in zip(wanted, found, strict=True):
+                sought.runs.setdefault(pods, []).append(one)
+            self.every.append(sought)
+
+    def _enough(self) -> list[int]:
+        return [at for at, sought in enumerate(self.options) if sought.pods is not None]
+
+    def _cost(self, at: int) -> float:
+        """What is compared: money, or pods where they are all of one kind."""
+        pods, price = self.options[at].pods, self.task.options[at].price_per_hour
+        assert pods is not None
+        return pods * (1.0 if price is None else price)
+
+
+def bounds_of(bounds: Sequence[Bound], runs: Sequence[KeptRun]) -> list[BoundSummary]:
+    """How repetitions of one thing stand to each."""
+    varied = varied_between(runs)
+    return [bound_summary(bound, runs, varied) for bound in bounds]
+
+
+def with_pods(settings: RunSettings, pods: int) -> RunSettings:
+    """The same run with so many pods of its kind."""
+    cluster = replace(settings.cluster, pods=settings.cluster.pods[:1] * pods)
+    return replace(settings, cluster=cluster)
+
+
+def repeated(settings: RunSettings, repetition: int) -> RunSettings:
+    """The same run on other traffic like it; 0: the trace as it is."""
+    return replace(
+        settings,
+        seed=settings.seed + repetition,
+        read=replace(settings.read, seed=settings.read.seed + repetition),
+        repetition=repetition,
+    )
+
+
+def _used(bounds: Sequence[BoundSummary]) -> float | None:
+    """By the bound that is nearest to being broken, or furthest beyond; None: that is not known."""
+    told = [bound.used for bound in bounds]
+    known = [one for one in told if one is not None]
+    return rounded(max(known)) if known and len(known) == len(told) else None

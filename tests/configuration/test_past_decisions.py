@@ -94,7 +94,7 @@ def test_another_configuration_is_held_against_what_was_decided(tmp_path):
             ),
             "version 1, got homing-events 2",
         ),
-        (b"{\n", "truncated"),
+        (b"{\n", "the text ends before it is whole"),
     ],
 )
 def test_what_is_no_event_is_named_with_its_place(tmp_path, line, expected):

@@ -281,7 +281,7 @@ class ExactIndex:
                 mirror.remove(event, changes)
             elif isinstance(event, Stored):
                 if self._sglang and event.adapter:
-                    self._names.adapters_told((event.adapter,))
+                    self._names.adapters_named((event.adapter,))
                     faults.append(Fault.KEYS)
                     continue
                 mirror.rows_max = before + self._room(mirror, len(event.hashes))

@@ -35,6 +35,10 @@ class ModelNames:
     def adapters_told(self, names: Collection[str]) -> None:
         """Engines serve adapters, these among them."""
         self._adapters_served = True
+        self.adapters_named(names)
+
+    def adapters_named(self, names: Collection[str]) -> None:
+        """These are adapters; of other names nothing is said."""
         adapters = self._adapters
         if len(adapters) < ADAPTERS_MAX:
             adapters.update(names)
@@ -44,10 +48,10 @@ class ModelNames:
 
         `held`: the keys that any engine holds.
         """
-        if not self._adapters_served or not name:
-            return ""
         if name in self._adapters:
             return name
+        if not self._adapters_served or not name:
+            return ""
         if name in self._own:
             return ""
         awaited = self._awaited.get(name)

@@ -475,6 +475,9 @@ class Heard(Index):
     def set_stream(self, slot, state, *, complete):
         pass
 
+    def adapters_told(self, names):
+        pass
+
     def change(self, slot, changes, engine_block_tokens):
         pass
 

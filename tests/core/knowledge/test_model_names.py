@@ -50,3 +50,10 @@ def test_names_that_clients_choose_are_bounded(monkeypatch):
     for key, name in enumerate("abc"):
         names.asked(name, key, (), 0.0)
     assert [names.adapter_of(name, range(3)) for name in "abc"] == [None, "", ""]
+
+
+def test_adapters_that_are_only_named_say_nothing_of_other_names():
+    names = ModelNames()
+    names.adapters_named(["sql"])
+    assert names.adapter_of("sql", ()) == "sql"
+    assert names.adapter_of("base", ()) == ""

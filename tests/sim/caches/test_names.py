@@ -38,12 +38,12 @@ def test_parameters_are_told_behind_a_colon():
         ("vllm:slots=2", "No cache"),
         ("kronk-imc-v1:slot=2", "No parameter 'slot=2' .* one of slots, cache_min_tokens"),
         ("kronk-imc-v1:slots", "No parameter 'slots'"),
-        ("kronk-imc-v1:slots=0", "kronk-imc-v1:slots=0.*>= 1"),
+        ("kronk-imc-v1:slots=0", r"kronk-imc-v1:slots=0.*at least 1\."),
         ("kronk-imc-v1:slots=two", "slots"),
         ("ruvllm-fixed:memory_share=nan", "memory_share"),
-        ("ruvllm-fixed:memory_share=1", "<= 0.9"),
-        ("kronk-spc:bytes_per_s=1e-300", ">= 1000000"),
-        ("kronk-spc:bytes_per_s=inf", "<= 1"),
+        ("ruvllm-fixed:memory_share=1", "at most 0.9"),
+        ("kronk-spc:bytes_per_s=1e-300", "at least 1000000"),
+        ("kronk-spc:bytes_per_s=inf", "at most 1"),
     ],
 )
 def test_what_makes_no_sense_is_refused(text, told):

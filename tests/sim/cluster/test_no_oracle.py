@@ -21,6 +21,7 @@ from sim.traces.prompts import request_of, request_through_bytes
 from tests.sim.made import arrival, kind
 
 LIVE = {
+    "media": "body",
     "request_id": "header x-request-id",
     "api": "path",
     "model": "body",

@@ -291,7 +291,7 @@ def test_what_has_no_configuration_cannot_be_varied(tmp_path):
     with pytest.raises(SpaceError, match="No such file"):
         Space(policy_source("weighted-scores"), file=file)
     file.write_bytes(b"\xff")
-    with pytest.raises(SpaceError, match="decode"):
+    with pytest.raises(SpaceError, match="expected TOML in UTF-8"):
         Space(policy_source("weighted-scores"), file=file)
     file.write_bytes(b"#" * 1_000_001)
     with pytest.raises(SpaceError, match="expected 1,000,000 bytes at most"):

@@ -93,11 +93,14 @@ async def test_adapters_are_known_apart():
     async with running_pod(kv_events=True) as pod, Picker(pod) as picker:
         await eventually(lambda: picker.live)
         prompt = [7] * 100
-        for model in ("base-model", "sql", "sql"):
-            await pod.completion(prompt=prompt, max_tokens=1, model=model)
-            await told_all(picker, pod)
+        await pod.completion(prompt=prompt, max_tokens=1, model="base-model")
+        await told_all(picker, pod)
         assert picker.believed(prompt) == 96
+        for _ in range(2):
+            await pod.completion(prompt=prompt, max_tokens=1, model="sql")
+            await told_all(picker, pod)
         assert picker.believed(prompt, model="sql") == 96
+        assert picker.believed(prompt) == 0, "that name may be another adapter's"
         assert picker.believed([8] * 100, model="sql") == 0
 
 

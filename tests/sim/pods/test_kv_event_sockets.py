@@ -201,4 +201,4 @@ async def test_libzmq_hears_and_asks():
 def test_the_source_is_told_as_vllm_does():
     source = module.KVEventSource(port=5_557, replay_port=5_558, topic=TOPIC)
     page = msgspec.json.encode(source.config())
-    assert place_of(page, "10.0.0.1", 0) == Place("10.0.0.1", 5_557, 5_558)
+    assert place_of(page, "10.0.0.1", 0, 1) == Place("10.0.0.1", 5_557, 5_558)

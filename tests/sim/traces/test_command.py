@@ -208,7 +208,10 @@ def test_raw_requests_leave_no_text_in_a_capture(tmp_path):
         (("convert", "{bad}", "{out}", "--to", "capture"), "bad.jsonl:2: hash_ids"),
         (("generate", "rag", "--out", "{missing}/out"), "none/out: No such file or directory"),
         (("generate", "rag", "--out", "{folder}", "--force"), "{folder}: Is a directory"),
-        (("inspect", "{worse}", "--format", "mooncake", "--skip-bad"), "worse.jsonl:1: JSON is"),
+        (
+            ("inspect", "{worse}", "--format", "mooncake", "--skip-bad"),
+            "worse.jsonl:1: Expected JSON: ",
+        ),
         (
             ("inspect", "{empty}", "--format", "mooncake"),
             "empty: The trace is empty, expected at least",

@@ -67,7 +67,12 @@ class Chat(Struct):
 
     async def ask(self, count: int) -> list[str]:
         """The next turns of some conversations, or the first of new ones; the ids of the requests."""
-        return [await self._ask() for _ in range(count)]
+        asked = []
+        for _ in range(count):
+            asked.append(await self._ask())
+            # Clients read: what is asked sooner than engines tell is predicted by who decided alone.
+            await asyncio.sleep(READ_S)
+        return asked
 
     async def _ask(self) -> str:
         random = self.random
@@ -184,6 +189,7 @@ class Rig(Struct):
         return found
 
 
+READ_S = 0.05
 NAMES = ("restarting", "cut", "lossy", "misled")
 
 

@@ -154,7 +154,9 @@ class Rig(Struct):
             for row in await self.rows(picker, "endpoints?format=json")
         }
 
-    async def is_said(self, name: str, state: str, problem: str = "") -> None:
+    async def is_said(
+        self, name: str, state: str, problem: str = "", within_s: float = WITHIN_S
+    ) -> None:
         """Both pickers say so of a pod, within seconds."""
         for picker in self.pickers:
             said: dict[str, tuple[str, str]] = {}
@@ -164,13 +166,14 @@ class Rig(Struct):
                 return said[name][0] == state and problem in said[name][1]
 
             try:
-                await until(there, f"{name} to be {state}", WITHIN_S)
+                await until(there, f"{name} to be {state}", within_s)
             except AssertionError as problem_met:
                 raise AssertionError(f"{problem_met}: {said}") from None
 
     async def all_live(self) -> None:
         for name in NAMES:
-            await self.is_said(name, "live")
+            # On a busy machine one may not answer at once, and is asked again half a minute later.
+            await self.is_said(name, "live", within_s=90.0)
 
     async def off(self, asked: list[str]) -> list[list[int]]:
         """Of each picker's requests among these, by how many tokens it was wrong."""

@@ -136,6 +136,8 @@ class EndpointMetrics(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Time to first token, all requests since the engine started together."""
     ttft_count: float = math.nan
     """Of how many requests that is."""
+    first_outputs_total: float = math.nan
+    """Requests that have had their first token since the engine started, counted when they had it."""
     adapters: AdapterReport | None = None
     block_size_tokens: int | None = None
     blocks_total: int | None = None

@@ -240,7 +240,6 @@ class SimulatedPod:
         self._started_at = self._loop.now
         self._requests = 0
         self._queried_tokens = self._hit_tokens = 0.0
-        self._first_tokens = 0.0
         self._due: Seconds | None = None
         self.leaving.clear()
         self.life += 1
@@ -251,6 +250,7 @@ class SimulatedPod:
         self._shown_waiting = len(engine.waiting)
         self._shown_running = len(engine.running)
         self._shown_usage = engine.kv_cache_usage()
+        self._shown_first_tokens = engine.first_tokens
         self._shown_adapters: AdapterReport | None = None
         if slots_max:
             active = frozenset(engine.snapshot().adapters)
@@ -290,12 +290,10 @@ class SimulatedPod:
         self._follow()
 
     def _count(self, step: Step) -> None:
-        """What the page counts: prompt tokens looked up and found as requests are admitted, first tokens."""
+        """What the page counts: prompt tokens looked up and found as requests are admitted."""
         for request in step.admitted:
             self._queried_tokens += request.prompt_tokens
             self._hit_tokens += request.cached_tokens
-        for request in step.outputs:
-            self._first_tokens += request.first_token_at == step.ends_at
 
     def _metrics(self, at: Seconds) -> EndpointMetrics:
         usage = self._shown_usage
@@ -314,5 +312,6 @@ class SimulatedPod:
             requests_total=self._requests,
             cache_queried_tokens=self._queried_tokens,
             cache_hit_tokens=self._hit_tokens,
-            ttft_count=self._first_tokens,
+            ttft_count=self._shown_first_tokens,
+            first_outputs_total=self._shown_first_tokens,
         )

@@ -157,6 +157,8 @@ class Engine:
         """Oldest admission first."""
         self.waiting: deque[EngineRequest] = deque()
         self.preemptions = 0
+        self.first_tokens = 0
+        """Requests that have had theirs."""
         self.slowness = 1.0
         """Steps that begin from now on take this many times as long."""
         self.pass_by_pass = False
@@ -630,6 +632,7 @@ class Engine:
         request.generated_tokens += 1
         if request.last_token_at is None:
             request.first_token_at = at
+            self.first_tokens += 1
         else:
             request.token_gap_s = at - request.last_token_at
         request.last_token_at = at

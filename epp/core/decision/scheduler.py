@@ -299,6 +299,7 @@ class Scheduler:
         if self.pool.observe(slot, metrics, now):
             self._forget(slot)
         size = (metrics.blocks_total, metrics.block_size_tokens)
+        self.ledger.scraped(slot, metrics, now)
         self.outliers.observed(slot, metrics, now)
         self._compare(slot, metrics, now)
         # Every scrape says it again.
@@ -447,7 +448,7 @@ class Scheduler:
         if outcome.ending is Ending.UNSEEN:
             self.ledger.close_later(lease, now, self.settings.lease_ttl_without_response_phase_s)
         else:
-            self.ledger.close(lease, now)
+            self.ledger.close(lease, now, answered=outcome.answered)
         if live and outcome.unserved:
             self._unlearn(lease, slot, now)
         return NO_EFFECTS if set_aside is None else Effects(set_aside=set_aside)

@@ -104,6 +104,8 @@ class Columns:
         self.prefill_drained_at_s: Floats = np.empty(0)
         self.prefill_tokens_per_s: Floats = np.empty(0)
         """By configuration; of an empty slot, that of the last endpoint there."""
+        self.prefill_drain_tokens_per_s: Floats = np.empty(0)
+        """How fast `prefill_backlog_tokens` become fewer, until more is seen of the endpoint."""
         self.prefill_alike = False
         """All are known to prefill equally fast."""
         self.adapter_generation: Ints = np.empty(0, dtype=np.int64)
@@ -133,6 +135,7 @@ class Columns:
         self.endpoints.append(None)
         self.adapters.append(None)
         self.prefill_tokens_per_s[slot] = PREFILL_TOKENS_PER_S
+        self.prefill_drain_tokens_per_s[slot] = PREFILL_TOKENS_PER_S
         self.clear(slot)
         return slot
 
@@ -480,14 +483,15 @@ class Candidates:
 
     @property
     def inflight_prefill_tokens(self) -> Floats:
-        """float64[n], uncached prompt tokens sent there and, by estimate, not yet prefilled.
+        """float64[n], uncached prompt tokens sent there and not yet prefilled, as far as is known.
 
-        Those of peers are among them.
+        By the counter of first tokens on the endpoint's page, where it has one, by first outputs that
+        are seen, and between these by how fast it computes. Those of peers are among them.
         """
         columns = self._columns
         # An array, as there: a Python float takes twice as long.
         done = np.array(self._now) - columns.prefill_drained_at_s[self._slot]
-        speed = columns.prefill_tokens_per_s[self._slot]
+        speed = columns.prefill_drain_tokens_per_s[self._slot]
         done *= speed
         left: Floats = np.subtract(columns.prefill_backlog_tokens[self._slot], done, out=done)
         np.maximum(left, _NOTHING, out=left)
@@ -580,12 +584,13 @@ class Candidates:
         columns, slot = self._columns, self._slot.item(position)
         requests = columns.inflight_requests.item(slot)
         speed = columns.prefill_tokens_per_s.item(slot)
-        done = (self._now - columns.prefill_drained_at_s.item(slot)) * speed
+        drained_s = self._now - columns.prefill_drained_at_s.item(slot)
+        done = drained_s * columns.prefill_drain_tokens_per_s.item(slot)
         prefill_tokens = max(0.0, columns.prefill_backlog_tokens.item(slot) - done)
         if columns.peers is not None:
             alone = self._slot[position : position + 1]
             requests += columns.peers.requests(alone, len(columns)).item(0)
-            speeds = columns.prefill_tokens_per_s[alone]
+            speeds = columns.prefill_drain_tokens_per_s[alone]
             prefill_tokens += columns.peers.prefill_tokens(alone, self._now, speeds).item(0)
         known = self._affinities.get(self._prefix)
         return (

@@ -523,7 +523,7 @@ class PeerExchange:
         scheduler = self._scheduler
         columns = scheduler.pool.columns
         n = len(columns)
-        speed = columns.prefill_tokens_per_s[:n]
+        speed = columns.prefill_drain_tokens_per_s[:n]
         if len(self._sent_requests) < n:
             more = n - len(self._sent_requests)
             self._sent_requests = np.concatenate((self._sent_requests, np.zeros(more, np.int64)))

@@ -585,7 +585,8 @@ class Session:
         exchange.response_bytes += len(event.body)
         if exchange.first_output_at_s is None and event.body:
             exchange.first_output_at_s = now
-            if exchange.decision is not None:
+            # The body of an error says nothing of the prompt.
+            if exchange.decision is not None and (exchange.status or 200) < 400:
                 self._scheduler.take(OutputStarted(exchange.decision.lease), now)
         if self._usage_reader is not None:
             self._usage_reader.feed(event.body, end=event.end_of_stream)

@@ -93,6 +93,8 @@ class MetricNames(Struct, frozen=True, kw_only=True):
     """Those among them that were there, in all tiers together; a label may say in which."""
     ttft: bytes = b""
     """A histogram or summary of seconds to the first token, of which sum and count are read."""
+    first_outputs: tuple[Selector, ...] = ()
+    """Counter of requests that have had their first token, counted when they have it."""
     block_size_tokens: tuple[Selector, ...] = ()
     blocks_total: tuple[Selector, ...] = ()
     cache_info: bytes = b""
@@ -170,6 +172,7 @@ ENGINES: Final[Mapping[str, MetricNames]] = {
             "vllm:gpu_prefix_cache_hits_total",
         ),
         ttft=b"vllm:time_to_first_token_seconds",
+        first_outputs=_selectors("vllm:time_to_first_token_seconds_count"),
         cache_info=b"vllm:cache_config_info",
         adapter_requests=b"vllm:lora_requests_info",
         adapter_loaded=b"vllm:lora_adapter_loaded",
@@ -185,6 +188,7 @@ ENGINES: Final[Mapping[str, MetricNames]] = {
         cache_queried=_selectors("sglang:prompt_tokens_total"),
         cache_hit=_selectors("sglang:cached_tokens_total"),
         ttft=b"sglang:time_to_first_token_seconds",
+        first_outputs=_selectors("sglang:time_to_first_token_seconds_count"),
         block_size_tokens=_selectors("sglang:page_size"),
         blocks_total=_selectors("sglang:num_pages"),
         cache_info=b"sglang:cache_config_info",
@@ -194,6 +198,7 @@ ENGINES: Final[Mapping[str, MetricNames]] = {
         running=_selectors("trtllm_num_requests_running"),
         kv_cache_usage=_selectors("trtllm_kv_cache_utilization"),
         requests_total=_selectors("trtllm_request_success_total"),
+        # Not known to be counted before a request is done, so that it tells no first outputs.
         ttft=b"trtllm_time_to_first_token_seconds",
         block_size_tokens=_selectors("trtllm_kv_cache_tokens_per_block"),
         blocks_total=_selectors("trtllm_kv_cache_max_blocks"),
@@ -250,7 +255,7 @@ class _Engine:
         load = (
             *(*names.waiting, *names.running, *names.kv_cache_usage, *names.requests_total),
             *(*names.cache_queried, *names.cache_hit, *names.rejections_total),
-            *(*self.ttft_sum, *self.ttft_count),
+            *(*self.ttft_sum, *self.ttft_count, *names.first_outputs),
             *(series for _, series in names.attributes),
         )
         seldom = (*names.block_size_tokens, *names.blocks_total, *names.awake)
@@ -519,6 +524,7 @@ def _with_load(rest: EndpointMetrics, engine: _Engine, found: _Found) -> Endpoin
         ttft_sum_s=_summed(found, engine.ttft_sum),
         ttft_count=_summed(found, engine.ttft_count),
         attributes=_attributes(names, found) if names.attributes else {},
+        first_outputs_total=_summed(found, names.first_outputs),
     )
 
 

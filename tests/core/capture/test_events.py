@@ -32,6 +32,7 @@ WHOLE = EndpointMetrics(
     running_requests=2.0,
     kv_cache_usage=0.3,
     cache_queried_tokens=4.0,
+    first_outputs_total=7.0,
     cache_hit_tokens=5.0,
     ttft_count=10.0,
     block_size_tokens=6,

@@ -91,18 +91,20 @@ def test_the_age_of_metrics_is_counted_from_the_last_good_scrape():
 
 
 def test_prefill_tokens_drain_with_time():
-    """At the speed of the endpoint, and never below 0."""
+    """As fast as is known of the endpoint, which need not be what is said of it; never below 0."""
     columns = Columns()
     for backlog_tokens in (1000.0, 1000.0, 100.0):
         slot = columns.add_slot()
         columns.prefill_backlog_tokens[slot] = backlog_tokens
         columns.prefill_drained_at_s[slot] = 10.0 if slot else 12.0
-        columns.prefill_tokens_per_s[slot] = 100.0
+        columns.prefill_drain_tokens_per_s[slot] = 100.0
     pool = Candidates(columns, np.arange(3), 12.0, affinities={})
     assert pool.inflight_prefill_tokens.tolist() == [1000.0, 800.0, 0.0]
-    columns.prefill_tokens_per_s[1] = 400.0
+    columns.prefill_drain_tokens_per_s[1] = 400.0
     assert pool.inflight_prefill_tokens.tolist() == [1000.0, 200.0, 0.0]
-    assert pool.prefill_tokens_per_s.tolist() == [100.0, 400.0, 100.0]
+    columns.prefill_tokens_per_s[1] = 200.0
+    assert pool.inflight_prefill_tokens.tolist() == [1000.0, 200.0, 0.0]
+    assert pool.prefill_tokens_per_s.tolist() == [15_928.0, 200.0, 15_928.0]
 
 
 def test_a_speed_that_nobody_told_is_the_fields_default():

@@ -1,3 +1,7 @@
+import math
+from random import Random
+
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -5,10 +9,10 @@ from hypothesis import strategies as st
 from epp.configuration.build import build_settings, default_config, plugin_tables
 from epp.core.decision.inputs import PoolReplaced, RequestEnded
 from epp.core.decision.scheduler import Scheduler
-from epp.core.knowledge.candidates import Columns
+from epp.core.knowledge.candidates import Candidates, Columns
 from epp.core.knowledge.inflight import InflightLedger, Outcome
 from epp.core.knowledge.load_report import LoadReport
-from epp.core.types import EndpointMetrics
+from epp.core.types import AdapterReport, EndpointMetrics
 from tests.builders import endpoint, request
 
 RATE = 100.0
@@ -17,10 +21,10 @@ RATE = 100.0
 
 def ledger_of(slots=2):
     columns = Columns()
+    ledger = InflightLedger(columns)
     for _ in range(slots):
-        slot = columns.add_slot()
-        columns.prefill_tokens_per_s[slot] = RATE
-    return InflightLedger(columns), columns
+        ledger.set_speed(columns.add_slot(), RATE, 0.0)
+    return ledger, columns
 
 
 def lease(ledger, slot=0, tokens=100.0, now=0.0, **fields):
@@ -199,3 +203,237 @@ def test_what_was_prefilled_before_the_speed_changed_stays_prefilled():
     assert columns.prefill_backlog_tokens[0] == 400.0
     ledger.first_output(lease(ledger, tokens=0.0), 2.0)
     assert columns.prefill_backlog_tokens[0] == 100.0
+
+
+class Counted:
+    """One endpoint whose page counts first outputs, and a picker that sends it prompts of 100 tokens."""
+
+    def __init__(self):
+        self.ledger, self.columns = ledger_of()
+        self.count = 40.0
+        self.page(-0.1)
+        self.page(0.0)
+
+    def page(self, now, more=0, **told):
+        """Until `now` so many `more` first outputs were counted."""
+        self.count += more
+        self.ledger.scraped(0, EndpointMetrics(**{"first_outputs_total": self.count, **told}), now)
+
+    def send(self, now, tokens=100.0):
+        return lease(self.ledger, tokens=tokens, now=now)
+
+    def left(self, now):
+        return float(
+            Candidates(self.columns, np.arange(1), now, affinities={}).inflight_prefill_tokens[0]
+        )
+
+
+def test_what_no_page_has_counted_is_still_to_be_computed():
+    """By belief two of three were done after 2.1 s."""
+    there = Counted()
+    for _ in range(3):
+        there.send(0.0)
+    there.page(0.2)
+    assert there.left(0.2) == 300.0
+    assert there.left(0.7) == 250.0
+    there.page(2.1)
+    assert there.left(2.1) == 300.0
+    there.page(2.3, more=2)
+    assert there.left(2.3) == 100.0
+    there.page(2.5, more=1)
+    assert there.left(2.5) == 0.0
+
+
+def test_an_endpoint_that_is_faster_than_believed_is_done_when_its_page_says_so():
+    there = Counted()
+    sent = [there.send(0.0, tokens=10_000.0) for _ in range(3)]
+    there.page(0.2, more=3)
+    assert there.left(0.2) == 0.0
+    assert [held.prefill_tokens for held in sent] == [0.0] * 3
+    assert there.columns.inflight_requests[0] == 3
+
+
+def test_between_pages_tokens_drain_as_fast_as_was_seen_there():
+    """Busy all the time, it took 0.4 s for each prompt of 20 tokens, and is believed to do 100/s."""
+    there = Counted()
+    for _ in range(60):
+        there.send(0.0, tokens=20.0)
+    for page in range(1, 51):
+        there.page(0.4 * page, more=1)
+    drained = there.left(20.0) - there.left(20.5)
+    assert 24.0 < drained < 30.0
+    assert there.columns.prefill_tokens_per_s[0] == RATE
+    there.ledger.forget(0)
+    assert there.columns.prefill_drain_tokens_per_s[0] == RATE
+
+
+def test_what_was_seen_by_chunks_or_ends_is_not_released_twice():
+    """The page counts those too: it says nothing of the third."""
+    there = Counted()
+    first, second, _ = (there.send(0.0) for _ in range(3))
+    there.ledger.first_output(first, 0.1)
+    there.ledger.close(second, 0.1, answered=True)
+    there.page(0.2, more=2)
+    assert there.left(0.2) == 100.0
+
+
+def test_a_request_that_failed_at_once_releases_itself_alone():
+    """No output will be counted for it, and it does not make the endpoint fast."""
+    there = Counted()
+    kept = there.send(0.0)
+    for step in range(1, 100):
+        now = step / 100
+        there.ledger.close(there.send(now, tokens=1e6), now, answered=False)
+        there.page(now)
+    assert kept.prefill_tokens == 100.0
+    assert there.columns.prefill_drain_tokens_per_s[0] <= RATE
+
+
+def test_where_no_page_comes_tokens_drain_for_good_and_nothing_piles_up():
+    """What is kept for the next page is what drained within two seconds after the last."""
+    there = Counted()
+    for step in range(1, 1_000):
+        held = there.send(0.1 * step, tokens=1.0)
+        there.ledger.close(held, 0.1 * step + 0.05, answered=True)
+    open_ones = [there.send(100.0, tokens=1.0) for _ in range(50)]
+    there.send(200.0)
+    backlog = there.ledger._backlogs[0]
+    assert len(backlog.drained) + len(backlog.queue) < 40
+    assert there.left(200.0) == pytest.approx(100.0)
+    there.page(200.1, more=999 + len(open_ones))
+    assert there.left(200.1) == pytest.approx(90.0), "of so late a page nothing is learnt"
+
+
+def test_where_adapters_are_reported_tokens_drain_as_believed():
+    """Requests pass by who waits for a slot, so that a count does not say whose outputs they were."""
+    there = Counted()
+    for _ in range(3):
+        there.send(0.0)
+    there.page(1.5, adapters=AdapterReport(slots_max=2))
+    assert there.left(1.5) == 150.0
+    there.page(1.6, more=3, adapters=AdapterReport(slots_max=2))
+    assert there.left(1.6) == pytest.approx(140.0)
+
+
+def test_of_pages_that_are_far_apart_no_speed_is_learnt():
+    """It had something to compute at each of them, and may have been idle between any two."""
+    there = Counted()
+    for page in range(1, 20):
+        there.send(5.0 * page - 0.1)
+        there.page(5.0 * page, more=page > 1)
+    assert there.columns.prefill_drain_tokens_per_s[0] == RATE
+
+
+@pytest.mark.parametrize("pickers", [1, 2, 4])
+def test_requests_of_others_are_in_the_same_counter(pickers):
+    """An engine computes a prompt of 100 tokens a second for blind pickers, answers take 5 s more.
+
+    Each knows within two prompts how many of its own wait, though it took one for another's now and then.
+    """
+    dice = Random(1)
+    ledgers = [ledger_of() for _ in range(pickers)]
+    waiting, answering, ended, count, wrong = [], [], 0, 0.0, []
+    for ledger, _ in ledgers:
+        ledger.scraped(0, EndpointMetrics(first_outputs_total=0.0), 0.0)
+    for step in range(1, 2_001):
+        now = step / 10
+        # A little more than it computes, then a little less.
+        if dice.random() < (0.12 if step % 400 < 200 else 0.08):
+            picker = dice.randrange(pickers)
+            waiting.append((picker, lease(ledgers[picker][0], now=now)))
+        if step % 10 == 0 and waiting:
+            answering.append((now, *waiting.pop(0)))
+            count += 1
+        while answering and answering[0][0] <= now - 5.0:
+            _, picker, held = answering.pop(0)
+            ledgers[picker][0].close(held, now, answered=True)
+            ended += 1
+        page = EndpointMetrics(
+            first_outputs_total=count,
+            running_requests=float(len(answering)),
+            waiting_requests=float(len(waiting)),
+        )
+        for number, (ledger, columns) in enumerate(ledgers):
+            ledger.scraped(0, page, now)
+            true = 100.0 * sum(picker == number for picker, _ in waiting)
+            wrong.append(abs(columns.prefill_backlog_tokens[0] - true))
+    assert ended > 100
+    assert sum(wrong) / len(wrong) < 200.0
+    if pickers == 1:
+        assert max(wrong) < 1e-6
+
+
+def test_where_chunks_are_shown_and_no_page_counts_the_others_are_still_to_be_computed():
+    """By belief two of three were done after 2.5 s; the first was just then."""
+    ledger, columns = ledger_of()
+    ledger.first_output(lease(ledger, tokens=0.0, stream=True), 0.0)
+    first, second, _ = (lease(ledger, stream=True) for _ in range(3))
+    ledger.first_output(first, 2.5)
+    assert columns.prefill_backlog_tokens[0] == 200.0
+    ledger.first_output(second, 5.0)
+    assert columns.prefill_backlog_tokens[0] == 100.0
+
+
+def test_of_an_answer_that_is_not_streamed_a_chunk_says_little():
+    """It comes with the last token: prompts of others drain as believed."""
+    ledger, columns = ledger_of()
+    first, *_ = (lease(ledger) for _ in range(3))
+    ledger.first_output(first, 2.5)
+    assert columns.prefill_backlog_tokens[0] == pytest.approx(50.0)
+
+
+def test_where_chunks_are_shown_no_more_tokens_drain_and_nothing_piles_up():
+    """The gateway has another configuration."""
+    ledger, columns = ledger_of()
+    ledger.first_output(lease(ledger, stream=True), 0.5)
+    for step in range(1, 1_000):
+        ledger.close(lease(ledger, tokens=10.0, now=0.2 * step, stream=True), 0.2 * step + 0.15)
+    lease(ledger, now=300.0, stream=True)
+    backlog = ledger._backlogs[0]
+    assert len(backlog.drained) + len(backlog.queue) < 100
+    assert columns.prefill_backlog_tokens[0] == pytest.approx(100.0)
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    st.lists(
+        st.tuples(
+            st.sampled_from(["send", "first", "answered", "failed", "page", "move", "forget"]),
+            st.integers(0, 9),
+            st.one_of(st.floats(0, 1e4), st.just(math.nan), st.just(1e15)),
+            st.floats(0, 3),
+        ),
+        max_size=60,
+    )
+)
+def test_whatever_pages_count_the_sums_are_those_of_the_open_leases(steps):
+    """Counters that leap, fall, stand still or are missing: never below 0, never more than was sent."""
+    ledger, columns = ledger_of(2)
+    leases, now = [], 0.0
+    for verb, number, told, elapsed in steps:
+        now += elapsed
+        picked = leases[number % len(leases)] if leases else None
+        if verb == "send":
+            leases.append(lease(ledger, number % 2, 100.0 * number, now, stream=number > 4))
+        elif verb == "page":
+            gauges = {"running_requests": float(number), "waiting_requests": 0.0}
+            ledger.scraped(number % 2, EndpointMetrics(first_outputs_total=told, **gauges), now)
+        elif verb == "forget":
+            ledger.forget(number % 2)
+            columns.clear(number % 2)
+        elif picked is not None and picked.slot >= 0:
+            if verb == "first":
+                ledger.first_output(picked, now)
+            elif verb == "move":
+                ledger.move(picked, number % 2, 50.0, now)
+            else:
+                ledger.close(picked, now, answered=verb == "answered")
+        for slot in range(2):
+            live = [held for held in leases if held.slot == slot and ledger.is_live(held)]
+            left = sum(held.prefill_tokens for held in live)
+            assert columns.prefill_backlog_tokens[slot] == pytest.approx(left, abs=1e-6)
+            assert all(0.0 <= held.prefill_tokens <= held.uncached_tokens for held in live)
+            assert RATE / 8 <= columns.prefill_drain_tokens_per_s[slot] <= 8 * RATE
+    for held in leases:
+        ledger.close(held, now)
+    assert columns.prefill_backlog_tokens[:2].tolist() == pytest.approx([0, 0], abs=1e-6)

@@ -44,6 +44,7 @@ class Pool:
             assert self.columns.add_slot() == slot
             self.columns.endpoints[slot] = endpoint(slot)
             self.columns.prefill_tokens_per_s[slot] = speed
+            self.columns.prefill_drain_tokens_per_s[slot] = speed
             self.columns.observed_at_s[slot] = 0.0
         self.ledger = InflightLedger(self.columns)
         self.outliers = Outliers(self.columns)
@@ -145,7 +146,7 @@ def test_more_work_is_not_slowness():
 def test_an_endpoint_that_is_known_to_be_slower_is_not_slow():
     """Its speed is configured by label."""
     pool = Pool(4)
-    pool.columns.prefill_tokens_per_s[3] = 100.0
+    pool.ledger.set_speed(3, 100.0, 0.0)
     for slot in range(4):
         took_s = 2_000.0 / (100.0 if slot == 3 else 1_000.0) + 0.025
         pool.answers(slot, took_s, tokens=2_000.0, output_tokens_max=1)

@@ -402,6 +402,15 @@ def test_the_lease_ends_with_the_last_chunk_of_the_response():
     assert stream.told.events.count("completed complete") == 1
 
 
+@pytest.mark.parametrize(("status", "shown"), [(200, True), (500, False)])
+def test_the_first_chunk_of_an_error_says_nothing_of_the_prompt(status, shown):
+    """Or an endpoint that fails at once would pass for one that is fast."""
+    stream = stream_of()
+    stream.send(gw.request_headers(modes=gw.protocol()), gw.request_body(BODY))
+    stream.send(gw.response_headers(status), gw.response_body(b"data: 1\n\n", end=False))
+    assert (stream.told.exchange.decision.lease.first_output_at_s is not None) is shown
+
+
 @pytest.mark.parametrize(
     ("response_mode", "ending"), [(gw.NONE, "complete"), (gw.FULL_DUPLEX, "client-disconnect")]
 )

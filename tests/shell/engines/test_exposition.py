@@ -46,15 +46,15 @@ def test_a_real_page_is_read(shared_data):
 
 
 @pytest.mark.parametrize(
-    ("load", "histogram"),
+    ("load", "histogram", "at_once"),
     [
-        ("vllm:num_requests_waiting", "vllm:time_to_first_token_seconds"),
-        ("sglang:num_queue_reqs", "sglang:time_to_first_token_seconds"),
-        ("trtllm_num_requests_waiting", "trtllm_time_to_first_token_seconds"),
+        ("vllm:num_requests_waiting", "vllm:time_to_first_token_seconds", True),
+        ("sglang:num_queue_reqs", "sglang:time_to_first_token_seconds", True),
+        ("trtllm_num_requests_waiting", "trtllm_time_to_first_token_seconds", False),
     ],
 )
-def test_first_tokens_are_read_of_every_engine_that_counts_them(load, histogram):
-    """Of all models and ranks together; buckets are passed over."""
+def test_first_tokens_are_read_of_every_engine_that_counts_them(load, histogram, at_once):
+    """Of all models and ranks together; buckets are passed over. TensorRT-LLM counts them at the end."""
     metrics = read(
         f"{load} 1\n# TYPE {histogram} histogram\n"
         f'{histogram}_sum{{model_name="a"}} 1.5\n{histogram}_bucket{{model_name="a",le="1"}} 9\n'
@@ -62,6 +62,9 @@ def test_first_tokens_are_read_of_every_engine_that_counts_them(load, histogram)
         f'{histogram}_count{{model_name="b"}} 4\n'
     )
     assert (metrics.ttft_sum_s, metrics.ttft_count) == (4.0, 7.0)
+    assert (
+        metrics.first_outputs_total == 7.0 if at_once else math.isnan(metrics.first_outputs_total)
+    )
 
 
 def test_ranks_are_summed_and_their_kv_usage_averaged():

@@ -62,7 +62,7 @@ SEEN_OF_CANDIDATES = {
     "inflight_requests": "own decisions and what peers tell of theirs",
     "inflight_context_tokens": "own decisions",
     "unreported_requests": "own decisions since the last scrape",
-    "inflight_prefill_tokens": "own decisions, drained at a configured speed",
+    "inflight_prefill_tokens": "own decisions, first tokens counted on the metrics page, drained between pages",
     "prefill_tokens_per_s": "configuration",
     "matched_blocks": "own decisions",
     "total_blocks": "body",
@@ -84,7 +84,7 @@ METHODS = {
 PAGE = {
     "waiting_requests", "running_requests", "kv_cache_usage", "adapters", "block_size_tokens",
     "blocks_total", "cache_queried_tokens", "cache_hit_tokens", "process_started_at_s", "requests_total",
-    "rejections_total", "attributes", "asleep", "ttft_sum_s", "ttft_count",
+    "rejections_total", "attributes", "asleep", "ttft_sum_s", "ttft_count", "first_outputs_total",
     "tier_hit_tokens",
 }  # fmt: skip
 """What the pages of engines say."""

@@ -418,7 +418,7 @@ METRICS: Final[tuple[MetricSpec, ...]] = (
     _sampled(
         "homing_inflight_tokens",
         "tokens",
-        "Uncached prompt tokens sent there and by estimate not yet prefilled.",
+        "Uncached prompt tokens sent there and, as far as is known, not yet prefilled.",
         _ENDPOINT,
     ),
     MetricSpec(

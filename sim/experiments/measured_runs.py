@@ -1,6 +1,6 @@
 """Runs by what they are of: replayed on all cores, each once, also over several starts."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from enum import StrEnum
 
 from msgspec import Struct
@@ -10,11 +10,7 @@ from sim.cluster.policies import PolicySource
 from sim.experiments.jobs import Crew
 from sim.experiments.run import RunSettings
 from sim.experiments.run_journal import RunJournal
-from sim.measurement.summaries import KeptRun
-
-
-class StoppedError(Exception):
-    """Ctrl-C: there will be no more runs."""
+from sim.measurement.summaries import KeptRun, RunSummary
 
 
 class Half(StrEnum):
@@ -58,23 +54,15 @@ class MeasuredRuns:
 
     def of(self, wanted: Sequence[tuple[PolicySource, Sample]]) -> list[KeptRun]:
         """One for each, in order. Raises `StoppedError`, and `JobError` for one that cannot be."""
-        keys = [self._key(policy, sample) for policy, sample in wanted]
-        new = {
-            key: one
-            for key, one in zip(keys, wanted, strict=True)
-            if self._journal.get(key) is None
-        }
-        for _ in range(len(keys) - len(new)):
-            self._advance()
-        names = list(new)
-        jobs = [self._settings(policy, sample) for policy, sample in new.values()]
-        for number, result in self._crew.results(jobs):
-            self._journal.add(names[number], result.summary)
-            self._advance()
-        found = [one for key in keys if (one := self._journal.get(key)) is not None]
-        if len(found) < len(keys):
-            raise StoppedError
-        return found
+        keyed = [(self._key(policy, sample), (policy, sample)) for policy, sample in wanted]
+        return self._journal.runs(keyed, self._measured, self._advance)
+
+    def _measured(
+        self, wanted: Sequence[tuple[PolicySource, Sample]]
+    ) -> Iterator[tuple[int, RunSummary]]:
+        jobs = [self._settings(policy, sample) for policy, sample in wanted]
+        for place, result in self._crew.results(jobs):
+            yield place, result.summary
 
     def _settings(self, policy: PolicySource, sample: Sample) -> RunSettings:
         base, half = self._base, self._halves[sample.half]

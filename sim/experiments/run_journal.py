@@ -6,7 +6,7 @@ of other traffic, or by other rules, would pass for its own.
 
 import fcntl
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import BinaryIO, Self, TypeVar
@@ -18,6 +18,10 @@ from sim.measurement.summaries import KeptRun, RunSummary
 from sim.output import OutputError
 
 T = TypeVar("T")
+
+
+class StoppedError(Exception):
+    """Ctrl-C: there will be no more runs."""
 
 
 class _Line(Struct, frozen=True):
@@ -68,6 +72,30 @@ class RunJournal:
         self._write(_Line(key, kept))
         self._runs[key] = kept
         return kept
+
+    def runs(
+        self,
+        wanted: Sequence[tuple[str, T]],
+        measured: Callable[[Sequence[T]], Iterable[tuple[int, RunSummary]]],
+        advance: Callable[[], None],
+    ) -> list[KeptRun]:
+        """The run of each key, in order: what is written down, and the rest as `measured` has it.
+
+        `measured`: those to run -> (place among them, its run), in any order, and not all once it is
+        stopped. `advance` is called for each run that there is. Raises `StoppedError`, and as
+        `measured`.
+        """
+        new = {key: one for key, one in wanted if key not in self._runs}
+        for _ in range(len(wanted) - len(new)):
+            advance()
+        keys = list(new)
+        for place, run in measured(list(new.values())):
+            self.add(keys[place], run)
+            advance()
+        found = [self._runs[key] for key, _ in wanted if key in self._runs]
+        if len(found) < len(wanted):
+            raise StoppedError
+        return found
 
     def _begin(self, about: Mapping[str, str]) -> None:
         try:

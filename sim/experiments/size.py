@@ -5,7 +5,7 @@ import contextlib
 import hashlib
 import math
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache
 from itertools import islice
 from pathlib import Path
@@ -27,9 +27,8 @@ from sim.experiments.jobs import (
     varied_between,
 )
 from sim.experiments.leaderboard.sources import code_hash, plugins_hash
-from sim.experiments.measured_runs import StoppedError
 from sim.experiments.run import RunSettings
-from sim.experiments.run_journal import RunJournal
+from sim.experiments.run_journal import RunJournal, StoppedError
 from sim.experiments.run_options import (
     POLICY_HELP,
     add_run_options,
@@ -181,28 +180,18 @@ class SizedRuns:
 
     def of(self, wanted: Sequence[RunSettings]) -> list[KeptRun]:
         """One for each, in order. Raises `StoppedError`, and `JobError` for one that cannot be."""
-        keys = [_key(settings) for settings in wanted]
-        new = {
-            key: settings
-            for key, settings in zip(keys, wanted, strict=True)
-            if self._journal.get(key) is None
-        }
-        for _ in range(len(keys) - len(new)):
-            self._advance()
-        names = list(new)
+        keyed = [(_key(settings), settings) for settings in wanted]
+        return self._journal.runs(keyed, self._measured, self._advance)
+
+    def _measured(self, wanted: Sequence[RunSettings]) -> Iterator[tuple[int, RunSummary]]:
         probes = [
             Probe(settings=settings, inputs=_inputs_of(settings, self._trace_hash))
-            for settings in new.values()
+            for settings in wanted
         ]
-        for number, outcome in self._workers.outcomes(run_probe, probes):
+        for place, outcome in self._workers.outcomes(run_probe, probes):
             if isinstance(outcome, JobError):
                 raise outcome
-            self._journal.add(names[number], outcome)
-            self._advance()
-        found = [one for key in keys if (one := self._journal.get(key)) is not None]
-        if len(found) < len(keys):
-            raise StoppedError
-        return found
+            yield place, outcome
 
 
 class _Task:

@@ -18,10 +18,10 @@ from sim.cluster.built_in import DEFAULT_POLICY
 from sim.cluster.policies import policy_source
 from sim.cluster.settings import ClusterSettingsError
 from sim.experiments.jobs import Crew, add_experiment_options, varied_between
-from sim.experiments.measured_runs import Half, MeasuredRuns, StoppedError
+from sim.experiments.measured_runs import Half, MeasuredRuns
 from sim.experiments.power import PILOTS
 from sim.experiments.run import RunSettings
-from sim.experiments.run_journal import RunJournal
+from sim.experiments.run_journal import RunJournal, StoppedError
 from sim.experiments.run_options import POLICY_HELP, add_run_options, conditions, run_settings
 from sim.experiments.search import FINALISTS, RUNGS, Search, Trial, runs_expected
 from sim.experiments.space import Space

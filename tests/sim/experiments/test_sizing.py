@@ -8,8 +8,8 @@ from sim.cluster.settings import ClusterSettings
 from sim.cluster.simulated_pod import PodKind
 from sim.engine.profiles import DEFAULT_PROFILE, find_profile
 from sim.experiments.demand import demand_of
-from sim.experiments.measured_runs import StoppedError
 from sim.experiments.run import RunSettings
+from sim.experiments.run_journal import StoppedError
 from sim.experiments.sizing import GROWTH, ONE_LOST, TARGET_SHARES, Option, Sizing, SizingTask
 from sim.measurement.objectives import bounds_in
 from sim.measurement.summaries import KeptRun

@@ -5,7 +5,8 @@ import math
 import pytest
 
 from sim.cluster.policies import PolicySource, policy_source
-from sim.experiments.measured_runs import Half, StoppedError
+from sim.experiments.measured_runs import Half
+from sim.experiments.run_journal import StoppedError
 from sim.experiments.search import Trial
 from sim.experiments.tuning import GUARDS, LOADS, LOST, Guard, Objective, Tuning
 from sim.measurement.summaries import KeptRun

@@ -5,7 +5,7 @@ everybody, in place of its picker the highest sum is taken.
 """
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import cached_property
 from random import Random
 from typing import Final, cast
@@ -87,16 +87,12 @@ class Marker(Struct, frozen=True):
         self, request: InferenceRequest, endpoint: Endpoint, served: str
     ) -> Mapping[str, str]:
         """As of `MarksResponses`; none, if the plugin fails."""
-        try:
-            found = self.plugin.response_headers(request, endpoint, served)
-            fault = headers_fault(found)
-        except BaseException as error:  # noqa: BLE001  the boundary of a plugin
-            self.failures.raised(self.name, "response_headers", error)
-            return {}
-        if fault:
-            self.failures.returned(self.name, "response_headers", fault)
-            return {}
-        return found
+        return _headers(
+            self,
+            "response_headers",
+            lambda: self.plugin.response_headers(request, endpoint, served),
+            headers_fault,
+        )
 
 
 class RequestMarker(Struct, frozen=True):
@@ -110,18 +106,37 @@ class RequestMarker(Struct, frozen=True):
         self, request: InferenceRequest, candidates: Candidates, endpoint: Endpoint
     ) -> Mapping[str, str]:
         """As of `MarksRequests`; none, if the plugin fails."""
-        try:
-            found = self.plugin.request_headers(request, candidates, endpoint)
-            fault = headers_fault(found)
-            if not fault and not set(found) <= set(self.plugin.own_headers):
-                fault = "a header that is none of its own"
-        except BaseException as error:  # noqa: BLE001  the boundary of a plugin
-            self.failures.raised(self.name, "request_headers", error)
-            return {}
-        if fault:
-            self.failures.returned(self.name, "request_headers", fault)
-            return {}
-        return found
+        return _headers(
+            self,
+            "request_headers",
+            lambda: self.plugin.request_headers(request, candidates, endpoint),
+            self._fault,
+        )
+
+    def _fault(self, found: object) -> str:
+        fault = headers_fault(found)
+        if fault or set(cast(Mapping[str, str], found)) <= set(self.plugin.own_headers):
+            return fault
+        return "a header that is none of its own"
+
+
+def _headers(
+    marker: Marker | RequestMarker,
+    method: str,
+    ask: Callable[[], Mapping[str, str]],
+    fault_of: Callable[[object], str],
+) -> Mapping[str, str]:
+    """What `ask` of the plugin gives; none, if it raises or gives what has a fault."""
+    try:
+        found = ask()
+        fault = fault_of(found)
+    except BaseException as error:  # noqa: BLE001  the boundary of a plugin
+        marker.failures.raised(marker.name, method, error)
+        return {}
+    if fault:
+        marker.failures.returned(marker.name, method, fault)
+        return {}
+    return found
 
 
 class Kept(Struct, frozen=True):

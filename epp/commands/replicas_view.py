@@ -16,8 +16,9 @@ def as_one(lives: Sequence[Live]) -> Live:
     """Sums of at least one look, of different pickers.
 
     An endpoint is as the picker with the freshest metrics says, but not ready, slow or failing if any
-    says so, and its KV events are as who hears them not says. In flight is the most that one of them knows: pickers that share count each other's. The
-    process is that whose loop is the latest, the capture the sum of all.
+    says so, and its KV events are as who hears them not says. In flight is the most that one of them
+    knows: pickers that share count each other's. The process is that whose loop is the latest, the
+    capture the sum of all.
     """
     newest = max(lives, key=lambda live: live.configuration.at_s)
     if len(lives) == 1:

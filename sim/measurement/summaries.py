@@ -643,8 +643,11 @@ RepeatedSummary: TypeAlias = ComparisonSummary | SweepSummary | TuneSummary | Si
 class Behind(Summary, frozen=True, kw_only=True):
     """How far a strategy is behind the best of its case in one figure."""
 
-    of_best: float | None
+    times: float | None
+    """As bad as the best: how many times as long it takes, or as little it gives. Below 1 only who is
+    not in the running."""
     best: bool
+    """Of equals all."""
     within: bool | None
     """Its interval holds the best; None: there is too little to tell from."""
 
@@ -674,13 +677,20 @@ class Total(Summary, frozen=True, kw_only=True):
     worst_times: float | None
 
 
+class ScopeTotal(Summary, frozen=True, kw_only=True):
+    """A strategy over the cases of one scope."""
+
+    cases: int
+    out: int
+    """Of `cases`: in which it is not in the running."""
+    figures: dict[str, Total]
+
+
 class TotalSummary(Summary, frozen=True, kw_only=True):
-    """A strategy over all cases, and over the hold-outs alone; by figure."""
+    """A strategy all in all: scope -> what it is over the cases of that; `ranking.SCOPES`."""
 
     strategy: str
-    cases: int
-    all: dict[str, Total]
-    hold_outs: dict[str, Total]
+    over: dict[str, ScopeTotal]
 
 
 class CaseSummary(Summary, frozen=True, kw_only=True):

@@ -4,13 +4,26 @@ import math
 from collections.abc import Sequence
 from typing import Final
 
+from msgspec import Struct
+
 from sim.measurement.assumptions import NOT_MODELLED
+from sim.measurement.ranking import (
+    ALL,
+    BEHIND,
+    HELD_WITHOUT_ADAPTERS,
+    RANKED_BY,
+    WITHOUT_ADAPTERS,
+    is_behind,
+    is_level,
+    ranked,
+    scopes_of,
+)
 from sim.measurement.summaries import (
-    Behind,
     CaseSummary,
     LadderSummary,
     LeaderboardSummary,
     StandingSummary,
+    TotalSummary,
 )
 from sim.reports.charts import (
     COLOURS,
@@ -35,6 +48,7 @@ _LABELS: Final = {
     "ttft_p99_s": "TTFT\np99",
     "e2e_mean_s": "E2E\nmean",
     "itl_mean_s": "ITL\nmean",
+    "itl_p99_s": "ITL\np99",
     "output_tokens_per_s": "output\ntokens/s",
     "hit_rate": "hit\nrate",
     "imbalance": "busiest pod\nover mean",
@@ -42,10 +56,15 @@ _LABELS: Final = {
 _JUDGED: Final = {
     "e2e_mean_s": "E2E mean",
     "ttft_p90_s": "TTFT p90",
+    "ttft_p99_s": "TTFT p99",
+    "itl_p99_s": "ITL p99",
     "output_tokens_per_s": "throughput",
 }
-_HIGHER_IS_BETTER: Final = frozenset({"output_tokens_per_s", "hit_rate"})
-_HELD: Final = " (hold-out)"
+_TITLES: Final = {
+    WITHOUT_ADAPTERS: "All in all, without LoRA",
+    HELD_WITHOUT_ADAPTERS: "Hold-outs alone, without LoRA",
+    ALL: "All in all, with LoRA",
+}
 _NAMES_MAX: Final = 6
 _FAR: Final = 2.0
 """So many times as bad as the best is as dark as a cell gets."""
@@ -55,34 +74,39 @@ _MARKS: Final = (
 )
 
 
+class Part(Struct, frozen=True, kw_only=True):
+    """A table with its title and what it says."""
+
+    title: str
+    says: str = ""
+    rows: list[list[str]] = []
+    """The first is the head; none: there is nothing but what is said."""
+
+    def as_markdown(self) -> str:
+        """Under a heading of the second level."""
+        table_of = markdown_table(self.rows) if self.rows else ""
+        return "\n\n".join(part for part in (f"## {self.title}", self.says, table_of) if part)
+
+    def as_html(self) -> str:
+        """A figure of a page."""
+        said = _paragraph(self.says) if self.says else ""
+        return figure(self.title, said + (html_table(self.rows) if self.rows else ""))
+
+
 def leaderboard_table(summary: LeaderboardSummary) -> str:
     """For the terminal."""
     if not summary.rows:
         return "no case has run with every strategy yet"
-    return f"{table(_total_rows(summary))}\n\n{table(_case_rows(summary))}\n\n{_basis(summary)}\n"
+    told = [f"{part.title}\n{table(part.rows)}" for part in ranking_parts(summary)]
+    return "\n\n".join([*told, table(_case_rows(summary)), basis(summary)]) + "\n"
 
 
 def leaderboard_report(summary: LeaderboardSummary) -> str:
     """report.md of a leaderboard."""
-    parts = ["# Leaderboard", _basis(summary)]
+    parts = ["# Leaderboard", basis(summary)]
     if not summary.complete:
         parts.insert(1, "**Not complete: cells are missing or failed.**")
-    if summary.rows:
-        behind = _behind_rows(summary)
-        parts += [
-            "## All in all",
-            _TOTALS_SAY,
-            markdown_table(_total_rows(summary)),
-            f"## Where {_first(summary)} is behind",
-            _behind_says(summary, behind),
-            *([markdown_table(behind)] if len(behind) > 1 else []),
-            "## The best of each case",
-            _CASES_SAY,
-            markdown_table(_case_rows(summary)),
-        ]
-    if summary.failed:
-        parts += ["## Cells that failed", markdown_table(_failed_rows(summary))]
-    parts += ["## Strategies", markdown_table(_strategy_rows(summary))]
+    parts += [part.as_markdown() for part in board_parts(summary)]
     if summary.rows:
         parts += ["## Cases", _MARKS]
     for case in summary.cases:
@@ -98,55 +122,115 @@ def leaderboard_page(summary: LeaderboardSummary) -> str:
     """report.html of a leaderboard."""
     if not summary.rows:
         return page("Leaderboard", "No case has run with every strategy yet.", "")
-    told = [figure("All in all", _paragraph(_TOTALS_SAY) + html_table(_total_rows(summary)))]
+    told = [part.as_html() for part in ranking_parts(summary)]
     told += [_bars(summary, measure) for measure in _JUDGED]
     ladders = [_over(summary, ladder) for ladder in summary.ladders if len(ladder.steps) > 1]
     told.append(f'<div class="pair">{"".join(ladders)}</div>')
     told += [_distances(summary, measure) for measure in _JUDGED]
-    behind = _behind_rows(summary)
-    drawn = _paragraph(_behind_says(summary, behind)) + (
-        html_table(behind) if len(behind) > 1 else ""
-    )
-    told.append(figure(f"Where {_first(summary)} is behind", drawn))
-    told.append(
-        figure("The best of each case", _paragraph(_CASES_SAY) + html_table(_case_rows(summary)))
-    )
-    if summary.failed:
-        told.append(figure("Cells that failed", html_table(_failed_rows(summary))))
-    told.append(figure("Strategies", html_table(_strategy_rows(summary))))
+    told += [part.as_html() for part in board_parts(summary)[len(ranking_parts(summary)) :]]
     for case in summary.cases:
         rows = _of_case(summary, case.name)
         if rows:
             said = "".join(map(_paragraph, (_conditions(case), *_warnings(rows))))
             told.append(figure(case.name, said + html_table(_measure_rows(rows))))
     note = "" if summary.complete else "\nNot complete: cells are missing or failed."
-    return page("Leaderboard", f"{_basis(summary)} {_MARKS}{note}", "".join(told))
+    return page("Leaderboard", f"{basis(summary)} {_MARKS}{note}", "".join(told))
 
 
-_TOTALS_SAY: Final = (
+_TIMES_SAY: Final = (
     "Times the best: how many times as long as the best of each case it takes, or as little as it "
-    "gives out, as a geometric mean over the cases. Level: in how many cases it is the best or within "
-    "its 95 % interval of the best."
+    "gives out, as a geometric mean over the cases. Out: in so many of them it leaves more requests "
+    "unanswered than the best at that by over 1 %, and counts as level with the best at most."
 )
-_BEHIND: Final = 1.05
+_LEVEL_SAYS: Final = (
+    "In how many cases it is the best, or within its 95 % interval of the best. Who differs much from "
+    "one draw of the traffic to the next has a wide interval, and is level with much without being "
+    "near."
+)
 _CASES_SAY: Final = "By E2E mean; level with the best is who is within its interval of it."
 
 
-def _total_rows(summary: LeaderboardSummary) -> list[list[str]]:
-    head = ["strategy", "cases"]
-    for label in _JUDGED.values():
-        head += [f"{label}\ntimes the best", f"{label}\nlevel"]
-    head += ["E2E mean\nworst case", "E2E mean\nof hold-outs"]
-    rows = [head]
-    for total in summary.totals:
-        row = [total.strategy, str(total.cases)]
-        for measure in _JUDGED:
-            found = total.all[measure]
-            row += [_times(found.times_the_best), f"{found.level} of {found.cases}"]
-        e2e = total.all["e2e_mean_s"]
-        worst = f"{_times(e2e.worst_times)} in {e2e.worst}" if e2e.worst else "-"
-        held = total.hold_outs["e2e_mean_s"].times_the_best
-        rows.append([*row, worst, _times(held)])
+def board_parts(summary: LeaderboardSummary) -> list[Part]:
+    """All tables of the whole board, the ranking first; those of each case are not among them."""
+    parts = []
+    if summary.rows:
+        parts += [*ranking_parts(summary), behind_part(summary)]
+        parts.append(Part(title="The best of each case", says=_CASES_SAY, rows=_case_rows(summary)))
+    if summary.failed:
+        parts.append(Part(title="Cells that failed", rows=_failed_rows(summary)))
+    parts.append(Part(title="Strategies", rows=_strategy_rows(summary)))
+    return parts
+
+
+def ranking_parts(summary: LeaderboardSummary) -> list[Part]:
+    """Who is how good over the cases of each scope; cases without adapters come first."""
+    parts = []
+    for scope, cases in _scopes(summary).items():
+        title, of = _TITLES[scope], f"{len(cases)} cases"
+        times = _times_rows(summary, scope)
+        parts.append(
+            Part(title=f"{title}: times the best", says=f"Of {of}. {_TIMES_SAY}", rows=times)
+        )
+        if scope != HELD_WITHOUT_ADAPTERS:
+            level = _level_rows(summary, scope)
+            parts.append(Part(title=f"{title}: level with the best", says=_LEVEL_SAYS, rows=level))
+    return parts
+
+
+def behind_part(summary: LeaderboardSummary) -> Part:
+    """Where the strategy in question, the first, is behind."""
+    rows = _behind_rows(summary)
+    cases = {row.case for row in summary.rows}
+    which = f"not within the 95 % interval of the best and more than {BEHIND - 1:.0%} behind it"
+    measures = ", ".join(_JUDGED.values())
+    if len(rows) == 1:
+        says = f"In none of the {len(cases)} cases it is {which}, in {measures}."
+        rows = []
+    else:
+        says = f"Of the {len(cases)} cases these are all in which it is {which}, in {measures}."
+        counted = [f"{label} {sum(row[0] == label for row in rows)}" for label in _JUDGED.values()]
+        says += f" Cases: {', '.join(counted)}."
+    return Part(title=f"Where {_first(summary)} is behind", says=says, rows=rows)
+
+
+def _scopes(summary: LeaderboardSummary) -> dict[str, frozenset[str]]:
+    """Scope -> its cases; each set of cases once."""
+    told: dict[str, frozenset[str]] = {}
+    for scope, cases in scopes_of(summary.cases).items():
+        if cases not in told.values():
+            told[scope] = cases
+    return told
+
+
+def _ranking(summary: LeaderboardSummary) -> tuple[str, list[TotalSummary]]:
+    """The scope by which a board is ranked, and the strategies of it, the best first."""
+    scope = next(iter(_scopes(summary)))
+    return scope, ranked(summary.totals, scope)
+
+
+def _times_rows(summary: LeaderboardSummary, scope: str) -> list[list[str]]:
+    rows = [["strategy", "cases", *_JUDGED.values(), f"{_JUDGED[RANKED_BY]},\nworst case"]]
+    for total in ranked(summary.totals, scope):
+        over = total.over[scope]
+        out = f" ({over.out} out)" if over.out else ""
+        worst = over.figures[RANKED_BY]
+        rows.append(
+            [
+                total.strategy,
+                f"{over.cases}{out}",
+                *(_times(over.figures[measure].times_the_best) for measure in _JUDGED),
+                f"{_times(worst.worst_times)} in {worst.worst}" if worst.worst else "-",
+            ]
+        )
+    return rows
+
+
+def _level_rows(summary: LeaderboardSummary, scope: str) -> list[list[str]]:
+    rows = [["strategy", *_JUDGED.values()]]
+    for total in ranked(summary.totals, scope):
+        figures = total.over[scope].figures
+        told = (figures[measure] for measure in _JUDGED)
+        rows.append([total.strategy, *(f"{one.level} of {one.cases}" for one in told)])
     return rows
 
 
@@ -156,30 +240,19 @@ def _first(summary: LeaderboardSummary) -> str:
     return name
 
 
-def _behind_says(summary: LeaderboardSummary, behind: Sequence[Sequence[str]]) -> str:
-    """What `behind` tells, the rows of that table."""
-    cases = {row.case for row in summary.rows}
-    which = f"not within the 95 % interval of the best and more than {_BEHIND - 1:.0%} behind it"
-    measures = ", ".join(_JUDGED.values())
-    if len(behind) == 1:
-        return f"In none of the {len(cases)} cases it is {which}, in {measures}."
-    return f"Of the {len(cases)} cases these are all in which it is {which}, in {measures}."
-
-
 def _behind_rows(summary: LeaderboardSummary) -> list[list[str]]:
     first = _first(summary)
-    held = {case.name: _HELD if case.hold_out else "" for case in summary.cases}
     rows = [["in", "case", "times the best", "the best"]]
     for measure, label in _JUDGED.items():
         found: list[tuple[float, list[str]]] = []
-        for case, mark in held.items():
-            told = {row.strategy: row.behind.get(measure) for row in _of_case(summary, case)}
-            mine = told.get(first)
-            times = _times_as_bad(mine, measure)
-            if mine is None or _is_level(mine) or not times > _BEHIND:
+        for case in summary.cases:
+            told = _of_case(summary, case.name)
+            mine = next((row for row in told if row.strategy == first), None)
+            if mine is None or not is_behind(mine, measure):
                 continue
-            best = [name for name, behind in told.items() if _is_best(behind)]
-            found.append((times, [label, case + mark, f"{times:.2f}", ", ".join(best)]))
+            times = _times_of(mine, measure)
+            best = _names([row.strategy for row in told if _is_best(row, measure)])
+            found.append((times, [label, _marked_case(case), f"{times:.2f}", best]))
         rows += [row for _, row in sorted(found, reverse=True)]
     return rows
 
@@ -189,24 +262,19 @@ def _case_rows(summary: LeaderboardSummary) -> list[list[str]]:
     rows = [["case", "what", "best", "E2E mean", "level with it", f"{first},\ntimes the best"]]
     for case in summary.cases:
         found = _of_case(summary, case.name)
-        behind = {row.strategy: row.behind.get("e2e_mean_s") for row in found}
-        best = next((row for row in found if _is_best(behind[row.strategy])), None)
+        best = next((row for row in found if _is_best(row, RANKED_BY)), None)
         if best is None:
             continue
-        level = [
-            row.strategy
-            for row in found
-            if row is not best and row.in_the_running and _is_level(behind[row.strategy])
-        ]
-        mine = behind.get(first)
+        level = [row.strategy for row in found if row is not best and is_level(row, RANKED_BY)]
+        mine = next((row for row in found if row.strategy == first), None)
         rows.append(
             [
-                case.name + (_HELD if case.hold_out else ""),
+                _marked_case(case),
                 case.says,
                 best.strategy,
-                shown("e2e_mean_s", best.figures["e2e_mean_s"].value),
+                shown(RANKED_BY, best.figures[RANKED_BY].value),
                 _names(level) if not best.lacking else f"not known: {best.lacking}",
-                _times(mine.of_best if mine else None),
+                "-" if mine is None else _times(_times_of(mine, RANKED_BY)),
             ]
         )
     return rows
@@ -230,10 +298,7 @@ def _marked(row: StandingSummary, measure: str) -> str:
     told = shown(measure, found.value)
     if found.low is not None and found.value is not None:
         told += f" ± {shown(measure, found.value - found.low)}"
-    behind = row.behind.get(measure)
-    if _is_best(behind):
-        return f"{told} *"
-    return f"{told} =" if row.in_the_running and _is_level(behind) else told
+    return told + _mark(row, measure)
 
 
 def _strategy_rows(summary: LeaderboardSummary) -> list[list[str]]:
@@ -251,20 +316,22 @@ def _failed_rows(summary: LeaderboardSummary) -> list[list[str]]:
 
 
 def _bars(summary: LeaderboardSummary, measure: str) -> str:
-    times = {total.strategy: total.all[measure].times_the_best for total in summary.totals}
+    scope, ranking = _ranking(summary)
+    times = {one.strategy: one.over[scope].figures[measure].times_the_best for one in ranking}
     shares = {name: 1 / value for name, value in times.items() if value}
     ordered = dict(sorted(shares.items(), key=lambda item: -item[1]))
-    return figure(f"{_JUDGED[measure]}: the best of each case over its own", bars(ordered))
+    caption = f"{_TITLES[scope]}, {_JUDGED[measure]}: the best of each case over its own"
+    return figure(caption, bars(ordered))
 
 
 def _over(summary: LeaderboardSummary, ladder: LadderSummary) -> str:
     """E2E mean over what the cases of a ladder differ by, of as many strategies as have a colour."""
-    names = [total.strategy for total in summary.totals][: len(COLOURS)]
+    names = [total.strategy for total in _ranking(summary)[1]][: len(COLOURS)]
     series: dict[str, Points] = {}
     whiskers: dict[str, Whiskers] = {}
     for name in names:
         found = [
-            (number, row.figures["e2e_mean_s"])
+            (number, row.figures[RANKED_BY])
             for number, case in ladder.steps
             for row in _of_case(summary, case)
             if row.strategy == name
@@ -293,33 +360,23 @@ def _over(summary: LeaderboardSummary, ladder: LadderSummary) -> str:
 
 def _distances(summary: LeaderboardSummary, measure: str) -> str:
     """How far each strategy is behind in each case."""
-    names = [total.strategy for total in summary.totals]
+    names = [total.strategy for total in _ranking(summary)[1]]
     cells: list[list[str]] = [["case", *names]]
     shades: list[list[float]] = []
     for case in summary.cases:
-        behind = {row.strategy: row.behind.get(measure) for row in _of_case(summary, case.name)}
-        if not behind:
+        rows = {row.strategy: row for row in _of_case(summary, case.name)}
+        if not rows:
             continue
-        times = [_times_as_bad(behind.get(name), measure) for name in names]
-        cells.append(
-            [
-                case.name + (_HELD if case.hold_out else ""),
-                *(
-                    _shaded_text(behind.get(name), one)
-                    for name, one in zip(names, times, strict=True)
-                ),
-            ]
-        )
-        shades.append([_shade(one) for one in times])
+        of_names = [rows.get(name) for name in names]
+        cells.append([_marked_case(case), *(_shaded_text(row, measure) for row in of_names)])
+        shades.append([_shade(_times_of(row, measure)) for row in of_names])
     drawing = shaded_table(cells, shades)
     return figure(f"{_JUDGED[measure]}: how many times as bad as the best of the case", drawing)
 
 
-def _shaded_text(behind: Behind | None, times: float) -> str:
-    if math.isnan(times):
-        return "-"
-    mark = " *" if _is_best(behind) else " =" if _is_level(behind) else ""
-    return f"{times:.2f}{mark}"
+def _shaded_text(row: StandingSummary | None, measure: str) -> str:
+    times = _times_of(row, measure)
+    return "-" if row is None or math.isnan(times) else f"{times:.2f}{_mark(row, measure)}"
 
 
 def _shade(times: float) -> float:
@@ -329,28 +386,36 @@ def _shade(times: float) -> float:
     return min(1.0, max(0.0, math.log(times) / math.log(_FAR)))
 
 
-def _times_as_bad(behind: Behind | None, measure: str) -> float:
-    of_best = behind.of_best if behind else None
-    if not of_best:
-        return math.nan
-    return 1 / float(of_best) if measure in _HIGHER_IS_BETTER else float(of_best)
+def _times_of(row: StandingSummary | None, measure: str) -> float:
+    behind = None if row is None else row.behind.get(measure)
+    return math.nan if behind is None or behind.times is None else float(behind.times)
 
 
-def _is_best(behind: Behind | None) -> bool:
-    return behind is not None and behind.best
+def _is_best(row: StandingSummary, measure: str) -> bool:
+    behind = row.behind.get(measure)
+    return behind is not None and bool(behind.best)
 
 
-def _is_level(behind: Behind | None) -> bool:
-    return behind is not None and bool(behind.within)
+def _mark(row: StandingSummary, measure: str) -> str:
+    """Whether it is the best or level with it."""
+    if _is_best(row, measure):
+        return " *"
+    return " =" if is_level(row, measure) else ""
+
+
+def _marked_case(case: CaseSummary) -> str:
+    """Its name, and why it may be looked at apart."""
+    marks = [*(["hold-out"] if case.hold_out else []), *(["LoRA"] if case.max_loras else [])]
+    return f"{case.name} ({', '.join(marks)})" if marks else case.name
 
 
 def _e2e_of(row: StandingSummary) -> float:
-    value = row.figures["e2e_mean_s"].value
+    value = row.figures[RANKED_BY].value
     return math.inf if value is None else float(value)
 
 
 def _times(value: float | None) -> str:
-    return "-" if value is None else f"{value:,.3f}"
+    return "-" if value is None or math.isnan(value) else f"{value:,.3f}"
 
 
 def _names(names: Sequence[str]) -> str:
@@ -390,7 +455,8 @@ def _conditions(case: CaseSummary) -> str:
     return f"{what}: {', '.join(told)}.{held}"
 
 
-def _basis(summary: LeaderboardSummary) -> str:
+def basis(summary: LeaderboardSummary) -> str:
+    """What was run, in a paragraph."""
     first, seeds = summary.first_seed, summary.seeds
     failed = f" {len(summary.failed):,} cells failed." if summary.failed else ""
     return (

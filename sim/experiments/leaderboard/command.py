@@ -21,9 +21,10 @@ from sim.experiments.jobs import JobError, Workers
 from sim.experiments.leaderboard.cases import CASES, LADDERS, Case, Ladder
 from sim.experiments.leaderboard.cell import Cell, CellResult, inputs_of, run_cell
 from sim.experiments.leaderboard.folder import CellFolder
-from sim.experiments.leaderboard.standings import Runs, case_rows, totals
+from sim.experiments.leaderboard.standings import Runs, case_rows
 from sim.experiments.run_options import count_of_runs, named_policies
 from sim.interrupts import INTERRUPTED, interrupts_call
+from sim.measurement.ranking import scopes_of, totals
 from sim.measurement.summaries import (
     CaseSummary,
     FailedCell,
@@ -160,20 +161,20 @@ class Board:
         policies = {cell.policy.name: cell.policy for cell in self.cells}
         first = self.cells[0]
         rows = [row for case in cases for row in self._rows(case.name, first.seed)]
-        held = frozenset(case.name for case in cases if case.hold_out)
+        told = [_case_summary(case) for case in cases]
         return LeaderboardSummary(
             complete=len(self.results) == len(self.cells),
             first_seed=first.seed,
             seeds=len({cell.seed for cell in self.cells}),
             requests=first.requests,
             cells=len(self.cells),
-            cases=[_case_summary(case) for case in cases],
+            cases=told,
             strategies=[
                 StrategySummary(name=name, idea=_idea_of(policy), config_hash=policy.hash)
                 for name, policy in policies.items()
             ],
             ladders=[_ladder_summary(ladder, {row.case for row in rows}) for ladder in LADDERS],
-            totals=totals(rows, held),
+            totals=totals(rows, scopes_of(told)),
             rows=rows,
             failed=[
                 FailedCell(

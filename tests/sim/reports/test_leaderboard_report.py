@@ -5,7 +5,8 @@ import re
 import pytest
 from msgspec.structs import replace
 
-from sim.experiments.leaderboard.standings import case_rows, totals
+from sim.experiments.leaderboard.standings import case_rows
+from sim.measurement.ranking import JUDGED, scopes_of, totals
 from sim.measurement.summaries import (
     CaseSummary,
     FailedCell,
@@ -24,12 +25,13 @@ from tests.sim.made import filled
 HOSTILE = "<script>alert(1)</script>"
 
 
-def case(name, *, hold_out=False):
+def case(name, *, hold_out=False, max_loras=0):
     return filled(
         CaseSummary,
         name=name,
         says=f"what {name} is",
         hold_out=hold_out,
+        max_loras=max_loras,
         profile="a-gpu",
         pods=4,
         replicas=4,
@@ -48,6 +50,8 @@ def summary():
         1,
     )  # fmt: skip
     rows += case_rows("held", [e2e("slower", 8.0, 8.1, 8.2), e2e("best", 1.0, 1.1, 1.2)], 1)
+    rows += case_rows("lora", [e2e("slower", 1.0, 1.1, 1.2), e2e("best", 2.0, 2.1, 2.2)], 1)
+    cases = [case("one"), case("held", hold_out=True), case("lora", max_loras=4)]
     names = ("slower", "best", "level", "loses")
     return filled(
         LeaderboardSummary,
@@ -55,10 +59,10 @@ def summary():
         first_seed=1,
         seeds=3,
         requests=100,
-        cases=[case("one"), case("held", hold_out=True)],
+        cases=cases,
         strategies=[filled(StrategySummary, name=name, idea="An idea.") for name in names],
         ladders=[LadderSummary(title="steps", unit="s", steps=[(1.0, "one"), (2.0, "held")])],
-        totals=totals(rows, frozenset({"held"})),
+        totals=totals(rows, scopes_of(cases)),
         rows=rows,
     )
 
@@ -78,24 +82,70 @@ def test_the_best_and_who_is_level_with_it_are_marked(summary):
     assert "*" not in loses
 
 
-def test_all_in_all_the_distances_are_told(summary):
-    """Over all cases, the worst of them, and the hold-outs alone."""
+def under(report, title):
+    """The lines below a heading."""
+    return report.partition(f"## {title}\n")[2].partition("\n#")[0]
+
+
+def test_all_in_all_the_distances_are_told_without_adapters_first(summary):
+    """Over these cases, the worst of them, the hold-outs alone, and all cases."""
     report = leaderboard_report(summary)
-    assert line(report, "| slower | 2 |").endswith("| 7.364 in held | 7.364 |")
-    assert line(report, "| best | 2 |").endswith("| 1.000 in one | 1.000 |")
+    titles = [line for line in report.splitlines() if line.startswith("## ")]
+    assert titles[:6] == [
+        "## All in all, without LoRA: times the best",
+        "## All in all, without LoRA: level with the best",
+        "## Hold-outs alone, without LoRA: times the best",
+        "## All in all, with LoRA: times the best",
+        "## All in all, with LoRA: level with the best",
+        "## Where slower is behind",
+    ]
+    plain = under(report, "All in all, without LoRA: times the best")
+    assert "Of 2 cases." in plain
+    assert line(plain, "| best | 2 | 1.000 |").endswith("| 1.000 in one |")
+    assert line(plain, "| slower | 2 | 3.034 |").endswith("| 7.364 in held |")
+    assert "| slower | 1 | 7.364 |" in under(
+        report, "Hold-outs alone, without LoRA: times the best"
+    )
+    everything = under(report, "All in all, with LoRA: times the best")
+    assert line(everything, "| best | 3 | 1.240 |").endswith("| 1.909 in lora |")
+    assert "| best | 2 of 2 |" in under(report, "All in all, without LoRA: level with the best")
+    assert "| best | 2 of 3 |" in under(report, "All in all, with LoRA: level with the best")
     assert "| one | what one is | best | 2.00 s | level | 1.250 |" in report
-    assert "| held (hold-out) |" in report
     assert "4 pods of a-gpu, 4 pickers, scraped each 0.2 s. A hold-out." in report
+
+
+def test_a_strategy_that_lost_requests_says_in_how_many_cases(summary):
+    """Its figures are of fewer answers: of these no better than the best."""
+    plain = under(leaderboard_report(summary), "All in all, without LoRA: times the best")
+    assert line(plain, "| loses | 1 (1 out) | 1.000 |")
+
+
+def test_every_judged_figure_has_a_column(summary):
+    """Here and on the screen; where cases are the same no table comes twice."""
+    plain = under(leaderboard_report(summary), "All in all, without LoRA: times the best")
+    head = line(plain, "| strategy |")
+    assert head.count("|") == len(JUDGED) + 4
+    for label in ("E2E mean", "TTFT p90", "TTFT p99", "ITL p99", "throughput"):
+        assert f"| {label} |" in head
+        assert f"{label}: how many times as bad" in leaderboard_page(summary)
+    told = leaderboard_table(summary)
+    assert told.index("All in all, without LoRA") < told.index("All in all, with LoRA")
+    alone = replace(summary, cases=summary.cases[:1])
+    assert "with LoRA" not in leaderboard_table(alone)
+    assert "Hold-outs alone" not in leaderboard_table(alone)
 
 
 def test_where_the_first_is_behind_is_told(summary):
     """By more than a twentieth and beyond the interval; the one that is the best is nowhere behind."""
     report = leaderboard_report(summary)
-    assert "Of the 2 cases these are all in which it is not within" in report
+    assert "Of the 3 cases these are all in which it is not within" in report
+    assert "Cases: E2E mean 1, TTFT p90 0, TTFT p99 0, ITL p99 0, throughput 0." in report
     assert "| E2E mean | held (hold-out) | 7.36 | best |" in report
-    assert "| throughput |" not in report, "it is within the interval there"
+    assert "| throughput |" not in under(report, "Where slower is behind")
     assert "Where slower is behind" in leaderboard_page(summary)
     summary.strategies.insert(0, summary.strategies.pop(1))
+    assert "| E2E mean | lora (LoRA) | 1.91 | slower |" in leaderboard_report(summary)
+    summary.rows[:] = [row for row in summary.rows if row.case != "lora"]
     assert "In none of the 2 cases it is not within" in leaderboard_report(summary)
 
 

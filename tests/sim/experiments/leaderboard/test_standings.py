@@ -5,7 +5,8 @@ import math
 import pytest
 
 from sim.experiments.leaderboard.cell import CellResult
-from sim.experiments.leaderboard.standings import MEASURES, Runs, case_rows, totals
+from sim.experiments.leaderboard.standings import Runs, case_rows
+from sim.measurement.ranking import MEASURES
 from sim.measurement.summaries import RunSummary
 from tests.sim.made import filled
 
@@ -55,7 +56,7 @@ def test_the_best_is_known_and_who_is_level_with_it():
     assert [name for name, one in behind.items() if one.best] == ["best"]
     assert behind["slower"].within is False
     assert behind["level"].within is True
-    assert behind["slower"].of_best == pytest.approx(6.31 / 6, rel=1e-4)
+    assert behind["slower"].times == pytest.approx(6.31 / 6, rel=1e-4)
     assert rows["best"].figures["e2e_mean_s"].value == 2.0
 
 
@@ -66,10 +67,7 @@ def test_more_is_better_where_it_is():
         runs("little", *[summary(tokens_per_s=100.0)] * 3),
     )
     assert rows["much"].behind["output_tokens_per_s"].best
-    assert rows["little"].behind["output_tokens_per_s"].of_best == 0.5
-    (first, second) = totals(list(rows.values()), frozenset())
-    assert (first.all["output_tokens_per_s"].times_the_best) == 1.0
-    assert (second.all["output_tokens_per_s"].times_the_best) == 2.0
+    assert rows["little"].behind["output_tokens_per_s"].times == 2.0
 
 
 def test_who_loses_requests_is_not_in_the_running():
@@ -77,8 +75,8 @@ def test_who_loses_requests_is_not_in_the_running():
     rows = rows_of(e2e("loses", 0.1, 0.1, 0.1, lost=2), e2e("serves", 1.0, 1.0, 1.0))
     assert not rows["loses"].in_the_running
     assert rows["serves"].behind["e2e_mean_s"].best
-    (total,) = [one for one in totals(list(rows.values()), frozenset()) if one.strategy == "loses"]
-    assert total.all["e2e_mean_s"].level == 0
+    assert not rows["loses"].behind["e2e_mean_s"].best
+    assert rows["loses"].behind["e2e_mean_s"].times == 0.1
     equal = rows_of(e2e("one", 0.1, 0.1, 0.1, lost=5), e2e("other", 1.0, 1.0, 1.0, lost=5))
     assert equal["one"].behind["e2e_mean_s"].best, "all lose as many"
 
@@ -107,29 +105,19 @@ def test_with_two_seeds_nobody_knows_who_is_level():
     assert "3 are needed" in rows["other"].lacking
 
 
+def test_equals_are_all_the_best():
+    """With two seeds too, of which there is no interval."""
+    rows = rows_of(e2e("one", 1.0, 2.0), e2e("other", 1.0, 2.0))
+    assert rows["one"].behind == rows["other"].behind
+    assert rows["other"].behind["e2e_mean_s"].best
+
+
 def test_a_figure_that_a_run_does_not_have_makes_nobody_the_best():
     """As the gap between tokens of answers of one token."""
     nothing = {"mean": None, "p99": None, "stall_share": None}
     rows = rows_of(runs("one", *[summary(itl_s=nothing)] * 3))
     assert "itl_mean_s" not in rows["one"].behind
     assert rows["one"].figures["itl_mean_s"].value is None
-
-
-def test_totals_are_geometric_and_tell_hold_outs_apart():
-    """Twice as bad here and half as bad there is as good."""
-    rows = [
-        row
-        for case, (one, other) in {"a": (1.0, 2.0), "b": (2.0, 1.0), "held": (1.0, 3.0)}.items()
-        for row in case_rows(case, [e2e("one", *[one] * 3), e2e("other", *[other] * 3)], 1)
-    ]
-    first, second = totals(rows, frozenset({"held"}))
-    assert (first.strategy, second.strategy) == ("one", "other")
-    assert first.all["e2e_mean_s"].times_the_best == pytest.approx(2 ** (1 / 3), rel=1e-5)
-    assert first.all["e2e_mean_s"].worst == "b"
-    assert second.all["e2e_mean_s"].worst_times == 3.0
-    assert second.all["e2e_mean_s"].level == 1
-    assert second.hold_outs["e2e_mean_s"].times_the_best == 3.0
-    assert second.hold_outs["e2e_mean_s"].cases == 1
 
 
 def test_every_measure_has_a_figure():

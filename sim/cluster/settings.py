@@ -93,6 +93,9 @@ class ClusterSettings(Struct, frozen=True, kw_only=True):
     abort_after_s: Seconds = 10.0
     """Mean of the exponentially distributed patience of those clients."""
     clients: ClientSettings = ClientSettings()
+    believed_prefill_tokens_per_s: float | None = None
+    """What pickers take for the prefill speed of every pod of which their configuration says nothing;
+    None: what it does."""
     tokenize: TokenizeSettings | None = None
     """What requests wait for before they are placed; None: for nothing."""
     kv_events: KVEventSettings | None = None
@@ -107,10 +110,13 @@ class ClusterSettings(Struct, frozen=True, kw_only=True):
 
     @property
     def prefill_tokens_per_s(self) -> float:
-        """What pickers are told of every pod unless their configuration tells them: what it does.
+        """What pickers are told of every pod unless their configuration tells them.
 
-        Where pods differ, what a picker assumes that nobody tells anything.
+        `believed_prefill_tokens_per_s`, else what it does; where pods differ in that, what a picker
+        assumes that nobody tells anything.
         """
+        if self.believed_prefill_tokens_per_s is not None:
+            return self.believed_prefill_tokens_per_s
         speeds = {kind.prefill_tokens_per_s for kind in self.pods}
         return speeds.pop() if len(speeds) == 1 else PREFILL_TOKENS_PER_S
 

@@ -29,6 +29,8 @@ class PodKind(Struct, frozen=True, kw_only=True):
     """Its passes take so many times less than the profile says."""
     cache: CacheBehaviour | None = None
     """How it keeps prompts; None: as vLLM does."""
+    advertised_blocks: int | None = None
+    """Blocks of its KV cache by its page; None: as many as there are."""
 
     @classmethod
     def of(
@@ -300,14 +302,14 @@ class SimulatedPod:
         if self.engine.passes > 1:
             # Nobody came and nobody left, but the answers grew.
             usage = self.engine.kv_cache_usage(at)
-        settings = self.kind.engine
+        settings, advertised = self.kind.engine, self.kind.advertised_blocks
         return EndpointMetrics(
             waiting_requests=self._shown_waiting,
             running_requests=self._shown_running,
             kv_cache_usage=usage,
             adapters=self._shown_adapters,
             block_size_tokens=settings.block_size_tokens,
-            blocks_total=settings.blocks_total,
+            blocks_total=settings.blocks_total if advertised is None else advertised,
             process_started_at_s=self._started_at,
             requests_total=self._requests,
             cache_queried_tokens=self._queried_tokens,

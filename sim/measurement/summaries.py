@@ -706,6 +706,14 @@ class CaseSummary(Summary, frozen=True, kw_only=True):
     replicas: int
     scrape_interval_s: float
     happens: str | None
+    engines: str | None
+    """What is not as the profile says."""
+    scrapes: str | None
+    """What is wrong with them."""
+    prefill_tokens_per_s: list[float]
+    """What pods do, each speed once."""
+    believed_prefill_tokens_per_s: float
+    """By pickers of which the configuration says nothing."""
 
 
 class StrategySummary(Summary, frozen=True, kw_only=True):

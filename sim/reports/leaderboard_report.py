@@ -449,8 +449,14 @@ def _conditions(case: CaseSummary) -> str:
     ]
     if case.max_loras:
         told.append(f"{case.max_loras} adapter slots a pod")
-    if case.happens:
-        told.append(case.happens)
+    told += [one for one in (case.happens, case.engines) if one]
+    if case.scrapes:
+        told.append(f"scrapes: {case.scrapes}")
+    speeds = " or ".join(f"{speed:,.0f}" for speed in case.prefill_tokens_per_s)
+    told.append(
+        f"prefill {speeds} tokens/s, where pickers that nobody told believe "
+        f"{case.believed_prefill_tokens_per_s:,.0f}"
+    )
     held = " A hold-out." if case.hold_out else ""
     return f"{what}: {', '.join(told)}.{held}"
 

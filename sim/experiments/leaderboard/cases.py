@@ -2,6 +2,9 @@
 
 Rates are about two thirds of what the pool finishes a second of a thousand such requests that come at
 once, so that queues form and drain; less where adapters are loaded. A hold-out is like a case, with other parameters: nobody may tune on it.
+
+Pickers believe of prefill what `epp serve` believes without a configuration, whatever pods do: it is
+what an operator has who installs it. Strategies that know a speed of their own say it themselves.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -12,8 +15,10 @@ from typing import Final
 from msgspec import Struct
 from msgspec.structs import replace
 
+from epp.core.knowledge.prefill_speed import PREFILL_TOKENS_PER_S
 from epp.core.types import Seconds
 from sim.cluster.incidents import Drain, Incident, Join, Restart, Slow
+from sim.cluster.scraping import ScrapeTrouble
 from sim.cluster.settings import ClientSettings, ClusterSettings
 from sim.cluster.simulated_pod import PodKind
 from sim.engine.profiles import DEFAULT_PROFILE, find_profile
@@ -43,8 +48,13 @@ _SLOWER: Final = "qwen3-32b-h100-tp2"
 _CONTEXT_TOKENS_MAX: Final = 120_000
 """Of conversations that would outgrow the context of the pods."""
 
+_A100: Final = "llama-3.1-8b-a100-tp1"
+_SLOWER_BY: Final = 2.0
+
 Happening = Callable[[Seconds, PodKind], tuple[Incident, ...]]
 """(how long requests arrive, what pods are) -> what happens meanwhile."""
+Engines = Callable[[PodKind, int], tuple[PodKind, ...]]
+"""(what pods are thought to be, how many) -> what they are."""
 
 
 class Case(Struct, frozen=True, kw_only=True):
@@ -64,6 +74,12 @@ class Case(Struct, frozen=True, kw_only=True):
     scrape_interval_s: Seconds | None = None
     happens: str = ""
     """A name among the `HAPPENINGS`."""
+    engines: str = ""
+    """A name among the `ENGINES`; "": pods are what the profile says."""
+    scrapes: str = ""
+    """A name among the `SCRAPES`; "": all are answered."""
+    speed_told: bool = False
+    """Pickers are told how fast pods prefill."""
     hold_out: bool = False
 
     def arrivals(self, seed: int, requests: int) -> Iterator[Arrival]:
@@ -81,9 +97,11 @@ class Case(Struct, frozen=True, kw_only=True):
         """The pool, and who picks from it."""
         kind = PodKind.of(find_profile(self.profile), max_loras=self.max_loras)
         return ClusterSettings(
-            pods=(kind,) * self.pods,
+            pods=ENGINES[self.engines](kind, self.pods) if self.engines else (kind,) * self.pods,
             replicas=self.replicas,
             scrape_interval_s=self.scrape_interval_s,
+            scrape_troubles=(SCRAPES[self.scrapes],) if self.scrapes else (),
+            believed_prefill_tokens_per_s=None if self.speed_told else PREFILL_TOKENS_PER_S,
             # Who asks no more when a pod dies would make those look fast who lose most.
             clients=ClientSettings(retries=_RETRIES) if self.happens else ClientSettings(),
         )
@@ -116,6 +134,72 @@ def _churn(span_s: Seconds, kind: PodKind) -> tuple[Incident, ...]:
 HAPPENINGS: Final[Mapping[str, Happening]] = MappingProxyType(
     {"slow pod": _slow_pod, "churn": _churn}
 )
+
+
+def _prefill_by(factor: float) -> Engines:
+    """What grows with the tokens of a prompt takes `factor` times as long; a step of few does not."""
+
+    def engines(kind: PodKind, pods: int) -> tuple[PodKind, ...]:
+        usual = kind.profile
+        profile = replace(
+            usual,
+            linear_s_per_token=factor * usual.linear_s_per_token,
+            all_reduce_s_per_token=factor * usual.all_reduce_s_per_token,
+            pair_s=factor * usual.pair_s,
+        )
+        return (replace(kind, profile=profile),) * pods
+
+    return engines
+
+
+def _slower_decode(kind: PodKind, pods: int) -> tuple[PodKind, ...]:
+    """What a step of few tokens takes: reading weights and the context of answers."""
+    usual = kind.profile
+    profile = replace(
+        usual,
+        weight_read_s=_SLOWER_BY * usual.weight_read_s,
+        decode_s=_SLOWER_BY * usual.decode_s,
+        decode_s_per_context_token=_SLOWER_BY * usual.decode_s_per_context_token,
+    )
+    return (replace(kind, profile=profile),) * pods
+
+
+def _half_the_cache(kind: PodKind, pods: int) -> tuple[PodKind, ...]:
+    told = kind.engine.blocks_total
+    engine = replace(kind.engine, blocks_total=told // 2)
+    return (replace(kind, engine=engine, advertised_blocks=told),) * pods
+
+
+def _half_a100(kind: PodKind, pods: int) -> tuple[PodKind, ...]:
+    older = PodKind.of(find_profile(_A100), max_loras=kind.engine.max_loras)
+    return (*(kind,) * (pods - pods // 2), *(older,) * (pods // 2))
+
+
+def _whole_prompts(kind: PodKind, pods: int) -> tuple[PodKind, ...]:
+    """A step has room for any prompt: none is cut, and answers wait for the whole of it."""
+    engine = replace(kind.engine, max_num_batched_tokens=kind.profile.max_model_len_tokens)
+    return (replace(kind, engine=engine),) * pods
+
+
+ENGINES: Final[Mapping[str, Engines]] = MappingProxyType(
+    {
+        "slow prefill": _prefill_by(_SLOWER_BY),
+        "fast prefill": _prefill_by(1 / _SLOWER_BY),
+        "slow decode": _slower_decode,
+        "half the cache": _half_the_cache,
+        "half A100": _half_a100,
+        "whole prompts": _whole_prompts,
+    }
+)
+"""Profiles without a table of linear layers, whose constants say what is slow, or another engine."""
+
+SCRAPES: Final[Mapping[str, ScrapeTrouble]] = MappingProxyType(
+    {
+        "late": ScrapeTrouble(from_s=0.0, to_s=_FOREVER_S, more_s=0.8),
+        "none": ScrapeTrouble(from_s=0.0, to_s=_FOREVER_S, loss=1.0),
+    }
+)
+"""Late: hardly in time. None: pickers know the first page, of an idle pod, and no other."""
 
 
 def _open(content: Content, rate_per_s: float, burstiness: float = 1.0) -> Workload:
@@ -177,18 +261,33 @@ def _prefixes(
 
 _USUAL: Final = _open(_prefixes(40, 3000, 500, 300), 20.0)
 """On which pickers, scrapes and pods are made worse."""
-_UNUSUAL: Final = _open(
-    SharedPrefix(
-        groups=90,
-        prompts_per_group=25,
-        system_tokens=5500,
-        question=around(700),
-        output=around(120),
-        skew=0.8,
-    ),
-    20.0,
-)
+
+
+def _unusual_at(rate_per_s: float) -> Workload:
+    return _open(
+        SharedPrefix(
+            groups=90,
+            prompts_per_group=25,
+            system_tokens=5500,
+            question=around(700),
+            output=around(120),
+            skew=0.8,
+        ),
+        rate_per_s,
+    )
+
+
+_UNUSUAL: Final = _unusual_at(20.0)
 """The same for hold-outs."""
+_MOONCAKE_HELD: Final = _open(
+    replace(
+        _MOONCAKE_CONVERSATION,
+        own=_lognormal(10_000, 12_000, 500, 90_000),
+        turns=_lognormal(5, 4, 1, 20),
+        question=_lognormal(800, 1200, 20, 20_000),
+    ),
+    1.4,
+)
 
 _PUBLISHED: Final = (
     Case(
@@ -336,15 +435,7 @@ _HOLD_OUTS: Final = tuple(
         Case(
             name="mooncake-held",
             says="as mooncake-conversation: longer, more turns, six pods",
-            workload=_open(
-                replace(
-                    _MOONCAKE_CONVERSATION,
-                    own=_lognormal(10_000, 12_000, 500, 90_000),
-                    turns=_lognormal(5, 4, 1, 20),
-                    question=_lognormal(800, 1200, 20, 20_000),
-                ),
-                1.4,
-            ),
+            workload=_MOONCAKE_HELD,
             pods=6,
         ),
         Case(
@@ -430,8 +521,81 @@ _HOLD_OUTS: Final = tuple(
     )
 )
 
+_NOT_AS_BELIEVED: Final = tuple(
+    replace(case, hold_out=True)
+    for case in (
+        Case(
+            name="speed-told-held",
+            says="as mooncake-held: pickers are told how fast pods prefill",
+            workload=_MOONCAKE_HELD,
+            pods=6,
+            speed_told=True,
+        ),
+        Case(
+            name="prefill-slow-held",
+            says="prompts take twice as long as the profile says",
+            workload=_unusual_at(10.0),
+            profile=_SLOWER,
+            engines="slow prefill",
+        ),
+        Case(
+            name="prefill-fast-held",
+            says="prompts take half as long as the profile says",
+            workload=_unusual_at(28.0),
+            profile=_SLOWER,
+            engines="fast prefill",
+        ),
+        Case(
+            name="decode-slow-held",
+            says="answers take twice as long as the profile says",
+            workload=_unusual_at(14.0),
+            profile=_SLOWER,
+            engines="slow decode",
+        ),
+        Case(
+            name="kv-half-held",
+            says="pages tell of twice the KV cache that there is, and it would hold all prefixes",
+            workload=_open(_prefixes(100, 12_000, 500, 150), 9.0),
+            engines="half the cache",
+        ),
+        Case(
+            name="uneven-held",
+            says="two of four pods have an A100 and prefill at a third of the others' speed",
+            workload=_unusual_at(24.0),
+            engines="half A100",
+        ),
+        Case(
+            name="unchunked-held",
+            says="long contexts, and no prompt is cut: answers wait for whole prompts",
+            workload=_MOONCAKE_HELD,
+            pods=6,
+            engines="whole prompts",
+        ),
+        Case(
+            name="scrape-late-held",
+            says="pages come 0.8 s after they were asked for",
+            workload=_UNUSUAL,
+            profile=_SLOWER,
+            scrapes="late",
+        ),
+        Case(
+            name="scrape-none-held",
+            says="no page is answered",
+            workload=_UNUSUAL,
+            profile=_SLOWER,
+            scrapes="none",
+        ),
+    )
+)
+"""Engines that are not what pickers believe them to be."""
+
 CASES: Final[Mapping[str, Case]] = MappingProxyType(
-    {case.name: case for case in chain(_PUBLISHED, map(_standard, STANDARD), _POOLS, _HOLD_OUTS)}
+    {
+        case.name: case
+        for case in chain(
+            _PUBLISHED, map(_standard, STANDARD), _POOLS, _HOLD_OUTS, _NOT_AS_BELIEVED
+        )
+    }
 )
 """Name -> case, in the order of the table."""
 

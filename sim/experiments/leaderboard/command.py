@@ -24,6 +24,7 @@ from sim.experiments.leaderboard.folder import CellFolder
 from sim.experiments.leaderboard.standings import Runs, case_rows
 from sim.experiments.run_options import count_of_runs, named_policies
 from sim.interrupts import INTERRUPTED, interrupts_call
+from sim.measurement.measures import six_digits
 from sim.measurement.ranking import scopes_of, totals
 from sim.measurement.summaries import (
     CaseSummary,
@@ -236,6 +237,8 @@ def _cases(names: Sequence[str], traces: Sequence[Path]) -> list[Case]:
 
 
 def _case_summary(case: Case) -> CaseSummary:
+    cluster = case.cluster()
+    speeds = dict.fromkeys(six_digits(kind.prefill_tokens_per_s) for kind in cluster.pods)
     return CaseSummary(
         name=case.name,
         says=case.says,
@@ -245,8 +248,12 @@ def _case_summary(case: Case) -> CaseSummary:
         pods=case.pods,
         max_loras=case.max_loras,
         replicas=case.replicas,
-        scrape_interval_s=case.cluster().refresh_interval_s,
+        scrape_interval_s=cluster.refresh_interval_s,
         happens=case.happens or None,
+        engines=case.engines or None,
+        scrapes=case.scrapes or None,
+        prefill_tokens_per_s=list(speeds),
+        believed_prefill_tokens_per_s=six_digits(cluster.prefill_tokens_per_s),
     )
 
 

@@ -1,5 +1,7 @@
 """How pods end that are asked to, and what is counted and told of those that come and go."""
 
+from msgspec.structs import replace
+
 from sim.cluster.simulated_request import Fate
 from tests.sim.made import arrivals, cluster, ran
 
@@ -64,3 +66,16 @@ def test_a_new_process_counts_from_nothing():
     pod.restart()
     page = pod.page(one.loop.now)
     assert (page.cache_queried_tokens, page.cache_hit_tokens, page.ttft_count) == (0.0, 0.0, 0.0)
+
+
+def test_a_page_may_tell_of_more_blocks_than_there_are():
+    """How full the cache is it tells of those that there are."""
+    requests, one = ran(arrivals(40, rate=10.0), pods=2)
+    usual = one.pods[0].page(one.loop.now)
+    (kind, *_) = one.settings.pods
+    assert usual.blocks_total == kind.engine.blocks_total
+    more = replace(kind, advertised_blocks=2 * kind.engine.blocks_total)
+    lied, other = ran(arrivals(40, rate=10.0), pods=(more, more))
+    assert len(lied) == len(requests)
+    page = other.pods[0].page(other.loop.now)
+    assert page.blocks_total == 2 * usual.blocks_total

@@ -1105,9 +1105,10 @@ def test_the_picker_knows_how_fast_the_pods_of_its_profile_prefill(trace, tmp_pa
     fast, slow = kind(), kind(profile="llama-3.1-8b-a100-tp1")
     assert fast.prefill_tokens_per_s > 2 * slow.prefill_tokens_per_s
 
-    def seen(policy, *pods):
+    def seen(policy, *pods, **fields):
         settings = described(trace, policy=str(policy))
-        run = Run(structs.replace(settings, cluster=structs.replace(settings.cluster, pods=pods)))
+        cluster = structs.replace(settings.cluster, pods=pods, **fields)
+        run = Run(structs.replace(settings, cluster=cluster))
         run.run()
         columns = run.cluster.pickers.policies[0].scheduler.pool.columns
         return set(columns.prefill_tokens_per_s[: len(pods)].tolist())
@@ -1116,6 +1117,9 @@ def test_the_picker_knows_how_fast_the_pods_of_its_profile_prefill(trace, tmp_pa
         assert seen(quiet, pod, pod) == seen("default", pod) == {pod.prefill_tokens_per_s}
         assert seen(told, pod) == {777.0}
     assert seen(quiet, fast, slow) == {15_928.0}
+    wrong = {"believed_prefill_tokens_per_s": 12_345.0}
+    assert seen("default", fast, **wrong) == seen(quiet, fast, slow, **wrong) == {12_345.0}
+    assert seen(told, fast, **wrong) == {777.0}
 
 
 def test_an_interrupt_ends_the_search_for_ceilings_too(trace):

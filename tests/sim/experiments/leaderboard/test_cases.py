@@ -2,7 +2,11 @@
 
 import pytest
 
-from sim.experiments.leaderboard.cases import CASES, LADDERS
+from epp.core.knowledge.prefill_speed import PREFILL_TOKENS_PER_S
+from sim.cluster.policies import policy_source
+from sim.cluster.simulated_pod import PodKind
+from sim.engine.profiles import StepWork, find_profile
+from sim.experiments.leaderboard.cases import CASES, ENGINES, LADDERS, SCRAPES
 from sim.traces.standard import STANDARD
 
 WORKLOADS = {name: case for name, case in CASES.items() if case.workload is not None}
@@ -36,6 +40,70 @@ def test_a_case_has_as_many_requests_as_are_wanted(name):
     limit = min(kind.profile.max_model_len_tokens, kind.engine.kv_tokens)
     assert max(arrival.prompt_tokens + arrival.output_tokens for arrival in one) <= limit
     assert bool(kind.engine.max_loras) == any(arrival.adapter for arrival in one)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_pickers_believe_of_prefill_what_a_picker_without_a_configuration_does(name):
+    """Whatever pods do; but where the case is that they are told."""
+    case = CASES[name]
+    cluster = case.cluster()
+    settings = cluster.opener(policy_source("default"))(1).settings
+    if case.speed_told:
+        assert case.hold_out
+        assert settings.prefill_tokens_per_s == cluster.pods[0].prefill_tokens_per_s
+        assert settings.prefill_tokens_per_s > 2 * PREFILL_TOKENS_PER_S
+    else:
+        assert settings.prefill_tokens_per_s == PREFILL_TOKENS_PER_S
+
+
+def test_every_engine_that_is_not_as_believed_has_a_hold_out():
+    """On which nobody tunes."""
+    held = [case for case in CASES.values() if case.engines or case.scrapes]
+    assert all(case.hold_out for case in held)
+    assert {case.engines for case in held if case.engines} == set(ENGINES)
+    assert {case.scrapes for case in held if case.scrapes} == set(SCRAPES)
+
+
+USUAL = PodKind.of(find_profile("qwen3-32b-h100-tp2"))
+PROMPT = StepWork(tokens=8_192, prefills=1, attention_pairs=8_192**2 / 2, sequences=1)
+ANSWERS = StepWork(tokens=32, decodes=32, decode_context_tokens=200_000, sequences=32)
+
+
+@pytest.mark.parametrize(
+    ("name", "prompt", "answers"),
+    [("slow prefill", 2.0, 1.0), ("fast prefill", 0.5, 1.0), ("slow decode", 1.0, 2.0)],
+)
+def test_engines_are_slow_or_fast_at_what_their_case_says(name, prompt, answers):
+    """And at the rest as usual; some of a step takes what it takes."""
+    pods = ENGINES[name](USUAL, 3)
+    assert len(pods) == 3
+    for pod in pods:
+        before, after = USUAL.profile, pod.profile
+        assert after.step_s(PROMPT) / before.step_s(PROMPT) == pytest.approx(prompt, rel=0.05)
+        assert after.step_s(ANSWERS) / before.step_s(ANSWERS) == pytest.approx(answers, rel=0.1)
+
+
+def test_an_engine_holds_half_of_what_it_tells():
+    """Pickers think that it holds more than it does."""
+    (pod,) = ENGINES["half the cache"](USUAL, 1)
+    assert pod.advertised_blocks == USUAL.engine.blocks_total
+    assert pod.engine.blocks_total == USUAL.engine.blocks_total // 2
+
+
+def test_half_of_the_pods_are_older():
+    """Of an odd number the smaller half."""
+    usual = PodKind.of(find_profile("llama-3.1-8b-h100-tp1"))
+    pods = ENGINES["half A100"](usual, 5)
+    assert [pod.profile.name for pod in pods] == [
+        *["llama-3.1-8b-h100-tp1"] * 3, *["llama-3.1-8b-a100-tp1"] * 2,
+    ]  # fmt: skip
+    assert pods[0].prefill_tokens_per_s > 2 * pods[-1].prefill_tokens_per_s
+
+
+def test_an_engine_that_cuts_no_prompt_takes_any_in_one_step():
+    """As long as the model allows it."""
+    (pod,) = ENGINES["whole prompts"](USUAL, 1)
+    assert pod.engine.max_num_batched_tokens == USUAL.profile.max_model_len_tokens
 
 
 def test_who_asks_the_same_again_is_the_same_user():

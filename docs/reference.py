@@ -190,8 +190,10 @@ def _plugins(
 
 
 def _strategies() -> str:
-    rows = ((f"`{name}`", strategy.idea) for name, strategy in strategies().items())
-    return _table(("strategy", "idea"), rows)
+    rows = (
+        (f"`{name}`", strategy.idea, strategy.omissions) for name, strategy in strategies().items()
+    )
+    return _table(("strategy", "idea", "leaves out"), rows)
 
 
 def _families() -> str:

@@ -38,6 +38,7 @@ _ALL: Final = (
     Strategy(
         name="llm-d-3-2-2",
         idea="llm-d without a configuration: prefix 3, queue 2, KV cache 2, over Homing's index.",
+        omissions="llm-d's own index, which is `llm-d-approximate`",
         config=config_of(
             step("prefix-cache-scorer", 3),
             step("queue-scorer", 2),
@@ -50,6 +51,10 @@ _ALL: Final = (
         idea=(
             "llm-d's guide optimized-baseline since August 2026: who holds 0.8 of the prompt keeps "
             "it until 18 s behind, then the fewest uncached tokens."
+        ),
+        omissions=(
+            "tokens held until the first chunk: here pages and time release them; its index is "
+            "Homing's"
         ),
         config=config_of(
             producer(_APPROXIMATE),
@@ -68,6 +73,7 @@ _ALL: Final = (
             "llm-d's guide before August 2026: prefix 3, queue 2, KV cache 2 and 2 for who got an "
             "unknown prompt the longest ago."
         ),
+        omissions="llm-d's own index; a scorer of adapters, as in `llm-d-3-2-2-lora`",
         config=config_of(
             step("prefix-cache-scorer", 3, agreement="none"),
             step("queue-scorer", 2),
@@ -81,6 +87,7 @@ _ALL: Final = (
             "llm-d's burst co-scheduling beside its prefix index: equal prompts within 100 ms go "
             "together (3), prefix 3, queue 2, KV cache 2."
         ),
+        omissions="llm-d's own index; a scorer of adapters, as in `llm-d-3-2-2-lora`",
         config=config_of(
             producer(_BURST),
             producer(_APPROXIMATE),

@@ -32,6 +32,8 @@ class Strategy(Struct, frozen=True, kw_only=True):
     """One sentence: whose, and the rule."""
     config: str
     """An `EndpointPickerConfig`, as text that a user may take as it is."""
+    omissions: str = ""
+    """What the original does that this does not, or not so: a phrase for a table; "": nothing known."""
 
 
 def step(type_name: str, weight: float | None = None, /, **parameters: object) -> Step:

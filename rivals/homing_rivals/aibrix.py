@@ -77,6 +77,10 @@ STRATEGIES: Final = (
     Strategy(
         name="aibrix-prefix",
         idea="AIBrix, prefix-cache: most of the prompt, of those within a sigma of the mean load.",
+        omissions=(
+            "blocks of 4 bytes, here 16 tokens; forgetting after 20 minutes; adapters: there a "
+            "controller places them, and only those pods are asked"
+        ),
         config=config_of(
             producer(
                 RoutedBlocksSettings.type_name,
@@ -93,6 +97,10 @@ STRATEGIES: Final = (
     Strategy(
         name="aibrix-prefix-tree",
         idea="AIBrix, prefix-cache with its other index: the same by a tree of prompts.",
+        omissions=(
+            "characters, here blocks of 16 tokens; adapters: there a controller places them, "
+            "and only those pods are asked"
+        ),
         config=config_of(
             producer(RadixTreeSettings.type_name, blockSizeTokens=16),
             step(GuardedPrefix.type_name, index=RadixTreeSettings.type_name),

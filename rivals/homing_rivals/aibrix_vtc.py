@@ -89,6 +89,10 @@ STRATEGIES: Final = (
     Strategy(
         name="aibrix-vtc",
         idea="AIBrix, vtc-basic: the more tokens a user had, the later in the list.",
+        omissions=(
+            "how long answers were: they are estimated; adapters: there a controller places "
+            "them, and only those pods are asked"
+        ),
         config=config_of(step(UserTokenPlace.type_name), picker=step(NoisyMaxScore.type_name)),
     ),
 )

@@ -103,6 +103,10 @@ STRATEGIES: Final = (
             "DualMap: two hashes of the prefix name two endpoints; who holds more of it, or if that "
             "takes over 5 s, who is less loaded."
         ),
+        omissions=(
+            "moving what waits to its other endpoint; the constants of the paper are not known; "
+            "its formula knows no adapters"
+        ),
         config=config_of(producer(_APPROXIMATE), producer(_INDEX), step(TwoHashes.type_name)),
     ),
 )

@@ -156,6 +156,11 @@ STRATEGIES: Final = (
             "NVIDIA Dynamo without events: the fewest blocks to prefill and to decode, cached for "
             "120 s where they were sent."
         ),
+        omissions=(
+            "engines' events; its queue (a request waits in the router while every worker has "
+            "over 16 x 8,192 tokens to prefill); blocks that answers will need; its filter by "
+            "adapter; tokens held until the first chunk: here pages and time release them"
+        ),
         config=config_of(
             producer(_INDEX, ttl=_TTL),
             step(DynamoCost.type_name),
@@ -165,6 +170,7 @@ STRATEGIES: Final = (
     Strategy(
         name="dynamo-temperature",
         idea="NVIDIA Dynamo with temperature 0.5: its cost, drawn by softmax.",
+        omissions="as `dynamo`",
         config=config_of(
             producer(_INDEX, ttl=_TTL),
             step(DynamoCost.type_name),
@@ -176,6 +182,10 @@ STRATEGIES: Final = (
         idea=(
             "NVIDIA Dynamo's two tiers: the load if it is uneven by 32, else who holds most of the "
             "prompt, else the load."
+        ),
+        omissions=(
+            "engines' events; its queue (a request waits in the router while every worker has "
+            "over 16 x 8,192 tokens to prefill); its filter by adapter"
         ),
         config=config_of(
             producer(_APPROXIMATE, ttl=_TTL),

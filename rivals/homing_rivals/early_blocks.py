@@ -95,11 +95,13 @@ STRATEGIES: Final = (
     Strategy(
         name="early-blocks-hash",
         idea="GIE's proposal 0602, the alternative: a ring on which prompts that begin alike are close.",
+        omissions="the proposal names no formula: this one is ours, and knows no adapters",
         config=config_of(step(EarlyBlocksHash.type_name)),
     ),
     Strategy(
         name="early-blocks-hash-fixed",
         idea="GIE's alternative with the bound that it asks for: 25 % above the mean is passed over.",
+        omissions="as `early-blocks-hash`",
         config=config_of(step(EarlyBlocksHash.type_name, loadFactor=1.25)),
     ),
 )

@@ -62,6 +62,10 @@ STRATEGIES: Final = (
     Strategy(
         name="infera",
         idea="AMD Infera: blocks missed, blocks in flight, and misses of late that fade.",
+        omissions=(
+            "engines' events; hints how long a prompt is kept; images; its formula knows no "
+            "adapters"
+        ),
         config=config_of(producer(BlockLoadSettings.type_name), step(DecayedMisses.type_name)),
     ),
 )

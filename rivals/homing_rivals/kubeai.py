@@ -109,6 +109,7 @@ STRATEGIES: Final = (
     Strategy(
         name="kubeai-chwbl",
         idea="KubeAI: hash 100 characters to a ring, pass over who is 25 % above the mean.",
+        omissions="a request waits there while nobody is there, and is refused here",
         config=config_of(step(BoundedPrefixHash.type_name)),
     ),
 )

@@ -72,11 +72,16 @@ STRATEGIES: Final = (
     Strategy(
         name="lpwl",
         idea="LPWL: the fewest tokens to prefill, those of this request included.",
+        omissions=(
+            "tokens held until the first chunk: here pages and time release them; its formula "
+            "knows no adapters"
+        ),
         config=config_of(step(LeastPendingWork.type_name)),
     ),
     Strategy(
         name="lmetric",
         idea="LMetric: uncached tokens of this request, times requests there.",
+        omissions="its formula knows no adapters",
         config=config_of(step(WorkTimesBatch.type_name)),
     ),
 )

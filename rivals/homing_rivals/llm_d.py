@@ -49,6 +49,7 @@ STRATEGIES: Final = (
             "llm-d's approximate index as shipped: blocks of 64 tokens and the last partial one, "
             "heads pushed out first, counts behind gaps; prefix 3, queue 2, KV cache 2."
         ),
+        omissions="a scorer of adapters, as in `llm-d-approximate-lora`",
         config=_three_two_two(
             producer(_ROUTED, blockTokens=64, autoTune=True, lastPartialBlock=True)
         ),
@@ -59,11 +60,13 @@ STRATEGIES: Final = (
             "GIE v1 as shipped: 256 blocks of 64 characters at most, heads pushed out first, counts "
             "behind gaps; prefix 3, queue 2, KV cache 2."
         ),
+        omissions="a scorer of adapters, as in `gie-v1-lora`",
         config=_three_two_two(producer(_ROUTED, **_V1)),
     ),
     Strategy(
         name="gie-v1-fixed",
         idea="GIE v1, but tails are pushed out first and nothing counts behind a gap.",
+        omissions="as `gie-v1`",
         config=_three_two_two(producer(_ROUTED, **_V1, contiguous=True, tailFirst=True)),
     ),
 )

@@ -111,6 +111,7 @@ STRATEGIES: Final = (
     Strategy(
         name="vllm-data-parallel",
         idea="vLLM between data-parallel ranks: the least of 4 x waiting + running.",
+        omissions="reports of load each 100 ms: here as often as pages are scraped",
         config=config_of(step(DataParallelLoad.type_name)),
     ),
 )

@@ -245,6 +245,10 @@ STRATEGIES: Final = (
             "Preble E2: exploit a prefix longer than what is new, by the load of three minutes; else "
             "explore by load, what is pushed out and what is missing."
         ),
+        omissions=(
+            "hot subtrees moved or split ahead of requests; lines fitted for two GPUs; the "
+            "measured time of a token; its formula knows no adapters"
+        ),
         config=config_of(
             # 198,516 tokens a GPU, where an engine does not say.
             producer(PrebleHistorySettings.type_name, lruCapacityPerServer=3_101),

@@ -90,6 +90,7 @@ STRATEGIES: Final = (
     Strategy(
         name="production-stack-prefix-aware",
         idea="production-stack prefixaware: any of those that hold the longest prefix.",
+        omissions="the end of a prompt that fills no block; its formula knows no adapters",
         config=config_of(
             producer(
                 RadixTreeSettings.type_name,
@@ -104,6 +105,7 @@ STRATEGIES: Final = (
     Strategy(
         name="production-stack-prefix-aware-fixed",
         idea="production-stack prefixaware within 1.25 times the mean load, with a bounded tree.",
+        omissions="as `production-stack-prefix-aware`",
         config=config_of(
             producer(RadixTreeSettings.type_name, blockSizeTokens=32),
             step(LongestPrefix.type_name, loadFactor=1.25),
@@ -113,6 +115,7 @@ STRATEGIES: Final = (
     Strategy(
         name="production-stack-load-aware",
         idea="production-stack loadaware: share of the prompt cached, less the relative load.",
+        omissions="LMCache's word of what endpoints hold; its formula knows no adapters",
         config=config_of(step(RelativeLoad.type_name)),
     ),
 )

@@ -88,6 +88,10 @@ STRATEGIES: Final = (
     Strategy(
         name="ray-prefix-affinity",
         idea="Ray Serve 2.60: the best match from 10 % on, else the smallest tree.",
+        omissions=(
+            "characters, here blocks of 16 tokens; queue lengths that replicas are asked for; "
+            "its multiplexing of adapters"
+        ),
         config=config_of(
             producer(RadixTreeSettings.type_name, blockSizeTokens=16),
             step(RayPrefixAffinity.type_name),

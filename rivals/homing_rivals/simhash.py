@@ -113,11 +113,16 @@ STRATEGIES: Final = (
     Strategy(
         name="production-stack-simhash",
         idea="production-stack #239: who owns a hash of the prompt's SimHash on a ring.",
+        omissions=(
+            "the proposal's test of load, which keeps the busiest; JSON text of messages; its "
+            "formula knows no adapters"
+        ),
         config=config_of(step(SimHashRing.type_name)),
     ),
     Strategy(
         name="production-stack-simhash-fixed",
         idea="SimHash by its first bits, so that near duplicates meet, within 1.25 times the mean.",
+        omissions="JSON text of messages; its formula knows no adapters",
         config=config_of(step(SimHashRing.type_name, locality="band", loadFactor=1.25)),
     ),
 )

@@ -84,6 +84,11 @@ STRATEGIES: Final = (
             "SMetric: stay with who holds most while the first token comes in time, else the least "
             "prefill time there, times requests."
         ),
+        omissions=(
+            "speeds that it measures: here believed; its constants are not known; tokens held "
+            "until the first chunk: here pages and time release them; its formula knows no "
+            "adapters"
+        ),
         config=config_of(step(StayInTime.type_name)),
     ),
 )

@@ -222,11 +222,16 @@ STRATEGIES: Final = (
     Strategy(
         name="smg-cache-aware-1",
         idea="SGLang router 0.3.2: who was first sent the prefix; the first of the least loaded.",
+        omissions="characters, here blocks of 16 tokens; its formula knows no adapters",
         config=config_of(_TREE, step(CacheAware1.type_name)),
     ),
     Strategy(
         name="smg-cache-aware-4",
         idea="smg 1.13.0: the holder with the shortest expected wait that is not too full.",
+        omissions=(
+            "tokens reported each 10 s: here this picker's own count; its veto of overloaded "
+            "workers; its formula knows no adapters, its keys do"
+        ),
         config=config_of(_TREE, step(CacheAware4.type_name)),
     ),
 )

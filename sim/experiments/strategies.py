@@ -29,12 +29,8 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     parser.set_defaults(run=_run)
 
 
-def ideas() -> dict[str, str]:
-    """Name -> one sentence, of all that `--config` knows by name."""
-    return {name: _idea(name) for name in built_in()}
-
-
-def _idea(name: str) -> str:
+def idea_of(name: str) -> str:
+    """One sentence, of any that `--config` knows by name."""
     strategy = strategies().get(name)
     if strategy is not None:
         return strategy.idea
@@ -43,15 +39,26 @@ def _idea(name: str) -> str:
     return _DEFAULT_IDEA
 
 
+def _omissions(name: str) -> str:
+    strategy = strategies().get(name)
+    return "" if strategy is None else strategy.omissions
+
+
+def _told(name: str) -> dict[str, str]:
+    return {"idea": idea_of(name), "omissions": _omissions(name)}
+
+
 def _run(options: argparse.Namespace) -> int:
     if options.name is None:
-        known = ideas()
+        names = built_in()
         if options.json:
-            print(json.dumps(known, indent=2))
+            print(json.dumps({name: _told(name) for name in names}, indent=2))
             return 0
-        width = max(map(len, known))
-        for name, idea in known.items():
-            print(f"{name:{width}}  {idea}")
+        width = max(map(len, names))
+        for name in names:
+            omissions = _omissions(name)
+            left_out = f" Leaves out: {omissions}." if omissions else ""
+            print(f"{name:{width}}  {idea_of(name)}{left_out}")
         return 0
     if options.name in BASELINES:
         raise PolicyNameError(
@@ -65,7 +72,7 @@ def _run(options: argparse.Namespace) -> int:
             f"{options.name} is no strategy{hint}; sim strategies lists them{more}"
         )
     if options.json:
-        print(json.dumps({"name": options.name, "idea": _idea(options.name), "config": text}))
+        print(json.dumps({"name": options.name, **_told(options.name), "config": text}))
         return 0
     print(text, end="")
     return 0

@@ -721,6 +721,8 @@ class StrategySummary(Summary, frozen=True, kw_only=True):
 
     name: str
     idea: str | None
+    omissions: str | None
+    """What the original does that this does not."""
     config_hash: str | None
 
 

@@ -158,7 +158,7 @@ def board_parts(summary: LeaderboardSummary) -> list[Part]:
         parts.append(Part(title="The best of each case", says=_CASES_SAY, rows=_case_rows(summary)))
     if summary.failed:
         parts.append(Part(title="Cells that failed", rows=_failed_rows(summary)))
-    parts.append(Part(title="Strategies", rows=_strategy_rows(summary)))
+    parts.append(Part(title="Strategies", says=_STRATEGIES_SAY, rows=_strategy_rows(summary)))
     return parts
 
 
@@ -301,10 +301,19 @@ def _marked(row: StandingSummary, measure: str) -> str:
     return told + _mark(row, measure)
 
 
+_STRATEGIES_SAY: Final = (
+    "What an original does that its row leaves out, or does in another way, stands beside its idea; "
+    "where nothing stands, nothing is known."
+)
+
+
 def _strategy_rows(summary: LeaderboardSummary) -> list[list[str]]:
     return [
-        ["strategy", "idea", "configuration"],
-        *([one.name, one.idea or "-", one.config_hash or "-"] for one in summary.strategies),
+        ["strategy", "idea", "leaves out", "configuration"],
+        *(
+            [one.name, one.idea or "-", one.omissions or "-", one.config_hash or "-"]
+            for one in summary.strategies
+        ),
     ]
 
 

@@ -48,10 +48,26 @@ def test_names_are_told_apart():
     assert set(names) < set(STRATEGIES)
 
 
+def test_what_a_plugin_does_in_another_way_is_declared_by_who_decides_by_it():
+    """A reader of a table does not read the text of a class."""
+    for family in FAMILIES:
+        plugins = [
+            plugin
+            for kind in ("FILTERS", "SCORERS", "PICKERS")
+            for plugin in getattr(family, kind, ())
+            if "Differs" in plugin.__doc__
+        ]
+        for strategy in family.STRATEGIES:
+            if any(f"type: {plugin.type_name}\n" in strategy.config for plugin in plugins):
+                assert strategy.omissions, strategy.name
+
+
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_a_strategy_says_whose_idea_it_is(name):
     """In a sentence for tables; names are as on a command line."""
     strategy = STRATEGIES[name]
     assert strategy.idea.endswith(".")
+    assert not strategy.omissions.endswith(".")
+    assert "\n" not in strategy.omissions
     assert name == name.lower()
     assert set(name) <= set("abcdefghijklmnopqrstuvwxyz0123456789-")

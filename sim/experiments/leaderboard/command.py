@@ -23,6 +23,7 @@ from sim.experiments.leaderboard.cell import Cell, CellResult, inputs_of, run_ce
 from sim.experiments.leaderboard.folder import CellFolder
 from sim.experiments.leaderboard.standings import Runs, case_rows
 from sim.experiments.run_options import count_of_runs, named_policies
+from sim.experiments.strategies import idea_of
 from sim.interrupts import INTERRUPTED, interrupts_call
 from sim.measurement.measures import six_digits
 from sim.measurement.ranking import scopes_of, totals
@@ -170,10 +171,7 @@ class Board:
             requests=first.requests,
             cells=len(self.cells),
             cases=told,
-            strategies=[
-                StrategySummary(name=name, idea=_idea_of(policy), config_hash=policy.hash)
-                for name, policy in policies.items()
-            ],
+            strategies=[_strategy_summary(policy) for policy in policies.values()],
             ladders=[_ladder_summary(ladder, {row.case for row in rows}) for ladder in LADDERS],
             totals=totals(rows, scopes_of(told)),
             rows=rows,
@@ -263,12 +261,16 @@ def _ladder_summary(ladder: Ladder, there: set[str]) -> LadderSummary:
     return LadderSummary(title=ladder.title, unit=ladder.unit, steps=steps)
 
 
-def _idea_of(policy: PolicySource) -> str:
-    """What the strategy says of itself; "" if it says nothing."""
+def _strategy_summary(policy: PolicySource) -> StrategySummary:
+    """With what the strategy says of itself; what is only called as one says nothing."""
     strategy = strategies().get(policy.name)
-    if strategy is not None and strategy.config == policy.text:
-        return strategy.idea
-    return "A baseline, without scrapes and without an index." if policy.name in BASELINES else ""
+    known = strategy is not None and strategy.config == policy.text
+    return StrategySummary(
+        name=policy.name,
+        idea=idea_of(policy.name) if known or policy.name in BASELINES else None,
+        omissions=strategy.omissions or None if strategy is not None and known else None,
+        config_hash=policy.hash,
+    )
 
 
 def _everybody() -> tuple[str, ...]:

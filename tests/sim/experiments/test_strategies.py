@@ -19,7 +19,11 @@ def test_every_name_has_a_sentence(capsys):
     assert main(["strategies", "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
     assert list(told) == list(built_in())
-    assert all(idea.endswith(".") for idea in told.values())
+    assert all(one["idea"].endswith(".") for one in told.values())
+    assert "engines' events" in told["dynamo"]["omissions"]
+    assert told["homing"]["omissions"] == ""
+    assert lines[list(told).index("dynamo")].endswith(f"{told['dynamo']['omissions']}.")
+    assert "Leaves out" not in lines[list(told).index("homing")]
 
 
 @pytest.mark.parametrize("name", ["default", "homing"])

@@ -60,7 +60,10 @@ def summary():
         seeds=3,
         requests=100,
         cases=cases,
-        strategies=[filled(StrategySummary, name=name, idea="An idea.") for name in names],
+        strategies=[
+            filled(StrategySummary, name=name, idea="An idea.", omissions=f"what {name} has")
+            for name in names
+        ],
         ladders=[LadderSummary(title="steps", unit="s", steps=[(1.0, "one"), (2.0, "held")])],
         totals=totals(rows, scopes_of(cases)),
         rows=rows,
@@ -112,6 +115,13 @@ def test_all_in_all_the_distances_are_told_without_adapters_first(summary):
     assert "| best | 2 of 3 |" in under(report, "All in all, with LoRA: level with the best")
     assert "| one | what one is | best | 2.00 s | level | 1.250 |" in report
     assert "4 pods of a-gpu, 4 pickers, scraped each 0.2 s. A hold-out." in report
+
+
+def test_what_a_strategy_leaves_out_stands_in_its_row(summary):
+    """Beside its idea, on paper and on the page."""
+    table = under(leaderboard_report(summary), "Strategies")
+    assert line(table, "| slower |").startswith("| slower | An idea. | what slower has |")
+    assert "<td>what slower has</td>" in leaderboard_page(summary)
 
 
 def test_a_strategy_that_lost_requests_says_in_how_many_cases(summary):

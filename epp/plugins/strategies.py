@@ -11,6 +11,26 @@ from epp.plugins.strategy import Step, Strategy, config_of, named, producer, ste
 
 _APPROXIMATE: Final = "approx-prefix-cache-producer"
 _BURST: Final = "burst-prefix-cache-producer"
+_UNTIL_FIRST_TOKEN: Final = producer("inflight-load-producer", peakPrefillThroughput=1)
+"""Tokens in flight do not drain as time passes: they are held until a first token is seen or counted."""
+_ADAPTERS: Final = step("lora-affinity-scorer", 1)
+"""With the weight that llm-d-router's page of this scorer and its sample configuration give it."""
+
+
+def _sticky(*more: Step) -> str:
+    # The speed is what the guide measured of Qwen3-32B on two H100s: set another for other pods.
+    return config_of(
+        producer(_APPROXIMATE),
+        *(one for one in more if not one.decides),
+        step(
+            "prefix-cache-affinity-filter",
+            affinityThreshold=0.8,
+            maxTTFTPenaltyMs=18_000,
+            peakPrefillThroughput=15_928,
+        ),
+        step("token-load-scorer", 1),
+        *(one for one in more if one.decides),
+    )
 
 
 def _prefix_of(index: str) -> Step:
@@ -45,7 +65,17 @@ _ALL: Final = (
             step("kv-cache-utilization-scorer", 2),
         ),
     ),
-    # The speed is what the guide measured of Qwen3-32B on two H100s: set another for other pods.
+    Strategy(
+        name="llm-d-3-2-2-lora",
+        idea="llm-d without a configuration, and its scorer of adapters with 1.",
+        omissions="llm-d's own index, which is `llm-d-approximate-lora`; its 0.6 where one waits",
+        config=config_of(
+            step("prefix-cache-scorer", 3),
+            step("queue-scorer", 2),
+            step("kv-cache-utilization-scorer", 2),
+            _ADAPTERS,
+        ),
+    ),
     Strategy(
         name="sticky-until-saturated",
         idea=(
@@ -56,16 +86,28 @@ _ALL: Final = (
             "tokens held until the first chunk: here pages and time release them; its index is "
             "Homing's"
         ),
-        config=config_of(
-            producer(_APPROXIMATE),
-            step(
-                "prefix-cache-affinity-filter",
-                affinityThreshold=0.8,
-                maxTTFTPenaltyMs=18_000,
-                peakPrefillThroughput=15_928,
-            ),
-            step("token-load-scorer", 1),
+        config=_sticky(),
+    ),
+    Strategy(
+        name="sticky-until-saturated-first-token",
+        idea=(
+            "llm-d's guide optimized-baseline, with tokens held until a first token is seen or "
+            "counted, as llm-d holds them."
         ),
+        omissions="llm-d sees first chunks: here pages count first tokens; its index is Homing's",
+        config=_sticky(_UNTIL_FIRST_TOKEN),
+    ),
+    Strategy(
+        name="sticky-until-saturated-lora",
+        idea=(
+            "llm-d's guide optimized-baseline, and its scorer of adapters with 1, which the guide "
+            "does not name."
+        ),
+        omissions=(
+            "tokens held until the first chunk: here pages and time release them; its index is "
+            "Homing's"
+        ),
+        config=_sticky(_ADAPTERS),
     ),
     Strategy(
         name="llm-d-no-hit-lru",

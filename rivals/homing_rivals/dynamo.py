@@ -28,6 +28,10 @@ from homing_rivals.block_load import BlockLoadSettings
 
 _INDEX: Final = BlockLoadSettings.type_name
 _APPROXIMATE: Final = "approx-prefix-cache-producer"
+_UNTIL_FIRST_TOKEN: Final = producer("inflight-load-producer", peakPrefillThroughput=1)
+"""Tokens in flight do not drain as time passes: they are held until a first token is seen or counted,
+as Dynamo holds them without a `router_prefill_load_model`.
+"""
 _TTL: Final = "120s"
 """How long the approximate mode takes a block that was routed somewhere for cached there."""
 
@@ -163,6 +167,20 @@ STRATEGIES: Final = (
         ),
         config=config_of(
             producer(_INDEX, ttl=_TTL),
+            step(DynamoCost.type_name),
+            picker=step(Softmax.type_name),
+        ),
+    ),
+    Strategy(
+        name="dynamo-first-token",
+        idea="NVIDIA Dynamo with tokens held until a first token is seen or counted.",
+        omissions=(
+            "as `dynamo`, but for the release of tokens: Dynamo sees first tokens, here pages "
+            "count them"
+        ),
+        config=config_of(
+            producer(_INDEX, ttl=_TTL),
+            _UNTIL_FIRST_TOKEN,
             step(DynamoCost.type_name),
             picker=step(Softmax.type_name),
         ),

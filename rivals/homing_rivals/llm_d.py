@@ -1,7 +1,12 @@
 """The index of llm-d's endpoint picker and of the one it grew from, as they ship it.
 
 Sources: llm-d/llm-d-router v0.10; kubernetes-sigs/gateway-api-inference-extension v1 and its proposal
-0602. Their scorers and filters are Homing's own; what differs here is the index.
+0602. Their scorers and filters are Homing's own; what differs here is the index. Adapters: the page of
+`lora-affinity-scorer` of llm-d-router gives it a weight of 1; the sample configuration of both
+projects, `test/integration/epp/testdata/default-config.yaml` (GIE v1.5.0), has it beside the other
+three with 1 each.
+
+Differs: an adapter that only waits is one that runs, as vLLM's lists have it; there it is worth 0.6.
 """
 
 from typing import Final
@@ -18,22 +23,28 @@ from homing_rivals.routed_blocks import RoutedBlocksSettings
 _ROUTED: Final = RoutedBlocksSettings.type_name
 
 
-def _three_two_two(index: Step) -> str:
-    """Prefix 3, queue 2, KV cache 2, over `index`."""
+def _weighted(index: Step, prefix: float, queue: float, kv_cache: float, adapters: float) -> str:
+    """The scorers over `index`; that of adapters only with a weight."""
     return config_of(
         index,
         # Those who ship it know nothing of keys on which replicas agree.
         step(
             "prefix-cache-scorer",
-            3,
+            prefix,
             prefixMatchInfoProducerName=index.type_name,
             agreement="none",
         ),
-        step("queue-scorer", 2),
-        step("kv-cache-utilization-scorer", 2),
+        step("queue-scorer", queue),
+        step("kv-cache-utilization-scorer", kv_cache),
+        *([step("lora-affinity-scorer", adapters)] if adapters else []),
     )
 
 
+def _three_two_two(index: Step, adapters: float = 0) -> str:
+    return _weighted(index, 3, 2, 2, adapters)
+
+
+_LLM_D: Final = producer(_ROUTED, blockTokens=64, autoTune=True, lastPartialBlock=True)
 _V1: Final = {
     "blockTokens": 16,
     "blocksPerRequestMax": 256,
@@ -50,9 +61,13 @@ STRATEGIES: Final = (
             "heads pushed out first, counts behind gaps; prefix 3, queue 2, KV cache 2."
         ),
         omissions="a scorer of adapters, as in `llm-d-approximate-lora`",
-        config=_three_two_two(
-            producer(_ROUTED, blockTokens=64, autoTune=True, lastPartialBlock=True)
-        ),
+        config=_three_two_two(_LLM_D),
+    ),
+    Strategy(
+        name="llm-d-approximate-lora",
+        idea="llm-d's approximate index as shipped, and its scorer of adapters: 3, 2, 2 and 1.",
+        omissions="its 0.6 where an adapter waits",
+        config=_three_two_two(_LLM_D, adapters=1),
     ),
     Strategy(
         name="gie-v1",
@@ -62,6 +77,12 @@ STRATEGIES: Final = (
         ),
         omissions="a scorer of adapters, as in `gie-v1-lora`",
         config=_three_two_two(producer(_ROUTED, **_V1)),
+    ),
+    Strategy(
+        name="gie-v1-lora",
+        idea="GIE v1 by its sample configuration with adapters: prefix, queue, KV cache, LoRA, 1 each.",
+        omissions="its 0.6 where an adapter waits",
+        config=_weighted(producer(_ROUTED, **_V1), 1, 1, 1, 1),
     ),
     Strategy(
         name="gie-v1-fixed",

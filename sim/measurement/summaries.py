@@ -710,6 +710,8 @@ class CaseSummary(Summary, frozen=True, kw_only=True):
     """What is not as the profile says."""
     scrapes: str | None
     """What is wrong with them."""
+    response_chunks: bool
+    """Pickers see first tokens."""
     prefill_tokens_per_s: list[float]
     """What pods do, each speed once."""
     believed_prefill_tokens_per_s: float

@@ -461,6 +461,8 @@ def _conditions(case: CaseSummary) -> str:
     told += [one for one in (case.happens, case.engines) if one]
     if case.scrapes:
         told.append(f"scrapes: {case.scrapes}")
+    if case.response_chunks:
+        told.append("first tokens seen")
     speeds = " or ".join(f"{speed:,.0f}" for speed in case.prefill_tokens_per_s)
     told.append(
         f"prefill {speeds} tokens/s, where pickers that nobody told believe "

@@ -13,7 +13,7 @@ from epp.core.knowledge.candidates import Affinity
 from epp.core.knowledge.inflight import Outcome
 from homing_rivals.dynamo import DynamoCost, Softmax, TwoTier
 from tests.builders import candidates, endpoint, request
-from tests.rivals.driven import scheduler_of
+from tests.rivals.driven import scheduler_of, settings_of
 
 BLOCK_BYTES = 256
 
@@ -189,3 +189,11 @@ def test_several_are_different_ones(scores, temperature, count):
     assert len(order) == len(set(order)) == min(count, len(scores))
     if not temperature:
         assert scores[order[0]] >= max(scores) * (1 - 1e-9)
+
+
+def test_what_is_held_until_the_first_token_does_not_drain():
+    """It decides by the same, and nothing of that reads a speed."""
+    usual, held = settings_of("dynamo"), settings_of("dynamo-first-token")
+    assert held.prefill_tokens_per_s == 1.0
+    assert held.profile == usual.profile
+    assert held.indexes == usual.indexes

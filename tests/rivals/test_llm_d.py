@@ -7,7 +7,7 @@ from epp.core.decision.scheduler import Decision
 from homing_rivals.routed_blocks import RoutedBlocksSettings
 from sim.cluster.built_in import configurations
 from tests.builders import endpoint, request
-from tests.rivals.driven import scheduler_of
+from tests.rivals.driven import scheduler_of, settings_of
 from tests.sim.made import arrival, ran
 
 NAMES = [name for name in configurations() if name.startswith(("llm-d", "gie"))]
@@ -37,6 +37,18 @@ def test_blocks_are_those_of_the_original(name, blocks):
     scheduler = scheduler_of(name)
     scheduler.take(PoolReplaced([endpoint(0)]), 0.0)
     assert went(scheduler, b"a" * (256 * 1_024 + 1), 0.0).total_blocks == blocks
+
+
+@pytest.mark.parametrize(
+    ("name", "weights"),
+    [("llm-d-approximate-lora", (3, 2, 2, 1)), ("gie-v1-lora", (1, 1, 1, 1))],
+)
+def test_adapters_count_as_their_project_ships_it(name, weights):
+    """Over the same index as without them."""
+    settings = settings_of(name)
+    assert tuple(scorer.weight for scorer in settings.profile.scorers) == weights
+    assert settings.profile.scorers[-1].name == "lora-affinity-scorer"
+    assert settings.indexes == settings_of(name.removesuffix("-lora")).indexes
 
 
 def test_believed_hits_vanish_when_heads_go_first():

@@ -80,6 +80,8 @@ class Case(Struct, frozen=True, kw_only=True):
     """A name among the `SCRAPES`; "": all are answered."""
     speed_told: bool = False
     """Pickers are told how fast pods prefill."""
+    response_chunks: bool = False
+    """Gateways show answers to pickers, which thus see each first token."""
     hold_out: bool = False
 
     def arrivals(self, seed: int, requests: int) -> Iterator[Arrival]:
@@ -101,6 +103,7 @@ class Case(Struct, frozen=True, kw_only=True):
             replicas=self.replicas,
             scrape_interval_s=self.scrape_interval_s,
             scrape_troubles=(SCRAPES[self.scrapes],) if self.scrapes else (),
+            response_chunks=self.response_chunks,
             believed_prefill_tokens_per_s=None if self.speed_told else PREFILL_TOKENS_PER_S,
             # Who asks no more when a pod dies would make those look fast who lose most.
             clients=ClientSettings(retries=_RETRIES) if self.happens else ClientSettings(),
@@ -570,6 +573,13 @@ _NOT_AS_BELIEVED: Final = tuple(
             workload=_MOONCAKE_HELD,
             pods=6,
             engines="whole prompts",
+        ),
+        Case(
+            name="chunks-held",
+            says="as scrape-held, scraped as usual: gateways show first tokens to pickers",
+            workload=_UNUSUAL,
+            profile=_SLOWER,
+            response_chunks=True,
         ),
         Case(
             name="scrape-late-held",

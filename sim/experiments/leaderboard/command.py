@@ -250,6 +250,7 @@ def _case_summary(case: Case) -> CaseSummary:
         happens=case.happens or None,
         engines=case.engines or None,
         scrapes=case.scrapes or None,
+        response_chunks=case.response_chunks,
         prefill_tokens_per_s=list(speeds),
         believed_prefill_tokens_per_s=six_digits(cluster.prefill_tokens_per_s),
     )

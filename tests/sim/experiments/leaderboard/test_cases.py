@@ -60,6 +60,9 @@ def test_every_engine_that_is_not_as_believed_has_a_hold_out():
     """On which nobody tunes."""
     held = [case for case in CASES.values() if case.engines or case.scrapes]
     assert all(case.hold_out for case in held)
+    assert [case.name for case in CASES.values() if case.cluster().response_chunks] == [
+        "chunks-held"
+    ]
     assert {case.engines for case in held if case.engines} == set(ENGINES)
     assert {case.scrapes for case in held if case.scrapes} == set(SCRAPES)
 
